@@ -1,0 +1,2 @@
+//! The `ferrotron` binary.
+fn main() {}

@@ -1,0 +1,3 @@
+//! Models, data, optimizers, checkpoints and the training loop.
+
+pub mod model;

@@ -1,0 +1,178 @@
+//! The architecture of a decoder as plain data. Every supported family is a setting of these switches.
+
+use serde::{Deserialize, Serialize};
+
+/// A dense decoder-only transformer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ModelConfig {
+    /// Decoder layers (L).
+    pub layers: usize,
+    /// Width of the residual stream (h).
+    pub hidden: usize,
+    /// Width inside the MLP (f), of one half when gated.
+    pub ffn: usize,
+    /// Query heads (n).
+    pub heads: usize,
+    /// Key/value heads (g); divides `heads`.
+    pub kv_heads: usize,
+    /// Channels per head (d). Not always hidden / heads.
+    pub head_dim: usize,
+    /// Rows of the embedding (V).
+    pub vocab: usize,
+    /// Longest sequence the model is made for.
+    pub max_positions: usize,
+    /// The normalisation everywhere in the model.
+    pub norm: NormConfig,
+    /// The non-linearity of the MLP.
+    pub activation: Activation,
+    /// Does the MLP have a gate branch (`act(gate) * up`)?
+    pub gated: bool,
+    /// Biases on the q, k, v projections.
+    pub qkv_bias: bool,
+    /// Bias on the attention output projection.
+    pub proj_bias: bool,
+    /// Biases on the MLP projections.
+    pub mlp_bias: bool,
+    /// Norm over each head of q and k before RoPE.
+    pub qk_norm: bool,
+    /// Norms after attention and after the MLP, before the residual addition (Gemma 2 and 3).
+    pub post_norms: bool,
+    /// How positions enter.
+    pub positions: Positions,
+    /// RoPE of the sliding-window layers where it differs (Gemma 3).
+    pub rope_local: Option<RopeConfig>,
+    /// Sliding window: a token sees itself and the `window - 1` before it, on local layers only.
+    pub window: Option<usize>,
+    /// Which layers are local (use `window`); empty when none is. Otherwise one entry per layer.
+    pub local_layers: Vec<bool>,
+    /// Factor on q·k; 1/sqrt(head_dim) unless the family says otherwise.
+    pub attn_scale: f32,
+    /// `c * tanh(score / c)` on attention scores.
+    pub attn_softcap: Option<f32>,
+    /// `c * tanh(logit / c)` on the output logits.
+    pub final_softcap: Option<f32>,
+    /// Factor on embeddings after lookup (Gemma: sqrt(hidden)).
+    pub embed_scale: f32,
+    /// Is the output matrix the embedding matrix?
+    pub tied: bool,
+    /// Standard deviation of initial weights.
+    pub init_std: f32,
+}
+
+/// Kind and constants of a norm.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NormConfig {
+    /// LayerNorm or RMSNorm.
+    pub kind: NormKind,
+    /// Added to the variance.
+    pub eps: f32,
+    /// Gain is `1 + weight` (weights stored around zero).
+    pub zero_centred: bool,
+}
+
+/// LayerNorm has a mean and a bias, RMSNorm neither.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum NormKind {
+    /// `(x - mean) / sqrt(var + eps) * gain + bias`
+    LayerNorm,
+    /// `x / sqrt(mean(x²) + eps) * gain`
+    RmsNorm,
+}
+
+/// The non-linearity of the MLP.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Activation {
+    /// GELU, tanh approximation.
+    GeluTanh,
+    /// GELU with the error function.
+    GeluErf,
+    /// x·sigmoid(x)
+    Silu,
+}
+
+/// How the model knows where a token is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Positions {
+    /// A learned vector per position, added to the embedding (GPT-2).
+    Learned,
+    /// Rotary embedding of q and k.
+    Rope(RopeConfig),
+}
+
+/// Rotary embedding.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RopeConfig {
+    /// Base of the wavelengths.
+    pub theta: f64,
+    /// Channels of each head that are rotated (the first ones).
+    pub rotary_dim: usize,
+    /// Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
+    pub interleaved: bool,
+    /// Stretching of wavelengths for long contexts.
+    pub scaling: RopeScaling,
+}
+
+/// Stretching of RoPE wavelengths.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum RopeScaling {
+    /// As they are.
+    None,
+    /// Positions divided by `factor`.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3: long wavelengths divided by `factor`, a smooth passage between.
+    Llama3 {
+        /// The divisor of low frequencies.
+        factor: f64,
+        /// Low-frequency bound.
+        low_freq_factor: f64,
+        /// High-frequency bound.
+        high_freq_factor: f64,
+        /// Context the model was first trained with.
+        original_max_positions: usize,
+    },
+    /// YaRN: a ramp between interpolation and extrapolation, and a factor on cos and sin.
+    Yarn {
+        /// The divisor of interpolated dimensions.
+        factor: f64,
+        /// Context the model was first trained with.
+        original_max_positions: usize,
+        /// Rotations above which a dimension is left as it is.
+        beta_fast: f64,
+        /// Rotations below which a dimension is interpolated fully.
+        beta_slow: f64,
+        /// Scale of the attention factor.
+        mscale: f64,
+        /// Scale of its divisor; 0 means none.
+        mscale_all_dim: f64,
+        /// Round the ends of the ramp to whole dimensions.
+        truncate: bool,
+        /// Factor on cos and sin given outright instead of derived.
+        attention_factor: Option<f64>,
+    },
+}
+
+impl ModelConfig {
+    /// Does layer `i` see only a window?
+    pub fn is_local(&self, i: usize) -> bool {
+        self.window.is_some() && self.local_layers.get(i).copied().unwrap_or(false)
+    }
+
+    /// RoPE of layer `i`, if the model uses it.
+    pub fn rope(&self, i: usize) -> Option<&RopeConfig> {
+        match (&self.positions, &self.rope_local) {
+            (Positions::Learned, _) => None,
+            (_, Some(local)) if self.is_local(i) => Some(local),
+            (Positions::Rope(global), _) => Some(global),
+        }
+    }
+}

@@ -1,0 +1,3 @@
+//! Decoder models.
+
+pub mod config;

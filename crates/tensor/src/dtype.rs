@@ -1,0 +1,178 @@
+//! Element types: [`DType`] as a value, [`Element`] as a Rust type.
+
+use crate::fp8::{E4m3, E5m2};
+use half::{bf16, f16};
+
+/// The type of a tensor's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum DType {
+    /// 64-bit float (oracles).
+    F64,
+    /// 32-bit float.
+    F32,
+    /// 16-bit float with 8 exponent bits.
+    BF16,
+    /// 16-bit float with 5 exponent bits.
+    F16,
+    /// 8-bit float, 4 exponent bits, largest value 448, no infinity.
+    E4M3,
+    /// 8-bit float, 5 exponent bits, largest finite value 57344.
+    E5M2,
+    /// 64-bit signed integer.
+    I64,
+    /// 32-bit signed integer.
+    I32,
+    /// Byte.
+    U8,
+    /// One byte, 0 or 1.
+    Bool,
+}
+
+impl DType {
+    /// Bytes of one element.
+    pub const fn size(self) -> usize {
+        match self {
+            DType::F64 | DType::I64 => 8,
+            DType::F32 | DType::I32 => 4,
+            DType::BF16 | DType::F16 => 2,
+            DType::E4M3 | DType::E5M2 | DType::U8 | DType::Bool => 1,
+        }
+    }
+
+    /// The name users write in recipes and see in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            DType::F64 => "f64",
+            DType::F32 => "f32",
+            DType::BF16 => "bf16",
+            DType::F16 => "f16",
+            DType::E4M3 => "e4m3",
+            DType::E5M2 => "e5m2",
+            DType::I64 => "i64",
+            DType::I32 => "i32",
+            DType::U8 => "u8",
+            DType::Bool => "bool",
+        }
+    }
+
+    /// Is it a floating-point type?
+    pub const fn is_float(self) -> bool {
+        !matches!(self, DType::I64 | DType::I32 | DType::U8 | DType::Bool)
+    }
+}
+
+impl std::fmt::Display for DType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A Rust type that can be the element of a tensor.
+pub trait Element: bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq + 'static {
+    /// The matching value.
+    const DTYPE: DType;
+}
+
+/// An element with real-number meaning. Arithmetic happens in f32 (or f64 in oracles);
+/// narrowing rounds to nearest, ties to even.
+pub trait Float: Element {
+    /// Widen (exact, except from f64).
+    fn to_f32(self) -> f32;
+    /// Round to this type.
+    fn from_f32(x: f32) -> Self;
+    /// Widen for oracles (always exact).
+    fn to_f64(self) -> f64 {
+        f64::from(self.to_f32())
+    }
+}
+
+macro_rules! element {
+    ($($t:ty => $d:ident),*) => { $(impl Element for $t { const DTYPE: DType = DType::$d; })* };
+}
+element!(f64 => F64, f32 => F32, bf16 => BF16, f16 => F16, E4m3 => E4M3, E5m2 => E5M2, i64 => I64, i32 => I32, u8 => U8);
+
+impl Float for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> f32 {
+        x
+    }
+}
+
+impl Float for f64 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self as f32
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> f64 {
+        f64::from(x)
+    }
+    #[inline(always)]
+    fn to_f64(self) -> f64 {
+        self
+    }
+}
+
+impl Float for bf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    /// Branch-free so that loops over it vectorise; NaN stays a quiet NaN.
+    #[inline(always)]
+    fn from_f32(x: f32) -> bf16 {
+        let bits = x.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet = (bits >> 16) | 0x40;
+        bf16::from_bits(if x.is_nan() { quiet } else { rounded } as u16)
+    }
+}
+
+impl Float for f16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f16::to_f32(self)
+    }
+    #[inline(always)]
+    fn from_f32(x: f32) -> f16 {
+        f16::from_f32(x)
+    }
+}
+
+impl Float for E4m3 {
+    fn to_f32(self) -> f32 {
+        self.decode()
+    }
+    fn from_f32(x: f32) -> E4m3 {
+        E4m3::encode(x)
+    }
+}
+
+impl Float for E5m2 {
+    fn to_f32(self) -> f32 {
+        self.decode()
+    }
+    fn from_f32(x: f32) -> E5m2 {
+        E5m2::encode(x)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bf16_rounding_matches_half_for_every_upper_half_and_tie() {
+        for hi in 0..=u16::MAX {
+            for lo in [0u32, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
+                let x = f32::from_bits(u32::from(hi) << 16 | lo);
+                let (ours, theirs) = (<bf16 as Float>::from_f32(x), bf16::from_f32(x));
+                assert!(ours == theirs || (x.is_nan() && ours.is_nan()), "{x:?} {:#x}", x.to_bits());
+            }
+        }
+    }
+}

@@ -1,0 +1,110 @@
+//! Accounting of memory by what it is for.
+
+use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+
+/// What a buffer is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Category {
+    /// Weights in the compute type.
+    Parameters,
+    /// Gradient buffers.
+    Gradients,
+    /// Master weights and moments.
+    Optimizer,
+    /// What a forward pass leaves for its backward pass, and what flows between modules.
+    Activations,
+    /// Scratch that lives inside one operation.
+    Workspace,
+    /// Buffers of collectives.
+    Communication,
+}
+
+impl Category {
+    /// All of them, in the order of tables.
+    pub const ALL: [Category; 6] = [
+        Category::Parameters,
+        Category::Gradients,
+        Category::Optimizer,
+        Category::Activations,
+        Category::Workspace,
+        Category::Communication,
+    ];
+
+    /// The name in tables and events.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Category::Parameters => "parameters",
+            Category::Gradients => "gradients",
+            Category::Optimizer => "optimizer",
+            Category::Activations => "activations",
+            Category::Workspace => "workspace",
+            Category::Communication => "communication",
+        }
+    }
+}
+
+/// Live and peak bytes, by category and in all.
+#[derive(Debug, Default)]
+pub(crate) struct Account {
+    now: [AtomicUsize; 6],
+    peak: [AtomicUsize; 6],
+    total_now: AtomicUsize,
+    total_peak: AtomicUsize,
+}
+
+impl Account {
+    pub(crate) fn take(&self, category: Category, bytes: usize) {
+        let i = category as usize;
+        self.peak[i].fetch_max(self.now[i].fetch_add(bytes, Relaxed) + bytes, Relaxed);
+        self.total_peak.fetch_max(self.total_now.fetch_add(bytes, Relaxed) + bytes, Relaxed);
+    }
+
+    pub(crate) fn give(&self, category: Category, bytes: usize) {
+        self.now[category as usize].fetch_sub(bytes, Relaxed);
+        self.total_now.fetch_sub(bytes, Relaxed);
+    }
+
+    pub(crate) fn report(&self) -> MemoryReport {
+        MemoryReport {
+            now: std::array::from_fn(|i| self.now[i].load(Relaxed)),
+            peak: std::array::from_fn(|i| self.peak[i].load(Relaxed)),
+            total_now: self.total_now.load(Relaxed),
+            total_peak: self.total_peak.load(Relaxed),
+        }
+    }
+}
+
+/// A reading of the account. Prints as a table.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct MemoryReport {
+    /// Live bytes, in the order of [`Category::ALL`].
+    pub now: [usize; 6],
+    /// Highest live bytes, in the same order. Categories peak at different moments: they need not add up.
+    pub peak: [usize; 6],
+    /// Live bytes in all.
+    pub total_now: usize,
+    /// Highest live bytes in all.
+    pub total_peak: usize,
+}
+
+impl std::fmt::Display for MemoryReport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        writeln!(f, "{:<14} {:>12} {:>12}", "memory", "now", "peak")?;
+        for (i, c) in Category::ALL.iter().enumerate().filter(|(i, _)| self.peak[*i] > 0) {
+            writeln!(f, "{:<14} {:>12} {:>12}", c.name(), human(self.now[i]), human(self.peak[i]))?;
+        }
+        write!(f, "{:<14} {:>12} {:>12}", "in all", human(self.total_now), human(self.total_peak))
+    }
+}
+
+/// Bytes for people: `1.5 GiB`.
+pub fn human(bytes: usize) -> String {
+    let (mut x, mut unit) = (bytes as f64, "B");
+    for next in ["KiB", "MiB", "GiB", "TiB"] {
+        if x < 1024.0 {
+            break;
+        }
+        (x, unit) = (x / 1024.0, next);
+    }
+    if unit == "B" { format!("{bytes} B") } else { format!("{x:.1} {unit}") }
+}
