@@ -93,7 +93,8 @@ mod tests {
 
     /// The nearest code found by looking at all of them: the definition itself.
     fn nearest(x: f32, max: u8, decode: impl Fn(u8) -> f32) -> u8 {
-        let target = f64::from(x.abs());
+        // Saturation is part of the definition.
+        let target = f64::from(x.abs().min(decode(max)));
         let mut best = 0u8;
         for code in 0..=max {
             let (d, b) = ((f64::from(decode(code)) - target).abs(), (f64::from(decode(best)) - target).abs());
