@@ -1,1 +1,3 @@
-//! Placeholder until the first module lands.
+//! The kernels: one small trait per family, implemented once per device.
+
+pub mod cpu;

@@ -1,0 +1,27 @@
+//! The AMX matrix unit: asking for it. Stable Rust has no intrinsics for it, so it is driven by `asm!`.
+
+/// Is there an AMX bf16 unit, and may this process use it? Asks Linux for the tile state, once for the whole
+/// process and before compute threads start; asking again does no harm.
+pub fn available() -> bool {
+    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+    {
+        use std::arch::{asm, x86_64::__cpuid_count};
+        const AMX_BF16: u32 = 1 << 22;
+        const AMX_TILE: u32 = 1 << 24;
+        if __cpuid_count(0, 0).eax < 7
+            || __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) != AMX_BF16 | AMX_TILE
+        {
+            return false;
+        }
+        // arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+        let (mut result, request, feature) = (158i64, 0x1023u64, 18u64);
+        // SAFETY: a system call that reads and writes no memory of ours; rcx and r11 are declared clobbered.
+        unsafe {
+            asm!("syscall", inout("rax") result, in("rdi") request, in("rsi") feature,
+                 out("rcx") _, out("r11") _, options(nostack, nomem));
+        }
+        return result == 0;
+    }
+    #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
+    false
+}
