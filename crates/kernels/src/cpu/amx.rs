@@ -20,7 +20,7 @@ pub fn available() -> bool {
             asm!("syscall", inout("rax") result, in("rdi") request, in("rsi") feature,
                  out("rcx") _, out("r11") _, options(nostack, nomem));
         }
-        return result == 0;
+        result == 0
     }
     #[cfg(not(all(target_arch = "x86_64", target_os = "linux")))]
     false

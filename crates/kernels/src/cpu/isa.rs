@@ -25,12 +25,12 @@ impl Isa {
                 && is_x86_feature_detected!("avx512dq")
                 && is_x86_feature_detected!("avx512vl");
             let avx2 = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma");
-            return match (avx2, avx512) {
+            match (avx2, avx512) {
                 (true, true) if super::amx::available() => Isa::Amx,
                 (true, true) => Isa::Avx512,
                 (true, false) => Isa::Avx2,
                 _ => Isa::Portable,
-            };
+            }
         }
         #[cfg(not(target_arch = "x86_64"))]
         Isa::Portable
