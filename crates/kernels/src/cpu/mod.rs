@@ -1,6 +1,7 @@
 //! The CPU home of every kernel.
 
 mod amx;
+pub mod attention;
 mod isa;
 
 pub use isa::Isa;
