@@ -18,6 +18,7 @@ use super::transpose::transpose;
 use super::{AttentionShape, Heads, HeadsMut, KEYS, QUERIES, Span, padded};
 use crate::cpu::Isa;
 use ferrotron_tensor::{Float, Result, Threads};
+use std::f32::consts::LOG2_E;
 use std::ops::Range;
 
 /// Blocks of keys whose gradients are summed up at a time.
@@ -152,7 +153,9 @@ struct Scratch<E: Engine> {
     dout_tile: Buffer<E::E>,
     dout_right: Buffer<E::E>,
     dout_turned: Buffer<E::E>,
-    block: Buffer<E::E>,
+    p_left: Buffer<E::E>,
+    ds_left: Buffer<E::E>,
+    ds_right: Buffer<E::E>,
     s: Buffer<f32>,
     dp: Buffer<f32>,
     dq: Buffer<f32>,
@@ -175,7 +178,9 @@ impl<E: Engine> Scratch<E> {
             dout_tile: Buffer::new(QUERIES * dv),
             dout_right: Buffer::new(copy(QUERIES * dv)),
             dout_turned: Buffer::new(QUERIES * dv),
-            block: Buffer::new(copy(KEYS * QUERIES)),
+            p_left: Buffer::new(copy(KEYS * QUERIES)),
+            ds_left: Buffer::new(copy(KEYS * QUERIES)),
+            ds_right: Buffer::new(copy(KEYS * QUERIES)),
             s: Buffer::new(KEYS * QUERIES),
             dp: Buffer::new(KEYS * QUERIES),
             dq: Buffer::new(d * QUERIES),
@@ -345,7 +350,7 @@ fn queries_of<T: Float, E: Engine>(
     for (lane, i) in queries.clone().enumerate() {
         let saved = job.lse(span, head, i);
         // A query whose scores were all -inf gave every key nothing.
-        lse[lane] = if saved == f32::NEG_INFINITY { f32::INFINITY } else { saved };
+        lse[lane] = if saved == f32::NEG_INFINITY { f32::INFINITY } else { saved * LOG2_E };
         delta[lane] = piece.delta[head * span.q_len + i];
     }
     let mut fresh = true;
@@ -370,13 +375,14 @@ fn queries_of<T: Float, E: Engine>(
             keys: rows,
         };
         softmax::differentiate(isa, scores, &mut x.s, &mut x.dp, &sight, &lse, &delta);
-        let p = engine.block_left(rows, &x.s, &mut x.block);
+        // All operands first: a product that follows on the heels of what wrote its operand waits for the memory.
+        let p = engine.block_left(rows, &x.s, &mut x.p_left);
+        let ds = engine.block_left(rows, &x.dp, &mut x.ds_left);
+        let ds_right = engine.block_right(rows, &x.dp, &mut x.ds_right);
         engine.multiply((rows, lanes, dv), p, dout, &mut x.dv[b * KEYS * dv..][..KEYS * dv], dv, true);
-        let ds = engine.block_left(rows, &x.dp, &mut x.block);
         engine.multiply((rows, lanes, d), ds, q, &mut x.dk[b * KEYS * d..][..KEYS * d], d, true);
-        let ds = engine.block_right(rows, &x.dp, &mut x.block);
         let k = Left { data: &x.turned[b * KEYS * d..][..KEYS * d], ld: KEYS };
-        engine.multiply((d, rows, lanes), k, ds, &mut x.dq, QUERIES, !fresh);
+        engine.multiply((d, rows, lanes), k, ds_right, &mut x.dq, QUERIES, !fresh);
         fresh = false;
     }
     let (sums, rows) = (bytemuck::cast_slice(&x.dq), bytemuck::cast_slice_mut(&mut x.rows));

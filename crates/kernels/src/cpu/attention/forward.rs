@@ -17,6 +17,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Blocks of queries that share each packed block of keys.
 const BLOCKS: usize = 4;
+/// Blocks of queries worked on together.
+const TOGETHER: usize = 2;
 
 /// `out` and `lse` of every span; see the [module](super) for the maths.
 ///
@@ -72,8 +74,8 @@ struct Scratch<E: Engine> {
     k: Buffer<E::E>,
     v: Buffer<E::E>,
     q: Buffer<E::E>,
-    p: Buffer<E::E>,
-    s: Buffer<f32>,
+    p: [Buffer<E::E>; TOGETHER],
+    s: [Buffer<f32>; TOGETHER],
     out: Buffer<f32>,
     rows: Buffer<f32>,
 }
@@ -86,8 +88,8 @@ impl<E: Engine> Scratch<E> {
             k: Buffer::new(KEYS * d),
             v: Buffer::new(dv * KEYS),
             q: Buffer::new(BLOCKS * d * QUERIES),
-            p: Buffer::new(if E::COPIES { KEYS * QUERIES } else { 0 }),
-            s: Buffer::new(KEYS * QUERIES),
+            p: [(); TOGETHER].map(|()| Buffer::new(if E::COPIES { KEYS * QUERIES } else { 0 })),
+            s: [(); TOGETHER].map(|()| Buffer::new(KEYS * QUERIES)),
             out: Buffer::new(BLOCKS * dv * QUERIES),
             rows: Buffer::new(QUERIES * dv),
         }
@@ -112,10 +114,25 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>) {
 
 /// One block of queries under way.
 struct Block {
+    /// Its place among the blocks of the piece.
+    at: usize,
     queries: Range<usize>,
     sight: Sight,
     past: Past,
+    /// Has it seen nothing yet?
     fresh: bool,
+    /// How much it sees of the keys at hand.
+    cover: Cover,
+}
+
+impl Block {
+    fn lanes(&self) -> usize {
+        padded(self.queries.len())
+    }
+
+    fn sees(&self) -> bool {
+        self.cover != Cover::None
+    }
 }
 
 fn attend<T: Float, E: Engine>(
@@ -132,13 +149,13 @@ fn attend<T: Float, E: Engine>(
     let kv_head = head / (shape.heads / shape.kv_heads);
     let Scratch { tile, k, v, q, p, s, out, rows } = scratch;
     let mut blocks: [Option<Block>; BLOCKS] = Default::default();
-    for (b, from) in queries.clone().step_by(QUERIES).enumerate() {
+    for (at, from) in queries.clone().step_by(QUERIES).enumerate() {
         let queries = from..queries.end.min(from + QUERIES);
         let src = job.q.from(span.batch, span.q_start + from, head);
         engine.stage(src, job.q.token, queries.len(), shape.d_qk, tile);
-        engine.right_turned(queries.len(), d, tile, &mut q[b * d * QUERIES..][..d * QUERIES]);
+        engine.right_turned(queries.len(), d, tile, &mut q[at * d * QUERIES..][..d * QUERIES]);
         let sight = Sight::new(&mask, &queries);
-        blocks[b] = Some(Block { queries, sight, past: Past::new(), fresh: true });
+        blocks[at] = Some(Block { at, queries, sight, past: Past::new(), fresh: true, cover: Cover::None });
     }
     let seen = mask.keys(queries);
     for first in (seen.start / KEYS * KEYS..seen.end).step_by(KEYS) {
@@ -149,35 +166,48 @@ fn attend<T: Float, E: Engine>(
         let src = job.v.from(span.batch, span.k_start + first, kv_head);
         engine.stage(src, job.v.token, keys.len(), shape.d_v, tile);
         engine.turn(keys.len(), dv, tile, v);
-        for (b, block) in blocks.iter_mut().enumerate() {
-            let Some(block) = block else { break };
-            let cover = mask.cover(&block.queries, &keys);
-            if cover == Cover::None {
-                continue;
+        // Some blocks go step by step together: a product on the heels of what wrote its operand has to wait for
+        // the memory.
+        for some in blocks.chunks_mut(TOGETHER) {
+            for (block, s) in some.iter_mut().flatten().zip(s.iter_mut()) {
+                block.cover = mask.cover(&block.queries, &keys);
+                if block.sees() {
+                    let q = &q[block.at * d * QUERIES..][..d * QUERIES];
+                    let (k, q) = (Left { data: k, ld: d }, Right { data: q, rows: d, cols: QUERIES });
+                    engine.multiply((rows, d, block.lanes()), k, q, s, QUERIES, false);
+                }
             }
-            let lanes = padded(block.queries.len());
-            let right = Right { data: &q[b * d * QUERIES..][..d * QUERIES], rows: d, cols: QUERIES };
-            engine.multiply((rows, d, lanes), Left { data: k, ld: d }, right, s, QUERIES, false);
-            let scores = Scores {
-                scale: shape.scale,
-                softcap: shape.softcap,
-                masked: cover == Cover::Part || rows != keys.len() || lanes != block.queries.len(),
-                first_key: first as i32,
-                keys: rows,
-            };
-            softmax::absorb(isa, scores, s, &block.sight, &mut block.past);
-            let out = &mut out[b * dv * QUERIES..][..dv * QUERIES];
-            if !block.fresh && block.past.moved() {
-                softmax::scale_lanes(isa, out, &block.past.shrink);
+            for (block, s) in some.iter_mut().flatten().zip(s.iter_mut()).filter(|(b, _)| b.sees()) {
+                let ragged = rows != keys.len() || block.lanes() != block.queries.len();
+                let scores = Scores {
+                    scale: shape.scale,
+                    softcap: shape.softcap,
+                    masked: block.cover == Cover::Part || ragged,
+                    first_key: first as i32,
+                    keys: rows,
+                };
+                softmax::absorb(isa, scores, s, &block.sight, &mut block.past);
+                if !block.fresh && block.past.moved() {
+                    let out = &mut out[block.at * dv * QUERIES..][..dv * QUERIES];
+                    softmax::scale_lanes(isa, out, &block.past.shrink);
+                }
             }
-            let right = engine.block_right(rows, s, p);
-            engine.multiply((dv, rows, lanes), Left { data: v, ld: KEYS }, right, out, QUERIES, !block.fresh);
-            block.fresh = false;
+            let mut weights = [None; TOGETHER];
+            let operands = s.iter().zip(p.iter_mut()).zip(&mut weights);
+            for (block, ((s, p), weights)) in some.iter().flatten().zip(operands) {
+                *weights = block.sees().then(|| engine.block_right(rows, s, p));
+            }
+            for (block, weights) in some.iter_mut().flatten().zip(weights) {
+                let Some(weights) = weights else { continue };
+                let out = &mut out[block.at * dv * QUERIES..][..dv * QUERIES];
+                let (size, v) = ((dv, rows, block.lanes()), Left { data: v, ld: KEYS });
+                engine.multiply(size, v, weights, out, QUERIES, !block.fresh);
+                block.fresh = false;
+            }
         }
     }
-    for (b, block) in blocks.iter().enumerate() {
-        let Some(block) = block else { break };
-        finish(job, span, head, block, &mut out[b * dv * QUERIES..][..dv * QUERIES], rows);
+    for block in blocks.iter().flatten() {
+        finish(job, span, head, block, &out[block.at * dv * QUERIES..][..dv * QUERIES], rows);
     }
 }
 
@@ -187,31 +217,26 @@ fn finish<T: Float>(
     span: &Span,
     head: usize,
     block: &Block,
-    sums: &mut [f32],
+    sums: &[f32],
     rows: &mut [f32],
 ) {
     let (shape, dv) = (job.shape, padded(job.shape.d_v));
     if !block.fresh {
-        transpose(
-            job.isa,
-            dv,
-            padded(block.queries.len()),
-            bytemuck::cast_slice(sums),
-            QUERIES,
-            bytemuck::cast_slice_mut(rows),
-            dv,
-        );
+        let (sums, rows) = (bytemuck::cast_slice(sums), bytemuck::cast_slice_mut(rows));
+        transpose(job.isa, dv, block.lanes(), sums, QUERIES, rows, dv);
     }
+    let (mut lse, mut factor) = ([0.0; QUERIES], [0.0; QUERIES]);
+    let sink = job.sink.map_or(f32::NEG_INFINITY, |s| s[head]);
+    softmax::conclude(job.isa, &block.past, sink, &mut lse, &mut factor);
     for (lane, i) in block.queries.clone().enumerate() {
-        let (lse, factor) = block.past.finish(lane, job.sink.map(|s| s[head]));
         let at = span.lse_base + head * shape.lse_head + i * shape.lse_token;
-        job.lse[at].store(lse.to_bits(), Ordering::Relaxed);
+        job.lse[at].store(lse[lane].to_bits(), Ordering::Relaxed);
         // SAFETY: `check` found the row inside the buffer and in no other span, and this piece alone has it.
         let to = unsafe { job.out.row(span.batch, span.q_start + i, head, shape.d_v) };
         if block.fresh || block.sight.blind(lane) {
             to.fill(T::from_f32(0.0));
         } else {
-            narrow(job.isa, &rows[lane * dv..][..shape.d_v], factor, to);
+            narrow(job.isa, &rows[lane * dv..][..shape.d_v], factor[lane], to);
         }
     }
 }

@@ -32,9 +32,9 @@ impl Sight {
 #[derive(Clone)]
 #[repr(align(64))]
 pub(super) struct Past {
-    /// Largest score so far.
+    /// Largest score so far, times log2 e.
     pub max: [f32; QUERIES],
-    /// Σ exp(score - max) so far.
+    /// Σ exp(score) / exp(largest score) so far.
     pub sum: [f32; QUERIES],
     /// Factor that brings sums made before the last block to its maximum.
     pub shrink: [f32; QUERIES],
@@ -49,19 +49,5 @@ impl Past {
     /// Must earlier sums be rescaled after the last block?
     pub fn moved(&self) -> bool {
         self.shrink.iter().any(|s| *s != 1.0)
-    }
-
-    /// Log-sum-exp of a lane and the factor that turns its weighted sum of values into the output. The sink is
-    /// one more score that no value belongs to.
-    pub fn finish(&self, lane: usize, sink: Option<f32>) -> (f32, f32) {
-        let (max, sum) = (self.max[lane], self.sum[lane]);
-        let top = sink.map_or(max, |s| if s > max { s } else { max });
-        if top == f32::NEG_INFINITY {
-            // No key, or only scores of -inf: nothing to see. A NaN sum still has to show.
-            return if sum.is_nan() { (f32::NAN, f32::NAN) } else { (f32::NEG_INFINITY, 0.0) };
-        }
-        let shift = (max - top).exp();
-        let total = sum * shift + sink.map_or(0.0, |s| (s - top).exp());
-        (top + total.ln(), shift / total)
     }
 }

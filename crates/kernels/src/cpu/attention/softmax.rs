@@ -1,10 +1,11 @@
 //! The element-wise half of attention, over one block of scores held transposed: `[keys, QUERIES]`, a key a row and
-//! a query a lane.
+//! a query a lane. Scores are taken times log2 e, so that every exponential is a power of two.
 
 use super::QUERIES;
 use super::lanes::{Past, Sight};
 use super::levels::leveled;
-use super::math::{exp, fma, tanh};
+use super::math::{exp2, exp2_any, fma, ln, tanh};
+use std::f32::consts::{LN_2, LOG2_E};
 
 /// Queries worked on together: enough for two of the widest vectors.
 const GROUP: usize = 32;
@@ -47,15 +48,18 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
     sight: &Sight,
     past: &mut Past,
 ) {
-    let cap = scores.softcap.unwrap_or(1.0);
+    let (factor, cap) = (scores.scale * LOG2_E, scores.softcap.unwrap_or(1.0));
     for g in (0..QUERIES).step_by(GROUP) {
         let (lo, hi) = (group(&sight.lo, g), group(&sight.hi, g));
         let mut top = *group(&past.max, g);
         for (row, j) in s.chunks_exact_mut(QUERIES).take(scores.keys).zip(scores.first_key..) {
             let row = group_mut(row, g);
             for i in 0..GROUP {
-                let x = row[i] * scores.scale;
-                let x = if CAP { cap * tanh::<FMA>(x / cap) } else { x };
+                let x = if CAP {
+                    cap * LOG2_E * tanh::<FMA>(row[i] * scores.scale / cap)
+                } else {
+                    row[i] * factor
+                };
                 let x = if MASKED && (j < lo[i] || j > hi[i]) { f32::NEG_INFINITY } else { x };
                 if MASKED || CAP {
                     row[i] = x;
@@ -71,15 +75,15 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
             (group_mut(&mut past.max, g), group_mut(&mut past.sum, g), group_mut(&mut past.shrink, g));
         for i in 0..GROUP {
             base[i] = if top[i] == f32::NEG_INFINITY { 0.0 } else { top[i] };
-            shrink[i] = exp::<FMA>(max[i] - base[i]);
+            shrink[i] = exp2::<FMA>(max[i] - base[i]);
             max[i] = top[i];
         }
         for row in s.chunks_exact_mut(QUERIES).take(scores.keys) {
             let row = group_mut(row, g);
             for i in 0..GROUP {
-                let x =
-                    if MASKED || CAP { row[i] - base[i] } else { fma::<FMA>(row[i], scores.scale, -base[i]) };
-                row[i] = exp::<FMA>(x);
+                // The same rounding as above, so that the largest score gives exactly 1.
+                let x = if MASKED || CAP { row[i] } else { row[i] * factor };
+                row[i] = exp2::<FMA>(x - base[i]);
                 sum[i] += row[i];
             }
         }
@@ -91,7 +95,7 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
 
 leveled! {
     /// Backward of one block: `s` holds products and becomes probabilities, `dp` holds `dout·v` and becomes the
-    /// gradient of `q·k` before the scale. `lse` and `delta = Σ dout·out` are per query.
+    /// gradient of `q·k` before the scale. `lse` (times log2 e) and `delta = Σ dout·out` are per query.
     pub(super) fn differentiate(
         scores: Scores, s: &mut [f32], dp: &mut [f32], sight: &Sight, lse: &[f32], delta: &[f32],
     ) = differentiate_body;
@@ -123,7 +127,7 @@ fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
     lse: &[f32],
     delta: &[f32],
 ) {
-    let cap = scores.softcap.unwrap_or(1.0);
+    let (factor, cap) = (scores.scale * LOG2_E, scores.softcap.unwrap_or(1.0));
     for g in (0..QUERIES).step_by(GROUP) {
         let (lo, hi) = (group(&sight.lo, g), group(&sight.hi, g));
         let (lse, delta) = (group(lse, g), group(delta, g));
@@ -133,11 +137,11 @@ fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
             for i in 0..GROUP {
                 let (x, slope) = if CAP {
                     let t = tanh::<FMA>(s[i] * scores.scale / cap);
-                    (fma::<FMA>(cap, t, -lse[i]), fma::<FMA>(-t, t, 1.0))
+                    (fma::<FMA>(cap * LOG2_E, t, -lse[i]), fma::<FMA>(-t, t, 1.0))
                 } else {
-                    (fma::<FMA>(s[i], scores.scale, -lse[i]), 1.0)
+                    (fma::<FMA>(s[i], factor, -lse[i]), 1.0)
                 };
-                let p = exp::<FMA>(x);
+                let p = exp2_any::<FMA>(x);
                 let d = p * (dp[i] - delta[i]);
                 let d = if CAP { d * slope } else { d };
                 let seen = !MASKED || (j >= lo[i] && j <= hi[i]);
@@ -145,6 +149,35 @@ fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
                 dp[i] = if seen { d } else { 0.0 };
             }
         }
+    }
+}
+
+leveled! {
+    /// After the last block: the log-sum-exp of each query, and the factor that turns its weighted sum of values into
+    /// its output. The sink, one logit or -inf, is one more score that no value belongs to.
+    pub(super) fn conclude(past: &Past, sink: f32, lse: &mut [f32; QUERIES], factor: &mut [f32; QUERIES])
+        = conclude_body;
+}
+
+#[inline(always)]
+fn conclude_body<const FMA: bool>(
+    past: &Past,
+    sink: f32,
+    lse: &mut [f32; QUERIES],
+    factor: &mut [f32; QUERIES],
+) {
+    let sink = sink * LOG2_E;
+    for i in 0..QUERIES {
+        let (max, sum) = (past.max[i], past.sum[i]);
+        let top = if sink > max { sink } else { max };
+        // No key, or only scores of -inf, and no sink: nothing to see, unless it is NaN.
+        let nothing = top == f32::NEG_INFINITY;
+        let base = if nothing { 0.0 } else { top };
+        let shift = exp2::<FMA>(max - base);
+        let total = fma::<FMA>(sum, shift, exp2::<FMA>(sink - base));
+        let found = fma::<FMA>(base, LN_2, ln::<FMA>(total));
+        lse[i] = if nothing && !sum.is_nan() { f32::NEG_INFINITY } else { found };
+        factor[i] = if nothing && !sum.is_nan() { 0.0 } else { shift / total };
     }
 }
 
