@@ -1,4 +1,14 @@
-//! The AMX matrix unit: asking for it. Stable Rust has no intrinsics for it, so it is driven by `asm!`.
+//! The AMX matrix unit: asking for it, configuring its tiles, and the one 32x32 block product everything on it
+//! is made of. Stable Rust has no intrinsics for it, so it is driven by `asm!`.
+//!
+//! The unit reads denormal inputs as zero and flushes denormal sums to zero; infinities and NaN follow IEEE.
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod pack;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use tiles::{Tiles, mm_32x32};
 
 /// Is there an AMX bf16 unit, and may this process use it? Asks Linux for the tile state, once for the whole
 /// process and before compute threads start; asking again does no harm.
