@@ -85,7 +85,7 @@ impl GradBuffer {
             .map(|i| {
                 let grad = self.view(rank, ParamId(i))?;
                 if std::mem::replace(&mut self.slots[i].fresh, false) {
-                    rank.kernels.scale(&rank.compute, &grad, 0.0)?;
+                    rank.compute.zero(&grad)?;
                 }
                 Ok(grad)
             })

@@ -88,7 +88,18 @@ impl Head {
 
     /// `[tokens, V]` in the type the model computes in.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        logits(p.rank, p.params.get(self.weight), self.softcap, x)
+        Ok(self.logits_of(p.rank, p.params.get(self.weight), x)?.1)
+    }
+
+    /// Logits before and after the cap (the same tensor where there is none).
+    fn logits_of(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<(Tensor, Tensor)> {
+        let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
+        let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
+        rank.kernels.gemm(&rank.compute, &g)?;
+        let Some(cap) = self.softcap else { return Ok((z.clone(), z)) };
+        let y = rank.activation(z.shape(), z.dtype())?;
+        rank.kernels.softcap_forward(&rank.compute, cap, &z, &y)?;
+        Ok((z, y))
     }
 
     /// Loss of each row f32 `[tokens]` (without weights), and what backward needs if `train`.
@@ -132,16 +143,7 @@ impl Head {
         rows: &Tensor,
         train: bool,
     ) -> Result<Tensor> {
-        let z = logits(rank, w, self.softcap, x)?;
-        // The derivative of the cap needs the capped logits, which the loss overwrites.
-        let capped = match self.softcap.filter(|_| train) {
-            Some(_) => {
-                let copy = rank.activation(z.shape(), z.dtype())?;
-                rank.kernels.copy(&rank.compute, &z, &copy)?;
-                Some(copy)
-            }
-            None => None,
-        };
+        let (uncapped, z) = self.logits_of(rank, w, x)?;
         let c = CrossEntropy {
             logits: &z,
             vocab: self.vocab,
@@ -152,8 +154,8 @@ impl Head {
             gradient: train,
         };
         rank.kernels.cross_entropy(&rank.compute, &c)?;
-        if let (Some(y), Some(cap)) = (capped, self.softcap) {
-            rank.kernels.softcap_backward(&rank.compute, cap, &y, &z)?;
+        if let (Some(cap), true) = (self.softcap, train) {
+            rank.kernels.softcap_backward(&rank.compute, cap, &uncapped, &z)?;
         }
         Ok(z)
     }
@@ -212,16 +214,6 @@ impl Targets {
 
 fn chunks(tokens: usize, chunk: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..tokens).step_by(chunk.max(1)).map(move |start| (start, chunk.max(1).min(tokens - start)))
-}
-
-fn logits(rank: &Rank, w: &Tensor, softcap: Option<f32>, x: &Tensor) -> Result<Tensor> {
-    let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
-    let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
-    rank.kernels.gemm(&rank.compute, &g)?;
-    if let Some(cap) = softcap {
-        rank.kernels.softcap_forward(&rank.compute, cap, &z)?;
-    }
-    Ok(z)
 }
 
 /// `out = d·w`

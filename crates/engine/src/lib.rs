@@ -19,7 +19,7 @@ pub use head::{Head, HeadSaved, Targets};
 pub use linear::{Linear, LinearSaved};
 pub use mlp::{Mlp, MlpSaved};
 pub use norm::{NormLayer, NormSaved};
-pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Part, Split};
+pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Part, Split, initial_values};
 pub use pass::{Dropout, Keep, Pass, Recompute};
 pub use rank::Rank;
 pub use saved::{Class, Saved, SavedTensor};

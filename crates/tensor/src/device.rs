@@ -5,7 +5,9 @@ use crate::checker::Checker;
 use crate::memory::Account;
 use crate::{Error, MemoryReport, Result, Stream, Threads};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 /// What kind of processor a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -13,6 +15,18 @@ pub enum DeviceKind {
     /// The host's cores. Work runs at once, on the calling thread and the compute pool.
     Cpu,
 }
+
+/// What a device notes about every launch.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Watch {
+    /// Check the order of memory accesses (vector clocks over streams and events).
+    pub order: bool,
+    /// Add up the time of each kernel.
+    pub time: bool,
+}
+
+/// Calls and time by kernel.
+pub type Profile = BTreeMap<&'static str, (u64, Duration)>;
 
 /// A handle to a device; cloning shares it.
 #[derive(Clone)]
@@ -26,6 +40,7 @@ pub(crate) struct DeviceInner {
     pub(crate) pool: Pool,
     pub(crate) account: Account,
     checker: Option<Mutex<Checker>>,
+    profile: Option<Mutex<Profile>>,
     ids: AtomicU64,
     streams: AtomicU32,
 }
@@ -33,6 +48,17 @@ pub(crate) struct DeviceInner {
 impl DeviceInner {
     pub(crate) fn next_id(&self) -> u64 {
         self.ids.fetch_add(1, Relaxed)
+    }
+
+    /// Run a kernel, noting its time if that is watched.
+    pub(crate) fn timed<T>(&self, op: &'static str, f: impl FnOnce() -> T) -> T {
+        let Some(profile) = &self.profile else { return f() };
+        let start = std::time::Instant::now();
+        let out = f();
+        let mut profile = profile.lock().unwrap_or_else(PoisonError::into_inner);
+        let entry = profile.entry(op).or_default();
+        *entry = (entry.0 + 1, entry.1 + start.elapsed());
+        out
     }
 
     /// Run `f` on the checker, if there is one.
@@ -47,21 +73,20 @@ impl DeviceInner {
 impl Device {
     /// The host's cores.
     pub fn cpu(threads: Threads) -> Device {
-        Device::new(threads, None)
+        Device::cpu_watched(threads, Watch::default())
     }
 
-    /// The host's cores, with every access checked for order (design: vector clocks over streams and events).
-    pub fn cpu_checked(threads: Threads) -> Device {
-        Device::new(threads, Some(Mutex::new(Checker::default())))
-    }
-
-    fn new(threads: Threads, checker: Option<Mutex<Checker>>) -> Device {
+    /// The host's cores under observation.
+    pub fn cpu_watched(threads: Threads, watch: Watch) -> Device {
+        let checker = watch.order.then(Mutex::default);
+        let profile = watch.time.then(Mutex::default);
         let inner = DeviceInner {
             kind: DeviceKind::Cpu,
             threads,
             pool: Pool::default(),
             account: Account::default(),
             checker,
+            profile,
             ids: AtomicU64::new(1),
             streams: AtomicU32::new(0),
         };
@@ -86,6 +111,14 @@ impl Device {
     /// Live and peak bytes by category.
     pub fn memory(&self) -> MemoryReport {
         self.inner.account.report()
+    }
+
+    /// Calls and time by kernel since the last call, if time is watched.
+    pub fn take_profile(&self) -> Profile {
+        match &self.inner.profile {
+            Some(p) => std::mem::take(&mut *p.lock().unwrap_or_else(PoisonError::into_inner)),
+            None => Profile::new(),
+        }
     }
 
     /// Hands cached free memory back to the system.

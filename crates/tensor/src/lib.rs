@@ -13,7 +13,7 @@ mod stream;
 mod tensor;
 mod threads;
 
-pub use device::{Device, DeviceKind};
+pub use device::{Device, DeviceKind, Profile, Watch};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result, shape_error};
 pub use half::{bf16, f16};

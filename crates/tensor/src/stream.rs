@@ -117,7 +117,8 @@ impl Stream {
             })
         })?;
         let _borrow = Borrow::take(op, args)?;
-        kernel(&Launch { op, args, threads: &self.device.inner.threads, given: Default::default() })
+        let launch = Launch { op, args, threads: &self.device.inner.threads, given: Default::default() };
+        self.device.inner.timed(op, || kernel(&launch))
     }
 
     /// Copies host values into a new tensor.
@@ -154,12 +155,17 @@ impl Stream {
     /// A new tensor of zeros.
     pub fn zeros(&self, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
         let t = Tensor::empty(self, shape, dtype, category)?;
+        self.zero(&t)?;
+        Ok(t)
+    }
+
+    /// Sets all bytes of a contiguous tensor to zero.
+    pub fn zero(&self, t: &Tensor) -> Result<()> {
         let bytes = t.as_bytes()?;
-        self.launch("zeros", &[write(&bytes)], |l| {
+        self.launch("zero", &[write(&bytes)], |l| {
             l.slice_mut::<u8>(0)?.fill(0);
             Ok(())
-        })?;
-        Ok(t)
+        })
     }
 }
 

@@ -1,3 +1,10 @@
 //! Decoder models.
 
 pub mod config;
+mod decoder;
+pub mod flops;
+pub mod generate;
+mod layer;
+
+pub use config::ModelConfig;
+pub use decoder::{Decoder, DecoderSaved, Input};
