@@ -62,7 +62,7 @@ pub trait Batches: Send + Sync {
         let seq = self.seq();
         let total = count.checked_mul(seq).filter(|&t| i32::try_from(t).is_ok());
         let Some(total) = total else {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "a batch of {count} samples of {seq} tokens is too big; use smaller micro-batches"
             )));
         };
@@ -117,5 +117,5 @@ pub(crate) fn checked_id(token: i64, vocab: u32, source: &dyn Fn() -> String) ->
         "{}: token {token} is outside the vocabulary of {vocab}; the data was made with another tokenizer",
         source()
     );
-    Err(Error::Config(what))
+    Err(Error::Invalid(what))
 }

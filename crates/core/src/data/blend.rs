@@ -28,20 +28,20 @@ impl BlendIndex {
     /// Every sample of every member once, in proportion to their sizes.
     pub fn exhaustive(sizes: &[u64]) -> Result<Self> {
         let total = sizes.iter().try_fold(0u64, |t, &s| t.checked_add(s));
-        let total = total.filter(|&t| t > 0).ok_or_else(|| Error::Config("a blend of no samples".into()))?;
+        let total = total.filter(|&t| t > 0).ok_or_else(|| Error::Invalid("a blend of no samples".into()))?;
         let weights: Vec<f64> = sizes.iter().map(|&s| s as f64 / total as f64).collect();
         Self::fill(&weights, total, |member, count| count < sizes[member])
     }
 
     fn fill(weights: &[f64], size: u64, open: impl Fn(usize, u64) -> bool) -> Result<Self> {
         if weights.is_empty() || weights.len() > i16::MAX as usize {
-            return Err(Error::Config(format!("a blend has 1 to 32767 members, not {}", weights.len())));
+            return Err(Error::Invalid(format!("a blend has 1 to 32767 members, not {}", weights.len())));
         }
         let mut it = Self::default();
         if it.member.try_reserve_exact(size as usize).is_err()
             || it.sample.try_reserve_exact(size as usize).is_err()
         {
-            return Err(Error::Config(format!("a blend of {size} samples does not fit in memory")));
+            return Err(Error::Invalid(format!("a blend of {size} samples does not fit in memory")));
         }
         let mut counts = vec![0u64; weights.len()];
         for i in 0..size {
@@ -68,9 +68,9 @@ pub fn member_samples(weights: &[f64], target: u64, surplus: f64) -> Vec<u64> {
 
 /// Are there members, and do they agree on the sequence length?
 fn same_seq(members: &[Box<dyn Batches>]) -> Result<()> {
-    let Some(first) = members.first() else { return Err(Error::Config("a blend without members".into())) };
+    let Some(first) = members.first() else { return Err(Error::Invalid("a blend without members".into())) };
     match members.iter().find(|m| m.seq() != first.seq()) {
-        Some(m) => Err(Error::Config(format!(
+        Some(m) => Err(Error::Invalid(format!(
             "members of a blend have sequences of {} and {} tokens; give all the same",
             first.seq(),
             m.seq()
@@ -90,7 +90,7 @@ impl Blend {
     pub fn weighted(members: Vec<Box<dyn Batches>>, weights: &[f64], size: u64) -> Result<Self> {
         same_seq(&members)?;
         if weights.len() != members.len() || size == 0 {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "a blend of {size} samples from {} members with {} weights",
                 members.len(),
                 weights.len()
@@ -120,7 +120,7 @@ impl Blend {
     ) -> Result<[Option<Self>; 3]> {
         let weights = weights.map(normalise).transpose()?;
         if weights.as_ref().is_some_and(|w| w.len() != prefixes.len()) {
-            return Err(Error::Config(format!("{} datasets need as many weights", prefixes.len())));
+            return Err(Error::Invalid(format!("{} datasets need as many weights", prefixes.len())));
         }
         let mut members: [Vec<Box<dyn Batches>>; 3] = Default::default();
         for (m, prefix) in prefixes.iter().enumerate() {
@@ -146,7 +146,7 @@ impl Blend {
                     Self::weighted(members, w, size)?
                 }
                 (Some(_), None) => {
-                    return Err(Error::Config("a weighted blend needs the number of samples".into()));
+                    return Err(Error::Invalid("a weighted blend needs the number of samples".into()));
                 }
                 (None, Some(target)) => {
                     let sizes: Vec<f64> = members.iter().map(|m| m.samples() as f64).collect();

@@ -49,7 +49,7 @@ pub fn build(
     let total = file.metadata().map_err(Error::io(input))?.len();
     let mut reader = BufReader::with_capacity(1 << 20, file);
     if eod.is_some_and(|e| e >= vocab) {
-        return Err(Error::Config(format!("the end-of-document token is outside the vocabulary of {vocab}")));
+        return Err(Error::Invalid(format!("the end-of-document token is outside the vocabulary of {vocab}")));
     }
     let mut writer = IndexedWriter::create(out_prefix, TokenType::for_vocab(u64::from(vocab)), false)?;
     let mut summary = BuildSummary::default();
@@ -64,7 +64,7 @@ pub fn build(
             break;
         }
         done += read;
-        let at_line = |what: String| Error::data(input, format!("line {number}: {what}"));
+        let at_line = |what: String| Error::damaged(input, format!("line {number}: {what}"));
         if read > LONGEST_LINE {
             return Err(at_line(format!("is longer than {LONGEST_LINE} bytes; put one document on a line")));
         }
@@ -89,7 +89,7 @@ pub fn build(
         }
     }
     if summary.documents == 0 {
-        return Err(Error::data(input, "holds no document: every line is empty"));
+        return Err(Error::damaged(input, "holds no document: every line is empty"));
     }
     summary.tokens = writer.tokens();
     writer.finish()?;

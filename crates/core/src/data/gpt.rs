@@ -102,7 +102,7 @@ impl GptDataset {
         config: GptConfig,
     ) -> Result<Self> {
         let name = data.path().display().to_string();
-        let too_many = |_| Error::Config(format!("{name}: more than 2^32 sequences; split the file"));
+        let too_many = |_| Error::Invalid(format!("{name}: more than 2^32 sequences; split the file"));
         let range =
             u32::try_from(range.start).map_err(too_many)?..u32::try_from(range.end).map_err(too_many)?;
         let spec = IndexSpec {
@@ -114,7 +114,7 @@ impl GptDataset {
         };
         let index = GptIndex::build(range, |d| data.length(d as usize), &spec, &name)?;
         if index.is_empty() {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "{name}: the {} split holds less than one sample of {} tokens; \
                  give more data, another split or a shorter sequence",
                 split.name(),

@@ -41,7 +41,7 @@ fn epochs(spec: &IndexSpec, tokens: u64) -> Result<(u64, Option<u64>)> {
     let Some(samples) = spec.samples else { return Ok((1, None)) };
     let wanted = samples.checked_mul(seq).and_then(|t| t.checked_add(x));
     let Some(wanted) = wanted else {
-        return Err(Error::Config(format!("{samples} samples of {seq} tokens are more than can be counted")));
+        return Err(Error::Invalid(format!("{samples} samples of {seq} tokens are more than can be counted")));
     };
     // The least E with E·T ≥ samples·s + x.
     let e = wanted.div_ceil(tokens).max(1);
@@ -61,7 +61,7 @@ fn reserve<T>(count: u64, what: &str) -> Result<Vec<T>> {
     let mut v = Vec::new();
     // Positions and samples are held in 32 bits: a bigger index would not fit in memory anyway.
     if count > u64::from(u32::MAX) - 2 || v.try_reserve_exact(count as usize).is_err() {
-        return Err(Error::Config(format!(
+        return Err(Error::Invalid(format!(
             "{count} {what} are too many for one dataset; ask for fewer samples or split the data into a blend"
         )));
     }
@@ -77,14 +77,14 @@ impl GptIndex {
         name: &str,
     ) -> Result<Self> {
         if spec.seq == 0 {
-            return Err(Error::Config("a sample needs at least one token; the sequence length is 0".into()));
+            return Err(Error::Invalid("a sample needs at least one token; the sequence length is 0".into()));
         }
         let mut tokens = 0u64;
         for d in documents.clone() {
             tokens += length(d)? as u64;
         }
         if tokens <= u64::from(spec.extra) {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "{name}: the {} documents of this split hold {tokens} tokens, too few for a sample; \
                  give more data or change the split",
                 documents.len()

@@ -48,7 +48,7 @@ impl IndexedDataset {
         let idx = MappedFile::open(&idx_path)?;
         let bin = MappedFile::open(&bin_path)?;
         let (token_type, sequences, boundaries, multimodal) =
-            header(idx.bytes()).map_err(|what| Error::data(&idx_path, what))?;
+            header(idx.bytes()).map_err(|what| Error::damaged(&idx_path, what))?;
         let it = Self { idx_path, bin_path, idx, bin, token_type, sequences, boundaries, multimodal };
         it.check_sequences()?;
         it.check_documents()?;
@@ -62,7 +62,7 @@ impl IndexedDataset {
         let mut end = 0u64;
         for i in 0..self.sequences {
             let (length, pointer) = (i32::from_le_bytes(self.at(i, 0)), i64::from_le_bytes(self.at(i, 1)));
-            let bad = |what: String| Err(Error::data(&self.idx_path, what));
+            let bad = |what: String| Err(Error::damaged(&self.idx_path, what));
             if length < 0 {
                 return bad(format!("sequence {i} has the negative length {length}"));
             }
@@ -82,7 +82,7 @@ impl IndexedDataset {
             }
         }
         if end != self.bin.bytes().len() as u64 {
-            return Err(Error::data(
+            return Err(Error::damaged(
                 &self.bin_path,
                 format!("has {} bytes, but its index accounts for {end}", self.bin.bytes().len()),
             ));
@@ -95,7 +95,7 @@ impl IndexedDataset {
         for k in 0..self.boundaries {
             let at = i64::from_le_bytes(self.at(k, 2));
             if at < last || (k == 0 && at != 0) {
-                return Err(Error::data(
+                return Err(Error::damaged(
                     &self.idx_path,
                     format!("document {k} starts at sequence {at}; starts begin with 0 and never fall"),
                 ));
@@ -103,7 +103,7 @@ impl IndexedDataset {
             last = at;
         }
         if u64::try_from(last) != Ok(self.sequences as u64) {
-            return Err(Error::data(
+            return Err(Error::damaged(
                 &self.idx_path,
                 format!("the last document ends at sequence {last}, not at {}", self.sequences),
             ));
@@ -124,7 +124,7 @@ impl IndexedDataset {
             return Ok(());
         }
         let n = self.sequences;
-        Err(Error::data(&self.idx_path, format!("there is no sequence {sequence}; the index has {n}")))
+        Err(Error::damaged(&self.idx_path, format!("there is no sequence {sequence}; the index has {n}")))
     }
 
     /// Number of sequences.
@@ -178,7 +178,7 @@ impl IndexedDataset {
     pub fn document(&self, document: usize) -> Result<Range<usize>> {
         if document >= self.documents() {
             let d = self.documents();
-            return Err(Error::data(
+            return Err(Error::damaged(
                 &self.idx_path,
                 format!("there is no document {document}; the index has {d}"),
             ));
@@ -194,21 +194,21 @@ impl IndexedDataset {
         self.bin
             .bytes()
             .get(start..start + bytes)
-            .ok_or_else(|| Error::data(&self.bin_path, format!("sequence {sequence} lies outside the file")))
+            .ok_or_else(|| Error::damaged(&self.bin_path, format!("sequence {sequence} lies outside the file")))
     }
 
     /// Appends tokens `range` of a sequence to `out`.
     pub fn read(&self, sequence: usize, range: Range<usize>, out: &mut Vec<i64>) -> Result<()> {
         if self.token_type.is_float() {
             let name = self.token_type.name();
-            return Err(Error::data(&self.idx_path, format!("holds {name} values, not token ids")));
+            return Err(Error::damaged(&self.idx_path, format!("holds {name} values, not token ids")));
         }
         let size = self.token_type.size();
         let all = self.bytes(sequence)?;
         let part = range.start.checked_mul(size).zip(range.end.checked_mul(size));
         let Some(part) = part.and_then(|(a, b)| all.get(a..b)) else {
             let what = format!("tokens {range:?} of sequence {sequence}, which has {}", all.len() / size);
-            return Err(Error::data(&self.idx_path, what));
+            return Err(Error::damaged(&self.idx_path, what));
         };
         self.token_type.decode(part, out);
         Ok(())

@@ -20,7 +20,7 @@ impl MappedFile {
         let file = File::open(path).map_err(Error::io(path))?;
         let meta = file.metadata().map_err(Error::io(path))?;
         if !meta.is_file() {
-            return Err(Error::data(path, "is not a regular file"));
+            return Err(Error::damaged(path, "is not a regular file"));
         }
         if meta.len() == 0 {
             return Ok(Self { map: None });

@@ -91,9 +91,9 @@ impl Packed {
     /// Packs all documents of at least two tokens, in an order shuffled by `seed` (None: as they come).
     pub fn new(documents: Box<dyn Documents>, seq: usize, vocab: u32, seed: Option<u32>) -> Result<Self> {
         let name = documents.name();
-        let too_big = || Error::Config(format!("{name}: too many documents to pack; split the file"));
+        let too_big = || Error::Invalid(format!("{name}: too many documents to pack; split the file"));
         if seq == 0 || u32::try_from(seq).is_err() {
-            return Err(Error::Config(format!("rows of {seq} tokens cannot be packed")));
+            return Err(Error::Invalid(format!("rows of {seq} tokens cannot be packed")));
         }
         let mut order: Vec<u32> = (0..u32::try_from(documents.count()).map_err(|_| too_big())?).collect();
         if let Some(seed) = seed {
@@ -109,7 +109,7 @@ impl Packed {
         }
         let packed = packer.finish();
         if packed.is_empty() {
-            return Err(Error::Config(format!("{name}: no document has the two tokens a prediction needs")));
+            return Err(Error::Invalid(format!("{name}: no document has the two tokens a prediction needs")));
         }
         let (mut pieces, mut rows) = (Vec::new(), vec![0]);
         for row in packed {

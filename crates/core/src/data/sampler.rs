@@ -52,14 +52,14 @@ impl Cyclic {
         let step = self.micro_batch.checked_mul(self.ranks).filter(|&s| s > 0 && rank < self.ranks);
         let steps = step.map_or(0, |s| self.total / s);
         let (Some(step), true) = (step, steps > 0) else {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "{} samples cannot be dealt to rank {rank} of {} in micro-batches of {}",
                 self.total, self.ranks, self.micro_batch
             )));
         };
         let (epoch, within) = (consumed / (steps * step), consumed % (steps * step));
         if within % step != 0 {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "{consumed} consumed samples end inside a step of {step}; was the batch size changed?"
             )));
         }
@@ -69,7 +69,7 @@ impl Cyclic {
             self.total / self.micro_batch * self.micro_batch
         };
         let Some(bucket) = u32::try_from(bucket).ok().filter(|&b| b < u32::MAX / 20) else {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "{bucket} samples are too many to permute; use them in order"
             )));
         };

@@ -51,7 +51,7 @@ fn numpy_sum(v: &[f64]) -> f64 {
 pub fn normalise(weights: &[f64]) -> Result<Vec<f64>> {
     let sum = numpy_sum(weights);
     if weights.iter().any(|w| !w.is_finite() || *w < 0.0) || !(sum.is_finite() && sum > 0.0) {
-        return Err(Error::Config(format!(
+        return Err(Error::Invalid(format!(
             "weights {weights:?} cannot be normalised: give non-negative numbers, at least one above zero"
         )));
     }
@@ -64,9 +64,9 @@ pub fn parse_split(split: &str) -> Result<[f64; 3]> {
         .split([',', '/'])
         .map(|p| p.trim().parse::<f64>())
         .collect::<Result<_, _>>()
-        .map_err(|_| Error::Config(format!("split \"{split}\" is not numbers such as 99,1,0")))?;
+        .map_err(|_| Error::Invalid(format!("split \"{split}\" is not numbers such as 99,1,0")))?;
     if parts.len() > 3 {
-        return Err(Error::Config(format!(
+        return Err(Error::Invalid(format!(
             "split \"{split}\" has more than the three parts train,valid,test"
         )));
     }

@@ -42,7 +42,7 @@ impl Stream {
 
     fn new(tokens: Vec<i32>, seq: usize, seed: Option<u64>) -> Result<Self> {
         if seq == 0 || tokens.len() <= seq {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "a stream of {} tokens is too short for samples of {seq}; give more data or a shorter sequence",
                 tokens.len()
             )));

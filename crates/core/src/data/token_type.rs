@@ -111,7 +111,7 @@ impl TokenType {
 
     /// Appends `value` to `out`, or says why this type cannot hold it.
     pub(crate) fn encode(self, value: i64, out: &mut Vec<u8>) -> Result<()> {
-        let refuse = |_| Error::Config(format!("token {value} does not fit {}", self.name()));
+        let refuse = |_| Error::Invalid(format!("token {value} does not fit {}", self.name()));
         match self {
             Self::U8 => out.push(u8::try_from(value).map_err(refuse)?),
             Self::I8 => out.extend(i8::try_from(value).map_err(refuse)?.to_le_bytes()),

@@ -65,7 +65,7 @@ impl IndexedWriter {
     fn push_bytes(&mut self, bytes: &[u8], mode: i8) -> Result<()> {
         let tokens = bytes.len() / self.token_type.size();
         let length = i32::try_from(tokens).map_err(|_| {
-            Error::data(&self.bin_path, format!("a sequence of {tokens} tokens is too long; cut it up"))
+            Error::damaged(&self.bin_path, format!("a sequence of {tokens} tokens is too long; cut it up"))
         })?;
         self.bin.write(bytes)?;
         self.lengths.write(&length.to_le_bytes())?;
@@ -87,7 +87,7 @@ impl IndexedWriter {
     /// Appends a whole dataset of the same token type and kind, document bounds included.
     pub fn append(&mut self, other: &IndexedDataset) -> Result<()> {
         if other.token_type() != self.token_type || other.is_multimodal() != self.modes.is_some() {
-            return Err(Error::data(
+            return Err(Error::damaged(
                 other.path(),
                 format!(
                     "holds {}{} and cannot be appended to {}, which holds {}{}",

@@ -56,7 +56,7 @@ impl BatchSchedule {
     /// `0:768 250B:1536`: from a threshold on, a global batch. K, M, B and T multiply by 10³, 10⁶, 10⁹
     /// and 10¹². Thresholds are tokens when `seq` (tokens per sample) is given, else samples.
     pub fn parse_steps(text: &str, seq: Option<u64>) -> Result<Vec<(u64, u64)>> {
-        let bad = |what: String| Error::Config(format!("batch schedule \"{text}\": {what}"));
+        let bad = |what: String| Error::Invalid(format!("batch schedule \"{text}\": {what}"));
         let mut steps = Vec::new();
         for entry in text.split([' ', ',']).filter(|e| !e.is_empty()) {
             let pair = entry.split_once(':').and_then(|(at, batch)| number(at).zip(number(batch)));
@@ -71,7 +71,7 @@ impl BatchSchedule {
 
     /// Can this schedule run?
     pub fn check(&self) -> Result<()> {
-        let bad = |what: String| Err(Error::Config(format!("batch size: {what}")));
+        let bad = |what: String| Err(Error::Invalid(format!("batch size: {what}")));
         if self.global == 0 || self.micro == 0 {
             return bad(format!("global {} and micro {} must be at least 1", self.global, self.micro));
         }
@@ -115,11 +115,11 @@ impl BatchSchedule {
         let global = self.global_at(consumed);
         let step = self.micro.checked_mul(ranks).filter(|&s| s > 0);
         let Some(step) = step else {
-            return Err(Error::Config(format!("{ranks} ranks of {} samples make no batch", self.micro)));
+            return Err(Error::Invalid(format!("{ranks} ranks of {} samples make no batch", self.micro)));
         };
         let count = global / step;
         if count == 0 || (global % step != 0 && !self.round_down) {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "a global batch of {global} is not made of micro-batches of {} on {ranks} data-parallel \
                  ranks; use a multiple of {step}",
                 self.micro

@@ -70,7 +70,7 @@ pub struct LrSchedule {
 impl LrSchedule {
     /// Can this schedule run?
     pub fn check(&self) -> Result<()> {
-        let bad = |what: String| Err(Error::Config(format!("learning rate: {what}")));
+        let bad = |what: String| Err(Error::Invalid(format!("learning rate: {what}")));
         let Self { max, min, init, warmup, decay, .. } = *self;
         if !(max.is_finite() && min >= 0.0 && init >= 0.0) {
             return bad(format!("max {max}, min {min} and init {init} must be numbers from 0 up"));

@@ -67,10 +67,10 @@ impl WdSchedule {
     pub fn check(&self) -> Result<()> {
         let Self { start, end, .. } = *self;
         if !(end.is_finite() && start >= 0.0 && start <= end) {
-            return Err(Error::Config(format!("weight decay: need 0 <= start {start} <= end {end}")));
+            return Err(Error::Invalid(format!("weight decay: need 0 <= start {start} <= end {end}")));
         }
         if self.style == WdIncrease::Constant && start != end {
-            return Err(Error::Config(format!(
+            return Err(Error::Invalid(format!(
                 "weight decay: start {start} and end {end} differ; set style to linear or cosine"
             )));
         }
