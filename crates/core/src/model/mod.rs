@@ -1,3 +1,6 @@
 //! Decoder models.
 
 pub mod config;
+pub mod flops;
+pub mod preset;
+pub mod validate;
