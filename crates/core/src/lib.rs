@@ -1,3 +1,5 @@
 //! Models, data, optimizers, checkpoints and the training loop.
 
+pub mod error;
 pub mod model;
+pub mod tensorfile;
