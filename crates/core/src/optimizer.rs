@@ -79,7 +79,7 @@ impl Optimizer {
         for (i, spec) in params.specs().iter().enumerate() {
             let values: Vec<f32> = spec
                 .ranges()
-                .flat_map(|(part, r)| initial_values(rank.seed, part, 0..r.len()))
+                .flat_map(|(part, r)| initial_values(rank.device().threads(), rank.seed, part, 0..r.len()))
                 .collect();
             rank.compute.write_to(&self.masters[i], &values)?;
         }

@@ -2,8 +2,9 @@
 //! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
 
 use crate::Rank;
-use ferrotron_kernels::philox;
-use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
+use ferrotron_kernels::cpu::random::fill_normal;
+use ferrotron_kernels::philox::RandomStream;
+use ferrotron_tensor::{Category, DType, Result, Tensor, Threads, shape_error};
 
 /// Index of a parameter in its model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -153,12 +154,19 @@ impl Params {
 }
 
 /// Initial values of elements `range` of a logical tensor, the same under every layout.
-pub fn initial_values(seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
+pub fn initial_values(
+    threads: &Threads,
+    seed: u64,
+    part: &Part,
+    range: std::ops::Range<usize>,
+) -> Vec<f32> {
     match part.init {
         Init::Constant(c) => vec![c; range.len()],
         Init::Normal(std) => {
-            let key = philox::named_key(seed, &part.name);
-            range.map(|i| std * philox::normal(key, i as u64)).collect()
+            let stream = RandomStream::named(seed, &part.name);
+            let mut values = vec![0f32; range.len()];
+            fill_normal(threads, stream, range.start as u64, 0.0, f64::from(std), &mut values);
+            values
         }
     }
 }

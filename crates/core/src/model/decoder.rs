@@ -7,7 +7,8 @@ use ferrotron_engine::{
     Declarations, Embedding, EmbeddingSaved, GradBuffer, Head, HeadSaved, Keep, NormLayer, NormSaved,
     ParamSpec, Pass, Rank, Saved, SavedTensor, Targets,
 };
-use ferrotron_kernels::{RopeStyle, rope_tables};
+use ferrotron_kernels::RopeStyle;
+use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Tensor, shape_error};
 
 /// Place of the dropout after the embedding; layers count from 0, so it has the layer number past them.
@@ -211,8 +212,8 @@ fn count_positions(layout: &Layout, tokens: usize) -> Vec<i32> {
 }
 
 fn rope_table(rank: &Rank, rope: &RopeConfig, positions: usize) -> Result<RopeTable> {
-    let half = rope.rotary_dim / 2;
-    let (cos, sin) = rope_tables::tables(rope.theta, rope.rotary_dim, &rope.scaling, positions);
+    let RopeTables { cos, sin, half } =
+        RopeTables::new(rope.theta, rope.rotary_dim, &rope.scaling.kernel(), positions)?;
     let upload = |x: &[f32]| rank.compute.upload(x, &[positions, half], Category::Parameters);
     Ok(RopeTable {
         cos: upload(&cos)?,

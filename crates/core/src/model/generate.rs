@@ -4,7 +4,7 @@ use super::Decoder;
 use crate::{Error, Result};
 use ferrotron_engine::Pass;
 use ferrotron_engine::attention::Layout;
-use ferrotron_kernels::philox;
+use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{DType, Tensor, bf16};
 
 /// How the next token is chosen.
@@ -57,8 +57,7 @@ impl Sampling {
                 break;
             }
         }
-        let key = philox::named_key(self.seed, "sampling");
-        let mut left = f64::from(philox::uniform(key, n)) * kept;
+        let mut left = f64::from(RandomStream::named(self.seed, "sampling").uniform(n)) * kept;
         for (i, w) in order.iter().zip(&weights).take(count) {
             left -= w;
             if left < 0.0 {

@@ -5,7 +5,6 @@ use crate::checkpoint::{self, Saver};
 use crate::config::Resolved;
 use crate::data::Batches;
 use crate::events::{self, Event, EventLog};
-use crate::model::flops;
 use crate::{Error, Result};
 use ferrotron_engine::Rank;
 use std::path::{Path, PathBuf};
@@ -91,7 +90,7 @@ impl Run {
         };
         let path = dir.join(CONFIG);
         std::fs::write(&path, resolved.config.to_toml()).map_err(|e| Error::io_doing(&path, "write", e))?;
-        let flops_per_token = flops::per_token(&resolved.model, resolved.plan.seq_len);
+        let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
         Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), log, saver })
     }
 

@@ -4,7 +4,7 @@ use super::Trainer;
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Precision, Resolved};
 use crate::optimizer::Rule;
-use crate::schedule::{BatchSchedule, LrSchedule, Rampup, WdSchedule};
+use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_engine::Recompute;
 use ferrotron_kernels::{Adam, Sgd};
@@ -47,6 +47,33 @@ pub(super) fn recompute(r: &config::Recompute) -> Recompute {
     }
 }
 
+fn decay(d: config::Decay) -> schedule::Decay {
+    match d {
+        config::Decay::Constant => schedule::Decay::Constant,
+        config::Decay::Linear => schedule::Decay::Linear,
+        config::Decay::Cosine => schedule::Decay::Cosine,
+        config::Decay::InverseSqrt => schedule::Decay::InverseSquareRoot,
+        config::Decay::Wsd => schedule::Decay::Wsd,
+    }
+}
+
+fn wsd(d: config::WsdStyle) -> schedule::WsdDecay {
+    match d {
+        config::WsdStyle::Linear => schedule::WsdDecay::Linear,
+        config::WsdStyle::Cosine => schedule::WsdDecay::Cosine,
+        config::WsdStyle::Exponential => schedule::WsdDecay::Exponential,
+        config::WsdStyle::MinusSqrt => schedule::WsdDecay::MinusSqrt,
+    }
+}
+
+fn increase(d: config::WeightDecayStyle) -> schedule::WdIncrease {
+    match d {
+        config::WeightDecayStyle::Constant => schedule::WdIncrease::Constant,
+        config::WeightDecayStyle::Linear => schedule::WdIncrease::Linear,
+        config::WeightDecayStyle::Cosine => schedule::WdIncrease::Cosine,
+    }
+}
+
 /// Learning rate, weight decay and batch size over the samples of the run.
 pub(super) fn schedules(r: &Resolved) -> Result<(LrSchedule, WdSchedule, BatchSchedule)> {
     let (c, p) = (&r.config, &r.plan);
@@ -56,15 +83,15 @@ pub(super) fn schedules(r: &Resolved) -> Result<(LrSchedule, WdSchedule, BatchSc
         init: c.schedule.init_lr,
         warmup: p.warmup_samples,
         decay: p.decay_samples,
-        style: c.schedule.decay,
+        style: decay(c.schedule.decay),
         wsd: p.wsd_samples,
-        wsd_style: c.schedule.wsd_style,
+        wsd_style: wsd(c.schedule.wsd_style),
     };
     let wd = WdSchedule {
         start: c.optimizer.weight_decay,
         end: p.weight_decay_end,
         samples: p.weight_decay_samples,
-        style: c.schedule.weight_decay_style,
+        style: increase(c.schedule.weight_decay_style),
     };
     let rampup = c.train.ramp.map(|[start, increment, samples]| Rampup { start, increment, samples });
     let micro = p.micro_batch as u64;

@@ -1,5 +1,7 @@
 use super::{CpuKernels, floats, rows_of, same_contiguous};
+use crate::cpu::random::{GlobalIndex, dropout};
 use crate::cpu::{elementwise as e, reduce};
+use crate::philox::RandomStream;
 use crate::{DropoutKey, ElementwiseKernels};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, shape_error, write};
 
@@ -96,9 +98,12 @@ impl ElementwiseKernels for CpuKernels {
 
     fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()> {
         same_contiguous("dropout", &[x, y])?;
+        let stream = RandomStream::dropout(key);
+        let width = x.shape().last().copied().unwrap_or(1);
+        let index = GlobalIndex { first: 0, row_stride: width as u64 };
         s.launch("dropout", &[read(x), write(y)], |l| {
             floats!("dropout", x.dtype(), T =>
-                crate::cpu::dropout::dropout::<T>(l.threads(), self.isa, key, p, 0, l.slice(0)?, l.slice_mut(1)?))
+                dropout::<T>(l.threads(), self.isa, p, stream, index, width, l.slice(0)?, l.slice_mut(1)?))
         })
     }
 }
