@@ -88,18 +88,17 @@ impl Head {
 
     /// `[tokens, V]` in the type the model computes in.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        Ok(self.logits_of(p.rank, p.params.get(self.weight), x)?.1)
+        self.logits_of(p.rank, p.params.get(self.weight), x)
     }
 
-    /// Logits before and after the cap (the same tensor where there is none).
-    fn logits_of(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<(Tensor, Tensor)> {
+    fn logits_of(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
         let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
         let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
         rank.kernels.gemm(&rank.compute, &g)?;
-        let Some(cap) = self.softcap else { return Ok((z.clone(), z)) };
-        let y = rank.activation(z.shape(), z.dtype())?;
-        rank.kernels.softcap_forward(&rank.compute, cap, &z, &y)?;
-        Ok((z, y))
+        if let Some(cap) = self.softcap {
+            rank.kernels.softcap_forward(&rank.compute, cap, &z)?;
+        }
+        Ok(z)
     }
 
     /// Loss of each row f32 `[tokens]` (without weights), and what backward needs if `train`.
@@ -143,7 +142,16 @@ impl Head {
         rows: &Tensor,
         train: bool,
     ) -> Result<Tensor> {
-        let (uncapped, z) = self.logits_of(rank, w, x)?;
+        let z = self.logits_of(rank, w, x)?;
+        // The derivative of the cap needs the capped logits, which the loss overwrites.
+        let capped = match self.softcap.filter(|_| train) {
+            Some(cap) => {
+                let copy = rank.activation(z.shape(), z.dtype())?;
+                rank.kernels.copy(&rank.compute, &z, &copy)?;
+                Some((cap, copy))
+            }
+            None => None,
+        };
         let c = CrossEntropy {
             logits: &z,
             vocab: self.vocab,
@@ -154,8 +162,8 @@ impl Head {
             gradient: train,
         };
         rank.kernels.cross_entropy(&rank.compute, &c)?;
-        if let (Some(cap), true) = (self.softcap, train) {
-            rank.kernels.softcap_backward(&rank.compute, cap, &uncapped, &z)?;
+        if let Some((cap, y)) = capped {
+            rank.kernels.softcap_backward(&rank.compute, cap, &y, &z)?;
         }
         Ok(z)
     }

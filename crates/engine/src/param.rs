@@ -154,12 +154,7 @@ impl Params {
 }
 
 /// Initial values of elements `range` of a logical tensor, the same under every layout.
-pub fn initial_values(
-    threads: &Threads,
-    seed: u64,
-    part: &Part,
-    range: std::ops::Range<usize>,
-) -> Vec<f32> {
+pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
     match part.init {
         Init::Constant(c) => vec![c; range.len()],
         Init::Normal(std) => {

@@ -37,11 +37,11 @@ pub trait ElementwiseKernels {
     /// `out[0] = Σ a·b` over f32 vectors, in a fixed order.
     fn dot(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()>;
 
-    /// `y = cap·tanh(x/cap)`
-    fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor, y: &Tensor) -> Result<()>;
+    /// `x = cap·tanh(x/cap)` in place.
+    fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor) -> Result<()>;
 
-    /// `dy *= 1 − tanh²(x/cap)` in place, `x` being the input of the forward pass.
-    fn softcap_backward(&self, s: &Stream, cap: f32, x: &Tensor, dy: &Tensor) -> Result<()>;
+    /// `dy *= 1 − (y/cap)²` in place, `y` being the output of the forward pass.
+    fn softcap_backward(&self, s: &Stream, cap: f32, y: &Tensor, dy: &Tensor) -> Result<()>;
 
     /// `y = x·mask/(1−p)`, the mask drawn from `key` and the element's index. The backward pass is the same
     /// map on gradients: nothing is saved.

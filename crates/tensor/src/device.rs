@@ -4,8 +4,8 @@ use crate::buffer::Pool;
 use crate::checker::Checker;
 use crate::memory::Account;
 use crate::{Error, MemoryReport, Result, Stream, Threads};
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 

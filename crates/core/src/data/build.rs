@@ -49,7 +49,9 @@ pub fn build(
     let total = file.metadata().map_err(Error::io(input))?.len();
     let mut reader = BufReader::with_capacity(1 << 20, file);
     if eod.is_some_and(|e| e >= vocab) {
-        return Err(Error::Invalid(format!("the end-of-document token is outside the vocabulary of {vocab}")));
+        return Err(Error::Invalid(format!(
+            "the end-of-document token is outside the vocabulary of {vocab}"
+        )));
     }
     let mut writer = IndexedWriter::create(out_prefix, TokenType::for_vocab(u64::from(vocab)), false)?;
     let mut summary = BuildSummary::default();

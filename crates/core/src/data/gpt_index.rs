@@ -41,7 +41,9 @@ fn epochs(spec: &IndexSpec, tokens: u64) -> Result<(u64, Option<u64>)> {
     let Some(samples) = spec.samples else { return Ok((1, None)) };
     let wanted = samples.checked_mul(seq).and_then(|t| t.checked_add(x));
     let Some(wanted) = wanted else {
-        return Err(Error::Invalid(format!("{samples} samples of {seq} tokens are more than can be counted")));
+        return Err(Error::Invalid(format!(
+            "{samples} samples of {seq} tokens are more than can be counted"
+        )));
     };
     // The least E with E·T ≥ samples·s + x.
     let e = wanted.div_ceil(tokens).max(1);

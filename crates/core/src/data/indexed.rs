@@ -191,10 +191,9 @@ impl IndexedDataset {
     pub fn bytes(&self, sequence: usize) -> Result<&[u8]> {
         let bytes = self.length(sequence)? * self.token_type.size();
         let start = i64::from_le_bytes(self.at(sequence, 1)) as usize;
-        self.bin
-            .bytes()
-            .get(start..start + bytes)
-            .ok_or_else(|| Error::damaged(&self.bin_path, format!("sequence {sequence} lies outside the file")))
+        self.bin.bytes().get(start..start + bytes).ok_or_else(|| {
+            Error::damaged(&self.bin_path, format!("sequence {sequence} lies outside the file"))
+        })
     }
 
     /// Appends tokens `range` of a sequence to `out`.

@@ -95,7 +95,13 @@ impl Decoder {
     }
 
     /// Uploads a batch, checking ids, positions and lengths. Without `positions`, sequences count from 0.
-    pub fn input(&self, rank: &Rank, ids: &[i32], positions: Option<&[i32]>, layout: Layout) -> Result<Input> {
+    pub fn input(
+        &self,
+        rank: &Rank,
+        ids: &[i32],
+        positions: Option<&[i32]>,
+        layout: Layout,
+    ) -> Result<Input> {
         layout.check(ids.len())?;
         let counted;
         let positions = match positions {
@@ -107,7 +113,10 @@ impl Decoder {
         };
         let inside = |x: &i32, n: usize| usize::try_from(*x).is_ok_and(|x| x < n);
         if let Some(bad) = ids.iter().find(|x| !inside(x, self.config.vocab)) {
-            return shape_error("input", format!("token id {bad} is not in a vocabulary of {}", self.config.vocab));
+            return shape_error(
+                "input",
+                format!("token id {bad} is not in a vocabulary of {}", self.config.vocab),
+            );
         }
         if positions.len() != ids.len() {
             return shape_error("input", format!("{} positions for {} tokens", positions.len(), ids.len()));
@@ -161,7 +170,13 @@ impl Decoder {
     }
 
     /// Adds the gradient of `Σ weight·loss` to `grads`.
-    pub fn backward(&self, p: &Pass, saved: DecoderSaved, input: &Input, grads: &mut GradBuffer) -> Result<()> {
+    pub fn backward(
+        &self,
+        p: &Pass,
+        saved: DecoderSaved,
+        input: &Input,
+        grads: &mut GradBuffer,
+    ) -> Result<()> {
         let (dx, g) = self.head.backward(p, saved.head)?;
         g.run(p.rank, grads)?;
         let (mut dx, g) = self.final_norm.backward(p, saved.final_norm, &dx, None)?;

@@ -45,8 +45,10 @@ impl Sampling {
             order.truncate(self.top_k);
         }
         let top = f64::from(logits[order[0]]);
-        let weights: Vec<f64> =
-            order.iter().map(|i| ((f64::from(logits[*i]) - top) / f64::from(self.temperature)).exp()).collect();
+        let weights: Vec<f64> = order
+            .iter()
+            .map(|i| ((f64::from(logits[*i]) - top) / f64::from(self.temperature)).exp())
+            .collect();
         let total: f64 = weights.iter().sum();
         let mut kept = 0.0;
         let mut count = weights.len();

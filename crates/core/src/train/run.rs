@@ -115,8 +115,7 @@ impl Run {
         let c = self.resolved.config.clone();
         let first = self.trainer.step;
         observer.started(self, first);
-        let mut out =
-            Outcome { finished: true, steps: 0, tokens: 0, seconds: 0.0, loss: None, eval: None };
+        let mut out = Outcome { finished: true, steps: 0, tokens: 0, seconds: 0.0, loss: None, eval: None };
         let mut saved_at = first;
         while self.trainer.step < total {
             let start = Instant::now();
@@ -155,8 +154,8 @@ impl Run {
     }
 
     fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
-        let per_batch = (self.resolved.config.train.global_batch as u64)
-            .div_ceil(self.resolved.plan.micro_batch as u64);
+        let per_batch =
+            (self.resolved.config.train.global_batch as u64).div_ceil(self.resolved.plan.micro_batch as u64);
         let micro_batches = (batches * per_batch).max(1);
         let loss = self.trainer.evaluate(data, micro_batches)?;
         let tokens = micro_batches * (self.resolved.plan.micro_batch * data.seq()) as u64;

@@ -26,9 +26,7 @@ pub(super) fn rule(o: &OptimizerSection) -> Rule {
     match o.kind {
         OptimizerKind::AdamW => adam(true),
         OptimizerKind::Adam => adam(false),
-        OptimizerKind::Sgd => {
-            Rule::Sgd(Sgd { momentum: o.momentum as f32, dampening: 0.0, nesterov: false })
-        }
+        OptimizerKind::Sgd => Rule::Sgd(Sgd { momentum: o.momentum as f32, dampening: 0.0, nesterov: false }),
     }
 }
 
@@ -95,8 +93,7 @@ pub(super) fn schedules(r: &Resolved) -> Result<(LrSchedule, WdSchedule, BatchSc
     };
     let rampup = c.train.ramp.map(|[start, increment, samples]| Rampup { start, increment, samples });
     let micro = p.micro_batch as u64;
-    let batches =
-        BatchSchedule { rampup, ..BatchSchedule::constant(c.train.global_batch as u64, micro) };
+    let batches = BatchSchedule { rampup, ..BatchSchedule::constant(c.train.global_batch as u64, micro) };
     lr.check()?;
     wd.check()?;
     batches.check()?;
@@ -149,8 +146,9 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
 }
 
 pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
-    let state: State = serde_json::from_value(loaded.state().clone())
-        .map_err(|e| Error::damaged(loaded.path(), format!("its state is not what this version writes: {e}")))?;
+    let state: State = serde_json::from_value(loaded.state().clone()).map_err(|e| {
+        Error::damaged(loaded.path(), format!("its state is not what this version writes: {e}"))
+    })?;
     if state.model != *t.decoder.config() || state.seed != t.rank.seed {
         return Err(Error::damaged(
             loaded.path(),
@@ -163,7 +161,8 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     let mut expected = Vec::new();
     for (kind, tensors) in &kinds {
         for (spec, tensor) in t.params.specs().iter().zip(*tensors) {
-            let part = |p: &ferrotron_engine::Part| (format!("{kind}/{}", p.name), tensor.dtype(), p.shape.clone());
+            let part =
+                |p: &ferrotron_engine::Part| (format!("{kind}/{}", p.name), tensor.dtype(), p.shape.clone());
             expected.extend(spec.parts.iter().map(part));
         }
     }
@@ -186,10 +185,15 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
 /// f32 values of little-endian bytes of a float type.
 pub fn to_f32(dtype: DType, bytes: &[u8]) -> Result<Vec<f32>> {
     match dtype {
-        DType::F32 => Ok(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect()),
-        DType::BF16 => {
-            Ok(bytes.chunks_exact(2).map(|c| bf16::from_bits(u16::from_le_bytes([c[0], c[1]])).to_f32()).collect())
+        DType::F32 => {
+            Ok(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
         }
-        other => Err(Error::Invalid(format!("weights of type {other} cannot be loaded here; use f32 or bf16"))),
+        DType::BF16 => Ok(bytes
+            .chunks_exact(2)
+            .map(|c| bf16::from_bits(u16::from_le_bytes([c[0], c[1]])).to_f32())
+            .collect()),
+        other => {
+            Err(Error::Invalid(format!("weights of type {other} cannot be loaded here; use f32 or bf16")))
+        }
     }
 }

@@ -117,9 +117,9 @@ impl Trainer {
     fn micro_step(&mut self, batch: &Batch, seq: usize, index: u32, weight: f32) -> Result<f64> {
         let dropout =
             (self.dropout > 0.0).then_some(Dropout { p: self.dropout, step: self.step, micro_batch: index });
-        let pass =
-            Pass { dropout, recompute: self.recompute, ..Pass::new(&self.rank, &self.params) };
-        let input = self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
+        let pass = Pass { dropout, recompute: self.recompute, ..Pass::new(&self.rank, &self.params) };
+        let input =
+            self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
         let targets = targets(&self.rank, &batch.labels, weight)?;
         self.grads.begin_micro_batch();
         let (rows, saved) = self.decoder.forward(&pass, &input, &targets)?;
@@ -134,7 +134,12 @@ impl Trainer {
         let (mut sum, mut valid) = (0.0, 0usize);
         for i in 0..count {
             let batch = data.batch(i * self.batches.micro, self.batches.micro as usize)?;
-            let input = self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(&batch, data.seq())?)?;
+            let input = self.decoder.input(
+                &self.rank,
+                &batch.tokens,
+                Some(&batch.positions),
+                layout(&batch, data.seq())?,
+            )?;
             let targets = targets(&self.rank, &batch.labels, 1.0)?;
             sum += weighted(&self.rank, &self.decoder.evaluate(&pass, &input, &targets)?, &targets)?;
             valid += batch.labels.iter().filter(|l| **l != IGNORE).count();

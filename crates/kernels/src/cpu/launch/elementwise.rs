@@ -80,18 +80,20 @@ impl ElementwiseKernels for CpuKernels {
         })
     }
 
-    fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor, y: &Tensor) -> Result<()> {
-        same_contiguous("softcap_forward", &[x, y])?;
-        s.launch("softcap_forward", &[read(x), write(y)], |l| {
-            floats!("softcap_forward", x.dtype(), T =>
-                e::softcap::<T>(l.threads(), self.isa, cap, l.slice(0)?, l.slice_mut(1)?))
+    fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor) -> Result<()> {
+        same_contiguous("softcap_forward", &[x])?;
+        s.launch("softcap_forward", &[write(x)], |l| {
+            floats!("softcap_forward", x.dtype(), T => {
+                e::softcap::<T>(l.threads(), self.isa, cap, l.slice_mut(0)?);
+                Ok(())
+            })
         })
     }
 
-    fn softcap_backward(&self, s: &Stream, cap: f32, x: &Tensor, dy: &Tensor) -> Result<()> {
-        same_contiguous("softcap_backward", &[x, dy])?;
-        s.launch("softcap_backward", &[read(x), write(dy)], |l| {
-            floats!("softcap_backward", x.dtype(), T =>
+    fn softcap_backward(&self, s: &Stream, cap: f32, y: &Tensor, dy: &Tensor) -> Result<()> {
+        same_contiguous("softcap_backward", &[y, dy])?;
+        s.launch("softcap_backward", &[read(y), write(dy)], |l| {
+            floats!("softcap_backward", y.dtype(), T =>
                 e::softcap_backward::<T>(l.threads(), self.isa, cap, l.slice(0)?, l.slice_mut(1)?))
         })
     }

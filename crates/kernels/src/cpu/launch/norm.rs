@@ -2,7 +2,7 @@ use super::{CpuKernels, floats, rows_of};
 use crate::cpu::norm::{AddNorm, Affine, InOut, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 use crate::cpu::norm_backward::{NormGrad, norm_backward};
 use crate::{Norm, NormBackward, NormForward, NormKernels};
-use ferrotron_tensor::{Launch, Result, Stream, Tensor, bf16, read, shape_error, write};
+use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, shape_error, write};
 
 /// Optional tensors are replaced by one that is there, so that argument numbers stay fixed.
 fn or<'a>(t: Option<&'a Tensor>, stand_in: &'a Tensor) -> &'a Tensor {
