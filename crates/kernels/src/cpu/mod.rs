@@ -1,6 +1,7 @@
 //! The CPU home of every kernel.
 
-mod amx;
+pub(crate) mod amx;
+pub mod gemm;
 mod isa;
 
 pub use isa::Isa;
