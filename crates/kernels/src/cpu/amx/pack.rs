@@ -5,15 +5,12 @@
 //! k-contiguous storage to this is a transpose of 16x16 words, and the left-hand side of a transposed product
 //! is the same transpose the other way round.
 
+use crate::cpu::gemm::transpose::{Words, transpose};
 use ferrotron_tensor::bf16;
 use std::arch::x86_64::*;
 
 /// Elements of one packed step: 32 of k by 32 columns (or rows).
 pub(crate) const STEP: usize = 32 * 32;
-
-/// A tile of 16x16 words with the alignment tiles like.
-#[repr(C, align(64))]
-struct Words([u32; 256]);
 
 /// Packs row-major `b[k, n]` (rows `ldb` elements apart, n contiguous, `n <= 32`) into a VNNI panel of
 /// `k.div_ceil(32)` steps at `out`; columns from `n` and rows from `k` become zero.
@@ -147,42 +144,6 @@ unsafe fn interleave(b: *const bf16, ldb: usize, k: usize, n: usize, low: *mut u
             let odd = _mm512_permutexvar_epi64(lanes, odd);
             _mm512_store_si512(low.add(16 * pair).cast(), _mm512_unpacklo_epi16(even, odd));
             _mm512_store_si512(high.add(16 * pair).cast(), _mm512_unpackhi_epi16(even, odd));
-        }
-    }
-}
-
-/// `to[j][i] = from[i][j]` for 16x16 words; strides in bytes.
-///
-/// # Safety
-/// Both are valid for 16 rows of 64 bytes; AVX-512.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u32, to_stride: usize) {
-    for block in 0..4 {
-        // Lane l of gathered t is the 4 words of row 4l+t at column 4·block: loading does half of the work.
-        let gather = |t: usize| {
-            // SAFETY: row 4l+t < 16, bytes 16·block.. of its 64.
-            unsafe {
-                let lane = |l: usize| from.add((4 * l + t) * from_stride + 16 * block).cast::<__m128i>();
-                let v = _mm512_castsi128_si512(_mm_loadu_si128(lane(0)));
-                let v = _mm512_inserti32x4(v, _mm_loadu_si128(lane(1)), 1);
-                let v = _mm512_inserti32x4(v, _mm_loadu_si128(lane(2)), 2);
-                _mm512_inserti32x4(v, _mm_loadu_si128(lane(3)), 3)
-            }
-        };
-        // Then a 4x4 transpose inside each lane.
-        let (r0, r1, r2, r3) = (gather(0), gather(1), gather(2), gather(3));
-        let (a, b) = (_mm512_unpacklo_epi32(r0, r1), _mm512_unpacklo_epi32(r2, r3));
-        let (c, d) = (_mm512_unpackhi_epi32(r0, r1), _mm512_unpackhi_epi32(r2, r3));
-        let out = [
-            _mm512_unpacklo_epi64(a, b),
-            _mm512_unpackhi_epi64(a, b),
-            _mm512_unpacklo_epi64(c, d),
-            _mm512_unpackhi_epi64(c, d),
-        ];
-        for (i, v) in out.into_iter().enumerate() {
-            // SAFETY: row 4·block+i < 16 of the output.
-            unsafe { _mm512_storeu_si512(to.cast::<u8>().add((4 * block + i) * to_stride).cast(), v) };
         }
     }
 }
