@@ -23,9 +23,9 @@ pub struct Trainer {
     pub params: Params,
     pub(super) optimizer: Optimizer,
     grads: GradBuffer,
-    lr: LrSchedule,
-    wd: WdSchedule,
-    batches: BatchSchedule,
+    pub(super) lr: LrSchedule,
+    pub(super) wd: WdSchedule,
+    pub(super) batches: BatchSchedule,
     dropout: f32,
     recompute: Recompute,
     /// Steps done.

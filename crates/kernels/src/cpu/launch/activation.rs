@@ -6,8 +6,12 @@ use ferrotron_tensor::{Result, Stream, Tensor, read, shape_error, write};
 /// Width of a gated pair, checked: `wide [rows, 2f]`, `narrow [rows, f]`, both contiguous.
 fn gate_width(op: &'static str, wide: &Tensor, narrow: &Tensor) -> Result<usize> {
     match (wide.shape(), narrow.shape()) {
-        ([r, w], [r2, f]) if r == r2 && *w == 2 * f && wide.is_contiguous() && narrow.is_contiguous() => Ok(*f),
-        (a, b) => shape_error(op, format!("gated input {a:?} and output {b:?} must be [rows, 2f] and [rows, f]")),
+        ([r, w], [r2, f]) if r == r2 && *w == 2 * f && wide.is_contiguous() && narrow.is_contiguous() => {
+            Ok(*f)
+        }
+        (a, b) => {
+            shape_error(op, format!("gated input {a:?} and output {b:?} must be [rows, 2f] and [rows, f]"))
+        }
     }
 }
 

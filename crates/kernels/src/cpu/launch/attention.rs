@@ -69,7 +69,14 @@ fn plan(scores: &Scores, sequences: Sequences, f: &AttentionForward) -> Result<P
     }
     let spans = match sequences {
         Sequences::Batch => (0..q[0])
-            .map(|b| Span { batch: b, q_start: 0, q_len: q[1], k_start: 0, k_len: k[1], lse_base: b * lse_batch })
+            .map(|b| Span {
+                batch: b,
+                q_start: 0,
+                q_len: q[1],
+                k_start: 0,
+                k_len: k[1],
+                lse_base: b * lse_batch,
+            })
             .collect(),
         Sequences::Packed { q: oq, k: ok } => {
             let inside = |o: &[i32], n: usize| {

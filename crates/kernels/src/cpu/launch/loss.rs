@@ -12,7 +12,10 @@ impl LossKernels for CpuKernels {
         };
         let vectors = [c.labels, c.weights, c.loss];
         if vectors.iter().any(|t| t.shape() != [n] || !t.is_contiguous()) || c.vocab > width {
-            return shape_error(OP, format!("labels, weights and loss must be [{n}], vocabulary at most {width}"));
+            return shape_error(
+                OP,
+                format!("labels, weights and loss must be [{n}], vocabulary at most {width}"),
+            );
         }
         let [rows] = rows_of(OP, [c.logits])?;
         let labels = |ids| Labels::<i32> {

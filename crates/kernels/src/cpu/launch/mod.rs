@@ -52,7 +52,9 @@ macro_rules! floats {
                 type $T = ferrotron_tensor::bf16;
                 $body
             }
-            found => Err(ferrotron_tensor::Error::DType { op: $op, found, wanted: ferrotron_tensor::DType::F32 }),
+            found => {
+                Err(ferrotron_tensor::Error::DType { op: $op, found, wanted: ferrotron_tensor::DType::F32 })
+            }
         }
     };
 }
@@ -77,7 +79,9 @@ fn rows_of<const N: usize>(op: &'static str, tensors: [&Tensor; N]) -> Result<[R
         }
         let strides: [usize; N] = std::array::from_fn(|i| tensors[i].strides()[a]);
         match axes.last_mut() {
-            Some((n, s)) if (0..N).all(|i| s[i] == strides[i] * shape[a]) => (*n, *s) = (*n * shape[a], strides),
+            Some((n, s)) if (0..N).all(|i| s[i] == strides[i] * shape[a]) => {
+                (*n, *s) = (*n * shape[a], strides)
+            }
             _ => axes.push((shape[a], strides)),
         }
     }

@@ -49,8 +49,7 @@ impl NormKernels for CpuKernels {
         const OP: &str = "add_norm_forward";
         check(OP, norm, n.mean.is_some(), n.beta.is_some())?;
         super::same_contiguous(OP, &[n.x, residual, sum, n.y])?;
-        let mut args =
-            vec![read(n.x), read(residual), write(sum), write(n.y), read(n.gamma), write(n.rstd)];
+        let mut args = vec![read(n.x), read(residual), write(sum), write(n.y), read(n.gamma), write(n.rstd)];
         args.extend(n.beta.map(read));
         args.extend(n.mean.map(write));
         s.launch(OP, &args, |l| {
@@ -78,8 +77,7 @@ impl NormKernels for CpuKernels {
         if n.residual.is_some_and(|r| r.strides() != n.dx.strides()) {
             return shape_error(OP, "the residual gradient must be laid out like dx");
         }
-        let mut args =
-            vec![read(n.x), read(n.gamma), read(n.rstd), read(n.dy), write(n.dx), write(n.dgamma)];
+        let mut args = vec![read(n.x), read(n.gamma), read(n.rstd), read(n.dy), write(n.dx), write(n.dgamma)];
         let mut add = |arg| {
             args.push(arg);
             args.len() - 1
