@@ -7,10 +7,13 @@ pub mod cpu;
 mod elementwise;
 mod embedding;
 mod gemm;
+pub mod grad_scaler;
 mod loss;
 mod norm;
 mod optim;
+pub mod philox;
 mod rope;
+pub mod rope_tables;
 
 pub use activation::{Act, ActivationKernels};
 pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};

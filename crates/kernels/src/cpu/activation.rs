@@ -5,27 +5,8 @@
 use super::math::{normal_cdf_pdf, sigmoid, sigmoid_pair};
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
+use crate::Act;
 use ferrotron_tensor::{Float, Result, Threads};
-
-/// An activation function.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Act {
-    /// `½x(1 + tanh(√(2/π)(x + 0.044715x³)))`
-    GeluTanh,
-    /// `x·Φ(x)`, with the error function.
-    GeluErf,
-    /// `x·σ(x)`; gated: SwiGLU.
-    Silu,
-    /// `a·σ(αa)` with `a = min(x, L)`; gated by `clamp(u, ±L) + offset` (gpt-oss: L 7, α 1.702, offset 1).
-    ClampedSilu {
-        /// L
-        limit: f32,
-        /// α
-        alpha: f32,
-        /// Added to the clamped gate.
-        offset: f32,
-    },
-}
 
 /// An activation as code: value, slope, and what it does to the gate.
 trait Curve: Copy + Sync {

@@ -1,6 +1,6 @@
 //! Kernels without structure: casts, sums, scaling, soft-capping, copies and transposes.
 
-use super::math::{tanh, tanh_slope};
+use super::math::tanh;
 use super::rows::{PIECE, Rows, check_len};
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Element, Float, Result, Threads};
@@ -90,34 +90,62 @@ pub fn fill<T: Element>(threads: &Threads, x: &mut [T], value: T) {
     threads.chunks(x, PIECE, &|_, x| x.fill(value));
 }
 
-/// `y = c·tanh(x/c)`
-pub fn softcap<T: Float>(threads: &Threads, isa: Isa, cap: f32, x: &[T], y: &mut [T]) -> Result<()> {
-    check_len("softcap", "y", y.len(), x.len())?;
-    threads.chunks(y, PIECE, &|i, y| softcap_piece(isa, cap, &x[i * PIECE..][..y.len()], y));
-    Ok(())
+/// `x = c·tanh(x/c)`, in place.
+pub fn softcap<T: Float>(threads: &Threads, isa: Isa, cap: f32, x: &mut [T]) {
+    threads.chunks(x, PIECE, &|_, x| softcap_piece(isa, cap, x));
 }
 
 multiversion! {
-    fn softcap_piece<T: Float>(cap: f32, x: &[T], y: &mut [T]) {
-        for (y, x) in y.iter_mut().zip(x) {
-            *y = T::from_f32(cap * tanh(x.to_f32() / cap));
+    fn softcap_piece<T: Float>(cap: f32, x: &mut [T]) {
+        for x in x {
+            *x = T::from_f32(cap * tanh(x.to_f32() / cap));
         }
     }
 }
 
-/// Gradient of [`softcap`], in place: `d ← d·(1 − tanh²(x/c))`; x is the input of the forward pass.
-pub fn softcap_backward<T: Float>(threads: &Threads, isa: Isa, cap: f32, x: &[T], d: &mut [T]) -> Result<()> {
-    check_len("softcap_backward", "d", d.len(), x.len())?;
-    threads.chunks(d, PIECE, &|i, d| softcap_back_piece(isa, cap, &x[i * PIECE..][..d.len()], d));
+/// Gradient of [`softcap`], in place: `dy *= 1 − (y/c)²`; y is the output of the forward pass.
+pub fn softcap_backward<T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    cap: f32,
+    y: &[T],
+    dy: &mut [T],
+) -> Result<()> {
+    check_len("softcap_backward", "dy", dy.len(), y.len())?;
+    threads.chunks(dy, PIECE, &|i, dy| softcap_back_piece(isa, cap, &y[i * PIECE..][..dy.len()], dy));
     Ok(())
 }
 
 multiversion! {
-    fn softcap_back_piece<T: Float>(cap: f32, x: &[T], d: &mut [T]) {
-        for (d, x) in d.iter_mut().zip(x) {
-            *d = T::from_f32(d.to_f32() * tanh_slope(x.to_f32() / cap));
+    fn softcap_back_piece<T: Float>(cap: f32, y: &[T], dy: &mut [T]) {
+        for (dy, y) in dy.iter_mut().zip(y) {
+            let t = y.to_f32() / cap;
+            *dy = T::from_f32(dy.to_f32() * ((1.0 - t) * (1.0 + t)));
         }
     }
+}
+
+/// Rows into rows of another layout and element type.
+pub fn cast_rows<S: Float, D: Float>(
+    threads: &Threads,
+    isa: Isa,
+    x: &[S],
+    x_rows: Rows,
+    y: &mut [D],
+    y_rows: Rows,
+) -> Result<()> {
+    x_rows.check("cast_rows", "x", x.len())?;
+    y_rows.check_like("cast_rows", "y", y.len(), &x_rows)?;
+    let grain = x_rows.grain();
+    let mut pieces: Vec<_> = x_rows.cut(x, grain).zip(y_rows.cut_mut(y, grain)).collect();
+    threads.chunks(&mut pieces, 1, &|i, pieces| {
+        for (x, y) in pieces {
+            for row in 0..x_rows.piece(i * grain, grain).count() {
+                cast_piece(isa, x_rows.row(x, row), y_rows.row_mut(y, row));
+            }
+        }
+    });
+    Ok(())
 }
 
 /// Copy rows from one layout into another.

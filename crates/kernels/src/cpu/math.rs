@@ -62,14 +62,6 @@ pub fn tanh(x: f32) -> f32 {
     magnitude.copysign(x)
 }
 
-/// `1 − tanh²(x)`, without cancellation.
-#[inline(always)]
-pub fn tanh_slope(x: f32) -> f32 {
-    let e = exp(-2.0 * x.abs());
-    let d = 1.0 / (1.0 + e);
-    4.0 * e * (d * d)
-}
-
 /// Normal distribution: `Φ(x) = ½(1 + erf(x/√2))` and its density `φ(x) = e^(−x²/2)/√(2π)`.
 #[inline(always)]
 pub fn normal_cdf_pdf(x: f32) -> (f32, f32) {

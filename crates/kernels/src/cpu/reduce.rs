@@ -1,5 +1,6 @@
 //! Sums over rows, in two stages whose order is fixed by the shape: within pieces of rows, then over pieces.
 
+use super::math::{LANES, fold};
 use super::rows::{PIECE, Rows};
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Result, Threads};
@@ -54,6 +55,33 @@ pub fn column_sum<T: Float>(
     }
     sum_parts(threads, isa, &parts, out, accumulate);
     Ok(())
+}
+
+/// `Σ a·b` of f32 vectors: in f32 within fixed pieces, in f64 over them, in order.
+pub fn dot(threads: &Threads, isa: Isa, a: &[f32], b: &[f32]) -> Result<f32> {
+    super::rows::check_len("dot", "b", b.len(), a.len())?;
+    let mut parts = vec![0f32; a.len().div_ceil(PIECE)];
+    threads.chunks(&mut parts, 1, &|i, part| {
+        let (from, to) = (i * PIECE, ((i + 1) * PIECE).min(a.len()));
+        part[0] = dot_piece(isa, &a[from..to], &b[from..to]);
+    });
+    Ok(parts.iter().map(|p| f64::from(*p)).sum::<f64>() as f32)
+}
+
+multiversion! {
+    fn dot_piece(a: &[f32], b: &[f32]) -> f32 {
+        let mut lanes = [0.0; LANES];
+        let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+        for (a, b) in a.iter().zip(b) {
+            for l in 0..LANES {
+                lanes[l] += a[l] * b[l];
+            }
+        }
+        for (lane, (a, b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
+            *lane += a * b;
+        }
+        fold(lanes)
+    }
 }
 
 multiversion! {
