@@ -5,7 +5,7 @@
 use super::math::{normal_cdf_pdf, sigmoid, sigmoid_pair};
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
-pub use crate::Act;
+use crate::Act;
 use ferrotron_tensor::{Float, Result, Threads};
 
 /// An activation as code: value, slope, and what it does to the gate.
