@@ -43,7 +43,7 @@ pub type Result<T, E = Error> = std::result::Result<T, E>;
 impl Error {
     /// An [`Error::Io`] whose sentence says what was being done (`"write"`, `"rename to …"`), with the way out
     /// for the two causes users can do something about.
-    pub fn io(path: &Path, doing: &str, source: std::io::Error) -> Error {
+    pub fn io_doing(path: &Path, doing: &str, source: std::io::Error) -> Error {
         use std::io::ErrorKind as K;
         let hint = match source.kind() {
             K::StorageFull | K::QuotaExceeded => "; free some space there or choose another folder",
@@ -57,5 +57,17 @@ impl Error {
     /// An [`Error::Damaged`].
     pub fn damaged(path: &Path, what: impl Into<String>) -> Error {
         Error::Damaged { path: path.to_path_buf(), what: what.into() }
+    }
+
+    /// The same error with more advice at the end of its sentence.
+    pub fn with_hint(self, hint: &str) -> Error {
+        match self {
+            Error::Io { path, source } => {
+                Error::Io { path, source: std::io::Error::new(source.kind(), format!("{source}{hint}")) }
+            }
+            Error::Damaged { path, what } => Error::Damaged { path, what: what + hint },
+            Error::Missing { path, what } => Error::Missing { path, what: what + hint },
+            other => other,
+        }
     }
 }
