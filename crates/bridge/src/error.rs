@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 /// Errors of this crate. Each names the file or key and, where there is one, the way out.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Tensor files and what lies below them.
+    /// Tensor files and what lies below them (boxed: it is large).
     #[error(transparent)]
-    Core(#[from] ferrotron_core::error::Error),
+    Core(Box<ferrotron_core::error::Error>),
     /// The operating system refused.
     #[error("{}: cannot {doing}: {source}", path.display())]
     Io {
@@ -76,6 +76,12 @@ pub enum Error {
 
 /// Result of this crate's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl From<ferrotron_core::error::Error> for Error {
+    fn from(e: ferrotron_core::error::Error) -> Error {
+        Error::Core(Box::new(e))
+    }
+}
 
 impl Error {
     pub(crate) fn io(path: &Path, doing: &'static str, source: std::io::Error) -> Error {

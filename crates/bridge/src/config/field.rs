@@ -173,5 +173,9 @@ fn real(x: f32) -> Value {
 fn query_scalar(scale: f32) -> Value {
     let exact = 1.0 / (f64::from(scale) * f64::from(scale));
     let whole = exact.round();
-    if whole >= 1.0 && whole < 1e9 && inverse_sqrt(whole) == scale { json!(whole as u64) } else { json!(exact) }
+    if (1.0..1e9).contains(&whole) && inverse_sqrt(whole) == scale {
+        json!(whole as u64)
+    } else {
+        json!(exact)
+    }
 }

@@ -105,7 +105,8 @@ pub(super) fn write(windows: &Windows, c: &ModelConfig, map: &mut Map<String, Va
         map.remove(key);
     }
     // Older versions of the reference know the pattern only.
-    if matches!(windows, Windows::AllBut) && (0..c.layers).all(|i| c.is_local(i) == ((i + 1) % DEFAULT_PATTERN != 0))
+    if matches!(windows, Windows::AllBut)
+        && (0..c.layers).all(|i| c.is_local(i) == ((i + 1) % DEFAULT_PATTERN != 0))
     {
         map.insert(PATTERNS[0].into(), json!(DEFAULT_PATTERN));
     }

@@ -199,7 +199,11 @@ fn recognise(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> 
         Some(class) => FAMILIES.iter().find(|f| f.architecture == class),
         None => match o.text("model_type")? {
             Some(kind) => FAMILIES.iter().find(|f| f.model_type == kind),
-            None => return Err(o.wrong("architectures", "and `model_type` are both missing: which model is this?")),
+            None => {
+                return Err(
+                    o.wrong("architectures", "and `model_type` are both missing: which model is this?")
+                );
+            }
         },
     };
     let name = class.or(o.text("model_type")?).unwrap_or_default();
@@ -260,7 +264,8 @@ fn from_map(
     model: &ModelConfig,
     origin: &str,
 ) -> Result<HfConfig, Vec<String>> {
-    let read = read_model(family, &Object { map: &map, origin, under: "" }).map_err(|e| vec![e.to_string()])?;
+    let read =
+        read_model(family, &Object { map: &map, origin, under: "" }).map_err(|e| vec![e.to_string()])?;
     if read != *model {
         return Err(differences(model, &read));
     }

@@ -1,8 +1,8 @@
 //! Gemma 2 and Gemma 3 (text).
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, PARTIAL_ROTARY, QK_NORMS, ROTARY_STRAYS, Refused,
-    RopeStyle, Rule, Windows, key, same,
+    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, PARTIAL_ROTARY, QK_NORMS, ROTARY_STRAYS,
+    Refused, RopeStyle, Rule, Windows, key, same,
 };
 use ferrotron_core::model::config::ModelConfig;
 
@@ -54,11 +54,7 @@ const BIDIRECTIONAL: Refused = Refused {
 const GEMMA2_KEYS: &[Key] = &[
     key(&["head_dim"], Field::HeadDim, Absent::Size(256)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(8192)),
-    key(
-        &["hidden_activation", "hidden_act"],
-        Field::Activation("gelu_pytorch_tanh"),
-        Absent::Word("gelu_pytorch_tanh"),
-    ),
+    key(&["hidden_activation"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("gelu_pytorch_tanh")),
     key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
     key(&["query_pre_attn_scalar"], Field::QueryScalar, Absent::Real(256.0)),
     key(&["attn_logit_softcapping"], Field::AttnSoftcap, Absent::Cap(Some(50.0))),
@@ -69,11 +65,7 @@ const GEMMA2_KEYS: &[Key] = &[
 const GEMMA3_KEYS: &[Key] = &[
     key(&["head_dim"], Field::HeadDim, Absent::Size(256)),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(131_072)),
-    key(
-        &["hidden_activation", "hidden_act"],
-        Field::Activation("gelu_pytorch_tanh"),
-        Absent::Word("gelu_pytorch_tanh"),
-    ),
+    key(&["hidden_activation"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("gelu_pytorch_tanh")),
     key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
     key(&["query_pre_attn_scalar"], Field::QueryScalar, Absent::Real(256.0)),
     key(&["attn_logit_softcapping"], Field::AttnSoftcap, Absent::Cap(None)),

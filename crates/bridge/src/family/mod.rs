@@ -200,7 +200,8 @@ pub(crate) const QK_NORMS: &[Rule] = &[
 pub(crate) const HEAD: Rule = same("lm_head.weight", &["head.weight"]);
 
 /// Frequencies that old exporters stored as if they were weights.
-pub(crate) const ROTARY_STRAYS: &[&str] = &["layers.{i}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"];
+pub(crate) const ROTARY_STRAYS: &[&str] =
+    &["layers.{i}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"];
 
 pub(crate) const PARTIAL_ROTARY: Refused = Refused {
     key: "partial_rotary_factor",
