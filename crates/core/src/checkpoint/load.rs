@@ -231,7 +231,8 @@ fn open_shard(path: &Path, want: &str) -> Result<TensorFile> {
 /// The newest older neighbour that looks whole: a good manifest and files of the right size.
 fn older(path: &Path) -> Option<String> {
     let name = path.file_name()?;
-    let all = folder::list(path.parent()?).ok()?;
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let all = folder::list(parent).ok()?;
     let here = all.iter().position(|(_, p)| p.file_name() == Some(name))?;
     let looks_whole = |dir: &Path| {
         read_manifest(dir).is_ok_and(|m| {
