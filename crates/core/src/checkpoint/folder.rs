@@ -10,8 +10,8 @@ const TEMPORARY: &str = ".tmp-";
 /// A checkpoint moved aside while another of the same step takes its place.
 const REPLACED: &str = ".replaced-";
 
-/// The name of a step's folder: `step-00000120`.
-pub fn folder_name(step: u64) -> String {
+/// `step-00000120`.
+pub fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
@@ -19,7 +19,7 @@ pub fn folder_name(step: u64) -> String {
 pub(super) fn step_of(name: &OsStr) -> Option<u64> {
     let name = name.to_str()?;
     let step = name.strip_prefix("step-")?.parse().ok()?;
-    (folder_name(step) == name).then_some(step)
+    (self::name(step) == name).then_some(step)
 }
 
 /// The checkpoints in `dir`, oldest step first. No folder, no checkpoints.
@@ -71,7 +71,7 @@ pub(super) fn clean(dir: &Path) -> Result<()> {
 
 /// An empty temporary folder for a step.
 pub(super) fn temporary(dir: &Path, step: u64) -> Result<PathBuf> {
-    let path = dir.join(format!("{TEMPORARY}{}", folder_name(step)));
+    let path = dir.join(format!("{TEMPORARY}{}", name(step)));
     if path.exists() {
         remove(&path)?;
     }
@@ -82,8 +82,8 @@ pub(super) fn temporary(dir: &Path, step: u64) -> Result<PathBuf> {
 /// Make a complete temporary folder the checkpoint of its step, in place of an earlier one of that step.
 pub(super) fn commit(dir: &Path, temporary: &Path, step: u64) -> Result<PathBuf> {
     sync(temporary)?;
-    let home = dir.join(folder_name(step));
-    let aside = dir.join(format!("{REPLACED}{}", folder_name(step)));
+    let home = dir.join(name(step));
+    let aside = dir.join(format!("{REPLACED}{}", name(step)));
     let replaces = home.exists();
     if replaces {
         rename(&home, &aside)?;
@@ -106,7 +106,7 @@ pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
     let surplus = all.len().saturating_sub(keep.max(1));
     for (step, path) in all.into_iter().take(surplus).filter(|(_, p)| p != newest) {
         // Under a temporary name first, so that a crash half-way leaves no folder that looks complete.
-        let doomed = dir.join(format!("{TEMPORARY}delete-{}", folder_name(step)));
+        let doomed = dir.join(format!("{TEMPORARY}delete-{}", name(step)));
         if doomed.exists() {
             remove(&doomed)?;
         }
