@@ -167,7 +167,7 @@ fn open(path: &Path) -> Result<Loaded> {
     }
     if let Some((tensor, file)) = manifest.tensors.iter().find(|(t, _)| !index.contains_key(*t)) {
         return Err(Error::damaged(
-            &path.join(file),
+            path.join(file),
             format!("has no tensor {tensor:?}, though the manifest lists it there"),
         ));
     }
