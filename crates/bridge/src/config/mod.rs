@@ -133,6 +133,18 @@ impl HfConfig {
         }
     }
 
+    /// The same file saying that the weights are of this type; untouched if it says so already.
+    pub fn with_dtype(&self, dtype: DType) -> HfConfig {
+        let mut config = self.clone();
+        if self.dtype() != Some(dtype) {
+            let key = if self.map.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+            config.map.insert(key.into(), json!(dtype_word(dtype)));
+            // A map of strings to JSON always has a text.
+            config.text = serde_json::to_string_pretty(&config.map).unwrap_or_default() + "\n";
+        }
+        config
+    }
+
     /// The value of a key as the file has it.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.map.get(key)

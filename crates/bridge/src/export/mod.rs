@@ -57,7 +57,8 @@ pub fn export(
 ) -> Result<Exported> {
     let plan = layout(config, options)?;
     let folder = Folder::beside(out_dir)?;
-    folder.write("config.json", config.text().as_bytes())?;
+    let retyped = options.dtype.map(|d| config.with_dtype(d));
+    folder.write("config.json", retyped.as_ref().unwrap_or(config).text().as_bytes())?;
     for file in &plan.files {
         write_file(&folder, file, source, options.reference)?;
     }
