@@ -2,7 +2,10 @@
 
 mod support;
 
-use ferrotron_bridge::{Error, ExportOptions, HfConfig, Plan, Problem, Values, export};
+use ferrotron_bridge::{
+    Error, ExportOptions, HfConfig, Plan, Problem, Tokenizer, Values, byte_tokenizer_json, export,
+    logical_tensors,
+};
 use ferrotron_core::model::config::ModelConfig;
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
 use ferrotron_tensor::DType;
@@ -314,6 +317,28 @@ fn companions_travel() {
         assert_eq!(std::fs::read_to_string(to.join(f)).unwrap(), f);
     }
     assert_eq!(std::fs::read_dir(&to).unwrap().count(), files.len() + 2);
+}
+
+/// A natively trained model of bytes becomes a folder that is complete: configuration, weights, tokenizer.
+#[test]
+fn a_native_model_leaves_with_its_tokenizer() {
+    let model = ModelConfig::preset("tiny").unwrap();
+    let config = HfConfig::from_model(&model, DType::BF16).unwrap();
+    let shapes = logical_tensors(&model);
+    let source = |n: &str| {
+        let t = shapes.iter().find(|t| t.name == n).unwrap();
+        Ok(Values { dtype: DType::F32, bytes: vec![0; 4 * t.shape.iter().product::<usize>()] })
+    };
+    let out = tempfile::tempdir().unwrap();
+    let to = out.path().join("model");
+    let tokenizer = byte_tokenizer_json();
+    let options = ExportOptions { more: &[("tokenizer.json", &tokenizer)], ..Default::default() };
+    export(&to, &config, &source, &options).unwrap();
+    let plan = Plan::open(&to).unwrap();
+    assert_eq!(plan.config().model(), &model);
+    assert_eq!(plan.dtype("layers.3.mlp.gate.weight").unwrap(), DType::BF16);
+    let t = Tokenizer::from_dir(&to).unwrap();
+    assert_eq!((t.vocab_size(), t.encode("é").unwrap()), (256, vec![0xc3, 0xa9]));
 }
 
 #[test]

@@ -303,3 +303,11 @@ fn damaged_files_are_errors() {
     }
     assert!(refused > 500, "{refused}");
 }
+
+#[test]
+fn ranks_can_share_one() {
+    fn shareable<T: Send + Sync>() {}
+    shareable::<Tokenizer>();
+    shareable::<ferrotron_bridge::Plan>();
+    shareable::<ferrotron_bridge::ChatTemplate>();
+}

@@ -5,6 +5,7 @@ mod layers;
 mod rope;
 
 use crate::error::{Error, Result};
+use crate::expected::{HfTensor, hf_tensors};
 use crate::family::{FAMILIES, Family};
 use crate::json::{Object, parse_object, read_text, show};
 use ferrotron_core::model::config::{Activation, ModelConfig, NormConfig, NormKind, Positions};
@@ -143,6 +144,11 @@ impl HfConfig {
             config.text = serde_json::to_string_pretty(&config.map).unwrap_or_default() + "\n";
         }
         config
+    }
+
+    /// The tensors this model has in Hugging Face's files, in the model's order.
+    pub fn hf_tensors(&self) -> Result<Vec<HfTensor>> {
+        hf_tensors(self.family, &self.model, self.family.prefix)
     }
 
     /// The value of a key as the file has it.
