@@ -9,7 +9,7 @@ mod dtype;
 mod header;
 mod reader;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 mod writer;
 
 pub use dtype::FileDType;

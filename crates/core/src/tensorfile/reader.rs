@@ -22,8 +22,8 @@ impl TensorFile {
     /// Open and check. Memory taken is that of the header, whose claimed length is believed only as far as the
     /// file reaches.
     pub fn open(path: &Path) -> Result<TensorFile> {
-        let file = File::open(path).map_err(|e| Error::io(path, "open", e))?;
-        let about = file.metadata().map_err(|e| Error::io(path, "read its size", e))?;
+        let file = File::open(path).map_err(|e| Error::io_doing(path, "open", e))?;
+        let about = file.metadata().map_err(|e| Error::io_doing(path, "read its size", e))?;
         if !about.is_file() {
             return Err(Error::damaged(path, "is not a file, so it is no safetensors file"));
         }
@@ -112,6 +112,20 @@ impl TensorFile {
         read_exact_at(&self.file, &self.path, out, info.begin + start_byte)
     }
 
+    /// CRC-32C of the whole file, read in bounded memory.
+    pub fn crc32c(&self) -> Result<u32> {
+        let mut buffer = vec![0u8; self.bytes.min(1 << 22) as usize];
+        let (mut at, mut crc) = (0, 0);
+        while at < self.bytes {
+            let n = (self.bytes - at).min(buffer.len() as u64);
+            let part = &mut buffer[..n as usize];
+            read_exact_at(&self.file, &self.path, part, at)?;
+            crc = crc32c::crc32c_append(crc, part);
+            at += n;
+        }
+        Ok(crc)
+    }
+
     fn want(&self, name: &str) -> Result<&TensorInfo> {
         self.get(name).ok_or_else(|| Error::Missing {
             path: self.path.clone(),
@@ -132,6 +146,6 @@ fn read_exact_at(file: &File, path: &Path, out: &mut [u8], at: u64) -> Result<()
     };
     done.map_err(|e| match e.kind() {
         std::io::ErrorKind::UnexpectedEof => Error::damaged(path, "was cut short while it was being read"),
-        _ => Error::io(path, "read", e),
+        _ => Error::io_doing(path, "read", e),
     })
 }

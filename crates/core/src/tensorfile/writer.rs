@@ -103,7 +103,7 @@ impl TensorFileWriter {
                 TensorInfo { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone(), begin, end: at }
             })
             .collect();
-        let file = File::create(path).map_err(|e| Error::io(path, "create", e))?;
+        let file = File::create(path).map_err(|e| Error::io_doing(path, "create", e))?;
         let mut writer = TensorFileWriter {
             path: path.to_path_buf(),
             out: BufWriter::with_capacity(1 << 20, file),
@@ -161,13 +161,13 @@ impl TensorFileWriter {
                 info.bytes()
             )));
         }
-        self.out.flush().map_err(|e| Error::io(&self.path, "write", e))?;
-        self.out.get_ref().sync_all().map_err(|e| Error::io(&self.path, "write to disk", e))?;
+        self.out.flush().map_err(|e| Error::io_doing(&self.path, "write", e))?;
+        self.out.get_ref().sync_all().map_err(|e| Error::io_doing(&self.path, "write to disk", e))?;
         Ok(self.written)
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        self.out.write_all(bytes).map_err(|e| Error::io(&self.path, "write", e))?;
+        self.out.write_all(bytes).map_err(|e| Error::io_doing(&self.path, "write", e))?;
         self.written.bytes += bytes.len() as u64;
         self.written.crc32c = crc32c::crc32c_append(self.written.crc32c, bytes);
         Ok(())
