@@ -85,12 +85,16 @@ impl Global {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Train a model from a recipe; the same command resumes
+    #[command(long_about = train::LONG)]
     Train(train::Args),
     /// One pass of a Hugging Face folder over given token ids: logits, loss, gradients
+    #[command(long_about = forward::LONG)]
     Forward(forward::Args),
     /// One step under two precisions, devices or layouts, compared tensor by tensor
+    #[command(long_about = parity::LONG)]
     Parity(parity::Args),
     /// Hugging Face folder to checkpoint and back
+    #[command(long_about = convert::LONG)]
     Convert(convert::Args),
     /// Continue a text
     Generate(generate::Args),
