@@ -255,7 +255,7 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<Vec<Line>> {
             Err(_) if line.trim_ascii().is_empty() => {}
             Err(e) => {
                 let what = format!("line {} is not an event ({e}); remove it to read the rest", i + 1);
-                return Err(Error::Data { file: path.into(), what });
+                return Err(Error::damaged(path, what));
             }
         }
     }

@@ -1,8 +1,14 @@
 //! Models, data, optimizers, checkpoints and the training loop.
 
+pub mod checkpoint;
 pub mod config;
+pub mod data;
 pub mod error;
 pub mod events;
 pub mod model;
+pub mod optimizer;
+pub mod schedule;
+pub mod tensorfile;
+pub mod train;
 
 pub use error::{Error, Result};

@@ -176,3 +176,36 @@ impl ModelConfig {
         }
     }
 }
+
+impl RopeScaling {
+    /// The same as the kernels know it.
+    pub fn kernel(&self) -> ferrotron_kernels::rope_tables::RopeScaling {
+        use ferrotron_kernels::rope_tables::RopeScaling as K;
+        match *self {
+            RopeScaling::None => K::None,
+            RopeScaling::Linear { factor } => K::Linear { factor },
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
+                K::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions }
+            }
+            RopeScaling::Yarn {
+                factor,
+                original_max_positions,
+                beta_fast,
+                beta_slow,
+                mscale,
+                mscale_all_dim,
+                truncate,
+                attention_factor,
+            } => K::Yarn {
+                factor,
+                original_max_positions,
+                beta_fast,
+                beta_slow,
+                mscale,
+                mscale_all_dim,
+                truncate,
+                attention_factor,
+            },
+        }
+    }
+}

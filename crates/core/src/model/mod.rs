@@ -1,3 +1,12 @@
 //! Decoder models.
 
 pub mod config;
+mod decoder;
+pub mod flops;
+pub mod generate;
+mod layer;
+pub mod preset;
+pub mod validate;
+
+pub use config::ModelConfig;
+pub use decoder::{Decoder, DecoderSaved, Input};

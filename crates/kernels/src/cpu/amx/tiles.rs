@@ -1,0 +1,127 @@
+//! Tile configuration and the 32x32 microkernel.
+
+use ferrotron_tensor::bf16;
+use std::arch::asm;
+use std::marker::PhantomData;
+
+/// The standard tile configuration (8 tiles of 16 rows x 64 bytes), loaded on the thread that made this guard
+/// and released when it drops. Load it once per piece of work, not once per product. One guard per thread at a
+/// time: dropping either of two would release both.
+pub(crate) struct Tiles {
+    /// Tiles belong to a thread, so the guard must not leave it.
+    thread: PhantomData<*const ()>,
+}
+
+/// The memory image `ldtilecfg` reads.
+#[repr(C, align(64))]
+struct Config {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl Tiles {
+    /// Configures the tiles of this thread.
+    ///
+    /// # Safety
+    /// The machine has AMX and the process may use it: `Isa::detect()` or `Isa::all()` gave `Isa::Amx`.
+    pub(crate) unsafe fn load() -> Tiles {
+        const CONFIG: Config = Config {
+            palette: 1,
+            start_row: 0,
+            reserved: [0; 14],
+            row_bytes: [64, 64, 64, 64, 64, 64, 64, 64, 0, 0, 0, 0, 0, 0, 0, 0],
+            rows: [16, 16, 16, 16, 16, 16, 16, 16, 0, 0, 0, 0, 0, 0, 0, 0],
+        };
+        // SAFETY: reads the 64 bytes of a valid configuration; the caller vouches for the unit.
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &CONFIG, options(nostack, readonly)) };
+        Tiles { thread: PhantomData }
+    }
+}
+
+impl Drop for Tiles {
+    fn drop(&mut self) {
+        // SAFETY: the guard exists, so this thread has loaded a configuration.
+        unsafe { asm!("tilerelease", options(nostack, nomem)) };
+    }
+}
+
+/// One 32x32 block product, `c[32][32] = A·B`, or `c += A·B` with `accumulate`, in f32.
+///
+/// * `a`: 32 rows of `32·kb` bf16, row-major with `lda` elements from row to row (k contiguous). Fastest when
+///   every row starts on a 64-byte boundary.
+/// * `b`: VNNI panel `[kb][2 column halves][16 k pairs][16 columns][2]`, as `pack::rows` and `pack::cols` write
+///   it; 64-byte aligned or it runs at a third of the speed.
+/// * `c`: f32, `ldc` elements from row to row.
+/// * `kb`: steps of 32 along k; 0 gives zeros (or leaves `c` as it is).
+///
+/// For each element the sum runs along k in order, so it does not depend on the neighbours in the block.
+///
+/// # Safety
+/// All the elements named above must be valid for reads (`a`, `b`, `c` with `accumulate`) or writes (`c`).
+pub(crate) unsafe fn mm_32x32(
+    _tiles: &Tiles,
+    a: *const bf16,
+    lda: usize,
+    b: *const bf16,
+    kb: usize,
+    c: *mut f32,
+    ldc: usize,
+    accumulate: bool,
+) {
+    // SAFETY: the addresses touched are those of the three blocks the caller vouches for; the tiles are
+    // configured (`_tiles`) and declared clobbered.
+    unsafe {
+        asm!(
+            "test {acc}, {acc}",
+            "jz 2f",
+            "tileloadd tmm0, [{c} + {cs}]",
+            "tileloadd tmm1, [{c} + {cs} + 64]",
+            "tileloadd tmm2, [{c2} + {cs}]",
+            "tileloadd tmm3, [{c2} + {cs} + 64]",
+            "jmp 3f",
+            "2:",
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            "3:",
+            "test {k}, {k}",
+            "jz 5f",
+            "4:",
+            "tileloadd tmm6, [{b} + {bs}]",
+            "tileloadd tmm4, [{a} + {as}]",
+            "tdpbf16ps tmm0, tmm4, tmm6",
+            "tileloadd tmm7, [{b} + {bs} + 1024]",
+            "tdpbf16ps tmm1, tmm4, tmm7",
+            "tileloadd tmm5, [{a2} + {as}]",
+            "tdpbf16ps tmm2, tmm5, tmm6",
+            "tdpbf16ps tmm3, tmm5, tmm7",
+            "add {a}, 64",
+            "add {a2}, 64",
+            "add {b}, 2048",
+            "dec {k}",
+            "jnz 4b",
+            "5:",
+            "tilestored [{c} + {cs}], tmm0",
+            "tilestored [{c} + {cs} + 64], tmm1",
+            "tilestored [{c2} + {cs}], tmm2",
+            "tilestored [{c2} + {cs} + 64], tmm3",
+            a = inout(reg) a => _,
+            a2 = inout(reg) a.wrapping_add(16 * lda) => _,
+            as = in(reg) 2 * lda,
+            b = inout(reg) b => _,
+            bs = in(reg) 64usize,
+            c = in(reg) c,
+            c2 = in(reg) c.wrapping_add(16 * ldc),
+            cs = in(reg) 4 * ldc,
+            k = inout(reg) kb => _,
+            acc = in(reg) usize::from(accumulate),
+            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+            options(nostack),
+        );
+    }
+}

@@ -1,0 +1,388 @@
+//! The backward pass. With `p = exp(s - lse)`, `dp = dout·v` and `delta = Σ_c dout_c out_c` of each query:
+//! ```text
+//! ds = p (dp - delta)            (softcap: times 1 - tanh²)
+//! dv_j = Σ_i p_ij dout_i         dk_j = scale Σ_i ds_ij q_i         dq_i = scale Σ_j ds_ij k_j
+//! dsink = -Σ_i exp(sink - lse_i) delta_i
+//! ```
+//! A piece of work is one key head of one sequence, or every n-th chunk of its keys where there are too few heads to
+//! keep a machine busy; then the chunks' shares of `dq` are kept apart in f32 and added in order at the end.
+
+use super::check::{self, Side};
+use super::engine::{Engine, Left, Plain, Right};
+use super::lanes::Sight;
+use super::mask::{Cover, Mask};
+use super::scratch::{Buffer, Pool};
+use super::softmax::{self, Scores};
+use super::tiles::{accumulate, dot, narrow};
+use super::transpose::transpose;
+use super::{AttentionShape, Heads, HeadsMut, KEYS, QUERIES, Span, padded};
+use crate::cpu::Isa;
+use ferrotron_tensor::{Float, Result, Threads};
+use std::ops::Range;
+
+/// Blocks of keys whose gradients are summed up at a time.
+const BLOCKS: usize = 4;
+/// Keys of a chunk.
+const CHUNK: usize = BLOCKS * KEYS;
+/// Sequences are split until there are this many pieces, if they are long enough.
+const PIECES: usize = 32;
+
+/// `dq`, `dk`, `dv` (overwritten, gradients of GQA groups summed in the order of the heads) and `dsink` (added to)
+/// from what [`forward`](super::forward) was given and returned. Queries that saw no key get and give nothing.
+pub fn backward<T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    shape: &AttentionShape,
+    spans: &[Span],
+    q: Heads<'_, T>,
+    k: Heads<'_, T>,
+    v: Heads<'_, T>,
+    out: Heads<'_, T>,
+    dout: Heads<'_, T>,
+    lse: &[f32],
+    sink: Option<&[f32]>,
+    dq: &HeadsMut<'_, T>,
+    dk: &HeadsMut<'_, T>,
+    dv: &HeadsMut<'_, T>,
+    dsink: Option<&mut [f32]>,
+) -> Result<()> {
+    check::shape(shape)?;
+    check::per_head(shape, "the sink", sink.map(<[f32]>::len))?;
+    check::per_head(shape, "the sink's gradient", dsink.as_ref().map(|d| d.len()))?;
+    check::reads("q", Side::Query, spans, &q, shape.heads, shape.d_qk)?;
+    check::reads("k", Side::Key, spans, &k, shape.kv_heads, shape.d_qk)?;
+    check::reads("v", Side::Key, spans, &v, shape.kv_heads, shape.d_v)?;
+    check::reads("out", Side::Query, spans, &out, shape.heads, shape.d_v)?;
+    check::reads("dout", Side::Query, spans, &dout, shape.heads, shape.d_v)?;
+    check::lse(shape, spans, lse.len())?;
+    check::writes("dq", Side::Query, spans, dq, shape.heads, shape.d_qk)?;
+    check::writes("dk", Side::Key, spans, dk, shape.kv_heads, shape.d_qk)?;
+    check::writes("dv", Side::Key, spans, dv, shape.kv_heads, shape.d_v)?;
+
+    let rows = spans.iter().map(|s| s.q_len * shape.heads).sum();
+    let mut delta = vec![0.0f32; rows];
+    let job = Job { isa, shape, q, k, v, out, dout, lse, sink, dq, dk, dv };
+    deltas(threads, &job, spans, &mut delta, dsink);
+    run::<T, Plain>(threads, &job, spans, &delta);
+    Ok(())
+}
+
+/// The arguments.
+struct Job<'a, T> {
+    isa: Isa,
+    shape: &'a AttentionShape,
+    q: Heads<'a, T>,
+    k: Heads<'a, T>,
+    v: Heads<'a, T>,
+    out: Heads<'a, T>,
+    dout: Heads<'a, T>,
+    lse: &'a [f32],
+    sink: Option<&'a [f32]>,
+    dq: &'a HeadsMut<'a, T>,
+    dk: &'a HeadsMut<'a, T>,
+    dv: &'a HeadsMut<'a, T>,
+}
+
+impl<T> Job<'_, T> {
+    /// The saved log-sum-exp of query `i`.
+    fn lse(&self, span: &Span, head: usize, i: usize) -> f32 {
+        self.lse[span.lse_base + head * self.shape.lse_head + i * self.shape.lse_token]
+    }
+}
+
+/// `delta` of every query, `[heads, q_len]` span after span, and the gradient of the sink.
+fn deltas<T: Float>(
+    threads: &Threads,
+    job: &Job<'_, T>,
+    spans: &[Span],
+    delta: &mut [f32],
+    dsink: Option<&mut [f32]>,
+) {
+    struct Piece<'a> {
+        span: &'a Span,
+        head: usize,
+        delta: &'a mut [f32],
+        dsink: f64,
+    }
+    let mut pieces = Vec::with_capacity(spans.len() * job.shape.heads);
+    let mut rest = delta;
+    for span in spans {
+        for head in 0..job.shape.heads {
+            let (delta, tail) = rest.split_at_mut(span.q_len);
+            rest = tail;
+            pieces.push(Piece { span, head, delta, dsink: 0.0 });
+        }
+    }
+    threads.chunks(&mut pieces, 1, &|_, piece| {
+        for Piece { span, head, delta, dsink } in piece {
+            let sink = job.sink.map(|s| s[*head]);
+            for (i, delta) in delta.iter_mut().enumerate() {
+                let out = &job.out.from(span.batch, span.q_start + i, *head)[..job.shape.d_v];
+                let dout = &job.dout.from(span.batch, span.q_start + i, *head)[..job.shape.d_v];
+                *delta = dot(job.isa, out, dout);
+                let lse = job.lse(span, *head, i);
+                if let Some(sink) = sink
+                    && lse != f32::NEG_INFINITY
+                {
+                    *dsink -= f64::from((sink - lse).exp() * *delta);
+                }
+            }
+        }
+    });
+    if let Some(dsink) = dsink {
+        for (head, to) in dsink.iter_mut().enumerate() {
+            let sum: f64 = pieces.iter().filter(|p| p.head == head).map(|p| p.dsink).sum();
+            *to += sum as f32;
+        }
+    }
+}
+
+/// Buffers of one thread. `k`, `v`, `turned` and the gradients hold a chunk, block after block.
+struct Scratch<E: Engine> {
+    k: Buffer<E::E>,
+    v: Buffer<E::E>,
+    turned: Buffer<E::E>,
+    q_tile: Buffer<E::E>,
+    q_right: Buffer<E::E>,
+    q_turned: Buffer<E::E>,
+    dout_tile: Buffer<E::E>,
+    dout_right: Buffer<E::E>,
+    dout_turned: Buffer<E::E>,
+    block: Buffer<E::E>,
+    s: Buffer<f32>,
+    dp: Buffer<f32>,
+    dq: Buffer<f32>,
+    dk: Buffer<f32>,
+    dv: Buffer<f32>,
+    rows: Buffer<f32>,
+}
+
+impl<E: Engine> Scratch<E> {
+    fn new(shape: &AttentionShape) -> Scratch<E> {
+        let (d, dv) = (padded(shape.d_qk), padded(shape.d_v));
+        let copy = |n| if E::COPIES { n } else { 0 };
+        Scratch {
+            k: Buffer::new(CHUNK * d),
+            v: Buffer::new(CHUNK * dv),
+            turned: Buffer::new(CHUNK * d),
+            q_tile: Buffer::new(QUERIES * d),
+            q_right: Buffer::new(copy(QUERIES * d)),
+            q_turned: Buffer::new(QUERIES * d),
+            dout_tile: Buffer::new(QUERIES * dv),
+            dout_right: Buffer::new(copy(QUERIES * dv)),
+            dout_turned: Buffer::new(QUERIES * dv),
+            block: Buffer::new(copy(KEYS * QUERIES)),
+            s: Buffer::new(KEYS * QUERIES),
+            dp: Buffer::new(KEYS * QUERIES),
+            dq: Buffer::new(d * QUERIES),
+            dk: Buffer::new(CHUNK * d),
+            dv: Buffer::new(CHUNK * dv),
+            rows: Buffer::new(QUERIES * d),
+        }
+    }
+}
+
+/// One key head of a span, or one part of its keys.
+struct Piece<'a> {
+    span: &'a Span,
+    /// `[heads, q_len]`.
+    delta: &'a [f32],
+    kv_head: usize,
+    part: usize,
+    parts: usize,
+    /// This piece's share of dq, `[heads of the group, q_len, padded(d_qk)]`; empty where the piece holds all keys
+    /// in one chunk and writes dq itself.
+    share: &'a mut [f32],
+}
+
+fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>, spans: &[Span], delta: &[f32]) {
+    let shape = job.shape;
+    let (group, d) = (shape.heads / shape.kv_heads, padded(shape.d_qk));
+    let wanted = PIECES.div_ceil((spans.len() * shape.kv_heads).max(1));
+    let parts = |span: &Span| span.k_len.div_ceil(CHUNK).clamp(1, wanted);
+    let share = |span: &Span| if span.k_len <= CHUNK { 0 } else { group * span.q_len * d };
+    let size = |span: &Span| shape.kv_heads * parts(span) * share(span);
+    let mut shares = vec![0.0f32; spans.iter().map(size).sum()];
+
+    let mut pieces = Vec::new();
+    let (mut rest, mut delta) = (shares.as_mut_slice(), delta);
+    for span in spans {
+        let (here, later) = delta.split_at(span.q_len * shape.heads);
+        delta = later;
+        for kv_head in 0..shape.kv_heads {
+            for part in 0..parts(span) {
+                let (share, tail) = rest.split_at_mut(share(span));
+                rest = tail;
+                pieces.push(Piece { span, delta: here, kv_head, part, parts: parts(span), share });
+            }
+        }
+    }
+    let pool = Pool::new(|| Scratch::<E>::new(shape));
+    threads.chunks(&mut pieces, 1, &|_, pieces| {
+        for piece in pieces {
+            pool.with(|scratch| differentiate::<T, E>(job, piece, scratch));
+        }
+    });
+    drop(pieces);
+
+    let mut from = 0;
+    for span in spans {
+        if share(span) > 0 {
+            let (parts, per_head) = (parts(span), span.q_len * d);
+            let shares = &shares[from..from + size(span)];
+            threads.ranges(shape.heads * span.q_len, QUERIES, &|rows| {
+                let mut sum = vec![0.0f32; d];
+                for row in rows {
+                    let (head, i) = (row / span.q_len, row % span.q_len);
+                    sum.fill(0.0);
+                    for part in 0..parts {
+                        let piece = (head / group * parts + part) * group + head % group;
+                        accumulate(job.isa, &shares[piece * per_head + i * d..][..d], &mut sum);
+                    }
+                    write(
+                        job.isa,
+                        job.dq,
+                        span.batch,
+                        span.q_start + i,
+                        head,
+                        shape.scale,
+                        &sum[..shape.d_qk],
+                    );
+                }
+            });
+        }
+        from += size(span);
+    }
+}
+
+/// `to[b, t, h] = row * factor`.
+fn write<T: Float>(isa: Isa, to: &HeadsMut<'_, T>, b: usize, t: usize, h: usize, factor: f32, row: &[f32]) {
+    // SAFETY: `check` found the row inside its buffer and in one span only; one piece of work has each span's rows.
+    narrow(isa, row, factor, unsafe { to.row(b, t, h, row.len()) });
+}
+
+fn differentiate<T: Float, E: Engine>(job: &Job<'_, T>, piece: &mut Piece<'_>, scratch: &mut Scratch<E>) {
+    let (shape, span, isa) = (job.shape, piece.span, job.isa);
+    let engine = E::start(isa);
+    let mask = Mask::new(shape, span);
+    let (d, dv) = (padded(shape.d_qk), padded(shape.d_v));
+    let group = shape.heads / shape.kv_heads;
+    if span.k_len == 0 {
+        (0..group).for_each(|member| zero_queries(job, piece, member, 0..span.q_len));
+    }
+    for chunk in (piece.part * CHUNK..span.k_len).step_by(piece.parts * CHUNK) {
+        let chunk = chunk..span.k_len.min(chunk + CHUNK);
+        for (b, first) in chunk.clone().step_by(KEYS).enumerate() {
+            let (token, len) = (span.k_start + first, (chunk.end - first).min(KEYS));
+            let k = &mut scratch.k[b * KEYS * d..][..KEYS * d];
+            engine.stage(job.k.from(span.batch, token, piece.kv_head), job.k.token, len, shape.d_qk, k);
+            engine.turn(len, d, k, &mut scratch.turned[b * KEYS * d..][..KEYS * d]);
+            let v = &mut scratch.v[b * KEYS * dv..][..KEYS * dv];
+            engine.stage(job.v.from(span.batch, token, piece.kv_head), job.v.token, len, shape.d_v, v);
+        }
+        scratch.dk[..padded(chunk.len()) * d].fill(0.0);
+        scratch.dv[..padded(chunk.len()) * dv].fill(0.0);
+        for member in 0..group {
+            for from in (0..span.q_len).step_by(QUERIES) {
+                let queries = from..span.q_len.min(from + QUERIES);
+                if mask.cover(&queries, &chunk) == Cover::None {
+                    if piece.share.is_empty() {
+                        zero_queries(job, piece, member, queries);
+                    }
+                    continue;
+                }
+                queries_of(job, &engine, piece, &mask, member, &queries, &chunk, scratch);
+            }
+        }
+        for (row, j) in chunk.clone().enumerate() {
+            let (b, t, h) = (span.batch, span.k_start + j, piece.kv_head);
+            write(isa, job.dk, b, t, h, shape.scale, &scratch.dk[row * d..][..shape.d_qk]);
+            write(isa, job.dv, b, t, h, 1.0, &scratch.dv[row * dv..][..shape.d_v]);
+        }
+    }
+}
+
+/// Queries that see no key have no gradient.
+fn zero_queries<T: Float>(job: &Job<'_, T>, piece: &Piece<'_>, member: usize, queries: Range<usize>) {
+    let (shape, span) = (job.shape, piece.span);
+    let head = piece.kv_head * (shape.heads / shape.kv_heads) + member;
+    for i in queries {
+        // SAFETY: as in `write`; a piece without a share is the only one of its span and heads.
+        unsafe { job.dq.row(span.batch, span.q_start + i, head, shape.d_qk) }.fill(T::from_f32(0.0));
+    }
+}
+
+/// What one block of queries of one head gives to a chunk of keys, and what it gets from it.
+fn queries_of<T: Float, E: Engine>(
+    job: &Job<'_, T>,
+    engine: &E,
+    piece: &mut Piece<'_>,
+    mask: &Mask,
+    member: usize,
+    queries: &Range<usize>,
+    chunk: &Range<usize>,
+    scratch: &mut Scratch<E>,
+) {
+    let (shape, span, isa) = (job.shape, piece.span, job.isa);
+    let (d, dv, count) = (padded(shape.d_qk), padded(shape.d_v), queries.len());
+    let lanes = padded(count);
+    let head = piece.kv_head * (shape.heads / shape.kv_heads) + member;
+    let x = scratch;
+    let token = span.q_start + queries.start;
+    engine.stage(job.q.from(span.batch, token, head), job.q.token, count, shape.d_qk, &mut x.q_tile);
+    engine.right_turned(count, d, &x.q_tile, &mut x.q_turned);
+    let q = engine.right(count, d, &x.q_tile, &mut x.q_right);
+    engine.stage(job.dout.from(span.batch, token, head), job.dout.token, count, shape.d_v, &mut x.dout_tile);
+    engine.right_turned(count, dv, &x.dout_tile, &mut x.dout_turned);
+    let dout = engine.right(count, dv, &x.dout_tile, &mut x.dout_right);
+
+    let sight = Sight::new(mask, queries);
+    let (mut lse, mut delta) = ([0.0f32; QUERIES], [0.0f32; QUERIES]);
+    for (lane, i) in queries.clone().enumerate() {
+        let saved = job.lse(span, head, i);
+        // A query whose scores were all -inf gave every key nothing.
+        lse[lane] = if saved == f32::NEG_INFINITY { f32::INFINITY } else { saved };
+        delta[lane] = piece.delta[head * span.q_len + i];
+    }
+    let mut fresh = true;
+    for (b, first) in chunk.clone().step_by(KEYS).enumerate() {
+        let keys = first..chunk.end.min(first + KEYS);
+        let cover = mask.cover(queries, &keys);
+        if cover == Cover::None {
+            continue;
+        }
+        let rows = padded(keys.len());
+        let k = Left { data: &x.k[b * KEYS * d..][..KEYS * d], ld: d };
+        let right = Right { data: &x.q_turned, rows: d, cols: QUERIES };
+        engine.multiply((rows, d, lanes), k, right, &mut x.s, QUERIES, false);
+        let v = Left { data: &x.v[b * KEYS * dv..][..KEYS * dv], ld: dv };
+        let right = Right { data: &x.dout_turned, rows: dv, cols: QUERIES };
+        engine.multiply((rows, dv, lanes), v, right, &mut x.dp, QUERIES, false);
+        let scores = Scores {
+            scale: shape.scale,
+            softcap: shape.softcap,
+            masked: cover == Cover::Part || rows != keys.len() || lanes != count,
+            first_key: first as i32,
+            keys: rows,
+        };
+        softmax::differentiate(isa, scores, &mut x.s, &mut x.dp, &sight, &lse, &delta);
+        let p = engine.block_left(rows, &x.s, &mut x.block);
+        engine.multiply((rows, lanes, dv), p, dout, &mut x.dv[b * KEYS * dv..][..KEYS * dv], dv, true);
+        let ds = engine.block_left(rows, &x.dp, &mut x.block);
+        engine.multiply((rows, lanes, d), ds, q, &mut x.dk[b * KEYS * d..][..KEYS * d], d, true);
+        let ds = engine.block_right(rows, &x.dp, &mut x.block);
+        let k = Left { data: &x.turned[b * KEYS * d..][..KEYS * d], ld: KEYS };
+        engine.multiply((d, rows, lanes), k, ds, &mut x.dq, QUERIES, !fresh);
+        fresh = false;
+    }
+    let (sums, rows) = (bytemuck::cast_slice(&x.dq), bytemuck::cast_slice_mut(&mut x.rows));
+    transpose(isa, d, lanes, sums, QUERIES, rows, d);
+    for (lane, i) in queries.clone().enumerate() {
+        let row = &x.rows[lane * d..][..d];
+        if piece.share.is_empty() {
+            write(isa, job.dq, span.batch, span.q_start + i, head, shape.scale, &row[..shape.d_qk]);
+        } else {
+            accumulate(isa, row, &mut piece.share[(member * span.q_len + i) * d..][..d]);
+        }
+    }
+}

@@ -1,0 +1,67 @@
+//! What a block of queries carries along, one value a lane.
+
+use super::QUERIES;
+use super::mask::Mask;
+use std::ops::Range;
+
+/// First and last key each query of a block sees; none when the first is greater.
+#[derive(Clone)]
+#[repr(align(64))]
+pub(super) struct Sight {
+    /// First visible key.
+    pub lo: [i32; QUERIES],
+    /// Last visible key.
+    pub hi: [i32; QUERIES],
+}
+
+impl Sight {
+    /// What `queries` see.
+    pub fn new(mask: &Mask, queries: &Range<usize>) -> Sight {
+        let mut sight = Sight { lo: [1; QUERIES], hi: [0; QUERIES] };
+        mask.lanes(queries, &mut sight.lo, &mut sight.hi);
+        sight
+    }
+
+    /// Does the query in this lane see no key at all?
+    pub fn blind(&self, lane: usize) -> bool {
+        self.lo[lane] > self.hi[lane]
+    }
+}
+
+/// The running softmax of a block of queries.
+#[derive(Clone)]
+#[repr(align(64))]
+pub(super) struct Past {
+    /// Largest score so far.
+    pub max: [f32; QUERIES],
+    /// Σ exp(score - max) so far.
+    pub sum: [f32; QUERIES],
+    /// Factor that brings sums made before the last block to its maximum.
+    pub shrink: [f32; QUERIES],
+}
+
+impl Past {
+    /// Before any block.
+    pub fn new() -> Past {
+        Past { max: [f32::NEG_INFINITY; QUERIES], sum: [0.0; QUERIES], shrink: [1.0; QUERIES] }
+    }
+
+    /// Must earlier sums be rescaled after the last block?
+    pub fn moved(&self) -> bool {
+        self.shrink.iter().any(|s| *s != 1.0)
+    }
+
+    /// Log-sum-exp of a lane and the factor that turns its weighted sum of values into the output. The sink is
+    /// one more score that no value belongs to.
+    pub fn finish(&self, lane: usize, sink: Option<f32>) -> (f32, f32) {
+        let (max, sum) = (self.max[lane], self.sum[lane]);
+        let top = sink.map_or(max, |s| if s > max { s } else { max });
+        if top == f32::NEG_INFINITY {
+            // No key, or only scores of -inf: nothing to see. A NaN sum still has to show.
+            return if sum.is_nan() { (f32::NAN, f32::NAN) } else { (f32::NEG_INFINITY, 0.0) };
+        }
+        let shift = (max - top).exp();
+        let total = sum * shift + sink.map_or(0.0, |s| (s - top).exp());
+        (top + total.ln(), shift / total)
+    }
+}

@@ -1,0 +1,101 @@
+//! Attention on the CPU, forward and backward, without ever holding a `[queries, keys]` matrix.
+//!
+//! For a query `i` and the keys `j` it may see (see [`AttentionShape`]):
+//! ```text
+//! s_ij = scale * q_i·k_j                 (softcap c: s = c * tanh(s / c))
+//! lse_i = ln(Σ_j exp(s_ij) + exp(sink))  (the last term only with a sink)
+//! out_i = Σ_j exp(s_ij - lse_i) v_j
+//! ```
+//! Sequences are cut into blocks of 64 queries and 64 keys. A block of scores is held *transposed*, one key a row
+//! and one query a lane, so that the softmax runs down the rows and never across lanes; blocks nobody may see are
+//! skipped. The block products run in f32, or, for bf16 on a CPU with AMX, on its matrix unit with the
+//! probabilities (and score gradients) rounded to bf16 and f32 accumulation.
+//!
+//! The cut depends on the problem only and every sum has a fixed order: the number of threads changes no bit.
+
+mod backward;
+mod check;
+mod engine;
+mod forward;
+mod lanes;
+mod levels;
+mod mask;
+mod math;
+mod product;
+mod scratch;
+mod softmax;
+mod tiles;
+mod transpose;
+mod view;
+
+pub use backward::backward;
+pub use forward::forward;
+pub use view::{Heads, HeadsMut};
+
+/// Queries of a block: the lanes of a block of scores.
+const QUERIES: usize = 64;
+/// Keys of a block: the rows of a block of scores.
+const KEYS: usize = 64;
+/// Block products work on multiples of this in every direction; what is missing is zero.
+const GRAIN: usize = 32;
+
+/// Round up to the grain of the block products.
+const fn padded(n: usize) -> usize {
+    n.next_multiple_of(GRAIN)
+}
+
+/// Where the diagonal that causal masks and windows count from starts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Align {
+    /// Query 0 sits on key 0: `off = 0`.
+    TopLeft,
+    /// The last query sits on the last key: `off = k_len - q_len`.
+    BottomRight,
+}
+
+/// One sequence of a launch: queries `q_start..q_start + q_len` against keys `k_start..k_start + k_len`, both in
+/// batch entry `batch`. Lengths may be 0. Tokens in no span are neither read nor written: whoever packs sequences
+/// with gaps zeroes `out`, `dq`, `dk` and `dv` there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Batch entry.
+    pub batch: usize,
+    /// First query token.
+    pub q_start: usize,
+    /// Number of queries.
+    pub q_len: usize,
+    /// First key token.
+    pub k_start: usize,
+    /// Number of keys.
+    pub k_len: usize,
+    /// Where query 0, head 0 of this span sits in the log-sum-exp buffer.
+    pub lse_base: usize,
+}
+
+/// What is computed. Query `i` sees key `j` iff `i + off - left <= j <= i + off + right`, with `off` from
+/// [`Align`], the bounds from `window`, and `right` at most 0 when `causal`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AttentionShape {
+    /// Query heads.
+    pub heads: usize,
+    /// Key/value heads; divides `heads`. Query head `h` uses key head `h / (heads / kv_heads)`.
+    pub kv_heads: usize,
+    /// Channels of queries and keys.
+    pub d_qk: usize,
+    /// Channels of values and outputs.
+    pub d_v: usize,
+    /// Multiplies `q·k`.
+    pub scale: f32,
+    /// `s = c * tanh(s / c)` before masking.
+    pub softcap: Option<f32>,
+    /// No key after the diagonal.
+    pub causal: bool,
+    /// Where the diagonal starts when there are more or fewer keys than queries.
+    pub align: Align,
+    /// Keys visible before and after the diagonal; `None` is unbounded.
+    pub window: (Option<usize>, Option<usize>),
+    /// Stride between heads in the log-sum-exp buffer.
+    pub lse_head: usize,
+    /// Stride between queries in the log-sum-exp buffer.
+    pub lse_token: usize,
+}
