@@ -14,9 +14,9 @@ Examples:
 
 Exit codes: 0 done (or interrupted and saved), 1 failed or, for parity, different, 2 wrong usage or configuration.";
 
-/// Train transformer language models.
+/// Train transformer language models, from a laptop's CPU up
 #[derive(Debug, Parser)]
-#[command(name = "ferrotron", version, about, after_help = AFTER, arg_required_else_help = true)]
+#[command(name = "ferrotron", version, after_help = AFTER, arg_required_else_help = true)]
 pub struct Cli {
     /// Options of every command.
     #[command(flatten)]
@@ -28,7 +28,7 @@ pub struct Cli {
 
 /// Options of every command.
 #[derive(Clone, Debug, Args)]
-#[command(next_display_order = 1000)]
+#[command(next_help_heading = "Options of every command")]
 pub struct Global {
     /// Write machine-readable JSON to standard output
     #[arg(long, global = true)]

@@ -11,6 +11,7 @@ mod machine;
 mod output;
 mod progress;
 mod signal;
+mod summary;
 
 use args::{Cli, Command};
 use clap::Parser;

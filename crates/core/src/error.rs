@@ -109,18 +109,6 @@ impl Error {
             _ => None,
         }
     }
-
-    /// The same error with more advice at the end of its sentence.
-    pub fn with_hint(self, hint: &str) -> Error {
-        match self {
-            Error::Io { path, source } => {
-                Error::Io { path, source: std::io::Error::new(source.kind(), format!("{source}{hint}")) }
-            }
-            Error::Damaged { path, what } => Error::Damaged { path, what: what + hint },
-            Error::Missing { path, what } => Error::Missing { path, what: what + hint },
-            other => other,
-        }
-    }
 }
 
 fn place(file: &Option<String>, line: Option<usize>, key: &Option<String>) -> String {

@@ -50,6 +50,7 @@ fn what_is_written_is_read() {
     write(&mut log, &all);
     log.sync().unwrap();
     assert_eq!(events(&path), all);
+    assert_eq!(events(dir.path()), all, "the run folder names its log");
     assert!(read(&path).unwrap().iter().all(|l| l.time > 1.7e9));
 
     let text = std::fs::read_to_string(&path).unwrap();
