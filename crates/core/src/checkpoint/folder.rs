@@ -11,7 +11,7 @@ const TEMPORARY: &str = ".tmp-";
 const REPLACED: &str = ".replaced-";
 
 /// `step-00000120`.
-pub(super) fn name(step: u64) -> String {
+pub fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 

@@ -23,7 +23,7 @@ mod tests;
 mod write;
 
 pub use compare::{Comparison, Difference, Kind, compare};
-pub use folder::{latest, list};
+pub use folder::{latest, list, name as folder_name};
 pub use load::{Loaded, Report, load, verify};
 pub use saver::Saver;
 
