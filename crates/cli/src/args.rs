@@ -83,6 +83,7 @@ impl Global {
 
 /// What to do.
 #[derive(Debug, Subcommand)]
+#[allow(clippy::large_enum_variant)] // there is one of it in the whole program
 pub enum Command {
     /// Train a model from a recipe; the same command resumes
     #[command(long_about = train::LONG)]

@@ -1,5 +1,8 @@
 //! The event log: what is written is read back, interruptions leave no trace, damage is tolerated where it must be.
 
+// The lints see a test only where `#[test]` stands; everything here is one.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 use ferrotron_core::events::*;
 use std::io::Write;
 
