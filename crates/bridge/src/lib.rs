@@ -6,6 +6,7 @@ mod error;
 mod expected;
 pub mod export;
 pub mod family;
+pub mod forward;
 mod json;
 pub mod logical;
 mod plan;

@@ -45,6 +45,15 @@ impl Layout {
         Ok(())
     }
 
+    /// Refuses what this version does not have.
+    pub fn require_one_rank(&self) -> anyhow::Result<()> {
+        if self.is_parallel() {
+            let what = "this version runs models on one rank; leave the layout out, or make every size 1";
+            return Err(crate::output::Usage::new(what).into());
+        }
+        Ok(())
+    }
+
     /// Does it need more than one rank?
     pub fn is_parallel(&self) -> bool {
         [self.tp, self.cp, self.pp, self.vp, self.dp, self.ep, self.etp].iter().flatten().any(|n| *n > 1)

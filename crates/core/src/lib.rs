@@ -1,5 +1,6 @@
 //! Models, data, optimizers, checkpoints and the training loop.
 
+pub mod bench;
 pub mod checkpoint;
 pub mod config;
 pub mod data;

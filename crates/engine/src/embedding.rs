@@ -26,7 +26,7 @@ impl Saved for EmbeddingSaved {
 }
 
 impl Embedding {
-    /// Declares `<name>.tokens.weight` and, with `positions` rows of them, `<name>.positions.weight`.
+    /// Declares `<name>.tokens` and, with `positions` rows of them, `<name>.positions`.
     pub fn declare(
         d: &mut Declarations,
         name: &str,
@@ -38,7 +38,7 @@ impl Embedding {
     ) -> Result<Embedding> {
         let mut table = |kind: &str, rows, split| {
             d.declare(vec![Part {
-                name: format!("{name}.{kind}.weight"),
+                name: format!("{name}.{kind}"),
                 shape: vec![rows, hidden],
                 init: Init::Normal(std),
                 split,

@@ -2,8 +2,11 @@
 
 use crate::args::Global;
 use crate::layout::Layout;
+use crate::output;
 use anyhow::Result;
+use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::Precision;
+use ferrotron_engine::Rank;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -46,7 +49,26 @@ pub struct Args {
 }
 
 /// Runs the command.
-pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     global.require_cpu()?;
-    anyhow::bail!("this build cannot run models yet")
+    args.layout.require_one_rank()?;
+    let plan = Plan::open(&args.model)?;
+    let input = forward::read_input(&args.input)?;
+    let rank = Rank::cpu(global.threads, 0)?;
+    let out = forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward)?;
+    forward::write_output(&args.output, &out)?;
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "loss": out.loss,
+            "logits": out.shape,
+            "gradients": out.gradients.len(),
+            "output": args.output,
+        }))?;
+    } else {
+        let loss = out.loss.map_or_else(|| "no labels, no loss".into(), |l| format!("loss {l:.6}"));
+        let gradients =
+            if args.backward { format!(", {} gradients", out.gradients.len()) } else { String::new() };
+        output::print(&format!("{loss}; logits {:?}{gradients} -> {}\n", out.shape, args.output.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
 }

@@ -11,3 +11,4 @@ pub mod generate;
 pub mod parity;
 pub mod recipes;
 pub mod train;
+mod train_summary;

@@ -3,10 +3,21 @@
 use crate::args::Global;
 use crate::format;
 use crate::output::{self, Usage};
+use crate::progress::Progress;
+use crate::signal::Stop;
 use anyhow::Result;
+use ferrotron_bridge::Plan;
 use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::data::source;
+use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
+use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_core::train::{Observer, Run, Trainer, to_f32};
+use ferrotron_engine::{Pass, Rank};
+use ferrotron_kernels::cpu::Isa;
+use ferrotron_tensor::DType;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
 /// The long help.
 pub const LONG: &str = "\
@@ -121,9 +132,122 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     global.require_cpu()?;
     let recipe = args.load()?;
-    let resolved = recipe.resolve(None)?;
+    let hf = recipe.config.model.hf.clone().map(|dir| Plan::open(dir.as_ref())).transpose()?;
+    let resolved = recipe.resolve(hf.as_ref().map(|p| p.config().model()))?;
     if args.dry_run {
         return show(&args, &recipe, &resolved, global);
     }
-    anyhow::bail!("this build cannot train yet; --dry-run shows what it would do")
+    let out = args.out(&recipe);
+    if args.fresh {
+        Run::discard(&out)?;
+    }
+    let stop = Stop::listen()?;
+    let sources = source::open(&resolved)?;
+    let rank = Rank::cpu(global.threads, resolved.config.train.seed)?;
+    let import = |t: &Trainer| {
+        let Some(plan) = &hf else { return Ok(()) };
+        t.import(&|name| {
+            let bytes =
+                plan.read(name, DType::F32).map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))?;
+            to_f32(DType::F32, &bytes)
+        })
+    };
+    let begin = Instant::now();
+    let mut run = Run::open(rank, resolved, &out, Some(&import))?;
+    let first = run.trainer.step;
+    let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, first), stop };
+    announce(&mut run, &recipe, &mut view, global, first)?;
+    let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
+    let text = if outcome.finished { sample(&run)? } else { None };
+    if let Some(text) = &text {
+        let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
+        let event = events::Sample { step: run.trainer.step, prompt, text: text.clone() };
+        run.emit(Event::Sample(event), &mut view)?;
+    }
+    let ending = if outcome.finished { Ending::Finished } else { Ending::Interrupted };
+    let seconds = begin.elapsed().as_secs_f64();
+    let end =
+        RunEnd { step: run.trainer.step, ending, seconds, tokens_per_s: outcome.tokens as f64 / seconds };
+    run.emit(Event::RunEnd(end), &mut view)?;
+    view.progress.finish();
+    if !global.json && outcome.finished {
+        output::print(&super::train_summary::text(&args, &recipe, &run, &outcome, text.as_deref()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Progress on the screen, and the flag that Ctrl-C raises.
+struct View {
+    progress: Progress,
+    stop: Stop,
+}
+
+impl Observer for View {
+    fn event(&mut self, event: &Event) {
+        self.progress.event(event);
+    }
+    fn stop(&self) -> bool {
+        self.stop.asked()
+    }
+}
+
+/// Says what is about to happen, and logs it when the run is new.
+fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, first: u64) -> Result<()> {
+    let device = run.trainer.rank.device().clone();
+    let start = RunStart {
+        recipe: recipe.name.clone(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        steps: run.resolved.plan.steps,
+        parameters: run.trainer.params.numel() as u64,
+        device: format!("CPU ({})", Isa::detect().name()),
+        threads: device.threads().count() as u64,
+        dtype: run.resolved.config.precision.dtype.name().into(),
+        flops_per_token: run.flops_per_token,
+    };
+    if !global.json {
+        let p = &run.resolved.plan;
+        let doing = match first {
+            0 => format!("training {}", recipe.name),
+            n if n >= p.steps => format!("{} is finished: all {n} steps are done", recipe.name),
+            n => format!("resuming {} after step {n} of {}", recipe.name, p.steps),
+        };
+        eprintln!(
+            "{doing}: {} parameters in {}, {} steps of {} tokens, {} x {} threads -> {}",
+            format::count(start.parameters),
+            start.dtype,
+            format::thousands(p.steps),
+            format::count(run.resolved.config.train.global_batch as u64 * p.seq_len as u64),
+            start.device,
+            start.threads,
+            run.dir().display(),
+        );
+        if first == 0 {
+            eprint!("{}", derived(&run.resolved));
+        }
+    }
+    if first == 0 {
+        run.emit(Event::RunStart(start), view)?;
+    }
+    Ok(())
+}
+
+/// Text drawn from the trained model, where the recipe asks for some and tokens are bytes.
+fn sample(run: &Run) -> Result<Option<String>> {
+    let g = &run.resolved.config.generate;
+    if g.tokens == 0 || run.resolved.model.vocab != 256 {
+        return Ok(None);
+    }
+    let prompt = g.prompt.clone().filter(|p| !p.is_empty()).unwrap_or_else(|| "\n".into());
+    let ids: Vec<i32> = prompt.bytes().map(i32::from).collect();
+    let sampling = Sampling {
+        temperature: g.temperature as f32,
+        top_k: g.top_k as usize,
+        top_p: g.top_p as f32,
+        seed: run.resolved.config.train.seed,
+    };
+    let t = &run.trainer;
+    let pass = Pass::new(&t.rank, &t.params);
+    let out = generate(&t.decoder, &pass, &ids, g.tokens as usize, sampling, &[], &mut |_| true)?;
+    let bytes: Vec<u8> = out.iter().map(|id| *id as u8).collect();
+    Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
 }

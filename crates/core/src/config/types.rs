@@ -63,6 +63,16 @@ choice! {
     }
 }
 
+impl Precision {
+    /// As tensors know it.
+    pub const fn dtype(self) -> ferrotron_tensor::DType {
+        match self {
+            Precision::F32 => ferrotron_tensor::DType::F32,
+            Precision::Bf16 => ferrotron_tensor::DType::BF16,
+        }
+    }
+}
+
 choice! {
     /// The element type of master weights.
     Master {

@@ -10,20 +10,12 @@ use ferrotron_engine::Rank;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-/// Hears what a run does; all methods may do nothing.
+/// Hears what a run does, and may ask it to stop.
 pub trait Observer {
-    /// The run starts at `first` (0 for a fresh one) of `steps`.
-    fn started(&mut self, _run: &Run, _first: u64) {}
-    /// A step is done.
-    fn stepped(&mut self, _step: &events::Step) {}
-    /// An evaluation is done.
-    fn evaluated(&mut self, _eval: &events::Eval) {}
-    /// A checkpoint was handed to the writer.
-    fn saved(&mut self, _step: u64) {}
-    /// Should the run stop after this step?
-    fn stop(&self) -> bool {
-        false
-    }
+    /// Something happened; it is in the log already.
+    fn event(&mut self, event: &Event);
+    /// Should the run save and end after this step?
+    fn stop(&self) -> bool;
 }
 
 /// How a run ended.
@@ -76,16 +68,17 @@ impl Run {
         let keep = (resolved.config.checkpoint.keep > 0).then_some(resolved.config.checkpoint.keep as usize);
         let saver = Saver::new(&checkpoints, keep)?;
         let mut trainer = Trainer::new(rank, &resolved)?;
+        let log = dir.join(events::FILE_NAME);
         let log = match checkpoint::latest(&checkpoints)? {
             Some(path) => {
                 trainer.restore(&checkpoint::load(&path)?)?;
-                EventLog::resume(dir, trainer.step)?
+                EventLog::resume(&log, trainer.step)?
             }
             None => {
                 if let Some(fill) = first_weights {
                     fill(&trainer)?;
                 }
-                EventLog::create(dir)?
+                EventLog::create(&log)?
             }
         };
         let path = dir.join(CONFIG);
@@ -94,14 +87,30 @@ impl Run {
         Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), log, saver })
     }
 
+    /// Throws away what a folder holds of a run: checkpoints, log and resolved recipe. Other files stay.
+    pub fn discard(dir: &Path) -> Result<()> {
+        let gone = |path: PathBuf, result: std::io::Result<()>| match result {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io_doing(&path, "remove", e)),
+            _ => Ok(()),
+        };
+        let checkpoints = dir.join(CHECKPOINTS);
+        gone(checkpoints.clone(), std::fs::remove_dir_all(&checkpoints))?;
+        for file in [events::FILE_NAME, CONFIG].map(|f| dir.join(f)) {
+            gone(file.clone(), std::fs::remove_file(&file))?;
+        }
+        Ok(())
+    }
+
     /// The run folder.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Appends to the run's event log.
-    pub fn log(&mut self, event: Event) -> Result<()> {
-        self.log.write(&event)
+    /// Logs an event and tells the observer.
+    pub fn emit(&mut self, event: Event, observer: &mut dyn Observer) -> Result<()> {
+        self.log.write(&event)?;
+        observer.event(&event);
+        Ok(())
     }
 
     /// Trains until the recipe's last step, or until the observer asks to stop.
@@ -113,10 +122,7 @@ impl Run {
     ) -> Result<Outcome> {
         let total = self.resolved.plan.steps;
         let c = self.resolved.config.clone();
-        let first = self.trainer.step;
-        observer.started(self, first);
         let mut out = Outcome { finished: true, steps: 0, tokens: 0, seconds: 0.0, loss: None, eval: None };
-        let mut saved_at = first;
         while self.trainer.step < total {
             let start = Instant::now();
             let report = self.trainer.train_step(data)?;
@@ -125,23 +131,20 @@ impl Run {
             out.tokens += report.tokens;
             out.seconds += seconds;
             out.loss = Some(report.loss);
-            let event = self.step_event(&report, seconds);
-            if report.step % c.train.log_every.max(1) == 0 || report.step == total {
-                self.log.write(&Event::Step(event.clone()))?;
-            }
-            observer.stepped(&event);
             let last = report.step == total;
+            if last || report.step % c.train.log_every.max(1) == 0 {
+                self.emit(Event::Step(self.step_event(&report, seconds)), observer)?;
+            }
             if let Some(data) = eval
                 && c.eval.every > 0
-                && (report.step % c.eval.every == 0 || last)
+                && (last || report.step % c.eval.every == 0)
             {
                 out.eval = Some(self.evaluate(data, c.eval.batches, observer)?);
             }
-            let stop = observer.stop() && !last;
+            let stop = !last && observer.stop();
             let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
             if due || stop || (last && c.checkpoint.at_end) {
                 self.save(observer)?;
-                saved_at = report.step;
             }
             if stop {
                 out.finished = false;
@@ -149,33 +152,30 @@ impl Run {
             }
         }
         self.saver.finish()?;
-        debug_assert!(saved_at <= self.trainer.step);
         Ok(out)
     }
 
     fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
-        let per_batch =
-            (self.resolved.config.train.global_batch as u64).div_ceil(self.resolved.plan.micro_batch as u64);
+        let micro = self.resolved.plan.micro_batch as u64;
+        let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
         let micro_batches = (batches * per_batch).max(1);
         let loss = self.trainer.evaluate(data, micro_batches)?;
-        let tokens = micro_batches * (self.resolved.plan.micro_batch * data.seq()) as u64;
-        let event = events::Eval { step: self.trainer.step, loss, tokens };
-        self.log.write(&Event::Eval(event.clone()))?;
-        observer.evaluated(&event);
+        let tokens = micro_batches * micro * data.seq() as u64;
+        self.emit(Event::Eval(events::Eval { step: self.trainer.step, loss, tokens }), observer)?;
         Ok(loss)
     }
 
+    /// Hands a copy of the state to the writer; training goes on while it is written.
     fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         let snapshot = self.trainer.snapshot()?;
         let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
         let step = self.trainer.step;
+        self.log.sync()?;
         self.saver.save(snapshot)?;
         let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
         let seconds = start.elapsed().as_secs_f64();
-        self.log.write(&Event::Checkpoint(events::Checkpoint { step, path, bytes, seconds }))?;
-        observer.saved(step);
-        Ok(())
+        self.emit(Event::Checkpoint(events::Checkpoint { step, path, bytes, seconds }), observer)
     }
 
     fn step_event(&self, r: &StepReport, seconds: f64) -> events::Step {

@@ -2,7 +2,7 @@
 
 use super::Trainer;
 use crate::checkpoint::{Item, Loaded, Snapshot};
-use crate::config::{self, OptimizerKind, OptimizerSection, Precision, Resolved};
+use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::optimizer::Rule;
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
@@ -10,13 +10,6 @@ use ferrotron_engine::Recompute;
 use ferrotron_kernels::{Adam, Sgd};
 use ferrotron_tensor::{DType, Tensor, bf16};
 use serde::{Deserialize, Serialize};
-
-pub(super) fn dtype(p: Precision) -> DType {
-    match p {
-        Precision::F32 => DType::F32,
-        Precision::Bf16 => DType::BF16,
-    }
-}
 
 pub(super) fn rule(o: &OptimizerSection) -> Rule {
     let adam = |decoupled| {

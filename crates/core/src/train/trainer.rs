@@ -58,9 +58,9 @@ impl Trainer {
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let positions = r.plan.seq_len;
         let (decoder, specs) = Decoder::new(&rank, &r.model, positions)?;
-        let params = Params::allocate(&rank, specs, state::dtype(r.config.precision.dtype))?;
+        let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype())?;
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
-        let moments = state::dtype(r.config.optimizer.moments);
+        let moments = r.config.optimizer.moments.dtype();
         let optimizer = Optimizer::new(&rank, &params, state::rule(&r.config.optimizer), moments, clip)?;
         optimizer.initialise(&rank, &params)?;
         let grads = GradBuffer::new(params.specs());
