@@ -11,7 +11,6 @@ mod machine;
 mod output;
 mod progress;
 mod signal;
-mod summary;
 
 use args::{Cli, Command};
 use clap::Parser;
