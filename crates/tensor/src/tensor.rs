@@ -162,25 +162,30 @@ impl Tensor {
         self.offset * size..(self.offset + self.span()) * size
     }
 
-    /// Do two views of one buffer touch no common element? Exact for views that share their outermost step
-    /// (columns of one matrix, heads of one projection), cautious otherwise.
+    /// Do two views of one buffer touch no common element? Exact for columns of one matrix and heads of one
+    /// projection, however many axes lead to them; cautious otherwise.
     pub(crate) fn disjoint(&self, other: &Tensor) -> bool {
         let (a, b) = (self.byte_range(), other.byte_range());
         if a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start {
             return true;
         }
-        let (Some((sa, ea)), Some((sb, eb))) = (self.outer_step(), other.outer_step()) else { return false };
-        if sa != sb || self.dtype != other.dtype {
-            return false;
-        }
-        let (x, y) = (self.offset % sa, other.offset % sa);
-        x + ea <= sa && y + eb <= sa && (x + ea <= y || y + eb <= x)
+        // Modulo a step that divides all larger ones, a view covers one range; the ranges may lie apart.
+        self.dtype == other.dtype
+            && self.strides.iter().any(|step| match (self.residues(*step), other.residues(*step)) {
+                (Some(x), Some(y)) => x.end <= y.start || y.end <= x.start,
+                _ => false,
+            })
     }
 
-    /// Largest step, and the span of everything inside one such step.
-    fn outer_step(&self) -> Option<(usize, usize)> {
-        let axis = (0..self.rank()).filter(|a| self.shape[*a] > 1).max_by_key(|a| self.strides[*a])?;
-        Some((self.strides[axis], self.span() - (self.shape[axis] - 1) * self.strides[axis]))
+    /// The offsets of all elements modulo `step`, if they form a range that does not wrap.
+    fn residues(&self, step: usize) -> Option<std::ops::Range<usize>> {
+        let axes = || self.shape.iter().zip(self.strides.iter()).filter(|(n, _)| **n > 1);
+        if step == 0 || axes().any(|(_, s)| *s >= step && s % step != 0) {
+            return None;
+        }
+        let width = 1 + axes().filter(|(_, s)| **s < step).map(|(n, s)| (n - 1) * s).sum::<usize>();
+        let start = self.offset % step;
+        (start + width <= step).then_some(start..start + width)
     }
 }
 

@@ -70,6 +70,10 @@ fn launches_refuse_overlap_wrong_types_and_undeclared_writes() {
         Ok(())
     })
     .unwrap();
+    let rows = counting(&s, &[2, 3, 8]);
+    let heads = |start, n| rows.narrow(2, start, 2 * n).unwrap().view(&[2, 3, n, 2]).unwrap();
+    s.launch("heads", &[write(&heads(0, 2)), write(&heads(4, 1)), write(&heads(6, 1))], |_| Ok(())).unwrap();
+    assert!(s.launch("heads", &[write(&heads(0, 2)), write(&heads(2, 1))], |_| Ok(())).is_err());
     let middle = t.narrow(1, 2, 2).unwrap();
     let clash = s.launch("clash", &[read(&left), write(&middle)], |_| Ok(()));
     assert!(matches!(clash, Err(Error::Overlap { a: 1, b: 0, .. })));

@@ -48,7 +48,8 @@ pub trait Batches: Send + Sync {
     /// Tokens per sample.
     fn seq(&self) -> usize;
 
-    /// Distinct samples; later numbers start over. Never 0.
+    /// Samples after which every token has come up about once; any number may be asked for, and sources
+    /// with an end start over. Never 0.
     fn samples(&self) -> u64;
 
     /// May attention start anew inside a row?

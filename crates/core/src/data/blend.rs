@@ -110,7 +110,7 @@ impl Blend {
 
     /// The splits of several `.bin/.idx` prefixes, blended. With weights, each split needs a sample count
     /// and is blended to it (marginally more, by rounding up per member). Without, each member gives one
-    /// epoch, all of it or, with a count, that many in proportion to sizes.
+    /// epoch, all of it or, with a count, at most that many in proportion to sizes.
     pub fn gpt(
         prefixes: &[impl AsRef<Path>],
         weights: Option<&[f64]>,
@@ -124,7 +124,8 @@ impl Blend {
         }
         let mut members: [Vec<Box<dyn Batches>>; 3] = Default::default();
         for (m, prefix) in prefixes.iter().enumerate() {
-            let mut wanted = [None; 3];
+            // One dataset without weights is repeated as needed, like an unblended one.
+            let mut wanted = if prefixes.len() == 1 { samples } else { [None; 3] };
             if let Some(w) = &weights {
                 for (wanted, target) in wanted.iter_mut().zip(samples) {
                     *wanted = target.map(|t| member_samples(&w[m..=m], t, SURPLUS)[0]);
@@ -148,12 +149,12 @@ impl Blend {
                 (Some(_), None) => {
                     return Err(Error::Invalid("a weighted blend needs the number of samples".into()));
                 }
-                (None, Some(target)) => {
+                (None, Some(target)) if members.len() > 1 => {
                     let sizes: Vec<f64> = members.iter().map(|m| m.samples() as f64).collect();
                     let size = target.min(sizes.iter().sum::<f64>() as u64);
                     Self::weighted(members, &sizes, size)?
                 }
-                (None, None) => Self::exhaustive(members)?,
+                (None, _) => Self::exhaustive(members)?,
             });
         }
         Ok(out)

@@ -180,9 +180,9 @@ impl GptDataset {
         }
         let mut item = GptItem { loss_mask: vec![1.0; c.seq], starts: vec![0], ..GptItem::default() };
         let mut document_start = 0;
-        for i in 0..c.seq {
+        for (i, &token) in tokens.iter().enumerate() {
             item.position_ids.push((i - if c.reset_position_ids { document_start } else { 0 }) as i64);
-            if Some(tokens[i]) == c.eod {
+            if Some(token) == c.eod {
                 document_start = i + 1;
                 if c.reset_attention_mask && i + 1 < c.seq {
                     item.starts.push(i + 1);

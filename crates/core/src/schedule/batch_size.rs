@@ -118,7 +118,7 @@ impl BatchSchedule {
             return Err(Error::Invalid(format!("{ranks} ranks of {} samples make no batch", self.micro)));
         };
         let count = global / step;
-        if count == 0 || (global % step != 0 && !self.round_down) {
+        if count == 0 || !(global.is_multiple_of(step) || self.round_down) {
             return Err(Error::Invalid(format!(
                 "a global batch of {global} is not made of micro-batches of {} on {ranks} data-parallel \
                  ranks; use a multiple of {step}",
