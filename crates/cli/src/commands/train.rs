@@ -19,7 +19,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-const LONG: &str = "\
+/// The long help.
+pub const LONG: &str = "\
 Train a model from a recipe.
 
 Without an argument: a small model on the corpus inside the program, done in a minute, ending with a sample and a
@@ -39,7 +40,7 @@ Examples:
 
 /// What to train.
 #[derive(Debug, clap::Args)]
-#[command(long_about = LONG, after_help = AFTER)]
+#[command(after_help = AFTER)]
 pub struct Args {
     /// A recipe's name or a TOML file
     #[arg(value_name = "RECIPE or FILE.toml", default_value = "tiny")]
