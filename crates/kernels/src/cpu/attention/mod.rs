@@ -21,6 +21,8 @@ mod lanes;
 mod levels;
 mod mask;
 mod math;
+#[cfg(target_arch = "x86_64")]
+mod matrix;
 mod product;
 mod scratch;
 mod softmax;
