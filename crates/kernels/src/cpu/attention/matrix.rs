@@ -4,9 +4,10 @@
 //! `amx::pack` for what a panel is.
 
 use super::engine::{Engine, Left, Right};
+use super::rounding::{round, round_pairs};
 use super::{GRAIN, KEYS, QUERIES, padded};
+use crate::cpu::Isa;
 use crate::cpu::amx::{Tiles, mm_32x32, pack};
-use crate::cpu::{Isa, multiversion};
 use ferrotron_tensor::{DType, Float, bf16};
 
 /// The AMX engine; only ever made where `isa` is [`Isa::Amx`].
@@ -28,17 +29,24 @@ impl Engine for Matrix {
 
     fn stage<T: Float>(&self, src: &[T], stride: usize, rows: usize, cols: usize, tile: &mut [bf16]) {
         let ld = padded(cols);
-        for (r, to) in tile[..rows * ld].chunks_exact_mut(ld).enumerate() {
-            let (to, rest) = to.split_at_mut(cols);
-            let from = &src[r * stride..r * stride + cols];
-            if T::DTYPE == DType::BF16 {
-                to.copy_from_slice(bytemuck::cast_slice(from));
-            } else {
+        if T::DTYPE == DType::BF16 {
+            let src: &[bf16] = bytemuck::cast_slice(src);
+            assert!(rows == 0 || src.len() >= (rows - 1) * stride + cols);
+            assert!(tile.len() >= padded(rows) * ld);
+            for r in (0..rows).step_by(GRAIN) {
+                // SAFETY: measured above; scratch is aligned; AMX brings AVX-512.
+                unsafe {
+                    let (from, to) = (src.as_ptr().add(r * stride), tile.as_mut_ptr().add(r * ld));
+                    pack::left(from, stride, (rows - r).min(GRAIN), cols, to, ld);
+                }
+            }
+        } else {
+            tile[..padded(rows) * ld].fill(bf16::ZERO);
+            for (r, to) in tile[..rows * ld].chunks_exact_mut(ld).enumerate() {
+                let from = &src[r * stride..r * stride + cols];
                 to.iter_mut().zip(from).for_each(|(to, x)| *to = Float::from_f32(x.to_f32()));
             }
-            rest.fill(bf16::ZERO);
         }
-        tile[rows * ld..padded(rows) * ld].fill(bf16::ZERO);
     }
 
     fn turn(&self, rows: usize, cols: usize, tile: &[bf16], left: &mut [bf16]) {
@@ -78,7 +86,7 @@ impl Engine for Matrix {
     }
 
     fn block_left<'a>(&self, keys: usize, block: &'a [f32], room: &'a mut [bf16]) -> Left<'a, bf16> {
-        round(self.isa, &block[..keys * QUERIES], room);
+        round(self.isa, &block[..keys * QUERIES], 1.0, room);
         Left { data: room, ld: QUERIES }
     }
 
@@ -107,34 +115,6 @@ impl Engine for Matrix {
                         (left.data.as_ptr().add(i * left.ld), right.data.as_ptr().add(j * right.rows));
                     let c = c.as_mut_ptr().add(i * ldc + j);
                     mm_32x32(&self.tiles, a, left.ld, b, k / GRAIN, c, ldc, add);
-                }
-            }
-        }
-    }
-}
-
-multiversion! {
-    /// Round to bf16.
-    fn round(from: &[f32], to: &mut [bf16]) {
-        for (to, from) in to.iter_mut().zip(from) {
-            *to = Float::from_f32(*from);
-        }
-    }
-}
-
-multiversion! {
-    /// Round a block `[keys, QUERIES]` to bf16 panels of a right operand with room for `KEYS` rows.
-    fn round_pairs(block: &[f32], panels: &mut [u32]) {
-        const HALF: usize = GRAIN / 2;
-        let bits = |x: f32| u32::from(<bf16 as Float>::from_f32(x).to_bits());
-        for (pair, two) in block.chunks_exact(2 * QUERIES).enumerate() {
-            let (even, odd) = two.split_at(QUERIES);
-            let row = pair / HALF * (2 * HALF * HALF) + pair % HALF * HALF;
-            for (half, (even, odd)) in even.chunks_exact(HALF).zip(odd.chunks_exact(HALF)).enumerate() {
-                // Two halves of 16 columns make a panel; a panel has KEYS * GRAIN / 2 pairs.
-                let at = half / 2 * (KEYS * HALF) + half % 2 * (HALF * HALF) + row;
-                for ((to, even), odd) in panels[at..at + HALF].iter_mut().zip(even).zip(odd) {
-                    *to = bits(*even) | bits(*odd) << 16;
                 }
             }
         }

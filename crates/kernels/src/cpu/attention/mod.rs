@@ -24,6 +24,7 @@ mod math;
 #[cfg(target_arch = "x86_64")]
 mod matrix;
 mod product;
+mod rounding;
 mod scratch;
 mod softmax;
 mod tiles;
