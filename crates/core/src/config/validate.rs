@@ -45,7 +45,6 @@ impl Recipe {
         self.check_data_values()?;
         self.check_ramp()?;
         self.below_one("dropout.hidden", c.dropout.hidden)?;
-        self.below_one("dropout.attention", c.dropout.attention)?;
         self.within("generate.temperature", c.generate.temperature, 0.0, 1e3)?;
         if !(c.generate.top_p > 0.0 && c.generate.top_p <= 1.0) {
             return self.refuse("generate.top_p", "must be above 0 and at most 1; 1 draws from all tokens");
