@@ -180,7 +180,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 /// The end-of-document token of the data's tokenizer, where the recipe names a tokenizer and no token.
 fn fill_eod(recipe: &mut Recipe) -> Result<()> {
     let c = &recipe.config;
-    let Some(path) = c.data.tokenizer.as_ref().or(c.model.hf.as_ref()).map(PathBuf::from) else { return Ok(()) };
+    let Some(path) = c.data.tokenizer.as_ref().or(c.model.hf.as_ref()).map(PathBuf::from) else {
+        return Ok(());
+    };
     let named = c.data.tokenizer.is_some();
     if c.data.eod.is_some() || (!named && !path.join("tokenizer.json").exists()) {
         return Ok(());
