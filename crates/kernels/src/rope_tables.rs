@@ -64,7 +64,7 @@ impl RopeScaling {
 /// Angle per position of each pair of channels: `rotary_dim / 2` frequencies, `θ^(−2i/rotary_dim)` before
 /// scaling.
 pub fn inv_freq(theta: f64, rotary_dim: usize, scaling: &RopeScaling) -> Result<Vec<f32>> {
-    if !rotary_dim.is_multiple_of(2) || !(theta > 0.0 && theta.is_finite()) {
+    if !(rotary_dim.is_multiple_of(2) && theta > 0.0 && theta.is_finite()) {
         return shape_error(
             "rope",
             format!("needs an even number of rotated channels and theta > 0, not {rotary_dim} and {theta}"),

@@ -2,17 +2,20 @@
 //!
 //! Gated input is `[rows, 2f]`: the first half goes through the activation, the second is the linear gate.
 
-use super::math::{normal_cdf_pdf, sigmoid, sigmoid_pair};
+use super::Isa;
+use super::math::{
+    Fma, SIGMOID_HIGH, SIGMOID_LOW, at_least, at_most, multiversion_fma, normal_cdf_pdf, sigmoid_pair,
+    sigmoid_range, times_sigmoid,
+};
 use super::rows::{PIECE, check_len};
-use super::{Isa, multiversion};
 use crate::Act;
 use ferrotron_tensor::{Float, Result, Threads};
 
 /// An activation as code: value, slope, and what it does to the gate.
 trait Curve: Copy + Sync {
-    fn value(self, x: f32) -> f32;
+    fn value<F: Fma>(self, x: f32) -> f32;
     /// Value and derivative.
-    fn slope(self, x: f32) -> (f32, f32);
+    fn slope<F: Fma>(self, x: f32) -> (f32, f32);
     #[inline(always)]
     fn gate(self, u: f32) -> f32 {
         u
@@ -37,74 +40,84 @@ struct ClampedSilu {
     offset: f32,
 }
 
-/// √(2/π), and twice it: `½(1 + tanh u) = σ(2u)`.
-const GELU_A: f32 = 0.797_884_6;
-const GELU_B: f32 = 0.044_715;
-
-/// GELU's slope is 0 or 1 to the last bit beyond ±20; staying there keeps powers of x from overflowing.
-#[inline(always)]
-fn flat_beyond(x: f32) -> f32 {
-    let x = if x > 20.0 { 20.0 } else { x };
-    if x < -20.0 { -20.0 } else { x }
-}
+/// Below −20 GELU is 0 to the last bit and its slope 0, above 20 the slope is 1: going no further keeps powers of
+/// x and products with a vanishing σ in range.
+const FLAT: f32 = 20.0;
+/// `½(1 + tanh u) = σ(2u)`, so GELU is `x·σ(x·(A + B·x²))` with A = 2√(2/π), B = 0.044715·A.
+const GELU_A: f32 = 1.595_769_2;
+const GELU_B: f32 = 0.071_354_814;
 
 impl Curve for GeluTanh {
     #[inline(always)]
-    fn value(self, x: f32) -> f32 {
-        x * sigmoid(2.0 * GELU_A * (x + GELU_B * (x * x * x)))
+    fn value<F: Fma>(self, x: f32) -> f32 {
+        let low = at_least(x, -FLAT);
+        times_sigmoid::<F>(low, sigmoid_range(low * F::fma(low * low, GELU_B, GELU_A)))
     }
     #[inline(always)]
-    fn slope(self, x: f32) -> (f32, f32) {
-        let c = flat_beyond(x);
-        let (s, rest) = sigmoid_pair(2.0 * GELU_A * (c + GELU_B * (c * c * c)));
-        let inner = 2.0 * GELU_A * (1.0 + 3.0 * GELU_B * (c * c));
-        (x * s, s + c * (s * rest * inner))
+    fn slope<F: Fma>(self, x: f32) -> (f32, f32) {
+        let low = at_least(x, -FLAT);
+        let c = at_most(low, FLAT);
+        let z = c * c;
+        let (s, rest) = sigmoid_pair::<F>(sigmoid_range(c * F::fma(z, GELU_B, GELU_A)));
+        let inner = F::fma(z, 3.0 * GELU_B, GELU_A);
+        (low * s, F::fma(c, s * rest * inner, s))
     }
 }
 
 impl Curve for GeluErf {
     #[inline(always)]
-    fn value(self, x: f32) -> f32 {
-        x * normal_cdf_pdf(x).0
+    fn value<F: Fma>(self, x: f32) -> f32 {
+        let low = at_least(x, -FLAT);
+        low * normal_cdf_pdf::<F>(low).0
     }
     #[inline(always)]
-    fn slope(self, x: f32) -> (f32, f32) {
-        let c = flat_beyond(x);
-        let (cdf, pdf) = normal_cdf_pdf(c);
-        (x * cdf, cdf + c * pdf)
+    fn slope<F: Fma>(self, x: f32) -> (f32, f32) {
+        let low = at_least(x, -FLAT);
+        let c = at_most(low, FLAT);
+        let (cdf, pdf) = normal_cdf_pdf::<F>(c);
+        (low * cdf, F::fma(c, pdf, cdf))
     }
 }
 
 impl Curve for Silu {
     #[inline(always)]
-    fn value(self, x: f32) -> f32 {
-        x * sigmoid(x)
+    fn value<F: Fma>(self, x: f32) -> f32 {
+        let low = at_least(x, SIGMOID_LOW);
+        times_sigmoid::<F>(low, at_most(low, SIGMOID_HIGH))
     }
     #[inline(always)]
-    fn slope(self, x: f32) -> (f32, f32) {
-        let (s, rest) = sigmoid_pair(x);
-        (x * s, s + x * (s * rest))
+    fn slope<F: Fma>(self, x: f32) -> (f32, f32) {
+        let low = at_least(x, SIGMOID_LOW);
+        let c = at_most(low, SIGMOID_HIGH);
+        let (s, rest) = sigmoid_pair::<F>(c);
+        (low * s, F::fma(c, s * rest, s))
+    }
+}
+
+impl ClampedSilu {
+    /// Bounded below too, where α·a has long made σ vanish.
+    #[inline(always)]
+    fn bounded(self, x: f32) -> f32 {
+        at_least(at_most(x, self.limit), -1e28)
     }
 }
 
 impl Curve for ClampedSilu {
     #[inline(always)]
-    fn value(self, x: f32) -> f32 {
-        let a = if x > self.limit { self.limit } else { x };
-        a * sigmoid(self.alpha * a)
+    fn value<F: Fma>(self, x: f32) -> f32 {
+        let a = self.bounded(x);
+        times_sigmoid::<F>(a, sigmoid_range(self.alpha * a))
     }
     #[inline(always)]
-    fn slope(self, x: f32) -> (f32, f32) {
-        let a = if x > self.limit { self.limit } else { x };
-        let (s, rest) = sigmoid_pair(self.alpha * a);
-        let slope = s + self.alpha * a * (s * rest);
+    fn slope<F: Fma>(self, x: f32) -> (f32, f32) {
+        let a = self.bounded(x);
+        let (s, rest) = sigmoid_pair::<F>(sigmoid_range(self.alpha * a));
+        let slope = F::fma(self.alpha * a, s * rest, s);
         (a * s, if x > self.limit { 0.0 } else { slope })
     }
     #[inline(always)]
     fn gate(self, u: f32) -> f32 {
-        let u = if u > self.limit { self.limit } else { u };
-        let u = if u < -self.limit { -self.limit } else { u };
-        u + self.offset
+        at_least(at_most(u, self.limit), -self.limit) + self.offset
     }
     #[inline(always)]
     fn gate_slope(self, u: f32, d: f32) -> f32 {
@@ -198,41 +211,41 @@ pub fn gated_backward<T: Float>(
     Ok(())
 }
 
-multiversion! {
-    fn forward<T: Float, A: Curve>(act: A, x: &[T], y: &mut [T]) {
+multiversion_fma! {
+    fn forward<F: Fma, T: Float, A: Curve>(act: A, x: &[T], y: &mut [T]) {
         for (y, x) in y.iter_mut().zip(x) {
-            *y = T::from_f32(act.value(x.to_f32()));
+            *y = T::from_f32(act.value::<F>(x.to_f32()));
         }
     }
 }
 
-multiversion! {
-    fn backward<T: Float, A: Curve>(act: A, x: &[T], dy: &[T], dx: &mut [T]) {
+multiversion_fma! {
+    fn backward<F: Fma, T: Float, A: Curve>(act: A, x: &[T], dy: &[T], dx: &mut [T]) {
         for ((dx, x), dy) in dx.iter_mut().zip(x).zip(dy) {
-            *dx = T::from_f32(act.slope(x.to_f32()).1 * dy.to_f32());
+            *dx = T::from_f32(act.slope::<F>(x.to_f32()).1 * dy.to_f32());
         }
     }
 }
 
-multiversion! {
-    fn gated_forward<T: Float, A: Curve>(act: A, f: usize, x: &[T], y: &mut [T]) {
+multiversion_fma! {
+    fn gated_forward<F: Fma, T: Float, A: Curve>(act: A, f: usize, x: &[T], y: &mut [T]) {
         for (x, y) in x.chunks_exact(2 * f).zip(y.chunks_exact_mut(f)) {
             let (x1, x2) = x.split_at(f);
             for ((y, a), u) in y.iter_mut().zip(x1).zip(x2) {
-                *y = T::from_f32(act.value(a.to_f32()) * act.gate(u.to_f32()));
+                *y = T::from_f32(act.value::<F>(a.to_f32()) * act.gate(u.to_f32()));
             }
         }
     }
 }
 
-multiversion! {
-    fn gated_back<T: Float, A: Curve>(act: A, f: usize, x: &[T], dy: &[T], dx: &mut [T]) {
+multiversion_fma! {
+    fn gated_back<F: Fma, T: Float, A: Curve>(act: A, f: usize, x: &[T], dy: &[T], dx: &mut [T]) {
         for ((x, dy), dx) in x.chunks_exact(2 * f).zip(dy.chunks_exact(f)).zip(dx.chunks_exact_mut(2 * f)) {
             let (x1, x2) = x.split_at(f);
             let (dx1, dx2) = dx.split_at_mut(f);
             for ((((dx1, dx2), a), u), dy) in dx1.iter_mut().zip(dx2).zip(x1).zip(x2).zip(dy) {
                 let (dy, u) = (dy.to_f32(), u.to_f32());
-                let (value, slope) = act.slope(a.to_f32());
+                let (value, slope) = act.slope::<F>(a.to_f32());
                 *dx1 = T::from_f32(slope * act.gate(u) * dy);
                 *dx2 = T::from_f32(act.gate_slope(u, value * dy));
             }

@@ -1,6 +1,6 @@
 //! Kernels without structure: casts, sums, scaling, soft-capping, copies and transposes.
 
-use super::math::tanh;
+use super::math::{multiversion_fma, tanh};
 use super::rows::{PIECE, Rows, check_len};
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Element, Float, Result, Threads};
@@ -95,10 +95,10 @@ pub fn softcap<T: Float>(threads: &Threads, isa: Isa, cap: f32, x: &mut [T]) {
     threads.chunks(x, PIECE, &|_, x| softcap_piece(isa, cap, x));
 }
 
-multiversion! {
-    fn softcap_piece<T: Float>(cap: f32, x: &mut [T]) {
+multiversion_fma! {
+    fn softcap_piece<F: Fma, T: Float>(cap: f32, x: &mut [T]) {
         for x in x {
-            *x = T::from_f32(cap * tanh(x.to_f32() / cap));
+            *x = T::from_f32(cap * tanh::<F>(x.to_f32() / cap));
         }
     }
 }

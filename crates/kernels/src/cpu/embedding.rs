@@ -10,6 +10,7 @@ use ferrotron_tensor::{Float, Result, Threads};
 pub fn embedding<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
+    width: usize,
     ids: &[I],
     table: &[T],
     shard: Shard,
@@ -17,7 +18,7 @@ pub fn embedding<T: Float, I: Id>(
     add: bool,
     y: &mut [T],
 ) -> Result<()> {
-    let width = width("embedding", threads, ids, y.len(), shard)?;
+    check("embedding", threads, ids, y.len(), width, shard)?;
     check_len("embedding", "table", table.len(), shard.len * width)?;
     let rows = (PIECE / width.max(1)).max(1);
     threads.chunks(y, rows * width, &|i, y| {
@@ -26,12 +27,17 @@ pub fn embedding<T: Float, I: Id>(
     Ok(())
 }
 
-fn width<I: Id>(op: &'static str, threads: &Threads, ids: &[I], len: usize, shard: Shard) -> Result<usize> {
+fn check<I: Id>(
+    op: &'static str,
+    threads: &Threads,
+    ids: &[I],
+    len: usize,
+    width: usize,
+    shard: Shard,
+) -> Result<()> {
     shard.check(op)?;
-    let width = len / ids.len().max(1);
     check_len(op, "rows", len, ids.len() * width)?;
-    check_ids(threads, op, ids, shard.total, None)?;
-    Ok(width)
+    check_ids(threads, op, ids, shard.total, None)
 }
 
 multiversion! {
@@ -62,6 +68,7 @@ multiversion! {
 pub fn embedding_backward<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
+    width: usize,
     ids: &[I],
     dy: &[T],
     shard: Shard,
@@ -69,11 +76,7 @@ pub fn embedding_backward<T: Float, I: Id>(
     accumulate: bool,
     dtable: &mut [f32],
 ) -> Result<()> {
-    let width = if ids.is_empty() {
-        dtable.len() / shard.len.max(1)
-    } else {
-        width("embedding_backward", threads, ids, dy.len(), shard)?
-    };
+    check("embedding_backward", threads, ids, dy.len(), width, shard)?;
     check_len("embedding_backward", "dtable", dtable.len(), shard.len * width)?;
     if width == 0 {
         return Ok(());

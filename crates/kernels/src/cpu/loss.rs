@@ -3,10 +3,10 @@
 //! With target weights `on` at the label and `off` everywhere (see [`Smoothing`]):
 //! `loss = lse − on·x_label − off·Σx`, `dlogits = (softmax − off − on·1[label])·w` with a weight per row.
 
-use super::math::{LANES, exp, fold};
+use super::Isa;
+use super::math::{Baseline, Fma, LANES, exp, fold, multiversion_fma};
 use super::rows::{Rows, check_len};
 use super::vocab::{Id, Shard, check_ids};
-use super::{Isa, multiversion};
 use crate::Smoothing;
 use ferrotron_tensor::{Float, Result, Threads};
 
@@ -30,7 +30,8 @@ impl RowStats {
     /// Of the columns of both.
     pub fn merge(self, other: RowStats) -> RowStats {
         let max = if self.max > other.max { self.max } else { other.max };
-        let part = |s: RowStats| if s.sum_exp == 0.0 { 0.0 } else { s.sum_exp * exp(s.max - max) };
+        let part =
+            |s: RowStats| if s.sum_exp == 0.0 { 0.0 } else { s.sum_exp * exp::<Baseline>(s.max - max) };
         RowStats {
             max,
             sum_exp: part(self) + part(other),
@@ -208,8 +209,8 @@ pub fn cross_entropy_backward<T: Float, I: Id>(
     Ok(())
 }
 
-multiversion! {
-    fn stats_rows<T: Float, I: Id>(
+multiversion_fma! {
+    fn stats_rows<F: Fma, T: Float, I: Id>(
         x: &[T], rows: Rows, ids: &[I], ignore: i64, smoothing: Smoothing, shard: Shard, stats: &mut [RowStats],
     ) {
         for (i, (id, stats)) in ids.iter().zip(stats).enumerate() {
@@ -217,14 +218,14 @@ multiversion! {
             *stats = if id == ignore {
                 RowStats::EMPTY
             } else {
-                stats_row(&rows.row(x, i)[..shard.len], shard.local(id), smoothing != Smoothing::None)
+                stats_row::<F, T>(&rows.row(x, i)[..shard.len], shard.local(id), smoothing != Smoothing::None)
             };
         }
     }
 }
 
-multiversion! {
-    fn fused_rows<T: Float, I: Id>(
+multiversion_fma! {
+    fn fused_rows<F: Fma, T: Float, I: Id>(
         x: &mut [T], rows: Rows, ids: &[I], ignore: i64, smoothing: Smoothing, shard: Shard,
         weights: &[f32], loss: &mut [f32],
     ) {
@@ -238,16 +239,16 @@ multiversion! {
             }
             let (row, padding) = row.split_at_mut(shard.len);
             let label = shard.local(id);
-            let stats = stats_row(row, label, smoothing != Smoothing::None);
+            let stats = stats_row::<F, T>(row, label, smoothing != Smoothing::None);
             *loss = stats.loss(smoothing, shard.total);
-            gradient_row(row, label, target, stats.max, 1.0 / stats.sum_exp, *w);
+            gradient_row::<F, T>(row, label, target, stats.max, 1.0 / stats.sum_exp, *w);
             padding.fill(T::from_f32(0.0));
         }
     }
 }
 
-multiversion! {
-    fn backward_rows<T: Float, I: Id>(
+multiversion_fma! {
+    fn backward_rows<F: Fma, T: Float, I: Id>(
         x: &mut [T], rows: Rows, ids: &[I], ignore: i64, smoothing: Smoothing, shard: Shard,
         lse: &[f32], dloss: &[f32],
     ) {
@@ -259,7 +260,7 @@ multiversion! {
                 continue;
             }
             let (row, padding) = row.split_at_mut(shard.len);
-            gradient_row(row, shard.local(id), target, *lse, 1.0, *w);
+            gradient_row::<F, T>(row, shard.local(id), target, *lse, 1.0, *w);
             padding.fill(T::from_f32(0.0));
         }
     }
@@ -269,7 +270,7 @@ multiversion! {
 const BLOCK: usize = 4096;
 
 #[inline(always)]
-fn stats_row<T: Float>(x: &[T], label: Option<usize>, with_sum: bool) -> RowStats {
+fn stats_row<F: Fma, T: Float>(x: &[T], label: Option<usize>, with_sum: bool) -> RowStats {
     let mut maxima = [f32::NEG_INFINITY; LANES];
     let (blocks, rest) = x.as_chunks::<LANES>();
     for block in blocks {
@@ -289,11 +290,11 @@ fn stats_row<T: Float>(x: &[T], label: Option<usize>, with_sum: bool) -> RowStat
         let (blocks, rest) = part.as_chunks::<LANES>();
         for block in blocks {
             for (lane, x) in exps.iter_mut().zip(block) {
-                *lane += exp(x.to_f32() - max);
+                *lane += exp::<F>(x.to_f32() - max);
             }
         }
         for (lane, x) in exps.iter_mut().zip(rest) {
-            *lane += exp(x.to_f32() - max);
+            *lane += exp::<F>(x.to_f32() - max);
         }
         sum_exp += f64::from(fold(exps));
         if with_sum {
@@ -314,7 +315,7 @@ fn stats_row<T: Float>(x: &[T], label: Option<usize>, with_sum: bool) -> RowStat
 
 /// `x ← (factor·exp(x − shift) − off − on·1[label])·w`
 #[inline(always)]
-fn gradient_row<T: Float>(
+fn gradient_row<F: Fma, T: Float>(
     x: &mut [T],
     label: Option<usize>,
     target: Target,
@@ -323,11 +324,11 @@ fn gradient_row<T: Float>(
     w: f32,
 ) {
     let at_label = label.map(|at| {
-        let p = factor * exp(x[at].to_f32() - shift);
+        let p = factor * exp::<F>(x[at].to_f32() - shift);
         (at, T::from_f32((p - target.off - (1.0 - target.spread)) * w))
     });
     for x in x.iter_mut() {
-        *x = T::from_f32((factor * exp(x.to_f32() - shift) - target.off) * w);
+        *x = T::from_f32((factor * exp::<F>(x.to_f32() - shift) - target.off) * w);
     }
     if let Some((at, gradient)) = at_label {
         x[at] = gradient;

@@ -62,9 +62,9 @@ multiversion! {
                         for (s, x) in scratch.iter_mut().zip(&*x) {
                             *s = x.to_f32();
                         }
-                        for i in 0..half {
-                            x[i] = T::from_f32(scratch[2 * i]);
-                            x[half + i] = T::from_f32(scratch[2 * i + 1]);
+                        let (first, second) = x.split_at_mut(half);
+                        for ((a, b), pair) in first.iter_mut().zip(second).zip(scratch.chunks_exact(2)) {
+                            (*a, *b) = (T::from_f32(pair[0]), T::from_f32(pair[1]));
                         }
                     }
                     (RopeStyle::PairsToHalves, true) => {
@@ -72,9 +72,9 @@ multiversion! {
                         for (s, x) in scratch.iter_mut().zip(&*x) {
                             *s = x.to_f32();
                         }
-                        for i in 0..half {
-                            x[2 * i] = T::from_f32(scratch[i]);
-                            x[2 * i + 1] = T::from_f32(scratch[half + i]);
+                        let (first, second) = scratch.split_at(half);
+                        for ((a, b), pair) in first.iter().zip(second).zip(x.chunks_exact_mut(2)) {
+                            (pair[0], pair[1]) = (T::from_f32(*a), T::from_f32(*b));
                         }
                     }
                 }

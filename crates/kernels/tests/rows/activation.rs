@@ -1,4 +1,4 @@
-use super::support::{Random, close, everywhere, wide};
+use super::support::{Random, close, each_isa, wide};
 use ferrotron_kernels::Act;
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::activation::{activation, activation_backward, gated, gated_backward};
@@ -61,16 +61,18 @@ fn plain<T: Float>(n: usize) {
     let x: Vec<T> = inputs(n);
     let dy: Vec<T> = Random(9).vec(n, 1.0);
     for act in ALL {
-        let (y, dx) = everywhere(|threads, isa| {
+        let results = each_isa(|threads, isa| {
             let (mut y, mut dx) = (vec![T::from_f32(9.0); n], vec![T::from_f32(9.0); n]);
             activation(threads, isa, act, &x, &mut y).unwrap();
             activation_backward(threads, isa, act, &x, &dy, &mut dx).unwrap();
             (y, dx)
         });
         let wanted: Vec<f64> = wide(&x).into_iter().map(|x| value(act, x)).collect();
-        close(&format!("{act:?}"), &y, &wanted, 2e-6, 2e-7);
         let slopes: Vec<f64> = wide(&x).iter().zip(wide(&dy)).map(|(x, dy)| slope(act, *x) * dy).collect();
-        close(&format!("{act:?}'"), &dx, &slopes, 2e-6, 2e-6);
+        for (y, dx) in results {
+            close(&format!("{act:?}"), &y, &wanted, 2e-6, 2e-7);
+            close(&format!("{act:?}'"), &dx, &slopes, 2e-6, 2e-6);
+        }
     }
 }
 
@@ -86,7 +88,7 @@ fn gated_form<T: Float>(rows: usize, f: usize) {
     let x: Vec<T> = inputs(rows * 2 * f);
     let dy: Vec<T> = Random(4).vec(rows * f, 1.0);
     for act in ALL {
-        let (y, dx) = everywhere(|threads, isa| {
+        let results = each_isa(|threads, isa| {
             let (mut y, mut dx) = (vec![T::from_f32(9.0); rows * f], vec![T::from_f32(9.0); rows * 2 * f]);
             gated(threads, isa, act, f, &x, &mut y).unwrap();
             gated_backward(threads, isa, act, f, &x, &dy, &mut dx).unwrap();
@@ -99,8 +101,10 @@ fn gated_form<T: Float>(rows: usize, f: usize) {
             grad.extend((0..f).map(|i| slope(act, a[i]) * gate(act, u[i]).0 * dy[i].to_f64()));
             grad.extend((0..f).map(|i| value(act, a[i]) * gate(act, u[i]).1 * dy[i].to_f64()));
         }
-        close(&format!("{act:?} gated"), &y, &wanted, 3e-6, 1e-5);
-        close(&format!("{act:?} gated'"), &dx, &grad, 5e-6, 2e-5);
+        for (y, dx) in results {
+            close(&format!("{act:?} gated"), &y, &wanted, 3e-6, 1e-5);
+            close(&format!("{act:?} gated'"), &dx, &grad, 5e-6, 2e-5);
+        }
     }
 }
 

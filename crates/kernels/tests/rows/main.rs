@@ -4,6 +4,15 @@
 
 mod activation;
 mod elementwise;
+mod embedding;
+mod golden;
+mod golden_loss;
+mod golden_optim;
+mod golden_rope;
+mod loss;
 mod math;
 mod norm;
+mod optim;
+mod random;
+mod rope;
 mod support;

@@ -10,15 +10,25 @@ pub fn pools() -> Vec<Threads> {
 
 /// Run on every pool and instruction set; all must give the same bits. Returns them.
 pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Threads, Isa) -> R) -> R {
-    let mut first = None;
-    for threads in pools() {
-        for isa in Isa::all() {
-            let result = run(&threads, isa);
-            let first = first.get_or_insert_with(|| run(&threads, isa));
-            assert!(*first == result, "{} threads, {}: other bits", threads.count(), isa.name());
-        }
+    let mut results = each_isa(run);
+    let first = results.remove(0);
+    for (level, result) in results.iter().enumerate() {
+        assert!(first == *result, "instruction-set level {}: other bits", level + 1);
     }
-    first.unwrap()
+    first
+}
+
+/// Run on every pool: on one instruction set all must give the same bits. Returns those of each level, which may
+/// differ where one fuses multiply and add.
+pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Threads, Isa) -> R) -> Vec<R> {
+    let of = |isa: Isa| {
+        let mut results: Vec<R> = pools().iter().map(|threads| run(threads, isa)).collect();
+        results.push(run(&Threads::new(2).unwrap(), isa));
+        let first = results.remove(0);
+        assert!(results.iter().all(|r| *r == first), "{}: other bits on other threads", isa.name());
+        first
+    };
+    Isa::all().into_iter().map(of).collect()
 }
 
 /// A small generator: splitmix64.
