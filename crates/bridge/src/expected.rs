@@ -8,10 +8,14 @@ use std::collections::HashMap;
 
 /// A Hugging Face tensor: the rows of `parts` one after the other, then transposed if `transposed`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct HfTensor {
+pub struct HfTensor {
+    /// Its name in the files.
     pub name: String,
+    /// Its shape in the files.
     pub shape: Vec<usize>,
+    /// The parameters it holds.
     pub parts: Vec<LogicalTensor>,
+    /// Is it stored `[in, out]`?
     pub transposed: bool,
 }
 

@@ -139,6 +139,11 @@ impl Plan {
         Ok(&self.place(logical)?.hf)
     }
 
+    /// The tensors of the files that hold parameters, in the model's order.
+    pub fn hf_tensors(&self) -> Result<Vec<HfTensor>> {
+        hf_tensors(self.config.family(), self.config.model(), self.prefix)
+    }
+
     /// One parameter as little-endian `dtype` (f32, bf16 or f16), row-major.
     pub fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
         let rows = self.place(logical)?.rows;

@@ -2,8 +2,9 @@
 
 mod support;
 
-use ferrotron_bridge::{Error, ExportOptions, HfConfig, Plan, Values, export, logical_tensors};
+use ferrotron_bridge::{Error, ExportOptions, HfConfig, Plan, Values, assemble, export, logical_tensors};
 use ferrotron_core::model::config::{ModelConfig, Positions, RopeScaling};
+use ferrotron_core::tensorfile::TensorFile;
 use ferrotron_tensor::DType;
 use serde_json::Value;
 use std::path::Path;
@@ -141,6 +142,38 @@ fn golden_hf_roundtrip_is_byte_equal() {
         let file = "model.safetensors";
         let same = std::fs::read(dir.join(file)).unwrap() == std::fs::read(to.join(file)).unwrap();
         assert!(same, "{}: fresh {file} differs", dir.display());
+    }
+}
+
+/// The gradients of the cases are given under the names of the files: taken apart and put together again.
+#[test]
+fn golden_hf_gradients_can_be_put_together() {
+    for dir in covered() {
+        let plan = Plan::open(&dir).unwrap();
+        let expected = TensorFile::open(&dir.join("expected.safetensors")).unwrap();
+        let tensors = plan.hf_tensors().unwrap();
+        let given = expected.tensors().iter().filter(|t| t.name.starts_with("grad.")).count();
+        assert_eq!(given, tensors.len(), "{}", dir.display());
+        for t in tensors {
+            let name = format!("grad.{}", t.name);
+            assert_eq!(expected.get(&name).unwrap().shape, t.shape);
+            // Slices of the file's tensor by definition.
+            let whole = floats(&expected.read(&name).unwrap());
+            let source = |logical: &str| {
+                let before = t.parts.iter().take_while(|p| p.name != logical);
+                let first: usize = before.map(|p| p.shape[0]).sum();
+                let part = t.parts.iter().find(|p| p.name == logical).unwrap();
+                let (rows, cols) = (part.shape[0], part.shape.get(1).copied().unwrap_or(1));
+                let at = |r: usize, c: usize| match t.transposed {
+                    true => whole[c * t.shape[1] + first + r],
+                    false => whole[(first + r) * cols + c],
+                };
+                let all = (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c)));
+                let bytes = all.flat_map(|(r, c)| at(r, c).to_le_bytes()).collect();
+                Ok(Values { dtype: DType::F32, bytes })
+            };
+            assert_eq!(floats(&assemble(&t, DType::F32, &source).unwrap()), whole, "{name}");
+        }
     }
 }
 

@@ -5,6 +5,7 @@ mod layers;
 mod rope;
 
 use crate::error::{Error, Result};
+use crate::expected::{HfTensor, hf_tensors};
 use crate::family::{FAMILIES, Family};
 use crate::json::{Object, parse_object, read_text, show};
 use ferrotron_core::model::config::{Activation, ModelConfig, NormConfig, NormKind, Positions};
@@ -131,6 +132,23 @@ impl HfConfig {
             "float16" => Some(DType::F16),
             _ => None,
         }
+    }
+
+    /// The same file saying that the weights are of this type; untouched if it says so already.
+    pub fn with_dtype(&self, dtype: DType) -> HfConfig {
+        let mut config = self.clone();
+        if self.dtype() != Some(dtype) {
+            let key = if self.map.contains_key("dtype") { "dtype" } else { "torch_dtype" };
+            config.map.insert(key.into(), json!(dtype_word(dtype)));
+            // A map of strings to JSON always has a text.
+            config.text = serde_json::to_string_pretty(&config.map).unwrap_or_default() + "\n";
+        }
+        config
+    }
+
+    /// The tensors this model has in Hugging Face's files, in the model's order.
+    pub fn hf_tensors(&self) -> Result<Vec<HfTensor>> {
+        hf_tensors(self.family, &self.model, self.family.prefix)
     }
 
     /// The value of a key as the file has it.

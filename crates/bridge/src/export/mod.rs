@@ -13,8 +13,8 @@ use folder::{Folder, copy_companions};
 use layout::{OutFile, OutTensor, layout};
 use std::collections::HashMap;
 use std::path::Path;
-pub use values::Values;
 use values::{ShardWriter, copy_stray, write_parameters};
+pub use values::{Values, assemble};
 
 /// Gives the values of one parameter under its logical name, row-major, in any float type.
 pub type Source<'a> = dyn Fn(&str) -> Result<Values> + 'a;
@@ -29,11 +29,13 @@ pub struct ExportOptions<'a> {
     pub max_shard_bytes: u64,
     /// The folder the model came from: same names, order, files and headers, and its tokenizer files.
     pub reference: Option<&'a Plan>,
+    /// Further files by name (a tokenizer for a natively trained model, say).
+    pub more: &'a [(&'a str, &'a str)],
 }
 
 impl Default for ExportOptions<'_> {
     fn default() -> Self {
-        ExportOptions { dtype: None, max_shard_bytes: 5_000_000_000, reference: None }
+        ExportOptions { dtype: None, max_shard_bytes: 5_000_000_000, reference: None, more: &[] }
     }
 }
 
@@ -57,7 +59,8 @@ pub fn export(
 ) -> Result<Exported> {
     let plan = layout(config, options)?;
     let folder = Folder::beside(out_dir)?;
-    folder.write("config.json", config.text().as_bytes())?;
+    let retyped = options.dtype.map(|d| config.with_dtype(d));
+    folder.write("config.json", retyped.as_ref().unwrap_or(config).text().as_bytes())?;
     for file in &plan.files {
         write_file(&folder, file, source, options.reference)?;
     }
@@ -66,6 +69,9 @@ pub fn export(
     }
     if let Some(reference) = options.reference {
         copy_companions(reference.dir(), &folder)?;
+    }
+    for (name, text) in options.more {
+        folder.write(name, text.as_bytes())?;
     }
     folder.publish()?;
     Ok(Exported { files: plan.files.into_iter().map(|f| f.name).collect(), tensor_bytes: plan.tensor_bytes })

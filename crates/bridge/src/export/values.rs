@@ -5,6 +5,7 @@ use super::layout::{Head, OutFile, OutTensor};
 use crate::convert::{convert, convertible, transpose};
 use crate::error::{Error, Result};
 use crate::expected::HfTensor;
+use crate::logical::LogicalTensor;
 use crate::plan::{Plan, zeros};
 use ferrotron_core::tensorfile::{TensorDecl, TensorFileWriter};
 use ferrotron_tensor::DType;
@@ -84,26 +85,32 @@ impl ShardWriter {
 }
 
 /// Fetches a parameter and checks it.
-fn fetch(name: &str, shape: &[usize], source: &Source) -> Result<Values> {
+fn fetch(part: &LogicalTensor, source: &Source) -> Result<Values> {
+    let (name, shape) = (&part.name, &part.shape);
     let values = source(name)?;
     if !convertible(values.dtype) {
         let what = format!("weights are given as f32, bf16 or f16, not as {}", values.dtype);
         return Err(Error::tensor(name, what));
     }
-    let wanted = shape.iter().product::<usize>() * values.dtype.size();
-    if values.bytes.len() != wanted {
-        let what =
-            format!("{} bytes were given, but {} {shape:?} has {wanted}", values.bytes.len(), values.dtype);
-        return Err(Error::tensor(name, what));
+    let (dtype, got) = (values.dtype, values.bytes.len());
+    let wanted = shape.iter().product::<usize>() * dtype.size();
+    if got != wanted {
+        return Err(Error::tensor(
+            name,
+            format!("{got} bytes were given, but {dtype} {shape:?} has {wanted}"),
+        ));
     }
     Ok(values)
 }
 
-fn float_type(t: &OutTensor) -> Result<DType> {
-    match t.dtype.native() {
-        Some(d) if convertible(d) => Ok(d),
-        _ => Err(Error::tensor(&t.name, format!("weights cannot be written as {}", t.dtype))),
-    }
+/// A Hugging Face tensor as bytes, from its parameters (or anything of their shapes: gradients, moments).
+pub fn assemble(t: &HfTensor, dtype: DType, source: &Source) -> Result<Vec<u8>> {
+    let mut out = Vec::new();
+    emit(t, dtype, source, &mut |bytes| {
+        out.extend_from_slice(bytes);
+        Ok(())
+    })?;
+    Ok(out)
 }
 
 /// Writes a tensor made of one or more parameters.
@@ -113,46 +120,53 @@ pub(super) fn write_parameters(
     hf: &HfTensor,
     source: &Source,
 ) -> Result<()> {
-    if !hf.transposed {
-        for part in &hf.parts {
-            let values = fetch(&part.name, &part.shape, source)?;
-            write_rows(out, t, &values)?;
+    let Some(dtype) = t.dtype.native() else {
+        return Err(Error::tensor(&t.name, format!("weights cannot be written as {}", t.dtype)));
+    };
+    emit(hf, dtype, source, &mut |bytes| out.write(&t.name, bytes))
+}
+
+/// Gives the bytes of a tensor piece by piece, in order.
+fn emit(t: &HfTensor, dtype: DType, source: &Source, out: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
+    if !convertible(dtype) {
+        return Err(Error::tensor(&t.name, format!("weights cannot be written as {dtype}")));
+    }
+    if !t.transposed {
+        for part in &t.parts {
+            emit_rows(&fetch(part, source)?, dtype, out)?;
         }
         return Ok(());
     }
-    let dtype = float_type(t)?;
     let [cols, width] = t.shape[..] else {
         return Err(Error::tensor(&t.name, "only matrices can be transposed"));
     };
     let mut whole = zeros(&t.name, cols * width * dtype.size())?;
     let rows_at_once = (BUFFER / (cols * dtype.size()).max(1)).max(1);
-    let mut buffer = vec![0u8; rows_at_once * cols * dtype.size()];
+    let mut buffer = Vec::new();
     let mut at = 0;
-    for part in &hf.parts {
-        let values = fetch(&part.name, &part.shape, source)?;
+    for part in &t.parts {
+        let values = fetch(part, source)?;
         for chunk in values.bytes.chunks((rows_at_once * cols * values.dtype.size()).max(1)) {
             let rows = chunk.len() / (cols * values.dtype.size());
-            let converted = &mut buffer[..rows * cols * dtype.size()];
-            convert(chunk, values.dtype, converted, dtype);
-            transpose(converted, rows, cols, &mut whole, width, at, dtype.size());
+            buffer.resize(rows * cols * dtype.size(), 0);
+            convert(chunk, values.dtype, &mut buffer, dtype);
+            transpose(&buffer, rows, cols, &mut whole, width, at, dtype.size());
             at += rows;
         }
     }
-    out.write(&t.name, &whole)
+    out(&whole)
 }
 
-/// Writes rows as they lie, converting piece by piece.
-fn write_rows(out: &mut ShardWriter, t: &OutTensor, values: &Values) -> Result<()> {
-    let dtype = float_type(t)?;
+/// Rows as they lie, converted piece by piece.
+fn emit_rows(values: &Values, dtype: DType, out: &mut dyn FnMut(&[u8]) -> Result<()>) -> Result<()> {
     if values.dtype == dtype {
-        return out.write(&t.name, &values.bytes);
+        return out(&values.bytes);
     }
-    let elements = BUFFER / 4;
-    let mut buffer = vec![0u8; elements.min(values.bytes.len()) * dtype.size()];
-    for chunk in values.bytes.chunks(elements * values.dtype.size()) {
-        let converted = &mut buffer[..chunk.len() / values.dtype.size() * dtype.size()];
-        convert(chunk, values.dtype, converted, dtype);
-        out.write(&t.name, converted)?;
+    let mut buffer = Vec::new();
+    for chunk in values.bytes.chunks(BUFFER / 4 * values.dtype.size()) {
+        buffer.resize(chunk.len() / values.dtype.size() * dtype.size(), 0);
+        convert(chunk, values.dtype, &mut buffer, dtype);
+        out(&buffer)?;
     }
     Ok(())
 }
