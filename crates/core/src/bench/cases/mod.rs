@@ -15,13 +15,14 @@ use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Category, DType, Tensor};
 
 type Run = Box<dyn FnMut(&Rank) -> Result<()>>;
+type Prepare = Box<dyn Fn(&Rank) -> Result<Run>>;
 
 /// A kernel with its sizes; nothing is allocated before `prepare`.
 pub(super) struct Case {
     pub name: String,
     pub shape: String,
     pub work: Work,
-    pub prepare: Box<dyn Fn(&Rank) -> Result<Run>>,
+    pub prepare: Prepare,
 }
 
 fn case(

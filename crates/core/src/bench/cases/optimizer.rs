@@ -98,9 +98,10 @@ fn step(rank: &Rank, z: &Sizes, sizes: &[usize]) -> Result<Run> {
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
         let list: Vec<Update> = all.iter().map(Parameter::update).collect();
-        Ok(match sgd {
-            true => k.sgd(s, Sgd { momentum: 0.9, dampening: 0.0, nesterov: false }, &buffer, &list)?,
-            false => k.adam(s, Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled }, &buffer, &list)?,
-        })
+        let done = match sgd {
+            true => k.sgd(s, Sgd { momentum: 0.9, dampening: 0.0, nesterov: false }, &buffer, &list),
+            false => k.adam(s, Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled }, &buffer, &list),
+        };
+        Ok(done?)
     }))
 }

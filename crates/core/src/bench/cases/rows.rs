@@ -133,10 +133,11 @@ fn activation(rank: &Rank, z: &Sizes, backward: bool) -> Result<Run> {
     let (y, dy) = (empty(rank, &[z.tokens, f], z.dtype)?, random(rank, &[z.tokens, f], z.dtype)?);
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
-        Ok(match backward {
-            false => k.act_forward(s, act, gated, &x, &y)?,
-            true => k.act_backward(s, act, gated, &x, &dy, &dx)?,
-        })
+        let done = match backward {
+            false => k.act_forward(s, act, gated, &x, &y),
+            true => k.act_backward(s, act, gated, &x, &dy, &dx),
+        };
+        Ok(done?)
     }))
 }
 
@@ -172,9 +173,10 @@ fn embedding(rank: &Rank, z: &Sizes, backward: bool) -> Result<Run> {
     };
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
-        Ok(match backward {
-            false => k.embedding_forward(s, &ids, &table, scale, false, &y)?,
-            true => k.embedding_backward(s, &ids, &y, scale, false, &table)?,
-        })
+        let done = match backward {
+            false => k.embedding_forward(s, &ids, &table, scale, false, &y),
+            true => k.embedding_backward(s, &ids, &y, scale, false, &table),
+        };
+        Ok(done?)
     }))
 }
