@@ -1,4 +1,5 @@
 //! Chat templates: the features that published ones use, and what they must not be able to do.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 use ferrotron_bridge::{ChatTemplate, Message};
 use serde_json::{Map, json};

@@ -1,4 +1,5 @@
 //! Configurations and weights of real (tiny) Hugging Face models, in and out.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
 

@@ -1,5 +1,6 @@
 //! Reading and writing take one tensor's memory, not the model's. Alone in its process, because the peak is
 //! the process's.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 #![cfg(target_os = "linux")]
 
 use ferrotron_bridge::{ExportOptions, HfConfig, Plan, Values, export};

@@ -1,4 +1,5 @@
 //! A folder is accepted whole or refused with everything that is wrong with it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
 

@@ -1,4 +1,5 @@
 //! Tokenizers on files built here, against a slow encoder by definition.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
 
@@ -197,7 +198,8 @@ fn streams_give_whole_characters_and_the_same_text() {
         assert_eq!(stream.push(crab[0]).unwrap(), "");
         assert_eq!(stream.finish().unwrap(), "\u{fffd}");
         let mut stream = t.stream();
-        let junk = if t.vocab_size() == 256 { 0x80 } else { 0x80u32 };
+        // The id of a byte is the byte in all three.
+        let junk = 0x80;
         let mut text = String::new();
         for _ in 0..10 {
             text += &stream.push(junk).unwrap();

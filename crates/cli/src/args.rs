@@ -14,9 +14,9 @@ Examples:
 
 Exit codes: 0 done (or interrupted and saved), 1 failed or, for parity, different, 2 wrong usage or configuration.";
 
-/// Train transformer language models.
+/// Train transformer language models, from a laptop's CPU up
 #[derive(Debug, Parser)]
-#[command(name = "ferrotron", version, about, after_help = AFTER, arg_required_else_help = true)]
+#[command(name = "ferrotron", version, after_help = AFTER, arg_required_else_help = true)]
 pub struct Cli {
     /// Options of every command.
     #[command(flatten)]
@@ -28,7 +28,7 @@ pub struct Cli {
 
 /// Options of every command.
 #[derive(Clone, Debug, Args)]
-#[command(next_display_order = 1000)]
+#[command(next_help_heading = "Options of every command")]
 pub struct Global {
     /// Write machine-readable JSON to standard output
     #[arg(long, global = true)]
@@ -83,14 +83,19 @@ impl Global {
 
 /// What to do.
 #[derive(Debug, Subcommand)]
+#[allow(clippy::large_enum_variant)] // there is one of it in the whole program
 pub enum Command {
     /// Train a model from a recipe; the same command resumes
+    #[command(long_about = train::LONG)]
     Train(train::Args),
     /// One pass of a Hugging Face folder over given token ids: logits, loss, gradients
+    #[command(long_about = forward::LONG)]
     Forward(forward::Args),
     /// One step under two precisions, devices or layouts, compared tensor by tensor
+    #[command(long_about = parity::LONG)]
     Parity(parity::Args),
     /// Hugging Face folder to checkpoint and back
+    #[command(long_about = convert::LONG)]
     Convert(convert::Args),
     /// Continue a text
     Generate(generate::Args),

@@ -19,7 +19,7 @@ pub fn thousands(n: u64) -> String {
     let digits = n.to_string();
     let mut out = String::new();
     for (i, c) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i) % 3 == 0 {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
             out.push(',');
         }
         out.push(c);
@@ -59,6 +59,11 @@ pub fn tflops(x: f64) -> String {
     }
 }
 
+/// Text a model wrote, fit for a terminal: a young model writes anything, and control characters must not reach it.
+pub fn printable(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() && c != '\n' && c != '\t' { '\u{fffd}' } else { c }).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -77,6 +82,11 @@ mod tests {
         assert_eq!(shown, ["0.0 s", "9.9 s", "10 s", "1 min 0 s", "3 min 5 s", "2 h 10 min", "3 d 4 h"]);
         assert_eq!([f64::NAN, f64::INFINITY, -1.0].map(seconds), ["?", "?", "?"]);
         assert_eq!(seconds(f64::MAX).chars().last(), Some('h'));
+    }
+
+    #[test]
+    fn control_characters_do_not_reach_the_terminal() {
+        assert_eq!(printable("a\tb\n\x1b[31m\r\u{9b}é"), "a\tb\n\u{fffd}[31m\u{fffd}\u{fffd}é");
     }
 
     #[test]

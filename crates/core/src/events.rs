@@ -184,8 +184,9 @@ pub struct EventLog {
 }
 
 impl EventLog {
-    /// Starts a new log, emptying an old one.
+    /// Starts a new log, emptying an old one. `path` is the log or the run folder it lies in.
     pub fn create(path: &Path) -> Result<EventLog> {
+        let path = &in_folder(path);
         let file = File::create(path).map_err(|source| io(path, source))?;
         Ok(EventLog { path: path.into(), file })
     }
@@ -194,6 +195,7 @@ impl EventLog {
     /// end of the interrupted run and a half-written last line. Nothing else is touched; the start stays the only
     /// start. A missing log begins empty, and so does one resumed at step 0.
     pub fn resume(path: &Path, step: u64) -> Result<EventLog> {
+        let path = &in_folder(path);
         if step == 0 || !path.exists() {
             return EventLog::create(path);
         }
@@ -239,8 +241,9 @@ impl EventLog {
     }
 }
 
-/// Reads a log. A half-written last line is left out; any other damage is an error.
+/// Reads a log, given itself or its run folder. A half-written last line is left out; any other damage is an error.
 pub fn read(path: &Path) -> Result<Vec<Line>> {
+    let path = &in_folder(path);
     parse(path, &std::fs::read(path).map_err(|source| io(path, source))?)
 }
 
@@ -260,6 +263,10 @@ pub fn parse(path: &Path, text: &[u8]) -> Result<Vec<Line>> {
         }
     }
     Ok(out)
+}
+
+fn in_folder(path: &Path) -> PathBuf {
+    if path.is_dir() { path.join(FILE_NAME) } else { path.into() }
 }
 
 fn io(path: &Path, source: std::io::Error) -> Error {

@@ -1,5 +1,8 @@
 //! The event log: what is written is read back, interruptions leave no trace, damage is tolerated where it must be.
 
+// The lints see a test only where `#[test]` stands; everything here is one.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
 use ferrotron_core::events::*;
 use std::io::Write;
 
@@ -50,6 +53,7 @@ fn what_is_written_is_read() {
     write(&mut log, &all);
     log.sync().unwrap();
     assert_eq!(events(&path), all);
+    assert_eq!(events(dir.path()), all, "the run folder names its log");
     assert!(read(&path).unwrap().iter().all(|l| l.time > 1.7e9));
 
     let text = std::fs::read_to_string(&path).unwrap();

@@ -45,7 +45,7 @@ pub enum HeadSaved {
         /// `[tokens, hidden]`
         x: SavedTensor,
         /// To form the logits' gradient again.
-        targets: Targets,
+        targets: Box<Targets>,
     },
 }
 
@@ -127,8 +127,11 @@ impl Head {
                 product(p.rank, &d, w, &dx.narrow(0, start, len)?)?;
             }
         }
-        let saved =
-            HeadSaved::Chunked { dx: SavedTensor::activation(&dx), x: x_saved, targets: targets.clone() };
+        let saved = HeadSaved::Chunked {
+            dx: SavedTensor::activation(&dx),
+            x: x_saved,
+            targets: Box::new(targets.clone()),
+        };
         Ok((rows, train.then_some(saved)))
     }
 

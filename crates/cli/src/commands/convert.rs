@@ -6,7 +6,8 @@ use ferrotron_core::config::Precision;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-const LONG: &str = "\
+/// The long help.
+pub const LONG: &str = "\
 Convert between a Hugging Face folder and a checkpoint of ours.
 
 The direction follows from what FROM is: a folder with config.json and .safetensors files becomes a checkpoint; a
@@ -21,7 +22,7 @@ Examples:
 
 /// What to convert.
 #[derive(Debug, clap::Args)]
-#[command(long_about = LONG, after_help = AFTER)]
+#[command(after_help = AFTER)]
 pub struct Args {
     /// Hugging Face folder, checkpoint or run folder
     pub from: PathBuf,

@@ -29,12 +29,13 @@ pub struct Args {
 #[derive(Debug, clap::Subcommand)]
 pub enum Command {
     /// Turn text or JSONL into a .bin/.idx pair
+    #[command(long_about = LONG)]
     Build(Build),
 }
 
 /// What to build from what.
 #[derive(Debug, clap::Args)]
-#[command(long_about = LONG, after_help = AFTER)]
+#[command(after_help = AFTER)]
 pub struct Build {
     /// Text or .jsonl files
     #[arg(required = true, value_name = "FILE")]

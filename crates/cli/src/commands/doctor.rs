@@ -80,7 +80,7 @@ fn page(r: &Report) -> String {
     });
     for library in &r.libraries.list {
         let found = library.path.as_ref().map_or("not found".into(), |p| p.display().to_string());
-        rows.push(row(library.file, found, library.meaning().into()));
+        rows.push(row(library.file, found, library.meaning()));
     }
     let looked: Vec<_> = r.libraries.looked_in.iter().map(|p| p.display().to_string()).collect();
     let looked =

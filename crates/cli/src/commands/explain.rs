@@ -4,6 +4,7 @@ use crate::args::Global;
 use crate::output::{self, Usage};
 use anyhow::Result;
 use ferrotron_core::config::{KEYS, KeyInfo, SECTIONS, Suggestion, suggest, suggest_section};
+use ferrotron_core::model::preset::PRESETS;
 use serde_json::{Value, json};
 use std::process::ExitCode;
 
@@ -68,11 +69,15 @@ fn one(k: &KeyInfo, asked: Option<&str>, global: &Global) -> Result<ExitCode> {
     }
     let asked = asked.map(|name| format!("{name} is {} here.\n\n", k.key)).unwrap_or_default();
     let default = default(k);
-    let rows = output::table(&[
+    let mut rows = vec![
         vec!["  type".into(), (k.expects)()],
         vec!["  default".into(), default],
         vec!["  elsewhere".into(), k.aliases.join(", ")],
-    ]);
+    ];
+    if k.key == "model.preset" {
+        rows.insert(1, vec!["  presets".into(), PRESETS.join(", ")]);
+    }
+    let rows = output::table(&rows);
     let example = k.default().filter(|d| d != "[]").unwrap_or_else(|| "…".into());
     output::print(&format!(
         "{asked}{}\n  {}\n\n{rows}\n  in a recipe:          [{}]\n                        {} = {example}\n  on the command line:  --set {}={example}\n",
@@ -84,6 +89,7 @@ fn one(k: &KeyInfo, asked: Option<&str>, global: &Global) -> Result<ExitCode> {
 fn default(k: &KeyInfo) -> String {
     match k.default() {
         Some(value) if value != "[]" => value,
+        _ if k.doc.to_ascii_lowercase().contains("derived") => "derived".into(),
         _ => "unset".into(),
     }
 }

@@ -10,7 +10,8 @@ use ferrotron_engine::Rank;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-const LONG: &str = "\
+/// The long help.
+pub const LONG: &str = "\
 One pass of a Hugging Face folder over given token ids.
 
 The input is a .safetensors file with `input_ids` [batch, sequence] and, for the loss, `labels` of the same shape (not
@@ -25,7 +26,7 @@ Examples:
 
 /// What to run.
 #[derive(Debug, clap::Args)]
-#[command(long_about = LONG, after_help = AFTER)]
+#[command(after_help = AFTER)]
 pub struct Args {
     /// Hugging Face folder: config.json and .safetensors files
     #[arg(long, value_name = "DIR")]

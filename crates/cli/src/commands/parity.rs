@@ -6,7 +6,8 @@ use anyhow::Result;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-const LONG: &str = "\
+/// The long help.
+pub const LONG: &str = "\
 One training step under two settings, compared tensor by tensor: loss, every gradient, every updated weight.
 
 A side is a list of f32 or bf16, cpu, threads=N, micro_batch=N and layout keys (tp=2). The report names each tensor with
@@ -21,7 +22,7 @@ Examples:
 
 /// What to compare.
 #[derive(Debug, clap::Args)]
-#[command(long_about = LONG, after_help = AFTER)]
+#[command(after_help = AFTER)]
 pub struct Args {
     /// One side, such as f32 or threads=1
     pub a: Side,

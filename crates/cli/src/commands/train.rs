@@ -6,7 +6,7 @@ use crate::output::{self, Usage};
 use crate::progress::Progress;
 use crate::signal::Stop;
 use anyhow::Result;
-use ferrotron_bridge::Plan;
+use ferrotron_bridge::{Plan, Tokenizer};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
@@ -19,7 +19,8 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
 
-const LONG: &str = "\
+/// The long help.
+pub const LONG: &str = "\
 Train a model from a recipe.
 
 Without an argument: a small model on the corpus inside the program, done in a minute, ending with a sample and a
@@ -39,7 +40,7 @@ Examples:
 
 /// What to train.
 #[derive(Debug, clap::Args)]
-#[command(long_about = LONG, after_help = AFTER)]
+#[command(after_help = AFTER)]
 pub struct Args {
     /// A recipe's name or a TOML file
     #[arg(value_name = "RECIPE or FILE.toml", default_value = "tiny")]
@@ -130,7 +131,8 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     global.require_cpu()?;
-    let recipe = args.load()?;
+    let mut recipe = args.load()?;
+    fill_eod(&mut recipe)?;
     let hf = recipe.config.model.hf.clone().map(|dir| Plan::open(dir.as_ref())).transpose()?;
     let resolved = recipe.resolve(hf.as_ref().map(|p| p.config().model()))?;
     if args.dry_run {
@@ -173,6 +175,23 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         output::print(&super::train_summary::text(&args, &recipe, &run, &outcome, text.as_deref()))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The end-of-document token of the data's tokenizer, where the recipe names a tokenizer and no token.
+fn fill_eod(recipe: &mut Recipe) -> Result<()> {
+    let c = &recipe.config;
+    let Some(path) = c.data.tokenizer.as_ref().or(c.model.hf.as_ref()).map(PathBuf::from) else {
+        return Ok(());
+    };
+    let named = c.data.tokenizer.is_some();
+    if c.data.eod.is_some() || (!named && !path.join("tokenizer.json").exists()) {
+        return Ok(());
+    }
+    let tokenizer = if path.is_dir() { Tokenizer::from_dir(&path)? } else { Tokenizer::from_file(&path)? };
+    if let Some(eod) = tokenizer.eos().first() {
+        recipe.put_key("data.eod", i64::from(*eod))?;
+    }
+    Ok(())
 }
 
 /// Progress on the screen, and the flag that Ctrl-C raises.

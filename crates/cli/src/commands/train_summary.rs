@@ -12,7 +12,7 @@ use ferrotron_tensor::human;
 pub fn text(args: &Args, recipe: &Recipe, run: &Run, outcome: &Outcome, sample: Option<&str>) -> String {
     let mut out = String::new();
     if let Some(sample) = sample {
-        out += &format!("\na sample:\n{}\n", indent(sample));
+        out += &format!("\na sample:\n{}\n", indent(&format::printable(sample)));
     }
     let mut rows = Vec::new();
     let mut row = |name: &str, value: String| rows.push(vec![format!("  {name}"), value]);

@@ -167,7 +167,7 @@ fn open(path: &Path) -> Result<Loaded> {
     }
     if let Some((tensor, file)) = manifest.tensors.iter().find(|(t, _)| !index.contains_key(*t)) {
         return Err(Error::damaged(
-            &path.join(file),
+            path.join(file),
             format!("has no tensor {tensor:?}, though the manifest lists it there"),
         ));
     }
@@ -231,7 +231,8 @@ fn open_shard(path: &Path, want: &str) -> Result<TensorFile> {
 /// The newest older neighbour that looks whole: a good manifest and files of the right size.
 fn older(path: &Path) -> Option<String> {
     let name = path.file_name()?;
-    let all = folder::list(path.parent()?).ok()?;
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let all = folder::list(parent).ok()?;
     let here = all.iter().position(|(_, p)| p.file_name() == Some(name))?;
     let looks_whole = |dir: &Path| {
         read_manifest(dir).is_ok_and(|m| {

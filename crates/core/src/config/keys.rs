@@ -196,8 +196,6 @@ keys! {
     dropout: DropoutSection {
         /// Share dropped after the embedding and before each residual addition.
         hidden: f64 = 0.0, "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout", "resid_dropout";
-        /// Share of attention probabilities dropped.
-        attention: f64 = 0.0, "attention_dropout", "attn_pdrop", "attn_dropout";
     }
 
     /// A sample of text when the run ends.

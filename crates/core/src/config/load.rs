@@ -257,9 +257,7 @@ pub(super) fn unknown(key: &str) -> (String, String) {
         Suggestion::Known(k) => {
             (format!("unknown key; here it is {k}"), format!("`ferrotron explain {k}` says more"))
         }
-        Suggestion::Near(list) => {
-            (format!("unknown key; did you mean {}?", list.join(" or ")), format!("{every}"))
-        }
+        Suggestion::Near(list) => (format!("unknown key; did you mean {}?", list.join(" or ")), every.into()),
         Suggestion::Advice(advice) => (format!("unknown key; {advice}"), every.into()),
         Suggestion::Nothing => {
             (format!("unknown key; {every}"), "a recipe has fewer than a hundred keys".into())

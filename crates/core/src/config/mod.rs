@@ -6,7 +6,6 @@
 mod keys;
 mod load;
 mod model;
-mod presets;
 mod ramp;
 mod recipes;
 mod resolve;

@@ -1,10 +1,12 @@
 //! From the `[model]` section to an architecture.
 
-use super::presets::{PRESETS, llama, preset};
 use super::resolve::Derivations;
 use super::{Config, KEYS, ModelSection, PositionKind, Recipe, nearest, write};
 use crate::error::{Error, Result};
-use crate::model::config::{ModelConfig, Positions, RopeConfig, RopeScaling};
+use crate::model::config::{
+    Activation, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling,
+};
+use crate::model::preset::PRESETS;
 
 /// Keys that may differ from a Hugging Face folder's own value without its weights ceasing to fit.
 const FREE_BESIDE_HF: &[&str] = &["model.max_positions", "model.init_std", "model.window"];
@@ -23,7 +25,7 @@ impl Recipe {
     ) -> Result<ModelConfig> {
         let m = &self.config.model;
         let mut c = match (&m.preset, &m.hf, hf) {
-            (Some(name), _, _) => preset(name).ok_or_else(|| self.no_preset(name))?,
+            (Some(name), _, _) => ModelConfig::preset(name).ok_or_else(|| self.no_preset(name))?,
             (None, Some(_), Some(theirs)) => {
                 self.fits_weights(theirs)?;
                 theirs.clone()
@@ -31,7 +33,7 @@ impl Recipe {
             (None, Some(dir), None) => {
                 return self.refuse("model.hf", format!("the architecture of {dir} has not been read"));
             }
-            (None, None, _) => self.from_sizes(derived)?,
+            (None, None, _) => self.sizes_alone(derived)?,
         };
         if let Some(layers) = m.layers.filter(|l| *l != c.layers) {
             if !c.local_layers.is_empty() && layers > c.local_layers.len() {
@@ -102,7 +104,7 @@ impl Recipe {
     }
 
     /// An architecture from sizes alone: Llama-like unless switches say otherwise.
-    fn from_sizes(&self, derived: &mut Derivations) -> Result<ModelConfig> {
+    fn sizes_alone(&self, derived: &mut Derivations) -> Result<ModelConfig> {
         let m = &self.config.model;
         let (Some(layers), Some(hidden), Some(heads), Some(vocab)) = (m.layers, m.hidden, m.heads, m.vocab)
         else {
@@ -148,7 +150,34 @@ impl Recipe {
             (None, Some(s)) => derived.add("model.max_positions", s, "as data.seq_len"),
             (None, None) => derived.add("model.max_positions", 1024, "neither it nor data.seq_len is set"),
         };
-        Ok(llama([hidden, ffn, layers, heads, kv_heads, head_dim, vocab, positions], 1e-5, 1e4))
+        Ok(ModelConfig {
+            layers,
+            hidden,
+            ffn,
+            heads,
+            kv_heads,
+            head_dim,
+            vocab,
+            max_positions: positions,
+            norm: NormConfig { kind: NormKind::RmsNorm, eps: 1e-5, zero_centred: false },
+            activation: Activation::Silu,
+            gated,
+            qkv_bias: false,
+            proj_bias: false,
+            mlp_bias: false,
+            qk_norm: false,
+            post_norms: false,
+            positions: plain_rope(head_dim),
+            rope_local: None,
+            window: None,
+            local_layers: Vec::new(),
+            attn_scale: scale(head_dim),
+            attn_softcap: None,
+            final_softcap: None,
+            embed_scale: 1.0,
+            tied: false,
+            init_std: 0.02,
+        })
     }
 
     /// Refuses explicit sizes that contradict the weights of a Hugging Face folder.

@@ -94,6 +94,21 @@ mod tests {
     }
 
     #[test]
+    fn the_batch_is_the_one_the_run_uses() {
+        use crate::schedule::{BatchSchedule, Rampup};
+        for (global, [start, increment, samples]) in
+            [(32, [8, 8, 100]), (48, [16, 4, 1001]), (7, [1, 3, 11]), (9, [9, 1, 5])]
+        {
+            let ours = Ramp::new(global, Some([start, increment, samples]));
+            let rampup = Some(Rampup { start, increment, samples });
+            let theirs = BatchSchedule { rampup, ..BatchSchedule::constant(global, 1) };
+            for consumed in 0..2000 {
+                assert_eq!(ours.batch(consumed), theirs.global_at(consumed), "{ours:?} at {consumed}");
+            }
+        }
+    }
+
+    #[test]
     fn batches_of_a_ramp() {
         // 3 increments of 8 over 90 samples: a level lasts 30.
         let ramp = Ramp::new(32, Some([8, 8, 90]));

@@ -116,7 +116,8 @@ impl Recipe {
         if data.path.0.len() > 1 && data.weights.is_empty() {
             data.weights = derived.add("data.weights", vec![1.0; data.path.0.len()], "every path alike");
         }
-        if data.eod.is_none() && data.is_embedded() {
+        let bytes = data.tokenizer.is_none() && model.vocab <= 256;
+        if data.eod.is_none() && (data.is_embedded() || bytes) {
             data.eod = Some(derived.add("data.eod", 0, "a zero byte ends a document when bytes are tokens"));
         }
         if data.seq_len.is_none() {

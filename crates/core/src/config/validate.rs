@@ -2,7 +2,7 @@
 
 use super::model::MAX_LAYERS;
 use super::{Decay, Recipe, Resolved};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::model::config::{ModelConfig, Positions};
 
 /// Far above any real run, and small enough that no product of lengths overflows later.
@@ -45,7 +45,6 @@ impl Recipe {
         self.check_data_values()?;
         self.check_ramp()?;
         self.below_one("dropout.hidden", c.dropout.hidden)?;
-        self.below_one("dropout.attention", c.dropout.attention)?;
         self.within("generate.temperature", c.generate.temperature, 0.0, 1e3)?;
         if !(c.generate.top_p > 0.0 && c.generate.top_p <= 1.0) {
             return self.refuse("generate.top_p", "must be above 0 and at most 1; 1 draws from all tokens");
@@ -195,14 +194,21 @@ impl Recipe {
                 "must be at least 1: a token sees itself; leave it out for no window",
             );
         }
-        // `!(x > 0)` and not `x <= 0`: a value may have become NaN or 0 in single precision.
-        if !(m.norm.eps > 0.0) || !m.norm.eps.is_finite() {
+        // What was above 0 may have become 0 in single precision, and what was finite infinite.
+        if m.norm.eps <= 0.0 || !m.norm.eps.is_finite() {
             return self.refuse("model.norm_eps", "must be above 0, such as 1e-5");
         }
-        if !(m.init_std >= 0.0) || !m.init_std.is_finite() {
+        if m.init_std < 0.0 || !m.init_std.is_finite() {
             return self.refuse("model.init_std", "must not be negative, such as 0.02");
         }
-        Ok(())
+        // What no key of ours can be blamed for: a folder's own constants, or sizes that only together are too large.
+        m.validate().map_err(|e| Error::Config {
+            file: None,
+            line: None,
+            key: None,
+            what: e.to_string(),
+            hint: None,
+        })
     }
 
     /// Checks of values against each other, after everything is derived.

@@ -24,6 +24,10 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         let eval = Box::new(corpus::held_out(seq, d.seed)?);
         return Ok(Sources { train: Box::new(corpus::training(seq, d.seed)?), eval: Some(eval) });
     }
+    if d.eod.is_none() && (d.reset_at_documents || d.mask_eod_loss) {
+        let what = "data.eod is needed to see where documents end; set it to the tokenizer's end-of-text id";
+        return Err(Error::Invalid(what.into()));
+    }
     let too_large = |what: &str| Error::Invalid(format!("{what} does not fit in 32 bits"));
     let config = GptConfig {
         eod: d.eod.map(i64::from),

@@ -8,6 +8,9 @@ use std::collections::{BTreeMap, HashSet};
 /// Key of the string-to-string metadata.
 pub(super) const METADATA: &str = "__metadata__";
 
+/// More axes than this no framework has (PyTorch stops here too); keeps messages about shapes short.
+const MAX_AXES: usize = 64;
+
 /// A tensor's entry as written; offsets count from the end of the header.
 #[derive(Serialize, Deserialize)]
 struct Entry {
@@ -101,6 +104,10 @@ pub(super) fn parse(
     for (name, entry) in parsed.entries {
         let dtype = FileDType::from_name(&entry.dtype)
             .ok_or_else(|| format!("tensor {name:?} has the unknown dtype {:?}", entry.dtype))?;
+        if entry.shape.len() > MAX_AXES {
+            let axes = entry.shape.len();
+            return Err(format!("tensor {name:?} has {axes} axes, more than the {MAX_AXES} allowed"));
+        }
         let shape: Vec<usize> =
             entry.shape.iter().map(|&n| usize::try_from(n)).collect::<Result<_, _>>().map_err(|_| {
                 format!("tensor {name:?}: shape {:?} is too large for this machine", entry.shape)

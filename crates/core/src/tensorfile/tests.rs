@@ -195,6 +195,10 @@ fn each_kind_of_damage_has_its_sentence() {
             file_of(&format!("{{{}}}", t("b", "U8", "[1]", &format!("[{},{max}]", max - 1))), 1),
             "\"b\" claims",
         ),
+        (
+            file_of(&format!("{{{}}}", t("b", "U8", &format!("[1{}]", ",1".repeat(64)), "[0,1]")), 1),
+            "65 axes",
+        ),
         (file_of(r#"{"b":{"dtype":"U8","shape":[1]}}"#, 1), "data_offsets"),
         (file_of(r#"{"__metadata__":{"k":"v","k":"w"}}"#, 0), "\"k\" twice"),
         (file_of(r#"{"__metadata__":{"k":1}}"#, 0), "header is damaged"),

@@ -34,6 +34,8 @@ pub struct Answer {
     pub dk: Dense,
     pub dv: Dense,
     pub dsink: Vec<f64>,
+    /// The same sum as `dsink` over the magnitudes of its terms: what its rounding errors are measured by.
+    pub dsink_size: Vec<f64>,
 }
 
 pub fn sees(shape: &AttentionShape, span: &Span, i: usize, j: usize) -> bool {
@@ -75,6 +77,7 @@ pub fn attention(
         dk: Dense::zeros(k.dims),
         dv: Dense::zeros(v.dims),
         dsink: vec![0.0; shape.heads],
+        dsink_size: vec![0.0; shape.heads],
     };
     let scale = f64::from(shape.scale);
     for span in spans {
@@ -98,7 +101,10 @@ pub fn attention(
                 let out: Vec<f64> = a.out.row(b, t, h).iter().map(|x| saved(*x)).collect();
                 let delta = dot(&out, dout.row(b, t, h));
                 if sink.is_some() {
-                    a.dsink[h] -= (sink_score - lse).exp() * delta;
+                    let share = (sink_score - lse).exp();
+                    a.dsink[h] -= share * delta;
+                    let terms = out.iter().zip(dout.row(b, t, h)).map(|(a, b)| (a * b).abs());
+                    a.dsink_size[h] += share * terms.sum::<f64>();
                 }
                 for ((p, s), j) in p.iter().zip(&scores).zip(&keys) {
                     let u = span.k_start + j;

@@ -8,7 +8,7 @@
 //! keep a machine busy; then the chunks' shares of `dq` are kept apart in f32 and added in order at the end.
 
 use super::check::{self, Side};
-use super::engine::{Engine, Left, Plain, Right};
+use super::engine::{self, Engine, Kind, Left, Plain, Right};
 use super::lanes::Sight;
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
@@ -63,7 +63,11 @@ pub fn backward<T: Float>(
     let mut delta = vec![0.0f32; rows];
     let job = Job { isa, shape, q, k, v, out, dout, lse, sink, dq, dk, dv };
     deltas(threads, &job, spans, &mut delta, dsink);
-    run::<T, Plain>(threads, &job, spans, &delta);
+    match engine::best::<T>(isa) {
+        #[cfg(target_arch = "x86_64")]
+        Kind::Matrix => run::<T, super::matrix::Matrix>(threads, &job, spans, &delta),
+        Kind::Plain => run::<T, Plain>(threads, &job, spans, &delta),
+    }
     Ok(())
 }
 

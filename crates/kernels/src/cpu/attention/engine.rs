@@ -5,7 +5,7 @@ use super::tiles::widen;
 use super::transpose::transpose;
 use super::{KEYS, QUERIES, padded};
 use crate::cpu::Isa;
-use ferrotron_tensor::{Element, Float};
+use ferrotron_tensor::{DType, Element, Float};
 
 /// A left operand: row-major, `ld` elements from row to row.
 #[derive(Clone, Copy)]
@@ -65,6 +65,25 @@ pub(super) trait Engine {
         ldc: usize,
         add: bool,
     );
+}
+
+/// The engines there are.
+pub(super) enum Kind {
+    /// [`Plain`].
+    Plain,
+    /// The AMX unit.
+    #[cfg(target_arch = "x86_64")]
+    Matrix,
+}
+
+/// The engine for elements of type `T`: the matrix unit multiplies bf16, so it takes nothing that it would round.
+pub(super) fn best<T: Element>(isa: Isa) -> Kind {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx && T::DTYPE == DType::BF16 {
+        return Kind::Matrix;
+    }
+    let _ = isa;
+    Kind::Plain
 }
 
 /// Everything in f32.

@@ -2,7 +2,7 @@
 //! see block by block with an online softmax.
 
 use super::check::{self, Side};
-use super::engine::{Engine, Left, Plain, Right};
+use super::engine::{self, Engine, Kind, Left, Plain, Right};
 use super::lanes::{Past, Sight};
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
@@ -45,7 +45,11 @@ pub fn forward<T: Float>(
     // strides a caller chose could make two queries share an element.
     let lse = unsafe { std::slice::from_raw_parts(lse.as_mut_ptr().cast::<AtomicU32>(), lse.len()) };
     let job = Job { isa, shape, spans, q, k, v, sink, out, lse };
-    run::<T, Plain>(threads, &job);
+    match engine::best::<T>(isa) {
+        #[cfg(target_arch = "x86_64")]
+        Kind::Matrix => run::<T, super::matrix::Matrix>(threads, &job),
+        Kind::Plain => run::<T, Plain>(threads, &job),
+    }
     Ok(())
 }
 

@@ -7,13 +7,14 @@ pub(super) fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// e^x within 2 ulp for -87 <= x <= 88; 0 below (no denormals), infinity above; NaN stays NaN.
+/// e^x within 2 ulp for -87 <= x <= 88.3; 0 below (no denormals), infinity above; NaN stays NaN.
 ///
 /// x = n ln 2 + r, |r| <= ln 2 / 2, and a polynomial in r (coefficients from Cephes' expf).
 #[inline(always)]
 pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
-    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits.
-    const SHIFT: f32 = 12_582_912.0;
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low bits; 127 more make it an exponent.
+    const SHIFT: f32 = 12_582_912.0 + 127.0;
+    let x = if x > 89.0 { 89.0 } else { x };
     let shifted = fma::<FMA>(x, std::f32::consts::LOG2_E, SHIFT);
     let n = shifted - SHIFT;
     let r = fma::<FMA>(n, -0.693_359_4, x);
@@ -24,10 +25,8 @@ pub(super) fn exp<const FMA: bool>(x: f32) -> f32 {
     let p = fma::<FMA>(p, r, 1.666_666_5e-1);
     let p = fma::<FMA>(p, r, 5.000_000_1e-1);
     let p = fma::<FMA>(p, r * r, r) + 1.0;
-    let y = f32::from_bits(p.to_bits().wrapping_add(shifted.to_bits() << 23));
-    let y = if x.is_nan() { x } else { y };
-    let y = if x < -87.0 { 0.0 } else { y };
-    if x > 88.0 { f32::INFINITY } else { y }
+    let y = p * f32::from_bits(shifted.to_bits() << 23);
+    if x < -87.0 { 0.0 } else { y }
 }
 
 /// tanh x within 3 ulp; NaN stays NaN (small arguments: coefficients from Cephes' tanhf).
@@ -65,7 +64,12 @@ mod tests {
         assert_eq!(exp::<true>(0.0), 1.0);
         assert_eq!(exp::<true>(f32::NEG_INFINITY), 0.0);
         assert_eq!(exp::<true>(f32::MIN), 0.0);
-        assert_eq!(exp::<true>(f32::INFINITY), f32::INFINITY);
+        for x in [89.0, 100.0, f32::MAX, f32::INFINITY] {
+            assert_eq!((exp::<true>(x), exp::<false>(x)), (f32::INFINITY, f32::INFINITY));
+        }
+        for payload in [0, 1, 0xff, 0x3f_ffff] {
+            assert!(exp::<true>(f32::from_bits(0x7fc0_0000 | payload)).is_nan());
+        }
         assert!(exp::<true>(f32::NAN).is_nan());
     }
 

@@ -21,7 +21,10 @@ mod lanes;
 mod levels;
 mod mask;
 mod math;
+#[cfg(target_arch = "x86_64")]
+mod matrix;
 mod product;
+mod rounding;
 mod scratch;
 mod softmax;
 mod tiles;

@@ -57,7 +57,9 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
                 let x = row[i] * scores.scale;
                 let x = if CAP { cap * tanh::<FMA>(x / cap) } else { x };
                 let x = if MASKED && (j < lo[i] || j > hi[i]) { f32::NEG_INFINITY } else { x };
-                row[i] = x;
+                if MASKED || CAP {
+                    row[i] = x;
+                }
                 // A NaN score loses this comparison and shows up in the sum instead.
                 top[i] = if x > top[i] { x } else { top[i] };
             }
@@ -75,7 +77,9 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
         for row in s.chunks_exact_mut(QUERIES).take(scores.keys) {
             let row = group_mut(row, g);
             for i in 0..GROUP {
-                row[i] = exp::<FMA>(row[i] - base[i]);
+                let x =
+                    if MASKED || CAP { row[i] - base[i] } else { fma::<FMA>(row[i], scores.scale, -base[i]) };
+                row[i] = exp::<FMA>(x);
                 sum[i] += row[i];
             }
         }
@@ -129,11 +133,11 @@ fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
             for i in 0..GROUP {
                 let (x, slope) = if CAP {
                     let t = tanh::<FMA>(s[i] * scores.scale / cap);
-                    (cap * t, fma::<FMA>(-t, t, 1.0))
+                    (fma::<FMA>(cap, t, -lse[i]), fma::<FMA>(-t, t, 1.0))
                 } else {
-                    (s[i] * scores.scale, 1.0)
+                    (fma::<FMA>(s[i], scores.scale, -lse[i]), 1.0)
                 };
-                let p = exp::<FMA>(x - lse[i]);
+                let p = exp::<FMA>(x);
                 let d = p * (dp[i] - delta[i]);
                 let d = if CAP { d * slope } else { d };
                 let seen = !MASKED || (j >= lo[i] && j <= hi[i]);

@@ -1,8 +1,9 @@
 //! Moving tokens into and out of scratch memory.
 
 use super::padded;
-use crate::cpu::multiversion;
-use ferrotron_tensor::Float;
+use super::rounding::round;
+use crate::cpu::{Isa, multiversion};
+use ferrotron_tensor::{DType, Float};
 
 multiversion! {
     /// `rows` tokens of `cols` channels, `stride` apart in `src`, to an f32 tile `[padded(rows), padded(cols)]`
@@ -20,9 +21,16 @@ multiversion! {
     }
 }
 
+/// `to = from * factor`, rounded.
+pub(super) fn narrow<T: Float>(isa: Isa, from: &[f32], factor: f32, to: &mut [T]) {
+    if T::DTYPE == DType::BF16 {
+        return round(isa, from, factor, bytemuck::cast_slice_mut(to));
+    }
+    narrow_any(isa, from, factor, to);
+}
+
 multiversion! {
-    /// `to = from * factor`, rounded.
-    pub(super) fn narrow<T: Float>(from: &[f32], factor: f32, to: &mut [T]) {
+    fn narrow_any<T: Float>(from: &[f32], factor: f32, to: &mut [T]) {
         for (to, from) in to.iter_mut().zip(from) {
             *to = T::from_f32(from * factor);
         }

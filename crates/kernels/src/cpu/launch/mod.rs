@@ -73,16 +73,12 @@ fn rows_of<const N: usize>(op: &'static str, tensors: [&Tensor; N]) -> Result<[R
     }
     // Join leading axes that lie back to back in all tensors, until two are left.
     let mut axes: Vec<(usize, [usize; N])> = Vec::new();
-    for a in 0..shape.len().saturating_sub(1) {
-        if shape[a] == 1 {
-            continue;
-        }
-        let strides: [usize; N] = std::array::from_fn(|i| tensors[i].strides()[a]);
+    let leading = &shape[..shape.len().saturating_sub(1)];
+    for (axis, &size) in leading.iter().enumerate().filter(|(_, n)| **n != 1) {
+        let strides: [usize; N] = std::array::from_fn(|i| tensors[i].strides()[axis]);
         match axes.last_mut() {
-            Some((n, s)) if (0..N).all(|i| s[i] == strides[i] * shape[a]) => {
-                (*n, *s) = (*n * shape[a], strides)
-            }
-            _ => axes.push((shape[a], strides)),
+            Some((n, s)) if (0..N).all(|i| s[i] == strides[i] * size) => (*n, *s) = (*n * size, strides),
+            _ => axes.push((size, strides)),
         }
     }
     let (outer, inner) = match axes.as_slice() {
