@@ -8,6 +8,7 @@ pub mod error;
 pub mod events;
 pub mod model;
 pub mod optimizer;
+pub mod parity;
 pub mod schedule;
 pub mod tensorfile;
 pub mod train;

@@ -69,9 +69,9 @@ pub(super) fn clean(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// An empty temporary folder for a step.
-pub(super) fn temporary(dir: &Path, step: u64) -> Result<PathBuf> {
-    let path = dir.join(format!("{TEMPORARY}{}", name(step)));
+/// An empty temporary folder for the checkpoint called `name`.
+pub(super) fn temporary(dir: &Path, name: &str) -> Result<PathBuf> {
+    let path = dir.join(format!("{TEMPORARY}{name}"));
     if path.exists() {
         remove(&path)?;
     }
@@ -79,11 +79,11 @@ pub(super) fn temporary(dir: &Path, step: u64) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Make a complete temporary folder the checkpoint of its step, in place of an earlier one of that step.
-pub(super) fn commit(dir: &Path, temporary: &Path, step: u64) -> Result<PathBuf> {
+/// Make a complete temporary folder the checkpoint called `name`, in place of an earlier one of that name.
+pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf> {
     sync(temporary)?;
-    let home = dir.join(name(step));
-    let aside = dir.join(format!("{REPLACED}{}", name(step)));
+    let home = dir.join(name);
+    let aside = dir.join(format!("{REPLACED}{name}"));
     let replaces = home.exists();
     if replaces {
         rename(&home, &aside)?;

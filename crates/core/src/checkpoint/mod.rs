@@ -12,6 +12,7 @@
 //! folder called `step-…` is complete. Tensors keep their full logical shape; a rank reads the part it owns
 //! with [`Loaded::read_range`].
 
+mod alone;
 mod canonical;
 mod compare;
 mod folder;
@@ -22,6 +23,7 @@ mod saver;
 mod tests;
 mod write;
 
+pub use alone::{Alone, write_alone};
 pub use compare::{Comparison, Difference, Kind, compare};
 pub use folder::{latest, list, name as folder_name};
 pub use load::{Loaded, Report, load, verify};

@@ -22,7 +22,7 @@ pub mod writer;
 
 pub use batch::{Batch, Batches, IGNORE, Row};
 pub use blend::{Blend, Interleave};
-pub use build::{BuildSummary, Format, build};
+pub use build::{BuildSummary, Format, Input, build, build_all};
 pub use gpt::{GptConfig, GptDataset};
 pub use indexed::IndexedDataset;
 pub use packed::{Documents, Packed};

@@ -24,6 +24,8 @@ pub struct IndexedWriter {
     sequences: u64,
     bounds: u64,
     tokens: u64,
+    /// Tokens of the sequence being written in pieces.
+    open: u64,
     buffer: Vec<u8>,
 }
 
@@ -46,34 +48,52 @@ impl IndexedWriter {
             sequences: 0,
             bounds: 1,
             tokens: 0,
+            open: 0,
             buffer: Vec::new(),
         })
     }
 
     /// Appends a sequence of token ids to the open document. `mode` counts in multimodal files only.
     pub fn push(&mut self, tokens: impl IntoIterator<Item = i64>, mode: i8) -> Result<()> {
+        self.push_part(tokens)?;
+        self.end_sequence(mode)
+    }
+
+    /// Appends token ids to the open sequence.
+    pub fn push_part(&mut self, tokens: impl IntoIterator<Item = i64>) -> Result<()> {
         self.buffer.clear();
         for token in tokens {
             self.token_type.encode(token, &mut self.buffer)?;
         }
         let bytes = std::mem::take(&mut self.buffer);
-        let done = self.push_bytes(&bytes, mode);
+        let done = self.push_bytes(&bytes);
         self.buffer = bytes;
         done
     }
 
-    fn push_bytes(&mut self, bytes: &[u8], mode: i8) -> Result<()> {
-        let tokens = bytes.len() / self.token_type.size();
+    fn push_bytes(&mut self, bytes: &[u8]) -> Result<()> {
+        self.bin.write(bytes)?;
+        self.open += (bytes.len() / self.token_type.size()) as u64;
+        Ok(())
+    }
+
+    /// Tokens of the open sequence so far.
+    pub fn open_tokens(&self) -> u64 {
+        self.open
+    }
+
+    /// Ends the open sequence.
+    pub fn end_sequence(&mut self, mode: i8) -> Result<()> {
+        let tokens = std::mem::take(&mut self.open);
         let length = i32::try_from(tokens).map_err(|_| {
             Error::damaged(&self.bin_path, format!("a sequence of {tokens} tokens is too long; cut it up"))
         })?;
-        self.bin.write(bytes)?;
         self.lengths.write(&length.to_le_bytes())?;
         if let Some(modes) = &mut self.modes {
             modes.write(&mode.to_le_bytes())?;
         }
         self.sequences += 1;
-        self.tokens += tokens as u64;
+        self.tokens += tokens;
         Ok(())
     }
 
@@ -101,7 +121,8 @@ impl IndexedWriter {
         }
         for document in 0..other.documents() {
             for sequence in other.document(document)? {
-                self.push_bytes(other.bytes(sequence)?, other.mode(sequence)?.unwrap_or(0))?;
+                self.push_bytes(other.bytes(sequence)?)?;
+                self.end_sequence(other.mode(sequence)?.unwrap_or(0))?;
             }
             self.end_document()?;
         }

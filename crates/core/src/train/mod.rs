@@ -4,6 +4,6 @@ mod run;
 mod state;
 mod trainer;
 
-pub use run::{Observer, Outcome, Run};
-pub use state::to_f32;
-pub use trainer::{StepReport, Trainer, layout, targets, weighted};
+pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};
+pub use state::{model_of, to_f32, weights_only};
+pub use trainer::{LogicalValues, StepReport, Trainer, layout, targets, weighted};

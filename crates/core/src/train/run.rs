@@ -18,6 +18,9 @@ pub trait Observer {
     fn stop(&self) -> bool;
 }
 
+/// Fills the weights of a fresh model.
+pub type FirstWeights<'a> = dyn Fn(&Trainer) -> Result<()> + 'a;
+
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Outcome {
@@ -60,7 +63,7 @@ impl Run {
         rank: Rank,
         resolved: Resolved,
         dir: &Path,
-        first_weights: Option<&dyn Fn(&Trainer) -> Result<()>>,
+        first_weights: Option<&FirstWeights>,
     ) -> Result<Run> {
         let io = |e| Error::io_doing(dir, "make the run folder", e);
         std::fs::create_dir_all(dir).map_err(io)?;

@@ -3,6 +3,7 @@
 use super::Trainer;
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
+use crate::model::ModelConfig;
 use crate::optimizer::Rule;
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
@@ -102,7 +103,7 @@ struct State {
     optimizer_steps: u64,
     /// Random state is a seed and the counters above: every draw is a function of them.
     seed: u64,
-    model: crate::model::ModelConfig,
+    model: ModelConfig,
     lr: LrSchedule,
     weight_decay: WdSchedule,
     batch: BatchSchedule,
@@ -138,7 +139,29 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     Ok(Snapshot { step: t.step, state, items })
 }
 
+/// The state of a checkpoint that holds a model's weights and nothing of a run.
+pub fn weights_only(model: &ModelConfig) -> Result<serde_json::Value> {
+    let model = serde_json::to_value(model).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
+    Ok(serde_json::json!({ WEIGHTS_ONLY: true, "model": model }))
+}
+
+/// The architecture a checkpoint's state describes, of a run or of weights alone.
+pub fn model_of(loaded: &Loaded) -> Result<ModelConfig> {
+    let model = loaded.state().get("model").cloned().unwrap_or_default();
+    let model: ModelConfig = serde_json::from_value(model).map_err(|e| {
+        Error::damaged(loaded.path(), format!("its state describes no model this version knows: {e}"))
+    })?;
+    model.validate().map_err(|e| Error::damaged(loaded.path(), e.to_string()))?;
+    Ok(model)
+}
+
+const WEIGHTS_ONLY: &str = "weights_only";
+
 pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
+    if loaded.state().get(WEIGHTS_ONLY).is_some() {
+        let what = "holds weights only, no run to resume; move it out of here and start a run from it with --set model.hf=ITS-FOLDER";
+        return Err(Error::damaged(loaded.path(), what));
+    }
     let state: State = serde_json::from_value(loaded.state().clone()).map_err(|e| {
         Error::damaged(loaded.path(), format!("its state is not what this version writes: {e}"))
     })?;

@@ -9,9 +9,9 @@ use crate::optimizer::{Optimizer, StepRates};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{Dropout, GradBuffer, Params, Pass, Rank, Recompute, Targets};
+use ferrotron_engine::{Dropout, GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
 use ferrotron_kernels::IGNORE;
-use ferrotron_tensor::{Category, DType};
+use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Model, optimizer and counters.
 pub struct Trainer {
@@ -170,6 +170,45 @@ impl Trainer {
     }
 }
 
+/// A logical tensor on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogicalValues {
+    /// Its name, such as `layers.0.attn.q.weight`.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Row-major.
+    pub values: Vec<f32>,
+}
+
+impl Trainer {
+    /// Gradients of the last step by logical name, before clipping; an error before the first step.
+    pub fn gradients(&self) -> Result<Vec<LogicalValues>> {
+        let grads: Vec<Tensor> =
+            (0..self.params.specs().len()).map(|i| self.grads.get(ParamId(i))).collect::<Result<_, _>>()?;
+        self.logical(&grads)
+    }
+
+    /// Master weights by logical name.
+    pub fn weights(&self) -> Result<Vec<LogicalValues>> {
+        self.logical(self.optimizer.masters())
+    }
+
+    /// f32 tensors, one per parameter, cut into logical ones.
+    fn logical(&self, tensors: &[Tensor]) -> Result<Vec<LogicalValues>> {
+        let mut out = Vec::new();
+        for (spec, tensor) in self.params.specs().iter().zip(tensors) {
+            let values: Vec<f32> = self.rank.compute.download(tensor)?;
+            out.extend(spec.ranges().map(|(part, r)| LogicalValues {
+                name: part.name.clone(),
+                shape: part.shape.clone(),
+                values: values[r].to_vec(),
+            }));
+        }
+        Ok(out)
+    }
+}
+
 /// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
 pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
     Ok(match &batch.cu_seqlens {
@@ -188,7 +227,7 @@ pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
 }
 
 /// `Σ weight·loss`, on the host.
-pub fn weighted(rank: &Rank, rows: &ferrotron_tensor::Tensor, t: &Targets) -> Result<f64> {
+pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<f64> {
     let sum = rank.activation(&[1], DType::F32)?;
     rank.kernels.dot(&rank.compute, rows, &t.weights, &sum)?;
     Ok(f64::from(rank.compute.download::<f32>(&sum)?[0]))

@@ -5,9 +5,8 @@ use crate::config::Resolved;
 use crate::data::{Batches, Row};
 use crate::train::Trainer;
 use ferrotron_engine::Rank;
-use ferrotron_kernels::Gemm;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_tensor::{Category, DType, MemoryReport, Profile};
+use ferrotron_tensor::{MemoryReport, Profile};
 use std::time::Instant;
 
 /// Random tokens: every step is as hard as the next, and nothing is read from disk.
@@ -101,20 +100,4 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
         profile: trainer.rank.device().take_profile(),
         loss,
     })
-}
-
-/// TFLOP/s of a large matrix product, best of several: the ceiling that MFU is counted against on a CPU.
-pub fn product_ceiling(rank: &Rank, dtype: DType) -> Result<f64> {
-    const N: usize = 1536;
-    let s = &rank.compute;
-    let [a, b] = [0, 1].map(|_| s.zeros(&[N, N], dtype, Category::Workspace));
-    let (a, b, c) = (a?, b?, s.zeros(&[N, N], dtype, Category::Workspace)?);
-    let g = Gemm { a: &a, trans_a: false, b: &b, trans_b: true, bias: None, accumulate: false, c: &c };
-    let mut best = f64::MAX;
-    for _ in 0..8 {
-        let start = Instant::now();
-        rank.kernels.gemm(s, &g)?;
-        best = best.min(start.elapsed().as_secs_f64());
-    }
-    Ok(2.0 * (N as f64).powi(3) / best / 1e12)
 }
