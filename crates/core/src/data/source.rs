@@ -41,12 +41,13 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         )
     };
     let eval_samples = r.config.eval.batches * r.config.train.global_batch as u64;
-    let samples = [Some(r.plan.samples), (r.config.eval.every > 0).then_some(eval_samples), Some(0)];
+    let samples = [Some(r.plan.samples), Some(eval_samples), Some(0)];
     let weights: Vec<f64> = if d.weights.is_empty() { vec![1.0; d.path.0.len()] } else { d.weights.clone() };
     let shares = super::split::normalise(&d.split.0)?;
-    let shares = [shares[0], shares[1], shares[2]];
-    let [train, eval, _] =
-        Blend::gpt(&d.path.0, Some(&weights), &shares, samples.map(|s| s.or(Some(0))), &config)?;
+    // A share nobody reads may be too small for a sample.
+    let eval = r.config.eval.every > 0;
+    let shares = [shares[0], if eval { shares[1] } else { 0.0 }, 0.0];
+    let [train, eval, _] = Blend::gpt(&d.path.0, Some(&weights), &shares, samples, &config)?;
     let Some(train) = train else {
         return Err(Error::Invalid(
             "data.split leaves nothing to train on; give its first share more".into(),
