@@ -32,6 +32,9 @@ pub struct ForwardInput {
     pub sequence: usize,
 }
 
+/// Name, shape and row-major values.
+pub type NamedTensor = (String, Vec<usize>, Vec<f32>);
+
 /// Logits `[batch, sequence, V]`, loss and gradients.
 #[derive(Clone, Debug)]
 pub struct ForwardOutput {
@@ -41,8 +44,8 @@ pub struct ForwardOutput {
     pub shape: Vec<usize>,
     /// Mean cross-entropy over valid shifted labels; absent without labels.
     pub loss: Option<f32>,
-    /// Name, shape and values of every gradient; empty without backward.
-    pub gradients: Vec<(String, Vec<usize>, Vec<f32>)>,
+    /// Every gradient; empty without backward.
+    pub gradients: Vec<NamedTensor>,
 }
 
 /// Reads `input_ids` and, where present, `labels`, `position_ids`, `cu_seqlens` (i64 or i32).
@@ -159,10 +162,7 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 }
 
 /// Gradients of logical tensors as the tensors of the folder.
-fn gradients(
-    plan: &Plan,
-    logical: &HashMap<String, Vec<f32>>,
-) -> Result<Vec<(String, Vec<usize>, Vec<f32>)>> {
+fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<NamedTensor>> {
     let mut out = Vec::new();
     for t in hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())? {
         let mut values = Vec::new();

@@ -1,5 +1,6 @@
 //! Numbers of real (tiny) Hugging Face models through the binary: logits, loss and every gradient, in both
 //! spellings of their configurations and both types of compute.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use safetensors::SafeTensors;
 use safetensors::tensor::Dtype;

@@ -1,4 +1,5 @@
 //! Matrix products against an f64 oracle, on every instruction-set level of this machine.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cpu::gemm::{GemmShape, gemm_bf16, gemm_f32};

@@ -1,5 +1,6 @@
 //! exp and tanh that vectorise. `FMA` says whether the code is compiled for a CPU with fused multiply-add; without
 //! one, `mul_add` would be a library call.
+#![allow(clippy::excessive_precision)] // coefficients as they are published
 
 /// `a * b + c`.
 #[inline(always)]
