@@ -128,10 +128,10 @@ fn typed<T: Float>(name: &str, t: &Threads, isa: Isa) -> Result<()> {
     })?;
     let (table, mut dtable) = (values::<T>(256 * h), vec![0f32; 256 * h]);
     time(&format!("embedding [4096, 256] {name}"), || {
-        embedding::embedding(t, isa, h, &ids, &table, Shard::whole(256), 1.0, false, &mut y)
+        embedding::embedding(t, isa, &ids, &table, Shard::whole(256), 1.0, false, &mut y)
     })?;
     time(&format!("embedding backward [4096, 256] {name}"), || {
-        embedding::embedding_backward(t, isa, h, &ids, &dy, Shard::whole(256), 1.0, true, &mut dtable)
+        embedding::embedding_backward(t, isa, &ids, &dy, Shard::whole(256), 1.0, true, &mut dtable)
     })?;
     let f = 768;
     let (x, dy, mut y, mut dx) =

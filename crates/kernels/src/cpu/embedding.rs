@@ -10,7 +10,6 @@ use ferrotron_tensor::{Float, Result, Threads};
 pub fn embedding<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
-    width: usize,
     ids: &[I],
     table: &[T],
     shard: Shard,
@@ -18,7 +17,7 @@ pub fn embedding<T: Float, I: Id>(
     add: bool,
     y: &mut [T],
 ) -> Result<()> {
-    check("embedding", threads, ids, y.len(), width, shard)?;
+    let width = width("embedding", threads, ids, y.len(), table.len(), shard)?;
     check_len("embedding", "table", table.len(), shard.len * width)?;
     let rows = (PIECE / width.max(1)).max(1);
     threads.chunks(y, rows * width, &|i, y| {
@@ -27,17 +26,20 @@ pub fn embedding<T: Float, I: Id>(
     Ok(())
 }
 
-fn check<I: Id>(
+/// The width of rows, from those of tokens or, where there is no token, from the table.
+fn width<I: Id>(
     op: &'static str,
     threads: &Threads,
     ids: &[I],
-    len: usize,
-    width: usize,
+    rows: usize,
+    table: usize,
     shard: Shard,
-) -> Result<()> {
+) -> Result<usize> {
     shard.check(op)?;
-    check_len(op, "rows", len, ids.len() * width)?;
-    check_ids(threads, op, ids, shard.total, None)
+    let width = rows.checked_div(ids.len()).or(table.checked_div(shard.len)).unwrap_or(0);
+    check_len(op, "rows", rows, ids.len() * width)?;
+    check_ids(threads, op, ids, shard.total, None)?;
+    Ok(width)
 }
 
 multiversion! {
@@ -68,7 +70,6 @@ multiversion! {
 pub fn embedding_backward<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
-    width: usize,
     ids: &[I],
     dy: &[T],
     shard: Shard,
@@ -76,7 +77,7 @@ pub fn embedding_backward<T: Float, I: Id>(
     accumulate: bool,
     dtable: &mut [f32],
 ) -> Result<()> {
-    check("embedding_backward", threads, ids, dy.len(), width, shard)?;
+    let width = width("embedding_backward", threads, ids, dy.len(), dtable.len(), shard)?;
     check_len("embedding_backward", "dtable", dtable.len(), shard.len * width)?;
     if width == 0 {
         return Ok(());

@@ -12,8 +12,8 @@ fn check<T: Float>(tokens: usize, vocab: usize, width: usize, scale: f32) {
     for add in [false, true] {
         let (y, dtable) = everywhere(|threads, isa| {
             let (mut y, mut dtable) = (y0.clone(), before.clone());
-            embedding(threads, isa, width, &ids, &table, Shard::whole(vocab), scale, add, &mut y).unwrap();
-            embedding_backward(threads, isa, width, &ids, &dy, Shard::whole(vocab), scale, add, &mut dtable)
+            embedding(threads, isa, &ids, &table, Shard::whole(vocab), scale, add, &mut y).unwrap();
+            embedding_backward(threads, isa, &ids, &dy, Shard::whole(vocab), scale, add, &mut dtable)
                 .unwrap();
             (y, dtable)
         });
@@ -37,15 +37,14 @@ fn check<T: Float>(tokens: usize, vocab: usize, width: usize, scale: f32) {
         .collect();
     let (threads, isa) = (Threads::new(2).unwrap(), Isa::detect());
     let (mut whole, mut whole_grad) = (y0.clone(), before.clone());
-    embedding(&threads, isa, width, &ids, &table, Shard::whole(vocab), scale, false, &mut whole).unwrap();
-    embedding_backward(&threads, isa, width, &ids, &dy, Shard::whole(vocab), scale, true, &mut whole_grad)
-        .unwrap();
+    embedding(&threads, isa, &ids, &table, Shard::whole(vocab), scale, false, &mut whole).unwrap();
+    embedding_backward(&threads, isa, &ids, &dy, Shard::whole(vocab), scale, true, &mut whole_grad).unwrap();
     let (mut sum, mut grads) = (vec![0f32; tokens * width], vec![]);
     for shard in parts {
         let range = shard.start * width..(shard.start + shard.len) * width;
         let (mut y, mut grad) = (y0.clone(), before[range.clone()].to_vec());
-        embedding(&threads, isa, width, &ids, &table[range], shard, scale, false, &mut y).unwrap();
-        embedding_backward(&threads, isa, width, &ids, &dy, shard, scale, true, &mut grad).unwrap();
+        embedding(&threads, isa, &ids, &table[range], shard, scale, false, &mut y).unwrap();
+        embedding_backward(&threads, isa, &ids, &dy, shard, scale, true, &mut grad).unwrap();
         sum.iter_mut().zip(&y).for_each(|(s, y)| *s += y.to_f32());
         grads.extend(grad);
     }
@@ -69,20 +68,19 @@ fn bad_ids_and_shapes_are_errors() {
     let table = vec![1f32; 12];
     for ids in [[0i64, 3], [-1, 0], [0, i64::MAX]] {
         let mut y = vec![0f32; 8];
-        let error =
-            embedding(&threads, isa, 4, &ids, &table, Shard::whole(3), 1.0, false, &mut y).unwrap_err();
+        let error = embedding(&threads, isa, &ids, &table, Shard::whole(3), 1.0, false, &mut y).unwrap_err();
         let bad = ids.iter().find(|i| !(0..3).contains(*i)).unwrap();
         assert!(error.to_string().contains(&format!("id {bad} ")), "{error}");
         let mut grad = vec![0f32; 12];
         assert!(
-            embedding_backward(&threads, isa, 4, &ids, &[0f32; 8], Shard::whole(3), 1.0, false, &mut grad)
+            embedding_backward(&threads, isa, &ids, &[0f32; 8], Shard::whole(3), 1.0, false, &mut grad)
                 .is_err()
         );
     }
     let bad_shard = Shard { start: 2, len: 3, total: 4 };
-    assert!(embedding(&threads, isa, 4, &[0i32], &table, bad_shard, 1.0, false, &mut [0f32; 4]).is_err());
+    assert!(embedding(&threads, isa, &[0i32], &table, bad_shard, 1.0, false, &mut [0f32; 4]).is_err());
     assert!(
-        embedding(&threads, isa, 4, &[0i32; 2], &table, Shard::whole(3), 1.0, false, &mut [0f32; 7]).is_err()
+        embedding(&threads, isa, &[0i32; 2], &table, Shard::whole(3), 1.0, false, &mut [0f32; 7]).is_err()
     );
 }
 
@@ -90,10 +88,8 @@ fn bad_ids_and_shapes_are_errors() {
 fn no_tokens_zero_or_keep_the_gradient() {
     let (threads, isa) = (Threads::new(2).unwrap(), Isa::detect());
     let mut grad = vec![3f32; 12];
-    embedding_backward::<f32, i32>(&threads, isa, 4, &[], &[], Shard::whole(3), 1.0, true, &mut grad)
-        .unwrap();
+    embedding_backward::<f32, i32>(&threads, isa, &[], &[], Shard::whole(3), 1.0, true, &mut grad).unwrap();
     assert_eq!(grad, [3f32; 12]);
-    embedding_backward::<f32, i32>(&threads, isa, 4, &[], &[], Shard::whole(3), 1.0, false, &mut grad)
-        .unwrap();
+    embedding_backward::<f32, i32>(&threads, isa, &[], &[], Shard::whole(3), 1.0, false, &mut grad).unwrap();
     assert_eq!(grad, [0f32; 12]);
 }
