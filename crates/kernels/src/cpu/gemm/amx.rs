@@ -1,68 +1,91 @@
 //! bf16 blocks on the AMX unit.
 
-use super::driver::{self, Block, Job};
-use super::store::Epilogue;
+use super::driver::{self, Block, From, Job};
+use super::transpose::Words;
 use crate::cpu::Isa;
-use crate::cpu::amx::{Tiles, mm_32x32, pack};
+use crate::cpu::amx::{Tiles, pack};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 struct Amx;
 
 impl Block<bf16> for Amx {
     type Packed = bf16;
-    type Guard = Tiles;
+    /// Tiles, and what `pack::Left` keeps.
+    type Guard = (Tiles, [Words; 2]);
+    type Left = pack::Left;
+    type Right = pack::Right;
     const K_UNIT: usize = 32;
-    const K_BLOCK: usize = 512;
+    /// Both operands of a block product then fit the first-level cache.
+    const K_BLOCK: usize = 256;
 
-    fn guard(&self) -> Tiles {
+    fn isa(&self) -> Isa {
+        Isa::Amx
+    }
+
+    fn guard(&self) -> Self::Guard {
         // SAFETY: `run` is reached only with `Isa::Amx`, which `Isa::detect` gives where the unit may be used.
-        unsafe { Tiles::load() }
+        (unsafe { Tiles::load() }, [Words([0; 256]), Words([0; 256])])
+    }
+
+    fn left(&self, from: From<bf16>, m: usize, k: usize, out: *mut bf16, ldo: usize) -> pack::Left {
+        let From { at: a, ld: lda, trans } = from;
+        pack::Left { a, lda, trans, m, k, out, ldo, at: 0, unit: 0 }
+    }
+
+    fn left_units(&self, left: &pack::Left) -> usize {
+        left.units()
     }
 
     #[inline]
-    unsafe fn left(
-        &self,
-        a: *const bf16,
-        lda: usize,
-        trans: bool,
-        m: usize,
-        k: usize,
-        out: *mut bf16,
-        ldo: usize,
-    ) {
-        // SAFETY: the caller's promise is the packers'; `Isa::Amx` includes AVX-512.
-        unsafe {
-            if trans {
-                pack::left_transposed(a, lda, m, k, out, ldo)
-            } else {
-                pack::left(a, lda, m, k, out, ldo)
-            }
-        }
+    unsafe fn pack_left(&self, guard: &mut Self::Guard, left: &mut pack::Left, units: usize) {
+        // SAFETY: the caller's promise is the packer's; `Isa::Amx` includes AVX-512.
+        unsafe { left.advance(&mut guard.1, units) }
+    }
+
+    fn right(&self, from: From<bf16>, k: usize, n: usize, out: *mut bf16, stride: usize) -> pack::Right {
+        let From { at: b, ld: ldb, trans } = from;
+        pack::Right { b, ldb, trans, k, n, out, stride, at: 0, col: 0 }
+    }
+
+    fn right_units(&self, right: &pack::Right) -> usize {
+        right.units()
     }
 
     #[inline]
-    unsafe fn right(&self, b: *const bf16, ldb: usize, trans: bool, k: usize, n: usize, out: *mut bf16) {
-        // SAFETY: as above.
-        unsafe { if trans { pack::cols(b, ldb, k, n, out) } else { pack::rows(b, ldb, k, n, out) } }
+    unsafe fn pack_right(&self, right: &mut pack::Right, units: usize) {
+        // SAFETY: the caller's promise is the packer's; `Isa::Amx` includes AVX-512.
+        unsafe { right.advance(units) }
+    }
+
+    fn parts(k: usize) -> usize {
+        (k / 32).max(1)
     }
 
     #[inline]
     unsafe fn multiply(
         &self,
-        tiles: &Tiles,
+        guard: &mut Self::Guard,
         a: *const bf16,
         lda: usize,
         b: *const bf16,
         k: usize,
-        tile: *mut f32,
+        sums: *mut f32,
         accumulate: bool,
+        mut meanwhile: impl FnMut(&mut Self::Guard),
     ) {
-        // SAFETY: the caller's promise is the microkernel's.
-        unsafe { mm_32x32(tiles, a, lda, b, k / 32, tile, 32, accumulate) }
+        // SAFETY: the caller's promise is that of the unit.
+        unsafe {
+            guard.0.start(sums, 32, accumulate);
+            for step in 0..k / 32 {
+                guard.0.step(a.add(32 * step), lda, b.add(1024 * step));
+                meanwhile(guard);
+            }
+            guard.0.finish(sums, 32);
+        }
     }
 }
 
 /// The product of a machine with AMX.
 pub(super) fn run<C: Float>(threads: &Threads, job: Job<'_, bf16, C>) {
-    driver::run(threads, &Amx, Epilogue(Isa::Amx), job);
+    driver::run(threads, &Amx, job);
 }

@@ -1,20 +1,22 @@
 //! Cuts a product into pieces for the threads and each piece into 32x32 blocks.
 //!
 //! The right-hand side is packed once, into panels of 32 columns that all pieces share. A piece is a range of
-//! rows by a range of panels; for each block of k it packs 32 rows of the left-hand side, which then stay in
-//! the first-level cache while the panels stream by from the second.
+//! rows by a range of panels; for each block of k it packs 32 rows of the left-hand side, a strip, which then
+//! stays in the first-level cache while the panels stream by from the second.
 
 use super::GemmShape;
+use super::plan::Plan;
 use super::scratch::{PIECE, SHARED};
-use super::store::{Epilogue, Sums};
+use super::store::Finished;
+use crate::cpu::Isa;
 use ferrotron_tensor::{Float, Threads};
 use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Rows and columns of a block.
 pub(super) const TILE: usize = 32;
-/// Left-hand blocks are packed in slices of k of this length.
-const SLICE: usize = 32;
+/// The sums of a block.
+pub(super) type Sums = [[f32; TILE]; TILE];
 
 /// A block product in f32 and the packing it needs. Left-hand blocks are 32 rows, k contiguous; right-hand
 /// panels are 32 columns, and the part of a panel for k in `p..q` (multiples of `K_UNIT`) is its elements
@@ -22,48 +24,61 @@ const SLICE: usize = 32;
 pub(super) trait Block<T>: Sync {
     /// Element type of packed operands; any bits are a valid value.
     type Packed: Copy + Send + Sync;
-    /// What a thread holds while it multiplies.
+    /// What a thread holds during a piece of work.
     type Guard;
+    /// A left-hand block that is being packed.
+    type Left;
+    /// A right-hand side that is being packed.
+    type Right;
     /// k is padded with zeros to a multiple of this.
     const K_UNIT: usize;
     /// Longest k of one block product.
     const K_BLOCK: usize;
 
-    /// Prepares this thread for `multiply`.
+    /// The instruction-set level it uses.
+    fn isa(&self) -> Isa;
+    /// Prepares this thread for a piece of work.
     fn guard(&self) -> Self::Guard;
-    /// Packs `m <= 32` rows by `k` of op(A), whose first element is `a`, into 32 rows of `ldo` elements; rows
-    /// from `m` and columns from `k` to the next unit become zero.
+
+    /// Will pack `m <= 32` rows by `k` of op(A), that begin at `from`, into 32 rows of `ldo` elements; rows from
+    /// `m` and columns from `k` to the next multiple of `K_UNIT` become zero.
+    fn left(&self, from: From<T>, m: usize, k: usize, out: *mut Self::Packed, ldo: usize) -> Self::Left;
+    /// How many units of work that takes.
+    fn left_units(&self, left: &Self::Left) -> usize;
+    /// Does the next `units` of them, to the end at most.
     ///
     /// # Safety
-    /// Those elements are valid to read, and `out` to write.
-    unsafe fn left(
-        &self,
-        a: *const T,
-        lda: usize,
-        trans: bool,
-        m: usize,
-        k: usize,
-        out: *mut Self::Packed,
-        ldo: usize,
-    );
-    /// Packs `k` by `n <= 32` of op(B), whose first element is `b`, into a panel, zero outside.
+    /// The elements named in `left` are valid to read, and `out` to write.
+    unsafe fn pack_left(&self, guard: &mut Self::Guard, left: &mut Self::Left, units: usize);
+
+    /// Will pack `k` by `n` of op(B), that begin at `from`, into panels `stride` elements apart; what lies
+    /// outside becomes zero.
+    fn right(&self, from: From<T>, k: usize, n: usize, out: *mut Self::Packed, stride: usize) -> Self::Right;
+    /// How many units of work that takes.
+    fn right_units(&self, right: &Self::Right) -> usize;
+    /// Does the next `units` of them, to the end at most.
     ///
     /// # Safety
-    /// As for `left`.
-    unsafe fn right(&self, b: *const T, ldb: usize, trans: bool, k: usize, n: usize, out: *mut Self::Packed);
-    /// `tile[32][32] = a·b`, or `+=`; `k` is a multiple of the unit.
+    /// The elements named in `right` are valid to read, and `out` to write.
+    unsafe fn pack_right(&self, right: &mut Self::Right, units: usize);
+
+    /// How often a product of this `k` calls `meanwhile`.
+    fn parts(k: usize) -> usize;
+    /// `sums[32][32] = a·b`, or `+=`; `k` is a multiple of `K_UNIT`. Calls `meanwhile` now and then, for work to
+    /// be done beside the multiplication.
     ///
     /// # Safety
-    /// `a` has 32 rows of `k` elements `lda` apart, `b` is `32·k` elements, `tile` 1024; all 64-byte aligned.
+    /// `a` has 32 rows of `k` elements `lda` apart, `b` is `32·k` elements, `sums` 1024; all 64-byte aligned.
     unsafe fn multiply(
         &self,
-        guard: &Self::Guard,
+        guard: &mut Self::Guard,
         a: *const Self::Packed,
         lda: usize,
         b: *const Self::Packed,
         k: usize,
-        tile: *mut f32,
+        sums: *mut f32,
         accumulate: bool,
+        meanwhile: impl FnMut(&mut Self::Guard),
     );
 }
 
@@ -94,215 +109,235 @@ impl<'a, T, C> Job<'a, T, C> {
         Job { shape, a: a.as_ptr(), b: b.as_ptr(), bias, accumulate, c: c.as_mut_ptr(), borrows: PhantomData }
     }
 
-    /// Packs rows `row..row + m` (`m <= 32`) of op(A), `at..at + len` of padded k.
-    ///
-    /// # Safety
-    /// Rows and `at` are inside op(A); `out` takes 32 rows, `ldo` apart, of `len` elements.
-    unsafe fn left<K: Block<T>>(
-        &self,
-        block: &K,
-        at: usize,
-        len: usize,
-        row: usize,
-        m: usize,
-        out: *mut K::Packed,
-        ldo: usize,
-    ) {
-        let GemmShape { k, trans_a, lda, .. } = self.shape;
-        // SAFETY: the first element is inside A; k beyond its end is padding.
-        unsafe {
-            let a = self.a.add(if trans_a { at * lda + row } else { row * lda + at });
-            block.left(a, lda, trans_a, m, len.min(k - at), out, ldo);
-        }
+    fn a(&self) -> From<T> {
+        From { at: self.a, ld: self.shape.lda, trans: self.shape.trans_a }
     }
 
-    /// Packs panel `panel` of op(B).
-    ///
-    /// # Safety
-    /// The panel starts inside B; `out` takes 32 columns of padded k.
-    unsafe fn right<K: Block<T>>(&self, block: &K, panel: usize, out: *mut K::Packed) {
-        let GemmShape { n, k, trans_b, ldb, .. } = self.shape;
-        let col = panel * TILE;
-        if k > 0 {
-            // SAFETY: the panel's columns, to `n` at most, are inside B.
-            unsafe {
-                let b = self.b.add(if trans_b { col * ldb } else { col });
-                block.right(b, ldb, trans_b, k, (n - col).min(TILE), out);
-            }
-        }
-    }
-
-    /// Writes finished sums to `m` rows of C from `row, col`.
-    ///
-    /// # Safety
-    /// The rows and the first column are inside C, and no other thread writes this block.
-    unsafe fn store(&self, epilogue: Epilogue, sums: &Sums, row: usize, m: usize, col: usize)
-    where
-        T: Float,
-        C: Float,
-    {
-        let GemmShape { n, ldc, .. } = self.shape;
-        let n = (n - col).min(TILE);
-        let bias = self.bias.map(|b| &b[col..col + n]);
-        // SAFETY: `m` by `n` elements inside C.
-        unsafe { epilogue.store(sums, m, n, bias, self.accumulate, self.c.add(row * ldc + col), ldc) };
+    fn b(&self) -> From<T> {
+        From { at: self.b, ld: self.shape.ldb, trans: self.shape.trans_b }
     }
 }
 
-/// How a product is cut, from its shape alone.
-struct Plan {
-    /// k padded to the unit.
-    k: usize,
-    /// k of one block product.
-    k_block: usize,
-    /// Panels packed at a time, which bounds the scratch memory.
-    slab: usize,
-    /// Rows of a piece.
-    rows: usize,
-    /// Panels of a piece.
-    panels: usize,
+/// Part of an operand: its first element, elements from one stored row to the next, stored transposed?
+#[derive(Clone, Copy)]
+pub(super) struct From<T> {
+    pub(super) at: *const T,
+    pub(super) ld: usize,
+    pub(super) trans: bool,
 }
 
-impl Plan {
-    fn new(shape: &GemmShape, k_unit: usize, k_block: usize, packed_size: usize) -> Plan {
-        const SLAB_BYTES: usize = 8 << 20;
-        const PIECES: usize = 8;
-        let k = shape.k.next_multiple_of(k_unit);
-        let k_block = k.div_ceil(k.div_ceil(k_block).max(1)).max(1).next_multiple_of(k_unit);
-        let all = shape.n.div_ceil(TILE);
-        let slab = (SLAB_BYTES / (k * TILE * packed_size).max(1)).max(16).min(all.max(1));
-        let (mut rows, mut panels) = (256, 16);
-        // Enough pieces to share out, as long as they stay big enough to pay for packing their rows.
-        while shape.m.div_ceil(rows) * slab.div_ceil(panels) < PIECES && rows.max(panels * TILE) > 128 {
-            if rows >= panels * TILE { rows /= 2 } else { panels /= 2 }
-        }
-        Plan { k, k_block, slab, rows, panels }
+impl<T> From<T> {
+    /// The part that begins at this row and column of op(·). Wrapping, since of an empty operand there is none.
+    fn part(self, row: usize, col: usize) -> From<T> {
+        let at = if self.trans { col * self.ld + row } else { row * self.ld + col };
+        From { at: self.at.wrapping_add(at), ..self }
+    }
+}
+
+/// Packed panels `first..` of the right-hand side, `stride` elements apart.
+#[derive(Clone, Copy)]
+struct Panels<P> {
+    at: *mut P,
+    first: usize,
+    stride: usize,
+}
+
+// SAFETY: threads write disjoint parts while packing, and only read afterwards.
+unsafe impl<P: Send + Sync> Sync for Panels<P> {}
+
+impl<P> Panels<P> {
+    /// Panel `j`, from `at` of k.
+    fn panel(&self, j: usize, at: usize) -> *mut P {
+        self.at.wrapping_add((j - self.first) * self.stride + at * TILE)
     }
 }
 
 /// Computes the product with `block`.
-pub(super) fn run<T: Float, C: Float, K: Block<T>>(
-    threads: &Threads,
-    block: &K,
-    epilogue: Epilogue,
-    job: Job<'_, T, C>,
-) {
-    let shape = job.shape;
-    if shape.m == 0 || shape.n == 0 {
+pub(super) fn run<T: Float, C: Float, K: Block<T>>(threads: &Threads, block: &K, job: Job<'_, T, C>) {
+    let GemmShape { m, n, k, .. } = job.shape;
+    if m == 0 || n == 0 {
         return;
     }
     let size = size_of::<K::Packed>();
-    let plan = Plan::new(&shape, K::K_UNIT, K::K_BLOCK, size);
-    let all = shape.n.div_ceil(TILE);
+    let job = &job;
+    let plan = Plan::new(&job.shape, K::K_UNIT, K::K_BLOCK, size, threads.count());
+    let all = n.div_ceil(TILE);
     for first in (0..all).step_by(plan.slab) {
         let count = plan.slab.min(all - first);
+        let pieces = |packed: Option<Panels<K::Packed>>| {
+            let across = count.div_ceil(plan.panels);
+            threads.each(m.div_ceil(plan.rows) * across, &|p| {
+                let (row, col) = (p / across * plan.rows, first + p % across * plan.panels);
+                let rows = row..(row + plan.rows).min(m);
+                let cols = col..(col + plan.panels).min(first + count);
+                piece(block, job, &plan, packed.as_ref(), rows, cols);
+            });
+        };
+        if !plan.share {
+            pieces(None);
+            continue;
+        }
         SHARED.with(|s| {
             s.with(count * plan.k * TILE * size, |packed| {
-                let packed = Panels { at: packed.cast::<K::Packed>(), first, k: plan.k };
-                let grain = (1 << 15) / (plan.k * TILE).max(1);
-                threads.ranges(count, grain, &|r| {
-                    for j in r {
-                        // SAFETY: a panel of this slab; this thread alone writes it.
-                        unsafe { job.right(block, first + j, packed.panel(first + j)) };
-                    }
+                let packed = Panels { at: packed.cast::<K::Packed>(), first, stride: plan.k * TILE };
+                threads.ranges(k, plan.pack, &|part| {
+                    let (from, n) = (job.b().part(part.start, first * TILE), n.min((first + count) * TILE));
+                    let out = packed.panel(first, part.start);
+                    let mut right = block.right(from, part.len(), n - first * TILE, out, packed.stride);
+                    // SAFETY: these columns and this part of k are inside B; no other thread writes this part
+                    // of the panels.
+                    unsafe { block.pack_right(&mut right, usize::MAX) };
                 });
-                let across = count.div_ceil(plan.panels);
-                threads.each(shape.m.div_ceil(plan.rows) * across, &|p| {
-                    let (row, col) = (p / across * plan.rows, first + p % across * plan.panels);
-                    let rows = row..(row + plan.rows).min(shape.m);
-                    let cols = col..(col + plan.panels).min(first + count);
-                    piece(block, epilogue, &job, &plan, &packed, rows, cols);
-                });
+                pieces(Some(packed));
             });
         });
     }
 }
 
-/// The packed panels `first..` of the right-hand side, each `k * TILE` elements.
-struct Panels<P> {
-    at: *mut P,
-    first: usize,
-    k: usize,
-}
-
-// SAFETY: threads write disjoint panels while packing, and only read afterwards.
-unsafe impl<P: Send + Sync> Sync for Panels<P> {}
-
-impl<P> Panels<P> {
-    fn panel(&self, j: usize) -> *mut P {
-        self.at.wrapping_add((j - self.first) * self.k * TILE)
-    }
-}
-
-/// One piece: these rows by these panels.
+/// One piece: these rows by these panels. Without `shared` panels it packs its own, block of k by block of k.
 fn piece<T: Float, C: Float, K: Block<T>>(
     block: &K,
-    epilogue: Epilogue,
     job: &Job<'_, T, C>,
     plan: &Plan,
-    packed: &Panels<K::Packed>,
+    shared: Option<&Panels<K::Packed>>,
     rows: Range<usize>,
     panels: Range<usize>,
 ) {
-    let guard = block.guard();
+    let GemmShape { n, k, ldc, .. } = job.shape;
+    let mut guard = block.guard();
+    let width = panels.len();
+    let (col, cols) = (panels.start * TILE, (n - panels.start * TILE).min(width * TILE));
     let strips = rows.len().div_ceil(TILE);
     let chunks = plan.k.div_ceil(plan.k_block).max(1);
-    // From one block of k to the next the sums wait here. With one block only two blocks of sums are needed,
-    // the one being computed and the one being stored.
-    let blocks = if chunks == 1 { 2 } else { strips * panels.len() };
-    let left_len = TILE * plan.k_block;
-    let sums_bytes = blocks * size_of::<Sums>();
+    // From one block of k to the next all sums wait here. With one block of k only two blocks of them are
+    // needed, the one being computed and the one being stored.
+    let kept = if chunks == 1 { 2 } else { strips * width };
+    let (left_len, right_len) =
+        (TILE * plan.k_block, if shared.is_some() { 0 } else { width * TILE * plan.k_block });
+    let sums_bytes = kept * size_of::<Sums>();
+    let bias_bytes = width * size_of::<[f32; TILE]>();
+    let packed_bytes = 2 * (left_len + right_len) * size_of::<K::Packed>();
     PIECE.with(|s| {
-        s.with(sums_bytes + 2 * left_len * size_of::<K::Packed>(), |scratch| {
+        s.with(sums_bytes + bias_bytes + packed_bytes, |scratch| {
             let sums: *mut Sums = scratch.cast();
-            let left: *mut K::Packed = scratch.wrapping_add(sums_bytes).cast();
+            let bias: *mut [f32; TILE] = scratch.wrapping_add(sums_bytes).cast();
+            let left: *mut K::Packed = scratch.wrapping_add(sums_bytes + bias_bytes).cast();
+            let right = left.wrapping_add(2 * left_len);
+            // SAFETY: the part of the scratch meant for it, of plain numbers.
+            let bias = unsafe { std::slice::from_raw_parts_mut(bias, width) };
+            widen_bias(job.bias, n, col, bias.as_flattened_mut());
+            let bias = &*bias;
+
+            // The left-hand block of a step, a strip of rows by a block of k, and the right-hand side of a
+            // block of k: each is packed while the one before is in use.
             let left = |step: usize| left.wrapping_add(step % 2 * left_len);
-            let extent = |step: usize| {
+            let next_left = |step: usize| {
                 let (at, row) = (step / strips * plan.k_block, rows.start + step % strips * TILE);
-                (at, plan.k_block.min(plan.k - at), row, (rows.end - row).min(TILE))
+                let (m, k) = ((rows.end - row).min(TILE), plan.k_block.min(k - at));
+                block.left(job.a().part(row, at), m, k, left(step), plan.k_block)
             };
-            // Packs the part `part` of `parts` of a step's left-hand side.
-            let pack = |step: usize, part: usize, parts: usize| {
-                let (at, len, row, m) = extent(step);
-                let units = len.div_ceil(SLICE);
-                let (from, to) =
-                    (units * part / parts * SLICE, (units * (part + 1) / parts * SLICE).min(len));
-                if from < to {
-                    // SAFETY: these rows and this part of k are inside A; the buffer holds a block of k.
-                    unsafe {
-                        job.left(block, at + from, to - from, row, m, left(step).add(from), plan.k_block)
-                    };
-                }
+            let right = |chunk: usize| right.wrapping_add(chunk % 2 * right_len);
+            let next_right = |chunk: usize| {
+                let at = chunk * plan.k_block;
+                let k = plan.k_block.min(k - at);
+                block.right(job.b().part(at, col), k, cols, right(chunk), TILE * plan.k_block)
             };
-            let store = |(tile, row, m, panel): (*mut Sums, usize, usize, usize)| {
-                // SAFETY: the block is inside C and only this piece writes it; the sums are finished.
-                unsafe { job.store(epilogue, &*tile, row, m, panel * TILE) };
-            };
-            let mut finished = None;
-            pack(0, 0, 1);
-            for step in 0..chunks * strips {
-                let (at, len, row, m) = extent(step);
-                let (chunk, strip) = (step / strips, step % strips);
-                for (j, panel) in panels.clone().enumerate() {
-                    let tile = sums.wrapping_add((strip * panels.len() + j) % blocks);
-                    let right = packed.panel(panel).wrapping_add(at * TILE);
-                    // SAFETY: packed operands and sums are inside the scratch sized for them.
-                    unsafe {
-                        block.multiply(&guard, left(step), plan.k_block, right, len, tile.cast(), chunk > 0)
-                    };
-                    // The matrix unit works on its own for hundreds of cycles: meanwhile pack the rows that
-                    // come next and store the block that came before.
-                    if step + 1 < chunks * strips {
-                        pack(step + 1, j, panels.len());
-                    }
-                    if chunk + 1 == chunks
-                        && let Some(before) = finished.replace((tile, row, m, panel))
-                    {
-                        store(before);
-                    }
+
+            let mut storing: Option<Finished<'_, C>> = None;
+            let mut packing = next_left(0);
+            let mut packing_right = None;
+            // SAFETY: rows, columns and parts of k are inside the operands; the buffers hold a block of k.
+            unsafe {
+                block.pack_left(&mut guard, &mut packing, usize::MAX);
+                if shared.is_none() {
+                    block.pack_right(&mut next_right(0), usize::MAX);
                 }
             }
-            finished.into_iter().for_each(store);
+            for chunk in 0..chunks {
+                let at = chunk * plan.k_block;
+                let len = plan.k_block.min(plan.k - at);
+                let parts = K::parts(len);
+                let mut right_units = 0;
+                if shared.is_none() && chunk + 1 < chunks {
+                    let next = next_right(chunk + 1);
+                    right_units = block.right_units(&next).div_ceil(strips * width * parts);
+                    packing_right = Some(next);
+                }
+                for strip in 0..strips {
+                    let step = chunk * strips + strip;
+                    let row = rows.start + strip * TILE;
+                    if step + 1 < strips * chunks {
+                        packing = next_left(step + 1);
+                    }
+                    let left_units = block.left_units(&packing).div_ceil(width * parts);
+                    for (j, panel) in panels.clone().enumerate() {
+                        let tile = sums.wrapping_add((strip * width + j) % kept);
+                        let mut finished = (chunk + 1 == chunks).then(|| Finished {
+                            sums: tile,
+                            m: (rows.end - row).min(TILE),
+                            n: (n - panel * TILE).min(TILE),
+                            bias: &bias[j],
+                            accumulate: job.accumulate,
+                            c: job.c.wrapping_add(row * ldc + panel * TILE),
+                            ldc,
+                            fetched: 0,
+                            row: 0,
+                        });
+                        // The matrix unit works on its own for hundreds of cycles: meanwhile pack what comes
+                        // next and store what came before, a little at a time, so that neither the unit nor
+                        // the rest of the core runs dry.
+                        let block_rows = TILE.div_ceil(parts);
+                        let meanwhile = |guard: &mut K::Guard| {
+                            // SAFETY: as above; a finished block is inside C, and only this piece writes it.
+                            unsafe {
+                                block.pack_left(guard, &mut packing, left_units);
+                                if let Some(right) = &mut packing_right {
+                                    block.pack_right(right, right_units);
+                                }
+                                if let Some(block_before) = &mut storing {
+                                    block_before.advance(block.isa(), block_rows);
+                                }
+                                if let Some(finished) = &mut finished {
+                                    finished.fetch(block_rows);
+                                }
+                            }
+                        };
+                        let b = match shared {
+                            Some(packed) => packed.panel(panel, at),
+                            None => right(chunk).wrapping_add(j * TILE * plan.k_block),
+                        };
+                        // SAFETY: packed operands and sums are inside the scratch sized for them.
+                        unsafe {
+                            let (a, lda) = (left(step), plan.k_block);
+                            block.multiply(&mut guard, a, lda, b, len, tile.cast(), chunk > 0, meanwhile);
+                        }
+                        if let Some(mut before) = std::mem::replace(&mut storing, finished) {
+                            // SAFETY: as above.
+                            unsafe { before.advance(block.isa(), usize::MAX) };
+                        }
+                    }
+                    // SAFETY: as above.
+                    unsafe { block.pack_left(&mut guard, &mut packing, usize::MAX) };
+                }
+                if let Some(mut right) = packing_right.take() {
+                    // SAFETY: as above.
+                    unsafe { block.pack_right(&mut right, usize::MAX) };
+                }
+            }
+            if let Some(mut last) = storing {
+                // SAFETY: as above.
+                unsafe { last.advance(block.isa(), usize::MAX) };
+            }
         });
     });
+}
+
+/// The bias of the columns from `col`, zero where there is none.
+fn widen_bias<T: Float>(bias: Option<&[T]>, n: usize, col: usize, out: &mut [f32]) {
+    out.fill(0.0);
+    if let Some(bias) = bias {
+        for (o, b) in out.iter_mut().zip(&bias[col..n]) {
+            *o = b.to_f32();
+        }
+    }
 }

@@ -10,6 +10,7 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod driver;
+mod plan;
 mod scratch;
 mod store;
 #[cfg(target_arch = "x86_64")]

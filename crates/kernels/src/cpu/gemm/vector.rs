@@ -1,66 +1,118 @@
 //! f32 blocks on vector units. bf16 operands are widened while they are packed, so both types run at the same
 //! speed.
 
-use super::driver::{self, Block, Job, TILE};
-use super::store::Epilogue;
+use super::driver::{self, Block, From, Job, TILE};
 use crate::cpu::{Isa, multiversion};
 use ferrotron_tensor::{Float, Threads};
 
 /// Blocks of f32 with the instructions of this level.
 struct Vector(Isa);
 
+/// An operand being packed: where it is, its rows and columns (k is the columns of a left-hand block and the
+/// rows of a right-hand side), where to, elements between rows (left) or panels (right), and the next unit.
+struct Packing<T> {
+    from: From<T>,
+    rows: usize,
+    cols: usize,
+    out: *mut f32,
+    stride: usize,
+    unit: usize,
+}
+
 impl<T: Float> Block<T> for Vector {
     type Packed = f32;
     type Guard = ();
+    type Left = Packing<T>;
+    type Right = Packing<T>;
     const K_UNIT: usize = 1;
     /// Both operands of a block product then fit the first-level cache.
     const K_BLOCK: usize = 128;
 
+    fn isa(&self) -> Isa {
+        self.0
+    }
+
     fn guard(&self) {}
 
-    unsafe fn left(
-        &self,
-        a: *const T,
-        lda: usize,
-        trans: bool,
-        m: usize,
-        k: usize,
-        out: *mut f32,
-        ldo: usize,
-    ) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            if trans {
-                flip(self.0, a, lda, k, m, out, ldo)
-            } else {
-                copy(self.0, a, lda, m, k, out, ldo)
-            }
-            for row in m..TILE {
-                std::slice::from_raw_parts_mut(out.add(row * ldo), k).fill(0.0);
+    fn left(&self, from: From<T>, m: usize, k: usize, out: *mut f32, ldo: usize) -> Packing<T> {
+        Packing { from, rows: m, cols: k, out, stride: ldo, unit: 0 }
+    }
+
+    /// A row, or 32 columns of a transposed block.
+    fn left_units(&self, left: &Packing<T>) -> usize {
+        if left.from.trans || left.cols == 0 { left.cols.div_ceil(32) } else { TILE }
+    }
+
+    unsafe fn pack_left(&self, _: &mut (), left: &mut Packing<T>, units: usize) {
+        let Packing { from: From { at: a, ld, trans }, rows: m, cols: k, out, stride, unit: first } = *left;
+        left.unit = first.saturating_add(units).min(self.left_units(left));
+        for unit in first..left.unit {
+            // SAFETY: 32 columns, or one row, of what the caller promised.
+            unsafe {
+                if trans {
+                    let (at, len) = (32 * unit, (k - 32 * unit).min(32));
+                    flip(self.0, a.add(at * ld), ld, len, m, out.add(at), stride);
+                    for row in m..TILE {
+                        out.add(row * stride + at).write_bytes(0, len);
+                    }
+                } else if unit < m {
+                    copy(self.0, a.add(unit * ld), ld, 1, k, out.add(unit * stride), stride);
+                } else {
+                    out.add(unit * stride).write_bytes(0, k);
+                }
             }
         }
     }
 
-    unsafe fn right(&self, b: *const T, ldb: usize, trans: bool, k: usize, n: usize, out: *mut f32) {
-        // SAFETY: the caller's promise.
-        unsafe {
-            if n < TILE {
-                std::slice::from_raw_parts_mut(out, k * TILE).fill(0.0);
+    fn right(&self, from: From<T>, k: usize, n: usize, out: *mut f32, stride: usize) -> Packing<T> {
+        Packing { from, rows: k, cols: n, out, stride, unit: 0 }
+    }
+
+    /// A row, or a panel of a transposed right-hand side.
+    fn right_units(&self, right: &Packing<T>) -> usize {
+        if right.from.trans { right.cols.div_ceil(TILE) } else { right.rows }
+    }
+
+    unsafe fn pack_right(&self, right: &mut Packing<T>, units: usize) {
+        let Packing { from: From { at: b, ld, trans }, rows: k, cols, out, stride, unit: first } = *right;
+        right.unit = first.saturating_add(units).min(self.right_units(right));
+        for unit in first..right.unit {
+            let (panels, row) = if trans { (unit..unit + 1, 0) } else { (0..cols.div_ceil(TILE), unit) };
+            for panel in panels {
+                let col = panel * TILE;
+                let n = (cols - col).min(TILE);
+                // SAFETY: one row, or all, of one panel of what the caller promised.
+                unsafe {
+                    let out = out.add(panel * stride + row * TILE);
+                    if n < TILE {
+                        out.write_bytes(0, TILE * if trans { k } else { 1 });
+                    }
+                    if trans {
+                        flip(self.0, b.add(col * ld), ld, n, k, out, TILE);
+                    } else {
+                        copy(self.0, b.add(row * ld + col), ld, 1, n, out, TILE);
+                    }
+                }
             }
-            if trans { flip(self.0, b, ldb, n, k, out, TILE) } else { copy(self.0, b, ldb, k, n, out, TILE) }
         }
+    }
+
+    fn parts(_: usize) -> usize {
+        1
     }
 
     unsafe fn multiply(
         &self,
-        _: &(),
+        guard: &mut (),
         a: *const f32,
         lda: usize,
         b: *const f32,
         k: usize,
         tile: *mut f32,
         accumulate: bool,
+        mut meanwhile: impl FnMut(&mut ()),
     ) {
+        meanwhile(guard);
         // SAFETY: the caller's promise; the level comes from `Isa::detect` or `Isa::all`, which ask the CPU.
         unsafe {
             match self.0 {
@@ -274,5 +326,5 @@ mod x86 {
 
 /// The product on vectors of f32.
 pub(super) fn run<T: Float, C: Float>(threads: &Threads, isa: Isa, job: Job<'_, T, C>) {
-    driver::run(threads, &Vector(isa), Epilogue(isa), job);
+    driver::run(threads, &Vector(isa), job);
 }
