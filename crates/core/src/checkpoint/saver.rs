@@ -48,6 +48,15 @@ impl Saver {
         self
     }
 
+    /// Delete what a crash between a save and its tidying left beyond the number to keep. Call it once the newest
+    /// checkpoint is known to be whole: older ones are what is left if it is not.
+    pub fn tidy(&self) -> Result<()> {
+        match (self.keep, folder::latest(&self.dir)?) {
+            (Some(keep), Some(newest)) => folder::prune(&self.dir, keep, &newest),
+            _ => Ok(()),
+        }
+    }
+
     /// Begin to write `snapshot` and return. Waits for the write before it if that is still under way; if that
     /// one failed, its error is returned and this snapshot is not written.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {

@@ -75,6 +75,7 @@ impl Run {
         let log = match checkpoint::latest(&checkpoints)? {
             Some(path) => {
                 trainer.restore(&checkpoint::load(&path)?)?;
+                saver.tidy()?;
                 EventLog::resume(&log, trainer.step)?
             }
             None => {
