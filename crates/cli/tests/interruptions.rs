@@ -1,5 +1,6 @@
 //! A run that is killed or asked to stop, and the same command again: it ends as if nothing had happened.
 #![cfg(unix)]
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod support;
 

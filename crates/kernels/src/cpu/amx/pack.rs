@@ -135,6 +135,41 @@ pub(crate) struct Left {
     pub(crate) unit: usize,
 }
 
+/// Packs a whole left-hand block `a[m, k]`; see [`Left`].
+///
+/// # Safety
+/// The memory is as [`Left`] says; the CPU has AVX-512 F/BW/DQ/VL.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(crate) unsafe fn left(a: *const bf16, lda: usize, m: usize, k: usize, out: *mut bf16, ldo: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { whole_left(Left { a, lda, trans: false, m, k, out, ldo, at: 0, unit: 0 }) };
+}
+
+/// As [`left`], from the transpose `a[k, m]`.
+///
+/// # Safety
+/// As for [`left`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(crate) unsafe fn left_transposed(
+    a: *const bf16,
+    lda: usize,
+    m: usize,
+    k: usize,
+    out: *mut bf16,
+    ldo: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe { whole_left(Left { a, lda, trans: true, m, k, out, ldo, at: 0, unit: 0 }) };
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn whole_left(mut block: Left) {
+    let mut pairs = [Words([0; 256]), Words([0; 256])];
+    // SAFETY: the caller's promise.
+    unsafe { block.advance(&mut pairs, usize::MAX) };
+}
+
 /// Units of one step of a transposed block: 16 pairs of rows to interleave, then 2 transposes in 4 parts each.
 const TRANSPOSED_UNITS: usize = 24;
 

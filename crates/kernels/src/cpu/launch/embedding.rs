@@ -4,13 +4,13 @@ use crate::cpu::embedding::{embedding, embedding_backward};
 use crate::cpu::vocab::Shard;
 use ferrotron_tensor::{Result, Stream, Tensor, read, shape_error, write};
 
-/// Rows of the table and their width, with everything checked against them.
-fn check(op: &'static str, ids: &Tensor, table: &Tensor, y: &Tensor) -> Result<(Shard, usize)> {
+/// Rows of the table, with everything checked against it.
+fn check(op: &'static str, ids: &Tensor, table: &Tensor, y: &Tensor) -> Result<Shard> {
     match (ids.shape(), table.shape(), y.shape()) {
         ([t], [v, h], [t2, h2])
             if t == t2 && h == h2 && ids.is_contiguous() && table.is_contiguous() && y.is_contiguous() =>
         {
-            Ok((Shard::whole(*v), *h))
+            Ok(Shard::whole(*v))
         }
         (i, t, y) => shape_error(op, format!("ids {i:?}, table {t:?}, rows {y:?} do not belong together")),
     }
@@ -27,10 +27,10 @@ impl EmbeddingKernels for CpuKernels {
         y: &Tensor,
     ) -> Result<()> {
         const OP: &str = "embedding_forward";
-        let (shard, width) = check(OP, ids, table, y)?;
+        let shard = check(OP, ids, table, y)?;
         s.launch(OP, &[read(ids), read(table), write(y)], |l| {
             floats!(OP, y.dtype(), T => embedding::<T, i32>(
-                l.threads(), self.isa, width, l.slice(0)?, l.slice(1)?, shard, scale, add, l.slice_mut(2)?,
+                l.threads(), self.isa, l.slice(0)?, l.slice(1)?, shard, scale, add, l.slice_mut(2)?,
             ))
         })
     }
@@ -45,10 +45,10 @@ impl EmbeddingKernels for CpuKernels {
         dtable: &Tensor,
     ) -> Result<()> {
         const OP: &str = "embedding_backward";
-        let (shard, width) = check(OP, ids, dtable, dy)?;
+        let shard = check(OP, ids, dtable, dy)?;
         s.launch(OP, &[read(ids), read(dy), write(dtable)], |l| {
             floats!(OP, dy.dtype(), T => embedding_backward::<T, i32>(
-                l.threads(), self.isa, width, l.slice(0)?, l.slice(1)?, shard, scale, accumulate, l.slice_mut(2)?,
+                l.threads(), self.isa, l.slice(0)?, l.slice(1)?, shard, scale, accumulate, l.slice_mut(2)?,
             ))
         })
     }
