@@ -6,8 +6,9 @@ use crate::expected::hf_tensors;
 use crate::plan::Plan;
 use ferrotron_core::model::Model;
 use ferrotron_core::model::generate::to_host;
+use ferrotron_core::parity::{Kind, Outcome};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
-use ferrotron_core::train::{targets, weighted};
+use ferrotron_core::train::{LogicalValues, targets, weighted};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
@@ -32,6 +33,9 @@ pub struct ForwardInput {
     pub sequence: usize,
 }
 
+/// Name, shape and values of a gradient.
+pub type Gradient = (String, Vec<usize>, Vec<f32>);
+
 /// Logits `[batch, sequence, V]`, loss and gradients.
 #[derive(Clone, Debug)]
 pub struct ForwardOutput {
@@ -42,7 +46,7 @@ pub struct ForwardOutput {
     /// Mean cross-entropy over valid shifted labels; absent without labels.
     pub loss: Option<f32>,
     /// Name, shape and values of every gradient; empty without backward.
-    pub gradients: Vec<(String, Vec<usize>, Vec<f32>)>,
+    pub gradients: Vec<Gradient>,
 }
 
 /// Reads `input_ids` and, where present, `labels`, `position_ids`, `cu_seqlens` (i64 or i32).
@@ -159,10 +163,7 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 }
 
 /// Gradients of logical tensors as the tensors of the folder.
-fn gradients(
-    plan: &Plan,
-    logical: &HashMap<String, Vec<f32>>,
-) -> Result<Vec<(String, Vec<usize>, Vec<f32>)>> {
+fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
     for t in hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())? {
         let mut values = Vec::new();
@@ -198,4 +199,18 @@ pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
     }
     writer.finish()?;
     Ok(())
+}
+
+impl From<ForwardOutput> for Outcome {
+    /// As one side of a comparison.
+    fn from(out: ForwardOutput) -> Outcome {
+        let named = |(name, shape, values)| LogicalValues { name, shape, values };
+        let logits = LogicalValues { name: "logits".into(), shape: out.shape, values: out.logits };
+        let gradients = out.gradients.into_iter().map(named).collect();
+        Outcome {
+            loss: out.loss.map(f64::from),
+            lr: 0.0,
+            tensors: vec![(Kind::Logits, vec![logits]), (Kind::Gradient, gradients)],
+        }
+    }
 }
