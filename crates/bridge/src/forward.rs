@@ -6,8 +6,9 @@ use crate::expected::hf_tensors;
 use crate::plan::Plan;
 use ferrotron_core::model::Model;
 use ferrotron_core::model::generate::to_host;
+use ferrotron_core::parity::{Kind, Outcome};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
-use ferrotron_core::train::{targets, weighted};
+use ferrotron_core::train::{LogicalValues, targets, weighted};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
@@ -32,8 +33,8 @@ pub struct ForwardInput {
     pub sequence: usize,
 }
 
-/// Name, shape and row-major values.
-pub type NamedTensor = (String, Vec<usize>, Vec<f32>);
+/// Name, shape and values of a gradient.
+pub type Gradient = (String, Vec<usize>, Vec<f32>);
 
 /// Logits `[batch, sequence, V]`, loss and gradients.
 #[derive(Clone, Debug)]
@@ -44,8 +45,8 @@ pub struct ForwardOutput {
     pub shape: Vec<usize>,
     /// Mean cross-entropy over valid shifted labels; absent without labels.
     pub loss: Option<f32>,
-    /// Every gradient; empty without backward.
-    pub gradients: Vec<NamedTensor>,
+    /// Name, shape and values of every gradient; empty without backward.
+    pub gradients: Vec<Gradient>,
 }
 
 /// Reads `input_ids` and, where present, `labels`, `position_ids`, `cu_seqlens` (i64 or i32).
@@ -162,7 +163,7 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 }
 
 /// Gradients of logical tensors as the tensors of the folder.
-fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<NamedTensor>> {
+fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
     for t in hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())? {
         let mut values = Vec::new();
@@ -198,4 +199,18 @@ pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
     }
     writer.finish()?;
     Ok(())
+}
+
+impl From<ForwardOutput> for Outcome {
+    /// As one side of a comparison.
+    fn from(out: ForwardOutput) -> Outcome {
+        let named = |(name, shape, values)| LogicalValues { name, shape, values };
+        let logits = LogicalValues { name: "logits".into(), shape: out.shape, values: out.logits };
+        let gradients = out.gradients.into_iter().map(named).collect();
+        Outcome {
+            loss: out.loss.map(f64::from),
+            lr: 0.0,
+            tensors: vec![(Kind::Logits, vec![logits]), (Kind::Gradient, gradients)],
+        }
+    }
 }

@@ -98,6 +98,7 @@ pub enum Command {
     #[command(long_about = convert::LONG)]
     Convert(convert::Args),
     /// Continue a text
+    #[command(long_about = generate::LONG)]
     Generate(generate::Args),
     /// Prepare training data
     Data(data::Args),

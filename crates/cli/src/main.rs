@@ -1,8 +1,5 @@
 //! The `ferrotron` binary: argument parsing and presentation, nothing else.
 
-// Until the bodies of the commands that run models use what is here for them.
-#![allow(dead_code)]
-
 mod args;
 mod commands;
 mod format;

@@ -69,7 +69,11 @@ pub fn usage(error: &clap::Error) -> ExitCode {
 
 /// Reports why a command failed: one sentence, and a hint where there is one.
 pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
-    let (hint, code) = match error.downcast_ref::<ferrotron_core::Error>() {
+    let core = error.downcast_ref::<ferrotron_core::Error>().or_else(|| match error.downcast_ref() {
+        Some(ferrotron_bridge::Error::Core(e)) => Some(&**e),
+        _ => None,
+    });
+    let (hint, code) = match core {
         Some(e @ ferrotron_core::Error::Config { .. }) => (e.hint(), USAGE),
         Some(e) => (e.hint(), FAILED),
         None => match error.downcast_ref::<Usage>() {

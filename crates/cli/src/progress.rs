@@ -6,6 +6,7 @@ use crate::format;
 use crate::output;
 use ferrotron_core::events::{Ending, Event, Step};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::cell::Cell;
 use std::io::{IsTerminal, Write};
 use std::time::{Duration, Instant};
 
@@ -89,6 +90,49 @@ impl Progress {
     fn measure(&mut self, step: &Step) {
         if step.seconds > 0.0 && step.seconds.is_finite() {
             self.pace = Some(self.pace.map_or(step.seconds, |p| 0.9 * p + 0.1 * step.seconds));
+        }
+    }
+}
+
+/// How far a long job is: a bar on a terminal, a line now and then elsewhere, nothing with `--json`.
+pub struct Gauge {
+    what: &'static str,
+    bar: Option<ProgressBar>,
+    quiet: bool,
+    last: Cell<Instant>,
+}
+
+impl Gauge {
+    /// A job described by `what` ("reading", "writing").
+    pub fn new(global: &Global, what: &'static str) -> Gauge {
+        let bar = (!global.json && std::io::stderr().is_terminal()).then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{bar:24} {percent} %  {msg}, {eta} left")
+                .unwrap_or_else(|_| ProgressStyle::default_bar());
+            bar.set_style(style.progress_chars("━╸ "));
+            bar.set_message(what);
+            bar
+        });
+        Gauge { what, bar, quiet: global.json, last: Cell::new(Instant::now()) }
+    }
+
+    /// `done` of `total` are done.
+    pub fn set(&self, done: u64, total: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+        } else if !self.quiet && self.last.get().elapsed() >= EVERY {
+            self.last.set(Instant::now());
+            let share = done as f64 / total.max(1) as f64 * 1e2;
+            let _ = writeln!(std::io::stderr(), "{}: {share:.0} %", self.what);
+        }
+    }
+}
+
+impl Drop for Gauge {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
         }
     }
 }

@@ -9,15 +9,22 @@ use std::path::{Path, PathBuf};
 pub(super) struct Folder {
     making: PathBuf,
     wanted: PathBuf,
+    overwrite: bool,
     published: bool,
 }
 
 impl Folder {
-    pub fn beside(wanted: &Path) -> Result<Folder> {
+    /// With `overwrite`, a Hugging Face folder may be there and is replaced; anything else never is.
+    pub fn beside(wanted: &Path, overwrite: bool) -> Result<Folder> {
         if let Ok(mut entries) = fs::read_dir(wanted) {
-            if entries.next().is_some() {
-                let what = "already exists and is not empty; choose another folder or remove it".into();
-                return Err(Error::Output { path: wanted.into(), what });
+            if entries.next().is_some() && !(overwrite && wanted.join("config.json").is_file()) {
+                let what = match overwrite {
+                    false => "already exists and is not empty; choose another folder or remove it",
+                    true => {
+                        "is not a Hugging Face folder, so it is not replaced; choose another folder or remove it"
+                    }
+                };
+                return Err(Error::Output { path: wanted.into(), what: what.into() });
             }
         } else if wanted.symlink_metadata().is_ok() {
             let what = "already exists and is not a folder; choose another name".into();
@@ -42,11 +49,16 @@ impl Folder {
             partial.push(format!(".partial-{}-{attempt}", std::process::id()));
             let making = parent.join(partial);
             match fs::create_dir(&making) {
-                Ok(()) => return Ok(Folder { making, wanted: wanted.into(), published: false }),
+                Ok(()) => return Ok(Folder { making, wanted: wanted.into(), overwrite, published: false }),
                 Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && attempt < 1000 => attempt += 1,
                 Err(e) => return Err(Error::io(&making, "create", e)),
             }
         }
+    }
+
+    /// Where files go while it is made.
+    pub fn dir(&self) -> &Path {
+        &self.making
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -64,12 +76,24 @@ impl Folder {
     /// Makes the folder appear under its name.
     pub fn publish(mut self) -> Result<()> {
         sync_dir(&self.making)?;
-        if self.wanted.is_dir() {
+        // What is replaced goes aside first and comes back should its successor not arrive.
+        let aside = self.making.with_extension("replaced");
+        let replaces = self.overwrite && self.wanted.is_dir();
+        if replaces {
+            fs::rename(&self.wanted, &aside).map_err(|e| Error::io(&self.wanted, "replace", e))?;
+        } else if self.wanted.is_dir() {
             fs::remove_dir(&self.wanted).map_err(|e| Error::io(&self.wanted, "replace", e))?;
         }
-        fs::rename(&self.making, &self.wanted)
-            .map_err(|e| Error::io(&self.wanted, "rename into place", e))?;
+        fs::rename(&self.making, &self.wanted).map_err(|e| {
+            if replaces {
+                drop(fs::rename(&aside, &self.wanted));
+            }
+            Error::io(&self.wanted, "rename into place", e)
+        })?;
         self.published = true;
+        if replaces {
+            fs::remove_dir_all(&aside).map_err(|e| Error::io(&aside, "remove", e))?;
+        }
         match self.wanted.parent() {
             Some(p) if !p.as_os_str().is_empty() => sync_dir(p),
             _ => sync_dir(Path::new(".")),
@@ -110,7 +134,7 @@ fn is_companion(name: &str) -> bool {
 }
 
 /// Copies tokenizer files, generation defaults and licences.
-pub(super) fn copy_companions(from: &Path, folder: &Folder) -> Result<()> {
+pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
     let entries = fs::read_dir(from).map_err(|e| Error::io(from, "list", e))?;
     for entry in entries {
         let entry = entry.map_err(|e| Error::io(from, "list", e))?;
@@ -121,7 +145,7 @@ pub(super) fn copy_companions(from: &Path, folder: &Folder) -> Result<()> {
         if !path.is_file() {
             continue;
         }
-        let to = folder.path(name);
+        let to = into.join(name);
         fs::copy(&path, &to)
             .and_then(|_| fs::OpenOptions::new().write(true).open(&to)?.sync_all())
             .map_err(|e| Error::io(&path, "copy", e))?;

@@ -9,7 +9,8 @@ use crate::error::{Error, Result};
 use crate::plan::{Plan, Role};
 use crate::shards::INDEX;
 use ferrotron_tensor::DType;
-use folder::{Folder, copy_companions};
+use folder::Folder;
+pub(crate) use folder::copy_companions;
 use layout::{OutFile, OutTensor, layout};
 use std::collections::HashMap;
 use std::path::Path;
@@ -29,13 +30,24 @@ pub struct ExportOptions<'a> {
     pub max_shard_bytes: u64,
     /// The folder the model came from: same names, order, files and headers, and its tokenizer files.
     pub reference: Option<&'a Plan>,
+    /// A folder whose tokenizer files are copied; the reference's unless given.
+    pub companions: Option<&'a Path>,
     /// Further files by name (a tokenizer for a natively trained model, say).
     pub more: &'a [(&'a str, &'a str)],
+    /// Replace a Hugging Face folder that is in the way.
+    pub overwrite: bool,
 }
 
 impl Default for ExportOptions<'_> {
     fn default() -> Self {
-        ExportOptions { dtype: None, max_shard_bytes: 5_000_000_000, reference: None, more: &[] }
+        ExportOptions {
+            dtype: None,
+            max_shard_bytes: 5_000_000_000,
+            reference: None,
+            companions: None,
+            more: &[],
+            overwrite: false,
+        }
     }
 }
 
@@ -49,7 +61,7 @@ pub struct Exported {
 }
 
 /// Writes `config.json`, the weights (and their index, if there are several files) and, with a reference, its
-/// tokenizer files to `out_dir`, which must not exist or be empty. The folder is made beside it, synced and
+/// tokenizer files to `out_dir`, which must not exist or be empty unless it may be replaced. The folder is made beside it, synced and
 /// renamed, so that it appears whole or not at all. Memory: one tensor.
 pub fn export(
     out_dir: &Path,
@@ -58,7 +70,7 @@ pub fn export(
     options: &ExportOptions,
 ) -> Result<Exported> {
     let plan = layout(config, options)?;
-    let folder = Folder::beside(out_dir)?;
+    let folder = Folder::beside(out_dir, options.overwrite)?;
     let retyped = options.dtype.map(|d| config.with_dtype(d));
     folder.write("config.json", retyped.as_ref().unwrap_or(config).text().as_bytes())?;
     for file in &plan.files {
@@ -67,8 +79,8 @@ pub fn export(
     if let Some(index) = &plan.index {
         folder.write(INDEX, index.as_bytes())?;
     }
-    if let Some(reference) = options.reference {
-        copy_companions(reference.dir(), &folder)?;
+    if let Some(from) = options.companions.or(options.reference.map(Plan::dir)) {
+        copy_companions(from, folder.dir())?;
     }
     for (name, text) in options.more {
         folder.write(name, text.as_bytes())?;

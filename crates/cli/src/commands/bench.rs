@@ -4,7 +4,7 @@ use crate::args::Global;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_core::bench;
-use ferrotron_core::config::{Precision, Recipe};
+use ferrotron_core::config::{Precision, Recipe, Resolved};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, Watch, human};
 use std::process::ExitCode;
@@ -72,6 +72,12 @@ pub struct Kernels {
     /// Seconds per kernel
     #[arg(long, value_name = "S", default_value_t = 0.5)]
     pub seconds: f64,
+    /// Element type of compute: f32 or bf16 [default: the recipe's]
+    #[arg(long, value_name = "DTYPE")]
+    pub dtype: Option<Precision>,
+    /// Change a key of the recipe; may be given many times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
 }
 
 /// Runs the command.
@@ -79,19 +85,24 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     global.require_cpu()?;
     match args.command {
         Command::Train(args) => train(&args, global),
-        Command::Kernels(_) => anyhow::bail!("this build cannot measure kernels yet"),
+        Command::Kernels(args) => super::bench_kernels::run(&args, global),
     }
 }
 
-fn train(args: &Train, global: &Global) -> Result<ExitCode> {
-    let mut recipe = Recipe::open(&args.work)?;
-    for assignment in &args.set {
+/// The work, with what the command line says laid over it.
+pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> Result<Resolved> {
+    let mut recipe = Recipe::open(work)?;
+    for assignment in set {
         recipe.set(assignment)?;
     }
-    if let Some(dtype) = args.dtype {
+    if let Some(dtype) = dtype {
         recipe.put_key("precision.dtype", dtype.name())?;
     }
-    let resolved = recipe.resolve(None)?;
+    Ok(ferrotron_bridge::recipe::resolve(&mut recipe)?.0)
+}
+
+fn train(args: &Train, global: &Global) -> Result<ExitCode> {
+    let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let dtype = resolved.config.precision.dtype;
     let rank = Rank::cpu_watched(global.threads, 1234, Watch { order: false, time: args.profile })?;
     let peak = match args.peak {

@@ -1,8 +1,12 @@
 //! `convert`: Hugging Face folder to checkpoint and back.
 
 use crate::args::Global;
+use crate::progress::Gauge;
+use crate::{format, output};
 use anyhow::Result;
+use ferrotron_bridge::transfer::{TransferOptions, transfer};
 use ferrotron_core::config::Precision;
+use ferrotron_tensor::human;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -11,8 +15,10 @@ pub const LONG: &str = "\
 Convert between a Hugging Face folder and a checkpoint of ours.
 
 The direction follows from what FROM is: a folder with config.json and .safetensors files becomes a checkpoint; a
-checkpoint, or a run folder (its newest checkpoint), becomes a Hugging Face folder. TO must not exist unless
---overwrite is given, and is only there once it is complete.";
+checkpoint, or a run folder (its newest checkpoint), becomes a Hugging Face folder, with the names and tokenizer of the
+folder it was trained or converted from where that is known. TO must not exist unless --overwrite is given, and is only
+there once it is complete. A checkpoint made here holds weights and no run: `train --set model.hf=CHECKPOINT` starts one
+from it, `generate` writes with it.";
 
 const AFTER: &str = "\
 Examples:
@@ -40,6 +46,39 @@ pub struct Args {
 }
 
 /// Runs the command.
-pub fn run(_args: Args, _global: &Global) -> Result<ExitCode> {
-    anyhow::bail!("this build cannot convert yet")
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    let gauge = Gauge::new(global, "converting");
+    let options = TransferOptions {
+        dtype: args.dtype.map(Precision::dtype),
+        like: args.like.as_deref(),
+        overwrite: args.overwrite,
+        progress: &|done, total| gauge.set(done, total),
+    };
+    let done = transfer(&args.from, &args.to, &options)?;
+    drop(gauge);
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "from": done.from,
+            "to": args.to,
+            "kind": if done.hugging_face { "huggingface" } else { "checkpoint" },
+            "family": done.family,
+            "parameters": done.parameters,
+            "bytes": done.bytes,
+            "like": done.like,
+            "tokenizer": done.tokenizer,
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let kind = if done.hugging_face { "Hugging Face folder" } else { "checkpoint" };
+    let like = done.like.map(|l| format!(", with the files of {}", l.display())).unwrap_or_default();
+    let tokenizer = if done.tokenizer { "" } else { "; no tokenizer came with it" };
+    output::print(&format!(
+        "{} -> {}: {kind} of the family {}, {} parameters, {}{like}{tokenizer}\n",
+        done.from.display(),
+        args.to.display(),
+        done.family,
+        format::count(done.parameters),
+        human(done.bytes as usize),
+    ))?;
+    Ok(ExitCode::SUCCESS)
 }

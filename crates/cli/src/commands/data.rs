@@ -1,9 +1,14 @@
 //! `data build`: text to token files.
 
 use crate::args::Global;
+use crate::progress::Gauge;
+use crate::{format, output};
 use anyhow::Result;
+use ferrotron_bridge::dataset::{DatasetOptions, Eod, build, pair};
+use ferrotron_tensor::human;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
 const LONG: &str = "\
 Turn text or JSONL into a .bin/.idx pair that `train` maps into memory.
@@ -61,7 +66,52 @@ pub struct Build {
 }
 
 /// Runs the command.
-pub fn run(args: Args, _global: &Global) -> Result<ExitCode> {
-    let Command::Build(_args) = args.command;
-    anyhow::bail!("this build cannot prepare data yet")
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    let Command::Build(args) = args.command;
+    let gauge = Gauge::new(global, "tokenizing");
+    let options = DatasetOptions {
+        inputs: &args.input,
+        prefix: &args.output,
+        tokenizer: args.tokenizer.as_deref(),
+        field: &args.field,
+        eod: match (args.no_eod, args.eod) {
+            (true, _) => Eod::None,
+            (false, Some(id)) => Eod::Id(id),
+            (false, None) => Eod::Derived,
+        },
+        overwrite: args.overwrite,
+    };
+    let begin = Instant::now();
+    let built = build(&options, &|done, total| gauge.set(done, total))?;
+    drop(gauge);
+    let (seconds, s) = (begin.elapsed().as_secs_f64(), built.summary);
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "files": pair(&args.output),
+            "documents": s.documents,
+            "skipped": s.skipped,
+            "tokens": s.tokens,
+            "bytes": s.bytes,
+            "vocab": built.vocab,
+            "eod": built.eod,
+            "token_type": built.token_type.name(),
+            "seconds": seconds,
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let [bin, idx] = pair(&args.output);
+    let skipped = match s.skipped {
+        0 => String::new(),
+        n => format!(" ({} empty ones left out)", format::thousands(n)),
+    };
+    let row = |name: &str, value: String| vec![format!("  {name}"), value];
+    let rows = [
+        row("documents", format!("{}{skipped}", format::thousands(s.documents))),
+        row("tokens", format!("{} as {}", format::thousands(s.tokens), built.token_type.name())),
+        row("vocabulary", format::thousands(built.vocab.into())),
+        row("end of document", built.eod.map_or("none".into(), |id| id.to_string())),
+        row("read", format!("{} in {}", human(s.bytes as usize), format::seconds(seconds))),
+    ];
+    output::print(&format!("{} and {}\n{}", bin.display(), idx.display(), output::table(&rows)))?;
+    Ok(ExitCode::SUCCESS)
 }

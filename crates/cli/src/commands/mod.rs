@@ -2,6 +2,7 @@
 //! caller.
 
 pub mod bench;
+mod bench_kernels;
 pub mod convert;
 pub mod data;
 pub mod doctor;

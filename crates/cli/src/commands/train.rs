@@ -6,15 +6,13 @@ use crate::output::{self, Usage};
 use crate::progress::Progress;
 use crate::signal::Stop;
 use anyhow::Result;
-use ferrotron_bridge::{Plan, Tokenizer};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::model::generate::{Sampling, generate};
-use ferrotron_core::train::{Observer, Run, Trainer, to_f32};
+use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::{Pass, Rank};
 use ferrotron_kernels::cpu::Isa;
-use ferrotron_tensor::DType;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -132,9 +130,7 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     global.require_cpu()?;
     let mut recipe = args.load()?;
-    fill_eod(&mut recipe)?;
-    let hf = recipe.config.model.hf.clone().map(|dir| Plan::open(dir.as_ref())).transpose()?;
-    let resolved = recipe.resolve(hf.as_ref().map(|p| p.config().model()))?;
+    let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     if args.dry_run {
         return show(&args, &recipe, &resolved, global);
     }
@@ -145,19 +141,12 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let stop = Stop::listen()?;
     let sources = source::open(&resolved)?;
     let rank = Rank::cpu(global.threads, resolved.config.train.seed)?;
-    let import = |t: &Trainer| {
-        let Some(plan) = &hf else { return Ok(()) };
-        t.import(&|name| {
-            let bytes =
-                plan.read(name, DType::F32).map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))?;
-            to_f32(DType::F32, &bytes)
-        })
-    };
+    let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let begin = Instant::now();
-    let mut run = Run::open(rank, resolved, &out, Some(&import))?;
-    let first = run.trainer.step;
-    let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, first), stop };
-    announce(&mut run, &recipe, &mut view, global, first)?;
+    let mut run = Run::open(rank, resolved, &out, Some(&fill))?;
+    let done = run.trainer.step;
+    let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, done), stop };
+    announce(&mut run, &recipe, &mut view, global, done)?;
     let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
     let text = if outcome.finished { sample(&run)? } else { None };
     if let Some(text) = &text {
@@ -175,23 +164,6 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         output::print(&super::train_summary::text(&args, &recipe, &run, &outcome, text.as_deref()))?;
     }
     Ok(ExitCode::SUCCESS)
-}
-
-/// The end-of-document token of the data's tokenizer, where the recipe names a tokenizer and no token.
-fn fill_eod(recipe: &mut Recipe) -> Result<()> {
-    let c = &recipe.config;
-    let Some(path) = c.data.tokenizer.as_ref().or(c.model.hf.as_ref()).map(PathBuf::from) else {
-        return Ok(());
-    };
-    let named = c.data.tokenizer.is_some();
-    if c.data.eod.is_some() || (!named && !path.join("tokenizer.json").exists()) {
-        return Ok(());
-    }
-    let tokenizer = if path.is_dir() { Tokenizer::from_dir(&path)? } else { Tokenizer::from_file(&path)? };
-    if let Some(eod) = tokenizer.eos().first() {
-        recipe.put_key("data.eod", i64::from(*eod))?;
-    }
-    Ok(())
 }
 
 /// Progress on the screen, and the flag that Ctrl-C raises.

@@ -13,8 +13,8 @@ keys! {
     model: ModelSection {
         /// A named architecture to train from random weights.
         preset: Option<String> = None, "name", "model_name", "recipe", "architecture", "model_type";
-        /// A Hugging Face folder to start from: its shape, its weights and, unless data.tokenizer says otherwise,
-        /// its tokenizer.
+        /// A Hugging Face folder (or a checkpoint) to start from: its shape, its weights and, unless
+        /// data.tokenizer says otherwise, its tokenizer.
         hf: Option<String> = None, "hf_model", "hf_path", "pretrained_checkpoint", "pretrained_model_name_or_path", "load";
         /// Decoder layers.
         layers: Option<usize> = None, "num_layers", "num_hidden_layers", "n_layer", "n_layers";
