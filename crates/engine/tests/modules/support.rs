@@ -3,7 +3,7 @@
 use ferrotron_engine::{
     Declarations, GradBuffer, ParamId, Params, Pass, Rank, Saved, SavedTensor, WeightGrad,
 };
-use ferrotron_tensor::{Category, DType, Float, Tensor, bf16};
+use ferrotron_tensor::{Category, DType, Tensor, bf16};
 
 /// The types modules compute in.
 pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
