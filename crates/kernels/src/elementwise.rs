@@ -28,7 +28,7 @@ pub trait ElementwiseKernels {
     /// `x *= factor`
     fn scale(&self, s: &Stream, x: &Tensor, factor: f32) -> Result<()>;
 
-    /// `out = x`, converted to the type of `out`. `x` may be strided.
+    /// `out = x`, converted to the type of `out`. Both may be strided where the types are equal.
     fn copy(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()>;
 
     /// `sums[c] (+)= Σ_r x[r, c]` in f32; `x [rows, n]`, `sums [n]`.
