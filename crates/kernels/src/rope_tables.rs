@@ -4,9 +4,11 @@
 //! round: frequencies to f32, and the angle `position · frequency` in f32.
 
 use ferrotron_tensor::{Result, shape_error};
+use serde::{Deserialize, Serialize};
 
 /// Stretching of RoPE wavelengths.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RopeScaling {
     /// As they are.
     None,

@@ -23,6 +23,8 @@ macro_rules! texts {
 
 /// The text part. To extend it, add a line.
 const TEXTS: &[&str] = texts![
+    "../../../../ARCHITECTURE.md",
+    "../../../../README.md",
     "../../../../LICENSE",
     "../error.rs",
     "../model/config.rs",

@@ -228,7 +228,7 @@ fn count_positions(layout: &Layout, tokens: usize) -> Vec<i32> {
 
 fn rope_table(rank: &Rank, rope: &RopeConfig, positions: usize) -> Result<RopeTable> {
     let RopeTables { cos, sin, half } =
-        RopeTables::new(rope.theta, rope.rotary_dim, &rope.scaling.kernel(), positions)?;
+        RopeTables::new(rope.theta, rope.rotary_dim, &rope.scaling, positions)?;
     let upload = |x: &[f32]| rank.compute.upload(x, &[positions, half], Category::Parameters);
     Ok(RopeTable {
         cos: upload(&cos)?,
