@@ -1,2 +1,35 @@
-//! The `ferrotron` binary.
-fn main() {}
+//! The `ferrotron` binary: argument parsing and presentation, nothing else.
+
+mod args;
+mod commands;
+mod format;
+mod layout;
+mod machine;
+mod output;
+mod progress;
+mod signal;
+
+use args::{Cli, Command};
+use clap::Parser;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(e) => return output::usage(&e),
+    };
+    let global = cli.global;
+    let result = match cli.command {
+        Command::Train(args) => commands::train::run(args, &global),
+        Command::Forward(args) => commands::forward::run(args, &global),
+        Command::Parity(args) => commands::parity::run(args, &global),
+        Command::Convert(args) => commands::convert::run(args, &global),
+        Command::Generate(args) => commands::generate::run(args, &global),
+        Command::Data(args) => commands::data::run(args, &global),
+        Command::Bench(args) => commands::bench::run(args, &global),
+        Command::Doctor(args) => commands::doctor::run(args, &global),
+        Command::Recipes(args) => commands::recipes::run(args, &global),
+        Command::Explain(args) => commands::explain::run(args, &global),
+    };
+    result.unwrap_or_else(|e| output::failure(&e, &global))
+}

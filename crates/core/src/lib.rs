@@ -1,3 +1,16 @@
 //! Models, data, optimizers, checkpoints and the training loop.
 
+pub mod bench;
+pub mod checkpoint;
+pub mod config;
+pub mod data;
+pub mod error;
+pub mod events;
 pub mod model;
+pub mod optimizer;
+pub mod parity;
+pub mod schedule;
+pub mod tensorfile;
+pub mod train;
+
+pub use error::{Error, Result};

@@ -1,1 +1,25 @@
-//! Placeholder until the first module lands.
+//! Modules as pairs of functions. `forward` returns its output and what backward needs; `backward` consumes
+//! that and returns the gradient of the input and a [`WeightGrad`], which is run now or later.
+
+pub mod attention;
+mod embedding;
+mod grad;
+mod head;
+mod linear;
+mod mlp;
+mod norm;
+mod param;
+mod pass;
+mod rank;
+mod saved;
+
+pub use embedding::{Embedding, EmbeddingSaved};
+pub use grad::{GradBuffer, WeightGrad};
+pub use head::{Head, HeadSaved, Targets};
+pub use linear::{Linear, LinearSaved};
+pub use mlp::{Mlp, MlpSaved};
+pub use norm::{NormLayer, NormSaved};
+pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Part, Split, initial_values};
+pub use pass::{Dropout, Keep, Pass, Recompute};
+pub use rank::Rank;
+pub use saved::{Class, Saved, SavedTensor};

@@ -1,3 +1,42 @@
-//! The kernels: one small trait per family, implemented once per device.
+//! The kernels: one small trait per family, implemented once per device. Outputs are arguments, so kernels can
+//! write into gradient buckets, caches and slots; allocation is the caller's.
 
+mod activation;
+mod attention;
 pub mod cpu;
+mod elementwise;
+mod embedding;
+mod gemm;
+pub mod grad_scaler;
+mod loss;
+mod norm;
+mod optim;
+pub mod philox;
+mod rope;
+pub mod rope_tables;
+
+pub use activation::{Act, ActivationKernels};
+pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
+pub use elementwise::{DropoutKey, ElementwiseKernels};
+pub use embedding::EmbeddingKernels;
+pub use gemm::{Gemm, GemmKernels, GemmSizes};
+pub use loss::{CrossEntropy, IGNORE, LossKernels, Smoothing};
+pub use norm::{Norm, NormBackward, NormForward, NormKernels};
+pub use optim::{Adam, OptimKernels, Sgd, Update, scalars};
+pub use rope::{Rope, RopeKernels, RopeStyle};
+
+/// Every kernel a device has.
+pub trait Kernels:
+    GemmKernels
+    + NormKernels
+    + ActivationKernels
+    + RopeKernels
+    + AttentionKernels
+    + EmbeddingKernels
+    + LossKernels
+    + OptimKernels
+    + ElementwiseKernels
+    + Send
+    + Sync
+{
+}

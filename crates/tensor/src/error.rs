@@ -31,7 +31,7 @@ pub enum Error {
         /// What they were for.
         category: &'static str,
         /// Who holds the memory now.
-        report: MemoryReport,
+        report: Box<MemoryReport>,
     },
     /// The checker found two accesses that nothing orders.
     #[error("unordered access: {0}")]

@@ -1,14 +1,24 @@
 //! Tensors and what they live on: element types, memory with accounting, views, streams, events, and the
 //! checker that finds accesses nothing orders.
 
+mod buffer;
+mod checker;
+mod device;
 mod dtype;
 mod error;
 pub mod fp8;
 mod memory;
+mod shape;
+mod stream;
+mod tensor;
 mod threads;
 
+pub use device::{Device, DeviceKind, Profile, Watch};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result, shape_error};
 pub use half::{bf16, f16};
 pub use memory::{Category, MemoryReport, human};
+pub use shape::{Dims, MAX_RANK};
+pub use stream::{Arg, Event, Launch, Stream, read, write};
+pub use tensor::Tensor;
 pub use threads::Threads;

@@ -1,5 +1,6 @@
 //! The architecture of a decoder as plain data. Every supported family is a setting of these switches.
 
+pub use ferrotron_kernels::rope_tables::RopeScaling;
 use serde::{Deserialize, Serialize};
 
 /// A dense decoder-only transformer.
@@ -116,49 +117,6 @@ pub struct RopeConfig {
     pub interleaved: bool,
     /// Stretching of wavelengths for long contexts.
     pub scaling: RopeScaling,
-}
-
-/// Stretching of RoPE wavelengths.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum RopeScaling {
-    /// As they are.
-    None,
-    /// Positions divided by `factor`.
-    Linear {
-        /// The divisor.
-        factor: f64,
-    },
-    /// Llama 3: long wavelengths divided by `factor`, a smooth passage between.
-    Llama3 {
-        /// The divisor of low frequencies.
-        factor: f64,
-        /// Low-frequency bound.
-        low_freq_factor: f64,
-        /// High-frequency bound.
-        high_freq_factor: f64,
-        /// Context the model was first trained with.
-        original_max_positions: usize,
-    },
-    /// YaRN: a ramp between interpolation and extrapolation, and a factor on cos and sin.
-    Yarn {
-        /// The divisor of interpolated dimensions.
-        factor: f64,
-        /// Context the model was first trained with.
-        original_max_positions: usize,
-        /// Rotations above which a dimension is left as it is.
-        beta_fast: f64,
-        /// Rotations below which a dimension is interpolated fully.
-        beta_slow: f64,
-        /// Scale of the attention factor.
-        mscale: f64,
-        /// Scale of its divisor; 0 means none.
-        mscale_all_dim: f64,
-        /// Round the ends of the ramp to whole dimensions.
-        truncate: bool,
-        /// Factor on cos and sin given outright instead of derived.
-        attention_factor: Option<f64>,
-    },
 }
 
 impl ModelConfig {

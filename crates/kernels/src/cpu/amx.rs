@@ -10,7 +10,7 @@ mod tiles;
 #[cfg(target_arch = "x86_64")]
 pub(crate) use tiles::{Tiles, mm_32x32};
 
-/// Is there an AMX bf16 unit, and may this process use it? Asks Linux for the tile state, once for the whole
+/// Is there an AMX bf16 unit (and AVX512-BF16, which every CPU with it has), and may this process use it? Asks Linux for the tile state, once for the whole
 /// process and before compute threads start; asking again does no harm.
 pub fn available() -> bool {
     #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -18,8 +18,11 @@ pub fn available() -> bool {
         use std::arch::{asm, x86_64::__cpuid_count};
         const AMX_BF16: u32 = 1 << 22;
         const AMX_TILE: u32 = 1 << 24;
+        const AVX512_BF16: u32 = 1 << 5; // of (7, 1).eax
         if __cpuid_count(0, 0).eax < 7
             || __cpuid_count(7, 0).edx & (AMX_BF16 | AMX_TILE) != AMX_BF16 | AMX_TILE
+            || __cpuid_count(7, 0).eax < 1
+            || __cpuid_count(7, 1).eax & AVX512_BF16 == 0
         {
             return false;
         }

@@ -1,8 +1,27 @@
 //! The CPU home of every kernel.
 
+pub mod activation;
 mod amx;
 pub mod attention;
+pub mod elementwise;
+pub mod embedding;
+pub mod gemm;
+pub mod grad_norm;
 mod isa;
+mod launch;
+pub mod loss;
+pub mod loss_reduction;
+pub mod math;
+pub mod norm;
+pub mod norm_backward;
+pub mod optim;
+pub mod optim_list;
+pub mod random;
+pub mod reduce;
+pub mod rope;
+pub mod rows;
+pub mod vocab;
 
 pub use isa::Isa;
 pub(crate) use isa::multiversion;
+pub use launch::CpuKernels;

@@ -5,15 +5,12 @@
 //! k-contiguous storage to this is a transpose of 16x16 words, and the left-hand side of a transposed product
 //! is the same transpose the other way round.
 
+use crate::cpu::gemm::transpose::{Words, transpose, transpose_part};
 use ferrotron_tensor::bf16;
 use std::arch::x86_64::*;
 
 /// Elements of one packed step: 32 of k by 32 columns (or rows).
 pub(crate) const STEP: usize = 32 * 32;
-
-/// A tile of 16x16 words with the alignment tiles like.
-#[repr(C, align(64))]
-struct Words([u32; 256]);
 
 /// Packs row-major `b[k, n]` (rows `ldb` elements apart, n contiguous, `n <= 32`) into a VNNI panel of
 /// `k.div_ceil(32)` steps at `out`; columns from `n` and rows from `k` become zero.
@@ -24,21 +21,8 @@ struct Words([u32; 256]);
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
 pub(crate) unsafe fn rows(b: *const bf16, ldb: usize, k: usize, n: usize, out: *mut bf16) {
     debug_assert!(n <= 32);
-    for step in 0..k.div_ceil(32) {
-        let at = step * 32;
-        // SAFETY: rows at.. of b exist (`k - at` of them); a step of `out` is written.
-        unsafe {
-            let src = b.add(at * ldb);
-            interleave(
-                src,
-                ldb,
-                (k - at).min(32),
-                n,
-                out.add(step * STEP).cast(),
-                out.add(step * STEP + 512).cast(),
-            );
-        }
-    }
+    // SAFETY: the caller's promise.
+    unsafe { Right { b, ldb, trans: false, k, n, out, stride: 0, at: 0, col: 0 }.advance(usize::MAX) };
 }
 
 /// Packs k-contiguous `b[n, k]` (rows `ldb` elements apart, `n <= 32`), that is the transpose of the
@@ -73,27 +57,95 @@ pub(crate) unsafe fn cols(b: *const bf16, ldb: usize, k: usize, n: usize, out: *
     }
 }
 
-/// Packs up to 32 rows of a left-hand side `a[m, k]` (k contiguous, rows `lda` elements apart) into 32 rows of
-/// `ldo` elements (a multiple of 32, at least `k`), zero outside.
-///
-/// # Safety
-/// `a` is valid for those rows, `out` for 32 rows of `k.div_ceil(32) * 32` and 64-byte aligned; AVX-512.
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-pub(crate) unsafe fn left(a: *const bf16, lda: usize, m: usize, k: usize, out: *mut bf16, ldo: usize) {
-    debug_assert!(m <= 32 && ldo.is_multiple_of(32) && ldo >= k);
-    for r in 0..32 {
-        for at in (0..k).step_by(32) {
-            let keep = if r < m { mask((k - at).min(32)) } else { 0 };
-            // SAFETY: masked to the elements that exist.
+/// Packing a right-hand side, a little at a time: `b[k, n]` (rows `ldb` elements apart, n contiguous), or with
+/// `trans` its transpose `b[n, k]`, into panels of 32 columns that start `stride` elements apart, zero outside.
+pub(crate) struct Right {
+    /// First element, and elements from one stored row to the next.
+    pub(crate) b: *const bf16,
+    pub(crate) ldb: usize,
+    /// Is it stored transposed?
+    pub(crate) trans: bool,
+    /// Rows and columns.
+    pub(crate) k: usize,
+    pub(crate) n: usize,
+    /// Where to, 64-byte aligned; each panel takes `k.div_ceil(32)` steps.
+    pub(crate) out: *mut bf16,
+    pub(crate) stride: usize,
+    /// Where the next unit of work is: first of k, and first column.
+    pub(crate) at: usize,
+    pub(crate) col: usize,
+}
+
+impl Right {
+    /// How many units of work there are in all: a pair of rows, or transposed a panel, of 32 columns.
+    pub(crate) fn units(&self) -> usize {
+        self.n.div_ceil(32) * if self.trans { 1 } else { self.k.div_ceil(32) * 16 }
+    }
+
+    /// Does the next `units` units, to the end at most.
+    ///
+    /// # Safety
+    /// The memory is as the fields say; the CPU has AVX-512 F/BW/DQ/VL.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(crate) unsafe fn advance(&mut self, units: usize) {
+        for _ in 0..units {
+            let (at, col) = (self.at, self.col);
+            if col >= self.n || at >= self.k.next_multiple_of(32) {
+                return;
+            }
+            let n = (self.n - col).min(32);
+            // SAFETY: columns col.. of B, in their panel.
             unsafe {
-                let row = _mm512_maskz_loadu_epi16(keep, a.wrapping_add(r * lda + at).cast());
-                _mm512_store_si512(out.add(r * ldo + at).cast(), row);
+                let out = self.out.add(col / 32 * self.stride);
+                if self.trans {
+                    cols(self.b.add(col * self.ldb), self.ldb, self.k, n, out);
+                    self.col += 32;
+                } else {
+                    // Pairs of rows over the whole width, since the caches fetch ahead along rows.
+                    let low: *mut u32 = out.add(at / 32 * STEP).cast();
+                    let (b, k) = (self.b.wrapping_add(at * self.ldb + col), self.k.saturating_sub(at));
+                    pair(b, self.ldb, k, n, low.add(at % 32 * 8), low.add(256 + at % 32 * 8));
+                    self.col += 32;
+                    if self.col >= self.n {
+                        (self.at, self.col) = (at + 2, 0);
+                    }
+                }
             }
         }
     }
 }
 
-/// As [`left`], from the transpose: `a[k, m]` with m contiguous and `m <= 32`, rows `lda` elements apart.
+/// Packing a left-hand block, a little at a time: up to 32 rows of `a[m, k]` (k contiguous, rows `lda` elements
+/// apart), or of its transpose `a[k, m]` (m contiguous), into 32 rows of `ldo` elements (a multiple of 32, at
+/// least `k`), zero outside.
+pub(crate) struct Left {
+    /// First element, and elements from one stored row to the next.
+    pub(crate) a: *const bf16,
+    pub(crate) lda: usize,
+    /// Is it stored transposed?
+    pub(crate) trans: bool,
+    /// Rows, at most 32, and columns.
+    pub(crate) m: usize,
+    pub(crate) k: usize,
+    /// Where to, 64-byte aligned, for 32 rows of `k.div_ceil(32) * 32`.
+    pub(crate) out: *mut bf16,
+    pub(crate) ldo: usize,
+    /// Where the next unit of work is: first of k, and row of the block or unit of the step.
+    pub(crate) at: usize,
+    pub(crate) unit: usize,
+}
+
+/// Packs a whole left-hand block `a[m, k]`; see [`Left`].
+///
+/// # Safety
+/// The memory is as [`Left`] says; the CPU has AVX-512 F/BW/DQ/VL.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+pub(crate) unsafe fn left(a: *const bf16, lda: usize, m: usize, k: usize, out: *mut bf16, ldo: usize) {
+    // SAFETY: the caller's promise.
+    unsafe { whole_left(Left { a, lda, trans: false, m, k, out, ldo, at: 0, unit: 0 }) };
+}
+
+/// As [`left`], from the transpose `a[k, m]`.
 ///
 /// # Safety
 /// As for [`left`].
@@ -106,15 +158,98 @@ pub(crate) unsafe fn left_transposed(
     out: *mut bf16,
     ldo: usize,
 ) {
-    debug_assert!(m <= 32 && ldo.is_multiple_of(32) && ldo >= k);
+    // SAFETY: the caller's promise.
+    unsafe { whole_left(Left { a, lda, trans: true, m, k, out, ldo, at: 0, unit: 0 }) };
+}
+
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+unsafe fn whole_left(mut block: Left) {
     let mut pairs = [Words([0; 256]), Words([0; 256])];
-    for at in (0..k).step_by(32) {
-        let [low, high] = &mut pairs;
-        // SAFETY: rows at.. of `a` exist (`k - at` of them); 32 rows of 32 are written at column `at` of `out`.
-        unsafe {
-            interleave(a.add(at * lda), lda, (k - at).min(32), m, low.0.as_mut_ptr(), high.0.as_mut_ptr());
-            transpose(low.0.as_ptr().cast(), 64, out.add(at).cast(), 2 * ldo);
-            transpose(high.0.as_ptr().cast(), 64, out.add(16 * ldo + at).cast(), 2 * ldo);
+    // SAFETY: the caller's promise.
+    unsafe { block.advance(&mut pairs, usize::MAX) };
+}
+
+/// Units of one step of a transposed block: 16 pairs of rows to interleave, then 2 transposes in 4 parts each.
+const TRANSPOSED_UNITS: usize = 24;
+
+impl Left {
+    /// How many units of work there are in all.
+    pub(crate) fn units(&self) -> usize {
+        self.k.div_ceil(32) * if self.trans { TRANSPOSED_UNITS } else { 32 }
+    }
+
+    /// Does the next `units` units, to the end at most. `pairs` is kept from call to call.
+    ///
+    /// # Safety
+    /// The memory is as the fields say; the CPU has AVX-512 F/BW/DQ/VL.
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    pub(crate) unsafe fn advance(&mut self, pairs: &mut [Words; 2], units: usize) {
+        // SAFETY: the caller's promise.
+        unsafe { if self.trans { self.transposed(pairs, units) } else { self.plain(units) } }
+    }
+
+    /// Row after row, since the caches fetch ahead along rows.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn plain(&mut self, units: usize) {
+        for _ in 0..units {
+            if self.unit >= 32 || self.k == 0 {
+                return;
+            }
+            let keep = if self.unit < self.m { mask((self.k - self.at).min(32)) } else { 0 };
+            // SAFETY: masked to the elements that exist.
+            unsafe {
+                let row = _mm512_maskz_loadu_epi16(
+                    keep,
+                    self.a.wrapping_add(self.unit * self.lda + self.at).cast(),
+                );
+                _mm512_store_si512(self.out.add(self.unit * self.ldo + self.at).cast(), row);
+            }
+            self.at += 32;
+            if self.at >= self.k {
+                (self.unit, self.at) = (self.unit + 1, 0);
+            }
+        }
+    }
+
+    /// Step after step of k.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
+    unsafe fn transposed(&mut self, pairs: &mut [Words; 2], units: usize) {
+        for _ in 0..units {
+            if self.at >= self.k {
+                return;
+            }
+            let (at, unit) = (self.at, self.unit);
+            // SAFETY: rows at.. of `a` exist (`k - at` of them); 32 rows of 32 are written at column `at`.
+            unsafe {
+                if unit < 16 {
+                    let a = self.a.add(at * self.lda);
+                    // Rows lie far apart, where the caches do not fetch ahead by themselves.
+                    for row in [32 + 2 * unit, 33 + 2 * unit] {
+                        _mm_prefetch::<_MM_HINT_T0>(a.wrapping_add(row * self.lda).cast());
+                    }
+                    let [low, high] = pairs.each_mut().map(|w| w.0.as_mut_ptr());
+                    let left = (self.k - at).saturating_sub(2 * unit);
+                    pair(
+                        a.wrapping_add(2 * unit * self.lda),
+                        self.lda,
+                        left,
+                        self.m,
+                        low.add(16 * unit),
+                        high.add(16 * unit),
+                    );
+                } else {
+                    let (half, part) = ((unit - 16) / 4, unit % 4);
+                    let to = self.out.add(16 * half * self.ldo + at);
+                    transpose_part(pairs[half].0.as_ptr().cast(), 64, to.cast(), 2 * self.ldo, part);
+                }
+            }
+            self.unit += 1;
+            if self.unit == TRANSPOSED_UNITS {
+                (self.at, self.unit) = (at + 32, 0);
+            }
         }
     }
 }
@@ -125,65 +260,26 @@ fn mask(n: usize) -> u32 {
     if n >= 32 { u32::MAX } else { (1 << n) - 1 }
 }
 
-/// Sixteen pairs of rows of `b[k <= 32, n <= 32]`, interleaved to words: columns 0–15 go to `low[16][16]`,
-/// columns 16–31 to `high[16][16]`.
+/// The first two rows of `b[k, n <= 32]` interleaved to words: columns 0–15 go to `low[16]`, columns 16–31 to
+/// `high[16]`; zero outside.
 ///
 /// # Safety
-/// `b` is valid for reads of `k` rows of `n`; `low` and `high` for 256 aligned words each; AVX-512.
+/// `b` is valid for reads of up to two rows of `n`; `low` and `high` for 16 aligned words each; AVX-512.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn interleave(b: *const bf16, ldb: usize, k: usize, n: usize, low: *mut u32, high: *mut u32) {
+unsafe fn pair(b: *const bf16, ldb: usize, k: usize, n: usize, low: *mut u32, high: *mut u32) {
     // Unpacking works within 128-bit lanes: first bring quarter i of both halves of the row into lane i.
     let lanes = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
     let columns = mask(n);
-    for pair in 0..16 {
-        let keep = |r: usize| if r < k { columns } else { 0 };
-        // SAFETY: masked to the elements that exist; one aligned row of each output is written.
-        unsafe {
-            let even = _mm512_maskz_loadu_epi16(keep(2 * pair), b.wrapping_add(2 * pair * ldb).cast());
-            let odd =
-                _mm512_maskz_loadu_epi16(keep(2 * pair + 1), b.wrapping_add((2 * pair + 1) * ldb).cast());
-            let even = _mm512_permutexvar_epi64(lanes, even);
-            let odd = _mm512_permutexvar_epi64(lanes, odd);
-            _mm512_store_si512(low.add(16 * pair).cast(), _mm512_unpacklo_epi16(even, odd));
-            _mm512_store_si512(high.add(16 * pair).cast(), _mm512_unpackhi_epi16(even, odd));
-        }
-    }
-}
-
-/// `to[j][i] = from[i][j]` for 16x16 words; strides in bytes.
-///
-/// # Safety
-/// Both are valid for 16 rows of 64 bytes; AVX-512.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
-unsafe fn transpose(from: *const u8, from_stride: usize, to: *mut u32, to_stride: usize) {
-    for block in 0..4 {
-        // Lane l of gathered t is the 4 words of row 4l+t at column 4·block: loading does half of the work.
-        let gather = |t: usize| {
-            // SAFETY: row 4l+t < 16, bytes 16·block.. of its 64.
-            unsafe {
-                let lane = |l: usize| from.add((4 * l + t) * from_stride + 16 * block).cast::<__m128i>();
-                let v = _mm512_castsi128_si512(_mm_loadu_si128(lane(0)));
-                let v = _mm512_inserti32x4(v, _mm_loadu_si128(lane(1)), 1);
-                let v = _mm512_inserti32x4(v, _mm_loadu_si128(lane(2)), 2);
-                _mm512_inserti32x4(v, _mm_loadu_si128(lane(3)), 3)
-            }
-        };
-        // Then a 4x4 transpose inside each lane.
-        let (r0, r1, r2, r3) = (gather(0), gather(1), gather(2), gather(3));
-        let (a, b) = (_mm512_unpacklo_epi32(r0, r1), _mm512_unpacklo_epi32(r2, r3));
-        let (c, d) = (_mm512_unpackhi_epi32(r0, r1), _mm512_unpackhi_epi32(r2, r3));
-        let out = [
-            _mm512_unpacklo_epi64(a, b),
-            _mm512_unpackhi_epi64(a, b),
-            _mm512_unpacklo_epi64(c, d),
-            _mm512_unpackhi_epi64(c, d),
-        ];
-        for (i, v) in out.into_iter().enumerate() {
-            // SAFETY: row 4·block+i < 16 of the output.
-            unsafe { _mm512_storeu_si512(to.cast::<u8>().add((4 * block + i) * to_stride).cast(), v) };
-        }
+    let keep = |r: usize| if r < k { columns } else { 0 };
+    // SAFETY: masked to the elements that exist; an aligned row of words is written to each output.
+    unsafe {
+        let even = _mm512_maskz_loadu_epi16(keep(0), b.cast());
+        let odd = _mm512_maskz_loadu_epi16(keep(1), b.wrapping_add(ldb).cast());
+        let even = _mm512_permutexvar_epi64(lanes, even);
+        let odd = _mm512_permutexvar_epi64(lanes, odd);
+        _mm512_store_si512(low.cast(), _mm512_unpacklo_epi16(even, odd));
+        _mm512_store_si512(high.cast(), _mm512_unpackhi_epi16(even, odd));
     }
 }
 
@@ -227,8 +323,17 @@ mod tests {
                 unsafe {
                     rows(by_row.as_ptr(), wide, k, n, p.as_mut_ptr().cast());
                     cols(by_col.as_ptr(), tall, k, n, q.as_mut_ptr().cast());
-                    left(by_col.as_ptr(), tall, n, k, l.as_mut_ptr().cast(), steps * 32);
-                    left_transposed(by_row.as_ptr(), wide, n, k, t.as_mut_ptr().cast(), steps * 32);
+                    // In portions, as the driver does.
+                    let mut pairs = [Words([0; 256]), Words([0; 256])];
+                    for (trans, from, lda, out) in
+                        [(false, &by_col, tall, &mut l), (true, &by_row, wide, &mut t)]
+                    {
+                        let (a, out) = (from.as_ptr(), out.as_mut_ptr().cast());
+                        let mut left = Left { a, lda, trans, m: n, k, out, ldo: steps * 32, at: 0, unit: 0 };
+                        for _ in 0..left.units().div_ceil(7) {
+                            left.advance(&mut pairs, 7);
+                        }
+                    }
                 }
                 let flat = |v: &[Step], r: usize, c: usize| {
                     let at = r * steps * 32 + c;
@@ -249,6 +354,37 @@ mod tests {
                         );
                     }
                 }
+            }
+        }
+    }
+
+    #[test]
+    fn wide_right_hand_sides_become_panels() {
+        if Isa::detect() < Isa::Avx512 {
+            return;
+        }
+        for (k, n) in [(1, 33), (32, 64), (33, 65), (70, 100), (64, 32)] {
+            for trans in [false, true] {
+                let ldb = 3 + if trans { k } else { n };
+                let b = values(if trans { n } else { k } * ldb);
+                let (steps, panels) = (k.div_ceil(32), n.div_ceil(32));
+                // One step between the panels stays as it is.
+                let mut out = garbage(panels * (steps + 1));
+                let (from, to, stride) = (b.as_ptr(), out.as_mut_ptr().cast(), (steps + 1) * STEP);
+                let mut right = Right { b: from, ldb, trans, k, n, out: to, stride, at: 0, col: 0 };
+                for _ in 0..right.units().div_ceil(5) {
+                    // SAFETY: buffers sized as the packer asks; AVX-512 checked above.
+                    unsafe { right.advance(5) };
+                }
+                for row in 0..steps * 32 {
+                    for col in 0..panels * 32 {
+                        let from = if trans { col * ldb + row } else { row * ldb + col };
+                        let want = if row < k && col < n { b[from].to_f32() } else { 0.0 };
+                        let got = panel(&out[col / 32 * (steps + 1)..], row, col % 32);
+                        assert_eq!(got, want, "k={k} n={n} trans={trans} at {row},{col}");
+                    }
+                }
+                assert!((1..=panels).all(|p| out[p * (steps + 1) - 1].0.iter().all(|x| x.is_nan())));
             }
         }
     }

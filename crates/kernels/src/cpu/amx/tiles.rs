@@ -41,6 +41,83 @@ impl Tiles {
     }
 }
 
+/// A 32x32 block product in steps, for callers that have other work to do while the unit is busy: sums stay in
+/// tiles 0–3 (nothing else in the process touches the tiles of this thread) from `start` to `finish`.
+impl Tiles {
+    /// Sums start at zero, or at `c[32][32]`, `ldc` elements from row to row.
+    ///
+    /// # Safety
+    /// `c` is valid for those reads where it is read.
+    #[inline(always)]
+    pub(crate) unsafe fn start(&self, c: *const f32, ldc: usize, accumulate: bool) {
+        // SAFETY: reads the block the caller vouches for; the tiles are configured.
+        unsafe {
+            if accumulate {
+                asm!(
+                    "tileloadd tmm0, [{c} + {s}]",
+                    "tileloadd tmm1, [{c} + {s} + 64]",
+                    "tileloadd tmm2, [{d} + {s}]",
+                    "tileloadd tmm3, [{d} + {s} + 64]",
+                    c = in(reg) c, d = in(reg) c.wrapping_add(16 * ldc), s = in(reg) 4 * ldc,
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    options(nostack, readonly, preserves_flags),
+                );
+            } else {
+                asm!(
+                    "tilezero tmm0", "tilezero tmm1", "tilezero tmm2", "tilezero tmm3",
+                    out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                    options(nostack, nomem, preserves_flags),
+                );
+            }
+        }
+    }
+
+    /// Adds one step of k: 32 rows of 32 elements of A, `lda` apart, times one step of a panel.
+    ///
+    /// # Safety
+    /// Both are valid for reads.
+    #[inline(always)]
+    pub(crate) unsafe fn step(&self, a: *const bf16, lda: usize, b: *const bf16) {
+        // SAFETY: as the caller vouches; the tiles are configured.
+        unsafe {
+            asm!(
+                "tileloadd tmm6, [{b} + {bs}]",
+                "tileloadd tmm4, [{a} + {s}]",
+                "tdpbf16ps tmm0, tmm4, tmm6",
+                "tileloadd tmm7, [{b} + {bs} + 1024]",
+                "tdpbf16ps tmm1, tmm4, tmm7",
+                "tileloadd tmm5, [{d} + {s}]",
+                "tdpbf16ps tmm2, tmm5, tmm6",
+                "tdpbf16ps tmm3, tmm5, tmm7",
+                a = in(reg) a, d = in(reg) a.wrapping_add(16 * lda), s = in(reg) 2 * lda,
+                b = in(reg) b, bs = in(reg) 64usize,
+                out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
+                out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
+                options(nostack, readonly, preserves_flags),
+            );
+        }
+    }
+
+    /// Writes the sums to `c[32][32]`, `ldc` elements from row to row.
+    ///
+    /// # Safety
+    /// `c` is valid for those writes.
+    #[inline(always)]
+    pub(crate) unsafe fn finish(&self, c: *mut f32, ldc: usize) {
+        // SAFETY: writes the block the caller vouches for; the tiles are configured.
+        unsafe {
+            asm!(
+                "tilestored [{c} + {s}], tmm0",
+                "tilestored [{c} + {s} + 64], tmm1",
+                "tilestored [{d} + {s}], tmm2",
+                "tilestored [{d} + {s} + 64], tmm3",
+                c = in(reg) c, d = in(reg) c.wrapping_add(16 * ldc), s = in(reg) 4 * ldc,
+                options(nostack, preserves_flags),
+            );
+        }
+    }
+}
+
 impl Drop for Tiles {
     fn drop(&mut self) {
         // SAFETY: the guard exists, so this thread has loaded a configuration.
@@ -62,7 +139,7 @@ impl Drop for Tiles {
 /// # Safety
 /// All the elements named above must be valid for reads (`a`, `b`, `c` with `accumulate`) or writes (`c`).
 pub(crate) unsafe fn mm_32x32(
-    _tiles: &Tiles,
+    tiles: &Tiles,
     a: *const bf16,
     lda: usize,
     b: *const bf16,
@@ -71,57 +148,12 @@ pub(crate) unsafe fn mm_32x32(
     ldc: usize,
     accumulate: bool,
 ) {
-    // SAFETY: the addresses touched are those of the three blocks the caller vouches for; the tiles are
-    // configured (`_tiles`) and declared clobbered.
+    // SAFETY: the blocks are those the caller vouches for.
     unsafe {
-        asm!(
-            "test {acc}, {acc}",
-            "jz 2f",
-            "tileloadd tmm0, [{c} + {cs}]",
-            "tileloadd tmm1, [{c} + {cs} + 64]",
-            "tileloadd tmm2, [{c2} + {cs}]",
-            "tileloadd tmm3, [{c2} + {cs} + 64]",
-            "jmp 3f",
-            "2:",
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            "3:",
-            "test {k}, {k}",
-            "jz 5f",
-            "4:",
-            "tileloadd tmm6, [{b} + {bs}]",
-            "tileloadd tmm4, [{a} + {as}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm7, [{b} + {bs} + 1024]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tileloadd tmm5, [{a2} + {as}]",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "add {a}, 64",
-            "add {a2}, 64",
-            "add {b}, 2048",
-            "dec {k}",
-            "jnz 4b",
-            "5:",
-            "tilestored [{c} + {cs}], tmm0",
-            "tilestored [{c} + {cs} + 64], tmm1",
-            "tilestored [{c2} + {cs}], tmm2",
-            "tilestored [{c2} + {cs} + 64], tmm3",
-            a = inout(reg) a => _,
-            a2 = inout(reg) a.wrapping_add(16 * lda) => _,
-            as = in(reg) 2 * lda,
-            b = inout(reg) b => _,
-            bs = in(reg) 64usize,
-            c = in(reg) c,
-            c2 = in(reg) c.wrapping_add(16 * ldc),
-            cs = in(reg) 4 * ldc,
-            k = inout(reg) kb => _,
-            acc = in(reg) usize::from(accumulate),
-            out("tmm0") _, out("tmm1") _, out("tmm2") _, out("tmm3") _,
-            out("tmm4") _, out("tmm5") _, out("tmm6") _, out("tmm7") _,
-            options(nostack),
-        );
+        tiles.start(c, ldc, accumulate);
+        for step in 0..kb {
+            tiles.step(a.add(32 * step), lda, b.add(1024 * step));
+        }
+        tiles.finish(c, ldc);
     }
 }

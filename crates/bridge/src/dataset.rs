@@ -1,0 +1,97 @@
+//! Text files to a `.bin/.idx` pair: the tokenizer and the builder of the crate below brought together.
+
+use crate::error::{Error, Result};
+use crate::open::tokenizer_at;
+use crate::tokenizer::Tokenizer;
+use crate::weights::to_core;
+use ferrotron_core::data::{BuildSummary, Format, IndexedDataset, Input, TokenType, build_all};
+use std::path::{Path, PathBuf};
+
+/// What to build from what.
+pub struct DatasetOptions<'a> {
+    /// Files: each line of a `.jsonl` is a document, each other file is one.
+    pub inputs: &'a [PathBuf],
+    /// The pair is `<prefix>.bin` and `<prefix>.idx`; folders on the way are made.
+    pub prefix: &'a Path,
+    /// A folder with `tokenizer.json` or such a file; none: a byte is a token.
+    pub tokenizer: Option<&'a Path>,
+    /// The field of a JSON line that holds the text.
+    pub field: &'a str,
+    /// What ends a document.
+    pub eod: Eod,
+    /// Replace a pair that is there.
+    pub overwrite: bool,
+}
+
+/// What ends a document.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Eod {
+    /// The tokenizer's end of text; 0 for bytes.
+    Derived,
+    /// This id.
+    Id(u32),
+    /// Nothing.
+    None,
+}
+
+/// What was built.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Built {
+    /// Documents, tokens, bytes.
+    pub summary: BuildSummary,
+    /// One more than the largest id there can be.
+    pub vocab: u32,
+    /// The id that ends documents.
+    pub eod: Option<u32>,
+    /// How one token is stored.
+    pub token_type: TokenType,
+}
+
+/// The two files of a pair.
+pub fn pair(prefix: &Path) -> [PathBuf; 2] {
+    [".bin", ".idx"].map(|ending| {
+        let mut name = prefix.as_os_str().to_owned();
+        name.push(ending);
+        PathBuf::from(name)
+    })
+}
+
+/// Builds the pair; it appears only when complete. `progress` is told the bytes read and the bytes in all.
+pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Built> {
+    let there = pair(options.prefix).into_iter().find(|p| p.exists());
+    if let (Some(path), false) = (there, options.overwrite) {
+        let what = "already exists; choose another --output or say --overwrite".into();
+        return Err(Error::Output { path, what });
+    }
+    let tokenizer = options.tokenizer.map(tokenizer_at).transpose()?.unwrap_or_else(Tokenizer::bytes);
+    let eod = match options.eod {
+        Eod::None => None,
+        Eod::Id(id) => Some(id),
+        Eod::Derived => match (tokenizer.eos().first(), options.tokenizer) {
+            (Some(id), _) => Some(*id),
+            (None, None) => Some(0),
+            (None, Some(path)) => {
+                let what = "names no token that ends a text; give its id with --eod or say --no-eod".into();
+                return Err(Error::Tokenizer { origin: path.display().to_string(), what });
+            }
+        },
+    };
+    let vocab = u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX);
+    if let Some(parent) = options.prefix.parent().filter(|p| !p.as_os_str().is_empty()) {
+        std::fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
+    }
+    let inputs: Vec<Input> = options.inputs.iter().map(|p| input(p, options.field)).collect();
+    let tokenize = |text: &str| tokenizer.encode(text).map_err(to_core);
+    let summary = build_all(&inputs, &tokenize, eod, vocab, options.prefix, progress)?;
+    let token_type = IndexedDataset::open(options.prefix)?.token_type();
+    Ok(Built { summary, vocab, eod, token_type })
+}
+
+fn input(path: &Path, field: &str) -> Input {
+    let ending = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
+    let format = match ending.as_str() {
+        "jsonl" | "ndjson" => Format::JsonLines { key: field.into() },
+        _ => Format::Whole,
+    };
+    Input { path: path.into(), format }
+}

@@ -1,0 +1,154 @@
+//! A folder that appears whole or not at all.
+
+use crate::error::{Error, Result};
+use std::fs::{self, File};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+/// A folder in the making, beside the place where it will be. Dropped before it is published, it is removed.
+pub(super) struct Folder {
+    making: PathBuf,
+    wanted: PathBuf,
+    overwrite: bool,
+    published: bool,
+}
+
+impl Folder {
+    /// With `overwrite`, a Hugging Face folder may be there and is replaced; anything else never is.
+    pub fn beside(wanted: &Path, overwrite: bool) -> Result<Folder> {
+        if let Ok(mut entries) = fs::read_dir(wanted) {
+            if entries.next().is_some() && !(overwrite && wanted.join("config.json").is_file()) {
+                let what = match overwrite {
+                    false => "already exists and is not empty; choose another folder or remove it",
+                    true => {
+                        "is not a Hugging Face folder, so it is not replaced; choose another folder or remove it"
+                    }
+                };
+                return Err(Error::Output { path: wanted.into(), what: what.into() });
+            }
+        } else if wanted.symlink_metadata().is_ok() {
+            let what = "already exists and is not a folder; choose another name".into();
+            return Err(Error::Output { path: wanted.into(), what });
+        }
+        let Some(name) = wanted.file_name() else {
+            return Err(Error::Output {
+                path: wanted.into(),
+                what: "is not the name of a new folder".into(),
+            });
+        };
+        let parent = match wanted.parent() {
+            Some(p) if !p.as_os_str().is_empty() => p,
+            _ => Path::new("."),
+        };
+        fs::create_dir_all(parent).map_err(|e| Error::io(parent, "create", e))?;
+        // A name that an earlier attempt left behind is passed over, never written into.
+        let mut attempt = 0u32;
+        loop {
+            let mut partial = std::ffi::OsString::from(".");
+            partial.push(name);
+            partial.push(format!(".partial-{}-{attempt}", std::process::id()));
+            let making = parent.join(partial);
+            match fs::create_dir(&making) {
+                Ok(()) => return Ok(Folder { making, wanted: wanted.into(), overwrite, published: false }),
+                Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && attempt < 1000 => attempt += 1,
+                Err(e) => return Err(Error::io(&making, "create", e)),
+            }
+        }
+    }
+
+    /// Where files go while it is made.
+    pub fn dir(&self) -> &Path {
+        &self.making
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.making.join(name)
+    }
+
+    /// Writes and syncs a small file.
+    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<()> {
+        let path = self.path(name);
+        File::create(&path)
+            .and_then(|mut f| f.write_all(bytes).and_then(|()| f.sync_all()))
+            .map_err(|e| Error::io(&path, "write", e))
+    }
+
+    /// Makes the folder appear under its name.
+    pub fn publish(mut self) -> Result<()> {
+        sync_dir(&self.making)?;
+        // What is replaced goes aside first and comes back should its successor not arrive.
+        let aside = self.making.with_extension("replaced");
+        let replaces = self.overwrite && self.wanted.is_dir();
+        if replaces {
+            fs::rename(&self.wanted, &aside).map_err(|e| Error::io(&self.wanted, "replace", e))?;
+        } else if self.wanted.is_dir() {
+            fs::remove_dir(&self.wanted).map_err(|e| Error::io(&self.wanted, "replace", e))?;
+        }
+        fs::rename(&self.making, &self.wanted).map_err(|e| {
+            if replaces {
+                drop(fs::rename(&aside, &self.wanted));
+            }
+            Error::io(&self.wanted, "rename into place", e)
+        })?;
+        self.published = true;
+        if replaces {
+            fs::remove_dir_all(&aside).map_err(|e| Error::io(&aside, "remove", e))?;
+        }
+        match self.wanted.parent() {
+            Some(p) if !p.as_os_str().is_empty() => sync_dir(p),
+            _ => sync_dir(Path::new(".")),
+        }
+    }
+}
+
+impl Drop for Folder {
+    fn drop(&mut self) {
+        if !self.published {
+            // Nothing can be done about a folder that will not go; the error that led here is the one to report.
+            let _ = fs::remove_dir_all(&self.making);
+        }
+    }
+}
+
+fn sync_dir(dir: &Path) -> Result<()> {
+    if cfg!(unix) {
+        File::open(dir).and_then(|f| f.sync_all()).map_err(|e| Error::io(dir, "sync", e))?;
+    }
+    Ok(())
+}
+
+/// Files that belong to the model whatever its weights are.
+fn is_companion(name: &str) -> bool {
+    const NAMES: &[&str] = &[
+        "added_tokens.json",
+        "chat_template.jinja",
+        "chat_template.json",
+        "generation_config.json",
+        "merges.txt",
+        "special_tokens_map.json",
+        "spiece.model",
+        "vocab.json",
+        "vocab.txt",
+    ];
+    NAMES.contains(&name) || ["tokenizer", "LICENSE", "NOTICE"].iter().any(|p| name.starts_with(p))
+}
+
+/// Copies tokenizer files, generation defaults and licences.
+pub(crate) fn copy_companions(from: &Path, into: &Path) -> Result<()> {
+    let entries = fs::read_dir(from).map_err(|e| Error::io(from, "list", e))?;
+    for entry in entries {
+        let entry = entry.map_err(|e| Error::io(from, "list", e))?;
+        let name = entry.file_name();
+        let Some(name) = name.to_str().filter(|n| is_companion(n)) else { continue };
+        let path = entry.path();
+        // Through links: in a download cache every file is one.
+        if !path.is_file() {
+            continue;
+        }
+        let to = into.join(name);
+        fs::copy(&path, &to)
+            .and_then(|_| fs::OpenOptions::new().write(true).open(&to)?.sync_all())
+            .map_err(|e| Error::io(&path, "copy", e))?;
+    }
+    Ok(())
+}

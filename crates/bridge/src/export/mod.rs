@@ -1,0 +1,106 @@
+//! Writing a Hugging Face folder: all of it or nothing.
+
+mod folder;
+mod layout;
+mod values;
+
+use crate::config::HfConfig;
+use crate::error::{Error, Result};
+use crate::plan::{Plan, Role};
+use crate::shards::INDEX;
+use ferrotron_tensor::DType;
+use folder::Folder;
+pub(crate) use folder::copy_companions;
+use layout::{OutFile, OutTensor, layout};
+use std::collections::HashMap;
+use std::path::Path;
+use values::{ShardWriter, copy_stray, write_parameters};
+pub use values::{Values, assemble};
+
+/// Gives the values of one parameter under its logical name, row-major, in any float type.
+pub type Source<'a> = dyn Fn(&str) -> Result<Values> + 'a;
+
+/// How to write a folder.
+#[derive(Clone, Copy, Debug)]
+pub struct ExportOptions<'a> {
+    /// Element type of the weights; none means as in the reference, without one as `config.json` says, else f32.
+    pub dtype: Option<DType>,
+    /// A new file is begun before one grows beyond this (a single larger tensor still gets its own file).
+    /// The reference's files are kept as they are cut.
+    pub max_shard_bytes: u64,
+    /// The folder the model came from: same names, order, files and headers, and its tokenizer files.
+    pub reference: Option<&'a Plan>,
+    /// A folder whose tokenizer files are copied; the reference's unless given.
+    pub companions: Option<&'a Path>,
+    /// Further files by name (a tokenizer for a natively trained model, say).
+    pub more: &'a [(&'a str, &'a str)],
+    /// Replace a Hugging Face folder that is in the way.
+    pub overwrite: bool,
+}
+
+impl Default for ExportOptions<'_> {
+    fn default() -> Self {
+        ExportOptions {
+            dtype: None,
+            max_shard_bytes: 5_000_000_000,
+            reference: None,
+            companions: None,
+            more: &[],
+            overwrite: false,
+        }
+    }
+}
+
+/// What was written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Exported {
+    /// Weight files, in order.
+    pub files: Vec<String>,
+    /// Bytes of all tensors.
+    pub tensor_bytes: u64,
+}
+
+/// Writes `config.json`, the weights (and their index, if there are several files) and, with a reference, its
+/// tokenizer files to `out_dir`, which must not exist or be empty unless it may be replaced. The folder is made beside it, synced and
+/// renamed, so that it appears whole or not at all. Memory: one tensor.
+pub fn export(
+    out_dir: &Path,
+    config: &HfConfig,
+    source: &Source,
+    options: &ExportOptions,
+) -> Result<Exported> {
+    let plan = layout(config, options)?;
+    let folder = Folder::beside(out_dir, options.overwrite)?;
+    let retyped = options.dtype.map(|d| config.with_dtype(d));
+    folder.write("config.json", retyped.as_ref().unwrap_or(config).text().as_bytes())?;
+    for file in &plan.files {
+        write_file(&folder, file, source, options.reference)?;
+    }
+    if let Some(index) = &plan.index {
+        folder.write(INDEX, index.as_bytes())?;
+    }
+    if let Some(from) = options.companions.or(options.reference.map(Plan::dir)) {
+        copy_companions(from, folder.dir())?;
+    }
+    for (name, text) in options.more {
+        folder.write(name, text.as_bytes())?;
+    }
+    folder.publish()?;
+    Ok(Exported { files: plan.files.into_iter().map(|f| f.name).collect(), tensor_bytes: plan.tensor_bytes })
+}
+
+fn write_file(folder: &Folder, file: &OutFile, source: &Source, reference: Option<&Plan>) -> Result<()> {
+    let mut out = ShardWriter::create(&folder.path(&file.name), file)?;
+    let by_name: HashMap<&str, &OutTensor> = file.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
+    for name in out.order(file) {
+        let Some(&t) = by_name.get(name.as_str()) else { continue };
+        match &t.role {
+            Role::Parameters(hf) => write_parameters(&mut out, t, hf, source)?,
+            Role::Stray => match reference {
+                Some(plan) => copy_stray(&mut out, plan, t)?,
+                None => return Err(Error::tensor(&t.name, "no folder to copy it from")),
+            },
+        }
+    }
+    out.finish()
+}

@@ -1,0 +1,81 @@
+//! Gemma 2 and Gemma 3 (text).
+
+use super::{
+    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, PARTIAL_ROTARY, QK_NORMS, ROTARY_STRAYS,
+    Refused, RopeStyle, Rule, Windows, key, same,
+};
+use ferrotron_core::model::config::ModelConfig;
+
+/// Soft caps, post-norms, a window on every other layer.
+pub static GEMMA2: Family = Family {
+    name: "Gemma 2",
+    architecture: "Gemma2ForCausalLM",
+    model_type: "gemma2",
+    keys: &[COMMON_KEYS, GEMMA2_KEYS],
+    rope: RopeStyle::Global { theta: 1e4 },
+    windows: Windows::Alternate,
+    refused: &[PARTIAL_ROTARY, BIDIRECTIONAL],
+    facts: gemma_facts,
+    prefix: "model.",
+    tensors: &[COMMON_TENSORS, GEMMA_NORMS],
+    strays: ROTARY_STRAYS,
+};
+
+/// Norms on q and k, five local layers to a global one, a RoPE base for each kind.
+pub static GEMMA3: Family = Family {
+    name: "Gemma 3",
+    architecture: "Gemma3ForCausalLM",
+    model_type: "gemma3_text",
+    keys: &[COMMON_KEYS, GEMMA3_KEYS],
+    rope: RopeStyle::GlobalAndLocal { theta: 1e6, local_theta: 1e4 },
+    windows: Windows::AllBut,
+    refused: &[PARTIAL_ROTARY, BIDIRECTIONAL],
+    facts: |c| {
+        gemma_facts(c);
+        c.qk_norm = true;
+    },
+    prefix: "model.",
+    tensors: &[COMMON_TENSORS, GEMMA_NORMS, QK_NORMS],
+    strays: ROTARY_STRAYS,
+};
+
+fn gemma_facts(c: &mut ModelConfig) {
+    c.norm.zero_centred = true;
+    c.post_norms = true;
+    c.embed_scale = (c.hidden as f64).sqrt() as f32;
+}
+
+const BIDIRECTIONAL: Refused = Refused {
+    key: "use_bidirectional_attention",
+    or_one: false,
+    what: "attention that sees the future, which a language model in training must not",
+};
+
+const GEMMA2_KEYS: &[Key] = &[
+    key(&["head_dim"], Field::HeadDim, Absent::Size(256)),
+    key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(8192)),
+    key(&["hidden_activation"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("gelu_pytorch_tanh")),
+    key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
+    key(&["query_pre_attn_scalar"], Field::QueryScalar, Absent::Real(256.0)),
+    key(&["attn_logit_softcapping"], Field::AttnSoftcap, Absent::Cap(Some(50.0))),
+    key(&["final_logit_softcapping"], Field::FinalSoftcap, Absent::Cap(Some(30.0))),
+    key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(true)),
+];
+
+const GEMMA3_KEYS: &[Key] = &[
+    key(&["head_dim"], Field::HeadDim, Absent::Size(256)),
+    key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(131_072)),
+    key(&["hidden_activation"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("gelu_pytorch_tanh")),
+    key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
+    key(&["query_pre_attn_scalar"], Field::QueryScalar, Absent::Real(256.0)),
+    key(&["attn_logit_softcapping"], Field::AttnSoftcap, Absent::Cap(None)),
+    key(&["final_logit_softcapping"], Field::FinalSoftcap, Absent::Cap(None)),
+    key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(true)),
+];
+
+/// `post_attention_layernorm` is what Llama calls the norm before the MLP; here it is what it says.
+const GEMMA_NORMS: &[Rule] = &[
+    same("layers.{i}.post_attention_layernorm.weight", &["layers.{i}.attn_post_norm.weight"]),
+    same("layers.{i}.pre_feedforward_layernorm.weight", &["layers.{i}.mlp_norm.weight"]),
+    same("layers.{i}.post_feedforward_layernorm.weight", &["layers.{i}.mlp_post_norm.weight"]),
+];

@@ -1,0 +1,216 @@
+//! One pass of a Hugging Face folder over given tokens: logits, loss and gradients under their Hugging Face
+//! names. The door through which anyone can check the numerics.
+
+use crate::error::{Error, Result};
+use crate::expected::hf_tensors;
+use crate::plan::Plan;
+use ferrotron_core::model::Model;
+use ferrotron_core::model::generate::to_host;
+use ferrotron_core::parity::{Kind, Outcome};
+use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
+use ferrotron_core::train::{LogicalValues, targets, weighted};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::{GradBuffer, ParamId, Rank};
+use ferrotron_kernels::IGNORE;
+use ferrotron_tensor::DType;
+use std::collections::{BTreeMap, HashMap};
+use std::path::Path;
+
+/// Tokens and labels as the file has them.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ForwardInput {
+    /// `[batch·sequence]`
+    pub ids: Vec<i32>,
+    /// Not shifted: position t predicts `labels[t+1]`.
+    pub labels: Option<Vec<i32>>,
+    /// Positions, if not counted from 0 in each row.
+    pub positions: Option<Vec<i32>>,
+    /// Sequence boundaries of one packed row.
+    pub offsets: Option<Vec<i32>>,
+    /// Rows.
+    pub batch: usize,
+    /// Tokens per row.
+    pub sequence: usize,
+}
+
+/// Name, shape and values of a gradient.
+pub type Gradient = (String, Vec<usize>, Vec<f32>);
+
+/// Logits `[batch, sequence, V]`, loss and gradients.
+#[derive(Clone, Debug)]
+pub struct ForwardOutput {
+    /// f32, row-major.
+    pub logits: Vec<f32>,
+    /// `[batch, sequence, V]`
+    pub shape: Vec<usize>,
+    /// Mean cross-entropy over valid shifted labels; absent without labels.
+    pub loss: Option<f32>,
+    /// Name, shape and values of every gradient; empty without backward.
+    pub gradients: Vec<Gradient>,
+}
+
+/// Reads `input_ids` and, where present, `labels`, `position_ids`, `cu_seqlens` (i64 or i32).
+pub fn read_input(path: &Path) -> Result<ForwardInput> {
+    let file = TensorFile::open(path)?;
+    let origin = path.display().to_string();
+    let integers = |name: &str| -> Result<Option<Vec<i32>>> {
+        let Some(info) = file.get(name) else { return Ok(None) };
+        let bytes = file.read(name)?;
+        let wide: Vec<i64> = match info.dtype.native() {
+            Some(DType::I64) => {
+                bytes.chunks_exact(8).map(|c| i64::from_le_bytes(c.try_into().unwrap_or_default())).collect()
+            }
+            Some(DType::I32) => bytes
+                .chunks_exact(4)
+                .map(|c| i64::from(i32::from_le_bytes(c.try_into().unwrap_or_default())))
+                .collect(),
+            _ => {
+                return Err(Error::config(&origin, format!("{name} must be I64 or I32, not {}", info.dtype)));
+            }
+        };
+        let narrow = wide.iter().map(|x| i32::try_from(*x)).collect::<Result<_, _>>();
+        narrow.map(Some).map_err(|_| Error::config(&origin, format!("{name} holds a value past 32 bits")))
+    };
+    let Some(info) = file.get("input_ids") else {
+        return Err(Error::config(&origin, "has no tensor input_ids [batch, sequence]"));
+    };
+    let [batch, sequence] = info.shape[..] else {
+        return Err(Error::config(&origin, format!("input_ids is {:?}, not [batch, sequence]", info.shape)));
+    };
+    let input = ForwardInput {
+        ids: integers("input_ids")?.unwrap_or_default(),
+        labels: integers("labels")?,
+        positions: integers("position_ids")?,
+        offsets: integers("cu_seqlens")?,
+        batch,
+        sequence,
+    };
+    for (name, tensor) in [("labels", &input.labels), ("position_ids", &input.positions)] {
+        if tensor.as_ref().is_some_and(|t| t.len() != input.ids.len()) {
+            return Err(Error::config(&origin, format!("{name} has not the shape of input_ids")));
+        }
+    }
+    if input.ids.is_empty() {
+        return Err(Error::config(&origin, "input_ids is empty"));
+    }
+    Ok(input)
+}
+
+/// Loads the folder's weights in `dtype` and runs one pass, with gradients if `backward`.
+pub fn forward(
+    rank: Rank,
+    plan: &Plan,
+    dtype: DType,
+    input: &ForwardInput,
+    backward: bool,
+) -> Result<ForwardOutput> {
+    let config = plan.config().model();
+    let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
+    let source =
+        |name: &str| plan.read(name, dtype).map_err(|e| ferrotron_core::Error::Invalid(e.to_string()));
+    let model = Model::load(rank, config, longest.max(input.sequence), dtype, &source)?;
+    let layout = match &input.offsets {
+        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
+        None => Layout::Rows { count: input.batch, len: input.sequence },
+    };
+    let (pass, tensor) = (model.pass(), ferrotron_core::Error::from);
+    let tokens =
+        model.decoder.input(&model.rank, &input.ids, input.positions.as_deref(), layout).map_err(tensor)?;
+    let logits = to_host(&pass, &model.decoder.logits(&pass, &tokens).map_err(tensor)?)?;
+    let mut out = ForwardOutput {
+        logits,
+        shape: vec![input.batch, input.sequence, config.vocab],
+        loss: None,
+        gradients: Vec::new(),
+    };
+    let Some(labels) = input.labels.as_ref().map(|l| shift(l, input.sequence)) else {
+        if backward {
+            return Err(Error::config("--backward", "needs labels in the input"));
+        }
+        return Ok(out);
+    };
+    if let Some(bad) = labels.iter().find(|l| **l != IGNORE && !(0..config.vocab as i32).contains(*l)) {
+        return Err(Error::config(
+            "labels",
+            format!("label {bad} is not in a vocabulary of {}", config.vocab),
+        ));
+    }
+    let valid = labels.iter().filter(|l| **l != IGNORE).count();
+    let targets = targets(&model.rank, &labels, 1.0 / valid.max(1) as f32)?;
+    if !backward {
+        let rows = model.decoder.evaluate(&pass, &tokens, &targets).map_err(tensor)?;
+        out.loss = Some(weighted(&model.rank, &rows, &targets)? as f32);
+        return Ok(out);
+    }
+    let mut grads = GradBuffer::new(model.params.specs());
+    let (rows, saved) = model.decoder.forward(&pass, &tokens, &targets).map_err(tensor)?;
+    out.loss = Some(weighted(&model.rank, &rows, &targets)? as f32);
+    model.decoder.backward(&pass, saved, &tokens, &mut grads).map_err(tensor)?;
+    let mut by_name = HashMap::new();
+    grads.finish(&model.rank).map_err(tensor)?;
+    for (i, spec) in model.params.specs().iter().enumerate() {
+        let values: Vec<f32> =
+            model.rank.compute.download(&grads.get(ParamId(i)).map_err(tensor)?).map_err(tensor)?;
+        by_name.extend(spec.ranges().map(|(part, r)| (part.name.clone(), values[r].to_vec())));
+    }
+    out.gradients = gradients(plan, &by_name)?;
+    Ok(out)
+}
+
+/// Position t predicts label t+1; the last of a row predicts nothing.
+fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
+    labels.chunks(sequence).flat_map(|row| row[1..].iter().copied().chain([IGNORE])).collect()
+}
+
+/// Gradients of logical tensors as the tensors of the folder.
+fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
+    let mut out = Vec::new();
+    for t in hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())? {
+        let mut values = Vec::new();
+        for part in &t.parts {
+            let part = logical.get(&part.name).ok_or_else(|| Error::tensor(&part.name, "has no gradient"))?;
+            values.extend_from_slice(part);
+        }
+        if let ([rows, cols], true) = (&t.shape[..], t.transposed) {
+            // Stacked rows [cols, rows] of ours are columns of theirs.
+            let ours = values;
+            values = (0..rows * cols).map(|i| ours[(i % cols) * rows + i / cols]).collect();
+        }
+        out.push((t.name, t.shape, values));
+    }
+    Ok(out)
+}
+
+/// Writes `logits`, `loss` and `grad.<name>` as f32.
+pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
+    let f32_type = FileDType::from(DType::F32);
+    let mut tensors: Vec<(String, &[usize], &[f32])> = vec![("logits".into(), &out.shape, &out.logits)];
+    let loss = out.loss.map(|l| [l]);
+    tensors.extend(loss.as_ref().map(|l| ("loss".to_string(), &[][..], &l[..])));
+    tensors.extend(out.gradients.iter().map(|(n, s, v)| (format!("grad.{n}"), &s[..], &v[..])));
+    let decls: Vec<TensorDecl> = tensors
+        .iter()
+        .map(|(name, shape, _)| TensorDecl { name: name.clone(), dtype: f32_type, shape: shape.to_vec() })
+        .collect();
+    let mut writer = TensorFileWriter::create_in_order(path, &decls, &BTreeMap::new())?;
+    for (name, _, values) in tensors {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        writer.write(&name, &bytes)?;
+    }
+    writer.finish()?;
+    Ok(())
+}
+
+impl From<ForwardOutput> for Outcome {
+    /// As one side of a comparison.
+    fn from(out: ForwardOutput) -> Outcome {
+        let named = |(name, shape, values)| LogicalValues { name, shape, values };
+        let logits = LogicalValues { name: "logits".into(), shape: out.shape, values: out.logits };
+        let gradients = out.gradients.into_iter().map(named).collect();
+        Outcome {
+            loss: out.loss.map(f64::from),
+            lr: 0.0,
+            tensors: vec![(Kind::Logits, vec![logits]), (Kind::Gradient, gradients)],
+        }
+    }
+}

@@ -1,0 +1,91 @@
+//! Our own names: one logical tensor per parameter, never fused, matrices `[out, in]`.
+
+use ferrotron_core::model::config::{ModelConfig, NormKind, Positions};
+
+/// A parameter of the model under its logical name.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LogicalTensor {
+    /// `layers.0.attn.q.weight` and the like.
+    pub name: String,
+    /// `[out, in]` for matrices, `[n]` for gains and biases.
+    pub shape: Vec<usize>,
+}
+
+/// Every parameter of a model, embedding first, head last.
+pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
+    let mut out = Vec::new();
+    let mut push = |name: String, shape: &[usize]| out.push(LogicalTensor { name, shape: shape.to_vec() });
+    let (h, f, d) = (c.hidden, c.ffn, c.head_dim);
+    let (q, kv) = (c.heads * d, c.kv_heads * d);
+    let norm_bias = c.norm.kind == NormKind::LayerNorm;
+
+    push("embed.tokens".into(), &[c.vocab, h]);
+    if matches!(c.positions, Positions::Learned) {
+        push("embed.positions".into(), &[c.max_positions, h]);
+    }
+    for i in 0..c.layers {
+        let mut push = |name: &str, shape: &[usize]| push(format!("layers.{i}.{name}"), shape);
+        let norm = |push: &mut dyn FnMut(&str, &[usize]), name: &str| {
+            push(&format!("{name}.weight"), &[h]);
+            if norm_bias {
+                push(&format!("{name}.bias"), &[h]);
+            }
+        };
+        let linear =
+            |push: &mut dyn FnMut(&str, &[usize]), name: &str, rows: usize, cols: usize, bias: bool| {
+                push(&format!("{name}.weight"), &[rows, cols]);
+                if bias {
+                    push(&format!("{name}.bias"), &[rows]);
+                }
+            };
+        norm(&mut push, "attn_norm");
+        linear(&mut push, "attn.q", q, h, c.qkv_bias);
+        linear(&mut push, "attn.k", kv, h, c.qkv_bias);
+        linear(&mut push, "attn.v", kv, h, c.qkv_bias);
+        if c.qk_norm {
+            push("attn.q_norm.weight", &[d]);
+            push("attn.k_norm.weight", &[d]);
+        }
+        linear(&mut push, "attn.out", h, q, c.proj_bias);
+        if c.post_norms {
+            norm(&mut push, "attn_post_norm");
+        }
+        norm(&mut push, "mlp_norm");
+        if c.gated {
+            linear(&mut push, "mlp.gate", f, h, c.mlp_bias);
+        }
+        linear(&mut push, "mlp.up", f, h, c.mlp_bias);
+        linear(&mut push, "mlp.down", h, f, c.mlp_bias);
+        if c.post_norms {
+            norm(&mut push, "mlp_post_norm");
+        }
+    }
+    push("final_norm.weight".into(), &[h]);
+    if norm_bias {
+        push("final_norm.bias".into(), &[h]);
+    }
+    if !c.tied {
+        push("head.weight".into(), &[c.vocab, h]);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrotron_core::model::preset::PRESETS;
+
+    #[test]
+    fn tensors_hold_every_parameter() {
+        for name in PRESETS {
+            let c = ModelConfig::preset(name).unwrap();
+            let tensors = logical_tensors(&c);
+            let total: usize = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
+            assert_eq!(total, c.parameters(), "{name}");
+            let mut names: Vec<_> = tensors.iter().map(|t| &t.name).collect();
+            names.sort_unstable();
+            names.dedup();
+            assert_eq!(names.len(), tensors.len(), "{name}: a name twice");
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The weight files of a folder: one `model.safetensors`, or several under an index.
+
+use crate::error::{Error, Result};
+use crate::json::{Object, parse_object, read_text};
+use crate::problems::Problem;
+use ferrotron_core::tensorfile::{TensorFile, TensorInfo};
+use std::collections::BTreeMap;
+use std::path::Path;
+
+/// The only file of a small model.
+pub(crate) const SINGLE: &str = "model.safetensors";
+/// Where each tensor of a large model is.
+pub(crate) const INDEX: &str = "model.safetensors.index.json";
+
+/// One open weight file.
+#[derive(Debug)]
+pub(crate) struct Shard {
+    /// Its name in the folder.
+    pub name: String,
+    pub file: TensorFile,
+}
+
+/// The weight files of a folder, headers read and checked.
+#[derive(Debug)]
+pub(crate) struct Shards {
+    pub files: Vec<Shard>,
+    /// The index as it is in the folder.
+    pub index: Option<String>,
+}
+
+impl Shards {
+    /// Opens every weight file. What disagrees between index and files is added to `problems`.
+    pub fn open(dir: &Path, problems: &mut Vec<Problem>) -> Result<Shards> {
+        let single = dir.join(SINGLE);
+        let index = dir.join(INDEX);
+        // As the reference: the single file wins.
+        if single.exists() {
+            let file = TensorFile::open(&single)?;
+            return Ok(Shards { files: vec![Shard { name: SINGLE.into(), file }], index: None });
+        }
+        if !index.exists() {
+            let what = format!("has neither {SINGLE} nor {INDEX}; only safetensors weights can be read");
+            return Err(Error::config(&dir.display().to_string(), what));
+        }
+        let text = read_text(&index)?;
+        let origin = index.display().to_string();
+        let places = places(&text, &origin)?;
+        let mut names: Vec<&str> = places.values().map(String::as_str).collect();
+        names.sort_unstable();
+        names.dedup();
+        let mut files = Vec::with_capacity(names.len());
+        for name in names {
+            // A name with a path in it could reach any file of the machine.
+            if !name.ends_with(".safetensors")
+                || name.contains(['/', '\\', ':', '\0'])
+                || name.starts_with('.')
+            {
+                return Err(Error::config(&origin, format!("{name:?} is not the name of a weight file")));
+            }
+            files.push(Shard { name: name.into(), file: TensorFile::open(&dir.join(name))? });
+        }
+        let shards = Shards { files, index: Some(text) };
+        shards.compare(&places, problems);
+        Ok(shards)
+    }
+
+    fn compare(&self, places: &BTreeMap<String, String>, problems: &mut Vec<Problem>) {
+        for (tensor, place) in places {
+            if !self.files.iter().any(|s| s.name == *place && s.file.get(tensor).is_some()) {
+                let how = format!("the index says it is in {place}, which does not have it");
+                problems.push(Problem::Wrong(tensor.clone(), how));
+            }
+        }
+        for (shard, t) in self.tensors() {
+            if places.get(&t.name).is_none_or(|place| *place != shard.name) {
+                let how = format!("is in {}, but the index does not say so", shard.name);
+                problems.push(Problem::Wrong(t.name.clone(), how));
+            }
+        }
+    }
+
+    /// Every tensor with its file, in file order.
+    pub fn tensors(&self) -> impl Iterator<Item = (&Shard, &TensorInfo)> {
+        self.files.iter().flat_map(|s| s.file.tensors().iter().map(move |t| (s, t)))
+    }
+}
+
+fn places(text: &str, origin: &str) -> Result<BTreeMap<String, String>> {
+    let map = parse_object(text, origin)?;
+    let o = Object { map: &map, origin, under: "" };
+    let places = o.object("weight_map")?.ok_or_else(|| o.missing("weight_map"))?;
+    let inner = Object { map: places, origin, under: "weight_map." };
+    places
+        .iter()
+        .map(|(tensor, place)| match place.as_str() {
+            Some(place) => Ok((tensor.clone(), place.to_string())),
+            None => Err(inner.mistyped(tensor, place, "a file name")),
+        })
+        .collect()
+}

@@ -1,0 +1,96 @@
+//! The weights of a native checkpoint.
+
+use crate::convert::{convert, convertible};
+use crate::error::{Error, Result};
+use crate::logical::{LogicalTensor, logical_tensors};
+use crate::plan::zeros;
+use crate::problems::Problem;
+use ferrotron_core::checkpoint::{Loaded, load};
+use ferrotron_core::model::ModelConfig;
+use ferrotron_core::train::model_of;
+use ferrotron_tensor::DType;
+use std::path::Path;
+
+/// Weights in a checkpoint are called this and their logical name.
+pub(crate) const PREFIX: &str = "model/";
+
+/// A checkpoint whose every byte has been checked and which holds every parameter of its model.
+#[derive(Debug)]
+pub struct Stored {
+    loaded: Loaded,
+    model: ModelConfig,
+    tensors: Vec<LogicalTensor>,
+}
+
+impl Stored {
+    /// Opens a checkpoint folder, of a run or converted.
+    pub fn open(path: &Path) -> Result<Stored> {
+        let loaded = load(path)?;
+        let model = model_of(&loaded)?;
+        let tensors = logical_tensors(&model);
+        let mut problems = Vec::new();
+        for t in &tensors {
+            match loaded.get(&format!("{PREFIX}{}", t.name)) {
+                None => problems.push(Problem::Missing(format!("{} {:?}", t.name, t.shape))),
+                Some(found) if found.shape != t.shape => problems.push(Problem::Wrong(
+                    t.name.clone(),
+                    format!("shape {:?}, but the model needs {:?}", found.shape, t.shape),
+                )),
+                Some(found) if !found.dtype.native().is_some_and(convertible) => {
+                    problems.push(Problem::Wrong(
+                        t.name.clone(),
+                        format!("element type {} cannot be read as weights", found.dtype),
+                    ))
+                }
+                Some(_) => {}
+            }
+        }
+        if !problems.is_empty() {
+            return Err(Error::Tensors { origin: path.display().to_string(), problems });
+        }
+        Ok(Stored { loaded, model, tensors })
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        self.loaded.path()
+    }
+
+    /// Steps done when it was written.
+    pub fn step(&self) -> u64 {
+        self.loaded.step()
+    }
+
+    /// The architecture.
+    pub fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    /// Every parameter under its logical name, in the model's order.
+    pub fn tensors(&self) -> &[LogicalTensor] {
+        &self.tensors
+    }
+
+    /// Element type of a parameter in the files.
+    pub fn dtype(&self, logical: &str) -> Result<DType> {
+        let found = self.loaded.get(&format!("{PREFIX}{logical}")).and_then(|t| t.dtype.native());
+        found
+            .ok_or_else(|| Error::tensor(logical, format!("{} has no such parameter", self.path().display())))
+    }
+
+    /// One parameter as little-endian `dtype` (f32, bf16 or f16), row-major.
+    pub fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
+        let from = self.dtype(logical)?;
+        if !convertible(dtype) {
+            let what = format!("weights are read as f32, bf16 or f16, not as {dtype}");
+            return Err(Error::tensor(logical, what));
+        }
+        let bytes = self.loaded.read(&format!("{PREFIX}{logical}"))?;
+        if from == dtype {
+            return Ok(bytes);
+        }
+        let mut out = zeros(logical, bytes.len() / from.size() * dtype.size())?;
+        convert(&bytes, from, &mut out, dtype);
+        Ok(out)
+    }
+}

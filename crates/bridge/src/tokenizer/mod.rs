@@ -1,0 +1,164 @@
+//! Text ↔ token ids: a Hugging Face `tokenizer.json`, or plain bytes.
+
+mod bytes;
+mod file;
+mod stream;
+
+pub use bytes::byte_tokenizer_json;
+pub(crate) use file::token_text;
+pub use stream::TextStream;
+
+use crate::error::{Error, Result};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer};
+
+/// Text to ids and back.
+pub struct Tokenizer {
+    kind: Kind,
+    origin: String,
+    vocab_size: usize,
+    /// Special tokens by their text.
+    specials: Vec<(String, u32)>,
+    bos: Option<u32>,
+    eos: Vec<u32>,
+}
+
+enum Kind {
+    /// Ids are bytes.
+    Bytes,
+    File(Box<PipelineTokenizer>),
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tokenizer({}, {} ids)", self.origin, self.vocab_size)
+    }
+}
+
+impl Tokenizer {
+    /// The built-in one: 256 ids, each a byte of UTF-8.
+    pub fn bytes() -> Tokenizer {
+        let (origin, specials) = ("byte tokenizer".into(), Vec::new());
+        Tokenizer { kind: Kind::Bytes, origin, vocab_size: 256, specials, bos: None, eos: Vec::new() }
+    }
+
+    /// `tokenizer.json` of a folder, with the beginning and end tokens that its other files name.
+    pub fn from_dir(dir: &Path) -> Result<Tokenizer> {
+        let path = dir.join("tokenizer.json");
+        if !path.exists() {
+            let what = "has no tokenizer.json; save the tokenizer in its fast form first".into();
+            return Err(Error::Tokenizer { origin: dir.display().to_string(), what });
+        }
+        let mut tokenizer = Tokenizer::from_file(&path)?;
+        let ends = file::ends(dir, |text| tokenizer.special(text))?;
+        (tokenizer.bos, tokenizer.eos) = (ends.bos, ends.eos);
+        Ok(tokenizer)
+    }
+
+    /// A file in the format of `tokenizer.json`, of this or an earlier version of the format.
+    pub fn from_file(path: &Path) -> Result<Tokenizer> {
+        Tokenizer::from_json(&crate::json::read_text(path)?, &path.display().to_string())
+    }
+
+    /// The text of a `tokenizer.json`; `origin` names it in errors.
+    pub fn from_json(text: &str, origin: &str) -> Result<Tokenizer> {
+        let wrong = |what: String| Error::Tokenizer { origin: origin.into(), what };
+        let checked = file::check(text).map_err(wrong)?;
+        let built = guard(|| {
+            let mut value = checked.value;
+            tokenizers::canonicalize_value(&mut value).map_err(|e| e.to_string())?;
+            tokenizers::from_json(&value.to_string()).map_err(|e| e.to_string())
+        });
+        Ok(Tokenizer {
+            kind: Kind::File(Box::new(built.map_err(wrong)?)),
+            origin: origin.into(),
+            vocab_size: checked.vocab_size,
+            specials: checked.specials,
+            bos: None,
+            eos: Vec::new(),
+        })
+    }
+
+    /// One more than the largest id. A model's vocabulary may be padded beyond it.
+    pub fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    /// The id of a special or added token.
+    pub fn special(&self, text: &str) -> Option<u32> {
+        self.specials.iter().find(|(t, _)| t == text).map(|&(_, id)| id)
+    }
+
+    /// The id that begins a text, if the model has one.
+    pub fn bos(&self) -> Option<u32> {
+        self.bos
+    }
+
+    /// The ids that end a text; generation stops at any of them.
+    pub fn eos(&self) -> &[u32] {
+        &self.eos
+    }
+
+    /// Ids of a text, nothing added. Special tokens that are spelled out in the text are recognised.
+    pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_as(text, false)
+    }
+
+    /// Ids of a text with the special tokens that the file puts around it (a beginning-of-text, say).
+    pub fn encode_framed(&self, text: &str) -> Result<Vec<u32>> {
+        self.encode_as(text, true)
+    }
+
+    fn encode_as(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
+        let Kind::File(inner) = &self.kind else { return Ok(text.bytes().map(u32::from).collect()) };
+        let options = EncodeOptions {
+            add_special_tokens,
+            encode_special_tokens: false,
+            padding: Override::Off,
+            truncation: Override::Off,
+        };
+        let mut out = Vec::new();
+        guard(|| inner.encode_into(text, &options, &mut out).map_err(|e| e.to_string()))
+            .map_err(|what| self.wrong(what))?;
+        Ok(out.into_iter().map(|t| t.id()).collect())
+    }
+
+    /// The text of ids, without special tokens. Ids outside the vocabulary are passed over; bytes that are no
+    /// UTF-8 become U+FFFD.
+    pub fn decode(&self, ids: &[u32]) -> Result<String> {
+        self.decode_as(ids, true)
+    }
+
+    /// The text of ids, special tokens spelled out.
+    pub fn decode_with_specials(&self, ids: &[u32]) -> Result<String> {
+        self.decode_as(ids, false)
+    }
+
+    fn decode_as(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::File(inner) => guard(|| inner.decode(ids, skip_special_tokens).map_err(|e| e.to_string()))
+                .map_err(|what| self.wrong(what)),
+        }
+    }
+
+    /// Decodes ids one by one as they are generated.
+    pub fn stream(&self) -> TextStream<'_> {
+        TextStream::new(self)
+    }
+
+    fn wrong(&self, what: String) -> Error {
+        Error::Tokenizer { origin: self.origin.clone(), what }
+    }
+}
+
+/// The library indexes by what the file says and asserts on some of it; a file must not be able to end the
+/// process.
+fn guard<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|_| Err("the file is inconsistent: the tokenizer broke down over it".into()))
+}

@@ -1,0 +1,187 @@
+//! Hugging Face folder to checkpoint and back.
+
+use crate::config::HfConfig;
+use crate::error::{Error, Result};
+use crate::export::{ExportOptions, Values, copy_companions, export};
+use crate::json::read_text;
+use crate::open::{COMPANIONS, Found};
+use crate::plan::Plan;
+use crate::stored::PREFIX;
+use crate::tokenizer::byte_tokenizer_json;
+use crate::weights::{Place, Weights, find, to_core};
+use ferrotron_core::checkpoint::{Alone, write_alone};
+use ferrotron_core::tensorfile::TensorDecl;
+use ferrotron_core::train::weights_only;
+use ferrotron_tensor::DType;
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+
+/// How to convert.
+pub struct TransferOptions<'a> {
+    /// Element type to store weights in; none means as they are (or as in `like`).
+    pub dtype: Option<DType>,
+    /// A Hugging Face folder whose names, files, `config.json` and tokenizer are followed.
+    pub like: Option<&'a Path>,
+    /// Replace what is there.
+    pub overwrite: bool,
+    /// Told the elements done and the elements in all.
+    pub progress: &'a dyn Fn(u64, u64),
+}
+
+/// What was converted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Transferred {
+    /// Is it a Hugging Face folder now (or a checkpoint)?
+    pub hugging_face: bool,
+    /// The folder that was read.
+    pub from: PathBuf,
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Bytes of weights written.
+    pub bytes: u64,
+    /// The folder whose names and tokenizer were followed.
+    pub like: Option<PathBuf>,
+    /// The Hugging Face family.
+    pub family: String,
+    /// Is there a tokenizer with it?
+    pub tokenizer: bool,
+}
+
+/// Converts `from` (a Hugging Face folder to a checkpoint; a checkpoint, or a run's newest, to a Hugging Face
+/// folder) into the new folder `to`, which appears whole or not at all. Memory: one tensor.
+pub fn transfer(from: &Path, to: &Path, options: &TransferOptions) -> Result<Transferred> {
+    match find(from)? {
+        Place::HuggingFace(dir) => to_checkpoint(&dir, to, options),
+        Place::Checkpoint { .. } => to_hugging_face(from, to, options),
+    }
+}
+
+/// Counts elements as tensors go by.
+struct Counter<'a> {
+    done: Cell<u64>,
+    total: u64,
+    progress: &'a dyn Fn(u64, u64),
+}
+
+impl Counter<'_> {
+    fn new<'a>(weights: &Weights, progress: &'a dyn Fn(u64, u64)) -> Counter<'a> {
+        let total = weights.tensors().iter().map(|t| t.shape.iter().product::<usize>() as u64).sum();
+        progress(0, total);
+        Counter { done: Cell::new(0), total, progress }
+    }
+
+    fn add(&self, elements: usize) {
+        self.done.set(self.done.get() + elements as u64);
+        (self.progress)(self.done.get().min(self.total), self.total);
+    }
+}
+
+fn to_checkpoint(from: &Path, to: &Path, options: &TransferOptions) -> Result<Transferred> {
+    if options.like.is_some() {
+        let what = "--like is for writing a Hugging Face folder; this one becomes a checkpoint";
+        return Err(Error::config(&from.display().to_string(), what));
+    }
+    let plan = Plan::open(from)?;
+    let family = plan.config().family().name.to_string();
+    let weights = Weights::HuggingFace(Box::new(plan));
+    let mut decls = Vec::new();
+    for t in weights.tensors() {
+        let dtype = options.dtype.map_or_else(|| weights.dtype(&t.name), Ok)?;
+        let name = format!("{PREFIX}{}", t.name);
+        decls.push((dtype, TensorDecl { name, dtype: dtype.into(), shape: t.shape.clone() }));
+    }
+    let bytes = decls.iter().map(|(d, t)| (t.shape.iter().product::<usize>() * d.size()) as u64).sum();
+    let counter = Counter::new(&weights, options.progress);
+    let source = |name: &str| {
+        let logical = name.strip_prefix(PREFIX).unwrap_or(name);
+        let stored = || weights.dtype(logical).map_err(to_core);
+        let dtype = options.dtype.map_or_else(stored, Ok)?;
+        let bytes = weights.read(logical, dtype).map_err(to_core)?;
+        counter.add(bytes.len() / dtype.size());
+        Ok(bytes)
+    };
+    let more = |folder: &Path| {
+        let own = folder.join(COMPANIONS);
+        let copy = || {
+            std::fs::create_dir(&own).map_err(|e| Error::io(&own, "create", e))?;
+            copy_companions(from, &own)?;
+            let (config, there) = (from.join("config.json"), own.join("config.json"));
+            std::fs::copy(&config, &there).map_err(|e| Error::io(&config, "copy", e))
+        };
+        copy().map(|_| ()).map_err(to_core)
+    };
+    let tensors: Vec<TensorDecl> = decls.into_iter().map(|(_, t)| t).collect();
+    let state = weights_only(weights.model())?;
+    let contents = Alone { step: 0, state, tensors: &tensors, source: &source, more: &more };
+    write_alone(to, &contents, options.overwrite)?;
+    Ok(Transferred {
+        hugging_face: false,
+        from: from.into(),
+        parameters: counter.total,
+        bytes,
+        like: None,
+        family,
+        tokenizer: from.join("tokenizer.json").is_file(),
+    })
+}
+
+fn to_hugging_face(from: &Path, to: &Path, options: &TransferOptions) -> Result<Transferred> {
+    let found = Found::open(from)?;
+    let model = found.model();
+    let common = found.weights.common_dtype().unwrap_or(DType::F32);
+    let reference = match options.like {
+        Some(like) => Some(Plan::open(like)?),
+        None => origin(&found),
+    };
+    let companions = found.tokenizer_path().filter(|p| p.is_dir());
+    let config = match (&reference, &companions) {
+        (Some(plan), _) => plan.config().with_model(model)?,
+        (None, Some(dir)) if dir.join("config.json").is_file() => {
+            // Of another family or shape: the file says nothing about this model.
+            let said = HfConfig::from_dir(dir).and_then(|c| c.with_model(model));
+            said.or_else(|_| HfConfig::from_model(model, options.dtype.unwrap_or(common)))?
+        }
+        _ => HfConfig::from_model(model, options.dtype.unwrap_or(common))?,
+    };
+    let tokenizer = match found.tokenizer_path() {
+        _ if reference.is_some() => None,
+        Some(file) if file.is_file() => Some(read_text(&file)?),
+        None if found.reads_bytes() && model.vocab >= 256 => Some(byte_tokenizer_json()),
+        _ => None,
+    };
+    let more: Vec<(&str, &str)> = tokenizer.iter().map(|t| ("tokenizer.json", t.as_str())).collect();
+    let counter = Counter::new(&found.weights, options.progress);
+    let source = |name: &str| {
+        let dtype = found.weights.dtype(name)?;
+        let bytes = found.weights.read(name, dtype)?;
+        counter.add(bytes.len() / dtype.size());
+        Ok(Values { dtype, bytes })
+    };
+    let out = ExportOptions {
+        // As in the reference, where there is one.
+        dtype: options.dtype.or(if reference.is_some() { None } else { Some(common) }),
+        reference: reference.as_ref(),
+        companions: companions.as_deref().filter(|_| reference.is_none()),
+        more: &more,
+        overwrite: options.overwrite,
+        ..ExportOptions::default()
+    };
+    let exported = export(to, &config, &source, &out)?;
+    Ok(Transferred {
+        hugging_face: true,
+        from: found.folder().into(),
+        parameters: counter.total,
+        bytes: exported.tensor_bytes,
+        like: reference.map(|p| p.dir().into()),
+        family: config.family().name.to_string(),
+        tokenizer: to.join("tokenizer.json").is_file(),
+    })
+}
+
+/// The Hugging Face folder a run started from, if it is still there and of the same shape.
+fn origin(found: &Found) -> Option<Plan> {
+    let dir = PathBuf::from(found.config.as_ref()?.model.hf.as_ref()?);
+    let plan = Plan::open(&dir).ok()?;
+    let same = crate::logical_tensors(plan.config().model()) == found.weights.tensors();
+    (same && plan.config().with_model(found.model()).is_ok()).then_some(plan)
+}

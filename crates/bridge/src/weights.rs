@@ -1,0 +1,126 @@
+//! The weights of a model, wherever they are: a Hugging Face folder, a checkpoint or a run folder.
+
+use crate::error::{Error, Result};
+use crate::logical::LogicalTensor;
+use crate::plan::Plan;
+use crate::stored::Stored;
+use ferrotron_core::checkpoint::latest;
+use ferrotron_core::model::ModelConfig;
+use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, to_f32};
+use ferrotron_tensor::DType;
+use std::path::{Path, PathBuf};
+
+/// Where a model is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A folder with `config.json` and `.safetensors` files.
+    HuggingFace(PathBuf),
+    /// A checkpoint, and the folder of the run it belongs to, if it does.
+    Checkpoint {
+        /// The checkpoint's folder.
+        folder: PathBuf,
+        /// The run's.
+        run: Option<PathBuf>,
+    },
+}
+
+/// Says what a folder is; of a run, the newest checkpoint.
+pub fn find(path: &Path) -> Result<Place> {
+    let wrong = |what: &str| Err(Error::config(&path.display().to_string(), what));
+    if path.join("manifest.json").is_file() {
+        let run = path.parent().filter(|p| p.ends_with(CHECKPOINTS)).and_then(Path::parent);
+        let run = run.filter(|r| r.join(CONFIG).is_file()).map(Path::to_path_buf);
+        return Ok(Place::Checkpoint { folder: path.into(), run });
+    }
+    if path.join("config.json").is_file() {
+        return Ok(Place::HuggingFace(path.into()));
+    }
+    if path.join(CHECKPOINTS).is_dir() || path.join(CONFIG).is_file() {
+        return match latest(&path.join(CHECKPOINTS))? {
+            Some(folder) => Ok(Place::Checkpoint { folder, run: Some(path.into()) }),
+            None => wrong("is a run without a checkpoint; train on until one is saved (checkpoint.every)"),
+        };
+    }
+    if !path.exists() {
+        return wrong("there is no such folder");
+    }
+    wrong(
+        "is no model: neither a Hugging Face folder (config.json), a checkpoint (manifest.json) nor a run folder (checkpoints/)",
+    )
+}
+
+/// Weights ready to be read tensor by tensor.
+#[derive(Debug)]
+pub enum Weights {
+    /// Of a Hugging Face folder.
+    HuggingFace(Box<Plan>),
+    /// Of a checkpoint.
+    Checkpoint(Box<Stored>),
+}
+
+impl Weights {
+    /// Opens and checks a Hugging Face folder, a checkpoint or the newest checkpoint of a run folder.
+    pub fn open(path: &Path) -> Result<Weights> {
+        Weights::at(&find(path)?)
+    }
+
+    /// Opens and checks what [`find`] found.
+    pub fn at(place: &Place) -> Result<Weights> {
+        Ok(match place {
+            Place::HuggingFace(dir) => Weights::HuggingFace(Box::new(Plan::open(dir)?)),
+            Place::Checkpoint { folder, .. } => Weights::Checkpoint(Box::new(Stored::open(folder)?)),
+        })
+    }
+
+    /// The architecture.
+    pub fn model(&self) -> &ModelConfig {
+        match self {
+            Weights::HuggingFace(plan) => plan.config().model(),
+            Weights::Checkpoint(stored) => stored.model(),
+        }
+    }
+
+    /// Every parameter under its logical name, in the model's order.
+    pub fn tensors(&self) -> &[LogicalTensor] {
+        match self {
+            Weights::HuggingFace(plan) => plan.tensors(),
+            Weights::Checkpoint(stored) => stored.tensors(),
+        }
+    }
+
+    /// Element type of a parameter in the files.
+    pub fn dtype(&self, logical: &str) -> Result<DType> {
+        match self {
+            Weights::HuggingFace(plan) => plan.dtype(logical),
+            Weights::Checkpoint(stored) => stored.dtype(logical),
+        }
+    }
+
+    /// Element type of all parameters, if they have one in common.
+    pub fn common_dtype(&self) -> Option<DType> {
+        let mut types = self.tensors().iter().map(|t| self.dtype(&t.name).ok());
+        let first = types.next()??;
+        types.all(|t| t == Some(first)).then_some(first)
+    }
+
+    /// One parameter as little-endian `dtype` (f32, bf16 or f16), row-major.
+    pub fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
+        match self {
+            Weights::HuggingFace(plan) => plan.read(logical, dtype),
+            Weights::Checkpoint(stored) => stored.read(logical, dtype),
+        }
+    }
+
+    /// Puts the weights into a model that is about to be trained.
+    pub fn fill(&self, trainer: &Trainer) -> ferrotron_core::Result<()> {
+        trainer.import(&|name| to_f32(DType::F32, &self.read(name, DType::F32).map_err(to_core)?))
+    }
+}
+
+/// An error of ours where one of the crate below is wanted.
+pub(crate) fn to_core(e: Error) -> ferrotron_core::Error {
+    match e {
+        Error::Core(e) => *e,
+        other => ferrotron_core::Error::Invalid(other.to_string()),
+    }
+}

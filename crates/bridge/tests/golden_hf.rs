@@ -1,0 +1,216 @@
+//! Configurations and weights of real (tiny) Hugging Face models, in and out.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
+
+mod support;
+
+use ferrotron_bridge::{Error, ExportOptions, HfConfig, Plan, Values, assemble, export, logical_tensors};
+use ferrotron_core::model::config::{ModelConfig, Positions, RopeScaling};
+use ferrotron_core::tensorfile::TensorFile;
+use ferrotron_tensor::DType;
+use serde_json::Value;
+use std::path::Path;
+use support::{NOT_COVERED, cases, covered};
+
+fn config(dir: &Path, name: &str) -> HfConfig {
+    HfConfig::from_file(&dir.join(name)).unwrap_or_else(|e| panic!("{e}"))
+}
+
+#[test]
+fn golden_hf_config_both_spellings_are_one_model() {
+    for dir in covered() {
+        let (new, hub) = (config(&dir, "config.json"), config(&dir, "config_hub.json"));
+        assert_eq!(new.model(), hub.model(), "{}", dir.display());
+        assert_eq!(new.dtype(), Some(DType::F32));
+        assert_eq!(hub.dtype(), Some(DType::F32));
+        assert_eq!(new.unknown_keys(), [""; 0], "{}", dir.display());
+        assert_eq!(hub.unknown_keys(), [""; 0], "{}", dir.display());
+    }
+}
+
+/// Facts of the tiny models, read off their files by hand.
+#[test]
+fn golden_hf_config_says_what_the_files_say() {
+    let find = |name: &str| {
+        covered().into_iter().find(|d| d.ends_with(name)).map(|d| config(&d, "config.json").model().clone())
+    };
+    if let Some(c) = find("gemma3") {
+        assert_eq!(c.local_layers, [true, true, false]);
+        assert_eq!((c.window, c.qk_norm, c.post_norms), (Some(8), true, true));
+        assert_eq!(c.attn_scale, 0.25);
+        assert_eq!(c.embed_scale, 48f32.sqrt());
+        assert_eq!(c.rope(0).unwrap().theta, 1e4);
+        assert_eq!(c.rope(2).unwrap().theta, 1e6);
+    }
+    if let Some(c) = find("gemma2") {
+        assert_eq!((c.attn_softcap, c.final_softcap), (Some(50.0), Some(30.0)));
+        assert_eq!(c.attn_scale, (1.0 / 24f64.sqrt()) as f32);
+    }
+    if let Some(c) = find("llama_gqa_llama3rope") {
+        let Positions::Rope(rope) = &c.positions else { panic!() };
+        let scaling = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_positions: 32,
+        };
+        assert_eq!((rope.theta, &rope.scaling), (1e4, &scaling));
+    }
+    if let Some(c) = find("gpt2") {
+        assert_eq!((c.ffn, c.head_dim, c.kv_heads, c.gated), (192, 12, 4, false));
+        assert!(c.qkv_bias && c.proj_bias && c.mlp_bias && c.tied);
+    }
+}
+
+/// HF → ours → HF keeps every key that says something about the architecture, with and without the original.
+#[test]
+fn golden_hf_config_roundtrip_keeps_known_keys() {
+    for dir in covered() {
+        for file in ["config.json", "config_hub.json"] {
+            let original = config(&dir, file);
+            let json: Value = serde_json::from_str(original.text()).unwrap();
+            // A change and back, so that every key has been through our tables.
+            let mut other = original.model().clone();
+            other.vocab += 1;
+            other.norm.eps *= 2.0;
+            other.tied = !other.tied;
+            let changed = original.with_model(&other).unwrap();
+            assert_eq!(changed.model(), &other);
+            let back = changed.with_model(original.model()).unwrap();
+            let again: Value = serde_json::from_str(back.text()).unwrap();
+            assert_eq!(json, again, "{} {file}", dir.display());
+
+            // From the model alone: whatever is written must say the same where the original has the key.
+            let native = HfConfig::from_model(original.model(), DType::F32).unwrap();
+            assert_eq!(native.model(), original.model());
+            assert_eq!(native.family(), original.family());
+            let native: Value = serde_json::from_str(native.text()).unwrap();
+            for (k, v) in native.as_object().unwrap() {
+                let ours_only = ["bos_token_id", "eos_token_id", "max_window_layers"];
+                // A derived value where the original leaves the default to be derived.
+                if json.get(k).is_some_and(|w| !w.is_null()) && !ours_only.contains(&k.as_str()) {
+                    assert_eq!(json.get(k), Some(v), "{} {file}: {k}", dir.display());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn golden_hf_presets_roundtrip() {
+    for name in ferrotron_core::model::preset::PRESETS {
+        let model = ModelConfig::preset(name).unwrap();
+        let config = HfConfig::from_model(&model, DType::BF16).unwrap();
+        let read = HfConfig::parse(config.text(), "config.json").unwrap();
+        assert_eq!(read.model(), &model, "{name}");
+        assert_eq!(read.dtype(), Some(DType::BF16));
+        let family = read.family().name.to_lowercase().replace([' ', '-'], "");
+        let start = if *name == "tiny" { "llama" } else { name.split(['-', '.']).next().unwrap() };
+        assert!(family.starts_with(start), "{name} became {family}");
+    }
+}
+
+#[test]
+fn golden_hf_experts_are_refused_by_name() {
+    for (dir, kind) in cases().into_iter().filter(|(_, k)| NOT_COVERED.contains(&k.as_str())) {
+        for file in ["config.json", "config_hub.json"] {
+            let e = HfConfig::from_file(&dir.join(file)).unwrap_err();
+            assert!(matches!(e, Error::Unsupported { .. }), "{kind}: {e}");
+            let e = e.to_string();
+            assert!(e.contains("mixture of experts") && e.contains("LlamaForCausalLM"), "{e}");
+        }
+        println!("not covered: {}", dir.display());
+    }
+}
+
+#[test]
+fn golden_hf_roundtrip_is_byte_equal() {
+    for dir in covered() {
+        let plan = Plan::open(&dir).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(plan.tensors(), logical_tensors(plan.config().model()));
+        let out = tempfile::tempdir().unwrap();
+        let to = out.path().join("model");
+        let source = |name: &str| Ok(Values { dtype: DType::F32, bytes: plan.read(name, DType::F32)? });
+        let options = ExportOptions { reference: Some(&plan), ..Default::default() };
+        let done = export(&to, plan.config(), &source, &options).unwrap_or_else(|e| panic!("{e}"));
+        assert_eq!(done.files, ["model.safetensors"]);
+        for file in ["model.safetensors", "config.json"] {
+            let same = std::fs::read(dir.join(file)).unwrap() == std::fs::read(to.join(file)).unwrap();
+            assert!(same, "{}: {file} differs", dir.display());
+        }
+        // The files of these cases are as the official writer makes them, so that a fresh export is equal too.
+        let to = out.path().join("fresh");
+        export(&to, plan.config(), &source, &ExportOptions::default()).unwrap();
+        let file = "model.safetensors";
+        let same = std::fs::read(dir.join(file)).unwrap() == std::fs::read(to.join(file)).unwrap();
+        assert!(same, "{}: fresh {file} differs", dir.display());
+    }
+}
+
+/// The gradients of the cases are given under the names of the files: taken apart and put together again.
+#[test]
+fn golden_hf_gradients_can_be_put_together() {
+    for dir in covered() {
+        let plan = Plan::open(&dir).unwrap();
+        let expected = TensorFile::open(&dir.join("expected.safetensors")).unwrap();
+        let tensors = plan.hf_tensors().unwrap();
+        let given = expected.tensors().iter().filter(|t| t.name.starts_with("grad.")).count();
+        assert_eq!(given, tensors.len(), "{}", dir.display());
+        for t in tensors {
+            let name = format!("grad.{}", t.name);
+            assert_eq!(expected.get(&name).unwrap().shape, t.shape);
+            // Slices of the file's tensor by definition.
+            let whole = floats(&expected.read(&name).unwrap());
+            let source = |logical: &str| {
+                let before = t.parts.iter().take_while(|p| p.name != logical);
+                let first: usize = before.map(|p| p.shape[0]).sum();
+                let part = t.parts.iter().find(|p| p.name == logical).unwrap();
+                let (rows, cols) = (part.shape[0], part.shape.get(1).copied().unwrap_or(1));
+                let at = |r: usize, c: usize| match t.transposed {
+                    true => whole[c * t.shape[1] + first + r],
+                    false => whole[(first + r) * cols + c],
+                };
+                let all = (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c)));
+                let bytes = all.flat_map(|(r, c)| at(r, c).to_le_bytes()).collect();
+                Ok(Values { dtype: DType::F32, bytes })
+            };
+            assert_eq!(floats(&assemble(&t, DType::F32, &source).unwrap()), whole, "{name}");
+        }
+    }
+}
+
+/// Every element of every logical tensor against its place in the file, by the definition of each family.
+#[test]
+fn golden_hf_logical_tensors_are_where_they_should_be() {
+    for dir in covered() {
+        let plan = Plan::open(&dir).unwrap();
+        let bytes = std::fs::read(dir.join("model.safetensors")).unwrap();
+        let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+        for t in plan.tensors() {
+            let hf = plan.hf_name(&t.name).unwrap();
+            let whole = file.tensor(hf).unwrap();
+            let number = |i: usize| f32::from_le_bytes(whole.data()[4 * i..4 * i + 4].try_into().unwrap());
+            let ours: Vec<f32> = floats(&plan.read(&t.name, DType::F32).unwrap());
+            let (rows, cols) = (t.shape[0], t.shape.get(1).copied().unwrap_or(1));
+            assert_eq!(ours.len(), rows * cols);
+            // GPT-2: Conv1D is [in, out], c_attn is q, k, v side by side.
+            let conv = hf.contains(".c_") && hf.ends_with(".weight");
+            let third = [".attn.q.", ".attn.k.", ".attn.v."].iter().position(|p| t.name.contains(p));
+            let skip = if hf.contains("c_attn") { third.unwrap() * rows } else { 0 };
+            let wide = whole.shape().last().copied().unwrap();
+            for r in 0..rows {
+                for c in 0..cols {
+                    let want = if conv { number(c * wide + skip + r) } else { number((skip + r) * cols + c) };
+                    assert_eq!(ours[r * cols + c].to_bits(), want.to_bits(), "{hf} {r} {c}");
+                }
+            }
+            // Slices are slices.
+            let (a, b) = (rows / 3, rows - rows / 4);
+            let part = floats(&plan.read_rows(&t.name, a..b, DType::F32).unwrap());
+            assert_eq!(part, ours[a * cols..b * cols], "{hf}");
+        }
+    }
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+}

@@ -1,0 +1,121 @@
+//! What several tests need.
+#![allow(dead_code)]
+
+use std::path::{Path, PathBuf};
+
+/// The folder of golden vectors for Hugging Face.
+pub fn golden() -> PathBuf {
+    let root = std::env::var_os("FERROTRON_GOLDEN").map(PathBuf::from);
+    root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")).join("hf")
+}
+
+/// Model types this version covers; the second list is known and not covered.
+pub const COVERED: &[&str] = &["gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text"];
+pub const NOT_COVERED: &[&str] = &["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"];
+
+/// Every case of the golden folder: (folder, model type). Unknown kinds fail.
+pub fn cases() -> Vec<(PathBuf, String)> {
+    let mut out = Vec::new();
+    for entry in std::fs::read_dir(golden()).expect("no golden folder") {
+        let dir = entry.unwrap().path();
+        if !dir.is_dir() {
+            continue;
+        }
+        let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let kind = json["model_type"].as_str().unwrap().to_string();
+        assert!(
+            COVERED.contains(&kind.as_str()) || NOT_COVERED.contains(&kind.as_str()),
+            "{}: unknown model type {kind}",
+            dir.display()
+        );
+        out.push((dir, kind));
+    }
+    out.sort();
+    assert!(!out.is_empty(), "no golden cases");
+    out
+}
+
+/// The covered cases.
+pub fn covered() -> Vec<PathBuf> {
+    let out: Vec<_> =
+        cases().into_iter().filter(|(_, k)| COVERED.contains(&k.as_str())).map(|(d, _)| d).collect();
+    assert!(!out.is_empty(), "no covered golden case");
+    out
+}
+
+/// A small generator for seeded tests (SplitMix64).
+pub struct Dice(pub u64);
+
+impl Dice {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+
+    /// One injury to a file: flipped, cut, repeated, removed or overwritten bytes, or another number.
+    pub fn injure(&mut self, good: &[u8]) -> Vec<u8> {
+        let mut bad = good.to_vec();
+        let at = self.below(good.len());
+        match self.below(7) {
+            0 | 1 => bad[at] ^= 1 << self.below(8),
+            2 => bad.truncate(at),
+            3 => {
+                let n = 1 + self.below(40);
+                let piece: Vec<u8> = good[at..].iter().take(n).copied().collect();
+                bad.splice(at..at, piece);
+            }
+            4 => {
+                let end = (at + 1 + self.below(24)).min(bad.len());
+                bad.drain(at..end);
+            }
+            5 => bad[at] = self.next() as u8,
+            _ => {
+                // Another value where a value was.
+                const VALUES: &[&str] = &[
+                    "0",
+                    "-1",
+                    "1e308",
+                    "1e-308",
+                    "18446744073709551615",
+                    "4294967296",
+                    "null",
+                    "true",
+                    "[]",
+                    "{}",
+                    "\"\"",
+                    "0.5",
+                    "-0.0",
+                    "9223372036854775807",
+                    "3",
+                    "[[[[[[[[]]]]]]]]",
+                    "65536",
+                    "1",
+                ];
+                let start = good[at..].iter().position(|&b| b == b':' || b == b',').map(|i| at + i + 1);
+                if let Some(start) = start {
+                    let stop = good[start..].iter().position(|b| b",]}\n".contains(b)).unwrap_or(0) + start;
+                    let value = VALUES[self.below(VALUES.len())];
+                    bad.splice(start..stop, value.bytes());
+                }
+            }
+        }
+        bad
+    }
+}
+
+/// Copies a folder's files.
+pub fn copy_dir(from: &Path, to: &Path) {
+    std::fs::create_dir_all(to).unwrap();
+    for entry in std::fs::read_dir(from).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, to.join(path.file_name().unwrap())).unwrap();
+    }
+}

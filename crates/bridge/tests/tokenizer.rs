@@ -1,0 +1,315 @@
+//! Tokenizers on files built here, against a slow encoder by definition.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
+
+mod support;
+
+use ferrotron_bridge::{Error, Tokenizer};
+use serde_json::{Value, json};
+use std::collections::HashMap;
+use support::Dice;
+
+/// Byte → character of byte-level vocabularies, by the published recipe.
+fn alphabet() -> Vec<char> {
+    let visible: Vec<u32> = (33..=126).chain(161..=172).chain(174..=255).collect();
+    let mut next = 256;
+    (0..256)
+        .map(|b| {
+            let c = if visible.contains(&b) {
+                b
+            } else {
+                next += 1;
+                next - 1
+            };
+            char::from_u32(c).unwrap()
+        })
+        .collect()
+}
+
+const MERGES: &[(&str, &str)] = &[
+    ("t", "h"),
+    ("th", "e"),
+    ("Ġ", "the"),
+    ("i", "n"),
+    ("a", "n"),
+    ("Ġ", "a"),
+    ("e", "r"),
+    ("l", "l"),
+    ("o", "w"),
+    ("h", "e"),
+    ("he", "ll"),
+    ("hell", "o"),
+    ("Ġ", "Ġ"),
+    ("ĠĠ", "ĠĠ"),
+    ("Ã", "©"),
+    ("Ġ", "w"),
+    ("Ġw", "or"),
+    ("o", "r"),
+    ("l", "d"),
+    ("Ġwor", "ld"),
+    ("1", "2"),
+    ("12", "3"),
+    ("ð", "Ł"),
+    ("Ċ", "Ċ"),
+];
+
+fn vocab() -> HashMap<String, u32> {
+    let mut vocab: HashMap<String, u32> =
+        alphabet().iter().enumerate().map(|(i, c)| (c.to_string(), i as u32)).collect();
+    for (a, b) in MERGES {
+        let next = vocab.len() as u32;
+        vocab.entry(format!("{a}{b}")).or_insert(next);
+    }
+    vocab
+}
+
+/// A byte-level BPE file with two special tokens, in the older spelling of the format.
+fn file(use_regex: bool) -> Value {
+    let vocab = vocab();
+    let n = vocab.len() as u32;
+    let special = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+               "normalized": false, "special": true})
+    };
+    json!({
+        "version": "1.0", "truncation": {"max_length": 3, "strategy": "LongestFirst", "stride": 0, "direction": "Right"},
+        "padding": null,
+        "added_tokens": [special(n, "<|begin|>"), special(n + 1, "<|end|>")],
+        "normalizer": null,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": use_regex},
+        "post_processor": {"type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<|begin|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<|begin|>": {"id": "<|begin|>", "ids": [n], "tokens": ["<|begin|>"]}}},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": false, "byte_fallback": false, "vocab": vocab,
+            "merges": MERGES.iter().map(|(a, b)| format!("{a} {b}")).collect::<Vec<_>>()},
+    })
+}
+
+/// BPE by definition: again and again the pair of the lowest rank, leftmost first.
+fn slow_bpe(text: &str) -> Vec<u32> {
+    let (alphabet, vocab) = (alphabet(), vocab());
+    let mut pieces: Vec<String> = text.bytes().map(|b| alphabet[usize::from(b)].to_string()).collect();
+    loop {
+        let rank = |w: &[String]| MERGES.iter().position(|(a, b)| *a == w[0] && *b == w[1]);
+        let best = pieces.windows(2).enumerate().filter_map(|(i, w)| rank(w).map(|r| (r, i))).min();
+        let Some((_, i)) = best else { break };
+        let right = pieces.remove(i + 1);
+        pieces[i].push_str(&right);
+    }
+    pieces.iter().map(|p| vocab[p]).collect()
+}
+
+const SAMPLES: &[&str] = &[
+    "",
+    "hello world",
+    "the then other",
+    "  four    spaces",
+    "naïve café é",
+    "🦀 crab 🦀🦀",
+    "line\n\nline\r\n",
+    "123 1234 12",
+    "don't they'll",
+    "\u{0}\u{1}",
+    "日本語",
+    "a",
+    " ",
+];
+
+fn load(v: &Value) -> Tokenizer {
+    Tokenizer::from_json(&v.to_string(), "tokenizer.json").unwrap_or_else(|e| panic!("{e}"))
+}
+
+fn random_text(dice: &mut Dice) -> String {
+    let n = dice.below(40);
+    (0..n)
+        .map(|_| match dice.below(5) {
+            0 => char::from_u32(dice.below(0x11_0000) as u32).unwrap_or('x'),
+            1 => [' ', '\n', '1', '2', 'é', '\''][dice.below(6)],
+            _ => ['t', 'h', 'e', 'l', 'o', ' ', 'w', 'r', 'd', 'a', 'n', 'i'][dice.below(12)],
+        })
+        .collect()
+}
+
+#[test]
+fn encodes_as_the_definition_says() {
+    let t = load(&file(false));
+    let mut dice = Dice(3);
+    let random: Vec<String> = (0..500).map(|_| random_text(&mut dice)).collect();
+    for text in SAMPLES.iter().copied().chain(random.iter().map(String::as_str)) {
+        let ids = t.encode(text).unwrap();
+        assert_eq!(ids, slow_bpe(text), "{text:?}");
+        assert_eq!(t.decode(&ids).unwrap(), text);
+    }
+}
+
+#[test]
+fn words_are_cut_before_merging() {
+    let t = load(&file(true));
+    // GPT-2's pattern: a space belongs to the word after it, digits and letters part ways.
+    let pieces = ["hello", " world", " the", " 123", "the", "'ll", "\n\n"];
+    let ids: Vec<u32> = pieces.iter().flat_map(|p| slow_bpe(p)).collect();
+    assert_eq!(t.encode("hello world the 123the'll\n\n").unwrap(), ids);
+    for text in SAMPLES {
+        assert_eq!(t.decode(&t.encode(text).unwrap()).unwrap(), *text);
+    }
+}
+
+#[test]
+fn special_tokens_frame_and_hide() {
+    let t = load(&file(true));
+    let n = vocab().len() as u32;
+    assert_eq!(t.vocab_size(), n as usize + 2);
+    assert_eq!(t.special("<|end|>"), Some(n + 1));
+    assert_eq!(t.special("<|none|>"), None);
+    // Framed, and not cut to the three tokens the file asks for.
+    let mut framed = vec![n];
+    framed.extend(t.encode("hello world the 123").unwrap());
+    assert!(framed.len() > 4);
+    assert_eq!(t.encode_framed("hello world the 123").unwrap(), framed);
+    let ids = t.encode("hello<|end|> world").unwrap();
+    assert!(ids.contains(&(n + 1)));
+    assert_eq!(t.decode(&ids).unwrap(), "hello world");
+    assert_eq!(t.decode_with_specials(&ids).unwrap(), "hello<|end|> world");
+    // Padded vocabularies can produce ids that no token has.
+    assert_eq!(t.decode(&[vocab()["hello"], 1_000_000, n + 2]).unwrap(), "hello");
+}
+
+#[test]
+fn streams_give_whole_characters_and_the_same_text() {
+    let mut dice = Dice(4);
+    for t in [load(&file(false)), load(&file(true)), Tokenizer::bytes()] {
+        for _ in 0..300 {
+            let text = random_text(&mut dice);
+            let mut stream = t.stream();
+            let mut got = String::new();
+            for id in t.encode(&text).unwrap() {
+                let piece = stream.push(id).unwrap();
+                assert!(!piece.contains('\u{fffd}') || text.contains('\u{fffd}'), "{text:?}: {piece:?}");
+                got.push_str(&piece);
+            }
+            got.push_str(&stream.finish().unwrap());
+            assert_eq!(got, text);
+        }
+        // A character cut off at the end, and bytes that are none.
+        let crab = t.encode("🦀").unwrap();
+        let mut stream = t.stream();
+        assert_eq!(stream.push(crab[0]).unwrap(), "");
+        assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+        let mut stream = t.stream();
+        // The id of a byte is the byte in all three.
+        let junk = 0x80;
+        let mut text = String::new();
+        for _ in 0..10 {
+            text += &stream.push(junk).unwrap();
+        }
+        for id in t.encode("ok").unwrap() {
+            text += &stream.push(id).unwrap();
+        }
+        assert!(text.ends_with("ok") && text.starts_with('\u{fffd}'), "{text:?}");
+    }
+}
+
+#[test]
+fn ends_come_from_the_neighbouring_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, v: Value| std::fs::write(dir.path().join(name), v.to_string()).unwrap();
+    let e = Tokenizer::from_dir(dir.path()).unwrap_err().to_string();
+    assert!(e.contains("no tokenizer.json"), "{e}");
+    let n = vocab().len() as u32;
+    write("tokenizer.json", file(true));
+    assert_eq!(Tokenizer::from_dir(dir.path()).unwrap().eos(), [0u32; 0]);
+    write("tokenizer_config.json", json!({"eos_token": {"content": "<|end|>"}, "bos_token": "<|begin|>"}));
+    let t = Tokenizer::from_dir(dir.path()).unwrap();
+    assert_eq!((t.bos(), t.eos()), (Some(n), &[n + 1][..]));
+    write("config.json", json!({"eos_token_id": 7, "bos_token_id": null}));
+    let t = Tokenizer::from_dir(dir.path()).unwrap();
+    assert_eq!((t.bos(), t.eos()), (Some(n), &[7][..]));
+    write("generation_config.json", json!({"eos_token_id": [8, 9], "bos_token_id": 1}));
+    let t = Tokenizer::from_dir(dir.path()).unwrap();
+    assert_eq!((t.bos(), t.eos()), (Some(1), &[8, 9][..]));
+}
+
+/// The cutting patterns of the families we convert.
+#[test]
+fn patterns_of_the_families_are_known() {
+    let llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    let qwen2 = llama3.replace("{1,3}", "");
+    for (pattern, digits) in [(llama3, ["123", "4"].as_slice()), (&qwen2, &["1", "2", "3", "4"])] {
+        let mut v = file(true);
+        v["pre_tokenizer"] = json!({"type": "Sequence", "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": false},
+            {"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": false}]});
+        let t = load(&v);
+        let want: Vec<u32> =
+            ["hello", " world"].iter().chain(digits).chain(&["\n\n"]).flat_map(|p| slow_bpe(p)).collect();
+        assert_eq!(t.encode("hello world1234\n\n").unwrap(), want, "{pattern}");
+    }
+    // Gemma: spaces become a character of their own, unknown characters fall back to bytes.
+    let mut vocab = serde_json::Map::new();
+    for token in ["<pad>", "<bos>", "▁", "h", "i", "▁hi", "hi"] {
+        let id = vocab.len();
+        vocab.insert(token.into(), json!(id));
+    }
+    for b in 0..=255u8 {
+        let id = vocab.len();
+        vocab.insert(format!("<0x{b:02X}>"), json!(id));
+    }
+    let t = load(&json!({
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": [],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": false},
+        "post_processor": null,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]},
+        "model": {"type": "BPE", "dropout": null, "unk_token": null, "continuing_subword_prefix": null,
+            "end_of_word_suffix": null, "fuse_unk": true, "byte_fallback": true, "vocab": vocab,
+            "merges": ["h i", "▁ hi"]},
+    }));
+    assert_eq!(t.encode("hi hi é").unwrap(), [6, 5, 2, 7 + 0xc3, 7 + 0xa9]);
+    assert_eq!(t.decode(&[6, 5, 2, 7 + 0xc3, 7 + 0xa9]).unwrap(), "hi hi é");
+}
+
+#[test]
+fn damaged_files_are_errors() {
+    for (text, want) in [
+        ("", "not valid JSON"),
+        ("[]", "`model.vocab` is missing"),
+        ("{}", "`model.vocab` is missing"),
+        (r#"{"model": {"vocab": {}}}"#, "vocabulary is empty"),
+        (r#"{"model": {"vocab": {"a": -1}}}"#, "has the id -1"),
+        (r#"{"model": {"vocab": {"a": 4294967295}}}"#, "which no vocabulary reaches"),
+    ] {
+        let e = Tokenizer::from_json(text, "tokenizer.json").unwrap_err();
+        assert!(matches!(e, Error::Tokenizer { .. }));
+        assert!(e.to_string().contains(want), "{text}: {e}");
+    }
+    let mut dice = Dice(5);
+    let mut refused = 0;
+    for use_regex in [false, true] {
+        let good = file(use_regex).to_string().into_bytes();
+        for _ in 0..1500 {
+            let Ok(bad) = String::from_utf8(dice.injure(&good)) else { continue };
+            match Tokenizer::from_json(&bad, "tokenizer.json") {
+                Ok(t) => {
+                    for text in SAMPLES {
+                        if let Ok(ids) = t.encode_framed(text) {
+                            t.decode(&ids).ok();
+                        }
+                    }
+                }
+                Err(_) => refused += 1,
+            }
+        }
+    }
+    assert!(refused > 500, "{refused}");
+}
+
+#[test]
+fn ranks_can_share_one() {
+    fn shareable<T: Send + Sync>() {}
+    shareable::<Tokenizer>();
+    shareable::<ferrotron_bridge::Plan>();
+    shareable::<ferrotron_bridge::ChatTemplate>();
+}

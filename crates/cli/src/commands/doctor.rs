@@ -1,0 +1,124 @@
+//! `doctor`: what this machine has, what is missing and what that costs.
+
+use crate::args::Global;
+use crate::format;
+use crate::machine::{Cpu, Disk, Gpus, Libraries, Memory};
+use crate::output;
+use anyhow::Result;
+use ferrotron_kernels::cpu::Isa;
+use ferrotron_tensor::human;
+use serde::Serialize;
+use std::process::ExitCode;
+
+const AFTER: &str = "\
+Examples:
+  ferrotron doctor
+  ferrotron doctor --json";
+
+/// Bytes per parameter while training in bf16: weights 2, master weights 4, gradients 4, two moments 8.
+const BYTES_PER_PARAMETER: u64 = 18;
+
+/// Nothing to choose.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {}
+
+#[derive(Serialize)]
+struct Report {
+    version: &'static str,
+    target: String,
+    cpu: Cpu,
+    instructions: &'static str,
+    threads: usize,
+    memory: Memory,
+    disk: Option<Disk>,
+    gpus: Gpus,
+    libraries: Libraries,
+    device: &'static str,
+}
+
+/// Runs the command.
+pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
+    let cpu = Cpu::look();
+    let report = Report {
+        version: env!("CARGO_PKG_VERSION"),
+        target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
+        instructions: Isa::detect().name(),
+        threads: if global.threads == 0 { cpu.usable } else { global.threads },
+        cpu,
+        memory: Memory::look(),
+        disk: Disk::look(),
+        gpus: Gpus::look(),
+        libraries: Libraries::look(),
+        device: "cpu",
+    };
+    if global.json {
+        output::print_json(&report)?
+    } else {
+        output::print(&page(&report))?
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn page(r: &Report) -> String {
+    let row = |a: &str, b: String, c: String| vec![a.to_string(), b, c];
+    let mut rows = vec![
+        row("what", "found".into(), "what it means".into()),
+        row("program", format!("{} for {}", r.version, r.target), String::new()),
+        row("CPU", r.cpu.model.clone().unwrap_or_else(|| "unknown".into()), String::new()),
+        row("cores", cores(&r.cpu), format!("{} compute threads; results do not depend on it", r.threads)),
+        row("instructions", r.instructions.into(), instructions(Isa::detect()).into()),
+        row("memory", memory(&r.memory), room(&r.memory)),
+    ];
+    if let Some(disk) = &r.disk {
+        let found = format!("{} free of {}", human(disk.free as usize), human(disk.total as usize));
+        rows.push(row("disk here", found, "a checkpoint is about 12 bytes per parameter".into()));
+    }
+    rows.push(match r.gpus.names.as_slice() {
+        [] => row("GPU", "none".into(), "everything runs on the CPU".into()),
+        names => row("GPU", names.join(", "), "not used: this version computes on the CPU".into()),
+    });
+    for library in &r.libraries.list {
+        let found = library.path.as_ref().map_or("not found".into(), |p| p.display().to_string());
+        rows.push(row(library.file, found, library.meaning()));
+    }
+    let looked: Vec<_> = r.libraries.looked_in.iter().map(|p| p.display().to_string()).collect();
+    let looked =
+        if looked.is_empty() { "nowhere: no library folder exists".into() } else { looked.join(", ") };
+    format!("{}\nLooked for GPU libraries in {looked}.\nRuns go to: {}.\n", output::table(&rows), r.device)
+}
+
+fn cores(cpu: &Cpu) -> String {
+    match cpu.total {
+        Some(total) if total != cpu.usable => format!("{} of {total} usable by this process", cpu.usable),
+        _ => cpu.usable.to_string(),
+    }
+}
+
+fn instructions(isa: Isa) -> &'static str {
+    match isa {
+        Isa::Amx => "matrix unit for bf16: the fastest there is on a CPU",
+        Isa::Avx512 => "no AMX matrix unit: bf16 saves memory, not much time",
+        Isa::Avx2 => "no AVX-512: about half the arithmetic of a server CPU; bf16 saves memory, not time",
+        Isa::Portable => "no wide vectors that we use: slow, for trials only",
+    }
+}
+
+fn memory(m: &Memory) -> String {
+    match (m.available, m.total) {
+        (Some(available), Some(total)) => {
+            format!("{} free of {}", human(available as usize), human(total as usize))
+        }
+        _ => "unknown".into(),
+    }
+}
+
+fn room(m: &Memory) -> String {
+    match m.available {
+        Some(bytes) => format!(
+            "trains up to about {} parameters at {BYTES_PER_PARAMETER} bytes each, activations come on top",
+            format::count(bytes / BYTES_PER_PARAMETER)
+        ),
+        None => String::new(),
+    }
+}

@@ -1,0 +1,118 @@
+//! `explain`: what a recipe's key means.
+
+use crate::args::Global;
+use crate::output::{self, Usage};
+use anyhow::Result;
+use ferrotron_core::config::{KEYS, KeyInfo, SECTIONS, Suggestion, suggest, suggest_section};
+use ferrotron_core::model::preset::PRESETS;
+use serde_json::{Value, json};
+use std::process::ExitCode;
+
+const AFTER: &str = "\
+Examples:
+  ferrotron explain                        every key
+  ferrotron explain optimizer              the keys of a section
+  ferrotron explain train.micro_batch      one key
+  ferrotron explain global_batch_size      a name known from elsewhere";
+
+/// Which key.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {
+    /// A key, a section, or a name known from elsewhere; every key if left out
+    #[arg(value_name = "KEY")]
+    pub key: Option<String>,
+}
+
+/// Runs the command.
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    let Some(key) = args.key else {
+        let keys: Vec<&KeyInfo> = KEYS.iter().collect();
+        return list(&keys, global);
+    };
+    if let Some(info) = KeyInfo::find(&key) {
+        return one(info, None, global);
+    }
+    let section: Vec<&KeyInfo> = KEYS.iter().filter(|k| k.section == key).collect();
+    if !section.is_empty() {
+        return list(&section, global);
+    }
+    let unknown = Usage::new(format!("there is no key {key:?}; `ferrotron explain` lists every key"));
+    match suggest(&key) {
+        Suggestion::Known(name) => match KeyInfo::find(name) {
+            Some(info) => one(info, Some(&key), global),
+            None => Err(unknown.into()),
+        },
+        Suggestion::Near(names) => Err(unknown.hint(format!("did you mean {}?", names.join(" or "))).into()),
+        Suggestion::Advice(advice) => Err(unknown.hint(advice).into()),
+        Suggestion::Nothing => match suggest_section(&key) {
+            Some(section) => Err(unknown.hint(format!("did you mean the section {section}?")).into()),
+            None => Err(unknown.into()),
+        },
+    }
+}
+
+fn as_json(k: &KeyInfo) -> Value {
+    json!({
+        "key": k.key,
+        "type": (k.expects)(),
+        "default": k.default(),
+        "meaning": k.doc,
+        "elsewhere": k.aliases,
+    })
+}
+
+fn one(k: &KeyInfo, asked: Option<&str>, global: &Global) -> Result<ExitCode> {
+    if global.json {
+        output::print_json(&as_json(k))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let asked = asked.map(|name| format!("{name} is {} here.\n\n", k.key)).unwrap_or_default();
+    let default = default(k);
+    let mut rows = vec![
+        vec!["  type".into(), (k.expects)()],
+        vec!["  default".into(), default],
+        vec!["  elsewhere".into(), k.aliases.join(", ")],
+    ];
+    if k.key == "model.preset" {
+        rows.insert(1, vec!["  presets".into(), PRESETS.join(", ")]);
+    }
+    let rows = output::table(&rows);
+    let example = k.default().filter(|d| d != "[]").unwrap_or_else(|| "…".into());
+    output::print(&format!(
+        "{asked}{}\n  {}\n\n{rows}\n  in a recipe:          [{}]\n                        {} = {example}\n  on the command line:  --set {}={example}\n",
+        k.key, k.doc, k.section, k.name, k.key,
+    ))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn default(k: &KeyInfo) -> String {
+    match k.default() {
+        Some(value) if value != "[]" => value,
+        _ if k.doc.to_ascii_lowercase().contains("derived") => "derived".into(),
+        _ => "unset".into(),
+    }
+}
+
+fn list(keys: &[&KeyInfo], global: &Global) -> Result<ExitCode> {
+    if global.json {
+        output::print_json(&keys.iter().map(|k| as_json(k)).collect::<Vec<_>>())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    // One table over all sections, so that columns stay in line.
+    let rows: Vec<_> =
+        keys.iter().map(|k| vec![format!("  {}", k.name), default(k), k.doc.to_string()]).collect();
+    let text = output::table(&rows);
+    let mut out = String::new();
+    let mut lines = text.lines();
+    for section in SECTIONS {
+        let own = keys.iter().filter(|k| k.section == section.name).count();
+        if own > 0 {
+            out += &format!("[{}] {}\n", section.name, section.doc);
+            lines.by_ref().take(own).for_each(|l| out += &format!("{l}\n"));
+            out.push('\n');
+        }
+    }
+    output::print(&format!("{out}`ferrotron explain SECTION.KEY` says more about one.\n"))?;
+    Ok(ExitCode::SUCCESS)
+}

@@ -1,0 +1,74 @@
+//! `forward`: one pass of a Hugging Face folder, the door through which anyone can check the numerics.
+
+use crate::args::Global;
+use crate::layout::Layout;
+use crate::output;
+use anyhow::Result;
+use ferrotron_bridge::{Plan, forward};
+use ferrotron_core::config::Precision;
+use ferrotron_engine::Rank;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+/// The long help.
+pub const LONG: &str = "\
+One pass of a Hugging Face folder over given token ids.
+
+The input is a .safetensors file with `input_ids` [batch, sequence] and, for the loss, `labels` of the same shape (not
+shifted: position t predicts labels[t+1]; -100 is ignored; without labels the input ids are taken). The output is a
+.safetensors file with `logits` [batch, sequence, vocabulary], `loss` and, with --backward, `grad.NAME` for every
+parameter under its Hugging Face name.";
+
+const AFTER: &str = "\
+Examples:
+  ferrotron forward --model models/Qwen3-0.6B --input ids.safetensors --output out.safetensors
+  ferrotron forward --model tiny-llama --input ids.safetensors --output out.safetensors --backward --dtype bf16";
+
+/// What to run.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {
+    /// Hugging Face folder: config.json and .safetensors files
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// Token ids (.safetensors)
+    #[arg(long, value_name = "FILE")]
+    pub input: PathBuf,
+    /// Where results go (.safetensors)
+    #[arg(long, value_name = "FILE")]
+    pub output: PathBuf,
+    /// Write every gradient as well
+    #[arg(long)]
+    pub backward: bool,
+    /// Element type of compute: f32 or bf16
+    #[arg(long, value_name = "DTYPE", default_value = "f32")]
+    pub dtype: Precision,
+    /// How to cut the work over ranks, such as tp=2,pp=2 (keys tp, cp, pp, vp, dp, ep, etp)
+    #[arg(long, value_name = "LAYOUT", default_value = "", hide_default_value = true)]
+    pub layout: Layout,
+}
+
+/// Runs the command.
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    global.require_cpu()?;
+    args.layout.require_one_rank()?;
+    let plan = Plan::open(&args.model)?;
+    let input = forward::read_input(&args.input)?;
+    let rank = Rank::cpu(global.threads, 0)?;
+    let out = forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward)?;
+    forward::write_output(&args.output, &out)?;
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "loss": out.loss,
+            "logits": out.shape,
+            "gradients": out.gradients.len(),
+            "output": args.output,
+        }))?;
+    } else {
+        let loss = out.loss.map_or_else(|| "no labels, no loss".into(), |l| format!("loss {l:.6}"));
+        let gradients =
+            if args.backward { format!(", {} gradients", out.gradients.len()) } else { String::new() };
+        output::print(&format!("{loss}; logits {:?}{gradients} -> {}\n", out.shape, args.output.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}

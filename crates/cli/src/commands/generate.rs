@@ -1,0 +1,185 @@
+//! `generate`: continue a text.
+
+use crate::args::Global;
+use crate::format;
+use crate::output::{self, Usage};
+use anyhow::Result;
+use ferrotron_bridge::{Found, Text, TextStream};
+use ferrotron_core::config::Precision;
+use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_engine::Rank;
+use std::io::{ErrorKind, IsTerminal, Read, Write};
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// The long help.
+pub const LONG: &str = "\
+Continue a text with a model.
+
+The new text is written to standard output as it comes, without the prompt. It ends where the model ends it, after
+--tokens tokens, or where the model's positions end. Without a prompt the model begins a text of its own.";
+
+const AFTER: &str = "\
+Examples:
+  ferrotron generate --model runs/tiny --prompt \"Once upon a time\"
+  ferrotron generate --model models/Qwen3-0.6B --prompt \"Why is the sky blue?\" --chat --tokens 200
+  ferrotron generate --model runs/tiny --temperature 0        always the likeliest token";
+
+/// What to continue, and how.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {
+    /// Run folder, checkpoint or Hugging Face folder
+    #[arg(long, value_name = "DIR")]
+    pub model: PathBuf,
+    /// The text to continue; - reads standard input
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    pub prompt: String,
+    /// Wrap the prompt as a user's message in the model's chat template
+    #[arg(long)]
+    pub chat: bool,
+    /// Tokens to write
+    #[arg(long, value_name = "N", default_value_t = 100)]
+    pub tokens: usize,
+    /// 0 always takes the likeliest token, 1 draws from the model's own distribution
+    #[arg(long, value_name = "T", default_value_t = 0.8)]
+    pub temperature: f64,
+    /// Draw from the K likeliest tokens; 0 means all
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    pub top_k: usize,
+    /// Draw from the likeliest tokens that hold this share of the probability
+    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    pub top_p: f64,
+    /// Seed of the draws: the same seed writes the same text
+    #[arg(long, value_name = "N", default_value_t = 1234)]
+    pub seed: u64,
+    /// Element type of compute: f32 or bf16 [default: as the model was trained]
+    #[arg(long, value_name = "DTYPE")]
+    pub dtype: Option<Precision>,
+    /// A folder with tokenizer.json, or the file itself [default: the model's; bytes for a byte model]
+    #[arg(long, value_name = "PATH")]
+    pub tokenizer: Option<PathBuf>,
+}
+
+/// Runs the command.
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    global.require_cpu()?;
+    let sampling = Sampling {
+        temperature: args.temperature as f32,
+        top_k: args.top_k,
+        top_p: args.top_p as f32,
+        seed: args.seed,
+    };
+    sampling.check().map_err(|e| Usage::new(e.to_string()))?;
+    let prompt = read_prompt(&args.prompt)?;
+    let found = Found::open(&args.model)?;
+    let text = found.text(args.tokenizer.as_deref())?;
+    let ids = text.prompt(&prompt, args.chat)?;
+    let dtype = args.dtype.map_or_else(|| found.dtype(), Precision::dtype);
+    let rank = Rank::cpu(global.threads, args.seed)?;
+    let model = found.load(rank, dtype, ids.len().saturating_add(args.tokens))?;
+
+    let mut writer = Writer::new(&text, !global.json);
+    let begin = Instant::now();
+    let pass = model.pass();
+    let mut on_token = |id| writer.push(id);
+    let new = generate(&model.decoder, &pass, &ids, args.tokens, sampling, &text.stop, &mut on_token)?;
+    let seconds = begin.elapsed().as_secs_f64();
+    let written = writer.finish()?;
+    let stopped = match new.last() {
+        Some(last) if text.stop.contains(last) => "end",
+        _ if new.len() < args.tokens => "positions",
+        _ => "tokens",
+    };
+    let rate = new.len() as f64 / seconds.max(1e-9);
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "model": found.folder(),
+            "dtype": dtype.name(),
+            "prompt": prompt,
+            "prompt_tokens": ids.len(),
+            "text": written,
+            "tokens": new,
+            "stopped": stopped,
+            "seconds": seconds,
+            "tokens_per_s": rate,
+        }))?;
+    } else if std::io::stderr().is_terminal() {
+        let ended = match stopped {
+            "end" => "the model ended the text",
+            "positions" => "the model's positions end here",
+            _ => "--tokens",
+        };
+        eprintln!("[{} tokens, {rate:.0} tokens/s; {ended}]", new.len());
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The prompt itself, or standard input for `-`.
+fn read_prompt(prompt: &str) -> Result<String> {
+    if prompt != "-" {
+        return Ok(prompt.into());
+    }
+    let mut text = String::new();
+    let read = std::io::stdin().read_to_string(&mut text);
+    read.map_err(|e| Usage::new(format!("the prompt on standard input cannot be read: {e}")))?;
+    Ok(text)
+}
+
+/// Writes text as its tokens come.
+struct Writer<'a> {
+    stream: TextStream<'a>,
+    /// Everything so far.
+    text: String,
+    show: bool,
+    /// A terminal must not get control characters; a file gets what the model wrote.
+    terminal: bool,
+    error: Option<anyhow::Error>,
+}
+
+impl<'a> Writer<'a> {
+    fn new(text: &'a Text, show: bool) -> Writer<'a> {
+        let terminal = std::io::stdout().is_terminal();
+        Writer { stream: text.tokenizer.stream(), text: String::new(), show, terminal, error: None }
+    }
+
+    /// Takes a token; false when there is no use in going on.
+    fn push(&mut self, id: i32) -> bool {
+        let new = self.stream.push(id as u32).map_err(anyhow::Error::from);
+        match new.and_then(|new| show(&new, self.show, self.terminal, &mut self.text)) {
+            Ok(heard) => heard,
+            Err(e) => {
+                self.error = Some(e);
+                false
+            }
+        }
+    }
+
+    /// Writes what is left, and a line end for people; all of the text.
+    fn finish(mut self) -> Result<String> {
+        if let Some(e) = self.error {
+            return Err(e);
+        }
+        let rest = self.stream.finish()?;
+        show(&rest, self.show, self.terminal, &mut self.text)?;
+        if self.show {
+            output::print("\n")?;
+        }
+        Ok(self.text)
+    }
+}
+
+/// Adds `new` to `text` and, where asked for, writes it; false when nobody reads any more.
+fn show(new: &str, write: bool, terminal: bool, text: &mut String) -> Result<bool> {
+    text.push_str(new);
+    if !write || new.is_empty() {
+        return Ok(true);
+    }
+    let shown = if terminal { format::printable(new) } else { new.into() };
+    let mut out = std::io::stdout().lock();
+    match out.write_all(shown.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(false),
+        other => Ok(other.map(|()| true)?),
+    }
+}

@@ -1,0 +1,15 @@
+//! The commands, one file each. A command takes its arguments and returns its exit code; errors are shown by the
+//! caller.
+
+pub mod bench;
+mod bench_kernels;
+pub mod convert;
+pub mod data;
+pub mod doctor;
+pub mod explain;
+pub mod forward;
+pub mod generate;
+pub mod parity;
+pub mod recipes;
+pub mod train;
+mod train_summary;

@@ -1,0 +1,182 @@
+//! `parity`: the same step twice, compared tensor by tensor.
+
+use crate::args::Global;
+use crate::layout::Side;
+use crate::output::{self, Usage};
+use anyhow::Result;
+use ferrotron_bridge::{Plan, forward};
+use ferrotron_core::config::{Precision, Recipe};
+use ferrotron_core::parity::{Bounds, Compared, Outcome, compare, first_step};
+use ferrotron_core::train::Trainer;
+use ferrotron_engine::Rank;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+/// The long help.
+pub const LONG: &str = "\
+One training step under two settings, compared tensor by tensor: loss, every gradient, every updated weight.
+
+A side is a list of f32 or bf16, cpu, threads=N, micro_batch=N and layout keys (tp=2). The report names each tensor with
+its relative error and a verdict. Exit code 0: the sides agree, 1: they do not.";
+
+const AFTER: &str = "\
+Examples:
+  ferrotron parity threads=1 threads=8               must agree to the last bit
+  ferrotron parity f32 bf16                          must agree within the precision of bf16
+  ferrotron parity micro_batch=1 micro_batch=4 --recipe my.toml
+  ferrotron parity f32 bf16 --model models/Qwen3-0.6B --input ids.safetensors";
+
+/// What to compare.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {
+    /// One side, such as f32 or threads=1
+    pub a: Side,
+    /// The other side
+    pub b: Side,
+    /// The recipe whose first step is made
+    #[arg(long, value_name = "RECIPE or FILE.toml", default_value = "tiny", conflicts_with = "model")]
+    pub recipe: String,
+    /// A Hugging Face folder instead of a recipe
+    #[arg(long, value_name = "DIR", requires = "input")]
+    pub model: Option<PathBuf>,
+    /// Token ids for --model, as in `forward`
+    #[arg(long, value_name = "FILE")]
+    pub input: Option<PathBuf>,
+    /// Largest relative error that counts as agreement [default: 0 for equal element types, else that of bf16]
+    #[arg(long, value_name = "X")]
+    pub tolerance: Option<f64>,
+    /// Change a key of the recipe; may be given many times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+}
+
+/// Rows shown to people.
+const SHOWN: usize = 12;
+
+/// Runs the command.
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    let [a, b] = [side(&args, &args.a, global)?, side(&args, &args.b, global)?];
+    let bounds = match args.tolerance {
+        Some(x) if x >= 0.0 => Bounds::all(x),
+        Some(x) => return Err(Usage::new(format!("--tolerance {x} must be 0 or more")).into()),
+        None => bounds(&a, &b),
+    };
+    let rows = compare(&a.outcome, &b.outcome, &bounds);
+    let differ = rows.iter().filter(|r| !r.agrees).count();
+    let agree = differ == 0;
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "a": args.a.text,
+            "b": args.b.text,
+            "agree": agree,
+            "tensors": rows.len(),
+            "different": differ,
+            "identical": rows.iter().filter(|r| r.identical).count(),
+            "loss": [a.outcome.loss, b.outcome.loss],
+            "bounds": bounds,
+            "report": rows,
+        }))?;
+    } else {
+        output::print(&report(&args, &rows, [&a, &b]))?;
+    }
+    Ok(if agree { ExitCode::SUCCESS } else { ExitCode::from(output::FAILED) })
+}
+
+/// One side, done.
+struct Done {
+    outcome: Outcome,
+    dtype: Precision,
+    micro_batch: usize,
+}
+
+fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
+    Global { device: side.device.unwrap_or(global.device), ..global.clone() }.require_cpu()?;
+    side.layout.require_one_rank()?;
+    let threads = side.threads.unwrap_or(global.threads);
+    let mut recipe = match (&args.model, &args.input) {
+        (Some(model), Some(input)) => return folder(model, input, side, threads),
+        _ => Recipe::open(&args.recipe)?,
+    };
+    for assignment in &args.set {
+        recipe.set(assignment)?;
+    }
+    if let Some(dtype) = side.dtype {
+        recipe.put_key("precision.dtype", dtype.name())?;
+    }
+    if let Some(n) = side.micro_batch {
+        recipe.put_key("train.micro_batch", i64::try_from(n).unwrap_or(i64::MAX))?;
+    }
+    let (resolved, weights) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
+    let rank = Rank::cpu(threads, resolved.config.train.seed)?;
+    let fill = |t: &Trainer| weights.as_ref().map_or(Ok(()), |w| w.fill(t));
+    let outcome = first_step(rank, &resolved, Some(&fill))?;
+    Ok(Done { outcome, dtype: resolved.config.precision.dtype, micro_batch: resolved.plan.micro_batch })
+}
+
+/// Forward and backward of a Hugging Face folder: no update, so no weights to compare.
+fn folder(model: &Path, input: &Path, side: &Side, threads: usize) -> Result<Done> {
+    if side.micro_batch.is_some() {
+        return Err(Usage::new("micro_batch is for recipes; with --model the input is one batch").into());
+    }
+    let dtype = side.dtype.unwrap_or(Precision::F32);
+    let plan = Plan::open(model)?;
+    let input = forward::read_input(input)?;
+    let backward = input.labels.is_some();
+    let rank = Rank::cpu(threads, 0)?;
+    let outcome = forward::forward(rank, &plan, dtype.dtype(), &input, backward)?.into();
+    Ok(Done { outcome, dtype, micro_batch: input.batch })
+}
+
+/// What counts as agreement where nobody says: equal arithmetic gives equal bits.
+fn bounds(a: &Done, b: &Done) -> Bounds {
+    match (a.dtype, b.dtype) {
+        (x, y) if x == y && a.micro_batch == b.micro_batch => Bounds::EXACT,
+        (Precision::F32, Precision::F32) => Bounds::F32,
+        _ => Bounds::BF16,
+    }
+}
+
+fn report(args: &Args, rows: &[Compared], sides: [&Done; 2]) -> String {
+    let work = match &args.model {
+        Some(model) => format!("one pass of {}", model.display()),
+        None => format!("the first step of {}", args.recipe),
+    };
+    let losses = sides.map(|s| s.outcome.loss.map_or("none".into(), |l| format!("{l:.6}")));
+    let number = |x: f64| if x == 0.0 { "0".to_string() } else { format!("{x:.2e}") };
+    let head = ["", "", "relative", "allowed", "largest", ""].map(String::from).to_vec();
+    let mut table = vec![head];
+    table.extend(rows.iter().take(SHOWN).map(|r| {
+        let verdict = match (r.identical, r.agrees) {
+            (true, true) => "identical",
+            (false, true) => "agrees",
+            _ => "DIFFERS",
+        };
+        vec![
+            r.kind.name().into(),
+            r.name.clone(),
+            number(r.relative),
+            number(r.bound),
+            number(r.max_abs),
+            verdict.into(),
+        ]
+    }));
+    let differ = rows.iter().filter(|r| !r.agrees).count();
+    let identical = rows.iter().filter(|r| r.identical).count();
+    let more = match rows.len().saturating_sub(SHOWN) {
+        0 => String::new(),
+        n => format!("and {n} more that are no worse; --json lists all\n"),
+    };
+    let verdict = match differ {
+        0 => format!("they agree: {} tensors, {identical} of them to the last bit", rows.len()),
+        n => format!("THEY DIFFER: {n} of {} tensors are further apart than allowed", rows.len()),
+    };
+    format!(
+        "{work}, {} against {}; loss {} and {}\n\n{}{more}\n{verdict}\n",
+        args.a.text,
+        args.b.text,
+        losses[0],
+        losses[1],
+        output::table(&table)
+    )
+}

@@ -1,0 +1,243 @@
+//! `train`: the main job.
+
+use crate::args::Global;
+use crate::format;
+use crate::output::{self, Usage};
+use crate::progress::Progress;
+use crate::signal::Stop;
+use anyhow::Result;
+use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::data::source;
+use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
+use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_core::train::{Observer, Run, Trainer};
+use ferrotron_engine::{Pass, Rank};
+use ferrotron_kernels::cpu::Isa;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// The long help.
+pub const LONG: &str = "\
+Train a model from a recipe.
+
+Without an argument: a small model on the corpus inside the program, done in a minute, ending with a sample and a
+summary. A run writes one folder: events.jsonl (one line per step), checkpoints and the resolved configuration.
+Ctrl-C saves and ends; the same command resumes.";
+
+const AFTER: &str = "\
+Examples:
+  ferrotron train
+  ferrotron train tiny --steps 20 --out runs/trial
+  ferrotron train gpt2-124m --data corpus/fineweb_text_document
+  ferrotron train finetune-hf --set model.hf=models/Llama-3.2-1B --data my_text_document
+  ferrotron train my.toml --set optimizer.lr=3e-4 --set precision.dtype=f32
+  ferrotron train my.toml --dry-run        what would run, and why each derived value is what it is
+
+`ferrotron recipes` lists the recipes, `ferrotron explain` every key.";
+
+/// What to train.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {
+    /// A recipe's name or a TOML file
+    #[arg(value_name = "RECIPE or FILE.toml", default_value = "tiny")]
+    pub recipe: String,
+    /// The run folder; an unfinished run in it is resumed [default: runs/RECIPE]
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Optimizer steps (train.steps)
+    #[arg(long, value_name = "N")]
+    pub steps: Option<u64>,
+    /// Ranks in this process; 1 in this version
+    #[arg(long, value_name = "N", default_value_t = 1, hide_default_value = true)]
+    pub ranks: usize,
+    /// Prefix of a .bin/.idx pair, or "embedded" (data.path); several are blended
+    #[arg(long, value_name = "PATH")]
+    pub data: Vec<String>,
+    /// Change a key of the recipe; may be given many times
+    #[arg(long, value_name = "KEY=VALUE")]
+    pub set: Vec<String>,
+    /// Start over: throw away what the run folder holds of this run
+    #[arg(long)]
+    pub fresh: bool,
+    /// Show the resolved configuration and what was derived, then stop
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+impl Args {
+    /// The recipe with everything the command line says laid over it.
+    pub fn load(&self) -> Result<Recipe> {
+        if self.ranks != 1 {
+            let what = format!("--ranks {}: this version trains on one rank; leave --ranks out", self.ranks);
+            return Err(Usage::new(what).into());
+        }
+        let mut recipe = Recipe::open(&self.recipe)?;
+        for assignment in &self.set {
+            recipe.set(assignment)?;
+        }
+        if let Some(steps) = self.steps {
+            recipe.put_key("train.steps", i64::try_from(steps).unwrap_or(i64::MAX))?;
+        }
+        if !self.data.is_empty() {
+            recipe.put_key("data.path", self.data.clone())?;
+        }
+        Ok(recipe)
+    }
+
+    /// The run folder.
+    pub fn out(&self, recipe: &Recipe) -> PathBuf {
+        self.out.clone().unwrap_or_else(|| PathBuf::from("runs").join(&recipe.name))
+    }
+}
+
+/// What was derived, for people: one line each.
+pub fn derived(resolved: &Resolved) -> String {
+    let rows: Vec<_> = resolved
+        .derived
+        .iter()
+        .map(|d| vec![format!("  {} = {}", d.key, d.value), format!("({})", d.reason)])
+        .collect();
+    if rows.is_empty() { String::new() } else { format!("derived:\n{}", output::table(&rows)) }
+}
+
+/// `--dry-run`: everything that is known before anything is allocated.
+fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> Result<ExitCode> {
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "recipe": recipe.name,
+            "out": args.out(recipe),
+            "config": resolved.config,
+            "plan": resolved.plan,
+            "derived": resolved.derived,
+        }))?;
+    } else {
+        let p = &resolved.plan;
+        output::print(&format!(
+            "{}\n# {} steps, {} sequences, {} tokens\n{}",
+            resolved.config.to_toml(),
+            format::thousands(p.steps),
+            format::count(p.samples),
+            format::count(p.tokens),
+            derived(resolved).lines().map(|l| format!("# {l}\n")).collect::<String>(),
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs the command.
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    global.require_cpu()?;
+    let mut recipe = args.load()?;
+    let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
+    if args.dry_run {
+        return show(&args, &recipe, &resolved, global);
+    }
+    let out = args.out(&recipe);
+    if args.fresh {
+        Run::discard(&out)?;
+    }
+    let stop = Stop::listen()?;
+    let sources = source::open(&resolved)?;
+    let rank = Rank::cpu(global.threads, resolved.config.train.seed)?;
+    let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
+    let begin = Instant::now();
+    let mut run = Run::open(rank, resolved, &out, Some(&fill))?;
+    let done = run.trainer.step;
+    let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, done), stop };
+    announce(&mut run, &recipe, &mut view, global, done)?;
+    let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
+    let text = if outcome.finished { sample(&run)? } else { None };
+    if let Some(text) = &text {
+        let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
+        let event = events::Sample { step: run.trainer.step, prompt, text: text.clone() };
+        run.emit(Event::Sample(event), &mut view)?;
+    }
+    let ending = if outcome.finished { Ending::Finished } else { Ending::Interrupted };
+    let seconds = begin.elapsed().as_secs_f64();
+    let end =
+        RunEnd { step: run.trainer.step, ending, seconds, tokens_per_s: outcome.tokens as f64 / seconds };
+    run.emit(Event::RunEnd(end), &mut view)?;
+    view.progress.finish();
+    if !global.json && outcome.finished {
+        output::print(&super::train_summary::text(&args, &recipe, &run, &outcome, text.as_deref()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Progress on the screen, and the flag that Ctrl-C raises.
+struct View {
+    progress: Progress,
+    stop: Stop,
+}
+
+impl Observer for View {
+    fn event(&mut self, event: &Event) {
+        self.progress.event(event);
+    }
+    fn stop(&self) -> bool {
+        self.stop.asked()
+    }
+}
+
+/// Says what is about to happen, and logs it when the run is new.
+fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, first: u64) -> Result<()> {
+    let device = run.trainer.rank.device().clone();
+    let start = RunStart {
+        recipe: recipe.name.clone(),
+        version: env!("CARGO_PKG_VERSION").into(),
+        steps: run.resolved.plan.steps,
+        parameters: run.trainer.params.numel() as u64,
+        device: format!("CPU ({})", Isa::detect().name()),
+        threads: device.threads().count() as u64,
+        dtype: run.resolved.config.precision.dtype.name().into(),
+        flops_per_token: run.flops_per_token,
+    };
+    if !global.json {
+        let p = &run.resolved.plan;
+        let doing = match first {
+            0 => format!("training {}", recipe.name),
+            n if n >= p.steps => format!("{} is finished: all {n} steps are done", recipe.name),
+            n => format!("resuming {} after step {n} of {}", recipe.name, p.steps),
+        };
+        eprintln!(
+            "{doing}: {} parameters in {}, {} steps of {} tokens, {} x {} threads -> {}",
+            format::count(start.parameters),
+            start.dtype,
+            format::thousands(p.steps),
+            format::count(run.resolved.config.train.global_batch as u64 * p.seq_len as u64),
+            start.device,
+            start.threads,
+            run.dir().display(),
+        );
+        if first == 0 {
+            eprint!("{}", derived(&run.resolved));
+        }
+    }
+    if first == 0 {
+        run.emit(Event::RunStart(start), view)?;
+    }
+    Ok(())
+}
+
+/// Text drawn from the trained model, where the recipe asks for some and tokens are bytes.
+fn sample(run: &Run) -> Result<Option<String>> {
+    let g = &run.resolved.config.generate;
+    if g.tokens == 0 || run.resolved.model.vocab != 256 {
+        return Ok(None);
+    }
+    let prompt = g.prompt.clone().filter(|p| !p.is_empty()).unwrap_or_else(|| "\n".into());
+    let ids: Vec<i32> = prompt.bytes().map(i32::from).collect();
+    let sampling = Sampling {
+        temperature: g.temperature as f32,
+        top_k: g.top_k as usize,
+        top_p: g.top_p as f32,
+        seed: run.resolved.config.train.seed,
+    };
+    let t = &run.trainer;
+    let pass = Pass::new(&t.rank, &t.params);
+    let out = generate(&t.decoder, &pass, &ids, g.tokens as usize, sampling, &[], &mut |_| true)?;
+    let bytes: Vec<u8> = out.iter().map(|id| *id as u8).collect();
+    Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
+}

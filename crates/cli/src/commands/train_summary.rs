@@ -1,0 +1,76 @@
+//! What `train` says when it is done: the sample, the figures, and how to go on.
+
+use super::train::Args;
+use crate::format;
+use crate::output;
+use ferrotron_core::config::Recipe;
+use ferrotron_core::data::synthetic;
+use ferrotron_core::train::{Outcome, Run};
+use ferrotron_tensor::human;
+
+/// The closing text.
+pub fn text(args: &Args, recipe: &Recipe, run: &Run, outcome: &Outcome, sample: Option<&str>) -> String {
+    let mut out = String::new();
+    if let Some(sample) = sample {
+        out += &format!("\na sample:\n{}\n", indent(&format::printable(sample)));
+    }
+    let mut rows = Vec::new();
+    let mut row = |name: &str, value: String| rows.push(vec![format!("  {name}"), value]);
+    if let Some(loss) = outcome.loss {
+        row("last training loss", format::loss(loss));
+    }
+    if let Some(eval) = outcome.eval {
+        let note = if run.resolved.config.data.is_embedded() {
+            let floor = synthetic::entropy_rate();
+            format!(
+                "{} (held-out synthetic text; no model can be below {floor:.4}, this one is {:+.1} %)",
+                format::loss(eval),
+                (eval / floor - 1.0) * 1e2
+            )
+        } else {
+            format::loss(eval)
+        };
+        row("validation loss", note);
+    }
+    if outcome.steps > 0 {
+        let rate = outcome.tokens as f64 / outcome.seconds;
+        row(
+            "speed",
+            format!(
+                "{} tokens/s, {}",
+                format::thousands(rate as u64),
+                format::tflops(rate * run.flops_per_token / 1e12)
+            ),
+        );
+        row(
+            "time",
+            format!("{} for {} steps", format::seconds(outcome.seconds), format::thousands(outcome.steps)),
+        );
+    }
+    row("peak memory", human(run.trainer.rank.device().memory().total_peak));
+    row("run folder", run.dir().display().to_string());
+    out += &format!("\n{}", output::table(&rows));
+    let dir = run.dir().display();
+    out += &format!(
+        "\nto go on:\n{}",
+        output::table(&[
+            vec![format!("  ferrotron generate --model {dir}"), "more text from it".into()],
+            vec![
+                format!("  ferrotron train {} --steps {}", args.recipe, 2 * run.resolved.plan.steps),
+                "train longer (a new --out keeps this one)".into()
+            ],
+            vec!["  ferrotron data build my.txt --output my".into(), "your own data, then:".into()],
+            vec![format!("  ferrotron train {} --data my --out runs/mine", recipe.name), String::new()],
+            vec![
+                "  ferrotron train finetune-hf --set model.hf=DIR --data my".into(),
+                "start from a Hugging Face model".into()
+            ],
+            vec!["  ferrotron recipes".into(), "other models and sizes".into()],
+        ])
+    );
+    out
+}
+
+fn indent(text: &str) -> String {
+    text.lines().map(|l| format!("  | {l}\n")).collect()
+}

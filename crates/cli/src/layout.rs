@@ -1,0 +1,149 @@
+//! Layouts (`tp=2,pp=2`) and the two sides of a comparison (`bf16,threads=1`) as written on the command line.
+
+use crate::args::Device;
+use ferrotron_core::config::{Precision, nearest};
+use std::str::FromStr;
+
+/// How the work is cut over ranks; unset sizes are 1.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Layout {
+    /// Tensor parallel.
+    pub tp: Option<usize>,
+    /// Context parallel.
+    pub cp: Option<usize>,
+    /// Pipeline stages.
+    pub pp: Option<usize>,
+    /// Chunks of layers per stage.
+    pub vp: Option<usize>,
+    /// Data parallel.
+    pub dp: Option<usize>,
+    /// Expert parallel.
+    pub ep: Option<usize>,
+    /// Tensor parallel inside an expert; as `tp` unless given.
+    pub etp: Option<usize>,
+}
+
+const LAYOUT_KEYS: [&str; 7] = ["tp", "cp", "pp", "vp", "dp", "ep", "etp"];
+
+impl Layout {
+    fn put(&mut self, key: &str, value: &str) -> Result<(), String> {
+        let place = match key {
+            "tp" => &mut self.tp,
+            "cp" => &mut self.cp,
+            "pp" => &mut self.pp,
+            "vp" => &mut self.vp,
+            "dp" => &mut self.dp,
+            "ep" => &mut self.ep,
+            "etp" => &mut self.etp,
+            _ => return Err(format!("unknown layout key {key:?}; the keys are {}", LAYOUT_KEYS.join(", "))),
+        };
+        match value.parse::<usize>() {
+            Ok(n) if n > 0 && place.is_none() => *place = Some(n),
+            Ok(n) if n > 0 => return Err(format!("{key} is given twice")),
+            _ => return Err(format!("{key} needs a whole number of at least 1, not {value:?}")),
+        }
+        Ok(())
+    }
+
+    /// Refuses what this version does not have.
+    pub fn require_one_rank(&self) -> anyhow::Result<()> {
+        if self.is_parallel() {
+            let what = "this version runs models on one rank; leave the layout out, or make every size 1";
+            return Err(crate::output::Usage::new(what).into());
+        }
+        Ok(())
+    }
+
+    /// Does it need more than one rank?
+    pub fn is_parallel(&self) -> bool {
+        [self.tp, self.cp, self.pp, self.vp, self.dp, self.ep, self.etp].iter().flatten().any(|n| *n > 1)
+    }
+}
+
+impl FromStr for Layout {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Layout, String> {
+        let mut layout = Layout::default();
+        for item in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
+            let (key, value) =
+                item.split_once('=').ok_or_else(|| format!("{item:?} is not key=size, such as tp=2"))?;
+            layout.put(key.trim(), value.trim())?;
+        }
+        Ok(layout)
+    }
+}
+
+/// One side of a comparison.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Side {
+    /// Element type; the recipe's unless given.
+    pub dtype: Option<Precision>,
+    /// Device; the command's unless given.
+    pub device: Option<Device>,
+    /// CPU threads; the command's unless given.
+    pub threads: Option<usize>,
+    /// Sequences per pass; the recipe's unless given.
+    pub micro_batch: Option<usize>,
+    /// The layout.
+    pub layout: Layout,
+    /// As it was written.
+    pub text: String,
+}
+
+impl FromStr for Side {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Side, String> {
+        let mut side = Side { text: text.into(), ..Side::default() };
+        for item in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
+            let (key, value) = match item.split_once('=') {
+                Some((key, value)) => (key.trim(), value.trim()),
+                None if item.parse::<Precision>().is_ok() => ("dtype", item),
+                None if item.parse::<Device>().is_ok() => ("device", item),
+                None => return Err(format!("{item:?} is neither f32, bf16, cpu nor key=value")),
+            };
+            let number =
+                || value.parse::<usize>().map_err(|_| format!("{key} needs a whole number, not {value:?}"));
+            match key {
+                "dtype" => side.dtype = Some(value.parse()?),
+                "device" => side.device = Some(value.parse()?),
+                "threads" => side.threads = Some(number()?),
+                "micro_batch" => side.micro_batch = Some(number()?),
+                _ if LAYOUT_KEYS.contains(&key) => side.layout.put(key, value)?,
+                _ => {
+                    let keys = ["dtype", "device", "threads", "micro_batch"].into_iter().chain(LAYOUT_KEYS);
+                    let near = nearest(key, keys).map(|n| format!("; did you mean {n}?")).unwrap_or_default();
+                    return Err(format!("unknown key {key:?} in {text:?}{near}"));
+                }
+            }
+        }
+        Ok(side)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn layouts() {
+        let l: Layout = "tp=2, pp=4,etp=1".parse().unwrap();
+        assert_eq!((l.tp, l.pp, l.etp, l.dp), (Some(2), Some(4), Some(1), None));
+        assert!(l.is_parallel());
+        assert!(!"".parse::<Layout>().unwrap().is_parallel());
+        assert!(!"tp=1".parse::<Layout>().unwrap().is_parallel());
+        for bad in ["tp", "tp=0", "tp=-1", "tp=x", "tp=2,tp=2", "xp=2", "tp=99999999999999999999"] {
+            assert!(bad.parse::<Layout>().is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn sides() {
+        let s: Side = "bf16,threads=1,tp=2".parse().unwrap();
+        assert_eq!((s.dtype, s.threads, s.layout.tp), (Some(Precision::Bf16), Some(1), Some(2)));
+        assert_eq!("cpu".parse::<Side>().unwrap().device, Some(Device::Cpu));
+        assert_eq!("dtype=f32,micro_batch=2".parse::<Side>().unwrap().micro_batch, Some(2));
+        assert!("fp16".parse::<Side>().unwrap_err().contains("f32, bf16"));
+        assert!("thread=1".parse::<Side>().unwrap_err().contains("did you mean threads?"));
+        assert!("dtype=fp16".parse::<Side>().is_err());
+    }
+}

@@ -1,0 +1,115 @@
+//! Writing results and errors: for people, or as JSON.
+
+use crate::args::Global;
+use serde::Serialize;
+use std::io::{ErrorKind, Write};
+use std::process::ExitCode;
+
+/// Exit code of a failure.
+pub const FAILED: u8 = 1;
+/// Exit code of wrong usage or configuration.
+pub const USAGE: u8 = 2;
+
+/// A command line that cannot be carried out, beyond what the parser sees.
+#[derive(Debug)]
+pub struct Usage {
+    what: String,
+    hint: Option<String>,
+}
+
+impl Usage {
+    /// One sentence that says what to change.
+    pub fn new(what: impl Into<String>) -> Usage {
+        Usage { what: what.into(), hint: None }
+    }
+
+    /// With a hint beside it.
+    pub fn hint(self, hint: impl Into<String>) -> Usage {
+        Usage { hint: Some(hint.into()), ..self }
+    }
+}
+
+impl std::fmt::Display for Usage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.what)
+    }
+}
+
+impl std::error::Error for Usage {}
+
+/// Writes text to standard output. A reader that went away (`| head`) is no failure.
+pub fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+/// Writes one JSON value and a newline to standard output.
+pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    print(&format!("{}\n", serde_json::to_string_pretty(value)?))
+}
+
+/// Reports what the argument parser refused, or prints the help it was asked for.
+pub fn usage(error: &clap::Error) -> ExitCode {
+    let json = std::env::args_os().any(|a| a == "--json");
+    if json && error.use_stderr() {
+        let text = error.to_string();
+        let mut parts = text.split("\n\n");
+        let what = parts.next().unwrap_or_default().trim_start_matches("error: ").replace('\n', " ");
+        let hint = parts.find_map(|p| p.trim().strip_prefix("tip: ").map(str::to_string));
+        report(&what, hint.as_deref(), true);
+    } else {
+        // Nothing is left to do when even this cannot be written.
+        let _ = error.print();
+    }
+    ExitCode::from(if error.use_stderr() { USAGE } else { 0 })
+}
+
+/// Reports why a command failed: one sentence, and a hint where there is one.
+pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
+    let core = error.downcast_ref::<ferrotron_core::Error>().or_else(|| match error.downcast_ref() {
+        Some(ferrotron_bridge::Error::Core(e)) => Some(&**e),
+        _ => None,
+    });
+    let (hint, code) = match core {
+        Some(e @ ferrotron_core::Error::Config { .. }) => (e.hint(), USAGE),
+        Some(e) => (e.hint(), FAILED),
+        None => match error.downcast_ref::<Usage>() {
+            Some(usage) => (usage.hint.as_deref(), USAGE),
+            None => (None, FAILED),
+        },
+    };
+    report(&format!("{error:#}"), hint, global.json);
+    ExitCode::from(code)
+}
+
+fn report(what: &str, hint: Option<&str>, json: bool) {
+    let text = if json {
+        format!("{}\n", serde_json::json!({ "error": what, "hint": hint }))
+    } else {
+        let hint = hint.map(|h| format!("hint: {h}\n")).unwrap_or_default();
+        format!("error: {what}\n{hint}")
+    };
+    let _ = std::io::stderr().write_all(text.as_bytes());
+}
+
+/// Columns for people: each cell padded to the widest of its column, the last one left as it is.
+pub fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |c: usize| rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut out = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (cell, width) in row.iter().zip(&widths) {
+            let gap = width + 2 - cell.chars().count();
+            line += cell;
+            line += &" ".repeat(gap);
+        }
+        out += line.trim_end();
+        out.push('\n');
+    }
+    out
+}

@@ -1,0 +1,210 @@
+//! How a run is shown while it goes: a bar on a terminal, a plain line now and then elsewhere, the events
+//! themselves with `--json`.
+
+use crate::args::Global;
+use crate::format;
+use crate::output;
+use ferrotron_core::events::{Ending, Event, Step};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use std::cell::Cell;
+use std::io::{IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// Between plain lines.
+const EVERY: Duration = Duration::from_secs(10);
+
+/// Shows events as they happen.
+pub struct Progress {
+    view: View,
+    total: u64,
+    pace: Option<f64>,
+}
+
+enum View {
+    Json,
+    Bar(ProgressBar),
+    Lines { last: Option<Instant> },
+}
+
+impl Progress {
+    /// A run of `total` steps, of which `done` were made before.
+    pub fn new(global: &Global, total: u64, done: u64) -> Progress {
+        let view = if global.json {
+            View::Json
+        } else if std::io::stderr().is_terminal() {
+            let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{bar:24} {pos}/{len}  {wide_msg}")
+                .unwrap_or_else(|_| ProgressStyle::default_bar());
+            bar.set_style(style.progress_chars("━╸ "));
+            bar.set_position(done);
+            View::Bar(bar)
+        } else {
+            View::Lines { last: None }
+        };
+        Progress { view, total, pace: None }
+    }
+
+    /// Shows one event. Failing to show is no reason to stop a run.
+    pub fn event(&mut self, event: &Event) {
+        if let Event::Step(step) = event {
+            self.measure(step);
+        }
+        let (total, pace) = (self.total, self.pace);
+        match &mut self.view {
+            View::Json => {
+                let _ = serde_json::to_string(event).map(|line| output::print(&format!("{line}\n")));
+            }
+            View::Bar(bar) => match event {
+                Event::Step(step) => {
+                    bar.set_position(step.step);
+                    bar.set_message(describe(step, total, pace));
+                }
+                other => note(other).into_iter().for_each(|n| bar.println(n)),
+            },
+            View::Lines { last } => {
+                let line = match event {
+                    Event::Step(s) => {
+                        let due = last.is_none_or(|t| t.elapsed() >= EVERY) || s.step == total;
+                        due.then(|| {
+                            *last = Some(Instant::now());
+                            format!("step {}/{total}  {}", s.step, describe(s, total, pace))
+                        })
+                    }
+                    other => note(other),
+                };
+                if let Some(line) = line {
+                    let _ = writeln!(std::io::stderr(), "{line}");
+                }
+            }
+        }
+    }
+
+    /// Ends the view; what comes after stands on its own line.
+    pub fn finish(self) {
+        if let View::Bar(bar) = self.view {
+            bar.finish();
+        }
+    }
+
+    /// Seconds per step, smoothed: a checkpoint or a busy moment should not throw the estimate about.
+    fn measure(&mut self, step: &Step) {
+        if step.seconds > 0.0 && step.seconds.is_finite() {
+            self.pace = Some(self.pace.map_or(step.seconds, |p| 0.9 * p + 0.1 * step.seconds));
+        }
+    }
+}
+
+/// How far a long job is: a bar on a terminal, a line now and then elsewhere, nothing with `--json`.
+pub struct Gauge {
+    what: &'static str,
+    bar: Option<ProgressBar>,
+    quiet: bool,
+    last: Cell<Instant>,
+}
+
+impl Gauge {
+    /// A job described by `what` ("reading", "writing").
+    pub fn new(global: &Global, what: &'static str) -> Gauge {
+        let bar = (!global.json && std::io::stderr().is_terminal()).then(|| {
+            let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+            let style = ProgressStyle::with_template("{bar:24} {percent} %  {msg}, {eta} left")
+                .unwrap_or_else(|_| ProgressStyle::default_bar());
+            bar.set_style(style.progress_chars("━╸ "));
+            bar.set_message(what);
+            bar
+        });
+        Gauge { what, bar, quiet: global.json, last: Cell::new(Instant::now()) }
+    }
+
+    /// `done` of `total` are done.
+    pub fn set(&self, done: u64, total: u64) {
+        if let Some(bar) = &self.bar {
+            bar.set_length(total);
+            bar.set_position(done);
+        } else if !self.quiet && self.last.get().elapsed() >= EVERY {
+            self.last.set(Instant::now());
+            let share = done as f64 / total.max(1) as f64 * 1e2;
+            let _ = writeln!(std::io::stderr(), "{}: {share:.0} %", self.what);
+        }
+    }
+}
+
+impl Drop for Gauge {
+    fn drop(&mut self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
+    let mut parts = vec![format!("loss {}", format::loss(s.loss))];
+    if s.tokens_per_s > 0.0 {
+        parts.push(format!("{} tokens/s", format::thousands(s.tokens_per_s as u64)));
+    }
+    if s.tflops > 0.0 {
+        parts.push(format::tflops(s.tflops));
+    }
+    if s.memory > 0 {
+        parts.push(ferrotron_tensor::human(s.memory as usize));
+    }
+    if let Some(pace) = pace.filter(|_| s.step < total) {
+        parts.push(format!("{} left", format::seconds(pace * (total - s.step) as f64)));
+    }
+    parts.join("  ")
+}
+
+fn note(event: &Event) -> Option<String> {
+    match event {
+        Event::Eval(e) => Some(format!("step {}  validation loss {}", e.step, format::loss(e.loss))),
+        Event::Checkpoint(c) => {
+            let (size, time) = (ferrotron_tensor::human(c.bytes as usize), format::seconds(c.seconds));
+            Some(format!("step {}  saved {} ({size}, {time})", c.step, c.path))
+        }
+        Event::RunEnd(e) if e.ending == Ending::Interrupted => {
+            Some(format!("stopped after step {}; the same command resumes", e.step))
+        }
+        Event::RunStart(_) | Event::Step(_) | Event::Sample(_) | Event::RunEnd(_) => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ferrotron_core::events::{Checkpoint, RunEnd};
+
+    #[test]
+    fn a_step_in_words() {
+        let s = Step {
+            step: 10,
+            loss: 2.5,
+            tokens_per_s: 18618.4,
+            tflops: 0.4321,
+            memory: 1 << 30,
+            seconds: 0.5,
+            ..Step::default()
+        };
+        let text = describe(&s, 130, Some(0.5));
+        assert_eq!(text, "loss 2.5000  18,618 tokens/s  0.432 TFLOP/s  1.0 GiB  1 min 0 s left");
+        assert_eq!(
+            describe(&Step { step: 130, loss: f64::NAN, ..Step::default() }, 130, Some(0.5)),
+            "loss not a number"
+        );
+        // A step beyond the total must not underflow.
+        describe(&Step { step: 140, ..s }, 130, Some(0.5));
+    }
+
+    #[test]
+    fn notes() {
+        let c = Event::Checkpoint(Checkpoint {
+            step: 50,
+            path: "checkpoints/50".into(),
+            bytes: 2048,
+            seconds: 0.21,
+        });
+        assert_eq!(note(&c).as_deref(), Some("step 50  saved checkpoints/50 (2.0 KiB, 0.2 s)"));
+        let e = Event::RunEnd(RunEnd { step: 7, ending: Ending::Interrupted, ..RunEnd::default() });
+        assert_eq!(note(&e).as_deref(), Some("stopped after step 7; the same command resumes"));
+        assert_eq!(note(&Event::Step(Step::default())), None);
+    }
+}

@@ -1,0 +1,184 @@
+//! The binary as a user meets it.
+
+// The lints see a test only where `#[test]` stands; everything here is one.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use serde_json::Value;
+use std::process::{Command, Output, Stdio};
+
+fn ferrotron(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_ferrotron")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+fn ok(args: &[&str]) -> String {
+    let out = ferrotron(args);
+    let (text, errors) =
+        (String::from_utf8(out.stdout).unwrap(), String::from_utf8_lossy(&out.stderr).into_owned());
+    assert!(out.status.success() && errors.is_empty(), "{args:?}: {:?}\n{errors}", out.status);
+    text
+}
+
+fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&ok(&[args, &["--json"]].concat())).unwrap()
+}
+
+/// Standard error of a command that must fail with `code` and write no result.
+fn fails(args: &[&str], code: i32) -> String {
+    let out = ferrotron(args);
+    let errors = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {errors}");
+    assert!(out.stdout.is_empty(), "{args:?}");
+    assert!(!errors.contains("panicked") && !errors.contains("backtrace"), "{errors}");
+    errors
+}
+
+const COMMANDS: [&str; 10] =
+    ["train", "forward", "parity", "convert", "generate", "data", "bench", "doctor", "recipes", "explain"];
+
+#[test]
+fn help_teaches() {
+    let text = ok(&["--help"]);
+    for word in COMMANDS.iter().chain(&["Examples:", "Exit codes:", "--json", "--device", "--threads"]) {
+        assert!(text.contains(word), "{word} not in\n{text}");
+    }
+    for command in COMMANDS {
+        let text = ok(&[command, "--help"]);
+        let text = if command == "data" { ok(&["data", "build", "--help"]) } else { text };
+        assert!(text.contains("Examples:"), "{command}:\n{text}");
+        assert!(text.contains("Usage: ferrotron"), "{command}");
+        // Nothing may be wider than a comfortable terminal.
+        assert!(text.lines().all(|l| l.chars().count() <= 130), "{command}:\n{text}");
+    }
+    assert!(ok(&["--version"]).starts_with("ferrotron "));
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2_with_a_tip() {
+    let text = fails(&["trian"], 2);
+    assert!(text.contains("unrecognized subcommand 'trian'") && text.contains("train"), "{text}");
+    assert!(fails(&["train", "--stepz", "3"], 2).contains("--steps"));
+    fails(&["forward", "--model", "x"], 2);
+    fails(&["train", "--device", "gpu"], 2);
+    fails(&["train", "--threads", "-1"], 2);
+    assert!(fails(&["parity", "f32", "fp16"], 2).contains("f32, bf16"));
+    assert!(
+        fails(&["forward", "--model", "a", "--input", "b", "--output", "c", "--layout", "zp=2"], 2)
+            .contains("tp, cp")
+    );
+    let v: Value = serde_json::from_str(&fails(&["trian", "--json"], 2)).unwrap();
+    assert!(v["error"].as_str().unwrap().contains("trian"));
+    assert!(fails(&[], 2).contains("Usage"));
+}
+
+#[test]
+fn doctor_says_what_there_is() {
+    let text = ok(&["doctor"]);
+    for word in ["CPU", "cores", "instructions", "memory", "GPU", "libcuda.so", "libnccl.so", "Looked for"] {
+        assert!(text.contains(word), "{word} not in\n{text}");
+    }
+    let v = json(&["doctor"]);
+    assert!(v["cpu"]["usable"].as_u64().unwrap() >= 1);
+    assert!(v["instructions"].is_string());
+    assert_eq!(v["device"], "cpu");
+    let libraries = v["libraries"]["list"].as_array().unwrap();
+    assert_eq!(libraries.len(), 5);
+    assert!(libraries.iter().all(|l| l["file"].is_string() && l["purpose"].is_string()));
+    assert_eq!(json(&["doctor", "--threads", "3"])["threads"], 3);
+}
+
+#[test]
+fn recipes_are_listed_and_printed() {
+    let list = json(&["recipes"]);
+    let text = ok(&["recipes"]);
+    for r in list.as_array().unwrap() {
+        let name = r["name"].as_str().unwrap();
+        assert!(text.contains(name) && text.contains(r["summary"].as_str().unwrap()), "{name}");
+        assert_eq!(ok(&["recipes", name]), r["toml"].as_str().unwrap());
+    }
+    assert!(list.as_array().unwrap().len() >= 5);
+    let error = fails(&["recipes", "tinny"], 2);
+    assert!(error.starts_with("error: ") && error.contains("hint: did you mean tiny?"), "{error}");
+}
+
+#[test]
+fn explain_knows_every_key_and_names_from_elsewhere() {
+    let all = json(&["explain"]);
+    let text = ok(&["explain"]);
+    let all = all.as_array().unwrap();
+    assert!(all.len() > 50);
+    for k in all {
+        assert!(text.contains(k["meaning"].as_str().unwrap()));
+    }
+    let one = ok(&["explain", "train.global_batch"]);
+    for word in [
+        "Sequences per optimizer step.",
+        "a whole number",
+        "32",
+        "global_batch_size",
+        "--set train.global_batch=32",
+    ] {
+        assert!(one.contains(word), "{word} not in\n{one}");
+    }
+    assert!(ok(&["explain", "global_batch_size"]).contains("global_batch_size is train.global_batch here"));
+    assert!(ok(&["explain", "model.preset"]).contains("gpt2-124m"));
+    assert_eq!(json(&["explain", "optimizer"]).as_array().unwrap().len(), 10);
+    assert!(fails(&["explain", "train.stpes"], 2).contains("hint: did you mean train.steps?"));
+    assert!(fails(&["explain", "optimiser"], 2).contains("hint: did you mean"));
+    assert!(fails(&["explain", "num_workers"], 2).contains("hint: data is memory-mapped"));
+    let v: Value = serde_json::from_str(&fails(&["explain", "nonsense_xyz", "--json"], 2)).unwrap();
+    assert!(v["error"].is_string());
+}
+
+#[test]
+fn dry_run_shows_what_would_run() {
+    let text = ok(&["train", "--dry-run", "--steps", "7", "--set", "optimizer.lr=1e-3"]);
+    assert!(text.contains("steps = 7\n") && text.contains("lr = 0.001\n"), "{text}");
+    assert!(text.contains("# derived:") && text.contains("schedule.decay_steps = 7"), "{text}");
+    // What it prints is a recipe.
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("again.toml");
+    std::fs::write(&file, &text).unwrap();
+    let again = json(&["train", file.to_str().unwrap(), "--dry-run"]);
+    let first = json(&["train", "--dry-run", "--steps", "7", "--set", "optimizer.lr=1e-3"]);
+    assert_eq!(again["config"], first["config"]);
+    assert_eq!(again["plan"], first["plan"]);
+    assert_eq!(again["plan"]["steps"], 7);
+}
+
+#[test]
+fn configuration_errors_point_at_the_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("bad.toml");
+    let name = file.to_str().unwrap();
+    let cases = [
+        ("[train]\nstpes = 3\n", "bad.toml:2: train.stpes: unknown key; did you mean train.steps?"),
+        ("[train]\nsteps = \"x\"\n", "bad.toml:2: train.steps: expected a whole number, found \"x\""),
+        ("[train\n", "bad.toml:1: not valid TOML"),
+        ("model.preset = \"tiny\"\n\n[parallel]\ntp = 2\n", "bad.toml:4: parallel.tp: 2 is not possible"),
+    ];
+    for (text, message) in cases {
+        std::fs::write(&file, text).unwrap();
+        let error = fails(&["train", name, "--dry-run"], 2);
+        assert!(error.starts_with("error: ") && error.contains(message), "{error}");
+        let lines = error.lines().count();
+        assert!(lines == 1 || (lines == 2 && error.lines().nth(1).unwrap().starts_with("hint: ")), "{error}");
+    }
+    fails(&["train", "--dry-run", "--set", "train.steps"], 2);
+    fails(&["train", "--dry-run", "--ranks", "2"], 2);
+    fails(&["train", "--dry-run", "--device", "cuda"], 2);
+    assert!(fails(&["train", "no/such/file.toml"], 1).contains("no/such/file.toml"));
+}
+
+#[test]
+fn a_reader_that_goes_away_is_no_failure() {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ferrotron"))
+        .arg("explain")
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let out = child.wait_with_output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    assert!(out.stderr.is_empty());
+}

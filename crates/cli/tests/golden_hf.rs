@@ -1,0 +1,173 @@
+//! Numbers of real (tiny) Hugging Face models through the binary: logits, loss and every gradient, in both
+//! spellings of their configurations and both types of compute.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use safetensors::SafeTensors;
+use safetensors::tensor::Dtype;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+/// Model types this version covers, and those it knows but does not.
+const COVERED: &[&str] = &["gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text"];
+const NOT_COVERED: &[&str] = &["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"];
+
+/// The two spellings of one configuration.
+const SPELLINGS: [&str; 2] = ["config.json", "config_hub.json"];
+
+fn golden() -> PathBuf {
+    let root = std::env::var_os("FERROTRON_GOLDEN").map(PathBuf::from);
+    root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")).join("hf")
+}
+
+/// Every folder of the set that is covered. Unknown architectures fail, known but missing ones are named.
+fn cases() -> Vec<PathBuf> {
+    let mut out = Vec::new();
+    for entry in std::fs::read_dir(golden()).expect("no folder of golden vectors") {
+        let dir = entry.unwrap().path();
+        if !dir.is_dir() {
+            continue;
+        }
+        let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
+        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let kind = json["model_type"].as_str().unwrap();
+        if NOT_COVERED.contains(&kind) {
+            println!("not covered: {} ({kind})", dir.display());
+        } else {
+            assert!(COVERED.contains(&kind), "{}: unknown architecture {kind}", dir.display());
+            out.push(dir);
+        }
+    }
+    out.sort();
+    assert!(!out.is_empty(), "no case in {}", golden().display());
+    out
+}
+
+/// A folder with the case's weights and one spelling of its configuration.
+fn model_folder(case: &Path, spelling: &str, at: &Path) {
+    std::fs::create_dir(at).unwrap();
+    std::fs::copy(case.join(spelling), at.join("config.json")).unwrap();
+    std::fs::copy(case.join("model.safetensors"), at.join("model.safetensors")).unwrap();
+}
+
+fn forward(model: &Path, input: &Path, output: &Path, dtype: &str) {
+    let out = Command::new(env!("CARGO_BIN_EXE_ferrotron"))
+        .args(["forward", "--backward", "--dtype", dtype, "--threads", "2", "--model"])
+        .arg(model)
+        .arg("--input")
+        .arg(input)
+        .arg("--output")
+        .arg(output)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap();
+    let errors = String::from_utf8_lossy(&out.stderr);
+    assert!(out.status.success(), "{} in {dtype}: {errors}", input.display());
+}
+
+fn values(file: &SafeTensors, name: &str) -> Vec<f64> {
+    let t = file.tensor(name).unwrap_or_else(|e| panic!("{name}: {e}"));
+    assert_eq!(t.dtype(), Dtype::F32, "{name}");
+    t.data().as_chunks::<4>().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect()
+}
+
+/// How far apart two tensors are.
+struct Distance {
+    /// Largest `|a - b|`.
+    most: f64,
+    /// Largest `|a - b| - (atol + rtol·|b|)` for the tolerance of logits; at most 0 when inside.
+    beyond: f64,
+    relative_l2: f64,
+    cosine: f64,
+    /// Largest `|b|`.
+    size: f64,
+}
+
+fn distance(name: &str, ours: &[f64], theirs: &[f64]) -> Distance {
+    assert_eq!(ours.len(), theirs.len(), "{name}");
+    assert!(ours.iter().all(|x| x.is_finite()), "{name} has a value that is no number");
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    let apart: Vec<f64> = ours.iter().zip(theirs).map(|(a, b)| (a - b).abs()).collect();
+    let most = |x: &mut dyn Iterator<Item = f64>| x.fold(f64::NEG_INFINITY, f64::max);
+    let (aa, bb) = (dot(ours, ours), dot(theirs, theirs));
+    Distance {
+        most: most(&mut apart.iter().copied()),
+        beyond: most(&mut apart.iter().zip(theirs).map(|(d, b)| d - (2e-4 + 2e-4 * b.abs()))),
+        relative_l2: (dot(&apart, &apart) / bb.max(1e-300)).sqrt(),
+        cosine: dot(ours, theirs) / (aa * bb).sqrt().max(1e-300),
+        size: most(&mut theirs.iter().map(|b| b.abs())),
+    }
+}
+
+/// Compares one run with the expected values under the tolerances of the set's README.
+fn compare(what: &str, dtype: &str, ours: &SafeTensors, theirs: &SafeTensors) {
+    let of = |name: &str| {
+        let label = format!("{what} {dtype} {name}");
+        let d = distance(&label, &values(ours, name), &values(theirs, name));
+        let shapes = [ours, theirs].map(|f| f.tensor(name).unwrap().shape().to_vec());
+        assert_eq!(shapes[0], shapes[1], "{label}");
+        (label, d)
+    };
+    let exact = dtype == "f32";
+    let (label, d) = of("logits");
+    if exact {
+        assert!(d.beyond <= 0.0, "{label}: {} past the tolerance", d.beyond);
+    } else {
+        assert!(d.relative_l2 <= 2e-2, "{label}: relative L2 {}", d.relative_l2);
+    }
+    let (label, d) = of("loss");
+    assert!(d.most <= if exact { 2e-5 } else { 2e-2 * d.size }, "{label}: {} apart", d.most);
+    let gradients = |f: &SafeTensors| {
+        let mut names: Vec<String> =
+            f.names().iter().filter(|n| n.starts_with("grad.")).map(|n| n.to_string()).collect();
+        names.sort();
+        names
+    };
+    let names = gradients(theirs);
+    assert!(!names.is_empty(), "{what}: no gradients to compare with");
+    assert_eq!(gradients(ours), names, "{what}");
+    for name in names {
+        let (label, d) = of(&name);
+        if exact {
+            let inside = d.most <= 1e-4 * d.size + 1e-6 || d.relative_l2 <= 1e-4;
+            assert!(inside, "{label}: {} apart of {}, relative L2 {}", d.most, d.size, d.relative_l2);
+        } else {
+            assert!(d.cosine >= 0.995, "{label}: cosine {}", d.cosine);
+        }
+    }
+}
+
+#[test]
+fn golden_hf_forward_and_backward() {
+    let temporary = tempfile::tempdir().unwrap();
+    for case in cases() {
+        let name = case.file_name().unwrap().display().to_string();
+        let expected = std::fs::read(case.join("expected.safetensors")).unwrap();
+        let expected = SafeTensors::deserialize(&expected).unwrap();
+        for spelling in SPELLINGS {
+            let folder = temporary.path().join(format!("{name}.{spelling}"));
+            model_folder(&case, spelling, &folder);
+            for dtype in ["f32", "bf16"] {
+                let output = folder.join(format!("{dtype}.safetensors"));
+                forward(&folder, &case.join("expected.safetensors"), &output, dtype);
+                let bytes = std::fs::read(&output).unwrap();
+                let ours = SafeTensors::deserialize(&bytes).unwrap();
+                compare(&format!("{name} ({spelling})"), dtype, &ours, &expected);
+            }
+        }
+        println!("covered: {name}");
+    }
+}
+
+/// The comparison itself: values outside a tolerance must not pass.
+#[test]
+fn a_difference_is_seen() {
+    let theirs: Vec<f64> = (0..100).map(|i| f64::from(i) / 7.0 - 5.0).collect();
+    let d = distance("same", &theirs, &theirs);
+    assert!(d.most == 0.0 && d.beyond < 0.0 && d.relative_l2 == 0.0 && (d.cosine - 1.0).abs() < 1e-12);
+    let mut ours = theirs.clone();
+    ours[35] += 3e-4; // where the expected value is 0: only the absolute part holds
+    let d = distance("one off", &ours, &theirs);
+    assert!(d.beyond > 0.0 && (d.most - 3e-4).abs() < 1e-12 && d.relative_l2 > 0.0);
+    ours.iter_mut().for_each(|x| *x = -*x);
+    assert!(distance("turned", &ours, &theirs).cosine < -0.99);
+}

@@ -1,0 +1,92 @@
+//! Attention.
+
+use super::{Case, Sizes, case, empty, random};
+use crate::Result;
+use crate::bench::Work;
+use ferrotron_engine::Rank;
+use ferrotron_kernels::{Align, AttentionBackward, AttentionForward, Scores, Sequences};
+use ferrotron_tensor::{DType, Tensor};
+
+/// Scores, softmax and values: of full layers, and of windowed ones where the model has both or only those.
+pub(super) fn cases(z: &Sizes) -> Vec<Case> {
+    let m = &z.model;
+    let local = (0..m.layers).filter(|i| m.is_local(*i)).count();
+    let mut kinds = Vec::new();
+    if local < m.layers {
+        kinds.push(("attention", None));
+    }
+    if local > 0 {
+        kinds.push(("attention.window", m.window));
+    }
+    let mut out = Vec::new();
+    for (name, window) in kinds {
+        let scores = Scores {
+            scale: m.attn_scale,
+            softcap: m.attn_softcap,
+            causal: true,
+            align: Align::TopLeft,
+            left: window.map(|w| w.saturating_sub(1)),
+            right: None,
+        };
+        let seen: f64 = (1..=z.seq).map(|t| t.min(window.unwrap_or(usize::MAX)) as f64).sum();
+        let flops = 4.0 * (z.batch * m.heads * m.head_dim) as f64 * seen;
+        let shape = format!("{}x{}x{}({})x{}", z.batch, z.seq, m.heads, m.kv_heads, m.head_dim);
+        for (kind, work) in [("forward", Work::Flops(flops)), ("backward", Work::Flops(2.5 * flops))] {
+            let z = z.clone();
+            out.push(case(format!("{name}.{kind}"), shape.clone(), work, move |rank| {
+                let heads = Heads::new(rank, &z)?;
+                heads.forward(rank, &scores)?;
+                let backward = kind == "backward";
+                Ok(Box::new(move |rank| match backward {
+                    true => heads.backward(rank, &scores),
+                    false => heads.forward(rank, &scores),
+                }))
+            }));
+        }
+    }
+    out
+}
+
+/// q, k, v side by side in one buffer, as the projection leaves them, and the same for their gradients.
+struct Heads {
+    qkv: [Tensor; 3],
+    dqkv: [Tensor; 3],
+    out: Tensor,
+    dout: Tensor,
+    lse: Tensor,
+}
+
+impl Heads {
+    fn new(rank: &Rank, z: &Sizes) -> Result<Heads> {
+        let (n, g, d) = (z.model.heads, z.model.kv_heads, z.model.head_dim);
+        let split = |t: Tensor| -> Result<[Tensor; 3]> {
+            let part = |start: usize, heads: usize| {
+                t.narrow(1, start * d, heads * d)?.view(&[z.batch, z.seq, heads, d])
+            };
+            Ok([part(0, n)?, part(n, g)?, part(n + g, g)?])
+        };
+        let whole = [z.tokens, (n + 2 * g) * d];
+        Ok(Heads {
+            qkv: split(random(rank, &whole, z.dtype)?)?,
+            dqkv: split(empty(rank, &whole, z.dtype)?)?,
+            out: empty(rank, &[z.batch, z.seq, n, d], z.dtype)?,
+            dout: random(rank, &[z.batch, z.seq, n, d], z.dtype)?,
+            lse: empty(rank, &[z.batch, n, z.seq], DType::F32)?,
+        })
+    }
+
+    fn operands(&self) -> AttentionForward<'_> {
+        let [q, k, v] = &self.qkv;
+        AttentionForward { q, k, v, sink: None, out: &self.out, lse: &self.lse }
+    }
+
+    fn forward(&self, rank: &Rank, scores: &Scores) -> Result<()> {
+        Ok(rank.kernels.attention_forward(&rank.compute, scores, Sequences::Batch, &self.operands())?)
+    }
+
+    fn backward(&self, rank: &Rank, scores: &Scores) -> Result<()> {
+        let [dq, dk, dv] = &self.dqkv;
+        let a = AttentionBackward { forward: self.operands(), dout: &self.dout, dq, dk, dv, dsink: None };
+        Ok(rank.kernels.attention_backward(&rank.compute, scores, Sequences::Batch, &a)?)
+    }
+}

@@ -1,0 +1,82 @@
+//! The kernels of a training step, at the shapes one micro-batch of a recipe gives them.
+
+mod attention;
+mod optimizer;
+mod products;
+mod rows;
+
+use super::kernels::Work;
+use crate::Result;
+use crate::config::{OptimizerKind, Resolved};
+use crate::model::ModelConfig;
+use ferrotron_engine::Rank;
+use ferrotron_kernels::cpu::random::fill_normal;
+use ferrotron_kernels::philox::RandomStream;
+use ferrotron_tensor::{Category, DType, Tensor};
+
+type Run = Box<dyn FnMut(&Rank) -> Result<()>>;
+type Prepare = Box<dyn Fn(&Rank) -> Result<Run>>;
+
+/// A kernel with its sizes; nothing is allocated before `prepare`.
+pub(super) struct Case {
+    pub name: String,
+    pub shape: String,
+    pub work: Work,
+    pub prepare: Prepare,
+}
+
+fn case(
+    name: impl Into<String>,
+    shape: impl Into<String>,
+    work: Work,
+    prepare: impl Fn(&Rank) -> Result<Run> + 'static,
+) -> Case {
+    Case { name: name.into(), shape: shape.into(), work, prepare: Box::new(prepare) }
+}
+
+/// Sizes of a micro-batch.
+#[derive(Clone)]
+struct Sizes {
+    batch: usize,
+    seq: usize,
+    tokens: usize,
+    dtype: DType,
+    moments: DType,
+    optimizer: OptimizerKind,
+    model: ModelConfig,
+}
+
+/// Every kernel, in the order of a training step.
+pub(super) fn cases(r: &Resolved) -> Vec<Case> {
+    let (batch, seq) = (r.plan.micro_batch, r.plan.seq_len);
+    let z = Sizes {
+        batch,
+        seq,
+        tokens: batch * seq,
+        dtype: r.config.precision.dtype.dtype(),
+        moments: r.config.optimizer.moments.dtype(),
+        optimizer: r.config.optimizer.kind,
+        model: r.model.clone(),
+    };
+    [products::cases(&z), attention::cases(&z), rows::cases(&z), optimizer::cases(&z)]
+        .into_iter()
+        .flatten()
+        .collect()
+}
+
+/// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on.
+fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    let mut values = vec![0f32; shape.iter().product()];
+    fill_normal(rank.device().threads(), RandomStream::named(1, "bench"), 0, 0.0, 1.0, &mut values);
+    let wide = rank.compute.upload(&values, shape, Category::Workspace)?;
+    if dtype == DType::F32 {
+        return Ok(wide);
+    }
+    let narrow = Tensor::empty(&rank.compute, shape, dtype, Category::Workspace)?;
+    rank.kernels.copy(&rank.compute, &wide, &narrow)?;
+    Ok(narrow)
+}
+
+fn empty(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    Ok(rank.compute.zeros(shape, dtype, Category::Workspace)?)
+}

@@ -1,0 +1,107 @@
+//! The optimizer over a list of parameters like the model's.
+
+use super::{Case, Run, Sizes, case, empty, random};
+use crate::Result;
+use crate::bench::Work;
+use crate::config::OptimizerKind;
+use ferrotron_engine::Rank;
+use ferrotron_kernels::{Adam, Sgd, Update, scalars};
+use ferrotron_tensor::{DType, Tensor};
+
+/// Large models are measured on a part of their parameters, as many as this: beyond the caches it makes no
+/// difference, and memory for all of them would.
+const MOST: usize = 1 << 26;
+
+/// Sizes of the parameters of layer after layer, up to [`MOST`] in all.
+fn parameters(z: &Sizes) -> Vec<usize> {
+    let c = &z.model;
+    let (nd, gd) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
+    let up = if c.gated { 2 * c.ffn } else { c.ffn };
+    let layer =
+        [c.hidden, c.hidden * (nd + 2 * gd), nd * c.hidden, c.hidden, c.hidden * up, c.ffn * c.hidden];
+    let all = std::iter::repeat_n(layer, c.layers).flatten().chain([c.vocab * c.hidden]);
+    let mut left = MOST;
+    all.map(|n| {
+        let n = n.min(left);
+        left -= n;
+        n
+    })
+    .filter(|n| *n > 0)
+    .collect()
+}
+
+pub(super) fn cases(z: &Sizes) -> Vec<Case> {
+    let sizes = parameters(z);
+    let n: usize = sizes.iter().sum();
+    let shape = format!("{n} in {}", sizes.len());
+    // Weights and moments are read and written, gradients read, bf16 weights written.
+    let narrow = if z.dtype == DType::F32 { 0 } else { z.dtype.size() };
+    let moments = if z.optimizer == OptimizerKind::Sgd { 1 } else { 2 };
+    let each = 2 * 4 + 4 + moments * 2 * z.moments.size() + narrow;
+    let name = if z.optimizer == OptimizerKind::Sgd { "sgd" } else { "adam" };
+    let (a, b) = (z.clone(), sizes.clone());
+    vec![
+        case("grad_norm", shape.clone(), Work::Bytes((4 * n) as f64), move |rank| {
+            let grads: Vec<Tensor> =
+                sizes.iter().map(|n| random(rank, &[*n], DType::F32)).collect::<Result<_>>()?;
+            let scalars = empty(rank, &[scalars::COUNT], DType::F32)?;
+            Ok(Box::new(move |rank| {
+                let list: Vec<&Tensor> = grads.iter().collect();
+                Ok(rank.kernels.clip_factor(&rank.compute, &list, Some(1.0), &scalars)?)
+            }))
+        }),
+        case(name, shape, Work::Bytes((each * n) as f64), move |rank| step(rank, &a, &b)),
+    ]
+}
+
+struct Parameter {
+    master: Tensor,
+    weight: Option<Tensor>,
+    grad: Tensor,
+    first: Tensor,
+    second: Option<Tensor>,
+}
+
+impl Parameter {
+    fn update(&self) -> Update<'_> {
+        Update {
+            master: &self.master,
+            weight: self.weight.as_ref(),
+            grad: &self.grad,
+            first: &self.first,
+            second: self.second.as_ref(),
+            lr_mult: 1.0,
+            wd_mult: 1.0,
+        }
+    }
+}
+
+fn step(rank: &Rank, z: &Sizes, sizes: &[usize]) -> Result<Run> {
+    let sgd = z.optimizer == OptimizerKind::Sgd;
+    let parameter = |n: &usize| -> Result<Parameter> {
+        Ok(Parameter {
+            master: random(rank, &[*n], DType::F32)?,
+            weight: if z.dtype == DType::F32 { None } else { Some(empty(rank, &[*n], z.dtype)?) },
+            grad: random(rank, &[*n], DType::F32)?,
+            first: empty(rank, &[*n], z.moments)?,
+            second: if sgd { None } else { Some(empty(rank, &[*n], z.moments)?) },
+        })
+    };
+    let all: Vec<Parameter> = sizes.iter().map(parameter).collect::<Result<_>>()?;
+    let buffer = empty(rank, &[scalars::COUNT], DType::F32)?;
+    let mut values = [0f32; scalars::COUNT];
+    values[scalars::LR] = 1e-4;
+    values[scalars::WEIGHT_DECAY] = 0.1;
+    (values[scalars::BIAS1], values[scalars::BIAS2], values[scalars::CLIP]) = (0.1, 0.05, 1.0);
+    rank.compute.write_to(&buffer, &values)?;
+    let decoupled = z.optimizer == OptimizerKind::AdamW;
+    Ok(Box::new(move |rank| {
+        let (k, s) = (&rank.kernels, &rank.compute);
+        let list: Vec<Update> = all.iter().map(Parameter::update).collect();
+        let done = match sgd {
+            true => k.sgd(s, Sgd { momentum: 0.9, dampening: 0.0, nesterov: false }, &buffer, &list),
+            false => k.adam(s, Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled }, &buffer, &list),
+        };
+        Ok(done?)
+    }))
+}

@@ -1,0 +1,117 @@
+//! Measuring single kernels at the shapes a model gives them.
+
+use super::cases::{Case, cases};
+use super::ceiling::{copy_ceiling, product_ceiling};
+use crate::Result;
+use crate::config::Resolved;
+use ferrotron_engine::Rank;
+use ferrotron_tensor::DType;
+use std::collections::BTreeMap;
+use std::time::Instant;
+
+/// What one call of a kernel does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Work {
+    /// Multiplications and additions; counted against a large matrix product.
+    Flops(f64),
+    /// Bytes that have to be read or written once; counted against a copy of as many.
+    Bytes(f64),
+}
+
+/// What was measured of one kernel.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelBench {
+    /// Family, place and direction, such as `gemm.mlp_up.weight_grad`.
+    pub name: String,
+    /// The sizes, for people.
+    pub shape: String,
+    /// Work of one call.
+    pub work: Work,
+    /// Timed calls.
+    pub calls: usize,
+    /// Median seconds of a call.
+    pub seconds: f64,
+    /// GFLOP/s or GB/s of the ceiling, measured in the same run.
+    pub ceiling: f64,
+}
+
+impl KernelBench {
+    /// GFLOP/s or GB/s.
+    pub fn rate(&self) -> f64 {
+        let (Work::Flops(x) | Work::Bytes(x)) = self.work;
+        x / self.seconds / 1e9
+    }
+
+    /// Rate as a part of the ceiling.
+    pub fn share(&self) -> f64 {
+        self.rate() / self.ceiling
+    }
+}
+
+/// Names of the kernels of a model that `filter` is part of.
+pub fn names(r: &Resolved, filter: &str) -> Vec<String> {
+    cases(r).into_iter().map(|c| c.name).filter(|n| n.contains(filter)).collect()
+}
+
+/// Times every kernel of the recipe's model whose name contains `filter`, each for about `seconds`. `done` hears
+/// of each as it is finished.
+pub fn kernels(
+    rank: &Rank,
+    r: &Resolved,
+    filter: &str,
+    seconds: f64,
+    done: &mut dyn FnMut(&KernelBench),
+) -> Result<Vec<KernelBench>> {
+    let dtype = r.config.precision.dtype.dtype();
+    let mut ceilings = Ceilings { product: None, copies: BTreeMap::new() };
+    let mut out = Vec::new();
+    for case in cases(r).into_iter().filter(|c| c.name.contains(filter)) {
+        let ceiling = ceilings.of(rank, dtype, case.work)?;
+        let (calls, seconds) = time(rank, &case, seconds)?;
+        let Case { name, shape, work, .. } = case;
+        let measured = KernelBench { name, shape, work, calls, seconds, ceiling };
+        done(&measured);
+        out.push(measured);
+    }
+    Ok(out)
+}
+
+/// Ceilings, each measured when it is first needed.
+struct Ceilings {
+    product: Option<f64>,
+    copies: BTreeMap<usize, f64>,
+}
+
+impl Ceilings {
+    fn of(&mut self, rank: &Rank, dtype: DType, work: Work) -> Result<f64> {
+        Ok(match (work, self.product) {
+            (Work::Flops(_), Some(known)) => known,
+            (Work::Flops(_), None) => *self.product.insert(product_ceiling(rank, dtype)? * 1e3),
+            (Work::Bytes(bytes), _) => match self.copies.get(&(bytes as usize)) {
+                Some(known) => *known,
+                None => {
+                    let measured = copy_ceiling(rank, bytes as usize)?;
+                    self.copies.insert(bytes as usize, measured);
+                    measured
+                }
+            },
+        })
+    }
+}
+
+/// Calls, and the median of their seconds.
+fn time(rank: &Rank, case: &Case, seconds: f64) -> Result<(usize, f64)> {
+    let mut run = (case.prepare)(rank)?;
+    // The first call pages memory in.
+    run(rank)?;
+    let begin = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < 3 || (begin.elapsed().as_secs_f64() < seconds && times.len() < 100_000) {
+        let start = Instant::now();
+        run(rank)?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    // The clock may not see a call on an empty tensor.
+    Ok((times.len(), times[times.len() / 2].max(1e-9)))
+}

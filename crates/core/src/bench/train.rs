@@ -1,0 +1,103 @@
+//! Measuring whole training steps.
+
+use crate::Result;
+use crate::config::Resolved;
+use crate::data::{Batches, Row};
+use crate::train::Trainer;
+use ferrotron_engine::Rank;
+use ferrotron_kernels::philox::RandomStream;
+use ferrotron_tensor::{MemoryReport, Profile};
+use std::time::Instant;
+
+/// Random tokens: every step is as hard as the next, and nothing is read from disk.
+pub struct RandomTokens {
+    seq: usize,
+    vocab: u64,
+}
+
+impl Batches for RandomTokens {
+    fn seq(&self) -> usize {
+        self.seq
+    }
+    fn samples(&self) -> u64 {
+        u64::MAX
+    }
+    fn resets(&self) -> bool {
+        false
+    }
+    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
+        let stream = RandomStream::named(n, "random tokens");
+        let ids: Vec<i32> =
+            (0..=self.seq as u64).map(|i| (u64::from(stream.word(i)) % self.vocab) as i32).collect();
+        row.tokens.extend_from_slice(&ids[..self.seq]);
+        row.labels.extend_from_slice(&ids[1..]);
+        row.positions.extend(0..self.seq as i32);
+        row.starts.push(0);
+        Ok(())
+    }
+}
+
+/// What was measured.
+#[derive(Clone, Debug)]
+pub struct TrainBench {
+    /// Seconds of each timed step, sorted.
+    pub step_s: Vec<f64>,
+    /// Tokens of a step.
+    pub tokens: u64,
+    /// Model FLOPs of a token.
+    pub flops_per_token: f64,
+    /// Seconds from nothing to the first timed step.
+    pub start_s: f64,
+    /// Memory by category.
+    pub memory: MemoryReport,
+    /// Time by kernel over the timed steps, if the device watches it.
+    pub profile: Profile,
+    /// Loss of the last step.
+    pub loss: f64,
+}
+
+impl TrainBench {
+    /// Median seconds of a step.
+    pub fn median(&self) -> f64 {
+        self.step_s.get(self.step_s.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+
+    /// Tokens per second at the median.
+    pub fn tokens_per_s(&self) -> f64 {
+        self.tokens as f64 / self.median()
+    }
+
+    /// Model TFLOP/s at the median.
+    pub fn tflops(&self) -> f64 {
+        self.tokens_per_s() * self.flops_per_token / 1e12
+    }
+}
+
+/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens.
+pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<TrainBench> {
+    let begin = Instant::now();
+    let data = RandomTokens { seq: r.plan.seq_len, vocab: r.model.vocab.max(1) as u64 };
+    let mut trainer = Trainer::new(rank, r)?;
+    for _ in 0..warmup {
+        trainer.train_step(&data)?;
+    }
+    trainer.rank.device().take_profile();
+    let start_s = begin.elapsed().as_secs_f64();
+    let (mut step_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
+    for _ in 0..steps {
+        let start = Instant::now();
+        let report = trainer.train_step(&data)?;
+        step_s.push(start.elapsed().as_secs_f64());
+        (tokens, loss) = (report.tokens, report.loss);
+    }
+    step_s.sort_by(f64::total_cmp);
+    Ok(TrainBench {
+        step_s,
+        tokens,
+        flops_per_token: r.model.flops_per_token(r.plan.seq_len as f64).total(),
+        start_s,
+        memory: trainer.rank.device().memory(),
+        profile: trainer.rank.device().take_profile(),
+        loss,
+    })
+}

@@ -1,0 +1,72 @@
+//! One text for one JSON value: sorted keys, fixed spacing, whatever order the value was built in.
+
+use serde_json::Value;
+
+/// Render with object keys sorted at every level, one key a line; arrays of plain values stay on one line.
+pub(super) fn render(value: &Value) -> String {
+    let mut out = String::new();
+    put(&mut out, value, 0);
+    out.push('\n');
+    out
+}
+
+fn put(out: &mut String, value: &Value, depth: usize) {
+    match value {
+        Value::Object(map) if !map.is_empty() => {
+            let mut keys: Vec<&String> = map.keys().collect();
+            keys.sort();
+            out.push('{');
+            for (i, key) in keys.into_iter().enumerate() {
+                new_line(out, i, depth + 1);
+                out.push_str(&Value::String(key.clone()).to_string());
+                out.push_str(": ");
+                put(out, &map[key.as_str()], depth + 1);
+            }
+            close(out, '}', depth);
+        }
+        Value::Array(list) if list.iter().any(|v| v.is_object() || v.is_array()) => {
+            out.push('[');
+            for (i, v) in list.iter().enumerate() {
+                new_line(out, i, depth + 1);
+                put(out, v, depth + 1);
+            }
+            close(out, ']', depth);
+        }
+        Value::Array(list) => {
+            let plain: Vec<String> = list.iter().map(Value::to_string).collect();
+            out.push_str(&format!("[{}]", plain.join(", ")));
+        }
+        plain => out.push_str(&plain.to_string()),
+    }
+}
+
+fn new_line(out: &mut String, index: usize, depth: usize) {
+    if index > 0 {
+        out.push(',');
+    }
+    out.push('\n');
+    out.push_str(&"  ".repeat(depth));
+}
+
+fn close(out: &mut String, bracket: char, depth: usize) {
+    out.push('\n');
+    out.push_str(&"  ".repeat(depth));
+    out.push(bracket);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn keys_are_sorted_and_the_text_parses_to_the_same_value() {
+        let v = json!({"b": [1, 2.5, "x"], "a": {"z": {}, "y": [], "x": [[1], {"q": null}]}, "": u64::MAX});
+        let text = render(&v);
+        assert_eq!(serde_json::from_str::<Value>(&text).unwrap(), v);
+        assert!(text.starts_with("{\n  \"\": 18446744073709551615,\n  \"a\": {\n    \"x\": [\n      [1],\n"));
+        assert!(text.ends_with("  \"b\": [1, 2.5, \"x\"]\n}\n"));
+        let reordered: Value = serde_json::from_str(r#"{"k":1,"j":{"b":1,"a":2}}"#).unwrap();
+        assert_eq!(render(&reordered), "{\n  \"j\": {\n    \"a\": 2,\n    \"b\": 1\n  },\n  \"k\": 1\n}\n");
+    }
+}

@@ -1,0 +1,143 @@
+//! Folder names, and the moves that keep a set of checkpoints whole whenever the machine stops.
+
+use crate::error::{Error, Result};
+use std::ffi::OsStr;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+/// Being written, or being deleted: of no value after a crash.
+const TEMPORARY: &str = ".tmp-";
+/// A checkpoint moved aside while another of the same step takes its place.
+const REPLACED: &str = ".replaced-";
+
+/// `step-00000120`.
+pub fn name(step: u64) -> String {
+    format!("step-{step:08}")
+}
+
+/// The step a folder is named for.
+pub(super) fn step_of(name: &OsStr) -> Option<u64> {
+    let name = name.to_str()?;
+    let step = name.strip_prefix("step-")?.parse().ok()?;
+    (self::name(step) == name).then_some(step)
+}
+
+/// The checkpoints in `dir`, oldest step first. No folder, no checkpoints.
+pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
+    let mut found: Vec<(u64, PathBuf)> = entries(dir)?
+        .into_iter()
+        .filter_map(|p| Some((step_of(p.file_name()?)?, p)))
+        .filter(|(_, p)| p.is_dir())
+        .collect();
+    found.sort();
+    Ok(found)
+}
+
+/// The newest complete checkpoint in `dir`. Folders are renamed into place when complete, so this reads names
+/// only; damage that happened later is [`super::load`]'s to find, and is never passed over in silence.
+pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
+    Ok(list(dir)?.pop().map(|(_, path)| path))
+}
+
+fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
+    let read = match fs::read_dir(dir) {
+        Ok(read) => read,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Error::io_doing(dir, "list the folder", e)),
+    };
+    read.map(|e| e.map(|e| e.path()))
+        .collect::<std::io::Result<_>>()
+        .map_err(|e| Error::io_doing(dir, "list the folder", e))
+}
+
+/// Remove what a crash left behind: half-written and half-deleted folders. A checkpoint that was moved aside
+/// comes back unless its successor arrived.
+pub(super) fn clean(dir: &Path) -> Result<()> {
+    for path in entries(dir)? {
+        let Some(name) = path.file_name().and_then(OsStr::to_str) else { continue };
+        if name.starts_with(TEMPORARY) {
+            remove(&path)?;
+        } else if let Some(step) = name.strip_prefix(REPLACED) {
+            let home = dir.join(step);
+            if step_of(OsStr::new(step)).is_none() || home.exists() {
+                remove(&path)?;
+            } else {
+                rename(&path, &home)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// An empty temporary folder for the checkpoint called `name`.
+pub(super) fn temporary(dir: &Path, name: &str) -> Result<PathBuf> {
+    let path = dir.join(format!("{TEMPORARY}{name}"));
+    if path.exists() {
+        remove(&path)?;
+    }
+    fs::create_dir(&path).map_err(|e| Error::io_doing(&path, "create the folder", e))?;
+    Ok(path)
+}
+
+/// Make a complete temporary folder the checkpoint called `name`, in place of an earlier one of that name.
+pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf> {
+    sync(temporary)?;
+    let home = dir.join(name);
+    let aside = dir.join(format!("{REPLACED}{name}"));
+    let replaces = home.exists();
+    if replaces {
+        rename(&home, &aside)?;
+    }
+    let done = rename(temporary, &home).and_then(|()| sync(dir));
+    if replaces {
+        match done {
+            Ok(()) => remove(&aside)?,
+            // Best effort: the error in hand says more, and a later `clean` brings it back too.
+            Err(_) if !home.exists() => drop(rename(&aside, &home)),
+            Err(_) => {}
+        }
+    }
+    done.map(|()| home)
+}
+
+/// Delete the oldest checkpoints so that `keep` remain, never the one in `newest`.
+pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
+    let all = list(dir)?;
+    let surplus = all.len().saturating_sub(keep.max(1));
+    for (step, path) in all.into_iter().take(surplus).filter(|(_, p)| p != newest) {
+        // Under a temporary name first, so that a crash half-way leaves no folder that looks complete.
+        let doomed = dir.join(format!("{TEMPORARY}delete-{}", name(step)));
+        if doomed.exists() {
+            remove(&doomed)?;
+        }
+        rename(&path, &doomed)?;
+        remove(&doomed)?;
+    }
+    Ok(())
+}
+
+pub(super) fn remove(path: &Path) -> Result<()> {
+    let is_dir = path.symlink_metadata().map(|m| m.is_dir());
+    is_dir
+        .and_then(|dir| if dir { fs::remove_dir_all(path) } else { fs::remove_file(path) })
+        .map_err(|e| Error::io_doing(path, "delete", e))
+}
+
+fn rename(from: &Path, to: &Path) -> Result<()> {
+    let doing = format!("rename to {}", to.file_name().unwrap_or_default().display());
+    fs::rename(from, to).map_err(|e| Error::io_doing(from, &doing, e))
+}
+
+/// Make a folder's entries survive a power cut.
+pub(super) fn sync(dir: &Path) -> Result<()> {
+    if !cfg!(unix) {
+        return Ok(()); // elsewhere folders cannot be opened for this, and the file system does it itself
+    }
+    match File::open(dir).and_then(|f| f.sync_all()) {
+        // File systems that have no such operation say so with EINVAL; that is not a failure to write.
+        Err(e) if matches!(e.kind(), std::io::ErrorKind::InvalidInput | std::io::ErrorKind::Unsupported) => {
+            Ok(())
+        }
+        done => done.map_err(|e| Error::io_doing(dir, "write the folder to disk", e)),
+    }
+}

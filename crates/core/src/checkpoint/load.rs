@@ -1,0 +1,244 @@
+//! Reading a checkpoint: everything is checked before anything is handed out.
+
+use super::folder;
+use super::manifest::{self, Manifest};
+use crate::error::{Error, Result};
+use crate::tensorfile::{TensorFile, TensorInfo};
+use ferrotron_tensor::DType;
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// A checkpoint whose every byte has been checked, open for reading.
+#[derive(Debug)]
+pub struct Loaded {
+    path: PathBuf,
+    step: u64,
+    state: Value,
+    files: Vec<TensorFile>,
+    /// Tensor name → index of its file.
+    index: BTreeMap<String, usize>,
+}
+
+/// What [`verify`] found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Steps done.
+    pub step: u64,
+    /// Data files.
+    pub files: usize,
+    /// Tensors in them.
+    pub tensors: usize,
+    /// Bytes of the data files.
+    pub bytes: u64,
+}
+
+/// Open a checkpoint folder and check all of it: the manifest's form, version and checksum, each file's size and
+/// CRC-32C, and that its tensors are those the manifest lists. Reads every byte once, in bounded memory. If it
+/// is damaged, the error says what and, where there is one, which older checkpoint could be used instead; that
+/// choice is the caller's.
+pub fn load(path: &Path) -> Result<Loaded> {
+    open(path).map_err(|e| match older(path) {
+        Some(name) => e.with_hint(&format!(
+            "; the older checkpoint {name} is still there: to go on from it, move {} away",
+            path.display()
+        )),
+        None => e,
+    })
+}
+
+/// Check a checkpoint as [`load`] does and say what it holds.
+pub fn verify(path: &Path) -> Result<Report> {
+    let loaded = load(path)?;
+    Ok(Report {
+        step: loaded.step,
+        files: loaded.files.len(),
+        tensors: loaded.index.len(),
+        bytes: loaded.files.iter().map(TensorFile::bytes).sum(),
+    })
+}
+
+impl Loaded {
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Steps done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The state as it was saved.
+    pub fn state(&self) -> &Value {
+        &self.state
+    }
+
+    /// The tensors in the order of their names.
+    pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.index.keys().filter_map(|name| self.get(name))
+    }
+
+    /// The tensor of that name.
+    pub fn get(&self, name: &str) -> Option<&TensorInfo> {
+        self.file(name)?.get(name)
+    }
+
+    /// All bytes of a tensor.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        self.want(name)?.read(name)
+    }
+
+    /// Fill `out` with the tensor's bytes from `start_byte` on, counted from the tensor's own first byte.
+    pub fn read_range(&self, name: &str, start_byte: u64, out: &mut [u8]) -> Result<()> {
+        self.want(name)?.read_range(name, start_byte, out)
+    }
+
+    /// Are the tensors exactly these? Called before the first is used, it keeps a checkpoint of another model
+    /// from being loaded in part. The error names the first few that are missing, unexpected or different.
+    pub fn check<'a>(&self, expected: impl IntoIterator<Item = (&'a str, DType, &'a [usize])>) -> Result<()> {
+        let mut wrong = Vec::new();
+        let mut known = BTreeSet::new();
+        for (name, dtype, shape) in expected {
+            known.insert(name);
+            match self.get(name) {
+                None => wrong.push(format!("{name} is missing")),
+                Some(t) if t.dtype.native() != Some(dtype) || t.shape != shape => wrong.push(format!(
+                    "{name} is {} {:?} where this run has {dtype} {shape:?}",
+                    t.dtype.native().map_or(t.dtype.name(), DType::name),
+                    t.shape
+                )),
+                Some(_) => {}
+            }
+        }
+        let extra = self.index.keys().filter(|n| !known.contains(n.as_str()));
+        wrong.extend(extra.map(|n| format!("{n} is unknown to this run")));
+        if wrong.is_empty() {
+            return Ok(());
+        }
+        let more = wrong.len().saturating_sub(3);
+        wrong.truncate(3);
+        let more = if more > 0 { format!(" (and {more} more)") } else { String::new() };
+        Err(Error::Missing {
+            path: self.path.clone(),
+            what: format!("holds another model or optimizer than this run's: {}{more}", wrong.join("; ")),
+        })
+    }
+
+    fn file(&self, name: &str) -> Option<&TensorFile> {
+        self.index.get(name).and_then(|&i| self.files.get(i))
+    }
+
+    fn want(&self, name: &str) -> Result<&TensorFile> {
+        self.file(name).ok_or_else(|| Error::Missing {
+            path: self.path.clone(),
+            what: format!("has no tensor {name:?}"),
+        })
+    }
+}
+
+fn open(path: &Path) -> Result<Loaded> {
+    let manifest = read_manifest(path)?;
+    // A renamed folder would resume at one step with the data of another.
+    if let Some(step) = path.file_name().and_then(folder::step_of).filter(|&s| s != manifest.step) {
+        return Err(Error::damaged(
+            path,
+            format!("is named for step {step} but holds step {}", manifest.step),
+        ));
+    }
+    let mut files = Vec::with_capacity(manifest.files.len());
+    let mut index = BTreeMap::new();
+    for (name, shard) in &manifest.files {
+        let file = path.join(name);
+        check_size(&file, shard.bytes)?;
+        let opened = open_shard(&file, &shard.crc32c)?;
+        for tensor in opened.tensors() {
+            if manifest.tensors.get(&tensor.name) != Some(name) {
+                return Err(Error::damaged(
+                    &file,
+                    format!("has tensor {:?}, which the manifest does not list there", tensor.name),
+                ));
+            }
+            index.insert(tensor.name.clone(), files.len());
+        }
+        files.push(opened);
+    }
+    if let Some((tensor, file)) = manifest.tensors.iter().find(|(t, _)| !index.contains_key(*t)) {
+        return Err(Error::damaged(
+            path.join(file),
+            format!("has no tensor {tensor:?}, though the manifest lists it there"),
+        ));
+    }
+    Ok(Loaded { path: path.to_path_buf(), step: manifest.step, state: manifest.state, files, index })
+}
+
+fn read_manifest(path: &Path) -> Result<Manifest> {
+    let file = path.join(manifest::FILE);
+    let mut bytes = Vec::new();
+    let read = File::open(&file).and_then(|f| f.take(manifest::MAX_BYTES + 1).read_to_end(&mut bytes));
+    match read {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            let what = if path.is_dir() {
+                "has no manifest.json, so it is no complete checkpoint"
+            } else {
+                "is no checkpoint folder"
+            };
+            return Err(Error::Missing { path: path.to_path_buf(), what: what.into() });
+        }
+        Err(e) => return Err(Error::io_doing(&file, "read", e)),
+        Ok(_) => {}
+    }
+    if bytes.len() as u64 > manifest::MAX_BYTES {
+        return Err(Error::damaged(&file, "is far too long for a manifest"));
+    }
+    Manifest::parse(&bytes).map_err(|e| Error::damaged(&file, e))
+}
+
+fn check_size(file: &Path, want: u64) -> Result<()> {
+    let found = match file.metadata() {
+        Ok(about) => about.len(),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+            let what = "is missing, though the manifest lists it".into();
+            return Err(Error::Missing { path: file.to_path_buf(), what });
+        }
+        Err(e) => return Err(Error::io_doing(file, "read its size", e)),
+    };
+    match found.cmp(&want) {
+        std::cmp::Ordering::Equal => Ok(()),
+        std::cmp::Ordering::Less => {
+            Err(Error::damaged(file, format!("is cut short: {found} of {want} bytes are there")))
+        }
+        std::cmp::Ordering::Greater => {
+            Err(Error::damaged(file, format!("is too long: {found} bytes instead of {want}")))
+        }
+    }
+}
+
+fn open_shard(path: &Path, want: &str) -> Result<TensorFile> {
+    let file = TensorFile::open(path)?;
+    let found = manifest::hex(file.crc32c()?);
+    if found != want {
+        return Err(Error::damaged(
+            path,
+            format!("is damaged in its header or tensor data: its checksum is {found} instead of {want}"),
+        ));
+    }
+    Ok(file)
+}
+
+/// The newest older neighbour that looks whole: a good manifest and files of the right size.
+fn older(path: &Path) -> Option<String> {
+    let name = path.file_name()?;
+    let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let all = folder::list(parent).ok()?;
+    let here = all.iter().position(|(_, p)| p.file_name() == Some(name))?;
+    let looks_whole = |dir: &Path| {
+        read_manifest(dir).is_ok_and(|m| {
+            m.files.iter().all(|(name, shard)| check_size(&dir.join(name), shard.bytes).is_ok())
+        })
+    };
+    let (_, dir) = all[..here].iter().rev().find(|(_, dir)| looks_whole(dir))?;
+    Some(dir.file_name()?.display().to_string())
+}

@@ -1,0 +1,57 @@
+//! Checkpoints: layout-free logical tensors and a JSON state, written so that a crash at any moment leaves the
+//! previous checkpoint whole, and read so that one damaged byte anywhere is an error before any tensor is used.
+//!
+//! ```text
+//! <run>/checkpoints/step-00000120/
+//!     manifest.json            format, step, state, files with size and CRC-32C, tensor → file; its own checksum
+//!     model.safetensors        tensors named "model/…"
+//!     optimizer.safetensors    all others; large sets are cut into model-00001-of-00003.safetensors and so on
+//! ```
+//! A checkpoint holds what it is given and nothing else (no time, host or path), in an order that depends on the
+//! names only: equal snapshots give equal bytes. It is written to `.tmp-step-…`, synced, and renamed, so a
+//! folder called `step-…` is complete. Tensors keep their full logical shape; a rank reads the part it owns
+//! with [`Loaded::read_range`].
+
+mod alone;
+mod canonical;
+mod compare;
+mod folder;
+mod load;
+mod manifest;
+mod saver;
+#[cfg(test)]
+mod tests;
+mod write;
+
+pub use alone::{Alone, write_alone};
+pub use compare::{Comparison, Difference, Kind, compare};
+pub use folder::{latest, list, name as folder_name};
+pub use load::{Loaded, Report, load, verify};
+pub use saver::Saver;
+
+use ferrotron_tensor::DType;
+
+/// One logical tensor: an owned copy, because the trainer goes on changing the original while it is written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// Logical name, e.g. `model/layers.0.attention.q` or `adam.m/layers.0.attention.q`; unique in a snapshot.
+    pub name: String,
+    /// Element type.
+    pub dtype: DType,
+    /// Full logical shape, without padding.
+    pub shape: Vec<usize>,
+    /// Little-endian elements, row-major.
+    pub bytes: Vec<u8>,
+}
+
+/// Everything a run needs to go on from a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Snapshot {
+    /// Steps done.
+    pub step: u64,
+    /// Counters, random state, data position, configuration. Floats come back with the same bits; JSON has no
+    /// NaN or infinity. Put no time, host or path here: equal runs are to give equal bytes.
+    pub state: serde_json::Value,
+    /// The tensors, in any order.
+    pub items: Vec<Item>,
+}

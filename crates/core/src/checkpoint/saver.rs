@@ -1,0 +1,112 @@
+//! Saving in the background.
+
+use super::{Snapshot, folder, write};
+use crate::error::{Error, Result};
+use std::fs::{File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::thread::JoinHandle;
+
+/// Writes checkpoints on a thread of its own while training goes on. Dropping it waits for the write under way;
+/// [`Saver::finish`] also tells whether that went well.
+pub struct Saver {
+    dir: PathBuf,
+    keep: Option<usize>,
+    shard_bytes: u64,
+    running: Option<JoinHandle<Result<()>>>,
+    /// Held for as long as the value lives; the system releases it even after `kill -9`.
+    _lock: Option<File>,
+}
+
+impl Saver {
+    /// Take charge of a folder of checkpoints (made if need be): remove what a crash left half-written, and keep
+    /// a second process out. `keep` is how many checkpoints remain after each save, at least 1; `None` is all.
+    /// Call it before [`super::latest`].
+    pub fn new(dir: &Path, keep: Option<usize>) -> Result<Saver> {
+        if keep == Some(0) {
+            return Err(Error::Invalid("keeping 0 checkpoints would keep none; keep at least 1".into()));
+        }
+        if !dir.is_dir() {
+            std::fs::create_dir_all(dir).map_err(|e| Error::io_doing(dir, "create the folder", e))?;
+            if let Some(parent) = dir.parent().filter(|p| !p.as_os_str().is_empty()) {
+                folder::sync(parent)?;
+            }
+        }
+        let lock = lock(dir)?;
+        folder::clean(dir)?;
+        Ok(Saver {
+            dir: dir.to_path_buf(),
+            keep,
+            shard_bytes: write::SHARD_BYTES,
+            running: None,
+            _lock: lock,
+        })
+    }
+
+    /// Cut data files at another size than 4 GiB.
+    pub fn shard_bytes(mut self, bytes: u64) -> Saver {
+        self.shard_bytes = bytes;
+        self
+    }
+
+    /// Delete what a crash between a save and its tidying left beyond the number to keep. Call it once the newest
+    /// checkpoint is known to be whole: older ones are what is left if it is not.
+    pub fn tidy(&self) -> Result<()> {
+        match (self.keep, folder::latest(&self.dir)?) {
+            (Some(keep), Some(newest)) => folder::prune(&self.dir, keep, &newest),
+            _ => Ok(()),
+        }
+    }
+
+    /// Begin to write `snapshot` and return. Waits for the write before it if that is still under way; if that
+    /// one failed, its error is returned and this snapshot is not written.
+    pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {
+        self.finish()?;
+        let (dir, keep, shard_bytes) = (self.dir.clone(), self.keep, self.shard_bytes);
+        let work = move || {
+            let home = write::write(&dir, &snapshot, shard_bytes)?;
+            keep.map_or(Ok(()), |keep| folder::prune(&dir, keep, &home))
+        };
+        let thread = std::thread::Builder::new()
+            .name("checkpoint".into())
+            .spawn(work)
+            .map_err(|e| Error::io_doing(&self.dir, "start the thread that writes checkpoints", e))?;
+        self.running = Some(thread);
+        Ok(())
+    }
+
+    /// Wait until everything saved so far is on disk.
+    pub fn finish(&mut self) -> Result<()> {
+        let Some(thread) = self.running.take() else { return Ok(()) };
+        thread.join().unwrap_or_else(|_| {
+            let dir = self.dir.display();
+            Err(Error::Invalid(format!("{dir}: the thread that writes checkpoints stopped unexpectedly")))
+        })
+    }
+}
+
+impl Drop for Saver {
+    fn drop(&mut self) {
+        // Nobody is left to hear of an error; who wants to, calls `finish`.
+        drop(self.finish());
+    }
+}
+
+fn lock(dir: &Path) -> Result<Option<File>> {
+    let path = dir.join(".lock");
+    let file = File::options()
+        .create(true)
+        .truncate(false)
+        .write(true)
+        .open(&path)
+        .map_err(|e| Error::io_doing(&path, "create", e))?;
+    match file.try_lock() {
+        Ok(()) => Ok(Some(file)),
+        Err(TryLockError::WouldBlock) => Err(Error::Invalid(format!(
+            "{}: another run is writing checkpoints here; wait for it to end or choose another folder",
+            dir.display()
+        ))),
+        // Some network file systems have no locks; the run is worth more than the guard.
+        Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => Ok(None),
+        Err(TryLockError::Error(e)) => Err(Error::io_doing(&path, "lock", e)),
+    }
+}

@@ -1,0 +1,214 @@
+//! Every key of a recipe, declared once: meaning, name, type, default, and what other systems call it.
+
+use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
+use super::types::{
+    Count, Decay, Master, OneOrMany, OptimizerKind, PositionKind, Precision, Recompute, Split,
+    WeightDecayStyle, WsdStyle,
+};
+use crate::model::config::{Activation, NormKind};
+use serde::{Deserialize, Serialize};
+
+keys! {
+    /// The architecture: a preset, a Hugging Face folder, or explicit sizes. Sizes given beside a preset change it.
+    model: ModelSection {
+        /// A named architecture to train from random weights.
+        preset: Option<String> = None, "name", "model_name", "recipe", "architecture", "model_type";
+        /// A Hugging Face folder (or a checkpoint) to start from: its shape, its weights and, unless
+        /// data.tokenizer says otherwise, its tokenizer.
+        hf: Option<String> = None, "hf_model", "hf_path", "pretrained_checkpoint", "pretrained_model_name_or_path", "load";
+        /// Decoder layers.
+        layers: Option<usize> = None, "num_layers", "num_hidden_layers", "n_layer", "n_layers";
+        /// Width of the residual stream.
+        hidden: Option<usize> = None, "hidden_size", "n_embd", "d_model", "dim", "embedding_dim";
+        /// Query heads.
+        heads: Option<usize> = None, "num_attention_heads", "n_head", "n_heads", "num_heads";
+        /// Key/value heads; derived as model.heads.
+        kv_heads: Option<usize> = None, "num_query_groups", "num_key_value_heads", "n_kv_heads";
+        /// Channels per head; derived as hidden / heads.
+        head_dim: Option<usize> = None, "kv_channels", "d_head";
+        /// Width inside the MLP (of one half when gated); derived as 8/3 hidden when gated, else 4 hidden.
+        ffn: Option<usize> = None, "ffn_hidden_size", "intermediate_size", "n_inner", "d_ff";
+        /// Tokens in the vocabulary; padding for speed is the program's own business.
+        vocab: Option<usize> = None, "vocab_size", "padded_vocab_size";
+        /// Longest sequence the model is made for; derived as data.seq_len.
+        max_positions: Option<usize> = None, "max_position_embeddings", "n_positions", "block_size";
+        /// The norm everywhere in the model; rmsnorm when neither a preset nor this says.
+        norm: Option<NormKind> = None, "normalization", "norm_type";
+        /// Added to the variance inside a norm; 1e-5 when neither a preset nor this says.
+        norm_eps: Option<f64> = None, "layernorm_epsilon", "rms_norm_eps", "norm_epsilon", "layer_norm_epsilon", "layer_norm_eps";
+        /// Non-linearity of the MLP; silu when neither a preset nor this says.
+        activation: Option<Activation> = None, "hidden_act", "hidden_activation", "activation_func", "activation_function";
+        /// Does the MLP multiply by a gate branch (SwiGLU, GeGLU)?
+        gated: Option<bool> = None, "gated_linear_unit", "swiglu", "use_glu";
+        /// Biases on the q, k, v projections.
+        qkv_bias: Option<bool> = None, "add_qkv_bias", "attention_bias";
+        /// Bias on the attention output projection.
+        proj_bias: Option<bool> = None, "o_bias", "attention_out_bias";
+        /// Biases on the MLP projections.
+        mlp_bias: Option<bool> = None, "add_bias_linear", "bias";
+        /// Norm over each head of q and k before positions enter.
+        qk_norm: Option<bool> = None, "qk_layernorm", "use_qk_norm";
+        /// How positions enter: rope or learned.
+        positions: Option<PositionKind> = None, "position_embedding_type", "use_rotary_position_embeddings";
+        /// Base of the rotary wavelengths; 10000 when neither a preset nor this says.
+        rope_theta: Option<f64> = None, "rotary_base", "rope_base";
+        /// Sliding window: a token sees itself and the window - 1 before it. A preset's local layers keep their
+        /// places; otherwise every layer gets the window.
+        window: Option<usize> = None, "sliding_window", "window_size", "window_attn";
+        /// Is the output matrix the embedding matrix?
+        tied: Option<bool> = None, "tie_word_embeddings", "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights", "tie_embeddings", "weight_tying";
+        /// Standard deviation of initial weights; 0.02 when neither a preset nor this says.
+        init_std: Option<f64> = None, "init_method_std", "initializer_range";
+    }
+
+    /// What the model reads.
+    data: DataSection {
+        /// Prefix of a .bin/.idx pair made by `ferrotron data build`, a list of them, or "embedded" for the small
+        /// corpus inside the program.
+        path: OneOrMany = OneOrMany::default(), "data_path", "train_data_path", "dataset", "dataset_path", "dataset_name", "blend", "data_prefix";
+        /// One weight per path: how often each is drawn from. Derived as equal weights.
+        weights: Vec<f64> = Vec::new(), "blend_weights", "data_weights";
+        /// Tokenizer of the data: a folder or a tokenizer.json. Unset means a byte is a token.
+        tokenizer: Option<String> = None, "tokenizer_model", "tokenizer_type", "tokenizer_name_or_path", "vocab_file";
+        /// Shares of documents for training, validation and test.
+        split: Split = Split([99.0, 1.0, 0.0]), "train_val_test_split";
+        /// Tokens per sequence; derived as the model's longest, at most 4096.
+        seq_len: Option<usize> = None, "seq_length", "sequence_length", "max_length", "max_seq_length", "context_length", "encoder_seq_length";
+        /// Restart positions and attention where a new document begins inside a sequence.
+        reset_at_documents: bool = false, "reset_position_ids", "reset_attention_mask", "document_mask", "cross_document_attention", "packing";
+        /// Leave the end-of-document token out of the loss.
+        mask_eod_loss: bool = false, "eod_mask_loss";
+        /// Id of the end-of-document token; derived from the tokenizer, 0 for bytes.
+        eod: Option<u32> = None, "eod_id", "eos_token_id", "eod_token", "eos_id";
+        /// Seed of the order of the data.
+        seed: u64 = 1234, "data_seed", "dataset_seed", "shuffle_seed";
+    }
+
+    /// How long and in what portions.
+    train: TrainSection {
+        /// Optimizer steps. Set this or train.tokens.
+        steps: Option<u64> = None, "train_iters", "max_steps", "max_iters", "iterations", "num_train_steps", "num_steps", "total_steps";
+        /// Tokens to train on; becomes steps. Set this or train.steps.
+        tokens: Option<Count> = None, "train_tokens", "num_tokens", "max_tokens", "training_tokens";
+        /// Sequences per optimizer step.
+        global_batch: usize = 32, "global_batch_size", "batch_size", "train_batch_size", "gbs";
+        /// Sequences that go through the model at once; derived as what keeps a pass within 4096 tokens.
+        micro_batch: Option<usize> = None, "micro_batch_size", "local_batch_size", "per_device_train_batch_size", "mbs", "train_micro_batch_size_per_gpu";
+        /// Batch ramp-up: [first batch, increment, samples until train.global_batch is reached].
+        ramp: Option<[u64; 3]> = None, "rampup_batch_size", "batch_size_rampup";
+        /// Steps between log lines.
+        log_every: u64 = 1, "log_interval", "log_freq", "logging_steps", "log_every_n_steps";
+        /// Seed of initial weights and dropout.
+        seed: u64 = 1234, "random_seed", "init_seed", "seed_everything";
+        /// What the backward pass computes again instead of keeping it.
+        recompute: Recompute = Recompute::None, "recompute_granularity", "recompute_modules", "recompute_activations", "recompute_method", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing";
+    }
+
+    /// Loss on validation data while training.
+    eval: EvalSection {
+        /// Steps between evaluations; 0 means never.
+        every: u64 = 0, "eval_interval", "eval_steps", "val_check_interval", "eval_freq", "evaluation_interval";
+        /// Batches of train.global_batch sequences per evaluation.
+        batches: u64 = 8, "eval_iters", "limit_val_batches", "eval_batches";
+    }
+
+    /// The update rule.
+    optimizer: OptimizerSection {
+        /// adamw (decay decoupled), adam (decay added to the gradient) or sgd.
+        kind: OptimizerKind = OptimizerKind::AdamW, "optimizer", "optim", "optimizer_type", "name";
+        /// Highest learning rate.
+        lr: f64 = 3e-4, "learning_rate", "max_lr", "peak_lr";
+        /// Lowest learning rate after warm-up; derived as a tenth of optimizer.lr.
+        min_lr: Option<f64> = None, "lr_min", "final_lr", "end_lr";
+        /// Memory of Adam's first and second moments.
+        betas: [f64; 2] = [0.9, 0.95], "adam_beta1", "adam_beta2", "beta1", "beta2", "adam_betas";
+        /// Added to the root of Adam's second moment.
+        eps: f64 = 1e-8, "adam_eps", "adam_epsilon", "epsilon";
+        /// Momentum of sgd.
+        momentum: f64 = 0.9, "sgd_momentum";
+        /// Weight decay of matrices; biases and norms have none.
+        weight_decay: f64 = 0.1, "wd", "start_weight_decay";
+        /// Weight decay at the end; derived as optimizer.weight_decay.
+        weight_decay_end: Option<f64> = None, "end_weight_decay", "weight_decay_final";
+        /// Largest global gradient norm; 0 means no clipping.
+        clip: f64 = 1.0, "clip_grad", "grad_clip", "max_grad_norm", "gradient_clip_val", "max_norm", "gradient_clipping";
+        /// Element type of the optimizer's moments.
+        moments: Precision = Precision::F32, "exp_avg_dtype", "exp_avg_sq_dtype", "state_dtype", "moment_dtype";
+    }
+
+    /// The learning rate and weight decay over the run.
+    schedule: ScheduleSection {
+        /// Steps of linear warm-up; derived as a tenth of the run, at most 2000.
+        warmup: Option<u64> = None, "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "warmup_steps", "warmup_iters", "warmup_ratio", "num_warmup_steps";
+        /// Learning rate that warm-up starts from.
+        init_lr: f64 = 0.0, "lr_warmup_init", "warmup_init_lr";
+        /// How the learning rate falls after warm-up.
+        decay: Decay = Decay::Cosine, "lr_decay_style", "lr_scheduler_type", "lr_schedule", "scheduler", "lr_scheduler", "decay_type";
+        /// Step at which the learning rate reaches optimizer.min_lr; derived as train.steps.
+        decay_steps: Option<u64> = None, "lr_decay_iters", "lr_decay_samples", "lr_decay_steps";
+        /// Length in steps of the last part of wsd; derived as a tenth of schedule.decay_steps.
+        wsd_steps: Option<u64> = None, "lr_wsd_decay_iters", "lr_wsd_decay_samples", "wsd_decay_steps", "cooldown_steps";
+        /// Shape of the last part of wsd.
+        wsd_style: WsdStyle = WsdStyle::Linear, "lr_wsd_decay_style", "cooldown_style";
+        /// How weight decay goes from optimizer.weight_decay to optimizer.weight_decay_end.
+        weight_decay_style: WeightDecayStyle = WeightDecayStyle::Constant, "weight_decay_incr_style", "wd_incr_style";
+        /// Step at which weight decay reaches its end; derived as train.steps.
+        weight_decay_steps: Option<u64> = None, "wd_incr_steps", "weight_decay_incr_steps";
+    }
+
+    /// Element types.
+    precision: PrecisionSection {
+        /// Element type of weights and activations in compute.
+        dtype: Precision = Precision::Bf16, "params_dtype", "torch_dtype", "mixed_precision", "bf16", "fp16", "fp32", "autocast_dtype", "pipeline_dtype";
+        /// Element type of the weights the optimizer keeps.
+        master: Master = Master::F32, "main_params_dtype", "master_weights", "master_dtype";
+    }
+
+    /// Saved states to resume from.
+    checkpoint: CheckpointSection {
+        /// Steps between checkpoints; 0 means none on the way.
+        every: u64 = 0, "save_interval", "save_steps", "save_every", "checkpoint_interval", "ckpt_interval";
+        /// How many of the newest checkpoints stay; 0 means all.
+        keep: u64 = 2, "save_total_limit", "keep_last_k", "most_recent_k", "save_top_k", "keep_latest_k", "max_to_keep";
+        /// Save when the run ends.
+        at_end: bool = true, "save_at_end", "save_last", "save_on_train_end";
+    }
+
+    /// How the work is cut over ranks. This version trains on one rank: every size is 1.
+    parallel: ParallelSection {
+        /// Tensor-parallel ranks.
+        tp: usize = 1, "tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree";
+        /// Context-parallel ranks.
+        cp: usize = 1, "context_parallel_size", "context_parallel_degree";
+        /// Pipeline stages.
+        pp: usize = 1, "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_parallel_degree";
+        /// Chunks of layers per pipeline stage.
+        vp: usize = 1, "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage";
+        /// Data-parallel ranks.
+        dp: usize = 1, "data_parallel_size", "data_parallel_replicate_degree", "data_parallel_shard_degree", "world_size", "num_gpus";
+        /// Expert-parallel ranks.
+        ep: usize = 1, "expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree";
+        /// Tensor-parallel ranks inside an expert.
+        etp: usize = 1, "expert_tensor_parallel_size";
+    }
+
+    /// Values dropped at random while training.
+    dropout: DropoutSection {
+        /// Share dropped after the embedding and before each residual addition.
+        hidden: f64 = 0.0, "hidden_dropout", "resid_pdrop", "embd_pdrop", "dropout", "resid_dropout";
+    }
+
+    /// A sample of text when the run ends.
+    generate: GenerateSection {
+        /// Tokens to write; 0 means no sample.
+        tokens: u64 = 0, "max_new_tokens", "num_tokens_to_generate", "max_tokens_to_generate";
+        /// Text to continue; unset means from nothing.
+        prompt: Option<String> = None, "prompts", "start";
+        /// Sharpness: 0 always takes the likeliest token, 1 draws from the model's own distribution.
+        temperature: f64 = 0.8, "temp";
+        /// Draw from this many likeliest tokens; 0 means all.
+        top_k: u64 = 0, "topk";
+        /// Draw from the likeliest tokens that hold this share of the probability.
+        top_p: f64 = 1.0, "topp", "nucleus";
+    }
+}

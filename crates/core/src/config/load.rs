@@ -1,0 +1,270 @@
+//! Layers of a configuration: defaults, then a recipe file, then `--set` values. Remembers where each value
+//! came from, so that an error can point at the file, the line and the key.
+
+use super::suggest::{Suggestion, suggest, suggest_section};
+use super::{Config, KEYS, KeyInfo, RECIPES, SECTIONS, nearest};
+use crate::error::{Error, Result};
+use std::collections::BTreeMap;
+use std::path::Path;
+use toml::de::{DeTable, DeValue};
+
+/// Two keys of which a later layer's replaces an earlier layer's, and which one layer cannot both set.
+const EITHER: &[(&str, &str)] = &[("train.steps", "train.tokens"), ("model.preset", "model.hf")];
+
+/// A configuration on its way to being resolved.
+#[derive(Clone, Debug, Default)]
+pub struct Recipe {
+    /// The name of the recipe or the stem of its file; empty for bare defaults.
+    pub name: String,
+    /// The values so far.
+    pub config: Config,
+    origins: BTreeMap<&'static str, Origin>,
+    layers: usize,
+}
+
+/// Where a value came from.
+#[derive(Clone, Debug)]
+struct Origin {
+    file: String,
+    line: Option<usize>,
+    layer: usize,
+}
+
+impl Recipe {
+    /// A recipe by name, or a TOML file by path. A name wins over a file of the same name without suffix.
+    pub fn open(name_or_path: &str) -> Result<Recipe> {
+        if RECIPES.iter().any(|r| r.name == name_or_path) {
+            return Recipe::named(name_or_path);
+        }
+        let looks_like_file = name_or_path.ends_with(".toml") || name_or_path.contains(['/', '\\']);
+        if looks_like_file || Path::new(name_or_path).is_file() {
+            Recipe::read(Path::new(name_or_path))
+        } else {
+            Recipe::named(name_or_path)
+        }
+    }
+
+    /// One of the recipes inside the program.
+    pub fn named(name: &str) -> Result<Recipe> {
+        let Some(found) = RECIPES.iter().find(|r| r.name == name) else {
+            let near = nearest(name, RECIPES.iter().map(|r| r.name));
+            let hint = match near {
+                Some(near) => format!("did you mean {near}?"),
+                None => {
+                    format!("recipes are {}", RECIPES.iter().map(|r| r.name).collect::<Vec<_>>().join(", "))
+                }
+            };
+            let what = format!("no recipe or file is called {name:?}; `ferrotron recipes` lists the recipes");
+            return Err(Error::Config { file: None, line: None, key: None, what, hint: Some(hint) });
+        };
+        let mut recipe = Recipe { name: name.into(), ..Recipe::default() };
+        recipe.add(&format!("recipe {name}"), found.text)?;
+        Ok(recipe)
+    }
+
+    /// A recipe file.
+    pub fn read(path: &Path) -> Result<Recipe> {
+        let shown = path.display().to_string();
+        let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.into(), source })?;
+        let text = String::from_utf8(bytes).map_err(|e| {
+            let line =
+                e.as_bytes()[..e.utf8_error().valid_up_to()].iter().filter(|b| **b == b'\n').count() + 1;
+            let what = "the file is not UTF-8 text; a recipe is a TOML file".into();
+            Error::Config { file: Some(shown.clone()), line: Some(line), key: None, what, hint: None }
+        })?;
+        let name = path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
+        let mut recipe = Recipe { name, ..Recipe::default() };
+        recipe.add(&shown, &text)?;
+        Ok(recipe)
+    }
+
+    /// Lays a TOML text over the values so far; `file` is what errors call it.
+    pub fn add(&mut self, file: &str, text: &str) -> Result<()> {
+        let line_at =
+            |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|b| **b == b'\n').count() + 1;
+        let table = DeTable::parse(text).map_err(|e| Error::Config {
+            file: Some(file.into()),
+            line: e.span().map(|s| line_at(s.start)),
+            key: None,
+            what: format!("not valid TOML: {}", one_line(e.message())),
+            hint: None,
+        })?;
+        let mut entries = Vec::new();
+        flatten(table.get_ref(), "", &mut entries);
+        // Tables come sorted by name; errors should come in the order of the file.
+        entries.sort_by_key(|e| e.at);
+        self.layers += 1;
+        for entry in entries {
+            self.put(file, Some(line_at(entry.at)), &entry.key, entry.value)?;
+        }
+        Ok(())
+    }
+
+    /// One `key=value` from the command line. The value is TOML; what is not TOML is taken as text.
+    pub fn set(&mut self, assignment: &str) -> Result<()> {
+        let Some((key, text)) = assignment.split_once('=') else {
+            let what = format!("{assignment:?} is not key=value; write for example --set train.steps=100");
+            return Err(Error::Config {
+                file: Some("--set".into()),
+                line: None,
+                key: None,
+                what,
+                hint: None,
+            });
+        };
+        let text = text.trim();
+        let value = text.parse::<toml::Value>().unwrap_or_else(|_| toml::Value::String(text.into()));
+        self.put_key(key.trim(), value)
+    }
+
+    /// One value from the command line, already typed.
+    pub fn put_key(&mut self, key: &str, value: impl Into<toml::Value>) -> Result<()> {
+        self.layers += 1;
+        self.put("--set", None, key, Entry::Value(value.into()))
+    }
+
+    fn put(&mut self, file: &str, line: Option<usize>, key: &str, entry: Entry) -> Result<()> {
+        let fail = |what: String, hint: Option<String>| {
+            Err(Error::Config { file: Some(file.into()), line, key: Some(key.into()), what, hint })
+        };
+        let value = match entry {
+            Entry::Value(value) => value,
+            Entry::Number(text) => return fail(format!("the number {text} is out of range"), None),
+            Entry::Section if SECTIONS.iter().any(|s| s.name == key) => return Ok(()),
+            Entry::Section => {
+                let hint = suggest_section(key).map(|s| format!("did you mean the section [{s}]?"));
+                let names = SECTIONS.iter().map(|s| s.name).collect::<Vec<_>>().join(", ");
+                return fail(format!("unknown section; the sections are {names}"), hint);
+            }
+        };
+        let Some(info) = KeyInfo::find(key) else {
+            let (what, hint) = unknown(key);
+            return fail(what, Some(hint));
+        };
+        if let Err(what) = self.config.put(info, value) {
+            return fail(what, None);
+        }
+        for (a, b) in EITHER {
+            let other = if info.key == *a {
+                *b
+            } else if info.key == *b {
+                *a
+            } else {
+                continue;
+            };
+            match self.origins.get(other) {
+                Some(origin) if origin.layer == self.layers => {
+                    return fail(format!("{other} is set as well; keep one of the two"), None);
+                }
+                Some(_) => {
+                    self.origins.remove(other);
+                    KeyInfo::find(other).iter().for_each(|k| self.config.clear(k));
+                }
+                None => {}
+            }
+        }
+        self.origins.insert(info.key, Origin { file: file.into(), line, layer: self.layers });
+        Ok(())
+    }
+
+    /// Has this key been set by a file or the command line?
+    pub fn is_set(&self, key: &str) -> bool {
+        self.origins.contains_key(key)
+    }
+
+    /// Refuses a key's value, pointing at where that value was set.
+    pub(super) fn refuse<T>(&self, key: &str, what: impl Into<String>) -> Result<T> {
+        Err(self.error(key, what, None))
+    }
+
+    pub(super) fn error(&self, key: &str, what: impl Into<String>, hint: Option<String>) -> Error {
+        let origin = self.origins.get(key);
+        Error::Config {
+            file: origin.map(|o| o.file.clone()),
+            line: origin.and_then(|o| o.line),
+            key: Some(key.into()),
+            what: what.into(),
+            hint,
+        }
+    }
+}
+
+/// What stands at a key of the file.
+enum Entry {
+    Value(toml::Value),
+    /// A number TOML allows but 64 bits do not hold.
+    Number(String),
+    /// A table that holds nothing, or whose place no key can be.
+    Section,
+}
+
+struct Found {
+    at: usize,
+    key: String,
+    value: Entry,
+}
+
+/// Turns nested tables into whole keys. Stops one level below the sections: deeper tables are values of the
+/// wrong type or unknown keys, and are reported as such.
+fn flatten(table: &DeTable<'_>, prefix: &str, out: &mut Vec<Found>) {
+    for (name, value) in table {
+        let key = format!("{prefix}{}", name.get_ref());
+        let at = name.span().start;
+        match value.get_ref() {
+            DeValue::Table(inner) if !KEYS.iter().any(|k| k.key == key) => {
+                if prefix.is_empty() && !SECTIONS.iter().any(|s| s.name == key) {
+                    // An unknown section hides what is in it; one error for the section is the clearer one.
+                    out.push(Found { at, key, value: Entry::Section });
+                } else {
+                    flatten(inner, &format!("{key}."), out);
+                }
+            }
+            other => {
+                let value = plain(other).map_or_else(Entry::Number, Entry::Value);
+                out.push(Found { at, key, value });
+            }
+        }
+    }
+}
+
+/// A parsed value without its places in the text; the error is a number that does not fit.
+fn plain(value: &DeValue<'_>) -> std::result::Result<toml::Value, String> {
+    Ok(match value {
+        DeValue::String(s) => toml::Value::String(s.to_string()),
+        DeValue::Integer(i) => {
+            let digits = i.as_str();
+            toml::Value::Integer(i64::from_str_radix(digits, i.radix()).map_err(|_| digits.to_string())?)
+        }
+        DeValue::Float(x) => toml::Value::Float(x.as_str().parse().map_err(|_| x.as_str().to_string())?),
+        DeValue::Boolean(b) => toml::Value::Boolean(*b),
+        DeValue::Datetime(d) => toml::Value::Datetime(*d),
+        DeValue::Array(items) => toml::Value::Array(
+            items.iter().map(|v| plain(v.get_ref())).collect::<std::result::Result<_, _>>()?,
+        ),
+        DeValue::Table(table) => toml::Value::Table(
+            table
+                .iter()
+                .map(|(k, v)| Ok((k.get_ref().to_string(), plain(v.get_ref())?)))
+                .collect::<std::result::Result<_, String>>()?,
+        ),
+    })
+}
+
+/// The sentence and the hint for a key that does not exist.
+pub(super) fn unknown(key: &str) -> (String, String) {
+    let every = "`ferrotron explain` lists every key";
+    match suggest(key) {
+        Suggestion::Known(k) => {
+            (format!("unknown key; here it is {k}"), format!("`ferrotron explain {k}` says more"))
+        }
+        Suggestion::Near(list) => (format!("unknown key; did you mean {}?", list.join(" or ")), every.into()),
+        Suggestion::Advice(advice) => (format!("unknown key; {advice}"), every.into()),
+        Suggestion::Nothing => {
+            (format!("unknown key; {every}"), "a recipe has fewer than a hundred keys".into())
+        }
+    }
+}
+
+fn one_line(text: &str) -> String {
+    text.split_whitespace().collect::<Vec<_>>().join(" ")
+}

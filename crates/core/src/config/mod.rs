@@ -1,0 +1,27 @@
+//! Recipes: short TOML files that say what to train and how.
+//!
+//! Each key is declared once, in `keys.rs`. A [`Recipe`] layers built-in defaults, a file and `--set` values;
+//! [`Recipe::resolve`] derives what was left unset, says why, and refuses what cannot work.
+
+mod keys;
+mod load;
+mod model;
+mod ramp;
+mod recipes;
+mod resolve;
+mod suggest;
+mod table;
+mod types;
+mod validate;
+mod write;
+
+pub use keys::*;
+pub use load::Recipe;
+pub use recipes::{Embedded, RECIPES};
+pub use resolve::{Derived, Plan, Resolved};
+pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};
+pub use table::{KeyInfo, KeyType, SectionInfo};
+pub use types::{
+    Count, Decay, Master, Module, OneOrMany, OptimizerKind, PositionKind, Precision, Recompute, Split,
+    WeightDecayStyle, WsdStyle,
+};

@@ -1,0 +1,28 @@
+//! The recipes inside the program.
+
+/// A recipe inside the program.
+#[derive(Clone, Copy, Debug)]
+pub struct Embedded {
+    /// Its name.
+    pub name: &'static str,
+    /// The whole TOML file.
+    pub text: &'static str,
+}
+
+impl Embedded {
+    /// The first comment line: what the recipe is for.
+    pub fn summary(&self) -> &'static str {
+        self.text.lines().next().unwrap_or_default().trim_start_matches('#').trim()
+    }
+}
+
+macro_rules! recipes {
+    ($($name:literal),+ $(,)?) => {
+        /// Every recipe inside the program; the first is what `train` does without an argument.
+        pub const RECIPES: &[Embedded] = &[ $(
+            Embedded { name: $name, text: include_str!(concat!("recipes/", $name, ".toml")) },
+        )+ ];
+    };
+}
+
+recipes!("tiny", "gpt2-124m", "llama-1b", "llama-8b", "qwen3-0.6b", "finetune-hf");

@@ -1,0 +1,253 @@
+//! Deriving what a recipe leaves open, with the reason for each value.
+
+use super::model::section;
+use super::ramp::Ramp;
+use super::{Config, Decay, Recipe, WeightDecayStyle, write};
+use crate::error::{Error, Result};
+use crate::model::config::ModelConfig;
+use serde::Serialize;
+
+/// Tokens a derived micro-batch may hold: enough to keep a CPU's matrix units busy, little enough for memory.
+const MICRO_BATCH_TOKENS: usize = 4096;
+/// The longest derived sequence.
+const LONGEST_DERIVED: usize = 4096;
+
+/// A value nobody set, and why it is what it is.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Derived {
+    /// The key.
+    pub key: &'static str,
+    /// Its value in TOML.
+    pub value: String,
+    /// Why.
+    pub reason: String,
+}
+
+/// Derived values while they are being collected.
+#[derive(Default)]
+pub(super) struct Derivations(Vec<Derived>);
+
+impl Derivations {
+    /// Records and returns a value.
+    pub(super) fn add<T: Serialize>(&mut self, key: &'static str, value: T, reason: impl Into<String>) -> T {
+        let shown = toml::Value::try_from(&value).map(|v| write::value(&v)).unwrap_or_default();
+        self.0.push(Derived { key, value: shown, reason: reason.into() });
+        value
+    }
+}
+
+/// A configuration in which every key that has a use has a value, and the architecture it describes.
+#[derive(Clone, Debug)]
+pub struct Resolved {
+    /// Every key; [`Config::to_toml`] of it goes into the run folder.
+    pub config: Config,
+    /// The architecture.
+    pub model: ModelConfig,
+    /// The derived lengths, as plain numbers.
+    pub plan: Plan,
+    /// What was derived and why, in the order it was derived.
+    pub derived: Vec<Derived>,
+}
+
+/// The lengths of a run. Schedules count samples (sequences), so their lengths are given in samples.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Plan {
+    /// Optimizer steps.
+    pub steps: u64,
+    /// Sequences over the whole run.
+    pub samples: u64,
+    /// Tokens over the whole run.
+    pub tokens: u64,
+    /// Tokens per sequence.
+    pub seq_len: usize,
+    /// Sequences per pass through the model; divides every batch of the run.
+    pub micro_batch: usize,
+    /// Lowest learning rate after warm-up.
+    pub min_lr: f64,
+    /// Weight decay at the end.
+    pub weight_decay_end: f64,
+    /// Samples of warm-up.
+    pub warmup_samples: u64,
+    /// Samples until the lowest learning rate.
+    pub decay_samples: u64,
+    /// Samples of the last part of warm-up, stable, decay; 0 for other schedules.
+    pub wsd_samples: u64,
+    /// Samples until the last weight decay.
+    pub weight_decay_samples: u64,
+}
+
+impl Recipe {
+    /// Derives what is unset and refuses what cannot work, before anything is allocated. `hf` is the architecture
+    /// of the folder in model.hf, where that is set.
+    pub fn resolve(&self, hf: Option<&ModelConfig>) -> Result<Resolved> {
+        self.check_values()?;
+        let mut derived = Derivations::default();
+        let model = self.architecture(hf, &mut derived)?;
+        self.check_model(&model)?;
+        let mut c = self.config.clone();
+        c.model = section(&self.config.model, &model);
+        self.derive_data(&mut c, &model, &mut derived)?;
+        let plan = self.derive_lengths(&mut c, &mut derived)?;
+        let resolved = Resolved { config: c, model, plan, derived: derived.0 };
+        self.check_together(&resolved)?;
+        Ok(resolved)
+    }
+
+    fn derive_data(&self, c: &mut Config, model: &ModelConfig, derived: &mut Derivations) -> Result<()> {
+        let data = &mut c.data;
+        if data.path.0.is_empty() {
+            if model.vocab != 256 || data.tokenizer.is_some() {
+                let what = "no data: set data.path (or --data) to the prefix of a .bin/.idx pair made by \
+                            `ferrotron data build`, or to \"embedded\" for a trial on the corpus inside the program";
+                return Err(Error::Config {
+                    file: None,
+                    line: None,
+                    key: None,
+                    what: what.into(),
+                    hint: None,
+                });
+            }
+            data.path.0 = derived.add(
+                "data.path",
+                vec!["embedded".into()],
+                "no data is given and the model reads bytes",
+            );
+        }
+        if data.path.0.len() > 1 && data.weights.is_empty() {
+            data.weights = derived.add("data.weights", vec![1.0; data.path.0.len()], "every path alike");
+        }
+        let bytes = data.tokenizer.is_none() && model.vocab <= 256;
+        if data.eod.is_none() && (data.is_embedded() || bytes) {
+            data.eod = Some(derived.add("data.eod", 0, "a zero byte ends a document when bytes are tokens"));
+        }
+        if data.seq_len.is_none() {
+            let (value, reason) = if model.max_positions <= LONGEST_DERIVED {
+                (model.max_positions, "the longest sequence of the model".to_string())
+            } else {
+                (
+                    LONGEST_DERIVED,
+                    format!("the model takes {}, more than fits by default", model.max_positions),
+                )
+            };
+            data.seq_len = Some(derived.add("data.seq_len", value, reason));
+        }
+        Ok(())
+    }
+
+    fn derive_lengths(&self, c: &mut Config, derived: &mut Derivations) -> Result<Plan> {
+        let seq_len = c.data.seq_len.unwrap_or(LONGEST_DERIVED).max(1);
+        let ramp = Ramp::new(c.train.global_batch as u64, c.train.ramp);
+
+        let micro_batch = c.train.micro_batch.unwrap_or_else(|| {
+            let all = c.train.ramp.map_or(0, |[start, increment, _]| gcd(start, increment)) as usize;
+            let whole = gcd(c.train.global_batch as u64, all as u64) as usize;
+            let most = (MICRO_BATCH_TOKENS / seq_len).clamp(1, whole);
+            let value = (1..=most).rev().find(|m| whole.is_multiple_of(*m)).unwrap_or(1);
+            let reason = if value == c.train.global_batch {
+                format!("the whole batch is {} tokens, one pass", value * seq_len)
+            } else if seq_len >= MICRO_BATCH_TOKENS {
+                format!("one sequence is {seq_len} tokens already")
+            } else {
+                format!("divides every batch and keeps a pass near {MICRO_BATCH_TOKENS} tokens")
+            };
+            derived.add("train.micro_batch", value, reason)
+        });
+        c.train.micro_batch = Some(micro_batch);
+
+        let steps = match (c.train.steps, c.train.tokens) {
+            (Some(steps), _) => steps,
+            (None, Some(tokens)) => {
+                let steps = ramp.steps_for(tokens.0.div_ceil(seq_len as u64));
+                derived.add(
+                    "train.steps",
+                    steps,
+                    format!("{} tokens in batches of sequences of {seq_len}", tokens.0),
+                )
+            }
+            (None, None) => {
+                let what = "how long is not said: set train.steps (or --steps) or train.tokens";
+                return Err(Error::Config {
+                    file: None,
+                    line: None,
+                    key: None,
+                    what: what.into(),
+                    hint: None,
+                });
+            }
+        };
+        (c.train.steps, c.train.tokens) = (Some(steps), None);
+
+        let (o, s) = (&mut c.optimizer, &mut c.schedule);
+        let min_lr = *o
+            .min_lr
+            .get_or_insert_with(|| derived.add("optimizer.min_lr", tenth(o.lr), "a tenth of optimizer.lr"));
+        let wd_end = *o.weight_decay_end.get_or_insert(o.weight_decay);
+        let warmup = *s.warmup.get_or_insert_with(|| {
+            derived.add("schedule.warmup", (steps / 10).min(2000), "a tenth of the run, at most 2000 steps")
+        });
+        let decay = match s.decay {
+            Decay::Constant => s.decay_steps.unwrap_or(steps),
+            _ => *s
+                .decay_steps
+                .get_or_insert_with(|| derived.add("schedule.decay_steps", steps, "the whole run")),
+        };
+        let wsd = match s.decay {
+            Decay::Wsd => *s.wsd_steps.get_or_insert_with(|| {
+                derived.add("schedule.wsd_steps", (decay / 10).max(1), "a tenth of schedule.decay_steps")
+            }),
+            _ => 0,
+        };
+        let wd_steps = match s.weight_decay_style {
+            WeightDecayStyle::Constant => s.weight_decay_steps.unwrap_or(steps),
+            _ => *s
+                .weight_decay_steps
+                .get_or_insert_with(|| derived.add("schedule.weight_decay_steps", steps, "the whole run")),
+        };
+        let samples = ramp.samples_after(steps);
+        let decay_samples = ramp.samples_after(decay);
+        Ok(Plan {
+            steps,
+            samples,
+            tokens: samples.saturating_mul(seq_len as u64),
+            seq_len,
+            micro_batch,
+            min_lr,
+            weight_decay_end: wd_end,
+            warmup_samples: ramp.samples_after(warmup),
+            decay_samples,
+            wsd_samples: decay_samples - ramp.samples_after(decay.saturating_sub(wsd)),
+            weight_decay_samples: ramp.samples_after(wd_steps),
+        })
+    }
+}
+
+impl super::DataSection {
+    /// Is the corpus inside the program the data?
+    pub fn is_embedded(&self) -> bool {
+        self.path.0.iter().any(|p| p == "embedded")
+    }
+}
+
+impl Config {
+    /// Keys whose values differ, each with this value and the other in TOML; an unset key shows as "unset".
+    pub fn differences(&self, other: &Config) -> Vec<(&'static str, String, String)> {
+        let show = |c: &Config, k: &super::KeyInfo| match c.get(k.section, k.name) {
+            Some(v) => write::value(&v),
+            None => "unset".into(),
+        };
+        super::KEYS
+            .iter()
+            .map(|k| (k.key, show(self, k), show(other, k)))
+            .filter(|(_, ours, theirs)| ours != theirs)
+            .collect()
+    }
+}
+
+/// A tenth that prints as people write it: 0.0003 and not 0.00030000000000000003.
+fn tenth(x: f64) -> f64 {
+    format!("{:.12e}", x / 10.0).parse().unwrap_or(x / 10.0)
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

@@ -1,0 +1,248 @@
+//! What an unknown name may have meant: the same thing under another system's name, or a slip of the keyboard.
+
+use super::{KEYS, KeyInfo, SECTIONS};
+
+/// Names from elsewhere that have no key here, and what to do instead.
+const ELSEWHERE: &[(&[&str], &str)] = &[
+    (
+        &["save", "save_dir", "output_dir", "out_dir", "out", "checkpoint_dir", "log_dir", "tensorboard_dir"],
+        "the run folder is given on the command line: --out DIR",
+    ),
+    (
+        &["resume", "load_dir", "resume_from_checkpoint"],
+        "the same command with the same --out resumes by itself",
+    ),
+    (&["device", "accelerator"], "the device is given on the command line: --device cpu"),
+    (&["threads", "num_threads", "omp_num_threads"], "threads are given on the command line: --threads N"),
+    (&["ranks", "nproc_per_node", "devices", "num_nodes"], "ranks are given on the command line: --ranks N"),
+    (
+        &["gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum", "num_microbatches"],
+        "accumulation is train.global_batch / train.micro_batch; set those",
+    ),
+    (
+        &["train_samples", "num_epochs", "num_train_epochs", "epochs", "max_epochs"],
+        "a run's length is train.steps or train.tokens",
+    ),
+    (
+        &["num_workers", "dataloader_type", "dataloader_num_workers", "prefetch_factor", "mmap_bin_files"],
+        "data is memory-mapped and read without workers; leave it out",
+    ),
+    (
+        &["deterministic", "deterministic_mode", "use_deterministic_algorithms"],
+        "runs are always deterministic; leave it out",
+    ),
+    (
+        &[
+            "calculate_per_token_loss",
+            "loss_reduction",
+            "accumulate_allreduce_grads_in_fp32",
+            "grad_reduce_in_fp32",
+        ],
+        "the loss is always the mean over tokens and gradients are always summed in f32; leave it out",
+    ),
+    (
+        &[
+            "wandb",
+            "wandb_project",
+            "use_wandb",
+            "log_wandb",
+            "report_to",
+            "enable_tensorboard",
+            "log_to_tensorboard",
+        ],
+        "every view reads events.jsonl in the run folder; leave it out",
+    ),
+    (
+        &[
+            "num_experts",
+            "num_moe_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "moe_router_topk",
+            "num_experts_per_tok",
+            "moe_ffn_hidden_size",
+            "moe_intermediate_size",
+            "moe_aux_loss_coeff",
+        ],
+        "mixture of experts is not in this version; use a dense model",
+    ),
+    (
+        &["fp8", "fp8_recipe", "fp8_format", "fp8_margin", "nvfp4", "mxfp8", "enable_fp8"],
+        "FP8 is not in this version; use precision.dtype = \"bf16\"",
+    ),
+    (
+        &["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
+        "bf16 and f32 need no loss scaling; leave it out",
+    ),
+    (
+        &["lora", "peft", "lora_rank", "lora_alpha", "lora_r"],
+        "LoRA is not in this version; model.hf fine-tunes every weight",
+    ),
+    (
+        &[
+            "sequence_parallel",
+            "use_distributed_optimizer",
+            "overlap_grad_reduce",
+            "overlap_param_gather",
+            "zero_stage",
+            "use_megatron_fsdp",
+            "fsdp",
+            "data_parallel_sharding_strategy",
+            "tp_comm_overlap",
+        ],
+        "this version trains on one rank; leave it out",
+    ),
+    (
+        &["decoupled_lr", "decoupled_min_lr", "embedding_lr", "lr_mult"],
+        "every parameter has the same learning rate in this version; leave it out",
+    ),
+    (
+        &[
+            "attn_softcap",
+            "attn_logit_softcapping",
+            "final_softcap",
+            "final_logit_softcapping",
+            "rope_scaling",
+            "rotary_percent",
+            "partial_rotary_factor",
+            "embed_scale",
+            "attn_scale",
+            "query_pre_attn_scalar",
+            "post_norms",
+        ],
+        "it comes with model.preset or model.hf and has no key of its own",
+    ),
+    (
+        &["make_vocab_size_divisible_by", "should_pad_vocab"],
+        "padding of the vocabulary exists only in memory and is chosen by the program; leave it out",
+    ),
+    (
+        &[
+            "compile",
+            "torch_compile",
+            "flash_attention",
+            "attn_implementation",
+            "attention_backend",
+            "use_flash_attn",
+        ],
+        "kernels are chosen by the program; leave it out",
+    ),
+];
+
+/// Sections under other systems' names.
+const SECTION_ALIASES: &[(&str, &str)] = &[
+    ("dataset", "data"),
+    ("training", "train"),
+    ("trainer", "train"),
+    ("validation", "eval"),
+    ("evaluation", "eval"),
+    ("optim", "optimizer"),
+    ("scheduler", "schedule"),
+    ("lr_scheduler", "schedule"),
+    ("mixed_precision", "precision"),
+    ("dtype", "precision"),
+    ("ckpt", "checkpoint"),
+    ("checkpointing", "checkpoint"),
+    ("parallelism", "parallel"),
+    ("dist", "parallel"),
+    ("ddp", "parallel"),
+    ("sampling", "generate"),
+    ("inference", "generate"),
+];
+
+/// What an unknown key may have meant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Suggestion {
+    /// This key goes by that name elsewhere, or stands in another section.
+    Known(&'static str),
+    /// These keys are spelled nearly so.
+    Near(Vec<&'static str>),
+    /// No key, but this is what to do.
+    Advice(&'static str),
+    /// No idea.
+    Nothing,
+}
+
+/// What `key` (with or without a section) may have meant.
+pub fn suggest(key: &str) -> Suggestion {
+    let key = key.trim().trim_start_matches('-').to_ascii_lowercase().replace('-', "_");
+    let parts: Vec<&str> = key.split('.').collect();
+    let name = parts.last().copied().unwrap_or_default();
+    let section = parts.len().checked_sub(2).and_then(|i| parts.get(i)).copied().map(real_section);
+
+    // A key in front of which something was put (`cfg.train.steps`, `train.eval.every`), or whose section has
+    // another name elsewhere (`trainer.steps`).
+    if let Some(k) = KEYS.iter().find(|k| Some(k.section) == section && k.name == name) {
+        return Suggestion::Known(k.key);
+    }
+    // Another system's name; the section decides where several keys share one.
+    let known = |k: &&KeyInfo| k.aliases.contains(&name);
+    if let Some(k) = KEYS.iter().filter(known).max_by_key(|k| (Some(k.section) == section) as u8) {
+        return Suggestion::Known(k.key);
+    }
+    if let Some((_, advice)) = ELSEWHERE.iter().find(|(names, _)| names.contains(&name)) {
+        return Suggestion::Advice(advice);
+    }
+    // The right name in no section or a wrong one.
+    let same: Vec<_> = KEYS.iter().filter(|k| k.name == name).map(|k| k.key).collect();
+    match same.as_slice() {
+        [] => {}
+        [one] => return Suggestion::Known(one),
+        _ => return Suggestion::Near(same),
+    }
+    near(&key, name)
+}
+
+fn near(key: &str, name: &str) -> Suggestion {
+    // Long input is no slip of the keyboard, and the distance costs its length times ours.
+    const LONGEST: usize = 64;
+    if name.is_empty() || key.len() > LONGEST {
+        return Suggestion::Nothing;
+    }
+    let whole = key.contains('.');
+    let best = KEYS
+        .iter()
+        .map(|k| (if whole { distance(key, k.key) } else { distance(name, k.name) }, k.key))
+        .min_by_key(|(d, _)| *d);
+    match best {
+        Some((d, k)) if d <= 2.min(1 + name.len() / 4).max(name.len() / 3) => Suggestion::Near(vec![k]),
+        _ => Suggestion::Nothing,
+    }
+}
+
+/// The section meant by `name`, if any is near.
+pub fn suggest_section(name: &str) -> Option<&'static str> {
+    let name = name.to_ascii_lowercase();
+    let real = real_section(&name);
+    let (d, best) = SECTIONS.iter().map(|s| (distance(real, s.name), s.name)).min_by_key(|(d, _)| *d)?;
+    (d <= 2 && d < real.len()).then_some(best)
+}
+
+fn real_section(name: &str) -> &str {
+    SECTION_ALIASES.iter().find(|(alias, _)| *alias == name).map_or(name, |(_, real)| real)
+}
+
+/// The name in `names` nearest to `name`, if one is near.
+pub fn nearest<'a>(name: &str, names: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+    let (d, best) = names.into_iter().map(|n| (distance(name, n), n)).min_by_key(|(d, _)| *d)?;
+    (d <= 1 + name.chars().count() / 3).then_some(best)
+}
+
+/// Edit distance: insertions, deletions, replacements and swaps of neighbours, each counted one.
+pub fn distance(a: &str, b: &str) -> usize {
+    let (a, b): (Vec<char>, Vec<char>) = (a.chars().collect(), b.chars().collect());
+    let mut before = vec![0; b.len() + 1];
+    let mut last: Vec<usize> = (0..=b.len()).collect();
+    for i in 1..=a.len() {
+        let mut row = vec![i; b.len() + 1];
+        for j in 1..=b.len() {
+            let same = a[i - 1] == b[j - 1];
+            row[j] = (last[j] + 1).min(row[j - 1] + 1).min(last[j - 1] + !same as usize);
+            if i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1] {
+                row[j] = row[j].min(before[j - 2] + 1);
+            }
+        }
+        before = std::mem::replace(&mut last, row);
+    }
+    last[b.len()]
+}

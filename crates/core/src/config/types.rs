@@ -1,0 +1,317 @@
+//! The types of keys that are more than a number or a text.
+
+use super::table::KeyType;
+use crate::model::config::{Activation, NormKind};
+use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
+
+/// A key with a fixed list of values.
+macro_rules! choice {
+    ($(#[doc = $doc:literal])+ $name:ident {
+        $( $(#[doc = $variant_doc:literal])+ $variant:ident = $text:literal ),+ $(,)?
+    }) => {
+        $(#[doc = $doc])+
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+        pub enum $name { $( $(#[doc = $variant_doc])+ #[serde(rename = $text)] $variant, )+ }
+
+        impl $name {
+            /// Every value.
+            pub const ALL: &[$name] = &[$( $name::$variant ),+];
+
+            /// The name in a recipe.
+            pub const fn name(self) -> &'static str {
+                match self { $( $name::$variant => $text, )+ }
+            }
+        }
+
+        impl std::fmt::Display for $name {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+
+        impl std::str::FromStr for $name {
+            type Err = String;
+            fn from_str(text: &str) -> Result<$name, String> {
+                $name::ALL.iter().copied().find(|x| x.name() == text).ok_or_else(|| {
+                    format!("expected {}, found \"{text}\"", <$name as KeyType>::expects())
+                })
+            }
+        }
+
+        impl KeyType for $name {
+            fn expects() -> String {
+                one_of(&[$( $text ),+])
+            }
+        }
+    };
+}
+
+fn one_of(names: &[&str]) -> String {
+    match names {
+        [only] => format!("\"{only}\""),
+        _ => format!("one of \"{}\"", names.join("\", \"")),
+    }
+}
+
+choice! {
+    /// The element type of weights and activations in compute, and of optimizer moments.
+    Precision {
+        /// Single precision throughout.
+        F32 = "f32",
+        /// bf16 compute; master weights and gradient sums stay f32.
+        Bf16 = "bf16",
+    }
+}
+
+impl Precision {
+    /// As tensors know it.
+    pub const fn dtype(self) -> ferrotron_tensor::DType {
+        match self {
+            Precision::F32 => ferrotron_tensor::DType::F32,
+            Precision::Bf16 => ferrotron_tensor::DType::BF16,
+        }
+    }
+}
+
+choice! {
+    /// The element type of master weights.
+    Master {
+        /// Single precision.
+        F32 = "f32",
+    }
+}
+
+choice! {
+    /// The update rule.
+    OptimizerKind {
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw",
+        /// Adam with weight decay added to the gradient.
+        Adam = "adam",
+        /// Gradient descent with momentum.
+        Sgd = "sgd",
+    }
+}
+
+choice! {
+    /// How the learning rate falls after warm-up.
+    Decay {
+        /// It does not.
+        Constant = "constant",
+        /// In a straight line to `min_lr`.
+        Linear = "linear",
+        /// Along half a cosine to `min_lr`.
+        Cosine = "cosine",
+        /// As one over the square root of the step.
+        InverseSqrt = "inverse_sqrt",
+        /// Warm-up, stable, decay: constant, then down over the last `wsd_steps`.
+        Wsd = "wsd",
+    }
+}
+
+choice! {
+    /// The shape of the last part of a warm-up, stable, decay schedule.
+    WsdStyle {
+        /// 1 − x
+        Linear = "linear",
+        /// (1 + cos πx) / 2
+        Cosine = "cosine",
+        /// 2 · 0.5^x − 1
+        Exponential = "exponential",
+        /// 1 − √x
+        MinusSqrt = "minus_sqrt",
+    }
+}
+
+choice! {
+    /// How weight decay goes from `weight_decay` to `weight_decay_end`.
+    WeightDecayStyle {
+        /// It stays.
+        Constant = "constant",
+        /// In a straight line.
+        Linear = "linear",
+        /// Along half a cosine.
+        Cosine = "cosine",
+    }
+}
+
+choice! {
+    /// How positions enter the model.
+    PositionKind {
+        /// A learned vector per position.
+        Learned = "learned",
+        /// Rotary embedding of q and k.
+        Rope = "rope",
+    }
+}
+
+choice! {
+    /// A part of a layer that recomputation can drop and run again in the backward pass.
+    Module {
+        /// The norms.
+        Norm = "norm",
+        /// The attention core: scores, softmax, weighted sum.
+        Attention = "attention",
+        /// The MLP's non-linearity.
+        Activation = "activation",
+        /// The whole MLP.
+        Mlp = "mlp",
+    }
+}
+
+impl KeyType for Activation {
+    fn expects() -> String {
+        one_of(&["silu", "gelu_tanh", "gelu_erf"])
+    }
+}
+
+impl KeyType for NormKind {
+    fn expects() -> String {
+        one_of(&["rmsnorm", "layernorm"])
+    }
+}
+
+/// What the forward pass drops and the backward pass computes again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Recompute {
+    /// Nothing.
+    None,
+    /// Every layer keeps its input only.
+    Full,
+    /// These parts of every layer.
+    Modules(Vec<Module>),
+}
+
+impl Serialize for Recompute {
+    fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Recompute::None => s.serialize_str("none"),
+            Recompute::Full => s.serialize_str("full"),
+            Recompute::Modules(list) => list.serialize(s),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for Recompute {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        match OneOrMany::deserialize(d)?.0.as_slice() {
+            [] => Ok(Recompute::None),
+            [one] if one == "none" => Ok(Recompute::None),
+            [one] if one == "full" => Ok(Recompute::Full),
+            many => many
+                .iter()
+                .map(|m| m.parse().map_err(D::Error::custom))
+                .collect::<Result<_, _>>()
+                .map(Recompute::Modules),
+        }
+    }
+}
+
+impl KeyType for Recompute {
+    fn expects() -> String {
+        format!(
+            "\"none\", \"full\" or a list of \"{}\"",
+            Module::ALL.iter().map(|m| m.name()).collect::<Vec<_>>().join("\", \"")
+        )
+    }
+}
+
+/// A list of texts that may be written as one text.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct OneOrMany(pub Vec<String>);
+
+impl<'de> Deserialize<'de> for OneOrMany {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            One(String),
+            Many(Vec<String>),
+        }
+        Ok(OneOrMany(match Form::deserialize(d)? {
+            Form::One(text) => vec![text],
+            Form::Many(list) => list,
+        }))
+    }
+}
+
+impl KeyType for OneOrMany {
+    fn expects() -> String {
+        "text or a list of texts".into()
+    }
+}
+
+/// A large count: `20_000_000_000`, `2e10` or `"20B"` (K, M, B, T are powers of a thousand).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Count(pub u64);
+
+impl<'de> Deserialize<'de> for Count {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            Whole(u64),
+            Real(f64),
+            Text(String),
+        }
+        let (x, unit) = match Form::deserialize(d)? {
+            Form::Whole(n) => return Ok(Count(n)),
+            Form::Real(x) => (x, 1.0),
+            Form::Text(text) => {
+                let text = text.trim().replace('_', "");
+                let (digits, unit) = match text.char_indices().next_back() {
+                    Some((i, 'K' | 'k')) => (&text[..i], 1e3),
+                    Some((i, 'M' | 'm')) => (&text[..i], 1e6),
+                    Some((i, 'B' | 'b')) => (&text[..i], 1e9),
+                    Some((i, 'T' | 't')) => (&text[..i], 1e12),
+                    _ => (text.as_str(), 1.0),
+                };
+                (digits.trim().parse::<f64>().map_err(D::Error::custom)?, unit)
+            }
+        };
+        let value = x * unit;
+        // Above 2^53 a float no longer holds every whole number.
+        if value.fract() != 0.0 || !(0.0..=9_007_199_254_740_992.0).contains(&value) {
+            return Err(D::Error::custom("not a whole number"));
+        }
+        Ok(Count(value as u64))
+    }
+}
+
+impl KeyType for Count {
+    fn expects() -> String {
+        "a whole number such as 20000000, 2e7 or \"20M\"".into()
+    }
+}
+
+/// Shares of training, validation and test data; any scale. Written as a list or as `"99,1,0"`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Split(pub [f64; 3]);
+
+impl<'de> Deserialize<'de> for Split {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            List(Vec<f64>),
+            Text(String),
+        }
+        let list = match Form::deserialize(d)? {
+            Form::List(list) => list,
+            Form::Text(text) => text
+                .split([',', '/'])
+                .map(|part| part.trim().parse::<f64>().map_err(D::Error::custom))
+                .collect::<Result<_, _>>()?,
+        };
+        if list.is_empty() || list.len() > 3 || list.iter().any(|x| !x.is_finite()) {
+            return Err(D::Error::custom("up to three shares"));
+        }
+        Ok(Split(std::array::from_fn(|i| list.get(i).copied().unwrap_or(0.0))))
+    }
+}
+
+impl KeyType for Split {
+    fn expects() -> String {
+        "shares of training, validation and test data such as [99, 1, 0]".into()
+    }
+}

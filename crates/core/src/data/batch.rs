@@ -1,0 +1,122 @@
+//! What a training step consumes, and the sources it comes from.
+
+use crate::{Error, Result};
+
+/// The label of a place without loss.
+pub const IGNORE: i32 = -100;
+
+/// `count` samples of `seq` tokens, flattened row after row.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Batch {
+    /// Input ids `[count * seq]`.
+    pub tokens: Vec<i32>,
+    /// The id that follows each input, [`IGNORE`] where no loss is taken `[count * seq]`.
+    pub labels: Vec<i32>,
+    /// Position of each token inside its document or row `[count * seq]`.
+    pub positions: Vec<i32>,
+    /// Where attention starts anew, over the flattened batch: 0, every document and row start, and
+    /// `count * seq`. None when each row is one piece.
+    pub cu_seqlens: Option<Vec<i32>>,
+}
+
+/// One sample. Sources append to it; its buffers are reused from row to row.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Row {
+    /// Input ids `[seq]`.
+    pub tokens: Vec<i32>,
+    /// Labels `[seq]`.
+    pub labels: Vec<i32>,
+    /// Positions `[seq]`.
+    pub positions: Vec<i32>,
+    /// Where attention starts anew inside the row, ascending and beginning with 0.
+    pub starts: Vec<usize>,
+}
+
+impl Row {
+    /// Empties the row, keeping its memory.
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        self.labels.clear();
+        self.positions.clear();
+        self.starts.clear();
+    }
+}
+
+/// A source of samples. What it gives depends on the sample number only, so a run that is resumed at n
+/// consumed samples, under any layout, sees exactly what an uninterrupted run would have seen.
+pub trait Batches: Send + Sync {
+    /// Tokens per sample.
+    fn seq(&self) -> usize;
+
+    /// Samples after which every token has come up about once; any number may be asked for, and sources
+    /// with an end start over. Never 0.
+    fn samples(&self) -> u64;
+
+    /// May attention start anew inside a row?
+    fn resets(&self) -> bool;
+
+    /// Writes sample `n` into the (empty) row.
+    fn row(&self, n: u64, row: &mut Row) -> Result<()>;
+
+    /// Samples `first .. first + count`.
+    fn batch(&self, first: u64, count: usize) -> Result<Batch> {
+        let seq = self.seq();
+        let total = count.checked_mul(seq).filter(|&t| i32::try_from(t).is_ok());
+        let Some(total) = total else {
+            return Err(Error::Invalid(format!(
+                "a batch of {count} samples of {seq} tokens is too big; use smaller micro-batches"
+            )));
+        };
+        let mut batch = Batch {
+            tokens: Vec::with_capacity(total),
+            labels: Vec::with_capacity(total),
+            positions: Vec::with_capacity(total),
+            cu_seqlens: None,
+        };
+        let mut cu = Vec::new();
+        let mut row = Row::default();
+        for k in 0..count {
+            row.clear();
+            self.row(first.wrapping_add(k as u64), &mut row)?;
+            debug_assert!(row.tokens.len() == seq && row.starts.first() == Some(&0));
+            batch.tokens.extend_from_slice(&row.tokens);
+            batch.labels.extend_from_slice(&row.labels);
+            batch.positions.extend_from_slice(&row.positions);
+            cu.extend(row.starts.iter().map(|s| (k * seq + s) as i32));
+        }
+        if self.resets() {
+            cu.push(total as i32);
+            batch.cu_seqlens = Some(cu);
+        }
+        Ok(batch)
+    }
+}
+
+impl<T: Batches + ?Sized> Batches for Box<T> {
+    fn seq(&self) -> usize {
+        (**self).seq()
+    }
+    fn samples(&self) -> u64 {
+        (**self).samples()
+    }
+    fn resets(&self) -> bool {
+        (**self).resets()
+    }
+    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
+        (**self).row(n, row)
+    }
+}
+
+/// Refuses an id that an embedding of `vocab` rows cannot take.
+pub(crate) fn checked_id(token: i64, vocab: u32, source: &dyn Fn() -> String) -> Result<i32> {
+    if (0..i64::from(vocab)).contains(&token)
+        && let Ok(id) = i32::try_from(token)
+    {
+        return Ok(id);
+    }
+    let what = format!(
+        "{}: token {token} is outside the vocabulary of {vocab}; the data was made with another tokenizer",
+        source()
+    );
+    Err(Error::Invalid(what))
+}

@@ -1,0 +1,229 @@
+//! Text or JSON lines into a `.bin/.idx` pair.
+
+use std::fs::File;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+
+use super::{IndexedWriter, TokenType};
+use crate::{Error, Result};
+
+/// Longest line accepted, so that a file without line ends cannot fill the memory.
+const LONGEST_LINE: u64 = 1 << 28;
+/// A file that is one document is tokenized in pieces of about this size, cut after a line.
+const PIECE: usize = 8 << 20;
+/// Longer documents go on in another sequence; the format counts the tokens of one in 32 bits.
+const LONGEST_SEQUENCE: u64 = 1 << 30;
+
+/// Where the documents of a file begin and end.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Format {
+    /// The file is a document. Above 8 MiB it is tokenized in pieces that end with a line.
+    Whole,
+    /// A line is a document.
+    Text,
+    /// A line is a JSON object with the document under this key.
+    JsonLines {
+        /// Usually `text`.
+        key: String,
+    },
+}
+
+/// A file to read.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Input {
+    /// Where it is.
+    pub path: PathBuf,
+    /// How it is cut into documents.
+    pub format: Format,
+}
+
+/// What was built.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BuildSummary {
+    /// Documents written.
+    pub documents: u64,
+    /// Lines and files left out because they, or their tokens, were empty.
+    pub skipped: u64,
+    /// Tokens written, end-of-document tokens included.
+    pub tokens: u64,
+    /// Bytes read.
+    pub bytes: u64,
+}
+
+/// Tokenizes one file; see [`build_all`].
+pub fn build(
+    input: &Path,
+    format: &Format,
+    tokenize: &dyn Fn(&str) -> Result<Vec<u32>>,
+    eod: Option<u32>,
+    vocab: u32,
+    out_prefix: &Path,
+    progress: &dyn Fn(u64, u64),
+) -> Result<BuildSummary> {
+    let input = Input { path: input.into(), format: format.clone() };
+    build_all(&[input], tokenize, eod, vocab, out_prefix, progress)
+}
+
+/// Tokenizes files one after the other into `out_prefix.bin` and `out_prefix.idx`, which appear only when
+/// complete. `eod` is appended to each document. `progress` is told the bytes read and the bytes in all,
+/// at least once, and last when everything is read. Memory does not grow with the input.
+pub fn build_all(
+    inputs: &[Input],
+    tokenize: &dyn Fn(&str) -> Result<Vec<u32>>,
+    eod: Option<u32>,
+    vocab: u32,
+    out_prefix: &Path,
+    progress: &dyn Fn(u64, u64),
+) -> Result<BuildSummary> {
+    if eod.is_some_and(|e| e >= vocab) {
+        return Err(Error::Invalid(format!(
+            "the end-of-document token is outside the vocabulary of {vocab}"
+        )));
+    }
+    let mut total = 0;
+    // All of them, before an hour is spent on the first.
+    for input in inputs {
+        let about = File::open(&input.path).and_then(|f| f.metadata()).map_err(Error::io(&input.path))?;
+        if about.is_dir() {
+            return Err(Error::damaged(&input.path, "is a folder; name the files in it"));
+        }
+        total += about.len();
+    }
+    let writer = IndexedWriter::create(out_prefix, TokenType::for_vocab(u64::from(vocab)), false)?;
+    let summary = BuildSummary::default();
+    let mut builder = Builder { writer, summary, tokenize, eod, vocab, progress, total, told: 0 };
+    progress(0, total);
+    for input in inputs {
+        match input.format {
+            Format::Whole => builder.whole(&input.path)?,
+            _ => builder.lines(&input.path, &input.format)?,
+        }
+    }
+    let Builder { writer, mut summary, .. } = builder;
+    if summary.documents == 0 {
+        let path = inputs.first().map_or(out_prefix, |i| &i.path);
+        return Err(Error::damaged(path, "holds no document: every line is empty"));
+    }
+    summary.tokens = writer.tokens();
+    writer.finish()?;
+    progress(summary.bytes, total.max(summary.bytes));
+    Ok(summary)
+}
+
+struct Builder<'a> {
+    writer: IndexedWriter,
+    summary: BuildSummary,
+    tokenize: &'a dyn Fn(&str) -> Result<Vec<u32>>,
+    eod: Option<u32>,
+    vocab: u32,
+    progress: &'a dyn Fn(u64, u64),
+    total: u64,
+    told: u64,
+}
+
+impl Builder<'_> {
+    /// One document per line.
+    fn lines(&mut self, path: &Path, format: &Format) -> Result<()> {
+        let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(Error::io(path))?);
+        let (mut line, mut number) = (Vec::new(), 0u64);
+        loop {
+            line.clear();
+            number += 1;
+            let read = (&mut reader).take(LONGEST_LINE + 1).read_until(b'\n', &mut line);
+            let read = read.map_err(Error::io(path))? as u64;
+            if read == 0 {
+                return Ok(());
+            }
+            let at_line = |what: String| Error::damaged(path, format!("line {number}: {what}"));
+            if read > LONGEST_LINE {
+                let what = format!("is longer than {LONGEST_LINE} bytes; put one document on a line");
+                return Err(at_line(what));
+            }
+            let text = std::str::from_utf8(&line).map_err(|e| at_line(format!("is not UTF-8 ({e})")))?;
+            let text = if number == 1 { text.trim_start_matches('\u{feff}') } else { text };
+            let text = document(text.trim_end_matches(['\n', '\r']), format).map_err(at_line)?;
+            self.piece(&text, &at_line)?;
+            self.end_document()?;
+            self.read(read);
+        }
+    }
+
+    /// One document in all.
+    fn whole(&mut self, path: &Path) -> Result<()> {
+        let mut file = File::open(path).map_err(Error::io(path))?;
+        let (mut held, mut at) = (Vec::with_capacity(PIECE), 0u64);
+        loop {
+            let read = (&mut file).take((PIECE - held.len().min(PIECE / 2)) as u64).read_to_end(&mut held);
+            let read = read.map_err(Error::io(path))?;
+            let here = |what: String| Error::damaged(path, format!("from byte {at} on: {what}"));
+            // After the last line end, or at least not inside a character.
+            let end = match held.iter().rposition(|b| *b == b'\n') {
+                _ if read == 0 => held.len(),
+                Some(newline) => newline + 1,
+                None => match std::str::from_utf8(&held) {
+                    Err(e) if e.error_len().is_none() => e.valid_up_to(),
+                    _ => held.len(),
+                },
+            };
+            let text =
+                std::str::from_utf8(&held[..end]).map_err(|e| here(format!("is not UTF-8 text ({e})")))?;
+            let text = if at == 0 { text.trim_start_matches('\u{feff}') } else { text };
+            self.piece(text, &here)?;
+            held.drain(..end);
+            at += end as u64;
+            self.read(read as u64);
+            if read == 0 {
+                return self.end_document();
+            }
+        }
+    }
+
+    /// Adds to the open document.
+    fn piece(&mut self, text: &str, at: &dyn Fn(String) -> Error) -> Result<()> {
+        let tokens = if text.is_empty() { Vec::new() } else { (self.tokenize)(text)? };
+        if let Some(bad) = tokens.iter().find(|t| **t >= self.vocab) {
+            return Err(at(format!("the tokenizer gave {bad}, outside the vocabulary of {}", self.vocab)));
+        }
+        if self.writer.open_tokens() + tokens.len() as u64 > LONGEST_SEQUENCE {
+            self.writer.end_sequence(0)?;
+        }
+        self.writer.push_part(tokens.into_iter().map(i64::from))
+    }
+
+    fn end_document(&mut self) -> Result<()> {
+        if self.writer.open_tokens() == 0 {
+            self.summary.skipped += 1;
+            return Ok(());
+        }
+        self.writer.push(self.eod.map(i64::from), 0)?;
+        self.writer.end_document()?;
+        self.summary.documents += 1;
+        Ok(())
+    }
+
+    fn read(&mut self, bytes: u64) {
+        self.summary.bytes += bytes;
+        if self.summary.bytes - self.told >= 1 << 20 {
+            self.told = self.summary.bytes;
+            (self.progress)(self.told, self.total.max(self.told));
+        }
+    }
+}
+
+/// The document on a line.
+fn document(line: &str, format: &Format) -> Result<String, String> {
+    let Format::JsonLines { key } = format else { return Ok(line.to_owned()) };
+    if line.trim().is_empty() {
+        return Ok(String::new());
+    }
+    let mut object: serde_json::Map<String, serde_json::Value> =
+        serde_json::from_str(line).map_err(|e| format!("is not a JSON object ({e})"))?;
+    match object.remove(key) {
+        Some(serde_json::Value::String(text)) => Ok(text),
+        Some(_) => Err(format!("\"{key}\" is not a string")),
+        None => {
+            let keys: Vec<&str> = object.keys().map(String::as_str).take(8).collect();
+            Err(format!("has no key \"{key}\"; it has {keys:?}"))
+        }
+    }
+}

@@ -1,0 +1,108 @@
+//! The corpus inside the binary: this project's own text, and synthetic text of known entropy.
+//!
+//! Byte level, 256 ids. Training rows alternate between the two parts; evaluation reads a synthetic stream
+//! that training never saw, whose loss has the floor [`super::synthetic::entropy_rate`].
+
+use super::synthetic::synthetic;
+use super::{Batches, Interleave, Stream};
+use crate::Result;
+
+/// Rows of the embedding a byte-level model needs.
+pub const VOCAB: u32 = 256;
+
+/// Synthetic bytes trained on before they repeat: more than the default run reads.
+const TRAINING_BYTES: usize = 1 << 20;
+const HELD_OUT_BYTES: usize = 1 << 18;
+/// Sets the held-out stream apart from every training seed in practical use.
+const HELD_OUT: u64 = 0x5eed_0000_0000_0000;
+
+/// Paths are relative to this file.
+macro_rules! texts {
+    ($($path:literal),* $(,)?) => { &[$(include_str!($path)),*] };
+}
+
+/// The text part. To extend it, add a line.
+const TEXTS: &[&str] = texts![
+    "../../../../ARCHITECTURE.md",
+    "../../../../README.md",
+    "../../../../LICENSE",
+    "../error.rs",
+    "../model/config.rs",
+    "../schedule/batch_size.rs",
+    "../schedule/lr.rs",
+    "../schedule/wd.rs",
+    "batch.rs",
+    "blend.rs",
+    "build.rs",
+    "gpt.rs",
+    "gpt_index.rs",
+    "indexed.rs",
+    "map.rs",
+    "mt19937.rs",
+    "packed.rs",
+    "sampler.rs",
+    "split.rs",
+    "spool.rs",
+    "stream.rs",
+    "synthetic.rs",
+    "token_type.rs",
+    "writer.rs",
+    "../../../tensor/src/dtype.rs",
+    "../../../tensor/src/error.rs",
+    "../../../tensor/src/fp8.rs",
+    "../../../tensor/src/memory.rs",
+    "../../../tensor/src/threads.rs",
+    "../../../kernels/src/cpu/amx.rs",
+    "../../../kernels/src/cpu/isa.rs",
+];
+
+/// The text part, one file after another.
+pub fn text() -> String {
+    TEXTS.concat()
+}
+
+fn ids(bytes: &[u8]) -> Vec<i32> {
+    bytes.iter().map(|&b| i32::from(b)).collect()
+}
+
+/// Rows of `seq` bytes for training: even sample numbers are text from random places, odd ones synthetic.
+pub fn training(seq: usize, seed: u64) -> Result<Interleave> {
+    let text: Box<dyn Batches> = Box::new(Stream::random(ids(text().as_bytes()), seq, seed)?);
+    let made: Box<dyn Batches> = Box::new(Stream::sequential(ids(&synthetic(seed, TRAINING_BYTES)), seq)?);
+    Interleave::new(vec![text, made])
+}
+
+/// Synthetic rows of `seq` bytes that [`training`] with the same seed never shows.
+pub fn held_out(seq: usize, seed: u64) -> Result<Stream> {
+    Stream::sequential(ids(&synthetic(seed ^ HELD_OUT, HELD_OUT_BYTES)), seq)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::data::synthetic::log_prob;
+
+    #[test]
+    fn rows_alternate_and_repeat() {
+        let it = training(64, 5).unwrap();
+        let batch = it.batch(10, 4).unwrap();
+        assert_eq!(batch, training(64, 5).unwrap().batch(10, 4).unwrap());
+        let text = text();
+        for (k, row) in batch.tokens.chunks(64).enumerate() {
+            let bytes: Vec<u8> = row.iter().map(|&t| t as u8).collect();
+            let in_chain = bytes.windows(2).all(|w| log_prob(w[0], w[1]).is_some());
+            assert_eq!(in_chain, k % 2 == 1, "row {k}");
+            let in_text = text.as_bytes().windows(64).any(|w| w == bytes);
+            assert_eq!(in_text, k % 2 == 0, "row {k}");
+        }
+        assert!(batch.cu_seqlens.is_none());
+    }
+
+    #[test]
+    fn held_out_rows_are_not_training_rows() {
+        let train = synthetic(5, TRAINING_BYTES);
+        let row = held_out(256, 5).unwrap().batch(0, 1).unwrap();
+        let bytes: Vec<u8> = row.tokens.iter().map(|&t| t as u8).collect();
+        assert!(!train.windows(256).any(|w| w == bytes));
+    }
+}

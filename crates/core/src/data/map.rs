@@ -1,0 +1,39 @@
+//! Read-only views of whole files.
+
+use std::fs::File;
+use std::path::Path;
+
+use memmap2::Mmap;
+
+use crate::{Error, Result};
+
+/// The bytes of a file, mapped into memory and never written.
+#[derive(Debug)]
+pub(crate) struct MappedFile {
+    /// None for an empty file, which cannot be mapped everywhere.
+    map: Option<Mmap>,
+}
+
+impl MappedFile {
+    /// Maps `path`. A folder, a missing file or an unreadable one is an error.
+    pub(crate) fn open(path: &Path) -> Result<Self> {
+        let file = File::open(path).map_err(Error::io(path))?;
+        let meta = file.metadata().map_err(Error::io(path))?;
+        if !meta.is_file() {
+            return Err(Error::damaged(path, "is not a regular file"));
+        }
+        if meta.len() == 0 {
+            return Ok(Self { map: None });
+        }
+        // SAFETY: the map is private to this value, read-only and only ever seen as bytes, for which every
+        // pattern is valid. A dataset that another process rewrites in place during training is outside
+        // what a map can guard against; our own writer only ever renames finished files into place.
+        let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
+        Ok(Self { map: Some(map) })
+    }
+
+    /// The bytes.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        self.map.as_deref().unwrap_or(&[])
+    }
+}

@@ -1,0 +1,33 @@
+//! Training data: `.bin/.idx` files, GPT samples, blends, packing, and batches as a pure function of the
+//! number of samples consumed.
+
+pub mod batch;
+pub mod blend;
+pub mod build;
+pub mod corpus;
+pub mod gpt;
+pub mod gpt_index;
+pub mod indexed;
+mod map;
+pub mod mt19937;
+pub mod packed;
+pub mod sampler;
+pub mod source;
+pub mod split;
+mod spool;
+pub mod stream;
+pub mod synthetic;
+pub mod token_type;
+pub mod writer;
+
+pub use batch::{Batch, Batches, IGNORE, Row};
+pub use blend::{Blend, Interleave};
+pub use build::{BuildSummary, Format, Input, build, build_all};
+pub use gpt::{GptConfig, GptDataset};
+pub use indexed::IndexedDataset;
+pub use packed::{Documents, Packed};
+pub use source::Sources;
+pub use split::Split;
+pub use stream::Stream;
+pub use token_type::TokenType;
+pub use writer::IndexedWriter;

@@ -1,0 +1,116 @@
+//! Splits such as `99,1,0` and numpy's way of summing.
+
+use std::ops::Range;
+
+use crate::{Error, Result};
+
+/// A part of a dataset.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// Sequences to train on.
+    Train,
+    /// Sequences to validate on.
+    Valid,
+    /// Sequences to test on.
+    Test,
+}
+
+impl Split {
+    /// In the order of a split string.
+    pub const ALL: [Self; 3] = [Self::Train, Self::Valid, Self::Test];
+
+    /// `train`, `valid` or `test`.
+    pub fn name(self) -> &'static str {
+        ["train", "valid", "test"][self as usize]
+    }
+}
+
+/// Sum in numpy's order, on which the last bit of normalised weights depends: plain below 8 values, eight
+/// running sums up to 128, halves beyond.
+fn numpy_sum(v: &[f64]) -> f64 {
+    if v.len() < 8 {
+        return v.iter().sum();
+    }
+    if v.len() > 128 {
+        let half = v.len() / 2;
+        let half = half - half % 8;
+        return numpy_sum(&v[..half]) + numpy_sum(&v[half..]);
+    }
+    let (blocks, rest) = v.as_chunks::<8>();
+    let mut r = [0.0; 8];
+    for (k, block) in blocks.iter().enumerate() {
+        for (r, b) in r.iter_mut().zip(block) {
+            *r = if k == 0 { *b } else { *r + b };
+        }
+    }
+    let sum = ((r[0] + r[1]) + (r[2] + r[3])) + ((r[4] + r[5]) + (r[6] + r[7]));
+    rest.iter().fold(sum, |s, x| s + x)
+}
+
+/// Weights divided by their sum; all finite, none negative, not all zero.
+pub fn normalise(weights: &[f64]) -> Result<Vec<f64>> {
+    let sum = numpy_sum(weights);
+    if weights.iter().any(|w| !w.is_finite() || *w < 0.0) || !(sum.is_finite() && sum > 0.0) {
+        return Err(Error::Invalid(format!(
+            "weights {weights:?} cannot be normalised: give non-negative numbers, at least one above zero"
+        )));
+    }
+    Ok(weights.iter().map(|w| w / sum).collect())
+}
+
+/// Parses `a,b,c` (one to three numbers, missing ones are 0) into normalised shares.
+pub fn parse_split(split: &str) -> Result<[f64; 3]> {
+    let parts: Vec<f64> = split
+        .split([',', '/'])
+        .map(|p| p.trim().parse::<f64>())
+        .collect::<Result<_, _>>()
+        .map_err(|_| Error::Invalid(format!("split \"{split}\" is not numbers such as 99,1,0")))?;
+    if parts.len() > 3 {
+        return Err(Error::Invalid(format!(
+            "split \"{split}\" has more than the three parts train,valid,test"
+        )));
+    }
+    let mut three = [0.0; 3];
+    three[..parts.len()].copy_from_slice(&parts);
+    let shares = normalise(&three)?;
+    three.copy_from_slice(&shares);
+    Ok(three)
+}
+
+/// Shares to the fractions `(begin, end)` of each split; None for an absent one.
+pub fn split_matrix(shares: &[f64; 3]) -> [Option<(f64, f64)>; 3] {
+    let mut begin = 0.0f64;
+    shares.map(|share| {
+        let end = begin + share;
+        let range = (end > begin).then_some((begin, end));
+        begin = end;
+        range
+    })
+}
+
+/// The sequences of a split: fractions of `count`, rounded half to even as Python does.
+pub fn split_range(fractions: (f64, f64), count: usize) -> Range<usize> {
+    let at = |f: f64| ((f * count as f64).round_ties_even() as usize).min(count);
+    at(fractions.0)..at(fractions.1)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sums_stay_close_whatever_the_order() {
+        for n in [0, 1, 7, 8, 9, 64, 128, 129, 1000] {
+            let v: Vec<f64> = (0..n).map(|i| 1.0 / (i + 1) as f64).collect();
+            let exact: f64 = v.iter().rev().sum();
+            assert!((numpy_sum(&v) - exact).abs() < 1e-13, "{n}");
+        }
+    }
+
+    #[test]
+    fn bad_splits_are_refused() {
+        for bad in ["", "a,b", "1,2,3,4", "-1,2", "0,0,0", "nan", "inf,1"] {
+            assert!(parse_split(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,99 @@
+//! Model FLOPs per trained token.
+//!
+//! 6 = 2 (multiply and add) × 3 (forward, and twice that backward). Causal attention counts half,
+//! recomputation, the embedding lookup, norms and activations count nothing.
+
+use super::config::ModelConfig;
+
+/// FLOPs of training one token, by part.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TokenFlops {
+    /// Projections to q, k, v and back: `6·L·[h·(Q + 2·g·d) + Q·h]` with `Q = n·d`.
+    pub projections: f64,
+    /// Scores and their use on values: `6·Q·a` per full layer, and
+    /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`.
+    pub attention: f64,
+    /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise.
+    pub mlp: f64,
+    /// Output matrix: `6·h·V`.
+    pub logits: f64,
+}
+
+impl TokenFlops {
+    /// All parts together.
+    pub fn total(&self) -> f64 {
+        self.projections + self.attention + self.mlp + self.logits
+    }
+}
+
+impl ModelConfig {
+    /// FLOPs of training one token of sequences of `length` tokens. With packed sequences of unequal
+    /// lengths sᵢ, `length` is Σsᵢ²/Σsᵢ.
+    pub fn flops_per_token(&self, length: f64) -> TokenFlops {
+        let (h, f, l) = (self.hidden as f64, self.ffn as f64, self.layers as f64);
+        let q = self.heads as f64 * self.head_dim as f64;
+        let kv = self.kv_heads as f64 * self.head_dim as f64;
+        let local = (0..self.layers).filter(|&i| self.is_local(i)).count() as f64;
+        let windowed = match self.window {
+            Some(w) if (w as f64) < length => {
+                let w = w as f64;
+                2.0 * q * (w - w * (w - 1.0) / (2.0 * length))
+            }
+            _ => q * length,
+        };
+        let matrices = if self.gated { 3.0 } else { 2.0 };
+        TokenFlops {
+            projections: 6.0 * l * (h * (q + 2.0 * kv) + q * h),
+            attention: 6.0 * ((l - local) * q * length + local * windowed),
+            mlp: 6.0 * l * matrices * h * f,
+            logits: 6.0 * h * self.vocab as f64,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Published figures in GFLOP per token, to their last digit.
+    #[test]
+    fn published_vectors() {
+        let vectors = [
+            ("llama-8b", 8192, 51.470, 0.0005),
+            ("llama-70b", 8192, 449.22, 0.005),
+            ("llama-405b", 8192, 2523.96, 0.005),
+            ("gpt2-124m", 1024, 0.798, 0.0005),
+            ("gpt2-1558m", 1024, 9.80, 0.005),
+        ];
+        for (name, length, giga, digit) in vectors {
+            let got = ModelConfig::preset(name).unwrap().flops_per_token(f64::from(length)).total() / 1e9;
+            assert!((got - giga).abs() <= digit, "{name}: {got} instead of {giga}");
+        }
+    }
+
+    /// A window's formula against counting the visible pairs: every token of a sequence sees
+    /// min(t, W) others and itself included, at 2·2·Q FLOPs forward each, times three.
+    #[test]
+    fn windows_count_visible_pairs() {
+        let mut c = ModelConfig::preset("gemma3-1b").unwrap();
+        let length = 4096usize;
+        let q = (c.heads * c.head_dim) as f64;
+        let full = c.flops_per_token(length as f64);
+        let w = c.window.unwrap();
+        let pairs: usize = (1..=length).map(|t| t.min(w)).sum();
+        let local = c.local_layers.iter().filter(|&&x| x).count() as f64;
+        let counted = 12.0 * q * pairs as f64 / length as f64 * local;
+        let global = 6.0 * q * length as f64 * (c.layers as f64 - local);
+        assert!(((full.attention - global) / counted - 1.0).abs() < 1e-12);
+
+        c.window = Some(length);
+        let wide = c.flops_per_token(length as f64);
+        c.window = None;
+        c.local_layers.clear();
+        assert_eq!(
+            wide,
+            c.flops_per_token(length as f64),
+            "a window as long as the sequence changes nothing"
+        );
+    }
+}

@@ -1,0 +1,223 @@
+//! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too
+//! where the family has them.
+
+use super::config::{Activation, ModelConfig, NormKind};
+use ferrotron_engine::attention::{Attention, AttentionConfig, AttentionSaved, KvCache, Layout, RopeTable};
+use ferrotron_engine::{
+    Declarations, Keep, Mlp, MlpSaved, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
+};
+use ferrotron_kernels::{Act, Align, Norm, Scores};
+use ferrotron_tensor::{Result, Tensor};
+
+/// Places where dropout acts.
+const AFTER_ATTENTION: u32 = 1;
+const AFTER_MLP: u32 = 2;
+
+/// A decoder layer.
+pub struct Layer {
+    index: u32,
+    attn_norm: NormLayer,
+    attn: Attention,
+    attn_post: Option<NormLayer>,
+    mlp_norm: NormLayer,
+    mlp: Mlp,
+    mlp_post: Option<NormLayer>,
+}
+
+/// What backward needs; blocks that are computed again are absent.
+pub struct LayerSaved {
+    mlp_post: Option<NormSaved>,
+    mlp: Option<MlpSaved>,
+    mlp_norm: NormSaved,
+    attn_post: Option<NormSaved>,
+    attn: Option<AttentionSaved>,
+    attn_norm: NormSaved,
+}
+
+impl Saved for LayerSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.mlp_post.tensors(f);
+        self.mlp.tensors(f);
+        self.mlp_norm.tensors(f);
+        self.attn_post.tensors(f);
+        self.attn.tensors(f);
+        self.attn_norm.tensors(f);
+    }
+}
+
+/// The kernels' view of the configured norm.
+pub(super) fn norm_of(c: &ModelConfig) -> Norm {
+    Norm {
+        subtract_mean: c.norm.kind == NormKind::LayerNorm,
+        eps: c.norm.eps,
+        zero_centred: c.norm.zero_centred,
+    }
+}
+
+impl Layer {
+    /// Declares layer `index` as `layers.<index>.*`.
+    pub fn declare(
+        d: &mut Declarations,
+        c: &ModelConfig,
+        index: usize,
+        rope: Option<RopeTable>,
+    ) -> Result<Layer> {
+        let name = format!("layers.{index}");
+        let norm = norm_of(c);
+        // Blocks write into the residual stream 2L times: smaller outputs keep its variance from growing.
+        let std = (c.init_std, c.init_std / (2.0 * c.layers as f32).sqrt());
+        let local = c.window.filter(|_| c.is_local(index));
+        let scores = Scores {
+            scale: c.attn_scale,
+            softcap: c.attn_softcap,
+            causal: true,
+            align: Align::TopLeft,
+            // A window of W lets a token see itself and W-1 before it.
+            left: local.map(|w| w.saturating_sub(1)),
+            right: None,
+        };
+        let act = match c.activation {
+            Activation::GeluTanh => Act::GeluTanh,
+            Activation::GeluErf => Act::GeluErf,
+            Activation::Silu => Act::Silu,
+        };
+        let attention = AttentionConfig {
+            hidden: c.hidden,
+            heads: c.heads,
+            kv_heads: c.kv_heads,
+            head_dim: c.head_dim,
+            qkv_bias: c.qkv_bias,
+            out_bias: c.proj_bias,
+            scores,
+            qk_norm: c.qk_norm.then_some(norm),
+            std,
+        };
+        let post = |d: &mut Declarations, kind: &str| {
+            c.post_norms.then(|| NormLayer::declare(d, &format!("{name}.{kind}"), c.hidden, norm)).transpose()
+        };
+        Ok(Layer {
+            index: index as u32,
+            attn_norm: NormLayer::declare(d, &format!("{name}.attn_norm"), c.hidden, norm)?,
+            attn: Attention::declare(d, &format!("{name}.attn"), attention, rope)?,
+            attn_post: post(d, "attn_post_norm")?,
+            mlp_norm: NormLayer::declare(d, &format!("{name}.mlp_norm"), c.hidden, norm)?,
+            mlp: Mlp::declare(
+                d,
+                &format!("{name}.mlp"),
+                c.hidden,
+                c.ffn,
+                act,
+                c.gated,
+                c.mlp_bias,
+                std.0,
+                std.1,
+            )?,
+            mlp_post: post(d, "mlp_post_norm")?,
+        })
+    }
+
+    /// `[tokens, hidden] → [tokens, hidden]`
+    pub fn forward(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        layout: &Layout,
+        positions: &Tensor,
+    ) -> Result<(Tensor, Keep<LayerSaved>)> {
+        let (y, saved) = self.run(p, x, layout, positions)?;
+        Ok((y, Keep::new(p.recompute.layer, x, saved)))
+    }
+
+    fn run(&self, p: &Pass, x: &Tensor, layout: &Layout, positions: &Tensor) -> Result<(Tensor, LayerSaved)> {
+        let (normed, attn_norm) = self.attn_norm.forward(p, x)?;
+        let (a, mut attn) = self.attn.forward(p, &normed, layout, positions)?;
+        let (a, attn_post) = post_forward(p, &self.attn_post, a)?;
+        let a = p.dropout(self.index, AFTER_ATTENTION, a)?;
+        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, x)?;
+        let (m, mut mlp) = self.mlp.forward(p, &normed)?;
+        let (m, mlp_post) = post_forward(p, &self.mlp_post, m)?;
+        let m = p.dropout(self.index, AFTER_MLP, m)?;
+        let y = p.empty(x.shape())?;
+        p.rank.kernels.add(&p.rank.compute, &r, &m, &y)?;
+        if p.recompute.norm {
+            attn.forget_input();
+            mlp.forget_input();
+        }
+        let attn = (!p.recompute.attention).then_some(attn);
+        let mlp = (!p.recompute.mlp).then_some(mlp);
+        Ok((y, LayerSaved { mlp_post, mlp, mlp_norm, attn_post, attn, attn_norm }))
+    }
+
+    /// Gradient of the input.
+    pub fn backward(
+        &self,
+        p: &Pass,
+        saved: Keep<LayerSaved>,
+        layout: &Layout,
+        positions: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let s = saved.take(|x| Ok(self.run(p, x, layout, positions)?.1))?;
+        let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
+        let (dm, mut grads) = post_backward(p, &self.mlp_post, s.mlp_post, dm)?;
+        let mlp = match s.mlp {
+            None => self.mlp.forward(p, &self.mlp_norm.again(p, &s.mlp_norm)?)?.1,
+            Some(mut kept) => {
+                if p.recompute.norm {
+                    kept.remember_input(&self.mlp_norm.again(p, &s.mlp_norm)?);
+                }
+                kept
+            }
+        };
+        let (dn, g) = self.mlp.backward(p, mlp, &dm)?;
+        grads = grads.and(g);
+        let (dr, g) = self.mlp_norm.backward(p, s.mlp_norm, &dn, Some(dy))?;
+        grads = grads.and(g);
+        let da = p.dropout(self.index, AFTER_ATTENTION, dr.clone())?;
+        let (da, g) = post_backward(p, &self.attn_post, s.attn_post, da)?;
+        grads = grads.and(g);
+        let attn = match s.attn {
+            None => self.attn.forward(p, &self.attn_norm.again(p, &s.attn_norm)?, layout, positions)?.1,
+            Some(mut kept) => {
+                if p.recompute.norm {
+                    kept.remember_input(&self.attn_norm.again(p, &s.attn_norm)?);
+                }
+                kept
+            }
+        };
+        let (dn, g) = self.attn.backward(p, attn, layout, positions, &da)?;
+        grads = grads.and(g);
+        let (dx, g) = self.attn_norm.backward(p, s.attn_norm, &dn, Some(&dr))?;
+        Ok((dx, grads.and(g)))
+    }
+
+    /// Forward of new tokens over remembered ones.
+    pub fn decode(&self, p: &Pass, x: &Tensor, cache: &mut KvCache, positions: &Tensor) -> Result<Tensor> {
+        let (normed, _) = self.attn_norm.forward(p, x)?;
+        let (a, _) = post_forward(p, &self.attn_post, self.attn.decode(p, &normed, cache, positions)?)?;
+        let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x)?;
+        let (m, _) = post_forward(p, &self.mlp_post, self.mlp.forward(p, &normed)?.0)?;
+        let y = p.empty(x.shape())?;
+        p.rank.kernels.add(&p.rank.compute, &r, &m, &y)?;
+        Ok(y)
+    }
+}
+
+fn post_forward(p: &Pass, norm: &Option<NormLayer>, x: Tensor) -> Result<(Tensor, Option<NormSaved>)> {
+    match norm {
+        None => Ok((x, None)),
+        Some(n) => n.forward(p, &x).map(|(y, s)| (y, Some(s))),
+    }
+}
+
+fn post_backward(
+    p: &Pass,
+    norm: &Option<NormLayer>,
+    saved: Option<NormSaved>,
+    dy: Tensor,
+) -> Result<(Tensor, WeightGrad)> {
+    match (norm, saved) {
+        (Some(n), Some(s)) => n.backward(p, s, &dy, None),
+        _ => Ok((dy, WeightGrad::default())),
+    }
+}

@@ -1,0 +1,151 @@
+//! Reading a file by byte range.
+
+use super::{MAX_HEADER_BYTES, TensorInfo, header};
+use crate::error::{Error, Result};
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::path::{Path, PathBuf};
+
+/// A safetensors file opened for reading by byte range: its header is parsed and fully checked, no data is
+/// read. Shared reads are independent of each other, so ranks and threads may use one value at once.
+#[derive(Debug)]
+pub struct TensorFile {
+    path: PathBuf,
+    file: File,
+    bytes: u64,
+    tensors: Vec<TensorInfo>,
+    by_name: HashMap<String, usize>,
+    metadata: BTreeMap<String, String>,
+}
+
+impl TensorFile {
+    /// Open and check. Memory taken is that of the header, whose claimed length is believed only as far as the
+    /// file reaches.
+    pub fn open(path: &Path) -> Result<TensorFile> {
+        let file = File::open(path).map_err(|e| Error::io_doing(path, "open", e))?;
+        let about = file.metadata().map_err(|e| Error::io_doing(path, "read its size", e))?;
+        if !about.is_file() {
+            return Err(Error::damaged(path, "is not a file, so it is no safetensors file"));
+        }
+        TensorFile::parse(path, file, about.len())
+    }
+
+    fn parse(path: &Path, file: File, bytes: u64) -> Result<TensorFile> {
+        let damaged = |what: String| Error::damaged(path, what);
+        if bytes < 8 {
+            return Err(damaged(format!("is only {bytes} bytes long, so it is no safetensors file")));
+        }
+        let mut length = [0u8; 8];
+        read_exact_at(&file, path, &mut length, 0)?;
+        let length = u64::from_le_bytes(length);
+        if length > MAX_HEADER_BYTES {
+            return Err(damaged(format!(
+                "claims a header of {length} bytes (at most {MAX_HEADER_BYTES} are allowed); \
+                 it is damaged or no safetensors file"
+            )));
+        }
+        if length > bytes - 8 {
+            return Err(damaged(format!(
+                "claims a header of {length} bytes, but the whole file has {bytes}; it is cut short or damaged"
+            )));
+        }
+        // Below 100 MB, so it fits every usize.
+        let mut text = vec![0u8; length as usize];
+        read_exact_at(&file, path, &mut text, 8)?;
+        let (tensors, metadata) = header::parse(&text, bytes).map_err(damaged)?;
+        let by_name = tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
+        Ok(TensorFile { path: path.to_path_buf(), file, bytes, tensors, by_name, metadata })
+    }
+
+    /// The file.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Its size in bytes when it was opened.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// The tensors in the order of their data.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    /// The tensor of that name.
+    pub fn get(&self, name: &str) -> Option<&TensorInfo> {
+        self.by_name.get(name).and_then(|&i| self.tensors.get(i))
+    }
+
+    /// The strings under `__metadata__`.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// All bytes of a tensor.
+    pub fn read(&self, name: &str) -> Result<Vec<u8>> {
+        let info = self.want(name)?;
+        let bytes = usize::try_from(info.bytes()).map_err(|_| {
+            Error::Invalid(format!("{}: tensor {name:?} does not fit in memory", self.path.display()))
+        })?;
+        let mut out = Vec::new();
+        out.try_reserve_exact(bytes).map_err(|_| {
+            let path = self.path.display();
+            Error::Invalid(format!("{path}: no memory for the {bytes} bytes of tensor {name:?}"))
+        })?;
+        out.resize(bytes, 0);
+        read_exact_at(&self.file, &self.path, &mut out, info.begin)?;
+        Ok(out)
+    }
+
+    /// Fill `out` with the tensor's bytes from `start_byte` on, counted from the tensor's own first byte.
+    pub fn read_range(&self, name: &str, start_byte: u64, out: &mut [u8]) -> Result<()> {
+        let info = self.want(name)?;
+        if start_byte.checked_add(out.len() as u64).is_none_or(|end| end > info.bytes()) {
+            return Err(Error::Invalid(format!(
+                "{}: {} bytes from byte {start_byte} of tensor {name:?} were asked for, but it has {}",
+                self.path.display(),
+                out.len(),
+                info.bytes()
+            )));
+        }
+        read_exact_at(&self.file, &self.path, out, info.begin + start_byte)
+    }
+
+    /// CRC-32C of the whole file, read in bounded memory.
+    pub fn crc32c(&self) -> Result<u32> {
+        let mut buffer = vec![0u8; self.bytes.min(1 << 22) as usize];
+        let (mut at, mut crc) = (0, 0);
+        while at < self.bytes {
+            let n = (self.bytes - at).min(buffer.len() as u64);
+            let part = &mut buffer[..n as usize];
+            read_exact_at(&self.file, &self.path, part, at)?;
+            crc = crc32c::crc32c_append(crc, part);
+            at += n;
+        }
+        Ok(crc)
+    }
+
+    fn want(&self, name: &str) -> Result<&TensorInfo> {
+        self.get(name).ok_or_else(|| Error::Missing {
+            path: self.path.clone(),
+            what: format!("has no tensor {name:?}"),
+        })
+    }
+}
+
+/// Positional read without a shared cursor. A file that ended early was cut after it was opened.
+fn read_exact_at(file: &File, path: &Path, out: &mut [u8], at: u64) -> Result<()> {
+    #[cfg(unix)]
+    let done = std::os::unix::fs::FileExt::read_exact_at(file, out, at);
+    #[cfg(not(unix))]
+    let done = {
+        use std::io::{Read, Seek, SeekFrom};
+        let _ = file;
+        File::open(path).and_then(|mut f| f.seek(SeekFrom::Start(at)).and_then(|_| f.read_exact(out)))
+    };
+    done.map_err(|e| match e.kind() {
+        std::io::ErrorKind::UnexpectedEof => Error::damaged(path, "was cut short while it was being read"),
+        _ => Error::io_doing(path, "read", e),
+    })
+}

@@ -1,0 +1,182 @@
+//! Writing a file as a stream.
+
+use super::{FileDType, MAX_HEADER_BYTES, TensorInfo, header};
+use crate::error::{Error, Result};
+use std::collections::{BTreeMap, HashSet};
+use std::fs::File;
+use std::io::{BufWriter, Write};
+use std::path::{Path, PathBuf};
+
+/// A tensor to be written.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct TensorDecl {
+    /// Its name, unique in the file.
+    pub name: String,
+    /// Its element type.
+    pub dtype: FileDType,
+    /// Its shape.
+    pub shape: Vec<usize>,
+}
+
+/// What a finished file came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Written {
+    /// Size of the file.
+    pub bytes: u64,
+    /// CRC-32C of all its bytes.
+    pub crc32c: u32,
+}
+
+/// Streams a safetensors file: the header from the declarations, then each tensor's bytes in file order, whole
+/// or in pieces. Memory is one small buffer. The file is complete only after [`TensorFileWriter::finish`]; who
+/// needs it to appear whole or not at all writes to another name and renames.
+pub struct TensorFileWriter {
+    path: PathBuf,
+    out: BufWriter<File>,
+    tensors: Vec<TensorInfo>,
+    /// Index of the tensor being written and how many of its bytes are.
+    current: usize,
+    filled: u64,
+    written: Written,
+}
+
+impl TensorFileWriter {
+    /// Start a file with the layout the official writer gives: by element type (largest alignment first), then
+    /// by name. Metadata keys are written sorted; empty metadata is left out.
+    pub fn create(
+        path: &Path,
+        tensors: &[TensorDecl],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<TensorFileWriter> {
+        let mut order: Vec<&TensorDecl> = tensors.iter().collect();
+        order.sort_by(|a, b| b.dtype.cmp(&a.dtype).then_with(|| a.name.cmp(&b.name)));
+        TensorFileWriter::start(path, &order, metadata)
+    }
+
+    /// Start a file with the tensors in the order given.
+    pub fn create_in_order(
+        path: &Path,
+        tensors: &[TensorDecl],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<TensorFileWriter> {
+        TensorFileWriter::start(path, &tensors.iter().collect::<Vec<_>>(), metadata)
+    }
+
+    fn start(
+        path: &Path,
+        order: &[&TensorDecl],
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<TensorFileWriter> {
+        let refuse = |what: String| Error::Invalid(format!("{}: {what}", path.display()));
+        let mut seen = HashSet::new();
+        let mut sized = Vec::with_capacity(order.len());
+        let mut total = 0u64;
+        for t in order {
+            if t.name == header::METADATA {
+                return Err(refuse(format!("a tensor cannot be called {:?}", t.name)));
+            }
+            if !seen.insert(t.name.as_str()) {
+                return Err(refuse(format!("tensor {:?} is declared twice", t.name)));
+            }
+            let bytes =
+                t.dtype.tensor_bytes(&t.shape).map_err(|e| refuse(format!("tensor {:?}: {e}", t.name)))?;
+            total = total
+                .checked_add(bytes)
+                .ok_or_else(|| refuse("the tensors have more bytes than can be counted".into()))?;
+            sized.push((t.name.as_str(), t.dtype, t.shape.as_slice(), bytes));
+        }
+        let head =
+            header::render(&sized, metadata).map_err(|e| refuse(format!("cannot write the header: {e}")))?;
+        let data_start = head.len() as u64;
+        if data_start - 8 > MAX_HEADER_BYTES {
+            return Err(refuse(format!(
+                "a header of {data_start} bytes is over the format's limit; use several files"
+            )));
+        }
+        let mut at = data_start;
+        let tensors = order
+            .iter()
+            .zip(&sized)
+            .map(|(t, &(.., bytes))| {
+                let begin = at;
+                at += bytes;
+                TensorInfo { name: t.name.clone(), dtype: t.dtype, shape: t.shape.clone(), begin, end: at }
+            })
+            .collect();
+        let file = File::create(path).map_err(|e| Error::io_doing(path, "create", e))?;
+        let mut writer = TensorFileWriter {
+            path: path.to_path_buf(),
+            out: BufWriter::with_capacity(1 << 20, file),
+            tensors,
+            current: 0,
+            filled: 0,
+            written: Written { bytes: 0, crc32c: 0 },
+        };
+        writer.put(&head)?;
+        writer.skip_full();
+        Ok(writer)
+    }
+
+    /// The tensors in the order their bytes must be written.
+    pub fn tensors(&self) -> &[TensorInfo] {
+        &self.tensors
+    }
+
+    /// The tensor whose bytes come next; `None` when all are written.
+    pub fn next_tensor(&self) -> Option<&TensorInfo> {
+        self.tensors.get(self.current)
+    }
+
+    /// Append bytes to tensor `name`, which must be the one [`TensorFileWriter::next_tensor`] names (empty tensors take
+    /// no bytes and may be written or passed over).
+    pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let refuse = |what: String| Err(Error::Invalid(format!("{}: {what}", self.path.display())));
+        let Some(info) = self.tensors.get(self.current) else {
+            return refuse(format!("tensor {name:?} was written after the last one was full"));
+        };
+        if info.name != name {
+            return refuse(format!("tensor {name:?} was written where {:?} comes next", info.name));
+        }
+        let left = info.bytes() - self.filled;
+        if bytes.len() as u64 > left {
+            return refuse(format!("tensor {name:?} was given {} bytes, but {left} are left", bytes.len()));
+        }
+        self.put(bytes)?;
+        self.filled += bytes.len() as u64;
+        self.skip_full();
+        Ok(())
+    }
+
+    /// Flush and sync the file to disk. An error if a tensor is missing bytes.
+    pub fn finish(mut self) -> Result<Written> {
+        if let Some(info) = self.tensors.get(self.current) {
+            return Err(Error::Invalid(format!(
+                "{}: tensor {:?} was given {} of its {} bytes",
+                self.path.display(),
+                info.name,
+                self.filled,
+                info.bytes()
+            )));
+        }
+        self.out.flush().map_err(|e| Error::io_doing(&self.path, "write", e))?;
+        self.out.get_ref().sync_all().map_err(|e| Error::io_doing(&self.path, "write to disk", e))?;
+        Ok(self.written)
+    }
+
+    fn put(&mut self, bytes: &[u8]) -> Result<()> {
+        self.out.write_all(bytes).map_err(|e| Error::io_doing(&self.path, "write", e))?;
+        self.written.bytes += bytes.len() as u64;
+        self.written.crc32c = crc32c::crc32c_append(self.written.crc32c, bytes);
+        Ok(())
+    }
+
+    fn skip_full(&mut self) {
+        while self.tensors.get(self.current).is_some_and(|t| self.filled == t.bytes()) {
+            self.current += 1;
+            self.filled = 0;
+        }
+    }
+}

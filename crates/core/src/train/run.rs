@@ -1,0 +1,200 @@
+//! A run and its folder: resume, steps, evaluation, checkpoints, events, and a clean end when asked to stop.
+
+use super::{StepReport, Trainer};
+use crate::checkpoint::{self, Saver};
+use crate::config::Resolved;
+use crate::data::Batches;
+use crate::events::{self, Event, EventLog};
+use crate::{Error, Result};
+use ferrotron_engine::Rank;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+/// Hears what a run does, and may ask it to stop.
+pub trait Observer {
+    /// Something happened; it is in the log already.
+    fn event(&mut self, event: &Event);
+    /// Should the run save and end after this step?
+    fn stop(&self) -> bool;
+}
+
+/// Fills the weights of a fresh model.
+pub type FirstWeights<'a> = dyn Fn(&Trainer) -> Result<()> + 'a;
+
+/// How a run ended.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Outcome {
+    /// All steps are done (false: stopped on request, state saved).
+    pub finished: bool,
+    /// Steps done in this call.
+    pub steps: u64,
+    /// Tokens of those steps.
+    pub tokens: u64,
+    /// Seconds of those steps.
+    pub seconds: f64,
+    /// Loss of the last step done, if any was.
+    pub loss: Option<f64>,
+    /// Last evaluation, if any was.
+    pub eval: Option<f64>,
+}
+
+/// A training run in a folder.
+pub struct Run {
+    /// Model, optimizer, counters.
+    pub trainer: Trainer,
+    /// The recipe, resolved.
+    pub resolved: Resolved,
+    /// FLOPs of one token, forward and backward.
+    pub flops_per_token: f64,
+    dir: PathBuf,
+    log: EventLog,
+    saver: Saver,
+}
+
+/// Folder of checkpoints inside a run folder.
+pub const CHECKPOINTS: &str = "checkpoints";
+/// The resolved recipe inside a run folder.
+pub const CONFIG: &str = "config.toml";
+
+impl Run {
+    /// Opens the run in `dir`: continues from its newest checkpoint if there is one, else starts fresh.
+    /// `first_weights` fills a fresh model (a Hugging Face folder), else declared initial values are used.
+    pub fn open(
+        rank: Rank,
+        resolved: Resolved,
+        dir: &Path,
+        first_weights: Option<&FirstWeights>,
+    ) -> Result<Run> {
+        let io = |e| Error::io_doing(dir, "make the run folder", e);
+        std::fs::create_dir_all(dir).map_err(io)?;
+        let checkpoints = dir.join(CHECKPOINTS);
+        let keep = (resolved.config.checkpoint.keep > 0).then_some(resolved.config.checkpoint.keep as usize);
+        let saver = Saver::new(&checkpoints, keep)?;
+        let mut trainer = Trainer::new(rank, &resolved)?;
+        let log = dir.join(events::FILE_NAME);
+        let log = match checkpoint::latest(&checkpoints)? {
+            Some(path) => {
+                trainer.restore(&checkpoint::load(&path)?)?;
+                saver.tidy()?;
+                EventLog::resume(&log, trainer.step)?
+            }
+            None => {
+                if let Some(fill) = first_weights {
+                    fill(&trainer)?;
+                }
+                EventLog::create(&log)?
+            }
+        };
+        let path = dir.join(CONFIG);
+        std::fs::write(&path, resolved.config.to_toml()).map_err(|e| Error::io_doing(&path, "write", e))?;
+        let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
+        Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), log, saver })
+    }
+
+    /// Throws away what a folder holds of a run: checkpoints, log and resolved recipe. Other files stay.
+    pub fn discard(dir: &Path) -> Result<()> {
+        let gone = |path: PathBuf, result: std::io::Result<()>| match result {
+            Err(e) if e.kind() != std::io::ErrorKind::NotFound => Err(Error::io_doing(&path, "remove", e)),
+            _ => Ok(()),
+        };
+        let checkpoints = dir.join(CHECKPOINTS);
+        gone(checkpoints.clone(), std::fs::remove_dir_all(&checkpoints))?;
+        for file in [events::FILE_NAME, CONFIG].map(|f| dir.join(f)) {
+            gone(file.clone(), std::fs::remove_file(&file))?;
+        }
+        Ok(())
+    }
+
+    /// The run folder.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Logs an event and tells the observer.
+    pub fn emit(&mut self, event: Event, observer: &mut dyn Observer) -> Result<()> {
+        self.log.write(&event)?;
+        observer.event(&event);
+        Ok(())
+    }
+
+    /// Trains until the recipe's last step, or until the observer asks to stop.
+    pub fn train(
+        &mut self,
+        data: &dyn Batches,
+        eval: Option<&dyn Batches>,
+        observer: &mut dyn Observer,
+    ) -> Result<Outcome> {
+        let total = self.resolved.plan.steps;
+        let c = self.resolved.config.clone();
+        let mut out = Outcome { finished: true, steps: 0, tokens: 0, seconds: 0.0, loss: None, eval: None };
+        while self.trainer.step < total {
+            let start = Instant::now();
+            let report = self.trainer.train_step(data)?;
+            let seconds = start.elapsed().as_secs_f64();
+            out.steps += 1;
+            out.tokens += report.tokens;
+            out.seconds += seconds;
+            out.loss = Some(report.loss);
+            let last = report.step == total;
+            if last || report.step % c.train.log_every.max(1) == 0 {
+                self.emit(Event::Step(self.step_event(&report, seconds)), observer)?;
+            }
+            if let Some(data) = eval
+                && c.eval.every > 0
+                && (last || report.step % c.eval.every == 0)
+            {
+                out.eval = Some(self.evaluate(data, c.eval.batches, observer)?);
+            }
+            let stop = !last && observer.stop();
+            let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
+            if due || stop || (last && c.checkpoint.at_end) {
+                self.save(observer)?;
+            }
+            if stop {
+                out.finished = false;
+                break;
+            }
+        }
+        self.saver.finish()?;
+        Ok(out)
+    }
+
+    fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
+        let micro = self.resolved.plan.micro_batch as u64;
+        let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
+        let micro_batches = (batches * per_batch).max(1);
+        let loss = self.trainer.evaluate(data, micro_batches)?;
+        let tokens = micro_batches * micro * data.seq() as u64;
+        self.emit(Event::Eval(events::Eval { step: self.trainer.step, loss, tokens }), observer)?;
+        Ok(loss)
+    }
+
+    /// Hands a copy of the state to the writer; training goes on while it is written.
+    fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
+        let start = Instant::now();
+        let snapshot = self.trainer.snapshot()?;
+        let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
+        let step = self.trainer.step;
+        self.log.sync()?;
+        self.saver.save(snapshot)?;
+        let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
+        let seconds = start.elapsed().as_secs_f64();
+        self.emit(Event::Checkpoint(events::Checkpoint { step, path, bytes, seconds }), observer)
+    }
+
+    fn step_event(&self, r: &StepReport, seconds: f64) -> events::Step {
+        let rate = r.tokens as f64 / seconds.max(1e-9);
+        events::Step {
+            step: r.step,
+            loss: r.loss,
+            tokens: self.trainer.tokens,
+            lr: r.lr,
+            grad_norm: r.grad_norm,
+            batch: r.samples,
+            seconds,
+            tokens_per_s: rate,
+            tflops: rate * self.flops_per_token / 1e12,
+            memory: self.trainer.rank.device().memory().total_peak as u64,
+        }
+    }
+}

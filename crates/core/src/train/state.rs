@@ -1,0 +1,215 @@
+//! From recipe to trainer, and between trainer and checkpoint.
+
+use super::Trainer;
+use crate::checkpoint::{Item, Loaded, Snapshot};
+use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
+use crate::model::ModelConfig;
+use crate::optimizer::Rule;
+use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
+use crate::{Error, Result};
+use ferrotron_engine::Recompute;
+use ferrotron_kernels::{Adam, Sgd};
+use ferrotron_tensor::{DType, Tensor, bf16};
+use serde::{Deserialize, Serialize};
+
+pub(super) fn rule(o: &OptimizerSection) -> Rule {
+    let adam = |decoupled| {
+        let [beta1, beta2] = o.betas.map(|b| b as f32);
+        Rule::Adam(Adam { beta1, beta2, eps: o.eps as f32, decoupled })
+    };
+    match o.kind {
+        OptimizerKind::AdamW => adam(true),
+        OptimizerKind::Adam => adam(false),
+        OptimizerKind::Sgd => Rule::Sgd(Sgd { momentum: o.momentum as f32, dampening: 0.0, nesterov: false }),
+    }
+}
+
+pub(super) fn recompute(r: &config::Recompute) -> Recompute {
+    use config::Module;
+    match r {
+        config::Recompute::None => Recompute::default(),
+        config::Recompute::Full => Recompute { layer: true, ..Recompute::default() },
+        config::Recompute::Modules(list) => Recompute {
+            layer: false,
+            attention: list.contains(&Module::Attention),
+            mlp: list.contains(&Module::Mlp),
+            activation: list.contains(&Module::Activation),
+            norm: list.contains(&Module::Norm),
+        },
+    }
+}
+
+fn decay(d: config::Decay) -> schedule::Decay {
+    match d {
+        config::Decay::Constant => schedule::Decay::Constant,
+        config::Decay::Linear => schedule::Decay::Linear,
+        config::Decay::Cosine => schedule::Decay::Cosine,
+        config::Decay::InverseSqrt => schedule::Decay::InverseSquareRoot,
+        config::Decay::Wsd => schedule::Decay::Wsd,
+    }
+}
+
+fn wsd(d: config::WsdStyle) -> schedule::WsdDecay {
+    match d {
+        config::WsdStyle::Linear => schedule::WsdDecay::Linear,
+        config::WsdStyle::Cosine => schedule::WsdDecay::Cosine,
+        config::WsdStyle::Exponential => schedule::WsdDecay::Exponential,
+        config::WsdStyle::MinusSqrt => schedule::WsdDecay::MinusSqrt,
+    }
+}
+
+fn increase(d: config::WeightDecayStyle) -> schedule::WdIncrease {
+    match d {
+        config::WeightDecayStyle::Constant => schedule::WdIncrease::Constant,
+        config::WeightDecayStyle::Linear => schedule::WdIncrease::Linear,
+        config::WeightDecayStyle::Cosine => schedule::WdIncrease::Cosine,
+    }
+}
+
+/// Learning rate, weight decay and batch size over the samples of the run.
+pub(super) fn schedules(r: &Resolved) -> Result<(LrSchedule, WdSchedule, BatchSchedule)> {
+    let (c, p) = (&r.config, &r.plan);
+    let lr = LrSchedule {
+        max: c.optimizer.lr,
+        min: p.min_lr,
+        init: c.schedule.init_lr,
+        warmup: p.warmup_samples,
+        decay: p.decay_samples,
+        style: decay(c.schedule.decay),
+        wsd: p.wsd_samples,
+        wsd_style: wsd(c.schedule.wsd_style),
+    };
+    let wd = WdSchedule {
+        start: c.optimizer.weight_decay,
+        end: p.weight_decay_end,
+        samples: p.weight_decay_samples,
+        style: increase(c.schedule.weight_decay_style),
+    };
+    let rampup = c.train.ramp.map(|[start, increment, samples]| Rampup { start, increment, samples });
+    let micro = p.micro_batch as u64;
+    let batches = BatchSchedule { rampup, ..BatchSchedule::constant(c.train.global_batch as u64, micro) };
+    lr.check()?;
+    wd.check()?;
+    batches.check()?;
+    Ok((lr, wd, batches))
+}
+
+/// What a checkpoint holds besides tensors. Nothing of time, host or path: equal runs give equal bytes.
+#[derive(Debug, Serialize, Deserialize)]
+struct State {
+    /// Samples consumed: the data position.
+    samples: u64,
+    tokens: u64,
+    optimizer_steps: u64,
+    /// Random state is a seed and the counters above: every draw is a function of them.
+    seed: u64,
+    model: ModelConfig,
+    lr: LrSchedule,
+    weight_decay: WdSchedule,
+    batch: BatchSchedule,
+}
+
+pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
+    let mut items = Vec::new();
+    let mut kinds: Vec<(&str, &[Tensor])> = vec![("model", t.optimizer.masters())];
+    kinds.extend(t.optimizer.moments());
+    for (kind, tensors) in kinds {
+        for (spec, tensor) in t.params.specs().iter().zip(tensors) {
+            let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
+            let size = tensor.dtype().size();
+            items.extend(spec.ranges().map(|(part, r)| Item {
+                name: format!("{kind}/{}", part.name),
+                dtype: tensor.dtype(),
+                shape: part.shape.clone(),
+                bytes: bytes[r.start * size..r.end * size].to_vec(),
+            }));
+        }
+    }
+    let state = State {
+        samples: t.samples,
+        tokens: t.tokens,
+        optimizer_steps: t.optimizer.steps(),
+        seed: t.rank.seed,
+        model: t.decoder.config().clone(),
+        lr: t.lr.clone(),
+        weight_decay: t.wd.clone(),
+        batch: t.batches.clone(),
+    };
+    let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
+    Ok(Snapshot { step: t.step, state, items })
+}
+
+/// The state of a checkpoint that holds a model's weights and nothing of a run.
+pub fn weights_only(model: &ModelConfig) -> Result<serde_json::Value> {
+    let model = serde_json::to_value(model).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
+    Ok(serde_json::json!({ WEIGHTS_ONLY: true, "model": model }))
+}
+
+/// The architecture a checkpoint's state describes, of a run or of weights alone.
+pub fn model_of(loaded: &Loaded) -> Result<ModelConfig> {
+    let model = loaded.state().get("model").cloned().unwrap_or_default();
+    let model: ModelConfig = serde_json::from_value(model).map_err(|e| {
+        Error::damaged(loaded.path(), format!("its state describes no model this version knows: {e}"))
+    })?;
+    model.validate().map_err(|e| Error::damaged(loaded.path(), e.to_string()))?;
+    Ok(model)
+}
+
+const WEIGHTS_ONLY: &str = "weights_only";
+
+pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
+    if loaded.state().get(WEIGHTS_ONLY).is_some() {
+        let what = "holds weights only, no run to resume; move it out of here and start a run from it with --set model.hf=ITS-FOLDER";
+        return Err(Error::damaged(loaded.path(), what));
+    }
+    let state: State = serde_json::from_value(loaded.state().clone()).map_err(|e| {
+        Error::damaged(loaded.path(), format!("its state is not what this version writes: {e}"))
+    })?;
+    if state.model != *t.decoder.config() || state.seed != t.rank.seed {
+        return Err(Error::damaged(
+            loaded.path(),
+            "it belongs to a run with another model or seed; choose another --out folder, or go back to that recipe",
+        ));
+    }
+    let mut kinds: Vec<(&str, &[Tensor])> = vec![("model", t.optimizer.masters())];
+    kinds.extend(t.optimizer.moments());
+    // Names, shapes and types of everything before the first byte is used.
+    let mut expected = Vec::new();
+    for (kind, tensors) in &kinds {
+        for (spec, tensor) in t.params.specs().iter().zip(*tensors) {
+            let part =
+                |p: &ferrotron_engine::Part| (format!("{kind}/{}", p.name), tensor.dtype(), p.shape.clone());
+            expected.extend(spec.parts.iter().map(part));
+        }
+    }
+    loaded.check(expected.iter().map(|(n, d, s)| (n.as_str(), *d, s.as_slice())))?;
+    for (kind, tensors) in &kinds {
+        for (spec, tensor) in t.params.specs().iter().zip(*tensors) {
+            let mut bytes = Vec::with_capacity(tensor.bytes());
+            for part in &spec.parts {
+                bytes.extend(loaded.read(&format!("{kind}/{}", part.name))?);
+            }
+            t.rank.compute.write_to(&tensor.as_bytes()?, &bytes)?;
+        }
+    }
+    t.optimizer.publish(&t.rank, &t.params)?;
+    t.optimizer.set_steps(state.optimizer_steps);
+    (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
+    Ok(())
+}
+
+/// f32 values of little-endian bytes of a float type.
+pub fn to_f32(dtype: DType, bytes: &[u8]) -> Result<Vec<f32>> {
+    match dtype {
+        DType::F32 => {
+            Ok(bytes.chunks_exact(4).map(|c| f32::from_le_bytes([c[0], c[1], c[2], c[3]])).collect())
+        }
+        DType::BF16 => Ok(bytes
+            .chunks_exact(2)
+            .map(|c| bf16::from_bits(u16::from_le_bytes([c[0], c[1]])).to_f32())
+            .collect()),
+        other => {
+            Err(Error::Invalid(format!("weights of type {other} cannot be loaded here; use f32 or bf16")))
+        }
+    }
+}

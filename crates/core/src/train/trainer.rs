@@ -1,0 +1,234 @@
+//! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
+
+use super::state;
+use crate::checkpoint::{Loaded, Snapshot};
+use crate::config::Resolved;
+use crate::data::{Batch, Batches};
+use crate::model::Decoder;
+use crate::optimizer::{Optimizer, StepRates};
+use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
+use crate::{Error, Result};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::{Dropout, GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
+use ferrotron_kernels::IGNORE;
+use ferrotron_tensor::{Category, DType, Tensor};
+
+/// Model, optimizer and counters.
+pub struct Trainer {
+    /// The worker.
+    pub rank: Rank,
+    /// The model.
+    pub decoder: Decoder,
+    /// Its weights.
+    pub params: Params,
+    pub(super) optimizer: Optimizer,
+    grads: GradBuffer,
+    pub(super) lr: LrSchedule,
+    pub(super) wd: WdSchedule,
+    pub(super) batches: BatchSchedule,
+    dropout: f32,
+    recompute: Recompute,
+    /// Steps done.
+    pub step: u64,
+    /// Samples consumed: the data position.
+    pub samples: u64,
+    /// Tokens consumed.
+    pub tokens: u64,
+}
+
+/// What a step reports.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepReport {
+    /// Its number, from 1.
+    pub step: u64,
+    /// Mean loss over the tokens that have one.
+    pub loss: f64,
+    /// Global gradient norm before clipping.
+    pub grad_norm: f64,
+    /// Learning rate used.
+    pub lr: f64,
+    /// Tokens in the step.
+    pub tokens: u64,
+    /// Samples in the step.
+    pub samples: u64,
+}
+
+impl Trainer {
+    /// A fresh model as the recipe says, with its declared initial weights.
+    pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
+        let positions = r.plan.seq_len;
+        let (decoder, specs) = Decoder::new(&rank, &r.model, positions)?;
+        let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype())?;
+        let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
+        let moments = r.config.optimizer.moments.dtype();
+        let optimizer = Optimizer::new(&rank, &params, state::rule(&r.config.optimizer), moments, clip)?;
+        optimizer.initialise(&rank, &params)?;
+        let grads = GradBuffer::new(params.specs());
+        let (lr, wd, batches) = state::schedules(r)?;
+        Ok(Trainer {
+            rank,
+            decoder,
+            params,
+            optimizer,
+            grads,
+            lr,
+            wd,
+            batches,
+            dropout: r.config.dropout.hidden as f32,
+            recompute: state::recompute(&r.config.train.recompute),
+            step: 0,
+            samples: 0,
+            tokens: 0,
+        })
+    }
+
+    /// One optimizer step on the next samples of `data`. The loss is the mean over all tokens of the step
+    /// that have a label, whatever micro-batch they are in.
+    pub fn train_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
+        let count = self.batches.at(self.samples, 1)?.count;
+        let micro = self.batches.micro as usize;
+        let batches = (0..count)
+            .map(|i| data.batch(self.samples + i * micro as u64, micro))
+            .collect::<Result<Vec<_>>>()?;
+        let valid: usize = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count()).sum();
+        let weight = 1.0 / valid.max(1) as f32;
+        self.grads.begin_step();
+        let mut loss = 0.0;
+        for (i, batch) in batches.iter().enumerate() {
+            loss += self.micro_step(batch, data.seq(), i as u32, weight)?;
+        }
+        let grads = self.grads.finish(&self.rank)?;
+        let samples = micro as u64 * count;
+        // Rates are those of the samples consumed including this step's: the first step already moves.
+        let n = self.samples + samples;
+        let rates = StepRates { lr: self.lr.at(n), weight_decay: self.wd.at(n) };
+        let norm = self.optimizer.step(&self.rank, &self.params, &grads, rates)?;
+        if !loss.is_finite() || !norm.is_finite() {
+            return Err(Error::Diverged { step: self.step + 1, loss, grad_norm: f64::from(norm) });
+        }
+        let tokens: u64 = batches.iter().map(|b| b.tokens.len() as u64).sum();
+        self.step += 1;
+        self.samples = n;
+        self.tokens += tokens;
+        Ok(StepReport { step: self.step, loss, grad_norm: f64::from(norm), lr: rates.lr, tokens, samples })
+    }
+
+    /// Forward and backward of one micro-batch; its part of the loss.
+    fn micro_step(&mut self, batch: &Batch, seq: usize, index: u32, weight: f32) -> Result<f64> {
+        let dropout =
+            (self.dropout > 0.0).then_some(Dropout { p: self.dropout, step: self.step, micro_batch: index });
+        let pass = Pass { dropout, recompute: self.recompute, ..Pass::new(&self.rank, &self.params) };
+        let input =
+            self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
+        let targets = targets(&self.rank, &batch.labels, weight)?;
+        self.grads.begin_micro_batch();
+        let (rows, saved) = self.decoder.forward(&pass, &input, &targets)?;
+        let loss = weighted(&self.rank, &rows, &targets)?;
+        self.decoder.backward(&pass, saved, &input, &mut self.grads)?;
+        Ok(loss)
+    }
+
+    /// Mean loss over `count` micro-batches of `data`, from its first sample on.
+    pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
+        let pass = Pass::new(&self.rank, &self.params);
+        let (mut sum, mut valid) = (0.0, 0usize);
+        for i in 0..count {
+            let batch = data.batch(i * self.batches.micro, self.batches.micro as usize)?;
+            let input = self.decoder.input(
+                &self.rank,
+                &batch.tokens,
+                Some(&batch.positions),
+                layout(&batch, data.seq())?,
+            )?;
+            let targets = targets(&self.rank, &batch.labels, 1.0)?;
+            sum += weighted(&self.rank, &self.decoder.evaluate(&pass, &input, &targets)?, &targets)?;
+            valid += batch.labels.iter().filter(|l| **l != IGNORE).count();
+        }
+        Ok(sum / valid.max(1) as f64)
+    }
+
+    /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.
+    pub fn snapshot(&self) -> Result<Snapshot> {
+        state::snapshot(self)
+    }
+
+    /// Continues from a checkpoint: weights, moments, counters.
+    pub fn restore(&mut self, loaded: &Loaded) -> Result<()> {
+        state::restore(self, loaded)
+    }
+
+    /// Puts a value of every logical tensor in place: `source(name)` gives f32 values in row-major order.
+    pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
+        for (spec, master) in self.params.specs().iter().zip(self.optimizer.masters()) {
+            let mut values = Vec::with_capacity(spec.numel());
+            for part in &spec.parts {
+                values.extend(source(&part.name)?);
+            }
+            self.rank.compute.write_to(master, &values)?;
+        }
+        self.optimizer.publish(&self.rank, &self.params)
+    }
+}
+
+/// A logical tensor on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogicalValues {
+    /// Its name, such as `layers.0.attn.q.weight`.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Row-major.
+    pub values: Vec<f32>,
+}
+
+impl Trainer {
+    /// Gradients of the last step by logical name, before clipping; an error before the first step.
+    pub fn gradients(&self) -> Result<Vec<LogicalValues>> {
+        let grads: Vec<Tensor> =
+            (0..self.params.specs().len()).map(|i| self.grads.get(ParamId(i))).collect::<Result<_, _>>()?;
+        self.logical(&grads)
+    }
+
+    /// Master weights by logical name.
+    pub fn weights(&self) -> Result<Vec<LogicalValues>> {
+        self.logical(self.optimizer.masters())
+    }
+
+    /// f32 tensors, one per parameter, cut into logical ones.
+    fn logical(&self, tensors: &[Tensor]) -> Result<Vec<LogicalValues>> {
+        let mut out = Vec::new();
+        for (spec, tensor) in self.params.specs().iter().zip(tensors) {
+            let values: Vec<f32> = self.rank.compute.download(tensor)?;
+            out.extend(spec.ranges().map(|(part, r)| LogicalValues {
+                name: part.name.clone(),
+                shape: part.shape.clone(),
+                values: values[r].to_vec(),
+            }));
+        }
+        Ok(out)
+    }
+}
+
+/// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
+pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
+    Ok(match &batch.cu_seqlens {
+        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
+        None => Layout::Rows { count: batch.tokens.len() / seq.max(1), len: seq },
+    })
+}
+
+/// Labels and row weights on the device: `weight` where there is a label.
+pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
+    let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
+    Ok(Targets {
+        labels: rank.compute.upload(labels, &[labels.len()], Category::Activations)?,
+        weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
+    })
+}
+
+/// `Σ weight·loss`, on the host.
+pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<f64> {
+    let sum = rank.activation(&[1], DType::F32)?;
+    rank.kernels.dot(&rank.compute, rows, &t.weights, &sum)?;
+    Ok(f64::from(rank.compute.download::<f32>(&sum)?[0]))
+}

@@ -1,0 +1,301 @@
+//! Writing, building, and what damaged files do: an error that names the file, never a panic.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
+
+use std::cell::Cell;
+use std::fs;
+use std::path::Path;
+
+use ferrotron_core::Error;
+use ferrotron_core::data::mt19937::Mt19937;
+use ferrotron_core::data::*;
+
+fn entries(folder: &Path) -> Vec<String> {
+    let names = fs::read_dir(folder).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
+    let mut names: Vec<String> = names.collect();
+    names.sort();
+    names
+}
+
+fn write(prefix: &Path, kind: TokenType, multimodal: bool) {
+    let mut writer = IndexedWriter::create(prefix, kind, multimodal).unwrap();
+    for d in 0..7i64 {
+        for s in 0..=d % 3 {
+            writer.push((0..d * 2 + s).map(|t| (t * 7 + d) % 100), (s % 2) as i8).unwrap();
+        }
+        writer.end_document().unwrap();
+    }
+    writer.finish().unwrap();
+}
+
+#[test]
+fn every_token_type_comes_back() {
+    let folder = tempfile::tempdir().unwrap();
+    for kind in TokenType::ALL {
+        let prefix = folder.path().join(kind.name());
+        let largest: i64 = match kind {
+            TokenType::U8 => 255,
+            TokenType::I8 => 127,
+            TokenType::I16 => i16::MAX.into(),
+            TokenType::U16 => u16::MAX.into(),
+            TokenType::I32 => i32::MAX.into(),
+            TokenType::I64 => i64::MAX,
+            TokenType::F32 => 1 << 24,
+            TokenType::F64 => 1 << 53,
+        };
+        let mut writer = IndexedWriter::create(&prefix, kind, false).unwrap();
+        writer.push([0, 1, largest], 0).unwrap();
+        if let Some(above) = largest.checked_add(1).filter(|_| !kind.is_float()) {
+            let error = writer.push([above], 0).unwrap_err().to_string();
+            assert!(error.contains(&above.to_string()) && error.contains(kind.name()), "{error}");
+        }
+        writer.end_document().unwrap();
+        writer.finish().unwrap();
+        // With or without a suffix.
+        let data = IndexedDataset::open(prefix.with_extension("bin")).unwrap();
+        assert_eq!(data.token_type(), kind);
+        assert_eq!(data.values(0).unwrap(), [0.0, 1.0, largest as f64]);
+        if kind.is_float() {
+            assert!(data.sequence(0).is_err());
+        } else {
+            assert_eq!(data.sequence(0).unwrap(), [0, 1, largest]);
+        }
+        assert!(data.sequence(1).is_err());
+        assert!(data.document(1).is_err());
+        assert!(data.read(0, 2..4, &mut Vec::new()).is_err());
+    }
+    assert_eq!(TokenType::for_vocab(65499), TokenType::U16);
+    assert_eq!(TokenType::for_vocab(65500), TokenType::I32);
+}
+
+#[test]
+fn empty_datasets_and_documents_are_fine() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("empty");
+    IndexedWriter::create(&prefix, TokenType::U16, false).unwrap().finish().unwrap();
+    let data = IndexedDataset::open(&prefix).unwrap();
+    assert!(data.is_empty() && data.documents() == 0 && data.tokens() == 0);
+    let mut writer = IndexedWriter::create(&prefix, TokenType::U16, true).unwrap();
+    writer.end_document().unwrap();
+    writer.push([], 3).unwrap();
+    writer.end_document().unwrap();
+    writer.finish().unwrap();
+    let data = IndexedDataset::open(&prefix).unwrap();
+    assert_eq!((data.documents(), data.len(), data.mode(0).unwrap()), (2, 1, Some(3)));
+}
+
+#[test]
+fn an_unfinished_writer_leaves_the_old_files_and_nothing_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("d");
+    write(&prefix, TokenType::U16, false);
+    let before = (fs::read(folder.path().join("d.bin")).unwrap(), entries(folder.path()));
+    assert_eq!(before.1, ["d.bin", "d.idx"]);
+    let mut writer = IndexedWriter::create(&prefix, TokenType::I32, true).unwrap();
+    // Two writers at once do not meet.
+    let other = IndexedWriter::create(&prefix, TokenType::I32, true).unwrap();
+    writer.push([1, 2, 3], 0).unwrap();
+    drop(writer);
+    drop(other);
+    assert_eq!((fs::read(folder.path().join("d.bin")).unwrap(), entries(folder.path())), before);
+    write(&prefix, TokenType::I32, false);
+    assert_eq!(entries(folder.path()), before.1);
+    assert_eq!(IndexedDataset::open(&prefix).unwrap().token_type(), TokenType::I32);
+}
+
+#[test]
+fn only_like_is_appended_to_like() {
+    let folder = tempfile::tempdir().unwrap();
+    for (name, kind, multimodal) in
+        [("a", TokenType::U16, false), ("b", TokenType::I32, false), ("c", TokenType::U16, true)]
+    {
+        write(&folder.path().join(name), kind, multimodal);
+    }
+    let open = |name: &str| IndexedDataset::open(folder.path().join(name)).unwrap();
+    let mut writer = IndexedWriter::create(folder.path().join("out"), TokenType::U16, false).unwrap();
+    assert!(writer.append(&open("b")).is_err());
+    assert!(writer.append(&open("c")).is_err());
+    writer.append(&open("a")).unwrap();
+    writer.append(&open("a")).unwrap();
+    writer.finish().unwrap();
+    let (one, two) = (open("a"), open("out"));
+    assert_eq!(two.documents(), 2 * one.documents());
+    let n = one.len();
+    assert!((0..2 * n).all(|s| two.sequence(s).unwrap() == one.sequence(s % n).unwrap()));
+}
+
+/// Reads all there is; true when the file was accepted.
+fn survives(prefix: &Path) -> bool {
+    let data = match IndexedDataset::open(prefix) {
+        Ok(data) => data,
+        Err(Error::Damaged { path: file, what }) => {
+            assert!(file.starts_with(prefix.parent().unwrap()) && !what.is_empty());
+            return false;
+        }
+        Err(other) => panic!("{other}"),
+    };
+    for d in 0..data.documents() {
+        for s in data.document(d).unwrap() {
+            assert_eq!(data.values(s).unwrap().len(), data.length(s).unwrap());
+            data.mode(s).unwrap();
+        }
+    }
+    true
+}
+
+#[test]
+fn damaged_files_are_errors() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("d");
+    let mut random = Mt19937::new(20);
+    for (round, kind) in [TokenType::U16, TokenType::I32, TokenType::U8].into_iter().enumerate() {
+        write(&prefix, kind, round == 1);
+        assert!(survives(&prefix));
+        let (bin, idx) = (prefix.with_extension("bin"), prefix.with_extension("idx"));
+        let (good_bin, good_idx) = (fs::read(&bin).unwrap(), fs::read(&idx).unwrap());
+        let data = IndexedDataset::open(&prefix).unwrap();
+        // Header, lengths and pointers; document bounds may move and still rise, modes are free.
+        let strict = 34 + 12 * data.len();
+        // A file with its modes exactly cut off, or bytes where modes would be, is a whole file.
+        let plain = strict + 8 * (data.documents() + 1);
+        let lengths = [plain, plain + data.len()];
+        drop(data);
+        for _ in 0..1500 {
+            let mut bad = good_idx.clone();
+            let mut draw = |n: usize| random.next_u32() as usize % n;
+            let hit_strict = match draw(4) {
+                0 => {
+                    bad.truncate(draw(bad.len()));
+                    !lengths.contains(&bad.len())
+                }
+                1 => {
+                    let extra = 1 + draw(40);
+                    bad.extend((0..extra).map(|_| draw(256) as u8));
+                    !lengths.contains(&bad.len())
+                }
+                2 => {
+                    let at = draw(bad.len());
+                    bad[at] ^= 1 << draw(8);
+                    at < strict
+                }
+                _ => {
+                    let at = draw(bad.len() - 8);
+                    let wild = [0u64, u64::MAX, i64::MAX as u64, 1 << 63, 1 << 40][draw(5)];
+                    let changed = bad[at..at + 8] != wild.to_le_bytes();
+                    bad[at..at + 8].copy_from_slice(&wild.to_le_bytes());
+                    changed && at + 8 <= strict
+                }
+            };
+            fs::write(&idx, &bad).unwrap();
+            let accepted = survives(&prefix);
+            assert!(!(accepted && hit_strict), "a damaged {} was accepted", idx.display());
+        }
+        fs::write(&idx, &good_idx).unwrap();
+        for cut in [0, 1, good_bin.len() - 1] {
+            fs::write(&bin, &good_bin[..cut]).unwrap();
+            assert!(!survives(&prefix));
+        }
+        fs::write(&bin, [&good_bin[..], &[0]].concat()).unwrap();
+        assert!(!survives(&prefix));
+        fs::write(&bin, &good_bin).unwrap();
+        assert!(survives(&prefix));
+    }
+    fs::remove_file(prefix.with_extension("bin")).unwrap();
+    assert!(matches!(IndexedDataset::open(&prefix), Err(Error::Io { .. })));
+    fs::create_dir(prefix.with_extension("bin")).unwrap();
+    assert!(IndexedDataset::open(&prefix).is_err());
+}
+
+#[test]
+fn ids_outside_the_vocabulary_are_errors() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefix = folder.path().join("d");
+    let mut writer = IndexedWriter::create(&prefix, TokenType::I32, false).unwrap();
+    writer.push([1, 2, 3, 70, 5, 6, -4, 8, 9], 0).unwrap();
+    writer.end_document().unwrap();
+    writer.finish().unwrap();
+    let shares = split::parse_split("1").unwrap();
+    let [train, ..] = GptDataset::splits(&prefix, &shares, [None; 3], &GptConfig::new(2, 1, 70)).unwrap();
+    let errors = (0..4).filter_map(|n| train.as_ref().unwrap().batch(n, 1).err());
+    let errors: Vec<String> = errors.map(|e| e.to_string()).collect();
+    assert!(errors.iter().any(|e| e.contains("token 70")), "{errors:?}");
+    assert!(errors.iter().any(|e| e.contains("token -4")), "{errors:?}");
+    let documents = Box::new(vec![vec![1, 2, 300]]);
+    assert!(Packed::new(documents, 4, 70, None).unwrap().batch(0, 1).is_err());
+    assert!(Stream::sequential(vec![1, 2, 300], 2).unwrap().with_vocab(70).is_err());
+    assert!(Stream::sequential(vec![1, 2], 2).is_err());
+}
+
+#[test]
+fn a_blend_of_one_is_repeated_as_needed() {
+    let folder = tempfile::tempdir().unwrap();
+    let prefixes = [folder.path().join("d")];
+    write(&prefixes[0], TokenType::U16, false);
+    let shares = split::parse_split("1").unwrap();
+    let (config, samples) = (GptConfig::new(4, 1, 100), [Some(100), None, None]);
+    let [blend, ..] = Blend::gpt(&prefixes, None, &shares, samples, &config).unwrap();
+    let [plain, ..] = GptDataset::splits(&prefixes[0], &shares, samples, &config).unwrap();
+    let (blend, plain) = (blend.unwrap(), plain.unwrap());
+    assert!(blend.samples() >= 100);
+    assert_eq!(blend.batch(0, 100).unwrap(), plain.batch(0, 100).unwrap());
+    // Several without weights give one epoch each, however many are asked for.
+    let twice = [prefixes[0].clone(), prefixes[0].clone()];
+    let [both, ..] = Blend::gpt(&twice, None, &shares, samples, &config).unwrap();
+    let [one, ..] = GptDataset::splits(&prefixes[0], &shares, [None; 3], &config).unwrap();
+    assert_eq!(both.unwrap().samples(), 2 * one.unwrap().samples());
+    assert!(Blend::gpt(&twice, Some(&[1.0, 1.0]), &shares, [None; 3], &config).is_err());
+    assert!(Blend::gpt(&twice, Some(&[1.0]), &shares, samples, &config).is_err());
+}
+
+fn bytes(text: &str) -> ferrotron_core::Result<Vec<u32>> {
+    Ok(text.bytes().map(u32::from).collect())
+}
+
+#[test]
+fn text_and_json_lines_become_documents() {
+    let folder = tempfile::tempdir().unwrap();
+    let (input, out) = (folder.path().join("in"), folder.path().join("out"));
+    let key = || Format::JsonLines { key: "text".into() };
+    let json = "\u{feff}{\"text\": \"one\", \"id\": 1}\n\n{\"text\": \"\"}\r\n{\"x\": [], \"text\": \"tw\\u00f6\\n\"}";
+    for (content, format, expected, skipped) in [
+        ("one\n\ntw\u{f6}\r\nthree", Format::Text, vec!["one", "tw\u{f6}", "three"], 1),
+        (json, key(), vec!["one", "tw\u{f6}\n"], 2),
+    ] {
+        fs::write(&input, content).unwrap();
+        let told = Cell::new((0, 0));
+        let summary = build(&input, &format, &bytes, Some(256), 257, &out, &|d, t| told.set((d, t))).unwrap();
+        assert_eq!(told.get(), (content.len() as u64, content.len() as u64));
+        assert_eq!((summary.documents, summary.skipped), (expected.len() as u64, skipped));
+        let data = IndexedDataset::open(&out).unwrap();
+        assert_eq!(data.token_type(), TokenType::U16);
+        assert_eq!((data.documents(), data.tokens()), (expected.len(), summary.tokens));
+        for (d, text) in expected.iter().enumerate() {
+            let tokens: Vec<i64> = text.bytes().map(i64::from).chain([256]).collect();
+            assert_eq!(data.sequence(d).unwrap(), tokens);
+        }
+    }
+    let kept = fs::read(out.with_extension("bin")).unwrap();
+    for (content, format, says) in [
+        (&b"ok\n\xff\n"[..], Format::Text, "line 2"),
+        (b"", Format::Text, "no document"),
+        (b"\n\n", Format::Text, "no document"),
+        (b"{\"text\": 1}", key(), "not a string"),
+        (b"{\"text\": \"a\"}\n{\"txet\": \"a\"}", key(), "txet"),
+        (b"{\"text\": \"a\"", key(), "line 1"),
+        (b"[1]", key(), "line 1"),
+    ] {
+        fs::write(&input, content).unwrap();
+        let error = build(&input, &format, &bytes, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
+    fs::write(&input, "a").unwrap();
+    assert!(build(&input, &Format::Text, &bytes, None, 50, &out, &|_, _| {}).is_err());
+    assert!(build(&input, &Format::Text, &bytes, Some(256), 256, &out, &|_, _| {}).is_err());
+    let refuse = |_: &str| Err(Error::Invalid("no".into()));
+    assert!(build(&input, &Format::Text, &refuse, None, 256, &out, &|_, _| {}).is_err());
+    let nowhere = folder.path().join("missing/out");
+    assert!(build(&input, &Format::Text, &bytes, None, 256, &nowhere, &|_, _| {}).is_err());
+    assert!(build(&nowhere, &Format::Text, &bytes, None, 256, &out, &|_, _| {}).is_err());
+    // Failures leave what was there, and no litter.
+    assert_eq!(fs::read(out.with_extension("bin")).unwrap(), kept);
+    assert_eq!(entries(folder.path()), ["in", "out.bin", "out.idx"]);
+}

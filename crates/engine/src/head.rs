@@ -1,0 +1,234 @@
+//! The output matrix and the loss as one module.
+//!
+//! The weight of every row in the final loss is known before forward, so the loss kernel turns the logits into
+//! their gradient where they lie: f32 logits never exist, and backward starts from two products. Where even the
+//! logits of all tokens are too much, rows go through in chunks: forward forms the gradient of the hidden
+//! states chunk by chunk and throws the logits away, and the weight gradient forms them once more.
+
+use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, Split, WeightGrad};
+use ferrotron_kernels::{CrossEntropy, Gemm, Smoothing};
+use ferrotron_tensor::{DType, Result, Tensor};
+
+/// `[tokens, hidden] → logits [tokens, V] → loss`
+pub struct Head {
+    weight: ParamId,
+    vocab: usize,
+    softcap: Option<f32>,
+    /// Targets are softened by this.
+    pub smoothing: Smoothing,
+    /// Rows at a time; all at once if there are no more.
+    pub chunk: usize,
+}
+
+/// Labels and row weights of a batch, on the device.
+#[derive(Clone)]
+pub struct Targets {
+    /// i32 `[tokens]`, [`ferrotron_kernels::IGNORE`] where there is none.
+    pub labels: Tensor,
+    /// f32 `[tokens]`: factor of each row in the loss.
+    pub weights: Tensor,
+}
+
+/// What backward starts from.
+pub enum HeadSaved {
+    /// Gradient of all logits, and the hidden states.
+    Whole {
+        /// `[tokens, V]`
+        dlogits: SavedTensor,
+        /// `[tokens, hidden]`
+        x: SavedTensor,
+    },
+    /// Gradient of the hidden states, and the hidden states.
+    Chunked {
+        /// `[tokens, hidden]`
+        dx: SavedTensor,
+        /// `[tokens, hidden]`
+        x: SavedTensor,
+        /// To form the logits' gradient again.
+        targets: Box<Targets>,
+    },
+}
+
+impl Saved for HeadSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        let (a, b) = match self {
+            HeadSaved::Whole { dlogits, x } => (dlogits, x),
+            HeadSaved::Chunked { dx, x, .. } => (dx, x),
+        };
+        f(a);
+        f(b);
+    }
+}
+
+impl Head {
+    /// Declares `<name>.weight [V, hidden]`, or shares `tied`.
+    pub fn declare(
+        d: &mut Declarations,
+        name: &str,
+        vocab: usize,
+        hidden: usize,
+        tied: Option<ParamId>,
+        softcap: Option<f32>,
+        std: f32,
+    ) -> Result<Head> {
+        let weight = match tied {
+            Some(id) => {
+                d.share(id);
+                id
+            }
+            None => d.declare(vec![Part {
+                name: format!("{name}.weight"),
+                shape: vec![vocab, hidden],
+                init: Init::Normal(std),
+                split: Split::Rows,
+            }])?,
+        };
+        Ok(Head { weight, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX })
+    }
+
+    /// `[tokens, V]` in the type the model computes in.
+    pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
+        self.logits_of(p.rank, p.params.get(self.weight), x)
+    }
+
+    fn logits_of(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
+        let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
+        rank.kernels.gemm(&rank.compute, &g)?;
+        if let Some(cap) = self.softcap {
+            rank.kernels.softcap_forward(&rank.compute, cap, &z)?;
+        }
+        Ok(z)
+    }
+
+    /// Loss of each row f32 `[tokens]` (without weights), and what backward needs if `train`.
+    pub fn loss(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        targets: &Targets,
+        train: bool,
+    ) -> Result<(Tensor, Option<HeadSaved>)> {
+        let tokens = x.shape()[0];
+        let rows = p.rank.activation(&[tokens], DType::F32)?;
+        let x_saved = SavedTensor::activation(x);
+        if tokens <= self.chunk {
+            let dlogits = self.row_loss(p.rank, p.params.get(self.weight), x, targets, &rows, train)?;
+            let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&dlogits), x: x_saved };
+            return Ok((rows, train.then_some(saved)));
+        }
+        let dx = p.empty(if train { x.shape() } else { &[0] })?;
+        for (start, len) in chunks(tokens, self.chunk) {
+            let part = targets.rows(start, len)?;
+            let w = p.params.get(self.weight);
+            let x = x.narrow(0, start, len)?;
+            let d = self.row_loss(p.rank, w, &x, &part, &rows.narrow(0, start, len)?, train)?;
+            if train {
+                product(p.rank, &d, w, &dx.narrow(0, start, len)?)?;
+            }
+        }
+        let saved = HeadSaved::Chunked {
+            dx: SavedTensor::activation(&dx),
+            x: x_saved,
+            targets: Box::new(targets.clone()),
+        };
+        Ok((rows, train.then_some(saved)))
+    }
+
+    /// Logits of some rows, their loss, and (with `train`) their gradient in place.
+    fn row_loss(
+        &self,
+        rank: &Rank,
+        w: &Tensor,
+        x: &Tensor,
+        t: &Targets,
+        rows: &Tensor,
+        train: bool,
+    ) -> Result<Tensor> {
+        let z = self.logits_of(rank, w, x)?;
+        // The derivative of the cap needs the capped logits, which the loss overwrites.
+        let capped = match self.softcap.filter(|_| train) {
+            Some(cap) => {
+                let copy = rank.activation(z.shape(), z.dtype())?;
+                rank.kernels.copy(&rank.compute, &z, &copy)?;
+                Some((cap, copy))
+            }
+            None => None,
+        };
+        let c = CrossEntropy {
+            logits: &z,
+            vocab: self.vocab,
+            labels: &t.labels,
+            weights: &t.weights,
+            smoothing: self.smoothing,
+            loss: rows,
+            gradient: train,
+        };
+        rank.kernels.cross_entropy(&rank.compute, &c)?;
+        if let Some((cap, y)) = capped {
+            rank.kernels.softcap_backward(&rank.compute, cap, &y, &z)?;
+        }
+        Ok(z)
+    }
+
+    /// Gradient of the hidden states.
+    pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
+        match saved {
+            HeadSaved::Whole { dlogits, x } => {
+                let dx = p.empty(x.shape())?;
+                product(p.rank, &dlogits, p.params.get(self.weight), &dx)?;
+                Ok((dx, WeightGrad::product(self.weight, &dlogits, &x)))
+            }
+            HeadSaved::Chunked { dx, x, targets } => {
+                // The weight as it is now: the optimizer may not have run when this does.
+                let w = p.params.get(self.weight).clone();
+                let me = Head {
+                    weight: self.weight,
+                    vocab: self.vocab,
+                    softcap: self.softcap,
+                    smoothing: self.smoothing,
+                    chunk: self.chunk,
+                };
+                let grads = WeightGrad::other(self.weight, move |rank, grad, mut accumulate| {
+                    for (start, len) in chunks(x.shape()[0], me.chunk) {
+                        let x = x.narrow(0, start, len)?;
+                        let rows = rank.activation(&[len], DType::F32)?;
+                        let d = me.row_loss(rank, &w, &x, &targets.rows(start, len)?, &rows, true)?;
+                        let g = Gemm {
+                            a: &d,
+                            trans_a: true,
+                            b: &x,
+                            trans_b: false,
+                            bias: None,
+                            accumulate,
+                            c: grad,
+                        };
+                        rank.kernels.gemm(&rank.compute, &g)?;
+                        accumulate = true;
+                    }
+                    Ok(())
+                });
+                Ok(((*dx).clone(), grads))
+            }
+        }
+    }
+}
+
+impl Targets {
+    fn rows(&self, start: usize, len: usize) -> Result<Targets> {
+        Ok(Targets {
+            labels: self.labels.narrow(0, start, len)?,
+            weights: self.weights.narrow(0, start, len)?,
+        })
+    }
+}
+
+fn chunks(tokens: usize, chunk: usize) -> impl Iterator<Item = (usize, usize)> {
+    (0..tokens).step_by(chunk.max(1)).map(move |start| (start, chunk.max(1).min(tokens - start)))
+}
+
+/// `out = d·w`
+fn product(rank: &Rank, d: &Tensor, w: &Tensor, out: &Tensor) -> Result<()> {
+    let g = Gemm { a: d, trans_a: false, b: w, trans_b: false, bias: None, accumulate: false, c: out };
+    rank.kernels.gemm(&rank.compute, &g)
+}

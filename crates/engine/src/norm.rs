@@ -1,0 +1,150 @@
+//! LayerNorm and RMSNorm as modules.
+
+use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use ferrotron_kernels::{Norm, NormBackward, NormForward};
+use ferrotron_tensor::{DType, Result, Tensor};
+
+/// A norm over the last axis with learned gain (and bias, for LayerNorm).
+pub struct NormLayer {
+    norm: Norm,
+    gamma: ParamId,
+    beta: Option<ParamId>,
+    width: usize,
+}
+
+/// Input and statistics.
+pub struct NormSaved {
+    x: SavedTensor,
+    mean: Option<SavedTensor>,
+    rstd: SavedTensor,
+}
+
+impl Saved for NormSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        f(&mut self.x);
+        self.mean.tensors(f);
+        f(&mut self.rstd);
+    }
+}
+
+impl NormLayer {
+    /// Declares `<name>.weight` and, for LayerNorm, `<name>.bias`.
+    pub fn declare(d: &mut Declarations, name: &str, width: usize, norm: Norm) -> Result<NormLayer> {
+        let gain = if norm.zero_centred { 0.0 } else { 1.0 };
+        let mut vector = |kind: &str, value| {
+            d.declare(vec![Part {
+                name: format!("{name}.{kind}"),
+                shape: vec![width],
+                init: Init::Constant(value),
+                split: Split::Replicated,
+            }])
+        };
+        let gamma = vector("weight", gain)?;
+        let beta = if norm.subtract_mean { Some(vector("bias", 0.0)?) } else { None };
+        Ok(NormLayer { norm, gamma, beta, width })
+    }
+
+    /// Norm of `x [tokens, h]`, or of each head of a `[tokens, heads, d]` view, into `y` of that shape.
+    pub fn forward_into(&self, p: &Pass, x: &Tensor, y: &Tensor) -> Result<NormSaved> {
+        self.run(p, x, y, |k, s, n| k.norm_forward(s, self.norm, n))
+    }
+
+    /// Norm of `x`.
+    pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, NormSaved)> {
+        let y = p.empty(x.shape())?;
+        let saved = self.forward_into(p, x, &y)?;
+        Ok((y, saved))
+    }
+
+    /// `r = x + residual` and the norm of r, in one pass over memory where the device can. Returns (norm, r).
+    pub fn add_forward(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        residual: &Tensor,
+    ) -> Result<(Tensor, Tensor, NormSaved)> {
+        let (y, sum) = (p.empty(x.shape())?, p.empty(x.shape())?);
+        let mut saved = self.run(p, x, &y, |k, s, n| k.add_norm_forward(s, self.norm, residual, &sum, n))?;
+        saved.x = SavedTensor::activation(&sum);
+        Ok((y, sum, saved))
+    }
+
+    /// The output again, from what was saved.
+    pub fn again(&self, p: &Pass, saved: &NormSaved) -> Result<Tensor> {
+        Ok(self.forward(p, &saved.x)?.0)
+    }
+
+    fn run(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        y: &Tensor,
+        kernel: impl FnOnce(
+            &dyn ferrotron_kernels::Kernels,
+            &ferrotron_tensor::Stream,
+            &NormForward,
+        ) -> Result<()>,
+    ) -> Result<NormSaved> {
+        let rows = [x.numel() / self.width.max(1)];
+        let rstd = p.rank.activation(&rows, DType::F32)?;
+        let mean = self.beta.map(|_| p.rank.activation(&rows, DType::F32)).transpose()?;
+        let n = NormForward {
+            x,
+            gamma: p.params.get(self.gamma),
+            beta: self.beta.map(|b| p.params.get(b)),
+            y,
+            mean: mean.as_ref(),
+            rstd: &rstd,
+        };
+        kernel(&*p.rank.kernels, &p.rank.compute, &n)?;
+        Ok(NormSaved {
+            x: SavedTensor::activation(x),
+            mean: mean.as_ref().map(SavedTensor::small),
+            rstd: SavedTensor::small(&rstd),
+        })
+    }
+
+    /// Gradient of the input, plus `residual` (a gradient that reaches the input by another way).
+    pub fn backward(
+        &self,
+        p: &Pass,
+        saved: NormSaved,
+        dy: &Tensor,
+        residual: Option<&Tensor>,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let dx = p.empty(saved.x.shape())?;
+        let grads = self.backward_into(p, saved, dy, residual, &dx)?;
+        Ok((dx, grads))
+    }
+
+    /// The same into memory the caller has.
+    pub fn backward_into(
+        &self,
+        p: &Pass,
+        saved: NormSaved,
+        dy: &Tensor,
+        residual: Option<&Tensor>,
+        dx: &Tensor,
+    ) -> Result<WeightGrad> {
+        let dgamma = p.rank.activation(&[self.width], DType::F32)?;
+        let dbeta = self.beta.map(|_| p.rank.activation(&[self.width], DType::F32)).transpose()?;
+        let n = NormBackward {
+            x: &saved.x,
+            gamma: p.params.get(self.gamma),
+            mean: saved.mean.as_deref(),
+            rstd: &saved.rstd,
+            dy,
+            residual,
+            dx,
+            dgamma: &dgamma,
+            dbeta: dbeta.as_ref(),
+            accumulate: false,
+        };
+        p.rank.kernels.norm_backward(&p.rank.compute, self.norm, &n)?;
+        let grads = WeightGrad::value(self.gamma, dgamma);
+        Ok(match (self.beta, dbeta) {
+            (Some(id), Some(g)) => grads.and(WeightGrad::value(id, g)),
+            _ => grads,
+        })
+    }
+}

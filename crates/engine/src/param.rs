@@ -1,0 +1,167 @@
+//! Parameters declare themselves once: names, shapes, initial values and how they may be split. Everything
+//! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
+
+use crate::Rank;
+use ferrotron_kernels::cpu::random::fill_normal;
+use ferrotron_kernels::philox::RandomStream;
+use ferrotron_tensor::{Category, DType, Result, Tensor, Threads, shape_error};
+
+/// Index of a parameter in its model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ParamId(pub usize);
+
+/// Where initial values come from.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Init {
+    /// Normal with mean 0 and this standard deviation, drawn by (seed, name, element index).
+    Normal(f32),
+    /// All equal.
+    Constant(f32),
+}
+
+/// How tensor-parallel ranks may share a logical tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// Every rank has all of it.
+    Replicated,
+    /// Ranks own ranges of axis 0 (column-parallel weights, vocabulary).
+    Rows,
+    /// Ranks own ranges of axis 1 (row-parallel weights).
+    Columns,
+}
+
+/// One logical tensor: what checkpoints and conversions know.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Part {
+    /// Unique name, such as `layers.3.attn.q.weight`.
+    pub name: String,
+    /// Global shape, without padding.
+    pub shape: Vec<usize>,
+    /// Initial values.
+    pub init: Init,
+    /// How it may be split.
+    pub split: Split,
+}
+
+/// One parameter in memory: its parts joined along axis 0.
+#[derive(Clone, Debug, PartialEq)]
+pub struct ParamSpec {
+    /// Logical tensors, in order.
+    pub parts: Vec<Part>,
+    /// Shape of the whole.
+    pub shape: Vec<usize>,
+    /// Modules that use it: its gradient is ready after that many contributions.
+    pub uses: u32,
+}
+
+impl ParamSpec {
+    /// Elements of the whole.
+    pub fn numel(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Matrices decay, vectors (biases, gains) do not.
+    pub fn decays(&self) -> bool {
+        self.shape.len() > 1
+    }
+
+    /// The parts with their element ranges inside the parameter.
+    pub fn ranges(&self) -> impl Iterator<Item = (&Part, std::ops::Range<usize>)> {
+        self.parts.iter().scan(0, |start, p| {
+            let range = *start..*start + p.shape.iter().product::<usize>();
+            *start = range.end;
+            Some((p, range))
+        })
+    }
+}
+
+/// Collects declarations while a model is put together.
+#[derive(Default)]
+pub struct Declarations {
+    specs: Vec<ParamSpec>,
+}
+
+impl Declarations {
+    /// Declares a parameter made of `parts`, which agree in all axes but the first.
+    pub fn declare(&mut self, parts: Vec<Part>) -> Result<ParamId> {
+        let Some(mut shape) = parts.first().map(|p| p.shape.clone()).filter(|s| !s.is_empty()) else {
+            return shape_error("declare", "a parameter needs a part with at least one axis");
+        };
+        if parts.iter().any(|p| p.shape.len() != shape.len() || p.shape[1..] != shape[1..]) {
+            return shape_error("declare", format!("parts do not stack: {parts:?}"));
+        }
+        shape[0] = parts.iter().map(|p| p.shape[0]).sum();
+        let taken = |name: &str| self.specs.iter().flat_map(|s| &s.parts).any(|p| p.name == name);
+        if let Some(twice) = parts.iter().find(|p| taken(&p.name)) {
+            return shape_error("declare", format!("'{}' is declared twice", twice.name));
+        }
+        self.specs.push(ParamSpec { parts, shape, uses: 1 });
+        Ok(ParamId(self.specs.len() - 1))
+    }
+
+    /// One more module uses a declared parameter.
+    pub fn share(&mut self, id: ParamId) {
+        self.specs[id.0].uses += 1;
+    }
+
+    /// The declarations, in order.
+    pub fn finish(self) -> Vec<ParamSpec> {
+        self.specs
+    }
+}
+
+/// The weights of a model in the type it computes in.
+pub struct Params {
+    specs: Vec<ParamSpec>,
+    values: Vec<Tensor>,
+    dtype: DType,
+}
+
+impl Params {
+    /// Memory for all parameters, contents unspecified.
+    pub fn allocate(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType) -> Result<Params> {
+        let values = specs
+            .iter()
+            .map(|s| Tensor::empty(&rank.compute, &s.shape, dtype, Category::Parameters))
+            .collect::<Result<_>>()?;
+        Ok(Params { specs, values, dtype })
+    }
+
+    /// The type the model computes in.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The weight.
+    pub fn get(&self, id: ParamId) -> &Tensor {
+        &self.values[id.0]
+    }
+
+    /// The declarations.
+    pub fn specs(&self) -> &[ParamSpec] {
+        &self.specs
+    }
+
+    /// All weights in order of declaration.
+    pub fn values(&self) -> &[Tensor] {
+        &self.values
+    }
+
+    /// Number of elements in all.
+    pub fn numel(&self) -> usize {
+        self.specs.iter().map(ParamSpec::numel).sum()
+    }
+}
+
+/// Initial values of elements `range` of a logical tensor, the same under every layout.
+pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
+    match part.init {
+        Init::Constant(c) => vec![c; range.len()],
+        Init::Normal(std) => {
+            let stream = RandomStream::named(seed, &part.name);
+            let mut values = vec![0f32; range.len()];
+            fill_normal(threads, stream, range.start as u64, 0.0, f64::from(std), &mut values);
+            values
+        }
+    }
+}

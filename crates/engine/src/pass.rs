@@ -1,0 +1,102 @@
+//! The surroundings of one forward or backward pass.
+
+use crate::{Params, Rank, Saved, SavedTensor};
+use ferrotron_kernels::DropoutKey;
+use ferrotron_tensor::{DType, Result, Tensor};
+
+/// What modules are given besides their inputs.
+#[derive(Clone, Copy)]
+pub struct Pass<'a> {
+    /// The worker.
+    pub rank: &'a Rank,
+    /// The weights.
+    pub params: &'a Params,
+    /// Random switching-off of activations, in training only.
+    pub dropout: Option<Dropout>,
+    /// What backward recomputes instead of keeping.
+    pub recompute: Recompute,
+}
+
+/// Dropout of one micro-batch.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Dropout {
+    /// Chance that an activation is dropped.
+    pub p: f32,
+    /// Step of the run.
+    pub step: u64,
+    /// Micro-batch of the step.
+    pub micro_batch: u32,
+}
+
+/// Which results are dropped after forward and computed again in backward.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Recompute {
+    /// Everything inside a layer; only its input is kept.
+    pub layer: bool,
+    /// Everything inside the attention block; its input is kept.
+    pub attention: bool,
+    /// Everything inside the MLP; its input is kept.
+    pub mlp: bool,
+    /// The output of the MLP's non-linearity.
+    pub activation: bool,
+    /// Outputs of norms.
+    pub norm: bool,
+}
+
+impl<'a> Pass<'a> {
+    /// A pass without dropout that keeps everything.
+    pub fn new(rank: &'a Rank, params: &'a Params) -> Pass<'a> {
+        Pass { rank, params, dropout: None, recompute: Recompute::default() }
+    }
+
+    /// The type the model computes in.
+    pub fn dtype(&self) -> DType {
+        self.params.dtype()
+    }
+
+    /// New activation memory in the type the model computes in.
+    pub fn empty(&self, shape: &[usize]) -> Result<Tensor> {
+        self.rank.activation(shape, self.dtype())
+    }
+
+    /// Applies dropout at a place of a layer, forward or backward: the mask depends on the place only.
+    pub fn dropout(&self, layer: u32, site: u32, x: Tensor) -> Result<Tensor> {
+        let Some(d) = self.dropout.filter(|d| d.p > 0.0) else { return Ok(x) };
+        let key = DropoutKey { seed: self.rank.seed, step: d.step, micro_batch: d.micro_batch, layer, site };
+        let y = self.rank.activation(x.shape(), x.dtype())?;
+        self.rank.kernels.dropout(&self.rank.compute, d.p, key, &x, &y)?;
+        Ok(y)
+    }
+}
+
+/// What a module keeps: all that backward needs, or its input, from which forward is run again.
+pub enum Keep<S> {
+    /// Everything.
+    Whole(S),
+    /// Only the input.
+    Input(SavedTensor),
+}
+
+impl<S> Keep<S> {
+    /// Drops `saved` for `input` where `recompute` is set.
+    pub fn new(recompute: bool, input: &Tensor, saved: S) -> Keep<S> {
+        if recompute { Keep::Input(SavedTensor::activation(input)) } else { Keep::Whole(saved) }
+    }
+
+    /// What backward needs, running `forward` again if it was dropped.
+    pub fn take(self, forward: impl FnOnce(&Tensor) -> Result<S>) -> Result<S> {
+        match self {
+            Keep::Whole(saved) => Ok(saved),
+            Keep::Input(x) => forward(&x),
+        }
+    }
+}
+
+impl<S: Saved> Saved for Keep<S> {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        match self {
+            Keep::Whole(s) => s.tensors(f),
+            Keep::Input(x) => f(x),
+        }
+    }
+}

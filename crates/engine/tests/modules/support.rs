@@ -1,0 +1,219 @@
+//! Values, twins and comparisons.
+
+use ferrotron_engine::{
+    Declarations, GradBuffer, ParamId, Params, Pass, Rank, Saved, SavedTensor, WeightGrad,
+};
+use ferrotron_tensor::{Category, DType, Tensor, bf16};
+
+/// The types modules compute in.
+pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+
+/// Numbers in (-1, 1) from a seed (SplitMix64).
+pub fn numbers(seed: u64, n: usize) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x5851_f42d_4c95_7f2d;
+    let mut draw = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) as f64 / 2f64.powi(63) - 1.0
+    };
+    (0..n).map(|_| draw()).collect()
+}
+
+/// Values as the type holds them.
+pub fn rounded(dtype: DType, values: Vec<f64>) -> Vec<f64> {
+    let round = |x: f64| match dtype {
+        DType::BF16 => bf16::from_f32(x as f32).to_f64(),
+        _ => f64::from(x as f32),
+    };
+    values.into_iter().map(round).collect()
+}
+
+/// A rank with parameters of random values.
+pub struct Setup {
+    pub rank: Rank,
+    pub params: Params,
+    /// What the parameters hold.
+    pub weights: Vec<Vec<f64>>,
+}
+
+impl Setup {
+    /// Allocates what was declared and fills it with values in (-`size`, `size`).
+    pub fn new(d: Declarations, dtype: DType, seed: u64, size: f64) -> Setup {
+        let rank = Rank::cpu(2, 1).unwrap();
+        let params = Params::allocate(&rank, d.finish(), dtype).unwrap();
+        let draw = |i: usize, n| numbers(seed + i as u64, n).iter().map(|x| x * size).collect();
+        let weights: Vec<Vec<f64>> =
+            params.specs().iter().enumerate().map(|(i, s)| rounded(dtype, draw(i, s.numel()))).collect();
+        for (t, w) in params.values().iter().zip(&weights) {
+            write(&rank, t, w);
+        }
+        Setup { rank, params, weights }
+    }
+
+    pub fn pass(&self) -> Pass<'_> {
+        Pass::new(&self.rank, &self.params)
+    }
+
+    pub fn buffer(&self) -> GradBuffer {
+        GradBuffer::new(self.params.specs())
+    }
+
+    /// Values in the type of the parameters, on the device and as the twin sees them.
+    pub fn input(&self, seed: u64, shape: &[usize]) -> (Tensor, Vec<f64>) {
+        let values = rounded(self.params.dtype(), numbers(seed, shape.iter().product()));
+        (self.upload(&values, shape), values)
+    }
+
+    pub fn upload(&self, values: &[f64], shape: &[usize]) -> Tensor {
+        let t = self.rank.activation(shape, self.params.dtype()).unwrap();
+        write(&self.rank, &t, values);
+        t
+    }
+
+    pub fn integers(&self, values: &[i32]) -> Tensor {
+        self.rank.compute.upload(values, &[values.len()], Category::Activations).unwrap()
+    }
+
+    pub fn host(&self, t: &Tensor) -> Vec<f64> {
+        host(&self.rank, t)
+    }
+
+    /// Runs the work in a fresh buffer and returns every gradient.
+    pub fn gradients(&self, work: WeightGrad) -> Vec<Vec<f64>> {
+        let mut buffer = self.buffer();
+        work.run(&self.rank, &mut buffer).unwrap();
+        self.all(&mut buffer)
+    }
+
+    pub fn all(&self, buffer: &mut GradBuffer) -> Vec<Vec<f64>> {
+        buffer.finish(&self.rank).unwrap().iter().map(|g| self.host(g)).collect()
+    }
+
+    /// Inputs of the twin: `x`, then every parameter.
+    pub fn arrays(&self, x: &[f64]) -> Vec<Vec<f64>> {
+        std::iter::once(x.to_vec()).chain(self.weights.iter().cloned()).collect()
+    }
+
+    /// The name of a gradient for messages; 0 is the input.
+    pub fn name(&self, i: usize) -> String {
+        match i {
+            0 => "input".into(),
+            _ => self.params.specs()[i - 1].parts.iter().map(|p| &*p.name).collect::<Vec<_>>().join("+"),
+        }
+    }
+
+    /// Compares a module with its twin `f(arrays) = y`: output, gradient of the input and of every parameter for
+    /// the output gradient `dy`.
+    pub fn compare(
+        &self,
+        what: &str,
+        f: &dyn Fn(&[Vec<f64>]) -> Vec<f64>,
+        x: &[f64],
+        dy: &[f64],
+        ours: (Vec<f64>, Vec<f64>, Vec<Vec<f64>>),
+    ) {
+        let dtype = self.params.dtype();
+        let at = self.arrays(x);
+        let (y, dx, grads) = ours;
+        close(&format!("{what} {dtype} output"), dtype, &y, &f(&at));
+        let theirs = differences(&|a: &[Vec<f64>]| dot(&f(a), dy), &at);
+        for (i, (ours, theirs)) in std::iter::once(&dx).chain(&grads).zip(&theirs).enumerate() {
+            close(&format!("{what} {dtype} gradient of {}", self.name(i)), dtype, ours, theirs);
+        }
+        assert_eq!(grads.len() + 1, theirs.len(), "{what}");
+    }
+}
+
+pub fn write(rank: &Rank, t: &Tensor, values: &[f64]) {
+    match t.dtype() {
+        DType::F32 => rank.compute.write_to(t, &values.iter().map(|x| *x as f32).collect::<Vec<_>>()),
+        DType::BF16 => {
+            rank.compute.write_to(t, &values.iter().map(|x| bf16::from_f32(*x as f32)).collect::<Vec<_>>())
+        }
+        other => panic!("{other}"),
+    }
+    .unwrap();
+}
+
+pub fn host(rank: &Rank, t: &Tensor) -> Vec<f64> {
+    match t.dtype() {
+        DType::F32 => rank.compute.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
+        DType::BF16 => rank.compute.download::<bf16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect(),
+        other => panic!("{other}"),
+    }
+}
+
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// `∂f/∂a` for every element of every array, by central differences: in f64 good to about ten digits.
+pub fn differences(f: &dyn Fn(&[Vec<f64>]) -> f64, at: &[Vec<f64>]) -> Vec<Vec<f64>> {
+    const H: f64 = 1e-5;
+    let mut a = at.to_vec();
+    let mut out = Vec::with_capacity(at.len());
+    for i in 0..at.len() {
+        let mut row = Vec::with_capacity(at[i].len());
+        for j in 0..at[i].len() {
+            a[i][j] = at[i][j] + H;
+            let up = f(&a);
+            a[i][j] = at[i][j] - H;
+            let down = f(&a);
+            a[i][j] = at[i][j];
+            row.push((up - down) / (2.0 * H));
+        }
+        out.push(row);
+    }
+    out
+}
+
+/// Relative distance (l2) within what the type's rounding explains.
+pub fn close(what: &str, dtype: DType, ours: &[f64], theirs: &[f64]) {
+    assert_eq!(ours.len(), theirs.len(), "{what}");
+    assert!(ours.iter().all(|x| x.is_finite()), "{what}: a value is no number");
+    let apart: Vec<f64> = ours.iter().zip(theirs).map(|(a, b)| a - b).collect();
+    let size = dot(theirs, theirs).sqrt();
+    let relative = dot(&apart, &apart).sqrt() / size.max(1e-3);
+    // A module rounds a handful of times on the way.
+    let most = if dtype == DType::F32 { 3e-6 } else { 1.5e-2 };
+    assert!(relative <= most, "{what}: {relative:.2e} apart, more than {most:.0e}");
+}
+
+/// Moves everything saved to other memory, as an offload engine does, after making the old contents useless where
+/// nobody else can need them. Returns how many tensors there were.
+pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize {
+    let weights: Vec<u64> = params.values().iter().map(Tensor::allocation).collect();
+    let mut count = 0;
+    saved.tensors(&mut |s: &mut SavedTensor| {
+        assert!(!weights.contains(&s.allocation()), "a parameter is saved: {:?}", **s);
+        let copy = match s.dtype() {
+            DType::F32 => rank.compute.upload(
+                &rank.compute.download::<f32>(s).unwrap(),
+                s.shape(),
+                Category::Activations,
+            ),
+            DType::BF16 => rank.compute.upload(
+                &rank.compute.download::<bf16>(s).unwrap(),
+                s.shape(),
+                Category::Activations,
+            ),
+            DType::I32 => rank.compute.upload(
+                &rank.compute.download::<i32>(s).unwrap(),
+                s.shape(),
+                Category::Activations,
+            ),
+            other => panic!("{other}"),
+        };
+        s.replace(copy.unwrap());
+        count += 1;
+    });
+    count
+}
+
+/// The id of the `i`-th declared parameter.
+pub fn id(i: usize) -> ParamId {
+    ParamId(i)
+}

@@ -1,0 +1,97 @@
+//! Scaled dot-product attention that never holds the score matrix.
+
+use ferrotron_tensor::{Result, Stream, Tensor};
+
+/// Where the causal diagonal and windows start when there are more keys than queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Align {
+    /// Query 0 sits at key 0.
+    TopLeft,
+    /// The last query sits at the last key (decoding with a cache).
+    BottomRight,
+}
+
+/// Which scores count, and how they are formed.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Scores {
+    /// Factor on q·k.
+    pub scale: f32,
+    /// `c·tanh(score/c)` before masking.
+    pub softcap: Option<f32>,
+    /// No key after the query.
+    pub causal: bool,
+    /// Meaning of positions when lengths differ.
+    pub align: Align,
+    /// Keys at most this far before the query.
+    pub left: Option<usize>,
+    /// Keys at most this far after it.
+    pub right: Option<usize>,
+}
+
+/// Which tokens see each other.
+#[derive(Clone, Copy)]
+pub enum Sequences<'a> {
+    /// q, k, v are `[batch, tokens, heads, d]` views: each batch entry is one sequence.
+    Batch,
+    /// q, k, v are `[tokens, heads, d]` views; sequence i owns tokens `offsets[i]..offsets[i+1]`.
+    Packed {
+        /// Offsets into the tokens of q, and out.
+        q: &'a [i32],
+        /// Offsets into the tokens of k and v.
+        k: &'a [i32],
+    },
+}
+
+/// Forward: `out = softmax(scores)·v`, `lse = log Σ exp(scores)` (with the sink, where there is one).
+/// Tokens outside all sequences get zeros.
+pub struct AttentionForward<'a> {
+    /// Queries, heads n, width d_qk.
+    pub q: &'a Tensor,
+    /// Keys, heads g (divides n), width d_qk.
+    pub k: &'a Tensor,
+    /// Values, heads g, width d_v.
+    pub v: &'a Tensor,
+    /// f32 `[n]`: one more logit in the denominator.
+    pub sink: Option<&'a Tensor>,
+    /// Heads n, width d_v.
+    pub out: &'a Tensor,
+    /// f32, `[batch, n, tokens]` or `[tokens, n]`.
+    pub lse: &'a Tensor,
+}
+
+/// Backward. `dq`, `dk`, `dv` are overwritten and may interleave in one buffer.
+pub struct AttentionBackward<'a> {
+    /// What the forward pass read and wrote.
+    pub forward: AttentionForward<'a>,
+    /// Gradient of `out`.
+    pub dout: &'a Tensor,
+    /// Gradient of `q`.
+    pub dq: &'a Tensor,
+    /// Gradient of `k`.
+    pub dk: &'a Tensor,
+    /// Gradient of `v`.
+    pub dv: &'a Tensor,
+    /// f32 `[n]`: added to.
+    pub dsink: Option<&'a Tensor>,
+}
+
+/// Attention.
+pub trait AttentionKernels {
+    /// See [`AttentionForward`].
+    fn attention_forward(
+        &self,
+        s: &Stream,
+        scores: &Scores,
+        sequences: Sequences,
+        a: &AttentionForward,
+    ) -> Result<()>;
+
+    /// See [`AttentionBackward`].
+    fn attention_backward(
+        &self,
+        s: &Stream,
+        scores: &Scores,
+        sequences: Sequences,
+        a: &AttentionBackward,
+    ) -> Result<()>;
+}

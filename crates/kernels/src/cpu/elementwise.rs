@@ -1,0 +1,198 @@
+//! Kernels without structure: casts, sums, scaling, soft-capping, copies and transposes.
+
+use super::math::{multiversion_fma, tanh};
+use super::rows::{PIECE, Rows, check_len};
+use super::{Isa, multiversion};
+use ferrotron_tensor::{Element, Float, Result, Threads};
+
+/// `y = x` in another element type, rounded to nearest even.
+pub fn cast<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D]) -> Result<()> {
+    check_len("cast", "y", y.len(), x.len())?;
+    threads.chunks(y, PIECE, &|i, y| {
+        let x = &x[i * PIECE..][..y.len()];
+        if S::DTYPE == D::DTYPE {
+            // Not through f32: keeps every bit of f64, and of NaN.
+            bytemuck::cast_slice_mut::<D, u8>(y).copy_from_slice(bytemuck::cast_slice(x));
+        } else {
+            cast_piece(isa, x, y);
+        }
+    });
+    Ok(())
+}
+
+multiversion! {
+    fn cast_piece<S: Float, D: Float>(x: &[S], y: &mut [D]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = D::from_f32(x.to_f32());
+        }
+    }
+}
+
+/// `y = a + b`
+pub fn add<T: Float>(threads: &Threads, isa: Isa, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
+    check_len("add", "b", b.len(), a.len())?;
+    check_len("add", "y", y.len(), a.len())?;
+    threads.chunks(y, PIECE, &|i, y| {
+        add_piece(isa, &a[i * PIECE..][..y.len()], &b[i * PIECE..][..y.len()], y);
+    });
+    Ok(())
+}
+
+multiversion! {
+    fn add_piece<T: Float>(a: &[T], b: &[T], y: &mut [T]) {
+        for ((y, a), b) in y.iter_mut().zip(a).zip(b) {
+            *y = T::from_f32(a.to_f32() + b.to_f32());
+        }
+    }
+}
+
+/// `y += x`, rounded to the type of `y`: with f32 `y` the accumulation into a main gradient.
+pub fn accumulate<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D]) -> Result<()> {
+    check_len("accumulate", "y", y.len(), x.len())?;
+    threads.chunks(y, PIECE, &|i, y| accumulate_piece(isa, &x[i * PIECE..][..y.len()], y));
+    Ok(())
+}
+
+multiversion! {
+    fn accumulate_piece<S: Float, D: Float>(x: &[S], y: &mut [D]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = D::from_f32(y.to_f32() + x.to_f32());
+        }
+    }
+}
+
+/// `y[r, j] += bias[j]` over dense `[rows, width]`.
+pub fn add_bias<T: Float>(threads: &Threads, isa: Isa, bias: &[T], y: &mut [T]) -> Result<()> {
+    let width = bias.len();
+    check_len("add_bias", "y", y.len(), y.len() / width.max(1) * width)?;
+    let piece = (PIECE / width.max(1)).max(1) * width;
+    threads.chunks(y, piece, &|_, y| {
+        y.chunks_mut(width).for_each(|row| accumulate_piece(isa, bias, row));
+    });
+    Ok(())
+}
+
+/// `x *= factor`
+pub fn scale<T: Float>(threads: &Threads, isa: Isa, x: &mut [T], factor: f32) {
+    threads.chunks(x, PIECE, &|_, x| scale_piece(isa, x, factor));
+}
+
+multiversion! {
+    fn scale_piece<T: Float>(x: &mut [T], factor: f32) {
+        for x in x {
+            *x = T::from_f32(x.to_f32() * factor);
+        }
+    }
+}
+
+/// `x = value`
+pub fn fill<T: Element>(threads: &Threads, x: &mut [T], value: T) {
+    threads.chunks(x, PIECE, &|_, x| x.fill(value));
+}
+
+/// `x = c·tanh(x/c)`, in place.
+pub fn softcap<T: Float>(threads: &Threads, isa: Isa, cap: f32, x: &mut [T]) {
+    threads.chunks(x, PIECE, &|_, x| softcap_piece(isa, cap, x));
+}
+
+multiversion_fma! {
+    fn softcap_piece<F: Fma, T: Float>(cap: f32, x: &mut [T]) {
+        for x in x {
+            *x = T::from_f32(cap * tanh::<F>(x.to_f32() / cap));
+        }
+    }
+}
+
+/// Gradient of [`softcap`], in place: `dy *= 1 − (y/c)²`; y is the output of the forward pass.
+pub fn softcap_backward<T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    cap: f32,
+    y: &[T],
+    dy: &mut [T],
+) -> Result<()> {
+    check_len("softcap_backward", "dy", dy.len(), y.len())?;
+    threads.chunks(dy, PIECE, &|i, dy| softcap_back_piece(isa, cap, &y[i * PIECE..][..dy.len()], dy));
+    Ok(())
+}
+
+multiversion! {
+    fn softcap_back_piece<T: Float>(cap: f32, y: &[T], dy: &mut [T]) {
+        for (dy, y) in dy.iter_mut().zip(y) {
+            let t = y.to_f32() / cap;
+            *dy = T::from_f32(dy.to_f32() * ((1.0 - t) * (1.0 + t)));
+        }
+    }
+}
+
+/// Rows into rows of another layout and element type.
+pub fn cast_rows<S: Float, D: Float>(
+    threads: &Threads,
+    isa: Isa,
+    x: &[S],
+    x_rows: Rows,
+    y: &mut [D],
+    y_rows: Rows,
+) -> Result<()> {
+    x_rows.check("cast_rows", "x", x.len())?;
+    y_rows.check_like("cast_rows", "y", y.len(), &x_rows)?;
+    let grain = x_rows.grain();
+    let mut pieces: Vec<_> = x_rows.cut(x, grain).zip(y_rows.cut_mut(y, grain)).collect();
+    threads.chunks(&mut pieces, 1, &|i, pieces| {
+        for (x, y) in pieces {
+            for row in 0..x_rows.piece(i * grain, grain).count() {
+                cast_piece(isa, x_rows.row(x, row), y_rows.row_mut(y, row));
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Copy rows from one layout into another.
+pub fn copy_rows<T: Element>(
+    threads: &Threads,
+    x: &[T],
+    x_rows: Rows,
+    y: &mut [T],
+    y_rows: Rows,
+) -> Result<()> {
+    x_rows.check("copy_rows", "x", x.len())?;
+    y_rows.check_like("copy_rows", "y", y.len(), &x_rows)?;
+    let grain = x_rows.grain();
+    let mut pieces: Vec<_> = x_rows.cut(x, grain).zip(y_rows.cut_mut(y, grain)).collect();
+    threads.chunks(&mut pieces, 1, &|i, pieces| {
+        for (x, y) in pieces {
+            for row in 0..x_rows.piece(i * grain, grain).count() {
+                y_rows.row_mut(y, row).copy_from_slice(x_rows.row(x, row));
+            }
+        }
+    });
+    Ok(())
+}
+
+/// Side of the square blocks a transpose works in: a cache line of bf16.
+const TILE: usize = 32;
+
+/// `y[j, i] = x[i, j]`: x is `[rows, columns]`, y is `[columns, rows]`, both contiguous.
+pub fn transpose<T: Element>(
+    threads: &Threads,
+    x: &[T],
+    rows: usize,
+    columns: usize,
+    y: &mut [T],
+) -> Result<()> {
+    check_len("transpose", "x", x.len(), rows * columns)?;
+    check_len("transpose", "y", y.len(), rows * columns)?;
+    threads.chunks(y, TILE * rows, &|i, y| {
+        let first = i * TILE;
+        for top in (0..rows).step_by(TILE) {
+            let bottom = (top + TILE).min(rows);
+            for (j, y) in y.chunks_mut(rows).enumerate() {
+                for (row, y) in (top..bottom).zip(&mut y[top..bottom]) {
+                    *y = x[row * columns + first + j];
+                }
+            }
+        }
+    });
+    Ok(())
+}

@@ -1,0 +1,107 @@
+//! Matrix products on the CPU, always accumulated in f32.
+//!
+//! One driver (`driver`) cuts the output into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where
+//! the machine has it (`amx`), otherwise vectors of f32 (`vector`), to which bf16 operands are widened while
+//! they are packed. Every output element is one sum along k in an order that depends on k alone, so the
+//! result is the same bits for any number of threads.
+//!
+//! With AMX, denormal inputs count as zero and denormal sums become zero; all else follows IEEE on every level.
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+mod driver;
+mod plan;
+mod scratch;
+mod store;
+#[cfg(target_arch = "x86_64")]
+pub(crate) mod transpose;
+mod vector;
+
+use super::Isa;
+use ferrotron_tensor::{Float, Threads, bf16};
+
+/// Sizes and layout of a product `C[m, n] = op(A)·op(B)`. All matrices are row-major; leading strides are in
+/// elements and may be larger than a row.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct GemmShape {
+    /// Rows of C.
+    pub m: usize,
+    /// Columns of C.
+    pub n: usize,
+    /// Length of the sums.
+    pub k: usize,
+    /// A is stored as `[k, m]` instead of `[m, k]`.
+    pub trans_a: bool,
+    /// B is stored as `[n, k]` instead of `[k, n]`.
+    pub trans_b: bool,
+    /// Elements from one stored row of A to the next.
+    pub lda: usize,
+    /// Elements from one stored row of B to the next.
+    pub ldb: usize,
+    /// Elements from one row of C to the next.
+    pub ldc: usize,
+}
+
+impl GemmShape {
+    /// Checks that the slices hold what the shape says. The kernels go through pointers, so a wrong length
+    /// must stop here; the tensor layer above refuses it with a proper error before.
+    fn check(&self, a: usize, b: usize, bias: Option<usize>, c: usize) {
+        let fits = |rows: usize, cols: usize, stride: usize, len: usize| {
+            rows == 0 || cols == 0 || (stride >= cols && (rows - 1) * stride + cols <= len)
+        };
+        let swap = |t: bool, r: usize, c: usize| if t { (c, r) } else { (r, c) };
+        let (ar, ac) = swap(self.trans_a, self.m, self.k);
+        let (br, bc) = swap(self.trans_b, self.k, self.n);
+        assert!(fits(ar, ac, self.lda, a), "gemm: A has {a} elements, too few for {self:?}");
+        assert!(fits(br, bc, self.ldb, b), "gemm: B has {b} elements, too few for {self:?}");
+        assert!(fits(self.m, self.n, self.ldc, c), "gemm: C has {c} elements, too few for {self:?}");
+        assert!(
+            bias.is_none_or(|len| len >= self.n),
+            "gemm: bias has {bias:?} elements, too few for {self:?}"
+        );
+    }
+}
+
+/// `C[m, n] = op(A)·op(B)`, plus `bias[n]` on every row where given, plus the old C with `accumulate`, in f32.
+///
+/// With `k == 0` the product is zero. Without `accumulate` the old C is not read. Elements between the rows of
+/// C are left alone.
+///
+/// # Panics
+/// If a slice is shorter than the shape says, or a stride shorter than its row.
+pub fn gemm_f32(
+    threads: &Threads,
+    isa: Isa,
+    shape: GemmShape,
+    a: &[f32],
+    b: &[f32],
+    bias: Option<&[f32]>,
+    accumulate: bool,
+    c: &mut [f32],
+) {
+    shape.check(a.len(), b.len(), bias.map(<[f32]>::len), c.len());
+    vector::run(threads, isa, driver::Job::new(shape, a, b, bias, accumulate, c));
+}
+
+/// As [`gemm_f32`] with bf16 operands; C is bf16 (rounded once, at the end) or f32.
+///
+/// # Panics
+/// If a slice is shorter than the shape says, or a stride shorter than its row.
+pub fn gemm_bf16<C: Float>(
+    threads: &Threads,
+    isa: Isa,
+    shape: GemmShape,
+    a: &[bf16],
+    b: &[bf16],
+    bias: Option<&[bf16]>,
+    accumulate: bool,
+    c: &mut [C],
+) {
+    shape.check(a.len(), b.len(), bias.map(<[bf16]>::len), c.len());
+    let job = driver::Job::new(shape, a, b, bias, accumulate, c);
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Amx => amx::run(threads, job),
+        _ => vector::run(threads, isa, job),
+    }
+}

@@ -1,0 +1,56 @@
+//! How a product is cut. Results do not depend on it: every element is one sum along k, whose order is fixed by
+//! `k_block`, which follows from k alone.
+
+use super::GemmShape;
+use super::driver::TILE;
+
+/// Sizes of the parts of a product.
+pub(super) struct Plan {
+    /// k padded to the unit.
+    pub(super) k: usize,
+    /// k of one block product.
+    pub(super) k_block: usize,
+    /// Pack the right-hand side once for all pieces?
+    pub(super) share: bool,
+    /// Panels worked on at a time, which bounds the memory for shared panels.
+    pub(super) slab: usize,
+    /// k of one piece of packing shared panels.
+    pub(super) pack: usize,
+    /// Rows of a piece.
+    pub(super) rows: usize,
+    /// Panels of a piece.
+    pub(super) panels: usize,
+}
+
+impl Plan {
+    /// `size`: bytes of a packed element; `threads`: how many will share the pieces.
+    pub(super) fn new(shape: &GemmShape, k_unit: usize, k_block: usize, size: usize, threads: usize) -> Plan {
+        // Shared panels are packed ahead, at the price of going through memory when they are many.
+        const SHARE_BYTES: usize = 1 << 20;
+        const SLAB_BYTES: usize = 8 << 20;
+        const PACK_BYTES: usize = 64 << 10;
+        let GemmShape { m, n, trans_b, .. } = *shape;
+        let k = shape.k.next_multiple_of(k_unit);
+        let k_block = k.div_ceil(k.div_ceil(k_block).max(1)).max(1).next_multiple_of(k_unit);
+        let all = n.div_ceil(TILE).max(1);
+        let panel_bytes = (k * TILE * size).max(1);
+        let share = trans_b || all * panel_bytes <= SHARE_BYTES;
+        let slab = if share { (SLAB_BYTES / panel_bytes).clamp(16.min(all), all) } else { all };
+        let pack = (PACK_BYTES / (slab * TILE * size)).max(1).next_multiple_of(TILE);
+
+        // The largest pieces whose sums and panels stay in the second-level cache.
+        let (most_rows, most_panels) = if share { (256, 32) } else { (384, 16) };
+        let even = |len: usize, most: usize| len.div_ceil(len.div_ceil(most).max(1));
+        let (mut rows, mut panels) = (even(m.div_ceil(TILE), most_rows / TILE), even(slab, most_panels));
+        // Then enough of them to share out, as long as each is worth its packing.
+        loop {
+            let pieces = m.div_ceil(rows * TILE) * slab.div_ceil(panels);
+            let big = rows * panels > 64;
+            if pieces >= threads * if big { 2 } else { 1 } || rows * panels <= 8 {
+                break;
+            }
+            if rows >= panels { rows = rows.div_ceil(2) } else { panels = panels.div_ceil(2) }
+        }
+        Plan { k, k_block, share, slab, pack, rows: rows * TILE, panels }
+    }
+}

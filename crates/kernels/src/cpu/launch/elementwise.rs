@@ -1,0 +1,116 @@
+use super::{CpuKernels, floats, rows_of, same_contiguous};
+use crate::cpu::random::{GlobalIndex, dropout};
+use crate::cpu::{elementwise as e, reduce};
+use crate::philox::RandomStream;
+use crate::{DropoutKey, ElementwiseKernels};
+use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, shape_error, write};
+
+impl ElementwiseKernels for CpuKernels {
+    fn add(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
+        same_contiguous("add", &[a, b, out])?;
+        s.launch("add", &[read(a), read(b), write(out)], |l| {
+            floats!("add", a.dtype(), T => e::add::<T>(l.threads(), self.isa, l.slice(0)?, l.slice(1)?, l.slice_mut(2)?))
+        })
+    }
+
+    fn add_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()> {
+        same_contiguous("add_assign", &[x, y])?;
+        s.launch("add_assign", &[write(x), read(y)], |l| {
+            floats!("add_assign", x.dtype(), X => floats!("add_assign", y.dtype(), Y =>
+                e::accumulate::<Y, X>(l.threads(), self.isa, l.slice(1)?, l.slice_mut(0)?)))
+        })
+    }
+
+    fn scale(&self, s: &Stream, x: &Tensor, factor: f32) -> Result<()> {
+        same_contiguous("scale", &[x])?;
+        s.launch("scale", &[write(x)], |l| {
+            floats!("scale", x.dtype(), T => {
+                e::scale::<T>(l.threads(), self.isa, l.slice_mut(0)?, factor);
+                Ok(())
+            })
+        })
+    }
+
+    fn copy(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "copy";
+        if x.dtype() != out.dtype() {
+            same_contiguous(OP, &[x, out])?;
+            return s.launch(OP, &[read(x), write(out)], |l| {
+                let (t, isa) = (l.threads(), self.isa);
+                match (x.dtype(), out.dtype()) {
+                    (DType::F32, DType::BF16) => e::cast::<f32, bf16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::BF16, DType::F32) => e::cast::<bf16, f32>(t, isa, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::F32, DType::F16) => e::cast::<f32, f16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::F16, DType::F32) => e::cast::<f16, f32>(t, isa, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::F16, DType::BF16) => e::cast::<f16, bf16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
+                    (DType::BF16, DType::F16) => e::cast::<bf16, f16>(t, isa, l.slice(0)?, l.slice_mut(1)?),
+                    (found, wanted) => Err(Error::DType { op: OP, found, wanted }),
+                }
+            });
+        }
+        let rows = rows_of(OP, [x, out]);
+        if rows.is_err() && x.rank() > 2 && x.shape() == out.shape() {
+            // More strides than rows can have: one launch for each entry of the first axis.
+            return (0..x.shape()[0]).try_for_each(|i| self.copy(s, &x.select(0, i)?, &out.select(0, i)?));
+        }
+        let [from, to] = rows?;
+        s.launch(OP, &[read(x), write(out)], |l| match x.dtype() {
+            DType::F32 => e::copy_rows::<f32>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
+            DType::BF16 => e::copy_rows::<bf16>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
+            DType::I32 => e::copy_rows::<i32>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
+            found => Err(Error::DType { op: OP, found, wanted: DType::F32 }),
+        })
+    }
+
+    fn column_sum(&self, s: &Stream, x: &Tensor, accumulate: bool, sums: &Tensor) -> Result<()> {
+        const OP: &str = "column_sum";
+        if x.rank() != 2 || sums.shape() != &x.shape()[1..] {
+            return shape_error(OP, format!("{:?} has no columns {:?}", x.shape(), sums.shape()));
+        }
+        let [rows] = rows_of(OP, [x])?;
+        s.launch(OP, &[read(x), write(sums)], |l| {
+            floats!(OP, x.dtype(), T =>
+                reduce::column_sum::<T>(l.threads(), self.isa, l.slice(0)?, rows, l.slice_mut(1)?, accumulate))
+        })
+    }
+
+    fn dot(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
+        same_contiguous("dot", &[a, b])?;
+        s.launch("dot", &[read(a), read(b), write(out)], |l| {
+            let (a, b) = (l.slice::<f32>(0)?, l.slice::<f32>(1)?);
+            // f64 in index order: exact enough that no one need ask, and short.
+            let sum: f64 = a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
+            l.slice_mut::<f32>(2)?[..1].fill(sum as f32);
+            Ok(())
+        })
+    }
+
+    fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor) -> Result<()> {
+        same_contiguous("softcap_forward", &[x])?;
+        s.launch("softcap_forward", &[write(x)], |l| {
+            floats!("softcap_forward", x.dtype(), T => {
+                e::softcap::<T>(l.threads(), self.isa, cap, l.slice_mut(0)?);
+                Ok(())
+            })
+        })
+    }
+
+    fn softcap_backward(&self, s: &Stream, cap: f32, y: &Tensor, dy: &Tensor) -> Result<()> {
+        same_contiguous("softcap_backward", &[y, dy])?;
+        s.launch("softcap_backward", &[read(y), write(dy)], |l| {
+            floats!("softcap_backward", y.dtype(), T =>
+                e::softcap_backward::<T>(l.threads(), self.isa, cap, l.slice(0)?, l.slice_mut(1)?))
+        })
+    }
+
+    fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()> {
+        same_contiguous("dropout", &[x, y])?;
+        let stream = RandomStream::dropout(key);
+        let width = x.shape().last().copied().unwrap_or(1);
+        let index = GlobalIndex { first: 0, row_stride: width as u64 };
+        s.launch("dropout", &[read(x), write(y)], |l| {
+            floats!("dropout", x.dtype(), T =>
+                dropout::<T>(l.threads(), self.isa, p, stream, index, width, l.slice(0)?, l.slice_mut(1)?))
+        })
+    }
+}

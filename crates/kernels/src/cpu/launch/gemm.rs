@@ -1,0 +1,64 @@
+use super::CpuKernels;
+use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f32};
+use crate::{Gemm, GemmKernels};
+use ferrotron_tensor::{DType, Error, Result, Stream, bf16, read, write};
+
+impl GemmKernels for CpuKernels {
+    fn gemm(&self, s: &Stream, g: &Gemm) -> Result<()> {
+        let z = g.sizes()?;
+        let shape = GemmShape {
+            m: z.m,
+            n: z.n,
+            k: z.k,
+            trans_a: g.trans_a,
+            trans_b: g.trans_b,
+            lda: z.lda,
+            ldb: z.ldb,
+            ldc: z.ldc,
+        };
+        let (three, four);
+        let args: &[_] = match g.bias {
+            None => {
+                three = [read(g.a), read(g.b), write(g.c)];
+                &three
+            }
+            Some(bias) => {
+                four = [read(g.a), read(g.b), write(g.c), read(bias)];
+                &four
+            }
+        };
+        // Named by what it is for in a linear layer, so that profiles tell the three apart.
+        let op = match (g.trans_a, g.trans_b) {
+            (false, true) => "gemm (output)",
+            (false, false) => "gemm (input gradient)",
+            (true, false) => "gemm (weight gradient)",
+            (true, true) => "gemm (both transposed)",
+        };
+        s.launch(op, args, |l| {
+            let (t, isa, bias) = (l.threads(), self.isa, g.bias);
+            match (g.a.dtype(), g.c.dtype()) {
+                (DType::F32, _) => gemm_f32(
+                    t,
+                    isa,
+                    shape,
+                    l.slice(0)?,
+                    l.slice(1)?,
+                    bias.map(|_| l.slice(3)).transpose()?,
+                    g.accumulate,
+                    l.slice_mut(2)?,
+                ),
+                (DType::BF16, out) => {
+                    let (a, b) = (l.slice::<bf16>(0)?, l.slice::<bf16>(1)?);
+                    let bias = bias.map(|_| l.slice(3)).transpose()?;
+                    if out == DType::BF16 {
+                        gemm_bf16::<bf16>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                    } else {
+                        gemm_bf16::<f32>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                    }
+                }
+                (found, _) => return Err(Error::DType { op: "gemm", found, wanted: DType::F32 }),
+            }
+            Ok(())
+        })
+    }
+}

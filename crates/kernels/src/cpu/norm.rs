@@ -1,0 +1,289 @@
+//! LayerNorm and RMSNorm, forward, plain and with a residual addition in front. Arithmetic is f32 throughout.
+//!
+//! LayerNorm: `y = (x − µ)·r·g + b`, `r = 1/√(var + eps)`; RMSNorm: `y = x·r·g`, `r = 1/√(mean(x²) + eps)`.
+//! The gain `g` is the weight γ, or `1 + γ` when weights are kept around zero.
+
+use super::math::{LANES, fold};
+use super::rows::{Rows, check_len};
+use super::{Isa, multiversion};
+use ferrotron_tensor::{Float, Result, Threads};
+
+/// What is applied to the normalised row. Weights are `[width]`.
+#[derive(Clone, Copy, Debug)]
+pub struct Affine<'a, W> {
+    /// γ
+    pub gamma: &'a [W],
+    /// β, LayerNorm only.
+    pub beta: Option<&'a [W]>,
+    /// Added to the variance.
+    pub eps: f32,
+    /// The gain is `1 + γ`.
+    pub zero_centred: bool,
+}
+
+impl<W: Float> Affine<'_, W> {
+    /// Gain and bias, widened once for all rows; the 1 is added in f32.
+    fn widen(&self) -> (Vec<f32>, Vec<f32>) {
+        let bias = self.beta.unwrap_or_default().iter().map(|b| b.to_f32()).collect();
+        (gain(self.gamma, self.zero_centred), bias)
+    }
+}
+
+/// The factor on the normalised row.
+pub(super) fn gain<W: Float>(gamma: &[W], zero_centred: bool) -> Vec<f32> {
+    let one = if zero_centred { 1.0 } else { 0.0 };
+    gamma.iter().map(|g| g.to_f32() + one).collect()
+}
+
+/// Rows to read and rows to write, not necessarily laid out alike.
+#[derive(Debug)]
+pub struct InOut<'a, T> {
+    /// Read.
+    pub x: &'a [T],
+    /// Where the rows of `x` are.
+    pub x_rows: Rows,
+    /// Written.
+    pub y: &'a mut [T],
+    /// Where the rows of `y` are.
+    pub y_rows: Rows,
+}
+
+impl<'a, T> InOut<'a, T> {
+    /// Both `[rows, width]`, contiguous.
+    pub fn dense(x: &'a [T], y: &'a mut [T], rows: usize, width: usize) -> InOut<'a, T> {
+        let dense = Rows::dense(rows, width);
+        InOut { x, x_rows: dense, y, y_rows: dense }
+    }
+}
+
+/// LayerNorm of every row; `mean` and `rstd` are f32 `[rows]`, kept for the backward pass.
+pub fn layer_norm<T: Float, W: Float>(
+    threads: &Threads,
+    isa: Isa,
+    io: InOut<'_, T>,
+    affine: Affine<'_, W>,
+    mean: &mut [f32],
+    rstd: &mut [f32],
+) -> Result<()> {
+    check_len("layer_norm", "mean", mean.len(), io.x_rows.count())?;
+    run("layer_norm", threads, isa, true, io, affine, mean, rstd)
+}
+
+/// RMSNorm of every row; `rstd` is f32 `[rows]`, kept for the backward pass.
+pub fn rms_norm<T: Float, W: Float>(
+    threads: &Threads,
+    isa: Isa,
+    io: InOut<'_, T>,
+    affine: Affine<'_, W>,
+    rstd: &mut [f32],
+) -> Result<()> {
+    check_len("rms_norm", "beta", affine.beta.map_or(0, <[W]>::len), 0)?;
+    run("rms_norm", threads, isa, false, io, affine, &mut [], rstd)
+}
+
+fn run<T: Float, W: Float>(
+    op: &'static str,
+    threads: &Threads,
+    isa: Isa,
+    centred: bool,
+    io: InOut<'_, T>,
+    affine: Affine<'_, W>,
+    mean: &mut [f32],
+    rstd: &mut [f32],
+) -> Result<()> {
+    let InOut { x, x_rows, y, y_rows } = io;
+    x_rows.check(op, "x", x.len())?;
+    y_rows.check_like(op, "y", y.len(), &x_rows)?;
+    check_affine(op, &affine, x_rows.width)?;
+    check_len(op, "rstd", rstd.len(), x_rows.count())?;
+    if x_rows.elements() == 0 {
+        return Ok(());
+    }
+    let (gain, bias) = affine.widen();
+    let grain = x_rows.grain();
+    let rows = grain * x_rows.inner;
+    let mut means = mean.chunks_mut(rows);
+    let mut pieces: Vec<_> = x_rows
+        .cut(x, grain)
+        .zip(y_rows.cut_mut(y, grain))
+        .zip(rstd.chunks_mut(rows))
+        .map(|((x, y), rstd)| (x, y, means.next().unwrap_or_default(), rstd))
+        .collect();
+    threads.chunks(&mut pieces, 1, &|_, piece| {
+        for (x, y, mean, rstd) in piece {
+            norm_rows(isa, x, x_rows, &gain, &bias, affine.eps, centred, y, y_rows, mean, rstd);
+        }
+    });
+    Ok(())
+}
+
+fn check_affine<W>(op: &'static str, affine: &Affine<'_, W>, width: usize) -> Result<()> {
+    check_len(op, "gamma", affine.gamma.len(), width)?;
+    affine.beta.map_or(Ok(()), |b| check_len(op, "beta", b.len(), width))
+}
+
+/// The residual stream in and out, all `[rows, width]` contiguous.
+#[derive(Debug)]
+pub struct AddNorm<'a, T> {
+    /// What a block computed.
+    pub x: &'a [T],
+    /// The residual stream before it.
+    pub residual: &'a [T],
+    /// Written: `x + residual`, rounded to the element type.
+    pub sum: &'a mut [T],
+    /// Written: the norm of that rounded sum.
+    pub y: &'a mut [T],
+}
+
+/// `sum = x + residual`, `y = layer_norm(sum)` in one pass; the bits of the two kernels apart.
+pub fn add_layer_norm<T: Float, W: Float>(
+    threads: &Threads,
+    isa: Isa,
+    io: AddNorm<'_, T>,
+    affine: Affine<'_, W>,
+    mean: &mut [f32],
+    rstd: &mut [f32],
+) -> Result<()> {
+    check_len("add_layer_norm", "mean", mean.len(), rstd.len())?;
+    run_add("add_layer_norm", threads, isa, true, io, affine, mean, rstd)
+}
+
+/// `sum = x + residual`, `y = rms_norm(sum)` in one pass; the bits of the two kernels apart.
+pub fn add_rms_norm<T: Float, W: Float>(
+    threads: &Threads,
+    isa: Isa,
+    io: AddNorm<'_, T>,
+    affine: Affine<'_, W>,
+    rstd: &mut [f32],
+) -> Result<()> {
+    check_len("add_rms_norm", "beta", affine.beta.map_or(0, <[W]>::len), 0)?;
+    run_add("add_rms_norm", threads, isa, false, io, affine, &mut [], rstd)
+}
+
+fn run_add<T: Float, W: Float>(
+    op: &'static str,
+    threads: &Threads,
+    isa: Isa,
+    centred: bool,
+    io: AddNorm<'_, T>,
+    affine: Affine<'_, W>,
+    mean: &mut [f32],
+    rstd: &mut [f32],
+) -> Result<()> {
+    let AddNorm { x, residual, sum, y } = io;
+    let all = Rows::dense(rstd.len(), affine.gamma.len());
+    for (name, len) in [("x", x.len()), ("residual", residual.len()), ("sum", sum.len()), ("y", y.len())] {
+        check_len(op, name, len, all.elements())?;
+    }
+    check_affine(op, &affine, all.width)?;
+    if all.elements() == 0 {
+        return Ok(());
+    }
+    let (gain, bias) = affine.widen();
+    let rows = all.grain();
+    let mut means = mean.chunks_mut(rows);
+    let mut pieces: Vec<_> = (all.cut(x, rows).zip(all.cut(residual, rows)))
+        .zip(all.cut_mut(sum, rows).zip(all.cut_mut(y, rows)))
+        .zip(rstd.chunks_mut(rows))
+        .map(|(((x, res), (sum, y)), rstd)| (x, res, sum, y, means.next().unwrap_or_default(), rstd))
+        .collect();
+    threads.chunks(&mut pieces, 1, &|_, piece| {
+        for (x, residual, sum, y, mean, rstd) in piece {
+            add_norm_rows(isa, x, residual, sum, &gain, &bias, affine.eps, centred, y, mean, rstd);
+        }
+    });
+    Ok(())
+}
+
+multiversion! {
+    fn norm_rows<T: Float>(
+        x: &[T], x_rows: Rows, gain: &[f32], bias: &[f32], eps: f32, centred: bool,
+        y: &mut [T], y_rows: Rows, mean: &mut [f32], rstd: &mut [f32],
+    ) {
+        for (i, rstd) in rstd.iter_mut().enumerate() {
+            let (mu, r) =
+                norm_row(x_rows.row(x, i), gain, bias, eps, centred, y_rows.row_mut(y, i));
+            *rstd = r;
+            if let Some(mean) = mean.get_mut(i) {
+                *mean = mu;
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn add_norm_rows<T: Float>(
+        x: &[T], residual: &[T], sum: &mut [T], gain: &[f32], bias: &[f32], eps: f32, centred: bool,
+        y: &mut [T], mean: &mut [f32], rstd: &mut [f32],
+    ) {
+        let rows = Rows::dense(rstd.len(), gain.len());
+        for (i, rstd) in rstd.iter_mut().enumerate() {
+            let sum = rows.row_mut(sum, i);
+            for ((s, x), r) in sum.iter_mut().zip(rows.row(x, i)).zip(rows.row(residual, i)) {
+                *s = T::from_f32(x.to_f32() + r.to_f32());
+            }
+            let (mu, r) = norm_row(sum, gain, bias, eps, centred, rows.row_mut(y, i));
+            *rstd = r;
+            if let Some(mean) = mean.get_mut(i) {
+                *mean = mu;
+            }
+        }
+    }
+}
+
+/// Normalise one row; gives its mean (0 for RMSNorm) and reciprocal deviation.
+#[inline(always)]
+fn norm_row<T: Float>(
+    x: &[T],
+    gain: &[f32],
+    bias: &[f32],
+    eps: f32,
+    centred: bool,
+    y: &mut [T],
+) -> (f32, f32) {
+    let width = x.len() as f32;
+    let mean = if centred { sum(x) / width } else { 0.0 };
+    let r = 1.0 / (sum_squares(x, mean) / width + eps).sqrt();
+    if bias.is_empty() {
+        for ((y, x), g) in y.iter_mut().zip(x).zip(gain) {
+            *y = T::from_f32((x.to_f32() - mean) * r * g);
+        }
+    } else {
+        for (((y, x), g), b) in y.iter_mut().zip(x).zip(gain).zip(bias) {
+            *y = T::from_f32((x.to_f32() - mean) * r * g + b);
+        }
+    }
+    (mean, r)
+}
+
+#[inline(always)]
+fn sum<T: Float>(x: &[T]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (blocks, rest) = x.as_chunks::<LANES>();
+    for block in blocks {
+        for (lane, x) in lanes.iter_mut().zip(block) {
+            *lane += x.to_f32();
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        *lane += x.to_f32();
+    }
+    fold(lanes)
+}
+
+#[inline(always)]
+fn sum_squares<T: Float>(x: &[T], mean: f32) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let (blocks, rest) = x.as_chunks::<LANES>();
+    for block in blocks {
+        for (lane, x) in lanes.iter_mut().zip(block) {
+            let d = x.to_f32() - mean;
+            *lane += d * d;
+        }
+    }
+    for (lane, x) in lanes.iter_mut().zip(rest) {
+        let d = x.to_f32() - mean;
+        *lane += d * d;
+    }
+    fold(lanes)
+}

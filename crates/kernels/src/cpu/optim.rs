@@ -1,0 +1,203 @@
+//! Adam and SGD over lists of tensors: f32 arithmetic on the f32 master, every copy written in the same pass.
+
+use super::optim_list::{Grad, Param, Piece, State, cut, over_master};
+use super::{Isa, multiversion};
+use crate::{Adam, Sgd};
+use ferrotron_tensor::{Float, Result, Threads};
+
+/// One tensor of a step. All parts have one length.
+#[derive(Debug)]
+pub struct UpdateSlices<'a> {
+    /// The parameter.
+    pub param: Param<'a>,
+    /// Its gradient.
+    pub grad: Grad<'a>,
+    /// First moment (Adam) or momentum (SGD).
+    pub first: State<'a>,
+    /// Second moment (Adam), of the type of the first.
+    pub second: State<'a>,
+    /// Learning rate of this tensor.
+    pub lr: f32,
+    /// Weight decay of this tensor.
+    pub weight_decay: f32,
+}
+
+/// Factors of an Adam step that all tensors share.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamFactors {
+    /// β1
+    pub beta1: f32,
+    /// Weight of a new gradient in the first moment.
+    pub new1: f32,
+    /// β2
+    pub beta2: f32,
+    /// Weight of a new squared gradient in the second moment.
+    pub new2: f32,
+    /// Added to the root of the second moment.
+    pub eps: f32,
+    /// `1 − β1ᵗ`
+    pub bias1: f32,
+    /// `1 − β2ᵗ`
+    pub bias2: f32,
+    /// AdamW (decay beside the gradient) or Adam with L2 (decay inside it).
+    pub decoupled: bool,
+    /// Factor on gradients: clipping, loss scale.
+    pub grad_scale: f32,
+}
+
+impl AdamFactors {
+    /// As PyTorch: `1 − β` and `1 − βᵗ` from f64 βs, then rounded. `step` counts from 1.
+    pub fn torch(beta1: f64, beta2: f64, eps: f64, decoupled: bool, step: u64) -> AdamFactors {
+        let step = step as f64;
+        AdamFactors {
+            beta1: beta1 as f32,
+            new1: (1.0 - beta1) as f32,
+            beta2: beta2 as f32,
+            new2: (1.0 - beta2) as f32,
+            eps: eps as f32,
+            bias1: (1.0 - libm::pow(beta1, step)) as f32,
+            bias2: (1.0 - libm::pow(beta2, step)) as f32,
+            decoupled,
+            grad_scale: 1.0,
+        }
+    }
+
+    /// As Transformer Engine: βs are f32 first, `1 − β` is f32 arithmetic, the power is taken in f64.
+    pub fn transformer_engine(adam: Adam, step: u64) -> AdamFactors {
+        let bias = |beta: f32| (1.0 - libm::pow(f64::from(beta), step as f64)) as f32;
+        AdamFactors {
+            beta1: adam.beta1,
+            new1: 1.0 - adam.beta1,
+            beta2: adam.beta2,
+            new2: 1.0 - adam.beta2,
+            eps: adam.eps,
+            bias1: bias(adam.beta1),
+            bias2: bias(adam.beta2),
+            decoupled: adam.decoupled,
+            grad_scale: 1.0,
+        }
+    }
+}
+
+/// One Adam step on every tensor, with `g` the scaled gradient (plus `wd·p` when not decoupled):
+/// `m = β1·m + (1−β1)·g`, `v = β2·v + ((1−β2)·g)·g`, `p −= lr·((m/c1)/(√(v/c2) + ε) [+ wd·p])`.
+pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateSlices<'_>>) -> Result<()> {
+    let mut pieces = cut("adam", list, true)?;
+    threads.chunks(&mut pieces, 1, &|_, pieces| {
+        for Piece { param, grad, first, second, lr, weight_decay } in pieces {
+            let (lr, wd) = (*lr, *weight_decay);
+            over_master(isa, param, |range, p| {
+                let r = range.clone();
+                match (&*grad, &mut *first, &mut *second) {
+                    (Grad::F32(g), State::F32(m), State::F32(v)) => {
+                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                    }
+                    (Grad::Bf16(g), State::F32(m), State::F32(v)) => {
+                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                    }
+                    (Grad::F32(g), State::Bf16(m), State::Bf16(v)) => {
+                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                    }
+                    (Grad::Bf16(g), State::Bf16(m), State::Bf16(v)) => {
+                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                    }
+                    // `cut` let only equal moment types through.
+                    _ => {}
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+multiversion! {
+    fn adam_block<G: Float, M: Float>(
+        f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [M], v: &mut [M],
+    ) {
+        let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
+        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            let g = g.to_f32() * f.grad_scale + inside * *p;
+            let first = f.beta1 * m.to_f32() + f.new1 * g;
+            let second = f.beta2 * v.to_f32() + f.new2 * g * g;
+            *m = M::from_f32(first);
+            *v = M::from_f32(second);
+            let update = first / f.bias1 / ((second / f.bias2).sqrt() + f.eps) + beside * *p;
+            *p -= lr * update;
+        }
+    }
+}
+
+/// One SGD step on every tensor, with `g` the scaled gradient plus `wd·p`:
+/// `b = g` on the first step, `b = µ·b + (1−dampening)·g` later; `p −= lr·b`, or `lr·(g + µ·b)` with nesterov.
+/// Without momentum `first` is [`State::None`] and `p −= lr·g`.
+pub fn sgd(
+    threads: &Threads,
+    isa: Isa,
+    sgd: Sgd,
+    first_step: bool,
+    grad_scale: f32,
+    list: Vec<UpdateSlices<'_>>,
+) -> Result<()> {
+    let mut pieces = cut("sgd", list, false)?;
+    let f = SgdFactors {
+        momentum: if first_step { 0.0 } else { sgd.momentum },
+        new: if first_step { 1.0 } else { 1.0 - sgd.dampening },
+        lead: if sgd.nesterov { 1.0 } else { 0.0 },
+        weight: if sgd.nesterov { sgd.momentum } else { 1.0 },
+        grad_scale,
+    };
+    threads.chunks(&mut pieces, 1, &|_, pieces| {
+        for Piece { param, grad, first, lr, weight_decay, .. } in pieces {
+            let (lr, wd) = (*lr, *weight_decay);
+            over_master(isa, param, |range, p| match (&*grad, &mut *first) {
+                (Grad::F32(g), State::None) => plain_block(isa, lr, wd, grad_scale, p, &g[range]),
+                (Grad::Bf16(g), State::None) => plain_block(isa, lr, wd, grad_scale, p, &g[range]),
+                (Grad::F32(g), State::F32(b)) => {
+                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
+                }
+                (Grad::Bf16(g), State::F32(b)) => {
+                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
+                }
+                (Grad::F32(g), State::Bf16(b)) => {
+                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
+                }
+                (Grad::Bf16(g), State::Bf16(b)) => {
+                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
+                }
+            });
+        }
+    });
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+struct SgdFactors {
+    momentum: f32,
+    new: f32,
+    lead: f32,
+    weight: f32,
+    grad_scale: f32,
+}
+
+multiversion! {
+    fn sgd_block<G: Float, M: Float>(
+        f: SgdFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], b: &mut [M],
+    ) {
+        for ((p, g), b) in p.iter_mut().zip(g).zip(b) {
+            let g = g.to_f32() * f.grad_scale + wd * *p;
+            // On the first step the buffer may hold anything, NaN too.
+            let old = if f.momentum == 0.0 { 0.0 } else { f.momentum * b.to_f32() };
+            let momentum = old + f.new * g;
+            *b = M::from_f32(momentum);
+            *p -= lr * (f.lead * g + f.weight * momentum);
+        }
+    }
+}
+
+multiversion! {
+    fn plain_block<G: Float>(lr: f32, wd: f32, grad_scale: f32, p: &mut [f32], g: &[G]) {
+        for (p, g) in p.iter_mut().zip(g) {
+            *p -= lr * (g.to_f32() * grad_scale + wd * *p);
+        }
+    }
+}

@@ -1,0 +1,218 @@
+//! What an optimizer step works on, cut into pieces, and the two forms a master weight is kept in.
+
+use super::optim::UpdateSlices;
+use super::rows::{PIECE, check_len};
+use super::{Isa, multiversion};
+use ferrotron_tensor::{Float, Result, bf16, shape_error};
+use std::mem::take;
+use std::ops::Range;
+
+/// A parameter: the f32 master and what the model computes with.
+#[derive(Debug)]
+pub enum Param<'a> {
+    /// The model computes with the master.
+    Master(&'a mut [f32]),
+    /// Master and bf16 copy, rounded to nearest even.
+    Copied(&'a mut [f32], &'a mut [bf16]),
+    /// The master is bf16 weight and i16 remainder together ([`split_master`]).
+    Split(&'a mut [bf16], &'a mut [i16]),
+}
+
+/// A gradient.
+#[derive(Clone, Copy, Debug)]
+pub enum Grad<'a> {
+    /// f32
+    F32(&'a [f32]),
+    /// bf16
+    Bf16(&'a [bf16]),
+}
+
+/// A moment of the gradient.
+#[derive(Debug)]
+pub enum State<'a> {
+    /// There is none.
+    None,
+    /// f32
+    F32(&'a mut [f32]),
+    /// bf16: widened on load, rounded to nearest even on store.
+    Bf16(&'a mut [bf16]),
+}
+
+impl<'a> Param<'a> {
+    fn len(&self) -> usize {
+        match self {
+            Param::Master(p) | Param::Copied(p, _) => p.len(),
+            Param::Split(p, _) => p.len(),
+        }
+    }
+
+    fn other_len(&self) -> usize {
+        match self {
+            Param::Master(p) => p.len(),
+            Param::Copied(_, w) => w.len(),
+            Param::Split(_, r) => r.len(),
+        }
+    }
+
+    fn front(&mut self, n: usize) -> Param<'a> {
+        match self {
+            Param::Master(p) => Param::Master(front(p, n)),
+            Param::Copied(p, w) => Param::Copied(front(p, n), front(w, n)),
+            Param::Split(p, r) => Param::Split(front(p, n), front(r, n)),
+        }
+    }
+}
+
+impl<'a> Grad<'a> {
+    fn len(&self) -> usize {
+        match self {
+            Grad::F32(g) => g.len(),
+            Grad::Bf16(g) => g.len(),
+        }
+    }
+
+    fn part(&self, range: Range<usize>) -> Grad<'a> {
+        match self {
+            Grad::F32(g) => Grad::F32(&g[range]),
+            Grad::Bf16(g) => Grad::Bf16(&g[range]),
+        }
+    }
+}
+
+impl<'a> State<'a> {
+    fn len(&self) -> Option<usize> {
+        match self {
+            State::None => None,
+            State::F32(s) => Some(s.len()),
+            State::Bf16(s) => Some(s.len()),
+        }
+    }
+
+    fn front(&mut self, n: usize) -> State<'a> {
+        match self {
+            State::None => State::None,
+            State::F32(s) => State::F32(front(s, n)),
+            State::Bf16(s) => State::Bf16(front(s, n)),
+        }
+    }
+}
+
+/// Cut the first `n` elements off.
+fn front<'a, T>(slice: &mut &'a mut [T], n: usize) -> &'a mut [T] {
+    let (head, tail) = take(slice).split_at_mut(n);
+    *slice = tail;
+    head
+}
+
+/// A piece of one tensor of the list.
+pub(super) struct Piece<'a> {
+    pub param: Param<'a>,
+    pub grad: Grad<'a>,
+    pub first: State<'a>,
+    pub second: State<'a>,
+    pub lr: f32,
+    pub weight_decay: f32,
+}
+
+/// Check the list and cut every tensor into pieces.
+pub(super) fn cut<'a>(
+    op: &'static str,
+    list: Vec<UpdateSlices<'a>>,
+    two_moments: bool,
+) -> Result<Vec<Piece<'a>>> {
+    let mut pieces = Vec::new();
+    for UpdateSlices { mut param, grad, mut first, mut second, lr, weight_decay } in list {
+        let len = param.len();
+        check_len(op, "weight", param.other_len(), len)?;
+        check_len(op, "gradient", grad.len(), len)?;
+        for state in [&first, &second] {
+            check_len(op, "moment", state.len().unwrap_or(len), len)?;
+        }
+        let fits = match (&first, &second) {
+            (State::F32(_), State::F32(_)) | (State::Bf16(_), State::Bf16(_)) => two_moments,
+            (_, State::None) => !two_moments,
+            _ => false,
+        };
+        if !fits {
+            return shape_error(op, "Adam needs two moments of one type, SGD one momentum or none");
+        }
+        for start in (0..len).step_by(PIECE) {
+            let n = PIECE.min(len - start);
+            pieces.push(Piece {
+                param: param.front(n),
+                grad: grad.part(start..start + n),
+                first: first.front(n),
+                second: second.front(n),
+                lr,
+                weight_decay,
+            });
+        }
+    }
+    Ok(pieces)
+}
+
+/// Elements updated at once, so that the copies are made from cache.
+const BLOCK: usize = 2048;
+
+/// Run `update(range, master)` over blocks of a piece, with its other copies read before and written after.
+pub(super) fn over_master(isa: Isa, param: &mut Param<'_>, mut update: impl FnMut(Range<usize>, &mut [f32])) {
+    let len = param.len();
+    let mut scratch = [0f32; BLOCK];
+    for start in (0..len).step_by(BLOCK) {
+        let range = start..(start + BLOCK).min(len);
+        match param {
+            Param::Master(p) => update(range.clone(), &mut p[range]),
+            Param::Copied(p, w) => {
+                update(range.clone(), &mut p[range.clone()]);
+                narrow(isa, &p[range.clone()], &mut w[range]);
+            }
+            Param::Split(high, low) => {
+                let master = &mut scratch[..range.len()];
+                join(isa, &high[range.clone()], &low[range.clone()], master);
+                update(range.clone(), master);
+                split(isa, master, &mut high[range.clone()], &mut low[range]);
+            }
+        }
+    }
+}
+
+multiversion! {
+    fn narrow(p: &[f32], w: &mut [bf16]) {
+        for (w, p) in w.iter_mut().zip(p) {
+            *w = <bf16 as Float>::from_f32(*p);
+        }
+    }
+}
+
+multiversion! {
+    fn join(high: &[bf16], low: &[i16], master: &mut [f32]) {
+        for ((m, h), l) in master.iter_mut().zip(high).zip(low) {
+            *m = join_master(*h, *l);
+        }
+    }
+}
+
+multiversion! {
+    fn split(master: &[f32], high: &mut [bf16], low: &mut [i16]) {
+        for ((m, h), l) in master.iter().zip(high).zip(low) {
+            (*h, *l) = split_master(*m);
+        }
+    }
+}
+
+/// A master weight as the bf16 the model computes with and 16 more bits: together they are the f32 exactly.
+/// The bf16 is the f32 rounded with ties away from zero, so it may differ by one unit from a plain cast.
+#[inline(always)]
+pub fn split_master(master: f32) -> (bf16, i16) {
+    let bits = master.to_bits();
+    let low = bits as u16 as i16;
+    let high = ((bits >> 16) as u16).wrapping_add(u16::from(low < 0));
+    (bf16::from_bits(high), low)
+}
+
+/// The f32 that [`split_master`] split.
+#[inline(always)]
+pub fn join_master(high: bf16, low: i16) -> f32 {
+    let high = high.to_bits().wrapping_sub(u16::from(low < 0));
+    f32::from_bits(u32::from(high) << 16 | u32::from(low as u16))
+}

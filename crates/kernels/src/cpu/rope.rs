@@ -1,0 +1,103 @@
+//! Rotary position embedding, in place on heads. With angle a: `(u, v) → (u·cos a − v·sin a, v·cos a + u·sin a)`.
+
+use super::rows::{Rows, check_len};
+use super::vocab::{Id, check_ids};
+use super::{Isa, multiversion};
+use crate::RopeStyle;
+use ferrotron_tensor::{Float, Result, Threads, shape_error};
+
+/// Rotate the first `2·half` channels of every head of `x` (`heads`: `[tokens, heads, d]`) by the row of
+/// `cos`, `sin` (f32 `[positions, half]`) that `positions` `[tokens]` names. `inverse` rotates back, which is
+/// the backward pass (up to the scaling that cos and sin may carry, which it repeats).
+pub fn rope<T: Float, I: Id>(
+    threads: &Threads,
+    isa: Isa,
+    x: &mut [T],
+    heads: Rows,
+    cos: &[f32],
+    sin: &[f32],
+    half: usize,
+    positions: &[I],
+    style: RopeStyle,
+    inverse: bool,
+) -> Result<()> {
+    heads.check("rope", "x", x.len())?;
+    check_len("rope", "sin", sin.len(), cos.len())?;
+    check_len("rope", "positions", positions.len(), heads.outer)?;
+    if 2 * half > heads.width {
+        return shape_error("rope", format!("{} rotated channels in heads of {}", 2 * half, heads.width));
+    }
+    if half == 0 || heads.elements() == 0 {
+        return Ok(());
+    }
+    check_len("rope", "cos", cos.len(), cos.len() / half * half)?;
+    check_ids(threads, "rope", positions, cos.len() / half, None)?;
+    let grain = heads.grain();
+    let mut pieces: Vec<_> = heads.cut_mut(x, grain).zip(positions.chunks(grain)).collect();
+    threads.chunks(&mut pieces, 1, &|_, pieces| {
+        let mut scratch = vec![0f32; 2 * half];
+        for (x, positions) in pieces {
+            rotate(isa, x, heads, cos, sin, half, positions, style, inverse, &mut scratch);
+        }
+    });
+    Ok(())
+}
+
+multiversion! {
+    fn rotate<T: Float, I: Id>(
+        x: &mut [T], heads: Rows, cos: &[f32], sin: &[f32], half: usize, positions: &[I], style: RopeStyle,
+        inverse: bool, scratch: &mut [f32],
+    ) {
+        let sign = if inverse { -1.0 } else { 1.0 };
+        for (token, position) in positions.iter().enumerate() {
+            let at = (*position).into() as usize * half;
+            let (cos, sin) = (&cos[at..at + half], &sin[at..at + half]);
+            for head in 0..heads.inner {
+                let x = &mut heads.row_mut(x, token * heads.inner + head)[..2 * half];
+                match (style, inverse) {
+                    (RopeStyle::Half, _) => halves(x, half, cos, sin, sign),
+                    (RopeStyle::Interleaved, _) => pairs(x, cos, sin, sign),
+                    (RopeStyle::PairsToHalves, false) => {
+                        pairs(x, cos, sin, sign);
+                        for (s, x) in scratch.iter_mut().zip(&*x) {
+                            *s = x.to_f32();
+                        }
+                        let (first, second) = x.split_at_mut(half);
+                        for ((a, b), pair) in first.iter_mut().zip(second).zip(scratch.chunks_exact(2)) {
+                            (*a, *b) = (T::from_f32(pair[0]), T::from_f32(pair[1]));
+                        }
+                    }
+                    (RopeStyle::PairsToHalves, true) => {
+                        halves(x, half, cos, sin, sign);
+                        for (s, x) in scratch.iter_mut().zip(&*x) {
+                            *s = x.to_f32();
+                        }
+                        let (first, second) = scratch.split_at(half);
+                        for ((a, b), pair) in first.iter().zip(second).zip(x.chunks_exact_mut(2)) {
+                            (pair[0], pair[1]) = (T::from_f32(*a), T::from_f32(*b));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn halves<T: Float>(x: &mut [T], half: usize, cos: &[f32], sin: &[f32], sign: f32) {
+    let (first, second) = x.split_at_mut(half);
+    for (((a, b), c), s) in first.iter_mut().zip(second).zip(cos).zip(sin) {
+        let (u, v, s) = (a.to_f32(), b.to_f32(), sign * s);
+        *a = T::from_f32(u * c - v * s);
+        *b = T::from_f32(v * c + u * s);
+    }
+}
+
+#[inline(always)]
+fn pairs<T: Float>(x: &mut [T], cos: &[f32], sin: &[f32], sign: f32) {
+    for ((pair, c), s) in x.chunks_exact_mut(2).zip(cos).zip(sin) {
+        let (u, v, s) = (pair[0].to_f32(), pair[1].to_f32(), sign * s);
+        pair[0] = T::from_f32(u * c - v * s);
+        pair[1] = T::from_f32(v * c + u * s);
+    }
+}

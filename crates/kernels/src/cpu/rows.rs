@@ -1,0 +1,147 @@
+//! Views of rows inside a larger buffer, and how kernels cut them into pieces.
+
+use ferrotron_tensor::{Result, shape_error};
+
+/// Elements of one piece of work. Fixed, so that results and their bits depend on the problem only.
+pub(crate) const PIECE: usize = 16 * 1024;
+
+/// `outer × inner` rows of `width` contiguous elements, for example `[tokens, heads, head_dim]` cut out of a
+/// fused qkv buffer. Row `(o, i)` starts at `o * outer_stride + i * inner_stride`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Rows {
+    /// Groups of rows (tokens).
+    pub outer: usize,
+    /// Elements from one group to the next; at least what a group spans.
+    pub outer_stride: usize,
+    /// Rows in a group (heads), 1 for plain rows.
+    pub inner: usize,
+    /// Elements from one row of a group to the next; at least `width`.
+    pub inner_stride: usize,
+    /// Elements of a row.
+    pub width: usize,
+}
+
+impl Rows {
+    /// `rows` rows, one after another.
+    pub const fn dense(rows: usize, width: usize) -> Rows {
+        Rows::strided(rows, width, width)
+    }
+
+    /// `rows` rows, `stride` elements apart.
+    pub const fn strided(rows: usize, width: usize, stride: usize) -> Rows {
+        Rows { outer: rows, outer_stride: stride, inner: 1, inner_stride: width, width }
+    }
+
+    /// `[tokens, heads, dim]` with the given strides.
+    pub const fn heads(
+        tokens: usize,
+        token_stride: usize,
+        heads: usize,
+        head_stride: usize,
+        dim: usize,
+    ) -> Rows {
+        Rows {
+            outer: tokens,
+            outer_stride: token_stride,
+            inner: heads,
+            inner_stride: head_stride,
+            width: dim,
+        }
+    }
+
+    /// How many rows.
+    pub const fn count(&self) -> usize {
+        self.outer * self.inner
+    }
+
+    /// How many elements the rows hold.
+    pub const fn elements(&self) -> usize {
+        self.count() * self.width
+    }
+
+    /// Elements from the first of a group to its last.
+    const fn group_span(&self) -> usize {
+        if self.inner == 0 { 0 } else { (self.inner - 1) * self.inner_stride + self.width }
+    }
+
+    /// Elements from the first of the view to its last.
+    pub const fn span(&self) -> usize {
+        if self.elements() == 0 { 0 } else { (self.outer - 1) * self.outer_stride + self.group_span() }
+    }
+
+    /// Rows must not overlap and must lie inside `len` elements.
+    pub(crate) fn check(&self, op: &'static str, name: &str, len: usize) -> Result<()> {
+        let overlap = (self.inner > 1 && self.inner_stride < self.width)
+            || (self.outer > 1 && self.outer_stride < self.group_span());
+        if overlap && self.elements() > 0 {
+            return shape_error(op, format!("rows of {name} overlap: {self:?}"));
+        }
+        if self.span() > len {
+            return shape_error(op, format!("{name} holds {len} elements, its rows need {}", self.span()));
+        }
+        Ok(())
+    }
+
+    /// As [`Rows::check`], and as many rows of the same width as `like`.
+    pub(crate) fn check_like(&self, op: &'static str, name: &str, len: usize, like: &Rows) -> Result<()> {
+        if (self.outer, self.inner, self.width) != (like.outer, like.inner, like.width) {
+            return shape_error(op, format!("{name} is {self:?}, but {like:?} is needed"));
+        }
+        self.check(op, name, len)
+    }
+
+    /// Groups per piece, about [`PIECE`] elements.
+    pub(crate) fn grain(&self) -> usize {
+        (PIECE / (self.inner * self.width).max(1)).max(1)
+    }
+
+    /// The view within a piece of at most `grain` groups starting at group `first`.
+    pub(crate) fn piece(&self, first: usize, grain: usize) -> Rows {
+        Rows { outer: grain.min(self.outer - first), ..*self }
+    }
+
+    fn piece_len(&self, grain: usize) -> usize {
+        grain * self.outer_stride.max(self.group_span()).max(1)
+    }
+
+    /// The data of each piece.
+    pub(crate) fn cut<'a, T>(&self, data: &'a [T], grain: usize) -> std::slice::Chunks<'a, T> {
+        data[..self.span()].chunks(self.piece_len(grain))
+    }
+
+    /// The data of each piece, to write.
+    pub(crate) fn cut_mut<'a, T>(&self, data: &'a mut [T], grain: usize) -> std::slice::ChunksMut<'a, T> {
+        data[..self.span()].chunks_mut(self.piece_len(grain))
+    }
+
+    /// Row `i` of the piece `data`.
+    #[inline(always)]
+    pub(crate) fn row<'a, T>(&self, data: &'a [T], i: usize) -> &'a [T] {
+        let at = self.start(i);
+        &data[at..at + self.width]
+    }
+
+    /// Row `i` of the piece `data`, to write.
+    #[inline(always)]
+    pub(crate) fn row_mut<'a, T>(&self, data: &'a mut [T], i: usize) -> &'a mut [T] {
+        let at = self.start(i);
+        &mut data[at..at + self.width]
+    }
+
+    #[inline(always)]
+    fn start(&self, i: usize) -> usize {
+        if self.inner == 1 {
+            i * self.outer_stride
+        } else {
+            (i / self.inner) * self.outer_stride + (i % self.inner) * self.inner_stride
+        }
+    }
+}
+
+/// A slice must have exactly the length its neighbours ask for.
+pub(crate) fn check_len(op: &'static str, name: &str, found: usize, wanted: usize) -> Result<()> {
+    if found == wanted {
+        return Ok(());
+    }
+    shape_error(op, format!("{name} holds {found} elements, but {wanted} are needed"))
+}

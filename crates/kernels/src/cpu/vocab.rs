@@ -1,0 +1,73 @@
+//! Which columns of the vocabulary are here, and checks of ids.
+
+use super::rows::PIECE;
+use ferrotron_tensor::{Result, Threads, shape_error};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// An integer that names a token, a position or a label: i32 or i64.
+pub trait Id: Copy + Into<i64> + Send + Sync {}
+impl Id for i32 {}
+impl Id for i64 {}
+
+/// The part `start..start + len` of a vocabulary of `total` that is here.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shard {
+    /// First id here.
+    pub start: usize,
+    /// How many are here.
+    pub len: usize,
+    /// How many there are in all.
+    pub total: usize,
+}
+
+impl Shard {
+    /// All of it is here.
+    pub const fn whole(total: usize) -> Shard {
+        Shard { start: 0, len: total, total }
+    }
+
+    /// Where an id is here, if it is.
+    #[inline(always)]
+    pub fn local(&self, id: i64) -> Option<usize> {
+        let at = usize::try_from(id).ok()?.checked_sub(self.start)?;
+        (at < self.len).then_some(at)
+    }
+
+    pub(crate) fn check(&self, op: &'static str) -> Result<()> {
+        if self.start.checked_add(self.len).is_some_and(|end| end <= self.total) {
+            return Ok(());
+        }
+        shape_error(op, format!("{self:?} reaches beyond its total"))
+    }
+}
+
+/// Every id must be in `0..total`, or be `ignore`; the error names the first that is not.
+pub fn check_ids<I: Id>(
+    threads: &Threads,
+    op: &'static str,
+    ids: &[I],
+    total: usize,
+    ignore: Option<i64>,
+) -> Result<()> {
+    let first = AtomicUsize::new(usize::MAX);
+    let bad = |id: &I| {
+        let id = (*id).into();
+        !(0..total as i64).contains(&id) && Some(id) != ignore
+    };
+    threads.ranges(ids.len(), 4 * PIECE, &|range| {
+        if let Some(at) = ids[range.clone()].iter().position(bad) {
+            first.fetch_min(range.start + at, Ordering::Relaxed);
+        }
+    });
+    match ids.get(first.into_inner()) {
+        None => Ok(()),
+        Some(id) => {
+            let at = ids.iter().position(bad).unwrap_or_default();
+            let id: i64 = (*id).into();
+            shape_error(
+                op,
+                format!("id {id} at {at} is outside 0..{total}; is it from another tokenizer or table?"),
+            )
+        }
+    }
+}

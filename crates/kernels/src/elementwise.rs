@@ -1,0 +1,49 @@
+//! Casts, sums and other simple maps.
+
+use ferrotron_tensor::{Result, Stream, Tensor};
+
+/// Key of a dropout mask: what makes two masks different.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DropoutKey {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Step of the run.
+    pub step: u64,
+    /// Micro-batch of the step.
+    pub micro_batch: u32,
+    /// Global layer number.
+    pub layer: u32,
+    /// Place inside the layer.
+    pub site: u32,
+}
+
+/// Simple maps. Shapes are equal unless stated; the last axis is contiguous.
+pub trait ElementwiseKernels {
+    /// `out = a + b`
+    fn add(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()>;
+
+    /// `x += y`
+    fn add_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()>;
+
+    /// `x *= factor`
+    fn scale(&self, s: &Stream, x: &Tensor, factor: f32) -> Result<()>;
+
+    /// `out = x`, converted to the type of `out`. Both may be strided where the types are equal.
+    fn copy(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()>;
+
+    /// `sums[c] (+)= Σ_r x[r, c]` in f32; `x [rows, n]`, `sums [n]`.
+    fn column_sum(&self, s: &Stream, x: &Tensor, accumulate: bool, sums: &Tensor) -> Result<()>;
+
+    /// `out[0] = Σ a·b` over f32 vectors, in a fixed order.
+    fn dot(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()>;
+
+    /// `x = cap·tanh(x/cap)` in place.
+    fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor) -> Result<()>;
+
+    /// `dy *= 1 − (y/cap)²` in place, `y` being the output of the forward pass.
+    fn softcap_backward(&self, s: &Stream, cap: f32, y: &Tensor, dy: &Tensor) -> Result<()>;
+
+    /// `y = x·mask/(1−p)`, the mask drawn from `key` and the element's index. The backward pass is the same
+    /// map on gradients: nothing is saved.
+    fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()>;
+}

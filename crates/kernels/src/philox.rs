@@ -1,0 +1,91 @@
+//! Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011). Value `i` of a stream is a function of the
+//! stream and `i` alone, so every layout of a tensor over ranks draws the same values.
+
+use crate::DropoutKey;
+
+/// Ten rounds of Philox on one counter.
+#[inline(always)]
+pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
+    let ([mut a, mut b, mut c, mut d], [mut k, mut l]) = (counter, key);
+    for _ in 0..10 {
+        let (p, q) = (u64::from(a) * 0xd251_1f53, u64::from(c) * 0xcd9e_8d57);
+        (a, b, c, d) = ((q >> 32) as u32 ^ b ^ k, q as u32, (p >> 32) as u32 ^ d ^ l, p as u32);
+        (k, l) = (k.wrapping_add(0x9e37_79b9), l.wrapping_add(0xbb67_ae85));
+    }
+    [a, b, c, d]
+}
+
+/// Keeps initial values and dropout masks of one seed apart.
+const DOMAIN_INIT: u32 = 0x696e_6974;
+const DOMAIN_DROPOUT: u32 = 0x6472_6f70;
+
+/// A sequence of random words: words `4i..4i+4` are Philox of the counter `(i, lane)` under `key`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RandomStream {
+    /// The key.
+    pub key: [u32; 2],
+    /// The upper half of the counter.
+    pub lane: [u32; 2],
+}
+
+fn halves(x: u64) -> [u32; 2] {
+    [x as u32, (x >> 32) as u32]
+}
+
+impl RandomStream {
+    /// Initial values of the parameter `name`.
+    pub fn named(seed: u64, name: &str) -> RandomStream {
+        let mut state = [halves(name.len() as u64), [DOMAIN_INIT, 0]];
+        let mut key = halves(seed);
+        for block in name.as_bytes().chunks(8).chain([&[][..]]) {
+            let mut bytes = [0u8; 8];
+            bytes[..block.len()].copy_from_slice(block);
+            let word = halves(u64::from_le_bytes(bytes));
+            let counter = [state[0][0] ^ word[0], state[0][1] ^ word[1], state[1][0], state[1][1]];
+            let [a, b, c, d] = philox4x32(counter, key);
+            (key, state) = ([a, b], [[c, d], state[0]]);
+        }
+        RandomStream { key, lane: state[0] }
+    }
+
+    /// The mask of one dropout.
+    pub fn dropout(key: DropoutKey) -> RandomStream {
+        let [step, step_high] = halves(key.step);
+        let [a, b, c, d] = philox4x32([step, step_high, key.micro_batch, key.layer], halves(key.seed));
+        let [a, b, c, d] = philox4x32([c, d, key.site, DOMAIN_DROPOUT], [a, b]);
+        RandomStream { key: [a, b], lane: [c, d] }
+    }
+
+    /// Words `4·block..4·block + 4`.
+    #[inline(always)]
+    pub fn block(&self, block: u64) -> [u32; 4] {
+        philox4x32([block as u32, (block >> 32) as u32, self.lane[0], self.lane[1]], self.key)
+    }
+
+    /// Word `index`.
+    pub fn word(&self, index: u64) -> u32 {
+        self.block(index / 4)[(index % 4) as usize]
+    }
+
+    /// Uniform in `[0, 1)`: a multiple of 2⁻²⁴.
+    pub fn uniform(&self, index: u64) -> f32 {
+        (self.word(index) >> 8) as f32 / 16_777_216.0
+    }
+
+    /// Standard normal, by Box and Muller from the pair of words `index` belongs to. In f64 with `libm`, so
+    /// that every machine draws the same bits.
+    pub fn normal(&self, index: u64) -> f64 {
+        normals(self.block(index / 4))[(index % 4) as usize]
+    }
+}
+
+/// Four normal values from four words.
+pub fn normals(words: [u32; 4]) -> [f64; 4] {
+    let pair = |a: u32, b: u32| {
+        let radius = libm::sqrt(-2.0 * libm::log((f64::from(a) + 1.0) / 4_294_967_296.0));
+        let (sin, cos) = libm::sincos(std::f64::consts::TAU * (f64::from(b) / 4_294_967_296.0));
+        [radius * cos, radius * sin]
+    };
+    let ([a, b], [c, d]) = (pair(words[0], words[1]), pair(words[2], words[3]));
+    [a, b, c, d]
+}

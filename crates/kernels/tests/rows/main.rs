@@ -1,0 +1,18 @@
+//! Row-wise CPU kernels against f64 oracles, on every instruction-set level and thread count, and against
+//! golden vectors.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod activation;
+mod elementwise;
+mod embedding;
+mod golden;
+mod golden_loss;
+mod golden_optim;
+mod golden_rope;
+mod loss;
+mod math;
+mod norm;
+mod optim;
+mod random;
+mod rope;
+mod support;

@@ -1,0 +1,81 @@
+//! Inputs, comparisons and the machines tests run on.
+
+use ferrotron_kernels::cpu::Isa;
+use ferrotron_tensor::{DType, Float, Threads};
+
+/// Pools of one, two and five threads.
+pub fn pools() -> Vec<Threads> {
+    [1, 2, 5].map(|n| Threads::new(n).unwrap()).to_vec()
+}
+
+/// Run on every pool and instruction set; all must give the same bits. Returns them.
+pub fn everywhere<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Threads, Isa) -> R) -> R {
+    let mut results = each_isa(run);
+    let first = results.remove(0);
+    for (level, result) in results.iter().enumerate() {
+        assert!(first == *result, "instruction-set level {}: other bits", level + 1);
+    }
+    first
+}
+
+/// Run on every pool: on one instruction set all must give the same bits. Returns those of each level, which may
+/// differ where one fuses multiply and add.
+pub fn each_isa<R: PartialEq + std::fmt::Debug>(run: impl Fn(&Threads, Isa) -> R) -> Vec<R> {
+    let of = |isa: Isa| {
+        let mut results: Vec<R> = pools().iter().map(|threads| run(threads, isa)).collect();
+        results.push(run(&Threads::new(2).unwrap(), isa));
+        let first = results.remove(0);
+        assert!(results.iter().all(|r| *r == first), "{}: other bits on other threads", isa.name());
+        first
+    };
+    Isa::all().into_iter().map(of).collect()
+}
+
+/// A small generator: splitmix64.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn bits(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    pub fn below(&mut self, n: usize) -> usize {
+        (self.bits() % n as u64) as usize
+    }
+
+    /// Roughly normal.
+    pub fn normal(&mut self) -> f32 {
+        (0..4).map(|_| (self.bits() >> 40) as f32 / (1u64 << 24) as f32 - 0.5).sum::<f32>() * 1.7
+    }
+
+    pub fn vec<T: Float>(&mut self, n: usize, scale: f32) -> Vec<T> {
+        (0..n).map(|_| T::from_f32(self.normal() * scale)).collect()
+    }
+}
+
+pub fn wide<T: Float>(x: &[T]) -> Vec<f64> {
+    x.iter().map(|x| x.to_f64()).collect()
+}
+
+/// Relative rounding error of the type.
+pub fn eps<T: Float>() -> f64 {
+    match T::DTYPE {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F32 => 2f64.powi(-24),
+        other => panic!("{other}"),
+    }
+}
+
+/// `|ours − wanted| <= rounding to T + relative·|wanted| + absolute`, element by element.
+pub fn close<T: Float>(name: &str, ours: &[T], wanted: &[f64], relative: f64, absolute: f64) {
+    assert_eq!(ours.len(), wanted.len(), "{name}: lengths");
+    for (i, (o, w)) in ours.iter().zip(wanted).enumerate() {
+        let (o, room) = (o.to_f64(), (1.001 * eps::<T>() + relative) * w.abs() + absolute);
+        let same = (o.is_nan() && w.is_nan()) || o == *w || (o - w).abs() <= room;
+        assert!(same, "{name}[{i}]: {o} instead of {w}, off by {:e}, allowed {room:e}", (o - w).abs());
+    }
+}

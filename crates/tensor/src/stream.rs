@@ -1,0 +1,285 @@
+//! Streams, events and the one door to memory: [`Stream::launch`].
+
+use crate::checker::{Access, Clock};
+use crate::{Category, DType, Device, Element, Error, Result, Tensor, Threads, shape_error};
+
+/// A queue of work on a device. Work on one stream happens in order; order between streams comes from
+/// [`Stream::record`] and [`Stream::wait`] only.
+#[derive(Clone)]
+pub struct Stream {
+    device: Device,
+    id: u32,
+    name: &'static str,
+}
+
+/// A point in a stream's work that another stream can wait for.
+#[derive(Clone, Debug)]
+pub struct Event {
+    clock: Clock,
+}
+
+/// An argument of a launch and what the kernel does with it.
+#[derive(Clone, Copy)]
+pub struct Arg<'a> {
+    tensor: &'a Tensor,
+    access: Use,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Use {
+    Read,
+    Write,
+}
+
+/// The kernel only reads `t`.
+pub fn read(t: &Tensor) -> Arg<'_> {
+    Arg { tensor: t, access: Use::Read }
+}
+
+/// The kernel writes `t` (and may read it).
+pub fn write(t: &Tensor) -> Arg<'_> {
+    Arg { tensor: t, access: Use::Write }
+}
+
+/// What a running kernel sees of its arguments. Alive only inside the launch.
+pub struct Launch<'a> {
+    op: &'static str,
+    args: &'a [Arg<'a>],
+    threads: &'a Threads,
+    /// Written arguments already given out as slices: one `&mut` each.
+    given: std::cell::Cell<u64>,
+}
+
+impl Stream {
+    pub(crate) fn new(device: Device, id: u32, name: &'static str) -> Stream {
+        Stream { device, id, name }
+    }
+
+    /// The device it belongs to.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    pub(crate) fn id(&self) -> u32 {
+        self.id
+    }
+
+    /// A point after all work given so far.
+    pub fn record(&self) -> Result<Event> {
+        let mut clock = Clock::new();
+        self.device.inner.check(|c| {
+            clock = c.record(self.id);
+            Ok(())
+        })?;
+        Ok(Event { clock })
+    }
+
+    /// Work given from now on happens after `event`. The host does not wait.
+    pub fn wait(&self, event: &Event) -> Result<()> {
+        self.device.inner.check(|c| {
+            c.wait(self.id, &event.clock);
+            Ok(())
+        })
+    }
+
+    /// Runs `kernel` on `args`. Every kernel, copy and collective passes here: the kinds of the arguments say
+    /// what is touched, which gives the checker its facts and the kernel its right to the memory. Arguments
+    /// that are written must not overlap others.
+    pub fn launch<'a>(
+        &'a self,
+        op: &'static str,
+        args: &'a [Arg<'a>],
+        kernel: impl FnOnce(&Launch<'a>) -> Result<()>,
+    ) -> Result<()> {
+        for (i, a) in args.iter().enumerate().filter(|(_, a)| a.access == Use::Write) {
+            let clash = args.iter().enumerate().find(|(j, b)| {
+                i != *j
+                    && std::sync::Arc::ptr_eq(&a.tensor.buffer, &b.tensor.buffer)
+                    && !a.tensor.disjoint(b.tensor)
+            });
+            if let Some((j, _)) = clash {
+                return Err(Error::Overlap { op, a: i, b: j });
+            }
+        }
+        self.device.inner.check(|c| {
+            let time = c.tick(self.id);
+            args.iter().filter(|a| a.tensor.numel() > 0).try_for_each(|a| {
+                let access = Access {
+                    stream: self.id,
+                    stream_name: self.name,
+                    label: op,
+                    write: a.access == Use::Write,
+                    bytes: a.tensor.byte_range(),
+                    buffer: a.tensor.buffer.id,
+                    time,
+                };
+                c.access(a.tensor.buffer.block_id(), access)
+            })
+        })?;
+        let _borrow = Borrow::take(op, args)?;
+        let launch = Launch { op, args, threads: &self.device.inner.threads, given: Default::default() };
+        self.device.inner.timed(op, || kernel(&launch))
+    }
+
+    /// Copies host values into a new tensor.
+    pub fn upload<T: Element>(&self, values: &[T], shape: &[usize], category: Category) -> Result<Tensor> {
+        let t = Tensor::empty(self, shape, T::DTYPE, category)?;
+        self.write_to(&t, values)?;
+        Ok(t)
+    }
+
+    /// Copies host values into a contiguous tensor.
+    pub fn write_to<T: Element>(&self, t: &Tensor, values: &[T]) -> Result<()> {
+        if !t.is_contiguous() || t.numel() != values.len() {
+            return shape_error("upload", format!("{} values into {:?}", values.len(), t));
+        }
+        let args = [write(t)];
+        self.launch("upload", &args, |l| {
+            l.slice_mut::<T>(0)?.copy_from_slice(values);
+            Ok(())
+        })
+    }
+
+    /// Copies a tensor to the host, in row-major order whatever its strides, and waits for it.
+    pub fn download<T: Element>(&self, t: &Tensor) -> Result<Vec<T>> {
+        let args = [read(t)];
+        let mut out = Vec::with_capacity(t.numel());
+        self.launch("download", &args, |l| {
+            let data = l.slice::<T>(0)?;
+            gather(data, t.shape(), t.strides(), &mut out);
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    /// A new tensor of zeros.
+    pub fn zeros(&self, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
+        let t = Tensor::empty(self, shape, dtype, category)?;
+        self.zero(&t)?;
+        Ok(t)
+    }
+
+    /// Sets all bytes of a contiguous tensor to zero.
+    pub fn zero(&self, t: &Tensor) -> Result<()> {
+        let bytes = t.as_bytes()?;
+        self.launch("zero", &[write(&bytes)], |l| {
+            l.slice_mut::<u8>(0)?.fill(0);
+            Ok(())
+        })
+    }
+}
+
+fn gather<T: Copy>(data: &[T], shape: &[usize], strides: &[usize], out: &mut Vec<T>) {
+    match (shape, strides) {
+        ([n], [1]) => out.extend_from_slice(&data[..*n]),
+        ([n, rest @ ..], [s, inner @ ..]) => {
+            (0..*n).filter(|_| !rest.contains(&0)).for_each(|i| gather(&data[i * s..], rest, inner, out));
+        }
+        _ => out.push(data[0]),
+    }
+}
+
+impl<'a> Launch<'a> {
+    /// The name of the kernel.
+    pub fn op(&self) -> &'static str {
+        self.op
+    }
+
+    /// The compute pool.
+    pub fn threads(&self) -> &'a Threads {
+        self.threads
+    }
+
+    /// Elements of argument `i` from its first to its last, gaps of a strided view included.
+    pub fn slice<T: Element>(&self, i: usize) -> Result<&'a [T]> {
+        let (ptr, len) = self.pointer::<T>(i)?;
+        if self.args[i].access == Use::Write {
+            return shape_error(self.op, format!("argument {i} is written; take it as slice_mut"));
+        }
+        // SAFETY: `pointer` checked the type and the bounds; blocks are initialised and aligned; no other
+        // thread writes the buffer (borrow count), and no argument of this launch that overlaps is written.
+        Ok(unsafe { std::slice::from_raw_parts(ptr, len) })
+    }
+
+    /// The same for an argument declared written. Refused where another argument lies in the gaps of this
+    /// one (interleaved views): such kernels use [`Launch::pointer_mut`] and touch their own elements only.
+    pub fn slice_mut<T: Element>(&self, i: usize) -> Result<&'a mut [T]> {
+        let (ptr, len) = self.pointer_mut::<T>(i)?;
+        let bit = 1u64.checked_shl(i as u32).unwrap_or(0);
+        if self.given.replace(self.given.get() | bit) & bit != 0 || bit == 0 {
+            return shape_error(self.op, format!("argument {i} was taken before"));
+        }
+        let mine = self.args[i].tensor;
+        let (a, gaps) = (mine.byte_range(), !mine.is_contiguous());
+        let other = self.args.iter().enumerate().find(|(j, b)| {
+            let r = b.tensor.byte_range();
+            *j != i
+                && std::sync::Arc::ptr_eq(&mine.buffer, &b.tensor.buffer)
+                && a.start < r.end
+                && r.start < a.end
+        });
+        if let (Some((j, _)), true) = (other, gaps) {
+            return Err(Error::Overlap { op: self.op, a: i, b: j });
+        }
+        // SAFETY: type and bounds checked by `pointer`; the launch holds the buffer exclusively and no other
+        // argument reaches into this range, and it is given out once.
+        Ok(unsafe { std::slice::from_raw_parts_mut(ptr, len) })
+    }
+
+    /// Address and element count (first to last) of an argument declared written.
+    pub fn pointer_mut<T: Element>(&self, i: usize) -> Result<(*mut T, usize)> {
+        if self.args.get(i).is_none_or(|a| a.access != Use::Write) {
+            return shape_error(self.op, format!("argument {i} is not declared written"));
+        }
+        self.pointer(i)
+    }
+
+    fn pointer<T: Element>(&self, i: usize) -> Result<(*mut T, usize)> {
+        let Some(Arg { tensor, .. }) = self.args.get(i) else {
+            return shape_error(self.op, format!("there is no argument {i}"));
+        };
+        if tensor.dtype() != T::DTYPE {
+            return Err(Error::DType { op: self.op, found: tensor.dtype(), wanted: T::DTYPE });
+        }
+        let range = tensor.byte_range();
+        if range.end > tensor.buffer.bytes {
+            return shape_error(self.op, format!("argument {i} {tensor:?} reaches past its buffer"));
+        }
+        // SAFETY: the range lies inside the buffer's block.
+        Ok((unsafe { tensor.buffer.ptr().add(range.start) }.cast(), tensor.span()))
+    }
+}
+
+/// Holds the borrow of every distinct buffer of a launch.
+struct Borrow<'a> {
+    held: Vec<(&'a Tensor, bool)>,
+}
+
+impl<'a> Borrow<'a> {
+    fn take(op: &'static str, args: &'a [Arg<'a>]) -> Result<Borrow<'a>> {
+        let mut borrow = Borrow { held: Vec::with_capacity(args.len()) };
+        for (i, a) in args.iter().enumerate() {
+            let same = |b: &Arg| std::sync::Arc::ptr_eq(&a.tensor.buffer, &b.tensor.buffer);
+            if args[..i].iter().any(same) {
+                continue;
+            }
+            let writes = args[i..].iter().any(|b| same(b) && b.access == Use::Write);
+            if !a.tensor.buffer.try_borrow(writes) {
+                return Err(Error::Race(format!(
+                    "'{op}' uses argument {i} {:?} while another thread is inside a kernel that writes it",
+                    a.tensor
+                )));
+            }
+            borrow.held.push((a.tensor, writes));
+        }
+        Ok(borrow)
+    }
+}
+
+impl Drop for Borrow<'_> {
+    fn drop(&mut self) {
+        for (t, writes) in &self.held {
+            t.buffer.release(*writes);
+        }
+    }
+}

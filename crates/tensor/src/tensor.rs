@@ -1,0 +1,231 @@
+//! Tensors: cheap handles to a part of a buffer.
+
+use crate::buffer::Buffer;
+use crate::shape::Dims;
+use crate::{Category, DType, Device, Result, Stream, shape_error};
+use std::sync::Arc;
+
+/// A strided view of a shared buffer. Cloning and slicing share memory; kernels read and write it only
+/// through [`Stream::launch`].
+#[derive(Clone)]
+pub struct Tensor {
+    pub(crate) buffer: Arc<Buffer>,
+    /// In elements.
+    pub(crate) offset: usize,
+    shape: Dims,
+    strides: Dims,
+    dtype: DType,
+}
+
+impl Tensor {
+    /// New memory on `stream`, contents unspecified. Memory is handed on within a stream, so the tensor must
+    /// be last used on that stream, or on one that `stream` has waited for.
+    pub fn empty(stream: &Stream, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
+        let shape = Dims::new(shape)?;
+        let Some(bytes) = shape
+            .iter()
+            .try_fold(dtype.size(), |n, d| n.checked_mul(*d))
+            .filter(|b| *b <= isize::MAX as usize)
+        else {
+            return shape_error("allocate", format!("{shape:?} {dtype} is larger than the address space"));
+        };
+        let buffer = Buffer::new(&stream.device().inner, stream.id(), bytes, category)?;
+        Ok(Tensor { buffer: Arc::new(buffer), offset: 0, shape, strides: shape.row_major(), dtype })
+    }
+
+    /// Sizes of the axes.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Steps of the axes, in elements.
+    pub fn strides(&self) -> &[usize] {
+        &self.strides
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Number of elements.
+    pub fn numel(&self) -> usize {
+        self.shape.product()
+    }
+
+    /// Bytes of the elements.
+    pub fn bytes(&self) -> usize {
+        self.numel() * self.dtype.size()
+    }
+
+    /// Number of axes.
+    pub fn rank(&self) -> usize {
+        self.shape.len()
+    }
+
+    /// Where it lives.
+    pub fn device(&self) -> Device {
+        Device { inner: self.buffer.device.clone() }
+    }
+
+    /// Identity of the memory: views of one allocation have one id.
+    pub fn allocation(&self) -> u64 {
+        self.buffer.id
+    }
+
+    /// Are the elements back to back in row-major order?
+    pub fn is_contiguous(&self) -> bool {
+        let want = self.shape.row_major();
+        self.numel() == 0 || (0..self.rank()).all(|a| self.shape[a] == 1 || self.strides[a] == want[a])
+    }
+
+    /// Part `start..start+len` of one axis.
+    pub fn narrow(&self, axis: usize, start: usize, len: usize) -> Result<Tensor> {
+        if axis >= self.rank() || start.checked_add(len).is_none_or(|end| end > self.shape[axis]) {
+            return shape_error("narrow", format!("{start}+{len} on axis {axis} of {:?}", self.shape));
+        }
+        let mut t = self.clone();
+        t.offset += start * self.strides[axis];
+        t.shape[axis] = len;
+        Ok(t)
+    }
+
+    /// Entry `index` of one axis, which disappears.
+    pub fn select(&self, axis: usize, index: usize) -> Result<Tensor> {
+        let mut t = self.narrow(axis, index, 1)?;
+        (t.shape, t.strides) = (t.shape.remove(axis), t.strides.remove(axis));
+        Ok(t)
+    }
+
+    /// The same elements under another shape, without moving them. Works where each new axis is a part of
+    /// one old axis or joins old axes that lie back to back.
+    pub fn view(&self, shape: &[usize]) -> Result<Tensor> {
+        let new = Dims::new(shape)?;
+        if new.product() != self.numel() {
+            return shape_error("view", format!("{:?} has not the elements of {new:?}", self.shape));
+        }
+        let strides = if self.is_contiguous() {
+            Some(new.row_major())
+        } else {
+            restride(&self.shape, &self.strides, &new)
+        };
+        match strides {
+            Some(strides) => Ok(Tensor { shape: new, strides, ..self.clone() }),
+            None => shape_error(
+                "view",
+                format!(
+                    "{:?} with strides {:?} can't be seen as {new:?}; copy it first",
+                    self.shape, self.strides
+                ),
+            ),
+        }
+    }
+
+    /// Two axes swapped, without moving anything.
+    pub fn transpose(&self, a: usize, b: usize) -> Result<Tensor> {
+        if a.max(b) >= self.rank() {
+            return shape_error("transpose", format!("axes {a}, {b} of {:?}", self.shape));
+        }
+        let mut t = self.clone();
+        t.shape.swap(a, b);
+        t.strides.swap(a, b);
+        Ok(t)
+    }
+
+    /// The memory as bytes: a flat u8 view of a contiguous tensor.
+    pub fn as_bytes(&self) -> Result<Tensor> {
+        if !self.is_contiguous() {
+            return shape_error("as_bytes", format!("{:?} is not contiguous", self.shape));
+        }
+        let shape = Dims::new(&[self.bytes()])?;
+        let offset = self.offset * self.dtype.size();
+        Ok(Tensor {
+            offset,
+            shape,
+            strides: shape.row_major(),
+            dtype: DType::U8,
+            buffer: self.buffer.clone(),
+        })
+    }
+
+    /// Elements from the first to the last touched, gaps included.
+    pub(crate) fn span(&self) -> usize {
+        if self.numel() == 0 {
+            return 0;
+        }
+        1 + self.shape.iter().zip(self.strides.iter()).map(|(n, s)| (n - 1) * s).sum::<usize>()
+    }
+
+    /// Bytes of the buffer from the first to past the last touched.
+    pub(crate) fn byte_range(&self) -> std::ops::Range<usize> {
+        let size = self.dtype.size();
+        self.offset * size..(self.offset + self.span()) * size
+    }
+
+    /// Do two views of one buffer touch no common element? Exact for columns of one matrix and heads of one
+    /// projection, however many axes lead to them; cautious otherwise.
+    pub(crate) fn disjoint(&self, other: &Tensor) -> bool {
+        let (a, b) = (self.byte_range(), other.byte_range());
+        if a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start {
+            return true;
+        }
+        // Modulo a step that divides all larger ones, a view covers one range; the ranges may lie apart.
+        self.dtype == other.dtype
+            && self.strides.iter().any(|step| match (self.residues(*step), other.residues(*step)) {
+                (Some(x), Some(y)) => x.end <= y.start || y.end <= x.start,
+                _ => false,
+            })
+    }
+
+    /// The offsets of all elements modulo `step`, if they form a range that does not wrap.
+    fn residues(&self, step: usize) -> Option<std::ops::Range<usize>> {
+        let axes = || self.shape.iter().zip(self.strides.iter()).filter(|(n, _)| **n > 1);
+        if step == 0 || axes().any(|(_, s)| *s >= step && s % step != 0) {
+            return None;
+        }
+        let width = 1 + axes().filter(|(_, s)| **s < step).map(|(n, s)| (n - 1) * s).sum::<usize>();
+        let start = self.offset % step;
+        (start + width <= step).then_some(start..start + width)
+    }
+}
+
+/// Strides for seeing (shape, strides) as `new`, if its axes can be matched group by group.
+fn restride(shape: &Dims, strides: &Dims, new: &Dims) -> Option<Dims> {
+    let mut out = *new;
+    // Old axes of size one carry no information.
+    let old: Vec<(usize, usize)> =
+        shape.iter().copied().zip(strides.iter().copied()).filter(|(n, _)| *n != 1).collect();
+    let (mut i, mut j) = (0, 0);
+    while i < old.len() {
+        // Smallest run of old axes and of new axes with equal products.
+        let (mut p, mut q, i0, j0) = (old[i].0, 1, i, j);
+        while p != q {
+            if q < p {
+                q *= *new.get(j)?;
+                j += 1;
+            } else {
+                i += 1;
+                p *= old.get(i)?.0;
+            }
+        }
+        if (i0..i).any(|k| old[k].1 != old[k + 1].0 * old[k + 1].1) {
+            return None;
+        }
+        let mut step = old[i].1;
+        for k in (j0..j).rev() {
+            out[k] = step;
+            step *= new[k];
+        }
+        i += 1;
+    }
+    for k in j..new.len() {
+        out[k] = 1;
+    }
+    Some(out)
+}
+
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Tensor({} {:?})", self.dtype, self.shape)
+    }
+}

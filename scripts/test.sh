@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Everything that must hold before a change lands: formatting, lints, every test (golden vectors included).
+# Needs a Rust toolchain and a C compiler; what else the tests need, it installs itself (today: nothing).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+command -v cargo >/dev/null || { echo "test.sh: no cargo; install a Rust toolchain (rustup.rs)" >&2; exit 1; }
+step() { printf '\n== %s\n' "$*"; "$@"; }
+
+for component in fmt clippy; do
+  cargo "$component" --version >/dev/null 2>&1 || {
+    [ -n "${CI:-}" ] && { echo "test.sh: cargo $component is missing" >&2; exit 1; }
+    echo "test.sh: SKIPPED: cargo $component is not installed (rustup component add ${component/fmt/rustfmt})"
+    eval "no_$component=1"
+  }
+done
+
+[ -n "${no_fmt:-}" ] || step cargo fmt --all --check
+[ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
+step cargo test --workspace --locked --quiet
