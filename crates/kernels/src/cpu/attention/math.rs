@@ -65,7 +65,7 @@ pub(super) fn ln<const FMA: bool>(x: f32) -> f32 {
     let p = fma::<FMA>(p, r, -1.666_805_7e-1);
     let p = fma::<FMA>(p, r, 2.000_071_5e-1);
     let p = fma::<FMA>(p, r, -2.499_999_4e-1);
-    let p = fma::<FMA>(p, r, 3.333_333_1e-1);
+    let p = fma::<FMA>(p, r, 3.333_333e-1);
     let y = fma::<FMA>(e, -2.121_944_4e-4, p * r * z);
     let y = fma::<FMA>(-0.5, z, y);
     let y = fma::<FMA>(e, 0.693_359_4, r + y);
