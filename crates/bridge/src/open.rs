@@ -114,7 +114,8 @@ impl Found {
         let inside = |id: &u32| (*id as usize) < self.model().vocab;
         let mut stop: Vec<u32> = tokenizer.eos().iter().copied().chain(eod).filter(inside).collect();
         stop.dedup();
-        let start = tokenizer.bos().filter(inside).or(stop.first().copied());
+        let line = || tokenizer.encode("\n").ok().and_then(|ids| ids.first().copied()).filter(inside);
+        let start = tokenizer.bos().filter(inside).or(stop.first().copied()).or_else(line);
         let stop = stop.into_iter().map(|id| id as i32).collect();
         Ok(Text { start: start.map(|id| id as i32), stop, chat, tokenizer })
     }

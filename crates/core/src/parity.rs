@@ -6,7 +6,7 @@ use crate::data::source;
 use crate::train::{FirstWeights, LogicalValues, Trainer};
 use ferrotron_engine::Rank;
 use serde::Serialize;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// What a compared tensor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
@@ -63,7 +63,7 @@ pub fn first_step(rank: Rank, resolved: &Resolved, first_weights: Option<&FirstW
     Ok(Outcome { loss: Some(report.loss), lr: report.lr, tensors })
 }
 
-/// Largest relative errors that count as agreement.
+/// Largest errors that count as agreement, relative to the norm of side a.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub struct Bounds {
     /// Of the loss.
@@ -72,41 +72,84 @@ pub struct Bounds {
     pub logits: f64,
     /// Of each gradient.
     pub gradient: f64,
-    /// Of each weight; none: what the bound of gradients leads to in an update, see [`update_bound`].
+    /// Noise that a gradient may have however small it is, as a part of the root mean square of all gradients.
+    /// Some are zero but for rounding: a bias of keys moves all scores of a query alike, which softmax ignores.
+    pub noise: f64,
+    /// Of each weight; none: what such gradients lead to in an update, see [`update_distance`].
     pub weight: Option<f64>,
 }
 
 impl Bounds {
     /// The same bits.
-    pub const EXACT: Bounds = Bounds { loss: 0.0, logits: 0.0, gradient: 0.0, weight: Some(0.0) };
-    /// The same f32 arithmetic in another order.
-    pub const F32: Bounds = Bounds { loss: 1e-5, logits: 1e-5, gradient: 1e-4, weight: None };
-    /// bf16 on one side or both.
-    pub const BF16: Bounds = Bounds { loss: 2e-2, logits: 2e-2, gradient: 1e-1, weight: None };
+    pub const EXACT: Bounds = Bounds::all(0.0);
+    /// The same products summed in another order. Sums are f32 whatever the products are.
+    pub const F32: Bounds = Bounds { loss: 1e-6, logits: 1e-5, gradient: 1e-5, noise: 1e-6, weight: None };
+    /// bf16 against f32.
+    pub const BF16: Bounds = Bounds { loss: 2e-2, logits: 2e-2, gradient: 1e-1, noise: 1e-2, weight: None };
 
     /// One bound for everything.
     pub const fn all(x: f64) -> Bounds {
-        Bounds { loss: x, logits: x, gradient: x, weight: Some(x) }
+        Bounds { loss: x, logits: x, gradient: x, noise: 0.0, weight: Some(x) }
+    }
+}
+
+/// How far `n` weights may be apart after a step of `lr` with gradients that are off by a relative `epsilon`.
+///
+/// The first step of Adam is close to `lr·sign(g)`. Where a normally distributed gradient is off by a relative
+/// ε, a share ε/π of the signs differ, and each by 2·lr: a distance of `2·√(ε/π)·lr·√n`.
+pub fn update_distance(epsilon: f64, n: usize, lr: f64) -> f64 {
+    2.0 * (epsilon / std::f64::consts::PI).sqrt().min(1.0) * lr * (n as f64).sqrt()
+}
+
+/// The bounds as distances for the tensors of one outcome.
+struct Allowed<'a> {
+    bounds: &'a Bounds,
+    lr: f64,
+    /// Root mean square of all elements of all gradients.
+    typical: f64,
+    /// Relative error allowed to each gradient.
+    epsilon: HashMap<&'a str, f64>,
+}
+
+impl<'a> Allowed<'a> {
+    fn new(a: &'a Outcome, bounds: &'a Bounds) -> Allowed<'a> {
+        let gradients = a.of(Kind::Gradient);
+        let elements: usize = gradients.iter().map(|g| g.values.len()).sum();
+        let squares: f64 = gradients.iter().map(|g| norm(&g.values).powi(2)).sum();
+        let typical = (squares / elements.max(1) as f64).sqrt();
+        let mut allowed = Allowed { bounds, lr: a.lr, typical, epsilon: HashMap::new() };
+        let epsilon = |g: &'a LogicalValues| {
+            let norm = norm(&g.values);
+            (
+                g.name.as_str(),
+                allowed.distance(Kind::Gradient, &g.name, &g.values) / norm.max(f64::MIN_POSITIVE),
+            )
+        };
+        allowed.epsilon = gradients.into_iter().map(epsilon).collect();
+        allowed
     }
 
-    fn of(&self, kind: Kind, a: &[f32], lr: f64) -> f64 {
-        match kind {
-            Kind::Loss => self.loss,
-            Kind::Logits => self.logits,
-            Kind::Gradient => self.gradient,
-            Kind::Weight => self.weight.unwrap_or_else(|| update_bound(self.gradient, a, lr)),
+    /// How far the other side may be from `a`.
+    fn distance(&self, kind: Kind, name: &str, a: &[f32]) -> f64 {
+        let b = self.bounds;
+        match (kind, b.weight) {
+            (Kind::Loss, _) => b.loss * norm(a),
+            (Kind::Logits, _) => b.logits * norm(a),
+            (Kind::Gradient, _) => {
+                (b.gradient * norm(a)).max(b.noise * self.typical * (a.len() as f64).sqrt())
+            }
+            (Kind::Weight, Some(weight)) => weight * norm(a),
+            (Kind::Weight, None) => {
+                let epsilon = self.epsilon.get(name).copied().unwrap_or(b.gradient);
+                // Either side may have rounded once more.
+                update_distance(epsilon, a.len(), self.lr) + f64::from(f32::EPSILON) * norm(a)
+            }
         }
     }
 }
 
-/// How far weights `w` may be apart, relative to their norm, when gradients differ by `epsilon`.
-///
-/// The first step of Adam is close to `lr·sign(g)`. Where a normally distributed gradient is off by a relative
-/// ε, a share ε/π of the signs differ, and each by 2·lr: a distance of `2·√(ε/π)·lr·√n`.
-pub fn update_bound(epsilon: f64, w: &[f32], lr: f64) -> f64 {
-    let norm = w.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
-    let step = lr * (w.len() as f64).sqrt();
-    2.0 * (epsilon / std::f64::consts::PI).sqrt() * if norm > step { step / norm } else { 1.0 }
+fn norm(x: &[f32]) -> f64 {
+    x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt()
 }
 
 /// One tensor of both sides.
@@ -124,26 +167,23 @@ pub struct Compared {
     pub relative: f64,
     /// Are all bits equal?
     pub identical: bool,
-    /// The relative error that would still be agreement.
-    pub bound: f64,
+    /// The relative error that would still be agreement; 0: the same bits.
+    pub allowed: f64,
     /// The verdict.
     pub agrees: bool,
 }
 
-/// Compares two outcomes: one entry per tensor of either side, the worst (relative to its bound) first.
+/// Compares two outcomes: one entry per tensor of either side, the worst (relative to what is allowed) first.
 pub fn compare(a: &Outcome, b: &Outcome, bounds: &Bounds) -> Vec<Compared> {
+    let allowed = Allowed::new(a, bounds);
     let mut out = Vec::new();
-    let loss = |o: &Outcome| o.loss.map(|l| vec![l]);
-    match (loss(a), loss(b)) {
-        (None, None) => {}
-        (x, y) => {
-            let (x, y) = (x.unwrap_or_default(), y.unwrap_or_default());
-            let identical = x.iter().map(|v| v.to_bits()).eq(y.iter().map(|v| v.to_bits()));
-            out.push(judge(Kind::Loss, "loss", &x, &y, identical, bounds.loss));
-        }
+    if a.loss.is_some() || b.loss.is_some() {
+        let [x, y] = [a, b].map(|o| o.loss.into_iter().collect::<Vec<_>>());
+        let identical = a.loss.map(f64::to_bits) == b.loss.map(f64::to_bits);
+        let distance = bounds.loss * a.loss.unwrap_or(0.0).abs();
+        out.push(judge(Kind::Loss, "loss", &x, &y, identical, distance));
     }
-    let kinds = a.tensors.iter().chain(&b.tensors).map(|t| t.0);
-    let mut kinds: Vec<Kind> = kinds.collect();
+    let mut kinds: Vec<Kind> = a.tensors.iter().chain(&b.tensors).map(|t| t.0).collect();
     kinds.sort();
     kinds.dedup();
     for kind in kinds {
@@ -151,29 +191,33 @@ pub fn compare(a: &Outcome, b: &Outcome, bounds: &Bounds) -> Vec<Compared> {
         let by_name: HashMap<&str, &LogicalValues> = theirs.iter().map(|t| (t.name.as_str(), *t)).collect();
         for t in &ours {
             let other = by_name.get(t.name.as_str()).map_or(&[][..], |o| &o.values);
-            out.push(compare_values(kind, &t.name, &t.values, other, bounds.of(kind, &t.values, a.lr)));
+            let distance = allowed.distance(kind, &t.name, &t.values);
+            out.push(compare_values(kind, &t.name, &t.values, other, distance));
         }
-        let known: HashMap<&str, ()> = ours.iter().map(|t| (t.name.as_str(), ())).collect();
-        for t in theirs.iter().filter(|t| !known.contains_key(t.name.as_str())) {
+        let known: HashSet<&str> = ours.iter().map(|t| t.name.as_str()).collect();
+        for t in theirs.iter().filter(|t| !known.contains(t.name.as_str())) {
             out.push(compare_values(kind, &t.name, &[], &t.values, 0.0));
         }
     }
-    let badness = |c: &Compared| match c.relative {
-        0.0 => 0.0,
-        r if c.bound == 0.0 => f64::MAX.min(r * 1e300),
-        r => r / c.bound,
+    let badness = |c: &Compared| match c.relative / c.allowed {
+        _ if c.relative == 0.0 => 0.0,
+        ratio if ratio.is_nan() => f64::INFINITY,
+        ratio => ratio,
     };
-    out.sort_by(|x, y| badness(y).total_cmp(&badness(x)).then_with(|| x.name.cmp(&y.name)));
+    out.sort_by(|x, y| {
+        let verdict = x.agrees.cmp(&y.agrees);
+        verdict.then(badness(y).total_cmp(&badness(x))).then_with(|| x.name.cmp(&y.name))
+    });
     out
 }
 
-fn compare_values(kind: Kind, name: &str, a: &[f32], b: &[f32], bound: f64) -> Compared {
+fn compare_values(kind: Kind, name: &str, a: &[f32], b: &[f32], distance: f64) -> Compared {
     let identical = a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits());
     let wide = |v: &[f32]| v.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
-    judge(kind, name, &wide(a), &wide(b), identical, bound)
+    judge(kind, name, &wide(a), &wide(b), identical, distance)
 }
 
-fn judge(kind: Kind, name: &str, a: &[f64], b: &[f64], identical: bool, bound: f64) -> Compared {
+fn judge(kind: Kind, name: &str, a: &[f64], b: &[f64], identical: bool, allowed: f64) -> Compared {
     let (mut max_abs, mut distance, mut norm) = (0f64, 0f64, 0f64);
     for (x, y) in a.iter().zip(b) {
         let d = if x == y { 0.0 } else { (x - y).abs() };
@@ -183,15 +227,17 @@ fn judge(kind: Kind, name: &str, a: &[f64], b: &[f64], identical: bool, bound: f
         norm += x * x;
     }
     let comparable = a.len() == b.len() && max_abs.is_finite() && distance.is_finite() && norm.is_finite();
+    let (distance, norm) = (distance.sqrt(), norm.sqrt());
     let relative = match (comparable, distance > 0.0) {
         (false, _) => f64::INFINITY,
         (true, false) => 0.0,
-        (true, true) => (distance / norm).sqrt(),
+        (true, true) => distance / norm,
     };
-    let agrees = if bound == 0.0 { identical } else { comparable && relative <= bound };
+    let agrees = if allowed == 0.0 { identical } else { comparable && distance <= allowed };
     let max_abs = if a.len() == b.len() { max_abs } else { f64::INFINITY };
     let elements = a.len().max(b.len());
-    Compared { kind, name: name.into(), elements, max_abs, relative, identical, bound, agrees }
+    let allowed = if allowed == 0.0 { 0.0 } else { allowed / norm };
+    Compared { kind, name: name.into(), elements, max_abs, relative, identical, allowed, agrees }
 }
 
 #[cfg(test)]
@@ -223,6 +269,55 @@ mod tests {
         let c = verdict(&[0.0], &[-0.0], 0.0);
         assert!(!c.agrees && c.max_abs == 0.0);
         assert!(!verdict(&[1.0], &[1.0 + f32::EPSILON], 0.0).agrees);
+    }
+
+    /// A gradient that is zero but for rounding, and what Adam makes of it.
+    #[test]
+    fn noise_is_measured_against_the_other_gradients() {
+        let tensor = |name: &str, values: &[f32]| LogicalValues {
+            name: name.into(),
+            shape: vec![values.len()],
+            values: values.to_vec(),
+        };
+        let outcome = |noise: f32, bias: f32| Outcome {
+            loss: None,
+            lr: 1e-3,
+            tensors: vec![
+                (Kind::Gradient, vec![tensor("w", &[1.0; 100]), tensor("b", &[noise; 4])]),
+                (Kind::Weight, vec![tensor("b", &[bias; 4])]),
+            ],
+        };
+        let agree =
+            |a: Outcome, b: Outcome, bounds: Bounds| compare(&a, &b, &bounds).iter().all(|c| c.agrees);
+        assert!(agree(outcome(1e-9, 1e-3), outcome(-1e-9, -1e-3), Bounds::F32));
+        assert!(!agree(outcome(1e-3, 1e-3), outcome(-1e-3, 1e-3), Bounds::F32), "no noise of f32");
+        assert!(agree(outcome(1e-3, 1e-3), outcome(-1e-3, -1e-3), Bounds::BF16));
+        assert!(
+            !agree(outcome(1.0, 1e-3), outcome(1.0, -1e-3), Bounds::BF16),
+            "equal gradients, other signs"
+        );
+        assert!(
+            !agree(outcome(1e-9, 1e-3), outcome(1e-9, -2e-3), Bounds::F32),
+            "further than a step reaches"
+        );
+    }
+
+    /// The closed form against drawing: signs of normal numbers with a relative error.
+    #[test]
+    fn updates_differ_as_far_as_signs_do() {
+        let draw = |stream: &str, n: usize| -> Vec<f64> {
+            let stream = ferrotron_kernels::philox::RandomStream::named(3, stream);
+            (0..n as u64)
+                .map(|i| ferrotron_kernels::philox::normals(stream.block(i / 4))[(i % 4) as usize])
+                .collect()
+        };
+        let n = 200_000;
+        let (g, e) = (draw("g", n), draw("e", n));
+        for epsilon in [1e-3, 1e-2, 1e-1] {
+            let flips = g.iter().zip(&e).filter(|(g, e)| (*g + epsilon * *e) * *g < 0.0).count() as f64;
+            let (distance, formula) = (2.0 * flips.sqrt(), update_distance(epsilon, n, 1.0));
+            assert!((distance / formula - 1.0).abs() < 0.1, "{epsilon}: {distance} and {formula}");
+        }
     }
 
     #[test]

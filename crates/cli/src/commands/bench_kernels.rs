@@ -66,7 +66,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
         dtype.name(),
         output::table(&rows),
         format_args!(
-            "ceilings, measured here: GFLOP/s against a product of 1536x1536x1536{product}, GB/s against a copy of as many bytes\n"
+            "ceilings, measured here: GFLOP/s against a product of 1536x1536x1536{product}, GB/s against moving as many bytes\n"
         ),
     ))?;
     Ok(ExitCode::SUCCESS)

@@ -22,21 +22,29 @@ pub fn product_ceiling(rank: &Rank, dtype: DType) -> Result<f64> {
     Ok(2.0 * (N as f64).powi(3) / best / 1e12)
 }
 
-/// GB/s of copying, read and write counted, with `bytes` moved in all; best of several. What fits in a cache is
-/// copied at the speed of that cache, which is also the ceiling of a kernel that touches as much.
-pub fn copy_ceiling(rank: &Rank, bytes: usize) -> Result<f64> {
+/// GB/s of memory, read and write counted, when `bytes` are moved in all: the faster of a copy and of a pass in
+/// place, best of several. (A copy also fetches what it is about to overwrite; a pass in place does not.) What
+/// fits in a cache moves at the speed of that cache, which is the ceiling of a kernel that touches as much.
+pub fn memory_ceiling(rank: &Rank, bytes: usize) -> Result<f64> {
     const ROW: usize = 1024;
     let rows = (bytes / 2 / DType::F32.size() / ROW).max(1);
-    let s = &rank.compute;
+    let (s, k) = (&rank.compute, &rank.kernels);
     let from = s.zeros(&[rows, ROW], DType::F32, Category::Workspace)?;
     let to = s.zeros(&[rows, ROW], DType::F32, Category::Workspace)?;
-    // At least this long, so that small copies are not one glance at the clock.
-    let (begin, mut best, mut count) = (Instant::now(), f64::MAX, 0);
-    while count < 8 || (begin.elapsed().as_secs_f64() < 0.02 && count < 10_000) {
-        let start = Instant::now();
-        rank.kernels.copy(s, &from, &to)?;
-        best = best.min(start.elapsed().as_secs_f64());
-        count += 1;
+    let mut best = f64::MAX;
+    for copy in [true, false] {
+        // Long enough that small ones are more than one glance at the clock.
+        let (begin, mut count) = (Instant::now(), 0);
+        while count < 8 || (begin.elapsed().as_secs_f64() < 0.02 && count < 10_000) {
+            let start = Instant::now();
+            if copy {
+                k.copy(s, &from, &to)?
+            } else {
+                k.scale(s, &from, 1.0)?
+            }
+            best = best.min(start.elapsed().as_secs_f64());
+            count += 1;
+        }
     }
     Ok((2 * rows * ROW * DType::F32.size()) as f64 / best.max(1e-9) / 1e9)
 }

@@ -1,7 +1,7 @@
 //! Measuring single kernels at the shapes a model gives them.
 
 use super::cases::{Case, cases};
-use super::ceiling::{copy_ceiling, product_ceiling};
+use super::ceiling::{memory_ceiling, product_ceiling};
 use crate::Result;
 use crate::config::Resolved;
 use ferrotron_engine::Rank;
@@ -14,7 +14,7 @@ use std::time::Instant;
 pub enum Work {
     /// Multiplications and additions; counted against a large matrix product.
     Flops(f64),
-    /// Bytes that have to be read or written once; counted against a copy of as many.
+    /// Bytes that have to be read or written once; counted against moving as many.
     Bytes(f64),
 }
 
@@ -63,7 +63,7 @@ pub fn kernels(
     done: &mut dyn FnMut(&KernelBench),
 ) -> Result<Vec<KernelBench>> {
     let dtype = r.config.precision.dtype.dtype();
-    let mut ceilings = Ceilings { product: None, copies: BTreeMap::new() };
+    let mut ceilings = Ceilings { product: None, memory: BTreeMap::new() };
     let mut out = Vec::new();
     for case in cases(r).into_iter().filter(|c| c.name.contains(filter)) {
         let ceiling = ceilings.of(rank, dtype, case.work)?;
@@ -79,7 +79,7 @@ pub fn kernels(
 /// Ceilings, each measured when it is first needed.
 struct Ceilings {
     product: Option<f64>,
-    copies: BTreeMap<usize, f64>,
+    memory: BTreeMap<usize, f64>,
 }
 
 impl Ceilings {
@@ -87,11 +87,11 @@ impl Ceilings {
         Ok(match (work, self.product) {
             (Work::Flops(_), Some(known)) => known,
             (Work::Flops(_), None) => *self.product.insert(product_ceiling(rank, dtype)? * 1e3),
-            (Work::Bytes(bytes), _) => match self.copies.get(&(bytes as usize)) {
+            (Work::Bytes(bytes), _) => match self.memory.get(&(bytes as usize)) {
                 Some(known) => *known,
                 None => {
-                    let measured = copy_ceiling(rank, bytes as usize)?;
-                    self.copies.insert(bytes as usize, measured);
+                    let measured = memory_ceiling(rank, bytes as usize)?;
+                    self.memory.insert(bytes as usize, measured);
                     measured
                 }
             },

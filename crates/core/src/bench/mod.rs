@@ -5,6 +5,6 @@ mod ceiling;
 mod kernels;
 mod train;
 
-pub use ceiling::{copy_ceiling, product_ceiling};
+pub use ceiling::{memory_ceiling, product_ceiling};
 pub use kernels::{KernelBench, Work, kernels, names};
 pub use train::{RandomTokens, TrainBench, train};
