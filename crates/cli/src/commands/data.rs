@@ -13,8 +13,9 @@ use std::time::Instant;
 const LONG: &str = "\
 Turn text or JSONL into a .bin/.idx pair that `train` maps into memory.
 
-Each line of a .jsonl file is a document (its --field holds the text); each other file is one document. The same input
-gives the same bytes, whatever the number of threads.";
+Each line of a .jsonl file is a document (its --field holds the text); each other file is one document. `train` shuffles
+documents and sets whole ones aside for validation, so many small ones are better than one that is everything. The same
+input gives the same bytes.";
 
 const AFTER: &str = "\
 Examples:

@@ -147,6 +147,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let done = run.trainer.step;
     let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, done), stop };
     announce(&mut run, &recipe, &mut view, global, done)?;
+    if let Some(note) = sources.note.as_ref().filter(|_| !global.json) {
+        eprintln!("{note}");
+    }
     let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
     let text = if outcome.finished { sample(&run)? } else { None };
     if let Some(text) = &text {

@@ -1,6 +1,7 @@
 //! From a recipe to the data it names.
 
-use super::{Batches, Blend, GptConfig, corpus};
+use super::split::{normalise, split_matrix, split_range};
+use super::{Batches, Blend, GptConfig, IndexedDataset, corpus};
 use crate::config::Resolved;
 use crate::{Error, Result};
 
@@ -10,6 +11,8 @@ pub struct Sources {
     pub train: Box<dyn Batches>,
     /// Held-out samples, if the recipe sets some aside.
     pub eval: Option<Box<dyn Batches>>,
+    /// Why there are none although the recipe asks for evaluation.
+    pub note: Option<String>,
 }
 
 /// Opens the data of a recipe: the corpus inside the program, or a blend of `.bin/.idx` pairs.
@@ -22,7 +25,7 @@ pub fn open(r: &Resolved) -> Result<Sources> {
             return Err(Error::Invalid(what));
         }
         let eval = Box::new(corpus::held_out(seq, d.seed)?);
-        return Ok(Sources { train: Box::new(corpus::training(seq, d.seed)?), eval: Some(eval) });
+        return Ok(Sources { train: Box::new(corpus::training(seq, d.seed)?), eval: Some(eval), note: None });
     }
     if d.eod.is_none() && (d.reset_at_documents || d.mask_eod_loss) {
         let what = "data.eod is needed to see where documents end; set it to the tokenizer's end-of-text id";
@@ -43,15 +46,47 @@ pub fn open(r: &Resolved) -> Result<Sources> {
     let eval_samples = r.config.eval.batches * r.config.train.global_batch as u64;
     let samples = [Some(r.plan.samples), Some(eval_samples), Some(0)];
     let weights: Vec<f64> = if d.weights.is_empty() { vec![1.0; d.path.0.len()] } else { d.weights.clone() };
+<<<<<<< HEAD
     let shares = super::split::normalise(&d.split.0)?;
     // A share nobody reads may be too small for a sample.
     let eval = r.config.eval.every > 0;
     let shares = [shares[0], if eval { shares[1] } else { 0.0 }, 0.0];
     let [train, eval, _] = Blend::gpt(&d.path.0, Some(&weights), &shares, samples, &config)?;
+=======
+    let shares = normalise(&d.split.0)?;
+    let mut note = None;
+    // What is not read needs no samples: a small corpus may have none to spare.
+    let valid = if r.config.eval.every > 0 { shares[1] } else { 0.0 };
+    let mut shares = [shares[0], valid, 0.0];
+    if let Some(prefix) = without(&d.path.0, &shares, seq)? {
+        note = Some(format!(
+            "no evaluation: {prefix} has too few documents for data.split to set some of them aside"
+        ));
+        shares[1] = 0.0;
+    }
+    let [train, eval, _] =
+        Blend::gpt(&d.path.0, Some(&weights), &shares, samples.map(|s| s.or(Some(0))), &config)?;
+>>>>>>> commands
     let Some(train) = train else {
         return Err(Error::Invalid(
             "data.split leaves nothing to train on; give its first share more".into(),
         ));
     };
-    Ok(Sources { train: Box::new(train), eval: eval.map(|e| Box::new(e) as Box<dyn Batches>) })
+    Ok(Sources { train: Box::new(train), eval: eval.map(|e| Box::new(e) as Box<dyn Batches>), note })
+}
+
+/// The first of the pairs whose part for validation is less than a sample.
+fn without(prefixes: &[String], shares: &[f64; 3], seq: usize) -> Result<Option<String>> {
+    let Some(fractions) = split_matrix(shares)[1] else { return Ok(None) };
+    for prefix in prefixes {
+        let data = IndexedDataset::open(prefix)?;
+        let mut tokens = 0u64;
+        for i in split_range(fractions, data.len()) {
+            tokens += data.length(i)? as u64;
+        }
+        if tokens <= seq as u64 {
+            return Ok(Some(prefix.clone()));
+        }
+    }
+    Ok(None)
 }
