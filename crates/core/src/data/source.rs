@@ -43,16 +43,9 @@ pub fn open(r: &Resolved) -> Result<Sources> {
             u32::try_from(r.model.vocab).map_err(|_| too_large("model.vocab"))?,
         )
     };
-    let eval_samples = r.config.eval.batches * r.config.train.global_batch as u64;
+    let eval_samples = r.config.eval.batches.saturating_mul(r.config.train.global_batch as u64);
     let samples = [Some(r.plan.samples), Some(eval_samples), Some(0)];
     let weights: Vec<f64> = if d.weights.is_empty() { vec![1.0; d.path.0.len()] } else { d.weights.clone() };
-<<<<<<< HEAD
-    let shares = super::split::normalise(&d.split.0)?;
-    // A share nobody reads may be too small for a sample.
-    let eval = r.config.eval.every > 0;
-    let shares = [shares[0], if eval { shares[1] } else { 0.0 }, 0.0];
-    let [train, eval, _] = Blend::gpt(&d.path.0, Some(&weights), &shares, samples, &config)?;
-=======
     let shares = normalise(&d.split.0)?;
     let mut note = None;
     // What is not read needs no samples: a small corpus may have none to spare.
@@ -64,9 +57,7 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         ));
         shares[1] = 0.0;
     }
-    let [train, eval, _] =
-        Blend::gpt(&d.path.0, Some(&weights), &shares, samples.map(|s| s.or(Some(0))), &config)?;
->>>>>>> commands
+    let [train, eval, _] = Blend::gpt(&d.path.0, Some(&weights), &shares, samples, &config)?;
     let Some(train) = train else {
         return Err(Error::Invalid(
             "data.split leaves nothing to train on; give its first share more".into(),
