@@ -69,23 +69,29 @@ impl Found {
 
     /// The folder or file its tokenizer is in: its own, the one converted with it, or the one its recipe names.
     pub fn tokenizer_path(&self) -> Option<PathBuf> {
-        let named = |c: &Config| c.data.tokenizer.as_ref().or(c.model.hf.as_ref()).map(PathBuf::from);
-        match &self.place {
-            Place::HuggingFace(dir) => Some(dir.clone()),
-            Place::Checkpoint { folder, .. } => {
-                let own = folder.join(COMPANIONS);
-                let converted = |p: PathBuf| Some(p.join(COMPANIONS)).filter(|own| own.is_dir()).unwrap_or(p);
-                match own.join("tokenizer.json").is_file() {
-                    true => Some(own),
-                    false => self.config.as_ref().and_then(named).map(converted),
-                }
+        let with_tokenizer = |dir: &PathBuf| dir.join("tokenizer.json").is_file();
+        match (&self.place, &self.config) {
+            (Place::HuggingFace(dir), _) => Some(dir.clone()),
+            (Place::Checkpoint { folder, .. }, config) => {
+                let named = config.as_ref().and_then(|c| c.data.tokenizer.as_ref()).map(PathBuf::from);
+                let first = config.as_ref().and_then(|c| c.model.hf.as_ref()).map(PathBuf::from);
+                let first = first.into_iter().flat_map(|dir| [dir.join(COMPANIONS), dir]);
+                let mut own = std::iter::once(folder.join(COMPANIONS)).chain(first).filter(with_tokenizer);
+                named.or_else(|| own.next())
             }
         }
     }
 
-    /// Does the model read bytes: by its recipe, or, without one, by the size of its vocabulary?
+    /// The folder that has what belongs to the model beside its weights, if there is one.
+    pub(crate) fn companions(&self) -> Option<PathBuf> {
+        let own = self.folder().join(COMPANIONS);
+        if own.is_dir() { Some(own) } else { self.tokenizer_path().filter(|p| p.is_dir()) }
+    }
+
+    /// Does the model read bytes: by its recipe, or, where that does not say, by the size of its vocabulary?
     pub fn reads_bytes(&self) -> bool {
-        self.tokenizer_path().is_none() && (self.config.is_some() || self.model().vocab == 256)
+        let recipe = self.config.as_ref().is_some_and(|c| c.data.tokenizer.is_none() && c.model.hf.is_none());
+        self.tokenizer_path().is_none() && (recipe || self.model().vocab == 256)
     }
 
     /// Tokenizer, ends and chat template, from `given` or wherever the model says.
@@ -94,10 +100,7 @@ impl Found {
         let path = match given {
             Some(path) => Some(path.to_path_buf()),
             None if self.reads_bytes() => None,
-            None => Some(self.tokenizer_path().ok_or_else(|| {
-                let what = "does not say which tokenizer it was made with; give one with --tokenizer".into();
-                Error::Tokenizer { origin: self.folder().display().to_string(), what }
-            })?),
+            None => Some(self.tokenizer_path().ok_or_else(|| self.no_tokenizer())?),
         };
         let Some(path) = path else {
             let stop = vec![eod.unwrap_or(0) as i32];
@@ -118,6 +121,14 @@ impl Found {
         let start = tokenizer.bos().filter(inside).or(stop.first().copied()).or_else(line);
         let stop = stop.into_iter().map(|id| id as i32).collect();
         Ok(Text { start: start.map(|id| id as i32), stop, chat, tokenizer })
+    }
+
+    fn no_tokenizer(&self) -> Error {
+        let what = match self.config.as_ref().and_then(|c| c.model.hf.as_ref()) {
+            Some(hf) => format!("began as {hf}, where there is no tokenizer now; give one with --tokenizer"),
+            None => "does not say which tokenizer it was made with; give one with --tokenizer".into(),
+        };
+        Error::Tokenizer { origin: self.folder().display().to_string(), what }
     }
 
     /// Loads the weights in `dtype` for sequences of up to `positions` tokens, at most the model's own longest.

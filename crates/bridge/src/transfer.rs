@@ -133,7 +133,7 @@ fn to_hugging_face(from: &Path, to: &Path, options: &TransferOptions) -> Result<
         Some(like) => Some(Plan::open(like)?),
         None => origin(&found),
     };
-    let companions = found.tokenizer_path().filter(|p| p.is_dir());
+    let companions = found.companions();
     let config = match (&reference, &companions) {
         (Some(plan), _) => plan.config().with_model(model)?,
         (None, Some(dir)) if dir.join("config.json").is_file() => {

@@ -235,15 +235,15 @@ fn other_element_types() {
                 {
                     let (f, w) = (f32::from_le_bytes(*f), f32::from_le_bytes(*w));
                     let want = match dtype {
-                        DType::BF16 => half::bf16::from_f32(f).to_f32(),
-                        _ => half::f16::from_f32(f).to_f32(),
+                        DType::BF16 => ferrotron_tensor::bf16::from_f32(f).to_f32(),
+                        _ => ferrotron_tensor::f16::from_f32(f).to_f32(),
                     };
                     assert_eq!(w.to_bits(), want.to_bits());
                     assert_eq!(
                         w,
                         match dtype {
-                            DType::BF16 => half::bf16::from_le_bytes(*n).to_f32(),
-                            _ => half::f16::from_le_bytes(*n).to_f32(),
+                            DType::BF16 => ferrotron_tensor::bf16::from_le_bytes(*n).to_f32(),
+                            _ => ferrotron_tensor::f16::from_le_bytes(*n).to_f32(),
                         }
                     );
                 }

@@ -23,7 +23,7 @@ pub enum Event {
     Step(Step),
     /// Validation data was looked at.
     Eval(Eval),
-    /// A checkpoint was completed.
+    /// A checkpoint was taken; its folder appears when it is completely written.
     Checkpoint(Checkpoint),
     /// Text was drawn from the model.
     Sample(Sample),
@@ -96,7 +96,7 @@ pub struct Eval {
     pub tokens: u64,
 }
 
-/// A checkpoint was completed.
+/// A checkpoint was taken; its folder appears when it is completely written.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Checkpoint {
     /// Steps made before.
@@ -105,7 +105,7 @@ pub struct Checkpoint {
     pub path: String,
     /// Its size.
     pub bytes: u64,
-    /// Wall-clock seconds it took.
+    /// Wall-clock seconds that training stood still for it.
     pub seconds: f64,
 }
 

@@ -299,3 +299,40 @@ fn text_and_json_lines_become_documents() {
     assert_eq!(fs::read(out.with_extension("bin")).unwrap(), kept);
     assert_eq!(entries(folder.path()), ["in", "out.bin", "out.idx"]);
 }
+
+/// A file that is one document, tokenized in pieces: cut after lines, or between characters where there are none.
+#[test]
+fn whole_files_become_documents() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out");
+    let lines: String = (0..1_200_000u32).map(|i| format!("{i} ö\n")).collect();
+    let no_lines = "é".repeat(9 << 20);
+    assert!(lines.len() > 10 << 20 && no_lines.len() > 17 << 20);
+    let contents = ["\u{feff}first\n", &lines, "", &no_lines, "\n"];
+    let input = |(i, content): (usize, &&str)| {
+        let path = folder.path().join(format!("in{i}"));
+        fs::write(&path, content).unwrap();
+        Input { path, format: Format::Whole }
+    };
+    let inputs: Vec<Input> = contents.iter().enumerate().map(input).collect();
+    let pieces = Cell::new(0);
+    let tokenize = |text: &str| {
+        pieces.set(pieces.get() + 1);
+        assert!(text.len() <= 9 << 20);
+        bytes(text)
+    };
+    let summary = build_all(&inputs, &tokenize, Some(0), 256, &out, &|_, _| {}).unwrap();
+    assert!(pieces.get() >= 8, "{} pieces", pieces.get());
+    assert_eq!((summary.documents, summary.skipped), (4, 1));
+    assert_eq!(summary.bytes, contents.iter().map(|c| c.len() as u64).sum::<u64>());
+    let data = IndexedDataset::open(&out).unwrap();
+    assert_eq!((data.documents(), data.len()), (4, 4));
+    let want = ["first\n", &lines, &no_lines, "\n"];
+    for (i, text) in want.iter().enumerate() {
+        let got = data.sequence(i).unwrap();
+        assert!(got.iter().copied().eq(text.bytes().map(i64::from).chain([0])), "document {i}");
+    }
+    fs::write(&inputs[2].path, b"abc\xff").unwrap();
+    let error = build_all(&inputs, &tokenize, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
+    assert!(error.contains("in2") && error.contains("UTF-8"), "{error}");
+}

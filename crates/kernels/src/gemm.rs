@@ -53,9 +53,10 @@ impl Gemm<'_> {
             (Some((m, k)), Some((k2, n)), Some(c)) if k == k2 && c == (m, n) => Some((m, n, k)),
             _ => None,
         };
-        let rows_ok = [self.a, self.b, self.c]
-            .iter()
-            .all(|t| t.strides().get(1) == Some(&1) || t.numel() <= 1 || t.shape()[1] == 1);
+        let rows_ok = [self.a, self.b, self.c].iter().all(|t| match (t.shape(), t.strides()) {
+            ([_, cols], [_, step]) => *step == 1 || *cols <= 1 || t.numel() <= 1,
+            _ => false,
+        });
         let bias_ok = |n: usize| self.bias.is_none_or(|t| t.shape() == [n] && t.is_contiguous());
         let Some((m, n, k)) = fits.filter(|f| rows_ok && bias_ok(f.1)) else {
             return shape_error(

@@ -2,14 +2,15 @@
 //!
 //! One driver (`driver`) cuts the output into 32x32 blocks and feeds them to a block kernel: AMX for bf16 where
 //! the machine has it (`amx`), otherwise vectors of f32 (`vector`), to which bf16 operands are widened while
-//! they are packed. Every output element is one sum along k in an order that depends on k alone, so the
-//! result is the same bits for any number of threads.
+//! they are packed. Products of f32 on AVX2 and better are the `gemm` crate's (`library`). The order of every sum
+//! depends on the shape alone, so the result is the same bits for any number of threads.
 //!
 //! With AMX, denormal inputs count as zero and denormal sums become zero; all else follows IEEE on every level.
 
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod driver;
+mod library;
 mod plan;
 mod scratch;
 mod store;
@@ -80,6 +81,9 @@ pub fn gemm_f32(
     c: &mut [f32],
 ) {
     shape.check(a.len(), b.len(), bias.map(<[f32]>::len), c.len());
+    if isa > Isa::Portable && shape.m * shape.n * shape.k > 0 {
+        return library::run(threads, shape, a, b, bias, accumulate, c);
+    }
     vector::run(threads, isa, driver::Job::new(shape, a, b, bias, accumulate, c));
 }
 

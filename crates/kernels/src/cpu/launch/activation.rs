@@ -15,10 +15,19 @@ fn gate_width(op: &'static str, wide: &Tensor, narrow: &Tensor) -> Result<usize>
     }
 }
 
+/// The gate's width, or 0 without one; shapes checked.
+fn width(op: &'static str, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<usize> {
+    match (gated, act) {
+        (true, _) => gate_width(op, x, y),
+        (false, Act::ClampedSilu { .. }) => shape_error(op, "the clamped SiLU exists with a gate only"),
+        (false, _) => same_contiguous(op, &[x, y]).map(|()| 0),
+    }
+}
+
 impl ActivationKernels for CpuKernels {
     fn act_forward(&self, s: &Stream, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<()> {
         const OP: &str = "act_forward";
-        let f = if gated { gate_width(OP, x, y)? } else { same_contiguous(OP, &[x, y]).map(|()| 0)? };
+        let f = width(OP, act, gated, x, y)?;
         s.launch(OP, &[read(x), write(y)], |l| {
             floats!(OP, x.dtype(), T => {
                 let (x, y) = (l.slice::<T>(0)?, l.slice_mut::<T>(1)?);
@@ -40,7 +49,7 @@ impl ActivationKernels for CpuKernels {
         dx: &Tensor,
     ) -> Result<()> {
         const OP: &str = "act_backward";
-        let f = if gated { gate_width(OP, x, dy)? } else { same_contiguous(OP, &[x, dy]).map(|()| 0)? };
+        let f = width(OP, act, gated, x, dy)?;
         same_contiguous(OP, &[x, dx])?;
         s.launch(OP, &[read(x), read(dy), write(dx)], |l| {
             floats!(OP, x.dtype(), T => {

@@ -178,6 +178,9 @@ impl AttentionKernels for CpuKernels {
                 return shape_error(OP, format!("gradient {:?} of {:?}", x.shape(), like.shape()));
             }
         }
+        if b.dsink.is_some() && f.sink.is_none() {
+            return shape_error(OP, "a gradient of the sink is asked for, but there is no sink");
+        }
         let mut args = vec![read(f.q), read(f.k), read(f.v), read(f.out), read(b.dout), read(f.lse)];
         args.extend([write(b.dq), write(b.dk), write(b.dv)]);
         let sink = f.sink.map(|t| {

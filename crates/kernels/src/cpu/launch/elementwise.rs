@@ -1,5 +1,6 @@
 use super::{CpuKernels, floats, rows_of, same_contiguous};
 use crate::cpu::random::{GlobalIndex, dropout};
+use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
 use crate::philox::RandomStream;
 use crate::{DropoutKey, ElementwiseKernels};
@@ -49,8 +50,10 @@ impl ElementwiseKernels for CpuKernels {
             });
         }
         let rows = rows_of(OP, [x, out]);
-        if rows.is_err() && x.rank() > 2 && x.shape() == out.shape() {
-            // More strides than rows can have: one launch for each entry of the first axis.
+        let plain = |r: &Rows| r.outer_stride >= r.inner_stride || r.outer <= 1 || r.inner <= 1;
+        let simple = rows.as_ref().is_ok_and(|r| r.iter().all(plain));
+        if !simple && x.rank() > 2 && x.shape() == out.shape() {
+            // More strides than rows can have, or axes out of order: one launch for each entry of the first axis.
             return (0..x.shape()[0]).try_for_each(|i| self.copy(s, &x.select(0, i)?, &out.select(0, i)?));
         }
         let [from, to] = rows?;
@@ -76,6 +79,9 @@ impl ElementwiseKernels for CpuKernels {
 
     fn dot(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
         same_contiguous("dot", &[a, b])?;
+        if out.numel() != 1 {
+            return shape_error("dot", format!("the result is one number, not {:?}", out.shape()));
+        }
         s.launch("dot", &[read(a), read(b), write(out)], |l| {
             let (a, b) = (l.slice::<f32>(0)?, l.slice::<f32>(1)?);
             // f64 in index order: exact enough that no one need ask, and short.
@@ -105,6 +111,9 @@ impl ElementwiseKernels for CpuKernels {
 
     fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()> {
         same_contiguous("dropout", &[x, y])?;
+        if !(0.0..1.0).contains(&p) {
+            return shape_error("dropout", format!("the share {p} must be at least 0 and below 1"));
+        }
         let stream = RandomStream::dropout(key);
         let width = x.shape().last().copied().unwrap_or(1);
         let index = GlobalIndex { first: 0, row_stride: width as u64 };

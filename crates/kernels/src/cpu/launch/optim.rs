@@ -16,9 +16,7 @@ fn each_portion(
     list: &[Update],
     step: impl Fn(&Launch, &[f32], Vec<UpdateSlices>) -> Result<()>,
 ) -> Result<()> {
-    if scalars.shape() != [scalars::COUNT] {
-        return shape_error(op, "the scalar buffer has another size");
-    }
+    check_scalars(op, scalars)?;
     for portion in list.chunks(AT_ONCE) {
         let mut args: Vec<Arg> = vec![read(scalars)];
         for u in portion {
@@ -51,6 +49,16 @@ fn each_portion(
             }
             step(l, values, slices)
         })?;
+    }
+    Ok(())
+}
+
+fn check_scalars(op: &'static str, t: &Tensor) -> Result<()> {
+    if t.shape() != [scalars::COUNT] || !t.is_contiguous() {
+        return shape_error(
+            op,
+            format!("the buffer of step scalars is {:?}, not [{}]", t.shape(), scalars::COUNT),
+        );
     }
     Ok(())
 }
@@ -97,6 +105,7 @@ impl OptimKernels for CpuKernels {
         scalars: &Tensor,
     ) -> Result<()> {
         const OP: &str = "clip_factor";
+        check_scalars(OP, scalars)?;
         let mut args = vec![write(scalars)];
         args.extend(grads.iter().map(|g| read(g)));
         grads.iter().try_for_each(|g| same_contiguous(OP, &[g]))?;

@@ -1,0 +1,77 @@
+//! `bench`: that it measures, not how fast.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
+
+mod common;
+
+use common::*;
+
+#[test]
+fn every_kernel_of_a_step_is_measured_against_its_ceiling() {
+    let (_dir, recipe) = folder();
+    for dtype in ["f32", "bf16"] {
+        let v = json(&["bench", "kernels", "--work", path(&recipe), "--seconds", "0.001", "--dtype", dtype]);
+        assert_eq!(v["dtype"], dtype);
+        let list = v["kernels"].as_array().unwrap();
+        let has = |name: &str| list.iter().any(|k| k["name"].as_str().unwrap().starts_with(name));
+        for family in [
+            "gemm.qkv.",
+            "gemm.head.",
+            "attention.",
+            "norm.",
+            "rope",
+            "activation.",
+            "cross_entropy",
+            "adam",
+            "copy",
+        ] {
+            assert!(has(family), "{family} is missing");
+        }
+        for k in list {
+            let [ms, rate, ceiling, part] =
+                ["ms", "rate", "ceiling", "of_ceiling"].map(|f| k[f].as_f64().unwrap());
+            assert!(ms > 0.0 && rate > 0.0 && ceiling > 0.0, "{k}");
+            assert!((rate / ceiling / part - 1.0).abs() < 1e-9, "{k}");
+            let work = k["work"].as_f64().unwrap();
+            assert!((work / (ms / 1e3) / 1e9 / rate - 1.0).abs() < 1e-9, "{k}");
+            assert!(k["calls"].as_u64().unwrap() >= 3);
+        }
+    }
+}
+
+/// Work that can be counted by hand: 4 rows of 16 tokens, 32 channels, 2 heads of 16, f 64, 256 tokens.
+#[test]
+fn work_is_counted_right() {
+    let (_dir, recipe) = folder();
+    let args = ["bench", "kernels", "--work", path(&recipe), "--seconds", "0", "--dtype", "f32"];
+    let v = json(&args);
+    let work = |name: &str| {
+        let k = v["kernels"].as_array().unwrap().iter().find(|k| k["name"] == name);
+        k.unwrap_or_else(|| panic!("{name}"))["work"].as_f64().unwrap()
+    };
+    assert_eq!(work("gemm.qkv.forward"), 2.0 * 64.0 * 32.0 * 96.0);
+    assert_eq!(work("gemm.head.weight_grad"), 2.0 * 64.0 * 32.0 * 256.0);
+    // Each query sees itself and all before it: 1 + … + 16 pairs, two products of 16 channels each.
+    assert_eq!(work("attention.forward"), 4.0 * 2.0 * 136.0 * 2.0 * 2.0 * 16.0);
+    assert_eq!(work("attention.backward"), 2.5 * work("attention.forward"));
+    assert_eq!(work("norm.forward"), 2.0 * 64.0 * 32.0 * 4.0);
+    assert_eq!(work("cross_entropy"), 2.0 * 64.0 * 256.0 * 4.0);
+    let windowed = json(&[&args[..], &["--set", "model.window=4", "--filter", "attention"]].concat());
+    let k = &windowed["kernels"][0];
+    assert_eq!(k["name"], "attention.window.forward");
+    assert_eq!(k["work"].as_f64().unwrap(), 4.0 * 2.0 * (1.0 + 2.0 + 3.0 + 13.0 * 4.0) * 2.0 * 2.0 * 16.0);
+}
+
+#[test]
+fn filters_and_mistakes() {
+    let (_dir, recipe) = folder();
+    let args = ["bench", "kernels", "--work", path(&recipe), "--seconds", "0.001", "--filter"];
+    let text = ok(&[&args[..], &["norm"]].concat());
+    assert!(text.contains("norm.backward") && !text.contains("gemm"), "{text}");
+    let error = fails(&[&args[..], &["nothing"]].concat(), 2);
+    assert!(error.contains("nothing") && error.contains("hint: the kernels are gemm.qkv.forward"), "{error}");
+    fails(&["bench", "kernels", "--work", "tinny"], 2);
+    fails(&["bench", "kernels", "--seconds", "-1"], 2);
+    let v =
+        json(&["bench", "train", "--work", path(&recipe), "--steps", "2", "--warmup", "1", "--peak", "1"]);
+    assert!(v["tok_s"].as_f64().unwrap() > 0.0);
+}

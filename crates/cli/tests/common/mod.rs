@@ -1,0 +1,127 @@
+//! The binary as a user meets it, and a model small enough to train in a moment.
+#![allow(dead_code, clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
+
+use serde_json::Value;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+pub fn ferrotron(args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_ferrotron")).args(args).stdin(Stdio::null()).output().unwrap()
+}
+
+/// With something on standard input.
+pub fn with_input(args: &[&str], input: &str) -> Output {
+    let mut child = Command::new(env!("CARGO_BIN_EXE_ferrotron"))
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input.as_bytes()).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+/// Standard output of a command that must succeed.
+pub fn ok(args: &[&str]) -> String {
+    let out = ferrotron(args);
+    let errors = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert!(out.status.success(), "{args:?}: {:?}\n{errors}", out.status);
+    String::from_utf8(out.stdout).unwrap()
+}
+
+pub fn json(args: &[&str]) -> Value {
+    serde_json::from_str(&ok(&[args, &["--json"]].concat())).unwrap()
+}
+
+/// Standard error of a command that must fail with `code`: one sentence, perhaps a hint, and no result.
+pub fn fails(args: &[&str], code: i32) -> String {
+    let out = ferrotron(args);
+    let errors = String::from_utf8(out.stderr).unwrap();
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {errors}");
+    assert!(out.stdout.is_empty(), "{args:?}: {}", String::from_utf8_lossy(&out.stdout));
+    let lines: Vec<_> = errors.lines().collect();
+    let one = lines.len() == 1 || (lines.len() == 2 && lines[1].starts_with("hint: "));
+    assert!(one && errors.starts_with("error: "), "{args:?}: {errors}");
+    errors
+}
+
+pub fn path(p: &Path) -> &str {
+    p.to_str().unwrap()
+}
+
+/// A recipe whose whole run takes a moment.
+pub const RECIPE: &str = "
+[model]
+layers = 1
+hidden = 32
+heads = 2
+ffn = 64
+vocab = 256
+max_positions = 64
+[data]
+path = \"embedded\"
+seq_len = 16
+[train]
+steps = 2
+global_batch = 4
+[generate]
+tokens = 0
+";
+
+/// A folder with that recipe as `small.toml`.
+pub fn folder() -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir().unwrap();
+    let recipe = dir.path().join("small.toml");
+    std::fs::write(&recipe, RECIPE).unwrap();
+    (dir, recipe)
+}
+
+/// The same, trained: the folder, the recipe and the run folder `run`.
+pub fn trained(set: &[&str]) -> (tempfile::TempDir, PathBuf, PathBuf) {
+    let (dir, recipe) = folder();
+    let run = dir.path().join("run");
+    let mut args = vec!["train", path(&recipe), "--out", path(&run)];
+    set.iter().for_each(|s| args.extend(["--set", s]));
+    ok(&args);
+    (dir, recipe, run)
+}
+
+/// The folder of golden vectors for Hugging Face.
+pub fn golden() -> PathBuf {
+    let root = std::env::var_os("FERROTRON_GOLDEN").map(PathBuf::from);
+    root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")).join("hf")
+}
+
+/// Every golden model this version covers; one it does not know is a failure.
+pub fn golden_models() -> Vec<PathBuf> {
+    const COVERED: &[&str] = &["gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text"];
+    const NOT_COVERED: &[&str] = &["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"];
+    let mut out = Vec::new();
+    for entry in std::fs::read_dir(golden()).expect("no folder of golden vectors") {
+        let dir = entry.unwrap().path();
+        if !dir.is_dir() {
+            continue;
+        }
+        let config: Value =
+            serde_json::from_str(&std::fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
+        let kind = config["model_type"].as_str().unwrap();
+        match (COVERED.contains(&kind), NOT_COVERED.contains(&kind)) {
+            (true, _) => out.push(dir),
+            (false, true) => println!("not covered: {} ({kind})", dir.display()),
+            (false, false) => panic!("{}: unknown architecture {kind}", dir.display()),
+        }
+    }
+    out.sort();
+    assert!(!out.is_empty(), "no case in {}", golden().display());
+    out
+}
+
+/// Names of everything in a folder, sorted.
+pub fn names(dir: &Path) -> Vec<String> {
+    let mut out: Vec<_> =
+        std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap()).collect();
+    out.sort();
+    out
+}

@@ -1,0 +1,117 @@
+//! `convert`: Hugging Face folders to checkpoints and back.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
+
+mod common;
+
+use common::*;
+use std::path::Path;
+
+fn same(a: &Path, b: &Path) {
+    assert!(std::fs::read(a).unwrap() == std::fs::read(b).unwrap(), "{} and {}", a.display(), b.display());
+}
+
+#[test]
+fn golden_models_come_back_byte_for_byte() {
+    for model in golden_models() {
+        let dir = tempfile::tempdir().unwrap();
+        let [checkpoint, like, alone] = ["ckpt", "like", "alone"].map(|n| dir.path().join(n));
+        let v = json(&["convert", path(&model), path(&checkpoint)]);
+        assert_eq!((&v["kind"], &v["tokenizer"]), (&"checkpoint".into(), &false.into()), "{v}");
+        let v = json(&["convert", path(&checkpoint), path(&like), "--like", path(&model)]);
+        assert_eq!(v["kind"], "huggingface");
+        // What was copied into the checkpoint is enough for the configuration, too.
+        ok(&["convert", path(&checkpoint), path(&alone)]);
+        for file in ["config.json", "model.safetensors"] {
+            same(&model.join(file), &like.join(file));
+        }
+        same(&model.join("config.json"), &alone.join("config.json"));
+        // Nothing but the folders asked for, and no litter.
+        assert_eq!(names(dir.path()), ["alone", "ckpt", "like"]);
+    }
+}
+
+#[test]
+fn a_run_becomes_a_folder_and_a_new_run_starts_from_it() {
+    let (dir, recipe, run) = trained(&[]);
+    let [hf, again, half] = ["hf", "again", "half"].map(|n| dir.path().join(n));
+    let v = json(&["convert", path(&run), path(&hf)]);
+    assert_eq!((&v["family"], &v["tokenizer"]), (&"Llama".into(), &true.into()), "{v}");
+    assert_eq!(names(&hf), ["config.json", "model.safetensors", "tokenizer.json"]);
+    ok(&["convert", path(&hf), path(&again)]);
+    let small = json(&["convert", path(&run), path(&half), "--dtype", "bf16"]);
+    assert_eq!(small["bytes"].as_u64().unwrap() * 2, v["bytes"].as_u64().unwrap());
+    let config: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(half.join("config.json")).unwrap()).unwrap();
+    assert_eq!(config["torch_dtype"], "bfloat16");
+    // The same weights: a run from either begins with the same loss.
+    let first_loss = |from: &Path, out: &str| {
+        let set = format!("model.hf={}", from.display());
+        let text = std::fs::read_to_string(&recipe).unwrap();
+        let data = text.split("[data]").nth(1).unwrap();
+        let file = dir.path().join("from.toml");
+        std::fs::write(&file, format!("[data]{data}")).unwrap();
+        let out = dir.path().join(out);
+        ok(&["train", path(&file), "--out", path(&out), "--set", &set, "--steps", "1"]);
+        let log = std::fs::read_to_string(out.join("events.jsonl")).unwrap();
+        let step = log.lines().find(|l| l.contains("\"loss\"")).unwrap();
+        serde_json::from_str::<serde_json::Value>(step).unwrap()["loss"].clone()
+    };
+    let losses = [first_loss(&hf, "a"), first_loss(&again, "b")];
+    assert!(losses[0].is_number() && losses[0] == losses[1], "{losses:?}");
+    // A run that started from a folder is exported with that folder's files.
+    let back = dir.path().join("back");
+    let v = json(&["convert", path(&dir.path().join("a")), path(&back)]);
+    assert_eq!(v["like"], path(&hf));
+    same(&back.join("tokenizer.json"), &hf.join("tokenizer.json"));
+    // Weights alone are no run to resume.
+    let wrong = dir.path().join("c/checkpoints/step-00000000");
+    std::fs::create_dir_all(wrong.parent().unwrap()).unwrap();
+    std::fs::rename(&again, &wrong).unwrap();
+    let error = fails(&["train", path(&recipe), "--out", path(&dir.path().join("c"))], 1);
+    assert!(error.contains("weights only") && error.contains("model.hf"), "{error}");
+}
+
+#[test]
+fn nothing_is_overwritten_unless_asked_and_nothing_foreign_ever() {
+    let (dir, _, run) = trained(&[]);
+    let [hf, checkpoint, foreign] = ["hf", "ckpt", "foreign"].map(|n| dir.path().join(n));
+    ok(&["convert", path(&run), path(&hf)]);
+    ok(&["convert", path(&hf), path(&checkpoint)]);
+    std::fs::create_dir(&foreign).unwrap();
+    std::fs::write(foreign.join("precious"), "x").unwrap();
+    let runs = [(&run, &hf), (&hf, &checkpoint)];
+    for (from, to) in runs {
+        assert!(fails(&["convert", path(from), path(to)], 1).contains("already exists"));
+        let before = names(to);
+        ok(&["convert", path(from), path(to), "--overwrite"]);
+        assert_eq!(names(to), before);
+        for overwrite in [&[][..], &["--overwrite"]] {
+            let args = [&["convert", path(from), path(&foreign)][..], overwrite].concat();
+            fails(&args, 1);
+        }
+        assert!(fails(&["convert", path(from), path(&foreign), "--overwrite"], 1).contains("not replaced"));
+    }
+    assert_eq!(names(&foreign), ["precious"]);
+    assert_eq!(names(dir.path()), ["ckpt", "foreign", "hf", "run", "small.toml"]);
+    // An empty folder is as good as none.
+    let empty = dir.path().join("empty");
+    std::fs::create_dir(&empty).unwrap();
+    ok(&["convert", path(&hf), path(&empty)]);
+    assert!(empty.join("manifest.json").is_file());
+}
+
+#[test]
+fn what_cannot_be_converted_is_named() {
+    let (dir, _, run) = trained(&[]);
+    let to = dir.path().join("to");
+    assert!(fails(&["convert", "no/such", path(&to)], 1).contains("no/such"));
+    let model = golden_models().remove(0);
+    let error = fails(&["convert", path(&run), path(&to), "--like", path(&model)], 1);
+    assert!(error.contains("cannot say") || error.contains("not of the shape"), "{error}");
+    let error = fails(&["convert", path(&model), path(&to), "--like", path(&model)], 1);
+    assert!(error.contains("--like"), "{error}");
+    let error = fails(&["convert", path(&model), path(&dir.path().join("step-00000007"))], 1);
+    assert!(error.contains("another step"), "{error}");
+    fails(&["convert", path(&run), path(&to), "--dtype", "f16"], 2);
+    assert!(!to.exists());
+}

@@ -1,0 +1,101 @@
+//! `data build`: text to token files, and training on them.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
+
+mod common;
+
+use common::*;
+use serde_json::json;
+
+/// Tokens of a pair whose tokens are u16.
+fn tokens(bin: &std::path::Path) -> Vec<u16> {
+    std::fs::read(bin).unwrap().chunks_exact(2).map(|c| u16::from_le_bytes([c[0], c[1]])).collect()
+}
+
+#[test]
+fn files_are_documents_and_lines_of_jsonl_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let [a, b, c, out] = ["a.txt", "b.jsonl", "c.md", "new/all"].map(|n| dir.path().join(n));
+    std::fs::write(&a, "one\ntwo\n").unwrap();
+    std::fs::write(&b, "{\"body\": \"x\"}\n\n{\"body\": \"yz\", \"n\": 1}\n").unwrap();
+    std::fs::write(&c, "").unwrap();
+    let args = ["data", "build", path(&a), path(&b), path(&c), "--output", path(&out), "--field", "body"];
+    let v = json(&args);
+    assert_eq!((&v["documents"], &v["skipped"], &v["tokens"]), (&json!(3), &json!(2), &json!(14)));
+    assert_eq!((&v["vocab"], &v["eod"], &v["token_type"]), (&json!(256), &json!(0), &json!("uint16")));
+    let want: Vec<u16> = "one\ntwo\n\0x\0yz\0".bytes().map(u16::from).collect();
+    assert_eq!(tokens(&dir.path().join("new/all.bin")), want);
+    assert_eq!(names(&dir.path().join("new")), ["all.bin", "all.idx"]);
+
+    assert!(fails(&args, 1).contains("already exists"));
+    let text = ok(&[&args[..], &["--overwrite", "--no-eod"]].concat());
+    assert!(text.contains("documents") && text.contains("none"), "{text}");
+    assert_eq!(tokens(&dir.path().join("new/all.bin")).len(), 11);
+    let v = json(&[&args[..], &["--overwrite", "--eod", "255"]].concat());
+    assert_eq!(v["eod"], 255);
+    assert!(fails(&[&args[..], &["--overwrite", "--eod", "256"]].concat(), 1).contains("vocabulary"));
+    fails(&[&args[..], &["--eod", "1", "--no-eod"]].concat(), 2);
+}
+
+#[test]
+fn a_tokenizer_is_used_and_must_say_where_texts_end() {
+    let (dir, _, run) = trained(&[]);
+    let [hf, input, out] = ["hf", "in.txt", "out"].map(|n| dir.path().join(n));
+    ok(&["convert", path(&run), path(&hf)]);
+    std::fs::write(&input, "héllo").unwrap();
+    let args = ["data", "build", path(&input), "--output", path(&out), "--tokenizer"];
+    assert!(fails(&[&args[..], &[path(&hf), "--overwrite"]].concat(), 1).contains("--eod"));
+    std::fs::write(hf.join("generation_config.json"), "{\"eos_token_id\": [7, 8]}").unwrap();
+    for tokenizer in [hf.clone(), hf.join("tokenizer.json")] {
+        assert_eq!(json(&[&args[..], &[path(&tokenizer), "--overwrite"]].concat())["eod"], 7);
+        let mut want: Vec<u16> = "héllo".bytes().map(u16::from).collect();
+        want.push(7);
+        assert_eq!(tokens(&dir.path().join("out.bin")), want);
+    }
+    assert!(fails(&[&args[..], &["nowhere", "--overwrite"]].concat(), 1).contains("nowhere"));
+}
+
+#[test]
+fn what_was_built_can_be_trained_on() {
+    let (dir, recipe) = folder();
+    let [one, many, pair] = ["one.txt", "many.jsonl", "pair"].map(|n| dir.path().join(n));
+    std::fs::write(&one, "all in one document, ".repeat(50)).unwrap();
+    let line = |i| format!("{{\"text\": \"document number {i} of many, each of them short\"}}\n");
+    std::fs::write(&many, (0..60).map(line).collect::<String>()).unwrap();
+    for (input, evaluated) in [(&one, false), (&many, true)] {
+        ok(&["data", "build", path(input), "--output", path(&pair), "--overwrite"]);
+        let out = dir.path().join(input.file_stem().unwrap());
+        let set = ["--set", "eval.every=1", "--set", "eval.batches=1", "--set", "data.split=[90,10,0]"];
+        let args = ["train", path(&recipe), "--data", path(&pair), "--out", path(&out)];
+        let run = ferrotron(&[&args[..], &set].concat());
+        let said = String::from_utf8_lossy(&run.stderr).into_owned();
+        assert!(run.status.success(), "{said}");
+        // One document cannot be split: training goes on without validation, and says so.
+        assert_eq!(said.contains("no evaluation"), !evaluated, "{said}");
+        let log = std::fs::read_to_string(out.join("events.jsonl")).unwrap();
+        assert_eq!(log.contains("\"eval\""), evaluated, "{log}");
+    }
+}
+
+#[test]
+fn bad_input_is_named_and_leaves_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let [good, bad, out] = ["good.txt", "bad.jsonl", "out"].map(|n| dir.path().join(n));
+    std::fs::write(&good, "x").unwrap();
+    let cases: [(&[u8], &str); 4] = [
+        (b"{\"text\": 1}", "line 1"),
+        (b"{\"txet\": \"a\"}", "txet"),
+        (b"\xff", "UTF-8"),
+        (b"", "no document"),
+    ];
+    for (content, says) in cases {
+        std::fs::write(&bad, content).unwrap();
+        let error = fails(&["data", "build", path(&bad), "--output", path(&out)], 1);
+        assert!(error.contains("bad.jsonl") && error.contains(says), "{error}");
+    }
+    std::fs::write(&bad, "{}").unwrap();
+    fails(&["data", "build", path(&good), path(&bad), "--output", path(&out)], 1);
+    assert!(fails(&["data", "build", path(dir.path()), "--output", path(&out)], 1).contains("folder"));
+    assert!(fails(&["data", "build", "missing.txt", "--output", path(&out)], 1).contains("missing.txt"));
+    fails(&["data", "build", path(&good)], 2);
+    assert_eq!(names(dir.path()), ["bad.jsonl", "good.txt"]);
+}

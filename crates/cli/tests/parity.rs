@@ -1,0 +1,103 @@
+//! `parity`: one step under two settings.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // all of it is test
+
+mod common;
+
+use common::*;
+use serde_json::Value;
+
+fn verdict(args: &[&str], code: i32) -> Value {
+    let out = ferrotron(&[&["parity", "--json"], args].concat());
+    let errors = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {errors}");
+    let v: Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(v["agree"], code == 0);
+    assert_eq!(v["tensors"], v["report"].as_array().unwrap().len());
+    v
+}
+
+/// Biases and learned positions too: among them are gradients that are zero but for rounding.
+const EVERYTHING: [&str; 10] = [
+    "--set",
+    "model.qkv_bias=true",
+    "--set",
+    "model.mlp_bias=true",
+    "--set",
+    "model.proj_bias=true",
+    "--set",
+    "model.norm=layernorm",
+    "--set",
+    "model.positions=learned",
+];
+
+#[test]
+fn threads_change_no_bit() {
+    let (_dir, recipe) = folder();
+    for dtype in ["f32", "bf16"] {
+        let [a, b] = ["threads=1", "threads=3"].map(|t| format!("{dtype},{t}"));
+        let args = [&[a.as_str(), &b, "--recipe", path(&recipe)][..], &EVERYTHING].concat();
+        let v = verdict(&args, 0);
+        assert_eq!(v["identical"], v["tensors"]);
+        // The loss, and a gradient and a weight of every parameter.
+        let kinds = |k: &str| v["report"].as_array().unwrap().iter().filter(|r| r["kind"] == k).count();
+        assert_eq!((kinds("loss"), kinds("gradient")), (1, kinds("weight")));
+        assert!(kinds("weight") > 10);
+    }
+    let text = ok(&["parity", "threads=1", "threads=2", "--recipe", path(&recipe)]);
+    assert!(text.contains("agree to the last bit"), "{text}");
+}
+
+#[test]
+fn micro_batches_and_precisions_agree_within_their_bounds_and_not_within_less() {
+    let (_dir, recipe) = folder();
+    let base = ["--recipe", path(&recipe)];
+    for sides in [["f32,micro_batch=1", "f32,micro_batch=4"], ["bf16,micro_batch=1", "bf16,micro_batch=2"]] {
+        let args = [&sides[..], &base, &EVERYTHING].concat();
+        let v = verdict(&args, 0);
+        assert_ne!(v["identical"], v["tensors"]);
+        assert_eq!(v["bounds"]["gradient"], 1e-5);
+        verdict(&[&args[..], &["--tolerance", "0"]].concat(), 1);
+    }
+    let args = [&["f32", "bf16"][..], &base, &EVERYTHING].concat();
+    let v = verdict(&args, 0);
+    assert_eq!(v["identical"], 0);
+    assert_ne!(v["loss"][0], v["loss"][1]);
+    let v = verdict(&[&args[..], &["--tolerance", "1e-4"]].concat(), 1);
+    assert!(v["different"].as_u64().unwrap() > 10);
+    // The worst first: nothing that agrees stands before something that does not.
+    let agrees: Vec<bool> =
+        v["report"].as_array().unwrap().iter().map(|r| r["agrees"].as_bool().unwrap()).collect();
+    assert!(agrees.is_sorted(), "{agrees:?}");
+    let out = ferrotron(&[&["parity"], &args[..], &["--tolerance", "1e-4"]].concat());
+    let text = String::from_utf8(out.stdout).unwrap();
+    assert_eq!(out.status.code(), Some(1));
+    assert!(text.contains("DIFFERS") && text.contains("THEY DIFFER") && text.lines().count() < 20, "{text}");
+}
+
+#[test]
+fn golden_models_agree_in_both_precisions_and_on_any_number_of_threads() {
+    for model in golden_models() {
+        let input = model.join("expected.safetensors");
+        let on = ["--model", path(&model), "--input", path(&input)];
+        let v = verdict(&[&["f32", "bf16"][..], &on].concat(), 0);
+        assert!(v["report"].as_array().unwrap().iter().any(|r| r["kind"] == "logits"));
+        let v = verdict(&[&["bf16,threads=1", "bf16,threads=3"][..], &on].concat(), 0);
+        assert_eq!(v["identical"], v["tensors"]);
+    }
+}
+
+#[test]
+fn what_cannot_be_compared_is_refused() {
+    let (_dir, recipe) = folder();
+    let recipe = path(&recipe);
+    assert!(fails(&["parity", "tp=2", "f32", "--recipe", recipe], 2).contains("one rank"));
+    assert!(fails(&["parity", "cuda", "f32", "--recipe", recipe], 2).contains("CPU only"));
+    assert!(fails(&["parity", "micro_batch=3", "f32", "--recipe", recipe], 2).contains("micro_batch"));
+    fails(&["parity", "f32", "bf16", "--recipe", recipe, "--tolerance=-1"], 2);
+    fails(&["parity", "f32", "bf16", "--recipe", recipe, "--set", "train.stpes=1"], 2);
+    let model = golden_models().remove(0);
+    let input = model.join("expected.safetensors");
+    let args = ["parity", "micro_batch=1", "f32", "--model", path(&model), "--input", path(&input)];
+    assert!(fails(&args, 2).contains("micro_batch"));
+    assert!(fails(&["parity", "f32", "f32", "--model", "nowhere", "--input", "x"], 1).contains("nowhere"));
+}

@@ -1,0 +1,285 @@
+//! Attention through views: every layout people keep q, k and v in.
+
+use super::homes::*;
+use super::oracle::{self, Dense};
+use ferrotron_kernels::cpu::attention::{Align as CpuAlign, AttentionShape, Span};
+use ferrotron_kernels::{Align, AttentionBackward, AttentionForward, Scores, Sequences};
+use ferrotron_tensor::{DType, Tensor};
+
+#[derive(Clone, Copy, Debug)]
+enum Layout {
+    /// `[batch, tokens, heads, d]`
+    Bshd,
+    /// `[tokens, batch, heads, d]`
+    Sbhd,
+    /// `[batch, heads, tokens, d]`
+    Bhsd,
+    /// One `[batch, tokens, n + 2g, d]`
+    Fused,
+    /// One `[batch, tokens, heads, 3, d]`
+    PerHead,
+    /// q apart, `[tokens, batch, g, 2, d]` for k and v
+    KvPairs,
+    /// Views with room around every row.
+    Framed,
+}
+
+const LAYOUTS: [Layout; 7] = [
+    Layout::Bshd,
+    Layout::Sbhd,
+    Layout::Bhsd,
+    Layout::Fused,
+    Layout::PerHead,
+    Layout::KvPairs,
+    Layout::Framed,
+];
+
+struct Sizes {
+    batch: usize,
+    tq: usize,
+    tk: usize,
+    n: usize,
+    g: usize,
+    d: usize,
+}
+
+impl Sizes {
+    fn q(&self) -> [usize; 4] {
+        [self.batch, self.tq, self.n, self.d]
+    }
+    fn k(&self) -> [usize; 4] {
+        [self.batch, self.tk, self.g, self.d]
+    }
+}
+
+/// `[batch, tokens, heads, d]` views of q, k and v in the layout, full of nonsense; and what holds them.
+fn views(h: &Home, dtype: DType, layout: Layout, z: &Sizes) -> [Tensor; 3] {
+    let new = |shape: &[usize]| h.poisoned(dtype, shape);
+    let each = |make: &dyn Fn([usize; 4]) -> Tensor| [make(z.q()), make(z.k()), make(z.k())];
+    match layout {
+        Layout::Bshd => each(&|s| new(&s)),
+        Layout::Sbhd => each(&|[b, t, n, d]| new(&[t, b, n, d]).transpose(0, 1).unwrap()),
+        Layout::Bhsd => each(&|[b, t, n, d]| new(&[b, n, t, d]).transpose(1, 2).unwrap()),
+        Layout::Fused => {
+            let all = new(&[z.batch, z.tq, z.n + 2 * z.g, z.d]);
+            [(0, z.n), (z.n, z.g), (z.n + z.g, z.g)].map(|(at, heads)| all.narrow(2, at, heads).unwrap())
+        }
+        Layout::PerHead => {
+            let all = new(&[z.batch, z.tq, z.n, 3, z.d]);
+            [0, 1, 2].map(|i| all.select(3, i).unwrap())
+        }
+        Layout::KvPairs => {
+            let all = new(&[z.tk, z.batch, z.g, 2, z.d]);
+            let of = |i| all.select(3, i).unwrap().transpose(0, 1).unwrap();
+            [new(&z.q()), of(0), of(1)]
+        }
+        Layout::Framed => {
+            each(&|s: [usize; 4]| h.framed(dtype, &s, &vec![f64::NAN; s.iter().product()]).view)
+        }
+    }
+}
+
+/// Puts values into a view row by row.
+fn fill(h: &Home, view: &Tensor, values: &[f64]) {
+    let [b, t, n, d] = *view.shape() else { panic!("{view:?}") };
+    for i in 0..b * t * n {
+        let row =
+            view.select(0, i / (t * n)).unwrap().select(0, i / n % t).unwrap().select(0, i % n).unwrap();
+        let values = h.tensor(view.dtype(), &[d], &values[i * d..(i + 1) * d]);
+        h.k.copy(&h.s, &values, &row).unwrap();
+    }
+}
+
+fn dense(dims: [usize; 4], data: &[f64]) -> Dense {
+    Dense { dims, data: data.to_vec() }
+}
+
+fn near(what: &str, dtype: DType, ours: &[f64], wanted: &[f64]) {
+    assert_eq!(ours.len(), wanted.len(), "{what}");
+    let size = wanted.iter().fold(0.0f64, |m, x| m.max(x.abs())).max(1e-2);
+    let most = ours.iter().zip(wanted).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max) / size;
+    assert!(!ours.iter().any(|x| x.is_nan()), "{what}: nonsense came through");
+    // bf16 keeps the probabilities of the products in bf16 as well.
+    assert!(most <= if dtype == DType::F32 { 5e-6 } else { 2e-2 }, "{what}: {most:.1e} apart");
+}
+
+fn scores(causal: bool, softcap: Option<f32>, left: Option<usize>, align: Align) -> Scores {
+    Scores { scale: 0.6, softcap, causal, align, left, right: None }
+}
+
+fn shape(s: &Scores, z: &Sizes) -> AttentionShape {
+    AttentionShape {
+        heads: z.n,
+        kv_heads: z.g,
+        d_qk: z.d,
+        d_v: z.d,
+        scale: s.scale,
+        softcap: s.softcap,
+        causal: s.causal,
+        align: if s.align == Align::TopLeft { CpuAlign::TopLeft } else { CpuAlign::BottomRight },
+        window: (s.left, s.right),
+        lse_head: 1,
+        lse_token: 1,
+    }
+}
+
+fn saved(dtype: DType) -> fn(f64) -> f64 {
+    match dtype {
+        DType::BF16 => |x| rounded(DType::BF16, x),
+        _ => |x| rounded(DType::F32, x),
+    }
+}
+
+#[test]
+fn every_layout_gives_the_same_attention() {
+    everywhere(|h, dtype| {
+        for layout in LAYOUTS {
+            let alike = matches!(layout, Layout::Fused | Layout::PerHead);
+            let z = Sizes {
+                batch: 2,
+                tq: 9,
+                tk: if alike { 9 } else { 13 },
+                n: 4,
+                g: if matches!(layout, Layout::PerHead) { 4 } else { 2 },
+                d: 8,
+            };
+            for s in [
+                scores(true, None, None, Align::TopLeft),
+                scores(false, Some(1.5), None, Align::TopLeft),
+                scores(true, None, Some(3), Align::BottomRight),
+            ] {
+                for with_sink in [false, true] {
+                    let what = format!("{} {dtype} {layout:?} {s:?} sink {with_sink}", h.name);
+                    let (nq, nk) = (z.q().iter().product::<usize>(), z.k().iter().product::<usize>());
+                    let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nk));
+                    let (dout, sink) = (numbers(dtype, 4, nq), numbers(DType::F32, 5, z.n));
+                    let spans: Vec<Span> = (0..z.batch)
+                        .map(|batch| Span {
+                            batch,
+                            q_start: 0,
+                            q_len: z.tq,
+                            k_start: 0,
+                            k_len: z.tk,
+                            lse_base: 0,
+                        })
+                        .collect();
+                    let want = oracle::attention(
+                        saved(dtype),
+                        &shape(&s, &z),
+                        &spans,
+                        &dense(z.q(), &q),
+                        &dense(z.k(), &k),
+                        &dense(z.k(), &v),
+                        &dense(z.q(), &dout),
+                        with_sink.then_some(&sink),
+                    );
+                    let [qt, kt, vt] = views(h, dtype, layout, &z);
+                    [(&qt, &q), (&kt, &k), (&vt, &v)].iter().for_each(|(t, x)| fill(h, t, x));
+                    let [dq, dk, dv] = views(h, dtype, layout, &z);
+                    let (out, doutt) = (h.poisoned(dtype, &z.q()), h.tensor(dtype, &z.q(), &dout));
+                    let lse = h.poisoned(DType::F32, &[z.batch, z.n, z.tq]);
+                    let sink_t = h.tensor(DType::F32, &[z.n], &sink);
+                    let dsink = h.tensor(DType::F32, &[z.n], &vec![1.0; z.n]);
+                    let f = || AttentionForward {
+                        q: &qt,
+                        k: &kt,
+                        v: &vt,
+                        sink: with_sink.then_some(&sink_t),
+                        out: &out,
+                        lse: &lse,
+                    };
+                    h.k.attention_forward(&h.s, &s, Sequences::Batch, &f()).unwrap();
+                    near(&format!("{what} out"), dtype, &h.host(&out), &want.out.data);
+                    let lse_want: Vec<f64> = (0..z.batch * z.n * z.tq)
+                        .map(|i| want.lse.row(i / (z.n * z.tq), i % z.tq, i / z.tq % z.n)[0])
+                        .collect();
+                    near(&format!("{what} lse"), dtype, &h.host(&lse), &lse_want);
+                    let b = AttentionBackward {
+                        forward: f(),
+                        dout: &doutt,
+                        dq: &dq,
+                        dk: &dk,
+                        dv: &dv,
+                        dsink: with_sink.then_some(&dsink),
+                    };
+                    h.k.attention_backward(&h.s, &s, Sequences::Batch, &b).unwrap();
+                    near(&format!("{what} dq"), dtype, &h.host(&dq), &want.dq.data);
+                    near(&format!("{what} dk"), dtype, &h.host(&dk), &want.dk.data);
+                    near(&format!("{what} dv"), dtype, &h.host(&dv), &want.dv.data);
+                    if with_sink {
+                        let sum: Vec<f64> = want.dsink.iter().map(|d| d + 1.0).collect();
+                        near(&format!("{what} dsink"), dtype, &h.host(&dsink), &sum);
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// Sequences one after another, with tokens that belong to none before, between nobody and after.
+#[test]
+fn packed_sequences_and_tokens_outside_them() {
+    everywhere(|h, dtype| {
+        let (n, g, d, tokens) = (4, 2, 8, 30);
+        let (oq, ok) = ([2, 9, 9, 10, 25], [0, 7, 9, 12, 27]);
+        let z = Sizes { batch: 1, tq: tokens, tk: tokens, n, g, d };
+        for fused in [false, true] {
+            let s = scores(true, None, None, if fused { Align::TopLeft } else { Align::BottomRight });
+            let k_offsets = if fused { oq } else { ok };
+            let (nq, nk) = (tokens * n * d, tokens * g * d);
+            let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nk));
+            let dout = numbers(dtype, 4, nq);
+            let spans: Vec<Span> = oq
+                .windows(2)
+                .zip(k_offsets.windows(2))
+                .map(|(q, k)| Span {
+                    batch: 0,
+                    q_start: q[0] as usize,
+                    q_len: (q[1] - q[0]) as usize,
+                    k_start: k[0] as usize,
+                    k_len: (k[1] - k[0]) as usize,
+                    lse_base: 0,
+                })
+                .collect();
+            let want = oracle::attention(
+                saved(dtype),
+                &shape(&s, &z),
+                &spans,
+                &dense(z.q(), &q),
+                &dense(z.k(), &k),
+                &dense(z.k(), &v),
+                &dense(z.q(), &dout),
+                None,
+            );
+            let layout = if fused { Layout::Fused } else { Layout::Bshd };
+            let flat = |t: [Tensor; 3]| t.map(|t| t.select(0, 0).unwrap());
+            let wide = views(h, dtype, layout, &z);
+            [(&wide[0], &q), (&wide[1], &k), (&wide[2], &v)].iter().for_each(|(t, x)| fill(h, t, x));
+            let [qt, kt, vt] = flat(wide);
+            let [dq, dk, dv] = flat(views(h, dtype, layout, &z));
+            let (out, doutt) = (h.poisoned(dtype, &[tokens, n, d]), h.tensor(dtype, &[tokens, n, d], &dout));
+            let lse = h.poisoned(DType::F32, &[tokens, n]);
+            let sequences = Sequences::Packed { q: &oq, k: &k_offsets };
+            let f = || AttentionForward { q: &qt, k: &kt, v: &vt, sink: None, out: &out, lse: &lse };
+            h.k.attention_forward(&h.s, &s, sequences, &f()).unwrap();
+            let what = format!("{} {dtype} fused {fused}", h.name);
+            near(&format!("{what} out"), dtype, &h.host(&out), &want.out.data);
+            let lse_host = h.host(&lse);
+            for t in 2..25 {
+                for head in 0..n {
+                    let (ours, theirs) = (lse_host[t * n + head], want.lse.row(0, t, head)[0]);
+                    let room = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
+                    assert!(
+                        ours == theirs || (ours - theirs).abs() < room,
+                        "{what} lse {t} {head}: {ours} {theirs}"
+                    );
+                }
+            }
+            let b = AttentionBackward { forward: f(), dout: &doutt, dq: &dq, dk: &dk, dv: &dv, dsink: None };
+            h.k.attention_backward(&h.s, &s, sequences, &b).unwrap();
+            near(&format!("{what} dq"), dtype, &h.host(&dq), &want.dq.data);
+            near(&format!("{what} dk"), dtype, &h.host(&dk), &want.dk.data);
+            near(&format!("{what} dv"), dtype, &h.host(&dv), &want.dv.data);
+        }
+    });
+}

@@ -1,0 +1,17 @@
+//! One conformance suite for the kernel traits, run on every home they have: each instruction-set level of this
+//! machine, in f32 and bf16, against naive f64. Another device joins by joining the list in `homes.rs`.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod attention;
+mod gemm;
+mod homes;
+mod maps;
+mod norm;
+mod optim;
+mod refusals;
+mod rope;
+mod tables;
+
+#[path = "../attention/oracle.rs"]
+#[allow(dead_code)]
+mod oracle;

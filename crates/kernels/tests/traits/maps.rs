@@ -1,0 +1,216 @@
+//! Element by element: sums, casts, non-linearities, caps, dropout; and sums of columns.
+
+use super::homes::*;
+use ferrotron_kernels::{Act, DropoutKey};
+use ferrotron_tensor::DType;
+
+const LENGTHS: [usize; 5] = [0, 1, 7, 64, 1000];
+
+#[test]
+fn sums_and_factors() {
+    everywhere(|h, dtype| {
+        for n in LENGTHS {
+            let (a, b) = (numbers(dtype, 1, n), numbers(dtype, 2, n));
+            let (at, bt) = (h.tensor(dtype, &[n], &a), h.tensor(dtype, &[n], &b));
+            let what = format!("{} {dtype} {n}", h.name);
+            let out = h.poisoned(dtype, &[n]);
+            h.k.add(&h.s, &at, &bt, &out).unwrap();
+            let sum: Vec<f64> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
+            close(&what, dtype, &h.host(&out), &sum, 1e-12);
+            for to in DTYPES {
+                let x = h.tensor(to, &[n], &a);
+                h.k.add_assign(&h.s, &x, &bt).unwrap();
+                close(
+                    &format!("{what} into {to}"),
+                    to,
+                    &h.host(&x),
+                    &sum,
+                    if to == dtype { 1e-12 } else { 4e-3 },
+                );
+            }
+            h.k.scale(&h.s, &out, -2.5).unwrap();
+            let scaled: Vec<f64> = sum.iter().map(|x| -2.5 * rounded(dtype, *x)).collect();
+            close(&what, dtype, &h.host(&out), &scaled, 1e-12);
+            let total = h.poisoned(DType::F32, &[1]);
+            let floats = |seed| h.tensor(DType::F32, &[n], &numbers(DType::F32, seed, n));
+            h.k.dot(&h.s, &floats(3), &floats(4), &total).unwrap();
+            let want = dot(&numbers(DType::F32, 3, n), &numbers(DType::F32, 4, n));
+            close(&what, DType::F32, &h.host(&total), &[want], 1e-12);
+        }
+    });
+}
+
+#[test]
+fn copies_between_types_and_strides() {
+    everywhere(|h, dtype| {
+        for to in [DType::F32, DType::BF16] {
+            for n in LENGTHS {
+                let x = numbers(dtype, 1, n);
+                let out = h.poisoned(to, &[n]);
+                h.k.copy(&h.s, &h.tensor(dtype, &[n], &x), &out).unwrap();
+                let want: Vec<f64> = x.iter().map(|x| rounded(to, *x)).collect();
+                assert_eq!(h.host(&out), want, "{} {dtype}->{to}", h.name);
+            }
+        }
+        for kind in [dtype, DType::I32] {
+            for shape in [&[6usize][..], &[3, 5], &[2, 3, 4], &[2, 3, 2, 5], &[2, 0, 3]] {
+                let n: usize = shape.iter().product();
+                let x: Vec<f64> = (0..n).map(|i| i as f64).collect();
+                let from = h.tensor(kind, shape, &x);
+                if kind != DType::I32 {
+                    let (from, to) = (h.framed(kind, shape, &x), h.framed(kind, shape, &vec![f64::NAN; n]));
+                    h.k.copy(&h.s, &from.view, &to.view).unwrap();
+                    assert_eq!(h.inside(&to), x, "{} {kind} {shape:?}", h.name);
+                }
+                let out = h.tensor(kind, shape, &vec![0.0; n]);
+                h.k.copy(&h.s, &from, &out).unwrap();
+                assert_eq!(h.host(&out), x, "{} {kind} {shape:?}", h.name);
+                // Leading axes in another order.
+                if shape.len() > 2 {
+                    let turned = from.transpose(0, 1).unwrap();
+                    let out = h.tensor(kind, turned.shape(), &vec![0.0; n]);
+                    h.k.copy(&h.s, &turned, &out).unwrap();
+                    assert_eq!(h.host(&out), h.host(&turned), "{} {kind} {shape:?} turned", h.name);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn sums_of_columns_of_a_view() {
+    everywhere(|h, dtype| {
+        for (rows, n) in [(1, 1), (5, 7), (130, 40), (0, 3), (700, 2)] {
+            let x = numbers(dtype, 1, rows * n);
+            let framed = h.framed(dtype, &[rows, n], &x);
+            for accumulate in [false, true] {
+                let old = numbers(DType::F32, 2, n);
+                let sums =
+                    if accumulate { h.tensor(DType::F32, &[n], &old) } else { h.poisoned(DType::F32, &[n]) };
+                h.k.column_sum(&h.s, &framed.view, accumulate, &sums).unwrap();
+                let start = |c: usize| if accumulate { old[c] } else { 0.0 };
+                let want: Vec<f64> =
+                    (0..n).map(|c| start(c) + (0..rows).map(|r| x[r * n + c]).sum::<f64>()).collect();
+                let slack = 2f64.powi(-23) * (rows + 1) as f64;
+                close(&format!("{} {dtype} {rows}x{n}", h.name), DType::F32, &h.host(&sums), &want, slack);
+            }
+        }
+    });
+}
+
+fn value(a: Act, x: f64) -> f64 {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    match a {
+        Act::GeluTanh => {
+            0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
+        }
+        Act::GeluErf => 0.5 * x * (1.0 + libm::erf(x / std::f64::consts::SQRT_2)),
+        Act::Silu => x * sigmoid(x),
+        Act::ClampedSilu { limit, alpha, .. } => {
+            let x = x.min(f64::from(limit));
+            x * sigmoid(f64::from(alpha) * x)
+        }
+    }
+}
+
+fn linear_half(a: Act, u: f64) -> f64 {
+    match a {
+        Act::ClampedSilu { limit, offset, .. } => {
+            u.clamp(-f64::from(limit), f64::from(limit)) + f64::from(offset)
+        }
+        _ => u,
+    }
+}
+
+#[test]
+fn non_linearities_and_their_slopes() {
+    let acts = [
+        Act::GeluTanh,
+        Act::GeluErf,
+        Act::Silu,
+        Act::ClampedSilu { limit: 2.003, alpha: 1.702, offset: 1.0 },
+    ];
+    let slope = |f: &dyn Fn(f64) -> f64, x: f64| (f(x + 1e-5) - f(x - 1e-5)) / 2e-5;
+    everywhere(|h, dtype| {
+        for a in acts {
+            for gated in [false, true] {
+                if !gated && matches!(a, Act::ClampedSilu { .. }) {
+                    continue;
+                }
+                let (rows, f) = (7, 19);
+                let width = if gated { 2 * f } else { f };
+                let x: Vec<f64> =
+                    numbers(dtype, 1, rows * width).iter().map(|x| rounded(dtype, x * 3.0)).collect();
+                let dy = numbers(dtype, 2, rows * f);
+                let (xt, dyt) = (h.tensor(dtype, &[rows, width], &x), h.tensor(dtype, &[rows, f], &dy));
+                let (y, dx) = (h.poisoned(dtype, &[rows, f]), h.poisoned(dtype, &[rows, width]));
+                h.k.act_forward(&h.s, a, gated, &xt, &y).unwrap();
+                h.k.act_backward(&h.s, a, gated, &xt, &dyt, &dx).unwrap();
+                let (mut wy, mut wdx) = (vec![0.0; rows * f], vec![0.0; rows * width]);
+                for i in 0..rows * f {
+                    let (r, c) = (i / f, i % f);
+                    let g = x[r * width + c];
+                    if gated {
+                        let u = x[r * width + f + c];
+                        wy[i] = value(a, g) * linear_half(a, u);
+                        wdx[r * width + c] = dy[i] * slope(&|g| value(a, g), g) * linear_half(a, u);
+                        wdx[r * width + f + c] = dy[i] * slope(&|u| linear_half(a, u), u) * value(a, g);
+                    } else {
+                        wy[i] = value(a, g);
+                        wdx[r * width + c] = dy[i] * slope(&|g| value(a, g), g);
+                    }
+                }
+                let what = format!("{} {dtype} {a:?} gated {gated}", h.name);
+                close(&format!("{what} y"), dtype, &h.host(&y), &wy, 2e-6);
+                close(&format!("{what} dx"), dtype, &h.host(&dx), &wdx, 4e-6);
+            }
+        }
+    });
+}
+
+#[test]
+fn caps_and_their_slopes() {
+    everywhere(|h, dtype| {
+        for n in LENGTHS {
+            let x: Vec<f64> = numbers(dtype, 1, n).iter().map(|x| rounded(dtype, x * 20.0)).collect();
+            let y = h.tensor(dtype, &[n], &x);
+            h.k.softcap_forward(&h.s, 5.0, &y).unwrap();
+            let want: Vec<f64> = x.iter().map(|x| 5.0 * (x / 5.0).tanh()).collect();
+            close(&format!("{} {dtype} cap", h.name), dtype, &h.host(&y), &want, 3e-6);
+            let dy = numbers(dtype, 2, n);
+            let d = h.tensor(dtype, &[n], &dy);
+            h.k.softcap_backward(&h.s, 5.0, &y, &d).unwrap();
+            let want: Vec<f64> =
+                h.host(&y).iter().zip(&dy).map(|(y, d)| d * (1.0 - (y / 5.0).powi(2))).collect();
+            close(&format!("{} {dtype} slope", h.name), dtype, &h.host(&d), &want, 1e-6);
+        }
+    });
+}
+
+/// The same key gives the same mask on every home and in every type; the backward pass is the same map.
+#[test]
+fn dropout_depends_on_its_key_only() {
+    let key = DropoutKey { seed: 9, step: 3, micro_batch: 1, layer: 2, site: 1 };
+    let mut masks: Vec<Vec<bool>> = Vec::new();
+    for h in homes() {
+        for dtype in DTYPES {
+            let x: Vec<f64> =
+                numbers(dtype, 1, 40 * 33).iter().map(|x| if *x == 0.0 { 1.0 } else { *x }).collect();
+            let (xt, y) = (h.tensor(dtype, &[40, 33], &x), h.poisoned(dtype, &[40, 33]));
+            h.k.dropout(&h.s, 0.3, key, &xt, &y).unwrap();
+            let y = h.host(&y);
+            masks.push(y.iter().map(|y| *y != 0.0).collect());
+            for (x, y) in x.iter().zip(&y).filter(|(_, y)| **y != 0.0) {
+                let want = x / f64::from(1.0 - 0.3f32);
+                assert!((y - want).abs() <= 2.01 * eps(dtype) * want.abs(), "{} {dtype}: {y} {want}", h.name);
+            }
+            // Nothing is dropped at 0.
+            let all = h.poisoned(dtype, &[40, 33]);
+            h.k.dropout(&h.s, 0.0, key, &xt, &all).unwrap();
+            assert_eq!(h.host(&all), x);
+        }
+    }
+    assert!(masks.windows(2).all(|w| w[0] == w[1]));
+    let kept = masks[0].iter().filter(|m| **m).count() as f64 / masks[0].len() as f64;
+    assert!((kept - 0.7).abs() < 0.05, "{kept}");
+}

@@ -1,0 +1,10 @@
+#![no_main]
+//! Event logs.
+
+use libfuzzer_sys::fuzz_target;
+use ferrotron_core::events;
+use std::path::Path;
+
+fuzz_target!(|bytes: &[u8]| {
+    let _ = events::parse(Path::new("events.jsonl"), bytes);
+});
