@@ -60,7 +60,8 @@ fn micro_batches_and_precisions_agree_within_their_bounds_and_not_within_less() 
     }
     let args = [&["f32", "bf16"][..], &base, &EVERYTHING].concat();
     let v = verdict(&args, 0);
-    assert_eq!(v["identical"], 0);
+    // The first step of Adam moves a gain of one by the learning rate, whatever the precision of its gradient.
+    assert!(v["identical"].as_u64().unwrap() <= 3, "{}", v["identical"]);
     assert_ne!(v["loss"][0], v["loss"][1]);
     let v = verdict(&[&args[..], &["--tolerance", "1e-4"]].concat(), 1);
     assert!(v["different"].as_u64().unwrap() > 10);

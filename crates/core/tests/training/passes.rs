@@ -137,7 +137,8 @@ fn packed_sequences_do_not_see_each_other() {
         for (i, (sum, g)) in grads.iter().zip(&packed.1).enumerate() {
             let size = sum.iter().map(|x| x * x).sum::<f64>().sqrt();
             let apart = sum.iter().zip(g).map(|(a, b)| (a - f64::from(*b)).powi(2)).sum::<f64>().sqrt();
-            assert!(apart <= 1e-5 * size + 1e-9, "{name} gradient {i}: {apart} of {size}");
+            // Two f32 computations whose sums run in different orders: a product's depends on its shape.
+            assert!(apart <= 3e-5 * size + 1e-9, "{name} gradient {i}: {apart} of {size}");
         }
     }
 }
