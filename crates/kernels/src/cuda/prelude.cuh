@@ -1,0 +1,108 @@
+// What every kernel source starts with. No header is needed on the host: NVRTC compiles this text alone.
+//
+// Every kernel takes one struct by value, mirrored field for field by a #[repr(C)] struct in the .rs file beside
+// its source: 64-bit fields first, then 32-bit ones, so that neither side has padding to disagree about.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef int i32;
+typedef long long i64;
+
+// A bf16 number: the upper half of an f32.
+struct alignas(2) bf16 {
+    u16 bits;
+};
+
+__device__ __forceinline__ float to_f32(float x) { return x; }
+__device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+
+template <class T> __device__ __forceinline__ T from_f32(float x);
+template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
+// Round to nearest even; NaN stays NaN.
+template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) {
+    bf16 y;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+// Two numbers in one register: `low` first in memory.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+// Elements of T in one 16-byte access.
+template <class T> struct Wide {
+    static constexpr int count = 16 / sizeof(T);
+};
+
+// One 16-byte access as f32 values. The address must be a multiple of 16.
+template <class T> struct alignas(16) Vector {
+    T at[Wide<T>::count];
+};
+template <class T> __device__ __forceinline__ void load(const T* from, float (&to)[Wide<T>::count]) {
+    Vector<T> v = *reinterpret_cast<const Vector<T>*>(from);
+#pragma unroll
+    for (int i = 0; i < Wide<T>::count; i++) to[i] = to_f32(v.at[i]);
+}
+template <class T> __device__ __forceinline__ void store(T* to, const float (&from)[Wide<T>::count]) {
+    Vector<T> v;
+#pragma unroll
+    for (int i = 0; i < Wide<T>::count; i++) v.at[i] = from_f32<T>(from[i]);
+    *reinterpret_cast<Vector<T>*>(to) = v;
+}
+
+__device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<u64>(p) & 15) == 0; }
+
+// The sum over a warp, in a fixed order, in every lane.
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
+    return x;
+}
+
+// The sum over a block of up to 1024 threads (a multiple of 32), in a fixed order, in every thread.
+// `shared`: 32 floats. Synchronises on entry and exit.
+__device__ __forceinline__ float block_sum(float x, float* shared) {
+    x = warp_sum(x);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = x;
+    __syncthreads();
+    int warps = (blockDim.x + 31) >> 5;
+    x = (threadIdx.x & 31) < warps ? shared[threadIdx.x & 31] : 0.0f;
+    return warp_sum(x);
+}
+__device__ __forceinline__ float block_max(float x, float* shared) {
+    x = warp_max(x);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = x;
+    __syncthreads();
+    int warps = (blockDim.x + 31) >> 5;
+    x = (threadIdx.x & 31) < warps ? shared[threadIdx.x & 31] : -__int_as_float(0x7f800000);
+    return warp_max(x);
+}
+
+// What a kernel can find wrong only once it runs: written to the device's fault word, which the host reads
+// when it next waits.
+enum Fault : u32 { FAULT_ID = 1, FAULT_LABEL = 2 };
+__device__ __forceinline__ void fault(u64 word, u32 code) { *reinterpret_cast<volatile u32*>(word) = code; }
+
+// Rows (the last axis) of a strided tensor: row r starts at (r / inner)·outer_stride + (r % inner)·inner_stride.
+struct Rows {
+    i64 outer_stride;
+    i64 inner_stride;
+    i64 inner;
+    __device__ __forceinline__ i64 start(i64 r) const {
+        return inner == 1 ? r * outer_stride : (r / inner) * outer_stride + (r % inner) * inner_stride;
+    }
+};
