@@ -3,6 +3,7 @@
 
 mod activation;
 mod attention;
+mod attention_plan;
 pub mod cpu;
 mod elementwise;
 mod embedding;
