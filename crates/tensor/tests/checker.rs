@@ -10,7 +10,7 @@ struct Setup {
 
 fn setup() -> Setup {
     let device = Device::cpu_watched(Threads::new(1).unwrap(), Watch { order: true, time: false });
-    Setup { compute: device.stream("compute"), copy: device.stream("copy") }
+    Setup { compute: device.stream("compute").unwrap(), copy: device.stream("copy").unwrap() }
 }
 
 fn touch(stream: &Stream, op: &'static str, arg: Arg) -> Result<()> {
