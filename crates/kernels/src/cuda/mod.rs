@@ -19,7 +19,7 @@ mod sources;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};
-pub use libraries::NvidiaLibrary;
+pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{Readiness, architecture};
 pub use sources::{SOURCES, Source};
 
