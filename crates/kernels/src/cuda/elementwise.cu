@@ -185,9 +185,10 @@ template <class T> __device__ __forceinline__ void softcap_backward(const MapArg
     extern "C" __global__ void __launch_bounds__(THREADS) name(const MapArgs p) { body(p); }
 MAP(add_f32, add<float>)
 MAP(add_bf16, add<bf16>)
+// The type of y, then that of x.
 MAP(add_assign_f32_f32, (add_assign<float, float>))
-MAP(add_assign_f32_bf16, (add_assign<float, bf16>))
-MAP(add_assign_bf16_f32, (add_assign<bf16, float>))
+MAP(add_assign_f32_bf16, (add_assign<bf16, float>))
+MAP(add_assign_bf16_f32, (add_assign<float, bf16>))
 MAP(add_assign_bf16_bf16, (add_assign<bf16, bf16>))
 MAP(scale_f32, scale<float>)
 MAP(scale_bf16, scale<bf16>)
