@@ -3,18 +3,19 @@
 
 mod cache;
 mod compile;
+mod copy;
 mod gemm;
 mod libraries;
 mod modules;
 mod sources;
 // mod activation;
 // mod attention;
-// mod elementwise;
-// mod embedding;
+mod elementwise;
+mod embedding;
 // mod loss;
 // mod norm;
-// mod optim;
-// mod product;
+mod optim;
+mod product;
 // mod rope;
 
 pub use cache::folder as cache_folder;

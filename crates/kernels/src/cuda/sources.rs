@@ -20,5 +20,9 @@ const fn source(name: &'static str, text: &'static str) -> Source {
 
 /// All of them.
 pub const SOURCES: &[Source] = &[
+    source("elementwise", include_str!("elementwise.cu")),
+    source("embedding", include_str!("embedding.cu")),
+    source("optim", include_str!("optim.cu")),
+    source("product", include_str!("product.cu")),
     // (families join here)
 ];
