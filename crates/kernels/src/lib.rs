@@ -4,7 +4,9 @@
 mod activation;
 mod attention;
 mod attention_plan;
+mod checks;
 pub mod cpu;
+pub mod cuda;
 mod elementwise;
 mod embedding;
 mod gemm;

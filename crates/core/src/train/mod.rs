@@ -6,4 +6,4 @@ mod trainer;
 
 pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};
 pub use state::{model_of, to_f32, weights_only};
-pub use trainer::{LogicalValues, StepReport, Trainer, layout, targets, weighted};
+pub use trainer::{LogicalValues, StepReport, Trainer, fetch, layout, targets, weighted};

@@ -1,0 +1,48 @@
+//! The kernel sources, inside the binary.
+
+/// What every source starts with.
+pub(super) const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// A source: one module of kernels.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// Name, as in `norm.cu`.
+    pub name: &'static str,
+    /// CUDA C++.
+    pub text: &'static str,
+    /// Kernels (by the start of their names) that may run out of registers; all others say they never do.
+    pub may_spill: &'static [&'static str],
+}
+
+const fn source(name: &'static str, text: &'static str) -> Source {
+    Source { name, text, may_spill: &[] }
+}
+
+/// All of them.
+pub const SOURCES: &[Source] = &[
+    source(
+        "attention_forward",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/forward.cu")),
+    ),
+    source(
+        "attention_backward_keys",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_keys.cu")),
+    ),
+    source(
+        "attention_backward_queries",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_queries.cu")),
+    ),
+    source(
+        "attention_plain",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/plain.cu")),
+    ),
+    source(
+        "attention_rows",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/rows.cu")),
+    ),
+    source("elementwise", include_str!("elementwise.cu")),
+    source("embedding", include_str!("embedding.cu")),
+    source("optim", include_str!("optim.cu")),
+    source("product", include_str!("product.cu")),
+    // (families join here)
+];
