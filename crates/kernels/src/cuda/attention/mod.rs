@@ -174,8 +174,8 @@ impl Job {
         };
         // The step of an axis with one element is never taken.
         let steps = [(b, batch), (n, token), (h, head)];
-        let aligned = steps.iter().all(|(n, step)| *n <= 1 || step * t.dtype().size() % 16 == 0);
-        if aligned && data % 16 == 0 {
+        let aligned = steps.iter().all(|(n, step)| *n <= 1 || (step * t.dtype().size()).is_multiple_of(16));
+        if aligned && data.is_multiple_of(16) {
             self.args.wide |= 1 << at;
         }
         self.args.views[at] = View { data, batch: batch as i64, token: token as i64, head: head as i64 };
