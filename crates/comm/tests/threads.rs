@@ -11,7 +11,7 @@ fn on_ranks<T: Send>(n: usize, patience: u64, f: impl Fn(Group, Stream) -> T + S
         let handles: Vec<_> = Group::threads(n, Duration::from_millis(patience))
             .into_iter()
             .map(|g| {
-                let (f, stream) = (&f, device.stream("compute"));
+                let (f, stream) = (&f, device.stream("compute").unwrap());
                 scope.spawn(move || f(g, stream))
             })
             .collect();

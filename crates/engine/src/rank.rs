@@ -29,7 +29,7 @@ impl Rank {
         // Detection first: it asks the system for the matrix unit before compute threads start.
         let kernels = Arc::new(cpu::CpuKernels::detect());
         let device = Device::cpu_watched(Threads::new(threads)?, watch);
-        Ok(Rank { compute: device.stream("compute"), kernels, seed, world: Group::solo() })
+        Ok(Rank { compute: device.stream("compute")?, kernels, seed, world: Group::solo() })
     }
 
     /// The device of this rank.

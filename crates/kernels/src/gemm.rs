@@ -24,7 +24,7 @@ pub struct Gemm<'a> {
 }
 
 /// Sizes and row strides of a checked product.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GemmSizes {
     /// Rows of the result.
     pub m: usize,
@@ -41,6 +41,16 @@ pub struct GemmSizes {
 }
 
 impl Gemm<'_> {
+    /// What it is for in a linear layer, so that profiles tell the three products apart.
+    pub(crate) fn name(&self) -> &'static str {
+        match (self.trans_a, self.trans_b) {
+            (false, true) => "gemm (output)",
+            (false, false) => "gemm (input gradient)",
+            (true, false) => "gemm (weight gradient)",
+            (true, true) => "gemm (both transposed)",
+        }
+    }
+
     /// Checks shapes, strides and types.
     pub fn sizes(&self) -> Result<GemmSizes> {
         let flip = |t: &Tensor, trans: bool| match (t.shape(), trans) {

@@ -3,7 +3,9 @@
 
 mod activation;
 mod attention;
+mod checks;
 pub mod cpu;
+pub mod cuda;
 mod elementwise;
 mod embedding;
 mod gemm;

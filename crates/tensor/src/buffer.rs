@@ -4,45 +4,51 @@
 //! work queued there keeps its order without anybody waiting. Another stream that touched the block must have
 //! been waited for before; the checker finds the place where it was not.
 
+use crate::cuda::{self, Card};
 use crate::device::DeviceInner;
 use crate::{Category, Error, Result};
 use std::alloc::Layout;
 use std::collections::HashMap;
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Every block starts on a cache line, which is also the widest vector register and AMX tile row.
 const ALIGN: usize = 64;
 
-/// A piece of host memory. Always initialised: fresh from the system it is zero.
+/// A piece of memory. On the host it is always initialised: fresh from the system it is zero.
 pub(crate) struct Block {
-    pub(crate) ptr: NonNull<u8>,
+    /// Where it starts, in the address space of its device.
+    pub(crate) address: usize,
     pub(crate) bytes: usize,
     /// Stays with the memory over reuse: the checker keeps history by it.
     pub(crate) id: u64,
+    /// The card it is on; none is the host.
+    card: Option<Arc<Card>>,
 }
 
-// SAFETY: a block owns its memory; access is governed by the borrow count of the buffer that holds it.
-unsafe impl Send for Block {}
-// SAFETY: as above.
-unsafe impl Sync for Block {}
-
 impl Block {
-    fn new(bytes: usize, id: u64) -> Option<Block> {
-        let layout = Layout::from_size_align(bytes.max(1), ALIGN).ok()?;
-        // SAFETY: the layout has a size of at least one byte.
-        let ptr = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
-        Some(Block { ptr, bytes: bytes.max(1), id })
+    fn new(card: Option<&Arc<Card>>, bytes: usize, id: u64) -> Option<Block> {
+        let address = match card {
+            Some(card) => cuda::allocate(card, bytes)? as usize,
+            None => {
+                let layout = Layout::from_size_align(bytes, ALIGN).ok()?;
+                // SAFETY: size classes are at least one line long.
+                let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
+                (!ptr.is_null()).then_some(ptr as usize)?
+            }
+        };
+        Some(Block { address, bytes, id, card: card.cloned() })
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        // The layout was valid when the block was made.
-        if let Ok(layout) = Layout::from_size_align(self.bytes, ALIGN) {
+        match (&self.card, Layout::from_size_align(self.bytes, ALIGN)) {
+            (Some(card), _) => cuda::free(card, self.address as u64),
             // SAFETY: allocated in `new` with this very layout and not freed since.
-            unsafe { std::alloc::dealloc(self.ptr.as_ptr(), layout) }
+            (None, Ok(layout)) => unsafe { std::alloc::dealloc(self.address as *mut u8, layout) },
+            // The layout was valid when the block was made.
+            (None, Err(_)) => {}
         }
     }
 }
@@ -54,10 +60,16 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    pub(crate) fn take(&self, stream: u32, bytes: usize, next_id: impl FnOnce() -> u64) -> Option<Block> {
+    /// A free block of the stream, or new memory. When there is none left, free blocks of other sizes and
+    /// streams go back to the system first.
+    pub(crate) fn take(&self, device: &DeviceInner, stream: u32, bytes: usize) -> Option<Block> {
         let class = size_class(bytes);
         let reused = self.lock().get_mut(&(stream, class)).and_then(Vec::pop);
-        reused.or_else(|| Block::new(class, next_id()))
+        let fresh = || Block::new(device.card.as_ref(), class, device.next_id());
+        reused.or_else(fresh).or_else(|| {
+            self.trim();
+            fresh()
+        })
     }
 
     fn give(&self, stream: u32, block: Block) {
@@ -74,10 +86,10 @@ impl Pool {
     }
 }
 
-/// Rounds up to an eighth of a power of two: at most 12.5 % waste, and few distinct sizes.
+/// Rounds up to an eighth of a power of two, but by 2 MiB at most: little waste, and few distinct sizes.
 fn size_class(bytes: usize) -> usize {
     let bytes = bytes.max(ALIGN);
-    let step = (bytes.next_power_of_two() / 8).max(ALIGN);
+    let step = (bytes.next_power_of_two() / 8).clamp(ALIGN, 2 << 20);
     bytes.div_ceil(step) * step
 }
 
@@ -100,7 +112,7 @@ impl Buffer {
         bytes: usize,
         category: Category,
     ) -> Result<Buffer> {
-        let block = device.pool.take(stream, bytes, || device.next_id()).ok_or_else(|| {
+        let block = device.pool.take(device, stream, bytes).ok_or_else(|| {
             let report = Box::new(device.account.report());
             Error::OutOfMemory { bytes, category: category.name(), report }
         })?;
@@ -117,8 +129,8 @@ impl Buffer {
         })
     }
 
-    pub(crate) fn ptr(&self) -> *mut u8 {
-        self.block.as_ref().map_or(std::ptr::null_mut(), |b| b.ptr.as_ptr())
+    pub(crate) fn address(&self) -> usize {
+        self.block.as_ref().map_or(0, |b| b.address)
     }
 
     pub(crate) fn block_id(&self) -> u64 {

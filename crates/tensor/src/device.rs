@@ -2,6 +2,7 @@
 
 use crate::buffer::Pool;
 use crate::checker::Checker;
+use crate::cuda::{Card, CardInfo, Moment, Queue};
 use crate::memory::Account;
 use crate::{Error, MemoryReport, Result, Stream, Threads};
 use std::collections::BTreeMap;
@@ -14,6 +15,11 @@ use std::time::Duration;
 pub enum DeviceKind {
     /// The host's cores. Work runs at once, on the calling thread and the compute pool.
     Cpu,
+    /// A CUDA card. Work is queued and runs in the order of its stream.
+    Cuda {
+        /// Number of the card.
+        ordinal: usize,
+    },
 }
 
 /// What a device notes about every launch.
@@ -35,14 +41,29 @@ pub struct Device {
 }
 
 pub(crate) struct DeviceInner {
-    pub(crate) kind: DeviceKind,
+    /// The card; none is the host.
+    pub(crate) card: Option<Arc<Card>>,
     pub(crate) threads: Threads,
     pub(crate) pool: Pool,
     pub(crate) account: Account,
     checker: Option<Mutex<Checker>>,
-    profile: Option<Mutex<Profile>>,
+    profile: Option<Mutex<Timings>>,
     ids: AtomicU64,
     streams: AtomicU32,
+}
+
+/// Times added up, and pairs of events of kernels that may still run.
+#[derive(Default)]
+struct Timings {
+    done: Profile,
+    queued: Vec<(&'static str, Moment, Moment)>,
+}
+
+impl Timings {
+    fn add(&mut self, op: &'static str, time: Duration) {
+        let entry = self.done.entry(op).or_default();
+        *entry = (entry.0 + 1, entry.1 + time);
+    }
 }
 
 impl DeviceInner {
@@ -51,14 +72,26 @@ impl DeviceInner {
     }
 
     /// Run a kernel, noting its time if that is watched.
-    pub(crate) fn timed<T>(&self, op: &'static str, f: impl FnOnce() -> T) -> T {
+    pub(crate) fn timed(
+        &self,
+        op: &'static str,
+        queue: Option<&Queue>,
+        f: impl FnOnce() -> Result<()>,
+    ) -> Result<()> {
         let Some(profile) = &self.profile else { return f() };
-        let start = std::time::Instant::now();
-        let out = f();
-        let mut profile = profile.lock().unwrap_or_else(PoisonError::into_inner);
-        let entry = profile.entry(op).or_default();
-        *entry = (entry.0 + 1, entry.1 + start.elapsed());
-        out
+        let lock = || profile.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(queue) = queue {
+            let start = Moment::record(queue)?;
+            f()?;
+            let end = Moment::record(queue)?;
+            lock().queued.push((op, start, end));
+        } else {
+            let start = std::time::Instant::now();
+            f()?;
+            let time = start.elapsed();
+            lock().add(op, time);
+        }
+        Ok(())
     }
 
     /// Run `f` on the checker, if there is one.
@@ -78,10 +111,19 @@ impl Device {
 
     /// The host's cores under observation.
     pub fn cpu_watched(threads: Threads, watch: Watch) -> Device {
+        Device::new(None, threads, watch)
+    }
+
+    /// Card `ordinal`; `threads` do what is left to the host.
+    pub fn cuda(ordinal: usize, threads: Threads, watch: Watch) -> Result<Device> {
+        Ok(Device::new(Some(Arc::new(Card::open(ordinal)?)), threads, watch))
+    }
+
+    fn new(card: Option<Arc<Card>>, threads: Threads, watch: Watch) -> Device {
         let checker = watch.order.then(Mutex::default);
         let profile = watch.time.then(Mutex::default);
         let inner = DeviceInner {
-            kind: DeviceKind::Cpu,
+            card,
             threads,
             pool: Pool::default(),
             account: Account::default(),
@@ -95,17 +137,31 @@ impl Device {
 
     /// What kind of processor it is.
     pub fn kind(&self) -> DeviceKind {
-        self.inner.kind
+        match &self.inner.card {
+            None => DeviceKind::Cpu,
+            Some(card) => DeviceKind::Cuda { ordinal: card.info.ordinal },
+        }
     }
 
-    /// The compute pool of a CPU device.
+    /// What the card is, if it is one.
+    pub fn card(&self) -> Option<&CardInfo> {
+        self.inner.card.as_ref().map(|c| &c.info)
+    }
+
+    /// Free and total bytes of the card's memory, as the driver sees them.
+    pub fn card_memory(&self) -> Result<Option<(usize, usize)>> {
+        self.inner.card.as_ref().map(|c| c.memory()).transpose()
+    }
+
+    /// The host's compute pool: where CPU kernels run.
     pub fn threads(&self) -> &Threads {
         &self.inner.threads
     }
 
     /// A new queue of work.
-    pub fn stream(&self, name: &'static str) -> Stream {
-        Stream::new(self.clone(), self.inner.streams.fetch_add(1, Relaxed), name)
+    pub fn stream(&self, name: &'static str) -> Result<Stream> {
+        let queue = self.inner.card.as_ref().map(Queue::new).transpose()?.map(Arc::new);
+        Ok(Stream::new(self.clone(), self.inner.streams.fetch_add(1, Relaxed), name, queue))
     }
 
     /// Live and peak bytes by category.
@@ -113,12 +169,14 @@ impl Device {
         self.inner.account.report()
     }
 
-    /// Calls and time by kernel since the last call, if time is watched.
-    pub fn take_profile(&self) -> Profile {
-        match &self.inner.profile {
-            Some(p) => std::mem::take(&mut *p.lock().unwrap_or_else(PoisonError::into_inner)),
-            None => Profile::new(),
+    /// Calls and time by kernel since the last call, if time is watched. Waits for kernels under way.
+    pub fn take_profile(&self) -> Result<Profile> {
+        let Some(profile) = &self.inner.profile else { return Ok(Profile::new()) };
+        let mut timings = std::mem::take(&mut *profile.lock().unwrap_or_else(PoisonError::into_inner));
+        for (op, start, end) in std::mem::take(&mut timings.queued) {
+            timings.add(op, end.since(&start)?);
         }
+        Ok(timings.done)
     }
 
     /// Hands cached free memory back to the system.
@@ -129,6 +187,9 @@ impl Device {
 
 impl std::fmt::Debug for Device {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{:?}", self.inner.kind)
+        match self.kind() {
+            DeviceKind::Cpu => f.write_str("cpu"),
+            DeviceKind::Cuda { ordinal } => write!(f, "cuda:{ordinal}"),
+        }
     }
 }

@@ -46,6 +46,28 @@ pub enum Error {
         /// Index of the argument it overlaps.
         b: usize,
     },
+    /// There is no CUDA device to compute on.
+    #[error("no CUDA device: {0}; leave --device out or say --device cpu")]
+    NoCuda(String),
+    /// A call of a CUDA library failed.
+    #[error("CUDA: {op}: {what}")]
+    Cuda {
+        /// The call.
+        op: &'static str,
+        /// What the library said.
+        what: String,
+    },
+    /// A kernel met a value it cannot work on; found when the host next waited for it.
+    #[error("{0}")]
+    Fault(&'static str),
+    /// Tensors of one launch live on different devices.
+    #[error("{op}: argument {arg} is on another device than the stream; copy it first")]
+    OtherDevice {
+        /// The kernel.
+        op: &'static str,
+        /// Index of the argument.
+        arg: usize,
+    },
     /// A feature this device or build does not have.
     #[error("{op}: {what}")]
     Unsupported {

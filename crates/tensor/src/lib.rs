@@ -3,6 +3,7 @@
 
 mod buffer;
 mod checker;
+mod cuda;
 mod device;
 mod dtype;
 mod error;
@@ -13,6 +14,7 @@ mod stream;
 mod tensor;
 mod threads;
 
+pub use cuda::{CardInfo, DRIVER as CUDA_DRIVER, cards};
 pub use device::{Device, DeviceKind, Profile, Watch};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result, shape_error};

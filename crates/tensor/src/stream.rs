@@ -1,7 +1,10 @@
 //! Streams, events and the one door to memory: [`Stream::launch`].
 
 use crate::checker::{Access, Clock};
+use crate::cuda::{Moment, Queue};
 use crate::{Category, DType, Device, Element, Error, Result, Tensor, Threads, shape_error};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// A queue of work on a device. Work on one stream happens in order; order between streams comes from
 /// [`Stream::record`] and [`Stream::wait`] only.
@@ -10,12 +13,32 @@ pub struct Stream {
     device: Device,
     id: u32,
     name: &'static str,
+    /// The driver's stream, on a card.
+    queue: Option<Arc<Queue>>,
 }
 
 /// A point in a stream's work that another stream can wait for.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub struct Event {
     clock: Clock,
+    at: At,
+}
+
+#[derive(Clone)]
+enum At {
+    Host(Instant),
+    Card(Arc<Moment>),
+}
+
+impl Event {
+    /// Time from `earlier` to this on the device's own clock. Waits until both are reached.
+    pub fn since(&self, earlier: &Event) -> Result<Duration> {
+        match (&self.at, &earlier.at) {
+            (At::Host(end), At::Host(start)) => Ok(end.saturating_duration_since(*start)),
+            (At::Card(end), At::Card(start)) => end.since(start),
+            _ => Err(Error::Unsupported { op: "since", what: "the events are of two devices".into() }),
+        }
+    }
 }
 
 /// An argument of a launch and what the kernel does with it.
@@ -46,13 +69,14 @@ pub struct Launch<'a> {
     op: &'static str,
     args: &'a [Arg<'a>],
     threads: &'a Threads,
+    queue: Option<&'a Queue>,
     /// Written arguments already given out as slices: one `&mut` each.
     given: std::cell::Cell<u64>,
 }
 
 impl Stream {
-    pub(crate) fn new(device: Device, id: u32, name: &'static str) -> Stream {
-        Stream { device, id, name }
+    pub(crate) fn new(device: Device, id: u32, name: &'static str, queue: Option<Arc<Queue>>) -> Stream {
+        Stream { device, id, name, queue }
     }
 
     /// The device it belongs to.
@@ -71,7 +95,11 @@ impl Stream {
             clock = c.record(self.id);
             Ok(())
         })?;
-        Ok(Event { clock })
+        let at = match &self.queue {
+            None => At::Host(Instant::now()),
+            Some(queue) => At::Card(Arc::new(Moment::record(queue)?)),
+        };
+        Ok(Event { clock, at })
     }
 
     /// Work given from now on happens after `event`. The host does not wait.
@@ -79,7 +107,16 @@ impl Stream {
         self.device.inner.check(|c| {
             c.wait(self.id, &event.clock);
             Ok(())
-        })
+        })?;
+        match (&self.queue, &event.at) {
+            (Some(queue), At::Card(moment)) => queue.wait(moment),
+            _ => Ok(()),
+        }
+    }
+
+    /// Blocks the host until all work given so far is done, and says what kernels found wrong.
+    pub fn synchronize(&self) -> Result<()> {
+        self.queue.as_ref().map_or(Ok(()), |q| q.synchronize())
     }
 
     /// Runs `kernel` on `args`. Every kernel, copy and collective passes here: the kinds of the arguments say
@@ -91,6 +128,10 @@ impl Stream {
         args: &'a [Arg<'a>],
         kernel: impl FnOnce(&Launch<'a>) -> Result<()>,
     ) -> Result<()> {
+        if let Some(arg) = args.iter().position(|a| !Arc::ptr_eq(&a.tensor.buffer.device, &self.device.inner))
+        {
+            return Err(Error::OtherDevice { op, arg });
+        }
         for (i, a) in args.iter().enumerate().filter(|(_, a)| a.access == Use::Write) {
             let clash = args.iter().enumerate().find(|(j, b)| {
                 i != *j
@@ -117,8 +158,13 @@ impl Stream {
             })
         })?;
         let _borrow = Borrow::take(op, args)?;
-        let launch = Launch { op, args, threads: &self.device.inner.threads, given: Default::default() };
-        self.device.inner.timed(op, || kernel(&launch))
+        let queue = self.queue.as_deref();
+        if let Some(queue) = queue {
+            queue.card().enter()?;
+        }
+        let launch =
+            Launch { op, args, threads: &self.device.inner.threads, queue, given: Default::default() };
+        self.device.inner.timed(op, queue, || kernel(&launch))
     }
 
     /// Copies host values into a new tensor.
@@ -134,9 +180,13 @@ impl Stream {
             return shape_error("upload", format!("{} values into {:?}", values.len(), t));
         }
         let args = [write(t)];
-        self.launch("upload", &args, |l| {
-            l.slice_mut::<T>(0)?.copy_from_slice(values);
-            Ok(())
+        self.launch("upload", &args, |l| match l.queue {
+            None => {
+                l.slice_mut::<T>(0)?.copy_from_slice(values);
+                Ok(())
+            }
+            // SAFETY: the argument is written, contiguous and as long as the values.
+            Some(q) => unsafe { q.card().upload(q, bytemuck::cast_slice(values), l.address(0)?) },
         })
     }
 
@@ -145,7 +195,19 @@ impl Stream {
         let args = [read(t)];
         let mut out = Vec::with_capacity(t.numel());
         self.launch("download", &args, |l| {
-            let data = l.slice::<T>(0)?;
+            let fetched;
+            let data = match l.queue {
+                None => l.slice::<T>(0)?,
+                Some(queue) => {
+                    let mut host = vec![T::zeroed(); t.span()];
+                    // SAFETY: the argument's elements from its first to its last, which `address` checked.
+                    unsafe {
+                        queue.card().download(queue, l.address(0)?, bytemuck::cast_slice_mut(&mut host))?
+                    };
+                    fetched = host;
+                    &fetched
+                }
+            };
             gather(data, t.shape(), t.strides(), &mut out);
             Ok(())
         })?;
@@ -162,9 +224,13 @@ impl Stream {
     /// Sets all bytes of a contiguous tensor to zero.
     pub fn zero(&self, t: &Tensor) -> Result<()> {
         let bytes = t.as_bytes()?;
-        self.launch("zero", &[write(&bytes)], |l| {
-            l.slice_mut::<u8>(0)?.fill(0);
-            Ok(())
+        self.launch("zero", &[write(&bytes)], |l| match l.queue {
+            None => {
+                l.slice_mut::<u8>(0)?.fill(0);
+                Ok(())
+            }
+            // SAFETY: the argument is written, and of that many bytes.
+            Some(queue) => unsafe { queue.card().zero(queue, l.address(0)?, bytes.numel()) },
         })
     }
 }
@@ -188,6 +254,28 @@ impl<'a> Launch<'a> {
     /// The compute pool.
     pub fn threads(&self) -> &'a Threads {
         self.threads
+    }
+
+    /// The driver's stream to queue a kernel on; its context is current.
+    pub fn cuda_stream(&self) -> Result<cudarc::driver::sys::CUstream> {
+        self.on_card().map(Queue::raw)
+    }
+
+    /// Address of the first element of argument `i` on the card.
+    pub fn address(&self, i: usize) -> Result<u64> {
+        self.on_card()?;
+        let start = self.start(i)?;
+        Ok(start as u64)
+    }
+
+    /// Address of the word to which kernels write what they find wrong.
+    pub fn fault(&self) -> Result<u64> {
+        self.on_card().map(|q| q.card().fault_address())
+    }
+
+    fn on_card(&self) -> Result<&'a Queue> {
+        let what = || "a CUDA kernel on a stream of the host".to_string();
+        self.queue.ok_or_else(|| Error::Unsupported { op: self.op, what: what() })
     }
 
     /// Elements of argument `i` from its first to its last, gaps of a strided view included.
@@ -241,12 +329,23 @@ impl<'a> Launch<'a> {
         if tensor.dtype() != T::DTYPE {
             return Err(Error::DType { op: self.op, found: tensor.dtype(), wanted: T::DTYPE });
         }
+        if self.queue.is_some() {
+            let what = "a CPU kernel on a stream of a card".to_string();
+            return Err(Error::Unsupported { op: self.op, what });
+        }
+        Ok((self.start(i)? as *mut T, tensor.span()))
+    }
+
+    /// Address of argument `i`, all of which lies inside its buffer.
+    fn start(&self, i: usize) -> Result<usize> {
+        let Some(Arg { tensor, .. }) = self.args.get(i) else {
+            return shape_error(self.op, format!("there is no argument {i}"));
+        };
         let range = tensor.byte_range();
         if range.end > tensor.buffer.bytes {
             return shape_error(self.op, format!("argument {i} {tensor:?} reaches past its buffer"));
         }
-        // SAFETY: the range lies inside the buffer's block.
-        Ok((unsafe { tensor.buffer.ptr().add(range.start) }.cast(), tensor.span()))
+        Ok(tensor.buffer.address() + range.start)
     }
 }
 

@@ -10,7 +10,7 @@ struct Setup {
 
 fn setup() -> Setup {
     let device = Device::cpu_watched(Threads::new(1).unwrap(), Watch { order: true, time: false });
-    Setup { compute: device.stream("compute"), copy: device.stream("copy") }
+    Setup { compute: device.stream("compute").unwrap(), copy: device.stream("copy").unwrap() }
 }
 
 fn touch(stream: &Stream, op: &'static str, arg: Arg) -> Result<()> {
@@ -63,7 +63,7 @@ fn a_buffer_reused_too_early_is_caught() {
 #[test]
 fn order_passes_through_a_third_stream() {
     let device = Device::cpu_watched(Threads::new(1).unwrap(), Watch { order: true, time: false });
-    let [a, b, c] = ["a", "b", "c"].map(|n| device.stream(n));
+    let [a, b, c] = ["a", "b", "c"].map(|n| device.stream(n).unwrap());
     let x = Tensor::empty(&a, &[8], DType::U8, Category::Workspace).unwrap();
     touch(&a, "first", write(&x)).unwrap();
     b.wait(&a.record().unwrap()).unwrap();

@@ -4,7 +4,7 @@
 use ferrotron_tensor::*;
 
 fn stream() -> Stream {
-    Device::cpu(Threads::new(1).unwrap()).stream("compute")
+    Device::cpu(Threads::new(1).unwrap()).stream("compute").unwrap()
 }
 
 fn counting(s: &Stream, shape: &[usize]) -> Tensor {

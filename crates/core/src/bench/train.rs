@@ -81,7 +81,7 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
     for _ in 0..warmup {
         trainer.train_step(&data)?;
     }
-    trainer.rank.device().take_profile();
+    trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
     let (mut step_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
     for _ in 0..steps {
@@ -97,7 +97,7 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
         flops_per_token: r.model.flops_per_token(r.plan.seq_len as f64).total(),
         start_s,
         memory: trainer.rank.device().memory(),
-        profile: trainer.rank.device().take_profile(),
+        profile: trainer.rank.device().take_profile()?,
         loss,
     })
 }

@@ -121,7 +121,7 @@ fn training_is_ordered_under_the_access_checker() {
         }
         assert!(watched == plain.snapshot().unwrap());
         // And it is watching: a stream that did not wait may not read a weight.
-        let other = t.rank.device().stream("other");
+        let other = t.rank.device().stream("other").unwrap();
         let weight = &t.params.values()[0];
         let e = other.download::<u8>(&weight.as_bytes().unwrap()).unwrap_err().to_string();
         assert!(e.contains("unordered access") && e.contains("'other'"), "{e}");

@@ -19,7 +19,7 @@ pub fn homes() -> Vec<Home> {
     let cpu = |isa: Isa| Home {
         name: format!("CPU {}", isa.name()),
         k: Box::new(CpuKernels::with(isa)),
-        s: Device::cpu(Threads::new(2).unwrap()).stream("compute"),
+        s: Device::cpu(Threads::new(2).unwrap()).stream("compute").unwrap(),
     };
     Isa::all().into_iter().map(cpu).collect()
 }

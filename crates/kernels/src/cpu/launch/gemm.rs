@@ -27,14 +27,7 @@ impl GemmKernels for CpuKernels {
                 &four
             }
         };
-        // Named by what it is for in a linear layer, so that profiles tell the three apart.
-        let op = match (g.trans_a, g.trans_b) {
-            (false, true) => "gemm (output)",
-            (false, false) => "gemm (input gradient)",
-            (true, false) => "gemm (weight gradient)",
-            (true, true) => "gemm (both transposed)",
-        };
-        s.launch(op, args, |l| {
+        s.launch(g.name(), args, |l| {
             let (t, isa, bias) = (l.threads(), self.isa, g.bias);
             match (g.a.dtype(), g.c.dtype()) {
                 (DType::F32, _) => gemm_f32(

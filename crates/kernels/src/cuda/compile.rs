@@ -1,0 +1,166 @@
+//! Kernel sources to machine code, by NVRTC.
+
+use super::libraries::{self, NvidiaLibrary};
+use super::sources::{PRELUDE, Source};
+use cudarc::nvrtc::sys::{self, nvrtcResult};
+use ferrotron_tensor::{Error, Result};
+use std::ffi::{CStr, CString};
+
+/// A compiled source.
+#[derive(Clone, Debug)]
+pub struct Compiled {
+    /// Machine code to load.
+    pub cubin: Vec<u8>,
+    /// Its kernels.
+    pub kernels: Vec<Usage>,
+}
+
+/// What a kernel needs.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Its name.
+    pub name: String,
+    /// Registers of a thread.
+    pub registers: usize,
+    /// Bytes a thread stores to and loads from memory for want of registers.
+    pub spills: usize,
+}
+
+/// The compiler, opened.
+pub struct Compiler {
+    version: (i32, i32),
+}
+
+fn failed(op: &'static str, status: nvrtcResult) -> Error {
+    // SAFETY: gives a static string for every code.
+    let text = unsafe { CStr::from_ptr(sys::nvrtcGetErrorString(status)) };
+    Error::Cuda { op, what: text.to_string_lossy().into_owned() }
+}
+
+fn check(op: &'static str, status: nvrtcResult) -> Result<()> {
+    if status == nvrtcResult::NVRTC_SUCCESS { Ok(()) } else { Err(failed(op, status)) }
+}
+
+/// Destroys a program when it goes out of scope.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: made by `nvrtcCreateProgram` and not destroyed before.
+        let _ = unsafe { sys::nvrtcDestroyProgram(&mut self.0) };
+    }
+}
+
+impl Compiler {
+    /// Opens NVRTC.
+    pub fn open() -> Result<Compiler> {
+        if !NvidiaLibrary::Nvrtc.open() {
+            return Err(Error::NoCuda(format!(
+                "NVRTC, which compiles the kernels, was not found (looked for {} on the loader's path and in {}; \
+                 {} names one more folder)",
+                NvidiaLibrary::Nvrtc.file(),
+                folder_list(),
+                libraries::FOLDER_VARIABLE
+            )));
+        }
+        let mut version = (0, 0);
+        // SAFETY: the library is open; places for two numbers.
+        check("version of NVRTC", unsafe { sys::nvrtcVersion(&mut version.0, &mut version.1) })?;
+        Ok(Compiler { version })
+    }
+
+    /// Major and minor version.
+    pub fn version(&self) -> (i32, i32) {
+        self.version
+    }
+
+    /// What decides the result: text, options and compiler.
+    pub(super) fn key(&self, source: &Source, arch: &str) -> Vec<u8> {
+        let (major, minor) = self.version;
+        format!("NVRTC {major}.{minor} {:?}\n{PRELUDE}\n{}", options(arch), source.text).into_bytes()
+    }
+
+    /// Machine code of one source for an architecture such as `sm_90a`.
+    pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled> {
+        let nul = |e: std::ffi::NulError| Error::Cuda { op: "kernel source", what: e.to_string() };
+        let text = format!("{PRELUDE}\n#line 1 \"{}.cu\"\n{}", source.name, source.text);
+        let (text, name) = (CString::new(text).map_err(nul)?, CString::new("prelude.cuh").map_err(nul)?);
+        let options =
+            options(arch).into_iter().map(CString::new).collect::<Result<Vec<_>, _>>().map_err(nul)?;
+        let pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
+        let mut raw = std::ptr::null_mut();
+        let none = std::ptr::null();
+        // SAFETY: strings that outlive the call; no headers.
+        let made = unsafe { sys::nvrtcCreateProgram(&mut raw, text.as_ptr(), name.as_ptr(), 0, none, none) };
+        check("kernel source", made)?;
+        let program = Program(raw);
+        // SAFETY: a live program and that many options.
+        let status = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
+        let log = log(&program)?;
+        if status != nvrtcResult::NVRTC_SUCCESS {
+            return Err(Error::Cuda {
+                op: "compile a kernel",
+                what: format!("{}.cu for {arch}:\n{log}", source.name),
+            });
+        }
+        let mut size = 0;
+        // SAFETY: a compiled program; a place for the size, then that many bytes.
+        let cubin = unsafe {
+            check("size of machine code", sys::nvrtcGetCUBINSize(program.0, &mut size))?;
+            let mut cubin = vec![0u8; size];
+            check("machine code", sys::nvrtcGetCUBIN(program.0, cubin.as_mut_ptr().cast()))?;
+            cubin
+        };
+        Ok(Compiled { cubin, kernels: usage(&log) })
+    }
+}
+
+fn options(arch: &str) -> Vec<String> {
+    vec![
+        format!("--gpu-architecture={arch}"),
+        "-std=c++17".into(),
+        "-default-device".into(),
+        "-lineinfo".into(),
+        "--ptxas-options=-v".into(),
+    ]
+}
+
+fn folder_list() -> String {
+    let all: Vec<String> = libraries::folders().iter().map(|f| f.display().to_string()).collect();
+    all.join(", ")
+}
+
+fn log(program: &Program) -> Result<String> {
+    let mut size = 0;
+    // SAFETY: a live program; a place for the size, then that many bytes.
+    let bytes = unsafe {
+        check("size of the log", sys::nvrtcGetProgramLogSize(program.0, &mut size))?;
+        let mut bytes = vec![0u8; size.max(1)];
+        check("log", sys::nvrtcGetProgramLog(program.0, bytes.as_mut_ptr().cast()))?;
+        bytes
+    };
+    Ok(String::from_utf8_lossy(&bytes).trim_end_matches('\0').trim().to_string())
+}
+
+/// Reads the assembler's report: for every kernel a line with its name, then its spills, then its registers.
+fn usage(log: &str) -> Vec<Usage> {
+    let number_before = |line: &str, what: &str| -> usize {
+        let head = line.split(what).next().filter(|h| h.len() < line.len());
+        head.and_then(|h| h.split_whitespace().last()).and_then(|n| n.parse().ok()).unwrap_or(0)
+    };
+    let mut all: Vec<Usage> = Vec::new();
+    for line in log.lines() {
+        if let Some((_, rest)) = line.split_once("Compiling entry function '") {
+            let name = rest.split('\'').next().unwrap_or_default().to_string();
+            all.push(Usage { name, ..Usage::default() });
+        } else if let Some(last) = all.last_mut() {
+            if line.contains("spill stores") {
+                last.spills =
+                    number_before(line, " bytes spill stores") + number_before(line, " bytes spill loads");
+            } else if line.contains(" registers") {
+                last.registers = number_before(line, " registers");
+            }
+        }
+    }
+    all
+}

@@ -1,0 +1,105 @@
+//! The kernels' second home: CUDA. Each family is a `.cu` source beside the `.rs` that launches it. Sources are
+//! compiled for the card by NVRTC at the first start and kept on disk; products go through cuBLASLt.
+
+mod cache;
+mod compile;
+mod gemm;
+mod libraries;
+mod modules;
+mod sources;
+// mod activation;
+// mod attention;
+// mod elementwise;
+// mod embedding;
+// mod loss;
+// mod norm;
+// mod optim;
+// mod product;
+// mod rope;
+
+pub use cache::folder as cache_folder;
+pub use compile::{Compiled, Compiler, Usage};
+pub use libraries::NvidiaLibrary;
+pub use modules::{Readiness, architecture};
+pub use sources::{SOURCES, Source};
+
+use ferrotron_tensor::{Device, Error, Launch, Result};
+use gemm::Blas;
+use modules::Modules;
+
+/// The kernels of a card.
+pub struct CudaKernels {
+    modules: Modules,
+    blas: Blas,
+    multiprocessors: u32,
+}
+
+/// A kernel of a source.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Kernel {
+    /// Source, as `norm` for `norm.cu`.
+    pub(crate) source: &'static str,
+    /// Name of the function.
+    pub(crate) name: &'static str,
+}
+
+/// How many threads run a kernel.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    /// Blocks along x, y, z.
+    pub(crate) blocks: [u32; 3],
+    /// Threads of a block.
+    pub(crate) threads: u32,
+    /// Dynamic shared memory of a block, bytes.
+    pub(crate) shared: u32,
+}
+
+impl CudaKernels {
+    /// Makes the kernels of a CUDA device ready: from the cache, or compiled now.
+    pub fn load(device: &Device) -> Result<CudaKernels> {
+        let Some(card) = device.card() else {
+            return Err(Error::NoCuda("the device is the CPU".into()));
+        };
+        // A stream makes the card's context current on this thread.
+        let _stream = device.stream("loading")?;
+        Ok(CudaKernels {
+            modules: Modules::load(card)?,
+            blas: Blas::open()?,
+            multiprocessors: card.multiprocessors,
+        })
+    }
+
+    /// How many sources were compiled, how many were in the cache.
+    pub fn readiness(&self) -> Readiness {
+        self.modules.readiness()
+    }
+
+    /// Multiprocessors of the card. For sizing grids; results must not depend on it.
+    pub(crate) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// Queues a kernel on the launch's stream with one struct of arguments, laid out as the source's. A grid with
+    /// a zero does nothing.
+    pub(crate) fn queue<A: Copy>(&self, l: &Launch, kernel: Kernel, grid: Grid, args: &A) -> Result<()> {
+        self.modules.queue(l, kernel, grid, args)
+    }
+}
+
+/// The f32 or bf16 instance of a kernel: `typed!(OP, dtype, "norm", "norm_forward")`.
+macro_rules! typed {
+    ($op:expr, $dtype:expr, $source:literal, $name:literal) => {
+        match $dtype {
+            ferrotron_tensor::DType::F32 => {
+                Ok($crate::cuda::Kernel { source: $source, name: concat!($name, "_f32") })
+            }
+            ferrotron_tensor::DType::BF16 => {
+                Ok($crate::cuda::Kernel { source: $source, name: concat!($name, "_bf16") })
+            }
+            found => {
+                Err(ferrotron_tensor::Error::DType { op: $op, found, wanted: ferrotron_tensor::DType::F32 })
+            }
+        }
+    };
+}
+pub(crate) use typed;

@@ -1,0 +1,162 @@
+//! Kernels made ready: compiled or taken from the cache, loaded onto the card, found by name.
+
+use super::compile::Compiler;
+use super::sources::{SOURCES, Source};
+use super::{Grid, Kernel, cache};
+use cudarc::driver::sys::{self, CUresult};
+use ferrotron_tensor::{CardInfo, Error, Launch, Result};
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::sync::{Mutex, PoisonError, RwLock};
+
+/// How the kernels were made ready.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Readiness {
+    /// Sources compiled now.
+    pub compiled: usize,
+    /// Sources found in the cache.
+    pub cached: usize,
+}
+
+/// Loaded modules and the functions found in them so far.
+pub(super) struct Modules {
+    modules: HashMap<&'static str, sys::CUmodule>,
+    functions: RwLock<HashMap<(&'static str, &'static str), Function>>,
+    readiness: Readiness,
+}
+
+#[derive(Clone, Copy)]
+struct Function {
+    raw: sys::CUfunction,
+    /// Dynamic shared memory it may ask for so far.
+    shared: u32,
+}
+
+// SAFETY: the driver's handles may be used from any thread.
+unsafe impl Send for Modules {}
+// SAFETY: as above.
+unsafe impl Sync for Modules {}
+
+/// The architecture a card's kernels are compiled for; `a` opens Hopper's own instructions.
+pub fn architecture(card: &CardInfo) -> String {
+    let (major, minor) = card.capability;
+    format!("sm_{major}{minor}{}", if (major, minor) == (9, 0) { "a" } else { "" })
+}
+
+fn check(op: &'static str, status: CUresult) -> Result<()> {
+    if status == CUresult::CUDA_SUCCESS {
+        return Ok(());
+    }
+    Err(Error::Cuda { op, what: format!("{status:?}") })
+}
+
+impl Modules {
+    /// Makes every source ready for a card whose context is current.
+    pub(super) fn load(card: &CardInfo) -> Result<Modules> {
+        let arch = architecture(card);
+        let compiler = Compiler::open()?;
+        let folder = cache::folder();
+        let next = Mutex::new(SOURCES.iter());
+        let done = Mutex::new(Vec::new());
+        let work = || {
+            loop {
+                let source = next.lock().unwrap_or_else(PoisonError::into_inner).next();
+                let Some(source) = source else { return };
+                let made = make(&compiler, source, &arch, folder.as_deref());
+                done.lock().unwrap_or_else(PoisonError::into_inner).push((source.name, made));
+            }
+        };
+        let workers = std::thread::available_parallelism().map_or(1, usize::from).min(SOURCES.len().max(1));
+        std::thread::scope(|s| (0..workers).for_each(|_| drop(s.spawn(work))));
+        let (mut modules, mut readiness) = (HashMap::new(), Readiness::default());
+        for (name, made) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            let (code, cached) = made?;
+            *(if cached { &mut readiness.cached } else { &mut readiness.compiled }) += 1;
+            let mut module = std::ptr::null_mut();
+            // SAFETY: a whole cubin (compiled here, or checked by the cache); the context is current.
+            check("load kernels", unsafe { sys::cuModuleLoadData(&mut module, code.as_ptr().cast()) })?;
+            modules.insert(name, module);
+        }
+        Ok(Modules { modules, functions: RwLock::default(), readiness })
+    }
+
+    pub(super) fn readiness(&self) -> Readiness {
+        self.readiness
+    }
+
+    /// Queues a kernel; see [`super::CudaKernels::queue`].
+    pub(super) fn queue<A: Copy>(&self, l: &Launch, kernel: Kernel, grid: Grid, args: &A) -> Result<()> {
+        if grid.blocks.contains(&0) || grid.threads == 0 {
+            return Ok(());
+        }
+        let function = self.function(kernel, grid.shared)?;
+        let stream = l.cuda_stream()?;
+        let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
+        let [x, y, z] = grid.blocks;
+        // SAFETY: one argument by value, which the driver copies now; its layout is the kernel's (repr(C) twins);
+        // the addresses in it come from `Launch::address`, which keeps them inside the launch's arguments.
+        let status = unsafe {
+            let none = std::ptr::null_mut();
+            sys::cuLaunchKernel(
+                function,
+                x,
+                y,
+                z,
+                grid.threads,
+                1,
+                1,
+                grid.shared,
+                stream,
+                params.as_mut_ptr(),
+                none,
+            )
+        };
+        match status {
+            CUresult::CUDA_SUCCESS => Ok(()),
+            status => Err(Error::Cuda { op: kernel.name, what: format!("{status:?} for {grid:?}") }),
+        }
+    }
+
+    fn function(&self, kernel: Kernel, shared: u32) -> Result<sys::CUfunction> {
+        let key = (kernel.source, kernel.name);
+        let found = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
+        if let Some(f) = found.filter(|f| f.shared >= shared) {
+            return Ok(f.raw);
+        }
+        let missing =
+            || Error::Cuda { op: kernel.name, what: format!("{}.cu has no such kernel", kernel.source) };
+        let module = *self.modules.get(kernel.source).ok_or_else(missing)?;
+        let name = CString::new(kernel.name).map_err(|_| missing())?;
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: a loaded module and a name; then a function of it.
+        unsafe {
+            if sys::cuModuleGetFunction(&mut raw, module, name.as_ptr()) != CUresult::CUDA_SUCCESS {
+                return Err(missing());
+            }
+            if shared > 48 << 10 {
+                let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                check(kernel.name, sys::cuFuncSetAttribute(raw, which, shared as i32))?;
+            }
+        }
+        let function = Function { raw, shared: shared.max(48 << 10) };
+        self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
+        Ok(raw)
+    }
+}
+
+fn make(
+    compiler: &Compiler,
+    source: &Source,
+    arch: &str,
+    folder: Option<&std::path::Path>,
+) -> Result<(Vec<u8>, bool)> {
+    let key = compiler.key(source, arch);
+    if let Some(code) = folder.and_then(|f| cache::load(f, source.name, arch, &key)) {
+        return Ok((code, true));
+    }
+    let code = compiler.compile(source, arch)?.cubin;
+    if let Some(folder) = folder {
+        cache::store(folder, source.name, arch, &key, &code);
+    }
+    Ok((code, false))
+}

@@ -1,0 +1,24 @@
+//! The kernel sources, inside the binary.
+
+/// What every source starts with.
+pub(super) const PRELUDE: &str = include_str!("prelude.cuh");
+
+/// A source: one module of kernels.
+#[derive(Clone, Copy, Debug)]
+pub struct Source {
+    /// Name, as in `norm.cu`.
+    pub name: &'static str,
+    /// CUDA C++.
+    pub text: &'static str,
+    /// Kernels (by the start of their names) that may run out of registers; all others say they never do.
+    pub may_spill: &'static [&'static str],
+}
+
+const fn source(name: &'static str, text: &'static str) -> Source {
+    Source { name, text, may_spill: &[] }
+}
+
+/// All of them.
+pub const SOURCES: &[Source] = &[
+    // (families join here)
+];
