@@ -21,4 +21,8 @@ const fn source(name: &'static str, text: &'static str) -> Source {
 /// All of them.
 pub const SOURCES: &[Source] = &[
     // (families join here)
+    source("activation", include_str!("activation.cu")),
+    source("loss", include_str!("loss.cu")),
+    source("norm", include_str!("norm.cu")),
+    source("rope", include_str!("rope.cu")),
 ];
