@@ -1,22 +1,24 @@
 //! The kernels' second home: CUDA. Each family is a `.cu` source beside the `.rs` that launches it. Sources are
 //! compiled for the card by NVRTC at the first start and kept on disk; products go through cuBLASLt.
 
+mod activation;
+mod activation;
+mod attention;
 mod cache;
 mod compile;
 mod copy;
-mod gemm;
-mod libraries;
-mod modules;
-mod sources;
-// mod activation;
-// mod attention;
 mod elementwise;
 mod embedding;
-// mod loss;
-// mod norm;
+mod gemm;
+mod libraries;
+mod loss;
+mod modules;
+mod norm;
 mod optim;
 mod product;
-// mod rope;
+mod rope;
+mod rows;
+mod sources;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};

@@ -25,4 +25,8 @@ pub const SOURCES: &[Source] = &[
     source("optim", include_str!("optim.cu")),
     source("product", include_str!("product.cu")),
     // (families join here)
+    source("activation", include_str!("activation.cu")),
+    source("loss", include_str!("loss.cu")),
+    source("norm", include_str!("norm.cu")),
+    source("rope", include_str!("rope.cu")),
 ];
