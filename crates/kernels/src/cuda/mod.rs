@@ -2,7 +2,6 @@
 //! compiled for the card by NVRTC at the first start and kept on disk; products go through cuBLASLt.
 
 mod activation;
-mod activation;
 mod attention;
 mod cache;
 mod compile;
@@ -34,7 +33,6 @@ use modules::Modules;
 pub struct CudaKernels {
     modules: Modules,
     blas: Blas,
-    multiprocessors: u32,
 }
 
 /// A kernel of a source.
@@ -65,21 +63,12 @@ impl CudaKernels {
         };
         // A stream makes the card's context current on this thread.
         let _stream = device.stream("loading")?;
-        Ok(CudaKernels {
-            modules: Modules::load(card)?,
-            blas: Blas::open()?,
-            multiprocessors: card.multiprocessors,
-        })
+        Ok(CudaKernels { modules: Modules::load(card)?, blas: Blas::open()? })
     }
 
     /// How many sources were compiled, how many were in the cache.
     pub fn readiness(&self) -> Readiness {
         self.modules.readiness()
-    }
-
-    /// Multiprocessors of the card. For sizing grids; results must not depend on it.
-    pub(crate) fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
     }
 
     /// Queues a kernel on the launch's stream with one struct of arguments, laid out as the source's. A grid with
@@ -106,3 +95,5 @@ macro_rules! typed {
     };
 }
 pub(crate) use typed;
+
+impl crate::Kernels for CudaKernels {}
