@@ -1,6 +1,7 @@
 //! Non-linearities of the MLP.
 
-use ferrotron_tensor::{Result, Stream, Tensor};
+use crate::checks::same_contiguous;
+use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
 
 /// A non-linearity.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -21,6 +22,27 @@ pub enum Act {
         /// Added to the linear half.
         offset: f32,
     },
+}
+
+/// Width of a gated pair: `wide [rows, 2f]`, `narrow [rows, f]`, both contiguous.
+fn gate_width(op: &'static str, wide: &Tensor, narrow: &Tensor) -> Result<usize> {
+    match (wide.shape(), narrow.shape()) {
+        ([r, w], [r2, f]) if r == r2 && *w == 2 * f && wide.is_contiguous() && narrow.is_contiguous() => {
+            Ok(*f)
+        }
+        (a, b) => {
+            shape_error(op, format!("gated input {a:?} and output {b:?} must be [rows, 2f] and [rows, f]"))
+        }
+    }
+}
+
+/// The gate's width, or 0 without one; shapes checked.
+pub(crate) fn width(op: &'static str, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<usize> {
+    match (gated, act) {
+        (true, _) => gate_width(op, x, y),
+        (false, Act::ClampedSilu { .. }) => shape_error(op, "the clamped SiLU exists with a gate only"),
+        (false, _) => same_contiguous(op, &[x, y]).map(|()| 0),
+    }
 }
 
 /// Element-wise non-linearities, plain and gated.

@@ -1,6 +1,8 @@
 //! LayerNorm and RMSNorm. Arithmetic in f32; rows are the last axis.
 
-use ferrotron_tensor::{Result, Stream, Tensor};
+use crate::checks::{dtypes, rows_of};
+use crate::cpu::rows::Rows;
+use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
 /// Which norm, and its constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -53,6 +55,49 @@ pub struct NormBackward<'a> {
     pub dbeta: Option<&'a Tensor>,
     /// Add to `dgamma` and `dbeta` instead of overwriting them.
     pub accumulate: bool,
+}
+
+fn check_kind(op: &'static str, norm: Norm, has_mean: bool, has_beta: bool) -> Result<()> {
+    if norm.subtract_mean != has_mean || norm.subtract_mean != has_beta {
+        return shape_error(op, "LayerNorm has a mean and a bias, RMSNorm neither");
+    }
+    Ok(())
+}
+
+/// Weights and statistics: so many elements of a type, without gaps.
+fn check_vectors(op: &'static str, dtype: DType, len: usize, vectors: &[&Tensor]) -> Result<()> {
+    dtypes(op, dtype, vectors)?;
+    match vectors.iter().find(|t| t.numel() != len || !t.is_contiguous()) {
+        None => Ok(()),
+        Some(t) => shape_error(op, format!("{t:?} must be contiguous and hold {len} elements")),
+    }
+}
+
+impl NormForward<'_> {
+    /// The checks every home makes of weights, statistics and types, for rows that it has found.
+    pub(crate) fn check(&self, op: &'static str, norm: Norm, rows: usize, width: usize) -> Result<()> {
+        check_kind(op, norm, self.mean.is_some(), self.beta.is_some())?;
+        dtypes(op, self.x.dtype(), &[self.y])?;
+        check_vectors(op, self.x.dtype(), width, &[self.gamma, self.beta.unwrap_or(self.gamma)])?;
+        check_vectors(op, DType::F32, rows, &[self.rstd, self.mean.unwrap_or(self.rstd)])
+    }
+}
+
+impl NormBackward<'_> {
+    /// The rows of `x`, `dy` and `dx` (and of the residual, which lies like `dx`), after the checks every home makes.
+    pub(crate) fn check(&self, op: &'static str, norm: Norm) -> Result<[Rows; 3]> {
+        check_kind(op, norm, self.mean.is_some(), self.dbeta.is_some())?;
+        let residual = self.residual.unwrap_or(self.dx);
+        let [x, dy, dx, _] = rows_of(op, [self.x, self.dy, self.dx, residual])?;
+        if residual.strides() != self.dx.strides() {
+            return shape_error(op, "the residual gradient must be laid out like dx");
+        }
+        dtypes(op, self.x.dtype(), &[self.dy, self.dx, residual])?;
+        check_vectors(op, self.x.dtype(), x.width, &[self.gamma])?;
+        check_vectors(op, DType::F32, x.count(), &[self.rstd, self.mean.unwrap_or(self.rstd)])?;
+        check_vectors(op, DType::F32, x.width, &[self.dgamma, self.dbeta.unwrap_or(self.dgamma)])?;
+        Ok([x, dy, dx])
+    }
 }
 
 /// Norms over the last axis.

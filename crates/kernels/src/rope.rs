@@ -1,6 +1,8 @@
 //! Rotary position embedding.
 
-use ferrotron_tensor::{Result, Stream, Tensor};
+use crate::checks::dtypes;
+use crate::cpu::rows::Rows;
+use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
 /// Which channels form the pairs that are rotated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,6 +29,33 @@ pub struct Rope<'a> {
     pub style: RopeStyle,
     /// Rotate back: the backward pass.
     pub inverse: bool,
+}
+
+impl Rope<'_> {
+    /// The heads as rows and the number of pairs, after the checks every home makes.
+    pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, usize)> {
+        let (&[tokens, heads, dim], &[token, head, channel]) = (self.x.shape(), self.x.strides()) else {
+            return shape_error(op, format!("{:?} is not [tokens, heads, channels]", self.x.shape()));
+        };
+        let &[_, half] = self.cos.shape() else {
+            return shape_error(op, format!("tables {:?} are not [positions, pairs]", self.cos.shape()));
+        };
+        let contiguous =
+            self.cos.is_contiguous() && self.sin.is_contiguous() && self.positions.is_contiguous();
+        if self.cos.shape() != self.sin.shape() || !contiguous || (channel != 1 && dim > 1) {
+            return shape_error(op, "tables must be alike, and channels contiguous");
+        }
+        if self.positions.numel() != tokens || 2 * half > dim {
+            let found = self.positions.numel();
+            return shape_error(
+                op,
+                format!("{found} positions for {tokens} tokens, or {} rotated channels of {dim}", 2 * half),
+            );
+        }
+        dtypes(op, DType::F32, &[self.cos, self.sin])?;
+        dtypes(op, DType::I32, &[self.positions])?;
+        Ok((Rows::heads(tokens, token, heads, head, dim), half))
+    }
 }
 
 /// Rotary position embedding.

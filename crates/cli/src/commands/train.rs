@@ -13,7 +13,6 @@ use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::Pass;
-use ferrotron_kernels::cpu::Isa;
 use ferrotron_tensor::Watch;
 use std::path::PathBuf;
 use std::process::ExitCode;

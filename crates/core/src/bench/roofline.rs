@@ -111,7 +111,7 @@ mod tests {
     fn floors_are_those_of_the_yardsticks() {
         // Estimates made by hand for these ceilings: 217 and 116 ms.
         for (name, tokens, ms) in [("llama-8b-8l", 8192, 217.0), ("gpt2-124m", 65_536, 116.0)] {
-            let r = work(name).unwrap().resolve().unwrap();
+            let r = work(name).unwrap().resolve(None).unwrap();
             let total: f64 =
                 roofline(&r, tokens, &Profile::new(), 1, CEILINGS).iter().map(|p| p.floor_s).sum();
             assert!((total * 1e3 / ms - 1.0).abs() < 0.12, "{name}: {:.0} ms instead of {ms}", total * 1e3);
@@ -120,7 +120,7 @@ mod tests {
 
     #[test]
     fn every_kernel_counts_once() {
-        let r = work("llama-1b").unwrap().resolve().unwrap();
+        let r = work("llama-1b").unwrap().resolve(None).unwrap();
         let names =
             ["gemm (output)", "attention_forward", "norm_backward", "rope", "adam", "copy", "act_forward"];
         let profile: Profile = names.iter().map(|n| (*n, (2, Duration::from_millis(4)))).collect();

@@ -1,5 +1,6 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
+use super::memory::{Need, advise};
 use super::state;
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
@@ -28,6 +29,7 @@ pub struct Trainer {
     pub(super) batches: BatchSchedule,
     dropout: f32,
     recompute: Recompute,
+    need: Need,
     /// Steps done.
     pub step: u64,
     /// Samples consumed: the data position.
@@ -56,6 +58,10 @@ pub struct StepReport {
 impl Trainer {
     /// A fresh model as the recipe says, with its declared initial weights.
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
+        advise(Trainer::allocate(rank.clone(), r), &rank, &Need::of(r))
+    }
+
+    fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let positions = r.plan.seq_len;
         let (decoder, specs) = Decoder::new(&rank, &r.model, positions)?;
         let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype())?;
@@ -76,6 +82,7 @@ impl Trainer {
             batches,
             dropout: r.config.dropout.hidden as f32,
             recompute: state::recompute(&r.config.train.recompute),
+            need: Need::of(r),
             step: 0,
             samples: 0,
             tokens: 0,
@@ -85,6 +92,11 @@ impl Trainer {
     /// One optimizer step on the next samples of `data`. The loss is the mean over all tokens of the step
     /// that have a label, whatever micro-batch they are in.
     pub fn train_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
+        let made = self.make_step(data);
+        advise(made, &self.rank, &self.need)
+    }
+
+    fn make_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
         let count = self.batches.at(self.samples, 1)?.count;
         let micro = self.batches.micro as usize;
         let batches = (0..count)

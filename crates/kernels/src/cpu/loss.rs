@@ -66,14 +66,8 @@ struct Target {
 
 impl Target {
     fn new(smoothing: Smoothing, vocab: usize) -> Target {
-        let v = vocab as f64;
-        let spread = match smoothing {
-            Smoothing::None => 0.0,
-            Smoothing::Torch(e) => f64::from(e),
-            // ε/(V−1) on the others is ε·V/(V−1) spread over all; a vocabulary of one has no others.
-            Smoothing::Megatron(e) => f64::from(e) * v / (v - 1.0).max(1.0),
-        };
-        Target { spread: spread as f32, off: (spread / v.max(1.0)) as f32 }
+        let (spread, off) = smoothing.target(vocab);
+        Target { spread, off }
     }
 }
 

@@ -57,9 +57,9 @@ fn joined(all: impl Iterator<Item = Axis>) -> Vec<Axis> {
 impl StridedArgs {
     /// The arguments, and the bytes of one access: 16 where rows and addresses allow it, else one element.
     pub(super) fn new(axes: &[Axis], element: usize, from: u64, to: u64) -> (StridedArgs, usize) {
-        let even = |elements: usize| elements * element % 16 == 0;
+        let even = |elements: usize| (elements * element).is_multiple_of(16);
         let (last, leading) = axes.split_last().unwrap_or((&Axis { size: 1, from: 1, to: 1 }, &[]));
-        let wide = (from | to) % 16 == 0
+        let wide = (from | to).is_multiple_of(16)
             && (last.from, last.to) == (1, 1)
             && even(last.size)
             && leading.iter().all(|a| even(a.from) && even(a.to));

@@ -27,7 +27,7 @@ pub(super) fn blocks(op: &'static str, n: usize, each: usize) -> Result<u32> {
 
 /// Are all addresses fit for 16-byte accesses?
 pub(super) fn wide(addresses: &[u64]) -> bool {
-    addresses.iter().all(|a| a % 16 == 0)
+    addresses.iter().all(|a| a.is_multiple_of(16))
 }
 
 /// A line of `blocks` blocks.
@@ -172,7 +172,7 @@ impl ElementwiseKernels for CudaKernels {
                 stride: stride as i64,
                 part_rows: part_rows as i64,
                 accumulate: (accumulate && !several).into(),
-                wide: (wide(&[from]) && (rows <= 1 || stride * size % 16 == 0)).into(),
+                wide: (wide(&[from]) && (rows <= 1 || (stride * size).is_multiple_of(16))).into(),
             };
             let across = blocks(OP, n, 32 * (16 / size))?;
             let grid = Grid { blocks: [across, parts as u32, 1], threads: THREADS, shared: 0 };

@@ -96,7 +96,7 @@ impl EmbeddingKernels for CudaKernels {
                 vocab: vocab as i64,
                 scale,
                 add: add.into(),
-                wide: (width % group == 0 && wide(&[from, to])).into(),
+                wide: (width.is_multiple_of(group) && wide(&[from, to])).into(),
                 pad: 0,
             };
             self.queue(l, kernel, row_blocks(OP, tokens, width, group)?, &args)
@@ -155,7 +155,7 @@ impl EmbeddingKernels for CudaKernels {
                 width: width as i64,
                 scale,
                 accumulate: accumulate.into(),
-                wide: (width % group == 0 && wide(&[dy_at, dtable_at, parts])).into(),
+                wide: (width.is_multiple_of(group) && wide(&[dy_at, dtable_at, parts])).into(),
                 pad: 0,
             };
             self.queue(l, kernel("embedding_starts"), line(blocks(OP, vocab + 1, 256)?, THREADS), &args)?;

@@ -73,12 +73,6 @@ impl Blas {
         Ok(Blas { handle, plans: Mutex::default() })
     }
 
-    /// The version of the library.
-    pub(super) fn version() -> usize {
-        // SAFETY: called after `open`.
-        unsafe { sys::cublasLtGetVersion() }
-    }
-
     /// The plan of a product, or none where the library has no algorithm for it.
     fn plan(&self, key: Key) -> Result<Option<Plan>> {
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
@@ -249,10 +243,7 @@ impl GemmKernels for CudaKernels {
                 if sizes.k == 0 || (bias && alignment(l, 3)? < 16) { None } else { self.blas.plan(key)? };
             match plan {
                 Some(plan) => self.blas.run(l, &plan, g.accumulate, bias, plan.workspace > 0),
-                None => Err(Error::Unsupported {
-                    op: "gemm",
-                    what: format!("cuBLASLt has no algorithm for {sizes:?}"),
-                }),
+                None => self.product(l, g, &sizes),
             }
         })
     }

@@ -57,6 +57,70 @@ template <class T> __device__ __forceinline__ void store(T* to, const float (&fr
     *reinterpret_cast<Vector<T>*>(to) = v;
 }
 
+// 16 bytes as they lie in memory: what waits in registers takes no more of them than it must.
+template <class T> struct alignas(16) Packed {
+    u32 word[4];
+};
+__device__ __forceinline__ void unpack(const Packed<float>& p, float (&to)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = __uint_as_float(p.word[i]);
+}
+__device__ __forceinline__ void unpack(const Packed<bf16>& p, float (&to)[8]) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[2 * i] = low_bf16(p.word[i]), to[2 * i + 1] = high_bf16(p.word[i]);
+}
+__device__ __forceinline__ Packed<float> pack(const float (&from)[4]) {
+    Packed<float> p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.word[i] = __float_as_uint(from[i]);
+    return p;
+}
+__device__ __forceinline__ Packed<bf16> pack(const float (&from)[8]) {
+    Packed<bf16> p;
+#pragma unroll
+    for (int i = 0; i < 4; i++) p.word[i] = pack_bf16(from[2 * i], from[2 * i + 1]);
+    return p;
+}
+
+// Makes the compiler forget what it knows of these registers, or it keeps the unpacked values beside them.
+template <class T> __device__ __forceinline__ void forget(Packed<T>& p) {
+    asm volatile("" : "+r"(p.word[0]), "+r"(p.word[1]), "+r"(p.word[2]), "+r"(p.word[3]));
+}
+
+// Columns at, at + 1, ... of a row of `width`, as many as 16 bytes hold; 0 beyond the end. In one access where
+// `wide` says that the row and `at` are aligned, else one by one: the values, and so all sums of them, are alike.
+__device__ __forceinline__ void shift_in(Packed<float>& p, float x) {
+    p.word[0] = p.word[1], p.word[1] = p.word[2], p.word[2] = p.word[3], p.word[3] = __float_as_uint(x);
+}
+__device__ __forceinline__ void shift_in(Packed<bf16>& p, bf16 x) {
+#pragma unroll
+    for (int i = 0; i < 3; i++) p.word[i] = __funnelshift_r(p.word[i], p.word[i + 1], 16);
+    p.word[3] = __funnelshift_r(p.word[3], x.bits, 16);
+}
+__device__ __forceinline__ float first_of(const Packed<float>& p) { return __uint_as_float(p.word[0]); }
+__device__ __forceinline__ bf16 first_of(const Packed<bf16>& p) { return {u16(p.word[0])}; }
+template <class T> __device__ __forceinline__ Packed<T> fetch(const T* row, i32 at, i32 width, bool wide) {
+    constexpr int V = Wide<T>::count;
+    if (wide && at + V <= width) return *reinterpret_cast<const Packed<T>*>(row + at);
+    Packed<T> p = {};
+#pragma unroll 1
+    for (int i = 0; i < V; i++) shift_in(p, at + i < width ? row[at + i] : T{0});
+    return p;
+}
+// The same for writing; nothing is written beyond the end.
+template <class T> __device__ __forceinline__ void put(T* row, i32 at, i32 width, bool wide, Packed<T> p) {
+    constexpr int V = Wide<T>::count;
+    if (wide && at + V <= width) {
+        *reinterpret_cast<Packed<T>*>(row + at) = p;
+        return;
+    }
+#pragma unroll 1
+    for (int i = at; i < min(at + V, width); i++) {
+        row[i] = first_of(p);
+        shift_in(p, T{0});
+    }
+}
+
 __device__ __forceinline__ bool aligned16(const void* p) { return (reinterpret_cast<u64>(p) & 15) == 0; }
 
 // The sum over a warp, in a fixed order, in every lane.

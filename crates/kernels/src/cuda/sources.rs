@@ -44,5 +44,8 @@ pub const SOURCES: &[Source] = &[
     source("embedding", include_str!("embedding.cu")),
     source("optim", include_str!("optim.cu")),
     source("product", include_str!("product.cu")),
-    // (families join here)
+    source("activation", include_str!("activation.cu")),
+    source("loss", include_str!("loss.cu")),
+    source("norm", include_str!("norm.cu")),
+    source("rope", include_str!("rope.cu")),
 ];

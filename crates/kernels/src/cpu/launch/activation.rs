@@ -1,28 +1,8 @@
 use super::{CpuKernels, floats, same_contiguous};
+use crate::activation::width;
 use crate::cpu::activation::{activation, activation_backward, gated as gated_forward, gated_backward};
 use crate::{Act, ActivationKernels};
-use ferrotron_tensor::{Result, Stream, Tensor, read, shape_error, write};
-
-/// Width of a gated pair, checked: `wide [rows, 2f]`, `narrow [rows, f]`, both contiguous.
-fn gate_width(op: &'static str, wide: &Tensor, narrow: &Tensor) -> Result<usize> {
-    match (wide.shape(), narrow.shape()) {
-        ([r, w], [r2, f]) if r == r2 && *w == 2 * f && wide.is_contiguous() && narrow.is_contiguous() => {
-            Ok(*f)
-        }
-        (a, b) => {
-            shape_error(op, format!("gated input {a:?} and output {b:?} must be [rows, 2f] and [rows, f]"))
-        }
-    }
-}
-
-/// The gate's width, or 0 without one; shapes checked.
-fn width(op: &'static str, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<usize> {
-    match (gated, act) {
-        (true, _) => gate_width(op, x, y),
-        (false, Act::ClampedSilu { .. }) => shape_error(op, "the clamped SiLU exists with a gate only"),
-        (false, _) => same_contiguous(op, &[x, y]).map(|()| 0),
-    }
-}
+use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 impl ActivationKernels for CpuKernels {
     fn act_forward(&self, s: &Stream, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<()> {

@@ -1,23 +1,13 @@
-use super::{CpuKernels, floats, rows_of};
+use super::{CpuKernels, floats};
 use crate::cpu::loss::{Labels, cross_entropy, cross_entropy_with_gradient};
 use crate::cpu::vocab::Shard;
 use crate::{CrossEntropy, IGNORE, LossKernels};
-use ferrotron_tensor::{Result, Stream, read, shape_error, write};
+use ferrotron_tensor::{Result, Stream, read, write};
 
 impl LossKernels for CpuKernels {
     fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()> {
         const OP: &str = "cross_entropy";
-        let &[n, width] = c.logits.shape() else {
-            return shape_error(OP, format!("logits {:?} are not [rows, vocabulary]", c.logits.shape()));
-        };
-        let vectors = [c.labels, c.weights, c.loss];
-        if vectors.iter().any(|t| t.shape() != [n] || !t.is_contiguous()) || c.vocab > width {
-            return shape_error(
-                OP,
-                format!("labels, weights and loss must be [{n}], vocabulary at most {width}"),
-            );
-        }
-        let [rows] = rows_of(OP, [c.logits])?;
+        let rows = c.check(OP)?;
         let labels = |ids| Labels::<i32> {
             ids,
             ignore: i64::from(IGNORE),
@@ -26,7 +16,7 @@ impl LossKernels for CpuKernels {
         };
         if !c.gradient {
             return s.launch(OP, &[read(c.logits), read(c.labels), write(c.loss)], |l| {
-                let mut lse = vec![0f32; n];
+                let mut lse = vec![0f32; rows.count()];
                 floats!(OP, c.logits.dtype(), T => cross_entropy::<T, i32>(
                     l.threads(), self.isa, l.slice(0)?, rows, labels(l.slice(1)?), l.slice_mut(2)?, &mut lse,
                 ))

@@ -2,25 +2,13 @@ use super::{CpuKernels, floats, rows_of};
 use crate::cpu::norm::{AddNorm, Affine, InOut, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 use crate::cpu::norm_backward::{NormGrad, norm_backward};
 use crate::{Norm, NormBackward, NormForward, NormKernels};
-use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, shape_error, write};
-
-/// Optional tensors are replaced by one that is there, so that argument numbers stay fixed.
-fn or<'a>(t: Option<&'a Tensor>, stand_in: &'a Tensor) -> &'a Tensor {
-    t.unwrap_or(stand_in)
-}
-
-fn check(op: &'static str, norm: Norm, has_mean: bool, has_beta: bool) -> Result<()> {
-    if norm.subtract_mean != has_mean || norm.subtract_mean != has_beta {
-        return shape_error(op, "LayerNorm has a mean and a bias, RMSNorm neither");
-    }
-    Ok(())
-}
+use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, write};
 
 impl NormKernels for CpuKernels {
     fn norm_forward(&self, s: &Stream, norm: Norm, n: &NormForward) -> Result<()> {
         const OP: &str = "norm_forward";
-        check(OP, norm, n.mean.is_some(), n.beta.is_some())?;
         let [x_rows, y_rows] = rows_of(OP, [n.x, n.y])?;
+        n.check(OP, norm, x_rows.count(), x_rows.width)?;
         let base = [read(n.x), write(n.y), read(n.gamma), write(n.rstd)];
         let mut args = base.to_vec();
         args.extend(n.beta.map(read));
@@ -47,8 +35,8 @@ impl NormKernels for CpuKernels {
         n: &NormForward,
     ) -> Result<()> {
         const OP: &str = "add_norm_forward";
-        check(OP, norm, n.mean.is_some(), n.beta.is_some())?;
         super::same_contiguous(OP, &[n.x, residual, sum, n.y])?;
+        n.check(OP, norm, n.rstd.numel(), n.gamma.numel())?;
         let mut args = vec![read(n.x), read(residual), write(sum), write(n.y), read(n.gamma), write(n.rstd)];
         args.extend(n.beta.map(read));
         args.extend(n.mean.map(write));
@@ -72,11 +60,7 @@ impl NormKernels for CpuKernels {
 
     fn norm_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()> {
         const OP: &str = "norm_backward";
-        check(OP, norm, n.mean.is_some(), n.dbeta.is_some())?;
-        let [x_rows, dy_rows, dx_rows, _] = rows_of(OP, [n.x, n.dy, n.dx, or(n.residual, n.x)])?;
-        if n.residual.is_some_and(|r| r.strides() != n.dx.strides()) {
-            return shape_error(OP, "the residual gradient must be laid out like dx");
-        }
+        let [x_rows, dy_rows, dx_rows] = n.check(OP, norm)?;
         let mut args = vec![read(n.x), read(n.gamma), read(n.rstd), read(n.dy), write(n.dx), write(n.dgamma)];
         let mut add = |arg| {
             args.push(arg);

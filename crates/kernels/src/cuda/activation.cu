@@ -1,0 +1,219 @@
+// The non-linearities of the MLP and their gated forms. Gated input is [rows, 2f]: the first half goes through
+// the activation, the second is the linear gate. Without a gate the tensors are one row of any length.
+
+enum Act : u32 { GELU_TANH = 0, GELU_ERF = 1, SILU = 2, CLAMPED_SILU = 3 };
+
+struct ActArgs {
+    u64 x, dy, out;
+    i64 rows, width;
+    u32 act, wide;
+    float limit, alpha, offset;
+    u32 unused;
+};
+
+// NaN passes through both.
+__device__ __forceinline__ float at_least(float x, float low) { return x < low ? low : x; }
+__device__ __forceinline__ float at_most(float x, float high) { return x > high ? high : x; }
+
+// What is rounded to bf16 can afford a quotient of 2 ulp.
+template <class T> __device__ __forceinline__ float quotient(float a, float b);
+template <> __device__ __forceinline__ float quotient<float>(float a, float b) { return a / b; }
+template <> __device__ __forceinline__ float quotient<bf16>(float a, float b) { return __fdividef(a, b); }
+
+// σ works between these: e^86 and its reciprocal are normal numbers, above σ has reached 1.
+#define SIGMOID_LOW (-86.0f)
+#define SIGMOID_HIGH 88.0f
+__device__ __forceinline__ float sigmoid_range(float x) { return at_most(at_least(x, SIGMOID_LOW), SIGMOID_HIGH); }
+
+// y·σ(x), x in range.
+template <class T> __device__ __forceinline__ float times_sigmoid(float y, float x) {
+    return quotient<T>(y, 1.0f + expf(-x));
+}
+// σ(x) and 1 − σ(x), neither losing digits to cancellation; x in range.
+template <class T> __device__ __forceinline__ void sigmoid_pair(float x, float& s, float& rest) {
+    float e = expf(-x);
+    s = quotient<T>(1.0f, 1.0f + e);
+    rest = e * s;
+}
+
+// Below −20 GELU is 0 to the last bit and its slope 0, above 20 the slope is 1: going no further keeps powers of x
+// and products with a vanishing σ in range.
+#define FLAT 20.0f
+
+// A curve has its value, and its value and slope together; the gate is the linear half's share.
+template <class T> struct GeluTanh {
+    // ½(1 + tanh u) = σ(2u), so GELU is x·σ(x·(A + B·x²)) with A = 2√(2/π), B = 0.044715·A.
+    static constexpr float A = 1.5957692f, B = 0.071354814f;
+    __device__ __forceinline__ GeluTanh(const ActArgs&) {}
+    __device__ __forceinline__ float value(float x) const {
+        float low = at_least(x, -FLAT);
+        return times_sigmoid<T>(low, sigmoid_range(low * fmaf(low * low, B, A)));
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float low = at_least(x, -FLAT), c = at_most(low, FLAT), z = c * c, s, rest;
+        sigmoid_pair<T>(sigmoid_range(c * fmaf(z, B, A)), s, rest);
+        value = low * s;
+        return fmaf(c, s * rest * fmaf(z, 3.0f * B, A), s);
+    }
+    __device__ __forceinline__ float gate(float u) const { return u; }
+    __device__ __forceinline__ float gate_slope(float, float d) const { return d; }
+};
+
+template <class T> struct GeluErf {
+    __device__ __forceinline__ GeluErf(const ActArgs&) {}
+    // Φ(x) = ½(1 + erf(x/√2)) and its density; the tail keeps its relative accuracy.
+    __device__ __forceinline__ static void normal(float x, float& cdf, float& pdf) {
+        float z = fabsf(x) * 0.70710678f;
+        float e = expf(at_least(-0.5f * (x * x), -88.0f));
+        // erfc(z) = e^(−z²)·t·R(t) with t = 1/(1 + 0.4z); relative error of R below 3e-8 for z <= 10.
+        float t = quotient<T>(1.0f, fmaf(z, 0.4f, 1.0f));
+        float q = -0.033501126f;
+        q = fmaf(q, t, 0.21878536f);
+        q = fmaf(q, t, -0.5465026f);
+        q = fmaf(q, t, 0.6093422f);
+        q = fmaf(q, t, -0.33431188f);
+        q = fmaf(q, t, 0.2979732f);
+        q = fmaf(q, t, 0.121059984f);
+        q = fmaf(q, t, 0.2166894f);
+        q = fmaf(q, t, 0.22474867f);
+        q = fmaf(q, t, 0.22571686f);
+        float tail = 0.5f * (e * (t * q));
+        cdf = x < 0.0f ? tail : 1.0f - tail;
+        pdf = e * 0.3989423f;
+    }
+    __device__ __forceinline__ float value(float x) const {
+        float low = at_least(x, -FLAT), cdf, pdf;
+        normal(low, cdf, pdf);
+        return low * cdf;
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float low = at_least(x, -FLAT), c = at_most(low, FLAT), cdf, pdf;
+        normal(c, cdf, pdf);
+        value = low * cdf;
+        return fmaf(c, pdf, cdf);
+    }
+    __device__ __forceinline__ float gate(float u) const { return u; }
+    __device__ __forceinline__ float gate_slope(float, float d) const { return d; }
+};
+
+template <class T> struct Silu {
+    __device__ __forceinline__ Silu(const ActArgs&) {}
+    __device__ __forceinline__ float value(float x) const {
+        float low = at_least(x, SIGMOID_LOW);
+        return times_sigmoid<T>(low, at_most(low, SIGMOID_HIGH));
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float low = at_least(x, SIGMOID_LOW), c = at_most(low, SIGMOID_HIGH), s, rest;
+        sigmoid_pair<T>(c, s, rest);
+        value = low * s;
+        return fmaf(c, s * rest, s);
+    }
+    __device__ __forceinline__ float gate(float u) const { return u; }
+    __device__ __forceinline__ float gate_slope(float, float d) const { return d; }
+};
+
+template <class T> struct ClampedSilu {
+    float limit, alpha, offset;
+    __device__ __forceinline__ ClampedSilu(const ActArgs& a) : limit(a.limit), alpha(a.alpha), offset(a.offset) {}
+    // Bounded below too, where α·x has long made σ vanish.
+    __device__ __forceinline__ float bounded(float x) const { return at_least(at_most(x, limit), -1e28f); }
+    __device__ __forceinline__ float value(float x) const {
+        float b = bounded(x);
+        return times_sigmoid<T>(b, sigmoid_range(alpha * b));
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float b = bounded(x), s, rest;
+        sigmoid_pair<T>(sigmoid_range(alpha * b), s, rest);
+        value = b * s;
+        return x > limit ? 0.0f : fmaf(alpha * b, s * rest, s);
+    }
+    __device__ __forceinline__ float gate(float u) const { return at_least(at_most(u, limit), -limit) + offset; }
+    __device__ __forceinline__ float gate_slope(float u, float d) const { return fabsf(u) > limit ? 0.0f : d; }
+};
+
+// The chunk of this thread: which row, and its first column. Without a gate there is one row.
+template <class T, bool GATED> struct Chunk {
+    i64 row, at;
+    bool live;
+    __device__ __forceinline__ Chunk(const ActArgs& a) {
+        const i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x, per_row = (a.width + Wide<T>::count - 1) / Wide<T>::count;
+        live = i < a.rows * per_row;
+        if (!GATED) {
+            row = 0;
+            at = i;
+        } else if (((i | per_row) >> 32) == 0) {
+            // 64-bit division costs as much as the rest.
+            row = u32(i) / u32(per_row);
+            at = u32(i) % u32(per_row);
+        } else {
+            row = i / per_row;
+            at = i % per_row;
+        }
+        at *= Wide<T>::count;
+    }
+    // Columns left in the row, so far as this chunk needs to know.
+    __device__ __forceinline__ i32 left(const ActArgs& a) const { return min(a.width - at, i64(Wide<T>::count)); }
+};
+
+template <class T, class Curve, bool GATED> __device__ __forceinline__ void forward(const ActArgs& a) {
+    constexpr int V = Wide<T>::count;
+    const Chunk<T, GATED> c(a);
+    if (!c.live) return;
+    const Curve curve(a);
+    const i32 left = c.left(a);
+    const T* x = reinterpret_cast<const T*>(a.x) + c.row * (GATED ? 2 : 1) * a.width + c.at;
+    Packed<T> first = fetch(x, 0, left, a.wide), second;
+    if (GATED) second = fetch(x + a.width, 0, left, a.wide);
+    float v[V], u[V];
+    unpack(first, v);
+    if (GATED) unpack(second, u);
+#pragma unroll
+    for (int i = 0; i < V; i++) v[i] = GATED ? curve.value(v[i]) * curve.gate(u[i]) : curve.value(v[i]);
+    put(reinterpret_cast<T*>(a.out) + c.row * a.width + c.at, 0, left, a.wide, pack(v));
+}
+
+// dx = act'(x)·dy; gated: dx₁ = act'(x₁)·gate(x₂)·dy, dx₂ = act(x₁)·gate'(x₂)·dy.
+template <class T, class Curve, bool GATED> __device__ __forceinline__ void backward(const ActArgs& a) {
+    constexpr int V = Wide<T>::count;
+    const Chunk<T, GATED> c(a);
+    if (!c.live) return;
+    const Curve curve(a);
+    const i32 left = c.left(a);
+    const i64 place = c.row * (GATED ? 2 : 1) * a.width + c.at;
+    const T* x = reinterpret_cast<const T*>(a.x) + place;
+    T* dx = reinterpret_cast<T*>(a.out) + place;
+    Packed<T> first = fetch(x, 0, left, a.wide), second;
+    if (GATED) second = fetch(x + a.width, 0, left, a.wide);
+    Packed<T> back = fetch(reinterpret_cast<const T*>(a.dy) + c.row * a.width + c.at, 0, left, a.wide);
+    float v[V], u[V], dy[V];
+    unpack(first, v);
+    if (GATED) unpack(second, u);
+    unpack(back, dy);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+        float value, slope = curve.slope(v[i], value);
+        if (GATED) {
+            v[i] = slope * curve.gate(u[i]) * dy[i];
+            u[i] = curve.gate_slope(u[i], value * dy[i]);
+        } else {
+            v[i] = slope * dy[i];
+        }
+    }
+    put(dx, 0, left, a.wide, pack(v));
+    if (GATED) put(dx + a.width, 0, left, a.wide, pack(u));
+}
+
+#define BY_ACT(PASS, T, GATED)                                                                                    \
+    if (a.act == GELU_TANH) PASS<T, GeluTanh<T>, GATED>(a);                                                       \
+    else if (a.act == GELU_ERF) PASS<T, GeluErf<T>, GATED>(a);                                                    \
+    else if (a.act == SILU) PASS<T, Silu<T>, GATED>(a);                                                           \
+    else if (GATED) PASS<T, ClampedSilu<T>, true>(a);
+
+#define KERNELS(T, NAME)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) act_forward_##NAME(const ActArgs a) { BY_ACT(forward, T, false) } \
+    extern "C" __global__ void __launch_bounds__(256) gated_forward_##NAME(const ActArgs a) { BY_ACT(forward, T, true) } \
+    extern "C" __global__ void __launch_bounds__(256) act_backward_##NAME(const ActArgs a) { BY_ACT(backward, T, false) } \
+    extern "C" __global__ void __launch_bounds__(256) gated_backward_##NAME(const ActArgs a) { BY_ACT(backward, T, true) }
+
+KERNELS(float, f32)
+KERNELS(bf16, bf16)

@@ -1,0 +1,91 @@
+use super::rows::{blocks, per_access};
+use super::{CudaKernels, Grid, Kernel, typed};
+use crate::activation::width;
+use crate::checks::{dtypes, same_contiguous};
+use crate::{Act, ActivationKernels};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ActArgs {
+    x: u64,
+    dy: u64,
+    out: u64,
+    rows: i64,
+    width: i64,
+    act: u32,
+    wide: u32,
+    limit: f32,
+    alpha: f32,
+    offset: f32,
+    unused: u32,
+}
+
+impl ActArgs {
+    /// For outputs of `all` elements in rows of `f`; without a gate (`f` = 0) they are one row.
+    fn new(act: Act, all: usize, f: usize) -> ActArgs {
+        let (rows, width) = if f == 0 { (1, all) } else { (all / f, f) };
+        let (code, [limit, alpha, offset]) = match act {
+            Act::GeluTanh => (0, [0.0; 3]),
+            Act::GeluErf => (1, [0.0; 3]),
+            Act::Silu => (2, [0.0; 3]),
+            Act::ClampedSilu { limit, alpha, offset } => (3, [limit, alpha, offset]),
+        };
+        let (rows, width) = (rows as i64, width as i64);
+        ActArgs { x: 0, dy: 0, out: 0, rows, width, act: code, wide: 0, limit, alpha, offset, unused: 0 }
+    }
+
+    /// 16-byte accesses where the addresses and, gated, the halves allow them.
+    fn align(&mut self, dtype: DType, gated: bool) {
+        let bases = (self.x | self.dy | self.out).is_multiple_of(16);
+        self.wide = u32::from(bases && (!gated || (self.width as usize).is_multiple_of(per_access(dtype))));
+    }
+
+    fn grid(&self, op: &'static str, dtype: DType) -> Result<Grid> {
+        let chunks = self.rows as usize * (self.width as usize).div_ceil(per_access(dtype));
+        Ok(Grid { blocks: [blocks(op, chunks.div_ceil(256))?, 1, 1], threads: 256, shared: 0 })
+    }
+}
+
+impl ActivationKernels for CudaKernels {
+    fn act_forward(&self, s: &Stream, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<()> {
+        const OP: &str = "act_forward";
+        let (f, dtype) = (width(OP, act, gated, x, y)?, x.dtype());
+        dtypes(OP, dtype, &[y])?;
+        let kernel: Kernel = match gated {
+            true => typed!(OP, dtype, "activation", "gated_forward")?,
+            false => typed!(OP, dtype, "activation", "act_forward")?,
+        };
+        s.launch(OP, &[read(x), write(y)], |l| {
+            let mut a = ActArgs::new(act, y.numel(), f);
+            (a.x, a.out) = (l.address(0)?, l.address(1)?);
+            a.align(dtype, gated);
+            self.queue(l, kernel, a.grid(OP, dtype)?, &a)
+        })
+    }
+
+    fn act_backward(
+        &self,
+        s: &Stream,
+        act: Act,
+        gated: bool,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "act_backward";
+        let (f, dtype) = (width(OP, act, gated, x, dy)?, x.dtype());
+        same_contiguous(OP, &[x, dx])?;
+        dtypes(OP, dtype, &[dy, dx])?;
+        let kernel: Kernel = match gated {
+            true => typed!(OP, dtype, "activation", "gated_backward")?,
+            false => typed!(OP, dtype, "activation", "act_backward")?,
+        };
+        s.launch(OP, &[read(x), read(dy), write(dx)], |l| {
+            let mut a = ActArgs::new(act, dy.numel(), f);
+            (a.x, a.dy, a.out) = (l.address(0)?, l.address(1)?, l.address(2)?);
+            a.align(dtype, gated);
+            self.queue(l, kernel, a.grid(OP, dtype)?, &a)
+        })
+    }
+}

@@ -1,0 +1,213 @@
+// Rotary position embedding, in place on heads: (u, v) → (u·cos a − v·sin a, v·cos a + u·sin a).
+// A token whose position is outside the tables is reported and left as it is.
+
+enum Flag : u32 { INVERSE = 1, WIDE = 2, WIDE_TABLES = 4 };
+
+struct RopeArgs {
+    u64 x, cos, sin, positions, fault;
+    i64 tokens, token_stride, head_stride;
+    // Rows of the tables; heads; pairs of a head; chunks of pairs in a head; groups of heads in a token.
+    i32 places, heads, half, chunks, groups;
+    u32 lanes, flags, unused;
+};
+
+__device__ __forceinline__ void rotate(float& u, float& v, float c, float s) {
+    const float a = u * c - v * s;
+    v = v * c + u * s;
+    u = a;
+}
+
+// The row of the tables for a token, or −1, reported.
+__device__ __forceinline__ i32 position(const RopeArgs& a, i64 token) {
+    i32 p = reinterpret_cast<const i32*>(a.positions)[token];
+    if (p >= 0 && p < a.places) return p;
+    fault(a.fault, FAULT_ID);
+    return -1;
+}
+
+// Quotient and remainder; in 32 bits where they suffice, as 64-bit division is slow.
+__device__ __forceinline__ i64 divide(i64 n, i32 by, i32& rest) {
+    if ((n >> 32) == 0) {
+        rest = u32(n) % u32(by);
+        return u32(n) / u32(by);
+    }
+    rest = n % by;
+    return n / by;
+}
+
+// Four numbers of a row of `width`: 8 or 16 bytes.
+template <class T> __device__ __forceinline__ void read4(const T* row, i32 at, i32 width, bool wide, float (&to)[4]);
+template <>
+__device__ __forceinline__ void read4<float>(const float* row, i32 at, i32 width, bool wide, float (&to)[4]) {
+    unpack(fetch(row, at, width, wide), to);
+}
+template <>
+__device__ __forceinline__ void read4<bf16>(const bf16* row, i32 at, i32 width, bool wide, float (&to)[4]) {
+    if (wide && at + 4 <= width) {
+        const u64 four = *reinterpret_cast<const u64*>(row + at);
+        to[0] = low_bf16(u32(four)), to[1] = high_bf16(u32(four));
+        to[2] = low_bf16(u32(four >> 32)), to[3] = high_bf16(u32(four >> 32));
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) to[i] = at + i < width ? to_f32(row[at + i]) : 0.0f;
+}
+template <class T>
+__device__ __forceinline__ void write4(T* row, i32 at, i32 width, bool wide, const float (&from)[4]);
+template <>
+__device__ __forceinline__ void write4<float>(float* row, i32 at, i32 width, bool wide, const float (&from)[4]) {
+    put(row, at, width, wide, pack(from));
+}
+template <>
+__device__ __forceinline__ void write4<bf16>(bf16* row, i32 at, i32 width, bool wide, const float (&from)[4]) {
+    if (wide && at + 4 <= width) {
+        *reinterpret_cast<u64*>(row + at) =
+            u64(pack_bf16(from[0], from[1])) | u64(pack_bf16(from[2], from[3])) << 32;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (at + i < width) row[at + i] = from_f32<bf16>(from[i]);
+}
+
+#define HEADS 4
+
+// A thread has V pairs of up to HEADS heads of a token: cos and sin are read once for them, and all loads are on
+// their way together. PAIRS: channels 2i and 2i + 1 turn together, else i and i + half.
+template <class T, bool PAIRS> __device__ __forceinline__ void rope(const RopeArgs& a) {
+    constexpr int V = Wide<T>::count;
+    i32 chunk, group;
+    i64 token = divide(i64(blockIdx.x) * blockDim.x + threadIdx.x, a.chunks, chunk);
+    token = divide(token, a.groups, group);
+    if (token >= a.tokens) return;
+    const i32 p = position(a, token);
+    if (p < 0) return;
+    const i32 at = chunk * V;
+    const bool wide = a.flags & WIDE;
+    T* base = reinterpret_cast<T*>(a.x) + token * a.token_stride + i64(group) * HEADS * a.head_stride;
+    const i32 heads = min(a.heads - group * HEADS, HEADS);
+
+    Packed<T> first[HEADS], second[HEADS];
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        if (h >= heads) continue;
+        const T* x = base + h * a.head_stride;
+        first[h] = PAIRS ? fetch(x, 2 * at, 2 * a.half, wide) : fetch(x, at, a.half, wide);
+        second[h] = PAIRS ? fetch(x, 2 * at + V, 2 * a.half, wide) : fetch(x + a.half, at, a.half, wide);
+    }
+    float c[V], s[V];
+    const i64 table = i64(p) * a.half;
+#pragma unroll
+    for (int i = 0; i < V; i += 4) {
+        float four[4];
+        const bool wide_tables = a.flags & WIDE_TABLES;
+        unpack(fetch(reinterpret_cast<const float*>(a.cos) + table, at + i, a.half, wide_tables), four);
+#pragma unroll
+        for (int j = 0; j < 4; j++) c[i + j] = four[j];
+        unpack(fetch(reinterpret_cast<const float*>(a.sin) + table, at + i, a.half, wide_tables), four);
+#pragma unroll
+        for (int j = 0; j < 4; j++) s[i + j] = a.flags & INVERSE ? -four[j] : four[j];
+    }
+#pragma unroll
+    for (int h = 0; h < HEADS; h++) {
+        if (h >= heads) continue;
+        float u[V], v[V];
+        unpack(first[h], u);
+        unpack(second[h], v);
+        if (PAIRS) {
+#pragma unroll
+            for (int i = 0; i < V; i += 2) {
+                rotate(u[i], u[i + 1], c[i / 2], s[i / 2]);
+                rotate(v[i], v[i + 1], c[V / 2 + i / 2], s[V / 2 + i / 2]);
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < V; i++) rotate(u[i], v[i], c[i], s[i]);
+        }
+        T* x = base + h * a.head_stride;
+        if (PAIRS) {
+            put(x, 2 * at, 2 * a.half, wide, pack(u));
+            put(x, 2 * at + V, 2 * a.half, wide, pack(v));
+        } else {
+            put(x, at, a.half, wide, pack(u));
+            put(x + a.half, at, a.half, wide, pack(v));
+        }
+    }
+}
+
+// Pairs to halves (inverse: halves to pairs) moves channels over the whole head, so a head is read before any of it
+// is written: `lanes` threads of one warp have a head, four pairs each.
+template <class T> __device__ __forceinline__ void rope_across(const RopeArgs& a) {
+    const u32 lane = threadIdx.x & (a.lanes - 1);
+    i32 head;
+    const i64 token =
+        divide(i64(blockIdx.x) * (blockDim.x / a.lanes) + threadIdx.x / a.lanes, a.heads, head);
+    const i32 p = token < a.tokens ? position(a, token) : -1;
+    const i32 at = lane * 4;
+    const bool live = p >= 0 && at < a.half, wide = a.flags & WIDE, inverse = a.flags & INVERSE;
+    T* x = reinterpret_cast<T*>(a.x) + token * a.token_stride + head * a.head_stride;
+    // Between memory and arithmetic, pairs are (u₀, v₀, u₁, v₁), (u₂, ...), halves are (u₀ ... u₃), (v₀ ...).
+    float one[4], two[4], u[4], v[4];
+    if (live) {
+        float c[4], s[4];
+        const i64 table = i64(p) * a.half;
+        const bool wide_tables = a.flags & WIDE_TABLES;
+        unpack(fetch(reinterpret_cast<const float*>(a.cos) + table, at, a.half, wide_tables), c);
+        unpack(fetch(reinterpret_cast<const float*>(a.sin) + table, at, a.half, wide_tables), s);
+        if (inverse) {
+            read4(x, at, a.half, wide, u);
+            read4(x + a.half, at, a.half, wide, v);
+        } else {
+            read4(x, 2 * at, 2 * a.half, wide, one);
+            read4(x, 2 * at + 4, 2 * a.half, wide, two);
+            u[0] = one[0], v[0] = one[1], u[1] = one[2], v[1] = one[3];
+            u[2] = two[0], v[2] = two[1], u[3] = two[2], v[3] = two[3];
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) rotate(u[i], v[i], c[i], inverse ? -s[i] : s[i]);
+    }
+    __syncwarp();
+    if (!live) return;
+    if (inverse) {
+        one[0] = u[0], one[1] = v[0], one[2] = u[1], one[3] = v[1];
+        two[0] = u[2], two[1] = v[2], two[2] = u[3], two[3] = v[3];
+        write4(x, 2 * at, 2 * a.half, wide, one);
+        write4(x, 2 * at + 4, 2 * a.half, wide, two);
+    } else {
+        write4(x, at, a.half, wide, u);
+        write4(x + a.half, at, a.half, wide, v);
+    }
+}
+
+// The same for heads beyond a warp: a block to a head, which waits in shared memory, f32 [2·half].
+template <class T> __device__ __forceinline__ void rope_across_long(const RopeArgs& a) {
+    extern __shared__ float turned[];
+    i32 head;
+    const i64 token = divide(blockIdx.x, a.heads, head);
+    const i32 p = position(a, token);
+    if (p < 0) return;
+    const bool inverse = a.flags & INVERSE;
+    T* x = reinterpret_cast<T*>(a.x) + token * a.token_stride + head * a.head_stride;
+    const float* cos = reinterpret_cast<const float*>(a.cos) + i64(p) * a.half;
+    const float* sin = reinterpret_cast<const float*>(a.sin) + i64(p) * a.half;
+    for (i32 i = threadIdx.x; i < a.half; i += blockDim.x) {
+        const i32 pair = 2 * i, other = i + a.half;
+        float u = to_f32(x[inverse ? i : pair]), v = to_f32(x[inverse ? other : pair + 1]);
+        rotate(u, v, cos[i], inverse ? -sin[i] : sin[i]);
+        turned[inverse ? pair : i] = u;
+        turned[inverse ? pair + 1 : other] = v;
+    }
+    __syncthreads();
+    for (i32 i = threadIdx.x; i < 2 * a.half; i += blockDim.x) x[i] = from_f32<T>(turned[i]);
+}
+
+#define KERNELS(T, NAME)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256, 2) rope_halves_##NAME(const RopeArgs a) { rope<T, false>(a); } \
+    extern "C" __global__ void __launch_bounds__(256, 2) rope_pairs_##NAME(const RopeArgs a) { rope<T, true>(a); }   \
+    extern "C" __global__ void __launch_bounds__(256) rope_across_##NAME(const RopeArgs a) { rope_across<T>(a); } \
+    extern "C" __global__ void __launch_bounds__(256) rope_across_long_##NAME(const RopeArgs a) {                 \
+        rope_across_long<T>(a);                                                                                   \
+    }
+
+KERNELS(float, f32)
+KERNELS(bf16, bf16)

@@ -1,0 +1,105 @@
+use super::rows::{blocks, columns, per_access, wide};
+use super::{CudaKernels, Grid, typed};
+use crate::{Rope, RopeKernels, RopeStyle};
+use ferrotron_tensor::{Result, Stream, read, shape_error, write};
+
+const INVERSE: u32 = 1;
+const WIDE: u32 = 2;
+const WIDE_TABLES: u32 = 4;
+
+/// Heads a thread turns by the cosines and sines it has read; as in rope.cu.
+const HEADS: usize = 4;
+/// Most pairs of a head that one warp moves from pairs to halves.
+const ACROSS: usize = 128;
+/// Most pairs of a head that a block moves through its shared memory, 8 bytes each.
+const ACROSS_LONG: usize = 12 << 10;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RopeArgs {
+    x: u64,
+    cos: u64,
+    sin: u64,
+    positions: u64,
+    fault: u64,
+    tokens: i64,
+    token_stride: i64,
+    head_stride: i64,
+    places: i32,
+    heads: i32,
+    half: i32,
+    chunks: i32,
+    groups: i32,
+    lanes: u32,
+    flags: u32,
+    unused: u32,
+}
+
+impl RopeKernels for CudaKernels {
+    fn rope(&self, s: &Stream, r: &Rope) -> Result<()> {
+        const OP: &str = "rope";
+        let (heads, half) = r.check(OP)?;
+        let dtype = r.x.dtype();
+        // Chunks of pairs in a head, lanes to a head, and how halves must be divisible for wide accesses.
+        let across = r.style == RopeStyle::PairsToHalves;
+        let chunk = if across { 4 } else { per_access(dtype) };
+        let chunks = half.div_ceil(chunk);
+        let groups = heads.inner.div_ceil(HEADS);
+        let lanes = chunks.next_power_of_two() as u32;
+        let (kernel, work, threads, shared) = match r.style {
+            RopeStyle::Half => {
+                let work = heads.outer * groups * chunks;
+                (typed!(OP, dtype, "rope", "rope_halves")?, work.div_ceil(256), 256, 0)
+            }
+            RopeStyle::Interleaved => {
+                let work = heads.outer * groups * chunks;
+                (typed!(OP, dtype, "rope", "rope_pairs")?, work.div_ceil(256), 256, 0)
+            }
+            RopeStyle::PairsToHalves if half <= ACROSS => {
+                let per_block = 256 / lanes as usize;
+                (typed!(OP, dtype, "rope", "rope_across")?, heads.count().div_ceil(per_block), 256, 0)
+            }
+            RopeStyle::PairsToHalves if half <= ACROSS_LONG => {
+                (typed!(OP, dtype, "rope", "rope_across_long")?, heads.count(), 256, 8 * half as u32)
+            }
+            RopeStyle::PairsToHalves => {
+                return shape_error(OP, format!("{half} pairs in a head are more than {ACROSS_LONG}"));
+            }
+        };
+        if half == 0 || heads.elements() == 0 {
+            return Ok(());
+        }
+        let grid = Grid { blocks: [blocks(OP, work)?, 1, 1], threads, shared };
+        let (places, half_i32) = (columns(OP, r.cos.numel() / half)?, columns(OP, half)?);
+        let heads_i32 = columns(OP, heads.inner)?;
+        s.launch(OP, &[write(r.x), read(r.cos), read(r.sin), read(r.positions)], |l| {
+            let mut a = RopeArgs {
+                x: l.address(0)?,
+                cos: l.address(1)?,
+                sin: l.address(2)?,
+                positions: l.address(3)?,
+                fault: l.fault()?,
+                tokens: heads.outer as i64,
+                token_stride: heads.outer_stride as i64,
+                head_stride: heads.inner_stride as i64,
+                places,
+                heads: heads_i32,
+                half: half_i32,
+                chunks: columns(OP, chunks)?,
+                groups: columns(OP, groups)?,
+                lanes,
+                flags: if r.inverse { INVERSE } else { 0 },
+                unused: 0,
+            };
+            // The second half starts `half` channels on; interleaved pairs have no second half.
+            let split = r.style == RopeStyle::Interleaved || half.is_multiple_of(chunk);
+            if split && wide(dtype, &[(a.x, heads)]) {
+                a.flags |= WIDE;
+            }
+            if (a.cos | a.sin).is_multiple_of(16) && half.is_multiple_of(4) {
+                a.flags |= WIDE_TABLES;
+            }
+            self.queue(l, kernel, grid, &a)
+        })
+    }
+}
