@@ -16,9 +16,10 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
         auto fetch = [&](i32 tile) {
             const u32 at = place_of(tile);
             const i32 k0 = tile * BN;
-            load_tile<BN, DQ, THREADS>(at, a.k.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk, a.wide & W_K);
-            load_tile<BN, DV, THREADS>(at + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v,
-                                       a.wide & W_V);
+            load_tile<BN, DQ, THREADS>(at, a.k.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.k.token,
+                                       p.k_len - k0, a.d_qk, a.wide & W_K);
+            load_tile<BN, DV, THREADS>(at + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.v.token,
+                                       p.k_len - k0, a.d_v, a.wide & W_V);
         };
         if (p.from < p.to) {
             load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,

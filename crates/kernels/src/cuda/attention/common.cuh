@@ -44,6 +44,7 @@ struct Attention {
     // The same in the forward softmax, which takes maxima of the products: 1 where they are mapped before.
     float factor;
 };
+static_assert(sizeof(Attention) == 416, "as in mod.rs");
 
 // Where a block of threads works. Heads run fastest, so that heads that share keys run side by side.
 struct Place {

@@ -69,6 +69,7 @@ struct Blank {
     i64 tokens, from, to;
     i32 heads, channels;
 };
+static_assert(sizeof(Blank) == 64, "as in mod.rs");
 template <class T> __device__ __forceinline__ void attention_blank(const Blank& a) {
     const i64 n = (a.tokens - (a.to - a.from)) * a.heads * a.channels;
     for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += i64(gridDim.x) * blockDim.x) {

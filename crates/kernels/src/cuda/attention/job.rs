@@ -1,0 +1,284 @@
+//! One checked launch: what the kernels are told, and over which tiles they run.
+
+use super::instances::{Instance, Step, instance};
+use crate::attention_plan::{Plan, plan, strides};
+use crate::checks::dtypes;
+use crate::cpu::attention::{Align, AttentionShape, Span, check_shape, per_head};
+use crate::cuda::{CudaKernels, Grid, Kernel};
+use crate::{AttentionForward, Scores, Sequences};
+use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, shape_error};
+use std::cmp::{Ordering, Reverse};
+use std::f32::consts::LOG2_E;
+
+/// Sequences up to this length keep every sum of positions within 32 bits.
+const LONGEST: usize = 1 << 28;
+/// A window without bound.
+const UNBOUNDED: i32 = 1 << 29;
+/// Numbers of a row of the table of tiles.
+const ITEM: usize = 8;
+
+/// `View` of common.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct View {
+    data: u64,
+    batch: i64,
+    token: i64,
+    head: i64,
+}
+
+/// `Attention` of common.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Args {
+    /// q, k, v, out, dout, dq, dk, dv.
+    views: [View; 8],
+    pub(super) lse: u64,
+    lse_batch: i64,
+    lse_head: i64,
+    lse_token: i64,
+    pub(super) sink: u64,
+    pub(super) dsink: u64,
+    pub(super) weights: u64,
+    pub(super) delta: u64,
+    items: u64,
+    pub(super) tokens: i64,
+    q_from: i64,
+    q_to: i64,
+    pub(super) batches: i32,
+    heads: i32,
+    group: i32,
+    d_qk: i32,
+    d_v: i32,
+    q_len: i32,
+    k_len: i32,
+    tiles: i32,
+    left: i32,
+    right: i32,
+    bottom: i32,
+    wide: u32,
+    scale: f32,
+    inner: f32,
+    outer: f32,
+    factor: f32,
+}
+
+/// `Blank` of rows.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Blank {
+    view: View,
+    tokens: i64,
+    from: i64,
+    to: i64,
+    heads: i32,
+    channels: i32,
+}
+
+// The sources say the same of theirs.
+const _: () = assert!(size_of::<Args>() == 416 && size_of::<Blank>() == 64);
+
+/// Which side of the scores the tiles of a kernel cut.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Side {
+    Query,
+    Key,
+}
+
+/// A checked launch.
+pub(super) struct Job {
+    pub(super) shape: AttentionShape,
+    spans: Vec<Span>,
+    pub(super) instance: Instance,
+    pub(super) args: Args,
+    packed: bool,
+    gaps: bool,
+    /// Tokens of the sequences, as `from..to`, of queries and of keys.
+    pub(super) inside: [[usize; 2]; 2],
+}
+
+/// Checks the arguments.
+pub(super) fn job(
+    op: &'static str,
+    scores: &Scores,
+    sequences: Sequences,
+    f: &AttentionForward,
+) -> Result<Job> {
+    let Plan { shape, spans, gaps, lse_batch } = plan(scores, sequences, f)?;
+    check_shape(&shape)?;
+    dtypes(op, f.q.dtype(), &[f.k, f.v, f.out])?;
+    dtypes(op, DType::F32, &[f.lse])?;
+    if let Some(sink) = f.sink {
+        dtypes(op, DType::F32, &[sink])?;
+        one_each(op, &shape, "the sink", sink)?;
+    }
+    if spans.iter().any(|s| s.q_len > LONGEST || s.k_len > LONGEST) {
+        return shape_error(op, format!("a sequence of more than {LONGEST} tokens is too long; split it"));
+    }
+    let instance = instance(op, f.q.dtype(), shape.d_qk, shape.d_v)?;
+    let (packed, batches, tokens) = match f.q.shape() {
+        [b, t, ..] if matches!(sequences, Sequences::Batch) => (false, *b, *t),
+        [t, ..] => (true, 1, *t),
+        [] => (true, 0, 0),
+    };
+    let first = spans.first();
+    let inside = match sequences {
+        Sequences::Batch => [[0, tokens], [0, first.map_or(0, |s| s.k_len)]],
+        Sequences::Packed { q, k } => {
+            [q, k].map(|o| [o.first(), o.last()].map(|x| x.map_or(0, |x| *x as usize)))
+        }
+    };
+    let bound = |n: Option<usize>| n.map_or(UNBOUNDED, |n| n.min(UNBOUNDED as usize) as i32);
+    let inner = shape.softcap.map_or(shape.scale * LOG2_E, |cap| shape.scale / cap);
+    let mapped = shape.softcap.is_some() || shape.scale.partial_cmp(&0.0) != Some(Ordering::Greater);
+    let args = Args {
+        lse_batch: lse_batch as i64,
+        lse_head: shape.lse_head as i64,
+        lse_token: shape.lse_token as i64,
+        tokens: tokens as i64,
+        q_from: inside[0][0] as i64,
+        q_to: inside[0][1] as i64,
+        batches: batches as i32,
+        heads: shape.heads as i32,
+        group: (shape.heads / shape.kv_heads) as i32,
+        d_qk: shape.d_qk as i32,
+        d_v: shape.d_v as i32,
+        q_len: first.map_or(0, |s| s.q_len) as i32,
+        k_len: first.map_or(0, |s| s.k_len) as i32,
+        left: bound(shape.window.0),
+        right: if shape.causal { 0 } else { bound(shape.window.1) },
+        bottom: i32::from(shape.align == Align::BottomRight),
+        scale: shape.scale,
+        inner,
+        outer: shape.softcap.map_or(0.0, |cap| cap * LOG2_E),
+        factor: if mapped { 1.0 } else { inner },
+        ..Args::default()
+    };
+    Ok(Job { shape, spans, instance, args, packed, gaps, inside })
+}
+
+/// One contiguous f32 a head?
+pub(super) fn one_each(op: &'static str, shape: &AttentionShape, what: &str, t: &Tensor) -> Result<()> {
+    per_head(shape, what, Some(t.numel()))?;
+    if t.rank() != 1 || !t.is_contiguous() {
+        return shape_error(op, format!("{what} {t:?} must be one contiguous axis"));
+    }
+    Ok(())
+}
+
+impl Job {
+    /// Where argument `i` of the launch lies; it is the view `at` of the kernels.
+    pub(super) fn view(&mut self, l: &Launch, i: usize, t: &Tensor, at: usize) -> Result<()> {
+        let [batch, token, head] = strides(t)?;
+        let data = l.address(i)?;
+        let [b, n, h] = match t.shape() {
+            [b, n, h, _] => [*b, *n, *h],
+            [n, h, _] => [1, *n, *h],
+            _ => [0; 3],
+        };
+        // The step of an axis with one element is never taken.
+        let steps = [(b, batch), (n, token), (h, head)];
+        let aligned = steps.iter().all(|(n, step)| *n <= 1 || (step * t.dtype().size()).is_multiple_of(16));
+        if aligned && data.is_multiple_of(16) {
+            self.args.wide |= 1 << at;
+        }
+        self.args.views[at] = View { data, batch: batch as i64, token: token as i64, head: head as i64 };
+        Ok(())
+    }
+
+    /// The tiles of packed sequences, those with the most work first. `None` where the kernels count for themselves.
+    pub(super) fn items(&self, s: &Stream, step: &Step, side: Side) -> Result<Option<Tensor>> {
+        if !self.packed {
+            return Ok(None);
+        }
+        let (left, right) = (i64::from(self.args.left), i64::from(self.args.right));
+        let mut tiles = Vec::new();
+        for span in &self.spans {
+            let (q_len, k_len) = (span.q_len as i64, span.k_len as i64);
+            let off = if self.args.bottom == 1 { k_len - q_len } else { 0 };
+            let len = if side == Side::Query { span.q_len } else { span.k_len };
+            for first in (0..len).step_by(step.rows) {
+                let (from, to) = (first as i64, (len.min(first + step.rows) - 1) as i64);
+                let seen = match side {
+                    Side::Query => (to + off + right).min(k_len - 1) - (from + off - left).max(0),
+                    Side::Key => (to - off + left).min(q_len - 1) - (from - off - right).max(0),
+                };
+                tiles.push((seen, span, first));
+            }
+        }
+        tiles.sort_by_key(|(seen, ..)| Reverse(*seen));
+        let row = |(_, s, first): &(i64, &Span, usize)| {
+            [s.q_start, s.q_len, s.k_start, s.k_len, *first, 0, 0, 0].map(|x| x as i32)
+        };
+        let table: Vec<i32> = tiles.iter().flat_map(row).collect();
+        Ok(Some(s.upload(&table, &[table.len()], Category::Workspace)?))
+    }
+
+    /// Queues a kernel over the tiles of one side; `items` is the argument that holds its table.
+    pub(super) fn queue(
+        &self,
+        kernels: &CudaKernels,
+        l: &Launch,
+        step: &Step,
+        side: Side,
+        items: Option<(usize, &Tensor)>,
+    ) -> Result<()> {
+        let (len, heads) = match side {
+            Side::Query => (self.args.q_len, self.shape.heads),
+            Side::Key => (self.args.k_len, self.shape.kv_heads),
+        };
+        let mut args = self.args;
+        let tiles = match items {
+            Some((_, t)) if t.numel() == 0 => 0,
+            Some((i, t)) => {
+                args.items = l.address(i)?;
+                t.numel() / ITEM
+            }
+            None if self.packed => 0,
+            None => {
+                args.tiles = (len as usize).div_ceil(step.rows) as i32;
+                args.tiles as usize * args.batches as usize
+            }
+        };
+        let grid = Grid {
+            blocks: [blocks(tiles * heads * step.parts)?, 1, 1],
+            threads: step.threads,
+            shared: step.shared,
+        };
+        kernels.queue(l, step.kernel, grid, &args)
+    }
+
+    /// Zeroes the rows of a view that belong to no sequence.
+    pub(super) fn blank(
+        &self,
+        kernels: &CudaKernels,
+        l: &Launch,
+        kernel: Kernel,
+        at: usize,
+        t: &Tensor,
+        side: Side,
+    ) -> Result<()> {
+        let [from, to] = self.inside[usize::from(side == Side::Key)];
+        let ([tokens, heads, channels], true) = (t.shape(), self.gaps) else { return Ok(()) };
+        let numbers = (tokens - (to - from)) * heads * channels;
+        let args = Blank {
+            view: self.args.views[at],
+            tokens: *tokens as i64,
+            from: from as i64,
+            to: to as i64,
+            heads: *heads as i32,
+            channels: *channels as i32,
+        };
+        let grid =
+            Grid { blocks: [blocks(numbers.div_ceil(256).min(1 << 16))?, 1, 1], threads: 256, shared: 0 };
+        kernels.queue(l, kernel, grid, &args)
+    }
+}
+
+/// A number of blocks that the kernels can count in 32 bits.
+pub(super) fn blocks(n: usize) -> Result<u32> {
+    match i32::try_from(n) {
+        Ok(n) => Ok(n as u32),
+        Err(_) => shape_error("attention", format!("{n} blocks of work are too many; use smaller batches")),
+    }
+}
