@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: formatting, lints, every test (golden vectors included).
-# Needs a Rust toolchain and a C compiler; what else the tests need, it installs itself (today: nothing).
+# Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
+# target/, so that every CUDA kernel is compiled here although no GPU is needed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,6 +15,18 @@ for component in fmt clippy; do
     eval "no_$component=1"
   }
 done
+
+# A compiler the machine has already is as good.
+if [ -z "${FERROTRON_CUDA_LIB:-}" ]; then
+  if lib=$(scripts/nvrtc.sh); then
+    export FERROTRON_CUDA_LIB="$lib"
+  elif [ -n "${CI:-}" ]; then
+    echo "test.sh: CUDA kernels can't be compiled without NVRTC" >&2
+    exit 1
+  else
+    echo "test.sh: SKIPPED: compiling the CUDA kernels (NVRTC could not be installed)"
+  fi
+fi
 
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check
 [ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings

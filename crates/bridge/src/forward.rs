@@ -8,7 +8,7 @@ use ferrotron_core::model::Model;
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::parity::{Kind, Outcome};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
-use ferrotron_core::train::{LogicalValues, targets, weighted};
+use ferrotron_core::train::{LogicalValues, fetch, targets, weighted};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
@@ -139,12 +139,12 @@ pub fn forward(
     let targets = targets(&model.rank, &labels, 1.0 / valid.max(1) as f32)?;
     if !backward {
         let rows = model.decoder.evaluate(&pass, &tokens, &targets).map_err(tensor)?;
-        out.loss = Some(weighted(&model.rank, &rows, &targets)? as f32);
+        out.loss = Some(fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)? as f32);
         return Ok(out);
     }
     let mut grads = GradBuffer::new(model.params.specs());
     let (rows, saved) = model.decoder.forward(&pass, &tokens, &targets).map_err(tensor)?;
-    out.loss = Some(weighted(&model.rank, &rows, &targets)? as f32);
+    out.loss = Some(fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)? as f32);
     model.decoder.backward(&pass, saved, &tokens, &mut grads).map_err(tensor)?;
     let mut by_name = HashMap::new();
     grads.finish(&model.rank).map_err(tensor)?;

@@ -1,6 +1,8 @@
 //! The commands and the options every command takes.
 
-use crate::commands::{bench, convert, data, doctor, explain, forward, generate, parity, recipes, train};
+use crate::commands::{
+    bench, convert, data, doctor, explain, forward, generate, kernels, parity, recipes, train,
+};
 use clap::{Args, Parser, Subcommand};
 use std::str::FromStr;
 
@@ -68,19 +70,6 @@ impl FromStr for Device {
     }
 }
 
-impl Global {
-    /// Refuses a device this version does not compute on.
-    pub fn require_cpu(&self) -> anyhow::Result<()> {
-        match self.device {
-            Device::Auto | Device::Cpu => Ok(()),
-            Device::Cuda(_) => Err(crate::output::Usage::new(
-                "this version computes on the CPU only; leave --device out or say --device cpu",
-            )
-            .into()),
-        }
-    }
-}
-
 /// What to do.
 #[derive(Debug, Subcommand)]
 #[allow(clippy::large_enum_variant)] // there is one of it in the whole program
@@ -104,6 +93,9 @@ pub enum Command {
     Data(data::Args),
     /// Measure speed on the yardsticks
     Bench(bench::Args),
+    /// Compile every GPU kernel, with or without a GPU
+    #[command(long_about = kernels::LONG)]
+    Kernels(kernels::Args),
     /// What this machine has, what is missing and what that costs
     Doctor(doctor::Args),
     /// The recipes inside the program

@@ -6,6 +6,7 @@ mod format;
 mod layout;
 mod machine;
 mod output;
+mod place;
 mod progress;
 mod signal;
 
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
         Command::Generate(args) => commands::generate::run(args, &global),
         Command::Data(args) => commands::data::run(args, &global),
         Command::Bench(args) => commands::bench::run(args, &global),
+        Command::Kernels(args) => commands::kernels::run(args, &global),
         Command::Doctor(args) => commands::doctor::run(args, &global),
         Command::Recipes(args) => commands::recipes::run(args, &global),
         Command::Explain(args) => commands::explain::run(args, &global),

@@ -6,8 +6,13 @@
 use serde_json::Value;
 use std::process::{Command, Output, Stdio};
 
+/// The program under test: `FERROTRON_BIN` on a machine it was carried to, else the one just built.
+fn binary() -> std::ffi::OsString {
+    std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
+}
+
 fn ferrotron(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_ferrotron")).args(args).stdin(Stdio::null()).output().unwrap()
+    Command::new(binary()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
 fn ok(args: &[&str]) -> String {
@@ -171,12 +176,8 @@ fn configuration_errors_point_at_the_line() {
 
 #[test]
 fn a_reader_that_goes_away_is_no_failure() {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_ferrotron"))
-        .arg("explain")
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .unwrap();
+    let mut child =
+        Command::new(binary()).arg("explain").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
     drop(child.stdout.take());
     let out = child.wait_with_output().unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));

@@ -7,6 +7,11 @@ use safetensors::tensor::Dtype;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+/// The program under test: `FERROTRON_BIN` on a machine it was carried to, else the one just built.
+fn binary() -> std::ffi::OsString {
+    std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
+}
+
 /// Model types this version covers, and those it knows but does not.
 const COVERED: &[&str] = &["gpt2", "llama", "qwen2", "qwen3", "gemma2", "gemma3_text"];
 const NOT_COVERED: &[&str] = &["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"];
@@ -50,7 +55,7 @@ fn model_folder(case: &Path, spelling: &str, at: &Path) {
 }
 
 fn forward(model: &Path, input: &Path, output: &Path, dtype: &str) {
-    let out = Command::new(env!("CARGO_BIN_EXE_ferrotron"))
+    let out = Command::new(binary())
         .args(["forward", "--backward", "--dtype", dtype, "--threads", "2", "--model"])
         .arg(model)
         .arg("--input")

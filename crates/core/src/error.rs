@@ -58,6 +58,14 @@ pub enum Error {
         /// Its gradient norm.
         grad_norm: f64,
     },
+    /// A step does not fit in memory.
+    #[error("{source}\n{advice}")]
+    OutOfMemory {
+        /// The table by category.
+        source: ferrotron_tensor::Error,
+        /// What to change.
+        advice: String,
+    },
     /// From the tensors below.
     #[error(transparent)]
     Tensor(#[from] ferrotron_tensor::Error),

@@ -1,6 +1,7 @@
 //! A rank: everything a worker has. Nothing is global, so many ranks fit in one process.
 
 use ferrotron_comm::Group;
+use ferrotron_kernels::cuda::{CudaKernels, Readiness};
 use ferrotron_kernels::{Kernels, cpu};
 use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, Watch};
 use std::sync::Arc;
@@ -30,6 +31,15 @@ impl Rank {
         let kernels = Arc::new(cpu::CpuKernels::detect());
         let device = Device::cpu_watched(Threads::new(threads)?, watch);
         Ok(Rank { compute: device.stream("compute")?, kernels, seed, world: Group::solo() })
+    }
+
+    /// A rank on card `ordinal`, and how its kernels were made ready; `threads` do what is left to the host.
+    pub fn cuda(ordinal: usize, threads: usize, seed: u64, watch: Watch) -> Result<(Rank, Readiness)> {
+        let device = Device::cuda(ordinal, Threads::new(threads)?, watch)?;
+        let kernels = CudaKernels::load(&device)?;
+        let readiness = kernels.readiness();
+        let compute = device.stream("compute")?;
+        Ok((Rank { compute, kernels: Arc::new(kernels), seed, world: Group::solo() }, readiness))
     }
 
     /// The device of this rank.

@@ -1,6 +1,6 @@
 //! Casts, sums and other simple maps.
 
-use ferrotron_tensor::{Result, Stream, Tensor};
+use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
 
 /// Key of a dropout mask: what makes two masks different.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -46,4 +46,35 @@ pub trait ElementwiseKernels {
     /// `y = x·mask/(1−p)`, the mask drawn from `key` and the element's index. The backward pass is the same
     /// map on gradients: nothing is saved.
     fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()>;
+}
+
+/// Rows, columns and row stride of a sum over `x [rows, n]` into contiguous `sums [n]`.
+pub(crate) fn check_columns(x: &Tensor, sums: &Tensor) -> Result<[usize; 3]> {
+    const OP: &str = "column_sum";
+    let (&[rows, n], &[stride, step]) = (x.shape(), x.strides()) else {
+        return shape_error(OP, format!("{:?} has no columns {:?}", x.shape(), sums.shape()));
+    };
+    if sums.shape() != [n] || !sums.is_contiguous() {
+        return shape_error(OP, format!("{:?} has no columns {:?}", x.shape(), sums.shape()));
+    }
+    if n > 1 && step != 1 {
+        return shape_error(OP, "the last axis must be contiguous");
+    }
+    Ok([rows, n, stride])
+}
+
+/// The place of a dot product.
+pub(crate) fn check_one(out: &Tensor) -> Result<()> {
+    if out.numel() != 1 {
+        return shape_error("dot", format!("the result is one number, not {:?}", out.shape()));
+    }
+    Ok(())
+}
+
+/// The share of elements that dropout drops.
+pub(crate) fn check_share(p: f32) -> Result<()> {
+    if !(0.0..1.0).contains(&p) {
+        return shape_error("dropout", format!("the share {p} must be at least 0 and below 1"));
+    }
+    Ok(())
 }

@@ -1,6 +1,6 @@
 //! Table look-up and its gradient.
 
-use ferrotron_tensor::{Result, Stream, Tensor};
+use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
 
 /// Embedding tables.
 pub trait EmbeddingKernels {
@@ -26,4 +26,16 @@ pub trait EmbeddingKernels {
         accumulate: bool,
         dtable: &Tensor,
     ) -> Result<()>;
+}
+
+/// Tokens, rows of the table and their width, of `ids [tokens]`, `table [V, h]`, `y [tokens, h]`.
+pub(crate) fn check_rows(op: &'static str, ids: &Tensor, table: &Tensor, y: &Tensor) -> Result<[usize; 3]> {
+    match (ids.shape(), table.shape(), y.shape()) {
+        ([t], [v, h], [t2, h2])
+            if t == t2 && h == h2 && ids.is_contiguous() && table.is_contiguous() && y.is_contiguous() =>
+        {
+            Ok([*t, *v, *h])
+        }
+        (i, t, y) => shape_error(op, format!("ids {i:?}, table {t:?}, rows {y:?} do not belong together")),
+    }
 }

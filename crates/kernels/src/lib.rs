@@ -3,6 +3,7 @@
 
 mod activation;
 mod attention;
+mod attention_plan;
 mod checks;
 pub mod cpu;
 pub mod cuda;

@@ -1,6 +1,6 @@
 //! Optimizer steps over lists of tensors.
 
-use ferrotron_tensor::{Result, Stream, Tensor};
+use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
 
 /// Entries of the step-scalar buffer (f32): what changes from step to step is read from device memory, so
 /// that a captured step can be replayed.
@@ -82,4 +82,15 @@ pub trait OptimKernels {
         max_norm: Option<f32>,
         scalars: &Tensor,
     ) -> Result<()>;
+}
+
+/// The buffer of step scalars.
+pub(crate) fn check_scalars(op: &'static str, t: &Tensor) -> Result<()> {
+    if t.shape() != [scalars::COUNT] || !t.is_contiguous() {
+        return shape_error(
+            op,
+            format!("the buffer of step scalars is {:?}, not [{}]", t.shape(), scalars::COUNT),
+        );
+    }
+    Ok(())
 }

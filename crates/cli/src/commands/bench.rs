@@ -1,10 +1,11 @@
 //! `bench`: the yardsticks.
 
 use crate::args::Global;
+use crate::place;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_core::bench;
-use ferrotron_core::config::{Precision, Recipe, Resolved};
+use ferrotron_core::config::{Precision, Resolved};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, Watch, human};
 use std::process::ExitCode;
@@ -49,9 +50,15 @@ pub struct Train {
     /// Element type of compute: f32 or bf16 [default: the recipe's]
     #[arg(long, value_name = "DTYPE")]
     pub dtype: Option<Precision>,
-    /// Show time by kernel
+    /// Show time by kernel, and by part beside the least it can take
     #[arg(long)]
     pub profile: bool,
+    /// TFLOP/s of attention forward and backward to count its part against [default: those of a product]
+    #[arg(long, value_name = "F,B")]
+    pub attention_peak: Option<Pair>,
+    /// Check the order of all memory accesses between streams; slower
+    #[arg(long)]
+    pub check: bool,
     /// Peak TFLOP/s to count MFU against [default: measured by a large matrix product]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -59,6 +66,24 @@ pub struct Train {
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
 }
+
+/// Two numbers, `F,B`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Pair(pub f64, pub f64);
+
+impl std::str::FromStr for Pair {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Pair, String> {
+        let numbers: Vec<f64> = text.split(',').filter_map(|n| n.trim().parse().ok()).collect();
+        match numbers[..] {
+            [f, b] if f > 0.0 && b > 0.0 => Ok(Pair(f, b)),
+            _ => Err("expected two numbers above 0, such as 554,480".into()),
+        }
+    }
+}
+
+/// What the ceiling of memory is measured on: far more than any cache holds.
+const MEMORY_BYTES: usize = 1 << 30;
 
 /// Single kernels.
 #[derive(Debug, clap::Args)]
@@ -82,7 +107,6 @@ pub struct Kernels {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    global.require_cpu()?;
     match args.command {
         Command::Train(args) => train(&args, global),
         Command::Kernels(args) => super::bench_kernels::run(&args, global),
@@ -91,7 +115,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 
 /// The work, with what the command line says laid over it.
 pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> Result<Resolved> {
-    let mut recipe = Recipe::open(work)?;
+    let mut recipe = bench::work(work)?;
     for assignment in set {
         recipe.set(assignment)?;
     }
@@ -104,11 +128,8 @@ pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> R
 fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let dtype = resolved.config.precision.dtype;
-    let rank = Rank::cpu_watched(global.threads, 1234, Watch { order: false, time: args.profile })?;
-    let peak = match args.peak {
-        Some(peak) => peak,
-        None => bench::product_ceiling(&rank, dtype.dtype())?,
-    };
+    let rank = global.rank(1234, Watch { order: args.check, time: args.profile })?;
+    let (peak, source) = peak(args, &rank, dtype)?;
     let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1))?;
     let mfu = b.tflops() / peak;
     let categories: serde_json::Map<_, _> =
@@ -116,7 +137,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     if global.json {
         output::print_json(&serde_json::json!({
             "work": args.work,
-            "device": "cpu",
+            "device": place::name(&rank),
             "threads": rank.device().threads().count(),
             "dtype": dtype.name(),
             "step_ms": b.median() * 1e3,
@@ -144,14 +165,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
                 b.flops_per_token / 1e6
             ),
         ],
-        vec![
-            "MFU".into(),
-            format!(
-                "{:.1} % of {peak:.2} TFLOP/s{}",
-                mfu * 1e2,
-                if args.peak.is_some() { "" } else { ", a 1536x1536x1536 product measured here" }
-            ),
-        ],
+        vec!["MFU".into(), format!("{:.1} % of {peak:.2} TFLOP/s{source}", mfu * 1e2)],
         vec!["start".into(), format::seconds(b.start_s)],
     ];
     for (c, bytes) in Category::ALL.iter().zip(b.memory.peak).filter(|(_, bytes)| *bytes > 0) {
@@ -159,16 +173,61 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     }
     rows.push(vec!["peak in all".into(), human(b.memory.total_peak)]);
     output::print(&format!(
-        "{} in {} on {} CPU threads\n{}",
+        "{} in {} on {}\n{}",
         args.work,
         dtype.name(),
-        rank.device().threads().count(),
+        place::full_name(&rank),
         output::table(&rows)
     ))?;
     if args.profile {
         output::print(&profile(&b))?;
+        let product = bench::product_ceiling(&rank, dtype.dtype())?;
+        let memory = bench::memory_ceiling(&rank, MEMORY_BYTES)?;
+        let attention = args.attention_peak.map_or((product, product), |Pair(f, b)| (f, b));
+        let ceilings = bench::Ceilings { product, attention, memory };
+        output::print(&parts(
+            &bench::roofline(&resolved, b.tokens, &b.profile, b.step_s.len(), ceilings),
+            ceilings,
+            &b,
+        ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// TFLOP/s that MFU is counted against, and where the figure is from.
+fn peak(args: &Train, rank: &Rank, dtype: Precision) -> Result<(f64, String)> {
+    // Dense bf16 by the vendor's datasheet, counted whatever the precision, as everybody does.
+    const HOPPER: f64 = 989.0;
+    let hopper =
+        rank.device().card().is_some_and(|c| ["H100", "H200", "GH200"].iter().any(|n| c.name.contains(n)));
+    Ok(match args.peak {
+        Some(peak) => (peak, String::new()),
+        None if hopper => (HOPPER, ", the card's dense bf16 peak by its datasheet".into()),
+        None => {
+            let n = bench::product_size(rank);
+            (bench::product_ceiling(rank, dtype.dtype())?, format!(", a {n}x{n}x{n} product measured here"))
+        }
+    })
+}
+
+/// Time by part beside the least it can take.
+fn parts(parts: &[bench::Part], c: bench::Ceilings, b: &bench::TrainBench) -> String {
+    let mut rows = vec![["part", "least ms", "ms", "of the least"].map(String::from).to_vec()];
+    let line = |name: &str, least: f64, took: f64| {
+        let share =
+            if least > 0.0 && took > 0.0 { format!("{:.0} %", least / took * 1e2) } else { String::new() };
+        vec![name.to_string(), format!("{:.2}", least * 1e3), format!("{:.2}", took * 1e3), share]
+    };
+    rows.extend(parts.iter().map(|p| line(p.name, p.floor_s, p.measured_s)));
+    rows.push(line("step", parts.iter().map(|p| p.floor_s).sum(), b.median()));
+    format!(
+        "\n{}\nleast: {:.0} TFLOP/s of products, {:.0} and {:.0} of attention, {:.0} GB/s of memory\n",
+        output::table(&rows),
+        c.product,
+        c.attention.0,
+        c.attention.1,
+        c.memory
+    )
 }
 
 /// Time by kernel, most first, and what is left for everything between kernels.

@@ -3,9 +3,10 @@
 use super::bench::{Kernels, resolve};
 use crate::args::Global;
 use crate::output::{self, Usage};
+use crate::place;
 use anyhow::Result;
 use ferrotron_core::bench::{KernelBench, Work, kernels, names};
-use ferrotron_engine::Rank;
+use ferrotron_tensor::Watch;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
@@ -22,7 +23,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
         return Err(Usage::new(what).hint(format!("the kernels are {all}")).into());
     }
     let dtype = resolved.config.precision.dtype;
-    let rank = Rank::cpu(global.threads, 1234)?;
+    let rank = global.rank(1234, Watch::default())?;
     let threads = rank.device().threads().count();
     let live = !global.json && std::io::stderr().is_terminal();
     let mut count = 0;
@@ -39,7 +40,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
     if global.json {
         output::print_json(&serde_json::json!({
             "work": args.work,
-            "device": "cpu",
+            "device": place::name(&rank),
             "threads": threads,
             "dtype": dtype.name(),
             "kernels": measured.iter().map(json).collect::<Vec<_>>(),
@@ -61,9 +62,10 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
     let product = measured.iter().find(|k| matches!(k.work, Work::Flops(_)));
     let product = product.map_or(String::new(), |k| format!(" ({:.0} GFLOP/s)", k.ceiling));
     output::print(&format!(
-        "{} in {} on {threads} CPU threads, one micro-batch; medians\n\n{}\n{}",
+        "{} in {} on {}, one micro-batch; medians\n\n{}\n{}",
         args.work,
         dtype.name(),
+        place::full_name(&rank),
         output::table(&rows),
         format_args!(
             "ceilings, measured here: GFLOP/s against a product of 1536x1536x1536{product}, GB/s against moving as many bytes\n"

@@ -2,11 +2,11 @@
 
 use crate::args::Global;
 use crate::format;
-use crate::machine::{Cpu, Disk, Gpus, Libraries, Memory};
+use crate::machine::{Cpu, Disk, Libraries, Memory};
 use crate::output;
 use anyhow::Result;
 use ferrotron_kernels::cpu::Isa;
-use ferrotron_tensor::human;
+use ferrotron_tensor::{CardInfo, cards, human};
 use serde::Serialize;
 use std::process::ExitCode;
 
@@ -32,14 +32,43 @@ struct Report {
     threads: usize,
     memory: Memory,
     disk: Option<Disk>,
-    gpus: Gpus,
+    gpus: Vec<Gpu>,
+    /// Why there is none.
+    no_gpu: Option<String>,
     libraries: Libraries,
     device: &'static str,
+}
+
+#[derive(Serialize)]
+struct Gpu {
+    name: String,
+    memory: usize,
+    compute_capability: String,
+    multiprocessors: u32,
+    driver: String,
+}
+
+impl From<CardInfo> for Gpu {
+    fn from(c: CardInfo) -> Gpu {
+        Gpu {
+            name: c.name,
+            memory: c.memory,
+            compute_capability: format!("{}.{}", c.capability.0, c.capability.1),
+            multiprocessors: c.multiprocessors,
+            driver: format!("{}.{}", c.driver / 1000, c.driver % 1000 / 10),
+        }
+    }
 }
 
 /// Runs the command.
 pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
     let cpu = Cpu::look();
+    let libraries = Libraries::look();
+    let (gpus, no_gpu) = match cards() {
+        Ok(all) => (all.into_iter().map(Gpu::from).collect(), None),
+        Err(why) => (Vec::new(), Some(why.to_string())),
+    };
+    let ready = !gpus.is_empty() && libraries.list.iter().all(|l| l.path.is_some() || !l.needed);
     let report = Report {
         version: env!("CARGO_PKG_VERSION"),
         target: format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS),
@@ -48,9 +77,10 @@ pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
         cpu,
         memory: Memory::look(),
         disk: Disk::look(),
-        gpus: Gpus::look(),
-        libraries: Libraries::look(),
-        device: "cpu",
+        gpus,
+        no_gpu,
+        libraries,
+        device: if ready { "cuda:0" } else { "cpu" },
     };
     if global.json {
         output::print_json(&report)?
@@ -74,12 +104,23 @@ fn page(r: &Report) -> String {
         let found = format!("{} free of {}", human(disk.free as usize), human(disk.total as usize));
         rows.push(row("disk here", found, "a checkpoint is about 12 bytes per parameter".into()));
     }
-    rows.push(match r.gpus.names.as_slice() {
-        [] => row("GPU", "none".into(), "everything runs on the CPU".into()),
-        names => row("GPU", names.join(", "), "not used: this version computes on the CPU".into()),
-    });
+    for (i, gpu) in r.gpus.iter().enumerate() {
+        let found =
+            format!("{}, {}, compute capability {}", gpu.name, human(gpu.memory), gpu.compute_capability);
+        rows.push(row(&format!("cuda:{i}"), found, fits(gpu.memory as u64)));
+    }
+    match (r.gpus.first(), &r.no_gpu) {
+        (Some(gpu), _) => {
+            rows.push(row("driver", format!("CUDA {}", gpu.driver), "runs kernels up to that version".into()))
+        }
+        (None, why) => {
+            let found = if why.is_some() { "none" } else { "the driver sees none" };
+            rows.push(row("GPU", found.into(), "everything runs on the CPU".into()));
+        }
+    }
     for library in &r.libraries.list {
-        let found = library.path.as_ref().map_or("not found".into(), |p| p.display().to_string());
+        let version = library.version.as_ref().map_or(String::new(), |v| format!(" ({v})"));
+        let found = library.path.as_ref().map_or("not found".into(), |p| format!("{}{version}", p.display()));
         rows.push(row(library.file, found, library.meaning()));
     }
     let looked: Vec<_> = r.libraries.looked_in.iter().map(|p| p.display().to_string()).collect();
@@ -115,10 +156,14 @@ fn memory(m: &Memory) -> String {
 
 fn room(m: &Memory) -> String {
     match m.available {
-        Some(bytes) => format!(
-            "trains up to about {} parameters at {BYTES_PER_PARAMETER} bytes each, activations come on top",
-            format::count(bytes / BYTES_PER_PARAMETER)
-        ),
+        Some(bytes) => fits(bytes),
         None => String::new(),
     }
+}
+
+fn fits(bytes: u64) -> String {
+    format!(
+        "trains up to about {} parameters at {BYTES_PER_PARAMETER} bytes each, activations come on top",
+        format::count(bytes / BYTES_PER_PARAMETER)
+    )
 }

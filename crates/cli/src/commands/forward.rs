@@ -6,7 +6,7 @@ use crate::output;
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::Precision;
-use ferrotron_engine::Rank;
+use ferrotron_tensor::Watch;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -50,11 +50,10 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    global.require_cpu()?;
     args.layout.require_one_rank()?;
     let plan = Plan::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
-    let rank = Rank::cpu(global.threads, 0)?;
+    let rank = global.rank(0, Watch::default())?;
     let out = forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward)?;
     forward::write_output(&args.output, &out)?;
     if global.json {

@@ -7,7 +7,7 @@ use anyhow::Result;
 use ferrotron_bridge::{Found, Text, TextStream};
 use ferrotron_core::config::Precision;
 use ferrotron_core::model::generate::{Sampling, generate};
-use ferrotron_engine::Rank;
+use ferrotron_tensor::Watch;
 use std::io::{ErrorKind, IsTerminal, Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -64,7 +64,6 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    global.require_cpu()?;
     let sampling = Sampling {
         temperature: args.temperature as f32,
         top_k: args.top_k,
@@ -77,7 +76,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let text = found.text(args.tokenizer.as_deref())?;
     let ids = text.prompt(&prompt, args.chat)?;
     let dtype = args.dtype.map_or_else(|| found.dtype(), Precision::dtype);
-    let rank = Rank::cpu(global.threads, args.seed)?;
+    let rank = global.rank(args.seed, Watch::default())?;
     let model = found.load(rank, dtype, ids.len().saturating_add(args.tokens))?;
 
     let mut writer = Writer::new(&text, !global.json);

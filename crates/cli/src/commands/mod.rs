@@ -9,6 +9,7 @@ pub mod doctor;
 pub mod explain;
 pub mod forward;
 pub mod generate;
+pub mod kernels;
 pub mod parity;
 pub mod recipes;
 pub mod train;

@@ -8,7 +8,7 @@ use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::{Precision, Recipe};
 use ferrotron_core::parity::{Bounds, Compared, Outcome, compare, first_step};
 use ferrotron_core::train::Trainer;
-use ferrotron_engine::Rank;
+use ferrotron_tensor::{DeviceKind, Watch};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -16,15 +16,16 @@ use std::process::ExitCode;
 pub const LONG: &str = "\
 One training step under two settings, compared tensor by tensor: loss, every gradient, every updated weight.
 
-A side is a list of f32 or bf16, cpu, threads=N, micro_batch=N and layout keys (tp=2). The report names each tensor with
+A side is a list of f32 or bf16, cpu, cuda or cuda:N, threads=N, micro_batch=N and layout keys (tp=2). The report names each tensor with
 its relative error (the norm of the difference by the norm of side A), the error that is allowed, the largest single
 difference and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only threads differ;
-1e-5 of gradients where micro_batch differs, which sums in another order; 0.1 of gradients and 0.02 of the loss between f32
-and bf16. Weights may differ by what such gradients do to one step of Adam. Exit code 0: the sides agree, 1: they do not.";
+1e-5 of gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of gradients and 0.02 of the loss between f32
+and bf16, and in bf16 between devices. Weights may differ by what such gradients do to one step of Adam. Exit code 0: the sides agree, 1: they do not.";
 
 const AFTER: &str = "\
 Examples:
   ferrotron parity threads=1 threads=8               must agree to the last bit
+  ferrotron parity cpu cuda                          the same model on two devices
   ferrotron parity f32 bf16                          must agree within the precision of bf16
   ferrotron parity micro_batch=1 micro_batch=4 --recipe my.toml
   ferrotron parity f32 bf16 --model models/Qwen3-0.6B --input ids.safetensors";
@@ -91,14 +92,18 @@ struct Done {
     outcome: Outcome,
     dtype: Precision,
     micro_batch: usize,
+    device: DeviceKind,
 }
 
 fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
-    Global { device: side.device.unwrap_or(global.device), ..global.clone() }.require_cpu()?;
     side.layout.require_one_rank()?;
-    let threads = side.threads.unwrap_or(global.threads);
+    let place = Global {
+        device: side.device.unwrap_or(global.device),
+        threads: side.threads.unwrap_or(global.threads),
+        json: global.json,
+    };
     let mut recipe = match (&args.model, &args.input) {
-        (Some(model), Some(input)) => return folder(model, input, side, threads),
+        (Some(model), Some(input)) => return folder(model, input, side, &place),
         _ => Recipe::open(&args.recipe)?,
     };
     for assignment in &args.set {
@@ -111,14 +116,16 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
         recipe.put_key("train.micro_batch", i64::try_from(n).unwrap_or(i64::MAX))?;
     }
     let (resolved, weights) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
-    let rank = Rank::cpu(threads, resolved.config.train.seed)?;
+    let rank = place.rank(resolved.config.train.seed, Watch::default())?;
+    let device = rank.device().kind();
     let fill = |t: &Trainer| weights.as_ref().map_or(Ok(()), |w| w.fill(t));
     let outcome = first_step(rank, &resolved, Some(&fill))?;
-    Ok(Done { outcome, dtype: resolved.config.precision.dtype, micro_batch: resolved.plan.micro_batch })
+    let (dtype, micro_batch) = (resolved.config.precision.dtype, resolved.plan.micro_batch);
+    Ok(Done { outcome, dtype, micro_batch, device })
 }
 
 /// Forward and backward of a Hugging Face folder: no update, so no weights to compare.
-fn folder(model: &Path, input: &Path, side: &Side, threads: usize) -> Result<Done> {
+fn folder(model: &Path, input: &Path, side: &Side, place: &Global) -> Result<Done> {
     if side.micro_batch.is_some() {
         return Err(Usage::new("micro_batch is for recipes; with --model the input is one batch").into());
     }
@@ -126,16 +133,19 @@ fn folder(model: &Path, input: &Path, side: &Side, threads: usize) -> Result<Don
     let plan = Plan::open(model)?;
     let input = forward::read_input(input)?;
     let backward = input.labels.is_some();
-    let rank = Rank::cpu(threads, 0)?;
+    let rank = place.rank(0, Watch::default())?;
+    let device = rank.device().kind();
     let outcome = forward::forward(rank, &plan, dtype.dtype(), &input, backward)?.into();
-    Ok(Done { outcome, dtype, micro_batch: input.batch })
+    Ok(Done { outcome, dtype, micro_batch: input.batch, device })
 }
 
 /// What counts as agreement where nobody says: equal arithmetic gives equal bits.
 fn bounds(a: &Done, b: &Done) -> Bounds {
     match (a.dtype, b.dtype) {
-        (x, y) if x == y && a.micro_batch == b.micro_batch => Bounds::EXACT,
-        (x, y) if x == y => Bounds::F32,
+        (x, y) if x == y && a.micro_batch == b.micro_batch && a.device == b.device => Bounds::EXACT,
+        // Two devices round intermediate results to bf16 at their own places.
+        (Precision::F32, Precision::F32) => Bounds::F32,
+        (x, y) if x == y && a.device == b.device => Bounds::F32,
         _ => Bounds::BF16,
     }
 }

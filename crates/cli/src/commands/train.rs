@@ -3,6 +3,7 @@
 use crate::args::Global;
 use crate::format;
 use crate::output::{self, Usage};
+use crate::place;
 use crate::progress::Progress;
 use crate::signal::Stop;
 use anyhow::Result;
@@ -11,8 +12,9 @@ use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::train::{Observer, Run, Trainer};
-use ferrotron_engine::{Pass, Rank};
+use ferrotron_engine::Pass;
 use ferrotron_kernels::cpu::Isa;
+use ferrotron_tensor::Watch;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -128,7 +130,6 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    global.require_cpu()?;
     let mut recipe = args.load()?;
     let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     if args.dry_run {
@@ -140,7 +141,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     }
     let stop = Stop::listen()?;
     let sources = source::open(&resolved)?;
-    let rank = Rank::cpu(global.threads, resolved.config.train.seed)?;
+    let rank = global.rank(resolved.config.train.seed, Watch::default())?;
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let begin = Instant::now();
     let mut run = Run::open(rank, resolved, &out, Some(&fill))?;
@@ -192,7 +193,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         version: env!("CARGO_PKG_VERSION").into(),
         steps: run.resolved.plan.steps,
         parameters: run.trainer.params.numel() as u64,
-        device: format!("CPU ({})", Isa::detect().name()),
+        device: place::name(&run.trainer.rank),
         threads: device.threads().count() as u64,
         dtype: run.resolved.config.precision.dtype.name().into(),
         flops_per_token: run.flops_per_token,
@@ -205,13 +206,12 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             n => format!("resuming {} after step {n} of {}", recipe.name, p.steps),
         };
         eprintln!(
-            "{doing}: {} parameters in {}, {} steps of {} tokens, {} x {} threads -> {}",
+            "{doing}: {} parameters in {}, {} steps of {} tokens, {} -> {}",
             format::count(start.parameters),
             start.dtype,
             format::thousands(p.steps),
             format::count(run.resolved.config.train.global_batch as u64 * p.seq_len as u64),
-            start.device,
-            start.threads,
+            place::full_name(&run.trainer.rank),
             run.dir().display(),
         );
         if first == 0 {

@@ -1,7 +1,7 @@
-//! What the machine has, read from files only: no library is opened and no driver is started.
+//! What the machine has, read from files only.
 
 mod libraries;
 mod system;
 
-pub use libraries::{Gpus, Libraries};
+pub use libraries::Libraries;
 pub use system::{Cpu, Disk, Memory};

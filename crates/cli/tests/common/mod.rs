@@ -6,13 +6,18 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+/// The program under test: `FERROTRON_BIN` on a machine it was carried to, else the one just built.
+fn binary() -> std::ffi::OsString {
+    std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
+}
+
 pub fn ferrotron(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_ferrotron")).args(args).stdin(Stdio::null()).output().unwrap()
+    Command::new(binary()).args(args).stdin(Stdio::null()).output().unwrap()
 }
 
 /// With something on standard input.
 pub fn with_input(args: &[&str], input: &str) -> Output {
-    let mut child = Command::new(env!("CARGO_BIN_EXE_ferrotron"))
+    let mut child = Command::new(binary())
         .args(args)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

@@ -7,6 +7,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+/// The program under test: `FERROTRON_BIN` on a machine it was carried to, else the one just built.
+fn binary() -> std::ffi::OsString {
+    std::env::var_os("FERROTRON_BIN").unwrap_or_else(|| env!("CARGO_BIN_EXE_ferrotron").into())
+}
+
 /// No command of these tests takes a hundredth of this; one that does hangs.
 const LIMIT: Duration = Duration::from_secs(120);
 
@@ -30,7 +35,7 @@ pub fn recipe(dir: &Path, steps: usize, more: &str) -> PathBuf {
 
 /// The binary with arguments, its output to be collected.
 pub fn ferrotron<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrotron"));
+    let mut command = Command::new(binary());
     command.args(args).args(["--threads", "1"]);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     command

@@ -1,7 +1,7 @@
 //! Measuring single kernels at the shapes a model gives them.
 
 use super::cases::{Case, cases};
-use super::ceiling::{memory_ceiling, product_ceiling};
+use super::ceiling::{memory_ceiling, product_ceiling, seconds};
 use crate::Result;
 use crate::config::Resolved;
 use ferrotron_engine::Rank;
@@ -53,13 +53,13 @@ pub fn names(r: &Resolved, filter: &str) -> Vec<String> {
     cases(r).into_iter().map(|c| c.name).filter(|n| n.contains(filter)).collect()
 }
 
-/// Times every kernel of the recipe's model whose name contains `filter`, each for about `seconds`. `done` hears
+/// Times every kernel of the recipe's model whose name contains `filter`, each for about `budget` seconds. `done` hears
 /// of each as it is finished.
 pub fn kernels(
     rank: &Rank,
     r: &Resolved,
     filter: &str,
-    seconds: f64,
+    budget: f64,
     done: &mut dyn FnMut(&KernelBench),
 ) -> Result<Vec<KernelBench>> {
     let dtype = r.config.precision.dtype.dtype();
@@ -67,7 +67,7 @@ pub fn kernels(
     let mut out = Vec::new();
     for case in cases(r).into_iter().filter(|c| c.name.contains(filter)) {
         let ceiling = ceilings.of(rank, dtype, case.work)?;
-        let (calls, seconds) = time(rank, &case, seconds)?;
+        let (calls, seconds) = time(rank, &case, budget)?;
         let Case { name, shape, work, .. } = case;
         let measured = KernelBench { name, shape, work, calls, seconds, ceiling };
         done(&measured);
@@ -100,16 +100,14 @@ impl Ceilings {
 }
 
 /// Calls, and the median of their seconds.
-fn time(rank: &Rank, case: &Case, seconds: f64) -> Result<(usize, f64)> {
+fn time(rank: &Rank, case: &Case, budget: f64) -> Result<(usize, f64)> {
     let mut run = (case.prepare)(rank)?;
     // The first call pages memory in.
     run(rank)?;
     let begin = Instant::now();
     let mut times = Vec::new();
-    while times.len() < 3 || (begin.elapsed().as_secs_f64() < seconds && times.len() < 100_000) {
-        let start = Instant::now();
-        run(rank)?;
-        times.push(start.elapsed().as_secs_f64());
+    while times.len() < 3 || (begin.elapsed().as_secs_f64() < budget && times.len() < 100_000) {
+        times.push(seconds(rank, || run(rank))?);
     }
     times.sort_by(f64::total_cmp);
     // The clock may not see a call on an empty tensor.

@@ -3,8 +3,12 @@
 mod cases;
 mod ceiling;
 mod kernels;
+mod roofline;
 mod train;
+mod yardsticks;
 
-pub use ceiling::{memory_ceiling, product_ceiling};
+pub use ceiling::{memory_ceiling, product_ceiling, product_size};
 pub use kernels::{KernelBench, Work, kernels, names};
+pub use roofline::{Ceilings, Part, roofline};
 pub use train::{RandomTokens, TrainBench, train};
+pub use yardsticks::work;

@@ -85,9 +85,9 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
     let start_s = begin.elapsed().as_secs_f64();
     let (mut step_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
     for _ in 0..steps {
-        let start = Instant::now();
+        let start = trainer.rank.compute.record()?;
         let report = trainer.train_step(&data)?;
-        step_s.push(start.elapsed().as_secs_f64());
+        step_s.push(trainer.rank.compute.record()?.since(&start)?.as_secs_f64());
         (tokens, loss) = (report.tokens, report.loss);
     }
     step_s.sort_by(f64::total_cmp);

@@ -1,5 +1,6 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
+use super::memory::{Need, advise};
 use super::state;
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
@@ -28,6 +29,7 @@ pub struct Trainer {
     pub(super) batches: BatchSchedule,
     dropout: f32,
     recompute: Recompute,
+    need: Need,
     /// Steps done.
     pub step: u64,
     /// Samples consumed: the data position.
@@ -56,6 +58,10 @@ pub struct StepReport {
 impl Trainer {
     /// A fresh model as the recipe says, with its declared initial weights.
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
+        advise(Trainer::allocate(rank.clone(), r), &rank, &Need::of(r))
+    }
+
+    fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let positions = r.plan.seq_len;
         let (decoder, specs) = Decoder::new(&rank, &r.model, positions)?;
         let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype())?;
@@ -76,6 +82,7 @@ impl Trainer {
             batches,
             dropout: r.config.dropout.hidden as f32,
             recompute: state::recompute(&r.config.train.recompute),
+            need: Need::of(r),
             step: 0,
             samples: 0,
             tokens: 0,
@@ -85,6 +92,11 @@ impl Trainer {
     /// One optimizer step on the next samples of `data`. The loss is the mean over all tokens of the step
     /// that have a label, whatever micro-batch they are in.
     pub fn train_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
+        let made = self.make_step(data);
+        advise(made, &self.rank, &self.need)
+    }
+
+    fn make_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
         let count = self.batches.at(self.samples, 1)?.count;
         let micro = self.batches.micro as usize;
         let batches = (0..count)
@@ -93,9 +105,9 @@ impl Trainer {
         let valid: usize = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count()).sum();
         let weight = 1.0 / valid.max(1) as f32;
         self.grads.begin_step();
-        let mut loss = 0.0;
+        let mut losses = Vec::with_capacity(batches.len());
         for (i, batch) in batches.iter().enumerate() {
-            loss += self.micro_step(batch, data.seq(), i as u32, weight)?;
+            losses.push(self.micro_step(batch, data.seq(), i as u32, weight)?);
         }
         let grads = self.grads.finish(&self.rank)?;
         let samples = micro as u64 * count;
@@ -103,6 +115,8 @@ impl Trainer {
         let n = self.samples + samples;
         let rates = StepRates { lr: self.lr.at(n), weight_decay: self.wd.at(n) };
         let norm = self.optimizer.step(&self.rank, &self.params, &grads, rates)?;
+        // Fetched last: nothing waits for the device before the whole step is queued.
+        let loss = losses.iter().map(|l| fetch(&self.rank, l)).sum::<Result<f64>>()?;
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::Diverged { step: self.step + 1, loss, grad_norm: f64::from(norm) });
         }
@@ -113,8 +127,8 @@ impl Trainer {
         Ok(StepReport { step: self.step, loss, grad_norm: f64::from(norm), lr: rates.lr, tokens, samples })
     }
 
-    /// Forward and backward of one micro-batch; its part of the loss.
-    fn micro_step(&mut self, batch: &Batch, seq: usize, index: u32, weight: f32) -> Result<f64> {
+    /// Forward and backward of one micro-batch; its part of the loss, on the device.
+    fn micro_step(&mut self, batch: &Batch, seq: usize, index: u32, weight: f32) -> Result<Tensor> {
         let dropout =
             (self.dropout > 0.0).then_some(Dropout { p: self.dropout, step: self.step, micro_batch: index });
         let pass = Pass { dropout, recompute: self.recompute, ..Pass::new(&self.rank, &self.params) };
@@ -141,7 +155,8 @@ impl Trainer {
                 layout(&batch, data.seq())?,
             )?;
             let targets = targets(&self.rank, &batch.labels, 1.0)?;
-            sum += weighted(&self.rank, &self.decoder.evaluate(&pass, &input, &targets)?, &targets)?;
+            let rows = self.decoder.evaluate(&pass, &input, &targets)?;
+            sum += fetch(&self.rank, &weighted(&self.rank, &rows, &targets)?)?;
             valid += batch.labels.iter().filter(|l| **l != IGNORE).count();
         }
         Ok(sum / valid.max(1) as f64)
@@ -226,9 +241,14 @@ pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
     })
 }
 
-/// `Σ weight·loss`, on the host.
-pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<f64> {
+/// `Σ weight·loss` f32 `[1]`, on the device.
+pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> {
     let sum = rank.activation(&[1], DType::F32)?;
     rank.kernels.dot(&rank.compute, rows, &t.weights, &sum)?;
-    Ok(f64::from(rank.compute.download::<f32>(&sum)?[0]))
+    Ok(sum)
+}
+
+/// One number from the device. Waits for it.
+pub fn fetch(rank: &Rank, t: &Tensor) -> Result<f64> {
+    Ok(rank.compute.download::<f32>(t)?.iter().map(|x| f64::from(*x)).sum())
 }

@@ -3,7 +3,7 @@
 
 use super::architectures::families;
 use ferrotron_core::model::{Decoder, ModelConfig};
-use ferrotron_core::train::{targets, weighted};
+use ferrotron_core::train::{fetch, targets, weighted};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{
     Class, GradBuffer, Params, Pass, Rank, Recompute, Saved, SavedTensor, initial_values,
@@ -51,7 +51,7 @@ impl Whole {
         let input = self.decoder.input(&self.rank, ids, None, layout).unwrap();
         let targets = targets(&self.rank, &labels, 1.0 / ids.len() as f32).unwrap();
         let (rows, mut saved) = self.decoder.forward(&pass, &input, &targets).unwrap();
-        let loss = weighted(&self.rank, &rows, &targets).unwrap();
+        let loss = fetch(&self.rank, &weighted(&self.rank, &rows, &targets).unwrap()).unwrap();
         saved.tensors(between);
         let mut grads = GradBuffer::new(self.params.specs());
         self.decoder.backward(&pass, saved, &input, &mut grads).unwrap();

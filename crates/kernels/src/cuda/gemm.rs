@@ -249,10 +249,7 @@ impl GemmKernels for CudaKernels {
                 if sizes.k == 0 || (bias && alignment(l, 3)? < 16) { None } else { self.blas.plan(key)? };
             match plan {
                 Some(plan) => self.blas.run(l, &plan, g.accumulate, bias, plan.workspace > 0),
-                None => Err(Error::Unsupported {
-                    op: "gemm",
-                    what: format!("cuBLASLt has no algorithm for {sizes:?}"),
-                }),
+                None => self.product(l, g, &sizes),
             }
         })
     }

@@ -4,7 +4,9 @@
 //! bindings, which only know names, find it wherever it lies.
 
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
-use std::path::PathBuf;
+use std::ffi::OsString;
+use std::fs::{read_dir, read_to_string};
+use std::path::{Path, PathBuf};
 
 /// Folder to look in first.
 pub const FOLDER_VARIABLE: &str = "FERROTRON_CUDA_LIB";
@@ -45,8 +47,9 @@ impl NvidiaLibrary {
             }
         };
         let anywhere = |file: &str| {
-            let named = std::iter::once(PathBuf::from(file));
-            folders().into_iter().map(|f| f.join(file)).chain(named).any(open)
+            // The loader's own choice, unless a folder is named.
+            let named = std::env::var_os(FOLDER_VARIABLE).is_none().then(|| PathBuf::from(file));
+            named.into_iter().chain(folders().into_iter().map(|f| f.join(file))).any(open)
         };
         // A helper may be missing where the library brings its own: only the last one decides.
         self.files().iter().fold(false, |_, file| anywhere(file))
@@ -60,14 +63,89 @@ impl NvidiaLibrary {
     }
 }
 
-/// Where libraries are looked for beside the loader's own places.
+/// Where libraries are looked for: what [`FOLDER_VARIABLE`] and `LD_LIBRARY_PATH` name, then where the loader, CUDA's
+/// installer and Python wheels put them. Only folders that exist.
 pub fn folders() -> Vec<PathBuf> {
-    let mut all: Vec<PathBuf> = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from).into_iter().collect();
-    let homes = ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(std::env::var_os).map(PathBuf::from);
-    all.extend(
-        homes
-            .chain([PathBuf::from("/usr/local/cuda")])
-            .flat_map(|h| ["lib64", "lib", "targets/x86_64-linux/lib"].map(|l| h.join(l))),
-    );
+    let mut all = folders_in(&|name| std::env::var_os(name), Path::new("/"));
+    all.retain(|f| f.is_dir());
     all
+}
+
+/// The folders to look in, first come first served. `root` is `/` except in tests.
+fn folders_in(env: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
+    let mut out: Vec<PathBuf> = env(FOLDER_VARIABLE).map(PathBuf::from).into_iter().collect();
+    if let Some(paths) = env("LD_LIBRARY_PATH") {
+        out.extend(std::env::split_paths(&paths).filter(|p| !p.as_os_str().is_empty()));
+    }
+    for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name)) {
+        out.push(PathBuf::from(&home).join("lib64"));
+        out.push(PathBuf::from(&home).join("lib"));
+    }
+    let mut configured: Vec<_> = list(&root.join("etc/ld.so.conf.d"));
+    configured.sort();
+    for file in configured {
+        let text = read_to_string(file).unwrap_or_default();
+        out.extend(text.lines().map(str::trim).filter(|l| l.starts_with('/')).map(PathBuf::from));
+    }
+    for fixed in [
+        "usr/local/cuda/lib64",
+        "usr/local/nvidia/lib64",
+        "usr/lib/wsl/lib",
+        "usr/lib/x86_64-linux-gnu",
+        "usr/lib/aarch64-linux-gnu",
+        "usr/lib64",
+        "usr/lib",
+    ] {
+        out.push(root.join(fixed));
+    }
+    let mut pythons = vec![root.join("usr/local/lib"), root.join("usr/lib")];
+    pythons.extend(env("VIRTUAL_ENV").map(|v| PathBuf::from(v).join("lib")));
+    pythons.extend(env("HOME").map(|h| PathBuf::from(h).join(".local/lib")));
+    for lib in pythons {
+        for python in list(&lib).into_iter().filter(|p| named(p, "python3")) {
+            for packages in ["site-packages", "dist-packages"] {
+                let mut wheels = list(&python.join(packages).join("nvidia"));
+                wheels.sort();
+                out.extend(wheels.into_iter().map(|w| w.join("lib")));
+            }
+        }
+    }
+    let mut seen = std::collections::BTreeSet::new();
+    out.retain(|p| seen.insert(p.clone()));
+    out
+}
+
+fn list(folder: &Path) -> Vec<PathBuf> {
+    read_dir(folder).into_iter().flatten().flatten().map(|e| e.path()).collect()
+}
+
+fn named(path: &Path, start: &str) -> bool {
+    path.file_name().and_then(|n| n.to_str()).is_some_and(|n| n.starts_with(start))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn folders_of_the_loader_the_installer_and_wheels() {
+        let root = std::env::temp_dir().join(format!("ferrotron-folders-{}", std::process::id()));
+        let wheel = root.join("venv/lib/python3.12/site-packages/nvidia/cu13/lib");
+        std::fs::create_dir_all(&wheel).unwrap();
+        std::fs::create_dir_all(root.join("etc/ld.so.conf.d")).unwrap();
+        std::fs::write(root.join("etc/ld.so.conf.d/cuda.conf"), "# where\n/opt/cuda/lib\n").unwrap();
+        let env = |name: &str| match name {
+            FOLDER_VARIABLE => Some(OsString::from("/mine")),
+            "LD_LIBRARY_PATH" => Some(OsString::from("/first:/second")),
+            "VIRTUAL_ENV" => Some(root.join("venv").into_os_string()),
+            _ => None,
+        };
+        let found = folders_in(&env, &root);
+        let _ = std::fs::remove_dir_all(&root);
+        let at = |f: &Path| found.iter().position(|x| x == f).unwrap();
+        assert_eq!(at(Path::new("/mine")), 0);
+        assert!(at(Path::new("/first")) < at(Path::new("/second")));
+        assert!(at(Path::new("/opt/cuda/lib")) < at(&root.join("usr/local/cuda/lib64")));
+        assert!(found.contains(&wheel));
+    }
 }

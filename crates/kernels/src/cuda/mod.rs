@@ -4,23 +4,24 @@
 mod activation;
 mod cache;
 mod compile;
+mod copy;
 mod gemm;
 mod libraries;
 mod modules;
 mod rows;
 mod sources;
 // mod attention;
-// mod elementwise;
-// mod embedding;
+mod elementwise;
+mod embedding;
 mod loss;
 mod norm;
-// mod optim;
-// mod product;
+mod optim;
+mod product;
 mod rope;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};
-pub use libraries::NvidiaLibrary;
+pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{Readiness, architecture};
 pub use sources::{SOURCES, Source};
 

@@ -20,7 +20,10 @@ const fn source(name: &'static str, text: &'static str) -> Source {
 
 /// All of them.
 pub const SOURCES: &[Source] = &[
-    // (families join here)
+    source("elementwise", include_str!("elementwise.cu")),
+    source("embedding", include_str!("embedding.cu")),
+    source("optim", include_str!("optim.cu")),
+    source("product", include_str!("product.cu")),
     source("activation", include_str!("activation.cu")),
     source("loss", include_str!("loss.cu")),
     source("norm", include_str!("norm.cu")),

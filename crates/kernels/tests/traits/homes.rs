@@ -2,7 +2,8 @@
 
 use ferrotron_kernels::Kernels;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
-use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, bf16};
+use ferrotron_kernels::cuda::CudaKernels;
+use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards};
 
 /// The types every kernel must take.
 pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
@@ -14,14 +15,31 @@ pub struct Home {
     pub s: Stream,
 }
 
-/// Every home present on this machine. A second device is added here and nowhere else.
+/// Every home present on this machine: each instruction-set level of the CPU, and a card where there is one.
+/// `FERROTRON_TEST_DEVICE=cuda` asks for the card alone and fails without it.
 pub fn homes() -> Vec<Home> {
+    let only_card = std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda");
+    // A device of its own for every test: what a kernel finds wrong is told to the device it ran for.
+    let threads = || Threads::new(2).unwrap();
+    let card = match cards() {
+        Ok(all) if !all.is_empty() => {
+            let watch = Watch { order: std::env::var_os("FERROTRON_TEST_CHECK").is_some(), time: false };
+            let device = Device::cuda(0, threads(), watch).unwrap();
+            let k = Box::new(CudaKernels::load(&device).unwrap());
+            Some(Home { name: "CUDA".into(), k, s: device.stream("compute").unwrap() })
+        }
+        found if only_card => panic!("FERROTRON_TEST_DEVICE=cuda, but: {found:?}"),
+        _ => None,
+    };
+    if only_card {
+        return card.into_iter().collect();
+    }
     let cpu = |isa: Isa| Home {
         name: format!("CPU {}", isa.name()),
         k: Box::new(CpuKernels::with(isa)),
-        s: Device::cpu(Threads::new(2).unwrap()).stream("compute").unwrap(),
+        s: Device::cpu(threads()).stream("compute").unwrap(),
     };
-    Isa::all().into_iter().map(cpu).collect()
+    Isa::all().into_iter().map(cpu).chain(card).collect()
 }
 
 /// Runs a test on every home and type.

@@ -4,8 +4,9 @@ use super::homes::*;
 use ferrotron_kernels::*;
 use ferrotron_tensor::{DType, Result, Tensor};
 
+/// What a card's kernel finds wrong is heard when the host waits for it.
 fn refused(h: &Home, what: &str, result: Result<()>) {
-    match result {
+    match result.and_then(|()| h.s.synchronize()) {
         Ok(()) => panic!("{}: {what} was accepted", h.name),
         Err(e) => assert!(e.to_string().len() > 15 && !e.to_string().contains('\n'), "{what}: {e}"),
     }

@@ -65,7 +65,7 @@ pub(super) fn cases(r: &Resolved) -> Vec<Case> {
 }
 
 /// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on.
-fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
+pub(super) fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
     let mut values = vec![0f32; shape.iter().product()];
     fill_normal(rank.device().threads(), RandomStream::named(1, "bench"), 0, 0.0, 1.0, &mut values);
     let wide = rank.compute.upload(&values, shape, Category::Workspace)?;

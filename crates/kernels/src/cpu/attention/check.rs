@@ -6,7 +6,7 @@ use ferrotron_tensor::{Result, shape_error};
 const OP: &str = "attention";
 
 /// The shape itself.
-pub(super) fn shape(shape: &AttentionShape) -> Result<()> {
+pub(crate) fn shape(shape: &AttentionShape) -> Result<()> {
     let AttentionShape { heads, kv_heads, d_qk, d_v, .. } = *shape;
     if heads == 0 || kv_heads == 0 || heads % kv_heads != 0 {
         return shape_error(OP, format!("{heads} query heads cannot share {kv_heads} key heads evenly"));
@@ -24,7 +24,7 @@ pub(super) fn shape(shape: &AttentionShape) -> Result<()> {
 }
 
 /// One value a head.
-pub(super) fn per_head(shape: &AttentionShape, what: &str, len: Option<usize>) -> Result<()> {
+pub(crate) fn per_head(shape: &AttentionShape, what: &str, len: Option<usize>) -> Result<()> {
     match len {
         Some(len) if len != shape.heads => {
             shape_error(OP, format!("{what} has {len} values, but there are {} heads", shape.heads))

@@ -32,6 +32,7 @@ mod transpose;
 mod view;
 
 pub use backward::backward;
+pub(crate) use check::{per_head, shape as check_shape};
 pub use forward::forward;
 pub use view::{Heads, HeadsMut};
 

@@ -2,9 +2,10 @@ use super::{CpuKernels, floats, rows_of, same_contiguous};
 use crate::cpu::random::{GlobalIndex, dropout};
 use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
+use crate::elementwise::{check_columns, check_one, check_share};
 use crate::philox::RandomStream;
 use crate::{DropoutKey, ElementwiseKernels};
-use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, shape_error, write};
+use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, write};
 
 impl ElementwiseKernels for CpuKernels {
     fn add(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
@@ -67,9 +68,7 @@ impl ElementwiseKernels for CpuKernels {
 
     fn column_sum(&self, s: &Stream, x: &Tensor, accumulate: bool, sums: &Tensor) -> Result<()> {
         const OP: &str = "column_sum";
-        if x.rank() != 2 || sums.shape() != &x.shape()[1..] {
-            return shape_error(OP, format!("{:?} has no columns {:?}", x.shape(), sums.shape()));
-        }
+        check_columns(x, sums)?;
         let [rows] = rows_of(OP, [x])?;
         s.launch(OP, &[read(x), write(sums)], |l| {
             floats!(OP, x.dtype(), T =>
@@ -79,9 +78,7 @@ impl ElementwiseKernels for CpuKernels {
 
     fn dot(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
         same_contiguous("dot", &[a, b])?;
-        if out.numel() != 1 {
-            return shape_error("dot", format!("the result is one number, not {:?}", out.shape()));
-        }
+        check_one(out)?;
         s.launch("dot", &[read(a), read(b), write(out)], |l| {
             let (a, b) = (l.slice::<f32>(0)?, l.slice::<f32>(1)?);
             // f64 in index order: exact enough that no one need ask, and short.
@@ -111,9 +108,7 @@ impl ElementwiseKernels for CpuKernels {
 
     fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()> {
         same_contiguous("dropout", &[x, y])?;
-        if !(0.0..1.0).contains(&p) {
-            return shape_error("dropout", format!("the share {p} must be at least 0 and below 1"));
-        }
+        check_share(p)?;
         let stream = RandomStream::dropout(key);
         let width = x.shape().last().copied().unwrap_or(1);
         let index = GlobalIndex { first: 0, row_stride: width as u64 };

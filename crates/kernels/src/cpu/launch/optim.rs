@@ -2,8 +2,9 @@ use super::{CpuKernels, same_contiguous};
 use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
 use crate::cpu::optim::{AdamFactors, UpdateSlices, adam, sgd};
 use crate::cpu::optim_list::{Grad, Param, State};
+use crate::optim::check_scalars;
 use crate::{Adam, OptimKernels, Sgd, Update, scalars};
-use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, shape_error, write};
+use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// A launch names at most 64 arguments: this many updates of up to five tensors each.
 const AT_ONCE: usize = 12;
@@ -49,16 +50,6 @@ fn each_portion(
             }
             step(l, values, slices)
         })?;
-    }
-    Ok(())
-}
-
-fn check_scalars(op: &'static str, t: &Tensor) -> Result<()> {
-    if t.shape() != [scalars::COUNT] || !t.is_contiguous() {
-        return shape_error(
-            op,
-            format!("the buffer of step scalars is {:?}, not [{}]", t.shape(), scalars::COUNT),
-        );
     }
     Ok(())
 }

@@ -1,0 +1,141 @@
+//! `kernels`: compile every GPU kernel, with or without a GPU.
+
+use crate::args::{Device, Global};
+use crate::output;
+use anyhow::Result;
+use ferrotron_kernels::cuda::{Compiler, CudaKernels, Readiness, SOURCES, Source, Usage, architecture};
+use ferrotron_tensor::{Threads, Watch, cards};
+use serde::Serialize;
+use std::process::ExitCode;
+use std::time::Instant;
+
+/// The long help.
+pub const LONG: &str = "\
+Compiles every GPU kernel inside the program with NVRTC and reports what each needs. No GPU is needed, only the compiler
+(libnvrtc; the folder named by FERROTRON_CUDA_LIB is looked in first). Exit code 1 if a source does not compile, or if a
+kernel spills registers to memory and does not say that it may.";
+
+const AFTER: &str = "\
+Examples:
+  ferrotron kernels                     for the card of this machine, or for sm_90a
+  ferrotron kernels --arch sm_80
+  ferrotron kernels --load              how long a start takes on this machine's card";
+
+/// What to compile for.
+#[derive(Debug, clap::Args)]
+#[command(after_help = AFTER)]
+pub struct Args {
+    /// Architecture, such as sm_80 or sm_90a [default: this machine's card, or sm_90a]
+    #[arg(long, value_name = "ARCH")]
+    pub arch: Option<String>,
+    /// Show every kernel, not only sources
+    #[arg(long)]
+    pub all: bool,
+    /// Make the kernels ready on the card as every command does, from the cache where they are there, and time it
+    #[arg(long, conflicts_with_all = ["arch", "all"])]
+    pub load: bool,
+}
+
+/// What came of one source.
+#[derive(Serialize)]
+struct Row {
+    source: &'static str,
+    seconds: f64,
+    kernels: usize,
+    most_registers: usize,
+    spilling: Vec<String>,
+    error: Option<String>,
+    #[serde(skip)]
+    each: Vec<Usage>,
+}
+
+/// Runs the command.
+pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
+    if args.load {
+        return load(global);
+    }
+    let compiler = Compiler::open()?;
+    let card = cards().ok().and_then(|all| all.first().map(architecture));
+    let arch = args.arch.clone().or(card).unwrap_or_else(|| "sm_90a".into());
+    let rows: Vec<Row> = SOURCES.iter().map(|s| compile(&compiler, s, &arch)).collect();
+    let failed = rows.iter().any(|r| r.error.is_some() || !r.spilling.is_empty());
+    if global.json {
+        output::print_json(&serde_json::json!({ "arch": arch, "failed": failed, "sources": rows }))?;
+    } else {
+        output::print(&page(&rows, &arch, compiler.version(), args.all))?;
+    }
+    Ok(if failed { ExitCode::from(output::FAILED) } else { ExitCode::SUCCESS })
+}
+
+fn load(global: &Global) -> Result<ExitCode> {
+    let ordinal = if let Device::Cuda(n) = global.device { n } else { 0 };
+    let device = ferrotron_tensor::Device::cuda(ordinal, Threads::new(global.threads)?, Watch::default())?;
+    let begin = Instant::now();
+    let Readiness { compiled, cached } = CudaKernels::load(&device)?.readiness();
+    let seconds = begin.elapsed().as_secs_f64();
+    if global.json {
+        output::print_json(
+            &serde_json::json!({ "seconds": seconds, "compiled": compiled, "cached": cached }),
+        )?;
+    } else {
+        output::print(&format!(
+            "kernels ready in {seconds:.2} s: {compiled} sources compiled, {cached} from the cache\n"
+        ))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn compile(compiler: &Compiler, source: &Source, arch: &str) -> Row {
+    let begin = Instant::now();
+    let (each, error) = match compiler.compile(source, arch) {
+        Ok(compiled) => (compiled.kernels, None),
+        Err(e) => (Vec::new(), Some(e.to_string())),
+    };
+    let spills = |u: &&Usage| u.spills > 0 && !source.may_spill.iter().any(|s| u.name.starts_with(s));
+    Row {
+        source: source.name,
+        seconds: begin.elapsed().as_secs_f64(),
+        kernels: each.len(),
+        most_registers: each.iter().map(|u| u.registers).max().unwrap_or(0),
+        spilling: each.iter().filter(spills).map(|u| format!("{} ({} bytes)", u.name, u.spills)).collect(),
+        error,
+        each,
+    }
+}
+
+fn page(rows: &[Row], arch: &str, version: (i32, i32), all: bool) -> String {
+    let text = |r: &Row| {
+        let verdict = match (&r.error, r.spilling.as_slice()) {
+            (Some(_), _) => "does not compile".to_string(),
+            (None, []) => "ok".into(),
+            (None, list) => format!("spills: {}", list.join(", ")),
+        };
+        let name = format!("{}.cu", r.source);
+        vec![
+            name,
+            r.kernels.to_string(),
+            r.most_registers.to_string(),
+            format!("{:.1} s", r.seconds),
+            verdict,
+        ]
+    };
+    let head = ["source", "kernels", "registers", "time", "verdict"].map(String::from).to_vec();
+    let mut lines = vec![head];
+    for r in rows {
+        lines.push(text(r));
+        let each = r.each.iter().filter(|_| all);
+        lines.extend(each.map(|u| {
+            let spills = if u.spills > 0 { format!("{} bytes spilled", u.spills) } else { String::new() };
+            vec![format!("  {}", u.name), String::new(), u.registers.to_string(), String::new(), spills]
+        }));
+    }
+    let errors: String = rows.iter().filter_map(|r| r.error.as_ref()).map(|e| format!("\n{e}\n")).collect();
+    let total: f64 = rows.iter().map(|r| r.seconds).sum();
+    format!(
+        "{} sources for {arch} with NVRTC {}.{}, {total:.1} s\n\n{}{errors}",
+        rows.len(),
+        version.0,
+        version.1,
+        output::table(&lines)
+    )
+}

@@ -1,0 +1,131 @@
+//! The least time a training step can take, part by part: arithmetic over the speed of a large matrix product, bytes
+//! that must move once over the speed of memory. What a step took beside it shows where time is left.
+
+use crate::config::{OptimizerKind, Resolved};
+use ferrotron_tensor::Profile;
+
+/// Speeds of the device, measured in the same run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ceilings {
+    /// TFLOP/s of products.
+    pub product: f64,
+    /// TFLOP/s of attention, forward and backward. Where nothing better is known, that of products.
+    pub attention: (f64, f64),
+    /// GB/s of memory, read and write counted.
+    pub memory: f64,
+}
+
+/// A part of a step.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Part {
+    /// Its name.
+    pub name: &'static str,
+    /// The least seconds of a step.
+    pub floor_s: f64,
+    /// Seconds a step spent in its kernels.
+    pub measured_s: f64,
+}
+
+/// Which part a kernel belongs to.
+fn part_of(kernel: &str) -> &'static str {
+    match kernel {
+        k if k.starts_with("gemm") => PRODUCTS,
+        k if k.starts_with("attention") => ATTENTION,
+        "act_forward" | "act_backward" => ACTIVATION,
+        "rope" => ROPE,
+        "cross_entropy" => LOSS,
+        "adam" | "sgd" | "clip_factor" => OPTIMIZER,
+        "add" | "norm_forward" | "add_norm_forward" | "norm_backward" => NORMS,
+        _ => OTHER,
+    }
+}
+
+const PRODUCTS: &str = "matrix products";
+const ATTENTION: &str = "attention";
+const NORMS: &str = "residual and norms";
+const ACTIVATION: &str = "non-linearity";
+const ROPE: &str = "positions";
+const LOSS: &str = "loss";
+const OPTIMIZER: &str = "optimizer";
+const OTHER: &str = "everything else";
+
+/// The parts of a step of `tokens` tokens, with the time `profile` saw in `steps` of them.
+pub fn roofline(r: &Resolved, tokens: u64, profile: &Profile, steps: usize, c: Ceilings) -> Vec<Part> {
+    let (m, tokens) = (&r.model, tokens as f64);
+    let flops = m.flops_per_token(r.plan.seq_len as f64);
+    let size = r.config.precision.dtype.dtype().size() as f64;
+    let (h, f, l, v) = (m.hidden as f64, m.ffn as f64, m.layers as f64, m.vocab as f64);
+    let heads = ((m.heads + 2 * m.kv_heads) * m.head_dim) as f64;
+    let parameters = parameters(r);
+    // Forward two products of scores, backward five: half of what is counted per token is not needed twice.
+    let attention_forward = tokens * flops.attention / 3.0;
+    let attention =
+        attention_forward / (c.attention.0 * 1e12) + 2.5 * attention_forward / (c.attention.1 * 1e12);
+    let products = tokens * (flops.projections + flops.mlp + flops.logits) / (c.product * 1e12);
+    let bytes = |n: f64| n / (c.memory * 1e9);
+    let norms = if m.post_norms { 4.0 } else { 2.0 };
+    let widths = if m.gated { 3.0 + 5.0 } else { 2.0 + 3.0 };
+    let moments = match r.config.optimizer.kind {
+        OptimizerKind::Sgd => 1.0,
+        _ => 2.0,
+    };
+    // Master and moments are read and written, the gradient is read, twice with its norm, the weight written.
+    let moment = r.config.optimizer.moments.dtype().size() as f64;
+    let weight = if size < 4.0 { size } else { 0.0 };
+    let update = parameters * (2.0 * 4.0 + 2.0 * moments * moment + 2.0 * 4.0 + weight);
+    let rotates = (0..m.layers).filter(|i| m.rope(*i).is_some()).count() as f64;
+    let floors = [
+        (PRODUCTS, products),
+        (ATTENTION, attention),
+        (NORMS, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
+        (ACTIVATION, bytes(l * widths * tokens * f * size)),
+        (ROPE, bytes(rotates * 4.0 * tokens * heads * size)),
+        (LOSS, bytes(3.0 * tokens * v * size)),
+        (OPTIMIZER, bytes(update)),
+        (OTHER, 0.0),
+    ];
+    let spent = |name: &str| -> f64 {
+        let kernels = profile.iter().filter(|(k, _)| part_of(k) == name);
+        kernels.map(|(_, (_, time))| time.as_secs_f64()).sum::<f64>() / steps.max(1) as f64
+    };
+    floors.map(|(name, floor_s)| Part { name, floor_s, measured_s: spent(name) }).into()
+}
+
+fn parameters(r: &Resolved) -> f64 {
+    let m = &r.model;
+    let (h, q, kv) = (m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim);
+    let matrices = if m.gated { 3 } else { 2 };
+    let layer = h * (2 * q + 2 * kv) + matrices * h * m.ffn;
+    (m.layers * layer + m.vocab * h * if m.tied { 1 } else { 2 }) as f64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::work;
+    use std::time::Duration;
+
+    const CEILINGS: Ceilings = Ceilings { product: 660.0, attention: (554.0, 480.0), memory: 4270.0 };
+
+    #[test]
+    fn floors_are_those_of_the_yardsticks() {
+        // Estimates made by hand for these ceilings: 217 and 116 ms.
+        for (name, tokens, ms) in [("llama-8b-8l", 8192, 217.0), ("gpt2-124m", 65_536, 116.0)] {
+            let r = work(name).unwrap().resolve().unwrap();
+            let total: f64 =
+                roofline(&r, tokens, &Profile::new(), 1, CEILINGS).iter().map(|p| p.floor_s).sum();
+            assert!((total * 1e3 / ms - 1.0).abs() < 0.12, "{name}: {:.0} ms instead of {ms}", total * 1e3);
+        }
+    }
+
+    #[test]
+    fn every_kernel_counts_once() {
+        let r = work("llama-1b").unwrap().resolve().unwrap();
+        let names =
+            ["gemm (output)", "attention_forward", "norm_backward", "rope", "adam", "copy", "act_forward"];
+        let profile: Profile = names.iter().map(|n| (*n, (2, Duration::from_millis(4)))).collect();
+        let parts = roofline(&r, 16_384, &profile, 2, CEILINGS);
+        let total: f64 = parts.iter().map(|p| p.measured_s).sum();
+        assert!((total - 0.014).abs() < 1e-9, "{total}");
+    }
+}

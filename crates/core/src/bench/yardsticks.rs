@@ -1,0 +1,50 @@
+//! The work that speed is measured on: recipes with one step's batch fixed, so that figures can be compared.
+
+use crate::Result;
+use crate::config::Recipe;
+
+/// A name, the recipe it starts from and what is changed.
+struct Yardstick {
+    name: &'static str,
+    recipe: &'static str,
+    changes: &'static [&'static str],
+}
+
+const YARDSTICKS: &[Yardstick] = &[
+    Yardstick {
+        name: "gpt2-124m",
+        recipe: "gpt2-124m",
+        changes: &["model.vocab=50304", "train.micro_batch=64", "train.global_batch=64"],
+    },
+    Yardstick {
+        name: "llama-1b",
+        recipe: "llama-1b",
+        changes: &["train.micro_batch=4", "train.global_batch=4"],
+    },
+    Yardstick {
+        name: "llama-8b-8l",
+        recipe: "llama-8b",
+        changes: &[
+            "model.layers=8",
+            "train.micro_batch=1",
+            "train.global_batch=1",
+            "train.recompute=none",
+            "optimizer.moments=f32",
+        ],
+    },
+    Yardstick {
+        name: "llama-8b",
+        recipe: "llama-8b",
+        changes: &["train.micro_batch=1", "train.global_batch=16"],
+    },
+];
+
+/// The yardstick of that name, or else the recipe or file.
+pub fn work(name: &str) -> Result<Recipe> {
+    let Some(y) = YARDSTICKS.iter().find(|y| y.name == name) else { return Ok(Recipe::open(name)?) };
+    let mut recipe = Recipe::open(y.recipe)?;
+    for change in y.changes {
+        recipe.set(change)?;
+    }
+    Ok(recipe)
+}

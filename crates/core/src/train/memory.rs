@@ -1,0 +1,165 @@
+//! How much memory a step needs, and the cheapest change that makes it fit.
+
+use super::state;
+use crate::config::{OptimizerKind, Resolved};
+use crate::model::ModelConfig;
+use crate::{Error, Result};
+use ferrotron_engine::{Rank, Recompute};
+use ferrotron_tensor::{DType, Error as TensorError, human};
+
+/// What decides the memory of a step.
+#[derive(Clone, Debug)]
+pub struct Need {
+    model: ModelConfig,
+    seq: usize,
+    /// Sequences of a pass.
+    pub micro_batch: usize,
+    dtype: DType,
+    /// Type of the moments, and how many there are.
+    pub moments: (DType, usize),
+    /// What backward computes again.
+    pub recompute: Recompute,
+}
+
+impl Need {
+    /// That of a recipe.
+    pub fn of(r: &Resolved) -> Need {
+        let o = &r.config.optimizer;
+        Need {
+            model: r.model.clone(),
+            seq: r.plan.seq_len,
+            micro_batch: r.plan.micro_batch,
+            dtype: r.config.precision.dtype.dtype(),
+            moments: (o.moments.dtype(), if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
+            recompute: state::recompute(&r.config.train.recompute),
+        }
+    }
+
+    /// Bytes that stay over a step: weight, f32 master, f32 gradient and moments of every parameter.
+    pub fn fixed(&self) -> usize {
+        let m = &self.model;
+        let (h, q, kv) = (m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim);
+        let layer = h * (2 * q + 2 * kv) + if m.gated { 3 } else { 2 } * h * m.ffn;
+        let parameters = m.layers * layer + m.vocab * h * if m.tied { 1 } else { 2 };
+        let weight = if self.dtype == DType::F32 { 0 } else { self.dtype.size() };
+        parameters * (weight + 4 + 4 + self.moments.1 * self.moments.0.size())
+    }
+
+    /// Bytes a pass keeps at its fullest: when the loss has been taken and backward begins.
+    pub fn activations(&self) -> usize {
+        let m = &self.model;
+        let size = self.dtype.size();
+        let (h, f, q) = (m.hidden, m.ffn, m.heads * m.head_dim);
+        let qkv =
+            (m.heads + 2 * m.kv_heads) * m.head_dim + if m.qk_norm { q + m.kv_heads * m.head_dim } else { 0 };
+        let inside = f * if m.gated { 2 } else { 1 };
+        let normed = |kept: bool| if kept && !self.recompute.norm { h } else { 0 };
+        // The residual stream twice, then what each block keeps of its own.
+        let attention =
+            if self.recompute.attention { 0 } else { (qkv + q + normed(true)) * size + 4 * m.heads };
+        let act = if self.recompute.activation { 0 } else { f };
+        let mlp = if self.recompute.mlp { 0 } else { (inside + act + normed(true)) * size };
+        let post = if m.post_norms { 2 * h } else { 0 };
+        let whole = (2 * h + post) * size + attention + mlp;
+        let layers = if self.recompute.layer { m.layers * h * size + whole } else { m.layers * whole };
+        // Logits become their own gradient; a few rows of the residual stream are in flight.
+        self.micro_batch * self.seq * (layers + m.vocab * size + 4 * h * size)
+    }
+
+    fn total(&self) -> usize {
+        self.fixed() + self.activations()
+    }
+
+    /// Changes that save memory, the cheapest in time first, each with what to write.
+    fn changes(&self) -> Vec<(String, Need)> {
+        let halves =
+            std::iter::successors(Some(self.micro_batch / 2), |n| Some(n / 2)).take_while(|n| *n > 0);
+        let mut out: Vec<(String, Need)> = halves
+            .map(|n| (format!("train.micro_batch={n}"), Need { micro_batch: n, ..self.clone() }))
+            .collect();
+        let (last, least) = out.last().cloned().unwrap_or((String::new(), self.clone()));
+        let and = |change: &str| if last.is_empty() { change.into() } else { format!("{last} {change}") };
+        let again = Recompute { norm: true, activation: true, ..self.recompute };
+        let full = Recompute { layer: true, ..Recompute::default() };
+        let narrow = (DType::BF16, self.moments.1);
+        out.push((
+            and("train.recompute=[\"norm\",\"activation\"]"),
+            Need { recompute: again, ..least.clone() },
+        ));
+        out.push((and("train.recompute=full"), Need { recompute: full, ..least.clone() }));
+        out.push((
+            and("train.recompute=full optimizer.moments=bf16"),
+            Need { recompute: full, moments: narrow, ..least },
+        ));
+        out
+    }
+
+    /// What to change so that a step fits in `room` bytes, in one sentence.
+    pub fn advice(&self, room: usize) -> String {
+        // Memory comes in pieces: a little must stay free.
+        let usable = room / 100 * 95;
+        let needs = format!("this recipe needs about {} of {}", human(self.total()), human(room));
+        match self.changes().into_iter().find(|(_, n)| n.total() <= usable) {
+            Some((change, n)) => {
+                let set: Vec<String> = change.split(' ').map(|c| format!("--set {c}")).collect();
+                format!(
+                    "{needs}; the cheapest change that fits is {} (about {})",
+                    set.join(" "),
+                    human(n.total())
+                )
+            }
+            None => {
+                format!("{needs}, and no change of batch or recomputation makes it fit; take a smaller model")
+            }
+        }
+    }
+}
+
+/// An out-of-memory error with the way out; any other error as it is.
+pub(super) fn advise<T>(result: Result<T>, rank: &Rank, need: &Need) -> Result<T> {
+    result.map_err(|error| match error {
+        Error::Tensor(source @ TensorError::OutOfMemory { .. }) => {
+            let card = rank.device().card().map(|c| c.memory);
+            let advice = card.map_or_else(
+                || "take a smaller train.micro_batch or a smaller model".into(),
+                |room| need.advice(room),
+            );
+            Error::OutOfMemory { source, advice }
+        }
+        other => other,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bench::{train, work};
+
+    fn need(name: &str, set: &[&str]) -> Need {
+        let mut recipe = work(name).unwrap();
+        set.iter().for_each(|s| recipe.set(s).unwrap());
+        Need::of(&recipe.resolve().unwrap())
+    }
+
+    #[test]
+    fn estimates_are_near_what_a_step_takes() {
+        for set in [&[][..], &["train.recompute=full"], &["precision.dtype=f32"], &["optimizer.moments=bf16"]]
+        {
+            let mut recipe = work("tiny").unwrap();
+            set.iter().for_each(|s| recipe.set(s).unwrap());
+            let r = recipe.resolve().unwrap();
+            let measured = train(Rank::cpu(2, 0).unwrap(), &r, 0, 1).unwrap().memory.total_peak as f64;
+            let ratio = Need::of(&r).total() as f64 / measured;
+            assert!((0.8..1.25).contains(&ratio), "{set:?}: {ratio} of what was measured");
+        }
+    }
+
+    #[test]
+    fn the_cheapest_change_that_fits_is_named() {
+        let need = need("llama-1b", &["train.micro_batch=64", "train.global_batch=64"]);
+        let gib = |n: usize| n << 30;
+        assert!(need.advice(gib(139)).contains("--set train.micro_batch="), "{}", need.advice(gib(139)));
+        assert!(need.advice(gib(26)).contains("recompute"), "{}", need.advice(gib(26)));
+        assert!(need.advice(gib(8)).contains("smaller model"), "{}", need.advice(gib(8)));
+    }
+}

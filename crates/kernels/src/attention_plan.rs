@@ -1,0 +1,131 @@
+//! Checks and layout of attention's arguments, the same for every home of the kernels.
+
+use crate::cpu::attention::{Align as PlanAlign, AttentionShape, Span};
+use crate::{Align, AttentionBackward, AttentionForward, Scores, Sequences};
+use ferrotron_tensor::{Result, Tensor, shape_error};
+
+/// Element steps of batch, token and head, whether or not there is a batch axis.
+pub(crate) fn strides(t: &Tensor) -> Result<[usize; 3]> {
+    match (t.shape(), t.strides()) {
+        ([.., d], [.., c]) if *d > 1 && *c != 1 => shape_error("attention", "channels must be contiguous"),
+        (_, [batch, token, head, _]) => Ok([*batch, *token, *head]),
+        (_, [token, head, _]) => Ok([0, *token, *head]),
+        _ => shape_error("attention", format!("{t:?} has neither 3 nor 4 axes")),
+    }
+}
+
+/// What a launch computes.
+pub(crate) struct Plan {
+    /// Sizes, mask and score.
+    pub(crate) shape: AttentionShape,
+    /// The sequences.
+    pub(crate) spans: Vec<Span>,
+    /// Are there tokens in no sequence?
+    pub(crate) gaps: bool,
+    /// Stride between batch entries of the log-sum-exps.
+    pub(crate) lse_batch: usize,
+}
+
+/// Checks that the tensors of a forward pass belong together and lays out its sequences.
+pub(crate) fn plan(scores: &Scores, sequences: Sequences, f: &AttentionForward) -> Result<Plan> {
+    const OP: &str = "attention";
+    let bad = || {
+        shape_error(
+            OP,
+            format!(
+                "q {:?}, k {:?}, v {:?}, out {:?}, lse {:?} do not belong together",
+                f.q.shape(),
+                f.k.shape(),
+                f.v.shape(),
+                f.out.shape(),
+                f.lse.shape()
+            ),
+        )
+    };
+    // [batch, tokens, heads, channels] of each, batch 1 where there is no such axis.
+    let dims = |t: &Tensor| match t.shape() {
+        [b, t, h, d] => Some([*b, *t, *h, *d]),
+        [t, h, d] => Some([1, *t, *h, *d]),
+        _ => None,
+    };
+    let (Some(q), Some(k), Some(v), Some(o)) = (dims(f.q), dims(f.k), dims(f.v), dims(f.out)) else {
+        return bad();
+    };
+    let fits = k[..3] == v[..3] && q[3] == k[3] && o == [q[0], q[1], q[2], v[3]] && q[0] == k[0];
+    let (lse_batch, lse_head, lse_token, lse_fits) = match (f.lse.shape(), f.lse.strides()) {
+        ([b, h, t], [sb, sh, st]) => (*sb, *sh, *st, [*b, *t, *h] == q[..3]),
+        ([t, h], [st, sh]) => (0, *sh, *st, [1, *t, *h] == q[..3]),
+        _ => return bad(),
+    };
+    let rank = if matches!(sequences, Sequences::Batch) { 4 } else { 3 };
+    if !fits || !lse_fits || f.q.rank() != rank {
+        return bad();
+    }
+    let spans = match sequences {
+        Sequences::Batch => (0..q[0])
+            .map(|b| Span {
+                batch: b,
+                q_start: 0,
+                q_len: q[1],
+                k_start: 0,
+                k_len: k[1],
+                lse_base: b * lse_batch,
+            })
+            .collect(),
+        Sequences::Packed { q: oq, k: ok } => {
+            let inside = |o: &[i32], n: usize| {
+                o.first().is_some_and(|x| *x >= 0)
+                    && o.windows(2).all(|w| w[0] <= w[1])
+                    && o.last().is_some_and(|x| *x as usize <= n)
+            };
+            if oq.len() != ok.len() || !inside(oq, q[1]) || !inside(ok, k[1]) {
+                return shape_error(OP, "sequence offsets must ascend within the tokens, alike for q and k");
+            }
+            oq.windows(2)
+                .zip(ok.windows(2))
+                .map(|(q, k)| Span {
+                    batch: 0,
+                    q_start: q[0] as usize,
+                    q_len: (q[1] - q[0]) as usize,
+                    k_start: k[0] as usize,
+                    k_len: (k[1] - k[0]) as usize,
+                    lse_base: q[0] as usize * lse_token,
+                })
+                .collect::<Vec<_>>()
+        }
+    };
+    let covered = |len: fn(&Span) -> usize| spans.iter().map(len).sum::<usize>();
+    let gaps = covered(|s| s.q_len) < q[0] * q[1] || covered(|s| s.k_len) < k[0] * k[1];
+    let shape = AttentionShape {
+        heads: q[2],
+        kv_heads: k[2],
+        d_qk: q[3],
+        d_v: v[3],
+        scale: scores.scale,
+        softcap: scores.softcap,
+        causal: scores.causal,
+        align: match scores.align {
+            Align::TopLeft => PlanAlign::TopLeft,
+            Align::BottomRight => PlanAlign::BottomRight,
+        },
+        window: (scores.left, scores.right),
+        lse_head,
+        lse_token,
+    };
+    Ok(Plan { shape, spans, gaps, lse_batch })
+}
+
+/// Checks that the tensors of a backward pass have the shapes of what they are the gradients of.
+pub(crate) fn gradients(b: &AttentionBackward) -> Result<()> {
+    const OP: &str = "attention_backward";
+    let f = &b.forward;
+    for (x, like) in [(b.dout, f.out), (b.dq, f.q), (b.dk, f.k), (b.dv, f.v)] {
+        if x.shape() != like.shape() {
+            return shape_error(OP, format!("gradient {:?} of {:?}", x.shape(), like.shape()));
+        }
+    }
+    if b.dsink.is_some() && f.sink.is_none() {
+        return shape_error(OP, "a gradient of the sink is asked for, but there is no sink");
+    }
+    Ok(())
+}

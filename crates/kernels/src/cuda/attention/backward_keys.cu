@@ -1,0 +1,260 @@
+// Gradients of keys and values in bf16: a block of threads has 16·MT keys a warp of one key head, and meets every
+// query of the group's heads that sees them, BM at a time, in a fixed order.
+//
+// Scores are formed transposed, sᵀ = k·qᵀ and dpᵀ = v·doutᵀ, so that their accumulators are already the left
+// operands of dv += pᵀ·dout and dk += dsᵀ·q, with p = exp(s - lse) and ds = p·(dp - delta). Wide heads are cut into
+// PARTS of the channels of dk and dv, which different blocks sum up.
+
+template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
+    static constexpr int BN = WARPS * MT * 16, THREADS = WARPS * 32;
+    static constexpr int K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
+    static constexpr int Q_BYTES = BM * DQ * 2, D_BYTES = BM * DV * 2;
+    static constexpr int STAGE = Q_BYTES + D_BYTES + BM * 8, BYTES = K_BYTES + V_BYTES + 2 * STAGE;
+    static constexpr int CQ = DQ / PARTS, CV = DV / PARTS;
+    static_assert(STAGE % 128 == 0, "tiles start on 128 bytes");
+    static_assert(PARTS == 1 || (CQ % 64 == 0 && CV % 64 == 0), "parts start on 128 bytes");
+
+    static __device__ __forceinline__ void run(const Attention& a) {
+        const int part = blockIdx.x % PARTS;
+        const Place p = place(a, blockIdx.x / PARTS, a.heads / a.group, BN, false);
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = (lane & 3) * 2;
+        const u32 base = shared_address(attention_shared);
+
+        // Queries that see some of the block's keys, and of this warp's; and those that see all of the warp's.
+        const i32 last = min(p.first + BN, p.k_len) - 1;
+        const i32 from = max(p.first - p.off - a.right, 0) / BM;
+        const i32 to = (min(last - p.off + a.left, p.q_len - 1) + BM) / BM;
+        const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.k_len) - 1;
+        const i32 near = w0 - p.off - a.right, far = w1 < w0 ? -1 : w1 - p.off + a.left;
+        const i32 all_from = w1 - p.off - a.right, all_to = min(w0 - p.off + a.left, p.q_len - 1);
+
+        float dk[MT][CQ / 8][4], dv[MT][CV / 8][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int n = 0; n < CQ / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) dk[m][n][e] = 0.0f;
+#pragma unroll
+            for (int n = 0; n < CV / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) dv[m][n][e] = 0.0f;
+        }
+
+        auto fetch = [&](i32 head, i32 tile, u32 stage) {
+            const u32 at = base + K_BYTES + V_BYTES + stage * STAGE;
+            const i32 q0 = tile * BM, rows = p.q_len - q0;
+            load_tile<BM, DQ, THREADS>(at, a.q.row<bf16>(p.batch, p.q_start + q0, head), a.q.token, rows, a.d_qk,
+                                       a.wide & W_Q);
+            load_tile<BM, DV, THREADS>(at + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + q0, head), a.dout.token,
+                                       rows, a.d_v, a.wide & W_DOUT);
+            if (threadIdx.x < 2 * BM) {
+                const i32 i = threadIdx.x % BM;
+                const bool there = i < rows;
+                const float* x = reinterpret_cast<const float*>(threadIdx.x < BM ? a.weights : a.delta) +
+                                 ((i64(p.batch) * a.heads + head) * a.tokens + p.q_start + q0);
+                copy4(at + Q_BYTES + D_BYTES + threadIdx.x * 4, there ? x + i : x, there ? 4 : 0);
+            }
+        };
+
+        const bool capped = a.cap > 0.0f;
+        const float factor = a.scale * LOG2_E;
+        i32 head = p.head * a.group;
+        const i32 heads_end = head + a.group;
+        if (from < to) {
+            load_tile<BN, DQ, THREADS>(base, a.k.row<bf16>(p.batch, p.k_start + p.first, p.head), a.k.token,
+                                       p.k_len - p.first, a.d_qk, a.wide & W_K);
+            load_tile<BN, DV, THREADS>(base + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + p.first, p.head), a.v.token,
+                                       p.k_len - p.first, a.d_v, a.wide & W_V);
+            fetch(head, from, 0);
+            copies_issued();
+        }
+        u32 stage = 0;
+        i32 tile = from;
+#pragma unroll 1
+        while (from < to && head < heads_end) {
+            copies_arrived();
+            __syncthreads();
+            const i32 q0 = tile * BM;
+            const u32 at = base + K_BYTES + V_BYTES + stage * STAGE;
+            tile++;
+            if (tile == to) {
+                tile = from;
+                head++;
+            }
+            stage ^= 1;
+            if (head < heads_end) {
+                fetch(head, tile, stage);
+                copies_issued();
+            }
+            if (q0 > far || q0 + BM <= near) continue;  // nobody here sees this warp's keys
+
+            float s[MT][BM / 8][4], dp[MT][BM / 8][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < BM / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[m][n][e] = dp[m][n][e] = 0.0f;
+            {
+                const u32 k_at = left_at<DQ>(base, lane, warp * MT * 16), q_at = right_at<DQ>(at, lane);
+#pragma unroll
+                for (int k = 0; k < DQ / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(k_at, k) + m * 16 * DQ * 2);
+#pragma unroll
+                    for (int n = 0; n < BM / 16; n++) {
+                        u32 y[4];
+                        ldsm(y, step_to(q_at, k) + n * 16 * DQ * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(s[m][2 * n], x[m], y[0], y[1]);
+                            mma(s[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+            {
+                const u32 v_at = left_at<DV>(base + K_BYTES, lane, warp * MT * 16);
+                const u32 d_at = right_at<DV>(at + Q_BYTES, lane);
+#pragma unroll
+                for (int k = 0; k < DV / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(v_at, k) + m * 16 * DV * 2);
+#pragma unroll
+                    for (int n = 0; n < BM / 16; n++) {
+                        u32 y[4];
+                        ldsm(y, step_to(d_at, k) + n * 16 * DV * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(dp[m][2 * n], x[m], y[0], y[1]);
+                            mma(dp[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+            const float2* weights =
+                reinterpret_cast<const float2*>(attention_shared + (at - base) + Q_BYTES + D_BYTES) + (lane & 3);
+            const float2* delta = weights + BM / 2;
+            if (capped) {
+                const float inner = a.scale / a.cap, outer = a.cap * LOG2_E;
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int n = 0; n < BM / 8; n++) {
+                        const float2 w = weights[n * 4], d = delta[n * 4];
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const float h = fast_tanh(s[m][n][e] * inner);
+                            const float y = fast_exp2(fmaf(outer, h, -(e & 1 ? w.y : w.x)));
+                            s[m][n][e] = y;
+                            dp[m][n][e] = y * (dp[m][n][e] - (e & 1 ? d.y : d.x)) * fmaf(-h, h, 1.0f);
+                        }
+                    }
+            } else {
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int n = 0; n < BM / 8; n++) {
+                        const float2 w = weights[n * 4], d = delta[n * 4];
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const float y = fast_exp2(fmaf(s[m][n][e], factor, -(e & 1 ? w.y : w.x)));
+                            s[m][n][e] = y;
+                            dp[m][n][e] = y * (dp[m][n][e] - (e & 1 ? d.y : d.x));
+                        }
+                    }
+            }
+            if (q0 < all_from || q0 + BM - 1 > all_to) {
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        // Queries that see this key, relative to this thread's first of the tile.
+                        const i32 j = w0 + m * 16 + r * 8 + g - p.off;
+                        const i32 lo = j - a.right - q0 - t, hi = min(j + a.left, p.q_len - 1) - q0 - t;
+#pragma unroll
+                        for (int n = 0; n < BM / 8; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++)
+                                if (n * 8 + e < lo || n * 8 + e > hi) s[m][n][r * 2 + e] = dp[m][n][r * 2 + e] = 0.0f;
+                    }
+            }
+            {
+                const u32 d_at = turned_at<DV>(at + Q_BYTES, lane) + part * (CV * 2);
+#pragma unroll
+                for (int k = 0; k < BM / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+#pragma unroll
+                        for (int h = 0; h < 4; h++)
+                            x[m][h] = pack_bf16(s[m][2 * k + (h >> 1)][(h & 1) * 2],
+                                                s[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
+#pragma unroll
+                    for (int n = 0; n < CV / 16; n++) {
+                        u32 y[4];
+                        ldsm_turned(y, step_to(d_at, n) + k * 16 * DV * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(dv[m][2 * n], x[m], y[0], y[1]);
+                            mma(dv[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+            {
+                const u32 q_at = turned_at<DQ>(at, lane) + part * (CQ * 2);
+#pragma unroll
+                for (int k = 0; k < BM / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+#pragma unroll
+                        for (int h = 0; h < 4; h++)
+                            x[m][h] = pack_bf16(dp[m][2 * k + (h >> 1)][(h & 1) * 2],
+                                                dp[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
+#pragma unroll
+                    for (int n = 0; n < CQ / 16; n++) {
+                        u32 y[4];
+                        ldsm_turned(y, step_to(q_at, n) + k * 16 * DQ * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(dk[m][2 * n], x[m], y[0], y[1]);
+                            mma(dk[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+        }
+
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const i32 j = w0 + m * 16 + r * 8 + g;
+                if (j >= p.k_len) continue;
+                bf16* row = a.dk.row<bf16>(p.batch, p.k_start + j, p.head);
+#pragma unroll
+                for (int n = 0; n < CQ / 8; n++)
+                    store_pair(row, part * CQ + n * 8 + t, a.d_qk, a.wide & W_DK, dk[m][n][r * 2] * a.scale,
+                               dk[m][n][r * 2 + 1] * a.scale);
+                row = a.dv.row<bf16>(p.batch, p.k_start + j, p.head);
+#pragma unroll
+                for (int n = 0; n < CV / 8; n++)
+                    store_pair(row, part * CV + n * 8 + t, a.d_v, a.wide & W_DV, dv[m][n][r * 2], dv[m][n][r * 2 + 1]);
+            }
+    }
+};
+
+#define KEYS(NAME, DQ, DV, MT, BM, WARPS, PARTS, BLOCKS)                                                         \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ Attention a) { \
+        Keys<DQ, DV, MT, BM, WARPS, PARTS>::run(a);                                                              \
+    }
+
+KEYS(attention_backward_keys_64_bf16, 64, 64, 1, 64, 4, 1, 3)
+KEYS(attention_backward_keys_128_bf16, 128, 128, 1, 64, 8, 1, 1)
+KEYS(attention_backward_keys_192_bf16, 192, 128, 1, 32, 4, 1, 2)
+KEYS(attention_backward_keys_256_bf16, 256, 256, 1, 32, 4, 2, 1)

@@ -1,0 +1,206 @@
+// Gradient of queries in bf16: a block of threads has 16·MT queries a warp of one head, and meets the keys they see
+// BN at a time: s = q·kᵀ, dp = dout·vᵀ, ds = exp(s - lse)·(dp - delta), dq += ds·k.
+
+template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
+    static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
+    static constexpr int Q_BYTES = BM * DQ * 2, D_BYTES = BM * DV * 2;
+    static constexpr int K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
+    static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = Q_BYTES + D_BYTES + 2 * STAGE;
+
+    static __device__ __forceinline__ void run(const Attention& a) {
+        const Place p = place(a, blockIdx.x, a.heads, BM, true);
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = (lane & 3) * 2;
+        const i32 kv_head = p.head / a.group;
+        const u32 base = shared_address(attention_shared);
+        const bf16* k_row = a.k.row<bf16>(p.batch, p.k_start, kv_head);
+        const bf16* v_row = a.v.row<bf16>(p.batch, p.k_start, kv_head);
+
+        const i32 last = min(p.first + BM, p.q_len) - 1;
+        const i32 from = p.lo(a, p.first) / BN, to = (p.hi(a, last) + BN) / BN;
+        const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
+        const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
+        const i32 all_from = p.lo(a, w1), all_to = p.hi(a, w0);
+
+        auto fetch = [&](i32 tile, u32 stage) {
+            const u32 at = base + Q_BYTES + D_BYTES + stage * STAGE;
+            const i32 k0 = tile * BN;
+            load_tile<BN, DQ, THREADS>(at, k_row + k0 * a.k.token, a.k.token, p.k_len - k0, a.d_qk, a.wide & W_K);
+            load_tile<BN, DV, THREADS>(at + K_BYTES, v_row + k0 * a.v.token, a.v.token, p.k_len - k0, a.d_v,
+                                       a.wide & W_V);
+        };
+        if (from < to) {
+            load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,
+                                       p.q_len - p.first, a.d_qk, a.wide & W_Q);
+            load_tile<BM, DV, THREADS>(base + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + p.first, p.head),
+                                       a.dout.token, p.q_len - p.first, a.d_v, a.wide & W_DOUT);
+            fetch(from, 0);
+            copies_issued();
+        }
+
+        float weights[MT][2], delta[MT][2], dq[MT][DQ / 8][4];
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                // Rows past the end take the last one's: they are not written.
+                const i64 at = (i64(p.batch) * a.heads + p.head) * a.tokens + p.q_start +
+                               min(w0 + m * 16 + r * 8 + g, p.q_len - 1);
+                weights[m][r] = reinterpret_cast<const float*>(a.weights)[at];
+                delta[m][r] = reinterpret_cast<const float*>(a.delta)[at];
+            }
+#pragma unroll
+            for (int n = 0; n < DQ / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) dq[m][n][e] = 0.0f;
+        }
+
+        const bool capped = a.cap > 0.0f;
+        const float factor = a.scale * LOG2_E;
+        u32 stage = 0;
+#pragma unroll 1
+        for (i32 tile = from; tile < to; tile++, stage ^= 1) {
+            copies_arrived();
+            __syncthreads();
+            if (tile + 1 < to) {
+                fetch(tile + 1, stage ^ 1);
+                copies_issued();
+            }
+            const i32 k0 = tile * BN;
+            if (k0 > far || k0 + BN <= near) continue;
+
+            const u32 at = base + Q_BYTES + D_BYTES + stage * STAGE;
+            float s[MT][BN / 8][4], dp[MT][BN / 8][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[m][n][e] = dp[m][n][e] = 0.0f;
+            {
+                const u32 q_at = left_at<DQ>(base, lane, warp * MT * 16), k_at = right_at<DQ>(at, lane);
+#pragma unroll
+                for (int k = 0; k < DQ / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(q_at, k) + m * 16 * DQ * 2);
+#pragma unroll
+                    for (int n = 0; n < BN / 16; n++) {
+                        u32 y[4];
+                        ldsm(y, step_to(k_at, k) + n * 16 * DQ * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(s[m][2 * n], x[m], y[0], y[1]);
+                            mma(s[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+            {
+                const u32 d_at = left_at<DV>(base + Q_BYTES, lane, warp * MT * 16);
+                const u32 v_at = right_at<DV>(at + K_BYTES, lane);
+#pragma unroll
+                for (int k = 0; k < DV / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(d_at, k) + m * 16 * DV * 2);
+#pragma unroll
+                    for (int n = 0; n < BN / 16; n++) {
+                        u32 y[4];
+                        ldsm(y, step_to(v_at, k) + n * 16 * DV * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(dp[m][2 * n], x[m], y[0], y[1]);
+                            mma(dp[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+            if (capped) {
+                const float inner = a.scale / a.cap, outer = a.cap * LOG2_E;
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const float h = fast_tanh(s[m][n][e] * inner);
+                            const float y = fast_exp2(fmaf(outer, h, -weights[m][e >> 1]));
+                            dp[m][n][e] = y * (dp[m][n][e] - delta[m][e >> 1]) * fmaf(-h, h, 1.0f);
+                        }
+            } else {
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const float y = fast_exp2(fmaf(s[m][n][e], factor, -weights[m][e >> 1]));
+                            dp[m][n][e] = y * (dp[m][n][e] - delta[m][e >> 1]);
+                        }
+            }
+            if (k0 < all_from || k0 + BN - 1 > all_to) {
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        const i32 i = w0 + m * 16 + r * 8 + g;
+                        const i32 lo = p.lo(a, i) - k0 - t, hi = p.hi(a, i) - k0 - t;
+#pragma unroll
+                        for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++)
+                                if (n * 8 + e < lo || n * 8 + e > hi) dp[m][n][r * 2 + e] = 0.0f;
+                    }
+            }
+            {
+                const u32 k_at = turned_at<DQ>(at, lane);
+#pragma unroll
+                for (int k = 0; k < BN / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+#pragma unroll
+                        for (int h = 0; h < 4; h++)
+                            x[m][h] = pack_bf16(dp[m][2 * k + (h >> 1)][(h & 1) * 2],
+                                                dp[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
+#pragma unroll
+                    for (int n = 0; n < DQ / 16; n++) {
+                        u32 y[4];
+                        ldsm_turned(y, step_to(k_at, n) + k * 16 * DQ * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(dq[m][2 * n], x[m], y[0], y[1]);
+                            mma(dq[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+        }
+
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const i32 i = w0 + m * 16 + r * 8 + g;
+                if (i >= p.q_len) continue;
+                bf16* row = a.dq.row<bf16>(p.batch, p.q_start + i, p.head);
+                const bool blind = p.lo(a, i) > p.hi(a, i);
+#pragma unroll
+                for (int n = 0; n < DQ / 8; n++) {
+                    const float x = blind ? 0.0f : dq[m][n][r * 2] * a.scale;
+                    const float y = blind ? 0.0f : dq[m][n][r * 2 + 1] * a.scale;
+                    store_pair(row, n * 8 + t, a.d_qk, a.wide & W_DQ, x, y);
+                }
+            }
+    }
+};
+
+#define QUERIES(NAME, DQ, DV, MT, BN, WARPS, BLOCKS)                                                             \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ Attention a) { \
+        Queries<DQ, DV, MT, BN, WARPS>::run(a);                                                                  \
+    }
+
+QUERIES(attention_backward_queries_64_bf16, 64, 64, 2, 32, 4, 3)
+QUERIES(attention_backward_queries_128_bf16, 128, 128, 2, 32, 4, 2)
+QUERIES(attention_backward_queries_192_bf16, 192, 128, 1, 32, 4, 2)
+QUERIES(attention_backward_queries_256_bf16, 256, 256, 1, 32, 4, 1)

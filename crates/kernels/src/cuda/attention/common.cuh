@@ -1,0 +1,194 @@
+// What the attention kernels share: their arguments, who sees whom, and the tensor-core building blocks.
+//
+// For a query i and the keys j it sees, s = scale·q·k (soft cap c: s = c·tanh(s/c)), p = exp(s - lse),
+// out = Σ p·v. Scores are held times log2 e, so that every exponential is a power of two.
+
+#define NEG_INF __int_as_float(0xff800000)
+#define LOG2_E 1.4426950408889634f
+#define LN_2 0.6931471805599453f
+
+// A [batch, tokens, heads, channels] view with contiguous channels: element strides of the first three axes.
+struct View {
+    u64 data;
+    i64 batch, token, head;
+    template <class T> __device__ __forceinline__ T* row(i64 b, i64 t, i64 h) const {
+        return reinterpret_cast<T*>(data) + (b * batch + t * token + h * head);
+    }
+};
+
+// One tile of a packed sequence: `first` counts from the sequence's own first query or key.
+struct Item {
+    i32 q_start, q_len, k_start, k_len, first, pad0, pad1, pad2;
+};
+
+// Rows of which views lie on 16-byte boundaries.
+enum Aligned : u32 { W_Q = 1, W_K = 2, W_V = 4, W_OUT = 8, W_DOUT = 16, W_DQ = 32, W_DK = 64, W_DV = 128 };
+
+// Arguments of every attention kernel; views and addresses a kernel has no use for are 0.
+struct Attention {
+    View q, k, v, out, dout, dq, dk, dv;
+    u64 lse;  // f32
+    i64 lse_batch, lse_head, lse_token;
+    u64 sink, dsink;      // f32 [heads], or 0
+    u64 weights, delta;   // f32 scratch [batch, heads, tokens]: lse·log2 e (-inf becomes +inf), Σ dout·out
+    u64 items;            // Item per tile of packed sequences, or 0: every batch entry is one sequence
+    i64 tokens;           // of q, per batch entry
+    i64 q_from, q_to;     // query tokens that belong to a sequence
+    i32 batches, heads, group, d_qk, d_v;
+    i32 q_len, k_len, tiles;  // of each batch entry, where there are no items
+    i32 left, right, bottom;  // window (unbounded: 1 << 29); diagonal ends at the last key
+    u32 wide;
+    float scale, cap;  // cap 0: none
+};
+
+// Where a block of threads works. Heads run fastest, so that heads that share keys run side by side.
+struct Place {
+    i32 batch, head, q_start, q_len, k_start, k_len, first, off;
+    // First and last key that query i sees; none when the first is greater.
+    __device__ __forceinline__ i32 lo(const Attention& a, i32 i) const { return max(i + off - a.left, 0); }
+    __device__ __forceinline__ i32 hi(const Attention& a, i32 i) const { return min(i + off + a.right, k_len - 1); }
+};
+
+__device__ __forceinline__ Place place(const Attention& a, i32 block, i32 heads, i32 size, bool reversed) {
+    Place p;
+    p.head = block % heads;
+    i32 rest = block / heads;
+    if (a.items) {
+        Item it = reinterpret_cast<const Item*>(a.items)[rest];
+        p.batch = 0;
+        p.q_start = it.q_start;
+        p.q_len = it.q_len;
+        p.k_start = it.k_start;
+        p.k_len = it.k_len;
+        p.first = it.first;
+    } else {
+        p.batch = rest % a.batches;
+        i32 tile = rest / a.batches;
+        p.q_start = 0;
+        p.q_len = a.q_len;
+        p.k_start = 0;
+        p.k_len = a.k_len;
+        p.first = (reversed ? a.tiles - 1 - tile : tile) * size;
+    }
+    p.off = a.bottom ? p.k_len - p.q_len : 0;
+    return p;
+}
+
+// ---- PTX ----
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
+// Four 8x8 matrices; lane l names row l % 8 of matrix l / 8. Register m: row lane / 4, columns 2·(lane % 4) and
+// the next, of matrix m; transposed: the two rows of that column pair.
+__device__ __forceinline__ void ldsm(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+__device__ __forceinline__ void ldsm_turned(u32 (&r)[4], u32 at) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(at)
+                 : "memory");
+}
+// c[16, 8] += a[16, 16]·b[16, 8]. With g = lane / 4, t = 2·(lane % 4): a holds (g, t), (g+8, t), (g, t+8),
+// (g+8, t+8) and their right neighbours, b holds (t, g), (t+8, g) and their lower ones, c as a's first two.
+__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// 16 bytes to shared memory, of which the first `bytes` are read and the others are 0.
+__device__ __forceinline__ void copy16(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy4(u32 to, const void* from, u32 bytes) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void copies_arrived() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ float fast_exp2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ void store16(u32 at, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+// ---- end of PTX ----
+
+// Good to about 1e-7 absolutely, which is what a logit needs; ±1 at ±inf, NaN stays NaN.
+__device__ __forceinline__ float fast_tanh(float x) {
+    return 1.0f - __fdividef(2.0f, fast_exp2(x * (2.0f * LOG2_E)) + 1.0f);
+}
+
+// A tile [ROWS, D] of bf16 in shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, whose
+// 16-byte chunks c sit at c ^ (row % 8), so that eight rows of one chunk fall on different banks.
+// Rows from `rows` on and channels from `channels` on become 0.
+template <int ROWS, int D, int THREADS>
+__device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i32 rows, i32 channels, bool wide) {
+    constexpr int CHUNKS = D / 8;
+    static_assert(ROWS * CHUNKS % THREADS == 0, "whole rounds only");
+    if (wide) {
+#pragma unroll
+        for (int n = 0; n < ROWS * CHUNKS / THREADS; n++) {
+            int at = n * THREADS + int(threadIdx.x), row = at / CHUNKS, c = at % CHUNKS;
+            int bytes = row < rows ? min(max((channels - c * 8) * 2, 0), 16) : 0;
+            const bf16* p = bytes > 0 ? from + (row * step + c * 8) : from;
+            copy16(to + row * (D * 2) + ((c ^ (row & 7)) << 4), p, u32(bytes));
+        }
+    } else {
+#pragma unroll 1
+        for (int n = 0; n < ROWS * CHUNKS / THREADS; n++) {
+            int at = n * THREADS + int(threadIdx.x), row = at / CHUNKS, c = at % CHUNKS;
+            u32 x[8];
+#pragma unroll
+            for (int e = 0; e < 8; e++)
+                x[e] = row < rows && c * 8 + e < channels ? from[row * step + c * 8 + e].bits : 0;
+            store16(to + row * (D * 2) + ((c ^ (row & 7)) << 4), x[0] | x[1] << 16, x[2] | x[3] << 16,
+                    x[4] | x[5] << 16, x[6] | x[7] << 16);
+        }
+    }
+}
+
+// Lane's address of the matrices of a tile's left operand (rows = m, channels = k): row 0, chunk 0.
+// Chunk 2·k of the same row is at `step_to(address, k)`.
+template <int D> __device__ __forceinline__ u32 left_at(u32 tile, int lane, int row) {
+    return tile + (row + (lane & 15)) * (D * 2) + (((lane >> 4) ^ (lane & 7)) << 4);
+}
+// The same for a right operand stored [n, k]: two blocks of 8 n, 16 k.
+template <int D> __device__ __forceinline__ u32 right_at(u32 tile, int lane) {
+    return tile + ((lane & 7) + (lane >> 4) * 8) * (D * 2) + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
+}
+// The same for a right operand stored [k, n], loaded turned: 16 k, two blocks of 8 n.
+template <int D> __device__ __forceinline__ u32 turned_at(u32 tile, int lane) {
+    return tile + (lane & 15) * (D * 2) + (((lane >> 4) ^ (lane & 7)) << 4);
+}
+// 32·k bytes along the row, through the swizzle: bits 5 and 6 of the address are its own, tiles being aligned to 128.
+__device__ __forceinline__ u32 step_to(u32 at, int k) { return (at ^ ((k & 3) << 5)) + (k >> 2) * 128; }
+
+// Two neighbouring channels of a row.
+__device__ __forceinline__ void store_pair(bf16* row, i32 c, i32 channels, bool wide, float x, float y) {
+    if (wide && c + 1 < channels) {
+        *reinterpret_cast<u32*>(row + c) = pack_bf16(x, y);
+    } else {
+        if (c < channels) row[c] = from_f32<bf16>(x);
+        if (c + 1 < channels) row[c + 1] = from_f32<bf16>(y);
+    }
+}
+
+// After the last key: the log-sum-exp of a query, and the factor that turns its weighted sum of values into its output,
+// from the largest score and the sum of powers (and the sink) times log2 e.
+__device__ __forceinline__ void conclude(float most, float sum, float sink, float& lse, float& share) {
+    const float top = sink > most ? sink : most;
+    // No key, or only scores of -inf, and no sink: nothing to see, unless it is NaN.
+    const bool nothing = top == NEG_INF;
+    const float origin = nothing ? 0.0f : top, shift = exp2f(most - origin);
+    const float total = fmaf(sum, shift, exp2f(sink - origin));
+    const bool empty = nothing && !isnan(sum);
+    lse = empty ? NEG_INF : fmaf(origin, LN_2, logf(total));
+    share = empty ? 0.0f : shift / total;
+}
+
+extern __shared__ __align__(128) u8 attention_shared[];

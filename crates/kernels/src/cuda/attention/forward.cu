@@ -1,0 +1,219 @@
+// Forward pass in bf16: a block of threads has 16·MT queries a warp of one head, which meet the keys they see BN at a
+// time with an online softmax. Keys and values come two tiles deep by asynchronous copies. Scores and sums stay in
+// registers: the accumulator of q·kᵀ has the layout that p·v wants its left operand in.
+
+template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
+    static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
+    static constexpr int Q_BYTES = BM * DQ * 2, K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
+    static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = Q_BYTES + 2 * STAGE;
+
+    static __device__ __forceinline__ void run(const Attention& a) {
+        const Place p = place(a, blockIdx.x, a.heads, BM, true);
+        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = (lane & 3) * 2;
+        const i32 kv_head = p.head / a.group;
+        const u32 base = shared_address(attention_shared);
+        const bf16* k_row = a.k.row<bf16>(p.batch, p.k_start, kv_head);
+        const bf16* v_row = a.v.row<bf16>(p.batch, p.k_start, kv_head);
+
+        // Keys this block sees, and those this warp sees: some of its rows (`near`..`far`), all (`all_from`..`all_to`).
+        const i32 last = min(p.first + BM, p.q_len) - 1;
+        const i32 from = p.lo(a, p.first) / BN, to = (p.hi(a, last) + BN) / BN;  // tiles; hi may be -1 or less
+        const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
+        const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
+        const i32 all_from = p.lo(a, w1), all_to = p.hi(a, w0);
+
+        float o[MT][DV / 8][4];
+        float top[MT][2], sum[MT][2];
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+#pragma unroll
+            for (int n = 0; n < DV / 8; n++)
+#pragma unroll
+                for (int e = 0; e < 4; e++) o[m][n][e] = 0.0f;
+            top[m][0] = top[m][1] = NEG_INF;
+            sum[m][0] = sum[m][1] = 0.0f;
+        }
+
+        auto fetch = [&](i32 tile, u32 stage) {
+            const u32 at = base + Q_BYTES + stage * STAGE;
+            const i32 k0 = tile * BN;
+            load_tile<BN, DQ, THREADS>(at, k_row + k0 * a.k.token, a.k.token, p.k_len - k0, a.d_qk, a.wide & W_K);
+            load_tile<BN, DV, THREADS>(at + K_BYTES, v_row + k0 * a.v.token, a.v.token, p.k_len - k0, a.d_v,
+                                       a.wide & W_V);
+        };
+
+        // A scale that is not positive turns the order of the raw products around, so it is applied first.
+        const bool capped = a.cap > 0.0f, first_mapped = capped || !(a.scale > 0.0f);
+        const float factor = first_mapped ? 1.0f : a.scale * LOG2_E;
+
+        if (from < to) {
+            load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,
+                                       p.q_len - p.first, a.d_qk, a.wide & W_Q);
+            fetch(from, 0);
+            copies_issued();
+        }
+        u32 stage = 0;
+#pragma unroll 1
+        for (i32 tile = from; tile < to; tile++, stage ^= 1) {
+            copies_arrived();
+            __syncthreads();
+            if (tile + 1 < to) {
+                fetch(tile + 1, stage ^ 1);
+                copies_issued();
+            }
+            const i32 k0 = tile * BN;
+            if (k0 > far || k0 + BN <= near) continue;  // nothing here for this warp
+
+            const u32 at = base + Q_BYTES + stage * STAGE;
+            float s[MT][BN / 8][4];
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) s[m][n][e] = 0.0f;
+            {
+                const u32 q_at = left_at<DQ>(base, lane, warp * MT * 16), k_at = right_at<DQ>(at, lane);
+#pragma unroll
+                for (int k = 0; k < DQ / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(q_at, k) + m * 16 * DQ * 2);
+#pragma unroll
+                    for (int n = 0; n < BN / 16; n++) {
+                        u32 y[4];
+                        ldsm(y, step_to(k_at, k) + n * 16 * DQ * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(s[m][2 * n], x[m], y[0], y[1]);
+                            mma(s[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+            if (first_mapped) {
+                const float inner = capped ? a.scale / a.cap : a.scale * LOG2_E, outer = a.cap * LOG2_E;
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            float x = s[m][n][e] * inner;
+                            s[m][n][e] = capped ? outer * fast_tanh(x) : x;
+                        }
+            }
+            if (k0 < all_from || k0 + BN - 1 > all_to) {
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        const i32 i = w0 + m * 16 + r * 8 + g;
+                        // Relative to this thread's first key of the tile.
+                        const i32 lo = p.lo(a, i) - k0 - t, hi = p.hi(a, i) - k0 - t;
+#pragma unroll
+                        for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                            for (int e = 0; e < 2; e++)
+                                if (n * 8 + e < lo || n * 8 + e > hi) s[m][n][r * 2 + e] = NEG_INF;
+                    }
+            }
+            // Larger maxima first, then powers, with what was summed before brought to the new maximum.
+            float shrink[MT][2];
+            bool moved = false;
+#pragma unroll
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    float x = top[m][r];
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++) x = fmaxf(x, fmaxf(s[m][n][r * 2], s[m][n][r * 2 + 1]));
+                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+                    x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+                    // While a query has seen nothing its maximum is -inf, which must not meet another -inf.
+                    const float origin = x == NEG_INF ? 0.0f : x * factor;
+                    shrink[m][r] = fast_exp2(top[m][r] * factor - origin);
+                    moved |= top[m][r] != x;
+                    top[m][r] = x;
+                    float total = 0.0f;
+#pragma unroll
+                    for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                        for (int e = 0; e < 2; e++) {
+                            const float y = fast_exp2(fmaf(s[m][n][r * 2 + e], factor, -origin));
+                            s[m][n][r * 2 + e] = y;
+                            total += y;
+                        }
+                    sum[m][r] = fmaf(sum[m][r], shrink[m][r], total);
+                }
+            if (__any_sync(~0u, moved)) {
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+#pragma unroll
+                    for (int n = 0; n < DV / 8; n++)
+#pragma unroll
+                        for (int e = 0; e < 4; e++) o[m][n][e] *= shrink[m][e >> 1];
+            }
+            {
+                const u32 v_at = turned_at<DV>(at + K_BYTES, lane);
+#pragma unroll
+                for (int k = 0; k < BN / 16; k++) {
+                    u32 x[MT][4];
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+#pragma unroll
+                        for (int h = 0; h < 4; h++)
+                            x[m][h] = pack_bf16(s[m][2 * k + (h >> 1)][(h & 1) * 2],
+                                                s[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
+#pragma unroll
+                    for (int n = 0; n < DV / 16; n++) {
+                        u32 y[4];
+                        ldsm_turned(y, step_to(v_at, n) + k * 16 * DV * 2);
+#pragma unroll
+                        for (int m = 0; m < MT; m++) {
+                            mma(o[m][2 * n], x[m], y[0], y[1]);
+                            mma(o[m][2 * n + 1], x[m], y[2], y[3]);
+                        }
+                    }
+                }
+            }
+        }
+
+        // The sink is one more score that no value belongs to.
+        const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const i32 i = w0 + m * 16 + r * 8 + g;
+                float total = sum[m][r];
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                if (i >= p.q_len) continue;
+                const float most = top[m][r] == NEG_INF ? NEG_INF : top[m][r] * factor;
+                float lse, share;
+                conclude(most, total, sink, lse, share);
+                if (t == 0)
+                    reinterpret_cast<float*>(a.lse)[p.batch * a.lse_batch + p.head * a.lse_head +
+                                                    (p.q_start + i) * a.lse_token] = lse;
+                const bool blind = p.lo(a, i) > p.hi(a, i);
+                bf16* row = a.out.row<bf16>(p.batch, p.q_start + i, p.head);
+#pragma unroll
+                for (int n = 0; n < DV / 8; n++) {
+                    const float x = blind ? 0.0f : o[m][n][r * 2] * share;
+                    const float y = blind ? 0.0f : o[m][n][r * 2 + 1] * share;
+                    store_pair(row, n * 8 + t, a.d_v, a.wide & W_OUT, x, y);
+                }
+            }
+    }
+};
+
+#define FORWARD(NAME, DQ, DV, MT, BN, WARPS, BLOCKS)                                                    \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ Attention a) { \
+        Forward<DQ, DV, MT, BN, WARPS>::run(a);                                                         \
+    }
+
+FORWARD(attention_forward_64_bf16, 64, 64, 2, 64, 4, 3)
+FORWARD(attention_forward_128_bf16, 128, 128, 2, 64, 4, 2)
+FORWARD(attention_forward_192_bf16, 192, 128, 2, 32, 4, 2)
+FORWARD(attention_forward_256_bf16, 256, 256, 1, 32, 4, 2)

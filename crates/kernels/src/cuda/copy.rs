@@ -1,0 +1,139 @@
+//! Which elements a copy between strides moves, and in what pieces.
+
+use ferrotron_tensor::{Result, Tensor, shape_error};
+
+/// The most axes of a tensor, as in elementwise.cu.
+const AXES: usize = 5;
+
+/// An axis that both sides of a copy have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Axis {
+    size: usize,
+    from: usize,
+    to: usize,
+}
+
+/// Arguments of `copy_strided_*`: sizes and steps in units of one access, the last axis the fastest.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(super) struct StridedArgs {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) count: i64,
+    sizes: [i64; AXES],
+    from_steps: [i64; AXES],
+    to_steps: [i64; AXES],
+    axes: u32,
+    pad: u32,
+}
+
+/// The axes of a copy, those that lie back to back on both sides joined, those of one entry left out.
+pub(super) fn strides(x: &Tensor, out: &Tensor) -> Result<Vec<Axis>> {
+    const OP: &str = "copy";
+    if x.shape() != out.shape() {
+        return shape_error(OP, format!("shapes differ: {:?} and {:?}", x.shape(), out.shape()));
+    }
+    let width = x.shape().last().copied().unwrap_or(1);
+    if [x, out].iter().any(|t| t.strides().last().is_some_and(|s| *s != 1 && width > 1)) {
+        return shape_error(OP, "the last axis must be contiguous");
+    }
+    let all = x.shape().iter().zip(x.strides()).zip(out.strides());
+    Ok(joined(all.map(|((size, from), to)| Axis { size: *size, from: *from, to: *to })))
+}
+
+fn joined(all: impl Iterator<Item = Axis>) -> Vec<Axis> {
+    let mut axes: Vec<Axis> = Vec::with_capacity(AXES);
+    for next in all.filter(|a| a.size != 1) {
+        match axes.last_mut() {
+            Some(last) if last.from == next.from * next.size && last.to == next.to * next.size => {
+                *last = Axis { size: last.size * next.size, ..next };
+            }
+            _ => axes.push(next),
+        }
+    }
+    axes
+}
+
+impl StridedArgs {
+    /// The arguments, and the bytes of one access: 16 where rows and addresses allow it, else one element.
+    pub(super) fn new(axes: &[Axis], element: usize, from: u64, to: u64) -> (StridedArgs, usize) {
+        let even = |elements: usize| elements * element % 16 == 0;
+        let (last, leading) = axes.split_last().unwrap_or((&Axis { size: 1, from: 1, to: 1 }, &[]));
+        let wide = (from | to) % 16 == 0
+            && (last.from, last.to) == (1, 1)
+            && even(last.size)
+            && leading.iter().all(|a| even(a.from) && even(a.to));
+        let unit = if wide { 16 } else { element };
+        let per_unit = unit / element;
+        let mut args = StridedArgs {
+            from,
+            to,
+            count: 1,
+            sizes: [1; AXES],
+            from_steps: [0; AXES],
+            to_steps: [0; AXES],
+            axes: leading.len() as u32 + 1,
+            pad: 0,
+        };
+        let in_units = leading
+            .iter()
+            .map(|a| Axis { size: a.size, from: a.from / per_unit, to: a.to / per_unit })
+            .chain([Axis { size: last.size / per_unit, ..*last }]);
+        for (i, a) in in_units.enumerate().take(AXES) {
+            (args.sizes[i], args.from_steps[i], args.to_steps[i]) =
+                (a.size as i64, a.from as i64, a.to as i64);
+            args.count *= a.size as i64;
+        }
+        (args, unit)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn axis(size: usize, from: usize, to: usize) -> Axis {
+        Axis { size, from, to }
+    }
+
+    /// As the kernel counts: where element `i` of the copy is read and written, in units.
+    fn places(args: &StridedArgs, i: i64) -> (i64, i64) {
+        let (mut rest, mut at) = (i, (0, 0));
+        for a in (0..args.axes as usize).rev() {
+            let here = if a == 0 { rest } else { rest % args.sizes[a] };
+            rest /= args.sizes[a];
+            at = (at.0 + here * args.from_steps[a], at.1 + here * args.to_steps[a]);
+        }
+        at
+    }
+
+    #[test]
+    fn axes_back_to_back_on_both_sides_are_one() {
+        let all = [axis(2, 60, 12), axis(3, 20, 4), axis(1, 7, 9), axis(4, 1, 1)];
+        assert_eq!(joined(all.into_iter()), [axis(6, 20, 4), axis(4, 1, 1)]);
+        assert_eq!(joined([axis(2, 12, 12), axis(3, 4, 4), axis(4, 1, 1)].into_iter()), [axis(24, 1, 1)]);
+        assert_eq!(joined([axis(3, 4, 12), axis(2, 12, 4)].into_iter()).len(), 2);
+        assert!(joined([axis(1, 5, 5)].into_iter()).is_empty());
+    }
+
+    #[test]
+    fn every_byte_is_moved_to_its_place_in_any_unit() {
+        let axes = [axis(3, 8, 48), axis(2, 32, 16), axis(8, 1, 1)];
+        for (from, unit) in [(32u64, 16usize), (34, 2)] {
+            let (args, found) = StridedArgs::new(&axes, 2, from, 64);
+            assert_eq!(found, unit);
+            assert_eq!(args.count as usize * unit, 3 * 2 * 8 * 2);
+            let per_unit = (unit / 2) as i64;
+            for i in 0..args.count {
+                let e = i * per_unit;
+                let (a, b, c) = (e / 16, e / 8 % 2, e % 8);
+                let (x, y) = places(&args, i);
+                assert_eq!((x * per_unit, y * per_unit), (a * 8 + b * 32 + c, a * 48 + b * 16 + c));
+            }
+        }
+        // Columns of one element.
+        let (args, unit) = StridedArgs::new(&[axis(5, 3, 4)], 4, 16, 16);
+        assert_eq!((unit, args.count, places(&args, 4)), (4, 5, (12, 16)));
+        assert_eq!(StridedArgs::new(&[], 4, 16, 16).0.count, 1);
+    }
+}

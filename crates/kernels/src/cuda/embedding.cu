@@ -1,0 +1,286 @@
+// Look-ups in a table and their gradient.
+//
+// The gradient sums the rows of dy by id without float atomics: tokens are sorted by id (stable, in integers), each
+// run of one id is cut into chunks of CHUNK tokens, and a block adds up one chunk in the order of t. Ids with one
+// chunk are done then; the chunks of others leave partial rows that a last kernel adds up in order.
+
+constexpr int CHUNK = 64;
+
+template <class T, int N> struct alignas(16) Pack {
+    T at[N];
+};
+// N elements at `at` of a row of `width`; wide: N divides the width and every row starts at a multiple of 16 bytes.
+template <int N, class T> __device__ __forceinline__ Pack<T, N> fetch(const T* row, i64 at, i64 width, bool wide) {
+    if (wide) return *reinterpret_cast<const Pack<T, N>*>(row + at);
+    Pack<T, N> p = {};
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (at + i < width) p.at[i] = row[at + i];
+    return p;
+}
+template <int N, class T> __device__ __forceinline__ void put(T* row, i64 at, i64 width, bool wide, const Pack<T, N>& p) {
+    if (wide) {
+        *reinterpret_cast<Pack<T, N>*>(row + at) = p;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (at + i < width) row[at + i] = p.at[i];
+}
+
+struct ForwardArgs {
+    u64 ids, table, y, fault;
+    i64 width, vocab;
+    float scale;
+    u32 add;
+    u32 wide;
+    u32 pad;
+};
+
+// Block t: y[t] = scale·table[ids[t]] (+ y[t]).
+template <class T> __device__ __forceinline__ void embedding_forward(const ForwardArgs& p) {
+    constexpr int N = Wide<T>::count;
+    i64 t = blockIdx.x;
+    i64 id = reinterpret_cast<const i32*>(p.ids)[t];
+    if (id < 0 || id >= p.vocab) {
+        if (threadIdx.x == 0) fault(p.fault, FAULT_ID);
+        return;
+    }
+    const T* row = reinterpret_cast<const T*>(p.table) + id * p.width;
+    T* y = reinterpret_cast<T*>(p.y) + t * p.width;
+#pragma unroll 2
+    for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N) {
+        Pack<T, N> x = fetch<N>(row, at, p.width, p.wide), old = {};
+        if (p.add) old = fetch<N>(y, at, p.width, p.wide);
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            float v = __fmul_rn(to_f32(x.at[i]), p.scale);
+            x.at[i] = from_f32<T>(p.add ? __fadd_rn(v, to_f32(old.at[i])) : v);
+        }
+        put<N>(y, at, p.width, p.wide, x);
+    }
+}
+extern "C" __global__ void __launch_bounds__(256) embedding_forward_f32(const ForwardArgs p) {
+    embedding_forward<float>(p);
+}
+extern "C" __global__ void __launch_bounds__(256) embedding_forward_bf16(const ForwardArgs p) {
+    embedding_forward<bf16>(p);
+}
+
+// The sort, least significant digit first, eight bits at a time. A block has a tile of TILE tokens; its warps have
+// ITEMS·32 neighbouring tokens each.
+constexpr int BINS = 256;
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+constexpr int ITEMS = 8;
+constexpr int TILE = ITEMS * THREADS;
+
+struct SortArgs {
+    // Ids and tokens before and after this pass; on the first pass tokens are in order and not stored.
+    u64 ids, tokens, ids_out, tokens_out;
+    // u32 [tiles, BINS]: how many of each digit a tile holds.
+    u64 counts;
+    u64 fault;
+    i64 n;
+    i64 vocab;
+    u32 shift;
+    u32 first;
+};
+
+// An id outside the table sorts behind all others, where no sum looks.
+__device__ __forceinline__ u32 sort_key(const SortArgs& p, i64 i) {
+    u32 id = reinterpret_cast<const u32*>(p.ids)[i];
+    return p.first && i64(id) >= p.vocab ? u32(p.vocab) : id;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_count(const SortArgs p) {
+    __shared__ u32 bins[BINS];
+    bins[threadIdx.x] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < ITEMS; k++) {
+        i64 i = i64(blockIdx.x) * TILE + k * THREADS + threadIdx.x;
+        if (i >= p.n) break;
+        u32 id = sort_key(p, i);
+        if (p.first && i64(id) == p.vocab) fault(p.fault, FAULT_ID);
+        atomicAdd(&bins[id >> p.shift & (BINS - 1)], 1u);
+    }
+    __syncthreads();
+    reinterpret_cast<u32*>(p.counts)[i64(blockIdx.x) * BINS + threadIdx.x] = bins[threadIdx.x];
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const SortArgs p) {
+    __shared__ u32 bins[WARPS][BINS + 1];
+    __shared__ u32 totals[WARPS];
+    int digit = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int w = 0; w < WARPS; w++) bins[w][digit] = 0;
+    __syncthreads();
+
+    // The place of each token among those of its digit in this warp. Digit BINS: past the end.
+    u32 ids[ITEMS], places[ITEMS];
+    i64 start = i64(blockIdx.x) * TILE + warp * (ITEMS * 32) + lane;
+#pragma unroll
+    for (int k = 0; k < ITEMS; k++) {
+        i64 i = start + k * 32;
+        ids[k] = i < p.n ? sort_key(p, i) : 0;
+        u32 d = i < p.n ? ids[k] >> p.shift & (BINS - 1) : BINS;
+        u32 same = __match_any_sync(~0u, d);
+        u32 before = d < BINS ? bins[warp][d] : 0;
+        __syncwarp();
+        places[k] = before + __popc(same & ((1u << lane) - 1));
+        if (d < BINS && lane == __ffs(same) - 1) bins[warp][d] = before + __popc(same);
+        __syncwarp();
+    }
+
+    // Tokens of this digit in the tiles before this one, and in all.
+    const u32* counts = reinterpret_cast<const u32*>(p.counts);
+    u32 earlier = 0, all = 0;
+#pragma unroll 4
+    for (u32 tile = 0; tile < gridDim.x; tile++) {
+        u32 c = counts[i64(tile) * BINS + digit];
+        all += c;
+        if (tile < blockIdx.x) earlier += c;
+    }
+    // Those of smaller digits: an exclusive sum over the block.
+    u32 sum = all;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+        u32 left = __shfl_up_sync(~0u, sum, d);
+        if (lane >= d) sum += left;
+    }
+    if (lane == 31) totals[warp] = sum;
+    __syncthreads();
+    u32 base = sum - all + earlier;
+    for (int w = 0; w < warp; w++) base += totals[w];
+    // Then the warps of this tile, in order.
+    for (int w = 0; w < WARPS; w++) {
+        u32 c = bins[w][digit];
+        bins[w][digit] = base;
+        base += c;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < ITEMS; k++) {
+        i64 i = start + k * 32;
+        if (i >= p.n) break;
+        u32 to = bins[warp][ids[k] >> p.shift & (BINS - 1)] + places[k];
+        reinterpret_cast<u32*>(p.ids_out)[to] = ids[k];
+        reinterpret_cast<u32*>(p.tokens_out)[to] = p.first ? u32(i) : reinterpret_cast<const u32*>(p.tokens)[i];
+    }
+}
+
+struct SumArgs {
+    // Sorted ids and their tokens u32 [n]; starts u32 [vocab + 1]: where the run of each id begins.
+    u64 ids, tokens, starts;
+    // dy [n, width], dtable f32 [vocab, width], parts f32 [2·⌈n/CHUNK⌉, width].
+    u64 dy, dtable, parts;
+    i64 n, vocab, width;
+    float scale;
+    u32 accumulate;
+    u32 wide;
+    u32 pad;
+};
+
+// starts[v] = the first place whose id is not below v.
+extern "C" __global__ void __launch_bounds__(256) embedding_starts(const SumArgs p) {
+    i64 v = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (v > p.vocab) return;
+    const u32* ids = reinterpret_cast<const u32*>(p.ids);
+    i64 low = 0, high = p.n;
+    while (low < high) {
+        i64 middle = (low + high) / 2;
+        if (i64(ids[middle]) < v) low = middle + 1;
+        else high = middle;
+    }
+    reinterpret_cast<u32*>(p.starts)[v] = u32(low);
+}
+
+// Rows of ids that do not occur become zero. Warps take rows.
+extern "C" __global__ void __launch_bounds__(256) embedding_clear(const SumArgs p) {
+    i64 v = i64(blockIdx.x) * 8 + (threadIdx.x >> 5);
+    if (v >= p.vocab) return;
+    const u32* starts = reinterpret_cast<const u32*>(p.starts);
+    if (starts[v] != starts[v + 1]) return;
+    float* row = reinterpret_cast<float*>(p.dtable) + v * p.width;
+    Pack<float, 4> zero = {};
+#pragma unroll 4
+    for (i64 at = (threadIdx.x & 31) * 4; at < p.width; at += 128) put<4>(row, at, p.width, p.wide, zero);
+}
+
+// Of the first chunks of long runs, and of their later chunks, at most one each begins within CHUNK places: a run
+// longer than CHUNK has no other run's beginning within CHUNK of its own, and later chunks are CHUNK apart until the
+// run ends. So the place decides where a partial row is kept.
+__device__ __forceinline__ i64 part_of(i64 place, bool first) { return place / CHUNK * 2 + (first ? 0 : 1); }
+
+// Block i: the sum over the chunk that begins at place i, if one does.
+template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& p) {
+    constexpr int N = Wide<T>::count;
+    constexpr int AHEAD = 4;
+    __shared__ i64 tokens[CHUNK];
+    i64 place = blockIdx.x;
+    i64 id = reinterpret_cast<const u32*>(p.ids)[place];
+    if (id >= p.vocab) return;
+    const u32* starts = reinterpret_cast<const u32*>(p.starts);
+    i64 start = starts[id], end = starts[id + 1];
+    if ((place - start) % CHUNK != 0) return;
+    bool single = end - start <= CHUNK;
+    int count = int(end - place < CHUNK ? end - place : CHUNK);
+    for (int i = threadIdx.x; i < count; i += blockDim.x) tokens[i] = reinterpret_cast<const u32*>(p.tokens)[place + i];
+    __syncthreads();
+    const T* dy = reinterpret_cast<const T*>(p.dy);
+    float* out = single ? reinterpret_cast<float*>(p.dtable) + id * p.width
+                        : reinterpret_cast<float*>(p.parts) + part_of(place, place == start) * p.width;
+    for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N) {
+        Pack<float, N> sum = {};
+        if (single && p.accumulate) sum = fetch<N>(out, at, p.width, p.wide);
+        int i = 0;
+        for (; i + AHEAD <= count; i += AHEAD) {
+            Pack<T, N> x[AHEAD];
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++) x[k] = fetch<N>(dy + tokens[i + k] * p.width, at, p.width, p.wide);
+#pragma unroll
+            for (int k = 0; k < AHEAD; k++)
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    sum.at[j] = __fadd_rn(sum.at[j], __fmul_rn(p.scale, to_f32(x[k].at[j])));
+        }
+        for (; i < count; i++) {
+            Pack<T, N> x = fetch<N>(dy + tokens[i] * p.width, at, p.width, p.wide);
+#pragma unroll
+            for (int j = 0; j < N; j++) sum.at[j] = __fadd_rn(sum.at[j], __fmul_rn(p.scale, to_f32(x.at[j])));
+        }
+        put<N>(out, at, p.width, p.wide, sum);
+    }
+}
+extern "C" __global__ void __launch_bounds__(256) embedding_sum_f32(const SumArgs p) { embedding_sum<float>(p); }
+extern "C" __global__ void __launch_bounds__(256) embedding_sum_bf16(const SumArgs p) { embedding_sum<bf16>(p); }
+
+// Block (b, c): where a long run begins within CHUNK places of b·CHUNK, its partial rows become one, in the columns
+// of c.
+extern "C" __global__ void __launch_bounds__(256) embedding_join(const SumArgs p) {
+    __shared__ i64 found;
+    const u32* ids = reinterpret_cast<const u32*>(p.ids);
+    const u32* starts = reinterpret_cast<const u32*>(p.starts);
+    if (threadIdx.x == 0) found = -1;
+    __syncthreads();
+    i64 place = i64(blockIdx.x) * CHUNK + threadIdx.x;
+    if (threadIdx.x < CHUNK && place < p.n) {
+        i64 id = ids[place];
+        if (id < p.vocab && starts[id] == place && i64(starts[id + 1]) - place > CHUNK) found = place;
+    }
+    __syncthreads();
+    place = found;
+    i64 column = i64(blockIdx.y) * 256 + threadIdx.x;
+    if (place < 0 || column >= p.width) return;
+    i64 id = ids[place];
+    i64 chunks = (i64(starts[id + 1]) - place + CHUNK - 1) / CHUNK;
+    float* out = reinterpret_cast<float*>(p.dtable) + id * p.width + column;
+    const float* parts = reinterpret_cast<const float*>(p.parts) + column;
+    float sum = p.accumulate ? *out : 0.0f;
+    sum += parts[part_of(place, true) * p.width];
+    // Chunk c > 0 begins at place + c·CHUNK.
+    parts += part_of(place, false) * p.width;
+#pragma unroll 16
+    for (i64 c = 1; c < chunks; c++) sum += parts[2 * c * p.width];
+    *out = sum;
+}

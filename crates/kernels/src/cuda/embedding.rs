@@ -1,0 +1,207 @@
+use super::elementwise::{blocks, line, wide};
+use super::{CudaKernels, Grid, Kernel, typed};
+use crate::EmbeddingKernels;
+use crate::checks::dtypes;
+use crate::embedding::check_rows;
+use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
+
+/// As in embedding.cu: tokens of one partial sum; digits and tokens of a tile of the sort.
+const CHUNK: usize = 64;
+const BINS: usize = 256;
+const TILE: usize = 2048;
+const THREADS: u32 = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ForwardArgs {
+    ids: u64,
+    table: u64,
+    y: u64,
+    fault: u64,
+    width: i64,
+    vocab: i64,
+    scale: f32,
+    add: u32,
+    wide: u32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SortArgs {
+    ids: u64,
+    tokens: u64,
+    ids_out: u64,
+    tokens_out: u64,
+    counts: u64,
+    fault: u64,
+    n: i64,
+    vocab: i64,
+    shift: u32,
+    first: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SumArgs {
+    ids: u64,
+    tokens: u64,
+    starts: u64,
+    dy: u64,
+    dtable: u64,
+    parts: u64,
+    n: i64,
+    vocab: i64,
+    width: i64,
+    scale: f32,
+    accumulate: u32,
+    wide: u32,
+    pad: u32,
+}
+
+fn kernel(name: &'static str) -> Kernel {
+    Kernel { source: "embedding", name }
+}
+
+/// A block for each of `rows` rows of `width`, `group` elements to a thread.
+fn row_blocks(op: &'static str, rows: usize, width: usize, group: usize) -> Result<Grid> {
+    let threads = width.div_ceil(group).next_multiple_of(32).clamp(32, THREADS as usize) as u32;
+    Ok(line(blocks(op, rows, 1)?, threads))
+}
+
+impl EmbeddingKernels for CudaKernels {
+    fn embedding_forward(
+        &self,
+        s: &Stream,
+        ids: &Tensor,
+        table: &Tensor,
+        scale: f32,
+        add: bool,
+        y: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "embedding_forward";
+        let [tokens, vocab, width] = check_rows(OP, ids, table, y)?;
+        dtypes(OP, DType::I32, &[ids])?;
+        dtypes(OP, table.dtype(), &[y])?;
+        let kernel = typed!(OP, y.dtype(), "embedding", "embedding_forward")?;
+        s.launch(OP, &[read(ids), read(table), write(y)], |l| {
+            let (from, to) = (l.address(1)?, l.address(2)?);
+            let group = 16 / y.dtype().size();
+            let args = ForwardArgs {
+                ids: l.address(0)?,
+                table: from,
+                y: to,
+                fault: l.fault()?,
+                width: width as i64,
+                vocab: vocab as i64,
+                scale,
+                add: add.into(),
+                wide: (width % group == 0 && wide(&[from, to])).into(),
+                pad: 0,
+            };
+            self.queue(l, kernel, row_blocks(OP, tokens, width, group)?, &args)
+        })
+    }
+
+    fn embedding_backward(
+        &self,
+        s: &Stream,
+        ids: &Tensor,
+        dy: &Tensor,
+        scale: f32,
+        accumulate: bool,
+        dtable: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "embedding_backward";
+        let [tokens, vocab, width] = check_rows(OP, ids, dtable, dy)?;
+        dtypes(OP, DType::I32, &[ids])?;
+        dtypes(OP, DType::F32, &[dtable])?;
+        let sum = typed!(OP, dy.dtype(), "embedding", "embedding_sum")?;
+        if tokens.max(vocab) > i32::MAX as usize {
+            return shape_error(
+                OP,
+                format!("{tokens} tokens of {vocab} ids are more than 32 bits can count"),
+            );
+        }
+        let chunks = tokens.div_ceil(CHUNK);
+        let scratch = |shape: &[usize], dtype| Tensor::empty(s, shape, dtype, Category::Workspace);
+        // Sorted ids and tokens, twice: a pass reads one pair and writes the other.
+        let sorted = scratch(&[4 * tokens], DType::I32)?;
+        let counts = scratch(&[tokens.div_ceil(TILE) * BINS], DType::I32)?;
+        let starts = scratch(&[vocab + 1], DType::I32)?;
+        let parts = scratch(&[2 * chunks, width], DType::F32)?;
+        let all = [
+            read(ids),
+            read(dy),
+            write(dtable),
+            write(&sorted),
+            write(&counts),
+            write(&starts),
+            write(&parts),
+        ];
+        s.launch(OP, &all, |l| {
+            let [ids, order] = self.sort_ids(l, tokens, vocab)?;
+            let group = 16 / dy.dtype().size();
+            let (dy_at, dtable_at, parts) = (l.address(1)?, l.address(2)?, l.address(6)?);
+            let args = SumArgs {
+                ids,
+                tokens: order,
+                starts: l.address(5)?,
+                dy: dy_at,
+                dtable: dtable_at,
+                parts,
+                n: tokens as i64,
+                vocab: vocab as i64,
+                width: width as i64,
+                scale,
+                accumulate: accumulate.into(),
+                wide: (width % group == 0 && wide(&[dy_at, dtable_at, parts])).into(),
+                pad: 0,
+            };
+            self.queue(l, kernel("embedding_starts"), line(blocks(OP, vocab + 1, 256)?, THREADS), &args)?;
+            if !accumulate {
+                self.queue(l, kernel("embedding_clear"), line(blocks(OP, vocab, 8)?, THREADS), &args)?;
+            }
+            self.queue(l, sum, row_blocks(OP, tokens, width, group)?, &args)?;
+            if tokens > CHUNK {
+                let columns = blocks(OP, width, THREADS as usize)?;
+                let grid = Grid { blocks: [chunks as u32, columns, 1], threads: THREADS, shared: 0 };
+                self.queue(l, kernel("embedding_join"), grid, &args)?;
+            }
+            Ok(())
+        })
+    }
+}
+
+impl CudaKernels {
+    /// Addresses of the ids in order and of the tokens they belong to, tokens of one id in order too. Ids outside
+    /// the table are reported, and come last.
+    fn sort_ids(&self, l: &Launch, tokens: usize, vocab: usize) -> Result<[u64; 2]> {
+        let (given, sorted, counts, fault) = (l.address(0)?, l.address(3)?, l.address(4)?, l.fault()?);
+        let part = |i: u64| sorted + i * 4 * tokens as u64;
+        let pairs = [[part(0), part(1)], [part(2), part(3)]];
+        // `vocab` itself stands for ids outside.
+        let passes = (usize::BITS - vocab.leading_zeros()).div_ceil(8).max(1);
+        let mut from = [given, 0];
+        for pass in 0..passes {
+            let to = pairs[pass as usize % 2];
+            let args = SortArgs {
+                ids: from[0],
+                tokens: from[1],
+                ids_out: to[0],
+                tokens_out: to[1],
+                counts,
+                fault,
+                n: tokens as i64,
+                vocab: vocab as i64,
+                shift: 8 * pass,
+                first: (pass == 0).into(),
+            };
+            let grid = line(blocks(l.op(), tokens, TILE)?, THREADS);
+            self.queue(l, kernel("embedding_count"), grid, &args)?;
+            self.queue(l, kernel("embedding_sort"), grid, &args)?;
+            from = to;
+        }
+        Ok(from)
+    }
+}

@@ -1,0 +1,257 @@
+// Optimizer steps over lists of tensors, and the joint norm of gradients.
+//
+// A launch takes a list by value: no table to upload, nothing to keep alive. Block b works on the tensor whose blocks
+// `start[e]..start[e + 1]` hold b. Each sum and product is rounded by itself, as on the CPU: a step gives the same
+// bits on both, in groups or one by one.
+
+constexpr int THREADS = 256;
+
+template <class T, int N> struct alignas(sizeof(T) * N) Group {
+    T at[N];
+};
+template <int N, class T> __device__ __forceinline__ Group<T, N> fetch(const T* from, i64 at, i64 n, bool wide) {
+    if (wide && at + N <= n) return *reinterpret_cast<const Group<T, N>*>(from + at);
+    Group<T, N> g = {};
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (at + i < n) g.at[i] = from[at + i];
+    return g;
+}
+template <int N, class T> __device__ __forceinline__ void put(T* to, i64 at, i64 n, bool wide, const Group<T, N>& g) {
+    if (wide && at + N <= n) {
+        *reinterpret_cast<Group<T, N>*>(to + at) = g;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if (at + i < n) to[at + i] = g.at[i];
+}
+
+// The last e with start[e] <= block.
+template <class A> __device__ __forceinline__ int entry_of(const A& p, u32 block) {
+    int low = 0, high = int(p.count);
+    while (high - low > 1) {
+        int middle = (low + high) / 2;
+        if (p.start[middle] <= block) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+// Places in the buffer of step scalars.
+enum { LR = 0, WEIGHT_DECAY = 1, BIAS1 = 2, BIAS2 = 3, CLIP = 4, GRAD_NORM = 5, STEPS_DONE = 6 };
+
+// Elements of a tensor one block updates, four in one access.
+constexpr int UPDATES = 16 * THREADS;
+constexpr int LIST = 64;
+
+struct Entry {
+    u64 master, weight, grad, first, second;
+    i64 n;
+    float lr_mult, wd_mult;
+};
+
+struct AdamArgs {
+    Entry list[LIST];
+    u64 scalars;
+    u32 start[LIST];
+    u32 count;
+    float beta1, new1, beta2, new2, eps;
+    u32 decoupled;
+    u32 pad;
+};
+
+struct AdamFactors {
+    float beta1, new1, beta2, new2, eps, bias1, bias2, clip, lr, inside, beside;
+};
+
+__device__ __forceinline__ void adam_element(const AdamFactors& f, float& p, float g, float& m, float& v) {
+    g = __fadd_rn(__fmul_rn(g, f.clip), __fmul_rn(f.inside, p));
+    m = __fadd_rn(__fmul_rn(f.beta1, m), __fmul_rn(f.new1, g));
+    v = __fadd_rn(__fmul_rn(f.beta2, v), __fmul_rn(__fmul_rn(f.new2, g), g));
+    float root = __fsqrt_rn(__fdiv_rn(v, f.bias2));
+    float update = __fdiv_rn(__fdiv_rn(m, f.bias1), __fadd_rn(root, f.eps));
+    update = __fadd_rn(update, __fmul_rn(f.beside, p));
+    p = __fsub_rn(p, __fmul_rn(f.lr, update));
+}
+
+template <class M> __device__ __forceinline__ void adam(const AdamArgs& a) {
+    const int index = entry_of(a, blockIdx.x);
+    const Entry& e = a.list[index];
+    const float* s = reinterpret_cast<const float*>(a.scalars);
+    float wd = __fmul_rn(s[WEIGHT_DECAY], e.wd_mult);
+    AdamFactors f = {a.beta1,  a.new1,  a.beta2, a.new2,
+                     a.eps,    s[BIAS1], s[BIAS2], s[CLIP],
+                     __fmul_rn(s[LR], e.lr_mult), a.decoupled ? 0.0f : wd, a.decoupled ? wd : 0.0f};
+    float* master = reinterpret_cast<float*>(e.master);
+    bf16* weight = reinterpret_cast<bf16*>(e.weight);
+    const float* grad = reinterpret_cast<const float*>(e.grad);
+    M* first = reinterpret_cast<M*>(e.first);
+    M* second = reinterpret_cast<M*>(e.second);
+    bool wide = ((e.master | e.weight | e.grad | e.first | e.second) & 15) == 0;
+    i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
+    constexpr int AHEAD = 2;
+#pragma unroll 1
+    for (int k = 0; k < UPDATES / (4 * THREADS); k += AHEAD) {
+        Group<float, 4> p[AHEAD], g[AHEAD];
+        Group<M, 4> m[AHEAD], v[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
+            p[u] = fetch<4>(master, at, e.n, wide);
+            g[u] = fetch<4>(grad, at, e.n, wide);
+            m[u] = fetch<4>(first, at, e.n, wide);
+            v[u] = fetch<4>(second, at, e.n, wide);
+        }
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
+            if (at >= e.n) break;
+            Group<bf16, 4> w;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float x = to_f32(m[u].at[i]), y = to_f32(v[u].at[i]);
+                adam_element(f, p[u].at[i], g[u].at[i], x, y);
+                m[u].at[i] = from_f32<M>(x);
+                v[u].at[i] = from_f32<M>(y);
+                w.at[i] = from_f32<bf16>(p[u].at[i]);
+            }
+            put<4>(master, at, e.n, wide, p[u]);
+            put<4>(first, at, e.n, wide, m[u]);
+            put<4>(second, at, e.n, wide, v[u]);
+            if (weight) put<4>(weight, at, e.n, wide, w);
+        }
+    }
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 4) adam_f32(const __grid_constant__ AdamArgs a) { adam<float>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 4) adam_bf16(const __grid_constant__ AdamArgs a) { adam<bf16>(a); }
+
+struct SgdArgs {
+    Entry list[LIST];
+    u64 scalars;
+    u32 start[LIST];
+    u32 count;
+    float momentum, fresh;
+    u32 nesterov;
+};
+
+template <class M> __device__ __forceinline__ void sgd(const SgdArgs& a) {
+    const int index = entry_of(a, blockIdx.x);
+    const Entry& e = a.list[index];
+    const float* s = reinterpret_cast<const float*>(a.scalars);
+    float lr = __fmul_rn(s[LR], e.lr_mult), wd = __fmul_rn(s[WEIGHT_DECAY], e.wd_mult), clip = s[CLIP];
+    bool starts = s[STEPS_DONE] == 0.0f;
+    float momentum = starts ? 0.0f : a.momentum, fresh = starts ? 1.0f : a.fresh;
+    float lead = a.nesterov ? 1.0f : 0.0f, share = a.nesterov ? a.momentum : 1.0f;
+    float* master = reinterpret_cast<float*>(e.master);
+    bf16* weight = reinterpret_cast<bf16*>(e.weight);
+    const float* grad = reinterpret_cast<const float*>(e.grad);
+    M* first = reinterpret_cast<M*>(e.first);
+    bool wide = ((e.master | e.weight | e.grad | e.first) & 15) == 0;
+    i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
+    constexpr int AHEAD = 2;
+#pragma unroll 1
+    for (int k = 0; k < UPDATES / (4 * THREADS); k += AHEAD) {
+        Group<float, 4> p[AHEAD], g[AHEAD];
+        Group<M, 4> b[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
+            p[u] = fetch<4>(master, at, e.n, wide);
+            g[u] = fetch<4>(grad, at, e.n, wide);
+            b[u] = fetch<4>(first, at, e.n, wide);
+        }
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
+            if (at >= e.n) break;
+            Group<bf16, 4> w;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                float x = p[u].at[i];
+                float d = __fadd_rn(__fmul_rn(g[u].at[i], clip), __fmul_rn(wd, x));
+                // On the first step the buffer may hold anything, NaN too.
+                float old = momentum == 0.0f ? 0.0f : __fmul_rn(momentum, to_f32(b[u].at[i]));
+                float now = __fadd_rn(old, __fmul_rn(fresh, d));
+                b[u].at[i] = from_f32<M>(now);
+                x = __fsub_rn(x, __fmul_rn(lr, __fadd_rn(__fmul_rn(lead, d), __fmul_rn(share, now))));
+                p[u].at[i] = x;
+                w.at[i] = from_f32<bf16>(x);
+            }
+            put<4>(master, at, e.n, wide, p[u]);
+            put<4>(first, at, e.n, wide, b[u]);
+            if (weight) put<4>(weight, at, e.n, wide, w);
+        }
+    }
+}
+extern "C" __global__ void __launch_bounds__(THREADS) sgd_f32(const __grid_constant__ SgdArgs a) { sgd<float>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS) sgd_bf16(const __grid_constant__ SgdArgs a) { sgd<bf16>(a); }
+
+// Gradients one launch squares, and elements of one part.
+constexpr int GRADS = 128;
+constexpr int PART = 64 * THREADS;
+
+struct Slice {
+    u64 x;
+    i64 n;
+};
+struct SquareArgs {
+    Slice list[GRADS];
+    u64 parts;
+    u32 start[GRADS];
+    u32 count;
+    u32 pad;
+};
+
+// Σ over a block in f64, in a fixed order, in thread 0.
+__device__ __forceinline__ double block_total(double x) {
+    __shared__ double shared[32];
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
+    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = x;
+    __syncthreads();
+    double total = 0.0;
+    if (threadIdx.x == 0)
+        for (u32 w = 0; w < blockDim.x / 32; w++) total += shared[w];
+    return total;
+}
+
+// parts[b] = Σ x² over part b, f64.
+extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareArgs a) {
+    const int index = entry_of(a, blockIdx.x);
+    const Slice& e = a.list[index];
+    const float* x = reinterpret_cast<const float*>(e.x);
+    bool wide = (e.x & 15) == 0;
+    i64 base = i64(blockIdx.x - a.start[index]) * PART;
+    double sum = 0.0;
+#pragma unroll 4
+    for (int k = 0; k < PART / (4 * THREADS); k++) {
+        Group<float, 4> g = fetch<4>(x, base + (k * THREADS + threadIdx.x) * 4, e.n, wide);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum = fma(double(g.at[i]), double(g.at[i]), sum);
+    }
+    sum = block_total(sum);
+    if (threadIdx.x == 0) reinterpret_cast<double*>(a.parts)[blockIdx.x] = sum;
+}
+
+struct ClipArgs {
+    u64 parts, scalars;
+    i64 n;
+    float max_norm;
+    u32 limited;
+};
+
+// The norm from the parts, and the factor it asks for: max/(norm + 1e-6) where that is below 1; NaN for NaN.
+extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a) {
+    const double* parts = reinterpret_cast<const double*>(a.parts);
+    double sum = 0.0;
+#pragma unroll 4
+    for (i64 i = threadIdx.x; i < a.n; i += 1024) sum += parts[i];
+    sum = block_total(sum);
+    if (threadIdx.x != 0) return;
+    float* s = reinterpret_cast<float*>(a.scalars);
+    double norm = sqrt(sum);
+    double factor = double(a.max_norm) / (norm + 1e-6);
+    s[GRAD_NORM] = float(norm);
+    s[CLIP] = !a.limited || factor >= 1.0 ? 1.0f : float(factor);
+}

@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Packs what a GPU host without a Rust toolchain needs into one folder (default: target/gpu-bundle): the program, the
+# test executables, golden vectors, peer scripts and check.sh, which runs them all there and prints one table.
+# Usage: scripts/gpu-bundle.sh [FOLDER]
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+out=${1:-target/gpu-bundle}
+tests=(ferrotron-kernels:traits ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
+
+cargo build --release --locked -p ferrotron-cli
+rm -rf "$out"
+mkdir -p "$out/tests" "$out/peers"
+cp target/release/ferrotron "$out/"
+for t in "${tests[@]}"; do
+  # The last executable that cargo names is the test's.
+  cargo test --release --locked -p "${t%%:*}" --test "${t##*:}" --no-run --message-format=json 2>/dev/null |
+    sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -1 | xargs -I{} cp {} "$out/tests/${t##*:}"
+done
+strip "$out"/ferrotron "$out"/tests/*
+cp -r tests/golden "$out/golden"
+cp scripts/peers/*.py "$out/peers/"
+cp scripts/gpu-check.sh "$out/check.sh"
+du -sh "$out"

@@ -1,0 +1,88 @@
+#!/usr/bin/env bash
+# Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
+# interruptions, the sanitizer and benchmarks beside PyTorch. Prints one table and a verdict; logs go to a folder.
+# Usage: check.sh [LOGS] [PART...]      parts: start conformance golden parity train kill sanitizer bench (default: all)
+set -uo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+logs=${1:-$here/logs}
+shift || true
+parts=${*:-start conformance golden parity train kill sanitizer bench}
+mkdir -p "$logs"
+export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden FERROTRON_TEST_DEVICE=cuda
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+rows=() failed=0
+
+# row NAME COMMAND...: runs it, keeps its log, notes the verdict and its last line.
+row() {
+  local name=$1 begin=$SECONDS verdict=ok
+  shift
+  "$@" >"$logs/$name.log" 2>&1 || { verdict=FAILED; failed=1; }
+  rows+=("$(printf '%-22s %-7s %4ds  %s' "$name" "$verdict" $((SECONDS - begin)) "$(tail -n 1 "$logs/$name.log" | cut -c1-110)")")
+  echo "${rows[-1]}"
+}
+has() { [[ " $parts " == *" $1 "* ]]; }
+tests() { "$here/tests/$1" --test-threads="${THREADS:-8}" "${@:2}" | grep -v '^test .* ok$'; return "${PIPESTATUS[0]}"; }
+ft() { "$here/ferrotron" "$@"; }
+
+load_cold() { FERROTRON_CACHE=$work/cache ft kernels --load; }
+damaged_cache() { # a truncated and a foreign entry are rebuilt
+  local first second
+  first=$(ls "$work"/cache/*.cubin | head -1); second=$(ls "$work"/cache/*.cubin | tail -1)
+  truncate -s 100 "$first" && cp "$first" "$second" && FERROTRON_CACHE=$work/cache ft kernels --load
+}
+families() { # parity of cpu and cuda for every folder of the golden set that this version covers
+  local bad=0 dir
+  for dir in "$here"/golden/hf/*/; do
+    case $(basename "$dir") in *moe*|mixtral*|deepseek*|gpt_oss*|gptoss*) continue ;; esac
+    for dtype in f32 bf16; do
+      echo "== $(basename "$dir") $dtype"
+      ft parity "cpu,$dtype" "cuda,$dtype" --model "$dir" --input "$dir/expected.safetensors" | tail -1 || bad=1
+      [ "${PIPESTATUS[0]}" = 0 ] || bad=1
+    done
+  done
+  return $bad
+}
+same_bits() {
+  ft train --device cuda --out "$work/a" && ft train --device cuda --out "$work/b" &&
+    diff -r "$work/a/checkpoints" "$work/b/checkpoints" && echo "two runs gave the same bytes"
+}
+like_the_cpu() {
+  ft train --device cpu --out "$work/cpu" >"$work/cpu.txt" && ft train --device cuda --out "$work/gpu" >"$work/gpu.txt" &&
+    python3 - "$work" <<'PY'
+import re, sys
+loss = [float(re.search(r"validation loss\s+([\d.]+)", open(f"{sys.argv[1]}/{d}.txt").read()).group(1)) for d in ("cpu", "gpu")]
+apart = abs(loss[1] / loss[0] - 1)
+print(f"validation loss {loss[0]} on the CPU, {loss[1]} on the GPU: {apart:.2%} apart")
+sys.exit(apart > 0.01)
+PY
+}
+sanitize() { compute-sanitizer --tool "$1" --error-exitcode 9 "$here/tests/traits" --test-threads=1 ${SANITIZE_ONLY:-} | tail -5; return "${PIPESTATUS[0]}"; }
+ours() { ft bench train --device cuda --work "$1" --profile && ft bench train --device cuda --work "$1" --json >"$logs/$1.json" && python3 -c "
+import json, sys; r = json.load(open(sys.argv[1])); print(f\"{r['tok_s']:.0f} tokens/s, {r['tflops']:.0f} TFLOP/s, MFU {r['mfu']:.1%}, {r['peak_bytes']/2**30:.1f} GiB\")" "$logs/$1.json"; }
+peer() { SDPA=$2 python3 "$here/peers/torch_train.py" "$1"; }
+
+if has start; then
+  row doctor ft doctor
+  row kernels-cold load_cold
+  row kernels-warm load_cold
+  row kernels-damaged damaged_cache
+fi
+has conformance && row conformance tests traits && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
+has golden && row golden-hf tests golden_hf
+has parity && row parity families
+has train && row train-same-bits same_bits && row train-like-cpu like_the_cpu
+has kill && row kill-and-resume tests interruptions
+has sanitizer && row memcheck sanitize memcheck && row racecheck sanitize racecheck
+if has bench; then
+  for pair in ${BENCH:-gpt2-124m:gpt2-bf16 llama-1b:llama1b-bf16 llama-8b-8l:llama8b8l-bf16}; do
+    row "bench-${pair%%:*}" ours "${pair%%:*}"
+    row "peer-${pair##*:}" peer "${pair##*:}" default
+    row "peer-${pair##*:}-cudnn" peer "${pair##*:}" cudnn
+  done
+fi
+
+echo
+printf '%s\n' "${rows[@]}"
+[ $failed = 0 ] && echo "verdict: all held" || echo "verdict: something failed, see $logs"
+exit $failed
