@@ -73,12 +73,6 @@ impl Blas {
         Ok(Blas { handle, plans: Mutex::default() })
     }
 
-    /// The version of the library.
-    pub(super) fn version() -> usize {
-        // SAFETY: called after `open`.
-        unsafe { sys::cublasLtGetVersion() }
-    }
-
     /// The plan of a product, or none where the library has no algorithm for it.
     fn plan(&self, key: Key) -> Result<Option<Plan>> {
         let mut plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);

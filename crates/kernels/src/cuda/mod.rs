@@ -2,22 +2,22 @@
 //! compiled for the card by NVRTC at the first start and kept on disk; products go through cuBLASLt.
 
 mod activation;
+mod attention;
 mod cache;
 mod compile;
 mod copy;
-mod gemm;
-mod libraries;
-mod modules;
-mod rows;
-mod sources;
-// mod attention;
 mod elementwise;
 mod embedding;
+mod gemm;
+mod libraries;
 mod loss;
+mod modules;
 mod norm;
 mod optim;
 mod product;
 mod rope;
+mod rows;
+mod sources;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};
@@ -33,7 +33,6 @@ use modules::Modules;
 pub struct CudaKernels {
     modules: Modules,
     blas: Blas,
-    multiprocessors: u32,
 }
 
 /// A kernel of a source.
@@ -64,21 +63,12 @@ impl CudaKernels {
         };
         // A stream makes the card's context current on this thread.
         let _stream = device.stream("loading")?;
-        Ok(CudaKernels {
-            modules: Modules::load(card)?,
-            blas: Blas::open()?,
-            multiprocessors: card.multiprocessors,
-        })
+        Ok(CudaKernels { modules: Modules::load(card)?, blas: Blas::open()? })
     }
 
     /// How many sources were compiled, how many were in the cache.
     pub fn readiness(&self) -> Readiness {
         self.modules.readiness()
-    }
-
-    /// Multiprocessors of the card. For sizing grids; results must not depend on it.
-    pub(crate) fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
     }
 
     /// Queues a kernel on the launch's stream with one struct of arguments, laid out as the source's. A grid with
@@ -105,3 +95,5 @@ macro_rules! typed {
     };
 }
 pub(crate) use typed;
+
+impl crate::Kernels for CudaKernels {}

@@ -20,6 +20,26 @@ const fn source(name: &'static str, text: &'static str) -> Source {
 
 /// All of them.
 pub const SOURCES: &[Source] = &[
+    source(
+        "attention_forward",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/forward.cu")),
+    ),
+    source(
+        "attention_backward_keys",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_keys.cu")),
+    ),
+    source(
+        "attention_backward_queries",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_queries.cu")),
+    ),
+    source(
+        "attention_plain",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/plain.cu")),
+    ),
+    source(
+        "attention_rows",
+        concat!(include_str!("attention/common.cuh"), include_str!("attention/rows.cu")),
+    ),
     source("elementwise", include_str!("elementwise.cu")),
     source("embedding", include_str!("embedding.cu")),
     source("optim", include_str!("optim.cu")),

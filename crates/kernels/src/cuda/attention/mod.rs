@@ -117,7 +117,9 @@ fn job(op: &'static str, scores: &Scores, sequences: Sequences, f: &AttentionFor
     let first = spans.first();
     let inside = match sequences {
         Sequences::Batch => [[0, tokens], [0, first.map_or(0, |s| s.k_len)]],
-        Sequences::Packed { q, k } => [q, k].map(|o| [o.first(), o.last()].map(|x| x.map_or(0, |x| *x as usize))),
+        Sequences::Packed { q, k } => {
+            [q, k].map(|o| [o.first(), o.last()].map(|x| x.map_or(0, |x| *x as usize)))
+        }
     };
     let bound = |n: Option<usize>| n.map_or(UNBOUNDED, |n| n.min(UNBOUNDED as usize) as i32);
     let args = Args {
@@ -236,7 +238,15 @@ impl Job {
     }
 
     /// Zeroes the rows of a view that belong to no sequence.
-    fn blank(&self, kernels: &CudaKernels, l: &Launch, kernel: Kernel, at: usize, t: &Tensor, side: Side) -> Result<()> {
+    fn blank(
+        &self,
+        kernels: &CudaKernels,
+        l: &Launch,
+        kernel: Kernel,
+        at: usize,
+        t: &Tensor,
+        side: Side,
+    ) -> Result<()> {
         let [from, to] = self.inside[usize::from(side == Side::Key)];
         let ([tokens, heads, channels], true) = (t.shape(), self.gaps) else { return Ok(()) };
         let numbers = (tokens - (to - from)) * heads * channels;
@@ -248,7 +258,8 @@ impl Job {
             heads: *heads as i32,
             channels: *channels as i32,
         };
-        let grid = Grid { blocks: [blocks(numbers.div_ceil(256).min(1 << 16))?, 1, 1], threads: 256, shared: 0 };
+        let grid =
+            Grid { blocks: [blocks(numbers.div_ceil(256).min(1 << 16))?, 1, 1], threads: 256, shared: 0 };
         kernels.queue(l, kernel, grid, &args)
     }
 }
