@@ -9,24 +9,15 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
     static constexpr int BN = WARPS * MT * 16, THREADS = WARPS * 32;
     static constexpr int K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
     static constexpr int Q_BYTES = BM * DQ * 2, D_BYTES = BM * DV * 2;
-    static constexpr int STAGE = Q_BYTES + D_BYTES + BM * 8, BYTES = K_BYTES + V_BYTES + 2 * STAGE;
+    static constexpr int STAGE = Q_BYTES + D_BYTES + BM * 8, BYTES = PLACE + K_BYTES + V_BYTES + 2 * STAGE;
     static constexpr int CQ = DQ / PARTS, CV = DV / PARTS;
     static_assert(STAGE % 128 == 0, "tiles start on 128 bytes");
     static_assert(PARTS == 1 || (CQ % 64 == 0 && CV % 64 == 0), "parts start on 128 bytes");
 
     static __device__ __forceinline__ void run(const Attention& a) {
         const int part = blockIdx.x % PARTS;
-        const Place p = place(a, blockIdx.x / PARTS, a.heads / a.group, BN, false);
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = (lane & 3) * 2;
-        const u32 base = shared_address(attention_shared);
-
-        // Queries that see some of the block's keys, and of this warp's; and those that see all of the warp's.
-        const i32 last = min(p.first + BN, p.k_len) - 1;
-        const i32 from = max(p.first - p.off - a.right, 0) / BM;
-        const i32 to = (min(last - p.off + a.left, p.q_len - 1) + BM) / BM;
-        const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.k_len) - 1;
-        const i32 near = w0 - p.off - a.right, far = w1 < w0 ? -1 : w1 - p.off + a.left;
-        const i32 all_from = w1 - p.off - a.right, all_to = min(w0 - p.off + a.left, p.q_len - 1);
+        const Place& p = keys_place(a, blockIdx.x / PARTS, BN, BM);
+        const u32 base = shared_address(attention_shared) + PLACE;
 
         float dk[MT][CQ / 8][4], dv[MT][CV / 8][4];
 #pragma unroll
@@ -41,52 +32,48 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                 for (int e = 0; e < 4; e++) dv[m][n][e] = 0.0f;
         }
 
-        auto fetch = [&](i32 head, i32 tile, u32 stage) {
-            const u32 at = base + K_BYTES + V_BYTES + stage * STAGE;
-            const i32 q0 = tile * BM, rows = p.q_len - q0;
+        // Tiles are counted through all heads of the group, and take turns in two places.
+        auto place_of = [&](i32 turn) { return base + K_BYTES + V_BYTES + u32(turn & 1) * STAGE; };
+        auto fetch = [&](i32 turn) {
+            const u32 at = place_of(turn);
+            const i32 tiles = p.to - p.from, head = p.head * a.group + turn / tiles;
+            const i32 q0 = (p.from + turn % tiles) * BM, rows = p.q_len - q0;
             load_tile<BM, DQ, THREADS>(at, a.q.row<bf16>(p.batch, p.q_start + q0, head), a.q.token, rows, a.d_qk,
                                        a.wide & W_Q);
             load_tile<BM, DV, THREADS>(at + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + q0, head), a.dout.token,
                                        rows, a.d_v, a.wide & W_DOUT);
-            if (threadIdx.x < 2 * BM) {
-                const i32 i = threadIdx.x % BM;
+            const int self = thread();
+            if (self < 2 * BM) {
+                const i32 i = self % BM;
                 const bool there = i < rows;
-                const float* x = reinterpret_cast<const float*>(threadIdx.x < BM ? a.weights : a.delta) +
+                const float* x = reinterpret_cast<const float*>(self < BM ? a.weights : a.delta) +
                                  ((i64(p.batch) * a.heads + head) * a.tokens + p.q_start + q0);
-                copy4(at + Q_BYTES + D_BYTES + threadIdx.x * 4, there ? x + i : x, there ? 4 : 0);
+                copy4(at + Q_BYTES + D_BYTES + self * 4, there ? x + i : x, there ? 4 : 0);
             }
         };
 
-        const bool capped = a.cap > 0.0f;
-        const float factor = a.scale * LOG2_E;
-        i32 head = p.head * a.group;
-        const i32 heads_end = head + a.group;
-        if (from < to) {
+        if (p.from < p.to) {
             load_tile<BN, DQ, THREADS>(base, a.k.row<bf16>(p.batch, p.k_start + p.first, p.head), a.k.token,
                                        p.k_len - p.first, a.d_qk, a.wide & W_K);
             load_tile<BN, DV, THREADS>(base + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + p.first, p.head), a.v.token,
                                        p.k_len - p.first, a.d_v, a.wide & W_V);
-            fetch(head, from, 0);
+            fetch(0);
             copies_issued();
         }
-        u32 stage = 0;
-        i32 tile = from;
 #pragma unroll 1
-        while (from < to && head < heads_end) {
+        for (i32 turn = 0; turn < (p.to - p.from) * a.group; turn++) {
             copies_arrived();
             __syncthreads();
-            const i32 q0 = tile * BM;
-            const u32 at = base + K_BYTES + V_BYTES + stage * STAGE;
-            tile++;
-            if (tile == to) {
-                tile = from;
-                head++;
-            }
-            stage ^= 1;
-            if (head < heads_end) {
-                fetch(head, tile, stage);
+            if (turn + 1 < (p.to - p.from) * a.group) {
+                fetch(turn + 1);
                 copies_issued();
             }
+            const u32 at = place_of(turn);
+            const i32 q0 = (p.from + turn % (p.to - p.from)) * BM;
+            // Queries that see some of this warp's keys, `near..=far`.
+            const int self = thread(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
+            const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.k_len) - 1;
+            const i32 near = w0 - p.off - a.right, far = w1 < w0 ? -1 : w1 - p.off + a.left;
             if (q0 > far || q0 + BM <= near) continue;  // nobody here sees this warp's keys
 
             float s[MT][BM / 8][4], dp[MT][BM / 8][4];
@@ -136,10 +123,9 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                 }
             }
             const float2* weights =
-                reinterpret_cast<const float2*>(attention_shared + (at - base) + Q_BYTES + D_BYTES) + (lane & 3);
+                reinterpret_cast<const float2*>(attention_shared + PLACE + (at - base) + Q_BYTES + D_BYTES) + (lane & 3);
             const float2* delta = weights + BM / 2;
-            if (capped) {
-                const float inner = a.scale / a.cap, outer = a.cap * LOG2_E;
+            if (a.outer > 0.0f) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -147,8 +133,8 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                         const float2 w = weights[n * 4], d = delta[n * 4];
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
-                            const float h = fast_tanh(s[m][n][e] * inner);
-                            const float y = fast_exp2(fmaf(outer, h, -(e & 1 ? w.y : w.x)));
+                            const float h = fast_tanh(s[m][n][e] * a.inner);
+                            const float y = fast_exp2(fmaf(a.outer, h, -(e & 1 ? w.y : w.x)));
                             s[m][n][e] = y;
                             dp[m][n][e] = y * (dp[m][n][e] - (e & 1 ? d.y : d.x)) * fmaf(-h, h, 1.0f);
                         }
@@ -161,13 +147,13 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                         const float2 w = weights[n * 4], d = delta[n * 4];
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
-                            const float y = fast_exp2(fmaf(s[m][n][e], factor, -(e & 1 ? w.y : w.x)));
+                            const float y = fast_exp2(fmaf(s[m][n][e], a.inner, -(e & 1 ? w.y : w.x)));
                             s[m][n][e] = y;
                             dp[m][n][e] = y * (dp[m][n][e] - (e & 1 ? d.y : d.x));
                         }
                     }
             }
-            if (q0 < all_from || q0 + BM - 1 > all_to) {
+            if (q0 < w1 - p.off - a.right || q0 + BM - 1 > min(w0 - p.off + a.left, p.q_len - 1)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -230,6 +216,8 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
             }
         }
 
+        const int end = thread(), g = (end & 31) >> 2, t = (end & 3) * 2;
+        const i32 w0 = p.first + (end >> 5) * (MT * 16);
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -254,7 +242,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
         Keys<DQ, DV, MT, BM, WARPS, PARTS>::run(a);                                                              \
     }
 
-KEYS(attention_backward_keys_64_bf16, 64, 64, 1, 64, 4, 1, 3)
+KEYS(attention_backward_keys_64_bf16, 64, 64, 2, 32, 4, 1, 2)
 KEYS(attention_backward_keys_128_bf16, 128, 128, 1, 64, 8, 1, 1)
 KEYS(attention_backward_keys_192_bf16, 192, 128, 1, 32, 4, 1, 2)
 KEYS(attention_backward_keys_256_bf16, 256, 256, 1, 32, 4, 2, 1)

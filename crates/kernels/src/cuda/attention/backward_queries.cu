@@ -5,38 +5,32 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
     static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
     static constexpr int Q_BYTES = BM * DQ * 2, D_BYTES = BM * DV * 2;
     static constexpr int K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
-    static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = Q_BYTES + D_BYTES + 2 * STAGE;
+    static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = PLACE + Q_BYTES + D_BYTES + 2 * STAGE;
 
     static __device__ __forceinline__ void run(const Attention& a) {
-        const Place p = place(a, blockIdx.x, a.heads, BM, true);
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = (lane & 3) * 2;
-        const i32 kv_head = p.head / a.group;
-        const u32 base = shared_address(attention_shared);
-        const bf16* k_row = a.k.row<bf16>(p.batch, p.k_start, kv_head);
-        const bf16* v_row = a.v.row<bf16>(p.batch, p.k_start, kv_head);
+        const Place& p = queries_place(a, BM, BN);
+        const u32 base = shared_address(attention_shared) + PLACE;
 
-        const i32 last = min(p.first + BM, p.q_len) - 1;
-        const i32 from = p.lo(a, p.first) / BN, to = (p.hi(a, last) + BN) / BN;
-        const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
-        const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
-        const i32 all_from = p.lo(a, w1), all_to = p.hi(a, w0);
-
-        auto fetch = [&](i32 tile, u32 stage) {
-            const u32 at = base + Q_BYTES + D_BYTES + stage * STAGE;
+        // Tiles take turns in two places.
+        auto place_of = [&](i32 tile) { return base + Q_BYTES + D_BYTES + u32((tile ^ p.from) & 1) * STAGE; };
+        auto fetch = [&](i32 tile) {
+            const u32 at = place_of(tile);
             const i32 k0 = tile * BN;
-            load_tile<BN, DQ, THREADS>(at, k_row + k0 * a.k.token, a.k.token, p.k_len - k0, a.d_qk, a.wide & W_K);
-            load_tile<BN, DV, THREADS>(at + K_BYTES, v_row + k0 * a.v.token, a.v.token, p.k_len - k0, a.d_v,
+            load_tile<BN, DQ, THREADS>(at, a.k.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk, a.wide & W_K);
+            load_tile<BN, DV, THREADS>(at + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v,
                                        a.wide & W_V);
         };
-        if (from < to) {
+        if (p.from < p.to) {
             load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,
                                        p.q_len - p.first, a.d_qk, a.wide & W_Q);
             load_tile<BM, DV, THREADS>(base + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + p.first, p.head),
                                        a.dout.token, p.q_len - p.first, a.d_v, a.wide & W_DOUT);
-            fetch(from, 0);
+            fetch(p.from);
             copies_issued();
         }
 
+        const int begin = thread();
+        const i32 row0 = p.first + (begin >> 5) * (MT * 16) + ((begin & 31) >> 2);
         float weights[MT][2], delta[MT][2], dq[MT][DQ / 8][4];
 #pragma unroll
         for (int m = 0; m < MT; m++) {
@@ -44,7 +38,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
             for (int r = 0; r < 2; r++) {
                 // Rows past the end take the last one's: they are not written.
                 const i64 at = (i64(p.batch) * a.heads + p.head) * a.tokens + p.q_start +
-                               min(w0 + m * 16 + r * 8 + g, p.q_len - 1);
+                               min(row0 + m * 16 + r * 8, p.q_len - 1);
                 weights[m][r] = reinterpret_cast<const float*>(a.weights)[at];
                 delta[m][r] = reinterpret_cast<const float*>(a.delta)[at];
             }
@@ -54,21 +48,22 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                 for (int e = 0; e < 4; e++) dq[m][n][e] = 0.0f;
         }
 
-        const bool capped = a.cap > 0.0f;
-        const float factor = a.scale * LOG2_E;
-        u32 stage = 0;
 #pragma unroll 1
-        for (i32 tile = from; tile < to; tile++, stage ^= 1) {
+        for (i32 tile = p.from; tile < p.to; tile++) {
             copies_arrived();
             __syncthreads();
-            if (tile + 1 < to) {
-                fetch(tile + 1, stage ^ 1);
+            if (tile + 1 < p.to) {
+                fetch(tile + 1);
                 copies_issued();
             }
             const i32 k0 = tile * BN;
+            // Keys that some of this warp's queries see, `near..=far`, and keys that all of them see.
+            const int self = thread(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
+            const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
+            const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
             if (k0 > far || k0 + BN <= near) continue;
 
-            const u32 at = base + Q_BYTES + D_BYTES + stage * STAGE;
+            const u32 at = place_of(tile);
             float s[MT][BN / 8][4], dp[MT][BN / 8][4];
 #pragma unroll
             for (int m = 0; m < MT; m++)
@@ -115,16 +110,15 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                     }
                 }
             }
-            if (capped) {
-                const float inner = a.scale / a.cap, outer = a.cap * LOG2_E;
+            if (a.outer > 0.0f) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
                     for (int n = 0; n < BN / 8; n++)
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
-                            const float h = fast_tanh(s[m][n][e] * inner);
-                            const float y = fast_exp2(fmaf(outer, h, -weights[m][e >> 1]));
+                            const float h = fast_tanh(s[m][n][e] * a.inner);
+                            const float y = fast_exp2(fmaf(a.outer, h, -weights[m][e >> 1]));
                             dp[m][n][e] = y * (dp[m][n][e] - delta[m][e >> 1]) * fmaf(-h, h, 1.0f);
                         }
             } else {
@@ -134,11 +128,11 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                     for (int n = 0; n < BN / 8; n++)
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
-                            const float y = fast_exp2(fmaf(s[m][n][e], factor, -weights[m][e >> 1]));
+                            const float y = fast_exp2(fmaf(s[m][n][e], a.inner, -weights[m][e >> 1]));
                             dp[m][n][e] = y * (dp[m][n][e] - delta[m][e >> 1]);
                         }
             }
-            if (k0 < all_from || k0 + BN - 1 > all_to) {
+            if (k0 < p.lo(a, w1) || k0 + BN - 1 > p.hi(a, w0)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -177,11 +171,12 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
             }
         }
 
+        const int end = thread(), g = (end & 31) >> 2, c0 = (end & 3) * 2;
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const i32 i = w0 + m * 16 + r * 8 + g;
+                const i32 i = p.first + (end >> 5) * (MT * 16) + m * 16 + r * 8 + g;
                 if (i >= p.q_len) continue;
                 bf16* row = a.dq.row<bf16>(p.batch, p.q_start + i, p.head);
                 const bool blind = p.lo(a, i) > p.hi(a, i);
@@ -189,7 +184,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                 for (int n = 0; n < DQ / 8; n++) {
                     const float x = blind ? 0.0f : dq[m][n][r * 2] * a.scale;
                     const float y = blind ? 0.0f : dq[m][n][r * 2 + 1] * a.scale;
-                    store_pair(row, n * 8 + t, a.d_qk, a.wide & W_DQ, x, y);
+                    store_pair(row, n * 8 + c0, a.d_qk, a.wide & W_DQ, x, y);
                 }
             }
     }

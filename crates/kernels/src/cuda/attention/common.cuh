@@ -38,12 +38,17 @@ struct Attention {
     i32 q_len, k_len, tiles;  // of each batch entry, where there are no items
     i32 left, right, bottom;  // window (unbounded: 1 << 29); diagonal ends at the last key
     u32 wide;
-    float scale, cap;  // cap 0: none
+    float scale;
+    // A product x becomes a score times log2 e: outer·tanh(inner·x) with a soft cap, inner·x where outer is 0.
+    float inner, outer;
+    // The same in the forward softmax, which takes maxima of the products: 1 where they are mapped before.
+    float factor;
 };
 
 // Where a block of threads works. Heads run fastest, so that heads that share keys run side by side.
 struct Place {
-    i32 batch, head, q_start, q_len, k_start, k_len, first, off;
+    i32 batch, head, kv_head, q_start, q_len, k_start, k_len, first, off;
+    i32 from, to;  // tiles of the other side to meet
     // First and last key that query i sees; none when the first is greater.
     __device__ __forceinline__ i32 lo(const Attention& a, i32 i) const { return max(i + off - a.left, 0); }
     __device__ __forceinline__ i32 hi(const Attention& a, i32 i) const { return min(i + off + a.right, k_len - 1); }
@@ -70,12 +75,20 @@ __device__ __forceinline__ Place place(const Attention& a, i32 block, i32 heads,
         p.k_len = a.k_len;
         p.first = (reversed ? a.tiles - 1 - tile : tile) * size;
     }
+    p.kv_head = heads == a.heads ? p.head / a.group : p.head;
     p.off = a.bottom ? p.k_len - p.q_len : 0;
+    p.from = p.to = 0;
     return p;
 }
 
 // ---- PTX ----
 
+// This thread's number, read anew each time: what is worked out from it need not be kept in registers all along.
+__device__ __forceinline__ int thread() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+    return int(x);
+}
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 // Four 8x8 matrices; lane l names row l % 8 of matrix l / 8. Register m: row lane / 4, columns 2·(lane % 4) and
 // the next, of matrix m; transposed: the two rows of that column pair.
@@ -130,10 +143,11 @@ template <int ROWS, int D, int THREADS>
 __device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i32 rows, i32 channels, bool wide) {
     constexpr int CHUNKS = D / 8;
     static_assert(ROWS * CHUNKS % THREADS == 0, "whole rounds only");
+    const int self = thread();
     if (wide) {
 #pragma unroll
         for (int n = 0; n < ROWS * CHUNKS / THREADS; n++) {
-            int at = n * THREADS + int(threadIdx.x), row = at / CHUNKS, c = at % CHUNKS;
+            int at = n * THREADS + self, row = at / CHUNKS, c = at % CHUNKS;
             int bytes = row < rows ? min(max((channels - c * 8) * 2, 0), 16) : 0;
             const bf16* p = bytes > 0 ? from + (row * step + c * 8) : from;
             copy16(to + row * (D * 2) + ((c ^ (row & 7)) << 4), p, u32(bytes));
@@ -141,7 +155,7 @@ __device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i3
     } else {
 #pragma unroll 1
         for (int n = 0; n < ROWS * CHUNKS / THREADS; n++) {
-            int at = n * THREADS + int(threadIdx.x), row = at / CHUNKS, c = at % CHUNKS;
+            int at = n * THREADS + self, row = at / CHUNKS, c = at % CHUNKS;
             u32 x[8];
 #pragma unroll
             for (int e = 0; e < 8; e++)
@@ -192,3 +206,31 @@ __device__ __forceinline__ void conclude(float most, float sum, float sink, floa
 }
 
 extern __shared__ __align__(128) u8 attention_shared[];
+
+// The block's place at the start of shared memory, where it costs no registers: those are for sums. Tiles start
+// after PLACE bytes.
+constexpr int PLACE = 128;
+// `rows` queries and the tiles of `size` keys they see.
+__device__ __forceinline__ const Place& queries_place(const Attention& a, i32 rows, i32 size) {
+    if (threadIdx.x == 0) {
+        Place p = place(a, blockIdx.x, a.heads, rows, true);
+        p.from = p.lo(a, p.first) / size;
+        // The last key may be -1 or less.
+        p.to = (p.hi(a, min(p.first + rows, p.q_len) - 1) + size) / size;
+        *reinterpret_cast<Place*>(attention_shared) = p;
+    }
+    __syncthreads();
+    return *reinterpret_cast<const Place*>(attention_shared);
+}
+// `rows` keys and the tiles of `size` queries that see them.
+__device__ __forceinline__ const Place& keys_place(const Attention& a, i32 block, i32 rows, i32 size) {
+    if (threadIdx.x == 0) {
+        Place p = place(a, block, a.heads / a.group, rows, false);
+        const i32 last = min(p.first + rows, p.k_len) - 1;
+        p.from = max(p.first - p.off - a.right, 0) / size;
+        p.to = (min(last - p.off + a.left, p.q_len - 1) + size) / size;
+        *reinterpret_cast<Place*>(attention_shared) = p;
+    }
+    __syncthreads();
+    return *reinterpret_cast<const Place*>(attention_shared);
+}

@@ -5,22 +5,11 @@
 template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
     static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
     static constexpr int Q_BYTES = BM * DQ * 2, K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
-    static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = Q_BYTES + 2 * STAGE;
+    static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = PLACE + Q_BYTES + 2 * STAGE;
 
     static __device__ __forceinline__ void run(const Attention& a) {
-        const Place p = place(a, blockIdx.x, a.heads, BM, true);
-        const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = (lane & 3) * 2;
-        const i32 kv_head = p.head / a.group;
-        const u32 base = shared_address(attention_shared);
-        const bf16* k_row = a.k.row<bf16>(p.batch, p.k_start, kv_head);
-        const bf16* v_row = a.v.row<bf16>(p.batch, p.k_start, kv_head);
-
-        // Keys this block sees, and those this warp sees: some of its rows (`near`..`far`), all (`all_from`..`all_to`).
-        const i32 last = min(p.first + BM, p.q_len) - 1;
-        const i32 from = p.lo(a, p.first) / BN, to = (p.hi(a, last) + BN) / BN;  // tiles; hi may be -1 or less
-        const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
-        const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
-        const i32 all_from = p.lo(a, w1), all_to = p.hi(a, w0);
+        const Place& p = queries_place(a, BM, BN);
+        const u32 base = shared_address(attention_shared) + PLACE;
 
         float o[MT][DV / 8][4];
         float top[MT][2], sum[MT][2];
@@ -34,37 +23,38 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
             sum[m][0] = sum[m][1] = 0.0f;
         }
 
-        auto fetch = [&](i32 tile, u32 stage) {
-            const u32 at = base + Q_BYTES + stage * STAGE;
+        // Tiles take turns in two places.
+        auto place_of = [&](i32 tile) { return base + Q_BYTES + u32((tile ^ p.from) & 1) * STAGE; };
+        auto fetch = [&](i32 tile) {
+            const u32 at = place_of(tile);
             const i32 k0 = tile * BN;
-            load_tile<BN, DQ, THREADS>(at, k_row + k0 * a.k.token, a.k.token, p.k_len - k0, a.d_qk, a.wide & W_K);
-            load_tile<BN, DV, THREADS>(at + K_BYTES, v_row + k0 * a.v.token, a.v.token, p.k_len - k0, a.d_v,
+            load_tile<BN, DQ, THREADS>(at, a.k.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk, a.wide & W_K);
+            load_tile<BN, DV, THREADS>(at + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v,
                                        a.wide & W_V);
         };
 
-        // A scale that is not positive turns the order of the raw products around, so it is applied first.
-        const bool capped = a.cap > 0.0f, first_mapped = capped || !(a.scale > 0.0f);
-        const float factor = first_mapped ? 1.0f : a.scale * LOG2_E;
-
-        if (from < to) {
+        if (p.from < p.to) {
             load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,
                                        p.q_len - p.first, a.d_qk, a.wide & W_Q);
-            fetch(from, 0);
+            fetch(p.from);
             copies_issued();
         }
-        u32 stage = 0;
 #pragma unroll 1
-        for (i32 tile = from; tile < to; tile++, stage ^= 1) {
+        for (i32 tile = p.from; tile < p.to; tile++) {
             copies_arrived();
             __syncthreads();
-            if (tile + 1 < to) {
-                fetch(tile + 1, stage ^ 1);
+            if (tile + 1 < p.to) {
+                fetch(tile + 1);
                 copies_issued();
             }
             const i32 k0 = tile * BN;
+            // Keys that some of this warp's queries see, `near..=far`, and keys that all of them see.
+            const int self = thread(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
+            const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
+            const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
             if (k0 > far || k0 + BN <= near) continue;  // nothing here for this warp
 
-            const u32 at = base + Q_BYTES + stage * STAGE;
+            const u32 at = place_of(tile);
             float s[MT][BN / 8][4];
 #pragma unroll
             for (int m = 0; m < MT; m++)
@@ -91,19 +81,19 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     }
                 }
             }
-            if (first_mapped) {
-                const float inner = capped ? a.scale / a.cap : a.scale * LOG2_E, outer = a.cap * LOG2_E;
+            // A scale that is not positive turns the order of the products around, so it is applied first.
+            if (a.outer > 0.0f || !(a.scale > 0.0f)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
                     for (int n = 0; n < BN / 8; n++)
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
-                            float x = s[m][n][e] * inner;
-                            s[m][n][e] = capped ? outer * fast_tanh(x) : x;
+                            float x = s[m][n][e] * a.inner;
+                            s[m][n][e] = a.outer > 0.0f ? a.outer * fast_tanh(x) : x;
                         }
             }
-            if (k0 < all_from || k0 + BN - 1 > all_to) {
+            if (k0 < p.lo(a, w1) || k0 + BN - 1 > p.hi(a, w0)) {
 #pragma unroll
                 for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -131,8 +121,8 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
                     x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
                     // While a query has seen nothing its maximum is -inf, which must not meet another -inf.
-                    const float origin = x == NEG_INF ? 0.0f : x * factor;
-                    shrink[m][r] = fast_exp2(top[m][r] * factor - origin);
+                    const float origin = x == NEG_INF ? 0.0f : x * a.factor;
+                    shrink[m][r] = fast_exp2(top[m][r] * a.factor - origin);
                     moved |= top[m][r] != x;
                     top[m][r] = x;
                     float total = 0.0f;
@@ -140,7 +130,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     for (int n = 0; n < BN / 8; n++)
 #pragma unroll
                         for (int e = 0; e < 2; e++) {
-                            const float y = fast_exp2(fmaf(s[m][n][r * 2 + e], factor, -origin));
+                            const float y = fast_exp2(fmaf(s[m][n][r * 2 + e], a.factor, -origin));
                             s[m][n][r * 2 + e] = y;
                             total += y;
                         }
@@ -179,6 +169,8 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
             }
         }
 
+        const int self = thread(), g = (self & 31) >> 2, t = (self & 3) * 2;
+        const i32 w0 = p.first + (self >> 5) * (MT * 16);
         // The sink is one more score that no value belongs to.
         const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
 #pragma unroll
@@ -190,7 +182,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                 total += __shfl_xor_sync(~0u, total, 1);
                 total += __shfl_xor_sync(~0u, total, 2);
                 if (i >= p.q_len) continue;
-                const float most = top[m][r] == NEG_INF ? NEG_INF : top[m][r] * factor;
+                const float most = top[m][r] == NEG_INF ? NEG_INF : top[m][r] * a.factor;
                 float lse, share;
                 conclude(most, total, sink, lse, share);
                 if (t == 0)
@@ -213,7 +205,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
         Forward<DQ, DV, MT, BN, WARPS>::run(a);                                                         \
     }
 
-FORWARD(attention_forward_64_bf16, 64, 64, 2, 64, 4, 3)
+FORWARD(attention_forward_64_bf16, 64, 64, 2, 128, 4, 2)
 FORWARD(attention_forward_128_bf16, 128, 128, 2, 64, 4, 2)
 FORWARD(attention_forward_192_bf16, 192, 128, 2, 32, 4, 2)
 FORWARD(attention_forward_256_bf16, 256, 256, 1, 32, 4, 2)

@@ -27,6 +27,8 @@ pub(super) struct Instance {
 
 /// The widest head there is an instance for.
 const WIDEST: usize = 256;
+/// Bytes before the tiles of the tensor-core instances, as in common.cuh.
+const PLACE: usize = 128;
 
 /// A tensor-core instance: `resident` rows of `[d_qk, d_v]` (or of `d_qk` alone) stay in shared memory, two tiles of
 /// `streamed` rows and `extra` bytes pass through it.
@@ -40,7 +42,7 @@ const fn matrix(
     extra: usize,
 ) -> Step {
     let rows = warps * tiles * 16;
-    let shared = rows * resident * 2 + 2 * (streamed * both * 2 + extra);
+    let shared = PLACE + rows * resident * 2 + 2 * (streamed * both * 2 + extra);
     Step { kernel: Kernel { source, name }, rows, parts, threads: warps as u32 * 32, shared: shared as u32 }
 }
 
@@ -90,8 +92,8 @@ const BF16: [(usize, usize, Instance); 4] = [
         64,
         64,
         Instance {
-            forward: forward("attention_forward_64_bf16", [64, 64], 2, 64, 4),
-            keys: keys("attention_backward_keys_64_bf16", [64, 64], 1, 64, 4, 1),
+            forward: forward("attention_forward_64_bf16", [64, 64], 2, 128, 4),
+            keys: keys("attention_backward_keys_64_bf16", [64, 64], 2, 32, 4, 1),
             queries: queries("attention_backward_queries_64_bf16", [64, 64], 2, 32, 4),
         },
     ),
@@ -178,7 +180,7 @@ mod tests {
             };
             assert_eq!((dq, dv, warps * tiles * 16), (d_qk, d_v, i.forward.rows));
             assert_eq!(i.forward.threads as usize, warps * 32);
-            let bytes = 2 * (i.forward.rows * dq + 2 * streamed * (dq + dv));
+            let bytes = PLACE + 2 * (i.forward.rows * dq + 2 * streamed * (dq + dv));
             assert_eq!(i.forward.shared as usize, bytes);
 
             let [dq, dv, tiles, streamed, warps, parts, _] =
@@ -188,7 +190,7 @@ mod tests {
             };
             assert_eq!((dq, dv, warps * tiles * 16, parts), (d_qk, d_v, i.keys.rows, i.keys.parts));
             assert_eq!(i.keys.threads as usize, warps * 32);
-            let bytes = 2 * (i.keys.rows + 2 * streamed) * (dq + dv) + 2 * streamed * 8;
+            let bytes = PLACE + 2 * (i.keys.rows + 2 * streamed) * (dq + dv) + 2 * streamed * 8;
             assert_eq!(i.keys.shared as usize, bytes);
 
             let [dq, dv, tiles, streamed, warps, _] =
@@ -198,7 +200,7 @@ mod tests {
             };
             assert_eq!((dq, dv, warps * tiles * 16), (d_qk, d_v, i.queries.rows));
             assert_eq!(i.queries.threads as usize, warps * 32);
-            assert_eq!(i.queries.shared as usize, 2 * (i.queries.rows + 2 * streamed) * (dq + dv));
+            assert_eq!(i.queries.shared as usize, PLACE + 2 * (i.queries.rows + 2 * streamed) * (dq + dv));
         }
         for (d, _, i) in F32 {
             assert!(include_str!("plain.cu").contains(&format!("PLAIN({d}, {})", i.forward.rows)));

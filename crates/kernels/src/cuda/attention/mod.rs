@@ -12,7 +12,8 @@ use crate::cpu::attention::{Align, AttentionShape, Span, check_shape, per_head};
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
 use instances::{Instance, Step, instance};
-use std::cmp::Reverse;
+use std::cmp::{Ordering, Reverse};
+use std::f32::consts::LOG2_E;
 
 /// Sequences up to this length keep every sum of positions within 32 bits.
 const LONGEST: usize = 1 << 28;
@@ -62,7 +63,9 @@ struct Args {
     bottom: i32,
     wide: u32,
     scale: f32,
-    cap: f32,
+    inner: f32,
+    outer: f32,
+    factor: f32,
 }
 
 /// `Blank` of rows.cu.
@@ -122,6 +125,8 @@ fn job(op: &'static str, scores: &Scores, sequences: Sequences, f: &AttentionFor
         }
     };
     let bound = |n: Option<usize>| n.map_or(UNBOUNDED, |n| n.min(UNBOUNDED as usize) as i32);
+    let inner = shape.softcap.map_or(shape.scale * LOG2_E, |cap| shape.scale / cap);
+    let mapped = shape.softcap.is_some() || shape.scale.partial_cmp(&0.0) != Some(Ordering::Greater);
     let args = Args {
         lse_batch: lse_batch as i64,
         lse_head: shape.lse_head as i64,
@@ -140,7 +145,9 @@ fn job(op: &'static str, scores: &Scores, sequences: Sequences, f: &AttentionFor
         right: if shape.causal { 0 } else { bound(shape.window.1) },
         bottom: i32::from(shape.align == Align::BottomRight),
         scale: shape.scale,
-        cap: shape.softcap.unwrap_or(0.0),
+        inner,
+        outer: shape.softcap.map_or(0.0, |cap| cap * LOG2_E),
+        factor: if mapped { 1.0 } else { inner },
         ..Args::default()
     };
     Ok(Job { shape, spans, instance, args, packed, gaps, inside })
@@ -167,8 +174,8 @@ impl Job {
         };
         // The step of an axis with one element is never taken.
         let steps = [(b, batch), (n, token), (h, head)];
-        let aligned = steps.iter().all(|(n, step)| *n <= 1 || step * t.dtype().size() % 16 == 0);
-        if aligned && data % 16 == 0 {
+        let aligned = steps.iter().all(|(n, step)| *n <= 1 || (step * t.dtype().size()).is_multiple_of(16));
+        if aligned && data.is_multiple_of(16) {
             self.args.wide |= 1 << at;
         }
         self.args.views[at] = View { data, batch: batch as i64, token: token as i64, head: head as i64 };

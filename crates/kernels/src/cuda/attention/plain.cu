@@ -81,12 +81,12 @@ template <int D, int TILE> struct Plain {
     // A product as a score times log2 e, and the slope of the soft cap there.
     static __device__ __forceinline__ float score(const Attention& a, float s, float& slope) {
         slope = 1.0f;
-        if (a.cap > 0.0f) {
-            const float h = tanhf(s * a.scale / a.cap);
+        if (a.outer > 0.0f) {
+            const float h = tanhf(s * a.inner);
             slope = fmaf(-h, h, 1.0f);
-            return a.cap * LOG2_E * h;
+            return a.outer * h;
         }
-        return s * (a.scale * LOG2_E);
+        return s * a.inner;
     }
     // Over the 16 threads of a row.
     static __device__ __forceinline__ float row_max(float x) {
@@ -105,7 +105,7 @@ template <int D, int TILE> struct Plain {
         const int y = threadIdx.x >> 4, x = threadIdx.x & 15;
         float* q = reinterpret_cast<float*>(attention_shared);
         float *k = q + ROWS, *v = k + ROWS, *probs = v + ROWS;
-        const i32 kv_head = p.head / a.group, last = min(p.first + TILE, p.q_len) - 1;
+        const i32 last = min(p.first + TILE, p.q_len) - 1;
         const i32 from = p.lo(a, p.first) / TILE, to = (p.hi(a, last) + TILE) / TILE;
         float sums[R][N][4], top[R], sum[R];
         clear(sums);
@@ -115,8 +115,8 @@ template <int D, int TILE> struct Plain {
         for (i32 tile = from; tile < to; tile++) {
             const i32 k0 = tile * TILE;
             __syncthreads();
-            fill(k, a.k.row<float>(p.batch, p.k_start + k0, kv_head), a.k.token, p.k_len - k0, a.d_qk);
-            fill(v, a.v.row<float>(p.batch, p.k_start + k0, kv_head), a.v.token, p.k_len - k0, a.d_v);
+            fill(k, a.k.row<float>(p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk);
+            fill(v, a.v.row<float>(p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v);
             __syncthreads();
             float s[R][C];
             product(s, q, k, y, x);
@@ -230,7 +230,7 @@ template <int D, int TILE> struct Plain {
         const int y = threadIdx.x >> 4, x = threadIdx.x & 15;
         float* q = reinterpret_cast<float*>(attention_shared);
         float *dout = q + ROWS, *k = dout + ROWS, *v = k + ROWS, *slopes = v + ROWS;
-        const i32 kv_head = p.head / a.group, last = min(p.first + TILE, p.q_len) - 1;
+        const i32 last = min(p.first + TILE, p.q_len) - 1;
         const i32 from = p.lo(a, p.first) / TILE, to = (p.hi(a, last) + TILE) / TILE;
         const i64 row = (i64(p.batch) * a.heads + p.head) * a.tokens + p.q_start;
         float dq[R][N][4], weight[R], delta[R];
@@ -246,8 +246,8 @@ template <int D, int TILE> struct Plain {
         for (i32 tile = from; tile < to; tile++) {
             const i32 k0 = tile * TILE;
             __syncthreads();
-            fill(k, a.k.row<float>(p.batch, p.k_start + k0, kv_head), a.k.token, p.k_len - k0, a.d_qk);
-            fill(v, a.v.row<float>(p.batch, p.k_start + k0, kv_head), a.v.token, p.k_len - k0, a.d_v);
+            fill(k, a.k.row<float>(p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk);
+            fill(v, a.v.row<float>(p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v);
             __syncthreads();
             float s[R][C], dp[R][C];
             product(s, q, k, y, x);
