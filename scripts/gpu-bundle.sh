@@ -13,9 +13,8 @@ rm -rf "$out"
 mkdir -p "$out/tests" "$out/peers"
 cp target/release/ferrotron "$out/"
 for t in "${tests[@]}"; do
-  # The last executable that cargo names is the test's.
   cargo test --release --locked -p "${t%%:*}" --test "${t##*:}" --no-run --message-format=json 2>/dev/null |
-    sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -1 | xargs -I{} cp {} "$out/tests/${t##*:}"
+    grep '"kind":\["test"\]' | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | xargs -I{} cp {} "$out/tests/${t##*:}"
 done
 strip "$out"/ferrotron "$out"/tests/*
 cp -r tests/golden "$out/golden"

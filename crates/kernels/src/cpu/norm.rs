@@ -256,34 +256,45 @@ fn norm_row<T: Float>(
     (mean, r)
 }
 
+/// Columns summed lane by lane before the lanes are added up, so that very wide rows lose nothing.
+const BLOCK: usize = 4096;
+
 #[inline(always)]
 fn sum<T: Float>(x: &[T]) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let (blocks, rest) = x.as_chunks::<LANES>();
-    for block in blocks {
-        for (lane, x) in lanes.iter_mut().zip(block) {
+    let mut total = 0.0;
+    for part in x.chunks(BLOCK) {
+        let mut lanes = [0.0; LANES];
+        let (blocks, rest) = part.as_chunks::<LANES>();
+        for block in blocks {
+            for (lane, x) in lanes.iter_mut().zip(block) {
+                *lane += x.to_f32();
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(rest) {
             *lane += x.to_f32();
         }
+        total += fold(lanes);
     }
-    for (lane, x) in lanes.iter_mut().zip(rest) {
-        *lane += x.to_f32();
-    }
-    fold(lanes)
+    total
 }
 
 #[inline(always)]
 fn sum_squares<T: Float>(x: &[T], mean: f32) -> f32 {
-    let mut lanes = [0.0; LANES];
-    let (blocks, rest) = x.as_chunks::<LANES>();
-    for block in blocks {
-        for (lane, x) in lanes.iter_mut().zip(block) {
+    let mut total = 0.0;
+    for part in x.chunks(BLOCK) {
+        let mut lanes = [0.0; LANES];
+        let (blocks, rest) = part.as_chunks::<LANES>();
+        for block in blocks {
+            for (lane, x) in lanes.iter_mut().zip(block) {
+                let d = x.to_f32() - mean;
+                *lane += d * d;
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(rest) {
             let d = x.to_f32() - mean;
             *lane += d * d;
         }
+        total += fold(lanes);
     }
-    for (lane, x) in lanes.iter_mut().zip(rest) {
-        let d = x.to_f32() - mean;
-        *lane += d * d;
-    }
-    fold(lanes)
+    total
 }

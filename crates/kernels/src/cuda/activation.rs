@@ -24,7 +24,7 @@ struct ActArgs {
 impl ActArgs {
     /// For outputs of `all` elements in rows of `f`; without a gate (`f` = 0) they are one row.
     fn new(act: Act, all: usize, f: usize) -> ActArgs {
-        let (rows, width) = if f == 0 { (1, all) } else { (all / f, f) };
+        let (rows, width) = all.checked_div(f).map_or((1, all), |rows| (rows, f));
         let (code, [limit, alpha, offset]) = match act {
             Act::GeluTanh => (0, [0.0; 3]),
             Act::GeluErf => (1, [0.0; 3]),

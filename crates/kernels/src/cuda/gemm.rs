@@ -3,7 +3,7 @@
 //! The library thinks in columns: our row-major `c [m, n]` is its column-major `cᵀ [n, m]`, and
 //! `cᵀ = op(b)ᵀ·op(a)ᵀ`. So the factors change places, nothing is moved, and a bias over our columns is its bias
 //! over rows. The first algorithm its heuristics name is taken and kept for the shape: no timing, so that two
-//! runs choose alike. What it refuses (odd alignments, mixed types) our own plain kernel does.
+//! runs choose alike. What it refuses (odd alignments, mixed types), or rounds twice, our own plain kernel does.
 
 use super::CudaKernels;
 use super::libraries::NvidiaLibrary;
@@ -238,9 +238,9 @@ impl GemmKernels for CudaKernels {
             let bias = g.bias.is_some();
             let types = [input, g.c.dtype()];
             let key = Key { sizes, trans: [g.trans_a, g.trans_b], types, bias, align };
-            // Single rows may have any row stride in a view; the library wants a sensible one.
-            let plan =
-                if sizes.k == 0 || (bias && alignment(l, 3)? < 16) { None } else { self.blas.plan(key)? };
+            // The library rounds the sum before it adds a bias; we round once.
+            let ours = sizes.k == 0 || (bias && (g.accumulate || alignment(l, 3)? < 16));
+            let plan = if ours { None } else { self.blas.plan(key)? };
             match plan {
                 Some(plan) => self.blas.run(l, &plan, g.accumulate, bias, plan.workspace > 0),
                 None => self.product(l, g, &sizes),

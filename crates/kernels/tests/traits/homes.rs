@@ -103,6 +103,15 @@ impl Home {
         Framed { whole, view }
     }
 
+    /// In a frame or, aligned and without gaps, alone.
+    pub fn placed(&self, framed: bool, dtype: DType, shape: &[usize], values: &[f64]) -> Framed {
+        if framed {
+            return self.framed(dtype, shape, values);
+        }
+        let whole = self.tensor(dtype, shape, values);
+        Framed { view: whole.clone(), whole }
+    }
+
     pub fn host(&self, t: &Tensor) -> Vec<f64> {
         match t.dtype() {
             DType::F32 => self.s.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),

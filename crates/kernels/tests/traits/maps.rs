@@ -133,11 +133,11 @@ fn non_linearities_and_their_slopes() {
     let slope = |f: &dyn Fn(f64) -> f64, x: f64| (f(x + 1e-5) - f(x - 1e-5)) / 2e-5;
     everywhere(|h, dtype| {
         for a in acts {
-            for gated in [false, true] {
+            for (gated, f) in [(false, 19), (true, 19), (false, 64), (true, 64)] {
                 if !gated && matches!(a, Act::ClampedSilu { .. }) {
                     continue;
                 }
-                let (rows, f) = (7, 19);
+                let rows = 7;
                 let width = if gated { 2 * f } else { f };
                 let x: Vec<f64> =
                     numbers(dtype, 1, rows * width).iter().map(|x| rounded(dtype, x * 3.0)).collect();
@@ -160,7 +160,7 @@ fn non_linearities_and_their_slopes() {
                         wdx[r * width + c] = dy[i] * slope(&|g| value(a, g), g);
                     }
                 }
-                let what = format!("{} {dtype} {a:?} gated {gated}", h.name);
+                let what = format!("{} {dtype} {a:?} gated {gated} {f}", h.name);
                 close(&format!("{what} y"), dtype, &h.host(&y), &wy, 2e-6);
                 close(&format!("{what} dx"), dtype, &h.host(&dx), &wdx, 4e-6);
             }

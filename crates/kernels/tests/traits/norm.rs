@@ -54,7 +54,12 @@ fn naive(norm: Norm, x: &[f64], gamma: &[f64], beta: &[f64], dy: &[f64], residua
 #[test]
 fn norms_of_views_are_norms() {
     everywhere(|h, dtype| {
-        for shape in [&[1usize, 4][..], &[7, 33], &[40, 128], &[5, 3, 16], &[0, 8]] {
+        // Short rows, and rows that need teams of threads of every size, up to those no registers hold.
+        let short = [&[1usize, 4][..], &[7, 33], &[40, 128], &[5, 3, 16], &[0, 8]];
+        let wide =
+            [&[9usize, 400][..], &[7, 1032], &[5, 2048], &[3, 9000], &[2, 12008], &[2, 17001], &[2, 33000]];
+        let cases = short.iter().chain(&wide).flat_map(|shape| [(*shape, true), (*shape, false)]);
+        for (shape, framed) in cases {
             for norm in NORMS {
                 let n = shape[shape.len() - 1];
                 let all: usize = shape.iter().product();
@@ -63,9 +68,10 @@ fn norms_of_views_are_norms() {
                 let (xs, dys, others) = (v(1), v(2), v(3));
                 let (gammas, betas) = (numbers(dtype, 4, n), numbers(dtype, 5, n));
                 let want = naive(norm, &xs, &gammas, &betas, &dys, &others);
-                let what = format!("{} {dtype} {norm:?} {shape:?}", h.name);
+                let what = format!("{} {dtype} {norm:?} {shape:?} framed {framed}", h.name);
+                let place = |values: &[f64]| h.placed(framed, dtype, shape, values);
 
-                let (x, y) = (h.framed(dtype, shape, &xs), h.framed(dtype, shape, &vec![f64::NAN; all]));
+                let (x, y) = (place(&xs), place(&vec![f64::NAN; all]));
                 let (gamma, beta) = (h.tensor(dtype, &[n], &gammas), h.tensor(dtype, &[n], &betas));
                 let (mean, rstd) = (h.poisoned(DType::F32, &[rows]), h.poisoned(DType::F32, &[rows]));
                 let some = |t| norm.subtract_mean.then_some(t);
@@ -91,9 +97,9 @@ fn norms_of_views_are_norms() {
                 }
 
                 for (residual, accumulate) in [(false, false), (true, true)] {
-                    let dy = h.framed(dtype, shape, &dys);
-                    let dx = h.framed(dtype, shape, &vec![f64::NAN; all]);
-                    let other = h.framed(dtype, shape, &others);
+                    let dy = place(&dys);
+                    let dx = place(&vec![f64::NAN; all]);
+                    let other = place(&others);
                     let old = numbers(DType::F32, 6, n);
                     let start = |h: &Home| {
                         if accumulate {
@@ -156,7 +162,7 @@ fn most(x: &[f64]) -> f64 {
 fn a_fused_sum_and_norm_is_its_composition() {
     everywhere(|h, dtype| {
         for norm in NORMS {
-            for (rows, n) in [(1, 1), (9, 40), (3, 257), (0, 4)] {
+            for (rows, n) in [(1, 1), (9, 40), (3, 257), (0, 4), (3, 2048), (2, 16400), (1, 33001)] {
                 let v = |seed, len| h.tensor(dtype, &[len / n.max(1), n][..], &numbers(dtype, seed, len));
                 let (x, residual) = (v(1, rows * n), v(2, rows * n));
                 let (gamma, beta) = (

@@ -9,7 +9,9 @@ fn rotations_and_their_inverse() {
     let positions = [4, 0, 4, 1, 6];
     everywhere(|h, dtype| {
         for style in [RopeStyle::Half, RopeStyle::Interleaved, RopeStyle::PairsToHalves] {
-            for (heads, dim, rot) in [(1, 2, 2), (3, 8, 8), (2, 10, 6), (2, 40, 32)] {
+            let sizes =
+                [(1, 2, 2), (3, 8, 8), (2, 10, 6), (2, 40, 32), (5, 128, 128), (9, 64, 48), (2, 304, 280)];
+            for ((heads, dim, rot), framed) in sizes.into_iter().flat_map(|s| [(s, true), (s, false)]) {
                 let half = rot / 2;
                 let angle = |p: usize, i: usize| p as f64 * 7f64.powf(-(i as f64) / half as f64);
                 let table = |f: fn(f64) -> f64| -> Vec<f64> {
@@ -30,14 +32,15 @@ fn rotations_and_their_inverse() {
                         out[to.1] = row[b] * c + row[a] * s;
                     }
                 }
-                let t = h.framed(dtype, &shape, &x);
+                let t = h.placed(framed, dtype, &shape, &x);
                 let (cos, sin) =
                     (h.tensor(DType::F32, &[7, half], &cos), h.tensor(DType::F32, &[7, half], &sin));
                 let places = h.ids(&positions);
                 let rope =
                     |inverse| Rope { x: &t.view, cos: &cos, sin: &sin, positions: &places, style, inverse };
                 h.k.rope(&h.s, &rope(false)).unwrap();
-                let what = format!("{} {dtype} {style:?} {heads}x{dim} rotating {rot}", h.name);
+                let what =
+                    format!("{} {dtype} {style:?} {heads}x{dim} rotating {rot} framed {framed}", h.name);
                 close(&what, dtype, &h.inside(&t), &want, 3e-7);
                 h.k.rope(&h.s, &rope(true)).unwrap();
                 close(&format!("{what} and back"), dtype, &h.inside(&t), &x, 4.0 * eps(dtype));

@@ -52,8 +52,17 @@ fn losses_and_their_gradients() {
     let smoothings = [Smoothing::None, Smoothing::Torch(0.1), Smoothing::Megatron(0.15)];
     everywhere(|h, dtype| {
         for smoothing in smoothings {
-            // The last has columns that are padding.
-            for (rows, vocab, width) in [(1, 2, 2), (9, 33, 33), (6, 50, 64), (0, 4, 4)] {
+            // Where the width is larger, the columns beyond the vocabulary are padding.
+            let sizes = [
+                (1, 2, 2),
+                (9, 33, 33),
+                (6, 50, 64),
+                (0, 4, 4),
+                (4, 5000, 5008),
+                (3, 32000, 32000),
+                (2, 50257, 50257),
+            ];
+            for ((rows, vocab, width), framed) in sizes.into_iter().flat_map(|s| [(s, true), (s, false)]) {
                 let labels: Vec<i32> =
                     (0..rows).map(|r| if r % 4 == 2 { IGNORE } else { (r * 7 % vocab) as i32 }).collect();
                 let z: Vec<f64> =
@@ -77,10 +86,11 @@ fn losses_and_their_gradients() {
                         grad[r * width + c] = weights[r] * ((z - lse).exp() - target);
                     }
                 }
-                let what = format!("{} {dtype} {smoothing:?} {rows}x{vocab}/{width}", h.name);
+                let what = format!("{} {dtype} {smoothing:?} {rows}x{vocab}/{width} framed {framed}", h.name);
                 let weights_t = h.tensor(DType::F32, &[rows], &weights);
                 for gradient in [false, true] {
-                    let (zt, out) = (h.framed(dtype, &[rows, width], &z), h.poisoned(DType::F32, &[rows]));
+                    let (zt, out) =
+                        (h.placed(framed, dtype, &[rows, width], &z), h.poisoned(DType::F32, &[rows]));
                     let c = CrossEntropy {
                         logits: &zt.view,
                         vocab,
