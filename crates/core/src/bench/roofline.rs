@@ -86,7 +86,7 @@ pub fn roofline(r: &Resolved, tokens: u64, profile: &Profile, steps: usize, c: C
     ];
     let spent = |name: &str| -> f64 {
         let kernels = profile.iter().filter(|(k, _)| part_of(k) == name);
-        kernels.map(|(_, (_, time))| time.as_secs_f64()).sum::<f64>() / steps.max(1) as f64
+        kernels.fold(0.0, |sum, (_, (_, time))| sum + time.as_secs_f64()) / steps.max(1) as f64
     };
     floors.map(|(name, floor_s)| Part { name, floor_s, measured_s: spent(name) }).into()
 }

@@ -139,6 +139,10 @@ impl Blas {
             };
             let most = std::ptr::from_ref(&WORKSPACE).cast();
             prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, most, 8)?;
+            // Parts of a sum are joined in f32, never in the type of the result.
+            let scheme = sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+            let scheme = std::ptr::from_ref(&scheme).cast();
+            prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, scheme, 4)?;
             let [a, b, c] = key.align;
             for (which, align) in [
                 (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
