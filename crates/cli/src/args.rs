@@ -38,6 +38,9 @@ pub struct Global {
     /// Where to compute: auto, cpu, cuda or cuda:N
     #[arg(long, global = true, value_name = "DEVICE", default_value = "auto")]
     pub device: Device,
+    /// Check that events order all memory accesses of streams; slower
+    #[arg(long, global = true)]
+    pub check: bool,
     /// CPU threads; 0 means one per core. Results do not depend on it
     #[arg(long, global = true, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,

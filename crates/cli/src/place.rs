@@ -11,6 +11,7 @@ use std::time::Instant;
 impl Global {
     /// A rank where `--device` says. `auto` is the first card if there is one that works.
     pub fn rank(&self, seed: u64, watch: Watch) -> Result<Rank> {
+        let watch = Watch { order: self.check || watch.order, ..watch };
         match self.device {
             Device::Cpu => Ok(Rank::cpu_watched(self.threads, seed, watch)?),
             Device::Cuda(ordinal) => self.card(ordinal, seed, watch),

@@ -37,8 +37,10 @@ fn fails(args: &[&str], code: i32) -> String {
     errors
 }
 
-const COMMANDS: [&str; 10] =
-    ["train", "forward", "parity", "convert", "generate", "data", "bench", "doctor", "recipes", "explain"];
+const COMMANDS: [&str; 11] = [
+    "train", "forward", "parity", "convert", "generate", "data", "bench", "kernels", "doctor", "recipes",
+    "explain",
+];
 
 #[test]
 fn help_teaches() {
@@ -170,7 +172,8 @@ fn configuration_errors_point_at_the_line() {
     }
     fails(&["train", "--dry-run", "--set", "train.steps"], 2);
     fails(&["train", "--dry-run", "--ranks", "2"], 2);
-    fails(&["train", "--dry-run", "--device", "cuda"], 2);
+    // No machine has that many cards, and most have no driver.
+    assert!(fails(&["train", "--device", "cuda:99"], 1).contains("no CUDA device"));
     assert!(fails(&["train", "no/such/file.toml"], 1).contains("no/such/file.toml"));
 }
 

@@ -94,7 +94,6 @@ fn what_cannot_be_opened_is_named() {
     for bad in [["--temperature", "-1"], ["--top-p", "0"], ["--temperature", "nan"], ["--top-p", "1.5"]] {
         fails(&[&["generate", "--model", here][..], &bad].concat(), 2);
     }
-    fails(&["generate", "--model", here, "--device", "cuda"], 2);
     // A model without a tokenizer says so.
     let model = golden_models().remove(0);
     let error = fails(&["generate", "--model", path(&model), "--prompt", "a"], 1);

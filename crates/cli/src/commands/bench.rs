@@ -56,9 +56,6 @@ pub struct Train {
     /// TFLOP/s of attention forward and backward to count its part against [default: those of a product]
     #[arg(long, value_name = "F,B")]
     pub attention_peak: Option<Pair>,
-    /// Check the order of all memory accesses between streams; slower
-    #[arg(long)]
-    pub check: bool,
     /// Peak TFLOP/s to count MFU against [default: measured by a large matrix product]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -128,7 +125,7 @@ pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> R
 fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let dtype = resolved.config.precision.dtype;
-    let rank = global.rank(1234, Watch { order: args.check, time: args.profile })?;
+    let rank = global.rank(1234, Watch { order: false, time: args.profile })?;
     let (peak, source) = peak(args, &rank, dtype)?;
     let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1))?;
     let mfu = b.tflops() / peak;

@@ -5,7 +5,7 @@ use crate::args::Global;
 use crate::output::{self, Usage};
 use crate::place;
 use anyhow::Result;
-use ferrotron_core::bench::{KernelBench, Work, kernels, names};
+use ferrotron_core::bench::{KernelBench, Work, kernels, names, product_size};
 use ferrotron_tensor::Watch;
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -61,6 +61,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
     }));
     let product = measured.iter().find(|k| matches!(k.work, Work::Flops(_)));
     let product = product.map_or(String::new(), |k| format!(" ({:.0} GFLOP/s)", k.ceiling));
+    let n = product_size(&rank);
     output::print(&format!(
         "{} in {} on {}, one micro-batch; medians\n\n{}\n{}",
         args.work,
@@ -68,7 +69,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
         place::full_name(&rank),
         output::table(&rows),
         format_args!(
-            "ceilings, measured here: GFLOP/s against a product of 1536x1536x1536{product}, GB/s against moving as many bytes\n"
+            "ceilings, measured here: GFLOP/s against a product of {n}x{n}x{n}{product}, GB/s against moving as many bytes\n"
         ),
     ))?;
     Ok(ExitCode::SUCCESS)

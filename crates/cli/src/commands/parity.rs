@@ -16,11 +16,12 @@ use std::process::ExitCode;
 pub const LONG: &str = "\
 One training step under two settings, compared tensor by tensor: loss, every gradient, every updated weight.
 
-A side is a list of f32 or bf16, cpu, cuda or cuda:N, threads=N, micro_batch=N and layout keys (tp=2). The report names each tensor with
-its relative error (the norm of the difference by the norm of side A), the error that is allowed, the largest single
-difference and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only threads differ;
-1e-5 of gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of gradients and 0.02 of the loss between f32
-and bf16, and in bf16 between devices. Weights may differ by what such gradients do to one step of Adam. Exit code 0: the sides agree, 1: they do not.";
+A side is a list of f32 or bf16, cpu, cuda or cuda:N, threads=N, micro_batch=N and layout keys (tp=2). The report names
+each tensor with its relative error (the norm of the difference by the norm of side A), the error that is allowed, the
+largest single difference and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only
+threads differ; 1e-5 of gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of
+gradients and 0.02 of the loss between f32 and bf16, and in bf16 between devices. Weights may differ by what such gradients
+do to one step of Adam. Exit code 0: the sides agree, 1: they do not.";
 
 const AFTER: &str = "\
 Examples:
@@ -100,7 +101,7 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     let place = Global {
         device: side.device.unwrap_or(global.device),
         threads: side.threads.unwrap_or(global.threads),
-        json: global.json,
+        ..global.clone()
     };
     let mut recipe = match (&args.model, &args.input) {
         (Some(model), Some(input)) => return folder(model, input, side, &place),

@@ -242,8 +242,9 @@ impl GemmKernels for CudaKernels {
             let bias = g.bias.is_some();
             let types = [input, g.c.dtype()];
             let key = Key { sizes, trans: [g.trans_a, g.trans_b], types, bias, align };
-            // The library rounds the sum before it adds a bias; we round once.
-            let ours = sizes.k == 0 || (bias && (g.accumulate || alignment(l, 3)? < 16));
+            // With a bias, and onto what is there or in unaligned memory, the library rounds twice; we do not.
+            let rough = || Ok::<_, Error>(align.iter().any(|a| *a < 16) || alignment(l, 3)? < 16);
+            let ours = sizes.k == 0 || (bias && (g.accumulate || rough()?));
             let plan = if ours { None } else { self.blas.plan(key)? };
             match plan {
                 Some(plan) => self.blas.run(l, &plan, g.accumulate, bias, plan.workspace > 0),

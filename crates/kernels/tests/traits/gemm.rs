@@ -4,7 +4,7 @@ use super::homes::*;
 use ferrotron_kernels::Gemm;
 use ferrotron_tensor::DType;
 
-const SIZES: [(usize, usize, usize); 9] = [
+const SIZES: [(usize, usize, usize); 11] = [
     (1, 1, 1),
     (5, 7, 3),
     (33, 31, 65),
@@ -14,19 +14,23 @@ const SIZES: [(usize, usize, usize); 9] = [
     (0, 3, 2),
     (3, 0, 2),
     (2, 3, 0),
+    (128, 192, 96),
+    (40, 264, 520),
 ];
 
 #[test]
 fn products_of_views_are_products() {
     everywhere(|h, dtype| {
         for (m, n, k) in SIZES {
-            for bits in 0..16 {
+            for bits in 0..32 {
                 let flag = |i: i32| bits >> i & 1 == 1;
                 let (trans_a, trans_b, with_bias, accumulate) = (flag(0), flag(1), flag(2), flag(3));
+                // In views with gaps around them, and aligned as libraries like it.
+                let framed = flag(4);
                 let (a, b) = (numbers(dtype, 1, m * k), numbers(dtype, 2, k * n));
                 let (bias, old) = (numbers(dtype, 3, n), numbers(dtype, 4, m * n));
-                let at = h.framed(dtype, &if trans_a { [k, m] } else { [m, k] }, &a);
-                let bt = h.framed(dtype, &if trans_b { [n, k] } else { [k, n] }, &b);
+                let at = h.placed(framed, dtype, &if trans_a { [k, m] } else { [m, k] }, &a);
+                let bt = h.placed(framed, dtype, &if trans_b { [n, k] } else { [k, n] }, &b);
                 let bias_t = h.tensor(dtype, &[n], &bias);
                 let wanted: Vec<f64> = (0..m * n)
                     .map(|i| {
@@ -38,8 +42,8 @@ fn products_of_views_are_products() {
                     })
                     .collect();
                 for out in [dtype, DType::F32] {
-                    let c =
-                        h.framed(out, &[m, n], &if accumulate { old.clone() } else { vec![f64::NAN; m * n] });
+                    let before = if accumulate { old.clone() } else { vec![f64::NAN; m * n] };
+                    let c = h.placed(framed, out, &[m, n], &before);
                     let g = Gemm {
                         a: &at.view,
                         trans_a,
@@ -50,7 +54,7 @@ fn products_of_views_are_products() {
                         c: &c.view,
                     };
                     h.k.gemm(&h.s, &g).unwrap();
-                    let what = format!("{} {dtype}->{out} {m}x{n}x{k} bits {bits:04b}", h.name);
+                    let what = format!("{} {dtype}->{out} {m}x{n}x{k} bits {bits:05b}", h.name);
                     close(&what, out, &h.inside(&c), &wanted, (k + 2) as f64 * 2f64.powi(-23));
                 }
             }
