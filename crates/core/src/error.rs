@@ -59,10 +59,10 @@ pub enum Error {
         grad_norm: f64,
     },
     /// A step does not fit in memory.
-    #[error("{source}\n{advice}")]
+    #[error("{table}\n{advice}")]
     OutOfMemory {
-        /// The table by category.
-        source: ferrotron_tensor::Error,
+        /// What was asked for, and the table by category. (Not the source of the error: it is shown here.)
+        table: ferrotron_tensor::Error,
         /// What to change.
         advice: String,
     },

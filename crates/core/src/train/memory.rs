@@ -118,13 +118,13 @@ impl Need {
 /// An out-of-memory error with the way out; any other error as it is.
 pub(super) fn advise<T>(result: Result<T>, rank: &Rank, need: &Need) -> Result<T> {
     result.map_err(|error| match error {
-        Error::Tensor(source @ TensorError::OutOfMemory { .. }) => {
+        Error::Tensor(table @ TensorError::OutOfMemory { .. }) => {
             let card = rank.device().card().map(|c| c.memory);
             let advice = card.map_or_else(
                 || "take a smaller train.micro_batch or a smaller model".into(),
                 |room| need.advice(room),
             );
-            Error::OutOfMemory { source, advice }
+            Error::OutOfMemory { table, advice }
         }
         other => other,
     })

@@ -242,8 +242,10 @@ impl GemmKernels for CudaKernels {
             let bias = g.bias.is_some();
             let types = [input, g.c.dtype()];
             let key = Key { sizes, trans: [g.trans_a, g.trans_b], types, bias, align };
-            // With a bias, and onto what is there or in unaligned memory, the library rounds twice; we do not.
-            let rough = || Ok::<_, Error>(align.iter().any(|a| *a < 16) || alignment(l, 3)? < 16);
+            // With a bias, and onto what is there or in rows off 16 bytes, the library rounds twice; we do not.
+            let rows = [(sizes.lda, input), (sizes.ldb, input), (sizes.ldc, g.c.dtype())];
+            let odd = rows.iter().any(|(ld, t)| !(ld * t.size()).is_multiple_of(16));
+            let rough = || Ok::<_, Error>(odd || align.iter().any(|a| *a < 16) || alignment(l, 3)? < 16);
             let ours = sizes.k == 0 || (bias && (g.accumulate || rough()?));
             let plan = if ours { None } else { self.blas.plan(key)? };
             match plan {
