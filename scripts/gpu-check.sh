@@ -47,6 +47,7 @@ same_bits() {
   ft train --device cuda --out "$work/a" && ft train --device cuda --out "$work/b" &&
     diff -r "$work/a/checkpoints" "$work/b/checkpoints" && echo "two runs gave the same bytes"
 }
+checked() { ft train --device cuda --check --steps 5 --out "$work/checked" && echo "five steps, every access ordered"; }
 like_the_cpu() {
   ft train --device cpu --out "$work/cpu" >"$work/cpu.txt" && ft train --device cuda --out "$work/gpu" >"$work/gpu.txt" &&
     python3 - "$work" <<'PY'
@@ -57,7 +58,19 @@ print(f"validation loss {loss[0]} on the CPU, {loss[1]} on the GPU: {apart:.2%} 
 sys.exit(apart > 0.01)
 PY
 }
-sanitize() { compute-sanitizer --tool "$1" --error-exitcode 9 "$here/tests/traits" --test-threads=1 ${SANITIZE_ONLY:-} | tail -5; return "${PIPESTATUS[0]}"; }
+sanitize() { # TOOL FILTER...: one process per filter, side by side (the tool loses track of launches from many threads)
+  local tool=$1 bad=0 family pids=()
+  shift
+  for family in "$@"; do
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$here/tests/traits" --test-threads=1 "$family" \
+      >"$logs/$tool-${family//::/-}.log" 2>&1 &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid" || bad=1; done
+  grep -h "SUMMARY" "$logs/$tool"-*.log | sort | uniq -c | tail -3
+  return $bad
+}
+families=(attention::every attention::packed maps norm optim refusals rope tables)
 ours() { ft bench train --device cuda --work "$1" --profile && ft bench train --device cuda --work "$1" --json >"$logs/$1.json" && python3 -c "
 import json, sys; r = json.load(open(sys.argv[1])); print(f\"{r['tok_s']:.0f} tokens/s, {r['tflops']:.0f} TFLOP/s, MFU {r['mfu']:.1%}, {r['peak_bytes']/2**30:.1f} GiB\")" "$logs/$1.json"; }
 peer() { SDPA=$2 python3 "$here/peers/torch_train.py" "$1"; }
@@ -71,9 +84,10 @@ fi
 has conformance && row conformance tests traits && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
 has golden && row golden-hf tests golden_hf
 has parity && row parity families
-has train && row train-same-bits same_bits && row train-like-cpu like_the_cpu
+has train && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked
 has kill && row kill-and-resume tests interruptions
-has sanitizer && row memcheck sanitize memcheck && row racecheck sanitize racecheck
+# cuBLASLt's own kernels are NVIDIA's to check for races.
+has sanitizer && row memcheck sanitize memcheck gemm "${families[@]}" && row racecheck sanitize racecheck "${families[@]}"
 if has bench; then
   for pair in ${BENCH:-gpt2-124m:gpt2-bf16 llama-1b:llama1b-bf16 llama-8b-8l:llama8b8l-bf16}; do
     row "bench-${pair%%:*}" ours "${pair%%:*}"

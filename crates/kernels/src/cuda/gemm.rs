@@ -242,11 +242,13 @@ impl GemmKernels for CudaKernels {
             let bias = g.bias.is_some();
             let types = [input, g.c.dtype()];
             let key = Key { sizes, trans: [g.trans_a, g.trans_b], types, bias, align };
-            // With a bias, and onto what is there or in rows off 16 bytes, the library rounds twice; we do not.
+            // A bf16 result is rounded once here. The library rounds the product before it adds what is there, and
+            // before it adds a bias where rows are off 16 bytes: those are ours.
             let rows = [(sizes.lda, input), (sizes.ldb, input), (sizes.ldc, g.c.dtype())];
             let odd = rows.iter().any(|(ld, t)| !(ld * t.size()).is_multiple_of(16));
             let rough = || Ok::<_, Error>(odd || align.iter().any(|a| *a < 16) || alignment(l, 3)? < 16);
-            let ours = sizes.k == 0 || (bias && (g.accumulate || rough()?));
+            let onto = g.accumulate && (bias || g.c.dtype() == DType::BF16);
+            let ours = sizes.k == 0 || onto || (bias && rough()?);
             let plan = if ours { None } else { self.blas.plan(key)? };
             match plan {
                 Some(plan) => self.blas.run(l, &plan, g.accumulate, bias, plan.workspace > 0),
