@@ -96,7 +96,30 @@ pub fn read_input(path: &Path) -> Result<ForwardInput> {
     Ok(input)
 }
 
-/// Loads the folder's weights in `dtype` and runs one pass, with gradients if `backward`.
+/// The rows of a data-parallel rank: every `ranks`-th, from `rank` on. A rank without rows gets the first one, whose
+/// labels do not count.
+fn rows_of(input: &ForwardInput, rank: usize, ranks: usize) -> (ForwardInput, Vec<usize>) {
+    let mine: Vec<usize> = (rank..input.batch).step_by(ranks).collect();
+    let taken = if mine.is_empty() { vec![0] } else { mine.clone() };
+    let pick = |x: &[i32]| -> Vec<i32> {
+        taken.iter().flat_map(|r| &x[r * input.sequence..(r + 1) * input.sequence]).copied().collect()
+    };
+    let labels = input.labels.as_ref().map(|l| match mine.is_empty() {
+        true => vec![IGNORE; input.sequence],
+        false => pick(l),
+    });
+    let part = ForwardInput {
+        ids: pick(&input.ids),
+        labels,
+        positions: input.positions.as_deref().map(pick),
+        offsets: input.offsets.clone(),
+        batch: taken.len(),
+        sequence: input.sequence,
+    };
+    (part, mine)
+}
+
+/// Loads the folder's weights in `dtype` and runs one pass, with gradients if `backward`. Every rank returns the whole.
 pub fn forward(
     rank: Rank,
     plan: &Plan,
@@ -105,6 +128,9 @@ pub fn forward(
     backward: bool,
 ) -> Result<ForwardOutput> {
     let config = plan.config().model();
+    let whole = input;
+    let (part, mine) = rows_of(whole, rank.dp.rank(), rank.dp.size());
+    let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
     let source =
         |name: &str| plan.read(name, dtype).map_err(|e| ferrotron_core::Error::Invalid(e.to_string()));
@@ -117,9 +143,11 @@ pub fn forward(
     let tokens =
         model.decoder.input(&model.rank, &input.ids, input.positions.as_deref(), layout).map_err(tensor)?;
     let logits = to_host(&pass, &model.decoder.logits(&pass, &tokens).map_err(tensor)?)?;
+    let logits = model.join_logits(&logits, input.ids.len())?;
+    let logits = join_rows(&model.rank, whole, &mine, &logits, config.vocab)?;
     let mut out = ForwardOutput {
         logits,
-        shape: vec![input.batch, input.sequence, config.vocab],
+        shape: vec![whole.batch, whole.sequence, config.vocab],
         loss: None,
         gradients: Vec::new(),
     };
@@ -135,26 +163,62 @@ pub fn forward(
             format!("label {bad} is not in a vocabulary of {}", config.vocab),
         ));
     }
-    let valid = labels.iter().filter(|l| **l != IGNORE).count();
+    let all = whole.labels.as_ref().map(|l| shift(l, whole.sequence)).unwrap_or_default();
+    let valid = all.iter().filter(|l| **l != IGNORE).count();
     let targets = targets(&model.rank, &labels, 1.0 / valid.max(1) as f32)?;
     if !backward {
         let rows = model.decoder.evaluate(&pass, &tokens, &targets).map_err(tensor)?;
-        out.loss = Some(fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)? as f32);
+        out.loss = Some(over_rows(&model.rank, fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)?)?);
         return Ok(out);
     }
     let mut grads = GradBuffer::new(model.params.specs());
     let (rows, saved) = model.decoder.forward(&pass, &tokens, &targets).map_err(tensor)?;
-    out.loss = Some(fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)? as f32);
+    out.loss = Some(over_rows(&model.rank, fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)?)?);
     model.decoder.backward(&pass, saved, &tokens, &mut grads).map_err(tensor)?;
     let mut by_name = HashMap::new();
-    grads.finish(&model.rank).map_err(tensor)?;
+    grads.reduce(&model.rank, model.params.specs()).map_err(tensor)?;
     for (i, spec) in model.params.specs().iter().enumerate() {
         let values: Vec<f32> =
             model.rank.compute.download(&grads.get(ParamId(i)).map_err(tensor)?).map_err(tensor)?;
-        by_name.extend(spec.ranges().map(|(part, r)| (part.name.clone(), values[r].to_vec())));
+        for (part, _, r) in spec.held() {
+            by_name.insert(part.name.clone(), model.rank.join(part, 1, &values[r]).map_err(tensor)?);
+        }
     }
     out.gradients = gradients(plan, &by_name)?;
     Ok(out)
+}
+
+/// Logits of all rows, from every data-parallel rank's.
+fn join_rows(rank: &Rank, input: &ForwardInput, mine: &[usize], logits: &[f32], vocab: usize) -> Result<Vec<f32>> {
+    if rank.dp.size() == 1 {
+        return Ok(logits.to_vec());
+    }
+    let held = &logits[..mine.len() * input.sequence * vocab];
+    let bytes: Vec<u8> = held.iter().flat_map(|x| x.to_le_bytes()).collect();
+    let all = rank.dp.all_gather_bytes(&bytes, "logits").map_err(comm)?;
+    let row = input.sequence * vocab;
+    let mut out = vec![0f32; input.batch * row];
+    for (r, bytes) in all.iter().enumerate() {
+        let values = bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect::<Vec<_>>();
+        for (at, part) in (r..input.batch).step_by(rank.dp.size()).zip(values.chunks(row.max(1))) {
+            out[at * row..(at + 1) * row].copy_from_slice(part);
+        }
+    }
+    Ok(out)
+}
+
+/// The loss over all rows.
+fn over_rows(rank: &Rank, mine: f64) -> Result<f32> {
+    if rank.dp.size() == 1 {
+        return Ok(mine as f32);
+    }
+    let all = rank.dp.all_gather_bytes(&mine.to_le_bytes(), "loss").map_err(comm)?;
+    let sum: f64 = all.iter().map(|b| f64::from_le_bytes(b.as_slice().try_into().unwrap_or_default())).sum();
+    Ok(sum as f32)
+}
+
+fn comm(e: ferrotron_comm::Error) -> Error {
+    ferrotron_core::Error::from(ferrotron_tensor::Error::from(e)).into()
 }
 
 /// Position t predicts label t+1; the last of a row predicts nothing.

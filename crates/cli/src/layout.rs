@@ -2,6 +2,7 @@
 
 use crate::args::Device;
 use ferrotron_core::config::{Precision, nearest};
+use ferrotron_core::grid;
 use std::str::FromStr;
 
 /// How the work is cut over ranks; unset sizes are 1.
@@ -45,13 +46,19 @@ impl Layout {
         Ok(())
     }
 
-    /// Refuses what this version does not have.
-    pub fn require_one_rank(&self) -> anyhow::Result<()> {
-        if self.is_parallel() {
-            let what = "this version runs models on one rank; leave the layout out, or make every size 1";
-            return Err(crate::output::Usage::new(what).into());
+    /// As the grid of ranks wants it.
+    pub fn grid(&self) -> grid::Layout {
+        let one = |n: Option<usize>| n.unwrap_or(1);
+        grid::Layout {
+            tp: one(self.tp),
+            cp: one(self.cp),
+            pp: one(self.pp),
+            vp: one(self.vp),
+            dp: self.dp,
+            ep: one(self.ep),
+            etp: self.etp,
+            ..grid::Layout::default()
         }
-        Ok(())
     }
 
     /// Does it need more than one rank?

@@ -2,6 +2,9 @@
 
 use crate::args::{Device, Global};
 use anyhow::Result;
+use ferrotron_core::config::ParallelSection;
+use ferrotron_core::grid::Layout;
+use ferrotron_core::ranks::on_threads;
 use ferrotron_engine::Rank;
 use ferrotron_kernels::cpu::Isa;
 use ferrotron_kernels::cuda::{Readiness, cache_folder};
@@ -38,6 +41,42 @@ impl Global {
     }
 }
 
+/// The layout that a recipe asks for.
+pub fn layout(p: &ParallelSection) -> Layout {
+    Layout { tp: p.tp, cp: p.cp, pp: p.pp, vp: p.vp, dp: Some(p.dp), ep: p.ep, ..Layout::default() }
+}
+
+/// Runs `work` on every rank of the layout, as threads of this process; compute threads are shared out.
+pub fn run<T: Send>(
+    global: &Global,
+    layout: &Layout,
+    seed: u64,
+    work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let ranks = layout.world()?;
+    if ranks == 1 {
+        // A rank made here says what it has to say before work begins, with all that is known of an error.
+        return Ok(vec![work(global.rank(seed, Watch::default())?)?]);
+    }
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let all = if global.threads == 0 { cores } else { global.threads };
+    let each = (all / ranks).max(1);
+    if matches!(global.device, Device::Cuda(_)) {
+        let what = "several ranks on one card are not possible in this version; say --device cpu, or use one rank";
+        return Err(crate::output::Usage::new(what).into());
+    }
+    let make = || Ok(Rank::cpu_watched(each, seed, Watch { order: global.check, time: false })?);
+    Ok(on_threads(layout, make, work)?)
+}
+
+/// An error of presentation as one of the run.
+pub fn told(e: anyhow::Error) -> ferrotron_core::Error {
+    match e.downcast::<ferrotron_core::Error>() {
+        Ok(e) => e,
+        Err(e) => ferrotron_core::Error::Invalid(format!("{e:#}")),
+    }
+}
+
 /// The device of a rank as people know it: `CPU (AMX)`, `cuda:0 (NVIDIA H200)`.
 pub fn name(rank: &Rank) -> String {
     match rank.device().card() {
@@ -48,8 +87,12 @@ pub fn name(rank: &Rank) -> String {
 
 /// The same with what decides its speed: `CPU (AMX) x 8 threads`.
 pub fn full_name(rank: &Rank) -> String {
+    let ranks = match rank.world.size() {
+        1 => String::new(),
+        n => format!("{n} ranks (tp={}, dp={}) on ", rank.tp.size(), rank.dp.size()),
+    };
     match rank.device().card() {
-        Some(_) => name(rank),
-        None => format!("{} x {} threads", name(rank), rank.device().threads().count()),
+        Some(_) => format!("{ranks}{}", name(rank)),
+        None => format!("{ranks}{} x {} threads", name(rank), rank.device().threads().count()),
     }
 }

@@ -1,7 +1,9 @@
 //! The optimizer: master weights, moments, and one step over all of them.
 
 use crate::Result;
-use ferrotron_engine::{Params, Rank, initial_values};
+use ferrotron_comm::Reduce;
+use ferrotron_engine::{GradBuffer, ParamId, Params, Rank, initial_share};
+use ferrotron_kernels::cpu::grad_norm::clip_factor;
 use ferrotron_kernels::{Adam, Sgd, Update, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -78,8 +80,8 @@ impl Optimizer {
     pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
         for (i, spec) in params.specs().iter().enumerate() {
             let values: Vec<f32> = spec
-                .ranges()
-                .flat_map(|(part, r)| initial_values(rank.device().threads(), rank.seed, part, 0..r.len()))
+                .held()
+                .flat_map(|(part, cut, _)| initial_share(rank.device().threads(), rank.seed, part, cut))
                 .collect();
             rank.compute.write_to(&self.masters[i], &values)?;
         }
@@ -119,11 +121,22 @@ impl Optimizer {
         self.steps = steps;
     }
 
-    /// One step with `grads`; returns the global gradient norm before clipping.
-    pub fn step(&mut self, rank: &Rank, params: &Params, grads: &[Tensor], rates: StepRates) -> Result<f32> {
+    /// One step with the gradients, summed over ranks; returns the global gradient norm before clipping.
+    pub fn step(&mut self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<f32> {
+        let counted = grads.counted(rank, params.specs())?;
+        let grads = (0..self.masters.len()).map(|i| grads.get(ParamId(i))).collect::<Result<Vec<_>, _>>()?;
         let (k, s) = (&rank.kernels, &rank.compute);
-        self.write_scalars(rank, rates)?;
-        k.clip_factor(s, &grads.iter().collect::<Vec<_>>(), self.max_norm, &self.scalars)?;
+        self.write_scalars(rank, rates, None)?;
+        k.clip_factor(s, &counted.iter().collect::<Vec<_>>(), self.max_norm, &self.scalars)?;
+        if rank.tp.size() > 1 {
+            // The squares of all ranks make the norm of the whole model.
+            let mine = f64::from(self.norm(rank)?);
+            let square = s.upload(&[mine * mine], &[1], Category::Communication)?;
+            rank.tp.all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
+            let norm = s.download::<f64>(&square)?[0].sqrt();
+            let clip = self.max_norm.map_or(1.0, |max| clip_factor(norm, f64::from(max)));
+            self.write_scalars(rank, rates, Some((norm as f32, clip)))?;
+        }
         let narrow = params.dtype() != DType::F32;
         let list: Vec<Update> = (0..self.masters.len())
             .map(|i| Update {
@@ -141,12 +154,17 @@ impl Optimizer {
             Rule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
         }
         self.steps += 1;
-        let norm: Vec<f32> = s.download(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?)?;
+        self.norm(rank)
+    }
+
+    /// The gradient norm in the buffer of step scalars.
+    fn norm(&self, rank: &Rank) -> Result<f32> {
+        let norm: Vec<f32> = rank.compute.download(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?)?;
         Ok(norm[0])
     }
 
     /// Everything that changes from step to step, in one small upload.
-    fn write_scalars(&self, rank: &Rank, rates: StepRates) -> Result<()> {
+    fn write_scalars(&self, rank: &Rank, rates: StepRates, clip: Option<(f32, f32)>) -> Result<()> {
         let t = self.steps as i32 + 1;
         let correction = |beta: f32| (1.0 - f64::from(beta).powi(t)) as f32;
         let mut values = [0f32; scalars::COUNT];
@@ -156,7 +174,7 @@ impl Optimizer {
             values[scalars::BIAS1] = correction(a.beta1);
             values[scalars::BIAS2] = correction(a.beta2);
         }
-        values[scalars::CLIP] = 1.0;
+        (values[scalars::GRAD_NORM], values[scalars::CLIP]) = clip.unwrap_or((0.0, 1.0));
         values[scalars::STEPS_DONE] = self.steps as f32;
         Ok(rank.compute.write_to(&self.scalars, &values)?)
     }

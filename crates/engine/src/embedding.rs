@@ -10,6 +10,9 @@ pub struct Embedding {
     positions: Option<ParamId>,
     scale: f32,
     hidden: usize,
+    /// First row of the token table that this rank holds, and rows in all.
+    first: usize,
+    vocab: usize,
 }
 
 /// Indices.
@@ -44,35 +47,44 @@ impl Embedding {
                 split,
             }])
         };
-        let tokens = table("tokens", vocab, Split::Rows)?;
+        let tokens = table("tokens", vocab, Split::Rows { unit: 1 })?;
         let positions = positions.map(|n| table("positions", n, Split::Replicated)).transpose()?;
-        Ok(Embedding { tokens, positions, scale, hidden })
+        let first = d.spec(tokens).cuts[0].range.start;
+        Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
     }
 
-    /// `ids`, `positions` i32 `[tokens]` → `[tokens, hidden]`
+    /// `ids`, `positions` i32 `[tokens]` → `[tokens, hidden]`, of the rows this rank holds.
     pub fn forward(&self, p: &Pass, ids: &Tensor, positions: &Tensor) -> Result<(Tensor, EmbeddingSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let y = p.empty(&[ids.numel(), self.hidden])?;
-        k.embedding_forward(s, ids, p.params.get(self.tokens), self.scale, false, &y)?;
-        if let Some(table) = self.positions {
-            k.embedding_forward(s, positions, p.params.get(table), 1.0, true, &y)?;
-        }
-        let positions = self.positions.map(|_| SavedTensor::small(positions));
+        let table = p.params.get(self.tokens);
+        k.embedding_forward(s, ids, table, self.first, self.vocab, self.scale, false, &y)?;
+        let y = p.sum_rows(&y, "embeddings")?;
+        let positions = match self.positions {
+            None => None,
+            Some(table) => {
+                let (table, mine) = (p.params.get(table), p.own_rows(positions)?);
+                k.embedding_forward(s, &mine, table, 0, table.shape()[0], 1.0, true, &y)?;
+                Some(SavedTensor::small(&mine))
+            }
+        };
         Ok((y, EmbeddingSaved { ids: SavedTensor::small(ids), positions }))
     }
 
     /// Only weights have gradients here.
-    pub fn backward(&self, saved: EmbeddingSaved, dy: &Tensor) -> WeightGrad {
-        let lookup = |param, ids: &Tensor, scale| {
+    pub fn backward(&self, p: &Pass, saved: EmbeddingSaved, dy: &Tensor) -> Result<WeightGrad> {
+        let lookup = |param, ids: &Tensor, dy: &Tensor, first, vocab, scale| {
             let (ids, dy) = (ids.clone(), dy.clone());
             WeightGrad::other(param, move |rank, grad, accumulate| {
-                rank.kernels.embedding_backward(&rank.compute, &ids, &dy, scale, accumulate, grad)
+                let k = &rank.kernels;
+                k.embedding_backward(&rank.compute, &ids, &dy, first, vocab, scale, accumulate, grad)
             })
         };
-        let grads = lookup(self.tokens, &saved.ids, self.scale);
-        match (self.positions, &saved.positions) {
-            (Some(table), Some(pos)) => grads.and(lookup(table, pos, 1.0)),
+        let all = p.all_rows(dy, "gradient of embeddings")?;
+        let grads = lookup(self.tokens, &saved.ids, &all, self.first, self.vocab, self.scale);
+        Ok(match (self.positions, &saved.positions) {
+            (Some(table), Some(pos)) => grads.and(lookup(table, pos, dy, 0, p.params.get(table).shape()[0], 1.0)),
             _ => grads,
-        }
+        })
     }
 }

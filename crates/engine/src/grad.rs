@@ -58,14 +58,18 @@ impl GradBuffer {
         Ok((tensor, !std::mem::replace(&mut self.slots[id.0].fresh, false)))
     }
 
+    /// All of it.
+    pub(crate) fn flat(&mut self, rank: &Rank) -> Result<Tensor> {
+        if let Some(flat) = &self.flat {
+            return Ok(flat.clone());
+        }
+        // Zeros once, for the gaps between gradients, which are summed over ranks like the rest.
+        let flat = rank.compute.zeros(&[self.numel], DType::F32, Category::Gradients)?;
+        Ok(self.flat.insert(flat).clone())
+    }
+
     fn view(&mut self, rank: &Rank, id: ParamId) -> Result<Tensor> {
-        let flat = match &self.flat {
-            Some(f) => f,
-            None => {
-                let f = Tensor::empty(&rank.compute, &[self.numel], DType::F32, Category::Gradients)?;
-                self.flat.insert(f)
-            }
-        };
+        let flat = self.flat(rank)?;
         let slot = &self.slots[id.0];
         flat.narrow(0, slot.offset, slot.shape.iter().product())?.view(&slot.shape)
     }

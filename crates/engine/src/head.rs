@@ -6,12 +6,14 @@
 //! states chunk by chunk and throws the logits away, and the weight gradient forms them once more.
 
 use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, Split, WeightGrad};
-use ferrotron_kernels::{CrossEntropy, Gemm, Smoothing};
+use ferrotron_kernels::{CrossEntropy, Gemm, ShardLogits, Smoothing};
 use ferrotron_tensor::{DType, Result, Tensor};
 
 /// `[tokens, hidden] → logits [tokens, V] → loss`
 pub struct Head {
     weight: ParamId,
+    /// First row of the weight that this rank holds, and rows in all.
+    first: usize,
     vocab: usize,
     softcap: Option<f32>,
     /// Targets are softened by this.
@@ -80,15 +82,16 @@ impl Head {
                 name: format!("{name}.weight"),
                 shape: vec![vocab, hidden],
                 init: Init::Normal(std),
-                split: Split::Rows,
+                split: Split::Rows { unit: 1 },
             }])?,
         };
-        Ok(Head { weight, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX })
+        let first = d.spec(weight).cuts[0].range.start;
+        Ok(Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX })
     }
 
-    /// `[tokens, V]` in the type the model computes in.
+    /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        self.logits_of(p.rank, p.params.get(self.weight), x)
+        self.logits_of(p.rank, p.params.get(self.weight), &p.all_rows(x, "hidden states")?)
     }
 
     fn logits_of(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
@@ -109,9 +112,10 @@ impl Head {
         targets: &Targets,
         train: bool,
     ) -> Result<(Tensor, Option<HeadSaved>)> {
+        let x_saved = SavedTensor::activation(x);
+        let x = &p.all_rows(x, "hidden states")?;
         let tokens = x.shape()[0];
         let rows = p.rank.activation(&[tokens], DType::F32)?;
-        let x_saved = SavedTensor::activation(x);
         if tokens <= self.chunk {
             let dlogits = self.row_loss(p.rank, p.params.get(self.weight), x, targets, &rows, train)?;
             let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&dlogits), x: x_saved };
@@ -155,16 +159,27 @@ impl Head {
             }
             None => None,
         };
-        let c = CrossEntropy {
-            logits: &z,
-            vocab: self.vocab,
-            labels: &t.labels,
-            weights: &t.weights,
-            smoothing: self.smoothing,
-            loss: rows,
-            gradient: train,
-        };
-        rank.kernels.cross_entropy(&rank.compute, &c)?;
+        if rank.tp.size() == 1 {
+            let c = CrossEntropy {
+                logits: &z,
+                vocab: self.vocab,
+                labels: &t.labels,
+                weights: &t.weights,
+                smoothing: self.smoothing,
+                loss: rows,
+                gradient: train,
+            };
+            rank.kernels.cross_entropy(&rank.compute, &c)?;
+        } else {
+            // Each rank sums up its columns; the sums of all give the loss and each rank's gradient.
+            let (k, s, n) = (&rank.kernels, &rank.compute, z.shape()[0]);
+            let shard = ShardLogits { logits: &z, first: self.first, vocab: self.vocab, labels: &t.labels };
+            let mine = rank.activation(&[n, 4], DType::F32)?;
+            let all = rank.activation(&[rank.tp.size(), n, 4], DType::F32)?;
+            k.cross_entropy_stats(s, &shard, &mine)?;
+            rank.tp.all_gather(s, &mine, &all, "sums of the loss")?;
+            k.cross_entropy_shard(s, &shard, &all, &t.weights, self.smoothing, rows, train)?;
+        }
         if let Some((cap, y)) = capped {
             rank.kernels.softcap_backward(&rank.compute, cap, &y, &z)?;
         }
@@ -175,15 +190,20 @@ impl Head {
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
             HeadSaved::Whole { dlogits, x } => {
+                let x = p.all_rows(&x, "hidden states, again")?;
                 let dx = p.empty(x.shape())?;
                 product(p.rank, &dlogits, p.params.get(self.weight), &dx)?;
+                let dx = p.sum_rows(&dx, "gradient of hidden states")?;
                 Ok((dx, WeightGrad::product(self.weight, &dlogits, &x)))
             }
             HeadSaved::Chunked { dx, x, targets } => {
+                let x = p.all_rows(&x, "hidden states, again")?;
+                let dx = p.sum_rows(&dx, "gradient of hidden states")?;
                 // The weight as it is now: the optimizer may not have run when this does.
                 let w = p.params.get(self.weight).clone();
                 let me = Head {
                     weight: self.weight,
+                    first: self.first,
                     vocab: self.vocab,
                     softcap: self.softcap,
                     smoothing: self.smoothing,
@@ -208,7 +228,7 @@ impl Head {
                     }
                     Ok(())
                 });
-                Ok(((*dx).clone(), grads))
+                Ok((dx, grads))
             }
         }
     }

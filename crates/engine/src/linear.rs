@@ -6,10 +6,15 @@ use ferrotron_tensor::{Result, Tensor, shape_error};
 
 /// A linear map `[tokens, in] → [tokens, out]`, weight `[out, in]`, made of one or more logical matrices
 /// stacked along `out`.
+///
+/// Over tensor-parallel ranks it is split by rows (each rank makes its outputs of all tokens: its input is gathered)
+/// or by columns (each rank has its part of every sum: partial outputs are summed to the rank that holds the token).
 pub struct Linear {
     weight: ParamId,
     bias: Option<ParamId>,
     out: usize,
+    /// Split by columns?
+    partial: bool,
 }
 
 /// The input, unless its owner can make it again.
@@ -46,44 +51,76 @@ impl Linear {
             .iter()
             .map(|(name, out)| part(&format!("{name}.weight"), vec![*out, input], Init::Normal(std), split));
         let weight = d.declare(weights.collect())?;
-        // A row-parallel bias is added once, after the sum over ranks: every rank has all of it.
-        let bias_split = if split == Split::Columns { Split::Replicated } else { split };
+        // A bias of partial sums is added once, after the sum over ranks: every rank has all of it.
+        let partial = matches!(split, Split::Columns { .. });
+        let bias_split = if partial { Split::Replicated } else { split };
         let biases = outputs
             .iter()
             .map(|(name, out)| part(&format!("{name}.bias"), vec![*out], Init::Constant(0.0), bias_split));
         let bias = if bias { Some(d.declare(biases.collect())?) } else { None };
-        Ok(Linear { weight, bias, out: outputs.iter().map(|o| o.1).sum() })
+        let out = d.spec(weight).shape[0];
+        Ok(Linear { weight, bias, out, partial })
     }
 
-    /// `[tokens, in] → [tokens, out]`
+    /// Channels of the output that this rank makes.
+    pub fn outputs(&self) -> usize {
+        self.out
+    }
+
+    /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, LinearSaved)> {
+        let saved = LinearSaved::of(x);
+        let bias = self.bias.map(|b| p.params.get(b));
+        if p.rank.tp.size() == 1 {
+            return Ok((self.product(p, x, bias)?, saved));
+        }
+        if !self.partial {
+            return Ok((self.product(p, &p.all_rows(x, "input of a layer")?, bias)?, saved));
+        }
+        let y = p.sum_rows(&self.product(p, x, None)?, "output of a layer")?;
+        if let Some(bias) = bias {
+            add_bias(p, bias, &y)?;
+        }
+        Ok((y, saved))
+    }
+
+    fn product(&self, p: &Pass, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let y = p.empty(&[x.shape()[0], self.out])?;
-        let g = Gemm {
-            a: x,
-            trans_a: false,
-            b: p.params.get(self.weight),
-            trans_b: true,
-            bias: self.bias.map(|b| p.params.get(b)),
-            accumulate: false,
-            c: &y,
-        };
+        let b = p.params.get(self.weight);
+        let g = Gemm { a: x, trans_a: false, b, trans_b: true, bias, accumulate: false, c: &y };
         p.rank.kernels.gemm(&p.rank.compute, &g)?;
-        Ok((y, LinearSaved::of(x)))
+        Ok(y)
     }
 
     /// `dx = dy·W`; later `dW = dyᵀ·x`, `db = Σ dy`.
     pub fn backward(&self, p: &Pass, saved: LinearSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         let w = p.params.get(self.weight);
-        let dx = p.empty(&[dy.shape()[0], w.shape()[1]])?;
-        let g = Gemm { a: dy, trans_a: false, b: w, trans_b: false, bias: None, accumulate: false, c: &dx };
-        p.rank.kernels.gemm(&p.rank.compute, &g)?;
         let Some(x) = saved.x else {
             return shape_error("linear backward", "its input was dropped and not made again");
         };
-        let mut grads = WeightGrad::product(self.weight, dy, &x);
+        let mine = dy;
+        let (dy, x) = if self.partial {
+            (p.all_rows(dy, "gradient of a layer's output")?, (*x).clone())
+        } else {
+            (dy.clone(), p.all_rows(&x, "input of a layer, again")?)
+        };
+        let dx = p.empty(&[dy.shape()[0], w.shape()[1]])?;
+        let g = Gemm { a: &dy, trans_a: false, b: w, trans_b: false, bias: None, accumulate: false, c: &dx };
+        p.rank.kernels.gemm(&p.rank.compute, &g)?;
+        let dx = if self.partial { dx } else { p.sum_rows(&dx, "gradient of a layer's input")? };
+        let mut grads = WeightGrad::product(self.weight, &dy, &x);
         if let Some(bias) = self.bias {
-            grads = grads.and(WeightGrad::columns(bias, dy));
+            grads = grads.and(WeightGrad::columns(bias, if self.partial { mine } else { &dy }));
         }
         Ok((dx, grads))
     }
+}
+
+/// Adds a bias to every row: a product over nothing, onto what is there.
+fn add_bias(p: &Pass, bias: &Tensor, y: &Tensor) -> Result<()> {
+    let [rows, out] = [y.shape()[0], y.shape()[1]];
+    let (a, b) = (p.empty(&[rows, 0])?, p.empty(&[out, 0])?);
+    let g =
+        Gemm { a: &a, trans_a: false, b: &b, trans_b: true, bias: Some(bias), accumulate: true, c: y };
+    p.rank.kernels.gemm(&p.rank.compute, &g)
 }

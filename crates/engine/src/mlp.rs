@@ -58,9 +58,10 @@ impl Mlp {
         if gated {
             outputs.insert(0, (format!("{name}.gate"), ffn));
         }
-        let up = Linear::declare(d, hidden, &outputs, bias, Split::Rows, std)?;
+        let up = Linear::declare(d, hidden, &outputs, bias, Split::Rows { unit: 1 }, std)?;
         let down =
-            Linear::declare(d, ffn, &[(format!("{name}.down"), hidden)], bias, Split::Columns, std_out)?;
+            Linear::declare(d, ffn, &[(format!("{name}.down"), hidden)], bias, Split::Columns { unit: 1 }, std_out)?;
+        let ffn = up.outputs() / if gated { 2 } else { 1 };
         Ok(Mlp { up, down, act, gated, ffn })
     }
 

@@ -1,7 +1,7 @@
 //! Parameters declare themselves once: names, shapes, initial values and how they may be split. Everything
 //! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
 
-use crate::Rank;
+use crate::{Cut, Place, Rank, Split};
 use ferrotron_kernels::cpu::random::fill_normal;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Category, DType, Result, Tensor, Threads, shape_error};
@@ -19,17 +19,6 @@ pub enum Init {
     Constant(f32),
 }
 
-/// How tensor-parallel ranks may share a logical tensor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Split {
-    /// Every rank has all of it.
-    Replicated,
-    /// Ranks own ranges of axis 0 (column-parallel weights, vocabulary).
-    Rows,
-    /// Ranks own ranges of axis 1 (row-parallel weights).
-    Columns,
-}
-
 /// One logical tensor: what checkpoints and conversions know.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
@@ -43,12 +32,14 @@ pub struct Part {
     pub split: Split,
 }
 
-/// One parameter in memory: its parts joined along axis 0.
+/// One parameter in memory: what this rank holds of its parts, joined along axis 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
     /// Logical tensors, in order.
     pub parts: Vec<Part>,
-    /// Shape of the whole.
+    /// What is held of each.
+    pub cuts: Vec<Cut>,
+    /// Shape of what is held.
     pub shape: Vec<usize>,
     /// Modules that use it: its gradient is ready after that many contributions.
     pub uses: u32,
@@ -65,23 +56,44 @@ impl ParamSpec {
         self.shape.len() > 1
     }
 
-    /// The parts with their element ranges inside the parameter.
-    pub fn ranges(&self) -> impl Iterator<Item = (&Part, std::ops::Range<usize>)> {
-        self.parts.iter().scan(0, |start, p| {
-            let range = *start..*start + p.shape.iter().product::<usize>();
+    /// The parts, what is held of each, and where that is inside the parameter.
+    pub fn held(&self) -> impl Iterator<Item = (&Part, &Cut, std::ops::Range<usize>)> {
+        self.parts.iter().zip(&self.cuts).scan(0, |start, (p, cut)| {
+            let range = *start..*start + cut.shape(&p.shape).iter().product::<usize>();
             *start = range.end;
-            Some((p, range))
+            Some((p, cut, range))
         })
+    }
+
+    /// Has every rank all of it?
+    pub fn replicated(&self) -> bool {
+        self.parts.iter().all(|p| p.split == Split::Replicated)
     }
 }
 
 /// Collects declarations while a model is put together.
-#[derive(Default)]
 pub struct Declarations {
     specs: Vec<ParamSpec>,
+    place: Place,
+}
+
+impl Default for Declarations {
+    fn default() -> Declarations {
+        Declarations::at(Place::ALONE)
+    }
 }
 
 impl Declarations {
+    /// For a rank that holds its share of every parameter.
+    pub fn at(place: Place) -> Declarations {
+        Declarations { specs: Vec::new(), place }
+    }
+
+    /// The rank's place.
+    pub fn place(&self) -> Place {
+        self.place
+    }
+
     /// Declares a parameter made of `parts`, which agree in all axes but the first.
     pub fn declare(&mut self, parts: Vec<Part>) -> Result<ParamId> {
         let Some(mut shape) = parts.first().map(|p| p.shape.clone()).filter(|s| !s.is_empty()) else {
@@ -90,13 +102,24 @@ impl Declarations {
         if parts.iter().any(|p| p.shape.len() != shape.len() || p.shape[1..] != shape[1..]) {
             return shape_error("declare", format!("parts do not stack: {parts:?}"));
         }
-        shape[0] = parts.iter().map(|p| p.shape[0]).sum();
+        let cuts: Vec<Cut> = parts.iter().map(|p| p.cut(self.place)).collect();
+        let local: Vec<Vec<usize>> = parts.iter().zip(&cuts).map(|(p, c)| c.shape(&p.shape)).collect();
+        if local.iter().any(|s| s[1..] != local[0][1..]) {
+            return shape_error("declare", format!("shares do not stack: {parts:?}"));
+        }
+        shape.clone_from(&local[0]);
+        shape[0] = local.iter().map(|s| s[0]).sum();
         let taken = |name: &str| self.specs.iter().flat_map(|s| &s.parts).any(|p| p.name == name);
         if let Some(twice) = parts.iter().find(|p| taken(&p.name)) {
             return shape_error("declare", format!("'{}' is declared twice", twice.name));
         }
-        self.specs.push(ParamSpec { parts, shape, uses: 1 });
+        self.specs.push(ParamSpec { parts, cuts, shape, uses: 1 });
         Ok(ParamId(self.specs.len() - 1))
+    }
+
+    /// A declaration.
+    pub fn spec(&self, id: ParamId) -> &ParamSpec {
+        &self.specs[id.0]
     }
 
     /// One more module uses a declared parameter.
@@ -153,7 +176,12 @@ impl Params {
     }
 }
 
-/// Initial values of elements `range` of a logical tensor, the same under every layout.
+/// Initial values of what is held of a logical tensor, the same under every layout.
+pub fn initial_share(threads: &Threads, seed: u64, part: &Part, cut: &Cut) -> Vec<f32> {
+    cut.runs(&part.shape).into_iter().flat_map(|run| initial_values(threads, seed, part, run)).collect()
+}
+
+/// Initial values of elements `range` of a logical tensor.
 pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
     match part.init {
         Init::Constant(c) => vec![c; range.len()],

@@ -68,6 +68,9 @@ pub enum Error {
         /// Index of the argument.
         arg: usize,
     },
+    /// Ranks did not come together; the message names operation and ranks.
+    #[error("{0}")]
+    Communication(String),
     /// A feature this device or build does not have.
     #[error("{op}: {what}")]
     Unsupported {

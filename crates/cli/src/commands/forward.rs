@@ -2,11 +2,10 @@
 
 use crate::args::Global;
 use crate::layout::Layout;
-use crate::output;
+use crate::{output, place};
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::Precision;
-use ferrotron_tensor::Watch;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -50,11 +49,13 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    args.layout.require_one_rank()?;
     let plan = Plan::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
-    let rank = global.rank(0, Watch::default())?;
-    let out = forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward)?;
+    let one = |rank| {
+        forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward).map_err(|e| place::told(e.into()))
+    };
+    let mut all = place::run(global, &args.layout.grid(), 0, one)?;
+    let out = all.swap_remove(0);
     forward::write_output(&args.output, &out)?;
     if global.json {
         output::print_json(&serde_json::json!({

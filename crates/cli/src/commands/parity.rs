@@ -8,7 +8,9 @@ use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::{Precision, Recipe};
 use ferrotron_core::parity::{Bounds, Compared, Outcome, compare, first_step};
 use ferrotron_core::train::Trainer;
-use ferrotron_tensor::{DeviceKind, Watch};
+use ferrotron_core::grid;
+use ferrotron_engine::Rank;
+use ferrotron_tensor::DeviceKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
@@ -94,10 +96,10 @@ struct Done {
     dtype: Precision,
     micro_batch: usize,
     device: DeviceKind,
+    ranks: usize,
 }
 
 fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
-    side.layout.require_one_rank()?;
     let place = Global {
         device: side.device.unwrap_or(global.device),
         threads: side.threads.unwrap_or(global.threads),
@@ -116,13 +118,19 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     if let Some(n) = side.micro_batch {
         recipe.put_key("train.micro_batch", i64::try_from(n).unwrap_or(i64::MAX))?;
     }
+    for (key, size) in [("parallel.tp", side.layout.tp), ("parallel.dp", side.layout.dp)] {
+        if let Some(n) = size {
+            recipe.put_key(key, i64::try_from(n).unwrap_or(i64::MAX))?;
+        }
+    }
     let (resolved, weights) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
-    let rank = place.rank(resolved.config.train.seed, Watch::default())?;
-    let device = rank.device().kind();
     let fill = |t: &Trainer| weights.as_ref().map_or(Ok(()), |w| w.fill(t));
-    let outcome = first_step(rank, &resolved, Some(&fill))?;
+    let layout = grid::Layout { dp: Some(resolved.config.parallel.dp), tp: resolved.config.parallel.tp, ..side.layout.grid() };
+    let one = |rank: Rank| Ok((rank.device().kind(), first_step(rank, &resolved, Some(&fill))?));
+    let (device, outcome) = crate::place::run(&place, &layout, resolved.config.train.seed, one)?.swap_remove(0);
+    let ranks = layout.world()?;
     let (dtype, micro_batch) = (resolved.config.precision.dtype, resolved.plan.micro_batch);
-    Ok(Done { outcome, dtype, micro_batch, device })
+    Ok(Done { outcome, dtype, micro_batch, device, ranks })
 }
 
 /// Forward and backward of a Hugging Face folder: no update, so no weights to compare.
@@ -134,19 +142,29 @@ fn folder(model: &Path, input: &Path, side: &Side, place: &Global) -> Result<Don
     let plan = Plan::open(model)?;
     let input = forward::read_input(input)?;
     let backward = input.labels.is_some();
-    let rank = place.rank(0, Watch::default())?;
-    let device = rank.device().kind();
-    let outcome = forward::forward(rank, &plan, dtype.dtype(), &input, backward)?.into();
-    Ok(Done { outcome, dtype, micro_batch: input.batch, device })
+    let layout = side.layout.grid();
+    let one = |rank: Rank| {
+        let kind = rank.device().kind();
+        let out = forward::forward(rank, &plan, dtype.dtype(), &input, backward);
+        Ok((kind, out.map_err(|e| crate::place::told(e.into()))?))
+    };
+    let (device, outcome) = crate::place::run(place, &layout, 0, one)?.swap_remove(0);
+    let (outcome, ranks) = (outcome.into(), layout.world()?);
+    Ok(Done { outcome, dtype, micro_batch: input.batch, device, ranks })
+}
+
+/// Is everything summed in the same order?
+fn same(a: &Done, b: &Done) -> bool {
+    a.micro_batch == b.micro_batch && a.device == b.device && a.ranks == 1 && b.ranks == 1
 }
 
 /// What counts as agreement where nobody says: equal arithmetic gives equal bits.
 fn bounds(a: &Done, b: &Done) -> Bounds {
     match (a.dtype, b.dtype) {
-        (x, y) if x == y && a.micro_batch == b.micro_batch && a.device == b.device => Bounds::EXACT,
+        (x, y) if x == y && same(a, b) => Bounds::EXACT,
         // Two devices round intermediate results to bf16 at their own places.
         (Precision::F32, Precision::F32) => Bounds::F32,
-        (x, y) if x == y && a.device == b.device => Bounds::F32,
+        (x, y) if x == y && a.device == b.device && a.ranks == b.ranks => Bounds::F32,
         _ => Bounds::BF16,
     }
 }

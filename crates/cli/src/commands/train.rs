@@ -50,9 +50,9 @@ pub struct Args {
     /// Optimizer steps (train.steps)
     #[arg(long, value_name = "N")]
     pub steps: Option<u64>,
-    /// Ranks in this process; 1 in this version
-    #[arg(long, value_name = "N", default_value_t = 1, hide_default_value = true)]
-    pub ranks: usize,
+    /// Ranks, as threads of this process: parallel.tp share every layer, the rest have other data [default: tp x dp]
+    #[arg(long, value_name = "N")]
+    pub ranks: Option<usize>,
     /// Prefix of a .bin/.idx pair, or "embedded" (data.path); several are blended
     #[arg(long, value_name = "PATH")]
     pub data: Vec<String>,
@@ -70,10 +70,6 @@ pub struct Args {
 impl Args {
     /// The recipe with everything the command line says laid over it.
     pub fn load(&self) -> Result<Recipe> {
-        if self.ranks != 1 {
-            let what = format!("--ranks {}: this version trains on one rank; leave --ranks out", self.ranks);
-            return Err(Usage::new(what).into());
-        }
         let mut recipe = Recipe::open(&self.recipe)?;
         for assignment in &self.set {
             recipe.set(assignment)?;
@@ -83,6 +79,14 @@ impl Args {
         }
         if !self.data.is_empty() {
             recipe.put_key("data.path", self.data.clone())?;
+        }
+        if let Some(ranks) = self.ranks {
+            let tp = recipe.config.parallel.tp.max(1);
+            if ranks == 0 || !ranks.is_multiple_of(tp) {
+                let what = format!("--ranks {ranks} is not a multiple of parallel.tp = {tp}; use one");
+                return Err(Usage::new(what).into());
+            }
+            recipe.put_key("parallel.dp", i64::try_from(ranks / tp).unwrap_or(i64::MAX))?;
         }
         Ok(recipe)
     }
@@ -139,19 +143,46 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         Run::discard(&out)?;
     }
     let stop = Stop::listen()?;
-    let sources = source::open(&resolved)?;
-    let rank = global.rank(resolved.config.train.seed, Watch::default())?;
+    let layout = place::layout(&resolved.config.parallel);
+    let ranks = layout.world()?;
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
+    let seed = resolved.config.train.seed;
+    place::run(global, &layout, seed, |rank| {
+        let lead = rank.world.rank() == 0;
+        let run = Run::open(rank, resolved.clone(), &out, Some(&fill))?;
+        match lead {
+            true => lead_run(&args, &recipe, run, stop.clone(), ranks, global).map_err(place::told),
+            false => follow(run, stop.clone()),
+        }
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The work of a rank that shows nothing.
+fn follow(mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
+    struct Silent(Stop);
+    impl Observer for Silent {
+        fn event(&mut self, _: &Event) {}
+        fn stop(&self) -> bool {
+            self.0.asked()
+        }
+    }
+    let sources = source::open(&run.resolved)?;
+    run.train(&*sources.train, sources.eval.as_deref(), &mut Silent(stop)).map(drop)
+}
+
+/// The work of the first rank, which shows it.
+fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, ranks: usize, global: &Global) -> Result<()> {
     let begin = Instant::now();
-    let mut run = Run::open(rank, resolved, &out, Some(&fill))?;
+    let sources = source::open(&run.resolved)?;
     let done = run.trainer.step;
     let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, done), stop };
-    announce(&mut run, &recipe, &mut view, global, done)?;
+    announce(&mut run, recipe, &mut view, global, done)?;
     if let Some(note) = sources.note.as_ref().filter(|_| !global.json) {
         eprintln!("{note}");
     }
     let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
-    let text = if outcome.finished { sample(&run)? } else { None };
+    let text = if outcome.finished && ranks == 1 { sample(&run)? } else { None };
     if let Some(text) = &text {
         let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
         let event = events::Sample { step: run.trainer.step, prompt, text: text.clone() };
@@ -164,9 +195,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     run.emit(Event::RunEnd(end), &mut view)?;
     view.progress.finish();
     if !global.json && outcome.finished {
-        output::print(&super::train_summary::text(&args, &recipe, &run, &outcome, text.as_deref()))?;
+        output::print(&super::train_summary::text(args, recipe, &run, &outcome, text.as_deref()))?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// Progress on the screen, and the flag that Ctrl-C raises.

@@ -174,7 +174,7 @@ keys! {
         at_end: bool = true, "save_at_end", "save_last", "save_on_train_end";
     }
 
-    /// How the work is cut over ranks. This version trains on one rank: every size is 1.
+    /// How the work is cut over ranks. This version has tensor and data parallelism: the other sizes are 1.
     parallel: ParallelSection {
         /// Tensor-parallel ranks.
         tp: usize = 1, "tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree";

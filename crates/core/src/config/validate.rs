@@ -55,22 +55,50 @@ impl Recipe {
     fn check_parallel(&self) -> Result<()> {
         let p = &self.config.parallel;
         for (key, value) in [
-            ("parallel.tp", p.tp),
             ("parallel.cp", p.cp),
             ("parallel.pp", p.pp),
             ("parallel.vp", p.vp),
-            ("parallel.dp", p.dp),
             ("parallel.ep", p.ep),
             ("parallel.etp", p.etp),
         ] {
             if value != 1 {
-                return self.refuse(
-                    key,
-                    format!("{value} is not possible, this version trains on one rank; set it to 1"),
-                );
+                let what = format!("{value} is not possible, this version cuts over tp and dp; set it to 1");
+                return self.refuse(key, what);
             }
         }
+        for (key, value) in [("parallel.tp", p.tp), ("parallel.dp", p.dp)] {
+            if value == 0 {
+                return self.refuse(key, "must be at least 1; 1 means not split");
+            }
+        }
+        if p.tp > 1 && self.config.dropout.hidden > 0.0 {
+            let what = "is not possible yet with parallel.tp above 1; set it to 0";
+            return self.refuse("dropout.hidden", what);
+        }
         Ok(())
+    }
+
+    /// Do heads and the MLP divide over the ranks that share a layer?
+    fn check_split(&self, m: &ModelConfig) -> Result<()> {
+        let t = self.config.parallel.tp;
+        let heads = m.heads.is_multiple_of(t) && (m.kv_heads.is_multiple_of(t) || t.is_multiple_of(m.kv_heads));
+        if heads && m.ffn.is_multiple_of(t) {
+            return Ok(());
+        }
+        let fits = |t: &usize| {
+            m.heads.is_multiple_of(*t)
+                && (m.kv_heads.is_multiple_of(*t) || t.is_multiple_of(m.kv_heads))
+                && m.ffn.is_multiple_of(*t)
+        };
+        let all: Vec<String> = (1..=m.heads).filter(fits).map(|t| t.to_string()).collect();
+        let what = format!(
+            "{t} does not divide {} query heads, {} key heads and an MLP of {}; possible are {}",
+            m.heads,
+            m.kv_heads,
+            m.ffn,
+            all.join(", ")
+        );
+        self.refuse("parallel.tp", what)
     }
 
     fn check_optimizer(&self) -> Result<()> {
@@ -226,10 +254,12 @@ impl Recipe {
             );
             return self.refuse("data.seq_len", what);
         }
-        let micro = plan.micro_batch;
+        self.check_split(m)?;
+        let micro = plan.micro_batch * c.parallel.dp;
         if !c.train.global_batch.is_multiple_of(micro) {
-            let what =
-                format!("{micro} does not divide train.global_batch = {}; change one", c.train.global_batch);
+            let ranks = if c.parallel.dp > 1 { format!(" times parallel.dp = {}", c.parallel.dp) } else { String::new() };
+            let (one, all) = (plan.micro_batch, c.train.global_batch);
+            let what = format!("{one}{ranks} does not divide train.global_batch = {all}; change one");
             return self.refuse("train.micro_batch", what);
         }
         if let Some([start, increment, _]) = c.train.ramp

@@ -56,7 +56,7 @@ impl Decoder {
     /// Puts a model together for sequences of up to `positions` tokens, and declares its parameters.
     pub fn new(rank: &Rank, config: &ModelConfig, positions: usize) -> Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
-        let mut d = Declarations::default();
+        let mut d = Declarations::at(rank.place());
         let learned = (c.positions == Positions::Learned).then_some(c.max_positions);
         let embedding =
             Embedding::declare(&mut d, "embed", c.vocab, c.hidden, learned, c.embed_scale, c.init_std)?;
@@ -127,7 +127,13 @@ impl Decoder {
                 format!("position {bad} is past the {} this model was set up for", self.positions),
             );
         }
-        let upload = |x: &[i32]| rank.compute.upload(x, &[x.len()], Category::Activations);
+        // Rows divide over the ranks that share every layer; the last may be padding that nobody looks at.
+        let rows = rank.padded(ids.len());
+        let upload = |x: &[i32]| {
+            let mut x = x.to_vec();
+            x.resize(rows, 0);
+            rank.compute.upload(&x, &[rows], Category::Activations)
+        };
         Ok(Input { ids: upload(ids)?, positions: upload(positions)?, layout })
     }
 
@@ -187,7 +193,7 @@ impl Decoder {
             dx = d;
         }
         let dx = p.dropout(self.layers.len() as u32, AFTER_EMBEDDING, dx)?;
-        self.embedding.backward(saved.embedding, &dx).run(p.rank, grads)
+        self.embedding.backward(p, saved.embedding, &dx)?.run(p.rank, grads)
     }
 
     /// Empty caches for `batch` sequences of up to `capacity` tokens.

@@ -29,18 +29,37 @@ impl Model {
         let params = Params::allocate(&rank, specs, dtype)?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
-            for (part, range) in spec.ranges() {
+            for (part, cut, range) in spec.held() {
                 let data = source(&part.name)?;
-                if data.len() != range.len() * dtype.size() {
-                    let what =
-                        format!("'{}' has {} bytes of {dtype}, not {}", part.name, data.len(), range.len());
+                let shape: Vec<usize> = part.shape.iter().copied().chain([dtype.size()]).collect();
+                if data.len() != shape.iter().product::<usize>() {
+                    let what = format!("'{}' has {} bytes of {dtype}, not {shape:?}", part.name, data.len());
                     return Ok(shape_error("load", what)?);
                 }
+                let data = cut.take(&shape, &data);
                 let slot = bytes.narrow(0, range.start * dtype.size(), data.len())?;
                 rank.compute.write_to(&slot, &data)?;
             }
         }
         Ok(Model { rank, decoder, params })
+    }
+
+    /// Logits `[tokens, V]` from every rank's columns `[padded tokens, part of V]`.
+    pub fn join_logits(&self, mine: &[f32], tokens: usize) -> Result<Vec<f32>> {
+        let (tp, vocab) = (&self.rank.tp, self.decoder.config().vocab);
+        let rows = self.rank.padded(tokens);
+        let all = tp.all_gather_bytes(bytemuck::cast_slice(mine), "logits").map_err(ferrotron_tensor::Error::from)?;
+        let mut out = vec![0f32; tokens * vocab];
+        let mut first = 0;
+        for bytes in &all {
+            let values: Vec<f32> = bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+            let width = values.len() / rows.max(1);
+            for (row, part) in out.chunks_mut(vocab).zip(values.chunks(width.max(1))) {
+                row[first..first + width].copy_from_slice(part);
+            }
+            first += width;
+        }
+        Ok(out)
     }
 
     /// A pass without dropout.

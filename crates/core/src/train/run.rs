@@ -6,7 +6,9 @@ use crate::config::Resolved;
 use crate::data::Batches;
 use crate::events::{self, Event, EventLog};
 use crate::{Error, Result};
+use ferrotron_comm::Reduce;
 use ferrotron_engine::Rank;
+use ferrotron_tensor::Category;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -47,6 +49,12 @@ pub struct Run {
     /// FLOPs of one token, forward and backward.
     pub flops_per_token: f64,
     dir: PathBuf,
+    /// Writes the folder: on the first rank only.
+    keeper: Option<Keeper>,
+}
+
+/// What writes into a run's folder.
+struct Keeper {
     log: EventLog,
     saver: Saver,
 }
@@ -65,30 +73,50 @@ impl Run {
         dir: &Path,
         first_weights: Option<&FirstWeights>,
     ) -> Result<Run> {
+        let first = rank.world.rank() == 0;
+        let together = rank.world.all();
+        let wait = |label| together.barrier(label).map_err(ferrotron_tensor::Error::from);
+        let checkpoints = dir.join(CHECKPOINTS);
+        let saver = first.then(|| Run::saver(dir, &resolved)).transpose()?;
+        // What a broken-off save left is gone before anybody looks for the newest checkpoint.
+        wait("the run folder is ready")?;
+        let mut trainer = Trainer::new(rank, &resolved)?;
+        let latest = checkpoint::latest(&checkpoints)?;
+        match &latest {
+            Some(path) => trainer.restore(&checkpoint::load(path)?)?,
+            None => first_weights.map_or(Ok(()), |fill| fill(&trainer))?,
+        }
+        wait("the checkpoint is read")?;
+        let keeper = saver.map(|saver| Run::keeper(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
+        let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
+        Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), keeper })
+    }
+
+    fn saver(dir: &Path, resolved: &Resolved) -> Result<Saver> {
         let io = |e| Error::io_doing(dir, "make the run folder", e);
         std::fs::create_dir_all(dir).map_err(io)?;
-        let checkpoints = dir.join(CHECKPOINTS);
         let keep = (resolved.config.checkpoint.keep > 0).then_some(resolved.config.checkpoint.keep as usize);
-        let saver = Saver::new(&checkpoints, keep)?;
-        let mut trainer = Trainer::new(rank, &resolved)?;
+        Saver::new(&dir.join(CHECKPOINTS), keep)
+    }
+
+    fn keeper(
+        dir: &Path,
+        saver: Saver,
+        resolved: &Resolved,
+        latest: &Option<PathBuf>,
+        step: u64,
+    ) -> Result<Keeper> {
         let log = dir.join(events::FILE_NAME);
-        let log = match checkpoint::latest(&checkpoints)? {
-            Some(path) => {
-                trainer.restore(&checkpoint::load(&path)?)?;
+        let log = match latest {
+            Some(_) => {
                 saver.tidy()?;
-                EventLog::resume(&log, trainer.step)?
+                EventLog::resume(&log, step)?
             }
-            None => {
-                if let Some(fill) = first_weights {
-                    fill(&trainer)?;
-                }
-                EventLog::create(&log)?
-            }
+            None => EventLog::create(&log)?,
         };
         let path = dir.join(CONFIG);
         std::fs::write(&path, resolved.config.to_toml()).map_err(|e| Error::io_doing(&path, "write", e))?;
-        let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
-        Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), log, saver })
+        Ok(Keeper { log, saver })
     }
 
     /// Throws away what a folder holds of a run: checkpoints, log and resolved recipe. Other files stay.
@@ -112,8 +140,10 @@ impl Run {
 
     /// Logs an event and tells the observer.
     pub fn emit(&mut self, event: Event, observer: &mut dyn Observer) -> Result<()> {
-        self.log.write(&event)?;
-        observer.event(&event);
+        if let Some(keeper) = &mut self.keeper {
+            keeper.log.write(&event)?;
+            observer.event(&event);
+        }
         Ok(())
     }
 
@@ -145,7 +175,7 @@ impl Run {
             {
                 out.eval = Some(self.evaluate(data, c.eval.batches, observer)?);
             }
-            let stop = !last && observer.stop();
+            let stop = !last && self.agree(observer.stop())?;
             let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
             if due || stop || (last && c.checkpoint.at_end) {
                 self.save(observer)?;
@@ -155,8 +185,22 @@ impl Run {
                 break;
             }
         }
-        self.saver.finish()?;
+        if let Some(keeper) = &mut self.keeper {
+            keeper.saver.finish()?;
+        }
         Ok(out)
+    }
+
+    /// Does any rank ask for it? All then do it at the same step.
+    fn agree(&self, mine: bool) -> Result<bool> {
+        let rank = &self.trainer.rank;
+        if rank.world.size() == 1 {
+            return Ok(mine);
+        }
+        let asked = rank.compute.upload(&[i32::from(mine)], &[1], Category::Communication)?;
+        let all = rank.world.all();
+        all.all_reduce(&rank.compute, &asked, Reduce::Max, "stop").map_err(ferrotron_tensor::Error::from)?;
+        Ok(rank.compute.download::<i32>(&asked)?[0] != 0)
     }
 
     fn evaluate(&mut self, data: &dyn Batches, batches: u64, observer: &mut dyn Observer) -> Result<f64> {
@@ -172,11 +216,13 @@ impl Run {
     /// Hands a copy of the state to the writer; training goes on while it is written.
     fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
+        // Every rank brings its share; the first one writes.
         let snapshot = self.trainer.snapshot()?;
+        let Some(keeper) = &mut self.keeper else { return Ok(()) };
         let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
         let step = self.trainer.step;
-        self.log.sync()?;
-        self.saver.save(snapshot)?;
+        keeper.log.sync()?;
+        keeper.saver.save(snapshot)?;
         let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
         let seconds = start.elapsed().as_secs_f64();
         self.emit(Event::Checkpoint(events::Checkpoint { step, path, bytes, seconds }), observer)

@@ -117,12 +117,14 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         for (spec, tensor) in t.params.specs().iter().zip(tensors) {
             let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
             let size = tensor.dtype().size();
-            items.extend(spec.ranges().map(|(part, r)| Item {
-                name: format!("{kind}/{}", part.name),
-                dtype: tensor.dtype(),
-                shape: part.shape.clone(),
-                bytes: bytes[r.start * size..r.end * size].to_vec(),
-            }));
+            for (part, _, r) in spec.held() {
+                items.push(Item {
+                    name: format!("{kind}/{}", part.name),
+                    dtype: tensor.dtype(),
+                    shape: part.shape.clone(),
+                    bytes: t.rank.join(part, size, &bytes[r.start * size..r.end * size])?,
+                });
+            }
         }
     }
     let state = State {
@@ -186,8 +188,10 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     for (kind, tensors) in &kinds {
         for (spec, tensor) in t.params.specs().iter().zip(*tensors) {
             let mut bytes = Vec::with_capacity(tensor.bytes());
-            for part in &spec.parts {
-                bytes.extend(loaded.read(&format!("{kind}/{}", part.name))?);
+            for (part, cut, _) in spec.held() {
+                let whole = loaded.read(&format!("{kind}/{}", part.name))?;
+                let shape: Vec<usize> = part.shape.iter().copied().chain([tensor.dtype().size()]).collect();
+                bytes.extend(cut.take(&shape, &whole));
             }
             t.rank.compute.write_to(&tensor.as_bytes()?, &bytes)?;
         }

@@ -9,6 +9,7 @@ use crate::model::Decoder;
 use crate::optimizer::{Optimizer, StepRates};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
+use ferrotron_comm::Reduce;
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Dropout, GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
 use ferrotron_kernels::IGNORE;
@@ -97,34 +98,60 @@ impl Trainer {
     }
 
     fn make_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
-        let count = self.batches.at(self.samples, 1)?.count;
+        // Ranks with other data take turns: of every `micro·dp` samples in a row, each has its `micro`.
+        let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
+        let count = self.batches.at(self.samples, ranks)?.count;
         let micro = self.batches.micro as usize;
         let batches = (0..count)
-            .map(|i| data.batch(self.samples + i * micro as u64, micro))
+            .map(|i| data.batch(self.samples + (i * ranks + turn) * micro as u64, micro))
             .collect::<Result<Vec<_>>>()?;
-        let valid: usize = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count()).sum();
+        let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as i64).sum();
+        let valid = self.over_data(valid, "tokens of the step")?;
         let weight = 1.0 / valid.max(1) as f32;
         self.grads.begin_step();
         let mut losses = Vec::with_capacity(batches.len());
         for (i, batch) in batches.iter().enumerate() {
             losses.push(self.micro_step(batch, data.seq(), i as u32, weight)?);
         }
-        let grads = self.grads.finish(&self.rank)?;
-        let samples = micro as u64 * count;
+        self.grads.reduce(&self.rank, self.params.specs())?;
+        let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
         let n = self.samples + samples;
         let rates = StepRates { lr: self.lr.at(n), weight_decay: self.wd.at(n) };
-        let norm = self.optimizer.step(&self.rank, &self.params, &grads, rates)?;
+        let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
         // Fetched last: nothing waits for the device before the whole step is queued.
         let loss = losses.iter().map(|l| fetch(&self.rank, l)).sum::<Result<f64>>()?;
+        let loss = self.sum_over_data(loss, "loss of the step")?;
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::Diverged { step: self.step + 1, loss, grad_norm: f64::from(norm) });
         }
-        let tokens: u64 = batches.iter().map(|b| b.tokens.len() as u64).sum();
+        let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
         self.step += 1;
         self.samples = n;
         self.tokens += tokens;
         Ok(StepReport { step: self.step, loss, grad_norm: f64::from(norm), lr: rates.lr, tokens, samples })
+    }
+
+    /// A whole number summed over the ranks that have other data.
+    fn over_data(&self, mine: i64, label: &'static str) -> Result<i64> {
+        if self.rank.dp.size() == 1 {
+            return Ok(mine);
+        }
+        let s = &self.rank.compute;
+        let t = s.upload(&[mine], &[1], Category::Communication)?;
+        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label).map_err(ferrotron_tensor::Error::from)?;
+        Ok(s.download::<i64>(&t)?[0])
+    }
+
+    /// The same of a real number.
+    fn sum_over_data(&self, mine: f64, label: &'static str) -> Result<f64> {
+        if self.rank.dp.size() == 1 {
+            return Ok(mine);
+        }
+        let s = &self.rank.compute;
+        let t = s.upload(&[mine], &[1], Category::Communication)?;
+        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label).map_err(ferrotron_tensor::Error::from)?;
+        Ok(s.download::<f64>(&t)?[0])
     }
 
     /// Forward and backward of one micro-batch; its part of the loss, on the device.
@@ -145,8 +172,9 @@ impl Trainer {
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
         let pass = Pass::new(&self.rank, &self.params);
-        let (mut sum, mut valid) = (0.0, 0usize);
-        for i in 0..count {
+        let (mut sum, mut valid) = (0.0, 0);
+        let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
+        for i in (turn..count).step_by(ranks as usize) {
             let batch = data.batch(i * self.batches.micro, self.batches.micro as usize)?;
             let input = self.decoder.input(
                 &self.rank,
@@ -157,9 +185,10 @@ impl Trainer {
             let targets = targets(&self.rank, &batch.labels, 1.0)?;
             let rows = self.decoder.evaluate(&pass, &input, &targets)?;
             sum += fetch(&self.rank, &weighted(&self.rank, &rows, &targets)?)?;
-            valid += batch.labels.iter().filter(|l| **l != IGNORE).count();
+            valid += batch.labels.iter().filter(|l| **l != IGNORE).count() as i64;
         }
-        Ok(sum / valid.max(1) as f64)
+        let sum = self.sum_over_data(sum, "evaluation")?;
+        Ok(sum / self.over_data(valid, "tokens of an evaluation")?.max(1) as f64)
     }
 
     /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.
@@ -176,8 +205,8 @@ impl Trainer {
     pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
         for (spec, master) in self.params.specs().iter().zip(self.optimizer.masters()) {
             let mut values = Vec::with_capacity(spec.numel());
-            for part in &spec.parts {
-                values.extend(source(&part.name)?);
+            for (part, cut, _) in spec.held() {
+                values.extend(cut.take(&part.shape, &source(&part.name)?));
             }
             self.rank.compute.write_to(master, &values)?;
         }
@@ -214,11 +243,10 @@ impl Trainer {
         let mut out = Vec::new();
         for (spec, tensor) in self.params.specs().iter().zip(tensors) {
             let values: Vec<f32> = self.rank.compute.download(tensor)?;
-            out.extend(spec.ranges().map(|(part, r)| LogicalValues {
-                name: part.name.clone(),
-                shape: part.shape.clone(),
-                values: values[r].to_vec(),
-            }));
+            for (part, _, r) in spec.held() {
+                let (name, shape) = (part.name.clone(), part.shape.clone());
+                out.push(LogicalValues { name, shape, values: self.rank.join(part, 1, &values[r])? });
+            }
         }
         Ok(out)
     }
@@ -234,9 +262,11 @@ pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
 
 /// Labels and row weights on the device: `weight` where there is a label.
 pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
+    let mut labels = labels.to_vec();
+    labels.resize(rank.padded(labels.len()), IGNORE);
     let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
     Ok(Targets {
-        labels: rank.compute.upload(labels, &[labels.len()], Category::Activations)?,
+        labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
         weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
     })
 }

@@ -128,7 +128,8 @@ impl Attention {
         let c = &config;
         let (nd, gd) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
         let parts = [("q", nd), ("k", gd), ("v", gd)].map(|(part, n)| (format!("{name}.{part}"), n));
-        let qkv = Linear::declare(d, c.hidden, &parts, c.qkv_bias, Split::Rows, c.std.0)?;
+        let heads = c.head_dim;
+        let qkv = Linear::declare(d, c.hidden, &parts, c.qkv_bias, Split::Rows { unit: heads }, c.std.0)?;
         let norms = match c.qk_norm {
             Some(norm) => Some((
                 NormLayer::declare(d, &format!("{name}.q_norm"), c.head_dim, norm)?,
@@ -137,7 +138,13 @@ impl Attention {
             None => None,
         };
         let to_hidden = [(format!("{name}.out"), c.hidden)];
-        let out = Linear::declare(d, nd, &to_hidden, c.out_bias, Split::Columns, c.std.1)?;
+        let out = Linear::declare(d, nd, &to_hidden, c.out_bias, Split::Columns { unit: heads }, c.std.1)?;
+        // From here on: the heads of this rank. Where there are fewer key heads than ranks, neighbours share one.
+        let (n, t) = (c.heads, d.place().size);
+        if !n.is_multiple_of(t) || !(c.kv_heads.is_multiple_of(t) || t.is_multiple_of(c.kv_heads)) {
+            return shape_error("attention", format!("{n} query and {} key heads over {t} ranks", c.kv_heads));
+        }
+        let config = AttentionConfig { heads: n / t, kv_heads: (c.kv_heads / t).max(1), ..config };
         Ok(Attention { qkv, out, norms, config, rope })
     }
 
@@ -150,10 +157,10 @@ impl Attention {
         positions: &Tensor,
     ) -> Result<(Tensor, AttentionSaved)> {
         let Projected { rotated, v, norms, qkv } = self.project(p, x, positions)?;
-        let tokens = x.shape()[0];
         let c = &self.config;
-        let heads = p.empty(&[tokens, c.heads * c.head_dim])?;
-        let lse = p.rank.activation(&layout.lse_shape(tokens, c.heads), DType::F32)?;
+        let heads = p.empty(&[rotated.shape()[0], c.heads * c.head_dim])?;
+        layout.blank(p, &heads)?;
+        let lse = p.rank.activation(&layout.lse_shape(c.heads), DType::F32)?;
         let views = self.views(layout, &rotated, &v, &heads)?;
         let a = AttentionForward {
             q: &views.q,
@@ -178,8 +185,8 @@ impl Attention {
 
     fn project(&self, p: &Pass, x: &Tensor, positions: &Tensor) -> Result<Projected> {
         let c = &self.config;
-        let (tokens, d) = (x.shape()[0], c.head_dim);
         let (qkv, saved) = self.qkv.forward(p, x)?;
+        let (tokens, d) = (qkv.shape()[0], c.head_dim);
         let v = qkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
         let (rotated, norms) = match &self.norms {
             None => (qkv, None),
@@ -213,8 +220,11 @@ impl Attention {
         p.rank.kernels.rope(&p.rank.compute, &r)
     }
 
+    /// q, k, v and out of the tokens of the sequences; rows past them are padding.
     fn views(&self, layout: &Layout, rotated: &Tensor, v: &Tensor, out: &Tensor) -> Result<Views> {
         let c = &self.config;
+        let real = |t: &Tensor| t.narrow(0, 0, layout.tokens());
+        let (rotated, v, out) = (&real(rotated)?, &real(v)?, &real(out)?);
         let (q, k) = self.q_and_k(rotated)?;
         let per_head = |t: &Tensor, n: usize| t.view(&[t.shape()[0], n, c.head_dim]);
         Ok(Views {
@@ -235,17 +245,19 @@ impl Attention {
         dy: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
         let c = &self.config;
-        let (tokens, d) = (dy.shape()[0], c.head_dim);
         let Some(heads) = saved.out_proj.x.clone() else {
             return shape_error("attention backward", "its output was dropped");
         };
         let (dheads, out_grad) = self.out.backward(p, saved.out_proj, dy)?;
+        let (tokens, d) = (dheads.shape()[0], c.head_dim);
         let dqkv = p.empty(&[tokens, (c.heads + 2 * c.kv_heads) * d])?;
+        layout.blank(p, &dqkv)?;
         // With norms in between, dq and dk first go to memory of their own.
         let drotated = match &self.norms {
             None => dqkv.clone(),
             Some(_) => p.empty(&[tokens, (c.heads + c.kv_heads) * d])?,
         };
+        layout.blank(p, &drotated)?;
         let dv = dqkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
         let v = self.views(layout, &saved.rotated, &saved.v, &heads)?;
         let g = self.views(layout, &drotated, &dv, &dheads)?;
@@ -278,6 +290,22 @@ struct Views {
 }
 
 impl Layout {
+    /// Tokens of all sequences.
+    pub fn tokens(&self) -> usize {
+        match self {
+            Layout::Rows { count, len } => count * len,
+            Layout::Packed { offsets } => offsets.last().map_or(0, |n| usize::try_from(*n).unwrap_or(0)),
+        }
+    }
+
+    /// Zeroes the rows of `t` past the sequences' tokens: attention does not write them, products read them.
+    fn blank(&self, p: &Pass, t: &Tensor) -> Result<()> {
+        match t.shape()[0].checked_sub(self.tokens()) {
+            None | Some(0) => Ok(()),
+            Some(rest) => p.rank.compute.zero(&t.narrow(0, self.tokens(), rest)?),
+        }
+    }
+
     /// Checks that it describes exactly `tokens` tokens.
     pub fn check(&self, tokens: usize) -> Result<()> {
         let fits = match self {
@@ -306,10 +334,10 @@ impl Layout {
         }
     }
 
-    fn lse_shape(&self, tokens: usize, heads: usize) -> Vec<usize> {
+    fn lse_shape(&self, heads: usize) -> Vec<usize> {
         match self {
             Layout::Rows { count, len } => vec![*count, heads, *len],
-            Layout::Packed { .. } => vec![tokens, heads],
+            Layout::Packed { .. } => vec![self.tokens(), heads],
         }
     }
 }

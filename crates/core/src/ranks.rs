@@ -1,0 +1,76 @@
+//! Several ranks as threads of this process: the same work on each, every layout on one machine.
+
+use crate::grid::{Grid, Layout};
+use crate::{Error, Result};
+use ferrotron_comm::{Communicator, World};
+use ferrotron_engine::Rank;
+use std::time::Duration;
+
+/// How long a rank waits for another before the run ends with an error that names it.
+pub const PATIENCE: Duration = Duration::from_secs(600);
+
+/// Gives a rank its groups in the grid. Every rank of the world calls it.
+pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
+    let comm = |e: ferrotron_comm::Error| Error::from(ferrotron_tensor::Error::from(e));
+    // Every rank walks every group in the same order, its own or not: making one is collective.
+    let mine = |name: &'static str| -> Result<Communicator> {
+        let mut found = Communicator::solo();
+        for ranks in grid.groups(name)? {
+            if let Some(group) = world.group(name, &ranks).map_err(comm)? {
+                found = group;
+            }
+        }
+        Ok(found)
+    };
+    let (tp, dp) = (mine("tp")?, mine("dp")?);
+    Ok(Rank { world: world.clone(), tp, dp, ..rank })
+}
+
+/// Refuses kinds of parallelism that this version lacks.
+pub fn check(layout: &Layout) -> Result<()> {
+    let absent = [("cp", layout.cp), ("pp", layout.pp), ("vp", layout.vp), ("ep", layout.ep)];
+    match absent.iter().find(|(_, n)| *n > 1) {
+        None => Ok(()),
+        Some((key, n)) => Err(Error::Invalid(format!(
+            "{key}={n}: this version cuts work over tp and dp only; leave {key} out"
+        ))),
+    }
+}
+
+/// Runs `work` on every rank of a layout, each on a thread of its own, and returns what each made. `make` gives each
+/// thread its device. Where ranks fail, the error is that of the first that failed for a reason of its own.
+pub fn on_threads<T: Send>(
+    layout: &Layout,
+    make: impl Fn() -> Result<Rank> + Sync,
+    work: impl Fn(Rank) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    check(layout)?;
+    let grid = Grid::of(layout.clone())?;
+    let run = |world: World| join(make()?, &world, &grid).and_then(&work);
+    if grid.world() == 1 {
+        return Ok(vec![run(World::solo())?]);
+    }
+    let worlds = World::threads(grid.world(), PATIENCE);
+    let done: Vec<Result<T>> = std::thread::scope(|scope| {
+        let run = &run;
+        let threads: Vec<_> = worlds.into_iter().map(|w| scope.spawn(move || run(w))).collect();
+        let end = |(i, t): (usize, std::thread::ScopedJoinHandle<Result<T>>)| {
+            t.join().unwrap_or_else(|_| Err(Error::Invalid(format!("rank {i} broke off"))))
+        };
+        threads.into_iter().enumerate().map(end).collect()
+    });
+    // Ranks that only heard of another's failure come last.
+    let heard = |e: &Error| matches!(e, Error::Tensor(ferrotron_tensor::Error::Communication(_)));
+    let (mut out, mut failures) = (Vec::new(), Vec::new());
+    for result in done {
+        match result {
+            Ok(x) => out.push(x),
+            Err(e) => failures.push(e),
+        }
+    }
+    failures.sort_by_key(heard);
+    match failures.into_iter().next() {
+        Some(e) => Err(e),
+        None => Ok(out),
+    }
+}

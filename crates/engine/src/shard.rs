@@ -1,0 +1,165 @@
+//! Which part of a logical tensor a tensor-parallel rank holds. Everything that cuts or joins tensors (memory,
+//! initial values, checkpoints, conversions) asks here.
+
+use crate::Part;
+use std::ops::Range;
+
+/// A rank's place among the ranks that share every layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Its number.
+    pub rank: usize,
+    /// How many there are.
+    pub size: usize,
+}
+
+impl Place {
+    /// Nobody to share with.
+    pub const ALONE: Place = Place { rank: 0, size: 1 };
+}
+
+/// How tensor-parallel ranks may share a logical tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Split {
+    /// Every rank has all of it.
+    Replicated,
+    /// Ranks own ranges of axis 0 in whole units of so many rows: a head's channels, or single rows. Ranks beyond
+    /// the number of units share them, each unit held by as many neighbours.
+    Rows {
+        /// Rows that stay together.
+        unit: usize,
+    },
+    /// The same along axis 1.
+    Columns {
+        /// Columns that stay together.
+        unit: usize,
+    },
+}
+
+/// Part of a logical tensor: a range of one axis, everything of the others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// The axis.
+    pub axis: usize,
+    /// What is held of it.
+    pub range: Range<usize>,
+}
+
+/// The units of `count` that rank `p` holds.
+fn units(count: usize, p: Place) -> Range<usize> {
+    if count >= p.size {
+        // As even as possible from the front: the last ranks may have less, or nothing.
+        let each = count.div_ceil(p.size);
+        return (p.rank * each).min(count)..((p.rank + 1) * each).min(count);
+    }
+    let one = p.rank * count / p.size;
+    one..(one + 1).min(count)
+}
+
+impl Part {
+    /// What rank `p` holds.
+    pub fn cut(&self, p: Place) -> Cut {
+        let (axis, unit) = match self.split {
+            Split::Replicated => return Cut { axis: 0, range: 0..self.shape.first().copied().unwrap_or(1) },
+            Split::Rows { unit } => (0, unit.max(1)),
+            Split::Columns { unit } => (1, unit.max(1)),
+        };
+        let size = self.shape.get(axis).copied().unwrap_or(1);
+        let u = units(size / unit, p);
+        Cut { axis, range: u.start * unit..u.end * unit }
+    }
+
+    /// Do some, but not all, of `size` ranks hold the same?
+    pub fn shared(&self, size: usize) -> bool {
+        let unit = match self.split {
+            Split::Replicated => return false,
+            Split::Rows { unit } => self.shape[0] / unit.max(1),
+            Split::Columns { unit } => self.shape[1] / unit.max(1),
+        };
+        unit > 1 && unit < size
+    }
+
+    /// Ranks of `p.size` that hold the same as `p`, itself included.
+    pub fn holders(&self, p: Place) -> Range<usize> {
+        let mine = self.cut(p);
+        let same = |rank: &usize| self.cut(Place { rank: *rank, ..p }) == mine;
+        let first = (0..p.size).find(same).unwrap_or(p.rank);
+        first..first + (first..p.size).take_while(same).count()
+    }
+}
+
+impl Cut {
+    /// Shape of what is held of a tensor of `shape`.
+    pub fn shape(&self, shape: &[usize]) -> Vec<usize> {
+        let mut out = shape.to_vec();
+        out[self.axis] = self.range.len();
+        out
+    }
+
+    /// Element ranges of the whole (row-major) that are held, in order.
+    pub fn runs(&self, shape: &[usize]) -> Vec<Range<usize>> {
+        let inner: usize = shape[self.axis + 1..].iter().product();
+        let outer: usize = shape[..self.axis].iter().product();
+        let stride = shape[self.axis] * inner;
+        let run = |o: usize| o * stride + self.range.start * inner..o * stride + self.range.end * inner;
+        (0..outer).map(run).filter(|r| !r.is_empty()).collect()
+    }
+
+    /// What is held of `whole`.
+    pub fn take<T: Copy>(&self, shape: &[usize], whole: &[T]) -> Vec<T> {
+        self.runs(shape).into_iter().flat_map(|r| whole[r].iter().copied()).collect()
+    }
+
+    /// Puts what is held in its place of `whole`.
+    pub fn put<T: Copy>(&self, shape: &[usize], held: &[T], whole: &mut [T]) {
+        let mut at = 0;
+        for r in self.runs(shape) {
+            let n = r.len();
+            whole[r].copy_from_slice(&held[at..at + n]);
+            at += n;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Init;
+
+    fn part(shape: &[usize], split: Split) -> Part {
+        Part { name: "x".into(), shape: shape.to_vec(), init: Init::Constant(0.0), split }
+    }
+
+    #[test]
+    fn cuts_of_all_ranks_make_the_whole_again() {
+        for split in [Split::Replicated, Split::Rows { unit: 1 }, Split::Rows { unit: 3 }, Split::Columns { unit: 2 }] {
+            for size in 1..=8 {
+                let p = part(&[12, 10], split);
+                let whole: Vec<usize> = (0..120).collect();
+                let mut joined = vec![usize::MAX; 120];
+                for rank in 0..size {
+                    let place = Place { rank, size };
+                    let cut = p.cut(place);
+                    assert!(p.holders(place).contains(&rank));
+                    cut.put(&p.shape, &cut.take(&p.shape, &whole), &mut joined);
+                }
+                assert_eq!(joined, whole, "{split:?} over {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn few_heads_are_shared_by_neighbours() {
+        let p = part(&[2 * 16, 8], Split::Rows { unit: 16 });
+        let held = |rank| p.cut(Place { rank, size: 4 }).range;
+        assert_eq!([held(0), held(1), held(2), held(3)], [0..16, 0..16, 16..32, 16..32]);
+        assert_eq!(p.holders(Place { rank: 3, size: 4 }), 2..4);
+    }
+
+    #[test]
+    fn a_vocabulary_that_does_not_divide_is_short_at_the_end() {
+        let p = part(&[10, 4], Split::Rows { unit: 1 });
+        let sizes: Vec<usize> = (0..4).map(|rank| p.cut(Place { rank, size: 4 }).range.len()).collect();
+        assert_eq!(sizes, [3, 3, 3, 1]);
+    }
+}
