@@ -90,3 +90,12 @@ fn list(ranks: &[(usize, String)]) -> String {
 
 /// Result of collectives.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+impl From<Error> for ferrotron_tensor::Error {
+    fn from(e: Error) -> ferrotron_tensor::Error {
+        match e {
+            Error::Tensor(e) => e,
+            other => ferrotron_tensor::Error::Communication(other.to_string()),
+        }
+    }
+}

@@ -1,6 +1,5 @@
 //! A rank: everything a worker has. Nothing is global, so many ranks fit in one process.
 
-use crate::Place;
 use ferrotron_comm::{Communicator, World};
 use ferrotron_kernels::cuda::{CudaKernels, Readiness};
 use ferrotron_kernels::{Kernels, cpu};
