@@ -10,6 +10,7 @@ pub mod grid;
 pub mod model;
 pub mod optimizer;
 pub mod parity;
+pub mod pipeline;
 pub mod ranks;
 pub mod schedule;
 pub mod tensorfile;
