@@ -218,7 +218,7 @@ fn over_rows(rank: &Rank, mine: f64) -> Result<f32> {
 }
 
 fn comm(e: ferrotron_comm::Error) -> Error {
-    ferrotron_core::Error::from(ferrotron_tensor::Error::from(e)).into()
+    ferrotron_core::Error::from(e).into()
 }
 
 /// Position t predicts label t+1; the last of a row predicts nothing.

@@ -83,6 +83,12 @@ pub enum Error {
     Tensor(#[from] ferrotron_tensor::Error),
 }
 
+impl From<ferrotron_comm::Error> for Error {
+    fn from(e: ferrotron_comm::Error) -> Error {
+        Error::Tensor(e.into())
+    }
+}
+
 /// Result of this crate's operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 

@@ -11,12 +11,11 @@ pub const PATIENCE: Duration = Duration::from_secs(600);
 
 /// Gives a rank its groups in the grid. Every rank of the world calls it.
 pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
-    let comm = |e: ferrotron_comm::Error| Error::from(ferrotron_tensor::Error::from(e));
     // Every rank walks every group in the same order, its own or not: making one is collective.
     let mine = |name: &'static str| -> Result<Communicator> {
         let mut found = Communicator::solo();
         for ranks in grid.groups(name)? {
-            if let Some(group) = world.group(name, &ranks).map_err(comm)? {
+            if let Some(group) = world.group(name, &ranks)? {
                 found = group;
             }
         }

@@ -48,7 +48,7 @@ impl Model {
     pub fn join_logits(&self, mine: &[f32], tokens: usize) -> Result<Vec<f32>> {
         let (tp, vocab) = (&self.rank.tp, self.decoder.config().vocab);
         let rows = self.rank.padded(tokens);
-        let all = tp.all_gather_bytes(bytemuck::cast_slice(mine), "logits").map_err(ferrotron_tensor::Error::from)?;
+        let all = tp.all_gather_bytes(bytemuck::cast_slice(mine), "logits")?;
         let mut out = vec![0f32; tokens * vocab];
         let mut first = 0;
         for bytes in &all {

@@ -75,7 +75,7 @@ impl Run {
     ) -> Result<Run> {
         let first = rank.world.rank() == 0;
         let together = rank.world.all();
-        let wait = |label| together.barrier(label).map_err(ferrotron_tensor::Error::from);
+        let wait = |label| together.barrier(label);
         let checkpoints = dir.join(CHECKPOINTS);
         let saver = first.then(|| Run::saver(dir, &resolved)).transpose()?;
         // What a broken-off save left is gone before anybody looks for the newest checkpoint.
@@ -199,7 +199,7 @@ impl Run {
         }
         let asked = rank.compute.upload(&[i32::from(mine)], &[1], Category::Communication)?;
         let all = rank.world.all();
-        all.all_reduce(&rank.compute, &asked, Reduce::Max, "stop").map_err(ferrotron_tensor::Error::from)?;
+        all.all_reduce(&rank.compute, &asked, Reduce::Max, "stop")?;
         Ok(rank.compute.download::<i32>(&asked)?[0] != 0)
     }
 

@@ -139,7 +139,7 @@ impl Trainer {
         }
         let s = &self.rank.compute;
         let t = s.upload(&[mine], &[1], Category::Communication)?;
-        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label).map_err(ferrotron_tensor::Error::from)?;
+        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label)?;
         Ok(s.download::<i64>(&t)?[0])
     }
 
@@ -150,7 +150,7 @@ impl Trainer {
         }
         let s = &self.rank.compute;
         let t = s.upload(&[mine], &[1], Category::Communication)?;
-        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label).map_err(ferrotron_tensor::Error::from)?;
+        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label)?;
         Ok(s.download::<f64>(&t)?[0])
     }
 
