@@ -53,9 +53,11 @@ impl Embedding {
     pub fn forward(&self, p: &Pass, ids: &Tensor, positions: &Tensor) -> Result<(Tensor, EmbeddingSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let y = p.empty(&[ids.numel(), self.hidden])?;
-        k.embedding_forward(s, ids, p.params.get(self.tokens), self.scale, false, &y)?;
+        let table = p.params.get(self.tokens);
+        k.embedding_forward(s, ids, table, 0, table.shape()[0], self.scale, false, &y)?;
         if let Some(table) = self.positions {
-            k.embedding_forward(s, positions, p.params.get(table), 1.0, true, &y)?;
+            let table = p.params.get(table);
+            k.embedding_forward(s, positions, table, 0, table.shape()[0], 1.0, true, &y)?;
         }
         let positions = self.positions.map(|_| SavedTensor::small(positions));
         Ok((y, EmbeddingSaved { ids: SavedTensor::small(ids), positions }))
@@ -66,7 +68,8 @@ impl Embedding {
         let lookup = |param, ids: &Tensor, scale| {
             let (ids, dy) = (ids.clone(), dy.clone());
             WeightGrad::other(param, move |rank, grad, accumulate| {
-                rank.kernels.embedding_backward(&rank.compute, &ids, &dy, scale, accumulate, grad)
+                let (s, vocab) = (&rank.compute, grad.shape()[0]);
+                rank.kernels.embedding_backward(s, &ids, &dy, 0, vocab, scale, accumulate, grad)
             })
         };
         let grads = lookup(self.tokens, &saved.ids, self.scale);
