@@ -23,7 +23,7 @@ pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels
 pub use elementwise::{DropoutKey, ElementwiseKernels};
 pub use embedding::EmbeddingKernels;
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
-pub use loss::{CrossEntropy, IGNORE, LossKernels, Smoothing};
+pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, OptimKernels, Sgd, Update, scalars};
 pub use rope::{Rope, RopeKernels, RopeStyle};

@@ -1,7 +1,7 @@
 //! Cross-entropy.
 
 use crate::checks::{dtypes, rows_of};
-use crate::cpu::rows::Rows;
+use crate::cpu::{rows::Rows, vocab::Shard};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
 /// How a target is softened.
@@ -71,8 +71,88 @@ impl CrossEntropy<'_> {
     }
 }
 
+/// One rank's columns `first..first + local` of a vocabulary that tensor-parallel ranks share. Every rank takes
+/// its [`LossKernels::cross_entropy_stats`], all ranks gather them, and each has the loss and its own part of the
+/// gradient from [`LossKernels::cross_entropy_shard`].
+pub struct ShardLogits<'a> {
+    /// `[rows, local]`, f32 or bf16.
+    pub logits: &'a Tensor,
+    /// The id of the first column. A rank may have no column, or none below `vocab`.
+    pub first: usize,
+    /// The whole vocabulary; columns at or beyond it are padding and get probability and gradient zero.
+    pub vocab: usize,
+    /// i32 `[rows]`: ids of the whole vocabulary, or [`IGNORE`].
+    pub labels: &'a Tensor,
+}
+
+impl ShardLogits<'_> {
+    /// The rows of the logits and the columns of them that exist, after the checks every home makes.
+    pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, Shard)> {
+        let &[n, local] = self.logits.shape() else {
+            return shape_error(op, format!("logits {:?} are not [rows, columns]", self.logits.shape()));
+        };
+        if self.labels.shape() != [n] || !self.labels.is_contiguous() {
+            return shape_error(op, format!("labels {:?} must be [{n}]", self.labels.shape()));
+        }
+        dtypes(op, DType::I32, &[self.labels])?;
+        let [rows] = rows_of(op, [self.logits])?;
+        Ok((rows, Shard::of_places(self.first, local, self.vocab)))
+    }
+
+    /// As [`ShardLogits::check`]; `stats` must be f32 `[rows, 4]`.
+    pub(crate) fn check_stats(&self, op: &'static str, stats: &Tensor) -> Result<(Rows, Shard)> {
+        let (rows, shard) = self.check(op)?;
+        let wanted = [self.logits.shape()[0], 4];
+        if stats.shape() != wanted || !stats.is_contiguous() {
+            return shape_error(op, format!("statistics {:?} must be {wanted:?}", stats.shape()));
+        }
+        dtypes(op, DType::F32, &[stats])?;
+        Ok((rows, shard))
+    }
+
+    /// As [`ShardLogits::check`]; `all` must be f32 `[ranks, rows, 4]`, weights and loss f32 `[rows]`. Gives the
+    /// number of ranks too.
+    pub(crate) fn check_all(
+        &self,
+        op: &'static str,
+        all: &Tensor,
+        weights: &Tensor,
+        loss: &Tensor,
+    ) -> Result<(Rows, Shard, usize)> {
+        let (rows, shard) = self.check(op)?;
+        let n = self.logits.shape()[0];
+        let ranks = match all.shape() {
+            &[ranks, r, 4] if ranks > 0 && r == n && all.is_contiguous() => ranks,
+            found => return shape_error(op, format!("statistics {found:?} are not [ranks, {n}, 4]")),
+        };
+        if [weights, loss].iter().any(|t| t.shape() != [n] || !t.is_contiguous()) {
+            return shape_error(op, format!("weights and loss must be [{n}]"));
+        }
+        dtypes(op, DType::F32, &[all, weights, loss])?;
+        Ok((rows, shard, ranks))
+    }
+}
+
 /// Losses.
 pub trait LossKernels {
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()>;
+
+    /// `stats` f32 `[rows, 4]`: max, `Σ exp(x − max)`, the label's logit (0 where another rank has it) and `Σ x`
+    /// over this rank's columns; max −∞ and sums 0 where it has none, and where the label is [`IGNORE`].
+    fn cross_entropy_stats(&self, s: &Stream, x: &ShardLogits, stats: &Tensor) -> Result<()>;
+
+    /// `all` f32 `[ranks, rows, 4]`: the statistics of every rank, in order. Gives what [`CrossEntropy`] gives:
+    /// the loss of each row, the same bits on every rank, and with `gradient` this rank's logits overwritten by
+    /// `weight·(softmax − target)`, its padding by zeros. Smoothing spreads over the whole vocabulary.
+    fn cross_entropy_shard(
+        &self,
+        s: &Stream,
+        x: &ShardLogits,
+        all: &Tensor,
+        weights: &Tensor,
+        smoothing: Smoothing,
+        loss: &Tensor,
+        gradient: bool,
+    ) -> Result<()>;
 }

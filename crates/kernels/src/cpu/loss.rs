@@ -19,7 +19,7 @@ pub struct RowStats {
     pub sum_exp: f32,
     /// Logit of the label; 0 where the label is not here.
     pub label: f32,
-    /// `Σ x`, with smoothing only.
+    /// `Σ x`; only smoothing needs it.
     pub sum: f32,
 }
 
@@ -38,6 +38,16 @@ impl RowStats {
             label: self.label + other.label,
             sum: self.sum + other.sum,
         }
+    }
+
+    /// As tensors hold them.
+    pub fn to_array(self) -> [f32; 4] {
+        [self.max, self.sum_exp, self.label, self.sum]
+    }
+
+    /// From a tensor.
+    pub fn from_array([max, sum_exp, label, sum]: [f32; 4]) -> RowStats {
+        RowStats { max, sum_exp, label, sum }
     }
 
     /// `log Σ eˣ`
@@ -96,8 +106,8 @@ impl<I: Id> Labels<'_, I> {
     }
 }
 
-/// Statistics of each row over the columns here; combine over ranks, then [`RowStats::loss`] and
-/// [`cross_entropy_backward`].
+/// Statistics of each row over the columns here, those of no columns where ignored; combine over ranks, then
+/// [`RowStats::loss`] and [`cross_entropy_backward`].
 pub fn row_stats<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
@@ -106,15 +116,29 @@ pub fn row_stats<T: Float, I: Id>(
     labels: Labels<'_, I>,
     stats: &mut [RowStats],
 ) -> Result<()> {
+    stats_of(threads, isa, logits, rows, labels, true, stats)
+}
+
+fn stats_of<T: Float, I: Id>(
+    threads: &Threads,
+    isa: Isa,
+    logits: &[T],
+    rows: Rows,
+    labels: Labels<'_, I>,
+    with_sum: bool,
+    stats: &mut [RowStats],
+) -> Result<()> {
     labels.check(threads, "row_stats", &rows, logits.len())?;
     check_len("row_stats", "stats", stats.len(), rows.count())?;
+    // Rows without columns are in no piece.
+    stats.fill(RowStats::EMPTY);
     let grain = rows.grain();
     let per = grain * rows.inner;
     let mut pieces: Vec<_> =
         rows.cut(logits, grain).zip(labels.ids.chunks(per)).zip(stats.chunks_mut(per)).collect();
     threads.chunks(&mut pieces, 1, &|_, pieces| {
         for ((x, ids), stats) in pieces {
-            stats_rows(isa, x, rows, ids, labels.ignore, labels.smoothing, labels.shard, stats);
+            stats_rows(isa, x, rows, ids, labels.ignore, with_sum, labels.shard, stats);
         }
     });
     Ok(())
@@ -134,7 +158,8 @@ pub fn cross_entropy<T: Float, I: Id>(
     check_len("cross_entropy", "lse", lse.len(), rows.count())?;
     check_len("cross_entropy", "vocabulary", labels.shard.len, labels.shard.total)?;
     let mut stats = vec![RowStats::EMPTY; rows.count()];
-    row_stats(threads, isa, logits, rows, labels, &mut stats)?;
+    let with_sum = labels.smoothing != Smoothing::None;
+    stats_of(threads, isa, logits, rows, labels, with_sum, &mut stats)?;
     for (((loss, lse), stats), id) in loss.iter_mut().zip(lse).zip(stats).zip(labels.ids) {
         let counts = (*id).into() != labels.ignore;
         *loss = if counts { stats.loss(labels.smoothing, labels.shard.total) } else { 0.0 };
@@ -173,31 +198,31 @@ pub fn cross_entropy_with_gradient<T: Float, I: Id>(
     Ok(())
 }
 
-/// The gradient from `lse` over the whole vocabulary and the gradient `dloss` of each row's loss, both `[rows]`,
-/// written over the logits.
+/// The gradient from statistics over the whole vocabulary and the gradient `dloss` of each row's loss, both
+/// `[rows]`, written over the logits; zeros over padding.
 pub fn cross_entropy_backward<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
     logits: &mut [T],
     rows: Rows,
     labels: Labels<'_, I>,
-    lse: &[f32],
+    stats: &[RowStats],
     dloss: &[f32],
 ) -> Result<()> {
     const OP: &str = "cross_entropy_backward";
     labels.check(threads, OP, &rows, logits.len())?;
-    check_len(OP, "lse", lse.len(), rows.count())?;
+    check_len(OP, "stats", stats.len(), rows.count())?;
     check_len(OP, "dloss", dloss.len(), rows.count())?;
     let grain = rows.grain();
     let per = grain * rows.inner;
     let mut pieces: Vec<_> = rows
         .cut_mut(logits, grain)
         .zip(labels.ids.chunks(per))
-        .zip(lse.chunks(per).zip(dloss.chunks(per)))
+        .zip(stats.chunks(per).zip(dloss.chunks(per)))
         .collect();
     threads.chunks(&mut pieces, 1, &|_, pieces| {
-        for ((x, ids), (lse, dloss)) in pieces {
-            backward_rows(isa, x, rows, ids, labels.ignore, labels.smoothing, labels.shard, lse, dloss);
+        for ((x, ids), (stats, dloss)) in pieces {
+            backward_rows(isa, x, rows, ids, labels.ignore, labels.smoothing, labels.shard, stats, dloss);
         }
     });
     Ok(())
@@ -205,14 +230,14 @@ pub fn cross_entropy_backward<T: Float, I: Id>(
 
 multiversion_fma! {
     fn stats_rows<F: Fma, T: Float, I: Id>(
-        x: &[T], rows: Rows, ids: &[I], ignore: i64, smoothing: Smoothing, shard: Shard, stats: &mut [RowStats],
+        x: &[T], rows: Rows, ids: &[I], ignore: i64, with_sum: bool, shard: Shard, stats: &mut [RowStats],
     ) {
         for (i, (id, stats)) in ids.iter().zip(stats).enumerate() {
             let id = (*id).into();
             *stats = if id == ignore {
                 RowStats::EMPTY
             } else {
-                stats_row::<F, T>(&rows.row(x, i)[..shard.len], shard.local(id), smoothing != Smoothing::None)
+                stats_row::<F, T>(&rows.row(x, i)[..shard.len], shard.local(id), with_sum)
             };
         }
     }
@@ -244,17 +269,17 @@ multiversion_fma! {
 multiversion_fma! {
     fn backward_rows<F: Fma, T: Float, I: Id>(
         x: &mut [T], rows: Rows, ids: &[I], ignore: i64, smoothing: Smoothing, shard: Shard,
-        lse: &[f32], dloss: &[f32],
+        stats: &[RowStats], dloss: &[f32],
     ) {
         let target = Target::new(smoothing, shard.total);
-        for (i, (id, (lse, w))) in ids.iter().zip(lse.iter().zip(dloss)).enumerate() {
+        for (i, (id, (stats, w))) in ids.iter().zip(stats.iter().zip(dloss)).enumerate() {
             let (id, row) = ((*id).into(), rows.row_mut(x, i));
             if id == ignore {
                 row.fill(T::from_f32(0.0));
                 continue;
             }
             let (row, padding) = row.split_at_mut(shard.len);
-            gradient_row::<F, T>(row, shard.local(id), target, *lse, 1.0, *w);
+            gradient_row::<F, T>(row, shard.local(id), target, stats.max, 1.0 / stats.sum_exp, *w);
             padding.fill(T::from_f32(0.0));
         }
     }
@@ -278,17 +303,19 @@ fn stats_row<F: Fma, T: Float>(x: &[T], label: Option<usize>, with_sum: bool) ->
         *m = if x > *m { x } else { *m };
     }
     let max = maxima.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
+    // −∞ − −∞ would be NaN, though another rank may have more than −∞.
+    let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
     let (mut sum_exp, mut sum) = (0f64, 0f64);
     for part in x.chunks(BLOCK) {
         let (mut exps, mut sums) = ([0.0; LANES], [0.0; LANES]);
         let (blocks, rest) = part.as_chunks::<LANES>();
         for block in blocks {
             for (lane, x) in exps.iter_mut().zip(block) {
-                *lane += exp::<F>(x.to_f32() - max);
+                *lane += exp::<F>(x.to_f32() - shift);
             }
         }
         for (lane, x) in exps.iter_mut().zip(rest) {
-            *lane += exp::<F>(x.to_f32() - max);
+            *lane += exp::<F>(x.to_f32() - shift);
         }
         sum_exp += f64::from(fold(exps));
         if with_sum {

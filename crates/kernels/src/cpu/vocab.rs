@@ -26,6 +26,12 @@ impl Shard {
         Shard { start: 0, len: total, total }
     }
 
+    /// Of `places` places for ids from `first` on; those at or beyond `total` are padding.
+    pub fn of_places(first: usize, places: usize, total: usize) -> Shard {
+        let start = first.min(total);
+        Shard { start, len: places.min(total - start), total }
+    }
+
     /// Where an id is here, if it is.
     #[inline(always)]
     pub fn local(&self, id: i64) -> Option<usize> {

@@ -30,14 +30,15 @@ template <int N, class T> __device__ __forceinline__ void put(T* row, i64 at, i6
 
 struct ForwardArgs {
     u64 ids, table, y, fault;
-    i64 width, vocab;
+    // The table has rows first .. first + local of ids 0 .. vocab.
+    i64 width, vocab, first, local;
     float scale;
     u32 add;
     u32 wide;
     u32 pad;
 };
 
-// Block t: y[t] = scale·table[ids[t]] (+ y[t]).
+// Block t: y[t] = scale·table[ids[t] − first] (+ y[t]), as if the rows that are not here were zero.
 template <class T> __device__ __forceinline__ void embedding_forward(const ForwardArgs& p) {
     constexpr int N = Wide<T>::count;
     i64 t = blockIdx.x;
@@ -46,8 +47,16 @@ template <class T> __device__ __forceinline__ void embedding_forward(const Forwa
         if (threadIdx.x == 0) fault(p.fault, FAULT_ID);
         return;
     }
-    const T* row = reinterpret_cast<const T*>(p.table) + id * p.width;
     T* y = reinterpret_cast<T*>(p.y) + t * p.width;
+    id -= p.first;
+    if (id < 0 || id >= p.local) {
+        if (p.add) return;
+        Pack<T, N> zero = {};
+        for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N)
+            put<N>(y, at, p.width, p.wide, zero);
+        return;
+    }
+    const T* row = reinterpret_cast<const T*>(p.table) + id * p.width;
 #pragma unroll 2
     for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N) {
         Pack<T, N> x = fetch<N>(row, at, p.width, p.wide), old = {};
@@ -82,15 +91,18 @@ struct SortArgs {
     u64 counts;
     u64 fault;
     i64 n;
-    i64 vocab;
+    // The table has rows start .. start + local of ids 0 .. vocab.
+    i64 vocab, start, local;
     u32 shift;
     u32 first;
 };
 
-// An id outside the table sorts behind all others, where no sum looks.
+// The first pass makes ids rows of the table. What is not in the table sorts behind all rows, where no sum looks.
 __device__ __forceinline__ u32 sort_key(const SortArgs& p, i64 i) {
     u32 id = reinterpret_cast<const u32*>(p.ids)[i];
-    return p.first && i64(id) >= p.vocab ? u32(p.vocab) : id;
+    if (!p.first) return id;
+    i64 row = i64(id) - p.start;
+    return i64(id) < p.vocab && row >= 0 && row < p.local ? u32(row) : u32(p.local);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) embedding_count(const SortArgs p) {
@@ -102,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_count(const Sort
         i64 i = i64(blockIdx.x) * TILE + k * THREADS + threadIdx.x;
         if (i >= p.n) break;
         u32 id = sort_key(p, i);
-        if (p.first && i64(id) == p.vocab) fault(p.fault, FAULT_ID);
+        if (p.first && i64(reinterpret_cast<const u32*>(p.ids)[i]) >= p.vocab) fault(p.fault, FAULT_ID);
         atomicAdd(&bins[id >> p.shift & (BINS - 1)], 1u);
     }
     __syncthreads();
@@ -170,11 +182,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const SortA
 }
 
 struct SumArgs {
-    // Sorted ids and their tokens u32 [n]; starts u32 [vocab + 1]: where the run of each id begins.
+    // Sorted ids, as rows of the table, and their tokens u32 [n]; starts u32 [local + 1]: where the run of each id
+    // begins.
     u64 ids, tokens, starts;
-    // dy [n, width], dtable f32 [vocab, width], parts f32 [2·⌈n/CHUNK⌉, width].
+    // dy [n, width], dtable f32 [local, width], parts f32 [2·⌈n/CHUNK⌉, width].
     u64 dy, dtable, parts;
-    i64 n, vocab, width;
+    i64 n, local, width;
     float scale;
     u32 accumulate;
     u32 wide;
@@ -184,7 +197,7 @@ struct SumArgs {
 // starts[v] = the first place whose id is not below v.
 extern "C" __global__ void __launch_bounds__(256) embedding_starts(const SumArgs p) {
     i64 v = i64(blockIdx.x) * 256 + threadIdx.x;
-    if (v > p.vocab) return;
+    if (v > p.local) return;
     const u32* ids = reinterpret_cast<const u32*>(p.ids);
     i64 low = 0, high = p.n;
     while (low < high) {
@@ -198,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(256) embedding_starts(const SumArgs
 // Rows of ids that do not occur become zero. Warps take rows.
 extern "C" __global__ void __launch_bounds__(256) embedding_clear(const SumArgs p) {
     i64 v = i64(blockIdx.x) * 8 + (threadIdx.x >> 5);
-    if (v >= p.vocab) return;
+    if (v >= p.local) return;
     const u32* starts = reinterpret_cast<const u32*>(p.starts);
     if (starts[v] != starts[v + 1]) return;
     float* row = reinterpret_cast<float*>(p.dtable) + v * p.width;
@@ -219,7 +232,7 @@ template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& 
     __shared__ i64 tokens[CHUNK];
     i64 place = blockIdx.x;
     i64 id = reinterpret_cast<const u32*>(p.ids)[place];
-    if (id >= p.vocab) return;
+    if (id >= p.local) return;
     const u32* starts = reinterpret_cast<const u32*>(p.starts);
     i64 start = starts[id], end = starts[id + 1];
     if ((place - start) % CHUNK != 0) return;
@@ -266,7 +279,7 @@ extern "C" __global__ void __launch_bounds__(256) embedding_join(const SumArgs p
     i64 place = i64(blockIdx.x) * CHUNK + threadIdx.x;
     if (threadIdx.x < CHUNK && place < p.n) {
         i64 id = ids[place];
-        if (id < p.vocab && starts[id] == place && i64(starts[id + 1]) - place > CHUNK) found = place;
+        if (id < p.local && starts[id] == place && i64(starts[id + 1]) - place > CHUNK) found = place;
     }
     __syncthreads();
     place = found;

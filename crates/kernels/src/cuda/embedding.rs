@@ -20,6 +20,8 @@ struct ForwardArgs {
     fault: u64,
     width: i64,
     vocab: i64,
+    first: i64,
+    local: i64,
     scale: f32,
     add: u32,
     wide: u32,
@@ -37,6 +39,8 @@ struct SortArgs {
     fault: u64,
     n: i64,
     vocab: i64,
+    start: i64,
+    local: i64,
     shift: u32,
     first: u32,
 }
@@ -51,7 +55,7 @@ struct SumArgs {
     dtable: u64,
     parts: u64,
     n: i64,
-    vocab: i64,
+    local: i64,
     width: i64,
     scale: f32,
     accumulate: u32,
@@ -75,12 +79,14 @@ impl EmbeddingKernels for CudaKernels {
         s: &Stream,
         ids: &Tensor,
         table: &Tensor,
+        first: usize,
+        vocab: usize,
         scale: f32,
         add: bool,
         y: &Tensor,
     ) -> Result<()> {
         const OP: &str = "embedding_forward";
-        let [tokens, vocab, width] = check_rows(OP, ids, table, y)?;
+        let [tokens, local, width] = check_rows(OP, ids, table, y)?;
         dtypes(OP, DType::I32, &[ids])?;
         dtypes(OP, table.dtype(), &[y])?;
         let kernel = typed!(OP, y.dtype(), "embedding", "embedding_forward")?;
@@ -94,6 +100,8 @@ impl EmbeddingKernels for CudaKernels {
                 fault: l.fault()?,
                 width: width as i64,
                 vocab: vocab as i64,
+                first: first.min(vocab) as i64,
+                local: local as i64,
                 scale,
                 add: add.into(),
                 wide: (width.is_multiple_of(group) && wide(&[from, to])).into(),
@@ -108,16 +116,18 @@ impl EmbeddingKernels for CudaKernels {
         s: &Stream,
         ids: &Tensor,
         dy: &Tensor,
+        first: usize,
+        vocab: usize,
         scale: f32,
         accumulate: bool,
         dtable: &Tensor,
     ) -> Result<()> {
         const OP: &str = "embedding_backward";
-        let [tokens, vocab, width] = check_rows(OP, ids, dtable, dy)?;
+        let [tokens, local, width] = check_rows(OP, ids, dtable, dy)?;
         dtypes(OP, DType::I32, &[ids])?;
         dtypes(OP, DType::F32, &[dtable])?;
         let sum = typed!(OP, dy.dtype(), "embedding", "embedding_sum")?;
-        if tokens.max(vocab) > i32::MAX as usize {
+        if tokens.max(local).max(vocab) > i32::MAX as usize {
             return shape_error(
                 OP,
                 format!("{tokens} tokens of {vocab} ids are more than 32 bits can count"),
@@ -128,7 +138,7 @@ impl EmbeddingKernels for CudaKernels {
         // Sorted ids and tokens, twice: a pass reads one pair and writes the other.
         let sorted = scratch(&[4 * tokens], DType::I32)?;
         let counts = scratch(&[tokens.div_ceil(TILE) * BINS], DType::I32)?;
-        let starts = scratch(&[vocab + 1], DType::I32)?;
+        let starts = scratch(&[local + 1], DType::I32)?;
         let parts = scratch(&[2 * chunks, width], DType::F32)?;
         let all = [
             read(ids),
@@ -140,7 +150,7 @@ impl EmbeddingKernels for CudaKernels {
             write(&parts),
         ];
         s.launch(OP, &all, |l| {
-            let [ids, order] = self.sort_ids(l, tokens, vocab)?;
+            let [ids, order] = self.sort_ids(l, tokens, Places { vocab, start: first.min(vocab), local })?;
             let group = 16 / dy.dtype().size();
             let (dy_at, dtable_at, parts) = (l.address(1)?, l.address(2)?, l.address(6)?);
             let args = SumArgs {
@@ -151,16 +161,16 @@ impl EmbeddingKernels for CudaKernels {
                 dtable: dtable_at,
                 parts,
                 n: tokens as i64,
-                vocab: vocab as i64,
+                local: local as i64,
                 width: width as i64,
                 scale,
                 accumulate: accumulate.into(),
                 wide: (width.is_multiple_of(group) && wide(&[dy_at, dtable_at, parts])).into(),
                 pad: 0,
             };
-            self.queue(l, kernel("embedding_starts"), line(blocks(OP, vocab + 1, 256)?, THREADS), &args)?;
+            self.queue(l, kernel("embedding_starts"), line(blocks(OP, local + 1, 256)?, THREADS), &args)?;
             if !accumulate {
-                self.queue(l, kernel("embedding_clear"), line(blocks(OP, vocab, 8)?, THREADS), &args)?;
+                self.queue(l, kernel("embedding_clear"), line(blocks(OP, local, 8)?, THREADS), &args)?;
             }
             self.queue(l, sum, row_blocks(OP, tokens, width, group)?, &args)?;
             if tokens > CHUNK {
@@ -173,15 +183,22 @@ impl EmbeddingKernels for CudaKernels {
     }
 }
 
+/// The table has rows `start..start + local` of ids `0..vocab`.
+struct Places {
+    vocab: usize,
+    start: usize,
+    local: usize,
+}
+
 impl CudaKernels {
-    /// Addresses of the ids in order and of the tokens they belong to, tokens of one id in order too. Ids outside
-    /// the table are reported, and come last.
-    fn sort_ids(&self, l: &Launch, tokens: usize, vocab: usize) -> Result<[u64; 2]> {
+    /// Addresses of the ids in order, as rows of the table, and of the tokens they belong to, tokens of one id in
+    /// order too. Ids that are not in the table come last; those that are in none are reported.
+    fn sort_ids(&self, l: &Launch, tokens: usize, table: Places) -> Result<[u64; 2]> {
         let (given, sorted, counts, fault) = (l.address(0)?, l.address(3)?, l.address(4)?, l.fault()?);
         let part = |i: u64| sorted + i * 4 * tokens as u64;
         let pairs = [[part(0), part(1)], [part(2), part(3)]];
-        // `vocab` itself stands for ids outside.
-        let passes = (usize::BITS - vocab.leading_zeros()).div_ceil(8).max(1);
+        // `local` itself stands for ids that are not here.
+        let passes = (usize::BITS - table.local.leading_zeros()).div_ceil(8).max(1);
         let mut from = [given, 0];
         for pass in 0..passes {
             let to = pairs[pass as usize % 2];
@@ -193,7 +210,9 @@ impl CudaKernels {
                 counts,
                 fault,
                 n: tokens as i64,
-                vocab: vocab as i64,
+                vocab: table.vocab as i64,
+                start: table.start as i64,
+                local: table.local as i64,
                 shift: 8 * pass,
                 first: (pass == 0).into(),
             };

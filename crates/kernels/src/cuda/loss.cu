@@ -2,7 +2,8 @@
 // everywhere: loss = lse − Σ target·x, and, where wanted, x ← (softmax − target)·w in place.
 //
 // The row is read once for its maximum and Σ exp(x − max) together, each thread rescaling its sum as its maximum
-// grows, and once more to be overwritten.
+// grows, and once more to be overwritten. Where ranks share the vocabulary these are two kernels, and between them
+// the ranks exchange what they found.
 
 #define IGNORE (-100)
 
@@ -13,6 +14,19 @@ struct LossArgs {
     i32 width, vocab;
     // Share of the target that is spread over the vocabulary, and what one column has of it.
     float spread, off;
+};
+
+// One rank's columns of a vocabulary.
+struct ShardArgs {
+    u64 logits, labels, weights, loss, fault;
+    // f32 [rows, 4] of this rank, to be written, or [ranks, rows, 4] of all: max, Σ exp(x − max), the label's logit
+    // where it is here, Σ x.
+    u64 stats;
+    i64 stride, rows;
+    // Columns here, those of them that exist, the id of the first; ids in all, and ranks.
+    i32 width, present, first, vocab, ranks;
+    float spread, off;
+    u32 pad;
 };
 
 #define INFINITY_F __int_as_float(0x7f800000)
@@ -141,12 +155,13 @@ template <class T> __device__ __forceinline__ Running<T> statistics(const T* row
 }
 
 // x ← (factor·exp(x − max) − off − (1 − spread)·1[label])·w
-template <class T>
+// for the first `present` columns, 0 for the others.
+template <class T, class Args>
 __device__ __forceinline__ void gradient(
-    const LossArgs& a, T* row, i32 label, float max, float factor, float w
+    const Args& a, i32 present, T* row, i32 label, float max, float factor, float w
 ) {
     constexpr int V = Wide<T>::count;
-    const Cut<T> cut(row, a.vocab);
+    const Cut<T> cut(row, present);
     auto slope = [&](float x, i32 column) {
         const float p = factor * exponential<T>(x - max) - a.off;
         return (column == label ? p - (1.0f - a.spread) : p) * w;
@@ -171,12 +186,39 @@ __device__ __forceinline__ void gradient(
             *reinterpret_cast<Packed<T>*>(row + cut.start(chunk)) = pack(x);
         }
     }
-    for (i32 c = a.vocab + threadIdx.x; c < a.width; c += blockDim.x) row[c] = from_f32<T>(0.0f);
+    for (i32 c = present + threadIdx.x; c < a.width; c += blockDim.x) row[c] = from_f32<T>(0.0f);
+}
+
+// What is known of a row, or of one rank's part of it.
+struct RowStats {
+    float max, sum, label, all;
+};
+
+// From the whole vocabulary.
+template <class Args> __device__ __forceinline__ float loss_of(const Args& a, const RowStats& s) {
+    const float log_sum = logf(s.sum);
+    const float plain = log_sum - (s.label - s.max);
+    const float mean = s.all / float(a.vocab);
+    return a.spread != 0.0f ? (1.0f - a.spread) * plain + a.spread * (log_sum - (mean - s.max)) : plain;
+}
+
+// Over the block's row; in every thread.
+template <class T>
+__device__ __forceinline__ RowStats row_stats(const T* row, i32 present, i32 label, bool with_sum) {
+    __shared__ float shared[32];
+    __shared__ double shared_all[32];
+    RowStats s;
+    s.label = label >= 0 && label < present ? to_f32(row[label]) : 0.0f;
+    const Running<T> seen = statistics(row, present, with_sum);
+    s.max = block_max(seen.max, shared);
+    // A thread that saw nothing, or only −∞, has the sum 0, or NaN if it saw one.
+    const float own = seen.max == s.max ? seen.sum : seen.sum * exponential<T>(seen.max - s.max);
+    s.sum = block_sum(own, shared);
+    s.all = with_sum ? float(block_sum(seen.all, shared_all)) : 0.0f;
+    return s;
 }
 
 template <class T, bool GRADIENT> __device__ __forceinline__ void cross_entropy(const LossArgs& a) {
-    __shared__ float shared[32];
-    __shared__ double shared_all[32];
     const i64 r = blockIdx.x;
     T* row = reinterpret_cast<T*>(a.logits) + r * a.stride;
     float* loss = reinterpret_cast<float*>(a.loss) + r;
@@ -189,22 +231,69 @@ template <class T, bool GRADIENT> __device__ __forceinline__ void cross_entropy(
         if (GRADIENT) fill_zero(row, a.width);
         return;
     }
-    // Before anything is overwritten.
-    const float at_label = to_f32(row[label]);
-    const bool smooth = a.spread != 0.0f;
-    const Running<T> seen = statistics(row, a.vocab, smooth);
-    const float max = block_max(seen.max, shared);
-    // A thread that saw nothing, or only −∞, has the sum 0, or NaN if it saw one.
-    const float own = seen.max == max ? seen.sum : seen.sum * exponential<T>(seen.max - max);
-    const float sum = block_sum(own, shared);
-    const double all = smooth ? block_sum(seen.all, shared_all) : 0.0;
-    if (threadIdx.x == 0) {
-        const float log_sum = logf(sum);
-        const float plain = log_sum - (at_label - max);
-        const float mean = float(all) / float(a.vocab);
-        *loss = smooth ? (1.0f - a.spread) * plain + a.spread * (log_sum - (mean - max)) : plain;
+    const RowStats s = row_stats(row, a.vocab, label, a.spread != 0.0f);
+    if (threadIdx.x == 0) *loss = loss_of(a, s);
+    if (GRADIENT) gradient(a, a.vocab, row, label, s.max, 1.0f / s.sum, reinterpret_cast<const float*>(a.weights)[r]);
+}
+
+// Whether row r counts; a label that no rank can have is reported.
+__device__ __forceinline__ bool labelled(const ShardArgs& a, i64 r, i32& label, bool report) {
+    label = reinterpret_cast<const i32*>(a.labels)[r];
+    if (label >= 0 && label < a.vocab) return true;
+    if (report && label != IGNORE) fault(a.fault, FAULT_LABEL);
+    return false;
+}
+
+// Block r: the statistics of row r over the columns here.
+template <class T> __device__ __forceinline__ void shard_stats(const ShardArgs& a) {
+    const i64 r = blockIdx.x;
+    i32 label;
+    RowStats s = {-INFINITY_F, 0.0f, 0.0f, 0.0f};
+    if (labelled(a, r, label, threadIdx.x == 0))
+        s = row_stats(reinterpret_cast<const T*>(a.logits) + r * a.stride, a.present, label - a.first, true);
+    if (threadIdx.x != 0) return;
+    float* to = reinterpret_cast<float*>(a.stats) + r * 4;
+    to[0] = s.max, to[1] = s.sum, to[2] = s.label, to[3] = s.all;
+}
+
+// Row r over all ranks, in their order: the same bits on each.
+__device__ __forceinline__ RowStats merged(const ShardArgs& a, i64 r) {
+    const float* of = reinterpret_cast<const float*>(a.stats) + r * 4;
+    RowStats s = {-INFINITY_F, 0.0f, 0.0f, 0.0f};
+    for (i64 k = 0; k < a.ranks; k++) s.max = fmaxf(s.max, of[k * a.rows * 4]);
+    for (i64 k = 0; k < a.ranks; k++) {
+        const float* rank = of + k * a.rows * 4;
+        // 0 of a rank that has nothing, or nothing but −∞; NaN stays.
+        if (rank[1] != 0.0f) s.sum += rank[1] * expf(rank[0] - s.max);
+        s.label += rank[2];
+        s.all += rank[3];
     }
-    if (GRADIENT) gradient(a, row, label, max, 1.0f / sum, reinterpret_cast<const float*>(a.weights)[r]);
+    return s;
+}
+
+// Block r: loss of row r, and the gradient over the columns here.
+template <class T> __device__ __forceinline__ void shard_gradient(const ShardArgs& a) {
+    const i64 r = blockIdx.x;
+    T* row = reinterpret_cast<T*>(a.logits) + r * a.stride;
+    float* loss = reinterpret_cast<float*>(a.loss) + r;
+    i32 label;
+    if (!labelled(a, r, label, threadIdx.x == 0)) {
+        if (threadIdx.x == 0) *loss = 0.0f;
+        fill_zero(row, a.width);
+        return;
+    }
+    const RowStats s = merged(a, r);
+    if (threadIdx.x == 0) *loss = loss_of(a, s);
+    const float w = reinterpret_cast<const float*>(a.weights)[r];
+    gradient(a, a.present, row, label - a.first, s.max, 1.0f / s.sum, w);
+}
+
+// Thread r: loss of row r alone.
+extern "C" __global__ void __launch_bounds__(256) cross_entropy_shard_loss(const ShardArgs a) {
+    const i64 r = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (r >= a.rows) return;
+    i32 label;
+    reinterpret_cast<float*>(a.loss)[r] = labelled(a, r, label, true) ? loss_of(a, merged(a, r)) : 0.0f;
 }
 
 #define KERNELS(T, NAME)                                                                                          \
@@ -213,6 +302,12 @@ template <class T, bool GRADIENT> __device__ __forceinline__ void cross_entropy(
     }                                                                                                             \
     extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_gradient_##NAME(const LossArgs a) {        \
         cross_entropy<T, true>(a);                                                                                \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_stats_##NAME(const ShardArgs a) {          \
+        shard_stats<T>(a);                                                                                        \
+    }                                                                                                             \
+    extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_shard_##NAME(const ShardArgs a) {          \
+        shard_gradient<T>(a);                                                                                     \
     }
 
 KERNELS(float, f32)

@@ -1,7 +1,8 @@
 use super::rows::{blocks, columns, per_access};
-use super::{CudaKernels, Grid, typed};
-use crate::{CrossEntropy, LossKernels};
-use ferrotron_tensor::{Result, Stream, read, write};
+use super::{CudaKernels, Grid, Kernel, typed};
+use crate::cpu::{rows::Rows, vocab::Shard};
+use crate::{CrossEntropy, LossKernels, ShardLogits, Smoothing};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -18,6 +19,59 @@ struct LossArgs {
     off: f32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ShardArgs {
+    logits: u64,
+    labels: u64,
+    weights: u64,
+    loss: u64,
+    fault: u64,
+    stats: u64,
+    stride: i64,
+    rows: i64,
+    width: i32,
+    present: i32,
+    first: i32,
+    vocab: i32,
+    ranks: i32,
+    spread: f32,
+    off: f32,
+    pad: u32,
+}
+
+impl ShardArgs {
+    /// All but addresses and what all ranks together need.
+    fn new(op: &'static str, rows: &Rows, shard: &Shard) -> Result<ShardArgs> {
+        Ok(ShardArgs {
+            logits: 0,
+            labels: 0,
+            weights: 0,
+            loss: 0,
+            fault: 0,
+            stats: 0,
+            stride: rows.outer_stride as i64,
+            rows: rows.count() as i64,
+            width: columns(op, rows.width)?,
+            present: columns(op, shard.len)?,
+            first: columns(op, shard.start)?,
+            vocab: columns(op, shard.total)?,
+            ranks: 0,
+            spread: 0.0,
+            off: 0.0,
+            pad: 0,
+        })
+    }
+}
+
+/// A block for each row: four chunks to a thread at once, up to 512 threads. From the width alone, as the order of
+/// sums is.
+fn block_per_row(op: &'static str, rows: &Rows, dtype: DType) -> Result<Grid> {
+    let chunks = rows.width.div_ceil(per_access(dtype));
+    let threads = (chunks.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32;
+    Ok(Grid { blocks: [blocks(op, rows.count())?, 1, 1], threads, shared: 0 })
+}
+
 impl LossKernels for CudaKernels {
     fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()> {
         const OP: &str = "cross_entropy";
@@ -27,10 +81,7 @@ impl LossKernels for CudaKernels {
             true => typed!(OP, dtype, "loss", "cross_entropy_gradient")?,
             false => typed!(OP, dtype, "loss", "cross_entropy")?,
         };
-        // Four chunks to a thread at once, up to 512 threads: from the width alone, as the order of sums is.
-        let chunks = rows.width.div_ceil(per_access(dtype));
-        let threads = (chunks.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32;
-        let grid = Grid { blocks: [blocks(OP, rows.count())?, 1, 1], threads, shared: 0 };
+        let grid = block_per_row(OP, &rows, dtype)?;
         let (width, vocab) = (columns(OP, rows.width)?, columns(OP, c.vocab)?);
         let (spread, off) = c.smoothing.target(c.vocab);
         let logits = if c.gradient { write(c.logits) } else { read(c.logits) };
@@ -46,6 +97,63 @@ impl LossKernels for CudaKernels {
                 vocab,
                 spread,
                 off,
+            };
+            self.queue(l, kernel, grid, &a)
+        })
+    }
+
+    fn cross_entropy_stats(&self, s: &Stream, x: &ShardLogits, stats: &Tensor) -> Result<()> {
+        const OP: &str = "cross_entropy_stats";
+        let (rows, shard) = x.check_stats(OP, stats)?;
+        let dtype = x.logits.dtype();
+        let kernel = typed!(OP, dtype, "loss", "cross_entropy_stats")?;
+        let (grid, a) = (block_per_row(OP, &rows, dtype)?, ShardArgs::new(OP, &rows, &shard)?);
+        s.launch(OP, &[read(x.logits), read(x.labels), write(stats)], |l| {
+            let a = ShardArgs {
+                logits: l.address(0)?,
+                labels: l.address(1)?,
+                stats: l.address(2)?,
+                fault: l.fault()?,
+                ..a
+            };
+            self.queue(l, kernel, grid, &a)
+        })
+    }
+
+    fn cross_entropy_shard(
+        &self,
+        s: &Stream,
+        x: &ShardLogits,
+        all: &Tensor,
+        weights: &Tensor,
+        smoothing: Smoothing,
+        loss: &Tensor,
+        gradient: bool,
+    ) -> Result<()> {
+        const OP: &str = "cross_entropy_shard";
+        let (rows, shard, ranks) = x.check_all(OP, all, weights, loss)?;
+        let dtype = x.logits.dtype();
+        let with_gradient = typed!(OP, dtype, "loss", "cross_entropy_shard")?;
+        let (kernel, grid) = match gradient {
+            true => (with_gradient, block_per_row(OP, &rows, dtype)?),
+            false => {
+                let blocks = [blocks(OP, rows.count().div_ceil(256))?, 1, 1];
+                let kernel = Kernel { source: "loss", name: "cross_entropy_shard_loss" };
+                (kernel, Grid { blocks, threads: 256, shared: 0 })
+            }
+        };
+        let (spread, off) = smoothing.target(shard.total);
+        let a = ShardArgs { ranks: columns(OP, ranks)?, spread, off, ..ShardArgs::new(OP, &rows, &shard)? };
+        let logits = if gradient { write(x.logits) } else { read(x.logits) };
+        s.launch(OP, &[logits, read(x.labels), read(all), read(weights), write(loss)], |l| {
+            let a = ShardArgs {
+                logits: l.address(0)?,
+                labels: l.address(1)?,
+                stats: l.address(2)?,
+                weights: l.address(3)?,
+                loss: l.address(4)?,
+                fault: l.fault()?,
+                ..a
             };
             self.queue(l, kernel, grid, &a)
         })

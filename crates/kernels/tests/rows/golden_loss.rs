@@ -56,7 +56,9 @@ fn check<T: Float>(golden: &Golden, case: &Value, logits: Vec<T>) {
             .unwrap();
         assert_eq!(loss, fused_loss, "{name}");
         let mut later = logits.clone();
-        cross_entropy_backward(threads, isa, &mut later, rows, whole, &lse, &weights).unwrap();
+        let mut stats = vec![RowStats::EMPTY; tokens];
+        row_stats(threads, isa, &logits, rows, whole, &mut stats).unwrap();
+        cross_entropy_backward(threads, isa, &mut later, rows, whole, &stats, &weights).unwrap();
         let mut all = vec![(loss, fused), (fused_loss, later)];
         for parts in [2, 3, 4] {
             // Ranks with a share each, merged in order, as a tensor-parallel loss does.
@@ -77,12 +79,11 @@ fn check<T: Float>(golden: &Golden, case: &Value, logits: Vec<T>) {
             let kept = |i: usize, x: f32| if ids[i] == ignore { 0.0 } else { x };
             let loss: Vec<f32> =
                 merged.iter().enumerate().map(|(i, m)| kept(i, m.loss(smoothing, vocab))).collect();
-            let lse: Vec<f32> = merged.iter().map(|m| m.lse()).collect();
             let mut gradient = vec![T::from_f32(9.0); tokens * vocab];
             for s in &shards {
                 let mut part = columns(s);
                 let view = Rows::dense(tokens, s.len);
-                cross_entropy_backward(threads, isa, &mut part, view, labels(*s), &lse, &weights).unwrap();
+                cross_entropy_backward(threads, isa, &mut part, view, labels(*s), &merged, &weights).unwrap();
                 for (row, part) in gradient.chunks_mut(vocab).zip(part.chunks(s.len)) {
                     row[s.start..s.start + s.len].copy_from_slice(part);
                 }

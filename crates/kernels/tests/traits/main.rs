@@ -10,7 +10,12 @@ mod norm;
 mod optim;
 mod refusals;
 mod rope;
+mod shards;
 mod tables;
+
+#[path = "../rows/golden.rs"]
+#[allow(dead_code)]
+mod golden;
 
 #[path = "../attention/oracle.rs"]
 #[allow(dead_code)]

@@ -22,7 +22,7 @@ fn look_ups_and_their_gradients() {
                 let what = format!("{} {dtype} {vocab}x{width} add {add}", h.name);
                 let shape = [ids.len(), width];
                 let y = if add { h.tensor(dtype, &shape, &old) } else { h.poisoned(dtype, &shape) };
-                h.k.embedding_forward(&h.s, &id_t, &table_t, 1.5, add, &y).unwrap();
+                h.k.embedding_forward(&h.s, &id_t, &table_t, 0, vocab, 1.5, add, &y).unwrap();
                 let want: Vec<f64> = (0..ids.len() * width)
                     .map(|i| {
                         let looked_up = 1.5 * table[ids[i / width] as usize * width + i % width];
@@ -36,7 +36,7 @@ fn look_ups_and_their_gradients() {
                 } else {
                     h.poisoned(DType::F32, &[vocab, width])
                 };
-                h.k.embedding_backward(&h.s, &id_t, &dy_t, 1.5, add, &d).unwrap();
+                h.k.embedding_backward(&h.s, &id_t, &dy_t, 0, vocab, 1.5, add, &d).unwrap();
                 let mut want = if add { start } else { vec![0.0; vocab * width] };
                 for (i, dy) in dy.iter().enumerate() {
                     want[ids[i / width] as usize * width + i % width] += 1.5 * dy;
@@ -45,6 +45,36 @@ fn look_ups_and_their_gradients() {
             }
         }
     });
+}
+
+/// Losses of rows of `width` logits, the first `vocab` of which count, and their weighted gradients.
+pub fn expected(
+    z: &[f64],
+    vocab: usize,
+    width: usize,
+    labels: &[i32],
+    weights: &[f64],
+    smoothing: Smoothing,
+) -> (Vec<f64>, Vec<f64>) {
+    let (mut loss, mut grad) = (vec![0.0; labels.len()], vec![0.0; z.len()]);
+    for r in (0..labels.len()).filter(|r| labels[*r] != IGNORE) {
+        let row = &z[r * width..][..vocab];
+        let lse = row.iter().map(|z| z.exp()).sum::<f64>().ln();
+        let (hit, miss) = match smoothing {
+            Smoothing::None => (1.0, 0.0),
+            Smoothing::Torch(e) => {
+                let share = f64::from(e) / vocab as f64;
+                (1.0 - f64::from(e) + share, share)
+            }
+            Smoothing::Megatron(e) => (1.0 - f64::from(e), f64::from(e) / (vocab - 1) as f64),
+        };
+        for (c, z) in row.iter().enumerate() {
+            let target = if c as i32 == labels[r] { hit } else { miss };
+            loss[r] += target * (lse - z);
+            grad[r * width + c] = weights[r] * ((z - lse).exp() - target);
+        }
+    }
+    (loss, grad)
 }
 
 #[test]
@@ -68,24 +98,7 @@ fn losses_and_their_gradients() {
                 let z: Vec<f64> =
                     numbers(dtype, 1, rows * width).iter().map(|x| rounded(dtype, 4.0 * x)).collect();
                 let weights = numbers(DType::F32, 2, rows);
-                let (mut loss, mut grad) = (vec![0.0; rows], vec![0.0; rows * width]);
-                for r in (0..rows).filter(|r| labels[*r] != IGNORE) {
-                    let row = &z[r * width..][..vocab];
-                    let lse = row.iter().map(|z| z.exp()).sum::<f64>().ln();
-                    let (hit, miss) = match smoothing {
-                        Smoothing::None => (1.0, 0.0),
-                        Smoothing::Torch(e) => {
-                            let share = f64::from(e) / vocab as f64;
-                            (1.0 - f64::from(e) + share, share)
-                        }
-                        Smoothing::Megatron(e) => (1.0 - f64::from(e), f64::from(e) / (vocab - 1) as f64),
-                    };
-                    for (c, z) in row.iter().enumerate() {
-                        let target = if c as i32 == labels[r] { hit } else { miss };
-                        loss[r] += target * (lse - z);
-                        grad[r * width + c] = weights[r] * ((z - lse).exp() - target);
-                    }
-                }
+                let (loss, grad) = expected(&z, vocab, width, &labels, &weights, smoothing);
                 let what = format!("{} {dtype} {smoothing:?} {rows}x{vocab}/{width} framed {framed}", h.name);
                 let weights_t = h.tensor(DType::F32, &[rows], &weights);
                 for gradient in [false, true] {

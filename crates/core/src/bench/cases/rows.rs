@@ -174,8 +174,8 @@ fn embedding(rank: &Rank, z: &Sizes, backward: bool) -> Result<Run> {
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
         let done = match backward {
-            false => k.embedding_forward(s, &ids, &table, scale, false, &y),
-            true => k.embedding_backward(s, &ids, &y, scale, false, &table),
+            false => k.embedding_forward(s, &ids, &table, 0, v, scale, false, &y),
+            true => k.embedding_backward(s, &ids, &y, 0, v, scale, false, &table),
         };
         Ok(done?)
     }))

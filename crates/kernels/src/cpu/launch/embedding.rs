@@ -11,16 +11,18 @@ impl EmbeddingKernels for CpuKernels {
         s: &Stream,
         ids: &Tensor,
         table: &Tensor,
+        first: usize,
+        vocab: usize,
         scale: f32,
         add: bool,
         y: &Tensor,
     ) -> Result<()> {
         const OP: &str = "embedding_forward";
-        let [_, vocab, _] = check_rows(OP, ids, table, y)?;
-        let shard = Shard::whole(vocab);
+        let [_, local, width] = check_rows(OP, ids, table, y)?;
+        let shard = Shard::of_places(first, local, vocab);
         s.launch(OP, &[read(ids), read(table), write(y)], |l| {
             floats!(OP, y.dtype(), T => embedding::<T, i32>(
-                l.threads(), self.isa, l.slice(0)?, l.slice(1)?, shard, scale, add, l.slice_mut(2)?,
+                l.threads(), self.isa, l.slice(0)?, &l.slice(1)?[..shard.len * width], shard, scale, add, l.slice_mut(2)?,
             ))
         })
     }
@@ -30,17 +32,24 @@ impl EmbeddingKernels for CpuKernels {
         s: &Stream,
         ids: &Tensor,
         dy: &Tensor,
+        first: usize,
+        vocab: usize,
         scale: f32,
         accumulate: bool,
         dtable: &Tensor,
     ) -> Result<()> {
         const OP: &str = "embedding_backward";
-        let [_, vocab, _] = check_rows(OP, ids, dtable, dy)?;
-        let shard = Shard::whole(vocab);
+        let [_, local, width] = check_rows(OP, ids, dtable, dy)?;
+        let shard = Shard::of_places(first, local, vocab);
         s.launch(OP, &[read(ids), read(dy), write(dtable)], |l| {
+            let (dtable, padding) = l.slice_mut(2)?.split_at_mut(shard.len * width);
             floats!(OP, dy.dtype(), T => embedding_backward::<T, i32>(
-                l.threads(), self.isa, l.slice(0)?, l.slice(1)?, shard, scale, accumulate, l.slice_mut(2)?,
-            ))
+                l.threads(), self.isa, l.slice(0)?, l.slice(1)?, shard, scale, accumulate, dtable,
+            ))?;
+            if !accumulate {
+                padding.fill(0.0);
+            }
+            Ok(())
         })
     }
 }
