@@ -58,6 +58,18 @@ pub enum Error {
         /// Its gradient norm.
         grad_norm: f64,
     },
+    /// A pipeline schedule that would not work; found before it runs.
+    #[error("pipeline rank {rank}, step {step} ({operation}): {what}")]
+    Schedule {
+        /// The pipeline rank.
+        rank: usize,
+        /// Place in the rank's list, from 0.
+        step: usize,
+        /// What stands there.
+        operation: String,
+        /// What is wrong with it.
+        what: String,
+    },
     /// A step does not fit in memory.
     #[error("{table}\n{advice}")]
     OutOfMemory {

@@ -1,21 +1,22 @@
-//! Learning rate, weight decay and batch size against Megatron Core.
+//! Learning rate, weight decay, batch size, pipelines and their layers against Megatron Core.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
 
 mod common;
 
 use common::{assert_known_files, cases, flag, float, json, list, text, uint};
-use ferrotron_core::schedule::{
-    BatchSchedule, Decay, GroupOverride, LrSchedule, Rampup, WdIncrease, WdSchedule, WsdDecay,
+use ferrotron_core::{
+    pipeline::{
+        Costs, Matching, Mode, Payload, Placement, Plan, Schedule, Split, Stage, Step, Timeline, Transfer,
+        check, interleaved_table,
+    },
+    schedule::{BatchSchedule, Decay, GroupOverride, LrSchedule, Rampup, WdIncrease, WdSchedule, WsdDecay},
 };
-
-/// Later versions bring pipelines; until then these are not covered.
-const NOT_COVERED: [&str; 2] = ["pipeline.json", "layers.json"];
+use serde_json::Value;
 
 #[test]
 fn golden_schedules_folder_is_known() {
-    println!("not covered: {NOT_COVERED:?}");
-    let covered = ["README.md", "lr.json", "microbatches.json"];
-    assert_known_files("schedules", |f| covered.contains(&f) || NOT_COVERED.contains(&f));
+    let covered = ["README.md", "lr.json", "microbatches.json", "pipeline.json", "layers.json"];
+    assert_known_files("schedules", |f| covered.contains(&f));
 }
 
 fn close(ours: f64, theirs: f64) -> bool {
@@ -111,6 +112,142 @@ fn golden_schedules_microbatches() {
                 }
             }
             other => panic!("unknown kind {other}"),
+        }
+    }
+}
+
+fn plan(case: &Value) -> Plan {
+    let count = |key: &str| case[key].as_u64().map(|n| n as usize);
+    let mut plan = Plan::new(count("pp").unwrap(), count("vpp").unwrap_or(1), count("microbatches").unwrap());
+    plan.group_size = count("group_size");
+    if case["forward_only"].as_bool().unwrap_or(false) {
+        plan.mode = Mode::ForwardOnly;
+    }
+    plan
+}
+
+/// A rank's list in their words.
+fn events(schedule: &Schedule, rank: usize) -> String {
+    let word = |t: &Transfer| match (t, t.message().payload) {
+        (Transfer::Send(_), Payload::Activation) => "sf",
+        (Transfer::Send(_), Payload::Gradient) => "sb",
+        (Transfer::Receive(_), Payload::Activation) => "rf",
+        (Transfer::Receive(_), Payload::Gradient) => "rb",
+    };
+    let entry = |step: &Step| match step {
+        Step::Run(op) => op.to_string(),
+        Step::Exchange(all) => all.iter().map(word).collect::<Vec<_>>().join("+"),
+    };
+    schedule.ranks[rank].iter().map(entry).collect::<Vec<_>>().join(" ")
+}
+
+#[test]
+fn golden_schedules_pipeline() {
+    for case in cases(&json("schedules", "pipeline.json"), "cases") {
+        let (name, plan) = (text(&case["name"]), plan(&case));
+        let schedule = plan.schedule().unwrap_or_else(|e| panic!("{name}: {e}"));
+        check(&schedule, Matching::Blocking).unwrap();
+        let theirs = list(&case["events"], |e| text(e).to_string());
+        assert_eq!(theirs.len(), plan.pp);
+        for (rank, theirs) in theirs.iter().enumerate() {
+            assert_eq!(&events(&schedule, rank), theirs, "{name} rank {rank}");
+            let warm = plan.warmup(rank, false).unwrap();
+            let counts = ["total", "warmup", "remaining"].map(|key| uint(&case[key][rank]) as usize);
+            assert_eq!([warm.total, warm.warmup, warm.remaining], counts, "{name} rank {rank}");
+            assert_eq!(warm.all_in_warmup, flag(&case["all_in_warmup"][rank]), "{name} rank {rank}");
+            if let Some(overlap) = case["warmup_ep_overlap"].as_array() {
+                assert_eq!(
+                    plan.warmup(rank, true).unwrap().warmup as u64,
+                    uint(&overlap[rank]),
+                    "{name} {rank}"
+                );
+            }
+        }
+        if let Some(table) = case["schedule_table"].as_array() {
+            let theirs: Vec<_> =
+                table.iter().map(|row| (uint(&row[0]) as usize, uint(&row[1]) as usize)).collect();
+            let ours = interleaved_table(plan.micro_batches, plan.vp, plan.group().unwrap());
+            assert_eq!(ours, theirs, "{name}");
+        }
+        let timeline = Timeline::new(&schedule, &Costs::default()).unwrap();
+        assert_eq!(timeline.makespan(), float(&case["makespan_f1_b2"]), "{name}");
+    }
+}
+
+#[test]
+fn golden_schedules_pipeline_rejected() {
+    for case in cases(&json("schedules", "pipeline.json"), "rejected") {
+        let error = plan(&case).schedule().expect_err(&case.to_string()).to_string();
+        assert!(error.contains("; take "), "{error} gives no way out");
+    }
+}
+
+#[test]
+fn golden_schedules_layers() {
+    for case in cases(&json("schedules", "layers.json"), "cases") {
+        let name = text(&case["name"]);
+        let mut split = Split::even(uint(&case["num_layers"]) as usize, 1, 1);
+        for (key, value) in case.as_object().unwrap() {
+            let count = || uint(value) as usize;
+            match key.as_str() {
+                "name" | "num_layers" | "stages" | "covers_all_layers_once" => {}
+                "pipeline_model_parallel_size" => split.pp = count(),
+                "virtual_pipeline_model_parallel_size" => split.vp = count(),
+                "num_layers_in_first_pipeline_stage" => split.first = Some(count()),
+                "num_layers_in_last_pipeline_stage" => split.last = Some(count()),
+                "account_for_embedding_in_pipeline_split" => split.count_embedding = flag(value),
+                "account_for_loss_in_pipeline_split" => split.count_loss = flag(value),
+                other => panic!("{name}: unknown key {other}"),
+            }
+        }
+        let placement = split.place().unwrap();
+        assert_eq!(placement.layers(), split.layers, "{name}");
+        if !flag(&case["covers_all_layers_once"]) {
+            continue;
+        }
+        let ours =
+            |rank, chunk| placement.at(rank, chunk).map(|s| [s.layers.start as u64, s.layers.len() as u64]);
+        for (rank, chunks) in cases(&case, "stages").iter().enumerate() {
+            for (chunk, theirs) in chunks.as_array().unwrap().iter().enumerate() {
+                assert_eq!(
+                    ours(rank, chunk),
+                    Some([uint(&theirs[0]), uint(&theirs[1])]),
+                    "{name} {rank} {chunk}"
+                );
+            }
+        }
+    }
+}
+
+fn contents(stage: &Stage) -> Vec<&'static str> {
+    let mut all = vec![];
+    all.extend(stage.embedding.then_some("embedding"));
+    all.extend(stage.layers.clone().map(|_| "decoder"));
+    all.extend(stage.mtp.clone().map(|_| "mtp"));
+    all.extend(stage.loss.then_some("loss"));
+    all
+}
+
+#[test]
+fn golden_schedules_layouts() {
+    for case in cases(&json("schedules", "layers.json"), "layouts") {
+        let (layout, pp) = (text(&case["layout"]), uint(&case["pp"]) as usize);
+        let placement = Placement::parse(layout, pp, None);
+        if case["rejected"].as_bool().unwrap_or(false) {
+            let error = placement.expect_err(layout).to_string();
+            assert!(error.contains("; write "), "{error} gives no way out");
+            continue;
+        }
+        let placement = placement.unwrap();
+        assert_eq!(placement.vp() as u64, uint(&case["vpp"]), "{layout}");
+        assert_eq!(placement.stages().len() as u64, uint(&case["num_stages"]), "{layout}");
+        for (rank, chunks) in cases(&case, "stages").iter().enumerate() {
+            for (chunk, theirs) in chunks.as_array().unwrap().iter().enumerate() {
+                let ours = placement.at(rank, chunk).unwrap();
+                assert_eq!(contents(ours), list(theirs, |t| text(t).to_string()), "{layout} {rank} {chunk}");
+                let ids = list(&case["decoder_ids"][rank][chunk], |n| uint(n) as usize);
+                assert_eq!(ours.layers.clone().collect::<Vec<_>>(), ids, "{layout} {rank} {chunk}");
+            }
         }
     }
 }

@@ -1,0 +1,151 @@
+//! What a user says about a layout.
+
+use std::str::FromStr;
+
+use crate::{Error, Result};
+
+/// Sizes of all kinds of parallelism. `Layout { tp: 2, ..Layout::default() }`, or parsed from `tp=2,pp=2`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Layout {
+    /// Tensor-parallel ranks.
+    pub tp: usize,
+    /// Context-parallel ranks.
+    pub cp: usize,
+    /// Pipeline stages (ranks).
+    pub pp: usize,
+    /// Chunks of layers per pipeline rank.
+    pub vp: usize,
+    /// Copies of the smallest world that holds the other sizes, see [`Layout::world`]; `None` takes as many as the
+    /// world holds. The dense data-parallel size is [`Grid::dp`](super::Grid::dp).
+    pub dp: Option<usize>,
+    /// Expert-parallel ranks.
+    pub ep: usize,
+    /// Tensor-parallel ranks inside an expert; `None` means `tp`.
+    pub etp: Option<usize>,
+    /// Axes from the fastest to the slowest.
+    pub order: String,
+    /// Optimizer instances: copies of the sharded optimizer state.
+    pub instances: usize,
+    /// Sizes of the levels of hierarchical context parallelism, innermost first; empty for none.
+    pub cp_levels: Vec<usize>,
+}
+
+/// The usual order.
+pub const ORDER: &str = "tp-cp-ep-dp-pp";
+
+impl Default for Layout {
+    fn default() -> Layout {
+        Layout {
+            tp: 1,
+            cp: 1,
+            pp: 1,
+            vp: 1,
+            dp: None,
+            ep: 1,
+            etp: None,
+            order: ORDER.into(),
+            instances: 1,
+            cp_levels: Vec::new(),
+        }
+    }
+}
+
+impl Layout {
+    /// Tensor-parallel ranks inside an expert.
+    pub fn etp(&self) -> usize {
+        self.etp.unwrap_or(self.tp)
+    }
+
+    /// The world of this layout: `lcm(tp·cp·pp, etp·ep·pp) × dp`, with 1 for a `dp` not given.
+    pub fn world(&self) -> Result<usize> {
+        self.smallest()?.checked_mul(self.dp.unwrap_or(1)).ok_or_else(|| self.too_large())
+    }
+
+    /// The smallest world that holds both grids.
+    pub(super) fn smallest(&self) -> Result<usize> {
+        let product = |sizes: [usize; 3]| sizes.into_iter().try_fold(1usize, usize::checked_mul);
+        let dense = product([self.tp, self.cp, self.pp]);
+        let expert = product([self.etp(), self.ep, self.pp]);
+        if dense == Some(0) || expert == Some(0) {
+            return Err(Error::Invalid(format!("{self}: every size must be at least 1; 1 means not split")));
+        }
+        let least = match (dense, expert) {
+            (Some(a), Some(b)) => (a / gcd(a, b)).checked_mul(b),
+            _ => None,
+        };
+        least.ok_or_else(|| self.too_large())
+    }
+
+    fn too_large(&self) -> Error {
+        Error::Invalid(format!("{self} needs more ranks than can be counted; make it smaller"))
+    }
+}
+
+impl std::fmt::Display for Layout {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let mut parts = vec![];
+        let dp = self.dp.unwrap_or(1);
+        let sizes =
+            [("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("vp", self.vp), ("dp", dp), ("ep", self.ep)];
+        for (key, size) in sizes {
+            if size != 1 {
+                parts.push(format!("{key}={size}"));
+            }
+        }
+        if let Some(etp) = self.etp
+            && etp != self.tp
+        {
+            parts.push(format!("etp={etp}"));
+        }
+        if parts.is_empty() {
+            parts.push("tp=1".into());
+        }
+        f.write_str(&parts.join(","))?;
+        if self.order != ORDER { write!(f, ",order={}", self.order) } else { Ok(()) }
+    }
+}
+
+impl FromStr for Layout {
+    type Err = Error;
+
+    /// Reads `tp=2,pp=2`; keys tp, cp, pp, vp, dp, ep, etp and order.
+    fn from_str(text: &str) -> Result<Layout> {
+        let mut layout = Layout::default();
+        let mut seen = Vec::new();
+        for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
+            let wrong = |why: &str| Error::Invalid(format!("layout {text:?}: {part:?} {why}"));
+            let (key, value) =
+                part.split_once('=').ok_or_else(|| wrong("is not of the form key=size, such as tp=2"))?;
+            let (key, value) = (key.trim(), value.trim());
+            if seen.contains(&key) {
+                return Err(wrong("comes after another value for the same key; give one"));
+            }
+            seen.push(key);
+            if key == "order" {
+                layout.order = value.into();
+                continue;
+            }
+            let size = value.parse::<usize>().ok().filter(|n| *n > 0);
+            let size = size.ok_or_else(|| wrong("does not give a size of at least 1"))?;
+            match key {
+                "tp" => layout.tp = size,
+                "cp" => layout.cp = size,
+                "pp" => layout.pp = size,
+                "vp" => layout.vp = size,
+                "dp" => layout.dp = Some(size),
+                "ep" => layout.ep = size,
+                "etp" => layout.etp = Some(size),
+                _ => {
+                    return Err(wrong(
+                        "has no known key; the keys are tp, cp, pp, vp, dp, ep, etp and order",
+                    ));
+                }
+            }
+        }
+        Ok(layout)
+    }
+}
+
+pub(super) fn gcd(a: usize, b: usize) -> usize {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

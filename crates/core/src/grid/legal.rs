@@ -1,0 +1,216 @@
+//! Which layouts are legal, and which legal one is nearest.
+
+use super::{
+    axes::{Axes, Axis},
+    layout::{Layout, ORDER, gcd},
+};
+use crate::{Error, Result};
+
+type Field = (&'static str, fn(&Layout) -> usize, fn(&mut Layout, usize));
+
+/// The sizes that may be changed to make a layout fit a world.
+const FIELDS: [Field; 5] = [
+    ("tp", |l| l.tp, |l, n| l.tp = n),
+    ("cp", |l| l.cp, |l, n| l.cp = n),
+    ("pp", |l| l.pp, |l, n| l.pp = n),
+    ("ep", |l| l.ep, |l, n| l.ep = n),
+    ("etp", |l| l.etp(), |l, n| l.etp = Some(n)),
+];
+
+/// Sizes of a model that a layout must divide.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ModelSizes {
+    /// Query heads.
+    pub heads: usize,
+    /// Width of the MLP.
+    pub ffn: usize,
+    /// Experts, 0 for a dense model.
+    pub experts: usize,
+    /// Width of an expert's MLP.
+    pub expert_ffn: usize,
+}
+
+/// What is wrong with a layout; a way out is found afterwards where the sizes are at fault.
+enum Wrong {
+    /// The world does not divide by this product of fields.
+    World(&'static str, [usize; 3], usize),
+    /// `dp` and the world contradict each other.
+    Copies,
+    Other(String),
+}
+
+/// Both grids, or one sentence with what is wrong and what to change.
+pub(super) fn grids(layout: &Layout, world: usize) -> Result<(Axes, Axes)> {
+    let least = layout.smallest()?;
+    build(layout, world).map_err(|wrong| {
+        Error::Invalid(match wrong {
+            Wrong::World(name, keys, unit) => {
+                let sizes = keys.map(|k| FIELDS[k].1(layout).to_string()).join("·");
+                let (worlds, sizes_near) = (near_worlds(world, least), near_sizes(layout, world, &keys));
+                format!("{world} ranks do not divide by {name} = {sizes} = {unit}; take {worlds}{sizes_near}")
+            }
+            Wrong::Copies if world.is_multiple_of(least) => {
+                let fits = world / least;
+                format!("{layout} does not make {world} ranks; take {} or dp={fits}", needs(layout))
+            }
+            Wrong::Copies => {
+                let near = near_sizes(layout, world, &[0, 1, 2, 3]);
+                format!("{layout} does not make {world} ranks; take {}{near}", needs(layout))
+            }
+            Wrong::Other(what) => what,
+        })
+    })
+}
+
+fn needs(layout: &Layout) -> String {
+    layout.world().map_or("a smaller dp".into(), |n| format!("{n} ranks"))
+}
+
+/// Without advice, so that advice can be sought with it.
+fn build(layout: &Layout, world: usize) -> Result<(Axes, Axes), Wrong> {
+    let other = |what: String| Err(Wrong::Other(what));
+    let least = layout.smallest().map_err(|e| Wrong::Other(e.to_string()))?;
+    if world == 0 || layout.vp == 0 || layout.instances == 0 || layout.dp == Some(0) {
+        return other(format!("{layout} on {world} ranks: every size must be at least 1; 1 means not split"));
+    }
+    if layout.vp > 1 && layout.pp == 1 {
+        return other(format!("vp={} needs a pipeline; set vp=1, or pp=2 or more", layout.vp));
+    }
+    let dense = layout.tp * layout.cp * layout.pp;
+    let expert = layout.etp() * layout.ep * layout.pp;
+    if !world.is_multiple_of(dense) {
+        return Err(Wrong::World("tp·cp·pp", [0, 1, 2], dense));
+    }
+    if !world.is_multiple_of(expert) {
+        return Err(Wrong::World("etp·ep·pp", [4, 3, 2], expert));
+    }
+    if layout.dp.is_some_and(|dp| least.checked_mul(dp) != Some(world)) {
+        return Err(Wrong::Copies);
+    }
+    let (dp, edp) = (world / dense, world / expert);
+    let order = Axis::list(&layout.order, "the order").map_err(|e| Wrong::Other(e.to_string()))?;
+    let axes = |tp, cp, ep, dp| {
+        let size = |axis| match axis {
+            Axis::Tp => tp,
+            Axis::Cp => cp,
+            Axis::Ep => ep,
+            Axis::Dp => dp,
+            Axis::Pp => layout.pp,
+        };
+        Axes::new(&order, size).map_err(|axis| {
+            let (order, name, n) = (&layout.order, axis.name(), size(axis));
+            Wrong::Other(format!(
+                "the order {order:?} leaves out {name}, which is {n} here; add {name}, as in {ORDER}"
+            ))
+        })
+    };
+    let (dense, expert) = (axes(layout.tp, layout.cp, 1, dp)?, axes(layout.etp(), 1, layout.ep, edp)?);
+    // Pipelines of both grids must be the same lists of ranks, which they are where the strides are the same.
+    let last = order.last() == Some(&Axis::Pp);
+    let same = dense.stride(Axis::Pp) == expert.stride(Axis::Pp) && (last || dp == edp);
+    if layout.pp > 1 && !same {
+        return other(format!(
+            "the order {:?} gives dense and expert ranks different pipelines (dp {dp}, expert dp {edp}); \
+             put pp last, as in {ORDER}, or choose etp·ep = tp·cp",
+            layout.order
+        ));
+    }
+    check_instances(layout, dp * layout.cp, edp)?;
+    let levels = &layout.cp_levels;
+    if !levels.is_empty() && levels.iter().try_fold(1usize, |a, b| a.checked_mul(*b)) != Some(layout.cp) {
+        return other(format!(
+            "the levels {levels:?} of context parallelism must multiply to cp={}; take [{}]",
+            layout.cp, layout.cp
+        ));
+    }
+    Ok((dense, expert))
+}
+
+fn check_instances(layout: &Layout, copies: usize, edp: usize) -> Result<(), Wrong> {
+    let (n, both) = (layout.instances, gcd(copies, edp));
+    if both.is_multiple_of(n) {
+        return Ok(());
+    }
+    Err(Wrong::Other(format!(
+        "{n} optimizer instances must divide the {copies} ranks of dp·cp and the {edp} expert copies; take {}",
+        near(n, divisors(both))
+    )))
+}
+
+impl Layout {
+    /// Refuses a layout whose tensor or expert ranks do not divide the model's heads, widths or experts. Fewer
+    /// key/value heads than ranks are legal: they are replicated.
+    pub fn check_model(&self, model: &ModelSizes) -> Result<()> {
+        let moe = model.experts > 0;
+        let tp = gcd(model.heads, model.ffn);
+        let rows = [
+            ("tp", self.tp, model.heads, "attention heads", tp),
+            ("tp", self.tp, model.ffn, "MLP columns", tp),
+            ("ep", self.ep, model.experts, "experts", model.experts),
+            (
+                "etp",
+                if moe { self.etp() } else { 1 },
+                model.expert_ffn,
+                "columns of an expert's MLP",
+                model.expert_ffn,
+            ),
+        ];
+        for (key, size, whole, what, legal) in rows {
+            if size == 0 || !whole.is_multiple_of(size) || (key == "ep" && !moe && size > 1) {
+                let near = near(size, divisors(legal));
+                let take = if near.is_empty() { "1".into() } else { near };
+                return Err(Error::Invalid(format!(
+                    "{key}={size} does not divide the {whole} {what} of the model; take {key}={take}"
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// "4 or 8 ranks".
+fn near_worlds(world: usize, least: usize) -> String {
+    let below = world / least * least;
+    match below.checked_add(least) {
+        _ if below == 0 => format!("{least} ranks"),
+        Some(above) => format!("{below} or {above} ranks"),
+        None => format!("{below} ranks"),
+    }
+}
+
+/// ", or tp=3 or 6, or pp=…": for each of some fields the nearest legal values, the other fields as they are.
+fn near_sizes(layout: &Layout, world: usize, keys: &[usize]) -> String {
+    let mut out = String::new();
+    for &key in keys {
+        let (name, get, set) = FIELDS[key];
+        let legal = divisors(world).filter(|&n| {
+            let mut changed = layout.clone();
+            set(&mut changed, n);
+            build(&changed, world).is_ok()
+        });
+        let near = near(get(layout), legal);
+        if !near.is_empty() {
+            out += &format!(", or {name}={near}");
+        }
+    }
+    out
+}
+
+/// Divisors as far as advice looks, ascending.
+fn divisors(n: usize) -> impl Iterator<Item = usize> {
+    (1..=n.min(1 << 16)).filter(move |d| n.is_multiple_of(*d))
+}
+
+/// The nearest of an ascending list below and above `n`: "2 or 4".
+fn near(n: usize, legal: impl Iterator<Item = usize>) -> String {
+    let (mut below, mut above) = (None, None);
+    for value in legal {
+        if value < n {
+            below = Some(value);
+        } else if value > n && above.is_none() {
+            above = Some(value);
+        }
+    }
+    let found: Vec<_> = below.into_iter().chain(above).map(|n: usize| n.to_string()).collect();
+    found.join(" or ")
+}

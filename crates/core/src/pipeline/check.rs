@@ -1,0 +1,255 @@
+//! Proves a schedule before it runs.
+
+use std::collections::{HashMap, HashSet};
+
+use super::{
+    deadlock::{self, Matching},
+    exchange::all_messages,
+    op::{Kind, Message, Op, Payload, Schedule, Shape, Step, Transfer},
+};
+use crate::{Error, Result};
+
+/// What a proven schedule will need.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Per rank the most micro-batches (times chunks) between their forward and the end of their backward, weight
+    /// gradient included.
+    pub peak_live: Vec<usize>,
+    /// Per rank the most micro-batches (times chunks) between their forward and their input gradient.
+    pub peak_saved: Vec<usize>,
+    /// Per rank the most weight gradients that wait.
+    pub peak_weights: Vec<usize>,
+    /// Messages in all.
+    pub messages: usize,
+}
+
+/// Proves that every operation runs exactly once and after what it needs, that gradients of a chunk add up in
+/// micro-batch order (so that every layout sums alike), that every message is sent once and received once, in the same
+/// order at both ends, and that no rank waits for ever under `matching`. The error names rank and operation of the
+/// first fault.
+pub fn check(schedule: &Schedule, matching: Matching) -> Result<Report> {
+    let shape = &schedule.shape;
+    if schedule.ranks.len() != shape.pp {
+        return Err(Error::Invalid(format!(
+            "a schedule for {} pipeline ranks has {} lists",
+            shape.pp,
+            schedule.ranks.len()
+        )));
+    }
+    let mut report = Report { peak_live: vec![], peak_saved: vec![], peak_weights: vec![], messages: 0 };
+    for (rank, steps) in schedule.ranks.iter().enumerate() {
+        let mut walk = Walk::new(shape, rank);
+        for (step, entry) in steps.iter().enumerate() {
+            walk.step(entry).map_err(|what| fault(rank, step, entry, what))?;
+        }
+        let end = |what: String| fault(rank, steps.len(), &"the end of the list", what);
+        walk.complete().map_err(end)?;
+        report.peak_live.push(walk.peaks[0]);
+        report.peak_saved.push(walk.peaks[1]);
+        report.peak_weights.push(walk.peaks[2]);
+    }
+    report.messages = same_order(schedule)?;
+    deadlock::run(schedule, matching)?;
+    Ok(report)
+}
+
+pub(super) fn fault(rank: usize, step: usize, entry: &dyn std::fmt::Display, what: String) -> Error {
+    Error::Schedule { rank, step, operation: entry.to_string(), what }
+}
+
+/// One rank's list, walked alone.
+struct Walk<'a> {
+    shape: &'a Shape,
+    rank: usize,
+    done: HashSet<Op>,
+    sent: HashSet<Message>,
+    received: HashSet<Message>,
+    /// Per chunk the micro-batch whose weight gradient is next.
+    next_weight: Vec<usize>,
+    /// Forwards, input gradients and weight gradients so far.
+    counts: [usize; 3],
+    /// Live, saved, waiting weights.
+    peaks: [usize; 3],
+}
+
+impl<'a> Walk<'a> {
+    fn new(shape: &'a Shape, rank: usize) -> Walk<'a> {
+        let next_weight = vec![0; shape.vp];
+        let (done, sent, received) = Default::default();
+        Walk { shape, rank, done, sent, received, next_weight, counts: [0; 3], peaks: [0; 3] }
+    }
+
+    fn step(&mut self, step: &Step) -> Result<(), String> {
+        match step {
+            Step::Run(op) => self.run(*op),
+            Step::Exchange(all) => all.iter().try_for_each(|transfer| match transfer {
+                Transfer::Send(m) => self.send(m),
+                Transfer::Receive(m) => self.receive(m),
+            }),
+        }
+    }
+
+    fn has(&self, kind: Kind, op: Op) -> bool {
+        self.done.contains(&Op { kind, ..op })
+    }
+
+    fn has_input_gradient(&self, op: Op) -> bool {
+        self.has(Kind::Backward, op) || self.has(Kind::BackwardInput, op)
+    }
+
+    fn run(&mut self, op: Op) -> Result<(), String> {
+        let shape = self.shape;
+        if op.micro_batch >= shape.micro_batches || op.chunk >= shape.vp {
+            return Err(format!("there are {} micro-batches and {} chunks", shape.micro_batches, shape.vp));
+        }
+        let input = matches!(op.kind, Kind::Backward | Kind::BackwardInput);
+        if self.done.contains(&op) || (input && self.has_input_gradient(op)) {
+            return Err("runs a second time".into());
+        }
+        if op.kind != Kind::Forward && shape.forward_only {
+            return Err("is a backward in a schedule without".into());
+        }
+        if input && !self.has(Kind::Forward, op) {
+            return Err("runs before its forward".into());
+        }
+        if op.kind == Kind::WeightGrad && !self.has(Kind::BackwardInput, op) {
+            return Err("runs before its input gradient".into());
+        }
+        match shape.needs(self.rank, op) {
+            Some(m) if !self.received.contains(&m) => {
+                return Err(format!("runs before the rank receives the {m}"));
+            }
+            None if !self.neighbour_is_done(op) => {
+                return Err("runs before the neighbouring chunk of the same rank".into());
+            }
+            _ => {}
+        }
+        if matches!(op.kind, Kind::Backward | Kind::WeightGrad) {
+            let next = &mut self.next_weight[op.chunk];
+            if *next != op.micro_batch {
+                return Err(format!("adds its weight gradient out of turn; micro-batch {next} is next"));
+            }
+            *next += 1;
+        }
+        self.done.insert(op);
+        self.count(op.kind);
+        Ok(())
+    }
+
+    /// With one rank a stage's neighbours are its own.
+    fn neighbour_is_done(&self, op: Op) -> bool {
+        let one = self.shape.pp == 1;
+        match op.kind {
+            Kind::Forward if one && op.chunk > 0 => self.has(Kind::Forward, Op { chunk: op.chunk - 1, ..op }),
+            Kind::Backward | Kind::BackwardInput if one && op.chunk + 1 < self.shape.vp => {
+                self.has_input_gradient(Op { chunk: op.chunk + 1, ..op })
+            }
+            _ => true,
+        }
+    }
+
+    fn count(&mut self, kind: Kind) {
+        match kind {
+            Kind::Forward => self.counts[0] += 1,
+            Kind::BackwardInput => self.counts[1] += 1,
+            Kind::WeightGrad => self.counts[2] += 1,
+            Kind::Backward => {
+                self.counts[1] += 1;
+                self.counts[2] += 1;
+            }
+        }
+        if !self.shape.forward_only {
+            let [forward, input, weight] = self.counts;
+            for (peak, now) in self.peaks.iter_mut().zip([forward - weight, forward - input, input - weight])
+            {
+                *peak = (*peak).max(now);
+            }
+        }
+    }
+
+    fn send(&mut self, m: &Message) -> Result<(), String> {
+        self.known(m, m.from)?;
+        let chunk = m.stage / self.shape.pp;
+        let op = Op { kind: Kind::Forward, micro_batch: m.micro_batch, chunk };
+        let made = match m.payload {
+            Payload::Activation => self.has(Kind::Forward, op),
+            Payload::Gradient => self.has_input_gradient(op),
+        };
+        if !made {
+            return Err(format!("sends the {m} before it is made"));
+        }
+        if self.sent.insert(*m) { Ok(()) } else { Err(format!("sends the {m} a second time")) }
+    }
+
+    fn receive(&mut self, m: &Message) -> Result<(), String> {
+        self.known(m, m.to)?;
+        if self.received.insert(*m) { Ok(()) } else { Err(format!("receives the {m} a second time")) }
+    }
+
+    fn known(&self, m: &Message, rank: usize) -> Result<(), String> {
+        let real = m.stage < self.shape.stages() && m.micro_batch < self.shape.micro_batches;
+        let real = real && !(self.shape.forward_only && m.payload == Payload::Gradient);
+        let is = real && self.shape.message(m.payload, m.micro_batch, m.stage) == Some(*m);
+        if is && rank == self.rank { Ok(()) } else { Err(format!("the {m} is none that this rank handles")) }
+    }
+
+    fn complete(&self) -> Result<(), String> {
+        for chunk in 0..self.shape.vp {
+            for micro_batch in 0..self.shape.micro_batches {
+                let op = |kind| Op { kind, micro_batch, chunk };
+                let missing = if !self.has(Kind::Forward, op(Kind::Forward)) {
+                    Kind::Forward
+                } else if self.shape.forward_only {
+                    continue;
+                } else if !self.has_input_gradient(op(Kind::Forward)) {
+                    Kind::Backward
+                } else if self.next_weight[chunk] <= micro_batch {
+                    Kind::WeightGrad
+                } else {
+                    continue;
+                };
+                return Err(format!("{} never runs", op(missing)));
+            }
+        }
+        for m in all_messages(self.shape) {
+            if m.from == self.rank && !self.sent.contains(&m) {
+                return Err(format!("the {m} is never sent"));
+            }
+            if m.to == self.rank && !self.received.contains(&m) {
+                return Err(format!("the {m} is never received"));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Between two ranks, messages of one kind are received in the order in which they are sent. Returns how many there
+/// are.
+fn same_order(schedule: &Schedule) -> Result<usize> {
+    type Ends = [Vec<(usize, Message)>; 2];
+    let mut channels: HashMap<(usize, usize, Payload), Ends> = HashMap::new();
+    let mut count = 0;
+    for steps in &schedule.ranks {
+        for (step, entry) in steps.iter().enumerate() {
+            let Step::Exchange(all) = entry else { continue };
+            for transfer in all {
+                let m = transfer.message();
+                let end = usize::from(matches!(transfer, Transfer::Receive(_)));
+                count += 1 - end;
+                channels.entry((m.from, m.to, m.payload)).or_default()[end].push((step, m));
+            }
+        }
+    }
+    let mut first: Option<(usize, usize, Error)> = None;
+    for ((from, to, _), [sent, received]) in channels {
+        let Some(((_, s), (step, r))) = sent.iter().zip(&received).find(|((_, s), (_, r))| s != r) else {
+            continue;
+        };
+        if first.as_ref().is_none_or(|(rank, at, _)| (to, *step) < (*rank, *at)) {
+            let what = format!("expects the {r} where rank {from} sends the {s}");
+            let entry = &schedule.ranks[to][*step];
+            first = Some((to, *step, fault(to, *step, entry, what)));
+        }
+    }
+    first.map_or(Ok(count), |(_, _, error)| Err(error))
+}

@@ -1,0 +1,194 @@
+//! Puts the messages into the ranks' lists.
+
+use super::{
+    op::{Kind, Message, Op, Payload, Shape, Step, Transfer},
+    order::interleaved_table,
+    plan::{Mode, Plan},
+    timeline::{Costs, Timeline},
+};
+use crate::Result;
+
+/// A rank's list while it is written.
+struct Writer<'a> {
+    shape: &'a Shape,
+    rank: usize,
+    steps: Vec<Step>,
+}
+
+impl Writer<'_> {
+    fn run(&mut self, op: Op) {
+        self.steps.push(Step::Run(op));
+    }
+
+    /// One group call of those that exist.
+    fn exchange(&mut self, all: impl IntoIterator<Item = Option<Transfer>>) {
+        let all: Vec<_> = all.into_iter().flatten().collect();
+        if !all.is_empty() {
+            self.steps.push(Step::Exchange(all));
+        }
+    }
+
+    fn send(&self, op: Op) -> Option<Transfer> {
+        self.shape.makes(self.rank, op).map(Transfer::Send)
+    }
+
+    fn receive(&self, op: Op) -> Option<Transfer> {
+        self.shape.needs(self.rank, op).map(Transfer::Receive)
+    }
+}
+
+/// Plain 1F1B. In the steady state an output travels with the gradient that comes back, and a gradient with the next
+/// input.
+pub(super) fn plain(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> {
+    let forward = |micro_batch| Op { kind: Kind::Forward, micro_batch, chunk: 0 };
+    let backward = |micro_batch| Op { kind: Kind::Backward, micro_batch, chunk: 0 };
+    let mut ranks = Vec::with_capacity(plan.pp);
+    for rank in 0..plan.pp {
+        let mut w = Writer { shape, rank, steps: Vec::new() };
+        let warm = plan.warmup(rank, false)?;
+        let alone = if plan.mode == Mode::ForwardOnly { warm.total } else { warm.warmup };
+        for k in (0..alone).map(forward) {
+            w.exchange([w.receive(k)]);
+            w.run(k);
+            w.exchange([w.send(k)]);
+        }
+        let steady = warm.total - alone;
+        if steady > 0 {
+            w.exchange([w.receive(forward(alone))]);
+        }
+        for i in 0..steady {
+            let (f, b) = (forward(alone + i), backward(i));
+            w.run(f);
+            w.exchange([w.send(f), w.receive(b)]);
+            w.run(b);
+            let next = (i + 1 < steady).then(|| w.receive(forward(alone + i + 1)));
+            w.exchange([w.send(b), next.flatten()]);
+        }
+        if plan.mode != Mode::ForwardOnly {
+            for b in (steady..warm.total).map(backward) {
+                w.exchange([w.receive(b)]);
+                w.run(b);
+                w.exchange([w.send(b)]);
+            }
+        }
+        ranks.push(w.steps);
+    }
+    Ok(ranks)
+}
+
+/// Interleaved 1F1B: after each pair of passes one group call with all that there is to send and to receive.
+pub(super) fn interleaved(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> {
+    let table = interleaved_table(plan.micro_batches, plan.vp, plan.group()?);
+    let forward: Vec<Op> =
+        table.iter().map(|&(micro_batch, chunk)| Op { kind: Kind::Forward, micro_batch, chunk }).collect();
+    let backward: Vec<Op> = plan.backwards(&table).collect();
+    let mut ranks = Vec::with_capacity(plan.pp);
+    for rank in 0..plan.pp {
+        let mut w = Writer { shape, rank, steps: Vec::new() };
+        let warm = plan.warmup(rank, false)?;
+        let train = plan.mode != Mode::ForwardOnly;
+        // What arrives during the exchange after the k-th pass. A rank's neighbour does the same pass one beat
+        // earlier, so that is the input of the next pass; around the corner it is the P-1st pass before this one
+        // that just left the other end, and it may lie waiting here for a while.
+        let arriving = |passes: &[Op], around: bool, k: usize| -> Option<Transfer> {
+            let (sender, op) = if around {
+                let left = *passes.get(k.checked_sub(plan.pp - 1)?)?;
+                (if left.kind == Kind::Forward { plan.pp - 1 } else { 0 }, left)
+            } else {
+                let next = *passes.get(k + 1)?;
+                return shape.needs(rank, next).map(Transfer::Receive);
+            };
+            shape.makes(sender, op).map(Transfer::Receive)
+        };
+        let (first, last) = (rank == 0, rank + 1 == plan.pp);
+        let input = |k: usize| arriving(&forward, first, k).filter(|_| k + 1 < warm.total);
+        let gradient = |k: usize| arriving(&backward, last, k).filter(|_| k + 1 < warm.total);
+
+        w.exchange([w.receive(forward[0])]);
+        for k in 0..warm.warmup {
+            w.run(forward[k]);
+            let turn = train && k + 1 == warm.warmup && !warm.all_in_warmup;
+            let back = if turn { w.receive(backward[0]) } else { None };
+            w.exchange([w.send(forward[k]), input(k), back]);
+        }
+        if !train {
+            ranks.push(w.steps);
+            continue;
+        }
+        if warm.all_in_warmup {
+            w.exchange([w.receive(backward[0])]);
+        }
+        for i in 0..warm.remaining {
+            let k = warm.warmup + i;
+            w.run(forward[k]);
+            w.run(backward[i]);
+            w.exchange([w.send(forward[k]), w.send(backward[i]), input(k), gradient(i)]);
+        }
+        for i in warm.remaining..warm.total {
+            w.run(backward[i]);
+            w.exchange([w.send(backward[i]), gradient(i)]);
+        }
+        ranks.push(w.steps);
+    }
+    Ok(ranks)
+}
+
+/// Messages for any order of operations, safe where every group call is waited for. All steps are given a time, that
+/// of a run in which messages cost nothing, and every rank's list follows it. Of the unfinished messages the earliest
+/// has then been reached by both its ranks, so that something always moves.
+pub(super) fn timed(shape: &Shape, ops: &[Vec<Op>], costs: &Costs) -> Result<Vec<Vec<Step>>> {
+    let timeline = Timeline::of(*shape, ops, costs)?;
+    let mut lists: Vec<Vec<(f64, bool, Step)>> = vec![Vec::new(); shape.pp];
+    for (rank, spans) in timeline.ranks.iter().enumerate() {
+        for span in spans {
+            lists[rank].push((span.start, true, Step::Run(span.op)));
+            if let Some(m) = shape.makes(rank, span.op) {
+                lists[m.from].push((span.end, false, Step::Exchange(vec![Transfer::Send(m)])));
+                lists[m.to].push((span.end, false, Step::Exchange(vec![Transfer::Receive(m)])));
+            }
+        }
+    }
+    Ok(lists
+        .into_iter()
+        .map(|mut list| {
+            // Stable, and messages before the operations that start when they arrive.
+            list.sort_by(|a, b| a.0.total_cmp(&b.0).then(a.1.cmp(&b.1)));
+            let mut steps: Vec<Step> = Vec::new();
+            for (_, _, step) in list {
+                match (steps.last_mut(), step) {
+                    (Some(Step::Exchange(group)), Step::Exchange(more)) => group.extend(more),
+                    (_, step) => steps.push(step),
+                }
+            }
+            steps
+        })
+        .collect())
+}
+
+/// Sends right after the operation, receives one operation ahead.
+pub(super) fn eager(shape: &Shape, ops: &[Vec<Op>]) -> Vec<Vec<Step>> {
+    let list = |(rank, ops): (usize, &Vec<Op>)| {
+        let mut w = Writer { shape, rank, steps: Vec::new() };
+        if let Some(first) = ops.first() {
+            w.exchange([w.receive(*first)]);
+        }
+        for (k, op) in ops.iter().enumerate() {
+            w.exchange([ops.get(k + 1).and_then(|next| w.receive(*next))]);
+            w.run(*op);
+            w.exchange([w.send(*op)]);
+        }
+        w.steps
+    };
+    ops.iter().enumerate().map(list).collect()
+}
+
+/// Every message that a whole step needs.
+pub(super) fn all_messages(shape: &Shape) -> impl Iterator<Item = Message> + '_ {
+    let payloads: &[Payload] =
+        if shape.forward_only { &[Payload::Activation] } else { &[Payload::Activation, Payload::Gradient] };
+    payloads.iter().flat_map(move |&payload| {
+        (0..shape.stages()).flat_map(move |stage| {
+            (0..shape.micro_batches).filter_map(move |m| shape.message(payload, m, stage))
+        })
+    })
+}

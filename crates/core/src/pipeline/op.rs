@@ -1,0 +1,213 @@
+//! The words of a schedule: operations, messages, steps.
+
+/// What is done with a micro-batch on one stage.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Kind {
+    /// Forward.
+    Forward,
+    /// Whole backward: input gradient, and weight gradient right after it.
+    Backward,
+    /// Gradient of the stage's input only; a [`Kind::WeightGrad`] follows some time.
+    BackwardInput,
+    /// Gradient of the stage's weights.
+    WeightGrad,
+}
+
+/// One computation of a rank. Written `F3.1`: forward of micro-batch 3 on the rank's chunk 1; `B` backward, `I` input
+/// gradient, `W` weight gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Op {
+    /// What is done.
+    pub kind: Kind,
+    /// The micro-batch, from 0.
+    pub micro_batch: usize,
+    /// The chunk of layers of this rank, from 0.
+    pub chunk: usize,
+}
+
+impl Kind {
+    /// One letter.
+    pub fn letter(self) -> char {
+        match self {
+            Kind::Forward => 'F',
+            Kind::Backward => 'B',
+            Kind::BackwardInput => 'I',
+            Kind::WeightGrad => 'W',
+        }
+    }
+}
+
+impl std::fmt::Display for Op {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        write!(f, "{}{}.{}", self.kind.letter(), self.micro_batch, self.chunk)
+    }
+}
+
+/// What a message carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Payload {
+    /// A stage's output, on its way to the next stage.
+    Activation,
+    /// The gradient of a stage's input, on its way to the stage before.
+    Gradient,
+}
+
+/// A message between two ranks. Its fields are its tag: no two messages of a step are equal. Activations and gradients
+/// between the same two ranks travel apart, each in order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Message {
+    /// What it carries.
+    pub payload: Payload,
+    /// The micro-batch.
+    pub micro_batch: usize,
+    /// The stage that made it; it goes to the next one (activation) or to the one before (gradient).
+    pub stage: usize,
+    /// Pipeline rank of the sender.
+    pub from: usize,
+    /// Pipeline rank of the receiver.
+    pub to: usize,
+}
+
+impl std::fmt::Display for Message {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        let what = match self.payload {
+            Payload::Activation => "activation",
+            Payload::Gradient => "gradient",
+        };
+        let Message { micro_batch, stage, from, to, .. } = self;
+        write!(f, "{what} of micro-batch {micro_batch} by stage {stage} (rank {from} to {to})")
+    }
+}
+
+/// One end of a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Transfer {
+    /// This rank sends.
+    Send(Message),
+    /// This rank receives.
+    Receive(Message),
+}
+
+impl Transfer {
+    /// The message.
+    pub fn message(&self) -> Message {
+        match self {
+            Transfer::Send(m) | Transfer::Receive(m) => *m,
+        }
+    }
+}
+
+impl std::fmt::Display for Transfer {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        match self {
+            Transfer::Send(m) => write!(f, "send the {m}"),
+            Transfer::Receive(m) => write!(f, "receive the {m}"),
+        }
+    }
+}
+
+/// One entry of a rank's list.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Step {
+    /// Compute.
+    Run(Op),
+    /// Start all of these at once, as one group call. Whether the rank waits here or only where it needs a result
+    /// depends on the engine: [`Matching`](super::Matching).
+    Exchange(Vec<Transfer>),
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        match self {
+            Step::Run(op) => op.fmt(f),
+            Step::Exchange(all) => {
+                for (k, transfer) in all.iter().enumerate() {
+                    write!(f, "{}{transfer}", if k == 0 { "" } else { " + " })?;
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+/// How much there is to do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Pipeline ranks P.
+    pub pp: usize,
+    /// Chunks per rank v.
+    pub vp: usize,
+    /// Micro-batches M.
+    pub micro_batches: usize,
+    /// No backward.
+    pub forward_only: bool,
+}
+
+impl Shape {
+    /// All stages.
+    pub fn stages(&self) -> usize {
+        self.pp * self.vp
+    }
+
+    /// The stage of a rank's chunk.
+    pub fn stage(&self, rank: usize, chunk: usize) -> usize {
+        chunk * self.pp + rank
+    }
+
+    /// The rank that holds a stage.
+    pub fn rank_of(&self, stage: usize) -> usize {
+        stage % self.pp
+    }
+
+    /// The message with what `stage` makes of a micro-batch, unless that ends here: at the last stage, at the first,
+    /// or because the same rank holds the next one.
+    pub fn message(&self, payload: Payload, micro_batch: usize, stage: usize) -> Option<Message> {
+        let next = match payload {
+            Payload::Activation => stage + 1,
+            Payload::Gradient => stage.checked_sub(1)?,
+        };
+        let (from, to) = (self.rank_of(stage), self.rank_of(next));
+        (next < self.stages() && from != to).then_some(Message { payload, micro_batch, stage, from, to })
+    }
+
+    /// The message that must have arrived before `rank` may run `op`.
+    pub fn needs(&self, rank: usize, op: Op) -> Option<Message> {
+        let stage = self.stage(rank, op.chunk);
+        match op.kind {
+            Kind::Forward => self.message(Payload::Activation, op.micro_batch, stage.checked_sub(1)?),
+            Kind::Backward | Kind::BackwardInput if stage + 1 < self.stages() => {
+                self.message(Payload::Gradient, op.micro_batch, stage + 1)
+            }
+            _ => None,
+        }
+    }
+
+    /// The message that `op` on `rank` makes possible.
+    pub fn makes(&self, rank: usize, op: Op) -> Option<Message> {
+        let stage = self.stage(rank, op.chunk);
+        match op.kind {
+            Kind::Forward => self.message(Payload::Activation, op.micro_batch, stage),
+            Kind::Backward | Kind::BackwardInput => self.message(Payload::Gradient, op.micro_batch, stage),
+            Kind::WeightGrad => None,
+        }
+    }
+}
+
+/// Every rank's list, in the order in which the rank works through it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Schedule {
+    /// How much there is to do.
+    pub shape: Shape,
+    /// Per pipeline rank its steps.
+    pub ranks: Vec<Vec<Step>>,
+}
+
+impl Schedule {
+    /// A rank's computations without its messages.
+    pub fn ops(&self, rank: usize) -> impl Iterator<Item = Op> {
+        self.ranks.get(rank).into_iter().flatten().filter_map(|step| match step {
+            Step::Run(op) => Some(*op),
+            Step::Exchange(_) => None,
+        })
+    }
+}

@@ -1,0 +1,215 @@
+//! When everything happens if messages take no time, and a drawing of it.
+
+use std::fmt::Write;
+
+use super::op::{Kind, Op, Schedule, Shape};
+use crate::{Error, Result};
+
+/// Time of each operation on one chunk, in any unit. A whole backward takes `input + weight`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Costs {
+    /// Forward.
+    pub forward: f64,
+    /// Input gradient.
+    pub input: f64,
+    /// Weight gradient.
+    pub weight: f64,
+}
+
+impl Default for Costs {
+    /// One unit each, so that a backward takes twice a forward.
+    fn default() -> Costs {
+        Costs { forward: 1.0, input: 1.0, weight: 1.0 }
+    }
+}
+
+impl Costs {
+    /// Time of one operation.
+    pub fn of(&self, kind: Kind) -> f64 {
+        match kind {
+            Kind::Forward => self.forward,
+            Kind::Backward => self.input + self.weight,
+            Kind::BackwardInput => self.input,
+            Kind::WeightGrad => self.weight,
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<()> {
+        if [self.forward, self.input, self.weight].iter().all(|c| c.is_finite() && *c > 0.0) {
+            return Ok(());
+        }
+        Err(Error::Invalid(format!("costs of {self:?}: each must be a finite number above 0")))
+    }
+}
+
+/// When forwards and backwards of all stages ended, as far as known.
+pub(super) struct After {
+    shape: Shape,
+    forward: Vec<Option<f64>>,
+    input: Vec<Option<f64>>,
+}
+
+impl After {
+    pub(super) fn new(pp: usize, vp: usize, micro_batches: usize) -> After {
+        let none = vec![None; pp * vp * micro_batches];
+        let shape = Shape { pp, vp, micro_batches, forward_only: false };
+        After { shape, forward: none.clone(), input: none }
+    }
+
+    fn slot(&self, stage: usize, op: Op) -> usize {
+        stage * self.shape.micro_batches + op.micro_batch
+    }
+
+    /// When everything that `op` needs has ended; `None` while part of it has not begun.
+    pub(super) fn ready(&self, rank: usize, op: Op) -> Option<f64> {
+        let stage = self.shape.stage(rank, op.chunk);
+        let of = |times: &[Option<f64>], stage| times.get(self.slot(stage, op)).copied().flatten();
+        match op.kind {
+            Kind::Forward if stage == 0 => Some(0.0),
+            Kind::Forward => of(&self.forward, stage - 1),
+            Kind::WeightGrad => of(&self.input, stage),
+            Kind::Backward | Kind::BackwardInput => {
+                let own = of(&self.forward, stage)?;
+                if stage + 1 == self.shape.stages() {
+                    Some(own)
+                } else {
+                    of(&self.input, stage + 1).map(|t| t.max(own))
+                }
+            }
+        }
+    }
+
+    /// Notes the end of an operation. Of a whole backward the end counts for the stage before, as the weight
+    /// gradient runs inside it.
+    pub(super) fn finish(&mut self, rank: usize, op: Op, end: f64) {
+        let slot = self.slot(self.shape.stage(rank, op.chunk), op);
+        let times = match op.kind {
+            Kind::Forward => &mut self.forward,
+            Kind::Backward | Kind::BackwardInput => &mut self.input,
+            Kind::WeightGrad => return,
+        };
+        if let Some(time) = times.get_mut(slot) {
+            *time = Some(end);
+        }
+    }
+}
+
+/// An operation in time.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Span {
+    /// The operation.
+    pub op: Op,
+    /// When it starts.
+    pub start: f64,
+    /// When it ends.
+    pub end: f64,
+}
+
+/// A schedule in time, every operation as early as its rank's order and its inputs allow.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Timeline {
+    /// Per rank its operations.
+    pub ranks: Vec<Vec<Span>>,
+    shape: Shape,
+    unit: f64,
+}
+
+impl Timeline {
+    /// The time of a schedule's operations; messages cost nothing.
+    pub fn new(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
+        let ops: Vec<Vec<Op>> = (0..schedule.ranks.len()).map(|r| schedule.ops(r).collect()).collect();
+        Timeline::of(schedule.shape, &ops, costs)
+    }
+
+    pub(super) fn of(shape: Shape, ops: &[Vec<Op>], costs: &Costs) -> Result<Timeline> {
+        costs.check()?;
+        let mut after = After::new(shape.pp, shape.vp, shape.micro_batches);
+        let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); ops.len()];
+        loop {
+            let before: usize = ranks.iter().map(Vec::len).sum();
+            for (rank, spans) in ranks.iter_mut().enumerate() {
+                while let Some(&op) = ops[rank].get(spans.len())
+                    && let Some(ready) = after.ready(rank, op)
+                {
+                    let start = spans.last().map_or(ready, |s: &Span| s.end.max(ready));
+                    let end = start + costs.of(op.kind);
+                    spans.push(Span { op, start, end });
+                    after.finish(rank, op, end);
+                }
+            }
+            if ranks.iter().map(Vec::len).sum::<usize>() == before {
+                break;
+            }
+        }
+        if let Some(rank) = (0..ops.len()).find(|&r| ranks[r].len() < ops[r].len()) {
+            let (step, op) = (ranks[rank].len(), ops[rank][ranks[rank].len()]);
+            let what = "waits for ever for what it needs from another stage".into();
+            return Err(Error::Schedule { rank, step, operation: op.to_string(), what });
+        }
+        let unit = costs.forward.min(costs.input).min(costs.weight);
+        Ok(Timeline { ranks, shape, unit })
+    }
+
+    /// The time until the last rank is done.
+    pub fn makespan(&self) -> f64 {
+        self.ranks.iter().filter_map(|spans| spans.last()).map(|s| s.end).fold(0.0, f64::max)
+    }
+
+    /// Time in which ranks compute, summed over ranks.
+    pub fn work(&self) -> f64 {
+        self.ranks.iter().flatten().map(|s| s.end - s.start).sum()
+    }
+
+    /// The share of all ranks' time that is idle.
+    pub fn bubble(&self) -> f64 {
+        let all = self.makespan() * self.ranks.len() as f64;
+        if all > 0.0 { 1.0 - self.work() / all } else { 0.0 }
+    }
+
+    /// Idle time over working time: (P−1)/(v·M) for plain and interleaved training with M ≥ P.
+    pub fn bubble_to_work(&self) -> f64 {
+        let work = self.work();
+        if work > 0.0 { self.makespan() * self.ranks.len() as f64 / work - 1.0 } else { 0.0 }
+    }
+
+    /// One line per rank. An operation is a letter, the micro-batch and, with several chunks, the chunk as a small
+    /// letter, drawn out with `-` for as long as it takes; dots are idle time. Lines stop at `width` columns.
+    pub fn draw(&self, width: usize) -> String {
+        let label = |op: Op| {
+            let chunk = match (self.shape.vp, op.chunk) {
+                (1, _) => String::new(),
+                (2..=26, c) => char::from(b'a' + c as u8).to_string(),
+                (_, c) => format!(".{c}"),
+            };
+            format!("{}{}{chunk}", op.kind.letter(), op.micro_batch)
+        };
+        let cell = 1 + self.ranks.iter().flatten().map(|s| label(s.op).len()).max().unwrap_or(1);
+        let column = |time: f64| (time / self.unit * cell as f64).round() as usize;
+        let Shape { pp, vp, micro_batches, .. } = self.shape;
+        let mut out = format!(
+            "{pp} ranks, {vp} chunks, {micro_batches} micro-batches: time {}, bubble {:.1} % of it ({:.1} % of the work)\n",
+            self.makespan(),
+            100.0 * self.bubble(),
+            100.0 * self.bubble_to_work()
+        );
+        let end = column(self.makespan()).min(width);
+        for (rank, spans) in self.ranks.iter().enumerate() {
+            let mut line = vec![b'.'; end];
+            for span in spans.iter().take_while(|s| column(s.start) < end) {
+                let (from, to) = (column(span.start), column(span.end));
+                let text = label(span.op);
+                for (k, slot) in line.iter_mut().enumerate().take(to).skip(from) {
+                    *slot = match text.as_bytes().get(k - from) {
+                        _ if k + 1 == to => b' ',
+                        Some(c) => *c,
+                        None => b'-',
+                    };
+                }
+            }
+            let more = if column(self.makespan()) > end { "…" } else { "" };
+            // Writing to a string cannot fail.
+            let _ = writeln!(out, "rank {rank:>2} |{}{more}", String::from_utf8_lossy(&line));
+        }
+        out
+    }
+}
