@@ -108,13 +108,19 @@ fn refusal(layout: Layout, world: usize) -> String {
 fn refusals_say_what_to_change() {
     let l = Layout::default;
     let cases = [
-        (refusal(Layout { tp: 4, ..l() }, 6), "6 ranks do not divide by tp·cp·pp = 4·1·1 = 4; take 4 or 8 ranks, or tp=3 or 6"),
+        (
+            refusal(Layout { tp: 4, ..l() }, 6),
+            "6 ranks do not divide by tp·cp·pp = 4·1·1 = 4; take 4 or 8 ranks, or tp=3 or 6",
+        ),
         (
             refusal(Layout { tp: 2, ep: 8, ..l() }, 8),
             "8 ranks do not divide by etp·ep·pp = 2·8·1 = 16; take 16 ranks, or etp=1, or ep=4",
         ),
         (refusal(Layout { vp: 2, ..l() }, 1), "vp=2 needs a pipeline; set vp=1, or pp=2 or more"),
-        (refusal(Layout { tp: 2, dp: Some(3), ..l() }, 8), "tp=2,dp=3 does not make 8 ranks; take 6 ranks or dp=4"),
+        (
+            refusal(Layout { tp: 2, dp: Some(3), ..l() }, 8),
+            "tp=2,dp=3 does not make 8 ranks; take 6 ranks or dp=4",
+        ),
         (
             refusal(Layout { tp: 2, order: "cp-dp-pp".into(), ..l() }, 8),
             "the order \"cp-dp-pp\" leaves out tp, which is 2 here; add tp, as in tp-cp-ep-dp-pp",
@@ -131,7 +137,9 @@ fn refusals_say_what_to_change() {
     for (ours, expected) in cases {
         assert_eq!(ours, expected);
     }
-    for bad in [Layout { tp: 0, ..l() }, Layout { dp: Some(0), ..l() }, Layout { pp: usize::MAX, ep: 2, ..l() }] {
+    for bad in
+        [Layout { tp: 0, ..l() }, Layout { dp: Some(0), ..l() }, Layout { pp: usize::MAX, ep: 2, ..l() }]
+    {
         refusal(bad, 8);
     }
     refusal(l(), 0);

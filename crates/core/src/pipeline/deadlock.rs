@@ -81,29 +81,21 @@ impl Run<'_> {
         passes
     }
 
-    /// The next group call starts when the computation has come to it: with its sends made.
+    /// Receives may be posted ahead of the computation; a group call with a send starts once that is made.
     fn advance_comm(&mut self, rank: usize) -> bool {
         let At { compute, comm } = self.at[rank];
-        // Receives may be posted ahead of the computation, sends may not.
-        let (passes, all) = match self.schedule.ranks[rank].get(comm) {
-            None => return false,
-            Some(Step::Run(_)) => (true, None),
-            Some(Step::Exchange(all)) => {
-                let sends = all.iter().any(|t| matches!(t, Transfer::Send(_)));
-                if sends && compute < comm {
-                    return false;
-                }
-                (true, Some(all))
+        let Some(step) = self.schedule.ranks[rank].get(comm) else { return false };
+        if let Step::Exchange(all) = step {
+            if compute < comm && all.iter().any(|t| matches!(t, Transfer::Send(_))) {
+                return false;
             }
-        };
-        if let Some(all) = all {
             self.reach(all);
             if self.matching == Matching::Stream && !all.iter().all(|t| self.is_through(&t.message())) {
                 return false;
             }
         }
-        self.at[rank].comm += usize::from(passes);
-        passes
+        self.at[rank].comm += 1;
+        true
     }
 
     fn reach(&mut self, all: &[Transfer]) {

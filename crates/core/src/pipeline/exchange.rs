@@ -90,26 +90,23 @@ pub(super) fn interleaved(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> 
         // What arrives during the exchange after the k-th pass. A rank's neighbour does the same pass one beat
         // earlier, so that is the input of the next pass; around the corner it is the P-1st pass before this one
         // that just left the other end, and it may lie waiting here for a while.
-        let arriving = |passes: &[Op], around: bool, k: usize| -> Option<Transfer> {
-            let (sender, op) = if around {
-                let left = *passes.get(k.checked_sub(plan.pp - 1)?)?;
-                (if left.kind == Kind::Forward { plan.pp - 1 } else { 0 }, left)
-            } else {
-                let next = *passes.get(k + 1)?;
-                return shape.needs(rank, next).map(Transfer::Receive);
+        let arriving = |passes: &[Op], corner: Option<usize>, k: usize| -> Option<Transfer> {
+            let message = match corner {
+                Some(sender) => shape.makes(sender, *passes.get(k.checked_sub(plan.pp - 1)?)?),
+                None => shape.needs(rank, *passes.get(k + 1)?),
             };
-            shape.makes(sender, op).map(Transfer::Receive)
+            message.filter(|_| k + 1 < warm.total).map(Transfer::Receive)
         };
-        let (first, last) = (rank == 0, rank + 1 == plan.pp);
-        let input = |k: usize| arriving(&forward, first, k).filter(|_| k + 1 < warm.total);
-        let gradient = |k: usize| arriving(&backward, last, k).filter(|_| k + 1 < warm.total);
+        let last = plan.pp - 1;
+        let input = |k| arriving(&forward, (rank == 0).then_some(last), k);
+        let gradient = |k| arriving(&backward, (rank == last).then_some(0), k);
 
         w.exchange([w.receive(forward[0])]);
-        for k in 0..warm.warmup {
-            w.run(forward[k]);
+        for (k, &f) in forward[..warm.warmup].iter().enumerate() {
+            w.run(f);
             let turn = train && k + 1 == warm.warmup && !warm.all_in_warmup;
             let back = if turn { w.receive(backward[0]) } else { None };
-            w.exchange([w.send(forward[k]), input(k), back]);
+            w.exchange([w.send(f), input(k), back]);
         }
         if !train {
             ranks.push(w.steps);
@@ -118,15 +115,14 @@ pub(super) fn interleaved(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> 
         if warm.all_in_warmup {
             w.exchange([w.receive(backward[0])]);
         }
-        for i in 0..warm.remaining {
+        for (i, &b) in backward.iter().enumerate() {
             let k = warm.warmup + i;
-            w.run(forward[k]);
-            w.run(backward[i]);
-            w.exchange([w.send(forward[k]), w.send(backward[i]), input(k), gradient(i)]);
-        }
-        for i in warm.remaining..warm.total {
-            w.run(backward[i]);
-            w.exchange([w.send(backward[i]), gradient(i)]);
+            let forward = forward.get(k).copied();
+            forward.into_iter().for_each(|f| w.run(f));
+            w.run(b);
+            let sent = forward.and_then(|f| w.send(f));
+            let next = forward.and_then(|_| input(k));
+            w.exchange([sent, w.send(b), next, gradient(i)]);
         }
         ranks.push(w.steps);
     }

@@ -32,10 +32,12 @@ impl Plan {
             None => Ok(smallest()),
             Some(n) if legal(n) => Ok(n),
             Some(n) if m < p => Err(Error::Invalid(format!(
-                "groups of {n} micro-batches do not fit {m} micro-batches on {p} pipeline ranks; take {p} or more micro-batches, or leave the group size out"
+                "groups of {n} micro-batches do not fit {m} micro-batches on {p} pipeline ranks; \
+                 take {p} or more micro-batches, or leave the group size out"
             ))),
             Some(n) => Err(Error::Invalid(format!(
-                "groups of {n} micro-batches do not cut {m} micro-batches into groups of at least {p}, one per pipeline rank; take {}",
+                "groups of {n} micro-batches do not cut {m} micro-batches into groups of at least {p}, \
+                 one per pipeline rank; take {}",
                 smallest()
             ))),
         }

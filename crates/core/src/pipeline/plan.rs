@@ -30,7 +30,7 @@ pub enum Transport {
     #[default]
     Batched,
     /// Every send right after what made it and every receive one operation ahead of its use: the most overlap, for
-    /// engines that match messages by tag and never wait for a send.
+    /// engines that match messages by tag and never wait for a send. On one communication stream it can deadlock.
     Eager,
 }
 

@@ -187,7 +187,7 @@ impl Timeline {
         let column = |time: f64| (time / self.unit * cell as f64).round() as usize;
         let Shape { pp, vp, micro_batches, .. } = self.shape;
         let mut out = format!(
-            "{pp} ranks, {vp} chunks, {micro_batches} micro-batches: time {}, bubble {:.1} % of it ({:.1} % of the work)\n",
+            "P={pp} v={vp} M={micro_batches}: time {}, bubble {:.1} % of it ({:.1} % of the work)\n",
             self.makespan(),
             100.0 * self.bubble(),
             100.0 * self.bubble_to_work()

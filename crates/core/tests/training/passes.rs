@@ -23,8 +23,8 @@ impl Whole {
         let params = Params::allocate(&rank, specs, dtype).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
             let values: Vec<f32> = spec
-                .ranges()
-                .flat_map(|(p, r)| initial_values(rank.device().threads(), 7, p, 0..r.len()))
+                .held()
+                .flat_map(|(p, _, r)| initial_values(rank.device().threads(), 7, p, 0..r.len()))
                 .map(|x| x * 4.0)
                 .collect();
             match dtype {

@@ -1,0 +1,7 @@
+//! Pipelines as plain data: every schedule is proven, and every fault found.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
+
+mod faults;
+mod oracle;
+mod placement;
+mod schedules;

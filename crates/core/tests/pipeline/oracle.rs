@@ -1,0 +1,136 @@
+//! Runs a schedule by its definition: ranks that wait at every group call, and channels that carry values in order,
+//! without tags. A value is the list of stages it went through.
+
+use std::collections::{HashMap, VecDeque};
+
+use ferrotron_core::pipeline::{Kind, Op, Payload, Schedule, Step, Transfer};
+
+type Value = Vec<usize>;
+/// By (from, to, payload): who sent it at which step, and the value.
+type Wires = HashMap<(usize, usize, Payload), VecDeque<((usize, usize), Value)>>;
+
+#[derive(Default)]
+struct Rank {
+    at: usize,
+    /// Sends of the group call at which the rank stands have been posted.
+    posted: bool,
+    /// Receives of that group call that are still open.
+    open: Vec<(usize, usize, Payload, (usize, usize))>,
+    /// What is there to be used, by (payload, micro-batch, stage that made it).
+    values: HashMap<(Payload, usize, usize), Value>,
+    ops: Vec<Op>,
+}
+
+/// Whether the schedule runs to its end with every operation once, on the right values, and weight gradients of each
+/// chunk in micro-batch order.
+pub fn runs(schedule: &Schedule) -> bool {
+    let s = schedule.shape;
+    let mut ranks: Vec<Rank> = (0..s.pp).map(|_| Rank::default()).collect();
+    let mut wires = Wires::new();
+    let mut moved = true;
+    while moved {
+        moved = false;
+        for (r, rank) in ranks.iter_mut().enumerate() {
+            let Some(step) = schedule.ranks[r].get(rank.at) else { continue };
+            match step {
+                Step::Run(op) => {
+                    if !run(schedule, rank, r, *op) {
+                        return false;
+                    }
+                    rank.at += 1;
+                    moved = true;
+                }
+                Step::Exchange(all) => {
+                    if !rank.posted {
+                        rank.posted = true;
+                        moved = true;
+                        for t in all {
+                            let m = t.message();
+                            match t {
+                                Transfer::Send(_) => {
+                                    let Some(value) = rank.values.get(&(m.payload, m.micro_batch, m.stage))
+                                    else {
+                                        return false;
+                                    };
+                                    let wire = wires.entry((m.from, m.to, m.payload)).or_default();
+                                    wire.push_back(((r, rank.at), value.clone()));
+                                }
+                                Transfer::Receive(_) => {
+                                    rank.open.push((m.from, m.to, m.payload, (m.micro_batch, m.stage)));
+                                }
+                            }
+                        }
+                    }
+                    let open = std::mem::take(&mut rank.open);
+                    for (from, to, payload, (micro_batch, stage)) in open {
+                        match wires.get_mut(&(from, to, payload)).and_then(VecDeque::pop_front) {
+                            Some((_, value)) => {
+                                moved = true;
+                                if value[0] != micro_batch || value.last() != Some(&stage) {
+                                    return false;
+                                }
+                                if rank.values.insert((payload, micro_batch, stage), value).is_some() {
+                                    return false;
+                                }
+                            }
+                            None => rank.open.push((from, to, payload, (micro_batch, stage))),
+                        }
+                    }
+                    // A send is through when it has left the wire.
+                    let waiting = wires.values().flatten().any(|(by, _)| *by == (r, rank.at));
+                    if rank.open.is_empty() && !waiting {
+                        rank.at += 1;
+                        rank.posted = false;
+                        moved = true;
+                    }
+                }
+            }
+        }
+    }
+    let ended = ranks.iter().zip(&schedule.ranks).all(|(rank, steps)| rank.at == steps.len());
+    ended && ranks.iter().all(|rank| complete(schedule, &rank.ops))
+}
+
+fn run(schedule: &Schedule, rank: &mut Rank, r: usize, op: Op) -> bool {
+    let s = schedule.shape;
+    let stage = op.chunk * s.pp + r;
+    let key = |payload, stage| (payload, op.micro_batch, stage);
+    let input = match op.kind {
+        Kind::Forward if stage == 0 => Some(vec![op.micro_batch]),
+        Kind::Forward => rank.values.get(&key(Payload::Activation, stage - 1)).cloned(),
+        Kind::WeightGrad => rank.values.get(&key(Payload::Gradient, stage)).cloned(),
+        _ if !rank.values.contains_key(&key(Payload::Activation, stage)) => None,
+        _ if stage + 1 == s.pp * s.vp => rank.values.get(&key(Payload::Activation, stage)).cloned(),
+        _ => rank.values.get(&key(Payload::Gradient, stage + 1)).cloned(),
+    };
+    let Some(mut value) = input else { return false };
+    value.push(stage);
+    match op.kind {
+        Kind::Forward => rank.values.insert(key(Payload::Activation, stage), value),
+        Kind::WeightGrad => None,
+        _ => rank.values.insert(key(Payload::Gradient, stage), value),
+    };
+    rank.ops.push(op);
+    true
+}
+
+fn complete(schedule: &Schedule, ops: &[Op]) -> bool {
+    let s = schedule.shape;
+    (0..s.vp).all(|chunk| {
+        let of = |kinds: &[Kind]| -> Vec<usize> {
+            ops.iter()
+                .filter(|o| o.chunk == chunk && kinds.contains(&o.kind))
+                .map(|o| o.micro_batch)
+                .collect()
+        };
+        let all: Vec<usize> = (0..s.micro_batches).collect();
+        let sorted = |mut list: Vec<usize>| {
+            list.sort_unstable();
+            list
+        };
+        let backward = if s.forward_only { vec![] } else { all.clone() };
+        sorted(of(&[Kind::Forward])) == all
+            && sorted(of(&[Kind::Backward, Kind::BackwardInput])) == backward
+            && of(&[Kind::Backward, Kind::WeightGrad]) == backward
+    })
+}

@@ -1,0 +1,162 @@
+//! Over all small P, v and M.
+
+use ferrotron_core::pipeline::{Costs, Matching, Mode, Plan, Report, Schedule, Timeline, Transport, check};
+
+use crate::oracle;
+
+const MODES: [Mode; 3] = [Mode::Train, Mode::ZeroBubble, Mode::ForwardOnly];
+
+fn plans() -> impl Iterator<Item = Plan> {
+    let sizes = (1..=5).flat_map(|p| (1..=3).flat_map(move |v| (1..=11).map(move |m| (p, v, m))));
+    sizes.flat_map(|(p, v, m)| MODES.map(|mode| Plan { mode, ..Plan::new(p, v, m) }))
+}
+
+fn built(plan: &Plan) -> (Schedule, Report) {
+    let schedule = plan.schedule().unwrap_or_else(|e| panic!("{plan:?}: {e}"));
+    let report = check(&schedule, Matching::Tagged).unwrap();
+    (schedule, report)
+}
+
+#[test]
+fn every_schedule_is_proven() {
+    for plan in plans() {
+        let (schedule, report) = built(&plan);
+        for matching in [Matching::Blocking, Matching::Stream, Matching::Tagged] {
+            check(&schedule, matching).unwrap_or_else(|e| panic!("{plan:?} {matching:?}: {e}"));
+        }
+        assert!(oracle::runs(&schedule), "{plan:?}");
+        let (eager, same) = built(&Plan { transport: Transport::Eager, ..plan.clone() });
+        assert_eq!(report, same, "{plan:?}");
+        for rank in 0..plan.pp {
+            assert!(schedule.ops(rank).eq(eager.ops(rank)), "{plan:?}: transports compute in one order");
+        }
+        let edges = if plan.pp == 1 { 0 } else { (plan.pp * plan.vp - 1) * plan.micro_batches };
+        let ways = if plan.mode == Mode::ForwardOnly { 1 } else { 2 };
+        assert_eq!(report.messages, ways * edges, "{plan:?}");
+    }
+}
+
+#[test]
+fn every_group_size_is_proven() {
+    for (p, m) in (2..=4).flat_map(|p| (p..=12).map(move |m| (p, m))) {
+        for n in 1..=m + 1 {
+            for v in 2..=3 {
+                let plan = Plan { group_size: Some(n), ..Plan::new(p, v, m) };
+                let legal = p <= n && n <= m && (m % n == 0 || m % n >= p);
+                let schedule = plan.schedule();
+                assert_eq!(schedule.is_ok(), legal, "{plan:?}");
+                if legal {
+                    assert!(oracle::runs(&schedule.unwrap()), "{plan:?}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn peaks_follow_the_formulas() {
+    for plan in plans() {
+        let (p, v, m) = (plan.pp, plan.vp, plan.micro_batches);
+        let (_, report) = built(&plan);
+        let plain = Plan { mode: Mode::Train, ..plan.clone() };
+        let formula = |r: usize| match v {
+            1 => (p - r).min(m),
+            _ => (2 * (p - r - 1) + (v - 1) * plan.group().unwrap() + 1).min(m * v),
+        };
+        for r in 0..p {
+            assert_eq!(formula(r), (plain.warmup(r, false).unwrap().warmup + 1).min(m * v));
+            match plan.mode {
+                Mode::Train => {
+                    assert_eq!(report.peak_live[r], formula(r), "{plan:?} rank {r}");
+                    assert_eq!(report.peak_weights[r], 0);
+                }
+                Mode::ZeroBubble => {
+                    assert!(report.peak_saved[r] <= formula(r), "{plan:?} rank {r}");
+                    assert!(report.peak_live[r] <= formula(0), "{plan:?} rank {r}");
+                }
+                Mode::ForwardOnly => assert_eq!(report.peak_live[r], 0),
+            }
+        }
+    }
+}
+
+fn time(plan: &Plan, costs: &Costs) -> Timeline {
+    Timeline::new(&plan.schedule().unwrap(), costs).unwrap()
+}
+
+#[test]
+fn bubbles_follow_the_formulas() {
+    let costs = Costs::default();
+    for plan in plans().filter(|plan| plan.mode == Mode::Train) {
+        let (p, v, m) = (plan.pp, plan.vp, plan.micro_batches);
+        let plain = time(&plan, &costs);
+        let zero = time(&Plan { mode: Mode::ZeroBubble, ..plan.clone() }, &costs);
+        assert!(zero.makespan() <= plain.makespan(), "{plan:?}: {} {}", zero.makespan(), plain.makespan());
+        assert_eq!(plain.work(), (3 * p * v * m) as f64);
+        assert_eq!(zero.work(), plain.work());
+        if v == 1 || m >= p {
+            let bubble = (p - 1) as f64 / (v * m) as f64;
+            let n = plan.group().unwrap();
+            if v == 1 || m % n == 0 {
+                assert!((plain.bubble_to_work() - bubble).abs() < 1e-12, "{plan:?}: {}", plain.draw(400));
+            }
+        }
+        // (P−1)(forward + input − weight) once there are enough micro-batches to fill the gaps.
+        if v == 1 && m >= 2 * p {
+            assert_eq!(zero.makespan(), (3 * m + p - 1) as f64, "{plan:?}\n{}", zero.draw(400));
+        }
+    }
+}
+
+#[test]
+fn zero_bubble_takes_any_costs() {
+    for (forward, input, weight) in
+        [(1.0, 1.0, 1.0), (1.0, 1.3, 0.7), (2.0, 2.5, 1.5), (1.0, 0.9, 1.4), (0.1, 3.0, 1.0)]
+    {
+        let costs = Costs { forward, input, weight };
+        for (p, v, m) in [(2, 1, 4), (4, 1, 8), (4, 1, 3), (4, 2, 8), (3, 2, 7), (4, 3, 2), (8, 1, 32)] {
+            let plan = Plan { costs, ..Plan::new(p, v, m) };
+            let zero = Plan { mode: Mode::ZeroBubble, ..plan.clone() };
+            let (plain, zero) = (time(&plan, &costs), time(&zero, &costs));
+            assert!(
+                zero.makespan() <= plain.makespan() + 1e-9,
+                "{costs:?} {p} {v} {m}:\n{}{}",
+                plain.draw(300),
+                zero.draw(300)
+            );
+        }
+    }
+}
+
+#[test]
+fn senseless_plans_are_refused() {
+    for plan in [
+        Plan::new(0, 1, 1),
+        Plan::new(1, 0, 1),
+        Plan::new(1, 1, 0),
+        Plan::new(usize::MAX, 2, 2),
+        Plan { costs: Costs { forward: 0.0, ..Costs::default() }, ..Plan::new(2, 1, 2) },
+        Plan { costs: Costs { weight: f64::NAN, ..Costs::default() }, ..Plan::new(2, 1, 2) },
+    ] {
+        assert!(plan.schedule().is_err(), "{plan:?}");
+    }
+}
+
+#[test]
+fn drawings() {
+    let costs = Costs::default();
+    assert_eq!(
+        time(&Plan::new(2, 1, 2), &costs).draw(200),
+        "P=2 v=1 M=2: time 9, bubble 33.3 % of it (50.0 % of the work)\n\
+         rank  0 |F0 F1 ......B0--- ...B1--- \n\
+         rank  1 |...F0 B0--- F1 B1--- ......\n"
+    );
+    assert_eq!(
+        time(&Plan { mode: Mode::ZeroBubble, ..Plan::new(2, 1, 4) }, &costs).draw(200),
+        "P=2 v=1 M=4: time 13, bubble 7.7 % of it (8.3 % of the work)\n\
+         rank  0 |F0 F1 ...I0 W0 F2 I1 W1 F3 I2 W2 I3 W3 \n\
+         rank  1 |...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3 \n"
+    );
+    let chunks = time(&Plan::new(2, 2, 2), &costs).draw(20);
+    assert!(chunks.contains("F0a ") && chunks.contains("F0b ") && chunks.ends_with("…\n"), "{chunks}");
+}
