@@ -168,7 +168,8 @@ pub fn forward(
     let targets = targets(&model.rank, &labels, 1.0 / valid.max(1) as f32)?;
     if !backward {
         let rows = model.decoder.evaluate(&pass, &tokens, &targets).map_err(tensor)?;
-        out.loss = Some(over_rows(&model.rank, fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)?)?);
+        out.loss =
+            Some(over_rows(&model.rank, fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)?)?);
         return Ok(out);
     }
     let mut grads = GradBuffer::new(model.params.specs());
@@ -189,7 +190,13 @@ pub fn forward(
 }
 
 /// Logits of all rows, from every data-parallel rank's.
-fn join_rows(rank: &Rank, input: &ForwardInput, mine: &[usize], logits: &[f32], vocab: usize) -> Result<Vec<f32>> {
+fn join_rows(
+    rank: &Rank,
+    input: &ForwardInput,
+    mine: &[usize],
+    logits: &[f32],
+    vocab: usize,
+) -> Result<Vec<f32>> {
     if rank.dp.size() == 1 {
         return Ok(logits.to_vec());
     }

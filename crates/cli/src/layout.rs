@@ -60,11 +60,6 @@ impl Layout {
             ..grid::Layout::default()
         }
     }
-
-    /// Does it need more than one rank?
-    pub fn is_parallel(&self) -> bool {
-        [self.tp, self.cp, self.pp, self.vp, self.dp, self.ep, self.etp].iter().flatten().any(|n| *n > 1)
-    }
 }
 
 impl FromStr for Layout {
@@ -135,9 +130,9 @@ mod tests {
     fn layouts() {
         let l: Layout = "tp=2, pp=4,etp=1".parse().unwrap();
         assert_eq!((l.tp, l.pp, l.etp, l.dp), (Some(2), Some(4), Some(1), None));
-        assert!(l.is_parallel());
-        assert!(!"".parse::<Layout>().unwrap().is_parallel());
-        assert!(!"tp=1".parse::<Layout>().unwrap().is_parallel());
+        assert_eq!(l.grid().world().unwrap(), 8);
+        assert_eq!("".parse::<Layout>().unwrap().grid().world().unwrap(), 1);
+        assert_eq!("tp=1".parse::<Layout>().unwrap().grid().world().unwrap(), 1);
         for bad in ["tp", "tp=0", "tp=-1", "tp=x", "tp=2,tp=2", "xp=2", "tp=99999999999999999999"] {
             assert!(bad.parse::<Layout>().is_err(), "{bad}");
         }

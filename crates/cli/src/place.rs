@@ -62,7 +62,8 @@ pub fn run<T: Send>(
     let all = if global.threads == 0 { cores } else { global.threads };
     let each = (all / ranks).max(1);
     if matches!(global.device, Device::Cuda(_)) {
-        let what = "several ranks on one card are not possible in this version; say --device cpu, or use one rank";
+        let what =
+            "several ranks on one card are not possible in this version; say --device cpu, or use one rank";
         return Err(crate::output::Usage::new(what).into());
     }
     let make = || Ok(Rank::cpu_watched(each, seed, Watch { order: global.check, time: false })?);

@@ -122,7 +122,13 @@ impl Optimizer {
     }
 
     /// One step with the gradients, summed over ranks; returns the global gradient norm before clipping.
-    pub fn step(&mut self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<f32> {
+    pub fn step(
+        &mut self,
+        rank: &Rank,
+        params: &Params,
+        grads: &GradBuffer,
+        rates: StepRates,
+    ) -> Result<f32> {
         let counted = grads.counted(rank, params.specs())?;
         let grads = (0..self.masters.len()).map(|i| grads.get(ParamId(i))).collect::<Result<Vec<_>, _>>()?;
         let (k, s) = (&rank.kernels, &rank.compute);

@@ -74,7 +74,12 @@ fn same(what: &str, ours: &[LogicalValues], wanted: &[LogicalValues]) {
 #[test]
 fn loss_and_gradients_are_those_of_one_rank() {
     let one = Layout { dp: Some(1), ..Layout::default() };
-    for set in [&["model.tied=true"][..], &["model.tied=false"], &["data.reset_at_documents=true"], &["model.qk_norm=true"]] {
+    for set in [
+        &["model.tied=true"][..],
+        &["model.tied=false"],
+        &["data.reset_at_documents=true"],
+        &["model.qk_norm=true"],
+    ] {
         let wanted = run(&one, |rank| first_step(rank, &recipe(&one, set), None));
         for layout in layouts() {
             let resolved = recipe(&layout, set);
@@ -112,7 +117,9 @@ fn ten_steps_follow_the_loss_of_one_rank() {
         run(layout, |rank| {
             let sources = source::open(&resolved)?;
             let mut trainer = Trainer::new(rank, &resolved)?;
-            (0..10).map(|_| Ok(trainer.train_step(&*sources.train)?.loss)).collect::<ferrotron_core::Result<Vec<f64>>>()
+            (0..10)
+                .map(|_| Ok(trainer.train_step(&*sources.train)?.loss))
+                .collect::<ferrotron_core::Result<Vec<f64>>>()
         })
     };
     let wanted = steps(&Layout { dp: Some(1), ..Layout::default() });
@@ -149,7 +156,10 @@ fn train(layout: &Layout, dir: &std::path::Path, stop: u64) -> Vec<LogicalValues
 
 #[test]
 fn a_checkpoint_is_the_same_under_every_layout_and_resumes_under_any() {
-    let (a, b) = (Layout { tp: 2, dp: Some(2), ..Layout::default() }, Layout { tp: 4, dp: Some(1), ..Layout::default() });
+    let (a, b) = (
+        Layout { tp: 2, dp: Some(2), ..Layout::default() },
+        Layout { tp: 4, dp: Some(1), ..Layout::default() },
+    );
     let one = Layout { dp: Some(1), ..Layout::default() };
     let dir = tempfile::tempdir().unwrap();
     let saved = train(&a, dir.path(), 5);

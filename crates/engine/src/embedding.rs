@@ -83,7 +83,9 @@ impl Embedding {
         let all = p.all_rows(dy, "gradient of embeddings")?;
         let grads = lookup(self.tokens, &saved.ids, &all, self.first, self.vocab, self.scale);
         Ok(match (self.positions, &saved.positions) {
-            (Some(table), Some(pos)) => grads.and(lookup(table, pos, dy, 0, p.params.get(table).shape()[0], 1.0)),
+            (Some(table), Some(pos)) => {
+                grads.and(lookup(table, pos, dy, 0, p.params.get(table).shape()[0], 1.0))
+            }
             _ => grads,
         })
     }

@@ -120,7 +120,6 @@ impl Linear {
 fn add_bias(p: &Pass, bias: &Tensor, y: &Tensor) -> Result<()> {
     let [rows, out] = [y.shape()[0], y.shape()[1]];
     let (a, b) = (p.empty(&[rows, 0])?, p.empty(&[out, 0])?);
-    let g =
-        Gemm { a: &a, trans_a: false, b: &b, trans_b: true, bias: Some(bias), accumulate: true, c: y };
+    let g = Gemm { a: &a, trans_a: false, b: &b, trans_b: true, bias: Some(bias), accumulate: true, c: y };
     p.rank.kernels.gemm(&p.rank.compute, &g)
 }

@@ -59,8 +59,14 @@ impl Mlp {
             outputs.insert(0, (format!("{name}.gate"), ffn));
         }
         let up = Linear::declare(d, hidden, &outputs, bias, Split::Rows { unit: 1 }, std)?;
-        let down =
-            Linear::declare(d, ffn, &[(format!("{name}.down"), hidden)], bias, Split::Columns { unit: 1 }, std_out)?;
+        let down = Linear::declare(
+            d,
+            ffn,
+            &[(format!("{name}.down"), hidden)],
+            bias,
+            Split::Columns { unit: 1 },
+            std_out,
+        )?;
         let ffn = up.outputs() / if gated { 2 } else { 1 };
         Ok(Mlp { up, down, act, gated, ffn })
     }

@@ -34,7 +34,14 @@ impl Rank {
         // Detection first: it asks the system for the matrix unit before compute threads start.
         let kernels = Arc::new(cpu::CpuKernels::detect());
         let device = Device::cpu_watched(Threads::new(threads)?, watch);
-        Ok(Rank { compute: device.stream("compute")?, kernels, seed, world: World::solo(), tp: Communicator::solo(), dp: Communicator::solo() })
+        Ok(Rank {
+            compute: device.stream("compute")?,
+            kernels,
+            seed,
+            world: World::solo(),
+            tp: Communicator::solo(),
+            dp: Communicator::solo(),
+        })
     }
 
     /// A rank on card `ordinal`, and how its kernels were made ready; `threads` do what is left to the host.
@@ -43,7 +50,17 @@ impl Rank {
         let kernels = CudaKernels::load(&device)?;
         let readiness = kernels.readiness();
         let compute = device.stream("compute")?;
-        Ok((Rank { compute, kernels: Arc::new(kernels), seed, world: World::solo(), tp: Communicator::solo(), dp: Communicator::solo() }, readiness))
+        Ok((
+            Rank {
+                compute,
+                kernels: Arc::new(kernels),
+                seed,
+                world: World::solo(),
+                tp: Communicator::solo(),
+                dp: Communicator::solo(),
+            },
+            readiness,
+        ))
     }
 
     /// The device of this rank.

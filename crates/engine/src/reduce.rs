@@ -25,7 +25,8 @@ impl Rank {
         let shape: Vec<usize> = part.shape.iter().copied().chain([size]).collect();
         let mut whole = vec![T::zeroed(); shape.iter().product()];
         for (rank, bytes) in all.iter().enumerate() {
-            let values: Vec<T> = bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
+            let values: Vec<T> =
+                bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
             part.cut(Place { rank, size: self.tp.size() }).put(&shape, &values, &mut whole);
         }
         Ok(whole)

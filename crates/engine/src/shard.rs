@@ -132,7 +132,9 @@ mod tests {
 
     #[test]
     fn cuts_of_all_ranks_make_the_whole_again() {
-        for split in [Split::Replicated, Split::Rows { unit: 1 }, Split::Rows { unit: 3 }, Split::Columns { unit: 2 }] {
+        for split in
+            [Split::Replicated, Split::Rows { unit: 1 }, Split::Rows { unit: 3 }, Split::Columns { unit: 2 }]
+        {
             for size in 1..=8 {
                 let p = part(&[12, 10], split);
                 let whole: Vec<usize> = (0..120).collect();

@@ -52,7 +52,8 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let plan = Plan::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
     let one = |rank| {
-        forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward).map_err(|e| place::told(e.into()))
+        forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward)
+            .map_err(|e| place::told(e.into()))
     };
     let mut all = place::run(global, &args.layout.grid(), 0, one)?;
     let out = all.swap_remove(0);

@@ -6,9 +6,9 @@ use crate::output::{self, Usage};
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::{Precision, Recipe};
+use ferrotron_core::grid;
 use ferrotron_core::parity::{Bounds, Compared, Outcome, compare, first_step};
 use ferrotron_core::train::Trainer;
-use ferrotron_core::grid;
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DeviceKind;
 use std::path::{Path, PathBuf};
@@ -125,9 +125,14 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     }
     let (resolved, weights) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     let fill = |t: &Trainer| weights.as_ref().map_or(Ok(()), |w| w.fill(t));
-    let layout = grid::Layout { dp: Some(resolved.config.parallel.dp), tp: resolved.config.parallel.tp, ..side.layout.grid() };
+    let layout = grid::Layout {
+        dp: Some(resolved.config.parallel.dp),
+        tp: resolved.config.parallel.tp,
+        ..side.layout.grid()
+    };
     let one = |rank: Rank| Ok((rank.device().kind(), first_step(rank, &resolved, Some(&fill))?));
-    let (device, outcome) = crate::place::run(&place, &layout, resolved.config.train.seed, one)?.swap_remove(0);
+    let (device, outcome) =
+        crate::place::run(&place, &layout, resolved.config.train.seed, one)?.swap_remove(0);
     let ranks = layout.world()?;
     let (dtype, micro_batch) = (resolved.config.precision.dtype, resolved.plan.micro_batch);
     Ok(Done { outcome, dtype, micro_batch, device, ranks })

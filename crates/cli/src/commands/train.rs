@@ -13,7 +13,6 @@ use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::Pass;
-use ferrotron_tensor::Watch;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -172,7 +171,14 @@ fn follow(mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
 }
 
 /// The work of the first rank, which shows it.
-fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, ranks: usize, global: &Global) -> Result<()> {
+fn lead_run(
+    args: &Args,
+    recipe: &Recipe,
+    mut run: Run,
+    stop: Stop,
+    ranks: usize,
+    global: &Global,
+) -> Result<()> {
     let begin = Instant::now();
     let sources = source::open(&run.resolved)?;
     let done = run.trainer.step;

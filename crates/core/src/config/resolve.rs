@@ -142,7 +142,8 @@ impl Recipe {
             let all = c.train.ramp.map_or(0, |[start, increment, _]| gcd(start, increment)) as usize;
             // Of one data-parallel rank, where the batch divides over them.
             let whole = gcd(c.train.global_batch as u64, all as u64) as usize;
-            let whole = if whole.is_multiple_of(c.parallel.dp.max(1)) { whole / c.parallel.dp.max(1) } else { 1 };
+            let whole =
+                if whole.is_multiple_of(c.parallel.dp.max(1)) { whole / c.parallel.dp.max(1) } else { 1 };
             let most = (MICRO_BATCH_TOKENS / seq_len).clamp(1, whole);
             let value = (1..=most).rev().find(|m| whole.is_multiple_of(*m)).unwrap_or(1);
             let reason = if value == c.train.global_batch {

@@ -81,7 +81,8 @@ impl Recipe {
     /// Do heads and the MLP divide over the ranks that share a layer?
     fn check_split(&self, m: &ModelConfig) -> Result<()> {
         let t = self.config.parallel.tp;
-        let heads = m.heads.is_multiple_of(t) && (m.kv_heads.is_multiple_of(t) || t.is_multiple_of(m.kv_heads));
+        let heads =
+            m.heads.is_multiple_of(t) && (m.kv_heads.is_multiple_of(t) || t.is_multiple_of(m.kv_heads));
         if heads && m.ffn.is_multiple_of(t) {
             return Ok(());
         }
@@ -257,7 +258,11 @@ impl Recipe {
         self.check_split(m)?;
         let micro = plan.micro_batch * c.parallel.dp;
         if !c.train.global_batch.is_multiple_of(micro) {
-            let ranks = if c.parallel.dp > 1 { format!(" times parallel.dp = {}", c.parallel.dp) } else { String::new() };
+            let ranks = if c.parallel.dp > 1 {
+                format!(" times parallel.dp = {}", c.parallel.dp)
+            } else {
+                String::new()
+            };
             let (one, all) = (plan.micro_batch, c.train.global_batch);
             let what = format!("{one}{ranks} does not divide train.global_batch = {all}; change one");
             return self.refuse("train.micro_batch", what);

@@ -87,7 +87,8 @@ impl Run {
             None => first_weights.map_or(Ok(()), |fill| fill(&trainer))?,
         }
         wait("the checkpoint is read")?;
-        let keeper = saver.map(|saver| Run::keeper(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
+        let keeper =
+            saver.map(|saver| Run::keeper(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
         Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), keeper })
     }

@@ -142,7 +142,10 @@ impl Attention {
         // From here on: the heads of this rank. Where there are fewer key heads than ranks, neighbours share one.
         let (n, t) = (c.heads, d.place().size);
         if !n.is_multiple_of(t) || !(c.kv_heads.is_multiple_of(t) || t.is_multiple_of(c.kv_heads)) {
-            return shape_error("attention", format!("{n} query and {} key heads over {t} ranks", c.kv_heads));
+            return shape_error(
+                "attention",
+                format!("{n} query and {} key heads over {t} ranks", c.kv_heads),
+            );
         }
         let config = AttentionConfig { heads: n / t, kv_heads: (c.kv_heads / t).max(1), ..config };
         Ok(Attention { qkv, out, norms, config, rope })

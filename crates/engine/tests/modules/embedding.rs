@@ -15,7 +15,7 @@ fn embeddings_are_their_twins() {
             let s = Setup::new(d, dtype, 6, 1.0);
             let (dy, dys) = s.input(27, &[ids.len(), hidden]);
             let (y, saved) = e.forward(&s.pass(), &s.integers(&ids), &s.integers(&places)).unwrap();
-            let grads = s.gradients(e.backward(saved, &dy));
+            let grads = s.gradients(e.backward(&s.pass(), saved, &dy).unwrap());
             let f = |a: &[Vec<f64>]| -> Vec<f64> {
                 let row = |table: &[f64], i: i32, c: usize| table[i as usize * hidden + c];
                 (0..ids.len() * hidden)

@@ -151,7 +151,7 @@ fn gradients_add_up_without_zeros() {
 #[test]
 fn one_parameter_used_many_times_in_a_step() {
     let mut d = Declarations::default();
-    let linear = Linear::declare(&mut d, 3, &[("a".into(), 4)], true, Split::Rows, 0.1).unwrap();
+    let linear = Linear::declare(&mut d, 3, &[("a".into(), 4)], true, Split::Rows { unit: 1 }, 0.1).unwrap();
     let s = Setup::new(d, DType::F32, 41, 1.0);
     let mut buffer = s.buffer();
     let mut sum = vec![vec![0.0; 12], vec![0.0; 4]];

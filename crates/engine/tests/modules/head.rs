@@ -148,7 +148,7 @@ fn tied_weights_are_used_twice() {
             };
             work.run(&s.rank, &mut buffer).unwrap();
             assert_eq!(all(&buffer), ready[0][..s.params.specs().len()]);
-            e.backward(e_saved, &dx).run(&s.rank, &mut buffer).unwrap();
+            e.backward(&s.pass(), e_saved, &dx).unwrap().run(&s.rank, &mut buffer).unwrap();
             assert_eq!(all(&buffer), ready[1][..s.params.specs().len()]);
             s.all(&mut buffer)
         };

@@ -23,7 +23,7 @@ fn linear_is_its_twin() {
         ] {
             let mut d = Declarations::default();
             let named: Vec<_> = outputs.iter().enumerate().map(|(i, n)| (format!("part{i}"), *n)).collect();
-            let linear = Linear::declare(&mut d, input, &named, bias, Split::Rows, 0.1).unwrap();
+            let linear = Linear::declare(&mut d, input, &named, bias, Split::Rows { unit: 1 }, 0.1).unwrap();
             let s = Setup::new(d, dtype, 1, 1.0);
             let out: usize = outputs.iter().sum();
             let (x, xs) = s.input(10, &[tokens, input]);
