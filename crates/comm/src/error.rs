@@ -1,41 +1,91 @@
 //! What can go wrong between ranks.
 
-/// Errors of collectives. Each names the operation and the ranks.
+/// Errors of collectives. Each names the operation and the ranks (numbers in the job).
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Two ranks met in one place with different operations.
+    /// Two ranks met with different operations.
     #[error(
-        "collective {sequence}: rank {rank} calls {call}, rank {other} calls {other_call}; all ranks must make the same calls in the same order"
+        "ranks differ: rank {rank} calls {call}, rank {other} calls {other_call}; \
+         all ranks of a group must make the same calls in the same order"
     )]
     Mismatch {
-        /// How many collectives came before.
-        sequence: u64,
-        /// The rank that came later.
+        /// A rank that does what most do.
         rank: usize,
         /// What it called.
         call: String,
-        /// The rank that was there.
+        /// A rank that does something else.
         other: usize,
         /// What that one called.
         other_call: String,
     },
-    /// Some rank did not come.
-    #[error("collective {sequence} ({call}): rank {rank} waited {seconds} s for rank(s) {missing:?}")]
+    /// Some ranks did not come in time.
+    #[error("stalled: rank {rank} waited {seconds:.1} s in {call} for {}", list(missing))]
     Stall {
-        /// How many collectives came before.
-        sequence: u64,
         /// The rank that reports.
         rank: usize,
         /// What it called.
         call: String,
-        /// Its patience.
-        seconds: u64,
-        /// Who is missing.
-        missing: Vec<usize>,
+        /// How long it waited.
+        seconds: f64,
+        /// Who did not come, and what each did last.
+        missing: Vec<(usize, String)>,
+    },
+    /// Some ranks will never come.
+    #[error("a rank ended: rank {rank} waits in {call} for {}", list(ended))]
+    Ended {
+        /// The rank that reports.
+        rank: usize,
+        /// What it called.
+        call: String,
+        /// Who ended, how, and what each did last.
+        ended: Vec<(usize, String)>,
+    },
+    /// Another rank failed, so this operation can't take place.
+    #[error("rank {rank} gave up {call}, because rank {by} failed: {reason}")]
+    Abandoned {
+        /// The rank that reports.
+        rank: usize,
+        /// What it called.
+        call: String,
+        /// The rank that failed first.
+        by: usize,
+        /// Its error.
+        reason: String,
+    },
+    /// An argument does not fit the operation.
+    #[error("{call}: {what}")]
+    Argument {
+        /// The operation.
+        call: String,
+        /// What is wrong and the way out.
+        what: String,
+    },
+    /// A group that can't be.
+    #[error("group {name} of {ranks:?}: {what}")]
+    Group {
+        /// Its name.
+        name: String,
+        /// Its ranks.
+        ranks: Vec<usize>,
+        /// What is wrong and the way out.
+        what: String,
+    },
+    /// The library below failed.
+    #[error("{call}: {what}")]
+    Engine {
+        /// The operation.
+        call: String,
+        /// What the library said.
+        what: String,
     },
     /// From the tensors below.
     #[error(transparent)]
     Tensor(#[from] ferrotron_tensor::Error),
+}
+
+fn list(ranks: &[(usize, String)]) -> String {
+    let parts: Vec<String> = ranks.iter().map(|(r, last)| format!("rank {r} ({last})")).collect();
+    parts.join(", ")
 }
 
 /// Result of collectives.

@@ -1,0 +1,250 @@
+//! The description of a call that ranks compare before data moves.
+
+use ferrotron_tensor::{DType, Tensor};
+use std::borrow::Cow;
+use std::fmt;
+
+/// Kinds of operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+pub enum Kind {
+    /// Wait for all.
+    Barrier,
+    /// Sum or maximum on every rank.
+    AllReduce,
+    /// Everything on every rank.
+    AllGather,
+    /// A part of the sum on every rank.
+    ReduceScatter,
+    /// A part from every rank to every rank.
+    AllToAll,
+    /// One rank's on every rank.
+    Broadcast,
+    /// From one rank to another.
+    Message,
+    /// Host bytes on every rank.
+    Bytes,
+}
+
+impl Kind {
+    /// All kinds, in the order of their numbers.
+    pub const ALL: [Kind; 8] = [
+        Kind::Barrier,
+        Kind::AllReduce,
+        Kind::AllGather,
+        Kind::ReduceScatter,
+        Kind::AllToAll,
+        Kind::Broadcast,
+        Kind::Message,
+        Kind::Bytes,
+    ];
+
+    /// As in messages.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Kind::Barrier => "barrier",
+            Kind::AllReduce => "all-reduce",
+            Kind::AllGather => "all-gather",
+            Kind::ReduceScatter => "reduce-scatter",
+            Kind::AllToAll => "all-to-all",
+            Kind::Broadcast => "broadcast",
+            Kind::Message => "message",
+            Kind::Bytes => "all-gather of bytes",
+        }
+    }
+}
+
+/// What tells calls of one kind apart, beyond label and shape. Numbers, so that it travels.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Detail {
+    /// Nothing.
+    None,
+    /// 0: sum, 1: maximum.
+    Reduce(u64),
+    /// The root, a rank of the group.
+    Root(u64),
+    /// Elements by rank, the same list everywhere.
+    Counts(Vec<u64>),
+    /// Elements to and from every rank: what one sends another must be what that one receives.
+    Pairs { sent: Vec<u64>, received: Vec<u64> },
+    /// Sender and receiver, ranks of the group.
+    Route(u64, u64),
+}
+
+/// A call as ranks compare it.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(crate) struct Notice {
+    pub(crate) group: Cow<'static, str>,
+    pub(crate) sequence: u64,
+    pub(crate) label: Cow<'static, str>,
+    pub(crate) kind: Kind,
+    /// Of the argument that must be equal on all ranks; empty where lengths may differ.
+    pub(crate) shape: Vec<u64>,
+    pub(crate) dtype: Option<DType>,
+    pub(crate) detail: Detail,
+}
+
+impl Notice {
+    pub(crate) fn new(group: &'static str, kind: Kind, label: &'static str) -> Notice {
+        Notice {
+            group: Cow::Borrowed(group),
+            sequence: 0,
+            label: Cow::Borrowed(label),
+            kind,
+            shape: Vec::new(),
+            dtype: None,
+            detail: Detail::None,
+        }
+    }
+
+    /// With the type and, if it is the same on all ranks, the shape of a tensor.
+    pub(crate) fn of(mut self, t: &Tensor, same_shape: bool) -> Notice {
+        self.dtype = Some(t.dtype());
+        if same_shape {
+            self.shape = t.shape().iter().map(|n| *n as u64).collect();
+        }
+        self
+    }
+
+    pub(crate) fn with(mut self, detail: Detail) -> Notice {
+        self.detail = detail;
+        self
+    }
+
+    /// Do ranks that agree bring notices that differ?
+    pub(crate) fn pairwise(&self) -> bool {
+        matches!(self.detail, Detail::Pairs { .. })
+    }
+
+    /// FNV-1a of everything; equal on ranks that agree, unless [`Notice::pairwise`].
+    pub(crate) fn digest(&self) -> u64 {
+        self.encode().iter().fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3))
+    }
+
+    /// Do the calls of rank `me` (this) and of rank `other` not fit together?
+    pub(crate) fn conflict(&self, me: usize, theirs: &Notice, other: usize) -> bool {
+        match (&self.detail, &theirs.detail) {
+            (Detail::Pairs { sent: s1, received: r1 }, Detail::Pairs { sent: s2, received: r2 }) => {
+                let common = |n: &Notice| Notice { detail: Detail::None, ..n.clone() };
+                let lists = [s1, r1, s2, r2].iter().any(|l| l.len() <= me.max(other));
+                lists || s1[other] != r2[me] || r1[other] != s2[me] || common(self) != common(theirs)
+            }
+            _ => self != theirs,
+        }
+    }
+
+    /// As bytes that travel between machines.
+    pub(crate) fn encode(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(96);
+        let text = |out: &mut Vec<u8>, s: &str| {
+            out.extend((s.len() as u64).to_le_bytes());
+            out.extend(s.as_bytes());
+        };
+        let list = |out: &mut Vec<u8>, l: &[u64]| {
+            out.extend((l.len() as u64).to_le_bytes());
+            l.iter().for_each(|x| out.extend(x.to_le_bytes()));
+        };
+        text(&mut out, &self.group);
+        out.extend(self.sequence.to_le_bytes());
+        text(&mut out, &self.label);
+        out.push(self.kind as u8);
+        list(&mut out, &self.shape);
+        text(&mut out, self.dtype.map_or("", DType::name));
+        let (tag, a, b): (u8, Vec<u64>, &[u64]) = match &self.detail {
+            Detail::None => (0, vec![], &[]),
+            Detail::Reduce(op) => (1, vec![*op], &[]),
+            Detail::Root(root) => (2, vec![*root], &[]),
+            Detail::Counts(counts) => (3, counts.clone(), &[]),
+            Detail::Pairs { sent, received } => (4, sent.clone(), received),
+            Detail::Route(from, to) => (5, vec![*from, *to], &[]),
+        };
+        out.push(tag);
+        list(&mut out, &a);
+        list(&mut out, b);
+        out
+    }
+
+    /// What [`Notice::encode`] wrote, or nothing if it did not.
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Notice> {
+        let mut r = Reader(bytes);
+        let group = r.text()?;
+        let sequence = r.number()?;
+        let label = r.text()?;
+        let kind = *Kind::ALL.get(usize::from(r.take(1)?[0]))?;
+        let shape = r.list()?;
+        let dtype = match r.text()?.as_str() {
+            "" => None,
+            name => Some(*DTYPES.iter().find(|d| d.name() == name)?),
+        };
+        let tag = r.take(1)?[0];
+        let (a, b) = (r.list()?, r.list()?);
+        let detail = match (tag, a.as_slice()) {
+            (0, []) => Detail::None,
+            (1, [op]) => Detail::Reduce(*op),
+            (2, [root]) => Detail::Root(*root),
+            (3, _) => Detail::Counts(a),
+            (4, _) => Detail::Pairs { sent: a, received: b },
+            (5, [from, to]) => Detail::Route(*from, *to),
+            _ => return None,
+        };
+        let done = r.0.is_empty();
+        done.then_some(Notice { group: group.into(), sequence, label: label.into(), kind, shape, dtype, detail })
+    }
+}
+
+const DTYPES: [DType; 10] = [
+    DType::F64,
+    DType::F32,
+    DType::BF16,
+    DType::F16,
+    DType::E4M3,
+    DType::E5M2,
+    DType::I64,
+    DType::I32,
+    DType::U8,
+    DType::Bool,
+];
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take(&mut self, n: usize) -> Option<&'a [u8]> {
+        let (head, rest) = self.0.split_at_checked(n)?;
+        self.0 = rest;
+        Some(head)
+    }
+    fn number(&mut self) -> Option<u64> {
+        Some(u64::from_le_bytes(self.take(8)?.try_into().ok()?))
+    }
+    fn text(&mut self) -> Option<String> {
+        let n = usize::try_from(self.number()?).ok()?;
+        String::from_utf8(self.take(n)?.to_vec()).ok()
+    }
+    fn list(&mut self) -> Option<Vec<u64>> {
+        let n = usize::try_from(self.number()?).ok()?;
+        let bytes = self.take(n.checked_mul(8)?)?;
+        bytes.chunks_exact(8).map(|c| Some(u64::from_le_bytes(c.try_into().ok()?))).collect()
+    }
+}
+
+impl fmt::Display for Notice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Notice { group, sequence, label, kind, shape, dtype, detail } = self;
+        write!(f, "{} '{label}' (group {group}, number {sequence}", kind.name())?;
+        if let Some(dtype) = dtype {
+            write!(f, ", {dtype}")?;
+        }
+        if !shape.is_empty() {
+            write!(f, " {shape:?}")?;
+        }
+        match detail {
+            Detail::None => {}
+            Detail::Reduce(op) => f.write_str(if *op == 0 { ", sum" } else { ", maximum" })?,
+            Detail::Root(root) => write!(f, ", from {root}")?,
+            Detail::Counts(counts) => write!(f, ", counts {counts:?}")?,
+            Detail::Pairs { sent, received } => write!(f, ", sends {sent:?}, receives {received:?}")?,
+            Detail::Route(from, to) => write!(f, ", {from} to {to}")?,
+        }
+        f.write_str(")")
+    }
+}

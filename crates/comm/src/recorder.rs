@@ -1,0 +1,84 @@
+//! The flight recorder: the last operations of a rank, for the report of a stall.
+
+use crate::notice::Notice;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Operations kept of a rank.
+const KEPT: usize = 32;
+
+/// How far an operation is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Progress {
+    /// Waits for other ranks.
+    Waits,
+    /// All came and agreed; data moves.
+    Moves,
+    /// Done, or queued on the card.
+    Done,
+    /// Ended with an error.
+    Failed,
+}
+
+/// One operation of one rank.
+#[derive(Clone, Debug)]
+pub struct Note {
+    /// Kind, label, group, sequence number, type and shape.
+    pub call: String,
+    /// How far it is.
+    pub progress: Progress,
+    /// Time since it was last heard of.
+    pub age: Duration,
+}
+
+impl fmt::Display for Note {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ago = self.age.as_secs_f64();
+        match self.progress {
+            Progress::Waits => write!(f, "waits in {} for {ago:.1} s", self.call),
+            Progress::Moves => write!(f, "moves data in {} for {ago:.1} s", self.call),
+            Progress::Done => write!(f, "did {} {ago:.1} s ago", self.call),
+            Progress::Failed => write!(f, "failed in {} {ago:.1} s ago", self.call),
+        }
+    }
+}
+
+/// The last operations of one rank, written by it and read by whoever wants to know.
+#[derive(Default)]
+pub(crate) struct Recorder {
+    entries: Mutex<VecDeque<(Arc<Notice>, Progress, Instant)>>,
+}
+
+impl Recorder {
+    /// A new operation begins to wait.
+    pub(crate) fn begin(&self, notice: Arc<Notice>) {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        if entries.len() == KEPT {
+            entries.pop_front();
+        }
+        entries.push_back((notice, Progress::Waits, Instant::now()));
+    }
+
+    /// The latest operation went on.
+    pub(crate) fn set(&self, progress: Progress) {
+        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(last) = entries.back_mut() {
+            (last.1, last.2) = (progress, Instant::now());
+        }
+    }
+
+    /// The last operations, oldest first.
+    pub(crate) fn notes(&self) -> Vec<Note> {
+        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        entries
+            .iter()
+            .map(|(notice, progress, at)| Note {
+                call: notice.to_string(),
+                progress: *progress,
+                age: at.elapsed(),
+            })
+            .collect()
+    }
+}
