@@ -55,7 +55,8 @@ pub(crate) trait Engine: Send + Sync {
     /// Returns [`Met::Same`] if the engine compared `Notice::digest` of all ranks and they are equal (not
     /// allowed for `notice.pairwise()`, which never equal each other), else all notices in the order of ranks,
     /// which are then compared above.
-    fn meet(&self, s: Option<&Stream>, notice: &Notice, job: &Job, deadline: Instant) -> Result<Met, Trouble>;
+    fn meet(&self, s: Option<&Stream>, notice: &Notice, job: &Job, deadline: Instant)
+    -> Result<Met, Trouble>;
 
     /// Moves the data; all ranks of the group are here and agree. Memory is touched only inside
     /// [`Stream::launch`] on `s` with the kinds of use declared. When it returns, work given to `s` afterwards

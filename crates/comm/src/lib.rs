@@ -1,7 +1,39 @@
-//! Process groups and the collectives on them. This version has one engine: ranks as threads of one process.
+//! Ranks talk to each other: groups of ranks and the collectives on them.
+//!
+//! A [`World`] is one rank's membership of the job; it makes groups, each a [`Communicator`]. Every call has a
+//! group, a sequence number in it, a label, a kind, a shape and a type. Ranks compare these before data moves:
+//! a mismatch is an error that names both sides. A rank that does not come within the patience of the others,
+//! or ends, is named with what it did last; no call waits for ever.
+//!
+//! Engines below only map calls: `threads` are ranks of one process.
 
+mod arguments;
+mod communicator;
+mod engine;
 mod error;
-mod group;
+mod messages;
+mod notice;
+mod recorder;
+mod threads;
+mod volume;
+mod watchdog;
+#[allow(dead_code)] // the threads engine needs only the digest
+mod wire;
+mod world;
 
+pub use communicator::Communicator;
 pub use error::{Error, Result};
-pub use group::Group;
+pub use notice::Kind;
+pub use recorder::{Note, Progress};
+pub use threads::{Add, Arithmetic};
+pub use volume::Volume;
+pub use world::World;
+
+/// How the values of ranks become one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Reduce {
+    /// Their sum, added in the order of ranks where the engine allows it.
+    Sum,
+    /// The largest; a NaN stays a NaN.
+    Max,
+}

@@ -48,31 +48,41 @@ impl fmt::Display for Note {
 /// The last operations of one rank, written by it and read by whoever wants to know.
 #[derive(Default)]
 pub(crate) struct Recorder {
-    entries: Mutex<VecDeque<(Arc<Notice>, Progress, Instant)>>,
+    log: Mutex<Log>,
+}
+
+#[derive(Default)]
+struct Log {
+    /// Operations so far.
+    next: u64,
+    last: VecDeque<(Arc<Notice>, Progress, Instant)>,
 }
 
 impl Recorder {
-    /// A new operation begins to wait.
-    pub(crate) fn begin(&self, notice: Arc<Notice>) {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if entries.len() == KEPT {
-            entries.pop_front();
+    /// A new operation begins to wait; its number.
+    pub(crate) fn begin(&self, notice: Arc<Notice>) -> u64 {
+        let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        if log.last.len() == KEPT {
+            log.last.pop_front();
         }
-        entries.push_back((notice, Progress::Waits, Instant::now()));
+        log.last.push_back((notice, Progress::Waits, Instant::now()));
+        log.next += 1;
+        log.next - 1
     }
 
-    /// The latest operation went on.
-    pub(crate) fn set(&self, progress: Progress) {
-        let mut entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(last) = entries.back_mut() {
-            (last.1, last.2) = (progress, Instant::now());
+    /// Operation `number` went on.
+    pub(crate) fn set(&self, number: u64, progress: Progress) {
+        let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        let back = log.next.saturating_sub(number) as usize;
+        if let Some(entry) = log.last.len().checked_sub(back).and_then(|at| log.last.get_mut(at)) {
+            (entry.1, entry.2) = (progress, Instant::now());
         }
     }
 
     /// The last operations, oldest first.
     pub(crate) fn notes(&self) -> Vec<Note> {
-        let entries = self.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        entries
+        let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        log.last
             .iter()
             .map(|(notice, progress, at)| Note {
                 call: notice.to_string(),

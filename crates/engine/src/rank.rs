@@ -1,12 +1,12 @@
 //! A rank: everything a worker has. Nothing is global, so many ranks fit in one process.
 
-use ferrotron_comm::Group;
+use ferrotron_comm::World;
 use ferrotron_kernels::cuda::{CudaKernels, Readiness};
 use ferrotron_kernels::{Kernels, cpu};
 use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, Watch};
 use std::sync::Arc;
 
-/// Device, queue of work, kernels, group and seed of one worker.
+/// Device, queue of work, kernels, world and seed of one worker.
 #[derive(Clone)]
 pub struct Rank {
     /// Where kernels run, in order.
@@ -14,7 +14,7 @@ pub struct Rank {
     /// The kernels of the device.
     pub kernels: Arc<dyn Kernels>,
     /// All ranks of the run.
-    pub world: Group,
+    pub world: World,
     /// Seed of the run: initial values and dropout come from it.
     pub seed: u64,
 }
@@ -30,7 +30,7 @@ impl Rank {
         // Detection first: it asks the system for the matrix unit before compute threads start.
         let kernels = Arc::new(cpu::CpuKernels::detect());
         let device = Device::cpu_watched(Threads::new(threads)?, watch);
-        Ok(Rank { compute: device.stream("compute")?, kernels, seed, world: Group::solo() })
+        Ok(Rank { compute: device.stream("compute")?, kernels, seed, world: World::solo() })
     }
 
     /// A rank on card `ordinal`, and how its kernels were made ready; `threads` do what is left to the host.
@@ -39,7 +39,7 @@ impl Rank {
         let kernels = CudaKernels::load(&device)?;
         let readiness = kernels.readiness();
         let compute = device.stream("compute")?;
-        Ok((Rank { compute, kernels: Arc::new(kernels), seed, world: Group::solo() }, readiness))
+        Ok((Rank { compute, kernels: Arc::new(kernels), seed, world: World::solo() }, readiness))
     }
 
     /// The device of this rank.

@@ -190,6 +190,23 @@ impl Stream {
         })
     }
 
+    /// Copies the elements of one contiguous tensor to another of the same type and number on this device. The
+    /// two must not overlap.
+    pub fn copy(&self, from: &Tensor, to: &Tensor) -> Result<()> {
+        if from.dtype() != to.dtype() || from.numel() != to.numel() {
+            return shape_error("copy", format!("{from:?} into {to:?}"));
+        }
+        let (from, to) = (from.as_bytes()?, to.as_bytes()?);
+        self.launch("copy", &[read(&from), write(&to)], |l| match l.queue {
+            None => {
+                l.slice_mut::<u8>(1)?.copy_from_slice(l.slice::<u8>(0)?);
+                Ok(())
+            }
+            // SAFETY: both are arguments of that many bytes, the second is written, and they do not overlap.
+            Some(queue) => unsafe { queue.card().copy(queue, l.address(0)?, l.address(1)?, to.numel()) },
+        })
+    }
+
     /// Copies a tensor to the host, in row-major order whatever its strides, and waits for it.
     pub fn download<T: Element>(&self, t: &Tensor) -> Result<Vec<T>> {
         let args = [read(t)];

@@ -73,6 +73,16 @@ impl Tensor {
         self.buffer.id
     }
 
+    /// Are the two the very same bytes of one allocation?
+    pub fn same_memory(&self, other: &Tensor) -> bool {
+        Arc::ptr_eq(&self.buffer, &other.buffer) && self.byte_range() == other.byte_range()
+    }
+
+    /// May the two have an element in common?
+    pub fn overlaps(&self, other: &Tensor) -> bool {
+        Arc::ptr_eq(&self.buffer, &other.buffer) && !self.disjoint(other)
+    }
+
     /// Are the elements back to back in row-major order?
     pub fn is_contiguous(&self) -> bool {
         let want = self.shape.row_major();

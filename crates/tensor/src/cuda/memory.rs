@@ -137,6 +137,18 @@ impl Card {
         self.faults()
     }
 
+    /// Queues a copy within the card.
+    ///
+    /// # Safety
+    /// `from` and `to` are valid for reads and writes of that length by work on `queue`, and do not overlap.
+    pub(crate) unsafe fn copy(&self, queue: &Queue, from: u64, to: u64, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        check("copy on the card", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, queue.raw()) })
+    }
+
     /// Queues zeros.
     ///
     /// # Safety

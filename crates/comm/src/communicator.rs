@@ -1,0 +1,277 @@
+//! One rank's membership of a group, and the collectives.
+
+use crate::engine::{Engine, Hub, Job, Met};
+use crate::notice::{Detail, Kind, Notice};
+use crate::recorder::Progress;
+use crate::volume::{self, Meter};
+use crate::{Error, Reduce, Result, Volume, World, watchdog};
+use ferrotron_tensor::{Stream, Tensor};
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// One rank's membership of a group. Clones are the same membership.
+///
+/// Calls return when the work is on the stream: what is given to the stream afterwards finds the result, and
+/// may overwrite what was sent. The host waits for other ranks to call, at most for the patience of the
+/// [`World`], never for the card. Arguments are contiguous and on the device of the stream. After an error the
+/// job is over: every further call on every rank fails too.
+#[derive(Clone)]
+pub struct Communicator {
+    pub(crate) core: Arc<Core>,
+}
+
+pub(crate) struct Core {
+    pub(crate) name: &'static str,
+    pub(crate) rank: usize,
+    pub(crate) ranks: Vec<usize>,
+    /// None in a group of one.
+    pub(crate) engine: Option<Arc<dyn Engine>>,
+    pub(crate) hub: Arc<dyn Hub>,
+    pub(crate) patience: Duration,
+    /// Held during a call: those of one rank on one group come one at a time.
+    pub(crate) counters: Mutex<Counters>,
+    pub(crate) meter: Meter,
+    /// Of all groups of this rank.
+    pub(crate) world_meter: Arc<Meter>,
+}
+
+/// Sequence numbers.
+#[derive(Default)]
+pub(crate) struct Counters {
+    collectives: u64,
+    /// Messages by sender and receiver.
+    pub(crate) messages: HashMap<(usize, usize), u64>,
+}
+
+impl Communicator {
+    /// A group of one: every operation is a copy, or nothing.
+    pub fn solo() -> Communicator {
+        World::solo().all()
+    }
+
+    /// Name of the group.
+    pub fn name(&self) -> &str {
+        self.core.name
+    }
+
+    /// This rank's number in the group.
+    pub fn rank(&self) -> usize {
+        self.core.rank
+    }
+
+    /// Ranks of the group.
+    pub fn size(&self) -> usize {
+        self.core.ranks.len()
+    }
+
+    /// The group's ranks as numbers in the job.
+    pub fn ranks(&self) -> &[usize] {
+        &self.core.ranks
+    }
+
+    /// Calls and bytes sent on this group so far.
+    pub fn volume(&self) -> Volume {
+        self.core.meter.read()
+    }
+
+    /// Returns when all ranks have called it. Orders hosts, not streams.
+    pub fn barrier(&self, label: &'static str) -> Result<()> {
+        self.collective(None, self.notice(Kind::Barrier, label), Job::Barrier, 0)
+    }
+
+    /// `t = Σ over ranks of t` (or the maximum), in place, the same bits on every rank. f32, f64, i32, i64;
+    /// bf16 is summed in f32 and rounded once.
+    pub fn all_reduce(&self, s: &Stream, t: &Tensor, op: Reduce, label: &'static str) -> Result<()> {
+        let notice = self.notice(Kind::AllReduce, label).of(t, true).with(Detail::Reduce(op as u64));
+        self.check(&notice, |c| c.whole(s, t)?.reducible(t))?;
+        let sent = volume::all_reduce(self.size(), t.bytes());
+        self.collective(Some(s), notice, Job::AllReduce { t, op }, sent)
+    }
+
+    /// `all` = every rank's `mine` back to back: `all [n·count]`, `mine [count]`. `mine` may be its own place
+    /// in `all`.
+    pub fn all_gather(&self, s: &Stream, mine: &Tensor, all: &Tensor, label: &'static str) -> Result<()> {
+        let notice = self.notice(Kind::AllGather, label).of(mine, true);
+        self.check(&notice, |c| {
+            c.whole(s, mine)?.whole(s, all)?.times(mine, all, self.size())?.place(mine, all, self.rank())
+        })?;
+        let sent = (self.size() as u64 - 1) * mine.bytes() as u64;
+        self.collective(Some(s), notice, Job::AllGather { mine, all, counts: None }, sent)
+    }
+
+    /// The same with `counts[r]` elements from rank r; the list is the same on all ranks.
+    pub fn all_gather_v(
+        &self,
+        s: &Stream,
+        mine: &Tensor,
+        all: &Tensor,
+        counts: &[usize],
+        label: &'static str,
+    ) -> Result<()> {
+        let notice =
+            self.notice(Kind::AllGather, label).of(mine, false).with(Detail::Counts(numbers(counts)));
+        self.check(&notice, |c| {
+            c.whole(s, mine)?.whole(s, all)?.counts(self.size(), counts, all)?;
+            c.elements("mine", mine, counts[self.rank()])?;
+            c.place_at(mine, all, counts[..self.rank()].iter().sum())
+        })?;
+        let size = mine.dtype().size();
+        let sent = volume::all_gather(self.rank(), counts.iter().map(|n| n * size));
+        self.collective(Some(s), notice, Job::AllGather { mine, all, counts: Some(counts) }, sent)
+    }
+
+    /// `mine` = this rank's part of n equal parts of the sum (or maximum) of `all` over ranks: `all [n·count]`,
+    /// `mine [count]`. Types as for [`Communicator::all_reduce`]. `mine` may be that part of `all`; what the
+    /// other parts hold afterwards is unspecified.
+    pub fn reduce_scatter(
+        &self,
+        s: &Stream,
+        all: &Tensor,
+        mine: &Tensor,
+        op: Reduce,
+        label: &'static str,
+    ) -> Result<()> {
+        let notice = self.notice(Kind::ReduceScatter, label).of(mine, true).with(Detail::Reduce(op as u64));
+        self.check(&notice, |c| {
+            c.whole(s, mine)?.whole(s, all)?.reducible(all)?.times(mine, all, self.size())?;
+            c.place(mine, all, self.rank())
+        })?;
+        let sent = (self.size() as u64 - 1) * mine.bytes() as u64;
+        self.collective(Some(s), notice, Job::ReduceScatter { all, mine, op }, sent)
+    }
+
+    /// Part p of n equal parts of `from` goes to rank p; part p of `to` comes from rank p.
+    pub fn all_to_all(&self, s: &Stream, from: &Tensor, to: &Tensor, label: &'static str) -> Result<()> {
+        let notice = self.notice(Kind::AllToAll, label).of(from, true);
+        self.check(&notice, |c| {
+            c.whole(s, from)?.whole(s, to)?.apart(from, to)?.shared(from, to, self.size())
+        })?;
+        let sent = (from.bytes() - from.bytes() / self.size()) as u64;
+        self.collective(Some(s), notice, Job::AllToAll { from, to, counts: None }, sent)
+    }
+
+    /// The same with `sent[p]` elements for rank p and `received[p]` from it.
+    pub fn all_to_all_v(
+        &self,
+        s: &Stream,
+        from: &Tensor,
+        sent: &[usize],
+        to: &Tensor,
+        received: &[usize],
+        label: &'static str,
+    ) -> Result<()> {
+        let pairs = Detail::Pairs { sent: numbers(sent), received: numbers(received) };
+        let notice = self.notice(Kind::AllToAll, label).of(from, false).with(pairs);
+        self.check(&notice, |c| {
+            c.whole(s, from)?.whole(s, to)?.apart(from, to)?.same_type(from, to)?;
+            c.counts(self.size(), sent, from)?.counts(self.size(), received, to)
+        })?;
+        let bytes = ((from.numel() - sent[self.rank()]) * from.dtype().size()) as u64;
+        self.collective(Some(s), notice, Job::AllToAll { from, to, counts: Some((sent, received)) }, bytes)
+    }
+
+    /// `t` = that of `root`, a rank of the group.
+    pub fn broadcast(&self, s: &Stream, t: &Tensor, root: usize, label: &'static str) -> Result<()> {
+        let notice = self.notice(Kind::Broadcast, label).of(t, true).with(Detail::Root(root as u64));
+        self.check(&notice, |c| c.whole(s, t)?.peer(root, self.size()))?;
+        let sent = volume::broadcast(self.rank(), self.size(), root, t.bytes());
+        self.collective(Some(s), notice, Job::Broadcast { t, root }, sent)
+    }
+
+    pub(crate) fn notice(&self, kind: Kind, label: &'static str) -> Notice {
+        Notice::new(self.core.name, kind, label)
+    }
+
+    pub(crate) fn counters(&self) -> MutexGuard<'_, Counters> {
+        self.core.counters.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn collective(&self, s: Option<&Stream>, notice: Notice, job: Job, sent: u64) -> Result<()> {
+        let run = |engine: &dyn Engine, deadline| match s {
+            Some(s) if !matches!(job, Job::Barrier) => engine.run(s, &job, deadline),
+            _ => Ok(()),
+        };
+        match s {
+            Some(s) if self.core.engine.is_none() => alone(s, &job)?,
+            _ => {}
+        }
+        self.meet_and(s, notice, &job, run, |()| sent)
+    }
+
+    /// One collective: compare, move, record, count. `run` is not called in a group of one.
+    pub(crate) fn meet_and<T: Default>(
+        &self,
+        s: Option<&Stream>,
+        mut notice: Notice,
+        job: &Job,
+        run: impl FnOnce(&dyn Engine, Instant) -> Result<T, crate::engine::Trouble>,
+        sent: impl FnOnce(&T) -> u64,
+    ) -> Result<T> {
+        let core = &*self.core;
+        let kind = notice.kind;
+        let mut out = T::default();
+        if let Some(engine) = &core.engine {
+            let mut counters = self.counters();
+            notice.sequence = counters.collectives;
+            counters.collectives += 1;
+            let notice = Arc::new(notice);
+            let recorder = core.hub.recorder();
+            let number = recorder.begin(notice.clone());
+            let start = Instant::now();
+            let give_up = |t| watchdog::give_up(&*core.hub, &core.ranks, &notice, start.elapsed(), t);
+            let agreed = match engine.meet(s, &notice, job, watchdog::deadline(core.patience)) {
+                Ok(Met::All(brought)) => {
+                    watchdog::compare(&core.ranks, &brought).inspect_err(|e| watchdog::tell(&*core.hub, e))
+                }
+                Ok(Met::Same) => Ok(()),
+                Err(t) => Err(give_up(t)),
+            };
+            let done = agreed.and_then(|()| {
+                recorder.set(number, Progress::Moves);
+                run(&**engine, watchdog::deadline(core.patience)).map_err(give_up)
+            });
+            recorder.set(number, if done.is_ok() { Progress::Done } else { Progress::Failed });
+            out = done?;
+        }
+        self.count(kind, sent(&out));
+        Ok(out)
+    }
+
+    pub(crate) fn count(&self, kind: Kind, bytes: u64) {
+        self.core.meter.add(kind, bytes);
+        self.core.world_meter.add(kind, bytes);
+    }
+
+    /// Tells the others if this rank's arguments are wrong, so that they do not wait for it.
+    pub(crate) fn failed(&self, error: Error) -> Error {
+        if self.core.engine.is_some() {
+            watchdog::tell(&*self.core.hub, &error);
+        }
+        error
+    }
+}
+
+/// A collective of one rank.
+fn alone(s: &Stream, job: &Job) -> Result<()> {
+    let (from, to) = match job {
+        Job::AllGather { mine, all, .. } => (mine, all),
+        Job::ReduceScatter { all, mine, .. } => (all, mine),
+        Job::AllToAll { from, to, .. } => (from, to),
+        Job::Barrier | Job::AllReduce { .. } | Job::Broadcast { .. } | Job::Bytes(_) => return Ok(()),
+    };
+    if from.numel() > 0 && !from.same_memory(to) {
+        s.copy(from, to)?;
+    }
+    Ok(())
+}
+
+fn numbers(counts: &[usize]) -> Vec<u64> {
+    counts.iter().map(|n| *n as u64).collect()
+}
+
+impl std::fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Communicator({}, rank {} of {:?})", self.name(), self.rank(), self.ranks())
+    }
+}

@@ -1,0 +1,155 @@
+//! Where the ranks of one group meet: rounds that all take part in, and mail between two.
+
+use super::Hall;
+use super::parcel::Parcel;
+use crate::engine::Trouble;
+use crate::notice::Notice;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// What a rank brings to a round.
+#[derive(Default)]
+pub(super) struct Brought {
+    pub(super) notice: Option<Arc<Notice>>,
+    pub(super) parcel: Option<Arc<Parcel>>,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// What all ranks brought, in the order of ranks.
+pub(super) type Table = Arc<Vec<Brought>>;
+
+/// A message under way.
+pub(super) struct Mail {
+    pub(super) notice: Notice,
+    /// Nothing where there are no elements.
+    pub(super) parcel: Option<Arc<Parcel>>,
+}
+
+pub(super) struct Meeting {
+    ranks: Vec<usize>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Number of the first round in `rounds`. A fast rank is at most one round ahead of a slow one.
+    first: u64,
+    rounds: VecDeque<Round>,
+    mail: HashMap<(usize, usize), VecDeque<Mail>>,
+}
+
+struct Round {
+    brought: Vec<Option<Brought>>,
+    full: Option<Table>,
+    taken: usize,
+}
+
+impl Meeting {
+    pub(super) fn new(ranks: Vec<usize>) -> Meeting {
+        Meeting { ranks, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// The ranks, as numbers in the job.
+    pub(super) fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Everyone here looks again. Taking the lock makes sure that nobody is between looking and sleeping.
+    pub(super) fn wake(&self) {
+        drop(self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Brings something to a round and takes what all brought. Each rank counts its own rounds.
+    pub(super) fn swap(
+        &self,
+        hall: &Hall,
+        rank: usize,
+        round: u64,
+        brought: Brought,
+        deadline: Instant,
+    ) -> Result<Table, Trouble> {
+        let n = self.ranks.len();
+        let mut state = self.lock();
+        if let Some(failure) = hall.failed() {
+            let missing = (0..n).filter(|r| *r != rank).collect();
+            return Err(Trouble::Absent { missing, ended: vec![], told: Some(failure.clone()) });
+        }
+        let at = |s: &State| (round - s.first) as usize;
+        while state.rounds.len() <= at(&state) {
+            let brought = (0..n).map(|_| None).collect();
+            state.rounds.push_back(Round { brought, full: None, taken: 0 });
+        }
+        let i = at(&state);
+        let here = &mut state.rounds[i];
+        here.brought[rank] = Some(brought);
+        if here.brought.iter().all(Option::is_some) {
+            here.full = Some(Arc::new(here.brought.iter_mut().filter_map(Option::take).collect()));
+            self.changed.notify_all();
+        }
+        let full = |s: &mut State| s.rounds[at(s)].full.clone();
+        let missing = |s: &State| {
+            let brought = &s.rounds[at(s)].brought;
+            (0..n).filter(|r| brought[*r].is_none()).collect()
+        };
+        let (mut state, table) = self.wait(hall, state, deadline, full, missing)?;
+        let i = at(&state);
+        state.rounds[i].taken += 1;
+        // Rounds end in order: whoever takes the last of one was in all before.
+        while state.rounds.front().is_some_and(|r| r.taken == n) {
+            state.rounds.pop_front();
+            state.first += 1;
+        }
+        Ok(table)
+    }
+
+    /// Puts a message where its receiver finds it.
+    pub(super) fn post(&self, from: usize, to: usize, mail: Mail) {
+        self.lock().mail.entry((from, to)).or_default().push_back(mail);
+        self.changed.notify_all();
+    }
+
+    /// Takes the next message from a rank.
+    pub(super) fn collect(
+        &self,
+        hall: &Hall,
+        from: usize,
+        to: usize,
+        deadline: Instant,
+    ) -> Result<Mail, Trouble> {
+        let next = |s: &mut State| s.mail.get_mut(&(from, to)).and_then(VecDeque::pop_front);
+        self.wait(hall, self.lock(), deadline, next, |_| vec![from]).map(|(_, mail)| mail)
+    }
+
+    /// Sleeps until there is something to take, or no hope for it.
+    fn wait<'a, T>(
+        &self,
+        hall: &Hall,
+        mut state: MutexGuard<'a, State>,
+        deadline: Instant,
+        mut take: impl FnMut(&mut State) -> Option<T>,
+        missing: impl Fn(&State) -> Vec<usize>,
+    ) -> Result<(MutexGuard<'a, State>, T), Trouble> {
+        loop {
+            // Before all else: what is complete counts, even if somebody has left or failed since.
+            if let Some(found) = take(&mut state) {
+                return Ok((state, found));
+            }
+            let missing = missing(&state);
+            let ended: Vec<(usize, bool)> =
+                missing.iter().filter_map(|r| Some((*r, hall.ended(self.ranks[*r])?))).collect();
+            let told = hall.failed().cloned();
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !ended.is_empty() || told.is_some() {
+                return Err(Trouble::Absent { missing, ended, told });
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+}

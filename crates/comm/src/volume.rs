@@ -1,0 +1,91 @@
+//! Bytes a rank sends, by the formulas of ring algorithms.
+//!
+//! With n ranks and B bytes of the whole tensor each rank sends (n−1)/n·B for an all-gather or a
+//! reduce-scatter, 2(n−1)/n·B for an all-reduce, and what it has for others in an all-to-all. With uneven parts
+//! a rank of an all-gather passes on everything but the part of its right neighbour. A broadcast goes along a
+//! chain from the root: all but the last rank send B.
+
+use crate::notice::Kind;
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+
+/// Calls and bytes sent by this rank, by kind of operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Volume {
+    entries: [(u64, u64); Kind::ALL.len()],
+}
+
+impl Volume {
+    /// Calls of a kind.
+    pub fn calls(&self, kind: Kind) -> u64 {
+        self.entries[kind as usize].0
+    }
+
+    /// Bytes sent by calls of a kind.
+    pub fn bytes(&self, kind: Kind) -> u64 {
+        self.entries[kind as usize].1
+    }
+
+    /// Bytes sent altogether.
+    pub fn total(&self) -> u64 {
+        self.entries.iter().map(|e| e.1).sum()
+    }
+
+    /// What was added since `earlier`.
+    pub fn since(&self, earlier: &Volume) -> Volume {
+        let mut out = *self;
+        for (now, then) in out.entries.iter_mut().zip(&earlier.entries) {
+            *now = (now.0.saturating_sub(then.0), now.1.saturating_sub(then.1));
+        }
+        out
+    }
+}
+
+impl fmt::Display for Volume {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let used: Vec<String> = Kind::ALL
+            .iter()
+            .filter(|k| self.calls(**k) > 0)
+            .map(|k| format!("{} {} B in {}", k.name(), self.bytes(*k), self.calls(*k)))
+            .collect();
+        f.write_str(&if used.is_empty() { "nothing".to_string() } else { used.join(", ") })
+    }
+}
+
+/// Counts as calls are made.
+#[derive(Default)]
+pub(crate) struct Meter {
+    entries: [(AtomicU64, AtomicU64); Kind::ALL.len()],
+}
+
+impl Meter {
+    pub(crate) fn add(&self, kind: Kind, bytes: u64) {
+        let (calls, sum) = &self.entries[kind as usize];
+        calls.fetch_add(1, Relaxed);
+        sum.fetch_add(bytes, Relaxed);
+    }
+
+    pub(crate) fn read(&self) -> Volume {
+        let mut out = Volume::default();
+        for (to, from) in out.entries.iter_mut().zip(&self.entries) {
+            *to = (from.0.load(Relaxed), from.1.load(Relaxed));
+        }
+        out
+    }
+}
+
+/// All-reduce of `bytes` over `n` ranks: 2(n−1)/n of it, rounded to whole bytes.
+pub(crate) fn all_reduce(n: usize, bytes: usize) -> u64 {
+    (2 * (n as u128 - 1) * bytes as u128 / n as u128) as u64
+}
+
+/// All-gather of parts: all but the right neighbour's.
+pub(crate) fn all_gather(rank: usize, parts: impl Iterator<Item = usize> + Clone) -> u64 {
+    let n = parts.clone().count();
+    parts.enumerate().filter(|(r, _)| n > 0 && *r != (rank + 1) % n).map(|(_, b)| b as u64).sum()
+}
+
+/// Broadcast along the chain root, root+1, … .
+pub(crate) fn broadcast(rank: usize, n: usize, root: usize, bytes: usize) -> u64 {
+    if (rank + 1) % n == root { 0 } else { bytes as u64 }
+}

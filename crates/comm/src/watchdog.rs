@@ -1,0 +1,100 @@
+//! What a call that could not take place reports: who is missing and what they did last.
+
+use crate::Error;
+use crate::engine::{Failure, Hub, Trouble};
+use crate::notice::Notice;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+/// Now and `patience` more; a month is as good as for ever.
+pub(crate) fn deadline(patience: Duration) -> Instant {
+    Instant::now() + patience.min(Duration::from_secs(30 * 24 * 3600))
+}
+
+/// The error of `call` on this rank, printed if other ranks did not come, and told to the other ranks.
+pub(crate) fn give_up(
+    hub: &dyn Hub,
+    ranks: &[usize],
+    call: &Notice,
+    waited: Duration,
+    trouble: Trouble,
+) -> Error {
+    let error = explain(hub, ranks, call, waited, trouble);
+    if matches!(error, Error::Stall { .. } | Error::Ended { .. }) {
+        // The one thing this crate prints: whoever owns the error may itself be stuck or be one of many.
+        eprintln!("ferrotron: {error}");
+    }
+    tell(hub, &error);
+    error
+}
+
+/// Lets the other ranks give up too.
+pub(crate) fn tell(hub: &dyn Hub, error: &Error) {
+    let stall = matches!(error, Error::Stall { .. } | Error::Ended { .. });
+    hub.fail(Failure { rank: hub.rank(), stall, reason: error.to_string() });
+}
+
+fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trouble: Trouble) -> Error {
+    let rank = hub.rank();
+    let global = |r: usize| ranks.get(r).copied().unwrap_or(r);
+    match trouble {
+        Trouble::Absent { missing, ended, told } => {
+            let missing: Vec<usize> = missing.into_iter().map(global).collect();
+            // A report of another kind of failure is the cause; so is the report of a rank waited for here.
+            if let Some(Failure { rank: by, reason, .. }) =
+                told.filter(|f| f.rank != rank && (!f.stall || missing.contains(&f.rank)))
+            {
+                return Error::Abandoned { rank, call: call.to_string(), by, reason };
+            }
+            if ended.is_empty() {
+                let missing = missing.into_iter().map(|r| (r, last(hub, r))).collect();
+                return Error::Stall { rank, call: call.to_string(), seconds: waited.as_secs_f64(), missing };
+            }
+            let how = |panicked: bool| if panicked { "it panicked" } else { "it has left" };
+            let ended = ended
+                .into_iter()
+                .map(|(r, panicked)| (global(r), format!("{}; {}", how(panicked), last(hub, global(r)))))
+                .collect();
+            Error::Ended { rank, call: call.to_string(), ended }
+        }
+        Trouble::Differs { peer, mine, theirs } => Error::Mismatch {
+            rank,
+            call: mine.to_string(),
+            other: global(peer),
+            other_call: theirs.to_string(),
+        },
+        Trouble::Broken { what } => Error::Engine { call: call.to_string(), what },
+        Trouble::Tensor(e) => Error::Tensor(e),
+    }
+}
+
+fn last(hub: &dyn Hub, rank: usize) -> String {
+    match hub.notes(rank) {
+        None => "what it did last is unknown".to_string(),
+        Some(notes) => notes.last().map_or("it has called nothing yet".to_string(), |n| format!("it {n}")),
+    }
+}
+
+/// Compares what all ranks brought. The same two ranks are named on every rank: one that does what most do,
+/// and the first that does not fit.
+pub(crate) fn compare(ranks: &[usize], brought: &[Arc<Notice>]) -> Result<(), Error> {
+    let conflict = |a: usize, b: usize| brought[a].conflict(a, &brought[b], b);
+    let n = brought.len();
+    let fits = |a: usize| (0..n).filter(|b| !conflict(a, *b)).count();
+    // Usually all are equal to the first, or fit with it in pairs: then one pass (or all pairs) suffices.
+    let pairwise = brought.iter().any(|b| b.pairwise());
+    let clean = if pairwise { (0..n).all(|a| fits(a) == n) } else { fits(0) == n };
+    if clean {
+        return Ok(());
+    }
+    // max_by_key takes the last of equals; the first is wanted.
+    let most = (0..n).rev().max_by_key(|a| fits(*a)).unwrap_or(0);
+    // A call that does not even fit itself (it sends itself another count than it receives) is its own other.
+    let other = (0..n).filter(|b| *b != most).find(|b| conflict(most, *b)).unwrap_or(most);
+    Err(Error::Mismatch {
+        rank: ranks[most],
+        call: brought[most].to_string(),
+        other: ranks[other],
+        other_call: brought[other].to_string(),
+    })
+}
