@@ -117,6 +117,7 @@ pub(crate) struct Letter<'a> {
 /// What a meeting found.
 pub(crate) enum Met {
     /// All digests are equal.
+    #[allow(dead_code)] // threads bring all notices
     Same,
     /// What every rank brought, in the order of ranks.
     All(Vec<Arc<Notice>>),

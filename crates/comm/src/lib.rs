@@ -17,7 +17,7 @@ mod recorder;
 mod threads;
 mod volume;
 mod watchdog;
-#[allow(dead_code)] // the threads engine needs only the digest
+#[allow(dead_code)] // threads need none of it
 mod wire;
 mod world;
 

@@ -116,13 +116,6 @@ impl Notice {
         matches!(self.detail, Detail::Pairs { .. })
     }
 
-    /// FNV-1a of all of it; equal on ranks that agree, unless [`Notice::pairwise`].
-    pub(crate) fn digest(&self) -> u64 {
-        self.encode()
-            .iter()
-            .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3))
-    }
-
     /// Do the calls of rank `me` (this) and of rank `other` not fit together?
     pub(crate) fn conflict(&self, me: usize, theirs: &Notice, other: usize) -> bool {
         match (&self.detail, &theirs.detail) {

@@ -4,6 +4,13 @@ use crate::notice::{Detail, Kind, Notice};
 use ferrotron_tensor::DType;
 
 impl Notice {
+    /// FNV-1a of all of it; equal on ranks that agree, unless [`Notice::pairwise`].
+    pub(crate) fn digest(&self) -> u64 {
+        self.encode()
+            .iter()
+            .fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x100_0000_01b3))
+    }
+
     /// As bytes that travel between machines.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(96);

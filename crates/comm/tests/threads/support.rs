@@ -1,0 +1,102 @@
+//! Ranks on threads, values to send, delays.
+
+use ferrotron_comm::World;
+use ferrotron_tensor::{Category, Device, Element, Float, Stream, Tensor, Threads, Watch, bf16};
+use std::time::Duration;
+
+pub const LONG: u64 = 60_000;
+
+/// Runs `f` on `n` ranks that share a device with the access checker on; patience in milliseconds.
+pub fn on_ranks<T: Send>(n: usize, patience: u64, f: impl Fn(World, Stream) -> T + Sync) -> Vec<T> {
+    let watch = Watch { order: true, time: false };
+    let device = Device::cpu_watched(Threads::new(1).unwrap(), watch);
+    on_devices(&vec![device; n], patience, f)
+}
+
+/// The same with a device for each rank. A rank that panics fails the test.
+pub fn on_devices<T: Send>(
+    devices: &[Device],
+    patience: u64,
+    f: impl Fn(World, Stream) -> T + Sync,
+) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let worlds = World::threads(devices.len(), Duration::from_millis(patience));
+        let start = |(world, device): (World, &Device)| {
+            let (f, stream) = (&f, device.stream("compute").unwrap());
+            scope.spawn(move || f(world, stream))
+        };
+        let handles: Vec<_> = worlds.into_iter().zip(devices).map(start).collect();
+        handles.into_iter().map(|h| h.join().unwrap()).collect()
+    })
+}
+
+/// A mix of bits.
+pub fn hash(x: u64) -> u64 {
+    let x = (x ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    x ^ (x >> 31)
+}
+
+/// Sleeps up to two milliseconds, or not at all.
+pub fn dawdle(seed: u64) {
+    let h = hash(seed);
+    if !h.is_multiple_of(3) {
+        std::thread::sleep(Duration::from_micros(h % 2000));
+    }
+}
+
+/// An element of a test: made from bits, over a range where the order of a sum shows in the result.
+pub trait Sample: Element {
+    fn sample(h: u64) -> Self;
+}
+
+impl Sample for f32 {
+    fn sample(h: u64) -> f32 {
+        ((h % 2001) as f32 - 1000.0) * 0.37 * 10f32.powi((h / 4096 % 7) as i32 - 3)
+    }
+}
+
+impl Sample for f64 {
+    fn sample(h: u64) -> f64 {
+        f64::from(f32::sample(h)) / 3.0
+    }
+}
+
+impl Sample for bf16 {
+    fn sample(h: u64) -> bf16 {
+        <bf16 as Float>::from_f32(f32::sample(h))
+    }
+}
+
+impl Sample for i32 {
+    fn sample(h: u64) -> i32 {
+        h as i32
+    }
+}
+
+impl Sample for i64 {
+    fn sample(h: u64) -> i64 {
+        h as i64
+    }
+}
+
+impl Sample for u8 {
+    fn sample(h: u64) -> u8 {
+        h as u8
+    }
+}
+
+/// What rank `rank` has, `len` elements.
+pub fn values<T: Sample>(rank: usize, len: usize) -> Vec<T> {
+    (0..len).map(|i| T::sample(hash((rank * 1_000_003 + i) as u64))).collect()
+}
+
+/// Those on a device.
+pub fn tensor<T: Sample>(s: &Stream, values: &[T]) -> Tensor {
+    s.upload(values, &[values.len()], Category::Communication).unwrap()
+}
+
+/// Memory that shows what was not written.
+pub fn blank<T: Sample>(s: &Stream, len: usize) -> Tensor {
+    tensor(s, &values::<T>(77, len))
+}
