@@ -87,8 +87,8 @@ pub(crate) fn compare(ranks: &[usize], brought: &[Arc<Notice>]) -> Result<(), Er
     if clean {
         return Ok(());
     }
-    // max_by_key takes the last of equals; the first is wanted.
-    let most = (0..n).rev().max_by_key(|a| fits(*a)).unwrap_or(0);
+    // Those with a conflict only: in pairs, most may fit with everyone. max_by_key takes the last of equals.
+    let most = (0..n).rev().filter(|a| fits(*a) < n).max_by_key(|a| fits(*a)).unwrap_or(0);
     // A call that does not even fit itself (it sends itself another count than it receives) is its own other.
     let other = (0..n).filter(|b| *b != most).find(|b| conflict(most, *b)).unwrap_or(most);
     Err(Error::Mismatch {

@@ -10,13 +10,8 @@ fn bits(s: &Stream, t: &Tensor) -> Vec<u8> {
 }
 
 fn raw<T: Sample>(values: &[T]) -> Vec<u8> {
-    values.iter().flat_map(|v| pod(v).to_vec()).collect()
-}
-
-fn pod<T: Sample>(v: &T) -> Vec<u8> {
-    let device = Device::cpu(Threads::new(1).unwrap());
-    let s = device.stream("oracle").unwrap();
-    bits(&s, &tensor(&s, std::slice::from_ref(v)))
+    let s = Device::cpu(Threads::new(1).unwrap()).stream("oracle").unwrap();
+    bits(&s, &tensor(&s, values))
 }
 
 /// Sum and maximum of one element over ranks, by definition.
