@@ -54,9 +54,9 @@ fn model_folder(case: &Path, spelling: &str, at: &Path) {
     std::fs::copy(case.join("model.safetensors"), at.join("model.safetensors")).unwrap();
 }
 
-fn forward(model: &Path, input: &Path, output: &Path, dtype: &str) {
+fn forward(model: &Path, input: &Path, output: &Path, dtype: &str, layout: &str) {
     let out = Command::new(binary())
-        .args(["forward", "--backward", "--dtype", dtype, "--threads", "2", "--model"])
+        .args(["forward", "--backward", "--dtype", dtype, "--layout", layout, "--threads", "2", "--model"])
         .arg(model)
         .arg("--input")
         .arg(input)
@@ -66,7 +66,7 @@ fn forward(model: &Path, input: &Path, output: &Path, dtype: &str) {
         .output()
         .unwrap();
     let errors = String::from_utf8_lossy(&out.stderr);
-    assert!(out.status.success(), "{} in {dtype}: {errors}", input.display());
+    assert!(out.status.success(), "{} in {dtype} {layout}: {errors}", input.display());
 }
 
 fn values(file: &SafeTensors, name: &str) -> Vec<f64> {
@@ -153,13 +153,36 @@ fn golden_hf_forward_and_backward() {
             model_folder(&case, spelling, &folder);
             for dtype in ["f32", "bf16"] {
                 let output = folder.join(format!("{dtype}.safetensors"));
-                forward(&folder, &case.join("expected.safetensors"), &output, dtype);
+                forward(&folder, &case.join("expected.safetensors"), &output, dtype, "");
                 let bytes = std::fs::read(&output).unwrap();
                 let ours = SafeTensors::deserialize(&bytes).unwrap();
                 compare(&format!("{name} ({spelling})"), dtype, &ours, &expected);
             }
         }
         println!("covered: {name}");
+    }
+}
+
+/// Ranks that share layers and ranks that share rows; with more of the latter than rows, some have none.
+#[test]
+fn golden_hf_under_every_layout() {
+    let temporary = tempfile::tempdir().unwrap();
+    for case in cases() {
+        let name = case.file_name().unwrap().display().to_string();
+        let expected = std::fs::read(case.join("expected.safetensors")).unwrap();
+        let expected = SafeTensors::deserialize(&expected).unwrap();
+        let folder = temporary.path().join(&name);
+        model_folder(&case, SPELLINGS[0], &folder);
+        for (tp, dp) in [1, 2, 4].into_iter().flat_map(|tp| (1..=4).map(move |dp| (tp, dp))).skip(1) {
+            let layout = format!("tp={tp},dp={dp}");
+            for dtype in if tp == dp { &["f32", "bf16"][..] } else { &["f32"] } {
+                let output = folder.join(format!("{dtype}.safetensors"));
+                forward(&folder, &case.join("expected.safetensors"), &output, dtype, &layout);
+                let bytes = std::fs::read(&output).unwrap();
+                let ours = SafeTensors::deserialize(&bytes).unwrap();
+                compare(&format!("{name} ({layout})"), dtype, &ours, &expected);
+            }
+        }
     }
 }
 

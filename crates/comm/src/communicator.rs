@@ -40,8 +40,15 @@ pub(crate) struct Core {
 #[derive(Default)]
 pub(crate) struct Counters {
     collectives: u64,
-    /// Messages by sender and receiver.
-    pub(crate) messages: HashMap<(usize, usize), u64>,
+    /// Messages by direction and peer.
+    pub(crate) messages: HashMap<(Direction, usize), u64>,
+}
+
+/// Which way a message goes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Direction {
+    Out,
+    In,
 }
 
 impl Communicator {

@@ -1,5 +1,6 @@
 //! Messages between two ranks, and host bytes for all.
 
+use crate::communicator::Direction;
 use crate::engine::{Job, Letter};
 use crate::notice::{Detail, Kind, Notice};
 use crate::recorder::Progress;
@@ -47,12 +48,13 @@ impl Communicator {
         let core = &*self.core;
         let Some(engine) = &core.engine else { return self.to_itself(s, &sends, &receives) };
         let mut counters = self.counters();
-        for l in sends.iter_mut().chain(&mut receives) {
-            let Detail::Route(from, to) = l.notice.detail else { continue };
-            let next = counters.messages.entry((from as usize, to as usize)).or_default();
+        let mut number = |direction, l: &mut Letter| {
+            let next = counters.messages.entry((direction, l.peer)).or_default();
             l.notice.sequence = *next;
             *next += 1;
-        }
+        };
+        sends.iter_mut().for_each(|l| number(Direction::Out, l));
+        receives.iter_mut().for_each(|l| number(Direction::In, l));
         // Of several messages the recorder shows the first that is waited for.
         let Some(first) = receives.first().or(sends.first()).map(|l| Arc::new(l.notice.clone())) else {
             return Ok(());

@@ -116,13 +116,18 @@ impl Notice {
         matches!(self.detail, Detail::Pairs { .. })
     }
 
+    /// Everything but the detail.
+    fn common(&self) -> (&str, u64, &str, Kind, &[u64], Option<DType>) {
+        let Notice { group, sequence, label, kind, shape, dtype, detail: _ } = self;
+        (group, *sequence, label, *kind, shape, *dtype)
+    }
+
     /// Do the calls of rank `me` (this) and of rank `other` not fit together?
     pub(crate) fn conflict(&self, me: usize, theirs: &Notice, other: usize) -> bool {
         match (&self.detail, &theirs.detail) {
             (Detail::Pairs { sent: s1, received: r1 }, Detail::Pairs { sent: s2, received: r2 }) => {
-                let common = |n: &Notice| Notice { detail: Detail::None, ..n.clone() };
-                let lists = [s1, r1, s2, r2].iter().any(|l| l.len() <= me.max(other));
-                lists || s1[other] != r2[me] || r1[other] != s2[me] || common(self) != common(theirs)
+                let short = [s1, r1, s2, r2].iter().any(|l| l.len() <= me.max(other));
+                short || s1[other] != r2[me] || r1[other] != s2[me] || self.common() != theirs.common()
             }
             _ => self != theirs,
         }

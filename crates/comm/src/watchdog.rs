@@ -40,9 +40,10 @@ fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trou
     match trouble {
         Trouble::Absent { missing, ended, told } => {
             let missing: Vec<usize> = missing.into_iter().map(global).collect();
-            // A report of another kind of failure is the cause; so is the report of a rank waited for here.
+            // A report of another kind of failure is the cause; so is that of a rank waited for here, and any
+            // if all have come here.
             if let Some(Failure { rank: by, reason, .. }) =
-                told.filter(|f| f.rank != rank && (!f.stall || missing.contains(&f.rank)))
+                told.filter(|f| !f.stall || missing.is_empty() || missing.contains(&f.rank))
             {
                 return Error::Abandoned { rank, call: call.to_string(), by, reason };
             }
@@ -87,8 +88,8 @@ pub(crate) fn compare(ranks: &[usize], brought: &[Arc<Notice>]) -> Result<(), Er
     if clean {
         return Ok(());
     }
-    // max_by_key takes the last of equals; the first is wanted.
-    let most = (0..n).rev().max_by_key(|a| fits(*a)).unwrap_or(0);
+    // Those with a conflict only: in pairs, most may fit with everyone. max_by_key takes the last of equals.
+    let most = (0..n).rev().filter(|a| fits(*a) < n).max_by_key(|a| fits(*a)).unwrap_or(0);
     // A call that does not even fit itself (it sends itself another count than it receives) is its own other.
     let other = (0..n).filter(|b| *b != most).find(|b| conflict(most, *b)).unwrap_or(most);
     Err(Error::Mismatch {

@@ -2,21 +2,31 @@
 
 use crate::support::*;
 use ferrotron_comm::{Error, Progress, Reduce, Result, World};
+use ferrotron_tensor::Stream;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 /// Enough for a loaded machine, short enough for a test.
-const SHORT: u64 = 400;
+const SHORT: u64 = 1000;
 
 fn text(e: &Error) -> String {
     e.to_string()
 }
 
-/// Runs ranks that must all fail, none of them later than a few times the patience.
-fn all_fail(n: usize, f: impl Fn(World, ferrotron_tensor::Stream) -> Result<()> + Sync) -> Vec<Error> {
+/// Runs ranks that must all fail, without any of them running out of patience.
+fn all_fail(n: usize, f: impl Fn(World, Stream) -> Result<()> + Sync) -> Vec<Error> {
+    all_fail_within(n, LONG, LONG / 4, f)
+}
+
+fn all_fail_within(
+    n: usize,
+    patience: u64,
+    limit: u64,
+    f: impl Fn(World, Stream) -> Result<()> + Sync,
+) -> Vec<Error> {
     let start = Instant::now();
-    let results = on_ranks(n, SHORT, f);
-    assert!(start.elapsed() < Duration::from_millis(SHORT * 10), "took {:?}", start.elapsed());
+    let results = on_ranks(n, patience, f);
+    assert!(start.elapsed() < Duration::from_millis(limit), "took {:?}", start.elapsed());
     results.into_iter().map(Result::unwrap_err).collect()
 }
 
@@ -108,7 +118,7 @@ fn counts_that_do_not_fit_in_pairs() {
         world.all().all_to_all_v(&s, &blank::<f32>(&s, 3), &sent, &to, &received, "tokens")
     });
     for e in &errors {
-        assert!(matches!(e, Error::Mismatch { rank: 1 | 0, other: 2 | 0, .. }), "{e}");
+        assert!(matches!(e, Error::Mismatch { rank: 0, other: 2, .. }), "{e}");
         assert!(text(e).contains("receives [2, 1, 1]"), "{e}");
         assert_eq!(text(e), text(&errors[0]));
     }
@@ -178,7 +188,7 @@ fn a_stalled_rank_is_named_by_everyone_with_what_it_did_last() {
 #[test]
 fn a_stall_in_another_group_is_traced_to_its_cause() {
     // 0 waits for 1 in one group, 1 for 2 in another; 2 does nothing.
-    let errors = all_fail(3, |world, _| {
+    let errors = all_fail_within(3, SHORT, SHORT * 10, |world, _| {
         let a = world.group("a", &[0, 1])?;
         let b = world.group("b", &[1, 2])?;
         match (world.rank(), a, b) {

@@ -1,7 +1,7 @@
 //! Every operation against its definition.
 
 use crate::support::*;
-use ferrotron_comm::{Communicator, Error, Reduce, World};
+use ferrotron_comm::{Arithmetic, Communicator, Error, Reduce, World};
 use ferrotron_tensor::{Category, Device, Float, Stream, Tensor, Threads, bf16};
 
 /// Bits of a tensor.
@@ -10,13 +10,8 @@ fn bits(s: &Stream, t: &Tensor) -> Vec<u8> {
 }
 
 fn raw<T: Sample>(values: &[T]) -> Vec<u8> {
-    values.iter().flat_map(|v| pod(v).to_vec()).collect()
-}
-
-fn pod<T: Sample>(v: &T) -> Vec<u8> {
-    let device = Device::cpu(Threads::new(1).unwrap());
-    let s = device.stream("oracle").unwrap();
-    bits(&s, &tensor(&s, std::slice::from_ref(v)))
+    let s = Device::cpu(Threads::new(1).unwrap()).stream("oracle").unwrap();
+    bits(&s, &tensor(&s, values))
 }
 
 /// Sum and maximum of one element over ranks, by definition.
@@ -175,7 +170,7 @@ fn every_operation_equals_its_definition_for_one_to_eight_ranks() {
 #[test]
 fn wide_numbers_reduce_too_and_ranks_may_have_a_device_each() {
     let devices: Vec<Device> = (0..3).map(|_| Device::cpu(Threads::new(1).unwrap())).collect();
-    on_devices(&devices, LONG, |world, s| {
+    on_devices(&devices, LONG, Arithmetic::default(), |world, s| {
         reductions::<f64>(&world.all(), &s);
         reductions::<i64>(&world.all(), &s);
         everything(world, s);
@@ -183,8 +178,13 @@ fn wide_numbers_reduce_too_and_ranks_may_have_a_device_each() {
 }
 
 #[test]
+fn a_card_without_kernels_sums_on_the_host() {
+    on_devices(&vec![device(); 3], LONG, Arithmetic::default(), everything);
+}
+
+#[test]
 fn a_rank_alone_needs_no_job() {
-    let device = Device::cpu(Threads::new(1).unwrap());
+    let device = device();
     everything(World::solo(), device.stream("compute").unwrap());
     let (g, s) = (Communicator::solo(), device.stream("compute").unwrap());
     let (a, b) = (tensor(&s, &[1f32, 2.0]), blank::<f32>(&s, 2));

@@ -1,26 +1,38 @@
 //! Ranks on threads, values to send, delays.
 
-use ferrotron_comm::World;
-use ferrotron_tensor::{Category, Device, Element, Float, Stream, Tensor, Threads, Watch, bf16};
+use ferrotron_comm::{Add, Arithmetic, World};
+use ferrotron_tensor::{
+    Category, DType, Device, Element, Float, Result, Stream, Tensor, Threads, Watch, bf16,
+};
+use std::sync::Arc;
 use std::time::Duration;
 
 pub const LONG: u64 = 60_000;
 
-/// Runs `f` on `n` ranks that share a device with the access checker on; patience in milliseconds.
+/// Runs `f` on `n` ranks that share a device with the access checker on; patience in milliseconds. The device
+/// is the host, or with `FERROTRON_TEST_DEVICE=cuda` the first card.
 pub fn on_ranks<T: Send>(n: usize, patience: u64, f: impl Fn(World, Stream) -> T + Sync) -> Vec<T> {
-    let watch = Watch { order: true, time: false };
-    let device = Device::cpu_watched(Threads::new(1).unwrap(), watch);
-    on_devices(&vec![device; n], patience, f)
+    on_devices(&vec![device(); n], patience, by_hand(), f)
 }
 
-/// The same with a device for each rank. A rank that panics fails the test.
+/// The device under test.
+pub fn device() -> Device {
+    let (threads, watch) = (Threads::new(1).unwrap(), Watch { order: true, time: false });
+    match std::env::var("FERROTRON_TEST_DEVICE") {
+        Ok(home) if home == "cuda" => Device::cuda(0, threads, watch).unwrap(),
+        _ => Device::cpu_watched(threads, watch),
+    }
+}
+
+/// The same with a device for each rank, and other kernels. A rank that panics fails the test.
 pub fn on_devices<T: Send>(
     devices: &[Device],
     patience: u64,
+    arithmetic: Arithmetic,
     f: impl Fn(World, Stream) -> T + Sync,
 ) -> Vec<T> {
     std::thread::scope(|scope| {
-        let worlds = World::threads(devices.len(), Duration::from_millis(patience));
+        let worlds = World::threads_with(devices.len(), Duration::from_millis(patience), arithmetic);
         let start = |(world, device): (World, &Device)| {
             let (f, stream) = (&f, device.stream("compute").unwrap());
             scope.spawn(move || f(world, stream))
@@ -28,6 +40,30 @@ pub fn on_devices<T: Send>(
         let handles: Vec<_> = worlds.into_iter().zip(devices).map(start).collect();
         handles.into_iter().map(|h| h.join().unwrap()).collect()
     })
+}
+
+/// Stand-ins for the kernels of a card, which this crate has not.
+fn by_hand() -> Arithmetic {
+    fn floats(s: &Stream, t: &Tensor) -> Result<Vec<f32>> {
+        match t.dtype() {
+            DType::BF16 => Ok(s.download::<bf16>(t)?.into_iter().map(Float::to_f32).collect()),
+            _ => s.download::<f32>(t),
+        }
+    }
+    fn kernel(f: fn(f32, f32) -> f32) -> Option<Add> {
+        Some(Arc::new(move |s: &Stream, acc: &Tensor, x: &Tensor| {
+            let pairs = floats(s, acc)?.into_iter().zip(floats(s, x)?);
+            let result: Vec<f32> = pairs.map(|(a, x)| f(a, x)).collect();
+            match acc.dtype() {
+                DType::BF16 => {
+                    s.write_to(acc, &result.into_iter().map(<bf16 as Float>::from_f32).collect::<Vec<_>>())
+                }
+                _ => s.write_to(acc, &result),
+            }
+        }))
+    }
+    let max = |a: f32, x: f32| if x > a || x.is_nan() { x } else { a };
+    Arithmetic { add: kernel(|a, x| a + x), max: kernel(max) }
 }
 
 /// A mix of bits.
