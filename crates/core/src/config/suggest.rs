@@ -90,7 +90,7 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
             "data_parallel_sharding_strategy",
             "tp_comm_overlap",
         ],
-        "this version trains on one rank; leave it out",
+        "this version has tensor and data parallelism without this; leave it out",
     ),
     (
         &["decoupled_lr", "decoupled_min_lr", "embedding_lr", "lr_mult"],
