@@ -35,7 +35,11 @@ impl SharedLibrary {
             match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
                 Ok(library) => return Ok(Box::leak(Box::new(SharedLibrary { library, name }))),
                 // A file that is there but can't be loaded is the more useful thing to tell.
-                Err(error) if path.exists() || refused.is_none() => refused = Some(error.to_string()),
+                Err(error) if path.exists() || refused.is_none() => {
+                    // The loader's words, which name the file, are underneath.
+                    let source = std::error::Error::source(&error).map(ToString::to_string);
+                    refused = Some(source.unwrap_or_else(|| format!("{}: {error}", path.display())));
+                }
                 Err(_) => {}
             }
         }
