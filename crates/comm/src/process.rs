@@ -136,7 +136,7 @@ impl Process {
             let told = self.told();
             let waiting = if late || told.is_some() || idle % 64 == 63 { missing() } else { Vec::new() };
             let ended: Vec<(usize, bool)> =
-                waiting.iter().filter(|(_, r)| self.post().gone(*r)).map(|(g, _)| (*g, true)).collect();
+                waiting.iter().filter(|(_, r)| self.post().gone(*r)).map(|(g, _)| (*g, false)).collect();
             if late || told.is_some() || !ended.is_empty() {
                 let missing = waiting.into_iter().map(|(group, _)| group).collect();
                 return Err(Trouble::Absent { missing, ended, told });

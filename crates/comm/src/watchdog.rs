@@ -40,11 +40,10 @@ fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trou
     match trouble {
         Trouble::Absent { missing, ended, told } => {
             let missing: Vec<usize> = missing.into_iter().map(global).collect();
-            // A report of another kind of failure is the cause; so is the report of a rank waited for here, and
-            // any report where nobody was waited for: the job was over before the call.
-            let over = missing.is_empty() && ended.is_empty();
+            // A report of another kind of failure is the cause; so is that of a rank waited for here, and any
+            // if all have come here.
             if let Some(Failure { rank: by, reason, .. }) =
-                told.filter(|f| over || f.rank != rank && (!f.stall || missing.contains(&f.rank)))
+                told.filter(|f| !f.stall || missing.is_empty() || missing.contains(&f.rank))
             {
                 return Error::Abandoned { rank, call: call.to_string(), by, reason };
             }

@@ -97,7 +97,7 @@ fn a_process_that_went_is_noticed() {
                 let p = join(rank, 3, at, Duration::from_millis(100));
                 let gone = p.wait(soon(), || Ok(p.post().take(1, Topic(5))), || vec![(1, 1)]);
                 let Err(Trouble::Absent { ended, .. }) = gone else { panic!() };
-                assert_eq!(ended, [(1, true)]);
+                assert_eq!(ended, [(1, false)]);
                 p.fail(Failure { rank, stall: false, reason: "alone".into() });
             });
         }

@@ -77,14 +77,14 @@ impl Meeting {
     ) -> Result<Table, Trouble> {
         let n = self.ranks.len();
         let mut state = self.lock();
-        if let Some(failure) = hall.failed() {
-            let missing = (0..n).filter(|r| *r != rank).collect();
-            return Err(Trouble::Absent { missing, ended: vec![], told: Some(failure.clone()) });
-        }
         let at = |s: &State| (round - s.first) as usize;
         while state.rounds.len() <= at(&state) {
             let brought = (0..n).map(|_| None).collect();
             state.rounds.push_back(Round { brought, full: None, taken: 0 });
+        }
+        if hall.failed().is_some() {
+            let came = &state.rounds[at(&state)].brought;
+            return Err(self.absent(hall, (0..n).filter(|r| *r != rank && came[*r].is_none()).collect()));
         }
         let i = at(&state);
         let here = &mut state.rounds[i];
@@ -142,14 +142,18 @@ impl Meeting {
                 return Ok((state, found));
             }
             let missing = missing(&state);
-            let ended: Vec<(usize, bool)> =
-                missing.iter().filter_map(|r| Some((*r, hall.ended(self.ranks[*r])?))).collect();
-            let told = hall.failed().cloned();
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || !ended.is_empty() || told.is_some() {
-                return Err(Trouble::Absent { missing, ended, told });
+            let hopeless = || missing.iter().any(|r| hall.ended(self.ranks[*r]).is_some());
+            if left.is_zero() || hall.failed().is_some() || hopeless() {
+                return Err(self.absent(hall, missing));
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
+    }
+
+    /// Why the missing are missing, as far as known.
+    fn absent(&self, hall: &Hall, missing: Vec<usize>) -> Trouble {
+        let ended = missing.iter().filter_map(|r| Some((*r, hall.ended(self.ranks[*r])?))).collect();
+        Trouble::Absent { missing, ended, told: hall.failed().cloned() }
     }
 }
