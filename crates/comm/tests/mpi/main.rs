@@ -111,6 +111,17 @@ fn worker() {
     match scenario.as_str() {
         "good operations" => operations::all(&world, &s),
         "good long" => operations::long(&all, &s),
+        "good beyond 32 bits" => {
+            // Marks around every place where counts or pieces could go wrong.
+            let len = (1usize << 31) + 101;
+            let t = s.zeros(&[len], DType::U8, Category::Communication).unwrap();
+            let places = [0, (1 << 30) - 2, (1 << 31) - 2, len - 4].map(|at| t.narrow(0, at, 4).unwrap());
+            if rank == 1 {
+                places.iter().for_each(|p| s.write_to(p, &[1u8, 2, 3, 4]).unwrap());
+            }
+            all.broadcast(&s, &t, 1, "much").unwrap();
+            assert!(places.iter().all(|p| s.download::<u8>(p).unwrap() == [1, 2, 3, 4]));
+        }
         "good idle" => {
             if rank == 0 {
                 std::thread::sleep(Duration::from_secs(3));
@@ -220,6 +231,12 @@ fn over_tcp_too() {
 #[test]
 fn long_sums_go_in_pieces() {
     good("good long", &[]);
+}
+
+#[test]
+#[ignore = "takes 9 GiB of memory; run it after changes to transfers"]
+fn messages_may_be_longer_than_32_bits_count() {
+    good("good beyond 32 bits", &[]);
 }
 
 #[test]
