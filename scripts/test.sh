@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: formatting, lints, every test (golden vectors included).
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
-# target/, so that every CUDA kernel is compiled here although no GPU is needed.
+# target/, so that every CUDA kernel is compiled here although no GPU is needed; and, where it may, Open MPI.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -26,6 +26,14 @@ if [ -z "${FERROTRON_CUDA_LIB:-}" ]; then
   else
     echo "test.sh: SKIPPED: compiling the CUDA kernels (NVRTC could not be installed)"
   fi
+fi
+
+# Ranks as processes: the tests say aloud what they skip without it, and fail in CI.
+if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  # The package brings the library, whatever the distribution calls that one.
+  install() { DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends openmpi-bin >/dev/null; }
+  install 2>/dev/null || { apt-get update >/dev/null && install; } \
+    || echo "test.sh: Open MPI could not be installed (apt-get install openmpi-bin)" >&2
 fi
 
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check

@@ -52,7 +52,7 @@ pub(crate) trait Engine: Send + Sync {
     /// Brings `notice` to all ranks of the group and returns when all have come. `job` is what
     /// [`Engine::run`] will be given after this with the same stream, for engines that can bring the data along.
     ///
-    /// Returns [`Met::Same`] if the engine compared `Notice::digest` of all ranks and they are equal (not
+    /// Returns [`Met::Same`] if the engine compared the notices of all ranks and they are equal (not
     /// allowed for `notice.pairwise()`, which never equal each other), else all notices in the order of ranks,
     /// which are then compared above.
     fn meet(&self, s: Option<&Stream>, notice: &Notice, job: &Job, deadline: Instant)
@@ -116,8 +116,7 @@ pub(crate) struct Letter<'a> {
 
 /// What a meeting found.
 pub(crate) enum Met {
-    /// All digests are equal.
-    #[allow(dead_code)] // threads bring all notices
+    /// All notices are equal.
     Same,
     /// What every rank brought, in the order of ranks.
     All(Vec<Arc<Notice>>),

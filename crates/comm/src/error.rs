@@ -78,6 +78,17 @@ pub enum Error {
         /// What the library said.
         what: String,
     },
+    /// A library that is opened at run time is missing or not the right one.
+    #[error("{library} can't be used: {what}")]
+    Library {
+        /// Its name.
+        library: &'static str,
+        /// What is wrong and the way out.
+        what: String,
+    },
+    /// The processes of the job can't find each other.
+    #[error("can't join the job: {0}")]
+    Launch(String),
     /// From the tensors below.
     #[error(transparent)]
     Tensor(#[from] ferrotron_tensor::Error),

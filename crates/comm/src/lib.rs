@@ -5,24 +5,36 @@
 //! a mismatch is an error that names both sides. A rank that does not come within the patience of the others,
 //! or ends, is named with what it did last; no call waits for ever.
 //!
-//! Engines below only map calls: `threads` are ranks of one process.
+//! Engines below only map calls: `threads` are ranks of one process, `mpi` are processes with tensors on the
+//! host, `nccl` are processes with a card each. Sums are added in the order of ranks, the same bits on all
+//! engines, except NCCL's, which have an order of their own.
 
 mod arguments;
+mod circle;
 mod communicator;
 mod engine;
 mod error;
+mod job;
 mod messages;
+mod mpi;
+mod nccl;
 mod notice;
+mod post;
+mod process;
 mod recorder;
+mod shared_library;
+mod tcp;
 mod threads;
 mod volume;
 mod watchdog;
-#[allow(dead_code)] // threads need none of it
 mod wire;
 mod world;
 
 pub use communicator::Communicator;
 pub use error::{Error, Result};
+pub use job::{Job, Launcher};
+pub use mpi::mpi_version;
+pub use nccl::nccl_version;
 pub use notice::Kind;
 pub use recorder::{Note, Progress};
 pub use threads::{Add, Arithmetic};

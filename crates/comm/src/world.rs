@@ -41,7 +41,6 @@ impl World {
     }
 
     /// A job over another engine: makes the group of all ranks.
-    #[allow(dead_code)] // for engines that make their first group over a network
     pub(crate) fn start(hub: Arc<dyn Hub>, patience: Duration) -> Result<World> {
         let ranks: Vec<usize> = (0..hub.size()).collect();
         let engine = match ranks.len() {

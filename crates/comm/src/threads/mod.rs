@@ -10,7 +10,7 @@
 mod engine;
 mod meeting;
 mod parcel;
-mod sums;
+pub(crate) mod sums;
 
 use crate::engine::{Engine, Failure, Hub, Trouble};
 use crate::recorder::{Note, Recorder};

@@ -80,7 +80,8 @@ fn by_host<T: Reducible>(s: &Stream, sources: &[Tensor], out: &Tensor, op: Reduc
 /// Elements taken through all ranks at once, so that accumulators stay in the nearest cache.
 const PIECE: usize = 1024;
 
-fn fold<T: Reducible>(out: &mut [T], sources: &[&[T]], op: Reduce) {
+/// `out[i] = reduce of sources[r][i]` in the order of r, rounded once.
+pub(crate) fn fold<T: Reducible>(out: &mut [T], sources: &[&[T]], op: Reduce) {
     let mut acc = [T::Acc::default(); PIECE];
     for (piece, out) in out.chunks_mut(PIECE).enumerate() {
         let acc = &mut acc[..out.len()];
@@ -97,7 +98,7 @@ fn fold<T: Reducible>(out: &mut [T], sources: &[&[T]], op: Reduce) {
 }
 
 /// An element that is summed in its accumulator type.
-trait Reducible: Element {
+pub(crate) trait Reducible: Element {
     type Acc: Copy + Default;
     fn widen(&self) -> Self::Acc;
     fn narrow(acc: Self::Acc) -> Self;

@@ -1,0 +1,144 @@
+//! Sums that do not depend on the number of processes that made them: every element is reduced in one place,
+//! in the order of ranks, and rounded once.
+
+use super::transfer::Lane;
+use crate::Reduce;
+use crate::engine::Trouble;
+use crate::threads::sums::{Reducible, fold};
+use std::ops::Range;
+use std::time::Instant;
+
+/// Elements of a part that are exchanged at a time: bounds the memory for what the others send.
+const SEGMENT: usize = 1 << 20;
+/// Up to this many elements every rank sends everything to every other and sums for itself: one round instead
+/// of two.
+const SMALL: usize = 2048;
+
+/// The part of rank `r` when `len` elements are dealt over `n` ranks.
+fn part(len: usize, n: usize, r: usize) -> Range<usize> {
+    let each = len.div_ceil(n);
+    (each * r).min(len)..(each * (r + 1)).min(len)
+}
+
+/// `t` = reduction over ranks.
+pub(super) fn all_reduce<T: Reducible>(
+    lane: &Lane,
+    t: &mut [T],
+    op: Reduce,
+    deadline: Instant,
+) -> Result<(), Trouble> {
+    let (n, me) = (lane.circle.ranks.len(), lane.circle.me);
+    if t.len() <= SMALL {
+        let theirs = swap(lane, &vec![&*t; n], t.len(), deadline)?;
+        let own = t.to_vec();
+        fold(t, &slices(&theirs, &own, me), op);
+        return Ok(());
+    }
+    let parts: Vec<Range<usize>> = (0..n).map(|r| part(t.len(), n, r)).collect();
+    reduce_parts(lane, t, &parts, op, deadline)?;
+    let mut rest = &mut *t;
+    let mut mine: &[T] = &[];
+    let mut others: Vec<(usize, &mut [u8])> = Vec::with_capacity(n);
+    for (r, range) in parts.iter().enumerate() {
+        let (this, after) = rest.split_at_mut(range.len());
+        rest = after;
+        match r == me {
+            true => mine = this,
+            false => others.push((r, bytemuck::cast_slice_mut(this))),
+        }
+    }
+    let sends: Vec<_> = lane.circle.others().map(|r| (r, bytemuck::cast_slice(mine))).collect();
+    lane.transfer(&sends, &mut others, deadline)
+}
+
+/// Part `me` of n equal parts of `all` = reduction over ranks.
+pub(super) fn reduce_scatter<T: Reducible>(
+    lane: &Lane,
+    all: &mut [T],
+    op: Reduce,
+    deadline: Instant,
+) -> Result<(), Trouble> {
+    let n = lane.circle.ranks.len();
+    let parts: Vec<Range<usize>> = (0..n).map(|r| all.len() / n * r..all.len() / n * (r + 1)).collect();
+    reduce_parts(lane, all, &parts, op, deadline)
+}
+
+/// The same when `all` is only read and `mine` is elsewhere.
+pub(super) fn reduce_scatter_into<T: Reducible>(
+    lane: &Lane,
+    all: &[T],
+    mine: &mut [T],
+    op: Reduce,
+    deadline: Instant,
+) -> Result<(), Trouble> {
+    let len = mine.len();
+    let me = lane.circle.me;
+    segments(len, |seg| {
+        let seg = within(&seg, len);
+        let sent: Vec<&[T]> = all.chunks(len).map(|part| &part[seg.clone()]).collect();
+        let theirs = swap(lane, &sent, seg.len(), deadline)?;
+        fold(&mut mine[seg], &slices(&theirs, sent[me], me), op);
+        Ok(())
+    })
+}
+
+/// Reduces in place, at rank r, part r of `t`.
+fn reduce_parts<T: Reducible>(
+    lane: &Lane,
+    t: &mut [T],
+    parts: &[Range<usize>],
+    op: Reduce,
+    deadline: Instant,
+) -> Result<(), Trouble> {
+    let me = lane.circle.me;
+    let longest = parts.iter().map(Range::len).max().unwrap_or(0);
+    segments(longest, |seg| {
+        let sent: Vec<&[T]> = parts.iter().map(|p| &t[p.clone()][within(&seg, p.len())]).collect();
+        let theirs = swap(lane, &sent, sent[me].len(), deadline)?;
+        let own = sent[me].to_vec();
+        let out = &mut t[parts[me].clone()][within(&seg, parts[me].len())];
+        fold(out, &slices(&theirs, &own, me), op);
+        Ok(())
+    })
+}
+
+/// Calls `step` for pieces of `len` elements.
+fn segments(len: usize, mut step: impl FnMut(Range<usize>) -> Result<(), Trouble>) -> Result<(), Trouble> {
+    (0..len).step_by(SEGMENT).try_for_each(|start| step(start..start + SEGMENT))
+}
+
+/// What of a segment lies inside a part of `len` elements.
+fn within(segment: &Range<usize>, len: usize) -> Range<usize> {
+    segment.start.min(len)..segment.end.min(len)
+}
+
+/// Sends `sent[r]` to rank r and gets `len` elements from each; this rank's own place stays empty.
+fn swap<T: Reducible>(
+    lane: &Lane,
+    sent: &[&[T]],
+    len: usize,
+    deadline: Instant,
+) -> Result<Vec<Vec<T>>, Trouble> {
+    let me = lane.circle.me;
+    let mut theirs: Vec<Vec<T>> =
+        (0..sent.len()).map(|r| vec![T::zeroed(); if r == me { 0 } else { len }]).collect();
+    let sends: Vec<_> = lane.circle.others().map(|r| (r, bytemuck::cast_slice(sent[r]))).collect();
+    let mut receives = receives(&mut theirs, me);
+    match lane.transfer(&sends, &mut receives, deadline) {
+        Ok(()) => Ok(theirs),
+        Err(trouble) => {
+            // MPI may still write here.
+            std::mem::forget(theirs);
+            Err(trouble)
+        }
+    }
+}
+
+fn receives<T: Reducible>(theirs: &mut [Vec<T>], me: usize) -> Vec<(usize, &mut [u8])> {
+    let all = theirs.iter_mut().enumerate().filter(|(r, _)| *r != me);
+    all.map(|(r, x)| (r, bytemuck::cast_slice_mut(x.as_mut_slice()))).collect()
+}
+
+fn slices<'a, T>(theirs: &'a [Vec<T>], own: &'a [T], me: usize) -> Vec<&'a [T]> {
+    theirs.iter().enumerate().map(|(r, x)| if r == me { own } else { x.as_slice() }).collect()
+}

@@ -1,0 +1,93 @@
+//! Bytes of tensors between ranks: everything is posted at once, then waited for without holding a core.
+
+use super::library::{Handle, Mpi};
+use super::mail::Comm;
+use crate::circle::Circle;
+use crate::engine::Trouble;
+use ferrotron_tensor::Tensor;
+use std::time::Instant;
+
+/// MPI counts in 32 bits: longer messages are cut into pieces of this many bytes.
+pub(super) const PIECE: usize = 1 << 30;
+
+/// The lane of a group.
+pub(super) struct Lane<'a> {
+    pub(super) mpi: &'static Mpi,
+    pub(super) comm: Comm,
+    pub(super) circle: &'a Circle,
+    /// Messages of one tag between two ranks arrive in the order sent.
+    pub(super) tag: i32,
+    /// The memory's owners, kept for ever if the call ends while MPI still uses it.
+    pub(super) owners: &'a [&'a Tensor],
+}
+
+impl Lane<'_> {
+    /// Sends and receives everything (by rank in the group; nothing goes to this rank itself) and returns when
+    /// all is done.
+    pub(super) fn transfer(
+        &self,
+        sends: &[(usize, &[u8])],
+        receives: &mut [(usize, &mut [u8])],
+        deadline: Instant,
+    ) -> Result<(), Trouble> {
+        let mut pending: Vec<(usize, Handle)> = Vec::with_capacity(sends.len() + receives.len());
+        let done =
+            self.post(sends, receives, &mut pending).and_then(|()| self.finish(&mut pending, deadline));
+        if done.is_err() {
+            // The job is over. MPI may still read or write the memory, so it must stay; what arrives there late
+            // is a number like any other.
+            self.owners.iter().for_each(|t| std::mem::forget((*t).clone()));
+        }
+        done
+    }
+
+    fn post(
+        &self,
+        sends: &[(usize, &[u8])],
+        receives: &mut [(usize, &mut [u8])],
+        pending: &mut Vec<(usize, Handle)>,
+    ) -> Result<(), Trouble> {
+        let rank = |peer: usize| self.circle.ranks[peer];
+        for (from, bytes) in receives.iter_mut() {
+            for piece in bytes.chunks_mut(PIECE) {
+                let (at, len) = (piece.as_mut_ptr(), piece.len());
+                // SAFETY: the memory is borrowed for the whole call, and kept by `transfer` if that fails.
+                let request = unsafe { self.mpi.receive(self.comm.0, at, len, rank(*from), self.tag)? };
+                pending.push((*from, request));
+            }
+        }
+        for (to, bytes) in sends {
+            for piece in bytes.chunks(PIECE) {
+                // SAFETY: as above; nobody writes it meanwhile, because it is borrowed.
+                let request = unsafe { self.mpi.send(self.comm.0, piece, rank(*to), self.tag)? };
+                pending.push((*to, request));
+            }
+        }
+        Ok(())
+    }
+
+    fn finish(&self, pending: &mut Vec<(usize, Handle)>, deadline: Instant) -> Result<(), Trouble> {
+        let pending = std::cell::RefCell::new(pending);
+        self.circle.process.wait(
+            deadline,
+            || {
+                let mut pending = pending.borrow_mut();
+                let mut i = 0;
+                while i < pending.len() {
+                    // SAFETY: live requests; each is removed when it is done.
+                    match unsafe { self.mpi.done(&mut pending[i].1)? } {
+                        true => drop(pending.swap_remove(i)),
+                        false => i += 1,
+                    }
+                }
+                Ok(pending.is_empty().then_some(()))
+            },
+            || {
+                let mut peers: Vec<usize> = pending.borrow().iter().map(|(peer, _)| *peer).collect();
+                peers.sort_unstable();
+                peers.dedup();
+                peers.into_iter().map(|p| (p, self.circle.ranks[p])).collect()
+            },
+        )
+    }
+}

@@ -1,0 +1,278 @@
+//! One process of a job of several: failure reports, the flight recorder across processes, and the end.
+//!
+//! A thread of its own answers other ranks' questions and hears of failures while the rank computes. When a
+//! rank has failed, it also makes sure that the job ends: if the callers have not left by themselves soon
+//! after, every process is ended.
+
+use crate::Result;
+use crate::engine::{Failure, Trouble};
+use crate::notice::Notice;
+use crate::post::{Post, Topic};
+use crate::recorder::{Note, Progress, Recorder};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// How often the thread looks; bounds how late a failure is heard of.
+const LOOK: Duration = Duration::from_millis(10);
+/// How long a rank's answer is waited for: a stopped process never answers.
+const ANSWER: Duration = Duration::from_millis(500);
+/// After a failure, time for every rank to say what it knows before the first process ends.
+const LINGER: Duration = Duration::from_millis(1500);
+/// After a failure, time until the job is ended by force.
+const FORCE: Duration = Duration::from_secs(6);
+
+/// One rank that is a process.
+pub(crate) struct Process {
+    shared: Arc<Shared>,
+    patience: Duration,
+    answers: Option<std::thread::JoinHandle<()>>,
+}
+
+struct Shared {
+    post: Arc<dyn Post>,
+    recorder: Arc<Recorder>,
+    failure: Mutex<Option<(Failure, Instant)>>,
+    /// The last call each rank was heard of.
+    heard: Mutex<Vec<Option<(String, Instant)>>>,
+    over: AtomicBool,
+}
+
+impl Process {
+    pub(crate) fn new(post: Arc<dyn Post>, patience: Duration) -> Result<Process> {
+        let heard = Mutex::new(vec![None; post.size()]);
+        let shared = Arc::new(Shared {
+            post,
+            recorder: Arc::default(),
+            failure: Mutex::default(),
+            heard,
+            over: AtomicBool::new(false),
+        });
+        let other = shared.clone();
+        let spawned =
+            std::thread::Builder::new().name("comm answers".into()).spawn(move || other.answer_questions());
+        let answers = spawned.map_err(|e| crate::Error::Launch(format!("no thread for answers: {e}")))?;
+        Ok(Process { shared, patience, answers: Some(answers) })
+    }
+
+    pub(crate) fn post(&self) -> &dyn Post {
+        &*self.shared.post
+    }
+
+    pub(crate) fn recorder(&self) -> &Arc<Recorder> {
+        &self.shared.recorder
+    }
+
+    /// The first failure known here.
+    pub(crate) fn told(&self) -> Option<Failure> {
+        self.shared.failed().map(|(failure, _)| failure)
+    }
+
+    /// An error if the job is over.
+    pub(crate) fn alive(&self) -> Result<(), Trouble> {
+        match self.told() {
+            None => Ok(()),
+            told => Err(Trouble::Absent { missing: vec![], ended: vec![], told }),
+        }
+    }
+
+    /// Tells everybody of this rank's failure.
+    pub(crate) fn fail(&self, failure: Failure) {
+        if self.shared.note(failure.clone()) {
+            let text = encode_failure(&failure);
+            let post = self.post();
+            for to in (0..post.size()).filter(|r| *r != post.rank()) {
+                // One that can't be told will see for itself.
+                let _ = post.send(to, Topic::FAILURE, text.clone());
+            }
+        }
+    }
+
+    /// Remembers that `rank` (of the job) came to this call.
+    pub(crate) fn hear(&self, rank: usize, notice: &Notice) {
+        let mut heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(place) = heard.get_mut(rank) {
+            *place = Some((notice.to_string(), Instant::now()));
+        }
+    }
+
+    /// The last operations of `rank`: its own account, or what was last heard of it.
+    pub(crate) fn notes(&self, rank: usize) -> Option<Vec<Note>> {
+        let post = self.post();
+        if rank == post.rank() {
+            return Some(self.recorder().notes());
+        }
+        let deadline = Instant::now() + ANSWER;
+        let mut idle = 0;
+        if !post.gone(rank) && post.send(rank, Topic::QUESTION, Vec::new()).is_ok() {
+            while Instant::now() < deadline && !post.gone(rank) {
+                if let Some(answer) = post.take(rank, Topic::ANSWER) {
+                    return decode_notes(&answer);
+                }
+                post.pause(idle);
+                idle += 1;
+            }
+        }
+        let heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
+        let (call, at) = heard.get(rank)?.clone()?;
+        let call = format!("{call}, then did not answer any more: last heard of");
+        Some(vec![Note { call, progress: Progress::Done, age: at.elapsed() }])
+    }
+
+    /// Waits until `ready` gives something. `missing` says for whom it waits (numbers in the group, and in
+    /// the job).
+    pub(crate) fn wait<T>(
+        &self,
+        deadline: Instant,
+        mut ready: impl FnMut() -> Result<Option<T>, Trouble>,
+        missing: impl Fn() -> Vec<(usize, usize)>,
+    ) -> Result<T, Trouble> {
+        let mut idle = 0;
+        loop {
+            if let Some(found) = ready()? {
+                return Ok(found);
+            }
+            let late = Instant::now() >= deadline;
+            let told = self.told();
+            let waiting = if late || told.is_some() || idle % 64 == 63 { missing() } else { Vec::new() };
+            let ended: Vec<(usize, bool)> =
+                waiting.iter().filter(|(_, r)| self.post().gone(*r)).map(|(g, _)| (*g, false)).collect();
+            if late || told.is_some() || !ended.is_empty() {
+                let missing = waiting.into_iter().map(|(group, _)| group).collect();
+                return Err(Trouble::Absent { missing, ended, told });
+            }
+            self.post().pause(idle);
+            idle += 1;
+        }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let post = &*self.shared.post;
+        if std::thread::panicking() {
+            let reason = "it panicked".to_string();
+            self.fail(Failure { rank: post.rank(), stall: false, reason });
+        }
+        if self.told().is_none() {
+            for to in (0..post.size()).filter(|r| *r != post.rank()) {
+                let _ = post.send(to, Topic::GOODBYE, Vec::new());
+            }
+            let mut left: Vec<usize> = (0..post.size()).filter(|r| *r != post.rank()).collect();
+            let ready = || {
+                left.retain(|r| post.take(*r, Topic::GOODBYE).is_none() && !post.gone(*r));
+                Ok(left.is_empty().then_some(()))
+            };
+            if self.wait(Instant::now() + self.patience, ready, Vec::new).is_ok() {
+                self.shared.over.store(true, Ordering::Release);
+                if let Some(answers) = self.answers.take() {
+                    let _ = answers.join();
+                }
+                return post.close();
+            }
+            let reason = "the other ranks did not come to the end of the job".to_string();
+            self.fail(Failure { rank: post.rank(), stall: true, reason });
+        }
+        // The launcher ends the job when the first process goes; the others should have had their say.
+        if let Some((_, at)) = self.shared.failed() {
+            std::thread::sleep((at + LINGER).saturating_duration_since(Instant::now()));
+        }
+    }
+}
+
+impl Shared {
+    fn failed(&self) -> Option<(Failure, Instant)> {
+        self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Keeps the first failure; says whether this is it.
+    fn note(&self, failure: Failure) -> bool {
+        let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
+        let new = first.is_none();
+        first.get_or_insert((failure, Instant::now()));
+        new
+    }
+
+    fn answer_questions(&self) {
+        let here = self.post.rank();
+        while !self.over.load(Ordering::Acquire) {
+            for rank in (0..self.post.size()).filter(|r| *r != here) {
+                while self.post.take(rank, Topic::QUESTION).is_some() {
+                    let _ = self.post.send(rank, Topic::ANSWER, encode_notes(&self.recorder.notes()));
+                }
+                if let Some(text) = self.post.take(rank, Topic::FAILURE) {
+                    self.note(decode_failure(rank, &text));
+                }
+            }
+            if self.failed().is_some_and(|(_, at)| at.elapsed() > FORCE) {
+                eprintln!("rank {here}: a rank has failed and the job did not end by itself: ending it");
+                self.post.abort();
+                std::process::exit(1);
+            }
+            std::thread::sleep(LOOK);
+        }
+    }
+}
+
+fn encode_failure(failure: &Failure) -> Vec<u8> {
+    let mut text = vec![u8::from(failure.stall)];
+    text.extend(failure.reason.as_bytes());
+    text
+}
+
+fn decode_failure(rank: usize, text: &[u8]) -> Failure {
+    let stall = text.first() == Some(&1);
+    Failure { rank, stall, reason: String::from_utf8_lossy(text.get(1..).unwrap_or_default()).into_owned() }
+}
+
+const PROGRESS: [Progress; 4] = [Progress::Waits, Progress::Moves, Progress::Done, Progress::Failed];
+
+/// Notes as (progress, age in milliseconds, length, text) each.
+fn encode_notes(notes: &[Note]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for n in notes {
+        out.push(PROGRESS.iter().position(|p| *p == n.progress).unwrap_or(0) as u8);
+        out.extend((n.age.as_millis() as u64).to_le_bytes());
+        out.extend((n.call.len() as u64).to_le_bytes());
+        out.extend(n.call.as_bytes());
+    }
+    out
+}
+
+fn decode_notes(mut bytes: &[u8]) -> Option<Vec<Note>> {
+    let mut notes = Vec::new();
+    while !bytes.is_empty() {
+        let (head, rest) = bytes.split_at_checked(17)?;
+        let number = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
+        let (text, rest) = rest.split_at_checked(usize::try_from(number(9)?).ok()?)?;
+        let progress = *PROGRESS.get(usize::from(head[0]))?;
+        let call = String::from_utf8_lossy(text).into_owned();
+        notes.push(Note { call, progress, age: Duration::from_millis(number(1)?) });
+        bytes = rest;
+    }
+    Some(notes)
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn notes_travel_and_rubbish_is_refused() {
+        let notes: Vec<Note> = PROGRESS
+            .iter()
+            .map(|p| Note {
+                call: format!("a call ü {p:?}"), progress: *p, age: Duration::from_millis(1234)
+            })
+            .collect();
+        let bytes = encode_notes(&notes);
+        assert_eq!(format!("{:?}", decode_notes(&bytes).unwrap()), format!("{notes:?}"));
+        (1..bytes.len()).for_each(|cut| {
+            if let Some(some) = decode_notes(&bytes[..cut]) {
+                assert!(some.len() < notes.len());
+            }
+        });
+        assert!(decode_notes(&[9; 40]).is_none());
+    }
+}
