@@ -120,10 +120,10 @@ impl Case {
     }
 
     pub fn build(&self, dtype: DType) -> (Attention, Setup) {
-        let tables = Rank::cpu(1, 1).unwrap();
+        let rank = Rank::cpu(2, 1).unwrap();
         let mut d = Declarations::default();
-        let a = Attention::declare(&mut d, "attn", self.config(), self.table(&tables)).unwrap();
-        (a, Setup::new(d, dtype, 5, 0.9))
+        let a = Attention::declare(&mut d, "attn", self.config(), self.table(&rank)).unwrap();
+        (a, Setup::on(rank, d, dtype, 5, 0.9))
     }
 
     fn rotate(&self, head: &mut [f64], place: usize) {

@@ -26,7 +26,7 @@ impl Net {
         let norm = Norm { subtract_mean: true, eps: 1e-5, zero_centred: false };
         let norm = NormLayer::declare(&mut d, "norm", HIDDEN, norm).unwrap();
         let mlp = Mlp::declare(&mut d, "mlp", HIDDEN, 8, Act::Silu, true, true, 0.1, 0.1).unwrap();
-        let rest = Setup::new(d, dtype, 40, 0.8);
+        let rest = Setup::on(s.rank.clone(), d, dtype, 40, 0.8);
         Net { case, attention, s, norm, mlp, rest }
     }
 

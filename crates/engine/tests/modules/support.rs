@@ -41,7 +41,11 @@ pub struct Setup {
 impl Setup {
     /// Allocates what was declared and fills it with values in (-`size`, `size`).
     pub fn new(d: Declarations, dtype: DType, seed: u64, size: f64) -> Setup {
-        let rank = Rank::cpu(2, 1).unwrap();
+        Setup::on(Rank::cpu(2, 1).unwrap(), d, dtype, seed, size)
+    }
+
+    /// The same on a rank that has tensors already.
+    pub fn on(rank: Rank, d: Declarations, dtype: DType, seed: u64, size: f64) -> Setup {
         let params = Params::allocate(&rank, d.finish(), dtype).unwrap();
         let draw = |i: usize, n| numbers(seed + i as u64, n).iter().map(|x| x * size).collect();
         let weights: Vec<Vec<f64>> =
