@@ -6,15 +6,17 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=${1:-target/gpu-bundle}
-tests=(ferrotron-kernels:traits ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
+tests=(ferrotron-kernels:traits ferrotron-comm:threads ferrotron-comm:lib ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
 
 cargo build --release --locked -p ferrotron-cli
 rm -rf "$out"
 mkdir -p "$out/tests" "$out/peers"
 cp target/release/ferrotron "$out/"
 for t in "${tests[@]}"; do
-  cargo test --release --locked -p "${t%%:*}" --test "${t##*:}" --no-run --message-format=json 2>/dev/null |
-    grep '"kind":\["test"\]' | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | xargs -I{} cp {} "$out/tests/${t##*:}"
+  kind=test which=(--test "${t##*:}")
+  [ "${t##*:}" = lib ] && kind=lib which=(--lib)
+  cargo test --release --locked -p "${t%%:*}" "${which[@]}" --no-run --message-format=json 2>/dev/null |
+    grep "\"kind\":\[\"$kind\"\]" | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | xargs -I{} cp {} "$out/tests/${t##*:}"
 done
 strip "$out"/ferrotron "$out"/tests/*
 cp -r tests/golden "$out/golden"

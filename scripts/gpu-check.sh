@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks beside PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start conformance golden parity train kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start conformance comm golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start conformance golden parity train kill sanitizer bench}
+parts=${*:-start conformance comm golden parity train kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -82,6 +82,7 @@ if has start; then
   row kernels-damaged damaged_cache
 fi
 has conformance && row conformance tests traits && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
+has comm && row ranks-on-one-card tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
 has golden && row golden-hf tests golden_hf
 has parity && row parity families
 has train && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked

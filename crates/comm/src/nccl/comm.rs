@@ -76,12 +76,19 @@ impl NcclComm {
             Ok(())
         })?;
         self.settle("ncclCommSplit", code, deadline)?;
-        // SAFETY: it lives for ever, and the split has settled; volatile, because NCCL's threads wrote it.
-        let raw = unsafe { std::ptr::read_volatile(raw) };
-        if raw.is_null() {
+        // A member's communicator may appear a moment after the parent has settled; nobody else gets one.
+        let made = loop {
+            // SAFETY: it lives for ever; volatile, because NCCL's threads write it.
+            let made = unsafe { std::ptr::read_volatile(raw) };
+            if !made.is_null() || place.is_none() || Instant::now() > deadline {
+                break made;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(1));
+        };
+        if made.is_null() {
             return Ok(None);
         }
-        let comm = NcclComm::wrap(self.nccl, &self.process, raw);
+        let comm = NcclComm::wrap(self.nccl, &self.process, made);
         comm.settle("ncclCommSplit", IN_PROGRESS, deadline)?;
         Ok(Some(Arc::new(comm)))
     }
