@@ -170,9 +170,10 @@ impl Params {
         &self.values
     }
 
-    /// Number of elements in all.
+    /// Elements of the whole model, those of other ranks included.
     pub fn numel(&self) -> usize {
-        self.specs.iter().map(ParamSpec::numel).sum()
+        let parts = self.specs.iter().flat_map(|s| &s.parts);
+        parts.map(|p| p.shape.iter().product::<usize>()).sum()
     }
 }
 
