@@ -4,6 +4,7 @@
 use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
 use crate::plan::Plan;
+use ferrotron_core::grid;
 use ferrotron_core::model::Model;
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::parity::{Kind, Outcome};
@@ -128,6 +129,8 @@ pub fn forward(
     backward: bool,
 ) -> Result<ForwardOutput> {
     let config = plan.config().model();
+    let layout = grid::Layout { tp: rank.tp.size(), ..grid::Layout::default() };
+    layout.check_model(&grid::ModelSizes::dense(config))?;
     let whole = input;
     let (part, mine) = rows_of(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;

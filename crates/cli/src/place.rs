@@ -66,6 +66,9 @@ pub fn run<T: Send>(
             "several ranks on one card are not possible in this version; say --device cpu, or use one rank";
         return Err(crate::output::Usage::new(what).into());
     }
+    if matches!(global.device, Device::Auto) && !global.json && cards().is_ok_and(|all| !all.is_empty()) {
+        eprintln!("note: several ranks compute on the CPU in this version; one rank would use the GPU");
+    }
     let make = || Ok(Rank::cpu_watched(each, seed, Watch { order: global.check, time: false })?);
     Ok(on_threads(layout, make, work)?)
 }

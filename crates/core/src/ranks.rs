@@ -36,6 +36,9 @@ pub fn check(layout: &Layout) -> Result<()> {
     }
 }
 
+/// Ranks that one process can sensibly hold as threads.
+const MOST: usize = 256;
+
 /// Runs `work` on every rank of a layout, each on a thread of its own, and returns what each made. `make` gives each
 /// thread its device. Where ranks fail, the error is that of the first that failed for a reason of its own.
 pub fn on_threads<T: Send>(
@@ -48,6 +51,10 @@ pub fn on_threads<T: Send>(
     let run = |world: World| join(make()?, &world, &grid).and_then(&work);
     if grid.world() == 1 {
         return Ok(vec![run(World::solo())?]);
+    }
+    if grid.world() > MOST {
+        let (n, what) = (grid.world(), "are too many for one process; use at most");
+        return Err(Error::Invalid(format!("{n} ranks as threads {what} {MOST}")));
     }
     let worlds = World::threads(grid.world(), PATIENCE);
     let done: Vec<Result<T>> = std::thread::scope(|scope| {

@@ -282,7 +282,7 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "r.toml:3: parallel.pp: 2 is not possible, this version cuts over tp and dp; set it to 1",
         ),
         ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
-        ("parallel.tp = 3", "parallel.tp: 3 does not divide"),
+        ("parallel.tp = 3", "parallel.tp: tp=3 does not divide"),
         (
             "train.micro_batch = 5",
             "r.toml:3: train.micro_batch: 5 does not divide train.global_batch = 32; change one",

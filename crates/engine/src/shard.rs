@@ -71,12 +71,12 @@ impl Part {
 
     /// Do some, but not all, of `size` ranks hold the same?
     pub fn shared(&self, size: usize) -> bool {
-        let unit = match self.split {
+        let units = match self.split {
             Split::Replicated => return false,
             Split::Rows { unit } => self.shape[0] / unit.max(1),
             Split::Columns { unit } => self.shape[1] / unit.max(1),
         };
-        unit > 1 && unit < size
+        units > 1 && units < size
     }
 
     /// Ranks of `p.size` that hold the same as `p`, itself included.

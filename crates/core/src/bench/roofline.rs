@@ -56,7 +56,7 @@ pub fn roofline(r: &Resolved, tokens: u64, profile: &Profile, steps: usize, c: C
     let size = r.config.precision.dtype.dtype().size() as f64;
     let (h, f, l, v) = (m.hidden as f64, m.ffn as f64, m.layers as f64, m.vocab as f64);
     let heads = ((m.heads + 2 * m.kv_heads) * m.head_dim) as f64;
-    let parameters = parameters(r);
+    let parameters = m.parameters() as f64;
     // Forward two products of scores, backward five: half of what is counted per token is not needed twice.
     let attention_forward = tokens * flops.attention / 3.0;
     let attention =
@@ -89,14 +89,6 @@ pub fn roofline(r: &Resolved, tokens: u64, profile: &Profile, steps: usize, c: C
         kernels.fold(0.0, |sum, (_, (_, time))| sum + time.as_secs_f64()) / steps.max(1) as f64
     };
     floors.map(|(name, floor_s)| Part { name, floor_s, measured_s: spent(name) }).into()
-}
-
-fn parameters(r: &Resolved) -> f64 {
-    let m = &r.model;
-    let (h, q, kv) = (m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim);
-    let matrices = if m.gated { 3 } else { 2 };
-    let layer = h * (2 * q + 2 * kv) + matrices * h * m.ffn;
-    (m.layers * layer + m.vocab * h * if m.tied { 1 } else { 2 }) as f64
 }
 
 #[cfg(test)]

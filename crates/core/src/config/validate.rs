@@ -3,6 +3,7 @@
 use super::model::MAX_LAYERS;
 use super::{Decay, Recipe, Resolved};
 use crate::error::{Error, Result};
+use crate::grid::{Layout, ModelSizes};
 use crate::model::config::{ModelConfig, Positions};
 
 /// Far above any real run, and small enough that no product of lengths overflows later.
@@ -76,30 +77,6 @@ impl Recipe {
             return self.refuse("dropout.hidden", what);
         }
         Ok(())
-    }
-
-    /// Do heads and the MLP divide over the ranks that share a layer?
-    fn check_split(&self, m: &ModelConfig) -> Result<()> {
-        let t = self.config.parallel.tp;
-        let heads =
-            m.heads.is_multiple_of(t) && (m.kv_heads.is_multiple_of(t) || t.is_multiple_of(m.kv_heads));
-        if heads && m.ffn.is_multiple_of(t) {
-            return Ok(());
-        }
-        let fits = |t: &usize| {
-            m.heads.is_multiple_of(*t)
-                && (m.kv_heads.is_multiple_of(*t) || t.is_multiple_of(m.kv_heads))
-                && m.ffn.is_multiple_of(*t)
-        };
-        let all: Vec<String> = (1..=m.heads).filter(fits).map(|t| t.to_string()).collect();
-        let what = format!(
-            "{t} does not divide {} query heads, {} key heads and an MLP of {}; possible are {}",
-            m.heads,
-            m.kv_heads,
-            m.ffn,
-            all.join(", ")
-        );
-        self.refuse("parallel.tp", what)
     }
 
     fn check_optimizer(&self) -> Result<()> {
@@ -255,7 +232,10 @@ impl Recipe {
             );
             return self.refuse("data.seq_len", what);
         }
-        self.check_split(m)?;
+        let layout = Layout { tp: c.parallel.tp, ..Layout::default() };
+        if let Err(e) = layout.check_model(&ModelSizes::dense(m)) {
+            return self.refuse("parallel.tp", e.to_string());
+        }
         let micro = plan.micro_batch * c.parallel.dp;
         if !c.train.global_batch.is_multiple_of(micro) {
             let ranks = if c.parallel.dp > 1 {

@@ -137,6 +137,13 @@ fn check_instances(layout: &Layout, copies: usize, edp: usize) -> Result<(), Wro
     )))
 }
 
+impl ModelSizes {
+    /// Those of a model without experts.
+    pub fn dense(m: &crate::model::ModelConfig) -> ModelSizes {
+        ModelSizes { heads: m.heads, ffn: m.ffn, experts: 0, expert_ffn: 0 }
+    }
+}
+
 impl Layout {
     /// Refuses a layout whose tensor or expert ranks do not divide the model's heads, widths or experts. Fewer
     /// key/value heads than ranks are legal: they are replicated.

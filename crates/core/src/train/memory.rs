@@ -37,12 +37,8 @@ impl Need {
 
     /// Bytes that stay over a step: weight, f32 master, f32 gradient and moments of every parameter.
     pub fn fixed(&self) -> usize {
-        let m = &self.model;
-        let (h, q, kv) = (m.hidden, m.heads * m.head_dim, m.kv_heads * m.head_dim);
-        let layer = h * (2 * q + 2 * kv) + if m.gated { 3 } else { 2 } * h * m.ffn;
-        let parameters = m.layers * layer + m.vocab * h * if m.tied { 1 } else { 2 };
         let weight = if self.dtype == DType::F32 { 0 } else { self.dtype.size() };
-        parameters * (weight + 4 + 4 + self.moments.1 * self.moments.0.size())
+        self.model.parameters() * (weight + 4 + 4 + self.moments.1 * self.moments.0.size())
     }
 
     /// Bytes a pass keeps at its fullest: when the loss has been taken and backward begins.
@@ -53,12 +49,11 @@ impl Need {
         let qkv =
             (m.heads + 2 * m.kv_heads) * m.head_dim + if m.qk_norm { q + m.kv_heads * m.head_dim } else { 0 };
         let inside = f * if m.gated { 2 } else { 1 };
-        let normed = |kept: bool| if kept && !self.recompute.norm { h } else { 0 };
+        let normed = if self.recompute.norm { 0 } else { h };
         // The residual stream twice, then what each block keeps of its own.
-        let attention =
-            if self.recompute.attention { 0 } else { (qkv + q + normed(true)) * size + 4 * m.heads };
+        let attention = if self.recompute.attention { 0 } else { (qkv + q + normed) * size + 4 * m.heads };
         let act = if self.recompute.activation { 0 } else { f };
-        let mlp = if self.recompute.mlp { 0 } else { (inside + act + normed(true)) * size };
+        let mlp = if self.recompute.mlp { 0 } else { (inside + act + normed) * size };
         let post = if m.post_norms { 2 * h } else { 0 };
         let whole = (2 * h + post) * size + attention + mlp;
         let layers = if self.recompute.layer { m.layers * h * size + whole } else { m.layers * whole };

@@ -105,9 +105,9 @@ impl Trainer {
         let batches = (0..count)
             .map(|i| data.batch(self.samples + (i * ranks + turn) * micro as u64, micro))
             .collect::<Result<Vec<_>>>()?;
-        let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as i64).sum();
-        let valid = self.over_data(valid, "tokens of the step")?;
-        let weight = 1.0 / valid.max(1) as f32;
+        let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
+        let valid = self.sum_over_data(valid, "tokens of the step")?;
+        let weight = 1.0 / valid.max(1.0) as f32;
         self.grads.begin_step();
         let mut losses = Vec::with_capacity(batches.len());
         for (i, batch) in batches.iter().enumerate() {
@@ -132,18 +132,7 @@ impl Trainer {
         Ok(StepReport { step: self.step, loss, grad_norm: f64::from(norm), lr: rates.lr, tokens, samples })
     }
 
-    /// A whole number summed over the ranks that have other data.
-    fn over_data(&self, mine: i64, label: &'static str) -> Result<i64> {
-        if self.rank.dp.size() == 1 {
-            return Ok(mine);
-        }
-        let s = &self.rank.compute;
-        let t = s.upload(&[mine], &[1], Category::Communication)?;
-        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label)?;
-        Ok(s.download::<i64>(&t)?[0])
-    }
-
-    /// The same of a real number.
+    /// A number summed over the ranks that have other data; counts are exact.
     fn sum_over_data(&self, mine: f64, label: &'static str) -> Result<f64> {
         if self.rank.dp.size() == 1 {
             return Ok(mine);
@@ -172,7 +161,7 @@ impl Trainer {
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
         let pass = Pass::new(&self.rank, &self.params);
-        let (mut sum, mut valid) = (0.0, 0);
+        let (mut sum, mut valid) = (0.0, 0.0);
         let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
         for i in (turn..count).step_by(ranks as usize) {
             let batch = data.batch(i * self.batches.micro, self.batches.micro as usize)?;
@@ -185,10 +174,10 @@ impl Trainer {
             let targets = targets(&self.rank, &batch.labels, 1.0)?;
             let rows = self.decoder.evaluate(&pass, &input, &targets)?;
             sum += fetch(&self.rank, &weighted(&self.rank, &rows, &targets)?)?;
-            valid += batch.labels.iter().filter(|l| **l != IGNORE).count() as i64;
+            valid += batch.labels.iter().filter(|l| **l != IGNORE).count() as f64;
         }
         let sum = self.sum_over_data(sum, "evaluation")?;
-        Ok(sum / self.over_data(valid, "tokens of an evaluation")?.max(1) as f64)
+        Ok(sum / self.sum_over_data(valid, "tokens of an evaluation")?.max(1.0))
     }
 
     /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.

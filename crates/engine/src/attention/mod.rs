@@ -144,7 +144,10 @@ impl Attention {
         if !n.is_multiple_of(t) || !(c.kv_heads.is_multiple_of(t) || t.is_multiple_of(c.kv_heads)) {
             return shape_error(
                 "attention",
-                format!("{n} query and {} key heads over {t} ranks", c.kv_heads),
+                format!(
+                    "{n} query and {} key heads do not divide over {t} ranks; take a tp that divides both",
+                    c.kv_heads
+                ),
             );
         }
         let config = AttentionConfig { heads: n / t, kv_heads: (c.kv_heads / t).max(1), ..config };

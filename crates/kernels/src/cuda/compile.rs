@@ -55,13 +55,14 @@ impl Compiler {
     /// Opens NVRTC.
     pub fn open() -> Result<Compiler> {
         if !NvidiaLibrary::Nvrtc.open() {
-            return Err(Error::NoCuda(format!(
-                "NVRTC, which compiles the kernels, was not found (looked for {} on the loader's path and in {}; \
-                 {} names one more folder)",
+            let what = format!(
+                "the compiler of the kernels was not found (looked for {} on the loader's path and in {}); install it, \
+                 or name its folder in {}",
                 NvidiaLibrary::Nvrtc.file(),
                 folder_list(),
                 libraries::FOLDER_VARIABLE
-            )));
+            );
+            return Err(Error::Unsupported { op: "NVRTC", what });
         }
         let mut version = (0, 0);
         // SAFETY: the library is open; places for two numbers.
