@@ -2,7 +2,6 @@
 
 use crate::args::{Device, Global};
 use anyhow::Result;
-use ferrotron_core::config::ParallelSection;
 use ferrotron_core::grid::Layout;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_engine::Rank;
@@ -39,11 +38,6 @@ impl Global {
         }
         Ok(rank)
     }
-}
-
-/// The layout that a recipe asks for.
-pub fn layout(p: &ParallelSection) -> Layout {
-    Layout { tp: p.tp, cp: p.cp, pp: p.pp, vp: p.vp, dp: Some(p.dp), ep: p.ep, ..Layout::default() }
 }
 
 /// Runs `work` on every rank of the layout, as threads of this process; compute threads are shared out.

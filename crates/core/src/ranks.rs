@@ -12,17 +12,27 @@ pub const PATIENCE: Duration = Duration::from_secs(600);
 /// Gives a rank its groups in the grid. Every rank of the world calls it.
 pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
     // Every rank walks every group in the same order, its own or not: making one is collective.
-    let mine = |name: &'static str| -> Result<Communicator> {
+    let mine = |name: &'static str, axes: &str| -> Result<Communicator> {
         let mut found = Communicator::solo();
-        for ranks in grid.groups(name)? {
+        for ranks in grid.groups(axes)? {
             if let Some(group) = world.group(name, &ranks)? {
                 found = group;
             }
         }
         Ok(found)
     };
-    let (tp, dp) = (mine("tp")?, mine("dp")?);
-    Ok(Rank { world: world.clone(), tp, dp, ..rank })
+    Ok(Rank {
+        world: world.clone(),
+        dp: mine("dp", "dp")?,
+        copies: mine("copies", "dp-cp")?,
+        cp: mine("cp", "cp")?,
+        tp: mine("tp", "tp")?,
+        pp: mine("pp", "pp")?,
+        back: mine("back", "pp")?,
+        ends: mine("ends", "embd")?,
+        model: mine("model", "tp-pp")?,
+        ..rank
+    })
 }
 
 /// Refuses kinds of parallelism that this version lacks.

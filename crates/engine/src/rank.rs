@@ -6,19 +6,35 @@ use ferrotron_kernels::{Kernels, cpu};
 use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, Watch};
 use std::sync::Arc;
 
-/// Device, queue of work, kernels, group and seed of one worker.
+/// Device, queues of work, kernels, groups and seed of one worker.
 #[derive(Clone)]
 pub struct Rank {
     /// Where kernels run, in order.
     pub compute: Stream,
+    /// Where communication runs that computation does not wait for at once.
+    pub comm: Stream,
     /// The kernels of the device.
     pub kernels: Arc<dyn Kernels>,
     /// All ranks of the run.
     pub world: World,
     /// Ranks that share every layer.
     pub tp: Communicator,
-    /// Ranks that have the same weights and other data.
+    /// Ranks that share every sequence: each has its tokens of it.
+    pub cp: Communicator,
+    /// Ranks that have the same weights and other sequences.
     pub dp: Communicator,
+    /// Ranks that have the same weights and other tokens, cp × dp: gradients are summed over them.
+    pub copies: Communicator,
+    /// Ranks that share the layers among them, in the order of stages.
+    pub pp: Communicator,
+    /// The same ranks, for what goes from later stages to earlier ones.
+    pub back: Communicator,
+    /// The first and the last stage, which share a tied embedding; alone on stages between them.
+    pub ends: Communicator,
+    /// Ranks that hold one whole model between them, tp × pp.
+    pub model: Communicator,
+    /// Communicate on [`Rank::comm`] beside computation where neither needs the other. Equal bits either way.
+    pub overlap: bool,
     /// Seed of the run: initial values and dropout come from it.
     pub seed: u64,
 }
@@ -33,15 +49,7 @@ impl Rank {
     pub fn cpu_watched(threads: usize, seed: u64, watch: Watch) -> Result<Rank> {
         // Detection first: it asks the system for the matrix unit before compute threads start.
         let kernels = Arc::new(cpu::CpuKernels::detect());
-        let device = Device::cpu_watched(Threads::new(threads)?, watch);
-        Ok(Rank {
-            compute: device.stream("compute")?,
-            kernels,
-            seed,
-            world: World::solo(),
-            tp: Communicator::solo(),
-            dp: Communicator::solo(),
-        })
+        Rank::alone(&Device::cpu_watched(Threads::new(threads)?, watch), kernels, seed)
     }
 
     /// A rank on card `ordinal`, and how its kernels were made ready; `threads` do what is left to the host.
@@ -49,18 +57,28 @@ impl Rank {
         let device = Device::cuda(ordinal, Threads::new(threads)?, watch)?;
         let kernels = CudaKernels::load(&device)?;
         let readiness = kernels.readiness();
-        let compute = device.stream("compute")?;
-        Ok((
-            Rank {
-                compute,
-                kernels: Arc::new(kernels),
-                seed,
-                world: World::solo(),
-                tp: Communicator::solo(),
-                dp: Communicator::solo(),
-            },
-            readiness,
-        ))
+        Ok((Rank::alone(&device, Arc::new(kernels), seed)?, readiness))
+    }
+
+    /// A rank with streams of its own on a device, and nobody to share with.
+    pub fn alone(device: &Device, kernels: Arc<dyn Kernels>, seed: u64) -> Result<Rank> {
+        let solo = Communicator::solo;
+        Ok(Rank {
+            compute: device.stream("compute")?,
+            comm: device.stream("communication")?,
+            kernels,
+            overlap: true,
+            seed,
+            world: World::solo(),
+            tp: solo(),
+            cp: solo(),
+            dp: solo(),
+            copies: solo(),
+            pp: solo(),
+            back: solo(),
+            ends: solo(),
+            model: solo(),
+        })
     }
 
     /// The device of this rank.

@@ -142,7 +142,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         Run::discard(&out)?;
     }
     let stop = Stop::listen()?;
-    let layout = place::layout(&resolved.config.parallel);
+    let layout = resolved.config.parallel.layout();
     let ranks = layout.world()?;
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;

@@ -2,7 +2,7 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, Decay, Master, OneOrMany, OptimizerKind, PositionKind, Precision, Recompute, Split,
+    Count, Decay, Master, OneOrMany, OptimizerKind, PipelineOrder, PositionKind, Precision, Recompute, Split,
     WeightDecayStyle, WsdStyle,
 };
 use crate::model::config::{Activation, NormKind};
@@ -174,7 +174,7 @@ keys! {
         at_end: bool = true, "save_at_end", "save_last", "save_on_train_end";
     }
 
-    /// How the work is cut over ranks. This version has tensor and data parallelism: the other sizes are 1.
+    /// How the work is cut over ranks.
     parallel: ParallelSection {
         /// Tensor-parallel ranks.
         tp: usize = 1, "tensor_model_parallel_size", "tensor_parallel_size", "tensor_parallel_degree";
@@ -190,6 +190,14 @@ keys! {
         ep: usize = 1, "expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree";
         /// Tensor-parallel ranks inside an expert.
         etp: usize = 1, "expert_tensor_parallel_size";
+        /// What ranks with equal weights divide among them: 0 nothing, 1 optimizer state, 2 gradients too.
+        zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
+        /// Order of work in a pipeline.
+        schedule: PipelineOrder = PipelineOrder::OneForwardOneBackward, "pipeline_parallel_schedule", "pipeline_schedule";
+        /// Layers of each pipeline stage, such as "Ett|ttt|ttL"; unset means as even as possible.
+        stages: Option<String> = None, "pipeline_model_parallel_layout";
+        /// Communicate while computing where the two do not depend on each other. The results are the same bits.
+        overlap: bool = true, "overlap_grad_reduce", "overlap_param_gather", "tp_comm_overlap", "overlap_p2p_comm";
     }
 
     /// Values dropped at random while training.

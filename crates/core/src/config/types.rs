@@ -110,6 +110,16 @@ choice! {
 }
 
 choice! {
+    /// The order of work in a pipeline.
+    PipelineOrder {
+        /// One forward, one backward in turn; interleaved where a rank has several chunks of layers.
+        OneForwardOneBackward = "1f1b",
+        /// The same, with weight gradients put off to where a rank would wait.
+        ZeroBubble = "zero-bubble",
+    }
+}
+
+choice! {
     /// The shape of the last part of a warm-up, stable, decay schedule.
     WsdStyle {
         /// 1 − x

@@ -3,7 +3,7 @@
 use super::model::MAX_LAYERS;
 use super::{Decay, Recipe, Resolved};
 use crate::error::{Error, Result};
-use crate::grid::{Layout, ModelSizes};
+use crate::grid::ModelSizes;
 use crate::model::config::{ModelConfig, Positions};
 
 /// Far above any real run, and small enough that no product of lengths overflows later.
@@ -55,22 +55,21 @@ impl Recipe {
 
     fn check_parallel(&self) -> Result<()> {
         let p = &self.config.parallel;
-        for (key, value) in [
-            ("parallel.cp", p.cp),
-            ("parallel.pp", p.pp),
-            ("parallel.vp", p.vp),
-            ("parallel.ep", p.ep),
-            ("parallel.etp", p.etp),
-        ] {
+        for (key, value) in [("parallel.ep", p.ep), ("parallel.etp", p.etp)] {
             if value != 1 {
-                let what = format!("{value} is not possible, this version cuts over tp and dp; set it to 1");
+                let what = format!("{value} is not possible, this version has no experts; set it to 1");
                 return self.refuse(key, what);
             }
         }
-        for (key, value) in [("parallel.tp", p.tp), ("parallel.dp", p.dp)] {
-            if value == 0 {
-                return self.refuse(key, "must be at least 1; 1 means not split");
-            }
+        let sizes = [("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("vp", p.vp), ("dp", p.dp)];
+        if let Some((key, _)) = sizes.iter().find(|(_, n)| *n == 0) {
+            return self.refuse(&format!("parallel.{key}"), "must be at least 1; 1 means not split");
+        }
+        if p.zero > 2 {
+            return self.refuse("parallel.zero", "must be 0, 1 or 2");
+        }
+        if p.vp > 1 && p.pp == 1 {
+            return self.refuse("parallel.vp", "needs a pipeline; set it to 1, or parallel.pp to 2 or more");
         }
         if p.tp > 1 && self.config.dropout.hidden > 0.0 {
             let what = "is not possible yet with parallel.tp above 1; set it to 0";
@@ -232,8 +231,7 @@ impl Recipe {
             );
             return self.refuse("data.seq_len", what);
         }
-        let layout = Layout { tp: c.parallel.tp, ..Layout::default() };
-        if let Err(e) = layout.check_model(&ModelSizes::dense(m)) {
+        if let Err(e) = c.parallel.layout().check_model(&ModelSizes::dense(m)) {
             return self.refuse("parallel.tp", e.to_string());
         }
         let micro = plan.micro_batch * c.parallel.dp;

@@ -81,6 +81,15 @@ impl Layout {
     }
 }
 
+impl crate::config::ParallelSection {
+    /// The layout that a recipe asks for.
+    pub fn layout(&self) -> Layout {
+        let etp = (self.etp != self.tp && self.ep > 1).then_some(self.etp);
+        let (tp, cp, pp, vp, ep) = (self.tp, self.cp, self.pp, self.vp, self.ep);
+        Layout { tp, cp, pp, vp, ep, etp, dp: Some(self.dp), ..Layout::default() }
+    }
+}
+
 impl std::fmt::Display for Layout {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         let mut parts = vec![];
