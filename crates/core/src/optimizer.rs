@@ -134,11 +134,11 @@ impl Optimizer {
         let (k, s) = (&rank.kernels, &rank.compute);
         self.write_scalars(rank, rates, None)?;
         k.clip_factor(s, &counted.iter().collect::<Vec<_>>(), self.max_norm, &self.scalars)?;
-        if rank.tp.size() > 1 {
+        if rank.model.size() > 1 {
             // The squares of all ranks make the norm of the whole model.
             let mine = f64::from(self.norm(rank)?);
             let square = s.upload(&[mine * mine], &[1], Category::Communication)?;
-            rank.tp.all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
+            rank.model.all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
             let norm = s.download::<f64>(&square)?[0].sqrt();
             let clip = self.max_norm.map_or(1.0, |max| clip_factor(norm, f64::from(max)));
             self.write_scalars(rank, rates, Some((norm as f32, clip)))?;

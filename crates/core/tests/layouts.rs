@@ -12,7 +12,7 @@ use ferrotron_engine::Rank;
 /// Grouped heads, biases somewhere, a vocabulary that no layout divides.
 const MODEL: &str = "
 [model]
-layers = 2
+layers = 4
 hidden = 32
 heads = 4
 kv_heads = 2
@@ -40,14 +40,19 @@ fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
     set.iter().for_each(|s| recipe.set(s).unwrap());
-    recipe.set(&format!("parallel.tp={}", layout.tp)).unwrap();
-    recipe.set(&format!("parallel.dp={}", layout.dp.unwrap_or(1))).unwrap();
+    let sizes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("vp", layout.vp)];
+    for (key, n) in sizes.into_iter().chain([("dp", layout.dp.unwrap_or(1))]) {
+        recipe.set(&format!("parallel.{key}={n}")).unwrap();
+    }
     recipe.resolve(None).unwrap()
 }
 
 fn layouts() -> Vec<Layout> {
     let sizes = [(1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)];
-    sizes.iter().map(|(tp, dp)| Layout { tp: *tp, dp: Some(*dp), ..Layout::default() }).collect()
+    let flat = sizes.iter().map(|(tp, dp)| Layout { tp: *tp, dp: Some(*dp), ..Layout::default() });
+    let piped = [(1, 2, 1, 1), (1, 4, 1, 1), (1, 2, 2, 1), (2, 2, 1, 2), (1, 2, 2, 2)];
+    let piped = piped.map(|(tp, pp, vp, dp)| Layout { tp, pp, vp, dp: Some(dp), ..Layout::default() });
+    flat.chain(piped).collect()
 }
 
 /// What `work` makes on the first rank.

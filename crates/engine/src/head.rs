@@ -73,20 +73,41 @@ impl Head {
         softcap: Option<f32>,
         std: f32,
     ) -> Result<Head> {
-        let weight = match tied {
+        match tied {
+            None => Head::declare_as(d, &format!("{name}.weight"), vocab, hidden, softcap, std, false),
             Some(id) => {
                 d.share(id);
-                id
+                Ok(Head::of(d, id, vocab, softcap))
             }
-            None => d.declare(vec![Part {
-                name: format!("{name}.weight"),
-                shape: vec![vocab, hidden],
-                init: Init::Normal(std),
-                split: Split::Rows { unit: 1 },
-            }])?,
-        };
+        }
+    }
+
+    /// Declares its weight under a name of the caller's. A `mirror` is the table of a tied embedding once more, on the
+    /// last stage of a pipeline.
+    pub fn declare_as(
+        d: &mut Declarations,
+        name: &str,
+        vocab: usize,
+        hidden: usize,
+        softcap: Option<f32>,
+        std: f32,
+        mirror: bool,
+    ) -> Result<Head> {
+        let weight = d.declare(vec![Part {
+            name: name.into(),
+            shape: vec![vocab, hidden],
+            init: Init::Normal(std),
+            split: Split::Rows { unit: 1 },
+        }])?;
+        if mirror {
+            d.mark_tied(weight, true);
+        }
+        Ok(Head::of(d, weight, vocab, softcap))
+    }
+
+    fn of(d: &Declarations, weight: ParamId, vocab: usize, softcap: Option<f32>) -> Head {
         let first = d.spec(weight).cuts[0].range.start;
-        Ok(Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX })
+        Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX }
     }
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.

@@ -43,6 +43,10 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// Modules that use it: its gradient is ready after that many contributions.
     pub uses: u32,
+    /// The first and the last stage of a pipeline both hold it: gradients are summed over the two.
+    pub tied_over_ends: bool,
+    /// The second of these two: not counted in norms, not saved.
+    pub mirror: bool,
 }
 
 impl ParamSpec {
@@ -113,7 +117,7 @@ impl Declarations {
         if let Some(twice) = parts.iter().find(|p| taken(&p.name)) {
             return shape_error("declare", format!("'{}' is declared twice", twice.name));
         }
-        self.specs.push(ParamSpec { parts, cuts, shape, uses: 1 });
+        self.specs.push(ParamSpec { parts, cuts, shape, uses: 1, tied_over_ends: false, mirror: false });
         Ok(ParamId(self.specs.len() - 1))
     }
 
@@ -125,6 +129,12 @@ impl Declarations {
     /// One more module uses a declared parameter.
     pub fn share(&mut self, id: ParamId) {
         self.specs[id.0].uses += 1;
+    }
+
+    /// A parameter that the first and the last stage of a pipeline both hold; `mirror` on the last.
+    pub fn mark_tied(&mut self, id: ParamId, mirror: bool) {
+        let spec = &mut self.specs[id.0];
+        (spec.tied_over_ends, spec.mirror) = (true, mirror);
     }
 
     /// The declarations, in order.

@@ -45,8 +45,13 @@ impl GradBuffer {
     pub fn reduce(&mut self, rank: &Rank, specs: &[ParamSpec]) -> Result<()> {
         self.finish(rank)?;
         let s = &rank.compute;
-        if rank.dp.size() > 1 {
-            rank.dp.all_reduce(s, &self.flat(rank)?, Reduce::Sum, "gradients")?;
+        if rank.copies.size() > 1 {
+            rank.copies.all_reduce(s, &self.flat(rank)?, Reduce::Sum, "gradients")?;
+        }
+        if rank.ends.size() > 1 {
+            for i in (0..specs.len()).filter(|i| specs[*i].tied_over_ends) {
+                rank.ends.all_reduce(s, &self.get(ParamId(i))?, Reduce::Sum, "gradient of the tied table")?;
+            }
         }
         let place = rank.place();
         if place.size == 1 {
@@ -76,7 +81,7 @@ impl GradBuffer {
     pub fn counted(&self, rank: &Rank, specs: &[ParamSpec]) -> Result<Vec<Tensor>> {
         let place = rank.place();
         let mut out = Vec::new();
-        for (i, spec) in specs.iter().enumerate() {
+        for (i, spec) in specs.iter().enumerate().filter(|(_, spec)| !spec.mirror) {
             let mine = shares(spec, &self.get(ParamId(i))?)?;
             let first = |part: &Part| part.holders(place).start == place.rank;
             out.extend(mine.into_iter().filter(|(part, _)| first(part)).map(|(_, share)| share));

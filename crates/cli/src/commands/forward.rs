@@ -6,6 +6,7 @@ use crate::{output, place};
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::Precision;
+use ferrotron_core::model::Stages;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -51,11 +52,13 @@ pub struct Args {
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let plan = Plan::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
+    let layout = args.layout.grid();
+    let stages = Stages { chunks: layout.vp, text: None };
     let one = |rank| {
-        forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward)
+        forward::forward(rank, &plan, args.dtype.dtype(), &stages, &input, args.backward)
             .map_err(|e| place::told(e.into()))
     };
-    let mut all = place::run(global, &args.layout.grid(), 0, one)?;
+    let mut all = place::run(global, &layout, 0, one)?;
     let out = all.swap_remove(0);
     forward::write_output(&args.output, &out)?;
     if global.json {

@@ -6,7 +6,8 @@ use crate::output::{self, Usage};
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::{Precision, Recipe};
-use ferrotron_core::grid;
+use ferrotron_core::model::Stages;
+
 use ferrotron_core::parity::{Bounds, Compared, Outcome, compare, first_step};
 use ferrotron_core::train::Trainer;
 use ferrotron_engine::Rank;
@@ -118,18 +119,14 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     if let Some(n) = side.micro_batch {
         recipe.put_key("train.micro_batch", i64::try_from(n).unwrap_or(i64::MAX))?;
     }
-    for (key, size) in [("parallel.tp", side.layout.tp), ("parallel.dp", side.layout.dp)] {
+    for (key, size) in side.layout.sizes() {
         if let Some(n) = size {
-            recipe.put_key(key, i64::try_from(n).unwrap_or(i64::MAX))?;
+            recipe.put_key(&format!("parallel.{key}"), i64::try_from(n).unwrap_or(i64::MAX))?;
         }
     }
     let (resolved, weights) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     let fill = |t: &Trainer| weights.as_ref().map_or(Ok(()), |w| w.fill(t));
-    let layout = grid::Layout {
-        dp: Some(resolved.config.parallel.dp),
-        tp: resolved.config.parallel.tp,
-        ..side.layout.grid()
-    };
+    let layout = resolved.config.parallel.layout();
     let one = |rank: Rank| Ok((rank.device().kind(), first_step(rank, &resolved, Some(&fill))?));
     let (device, outcome) =
         crate::place::run(&place, &layout, resolved.config.train.seed, one)?.swap_remove(0);
@@ -150,7 +147,8 @@ fn folder(model: &Path, input: &Path, side: &Side, place: &Global) -> Result<Don
     let layout = side.layout.grid();
     let one = |rank: Rank| {
         let kind = rank.device().kind();
-        let out = forward::forward(rank, &plan, dtype.dtype(), &input, backward);
+        let stages = Stages { chunks: layout.vp, text: None };
+        let out = forward::forward(rank, &plan, dtype.dtype(), &stages, &input, backward);
         Ok((kind, out.map_err(|e| crate::place::told(e.into()))?))
     };
     let (device, outcome) = crate::place::run(place, &layout, 0, one)?.swap_remove(0);

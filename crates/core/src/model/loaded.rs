@@ -1,6 +1,6 @@
 //! A model with weights, for everything but training.
 
-use super::{Decoder, ModelConfig};
+use super::{Decoder, ModelConfig, Stages};
 use crate::Result;
 use ferrotron_engine::{Params, Pass, Rank};
 use ferrotron_tensor::{DType, shape_error};
@@ -23,9 +23,10 @@ impl Model {
         config: &ModelConfig,
         positions: usize,
         dtype: DType,
+        stages: &Stages,
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
-        let (decoder, specs) = Decoder::new(&rank, config, positions)?;
+        let (decoder, specs) = Decoder::new(&rank, config, positions, stages)?;
         let params = Params::allocate(&rank, specs, dtype)?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
@@ -44,7 +45,7 @@ impl Model {
         Ok(Model { rank, decoder, params })
     }
 
-    /// Logits `[tokens, V]` from every rank's columns `[padded tokens, part of V]`.
+    /// Logits `[tokens, V]` on every rank, from the columns `[padded tokens, part of V]` of the ranks of the last stage.
     pub fn join_logits(&self, mine: &[f32], tokens: usize) -> Result<Vec<f32>> {
         let (tp, vocab) = (&self.rank.tp, self.decoder.config().vocab);
         let rows = self.rank.padded(tokens);
@@ -59,7 +60,12 @@ impl Model {
             }
             first += width;
         }
-        Ok(out)
+        if self.rank.pp.size() == 1 {
+            return Ok(out);
+        }
+        let stages = self.rank.pp.all_gather_bytes(bytemuck::cast_slice(&out), "logits")?;
+        let last = stages.last().map_or(&[][..], Vec::as_slice);
+        Ok(last.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect())
     }
 
     /// A pass without dropout.

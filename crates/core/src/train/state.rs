@@ -1,9 +1,9 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
-use super::Trainer;
+use super::{Trainer, gather};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, logical_parts};
 use crate::optimizer::Rule;
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
@@ -114,7 +114,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     let mut kinds: Vec<(&str, &[Tensor])> = vec![("model", t.optimizer.masters())];
     kinds.extend(t.optimizer.moments());
     for (kind, tensors) in kinds {
-        for (spec, tensor) in t.params.specs().iter().zip(tensors) {
+        for (spec, tensor) in t.params.specs().iter().zip(tensors).filter(|(spec, _)| !spec.mirror) {
             let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
             let size = tensor.dtype().size();
             for (part, _, r) in spec.held() {
@@ -127,6 +127,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
             }
         }
     }
+    let items = gather::on_first_rank(&t.rank, t.decoder.config(), items)?;
     let state = State {
         samples: t.samples,
         tokens: t.tokens,
@@ -177,12 +178,10 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     kinds.extend(t.optimizer.moments());
     // Names, shapes and types of everything before the first byte is used.
     let mut expected = Vec::new();
+    let parts = logical_parts(t.decoder.config())?;
     for (kind, tensors) in &kinds {
-        for (spec, tensor) in t.params.specs().iter().zip(*tensors) {
-            let part =
-                |p: &ferrotron_engine::Part| (format!("{kind}/{}", p.name), tensor.dtype(), p.shape.clone());
-            expected.extend(spec.parts.iter().map(part));
-        }
+        let dtype = tensors.first().map_or(DType::F32, |t| t.dtype());
+        expected.extend(parts.iter().map(|p| (format!("{kind}/{}", p.name), dtype, p.shape.clone())));
     }
     loaded.check(expected.iter().map(|(n, d, s)| (n.as_str(), *d, s.as_slice())))?;
     for (kind, tensors) in &kinds {

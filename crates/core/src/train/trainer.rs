@@ -1,15 +1,17 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
 use super::memory::{Need, advise};
-use super::state;
+use super::{gather, state};
 use crate::checkpoint::{Loaded, Snapshot};
+use crate::config::PipelineOrder;
 use crate::config::Resolved;
 use crate::data::{Batch, Batches};
-use crate::model::Decoder;
+use crate::model::{Decoder, Stages};
 use crate::optimizer::{Optimizer, StepRates};
+use crate::pipeline::{Aim, MicroBatch, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
-use ferrotron_comm::Reduce;
+use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Dropout, GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
 use ferrotron_kernels::IGNORE;
@@ -31,6 +33,9 @@ pub struct Trainer {
     dropout: f32,
     recompute: Recompute,
     need: Need,
+    mode: Mode,
+    /// The schedule of the last step; most steps have as many micro-batches as the one before.
+    schedule: Option<Schedule>,
     /// Steps done.
     pub step: u64,
     /// Samples consumed: the data position.
@@ -64,7 +69,7 @@ impl Trainer {
 
     fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let positions = r.plan.seq_len;
-        let (decoder, specs) = Decoder::new(&rank, &r.model, positions)?;
+        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r))?;
         let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype())?;
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
         let moments = r.config.optimizer.moments.dtype();
@@ -84,6 +89,11 @@ impl Trainer {
             dropout: r.config.dropout.hidden as f32,
             recompute: state::recompute(&r.config.train.recompute),
             need: Need::of(r),
+            mode: match r.config.parallel.schedule {
+                PipelineOrder::OneForwardOneBackward => Mode::Train,
+                PipelineOrder::ZeroBubble => Mode::ZeroBubble,
+            },
+            schedule: None,
             step: 0,
             samples: 0,
             tokens: 0,
@@ -106,13 +116,19 @@ impl Trainer {
             .map(|i| data.batch(self.samples + (i * ranks + turn) * micro as u64, micro))
             .collect::<Result<Vec<_>>>()?;
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
-        let valid = self.sum_over_data(valid, "tokens of the step")?;
+        let valid = sum(&self.rank, &self.rank.dp, valid, "tokens of the step")?;
         let weight = 1.0 / valid.max(1.0) as f32;
+        let schedule = self.plan(count as usize)?;
         self.grads.begin_step();
-        let mut losses = Vec::with_capacity(batches.len());
-        for (i, batch) in batches.iter().enumerate() {
-            losses.push(self.micro_step(batch, data.seq(), i as u32, weight)?);
-        }
+        let (rank, decoder, seq) = (&self.rank, &self.decoder, data.seq());
+        let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
+        let (p, step) = (self.dropout, self.step);
+        let mut load = |i: usize| {
+            let dropout = (p > 0.0).then_some(Dropout { p, step, micro_batch: i as u32 });
+            upload(rank, decoder, &batches[i], seq, weight, dropout)
+        };
+        let losses = execute(pass, decoder, &schedule, &mut load, Aim::Train(&mut self.grads))?;
+        self.schedule = Some(schedule);
         self.grads.reduce(&self.rank, self.params.specs())?;
         let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
@@ -121,7 +137,7 @@ impl Trainer {
         let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
         // Fetched last: nothing waits for the device before the whole step is queued.
         let loss = losses.iter().map(|l| fetch(&self.rank, l)).sum::<Result<f64>>()?;
-        let loss = self.sum_over_data(loss, "loss of the step")?;
+        let loss = self.over_ranks(loss, "loss of the step")?;
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::Diverged { step: self.step + 1, loss, grad_norm: f64::from(norm) });
         }
@@ -132,52 +148,44 @@ impl Trainer {
         Ok(StepReport { step: self.step, loss, grad_norm: f64::from(norm), lr: rates.lr, tokens, samples })
     }
 
-    /// A number summed over the ranks that have other data; counts are exact.
-    fn sum_over_data(&self, mine: f64, label: &'static str) -> Result<f64> {
-        if self.rank.dp.size() == 1 {
-            return Ok(mine);
+    /// This step's schedule.
+    fn plan(&mut self, micro_batches: usize) -> Result<Schedule> {
+        match self.schedule.take() {
+            Some(s) if s.shape.micro_batches == micro_batches => Ok(s),
+            _ => Plan { mode: self.mode, ..self.plan_of(micro_batches) }.schedule(),
         }
-        let s = &self.rank.compute;
-        let t = s.upload(&[mine], &[1], Category::Communication)?;
-        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label)?;
-        Ok(s.download::<f64>(&t)?[0])
     }
 
-    /// Forward and backward of one micro-batch; its part of the loss, on the device.
-    fn micro_step(&mut self, batch: &Batch, seq: usize, index: u32, weight: f32) -> Result<Tensor> {
-        let dropout =
-            (self.dropout > 0.0).then_some(Dropout { p: self.dropout, step: self.step, micro_batch: index });
-        let pass = Pass { dropout, recompute: self.recompute, ..Pass::new(&self.rank, &self.params) };
-        let input =
-            self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
-        let targets = targets(&self.rank, &batch.labels, weight)?;
-        self.grads.begin_micro_batch();
-        let (rows, saved) = self.decoder.forward(&pass, &input, &targets)?;
-        let loss = weighted(&self.rank, &rows, &targets)?;
-        self.decoder.backward(&pass, saved, &input, &mut self.grads)?;
-        Ok(loss)
+    fn plan_of(&self, micro_batches: usize) -> Plan {
+        let placement = self.decoder.placement();
+        Plan::new(placement.pp(), placement.vp(), micro_batches)
+    }
+
+    /// A number of the last stage, summed over the ranks that have other tokens, on every rank.
+    fn over_ranks(&self, mine: f64, label: &'static str) -> Result<f64> {
+        let copies = sum(&self.rank, &self.rank.copies, mine, label)?;
+        // All but the last stage bring nothing.
+        sum(&self.rank, &self.rank.pp, copies, label)
     }
 
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
-        let pass = Pass::new(&self.rank, &self.params);
-        let (mut sum, mut valid) = (0.0, 0.0);
         let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
-        for i in (turn..count).step_by(ranks as usize) {
-            let batch = data.batch(i * self.batches.micro, self.batches.micro as usize)?;
-            let input = self.decoder.input(
-                &self.rank,
-                &batch.tokens,
-                Some(&batch.positions),
-                layout(&batch, data.seq())?,
-            )?;
-            let targets = targets(&self.rank, &batch.labels, 1.0)?;
-            let rows = self.decoder.evaluate(&pass, &input, &targets)?;
-            sum += fetch(&self.rank, &weighted(&self.rank, &rows, &targets)?)?;
-            valid += batch.labels.iter().filter(|l| **l != IGNORE).count() as f64;
+        let batches = (turn..count)
+            .step_by(ranks as usize)
+            .map(|i| data.batch(i * self.batches.micro, self.batches.micro as usize))
+            .collect::<Result<Vec<_>>>()?;
+        let mut total = 0.0;
+        if !batches.is_empty() {
+            let (rank, decoder) = (&self.rank, &self.decoder);
+            let schedule = Plan { mode: Mode::ForwardOnly, ..self.plan_of(batches.len()) }.schedule()?;
+            let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), 1.0, None);
+            let sums = execute(Pass::new(rank, &self.params), decoder, &schedule, &mut load, Aim::Loss)?;
+            total = sums.iter().map(|l| fetch(rank, l)).sum::<Result<f64>>()?;
         }
-        let sum = self.sum_over_data(sum, "evaluation")?;
-        Ok(sum / self.sum_over_data(valid, "tokens of an evaluation")?.max(1.0))
+        let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
+        let total = self.over_ranks(total, "evaluation")?;
+        Ok(total / sum(&self.rank, &self.rank.dp, valid, "tokens of an evaluation")?.max(1.0))
     }
 
     /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.
@@ -237,8 +245,37 @@ impl Trainer {
                 out.push(LogicalValues { name, shape, values: self.rank.join(part, 1, &values[r])? });
             }
         }
-        Ok(out)
+        gather::all_stages(&self.rank, self.decoder.config(), out)
     }
+}
+
+/// How a recipe cuts its model.
+pub(super) fn stages(r: &Resolved) -> Stages {
+    Stages { chunks: r.config.parallel.vp, text: r.config.parallel.stages.clone() }
+}
+
+/// A micro-batch on the device.
+fn upload(
+    rank: &Rank,
+    decoder: &Decoder,
+    batch: &Batch,
+    seq: usize,
+    weight: f32,
+    dropout: Option<Dropout>,
+) -> Result<MicroBatch> {
+    let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
+    Ok(MicroBatch { input, targets: Some(targets(rank, &batch.labels, weight)?), dropout })
+}
+
+/// A number summed over the ranks of a group; counts are exact.
+fn sum(rank: &Rank, group: &Communicator, mine: f64, label: &'static str) -> Result<f64> {
+    if group.size() == 1 {
+        return Ok(mine);
+    }
+    let s = &rank.compute;
+    let t = s.upload(&[mine], &[1], Category::Communication)?;
+    group.all_reduce(s, &t, Reduce::Sum, label)?;
+    Ok(s.download::<f64>(&t)?[0])
 }
 
 /// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
