@@ -228,7 +228,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         recipe: recipe.name.clone(),
         version: env!("CARGO_PKG_VERSION").into(),
         steps: run.resolved.plan.steps,
-        parameters: run.trainer.params.numel() as u64,
+        parameters: run.resolved.model.parameters() as u64,
         device: place::name(&run.trainer.rank),
         threads: device.threads().count() as u64,
         dtype: run.resolved.config.precision.dtype.name().into(),
