@@ -23,6 +23,8 @@ pub struct Communicator {
 
 pub(crate) struct Core {
     pub(crate) name: &'static str,
+    /// Number of the group: all ranks make the same groups in the same order.
+    pub(crate) index: u64,
     pub(crate) rank: usize,
     pub(crate) ranks: Vec<usize>,
     /// None in a group of one.

@@ -53,7 +53,7 @@ impl World {
     fn assemble(hub: Arc<dyn Hub>, engine: Option<Arc<dyn Engine>>, patience: Duration) -> World {
         let meter = Arc::new(Meter::default());
         let ranks = (0..hub.size()).collect();
-        let all = join(&hub, "world", ranks, hub.rank(), engine, patience, &meter);
+        let all = join(&hub, (0, "world"), ranks, hub.rank(), engine, patience, &meter);
         World { hub, all, patience, groups: Arc::new(Mutex::new(1)), meter }
     }
 
@@ -94,7 +94,7 @@ impl World {
             _ => make(&*self.hub, index, name, ranks, self.patience)?,
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
-        Ok(Some(join(&self.hub, name, ranks.to_vec(), rank, engine, self.patience, &self.meter)))
+        Ok(Some(join(&self.hub, (index, name), ranks.to_vec(), rank, engine, self.patience, &self.meter)))
     }
 
     /// Calls and bytes sent by this rank on all groups.
@@ -126,7 +126,7 @@ fn make(
 
 fn join(
     hub: &Arc<dyn Hub>,
-    name: &'static str,
+    (index, name): (u64, &'static str),
     ranks: Vec<usize>,
     rank: usize,
     engine: Option<Arc<dyn Engine>>,
@@ -135,6 +135,7 @@ fn join(
 ) -> Communicator {
     let core = Core {
         name,
+        index,
         rank,
         ranks,
         engine,
