@@ -83,7 +83,7 @@ impl Run {
         let mut trainer = Trainer::new(rank, &resolved)?;
         let latest = checkpoint::latest(&checkpoints)?;
         match &latest {
-            Some(path) => trainer.restore(&checkpoint::load(path)?)?,
+            Some(path) => trainer.restore(&checkpoint::load_together(path, &together)?)?,
             None => first_weights.map_or(Ok(()), |fill| fill(&trainer))?,
         }
         wait("the checkpoint is read")?;

@@ -188,9 +188,8 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         for (spec, tensor) in t.params.specs().iter().zip(*tensors) {
             let mut bytes = Vec::with_capacity(tensor.bytes());
             for (part, cut, _) in spec.held() {
-                let whole = loaded.read(&format!("{kind}/{}", part.name))?;
                 let shape: Vec<usize> = part.shape.iter().copied().chain([tensor.dtype().size()]).collect();
-                bytes.extend(cut.take(&shape, &whole));
+                bytes.extend(loaded.read_runs(&format!("{kind}/{}", part.name), &cut.runs(&shape))?);
             }
             t.rank.compute.write_to(&tensor.as_bytes()?, &bytes)?;
         }
