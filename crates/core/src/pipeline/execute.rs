@@ -8,6 +8,7 @@ use super::{Kind, Message, Op, Payload, Schedule, Step, Transfer};
 use crate::model::{Chunk, ChunkSaved, Decoder, Goal, Input};
 use crate::train::weighted;
 use crate::{Error, Result};
+use ferrotron_comm::{Communicator, Lane};
 use ferrotron_engine::{Dropout, GradBuffer, Pass, Targets, WeightGrad};
 use ferrotron_tensor::{Event, Tensor};
 use std::collections::HashMap;
@@ -193,35 +194,39 @@ impl Work<'_, '_> {
         })
     }
 
-    /// Sends and receives at once. All sends are on their way before the first receive is waited for.
+    /// Sends and receives all at once, each payload on its lane.
     fn exchange(&mut self, all: &[Transfer]) -> Result<()> {
         let rank = self.pass.rank;
-        let compute = rank.compute.record()?;
-        let groups = [&rank.pp, &rank.back];
-        let labels = ["activations", "gradients of activations"];
-        let lane_of = |m: &Message| usize::from(m.payload == Payload::Gradient);
-        for (lane, sent) in self.sent.iter_mut().enumerate() {
-            self.decoder.lanes()[lane].wait(&compute)?;
+        let lanes = self.decoder.lanes();
+        let mut sends: [Vec<(usize, Tensor)>; 2] = Default::default();
+        let mut receives: [Vec<(Message, Tensor)>; 2] = Default::default();
+        for transfer in all {
+            let m = transfer.message();
+            let lane = usize::from(m.payload == Payload::Gradient);
+            match transfer {
+                Transfer::Send(_) => sends[lane].push((m.to, self.made.remove(&m).ok_or_else(|| lost(m))?)),
+                Transfer::Receive(_) => {
+                    let rows = self.batch(m.micro_batch)?.input.rows;
+                    receives[lane].push((m, self.pass.empty(&[rows, self.decoder.config().hidden])?));
+                }
+            }
+        }
+        let begin = rank.compute.record()?;
+        for (lane, sent) in lanes.iter().zip(&mut self.sent) {
+            lane.wait(&begin)?;
             // What was sent before may be freed once computation knows that it has been read.
-            sent.iter().try_for_each(|(_, done)| rank.compute.wait(done))?;
-            sent.clear();
+            sent.drain(..).try_for_each(|(_, done)| rank.compute.wait(&done))?;
         }
-        for transfer in all {
-            let Transfer::Send(m) = transfer else { continue };
-            let (lane, t) = (lane_of(m), self.made.remove(m).ok_or_else(|| lost(m))?);
-            let stream = &self.decoder.lanes()[lane];
-            groups[lane].send(stream, &t, m.to, labels[lane])?;
-            self.sent[lane].push((t, stream.record()?));
-        }
-        for transfer in all {
-            let Transfer::Receive(m) = transfer else { continue };
-            let rows = self.batch(m.micro_batch)?.input.rows;
-            let t = self.pass.empty(&[rows, self.decoder.config().hidden])?;
-            let (lane, allocated) = (lane_of(m), rank.compute.record()?);
-            let stream = &self.decoder.lanes()[lane];
-            stream.wait(&allocated)?;
-            groups[lane].receive(stream, &t, m.from, labels[lane])?;
-            self.came.insert(*m, (t, stream.record()?));
+        let out = sends.each_ref().map(|list| list.iter().map(|(to, t)| (*to, t)).collect::<Vec<_>>());
+        let into = receives.each_ref().map(|list| list.iter().map(|(m, t)| (m.from, t)).collect::<Vec<_>>());
+        let groups = [&rank.pp, &rank.back];
+        let lane =
+            |i: usize| Lane { group: groups[i], stream: &lanes[i], sends: &out[i], receives: &into[i] };
+        Communicator::exchange_all(&[lane(0), lane(1)], "between stages")?;
+        for (i, (sent, received)) in sends.into_iter().zip(receives).enumerate() {
+            let done = lanes[i].record()?;
+            self.sent[i].extend(sent.into_iter().map(|(_, t)| (t, done.clone())));
+            self.came.extend(received.into_iter().map(|(m, t)| (m, (t, done.clone()))));
         }
         Ok(())
     }

@@ -4,6 +4,7 @@ use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::parity::{Kind, Outcome};
 use ferrotron_core::train::Trainer;
+use ferrotron_tensor::Watch;
 use std::collections::HashMap;
 use std::time::Instant;
 
@@ -58,7 +59,9 @@ impl Case {
     fn outcome(&self) -> ferrotron_core::Result<(Outcome, f64)> {
         let resolved = self.recipe();
         let ranks = self.layout.world()?;
-        let make = || Ok(Rank { overlap: self.overlap, ..Rank::cpu(1, 1234)? });
+        // Everything that overlaps is watched: an access that no event orders is an error.
+        let watch = Watch { order: self.overlap, ..Watch::default() };
+        let make = || Ok(Rank { overlap: self.overlap, ..Rank::cpu_watched(1, 1234, watch)? });
         let all = on_threads(&self.layout, make, |rank| {
             let sources = source::open(&resolved)?;
             let mut trainer = Trainer::new(rank, &resolved)?;
