@@ -20,10 +20,10 @@ pub struct Case {
     pub layout: Layout,
 }
 
-const HIDDEN: usize = 6;
+pub const HIDDEN: usize = 6;
 const DIM: usize = 4;
 
-fn plain() -> Case {
+pub fn plain() -> Case {
     Case {
         heads: 2,
         kv_heads: 2,
@@ -62,7 +62,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    fn config(&self) -> AttentionConfig {
+    pub fn config(&self) -> AttentionConfig {
         AttentionConfig {
             hidden: HIDDEN,
             heads: self.heads,
@@ -110,7 +110,7 @@ impl Case {
         (f64::from(a.cos() as f32), f64::from(a.sin() as f32))
     }
 
-    fn table(&self, rank: &Rank) -> Option<RopeTable> {
+    pub fn table(&self, rank: &Rank) -> Option<RopeTable> {
         let (style, rot) = self.rope?;
         let all: Vec<(f64, f64)> =
             (0..16).flat_map(|p| (0..rot / 2).map(move |i| (p, i))).map(|(p, i)| self.angle(p, i)).collect();
