@@ -93,6 +93,28 @@ fn loss_and_gradients_are_those_of_one_rank() {
     }
 }
 
+/// What is dropped depends on the token, not on where or with how many others it is computed.
+#[test]
+fn dropout_is_that_of_one_rank_for_any_micro_batch() {
+    let one = Layout { dp: Some(1), ..Layout::default() };
+    let sizes = ["train.micro_batch=1", "train.micro_batch=2"];
+    let set = |size| ["dropout.hidden=0.1", size];
+    let wanted = run(&one, |rank| first_step(rank, &recipe(&one, &set(sizes[0])), None));
+    let without = run(&one, |rank| first_step(rank, &recipe(&one, &[]), None));
+    assert!((wanted.loss.unwrap() - without.loss.unwrap()).abs() > 1e-4, "nothing was dropped");
+    for layout in [one].into_iter().chain(layouts()) {
+        for size in sizes {
+            let resolved = recipe(&layout, &set(size));
+            let ours = run(&layout, |rank| first_step(rank, &resolved, None));
+            let (a, b) = (ours.loss.unwrap(), wanted.loss.unwrap());
+            assert!((a / b - 1.0).abs() < 1e-6, "{layout} {size}: loss {a} instead of {b}");
+            for (o, w) in ours.tensors.iter().zip(&wanted.tensors).filter(|(o, _)| o.0.name() == "gradient") {
+                same(&format!("{layout} {size}"), &o.1, &w.1);
+            }
+        }
+    }
+}
+
 #[test]
 fn bf16_follows_within_its_precision() {
     let one = Layout { dp: Some(1), ..Layout::default() };

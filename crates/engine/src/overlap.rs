@@ -216,11 +216,7 @@ impl Pass<'_> {
     }
 
     /// Communicates after a mark, beside what is computed from there on; its end.
-    fn beside(
-        &self,
-        mark: Option<Event>,
-        work: impl FnOnce(&Stream) -> Result<()>,
-    ) -> Result<Option<Event>> {
+    fn beside(&self, mark: Option<Event>, work: impl FnOnce(&Stream) -> Result<()>) -> Result<Option<Event>> {
         let Some(mark) = mark else {
             work(&self.rank.compute)?;
             return Ok(None);

@@ -111,7 +111,9 @@ impl Trainer {
         self.grads.begin_step();
         let mut losses = Vec::with_capacity(batches.len());
         for (i, batch) in batches.iter().enumerate() {
-            losses.push(self.micro_step(batch, data.seq(), i as u32, weight)?);
+            // The number of its first token in the step.
+            let first = (i as u64 * ranks + turn) * (micro * data.seq()) as u64;
+            losses.push(self.micro_step(batch, data.seq(), first, weight)?);
         }
         self.grads.reduce(&self.rank, self.params.specs())?;
         let samples = micro as u64 * count * ranks;
@@ -144,9 +146,12 @@ impl Trainer {
     }
 
     /// Forward and backward of one micro-batch; its part of the loss, on the device.
-    fn micro_step(&mut self, batch: &Batch, seq: usize, index: u32, weight: f32) -> Result<Tensor> {
-        let dropout =
-            (self.dropout > 0.0).then_some(Dropout { p: self.dropout, step: self.step, micro_batch: index });
+    fn micro_step(&mut self, batch: &Batch, seq: usize, first: u64, weight: f32) -> Result<Tensor> {
+        let rows = match self.dropout > 0.0 {
+            true => Some(token_numbers(&self.rank, first, batch.tokens.len())?),
+            false => None,
+        };
+        let dropout = rows.as_ref().map(|rows| Dropout { p: self.dropout, step: self.step, rows });
         let pass = Pass { dropout, recompute: self.recompute, ..Pass::new(&self.rank, &self.params) };
         let input =
             self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
@@ -258,6 +263,14 @@ pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
         labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
         weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
     })
+}
+
+/// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
+fn token_numbers(rank: &Rank, first: u64, tokens: usize) -> Result<Tensor> {
+    let n = rank.padded(tokens) / rank.tp.size();
+    let first = first + (rank.tp.rank() * n) as u64;
+    let numbers: Vec<i32> = (first..).take(n).map(|i| i as i32).collect();
+    Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
 }
 
 /// `Σ weight·loss` f32 `[1]`, on the device.

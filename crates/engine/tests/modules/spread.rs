@@ -31,8 +31,7 @@ fn own_rows(s: &Setup, whole: &[f64], width: usize) -> Tensor {
 /// This rank's equal share of the columns, and its part in the whole again.
 fn own_columns(s: &Setup, whole: &[f64], width: usize) -> Tensor {
     let n = width / s.rank.tp.size();
-    let mine: Vec<f64> =
-        whole.chunks(width).flat_map(|r| r[s.rank.tp.rank() * n..][..n].to_vec()).collect();
+    let mine: Vec<f64> = whole.chunks(width).flat_map(|r| r[s.rank.tp.rank() * n..][..n].to_vec()).collect();
     s.upload(&mine, &[whole.len() / width, n])
 }
 
@@ -244,8 +243,7 @@ fn heads_over_ranks_are_their_twins() {
                 weights.resize(rows, 0.0);
                 let weights = s.rank.compute.upload(&weights, &[rows], Category::Activations).unwrap();
                 let targets = Targets { labels: s.integers(&labels), weights };
-                let (loss, saved) =
-                    head.loss(&s.pass(), &own_rows(s, &xs, hidden), &targets, true).unwrap();
+                let (loss, saved) = head.loss(&s.pass(), &own_rows(s, &xs, hidden), &targets, true).unwrap();
                 let (dx, grads) = head.backward(&s.pass(), saved.unwrap()).unwrap();
                 (s.host(&loss)[..tokens].to_vec(), join_rows(s, &dx)[..tokens * hidden].to_vec(), grads)
             });
