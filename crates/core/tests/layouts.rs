@@ -4,10 +4,12 @@
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::grid::Layout;
+use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::parity::first_step;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{LogicalValues, Observer, Run, Trainer};
-use ferrotron_engine::Rank;
+use ferrotron_engine::{Pass, Rank};
+use ferrotron_tensor::Watch;
 
 /// Grouped heads, biases somewhere, a vocabulary that no layout divides.
 const MODEL: &str = "
@@ -148,6 +150,52 @@ fn ten_steps_follow_the_loss_of_one_rank() {
     for layout in layouts() {
         for (i, (a, b)) in steps(&layout).iter().zip(&wanted).enumerate() {
             assert!((a / b - 1.0).abs() < 1e-5, "{layout} step {}: {a} instead of {b}", i + 1);
+        }
+    }
+}
+
+/// Prompts of lengths that no number of ranks divides, key heads shared by neighbours, columns of logits apart.
+#[test]
+fn text_is_that_of_one_rank() {
+    let text = |layout: &Layout, set: &[&str]| {
+        let resolved = recipe(layout, set);
+        let all = on_threads(
+            layout,
+            || Ok(Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?),
+            |rank| {
+                let trainer = Trainer::new(rank, &resolved)?;
+                let pass = Pass::new(&trainer.rank, &trainer.params);
+                let cold = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 3 };
+                let warm = Sampling { temperature: 1.0, ..cold };
+                let first = trainer.rank.world.rank() == 0;
+                let mut texts = Vec::new();
+                for (prompt, sampling) in [(&[7][..], cold), (&[1, 2, 3, 4, 250], cold), (&[9, 8, 7], warm)] {
+                    texts.push(generate(&trainer.decoder, &pass, prompt, 9, sampling, &[], &mut |_| true)?);
+                }
+                // One that has heard enough ends it for all.
+                let mut heard = 0;
+                let mut enough = |_| {
+                    heard += 1;
+                    !first || heard < 3
+                };
+                let cut = generate(&trainer.decoder, &pass, &[7], 9, cold, &[], &mut enough)?;
+                assert_eq!(cut, texts[0][..3]);
+                Ok(texts)
+            },
+        )
+        .unwrap();
+        assert!(all.windows(2).all(|w| w[0] == w[1]), "{layout}: ranks draw different text");
+        all
+    };
+    for set in
+        [&["model.init_std=0.3"][..], &["model.init_std=0.3", "model.tied=false", "model.qk_norm=true"]]
+    {
+        let one = Layout { dp: Some(1), ..Layout::default() };
+        let wanted = text(&one, set);
+        assert!(wanted[0][1].windows(2).any(|w| w[0] != w[1]), "one token for ever: {wanted:?}");
+        for tp in [2, 4] {
+            let layout = Layout { tp, ..one.clone() };
+            assert_eq!(text(&layout, set)[0], wanted[0], "{layout}");
         }
     }
 }

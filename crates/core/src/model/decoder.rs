@@ -199,27 +199,32 @@ impl Decoder {
     /// Empty caches for `batch` sequences of up to `capacity` tokens.
     pub fn caches(&self, p: &Pass, batch: usize, capacity: usize) -> Result<Vec<KvCache>> {
         let c = &self.config;
+        // Key heads are shared out, or, where there are fewer than ranks, shared by neighbours.
+        let heads = (c.kv_heads / p.rank.tp.size()).max(1);
         (0..c.layers)
-            .map(|_| KvCache::new(&p.rank.compute, batch, capacity, c.kv_heads, c.head_dim, p.dtype()))
+            .map(|_| KvCache::new(&p.rank.compute, batch, capacity, heads, c.head_dim, p.dtype()))
             .collect()
     }
 
-    /// Logits `[batch, V]` of the last of the new tokens of each sequence; all of them join the caches.
+    /// Logits `[batch, V]` of the last of the new tokens of each sequence, of the columns this rank holds; all tokens
+    /// join the caches.
     pub fn decode(&self, p: &Pass, input: &Input, caches: &mut [KvCache]) -> Result<Tensor> {
         let (mut x, _) = self.embedding.forward(p, &input.ids, &input.positions)?;
         for (layer, cache) in self.layers.iter().zip(caches) {
-            x = layer.decode(p, &x, cache, &input.positions)?;
+            x = layer.decode(p, &x, cache, &input.layout, &input.positions)?;
         }
         let batch = match input.layout {
             Layout::Rows { count, .. } => count,
             Layout::Packed { .. } => return shape_error("decode", "sequences of equal length are needed"),
         };
-        let new = x.shape()[0] / batch.max(1);
-        let last = x.view(&[batch, new, self.config.hidden])?.select(1, new - 1)?;
+        let tokens = input.layout.tokens();
+        let new = tokens / batch.max(1);
+        let x = p.all_rows(&x, "hidden states")?.narrow(0, 0, tokens)?;
+        let last = x.view(&[batch, new, self.config.hidden])?.select(1, new.saturating_sub(1))?;
         let rows = p.empty(&[batch, self.config.hidden])?;
         p.rank.kernels.copy(&p.rank.compute, &last, &rows)?;
         let (y, _) = self.final_norm.forward(p, &rows)?;
-        self.head.logits(p, &y)
+        self.head.logits_of(p, &y)
     }
 }
 

@@ -246,7 +246,8 @@ fn a_cache_remembers() {
                 for &len in lengths {
                     let new = s.upload(&portion(&x, start, len), &[2 * len, HIDDEN]);
                     let positions: Vec<i32> = (0..2 * len).map(|i| (start + i % len) as i32).collect();
-                    let out = attention.decode(&s.pass(), &new, &mut cache, &s.integers(&positions)).unwrap();
+                    let (rows, positions) = (Layout::Rows { count: 2, len }, s.integers(&positions));
+                    let out = attention.decode(&s.pass(), &new, &mut cache, &rows, &positions).unwrap();
                     let what = format!("{case:?} {dtype} portions {lengths:?} from {start}");
                     close(&what, dtype, &s.host(&out), &portion(&y, start, len));
                     start += len;
@@ -254,7 +255,8 @@ fn a_cache_remembers() {
                 }
                 // There is no place for a sixth.
                 let more = s.upload(&portion(&x, 0, 1), &[2, HIDDEN]);
-                let e = attention.decode(&s.pass(), &more, &mut cache, &s.integers(&[5, 5])).unwrap_err();
+                let (rows, positions) = (Layout::Rows { count: 2, len: 1 }, s.integers(&[5, 5]));
+                let e = attention.decode(&s.pass(), &more, &mut cache, &rows, &positions).unwrap_err();
                 assert!(e.to_string().contains("5 of 5 places taken"), "{e}");
             }
         }
