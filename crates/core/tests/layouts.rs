@@ -117,6 +117,29 @@ fn dropout_is_that_of_one_rank_for_any_micro_batch() {
     }
 }
 
+/// Communication beside computation changes no bit, and nothing is read or freed before its time.
+#[test]
+fn overlap_changes_nothing_and_is_ordered() {
+    for (tp, set) in [
+        (2, &["precision.dtype=bf16", "dropout.hidden=0.1"][..]),
+        (4, &["train.recompute=full", "model.tied=true"]),
+        (2, &["train.recompute=[\"norm\", \"activation\"]", "data.reset_at_documents=true"]),
+    ] {
+        let layout = Layout { tp, dp: Some(2), ..Layout::default() };
+        let resolved = recipe(&layout, set);
+        let step = |overlap| {
+            let make = || Ok(Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?);
+            let work = |rank| first_step(Rank { overlap, ..rank }, &resolved, None);
+            on_threads(&layout, make, work).unwrap().swap_remove(0)
+        };
+        let (with, without) = (step(true), step(false));
+        assert_eq!(with.loss, without.loss, "{layout} {set:?}");
+        for (o, w) in with.tensors.iter().zip(&without.tensors) {
+            assert_eq!(o.1, w.1, "{layout} {set:?} {}", o.0.name());
+        }
+    }
+}
+
 #[test]
 fn bf16_follows_within_its_precision() {
     let one = Layout { dp: Some(1), ..Layout::default() };
