@@ -8,6 +8,7 @@ mod head;
 mod linear;
 mod mlp;
 mod norm;
+mod overlap;
 mod param;
 mod pass;
 mod rank;

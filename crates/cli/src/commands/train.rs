@@ -143,14 +143,13 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     }
     let stop = Stop::listen()?;
     let layout = resolved.config.parallel.layout();
-    let ranks = layout.world()?;
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;
     place::run(global, &layout, seed, |rank| {
         let lead = rank.world.rank() == 0;
         let run = Run::open(rank, resolved.clone(), &out, Some(&fill))?;
         match lead {
-            true => lead_run(&args, &recipe, run, stop.clone(), ranks, global).map_err(place::told),
+            true => lead_run(&args, &recipe, run, stop.clone(), global).map_err(place::told),
             false => follow(run, stop.clone()),
         }
     })?;
@@ -167,18 +166,15 @@ fn follow(mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
         }
     }
     let sources = source::open(&run.resolved)?;
-    run.train(&*sources.train, sources.eval.as_deref(), &mut Silent(stop)).map(drop)
+    let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut Silent(stop))?;
+    if outcome.finished {
+        sample(&run)?;
+    }
+    Ok(())
 }
 
 /// The work of the first rank, which shows it.
-fn lead_run(
-    args: &Args,
-    recipe: &Recipe,
-    mut run: Run,
-    stop: Stop,
-    ranks: usize,
-    global: &Global,
-) -> Result<()> {
+fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Global) -> Result<()> {
     let begin = Instant::now();
     let sources = source::open(&run.resolved)?;
     let done = run.trainer.step;
@@ -188,7 +184,7 @@ fn lead_run(
         eprintln!("{note}");
     }
     let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
-    let text = if outcome.finished && ranks == 1 { sample(&run)? } else { None };
+    let text = if outcome.finished { sample(&run)? } else { None };
     if let Some(text) = &text {
         let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
         let event = events::Sample { step: run.trainer.step, prompt, text: text.clone() };
@@ -260,10 +256,12 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
     Ok(())
 }
 
-/// Text drawn from the trained model, where the recipe asks for some and tokens are bytes.
-fn sample(run: &Run) -> Result<Option<String>> {
+/// Text drawn from the trained model, where the recipe asks for some and tokens are bytes. The ranks that share the
+/// layers of the first draw it together.
+fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
     let g = &run.resolved.config.generate;
-    if g.tokens == 0 || run.resolved.model.vocab != 256 {
+    let first = run.trainer.rank.tp.ranks().contains(&0);
+    if g.tokens == 0 || run.resolved.model.vocab != 256 || !first {
         return Ok(None);
     }
     let prompt = g.prompt.clone().filter(|p| !p.is_empty()).unwrap_or_else(|| "\n".into());

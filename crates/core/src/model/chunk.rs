@@ -196,13 +196,15 @@ impl Chunk {
         };
         let (mut x, _) = embedding.forward(p, &input.ids, &input.positions)?;
         for (layer, cache) in self.layers.iter().zip(caches) {
-            x = layer.decode(p, &x, cache, &input.positions)?;
+            x = layer.decode(p, &x, cache, &input.layout, &input.positions)?;
         }
-        let (new, hidden) = (x.shape()[0] / batch.max(1), x.shape()[1]);
-        let last = x.view(&[batch, new, hidden])?.select(1, new - 1)?;
+        let (tokens, hidden) = (input.layout.tokens(), x.shape()[1]);
+        let new = tokens / batch.max(1);
+        let x = p.all_rows(&x, "hidden states")?.narrow(0, 0, tokens)?;
+        let last = x.view(&[batch, new, hidden])?.select(1, new.saturating_sub(1))?;
         let rows = p.empty(&[batch, hidden])?;
         p.rank.kernels.copy(&p.rank.compute, &last, &rows)?;
         let (y, _) = norm.forward(p, &rows)?;
-        head.logits(p, &y)
+        head.logits_of(p, &y)
     }
 }

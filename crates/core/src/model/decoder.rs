@@ -174,12 +174,15 @@ impl Decoder {
     /// Empty caches for `batch` sequences of up to `capacity` tokens.
     pub fn caches(&self, p: &Pass, batch: usize, capacity: usize) -> Result<Vec<KvCache>> {
         let c = &self.config;
+        // Key heads are shared out, or, where there are fewer than ranks, shared by neighbours.
+        let heads = (c.kv_heads / p.rank.tp.size()).max(1);
         (0..c.layers)
-            .map(|_| KvCache::new(&p.rank.compute, batch, capacity, c.kv_heads, c.head_dim, p.dtype()))
+            .map(|_| KvCache::new(&p.rank.compute, batch, capacity, heads, c.head_dim, p.dtype()))
             .collect()
     }
 
-    /// Logits `[batch, V]` of the last of the new tokens of each sequence; all of them join the caches.
+    /// Logits `[batch, V]` of the last of the new tokens of each sequence, of the columns this rank holds; all tokens
+    /// join the caches.
     pub fn decode(&self, p: &Pass, input: &Input, caches: &mut [KvCache]) -> Result<Tensor> {
         let (Layout::Rows { count, .. }, [whole]) = (&input.layout, &self.chunks[..]) else {
             return shape_error("decode", "sequences of equal length on one stage are needed");

@@ -20,7 +20,23 @@ pub struct MicroBatch {
     /// Labels and weights; none where only logits are wanted.
     pub targets: Option<Targets>,
     /// Dropout, in training.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<Drops>,
+}
+
+/// What is dropped in a micro-batch; see [`Dropout`].
+pub struct Drops {
+    /// Chance that an activation is dropped.
+    pub p: f32,
+    /// Step of the run.
+    pub step: u64,
+    /// i32 `[rows]`: number in the step of each token of the residual stream on this rank.
+    pub rows: Tensor,
+}
+
+impl MicroBatch {
+    fn dropout(&self) -> Option<Dropout<'_>> {
+        self.dropout.as_ref().map(|d| Dropout { p: d.p, step: d.step, rows: &d.rows })
+    }
 }
 
 /// What a pass through the model is for.
@@ -153,7 +169,7 @@ impl Work<'_, '_> {
         batch: &MicroBatch,
         x: Option<Tensor>,
     ) -> Result<Option<Tensor>> {
-        let pass = Pass { dropout: batch.dropout, ..self.pass };
+        let pass = Pass { dropout: batch.dropout(), ..self.pass };
         let targets = || batch.targets.as_ref().ok_or_else(|| lost("the labels of a micro-batch"));
         let goal = match self.aim {
             Aim::Logits => Goal::Logits,
@@ -181,7 +197,7 @@ impl Work<'_, '_> {
         put_off: bool,
     ) -> Result<Option<Tensor>> {
         let Aim::Train(grads) = &mut self.aim else { return Err(lost("a buffer for gradients")) };
-        let pass = Pass { dropout: batch.dropout, ..self.pass };
+        let pass = Pass { dropout: batch.dropout(), ..self.pass };
         let saved = self.kept.remove(&key).ok_or_else(|| lost("what forward kept"))?;
         let later = if put_off { Some(self.later.entry(key).or_default()) } else { None };
         let rank = pass.rank;

@@ -8,12 +8,12 @@ use crate::config::Resolved;
 use crate::data::{Batch, Batches};
 use crate::model::{Decoder, Stages};
 use crate::optimizer::{Optimizer, StepRates};
-use crate::pipeline::{Aim, MicroBatch, Mode, Plan, Schedule, execute};
+use crate::pipeline::{Aim, Drops, MicroBatch, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{Dropout, GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
+use ferrotron_engine::{GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -124,8 +124,9 @@ impl Trainer {
         let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
         let (p, step) = (self.dropout, self.step);
         let mut load = |i: usize| {
-            let dropout = (p > 0.0).then_some(Dropout { p, step, micro_batch: i as u32 });
-            upload(rank, decoder, &batches[i], seq, weight, dropout)
+            // The number of its first token in the step.
+            let first = (i as u64 * ranks + turn) * (micro * seq) as u64;
+            upload(rank, decoder, &batches[i], seq, weight, (p > 0.0).then_some((p, step, first)))
         };
         let losses = execute(pass, decoder, &schedule, &mut load, Aim::Train(&mut self.grads))?;
         self.schedule = Some(schedule);
@@ -261,9 +262,15 @@ fn upload(
     batch: &Batch,
     seq: usize,
     weight: f32,
-    dropout: Option<Dropout>,
+    dropout: Option<(f32, u64, u64)>,
 ) -> Result<MicroBatch> {
     let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
+    let dropout = match dropout {
+        None => None,
+        Some((p, step, first)) => {
+            Some(Drops { p, step, rows: token_numbers(rank, first, batch.tokens.len())? })
+        }
+    };
     Ok(MicroBatch { input, targets: Some(targets(rank, &batch.labels, weight)?), dropout })
 }
 
@@ -295,6 +302,14 @@ pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
         labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
         weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
     })
+}
+
+/// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
+fn token_numbers(rank: &Rank, first: u64, tokens: usize) -> Result<Tensor> {
+    let n = rank.padded(tokens) / rank.tp.size();
+    let first = first + (rank.tp.rank() * n) as u64;
+    let numbers: Vec<i32> = (first..).take(n).map(|i| i as i32).collect();
+    Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
 }
 
 /// `Σ weight·loss` f32 `[1]`, on the device.
