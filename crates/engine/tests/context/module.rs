@@ -1,0 +1,1 @@
+//! The whole block, weights and all, against one rank.
