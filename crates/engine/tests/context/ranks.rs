@@ -6,6 +6,15 @@ use ferrotron_engine::{Place, Rank, Tokens};
 use ferrotron_tensor::Watch;
 use std::time::Duration;
 
+/// A rank on the host or, with `FERROTRON_TEST_DEVICE=cuda`, on the card that all ranks then share.
+fn rank() -> Rank {
+    let watch = Watch { order: true, time: false };
+    match std::env::var("FERROTRON_TEST_DEVICE").as_deref() {
+        Ok("cuda") => Rank::cuda(0, 1, 1, watch).unwrap().0,
+        _ => Rank::cpu_watched(1, 1, watch).unwrap(),
+    }
+}
+
 /// `cp·tp` ranks, tp the faster.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
@@ -19,7 +28,7 @@ impl Grid {
     pub fn run<T: Send>(self, work: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
         let Grid { cp, tp, overlap } = self;
         let run = |world: World| {
-            let alone = Rank::cpu_watched(1, 1, Watch { order: true, time: false }).unwrap();
+            let alone = rank();
             let group = |name, groups: Vec<Vec<usize>>| {
                 let mut mine = Communicator::solo();
                 for ranks in groups {
