@@ -16,6 +16,7 @@ mod reduce;
 mod saved;
 mod shard;
 mod spread;
+mod tokens;
 
 pub use embedding::{Embedding, EmbeddingSaved};
 pub use grad::{GradBuffer, WeightGrad};
@@ -28,3 +29,4 @@ pub use pass::{Dropout, Keep, Pass, Recompute};
 pub use rank::Rank;
 pub use saved::{Class, Saved, SavedTensor};
 pub use shard::{Cut, Place, Split};
+pub use tokens::Tokens;
