@@ -142,7 +142,7 @@ pub fn forward(
     let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
     let logits = pass_over(&model, input, None, Aim::Logits)?;
     let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;
-    let logits = model.join_logits(&logits, input.ids.len())?;
+    let logits = model.join_logits(&layout_of(input), &logits)?;
     let logits = join_rows(&model.rank, whole, &mine, &logits, config.vocab)?;
     let mut out = ForwardOutput {
         logits,
@@ -189,15 +189,20 @@ fn pass_over(
     let mode = if matches!(aim, Aim::Train(_)) { Mode::Train } else { Mode::ForwardOnly };
     let schedule = Schedules { mode, ..Schedules::new(placement.pp(), placement.vp(), 1) }.schedule()?;
     let mut load = |_| {
-        let layout = match &input.offsets {
-            Some(offsets) => Layout::Packed { offsets: offsets.clone() },
-            None => Layout::Rows { count: input.batch, len: input.sequence },
-        };
-        let tokens = model.decoder.input(&model.rank, &input.ids, input.positions.as_deref(), layout)?;
-        let targets = labels.map(|(labels, weight)| targets(&model.rank, labels, weight)).transpose()?;
-        Ok(MicroBatch { input: tokens, targets, dropout: None })
+        let positions = input.positions.as_deref();
+        let input = model.decoder.input(&model.rank, &input.ids, positions, layout_of(input))?;
+        let on_device = |(labels, weight)| targets(&model.rank, &input.tokens, labels, weight);
+        let targets = labels.map(on_device).transpose()?;
+        Ok(MicroBatch { input, targets, dropout: None })
     };
     Ok(execute(model.pass(), &model.decoder, &schedule, &mut load, aim)?)
+}
+
+fn layout_of(input: &ForwardInput) -> Layout {
+    match &input.offsets {
+        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
+        None => Layout::Rows { count: input.batch, len: input.sequence },
+    }
 }
 
 /// Gradients of all logical tensors, summed over ranks.

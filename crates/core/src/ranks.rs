@@ -37,12 +37,12 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
 
 /// Refuses kinds of parallelism that this version lacks.
 pub fn check(layout: &Layout) -> Result<()> {
-    let absent = [("cp", layout.cp), ("ep", layout.ep)];
+    let absent = [("ep", layout.ep)];
     match absent.iter().find(|(_, n)| *n > 1) {
         None => Ok(()),
-        Some((key, n)) => Err(Error::Invalid(format!(
-            "{key}={n}: this version cuts work over tp, pp and dp only; leave {key} out"
-        ))),
+        Some((key, n)) => {
+            Err(Error::Invalid(format!("{key}={n}: this version has no experts; leave {key} out")))
+        }
     }
 }
 

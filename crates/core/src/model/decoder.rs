@@ -4,7 +4,7 @@ use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
 use crate::pipeline::{Placement, Split, Stage};
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
-use ferrotron_engine::{Declarations, ParamSpec, Part, Pass, Rank};
+use ferrotron_engine::{Declarations, ParamSpec, Part, Pass, Rank, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
@@ -54,13 +54,15 @@ impl Stages {
 
 /// Token ids with their places, on the device.
 pub struct Input {
-    /// i32 `[tokens]`
+    /// i32 `[rows]`, of the tokens of this context-parallel rank.
     pub ids: Tensor,
-    /// i32 `[tokens]`
+    /// i32 `[rows]`
     pub positions: Tensor,
-    /// Which tokens see each other.
+    /// Which tokens see each other, all ranks' together.
     pub layout: Layout,
-    /// Rows of the residual stream on this rank.
+    /// Which token of the batch each row is.
+    pub tokens: Tokens,
+    /// Rows of the residual stream on this rank: its share of those above among tensor-parallel ranks.
     pub rows: usize,
 }
 
@@ -160,15 +162,14 @@ impl Decoder {
                 format!("position {bad} is past the {} this model was set up for", self.positions),
             );
         }
-        // Rows divide over the ranks that share every layer; the last may be padding that nobody looks at.
-        let rows = rank.padded(ids.len());
+        let tokens = rank.tokens(&layout)?;
         let upload = |x: &[i32]| {
-            let mut x = x.to_vec();
-            x.resize(rows, 0);
-            rank.compute.upload(&x, &[rows], Category::Activations)
+            let mine = tokens.take(x, 0)?;
+            rank.compute.upload(&mine, &[mine.len()], Category::Activations)
         };
         let (ids, positions) = (upload(ids)?, upload(positions)?);
-        Ok(Input { ids, positions, layout, rows: rows / rank.tp.size() })
+        let (layout, rows) = (tokens.layout().clone(), ids.numel() / rank.tp.size());
+        Ok(Input { ids, positions, layout, tokens, rows })
     }
 
     /// Empty caches for `batch` sequences of up to `capacity` tokens.

@@ -13,7 +13,7 @@ use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
+use ferrotron_engine::{GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets, Tokens};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -267,11 +267,10 @@ fn upload(
     let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
     let dropout = match dropout {
         None => None,
-        Some((p, step, first)) => {
-            Some(Drops { p, step, rows: token_numbers(rank, first, batch.tokens.len())? })
-        }
+        Some((p, step, first)) => Some(Drops { p, step, rows: token_numbers(rank, &input.tokens, first)? }),
     };
-    Ok(MicroBatch { input, targets: Some(targets(rank, &batch.labels, weight)?), dropout })
+    let targets = Some(targets(rank, &input.tokens, &batch.labels, weight)?);
+    Ok(MicroBatch { input, targets, dropout })
 }
 
 /// A number summed over the ranks of a group; counts are exact.
@@ -293,10 +292,9 @@ pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
     })
 }
 
-/// Labels and row weights on the device: `weight` where there is a label.
-pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
-    let mut labels = labels.to_vec();
-    labels.resize(rank.padded(labels.len()), IGNORE);
+/// Labels and row weights of this rank's tokens on the device: `weight` where there is a label.
+pub fn targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
+    let labels = tokens.take(labels, IGNORE)?;
     let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
     Ok(Targets {
         labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
@@ -305,10 +303,10 @@ pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
 }
 
 /// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
-fn token_numbers(rank: &Rank, first: u64, tokens: usize) -> Result<Tensor> {
-    let n = rank.padded(tokens) / rank.tp.size();
-    let first = first + (rank.tp.rank() * n) as u64;
-    let numbers: Vec<i32> = (first..).take(n).map(|i| i as i32).collect();
+fn token_numbers(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
+    let n = tokens.rows().len() / rank.tp.size();
+    let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
+    let numbers: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
     Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
 }
 

@@ -49,7 +49,7 @@ impl Whole {
         let pass = Pass { recompute, ..Pass::new(&self.rank, &self.params) };
         let labels: Vec<i32> = ids.iter().map(|i| (3 * i + 1) % 16).collect();
         let input = self.decoder.input(&self.rank, ids, None, layout).unwrap();
-        let targets = targets(&self.rank, &labels, 1.0 / ids.len() as f32).unwrap();
+        let targets = targets(&self.rank, &input.tokens, &labels, 1.0 / ids.len() as f32).unwrap();
         let whole = &self.decoder.chunks()[0];
         let (rows, saved) = whole.forward(&pass, &input, None, Goal::Train(&targets)).unwrap();
         let mut saved = saved.unwrap();

@@ -1,5 +1,6 @@
 //! Decoding with remembered keys and values.
 
+use super::scores::blank;
 use super::{Attention, Layout, Projected};
 use crate::Pass;
 use ferrotron_kernels::{Align, AttentionForward, Scores, Sequences};
@@ -70,7 +71,7 @@ impl Attention {
         p.rank.kernels.copy(&p.rank.compute, &rows(&v, c.kv_heads)?, &v_slot)?;
         cache.len += new;
         let heads = p.empty(&[rotated.shape()[0], c.heads * d])?;
-        layout.blank(p, &heads)?;
+        blank(p, layout, &heads)?;
         let lse = p.rank.activation(&[batch, c.heads, new], DType::F32)?;
         let a = AttentionForward {
             q: &rows(&q, c.heads)?,

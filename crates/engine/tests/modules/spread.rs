@@ -21,7 +21,7 @@ fn gather(rank: &Rank, mine: &[f64]) -> Vec<Vec<f64>> {
 
 /// This rank's equal share of the rows, of `width` numbers each, filled up with zeros.
 fn own_rows(s: &Setup, whole: &[f64], width: usize) -> Tensor {
-    let (t, rows) = (s.rank.tp.size(), s.rank.padded(whole.len() / width));
+    let (t, rows) = (s.rank.tp.size(), (whole.len() / width).next_multiple_of(s.rank.tp.size()));
     let mut whole = whole.to_vec();
     whole.resize(rows * width, 0.0);
     let n = rows / t;
@@ -207,7 +207,7 @@ fn attention_over_ranks_is_its_twin() {
             check(&format!("{case:?}"), &s, (&xs, &dys), &twin, build, |s, attention| {
                 let (p, x, dy) = (&s.pass(), own_rows(s, &xs, hidden), own_rows(s, &dys, hidden));
                 let mut places = case.positions();
-                places.resize(s.rank.padded(tokens), 0);
+                places.resize(tokens.next_multiple_of(s.rank.tp.size()), 0);
                 let places = s.integers(&places);
                 let (y, saved) = attention.forward(p, &x, &case.layout, &places).unwrap();
                 let (dx, grads) = attention.backward(p, saved, &case.layout, &places, &dy).unwrap();
@@ -236,7 +236,7 @@ fn heads_over_ranks_are_their_twins() {
             let twin = |a: &[Vec<f64>]| head::twin(softcap, smoothing, &a[0], &a[1]);
             let what = format!("head, softcap {softcap:?}, chunks of {chunk}");
             check(&what, &s, (&xs, &head::weights()), &twin, build, |s, head| {
-                let rows = s.rank.padded(tokens);
+                let rows = tokens.next_multiple_of(s.rank.tp.size());
                 let mut labels = head::LABELS.to_vec();
                 labels.resize(rows, IGNORE);
                 let mut weights: Vec<f32> = head::weights().iter().map(|w| *w as f32).collect();
