@@ -91,7 +91,7 @@ impl Head {
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        self.logits_of(p.rank, p.params.get(self.weight), &p.all_rows(x, "hidden states")?)
+        self.logits_of(p.rank, p.weight(self.weight)?, &p.all_rows(x, "hidden states")?)
     }
 
     fn logits_of(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
@@ -117,14 +117,14 @@ impl Head {
         let tokens = x.shape()[0];
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         if tokens <= self.chunk {
-            let dlogits = self.row_loss(p.rank, p.params.get(self.weight), x, targets, &rows, train)?;
+            let dlogits = self.row_loss(p.rank, p.weight(self.weight)?, x, targets, &rows, train)?;
             let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&dlogits), x: x_saved };
             return Ok((rows, train.then_some(saved)));
         }
         let dx = p.empty(if train { x.shape() } else { &[0] })?;
         for (start, len) in chunks(tokens, self.chunk) {
             let part = targets.rows(start, len)?;
-            let w = p.params.get(self.weight);
+            let w = p.weight(self.weight)?;
             let x = x.narrow(0, start, len)?;
             let d = self.row_loss(p.rank, w, &x, &part, &rows.narrow(0, start, len)?, train)?;
             if train {
@@ -192,7 +192,7 @@ impl Head {
             HeadSaved::Whole { dlogits, x } => {
                 let x = p.all_rows(&x, "hidden states, again")?;
                 let dx = p.empty(x.shape())?;
-                product(p.rank, &dlogits, p.params.get(self.weight), &dx)?;
+                product(p.rank, &dlogits, p.weight(self.weight)?, &dx)?;
                 let dx = p.sum_rows(&dx, "gradient of hidden states")?;
                 Ok((dx, WeightGrad::product(self.weight, &dlogits, &x)))
             }
@@ -200,7 +200,7 @@ impl Head {
                 let x = p.all_rows(&x, "hidden states, again")?;
                 let dx = p.sum_rows(&dx, "gradient of hidden states")?;
                 // The weight as it is now: the optimizer may not have run when this does.
-                let w = p.params.get(self.weight).clone();
+                let w = p.weight(self.weight)?.clone();
                 let me = Head {
                     weight: self.weight,
                     first: self.first,

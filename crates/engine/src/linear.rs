@@ -70,7 +70,7 @@ impl Linear {
     /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, LinearSaved)> {
         let saved = LinearSaved::of(x);
-        let bias = self.bias.map(|b| p.params.get(b));
+        let bias = self.bias.map(|b| p.weight(b)).transpose()?;
         if p.rank.tp.size() == 1 {
             return Ok((self.product(p, x, bias)?, saved));
         }
@@ -86,7 +86,7 @@ impl Linear {
 
     fn product(&self, p: &Pass, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
         let y = p.empty(&[x.shape()[0], self.out])?;
-        let b = p.params.get(self.weight);
+        let b = p.weight(self.weight)?;
         let g = Gemm { a: x, trans_a: false, b, trans_b: true, bias, accumulate: false, c: &y };
         p.rank.kernels.gemm(&p.rank.compute, &g)?;
         Ok(y)
@@ -94,7 +94,7 @@ impl Linear {
 
     /// `dx = dy·W`; later `dW = dyᵀ·x`, `db = Σ dy`.
     pub fn backward(&self, p: &Pass, saved: LinearSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
-        let w = p.params.get(self.weight);
+        let w = p.weight(self.weight)?;
         let Some(x) = saved.x else {
             return shape_error("linear backward", "its input was dropped and not made again");
         };
