@@ -180,7 +180,7 @@ pub fn forward(
     out.loss = Some(over_rows(&model.rank, fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)?)?);
     model.decoder.backward(&pass, saved, &tokens, &mut grads).map_err(tensor)?;
     let mut by_name = HashMap::new();
-    grads.reduce(&model.rank, model.params.specs()).map_err(tensor)?;
+    grads.reduce(&model.rank).map_err(tensor)?;
     for (i, spec) in model.params.specs().iter().enumerate() {
         let values: Vec<f32> =
             model.rank.compute.download(&grads.get(ParamId(i)).map_err(tensor)?).map_err(tensor)?;

@@ -64,7 +64,8 @@ impl GradBuffer {
         while self.begun < buckets * rounds {
             let (round, bucket) = (self.begun / buckets, self.begun % buckets);
             let needed = if rounds > 1 { round + 1 } else { self.micro_batches.unwrap_or(1) };
-            let complete = |b: usize| self.plan.buckets()[b].spans.iter().all(|s| self.arrived(s.param, needed));
+            let complete =
+                |b: usize| self.plan.buckets()[b].spans.iter().all(|s| self.arrived(s.param, needed));
             if !all && !complete(bucket) {
                 break;
             }

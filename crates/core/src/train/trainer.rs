@@ -11,9 +11,11 @@ use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{Dropout, GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets};
+use ferrotron_engine::flat::{Scheme, bucket_elements};
+use ferrotron_engine::{Dropout, GradBuffer, Params, Part, Pass, Rank, Recompute, Targets};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, DType, Tensor};
+use std::ops::Range;
 
 /// Model, optimizer and counters.
 pub struct Trainer {
@@ -65,12 +67,17 @@ impl Trainer {
     fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let positions = r.plan.seq_len;
         let (decoder, specs) = Decoder::new(&rank, &r.model, positions)?;
-        let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype())?;
+        let dtype = r.config.precision.dtype.dtype();
+        let copies = rank.copies.size();
+        let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
+        let params = Params::in_buckets(&rank, specs, dtype, bucket)?;
+        let scheme = Scheme::zero(r.config.parallel.zero, copies);
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
         let moments = r.config.optimizer.moments.dtype();
-        let optimizer = Optimizer::new(&rank, &params, state::rule(&r.config.optimizer), moments, clip)?;
+        let rule = state::rule(&r.config.optimizer);
+        let optimizer = Optimizer::new(&rank, &params, scheme, rule, moments, clip)?;
         optimizer.initialise(&rank, &params)?;
-        let grads = GradBuffer::new(params.specs());
+        let grads = GradBuffer::of(&params, scheme);
         let (lr, wd, batches) = state::schedules(r)?;
         Ok(Trainer {
             rank,
@@ -108,12 +115,12 @@ impl Trainer {
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
         let valid = self.sum_over_data(valid, "tokens of the step")?;
         let weight = 1.0 / valid.max(1.0) as f32;
-        self.grads.begin_step();
+        self.grads.begin_step(batches.len());
         let mut losses = Vec::with_capacity(batches.len());
         for (i, batch) in batches.iter().enumerate() {
             losses.push(self.micro_step(batch, data.seq(), i as u32, weight)?);
         }
-        self.grads.reduce(&self.rank, self.params.specs())?;
+        self.grads.reduce(&self.rank)?;
         let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
         let n = self.samples + samples;
@@ -151,7 +158,6 @@ impl Trainer {
         let input =
             self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
         let targets = targets(&self.rank, &batch.labels, weight)?;
-        self.grads.begin_micro_batch();
         let (rows, saved) = self.decoder.forward(&pass, &input, &targets)?;
         let loss = weighted(&self.rank, &rows, &targets)?;
         self.decoder.backward(&pass, saved, &input, &mut self.grads)?;
@@ -192,14 +198,15 @@ impl Trainer {
 
     /// Puts a value of every logical tensor in place: `source(name)` gives f32 values in row-major order.
     pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
-        for (spec, master) in self.params.specs().iter().zip(self.optimizer.masters()) {
-            let mut values = Vec::with_capacity(spec.numel());
-            for (part, cut, _) in spec.held() {
-                values.extend(cut.take(&part.shape, &source(&part.name)?));
+        let values = |part: &Part, runs: &[Range<usize>]| {
+            let whole = source(&part.name)?;
+            if whole.len() != part.shape.iter().product::<usize>() {
+                let what = format!("{}: {} values for {:?}", part.name, whole.len(), part.shape);
+                return Err(Error::Invalid(what));
             }
-            self.rank.compute.write_to(master, &values)?;
-        }
-        self.optimizer.publish(&self.rank, &self.params)
+            Ok(runs.iter().flat_map(|r| whole[r.clone()].iter().copied()).collect())
+        };
+        self.optimizer.fill(&self.rank, &self.params, &values)
     }
 }
 
@@ -217,14 +224,12 @@ pub struct LogicalValues {
 impl Trainer {
     /// Gradients of the last step by logical name, before clipping; an error before the first step.
     pub fn gradients(&self) -> Result<Vec<LogicalValues>> {
-        let grads: Vec<Tensor> =
-            (0..self.params.specs().len()).map(|i| self.grads.get(ParamId(i))).collect::<Result<_, _>>()?;
-        self.logical(&grads)
+        self.logical(&self.grads.gathered(&self.rank)?)
     }
 
     /// Master weights by logical name.
     pub fn weights(&self) -> Result<Vec<LogicalValues>> {
-        self.logical(self.optimizer.masters())
+        self.logical(&self.optimizer.gathered(&self.rank, &self.params)?)
     }
 
     /// f32 tensors, one per parameter, cut into logical ones.

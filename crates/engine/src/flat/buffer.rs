@@ -108,7 +108,9 @@ impl FlatBuffer {
                 Ok(group.all_reduce(s, out, Reduce::Sum, label)?)
             }
             (Partial, TensorAtomic) => self.reduce_to_owners(rank, group, out, s, label),
-            (Replicate, Flat | TensorAtomic) => copy(s, &part(from, &self.layout().held(to.placement, me))?, out),
+            (Replicate, Flat | TensorAtomic) => {
+                copy(s, &part(from, &self.layout().held(to.placement, me))?, out)
+            }
             (Replicate, Partial) => {
                 // The value is a sum of which one rank has everything.
                 if me.rank == 0 { copy(s, from, out) } else { s.zero(out) }
@@ -121,11 +123,13 @@ impl FlatBuffer {
             }
             (Flat, TensorAtomic) | (TensorAtomic, Flat) => {
                 let parts = |p, rank| self.layout().held(p, Place { rank, size: me.size });
-                let common = |a: Range<usize>, b: Range<usize>| a.end.min(b.end).saturating_sub(a.start.max(b.start));
+                let common =
+                    |a: Range<usize>, b: Range<usize>| a.end.min(b.end).saturating_sub(a.start.max(b.start));
                 let counts = |mine, theirs| -> Vec<usize> {
                     (0..me.size).map(|r| common(parts(mine, me.rank), parts(theirs, r))).collect()
                 };
-                let (sent, received) = (counts(self.placement, to.placement), counts(to.placement, self.placement));
+                let (sent, received) =
+                    (counts(self.placement, to.placement), counts(to.placement, self.placement));
                 Ok(group.all_to_all_v(s, from, &sent, out, &received, label)?)
             }
         }
@@ -149,8 +153,11 @@ impl FlatBuffer {
         }
         // Narrow types are added up in f32 and rounded once.
         let narrow = dtype != DType::F32;
-        let total =
-            if narrow { Tensor::empty(s, &[mine], DType::F32, Category::Communication)? } else { out.clone() };
+        let total = if narrow {
+            Tensor::empty(s, &[mine], DType::F32, Category::Communication)?
+        } else {
+            out.clone()
+        };
         let wide = Tensor::empty(s, &[if narrow { mine } else { 0 }], DType::F32, Category::Communication)?;
         for r in 0..n {
             let theirs = all.narrow(0, r * mine, mine)?;

@@ -124,10 +124,10 @@ impl Bucket {
     pub fn held(&self, placement: Placement, place: Place) -> Range<usize> {
         match placement {
             Placement::Replicate | Placement::Partial => 0..self.len,
-            Placement::Flat => {
-                self.len * place.rank / place.size..self.len * (place.rank + 1) / place.size
+            Placement::Flat => self.len * place.rank / place.size..self.len * (place.rank + 1) / place.size,
+            Placement::TensorAtomic => {
+                self.first_of(place.rank, place.size)..self.first_of(place.rank + 1, place.size)
             }
-            Placement::TensorAtomic => self.first_of(place.rank, place.size)..self.first_of(place.rank + 1, place.size),
         }
     }
 

@@ -42,7 +42,8 @@ fn pieces_of_all_ranks_make_every_parameter_once() {
             let plan = Plan::new(&specs, size, target);
             for placement in [Placement::Flat, Placement::TensorAtomic] {
                 for (i, spec) in specs.iter().enumerate() {
-                    let pieces = (0..size).map(|rank| plan.piece(ParamId(i), placement, Place { rank, size }));
+                    let pieces =
+                        (0..size).map(|rank| plan.piece(ParamId(i), placement, Place { rank, size }));
                     let held: Vec<_> = pieces.map(|p| p.inside).filter(|r| !r.is_empty()).collect();
                     let all: Vec<usize> = held.iter().cloned().flatten().collect();
                     assert_eq!(all, (0..spec.numel()).collect::<Vec<_>>(), "{placement:?} over {size}");
@@ -151,7 +152,8 @@ fn every_placement_goes_to_every_other() {
                         for to in ALL {
                             for in_place in [false, true] {
                                 let whole =
-                                    FlatBuffer::empty(&plan, bucket, Placement::Replicate, me, kind, s).unwrap();
+                                    FlatBuffer::empty(&plan, bucket, Placement::Replicate, me, kind, s)
+                                        .unwrap();
                                 let part_of_whole = |p| whole.seen_as(p, me).unwrap();
                                 let apart = |p| FlatBuffer::empty(&plan, bucket, p, me, kind, s).unwrap();
                                 let (a, b) = if in_place && (from.is_whole() || to.is_whole() || from == to) {
@@ -160,7 +162,9 @@ fn every_placement_goes_to_every_other() {
                                     (apart(from), apart(to))
                                 };
                                 let mine = match from {
-                                    Placement::Partial => (0..layout.len).map(|i| value(me.rank, i)).collect(),
+                                    Placement::Partial => {
+                                        (0..layout.len).map(|i| value(me.rank, i)).collect()
+                                    }
                                     _ => expected(layout, from, me),
                                 };
                                 fill(rank, &a, &mine);
