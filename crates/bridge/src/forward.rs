@@ -208,7 +208,7 @@ fn layout_of(input: &ForwardInput) -> Layout {
 /// Gradients of all logical tensors, summed over ranks.
 fn logical_gradients(model: &Model, grads: &mut GradBuffer) -> Result<Vec<LogicalValues>> {
     let tensor = ferrotron_core::Error::from;
-    grads.reduce(&model.rank, model.params.specs()).map_err(tensor)?;
+    grads.reduce(&model.rank).map_err(tensor)?;
     let mut out = Vec::new();
     for (i, spec) in model.params.specs().iter().enumerate().filter(|(_, spec)| !spec.mirror) {
         let values: Vec<f32> =

@@ -1,11 +1,15 @@
 //! The optimizer: master weights, moments, and one step over all of them.
 
+mod state;
+
 use crate::Result;
 use ferrotron_comm::Reduce;
-use ferrotron_engine::{GradBuffer, ParamId, Params, Rank, initial_share};
-use ferrotron_kernels::cpu::grad_norm::clip_factor;
+use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
+use ferrotron_engine::{GradBuffer, ParamId, Params, Part, Rank, initial_values};
 use ferrotron_kernels::{Adam, Sgd, Update, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
+pub use state::State;
+use std::ops::Range;
 
 /// The update rule and its constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -16,12 +20,15 @@ pub enum Rule {
     Sgd(Sgd),
 }
 
-/// State of the optimizer. Weights that the model computes with in f32 are their own masters.
+/// State of the optimizer, of what this rank has under a placement. Weights that the model computes with in f32 are
+/// their own masters.
 pub struct Optimizer {
     rule: Rule,
-    masters: Vec<Tensor>,
-    first: Vec<Tensor>,
-    second: Vec<Tensor>,
+    placement: Placement,
+    /// What this rank has of each parameter, in order of declaration; of some it may be nothing.
+    pieces: Vec<Piece>,
+    masters: State,
+    moments: Vec<State>,
     decays: Vec<bool>,
     scalars: Tensor,
     max_norm: Option<f32>,
@@ -37,40 +44,40 @@ pub struct StepRates {
     pub weight_decay: f64,
 }
 
+/// Values of element ranges of a logical tensor, back to back.
+pub type Values<'a> = dyn Fn(&Part, &[Range<usize>]) -> Result<Vec<f32>> + 'a;
+
 impl Optimizer {
-    /// Fresh state for `params`. Weights must be filled afterwards, by [`Optimizer::initialise`] or part by
-    /// part through [`Optimizer::master`] and [`Optimizer::publish`].
+    /// Fresh state for `params`. Weights must be filled afterwards, by [`Optimizer::initialise`], or in any other
+    /// way by [`Optimizer::fill`].
     pub fn new(
         rank: &Rank,
         params: &Params,
+        scheme: Scheme,
         rule: Rule,
         moments: DType,
         max_norm: Option<f32>,
     ) -> Result<Optimizer> {
-        let s = &rank.compute;
-        let masters = params
-            .values()
-            .iter()
-            .map(|w| match params.dtype() {
-                DType::F32 => Ok(w.clone()),
-                _ => Tensor::empty(s, w.shape(), DType::F32, Category::Optimizer),
-            })
-            .collect::<Result<_, _>>()?;
-        let zeros = || {
-            params
-                .values()
-                .iter()
-                .map(|w| s.zeros(w.shape(), moments, Category::Optimizer))
-                .collect::<Result<Vec<_>, _>>()
+        let (placement, me) = (scheme.optimizer, place(&rank.copies));
+        let ids = || (0..params.specs().len()).map(ParamId);
+        let pieces: Vec<Piece> = ids().map(|id| params.plan().piece(id, placement, me)).collect();
+        let masters = match params.dtype() {
+            DType::F32 => State::in_weights("model", params, placement, me, &pieces)?,
+            _ => State::new("model", rank, params, placement, DType::F32, &pieces)?,
         };
-        let second = if matches!(rule, Rule::Adam(_)) { zeros()? } else { Vec::new() };
+        let names: &[&'static str] = match rule {
+            Rule::Adam(_) => &["adam.m", "adam.v"],
+            Rule::Sgd(_) => &["sgd.momentum"],
+        };
+        let new = |name: &&'static str| State::new(name, rank, params, placement, moments, &pieces);
         Ok(Optimizer {
             rule,
+            placement,
             masters,
-            first: zeros()?,
-            second,
+            moments: names.iter().map(new).collect::<Result<_>>()?,
+            pieces,
             decays: params.specs().iter().map(|p| p.decays()).collect(),
-            scalars: s.zeros(&[scalars::COUNT], DType::F32, Category::Optimizer)?,
+            scalars: rank.compute.zeros(&[scalars::COUNT], DType::F32, Category::Optimizer)?,
             max_norm,
             steps: 0,
         })
@@ -78,37 +85,91 @@ impl Optimizer {
 
     /// Fills masters with their declared initial values and the model's weights from them.
     pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
+        let (threads, seed) = (rank.device().threads(), rank.seed);
+        let draw = |part: &Part, runs: &[Range<usize>]| {
+            Ok(runs.iter().flat_map(|r| initial_values(threads, seed, part, r.clone())).collect())
+        };
+        self.fill(rank, params, &draw)
+    }
+
+    /// Fills masters with `values` of the logical tensors, and the model's weights from them.
+    pub fn fill(&self, rank: &Rank, params: &Params, values: &Values) -> Result<()> {
+        params.settle(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
-            let values: Vec<f32> = spec
-                .held()
-                .flat_map(|(part, cut, _)| initial_share(rank.device().threads(), rank.seed, part, cut))
-                .collect();
-            rank.compute.write_to(&self.masters[i], &values)?;
+            let mut held = Vec::with_capacity(self.pieces[i].inside.len());
+            for (part, runs) in spec.runs(&self.pieces[i].inside) {
+                held.extend(values(part, &runs)?);
+            }
+            rank.compute.write_to(&self.masters.pieces()[i], &held)?;
         }
         self.publish(rank, params)
     }
 
-    /// Rounds every master into the model's weight.
+    /// Rounds every master into the model's weight and brings weights to all ranks. Every rank calls it.
     pub fn publish(&self, rank: &Rank, params: &Params) -> Result<()> {
+        params.settle(rank)?;
         if params.dtype() != DType::F32 {
-            for (master, weight) in self.masters.iter().zip(params.values()) {
-                rank.kernels.copy(&rank.compute, master, weight)?;
+            for (master, weight) in self.masters.pieces().iter().zip(self.weights(params)?) {
+                rank.kernels.copy(&rank.compute, master, &weight)?;
+            }
+        }
+        self.gather(rank, params)?;
+        Ok(params.settle(rank)?)
+    }
+
+    /// This rank's pieces of the model's weights.
+    fn weights(&self, params: &Params) -> Result<Vec<Tensor>> {
+        let view = |(piece, value): (&Piece, &Tensor)| {
+            Ok(value.view(&[value.numel()])?.narrow(0, piece.inside.start, piece.inside.len())?)
+        };
+        self.pieces.iter().zip(params.values()).map(view).collect()
+    }
+
+    /// Brings weights to all ranks, in the order in which forward uses them; it waits for each bucket at its first use.
+    fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
+        if self.placement == Placement::Replicate {
+            return Ok(());
+        }
+        let s = rank.beside()?;
+        for bucket in (0..params.plan().buckets().len()).rev() {
+            let all = params.bucket(bucket);
+            let mine = all.seen_as(self.placement, place(&rank.copies))?;
+            mine.redistribute(rank, &rank.copies, &all, s, "weights")?;
+            if rank.beside_compute() {
+                params.arrives(bucket, s.record()?);
             }
         }
         Ok(())
     }
 
-    /// Master weights f32, in order of declaration.
-    pub fn masters(&self) -> &[Tensor] {
-        &self.masters
+    /// Masters and moments: what checkpoints hold, by name.
+    pub fn states(&self) -> Vec<&State> {
+        std::iter::once(&self.masters).chain(&self.moments).collect()
     }
 
-    /// Moments by name, each in order of declaration.
-    pub fn moments(&self) -> Vec<(&'static str, &[Tensor])> {
-        match self.rule {
-            Rule::Adam(_) => vec![("adam.m", &self.first), ("adam.v", &self.second)],
-            Rule::Sgd(_) => vec![("sgd.momentum", &self.first)],
+    /// What this rank has of each parameter, in order of declaration.
+    pub fn pieces(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// Master weights f32 in order of declaration, gathered where ranks divide them. Every rank calls it.
+    pub fn gathered(&self, rank: &Rank, params: &Params) -> Result<Vec<Tensor>> {
+        params.settle(rank)?;
+        let mut buckets = Vec::new();
+        for bucket in 0..params.plan().buckets().len() {
+            buckets.push(self.masters.gathered(rank, params, self.placement, bucket)?);
         }
+        let view = |(i, spec): (usize, &ferrotron_engine::ParamSpec)| {
+            let (bucket, r) = params.plan().slot(ParamId(i));
+            Ok(buckets[bucket].narrow(0, r.start, r.len())?.view(&spec.shape)?)
+        };
+        params.specs().iter().enumerate().map(view).collect()
+    }
+
+    /// A state's bucket whole: f32 or what moments are kept in, flat. Every rank calls it.
+    pub fn bucket(&self, rank: &Rank, params: &Params, state: &State, bucket: usize) -> Result<Tensor> {
+        params.settle(rank)?;
+        state.gathered(rank, params, self.placement, bucket)
     }
 
     /// Steps done.
@@ -129,38 +190,56 @@ impl Optimizer {
         grads: &GradBuffer,
         rates: StepRates,
     ) -> Result<f32> {
-        let counted = grads.counted(rank, params.specs())?;
-        let grads = (0..self.masters.len()).map(|i| grads.get(ParamId(i))).collect::<Result<Vec<_>, _>>()?;
         let (k, s) = (&rank.kernels, &rank.compute);
-        self.write_scalars(rank, rates, None)?;
-        k.clip_factor(s, &counted.iter().collect::<Vec<_>>(), self.max_norm, &self.scalars)?;
-        if rank.model.size() > 1 {
-            // The squares of all ranks make the norm of the whole model.
-            let mine = f64::from(self.norm(rank)?);
-            let square = s.upload(&[mine * mine], &[1], Category::Communication)?;
-            rank.model.all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
-            let norm = s.download::<f64>(&square)?[0].sqrt();
-            let clip = self.max_norm.map_or(1.0, |max| clip_factor(norm, f64::from(max)));
-            self.write_scalars(rank, rates, Some((norm as f32, clip)))?;
+        params.settle(rank)?;
+        self.write_scalars(rank, rates)?;
+        // Every element of the model is counted by one rank; the squares of all make the norm of the whole.
+        let counted = grads.counted(rank)?;
+        let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
+        k.square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
+        if self.placement != Placement::Replicate {
+            rank.copies.all_reduce(s, &square, Reduce::Sum, "gradient norm of copies")?;
         }
+        rank.model.all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
+        k.clip_from(s, &square, self.max_norm, &self.scalars)?;
         let narrow = params.dtype() != DType::F32;
-        let list: Vec<Update> = (0..self.masters.len())
-            .map(|i| Update {
-                master: &self.masters[i],
-                weight: narrow.then(|| &params.values()[i]),
-                grad: &grads[i],
-                first: &self.first[i],
-                second: self.second.get(i),
-                lr_mult: 1.0,
-                wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
-            })
-            .collect();
+        let weights = self.weights(params)?;
+        let grads = (0..weights.len())
+            .map(|i| Ok(grads.piece(rank, ParamId(i))?.1))
+            .collect::<Result<Vec<Tensor>>>()?;
+        let update = |i: usize| Update {
+            master: &self.masters.pieces()[i],
+            weight: narrow.then(|| &weights[i]),
+            grad: &grads[i],
+            first: &self.moments[0].pieces()[i],
+            second: self.moments.get(1).map(|m| &m.pieces()[i]),
+            lr_mult: 1.0,
+            wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
+        };
+        let list: Vec<Update> =
+            (0..weights.len()).filter(|i| !self.pieces[*i].inside.is_empty()).map(update).collect();
         match self.rule {
             Rule::Adam(adam) => k.adam(s, adam, &self.scalars, &list)?,
             Rule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
         }
+        self.gather(rank, params)?;
         self.steps += 1;
         self.norm(rank)
+    }
+
+    /// How many elements of the summed gradients of the whole model are zero. Every rank calls it; it is slow.
+    pub fn zero_gradients(&self, rank: &Rank, grads: &GradBuffer) -> Result<u64> {
+        let s = &rank.compute;
+        let mut zeros = 0;
+        for g in grads.counted(rank)? {
+            zeros += s.download::<f32>(&g)?.iter().filter(|x| **x == 0.0).count();
+        }
+        let zeros = s.upload(&[zeros as i64], &[1], Category::Communication)?;
+        if self.placement != Placement::Replicate {
+            rank.copies.all_reduce(s, &zeros, Reduce::Sum, "zeros of copies")?;
+        }
+        rank.model.all_reduce(s, &zeros, Reduce::Sum, "zeros")?;
+        Ok(s.download::<i64>(&zeros)?[0] as u64)
     }
 
     /// The gradient norm in the buffer of step scalars.
@@ -170,7 +249,7 @@ impl Optimizer {
     }
 
     /// Everything that changes from step to step, in one small upload.
-    fn write_scalars(&self, rank: &Rank, rates: StepRates, clip: Option<(f32, f32)>) -> Result<()> {
+    fn write_scalars(&self, rank: &Rank, rates: StepRates) -> Result<()> {
         let t = self.steps as i32 + 1;
         let correction = |beta: f32| (1.0 - f64::from(beta).powi(t)) as f32;
         let mut values = [0f32; scalars::COUNT];
@@ -180,7 +259,7 @@ impl Optimizer {
             values[scalars::BIAS1] = correction(a.beta1);
             values[scalars::BIAS2] = correction(a.beta2);
         }
-        (values[scalars::GRAD_NORM], values[scalars::CLIP]) = clip.unwrap_or((0.0, 1.0));
+        values[scalars::CLIP] = 1.0;
         values[scalars::STEPS_DONE] = self.steps as f32;
         Ok(rank.compute.write_to(&self.scalars, &values)?)
     }

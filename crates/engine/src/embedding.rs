@@ -58,13 +58,13 @@ impl Embedding {
     pub fn forward(&self, p: &Pass, ids: &Tensor, positions: &Tensor) -> Result<(Tensor, EmbeddingSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let y = p.empty(&[ids.numel(), self.hidden])?;
-        let table = p.params.get(self.tokens);
+        let table = p.weight(self.tokens)?;
         k.embedding_forward(s, ids, table, self.first, self.vocab, self.scale, false, &y)?;
         let y = p.sum_rows(&y, "embeddings")?;
         let positions = match self.positions {
             None => None,
             Some(table) => {
-                let (table, mine) = (p.params.get(table), p.own_rows(positions)?);
+                let (table, mine) = (p.weight(table)?, p.own_rows(positions)?);
                 k.embedding_forward(s, &mine, table, 0, table.shape()[0], 1.0, true, &y)?;
                 Some(SavedTensor::small(&mine))
             }
@@ -86,7 +86,7 @@ impl Embedding {
         Ok(match (self.positions, &saved.positions) {
             (Some(table), Some(pos)) => {
                 let dy = Arriving::here(dy);
-                grads.and(lookup(table, pos, dy, 0, p.params.get(table).shape()[0], 1.0))
+                grads.and(lookup(table, pos, dy, 0, p.weight(table)?.shape()[0], 1.0))
             }
             _ => grads,
         })

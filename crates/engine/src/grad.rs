@@ -1,99 +1,153 @@
 //! Gradients of weights: the buffer they gather in, and the work that puts them there.
 
-use crate::{ParamId, ParamSpec, Rank};
+use crate::flat::{Placement, Plan, Scheme, bucket_elements};
+use crate::{ParamId, ParamSpec, Params, Rank};
 use ferrotron_kernels::Gemm;
-use ferrotron_tensor::{Category, DType, Error, Result, Tensor};
+use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor};
+use std::collections::VecDeque;
+use std::sync::Arc;
 
-/// f32 gradients of all parameters in one piece of memory, in reverse order of declaration (about the order in
-/// which backward finishes them). Memory is taken when the first gradient arrives.
+/// f32 gradients of all parameters, in the buckets of a [`Plan`]. Memory is taken when the first gradient of a bucket
+/// arrives. When the last has, the bucket is summed over ranks, beside the rest of backward where that is wanted.
 pub struct GradBuffer {
-    flat: Option<Tensor>,
+    pub(crate) plan: Arc<Plan>,
+    pub(crate) scheme: Scheme,
+    pub(crate) specs: Vec<ParamSpec>,
     slots: Vec<Slot>,
-    numel: usize,
+    pub(crate) buckets: Vec<Memory>,
+    /// Of the step; if unknown, nothing is summed before the end.
+    pub(crate) micro_batches: Option<usize>,
+    /// Sums over ranks begun in this step: every bucket in turn, once, or once for each micro-batch.
+    pub(crate) begun: usize,
+    pub(crate) in_flight: VecDeque<InFlight>,
 }
 
+#[derive(Clone)]
 struct Slot {
-    offset: usize,
-    shape: Vec<usize>,
-    uses: u32,
-    arrived: u32,
+    /// Contributions in this step.
+    arrived: usize,
     /// Nothing written since the step began: the next write replaces instead of adding.
     fresh: bool,
 }
 
-/// Gradients start on whole cache lines.
-const ALIGN: usize = 64;
+/// What there is of a bucket.
+#[derive(Default)]
+pub(crate) struct Memory {
+    /// This rank's own gradients.
+    pub(crate) whole: Option<Tensor>,
+    /// Its part of the sum, where gradients are divided between micro-batches.
+    pub(crate) part: Option<Tensor>,
+}
+
+/// A sum under way beside computation.
+pub(crate) struct InFlight {
+    pub(crate) done: Event,
+    /// Memory that nobody needs afterwards.
+    pub(crate) _memory: Option<Tensor>,
+}
 
 impl GradBuffer {
-    /// The plan of a buffer; no memory yet.
+    /// Buffers for a model that no other rank has a copy of, or only whole copies; no memory yet.
     pub fn new(specs: &[ParamSpec]) -> GradBuffer {
-        let mut numel = 0;
-        let mut slots: Vec<Slot> = specs
-            .iter()
-            .rev()
-            .map(|s| {
-                let offset = numel;
-                numel += s.numel().next_multiple_of(ALIGN);
-                Slot { offset, shape: s.shape.clone(), uses: s.uses, arrived: 0, fresh: true }
-            })
-            .collect();
-        slots.reverse();
-        GradBuffer { flat: None, slots, numel }
+        let plan = Arc::new(Plan::new(specs, 1, bucket_elements(1)));
+        GradBuffer::over(plan, specs.to_vec(), Scheme::REPLICATED)
     }
 
-    /// A step begins: old contents are void. Nothing is zeroed; the first write of each gradient overwrites.
-    pub fn begin_step(&mut self) {
+    /// Buffers with the buckets of `params`, divided as `scheme` says; no memory yet.
+    pub fn of(params: &Params, scheme: Scheme) -> GradBuffer {
+        GradBuffer::over(params.plan().clone(), params.specs().to_vec(), scheme)
+    }
+
+    fn over(plan: Arc<Plan>, specs: Vec<ParamSpec>, scheme: Scheme) -> GradBuffer {
+        let slots = vec![Slot { arrived: 0, fresh: true }; specs.len()];
+        let buckets = plan.buckets().iter().map(|_| Memory::default()).collect();
+        let (micro_batches, begun, in_flight) = (None, 0, VecDeque::new());
+        GradBuffer { plan, scheme, specs, slots, buckets, micro_batches, begun, in_flight }
+    }
+
+    /// A step of so many micro-batches begins, in whatever order and however interleaved: old contents are void.
+    /// Nothing is zeroed; the first write of each gradient overwrites.
+    pub fn begin_step(&mut self, micro_batches: usize) {
         self.slots.iter_mut().for_each(|s| (s.fresh, s.arrived) = (true, 0));
-    }
-
-    /// A micro-batch begins: readiness is counted anew, contents stay.
-    pub fn begin_micro_batch(&mut self) {
-        self.slots.iter_mut().for_each(|s| s.arrived = 0);
+        (self.micro_batches, self.begun) = (Some(micro_batches), 0);
     }
 
     /// Where the gradient of `id` goes, and whether to add (true) or overwrite (false). Call it only when
     /// about to write: the answer is "overwrite" once a step.
     fn main_grad(&mut self, rank: &Rank, id: ParamId) -> Result<(Tensor, bool)> {
+        if self.begun > (self.rounds() - 1) * self.buckets.len() + self.plan.slot(id).0 {
+            let name = self.specs[id.0].parts.first().map_or("", |p| &p.name);
+            let what = format!("'{name}' gets one after its last of the step was summed over ranks");
+            return Err(Error::Unsupported { op: "gradient", what });
+        }
         let tensor = self.view(rank, id)?;
         Ok((tensor, !std::mem::replace(&mut self.slots[id.0].fresh, false)))
     }
 
-    /// All of it.
-    pub(crate) fn flat(&mut self, rank: &Rank) -> Result<Tensor> {
-        if let Some(flat) = &self.flat {
-            return Ok(flat.clone());
+    /// Times that every bucket is summed over ranks in a step.
+    pub(crate) fn rounds(&self) -> usize {
+        if self.scheme.grad.is_whole() { 1 } else { self.micro_batches.unwrap_or(1).max(1) }
+    }
+
+    /// This rank's own gradients of a bucket.
+    pub(crate) fn whole(&mut self, rank: &Rank, bucket: usize) -> Result<Tensor> {
+        if let Some(whole) = &self.buckets[bucket].whole {
+            return Ok(whole.clone());
         }
-        // Zeros once, for the gaps between gradients, which are summed over ranks like the rest.
-        let flat = rank.compute.zeros(&[self.numel], DType::F32, Category::Gradients)?;
-        Ok(self.flat.insert(flat).clone())
+        let layout = &self.plan.buckets()[bucket];
+        let whole = Tensor::empty(&rank.compute, &[layout.len], DType::F32, Category::Gradients)?;
+        // What lies between gradients is summed over ranks like the rest.
+        layout.gaps().try_for_each(|r| rank.compute.zero(&whole.narrow(0, r.start, r.len())?))?;
+        Ok(self.buckets[bucket].whole.insert(whole).clone())
     }
 
     fn view(&mut self, rank: &Rank, id: ParamId) -> Result<Tensor> {
-        let flat = self.flat(rank)?;
-        let slot = &self.slots[id.0];
-        flat.narrow(0, slot.offset, slot.shape.iter().product())?.view(&slot.shape)
+        let (bucket, range) = self.plan.slot(id);
+        let whole = self.whole(rank, bucket)?;
+        whole.narrow(0, range.start, range.len())?.view(&self.specs[id.0].shape)
     }
 
-    fn ready(&mut self, id: ParamId) {
+    fn ready(&mut self, rank: &Rank, id: ParamId) -> Result<()> {
         self.slots[id.0].arrived += 1;
+        if self.micro_batches.is_some() { self.sum_ready(rank, false) } else { Ok(()) }
     }
 
-    /// Has every use of the parameter contributed in this micro-batch?
+    /// Has every use of the parameter contributed in so many micro-batches?
+    pub(crate) fn arrived(&self, id: ParamId, micro_batches: usize) -> bool {
+        self.slots[id.0].arrived >= micro_batches * self.specs[id.0].uses as usize
+    }
+
+    /// Has every use of the parameter contributed in all micro-batches of the step?
     pub fn is_ready(&self, id: ParamId) -> bool {
-        self.slots[id.0].arrived == self.slots[id.0].uses
+        self.arrived(id, self.micro_batches.unwrap_or(1))
     }
 
-    /// All gradients of the step, after the last micro-batch. Parameters that got none have zeros.
+    /// Zeros for the parameters of a bucket that got nothing. With `void`, what is there is not needed again.
+    pub(crate) fn complete(&mut self, rank: &Rank, bucket: usize, void: bool) -> Result<()> {
+        for k in 0..self.plan.buckets()[bucket].spans.len() {
+            let id = self.plan.buckets()[bucket].spans[k].param;
+            if std::mem::replace(&mut self.slots[id.0].fresh, void) {
+                rank.compute.zero(&self.view(rank, id)?)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// All gradients of this rank's own data, after the last micro-batch. Parameters that got none have zeros.
     pub fn finish(&mut self, rank: &Rank) -> Result<Vec<Tensor>> {
-        (0..self.slots.len())
-            .map(|i| {
-                let grad = self.view(rank, ParamId(i))?;
-                if std::mem::replace(&mut self.slots[i].fresh, false) {
-                    rank.compute.zero(&grad)?;
-                }
-                Ok(grad)
-            })
-            .collect()
+        (0..self.buckets.len()).try_for_each(|b| self.complete(rank, b, false))?;
+        (0..self.slots.len()).map(|i| self.view(rank, ParamId(i))).collect()
+    }
+
+    /// The gradient of one parameter, for reading; an error before it exists, or where ranks divide it.
+    pub fn get(&self, id: ParamId) -> Result<Tensor> {
+        let (bucket, range) = self.plan.slot(id);
+        let missing = |what: &str| Err(Error::Unsupported { op: "gradient", what: what.into() });
+        match &self.buckets[bucket].whole {
+            _ if self.scheme.optimizer != Placement::Replicate => missing("ranks divide it; gather it first"),
+            Some(whole) => whole.narrow(0, range.start, range.len())?.view(&self.specs[id.0].shape),
+            None => missing("no backward pass has run yet"),
+        }
     }
 }
 
@@ -172,19 +226,8 @@ impl WeightGrad {
                 Work::Value(v) => k.copy(s, &v, &grad)?,
                 Work::Other(f) => f(rank, &grad, accumulate)?,
             }
-            grads.ready(param);
+            grads.ready(rank, param)?;
         }
         Ok(())
-    }
-}
-
-impl GradBuffer {
-    /// The gradient of one parameter, for reading; an error before it exists.
-    pub fn get(&self, id: ParamId) -> Result<Tensor> {
-        let slot = &self.slots[id.0];
-        match &self.flat {
-            Some(flat) => flat.narrow(0, slot.offset, slot.shape.iter().product())?.view(&slot.shape),
-            None => Err(Error::Unsupported { op: "gradient", what: "no backward pass has run yet".into() }),
-        }
     }
 }

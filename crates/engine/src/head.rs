@@ -113,7 +113,7 @@ impl Head {
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        let f = Factor { w: p.params.get(self.weight), trans: true, bias: None };
+        let f = Factor { w: p.weight(self.weight)?, trans: true, bias: None };
         let (z, _) = p.product_of_all_rows(x, f, false, "hidden states")?;
         self.cap(p.rank, &z)?;
         Ok(z)
@@ -121,7 +121,7 @@ impl Head {
 
     /// The same of rows that every rank has.
     pub fn logits_of(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        self.some_logits(p.rank, p.params.get(self.weight), x)
+        self.some_logits(p.rank, p.weight(self.weight)?, x)
     }
 
     fn some_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
@@ -157,7 +157,7 @@ impl Head {
         let dx = p.empty(if train { x.shape() } else { &[0] })?;
         for (start, len) in chunks(tokens, self.chunk) {
             let part = targets.rows(start, len)?;
-            let w = p.params.get(self.weight);
+            let w = p.weight(self.weight)?;
             let x = x.narrow(0, start, len)?;
             let d = self.some_logits(p.rank, w, &x)?;
             self.row_loss(p.rank, &d, &part, &rows.narrow(0, start, len)?, train)?;
@@ -215,7 +215,7 @@ impl Head {
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
             HeadSaved::Whole { dlogits, x } => {
-                let f = Factor { w: p.params.get(self.weight), trans: false, bias: None };
+                let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
                 let dx = p.sum_of_products(&dlogits, f, "gradient of hidden states")?;
                 let x = p.arriving_rows(&x, "hidden states, again")?;
                 Ok((dx, weight_product(self.weight, &dlogits, x)))
@@ -224,7 +224,7 @@ impl Head {
                 let dx = p.sum_rows(&dx, "gradient of hidden states")?;
                 let x = p.arriving_rows(&x, "hidden states, again")?;
                 // The weight as it is now: the optimizer may not have run when this does.
-                let w = p.params.get(self.weight).clone();
+                let w = p.weight(self.weight)?.clone();
                 let me = Head {
                     weight: self.weight,
                     first: self.first,

@@ -3,6 +3,7 @@
 
 pub mod attention;
 mod embedding;
+pub mod flat;
 mod grad;
 mod head;
 mod linear;

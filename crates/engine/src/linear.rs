@@ -71,7 +71,7 @@ impl Linear {
     /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, LinearSaved)> {
         let saved = LinearSaved::of(x);
-        let (w, bias) = (p.params.get(self.weight), self.bias.map(|b| p.params.get(b)));
+        let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
         let f = Factor { w, trans: true, bias };
         if p.rank.tp.size() == 1 {
             return Ok((p.product(x, f)?, saved));
@@ -91,7 +91,7 @@ impl Linear {
         let Some(x) = saved.x else {
             return shape_error("linear backward", "its input was dropped and not made again");
         };
-        let f = Factor { w: p.params.get(self.weight), trans: false, bias: None };
+        let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
         let (dx, mut grads) = if self.partial {
             let (dx, all) = p.product_of_all_rows(dy, f, true, "gradient of a layer's output")?;
             (dx, WeightGrad::product(self.weight, all.as_ref().unwrap_or(dy), &x))

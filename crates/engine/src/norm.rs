@@ -90,8 +90,8 @@ impl NormLayer {
         let mean = self.beta.map(|_| p.rank.activation(&rows, DType::F32)).transpose()?;
         let n = NormForward {
             x,
-            gamma: p.params.get(self.gamma),
-            beta: self.beta.map(|b| p.params.get(b)),
+            gamma: p.weight(self.gamma)?,
+            beta: self.beta.map(|b| p.weight(b)).transpose()?,
             y,
             mean: mean.as_ref(),
             rstd: &rstd,
@@ -130,7 +130,7 @@ impl NormLayer {
         let dbeta = self.beta.map(|_| p.rank.activation(&[self.width], DType::F32)).transpose()?;
         let n = NormBackward {
             x: &saved.x,
-            gamma: p.params.get(self.gamma),
+            gamma: p.weight(self.gamma)?,
             mean: saved.mean.as_deref(),
             rstd: &saved.rstd,
             dy,

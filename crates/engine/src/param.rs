@@ -1,10 +1,13 @@
 //! Parameters declare themselves once: names, shapes, initial values and how they may be split. Everything
 //! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
 
+use crate::flat::{FlatBuffer, Placement, Plan, bucket_elements};
 use crate::{Cut, Place, Rank, Split};
 use ferrotron_kernels::cpu::random::fill_normal;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_tensor::{Category, DType, Result, Tensor, Threads, shape_error};
+use ferrotron_tensor::{Category, DType, Event, Result, Tensor, Threads, shape_error};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Index of a parameter in its model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -43,10 +46,12 @@ pub struct ParamSpec {
     pub shape: Vec<usize>,
     /// Modules that use it: its gradient is ready after that many contributions.
     pub uses: u32,
-    /// The first and the last stage of a pipeline both hold it: gradients are summed over the two.
-    pub tied_over_ends: bool,
-    /// The second of these two: not counted in norms, not saved.
+    /// Elements that the rank has which has most: parameters share buckets alike on all ranks.
+    pub widest: usize,
+    /// A second copy of a parameter that another stage of the pipeline has: counted and saved there.
     pub mirror: bool,
+    /// The first and the last stage of the pipeline have it, and its gradient is the sum of both.
+    pub tied_over_ends: bool,
 }
 
 impl ParamSpec {
@@ -61,12 +66,24 @@ impl ParamSpec {
     }
 
     /// The parts, what is held of each, and where that is inside the parameter.
-    pub fn held(&self) -> impl Iterator<Item = (&Part, &Cut, std::ops::Range<usize>)> {
+    pub fn held(&self) -> impl Iterator<Item = (&Part, &Cut, Range<usize>)> {
         self.parts.iter().zip(&self.cuts).scan(0, |start, (p, cut)| {
             let range = *start..*start + cut.shape(&p.shape).iter().product::<usize>();
             *start = range.end;
             Some((p, cut, range))
         })
+    }
+
+    /// Which elements of its logical tensors (row-major) elements `inside` of the parameter are, in order.
+    pub fn runs(&self, inside: &Range<usize>) -> Vec<(&Part, Vec<Range<usize>>)> {
+        self.held()
+            .map(|(part, cut, r)| {
+                let (start, end) = (r.start.max(inside.start), r.end.min(inside.end));
+                let share = start.saturating_sub(r.start)..end.saturating_sub(r.start);
+                (part, cut.runs_within(&part.shape, share))
+            })
+            .filter(|(_, runs)| !runs.is_empty())
+            .collect()
     }
 
     /// Has every rank all of it?
@@ -117,7 +134,17 @@ impl Declarations {
         if let Some(twice) = parts.iter().find(|p| taken(&p.name)) {
             return shape_error("declare", format!("'{}' is declared twice", twice.name));
         }
-        self.specs.push(ParamSpec { parts, cuts, shape, uses: 1, tied_over_ends: false, mirror: false });
+        let most = Place { rank: 0, ..self.place };
+        let widest = parts.iter().map(|p| p.cut(most).shape(&p.shape).iter().product::<usize>()).sum();
+        self.specs.push(ParamSpec {
+            parts,
+            cuts,
+            shape,
+            uses: 1,
+            widest,
+            mirror: false,
+            tied_over_ends: false,
+        });
         Ok(ParamId(self.specs.len() - 1))
     }
 
@@ -131,10 +158,10 @@ impl Declarations {
         self.specs[id.0].uses += 1;
     }
 
-    /// A parameter that the first and the last stage of a pipeline both hold; `mirror` on the last.
+    /// The first and the last stage of the pipeline both have the parameter; `mirror` on the one that has the copy.
     pub fn mark_tied(&mut self, id: ParamId, mirror: bool) {
-        let spec = &mut self.specs[id.0];
-        (spec.tied_over_ends, spec.mirror) = (true, mirror);
+        self.specs[id.0].tied_over_ends = true;
+        self.specs[id.0].mirror = mirror;
     }
 
     /// The declarations, in order.
@@ -143,21 +170,35 @@ impl Declarations {
     }
 }
 
-/// The weights of a model in the type it computes in.
+/// The weights of a model in the type it computes in, in flat buckets.
 pub struct Params {
     specs: Vec<ParamSpec>,
+    plan: Arc<Plan>,
+    buckets: Vec<Tensor>,
     values: Vec<Tensor>,
     dtype: DType,
+    /// Of each bucket that is being gathered: when it is there.
+    arriving: Mutex<Vec<Option<Event>>>,
 }
 
 impl Params {
-    /// Memory for all parameters, contents unspecified.
+    /// Memory for all parameters, zeros.
     pub fn allocate(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType) -> Result<Params> {
-        let values = specs
-            .iter()
-            .map(|s| Tensor::empty(&rank.compute, &s.shape, dtype, Category::Parameters))
-            .collect::<Result<_>>()?;
-        Ok(Params { specs, values, dtype })
+        Params::in_buckets(rank, specs, dtype, bucket_elements(rank.copies.size()))
+    }
+
+    /// The same in buckets that close at `target` elements.
+    pub fn in_buckets(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, target: usize) -> Result<Params> {
+        let plan = Arc::new(Plan::new(&specs, rank.copies.size(), target));
+        let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Parameters);
+        let buckets: Vec<Tensor> = plan.buckets().iter().map(|b| zeros(b.len)).collect::<Result<_>>()?;
+        let view = |(i, spec): (usize, &ParamSpec)| {
+            let (bucket, range) = plan.slot(ParamId(i));
+            buckets[bucket].narrow(0, range.start, range.len())?.view(&spec.shape)
+        };
+        let values = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
+        let arriving = Mutex::new(vec![None; buckets.len()]);
+        Ok(Params { specs, plan, buckets, values, dtype, arriving })
     }
 
     /// The type the model computes in.
@@ -165,9 +206,25 @@ impl Params {
         self.dtype
     }
 
-    /// The weight.
-    pub fn get(&self, id: ParamId) -> &Tensor {
-        &self.values[id.0]
+    /// The weight, for work on the compute stream, which waits until it is there.
+    pub fn weight(&self, rank: &Rank, id: ParamId) -> Result<&Tensor> {
+        let arriving = self.arriving()[self.plan.slot(id).0].take();
+        arriving.map_or(Ok(()), |event| rank.compute.wait(&event))?;
+        Ok(&self.values[id.0])
+    }
+
+    /// Makes the compute stream wait for all weights: before anything but a pass of the model uses them.
+    pub fn settle(&self, rank: &Rank) -> Result<()> {
+        self.arriving().iter_mut().filter_map(Option::take).try_for_each(|event| rank.compute.wait(&event))
+    }
+
+    /// A bucket will be whole after `event`; passes wait for it at its first use.
+    pub fn arrives(&self, bucket: usize, event: Event) {
+        self.arriving()[bucket] = Some(event);
+    }
+
+    fn arriving(&self) -> MutexGuard<'_, Vec<Option<Event>>> {
+        self.arriving.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The declarations.
@@ -175,7 +232,17 @@ impl Params {
         &self.specs
     }
 
-    /// All weights in order of declaration.
+    /// How parameters lie in buckets.
+    pub fn plan(&self) -> &Arc<Plan> {
+        &self.plan
+    }
+
+    /// All weights of a bucket.
+    pub fn bucket(&self, bucket: usize) -> FlatBuffer {
+        FlatBuffer::of(&self.plan, bucket, Placement::Replicate, &self.buckets[bucket])
+    }
+
+    /// All weights in order of declaration; see [`Params::settle`].
     pub fn values(&self) -> &[Tensor] {
         &self.values
     }
@@ -193,7 +260,7 @@ pub fn initial_share(threads: &Threads, seed: u64, part: &Part, cut: &Cut) -> Ve
 }
 
 /// Initial values of elements `range` of a logical tensor.
-pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
+pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: Range<usize>) -> Vec<f32> {
     match part.init {
         Init::Constant(c) => vec![c; range.len()],
         Init::Normal(std) => {

@@ -1,6 +1,6 @@
 //! The surroundings of one forward or backward pass.
 
-use crate::{Params, Rank, Saved, SavedTensor};
+use crate::{ParamId, Params, Rank, Saved, SavedTensor};
 use ferrotron_kernels::DropoutKey;
 use ferrotron_tensor::{DType, Result, Tensor};
 
@@ -53,6 +53,11 @@ impl<'a> Pass<'a> {
     /// The type the model computes in.
     pub fn dtype(&self) -> DType {
         self.params.dtype()
+    }
+
+    /// A weight, which the compute stream waits for if it is still on its way.
+    pub fn weight(&self, id: ParamId) -> Result<&'a Tensor> {
+        self.params.weight(self.rank, id)
     }
 
     /// New activation memory in the type the model computes in.

@@ -105,6 +105,18 @@ impl Cut {
         (0..outer).map(run).filter(|r| !r.is_empty()).collect()
     }
 
+    /// The same of elements `share` of what is held.
+    pub fn runs_within(&self, shape: &[usize], share: Range<usize>) -> Vec<Range<usize>> {
+        let mut at = 0;
+        let within = |r: Range<usize>| {
+            let (start, end) = (share.start.max(at), share.end.min(at + r.len()));
+            let run = (start < end).then(|| r.start + start - at..r.start + end - at);
+            at += r.len();
+            run
+        };
+        self.runs(shape).into_iter().filter_map(within).collect()
+    }
+
     /// What is held of `whole`.
     pub fn take<T: Copy>(&self, shape: &[usize], whole: &[T]) -> Vec<T> {
         self.runs(shape).into_iter().flat_map(|r| whole[r].iter().copied()).collect()
@@ -146,6 +158,23 @@ mod tests {
                     cut.put(&p.shape, &cut.take(&p.shape, &whole), &mut joined);
                 }
                 assert_eq!(joined, whole, "{split:?} over {size}");
+            }
+        }
+    }
+
+    #[test]
+    fn parts_of_a_share_are_parts_of_the_whole() {
+        let whole: Vec<usize> = (0..120).collect();
+        for split in [Split::Replicated, Split::Rows { unit: 3 }, Split::Columns { unit: 2 }] {
+            let p = part(&[12, 10], split);
+            let cut = p.cut(Place { rank: 1, size: 3 });
+            let held = cut.take(&p.shape, &whole);
+            for start in 0..=held.len() {
+                for end in start..=held.len() {
+                    let runs = cut.runs_within(&p.shape, start..end);
+                    let got: Vec<usize> = runs.into_iter().flat_map(|r| whole[r].to_vec()).collect();
+                    assert_eq!(got, held[start..end], "{split:?} {start}..{end}");
+                }
             }
         }
     }

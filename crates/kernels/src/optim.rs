@@ -1,6 +1,6 @@
 //! Optimizer steps over lists of tensors.
 
-use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
 /// Entries of the step-scalar buffer (f32): what changes from step to step is read from device memory, so
 /// that a captured step can be replayed.
@@ -82,6 +82,21 @@ pub trait OptimKernels {
         max_norm: Option<f32>,
         scalars: &Tensor,
     ) -> Result<()>;
+
+    /// `square[0] = Σ g²` over f32 gradients; `square` f64 `[1]`. Squares of several ranks add up before
+    /// [`OptimKernels::clip_from`].
+    fn square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()>;
+
+    /// The same as [`OptimKernels::clip_factor`], from the sum of squares.
+    fn clip_from(&self, s: &Stream, square: &Tensor, max_norm: Option<f32>, scalars: &Tensor) -> Result<()>;
+}
+
+/// A sum of squares.
+pub(crate) fn check_square(op: &'static str, t: &Tensor) -> Result<()> {
+    if t.shape() != [1] || t.dtype() != DType::F64 {
+        return shape_error(op, format!("a sum of squares is one f64 number, not {t:?}"));
+    }
+    Ok(())
 }
 
 /// The buffer of step scalars.

@@ -34,7 +34,7 @@ fn part_of(kernel: &str) -> &'static str {
         "act_forward" | "act_backward" => ACTIVATION,
         "rope" => ROPE,
         "cross_entropy" => LOSS,
-        "adam" | "sgd" | "clip_factor" => OPTIMIZER,
+        "adam" | "sgd" | "clip_factor" | "square_sum" | "clip_from" => OPTIMIZER,
         "add" | "norm_forward" | "add_norm_forward" | "norm_backward" => NORMS,
         _ => OTHER,
     }

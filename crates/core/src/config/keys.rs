@@ -192,6 +192,8 @@ keys! {
         etp: usize = 1, "expert_tensor_parallel_size";
         /// What ranks with equal weights divide among them: 0 nothing, 1 optimizer state, 2 gradients too.
         zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
+        /// Elements that are summed over ranks at once; unset means enough to keep a network busy.
+        bucket: Option<u64> = None, "ddp_bucket_size", "bucket_size";
         /// Order of work in a pipeline.
         schedule: PipelineOrder = PipelineOrder::OneForwardOneBackward, "pipeline_parallel_schedule", "pipeline_schedule";
         /// Layers of each pipeline stage, such as "Ett|ttt|ttL"; unset means as even as possible.

@@ -9,7 +9,7 @@ use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_engine::Recompute;
 use ferrotron_kernels::{Adam, Sgd};
-use ferrotron_tensor::{DType, Tensor, bf16};
+use ferrotron_tensor::{DType, bf16};
 use serde::{Deserialize, Serialize};
 
 pub(super) fn rule(o: &OptimizerSection) -> Rule {
@@ -111,21 +111,8 @@ struct State {
 
 pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     let mut items = Vec::new();
-    let mut kinds: Vec<(&str, &[Tensor])> = vec![("model", t.optimizer.masters())];
-    kinds.extend(t.optimizer.moments());
-    for (kind, tensors) in kinds {
-        for (spec, tensor) in t.params.specs().iter().zip(tensors).filter(|(spec, _)| !spec.mirror) {
-            let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
-            let size = tensor.dtype().size();
-            for (part, _, r) in spec.held() {
-                items.push(Item {
-                    name: format!("{kind}/{}", part.name),
-                    dtype: tensor.dtype(),
-                    shape: part.shape.clone(),
-                    bytes: t.rank.join(part, size, &bytes[r.start * size..r.end * size])?,
-                });
-            }
-        }
+    for state in t.optimizer.states() {
+        items.extend(logical_state(t, state)?);
     }
     let items = gather::on_first_rank(&t.rank, t.decoder.config(), items)?;
     let state = State {
@@ -140,6 +127,29 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     };
     let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
     Ok(Snapshot { step: t.step, state, items })
+}
+
+/// Every logical tensor of one kind of state, whole on every rank. One bucket is gathered at a time.
+fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Item>> {
+    let (specs, plan, size) = (t.params.specs(), t.params.plan(), state.dtype().size());
+    let mut items = Vec::new();
+    // Buckets and what is in them are in reverse order of declaration.
+    for (b, bucket) in plan.buckets().iter().enumerate().rev() {
+        let whole = t.optimizer.bucket(&t.rank, &t.params, state, b)?;
+        for span in bucket.spans.iter().rev().filter(|s| !specs[s.param.0].mirror) {
+            let tensor = whole.narrow(0, span.range.start, span.range.len())?;
+            let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
+            for (part, _, r) in specs[span.param.0].held() {
+                items.push(Item {
+                    name: format!("{}/{}", state.name(), part.name),
+                    dtype: state.dtype(),
+                    shape: part.shape.clone(),
+                    bytes: t.rank.join(part, size, &bytes[r.start * size..r.end * size])?,
+                });
+            }
+        }
+    }
+    Ok(items)
 }
 
 /// The state of a checkpoint that holds a model's weights and nothing of a run.
@@ -174,22 +184,24 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
             "it belongs to a run with another model or seed; choose another --out folder, or go back to that recipe",
         ));
     }
-    let mut kinds: Vec<(&str, &[Tensor])> = vec![("model", t.optimizer.masters())];
-    kinds.extend(t.optimizer.moments());
+    let states = t.optimizer.states();
     // Names, shapes and types of everything before the first byte is used.
-    let mut expected = Vec::new();
     let parts = logical_parts(t.decoder.config())?;
-    for (kind, tensors) in &kinds {
-        let dtype = tensors.first().map_or(DType::F32, |t| t.dtype());
-        expected.extend(parts.iter().map(|p| (format!("{kind}/{}", p.name), dtype, p.shape.clone())));
-    }
+    let expected: Vec<_> = states
+        .iter()
+        .flat_map(|state| {
+            parts.iter().map(|p| (format!("{}/{}", state.name(), p.name), state.dtype(), &p.shape))
+        })
+        .collect();
     loaded.check(expected.iter().map(|(n, d, s)| (n.as_str(), *d, s.as_slice())))?;
-    for (kind, tensors) in &kinds {
-        for (spec, tensor) in t.params.specs().iter().zip(*tensors) {
+    for state in states {
+        let pieces = t.optimizer.pieces().iter().zip(state.pieces());
+        for (spec, (piece, tensor)) in t.params.specs().iter().zip(pieces) {
             let mut bytes = Vec::with_capacity(tensor.bytes());
-            for (part, cut, _) in spec.held() {
-                let shape: Vec<usize> = part.shape.iter().copied().chain([tensor.dtype().size()]).collect();
-                bytes.extend(loaded.read_runs(&format!("{kind}/{}", part.name), &cut.runs(&shape))?);
+            for (part, runs) in spec.runs(&piece.inside) {
+                let (name, size) = (format!("{}/{}", state.name(), part.name), state.dtype().size());
+                let runs: Vec<_> = runs.iter().map(|r| r.start * size..r.end * size).collect();
+                bytes.extend(loaded.read_runs(&name, &runs)?);
             }
             t.rank.compute.write_to(&tensor.as_bytes()?, &bytes)?;
         }

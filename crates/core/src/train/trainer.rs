@@ -13,9 +13,11 @@ use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{GradBuffer, ParamId, Params, Pass, Rank, Recompute, Targets, Tokens};
+use ferrotron_engine::flat::{Scheme, bucket_elements};
+use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, Targets, Tokens};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, DType, Tensor};
+use std::ops::Range;
 
 /// Model, optimizer and counters.
 pub struct Trainer {
@@ -68,14 +70,20 @@ impl Trainer {
     }
 
     fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
+        let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
         let positions = r.plan.seq_len;
         let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r))?;
-        let params = Params::allocate(&rank, specs, r.config.precision.dtype.dtype())?;
+        let dtype = r.config.precision.dtype.dtype();
+        let copies = rank.copies.size();
+        let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
+        let params = Params::in_buckets(&rank, specs, dtype, bucket)?;
+        let scheme = Scheme::zero(r.config.parallel.zero, copies);
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
         let moments = r.config.optimizer.moments.dtype();
-        let optimizer = Optimizer::new(&rank, &params, state::rule(&r.config.optimizer), moments, clip)?;
+        let rule = state::rule(&r.config.optimizer);
+        let optimizer = Optimizer::new(&rank, &params, scheme, rule, moments, clip)?;
         optimizer.initialise(&rank, &params)?;
-        let grads = GradBuffer::new(params.specs());
+        let grads = GradBuffer::of(&params, scheme);
         let (lr, wd, batches) = state::schedules(r)?;
         Ok(Trainer {
             rank,
@@ -119,7 +127,7 @@ impl Trainer {
         let valid = sum(&self.rank, &self.rank.dp, valid, "tokens of the step")?;
         let weight = 1.0 / valid.max(1.0) as f32;
         let schedule = self.plan(count as usize)?;
-        self.grads.begin_step();
+        self.grads.begin_step(batches.len());
         let (rank, decoder, seq) = (&self.rank, &self.decoder, data.seq());
         let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
         let (p, step) = (self.dropout, self.step);
@@ -130,7 +138,7 @@ impl Trainer {
         };
         let losses = execute(pass, decoder, &schedule, &mut load, Aim::Train(&mut self.grads))?;
         self.schedule = Some(schedule);
-        self.grads.reduce(&self.rank, self.params.specs())?;
+        self.grads.reduce(&self.rank)?;
         let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
         let n = self.samples + samples;
@@ -201,14 +209,15 @@ impl Trainer {
 
     /// Puts a value of every logical tensor in place: `source(name)` gives f32 values in row-major order.
     pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
-        for (spec, master) in self.params.specs().iter().zip(self.optimizer.masters()) {
-            let mut values = Vec::with_capacity(spec.numel());
-            for (part, cut, _) in spec.held() {
-                values.extend(cut.take(&part.shape, &source(&part.name)?));
+        let values = |part: &Part, runs: &[Range<usize>]| {
+            let whole = source(&part.name)?;
+            if whole.len() != part.shape.iter().product::<usize>() {
+                let what = format!("{}: {} values for {:?}", part.name, whole.len(), part.shape);
+                return Err(Error::Invalid(what));
             }
-            self.rank.compute.write_to(master, &values)?;
-        }
-        self.optimizer.publish(&self.rank, &self.params)
+            Ok(runs.iter().flat_map(|r| whole[r.clone()].iter().copied()).collect())
+        };
+        self.optimizer.fill(&self.rank, &self.params, &values)
     }
 }
 
@@ -226,14 +235,12 @@ pub struct LogicalValues {
 impl Trainer {
     /// Gradients of the last step by logical name, before clipping; an error before the first step.
     pub fn gradients(&self) -> Result<Vec<LogicalValues>> {
-        let grads: Vec<Tensor> =
-            (0..self.params.specs().len()).map(|i| self.grads.get(ParamId(i))).collect::<Result<_, _>>()?;
-        self.logical(&grads)
+        self.logical(&self.grads.gathered(&self.rank)?)
     }
 
     /// Master weights by logical name.
     pub fn weights(&self) -> Result<Vec<LogicalValues>> {
-        self.logical(self.optimizer.masters())
+        self.logical(&self.optimizer.gathered(&self.rank, &self.params)?)
     }
 
     /// f32 tensors, one per parameter, cut into logical ones.

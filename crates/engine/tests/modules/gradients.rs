@@ -91,15 +91,16 @@ fn weight_gradients_can_wait() {
         let waiting: Vec<_> = seeds.iter().map(|seed| net.run(*seed, &stay)).collect();
         assert!(ready(&net.s, &late.0).iter().chain(&ready(&net.rest, &late.1)).all(|r| !r));
         assert!(late.0.get(id(0)).is_err(), "a gradient exists before anything made it");
-        for (_, first, work) in waiting {
-            late.0.begin_micro_batch();
-            late.1.begin_micro_batch();
+        late.0.begin_step(seeds.len());
+        late.1.begin_step(seeds.len());
+        for (i, (_, first, work)) in waiting.into_iter().enumerate() {
+            let last = i + 1 == seeds.len();
             assert!(ready(&net.s, &late.0).iter().all(|r| !r));
             first.run(&net.s.rank, &mut late.0).unwrap();
-            assert!(ready(&net.s, &late.0).iter().all(|r| *r));
+            assert!(ready(&net.s, &late.0).iter().all(|r| *r == last));
             assert!(ready(&net.rest, &late.1).iter().all(|r| !r));
             work.run(&net.rest.rank, &mut late.1).unwrap();
-            assert!(ready(&net.rest, &late.1).iter().all(|r| *r));
+            assert!(ready(&net.rest, &late.1).iter().all(|r| *r == last));
         }
         assert!(net.s.all(&mut now.0) == net.s.all(&mut late.0), "{dtype}");
         assert!(net.rest.all(&mut now.1) == net.rest.all(&mut late.1), "{dtype}");
@@ -119,8 +120,8 @@ fn gradients_add_up_without_zeros() {
         let (a, b) = (one(90), one(100));
         let mut buffers = (net.s.buffer(), net.rest.buffer());
         for round in 0..2 {
-            buffers.0.begin_step();
-            buffers.1.begin_step();
+            buffers.0.begin_step(2);
+            buffers.1.begin_step(2);
             for seed in [90, 100] {
                 let (_, first, work) = net.run(seed, &stay);
                 first.run(&net.s.rank, &mut buffers.0).unwrap();
@@ -140,7 +141,7 @@ fn gradients_add_up_without_zeros() {
             }
         }
         // A parameter nobody touched in a step has a gradient of zeros, not of what was there.
-        buffers.0.begin_step();
+        buffers.0.begin_step(2);
         for g in net.s.all(&mut buffers.0) {
             assert!(g.iter().all(|x| *x == 0.0));
         }

@@ -241,13 +241,24 @@ struct ClipArgs {
     u32 limited;
 };
 
-// The norm from the parts, and the factor it asks for: max/(norm + 1e-6) where that is below 1; NaN for NaN.
-extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a) {
+// The sum of the parts, in thread 0.
+__device__ double total_of_parts(const ClipArgs& a) {
     const double* parts = reinterpret_cast<const double*>(a.parts);
     double sum = 0.0;
 #pragma unroll 4
     for (i64 i = threadIdx.x; i < a.n; i += 1024) sum += parts[i];
-    sum = block_total(sum);
+    return block_total(sum);
+}
+
+// The sum of the parts, as a number for other ranks to add to.
+extern "C" __global__ void __launch_bounds__(1024) square_total(const ClipArgs a) {
+    double sum = total_of_parts(a);
+    if (threadIdx.x == 0) *reinterpret_cast<double*>(a.scalars) = sum;
+}
+
+// The norm from the parts, and the factor it asks for: max/(norm + 1e-6) where that is below 1; NaN for NaN.
+extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a) {
+    double sum = total_of_parts(a);
     if (threadIdx.x != 0) return;
     float* s = reinterpret_cast<float*>(a.scalars);
     double norm = sqrt(sum);

@@ -1,7 +1,7 @@
 use super::elementwise::{blocks, line};
 use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
-use crate::optim::check_scalars;
+use crate::optim::{check_scalars, check_square};
 use crate::{Adam, OptimKernels, Sgd, Update};
 use ferrotron_tensor::{
     Arg, Category, DType, Error, Launch, Result, Stream, Tensor, read, shape_error, write,
@@ -226,20 +226,60 @@ impl OptimKernels for CudaKernels {
         const OP: &str = "clip_factor";
         check_scalars(OP, scalars)?;
         dtypes(OP, DType::F32, &[scalars])?;
-        dtypes(OP, DType::F32, grads)?;
-        grads.iter().try_for_each(|g| same_contiguous(OP, &[g]))?;
+        self.squares(s, OP, grads, scalars, |l, parts, n| {
+            self.queue(l, kernel("clip_factor"), line(1, 1024), &clip(parts, l.address(0)?, n, max_norm))
+        })
+    }
+
+    fn square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()> {
+        const OP: &str = "square_sum";
+        check_square(OP, square)?;
+        self.squares(s, OP, grads, square, |l, parts, n| {
+            self.queue(l, kernel("square_total"), line(1, 1024), &clip(parts, l.address(0)?, n, None))
+        })
+    }
+
+    fn clip_from(&self, s: &Stream, square: &Tensor, max_norm: Option<f32>, scalars: &Tensor) -> Result<()> {
+        const OP: &str = "clip_from";
+        check_square(OP, square)?;
+        check_scalars(OP, scalars)?;
+        dtypes(OP, DType::F32, &[scalars])?;
+        s.launch(OP, &[write(scalars), read(square)], |l| {
+            let args = clip(l.address(1)?, l.address(0)?, 1, max_norm);
+            self.queue(l, kernel("clip_factor"), line(1, 1024), &args)
+        })
+    }
+}
+
+fn clip(parts: u64, out: u64, n: usize, max_norm: Option<f32>) -> ClipArgs {
+    let (max, limited) = (max_norm.unwrap_or_default(), max_norm.is_some().into());
+    ClipArgs { parts, scalars: out, n: n as i64, max_norm: max, limited }
+}
+
+impl CudaKernels {
+    /// Sums of squares of parts of the gradients, then `end(address of the sums, how many)`, which writes `out`.
+    fn squares(
+        &self,
+        s: &Stream,
+        op: &'static str,
+        grads: &[&Tensor],
+        out: &Tensor,
+        end: impl Fn(&Launch, u64, usize) -> Result<()>,
+    ) -> Result<()> {
+        dtypes(op, DType::F32, grads)?;
+        grads.iter().try_for_each(|g| same_contiguous(op, &[g]))?;
         let total: usize = grads.iter().map(|g| g.numel().div_ceil(PART)).sum();
         let scratch = Tensor::empty(s, &[total], DType::F64, Category::Workspace)?;
-        let mut args = vec![write(scalars), write(&scratch)];
+        let mut args = vec![write(out), write(&scratch)];
         args.extend(grads.iter().map(|g| read(g)));
-        s.launch(OP, &args, |l| {
+        s.launch(op, &args, |l| {
             let parts = l.address(1)?;
             let (mut done, mut rest) =
                 (0u64, grads.iter().enumerate().filter(|(_, g)| g.numel() > 0).peekable());
             while rest.peek().is_some() {
                 let mut p = Portion::<Slice, GRADS>::new();
                 for (i, g) in rest.by_ref().take(GRADS) {
-                    p.push(OP, Slice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
+                    p.push(op, Slice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
                 }
                 let args = SquareArgs {
                     list: p.list,
@@ -251,14 +291,7 @@ impl OptimKernels for CudaKernels {
                 self.queue(l, kernel("square_parts"), line(p.blocks, THREADS), &args)?;
                 done += u64::from(p.blocks);
             }
-            let args = ClipArgs {
-                parts,
-                scalars: l.address(0)?,
-                n: total as i64,
-                max_norm: max_norm.unwrap_or_default(),
-                limited: max_norm.is_some().into(),
-            };
-            self.queue(l, kernel("clip_factor"), line(1, 1024), &args)
+            end(l, parts, total)
         })
     }
 }

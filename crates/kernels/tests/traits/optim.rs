@@ -2,7 +2,7 @@
 
 use super::homes::*;
 use ferrotron_kernels::{Adam, Sgd, Update, scalars};
-use ferrotron_tensor::{DType, Tensor};
+use ferrotron_tensor::{Category, DType, Tensor};
 
 /// One parameter with its state, as values.
 #[derive(Clone)]
@@ -191,6 +191,14 @@ fn norms_and_clip_factors_of_long_lists() {
                 for i in (0..scalars::COUNT).filter(|i| ![scalars::GRAD_NORM, scalars::CLIP].contains(i)) {
                     assert_eq!(after[i], before[i], "{what}");
                 }
+                // In two steps, between which ranks add up: the same bits.
+                let square = h.s.zeros(&[1], DType::F64, Category::Workspace).unwrap();
+                h.k.square_sum(&h.s, &tensors.iter().collect::<Vec<_>>(), &square).unwrap();
+                let sum = h.s.download::<f64>(&square).unwrap()[0];
+                assert!((sum - norm * norm).abs() <= 1e-12 * norm * norm, "{what}: {sum}");
+                let (s, _) = step_scalars(&h, 1.0, 0.3);
+                h.k.clip_from(&h.s, &square, max, &s).unwrap();
+                assert_eq!(h.host(&s), after, "{what}");
             }
         }
     }

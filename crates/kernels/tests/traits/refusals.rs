@@ -2,7 +2,7 @@
 
 use super::homes::*;
 use ferrotron_kernels::*;
-use ferrotron_tensor::{DType, Result, Tensor};
+use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 /// What a card's kernel finds wrong is heard when the host waits for it.
 fn refused(h: &Home, what: &str, result: Result<()>) {
@@ -379,6 +379,13 @@ fn optimizers() {
         refused(&h, "strided scalars", h.k.adam(&h.s, adam, &column(&h, F32, scalars::COUNT), &[base()]));
         refused(&h, "a narrow gradient", h.k.clip_factor(&h.s, &[&z(&h, BF16, &[4])], None, &scalars_t));
         refused(&h, "a strided gradient", h.k.clip_factor(&h.s, &[&column(&h, F32, 4)], None, &scalars_t));
+        let two = h.s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
+        let square = two.narrow(0, 0, 1).unwrap();
+        refused(&h, "two sums of squares", h.k.square_sum(&h.s, &[&g], &two));
+        refused(&h, "a narrow sum of squares", h.k.square_sum(&h.s, &[&g], &f(1)));
+        refused(&h, "a narrow gradient", h.k.square_sum(&h.s, &[&z(&h, BF16, &[4])], &square));
+        refused(&h, "a narrow sum of squares", h.k.clip_from(&h.s, &f(1), None, &scalars_t));
+        refused(&h, "a scalar buffer of another size", h.k.clip_from(&h.s, &square, None, &f(3)));
         // A list is refused as a whole before anything of it is done.
         let bad = f(3);
         let list: Vec<Update> =

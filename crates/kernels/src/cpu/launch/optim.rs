@@ -2,7 +2,7 @@ use super::{CpuKernels, same_contiguous};
 use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
 use crate::cpu::optim::{AdamFactors, UpdateSlices, adam, sgd};
 use crate::cpu::optim_list::{Grad, Param, State};
-use crate::optim::check_scalars;
+use crate::optim::{check_scalars, check_square};
 use crate::{Adam, OptimKernels, Sgd, Update, scalars};
 use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
 
@@ -63,6 +63,13 @@ fn state<'a>(l: &Launch<'a>, at: usize, t: Option<&Tensor>) -> Result<State<'a>>
     }
 }
 
+/// The norm and the factor it asks for.
+fn write_clip(square: f64, max_norm: Option<f32>, out: &mut [f32]) {
+    let norm = NormType::L2.finish(square);
+    out[scalars::GRAD_NORM] = norm as f32;
+    out[scalars::CLIP] = max_norm.map_or(1.0, |max| clip_factor(norm, f64::from(max)));
+}
+
 impl OptimKernels for CpuKernels {
     fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[Update]) -> Result<()> {
         each_portion(s, "adam", scalars, list, |l, values, slices| {
@@ -102,10 +109,30 @@ impl OptimKernels for CpuKernels {
         grads.iter().try_for_each(|g| same_contiguous(OP, &[g]))?;
         s.launch(OP, &args, |l| {
             let slices = (1..=grads.len()).map(|i| l.slice::<f32>(i)).collect::<Result<Vec<_>>>()?;
-            let norm = NormType::L2.finish(norm_total(l.threads(), self.isa, NormType::L2, &slices));
-            let out = l.slice_mut::<f32>(0)?;
-            out[scalars::GRAD_NORM] = norm as f32;
-            out[scalars::CLIP] = max_norm.map_or(1.0, |max| clip_factor(norm, f64::from(max)));
+            let square = norm_total(l.threads(), self.isa, NormType::L2, &slices);
+            write_clip(square, max_norm, l.slice_mut(0)?);
+            Ok(())
+        })
+    }
+
+    fn square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()> {
+        const OP: &str = "square_sum";
+        check_square(OP, square)?;
+        grads.iter().try_for_each(|g| same_contiguous(OP, &[g]))?;
+        let args: Vec<Arg> = [write(square)].into_iter().chain(grads.iter().map(|g| read(g))).collect();
+        s.launch(OP, &args, |l| {
+            let slices = (1..=grads.len()).map(|i| l.slice::<f32>(i)).collect::<Result<Vec<_>>>()?;
+            l.slice_mut::<f64>(0)?[0] = norm_total(l.threads(), self.isa, NormType::L2, &slices);
+            Ok(())
+        })
+    }
+
+    fn clip_from(&self, s: &Stream, square: &Tensor, max_norm: Option<f32>, scalars: &Tensor) -> Result<()> {
+        const OP: &str = "clip_from";
+        check_square(OP, square)?;
+        check_scalars(OP, scalars)?;
+        s.launch(OP, &[write(scalars), read(square)], |l| {
+            write_clip(l.slice::<f64>(1)?[0], max_norm, l.slice_mut(0)?);
             Ok(())
         })
     }

@@ -1,0 +1,269 @@
+//! What ranks with equal weights divide among them changes nothing but memory: losses, gradients, weights and
+//! checkpoints are those of ranks that divide nothing, bit for bit where the order of additions is the same.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use ferrotron_core::Result;
+use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::data::source;
+use ferrotron_core::grid::Layout;
+use ferrotron_core::ranks::on_threads;
+use ferrotron_core::train::{LogicalValues, Observer, Run, Trainer};
+use ferrotron_engine::Rank;
+use ferrotron_tensor::{Category, Watch};
+
+/// Grouped heads, biases, a vocabulary that nothing divides, norms that clip, and many small buckets.
+const MODEL: &str = "
+[model]
+layers = 2
+hidden = 32
+heads = 4
+kv_heads = 2
+ffn = 48
+vocab = 259
+max_positions = 64
+qkv_bias = true
+proj_bias = true
+[data]
+path = \"embedded\"
+seq_len = 16
+[train]
+steps = 4
+global_batch = 8
+micro_batch = 1
+[optimizer]
+lr = 1e-2
+clip = 0.5
+[precision]
+dtype = \"f32\"
+[generate]
+tokens = 0
+[checkpoint]
+keep = 0
+";
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    tp: usize,
+    dp: usize,
+    zero: usize,
+    overlap: bool,
+    set: &'static [&'static str],
+}
+
+impl Case {
+    fn layout(&self) -> Layout {
+        Layout { tp: self.tp, dp: Some(self.dp), ..Layout::default() }
+    }
+
+    fn recipe(&self) -> Resolved {
+        let mut recipe = Recipe::named("tiny").unwrap();
+        recipe.add("model.toml", MODEL).unwrap();
+        recipe.set("parallel.bucket=3000").unwrap();
+        self.set.iter().for_each(|s| recipe.set(s).unwrap());
+        let sizes = [("tp", self.tp), ("dp", self.dp), ("zero", self.zero)];
+        sizes.iter().for_each(|(k, v)| recipe.set(&format!("parallel.{k}={v}")).unwrap());
+        recipe.resolve(None).unwrap()
+    }
+
+    /// What `work` makes on every rank, every access checked for its order.
+    fn run<T: Send>(&self, work: impl Fn(Rank, Resolved) -> Result<T> + Sync) -> Vec<T> {
+        let resolved = self.recipe();
+        let make = || {
+            let rank = Rank::cpu_watched(1, 1234, Watch { order: true, time: false })?;
+            Ok(Rank { overlap: self.overlap, ..rank })
+        };
+        on_threads(&self.layout(), make, |rank| work(rank, resolved.clone()))
+            .unwrap_or_else(|e| panic!("{self:?}: {e}"))
+    }
+}
+
+/// Everything a few steps make.
+#[derive(Clone, Debug, PartialEq)]
+struct Made {
+    losses: Vec<(f64, f64)>,
+    eval: f64,
+    gradients: Vec<LogicalValues>,
+    weights: Vec<LogicalValues>,
+}
+
+fn made(case: &Case) -> Made {
+    let mut all = case.run(|rank, resolved| {
+        let sources = source::open(&resolved)?;
+        let mut trainer = Trainer::new(rank, &resolved)?;
+        let mut losses = Vec::new();
+        for _ in 0..3 {
+            let report = trainer.train_step(&*sources.train)?;
+            losses.push((report.loss, report.grad_norm));
+        }
+        let eval = trainer.evaluate(&*sources.train, 4)?;
+        Ok(Made { losses, eval, gradients: trainer.gradients()?, weights: trainer.weights()? })
+    });
+    let first = all.swap_remove(0);
+    all.iter().for_each(|other| assert!(*other == first, "{case:?}: ranks differ"));
+    first
+}
+
+fn equal(what: &str, a: &Made, b: &Made) {
+    assert_eq!((&a.losses, a.eval), (&b.losses, b.eval), "{what}");
+    for (kind, a, b) in [("gradient", &a.gradients, &b.gradients), ("weight", &a.weights, &b.weights)] {
+        assert_eq!(a.len(), b.len());
+        for (a, b) in a.iter().zip(b) {
+            let bits = |v: &LogicalValues| v.values.iter().map(|x| x.to_bits()).collect::<Vec<_>>();
+            assert!(a.name == b.name && bits(a) == bits(b), "{what}: {kind} {} differs", a.name);
+        }
+    }
+}
+
+fn near(what: &str, a: &Made, b: &Made, room: f64) {
+    for ((x, _), (y, _)) in a.losses.iter().zip(&b.losses) {
+        assert!((x / y - 1.0).abs() < 1e-6, "{what}: loss {x} instead of {y}");
+    }
+    for (a, b) in a.gradients.iter().zip(&b.gradients) {
+        let most = b.values.iter().fold(0f64, |m, x| m.max(f64::from(x.abs())));
+        for (x, y) in a.values.iter().zip(&b.values) {
+            let apart = f64::from((x - y).abs());
+            assert!(apart <= room * most + 1e-7, "{what}: {} {x} instead of {y}", a.name);
+        }
+    }
+}
+
+const LAYOUTS: [(usize, usize); 7] = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2)];
+
+/// Four micro-batches at two copies: optimizer state divided or not, beside computation or not, gives equal bits;
+/// divided gradients add up in another order.
+#[test]
+fn dividing_changes_no_bit() {
+    for set in
+        [&["model.tied=true"][..], &["model.tied=false", "optimizer.moments=bf16", "precision.dtype=bf16"]]
+    {
+        for (tp, dp) in LAYOUTS {
+            let case = |zero, overlap| Case { tp, dp, zero, overlap, set };
+            let plain = made(&case(0, false));
+            for zero in [0, 1] {
+                equal(
+                    &format!("tp{tp} dp{dp} zero {zero} overlap {set:?}"),
+                    &made(&case(zero, true)),
+                    &plain,
+                );
+            }
+            equal(&format!("tp{tp} dp{dp} zero 1 {set:?}"), &made(&case(1, false)), &plain);
+            let divided = made(&case(2, true));
+            equal(&format!("tp{tp} dp{dp} zero 2 {set:?}"), &made(&case(2, false)), &divided);
+            if !set.contains(&"precision.dtype=bf16") {
+                near(&format!("tp{tp} dp{dp} zero 2 {set:?}"), &divided, &plain, 1e-5);
+            }
+        }
+    }
+}
+
+/// With one micro-batch there is one order of additions.
+#[test]
+fn divided_gradients_of_one_micro_batch_are_the_same_bits() {
+    for (tp, dp) in [(1, 4), (2, 2)] {
+        let set: &[&str] = if dp == 4 { &["train.micro_batch=2"] } else { &["train.micro_batch=4"] };
+        let case = |zero| Case { tp, dp, zero, overlap: true, set };
+        equal(&format!("tp{tp} dp{dp}"), &made(&case(2)), &made(&case(0)));
+    }
+}
+
+/// SGD and another bucket size: where buckets end makes no difference.
+#[test]
+fn the_size_of_buckets_changes_no_bit() {
+    let case = |zero, set| Case { tp: 2, dp: 2, zero, overlap: true, set };
+    for zero in [0, 1, 2] {
+        let one = made(&case(zero, &["optimizer.kind=\"sgd\"", "parallel.bucket=1000000000"]));
+        for set in [&["optimizer.kind=\"sgd\"", "parallel.bucket=1"][..], &["optimizer.kind=\"sgd\""]] {
+            equal(&format!("zero {zero} {set:?}"), &made(&case(zero, set)), &one);
+        }
+    }
+}
+
+#[test]
+fn memory_is_divided() {
+    let bytes = |zero: usize, dp: usize, category: Category| -> Vec<f64> {
+        let case = Case { tp: 1, dp, zero, overlap: true, set: &["precision.dtype=bf16"] };
+        case.run(|rank, resolved| {
+            let sources = source::open(&resolved)?;
+            let mut trainer = Trainer::new(rank.clone(), &resolved)?;
+            trainer.train_step(&*sources.train)?;
+            Ok(rank.device().memory().now[category as usize] as f64)
+        })
+    };
+    let one = bytes(1, 1, Category::Optimizer)[0];
+    for dp in [2, 4] {
+        for (zero, optimizer, gradients) in [(0, 1, 1), (1, dp, 1), (2, dp, dp)] {
+            for (category, whole, parts) in
+                [(Category::Optimizer, one, optimizer), (Category::Gradients, one / 3.0, gradients)]
+            {
+                for mine in bytes(zero, dp, category) {
+                    let share = mine * parts as f64 / whole;
+                    let what = format!("zero {zero} dp {dp} {category:?}");
+                    assert!((0.9..1.1).contains(&share), "{what}: {share} of an even share");
+                }
+            }
+        }
+    }
+}
+
+struct StopAfter(u64, u64);
+
+impl Observer for StopAfter {
+    fn event(&mut self, event: &ferrotron_core::events::Event) {
+        if let ferrotron_core::events::Event::Step(s) = event {
+            self.1 = s.step;
+        }
+    }
+    fn stop(&self) -> bool {
+        self.1 >= self.0
+    }
+}
+
+fn train(case: &Case, dir: &std::path::Path, stop: u64) -> Vec<LogicalValues> {
+    case.run(|rank, resolved| {
+        let sources = source::open(&resolved)?;
+        let mut run = Run::open(rank, resolved, dir, None)?;
+        run.train(&*sources.train, None, &mut StopAfter(stop, 0))?;
+        run.trainer.weights()
+    })
+    .swap_remove(0)
+}
+
+/// Every file of the newest checkpoint.
+fn files(dir: &std::path::Path) -> Vec<(String, Vec<u8>)> {
+    let newest = ferrotron_core::checkpoint::latest(&dir.join("checkpoints")).unwrap().unwrap();
+    let mut out: Vec<_> = std::fs::read_dir(newest)
+        .unwrap()
+        .map(|f| f.unwrap().path())
+        .map(|p| (p.file_name().unwrap().to_string_lossy().into_owned(), std::fs::read(&p).unwrap()))
+        .collect();
+    out.sort();
+    out
+}
+
+#[test]
+fn checkpoints_do_not_know_what_was_divided() {
+    for set in [&[][..], &["precision.dtype=bf16"]] {
+        let case = |tp, dp, zero| Case { tp, dp, zero, overlap: true, set };
+        let homes: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
+        // Equal tensors give equal bytes.
+        for (zero, dir) in homes.iter().enumerate() {
+            train(&case(2, 2, zero), dir.path(), 2);
+        }
+        assert!(files(homes[0].path()) == files(homes[1].path()), "files differ");
+        // What one way of dividing wrote, every other reads.
+        let dir = homes[0].path();
+        let saved =
+            case(2, 2, 1).run(|rank, r| Run::open(rank, r, dir, None)?.trainer.weights()).swap_remove(0);
+        for (tp, dp, zero) in [(1, 1, 1), (1, 4, 2), (2, 2, 0), (4, 2, 1), (1, 4, 1)] {
+            let read = case(tp, dp, zero)
+                .run(|rank, r| Run::open(rank, r, dir, None)?.trainer.weights())
+                .swap_remove(0);
+            assert!(read == saved, "tp{tp} dp{dp} zero {zero}");
+        }
+        // Moments too: resumed under another division, the end is the same.
+        let whole = tempfile::tempdir().unwrap();
+        let straight = train(&case(2, 2, 1), whole.path(), 100);
+        assert!(train(&case(2, 2, 0), homes[1].path(), 100) == straight, "0 after 1");
+        assert!(train(&case(2, 2, 1), homes[0].path(), 100) == straight, "1 after 0");
+    }
+}
