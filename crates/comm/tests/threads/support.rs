@@ -17,7 +17,7 @@ pub fn on_ranks<T: Send>(n: usize, patience: u64, f: impl Fn(World, Stream) -> T
 
 /// The device under test.
 pub fn device() -> Device {
-    let (threads, watch) = (Threads::new(1).unwrap(), Watch { order: true, time: false });
+    let (threads, watch) = (Threads::new(1).unwrap(), Watch { order: true, ..Watch::default() });
     match std::env::var("FERROTRON_TEST_DEVICE") {
         Ok(home) if home == "cuda" => Device::cuda(0, threads, watch).unwrap(),
         _ => Device::cpu_watched(threads, watch),
