@@ -81,13 +81,13 @@ fn launches_and_spans_are_noted_where_they_ran() {
 
     let by: BTreeMap<_, _> =
         t.by_kernel().into_iter().map(|k| (k.name, (k.calls, (k.seconds * 1e9).round() as u64))).collect();
-    assert_eq!(by.keys().collect::<Vec<_>>(), ["copy", "gemm", "later", "norm"]);
+    assert_eq!(by.keys().collect::<Vec<_>>(), ["gemm", "norm"]);
     let sum = |name| -> u64 {
         let of = |a: &&Activity| a.name == name && a.kind == Kernel && !a.inside;
         t.activities.iter().filter(of).map(|a| a.end - a.start).sum()
     };
     assert_eq!(by["gemm"], (2, sum("gemm")));
-    assert_eq!(by["copy"], (1, sum("copy")), "the copy inside the collective is counted with that");
+    assert_eq!(by["norm"], (1, sum("norm")));
     let collectives = t.by_collective();
     assert_eq!((collectives.len(), collectives[0].name.as_str()), (1, "all-reduce tp: 'x'"));
 }

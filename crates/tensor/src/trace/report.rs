@@ -16,9 +16,9 @@ pub struct KernelTime {
 }
 
 impl Trace {
-    /// Time by kernel, most first; kernels inside collectives are not among them.
+    /// Time by kernel, most first; kernels that are part of communication are not among them.
     pub fn by_kernel(&self) -> Vec<KernelTime> {
-        self.by(|a| (a.kind == Kind::Kernel && !a.inside).then(|| a.name.clone()))
+        self.by(|a| a.is_compute().then(|| a.name.clone()))
     }
 
     /// Time by collective, group and label, most first.
