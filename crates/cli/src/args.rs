@@ -44,6 +44,9 @@ pub struct Global {
     /// CPU threads; 0 means one per core. Results do not depend on it
     #[arg(long, global = true, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
+    /// Devices are made for a trace; commands that can write one say so.
+    #[arg(skip)]
+    pub trace: bool,
 }
 
 /// Where to compute.

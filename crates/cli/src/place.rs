@@ -13,7 +13,7 @@ use std::time::Instant;
 impl Global {
     /// A rank where `--device` says. `auto` is the first card if there is one that works.
     pub fn rank(&self, seed: u64, watch: Watch) -> Result<Rank> {
-        let watch = Watch { order: self.check || watch.order, ..watch };
+        let watch = Watch { order: self.check || watch.order, trace: self.trace || watch.trace, ..watch };
         match self.device {
             Device::Cpu => Ok(Rank::cpu_watched(self.threads, seed, watch)?),
             Device::Cuda(ordinal) => self.card(ordinal, seed, watch),
@@ -63,7 +63,13 @@ pub fn run<T: Send>(
     if matches!(global.device, Device::Auto) && !global.json && cards().is_ok_and(|all| !all.is_empty()) {
         eprintln!("note: several ranks compute on the CPU in this version; one rank would use the GPU");
     }
-    let make = || Ok(Rank::cpu_watched(each, seed, Watch { order: global.check, time: false })?);
+    let make = || {
+        Ok(Rank::cpu_watched(
+            each,
+            seed,
+            Watch { order: global.check, trace: global.trace, ..Watch::default() },
+        )?)
+    };
     Ok(on_threads(layout, make, work)?)
 }
 

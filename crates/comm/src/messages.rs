@@ -5,6 +5,7 @@ use crate::engine::{Job, Letter, Trouble};
 use crate::notice::{Detail, Kind, Notice};
 use crate::recorder::Progress;
 use crate::{Communicator, Result, volume, watchdog};
+use ferrotron_tensor::trace::Span;
 use ferrotron_tensor::{Stream, Tensor};
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
@@ -79,13 +80,20 @@ struct Open<'a, 'b> {
     number: u64,
     start: Instant,
     state: Progress,
+    /// Shows it in a trace.
+    span: Option<Span>,
 }
 
 impl<'a, 'b> Open<'a, 'b> {
-    fn begin(batch: &'b Batch<'a>) -> Open<'a, 'b> {
+    fn begin(batch: &'b Batch<'a>) -> Result<Open<'a, 'b>> {
         let first = batch.receives.first().or(batch.sends.first()).map(|l| Arc::new(l.notice.clone()));
         let number = first.clone().map_or(0, |n| batch.group.core.hub.recorder().begin(n));
-        Open { batch, first, number, start: Instant::now(), state: Progress::Failed }
+        let mut open =
+            Open { batch, first, number, start: Instant::now(), state: Progress::Failed, span: None };
+        if let Some(first) = &open.first {
+            open.span = Some(batch.group.span(batch.stream, first)?);
+        }
+        Ok(open)
     }
 
     fn run(
@@ -107,6 +115,7 @@ impl<'a, 'b> Open<'a, 'b> {
 
     fn done(&mut self) {
         self.state = Progress::Done;
+        self.span = None;
         let group = self.batch.group;
         for l in self.batch.sends.iter().filter(|l| l.peer != group.rank()) {
             group.count(Kind::Message, l.tensor.bytes() as u64);
@@ -166,7 +175,7 @@ impl Communicator {
                 b.number(counters);
             }
         }
-        let mut open = batches.iter().map(Open::begin).collect::<Vec<_>>();
+        let mut open = batches.iter().map(Open::begin).collect::<Result<Vec<_>>>()?;
         for o in &mut open {
             let deadline = watchdog::deadline(o.batch.group.core.patience);
             o.run(|e, b| e.post(b.stream, &b.sends, deadline))?;

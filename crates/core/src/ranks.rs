@@ -31,6 +31,8 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
         back: mine("back", "pp")?,
         ends: mine("ends", "embd")?,
         model: mine("model", "tp-pp")?,
+        compute: rank.compute.of_rank(world.rank()),
+        comm: rank.comm.of_rank(world.rank()),
         ..rank
     })
 }

@@ -6,6 +6,7 @@ use crate::output::{self, Usage};
 use crate::place;
 use crate::progress::Progress;
 use crate::signal::Stop;
+use crate::trace;
 use anyhow::Result;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
@@ -64,6 +65,9 @@ pub struct Args {
     /// Show the resolved configuration and what was derived, then stop
     #[arg(long)]
     pub dry_run: bool,
+    /// A timeline of steps.
+    #[command(flatten)]
+    pub trace: trace::Timeline,
 }
 
 impl Args {
@@ -145,19 +149,19 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let layout = resolved.config.parallel.layout();
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;
-    place::run(global, &layout, seed, |rank| {
+    place::run(&args.trace.place(global)?, &layout, seed, |rank| {
         let lead = rank.world.rank() == 0;
         let run = Run::open(rank, resolved.clone(), &out, Some(&fill))?;
         match lead {
             true => lead_run(&args, &recipe, run, stop.clone(), global).map_err(place::told),
-            false => follow(run, stop.clone()),
+            false => follow(&args, run, stop.clone()),
         }
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// The work of a rank that shows nothing.
-fn follow(mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
+fn follow(args: &Args, mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
     struct Silent(Stop);
     impl Observer for Silent {
         fn event(&mut self, _: &Event) {}
@@ -166,7 +170,8 @@ fn follow(mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
         }
     }
     let sources = source::open(&run.resolved)?;
-    let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut Silent(stop))?;
+    let (outcome, _) =
+        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut Silent(stop))?;
     if outcome.finished {
         sample(&run)?;
     }
@@ -183,7 +188,8 @@ fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Glo
     if let Some(note) = sources.note.as_ref().filter(|_| !global.json) {
         eprintln!("{note}");
     }
-    let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
+    let (outcome, traced) =
+        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut view)?;
     let text = if outcome.finished { sample(&run)? } else { None };
     if let Some(text) = &text {
         let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
@@ -199,7 +205,7 @@ fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Glo
     if !global.json && outcome.finished {
         output::print(&super::train_summary::text(args, recipe, &run, &outcome, text.as_deref()))?;
     }
-    Ok(())
+    traced.map_or(Ok(()), |t| t.print(global))
 }
 
 /// Progress on the screen, and the flag that Ctrl-C raises.

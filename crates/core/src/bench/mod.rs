@@ -10,5 +10,5 @@ mod yardsticks;
 pub use ceiling::{memory_ceiling, product_ceiling, product_size};
 pub use kernels::{KernelBench, Work, kernels, names};
 pub use roofline::{Ceilings, Part, roofline};
-pub use train::{RandomTokens, TrainBench, train};
+pub use train::{RandomTokens, TrainBench, observed, train};
 pub use yardsticks::work;

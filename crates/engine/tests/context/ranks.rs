@@ -8,7 +8,7 @@ use std::time::Duration;
 
 /// A rank on the host or, with `FERROTRON_TEST_DEVICE=cuda`, on the card that all ranks then share.
 fn rank() -> Rank {
-    let watch = Watch { order: true, time: false };
+    let watch = Watch { order: true, ..Watch::default() };
     match std::env::var("FERROTRON_TEST_DEVICE").as_deref() {
         Ok("cuda") => Rank::cuda(0, 1, 1, watch).unwrap().0,
         _ => Rank::cpu_watched(1, 1, watch).unwrap(),
