@@ -3,15 +3,23 @@
 use ferrotron_comm::{Communicator, World};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Place, Rank, Tokens};
-use ferrotron_tensor::Watch;
+use ferrotron_kernels::Kernels;
+use ferrotron_kernels::cpu::CpuKernels;
+use ferrotron_kernels::cuda::CudaKernels;
+use ferrotron_tensor::{Device, Threads, Watch};
+use std::sync::Arc;
 use std::time::Duration;
 
-/// A rank on the host or, with `FERROTRON_TEST_DEVICE=cuda`, on the card that all ranks then share.
-fn rank() -> Rank {
-    let watch = Watch { order: true, ..Watch::default() };
+/// The device that all ranks share, and its kernels: the host or, with `FERROTRON_TEST_DEVICE=cuda`, a card.
+fn home() -> (Device, Arc<dyn Kernels>) {
+    let (threads, watch) = (Threads::new(1).unwrap(), Watch { order: true, ..Watch::default() });
     match std::env::var("FERROTRON_TEST_DEVICE").as_deref() {
-        Ok("cuda") => Rank::cuda(0, 1, 1, watch).unwrap().0,
-        _ => Rank::cpu_watched(1, 1, watch).unwrap(),
+        Ok("cuda") => {
+            let device = Device::cuda(0, threads, watch).unwrap();
+            let kernels = Arc::new(CudaKernels::load(&device).unwrap());
+            (device, kernels)
+        }
+        _ => (Device::cpu_watched(threads, watch), Arc::new(CpuKernels::detect())),
     }
 }
 
@@ -27,8 +35,9 @@ impl Grid {
     /// Runs `work` on every rank and returns what each made, cp by cp.
     pub fn run<T: Send>(self, work: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
         let Grid { cp, tp, overlap } = self;
+        let (device, kernels) = home();
         let run = |world: World| {
-            let alone = rank();
+            let alone = Rank::alone(&device, kernels.clone(), 1).unwrap();
             let group = |name, groups: Vec<Vec<usize>>| {
                 let mut mine = Communicator::solo();
                 for ranks in groups {

@@ -244,3 +244,49 @@ fn variants_refuse_what_they_cannot() {
         assert!(e.contains("multiple of 4"), "{e}");
     });
 }
+
+/// Bytes that a rank sends: keys and values (and their f32 gradients), or its share of all heads.
+#[test]
+fn volume_is_as_said() {
+    let (t, n, g) = (48, 8, 4);
+    let layout = Layout::Rows { count: 2, len: 48 };
+    for (dtype, size) in [(DType::F32, 4), (DType::BF16, 2)] {
+        for (cp, variant) in [2, 4]
+            .into_iter()
+            .flat_map(|c| [Variant::Ring, Variant::AllGather, Variant::AllToAll].map(|v| (c, v)))
+        {
+            let case = Case { heads: n, kv_heads: g, layout: layout.clone(), ..cases()[0].0.clone() };
+            let s = scores(&case);
+            let sent = Grid { cp, tp: 1, overlap: true }.run(|rank| {
+                let local = 2 * t / cp;
+                let make = |n: usize, d: usize| {
+                    rank.compute.zeros(&[local, n, d], dtype, Category::Activations).unwrap()
+                };
+                let context = Context::new(rank, &s, &layout, variant).unwrap();
+                let (q, k, v, out) = (make(n, D), make(g, D), make(g, D_V), make(n, D_V));
+                let x = Inputs { q: &q, k: &k, v: &v, sink: None };
+                let saved = context.forward(&x, &out).unwrap();
+                let forward = rank.cp.volume().total();
+                let (dq, dk, dv) = (make(n, D), make(g, D), make(g, D_V));
+                let (dout, sink, dsink) = (&out, None, None);
+                let y = Gradients { out: &out, dout, sink, dq: &dq, dk: &dk, dv: &dv, dsink };
+                context.backward(saved, &y).unwrap();
+                (forward, rank.cp.volume().total() - forward)
+            });
+            let (local, pair) = (2 * t / cp, g * (D + D_V));
+            let heads = (cp - 1) * local * (n * D + pair + n * D_V) / cp * size;
+            let want = match variant {
+                Variant::Ring => {
+                    let keys = |times: usize| times * local * pair * size;
+                    (keys(cp - 1), keys(cp - 2) + (cp - 1) * local * pair * 4)
+                }
+                Variant::AllGather => {
+                    let keys = (cp - 1) * local * pair;
+                    (keys * size, keys * size + keys * 4)
+                }
+                Variant::AllToAll => (heads, heads),
+            };
+            assert_eq!(sent, vec![(want.0 as u64, want.1 as u64); cp], "{variant:?} over {cp} {dtype}");
+        }
+    }
+}

@@ -4,6 +4,14 @@
 //! communication hides behind computation. Gathered, every rank has all keys and values. With heads exchanged for
 //! tokens, every rank has whole sequences and can do all that one rank can. [`choose`] says which a model takes.
 //!
+//! With c ranks, t tokens of each, rows of w = g·(d_k + d_v) values of keys and values, a rank sends
+//!
+//! | | forward | backward |
+//! |---|---|---|
+//! | ring | (c−1)·t·w | (c−2)·t·w, and (c−1)·t·w in f32 |
+//! | all-gather | (c−1)·t·w | the same, and (c−1)·t·w in f32 |
+//! | all-to-all | (c−1)/c·t·(w + n·d_k + n·d_v) | the same |
+//!
 //! Sequences are padded at their ends, so attention is causal: nobody looks at padding.
 
 mod gather;
