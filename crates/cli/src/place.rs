@@ -28,6 +28,18 @@ impl Global {
         }
     }
 
+    /// How many ranks there are to be, where `--ranks` or a launcher says so; not where they contradict each other.
+    pub fn ranks(&self, said: Option<usize>) -> Result<Option<usize>> {
+        match (said, self.launch.job()?) {
+            (Some(n), Some(job)) if n != job.size => {
+                let what = format!("--ranks {n}, but a launcher started {} processes", job.size);
+                Err(Usage::new(format!("{what}, one rank each; leave --ranks out")).into())
+            }
+            (_, Some(job)) => Ok(Some(job.size)),
+            (said, None) => Ok(said),
+        }
+    }
+
     /// The rank of a process of a job: on the card of its local number, or on its share of the host's cores.
     fn seat(&self, job: &Job, seed: u64) -> Result<Rank> {
         let cards = || cards().map_or(0, |all| all.len());

@@ -12,7 +12,6 @@ use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, Layout};
 use ferrotron_core::model::generate::{Sampling, generate};
-use ferrotron_core::ranks::Launch;
 use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::Pass;
 use std::path::PathBuf;
@@ -78,7 +77,7 @@ pub struct Args {
 
 impl Args {
     /// The recipe with everything the command line says laid over it.
-    pub fn load(&self, launch: &Launch) -> Result<Recipe> {
+    pub fn load(&self, global: &Global) -> Result<Recipe> {
         let mut recipe = Recipe::open(&self.recipe)?;
         for assignment in &self.set {
             recipe.set(assignment)?;
@@ -89,7 +88,7 @@ impl Args {
         if !self.data.is_empty() {
             recipe.put_key("data.path", self.data.clone())?;
         }
-        if let Some(ranks) = self.world(launch)? {
+        if let Some(ranks) = global.ranks(self.ranks)? {
             let given = recipe.is_set("parallel.dp");
             let parallel = &recipe.config.parallel;
             let layout = Layout { dp: given.then_some(parallel.dp), ..parallel.layout() };
@@ -98,18 +97,6 @@ impl Args {
             recipe.put_key("parallel.dp", i64::try_from(grid.dp()).unwrap_or(i64::MAX))?;
         }
         Ok(recipe)
-    }
-
-    /// How many ranks there are to be, where somebody says so.
-    fn world(&self, launch: &Launch) -> Result<Option<usize>> {
-        match (self.ranks, launch.job()?) {
-            (Some(n), Some(job)) if n != job.size => {
-                let what = format!("--ranks {n}, but a launcher started {} processes", job.size);
-                Err(Usage::new(format!("{what}, one rank each; leave --ranks out")).into())
-            }
-            (_, Some(job)) => Ok(Some(job.size)),
-            (ranks, None) => Ok(ranks),
-        }
     }
 
     /// The run folder.
@@ -157,7 +144,7 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    let mut recipe = args.load(&global.launch)?;
+    let mut recipe = args.load(global)?;
     let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     if args.dry_run {
         return show(&args, &recipe, &resolved, global);
