@@ -4,7 +4,9 @@ use crate::commands::{
     bench, convert, data, doctor, explain, forward, generate, kernels, parity, recipes, train,
 };
 use clap::{Args, Parser, Subcommand};
+use ferrotron_core::ranks::Launch;
 use std::str::FromStr;
+use std::sync::Arc;
 
 const AFTER: &str = "\
 Examples:
@@ -47,6 +49,12 @@ pub struct Global {
     /// Devices are made for a trace; commands that can write one say so.
     #[arg(skip)]
     pub trace: bool,
+    /// Seconds that a rank waits for another before the run ends with an error that names it
+    #[arg(long, global = true, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
+    pub patience: u64,
+    /// This process's part of a job, where a launcher started it.
+    #[arg(skip)]
+    pub launch: Arc<Launch>,
 }
 
 /// Where to compute.

@@ -38,6 +38,9 @@ pub(crate) trait Hub: Send + Sync {
     /// more than once; the first report counts.
     fn fail(&self, failure: Failure);
 
+    /// The first failure that is known here.
+    fn failure(&self) -> Option<Failure>;
+
     /// What this rank does is written here; shared with the other ranks where the engine can.
     fn recorder(&self) -> &Arc<Recorder>;
 

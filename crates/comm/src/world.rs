@@ -1,7 +1,7 @@
 //! All ranks of the job, and the groups made of them.
 
 use crate::communicator::{Communicator, Core};
-use crate::engine::{Engine, Hub};
+use crate::engine::{Engine, Failure, Hub};
 use crate::notice::{Kind, Notice};
 use crate::threads::{self, Arithmetic};
 use crate::volume::Meter;
@@ -95,6 +95,13 @@ impl World {
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
         Ok(Some(join(&self.hub, (index, name), ranks.to_vec(), rank, engine, self.patience, &self.meter)))
+    }
+
+    /// This rank has failed for a reason of its own: the others need not wait for it. Their calls fail with that reason.
+    pub fn give_up(&self, reason: &str) {
+        if self.size() > 1 {
+            self.hub.fail(Failure { rank: self.rank(), stall: false, reason: reason.to_string() });
+        }
     }
 
     /// Calls and bytes sent by this rank on all groups.

@@ -16,7 +16,8 @@ Examples:
   ferrotron bench train                              the default model
   ferrotron bench train --work my.toml --steps 20
   ferrotron bench train --dtype f32 --json
-  ferrotron bench kernels --filter gemm";
+  ferrotron bench kernels --filter gemm
+  ferrotron bench comm --ranks 4                     how fast ranks talk";
 
 /// What to measure.
 #[derive(Debug, clap::Args)]
@@ -34,6 +35,8 @@ pub enum Command {
     Train(Train),
     /// Single kernels against the speed of memory and of matrix products
     Kernels(Kernels),
+    /// Every collective between ranks: time, algorithm and bus bandwidth
+    Comm(super::bench_comm::Args),
 }
 
 /// Whole training steps.
@@ -111,6 +114,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     match args.command {
         Command::Train(args) => train(&args, global),
         Command::Kernels(args) => super::bench_kernels::run(&args, global),
+        Command::Comm(args) => super::bench_comm::run(&args, global),
     }
 }
 

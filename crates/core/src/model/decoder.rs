@@ -94,8 +94,8 @@ impl Decoder {
             .map(|stage| Chunk::declare(&mut d, &c, stage, &mut table, &mut tokens, apart))
             .collect::<Result<Vec<_>>>()?;
         let positions = if c.positions == Positions::Learned { c.max_positions } else { positions };
-        let device = rank.device();
-        let lanes = [device.stream("activations")?, device.stream("their gradients")?];
+        let lane = |name| rank.device().stream(name).map(|s| s.of_rank(rank.world.rank()));
+        let lanes = [lane("activations")?, lane("their gradients")?];
         Ok((Decoder { config: c, placement, chunks, positions, lanes }, d.finish()))
     }
 
