@@ -3,6 +3,7 @@
 use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::parity::{Kind, Outcome};
+use ferrotron_core::ranks::{PATIENCE, on_one_device};
 use ferrotron_core::train::Trainer;
 use ferrotron_tensor::Watch;
 use std::collections::HashMap;
@@ -61,15 +62,20 @@ impl Case {
         let ranks = self.layout.world()?;
         // Everything that overlaps is watched: an access that no event orders is an error.
         let watch = Watch { order: self.overlap, ..Watch::default() };
-        let make = || Ok(Rank { overlap: self.overlap, ..Rank::cpu_watched(1, 1234, watch)? });
-        let all = on_threads(&self.layout, make, |rank| {
+        let work = |rank| {
+            let rank = Rank { overlap: self.overlap, ..rank };
             let sources = source::open(&resolved)?;
             let mut trainer = Trainer::new(rank, &resolved)?;
             let before = trainer.evaluate(&*sources.train, 3)?;
             let report = trainer.train_step(&*sources.train)?;
             let gradients = vec![(Kind::Gradient, trainer.gradients()?)];
             Ok((Outcome { loss: Some(report.loss), lr: report.lr, tensors: gradients }, before))
-        })?;
+        };
+        let all = if on_a_card() {
+            on_one_device(&self.layout, PATIENCE, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
+        } else {
+            on_threads(&self.layout, || Ok(Rank::cpu_watched(1, 1234, watch)?), work)?
+        };
         assert_eq!(all.len(), ranks);
         let first = all.into_iter().next();
         first.ok_or_else(|| ferrotron_core::Error::Invalid("no rank".into()))
@@ -94,6 +100,11 @@ impl Case {
     }
 }
 
+/// Are all ranks to share a card?
+fn on_a_card() -> bool {
+    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
+}
+
 /// Every case, in a fixed order.
 fn whole() -> Vec<Case> {
     let sizes = [1, 2, 4];
@@ -105,7 +116,7 @@ fn whole() -> Vec<Case> {
                 for zero in if cp * dp > 1 { &[0, 1, 2][..] } else { &[0] } {
                     let layout = Layout { tp, cp, pp, vp: *vp, dp: Some(dp), ..Layout::default() };
                     // Half of the cases without overlap, mixed over everything else.
-                    let overlap = (out.len() / 2 + out.len()) % 2 == 0;
+                    let overlap = (out.len() / 2 + out.len()).is_multiple_of(2);
                     out.push(Case { variant, layout, zero: *zero, zero_bubble: *zero_bubble, overlap });
                 }
             }
