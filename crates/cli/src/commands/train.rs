@@ -12,7 +12,9 @@ use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, Layout};
+use ferrotron_core::model::Stages;
 use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_core::pipeline::{Costs, Plan, Timeline};
 use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::Pass;
 use std::path::PathBuf;
@@ -119,6 +121,20 @@ pub fn derived(resolved: &Resolved) -> String {
     if rows.is_empty() { String::new() } else { format!("derived:\n{}", output::table(&rows)) }
 }
 
+/// A pipeline's stages and who does what when in one step, drawn; nothing where there is one stage.
+fn pipeline(resolved: &Resolved) -> Result<Option<String>> {
+    let p = &resolved.config.parallel;
+    if p.pp == 1 {
+        return Ok(None);
+    }
+    let placement = Stages { chunks: p.vp, text: p.stages.clone() }.place(resolved.model.layers, p.pp)?;
+    let micro_batches = resolved.config.train.global_batch / (resolved.plan.micro_batch * p.dp);
+    let mode = p.schedule.mode();
+    let schedule = Plan { mode, ..Plan::new(p.pp, placement.vp(), micro_batches) }.schedule()?;
+    let drawing = Timeline::new(&schedule, &Costs::default())?.draw(120);
+    Ok(Some(format!("stages: {placement}\n{drawing}")))
+}
+
 /// `--dry-run`: everything that is known before anything is allocated.
 fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> Result<ExitCode> {
     if !global.launch.leads() {
@@ -142,6 +158,9 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
             format::count(p.tokens),
             derived(resolved).lines().map(|l| format!("# {l}\n")).collect::<String>(),
         ))?;
+        if let Some(drawing) = pipeline(resolved)? {
+            output::print(&drawing.lines().map(|l| format!("# {l}\n")).collect::<String>())?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -8,6 +8,7 @@ use super::{
     timeline::Costs,
     zero_bubble,
 };
+use crate::config::PipelineOrder;
 use crate::{Error, Result};
 
 /// What a schedule is for.
@@ -21,6 +22,16 @@ pub enum Mode {
     ZeroBubble,
     /// No backward.
     ForwardOnly,
+}
+
+impl PipelineOrder {
+    /// As a plan knows it.
+    pub fn mode(self) -> Mode {
+        match self {
+            PipelineOrder::OneForwardOneBackward => Mode::Train,
+            PipelineOrder::ZeroBubble => Mode::ZeroBubble,
+        }
+    }
 }
 
 /// How messages are put into the lists.

@@ -3,7 +3,6 @@
 use super::memory::{Need, advise};
 use super::{gather, state};
 use crate::checkpoint::{Loaded, Snapshot};
-use crate::config::PipelineOrder;
 use crate::config::Resolved;
 use crate::data::{Batch, Batches};
 use crate::model::{Decoder, Stages};
@@ -97,10 +96,7 @@ impl Trainer {
             dropout: r.config.dropout.hidden as f32,
             recompute: state::recompute(&r.config.train.recompute),
             need: Need::of(r),
-            mode: match r.config.parallel.schedule {
-                PipelineOrder::OneForwardOneBackward => Mode::Train,
-                PipelineOrder::ZeroBubble => Mode::ZeroBubble,
-            },
+            mode: r.config.parallel.schedule.mode(),
             schedule: None,
             step: 0,
             samples: 0,
