@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks beside PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start conformance comm golden parity train kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start conformance comm layouts golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start conformance comm golden parity train kill sanitizer bench}
+parts=${*:-start conformance comm layouts golden parity train kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -70,6 +70,30 @@ sanitize() { # TOOL FILTER...: one process per filter, side by side (the tool lo
   grep -h "SUMMARY" "$logs/$tool"-*.log | sort | uniq -c | tail -3
   return $bad
 }
+model() { # TOML of a model large enough that products take a while
+  printf '[model]\nlayers = %s\nhidden = 2048\nheads = 16\nkv_heads = 4\nhead_dim = 128\nffn = 8192\nvocab = 256\nmax_positions = 4096\n' "${1:-4}"
+  printf '[data]\npath = "embedded"\nseq_len = 4096\n[train]\nsteps = 8\nglobal_batch = 8\nmicro_batch = 2\n[precision]\ndtype = "bf16"\n[generate]\ntokens = 0\n[checkpoint]\nat_end = false\n[optimizer]\nlr = 1e-4\n'
+}
+same_as_one() { # LAYOUT...: one step of several ranks on the card beside one rank, bf16
+  local bad=0 layout
+  model 4 >"$work/model.toml"
+  for layout in "$@"; do
+    echo "== $layout"
+    ft parity "cuda,bf16" "cuda,bf16,$layout" --recipe "$work/model.toml" | tail -2
+    [ "${PIPESTATUS[0]}" = 0 ] || bad=1
+  done
+  return $bad
+}
+traced() { # RANKS KEY=VALUE...: how much of the communication lies under computation
+  local ranks=$1 set=()
+  shift
+  for key in "$@"; do set+=(--set "$key"); done
+  model 8 >"$work/model.toml"
+  ft train "$work/model.toml" --device cuda --ranks "$ranks" "${set[@]}" --out "$work/traced-$1" --fresh --trace "$work/trace.json"
+  local rc=$?
+  gzip -c "$work/trace.json" >"$logs/trace-${1//[^a-z0-9]/-}.json.gz"
+  return $rc
+}
 families=(attention::every attention::packed maps norm optim refusals rope tables)
 ours() { ft bench train --device cuda --work "$1" --profile && ft bench train --device cuda --work "$1" --json >"$logs/$1.json" && python3 -c "
 import json, sys; r = json.load(open(sys.argv[1])); print(f\"{r['tok_s']:.0f} tokens/s, {r['tflops']:.0f} TFLOP/s, MFU {r['mfu']:.1%}, {r['peak_bytes']/2**30:.1f} GiB\")" "$logs/$1.json"; }
@@ -83,6 +107,13 @@ if has start; then
 fi
 has conformance && row conformance tests traits && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
 has comm && row ranks-on-one-card tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
+if has layouts; then
+  row context-attention env THREADS=1 "$here/tests/context" --test-threads=1
+  row layout-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/layouts" --test-threads=1 --nocapture matrix
+  row layouts-bf16 same_as_one tp=2 pp=2 cp=2 dp=2 tp=2,cp=2 tp=2,pp=2,dp=2
+  row trace-tp2 traced 2 parallel.tp=2
+  row trace-dp2 traced 2 parallel.zero=1
+fi
 has golden && row golden-hf tests golden_hf
 has parity && row parity families
 has train && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked

@@ -5,15 +5,16 @@ use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
 use crate::plan::Plan;
 use ferrotron_core::grid;
-use ferrotron_core::model::Model;
 use ferrotron_core::model::generate::to_host;
+use ferrotron_core::model::{Model, Stages};
 use ferrotron_core::parity::{Kind, Outcome};
+use ferrotron_core::pipeline::{Aim, MicroBatch, Mode, Plan as Schedules, execute};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
-use ferrotron_core::train::{LogicalValues, fetch, targets, weighted};
+use ferrotron_core::train::{LogicalValues, all_stages, fetch, targets};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
-use ferrotron_tensor::DType;
+use ferrotron_tensor::{DType, Tensor};
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
@@ -125,6 +126,7 @@ pub fn forward(
     rank: Rank,
     plan: &Plan,
     dtype: DType,
+    stages: &Stages,
     input: &ForwardInput,
     backward: bool,
 ) -> Result<ForwardOutput> {
@@ -137,16 +139,10 @@ pub fn forward(
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
     let source =
         |name: &str| plan.read(name, dtype).map_err(|e| ferrotron_core::Error::Invalid(e.to_string()));
-    let model = Model::load(rank, config, longest.max(input.sequence), dtype, &source)?;
-    let layout = match &input.offsets {
-        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
-        None => Layout::Rows { count: input.batch, len: input.sequence },
-    };
-    let (pass, tensor) = (model.pass(), ferrotron_core::Error::from);
-    let tokens =
-        model.decoder.input(&model.rank, &input.ids, input.positions.as_deref(), layout).map_err(tensor)?;
-    let logits = to_host(&pass, &model.decoder.logits(&pass, &tokens).map_err(tensor)?)?;
-    let logits = model.join_logits(&logits, input.ids.len())?;
+    let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
+    let logits = pass_over(&model, input, None, Aim::Logits)?;
+    let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;
+    let logits = model.join_logits(&layout_of(input), &logits)?;
     let logits = join_rows(&model.rank, whole, &mine, &logits, config.vocab)?;
     let mut out = ForwardOutput {
         logits,
@@ -168,28 +164,61 @@ pub fn forward(
     }
     let all = whole.labels.as_ref().map(|l| shift(l, whole.sequence)).unwrap_or_default();
     let valid = all.iter().filter(|l| **l != IGNORE).count();
-    let targets = targets(&model.rank, &labels, 1.0 / valid.max(1) as f32)?;
-    if !backward {
-        let rows = model.decoder.evaluate(&pass, &tokens, &targets).map_err(tensor)?;
-        out.loss =
-            Some(over_rows(&model.rank, fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)?)?);
-        return Ok(out);
-    }
+    let labels = Some((&labels[..], 1.0 / valid.max(1) as f32));
     let mut grads = GradBuffer::new(model.params.specs());
-    let (rows, saved) = model.decoder.forward(&pass, &tokens, &targets).map_err(tensor)?;
-    out.loss = Some(over_rows(&model.rank, fetch(&model.rank, &weighted(&model.rank, &rows, &targets)?)?)?);
-    model.decoder.backward(&pass, saved, &tokens, &mut grads).map_err(tensor)?;
-    let mut by_name = HashMap::new();
+    let aim = if backward { Aim::Train(&mut grads) } else { Aim::Loss };
+    let losses = pass_over(&model, input, labels, aim)?;
+    let mine = losses.iter().map(|l| fetch(&model.rank, l)).sum::<ferrotron_core::Result<f64>>()?;
+    out.loss = Some(over_ranks(&model.rank, mine)?);
+    if backward {
+        let values = logical_gradients(&model, &mut grads)?;
+        let by_name = values.into_iter().map(|v| (v.name, v.values)).collect();
+        out.gradients = gradients(plan, &by_name)?;
+    }
+    Ok(out)
+}
+
+/// One pass of all rows as one micro-batch, through all stages; what the last stage has of it.
+fn pass_over(
+    model: &Model,
+    input: &ForwardInput,
+    labels: Option<(&[i32], f32)>,
+    aim: Aim,
+) -> Result<Vec<Tensor>> {
+    let placement = model.decoder.placement();
+    let mode = if matches!(aim, Aim::Train(_)) { Mode::Train } else { Mode::ForwardOnly };
+    let schedule = Schedules { mode, ..Schedules::new(placement.pp(), placement.vp(), 1) }.schedule()?;
+    let mut load = |_| {
+        let positions = input.positions.as_deref();
+        let input = model.decoder.input(&model.rank, &input.ids, positions, layout_of(input))?;
+        let on_device = |(labels, weight)| targets(&model.rank, &input.tokens, labels, weight);
+        let targets = labels.map(on_device).transpose()?;
+        Ok(MicroBatch { input, targets, dropout: None })
+    };
+    Ok(execute(model.pass(), &model.decoder, &schedule, &mut load, aim)?)
+}
+
+fn layout_of(input: &ForwardInput) -> Layout {
+    match &input.offsets {
+        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
+        None => Layout::Rows { count: input.batch, len: input.sequence },
+    }
+}
+
+/// Gradients of all logical tensors, summed over ranks.
+fn logical_gradients(model: &Model, grads: &mut GradBuffer) -> Result<Vec<LogicalValues>> {
+    let tensor = ferrotron_core::Error::from;
     grads.reduce(&model.rank).map_err(tensor)?;
-    for (i, spec) in model.params.specs().iter().enumerate() {
+    let mut out = Vec::new();
+    for (i, spec) in model.params.specs().iter().enumerate().filter(|(_, spec)| !spec.mirror) {
         let values: Vec<f32> =
             model.rank.compute.download(&grads.get(ParamId(i)).map_err(tensor)?).map_err(tensor)?;
         for (part, _, r) in spec.held() {
-            by_name.insert(part.name.clone(), model.rank.join(part, 1, &values[r]).map_err(tensor)?);
+            let values = model.rank.join(part, 1, &values[r]).map_err(tensor)?;
+            out.push(LogicalValues { name: part.name.clone(), shape: part.shape.clone(), values });
         }
     }
-    out.gradients = gradients(plan, &by_name)?;
-    Ok(out)
+    Ok(all_stages(&model.rank, model.decoder.config(), out)?)
 }
 
 /// Logits of all rows, from every data-parallel rank's.
@@ -217,13 +246,13 @@ fn join_rows(
     Ok(out)
 }
 
-/// The loss over all rows.
-fn over_rows(rank: &Rank, mine: f64) -> Result<f32> {
-    if rank.dp.size() == 1 {
-        return Ok(mine as f32);
+/// The loss over all rows, from every rank's of the last stage.
+fn over_ranks(rank: &Rank, mine: f64) -> Result<f32> {
+    let mut sum = mine;
+    for group in [&rank.copies, &rank.pp] {
+        let all = group.all_gather_bytes(&sum.to_le_bytes(), "loss").map_err(comm)?;
+        sum = all.iter().map(|b| f64::from_le_bytes(b.as_slice().try_into().unwrap_or_default())).sum();
     }
-    let all = rank.dp.all_gather_bytes(&mine.to_le_bytes(), "loss").map_err(comm)?;
-    let sum: f64 = all.iter().map(|b| f64::from_le_bytes(b.as_slice().try_into().unwrap_or_default())).sum();
     Ok(sum as f32)
 }
 

@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Place, Weights, find, to_core};
 use ferrotron_core::config::{Config, Recipe};
-use ferrotron_core::model::{Model, ModelConfig};
+use ferrotron_core::model::{Model, ModelConfig, Stages};
 use ferrotron_core::train::CONFIG;
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DType;
@@ -135,7 +135,7 @@ impl Found {
     pub fn load(&self, rank: Rank, dtype: DType, positions: usize) -> Result<Model> {
         let positions = positions.clamp(1, self.model().max_positions.max(1));
         let source = |name: &str| self.weights.read(name, dtype).map_err(to_core);
-        Ok(Model::load(rank, self.model(), positions, dtype, &source)?)
+        Ok(Model::load(rank, self.model(), positions, dtype, &Stages::default(), &source)?)
     }
 
     /// The folder the weights are in.

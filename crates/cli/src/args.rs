@@ -4,7 +4,9 @@ use crate::commands::{
     bench, convert, data, doctor, explain, forward, generate, kernels, parity, recipes, train,
 };
 use clap::{Args, Parser, Subcommand};
+use ferrotron_core::ranks::Launch;
 use std::str::FromStr;
+use std::sync::Arc;
 
 const AFTER: &str = "\
 Examples:
@@ -44,6 +46,15 @@ pub struct Global {
     /// CPU threads; 0 means one per core. Results do not depend on it
     #[arg(long, global = true, value_name = "N", default_value_t = 0, hide_default_value = true)]
     pub threads: usize,
+    /// Devices are made for a trace; commands that can write one say so.
+    #[arg(skip)]
+    pub trace: bool,
+    /// Seconds that a rank waits for another before the run ends with an error that names it
+    #[arg(long, global = true, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
+    pub patience: u64,
+    /// This process's part of a job, where a launcher started it.
+    #[arg(skip)]
+    pub launch: Arc<Launch>,
 }
 
 /// Where to compute.

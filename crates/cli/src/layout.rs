@@ -46,6 +46,12 @@ impl Layout {
         Ok(())
     }
 
+    /// Every key with its size.
+    pub fn sizes(&self) -> [(&'static str, Option<usize>); 7] {
+        let Layout { tp, cp, pp, vp, dp, ep, etp } = *self;
+        [("tp", tp), ("cp", cp), ("pp", pp), ("vp", vp), ("dp", dp), ("ep", ep), ("etp", etp)]
+    }
+
     /// As the grid of ranks wants it.
     pub fn grid(&self) -> grid::Layout {
         let one = |n: Option<usize>| n.unwrap_or(1);

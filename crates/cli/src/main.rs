@@ -9,6 +9,7 @@ mod output;
 mod place;
 mod progress;
 mod signal;
+mod trace;
 
 use args::{Cli, Command};
 use clap::Parser;

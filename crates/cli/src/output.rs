@@ -86,6 +86,9 @@ pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
 }
 
 fn report(what: &str, hint: Option<&str>, json: bool) {
+    // Of many processes, each says who it is.
+    let rank = ferrotron_core::ranks::Job::detect().ok().flatten().filter(|j| j.size > 1).map(|j| j.rank);
+    let what = &rank.map_or_else(|| what.to_string(), |r| format!("rank {r}: {what}"));
     let text = if json {
         format!("{}\n", serde_json::json!({ "error": what, "hint": hint }))
     } else {

@@ -75,3 +75,39 @@ fn filters_and_mistakes() {
         json(&["bench", "train", "--work", path(&recipe), "--steps", "2", "--warmup", "1", "--peak", "1"]);
     assert!(v["tok_s"].as_f64().unwrap() > 0.0);
 }
+
+#[test]
+fn every_collective_is_measured_with_its_bandwidths() {
+    let args =
+        ["bench", "comm", "--ranks", "3", "--device", "cpu", "--largest", "4096", "--seconds", "0.001"];
+    let v = json(&args);
+    assert_eq!((&v["ranks"], &v["engine"]), (&3.into(), &"threads".into()));
+    let rows = v["results"].as_array().unwrap();
+    // Six collectives, two types, two sizes.
+    assert_eq!(rows.len(), 24);
+    for (name, factor) in [
+        ("all-reduce", 4.0 / 3.0),
+        ("all-gather", 2.0 / 3.0),
+        ("reduce-scatter", 2.0 / 3.0),
+        ("all-to-all", 2.0 / 3.0),
+        ("broadcast", 1.0),
+        ("message", 1.0),
+    ] {
+        let of: Vec<_> = rows.iter().filter(|r| r["collective"] == name).collect();
+        assert_eq!(of.len(), 4, "{name}");
+        for r in of {
+            let [bytes, s, algorithm, bus] =
+                ["bytes", "seconds", "algorithm", "bus"].map(|f| r[f].as_f64().unwrap());
+            assert!(s > 0.0 && (algorithm / (bytes / s / 1e9) - 1.0).abs() < 1e-9, "{r}");
+            assert!((bus / algorithm / factor - 1.0).abs() < 1e-9, "{r}");
+            assert!(bytes <= 4096.0 && bytes > 1000.0, "{r}");
+        }
+    }
+    let text = ok(&[&args[..], &["--filter", "reduce", "--dtype", "bf16"]].concat());
+    assert!(
+        text.contains("bus GB/s") && text.contains("2(n-1)/n") && text.contains("reduce-scatter"),
+        "{text}"
+    );
+    assert!(!text.contains("f32") && !text.contains("\nbroadcast"), "{text}");
+    assert!(fails(&["bench", "comm", "--filter", "nothing"], 2).contains("all-to-all"));
+}

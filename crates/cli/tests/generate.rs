@@ -31,6 +31,14 @@ fn text_from_a_run_its_checkpoint_and_its_export() {
     assert_eq!(plain, format!("{}\n", first["text"].as_str().unwrap()));
     let other = json(&[&["generate", "--model", path(&run), "--seed", "5"][..], &args].concat());
     assert_ne!(other["tokens"], first["tokens"]);
+    // Ranks that share the model write what one writes.
+    let cold = [&["generate", "--model", path(&run), "--temperature", "0"][..], &args].concat();
+    let wanted = json(&cold);
+    let shared = json(&[&cold[..], &["--layout", "tp=2", "--device", "cpu"]].concat());
+    assert_eq!((&shared["tokens"], &shared["text"]), (&wanted["tokens"], &wanted["text"]));
+    let text = ok(&[&cold[..], &["--layout", "tp=2", "--device", "cpu"]].concat());
+    assert_eq!(text, format!("{}\n", wanted["text"].as_str().unwrap()), "written once");
+    assert!(fails(&[&cold[..], &["--layout", "dp=2"]].concat(), 2).contains("only tp"));
     // Threads change nothing.
     let threads = json(&[&["generate", "--model", path(&run), "--threads", "3"][..], &args].concat());
     assert_eq!(threads["tokens"], first["tokens"]);

@@ -5,6 +5,7 @@ use crate::notice::{Detail, Kind, Notice};
 use crate::recorder::Progress;
 use crate::volume::{self, Meter};
 use crate::{Error, Reduce, Result, Volume, World, watchdog};
+use ferrotron_tensor::trace::{self, Span};
 use ferrotron_tensor::{Stream, Tensor};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -23,6 +24,8 @@ pub struct Communicator {
 
 pub(crate) struct Core {
     pub(crate) name: &'static str,
+    /// Number of the group: all ranks make the same groups in the same order.
+    pub(crate) index: u64,
     pub(crate) rank: usize,
     pub(crate) ranks: Vec<usize>,
     /// None in a group of one.
@@ -219,6 +222,7 @@ impl Communicator {
         let kind = notice.kind;
         let mut out = T::default();
         if let Some(engine) = &core.engine {
+            let _span = s.map(|s| self.span(s, &notice)).transpose()?;
             let mut counters = self.counters();
             notice.sequence = counters.collectives;
             counters.collectives += 1;
@@ -243,6 +247,12 @@ impl Communicator {
         }
         self.count(kind, sent(&out));
         Ok(out)
+    }
+
+    /// Shows a call in a trace of its stream.
+    pub(crate) fn span(&self, s: &Stream, notice: &Notice) -> Result<Span> {
+        let (group, label) = (self.name(), &notice.label);
+        Ok(s.span(trace::Kind::Collective, notice.kind.name(), format_args!("{group}: '{label}'"))?)
     }
 
     pub(crate) fn count(&self, kind: Kind, bytes: u64) {

@@ -2,8 +2,8 @@
 //! recorded and stalls reported by [`crate::Communicator`] above them.
 //!
 //! One collective is two calls: [`Engine::meet`] brings this rank's description to the others and theirs here,
-//! and, if they agree, [`Engine::run`] moves the data. Messages between two ranks are one call,
-//! [`Engine::exchange`], and carry their description with them. Calls of one rank on one group come one at a
+//! and, if they agree, [`Engine::run`] moves the data. Messages between two ranks are
+//! [`Engine::post`] and [`Engine::collect`], and carry their description with them. Calls of one rank on one group come one at a
 //! time, in the order of their sequence numbers. Groups of one rank never reach an engine.
 
 use crate::notice::Notice;
@@ -38,6 +38,9 @@ pub(crate) trait Hub: Send + Sync {
     /// more than once; the first report counts.
     fn fail(&self, failure: Failure);
 
+    /// The first failure that is known here.
+    fn failure(&self) -> Option<Failure>;
+
     /// What this rank does is written here; shared with the other ranks where the engine can.
     fn recorder(&self) -> &Arc<Recorder>;
 
@@ -63,12 +66,16 @@ pub(crate) trait Engine: Send + Sync {
     /// finds the result and may overwrite what was sent.
     fn run(&self, s: &Stream, job: &Job, deadline: Instant) -> Result<(), Trouble>;
 
-    /// Sends and receives all at once. Messages from one rank to another arrive in the order sent. It must not
-    /// matter in which order the ranks list their messages, and a send must not wait for its receiver: what is
-    /// sent is copied, or safe until it is delivered. Each letter's notice travels with it and is compared by
-    /// `Notice::conflict` with the receiver's before data reaches the receiver's tensor; the first difference
-    /// is [`Trouble::Differs`]. Rules for memory as for [`Engine::run`].
-    fn exchange(
+    /// The first half of messages: what goes out. Waits for nobody: what is sent is copied, or safe until it is
+    /// delivered. Messages from one rank to another arrive in the order sent. Each letter's notice travels with it.
+    /// Rules for memory as for [`Engine::run`]. An engine whose data can only leave together with what is received
+    /// sends the notices alone.
+    fn post(&self, s: &Stream, sends: &[Letter], deadline: Instant) -> Result<(), Trouble>;
+
+    /// The second half, with the same `sends` as [`Engine::post`] before: waits for what is received. It must not
+    /// matter in which order the ranks list their messages. Each letter's notice is compared by `Notice::conflict`
+    /// with the receiver's before data reaches the receiver's tensor; the first difference is [`Trouble::Differs`].
+    fn collect(
         &self,
         s: &Stream,
         sends: &[Letter],

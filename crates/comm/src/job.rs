@@ -24,6 +24,8 @@ pub struct Job {
     pub size: usize,
     /// Its number among those of its host: which card to take.
     pub local_rank: usize,
+    /// How many of them are on its host, where that is known, else 1.
+    pub local_size: usize,
     /// Where rank 0 can be met over TCP, `host:port`, where that is known.
     pub meeting: Option<String>,
 }
@@ -64,16 +66,22 @@ impl Job {
         };
         // Torchrun's variables come first: they are set by hand, so they are meant.
         let set = |name: &str| env(name).is_some_and(|v| !v.trim().is_empty());
-        let (launcher, rank, size, local) = if set("RANK") || set("WORLD_SIZE") {
-            (Launcher::Variables, "RANK", "WORLD_SIZE", "LOCAL_RANK")
+        let (launcher, rank, size, local, beside) = if set("RANK") || set("WORLD_SIZE") {
+            (Launcher::Variables, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         } else if set("OMPI_COMM_WORLD_SIZE") {
-            (Launcher::Mpi, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+            (
+                Launcher::Mpi,
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+            )
         } else if set("PMIX_RANK") && set("SLURM_NTASKS") {
-            (Launcher::Mpi, "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID")
+            (Launcher::Mpi, "PMIX_RANK", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         } else if set("PMI_RANK") && set("PMI_SIZE") {
-            (Launcher::Mpi, "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID")
+            (Launcher::Mpi, "PMI_RANK", "PMI_SIZE", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         } else if set("SLURM_PROCID") && set("SLURM_NTASKS") && set("SLURM_STEP_ID") {
-            (Launcher::Slurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+            (Launcher::Slurm, "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE")
         } else {
             return Ok(None);
         };
@@ -101,7 +109,8 @@ impl Job {
             false => format!("{}:{at}", host.trim()),
         };
         let (local_rank, meeting) = (number(local)?.unwrap_or(0), meeting.map(join));
-        Ok(Some(Job { launcher, rank: r, size: n, local_rank, meeting }))
+        let local_size = number(beside)?.unwrap_or(1).max(1);
+        Ok(Some(Job { launcher, rank: r, size: n, local_rank, local_size, meeting }))
     }
 }
 
@@ -119,12 +128,19 @@ mod tests {
         assert_eq!(job(&[]).unwrap(), None);
         // Inside an allocation, but not started by srun.
         assert_eq!(job(&[("SLURM_NTASKS", "4"), ("SLURM_PROCID", "0")]).unwrap(), None);
-        let j = job(&[("RANK", "3"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1"), ("MASTER_ADDR", "a")]);
+        let j = job(&[
+            ("RANK", "3"),
+            ("WORLD_SIZE", "8"),
+            ("LOCAL_RANK", "1"),
+            ("LOCAL_WORLD_SIZE", "4"),
+            ("MASTER_ADDR", "a"),
+        ]);
         let want = Job {
             launcher: Launcher::Variables,
             rank: 3,
             size: 8,
             local_rank: 1,
+            local_size: 4,
             meeting: Some("a:20000".into()),
         };
         assert_eq!(j.unwrap().unwrap(), want);

@@ -33,6 +33,7 @@ mod world;
 pub use communicator::Communicator;
 pub use error::{Error, Result};
 pub use job::{Job, Launcher};
+pub use messages::Lane;
 pub use mpi::mpi_version;
 pub use nccl::nccl_version;
 pub use notice::Kind;

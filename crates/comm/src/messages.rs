@@ -1,13 +1,133 @@
 //! Messages between two ranks, and host bytes for all.
 
-use crate::communicator::Direction;
-use crate::engine::{Job, Letter};
+use crate::communicator::{Counters, Direction};
+use crate::engine::{Job, Letter, Trouble};
 use crate::notice::{Detail, Kind, Notice};
 use crate::recorder::Progress;
 use crate::{Communicator, Result, volume, watchdog};
+use ferrotron_tensor::trace::Span;
 use ferrotron_tensor::{Stream, Tensor};
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
+
+/// Messages of one group on one stream; see [`Communicator::exchange_all`].
+#[derive(Clone, Copy)]
+pub struct Lane<'a> {
+    /// The group whose ranks are named below.
+    pub group: &'a Communicator,
+    /// Where tensors are read and written.
+    pub stream: &'a Stream,
+    /// (rank of the group, contiguous tensor).
+    pub sends: &'a [(usize, &'a Tensor)],
+    /// The same.
+    pub receives: &'a [(usize, &'a Tensor)],
+}
+
+/// A lane with the descriptions of its messages.
+struct Batch<'a> {
+    group: &'a Communicator,
+    stream: &'a Stream,
+    sends: Vec<Letter<'a>>,
+    receives: Vec<Letter<'a>>,
+}
+
+impl<'a> Batch<'a> {
+    fn new(lane: &Lane<'a>, label: &'static str) -> Result<Batch<'a>> {
+        let Lane { group, stream, sends, receives } = *lane;
+        let me = group.rank();
+        let letter = |peer: usize, (from, to): (usize, usize), tensor: &'a Tensor| {
+            let route = Detail::Route(from as u64, to as u64);
+            Letter { peer, tensor, notice: group.notice(Kind::Message, label).of(tensor, true).with(route) }
+        };
+        let sends = sends.iter().map(|(p, t)| letter(*p, (me, *p), t)).collect();
+        let receives = receives.iter().map(|(p, t)| letter(*p, (*p, me), t)).collect();
+        let batch = Batch { group, stream, sends, receives };
+        for l in batch.sends.iter().chain(&batch.receives) {
+            group.check(&l.notice, |c| c.whole(stream, l.tensor)?.peer(l.peer, group.size()))?;
+        }
+        Ok(batch)
+    }
+
+    /// What is received overlaps nothing else.
+    fn apart(all: &[Batch]) -> Result<()> {
+        let sent: Vec<&Letter> = all.iter().flat_map(|b| &b.sends).collect();
+        let received: Vec<(&Batch, &Letter)> =
+            all.iter().flat_map(|b| b.receives.iter().map(move |l| (b, l))).collect();
+        for (i, (b, l)) in received.iter().enumerate() {
+            let others = sent.iter().copied().chain(received[..i].iter().map(|(_, o)| *o));
+            others.into_iter().try_for_each(|o| b.group.check(&l.notice, |c| c.apart(l.tensor, o.tensor)))?;
+        }
+        Ok(())
+    }
+
+    /// Messages of a group count by direction and peer.
+    fn number(&mut self, counters: &mut Counters) {
+        let mut next = |direction, l: &mut Letter| {
+            let next = counters.messages.entry((direction, l.peer)).or_default();
+            l.notice.sequence = *next;
+            *next += 1;
+        };
+        self.sends.iter_mut().for_each(|l| next(Direction::Out, l));
+        self.receives.iter_mut().for_each(|l| next(Direction::In, l));
+    }
+}
+
+/// A batch under way, in the recorder until it is done or failed.
+struct Open<'a, 'b> {
+    batch: &'b Batch<'a>,
+    /// Of several messages the recorder shows the first that is waited for.
+    first: Option<Arc<Notice>>,
+    number: u64,
+    start: Instant,
+    state: Progress,
+    /// Shows it in a trace.
+    span: Option<Span>,
+}
+
+impl<'a, 'b> Open<'a, 'b> {
+    fn begin(batch: &'b Batch<'a>) -> Result<Open<'a, 'b>> {
+        let first = batch.receives.first().or(batch.sends.first()).map(|l| Arc::new(l.notice.clone()));
+        let number = first.clone().map_or(0, |n| batch.group.core.hub.recorder().begin(n));
+        let mut open =
+            Open { batch, first, number, start: Instant::now(), state: Progress::Failed, span: None };
+        if let Some(first) = &open.first {
+            open.span = Some(batch.group.span(batch.stream, first)?);
+        }
+        Ok(open)
+    }
+
+    fn run(
+        &mut self,
+        half: impl FnOnce(&dyn crate::engine::Engine, &Batch) -> Result<(), Trouble>,
+    ) -> Result<()> {
+        let (core, batch) = (&*self.batch.group.core, self.batch);
+        let (Some(engine), Some(first)) = (&core.engine, &self.first) else { return Ok(()) };
+        half(&**engine, batch).map_err(|t| {
+            // Say which of several messages is missing.
+            let late = |peer: usize| batch.receives.iter().find(|l| l.peer == peer).map(|l| &l.notice);
+            let call = match &t {
+                Trouble::Absent { missing, .. } => missing.first().and_then(|p| late(*p)),
+                _ => None,
+            };
+            watchdog::give_up(&*core.hub, &core.ranks, call.unwrap_or(first), self.start.elapsed(), t)
+        })
+    }
+
+    fn done(&mut self) {
+        self.state = Progress::Done;
+        self.span = None;
+        let group = self.batch.group;
+        for l in self.batch.sends.iter().filter(|l| l.peer != group.rank()) {
+            group.count(Kind::Message, l.tensor.bytes() as u64);
+        }
+    }
+}
+
+impl Drop for Open<'_, '_> {
+    fn drop(&mut self) {
+        self.batch.group.core.hub.recorder().set(self.number, self.state);
+    }
+}
 
 impl Communicator {
     /// Sends `t` to rank `to` of the group. Does not wait for the receiver.
@@ -30,51 +150,40 @@ impl Communicator {
         receives: &[(usize, &Tensor)],
         label: &'static str,
     ) -> Result<()> {
-        let me = self.rank();
-        let route = |from: usize, to: usize, t: &Tensor| {
-            self.notice(Kind::Message, label).of(t, true).with(Detail::Route(from as u64, to as u64))
-        };
-        let mut sends: Vec<Letter> =
-            sends.iter().map(|(p, t)| Letter { peer: *p, tensor: t, notice: route(me, *p, t) }).collect();
-        let mut receives: Vec<Letter> =
-            receives.iter().map(|(p, t)| Letter { peer: *p, tensor: t, notice: route(*p, me, t) }).collect();
-        for l in sends.iter().chain(&receives) {
-            self.check(&l.notice, |c| c.whole(s, l.tensor)?.peer(l.peer, self.size()))?;
+        Communicator::exchange_all(&[Lane { group: self, stream: s, sends, receives }], label)
+    }
+
+    /// Several exchanges at once, each on its own group and stream; groups may come more than once. The order of
+    /// lanes does not matter between ranks either, and a rank may have fewer of them than another: everything that
+    /// is sent on any lane is on its way before the first thing is waited for.
+    pub fn exchange_all(lanes: &[Lane], label: &'static str) -> Result<()> {
+        let mut batches = lanes.iter().map(|lane| Batch::new(lane, label)).collect::<Result<Vec<_>>>()?;
+        Batch::apart(&batches)?;
+        batches.retain(|b| !b.sends.is_empty() || !b.receives.is_empty());
+        for b in batches.extract_if(.., |b| b.group.core.engine.is_none()) {
+            b.group.to_itself(b.stream, &b.sends, &b.receives)?;
         }
-        for (i, l) in receives.iter().enumerate() {
-            let others = sends.iter().chain(&receives[..i]);
-            others.into_iter().try_for_each(|o| self.check(&l.notice, |c| c.apart(l.tensor, o.tensor)))?;
+        // Ranks take groups in one order: an engine may have to connect two ranks when they first meet in one.
+        batches.sort_by_key(|b| b.group.core.index);
+        let mut held: Vec<(u64, MutexGuard<Counters>)> = Vec::new();
+        for b in &mut batches {
+            let core = &b.group.core;
+            if held.last().is_none_or(|(index, _)| *index != core.index) {
+                held.push((core.index, b.group.counters()));
+            }
+            if let Some((_, counters)) = held.last_mut() {
+                b.number(counters);
+            }
         }
-        let core = &*self.core;
-        let Some(engine) = &core.engine else { return self.to_itself(s, &sends, &receives) };
-        let mut counters = self.counters();
-        let mut number = |direction, l: &mut Letter| {
-            let next = counters.messages.entry((direction, l.peer)).or_default();
-            l.notice.sequence = *next;
-            *next += 1;
-        };
-        sends.iter_mut().for_each(|l| number(Direction::Out, l));
-        receives.iter_mut().for_each(|l| number(Direction::In, l));
-        // Of several messages the recorder shows the first that is waited for.
-        let Some(first) = receives.first().or(sends.first()).map(|l| Arc::new(l.notice.clone())) else {
-            return Ok(());
-        };
-        let recorder = core.hub.recorder();
-        let number = recorder.begin(first.clone());
-        let start = Instant::now();
-        let done = engine.exchange(s, &sends, &receives, watchdog::deadline(core.patience)).map_err(|t| {
-            // Say which of several messages is missing.
-            let late = |peer: usize| receives.iter().find(|l| l.peer == peer).map(|l| &l.notice);
-            let call = match &t {
-                crate::engine::Trouble::Absent { missing, .. } => missing.first().and_then(|p| late(*p)),
-                _ => None,
-            };
-            watchdog::give_up(&*core.hub, &core.ranks, call.unwrap_or(&first), start.elapsed(), t)
-        });
-        recorder.set(number, if done.is_ok() { Progress::Done } else { Progress::Failed });
-        done?;
-        for l in sends.iter().filter(|l| l.peer != me) {
-            self.count(Kind::Message, l.tensor.bytes() as u64);
+        let mut open = batches.iter().map(Open::begin).collect::<Result<Vec<_>>>()?;
+        for o in &mut open {
+            let deadline = watchdog::deadline(o.batch.group.core.patience);
+            o.run(|e, b| e.post(b.stream, &b.sends, deadline))?;
+        }
+        for o in &mut open {
+            let deadline = watchdog::deadline(o.batch.group.core.patience);
+            o.run(|e, b| e.collect(b.stream, &b.sends, &b.receives, deadline))?;
+            o.done();
         }
         Ok(())
     }

@@ -3,6 +3,7 @@
 use crate::Error;
 use crate::engine::{Failure, Hub, Trouble};
 use crate::notice::Notice;
+use crate::recorder::Progress;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -48,6 +49,9 @@ fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trou
                 return Error::Abandoned { rank, call: call.to_string(), by, reason };
             }
             if ended.is_empty() {
+                if let Some(Failure { rank: by, reason, .. }) = cause(hub, &missing) {
+                    return Error::Abandoned { rank, call: call.to_string(), by, reason };
+                }
                 let missing = missing.into_iter().map(|r| (r, last(hub, r))).collect();
                 return Error::Stall { rank, call: call.to_string(), seconds: waited.as_secs_f64(), missing };
             }
@@ -67,6 +71,25 @@ fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trou
         Trouble::Broken { what } => Error::Engine { call: call.to_string(), what },
         Trouble::Tensor(e) => Error::Tensor(e),
     }
+}
+
+/// How long a rank that waits for a rank that waits itself leaves it the first word.
+const FIRST_WORD: Duration = Duration::from_millis(1000);
+
+/// Why those who are missing do not come, if they wait for somebody else: their report, which is due at any moment.
+fn cause(hub: &dyn Hub, missing: &[usize]) -> Option<Failure> {
+    let waits = |rank: &usize| {
+        let last = hub.notes(*rank).and_then(|notes| notes.last().map(|n| n.progress));
+        matches!(last, Some(Progress::Waits | Progress::Moves | Progress::Failed))
+    };
+    let until = Instant::now() + FIRST_WORD;
+    while missing.iter().any(waits) && Instant::now() < until {
+        if let Some(failure) = hub.failure().filter(|f| f.rank != hub.rank()) {
+            return Some(failure);
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    None
 }
 
 fn last(hub: &dyn Hub, rank: usize) -> String {

@@ -1,7 +1,7 @@
 //! All ranks of the job, and the groups made of them.
 
 use crate::communicator::{Communicator, Core};
-use crate::engine::{Engine, Hub};
+use crate::engine::{Engine, Failure, Hub};
 use crate::notice::{Kind, Notice};
 use crate::threads::{self, Arithmetic};
 use crate::volume::Meter;
@@ -53,7 +53,7 @@ impl World {
     fn assemble(hub: Arc<dyn Hub>, engine: Option<Arc<dyn Engine>>, patience: Duration) -> World {
         let meter = Arc::new(Meter::default());
         let ranks = (0..hub.size()).collect();
-        let all = join(&hub, "world", ranks, hub.rank(), engine, patience, &meter);
+        let all = join(&hub, (0, "world"), ranks, hub.rank(), engine, patience, &meter);
         World { hub, all, patience, groups: Arc::new(Mutex::new(1)), meter }
     }
 
@@ -94,7 +94,14 @@ impl World {
             _ => make(&*self.hub, index, name, ranks, self.patience)?,
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
-        Ok(Some(join(&self.hub, name, ranks.to_vec(), rank, engine, self.patience, &self.meter)))
+        Ok(Some(join(&self.hub, (index, name), ranks.to_vec(), rank, engine, self.patience, &self.meter)))
+    }
+
+    /// This rank has failed for a reason of its own: the others need not wait for it. Their calls fail with that reason.
+    pub fn give_up(&self, reason: &str) {
+        if self.size() > 1 {
+            self.hub.fail(Failure { rank: self.rank(), stall: false, reason: reason.to_string() });
+        }
     }
 
     /// Calls and bytes sent by this rank on all groups.
@@ -126,7 +133,7 @@ fn make(
 
 fn join(
     hub: &Arc<dyn Hub>,
-    name: &'static str,
+    (index, name): (u64, &'static str),
     ranks: Vec<usize>,
     rank: usize,
     engine: Option<Arc<dyn Engine>>,
@@ -135,6 +142,7 @@ fn join(
 ) -> Communicator {
     let core = Core {
         name,
+        index,
         rank,
         ranks,
         engine,

@@ -69,7 +69,7 @@ impl Case {
     fn run<T: Send>(&self, work: impl Fn(Rank, Resolved) -> Result<T> + Sync) -> Vec<T> {
         let resolved = self.recipe();
         let make = || {
-            let rank = Rank::cpu_watched(1, 1234, Watch { order: true, time: false })?;
+            let rank = Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?;
             Ok(Rank { overlap: self.overlap, ..rank })
         };
         on_threads(&self.layout(), make, |rank| work(rank, resolved.clone()))

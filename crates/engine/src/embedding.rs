@@ -1,5 +1,6 @@
 //! Token and position embeddings.
 
+use crate::overlap::Arriving;
 use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_tensor::{Result, Tensor};
 
@@ -73,17 +74,18 @@ impl Embedding {
 
     /// Only weights have gradients here.
     pub fn backward(&self, p: &Pass, saved: EmbeddingSaved, dy: &Tensor) -> Result<WeightGrad> {
-        let lookup = |param, ids: &Tensor, dy: &Tensor, first, vocab, scale| {
-            let (ids, dy) = (ids.clone(), dy.clone());
+        let lookup = |param, ids: &Tensor, dy: Arriving, first, vocab, scale| {
+            let ids = ids.clone();
             WeightGrad::other(param, move |rank, grad, accumulate| {
-                let k = &rank.kernels;
+                let (k, dy) = (&rank.kernels, dy.ready()?);
                 k.embedding_backward(&rank.compute, &ids, &dy, first, vocab, scale, accumulate, grad)
             })
         };
-        let all = p.all_rows(dy, "gradient of embeddings")?;
-        let grads = lookup(self.tokens, &saved.ids, &all, self.first, self.vocab, self.scale);
+        let all = p.arriving_rows(dy, "gradient of embeddings")?;
+        let grads = lookup(self.tokens, &saved.ids, all, self.first, self.vocab, self.scale);
         Ok(match (self.positions, &saved.positions) {
             (Some(table), Some(pos)) => {
+                let dy = Arriving::here(dy);
                 grads.and(lookup(table, pos, dy, 0, p.weight(table)?.shape()[0], 1.0))
             }
             _ => grads,

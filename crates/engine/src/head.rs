@@ -5,6 +5,7 @@
 //! logits of all tokens are too much, rows go through in chunks: forward forms the gradient of the hidden
 //! states chunk by chunk and throws the logits away, and the weight gradient forms them once more.
 
+use crate::overlap::{Factor, weight_product};
 use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{CrossEntropy, Gemm, ShardLogits, Smoothing};
 use ferrotron_tensor::{DType, Result, Tensor};
@@ -73,35 +74,66 @@ impl Head {
         softcap: Option<f32>,
         std: f32,
     ) -> Result<Head> {
-        let weight = match tied {
+        match tied {
+            None => Head::declare_as(d, &format!("{name}.weight"), vocab, hidden, softcap, std, false),
             Some(id) => {
                 d.share(id);
-                id
+                Ok(Head::of(d, id, vocab, softcap))
             }
-            None => d.declare(vec![Part {
-                name: format!("{name}.weight"),
-                shape: vec![vocab, hidden],
-                init: Init::Normal(std),
-                split: Split::Rows { unit: 1 },
-            }])?,
-        };
+        }
+    }
+
+    /// Declares its weight under a name of the caller's. A `mirror` is the table of a tied embedding once more, on the
+    /// last stage of a pipeline.
+    pub fn declare_as(
+        d: &mut Declarations,
+        name: &str,
+        vocab: usize,
+        hidden: usize,
+        softcap: Option<f32>,
+        std: f32,
+        mirror: bool,
+    ) -> Result<Head> {
+        let weight = d.declare(vec![Part {
+            name: name.into(),
+            shape: vec![vocab, hidden],
+            init: Init::Normal(std),
+            split: Split::Rows { unit: 1 },
+        }])?;
+        if mirror {
+            d.mark_tied(weight, true);
+        }
+        Ok(Head::of(d, weight, vocab, softcap))
+    }
+
+    fn of(d: &Declarations, weight: ParamId, vocab: usize, softcap: Option<f32>) -> Head {
         let first = d.spec(weight).cuts[0].range.start;
-        Ok(Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX })
+        Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX }
     }
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        self.logits_of(p.rank, p.weight(self.weight)?, &p.all_rows(x, "hidden states")?)
+        let f = Factor { w: p.weight(self.weight)?, trans: true, bias: None };
+        let (z, _) = p.product_of_all_rows(x, f, false, "hidden states")?;
+        self.cap(p.rank, &z)?;
+        Ok(z)
     }
 
-    fn logits_of(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+    /// The same of rows that every rank has.
+    pub fn logits_of(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
+        self.some_logits(p.rank, p.weight(self.weight)?, x)
+    }
+
+    fn some_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
         let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
         let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
         rank.kernels.gemm(&rank.compute, &g)?;
-        if let Some(cap) = self.softcap {
-            rank.kernels.softcap_forward(&rank.compute, cap, &z)?;
-        }
+        self.cap(rank, &z)?;
         Ok(z)
+    }
+
+    fn cap(&self, rank: &Rank, z: &Tensor) -> Result<()> {
+        self.softcap.map_or(Ok(()), |cap| rank.kernels.softcap_forward(&rank.compute, cap, z))
     }
 
     /// Loss of each row f32 `[tokens]` (without weights), and what backward needs if `train`.
@@ -113,20 +145,22 @@ impl Head {
         train: bool,
     ) -> Result<(Tensor, Option<HeadSaved>)> {
         let x_saved = SavedTensor::activation(x);
-        let x = &p.all_rows(x, "hidden states")?;
-        let tokens = x.shape()[0];
+        let tokens = x.shape()[0] * p.rank.tp.size();
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         if tokens <= self.chunk {
-            let dlogits = self.row_loss(p.rank, p.weight(self.weight)?, x, targets, &rows, train)?;
-            let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&dlogits), x: x_saved };
+            let z = self.logits(p, x)?;
+            self.row_loss(p.rank, &z, targets, &rows, train)?;
+            let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&z), x: x_saved };
             return Ok((rows, train.then_some(saved)));
         }
+        let x = &p.all_rows(x, "hidden states")?;
         let dx = p.empty(if train { x.shape() } else { &[0] })?;
         for (start, len) in chunks(tokens, self.chunk) {
             let part = targets.rows(start, len)?;
             let w = p.weight(self.weight)?;
             let x = x.narrow(0, start, len)?;
-            let d = self.row_loss(p.rank, w, &x, &part, &rows.narrow(0, start, len)?, train)?;
+            let d = self.some_logits(p.rank, w, &x)?;
+            self.row_loss(p.rank, &d, &part, &rows.narrow(0, start, len)?, train)?;
             if train {
                 product(p.rank, &d, w, &dx.narrow(0, start, len)?)?;
             }
@@ -139,29 +173,20 @@ impl Head {
         Ok((rows, train.then_some(saved)))
     }
 
-    /// Logits of some rows, their loss, and (with `train`) their gradient in place.
-    fn row_loss(
-        &self,
-        rank: &Rank,
-        w: &Tensor,
-        x: &Tensor,
-        t: &Targets,
-        rows: &Tensor,
-        train: bool,
-    ) -> Result<Tensor> {
-        let z = self.logits_of(rank, w, x)?;
+    /// The loss of rows with logits `z`, and (with `train`) their gradient in place of the logits.
+    fn row_loss(&self, rank: &Rank, z: &Tensor, t: &Targets, rows: &Tensor, train: bool) -> Result<()> {
         // The derivative of the cap needs the capped logits, which the loss overwrites.
         let capped = match self.softcap.filter(|_| train) {
             Some(cap) => {
                 let copy = rank.activation(z.shape(), z.dtype())?;
-                rank.kernels.copy(&rank.compute, &z, &copy)?;
+                rank.kernels.copy(&rank.compute, z, &copy)?;
                 Some((cap, copy))
             }
             None => None,
         };
         if rank.tp.size() == 1 {
             let c = CrossEntropy {
-                logits: &z,
+                logits: z,
                 vocab: self.vocab,
                 labels: &t.labels,
                 weights: &t.weights,
@@ -173,7 +198,7 @@ impl Head {
         } else {
             // Each rank sums up its columns; the sums of all give the loss and each rank's gradient.
             let (k, s, n) = (&rank.kernels, &rank.compute, z.shape()[0]);
-            let shard = ShardLogits { logits: &z, first: self.first, vocab: self.vocab, labels: &t.labels };
+            let shard = ShardLogits { logits: z, first: self.first, vocab: self.vocab, labels: &t.labels };
             let mine = rank.activation(&[n, 4], DType::F32)?;
             let all = rank.activation(&[rank.tp.size(), n, 4], DType::F32)?;
             k.cross_entropy_stats(s, &shard, &mine)?;
@@ -181,24 +206,23 @@ impl Head {
             k.cross_entropy_shard(s, &shard, &all, &t.weights, self.smoothing, rows, train)?;
         }
         if let Some((cap, y)) = capped {
-            rank.kernels.softcap_backward(&rank.compute, cap, &y, &z)?;
+            rank.kernels.softcap_backward(&rank.compute, cap, &y, z)?;
         }
-        Ok(z)
+        Ok(())
     }
 
     /// Gradient of the hidden states.
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
             HeadSaved::Whole { dlogits, x } => {
-                let x = p.all_rows(&x, "hidden states, again")?;
-                let dx = p.empty(x.shape())?;
-                product(p.rank, &dlogits, p.weight(self.weight)?, &dx)?;
-                let dx = p.sum_rows(&dx, "gradient of hidden states")?;
-                Ok((dx, WeightGrad::product(self.weight, &dlogits, &x)))
+                let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
+                let dx = p.sum_of_products(&dlogits, f, "gradient of hidden states")?;
+                let x = p.arriving_rows(&x, "hidden states, again")?;
+                Ok((dx, weight_product(self.weight, &dlogits, x)))
             }
             HeadSaved::Chunked { dx, x, targets } => {
-                let x = p.all_rows(&x, "hidden states, again")?;
                 let dx = p.sum_rows(&dx, "gradient of hidden states")?;
+                let x = p.arriving_rows(&x, "hidden states, again")?;
                 // The weight as it is now: the optimizer may not have run when this does.
                 let w = p.weight(self.weight)?.clone();
                 let me = Head {
@@ -210,10 +234,12 @@ impl Head {
                     chunk: self.chunk,
                 };
                 let grads = WeightGrad::other(self.weight, move |rank, grad, mut accumulate| {
+                    let x = x.ready()?;
                     for (start, len) in chunks(x.shape()[0], me.chunk) {
                         let x = x.narrow(0, start, len)?;
                         let rows = rank.activation(&[len], DType::F32)?;
-                        let d = me.row_loss(rank, &w, &x, &targets.rows(start, len)?, &rows, true)?;
+                        let d = me.some_logits(rank, &w, &x)?;
+                        me.row_loss(rank, &d, &targets.rows(start, len)?, &rows, true)?;
                         let g = Gemm {
                             a: &d,
                             trans_a: true,

@@ -1,5 +1,6 @@
 //! `y = x·Wᵀ + b`
 
+use crate::overlap::{Factor, weight_product};
 use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::Gemm;
 use ferrotron_tensor::{Result, Tensor, shape_error};
@@ -70,47 +71,38 @@ impl Linear {
     /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, LinearSaved)> {
         let saved = LinearSaved::of(x);
-        let bias = self.bias.map(|b| p.weight(b)).transpose()?;
+        let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
+        let f = Factor { w, trans: true, bias };
         if p.rank.tp.size() == 1 {
-            return Ok((self.product(p, x, bias)?, saved));
+            return Ok((p.product(x, f)?, saved));
         }
         if !self.partial {
-            return Ok((self.product(p, &p.all_rows(x, "input of a layer")?, bias)?, saved));
+            return Ok((p.product_of_all_rows(x, f, false, "input of a layer")?.0, saved));
         }
-        let y = p.sum_rows(&self.product(p, x, None)?, "output of a layer")?;
+        let y = p.sum_of_products(x, Factor { bias: None, ..f }, "output of a layer")?;
         if let Some(bias) = bias {
             add_bias(p, bias, &y)?;
         }
         Ok((y, saved))
     }
 
-    fn product(&self, p: &Pass, x: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        let y = p.empty(&[x.shape()[0], self.out])?;
-        let b = p.weight(self.weight)?;
-        let g = Gemm { a: x, trans_a: false, b, trans_b: true, bias, accumulate: false, c: &y };
-        p.rank.kernels.gemm(&p.rank.compute, &g)?;
-        Ok(y)
-    }
-
     /// `dx = dy·W`; later `dW = dyᵀ·x`, `db = Σ dy`.
     pub fn backward(&self, p: &Pass, saved: LinearSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
-        let w = p.weight(self.weight)?;
         let Some(x) = saved.x else {
             return shape_error("linear backward", "its input was dropped and not made again");
         };
-        let mine = dy;
-        let (dy, x) = if self.partial {
-            (p.all_rows(dy, "gradient of a layer's output")?, (*x).clone())
+        let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
+        let (dx, mut grads) = if self.partial {
+            let (dx, all) = p.product_of_all_rows(dy, f, true, "gradient of a layer's output")?;
+            (dx, WeightGrad::product(self.weight, all.as_ref().unwrap_or(dy), &x))
         } else {
-            (dy.clone(), p.all_rows(&x, "input of a layer, again")?)
+            // The input gradient first: it is waited for.
+            let dx = p.sum_of_products(dy, f, "gradient of a layer's input")?;
+            let x = p.arriving_rows(&x, "input of a layer, again")?;
+            (dx, weight_product(self.weight, dy, x))
         };
-        let dx = p.empty(&[dy.shape()[0], w.shape()[1]])?;
-        let g = Gemm { a: &dy, trans_a: false, b: w, trans_b: false, bias: None, accumulate: false, c: &dx };
-        p.rank.kernels.gemm(&p.rank.compute, &g)?;
-        let dx = if self.partial { dx } else { p.sum_rows(&dx, "gradient of a layer's input")? };
-        let mut grads = WeightGrad::product(self.weight, &dy, &x);
         if let Some(bias) = self.bias {
-            grads = grads.and(WeightGrad::columns(bias, if self.partial { mine } else { &dy }));
+            grads = grads.and(WeightGrad::columns(bias, dy));
         }
         Ok((dx, grads))
     }

@@ -12,20 +12,21 @@ pub struct Pass<'a> {
     /// The weights.
     pub params: &'a Params,
     /// Random switching-off of activations, in training only.
-    pub dropout: Option<Dropout>,
+    pub dropout: Option<Dropout<'a>>,
     /// What backward recomputes instead of keeping.
     pub recompute: Recompute,
 }
 
-/// Dropout of one micro-batch.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Dropout {
+/// Dropout of one micro-batch. What is dropped depends on the seed, the step, the layer, the place in it and the
+/// number of the token in the step: on no layout, and on no size of micro-batches.
+#[derive(Clone, Copy, Debug)]
+pub struct Dropout<'a> {
     /// Chance that an activation is dropped.
     pub p: f32,
     /// Step of the run.
     pub step: u64,
-    /// Micro-batch of the step.
-    pub micro_batch: u32,
+    /// i32: number in the step of the token of each row of the residual stream that this rank holds.
+    pub rows: &'a Tensor,
 }
 
 /// Which results are dropped after forward and computed again in backward.
@@ -67,9 +68,9 @@ impl<'a> Pass<'a> {
     /// Applies dropout at a place of a layer, forward or backward: the mask depends on the place only.
     pub fn dropout(&self, layer: u32, site: u32, x: Tensor) -> Result<Tensor> {
         let Some(d) = self.dropout.filter(|d| d.p > 0.0) else { return Ok(x) };
-        let key = DropoutKey { seed: self.rank.seed, step: d.step, micro_batch: d.micro_batch, layer, site };
+        let key = DropoutKey { seed: self.rank.seed, step: d.step, layer, site };
         let y = self.rank.activation(x.shape(), x.dtype())?;
-        self.rank.kernels.dropout(&self.rank.compute, d.p, key, &x, &y)?;
+        self.rank.kernels.dropout(&self.rank.compute, d.p, key, d.rows, &x, &y)?;
         Ok(y)
     }
 }

@@ -3,6 +3,7 @@
 use ferrotron_comm::{Communicator, World};
 use ferrotron_kernels::cuda::{CudaKernels, Readiness};
 use ferrotron_kernels::{Kernels, cpu};
+use ferrotron_tensor::trace::COMMUNICATION;
 use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, Watch};
 use std::sync::Arc;
 
@@ -65,7 +66,7 @@ impl Rank {
         let solo = Communicator::solo;
         Ok(Rank {
             compute: device.stream("compute")?,
-            comm: device.stream("communication")?,
+            comm: device.stream(COMMUNICATION)?,
             kernels,
             overlap: true,
             seed,

@@ -1,8 +1,9 @@
 //! Gradients of a step summed over the ranks that share weights or data, and whole tensors from the shares of ranks.
 
+use crate::attention::Layout;
 use crate::flat::{FlatBuffer, Piece, Placement, place};
 use crate::grad::InFlight;
-use crate::{GradBuffer, ParamId, Part, Place, Rank};
+use crate::{GradBuffer, ParamId, Part, Place, Rank, Tokens};
 use ferrotron_comm::Reduce;
 use ferrotron_tensor::{Category, DType, Element, Error, Result, Stream, Tensor};
 
@@ -12,9 +13,10 @@ impl Rank {
         Place { rank: self.tp.rank(), size: self.tp.size() }
     }
 
-    /// Rows of a batch of `tokens` tokens: as many as divide over the ranks that share every layer.
-    pub fn padded(&self, tokens: usize) -> usize {
-        tokens.next_multiple_of(self.tp.size())
+    /// Which tokens of a batch this rank has.
+    pub fn tokens(&self, layout: &Layout) -> Result<Tokens> {
+        let cp = Place { rank: self.cp.rank(), size: self.cp.size() };
+        Tokens::new(layout, cp, self.tp.size())
     }
 
     /// A logical tensor whole, from what every rank holds of it, on every rank. `held` is row-major, each element

@@ -7,7 +7,7 @@ use ferrotron_tensor::{Result, Tensor, shape_error};
 
 impl Pass<'_> {
     /// All rows, from every rank's: `[n/t, h] → [n, h]`. The backward of [`Pass::sum_rows`].
-    pub(crate) fn all_rows(&self, x: &Tensor, label: &'static str) -> Result<Tensor> {
+    pub fn all_rows(&self, x: &Tensor, label: &'static str) -> Result<Tensor> {
         let tp = &self.rank.tp;
         if tp.size() == 1 {
             return Ok(x.clone());

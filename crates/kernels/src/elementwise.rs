@@ -1,6 +1,7 @@
 //! Casts, sums and other simple maps.
 
-use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
+use crate::checks::dtypes;
+use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
 /// Key of a dropout mask: what makes two masks different.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -9,8 +10,6 @@ pub struct DropoutKey {
     pub seed: u64,
     /// Step of the run.
     pub step: u64,
-    /// Micro-batch of the step.
-    pub micro_batch: u32,
     /// Global layer number.
     pub layer: u32,
     /// Place inside the layer.
@@ -43,9 +42,18 @@ pub trait ElementwiseKernels {
     /// `dy *= 1 − (y/cap)²` in place, `y` being the output of the forward pass.
     fn softcap_backward(&self, s: &Stream, cap: f32, y: &Tensor, dy: &Tensor) -> Result<()>;
 
-    /// `y = x·mask/(1−p)`, the mask drawn from `key` and the element's index. The backward pass is the same
-    /// map on gradients: nothing is saved.
-    fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()>;
+    /// `y = x·mask/(1−p)` over `x`, `y` `[rows, n]`; `rows` i32 `[rows]` has the number of each row among all rows of
+    /// the step. Element c of row r is dropped by word `r·n + c` of the stream of `key`, wherever the row is computed.
+    /// The backward pass is the same map on gradients: nothing is saved.
+    fn dropout(
+        &self,
+        s: &Stream,
+        p: f32,
+        key: DropoutKey,
+        rows: &Tensor,
+        x: &Tensor,
+        y: &Tensor,
+    ) -> Result<()>;
 }
 
 /// Rows, columns and row stride of a sum over `x [rows, n]` into contiguous `sums [n]`.
@@ -71,10 +79,15 @@ pub(crate) fn check_one(out: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// The share of elements that dropout drops.
-pub(crate) fn check_share(p: f32) -> Result<()> {
+/// The share of elements that dropout drops, and the width of rows that have a number each.
+pub(crate) fn check_dropout(p: f32, rows: &Tensor, x: &Tensor) -> Result<usize> {
+    const OP: &str = "dropout";
     if !(0.0..1.0).contains(&p) {
-        return shape_error("dropout", format!("the share {p} must be at least 0 and below 1"));
+        return shape_error(OP, format!("the share {p} must be at least 0 and below 1"));
     }
-    Ok(())
+    dtypes(OP, DType::I32, &[rows])?;
+    match (x.shape(), rows.shape()) {
+        ([n, width], [m]) if n == m && rows.is_contiguous() => Ok(*width),
+        (x, r) => shape_error(OP, format!("{x:?} needs one number for each row, not {r:?}")),
+    }
 }

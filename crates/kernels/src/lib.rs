@@ -12,6 +12,7 @@ mod embedding;
 mod gemm;
 pub mod grad_scaler;
 mod loss;
+mod merge;
 mod norm;
 mod optim;
 pub mod philox;
@@ -24,6 +25,7 @@ pub use elementwise::{DropoutKey, ElementwiseKernels};
 pub use embedding::EmbeddingKernels;
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
+pub use merge::MergeKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, OptimKernels, Sgd, Update, scalars};
 pub use rope::{Rope, RopeKernels, RopeStyle};
@@ -35,6 +37,7 @@ pub trait Kernels:
     + ActivationKernels
     + RopeKernels
     + AttentionKernels
+    + MergeKernels
     + EmbeddingKernels
     + LossKernels
     + OptimKernels

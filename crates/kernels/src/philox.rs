@@ -51,8 +51,8 @@ impl RandomStream {
     /// The mask of one dropout.
     pub fn dropout(key: DropoutKey) -> RandomStream {
         let [step, step_high] = halves(key.step);
-        let [a, b, c, d] = philox4x32([step, step_high, key.micro_batch, key.layer], halves(key.seed));
-        let [a, b, c, d] = philox4x32([c, d, key.site, DOMAIN_DROPOUT], [a, b]);
+        let [a, b, c, d] = philox4x32([step, step_high, key.layer, key.site], halves(key.seed));
+        let [a, b, c, d] = philox4x32([c, d, DOMAIN_DROPOUT, 0], [a, b]);
         RandomStream { key: [a, b], lane: [c, d] }
     }
 

@@ -2,8 +2,10 @@
 
 use crate::buffer::Pool;
 use crate::checker::Checker;
-use crate::cuda::{Card, CardInfo, Moment, Queue};
+use crate::clock::At;
+use crate::cuda::{Card, CardInfo, Queue};
 use crate::memory::Account;
+use crate::trace::{Trace, Tracer};
 use crate::{Error, MemoryReport, Result, Stream, Threads};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
@@ -29,6 +31,8 @@ pub struct Watch {
     pub order: bool,
     /// Add up the time of each kernel.
     pub time: bool,
+    /// Note when each launch ran and on which stream, while a trace is under way: [`Device::start_trace`].
+    pub trace: bool,
 }
 
 /// Calls and time by kernel.
@@ -47,16 +51,22 @@ pub(crate) struct DeviceInner {
     pub(crate) pool: Pool,
     pub(crate) account: Account,
     checker: Option<Mutex<Checker>>,
-    profile: Option<Mutex<Timings>>,
+    /// What is noted of launches, if anything is.
+    watching: Option<Box<Watching>>,
     ids: AtomicU64,
     streams: AtomicU32,
 }
 
-/// Times added up, and pairs of events of kernels that may still run.
+struct Watching {
+    profile: Option<Mutex<Timings>>,
+    tracer: Option<Tracer>,
+}
+
+/// Times added up, and the starts and ends of kernels that may still run.
 #[derive(Default)]
 struct Timings {
     done: Profile,
-    queued: Vec<(&'static str, Moment, Moment)>,
+    queued: Vec<(&'static str, At, At)>,
 }
 
 impl Timings {
@@ -75,23 +85,33 @@ impl DeviceInner {
     pub(crate) fn timed(
         &self,
         op: &'static str,
-        queue: Option<&Queue>,
+        stream: &Stream,
         f: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let Some(profile) = &self.profile else { return f() };
-        let lock = || profile.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(queue) = queue {
-            let start = Moment::record(queue)?;
-            f()?;
-            let end = Moment::record(queue)?;
-            lock().queued.push((op, start, end));
-        } else {
-            let start = std::time::Instant::now();
-            f()?;
-            let time = start.elapsed();
-            lock().add(op, time);
+        let Some(watching) = &self.watching else { return f() };
+        let tracer = watching.tracer.as_ref().filter(|t| t.is_on());
+        if watching.profile.is_none() && tracer.is_none() {
+            return f();
+        }
+        let start = At::now(stream.queue())?;
+        f()?;
+        let end = At::now(stream.queue())?;
+        if let Some(profile) = &watching.profile {
+            let mut timings = profile.lock().unwrap_or_else(PoisonError::into_inner);
+            match stream.queue() {
+                None => timings.add(op, end.since(&start)?),
+                Some(_) => timings.queued.push((op, start.clone(), end.clone())),
+            }
+        }
+        if let Some(tracer) = tracer {
+            tracer.launch(op, stream, start, end);
         }
         Ok(())
+    }
+
+    /// What notes launches, while a trace is under way.
+    pub(crate) fn tracer(&self) -> Option<&Tracer> {
+        self.watching.as_ref()?.tracer.as_ref().filter(|t| t.is_on())
     }
 
     /// Run `f` on the checker, if there is one.
@@ -121,14 +141,17 @@ impl Device {
 
     fn new(card: Option<Arc<Card>>, threads: Threads, watch: Watch) -> Device {
         let checker = watch.order.then(Mutex::default);
-        let profile = watch.time.then(Mutex::default);
+        let watching = (watch.time || watch.trace).then(|| {
+            let profile = watch.time.then(Mutex::default);
+            Box::new(Watching { profile, tracer: watch.trace.then(Tracer::default) })
+        });
         let inner = DeviceInner {
             card,
             threads,
             pool: Pool::default(),
             account: Account::default(),
             checker,
-            profile,
+            watching,
             ids: AtomicU64::new(1),
             streams: AtomicU32::new(0),
         };
@@ -171,12 +194,38 @@ impl Device {
 
     /// Calls and time by kernel since the last call, if time is watched. Waits for kernels under way.
     pub fn take_profile(&self) -> Result<Profile> {
-        let Some(profile) = &self.inner.profile else { return Ok(Profile::new()) };
+        let profile = self.inner.watching.as_ref().and_then(|w| w.profile.as_ref());
+        let Some(profile) = profile else { return Ok(Profile::new()) };
         let mut timings = std::mem::take(&mut *profile.lock().unwrap_or_else(PoisonError::into_inner));
         for (op, start, end) in std::mem::take(&mut timings.queued) {
             timings.add(op, end.since(&start)?);
         }
         Ok(timings.done)
+    }
+
+    /// Was it made to be traced?
+    pub fn is_traced(&self) -> bool {
+        self.tracer().is_some()
+    }
+
+    /// Notes every launch on every stream from now on, on the device's own clock. Goes on with a trace that was
+    /// paused. Nothing unless the device was made with [`Watch::trace`].
+    pub fn start_trace(&self) -> Result<()> {
+        self.tracer().map_or(Ok(()), |t| t.start(self.inner.card.as_ref()))
+    }
+
+    /// Leaves launches out of the trace until it is started again.
+    pub fn pause_trace(&self) {
+        self.tracer().inspect(|t| t.pause());
+    }
+
+    /// Ends the trace and returns it; empty if none was started. Waits for kernels under way.
+    pub fn take_trace(&self) -> Result<Trace> {
+        self.tracer().map_or_else(|| Ok(Trace::default()), Tracer::take)
+    }
+
+    fn tracer(&self) -> Option<&Tracer> {
+        self.inner.watching.as_ref()?.tracer.as_ref()
     }
 
     /// Hands cached free memory back to the system.

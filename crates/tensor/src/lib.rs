@@ -3,6 +3,7 @@
 
 mod buffer;
 mod checker;
+mod clock;
 mod cuda;
 mod device;
 mod dtype;
@@ -13,6 +14,7 @@ mod shape;
 mod stream;
 mod tensor;
 mod threads;
+pub mod trace;
 
 pub use cuda::{CardInfo, DRIVER as CUDA_DRIVER, cards};
 pub use device::{Device, DeviceKind, Profile, Watch};

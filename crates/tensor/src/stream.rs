@@ -1,10 +1,13 @@
 //! Streams, events and the one door to memory: [`Stream::launch`].
 
 use crate::checker::{Access, Clock};
-use crate::cuda::{Moment, Queue};
+use crate::clock::At;
+use crate::cuda::Queue;
+use crate::trace::{Kind, Span};
 use crate::{Category, DType, Device, Element, Error, Result, Tensor, Threads, shape_error};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
+use std::time::Duration;
 
 /// A queue of work on a device. Work on one stream happens in order; order between streams comes from
 /// [`Stream::record`] and [`Stream::wait`] only.
@@ -13,8 +16,12 @@ pub struct Stream {
     device: Device,
     id: u32,
     name: &'static str,
+    /// The rank that uses it, for traces.
+    rank: usize,
     /// The driver's stream, on a card.
     queue: Option<Arc<Queue>>,
+    /// Spans of collectives that are open on it, counted while traced.
+    collectives: Arc<AtomicU32>,
 }
 
 /// A point in a stream's work that another stream can wait for.
@@ -24,20 +31,10 @@ pub struct Event {
     at: At,
 }
 
-#[derive(Clone)]
-enum At {
-    Host(Instant),
-    Card(Arc<Moment>),
-}
-
 impl Event {
     /// Time from `earlier` to this on the device's own clock. Waits until both are reached.
     pub fn since(&self, earlier: &Event) -> Result<Duration> {
-        match (&self.at, &earlier.at) {
-            (At::Host(end), At::Host(start)) => Ok(end.saturating_duration_since(*start)),
-            (At::Card(end), At::Card(start)) => end.since(start),
-            _ => Err(Error::Unsupported { op: "since", what: "the events are of two devices".into() }),
-        }
+        self.at.since(&earlier.at)
     }
 }
 
@@ -76,7 +73,7 @@ pub struct Launch<'a> {
 
 impl Stream {
     pub(crate) fn new(device: Device, id: u32, name: &'static str, queue: Option<Arc<Queue>>) -> Stream {
-        Stream { device, id, name, queue }
+        Stream { device, id, name, rank: 0, queue, collectives: Arc::default() }
     }
 
     /// The device it belongs to.
@@ -84,8 +81,47 @@ impl Stream {
         &self.device
     }
 
+    /// The same stream, known in traces as one of `rank`.
+    pub fn of_rank(self, rank: usize) -> Stream {
+        Stream { rank, ..self }
+    }
+
+    /// The rank that uses it; 0 unless [`Stream::of_rank`] said another.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
     pub(crate) fn id(&self) -> u32 {
         self.id
+    }
+
+    pub(crate) fn name(&self) -> &'static str {
+        self.name
+    }
+
+    pub(crate) fn queue(&self) -> Option<&Queue> {
+        self.queue.as_deref()
+    }
+
+    pub(crate) fn in_collective(&self) -> bool {
+        self.collectives.load(Relaxed) > 0
+    }
+
+    pub(crate) fn enter_collective(&self) {
+        self.collectives.fetch_add(1, Relaxed);
+    }
+
+    pub(crate) fn leave_collective(&self) {
+        self.collectives.fetch_sub(1, Relaxed);
+    }
+
+    /// Gives a name to the work given to this stream until the span is dropped; spans nest. Without a trace under
+    /// way this is nothing, and `detail` is not even written out.
+    pub fn span(&self, kind: Kind, name: &'static str, detail: std::fmt::Arguments) -> Result<Span> {
+        match self.device.inner.tracer() {
+            None => Ok(Span::NONE),
+            Some(_) => Span::open(self, kind, name, detail.to_string()),
+        }
     }
 
     /// A point after all work given so far.
@@ -95,11 +131,7 @@ impl Stream {
             clock = c.record(self.id);
             Ok(())
         })?;
-        let at = match &self.queue {
-            None => At::Host(Instant::now()),
-            Some(queue) => At::Card(Arc::new(Moment::record(queue)?)),
-        };
-        Ok(Event { clock, at })
+        Ok(Event { clock, at: At::now(self.queue())? })
     }
 
     /// Work given from now on happens after `event`. The host does not wait.
@@ -164,7 +196,7 @@ impl Stream {
         }
         let launch =
             Launch { op, args, threads: &self.device.inner.threads, queue, given: Default::default() };
-        self.device.inner.timed(op, queue, || kernel(&launch))
+        self.device.inner.timed(op, self, || kernel(&launch))
     }
 
     /// Copies host values into a new tensor.

@@ -9,7 +9,7 @@ struct Setup {
 }
 
 fn setup() -> Setup {
-    let device = Device::cpu_watched(Threads::new(1).unwrap(), Watch { order: true, time: false });
+    let device = Device::cpu_watched(Threads::new(1).unwrap(), Watch { order: true, ..Watch::default() });
     Setup { compute: device.stream("compute").unwrap(), copy: device.stream("copy").unwrap() }
 }
 
@@ -62,7 +62,7 @@ fn a_buffer_reused_too_early_is_caught() {
 
 #[test]
 fn order_passes_through_a_third_stream() {
-    let device = Device::cpu_watched(Threads::new(1).unwrap(), Watch { order: true, time: false });
+    let device = Device::cpu_watched(Threads::new(1).unwrap(), Watch { order: true, ..Watch::default() });
     let [a, b, c] = ["a", "b", "c"].map(|n| device.stream(n).unwrap());
     let x = Tensor::empty(&a, &[8], DType::U8, Category::Workspace).unwrap();
     touch(&a, "first", write(&x)).unwrap();

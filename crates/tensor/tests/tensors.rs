@@ -88,5 +88,5 @@ fn absurd_shapes_are_errors() {
     assert!(Tensor::empty(&s, &[1 << 62], DType::U8, Category::Workspace).is_err());
     assert!(Tensor::empty(&s, &[1; 6], DType::U8, Category::Workspace).is_err());
     let none = s.zeros(&[0, 7], DType::F32, Category::Workspace).unwrap();
-    assert_eq!(s.download::<f32>(&none).unwrap(), []);
+    assert!(s.download::<f32>(&none).unwrap().is_empty());
 }

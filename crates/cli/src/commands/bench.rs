@@ -2,6 +2,7 @@
 
 use crate::args::Global;
 use crate::place;
+use crate::trace;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_core::bench;
@@ -15,7 +16,8 @@ Examples:
   ferrotron bench train                              the default model
   ferrotron bench train --work my.toml --steps 20
   ferrotron bench train --dtype f32 --json
-  ferrotron bench kernels --filter gemm";
+  ferrotron bench kernels --filter gemm
+  ferrotron bench comm --ranks 4                     how fast ranks talk";
 
 /// What to measure.
 #[derive(Debug, clap::Args)]
@@ -33,6 +35,8 @@ pub enum Command {
     Train(Train),
     /// Single kernels against the speed of memory and of matrix products
     Kernels(Kernels),
+    /// Every collective between ranks: time, algorithm and bus bandwidth
+    Comm(super::bench_comm::Args),
 }
 
 /// Whole training steps.
@@ -62,6 +66,9 @@ pub struct Train {
     /// Change a key of the recipe; may be given many times
     #[arg(long, value_name = "KEY=VALUE")]
     pub set: Vec<String>,
+    /// A timeline of steps.
+    #[command(flatten)]
+    pub trace: trace::Timeline,
 }
 
 /// Two numbers, `F,B`.
@@ -107,6 +114,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     match args.command {
         Command::Train(args) => train(&args, global),
         Command::Kernels(args) => super::bench_kernels::run(&args, global),
+        Command::Comm(args) => super::bench_comm::run(&args, global),
     }
 }
 
@@ -125,9 +133,10 @@ pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> R
 fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let dtype = resolved.config.precision.dtype;
-    let rank = global.rank(1234, Watch { order: false, time: args.profile })?;
+    let rank = args.trace.place(global)?.rank(1234, Watch { time: args.profile, ..Watch::default() })?;
     let (peak, source) = peak(args, &rank, dtype)?;
     let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1))?;
+    let traced = traced(args, &rank, &resolved)?;
     let mfu = b.tflops() / peak;
     let categories: serde_json::Map<_, _> =
         Category::ALL.iter().zip(b.memory.peak).map(|(c, bytes)| (c.name().into(), bytes.into())).collect();
@@ -148,6 +157,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "start_s": b.start_s,
             "steps": b.step_s.len(),
             "loss": b.loss,
+            "trace": traced.map(|t| t.json()),
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -176,6 +186,9 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         place::full_name(&rank),
         output::table(&rows)
     ))?;
+    if let Some(traced) = traced {
+        traced.print(global)?;
+    }
     if args.profile {
         output::print(&profile(&b))?;
         let product = bench::product_ceiling(&rank, dtype.dtype())?;
@@ -189,6 +202,15 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         ))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Steps for the timeline, apart from the timed ones, which a trace would slow down.
+fn traced(args: &Train, rank: &Rank, resolved: &Resolved) -> Result<Option<trace::Summary>> {
+    let Some(file) = &args.trace.trace else { return Ok(None) };
+    let mut silent = trace::Silent;
+    let mut around = args.trace.around(&mut silent);
+    bench::observed(rank.clone(), resolved, args.warmup, args.trace.trace_steps as usize, &mut around)?;
+    trace::finish(rank, file)
 }
 
 /// TFLOP/s that MFU is counted against, and where the figure is from.

@@ -6,6 +6,7 @@ use crate::{output, place};
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::Precision;
+use ferrotron_core::model::Stages;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -16,12 +17,16 @@ One pass of a Hugging Face folder over given token ids.
 The input is a .safetensors file with `input_ids` [batch, sequence] and, for the loss, `labels` of the same shape (not
 shifted: position t predicts labels[t+1]; -100 is ignored; without labels the input ids are taken). The output is a
 .safetensors file with `logits` [batch, sequence, vocabulary], `loss` and, with --backward, `grad.NAME` for every
-parameter under its Hugging Face name.";
+parameter under its Hugging Face name.
+
+With --layout the work is cut over ranks, as threads of this process or as the processes that a launcher started (see
+`train --help`); rows that tp, cp and pp leave are dealt over dp.";
 
 const AFTER: &str = "\
 Examples:
   ferrotron forward --model models/Qwen3-0.6B --input ids.safetensors --output out.safetensors
-  ferrotron forward --model tiny-llama --input ids.safetensors --output out.safetensors --backward --dtype bf16";
+  ferrotron forward --model tiny-llama --input ids.safetensors --output out.safetensors --backward --dtype bf16
+  mpirun -n 4 ferrotron forward --model DIR --input ids.safetensors --output out.safetensors --layout tp=2";
 
 /// What to run.
 #[derive(Debug, clap::Args)]
@@ -51,12 +56,17 @@ pub struct Args {
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let plan = Plan::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
+    let layout = args.layout.grid();
+    let stages = Stages { chunks: layout.vp, text: None };
     let one = |rank| {
-        forward::forward(rank, &plan, args.dtype.dtype(), &input, args.backward)
+        forward::forward(rank, &plan, args.dtype.dtype(), &stages, &input, args.backward)
             .map_err(|e| place::told(e.into()))
     };
-    let mut all = place::run(global, &args.layout.grid(), 0, one)?;
+    let mut all = place::run(global, &layout, 0, one)?;
     let out = all.swap_remove(0);
+    if !global.launch.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
     forward::write_output(&args.output, &out)?;
     if global.json {
         output::print_json(&serde_json::json!({

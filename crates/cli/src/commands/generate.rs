@@ -1,13 +1,14 @@
 //! `generate`: continue a text.
 
 use crate::args::Global;
-use crate::format;
+use crate::layout::Layout;
 use crate::output::{self, Usage};
+use crate::{format, place};
 use anyhow::Result;
 use ferrotron_bridge::{Found, Text, TextStream};
 use ferrotron_core::config::Precision;
 use ferrotron_core::model::generate::{Sampling, generate};
-use ferrotron_tensor::Watch;
+use ferrotron_engine::Rank;
 use std::io::{ErrorKind, IsTerminal, Read, Write};
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -60,6 +61,9 @@ pub struct Args {
     /// A folder with tokenizer.json, or the file itself [default: the model's; bytes for a byte model]
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<PathBuf>,
+    /// How to cut the model over ranks, such as tp=2
+    #[arg(long, value_name = "LAYOUT", default_value = "", hide_default_value = true)]
+    pub layout: Layout,
 }
 
 /// Runs the command.
@@ -76,16 +80,24 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let text = found.text(args.tokenizer.as_deref())?;
     let ids = text.prompt(&prompt, args.chat)?;
     let dtype = args.dtype.map_or_else(|| found.dtype(), Precision::dtype);
-    let rank = global.rank(args.seed, Watch::default())?;
-    let model = found.load(rank, dtype, ids.len().saturating_add(args.tokens))?;
-
-    let mut writer = Writer::new(&text, !global.json);
-    let begin = Instant::now();
-    let pass = model.pass();
-    let mut on_token = |id| writer.push(id);
-    let new = generate(&model.decoder, &pass, &ids, args.tokens, sampling, &text.stop, &mut on_token)?;
-    let seconds = begin.elapsed().as_secs_f64();
-    let written = writer.finish()?;
+    let layout = args.layout.grid();
+    if layout.world()? != layout.tp {
+        return Err(Usage::new("text is made one token at a time; only tp can share the work").into());
+    }
+    let one = |rank: Rank| -> Result<(Vec<i32>, String, f64)> {
+        let first = rank.world.rank() == 0;
+        let model = found.load(rank, dtype, ids.len().saturating_add(args.tokens))?;
+        // All ranks draw the same text; the first writes it.
+        let mut writer = Writer::new(&text, first && !global.json);
+        let begin = Instant::now();
+        let pass = model.pass();
+        let mut on_token = |id| writer.push(id);
+        let new = generate(&model.decoder, &pass, &ids, args.tokens, sampling, &text.stop, &mut on_token)?;
+        let seconds = begin.elapsed().as_secs_f64();
+        Ok((new, writer.finish()?, seconds))
+    };
+    let all = place::run(global, &layout, args.seed, |rank| one(rank).map_err(place::told))?;
+    let (new, written, seconds) = all.into_iter().next().unwrap_or_default();
     let stopped = match new.last() {
         Some(last) if text.stop.contains(last) => "end",
         _ if new.len() < args.tokens => "positions",

@@ -2,6 +2,7 @@
 //! caller.
 
 pub mod bench;
+mod bench_comm;
 mod bench_kernels;
 pub mod convert;
 pub mod data;

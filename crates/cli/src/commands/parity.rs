@@ -6,7 +6,9 @@ use crate::output::{self, Usage};
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
 use ferrotron_core::config::{Precision, Recipe};
-use ferrotron_core::grid;
+use ferrotron_core::model::Stages;
+
+use ferrotron_core::grid::{Grid, Layout};
 use ferrotron_core::parity::{Bounds, Compared, Outcome, compare, first_step};
 use ferrotron_core::train::Trainer;
 use ferrotron_engine::Rank;
@@ -31,6 +33,8 @@ Examples:
   ferrotron parity cpu cuda                          the same model on two devices
   ferrotron parity f32 bf16                          must agree within the precision of bf16
   ferrotron parity micro_batch=1 micro_batch=4 --recipe my.toml
+  ferrotron parity dp=1 tp=2,dp=2                    one rank and four
+  mpirun -n 4 ferrotron parity dp=1 tp=2             the same with processes
   ferrotron parity f32 bf16 --model models/Qwen3-0.6B --input ids.safetensors";
 
 /// What to compare.
@@ -72,7 +76,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let rows = compare(&a.outcome, &b.outcome, &bounds);
     let differ = rows.iter().filter(|r| !r.agrees).count();
     let agree = differ == 0;
-    if global.json {
+    if !global.launch.leads() {
+        // Every process of a job has the whole result, and ends with the same code.
+    } else if global.json {
         output::print_json(&serde_json::json!({
             "a": args.a.text,
             "b": args.b.text,
@@ -118,22 +124,31 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     if let Some(n) = side.micro_batch {
         recipe.put_key("train.micro_batch", i64::try_from(n).unwrap_or(i64::MAX))?;
     }
-    for (key, size) in [("parallel.tp", side.layout.tp), ("parallel.dp", side.layout.dp)] {
+    for (key, size) in side.layout.sizes() {
         if let Some(n) = size {
-            recipe.put_key(key, i64::try_from(n).unwrap_or(i64::MAX))?;
+            recipe.put_key(&format!("parallel.{key}"), i64::try_from(n).unwrap_or(i64::MAX))?;
         }
+    }
+    // A side of one rank is computed by every process of a job for itself; another is cut over all of them.
+    let alone = recipe.config.parallel.layout().world()? == 1;
+    if let Some(job) = global.launch.job()?.filter(|_| !alone) {
+        let given = recipe.is_set("parallel.dp");
+        let layout = recipe.config.parallel.layout();
+        let layout = Layout { dp: layout.dp.filter(|_| given), ..layout };
+        let dp = Grid::new(layout, job.size)?.dp();
+        recipe.put_key("parallel.dp", i64::try_from(dp).unwrap_or(i64::MAX))?;
     }
     let (resolved, weights) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     let fill = |t: &Trainer| weights.as_ref().map_or(Ok(()), |w| w.fill(t));
-    let layout = grid::Layout {
-        dp: Some(resolved.config.parallel.dp),
-        tp: resolved.config.parallel.tp,
-        ..side.layout.grid()
-    };
+    let layout = resolved.config.parallel.layout();
     let one = |rank: Rank| Ok((rank.device().kind(), first_step(rank, &resolved, Some(&fill))?));
-    let (device, outcome) =
-        crate::place::run(&place, &layout, resolved.config.train.seed, one)?.swap_remove(0);
-    let ranks = layout.world()?;
+    let (seed, ranks) = (resolved.config.train.seed, layout.world()?);
+    let mut all = if ranks == 1 {
+        crate::place::alone(&place, seed, one)?
+    } else {
+        crate::place::run(&place, &layout, seed, one)?
+    };
+    let (device, outcome) = all.swap_remove(0);
     let (dtype, micro_batch) = (resolved.config.precision.dtype, resolved.plan.micro_batch);
     Ok(Done { outcome, dtype, micro_batch, device, ranks })
 }
@@ -150,11 +165,17 @@ fn folder(model: &Path, input: &Path, side: &Side, place: &Global) -> Result<Don
     let layout = side.layout.grid();
     let one = |rank: Rank| {
         let kind = rank.device().kind();
-        let out = forward::forward(rank, &plan, dtype.dtype(), &input, backward);
+        let stages = Stages { chunks: layout.vp, text: None };
+        let out = forward::forward(rank, &plan, dtype.dtype(), &stages, &input, backward);
         Ok((kind, out.map_err(|e| crate::place::told(e.into()))?))
     };
-    let (device, outcome) = crate::place::run(place, &layout, 0, one)?.swap_remove(0);
-    let (outcome, ranks) = (outcome.into(), layout.world()?);
+    let mut all = match layout.world()? {
+        1 => crate::place::alone(place, 0, one)?,
+        _ => crate::place::run(place, &layout, 0, one)?,
+    };
+    let (device, outcome) = all.swap_remove(0);
+    let ranks = layout.world()?;
+    let outcome = outcome.into();
     Ok(Done { outcome, dtype, micro_batch: input.batch, device, ranks })
 }
 

@@ -6,10 +6,12 @@ use crate::output::{self, Usage};
 use crate::place;
 use crate::progress::Progress;
 use crate::signal::Stop;
+use crate::trace;
 use anyhow::Result;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
+use ferrotron_core::grid::{Grid, Layout};
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::Pass;
@@ -23,7 +25,13 @@ Train a model from a recipe.
 
 Without an argument: a small model on the corpus inside the program, done in a minute, ending with a sample and a
 summary. A run writes one folder: events.jsonl (one line per step), checkpoints and the resolved configuration.
-Ctrl-C saves and ends; the same command resumes.";
+Ctrl-C saves and ends; the same command resumes.
+
+Several ranks: parallel.tp of them share every layer, parallel.cp every sequence, parallel.pp the layers among them, and
+the rest, parallel.dp, have other data. They are threads of this process, on the CPU or sharing one card; or the processes
+that a launcher started, one rank each: mpirun (CPU, or one card each), srun, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
+and MASTER_PORT as torchrun sets them. parallel.dp then follows from their number. A rank that does not come to where the
+others wait for it is named after --patience seconds, and the run ends; the newest checkpoint is whole.";
 
 const AFTER: &str = "\
 Examples:
@@ -32,6 +40,8 @@ Examples:
   ferrotron train gpt2-124m --data corpus/fineweb_text_document
   ferrotron train finetune-hf --set model.hf=models/Llama-3.2-1B --data my_text_document
   ferrotron train my.toml --set optimizer.lr=3e-4 --set precision.dtype=f32
+  ferrotron train my.toml --ranks 4 --set parallel.tp=2
+  mpirun -n 4 ferrotron train my.toml --set parallel.tp=2
   ferrotron train my.toml --dry-run        what would run, and why each derived value is what it is
 
 `ferrotron recipes` lists the recipes, `ferrotron explain` every key.";
@@ -49,7 +59,7 @@ pub struct Args {
     /// Optimizer steps (train.steps)
     #[arg(long, value_name = "N")]
     pub steps: Option<u64>,
-    /// Ranks, as threads of this process: parallel.tp share every layer, the rest have other data [default: tp x dp]
+    /// Ranks, as threads of this process; parallel.dp is then N / (tp x cp x pp) [default: tp x cp x pp x dp]
     #[arg(long, value_name = "N")]
     pub ranks: Option<usize>,
     /// Prefix of a .bin/.idx pair, or "embedded" (data.path); several are blended
@@ -64,11 +74,14 @@ pub struct Args {
     /// Show the resolved configuration and what was derived, then stop
     #[arg(long)]
     pub dry_run: bool,
+    /// A timeline of steps.
+    #[command(flatten)]
+    pub trace: trace::Timeline,
 }
 
 impl Args {
     /// The recipe with everything the command line says laid over it.
-    pub fn load(&self) -> Result<Recipe> {
+    pub fn load(&self, global: &Global) -> Result<Recipe> {
         let mut recipe = Recipe::open(&self.recipe)?;
         for assignment in &self.set {
             recipe.set(assignment)?;
@@ -79,13 +92,13 @@ impl Args {
         if !self.data.is_empty() {
             recipe.put_key("data.path", self.data.clone())?;
         }
-        if let Some(ranks) = self.ranks {
-            let tp = recipe.config.parallel.tp.max(1);
-            if ranks == 0 || !ranks.is_multiple_of(tp) {
-                let what = format!("--ranks {ranks} is not a multiple of parallel.tp = {tp}; use one");
-                return Err(Usage::new(what).into());
-            }
-            recipe.put_key("parallel.dp", i64::try_from(ranks / tp).unwrap_or(i64::MAX))?;
+        if let Some(ranks) = global.ranks(self.ranks)? {
+            let given = recipe.is_set("parallel.dp");
+            let parallel = &recipe.config.parallel;
+            let layout = Layout { dp: given.then_some(parallel.dp), ..parallel.layout() };
+            // Refuses what does not make so many ranks, with what would.
+            let grid = Grid::new(layout, ranks).map_err(|e| Usage::new(e.to_string()))?;
+            recipe.put_key("parallel.dp", i64::try_from(grid.dp()).unwrap_or(i64::MAX))?;
         }
         Ok(recipe)
     }
@@ -108,6 +121,9 @@ pub fn derived(resolved: &Resolved) -> String {
 
 /// `--dry-run`: everything that is known before anything is allocated.
 fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> Result<ExitCode> {
+    if !global.launch.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
     if global.json {
         output::print_json(&serde_json::json!({
             "recipe": recipe.name,
@@ -132,33 +148,33 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    let mut recipe = args.load()?;
+    let mut recipe = args.load(global)?;
     let (resolved, first) = ferrotron_bridge::recipe::resolve(&mut recipe)?;
     if args.dry_run {
         return show(&args, &recipe, &resolved, global);
     }
     let out = args.out(&recipe);
-    if args.fresh {
-        Run::discard(&out)?;
-    }
     let stop = Stop::listen()?;
     let layout = resolved.config.parallel.layout();
-    let ranks = layout.world()?;
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;
-    place::run(global, &layout, seed, |rank| {
+    place::run(&args.trace.place(global)?, &layout, seed, |rank| {
         let lead = rank.world.rank() == 0;
+        // The others look at the folder after the first has opened it.
+        if args.fresh && lead {
+            Run::discard(&out)?;
+        }
         let run = Run::open(rank, resolved.clone(), &out, Some(&fill))?;
         match lead {
-            true => lead_run(&args, &recipe, run, stop.clone(), ranks, global).map_err(place::told),
-            false => follow(run, stop.clone()),
+            true => lead_run(&args, &recipe, run, stop.clone(), global).map_err(place::told),
+            false => follow(&args, run, stop.clone()),
         }
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// The work of a rank that shows nothing.
-fn follow(mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
+fn follow(args: &Args, mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
     struct Silent(Stop);
     impl Observer for Silent {
         fn event(&mut self, _: &Event) {}
@@ -167,18 +183,16 @@ fn follow(mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
         }
     }
     let sources = source::open(&run.resolved)?;
-    run.train(&*sources.train, sources.eval.as_deref(), &mut Silent(stop)).map(drop)
+    let (outcome, _) =
+        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut Silent(stop))?;
+    if outcome.finished {
+        sample(&run)?;
+    }
+    Ok(())
 }
 
 /// The work of the first rank, which shows it.
-fn lead_run(
-    args: &Args,
-    recipe: &Recipe,
-    mut run: Run,
-    stop: Stop,
-    ranks: usize,
-    global: &Global,
-) -> Result<()> {
+fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Global) -> Result<()> {
     let begin = Instant::now();
     let sources = source::open(&run.resolved)?;
     let done = run.trainer.step;
@@ -187,8 +201,9 @@ fn lead_run(
     if let Some(note) = sources.note.as_ref().filter(|_| !global.json) {
         eprintln!("{note}");
     }
-    let outcome = run.train(&*sources.train, sources.eval.as_deref(), &mut view)?;
-    let text = if outcome.finished && ranks == 1 { sample(&run)? } else { None };
+    let (outcome, traced) =
+        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut view)?;
+    let text = if outcome.finished { sample(&run)? } else { None };
     if let Some(text) = &text {
         let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
         let event = events::Sample { step: run.trainer.step, prompt, text: text.clone() };
@@ -203,7 +218,7 @@ fn lead_run(
     if !global.json && outcome.finished {
         output::print(&super::train_summary::text(args, recipe, &run, &outcome, text.as_deref()))?;
     }
-    Ok(())
+    traced.map_or(Ok(()), |t| t.print(global))
 }
 
 /// Progress on the screen, and the flag that Ctrl-C raises.
@@ -228,7 +243,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         recipe: recipe.name.clone(),
         version: env!("CARGO_PKG_VERSION").into(),
         steps: run.resolved.plan.steps,
-        parameters: run.trainer.params.numel() as u64,
+        parameters: run.resolved.model.parameters() as u64,
         device: place::name(&run.trainer.rank),
         threads: device.threads().count() as u64,
         dtype: run.resolved.config.precision.dtype.name().into(),
@@ -260,10 +275,12 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
     Ok(())
 }
 
-/// Text drawn from the trained model, where the recipe asks for some and tokens are bytes.
-fn sample(run: &Run) -> Result<Option<String>> {
+/// Text drawn from the trained model, where the recipe asks for some and tokens are bytes. The ranks that share the
+/// layers of the first draw it together.
+fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
     let g = &run.resolved.config.generate;
-    if g.tokens == 0 || run.resolved.model.vocab != 256 {
+    let first = run.trainer.rank.tp.ranks().contains(&0);
+    if g.tokens == 0 || run.resolved.model.vocab != 256 || !first {
         return Ok(None);
     }
     let prompt = g.prompt.clone().filter(|p| !p.is_empty()).unwrap_or_else(|| "\n".into());

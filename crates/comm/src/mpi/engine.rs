@@ -138,15 +138,20 @@ impl Engine for MpiEngine {
         }
     }
 
-    fn exchange(&self, s: &Stream, sends: &[Letter], receives: &[Letter], deadline: Instant) -> Done {
+    fn post(&self, s: &Stream, sends: &[Letter], _deadline: Instant) -> Done {
         self.circle.process.alive()?;
-        let (me, topic) = (self.circle.me, Topic::letters(self.circle.index));
+        let topic = Topic::letters(self.circle.index);
         for letter in sends {
             let to = self.circle.ranks[letter.peer];
             let bytes = s.download::<u8>(&letter.tensor.as_bytes()?)?;
             self.post.send(to, topic, letter.notice.encode())?;
             self.post.ship(self.comm, to, self.tag + 1, bytes, PIECE)?;
         }
+        Ok(())
+    }
+
+    fn collect(&self, s: &Stream, _sends: &[Letter], receives: &[Letter], deadline: Instant) -> Done {
+        let (me, topic) = (self.circle.me, Topic::letters(self.circle.index));
         for letter in receives {
             let (peer, from) = (letter.peer, self.circle.ranks[letter.peer]);
             let text = self.circle.process.wait(

@@ -87,6 +87,10 @@ impl Hub for MpiHub {
         self.process.fail(failure);
     }
 
+    fn failure(&self) -> Option<Failure> {
+        self.process.told()
+    }
+
     fn recorder(&self) -> &Arc<Recorder> {
         self.process.recorder()
     }

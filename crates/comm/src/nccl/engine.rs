@@ -199,12 +199,18 @@ impl Engine for NcclEngine {
         }
     }
 
-    fn exchange(&self, s: &Stream, sends: &[Letter], receives: &[Letter], deadline: Instant) -> Done {
+    /// Only the notices: NCCL wants sends and receives of a stream in one group.
+    fn post(&self, _: &Stream, sends: &[Letter], _: Instant) -> Done {
         self.circle.process.alive()?;
         let (post, topic) = (self.circle.process.post(), Topic::letters(self.circle.index));
         for letter in sends {
             post.send(self.circle.ranks[letter.peer], topic, letter.notice.encode())?;
         }
+        Ok(())
+    }
+
+    fn collect(&self, s: &Stream, sends: &[Letter], receives: &[Letter], deadline: Instant) -> Done {
+        let (post, topic) = (self.circle.process.post(), Topic::letters(self.circle.index));
         for letter in receives {
             let (peer, from) = (letter.peer, self.circle.ranks[letter.peer]);
             let missing = || vec![(peer, from)];

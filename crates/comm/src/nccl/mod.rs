@@ -177,6 +177,10 @@ impl Hub for NcclHub {
         self.process.fail(failure);
     }
 
+    fn failure(&self) -> Option<Failure> {
+        self.process.told()
+    }
+
     fn recorder(&self) -> &Arc<Recorder> {
         self.process.recorder()
     }

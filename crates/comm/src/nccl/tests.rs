@@ -68,7 +68,8 @@ fn one_rank_alone() {
             let notice = Notice::new("world", Kind::Message, "to itself").with(Detail::Route(0, 0));
             [Letter { peer: 0, tensor: t, notice }]
         };
-        engine.exchange(&s, &letter(&x), &letter(&y), deadline()).unwrap();
+        engine.post(&s, &letter(&x), deadline()).unwrap();
+        engine.collect(&s, &letter(&x), &letter(&y), deadline()).unwrap();
         assert_eq!(s.download::<f32>(&y).unwrap(), values);
         assert_eq!(engine.bytes(b"mine", deadline()).unwrap(), [b"mine"]);
     }

@@ -188,11 +188,15 @@ impl Engine for ThreadEngine {
         }
     }
 
-    fn exchange(&self, s: &Stream, sends: &[Letter], receives: &[Letter], deadline: Instant) -> Done {
+    fn post(&self, s: &Stream, sends: &[Letter], _deadline: Instant) -> Done {
         for letter in sends {
             let mail = Mail { notice: letter.notice.clone(), parcel: self.stage(s, letter.tensor)? };
             self.meeting.post(self.rank, letter.peer, mail);
         }
+        Ok(())
+    }
+
+    fn collect(&self, s: &Stream, _sends: &[Letter], receives: &[Letter], deadline: Instant) -> Done {
         for letter in receives {
             let mail = self.meeting.collect(&self.hall, letter.peer, self.rank, deadline)?;
             if letter.notice.conflict(self.rank, &mail.notice, letter.peer) {

@@ -158,6 +158,10 @@ impl Hub for ThreadHub {
         }
     }
 
+    fn failure(&self) -> Option<Failure> {
+        self.hall.failed().cloned()
+    }
+
     fn recorder(&self) -> &Arc<Recorder> {
         &self.hall.seats[self.rank].recorder
     }

@@ -1,7 +1,8 @@
 //! Parcels: what a rank sends, in memory that nobody writes again and that is freed when all have read it.
 
 use crate::engine::Trouble;
-use ferrotron_tensor::{Category, DType, Device, DeviceKind, Event, Result, Stream, Tensor, read};
+use ferrotron_tensor::trace::STAGING;
+use ferrotron_tensor::{Category, DType, DeviceKind, Event, Result, Stream, Tensor, read};
 use std::sync::{Mutex, PoisonError};
 
 /// A rank's staging streams, one for each device it uses: no work runs on them, but memory for parcels belongs
@@ -12,12 +13,13 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    fn stream(&self, device: &Device) -> Result<Stream> {
+    fn stream(&self, beside: &Stream) -> Result<Stream> {
+        let device = beside.device();
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(s) = streams.iter().find(|s| s.device() == device) {
             return Ok(s.clone());
         }
-        let stream = device.stream("staging")?;
+        let stream = device.stream(STAGING)?.of_rank(beside.rank());
         streams.push(stream.clone());
         Ok(stream)
     }
@@ -30,7 +32,7 @@ impl Staging {
         dtype: DType,
         fill: impl FnOnce(&Tensor) -> Result<(), Trouble>,
     ) -> Result<Parcel, Trouble> {
-        let home = self.stream(s.device())?;
+        let home = self.stream(s)?;
         let contents = Tensor::empty(&home, &[count], dtype, Category::Communication)?;
         // The memory may have been a parcel before, whose readers the home stream waits for.
         s.wait(&home.record()?)?;

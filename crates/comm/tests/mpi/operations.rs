@@ -1,6 +1,6 @@
 //! Every operation against its definition, for the ranks of any world: each rank knows what all of them bring.
 
-use ferrotron_comm::{Communicator, Reduce, World};
+use ferrotron_comm::{Communicator, Lane, Reduce, World};
 use ferrotron_tensor::{Category, DType, Element, Float, Stream, Tensor, bf16};
 
 /// Values whose sums depend on the order of addition and on where they are rounded.
@@ -60,7 +60,30 @@ pub fn all(world: &World, s: &Stream) {
             on(&group, s);
         }
     }
+    lanes(world, s);
     world.all().barrier("end").unwrap();
+}
+
+/// Two groups of all ranks, each a ring of its own direction, taken in another order by every other rank.
+fn lanes(world: &World, s: &Stream) {
+    let (n, me) = (world.size(), world.rank());
+    let everyone: Vec<usize> = (0..n).collect();
+    let [right, left] = ["right", "left"].map(|name| world.group(name, &everyone).unwrap().unwrap());
+    let (next, last) = ((me + 1) % n, (me + n - 1) % n);
+    for len in [1, 100_000] {
+        let mine = up(s, &of::<f32>(me, len));
+        let [a, b] = [0, 1].map(|_| s.zeros(&[len], DType::F32, Category::Communication).unwrap());
+        let mut lanes = [
+            Lane { group: &right, stream: s, sends: &[(next, &mine)], receives: &[(last, &a)] },
+            Lane { group: &left, stream: s, sends: &[(last, &mine)], receives: &[(next, &b)] },
+        ];
+        if me % 2 == 1 {
+            lanes.reverse();
+        }
+        Communicator::exchange_all(&lanes, "both rings").unwrap();
+        assert_eq!(s.download::<f32>(&a).unwrap(), of::<f32>(last, len));
+        assert_eq!(s.download::<f32>(&b).unwrap(), of::<f32>(next, len));
+    }
 }
 
 fn on(g: &Communicator, s: &Stream) {

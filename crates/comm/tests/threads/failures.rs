@@ -187,16 +187,25 @@ fn a_stalled_rank_is_named_by_everyone_with_what_it_did_last() {
 
 #[test]
 fn a_stall_in_another_group_is_traced_to_its_cause() {
-    // 0 waits for 1 in one group, 1 for 2 in another; 2 does nothing.
+    // 0 waits for 1 in one group, 1 for 2 in another; 2 does nothing. Even if 0 runs out of patience first.
+    for early in [false, true] {
+        traced(early);
+    }
+}
+
+fn traced(early: bool) {
     let errors = all_fail_within(3, SHORT, SHORT * 10, |world, _| {
         let a = world.group("a", &[0, 1])?;
         let b = world.group("b", &[1, 2])?;
         match (world.rank(), a, b) {
             (0, Some(a), _) => {
-                std::thread::sleep(Duration::from_millis(SHORT / 2));
+                std::thread::sleep(Duration::from_millis(if early { 0 } else { SHORT / 2 }));
                 a.barrier("first")
             }
-            (1, _, Some(b)) => b.barrier("second"),
+            (1, _, Some(b)) => {
+                std::thread::sleep(Duration::from_millis(if early { SHORT / 2 } else { 0 }));
+                b.barrier("second")
+            }
             (_, _, b) => {
                 std::thread::sleep(Duration::from_millis(SHORT * 2));
                 b.map_or(Ok(()), |b| b.barrier("too late"))

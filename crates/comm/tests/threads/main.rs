@@ -6,4 +6,5 @@ mod messages;
 mod operations;
 mod order;
 mod support;
+mod trace;
 mod volumes;

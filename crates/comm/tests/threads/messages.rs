@@ -1,7 +1,7 @@
 //! Messages, and groups at work side by side.
 
 use crate::support::*;
-use ferrotron_comm::{Error, Reduce};
+use ferrotron_comm::{Communicator, Error, Lane, Reduce};
 
 #[test]
 fn rings_turn_in_both_directions() {
@@ -110,4 +110,69 @@ fn subgroups_work_side_by_side() {
         }
         world.all().barrier("end").unwrap();
     });
+}
+
+#[test]
+fn lanes_cross_whatever_their_order() {
+    // Two groups of the same ranks, as a pipeline has one for each direction; a stream for each lane.
+    on_ranks(2, LONG, |world, s| {
+        let down = world.group("down", &[0, 1]).unwrap().unwrap();
+        let up = world.group("up", &[0, 1]).unwrap().unwrap();
+        let (me, other) = (world.rank(), 1 - world.rank());
+        let [first, second] = ["first", "second"].map(|n| s.device().stream(n).unwrap());
+        for round in 0..30 {
+            let mine = [tensor(&first, &values::<f32>(me, 700)), tensor(&second, &values::<f32>(me + 9, 30))];
+            let got = [blank::<f32>(&first, 700), blank::<f32>(&second, 30)];
+            dawdle((me * 100 + round) as u64);
+            let (sends, receives) = ([0, 1].map(|i| [(other, &mine[i])]), [0, 1].map(|i| [(other, &got[i])]));
+            // The direction of each message alone: what a rank waits for on its first lane, the other sends on its
+            // last. Lane by lane, both would wait for ever.
+            let lane = |i: usize, group| {
+                let (send, receive) = (i == me, i != me);
+                let stream = if i == 0 { &first } else { &second };
+                let (sends, receives): (&[_], &[_]) =
+                    (if send { &sends[i] } else { &[] }, if receive { &receives[i] } else { &[] });
+                Lane { group, stream, sends, receives }
+            };
+            let mut lanes = vec![lane(0, &down), lane(1, &up)];
+            lanes.sort_by_key(|l| l.receives.is_empty());
+            Communicator::exchange_all(&lanes, "crossing").unwrap();
+            let i = 1 - me;
+            let stream = if i == 0 { &first } else { &second };
+            let all = stream.download::<f32>(&got[i]).unwrap();
+            assert_eq!(all, if i == 0 { values::<f32>(0, 700) } else { values::<f32>(1 + 9, 30) });
+            // The same group on two lanes: messages are in the order of lanes.
+            let parts = [blank::<f32>(&second, 30), blank::<f32>(&second, 30)];
+            let pair = |i: usize| ([(other, &mine[1])], [(other, &parts[i])]);
+            let (a, b) = (pair(0), pair(1));
+            let lanes = [&a, &b].map(|p| Lane { group: &up, stream: &second, sends: &p.0, receives: &p.1 });
+            Communicator::exchange_all(&lanes, "twice").unwrap();
+            assert_eq!(second.download::<f32>(&parts[1]).unwrap(), values::<f32>(other + 9, 30));
+        }
+        assert_eq!(
+            world.volume().bytes(ferrotron_comm::Kind::Message) / 30,
+            (if me == 0 { 700 } else { 30 } + 60) * 4
+        );
+    });
+}
+
+#[test]
+fn a_lane_that_waits_for_nobody_is_named() {
+    let errors = on_ranks(2, 300, |world, s| {
+        let down = world.group("down", &[0, 1]).unwrap().unwrap();
+        let up = world.group("up", &[0, 1]).unwrap().unwrap();
+        let (t, other) = (blank::<f32>(&s, 4), blank::<f32>(&s, 4));
+        let lanes = [
+            Lane { group: &down, stream: &s, sends: &[], receives: &[] },
+            Lane { group: &up, stream: &s, sends: &[(1, &t)], receives: &[(1, &other)] },
+        ];
+        if world.rank() == 0 {
+            Some(Communicator::exchange_all(&lanes, "lonely").unwrap_err().to_string())
+        } else {
+            std::thread::sleep(std::time::Duration::from_millis(900));
+            None
+        }
+    });
+    let text = errors[0].clone().unwrap();
+    assert!(text.contains("'lonely'") && text.contains("up") && text.contains("rank 1"), "{text}");
 }

@@ -17,7 +17,12 @@ pub fn on_ranks<T: Send>(n: usize, patience: u64, f: impl Fn(World, Stream) -> T
 
 /// The device under test.
 pub fn device() -> Device {
-    let (threads, watch) = (Threads::new(1).unwrap(), Watch { order: true, time: false });
+    watched(Watch { order: true, ..Watch::default() })
+}
+
+/// The same under other observation.
+pub fn watched(watch: Watch) -> Device {
+    let threads = Threads::new(1).unwrap();
     match std::env::var("FERROTRON_TEST_DEVICE") {
         Ok(home) if home == "cuda" => Device::cuda(0, threads, watch).unwrap(),
         _ => Device::cpu_watched(threads, watch),
@@ -43,7 +48,7 @@ pub fn on_devices<T: Send>(
 }
 
 /// Stand-ins for the kernels of a card, which this crate has not.
-fn by_hand() -> Arithmetic {
+pub fn by_hand() -> Arithmetic {
     fn floats(s: &Stream, t: &Tensor) -> Result<Vec<f32>> {
         match t.dtype() {
             DType::BF16 => Ok(s.download::<bf16>(t)?.into_iter().map(Float::to_f32).collect()),

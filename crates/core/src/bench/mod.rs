@@ -2,13 +2,15 @@
 
 mod cases;
 mod ceiling;
+mod comm;
 mod kernels;
 mod roofline;
 mod train;
 mod yardsticks;
 
 pub use ceiling::{memory_ceiling, product_ceiling, product_size};
+pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, sizes};
 pub use kernels::{KernelBench, Work, kernels, names};
 pub use roofline::{Ceilings, Part, roofline};
-pub use train::{RandomTokens, TrainBench, train};
+pub use train::{RandomTokens, TrainBench, observed, train};
 pub use yardsticks::work;

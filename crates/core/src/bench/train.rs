@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::config::Resolved;
 use crate::data::{Batches, Row};
-use crate::train::Trainer;
+use crate::train::{Observer, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{MemoryReport, Profile};
@@ -100,4 +100,25 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
         profile: trainer.rank.device().take_profile()?,
         loss,
     })
+}
+
+/// Makes `steps` optimizer steps on random tokens that `observer` hears of, after `warmup` that it does not.
+pub fn observed(
+    rank: Rank,
+    r: &Resolved,
+    warmup: usize,
+    steps: usize,
+    observer: &mut dyn Observer,
+) -> Result<()> {
+    let data = RandomTokens { seq: r.plan.seq_len, vocab: r.model.vocab.max(1) as u64 };
+    let mut trainer = Trainer::new(rank, r)?;
+    for _ in 0..warmup {
+        trainer.train_step(&data)?;
+    }
+    for left in (1..=steps as u64).rev() {
+        observer.before_step(&trainer.rank, left)?;
+        trainer.train_step(&data)?;
+        observer.after_step(&trainer.rank, left)?;
+    }
+    Ok(())
 }

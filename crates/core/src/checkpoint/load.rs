@@ -2,13 +2,16 @@
 
 use super::folder;
 use super::manifest::{self, Manifest};
+use super::together::{self, Word};
 use crate::error::{Error, Result};
 use crate::tensorfile::{TensorFile, TensorInfo};
+use ferrotron_comm::Communicator;
 use ferrotron_tensor::DType;
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::Read;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 /// A checkpoint whose every byte has been checked, open for reading.
@@ -20,6 +23,18 @@ pub struct Loaded {
     files: Vec<TensorFile>,
     /// Tensor name → index of its file.
     index: BTreeMap<String, usize>,
+    checked: u64,
+}
+
+/// Bytes this rank has read of a checkpoint's data files.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BytesRead {
+    /// Headers of all files, which every rank needs to find its tensors.
+    pub headers: u64,
+    /// This rank's turn of the checksums.
+    pub checked: u64,
+    /// Tensors, or what was asked of them.
+    pub tensors: u64,
 }
 
 /// What [`verify`] found.
@@ -40,13 +55,34 @@ pub struct Report {
 /// is damaged, the error says what and, where there is one, which older checkpoint could be used instead; that
 /// choice is the caller's.
 pub fn load(path: &Path) -> Result<Loaded> {
-    open(path).map_err(|e| match older(path) {
+    load_together(path, &Communicator::solo())
+}
+
+/// [`load`] by all ranks of a group at once, which share the reading: of every file each rank checks the bytes
+/// whose turn it is, and the ranks' checksums join to the file's. What one rank finds wrong is an error on all. The
+/// folder must be the same one for all ranks (on several hosts: a shared file system).
+pub fn load_together(path: &Path, group: &Communicator) -> Result<Loaded> {
+    let (opened, mine) = match inspect(path, group.rank(), group.size()) {
+        Ok((opened, word)) => (Ok(opened), word),
+        Err(e) => {
+            let word = Word::Failed(e.to_string());
+            (Err(e), word)
+        }
+    };
+    let words = together::exchange(&mine, group)?;
+    // Its own error first: the finder's sentence is the most exact.
+    opened.and_then(|opened| opened.finish(&words)).map_err(|e| with_older(path, e))
+}
+
+/// Says which older checkpoint could be used instead of a damaged one.
+fn with_older(path: &Path, e: Error) -> Error {
+    match older(path) {
         Some(name) => e.with_hint(&format!(
             "; the older checkpoint {name} is still there: to go on from it, move {} away",
             path.display()
         )),
         None => e,
-    })
+    }
 }
 
 /// Check a checkpoint as [`load`] does and say what it holds.
@@ -96,6 +132,20 @@ impl Loaded {
         self.want(name)?.read_range(name, start_byte, out)
     }
 
+    /// Byte ranges of a tensor one after another, counted from the tensor's own first byte; only those are read.
+    pub fn read_runs(&self, name: &str, runs: &[Range<usize>]) -> Result<Vec<u8>> {
+        self.want(name)?.read_runs(name, runs)
+    }
+
+    /// What this value has read so far.
+    pub fn bytes_read(&self) -> BytesRead {
+        BytesRead {
+            headers: self.files.iter().map(TensorFile::header_bytes).sum(),
+            checked: self.checked,
+            tensors: self.files.iter().map(TensorFile::bytes_given).sum(),
+        }
+    }
+
     /// Are the tensors exactly these? Called before the first is used, it keeps a checkpoint of another model
     /// from being loaded in part. The error names the first few that are missing, unexpected or different.
     pub fn check<'a>(&self, expected: impl IntoIterator<Item = (&'a str, DType, &'a [usize])>) -> Result<()> {
@@ -139,8 +189,17 @@ impl Loaded {
     }
 }
 
-fn open(path: &Path) -> Result<Loaded> {
-    let manifest = read_manifest(path)?;
+/// A checkpoint whose files are open, before the ranks agreed that they are whole.
+pub(super) struct Opened {
+    path: PathBuf,
+    manifest: Manifest,
+    files: Vec<TensorFile>,
+    checked: u64,
+}
+
+/// Checks everything that takes no reading of tensors, and rank `part` of `of`'s bytes of every file.
+pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, Word)> {
+    let (manifest, sum) = read_manifest(path)?;
     // A renamed folder would resume at one step with the data of another.
     if let Some(step) = path.file_name().and_then(folder::step_of).filter(|&s| s != manifest.step) {
         return Err(Error::damaged(
@@ -148,33 +207,60 @@ fn open(path: &Path) -> Result<Loaded> {
             format!("is named for step {step} but holds step {}", manifest.step),
         ));
     }
-    let mut files = Vec::with_capacity(manifest.files.len());
-    let mut index = BTreeMap::new();
+    let (mut files, mut stripes, mut checked) = (Vec::with_capacity(manifest.files.len()), Vec::new(), 0);
     for (name, shard) in &manifest.files {
         let file = path.join(name);
         check_size(&file, shard.bytes)?;
-        let opened = open_shard(&file, &shard.crc32c)?;
-        for tensor in opened.tensors() {
-            if manifest.tensors.get(&tensor.name) != Some(name) {
-                return Err(Error::damaged(
-                    &file,
-                    format!("has tensor {:?}, which the manifest does not list there", tensor.name),
-                ));
-            }
-            index.insert(tensor.name.clone(), files.len());
-        }
+        let opened = TensorFile::open(&file)?;
+        let mine = together::stripe(opened.bytes(), part, of);
+        checked += mine.end - mine.start;
+        stripes.push(opened.crc32c(mine)?);
         files.push(opened);
     }
-    if let Some((tensor, file)) = manifest.tensors.iter().find(|(t, _)| !index.contains_key(*t)) {
-        return Err(Error::damaged(
-            path.join(file),
-            format!("has no tensor {tensor:?}, though the manifest lists it there"),
-        ));
-    }
-    Ok(Loaded { path: path.to_path_buf(), step: manifest.step, state: manifest.state, files, index })
+    let word = Word::Checked { manifest: sum, stripes };
+    Ok((Opened { path: path.to_path_buf(), manifest, files, checked }, word))
 }
 
-fn read_manifest(path: &Path) -> Result<Manifest> {
+impl Opened {
+    /// The checkpoint, if what all ranks say makes it whole and its tensors are those the manifest lists.
+    pub(super) fn finish(self, words: &[Word]) -> Result<Loaded> {
+        let Opened { path, manifest, files, checked } = self;
+        let sums = together::join(&path, words, files.iter().map(TensorFile::bytes))?;
+        for ((file, shard), sum) in files.iter().zip(manifest.files.values()).zip(sums) {
+            let (found, want) = (manifest::hex(sum), &shard.crc32c);
+            if found != *want {
+                return Err(Error::damaged(
+                    file.path(),
+                    format!(
+                        "is damaged in its header or tensor data: its checksum is {found} instead of {want}"
+                    ),
+                ));
+            }
+        }
+        let mut index = BTreeMap::new();
+        for (i, (file, name)) in files.iter().zip(manifest.files.keys()).enumerate() {
+            for tensor in file.tensors() {
+                if manifest.tensors.get(&tensor.name) != Some(name) {
+                    return Err(Error::damaged(
+                        file.path(),
+                        format!("has tensor {:?}, which the manifest does not list there", tensor.name),
+                    ));
+                }
+                index.insert(tensor.name.clone(), i);
+            }
+        }
+        if let Some((tensor, file)) = manifest.tensors.iter().find(|(t, _)| !index.contains_key(*t)) {
+            return Err(Error::damaged(
+                path.join(file),
+                format!("has no tensor {tensor:?}, though the manifest lists it there"),
+            ));
+        }
+        Ok(Loaded { path, step: manifest.step, state: manifest.state, files, index, checked })
+    }
+}
+
+/// The manifest and the checksum of its text.
+fn read_manifest(path: &Path) -> Result<(Manifest, u32)> {
     let file = path.join(manifest::FILE);
     let mut bytes = Vec::new();
     let read = File::open(&file).and_then(|f| f.take(manifest::MAX_BYTES + 1).read_to_end(&mut bytes));
@@ -193,7 +279,8 @@ fn read_manifest(path: &Path) -> Result<Manifest> {
     if bytes.len() as u64 > manifest::MAX_BYTES {
         return Err(Error::damaged(&file, "is far too long for a manifest"));
     }
-    Manifest::parse(&bytes).map_err(|e| Error::damaged(&file, e))
+    let manifest = Manifest::parse(&bytes).map_err(|e| Error::damaged(&file, e))?;
+    Ok((manifest, crc32c::crc32c(&bytes)))
 }
 
 fn check_size(file: &Path, want: u64) -> Result<()> {
@@ -216,18 +303,6 @@ fn check_size(file: &Path, want: u64) -> Result<()> {
     }
 }
 
-fn open_shard(path: &Path, want: &str) -> Result<TensorFile> {
-    let file = TensorFile::open(path)?;
-    let found = manifest::hex(file.crc32c()?);
-    if found != want {
-        return Err(Error::damaged(
-            path,
-            format!("is damaged in its header or tensor data: its checksum is {found} instead of {want}"),
-        ));
-    }
-    Ok(file)
-}
-
 /// The newest older neighbour that looks whole: a good manifest and files of the right size.
 fn older(path: &Path) -> Option<String> {
     let name = path.file_name()?;
@@ -235,7 +310,7 @@ fn older(path: &Path) -> Option<String> {
     let all = folder::list(parent).ok()?;
     let here = all.iter().position(|(_, p)| p.file_name() == Some(name))?;
     let looks_whole = |dir: &Path| {
-        read_manifest(dir).is_ok_and(|m| {
+        read_manifest(dir).is_ok_and(|(m, _)| {
             m.files.iter().all(|(name, shard)| check_size(&dir.join(name), shard.bytes).is_ok())
         })
     };

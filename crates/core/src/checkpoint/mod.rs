@@ -9,8 +9,8 @@
 //! ```
 //! A checkpoint holds what it is given and nothing else (no time, host or path), in an order that depends on the
 //! names only: equal snapshots give equal bytes. It is written to `.tmp-step-…`, synced, and renamed, so a
-//! folder called `step-…` is complete. Tensors keep their full logical shape; a rank reads the part it owns
-//! with [`Loaded::read_range`].
+//! folder called `step-…` is complete. Tensors keep their full logical shape; a rank reads the bytes
+//! it owns with [`Loaded::read_runs`], and ranks share the check of the whole with [`load_together`].
 
 mod alone;
 mod canonical;
@@ -21,12 +21,13 @@ mod manifest;
 mod saver;
 #[cfg(test)]
 mod tests;
+mod together;
 mod write;
 
 pub use alone::{Alone, write_alone};
 pub use compare::{Comparison, Difference, Kind, compare};
 pub use folder::{latest, list, name as folder_name};
-pub use load::{Loaded, Report, load, verify};
+pub use load::{BytesRead, Loaded, Report, load, load_together, verify};
 pub use saver::Saver;
 
 use ferrotron_tensor::DType;

@@ -71,10 +71,6 @@ impl Recipe {
         if p.vp > 1 && p.pp == 1 {
             return self.refuse("parallel.vp", "needs a pipeline; set it to 1, or parallel.pp to 2 or more");
         }
-        if p.tp > 1 && self.config.dropout.hidden > 0.0 {
-            let what = "is not possible yet with parallel.tp above 1; set it to 0";
-            return self.refuse("dropout.hidden", what);
-        }
         Ok(())
     }
 

@@ -1,87 +1,122 @@
-//! A whole decoder: embedding, layers, final norm, head and loss.
+//! A decoder as this rank holds it: all of it, or its stages of a pipeline.
 
+use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
-use super::layer::{Layer, LayerSaved, norm_of};
+use crate::pipeline::{Placement, Split, Stage};
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
-use ferrotron_engine::{
-    Declarations, Embedding, EmbeddingSaved, GradBuffer, Head, HeadSaved, Keep, NormLayer, NormSaved,
-    ParamSpec, Pass, Rank, Saved, SavedTensor, Targets,
-};
+use ferrotron_engine::{Declarations, ParamSpec, Part, Pass, Rank, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
-use ferrotron_tensor::{Category, Result, Tensor, shape_error};
+use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
 
-/// Place of the dropout after the embedding; layers count from 0, so it has the layer number past them.
-const AFTER_EMBEDDING: u32 = 0;
-
-/// A decoder-only transformer.
+/// A decoder-only transformer, or this rank's stages of one.
 pub struct Decoder {
     config: ModelConfig,
-    embedding: Embedding,
-    layers: Vec<Layer>,
-    final_norm: NormLayer,
-    /// Output matrix and loss.
-    pub head: Head,
+    placement: Placement,
+    chunks: Vec<Chunk>,
     positions: usize,
+    lanes: [Stream; 2],
+}
+
+/// How a model is cut into the stages of a pipeline.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Stages {
+    /// Stages per rank.
+    pub chunks: usize,
+    /// Layers of each stage, as [`Placement::parse`] reads it; none: as even as possible.
+    pub text: Option<String>,
+}
+
+impl Default for Stages {
+    fn default() -> Stages {
+        Stages { chunks: 1, text: None }
+    }
+}
+
+impl Stages {
+    /// Which layers are where, over `pp` ranks.
+    pub fn place(&self, layers: usize, pp: usize) -> crate::Result<Placement> {
+        match &self.text {
+            None => Split::even(layers, pp, self.chunks).place(),
+            Some(text) => {
+                let placement = Placement::parse(text, pp, Some(layers))?;
+                if placement.vp() != self.chunks {
+                    let (found, wanted) = (placement.stages().len(), self.chunks * pp);
+                    return Err(crate::Error::Invalid(format!(
+                        "the stages {text:?} are {found}, where pp·vp = {wanted}; write {wanted}, or change vp"
+                    )));
+                }
+                Ok(placement)
+            }
+        }
+    }
 }
 
 /// Token ids with their places, on the device.
 pub struct Input {
-    /// i32 `[tokens]`
+    /// i32 `[rows]`, of the tokens of this context-parallel rank.
     pub ids: Tensor,
-    /// i32 `[tokens]`
+    /// i32 `[rows]`
     pub positions: Tensor,
-    /// Which tokens see each other.
+    /// Which tokens see each other, all ranks' together.
     pub layout: Layout,
-}
-
-/// What backward needs of a whole forward pass.
-pub struct DecoderSaved {
-    head: HeadSaved,
-    final_norm: NormSaved,
-    layers: Vec<Keep<LayerSaved>>,
-    embedding: EmbeddingSaved,
-}
-
-impl Saved for DecoderSaved {
-    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
-        self.head.tensors(f);
-        self.final_norm.tensors(f);
-        self.layers.tensors(f);
-        self.embedding.tensors(f);
-    }
+    /// Which token of the batch each row is.
+    pub tokens: Tokens,
+    /// Rows of the residual stream on this rank: its share of those above among tensor-parallel ranks.
+    pub rows: usize,
 }
 
 impl Decoder {
-    /// Puts a model together for sequences of up to `positions` tokens, and declares its parameters.
-    pub fn new(rank: &Rank, config: &ModelConfig, positions: usize) -> Result<(Decoder, Vec<ParamSpec>)> {
+    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters.
+    pub fn new(
+        rank: &Rank,
+        config: &ModelConfig,
+        positions: usize,
+        stages: &Stages,
+    ) -> crate::Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
+        let placement = stages.place(c.layers, rank.pp.size())?;
         let mut d = Declarations::at(rank.place());
-        let learned = (c.positions == Positions::Learned).then_some(c.max_positions);
-        let embedding =
-            Embedding::declare(&mut d, "embed", c.vocab, c.hidden, learned, c.embed_scale, c.init_std)?;
         // Layers with the same RoPE share one table.
         let mut tables: Vec<(RopeConfig, RopeTable)> = Vec::new();
-        let mut layers = Vec::with_capacity(c.layers);
-        for i in 0..c.layers {
-            let table = match c.rope(i) {
-                None => None,
-                Some(rope) => Some(match tables.iter().find(|t| t.0 == *rope) {
-                    Some(t) => t.1.clone(),
-                    None => {
-                        let t = rope_table(rank, rope, positions)?;
-                        tables.push((rope.clone(), t.clone()));
-                        t
-                    }
-                }),
-            };
-            layers.push(Layer::declare(&mut d, &c, i, table)?);
-        }
-        let final_norm = NormLayer::declare(&mut d, "final_norm", c.hidden, norm_of(&c))?;
-        let tied = c.tied.then_some(embedding.tokens);
-        let head = Head::declare(&mut d, "head", c.vocab, c.hidden, tied, c.final_softcap, c.init_std)?;
-        let positions = learned.unwrap_or(positions);
-        Ok((Decoder { config: c, embedding, layers, final_norm, head, positions }, d.finish()))
+        let mut table = |layer: usize| -> Result<Option<RopeTable>> {
+            let Some(rope) = c.rope(layer) else { return Ok(None) };
+            if let Some((_, table)) = tables.iter().find(|t| t.0 == *rope) {
+                return Ok(Some(table.clone()));
+            }
+            let table = rope_table(rank, rope, positions)?;
+            tables.push((rope.clone(), table.clone()));
+            Ok(Some(table))
+        };
+        let (mut tokens, apart) = (None, rank.pp.size() > 1);
+        let chunks = (0..placement.vp())
+            .filter_map(|chunk| placement.at(rank.pp.rank(), chunk))
+            .map(|stage| Chunk::declare(&mut d, &c, stage, &mut table, &mut tokens, apart))
+            .collect::<Result<Vec<_>>>()?;
+        let positions = if c.positions == Positions::Learned { c.max_positions } else { positions };
+        let lane = |name| rank.device().stream(name).map(|s| s.of_rank(rank.world.rank()));
+        let lanes = [lane("activations")?, lane("their gradients")?];
+        Ok((Decoder { config: c, placement, chunks, positions, lanes }, d.finish()))
+    }
+
+    /// Which layers are where.
+    pub fn placement(&self) -> &Placement {
+        &self.placement
+    }
+
+    /// This rank's stages, in order.
+    pub fn chunks(&self) -> &[Chunk] {
+        &self.chunks
+    }
+
+    /// The same, to be changed.
+    pub fn chunks_mut(&mut self) -> &mut [Chunk] {
+        &mut self.chunks
+    }
+
+    /// Streams for messages to later and to earlier stages.
+    pub(crate) fn lanes(&self) -> &[Stream; 2] {
+        &self.lanes
     }
 
     /// The architecture.
@@ -127,103 +162,43 @@ impl Decoder {
                 format!("position {bad} is past the {} this model was set up for", self.positions),
             );
         }
-        // Rows divide over the ranks that share every layer; the last may be padding that nobody looks at.
-        let rows = rank.padded(ids.len());
+        let tokens = rank.tokens(&layout)?;
         let upload = |x: &[i32]| {
-            let mut x = x.to_vec();
-            x.resize(rows, 0);
-            rank.compute.upload(&x, &[rows], Category::Activations)
+            let mine = tokens.take(x, 0)?;
+            rank.compute.upload(&mine, &[mine.len()], Category::Activations)
         };
-        Ok(Input { ids: upload(ids)?, positions: upload(positions)?, layout })
-    }
-
-    /// Hidden states after the final norm `[tokens, hidden]`; and, with `train`, what backward needs.
-    fn hidden(&self, p: &Pass, input: &Input, train: bool) -> Result<(Tensor, Option<Body>)> {
-        let (x, embedding) = self.embedding.forward(p, &input.ids, &input.positions)?;
-        let mut x = p.dropout(self.layers.len() as u32, AFTER_EMBEDDING, x)?;
-        let mut layers = Vec::with_capacity(self.layers.len());
-        for layer in &self.layers {
-            let (y, saved) = layer.forward(p, &x, &input.layout, &input.positions)?;
-            layers.extend(train.then_some(saved));
-            x = y;
-        }
-        let (y, final_norm) = self.final_norm.forward(p, &x)?;
-        Ok((y, train.then_some((final_norm, layers, embedding))))
-    }
-
-    /// Logits `[tokens, V]`.
-    pub fn logits(&self, p: &Pass, input: &Input) -> Result<Tensor> {
-        let (x, _) = self.hidden(p, input, false)?;
-        self.head.logits(p, &x)
-    }
-
-    /// Loss of each token f32 `[tokens]`, without weights.
-    pub fn evaluate(&self, p: &Pass, input: &Input, targets: &Targets) -> Result<Tensor> {
-        let (x, _) = self.hidden(p, input, false)?;
-        Ok(self.head.loss(p, &x, targets, false)?.0)
-    }
-
-    /// The same for training: also what backward needs.
-    pub fn forward(&self, p: &Pass, input: &Input, targets: &Targets) -> Result<(Tensor, DecoderSaved)> {
-        let (x, body) = self.hidden(p, input, true)?;
-        let (loss, head) = self.head.loss(p, &x, targets, true)?;
-        match (body, head) {
-            (Some((final_norm, layers, embedding)), Some(head)) => {
-                Ok((loss, DecoderSaved { head, final_norm, layers, embedding }))
-            }
-            _ => shape_error("forward", "a training pass kept nothing"),
-        }
-    }
-
-    /// Adds the gradient of `Σ weight·loss` to `grads`.
-    pub fn backward(
-        &self,
-        p: &Pass,
-        saved: DecoderSaved,
-        input: &Input,
-        grads: &mut GradBuffer,
-    ) -> Result<()> {
-        let (dx, g) = self.head.backward(p, saved.head)?;
-        g.run(p.rank, grads)?;
-        let (mut dx, g) = self.final_norm.backward(p, saved.final_norm, &dx, None)?;
-        g.run(p.rank, grads)?;
-        for (layer, saved) in self.layers.iter().zip(saved.layers).rev() {
-            let (d, g) = layer.backward(p, saved, &input.layout, &input.positions, &dx)?;
-            g.run(p.rank, grads)?;
-            dx = d;
-        }
-        let dx = p.dropout(self.layers.len() as u32, AFTER_EMBEDDING, dx)?;
-        self.embedding.backward(p, saved.embedding, &dx)?.run(p.rank, grads)
+        let (ids, positions) = (upload(ids)?, upload(positions)?);
+        let (layout, rows) = (tokens.layout().clone(), ids.numel() / rank.tp.size());
+        Ok(Input { ids, positions, layout, tokens, rows })
     }
 
     /// Empty caches for `batch` sequences of up to `capacity` tokens.
     pub fn caches(&self, p: &Pass, batch: usize, capacity: usize) -> Result<Vec<KvCache>> {
         let c = &self.config;
+        // Key heads are shared out, or, where there are fewer than ranks, shared by neighbours.
+        let heads = (c.kv_heads / p.rank.tp.size()).max(1);
         (0..c.layers)
-            .map(|_| KvCache::new(&p.rank.compute, batch, capacity, c.kv_heads, c.head_dim, p.dtype()))
+            .map(|_| KvCache::new(&p.rank.compute, batch, capacity, heads, c.head_dim, p.dtype()))
             .collect()
     }
 
-    /// Logits `[batch, V]` of the last of the new tokens of each sequence; all of them join the caches.
+    /// Logits `[batch, V]` of the last of the new tokens of each sequence, of the columns this rank holds; all tokens
+    /// join the caches.
     pub fn decode(&self, p: &Pass, input: &Input, caches: &mut [KvCache]) -> Result<Tensor> {
-        let (mut x, _) = self.embedding.forward(p, &input.ids, &input.positions)?;
-        for (layer, cache) in self.layers.iter().zip(caches) {
-            x = layer.decode(p, &x, cache, &input.positions)?;
-        }
-        let batch = match input.layout {
-            Layout::Rows { count, .. } => count,
-            Layout::Packed { .. } => return shape_error("decode", "sequences of equal length are needed"),
+        let (Layout::Rows { count, .. }, [whole]) = (&input.layout, &self.chunks[..]) else {
+            return shape_error("decode", "sequences of equal length on one stage are needed");
         };
-        let new = x.shape()[0] / batch.max(1);
-        let last = x.view(&[batch, new, self.config.hidden])?.select(1, new - 1)?;
-        let rows = p.empty(&[batch, self.config.hidden])?;
-        p.rank.kernels.copy(&p.rank.compute, &last, &rows)?;
-        let (y, _) = self.final_norm.forward(p, &rows)?;
-        self.head.logits(p, &y)
+        whole.decode(p, input, *count, caches)
     }
 }
 
-type Body = (NormSaved, Vec<Keep<LayerSaved>>, EmbeddingSaved);
+/// All logical tensors of a model, in the order of its parts.
+pub fn logical_parts(config: &ModelConfig) -> Result<Vec<Part>> {
+    let mut d = Declarations::default();
+    let all = Stage { embedding: true, layers: 0..config.layers, loss: true, ..Stage::default() };
+    Chunk::declare(&mut d, config, &all, &mut |_| Ok(None), &mut None, false)?;
+    Ok(d.finish().into_iter().flat_map(|s| s.parts).collect())
+}
 
 fn count_positions(layout: &Layout, tokens: usize) -> Vec<i32> {
     match layout {

@@ -71,7 +71,8 @@ impl Sampling {
 }
 
 /// Continues `prompt` (at least one token) by up to `max_new` tokens. Stops early at one of `stop`, or when
-/// `on_token` returns false, or where the model's positions end.
+/// `on_token` returns false, or where the model's positions end. Ranks that share the model call it together and draw
+/// the same tokens; it ends for all when `on_token` ends it for one.
 pub fn generate(
     decoder: &Decoder,
     pass: &Pass,
@@ -99,15 +100,33 @@ pub fn generate(
         let positions: Vec<i32> = (at..at + next.len()).map(|p| p as i32).collect();
         let rows = Layout::Rows { count: 1, len: next.len() };
         let input = decoder.input(pass.rank, &next, Some(&positions), rows)?;
-        let logits = to_host(pass, &decoder.decode(pass, &input, &mut caches)?)?;
+        let logits = all_columns(pass, to_host(pass, &decoder.decode(pass, &input, &mut caches)?)?)?;
         let token = sampling.choose(&logits, n as u64) as i32;
         out.push(token);
-        if stop.contains(&token) || !on_token(token) {
+        if stop.contains(&token) || !all_agree(pass, on_token(token))? {
             break;
         }
         next = vec![token];
     }
     Ok(out)
+}
+
+/// One row of logits from every rank's columns of it.
+fn all_columns(pass: &Pass, mine: Vec<f32>) -> Result<Vec<f32>> {
+    if pass.rank.tp.size() == 1 {
+        return Ok(mine);
+    }
+    let all = pass.rank.tp.all_gather_bytes(bytemuck::cast_slice(&mine), "logits")?;
+    Ok(all.iter().flat_map(|b| b.chunks_exact(4)).map(bytemuck::pod_read_unaligned).collect())
+}
+
+/// Does every rank want to go on?
+fn all_agree(pass: &Pass, mine: bool) -> Result<bool> {
+    if pass.rank.tp.size() == 1 {
+        return Ok(mine);
+    }
+    let all = pass.rank.tp.all_gather_bytes(&[mine.into()], "whether to go on")?;
+    Ok(all.iter().all(|b| b == &[1]))
 }
 
 /// Float values of a tensor on the host as f32.

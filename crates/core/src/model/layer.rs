@@ -192,9 +192,17 @@ impl Layer {
     }
 
     /// Forward of new tokens over remembered ones.
-    pub fn decode(&self, p: &Pass, x: &Tensor, cache: &mut KvCache, positions: &Tensor) -> Result<Tensor> {
+    pub fn decode(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        cache: &mut KvCache,
+        layout: &Layout,
+        positions: &Tensor,
+    ) -> Result<Tensor> {
         let (normed, _) = self.attn_norm.forward(p, x)?;
-        let (a, _) = post_forward(p, &self.attn_post, self.attn.decode(p, &normed, cache, positions)?)?;
+        let a = self.attn.decode(p, &normed, cache, layout, positions)?;
+        let (a, _) = post_forward(p, &self.attn_post, a)?;
         let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x)?;
         let (m, _) = post_forward(p, &self.mlp_post, self.mlp.forward(p, &normed)?.0)?;
         let y = p.empty(x.shape())?;

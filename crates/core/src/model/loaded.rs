@@ -1,8 +1,9 @@
 //! A model with weights, for everything but training.
 
-use super::{Decoder, ModelConfig};
+use super::{Decoder, ModelConfig, Stages};
 use crate::Result;
-use ferrotron_engine::{Params, Pass, Rank};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::{Params, Pass, Place, Rank, Tokens};
 use ferrotron_tensor::{DType, shape_error};
 
 /// A decoder and its weights on one rank.
@@ -23,9 +24,10 @@ impl Model {
         config: &ModelConfig,
         positions: usize,
         dtype: DType,
+        stages: &Stages,
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
-        let (decoder, specs) = Decoder::new(&rank, config, positions)?;
+        let (decoder, specs) = Decoder::new(&rank, config, positions, stages)?;
         let params = Params::allocate(&rank, specs, dtype)?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
@@ -44,22 +46,34 @@ impl Model {
         Ok(Model { rank, decoder, params })
     }
 
-    /// Logits `[tokens, V]` from every rank's columns `[padded tokens, part of V]`.
-    pub fn join_logits(&self, mine: &[f32], tokens: usize) -> Result<Vec<f32>> {
-        let (tp, vocab) = (&self.rank.tp, self.decoder.config().vocab);
-        let rows = self.rank.padded(tokens);
-        let all = tp.all_gather_bytes(bytemuck::cast_slice(mine), "logits")?;
-        let mut out = vec![0f32; tokens * vocab];
+    /// Logits `[tokens, V]` of sequences of that layout on every rank, from the rows and columns that the ranks of the
+    /// last stage have.
+    pub fn join_logits(&self, layout: &Layout, mine: &[f32]) -> Result<Vec<f32>> {
+        let (rank, vocab) = (&self.rank, self.decoder.config().vocab);
+        // Other stages have none.
+        let some = usize::from(rank.pp.rank() + 1 == rank.pp.size());
+        let floats = |bytes: &[u8]| bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
+        // Columns of this rank's tokens side by side, then all tokens in their order, then to the other stages.
+        let columns = rank.tp.all_gather_bytes(bytemuck::cast_slice(mine), "columns of logits")?;
+        let mut rows = vec![0f32; some * rank.tokens(layout)?.rows().len() * vocab];
         let mut first = 0;
-        for bytes in &all {
-            let values: Vec<f32> = bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect();
-            let width = values.len() / rows.max(1);
-            for (row, part) in out.chunks_mut(vocab).zip(values.chunks(width.max(1))) {
+        for bytes in &columns {
+            let values: Vec<f32> = floats(bytes);
+            let width = values.len() * vocab / rows.len().max(1);
+            for (row, part) in rows.chunks_mut(vocab).zip(values.chunks(width.max(1))) {
                 row[first..first + width].copy_from_slice(part);
             }
             first += width;
         }
-        Ok(out)
+        let mut out = vec![0f32; some * layout.tokens() * vocab];
+        let size = rank.cp.size();
+        let all = rank.cp.all_gather_bytes(bytemuck::cast_slice(&rows), "rows of logits")?;
+        for (at, bytes) in all.iter().enumerate().filter(|_| some > 0) {
+            let tokens = Tokens::new(layout, Place { rank: at, size }, rank.tp.size())?;
+            tokens.put(&floats(bytes), vocab, &mut out)?;
+        }
+        let stages = rank.pp.all_gather_bytes(bytemuck::cast_slice(&out), "logits")?;
+        Ok(stages.last().map_or(Vec::new(), |bytes| floats(bytes)))
     }
 
     /// A pass without dropout.

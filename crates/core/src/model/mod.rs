@@ -1,5 +1,6 @@
 //! Decoder models.
 
+mod chunk;
 pub mod config;
 mod decoder;
 pub mod flops;
@@ -9,6 +10,7 @@ mod loaded;
 pub mod preset;
 pub mod validate;
 
+pub use chunk::{Chunk, ChunkSaved, Goal};
 pub use config::ModelConfig;
-pub use decoder::{Decoder, DecoderSaved, Input};
+pub use decoder::{Decoder, Input, Stages, logical_parts};
 pub use loaded::Model;

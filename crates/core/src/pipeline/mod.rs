@@ -1,6 +1,6 @@
-//! Pipeline parallelism as plain data: which layers live where, and which rank does what in which order.
+//! Pipeline parallelism: which layers live where, and which rank does what in which order.
 //!
-//! Nothing here computes or communicates. A [`Plan`] makes a [`Schedule`]: per rank the operations on micro-batches
+//! All but [`execute()`] is plain data, which neither computes nor communicates. A [`Plan`] makes a [`Schedule`]: per rank the operations on micro-batches
 //! and the messages between them. [`check()`] proves it complete and free of deadlock before it runs, and
 //! [`Timeline`] draws it.
 //!
@@ -17,6 +17,7 @@
 mod check;
 mod deadlock;
 mod exchange;
+mod execute;
 mod layout_string;
 mod op;
 mod order;
@@ -27,6 +28,7 @@ mod zero_bubble;
 
 pub use check::{Report, check};
 pub use deadlock::Matching;
+pub use execute::{Aim, Drops, Load, MicroBatch, execute};
 pub use op::{Kind, Message, Op, Payload, Schedule, Shape, Step, Transfer};
 pub use order::{Warmup, interleaved_table};
 pub use placement::{Placement, Split, Stage};

@@ -4,7 +4,9 @@ use super::{MAX_HEADER_BYTES, TensorInfo, header};
 use crate::error::{Error, Result};
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A safetensors file opened for reading by byte range: its header is parsed and fully checked, no data is
 /// read. Shared reads are independent of each other, so ranks and threads may use one value at once.
@@ -16,6 +18,10 @@ pub struct TensorFile {
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
     metadata: BTreeMap<String, String>,
+    /// Bytes of length and header, which opening reads.
+    header_bytes: u64,
+    /// Bytes of tensors handed out so far.
+    given: AtomicU64,
 }
 
 impl TensorFile {
@@ -54,7 +60,16 @@ impl TensorFile {
         read_exact_at(&file, path, &mut text, 8)?;
         let (tensors, metadata) = header::parse(&text, bytes).map_err(damaged)?;
         let by_name = tensors.iter().enumerate().map(|(i, t)| (t.name.clone(), i)).collect();
-        Ok(TensorFile { path: path.to_path_buf(), file, bytes, tensors, by_name, metadata })
+        Ok(TensorFile {
+            path: path.to_path_buf(),
+            file,
+            bytes,
+            tensors,
+            by_name,
+            metadata,
+            header_bytes: 8 + length,
+            given: AtomicU64::new(0),
+        })
     }
 
     /// The file.
@@ -82,19 +97,61 @@ impl TensorFile {
         &self.metadata
     }
 
+    /// Bytes of the header and the length before it: what opening has read.
+    pub fn header_bytes(&self) -> u64 {
+        self.header_bytes
+    }
+
+    /// Bytes of tensors read so far, those of checksums not counted.
+    pub fn bytes_given(&self) -> u64 {
+        self.given.load(Relaxed)
+    }
+
     /// All bytes of a tensor.
     pub fn read(&self, name: &str) -> Result<Vec<u8>> {
         let info = self.want(name)?;
         let bytes = usize::try_from(info.bytes()).map_err(|_| {
             Error::Invalid(format!("{}: tensor {name:?} does not fit in memory", self.path.display()))
         })?;
+        self.read_runs(name, std::slice::from_ref(&(0..bytes)))
+    }
+
+    /// Byte ranges of a tensor one after another, counted from the tensor's own first byte. Only those bytes are
+    /// read, neighbours in one go.
+    pub fn read_runs(&self, name: &str, runs: &[Range<usize>]) -> Result<Vec<u8>> {
+        let info = self.want(name)?;
+        let refuse = |what: String| Error::Invalid(format!("{}: {what}", self.path.display()));
+        let mut bytes = 0usize;
+        for r in runs {
+            if r.start > r.end || r.end as u64 > info.bytes() {
+                return Err(refuse(format!(
+                    "bytes {}..{} of tensor {name:?} were asked for, but it has {}",
+                    r.start,
+                    r.end,
+                    info.bytes()
+                )));
+            }
+            // Ranges may repeat, so their sum is bounded by nothing.
+            bytes = bytes
+                .checked_add(r.len())
+                .ok_or_else(|| refuse(format!("the ranges of tensor {name:?} do not fit in memory")))?;
+        }
         let mut out = Vec::new();
-        out.try_reserve_exact(bytes).map_err(|_| {
-            let path = self.path.display();
-            Error::Invalid(format!("{path}: no memory for the {bytes} bytes of tensor {name:?}"))
-        })?;
+        out.try_reserve_exact(bytes)
+            .map_err(|_| refuse(format!("no memory for the {bytes} bytes of tensor {name:?}")))?;
         out.resize(bytes, 0);
-        read_exact_at(&self.file, &self.path, &mut out, info.begin)?;
+        let (mut at, mut i) = (0, 0);
+        while i < runs.len() {
+            let Range { start, mut end } = runs[i];
+            i += 1;
+            while runs.get(i).is_some_and(|r| r.start == end) {
+                end = runs[i].end;
+                i += 1;
+            }
+            let part = &mut out[at..at + (end - start)];
+            at += part.len();
+            self.give(part, info.begin + start as u64)?;
+        }
         Ok(out)
     }
 
@@ -109,21 +166,27 @@ impl TensorFile {
                 info.bytes()
             )));
         }
-        read_exact_at(&self.file, &self.path, out, info.begin + start_byte)
+        self.give(out, info.begin + start_byte)
     }
 
-    /// CRC-32C of the whole file, read in bounded memory.
-    pub fn crc32c(&self) -> Result<u32> {
-        let mut buffer = vec![0u8; self.bytes.min(1 << 22) as usize];
-        let (mut at, mut crc) = (0, 0);
-        while at < self.bytes {
-            let n = (self.bytes - at).min(buffer.len() as u64);
+    /// CRC-32C of the file's bytes in `range`, which lies inside it; read in bounded memory.
+    pub fn crc32c(&self, range: Range<u64>) -> Result<u32> {
+        let mut buffer = vec![0u8; range.end.saturating_sub(range.start).min(1 << 22) as usize];
+        let (mut at, mut crc) = (range.start, 0);
+        while at < range.end {
+            let n = (range.end - at).min(buffer.len() as u64);
             let part = &mut buffer[..n as usize];
             read_exact_at(&self.file, &self.path, part, at)?;
             crc = crc32c::crc32c_append(crc, part);
             at += n;
         }
         Ok(crc)
+    }
+
+    /// Fills `out` with tensor bytes from `at` in the file on.
+    fn give(&self, out: &mut [u8], at: u64) -> Result<()> {
+        self.given.fetch_add(out.len() as u64, Relaxed);
+        read_exact_at(&self.file, &self.path, out, at)
     }
 
     fn want(&self, name: &str) -> Result<&TensorInfo> {

@@ -1,10 +1,12 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
+mod gather;
 mod memory;
 mod run;
 mod state;
 mod trainer;
 
+pub use gather::all_stages;
 pub use memory::Need;
 pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};
 pub use state::{model_of, to_f32, weights_only};

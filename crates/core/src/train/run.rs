@@ -18,6 +18,14 @@ pub trait Observer {
     fn event(&mut self, event: &Event);
     /// Should the run save and end after this step?
     fn stop(&self) -> bool;
+    /// This rank is about to do a step; `left` are to be done, this one included.
+    fn before_step(&mut self, _rank: &Rank, _left: u64) -> Result<()> {
+        Ok(())
+    }
+    /// The step is done; nothing follows it yet.
+    fn after_step(&mut self, _rank: &Rank, _left: u64) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Fills the weights of a fresh model.
@@ -83,7 +91,7 @@ impl Run {
         let mut trainer = Trainer::new(rank, &resolved)?;
         let latest = checkpoint::latest(&checkpoints)?;
         match &latest {
-            Some(path) => trainer.restore(&checkpoint::load(path)?)?,
+            Some(path) => trainer.restore(&checkpoint::load_together(path, &together)?)?,
             None => first_weights.map_or(Ok(()), |fill| fill(&trainer))?,
         }
         wait("the checkpoint is read")?;
@@ -159,9 +167,12 @@ impl Run {
         let c = self.resolved.config.clone();
         let mut out = Outcome { finished: true, steps: 0, tokens: 0, seconds: 0.0, loss: None, eval: None };
         while self.trainer.step < total {
+            let left = total - self.trainer.step;
+            observer.before_step(&self.trainer.rank, left)?;
             let start = Instant::now();
             let report = self.trainer.train_step(data)?;
             let seconds = start.elapsed().as_secs_f64();
+            observer.after_step(&self.trainer.rank, left)?;
             out.steps += 1;
             out.tokens += report.tokens;
             out.seconds += seconds;

@@ -1,9 +1,9 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
-use super::Trainer;
+use super::{Trainer, gather};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
-use crate::model::ModelConfig;
+use crate::model::{ModelConfig, logical_parts};
 use crate::optimizer::Rule;
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
@@ -11,7 +11,6 @@ use ferrotron_engine::Recompute;
 use ferrotron_kernels::{Adam, Sgd};
 use ferrotron_tensor::{DType, bf16};
 use serde::{Deserialize, Serialize};
-use std::ops::Range;
 
 pub(super) fn rule(o: &OptimizerSection) -> Rule {
     let adam = |decoupled| {
@@ -115,6 +114,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     for state in t.optimizer.states() {
         items.extend(logical_state(t, state)?);
     }
+    let items = gather::on_first_rank(&t.rank, t.decoder.config(), items)?;
     let state = State {
         samples: t.samples,
         tokens: t.tokens,
@@ -152,18 +152,6 @@ fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Ite
     Ok(items)
 }
 
-/// Element ranges of a tensor of a checkpoint, back to back: no other byte of it is read.
-fn read_runs(loaded: &Loaded, name: &str, size: usize, runs: &[Range<usize>]) -> Result<Vec<u8>> {
-    let mut bytes = vec![0; size * runs.iter().map(Range::len).sum::<usize>()];
-    let mut rest = bytes.as_mut_slice();
-    for r in runs {
-        let (run, after) = rest.split_at_mut(size * r.len());
-        loaded.read_range(name, (size * r.start) as u64, run)?;
-        rest = after;
-    }
-    Ok(bytes)
-}
-
 /// The state of a checkpoint that holds a model's weights and nothing of a run.
 pub fn weights_only(model: &ModelConfig) -> Result<serde_json::Value> {
     let model = serde_json::to_value(model).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
@@ -198,10 +186,12 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     }
     let states = t.optimizer.states();
     // Names, shapes and types of everything before the first byte is used.
-    let parts = || t.params.specs().iter().flat_map(|s| &s.parts);
+    let parts = logical_parts(t.decoder.config())?;
     let expected: Vec<_> = states
         .iter()
-        .flat_map(|state| parts().map(|p| (format!("{}/{}", state.name(), p.name), state.dtype(), &p.shape)))
+        .flat_map(|state| {
+            parts.iter().map(|p| (format!("{}/{}", state.name(), p.name), state.dtype(), &p.shape))
+        })
         .collect();
     loaded.check(expected.iter().map(|(n, d, s)| (n.as_str(), *d, s.as_slice())))?;
     for state in states {
@@ -209,8 +199,9 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         for (spec, (piece, tensor)) in t.params.specs().iter().zip(pieces) {
             let mut bytes = Vec::with_capacity(tensor.bytes());
             for (part, runs) in spec.runs(&piece.inside) {
-                let name = format!("{}/{}", state.name(), part.name);
-                bytes.extend(read_runs(loaded, &name, state.dtype().size(), &runs)?);
+                let (name, size) = (format!("{}/{}", state.name(), part.name), state.dtype().size());
+                let runs: Vec<_> = runs.iter().map(|r| r.start * size..r.end * size).collect();
+                bytes.extend(loaded.read_runs(&name, &runs)?);
             }
             t.rank.compute.write_to(&tensor.as_bytes()?, &bytes)?;
         }

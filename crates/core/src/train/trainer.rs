@@ -1,18 +1,20 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
 use super::memory::{Need, advise};
-use super::state;
+use super::{gather, state};
 use crate::checkpoint::{Loaded, Snapshot};
+use crate::config::PipelineOrder;
 use crate::config::Resolved;
 use crate::data::{Batch, Batches};
-use crate::model::Decoder;
+use crate::model::{Decoder, Stages};
 use crate::optimizer::{Optimizer, StepRates};
+use crate::pipeline::{Aim, Drops, MicroBatch, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
-use ferrotron_comm::Reduce;
+use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::flat::{Scheme, bucket_elements};
-use ferrotron_engine::{Dropout, GradBuffer, Params, Part, Pass, Rank, Recompute, Targets};
+use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, Targets, Tokens};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, DType, Tensor};
 use std::ops::Range;
@@ -33,6 +35,9 @@ pub struct Trainer {
     dropout: f32,
     recompute: Recompute,
     need: Need,
+    mode: Mode,
+    /// The schedule of the last step; most steps have as many micro-batches as the one before.
+    schedule: Option<Schedule>,
     /// Steps done.
     pub step: u64,
     /// Samples consumed: the data position.
@@ -65,8 +70,9 @@ impl Trainer {
     }
 
     fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
+        let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
         let positions = r.plan.seq_len;
-        let (decoder, specs) = Decoder::new(&rank, &r.model, positions)?;
+        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r))?;
         let dtype = r.config.precision.dtype.dtype();
         let copies = rank.copies.size();
         let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
@@ -91,6 +97,11 @@ impl Trainer {
             dropout: r.config.dropout.hidden as f32,
             recompute: state::recompute(&r.config.train.recompute),
             need: Need::of(r),
+            mode: match r.config.parallel.schedule {
+                PipelineOrder::OneForwardOneBackward => Mode::Train,
+                PipelineOrder::ZeroBubble => Mode::ZeroBubble,
+            },
+            schedule: None,
             step: 0,
             samples: 0,
             tokens: 0,
@@ -113,13 +124,20 @@ impl Trainer {
             .map(|i| data.batch(self.samples + (i * ranks + turn) * micro as u64, micro))
             .collect::<Result<Vec<_>>>()?;
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
-        let valid = self.sum_over_data(valid, "tokens of the step")?;
+        let valid = sum(&self.rank, &self.rank.dp, valid, "tokens of the step")?;
         let weight = 1.0 / valid.max(1.0) as f32;
+        let schedule = self.plan(count as usize)?;
         self.grads.begin_step(batches.len());
-        let mut losses = Vec::with_capacity(batches.len());
-        for (i, batch) in batches.iter().enumerate() {
-            losses.push(self.micro_step(batch, data.seq(), i as u32, weight)?);
-        }
+        let (rank, decoder, seq) = (&self.rank, &self.decoder, data.seq());
+        let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
+        let (p, step) = (self.dropout, self.step);
+        let mut load = |i: usize| {
+            // The number of its first token in the step.
+            let first = (i as u64 * ranks + turn) * (micro * seq) as u64;
+            upload(rank, decoder, &batches[i], seq, weight, (p > 0.0).then_some((p, step, first)))
+        };
+        let losses = execute(pass, decoder, &schedule, &mut load, Aim::Train(&mut self.grads))?;
+        self.schedule = Some(schedule);
         self.grads.reduce(&self.rank)?;
         let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
@@ -128,7 +146,7 @@ impl Trainer {
         let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
         // Fetched last: nothing waits for the device before the whole step is queued.
         let loss = losses.iter().map(|l| fetch(&self.rank, l)).sum::<Result<f64>>()?;
-        let loss = self.sum_over_data(loss, "loss of the step")?;
+        let loss = self.over_ranks(loss, "loss of the step")?;
         if !loss.is_finite() || !norm.is_finite() {
             return Err(Error::Diverged { step: self.step + 1, loss, grad_norm: f64::from(norm) });
         }
@@ -139,51 +157,44 @@ impl Trainer {
         Ok(StepReport { step: self.step, loss, grad_norm: f64::from(norm), lr: rates.lr, tokens, samples })
     }
 
-    /// A number summed over the ranks that have other data; counts are exact.
-    fn sum_over_data(&self, mine: f64, label: &'static str) -> Result<f64> {
-        if self.rank.dp.size() == 1 {
-            return Ok(mine);
+    /// This step's schedule.
+    fn plan(&mut self, micro_batches: usize) -> Result<Schedule> {
+        match self.schedule.take() {
+            Some(s) if s.shape.micro_batches == micro_batches => Ok(s),
+            _ => Plan { mode: self.mode, ..self.plan_of(micro_batches) }.schedule(),
         }
-        let s = &self.rank.compute;
-        let t = s.upload(&[mine], &[1], Category::Communication)?;
-        self.rank.dp.all_reduce(s, &t, Reduce::Sum, label)?;
-        Ok(s.download::<f64>(&t)?[0])
     }
 
-    /// Forward and backward of one micro-batch; its part of the loss, on the device.
-    fn micro_step(&mut self, batch: &Batch, seq: usize, index: u32, weight: f32) -> Result<Tensor> {
-        let dropout =
-            (self.dropout > 0.0).then_some(Dropout { p: self.dropout, step: self.step, micro_batch: index });
-        let pass = Pass { dropout, recompute: self.recompute, ..Pass::new(&self.rank, &self.params) };
-        let input =
-            self.decoder.input(&self.rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
-        let targets = targets(&self.rank, &batch.labels, weight)?;
-        let (rows, saved) = self.decoder.forward(&pass, &input, &targets)?;
-        let loss = weighted(&self.rank, &rows, &targets)?;
-        self.decoder.backward(&pass, saved, &input, &mut self.grads)?;
-        Ok(loss)
+    fn plan_of(&self, micro_batches: usize) -> Plan {
+        let placement = self.decoder.placement();
+        Plan::new(placement.pp(), placement.vp(), micro_batches)
+    }
+
+    /// A number of the last stage, summed over the ranks that have other tokens, on every rank.
+    fn over_ranks(&self, mine: f64, label: &'static str) -> Result<f64> {
+        let copies = sum(&self.rank, &self.rank.copies, mine, label)?;
+        // All but the last stage bring nothing.
+        sum(&self.rank, &self.rank.pp, copies, label)
     }
 
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
-        let pass = Pass::new(&self.rank, &self.params);
-        let (mut sum, mut valid) = (0.0, 0.0);
         let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
-        for i in (turn..count).step_by(ranks as usize) {
-            let batch = data.batch(i * self.batches.micro, self.batches.micro as usize)?;
-            let input = self.decoder.input(
-                &self.rank,
-                &batch.tokens,
-                Some(&batch.positions),
-                layout(&batch, data.seq())?,
-            )?;
-            let targets = targets(&self.rank, &batch.labels, 1.0)?;
-            let rows = self.decoder.evaluate(&pass, &input, &targets)?;
-            sum += fetch(&self.rank, &weighted(&self.rank, &rows, &targets)?)?;
-            valid += batch.labels.iter().filter(|l| **l != IGNORE).count() as f64;
+        let batches = (turn..count)
+            .step_by(ranks as usize)
+            .map(|i| data.batch(i * self.batches.micro, self.batches.micro as usize))
+            .collect::<Result<Vec<_>>>()?;
+        let mut total = 0.0;
+        if !batches.is_empty() {
+            let (rank, decoder) = (&self.rank, &self.decoder);
+            let schedule = Plan { mode: Mode::ForwardOnly, ..self.plan_of(batches.len()) }.schedule()?;
+            let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), 1.0, None);
+            let sums = execute(Pass::new(rank, &self.params), decoder, &schedule, &mut load, Aim::Loss)?;
+            total = sums.iter().map(|l| fetch(rank, l)).sum::<Result<f64>>()?;
         }
-        let sum = self.sum_over_data(sum, "evaluation")?;
-        Ok(sum / self.sum_over_data(valid, "tokens of an evaluation")?.max(1.0))
+        let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
+        let total = self.over_ranks(total, "evaluation")?;
+        Ok(total / sum(&self.rank, &self.rank.dp, valid, "tokens of an evaluation")?.max(1.0))
     }
 
     /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.
@@ -242,8 +253,42 @@ impl Trainer {
                 out.push(LogicalValues { name, shape, values: self.rank.join(part, 1, &values[r])? });
             }
         }
-        Ok(out)
+        gather::all_stages(&self.rank, self.decoder.config(), out)
     }
+}
+
+/// How a recipe cuts its model.
+pub(super) fn stages(r: &Resolved) -> Stages {
+    Stages { chunks: r.config.parallel.vp, text: r.config.parallel.stages.clone() }
+}
+
+/// A micro-batch on the device.
+fn upload(
+    rank: &Rank,
+    decoder: &Decoder,
+    batch: &Batch,
+    seq: usize,
+    weight: f32,
+    dropout: Option<(f32, u64, u64)>,
+) -> Result<MicroBatch> {
+    let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
+    let dropout = match dropout {
+        None => None,
+        Some((p, step, first)) => Some(Drops { p, step, rows: token_numbers(rank, &input.tokens, first)? }),
+    };
+    let targets = Some(targets(rank, &input.tokens, &batch.labels, weight)?);
+    Ok(MicroBatch { input, targets, dropout })
+}
+
+/// A number summed over the ranks of a group; counts are exact.
+fn sum(rank: &Rank, group: &Communicator, mine: f64, label: &'static str) -> Result<f64> {
+    if group.size() == 1 {
+        return Ok(mine);
+    }
+    let s = &rank.compute;
+    let t = s.upload(&[mine], &[1], Category::Communication)?;
+    group.all_reduce(s, &t, Reduce::Sum, label)?;
+    Ok(s.download::<f64>(&t)?[0])
 }
 
 /// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
@@ -254,15 +299,22 @@ pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
     })
 }
 
-/// Labels and row weights on the device: `weight` where there is a label.
-pub fn targets(rank: &Rank, labels: &[i32], weight: f32) -> Result<Targets> {
-    let mut labels = labels.to_vec();
-    labels.resize(rank.padded(labels.len()), IGNORE);
+/// Labels and row weights of this rank's tokens on the device: `weight` where there is a label.
+pub fn targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
+    let labels = tokens.take(labels, IGNORE)?;
     let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
     Ok(Targets {
         labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
         weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
     })
+}
+
+/// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
+fn token_numbers(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
+    let n = tokens.rows().len() / rank.tp.size();
+    let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
+    let numbers: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
+    Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
 }
 
 /// `Σ weight·loss` f32 `[1]`, on the device.

@@ -141,8 +141,11 @@ fn dropout_is_a_function_of_its_key() {
         .compute
         .upload(&vec![1f32; rows * width], &[rows, width], ferrotron_tensor::Category::Activations)
         .unwrap();
-    let mask = |step, micro_batch, layer, site| -> Vec<f32> {
-        let dropout = Some(Dropout { p: 0.25, step, micro_batch });
+    let mask = |step, first: i32, layer, site| -> Vec<f32> {
+        let numbers: Vec<i32> = (0..rows as i32).map(|r| first + r).collect();
+        let numbers =
+            t.rank.compute.upload(&numbers, &[rows], ferrotron_tensor::Category::Activations).unwrap();
+        let dropout = Some(Dropout { p: 0.25, step, rows: &numbers });
         let pass = Pass { dropout, ..Pass::new(&t.rank, &t.params) };
         t.rank.compute.download(&pass.dropout(layer, site, ones.clone()).unwrap()).unwrap()
     };

@@ -6,3 +6,4 @@ mod bits;
 mod data;
 mod passes;
 mod support;
+mod together;

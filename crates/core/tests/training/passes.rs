@@ -2,7 +2,7 @@
 //! each other.
 
 use super::architectures::families;
-use ferrotron_core::model::{Decoder, ModelConfig};
+use ferrotron_core::model::{Decoder, Goal, ModelConfig, Stages};
 use ferrotron_core::train::{fetch, targets, weighted};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{
@@ -19,7 +19,7 @@ struct Whole {
 impl Whole {
     fn new(config: &ModelConfig, dtype: DType) -> Whole {
         let rank = Rank::cpu(2, 7).unwrap();
-        let (decoder, specs) = Decoder::new(&rank, config, 16).unwrap();
+        let (decoder, specs) = Decoder::new(&rank, config, 16, &Stages::default()).unwrap();
         let params = Params::allocate(&rank, specs, dtype).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
             let values: Vec<f32> = spec
@@ -49,12 +49,14 @@ impl Whole {
         let pass = Pass { recompute, ..Pass::new(&self.rank, &self.params) };
         let labels: Vec<i32> = ids.iter().map(|i| (3 * i + 1) % 16).collect();
         let input = self.decoder.input(&self.rank, ids, None, layout).unwrap();
-        let targets = targets(&self.rank, &labels, 1.0 / ids.len() as f32).unwrap();
-        let (rows, mut saved) = self.decoder.forward(&pass, &input, &targets).unwrap();
+        let targets = targets(&self.rank, &input.tokens, &labels, 1.0 / ids.len() as f32).unwrap();
+        let whole = &self.decoder.chunks()[0];
+        let (rows, saved) = whole.forward(&pass, &input, None, Goal::Train(&targets)).unwrap();
+        let mut saved = saved.unwrap();
         let loss = fetch(&self.rank, &weighted(&self.rank, &rows, &targets).unwrap()).unwrap();
         saved.tensors(between);
         let mut grads = GradBuffer::new(self.params.specs());
-        self.decoder.backward(&pass, saved, &input, &mut grads).unwrap();
+        whole.backward(&pass, saved, &input, None, &mut |g| g.run(&self.rank, &mut grads)).unwrap();
         let all = grads.finish(&self.rank).unwrap();
         (loss, all.iter().map(|g| self.rank.compute.download(g).unwrap()).collect())
     }

@@ -1,6 +1,7 @@
 //! Decoding with remembered keys and values.
 
-use super::{Attention, Projected};
+use super::scores::blank;
+use super::{Attention, Layout, Projected};
 use crate::Pass;
 use ferrotron_kernels::{Align, AttentionForward, Scores, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
@@ -39,11 +40,19 @@ impl KvCache {
 }
 
 impl Attention {
-    /// Attention of new tokens `x [batch·new, hidden]` over the cache and themselves; they join the cache.
-    pub fn decode(&self, p: &Pass, x: &Tensor, cache: &mut KvCache, positions: &Tensor) -> Result<Tensor> {
+    /// Attention of new tokens `x [batch·new, hidden]` over the cache and themselves; they join the cache. Of the rows
+    /// this rank holds, in and out, with its heads in the cache; `layout` is `batch` rows of `new` tokens.
+    pub fn decode(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        cache: &mut KvCache,
+        layout: &Layout,
+        positions: &Tensor,
+    ) -> Result<Tensor> {
         let c = &self.config;
         let (batch, capacity) = (cache.k.shape()[0], cache.k.shape()[1]);
-        let (tokens, d) = (x.shape()[0], c.head_dim);
+        let (tokens, d) = (layout.tokens(), c.head_dim);
         let new = tokens / batch.max(1);
         if new * batch != tokens || cache.len + new > capacity {
             return shape_error(
@@ -56,19 +65,20 @@ impl Attention {
         }
         let Projected { rotated, v, .. } = self.project(p, x, positions)?;
         let (q, k) = self.q_and_k(&rotated)?;
-        let rows = |t: &Tensor, n: usize| t.view(&[batch, new, n, d]);
+        let rows = |t: &Tensor, n: usize| t.narrow(0, 0, tokens)?.view(&[batch, new, n, d]);
         let (k_slot, v_slot) = (cache.k.narrow(1, cache.len, new)?, cache.v.narrow(1, cache.len, new)?);
         p.rank.kernels.copy(&p.rank.compute, &rows(&k, c.kv_heads)?, &k_slot)?;
         p.rank.kernels.copy(&p.rank.compute, &rows(&v, c.kv_heads)?, &v_slot)?;
         cache.len += new;
-        let heads = p.empty(&[tokens, c.heads * d])?;
+        let heads = p.empty(&[rotated.shape()[0], c.heads * d])?;
+        blank(p, layout, &heads)?;
         let lse = p.rank.activation(&[batch, c.heads, new], DType::F32)?;
         let a = AttentionForward {
             q: &rows(&q, c.heads)?,
             k: &cache.k.narrow(1, 0, cache.len)?,
             v: &cache.v.narrow(1, 0, cache.len)?,
             sink: None,
-            out: &heads.view(&[batch, new, c.heads, d])?,
+            out: &rows(&heads, c.heads)?,
             lse: &lse,
         };
         let scores = Scores { align: Align::BottomRight, ..c.scores };

@@ -1,14 +1,19 @@
 //! Self-attention: projections, optional norms of q and k, RoPE, scores, output projection.
 
 mod cache;
+pub mod context;
+mod layout;
+mod scores;
 
 pub use cache::KvCache;
+pub use layout::Layout;
 
 use crate::{
     Declarations, Linear, LinearSaved, NormLayer, NormSaved, Pass, Saved, SavedTensor, Split, WeightGrad,
 };
-use ferrotron_kernels::{AttentionBackward, AttentionForward, Norm, Rope, RopeStyle, Scores, Sequences};
-use ferrotron_tensor::{DType, Result, Tensor, shape_error};
+use ferrotron_kernels::{Norm, Rope, RopeStyle, Scores};
+use ferrotron_tensor::{Result, Tensor, shape_error};
+use scores::{ScoresSaved, blank};
 
 /// Sizes and switches of an attention block.
 #[derive(Clone, Debug)]
@@ -44,23 +49,6 @@ pub struct RopeTable {
     pub style: RopeStyle,
 }
 
-/// Which tokens of a flat batch `[tokens]` see each other.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Layout {
-    /// `count` sequences of `len` tokens each.
-    Rows {
-        /// Sequences.
-        count: usize,
-        /// Tokens of each.
-        len: usize,
-    },
-    /// Sequence i is tokens `offsets[i]..offsets[i+1]`.
-    Packed {
-        /// Ascending, from 0 to the number of tokens.
-        offsets: Vec<i32>,
-    },
-}
-
 /// Self-attention over `[tokens, hidden]`.
 pub struct Attention {
     qkv: Linear,
@@ -73,10 +61,7 @@ pub struct Attention {
 /// What backward needs.
 pub struct AttentionSaved {
     out_proj: LinearSaved,
-    /// q and k after norm and RoPE, and v: `[tokens, (n+2g)·d]`, or q and k only when they were normed.
-    rotated: SavedTensor,
-    v: SavedTensor,
-    lse: SavedTensor,
+    scores: ScoresSaved,
     norms: Option<(NormSaved, NormSaved)>,
     qkv: LinearSaved,
 }
@@ -84,9 +69,7 @@ pub struct AttentionSaved {
 impl Saved for AttentionSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.out_proj.tensors(f);
-        f(&mut self.rotated);
-        f(&mut self.v);
-        f(&mut self.lse);
+        self.scores.tensors(f);
         if let Some((q, k)) = &mut self.norms {
             q.tensors(f);
             k.tensors(f);
@@ -154,7 +137,8 @@ impl Attention {
         Ok(Attention { qkv, out, norms, config, rope })
     }
 
-    /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`
+    /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`; of the tokens this rank holds (see
+    /// [`crate::Tokens`]), while `layout` describes the whole sequences.
     pub fn forward(
         &self,
         p: &Pass,
@@ -162,31 +146,13 @@ impl Attention {
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<(Tensor, AttentionSaved)> {
-        let Projected { rotated, v, norms, qkv } = self.project(p, x, positions)?;
+        let projected = self.project(p, x, positions)?;
         let c = &self.config;
-        let heads = p.empty(&[rotated.shape()[0], c.heads * c.head_dim])?;
-        layout.blank(p, &heads)?;
-        let lse = p.rank.activation(&layout.lse_shape(c.heads), DType::F32)?;
-        let views = self.views(layout, &rotated, &v, &heads)?;
-        let a = AttentionForward {
-            q: &views.q,
-            k: &views.k,
-            v: &views.v,
-            sink: None,
-            out: &views.out,
-            lse: &lse,
-        };
-        p.rank.kernels.attention_forward(&p.rank.compute, &c.scores, layout.sequences(), &a)?;
+        let heads = p.empty(&[projected.rotated.shape()[0], c.heads * c.head_dim])?;
+        blank(p, layout, &heads)?;
+        let scores = self.attend(p, layout, &projected, &heads)?;
         let (y, out_proj) = self.out.forward(p, &heads)?;
-        let saved = AttentionSaved {
-            out_proj,
-            rotated: SavedTensor::activation(&rotated),
-            v: SavedTensor::activation(&v),
-            lse: SavedTensor::activation(&lse),
-            norms,
-            qkv,
-        };
-        Ok((y, saved))
+        Ok((y, AttentionSaved { out_proj, scores, norms: projected.norms, qkv: projected.qkv }))
     }
 
     fn project(&self, p: &Pass, x: &Tensor, positions: &Tensor) -> Result<Projected> {
@@ -226,21 +192,6 @@ impl Attention {
         p.rank.kernels.rope(&p.rank.compute, &r)
     }
 
-    /// q, k, v and out of the tokens of the sequences; rows past them are padding.
-    fn views(&self, layout: &Layout, rotated: &Tensor, v: &Tensor, out: &Tensor) -> Result<Views> {
-        let c = &self.config;
-        let real = |t: &Tensor| t.narrow(0, 0, layout.tokens());
-        let (rotated, v, out) = (&real(rotated)?, &real(v)?, &real(out)?);
-        let (q, k) = self.q_and_k(rotated)?;
-        let per_head = |t: &Tensor, n: usize| t.view(&[t.shape()[0], n, c.head_dim]);
-        Ok(Views {
-            q: layout.shaped(&q)?,
-            k: layout.shaped(&k)?,
-            v: layout.shaped(&per_head(v, c.kv_heads)?)?,
-            out: layout.shaped(&per_head(out, c.heads)?)?,
-        })
-    }
-
     /// Gradient of the input.
     pub fn backward(
         &self,
@@ -257,25 +208,15 @@ impl Attention {
         let (dheads, out_grad) = self.out.backward(p, saved.out_proj, dy)?;
         let (tokens, d) = (dheads.shape()[0], c.head_dim);
         let dqkv = p.empty(&[tokens, (c.heads + 2 * c.kv_heads) * d])?;
-        layout.blank(p, &dqkv)?;
+        blank(p, layout, &dqkv)?;
         // With norms in between, dq and dk first go to memory of their own.
         let drotated = match &self.norms {
             None => dqkv.clone(),
             Some(_) => p.empty(&[tokens, (c.heads + c.kv_heads) * d])?,
         };
-        layout.blank(p, &drotated)?;
+        blank(p, layout, &drotated)?;
         let dv = dqkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
-        let v = self.views(layout, &saved.rotated, &saved.v, &heads)?;
-        let g = self.views(layout, &drotated, &dv, &dheads)?;
-        let a = AttentionBackward {
-            forward: AttentionForward { q: &v.q, k: &v.k, v: &v.v, sink: None, out: &v.out, lse: &saved.lse },
-            dout: &g.out,
-            dq: &g.q,
-            dk: &g.k,
-            dv: &g.v,
-            dsink: None,
-        };
-        p.rank.kernels.attention_backward(&p.rank.compute, &c.scores, layout.sequences(), &a)?;
+        self.attend_backward(p, layout, saved.scores, &heads, &dheads, (&drotated, &dv))?;
         self.rotate(p, &drotated, positions, true)?;
         let mut grads = out_grad;
         if let (Some((q_norm, k_norm)), Some((q_saved, k_saved))) = (&self.norms, saved.norms) {
@@ -285,65 +226,5 @@ impl Attention {
         }
         let (dx, qkv_grad) = self.qkv.backward(p, saved.qkv, &dqkv)?;
         Ok((dx, grads.and(qkv_grad)))
-    }
-}
-
-struct Views {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-}
-
-impl Layout {
-    /// Tokens of all sequences.
-    pub fn tokens(&self) -> usize {
-        match self {
-            Layout::Rows { count, len } => count * len,
-            Layout::Packed { offsets } => offsets.last().map_or(0, |n| usize::try_from(*n).unwrap_or(0)),
-        }
-    }
-
-    /// Zeroes the rows of `t` past the sequences' tokens: attention does not write them, products read them.
-    fn blank(&self, p: &Pass, t: &Tensor) -> Result<()> {
-        match t.shape()[0].checked_sub(self.tokens()) {
-            None | Some(0) => Ok(()),
-            Some(rest) => p.rank.compute.zero(&t.narrow(0, self.tokens(), rest)?),
-        }
-    }
-
-    /// Checks that it describes exactly `tokens` tokens.
-    pub fn check(&self, tokens: usize) -> Result<()> {
-        let fits = match self {
-            Layout::Rows { count, len } => count.checked_mul(*len) == Some(tokens),
-            Layout::Packed { offsets } => {
-                offsets.first() == Some(&0)
-                    && offsets.last().is_some_and(|n| usize::try_from(*n) == Ok(tokens))
-                    && offsets.windows(2).all(|w| w[0] <= w[1])
-            }
-        };
-        if fits { Ok(()) } else { shape_error("sequences", format!("{self:?} does not cut {tokens} tokens")) }
-    }
-
-    fn sequences(&self) -> Sequences<'_> {
-        match self {
-            Layout::Rows { .. } => Sequences::Batch,
-            Layout::Packed { offsets } => Sequences::Packed { q: offsets, k: offsets },
-        }
-    }
-
-    /// `[tokens, heads, d]` as the kernels want it.
-    fn shaped(&self, t: &Tensor) -> Result<Tensor> {
-        match (self, t.shape()) {
-            (Layout::Rows { count, len }, [_, n, d]) => t.view(&[*count, *len, *n, *d]),
-            _ => Ok(t.clone()),
-        }
-    }
-
-    fn lse_shape(&self, heads: usize) -> Vec<usize> {
-        match self {
-            Layout::Rows { count, len } => vec![*count, heads, *len],
-            Layout::Packed { .. } => vec![self.tokens(), heads],
-        }
     }
 }

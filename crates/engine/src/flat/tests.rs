@@ -111,7 +111,7 @@ fn each_rank(size: usize, work: impl Fn(&Rank) + Sync) {
         for world in worlds {
             let work = &work;
             scope.spawn(move || {
-                let rank = Rank::cpu_watched(1, 0, Watch { order: true, time: false }).unwrap();
+                let rank = Rank::cpu_watched(1, 0, Watch { order: true, ..Watch::default() }).unwrap();
                 let ranks: Vec<usize> = (0..size).collect();
                 let copies = world.group("copies", &ranks).unwrap().unwrap();
                 work(&Rank { copies, ..rank });

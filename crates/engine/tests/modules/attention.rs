@@ -20,10 +20,10 @@ pub struct Case {
     pub layout: Layout,
 }
 
-const HIDDEN: usize = 6;
+pub const HIDDEN: usize = 6;
 const DIM: usize = 4;
 
-fn plain() -> Case {
+pub fn plain() -> Case {
     Case {
         heads: 2,
         kv_heads: 2,
@@ -62,7 +62,7 @@ pub fn cases() -> Vec<Case> {
 }
 
 impl Case {
-    fn config(&self) -> AttentionConfig {
+    pub fn config(&self) -> AttentionConfig {
         AttentionConfig {
             hidden: HIDDEN,
             heads: self.heads,
@@ -110,7 +110,7 @@ impl Case {
         (f64::from(a.cos() as f32), f64::from(a.sin() as f32))
     }
 
-    fn table(&self, rank: &Rank) -> Option<RopeTable> {
+    pub fn table(&self, rank: &Rank) -> Option<RopeTable> {
         let (style, rot) = self.rope?;
         let all: Vec<(f64, f64)> =
             (0..16).flat_map(|p| (0..rot / 2).map(move |i| (p, i))).map(|(p, i)| self.angle(p, i)).collect();
@@ -246,7 +246,8 @@ fn a_cache_remembers() {
                 for &len in lengths {
                     let new = s.upload(&portion(&x, start, len), &[2 * len, HIDDEN]);
                     let positions: Vec<i32> = (0..2 * len).map(|i| (start + i % len) as i32).collect();
-                    let out = attention.decode(&s.pass(), &new, &mut cache, &s.integers(&positions)).unwrap();
+                    let (rows, positions) = (Layout::Rows { count: 2, len }, s.integers(&positions));
+                    let out = attention.decode(&s.pass(), &new, &mut cache, &rows, &positions).unwrap();
                     let what = format!("{case:?} {dtype} portions {lengths:?} from {start}");
                     close(&what, dtype, &s.host(&out), &portion(&y, start, len));
                     start += len;
@@ -254,7 +255,8 @@ fn a_cache_remembers() {
                 }
                 // There is no place for a sixth.
                 let more = s.upload(&portion(&x, 0, 1), &[2, HIDDEN]);
-                let e = attention.decode(&s.pass(), &more, &mut cache, &s.integers(&[5, 5])).unwrap_err();
+                let (rows, positions) = (Layout::Rows { count: 2, len: 1 }, s.integers(&[5, 5]));
+                let e = attention.decode(&s.pass(), &more, &mut cache, &rows, &positions).unwrap_err();
                 assert!(e.to_string().contains("5 of 5 places taken"), "{e}");
             }
         }

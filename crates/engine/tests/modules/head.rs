@@ -6,12 +6,12 @@ use ferrotron_engine::{Declarations, Embedding, Head, HeadSaved, Targets};
 use ferrotron_kernels::{IGNORE, Smoothing};
 use ferrotron_tensor::{Category, DType, Tensor};
 
-const HIDDEN: usize = 6;
-const VOCAB: usize = 11;
-const LABELS: [i32; 9] = [3, IGNORE, 0, 10, 10, 1, IGNORE, 5, 2];
+pub const HIDDEN: usize = 6;
+pub const VOCAB: usize = 11;
+pub const LABELS: [i32; 9] = [3, IGNORE, 0, 10, 10, 1, IGNORE, 5, 2];
 
 /// Loss of each row; 0 where there is no label.
-fn twin(softcap: Option<f32>, smoothing: Smoothing, x: &[f64], w: &[f64]) -> Vec<f64> {
+pub fn twin(softcap: Option<f32>, smoothing: Smoothing, x: &[f64], w: &[f64]) -> Vec<f64> {
     let logits = linear::twin(x, w, None, VOCAB);
     let rows = logits.chunks(VOCAB).zip(LABELS);
     rows.map(|(z, label)| {
@@ -33,7 +33,7 @@ fn twin(softcap: Option<f32>, smoothing: Smoothing, x: &[f64], w: &[f64]) -> Vec
     .collect()
 }
 
-fn weights() -> Vec<f64> {
+pub fn weights() -> Vec<f64> {
     rounded(
         DType::F32,
         LABELS

@@ -9,4 +9,5 @@ mod head;
 mod linear;
 mod mlp;
 mod norm;
+mod spread;
 mod support;

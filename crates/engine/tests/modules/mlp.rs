@@ -21,7 +21,7 @@ fn act(a: Act, x: f64) -> f64 {
     }
 }
 
-fn gated(a: Act, gate: f64, up: f64) -> f64 {
+pub fn gated(a: Act, gate: f64, up: f64) -> f64 {
     let up = match a {
         Act::ClampedSilu { limit, offset, .. } => {
             up.clamp(-f64::from(limit), f64::from(limit)) + f64::from(offset)

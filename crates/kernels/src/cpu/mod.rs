@@ -12,6 +12,7 @@ mod launch;
 pub mod loss;
 pub mod loss_reduction;
 pub mod math;
+pub mod merge;
 pub mod norm;
 pub mod norm_backward;
 pub mod optim;

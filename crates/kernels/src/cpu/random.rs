@@ -26,30 +26,21 @@ pub fn fill_normal<T: Float>(
     });
 }
 
-/// Where rows of a tensor lie in the whole tensor that is spread over ranks: element `(r, c)` has the index
-/// `first + r·row_stride + c`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct GlobalIndex {
-    /// Index of the first element here.
-    pub first: u64,
-    /// From one row to the next.
-    pub row_stride: u64,
-}
-
-/// `y = x/(1−p)` where an element is kept, 0 where it is dropped with probability p; x, y `[rows, width]`. Whether
-/// it is kept depends on the stream and its global index only. The backward pass is the same map on gradients.
+/// `y = x/(1−p)` where an element is kept, 0 where it is dropped with probability p; x, y `[rows, width]`. Row i is
+/// number `rows[i]` of all rows wherever they are, and element c of row r is word `r·width + c` of the stream. The
+/// backward pass is the same map on gradients.
 pub fn dropout<T: Float>(
     threads: &Threads,
     isa: Isa,
     p: f32,
     stream: RandomStream,
-    index: GlobalIndex,
+    rows: &[i32],
     width: usize,
     x: &[T],
     y: &mut [T],
 ) -> Result<()> {
     check_len("dropout", "y", y.len(), x.len())?;
-    check_len("dropout", "x", x.len(), x.len() / width.max(1) * width)?;
+    check_len("dropout", "x", x.len(), rows.len() * width)?;
     if !(0.0..=1.0).contains(&p) {
         return shape_error("dropout", format!("the probability {p} is outside 0..=1"));
     }
@@ -60,7 +51,7 @@ pub fn dropout<T: Float>(
     threads.chunks(y, piece * width, &|i, y| {
         for (row, y) in y.chunks_mut(width).enumerate() {
             let row = i * piece + row;
-            let first = index.first + row as u64 * index.row_stride;
+            let first = u64::from(rows[row] as u32) * width as u64;
             drop_row(isa, threshold, scale, stream, first, &x[row * width..][..width], y);
         }
     });

@@ -204,8 +204,8 @@ MAP(softcap_backward_f32, softcap_backward<float>)
 MAP(softcap_backward_bf16, softcap_backward<bf16>)
 
 struct DropoutArgs {
-    u64 x, y;
-    i64 n;
+    u64 x, y, rows;
+    i64 n, width;
     u32 key[2];
     u32 lane[2];
     float scale;
@@ -230,15 +230,38 @@ __device__ __forceinline__ void philox(u64 block, const DropoutArgs& p, u32 (&wo
     words[0] = a, words[1] = b, words[2] = c, words[3] = d;
 }
 
-// y = x·scale where word i of the stream is at least the threshold, else 0. Groups start at multiples of four, so
-// each four elements are one block of words.
+// The word of element `at`: its column in the row that has the number rows[·] among all rows of the step.
+__device__ __forceinline__ u64 dropout_word(const DropoutArgs& p, i64 at) {
+    i64 row = p.n >> 32 ? at / p.width : i64(u32(at) / u32(p.width));
+    u32 number = reinterpret_cast<const u32*>(p.rows)[row];
+    return u64(number) * u64(p.width) + u64(at - row * p.width);
+}
+
+// y = x·scale where the element's word of the stream is at least the threshold, else 0. Groups start at multiples of
+// four: where rows do too, each four elements are one block of words. Else every element draws its own.
 template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p) {
+    if (p.width % 4 != 0) {
+        constexpr i64 SHARE = i64(16 / sizeof(T)) * UNROLL * THREADS;
+        i64 first = i64(blockIdx.x) * SHARE, last = first + SHARE < p.n ? first + SHARE : p.n;
+#pragma unroll 1
+        for (i64 at = first + threadIdx.x; at < last; at += THREADS) {
+            u64 word = dropout_word(p, at);
+            u32 words[4];
+            philox(word / 4, p, words);
+            u32 low = word & 1 ? words[1] : words[0], high = word & 1 ? words[3] : words[2];
+            float kept = to_f32(reinterpret_cast<const T*>(p.x)[at]) * p.scale;
+            reinterpret_cast<T*>(p.y)[at] = from_f32<T>((word & 2 ? high : low) < p.threshold ? 0.0f : kept);
+        }
+        return;
+    }
     map<T, T>(p.x, p.y, p.n, p.wide, [&](auto& v, i64 at) {
         constexpr int N = sizeof(v) / sizeof(float);
 #pragma unroll
         for (int part = 0; part < N / 4; part++) {
+            i64 first = at + 4 * part;
+            if (first >= p.n) break;
             u32 words[4];
-            philox(u64(at) / 4 + part, p, words);
+            philox(dropout_word(p, first) / 4, p, words);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float kept = v[4 * part + i] * p.scale;

@@ -1,7 +1,7 @@
 use super::copy::StridedArgs;
 use super::{CudaKernels, Grid, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
-use crate::elementwise::{check_columns, check_one, check_share};
+use crate::elementwise::{check_columns, check_dropout, check_one};
 use crate::philox::RandomStream;
 use crate::{DropoutKey, ElementwiseKernels};
 use ferrotron_tensor::{Category, DType, Error, Launch, Result, Stream, Tensor, read, shape_error, write};
@@ -55,7 +55,9 @@ struct MapArgs {
 struct DropoutArgs {
     x: u64,
     y: u64,
+    rows: u64,
     n: i64,
+    width: i64,
     key: [u32; 2],
     lane: [u32; 2],
     scale: f32,
@@ -224,18 +226,28 @@ impl ElementwiseKernels for CudaKernels {
         })
     }
 
-    fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()> {
+    fn dropout(
+        &self,
+        s: &Stream,
+        p: f32,
+        key: DropoutKey,
+        rows: &Tensor,
+        x: &Tensor,
+        y: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "dropout";
         same_contiguous(OP, &[x, y])?;
-        check_share(p)?;
+        let width = check_dropout(p, rows, x)? as i64;
         dtypes(OP, x.dtype(), &[y])?;
         let kernel = typed!(OP, x.dtype(), "elementwise", "dropout")?;
         let RandomStream { key, lane } = RandomStream::dropout(key);
-        s.launch(OP, &[read(x), write(y)], |l| {
+        s.launch(OP, &[read(x), write(y), read(rows)], |l| {
             let (from, to) = (l.address(0)?, l.address(1)?);
             let args = DropoutArgs {
                 x: from,
                 y: to,
+                rows: l.address(2)?,
+                width,
                 n: x.numel() as i64,
                 key,
                 lane,

@@ -11,6 +11,7 @@ mod embedding;
 mod gemm;
 mod libraries;
 mod loss;
+mod merge;
 mod modules;
 mod norm;
 mod optim;

@@ -46,6 +46,7 @@ pub const SOURCES: &[Source] = &[
     source("product", include_str!("product.cu")),
     source("activation", include_str!("activation.cu")),
     source("loss", include_str!("loss.cu")),
+    source("merge", include_str!("merge.cu")),
     source("norm", include_str!("norm.cu")),
     source("rope", include_str!("rope.cu")),
 ];

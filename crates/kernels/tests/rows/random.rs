@@ -1,7 +1,7 @@
 use super::support::{Random, everywhere};
 use ferrotron_kernels::DropoutKey;
 use ferrotron_kernels::cpu::Isa;
-use ferrotron_kernels::cpu::random::{GlobalIndex, dropout, fill_normal};
+use ferrotron_kernels::cpu::random::{dropout, fill_normal};
 use ferrotron_kernels::philox::{RandomStream, philox4x32};
 use ferrotron_tensor::{Float, Threads, bf16};
 use std::collections::HashSet;
@@ -22,7 +22,7 @@ fn philox_known_answers() {
     }
 }
 
-const KEY: DropoutKey = DropoutKey { seed: 1, step: 2, micro_batch: 3, layer: 4, site: 5 };
+const KEY: DropoutKey = DropoutKey { seed: 1, step: 2, layer: 4, site: 5 };
 
 #[test]
 fn every_part_of_a_key_makes_another_stream() {
@@ -33,7 +33,7 @@ fn every_part_of_a_key_makes_another_stream() {
     add(RandomStream::dropout(DropoutKey { seed: 9, ..KEY }));
     add(RandomStream::dropout(DropoutKey { step: 3, ..KEY }));
     add(RandomStream::dropout(DropoutKey { step: 2 + (1 << 32), ..KEY }));
-    add(RandomStream::dropout(DropoutKey { micro_batch: 4, layer: 3, ..KEY }));
+    add(RandomStream::dropout(DropoutKey { layer: 3, ..KEY }));
     add(RandomStream::dropout(DropoutKey { layer: 5, site: 4, ..KEY }));
     for name in ["", "a", "b", "ab", "ba", "layers.0.weight", "layers.1.weight", "layers.0.weight\0"] {
         add(RandomStream::named(1, name));
@@ -87,10 +87,10 @@ fn normal_values_are_normal_and_independent_of_cuts() {
     fill_normal::<bf16>(&Threads::new(1).unwrap(), stream, 0, 0.0, 1.0, &mut []);
 }
 
-fn drop_all<T: Float>(p: f32, x: &[T], width: usize, index: GlobalIndex) -> Vec<T> {
+fn drop_all<T: Float>(p: f32, x: &[T], width: usize, rows: &[i32]) -> Vec<T> {
     everywhere(|threads, isa| {
         let mut y = vec![T::from_f32(9.0); x.len()];
-        dropout(threads, isa, p, RandomStream::dropout(KEY), index, width, x, &mut y).unwrap();
+        dropout(threads, isa, p, RandomStream::dropout(KEY), rows, width, x, &mut y).unwrap();
         y
     })
 }
@@ -99,8 +99,8 @@ fn drop_all<T: Float>(p: f32, x: &[T], width: usize, index: GlobalIndex) -> Vec<
 fn dropout_keeps_scales_and_does_not_depend_on_the_layout() {
     let (rows, width, p) = (301, 103, 0.3);
     let x: Vec<f32> = Random(2).vec(rows * width, 1.0);
-    let at = |first: usize| GlobalIndex { first: first as u64, row_stride: width as u64 };
-    let whole = drop_all(p, &x, width, at(0));
+    let numbers: Vec<i32> = (0..rows as i32).collect();
+    let whole = drop_all(p, &x, width, &numbers);
     let stream = RandomStream::dropout(KEY);
     for (i, (x, y)) in x.iter().zip(&whole).enumerate() {
         let dropped = f64::from(stream.word(i as u64)) < f64::from(p) * 4_294_967_296.0;
@@ -108,30 +108,32 @@ fn dropout_keeps_scales_and_does_not_depend_on_the_layout() {
     }
     let rate = whole.iter().filter(|y| **y == 0.0).count() as f64 / whole.len() as f64;
     assert!((rate - f64::from(p)).abs() < 0.02, "{rate}");
-    // Rows split over ranks (sequence), then columns (tensor).
-    assert_eq!(drop_all(p, &x[width * 50..], width, at(width * 50)), whole[width * 50..]);
-    let (from, part) = (37, 41);
-    let columns =
-        |all: &[f32]| -> Vec<f32> { all.chunks(width).flat_map(|r| r[from..from + part].to_vec()).collect() };
-    assert_eq!(drop_all(p, &columns(&x), part, at(from)), columns(&whole));
+    // Some of the rows, and rows in another order.
+    assert_eq!(drop_all(p, &x[width * 50..], width, &numbers[50..]), whole[width * 50..]);
+    let back = |all: &[f32]| -> Vec<f32> { all.chunks(width).rev().flatten().copied().collect() };
+    let turned: Vec<i32> = numbers.iter().rev().copied().collect();
+    assert_eq!(drop_all(p, &back(&x), width, &turned), back(&whole));
     // The backward pass drops the same elements.
     let ones = vec![bf16::ONE; x.len()];
     assert!(
-        drop_all(p, &ones, width, at(0)).iter().zip(&whole).all(|(d, y)| (d.to_f32() == 0.0) == (*y == 0.0))
+        drop_all(p, &ones, width, &numbers)
+            .iter()
+            .zip(&whole)
+            .all(|(d, y)| (d.to_f32() == 0.0) == (*y == 0.0))
     );
 }
 
 #[test]
 fn dropout_of_nothing_everything_and_nonsense() {
     let x: Vec<f32> = Random(2).vec(64, 1.0);
-    let at = GlobalIndex { first: 0, row_stride: 8 };
-    assert_eq!(drop_all(0.0, &x, 8, at), x);
-    assert!(drop_all(1.0, &x, 8, at).iter().all(|y| *y == 0.0));
-    assert!(drop_all(0.5, &[f32::INFINITY; 8], 8, at).iter().all(|y| *y == 0.0 || *y == f32::INFINITY));
-    assert!(drop_all::<f32>(0.5, &[], 8, at).is_empty());
+    let (rows, one) = (&[0, 1, 2, 3, 4, 5, 6, 7][..], &[0][..]);
+    assert_eq!(drop_all(0.0, &x, 8, rows), x);
+    assert!(drop_all(1.0, &x, 8, rows).iter().all(|y| *y == 0.0));
+    assert!(drop_all(0.5, &[f32::INFINITY; 8], 8, one).iter().all(|y| *y == 0.0 || *y == f32::INFINITY));
+    assert!(drop_all::<f32>(0.5, &[], 8, &[]).is_empty());
     let (threads, isa, stream) = (Threads::new(1).unwrap(), Isa::detect(), RandomStream::dropout(KEY));
     for p in [-0.1, 1.1, f32::NAN] {
-        assert!(dropout(&threads, isa, p, stream, at, 8, &x, &mut [0f32; 64]).is_err());
+        assert!(dropout(&threads, isa, p, stream, rows, 8, &x, &mut [0f32; 64]).is_err());
     }
-    assert!(dropout(&threads, isa, 0.5, stream, at, 7, &x, &mut [0f32; 64]).is_err());
+    assert!(dropout(&threads, isa, 0.5, stream, rows, 7, &x, &mut [0f32; 64]).is_err());
 }

@@ -23,7 +23,8 @@ pub fn homes() -> Vec<Home> {
     let threads = || Threads::new(2).unwrap();
     let card = match cards() {
         Ok(all) if !all.is_empty() => {
-            let watch = Watch { order: std::env::var_os("FERROTRON_TEST_CHECK").is_some(), time: false };
+            let watch =
+                Watch { order: std::env::var_os("FERROTRON_TEST_CHECK").is_some(), ..Watch::default() };
             let device = Device::cuda(0, threads(), watch).unwrap();
             let k = Box::new(CudaKernels::load(&device).unwrap());
             Some(Home { name: "CUDA".into(), k, s: device.stream("compute").unwrap() })

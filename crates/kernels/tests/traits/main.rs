@@ -6,6 +6,7 @@ mod attention;
 mod gemm;
 mod homes;
 mod maps;
+mod merge;
 mod norm;
 mod optim;
 mod refusals;

@@ -61,7 +61,7 @@ fn maps() {
     for h in homes() {
         let (k, s) = (&h.k, &h.s);
         let f = |n: usize| z(&h, F32, &[n]);
-        let key = DropoutKey { seed: 0, step: 0, micro_batch: 0, layer: 0, site: 0 };
+        let key = DropoutKey { seed: 0, step: 0, layer: 0, site: 0 };
         refused(&h, "add lengths", k.add(s, &f(3), &f(4), &f(3)));
         refused(&h, "add result", k.add(s, &f(3), &f(3), &f(4)));
         refused(&h, "add types", k.add(s, &f(3), &z(&h, BF16, &[3]), &f(3)));
@@ -96,10 +96,14 @@ fn maps() {
         refused(&h, "softcap integers", k.softcap_forward(s, 1.0, &z(&h, I32, &[3])));
         refused(&h, "softcap lengths", k.softcap_backward(s, 1.0, &f(3), &f(4)));
         refused(&h, "softcap types", k.softcap_backward(s, 1.0, &f(3), &z(&h, BF16, &[3])));
-        refused(&h, "dropout lengths", k.dropout(s, 0.5, key, &f(3), &f(4)));
-        refused(&h, "dropout types", k.dropout(s, 0.5, key, &f(3), &z(&h, BF16, &[3])));
+        let (row, ids) = (|n| z(&h, F32, &[1, n]), |n| z(&h, I32, &[n]));
+        refused(&h, "dropout lengths", k.dropout(s, 0.5, key, &ids(1), &row(3), &row(4)));
+        refused(&h, "dropout types", k.dropout(s, 0.5, key, &ids(1), &row(3), &z(&h, BF16, &[1, 3])));
+        refused(&h, "dropout of more rows", k.dropout(s, 0.5, key, &ids(2), &row(3), &row(3)));
+        refused(&h, "dropout of rows unnumbered", k.dropout(s, 0.5, key, &f(1), &row(3), &row(3)));
+        refused(&h, "dropout of a vector", k.dropout(s, 0.5, key, &ids(3), &f(3), &f(3)));
         for p in [-0.1, 1.0, 1.5, f32::NAN] {
-            refused(&h, &format!("dropout of {p}"), k.dropout(s, p, key, &f(3), &f(3)));
+            refused(&h, &format!("dropout of {p}"), k.dropout(s, p, key, &ids(1), &row(3), &row(3)));
         }
         let pair = |r, w| z(&h, F32, &[r, w]);
         refused(&h, "gated width", k.act_forward(s, Act::Silu, true, &pair(2, 5), &pair(2, 2)));

@@ -2,6 +2,7 @@
 
 mod crash;
 mod damage;
+mod together;
 
 use super::*;
 use crate::error::Error;

@@ -1,8 +1,8 @@
 use super::{CpuKernels, floats, rows_of, same_contiguous};
-use crate::cpu::random::{GlobalIndex, dropout};
+use crate::cpu::random::dropout;
 use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
-use crate::elementwise::{check_columns, check_one, check_share};
+use crate::elementwise::{check_columns, check_dropout, check_one};
 use crate::philox::RandomStream;
 use crate::{DropoutKey, ElementwiseKernels};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, write};
@@ -106,15 +106,22 @@ impl ElementwiseKernels for CpuKernels {
         })
     }
 
-    fn dropout(&self, s: &Stream, p: f32, key: DropoutKey, x: &Tensor, y: &Tensor) -> Result<()> {
+    fn dropout(
+        &self,
+        s: &Stream,
+        p: f32,
+        key: DropoutKey,
+        rows: &Tensor,
+        x: &Tensor,
+        y: &Tensor,
+    ) -> Result<()> {
         same_contiguous("dropout", &[x, y])?;
-        check_share(p)?;
+        let width = check_dropout(p, rows, x)?;
         let stream = RandomStream::dropout(key);
-        let width = x.shape().last().copied().unwrap_or(1);
-        let index = GlobalIndex { first: 0, row_stride: width as u64 };
-        s.launch("dropout", &[read(x), write(y)], |l| {
+        s.launch("dropout", &[read(x), write(y), read(rows)], |l| {
+            let (isa, rows) = (self.isa, l.slice(2)?);
             floats!("dropout", x.dtype(), T =>
-                dropout::<T>(l.threads(), self.isa, p, stream, index, width, l.slice(0)?, l.slice_mut(1)?))
+                dropout::<T>(l.threads(), isa, p, stream, rows, width, l.slice(0)?, l.slice_mut(1)?))
         })
     }
 }

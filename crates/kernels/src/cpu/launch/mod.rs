@@ -7,6 +7,7 @@ mod elementwise;
 mod embedding;
 mod gemm;
 mod loss;
+mod merge;
 mod norm;
 mod optim;
 mod rope;

@@ -1,9 +1,17 @@
-//! Several ranks as threads of this process: the same work on each, every layout on one machine.
+//! The ranks of a run: threads of this process, every layout on one machine; or one rank of a job that a launcher
+//! started. The same work on each.
+
+mod launch;
+
+pub use ferrotron_comm::{Arithmetic, Job, Launcher};
+pub use launch::Launch;
 
 use crate::grid::{Grid, Layout};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, World};
 use ferrotron_engine::Rank;
+use ferrotron_kernels::Kernels;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a rank waits for another before the run ends with an error that names it.
@@ -31,18 +39,20 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
         back: mine("back", "pp")?,
         ends: mine("ends", "embd")?,
         model: mine("model", "tp-pp")?,
+        compute: rank.compute.of_rank(world.rank()),
+        comm: rank.comm.of_rank(world.rank()),
         ..rank
     })
 }
 
 /// Refuses kinds of parallelism that this version lacks.
 pub fn check(layout: &Layout) -> Result<()> {
-    let absent = [("cp", layout.cp), ("pp", layout.pp), ("vp", layout.vp), ("ep", layout.ep)];
+    let absent = [("ep", layout.ep)];
     match absent.iter().find(|(_, n)| *n > 1) {
         None => Ok(()),
-        Some((key, n)) => Err(Error::Invalid(format!(
-            "{key}={n}: this version cuts work over tp and dp only; leave {key} out"
-        ))),
+        Some((key, n)) => {
+            Err(Error::Invalid(format!("{key}={n}: this version has no experts; leave {key} out")))
+        }
     }
 }
 
@@ -56,9 +66,37 @@ pub fn on_threads<T: Send>(
     make: impl Fn() -> Result<Rank> + Sync,
     work: impl Fn(Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
+    on_threads_with(layout, PATIENCE, Arithmetic::default(), make, work)
+}
+
+/// The same with all ranks on the device of `rank`, each with streams of its own: several ranks on one card.
+pub fn on_one_device<T: Send>(
+    layout: &Layout,
+    patience: Duration,
+    rank: &Rank,
+    work: impl Fn(Rank) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let make = || Ok(Rank::alone(rank.device(), rank.kernels.clone(), rank.seed)?);
+    on_threads_with(layout, patience, arithmetic(&rank.kernels), make, work)
+}
+
+/// Sums over ranks that share a card, by its kernels. Maxima are of single numbers: the host makes them.
+fn arithmetic(kernels: &Arc<dyn Kernels>) -> Arithmetic {
+    let kernels = kernels.clone();
+    Arithmetic { add: Some(Arc::new(move |s, acc, x| kernels.add_assign(s, acc, x))), max: None }
+}
+
+/// [`on_threads`] with what it takes for granted: how long a rank waits for another, and how a card adds.
+pub fn on_threads_with<T: Send>(
+    layout: &Layout,
+    patience: Duration,
+    arithmetic: Arithmetic,
+    make: impl Fn() -> Result<Rank> + Sync,
+    work: impl Fn(Rank) -> Result<T> + Sync,
+) -> Result<Vec<T>> {
     check(layout)?;
     let grid = Grid::of(layout.clone())?;
-    let run = |world: World| join(make()?, &world, &grid).and_then(&work);
+    let run = |world: World| as_member(&world, &grid, &make, &work);
     if grid.world() == 1 {
         return Ok(vec![run(World::solo())?]);
     }
@@ -66,7 +104,7 @@ pub fn on_threads<T: Send>(
         let (n, what) = (grid.world(), "are too many for one process; use at most");
         return Err(Error::Invalid(format!("{n} ranks as threads {what} {MOST}")));
     }
-    let worlds = World::threads(grid.world(), PATIENCE);
+    let worlds = World::threads_with(grid.world(), patience, arithmetic);
     let done: Vec<Result<T>> = std::thread::scope(|scope| {
         let run = &run;
         let threads: Vec<_> = worlds.into_iter().map(|w| scope.spawn(move || run(w))).collect();
@@ -75,8 +113,6 @@ pub fn on_threads<T: Send>(
         };
         threads.into_iter().enumerate().map(end).collect()
     });
-    // Ranks that only heard of another's failure come last.
-    let heard = |e: &Error| matches!(e, Error::Tensor(ferrotron_tensor::Error::Communication(_)));
     let (mut out, mut failures) = (Vec::new(), Vec::new());
     for result in done {
         match result {
@@ -84,9 +120,30 @@ pub fn on_threads<T: Send>(
             Err(e) => failures.push(e),
         }
     }
+    // Ranks that only heard of another's failure come last.
     failures.sort_by_key(heard);
     match failures.into_iter().next() {
         Some(e) => Err(e),
         None => Ok(out),
     }
+}
+
+/// An error that came from another rank, or between ranks.
+fn heard(e: &Error) -> bool {
+    matches!(e, Error::Tensor(ferrotron_tensor::Error::Communication(_)))
+}
+
+/// One rank's work in its world. If it fails for a reason of its own, the others hear of it at once.
+fn as_member<T>(
+    world: &World,
+    grid: &Grid,
+    make: impl FnOnce() -> Result<Rank>,
+    work: impl FnOnce(Rank) -> Result<T>,
+) -> Result<T> {
+    let done = make().and_then(|rank| join(rank, world, grid)).and_then(work);
+    done.inspect_err(|e| {
+        if !heard(e) {
+            world.give_up(&e.to_string());
+        }
+    })
 }

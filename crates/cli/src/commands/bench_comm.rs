@@ -1,0 +1,118 @@
+//! `bench comm`: how fast ranks talk.
+
+use crate::args::Global;
+use crate::{output, place};
+use anyhow::Result;
+use ferrotron_core::bench::{COLLECTIVES, CommBench, FORMULA, comm, sizes};
+use ferrotron_core::config::Precision;
+use ferrotron_core::grid::Layout;
+use ferrotron_engine::Rank;
+use ferrotron_tensor::human;
+use std::process::ExitCode;
+
+/// The long help.
+pub const LONG: &str = "\
+Every collective between ranks, from 1 KiB to 64 MiB: time of a call, algorithm and bus bandwidth.
+
+Ranks are threads of this process, on the CPU or sharing one card, or the processes that a launcher started: over MPI on
+the CPU, over NCCL with a card each. bytes are those of the whole tensor: of one rank's for all-reduce, broadcast and
+message, of what is gathered, scattered or exchanged otherwise. Algorithm bandwidth is bytes by time; bus bandwidth is
+that x 2(n-1)/n for all-reduce and x (n-1)/n for all-gather, reduce-scatter and all-to-all, which is what the slowest link
+of a ring carries, and comparable over numbers of ranks. A message goes round: every rank sends one and receives one.";
+
+const AFTER: &str = "\
+Examples:
+  ferrotron bench comm --ranks 4
+  ferrotron bench comm --device cuda --ranks 2 --filter all-reduce
+  mpirun -n 4 ferrotron bench comm --json";
+
+/// What to measure.
+#[derive(Debug, clap::Args)]
+#[command(long_about = LONG, after_help = AFTER)]
+pub struct Args {
+    /// Ranks as threads of this process; under a launcher its processes are the ranks [default: 2]
+    #[arg(long, value_name = "N")]
+    pub ranks: Option<usize>,
+    /// Only collectives whose name contains this
+    #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
+    pub filter: String,
+    /// Element type: f32 or bf16 [default: both]
+    #[arg(long, value_name = "DTYPE")]
+    pub dtype: Option<Precision>,
+    /// Largest tensor, in bytes
+    #[arg(long, value_name = "BYTES", default_value_t = 64 << 20)]
+    pub largest: usize,
+    /// Seconds per measurement
+    #[arg(long, value_name = "S", default_value_t = 0.1)]
+    pub seconds: f64,
+}
+
+/// Runs the command.
+pub fn run(args: &Args, global: &Global) -> Result<ExitCode> {
+    let ranks = global.ranks(args.ranks)?.unwrap_or(2);
+    let collectives: Vec<_> = COLLECTIVES.into_iter().filter(|k| k.name().contains(&args.filter)).collect();
+    if collectives.is_empty() {
+        let names = COLLECTIVES.map(|k| k.name()).join(", ");
+        let what = format!("--filter {:?} fits none of {names}", args.filter);
+        return Err(output::Usage::new(what).into());
+    }
+    let dtypes = args.dtype.map_or(vec![Precision::F32, Precision::Bf16], |d| vec![d]);
+    let layout = Layout { dp: Some(ranks), ..Layout::default() };
+    let one = |rank: Rank| {
+        let mut rows = Vec::new();
+        for kind in &collectives {
+            for dtype in &dtypes {
+                for bytes in sizes(args.largest) {
+                    rows.push(comm(&rank, *kind, dtype.dtype(), bytes, args.seconds)?);
+                }
+            }
+        }
+        Ok((place::full_name(&rank), rank.device().card().is_some(), rows))
+    };
+    let (device, card, rows) = place::run(global, &layout, 0, one)?.swap_remove(0);
+    if !global.launch.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let engine = match (global.launch.job()?.is_some(), card) {
+        (false, _) => "threads",
+        (true, false) => "mpi",
+        (true, true) => "nccl",
+    };
+    if global.json {
+        output::print_json(&serde_json::json!({
+            "ranks": ranks,
+            "engine": engine,
+            "device": device,
+            "formula": FORMULA,
+            "results": rows,
+        }))?;
+    } else {
+        output::print(&format!("{device}, over {engine}\n{}\n{FORMULA}\n", table(&rows)))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn table(rows: &[CommBench]) -> String {
+    let head = ["collective", "type", "bytes", "time", "algorithm GB/s", "bus GB/s"].map(String::from);
+    let mut out = vec![head.to_vec()];
+    out.extend(rows.iter().map(|r| {
+        vec![
+            r.collective.to_string(),
+            r.dtype.to_string(),
+            human(r.bytes),
+            short(r.seconds),
+            format!("{:.3}", r.algorithm),
+            format!("{:.3}", r.bus),
+        ]
+    }));
+    output::table(&out)
+}
+
+/// 12.3 us, 4.56 ms, 1.23 s.
+fn short(seconds: f64) -> String {
+    match seconds {
+        s if s < 1e-3 => format!("{:.1} us", s * 1e6),
+        s if s < 1.0 => format!("{:.2} ms", s * 1e3),
+        s => format!("{s:.2} s"),
+    }
+}

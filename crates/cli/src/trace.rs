@@ -1,0 +1,205 @@
+//! `--trace`: a timeline of a few steps, and what it says about kernels and communication.
+
+use crate::args::Global;
+use crate::{output, place};
+use anyhow::Result;
+use ferrotron_core::data::Batches;
+use ferrotron_core::events::Event;
+use ferrotron_core::train::{Observer, Outcome, Run};
+use ferrotron_core::{Error, Result as Core};
+use ferrotron_engine::Rank;
+use ferrotron_tensor::trace::{Cover, KernelTime, Trace};
+use serde_json::{Value, json};
+use std::path::{Path, PathBuf};
+
+/// Lines of a table before the rest is added up.
+const LINES: usize = 20;
+
+/// What to trace.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Timeline {
+    /// Write a timeline of the last steps: every kernel and collective of every rank, for ui.perfetto.dev
+    #[arg(long, value_name = "FILE.json")]
+    pub trace: Option<PathBuf>,
+    /// Steps in the timeline
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..), hide_default_value = true)]
+    pub trace_steps: u64,
+}
+
+impl Timeline {
+    /// The options of every command, with devices made for a trace if there is to be one. A file that cannot be
+    /// written is found here, not at the end of a run.
+    pub fn place(&self, global: &Global) -> Result<Global> {
+        if let Some(file) = &self.trace {
+            std::fs::File::create(file).map_err(|e| Error::io_doing(file, "write the trace", e))?;
+        }
+        Ok(Global { trace: self.trace.is_some(), ..global.clone() })
+    }
+
+    /// Trains as [`Run::train`] does, and has the timeline written. What is returned beside the outcome is for the
+    /// rank that shows it.
+    pub fn train(
+        &self,
+        run: &mut Run,
+        data: &dyn Batches,
+        eval: Option<&dyn Batches>,
+        observer: &mut dyn Observer,
+    ) -> Core<(Outcome, Option<Summary>)> {
+        let Some(file) = &self.trace else { return Ok((run.train(data, eval, observer)?, None)) };
+        let outcome = run.train(data, eval, &mut self.around(observer))?;
+        let summary = finish(&run.trainer.rank, file).map_err(place::told)?;
+        Ok((outcome, summary))
+    }
+
+    /// An observer that also starts and stops the trace.
+    pub fn around<'a>(&self, inner: &'a mut dyn Observer) -> Around<'a> {
+        Around { inner, steps: self.trace_steps }
+    }
+}
+
+/// Traces steps, and nothing between them: no evaluation, no checkpoint.
+pub struct Around<'a> {
+    inner: &'a mut dyn Observer,
+    steps: u64,
+}
+
+impl Observer for Around<'_> {
+    fn event(&mut self, event: &Event) {
+        self.inner.event(event);
+    }
+
+    fn stop(&self) -> bool {
+        self.inner.stop()
+    }
+
+    fn before_step(&mut self, rank: &Rank, left: u64) -> Core<()> {
+        self.inner.before_step(rank, left)?;
+        if left <= self.steps {
+            // Ranks may share a device: none starts while another has still to pause.
+            rank.world.all().barrier("a traced step begins")?;
+            rank.device().start_trace()?;
+        }
+        Ok(())
+    }
+
+    fn after_step(&mut self, rank: &Rank, left: u64) -> Core<()> {
+        if left <= self.steps {
+            rank.world.all().barrier("a traced step ends")?;
+            rank.device().pause_trace();
+        }
+        self.inner.after_step(rank, left)
+    }
+}
+
+/// Nothing to show and nobody to ask to stop.
+pub struct Silent;
+
+impl Observer for Silent {
+    fn event(&mut self, _: &Event) {}
+    fn stop(&self) -> bool {
+        false
+    }
+}
+
+/// Collects the traces of all ranks; the first writes them and gets the tables.
+pub fn finish(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
+    let all = rank.world.all();
+    // Ranks that share a device share its trace: whoever takes it first has all of it.
+    let mine = serde_json::to_vec(&rank.device().take_trace()?)?;
+    let traces = all.all_gather_bytes(&mine, "traces")?;
+    if all.rank() != 0 {
+        return Ok(None);
+    }
+    let traces = traces.iter().map(|t| serde_json::from_slice(t)).collect::<Result<Vec<Trace>, _>>()?;
+    let trace = Trace::merge(traces);
+    std::fs::write(file, trace.chrome_json()).map_err(|e| Error::io_doing(file, "write the trace", e))?;
+    Ok(Some(Summary { file: file.to_path_buf(), trace }))
+}
+
+/// A trace that was written.
+pub struct Summary {
+    file: PathBuf,
+    trace: Trace,
+}
+
+impl Summary {
+    /// Shows it on standard output.
+    pub fn print(&self, global: &Global) -> Result<()> {
+        match global.json {
+            true => output::print(&format!("{}\n", json!({ "trace": self.json() }))),
+            false => output::print(&self.text()),
+        }
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let t = &self.trace;
+        if t.is_empty() {
+            return format!("\nno step was traced; {} has none\n", self.file.display());
+        }
+        let mut out = format!(
+            "\ntrace: {} ({:.1} ms of {}; open it in ui.perfetto.dev)\n",
+            self.file.display(),
+            t.seconds() * 1e3,
+            match t.ranks().len() {
+                1 => "one rank".to_string(),
+                n => format!("{n} ranks"),
+            }
+        );
+        out += &table("kernel", &t.by_kernel());
+        let collectives = t.by_collective();
+        if !collectives.is_empty() {
+            out += &format!("\n{}", table("collective", &collectives));
+            let o = t.overlap();
+            let heads = ["communication", "ms", "under compute of its rank", "of any rank"];
+            out += "\n";
+            out += &output::table(&[
+                heads.map(String::from).to_vec(),
+                line("in all, with waiting", o.spans),
+                line("moving data", o.busy),
+            ]);
+        }
+        out
+    }
+
+    /// For programs.
+    pub fn json(&self) -> Value {
+        let times = |rows: Vec<KernelTime>| -> Vec<Value> {
+            rows.into_iter()
+                .map(|k| json!({ "name": k.name, "calls": k.calls, "ms": k.seconds * 1e3 }))
+                .collect()
+        };
+        let cover = |c: Cover| json!({ "ms": c.total * 1e3, "under_own_compute_ms": c.own * 1e3, "under_any_compute_ms": c.any * 1e3 });
+        let overlap = self.trace.overlap();
+        json!({
+            "file": self.file,
+            "ms": self.trace.seconds() * 1e3,
+            "ranks": self.trace.ranks().len(),
+            "kernels": times(self.trace.by_kernel()),
+            "collectives": times(self.trace.by_collective()),
+            "communication": { "spans": cover(overlap.spans), "busy": cover(overlap.busy) },
+        })
+    }
+}
+
+/// Calls, time and share, most first.
+fn table(what: &str, times: &[KernelTime]) -> String {
+    let total: f64 = times.iter().map(|k| k.seconds).sum();
+    let row = |name: String, calls: u64, seconds: f64| {
+        let share = seconds / total.max(f64::MIN_POSITIVE) * 1e2;
+        vec![name, calls.to_string(), format!("{:.2}", seconds * 1e3), format!("{share:.1} %")]
+    };
+    let mut rows = vec![[what, "calls", "ms", "share"].map(String::from).to_vec()];
+    let (first, rest) = times.split_at(times.len().min(LINES));
+    rows.extend(first.iter().map(|k| row(k.name.clone(), k.calls, k.seconds)));
+    if !rest.is_empty() {
+        let (calls, seconds) = rest.iter().fold((0, 0.0), |(n, s), k| (n + k.calls, s + k.seconds));
+        rows.push(row(format!("{} others", rest.len()), calls, seconds));
+    }
+    output::table(&rows)
+}
+
+fn line(name: &str, c: Cover) -> Vec<String> {
+    let part = |s: f64, share: f64| format!("{:.2} ms ({:.0} %)", s * 1e3, share * 1e2);
+    vec![name.into(), format!("{:.2}", c.total * 1e3), part(c.own, c.own_share()), part(c.any, c.any_share())]
+}

@@ -1,0 +1,93 @@
+//! Ranks as processes: what a launcher (`mpirun`, `srun`, torchrun's variables) made of this process.
+
+use super::{as_member, check};
+use crate::grid::{Grid, Layout};
+use crate::{Error, Result};
+use ferrotron_comm::{Job, Launcher, World};
+use ferrotron_engine::Rank;
+use ferrotron_tensor::DeviceKind;
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// This process's part of a job. The job is joined once, by the first work that needs the other ranks, and left when
+/// this is dropped: an error of this rank should be told before.
+#[derive(Debug, Default)]
+pub struct Launch {
+    joined: Mutex<Option<Joined>>,
+}
+
+#[derive(Debug)]
+struct Joined {
+    world: World,
+    kind: DeviceKind,
+}
+
+impl Launch {
+    /// This process's place among those that a launcher started; `None` where it was started alone, and for a job of
+    /// one.
+    pub fn job(&self) -> Result<Option<Job>> {
+        Ok(Job::detect()?.filter(|job| job.size > 1))
+    }
+
+    /// Does this process show results and write files? The first of a job does.
+    pub fn leads(&self) -> bool {
+        Job::detect().ok().flatten().is_none_or(|job| job.rank == 0)
+    }
+
+    /// Runs `work` as this process's rank of `job`, on the device of the rank that `make` makes. A layout that does not
+    /// make the job's number of ranks is refused with the nearest legal one.
+    pub fn run<T>(
+        &self,
+        job: &Job,
+        layout: &Layout,
+        patience: Duration,
+        make: impl FnOnce() -> Result<Rank>,
+        work: impl FnOnce(Rank) -> Result<T>,
+    ) -> Result<T> {
+        check(layout)?;
+        let grid = Grid::new(layout.clone(), job.size)?;
+        let rank = make()?;
+        let world = self.world(job, &rank, patience)?;
+        as_member(&world, &grid, || Ok(rank), work)
+    }
+
+    /// The job's world, joined with the device of `rank`.
+    pub fn world(&self, job: &Job, rank: &Rank, patience: Duration) -> Result<World> {
+        let kind = rank.device().kind();
+        let mut joined = self.joined.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(j) = &*joined {
+            if j.kind != kind {
+                let what =
+                    "the processes of a job communicate on the CPU or on cards, not on both; use one device";
+                return Err(Error::Invalid(what.into()));
+            }
+            return Ok(j.world.clone());
+        }
+        let world = match kind {
+            DeviceKind::Cpu => on_host(job, patience)?,
+            DeviceKind::Cuda { .. } => World::nccl(rank.device(), patience)?,
+        };
+        *joined = Some(Joined { world: world.clone(), kind });
+        Ok(world)
+    }
+}
+
+/// MPI, whoever started the processes. It must have heard of the same job.
+fn on_host(job: &Job, patience: Duration) -> Result<World> {
+    let world = World::mpi(patience)?;
+    if (world.rank(), world.size()) == (job.rank, job.size) {
+        return Ok(world);
+    }
+    let said = match job.launcher {
+        Launcher::Variables => "RANK and WORLD_SIZE say",
+        Launcher::Slurm => "Slurm says",
+        Launcher::Mpi => "the environment says",
+    };
+    Err(Error::Invalid(format!(
+        "{said} rank {} of {}, MPI says rank {} of {}; on the CPU start the processes with mpirun (or srun --mpi)",
+        job.rank,
+        job.size,
+        world.rank(),
+        world.size()
+    )))
+}

@@ -1,0 +1,99 @@
+//! Dropout, overlap and text.
+
+use super::*;
+use ferrotron_core::model::generate::{Sampling, generate};
+use ferrotron_core::parity::first_step;
+use ferrotron_core::train::Trainer;
+use ferrotron_engine::Pass;
+use ferrotron_tensor::Watch;
+
+/// What is dropped depends on the token, not on where or with how many others it is computed.
+#[test]
+fn dropout_is_that_of_one_rank_for_any_micro_batch() {
+    let one = one();
+    let sizes = ["train.micro_batch=1", "train.micro_batch=2"];
+    let set = |size| ["dropout.hidden=0.1", size];
+    let wanted = run(&one, |rank| first_step(rank, &recipe(&one, &set(sizes[0])), None)).unwrap();
+    let without = run(&one, |rank| first_step(rank, &recipe(&one, &[]), None)).unwrap();
+    assert!((wanted.loss.unwrap() - without.loss.unwrap()).abs() > 1e-4, "nothing was dropped");
+    let layouts = ["tp=1", "dp=2", "tp=2", "tp=4,dp=2", "tp=2,pp=2,dp=2", "pp=2,vp=2"];
+    for layout in layouts.map(layout) {
+        for size in sizes {
+            let resolved = recipe(&layout, &set(size));
+            let ours = run(&layout, |rank| first_step(rank, &resolved, None)).unwrap();
+            let (a, b) = (ours.loss.unwrap(), wanted.loss.unwrap());
+            assert!((a / b - 1.0).abs() < 1e-6, "{layout} {size}: loss {a} instead of {b}");
+            let wrong = difference(&ours.tensors[0].1, &wanted.tensors[0].1, false);
+            assert_eq!(wrong, None, "{layout} {size}");
+        }
+    }
+}
+
+/// Communication beside computation changes no bit, and nothing is read or freed before its time.
+#[test]
+fn overlap_changes_nothing_and_is_ordered() {
+    for (tp, set) in [
+        (2, &["precision.dtype=bf16", "dropout.hidden=0.1"][..]),
+        (4, &["train.recompute=full", "model.tied=true"]),
+        (2, &["train.recompute=[\"norm\", \"activation\"]", "data.reset_at_documents=true"]),
+    ] {
+        let layout = Layout { tp, dp: Some(2), ..Layout::default() };
+        let resolved = recipe(&layout, set);
+        let step = |overlap| {
+            let make = || Ok(Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?);
+            let work = |rank| first_step(Rank { overlap, ..rank }, &resolved, None);
+            on_threads(&layout, make, work).unwrap().swap_remove(0)
+        };
+        let (with, without) = (step(true), step(false));
+        assert_eq!(with.loss, without.loss, "{layout} {set:?}");
+        for (o, w) in with.tensors.iter().zip(&without.tensors) {
+            assert_eq!(o.1, w.1, "{layout} {set:?} {}", o.0.name());
+        }
+    }
+}
+
+/// Prompts of lengths that no number of ranks divides, key heads shared by neighbours, columns of logits apart.
+#[test]
+fn text_is_that_of_one_rank() {
+    let text = |layout: &Layout, set: &[&str]| {
+        let resolved = recipe(layout, set);
+        let all = on_threads(
+            layout,
+            || Ok(Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?),
+            |rank| {
+                let trainer = Trainer::new(rank, &resolved)?;
+                let pass = Pass::new(&trainer.rank, &trainer.params);
+                let cold = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 3 };
+                let warm = Sampling { temperature: 1.0, ..cold };
+                let first = trainer.rank.world.rank() == 0;
+                let mut texts = Vec::new();
+                for (prompt, sampling) in [(&[7][..], cold), (&[1, 2, 3, 4, 250], cold), (&[9, 8, 7], warm)] {
+                    texts.push(generate(&trainer.decoder, &pass, prompt, 9, sampling, &[], &mut |_| true)?);
+                }
+                // One that has heard enough ends it for all.
+                let mut heard = 0;
+                let mut enough = |_| {
+                    heard += 1;
+                    !first || heard < 3
+                };
+                let cut = generate(&trainer.decoder, &pass, &[7], 9, cold, &[], &mut enough)?;
+                assert_eq!(cut, texts[0][..3]);
+                Ok(texts)
+            },
+        )
+        .unwrap();
+        assert!(all.windows(2).all(|w| w[0] == w[1]), "{layout}: ranks draw different text");
+        all
+    };
+    for set in
+        [&["model.init_std=0.3"][..], &["model.init_std=0.3", "model.tied=false", "model.qk_norm=true"]]
+    {
+        let one = one();
+        let wanted = text(&one, set);
+        assert!(wanted[0][1].windows(2).any(|w| w[0] != w[1]), "one token for ever: {wanted:?}");
+        for tp in [2, 4] {
+            let layout = Layout { tp, ..one.clone() };
+            assert_eq!(text(&layout, set)[0], wanted[0], "{layout}");
+        }
+    }
+}

@@ -1,0 +1,175 @@
+//! The generated matrix: every legal layout, every schedule, every division of optimizer state, four models, two types.
+
+use super::*;
+use ferrotron_core::data::source;
+use ferrotron_core::parity::{Kind, Outcome};
+use ferrotron_core::ranks::{PATIENCE, on_one_device};
+use ferrotron_core::train::Trainer;
+use ferrotron_tensor::Watch;
+use std::collections::HashMap;
+use std::time::Instant;
+
+/// What all layouts of a row of the matrix have in common.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Variant {
+    tied: bool,
+    packed: bool,
+    bf16: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Case {
+    variant: Variant,
+    layout: Layout,
+    zero: usize,
+    zero_bubble: bool,
+    overlap: bool,
+}
+
+impl Case {
+    fn recipe(&self) -> Resolved {
+        let Variant { tied, packed, bf16 } = self.variant;
+        let order = if self.zero_bubble { "zero-bubble" } else { "1f1b" };
+        let dtype = if bf16 { "bf16" } else { "f32" };
+        let set = [
+            format!("model.tied={tied}"),
+            format!("data.reset_at_documents={packed}"),
+            format!("precision.dtype={dtype}"),
+            format!("parallel.zero={}", self.zero),
+            format!("parallel.schedule={order}"),
+            format!("parallel.overlap={}", self.overlap),
+        ];
+        recipe(&self.layout, &set.each_ref().map(String::as_str))
+    }
+
+    fn name(&self) -> String {
+        let Variant { tied, packed, bf16 } = self.variant;
+        let words = [
+            (tied, "tied"),
+            (packed, "packed"),
+            (bf16, "bf16"),
+            (self.zero_bubble, "zero-bubble"),
+            (!self.overlap, "without overlap"),
+        ];
+        let words: Vec<&str> = words.into_iter().filter(|w| w.0).map(|w| w.1).collect();
+        format!("{} zero={} {}", self.layout, self.zero, words.join(" "))
+    }
+
+    /// Loss and gradients of the first step, and the evaluation of three micro-batches after it: over two or four
+    /// data-parallel ranks the last turn is uneven.
+    fn outcome(&self) -> ferrotron_core::Result<(Outcome, f64)> {
+        let resolved = self.recipe();
+        let ranks = self.layout.world()?;
+        // Everything that overlaps is watched: an access that no event orders is an error.
+        let watch = Watch { order: self.overlap, ..Watch::default() };
+        let work = |rank| {
+            let rank = Rank { overlap: self.overlap, ..rank };
+            let sources = source::open(&resolved)?;
+            let mut trainer = Trainer::new(rank, &resolved)?;
+            let before = trainer.evaluate(&*sources.train, 3)?;
+            let report = trainer.train_step(&*sources.train)?;
+            let gradients = vec![(Kind::Gradient, trainer.gradients()?)];
+            Ok((Outcome { loss: Some(report.loss), lr: report.lr, tensors: gradients }, before))
+        };
+        let all = if on_a_card() {
+            on_one_device(&self.layout, PATIENCE, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
+        } else {
+            on_threads(&self.layout, || Ok(Rank::cpu_watched(1, 1234, watch)?), work)?
+        };
+        assert_eq!(all.len(), ranks);
+        let first = all.into_iter().next();
+        first.ok_or_else(|| ferrotron_core::Error::Invalid("no rank".into()))
+    }
+
+    /// What is wrong with it, beside one rank.
+    fn check(&self, (wanted, evaluated): &(Outcome, f64)) -> Option<String> {
+        let (ours, evaluation) = match self.outcome() {
+            Ok(made) => made,
+            Err(e) => return Some(e.to_string()),
+        };
+        let (a, b) = (ours.loss.unwrap(), wanted.loss.unwrap());
+        let room = if self.variant.bf16 { 2e-3 } else { 1e-6 };
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < room;
+        if !near(a, b) {
+            return Some(format!("loss {a} instead of {b}"));
+        }
+        if !near(evaluation, *evaluated) {
+            return Some(format!("evaluation {evaluation} instead of {evaluated}"));
+        }
+        difference(&ours.tensors[0].1, &wanted.tensors[0].1, self.variant.bf16)
+    }
+}
+
+/// Are all ranks to share a card?
+fn on_a_card() -> bool {
+    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
+}
+
+/// Every case, in a fixed order.
+fn whole() -> Vec<Case> {
+    let sizes = [1, 2, 4];
+    let yes_no = [false, true];
+    let mut out = Vec::new();
+    let each = |out: &mut Vec<Case>, variant: Variant, [tp, cp, pp, dp]: [usize; 4]| {
+        for vp in if pp > 1 { &[1, 2][..] } else { &[1] } {
+            for zero_bubble in if pp > 1 { &yes_no[..] } else { &[false] } {
+                for zero in if cp * dp > 1 { &[0, 1, 2][..] } else { &[0] } {
+                    let layout = Layout { tp, cp, pp, vp: *vp, dp: Some(dp), ..Layout::default() };
+                    // Half of the cases without overlap, mixed over everything else.
+                    let overlap = (out.len() / 2 + out.len()).is_multiple_of(2);
+                    out.push(Case { variant, layout, zero: *zero, zero_bubble: *zero_bubble, overlap });
+                }
+            }
+        }
+    };
+    for (tied, packed, bf16) in (0..8).map(|i| (i & 1 == 1, i & 2 == 2, i & 4 == 4)) {
+        for i in 0..81 {
+            let [tp, cp, pp, dp] = [i % 3, i / 3 % 3, i / 9 % 3, i / 27].map(|k| sizes[k]);
+            if tp * cp * pp * dp <= 16 {
+                each(&mut out, Variant { tied, packed, bf16 }, [tp, cp, pp, dp]);
+            }
+        }
+    }
+    out
+}
+
+/// Some of all, each with the same chance, by a seed.
+fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as usize
+    };
+    (0..count.min(all.len())).map(|_| all.swap_remove(next() % all.len())).collect()
+}
+
+#[test]
+fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
+    let all = whole();
+    let total = all.len();
+    let wanted = std::env::var("FERROTRON_MATRIX").unwrap_or_default();
+    let seed = std::env::var("FERROTRON_MATRIX_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20261115);
+    let mut cases = match wanted.as_str() {
+        "whole" => all,
+        n => sample(all, n.parse().unwrap_or(160), seed),
+    };
+    // Cheap ones first: a mistake shows early.
+    cases.sort_by_key(|c| c.layout.world().unwrap());
+    let begin = Instant::now();
+    let (mut references, mut wrong) = (HashMap::new(), Vec::new());
+    for (i, case) in cases.iter().enumerate() {
+        let reference = references.entry(case.variant).or_insert_with(|| {
+            let one = Case { layout: one(), zero: 0, zero_bubble: false, ..case.clone() };
+            one.outcome().unwrap()
+        });
+        if let Some(what) = case.check(reference) {
+            println!("{}: {what}", case.name());
+            wrong.push(format!("{}: {what}", case.name()));
+        }
+        if (i + 1) % 100 == 0 {
+            println!("{} of {} cases, {:.0} s", i + 1, cases.len(), begin.elapsed().as_secs_f64());
+        }
+    }
+    println!("{} of {total} cases in {:.0} s", cases.len(), begin.elapsed().as_secs_f64());
+    assert!(wrong.is_empty(), "{} of {} cases:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+}

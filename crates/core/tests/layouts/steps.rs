@@ -1,0 +1,44 @@
+//! Ten steps follow the losses of one rank.
+
+use super::*;
+use ferrotron_core::data::source;
+use ferrotron_core::train::Trainer;
+
+fn losses(layout: &Layout, set: &[&str]) -> Vec<f64> {
+    let resolved = recipe(layout, set);
+    run(layout, |rank| {
+        let sources = source::open(&resolved)?;
+        let mut trainer = Trainer::new(rank, &resolved)?;
+        (0..10).map(|_| Ok(trainer.train_step(&*sources.train)?.loss)).collect()
+    })
+    .unwrap()
+}
+
+fn follow(set: &[&str], layouts: &[&str]) {
+    let wanted = losses(&one(), set);
+    for text in layouts {
+        for (i, (a, b)) in losses(&layout(text), set).iter().zip(&wanted).enumerate() {
+            assert!((a / b - 1.0).abs() < 1e-5, "{text} {set:?} step {}: {a} instead of {b}", i + 1);
+        }
+    }
+}
+
+#[test]
+fn ten_steps_follow_the_losses_of_one_rank() {
+    follow(&[], &["dp=4", "tp=2,dp=2", "tp=4", "pp=2", "pp=4", "pp=2,vp=2,dp=2", "tp=2,pp=2,dp=2"]);
+}
+
+#[test]
+fn ten_steps_of_a_zero_bubble_pipeline_too() {
+    follow(&["parallel.schedule=zero-bubble"], &["pp=2", "pp=4,dp=2", "tp=2,pp=2,vp=2"]);
+}
+
+#[test]
+fn stages_can_be_written_out() {
+    let wanted = losses(&one(), &[]);
+    for text in ["pp=4", "pp=2,vp=2"] {
+        let ours = losses(&layout(text), &["parallel.stages=E|ttt|t|tL"]);
+        let near = ours.iter().zip(&wanted).all(|(a, b)| (a / b - 1.0).abs() < 1e-5);
+        assert!(near, "{text}: {ours:?} instead of {wanted:?}");
+    }
+}

@@ -1,0 +1,222 @@
+//! Attention where the ranks of a group share every sequence: each holds its tokens of it (see [`crate::Tokens`]).
+//!
+//! Three ways lead to the same result. On a ring, keys and values go round while queries stay: the least memory, and
+//! communication hides behind computation. Gathered, every rank has all keys and values. With heads exchanged for
+//! tokens, every rank has whole sequences and can do all that one rank can. [`choose`] says which a model takes.
+//!
+//! With c ranks, t tokens of each, rows of w = g·(d_k + d_v) values of keys and values, a rank sends
+//!
+//! | | forward | backward |
+//! |---|---|---|
+//! | ring | (c−1)·t·w | (c−2)·t·w, and (c−1)·t·w in f32 |
+//! | all-gather | (c−1)·t·w | the same, and (c−1)·t·w in f32 |
+//! | all-to-all | (c−1)/c·t·(w + n·d_k + n·d_v) | the same |
+//!
+//! Sequences are padded at their ends, so attention is causal: nobody looks at padding.
+
+mod gather;
+mod heads;
+mod parts;
+pub mod plan;
+mod ring;
+
+use super::Layout;
+use crate::{Place, Rank, Saved, SavedTensor};
+use ferrotron_kernels::{Align, Scores};
+use ferrotron_tensor::{Error, Result, Tensor, shape_error};
+use heads::HeadsSaved;
+use plan::Plan;
+use ring::RingSaved;
+
+/// How ranks that share sequences bring queries and keys together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Variant {
+    /// Keys and values travel from rank to rank.
+    Ring,
+    /// Keys and values of all ranks are gathered on each.
+    AllGather,
+    /// Every rank gets all tokens of its share of the heads (Ulysses).
+    AllToAll,
+}
+
+/// The variant for a model, and why. `heads` and `kv_heads` are those of one tensor-parallel rank, `ranks` those that
+/// share a sequence.
+///
+/// | the model has | the variant |
+/// |---|---|
+/// | sinks | all-to-all: a sink belongs to a query's whole softmax, which no part of the keys can form |
+/// | a window | all-to-all, or all-gather where heads do not divide: on a ring most steps would see nothing |
+/// | neither | the ring; soft caps act on single scores and change nothing |
+pub fn choose(
+    scores: &Scores,
+    sink: bool,
+    heads: usize,
+    kv_heads: usize,
+    ranks: usize,
+) -> Result<(Variant, &'static str)> {
+    let refuse = |what: String| Err(Error::Unsupported { op: "context parallelism", what });
+    if !scores.causal || scores.align != Align::TopLeft {
+        return refuse("attention that is not causal would see padding; take cp=1".into());
+    }
+    let divide = heads.is_multiple_of(ranks) && kv_heads.is_multiple_of(ranks);
+    match (sink, scores.left.is_some(), divide) {
+        (true, _, true) => Ok((Variant::AllToAll, "sinks need whole sequences")),
+        (true, _, false) => refuse(format!(
+            "sinks need whole sequences, but {heads} query and {kv_heads} key heads of a tensor-parallel rank do not \
+             divide over cp={ranks}; take a cp (and tp) that divides both"
+        )),
+        (false, true, true) => Ok((Variant::AllToAll, "a window sees few keys, and the heads divide")),
+        (false, true, false) => {
+            Ok((Variant::AllGather, "a window sees few keys, but the heads do not divide"))
+        }
+        (false, false, _) => Ok((Variant::Ring, "every query sees all keys before it")),
+    }
+}
+
+/// Queries, keys and values of this rank's tokens.
+pub struct Inputs<'a> {
+    /// `[local, n, d_k]`
+    pub q: &'a Tensor,
+    /// `[local, g, d_k]`
+    pub k: &'a Tensor,
+    /// `[local, g, d_v]`
+    pub v: &'a Tensor,
+    /// f32 `[n]`: one more logit of each head in the denominator.
+    pub sink: Option<&'a Tensor>,
+}
+
+/// What the backward pass reads and writes, besides what was saved.
+pub struct Gradients<'a> {
+    /// What forward wrote.
+    pub out: &'a Tensor,
+    /// Its gradient, contiguous.
+    pub dout: &'a Tensor,
+    /// As given to forward.
+    pub sink: Option<&'a Tensor>,
+    /// Written, as are the next two; they may interleave in one buffer.
+    pub dq: &'a Tensor,
+    /// `[local, g, d_k]`
+    pub dk: &'a Tensor,
+    /// `[local, g, d_v]`
+    pub dv: &'a Tensor,
+    /// f32 `[n]`: this rank's share of the gradient is added. Like those of all weights, the shares are summed over
+    /// ranks later.
+    pub dsink: Option<&'a Tensor>,
+}
+
+/// What backward needs. Opaque; it can show its tensors.
+pub struct ContextSaved(Kept);
+
+enum Kept {
+    /// There were no tokens.
+    Nothing,
+    Ring {
+        qkv: [SavedTensor; 3],
+        ring: RingSaved,
+    },
+    AllGather {
+        qkv: [SavedTensor; 3],
+        lse: SavedTensor,
+    },
+    AllToAll(HeadsSaved),
+}
+
+impl Saved for ContextSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        match &mut self.0 {
+            Kept::Nothing => {}
+            Kept::Ring { qkv, ring } => {
+                f(&mut ring.last);
+                f(&mut ring.lse);
+                qkv.iter_mut().for_each(f);
+            }
+            Kept::AllGather { qkv, lse } => {
+                qkv.iter_mut().for_each(&mut *f);
+                f(lse);
+            }
+            Kept::AllToAll(s) => [&mut s.qkv, &mut s.out, &mut s.lse].into_iter().for_each(f),
+        }
+    }
+}
+
+/// One call of attention on one rank of several that share sequences.
+pub struct Context<'a> {
+    rank: &'a Rank,
+    place: Place,
+    scores: &'a Scores,
+    layout: &'a Layout,
+    plan: Plan,
+    variant: Variant,
+}
+
+impl<'a> Context<'a> {
+    /// `layout` describes the whole padded sequences.
+    pub fn new(
+        rank: &'a Rank,
+        scores: &'a Scores,
+        layout: &'a Layout,
+        variant: Variant,
+    ) -> Result<Context<'a>> {
+        let place = Place { rank: rank.cp.rank(), size: rank.cp.size() };
+        layout.check(layout.tokens())?;
+        let plan = Plan::new(layout, place)?;
+        Ok(Context { rank, place, scores, layout, plan, variant })
+    }
+
+    /// Rows of this rank that are tokens or padding of sequences.
+    pub fn local(&self) -> usize {
+        self.plan.local()
+    }
+
+    /// Attention of this rank's queries over all keys they may see: `out [local, n, d_v]`, contiguous.
+    pub fn forward(&self, x: &Inputs, out: &Tensor) -> Result<ContextSaved> {
+        self.check([x.q, x.k, x.v, out], x.sink)?;
+        if self.local() == 0 {
+            return Ok(ContextSaved(Kept::Nothing));
+        }
+        let qkv = || [x.q, x.k, x.v].map(SavedTensor::activation);
+        Ok(ContextSaved(match self.variant {
+            Variant::Ring => Kept::Ring { qkv: qkv(), ring: self.ring_forward(x, out)? },
+            Variant::AllGather => Kept::AllGather { qkv: qkv(), lse: self.gather_forward(x, out)? },
+            Variant::AllToAll => Kept::AllToAll(self.heads_forward(x, out)?),
+        }))
+    }
+
+    /// Gradients of this rank's queries, keys and values.
+    pub fn backward(&self, saved: ContextSaved, y: &Gradients) -> Result<()> {
+        self.check([y.dq, y.dk, y.dv, y.out], y.sink)?;
+        match &saved.0 {
+            Kept::Nothing => Ok(()),
+            Kept::Ring { qkv: [q, k, v], ring } => {
+                self.ring_backward(ring, &Inputs { q, k, v, sink: None }, y)
+            }
+            Kept::AllGather { qkv: [q, k, v], lse } => {
+                self.gather_backward(lse, &Inputs { q, k, v, sink: None }, y)
+            }
+            Kept::AllToAll(saved) => self.heads_backward(saved, y),
+        }
+    }
+
+    fn check(&self, tensors: [&Tensor; 4], sink: Option<&Tensor>) -> Result<()> {
+        const OP: &str = "attention over context-parallel ranks";
+        let local = self.local();
+        if tensors.iter().any(|t| t.rank() != 3 || t.shape()[0] != local) || !tensors[3].is_contiguous() {
+            return shape_error(
+                OP,
+                format!("{tensors:?} are not {local} tokens by heads, the output contiguous"),
+            );
+        }
+        let [n, g] = [tensors[0].shape()[1], tensors[1].shape()[1]];
+        let c = self.place.size;
+        if self.variant == Variant::AllToAll && !(n.is_multiple_of(c) && g.is_multiple_of(c)) {
+            return shape_error(OP, format!("{n} query and {g} key heads do not divide over {c} ranks"));
+        }
+        if self.variant != Variant::AllToAll && sink.is_some() {
+            return shape_error(OP, "sinks need whole sequences: only all-to-all has them");
+        }
+        if self.variant == Variant::Ring && (self.scores.left.is_some() || self.scores.right.is_some()) {
+            return shape_error(OP, "a ring knows no windows: take all-to-all or all-gather");
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,233 @@
+//! Products beside the communication they need.
+//!
+//! | product | what moves | how | why |
+//! |---|---|---|---|
+//! | rows of W, forward; columns of W, backward | rows are gathered | ring | each chunk of rows is multiplied while it is sent on and the next comes |
+//! | columns of W, forward; rows of W, backward | partial sums go to their owners | pipeline | the product is made owner by owner, one part travels while the next is made; the owner's own is last |
+//! | rows of W, weight gradient | the input is gathered again | bulk | only the weight gradient needs it, which may come much later |
+//! | columns of W, weight gradient | nothing | | the ring of the backward product has left all rows |
+//!
+//! Input gradients of rows of W do not travel in bulk beside the weight gradient's product: that product may be put
+//! off until a pipeline has nothing better to do, and the next module needs the input gradient before.
+//!
+//! Without [`crate::Rank::overlap`] the same steps happen in the same order on one stream. A product cut into rows
+//! need not give the bits of the whole, so overlap never decides how it is cut.
+
+use crate::{ParamId, Pass, WeightGrad};
+use ferrotron_kernels::Gemm;
+use ferrotron_tensor::{DType, DeviceKind, Event, Result, Stream, Tensor, shape_error};
+
+/// Rows of a chunk on a card at least. Products there work in tiles of this height: smaller chunks would cost as much,
+/// and all of them more than the exchange they hide.
+const TILE: usize = 128;
+
+/// The right-hand side of a product `x·op(w) (+ bias)`.
+#[derive(Clone, Copy)]
+pub(crate) struct Factor<'a> {
+    /// `[k, n]`, or `[n, k]` with `trans`.
+    pub(crate) w: &'a Tensor,
+    /// Use `wᵀ`.
+    pub(crate) trans: bool,
+    /// `[n]`
+    pub(crate) bias: Option<&'a Tensor>,
+}
+
+impl Factor<'_> {
+    fn outputs(&self) -> usize {
+        self.w.shape()[if self.trans { 0 } else { 1 }]
+    }
+}
+
+/// A tensor that communication beside computation brings. Whoever drops it makes computation wait: its memory belongs
+/// to the compute stream.
+pub(crate) struct Arriving {
+    tensor: Tensor,
+    /// Read until it has arrived.
+    _from: Tensor,
+    done: Option<(Stream, Event)>,
+}
+
+impl Arriving {
+    /// One that is there.
+    pub(crate) fn here(tensor: &Tensor) -> Arriving {
+        Arriving { tensor: tensor.clone(), _from: tensor.clone(), done: None }
+    }
+
+    /// The tensor; computation given from now on finds it whole.
+    pub(crate) fn ready(mut self) -> Result<Tensor> {
+        if let Some((compute, done)) = self.done.take() {
+            compute.wait(&done)?;
+        }
+        Ok(self.tensor.clone())
+    }
+}
+
+impl Drop for Arriving {
+    fn drop(&mut self) {
+        if let Some((compute, done)) = self.done.take() {
+            // Fails only if the card is lost, which the next call says.
+            let _ = compute.wait(&done);
+        }
+    }
+}
+
+/// `weight` gets `dyᵀ·x` once `x` is there.
+pub(crate) fn weight_product(weight: ParamId, dy: &Tensor, x: Arriving) -> WeightGrad {
+    if x.done.is_none() {
+        return WeightGrad::product(weight, dy, &x.tensor);
+    }
+    let dy = dy.clone();
+    WeightGrad::other(weight, move |rank, grad, accumulate| {
+        let x = &x.ready()?;
+        let g = Gemm { a: &dy, trans_a: true, b: x, trans_b: false, bias: None, accumulate, c: grad };
+        rank.kernels.gemm(&rank.compute, &g)
+    })
+}
+
+impl Pass<'_> {
+    /// [`Pass::all_rows`], while computation goes on.
+    pub(crate) fn arriving_rows(&self, x: &Tensor, label: &'static str) -> Result<Arriving> {
+        let tp = &self.rank.tp;
+        if tp.size() == 1 || !self.rank.overlap {
+            return Ok(Arriving::here(&self.all_rows(x, label)?));
+        }
+        let mut shape = x.shape().to_vec();
+        shape[0] *= tp.size();
+        let tensor = self.rank.activation(&shape, x.dtype())?;
+        let done = self.beside(self.mark()?, |s| Ok(tp.all_gather(s, x, &tensor, label)?))?;
+        Ok(Arriving { tensor, _from: x.clone(), done: done.map(|e| (self.rank.compute.clone(), e)) })
+    }
+
+    /// `x·op(w) + bias`
+    pub(crate) fn product(&self, x: &Tensor, f: Factor) -> Result<Tensor> {
+        let y = self.empty(&[x.shape()[0], f.outputs()])?;
+        self.multiply(x, f, &y)?;
+        Ok(y)
+    }
+
+    /// The product of all rows from every rank's `x [n/t, k]`: `[n, out]`; and, with `keep`, the rows `[n, k]`.
+    pub(crate) fn product_of_all_rows(
+        &self,
+        x: &Tensor,
+        f: Factor,
+        keep: bool,
+        label: &'static str,
+    ) -> Result<(Tensor, Option<Tensor>)> {
+        let tp = &self.rank.tp;
+        let (t, me, m) = (tp.size(), tp.rank(), x.shape()[0]);
+        if t == 1 || !self.worth_chunks(m) {
+            let all = self.all_rows(x, label)?;
+            return Ok((self.product(&all, f)?, keep.then_some(all)));
+        }
+        let y = self.empty(&[t * m, f.outputs()])?;
+        let chunk = |of: &Tensor, hop: usize| of.narrow(0, (me + t - hop) % t * m, m);
+        let memory = |rows| self.rank.activation(&[rows, x.shape()[1]], x.dtype());
+        let all = keep.then(|| memory(t * m)).transpose()?;
+        // Where nobody wants the rows afterwards, two chunks are enough: one that comes, one that is used.
+        let pair = if keep { Vec::new() } else { (1..t.min(3)).map(|_| memory(m)).collect::<Result<_>>()? };
+        if let Some(all) = &all {
+            self.rank.compute.copy(x, &chunk(all, 0)?)?;
+        }
+        let mut held = x.clone();
+        for hop in 0..t {
+            // From here on the chunk of the hop before is free to be overwritten.
+            let before = self.mark()?;
+            self.multiply(&held, f, &chunk(&y, hop)?)?;
+            if hop + 1 == t {
+                break;
+            }
+            let next = match &all {
+                Some(all) => chunk(all, hop + 1)?,
+                None => pair[hop % 2].clone(),
+            };
+            let (to, from) = ((me + 1) % t, (me + t - 1) % t);
+            let there =
+                self.beside(before, |s| Ok(tp.exchange(s, &[(to, &held)], &[(from, &next)], label)?))?;
+            self.wait(there)?;
+            held = next;
+        }
+        Ok((y, all))
+    }
+
+    /// This rank's rows of the sum over ranks of the products of `x [n, k]`: `[n/t, out]`. Parts are added in the
+    /// order of ranks, in f32, and rounded once.
+    pub(crate) fn sum_of_products(&self, x: &Tensor, f: Factor, label: &'static str) -> Result<Tensor> {
+        let tp = &self.rank.tp;
+        let (t, me, n) = (tp.size(), tp.rank(), x.shape()[0]);
+        if t == 1 || !self.worth_chunks(n / t) {
+            return self.sum_rows(&self.product(x, f)?, label);
+        }
+        if !n.is_multiple_of(t) {
+            return shape_error(label, format!("{n} rows do not divide over {t} ranks"));
+        }
+        let (m, out) = (n / t, f.outputs());
+        let parts = self.empty(&[t, m, out])?;
+        // Products under way, kept until they have left.
+        let mut made: Vec<(Tensor, Option<Event>)> = Vec::with_capacity(t);
+        let mut there = None;
+        for step in 1..=t {
+            let owner = (me + step) % t;
+            let product = if owner == me { parts.select(0, me)? } else { self.empty(&[m, out])? };
+            self.multiply(&x.narrow(0, owner * m, m)?, f, &product)?;
+            // Behind this product goes the one before, so that computation has work while hosts meet.
+            if let Some((product, ready)) = made.last_mut() {
+                let (to, from) = ((me + step - 1) % t, (me + t + 1 - step) % t);
+                let part = parts.select(0, from)?;
+                there = self.beside(ready.take(), |s| {
+                    Ok(tp.exchange(s, &[(to, product)], &[(from, &part)], label)?)
+                })?;
+            }
+            made.push((product, self.mark()?));
+        }
+        self.wait(there)?;
+        self.sum_in_order(&parts)
+    }
+
+    /// `[t, m, n] → [m, n]`
+    fn sum_in_order(&self, parts: &Tensor) -> Result<Tensor> {
+        let (k, s, t) = (&self.rank.kernels, &self.rank.compute, parts.shape()[0]);
+        let y = self.rank.activation(&parts.shape()[1..], parts.dtype())?;
+        let exact = parts.dtype() == DType::F32;
+        let sum = if exact { y.clone() } else { self.rank.activation(y.shape(), DType::F32)? };
+        k.copy(s, &parts.select(0, 0)?, &sum)?;
+        for r in 1..t {
+            k.add_assign(s, &sum, &parts.select(0, r)?)?;
+        }
+        if !exact {
+            k.copy(s, &sum, &y)?;
+        }
+        Ok(y)
+    }
+
+    fn multiply(&self, x: &Tensor, f: Factor, y: &Tensor) -> Result<()> {
+        let Factor { w, trans, bias } = f;
+        let g = Gemm { a: x, trans_a: false, b: w, trans_b: trans, bias, accumulate: false, c: y };
+        self.rank.kernels.gemm(&self.rank.compute, &g)
+    }
+
+    /// On the host always: it gains nothing, and tests there what cards do.
+    fn worth_chunks(&self, rows: usize) -> bool {
+        self.rank.device().kind() == DeviceKind::Cpu || rows >= TILE
+    }
+
+    /// A point of the computation so far; None where communication is in line with it anyway.
+    fn mark(&self) -> Result<Option<Event>> {
+        self.rank.overlap.then(|| self.rank.compute.record()).transpose()
+    }
+
+    /// Communicates after a mark, beside what is computed from there on; its end.
+    fn beside(&self, mark: Option<Event>, work: impl FnOnce(&Stream) -> Result<()>) -> Result<Option<Event>> {
+        let Some(mark) = mark else {
+            work(&self.rank.compute)?;
+            return Ok(None);
+        };
+        self.rank.comm.wait(&mark)?;
+        work(&self.rank.comm)?;
+        self.rank.comm.record().map(Some)
+    }
+
+    /// Computation from now on finds what communication brought.
+    fn wait(&self, there: Option<Event>) -> Result<()> {
+        there.map_or(Ok(()), |e| self.rank.compute.wait(&e))
+    }
+}

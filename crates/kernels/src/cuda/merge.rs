@@ -1,0 +1,42 @@
+use super::elementwise::{blocks, line, wide};
+use super::rows::columns;
+use super::{CudaKernels, typed};
+use crate::MergeKernels;
+use crate::merge::check_merge;
+use ferrotron_tensor::{Result, Stream, Tensor, read, write};
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MergeArgs {
+    out: u64,
+    lse: u64,
+    part: u64,
+    part_lse: u64,
+    rows: i64,
+    width: i32,
+    wide: u32,
+}
+
+/// Rows of a block of 256 threads, eight to a row.
+const ROWS: usize = 32;
+
+impl MergeKernels for CudaKernels {
+    fn merge(&self, s: &Stream, out: &Tensor, lse: &Tensor, part: &Tensor, part_lse: &Tensor) -> Result<()> {
+        const OP: &str = "merge";
+        let [rows, width] = check_merge(OP, out, lse, part, part_lse)?;
+        let kernel = typed!(OP, part.dtype(), "merge", "merge")?;
+        let grid = line(blocks(OP, rows, ROWS)?, 256);
+        s.launch(OP, &[write(out), write(lse), read(part), read(part_lse)], |l| {
+            let args = MergeArgs {
+                out: l.address(0)?,
+                lse: l.address(1)?,
+                part: l.address(2)?,
+                part_lse: l.address(3)?,
+                rows: rows as i64,
+                width: columns(OP, width)?,
+                wide: (width.is_multiple_of(4) && wide(&[l.address(0)?, l.address(2)?])).into(),
+            };
+            self.queue(l, kernel, grid, &args)
+        })
+    }
+}

@@ -1,0 +1,140 @@
+//! Noting launches and spans while they are given to streams.
+
+use super::{Activity, Kind, Trace};
+use crate::clock::At;
+use crate::cuda::{Card, Queue};
+use crate::{Result, Stream};
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::SystemTime;
+
+/// What a device notes. Nothing is read from the card before the trace is taken.
+#[derive(Default)]
+pub(crate) struct Tracer {
+    on: AtomicBool,
+    notes: Mutex<Notes>,
+}
+
+#[derive(Default)]
+struct Notes {
+    /// The point times are counted from, and the host's clock then.
+    origin: Option<(At, u64)>,
+    records: Vec<Record>,
+}
+
+struct Record {
+    name: &'static str,
+    detail: String,
+    kind: Kind,
+    inside: bool,
+    /// Rank, number and name.
+    stream: (usize, u32, &'static str),
+    start: At,
+    end: At,
+}
+
+impl Tracer {
+    pub(crate) fn is_on(&self) -> bool {
+        self.on.load(Relaxed)
+    }
+
+    /// Notes from now on; goes on with a trace that was paused.
+    pub(crate) fn start(&self, card: Option<&Arc<Card>>) -> Result<()> {
+        let mut notes = self.notes();
+        if notes.origin.is_none() {
+            let queue = card.map(Queue::new).transpose()?;
+            let at = At::now(queue.as_ref())?;
+            // The host's clock is read when the card is there, not when it was asked.
+            queue.map_or(Ok(()), |q| q.synchronize())?;
+            let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+            notes.origin = Some((at, u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)));
+        }
+        self.on.store(true, Relaxed);
+        Ok(())
+    }
+
+    pub(crate) fn pause(&self) {
+        self.on.store(false, Relaxed);
+    }
+
+    /// Notes a launch.
+    pub(crate) fn launch(&self, op: &'static str, stream: &Stream, start: At, end: At) {
+        self.note(stream, Kind::Kernel, (op, String::new()), start, end);
+    }
+
+    fn note(&self, s: &Stream, kind: Kind, (name, detail): (&'static str, String), start: At, end: At) {
+        let inside = kind == Kind::Kernel && s.in_collective();
+        let stream = (s.rank(), s.id(), s.name());
+        self.notes().records.push(Record { name, detail, kind, inside, stream, start, end });
+    }
+
+    /// Ends the trace and gives it out. Waits for what is under way.
+    pub(crate) fn take(&self) -> Result<Trace> {
+        self.pause();
+        let Notes { origin, records } = std::mem::take(&mut *self.notes());
+        let Some((origin, began)) = origin else { return Ok(Trace::default()) };
+        let since =
+            |at: &At| -> Result<u64> { Ok(u64::try_from(at.since(&origin)?.as_nanos()).unwrap_or(u64::MAX)) };
+        let activity = |r: Record| -> Result<Activity> {
+            let (rank, stream, stream_name) = r.stream;
+            let start = since(&r.start)?;
+            Ok(Activity {
+                name: r.name.into(),
+                detail: r.detail,
+                kind: r.kind,
+                inside: r.inside,
+                rank,
+                stream,
+                stream_name: stream_name.into(),
+                start,
+                end: since(&r.end)?.max(start),
+            })
+        };
+        Ok(Trace { began, activities: records.into_iter().map(activity).collect::<Result<_>>()? })
+    }
+
+    fn notes(&self) -> MutexGuard<'_, Notes> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A stretch of a stream's work, from where [`Stream::span`] made it to where it is dropped. Nothing unless traced.
+#[must_use = "the span ends when this is dropped"]
+pub struct Span {
+    open: Option<Box<Open>>,
+}
+
+struct Open {
+    stream: Stream,
+    kind: Kind,
+    name: &'static str,
+    detail: String,
+    start: At,
+}
+
+impl Span {
+    /// Begins on a stream whose device is tracing.
+    pub(crate) fn open(s: &Stream, kind: Kind, name: &'static str, detail: String) -> Result<Span> {
+        let start = At::now(s.queue())?;
+        if kind == Kind::Collective {
+            s.enter_collective();
+        }
+        Ok(Span { open: Some(Box::new(Open { stream: s.clone(), kind, name, detail, start })) })
+    }
+
+    pub(crate) const NONE: Span = Span { open: None };
+}
+
+impl Drop for Span {
+    fn drop(&mut self) {
+        let Some(open) = self.open.take() else { return };
+        let Open { stream, kind, name, detail, start } = *open;
+        if kind == Kind::Collective {
+            stream.leave_collective();
+        }
+        // A card that can record no event any more is reported by the next launch.
+        if let (Some(tracer), Ok(end)) = (stream.device().inner.tracer(), At::now(stream.queue())) {
+            tracer.note(&stream, kind, (name, detail), start, end);
+        }
+    }
+}

@@ -1,0 +1,112 @@
+//! A trace for people: a timeline in the browser, and tables.
+
+use super::{Activity, Kind, Trace};
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// Calls and seconds of one name, over all ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct KernelTime {
+    /// The kernel's name, or that of a collective with its group and label.
+    pub name: String,
+    /// How often it ran.
+    pub calls: u64,
+    /// Seconds from start to end, added up.
+    pub seconds: f64,
+}
+
+impl Trace {
+    /// Time by kernel, most first; kernels that are part of communication are not among them.
+    pub fn by_kernel(&self) -> Vec<KernelTime> {
+        self.by(|a| a.is_compute().then(|| a.name.clone()))
+    }
+
+    /// Time by collective, group and label, most first.
+    pub fn by_collective(&self) -> Vec<KernelTime> {
+        self.by(|a| (a.kind == Kind::Collective).then(|| format!("{} {}", a.name, a.detail)))
+    }
+
+    fn by(&self, name: impl Fn(&Activity) -> Option<String>) -> Vec<KernelTime> {
+        let mut sums: BTreeMap<String, (u64, u64)> = BTreeMap::new();
+        for a in &self.activities {
+            if let Some(name) = name(a) {
+                let (calls, ns) = sums.entry(name).or_default();
+                (*calls, *ns) = (*calls + 1, *ns + (a.end - a.start));
+            }
+        }
+        let mut out: Vec<KernelTime> = sums
+            .into_iter()
+            .map(|(name, (calls, ns))| KernelTime { name, calls, seconds: ns as f64 / 1e9 })
+            .collect();
+        out.sort_by(|a, b| b.seconds.total_cmp(&a.seconds));
+        out
+    }
+
+    /// The trace in the format of Chrome's and Perfetto's timelines: ranks are processes, streams are rows. Times
+    /// are microseconds.
+    pub fn chrome_json(&self) -> String {
+        let mut events = Vec::with_capacity(self.activities.len() + 16);
+        let mut streams: BTreeMap<(usize, u32), &str> = BTreeMap::new();
+        for a in &self.activities {
+            streams.entry((a.rank, a.stream)).or_insert(&a.stream_name);
+        }
+        for rank in self.ranks() {
+            events.push(about("process_name", rank, 0, &format!("rank {rank}")));
+        }
+        for ((rank, stream), name) in streams {
+            events.push(about("thread_name", rank, stream, &format!("{name} (stream {stream})")));
+        }
+        let mut order: Vec<&Activity> = self.activities.iter().collect();
+        // What contains others comes before them.
+        order.sort_by_key(|a| (a.rank, a.stream, a.start, std::cmp::Reverse(a.end), a.kind == Kind::Kernel));
+        events.extend(order.into_iter().map(event));
+        format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"))
+    }
+}
+
+/// Text as a JSON string.
+struct Quoted<'a>(&'a str);
+
+impl fmt::Display for Quoted<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("\"")?;
+        for c in self.0.chars() {
+            match c {
+                '"' | '\\' => write!(f, "\\{c}")?,
+                c if c < ' ' => write!(f, "\\u{:04x}", u32::from(c))?,
+                c => write!(f, "{c}")?,
+            }
+        }
+        f.write_str("\"")
+    }
+}
+
+fn about(what: &str, rank: usize, stream: u32, name: &str) -> String {
+    let name = Quoted(name);
+    format!(
+        "{{\"ph\":\"M\",\"name\":\"{what}\",\"pid\":{rank},\"tid\":{stream},\"args\":{{\"name\":{name}}}}}"
+    )
+}
+
+fn event(a: &Activity) -> String {
+    let category = match a.kind {
+        Kind::Kernel if a.inside => "transfer",
+        Kind::Kernel => "kernel",
+        Kind::Collective => "collective",
+        Kind::Region => "region",
+    };
+    let name = match a.detail.as_str() {
+        "" => a.name.clone(),
+        detail => format!("{} {detail}", a.name),
+    };
+    // Microseconds, to the nanosecond, without a float's rounding.
+    let us = |ns: u64| format!("{}.{:03}", ns / 1000, ns % 1000);
+    format!(
+        "{{\"ph\":\"X\",\"name\":{},\"cat\":\"{category}\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{}}}",
+        Quoted(&name),
+        a.rank,
+        a.stream,
+        us(a.start),
+        us(a.end - a.start)
+    )
+}

@@ -1,0 +1,277 @@
+//! Traces: what is noted, that nothing is without one, and the sums against counting nanosecond by nanosecond.
+#![allow(clippy::unwrap_used)]
+
+use ferrotron_tensor::trace::{Activity, Kind, Trace};
+use ferrotron_tensor::*;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+fn device(trace: bool) -> Device {
+    Device::cpu_watched(Threads::new(1).unwrap(), Watch { trace, ..Watch::default() })
+}
+
+fn work(s: &Stream, op: &'static str, ms: u64) {
+    let run = |_: &Launch| {
+        std::thread::sleep(Duration::from_millis(ms));
+        Ok(())
+    };
+    s.launch(op, &[], run).unwrap();
+}
+
+/// Writing it out is noticed.
+struct Loud<'a>(&'a std::cell::Cell<u32>);
+
+impl std::fmt::Display for Loud<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.0.set(self.0.get() + 1);
+        f.write_str("tp: 'loud'")
+    }
+}
+
+#[test]
+fn launches_and_spans_are_noted_where_they_ran() {
+    let d = device(true);
+    let (compute, comm) = (d.stream("compute").unwrap(), d.stream("communication").unwrap().of_rank(3));
+    work(&compute, "before", 1);
+    d.start_trace().unwrap();
+    work(&compute, "gemm", 2);
+    {
+        let _step = compute.span(Kind::Region, "step", format_args!("")).unwrap();
+        work(&compute, "norm", 1);
+        {
+            let _all = compute.span(Kind::Collective, "all-reduce", format_args!("{}: 'x'", "tp")).unwrap();
+            work(&compute, "copy", 1);
+            work(&comm, "copy", 1);
+        }
+        work(&compute, "gemm", 1);
+    }
+    d.pause_trace();
+    work(&compute, "unseen", 1);
+    drop(compute.span(Kind::Region, "unseen", format_args!("")).unwrap());
+    d.start_trace().unwrap();
+    work(&comm, "later", 1);
+    let t = d.take_trace().unwrap();
+    work(&compute, "after", 1);
+    assert!(d.take_trace().unwrap().is_empty());
+
+    let kinds: Vec<_> =
+        t.activities.iter().map(|a| (a.name.as_str(), a.kind, a.inside, a.rank, a.stream)).collect();
+    use Kind::*;
+    let wanted = [
+        ("gemm", Kernel, false, 0, 0),
+        ("norm", Kernel, false, 0, 0),
+        ("copy", Kernel, true, 0, 0),
+        ("copy", Kernel, false, 3, 1),
+        ("all-reduce", Collective, false, 0, 0),
+        ("gemm", Kernel, false, 0, 0),
+        ("step", Region, false, 0, 0),
+        ("later", Kernel, false, 3, 1),
+    ];
+    assert_eq!(kinds, wanted);
+    let find = |name: &str| t.activities.iter().find(|a| a.name == name).unwrap();
+    assert_eq!(find("all-reduce").detail, "tp: 'x'");
+    assert_eq!(find("later").stream_name, "communication");
+    // Inside of each other, in order, and as long as the sleeps.
+    let (step, all) = (find("step"), find("all-reduce"));
+    assert!(step.start <= all.start && all.end <= step.end);
+    assert!(step.start <= find("norm").start && find("norm").end <= all.start);
+    assert!(all.start <= find("copy").start && find("copy").end <= all.end);
+    assert!(find("gemm").end - find("gemm").start >= 2_000_000);
+    assert!(all.end - all.start >= 2_000_000 && all.end <= find("later").start);
+
+    let by: BTreeMap<_, _> =
+        t.by_kernel().into_iter().map(|k| (k.name, (k.calls, (k.seconds * 1e9).round() as u64))).collect();
+    assert_eq!(by.keys().collect::<Vec<_>>(), ["gemm", "norm"]);
+    let sum = |name| -> u64 {
+        let of = |a: &&Activity| a.name == name && a.kind == Kernel && !a.inside;
+        t.activities.iter().filter(of).map(|a| a.end - a.start).sum()
+    };
+    assert_eq!(by["gemm"], (2, sum("gemm")));
+    assert_eq!(by["norm"], (1, sum("norm")));
+    let collectives = t.by_collective();
+    assert_eq!((collectives.len(), collectives[0].name.as_str()), (1, "all-reduce tp: 'x'"));
+}
+
+#[test]
+fn nothing_is_noted_unless_asked() {
+    let d = device(false);
+    let s = d.stream("compute").unwrap();
+    let said = std::cell::Cell::new(0);
+    d.start_trace().unwrap();
+    drop(s.span(Kind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
+    work(&s, "gemm", 0);
+    assert!(d.take_trace().unwrap().is_empty() && !d.is_traced());
+    assert_eq!(said.get(), 0);
+
+    let d = device(true);
+    let s = d.stream("compute").unwrap();
+    drop(s.span(Kind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
+    assert_eq!(said.get(), 0, "not started yet");
+    d.start_trace().unwrap();
+    drop(s.span(Kind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
+    assert_eq!((said.get(), d.take_trace().unwrap().activities.len()), (1, 1));
+}
+
+#[test]
+fn profile_and_trace_agree() {
+    let watch = Watch { time: true, trace: true, ..Watch::default() };
+    let d = Device::cpu_watched(Threads::new(1).unwrap(), watch);
+    let s = d.stream("compute").unwrap();
+    d.start_trace().unwrap();
+    (0..5).for_each(|_| work(&s, "gemm", 1));
+    let traced = &d.take_trace().unwrap().by_kernel()[0];
+    let (calls, time) = d.take_profile().unwrap()["gemm"];
+    assert_eq!((traced.calls, calls), (5, 5));
+    assert!((traced.seconds - time.as_secs_f64()).abs() < 1e-7);
+}
+
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, n: u64) -> u64 {
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (self.0 >> 33) % n
+    }
+}
+
+fn random(dice: &mut Dice) -> Trace {
+    let streams = ["compute", "communication", "staging", "other"];
+    let mut activities = Vec::new();
+    for _ in 0..dice.below(25) {
+        let stream = dice.below(4) as usize;
+        let start = dice.below(150);
+        activities.push(Activity {
+            name: ["gemm", "a \"b\"", "c\\d\n\u{1}é"][dice.below(3) as usize].into(),
+            detail: String::new(),
+            kind: [Kind::Kernel, Kind::Kernel, Kind::Collective, Kind::Region][dice.below(4) as usize],
+            inside: dice.below(4) == 0,
+            rank: dice.below(3) as usize,
+            stream: stream as u32,
+            stream_name: streams[stream].into(),
+            start,
+            end: start + dice.below(60),
+        });
+    }
+    Trace { began: dice.below(50), activities }
+}
+
+#[test]
+fn overlap_is_what_counting_says() {
+    let mut dice = Dice(5);
+    let mut covered = 0;
+    for _ in 0..300 {
+        let t = random(&mut dice);
+        let has = |rank: Option<usize>, at: u64, which: &dyn Fn(&Activity) -> bool| {
+            let on = |a: &&Activity| rank.is_none_or(|r| r == a.rank) && a.start <= at && at < a.end;
+            t.activities.iter().filter(on).any(which)
+        };
+        // By their meaning, not by the functions under test.
+        let aside = |a: &Activity| ["communication", "staging"].contains(&a.stream_name.as_str());
+        let compute = |a: &Activity| a.kind == Kind::Kernel && !a.inside && !aside(a);
+        let comm = |a: &Activity| {
+            a.kind == Kind::Collective || (a.kind == Kind::Kernel && a.stream_name == "communication")
+        };
+        let moves = |a: &Activity| a.kind == Kind::Kernel && (a.inside || a.stream_name == "communication");
+        let count = |which: &dyn Fn(&Activity) -> bool| {
+            let mut n = [0u32; 3];
+            for rank in 0..3 {
+                for at in (0..220).filter(|at| has(Some(rank), *at, which)) {
+                    n[0] += 1;
+                    n[1] += u32::from(has(Some(rank), at, &compute));
+                    n[2] += u32::from(has(None, at, &compute));
+                }
+            }
+            n
+        };
+        let o = t.overlap();
+        for (cover, wanted) in [(o.spans, count(&comm)), (o.busy, count(&moves))] {
+            let ns = [cover.total, cover.own, cover.any].map(|s| (s * 1e9).round() as u32);
+            assert_eq!(ns, wanted);
+            covered += wanted[1];
+        }
+    }
+    assert!(covered > 1000, "the cases had little to cover: {covered}");
+}
+
+#[test]
+fn shares_of_a_known_picture() {
+    let a = |kind, rank, stream: &str, start, end| Activity {
+        name: "x".into(),
+        detail: String::new(),
+        kind,
+        inside: false,
+        rank,
+        stream: 0,
+        stream_name: stream.into(),
+        start,
+        end,
+    };
+    let t = Trace {
+        began: 0,
+        activities: vec![
+            a(Kind::Collective, 0, "communication", 0, 100),
+            a(Kind::Kernel, 0, "compute", 50, 80),
+            a(Kind::Kernel, 1, "compute", 70, 200),
+        ],
+    };
+    let spans = t.overlap().spans;
+    assert_eq!([spans.total, spans.own, spans.any], [100e-9, 30e-9, 50e-9]);
+    assert_eq!([spans.own_share(), spans.any_share()], [0.3, 0.5]);
+    assert_eq!(Trace::default().overlap().spans.own_share(), 1.0);
+}
+
+#[test]
+fn the_timeline_parses_and_has_everything() {
+    let mut dice = Dice(8);
+    for _ in 0..50 {
+        let t = random(&mut dice);
+        let json: serde_json::Value = serde_json::from_str(&t.chrome_json()).unwrap();
+        let events = json["traceEvents"].as_array().unwrap();
+        let mut shown: Vec<_> = events
+            .iter()
+            .filter(|e| e["ph"] == "X")
+            .map(|e| {
+                let ns = |key: &str| (e[key].as_f64().unwrap() * 1e3).round() as u64;
+                let number = |key: &str| e[key].as_u64().unwrap();
+                (number("pid"), number("tid"), ns("ts"), ns("dur"), e["name"].as_str().unwrap().to_string())
+            })
+            .collect();
+        let mut wanted: Vec<_> = t
+            .activities
+            .iter()
+            .map(|a| (a.rank as u64, u64::from(a.stream), a.start, a.end - a.start, a.name.clone()))
+            .collect();
+        shown.sort();
+        wanted.sort();
+        assert_eq!(shown, wanted);
+        let rows: std::collections::BTreeSet<_> =
+            t.activities.iter().map(|a| (a.rank, a.stream_name.clone(), a.stream)).collect();
+        let named = events.iter().filter(|e| e["name"] == "thread_name").count();
+        assert_eq!(named, rows.len());
+        for (rank, name, stream) in rows {
+            let row = events.iter().find(|e| {
+                e["name"] == "thread_name" && e["pid"].as_u64() == Some(rank as u64) && e["tid"] == stream
+            });
+            assert_eq!(row.unwrap()["args"]["name"], format!("{name} (stream {stream})"));
+        }
+        // And as what travels between ranks.
+        assert_eq!(serde_json::from_slice::<Trace>(&serde_json::to_vec(&t).unwrap()).unwrap(), t);
+    }
+}
+
+#[test]
+fn merged_traces_share_a_clock() {
+    let mut dice = Dice(2);
+    for _ in 0..50 {
+        let all = [random(&mut dice), random(&mut dice), random(&mut dice)];
+        let absolute = |t: &Trace| -> Vec<(u64, u64, String)> {
+            t.activities.iter().map(|a| (t.began + a.start, t.began + a.end, a.name.clone())).collect()
+        };
+        let wanted: Vec<_> = all.iter().flat_map(absolute).collect();
+        let merged = Trace::merge(all);
+        assert_eq!(absolute(&merged), wanted);
+        let (first, last) = (wanted.iter().map(|w| w.0).min(), wanted.iter().map(|w| w.1).max());
+        let seconds = first.zip(last).map_or(0.0, |(f, l)| (l - f) as f64 / 1e9);
+        assert_eq!(merged.seconds(), seconds);
+    }
+}
