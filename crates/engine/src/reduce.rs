@@ -37,6 +37,9 @@ impl Rank {
     }
 }
 
+#[cfg(test)]
+mod tests;
+
 /// Buckets that are summed beside computation at once, where their memory is given back afterwards.
 const IN_FLIGHT: usize = 2;
 /// Gradients of replicated weights below this size are summed together.
