@@ -234,6 +234,11 @@ impl Trainer {
         self.logical(&self.grads.gathered(&self.rank)?)
     }
 
+    /// How many elements of the gradients of the last step are zero; each counts once. Every rank calls it.
+    pub fn zero_gradients(&self) -> Result<u64> {
+        self.optimizer.zero_gradients(&self.rank, &self.grads)
+    }
+
     /// Master weights by logical name.
     pub fn weights(&self) -> Result<Vec<LogicalValues>> {
         self.logical(&self.optimizer.gathered(&self.rank, &self.params)?)
