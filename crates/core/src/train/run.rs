@@ -5,6 +5,7 @@ use crate::checkpoint::{self, Saver};
 use crate::config::Resolved;
 use crate::data::Batches;
 use crate::events::{self, Event, EventLog};
+use crate::volume::Traffic;
 use crate::{Error, Result};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::Rank;
@@ -56,6 +57,8 @@ pub struct Run {
     pub resolved: Resolved,
     /// FLOPs of one token, forward and backward.
     pub flops_per_token: f64,
+    /// What this rank sent in the last step.
+    pub sent: Traffic,
     dir: PathBuf,
     /// Writes the folder: on the first rank only.
     keeper: Option<Keeper>,
@@ -98,7 +101,8 @@ impl Run {
         let keeper =
             saver.map(|saver| Run::keeper(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
-        Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), keeper })
+        let (sent, dir) = (Traffic::default(), dir.to_path_buf());
+        Ok(Run { trainer, resolved, flops_per_token, sent, dir, keeper })
     }
 
     fn saver(dir: &Path, resolved: &Resolved) -> Result<Saver> {
@@ -170,7 +174,9 @@ impl Run {
             let left = total - self.trainer.step;
             observer.before_step(&self.trainer.rank, left)?;
             let start = Instant::now();
+            let before = Traffic::of(&self.trainer.rank);
             let report = self.trainer.train_step(data)?;
+            self.sent = Traffic::of(&self.trainer.rank).since(&before);
             let seconds = start.elapsed().as_secs_f64();
             observer.after_step(&self.trainer.rank, left)?;
             out.steps += 1;
@@ -253,6 +259,7 @@ impl Run {
             tokens_per_s: rate,
             tflops: rate * self.flops_per_token / 1e12,
             memory: self.trainer.rank.device().memory().total_peak as u64,
+            sent: self.sent.by_kind(),
         }
     }
 }
