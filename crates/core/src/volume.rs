@@ -15,9 +15,10 @@
 //!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
 //!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(2n+2g)·d·e each way.
 //! - **pp**: (N/t)·h·e for each micro-batch and stage boundary, forward; the same on **back** for gradients.
-//! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank; with ZeRO a reduce-scatter of those and an
-//!   all-gather of weights. The loss is one f64.
-//! - **ends**: the f32 gradient of a tied table, between the first and the last stage.
+//! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank, padding included; with ZeRO-1 a
+//!   reduce-scatter of those, an all-gather of weights and the square of the norm, one f64. ZeRO-2 has a reduce-scatter for
+//!   every micro-batch (and as often the sums over tp that are otherwise once a step). The loss is one f64.
+//! - **ends**: the f32 gradient of a tied table, between the first and the last stage; with ZeRO of the rank's part of it.
 //! - **dp**: the number of tokens, one f64. **model** (tp·pp ranks): the square of the norm, one f64.
 
 use crate::Result;
@@ -25,6 +26,7 @@ use crate::model::ModelConfig;
 use crate::pipeline::Stage;
 use ferrotron_comm::{Communicator, Kind, Volume};
 use ferrotron_engine::attention::Layout;
+use ferrotron_engine::flat::Plan;
 use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Tokens};
 use ferrotron_tensor::DType;
 use std::collections::BTreeMap;
@@ -106,10 +108,10 @@ pub struct Step<'a> {
     pub recompute: Recompute,
     /// What this rank holds of the weights.
     pub weights: &'a [ParamSpec],
+    /// How their gradients lie in buckets, padding included.
+    pub plan: &'a Plan,
     /// What `copies` divide among them: 0 nothing, 1 optimizer state, 2 gradients too.
     pub zero: usize,
-    /// Elements of each bucket of gradients as it is summed over copies, padding included.
-    pub buckets: &'a [usize],
 }
 
 /// What this rank sends in the step; see the module's formulas. Groups that send nothing are absent.
@@ -144,31 +146,34 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
             add("cp", forward * (1 + u64::from(twice)) + backward);
         }
     }
+    let copies = c * s.dp as u64;
+    let zero = if copies > 1 { s.zero } else { 0 };
+    // Divided gradients are summed after every micro-batch.
+    let rounds = if zero > 1 { s.batches.len() as u64 } else { 1 };
     for spec in s.weights {
         for (part, _, held) in spec.held().filter(|_| t > 1) {
+            let bytes = 4 * held.len() as u64;
             if part.holders(s.tp).len() == s.tp.size {
-                add("tp", all_reduce(t, 4 * held.len() as u64));
+                add("tp", rounds * all_reduce(t, bytes));
             } else if part.shared(s.tp.size) {
-                add("tp", (t - 1) * 4 * held.len() as u64);
+                add("tp", rounds * (t - 1) * bytes);
             }
         }
-        if spec.tied_over_ends && s.pp > 1 {
-            add("ends", all_reduce(2, 4 * spec.numel() as u64));
-        }
     }
-    let copies = c * s.dp as u64;
-    for bucket in s.buckets {
-        let bucket = *bucket as u64;
+    for bucket in s.plan.buckets() {
+        let part = bucket.len as u64 / copies;
+        let held = if zero > 0 { part } else { bucket.len as u64 };
         add(
             "copies",
-            match s.zero {
-                0 => all_reduce(copies, 4 * bucket),
-                _ => (copies - 1) * (bucket / copies) * (4 + e),
+            match zero {
+                0 => all_reduce(copies, 4 * held),
+                _ => (copies - 1) * part * (4 * rounds + e),
             },
         );
+        add("ends", if bucket.tied_over_ends && s.pp > 1 { all_reduce(2, 4 * held) } else { 0 });
     }
     // The norm of what copies have divided among them.
-    add("copies", if s.zero > 0 { all_reduce(copies, 8) } else { 0 });
+    add("copies", if zero > 0 { all_reduce(copies, 8) } else { 0 });
     add("copies", all_reduce(copies, 8));
     add("dp", all_reduce(s.dp as u64, 8));
     add("pp", all_reduce(s.pp as u64, 8));

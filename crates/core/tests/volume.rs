@@ -45,8 +45,6 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
         let stages: Vec<_> = chunks.collect();
         let count = BATCH / MICRO / rank.dp.size();
         let batches = vec![attention::Layout::Rows { count: MICRO, len: SEQ }; count];
-        // Gradients lie in one buffer, each from a multiple of 64 on.
-        let gradients = trainer.params.specs().iter().map(|p| p.numel().next_multiple_of(64)).sum();
         let step = Step {
             model: &resolved.model,
             tp: Place { rank: rank.tp.rank(), size: rank.tp.size() },
@@ -59,7 +57,7 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
             recompute: Recompute { layer: set.contains(&"train.recompute=full"), ..Recompute::default() },
             weights: trainer.params.specs(),
             zero: resolved.config.parallel.zero,
-            buckets: &[gradients],
+            plan: trainer.params.plan(),
         };
         assert_eq!(sent.by_group(), predict(&step)?, "rank {} of {layout} {set:?}", rank.world.rank());
         assert_eq!(sent.total() > 0, rank.world.size() > 1);
@@ -77,6 +75,20 @@ fn tensor_and_data_parallel() {
     equal("tp=2", &["parallel.overlap=false"]);
     equal("tp=2", &["train.recompute=full"]);
     equal("tp=2", &["model.tied=false", "model.positions=learned"]);
+}
+
+#[test]
+fn divided_optimizer_state_and_gradients() {
+    for zero in ["parallel.zero=1", "parallel.zero=2"] {
+        for layout in ["tp=2", "dp=2", "dp=4", "tp=2,dp=2", "cp=2,dp=2", "pp=2,dp=2", "tp=2,pp=2,dp=2"] {
+            equal(layout, &[zero]);
+        }
+        equal("tp=4,dp=2", &[zero, "precision.dtype=bf16"]);
+    }
+    // State alone moves what an all-reduce moves where weights are f32; gradients come once for each micro-batch.
+    let [none, state, gradients] =
+        [0, 1, 2].map(|z| equal("dp=2", &[&format!("parallel.zero={z}")])["copies"]);
+    assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
 }
 
 #[test]

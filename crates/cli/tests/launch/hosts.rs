@@ -103,7 +103,7 @@ fn loss_and_gradients_are_those_of_one_rank_across_two_hosts() {
     if hosts.is_ok() {
         options.extend(["--mca", "oob_tcp_if_include", &net]);
     }
-    for layout in ["tp=2,dp=2", "tp=4", "cp=2,pp=2"] {
+    for layout in ["tp=2,dp=2", "tp=4", "tp=2,pp=2", "pp=2,cp=2"] {
         let args = ["parity", "dp=1", layout, "--recipe", text(&recipe), "--json"];
         let o = mpi::ferrotron(4, &options, &args).wait(Duration::from_secs(120)).succeeded();
         agrees(&o, layout);

@@ -8,8 +8,8 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Layouts of four ranks, as one side of `parity`.
-pub const FOUR: [&str; 8] =
-    ["tp=2,dp=2", "tp=2", "tp=4", "dp=4", "pp=2,vp=2,dp=2", "pp=4", "tp=2,cp=2", "cp=2,pp=2"];
+const FOUR: [&str; 8] =
+    ["tp=2,dp=2", "tp=2", "tp=4", "dp=4", "pp=2,dp=2", "tp=2,pp=2", "tp=2,cp=2", "pp=2,cp=2"];
 
 /// The verdict of one side against one rank: only the first rank may have written it.
 pub fn agrees(o: &mpi::Outcome, layout: &str) {
