@@ -10,4 +10,4 @@ pub use gather::all_stages;
 pub use memory::Need;
 pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};
 pub use state::{model_of, to_f32, weights_only};
-pub use trainer::{LogicalValues, StepReport, Trainer, fetch, layout, targets, weighted};
+pub use trainer::{LogicalValues, Queued, StepReport, Trainer, fetch, layout, targets, weighted};
