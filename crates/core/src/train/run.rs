@@ -187,7 +187,7 @@ impl Run {
             let before = Traffic::of(&self.trainer.rank);
             let this = queued.take().map_or_else(|| self.trainer.begin_step(data), Ok)?;
             let step = self.trainer.step;
-            let due = |every: u64| every > 0 && step % every == 0;
+            let due = |every: u64| every > 0 && step.is_multiple_of(every);
             let between = step == total || due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
             if ahead && !between && !stopping {
                 queued = Some(self.trainer.begin_step(data)?);

@@ -1,21 +1,21 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
 use super::memory::{Need, advise};
+use super::micro_batch::{fetch, read, upload};
 use super::{gather, state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
-use crate::data::{Batch, Batches};
+use crate::data::Batches;
 use crate::model::{Decoder, Stages};
 use crate::optimizer::{Optimizer, StepRates};
-use crate::pipeline::{Aim, Drops, MicroBatch, Mode, Plan, Schedule, execute};
+use crate::pipeline::{Aim, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
-use ferrotron_engine::attention::Layout;
 use ferrotron_engine::flat::{Scheme, bucket_elements};
-use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, Targets, Tokens};
+use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute};
 use ferrotron_kernels::IGNORE;
-use ferrotron_tensor::{Category, DType, Event, Stream, Tensor};
+use ferrotron_tensor::{Category, Event, Stream, Tensor};
 use std::ops::Range;
 
 /// Model, optimizer and counters.
@@ -298,24 +298,6 @@ pub(super) fn stages(r: &Resolved) -> Stages {
     Stages { chunks: r.config.parallel.vp, text: r.config.parallel.stages.clone() }
 }
 
-/// A micro-batch on the device.
-fn upload(
-    rank: &Rank,
-    decoder: &Decoder,
-    batch: &Batch,
-    seq: usize,
-    weight: f32,
-    dropout: Option<(f32, u64, u64)>,
-) -> Result<MicroBatch> {
-    let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
-    let dropout = match dropout {
-        None => None,
-        Some((p, step, first)) => Some(Drops { p, step, rows: token_numbers(rank, &input.tokens, first)? }),
-    };
-    let targets = Some(targets(rank, &input.tokens, &batch.labels, weight)?);
-    Ok(MicroBatch { input, targets, dropout })
-}
-
 /// A number summed over the ranks of a group; counts are exact.
 fn sum(group: &Communicator, s: &Stream, mine: f64, label: &'static str) -> Result<f64> {
     if group.size() == 1 {
@@ -324,46 +306,4 @@ fn sum(group: &Communicator, s: &Stream, mine: f64, label: &'static str) -> Resu
     let t = s.upload(&[mine], &[1], Category::Communication)?;
     group.all_reduce(s, &t, Reduce::Sum, label)?;
     Ok(s.download::<f64>(&t)?[0])
-}
-
-/// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
-pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
-    Ok(match &batch.cu_seqlens {
-        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
-        None => Layout::Rows { count: batch.tokens.len() / seq.max(1), len: seq },
-    })
-}
-
-/// Labels and row weights of this rank's tokens on the device: `weight` where there is a label.
-pub fn targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
-    let labels = tokens.take(labels, IGNORE)?;
-    let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
-    Ok(Targets {
-        labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
-        weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
-    })
-}
-
-/// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
-fn token_numbers(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
-    let n = tokens.rows().len() / rank.tp.size();
-    let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
-    let numbers: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
-    Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
-}
-
-/// `Σ weight·loss` f32 `[1]`, on the device.
-pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> {
-    let sum = rank.activation(&[1], DType::F32)?;
-    rank.kernels.dot(&rank.compute, rows, &t.weights, &sum)?;
-    Ok(sum)
-}
-
-/// One number from the device. Waits for it, and for all work given before.
-pub fn fetch(rank: &Rank, t: &Tensor) -> Result<f64> {
-    read(&rank.compute, t)
-}
-
-fn read(s: &Stream, t: &Tensor) -> Result<f64> {
-    Ok(s.download::<f32>(t)?.iter().map(|x| f64::from(*x)).sum())
 }
