@@ -1,0 +1,300 @@
+// Forward pass for Hopper: persistent blocks of one producer warpgroup, which copies tiles with the copy engine, and
+// WGS consumer warpgroups of 64 queries each. A consumer issues the products q·kᵀ of the next tile and p·v of the
+// last one together, and works on the softmax of the next while p·v runs; named barriers make the consumers take
+// turns, so that one's softmax meets another's products.
+
+template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct HopperForward {
+    static constexpr int BM = WGS * 64, COLUMNS = D / 64, THREADS = (WGS + 1) * 128;
+    static constexpr u32 Q_BYTES = BM * D * 2, K_BYTES = BN * D * 2;
+    static constexpr u32 Q_AT = 1024, K_AT = Q_AT + Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
+    static constexpr u32 BYTES = V_AT + STAGES * K_BYTES;
+    // Maxima may lag by this much (of log2): sums are brought to a new maximum only when it pays.
+    static constexpr float LAG = 8.0f;
+
+    static __device__ __forceinline__ void bounds(const Attention& a, Place& p) {
+        p.from = p.lo(a, p.first) / BN;
+        p.to = (p.hi(a, min(p.first + BM, p.q_len) - 1) + BN) / BN;
+    }
+
+    struct Bars {
+        u32 base;
+        __device__ __forceinline__ u32 q_full() const { return base; }
+        __device__ __forceinline__ u32 q_free() const { return base + 8; }
+        __device__ __forceinline__ u32 k_full(u32 s) const { return base + 16 + s * 8; }
+        __device__ __forceinline__ u32 k_free(u32 s) const { return base + 16 + (STAGES + s) * 8; }
+        __device__ __forceinline__ u32 v_full(u32 s) const { return base + 16 + (2 * STAGES + s) * 8; }
+        __device__ __forceinline__ u32 v_free(u32 s) const { return base + 16 + (3 * STAGES + s) * 8; }
+    };
+
+    static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
+        const Attention& a = m.a;
+        Ring<STAGES> k, v;
+        u32 q_phase = 0;
+        const i32 n = rounds(m.total);
+#pragma unroll 1
+        for (i32 round = 0; round < n; round++) {
+            const i32 index = tile_of(round, m.total);
+            if (index < 0) continue;
+            Place p = tile_place(m, index, a.heads, BM, true);
+            bounds(a, p);
+            if (p.from >= p.to) continue;
+            auto keys = [&](i32 tile) {
+                barrier_wait(bars.k_free(k.stage), k.phase ^ 1);
+                barrier_expect(bars.k_full(k.stage), K_BYTES);
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++)
+                    tensor_load(base + K_AT + k.stage * K_BYTES + c * BN * 128, m.k, bars.k_full(k.stage), c * 64,
+                                p.k_start + tile * BN, p.kv_head, p.batch);
+                k.next();
+            };
+            barrier_wait(bars.q_free(), q_phase ^ 1);
+            barrier_expect(bars.q_full(), Q_BYTES);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++)
+                tensor_load(base + Q_AT + c * BM * 128, m.q, bars.q_full(), c * 64, p.q_start + p.first, p.head,
+                            p.batch);
+            q_phase ^= 1;
+            keys(p.to - 1);
+#pragma unroll 1
+            for (i32 tile = p.to - 1; tile >= p.from; tile--) {
+                if (tile > p.from) keys(tile - 1);
+                barrier_wait(bars.v_free(v.stage), v.phase ^ 1);
+                barrier_expect(bars.v_full(v.stage), K_BYTES);
+#pragma unroll
+                for (int c = 0; c < COLUMNS; c++)
+                    tensor_load(base + V_AT + v.stage * K_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * 64,
+                                p.k_start + tile * BN, p.kv_head, p.batch);
+                v.next();
+            }
+        }
+    }
+
+    // s = q·kᵀ
+    static __device__ __forceinline__ void scores(float (&s)[BN / 2], u32 q, u32 k) {
+        const u64 x = rows_operand(q), y = rows_operand(k);
+#pragma unroll
+        for (int i = 0; i < D / 16; i++)
+            Product<BN>::template both<0, 0>(s, x + (((i >> 2) * BM * 128 + (i & 3) * 32) >> 4),
+                                             y + (((i >> 2) * BN * 128 + (i & 3) * 32) >> 4), i > 0);
+    }
+    // o += p·v
+    static __device__ __forceinline__ void values(float (&o)[D / 2], const u32 (&p)[BN / 4], u32 v, int add) {
+        const u64 y = turned_operand(v, BN * 128);
+#pragma unroll
+        for (int i = 0; i < BN / 16; i++)
+            Product<D>::template left<1>(o, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
+                                         y + ((i * 2048) >> 4), i > 0 ? 1 : add);
+    }
+    static __device__ __forceinline__ void pack(u32 (&p)[BN / 4], const float (&s)[BN / 2]) {
+#pragma unroll
+        for (int i = 0; i < BN / 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+    }
+
+    struct Rows {
+        float top[2], sum[2];
+    };
+    // Scores to powers, with the queries' maxima and sums; `shrink` is what earlier sums are to be multiplied with,
+    // if the result says so. w0: first query of the warpgroup, i0: of the thread.
+    static __device__ __forceinline__ bool soften(const Attention& a, const Place& p, i32 tile, i32 w0, i32 i0,
+                                                  float (&s)[BN / 2], Rows& rows, float (&shrink)[2]) {
+        if constexpr (CAP) {
+#pragma unroll
+            for (int n = 0; n < BN / 2; n++) {
+                const float x = s[n] * a.inner;
+                s[n] = a.outer > 0.0f ? a.outer * fast_tanh(x) : x;
+            }
+        }
+        const i32 k0 = tile * BN, w1 = min(w0 + 63, p.q_len - 1);
+        if (k0 < p.lo(a, w1) || k0 + BN - 1 > p.hi(a, w0)) {
+            const i32 t = (threadIdx.x & 3) * 2;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const i32 lo = p.lo(a, i0 + r * 8) - k0 - t, hi = p.hi(a, i0 + r * 8) - k0 - t;
+#pragma unroll
+                for (int n = 0; n < BN / 8; n++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (n * 8 + e < lo || n * 8 + e > hi) s[n * 4 + r * 2 + e] = NEG_INF;
+            }
+        }
+        bool moved = false;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            float x = s[r * 2], y = s[r * 2 + 1];
+#pragma unroll
+            for (int n = 1; n < BN / 8; n++) {
+                x = fmaxf(x, s[n * 4 + r * 2]);
+                y = fmaxf(y, s[n * 4 + r * 2 + 1]);
+            }
+            x = fmaxf(x, y);
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+            const float old = rows.top[r];
+            const bool up = (x - old) * a.factor > LAG;
+            x = up ? x : old;
+            moved |= up;
+            // While a query has seen nothing its maximum is -inf, which must not meet another -inf.
+            const float origin = x == NEG_INF ? 0.0f : x * a.factor;
+            shrink[r] = up ? fast_exp2(old * a.factor - origin) : 1.0f;
+            rows.top[r] = x;
+            float total = 0.0f, other = 0.0f;
+#pragma unroll
+            for (int n = 0; n < BN / 8; n++) {
+                s[n * 4 + r * 2] = fast_exp2(fmaf(s[n * 4 + r * 2], a.factor, -origin));
+                s[n * 4 + r * 2 + 1] = fast_exp2(fmaf(s[n * 4 + r * 2 + 1], a.factor, -origin));
+                total += s[n * 4 + r * 2];
+                other += s[n * 4 + r * 2 + 1];
+            }
+            rows.sum[r] = fmaf(rows.sum[r], shrink[r], total + other);
+        }
+        return __any_sync(~0u, moved);
+    }
+
+    static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
+        const Attention& a = m.a;
+        const int wg = int(threadIdx.x >> 7) - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
+        const bool first_lane = lane == 0;
+        Ring<STAGES> k, v;
+        u32 q_phase = 0;
+        const i32 n = rounds(m.total);
+        if (TURNS && wg == WGS - 1) named_arrive(1, 256);
+#pragma unroll 1
+        for (i32 round = 0; round < n; round++) {
+            const i32 index = tile_of(round, m.total);
+            if (index < 0) continue;
+            Place p = tile_place(m, index, a.heads, BM, true);
+            bounds(a, p);
+            const i32 w0 = p.first + wg * 64, i0 = w0 + warp * 16 + (lane >> 2);
+            float o[D / 2];
+            Rows rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
+            if (p.from < p.to) {
+                const u32 q_at = base + Q_AT + wg * 8192;
+                u32 x[BN / 4];
+                float shrink[2];
+                // Values past the end of a packed sequence are another's.
+                auto blank = [&](i32 tile) {
+                    if (a.items && p.k_len - tile * BN < BN) {
+                        blank_rows<BN, COLUMNS>(base + V_AT + v.stage * K_BYTES, p.k_len - tile * BN, self);
+                        named_sync(8 + wg, 128);
+                    }
+                };
+                {
+                    float s[BN / 2];
+                    barrier_wait(bars.q_full(), q_phase);
+                    q_phase ^= 1;
+                    barrier_wait(bars.k_full(k.stage), k.phase);
+                    products_begin();
+                    scores(s, q_at, base + K_AT + k.stage * K_BYTES);
+                    products_issued();
+                    products_done<0>();
+                    pin(s);
+                    if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                    k.next();
+                    soften(a, p, p.to - 1, w0, i0, s, rows, shrink);
+                    pack(x, s);
+                }
+                int add = 0;
+#pragma unroll 1
+                for (i32 tile = p.to - 2; tile >= p.from; tile--) {
+                    float s[BN / 2];
+                    barrier_wait(bars.k_full(k.stage), k.phase);
+                    if (TURNS) named_sync(1 + wg, 256);
+                    products_begin();
+                    pin(o);
+                    scores(s, q_at, base + K_AT + k.stage * K_BYTES);
+                    products_issued();
+                    barrier_wait(bars.v_full(v.stage), v.phase);
+                    blank(tile + 1);
+                    values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                    add = 1;
+                    products_issued();
+                    if (TURNS) named_arrive(1 + (wg + 1) % WGS, 256);
+                    products_done<1>();
+                    pin(s);
+                    if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                    k.next();
+                    const bool moved = soften(a, p, tile, w0, i0, s, rows, shrink);
+                    settle(rows.sum[0] + rows.sum[1]);
+                    products_done<0>();
+                    pin(o);
+                    pin(x);
+                    if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                    v.next();
+                    pack(x, s);
+                    if (moved) {
+#pragma unroll
+                        for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
+                    }
+                }
+                if (first_lane) barrier_arrive(bars.q_free());
+                barrier_wait(bars.v_full(v.stage), v.phase);
+                blank(p.from);
+                products_begin();
+                pin(o);
+                values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                products_issued();
+                products_done<0>();
+                pin(o);
+                if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                v.next();
+            } else {
+#pragma unroll
+                for (int i = 0; i < D / 2; i++) o[i] = 0.0f;
+            }
+            // The sink is one more score that no value belongs to.
+            const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
+            bf16* row[2];
+            float share[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const i32 i = i0 + r * 8;
+                float total = rows.sum[r], lse;
+                total += __shfl_xor_sync(~0u, total, 1);
+                total += __shfl_xor_sync(~0u, total, 2);
+                conclude(rows.top[r] == NEG_INF ? NEG_INF : rows.top[r] * a.factor, total, sink, lse, share[r]);
+                row[r] = nullptr;
+                if (i < p.q_len) {
+                    if ((lane & 3) == 0)
+                        reinterpret_cast<float*>(a.lse)[p.batch * a.lse_batch + p.head * a.lse_head +
+                                                        (p.q_start + i) * a.lse_token] = lse;
+                    row[r] = a.out.row<bf16>(p.batch, p.q_start + i, p.head);
+                }
+                // A query that sees no key: whatever came from masked ones is not its own.
+                if (p.lo(a, i) > p.hi(a, i)) {
+#pragma unroll
+                    for (int n = 0; n < D / 8; n++) o[n * 4 + r * 2] = o[n * 4 + r * 2 + 1] = 0.0f;
+                }
+            }
+            store_rows<D>(o, row[0], row[1], share[0], share[1], a.d_v);
+        }
+    }
+
+    static __device__ __forceinline__ void run(const Mapped& m) {
+        const u32 base = shared_address(attention_shared);
+        const Bars bars = {base};
+        if (threadIdx.x == 0) {
+            barrier_init(bars.q_full(), 1);
+            barrier_init(bars.q_free(), WGS * 4);
+            for (int s = 0; s < STAGES; s++) {
+                barrier_init(bars.k_full(s), 1);
+                barrier_init(bars.v_full(s), 1);
+                barrier_init(bars.k_free(s), WGS * 4);
+                barrier_init(bars.v_free(s), WGS * 4);
+            }
+            barrier_init_done();
+        }
+        __syncthreads();
+        if (threadIdx.x < 128) {
+            fewer_registers<WGS == 2 ? 40 : 32>();
+            if (threadIdx.x == 0) produce(m, base, bars);
+        } else {
+            more_registers<WGS == 2 ? 232 : 160>();
+            consume(m, base, bars);
+        }
+    }
+};
+
+#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, TURNS, CAP)                                                       \
+    extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) NAME(const __grid_constant__ Mapped m) {      \
+        HopperForward<D, WGS, BN, STAGES, TURNS, CAP>::run(m);                                                     \
+    }
