@@ -2,14 +2,19 @@
 struct alignas(64) Mapped {
     TensorMap q, k, v, dout;  // boxes [64 channels, tile's tokens, 1, 1] of (channel, token, head, batch)
     Attention a;
-    u64 sums;     // i32 [batch, heads, tokens', channels]: gradients of queries in fixed point
-    u64 bounds;   // f32 [batch, kv heads, 2]: largest |k| and largest norm of a v
+    u64 sums;     // i32 [batch, heads, padded, channels]: gradients of queries in fixed point, tile by tile in the
+                  // order of the accumulators that they come from
+    u64 steps;    // f32 [batch, heads, padded]: what one is in a row of `sums`, inverted: a power of two
+    u64 bounds;   // f32 [batch, kv heads, chunks, 2]: largest |k| and largest |v|² of 256 tokens
     i32 total;    // tiles of all heads
     i32 section;  // (batch, head) pairs whose tiles are taken together, so that their keys stay in the L2 cache
     i32 pairs;
-    i32 padded;   // tokens' of `sums`
+    i32 padded;   // rows of a head in `sums`, `steps`, and here in `weights` and `delta`
+    i32 chunks;
+    i32 k_from, k_to;  // key tokens that belong to a sequence
+    i32 spare[11];
 };
-static_assert(sizeof(Mapped) == 960, "as in hopper.rs");
+static_assert(sizeof(Mapped) == 1024, "as in hopper.rs");
 
 // Tile `round` of this block. Tiles are sorted from long to short, and every other round runs backwards, so that the
 // blocks' shares of the work come out alike.
@@ -21,9 +26,14 @@ __device__ __forceinline__ i32 tile_of(i32 round, i32 total) {
 // The last rounds of a block may hold no tile in one direction but in the next.
 __device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x) - 1) / i32(gridDim.x); }
 
-__device__ __forceinline__ Place tile_place(const Mapped& m, i32 index, i32 heads, i32 size, bool reversed) {
+// A place, and the row of `sums` and its like where the sequence's queries start.
+struct Spot : Place {
+    i32 row;
+};
+__device__ __forceinline__ Spot tile_place(const Mapped& m, i32 index, i32 heads, i32 size, bool reversed) {
     const Attention& a = m.a;
-    Place p;
+    Spot p;
+    p.row = 0;
     if (a.items) {
         p.head = index % heads;
         Item it = reinterpret_cast<const Item*>(a.items)[index / heads];
@@ -33,6 +43,7 @@ __device__ __forceinline__ Place tile_place(const Mapped& m, i32 index, i32 head
         p.k_start = it.k_start;
         p.k_len = it.k_len;
         p.first = it.first;
+        p.row = it.pad0;
     } else {
         const i32 whole = m.section * a.tiles, part = index / whole, rest = index - part * whole;
         const i32 here = min(m.section, m.pairs - part * m.section);

@@ -35,7 +35,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
         for (i32 round = 0; round < n; round++) {
             const i32 index = tile_of(round, m.total);
             if (index < 0) continue;
-            Place p = tile_place(m, index, a.heads, BM, true);
+            Spot p = tile_place(m, index, a.heads, BM, true);
             bounds(a, p);
             if (p.from >= p.to) continue;
             auto keys = [&](i32 tile) {
@@ -162,13 +162,15 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
         for (i32 round = 0; round < n; round++) {
             const i32 index = tile_of(round, m.total);
             if (index < 0) continue;
-            Place p = tile_place(m, index, a.heads, BM, true);
+            Spot p = tile_place(m, index, a.heads, BM, true);
             bounds(a, p);
             const i32 w0 = p.first + wg * 64, i0 = w0 + warp * 16 + (lane >> 2);
             float o[D / 2];
             Rows rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
             if (p.from < p.to) {
                 const u32 q_at = base + Q_AT + wg * 8192;
+                const i32 w1 = min(w0 + 63, p.q_len - 1);
+                const i32 mine = w1 < w0 ? p.from : min(max(p.hi(a, w1) / BN, p.from), p.to - 1);
                 u32 x[BN / 4];
                 float shrink[2];
                 // Values past the end of a packed sequence are another's.
@@ -182,6 +184,20 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
                     float s[BN / 2];
                     barrier_wait(bars.q_full(), q_phase);
                     q_phase ^= 1;
+                    // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
+#pragma unroll 1
+                    for (i32 tile = p.to - 1; tile > mine; tile--) {
+                        barrier_wait(bars.k_full(k.stage), k.phase);
+                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                        k.next();
+                        barrier_wait(bars.v_full(v.stage), v.phase);
+                        if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                        v.next();
+                        if (TURNS) {
+                            named_sync(1 + wg, 256);
+                            named_arrive(1 + (wg + 1) % WGS, 256);
+                        }
+                    }
                     barrier_wait(bars.k_full(k.stage), k.phase);
                     products_begin();
                     scores(s, q_at, base + K_AT + k.stage * K_BYTES);
@@ -190,12 +206,12 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
                     pin(s);
                     if (first_lane) barrier_arrive(bars.k_free(k.stage));
                     k.next();
-                    soften(a, p, p.to - 1, w0, i0, s, rows, shrink);
+                    soften(a, p, mine, w0, i0, s, rows, shrink);
                     pack(x, s);
                 }
                 int add = 0;
 #pragma unroll 1
-                for (i32 tile = p.to - 2; tile >= p.from; tile--) {
+                for (i32 tile = mine - 1; tile >= p.from; tile--) {
                     float s[BN / 2];
                     barrier_wait(bars.k_full(k.stage), k.phase);
                     if (TURNS) named_sync(1 + wg, 256);

@@ -1,0 +1,358 @@
+// Backward pass for Hopper: a persistent block has 128 keys of one key head, 64 for each of two consumer warpgroups,
+// and meets the queries that see them BM at a time. Scores are held turned, keys × queries, so that the powers and
+// the gradients of scores are left operands of dv += pᵀ·dout and dk += dsᵀ·q as they lie in registers; for dq = ds·k
+// the gradients of scores go through shared memory.
+//
+// dq of a tile is the sum of what many blocks find. They add it in fixed point: integers give the same sum in any
+// order, so the result does not depend on who comes first. |dq| ≤ 2·|dout|·max|v|·max|k| (times the scale, which is
+// applied at the end) gives every query a step that cannot overflow.
+//
+// The products of dq for one tile of queries run with those of the next, beside its powers: the warpgroups need not
+// wait for each other.
+
+template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward {
+    static constexpr int BN = 128, COLUMNS = D / 64, NS = BM / 2, ND = D / 2;
+    static_assert(BM * D == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
+    static constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
+    static constexpr u32 ROWS_AT = 1024, K_AT = 4096, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES;
+    static constexpr u32 O_AT = Q_AT + 2 * Q_BYTES, DS_AT = O_AT + 2 * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
+    static constexpr u32 BYTES = DQ_AT + 32768;
+
+    static __device__ __forceinline__ void bounds(const Attention& a, Place& p) {
+        const i32 last = min(p.first + BN, p.k_len) - 1;
+        p.from = max(p.first - p.off - a.right, 0) / BM;
+        p.to = (min(last - p.off + a.left, p.q_len - 1) + BM) / BM;
+    }
+
+    struct Bars {
+        u32 base;
+        __device__ __forceinline__ u32 kv_full() const { return base; }
+        __device__ __forceinline__ u32 kv_free() const { return base + 8; }
+        __device__ __forceinline__ u32 q_full(u32 s) const { return base + 16 + s * 8; }
+        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 32 + s * 8; }
+        __device__ __forceinline__ u32 o_full(u32 s) const { return base + 48 + s * 8; }
+        __device__ __forceinline__ u32 o_free(u32 s) const { return base + 64 + s * 8; }
+        __device__ __forceinline__ u32 ds_full(u32 s) const { return base + 80 + s * 8; }
+        __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 96 + s * 8; }
+    };
+    static __device__ __forceinline__ u32 weights_at(u32 s) { return ROWS_AT + s * ROW_BYTES; }
+    static __device__ __forceinline__ u32 delta_at(u32 s) { return ROWS_AT + (2 + s) * ROW_BYTES; }
+    static __device__ __forceinline__ u32 steps_at(u32 s) { return ROWS_AT + (4 + s) * ROW_BYTES; }
+
+    static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
+        const Attention& a = m.a;
+        Ring<2> ring;
+        u32 kv_phase = 0;
+        const i32 n = rounds(m.total);
+#pragma unroll 1
+        for (i32 round = 0; round < n; round++) {
+            const i32 index = tile_of(round, m.total);
+            if (index < 0) continue;
+            Spot p = tile_place(m, index, a.heads / a.group, BN, false);
+            bounds(a, p);
+            if (p.from >= p.to) continue;
+            barrier_wait(bars.kv_free(), kv_phase ^ 1);
+            kv_phase ^= 1;
+            barrier_expect(bars.kv_full(), 2 * K_BYTES);
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
+                            p.batch);
+                tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
+                            p.batch);
+            }
+#pragma unroll 1
+            for (i32 head = p.head * a.group; head < (p.head + 1) * a.group; head++) {
+#pragma unroll 1
+                for (i32 tile = p.from; tile < p.to; tile++) {
+                    const u32 s = ring.stage;
+                    const i64 row = (i64(p.batch) * a.heads + head) * m.padded + p.row + tile * BM;
+                    barrier_wait(bars.q_free(s), ring.phase ^ 1);
+                    barrier_expect(bars.q_full(s), Q_BYTES + ROW_BYTES);
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; c++)
+                        tensor_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
+                                    p.q_start + tile * BM, head, p.batch);
+                    bulk_load(base + weights_at(s), reinterpret_cast<const float*>(a.weights) + row, ROW_BYTES,
+                              bars.q_full(s));
+                    barrier_wait(bars.o_free(s), ring.phase ^ 1);
+                    barrier_expect(bars.o_full(s), Q_BYTES + 2 * ROW_BYTES);
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; c++)
+                        tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
+                                    p.q_start + tile * BM, head, p.batch);
+                    bulk_load(base + delta_at(s), reinterpret_cast<const float*>(a.delta) + row, ROW_BYTES,
+                              bars.o_full(s));
+                    bulk_load(base + steps_at(s), reinterpret_cast<const float*>(m.steps) + row, ROW_BYTES,
+                              bars.o_full(s));
+                    ring.next();
+                }
+            }
+        }
+    }
+
+    // acc = x[64, D]·y[BM, D]ᵀ
+    static __device__ __forceinline__ void scores(float (&s)[NS], u32 x, u32 y) {
+        const u64 l = rows_operand(x), r = rows_operand(y);
+#pragma unroll
+        for (int i = 0; i < D / 16; i++)
+            Product<BM>::template both<0, 0>(s, l + (((i >> 2) * BN * 128 + (i & 3) * 32) >> 4),
+                                             r + (((i >> 2) * BM * 128 + (i & 3) * 32) >> 4), i > 0);
+    }
+    // acc += p[64, BM]·y[BM, D]
+    static __device__ __forceinline__ void gather(float (&c)[ND], const u32 (&p)[NS / 2], u32 y, int add) {
+        const u64 r = turned_operand(y, BM * 128);
+#pragma unroll
+        for (int i = 0; i < BM / 16; i++)
+            Product<D>::template left<1>(c, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
+                                         r + ((i * 2048) >> 4), i > 0 ? 1 : add);
+    }
+    // acc[64, 64] = ds[BN, 64]ᵀ·k[BN, 64]
+    static __device__ __forceinline__ void queries(float (&c)[32], u32 ds, u32 k) {
+        const u64 l = turned_operand(ds, BN * 128), r = turned_operand(k, BN * 128);
+#pragma unroll
+        for (int i = 0; i < BN / 16; i++)
+            Product<64>::template both<1, 1>(c, l + ((i * 2048) >> 4), r + ((i * 2048) >> 4), i > 0);
+    }
+
+    // Adds this warpgroup's part of dq to the sums of all blocks.
+    static __device__ __forceinline__ void flush(float (&dq)[32], float step0, float step1, i32* to, u32 base, int wg) {
+        const int self = threadIdx.x & 127;
+        const u32 at = base + DQ_AT + wg * 16384;
+        if (self == 0) bulk_wait_read<0>();
+        named_sync(2 + wg, 128);
+#pragma unroll
+        for (int j = 0; j < 8; j++)
+            store16(at + j * 2048 + self * 16, __float2int_rn(dq[4 * j] * step0), __float2int_rn(dq[4 * j + 1] * step0),
+                    __float2int_rn(dq[4 * j + 2] * step1), __float2int_rn(dq[4 * j + 3] * step1));
+        async_fence();
+        named_sync(2 + wg, 128);
+        if (self == 0) {
+            bulk_add(to, at, 16384);
+            bulk_commit();
+        }
+    }
+
+    static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
+        const Attention& a = m.a;
+        const int wg = int(threadIdx.x >> 7) - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
+        const bool first_lane = lane == 0;
+        Ring<2> ring;
+        u32 kv_phase = 0, count = 0;
+        const i32 n = rounds(m.total);
+#pragma unroll 1
+        for (i32 round = 0; round < n; round++) {
+            const i32 index = tile_of(round, m.total);
+            if (index < 0) continue;
+            Spot p = tile_place(m, index, a.heads / a.group, BN, false);
+            bounds(a, p);
+            const i32 w0 = p.first + wg * 64;
+            float dk[ND], dv[ND];
+#pragma unroll
+            for (int i = 0; i < ND; i++) dk[i] = dv[i] = 0.0f;
+            if (p.from < p.to) {
+                const u32 k_at = base + K_AT, v_at = base + V_AT;
+                const u32 dq_k = k_at + (D == 128 ? wg * BN * 128 : 0), dq_ds = D == 128 ? 0 : wg * BN * 128;
+                barrier_wait(bars.kv_full(), kv_phase);
+                kv_phase ^= 1;
+                if (a.items && p.k_len - p.first < BN) {
+                    blank_rows<BN, COLUMNS>(k_at, p.k_len - p.first, self);
+                    blank_rows<BN, COLUMNS>(v_at, p.k_len - p.first, self);
+                    named_sync(2 + wg, 128);
+                }
+                float step0 = 0.0f, step1 = 0.0f;
+                i32* to = nullptr;
+                u32 y[NS / 2];
+                int add = 0;
+                i32 head = p.head * a.group, tile = p.from;
+#pragma unroll 1
+                for (i32 turn = (p.to - p.from) * a.group; turn > 0; turn--) {
+                    const u32 stage = ring.stage, q_at = base + Q_AT + stage * Q_BYTES;
+                    const u32 o_at = base + O_AT + stage * Q_BYTES;
+                    const i32 q0 = tile * BM;
+                    float s[NS], dp[NS], dq[32];
+                    u32 x[NS / 2];
+                    barrier_wait(bars.q_full(stage), ring.phase);
+                    const bool foreign = a.items && p.q_len - q0 < BM;
+                    if (foreign) {
+                        blank_rows<BM, COLUMNS>(q_at, p.q_len - q0, self);
+                        named_sync(2 + wg, 128);
+                    }
+                    products_begin();
+                    scores(s, k_at + wg * 8192, q_at);
+                    products_issued();
+                    barrier_wait(bars.o_full(stage), ring.phase);
+                    if (foreign) {
+                        blank_rows<BM, COLUMNS>(o_at, p.q_len - q0, self);
+                        named_sync(2 + wg, 128);
+                    }
+                    scores(dp, v_at + wg * 8192, o_at);
+                    products_issued();
+                    products_done<1>();
+                    pin(s);
+                    if (LATE) {
+                        pin(y);
+                        pin(dk);
+                        if (first_lane && add) barrier_arrive(bars.q_free(stage ^ 1));
+                    }
+
+                    // p = exp(s - lse)
+                    const int t = (lane & 3) * 2;
+                    const float2* rows = reinterpret_cast<const float2*>(attention_shared + weights_at(stage)) + (lane & 3);
+#pragma unroll
+                    for (int i = 0; i < NS; i += 4) {
+                        const float2 w = rows[i];
+#pragma unroll
+                        for (int e = 0; e < 4; e++)
+                            s[i + e] = fast_exp2(fmaf(s[i + e], a.inner, -(e & 1 ? w.y : w.x)));
+                    }
+                    if (q0 < w0 + 63 - p.off - a.right || q0 + BM - 1 > min(w0 - p.off + a.left, p.q_len - 1) ||
+                        w0 + 63 >= p.k_len) {
+#pragma unroll
+                        for (int r = 0; r < 2; r++) {
+                            // Queries that see this key, relative to this thread's first of the tile.
+                            const i32 key = w0 + warp * 16 + r * 8 + (lane >> 2), j = key - p.off;
+                            const i32 lo = j - a.right - q0 - t;
+                            const i32 hi = key < p.k_len ? min(j + a.left, p.q_len - 1) - q0 - t : -1;
+#pragma unroll
+                            for (int i = 0; i < NS / 4; i++)
+#pragma unroll
+                                for (int e = 0; e < 2; e++)
+                                    if (i * 8 + e < lo || i * 8 + e > hi) s[i * 4 + r * 2 + e] = 0.0f;
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < NS / 2; i++) x[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+                    products_begin();
+                    gather(dv, x, o_at, add);
+                    products_issued();
+                    products_done<1>();
+                    pin(dp);
+
+                    // ds = p·(dp - delta)
+                    const float2* deltas = reinterpret_cast<const float2*>(attention_shared + delta_at(stage)) + (lane & 3);
+#pragma unroll
+                    for (int i = 0; i < NS; i += 4) {
+                        const float2 d = deltas[i];
+#pragma unroll
+                        for (int e = 0; e < 4; e++) {
+                            const u32 two = x[(i + e) / 2];
+                            const float p = SHORT ? (e & 1 ? high_bf16(two) : low_bf16(two)) : s[i + e];
+                            dp[i + e] = p * (dp[i + e] - (e & 1 ? d.y : d.x));
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < NS / 2; i++) y[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
+                    const u32 side = count & 1, turned = side ^ 1;
+                    barrier_wait(bars.ds_free(side), ((count >> 1) & 1) ^ 1);
+                    {
+                        const int row = wg * 64 + warp * 16 + (lane & 15);
+                        const u32 at = base + DS_AT + side * DS_BYTES + row * 128;
+#pragma unroll
+                        for (int i = 0; i < BM / 16; i++) {
+                            const int chunk = 2 * i + (lane >> 4);
+                            stsm(at + (i >> 2) * BN * 128 + (((chunk & 7) ^ (row & 7)) << 4), y[4 * i], y[4 * i + 1],
+                                 y[4 * i + 2], y[4 * i + 3]);
+                        }
+                        async_fence();
+                        __syncwarp();
+                        if (first_lane) barrier_arrive(bars.ds_full(side));
+                    }
+                    if (add) barrier_wait(bars.ds_full(turned), ((count - 1) >> 1) & 1);
+                    products_begin();
+                    // On the first turn this multiplies what nobody will look at: a branch here costs more.
+                    queries(dq, base + DS_AT + turned * DS_BYTES + dq_ds, dq_k);
+                    products_issued();
+                    gather(dk, y, q_at, add);
+                    products_issued();
+                    products_done<1>();
+                    pin(dv);
+                    pin(x);
+                    pin(dq);
+                    if (first_lane) barrier_arrive(bars.o_free(stage));
+                    if (add) {
+                        if (first_lane) barrier_arrive(bars.ds_free(turned));
+                        flush(dq, step0, step1, to, base, wg);
+                    }
+                    const float* steps = reinterpret_cast<const float*>(attention_shared + steps_at(stage)) +
+                                         (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2);
+                    step0 = steps[0];
+                    step1 = steps[8];
+                    to = reinterpret_cast<i32*>(m.sums) +
+                         (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * D + wg * 4096);
+                    add = 1;
+                    count++;
+                    if (++tile == p.to) tile = p.from, head++;
+                    if (!LATE) {
+                        products_done<0>();
+                        pin(dk);
+                        pin(y);
+                        if (first_lane) barrier_arrive(bars.q_free(stage));
+                    }
+                    ring.next();
+                }
+                const u32 before = count - 1;
+                float dq[32];
+                barrier_wait(bars.ds_full(before & 1), (before >> 1) & 1);
+                products_begin();
+                queries(dq, base + DS_AT + (before & 1) * DS_BYTES + dq_ds, dq_k);
+                products_issued();
+                products_done<0>();
+                pin(dq);
+                pin(dk);
+                pin(y);
+                if (first_lane) {
+                    barrier_arrive(bars.ds_free(before & 1));
+                    if (LATE) barrier_arrive(bars.q_free(ring.stage ^ 1));
+                    barrier_arrive(bars.kv_free());
+                }
+                flush(dq, step0, step1, to, base, wg);
+            }
+            bf16* k_row[2];
+            bf16* v_row[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const i32 j = w0 + warp * 16 + r * 8 + (lane >> 2);
+                k_row[r] = v_row[r] = nullptr;
+                if (j < p.k_len) {
+                    k_row[r] = a.dk.row<bf16>(p.batch, p.k_start + j, p.head);
+                    v_row[r] = a.dv.row<bf16>(p.batch, p.k_start + j, p.head);
+                }
+            }
+            store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
+            store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);
+        }
+        if (self == 0) bulk_wait<0>();
+    }
+
+    static __device__ __forceinline__ void run(const Mapped& m) {
+        const u32 base = shared_address(attention_shared);
+        const Bars bars = {base};
+        if (threadIdx.x == 0) {
+            barrier_init(bars.kv_full(), 1);
+            barrier_init(bars.kv_free(), 8);
+            for (int s = 0; s < 2; s++) {
+                barrier_init(bars.q_full(s), 1);
+                barrier_init(bars.o_full(s), 1);
+                barrier_init(bars.q_free(s), 8);
+                barrier_init(bars.o_free(s), 8);
+                barrier_init(bars.ds_full(s), 8);
+                barrier_init(bars.ds_free(s), 8);
+            }
+            barrier_init_done();
+        }
+        __syncthreads();
+        if (threadIdx.x < 128) {
+            fewer_registers<24>();
+            if (threadIdx.x == 0) produce(m, base, bars);
+        } else {
+            more_registers<240>();
+            consume(m, base, bars);
+        }
+    }
+};
+
+#define HOPPER_BACKWARD(NAME, D, BM, LATE, SHORT, CAP)                                                \
+    extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ Mapped m) {     \
+        HopperBackward<D, BM, LATE, SHORT, CAP>::run(m);                                              \
+    }
