@@ -10,15 +10,19 @@
 // The products of dq for one tile of queries run with those of the next, beside its powers: the warpgroups need not
 // wait for each other.
 
-template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward {
+enum Gather { BULK, DIRECT, OWN };
+
+template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW, bool CAP> struct HopperBackward {
     static constexpr int BN = 128, COLUMNS = D / 64, NS = BM / 2, ND = D / 2;
     static_assert(BM * D == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
     static constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
-    static constexpr u32 ROWS_AT = 1024, K_AT = 4096, V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES;
-    static constexpr u32 O_AT = Q_AT + 2 * Q_BYTES, DS_AT = O_AT + 2 * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-    static constexpr u32 BYTES = DQ_AT + 32768;
+    static constexpr u32 ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
+    static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
+    static constexpr u32 DS_AT = O_AT + STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
+    static constexpr u32 BYTES = DQ_AT + (HOW == BULK ? 32768 : 0);
+    static_assert(BYTES <= 227 * 1024, "shared memory");
 
-    static __device__ __forceinline__ void bounds(const Attention& a, Place& p) {
+    static __device__ __forceinline__ void bounds(const Attention& a, Spot& p) {
         const i32 last = min(p.first + BN, p.k_len) - 1;
         p.from = max(p.first - p.off - a.right, 0) / BM;
         p.to = (min(last - p.off + a.left, p.q_len - 1) + BM) / BM;
@@ -28,28 +32,51 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
         u32 base;
         __device__ __forceinline__ u32 kv_full() const { return base; }
         __device__ __forceinline__ u32 kv_free() const { return base + 8; }
-        __device__ __forceinline__ u32 q_full(u32 s) const { return base + 16 + s * 8; }
-        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 32 + s * 8; }
-        __device__ __forceinline__ u32 o_full(u32 s) const { return base + 48 + s * 8; }
-        __device__ __forceinline__ u32 o_free(u32 s) const { return base + 64 + s * 8; }
-        __device__ __forceinline__ u32 ds_full(u32 s) const { return base + 80 + s * 8; }
-        __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 96 + s * 8; }
+        __device__ __forceinline__ u32 ds_full(u32 s) const { return base + 16 + s * 8; }
+        __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 32 + s * 8; }
+        __device__ __forceinline__ u32 q_full(u32 s) const { return base + 48 + s * 8; }
+        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 48 + (STAGES + s) * 8; }
+        __device__ __forceinline__ u32 o_full(u32 s) const { return base + 48 + (2 * STAGES + s) * 8; }
+        __device__ __forceinline__ u32 o_free(u32 s) const { return base + 48 + (3 * STAGES + s) * 8; }
     };
     static __device__ __forceinline__ u32 weights_at(u32 s) { return ROWS_AT + s * ROW_BYTES; }
-    static __device__ __forceinline__ u32 delta_at(u32 s) { return ROWS_AT + (2 + s) * ROW_BYTES; }
-    static __device__ __forceinline__ u32 steps_at(u32 s) { return ROWS_AT + (4 + s) * ROW_BYTES; }
+    static __device__ __forceinline__ u32 delta_at(u32 s) { return ROWS_AT + (STAGES + s) * ROW_BYTES; }
+    static __device__ __forceinline__ u32 steps_at(u32 s) { return ROWS_AT + (2 * STAGES + s) * ROW_BYTES; }
+
+    // How many tiles this block takes at most, and which: with OWN all tiles of a key head, one after another.
+    static __device__ __forceinline__ i32 tiles(const Mapped& m) {
+        return HOW == OWN ? rounds(m.pairs) * m.a.tiles : rounds(m.total);
+    }
+    static __device__ __forceinline__ bool take(const Mapped& m, i32 round, Spot& p) {
+        const i32 heads = m.a.heads / m.a.group;
+        if constexpr (HOW == OWN) {
+            const i32 turn = round / m.a.tiles, pair = turn * i32(gridDim.x) + i32(blockIdx.x);
+            if (pair >= m.pairs) return false;
+            p.batch = pair / heads;
+            p.head = p.kv_head = pair - p.batch * heads;
+            p.q_start = p.k_start = p.row = 0;
+            p.q_len = m.a.q_len;
+            p.k_len = m.a.k_len;
+            p.first = (round - turn * m.a.tiles) * BN;
+            p.off = m.a.bottom ? p.k_len - p.q_len : 0;
+        } else {
+            const i32 index = tile_of(round, m.total);
+            if (index < 0) return false;
+            p = tile_place(m, index, heads, BN, false);
+        }
+        bounds(m.a, p);
+        return true;
+    }
 
     static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
-        Ring<2> ring;
+        Ring<STAGES> ring;
         u32 kv_phase = 0;
-        const i32 n = rounds(m.total);
+        const i32 n = tiles(m);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
-            const i32 index = tile_of(round, m.total);
-            if (index < 0) continue;
-            Spot p = tile_place(m, index, a.heads / a.group, BN, false);
-            bounds(a, p);
+            Spot p;
+            if (!take(m, round, p)) continue;
             if (p.from >= p.to) continue;
             barrier_wait(bars.kv_free(), kv_phase ^ 1);
             kv_phase ^= 1;
@@ -76,15 +103,16 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                     bulk_load(base + weights_at(s), reinterpret_cast<const float*>(a.weights) + row, ROW_BYTES,
                               bars.q_full(s));
                     barrier_wait(bars.o_free(s), ring.phase ^ 1);
-                    barrier_expect(bars.o_full(s), Q_BYTES + 2 * ROW_BYTES);
+                    barrier_expect(bars.o_full(s), Q_BYTES + (HOW == OWN ? 1 : 2) * ROW_BYTES);
 #pragma unroll
                     for (int c = 0; c < COLUMNS; c++)
                         tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
                                     p.q_start + tile * BM, head, p.batch);
                     bulk_load(base + delta_at(s), reinterpret_cast<const float*>(a.delta) + row, ROW_BYTES,
                               bars.o_full(s));
-                    bulk_load(base + steps_at(s), reinterpret_cast<const float*>(m.steps) + row, ROW_BYTES,
-                              bars.o_full(s));
+                    if (HOW != OWN)
+                        bulk_load(base + steps_at(s), reinterpret_cast<const float*>(m.steps) + row, ROW_BYTES,
+                                  bars.o_full(s));
                     ring.next();
                 }
             }
@@ -118,34 +146,81 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
     // Adds this warpgroup's part of dq to the sums of all blocks.
     static __device__ __forceinline__ void flush(float (&dq)[32], float step0, float step1, i32* to, u32 base, int wg) {
         const int self = threadIdx.x & 127;
-        const u32 at = base + DQ_AT + wg * 16384;
-        if (self == 0) bulk_wait_read<0>();
-        named_sync(2 + wg, 128);
+        if constexpr (HOW == DIRECT) {
 #pragma unroll
-        for (int j = 0; j < 8; j++)
-            store16(at + j * 2048 + self * 16, __float2int_rn(dq[4 * j] * step0), __float2int_rn(dq[4 * j + 1] * step0),
-                    __float2int_rn(dq[4 * j + 2] * step1), __float2int_rn(dq[4 * j + 3] * step1));
-        async_fence();
-        named_sync(2 + wg, 128);
-        if (self == 0) {
-            bulk_add(to, at, 16384);
-            bulk_commit();
+            for (int i = 0; i < 32; i++)
+                asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128 + self),
+                             "r"(__float2int_rn(dq[i] * (i & 2 ? step1 : step0)))
+                             : "memory");
+        } else {
+            const u32 at = base + DQ_AT + wg * 16384;
+            if (self == 0) bulk_wait_read<0>();
+            named_sync(4 + wg, 128);
+#pragma unroll
+            for (int j = 0; j < 8; j++)
+                store16(at + j * 2048 + self * 16, __float2int_rn(dq[4 * j] * step0),
+                        __float2int_rn(dq[4 * j + 1] * step0), __float2int_rn(dq[4 * j + 2] * step1),
+                        __float2int_rn(dq[4 * j + 3] * step1));
+            async_fence();
+            named_sync(4 + wg, 128);
+            if (self == 0) {
+                bulk_add(to, at, 16384);
+                bulk_commit();
+            }
         }
     }
 
+    // With OWN this block has all keys of the head: it keeps what it has of dq so far in its own scratch, where every
+    // thread finds what it left there, and writes dq when the last of the keys have been seen.
+    struct Owned {
+        float4* scratch;
+        i32 q0, head;
+        bool begins, ends;
+        __device__ __forceinline__ void fetch(float4 (&before)[8]) const {
+#pragma unroll
+            for (int j = 0; j < 8; j++) before[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (!begins) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) before[j] = scratch[j * 128];
+            }
+        }
+        __device__ __forceinline__ void flush(const Mapped& m, const Spot& p, float (&dq)[32], const float4 (&before)[8],
+                                              int wg) const {
+            const Attention& a = m.a;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                dq[4 * j] += before[j].x;
+                dq[4 * j + 1] += before[j].y;
+                dq[4 * j + 2] += before[j].z;
+                dq[4 * j + 3] += before[j].w;
+            }
+            if (ends) {
+                const int self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
+                const i32 i = q0 + (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = D == 128 ? wg * 64 : 0;
+                bf16* row0 = i < p.q_len ? a.dq.row<bf16>(p.batch, i, head) + column : nullptr;
+                bf16* row1 = i + 8 < p.q_len ? a.dq.row<bf16>(p.batch, i + 8, head) + column : nullptr;
+                store_rows<64>(dq, row0, row1, a.scale, a.scale, a.d_qk - column);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    scratch[j * 128] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            }
+        }
+    };
+
     static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
-        const int wg = int(threadIdx.x >> 7) - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
+        const int wg = warpgroup() - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
         const bool first_lane = lane == 0;
-        Ring<2> ring;
+        Ring<STAGES> ring;
         u32 kv_phase = 0, count = 0;
-        const i32 n = rounds(m.total);
+        Owned own;
+        const i32 n = tiles(m);
+        if (TURNS && wg == 1) named_arrive(2, 256);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
-            const i32 index = tile_of(round, m.total);
-            if (index < 0) continue;
-            Spot p = tile_place(m, index, a.heads / a.group, BN, false);
-            bounds(a, p);
+            Spot p;
+            if (!take(m, round, p)) continue;
             const i32 w0 = p.first + wg * 64;
             float dk[ND], dv[ND];
 #pragma unroll
@@ -158,12 +233,13 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                 if (a.items && p.k_len - p.first < BN) {
                     blank_rows<BN, COLUMNS>(k_at, p.k_len - p.first, self);
                     blank_rows<BN, COLUMNS>(v_at, p.k_len - p.first, self);
-                    named_sync(2 + wg, 128);
+                    named_sync(4 + wg, 128);
                 }
                 float step0 = 0.0f, step1 = 0.0f;
                 i32* to = nullptr;
                 u32 y[NS / 2];
                 int add = 0;
+                own.begins = true;
                 i32 head = p.head * a.group, tile = p.from;
 #pragma unroll 1
                 for (i32 turn = (p.to - p.from) * a.group; turn > 0; turn--) {
@@ -176,15 +252,16 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                     const bool foreign = a.items && p.q_len - q0 < BM;
                     if (foreign) {
                         blank_rows<BM, COLUMNS>(q_at, p.q_len - q0, self);
-                        named_sync(2 + wg, 128);
+                        named_sync(4 + wg, 128);
                     }
+                    if (TURNS) named_sync(2 + wg, 256);
                     products_begin();
                     scores(s, k_at + wg * 8192, q_at);
                     products_issued();
                     barrier_wait(bars.o_full(stage), ring.phase);
                     if (foreign) {
                         blank_rows<BM, COLUMNS>(o_at, p.q_len - q0, self);
-                        named_sync(2 + wg, 128);
+                        named_sync(4 + wg, 128);
                     }
                     scores(dp, v_at + wg * 8192, o_at);
                     products_issued();
@@ -193,18 +270,18 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                     if (LATE) {
                         pin(y);
                         pin(dk);
-                        if (first_lane && add) barrier_arrive(bars.q_free(stage ^ 1));
+                        if (first_lane && add) barrier_arrive(bars.q_free(stage ? stage - 1 : STAGES - 1));
                     }
 
                     // p = exp(s - lse)
                     const int t = (lane & 3) * 2;
-                    const float2* rows = reinterpret_cast<const float2*>(attention_shared + weights_at(stage)) + (lane & 3);
+                    const float4* rows = reinterpret_cast<const float4*>(attention_shared + weights_at(stage)) + (lane & 3);
 #pragma unroll
-                    for (int i = 0; i < NS; i += 4) {
-                        const float2 w = rows[i];
+                    for (int i = 0; i < NS; i += 8) {
+                        const float4 w = rows[i / 2];
 #pragma unroll
-                        for (int e = 0; e < 4; e++)
-                            s[i + e] = fast_exp2(fmaf(s[i + e], a.inner, -(e & 1 ? w.y : w.x)));
+                        for (int e = 0; e < 8; e++)
+                            s[i + e] = fast_exp2(fmaf(s[i + e], a.inner, -(e & 4 ? (e & 1 ? w.w : w.z) : (e & 1 ? w.y : w.x))));
                     }
                     if (q0 < w0 + 63 - p.off - a.right || q0 + BM - 1 > min(w0 - p.off + a.left, p.q_len - 1) ||
                         w0 + 63 >= p.k_len) {
@@ -226,19 +303,20 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                     products_begin();
                     gather(dv, x, o_at, add);
                     products_issued();
+                    if (TURNS) named_arrive(3 - wg, 256);
                     products_done<1>();
                     pin(dp);
 
                     // ds = p·(dp - delta)
-                    const float2* deltas = reinterpret_cast<const float2*>(attention_shared + delta_at(stage)) + (lane & 3);
+                    const float4* deltas = reinterpret_cast<const float4*>(attention_shared + delta_at(stage)) + (lane & 3);
 #pragma unroll
-                    for (int i = 0; i < NS; i += 4) {
-                        const float2 d = deltas[i];
+                    for (int i = 0; i < NS; i += 8) {
+                        const float4 d = deltas[i / 2];
 #pragma unroll
-                        for (int e = 0; e < 4; e++) {
+                        for (int e = 0; e < 8; e++) {
                             const u32 two = x[(i + e) / 2];
                             const float p = SHORT ? (e & 1 ? high_bf16(two) : low_bf16(two)) : s[i + e];
-                            dp[i + e] = p * (dp[i + e] - (e & 1 ? d.y : d.x));
+                            dp[i + e] = p * (dp[i + e] - (e & 4 ? (e & 1 ? d.w : d.z) : (e & 1 ? d.y : d.x)));
                         }
                     }
 #pragma unroll
@@ -265,6 +343,8 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                     products_issued();
                     gather(dk, y, q_at, add);
                     products_issued();
+                    float4 kept[8];
+                    if (HOW == OWN) own.fetch(kept);
                     products_done<1>();
                     pin(dv);
                     pin(x);
@@ -272,14 +352,25 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                     if (first_lane) barrier_arrive(bars.o_free(stage));
                     if (add) {
                         if (first_lane) barrier_arrive(bars.ds_free(turned));
-                        flush(dq, step0, step1, to, base, wg);
+                        if constexpr (HOW == OWN) own.flush(m, p, dq, kept, wg);
+                        else flush(dq, step0, step1, to, base, wg);
                     }
-                    const float* steps = reinterpret_cast<const float*>(attention_shared + steps_at(stage)) +
-                                         (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2);
-                    step0 = steps[0];
-                    step1 = steps[8];
-                    to = reinterpret_cast<i32*>(m.sums) +
-                         (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * D + wg * 4096);
+                    if constexpr (HOW == OWN) {
+                        own.scratch = reinterpret_cast<float4*>(m.sums) +
+                                      ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (D / 4) +
+                                      wg * 1024 + self;
+                        own.q0 = q0;
+                        own.head = head;
+                        own.begins = p.first / BN == max(q0 + p.off - a.left, 0) / BN;
+                        own.ends = p.first / BN == min(q0 + BM - 1 + p.off + a.right, p.k_len - 1) / BN;
+                    } else {
+                        const float* steps = reinterpret_cast<const float*>(attention_shared + steps_at(stage)) +
+                                             (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2);
+                        step0 = steps[0];
+                        step1 = steps[8];
+                        to = reinterpret_cast<i32*>(m.sums) +
+                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * D + wg * 4096);
+                    }
                     add = 1;
                     count++;
                     if (++tile == p.to) tile = p.from, head++;
@@ -297,16 +388,19 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
                 products_begin();
                 queries(dq, base + DS_AT + (before & 1) * DS_BYTES + dq_ds, dq_k);
                 products_issued();
+                float4 kept[8];
+                if (HOW == OWN) own.fetch(kept);
                 products_done<0>();
                 pin(dq);
                 pin(dk);
                 pin(y);
                 if (first_lane) {
                     barrier_arrive(bars.ds_free(before & 1));
-                    if (LATE) barrier_arrive(bars.q_free(ring.stage ^ 1));
+                    if (LATE) barrier_arrive(bars.q_free(ring.stage ? ring.stage - 1 : STAGES - 1));
                     barrier_arrive(bars.kv_free());
                 }
-                flush(dq, step0, step1, to, base, wg);
+                if constexpr (HOW == OWN) own.flush(m, p, dq, kept, wg);
+                else flush(dq, step0, step1, to, base, wg);
             }
             bf16* k_row[2];
             bf16* v_row[2];
@@ -322,7 +416,7 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
             store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
             store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);
         }
-        if (self == 0) bulk_wait<0>();
+        if (HOW == BULK && self == 0) bulk_wait<0>();
     }
 
     static __device__ __forceinline__ void run(const Mapped& m) {
@@ -331,11 +425,13 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
         if (threadIdx.x == 0) {
             barrier_init(bars.kv_full(), 1);
             barrier_init(bars.kv_free(), 8);
-            for (int s = 0; s < 2; s++) {
+            for (int s = 0; s < STAGES; s++) {
                 barrier_init(bars.q_full(s), 1);
                 barrier_init(bars.o_full(s), 1);
                 barrier_init(bars.q_free(s), 8);
                 barrier_init(bars.o_free(s), 8);
+            }
+            for (int s = 0; s < 2; s++) {
                 barrier_init(bars.ds_full(s), 8);
                 barrier_init(bars.ds_free(s), 8);
             }
@@ -352,7 +448,7 @@ template <int D, int BM, bool LATE, bool SHORT, bool CAP> struct HopperBackward 
     }
 };
 
-#define HOPPER_BACKWARD(NAME, D, BM, LATE, SHORT, CAP)                                                \
+#define HOPPER_BACKWARD(NAME, D, BM, STAGES, LATE, SHORT, TURNS, HOW, CAP)                            \
     extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ Mapped m) {     \
-        HopperBackward<D, BM, LATE, SHORT, CAP>::run(m);                                              \
+        HopperBackward<D, BM, STAGES, LATE, SHORT, TURNS, HOW, CAP>::run(m);                          \
     }

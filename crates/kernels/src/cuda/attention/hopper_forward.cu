@@ -152,7 +152,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
 
     static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
-        const int wg = int(threadIdx.x >> 7) - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
+        const int wg = warpgroup() - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
         const bool first_lane = lane == 0;
         Ring<STAGES> k, v;
         u32 q_phase = 0;

@@ -1,18 +1,19 @@
 // What surrounds the Hopper backward kernel: bounds of keys and values, what is needed once per query, and the
 // fixed-point gradients of queries turned into bf16.
 
-// bounds[batch·kv heads][chunk of 256 tokens] = largest |k|, largest |v|². Sixteen lanes a row; NaNs are passed over:
-// they come back through the log-sum-exps and outputs.
-extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_bf16(const __grid_constant__ Mapped m) {
+// bounds[batch·kv heads][chunk of 128 tokens] = largest |k|, largest |v|². NaNs are passed over: they come back
+// through the log-sum-exps and outputs.
+template <int D> __device__ __forceinline__ void hopper_bounds(const Mapped& m) {
+    constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const Attention& a = m.a;
     __shared__ float parts[16];
     const i32 chunks = m.chunks, pair = blockIdx.x / chunks, chunk = blockIdx.x - pair * chunks;
     const i32 kv_heads = a.heads / a.group, batch = pair / kv_heads, head = pair - batch * kv_heads;
-    const i32 lane = threadIdx.x & 15, row = threadIdx.x >> 4, c = lane * 8;
+    const i32 lane = threadIdx.x % LANES, row = threadIdx.x / LANES, c = lane * 8;
     float most_k = 0.0f, most_v = 0.0f;
-#pragma unroll 4
-    for (i32 i = 0; i < 16; i++) {
-        const i32 token = m.k_from + chunk * 256 + i * 16 + row;
+#pragma unroll
+    for (i32 i = 0; i < 128 / ROWS; i++) {
+        const i32 token = m.k_from + chunk * 128 + i * ROWS + row;
         float x[8] = {}, y[8] = {};
         if (token < m.k_to) {
             if (c < a.d_qk) load(a.k.row<bf16>(batch, token, head) + c, x);
@@ -25,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_bf16(c
             sum = fmaf(y[e], y[e], sum);
         }
 #pragma unroll
-        for (int d = 8; d > 0; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+        for (int d = LANES / 2; d > 0; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
         most_v = fmaxf(most_v, sum);
     }
     most_k = warp_max(most_k);
@@ -41,14 +42,23 @@ extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_bf16(c
         reinterpret_cast<float*>(m.bounds)[blockIdx.x * 2 + threadIdx.x] = x;
     }
 }
+extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_64_bf16(const __grid_constant__ Mapped m) {
+    hopper_bounds<64>(m);
+}
+extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_128_bf16(const __grid_constant__ Mapped m) {
+    hopper_bounds<128>(m);
+}
 
-// 128 rows of a head a block, sixteen lanes a row: weights = lse·log2 e (-inf, and rows past the end, become +inf),
-// delta = Σ dout·out, the step of the fixed-point sums, and zeros in those.
-template <int D> __device__ __forceinline__ void hopper_prepare(const Mapped& m) {
+// 128 rows of a head a block: weights = lse·log2 e (-inf, and rows past the end, become +inf) and delta = Σ dout·out;
+// where sums are kept in fixed point (OWN is false) their steps, and zeros in them. Of 16 rows, those that a thread of
+// the backward kernel needs lie together: row 8·h + 2·t + e is at 4·t + 2·h + e. Steps lie in order.
+template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const Mapped& m) {
+    constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const Attention& a = m.a;
-    __shared__ float most[32];
+    __shared__ float most[16];
     const Spot p = tile_place(m, blockIdx.x, a.heads, 128, false);
-    {
+    float most_k = 0.0f, most_v = 0.0f;
+    if constexpr (!OWN) {
         const float* bounds = reinterpret_cast<const float*>(m.bounds) +
                               i64(p.batch * (a.heads / a.group) + p.kv_head) * m.chunks * 2;
         float x = 0.0f;
@@ -58,15 +68,19 @@ template <int D> __device__ __forceinline__ void hopper_prepare(const Mapped& m)
         for (int d = 16; d > 1; d >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, d));
         if ((threadIdx.x & 31) < 2) most[(threadIdx.x & 1) * 8 + (threadIdx.x >> 5)] = x;
         __syncthreads();
-    }
-    float most_k = 0.0f, most_v = 0.0f;
 #pragma unroll
-    for (int w = 0; w < 8; w++) most_k = fmaxf(most_k, most[w]), most_v = fmaxf(most_v, most[8 + w]);
-    const i32 lane = threadIdx.x & 15, c = lane * 8;
-#pragma unroll 2
-    for (i32 n = 0; n < 8; n++) {
-        const i32 i = p.first + n * 16 + i32(threadIdx.x >> 4);
-        const i64 at = (i64(p.batch) * a.heads + p.head) * m.padded + p.row + i;
+        for (int w = 0; w < 8; w++) most_k = fmaxf(most_k, most[w]), most_v = fmaxf(most_v, most[8 + w]);
+    }
+    const i32 lane = threadIdx.x % LANES, c = lane * 8;
+    const i64 base = (i64(p.batch) * a.heads + p.head) * m.padded + p.row;
+    if constexpr (!OWN) {
+        int4* zeros = reinterpret_cast<int4*>(reinterpret_cast<i32*>(m.sums) + (base + p.first) * D) + threadIdx.x;
+#pragma unroll
+        for (int i = 0; i < 128 * D / 1024; i++) zeros[i * 256] = make_int4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (i32 n = 0; n < 128 / ROWS; n++) {
+        const i32 r = n * ROWS + i32(threadIdx.x / LANES), i = p.first + r;
         const bool there = i < p.q_len;
         float x[8] = {}, y[8] = {};
         if (there && c < a.d_v) {
@@ -77,7 +91,7 @@ template <int D> __device__ __forceinline__ void hopper_prepare(const Mapped& m)
 #pragma unroll
         for (int e = 0; e < 8; e++) sum = fmaf(x[e], y[e], sum), norm = fmaf(y[e], y[e], norm);
 #pragma unroll
-        for (int d = 8; d > 0; d >>= 1) {
+        for (int d = LANES / 2; d > 0; d >>= 1) {
             sum += __shfl_xor_sync(~0u, sum, d);
             norm += __shfl_xor_sync(~0u, norm, d);
         }
@@ -86,27 +100,30 @@ template <int D> __device__ __forceinline__ void hopper_prepare(const Mapped& m)
             if (there)
                 lse = reinterpret_cast<const float*>(
                     a.lse)[p.batch * a.lse_batch + p.head * a.lse_head + (p.q_start + i) * a.lse_token];
+            const i64 at = base + p.first + (r & ~15) + ((r & 6) << 1 | (r & 8) >> 2 | (r & 1));
             reinterpret_cast<float*>(a.weights)[at] = lse == NEG_INF ? -NEG_INF : lse * LOG2_E;
             reinterpret_cast<float*>(a.delta)[at] = sum;
-            const float bound = 2.0f * sqrtf(norm) * sqrtf(most_v) * most_k;
-            // bound < 2^(e + 1), so that sums stay below 2^29.
-            const i32 e = i32(__float_as_uint(bound) >> 23) - 127;
-            float step = bound > 0.0f ? __uint_as_float(u32(min(max(28 - e, -100), 100) + 127) << 23) : 1.0f;
-            // What is not finite shows in all channels.
-            if (there && (!isfinite(bound) || !isfinite(sum) || isnan(lse) || lse == -NEG_INF)) step = __uint_as_float(0x7fffffff);
-            reinterpret_cast<float*>(m.steps)[at] = step;
+            if constexpr (!OWN) {
+                const float bound = 2.0f * sqrtf(norm) * sqrtf(most_v) * most_k;
+                // bound < 2^(e + 1), so that sums stay below 2^29.
+                const i32 e = i32(__float_as_uint(bound) >> 23) - 127;
+                float step = bound > 0.0f ? __uint_as_float(u32(min(max(28 - e, -100), 100) + 127) << 23) : 1.0f;
+                // What is not finite shows in all channels.
+                if (there && (!isfinite(bound) || !isfinite(sum) || isnan(lse) || lse == -NEG_INF))
+                    step = __uint_as_float(0x7fffffff);
+                reinterpret_cast<float*>(m.steps)[base + i] = step;
+            }
         }
-        int4* zeros = reinterpret_cast<int4*>(reinterpret_cast<i32*>(m.sums) + at * D);
-#pragma unroll
-        for (int e = 0; e < D / 64; e++) zeros[e * 16 + lane] = make_int4(0, 0, 0, 0);
     }
 }
-extern "C" __global__ void __launch_bounds__(256) attention_hopper_prepare_64_bf16(const __grid_constant__ Mapped m) {
-    hopper_prepare<64>(m);
-}
-extern "C" __global__ void __launch_bounds__(256) attention_hopper_prepare_128_bf16(const __grid_constant__ Mapped m) {
-    hopper_prepare<128>(m);
-}
+#define PREPARE(NAME, D, OWN)                                                                    \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Mapped m) {   \
+        hopper_prepare<D, OWN>(m);                                                               \
+    }
+PREPARE(attention_hopper_prepare_64_bf16, 64, false)
+PREPARE(attention_hopper_prepare_128_bf16, 128, false)
+PREPARE(attention_hopper_prepare_own_64_bf16, 64, true)
+PREPARE(attention_hopper_prepare_own_128_bf16, 128, true)
 
 // 8192 numbers of `sums` a block, as two warpgroups of the backward kernel left them, to dq.
 template <int D> __device__ __forceinline__ void hopper_finish(const Mapped& m) {
@@ -116,12 +133,17 @@ template <int D> __device__ __forceinline__ void hopper_finish(const Mapped& m) 
     const i64 at = (i64(p.batch) * a.heads + p.head) * m.padded + p.row + p.first;
     const int wg = threadIdx.x >> 7, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
     const i32 inside = (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = D == 128 ? wg * 64 : 0;
-    const int4* from = reinterpret_cast<const int4*>(reinterpret_cast<const i32*>(m.sums) + at * D + wg * 4096) + self;
+    const i32* from = reinterpret_cast<const i32*>(m.sums) + at * D + wg * 4096;
     float dq[32];
+    if (m.spare[0]) {
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
-        const int4 x = from[j * 128];
-        dq[4 * j] = float(x.x), dq[4 * j + 1] = float(x.y), dq[4 * j + 2] = float(x.z), dq[4 * j + 3] = float(x.w);
+        for (int j = 0; j < 32; j++) dq[j] = float(from[j * 128 + self]);
+    } else {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            const int4 x = reinterpret_cast<const int4*>(from)[j * 128 + self];
+            dq[4 * j] = float(x.x), dq[4 * j + 1] = float(x.y), dq[4 * j + 2] = float(x.z), dq[4 * j + 3] = float(x.w);
+        }
     }
     bf16* row[2];
     float f[2];
