@@ -16,7 +16,7 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
     static constexpr int BN = 128, COLUMNS = D / 64, NS = BM / 2, ND = D / 2;
     static_assert(BM * D == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
     static constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
-    static constexpr u32 ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
+    static constexpr u32 TILES_AT = 240, ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
     static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
     static constexpr u32 DS_AT = O_AT + STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
     static constexpr u32 BYTES = DQ_AT + (HOW == BULK ? 32768 : 0);
@@ -34,49 +34,59 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         __device__ __forceinline__ u32 kv_free() const { return base + 8; }
         __device__ __forceinline__ u32 ds_full(u32 s) const { return base + 16 + s * 8; }
         __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 32 + s * 8; }
-        __device__ __forceinline__ u32 q_full(u32 s) const { return base + 48 + s * 8; }
-        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 48 + (STAGES + s) * 8; }
-        __device__ __forceinline__ u32 o_full(u32 s) const { return base + 48 + (2 * STAGES + s) * 8; }
-        __device__ __forceinline__ u32 o_free(u32 s) const { return base + 48 + (3 * STAGES + s) * 8; }
+        __device__ __forceinline__ u32 tile_full(u32 s) const { return base + 48 + s * 8; }
+        __device__ __forceinline__ u32 tile_free(u32 s) const { return base + 64 + s * 8; }
+        __device__ __forceinline__ u32 q_full(u32 s) const { return base + 80 + s * 8; }
+        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 80 + (STAGES + s) * 8; }
+        __device__ __forceinline__ u32 o_full(u32 s) const { return base + 80 + (2 * STAGES + s) * 8; }
+        __device__ __forceinline__ u32 o_free(u32 s) const { return base + 80 + (3 * STAGES + s) * 8; }
     };
     static __device__ __forceinline__ u32 weights_at(u32 s) { return ROWS_AT + s * ROW_BYTES; }
     static __device__ __forceinline__ u32 delta_at(u32 s) { return ROWS_AT + (STAGES + s) * ROW_BYTES; }
     static __device__ __forceinline__ u32 steps_at(u32 s) { return ROWS_AT + (2 * STAGES + s) * ROW_BYTES; }
 
-    // How many tiles this block takes at most, and which: with OWN all tiles of a key head, one after another.
-    static __device__ __forceinline__ i32 tiles(const Mapped& m) {
-        return HOW == OWN ? rounds(m.pairs) * m.a.tiles : rounds(m.total);
-    }
-    static __device__ __forceinline__ bool take(const Mapped& m, i32 round, Spot& p) {
+    // Place of a tile. With OWN a block takes all tiles of a key head, one after another, and `index` counts them;
+    // otherwise blocks take the next tile when they are done with one: who takes which does not show in the results.
+    static __device__ __forceinline__ Spot place(const Mapped& m, i32 index) {
         const i32 heads = m.a.heads / m.a.group;
+        Spot p;
         if constexpr (HOW == OWN) {
-            const i32 turn = round / m.a.tiles, pair = turn * i32(gridDim.x) + i32(blockIdx.x);
-            if (pair >= m.pairs) return false;
+            const i32 turn = index / m.a.tiles, pair = turn * i32(gridDim.x) + i32(blockIdx.x);
             p.batch = pair / heads;
             p.head = p.kv_head = pair - p.batch * heads;
             p.q_start = p.k_start = p.row = 0;
             p.q_len = m.a.q_len;
             p.k_len = m.a.k_len;
-            p.first = (round - turn * m.a.tiles) * BN;
+            p.first = (index - turn * m.a.tiles) * BN;
             p.off = m.a.bottom ? p.k_len - p.q_len : 0;
         } else {
-            const i32 index = tile_of(round, m.total);
-            if (index < 0) return false;
             p = tile_place(m, index, heads, BN, false);
         }
         bounds(m.a, p);
-        return true;
+        return p;
+    }
+    static __device__ __forceinline__ i32 total(const Mapped& m) {
+        const i32 blocks = gridDim.x, self = blockIdx.x;
+        return HOW == OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
     }
 
     static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
         Ring<STAGES> ring;
         u32 kv_phase = 0;
-        const i32 n = tiles(m);
+        const i32 n = total(m);
+        Ring<2> slot;
 #pragma unroll 1
-        for (i32 round = 0; round < n; round++) {
-            Spot p;
-            if (!take(m, round, p)) continue;
+        for (i32 index = 0;; index++) {
+            if (HOW != OWN) {
+                barrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
+                index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
+                *reinterpret_cast<volatile i32*>(attention_shared + TILES_AT + slot.stage * 4) = index;
+                barrier_arrive(bars.tile_full(slot.stage));
+                slot.next();
+            }
+            if (index >= n) break;
+            const Spot p = place(m, index);
             if (p.from >= p.to) continue;
             barrier_wait(bars.kv_free(), kv_phase ^ 1);
             kv_phase ^= 1;
@@ -215,12 +225,19 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         Ring<STAGES> ring;
         u32 kv_phase = 0, count = 0;
         Owned own;
-        const i32 n = tiles(m);
+        const i32 n = total(m);
+        Ring<2> slot;
         if (TURNS && wg == 1) named_arrive(2, 256);
 #pragma unroll 1
-        for (i32 round = 0; round < n; round++) {
-            Spot p;
-            if (!take(m, round, p)) continue;
+        for (i32 index = 0;; index++) {
+            if (HOW != OWN) {
+                barrier_wait(bars.tile_full(slot.stage), slot.phase);
+                index = __shfl_sync(~0u, *reinterpret_cast<volatile i32*>(attention_shared + TILES_AT + slot.stage * 4), 0);
+                if (first_lane) barrier_arrive(bars.tile_free(slot.stage));
+                slot.next();
+            }
+            if (index >= n) break;
+            const Spot p = place(m, index);
             const i32 w0 = p.first + wg * 64;
             float dk[ND], dv[ND];
 #pragma unroll
@@ -434,6 +451,8 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
             for (int s = 0; s < 2; s++) {
                 barrier_init(bars.ds_full(s), 8);
                 barrier_init(bars.ds_free(s), 8);
+                barrier_init(bars.tile_full(s), 1);
+                barrier_init(bars.tile_free(s), 8);
             }
             barrier_init_done();
         }

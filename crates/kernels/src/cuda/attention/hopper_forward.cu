@@ -3,7 +3,7 @@
 // last one together, and works on the softmax of the next while p·v runs; named barriers make the consumers take
 // turns, so that one's softmax meets another's products.
 
-template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct HopperForward {
+template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> struct HopperForward {
     static constexpr int BM = WGS * 64, COLUMNS = D / 64, THREADS = (WGS + 1) * 128;
     static constexpr u32 Q_BYTES = BM * D * 2, K_BYTES = BN * D * 2;
     static constexpr u32 Q_AT = 1024, K_AT = Q_AT + Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
@@ -171,7 +171,6 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
                 const u32 q_at = base + Q_AT + wg * 8192;
                 const i32 w1 = min(w0 + 63, p.q_len - 1);
                 const i32 mine = w1 < w0 ? p.from : min(max(p.hi(a, w1) / BN, p.from), p.to - 1);
-                u32 x[BN / 4];
                 float shrink[2];
                 // Values past the end of a packed sequence are another's.
                 auto blank = [&](i32 tile) {
@@ -180,79 +179,116 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
                         named_sync(8 + wg, 128);
                     }
                 };
-                {
-                    float s[BN / 2];
-                    barrier_wait(bars.q_full(), q_phase);
-                    q_phase ^= 1;
-                    // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
+                barrier_wait(bars.q_full(), q_phase);
+                q_phase ^= 1;
+                // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
 #pragma unroll 1
-                    for (i32 tile = p.to - 1; tile > mine; tile--) {
-                        barrier_wait(bars.k_full(k.stage), k.phase);
-                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
-                        k.next();
-                        barrier_wait(bars.v_full(v.stage), v.phase);
-                        if (first_lane) barrier_arrive(bars.v_free(v.stage));
-                        v.next();
-                        if (TURNS) {
-                            named_sync(1 + wg, 256);
-                            named_arrive(1 + (wg + 1) % WGS, 256);
-                        }
-                    }
+                for (i32 tile = p.to - 1; tile > mine; tile--) {
                     barrier_wait(bars.k_full(k.stage), k.phase);
-                    products_begin();
-                    scores(s, q_at, base + K_AT + k.stage * K_BYTES);
-                    products_issued();
-                    products_done<0>();
-                    pin(s);
                     if (first_lane) barrier_arrive(bars.k_free(k.stage));
                     k.next();
-                    soften(a, p, mine, w0, i0, s, rows, shrink);
-                    pack(x, s);
-                }
-                int add = 0;
-#pragma unroll 1
-                for (i32 tile = mine - 1; tile >= p.from; tile--) {
-                    float s[BN / 2];
-                    barrier_wait(bars.k_full(k.stage), k.phase);
-                    if (TURNS) named_sync(1 + wg, 256);
-                    products_begin();
-                    pin(o);
-                    scores(s, q_at, base + K_AT + k.stage * K_BYTES);
-                    products_issued();
                     barrier_wait(bars.v_full(v.stage), v.phase);
-                    blank(tile + 1);
-                    values(o, x, base + V_AT + v.stage * K_BYTES, add);
-                    add = 1;
-                    products_issued();
-                    if (TURNS) named_arrive(1 + (wg + 1) % WGS, 256);
-                    products_done<1>();
-                    pin(s);
-                    if (first_lane) barrier_arrive(bars.k_free(k.stage));
-                    k.next();
-                    const bool moved = soften(a, p, tile, w0, i0, s, rows, shrink);
-                    settle(rows.sum[0] + rows.sum[1]);
-                    products_done<0>();
-                    pin(o);
-                    pin(x);
                     if (first_lane) barrier_arrive(bars.v_free(v.stage));
                     v.next();
-                    pack(x, s);
-                    if (moved) {
-#pragma unroll
-                        for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
+                    if (TURNS) {
+                        named_sync(1 + wg, 256);
+                        named_arrive(1 + (wg + 1) % WGS, 256);
                     }
                 }
-                if (first_lane) barrier_arrive(bars.q_free());
-                barrier_wait(bars.v_full(v.stage), v.phase);
-                blank(p.from);
-                products_begin();
-                pin(o);
-                values(o, x, base + V_AT + v.stage * K_BYTES, add);
-                products_issued();
-                products_done<0>();
-                pin(o);
-                if (first_lane) barrier_arrive(bars.v_free(v.stage));
-                v.next();
+                if constexpr (BLOCKS == 1) {
+                    u32 x[BN / 4];
+                    {
+                        float s[BN / 2];
+                        barrier_wait(bars.k_full(k.stage), k.phase);
+                        products_begin();
+                        scores(s, q_at, base + K_AT + k.stage * K_BYTES);
+                        products_issued();
+                        products_done<0>();
+                        pin(s);
+                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                        k.next();
+                        soften(a, p, mine, w0, i0, s, rows, shrink);
+                        pack(x, s);
+                    }
+                    int add = 0;
+#pragma unroll 1
+                    for (i32 tile = mine - 1; tile >= p.from; tile--) {
+                        float s[BN / 2];
+                        barrier_wait(bars.k_full(k.stage), k.phase);
+                        if (TURNS) named_sync(1 + wg, 256);
+                        products_begin();
+                        pin(o);
+                        scores(s, q_at, base + K_AT + k.stage * K_BYTES);
+                        products_issued();
+                        barrier_wait(bars.v_full(v.stage), v.phase);
+                        blank(tile + 1);
+                        values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                        add = 1;
+                        products_issued();
+                        if (TURNS) named_arrive(1 + (wg + 1) % WGS, 256);
+                        products_done<1>();
+                        pin(s);
+                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                        k.next();
+                        const bool moved = soften(a, p, tile, w0, i0, s, rows, shrink);
+                        settle(rows.sum[0] + rows.sum[1]);
+                        products_done<0>();
+                        pin(o);
+                        pin(x);
+                        if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                        v.next();
+                        pack(x, s);
+                        if (moved) {
+#pragma unroll
+                            for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
+                        }
+                    }
+                    if (first_lane) barrier_arrive(bars.q_free());
+                    barrier_wait(bars.v_full(v.stage), v.phase);
+                    blank(p.from);
+                    products_begin();
+                    pin(o);
+                    values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                    products_issued();
+                    products_done<0>();
+                    pin(o);
+                    if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                    v.next();
+                } else {
+                    // Two blocks share the multiprocessor: their warpgroups fill each other's gaps.
+                    int add = 0;
+#pragma unroll 1
+                    for (i32 tile = mine; tile >= p.from; tile--) {
+                        float s[BN / 2];
+                        barrier_wait(bars.k_full(k.stage), k.phase);
+                        products_begin();
+                        scores(s, q_at, base + K_AT + k.stage * K_BYTES);
+                        products_issued();
+                        products_done<0>();
+                        pin(s);
+                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                        k.next();
+                        const bool moved = soften(a, p, tile, w0, i0, s, rows, shrink);
+                        if (moved && add) {
+#pragma unroll
+                            for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
+                        }
+                        u32 x[BN / 4];
+                        pack(x, s);
+                        barrier_wait(bars.v_full(v.stage), v.phase);
+                        blank(tile);
+                        products_begin();
+                        pin(o);
+                        values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                        add = 1;
+                        products_issued();
+                        products_done<0>();
+                        pin(o);
+                        if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                        v.next();
+                    }
+                    if (first_lane) barrier_arrive(bars.q_free());
+                }
             } else {
 #pragma unroll
                 for (int i = 0; i < D / 2; i++) o[i] = 0.0f;
@@ -301,16 +337,16 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP> struct Hoppe
         }
         __syncthreads();
         if (threadIdx.x < 128) {
-            fewer_registers<WGS == 2 ? 40 : 32>();
+            fewer_registers<BLOCKS == 1 && WGS == 2 ? 40 : 32>();
             if (threadIdx.x == 0) produce(m, base, bars);
         } else {
-            more_registers<WGS == 2 ? 232 : 160>();
+            more_registers<BLOCKS == 2 ? 104 : WGS == 2 ? 232 : 160>();
             consume(m, base, bars);
         }
     }
 };
 
-#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, TURNS, CAP)                                                       \
-    extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, 1) NAME(const __grid_constant__ Mapped m) {      \
-        HopperForward<D, WGS, BN, STAGES, TURNS, CAP>::run(m);                                                     \
+#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, TURNS, CAP, BLOCKS)                                               \
+    extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, BLOCKS) NAME(const __grid_constant__ Mapped m) { \
+        HopperForward<D, WGS, BN, STAGES, TURNS, CAP, BLOCKS>::run(m);                                             \
     }

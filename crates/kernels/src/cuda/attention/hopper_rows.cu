@@ -7,6 +7,7 @@ template <int D> __device__ __forceinline__ void hopper_bounds(const Mapped& m) 
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const Attention& a = m.a;
     __shared__ float parts[16];
+    if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<i32*>(m.next) = 0;
     const i32 chunks = m.chunks, pair = blockIdx.x / chunks, chunk = blockIdx.x - pair * chunks;
     const i32 kv_heads = a.heads / a.group, batch = pair / kv_heads, head = pair - batch * kv_heads;
     const i32 lane = threadIdx.x % LANES, row = threadIdx.x / LANES, c = lane * 8;
