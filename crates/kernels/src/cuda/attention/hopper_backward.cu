@@ -65,24 +65,33 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         bounds(m.a, p);
         return p;
     }
+    // Blocks that start together go through the queries from the last to the first, those that take their places as
+    // they end from the first to the last: with a diagonal, blocks of the same head then meet the same queries at
+    // the same time, and find them in the L2 cache. 128 is about the number of blocks, and the same on every card.
+    static __device__ __forceinline__ bool downwards(i32 index) { return HOW != OWN && (index / 128) % 2 == 0; }
     static __device__ __forceinline__ i32 total(const Mapped& m) {
         const i32 blocks = gridDim.x, self = blockIdx.x;
         return HOW == OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
     }
 
+    // One warp: all its lanes count, one of them copies.
     static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
+        const bool one = (threadIdx.x & 31) == 0;
         Ring<STAGES> ring;
+        Ring<2> slot;
         u32 kv_phase = 0;
         const i32 n = total(m);
-        Ring<2> slot;
 #pragma unroll 1
         for (i32 index = 0;; index++) {
             if (HOW != OWN) {
                 barrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
-                index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
-                *reinterpret_cast<volatile i32*>(attention_shared + TILES_AT + slot.stage * 4) = index;
-                barrier_arrive(bars.tile_full(slot.stage));
+                if (one) {
+                    index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
+                    *reinterpret_cast<volatile i32*>(attention_shared + TILES_AT + slot.stage * 4) = index;
+                    barrier_arrive(bars.tile_full(slot.stage));
+                }
+                index = __shfl_sync(~0u, index, 0);
                 slot.next();
             }
             if (index >= n) break;
@@ -90,39 +99,46 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
             if (p.from >= p.to) continue;
             barrier_wait(bars.kv_free(), kv_phase ^ 1);
             kv_phase ^= 1;
-            barrier_expect(bars.kv_full(), 2 * K_BYTES);
+            if (one) {
+                barrier_expect(bars.kv_full(), 2 * K_BYTES);
 #pragma unroll
-            for (int c = 0; c < COLUMNS; c++) {
-                tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
-                            p.batch);
-                tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
-                            p.batch);
+                for (int c = 0; c < COLUMNS; c++) {
+                    tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
+                                p.batch);
+                    tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
+                                p.batch);
+                }
             }
+            const i32 step = downwards(index) ? -1 : 1;
 #pragma unroll 1
-            for (i32 head = p.head * a.group; head < (p.head + 1) * a.group; head++) {
+            for (i32 left = p.to - p.from, tile = step < 0 ? p.to - 1 : p.from; left > 0; left--, tile += step) {
 #pragma unroll 1
-                for (i32 tile = p.from; tile < p.to; tile++) {
+                for (i32 head = p.head * a.group; head < (p.head + 1) * a.group; head++) {
                     const u32 s = ring.stage;
                     const i64 row = (i64(p.batch) * a.heads + head) * m.padded + p.row + tile * BM;
                     barrier_wait(bars.q_free(s), ring.phase ^ 1);
-                    barrier_expect(bars.q_full(s), Q_BYTES + ROW_BYTES);
+                    if (one) {
+                        barrier_expect(bars.q_full(s), Q_BYTES + ROW_BYTES);
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; c++)
-                        tensor_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
-                                    p.q_start + tile * BM, head, p.batch);
-                    bulk_load(base + weights_at(s), reinterpret_cast<const float*>(a.weights) + row, ROW_BYTES,
-                              bars.q_full(s));
+                        for (int c = 0; c < COLUMNS; c++)
+                            tensor_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
+                                        p.q_start + tile * BM, head, p.batch);
+                        bulk_load(base + weights_at(s), reinterpret_cast<const float*>(a.weights) + row, ROW_BYTES,
+                                  bars.q_full(s));
+                    }
                     barrier_wait(bars.o_free(s), ring.phase ^ 1);
-                    barrier_expect(bars.o_full(s), Q_BYTES + (HOW == OWN ? 1 : 2) * ROW_BYTES);
+                    if (one) {
+                        barrier_expect(bars.o_full(s), Q_BYTES + (HOW == OWN ? 1 : 2) * ROW_BYTES);
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; c++)
-                        tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
-                                    p.q_start + tile * BM, head, p.batch);
-                    bulk_load(base + delta_at(s), reinterpret_cast<const float*>(a.delta) + row, ROW_BYTES,
-                              bars.o_full(s));
-                    if (HOW != OWN)
-                        bulk_load(base + steps_at(s), reinterpret_cast<const float*>(m.steps) + row, ROW_BYTES,
+                        for (int c = 0; c < COLUMNS; c++)
+                            tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
+                                        p.q_start + tile * BM, head, p.batch);
+                        bulk_load(base + delta_at(s), reinterpret_cast<const float*>(a.delta) + row, ROW_BYTES,
                                   bars.o_full(s));
+                        if (HOW != OWN)
+                            bulk_load(base + steps_at(s), reinterpret_cast<const float*>(m.steps) + row, ROW_BYTES,
+                                      bars.o_full(s));
+                    }
                     ring.next();
                 }
             }
@@ -257,7 +273,8 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                 u32 y[NS / 2];
                 int add = 0;
                 own.begins = true;
-                i32 head = p.head * a.group, tile = p.from;
+                const i32 step = downwards(index) ? -1 : 1;
+                i32 head = p.head * a.group, tile = step < 0 ? p.to - 1 : p.from;
 #pragma unroll 1
                 for (i32 turn = (p.to - p.from) * a.group; turn > 0; turn--) {
                     const u32 stage = ring.stage, q_at = base + Q_AT + stage * Q_BYTES;
@@ -390,7 +407,7 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                     }
                     add = 1;
                     count++;
-                    if (++tile == p.to) tile = p.from, head++;
+                    if (++head == (p.head + 1) * a.group) head = p.head * a.group, tile += step;
                     if (!LATE) {
                         products_done<0>();
                         pin(dk);
@@ -459,7 +476,7 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         __syncthreads();
         if (threadIdx.x < 128) {
             fewer_registers<24>();
-            if (threadIdx.x == 0) produce(m, base, bars);
+            if (threadIdx.x < 32) produce(m, base, bars);
         } else {
             more_registers<240>();
             consume(m, base, bars);

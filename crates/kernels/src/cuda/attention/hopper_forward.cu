@@ -3,10 +3,13 @@
 // last one together, and works on the softmax of the next while p·v runs; named barriers make the consumers take
 // turns, so that one's softmax meets another's products.
 
-template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> struct HopperForward {
-    static constexpr int BM = WGS * 64, COLUMNS = D / 64, THREADS = (WGS + 1) * 128;
+template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, bool OVERLAP> struct HopperForward {
+    static constexpr int BM = WGS * 64, COLUMNS = D / 64;
+    // One block a multiprocessor: the producer is a warpgroup that hands its registers to the others. Two blocks: a
+    // warp behind the others.
+    static constexpr int THREADS = BLOCKS == 1 ? (WGS + 1) * 128 : WGS * 128 + 32;
     static constexpr u32 Q_BYTES = BM * D * 2, K_BYTES = BN * D * 2;
-    static constexpr u32 Q_AT = 1024, K_AT = Q_AT + Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
+    static constexpr u32 Q_AT = 1024, K_AT = Q_AT + 2 * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
     static constexpr u32 BYTES = V_AT + STAGES * K_BYTES;
     // Maxima may lag by this much (of log2): sums are brought to a new maximum only when it pays.
     static constexpr float LAG = 8.0f;
@@ -18,18 +21,18 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
 
     struct Bars {
         u32 base;
-        __device__ __forceinline__ u32 q_full() const { return base; }
-        __device__ __forceinline__ u32 q_free() const { return base + 8; }
-        __device__ __forceinline__ u32 k_full(u32 s) const { return base + 16 + s * 8; }
-        __device__ __forceinline__ u32 k_free(u32 s) const { return base + 16 + (STAGES + s) * 8; }
-        __device__ __forceinline__ u32 v_full(u32 s) const { return base + 16 + (2 * STAGES + s) * 8; }
-        __device__ __forceinline__ u32 v_free(u32 s) const { return base + 16 + (3 * STAGES + s) * 8; }
+        __device__ __forceinline__ u32 q_full(u32 s) const { return base + s * 8; }
+        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 16 + s * 8; }
+        __device__ __forceinline__ u32 k_full(u32 s) const { return base + 32 + s * 8; }
+        __device__ __forceinline__ u32 k_free(u32 s) const { return base + 32 + (STAGES + s) * 8; }
+        __device__ __forceinline__ u32 v_full(u32 s) const { return base + 32 + (2 * STAGES + s) * 8; }
+        __device__ __forceinline__ u32 v_free(u32 s) const { return base + 32 + (3 * STAGES + s) * 8; }
     };
 
     static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
         Ring<STAGES> k, v;
-        u32 q_phase = 0;
+        Ring<2> q;
         const i32 n = rounds(m.total);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
@@ -47,13 +50,13 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                                 p.k_start + tile * BN, p.kv_head, p.batch);
                 k.next();
             };
-            barrier_wait(bars.q_free(), q_phase ^ 1);
-            barrier_expect(bars.q_full(), Q_BYTES);
+            barrier_wait(bars.q_free(q.stage), q.phase ^ 1);
+            barrier_expect(bars.q_full(q.stage), Q_BYTES);
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++)
-                tensor_load(base + Q_AT + c * BM * 128, m.q, bars.q_full(), c * 64, p.q_start + p.first, p.head,
-                            p.batch);
-            q_phase ^= 1;
+                tensor_load(base + Q_AT + q.stage * Q_BYTES + c * BM * 128, m.q, bars.q_full(q.stage), c * 64,
+                            p.q_start + p.first, p.head, p.batch);
+            q.next();
             keys(p.to - 1);
 #pragma unroll 1
             for (i32 tile = p.to - 1; tile >= p.from; tile--) {
@@ -90,12 +93,20 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
         for (int i = 0; i < BN / 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
     }
 
+    // A thread's first query.
+    static __device__ __forceinline__ i32 row_of(i32 w0, int self) {
+        return w0 + ((self >> 5) & 3) * 16 + ((self & 31) >> 2);
+    }
+    static __device__ __forceinline__ void free(u32 bar) {
+        if ((thread() & 31) == 0) barrier_arrive(bar);
+    }
+
     struct Rows {
         float top[2], sum[2];
     };
     // Scores to powers, with the queries' maxima and sums; `shrink` is what earlier sums are to be multiplied with,
-    // if the result says so. w0: first query of the warpgroup, i0: of the thread.
-    static __device__ __forceinline__ bool soften(const Attention& a, const Place& p, i32 tile, i32 w0, i32 i0,
+    // if the result says so. w0: first query of the warpgroup.
+    static __device__ __forceinline__ bool soften(const Attention& a, const Place& p, i32 tile, i32 w0,
                                                   float (&s)[BN / 2], Rows& rows, float (&shrink)[2]) {
         if constexpr (CAP) {
 #pragma unroll
@@ -106,7 +117,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
         }
         const i32 k0 = tile * BN, w1 = min(w0 + 63, p.q_len - 1);
         if (k0 < p.lo(a, w1) || k0 + BN - 1 > p.hi(a, w0)) {
-            const i32 t = (threadIdx.x & 3) * 2;
+            const i32 self = thread(), t = (self & 3) * 2, i0 = row_of(w0, self);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const i32 lo = p.lo(a, i0 + r * 8) - k0 - t, hi = p.hi(a, i0 + r * 8) - k0 - t;
@@ -152,10 +163,9 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
 
     static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
-        const int wg = warpgroup() - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
-        const bool first_lane = lane == 0;
+        const int wg = warpgroup() - (BLOCKS == 1 ? 1 : 0);
         Ring<STAGES> k, v;
-        u32 q_phase = 0;
+        Ring<2> q;
         const i32 n = rounds(m.total);
         if (TURNS && wg == WGS - 1) named_arrive(1, 256);
 #pragma unroll 1
@@ -164,38 +174,37 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
             if (index < 0) continue;
             Spot p = tile_place(m, index, a.heads, BM, true);
             bounds(a, p);
-            const i32 w0 = p.first + wg * 64, i0 = w0 + warp * 16 + (lane >> 2);
+            const i32 w0 = p.first + wg * 64;
             float o[D / 2];
             Rows rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
             if (p.from < p.to) {
-                const u32 q_at = base + Q_AT + wg * 8192;
+                const u32 q_at = base + Q_AT + q.stage * Q_BYTES + wg * 8192;
                 const i32 w1 = min(w0 + 63, p.q_len - 1);
                 const i32 mine = w1 < w0 ? p.from : min(max(p.hi(a, w1) / BN, p.from), p.to - 1);
                 float shrink[2];
                 // Values past the end of a packed sequence are another's.
                 auto blank = [&](i32 tile) {
                     if (a.items && p.k_len - tile * BN < BN) {
-                        blank_rows<BN, COLUMNS>(base + V_AT + v.stage * K_BYTES, p.k_len - tile * BN, self);
+                        blank_rows<BN, COLUMNS>(base + V_AT + v.stage * K_BYTES, p.k_len - tile * BN, thread() & 127);
                         named_sync(8 + wg, 128);
                     }
                 };
-                barrier_wait(bars.q_full(), q_phase);
-                q_phase ^= 1;
+                barrier_wait(bars.q_full(q.stage), q.phase);
                 // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
 #pragma unroll 1
                 for (i32 tile = p.to - 1; tile > mine; tile--) {
                     barrier_wait(bars.k_full(k.stage), k.phase);
-                    if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                    free(bars.k_free(k.stage));
                     k.next();
                     barrier_wait(bars.v_full(v.stage), v.phase);
-                    if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                    free(bars.v_free(v.stage));
                     v.next();
                     if (TURNS) {
                         named_sync(1 + wg, 256);
                         named_arrive(1 + (wg + 1) % WGS, 256);
                     }
                 }
-                if constexpr (BLOCKS == 1) {
+                if constexpr (OVERLAP) {
                     u32 x[BN / 4];
                     {
                         float s[BN / 2];
@@ -205,9 +214,9 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                         products_issued();
                         products_done<0>();
                         pin(s);
-                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                        free(bars.k_free(k.stage));
                         k.next();
-                        soften(a, p, mine, w0, i0, s, rows, shrink);
+                        soften(a, p, mine, w0, s, rows, shrink);
                         pack(x, s);
                     }
                     int add = 0;
@@ -228,14 +237,14 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                         if (TURNS) named_arrive(1 + (wg + 1) % WGS, 256);
                         products_done<1>();
                         pin(s);
-                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                        free(bars.k_free(k.stage));
                         k.next();
-                        const bool moved = soften(a, p, tile, w0, i0, s, rows, shrink);
+                        const bool moved = soften(a, p, tile, w0, s, rows, shrink);
                         settle(rows.sum[0] + rows.sum[1]);
                         products_done<0>();
                         pin(o);
                         pin(x);
-                        if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                        free(bars.v_free(v.stage));
                         v.next();
                         pack(x, s);
                         if (moved) {
@@ -243,7 +252,8 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                             for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
                         }
                     }
-                    if (first_lane) barrier_arrive(bars.q_free());
+                    free(bars.q_free(q.stage));
+                    q.next();
                     barrier_wait(bars.v_full(v.stage), v.phase);
                     blank(p.from);
                     products_begin();
@@ -252,7 +262,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                     products_issued();
                     products_done<0>();
                     pin(o);
-                    if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                    free(bars.v_free(v.stage));
                     v.next();
                 } else {
                     // Two blocks share the multiprocessor: their warpgroups fill each other's gaps.
@@ -266,9 +276,9 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                         products_issued();
                         products_done<0>();
                         pin(s);
-                        if (first_lane) barrier_arrive(bars.k_free(k.stage));
+                        free(bars.k_free(k.stage));
                         k.next();
-                        const bool moved = soften(a, p, tile, w0, i0, s, rows, shrink);
+                        const bool moved = soften(a, p, tile, w0, s, rows, shrink);
                         if (moved && add) {
 #pragma unroll
                             for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
@@ -284,10 +294,11 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                         products_issued();
                         products_done<0>();
                         pin(o);
-                        if (first_lane) barrier_arrive(bars.v_free(v.stage));
+                        free(bars.v_free(v.stage));
                         v.next();
                     }
-                    if (first_lane) barrier_arrive(bars.q_free());
+                    free(bars.q_free(q.stage));
+                    q.next();
                 }
             } else {
 #pragma unroll
@@ -295,6 +306,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
             }
             // The sink is one more score that no value belongs to.
             const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
+            const i32 self = thread(), i0 = row_of(w0, self);
             bf16* row[2];
             float share[2];
 #pragma unroll
@@ -306,7 +318,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
                 conclude(rows.top[r] == NEG_INF ? NEG_INF : rows.top[r] * a.factor, total, sink, lse, share[r]);
                 row[r] = nullptr;
                 if (i < p.q_len) {
-                    if ((lane & 3) == 0)
+                    if ((self & 3) == 0)
                         reinterpret_cast<float*>(a.lse)[p.batch * a.lse_batch + p.head * a.lse_head +
                                                         (p.q_start + i) * a.lse_token] = lse;
                     row[r] = a.out.row<bf16>(p.batch, p.q_start + i, p.head);
@@ -325,8 +337,10 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
         const u32 base = shared_address(attention_shared);
         const Bars bars = {base};
         if (threadIdx.x == 0) {
-            barrier_init(bars.q_full(), 1);
-            barrier_init(bars.q_free(), WGS * 4);
+            for (int s = 0; s < 2; s++) {
+                barrier_init(bars.q_full(s), 1);
+                barrier_init(bars.q_free(s), WGS * 4);
+            }
             for (int s = 0; s < STAGES; s++) {
                 barrier_init(bars.k_full(s), 1);
                 barrier_init(bars.v_full(s), 1);
@@ -336,17 +350,24 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS> 
             barrier_init_done();
         }
         __syncthreads();
-        if (threadIdx.x < 128) {
-            fewer_registers<BLOCKS == 1 && WGS == 2 ? 40 : 32>();
+        if constexpr (BLOCKS > 1) {
+            if (threadIdx.x >= WGS * 128) {
+                if (threadIdx.x == WGS * 128) produce(m, base, bars);
+            } else {
+                consume(m, base, bars);
+            }
+        } else if (threadIdx.x < 128) {
+            fewer_registers<WGS == 2 ? 40 : 32>();
             if (threadIdx.x == 0) produce(m, base, bars);
         } else {
-            more_registers<BLOCKS == 2 ? 104 : WGS == 2 ? 232 : 160>();
+            more_registers<WGS == 2 ? 232 : 160>();
             consume(m, base, bars);
         }
     }
 };
 
-#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, TURNS, CAP, BLOCKS)                                               \
-    extern "C" __global__ void __launch_bounds__((WGS + 1) * 128, BLOCKS) NAME(const __grid_constant__ Mapped m) { \
-        HopperForward<D, WGS, BN, STAGES, TURNS, CAP, BLOCKS>::run(m);                                             \
+#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, TURNS, CAP, BLOCKS, OVERLAP)                                        \
+    extern "C" __global__ void __launch_bounds__(HopperForward<D, WGS, BN, STAGES, TURNS, CAP, BLOCKS, OVERLAP>::THREADS, \
+                                                 BLOCKS) NAME(const __grid_constant__ Mapped m) {                    \
+        HopperForward<D, WGS, BN, STAGES, TURNS, CAP, BLOCKS, OVERLAP>::run(m);                                      \
     }
