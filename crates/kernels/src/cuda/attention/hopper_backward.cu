@@ -10,16 +10,13 @@
 // The products of dq for one tile of queries run with those of the next, beside its powers: the warpgroups need not
 // wait for each other.
 
-enum Gather { BULK, DIRECT, OWN };
-
-template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW, bool CAP> struct HopperBackward {
-    static constexpr int BN = 128, COLUMNS = D / 64, NS = BM / 2, ND = D / 2;
+template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
+    static constexpr int BN = 128, STAGES = 3, COLUMNS = D / 64, NS = BM / 2, ND = D / 2;
     static_assert(BM * D == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
     static constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
-    static constexpr u32 TILES_AT = 240, ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
+    static constexpr u32 TILES_AT = 192, ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
     static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
-    static constexpr u32 DS_AT = O_AT + STAGES * Q_BYTES, DQ_AT = DS_AT + 2 * DS_BYTES;
-    static constexpr u32 BYTES = DQ_AT + (HOW == BULK ? 32768 : 0);
+    static constexpr u32 DS_AT = O_AT + STAGES * Q_BYTES, BYTES = DS_AT + 2 * DS_BYTES;
     static_assert(BYTES <= 227 * 1024, "shared memory");
 
     static __device__ __forceinline__ void bounds(const Attention& a, Spot& p) {
@@ -41,16 +38,17 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         __device__ __forceinline__ u32 o_full(u32 s) const { return base + 80 + (2 * STAGES + s) * 8; }
         __device__ __forceinline__ u32 o_free(u32 s) const { return base + 80 + (3 * STAGES + s) * 8; }
     };
-    static __device__ __forceinline__ u32 weights_at(u32 s) { return ROWS_AT + s * ROW_BYTES; }
-    static __device__ __forceinline__ u32 delta_at(u32 s) { return ROWS_AT + (STAGES + s) * ROW_BYTES; }
-    static __device__ __forceinline__ u32 steps_at(u32 s) { return ROWS_AT + (2 * STAGES + s) * ROW_BYTES; }
+    // Numbers of 64 rows lie together: weights, deltas, steps.
+    static __device__ __forceinline__ const float* rows_of(u32 stage, int part) {
+        return reinterpret_cast<const float*>(attention_shared + ROWS_AT + stage * 3 * ROW_BYTES) + part * 64;
+    }
 
     // Place of a tile. With OWN a block takes all tiles of a key head, one after another, and `index` counts them;
     // otherwise blocks take the next tile when they are done with one: who takes which does not show in the results.
     static __device__ __forceinline__ Spot place(const Mapped& m, i32 index) {
         const i32 heads = m.a.heads / m.a.group;
         Spot p;
-        if constexpr (HOW == OWN) {
+        if constexpr (OWN) {
             const i32 turn = index / m.a.tiles, pair = turn * i32(gridDim.x) + i32(blockIdx.x);
             p.batch = pair / heads;
             p.head = p.kv_head = pair - p.batch * heads;
@@ -68,10 +66,48 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
     // Blocks that start together go through the queries from the last to the first, those that take their places as
     // they end from the first to the last: with a diagonal, blocks of the same head then meet the same queries at
     // the same time, and find them in the L2 cache. 128 is about the number of blocks, and the same on every card.
-    static __device__ __forceinline__ bool downwards(i32 index) { return HOW != OWN && (index / 128) % 2 == 0; }
+    static __device__ __forceinline__ bool downwards(i32 index) { return !OWN && (index / 128) % 2 == 0; }
     static __device__ __forceinline__ i32 total(const Mapped& m) {
         const i32 blocks = gridDim.x, self = blockIdx.x;
-        return HOW == OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
+        return OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
+    }
+
+    // What the producer must know of a tile: it has no registers to work it out.
+    struct Load {
+        i32 index, batch, head, key, query, row, from, to;
+    };
+    static_assert(sizeof(Load) == 32, "two in 64 bytes");
+    static __device__ __forceinline__ Load load_of(const Mapped& m, i32 index) {
+        const Spot p = place(m, index);
+        return {index, p.batch, p.head, p.k_start + p.first, p.q_start, p.row, p.from, p.to};
+    }
+    static __device__ __forceinline__ volatile Load* slot_at(u32 slot) {
+        return reinterpret_cast<volatile Load*>(attention_shared + TILES_AT) + slot;
+    }
+
+    // Another warp beside the producer takes tiles: from the counter, or with OWN one after another.
+    static __device__ __forceinline__ void choose(const Mapped& m, Bars bars) {
+        const bool one = (threadIdx.x & 31) == 0;
+        const i32 n = total(m);
+        Ring<2> slot;
+        i32 index = -1;
+        do {
+            barrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
+            index++;
+            if (!OWN && one) index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
+            index = __shfl_sync(~0u, index, 0);
+            if (one) {
+                volatile Load* to = slot_at(slot.stage);
+                to->index = index;
+                if (index < n) {
+                    const Load x = load_of(m, index);
+                    to->batch = x.batch, to->head = x.head, to->key = x.key, to->query = x.query;
+                    to->row = x.row, to->from = x.from, to->to = x.to;
+                }
+                barrier_arrive(bars.tile_full(slot.stage));
+            }
+            slot.next();
+        } while (index < n);
     }
 
     // One warp: all its lanes count, one of them copies.
@@ -81,67 +117,56 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         Ring<STAGES> ring;
         Ring<2> slot;
         u32 kv_phase = 0;
-        const i32 n = total(m);
-#pragma unroll 1
-        for (i32 index = 0;; index++) {
-            if (HOW != OWN) {
-                barrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
+        while (true) {
+            barrier_wait(bars.tile_full(slot.stage), slot.phase);
+            const volatile Load* p = slot_at(slot.stage);
+            if (p->index >= total(m)) break;
+            i32 left = p->to - p->from;
+            if (left > 0) {
+                barrier_wait(bars.kv_free(), kv_phase ^ 1);
+                kv_phase ^= 1;
                 if (one) {
-                    index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
-                    *reinterpret_cast<volatile i32*>(attention_shared + TILES_AT + slot.stage * 4) = index;
-                    barrier_arrive(bars.tile_full(slot.stage));
-                }
-                index = __shfl_sync(~0u, index, 0);
-                slot.next();
-            }
-            if (index >= n) break;
-            const Spot p = place(m, index);
-            if (p.from >= p.to) continue;
-            barrier_wait(bars.kv_free(), kv_phase ^ 1);
-            kv_phase ^= 1;
-            if (one) {
-                barrier_expect(bars.kv_full(), 2 * K_BYTES);
+                    barrier_expect(bars.kv_full(), 2 * K_BYTES);
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++) {
-                    tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
-                                p.batch);
-                    tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p.k_start + p.first, p.head,
-                                p.batch);
+                    for (int c = 0; c < COLUMNS; c++) {
+                        tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                        tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                    }
                 }
             }
-            const i32 step = downwards(index) ? -1 : 1;
+            const i32 step = downwards(p->index) ? -BM : BM;
+            i32 token = (step < 0 ? p->to - 1 : p->from) * BM;
 #pragma unroll 1
-            for (i32 left = p.to - p.from, tile = step < 0 ? p.to - 1 : p.from; left > 0; left--, tile += step) {
+            for (; left > 0; left--, token += step) {
+                const i32 head = p->head * a.group;
 #pragma unroll 1
-                for (i32 head = p.head * a.group; head < (p.head + 1) * a.group; head++) {
+                for (i32 n = 0; n < a.group; n++) {
                     const u32 s = ring.stage;
-                    const i64 row = (i64(p.batch) * a.heads + head) * m.padded + p.row + tile * BM;
                     barrier_wait(bars.q_free(s), ring.phase ^ 1);
                     if (one) {
-                        barrier_expect(bars.q_full(s), Q_BYTES + ROW_BYTES);
+                        barrier_expect(bars.q_full(s), Q_BYTES + 3 * ROW_BYTES);
 #pragma unroll
                         for (int c = 0; c < COLUMNS; c++)
                             tensor_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
-                                        p.q_start + tile * BM, head, p.batch);
-                        bulk_load(base + weights_at(s), reinterpret_cast<const float*>(a.weights) + row, ROW_BYTES,
-                                  bars.q_full(s));
+                                        p->query + token, head + n, p->batch);
+                        const i64 row = i64(p->batch * a.heads + head + n) * m.padded + (p->row + token);
+                        bulk_load(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.weights) + row * 3,
+                                  3 * ROW_BYTES, bars.q_full(s));
                     }
                     barrier_wait(bars.o_free(s), ring.phase ^ 1);
                     if (one) {
-                        barrier_expect(bars.o_full(s), Q_BYTES + (HOW == OWN ? 1 : 2) * ROW_BYTES);
+                        barrier_expect(bars.o_full(s), Q_BYTES);
 #pragma unroll
                         for (int c = 0; c < COLUMNS; c++)
                             tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
-                                        p.q_start + tile * BM, head, p.batch);
-                        bulk_load(base + delta_at(s), reinterpret_cast<const float*>(a.delta) + row, ROW_BYTES,
-                                  bars.o_full(s));
-                        if (HOW != OWN)
-                            bulk_load(base + steps_at(s), reinterpret_cast<const float*>(m.steps) + row, ROW_BYTES,
-                                      bars.o_full(s));
+                                        p->query + token, head + n, p->batch);
                     }
                     ring.next();
                 }
             }
+            __syncwarp();
+            if (one) barrier_arrive(bars.tile_free(slot.stage));
+            slot.next();
         }
     }
 
@@ -170,30 +195,12 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
     }
 
     // Adds this warpgroup's part of dq to the sums of all blocks.
-    static __device__ __forceinline__ void flush(float (&dq)[32], float step0, float step1, i32* to, u32 base, int wg) {
-        const int self = threadIdx.x & 127;
-        if constexpr (HOW == DIRECT) {
+    static __device__ __forceinline__ void flush(const float (&dq)[32], float step0, float step1, i32* to) {
 #pragma unroll
-            for (int i = 0; i < 32; i++)
-                asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128 + self),
-                             "r"(__float2int_rn(dq[i] * (i & 2 ? step1 : step0)))
-                             : "memory");
-        } else {
-            const u32 at = base + DQ_AT + wg * 16384;
-            if (self == 0) bulk_wait_read<0>();
-            named_sync(4 + wg, 128);
-#pragma unroll
-            for (int j = 0; j < 8; j++)
-                store16(at + j * 2048 + self * 16, __float2int_rn(dq[4 * j] * step0),
-                        __float2int_rn(dq[4 * j + 1] * step0), __float2int_rn(dq[4 * j + 2] * step1),
-                        __float2int_rn(dq[4 * j + 3] * step1));
-            async_fence();
-            named_sync(4 + wg, 128);
-            if (self == 0) {
-                bulk_add(to, at, 16384);
-                bulk_commit();
-            }
-        }
+        for (int i = 0; i < 32; i++)
+            asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128),
+                         "r"(__float2int_rn(dq[i] * (i & 2 ? step1 : step0)))
+                         : "memory");
     }
 
     // With OWN this block has all keys of the head: it keeps what it has of dq so far in its own scratch, where every
@@ -243,15 +250,11 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         Owned own;
         const i32 n = total(m);
         Ring<2> slot;
-        if (TURNS && wg == 1) named_arrive(2, 256);
-#pragma unroll 1
-        for (i32 index = 0;; index++) {
-            if (HOW != OWN) {
-                barrier_wait(bars.tile_full(slot.stage), slot.phase);
-                index = __shfl_sync(~0u, *reinterpret_cast<volatile i32*>(attention_shared + TILES_AT + slot.stage * 4), 0);
-                if (first_lane) barrier_arrive(bars.tile_free(slot.stage));
-                slot.next();
-            }
+        while (true) {
+            barrier_wait(bars.tile_full(slot.stage), slot.phase);
+            const i32 index = __shfl_sync(~0u, slot_at(slot.stage)->index, 0);
+            if (first_lane) barrier_arrive(bars.tile_free(slot.stage));
+            slot.next();
             if (index >= n) break;
             const Spot p = place(m, index);
             const i32 w0 = p.first + wg * 64;
@@ -266,11 +269,10 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                 if (a.items && p.k_len - p.first < BN) {
                     blank_rows<BN, COLUMNS>(k_at, p.k_len - p.first, self);
                     blank_rows<BN, COLUMNS>(v_at, p.k_len - p.first, self);
-                    named_sync(4 + wg, 128);
+                    named_sync(1 + wg, 128);
                 }
                 float step0 = 0.0f, step1 = 0.0f;
                 i32* to = nullptr;
-                u32 y[NS / 2];
                 int add = 0;
                 own.begins = true;
                 const i32 step = downwards(index) ? -1 : 1;
@@ -281,38 +283,32 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                     const u32 o_at = base + O_AT + stage * Q_BYTES;
                     const i32 q0 = tile * BM;
                     float s[NS], dp[NS], dq[32];
-                    u32 x[NS / 2];
+                    u32 x[NS / 2], y[NS / 2];
                     barrier_wait(bars.q_full(stage), ring.phase);
                     const bool foreign = a.items && p.q_len - q0 < BM;
                     if (foreign) {
                         blank_rows<BM, COLUMNS>(q_at, p.q_len - q0, self);
-                        named_sync(4 + wg, 128);
+                        named_sync(1 + wg, 128);
                     }
-                    if (TURNS) named_sync(2 + wg, 256);
                     products_begin();
                     scores(s, k_at + wg * 8192, q_at);
                     products_issued();
                     barrier_wait(bars.o_full(stage), ring.phase);
                     if (foreign) {
                         blank_rows<BM, COLUMNS>(o_at, p.q_len - q0, self);
-                        named_sync(4 + wg, 128);
+                        named_sync(1 + wg, 128);
                     }
                     scores(dp, v_at + wg * 8192, o_at);
                     products_issued();
                     products_done<1>();
                     pin(s);
-                    if (LATE) {
-                        pin(y);
-                        pin(dk);
-                        if (first_lane && add) barrier_arrive(bars.q_free(stage ? stage - 1 : STAGES - 1));
-                    }
 
                     // p = exp(s - lse)
                     const int t = (lane & 3) * 2;
-                    const float4* rows = reinterpret_cast<const float4*>(attention_shared + weights_at(stage)) + (lane & 3);
+                    const float4* rows = reinterpret_cast<const float4*>(rows_of(stage, 0)) + (lane & 3);
 #pragma unroll
                     for (int i = 0; i < NS; i += 8) {
-                        const float4 w = rows[i / 2];
+                        const float4 w = rows[(i / 32) * 48 + (i % 32) / 2];
 #pragma unroll
                         for (int e = 0; e < 8; e++)
                             s[i + e] = fast_exp2(fmaf(s[i + e], a.inner, -(e & 4 ? (e & 1 ? w.w : w.z) : (e & 1 ? w.y : w.x))));
@@ -337,15 +333,14 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                     products_begin();
                     gather(dv, x, o_at, add);
                     products_issued();
-                    if (TURNS) named_arrive(3 - wg, 256);
                     products_done<1>();
                     pin(dp);
 
                     // ds = p·(dp - delta)
-                    const float4* deltas = reinterpret_cast<const float4*>(attention_shared + delta_at(stage)) + (lane & 3);
+                    const float4* deltas = reinterpret_cast<const float4*>(rows_of(stage, 1)) + (lane & 3);
 #pragma unroll
                     for (int i = 0; i < NS; i += 8) {
-                        const float4 d = deltas[i / 2];
+                        const float4 d = deltas[(i / 32) * 48 + (i % 32) / 2];
 #pragma unroll
                         for (int e = 0; e < 8; e++) {
                             const u32 two = x[(i + e) / 2];
@@ -378,7 +373,7 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                     gather(dk, y, q_at, add);
                     products_issued();
                     float4 kept[8];
-                    if (HOW == OWN) own.fetch(kept);
+                    if (OWN) own.fetch(kept);
                     products_done<1>();
                     pin(dv);
                     pin(x);
@@ -386,10 +381,10 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                     if (first_lane) barrier_arrive(bars.o_free(stage));
                     if (add) {
                         if (first_lane) barrier_arrive(bars.ds_free(turned));
-                        if constexpr (HOW == OWN) own.flush(m, p, dq, kept, wg);
-                        else flush(dq, step0, step1, to, base, wg);
+                        if constexpr (OWN) own.flush(m, p, dq, kept, wg);
+                        else flush(dq, step0, step1, to);
                     }
-                    if constexpr (HOW == OWN) {
+                    if constexpr (OWN) {
                         own.scratch = reinterpret_cast<float4*>(m.sums) +
                                       ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (D / 4) +
                                       wg * 1024 + self;
@@ -398,22 +393,19 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                         own.begins = p.first / BN == max(q0 + p.off - a.left, 0) / BN;
                         own.ends = p.first / BN == min(q0 + BM - 1 + p.off + a.right, p.k_len - 1) / BN;
                     } else {
-                        const float* steps = reinterpret_cast<const float*>(attention_shared + steps_at(stage)) +
-                                             (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2);
+                        const float* steps = rows_of(stage, 2) + (D == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
                         step0 = steps[0];
                         step1 = steps[8];
                         to = reinterpret_cast<i32*>(m.sums) +
-                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * D + wg * 4096);
+                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * D + wg * 4096 + self);
                     }
                     add = 1;
                     count++;
                     if (++head == (p.head + 1) * a.group) head = p.head * a.group, tile += step;
-                    if (!LATE) {
-                        products_done<0>();
-                        pin(dk);
-                        pin(y);
-                        if (first_lane) barrier_arrive(bars.q_free(stage));
-                    }
+                    products_done<0>();
+                    pin(dk);
+                    pin(y);
+                    if (first_lane) barrier_arrive(bars.q_free(stage));
                     ring.next();
                 }
                 const u32 before = count - 1;
@@ -423,18 +415,15 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                 queries(dq, base + DS_AT + (before & 1) * DS_BYTES + dq_ds, dq_k);
                 products_issued();
                 float4 kept[8];
-                if (HOW == OWN) own.fetch(kept);
+                if (OWN) own.fetch(kept);
                 products_done<0>();
                 pin(dq);
-                pin(dk);
-                pin(y);
                 if (first_lane) {
                     barrier_arrive(bars.ds_free(before & 1));
-                    if (LATE) barrier_arrive(bars.q_free(ring.stage ? ring.stage - 1 : STAGES - 1));
                     barrier_arrive(bars.kv_free());
                 }
-                if constexpr (HOW == OWN) own.flush(m, p, dq, kept, wg);
-                else flush(dq, step0, step1, to, base, wg);
+                if constexpr (OWN) own.flush(m, p, dq, kept, wg);
+                else flush(dq, step0, step1, to);
             }
             bf16* k_row[2];
             bf16* v_row[2];
@@ -450,7 +439,6 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
             store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
             store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);
         }
-        if (HOW == BULK && self == 0) bulk_wait<0>();
     }
 
     static __device__ __forceinline__ void run(const Mapped& m) {
@@ -469,7 +457,7 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
                 barrier_init(bars.ds_full(s), 8);
                 barrier_init(bars.ds_free(s), 8);
                 barrier_init(bars.tile_full(s), 1);
-                barrier_init(bars.tile_free(s), 8);
+                barrier_init(bars.tile_free(s), 9);
             }
             barrier_init_done();
         }
@@ -477,6 +465,7 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
         if (threadIdx.x < 128) {
             fewer_registers<24>();
             if (threadIdx.x < 32) produce(m, base, bars);
+            else if (threadIdx.x < 64) choose(m, bars);
         } else {
             more_registers<240>();
             consume(m, base, bars);
@@ -484,7 +473,11 @@ template <int D, int BM, int STAGES, bool LATE, bool SHORT, bool TURNS, int HOW,
     }
 };
 
-#define HOPPER_BACKWARD(NAME, D, BM, STAGES, LATE, SHORT, TURNS, HOW, CAP)                            \
+#define HOPPER_BACKWARD(NAME, D, BM, SHORT, OWN)                                                      \
     extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ Mapped m) {     \
-        HopperBackward<D, BM, STAGES, LATE, SHORT, TURNS, HOW, CAP>::run(m);                          \
+        HopperBackward<D, BM, SHORT, OWN>::run(m);                                                    \
     }
+
+HOPPER_BACKWARD(attention_hopper_backward_64_bf16, 64, 128, true, false)
+HOPPER_BACKWARD(attention_hopper_backward_own_64_bf16, 64, 128, true, true)
+HOPPER_BACKWARD(attention_hopper_backward_128_bf16, 128, 64, false, false)

@@ -4,16 +4,16 @@ struct alignas(64) Mapped {
     Attention a;
     u64 sums;     // i32 [batch, heads, padded, channels]: gradients of queries in fixed point, tile by tile in the
                   // order of the accumulators that they come from
-    u64 steps;    // f32 [batch, heads, padded]: what one is in a row of `sums`, inverted: a power of two
     u64 bounds;   // f32 [batch, kv heads, chunks, 2]: largest |k| and largest |v|² of 256 tokens
     u64 next;     // i32: how many tiles have been taken
     i32 total;    // tiles of all heads
     i32 section;  // (batch, head) pairs whose tiles are taken together, so that what they share stays in the L2 cache
     i32 pairs;
-    i32 padded;   // rows of a head in `sums`, `steps`, and here in `weights` and `delta`
+    i32 padded;   // rows of a head in `sums`, and in `weights`, which here has 64 of them, then 64 sums of dout·out
+                  // and 64 steps: what a one of `sums` is worth, inverted, a power of two
     i32 chunks;   // of `bounds`
     i32 k_from, k_to;  // key tokens that belong to a sequence
-    i32 spare[9];
+    i32 spare[11];
 };
 static_assert(sizeof(Mapped) == 1024, "as in hopper.rs");
 

@@ -1,9 +1,12 @@
 // Forward pass for Hopper: persistent blocks of one producer warpgroup, which copies tiles with the copy engine, and
 // WGS consumer warpgroups of 64 queries each. A consumer issues the products q·kᵀ of the next tile and p·v of the
 // last one together, and works on the softmax of the next while p·v runs; named barriers make the consumers take
-// turns, so that one's softmax meets another's products.
+// turns, so that one's softmax meets another's products. For short sequences, whose tiles begin and end often, two
+// smaller blocks share a multiprocessor (BLOCKS = 2).
+//
+// Scores have no soft cap here, and the scale is positive.
 
-template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, bool OVERLAP> struct HopperForward {
+template <int D, int WGS, int BN, int STAGES, int BLOCKS> struct HopperForward {
     static constexpr int BM = WGS * 64, COLUMNS = D / 64;
     // One block a multiprocessor: the producer is a warpgroup that hands its registers to the others. Two blocks: a
     // warp behind the others.
@@ -108,13 +111,6 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, 
     // if the result says so. w0: first query of the warpgroup.
     static __device__ __forceinline__ bool soften(const Attention& a, const Place& p, i32 tile, i32 w0,
                                                   float (&s)[BN / 2], Rows& rows, float (&shrink)[2]) {
-        if constexpr (CAP) {
-#pragma unroll
-            for (int n = 0; n < BN / 2; n++) {
-                const float x = s[n] * a.inner;
-                s[n] = a.outer > 0.0f ? a.outer * fast_tanh(x) : x;
-            }
-        }
         const i32 k0 = tile * BN, w1 = min(w0 + 63, p.q_len - 1);
         if (k0 < p.lo(a, w1) || k0 + BN - 1 > p.hi(a, w0)) {
             const i32 self = thread(), t = (self & 3) * 2, i0 = row_of(w0, self);
@@ -167,7 +163,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, 
         Ring<STAGES> k, v;
         Ring<2> q;
         const i32 n = rounds(m.total);
-        if (TURNS && wg == WGS - 1) named_arrive(1, 256);
+        if (BLOCKS == 1 && wg == WGS - 1) named_arrive(1, 256);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
             const i32 index = tile_of(round, m.total);
@@ -199,12 +195,12 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, 
                     barrier_wait(bars.v_full(v.stage), v.phase);
                     free(bars.v_free(v.stage));
                     v.next();
-                    if (TURNS) {
+                    if (BLOCKS == 1) {
                         named_sync(1 + wg, 256);
                         named_arrive(1 + (wg + 1) % WGS, 256);
                     }
                 }
-                if constexpr (OVERLAP) {
+                if constexpr (BLOCKS == 1) {
                     u32 x[BN / 4];
                     {
                         float s[BN / 2];
@@ -224,7 +220,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, 
                     for (i32 tile = mine - 1; tile >= p.from; tile--) {
                         float s[BN / 2];
                         barrier_wait(bars.k_full(k.stage), k.phase);
-                        if (TURNS) named_sync(1 + wg, 256);
+                        named_sync(1 + wg, 256);
                         products_begin();
                         pin(o);
                         scores(s, q_at, base + K_AT + k.stage * K_BYTES);
@@ -234,7 +230,7 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, 
                         values(o, x, base + V_AT + v.stage * K_BYTES, add);
                         add = 1;
                         products_issued();
-                        if (TURNS) named_arrive(1 + (wg + 1) % WGS, 256);
+                        named_arrive(1 + (wg + 1) % WGS, 256);
                         products_done<1>();
                         pin(s);
                         free(bars.k_free(k.stage));
@@ -366,8 +362,12 @@ template <int D, int WGS, int BN, int STAGES, bool TURNS, bool CAP, int BLOCKS, 
     }
 };
 
-#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, TURNS, CAP, BLOCKS, OVERLAP)                                        \
-    extern "C" __global__ void __launch_bounds__(HopperForward<D, WGS, BN, STAGES, TURNS, CAP, BLOCKS, OVERLAP>::THREADS, \
-                                                 BLOCKS) NAME(const __grid_constant__ Mapped m) {                    \
-        HopperForward<D, WGS, BN, STAGES, TURNS, CAP, BLOCKS, OVERLAP>::run(m);                                      \
+#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, BLOCKS)                                                       \
+    extern "C" __global__ void __launch_bounds__(HopperForward<D, WGS, BN, STAGES, BLOCKS>::THREADS, BLOCKS)   \
+        NAME(const __grid_constant__ Mapped m) {                                                               \
+        HopperForward<D, WGS, BN, STAGES, BLOCKS>::run(m);                                                     \
     }
+
+HOPPER_FORWARD(attention_hopper_forward_64_bf16, 64, 3, 128, 3, 1)
+HOPPER_FORWARD(attention_hopper_forward_short_64_bf16, 64, 2, 64, 4, 2)
+HOPPER_FORWARD(attention_hopper_forward_128_bf16, 128, 2, 128, 2, 1)

@@ -52,7 +52,8 @@ extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_128_bf
 
 // 128 rows of a head a block: weights = lse·log2 e (-inf, and rows past the end, become +inf) and delta = Σ dout·out;
 // where sums are kept in fixed point (OWN is false) their steps, and zeros in them. Of 16 rows, those that a thread of
-// the backward kernel needs lie together: row 8·h + 2·t + e is at 4·t + 2·h + e. Steps lie in order.
+// the backward kernel needs lie together: row 8·h + 2·t + e is at 4·t + 2·h + e. Steps lie in order. 64 weights, 64
+// deltas and 64 steps follow each other.
 template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const Mapped& m) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const Attention& a = m.a;
@@ -101,9 +102,10 @@ template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const 
             if (there)
                 lse = reinterpret_cast<const float*>(
                     a.lse)[p.batch * a.lse_batch + p.head * a.lse_head + (p.q_start + i) * a.lse_token];
-            const i64 at = base + p.first + (r & ~15) + ((r & 6) << 1 | (r & 8) >> 2 | (r & 1));
-            reinterpret_cast<float*>(a.weights)[at] = lse == NEG_INF ? -NEG_INF : lse * LOG2_E;
-            reinterpret_cast<float*>(a.delta)[at] = sum;
+            float* rows = reinterpret_cast<float*>(a.weights) + (base + p.first + (r & ~63)) * 3;
+            const i32 at = (r & 48) + ((r & 6) << 1 | (r & 8) >> 2 | (r & 1));
+            rows[at] = lse == NEG_INF ? -NEG_INF : lse * LOG2_E;
+            rows[64 + at] = sum;
             if constexpr (!OWN) {
                 const float bound = 2.0f * sqrtf(norm) * sqrtf(most_v) * most_k;
                 // bound < 2^(e + 1), so that sums stay below 2^29.
@@ -112,7 +114,7 @@ template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const 
                 // What is not finite shows in all channels.
                 if (there && (!isfinite(bound) || !isfinite(sum) || isnan(lse) || lse == -NEG_INF))
                     step = __uint_as_float(0x7fffffff);
-                reinterpret_cast<float*>(m.steps)[base + i] = step;
+                rows[128 + (r & 63)] = step;
             }
         }
     }
@@ -124,37 +126,32 @@ template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const 
 PREPARE(attention_hopper_prepare_64_bf16, 64, false)
 PREPARE(attention_hopper_prepare_128_bf16, 128, false)
 PREPARE(attention_hopper_prepare_own_64_bf16, 64, true)
-PREPARE(attention_hopper_prepare_own_128_bf16, 128, true)
 
-// 8192 numbers of `sums` a block, as two warpgroups of the backward kernel left them, to dq.
+// 128 rows of `sums` a block, as the backward kernel left them, 64 x 64 a warpgroup, to dq.
 template <int D> __device__ __forceinline__ void hopper_finish(const Mapped& m) {
-    constexpr int BM = 8192 / D;
     const Attention& a = m.a;
-    const Spot p = tile_place(m, blockIdx.x, a.heads, BM, false);
+    const Spot p = tile_place(m, blockIdx.x, a.heads, 128, false);
     const i64 at = (i64(p.batch) * a.heads + p.head) * m.padded + p.row + p.first;
     const int wg = threadIdx.x >> 7, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
-    const i32 inside = (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = D == 128 ? wg * 64 : 0;
-    const i32* from = reinterpret_cast<const i32*>(m.sums) + at * D + wg * 4096;
-    float dq[32];
-    if (m.spare[0]) {
+#pragma unroll 1
+    for (int n = 0; n < D / 64; n++) {
+        // With 128 channels a tile has 64 rows, and the warpgroups have its halves; with 64 it has 128 rows.
+        const i32 tile = D == 128 ? n * 64 : wg * 64, column = D == 128 ? wg * 64 : 0;
+        const i32 inside = warp * 16 + (lane >> 2);
+        const i32* from = reinterpret_cast<const i32*>(m.sums) + (at * D + n * 8192 + wg * 4096) + self;
+        float dq[32];
 #pragma unroll
-        for (int j = 0; j < 32; j++) dq[j] = float(from[j * 128 + self]);
-    } else {
+        for (int j = 0; j < 32; j++) dq[j] = float(from[j * 128]);
+        bf16* row[2];
+        float f[2];
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
-            const int4 x = reinterpret_cast<const int4*>(from)[j * 128 + self];
-            dq[4 * j] = float(x.x), dq[4 * j + 1] = float(x.y), dq[4 * j + 2] = float(x.z), dq[4 * j + 3] = float(x.w);
+        for (int r = 0; r < 2; r++) {
+            const i32 i = p.first + tile + inside + r * 8;
+            f[r] = a.scale / reinterpret_cast<const float*>(a.weights)[(at + tile) * 3 + 128 + inside + r * 8];
+            row[r] = i < p.q_len ? a.dq.row<bf16>(p.batch, p.q_start + i, p.head) + column : nullptr;
         }
+        store_rows<64>(dq, row[0], row[1], f[0], f[1], a.d_qk - column);
     }
-    bf16* row[2];
-    float f[2];
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        const i32 i = p.first + inside + r * 8;
-        f[r] = a.scale / reinterpret_cast<const float*>(m.steps)[at + inside + r * 8];
-        row[r] = i < p.q_len ? a.dq.row<bf16>(p.batch, p.q_start + i, p.head) + column : nullptr;
-    }
-    store_rows<64>(dq, row[0], row[1], f[0], f[1], a.d_qk - column);
 }
 extern "C" __global__ void __launch_bounds__(256) attention_hopper_finish_64_bf16(const __grid_constant__ Mapped m) {
     hopper_finish<64>(m);
