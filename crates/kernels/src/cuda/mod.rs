@@ -19,6 +19,7 @@ mod product;
 mod rope;
 mod rows;
 mod sources;
+mod tensor_map;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};
@@ -70,6 +71,11 @@ impl CudaKernels {
     /// How many sources were compiled, how many were in the cache.
     pub fn readiness(&self) -> Readiness {
         self.modules.readiness()
+    }
+
+    /// Is there this source for the card?
+    pub(crate) fn has(&self, source: &str) -> bool {
+        self.modules.has(source)
     }
 
     /// Queues a kernel on the launch's stream with one struct of arguments, laid out as the source's. A grid with
