@@ -41,12 +41,8 @@ fn every_source_compiles_for_the_oldest_card() {
 #[test]
 fn a_broken_source_is_an_error_with_its_line() {
     let Some(compiler) = compiler() else { return };
-    let broken = ferrotron_kernels::cuda::Source {
-        name: "broken",
-        text: "\nnonsense;\n",
-        may_spill: &[],
-        only: None,
-    };
+    let broken =
+        ferrotron_kernels::cuda::Source { name: "broken", text: "\nnonsense;\n", may_spill: &[], only: None };
     let error = compiler.compile(&broken, "sm_90a").unwrap_err().to_string();
     assert!(error.contains("broken.cu(2)"), "{error}");
 }

@@ -60,6 +60,7 @@ pub const SOURCES: &[Source] = &[
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
             include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_forward_load.cuh"),
             include_str!("attention/hopper_forward.cu")
         ),
     ),
@@ -69,6 +70,7 @@ pub const SOURCES: &[Source] = &[
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
             include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_backward.cu")
         ),
     ),

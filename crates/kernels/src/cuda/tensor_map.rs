@@ -50,8 +50,9 @@ pub(super) fn tensor_map(address: u64, sizes: [usize; 4], steps: [usize; 3], row
     };
     match status {
         CUresult::CUDA_SUCCESS => Ok(map),
-        status => {
-            Err(Error::Cuda { op: OP, what: format!("{status:?} for {sizes:?}, steps {steps:?}, {rows} rows") })
-        }
+        status => Err(Error::Cuda {
+            op: OP,
+            what: format!("{status:?} for {sizes:?}, steps {steps:?}, {rows} rows"),
+        }),
     }
 }

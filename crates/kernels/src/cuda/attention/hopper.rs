@@ -37,7 +37,8 @@ const NAMES: [[&str; 4]; 2] = [
     ],
 ];
 /// The second and third where a block has all keys of a head.
-const OWN_NAMES: [&str; 2] = ["attention_hopper_prepare_own_64_bf16", "attention_hopper_backward_own_64_bf16"];
+const OWN_NAMES: [&str; 2] =
+    ["attention_hopper_prepare_own_64_bf16", "attention_hopper_backward_own_64_bf16"];
 
 /// `Mapped` of hopper_common.cuh.
 #[repr(C, align(64))]
@@ -183,8 +184,9 @@ impl Hopper {
         let rows = groups * 64;
         let (mut m, total) = self.tiles(job, l, shape.heads, (a.q_len, rows), items)?;
         m.maps = [self.map(job, 0, rows)?, self.map(job, 1, keys)?, self.map(job, 2, keys)?, m.maps[3]];
-        m.section = section(job.pairs(shape.heads), shape.heads / shape.kv_heads, job.tokens[1] * self.width * 4)
-            as i32;
+        m.section =
+            section(job.pairs(shape.heads), shape.heads / shape.kv_heads, job.tokens[1] * self.width * 4)
+                as i32;
         let grid = Grid {
             blocks: [total.min(BLOCKS * shared_by) as u32, 1, 1],
             threads: (groups * 128 + if shared_by == 1 { 128 } else { 32 }) as u32,
@@ -195,7 +197,8 @@ impl Hopper {
 
     fn space(&self, job: &Job) -> Space {
         let (pairs, heads) = (job.pairs(job.shape.kv_heads), job.pairs(job.shape.heads));
-        let sums = if self.own { BLOCKS.min(pairs) * heads / pairs } else { heads } * self.padded * self.width;
+        let sums =
+            if self.own { BLOCKS.min(pairs) * heads / pairs } else { heads } * self.padded * self.width;
         let bounds = sums + heads * self.padded * 3;
         let next = bounds + (pairs * self.chunks * 2).next_multiple_of(4);
         Space { rows: sums, bounds, next, all: next + 4 }

@@ -10,165 +10,14 @@
 // The products of dq for one tile of queries run with those of the next, beside its powers: the warpgroups need not
 // wait for each other.
 
-template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
-    static constexpr int BN = 128, STAGES = 3, COLUMNS = D / 64, NS = BM / 2, ND = D / 2;
-    static_assert(BM * D == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
-    static constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
-    static constexpr u32 TILES_AT = 192, ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
-    static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
-    static constexpr u32 DS_AT = O_AT + STAGES * Q_BYTES, BYTES = DS_AT + 2 * DS_BYTES;
-    static_assert(BYTES <= 227 * 1024, "shared memory");
-
-    static __device__ __forceinline__ void bounds(const Attention& a, Spot& p) {
-        const i32 last = min(p.first + BN, p.k_len) - 1;
-        p.from = max(p.first - p.off - a.right, 0) / BM;
-        p.to = (min(last - p.off + a.left, p.q_len - 1) + BM) / BM;
-    }
-
-    struct Bars {
-        u32 base;
-        __device__ __forceinline__ u32 kv_full() const { return base; }
-        __device__ __forceinline__ u32 kv_free() const { return base + 8; }
-        __device__ __forceinline__ u32 ds_full(u32 s) const { return base + 16 + s * 8; }
-        __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 32 + s * 8; }
-        __device__ __forceinline__ u32 tile_full(u32 s) const { return base + 48 + s * 8; }
-        __device__ __forceinline__ u32 tile_free(u32 s) const { return base + 64 + s * 8; }
-        __device__ __forceinline__ u32 q_full(u32 s) const { return base + 80 + s * 8; }
-        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 80 + (STAGES + s) * 8; }
-        __device__ __forceinline__ u32 o_full(u32 s) const { return base + 80 + (2 * STAGES + s) * 8; }
-        __device__ __forceinline__ u32 o_free(u32 s) const { return base + 80 + (3 * STAGES + s) * 8; }
-    };
-    // Numbers of 64 rows lie together: weights, deltas, steps.
-    static __device__ __forceinline__ const float* rows_of(u32 stage, int part) {
-        return reinterpret_cast<const float*>(attention_shared + ROWS_AT + stage * 3 * ROW_BYTES) + part * 64;
-    }
-
-    // Place of a tile. With OWN a block takes all tiles of a key head, one after another, and `index` counts them;
-    // otherwise blocks take the next tile when they are done with one: who takes which does not show in the results.
-    static __device__ __forceinline__ Spot place(const Mapped& m, i32 index) {
-        const i32 heads = m.a.heads / m.a.group;
-        Spot p;
-        if constexpr (OWN) {
-            const i32 turn = index / m.a.tiles, pair = turn * i32(gridDim.x) + i32(blockIdx.x);
-            p.batch = pair / heads;
-            p.head = p.kv_head = pair - p.batch * heads;
-            p.q_start = p.k_start = p.row = 0;
-            p.q_len = m.a.q_len;
-            p.k_len = m.a.k_len;
-            p.first = (index - turn * m.a.tiles) * BN;
-            p.off = m.a.bottom ? p.k_len - p.q_len : 0;
-        } else {
-            p = tile_place(m, index, heads, BN, false);
-        }
-        bounds(m.a, p);
-        return p;
-    }
-    // Blocks that start together go through the queries from the last to the first, those that take their places as
-    // they end from the first to the last: with a diagonal, blocks of the same head then meet the same queries at
-    // the same time, and find them in the L2 cache. 128 is about the number of blocks, and the same on every card.
-    static __device__ __forceinline__ bool downwards(i32 index) { return !OWN && (index / 128) % 2 == 0; }
-    static __device__ __forceinline__ i32 total(const Mapped& m) {
-        const i32 blocks = gridDim.x, self = blockIdx.x;
-        return OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
-    }
-
-    // What the producer must know of a tile: it has no registers to work it out.
-    struct Load {
-        i32 index, batch, head, key, query, row, from, to;
-    };
-    static_assert(sizeof(Load) == 32, "two in 64 bytes");
-    static __device__ __forceinline__ Load load_of(const Mapped& m, i32 index) {
-        const Spot p = place(m, index);
-        return {index, p.batch, p.head, p.k_start + p.first, p.q_start, p.row, p.from, p.to};
-    }
-    static __device__ __forceinline__ volatile Load* slot_at(u32 slot) {
-        return reinterpret_cast<volatile Load*>(attention_shared + TILES_AT) + slot;
-    }
-
-    // Another warp beside the producer takes tiles: from the counter, or with OWN one after another.
-    static __device__ __forceinline__ void choose(const Mapped& m, Bars bars) {
-        const bool one = (threadIdx.x & 31) == 0;
-        const i32 n = total(m);
-        Ring<2> slot;
-        i32 index = -1;
-        do {
-            barrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
-            index++;
-            if (!OWN && one) index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
-            index = __shfl_sync(~0u, index, 0);
-            if (one) {
-                volatile Load* to = slot_at(slot.stage);
-                to->index = index;
-                if (index < n) {
-                    const Load x = load_of(m, index);
-                    to->batch = x.batch, to->head = x.head, to->key = x.key, to->query = x.query;
-                    to->row = x.row, to->from = x.from, to->to = x.to;
-                }
-                barrier_arrive(bars.tile_full(slot.stage));
-            }
-            slot.next();
-        } while (index < n);
-    }
-
-    // One warp: all its lanes count, one of them copies.
-    static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
-        const Attention& a = m.a;
-        const bool one = (threadIdx.x & 31) == 0;
-        Ring<STAGES> ring;
-        Ring<2> slot;
-        u32 kv_phase = 0;
-        while (true) {
-            barrier_wait(bars.tile_full(slot.stage), slot.phase);
-            const volatile Load* p = slot_at(slot.stage);
-            if (p->index >= total(m)) break;
-            i32 left = p->to - p->from;
-            if (left > 0) {
-                barrier_wait(bars.kv_free(), kv_phase ^ 1);
-                kv_phase ^= 1;
-                if (one) {
-                    barrier_expect(bars.kv_full(), 2 * K_BYTES);
-#pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) {
-                        tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p->key, p->head, p->batch);
-                        tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
-                    }
-                }
-            }
-            const i32 step = downwards(p->index) ? -BM : BM;
-            i32 token = (step < 0 ? p->to - 1 : p->from) * BM;
-#pragma unroll 1
-            for (; left > 0; left--, token += step) {
-                const i32 head = p->head * a.group;
-#pragma unroll 1
-                for (i32 n = 0; n < a.group; n++) {
-                    const u32 s = ring.stage;
-                    barrier_wait(bars.q_free(s), ring.phase ^ 1);
-                    if (one) {
-                        barrier_expect(bars.q_full(s), Q_BYTES + 3 * ROW_BYTES);
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; c++)
-                            tensor_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
-                                        p->query + token, head + n, p->batch);
-                        const i64 row = i64(p->batch * a.heads + head + n) * m.padded + (p->row + token);
-                        bulk_load(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.weights) + row * 3,
-                                  3 * ROW_BYTES, bars.q_full(s));
-                    }
-                    barrier_wait(bars.o_free(s), ring.phase ^ 1);
-                    if (one) {
-                        barrier_expect(bars.o_full(s), Q_BYTES);
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; c++)
-                            tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
-                                        p->query + token, head + n, p->batch);
-                    }
-                    ring.next();
-                }
-            }
-            __syncwarp();
-            if (one) barrier_arrive(bars.tile_free(slot.stage));
-            slot.next();
-        }
-    }
+// SHORT: gradients of scores are made of the powers as they were rounded for dv, which needs fewer registers.
+template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBackwardLoad<D, BM, OWN> {
+    using Load = HopperBackwardLoad<D, BM, OWN>;
+    using Bars = typename Load::Bars;
+    static constexpr int BN = Load::BN, STAGES = Load::STAGES, COLUMNS = Load::COLUMNS, NS = BM / 2, ND = D / 2;
+    static constexpr u32 Q_BYTES = Load::Q_BYTES, DS_BYTES = Load::DS_BYTES;
+    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT, Q_AT = Load::Q_AT, O_AT = Load::O_AT;
+    static constexpr u32 DS_AT = Load::DS_AT;
 
     // acc = x[64, D]·y[BM, D]ᵀ
     static __device__ __forceinline__ void scores(float (&s)[NS], u32 x, u32 y) {
@@ -248,15 +97,17 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
         Ring<STAGES> ring;
         u32 kv_phase = 0, count = 0;
         Owned own;
-        const i32 n = total(m);
-        Ring<2> slot;
-        while (true) {
-            barrier_wait(bars.tile_full(slot.stage), slot.phase);
-            const i32 index = __shfl_sync(~0u, slot_at(slot.stage)->index, 0);
-            if (first_lane) barrier_arrive(bars.tile_free(slot.stage));
-            slot.next();
+        const i32 n = Load::total(m);
+        typename Load::Slots slot;
+        for (i32 index = 0;; index++) {
+            if constexpr (!OWN) {
+                barrier_wait(bars.tile_full(slot.stage), slot.phase);
+                index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
+                if (first_lane) barrier_arrive(bars.tile_free(slot.stage));
+                slot.next();
+            }
             if (index >= n) break;
-            const Spot p = place(m, index);
+            const Spot p = Load::place(m, index);
             const i32 w0 = p.first + wg * 64;
             float dk[ND], dv[ND];
 #pragma unroll
@@ -275,7 +126,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
                 i32* to = nullptr;
                 int add = 0;
                 own.begins = true;
-                const i32 step = downwards(index) ? -1 : 1;
+                const i32 step = Load::downwards(index) ? -1 : 1;
                 i32 head = p.head * a.group, tile = step < 0 ? p.to - 1 : p.from;
 #pragma unroll 1
                 for (i32 turn = (p.to - p.from) * a.group; turn > 0; turn--) {
@@ -305,7 +156,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
 
                     // p = exp(s - lse)
                     const int t = (lane & 3) * 2;
-                    const float4* rows = reinterpret_cast<const float4*>(rows_of(stage, 0)) + (lane & 3);
+                    const float4* rows = reinterpret_cast<const float4*>(Load::rows_of(stage, 0)) + (lane & 3);
 #pragma unroll
                     for (int i = 0; i < NS; i += 8) {
                         const float4 w = rows[(i / 32) * 48 + (i % 32) / 2];
@@ -337,7 +188,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
                     pin(dp);
 
                     // ds = p·(dp - delta)
-                    const float4* deltas = reinterpret_cast<const float4*>(rows_of(stage, 1)) + (lane & 3);
+                    const float4* deltas = reinterpret_cast<const float4*>(Load::rows_of(stage, 1)) + (lane & 3);
 #pragma unroll
                     for (int i = 0; i < NS; i += 8) {
                         const float4 d = deltas[(i / 32) * 48 + (i % 32) / 2];
@@ -393,7 +244,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
                         own.begins = p.first / BN == max(q0 + p.off - a.left, 0) / BN;
                         own.ends = p.first / BN == min(q0 + BM - 1 + p.off + a.right, p.k_len - 1) / BN;
                     } else {
-                        const float* steps = rows_of(stage, 2) + (D == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
+                        const float* steps = Load::rows_of(stage, 2) + (D == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
                         step0 = steps[0];
                         step1 = steps[8];
                         to = reinterpret_cast<i32*>(m.sums) +
@@ -457,15 +308,15 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward {
                 barrier_init(bars.ds_full(s), 8);
                 barrier_init(bars.ds_free(s), 8);
                 barrier_init(bars.tile_full(s), 1);
-                barrier_init(bars.tile_free(s), 9);
+                barrier_init(bars.tile_free(s), OWN ? 1 : 9);
             }
             barrier_init_done();
         }
         __syncthreads();
         if (threadIdx.x < 128) {
             fewer_registers<24>();
-            if (threadIdx.x < 32) produce(m, base, bars);
-            else if (threadIdx.x < 64) choose(m, bars);
+            if (threadIdx.x < 32) Load::produce(m, base, bars);
+            else if (threadIdx.x < 64) Load::choose(m, bars);
         } else {
             more_registers<240>();
             consume(m, base, bars);

@@ -6,74 +6,15 @@
 //
 // Scores have no soft cap here, and the scale is positive.
 
-template <int D, int WGS, int BN, int STAGES, int BLOCKS> struct HopperForward {
-    static constexpr int BM = WGS * 64, COLUMNS = D / 64;
-    // One block a multiprocessor: the producer is a warpgroup that hands its registers to the others. Two blocks: a
-    // warp behind the others.
-    static constexpr int THREADS = BLOCKS == 1 ? (WGS + 1) * 128 : WGS * 128 + 32;
-    static constexpr u32 Q_BYTES = BM * D * 2, K_BYTES = BN * D * 2;
-    static constexpr u32 Q_AT = 1024, K_AT = Q_AT + 2 * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
-    static constexpr u32 BYTES = V_AT + STAGES * K_BYTES;
+template <int D, int WGS, int BN, int STAGES, int BLOCKS>
+struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS> {
+    using Load = HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS>;
+    using Bars = typename Load::Bars;
+    static constexpr int BM = Load::BM, COLUMNS = Load::COLUMNS;
+    static constexpr u32 Q_BYTES = Load::Q_BYTES, K_BYTES = Load::K_BYTES;
+    static constexpr u32 Q_AT = Load::Q_AT, K_AT = Load::K_AT, V_AT = Load::V_AT;
     // Maxima may lag by this much (of log2): sums are brought to a new maximum only when it pays.
     static constexpr float LAG = 8.0f;
-
-    static __device__ __forceinline__ void bounds(const Attention& a, Place& p) {
-        p.from = p.lo(a, p.first) / BN;
-        p.to = (p.hi(a, min(p.first + BM, p.q_len) - 1) + BN) / BN;
-    }
-
-    struct Bars {
-        u32 base;
-        __device__ __forceinline__ u32 q_full(u32 s) const { return base + s * 8; }
-        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 16 + s * 8; }
-        __device__ __forceinline__ u32 k_full(u32 s) const { return base + 32 + s * 8; }
-        __device__ __forceinline__ u32 k_free(u32 s) const { return base + 32 + (STAGES + s) * 8; }
-        __device__ __forceinline__ u32 v_full(u32 s) const { return base + 32 + (2 * STAGES + s) * 8; }
-        __device__ __forceinline__ u32 v_free(u32 s) const { return base + 32 + (3 * STAGES + s) * 8; }
-    };
-
-    static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
-        const Attention& a = m.a;
-        Ring<STAGES> k, v;
-        Ring<2> q;
-        const i32 n = rounds(m.total);
-#pragma unroll 1
-        for (i32 round = 0; round < n; round++) {
-            const i32 index = tile_of(round, m.total);
-            if (index < 0) continue;
-            Spot p = tile_place(m, index, a.heads, BM, true);
-            bounds(a, p);
-            if (p.from >= p.to) continue;
-            auto keys = [&](i32 tile) {
-                barrier_wait(bars.k_free(k.stage), k.phase ^ 1);
-                barrier_expect(bars.k_full(k.stage), K_BYTES);
-#pragma unroll
-                for (int c = 0; c < COLUMNS; c++)
-                    tensor_load(base + K_AT + k.stage * K_BYTES + c * BN * 128, m.k, bars.k_full(k.stage), c * 64,
-                                p.k_start + tile * BN, p.kv_head, p.batch);
-                k.next();
-            };
-            barrier_wait(bars.q_free(q.stage), q.phase ^ 1);
-            barrier_expect(bars.q_full(q.stage), Q_BYTES);
-#pragma unroll
-            for (int c = 0; c < COLUMNS; c++)
-                tensor_load(base + Q_AT + q.stage * Q_BYTES + c * BM * 128, m.q, bars.q_full(q.stage), c * 64,
-                            p.q_start + p.first, p.head, p.batch);
-            q.next();
-            keys(p.to - 1);
-#pragma unroll 1
-            for (i32 tile = p.to - 1; tile >= p.from; tile--) {
-                if (tile > p.from) keys(tile - 1);
-                barrier_wait(bars.v_free(v.stage), v.phase ^ 1);
-                barrier_expect(bars.v_full(v.stage), K_BYTES);
-#pragma unroll
-                for (int c = 0; c < COLUMNS; c++)
-                    tensor_load(base + V_AT + v.stage * K_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * 64,
-                                p.k_start + tile * BN, p.kv_head, p.batch);
-                v.next();
-            }
-        }
-    }
 
     // s = q·kᵀ
     static __device__ __forceinline__ void scores(float (&s)[BN / 2], u32 q, u32 k) {
@@ -169,7 +110,7 @@ template <int D, int WGS, int BN, int STAGES, int BLOCKS> struct HopperForward {
             const i32 index = tile_of(round, m.total);
             if (index < 0) continue;
             Spot p = tile_place(m, index, a.heads, BM, true);
-            bounds(a, p);
+            Load::bounds(a, p);
             const i32 w0 = p.first + wg * 64;
             float o[D / 2];
             Rows rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
@@ -348,13 +289,13 @@ template <int D, int WGS, int BN, int STAGES, int BLOCKS> struct HopperForward {
         __syncthreads();
         if constexpr (BLOCKS > 1) {
             if (threadIdx.x >= WGS * 128) {
-                if (threadIdx.x == WGS * 128) produce(m, base, bars);
+                if (threadIdx.x == WGS * 128) Load::produce(m, base, bars);
             } else {
                 consume(m, base, bars);
             }
         } else if (threadIdx.x < 128) {
             fewer_registers<WGS == 2 ? 40 : 32>();
-            if (threadIdx.x == 0) produce(m, base, bars);
+            if (threadIdx.x == 0) Load::produce(m, base, bars);
         } else {
             more_registers<WGS == 2 ? 232 : 160>();
             consume(m, base, bars);

@@ -231,7 +231,12 @@ impl Job {
     }
 
     /// Names the table of tiles to the kernels; how many there are.
-    pub(super) fn table(&self, l: &Launch, items: Option<(usize, &Tensor)>, args: &mut Args) -> Result<usize> {
+    pub(super) fn table(
+        &self,
+        l: &Launch,
+        items: Option<(usize, &Tensor)>,
+        args: &mut Args,
+    ) -> Result<usize> {
         match items {
             Some((i, t)) if t.numel() > 0 => {
                 args.items = l.address(i)?;
