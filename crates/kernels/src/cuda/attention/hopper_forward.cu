@@ -294,10 +294,10 @@ struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS> {
                 consume(m, base, bars);
             }
         } else if (threadIdx.x < 128) {
-            fewer_registers<WGS == 2 ? 40 : 32>();
+            fewer_registers<WGS == 2 ? 40 : WGS == 3 ? 32 : 24>();
             if (threadIdx.x == 0) Load::produce(m, base, bars);
         } else {
-            more_registers<WGS == 2 ? 232 : 160>();
+            more_registers<WGS == 2 ? 232 : WGS == 3 ? 160 : 112>();
             consume(m, base, bars);
         }
     }
