@@ -74,7 +74,9 @@ fn ip(args: &str) -> Result<(), String> {
 fn agent(dir: &Path, enter: &str) -> String {
     use std::os::unix::fs::PermissionsExt;
     let path = dir.join("agent");
-    std::fs::write(&path, format!("#!/bin/sh\nhost=$1\nshift\nexec {enter} sh -c \"$*\"\n")).unwrap();
+    // Hosts have temporary folders of their own: daemons that share one get in each other's way.
+    let own = format!("TMPDIR={}/$host\nmkdir -p $TMPDIR\nexport TMPDIR", dir.display());
+    std::fs::write(&path, format!("#!/bin/sh\nhost=$1\nshift\n{own}\nexec {enter} sh -c \"$*\"\n")).unwrap();
     std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).unwrap();
     text(&path).to_string()
 }

@@ -180,7 +180,7 @@ mod tests {
         let need = need("llama-1b", &["train.micro_batch=64", "train.global_batch=64"]);
         let gib = |n: usize| n << 30;
         assert!(need.advice(gib(139)).contains("--set train.micro_batch="), "{}", need.advice(gib(139)));
-        assert!(need.advice(gib(26)).contains("recompute"), "{}", need.advice(gib(26)));
+        assert!(need.advice(gib(21)).contains("recompute"), "{}", need.advice(gib(21)));
         assert!(need.advice(gib(8)).contains("smaller model"), "{}", need.advice(gib(8)));
     }
 }
