@@ -173,13 +173,13 @@ impl Hopper {
         items: Option<(usize, &Tensor)>,
     ) -> Result<()> {
         let (shape, a) = (&job.shape, &job.args);
-        // [warpgroups, keys of a tile, tiles in shared memory, blocks of a multiprocessor]: as in hopper_forward.cu.
-        let (name, [groups, keys, stages, shared_by]) = if self.width == 128 {
-            ("attention_hopper_forward_128_bf16", [2, 128, 2, 1])
+        // [warpgroups, keys of a tile, tiles in shared memory]: as in hopper_forward.cu.
+        let (name, [groups, keys, stages]) = if self.width == 128 {
+            ("attention_hopper_forward_128_bf16", [2, 128, 2])
         } else if job.packed || job.reach() < SHORT {
-            ("attention_hopper_forward_short_64_bf16", [2, 64, 4, 2])
+            ("attention_hopper_forward_short_64_bf16", [4, 64, 4])
         } else {
-            ("attention_hopper_forward_64_bf16", [3, 128, 3, 1])
+            ("attention_hopper_forward_64_bf16", [3, 128, 3])
         };
         let rows = groups * 64;
         let (mut m, total) = self.tiles(job, l, shape.heads, (a.q_len, rows), items)?;
@@ -188,8 +188,8 @@ impl Hopper {
             section(job.pairs(shape.heads), shape.heads / shape.kv_heads, job.tokens[1] * self.width * 4)
                 as i32;
         let grid = Grid {
-            blocks: [total.min(BLOCKS * shared_by) as u32, 1, 1],
-            threads: (groups * 128 + if shared_by == 1 { 128 } else { 32 }) as u32,
+            blocks: [total.min(BLOCKS) as u32, 1, 1],
+            threads: (groups * 128 + 128) as u32,
             shared: (1024 + (2 * rows + 2 * stages * keys) * self.width * 2) as u32,
         };
         kernels.queue(l, Kernel { source: "attention_hopper_forward", name }, grid, &m)

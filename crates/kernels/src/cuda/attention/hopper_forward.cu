@@ -1,14 +1,14 @@
 // Forward pass for Hopper: persistent blocks of one producer warpgroup, which copies tiles with the copy engine, and
 // WGS consumer warpgroups of 64 queries each. A consumer issues the products q·kᵀ of the next tile and p·v of the
 // last one together, and works on the softmax of the next while p·v runs; named barriers make the consumers take
-// turns, so that one's softmax meets another's products. For short sequences, whose tiles begin and end often, two
-// smaller blocks share a multiprocessor (BLOCKS = 2).
+// turns, so that one's softmax meets another's products. For short sequences, whose tiles begin and end often, there are
+// four consumers and tiles of 64 keys.
 //
 // Scores have no soft cap here, and the scale is positive.
 
-template <int D, int WGS, int BN, int STAGES, int BLOCKS>
-struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS> {
-    using Load = HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS>;
+template <int D, int WGS, int BN, int STAGES>
+struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES> {
+    using Load = HopperForwardLoad<D, WGS, BN, STAGES>;
     using Bars = typename Load::Bars;
     static constexpr int BM = Load::BM, COLUMNS = Load::COLUMNS;
     static constexpr u32 Q_BYTES = Load::Q_BYTES, K_BYTES = Load::K_BYTES;
@@ -100,11 +100,11 @@ struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS> {
 
     static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
-        const int wg = warpgroup() - (BLOCKS == 1 ? 1 : 0);
+        const int wg = warpgroup() - 1;
         Ring<STAGES> k, v;
         Ring<2> q;
         const i32 n = rounds(m.total);
-        if (BLOCKS == 1 && wg == WGS - 1) named_arrive(1, 256);
+        if (wg == WGS - 1) named_arrive(1, 256);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
             const i32 index = tile_of(round, m.total);
@@ -136,107 +136,68 @@ struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS> {
                     barrier_wait(bars.v_full(v.stage), v.phase);
                     free(bars.v_free(v.stage));
                     v.next();
-                    if (BLOCKS == 1) {
-                        named_sync(1 + wg, 256);
-                        named_arrive(1 + (wg + 1) % WGS, 256);
-                    }
+                    named_sync(1 + wg, 256);
+                    named_arrive(1 + (wg + 1) % WGS, 256);
                 }
-                if constexpr (BLOCKS == 1) {
-                    u32 x[BN / 4];
-                    {
-                        float s[BN / 2];
-                        barrier_wait(bars.k_full(k.stage), k.phase);
-                        products_begin();
-                        scores(s, q_at, base + K_AT + k.stage * K_BYTES);
-                        products_issued();
-                        products_done<0>();
-                        pin(s);
-                        free(bars.k_free(k.stage));
-                        k.next();
-                        soften(a, p, mine, w0, s, rows, shrink);
-                        pack(x, s);
-                    }
-                    int add = 0;
-#pragma unroll 1
-                    for (i32 tile = mine - 1; tile >= p.from; tile--) {
-                        float s[BN / 2];
-                        barrier_wait(bars.k_full(k.stage), k.phase);
-                        named_sync(1 + wg, 256);
-                        products_begin();
-                        pin(o);
-                        scores(s, q_at, base + K_AT + k.stage * K_BYTES);
-                        products_issued();
-                        barrier_wait(bars.v_full(v.stage), v.phase);
-                        blank(tile + 1);
-                        values(o, x, base + V_AT + v.stage * K_BYTES, add);
-                        add = 1;
-                        products_issued();
-                        named_arrive(1 + (wg + 1) % WGS, 256);
-                        products_done<1>();
-                        pin(s);
-                        free(bars.k_free(k.stage));
-                        k.next();
-                        const bool moved = soften(a, p, tile, w0, s, rows, shrink);
-                        settle(rows.sum[0] + rows.sum[1]);
-                        products_done<0>();
-                        pin(o);
-                        pin(x);
-                        free(bars.v_free(v.stage));
-                        v.next();
-                        pack(x, s);
-                        if (moved) {
-#pragma unroll
-                            for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
-                        }
-                    }
-                    free(bars.q_free(q.stage));
-                    q.next();
-                    barrier_wait(bars.v_full(v.stage), v.phase);
-                    blank(p.from);
+                u32 x[BN / 4];
+                {
+                    float s[BN / 2];
+                    barrier_wait(bars.k_full(k.stage), k.phase);
                     products_begin();
-                    pin(o);
-                    values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                    scores(s, q_at, base + K_AT + k.stage * K_BYTES);
                     products_issued();
                     products_done<0>();
+                    pin(s);
+                    free(bars.k_free(k.stage));
+                    k.next();
+                    soften(a, p, mine, w0, s, rows, shrink);
+                    pack(x, s);
+                }
+                int add = 0;
+#pragma unroll 1
+                for (i32 tile = mine - 1; tile >= p.from; tile--) {
+                    float s[BN / 2];
+                    barrier_wait(bars.k_full(k.stage), k.phase);
+                    named_sync(1 + wg, 256);
+                    products_begin();
                     pin(o);
+                    scores(s, q_at, base + K_AT + k.stage * K_BYTES);
+                    products_issued();
+                    barrier_wait(bars.v_full(v.stage), v.phase);
+                    blank(tile + 1);
+                    values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                    add = 1;
+                    products_issued();
+                    named_arrive(1 + (wg + 1) % WGS, 256);
+                    products_done<1>();
+                    pin(s);
+                    free(bars.k_free(k.stage));
+                    k.next();
+                    const bool moved = soften(a, p, tile, w0, s, rows, shrink);
+                    settle(rows.sum[0] + rows.sum[1]);
+                    products_done<0>();
+                    pin(o);
+                    pin(x);
                     free(bars.v_free(v.stage));
                     v.next();
-                } else {
-                    // Two blocks share the multiprocessor: their warpgroups fill each other's gaps.
-                    int add = 0;
-#pragma unroll 1
-                    for (i32 tile = mine; tile >= p.from; tile--) {
-                        float s[BN / 2];
-                        barrier_wait(bars.k_full(k.stage), k.phase);
-                        products_begin();
-                        scores(s, q_at, base + K_AT + k.stage * K_BYTES);
-                        products_issued();
-                        products_done<0>();
-                        pin(s);
-                        free(bars.k_free(k.stage));
-                        k.next();
-                        const bool moved = soften(a, p, tile, w0, s, rows, shrink);
-                        if (moved && add) {
+                    pack(x, s);
+                    if (moved) {
 #pragma unroll
-                            for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
-                        }
-                        u32 x[BN / 4];
-                        pack(x, s);
-                        barrier_wait(bars.v_full(v.stage), v.phase);
-                        blank(tile);
-                        products_begin();
-                        pin(o);
-                        values(o, x, base + V_AT + v.stage * K_BYTES, add);
-                        add = 1;
-                        products_issued();
-                        products_done<0>();
-                        pin(o);
-                        free(bars.v_free(v.stage));
-                        v.next();
+                        for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
                     }
-                    free(bars.q_free(q.stage));
-                    q.next();
                 }
+                free(bars.q_free(q.stage));
+                q.next();
+                barrier_wait(bars.v_full(v.stage), v.phase);
+                blank(p.from);
+                products_begin();
+                pin(o);
+                values(o, x, base + V_AT + v.stage * K_BYTES, add);
+                products_issued();
+                products_done<0>();
+                pin(o);
+                free(bars.v_free(v.stage));
+                v.next();
             } else {
 #pragma unroll
                 for (int i = 0; i < D / 2; i++) o[i] = 0.0f;
@@ -287,13 +248,7 @@ struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS> {
             barrier_init_done();
         }
         __syncthreads();
-        if constexpr (BLOCKS > 1) {
-            if (threadIdx.x >= WGS * 128) {
-                if (threadIdx.x == WGS * 128) Load::produce(m, base, bars);
-            } else {
-                consume(m, base, bars);
-            }
-        } else if (threadIdx.x < 128) {
+        if (threadIdx.x < 128) {
             fewer_registers<WGS == 2 ? 40 : WGS == 3 ? 32 : 24>();
             if (threadIdx.x == 0) Load::produce(m, base, bars);
         } else {
@@ -303,12 +258,12 @@ struct HopperForward : HopperForwardLoad<D, WGS, BN, STAGES, BLOCKS> {
     }
 };
 
-#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES, BLOCKS)                                                       \
-    extern "C" __global__ void __launch_bounds__(HopperForward<D, WGS, BN, STAGES, BLOCKS>::THREADS, BLOCKS)   \
+#define HOPPER_FORWARD(NAME, D, WGS, BN, STAGES)                                                               \
+    extern "C" __global__ void __launch_bounds__(HopperForward<D, WGS, BN, STAGES>::THREADS, 1)                 \
         NAME(const __grid_constant__ Mapped m) {                                                               \
-        HopperForward<D, WGS, BN, STAGES, BLOCKS>::run(m);                                                     \
+        HopperForward<D, WGS, BN, STAGES>::run(m);                                                             \
     }
 
-HOPPER_FORWARD(attention_hopper_forward_64_bf16, 64, 3, 128, 3, 1)
-HOPPER_FORWARD(attention_hopper_forward_short_64_bf16, 64, 2, 64, 4, 2)
-HOPPER_FORWARD(attention_hopper_forward_128_bf16, 128, 2, 128, 2, 1)
+HOPPER_FORWARD(attention_hopper_forward_64_bf16, 64, 3, 128, 3)
+HOPPER_FORWARD(attention_hopper_forward_short_64_bf16, 64, 4, 64, 4)
+HOPPER_FORWARD(attention_hopper_forward_128_bf16, 128, 2, 128, 2)

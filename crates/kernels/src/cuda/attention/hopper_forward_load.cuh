@@ -1,10 +1,10 @@
 // The producer of the Hopper forward kernel: what lies where in shared memory, and which tiles are copied there when.
 
-template <int D, int WGS, int BN, int STAGES, int BLOCKS> struct HopperForwardLoad {
+template <int D, int WGS, int BN, int STAGES> struct HopperForwardLoad {
     static constexpr int BM = WGS * 64, COLUMNS = D / 64;
     // One block a multiprocessor: the producer is a warpgroup that hands its registers to the others. Two blocks: a
     // warp behind the others.
-    static constexpr int THREADS = BLOCKS == 1 ? (WGS + 1) * 128 : WGS * 128 + 32;
+    static constexpr int THREADS = (WGS + 1) * 128;
     static constexpr u32 Q_BYTES = BM * D * 2, K_BYTES = BN * D * 2;
     static constexpr u32 Q_AT = 1024, K_AT = Q_AT + 2 * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
     static constexpr u32 BYTES = V_AT + STAGES * K_BYTES;
