@@ -23,6 +23,8 @@ mod product;
 mod rope;
 mod rows;
 mod sources;
+#[cfg(test)]
+mod ways;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};

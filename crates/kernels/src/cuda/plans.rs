@@ -100,6 +100,11 @@ impl Plans {
         Ok(Plans { library, card, folder: cache::folder(), known, batches })
     }
 
+    #[cfg(test)]
+    pub(super) fn library(&self) -> &Library {
+        &self.library
+    }
+
     /// Queues a product. False where the library cannot make it, or a `rival` is faster: then nothing was done that
     /// the rival does not overwrite.
     pub(super) fn product(
