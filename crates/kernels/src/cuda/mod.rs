@@ -4,11 +4,13 @@
 mod activation;
 mod attention;
 mod cache;
+mod columns;
 mod compile;
 mod copy;
 mod elementwise;
 mod embedding;
 mod gemm;
+mod groups;
 mod libraries;
 mod loss;
 mod merge;

@@ -6,27 +6,6 @@
 
 constexpr int THREADS = 256;
 
-template <class T, int N> struct alignas(sizeof(T) * N) Group {
-    T at[N];
-};
-template <int N, class T> __device__ __forceinline__ Group<T, N> fetch(const T* from, i64 at, i64 n, bool wide) {
-    if (wide && at + N <= n) return *reinterpret_cast<const Group<T, N>*>(from + at);
-    Group<T, N> g = {};
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (at + i < n) g.at[i] = from[at + i];
-    return g;
-}
-template <int N, class T> __device__ __forceinline__ void put(T* to, i64 at, i64 n, bool wide, const Group<T, N>& g) {
-    if (wide && at + N <= n) {
-        *reinterpret_cast<Group<T, N>*>(to + at) = g;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (at + i < n) to[at + i] = g.at[i];
-}
-
 // The last e with start[e] <= block.
 template <class A> __device__ __forceinline__ int entry_of(const A& p, u32 block) {
     int low = 0, high = int(p.count);
@@ -202,19 +181,6 @@ struct SquareArgs {
     u32 count;
     u32 pad;
 };
-
-// Σ over a block in f64, in a fixed order, in thread 0.
-__device__ __forceinline__ double block_total(double x) {
-    __shared__ double shared[32];
-#pragma unroll
-    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
-    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = x;
-    __syncthreads();
-    double total = 0.0;
-    if (threadIdx.x == 0)
-        for (u32 w = 0; w < blockDim.x / 32; w++) total += shared[w];
-    return total;
-}
 
 // parts[b] = Σ x² over part b, f64.
 extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareArgs a) {

@@ -72,8 +72,9 @@ fn norm(rank: &Rank, z: &Sizes, pass: Pass) -> Result<Run> {
     let beta = if layer { Some(random(rank, &[h], z.dtype)?) } else { None };
     let mean = if layer { Some(empty(rank, &[z.tokens], DType::F32)?) } else { None };
     let rstd = empty(rank, &[z.tokens], DType::F32)?;
-    let dgamma = empty(rank, &[h], DType::F32)?;
-    let dbeta = if layer { Some(empty(rank, &[h], DType::F32)?) } else { None };
+    let parts = [rank.kernels.norm_parts(z.dtype, z.tokens, h), h];
+    let (dgamma, gamma_parts) = (empty(rank, &[h], DType::F32)?, empty(rank, &parts, DType::F32)?);
+    let (dbeta, beta_parts) = (empty(rank, &[h], DType::F32)?, empty(rank, &parts, DType::F32)?);
     let dy = random(rank, &shape, z.dtype)?;
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
@@ -91,11 +92,14 @@ fn norm(rank: &Rank, z: &Sizes, pass: Pass) -> Result<Run> {
                     dy: &dy,
                     residual: Some(&residual),
                     dx: &y,
-                    dgamma: &dgamma,
-                    dbeta: dbeta.as_ref(),
-                    accumulate: false,
+                    dgamma: &gamma_parts,
+                    dbeta: layer.then_some(&beta_parts),
                 };
                 k.norm_backward(s, kind, &n)?;
+                k.column_sum(s, &gamma_parts, false, &dgamma)?;
+                if layer {
+                    k.column_sum(s, &beta_parts, false, &dbeta)?;
+                }
             }
         }
         Ok(())
