@@ -14,6 +14,24 @@ constexpr int WARPS = THREADS / 32;
 // Rows of a warp that are on their way together.
 constexpr int AHEAD = 8;
 
+// sum += rows r, r + WARPS, ... below `last`, from columns at `x`; `get` reads one row's.
+template <class T, int N, class Get>
+__device__ __forceinline__ void add_rows(float (&sum)[N], i64 r, i64 last, Get get) {
+    auto add = [&](const Group<T, N>& row) {
+#pragma unroll
+        for (int i = 0; i < N; i++) sum[i] += to_f32(row.at[i]);
+    };
+    for (; r + (AHEAD - 1) * WARPS < last; r += AHEAD * WARPS) {
+        Group<T, N> row[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) row[u] = get(r + u * WARPS);
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) add(row[u]);
+    }
+#pragma unroll 1
+    for (; r < last; r += WARPS) add(get(r));
+}
+
 // One block: 32 lanes of N columns each, the rows of one part dealt out to the warps. out [parts, n].
 template <class T> __device__ __forceinline__ void column_parts(const ColumnArgs& p) {
     constexpr int N = Wide<T>::count;
@@ -24,24 +42,11 @@ template <class T> __device__ __forceinline__ void column_parts(const ColumnArgs
     i64 last = first + p.part_rows < p.rows ? first + p.part_rows : p.rows;
     const T* x = reinterpret_cast<const T*>(p.x);
     float sum[N] = {};
-    if (column < p.n) {
-        i64 r = first + warp;
-        for (; r + (AHEAD - 1) * WARPS < last; r += AHEAD * WARPS) {
-            Group<T, N> row[AHEAD];
-#pragma unroll
-            for (int u = 0; u < AHEAD; u++)
-                row[u] = fetch<N>(x + (r + u * WARPS) * p.stride, column, p.n, p.wide);
-#pragma unroll
-            for (int u = 0; u < AHEAD; u++)
-#pragma unroll
-                for (int i = 0; i < N; i++) sum[i] += to_f32(row[u].at[i]);
-        }
-        for (; r < last; r += WARPS) {
-            Group<T, N> row = fetch<N>(x + r * p.stride, column, p.n, p.wide);
-#pragma unroll
-            for (int i = 0; i < N; i++) sum[i] += to_f32(row.at[i]);
-        }
-    }
+    // Two loops, lest a choice at every access keep accesses from going out together.
+    if (p.wide && column + N <= p.n)
+        add_rows<T>(sum, first + warp, last, [&](i64 r) { return whole<N>(x + r * p.stride, column); });
+    else if (column < p.n)
+        add_rows<T>(sum, first + warp, last, [&](i64 r) { return fetch<N>(x + r * p.stride, column, p.n, false); });
     // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
 #pragma unroll
     for (int i = 0; i < N; i++) sums[warp][i * 32 + lane] = sum[i];

@@ -8,6 +8,9 @@ template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16
 template <int N, class T> __device__ __forceinline__ Group<T, N> whole(const T* from, i64 at) {
     return *reinterpret_cast<const Group<T, N>*>(from + at);
 }
+template <int N, class T> __device__ __forceinline__ void put_whole(T* to, i64 at, const Group<T, N>& g) {
+    *reinterpret_cast<Group<T, N>*>(to + at) = g;
+}
 // The same of n elements, by any access; what is past the end is zero.
 template <int N, class T> __device__ __forceinline__ Group<T, N> fetch(const T* from, i64 at, i64 n, bool wide) {
     if (wide && at + N <= n) return whole<N>(from, at);
@@ -19,7 +22,7 @@ template <int N, class T> __device__ __forceinline__ Group<T, N> fetch(const T* 
 }
 template <int N, class T> __device__ __forceinline__ void put(T* to, i64 at, i64 n, bool wide, const Group<T, N>& g) {
     if (wide && at + N <= n) {
-        *reinterpret_cast<Group<T, N>*>(to + at) = g;
+        put_whole(to, at, g);
         return;
     }
 #pragma unroll
