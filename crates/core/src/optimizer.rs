@@ -5,7 +5,7 @@ mod state;
 use crate::Result;
 use ferrotron_comm::Reduce;
 use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
-use ferrotron_engine::{GradBuffer, ParamId, Params, Part, Rank, initial_values};
+use ferrotron_engine::{GradBuffer, ParamId, Params, Part, Rank, draw_initial};
 use ferrotron_kernels::{Adam, Sgd, Update, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 pub use state::State;
@@ -83,13 +83,37 @@ impl Optimizer {
         })
     }
 
-    /// Fills masters with their declared initial values and the model's weights from them.
+    /// Fills masters with their declared initial values and the model's weights from them. Values travel in pieces, so
+    /// that the host never holds a whole model.
     pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
+        const PIECE: usize = 4 << 20;
+        params.settle(rank)?;
         let (threads, seed) = (rank.device().threads(), rank.seed);
-        let draw = |part: &Part, runs: &[Range<usize>]| {
-            Ok(runs.iter().flat_map(|r| initial_values(threads, seed, part, r.clone())).collect())
-        };
-        self.fill(rank, params, &draw)
+        let mut values = Vec::with_capacity(2 * PIECE);
+        for (i, spec) in params.specs().iter().enumerate() {
+            let (master, mut at) = (&self.masters.pieces()[i], 0);
+            let mut send = |values: &mut Vec<f32>| -> Result<()> {
+                if values.is_empty() {
+                    return Ok(());
+                }
+                rank.compute.write_to(&master.narrow(0, at, values.len())?, values)?;
+                at += values.len();
+                values.clear();
+                Ok(())
+            };
+            for (part, runs) in spec.runs(&self.pieces[i].inside) {
+                for run in runs {
+                    for start in run.clone().step_by(PIECE) {
+                        draw_initial(threads, seed, part, start..run.end.min(start + PIECE), &mut values);
+                        if values.len() >= PIECE {
+                            send(&mut values)?;
+                        }
+                    }
+                }
+            }
+            send(&mut values)?;
+        }
+        self.publish(rank, params)
     }
 
     /// Fills masters with `values` of the logical tensors, and the model's weights from them.

@@ -173,8 +173,6 @@ enum Work {
     Linear { dy: Tensor, x: Tensor, bias: ParamId },
     /// Column sums of `dy`.
     Columns { dy: Tensor },
-    /// An f32 gradient that backward had to form anyway.
-    Value(Tensor),
     /// Anything else: writes or adds into the gradient it is given.
     Other(Deferred),
 }
@@ -190,14 +188,9 @@ impl WeightGrad {
         WeightGrad::one(weight, Work::Linear { dy: dy.clone(), x: x.clone(), bias })
     }
 
-    /// `bias [out]` gets the column sums of `dy [tokens, out]`.
+    /// `bias [out]` gets the column sums of `dy [tokens, out]`, or of partial sums f32 `[parts, out]`.
     pub(crate) fn columns(param: ParamId, dy: &Tensor) -> WeightGrad {
         WeightGrad::one(param, Work::Columns { dy: dy.clone() })
-    }
-
-    /// A gradient already formed in f32.
-    pub(crate) fn value(param: ParamId, grad: Tensor) -> WeightGrad {
-        WeightGrad::one(param, Work::Value(grad))
     }
 
     /// Work of another kind: called with the gradient's memory and whether to add to it.
@@ -238,8 +231,6 @@ impl WeightGrad {
                     continue;
                 }
                 Work::Columns { dy } => k.column_sum(s, &dy, accumulate, &grad)?,
-                Work::Value(v) if accumulate => k.add_assign(s, &grad, &v)?,
-                Work::Value(v) => k.copy(s, &v, &grad)?,
                 Work::Other(f) => f(rank, &grad, accumulate)?,
             }
             grads.ready(rank, param)?;

@@ -27,6 +27,30 @@ impl Saved for NormSaved {
     }
 }
 
+/// Hidden states `x + more` `[tokens, hidden]`: a layer leaves its last sum to the norm that comes next, which forms
+/// it on its way.
+pub struct Hidden {
+    /// What there is.
+    pub x: Tensor,
+    /// What is still to be added.
+    pub more: Option<Tensor>,
+}
+
+impl Hidden {
+    /// States that are complete.
+    pub fn of(x: Tensor) -> Hidden {
+        Hidden { x, more: None }
+    }
+
+    /// The sum, formed now.
+    pub fn sum(self, p: &Pass) -> Result<Tensor> {
+        let Some(more) = self.more else { return Ok(self.x) };
+        let y = p.empty(self.x.shape())?;
+        p.rank.kernels.add(&p.rank.compute, &self.x, &more, &y)?;
+        Ok(y)
+    }
+}
+
 impl NormLayer {
     /// Declares `<name>.weight` and, for LayerNorm, `<name>.bias`.
     pub fn declare(d: &mut Declarations, name: &str, width: usize, norm: Norm) -> Result<NormLayer> {
@@ -67,6 +91,14 @@ impl NormLayer {
         let mut saved = self.run(p, x, &y, |k, s, n| k.add_norm_forward(s, self.norm, residual, &sum, n))?;
         saved.x = SavedTensor::activation(&sum);
         Ok((y, sum, saved))
+    }
+
+    /// The same of a sum that may not have been formed yet.
+    pub fn forward_of(&self, p: &Pass, x: Hidden) -> Result<(Tensor, Tensor, NormSaved)> {
+        match x.more {
+            Some(more) => self.add_forward(p, &more, &x.x),
+            None => self.forward(p, &x.x).map(|(y, saved)| (y, x.x, saved)),
+        }
     }
 
     /// The output again, from what was saved.
@@ -126,8 +158,9 @@ impl NormLayer {
         residual: Option<&Tensor>,
         dx: &Tensor,
     ) -> Result<WeightGrad> {
-        let dgamma = p.rank.activation(&[self.width], DType::F32)?;
-        let dbeta = self.beta.map(|_| p.rank.activation(&[self.width], DType::F32)).transpose()?;
+        let parts = p.rank.kernels.norm_parts(dx.dtype(), dx.numel() / self.width.max(1), self.width);
+        let sums = || p.rank.activation(&[parts, self.width], DType::F32);
+        let (dgamma, dbeta) = (sums()?, self.beta.map(|_| sums()).transpose()?);
         let n = NormBackward {
             x: &saved.x,
             gamma: p.weight(self.gamma)?,
@@ -138,12 +171,11 @@ impl NormLayer {
             dx,
             dgamma: &dgamma,
             dbeta: dbeta.as_ref(),
-            accumulate: false,
         };
         p.rank.kernels.norm_backward(&p.rank.compute, self.norm, &n)?;
-        let grads = WeightGrad::value(self.gamma, dgamma);
+        let grads = WeightGrad::columns(self.gamma, &dgamma);
         Ok(match (self.beta, dbeta) {
-            (Some(id), Some(g)) => grads.and(WeightGrad::value(id, g)),
+            (Some(id), Some(g)) => grads.and(WeightGrad::columns(id, &g)),
             _ => grads,
         })
     }

@@ -260,14 +260,27 @@ pub fn initial_share(threads: &Threads, seed: u64, part: &Part, cut: &Cut) -> Ve
 }
 
 /// Initial values of elements `range` of a logical tensor.
-pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: Range<usize>) -> Vec<f32> {
+pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
+    let mut values = Vec::new();
+    draw_initial(threads, seed, part, range, &mut values);
+    values
+}
+
+/// The same, after what `values` holds.
+pub fn draw_initial(
+    threads: &Threads,
+    seed: u64,
+    part: &Part,
+    range: std::ops::Range<usize>,
+    values: &mut Vec<f32>,
+) {
+    let (begin, end) = (values.len(), values.len() + range.len());
     match part.init {
-        Init::Constant(c) => vec![c; range.len()],
+        Init::Constant(c) => values.resize(end, c),
         Init::Normal(std) => {
+            values.resize(end, 0.0);
             let stream = RandomStream::named(seed, &part.name);
-            let mut values = vec![0f32; range.len()];
-            fill_normal(threads, stream, range.start as u64, 0.0, f64::from(std), &mut values);
-            values
+            fill_normal(threads, stream, range.start as u64, 0.0, f64::from(std), &mut values[begin..]);
         }
     }
 }

@@ -49,12 +49,10 @@ pub struct NormBackward<'a> {
     pub residual: Option<&'a Tensor>,
     /// Gradient of the input.
     pub dx: &'a Tensor,
-    /// f32 `[h]`: `Σ dy·ŷ`.
+    /// f32 `[parts, h]`, parts as [`NormKernels::norm_parts`] says: `Σ dy·ŷ` is the sum of its rows.
     pub dgamma: &'a Tensor,
-    /// f32 `[h]`: `Σ dy`.
+    /// The same of `Σ dy`.
     pub dbeta: Option<&'a Tensor>,
-    /// Add to `dgamma` and `dbeta` instead of overwriting them.
-    pub accumulate: bool,
 }
 
 fn check_kind(op: &'static str, norm: Norm, has_mean: bool, has_beta: bool) -> Result<()> {
@@ -85,7 +83,13 @@ impl NormForward<'_> {
 
 impl NormBackward<'_> {
     /// The rows of `x`, `dy` and `dx` (and of the residual, which lies like `dx`), after the checks every home makes.
-    pub(crate) fn check(&self, op: &'static str, norm: Norm) -> Result<[Rows; 3]> {
+    /// `parts` tells the partial sums of a gain from rows and width.
+    pub(crate) fn check(
+        &self,
+        op: &'static str,
+        norm: Norm,
+        parts: impl FnOnce(usize, usize) -> usize,
+    ) -> Result<[Rows; 3]> {
         check_kind(op, norm, self.mean.is_some(), self.dbeta.is_some())?;
         let residual = self.residual.unwrap_or(self.dx);
         let [x, dy, dx, _] = rows_of(op, [self.x, self.dy, self.dx, residual])?;
@@ -95,7 +99,8 @@ impl NormBackward<'_> {
         dtypes(op, self.x.dtype(), &[self.dy, self.dx, residual])?;
         check_vectors(op, self.x.dtype(), x.width, &[self.gamma])?;
         check_vectors(op, DType::F32, x.count(), &[self.rstd, self.mean.unwrap_or(self.rstd)])?;
-        check_vectors(op, DType::F32, x.width, &[self.dgamma, self.dbeta.unwrap_or(self.dgamma)])?;
+        let sums = parts(x.count(), x.width) * x.width;
+        check_vectors(op, DType::F32, sums, &[self.dgamma, self.dbeta.unwrap_or(self.dgamma)])?;
         Ok([x, dy, dx])
     }
 }
@@ -104,6 +109,11 @@ impl NormBackward<'_> {
 pub trait NormKernels: super::ElementwiseKernels {
     /// See [`NormForward`].
     fn norm_forward(&self, s: &Stream, norm: Norm, n: &NormForward) -> Result<()>;
+
+    /// Partial sums that [`NormBackward`] leaves of the gradient of a gain, for so many rows of type `dtype`. Whoever
+    /// gathers gradients adds them up with [`column_sum`](super::ElementwiseKernels::column_sum), which it needs anyway
+    /// to add to what is there.
+    fn norm_parts(&self, dtype: DType, rows: usize, width: usize) -> usize;
 
     /// See [`NormBackward`].
     fn norm_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()>;

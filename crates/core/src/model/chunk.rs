@@ -7,8 +7,8 @@ use super::layer::{Layer, LayerSaved, norm_of};
 use crate::pipeline::Stage;
 use ferrotron_engine::attention::{KvCache, RopeTable};
 use ferrotron_engine::{
-    Declarations, Embedding, EmbeddingSaved, Head, HeadSaved, Keep, NormLayer, NormSaved, ParamId, Pass,
-    Saved, SavedTensor, Targets, WeightGrad,
+    Declarations, Embedding, EmbeddingSaved, Head, HeadSaved, Hidden, Keep, NormLayer, NormSaved, ParamId,
+    Pass, Saved, SavedTensor, Targets, WeightGrad,
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -118,7 +118,7 @@ impl Chunk {
         goal: Goal,
     ) -> Result<(Tensor, Option<ChunkSaved>)> {
         let train = matches!(goal, Goal::Train(_));
-        let (mut x, embedding) = match (&self.embedding, x) {
+        let (x, embedding) = match (&self.embedding, x) {
             (Some(e), None) => {
                 let (x, saved) = e.forward(p, &input.ids, &input.positions)?;
                 (p.dropout(self.depth, AFTER_EMBEDDING, x)?, Some(saved))
@@ -126,16 +126,16 @@ impl Chunk {
             (None, Some(x)) => (x, None),
             _ => return shape_error("stage", "the first one starts from ids, the others from hidden states"),
         };
-        let mut layers = Vec::with_capacity(self.layers.len());
+        let (mut x, mut layers) = (Hidden::of(x), Vec::with_capacity(self.layers.len()));
         for layer in &self.layers {
-            let (y, saved) = layer.forward(p, &x, &input.layout, &input.positions)?;
+            let (y, saved) = layer.forward(p, x, &input.layout, &input.positions)?;
             layers.extend(train.then_some(saved));
             x = y;
         }
         let Some((norm, head)) = &self.end else {
-            return Ok((x, train.then_some(ChunkSaved { end: None, layers, embedding })));
+            return Ok((x.sum(p)?, train.then_some(ChunkSaved { end: None, layers, embedding })));
         };
-        let (y, normed) = norm.forward(p, &x)?;
+        let (y, _, normed) = norm.forward_of(p, x)?;
         let targets = match goal {
             Goal::Logits => return Ok((head.logits(p, &y)?, None)),
             Goal::Loss(t) | Goal::Train(t) => t,

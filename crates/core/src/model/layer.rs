@@ -4,7 +4,7 @@
 use super::config::{Activation, ModelConfig, NormKind};
 use ferrotron_engine::attention::{Attention, AttentionConfig, AttentionSaved, KvCache, Layout, RopeTable};
 use ferrotron_engine::{
-    Declarations, Keep, Mlp, MlpSaved, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
+    Declarations, Hidden, Keep, Mlp, MlpSaved, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
 };
 use ferrotron_kernels::{Act, Align, Norm, Scores};
 use ferrotron_tensor::{Result, Tensor};
@@ -120,32 +120,38 @@ impl Layer {
     pub fn forward(
         &self,
         p: &Pass,
-        x: &Tensor,
+        x: Hidden,
         layout: &Layout,
         positions: &Tensor,
-    ) -> Result<(Tensor, Keep<LayerSaved>)> {
-        let (y, saved) = self.run(p, x, layout, positions)?;
-        Ok((y, Keep::new(p.recompute.layer, x, saved)))
+    ) -> Result<(Hidden, Keep<LayerSaved>)> {
+        let (y, x, saved) = self.run(p, x, layout, positions)?;
+        Ok((y, Keep::new(p.recompute.layer, &x, saved)))
     }
 
-    fn run(&self, p: &Pass, x: &Tensor, layout: &Layout, positions: &Tensor) -> Result<(Tensor, LayerSaved)> {
-        let (normed, attn_norm) = self.attn_norm.forward(p, x)?;
+    /// The output, the input as a whole, and what backward needs.
+    fn run(
+        &self,
+        p: &Pass,
+        x: Hidden,
+        layout: &Layout,
+        positions: &Tensor,
+    ) -> Result<(Hidden, Tensor, LayerSaved)> {
+        let (normed, x, attn_norm) = self.attn_norm.forward_of(p, x)?;
         let (a, mut attn) = self.attn.forward(p, &normed, layout, positions)?;
         let (a, attn_post) = post_forward(p, &self.attn_post, a)?;
         let a = p.dropout(self.index, AFTER_ATTENTION, a)?;
-        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, x)?;
+        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x)?;
         let (m, mut mlp) = self.mlp.forward(p, &normed)?;
         let (m, mlp_post) = post_forward(p, &self.mlp_post, m)?;
         let m = p.dropout(self.index, AFTER_MLP, m)?;
-        let y = p.empty(x.shape())?;
-        p.rank.kernels.add(&p.rank.compute, &r, &m, &y)?;
         if p.recompute.norm {
             attn.forget_input();
             mlp.forget_input();
         }
         let attn = (!p.recompute.attention).then_some(attn);
         let mlp = (!p.recompute.mlp).then_some(mlp);
-        Ok((y, LayerSaved { mlp_post, mlp, mlp_norm, attn_post, attn, attn_norm }))
+        let y = Hidden { x: r, more: Some(m) };
+        Ok((y, x, LayerSaved { mlp_post, mlp, mlp_norm, attn_post, attn, attn_norm }))
     }
 
     /// Gradient of the input.
@@ -157,7 +163,7 @@ impl Layer {
         positions: &Tensor,
         dy: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
-        let s = saved.take(|x| Ok(self.run(p, x, layout, positions)?.1))?;
+        let s = saved.take(|x| Ok(self.run(p, Hidden::of(x.clone()), layout, positions)?.2))?;
         let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
         let (dm, mut grads) = post_backward(p, &self.mlp_post, s.mlp_post, dm)?;
         let mlp = match s.mlp {

@@ -57,8 +57,8 @@ fn value(param: usize, micro: usize, who: usize, i: usize) -> f32 {
 
 fn contribute(rank: &Rank, grads: &mut GradBuffer, param: usize, micro: usize, who: usize) {
     let values: Vec<f32> = (0..SIZES[param]).map(|i| value(param, micro, who, i)).collect();
-    let t = rank.compute.upload(&values, &[values.len()], Category::Activations).unwrap();
-    WeightGrad::value(ParamId(param), t).run(rank, grads).unwrap();
+    let t = rank.compute.upload(&values, &[1, values.len()], Category::Activations).unwrap();
+    WeightGrad::columns(ParamId(param), &t).run(rank, grads).unwrap();
 }
 
 fn check(rank: &Rank, grads: &GradBuffer, what: &str, want: impl Fn(usize, usize) -> f32) {
@@ -95,8 +95,8 @@ fn interleaved_micro_batches_add_up() {
                     };
                     check(rank, &grads, &format!("{scheme:?} over {copies} step {step}"), sum);
                     // A use too many is not lost in silence.
-                    let t = rank.compute.zeros(&[SIZES[3]], DType::F32, Category::Activations).unwrap();
-                    assert!(WeightGrad::value(ParamId(3), t).run(rank, &mut grads).is_err());
+                    let t = rank.compute.zeros(&[1, SIZES[3]], DType::F32, Category::Activations).unwrap();
+                    assert!(WeightGrad::columns(ParamId(3), &t).run(rank, &mut grads).is_err());
                 }
             }
         });

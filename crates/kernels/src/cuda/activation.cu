@@ -15,23 +15,41 @@ struct ActArgs {
 __device__ __forceinline__ float at_least(float x, float low) { return x < low ? low : x; }
 __device__ __forceinline__ float at_most(float x, float high) { return x > high ? high : x; }
 
-// What is rounded to bf16 can afford a quotient of 2 ulp.
+// What is rounded to bf16 can afford the hardware's reciprocal and power of two, which are good to a few ulp and know
+// their limits: 2^∞ = ∞, 1/∞ = 0. NaN stays NaN.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#define LOG2_E 1.44269504f
+
 template <class T> __device__ __forceinline__ float quotient(float a, float b);
 template <> __device__ __forceinline__ float quotient<float>(float a, float b) { return a / b; }
-template <> __device__ __forceinline__ float quotient<bf16>(float a, float b) { return __fdividef(a, b); }
+template <> __device__ __forceinline__ float quotient<bf16>(float a, float b) { return a * reciprocal(b); }
 
-// σ works between these: e^86 and its reciprocal are normal numbers, above σ has reached 1.
+// In f32, σ works between these: e^86 and its reciprocal are normal numbers, above σ has reached 1.
 #define SIGMOID_LOW (-86.0f)
 #define SIGMOID_HIGH 88.0f
-__device__ __forceinline__ float sigmoid_range(float x) { return at_most(at_least(x, SIGMOID_LOW), SIGMOID_HIGH); }
-
-// y·σ(x), x in range.
-template <class T> __device__ __forceinline__ float times_sigmoid(float y, float x) {
-    return quotient<T>(y, 1.0f + expf(-x));
+template <class T> __device__ __forceinline__ float inverse_power(float x);
+template <> __device__ __forceinline__ float inverse_power<float>(float x) {
+    return expf(-at_most(at_least(x, SIGMOID_LOW), SIGMOID_HIGH));
 }
-// σ(x) and 1 − σ(x), neither losing digits to cancellation; x in range.
+template <> __device__ __forceinline__ float inverse_power<bf16>(float x) { return power_of_two(x * -LOG2_E); }
+
+// y·σ(x)
+template <class T> __device__ __forceinline__ float times_sigmoid(float y, float x) {
+    return quotient<T>(y, 1.0f + inverse_power<T>(x));
+}
+// σ(x) and 1 − σ(x), neither losing digits to cancellation.
 template <class T> __device__ __forceinline__ void sigmoid_pair(float x, float& s, float& rest) {
-    float e = expf(-x);
+    // Not ∞, whose product with 0 is no number.
+    float e = at_most(inverse_power<T>(x), 3e37f);
     s = quotient<T>(1.0f, 1.0f + e);
     rest = e * s;
 }
@@ -47,11 +65,11 @@ template <class T> struct GeluTanh {
     __device__ __forceinline__ GeluTanh(const ActArgs&) {}
     __device__ __forceinline__ float value(float x) const {
         float low = at_least(x, -FLAT);
-        return times_sigmoid<T>(low, sigmoid_range(low * fmaf(low * low, B, A)));
+        return times_sigmoid<T>(low, low * fmaf(low * low, B, A));
     }
     __device__ __forceinline__ float slope(float x, float& value) const {
         float low = at_least(x, -FLAT), c = at_most(low, FLAT), z = c * c, s, rest;
-        sigmoid_pair<T>(sigmoid_range(c * fmaf(z, B, A)), s, rest);
+        sigmoid_pair<T>(c * fmaf(z, B, A), s, rest);
         value = low * s;
         return fmaf(c, s * rest * fmaf(z, 3.0f * B, A), s);
     }
@@ -100,7 +118,7 @@ template <class T> struct Silu {
     __device__ __forceinline__ Silu(const ActArgs&) {}
     __device__ __forceinline__ float value(float x) const {
         float low = at_least(x, SIGMOID_LOW);
-        return times_sigmoid<T>(low, at_most(low, SIGMOID_HIGH));
+        return times_sigmoid<T>(low, low);
     }
     __device__ __forceinline__ float slope(float x, float& value) const {
         float low = at_least(x, SIGMOID_LOW), c = at_most(low, SIGMOID_HIGH), s, rest;
@@ -119,11 +137,11 @@ template <class T> struct ClampedSilu {
     __device__ __forceinline__ float bounded(float x) const { return at_least(at_most(x, limit), -1e28f); }
     __device__ __forceinline__ float value(float x) const {
         float b = bounded(x);
-        return times_sigmoid<T>(b, sigmoid_range(alpha * b));
+        return times_sigmoid<T>(b, alpha * b);
     }
     __device__ __forceinline__ float slope(float x, float& value) const {
         float b = bounded(x), s, rest;
-        sigmoid_pair<T>(sigmoid_range(alpha * b), s, rest);
+        sigmoid_pair<T>(alpha * b, s, rest);
         value = b * s;
         return x > limit ? 0.0f : fmaf(alpha * b, s * rest, s);
     }

@@ -1,8 +1,10 @@
-//! Which elements a copy between strides moves, and in what pieces.
+//! Copies of one type: bytes where both sides are contiguous, else by strides, in pieces as large as they allow.
 
-use ferrotron_tensor::{Result, Tensor, shape_error};
+use super::groups::{blocks, line, wide};
+use super::{CudaKernels, Kernel};
+use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
 
-/// The most axes of a tensor, as in elementwise.cu.
+/// The most axes of a tensor, as in copy.cu.
 const AXES: usize = 5;
 
 /// An axis that both sides of a copy have.
@@ -85,6 +87,49 @@ impl StridedArgs {
             args.count *= a.size as i64;
         }
         (args, unit)
+    }
+}
+
+/// As in copy.cu: threads of a block, and accesses of each.
+const THREADS: u32 = 256;
+const UNROLL: usize = 4;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BytesArgs {
+    from: u64,
+    to: u64,
+    n: i64,
+    wide: u32,
+    pad: u32,
+}
+
+impl CudaKernels {
+    /// `out = x` of one type, in one launch.
+    pub(super) fn copy_same(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "copy";
+        if !matches!(x.dtype(), DType::F32 | DType::BF16 | DType::I32) {
+            return Err(Error::DType { op: OP, found: x.dtype(), wanted: DType::F32 });
+        }
+        let strides = strides(x, out)?;
+        let kernel = |name| Kernel { source: "copy", name };
+        let moved = THREADS as usize * UNROLL;
+        s.launch(OP, &[read(x), write(out)], |l| {
+            let (from, to) = (l.address(0)?, l.address(1)?);
+            if x.is_contiguous() && out.is_contiguous() {
+                let grid = line(blocks(OP, x.bytes(), 16 * moved)?, THREADS);
+                let wide = wide(&[from, to]).into();
+                let args = BytesArgs { from, to, n: x.bytes() as i64, wide, pad: 0 };
+                return self.queue(l, kernel("copy_bytes"), grid, &args);
+            }
+            let (args, unit) = StridedArgs::new(&strides, x.dtype().size(), from, to);
+            let name = match unit {
+                2 => "copy_strided_2",
+                4 => "copy_strided_4",
+                _ => "copy_strided_16",
+            };
+            self.queue(l, kernel(name), line(blocks(OP, args.count as usize, moved)?, THREADS), &args)
+        })
     }
 }
 

@@ -1,39 +1,16 @@
-use super::copy::StridedArgs;
-use super::{CudaKernels, Grid, Kernel, typed};
+use super::groups::{blocks, line, wide};
+use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
-use crate::elementwise::{check_columns, check_dropout, check_one};
+use crate::elementwise::check_dropout;
 use crate::philox::RandomStream;
 use crate::{DropoutKey, ElementwiseKernels};
-use ferrotron_tensor::{Category, DType, Error, Launch, Result, Stream, Tensor, read, shape_error, write};
+use ferrotron_tensor::{DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// As in elementwise.cu.
 const THREADS: u32 = 256;
 const UNROLL: usize = 4;
 /// Groups of elements of a block.
 const GROUPS: usize = THREADS as usize * UNROLL;
-/// Elements whose products one block of a dot product adds up.
-const DOT_PART: usize = 16 * THREADS as usize;
-/// Rows of a part of a column sum at least, and parts at most: partial rows stay small beside the input.
-const PART_ROWS: usize = 64;
-const MAX_PARTS: usize = 128;
-
-/// Blocks for `n` things, `each` to a block.
-pub(super) fn blocks(op: &'static str, n: usize, each: usize) -> Result<u32> {
-    match u32::try_from(n.div_ceil(each)) {
-        Ok(b) if b <= i32::MAX as u32 => Ok(b),
-        _ => shape_error(op, format!("{n} elements are more than a card can be asked for at once")),
-    }
-}
-
-/// Are all addresses fit for 16-byte accesses?
-pub(super) fn wide(addresses: &[u64]) -> bool {
-    addresses.iter().all(|a| a.is_multiple_of(16))
-}
-
-/// A line of `blocks` blocks.
-pub(super) fn line(blocks: u32, threads: u32) -> Grid {
-    Grid { blocks: [blocks, 1, 1], threads, shared: 0 }
-}
 
 fn kernel(name: &'static str) -> Kernel {
     Kernel { source: "elementwise", name }
@@ -64,19 +41,6 @@ struct DropoutArgs {
     threshold: u32,
     wide: u32,
     pad: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ColumnArgs {
-    x: u64,
-    out: u64,
-    rows: i64,
-    n: i64,
-    stride: i64,
-    part_rows: i64,
-    accumulate: u32,
-    wide: u32,
 }
 
 impl CudaKernels {
@@ -153,56 +117,11 @@ impl ElementwiseKernels for CudaKernels {
     }
 
     fn column_sum(&self, s: &Stream, x: &Tensor, accumulate: bool, sums: &Tensor) -> Result<()> {
-        const OP: &str = "column_sum";
-        let [rows, n, stride] = check_columns(x, sums)?;
-        dtypes(OP, DType::F32, &[sums])?;
-        let first = typed!(OP, x.dtype(), "elementwise", "column_parts")?;
-        let part_rows = PART_ROWS.max(rows.div_ceil(MAX_PARTS));
-        let parts = rows.div_ceil(part_rows).max(1);
-        // One part needs no second pass.
-        let several = parts > 1;
-        let scratch_size = if several { parts * n } else { 0 };
-        let scratch = Tensor::empty(s, &[scratch_size], DType::F32, Category::Workspace)?;
-        s.launch(OP, &[read(x), write(sums), write(&scratch)], |l| {
-            let (from, to) = (l.address(0)?, l.address(1)?);
-            let size = x.dtype().size();
-            let args = ColumnArgs {
-                x: from,
-                out: if several { l.address(2)? } else { to },
-                rows: rows as i64,
-                n: n as i64,
-                stride: stride as i64,
-                part_rows: part_rows as i64,
-                accumulate: (accumulate && !several).into(),
-                wide: (wide(&[from]) && (rows <= 1 || (stride * size).is_multiple_of(16))).into(),
-            };
-            let across = blocks(OP, n, 32 * (16 / size))?;
-            let grid = Grid { blocks: [across, parts as u32, 1], threads: THREADS, shared: 0 };
-            self.queue(l, first, grid, &args)?;
-            if several {
-                let rows = parts as i64;
-                let args = ColumnArgs { x: args.out, out: to, rows, accumulate: accumulate.into(), ..args };
-                self.queue(l, kernel("column_total"), line(blocks(OP, n, 32)?, THREADS), &args)?;
-            }
-            Ok(())
-        })
+        self.queue_column_sum(s, x, accumulate, sums)
     }
 
     fn dot(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
-        const OP: &str = "dot";
-        same_contiguous(OP, &[a, b])?;
-        check_one(out)?;
-        dtypes(OP, DType::F32, &[a, b, out])?;
-        let parts = blocks(OP, a.numel(), DOT_PART)?;
-        let scratch = Tensor::empty(s, &[parts as usize], DType::F64, Category::Workspace)?;
-        s.launch(OP, &[read(a), read(b), write(out), write(&scratch)], |l| {
-            let (a_at, b_at, middle) = (l.address(0)?, l.address(1)?, l.address(3)?);
-            let (n, wide) = (a.numel() as i64, wide(&[a_at, b_at]).into());
-            let args = MapArgs { a: a_at, b: b_at, out: middle, n, factor: 0.0, wide };
-            self.queue(l, kernel("dot_parts"), line(parts, THREADS), &args)?;
-            let args = MapArgs { a: middle, b: 0, out: l.address(2)?, n: parts.into(), ..args };
-            self.queue(l, kernel("dot_total"), line(1, 1024), &args)
-        })
+        self.queue_dot(s, a, b, out)
     }
 
     fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor) -> Result<()> {
@@ -259,30 +178,6 @@ impl ElementwiseKernels for CudaKernels {
             };
             let grid = line(blocks(OP, x.numel(), GROUPS * (16 / x.dtype().size()))?, THREADS);
             self.queue(l, kernel, grid, &args)
-        })
-    }
-}
-
-impl CudaKernels {
-    /// `out = x` of one type: bytes where both are contiguous, else by strides; one launch either way.
-    fn copy_same(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
-        const OP: &str = "copy";
-        if !matches!(x.dtype(), DType::F32 | DType::BF16 | DType::I32) {
-            return Err(Error::DType { op: OP, found: x.dtype(), wanted: DType::F32 });
-        }
-        let strides = super::copy::strides(x, out)?;
-        s.launch(OP, &[read(x), write(out)], |l| {
-            let (from, to) = (l.address(0)?, l.address(1)?);
-            if x.is_contiguous() && out.is_contiguous() {
-                return self.map(l, kernel("copy_bytes"), [from, 0, to], x.bytes(), 1, 0.0);
-            }
-            let (args, unit) = StridedArgs::new(&strides, x.dtype().size(), from, to);
-            let name = match unit {
-                2 => "copy_strided_2",
-                4 => "copy_strided_4",
-                _ => "copy_strided_16",
-            };
-            self.queue(l, kernel(name), line(blocks(OP, args.count as usize, GROUPS)?, THREADS), &args)
         })
     }
 }

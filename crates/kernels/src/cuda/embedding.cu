@@ -6,28 +6,6 @@
 
 constexpr int CHUNK = 64;
 
-template <class T, int N> struct alignas(16) Pack {
-    T at[N];
-};
-// N elements at `at` of a row of `width`; wide: N divides the width and every row starts at a multiple of 16 bytes.
-template <int N, class T> __device__ __forceinline__ Pack<T, N> fetch(const T* row, i64 at, i64 width, bool wide) {
-    if (wide) return *reinterpret_cast<const Pack<T, N>*>(row + at);
-    Pack<T, N> p = {};
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (at + i < width) p.at[i] = row[at + i];
-    return p;
-}
-template <int N, class T> __device__ __forceinline__ void put(T* row, i64 at, i64 width, bool wide, const Pack<T, N>& p) {
-    if (wide) {
-        *reinterpret_cast<Pack<T, N>*>(row + at) = p;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (at + i < width) row[at + i] = p.at[i];
-}
-
 struct ForwardArgs {
     u64 ids, table, y, fault;
     // The table has rows first .. first + local of ids 0 .. vocab.
@@ -51,7 +29,7 @@ template <class T> __device__ __forceinline__ void embedding_forward(const Forwa
     id -= p.first;
     if (id < 0 || id >= p.local) {
         if (p.add) return;
-        Pack<T, N> zero = {};
+        Group<T, N> zero = {};
         for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N)
             put<N>(y, at, p.width, p.wide, zero);
         return;
@@ -59,7 +37,7 @@ template <class T> __device__ __forceinline__ void embedding_forward(const Forwa
     const T* row = reinterpret_cast<const T*>(p.table) + id * p.width;
 #pragma unroll 2
     for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N) {
-        Pack<T, N> x = fetch<N>(row, at, p.width, p.wide), old = {};
+        Group<T, N> x = fetch<N>(row, at, p.width, p.wide), old = {};
         if (p.add) old = fetch<N>(y, at, p.width, p.wide);
 #pragma unroll
         for (int i = 0; i < N; i++) {
@@ -215,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(256) embedding_clear(const SumArgs 
     const u32* starts = reinterpret_cast<const u32*>(p.starts);
     if (starts[v] != starts[v + 1]) return;
     float* row = reinterpret_cast<float*>(p.dtable) + v * p.width;
-    Pack<float, 4> zero = {};
+    Group<float, 4> zero = {};
 #pragma unroll 4
     for (i64 at = (threadIdx.x & 31) * 4; at < p.width; at += 128) put<4>(row, at, p.width, p.wide, zero);
 }
@@ -244,11 +222,11 @@ template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& 
     float* out = single ? reinterpret_cast<float*>(p.dtable) + id * p.width
                         : reinterpret_cast<float*>(p.parts) + part_of(place, place == start) * p.width;
     for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N) {
-        Pack<float, N> sum = {};
+        Group<float, N> sum = {};
         if (single && p.accumulate) sum = fetch<N>(out, at, p.width, p.wide);
         int i = 0;
         for (; i + AHEAD <= count; i += AHEAD) {
-            Pack<T, N> x[AHEAD];
+            Group<T, N> x[AHEAD];
 #pragma unroll
             for (int k = 0; k < AHEAD; k++) x[k] = fetch<N>(dy + tokens[i + k] * p.width, at, p.width, p.wide);
 #pragma unroll
@@ -258,7 +236,7 @@ template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& 
                     sum.at[j] = __fadd_rn(sum.at[j], __fmul_rn(p.scale, to_f32(x[k].at[j])));
         }
         for (; i < count; i++) {
-            Pack<T, N> x = fetch<N>(dy + tokens[i] * p.width, at, p.width, p.wide);
+            Group<T, N> x = fetch<N>(dy + tokens[i] * p.width, at, p.width, p.wide);
 #pragma unroll
             for (int j = 0; j < N; j++) sum.at[j] = __fadd_rn(sum.at[j], __fmul_rn(p.scale, to_f32(x.at[j])));
         }

@@ -1,4 +1,4 @@
-use super::elementwise::{blocks, line, wide};
+use super::groups::{blocks, line, wide};
 use super::{CudaKernels, Grid, Kernel, typed};
 use crate::EmbeddingKernels;
 use crate::checks::dtypes;

@@ -1,4 +1,4 @@
-use super::elementwise::{blocks, line, wide};
+use super::groups::{blocks, line, wide};
 use super::rows::columns;
 use super::{CudaKernels, typed};
 use crate::MergeKernels;

@@ -18,6 +18,9 @@ pub struct Readiness {
     pub cached: usize,
 }
 
+/// Dynamic shared memory that every kernel has without being asked: of 48 KiB, what its own variables leave.
+const UNASKED: u32 = 32 << 10;
+
 /// Loaded modules and the functions found in them so far.
 pub(super) struct Modules {
     modules: HashMap<&'static str, sys::CUmodule>,
@@ -138,12 +141,12 @@ impl Modules {
             if sys::cuModuleGetFunction(&mut raw, module, name.as_ptr()) != CUresult::CUDA_SUCCESS {
                 return Err(missing());
             }
-            if shared > 48 << 10 {
+            if shared > UNASKED {
                 let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 check(kernel.name, sys::cuFuncSetAttribute(raw, which, shared as i32))?;
             }
         }
-        let function = Function { raw, shared: shared.max(48 << 10) };
+        let function = Function { raw, shared: shared.max(UNASKED) };
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
         Ok(raw)
     }

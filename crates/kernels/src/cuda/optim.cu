@@ -6,27 +6,6 @@
 
 constexpr int THREADS = 256;
 
-template <class T, int N> struct alignas(sizeof(T) * N) Group {
-    T at[N];
-};
-template <int N, class T> __device__ __forceinline__ Group<T, N> fetch(const T* from, i64 at, i64 n, bool wide) {
-    if (wide && at + N <= n) return *reinterpret_cast<const Group<T, N>*>(from + at);
-    Group<T, N> g = {};
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (at + i < n) g.at[i] = from[at + i];
-    return g;
-}
-template <int N, class T> __device__ __forceinline__ void put(T* to, i64 at, i64 n, bool wide, const Group<T, N>& g) {
-    if (wide && at + N <= n) {
-        *reinterpret_cast<Group<T, N>*>(to + at) = g;
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < N; i++)
-        if (at + i < n) to[at + i] = g.at[i];
-}
-
 // The last e with start[e] <= block.
 template <class A> __device__ __forceinline__ int entry_of(const A& p, u32 block) {
     int low = 0, high = int(p.count);
@@ -90,41 +69,53 @@ template <class M> __device__ __forceinline__ void adam(const AdamArgs& a) {
     M* second = reinterpret_cast<M*>(e.second);
     bool wide = ((e.master | e.weight | e.grad | e.first | e.second) & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
-    constexpr int AHEAD = 2;
+    if (!wide || base + UPDATES > e.n) {
+        // Few blocks: those at an end.
+        for (i64 at = base + threadIdx.x; at < min(base + UPDATES, e.n); at += THREADS) {
+            float x = master[at], m = to_f32(first[at]), v = to_f32(second[at]);
+            adam_element(f, x, grad[at], m, v);
+            master[at] = x;
+            first[at] = from_f32<M>(m);
+            second[at] = from_f32<M>(v);
+            if (weight) weight[at] = from_f32<bf16>(x);
+        }
+        return;
+    }
+    // Groups that fill an access of the moments.
+    constexpr int N = 16 / sizeof(M), AHEAD = 2;
 #pragma unroll 1
-    for (int k = 0; k < UPDATES / (4 * THREADS); k += AHEAD) {
-        Group<float, 4> p[AHEAD], g[AHEAD];
-        Group<M, 4> m[AHEAD], v[AHEAD];
+    for (int k = 0; k < UPDATES / (N * THREADS); k += AHEAD) {
+        Group<float, N> p[AHEAD], g[AHEAD];
+        Group<M, N> m[AHEAD], v[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
-            p[u] = fetch<4>(master, at, e.n, wide);
-            g[u] = fetch<4>(grad, at, e.n, wide);
-            m[u] = fetch<4>(first, at, e.n, wide);
-            v[u] = fetch<4>(second, at, e.n, wide);
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
+            p[u] = whole<N>(master, at);
+            g[u] = whole<N>(grad, at);
+            m[u] = whole<N>(first, at);
+            v[u] = whole<N>(second, at);
         }
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
-            if (at >= e.n) break;
-            Group<bf16, 4> w;
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
+            Group<bf16, N> w;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
+            for (int i = 0; i < N; i++) {
                 float x = to_f32(m[u].at[i]), y = to_f32(v[u].at[i]);
                 adam_element(f, p[u].at[i], g[u].at[i], x, y);
                 m[u].at[i] = from_f32<M>(x);
                 v[u].at[i] = from_f32<M>(y);
                 w.at[i] = from_f32<bf16>(p[u].at[i]);
             }
-            put<4>(master, at, e.n, wide, p[u]);
-            put<4>(first, at, e.n, wide, m[u]);
-            put<4>(second, at, e.n, wide, v[u]);
-            if (weight) put<4>(weight, at, e.n, wide, w);
+            put_whole(master, at, p[u]);
+            put_whole(first, at, m[u]);
+            put_whole(second, at, v[u]);
+            if (weight) put_whole(weight, at, w);
         }
     }
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 4) adam_f32(const __grid_constant__ AdamArgs a) { adam<float>(a); }
-extern "C" __global__ void __launch_bounds__(THREADS, 4) adam_bf16(const __grid_constant__ AdamArgs a) { adam<bf16>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) adam_f32(const __grid_constant__ AdamArgs a) { adam<float>(a); }
+extern "C" __global__ void __launch_bounds__(THREADS, 3) adam_bf16(const __grid_constant__ AdamArgs a) { adam<bf16>(a); }
 
 struct SgdArgs {
     Entry list[LIST];
@@ -147,40 +138,49 @@ template <class M> __device__ __forceinline__ void sgd(const SgdArgs& a) {
     bf16* weight = reinterpret_cast<bf16*>(e.weight);
     const float* grad = reinterpret_cast<const float*>(e.grad);
     M* first = reinterpret_cast<M*>(e.first);
+    auto update = [&](float& x, float g, float held) {
+        float d = __fadd_rn(__fmul_rn(g, clip), __fmul_rn(wd, x));
+        // On the first step the buffer may hold anything, NaN too.
+        float old = momentum == 0.0f ? 0.0f : __fmul_rn(momentum, held);
+        float now = __fadd_rn(old, __fmul_rn(fresh, d));
+        x = __fsub_rn(x, __fmul_rn(lr, __fadd_rn(__fmul_rn(lead, d), __fmul_rn(share, now))));
+        return now;
+    };
     bool wide = ((e.master | e.weight | e.grad | e.first) & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
-    constexpr int AHEAD = 2;
+    if (!wide || base + UPDATES > e.n) {
+        for (i64 at = base + threadIdx.x; at < min(base + UPDATES, e.n); at += THREADS) {
+            float x = master[at];
+            first[at] = from_f32<M>(update(x, grad[at], to_f32(first[at])));
+            master[at] = x;
+            if (weight) weight[at] = from_f32<bf16>(x);
+        }
+        return;
+    }
+    constexpr int N = 16 / sizeof(M), AHEAD = 2;
 #pragma unroll 1
-    for (int k = 0; k < UPDATES / (4 * THREADS); k += AHEAD) {
-        Group<float, 4> p[AHEAD], g[AHEAD];
-        Group<M, 4> b[AHEAD];
+    for (int k = 0; k < UPDATES / (N * THREADS); k += AHEAD) {
+        Group<float, N> p[AHEAD], g[AHEAD];
+        Group<M, N> b[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
-            p[u] = fetch<4>(master, at, e.n, wide);
-            g[u] = fetch<4>(grad, at, e.n, wide);
-            b[u] = fetch<4>(first, at, e.n, wide);
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
+            p[u] = whole<N>(master, at);
+            g[u] = whole<N>(grad, at);
+            b[u] = whole<N>(first, at);
         }
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
-            i64 at = base + ((k + u) * THREADS + threadIdx.x) * 4;
-            if (at >= e.n) break;
-            Group<bf16, 4> w;
+            i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
+            Group<bf16, N> w;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                float x = p[u].at[i];
-                float d = __fadd_rn(__fmul_rn(g[u].at[i], clip), __fmul_rn(wd, x));
-                // On the first step the buffer may hold anything, NaN too.
-                float old = momentum == 0.0f ? 0.0f : __fmul_rn(momentum, to_f32(b[u].at[i]));
-                float now = __fadd_rn(old, __fmul_rn(fresh, d));
-                b[u].at[i] = from_f32<M>(now);
-                x = __fsub_rn(x, __fmul_rn(lr, __fadd_rn(__fmul_rn(lead, d), __fmul_rn(share, now))));
-                p[u].at[i] = x;
-                w.at[i] = from_f32<bf16>(x);
+            for (int i = 0; i < N; i++) {
+                b[u].at[i] = from_f32<M>(update(p[u].at[i], g[u].at[i], to_f32(b[u].at[i])));
+                w.at[i] = from_f32<bf16>(p[u].at[i]);
             }
-            put<4>(master, at, e.n, wide, p[u]);
-            put<4>(first, at, e.n, wide, b[u]);
-            if (weight) put<4>(weight, at, e.n, wide, w);
+            put_whole(master, at, p[u]);
+            put_whole(first, at, b[u]);
+            if (weight) put_whole(weight, at, w);
         }
     }
 }
@@ -202,19 +202,6 @@ struct SquareArgs {
     u32 count;
     u32 pad;
 };
-
-// Σ over a block in f64, in a fixed order, in thread 0.
-__device__ __forceinline__ double block_total(double x) {
-    __shared__ double shared[32];
-#pragma unroll
-    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
-    if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = x;
-    __syncthreads();
-    double total = 0.0;
-    if (threadIdx.x == 0)
-        for (u32 w = 0; w < blockDim.x / 32; w++) total += shared[w];
-    return total;
-}
 
 // parts[b] = Σ x² over part b, f64.
 extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareArgs a) {

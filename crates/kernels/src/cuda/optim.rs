@@ -1,4 +1,4 @@
-use super::elementwise::{blocks, line};
+use super::groups::{blocks, line};
 use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
 use crate::optim::{check_scalars, check_square};

@@ -1,4 +1,4 @@
-use super::elementwise::{blocks, line};
+use super::groups::{blocks, line};
 use super::{CudaKernels, Kernel};
 use crate::{Gemm, GemmSizes};
 use ferrotron_tensor::{DType, Error, Launch, Result};

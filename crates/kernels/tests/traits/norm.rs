@@ -109,6 +109,8 @@ fn norms_of_views_are_norms() {
                         }
                     };
                     let (dgamma, dbeta) = (start(h), start(h));
+                    let parts = || h.poisoned(DType::F32, &[h.k.norm_parts(dtype, rows, n), n]);
+                    let (gamma_parts, beta_parts) = (parts(), parts());
                     let b = NormBackward {
                         x: &x.view,
                         gamma: &gamma,
@@ -117,11 +119,14 @@ fn norms_of_views_are_norms() {
                         dy: &dy.view,
                         residual: residual.then_some(&other.view),
                         dx: &dx.view,
-                        dgamma: &dgamma,
-                        dbeta: norm.subtract_mean.then_some(&dbeta),
-                        accumulate,
+                        dgamma: &gamma_parts,
+                        dbeta: norm.subtract_mean.then_some(&beta_parts),
                     };
                     h.k.norm_backward(&h.s, norm, &b).unwrap();
+                    h.k.column_sum(&h.s, &gamma_parts, accumulate, &dgamma).unwrap();
+                    if norm.subtract_mean {
+                        h.k.column_sum(&h.s, &beta_parts, accumulate, &dbeta).unwrap();
+                    }
                     let none = vec![0.0; all];
                     let want =
                         naive(norm, &xs, &gammas, &betas, &dys, if residual { &others } else { &none });

@@ -34,24 +34,32 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
     let sizes = parameters(z);
     let n: usize = sizes.iter().sum();
     let shape = format!("{n} in {}", sizes.len());
-    // Weights and moments are read and written, gradients read, bf16 weights written.
-    let narrow = if z.dtype == DType::F32 { 0 } else { z.dtype.size() };
-    let moments = if z.optimizer == OptimizerKind::Sgd { 1 } else { 2 };
-    let each = 2 * 4 + 4 + moments * 2 * z.moments.size() + narrow;
-    let name = if z.optimizer == OptimizerKind::Sgd { "sgd" } else { "adam" };
-    let (a, b) = (z.clone(), sizes.clone());
-    vec![
-        case("grad_norm", shape.clone(), Work::Bytes((4 * n) as f64), move |rank| {
-            let grads: Vec<Tensor> =
-                sizes.iter().map(|n| random(rank, &[*n], DType::F32)).collect::<Result<_>>()?;
-            let scalars = empty(rank, &[scalars::COUNT], DType::F32)?;
-            Ok(Box::new(move |rank| {
-                let list: Vec<&Tensor> = grads.iter().collect();
-                Ok(rank.kernels.clip_factor(&rank.compute, &list, Some(1.0), &scalars)?)
-            }))
-        }),
-        case(name, shape, Work::Bytes((each * n) as f64), move |rank| step(rank, &a, &b)),
-    ]
+    let mut out = vec![grad_norm(&sizes, &shape)];
+    let kinds = [(DType::F32, "f32"), (DType::BF16, "bf16")];
+    for (moments, kind) in kinds {
+        let z = Sizes { moments, ..z.clone() };
+        // Weights and moments are read and written, gradients read, bf16 weights written.
+        let narrow = if z.dtype == DType::F32 { 0 } else { z.dtype.size() };
+        let (name, count) = if z.optimizer == OptimizerKind::Sgd { ("sgd", 1) } else { ("adam", 2) };
+        let each = 2 * 4 + 4 + count * 2 * moments.size() + narrow;
+        let sizes = sizes.clone();
+        let work = Work::Bytes((each * n) as f64);
+        out.push(case(format!("{name}.{kind}"), shape.clone(), work, move |rank| step(rank, &z, &sizes)));
+    }
+    out
+}
+
+fn grad_norm(sizes: &[usize], shape: &str) -> Case {
+    let (n, sizes) = (sizes.iter().sum::<usize>(), sizes.to_vec());
+    case("grad_norm", shape, Work::Bytes((4 * n) as f64), move |rank| {
+        let grads: Vec<Tensor> =
+            sizes.iter().map(|n| random(rank, &[*n], DType::F32)).collect::<Result<_>>()?;
+        let scalars = empty(rank, &[scalars::COUNT], DType::F32)?;
+        Ok(Box::new(move |rank| {
+            let list: Vec<&Tensor> = grads.iter().collect();
+            Ok(rank.kernels.clip_factor(&rank.compute, &list, Some(1.0), &scalars)?)
+        }))
+    })
 }
 
 struct Parameter {

@@ -36,7 +36,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
     add(&mut out, "activation.forward", &f, bytes(z, c.ffn, forward), |r, z| activation(r, z, false));
     add(&mut out, "activation.backward", &f, bytes(z, c.ffn, backward), |r, z| activation(r, z, true));
     let v = format!("{}x{}", z.tokens, c.vocab);
-    add(&mut out, "cross_entropy", &v, bytes(z, c.vocab, 2), cross_entropy);
+    // Read for the sums, read again, overwritten: no cache holds the logits.
+    add(&mut out, "cross_entropy", &v, bytes(z, c.vocab, 3), cross_entropy);
     let table = format!("{}x{} of {}", z.tokens, c.hidden, c.vocab);
     add(&mut out, "embedding.forward", &table, bytes(z, c.hidden, 2), |r, z| embedding(r, z, false));
     let scatter = (z.tokens * c.hidden * z.dtype.size() + c.vocab * c.hidden * 4) as f64;
@@ -46,6 +47,13 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
         let (a, b) = (random(rank, &shape, z.dtype)?, random(rank, &shape, z.dtype)?);
         let y = empty(rank, &shape, z.dtype)?;
         Ok(Box::new(move |rank| Ok(rank.kernels.add(&rank.compute, &a, &b, &y)?)))
+    });
+    let up = if c.gated { 2 * c.ffn } else { c.ffn };
+    add(&mut out, "column_sum", &format!("{}x{up}", z.tokens), bytes(z, up, 1), |rank, z| {
+        let width = if z.model.gated { 2 * z.model.ffn } else { z.model.ffn };
+        let x = random(rank, &[z.tokens, width], z.dtype)?;
+        let sums = empty(rank, &[width], DType::F32)?;
+        Ok(Box::new(move |rank| Ok(rank.kernels.column_sum(&rank.compute, &x, false, &sums)?)))
     });
     add(&mut out, "copy", &h, bytes(z, c.hidden, 2), |rank, z| {
         let shape = [z.tokens, z.model.hidden];
@@ -72,8 +80,9 @@ fn norm(rank: &Rank, z: &Sizes, pass: Pass) -> Result<Run> {
     let beta = if layer { Some(random(rank, &[h], z.dtype)?) } else { None };
     let mean = if layer { Some(empty(rank, &[z.tokens], DType::F32)?) } else { None };
     let rstd = empty(rank, &[z.tokens], DType::F32)?;
-    let dgamma = empty(rank, &[h], DType::F32)?;
-    let dbeta = if layer { Some(empty(rank, &[h], DType::F32)?) } else { None };
+    let parts = [rank.kernels.norm_parts(z.dtype, z.tokens, h), h];
+    let (dgamma, gamma_parts) = (empty(rank, &[h], DType::F32)?, empty(rank, &parts, DType::F32)?);
+    let (dbeta, beta_parts) = (empty(rank, &[h], DType::F32)?, empty(rank, &parts, DType::F32)?);
     let dy = random(rank, &shape, z.dtype)?;
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
@@ -91,11 +100,14 @@ fn norm(rank: &Rank, z: &Sizes, pass: Pass) -> Result<Run> {
                     dy: &dy,
                     residual: Some(&residual),
                     dx: &y,
-                    dgamma: &dgamma,
-                    dbeta: dbeta.as_ref(),
-                    accumulate: false,
+                    dgamma: &gamma_parts,
+                    dbeta: layer.then_some(&beta_parts),
                 };
                 k.norm_backward(s, kind, &n)?;
+                k.column_sum(s, &gamma_parts, false, &dgamma)?;
+                if layer {
+                    k.column_sum(s, &beta_parts, false, &dbeta)?;
+                }
             }
         }
         Ok(())

@@ -2,7 +2,7 @@ use super::{CpuKernels, floats, rows_of};
 use crate::cpu::norm::{AddNorm, Affine, InOut, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 use crate::cpu::norm_backward::{NormGrad, norm_backward};
 use crate::{Norm, NormBackward, NormForward, NormKernels};
-use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, write};
+use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
 
 impl NormKernels for CpuKernels {
     fn norm_forward(&self, s: &Stream, norm: Norm, n: &NormForward) -> Result<()> {
@@ -58,9 +58,13 @@ impl NormKernels for CpuKernels {
         })
     }
 
+    fn norm_parts(&self, _dtype: DType, _rows: usize, _width: usize) -> usize {
+        1
+    }
+
     fn norm_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()> {
         const OP: &str = "norm_backward";
-        let [x_rows, dy_rows, dx_rows] = n.check(OP, norm)?;
+        let [x_rows, dy_rows, dx_rows] = n.check(OP, norm, |_, _| 1)?;
         let mut args = vec![read(n.x), read(n.gamma), read(n.rstd), read(n.dy), write(n.dx), write(n.dgamma)];
         let mut add = |arg| {
             args.push(arg);
@@ -84,7 +88,7 @@ impl NormKernels for CpuKernels {
                     dx_rows,
                     dgamma: Some(l.slice_mut(5)?),
                     dbeta: dbeta.map(|i| l.slice_mut(i)).transpose()?,
-                    accumulate: n.accumulate,
+                    accumulate: false,
                 };
                 norm_backward(l.threads(), self.isa, grad)
             })

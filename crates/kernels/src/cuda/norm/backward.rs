@@ -1,0 +1,139 @@
+use super::{Teams, WIDE, WIDE_GAIN, optional, threads_of_long};
+use crate::cuda::rows::{blocks, columns, wide};
+use crate::cuda::{CudaKernels, Grid, Kernel, typed};
+use crate::{Norm, NormBackward};
+use ferrotron_tensor::{DType, Result, Stream, read, write};
+
+/// Pieces of a row a thread holds at most, and threads of a block.
+const MOST: usize = 3;
+const THREADS: usize = 512;
+/// Blocks at most, each of which leaves a part: they fill a card of 132 multiprocessors. As many on any card: the
+/// order of sums depends on it.
+const PARTS: usize = 132;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BackwardArgs {
+    x: u64,
+    gamma: u64,
+    mean: u64,
+    rstd: u64,
+    dy: u64,
+    residual: u64,
+    dx: u64,
+    gamma_parts: u64,
+    beta_parts: u64,
+    x_outer: i64,
+    x_inner: i64,
+    dy_outer: i64,
+    dy_inner: i64,
+    dx_outer: i64,
+    dx_inner: i64,
+    rows: i64,
+    inner: i64,
+    width: i32,
+    lanes: u32,
+    flags: u32,
+    one: f32,
+}
+
+/// Parts of the gradient of a gain: blocks that share the rows, each as many.
+pub(super) fn groups(dtype: DType, rows: usize, width: usize) -> usize {
+    let teams = Teams::of(dtype, width, MOST, THREADS).map_or(1, |t| t.count);
+    let all = rows.div_ceil(teams);
+    all.div_ceil(all.div_ceil(PARTS).max(1))
+}
+
+/// The kernel for a number of pieces, and the stages of its ring.
+fn held(op: &'static str, dtype: DType, layer: bool, pieces: usize) -> Result<(Kernel, usize)> {
+    Ok(match (pieces, layer) {
+        (1, false) => (typed!(op, dtype, "norm_backward", "rms_backward_1")?, 4),
+        (1, true) => (typed!(op, dtype, "norm_backward", "layer_backward_1")?, 4),
+        (2, false) => (typed!(op, dtype, "norm_backward", "rms_backward_2")?, 3),
+        (2, true) => (typed!(op, dtype, "norm_backward", "layer_backward_2")?, 3),
+        (_, false) => (typed!(op, dtype, "norm_backward", "rms_backward_3")?, 2),
+        (_, true) => (typed!(op, dtype, "norm_backward", "layer_backward_3")?, 2),
+    })
+}
+
+/// For any rows: the kernel for `dx`, and the one for the parts.
+fn long(op: &'static str, dtype: DType, layer: bool) -> Result<[Kernel; 2]> {
+    Ok(if layer {
+        [
+            typed!(op, dtype, "norm_backward", "layer_backward_long")?,
+            typed!(op, dtype, "norm_backward", "layer_backward_parts")?,
+        ]
+    } else {
+        [
+            typed!(op, dtype, "norm_backward", "rms_backward_long")?,
+            typed!(op, dtype, "norm_backward", "rms_backward_parts")?,
+        ]
+    })
+}
+
+impl CudaKernels {
+    pub(super) fn queue_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()> {
+        const OP: &str = "norm_backward";
+        let dtype = n.x.dtype();
+        let [x_rows, dy_rows, dx_rows] = n.check(OP, norm, |rows, width| groups(dtype, rows, width))?;
+        let rows = x_rows.count();
+        let width = columns(OP, x_rows.width)?;
+        let [general, general_parts] = long(OP, dtype, norm.subtract_mean)?;
+        if x_rows.elements() == 0 {
+            return Ok(());
+        }
+        let mut args = vec![read(n.x), read(n.gamma), read(n.rstd), read(n.dy), write(n.dx), write(n.dgamma)];
+        let mut add = |arg| {
+            args.push(arg);
+            args.len() - 1
+        };
+        let mean = n.mean.map(|t| add(read(t)));
+        let dbeta = n.dbeta.map(|t| add(write(t)));
+        let residual = n.residual.map(|t| add(read(t)));
+        let groups = blocks(OP, groups(dtype, rows, x_rows.width))?;
+        s.launch(OP, &args, |l| {
+            let mut a = BackwardArgs {
+                x: l.address(0)?,
+                gamma: l.address(1)?,
+                mean: optional(l, mean)?,
+                rstd: l.address(2)?,
+                dy: l.address(3)?,
+                residual: optional(l, residual)?,
+                dx: l.address(4)?,
+                gamma_parts: l.address(5)?,
+                beta_parts: optional(l, dbeta)?,
+                x_outer: x_rows.outer_stride as i64,
+                x_inner: x_rows.inner_stride as i64,
+                dy_outer: dy_rows.outer_stride as i64,
+                dy_inner: dy_rows.inner_stride as i64,
+                dx_outer: dx_rows.outer_stride as i64,
+                dx_inner: dx_rows.inner_stride as i64,
+                rows: rows as i64,
+                inner: x_rows.inner as i64,
+                width,
+                lanes: 0,
+                flags: 0,
+                one: if norm.zero_centred { 1.0 } else { 0.0 },
+            };
+            if wide(dtype, &[(a.x, x_rows), (a.dy, dy_rows), (a.dx, dx_rows), (a.residual, dx_rows)]) {
+                a.flags |= WIDE;
+            }
+            if a.gamma.is_multiple_of(16) {
+                a.flags |= WIDE_GAIN;
+            }
+            let aligned = a.flags & (WIDE | WIDE_GAIN) == WIDE | WIDE_GAIN;
+            let Some(teams) = Teams::of(dtype, x_rows.width, MOST, THREADS).filter(|_| aligned) else {
+                let threads = threads_of_long(dtype, x_rows.width);
+                self.queue(l, general, Grid { blocks: [blocks(OP, rows)?, 1, 1], threads, shared: 0 }, &a)?;
+                let across = blocks(OP, x_rows.width.div_ceil(256))?;
+                let grid = Grid { blocks: [across, groups, 1], threads: 256, shared: 0 };
+                return self.queue(l, general_parts, grid, &a);
+            };
+            let (kernel, stages) = held(OP, dtype, norm.subtract_mean, teams.pieces)?;
+            a.lanes = teams.lanes as u32;
+            let shared = teams.ring(stages, 3) as u32;
+            let grid = Grid { blocks: [groups, 1, 1], threads: teams.threads() as u32, shared };
+            self.queue(l, kernel, grid, &a)
+        })
+    }
+}

@@ -1,0 +1,89 @@
+// What LayerNorm and RMSNorm share forward and backward: y = (x − µ)·r·g (+ b), r = 1/√(mean((x − µ)²) + eps),
+// µ = 0 for RMSNorm.
+//
+// A team of `lanes` threads has a row: part of a warp (a power of two) for heads, whole warps otherwise. Each thread
+// has CHUNKS pieces of 16 bytes of it. Blocks stay and take row after row; the rows to come are copied to shared
+// memory meanwhile, to the thread that will need them, so nobody waits for anybody to use them. Which thread has which
+// column follows from the width alone: the bits do not depend on strides or alignment.
+
+//
+// All that needs rows of whole, aligned pieces. Other rows, and those too wide for registers, have kernels that read
+// a row again for each of its sums.
+
+enum Flag : u32 { CENTRED = 1, WIDE = 2, WIDE_GAIN = 4 };
+
+// Row `r` of groups of `inner` rows, found once for all views.
+struct Place {
+    i64 outer, inner;
+    __device__ __forceinline__ i64 start(i64 outer_stride, i64 inner_stride) const {
+        return outer * outer_stride + inner * inner_stride;
+    }
+};
+__device__ __forceinline__ Place place(i64 row, i64 inner) {
+    if (inner == 1) return {row, 0};
+    // 64-bit division costs more than the rest of a short row.
+    if (((row | inner) >> 32) == 0) return {u32(row) / u32(inner), u32(row) % u32(inner)};
+    return {row / inner, row % inner};
+}
+
+// Two sums over a team, in every thread of it, in a fixed order. `shared` is for this team and this turn: two numbers
+// for each warp. What was there two turns ago has been read by all: everyone has met once since.
+struct Pair {
+    float x, y;
+};
+__device__ __forceinline__ Pair team_sums(Pair p, u32 lanes, u32 team, Pair* shared) {
+#pragma unroll 1
+    for (u32 d = min(lanes, 32u) >> 1; d > 0; d >>= 1) {
+        p.x += __shfl_xor_sync(~0u, p.x, d);
+        p.y += __shfl_xor_sync(~0u, p.y, d);
+    }
+    if (lanes <= 32) return p;
+    const u32 lane = threadIdx.x & 31, warps = lanes >> 5, warp = (threadIdx.x >> 5) - team * warps;
+    if (lane == 0) shared[warp] = p;
+    asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(lanes) : "memory");
+    p = {0.0f, 0.0f};
+    if (warps <= 4) {
+#pragma unroll 1
+        for (u32 w = 0; w < warps; w++) p.x += shared[w].x, p.y += shared[w].y;
+        return p;
+    }
+    if (lane < warps) p = shared[lane];
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) {
+        p.x += __shfl_xor_sync(~0u, p.x, d);
+        p.y += __shfl_xor_sync(~0u, p.y, d);
+    }
+    return p;
+}
+
+template <class T> __device__ __forceinline__ Packed<T> piece(u64 base, i64 at) {
+    return *reinterpret_cast<const Packed<T>*>(reinterpret_cast<const T*>(base) + at);
+}
+template <class T> __device__ __forceinline__ void put_piece(u64 base, i64 at, const Packed<T>& p) {
+    *reinterpret_cast<Packed<T>*>(reinterpret_cast<T*>(base) + at) = p;
+}
+
+// The rows to come: each thread's own pieces of TENSORS rows, STAGES deep.
+extern __shared__ uint4 waiting[];
+
+template <class T, int TENSORS, int CHUNKS, int STAGES> struct Ring {
+    u32 stage = 0;
+    __device__ __forceinline__ static uint4* slot(u32 stage, int tensor, int c) {
+        return waiting + ((stage * TENSORS + tensor) * CHUNKS + c) * blockDim.x + threadIdx.x;
+    }
+    // Into the stage that was used last; `next` moves on.
+    __device__ __forceinline__ void ask(int tensor, int c, const T* from) const {
+        const u32 to = u32(__cvta_generic_to_shared(slot(stage == 0 ? STAGES - 1 : stage - 1, tensor, c)));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+    }
+    __device__ __forceinline__ static void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+    // Waits until the oldest is here.
+    __device__ __forceinline__ static void wait() {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+    }
+    __device__ __forceinline__ Packed<T> take(int tensor, int c) const {
+        const uint4 v = *slot(stage, tensor, c);
+        return {{v.x, v.y, v.z, v.w}};
+    }
+    __device__ __forceinline__ void next() { stage = stage + 1 == STAGES ? 0 : stage + 1; }
+};

@@ -1,0 +1,215 @@
+struct ForwardArgs {
+    u64 x, residual, sum, y, gamma, beta, mean, rstd;
+    i64 x_outer, x_inner, y_outer, y_inner;
+    i64 rows, inner;
+    i32 width;
+    u32 lanes, flags;
+    float eps, one;
+    u32 unused;
+};
+
+// Σ (x − µ)² of the first `count` columns of a chunk, in order.
+template <class T>
+__device__ __forceinline__ void add_squares(
+    float& total, const Packed<T>& x, float mean, i32 count = Wide<T>::count
+) {
+    constexpr int V = Wide<T>::count;
+    float v[V];
+    unpack(x, v);
+#pragma unroll
+    for (int i = 0; i < V; i++) {
+        float d = i < count ? v[i] - mean : 0.0f;
+        total = __fmaf_rn(d, d, total);
+    }
+}
+
+template <class T> __device__ __forceinline__ void add_all(float& total, const Packed<T>& x) {
+    constexpr int V = Wide<T>::count;
+    float v[V];
+    unpack(x, v);
+#pragma unroll
+    for (int i = 0; i < V; i++) total += v[i];
+}
+
+// x + residual, rounded to the element type: what is stored is what is normalised.
+template <class T> __device__ __forceinline__ Packed<T> added(const Packed<T>& x, const Packed<T>& residual) {
+    constexpr int V = Wide<T>::count;
+    float v[V], r[V];
+    unpack(x, v);
+    unpack(residual, r);
+#pragma unroll
+    for (int i = 0; i < V; i++) v[i] += r[i];
+    return pack(v);
+}
+
+// (x − µ)·r·g (+ b) of one chunk.
+template <class T>
+__device__ __forceinline__ Packed<T> normal(
+    const Packed<T>& x, const Packed<T>& gamma, const Packed<T>& beta, float mean, float r, float one, bool bias
+) {
+    constexpr int V = Wide<T>::count;
+    float v[V], g[V], b[V];
+    unpack(x, v);
+    unpack(gamma, g);
+    unpack(beta, b);
+#pragma unroll
+    for (int i = 0; i < V; i++) v[i] = __fmul_rn((v[i] - mean) * r, g[i] + one);
+    if (bias) {
+#pragma unroll
+        for (int i = 0; i < V; i++) v[i] += b[i];
+    }
+    return pack(v);
+}
+
+__device__ __forceinline__ void keep_statistics(const ForwardArgs& a, i64 row, float mean, float r) {
+    if (a.mean) reinterpret_cast<float*>(a.mean)[row] = mean;
+    reinterpret_cast<float*>(a.rstd)[row] = r;
+}
+
+// ADD: sum = x + residual first; x, residual and sum are laid out alike.
+template <class T, int CHUNKS, bool ADD, int STAGES> __device__ __forceinline__ void forward(const ForwardArgs& a) {
+    constexpr int V = Wide<T>::count;
+    // For both sums of a row, and for the next row's.
+    __shared__ Pair shared[2][2][32];
+    const u32 lanes = a.lanes, team = threadIdx.x / lanes, lane = threadIdx.x - team * lanes;
+    const u32 teams = blockDim.x / lanes;
+    const i64 step = i64(gridDim.x) * teams;
+    const bool centred = a.flags & CENTRED;
+    Ring<T, ADD ? 2 : 1, CHUNKS, STAGES> ring;
+    auto column = [&](int c) { return i32(c * lanes + lane) * V; };
+    auto has = [&](int c) { return column(c) < a.width; };
+    auto ask = [&](i64 row) {
+        if (row < a.rows) {
+            const i64 from = place(row, a.inner).start(a.x_outer, a.x_inner);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                if (!has(c)) continue;
+                ring.ask(0, c, reinterpret_cast<const T*>(a.x) + from + column(c));
+                if (ADD) ring.ask(1, c, reinterpret_cast<const T*>(a.residual) + from + column(c));
+            }
+        }
+        ring.asked();
+    };
+    i64 row = i64(blockIdx.x) * teams + team;
+#pragma unroll 1
+    for (int s = 0; s < STAGES - 1; s++) {
+        ring.next();
+        ask(row + s * step);
+    }
+    ring.stage = 0;
+
+    Packed<T> gamma[CHUNKS], beta[CHUNKS];
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+        gamma[c] = beta[c] = {};
+        if (has(c)) gamma[c] = piece<T>(a.gamma, column(c));
+        if (has(c) && a.beta) beta[c] = piece<T>(a.beta, column(c));
+    }
+    // All teams of a block take equally many turns, the last ones perhaps without a row: they meet in the sums.
+    u32 turn = 0;
+    for (i64 base = i64(blockIdx.x) * teams; base < a.rows; base += step, row += step, turn ^= 1) {
+        const bool live = row < a.rows;
+        const Place p = place(live ? row : 0, a.inner);
+        const i64 from = p.start(a.x_outer, a.x_inner);
+        Packed<T> held[CHUNKS];
+        ring.wait();
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            held[c] = {};
+            if (!live || !has(c)) continue;
+            held[c] = ring.take(0, c);
+            if (ADD) held[c] = added(held[c], ring.take(1, c));
+        }
+        ask(row + (STAGES - 1) * step);
+        ring.next();
+        if (ADD && live) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++)
+                if (has(c)) put_piece(a.sum, from + column(c), held[c]);
+        }
+        Pair sums = {0.0f, 0.0f};
+        float mean = 0.0f;
+        if (centred) {
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) add_all(sums.x, held[c]);
+            mean = team_sums(sums, lanes, team, shared[turn][0] + (team * lanes >> 5)).x / float(a.width);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) forget(held[c]);
+        }
+        sums = {0.0f, 0.0f};
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            if (has(c)) add_squares(sums.x, held[c], mean);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) forget(held[c]), forget(gamma[c]), forget(beta[c]);
+        sums = team_sums(sums, lanes, team, shared[turn][1] + (team * lanes >> 5));
+        const float r = 1.0f / sqrtf(sums.x / float(a.width) + a.eps);
+        if (!live) continue;
+        const i64 to = p.start(a.y_outer, a.y_inner);
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++)
+            if (has(c))
+                put_piece(a.y, to + column(c), normal(held[c], gamma[c], beta[c], mean, r, a.one, a.beta != 0));
+        if (lane == 0) keep_statistics(a, row, mean, r);
+    }
+}
+
+// Any row, a block to each: read once for each sum and once more for the result.
+template <class T, bool ADD> __device__ __forceinline__ void forward_long(const ForwardArgs& a) {
+    constexpr int V = Wide<T>::count;
+    __shared__ float shared[32];
+    const i64 row = blockIdx.x;
+    const i32 first = threadIdx.x * V, step = blockDim.x * V;
+    const Place p = place(row, a.inner);
+    const i64 from = p.start(a.x_outer, a.x_inner);
+    const bool wide = a.flags & WIDE, wide_gain = a.flags & WIDE_GAIN;
+    const T* x = reinterpret_cast<const T*>(a.x) + from;
+    if (ADD) {
+        const T* residual = reinterpret_cast<const T*>(a.residual) + from;
+        T* sum = reinterpret_cast<T*>(a.sum) + from;
+        for (i32 at = first; at < a.width; at += step)
+            put(sum, at, a.width, wide, added(fetch(x, at, a.width, wide), fetch(residual, at, a.width, wide)));
+        // Each thread reads what it wrote itself.
+        x = sum;
+    }
+    float mean = 0.0f, squares = 0.0f;
+    if (a.flags & CENTRED) {
+        float total = 0.0f;
+        for (i32 at = first; at < a.width; at += step) add_all(total, fetch(x, at, a.width, wide));
+        mean = block_sum(total, shared) / float(a.width);
+    }
+    for (i32 at = first; at < a.width; at += step)
+        add_squares(squares, fetch(x, at, a.width, wide), mean, a.width - at);
+    const float r = 1.0f / sqrtf(block_sum(squares, shared) / float(a.width) + a.eps);
+    T* y = reinterpret_cast<T*>(a.y) + p.start(a.y_outer, a.y_inner);
+    for (i32 at = first; at < a.width; at += step) {
+        Packed<T> g = fetch(reinterpret_cast<const T*>(a.gamma), at, a.width, wide_gain), b = {};
+        if (a.beta) b = fetch(reinterpret_cast<const T*>(a.beta), at, a.width, wide_gain);
+        put(y, at, a.width, wide, normal(fetch(x, at, a.width, wide), g, b, mean, r, a.one, a.beta != 0));
+    }
+    if (threadIdx.x == 0) keep_statistics(a, row, mean, r);
+}
+
+#define FORWARD(T, CHUNKS, STAGES)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_##T(const ForwardArgs a) {                       \
+        forward<T##_t, CHUNKS, false, STAGES>(a);                                                                      \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512) add_norm_##CHUNKS##_##T(const ForwardArgs a) {                   \
+        forward<T##_t, CHUNKS, true, STAGES>(a);                                                                       \
+    }
+#define FORWARD_ALL(T)                                                                                                 \
+    FORWARD(T, 1, 4)                                                                                                   \
+    FORWARD(T, 2, 4)                                                                                                   \
+    FORWARD(T, 3, 3)                                                                                                   \
+    FORWARD(T, 4, 3)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_##T(const ForwardArgs a) {                         \
+        forward_long<T##_t, false>(a);                                                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(1024, 1) add_norm_long_##T(const ForwardArgs a) {                     \
+        forward_long<T##_t, true>(a);                                                                                  \
+    }
+
+typedef float f32_t;
+typedef bf16 bf16_t;
+FORWARD_ALL(f32)
+FORWARD_ALL(bf16)

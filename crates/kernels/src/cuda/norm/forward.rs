@@ -1,0 +1,137 @@
+use super::{CENTRED, Teams, WIDE, WIDE_GAIN, optional, threads_of_long};
+use crate::cpu::rows::Rows;
+use crate::cuda::rows::{blocks, columns, wide};
+use crate::cuda::{CudaKernels, Grid, Kernel, typed};
+use crate::{Norm, NormForward};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
+
+/// Pieces of a row a thread holds at most, and threads of a block.
+const MOST: usize = 4;
+const THREADS: usize = 256;
+/// Blocks that fill a card of 132 multiprocessors. More or fewer change no result.
+const BLOCKS: usize = 132 * 2;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ForwardArgs {
+    x: u64,
+    residual: u64,
+    sum: u64,
+    y: u64,
+    gamma: u64,
+    beta: u64,
+    mean: u64,
+    rstd: u64,
+    x_outer: i64,
+    x_inner: i64,
+    y_outer: i64,
+    y_inner: i64,
+    rows: i64,
+    inner: i64,
+    width: i32,
+    lanes: u32,
+    flags: u32,
+    eps: f32,
+    one: f32,
+    unused: u32,
+}
+
+/// What both forward kernels are given; `fused` are the residual and the sum.
+pub(super) struct Forward<'a> {
+    pub(super) op: &'static str,
+    pub(super) norm: Norm,
+    pub(super) n: &'a NormForward<'a>,
+    pub(super) x_rows: Rows,
+    pub(super) y_rows: Rows,
+    pub(super) fused: Option<[&'a Tensor; 2]>,
+}
+
+/// The kernel for a number of pieces, and the stages of its ring.
+fn held(op: &'static str, dtype: DType, add: bool, pieces: usize) -> Result<(Kernel, usize)> {
+    Ok(match (pieces, add) {
+        (1, false) => (typed!(op, dtype, "norm_forward", "norm_1")?, 4),
+        (1, true) => (typed!(op, dtype, "norm_forward", "add_norm_1")?, 4),
+        (2, false) => (typed!(op, dtype, "norm_forward", "norm_2")?, 4),
+        (2, true) => (typed!(op, dtype, "norm_forward", "add_norm_2")?, 4),
+        (3, false) => (typed!(op, dtype, "norm_forward", "norm_3")?, 3),
+        (3, true) => (typed!(op, dtype, "norm_forward", "add_norm_3")?, 3),
+        (_, false) => (typed!(op, dtype, "norm_forward", "norm_4")?, 3),
+        (_, true) => (typed!(op, dtype, "norm_forward", "add_norm_4")?, 3),
+    })
+}
+
+fn long(op: &'static str, dtype: DType, add: bool) -> Result<Kernel> {
+    if add {
+        typed!(op, dtype, "norm_forward", "add_norm_long")
+    } else {
+        typed!(op, dtype, "norm_forward", "norm_long")
+    }
+}
+
+impl CudaKernels {
+    pub(super) fn queue_forward(&self, s: &Stream, f: &Forward) -> Result<()> {
+        let Forward { op, norm, n, x_rows, y_rows, fused } = *f;
+        let (dtype, rows) = (n.x.dtype(), x_rows.count());
+        let width = columns(op, x_rows.width)?;
+        let general = long(op, dtype, fused.is_some())?;
+        if x_rows.elements() == 0 {
+            return Ok(());
+        }
+        let mut args = vec![read(n.x), write(n.y), read(n.gamma), write(n.rstd)];
+        let mut add = |arg| {
+            args.push(arg);
+            args.len() - 1
+        };
+        let beta = n.beta.map(|t| add(read(t)));
+        let mean = n.mean.map(|t| add(write(t)));
+        let residual = fused.map(|[t, _]| add(read(t)));
+        let sum = fused.map(|[_, t]| add(write(t)));
+        s.launch(op, &args, |l| {
+            let mut a = ForwardArgs {
+                x: l.address(0)?,
+                residual: optional(l, residual)?,
+                sum: optional(l, sum)?,
+                y: l.address(1)?,
+                gamma: l.address(2)?,
+                beta: optional(l, beta)?,
+                mean: optional(l, mean)?,
+                rstd: l.address(3)?,
+                x_outer: x_rows.outer_stride as i64,
+                x_inner: x_rows.inner_stride as i64,
+                y_outer: y_rows.outer_stride as i64,
+                y_inner: y_rows.inner_stride as i64,
+                rows: rows as i64,
+                inner: x_rows.inner as i64,
+                width,
+                lanes: 0,
+                flags: if norm.subtract_mean { CENTRED } else { 0 },
+                eps: norm.eps,
+                one: if norm.zero_centred { 1.0 } else { 0.0 },
+                unused: 0,
+            };
+            if wide(dtype, &[(a.x, x_rows), (a.y, y_rows), (a.residual, x_rows), (a.sum, x_rows)]) {
+                a.flags |= WIDE;
+            }
+            if (a.gamma | a.beta).is_multiple_of(16) {
+                a.flags |= WIDE_GAIN;
+            }
+            let aligned = a.flags & (WIDE | WIDE_GAIN) == WIDE | WIDE_GAIN;
+            let Some(teams) = Teams::of(dtype, x_rows.width, MOST, THREADS).filter(|_| aligned) else {
+                let threads = threads_of_long(dtype, x_rows.width);
+                let grid = Grid { blocks: [blocks(op, rows)?, 1, 1], threads, shared: 0 };
+                return self.queue(l, general, grid, &a);
+            };
+            let (kernel, stages) = held(op, dtype, fused.is_some(), teams.pieces)?;
+            a.lanes = teams.lanes as u32;
+            // As many rows for every block: none is left alone at the end.
+            let all = rows.div_ceil(teams.count);
+            let count = all.div_ceil(all.div_ceil(BLOCKS));
+            let grid = Grid {
+                blocks: [blocks(op, count)?, 1, 1],
+                threads: teams.threads() as u32,
+                shared: teams.ring(stages, if fused.is_some() { 2 } else { 1 }) as u32,
+            };
+            self.queue(l, kernel, grid, &a)
+        })
+    }
+}

@@ -1,0 +1,133 @@
+//! LayerNorm and RMSNorm: which threads have which part of a row.
+
+mod backward;
+mod forward;
+
+use super::rows::per_access;
+use crate::cpu::rows::Rows;
+use crate::{Norm, NormBackward, NormForward, NormKernels};
+use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor};
+
+/// As in common.cuh.
+const CENTRED: u32 = 1;
+const WIDE: u32 = 2;
+const WIDE_GAIN: u32 = 4;
+
+/// The threads of a block, in teams that have a row each, every thread with so many 16-byte pieces of it. Follows from
+/// the width alone.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Teams {
+    pieces: usize,
+    lanes: usize,
+    count: usize,
+}
+
+impl Teams {
+    /// Teams in blocks of about `threads`, of up to `most` pieces a thread; none where rows are too wide for that, or
+    /// do not consist of whole pieces.
+    fn of(dtype: DType, width: usize, most: usize, threads: usize) -> Option<Teams> {
+        let per_access = per_access(dtype);
+        if width == 0 || !width.is_multiple_of(per_access) {
+            return None;
+        }
+        let all = width / per_access;
+        let lanes = |pieces: usize| match all.div_ceil(pieces) {
+            // Heads: several share a warp.
+            few @ ..=16 if pieces == 1 => few.next_power_of_two(),
+            many => many.next_multiple_of(32),
+        };
+        // As few threads without work as possible; then, as few threads.
+        let pieces = (1..=most)
+            .rev()
+            .filter(|pieces| lanes(*pieces) <= 512)
+            .min_by_key(|pieces| lanes(*pieces) * pieces)?;
+        let lanes = lanes(pieces);
+        Some(Teams { pieces, lanes, count: (threads / lanes).max(1) })
+    }
+
+    fn threads(self) -> usize {
+        self.lanes * self.count
+    }
+
+    /// Bytes of a ring of so many stages of so many tensors.
+    fn ring(self, stages: usize, tensors: usize) -> usize {
+        self.threads() * self.pieces * 16 * stages * tensors
+    }
+}
+
+/// Threads of a block that reads a row of `width` again and again.
+fn threads_of_long(dtype: DType, width: usize) -> u32 {
+    width.div_ceil(per_access(dtype)).next_multiple_of(32).min(1024) as u32
+}
+
+/// An argument that may be absent: its address, or 0.
+fn optional(l: &Launch, i: Option<usize>) -> Result<u64> {
+    i.map_or(Ok(0), |i| l.address(i))
+}
+
+impl NormKernels for super::CudaKernels {
+    fn norm_forward(&self, s: &Stream, norm: Norm, n: &NormForward) -> Result<()> {
+        const OP: &str = "norm_forward";
+        let [x_rows, y_rows] = crate::checks::rows_of(OP, [n.x, n.y])?;
+        n.check(OP, norm, x_rows.count(), x_rows.width)?;
+        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused: None })
+    }
+
+    fn add_norm_forward(
+        &self,
+        s: &Stream,
+        norm: Norm,
+        residual: &Tensor,
+        sum: &Tensor,
+        n: &NormForward,
+    ) -> Result<()> {
+        const OP: &str = "add_norm_forward";
+        crate::checks::same_contiguous(OP, &[n.x, residual, sum, n.y])?;
+        crate::checks::dtypes(OP, n.x.dtype(), &[residual, sum])?;
+        let (count, width) = (n.rstd.numel(), n.gamma.numel());
+        n.check(OP, norm, count, width)?;
+        if count * width != n.x.numel() {
+            let found = n.x.numel();
+            return ferrotron_tensor::shape_error(
+                OP,
+                format!("x holds {found} elements, but {count} rows of {width} are needed"),
+            );
+        }
+        let (x_rows, y_rows) = (Rows::dense(count, width), Rows::dense(count, width));
+        let fused = Some([residual, sum]);
+        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused })
+    }
+
+    fn norm_parts(&self, dtype: DType, rows: usize, width: usize) -> usize {
+        backward::groups(dtype, rows, width)
+    }
+
+    fn norm_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()> {
+        self.queue_backward(s, norm, n)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn teams_cover_their_rows() {
+        for dtype in [DType::F32, DType::BF16] {
+            for width in 1..20_000 {
+                let Some(t) = Teams::of(dtype, width, 3, 512) else { continue };
+                let all = width / per_access(dtype);
+                assert!(t.lanes * t.pieces >= all, "{width}: {t:?}");
+                assert!(t.lanes.is_multiple_of(32) || (t.lanes.is_power_of_two() && t.lanes < 32));
+                // Warps are whole, and so many barriers exist.
+                assert!(t.threads().is_multiple_of(32) && t.threads() <= 512, "{width}: {t:?}");
+                assert!(t.lanes <= 32 || t.count < 16, "{width}: {t:?}");
+            }
+        }
+        assert_eq!(Teams::of(DType::BF16, 768, 3, 512), Some(Teams { pieces: 3, lanes: 32, count: 16 }));
+        assert_eq!(Teams::of(DType::BF16, 4096, 3, 512), Some(Teams { pieces: 2, lanes: 256, count: 2 }));
+        assert_eq!(Teams::of(DType::BF16, 128, 3, 512), Some(Teams { pieces: 1, lanes: 16, count: 32 }));
+        assert_eq!(Teams::of(DType::BF16, 100, 3, 512), None);
+        assert_eq!(Teams::of(DType::BF16, 12_296, 3, 512), None);
+    }
+}
