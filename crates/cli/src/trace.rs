@@ -72,6 +72,10 @@ impl Observer for Around<'_> {
         self.inner.stop()
     }
 
+    fn wants_single_steps(&self) -> bool {
+        true
+    }
+
     fn before_step(&mut self, rank: &Rank, left: u64) -> Core<()> {
         self.inner.before_step(rank, left)?;
         if left <= self.steps {

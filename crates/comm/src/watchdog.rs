@@ -3,7 +3,7 @@
 use crate::Error;
 use crate::engine::{Failure, Hub, Trouble};
 use crate::notice::Notice;
-use crate::recorder::Progress;
+use crate::recorder::{Note, Progress};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -49,16 +49,19 @@ fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trou
                 return Error::Abandoned { rank, call: call.to_string(), by, reason };
             }
             if ended.is_empty() {
+                let missing: Vec<_> = missing.into_iter().map(|r| (r, hub.notes(r))).collect();
                 if let Some(Failure { rank: by, reason, .. }) = cause(hub, &missing) {
                     return Error::Abandoned { rank, call: call.to_string(), by, reason };
                 }
-                let missing = missing.into_iter().map(|r| (r, last(hub, r))).collect();
+                let missing = missing.into_iter().map(|(r, notes)| (r, last(notes))).collect();
                 return Error::Stall { rank, call: call.to_string(), seconds: waited.as_secs_f64(), missing };
             }
             let how = |panicked: bool| if panicked { "it panicked" } else { "it has left" };
             let ended = ended
                 .into_iter()
-                .map(|(r, panicked)| (global(r), format!("{}; {}", how(panicked), last(hub, global(r)))))
+                .map(|(r, panicked)| {
+                    (global(r), format!("{}; {}", how(panicked), last(hub.notes(global(r)))))
+                })
                 .collect();
             Error::Ended { rank, call: call.to_string(), ended }
         }
@@ -73,27 +76,31 @@ fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trou
     }
 }
 
-/// How long a rank that waits for a rank that waits itself leaves it the first word.
-const FIRST_WORD: Duration = Duration::from_millis(1000);
+/// How long a rank that waits for a rank that waits itself leaves it the first word: enough for that one to ask in vain.
+const FIRST_WORD: Duration = Duration::from_millis(2000);
 
-/// Why those who are missing do not come, if they wait for somebody else: their report, which is due at any moment.
-fn cause(hub: &dyn Hub, missing: &[usize]) -> Option<Failure> {
-    let waits = |rank: &usize| {
-        let last = hub.notes(*rank).and_then(|notes| notes.last().map(|n| n.progress));
+/// Why those who are missing do not come, if they wait for somebody else: the report of whoever is nearer to the cause,
+/// which is due at any moment.
+fn cause(hub: &dyn Hub, missing: &[(usize, Option<Vec<Note>>)]) -> Option<Failure> {
+    let waits = |notes: &Option<Vec<Note>>| {
+        let last = notes.as_ref().and_then(|notes| notes.last().map(|n| n.progress));
         matches!(last, Some(Progress::Waits | Progress::Moves | Progress::Failed))
     };
+    if !missing.iter().any(|(_, notes)| waits(notes)) {
+        return None;
+    }
     let until = Instant::now() + FIRST_WORD;
-    while missing.iter().any(waits) && Instant::now() < until {
-        if let Some(failure) = hub.failure().filter(|f| f.rank != hub.rank()) {
-            return Some(failure);
+    loop {
+        let heard = hub.failure().filter(|f| f.rank != hub.rank());
+        if heard.is_some() || Instant::now() >= until {
+            return heard;
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    None
 }
 
-fn last(hub: &dyn Hub, rank: usize) -> String {
-    match hub.notes(rank) {
+fn last(notes: Option<Vec<Note>>) -> String {
+    match notes {
         None => "what it did last is unknown".to_string(),
         Some(notes) => notes.last().map_or("it has called nothing yet".to_string(), |n| format!("it {n}")),
     }

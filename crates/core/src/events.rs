@@ -5,6 +5,7 @@
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize};
+use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -82,6 +83,9 @@ pub struct Step {
     /// Peak bytes of tensors so far.
     #[serde(default)]
     pub memory: u64,
+    /// Bytes that the first rank sent in the step, by group and kind of operation: `{"tp": {"all-gather": 4096}}`.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub sent: BTreeMap<String, BTreeMap<String, u64>>,
 }
 
 /// Validation data was looked at.

@@ -15,5 +15,6 @@ pub mod ranks;
 pub mod schedule;
 pub mod tensorfile;
 pub mod train;
+pub mod volume;
 
 pub use error::{Error, Result};

@@ -182,14 +182,15 @@ impl Optimizer {
         self.steps = steps;
     }
 
-    /// One step with the gradients, summed over ranks; returns the global gradient norm before clipping.
+    /// One step with the gradients, summed over ranks; the global gradient norm before clipping f32 `[1]`, on the
+    /// device.
     pub fn step(
         &mut self,
         rank: &Rank,
         params: &Params,
         grads: &GradBuffer,
         rates: StepRates,
-    ) -> Result<f32> {
+    ) -> Result<Tensor> {
         let (k, s) = (&rank.kernels, &rank.compute);
         params.settle(rank)?;
         self.write_scalars(rank, rates)?;
@@ -224,7 +225,10 @@ impl Optimizer {
         }
         self.gather(rank, params)?;
         self.steps += 1;
-        self.norm(rank)
+        // A copy: the next step overwrites the buffer.
+        let norm = Tensor::empty(s, &[1], DType::F32, Category::Workspace)?;
+        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?, &norm)?;
+        Ok(norm)
     }
 
     /// How many elements of the summed gradients of the whole model are zero. Every rank calls it; it is slow.
@@ -240,12 +244,6 @@ impl Optimizer {
         }
         rank.model.all_reduce(s, &zeros, Reduce::Sum, "zeros")?;
         Ok(s.download::<i64>(&zeros)?[0] as u64)
-    }
-
-    /// The gradient norm in the buffer of step scalars.
-    fn norm(&self, rank: &Rank) -> Result<f32> {
-        let norm: Vec<f32> = rank.compute.download(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?)?;
-        Ok(norm[0])
     }
 
     /// Everything that changes from step to step, in one small upload.

@@ -278,10 +278,12 @@ fn presets_can_be_changed_by_explicit_sizes() {
 fn impossible_combinations_are_refused_with_the_way_out() {
     let cases = [
         (
-            "parallel.pp = 2",
-            "r.toml:3: parallel.pp: 2 is not possible, this version cuts over tp and dp; set it to 1",
+            "parallel.ep = 2",
+            "r.toml:3: parallel.ep: 2 is not possible, this version has no experts; set it to 1",
         ),
         ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
+        ("parallel.vp = 2", "r.toml:3: parallel.vp: needs a pipeline"),
+        ("parallel.zero = 3", "r.toml:3: parallel.zero: must be 0, 1 or 2"),
         ("parallel.tp = 3", "parallel.tp: tp=3 does not divide"),
         (
             "train.micro_batch = 5",

@@ -44,6 +44,8 @@ keep = 0
 #[derive(Clone, Copy, Debug)]
 struct Case {
     tp: usize,
+    cp: usize,
+    pp: usize,
     dp: usize,
     zero: usize,
     overlap: bool,
@@ -52,7 +54,7 @@ struct Case {
 
 impl Case {
     fn layout(&self) -> Layout {
-        Layout { tp: self.tp, dp: Some(self.dp), ..Layout::default() }
+        Layout { tp: self.tp, cp: self.cp, pp: self.pp, dp: Some(self.dp), ..Layout::default() }
     }
 
     fn recipe(&self) -> Resolved {
@@ -60,8 +62,9 @@ impl Case {
         recipe.add("model.toml", MODEL).unwrap();
         recipe.set("parallel.bucket=3000").unwrap();
         self.set.iter().for_each(|s| recipe.set(s).unwrap());
-        let sizes = [("tp", self.tp), ("dp", self.dp), ("zero", self.zero)];
-        sizes.iter().for_each(|(k, v)| recipe.set(&format!("parallel.{k}={v}")).unwrap());
+        let axes = [("tp", self.tp), ("cp", self.cp), ("pp", self.pp), ("dp", self.dp)];
+        let sizes = axes.into_iter().chain([("zero", self.zero)]);
+        sizes.for_each(|(k, v)| recipe.set(&format!("parallel.{k}={v}")).unwrap());
         recipe.resolve(None).unwrap()
     }
 
@@ -96,7 +99,12 @@ fn made(case: &Case) -> Made {
             losses.push((report.loss, report.grad_norm));
         }
         let eval = trainer.evaluate(&*sources.train, 4)?;
-        Ok(Made { losses, eval, gradients: trainer.gradients()?, weights: trainer.weights()? })
+        let gradients = trainer.gradients()?;
+        let zeros = gradients.iter().flat_map(|g| &g.values).filter(|x| **x == 0.0).count();
+        assert_eq!(trainer.zero_gradients()?, zeros as u64, "{case:?}: zeros are counted once");
+        // An embedding of its own has no gradient for tokens that are in no batch.
+        assert!(zeros > 32 || !case.set.contains(&"model.tied=false"), "{case:?}: {zeros} zeros");
+        Ok(Made { losses, eval, gradients, weights: trainer.weights()? })
     });
     let first = all.swap_remove(0);
     all.iter().for_each(|other| assert!(*other == first, "{case:?}: ranks differ"));
@@ -137,7 +145,7 @@ fn dividing_changes_no_bit() {
         [&["model.tied=true"][..], &["model.tied=false", "optimizer.moments=bf16", "precision.dtype=bf16"]]
     {
         for (tp, dp) in LAYOUTS {
-            let case = |zero, overlap| Case { tp, dp, zero, overlap, set };
+            let case = |zero, overlap| Case { tp, cp: 1, pp: 1, dp, zero, overlap, set };
             let plain = made(&case(0, false));
             for zero in [0, 1] {
                 equal(
@@ -156,12 +164,28 @@ fn dividing_changes_no_bit() {
     }
 }
 
+/// Copies are ranks with other tokens of a sequence too, and a tied embedding is on both ends of a pipeline.
+#[test]
+fn dividing_changes_no_bit_beside_other_parallelism() {
+    for set in [&["model.tied=true"][..], &["model.tied=false"]] {
+        for (tp, cp, pp, dp) in [(1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 2, 4)] {
+            let case = |zero, overlap| Case { tp, cp, pp, dp, zero, overlap, set };
+            let what = format!("tp{tp} cp{cp} pp{pp} dp{dp} {set:?}");
+            let plain = made(&case(0, false));
+            equal(&what, &made(&case(1, true)), &plain);
+            let divided = made(&case(2, true));
+            equal(&what, &made(&case(2, false)), &divided);
+            near(&what, &divided, &plain, 1e-5);
+        }
+    }
+}
+
 /// With one micro-batch there is one order of additions.
 #[test]
 fn divided_gradients_of_one_micro_batch_are_the_same_bits() {
     for (tp, dp) in [(1, 4), (2, 2)] {
         let set: &[&str] = if dp == 4 { &["train.micro_batch=2"] } else { &["train.micro_batch=4"] };
-        let case = |zero| Case { tp, dp, zero, overlap: true, set };
+        let case = |zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set };
         equal(&format!("tp{tp} dp{dp}"), &made(&case(2)), &made(&case(0)));
     }
 }
@@ -169,7 +193,7 @@ fn divided_gradients_of_one_micro_batch_are_the_same_bits() {
 /// SGD and another bucket size: where buckets end makes no difference.
 #[test]
 fn the_size_of_buckets_changes_no_bit() {
-    let case = |zero, set| Case { tp: 2, dp: 2, zero, overlap: true, set };
+    let case = |zero, set| Case { tp: 2, cp: 1, pp: 1, dp: 2, zero, overlap: true, set };
     for zero in [0, 1, 2] {
         let one = made(&case(zero, &["optimizer.kind=\"sgd\"", "parallel.bucket=1000000000"]));
         for set in [&["optimizer.kind=\"sgd\"", "parallel.bucket=1"][..], &["optimizer.kind=\"sgd\""]] {
@@ -181,7 +205,7 @@ fn the_size_of_buckets_changes_no_bit() {
 #[test]
 fn memory_is_divided() {
     let bytes = |zero: usize, dp: usize, category: Category| -> Vec<f64> {
-        let case = Case { tp: 1, dp, zero, overlap: true, set: &["precision.dtype=bf16"] };
+        let case = Case { tp: 1, cp: 1, pp: 1, dp, zero, overlap: true, set: &["precision.dtype=bf16"] };
         case.run(|rank, resolved| {
             let sources = source::open(&resolved)?;
             let mut trainer = Trainer::new(rank.clone(), &resolved)?;
@@ -243,7 +267,7 @@ fn files(dir: &std::path::Path) -> Vec<(String, Vec<u8>)> {
 #[test]
 fn checkpoints_do_not_know_what_was_divided() {
     for set in [&[][..], &["precision.dtype=bf16"]] {
-        let case = |tp, dp, zero| Case { tp, dp, zero, overlap: true, set };
+        let case = |tp, dp, zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set };
         let homes: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
         // Equal tensors give equal bytes.
         for (zero, dir) in homes.iter().enumerate() {

@@ -2,7 +2,7 @@
 
 use crate::flat::{Placement, Plan, Scheme, bucket_elements};
 use crate::{ParamId, ParamSpec, Params, Rank};
-use ferrotron_kernels::Gemm;
+use ferrotron_kernels::{Gemm, LinearGrad};
 use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -169,6 +169,8 @@ struct Job {
 enum Work {
     /// `dyᵀ·x`
     Product { dy: Tensor, x: Tensor },
+    /// `dyᵀ·x`, and the column sums of `dy` for the bias.
+    Linear { dy: Tensor, x: Tensor, bias: ParamId },
     /// Column sums of `dy`.
     Columns { dy: Tensor },
     /// Anything else: writes or adds into the gradient it is given.
@@ -179,6 +181,11 @@ impl WeightGrad {
     /// `weight [out, in]` gets `dyᵀ·x` from `dy [tokens, out]` and `x [tokens, in]`.
     pub(crate) fn product(param: ParamId, dy: &Tensor, x: &Tensor) -> WeightGrad {
         WeightGrad::one(param, Work::Product { dy: dy.clone(), x: x.clone() })
+    }
+
+    /// `weight [out, in]` gets `dyᵀ·x` and `bias [out]` the column sums of `dy`.
+    pub(crate) fn linear(weight: ParamId, bias: ParamId, dy: &Tensor, x: &Tensor) -> WeightGrad {
+        WeightGrad::one(weight, Work::Linear { dy: dy.clone(), x: x.clone(), bias })
     }
 
     /// `bias [out]` gets the column sums of `dy [tokens, out]`, or of partial sums f32 `[parts, out]`.
@@ -214,6 +221,15 @@ impl WeightGrad {
                     s,
                     &Gemm { a: &dy, trans_a: true, b: &x, trans_b: false, bias: None, accumulate, c: &grad },
                 )?,
+                Work::Linear { dy, x, bias } => {
+                    let (sums, onto) = grads.main_grad(rank, bias)?;
+                    let (dw, db) = ((&grad, accumulate), (&sums, onto));
+                    k.linear_grad(s, &LinearGrad { dy: &dy, x: &x, dw, db })?;
+                    drop((dy, x));
+                    grads.ready(rank, param)?;
+                    grads.ready(rank, bias)?;
+                    continue;
+                }
                 Work::Columns { dy } => k.column_sum(s, &dy, accumulate, &grad)?,
                 Work::Other(f) => f(rank, &grad, accumulate)?,
             }

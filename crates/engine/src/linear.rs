@@ -1,8 +1,8 @@
 //! `y = x·Wᵀ + b`
 
-use crate::overlap::{Factor, weight_product};
+use crate::overlap::{Arriving, Factor, weight_product};
 use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
-use ferrotron_kernels::Gemm;
+use ferrotron_kernels::{Act, Gemm, LinearAct, LinearActBackward};
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
 /// A linear map `[tokens, in] → [tokens, out]`, weight `[out, in]`, made of one or more logical matrices
@@ -27,6 +27,11 @@ impl LinearSaved {
     /// From an input.
     pub(crate) fn of(x: &Tensor) -> LinearSaved {
         LinearSaved { x: Some(SavedTensor::activation(x)) }
+    }
+
+    fn input(self) -> Result<SavedTensor> {
+        let dropped = || "its input was dropped and not made again";
+        self.x.map_or_else(|| shape_error("linear backward", dropped()), Ok)
     }
 }
 
@@ -86,25 +91,76 @@ impl Linear {
         Ok((y, saved))
     }
 
+    /// [`Linear::forward`] and the plain non-linearity of its output: `h [tokens, out]` and `act(h)`.
+    pub(crate) fn forward_then(
+        &self,
+        p: &Pass,
+        act: Act,
+        x: &Tensor,
+    ) -> Result<(Tensor, Tensor, LinearSaved)> {
+        let (k, s) = (&p.rank.kernels, &p.rank.compute);
+        // Where the output is made again from `h` it must be made from `h` here, too.
+        if p.rank.tp.size() > 1 || p.recompute.activation {
+            let (h, saved) = self.forward(p, x)?;
+            let y = p.empty(h.shape())?;
+            k.act_forward(s, act, false, &h, &y)?;
+            return Ok((h, y, saved));
+        }
+        let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
+        let shape = [x.shape()[0], self.out];
+        let (h, y) = (p.empty(&shape)?, p.empty(&shape)?);
+        k.linear_act_forward(s, &LinearAct { act, x, w, bias, h: &h, y: &y })?;
+        Ok((h, y, LinearSaved::of(x)))
+    }
+
+    /// [`Linear::backward`], and back through the plain non-linearity of `h` that made its input.
+    pub(crate) fn backward_through(
+        &self,
+        p: &Pass,
+        saved: LinearSaved,
+        act: Act,
+        h: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let (k, s) = (&p.rank.kernels, &p.rank.compute);
+        let dh = p.empty(h.shape())?;
+        if p.rank.tp.size() > 1 {
+            let (da, grads) = self.backward(p, saved, dy)?;
+            k.act_backward(s, act, false, h, &da, &dh)?;
+            return Ok((dh, grads));
+        }
+        let x = saved.input()?;
+        let w = p.weight(self.weight)?;
+        k.linear_act_backward(s, &LinearActBackward { act, dy, w, h, dh: &dh })?;
+        Ok((dh, self.grads(dy, Arriving::here(&x))))
+    }
+
     /// `dx = dy·W`; later `dW = dyᵀ·x`, `db = Σ dy`.
     pub fn backward(&self, p: &Pass, saved: LinearSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
-        let Some(x) = saved.x else {
-            return shape_error("linear backward", "its input was dropped and not made again");
-        };
+        let x = saved.input()?;
         let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
-        let (dx, mut grads) = if self.partial {
+        if self.partial {
             let (dx, all) = p.product_of_all_rows(dy, f, true, "gradient of a layer's output")?;
-            (dx, WeightGrad::product(self.weight, all.as_ref().unwrap_or(dy), &x))
-        } else {
-            // The input gradient first: it is waited for.
-            let dx = p.sum_of_products(dy, f, "gradient of a layer's input")?;
-            let x = p.arriving_rows(&x, "input of a layer, again")?;
-            (dx, weight_product(self.weight, dy, x))
-        };
-        if let Some(bias) = self.bias {
-            grads = grads.and(WeightGrad::columns(bias, dy));
+            let Some(all) = all.filter(|_| p.rank.tp.size() > 1) else {
+                return Ok((dx, self.grads(dy, Arriving::here(&x))));
+            };
+            let weight = WeightGrad::product(self.weight, &all, &x);
+            let bias = self.bias.map(|bias| WeightGrad::columns(bias, dy));
+            return Ok((dx, weight.and(bias.unwrap_or_default())));
         }
-        Ok((dx, grads))
+        // The input gradient first: it is waited for.
+        let dx = p.sum_of_products(dy, f, "gradient of a layer's input")?;
+        let x = p.arriving_rows(&x, "input of a layer, again")?;
+        Ok((dx, self.grads(dy, x)))
+    }
+
+    /// `dW = dyᵀ·x`, `db = Σ dy`
+    fn grads(&self, dy: &Tensor, x: Arriving) -> WeightGrad {
+        match (self.bias, x.there()) {
+            (None, _) => weight_product(self.weight, dy, x),
+            (Some(bias), Some(x)) => WeightGrad::linear(self.weight, bias, dy, x),
+            (Some(bias), None) => weight_product(self.weight, dy, x).and(WeightGrad::columns(bias, dy)),
+        }
     }
 }
 

@@ -73,8 +73,14 @@ impl Mlp {
 
     /// `[tokens, hidden] → [tokens, hidden]`
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, MlpSaved)> {
-        let (h, up) = self.up.forward(p, x)?;
-        let (y, down) = self.down.forward(p, &self.activate(p, &h)?)?;
+        let (h, a, up) = if self.gated {
+            let (h, up) = self.up.forward(p, x)?;
+            let a = self.activate(p, &h)?;
+            (h, a, up)
+        } else {
+            self.up.forward_then(p, self.act, x)?
+        };
+        let (y, down) = self.down.forward(p, &a)?;
         let down = (!p.recompute.activation).then_some(down);
         Ok((y, MlpSaved { down, h: SavedTensor::activation(&h), up }))
     }
@@ -91,9 +97,14 @@ impl Mlp {
             Some(down) => down,
             None => LinearSaved::of(&self.activate(p, &saved.h)?),
         };
-        let (da, down_grad) = self.down.backward(p, down, dy)?;
-        let dh = p.empty(saved.h.shape())?;
-        p.rank.kernels.act_backward(&p.rank.compute, self.act, self.gated, &saved.h, &da, &dh)?;
+        let (dh, down_grad) = if self.gated {
+            let (da, grad) = self.down.backward(p, down, dy)?;
+            let dh = p.empty(saved.h.shape())?;
+            p.rank.kernels.act_backward(&p.rank.compute, self.act, true, &saved.h, &da, &dh)?;
+            (dh, grad)
+        } else {
+            self.down.backward_through(p, down, self.act, &saved.h, dy)?
+        };
         let (dx, up_grad) = self.up.backward(p, saved.up, &dh)?;
         Ok((dx, down_grad.and(up_grad)))
     }

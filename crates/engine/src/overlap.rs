@@ -53,6 +53,11 @@ impl Arriving {
         Arriving { tensor: tensor.clone(), _from: tensor.clone(), done: None }
     }
 
+    /// The tensor, if there is nothing to wait for.
+    pub(crate) fn there(&self) -> Option<&Tensor> {
+        self.done.is_none().then_some(&self.tensor)
+    }
+
     /// The tensor; computation given from now on finds it whole.
     pub(crate) fn ready(mut self) -> Result<Tensor> {
         if let Some((compute, done)) = self.done.take() {

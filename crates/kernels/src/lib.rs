@@ -9,6 +9,7 @@ pub mod cpu;
 pub mod cuda;
 mod elementwise;
 mod embedding;
+mod fused;
 mod gemm;
 pub mod grad_scaler;
 mod loss;
@@ -23,6 +24,7 @@ pub use activation::{Act, ActivationKernels};
 pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
 pub use elementwise::{DropoutKey, ElementwiseKernels};
 pub use embedding::EmbeddingKernels;
+pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use merge::MergeKernels;
@@ -42,6 +44,7 @@ pub trait Kernels:
     + LossKernels
     + OptimKernels
     + ElementwiseKernels
+    + FusedKernels
     + Send
     + Sync
 {

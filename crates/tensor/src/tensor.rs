@@ -73,6 +73,12 @@ impl Tensor {
         self.buffer.id
     }
 
+    /// The largest power of two, up to 256, that divides the address of the first element.
+    pub fn alignment(&self) -> usize {
+        let address = self.buffer.address() + self.byte_range().start;
+        1 << address.trailing_zeros().min(8)
+    }
+
     /// Are the two the very same bytes of one allocation?
     pub fn same_memory(&self, other: &Tensor) -> bool {
         Arc::ptr_eq(&self.buffer, &other.buffer) && self.byte_range() == other.byte_range()

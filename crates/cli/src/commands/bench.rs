@@ -141,6 +141,9 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let categories: serde_json::Map<_, _> =
         Category::ALL.iter().zip(b.memory.peak).map(|(c, bytes)| (c.name().into(), bytes.into())).collect();
     if global.json {
+        let least = roofline(args, &rank, &resolved, &b)?.0;
+        let by_part: serde_json::Map<_, _> =
+            least.iter().map(|p| (p.name.into(), (p.floor_s * 1e3).into())).collect();
         output::print_json(&serde_json::json!({
             "work": args.work,
             "device": place::name(&rank),
@@ -155,8 +158,12 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "peak_bytes": b.memory.total_peak,
             "peak_bytes_by_category": categories,
             "start_s": b.start_s,
+            "host_ms": b.host_median() * 1e3,
             "steps": b.step_s.len(),
             "loss": b.loss,
+            "roofline_ms": least.iter().map(|p| p.floor_s * 1e3).sum::<f64>(),
+            "roofline_ms_by_part": by_part,
+            "commit": env!("FERROTRON_COMMIT"),
             "trace": traced.map(|t| t.json()),
         }))?;
         return Ok(ExitCode::SUCCESS);
@@ -175,6 +182,10 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         vec!["MFU".into(), format!("{:.1} % of {peak:.2} TFLOP/s{source}", mfu * 1e2)],
         vec!["start".into(), format::seconds(b.start_s)],
     ];
+    if rank.device().card().is_some() {
+        let (host, share) = (b.host_median() * 1e3, b.host_median() / b.median() * 1e2);
+        rows.push(vec!["host".into(), format!("{host:.1} ms to give a step to the card ({share:.0} %)")]);
+    }
     for (c, bytes) in Category::ALL.iter().zip(b.memory.peak).filter(|(_, bytes)| *bytes > 0) {
         rows.push(vec![format!("peak {}", c.name()), human(bytes)]);
     }
@@ -191,17 +202,24 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     }
     if args.profile {
         output::print(&profile(&b))?;
-        let product = bench::product_ceiling(&rank, dtype.dtype())?;
-        let memory = bench::memory_ceiling(&rank, MEMORY_BYTES)?;
-        let attention = args.attention_peak.map_or((product, product), |Pair(f, b)| (f, b));
-        let ceilings = bench::Ceilings { product, attention, memory };
-        output::print(&parts(
-            &bench::roofline(&resolved, b.tokens, &b.profile, b.step_s.len(), ceilings),
-            ceilings,
-            &b,
-        ))?;
+        let (least, ceilings) = roofline(args, &rank, &resolved, &b)?;
+        output::print(&parts(&least, ceilings, &b))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The least time of every part of the step, and the ceilings it is counted against, measured now.
+fn roofline(
+    args: &Train,
+    rank: &Rank,
+    resolved: &Resolved,
+    b: &bench::TrainBench,
+) -> Result<(Vec<bench::Part>, bench::Ceilings)> {
+    let product = bench::product_ceiling(rank, resolved.config.precision.dtype.dtype())?;
+    let memory = bench::memory_ceiling(rank, MEMORY_BYTES)?;
+    let attention = args.attention_peak.map_or((product, product), |Pair(f, b)| (f, b));
+    let ceilings = bench::Ceilings { product, attention, memory };
+    Ok((bench::roofline(resolved, b.tokens, &b.profile, b.step_s.len(), ceilings), ceilings))
 }
 
 /// Steps for the timeline, apart from the timed ones, which a trace would slow down.

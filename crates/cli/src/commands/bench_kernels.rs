@@ -47,7 +47,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let head = ["kernel", "shape", "ms", "rate", "", "of ceiling"].map(String::from).to_vec();
+    let head = ["kernel", "shape", "ms", "rate", "", "of ceiling", "host us"].map(String::from).to_vec();
     let mut rows = vec![head];
     rows.extend(measured.iter().map(|k| {
         vec![
@@ -57,6 +57,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
             format!("{:.1}", k.rate()),
             unit(k).into(),
             format!("{:.0} %", k.share() * 1e2),
+            format!("{:.1}", k.host_s * 1e6),
         ]
     }));
     let product = measured.iter().find(|k| matches!(k.work, Work::Flops(_)));
@@ -94,5 +95,6 @@ fn json(k: &KernelBench) -> serde_json::Value {
         "rate": k.rate(),
         "ceiling": k.ceiling,
         "of_ceiling": k.share(),
+        "host_us": k.host_s * 1e6,
     })
 }

@@ -57,7 +57,8 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let compiler = Compiler::open()?;
     let card = cards().ok().and_then(|all| all.first().map(architecture));
     let arch = args.arch.clone().or(card).unwrap_or_else(|| "sm_90a".into());
-    let rows: Vec<Row> = SOURCES.iter().map(|s| compile(&compiler, s, &arch)).collect();
+    let rows: Vec<Row> =
+        SOURCES.iter().filter(|s| s.is_for(&arch)).map(|s| compile(&compiler, s, &arch)).collect();
     let failed = rows.iter().any(|r| r.error.is_some() || !r.spilling.is_empty());
     if global.json {
         output::print_json(&serde_json::json!({ "arch": arch, "failed": failed, "sources": rows }))?;

@@ -47,6 +47,16 @@ pub fn text(args: &Args, recipe: &Recipe, run: &Run, outcome: &Outcome, sample: 
             format!("{} for {} steps", format::seconds(outcome.seconds), format::thousands(outcome.steps)),
         );
     }
+    let sent = run.sent.total();
+    if sent > 0 {
+        let groups = run.sent.by_kind().into_iter().map(|(group, kinds)| {
+            let kinds: Vec<String> =
+                kinds.iter().map(|(kind, bytes)| format!("{kind} {}", human(*bytes as usize))).collect();
+            format!("\n    {group}: {}", kinds.join(", "))
+        });
+        let each = groups.collect::<String>();
+        row("communication", format!("{} sent per step by rank 0{each}", human(sent as usize)));
+    }
     row("peak memory", human(run.trainer.rank.device().memory().total_peak));
     row("run folder", run.dir().display().to_string());
     out += &format!("\n{}", output::table(&rows));

@@ -8,7 +8,8 @@ use std::time::Duration;
 const LIMIT: Duration = Duration::from_secs(120);
 
 /// Layouts of four ranks, as one side of `parity`.
-pub const FOUR: [&str; 4] = ["tp=2,dp=2", "tp=2", "tp=4", "dp=4"];
+const FOUR: [&str; 8] =
+    ["tp=2,dp=2", "tp=2", "tp=4", "dp=4", "pp=2,dp=2", "tp=2,pp=2", "tp=2,cp=2", "pp=2,cp=2"];
 
 /// The verdict of one side against one rank: only the first rank may have written it.
 pub fn agrees(o: &mpi::Outcome, layout: &str) {
@@ -60,6 +61,19 @@ fn a_run_of_processes_is_that_of_threads_to_the_last_bit() {
     assert_eq!(losses(&threads).len(), 7);
     let [a, b] = [&threads, &processes].map(|d| files(&d.join("checkpoints")));
     assert!(a.len() >= 3 && a == b, "checkpoints differ");
+    // What is sent is shown, and the same whatever carries it.
+    assert!(o.out[0].contains("communication") && e.out.contains("sent per step by rank 0"), "{}", o.text);
+    let sent = |run: &std::path::Path| -> Vec<Value> {
+        let text = std::fs::read_to_string(run.join("events.jsonl")).unwrap();
+        let lines = text.lines().map(|l| serde_json::from_str::<Value>(l).unwrap());
+        lines.filter(|v| v["kind"] == "step").map(|v| v["sent"].clone()).collect()
+    };
+    assert_eq!(sent(&threads), sent(&processes));
+    assert!(
+        sent(&threads).iter().all(|s| s["tp"].is_object() && s["copies"].is_object()),
+        "{:?}",
+        sent(&threads)
+    );
     // Started again it has nothing to do; --fresh begins anew.
     let o = mpi::ferrotron(4, &[], &[&base[..], &[text(&processes)]].concat()).wait(LIMIT).succeeded();
     assert!(o.err[0].contains("is finished"), "{}", o.text);

@@ -69,6 +69,8 @@ impl NcclEngine {
         queue: impl FnOnce(&Call) -> ferrotron_tensor::Result<c_int>,
     ) -> Done {
         let comm = self.comm.raw()?;
+        // A split of this communicator may still be under way in the background, though it was waited for.
+        self.comm.settle(op, IN_PROGRESS, deadline)?;
         let mut code = SUCCESS;
         s.launch(op, args, |l| {
             let stream: CudaStream = l.cuda_stream()?.cast();

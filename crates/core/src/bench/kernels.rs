@@ -31,6 +31,8 @@ pub struct KernelBench {
     pub calls: usize,
     /// Median seconds of a call.
     pub seconds: f64,
+    /// Median seconds that queueing a call keeps the host busy; on the CPU that is the call.
+    pub host_s: f64,
     /// GFLOP/s or GB/s of the ceiling, measured in the same run.
     pub ceiling: f64,
 }
@@ -67,9 +69,9 @@ pub fn kernels(
     let mut out = Vec::new();
     for case in cases(r).into_iter().filter(|c| c.name.contains(filter)) {
         let ceiling = ceilings.of(rank, dtype, case.work)?;
-        let (calls, seconds) = time(rank, &case, budget)?;
+        let (calls, seconds, host_s) = time(rank, &case, budget)?;
         let Case { name, shape, work, .. } = case;
-        let measured = KernelBench { name, shape, work, calls, seconds, ceiling };
+        let measured = KernelBench { name, shape, work, calls, seconds, host_s, ceiling };
         done(&measured);
         out.push(measured);
     }
@@ -99,17 +101,26 @@ impl Ceilings {
     }
 }
 
-/// Calls, and the median of their seconds.
-fn time(rank: &Rank, case: &Case, budget: f64) -> Result<(usize, f64)> {
+/// Calls, and the medians of their seconds on the device and on the host.
+fn time(rank: &Rank, case: &Case, budget: f64) -> Result<(usize, f64, f64)> {
     let mut run = (case.prepare)(rank)?;
-    // The first call pages memory in.
+    // The first call pages memory in, and chooses between ways to do it.
     run(rank)?;
+    rank.compute.synchronize()?;
     let begin = Instant::now();
-    let mut times = Vec::new();
+    let (mut times, mut host) = (Vec::new(), Vec::new());
     while times.len() < 3 || (begin.elapsed().as_secs_f64() < budget && times.len() < 100_000) {
-        times.push(seconds(rank, || run(rank))?);
+        times.push(seconds(rank, || {
+            let start = Instant::now();
+            run(rank)?;
+            host.push(start.elapsed().as_secs_f64());
+            Ok(())
+        })?);
     }
-    times.sort_by(f64::total_cmp);
+    let median = |mut all: Vec<f64>| {
+        all.sort_by(f64::total_cmp);
+        all[all.len() / 2]
+    };
     // The clock may not see a call on an empty tensor.
-    Ok((times.len(), times[times.len() / 2].max(1e-9)))
+    Ok((times.len(), median(times).max(1e-9), median(host)))
 }

@@ -42,6 +42,8 @@ impl Batches for RandomTokens {
 pub struct TrainBench {
     /// Seconds of each timed step, sorted.
     pub step_s: Vec<f64>,
+    /// Seconds in which the host gave each step to the device, sorted. On the CPU that is the step itself.
+    pub host_s: Vec<f64>,
     /// Tokens of a step.
     pub tokens: u64,
     /// Model FLOPs of a token.
@@ -60,6 +62,11 @@ impl TrainBench {
     /// Median seconds of a step.
     pub fn median(&self) -> f64 {
         self.step_s.get(self.step_s.len() / 2).copied().unwrap_or(f64::NAN)
+    }
+
+    /// Median seconds in which the host gave a step to the device.
+    pub fn host_median(&self) -> f64 {
+        self.host_s.get(self.host_s.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
     /// Tokens per second at the median.
@@ -83,16 +90,30 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
     }
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
-    let (mut step_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
+    // As a run does it: every step is given to the device before the loss of the one before is read.
+    let (mut host_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
+    let mut marks = vec![trainer.rank.compute.record()?];
+    let mut last = None;
     for _ in 0..steps {
-        let start = trainer.rank.compute.record()?;
-        let report = trainer.train_step(&data)?;
-        step_s.push(trainer.rank.compute.record()?.since(&start)?.as_secs_f64());
+        let begin = Instant::now();
+        let queued = trainer.begin_step(&data)?;
+        host_s.push(begin.elapsed().as_secs_f64());
+        marks.push(trainer.rank.compute.record()?);
+        if let Some(last) = last.replace(queued) {
+            trainer.end_step(last)?;
+        }
+    }
+    if let Some(last) = last {
+        let report = trainer.end_step(last)?;
         (tokens, loss) = (report.tokens, report.loss);
     }
+    let mut step_s =
+        marks.windows(2).map(|w| Ok(w[1].since(&w[0])?.as_secs_f64())).collect::<Result<Vec<f64>>>()?;
     step_s.sort_by(f64::total_cmp);
+    host_s.sort_by(f64::total_cmp);
     Ok(TrainBench {
         step_s,
+        host_s,
         tokens,
         flops_per_token: r.model.flops_per_token(r.plan.seq_len as f64).total(),
         start_s,

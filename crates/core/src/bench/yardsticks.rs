@@ -1,4 +1,5 @@
-//! The work that speed is measured on: recipes with one step's batch fixed, so that figures can be compared.
+//! The work that speed is measured on: recipes with one step's batch fixed, so that figures can be compared. Master
+//! weights and gradients are f32, moments bf16.
 
 use crate::Result;
 use crate::config::Recipe;
@@ -14,12 +15,17 @@ const YARDSTICKS: &[Yardstick] = &[
     Yardstick {
         name: "gpt2-124m",
         recipe: "gpt2-124m",
-        changes: &["model.vocab=50304", "train.micro_batch=64", "train.global_batch=64"],
+        changes: &[
+            "model.vocab=50304",
+            "train.micro_batch=64",
+            "train.global_batch=64",
+            "optimizer.moments=bf16",
+        ],
     },
     Yardstick {
         name: "llama-1b",
         recipe: "llama-1b",
-        changes: &["train.micro_batch=4", "train.global_batch=4"],
+        changes: &["train.micro_batch=4", "train.global_batch=4", "optimizer.moments=bf16"],
     },
     Yardstick {
         name: "llama-8b-8l",
@@ -29,7 +35,7 @@ const YARDSTICKS: &[Yardstick] = &[
             "train.micro_batch=1",
             "train.global_batch=1",
             "train.recompute=none",
-            "optimizer.moments=f32",
+            "optimizer.moments=bf16",
         ],
     },
     Yardstick {

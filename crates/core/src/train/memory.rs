@@ -19,13 +19,34 @@ pub struct Need {
     pub moments: (DType, usize),
     /// What backward computes again.
     pub recompute: Recompute,
+    /// Ranks that share the layers, their products, the tokens of a pass, and optimizer state.
+    shared: Shared,
+}
+
+/// Over how many ranks things are divided.
+#[derive(Clone, Copy, Debug)]
+struct Shared {
+    layers: usize,
+    products: usize,
+    tokens: usize,
+    optimizer: usize,
+    gradients: usize,
 }
 
 impl Need {
     /// That of a recipe.
     pub fn of(r: &Resolved) -> Need {
-        let o = &r.config.optimizer;
+        let (o, p) = (&r.config.optimizer, &r.config.parallel);
+        let copies = |from: usize| if p.zero >= from { p.cp * p.dp } else { 1 };
+        let shared = Shared {
+            layers: p.pp,
+            products: p.tp,
+            tokens: p.cp * p.tp,
+            optimizer: copies(1),
+            gradients: copies(2),
+        };
         Need {
+            shared,
             model: r.model.clone(),
             seq: r.plan.seq_len,
             micro_batch: r.plan.micro_batch,
@@ -35,10 +56,14 @@ impl Need {
         }
     }
 
-    /// Bytes that stay over a step: weight, f32 master, f32 gradient and moments of every parameter.
+    /// Bytes that stay over a step on one rank: weight, f32 master, f32 gradient and moments of its parameters. Where
+    /// the weight is its own master, other ranks' parts of it are here too.
     pub fn fixed(&self) -> usize {
-        let weight = if self.dtype == DType::F32 { 0 } else { self.dtype.size() };
-        self.model.parameters() * (weight + 4 + 4 + self.moments.1 * self.moments.0.size())
+        let s = &self.shared;
+        let (weight, master) = if self.dtype == DType::F32 { (4, 0) } else { (self.dtype.size(), 4) };
+        let state = master + self.moments.1 * self.moments.0.size();
+        let parameters = self.model.parameters() / (s.layers * s.products);
+        parameters * (weight + 4 / s.gradients) + parameters / s.optimizer * state
     }
 
     /// Bytes a pass keeps at its fullest: when the loss has been taken and backward begins.
@@ -57,8 +82,9 @@ impl Need {
         let post = if m.post_norms { 2 * h } else { 0 };
         let whole = (2 * h + post) * size + attention + mlp;
         let layers = if self.recompute.layer { m.layers * h * size + whole } else { m.layers * whole };
-        // Logits become their own gradient; a few rows of the residual stream are in flight.
-        self.micro_batch * self.seq * (layers + m.vocab * size + 4 * h * size)
+        // Logits become their own gradient; a few rows of the residual stream are in flight. The first stage of a
+        // pipeline holds as many micro-batches as there are stages: what it has fewer of in layers it has more of in these.
+        self.micro_batch * self.seq / self.shared.tokens * (layers + m.vocab * size + 4 * h * size)
     }
 
     fn total(&self) -> usize {
@@ -154,7 +180,7 @@ mod tests {
         let need = need("llama-1b", &["train.micro_batch=64", "train.global_batch=64"]);
         let gib = |n: usize| n << 30;
         assert!(need.advice(gib(139)).contains("--set train.micro_batch="), "{}", need.advice(gib(139)));
-        assert!(need.advice(gib(26)).contains("recompute"), "{}", need.advice(gib(26)));
+        assert!(need.advice(gib(21)).contains("recompute"), "{}", need.advice(gib(21)));
         assert!(need.advice(gib(8)).contains("smaller model"), "{}", need.advice(gib(8)));
     }
 }

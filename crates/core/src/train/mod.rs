@@ -2,12 +2,14 @@
 
 mod gather;
 mod memory;
+mod micro_batch;
 mod run;
 mod state;
 mod trainer;
 
 pub use gather::all_stages;
 pub use memory::Need;
+pub use micro_batch::{fetch, layout, targets, weighted};
 pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};
 pub use state::{model_of, to_f32, weights_only};
-pub use trainer::{LogicalValues, StepReport, Trainer, fetch, layout, targets, weighted};
+pub use trainer::{LogicalValues, Queued, StepReport, Trainer};

@@ -1,10 +1,11 @@
 //! A run and its folder: resume, steps, evaluation, checkpoints, events, and a clean end when asked to stop.
 
-use super::{StepReport, Trainer};
+use super::{Queued, StepReport, Trainer};
 use crate::checkpoint::{self, Saver};
 use crate::config::Resolved;
 use crate::data::Batches;
 use crate::events::{self, Event, EventLog};
+use crate::volume::Traffic;
 use crate::{Error, Result};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::Rank;
@@ -18,6 +19,10 @@ pub trait Observer {
     fn event(&mut self, event: &Event);
     /// Should the run save and end after this step?
     fn stop(&self) -> bool;
+    /// Is each step to be ended before the next one begins, so that it can be looked at alone?
+    fn wants_single_steps(&self) -> bool {
+        false
+    }
     /// This rank is about to do a step; `left` are to be done, this one included.
     fn before_step(&mut self, _rank: &Rank, _left: u64) -> Result<()> {
         Ok(())
@@ -56,6 +61,8 @@ pub struct Run {
     pub resolved: Resolved,
     /// FLOPs of one token, forward and backward.
     pub flops_per_token: f64,
+    /// What this rank sent in the last step.
+    pub sent: Traffic,
     dir: PathBuf,
     /// Writes the folder: on the first rank only.
     keeper: Option<Keeper>,
@@ -98,7 +105,8 @@ impl Run {
         let keeper =
             saver.map(|saver| Run::keeper(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
-        Ok(Run { trainer, resolved, flops_per_token, dir: dir.to_path_buf(), keeper })
+        let (sent, dir) = (Traffic::default(), dir.to_path_buf());
+        Ok(Run { trainer, resolved, flops_per_token, sent, dir, keeper })
     }
 
     fn saver(dir: &Path, resolved: &Resolved) -> Result<Saver> {
@@ -166,12 +174,27 @@ impl Run {
         let total = self.resolved.plan.steps;
         let c = self.resolved.config.clone();
         let mut out = Outcome { finished: true, steps: 0, tokens: 0, seconds: 0.0, loss: None, eval: None };
-        while self.trainer.step < total {
-            let left = total - self.trainer.step;
+        // One rank on a card gets the next step before the loss of this one is read: it never waits for the host.
+        let rank = &self.trainer.rank;
+        let ahead =
+            rank.device().card().is_some() && rank.world.size() == 1 && !observer.wants_single_steps();
+        let mut queued: Option<Queued> = None;
+        let mut stopping = false;
+        let mut start = Instant::now();
+        while queued.is_some() || self.trainer.step < total {
+            let left = total - self.trainer.step + u64::from(queued.is_some());
             observer.before_step(&self.trainer.rank, left)?;
-            let start = Instant::now();
-            let report = self.trainer.train_step(data)?;
-            let seconds = start.elapsed().as_secs_f64();
+            let before = Traffic::of(&self.trainer.rank);
+            let this = queued.take().map_or_else(|| self.trainer.begin_step(data), Ok)?;
+            let step = self.trainer.step;
+            let due = |every: u64| every > 0 && step.is_multiple_of(every);
+            let between = step == total || due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
+            if ahead && !between && !stopping {
+                queued = Some(self.trainer.begin_step(data)?);
+            }
+            let report = self.trainer.end_step(this)?;
+            self.sent = Traffic::of(&self.trainer.rank).since(&before);
+            let seconds = std::mem::replace(&mut start, Instant::now()).elapsed().as_secs_f64();
             observer.after_step(&self.trainer.rank, left)?;
             out.steps += 1;
             out.tokens += report.tokens;
@@ -181,13 +204,17 @@ impl Run {
             if last || report.step % c.train.log_every.max(1) == 0 {
                 self.emit(Event::Step(self.step_event(&report, seconds)), observer)?;
             }
+            let mut evaluated = false;
             if let Some(data) = eval
                 && c.eval.every > 0
                 && (last || report.step % c.eval.every == 0)
             {
                 out.eval = Some(self.evaluate(data, c.eval.batches, observer)?);
+                evaluated = true;
             }
-            let stop = !last && self.agree(observer.stop())?;
+            stopping = !last && self.agree(observer.stop())?;
+            // A step that the card has already is ended first.
+            let stop = stopping && queued.is_none();
             let due = c.checkpoint.every > 0 && report.step % c.checkpoint.every == 0;
             if due || stop || (last && c.checkpoint.at_end) {
                 self.save(observer)?;
@@ -195,6 +222,9 @@ impl Run {
             if stop {
                 out.finished = false;
                 break;
+            }
+            if due || evaluated {
+                start = Instant::now();
             }
         }
         if let Some(keeper) = &mut self.keeper {
@@ -245,7 +275,7 @@ impl Run {
         events::Step {
             step: r.step,
             loss: r.loss,
-            tokens: self.trainer.tokens,
+            tokens: r.consumed,
             lr: r.lr,
             grad_norm: r.grad_norm,
             batch: r.samples,
@@ -253,6 +283,7 @@ impl Run {
             tokens_per_s: rate,
             tflops: rate * self.flops_per_token / 1e12,
             memory: self.trainer.rank.device().memory().total_peak as u64,
+            sent: self.sent.by_kind(),
         }
     }
 }

@@ -1,21 +1,21 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
 use super::memory::{Need, advise};
+use super::micro_batch::{fetch, read, upload};
 use super::{gather, state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
-use crate::data::{Batch, Batches};
+use crate::data::Batches;
 use crate::model::{Decoder, Stages};
 use crate::optimizer::{Optimizer, StepRates};
-use crate::pipeline::{Aim, Drops, MicroBatch, Mode, Plan, Schedule, execute};
+use crate::pipeline::{Aim, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
-use ferrotron_engine::attention::Layout;
 use ferrotron_engine::flat::{Scheme, bucket_elements};
-use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, Targets, Tokens};
+use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute};
 use ferrotron_kernels::IGNORE;
-use ferrotron_tensor::{Category, DType, Tensor};
+use ferrotron_tensor::{Category, Event, Stream, Tensor};
 use std::ops::Range;
 
 /// Model, optimizer and counters.
@@ -35,6 +35,8 @@ pub struct Trainer {
     recompute: Recompute,
     need: Need,
     mode: Mode,
+    /// Where numbers of a step are read while the next one is computed.
+    readback: Stream,
     /// The schedule of the last step; most steps have as many micro-batches as the one before.
     schedule: Option<Schedule>,
     /// Steps done.
@@ -43,6 +45,18 @@ pub struct Trainer {
     pub samples: u64,
     /// Tokens consumed.
     pub tokens: u64,
+}
+
+/// A step that the device has been given.
+pub struct Queued {
+    step: u64,
+    losses: Vec<Tensor>,
+    norm: Tensor,
+    lr: f64,
+    tokens: u64,
+    samples: u64,
+    consumed: u64,
+    done: Event,
 }
 
 /// What a step reports.
@@ -60,6 +74,8 @@ pub struct StepReport {
     pub tokens: u64,
     /// Samples in the step.
     pub samples: u64,
+    /// Tokens of the run so far.
+    pub consumed: u64,
 }
 
 impl Trainer {
@@ -85,6 +101,7 @@ impl Trainer {
         let grads = GradBuffer::of(&params, scheme);
         let (lr, wd, batches) = state::schedules(r)?;
         Ok(Trainer {
+            readback: rank.device().stream("readback")?.of_rank(rank.world.rank()),
             rank,
             decoder,
             params,
@@ -107,11 +124,18 @@ impl Trainer {
     /// One optimizer step on the next samples of `data`. The loss is the mean over all tokens of the step
     /// that have a label, whatever micro-batch they are in.
     pub fn train_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
-        let made = self.make_step(data);
+        let queued = self.begin_step(data)?;
+        self.end_step(queued)
+    }
+
+    /// Gives a whole step to the device, without waiting for any of it. The next may be begun before this one is ended,
+    /// so that the device never waits for the host.
+    pub fn begin_step(&mut self, data: &dyn Batches) -> Result<Queued> {
+        let made = self.queue_step(data);
         advise(made, &self.rank, &self.need)
     }
 
-    fn make_step(&mut self, data: &dyn Batches) -> Result<StepReport> {
+    fn queue_step(&mut self, data: &dyn Batches) -> Result<Queued> {
         // Ranks with other data take turns: of every `micro·dp` samples in a row, each has its `micro`.
         let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
         let count = self.batches.at(self.samples, ranks)?.count;
@@ -120,7 +144,7 @@ impl Trainer {
             .map(|i| data.batch(self.samples + (i * ranks + turn) * micro as u64, micro))
             .collect::<Result<Vec<_>>>()?;
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
-        let valid = sum(&self.rank, &self.rank.dp, valid, "tokens of the step")?;
+        let valid = sum(&self.rank.dp, &self.readback, valid, "tokens of the step")?;
         let weight = 1.0 / valid.max(1.0) as f32;
         let schedule = self.plan(count as usize)?;
         self.grads.begin_step(batches.len());
@@ -137,20 +161,31 @@ impl Trainer {
         self.grads.reduce(&self.rank)?;
         let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
-        let n = self.samples + samples;
-        let rates = StepRates { lr: self.lr.at(n), weight_decay: self.wd.at(n) };
+        self.samples += samples;
+        let rates = StepRates { lr: self.lr.at(self.samples), weight_decay: self.wd.at(self.samples) };
         let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
-        // Fetched last: nothing waits for the device before the whole step is queued.
-        let loss = losses.iter().map(|l| fetch(&self.rank, l)).sum::<Result<f64>>()?;
-        let loss = self.over_ranks(loss, "loss of the step")?;
-        if !loss.is_finite() || !norm.is_finite() {
-            return Err(Error::Diverged { step: self.step + 1, loss, grad_norm: f64::from(norm) });
-        }
         let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
         self.step += 1;
-        self.samples = n;
         self.tokens += tokens;
-        Ok(StepReport { step: self.step, loss, grad_norm: f64::from(norm), lr: rates.lr, tokens, samples })
+        let done = self.rank.compute.record()?;
+        let (step, consumed, lr) = (self.step, self.tokens, rates.lr);
+        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done })
+    }
+
+    /// Waits for a step, and for nothing that was begun after it.
+    pub fn end_step(&mut self, q: Queued) -> Result<StepReport> {
+        let s = &self.readback;
+        s.wait(&q.done)?;
+        let loss = q.losses.iter().map(|l| read(s, l)).sum::<Result<f64>>()?;
+        let norm = read(s, &q.norm)?;
+        // Their memory may be used again now.
+        self.rank.compute.wait(&s.record()?)?;
+        let loss = self.over_ranks(loss, "loss of the step")?;
+        let Queued { step, lr, tokens, samples, consumed, .. } = q;
+        if !loss.is_finite() || !norm.is_finite() {
+            return Err(Error::Diverged { step, loss, grad_norm: norm });
+        }
+        Ok(StepReport { step, loss, grad_norm: norm, lr, tokens, samples, consumed })
     }
 
     /// This step's schedule.
@@ -168,9 +203,9 @@ impl Trainer {
 
     /// A number of the last stage, summed over the ranks that have other tokens, on every rank.
     fn over_ranks(&self, mine: f64, label: &'static str) -> Result<f64> {
-        let copies = sum(&self.rank, &self.rank.copies, mine, label)?;
+        let copies = sum(&self.rank.copies, &self.readback, mine, label)?;
         // All but the last stage bring nothing.
-        sum(&self.rank, &self.rank.pp, copies, label)
+        sum(&self.rank.pp, &self.readback, copies, label)
     }
 
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
@@ -190,7 +225,7 @@ impl Trainer {
         }
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
         let total = self.over_ranks(total, "evaluation")?;
-        Ok(total / sum(&self.rank, &self.rank.dp, valid, "tokens of an evaluation")?.max(1.0))
+        Ok(total / sum(&self.rank.dp, &self.readback, valid, "tokens of an evaluation")?.max(1.0))
     }
 
     /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.
@@ -234,6 +269,11 @@ impl Trainer {
         self.logical(&self.grads.gathered(&self.rank)?)
     }
 
+    /// How many elements of the gradients of the last step are zero; each counts once. Every rank calls it.
+    pub fn zero_gradients(&self) -> Result<u64> {
+        self.optimizer.zero_gradients(&self.rank, &self.grads)
+    }
+
     /// Master weights by logical name.
     pub fn weights(&self) -> Result<Vec<LogicalValues>> {
         self.logical(&self.optimizer.gathered(&self.rank, &self.params)?)
@@ -258,69 +298,12 @@ pub(super) fn stages(r: &Resolved) -> Stages {
     Stages { chunks: r.config.parallel.vp, text: r.config.parallel.stages.clone() }
 }
 
-/// A micro-batch on the device.
-fn upload(
-    rank: &Rank,
-    decoder: &Decoder,
-    batch: &Batch,
-    seq: usize,
-    weight: f32,
-    dropout: Option<(f32, u64, u64)>,
-) -> Result<MicroBatch> {
-    let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
-    let dropout = match dropout {
-        None => None,
-        Some((p, step, first)) => Some(Drops { p, step, rows: token_numbers(rank, &input.tokens, first)? }),
-    };
-    let targets = Some(targets(rank, &input.tokens, &batch.labels, weight)?);
-    Ok(MicroBatch { input, targets, dropout })
-}
-
 /// A number summed over the ranks of a group; counts are exact.
-fn sum(rank: &Rank, group: &Communicator, mine: f64, label: &'static str) -> Result<f64> {
+fn sum(group: &Communicator, s: &Stream, mine: f64, label: &'static str) -> Result<f64> {
     if group.size() == 1 {
         return Ok(mine);
     }
-    let s = &rank.compute;
     let t = s.upload(&[mine], &[1], Category::Communication)?;
     group.all_reduce(s, &t, Reduce::Sum, label)?;
     Ok(s.download::<f64>(&t)?[0])
-}
-
-/// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
-pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
-    Ok(match &batch.cu_seqlens {
-        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
-        None => Layout::Rows { count: batch.tokens.len() / seq.max(1), len: seq },
-    })
-}
-
-/// Labels and row weights of this rank's tokens on the device: `weight` where there is a label.
-pub fn targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
-    let labels = tokens.take(labels, IGNORE)?;
-    let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
-    Ok(Targets {
-        labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
-        weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
-    })
-}
-
-/// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
-fn token_numbers(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
-    let n = tokens.rows().len() / rank.tp.size();
-    let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
-    let numbers: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
-    Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
-}
-
-/// `Σ weight·loss` f32 `[1]`, on the device.
-pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> {
-    let sum = rank.activation(&[1], DType::F32)?;
-    rank.kernels.dot(&rank.compute, rows, &t.weights, &sum)?;
-    Ok(sum)
-}
-
-/// One number from the device. Waits for it.
-pub fn fetch(rank: &Rank, t: &Tensor) -> Result<f64> {
-    Ok(rank.compute.download::<f32>(t)?.iter().map(|x| f64::from(*x)).sum())
 }

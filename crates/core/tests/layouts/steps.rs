@@ -25,7 +25,22 @@ fn follow(set: &[&str], layouts: &[&str]) {
 
 #[test]
 fn ten_steps_follow_the_losses_of_one_rank() {
-    follow(&[], &["dp=4", "tp=2,dp=2", "tp=4", "pp=2", "pp=4", "pp=2,vp=2,dp=2", "tp=2,pp=2,dp=2"]);
+    follow(
+        &[],
+        &[
+            "dp=4",
+            "tp=2,dp=2",
+            "tp=4",
+            "cp=2",
+            "cp=4,dp=2",
+            "pp=2",
+            "pp=4",
+            "pp=2,vp=2,dp=2",
+            "tp=2,pp=2,dp=2",
+            "tp=2,cp=2,pp=2",
+            "cp=2,pp=2,vp=2,dp=2",
+        ],
+    );
 }
 
 #[test]

@@ -34,7 +34,7 @@ fn each_rank(copies: usize, ends: usize, work: impl Fn(&Rank) + Sync) {
         for world in worlds {
             let work = &work;
             scope.spawn(move || {
-                let rank = Rank::cpu_watched(1, 0, Watch { order: true, time: false }).unwrap();
+                let rank = Rank::cpu_watched(1, 0, Watch { order: true, ..Watch::default() }).unwrap();
                 let mine = |name, groups: Vec<Vec<usize>>| {
                     let joined = groups.iter().filter_map(|g| world.group(name, g).unwrap());
                     joined.collect::<Vec<_>>().swap_remove(0)

@@ -3,12 +3,15 @@
 
 mod activation;
 mod attention;
+mod blas;
 mod cache;
 mod columns;
 mod compile;
 mod copy;
 mod elementwise;
 mod embedding;
+mod fastest;
+mod fused;
 mod gemm;
 mod groups;
 mod libraries;
@@ -17,10 +20,14 @@ mod merge;
 mod modules;
 mod norm;
 mod optim;
+mod plans;
 mod product;
 mod rope;
 mod rows;
 mod sources;
+mod tensor_map;
+#[cfg(test)]
+mod ways;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};
@@ -29,13 +36,13 @@ pub use modules::{Readiness, architecture};
 pub use sources::{SOURCES, Source};
 
 use ferrotron_tensor::{Device, Error, Launch, Result};
-use gemm::Blas;
 use modules::Modules;
+use plans::Plans;
 
 /// The kernels of a card.
 pub struct CudaKernels {
     modules: Modules,
-    blas: Blas,
+    plans: Plans,
 }
 
 /// A kernel of a source.
@@ -66,12 +73,17 @@ impl CudaKernels {
         };
         // A stream makes the card's context current on this thread.
         let _stream = device.stream("loading")?;
-        Ok(CudaKernels { modules: Modules::load(card)?, blas: Blas::open()? })
+        Ok(CudaKernels { modules: Modules::load(card)?, plans: Plans::open(card)? })
     }
 
     /// How many sources were compiled, how many were in the cache.
     pub fn readiness(&self) -> Readiness {
         self.modules.readiness()
+    }
+
+    /// Is there this source for the card?
+    pub(crate) fn has(&self, source: &str) -> bool {
+        self.modules.has(source)
     }
 
     /// Queues a kernel on the launch's stream with one struct of arguments, laid out as the source's. A grid with

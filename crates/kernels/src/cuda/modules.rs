@@ -59,7 +59,7 @@ impl Modules {
         let arch = architecture(card);
         let compiler = Compiler::open()?;
         let folder = cache::folder();
-        let next = Mutex::new(SOURCES.iter());
+        let next = Mutex::new(SOURCES.iter().filter(|s| s.is_for(&arch)));
         let done = Mutex::new(Vec::new());
         let work = || {
             loop {
@@ -81,6 +81,11 @@ impl Modules {
             modules.insert(name, module);
         }
         Ok(Modules { modules, functions: RwLock::default(), readiness })
+    }
+
+    /// Is there this source?
+    pub(super) fn has(&self, source: &str) -> bool {
+        self.modules.contains_key(source)
     }
 
     pub(super) fn readiness(&self) -> Readiness {

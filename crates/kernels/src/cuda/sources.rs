@@ -12,10 +12,24 @@ pub struct Source {
     pub text: &'static str,
     /// Kernels (by the start of their names) that may run out of registers; all others say they never do.
     pub may_spill: &'static [&'static str],
+    /// The only architecture it is for, if it uses instructions of one.
+    pub only: Option<&'static str>,
+}
+
+impl Source {
+    /// Is it for this architecture?
+    pub fn is_for(&self, arch: &str) -> bool {
+        self.only.is_none_or(|only| only == arch)
+    }
 }
 
 const fn source(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[] }
+    Source { name, text, may_spill: &[], only: None }
+}
+
+/// A source for Hopper's own instructions.
+const fn hopper(name: &'static str, text: &'static str) -> Source {
+    Source { name, text, may_spill: &[], only: Some("sm_90a") }
 }
 
 /// All of them.
@@ -39,6 +53,35 @@ pub const SOURCES: &[Source] = &[
     source(
         "attention_rows",
         concat!(include_str!("attention/common.cuh"), include_str!("attention/rows.cu")),
+    ),
+    hopper(
+        "attention_hopper_forward",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_forward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_backward",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_backward_load.cuh"),
+            include_str!("attention/hopper_backward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_rows",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_rows.cu")
+        ),
     ),
     source("columns", concat!(include_str!("groups.cuh"), include_str!("columns.cu"))),
     source("copy", include_str!("copy.cu")),

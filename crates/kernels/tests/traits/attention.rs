@@ -130,6 +130,64 @@ fn saved(dtype: DType) -> fn(f64) -> f64 {
     }
 }
 
+/// Forward and backward of one case against the oracle.
+fn compare(h: &Home, dtype: DType, layout: Layout, z: &Sizes, s: &Scores, with_sink: bool) {
+    let what = format!("{} {dtype} {layout:?} {s:?} sink {with_sink}", h.name);
+    let (nq, nk) = (z.q().iter().product::<usize>(), z.k().iter().product::<usize>());
+    let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nk));
+    let (dout, sink) = (numbers(dtype, 4, nq), numbers(DType::F32, 5, z.n));
+    let spans: Vec<Span> = (0..z.batch)
+        .map(|batch| Span { batch, q_start: 0, q_len: z.tq, k_start: 0, k_len: z.tk, lse_base: 0 })
+        .collect();
+    let want = oracle::attention(
+        saved(dtype),
+        &shape(s, z),
+        &spans,
+        &dense(z.q(), &q),
+        &dense(z.k(), &k),
+        &dense(z.k(), &v),
+        &dense(z.q(), &dout),
+        with_sink.then_some(&sink),
+    );
+    let [qt, kt, vt] = views(h, dtype, layout, z);
+    [(&qt, &q), (&kt, &k), (&vt, &v)].iter().for_each(|(t, x)| fill(h, t, x));
+    let [dq, dk, dv] = views(h, dtype, layout, z);
+    let (out, doutt) = (h.poisoned(dtype, &z.q()), h.tensor(dtype, &z.q(), &dout));
+    let lse = h.poisoned(DType::F32, &[z.batch, z.n, z.tq]);
+    let sink_t = h.tensor(DType::F32, &[z.n], &sink);
+    let dsink = h.tensor(DType::F32, &[z.n], &vec![1.0; z.n]);
+    let f = || AttentionForward {
+        q: &qt,
+        k: &kt,
+        v: &vt,
+        sink: with_sink.then_some(&sink_t),
+        out: &out,
+        lse: &lse,
+    };
+    h.k.attention_forward(&h.s, s, Sequences::Batch, &f()).unwrap();
+    near(&format!("{what} out"), dtype, &h.host(&out), &want.out.data);
+    let lse_want: Vec<f64> = (0..z.batch * z.n * z.tq)
+        .map(|i| want.lse.row(i / (z.n * z.tq), i % z.tq, i / z.tq % z.n)[0])
+        .collect();
+    near(&format!("{what} lse"), dtype, &h.host(&lse), &lse_want);
+    let b = AttentionBackward {
+        forward: f(),
+        dout: &doutt,
+        dq: &dq,
+        dk: &dk,
+        dv: &dv,
+        dsink: with_sink.then_some(&dsink),
+    };
+    h.k.attention_backward(&h.s, s, Sequences::Batch, &b).unwrap();
+    near(&format!("{what} dq"), dtype, &h.host(&dq), &want.dq.data);
+    near(&format!("{what} dk"), dtype, &h.host(&dk), &want.dk.data);
+    near(&format!("{what} dv"), dtype, &h.host(&dv), &want.dv.data);
+    if with_sink {
+        let sum: Vec<f64> = want.dsink.iter().map(|d| d + 1.0).collect();
+        near(&format!("{what} dsink"), dtype, &h.host(&dsink), &sum);
+    }
+}
+
 #[test]
 fn every_layout_gives_the_same_attention() {
     everywhere(|h, dtype| {
@@ -149,68 +207,32 @@ fn every_layout_gives_the_same_attention() {
                 scores(true, None, Some(3), Align::BottomRight),
             ] {
                 for with_sink in [false, true] {
-                    let what = format!("{} {dtype} {layout:?} {s:?} sink {with_sink}", h.name);
-                    let (nq, nk) = (z.q().iter().product::<usize>(), z.k().iter().product::<usize>());
-                    let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nk));
-                    let (dout, sink) = (numbers(dtype, 4, nq), numbers(DType::F32, 5, z.n));
-                    let spans: Vec<Span> = (0..z.batch)
-                        .map(|batch| Span {
-                            batch,
-                            q_start: 0,
-                            q_len: z.tq,
-                            k_start: 0,
-                            k_len: z.tk,
-                            lse_base: 0,
-                        })
-                        .collect();
-                    let want = oracle::attention(
-                        saved(dtype),
-                        &shape(&s, &z),
-                        &spans,
-                        &dense(z.q(), &q),
-                        &dense(z.k(), &k),
-                        &dense(z.k(), &v),
-                        &dense(z.q(), &dout),
-                        with_sink.then_some(&sink),
-                    );
-                    let [qt, kt, vt] = views(h, dtype, layout, &z);
-                    [(&qt, &q), (&kt, &k), (&vt, &v)].iter().for_each(|(t, x)| fill(h, t, x));
-                    let [dq, dk, dv] = views(h, dtype, layout, &z);
-                    let (out, doutt) = (h.poisoned(dtype, &z.q()), h.tensor(dtype, &z.q(), &dout));
-                    let lse = h.poisoned(DType::F32, &[z.batch, z.n, z.tq]);
-                    let sink_t = h.tensor(DType::F32, &[z.n], &sink);
-                    let dsink = h.tensor(DType::F32, &[z.n], &vec![1.0; z.n]);
-                    let f = || AttentionForward {
-                        q: &qt,
-                        k: &kt,
-                        v: &vt,
-                        sink: with_sink.then_some(&sink_t),
-                        out: &out,
-                        lse: &lse,
-                    };
-                    h.k.attention_forward(&h.s, &s, Sequences::Batch, &f()).unwrap();
-                    near(&format!("{what} out"), dtype, &h.host(&out), &want.out.data);
-                    let lse_want: Vec<f64> = (0..z.batch * z.n * z.tq)
-                        .map(|i| want.lse.row(i / (z.n * z.tq), i % z.tq, i / z.tq % z.n)[0])
-                        .collect();
-                    near(&format!("{what} lse"), dtype, &h.host(&lse), &lse_want);
-                    let b = AttentionBackward {
-                        forward: f(),
-                        dout: &doutt,
-                        dq: &dq,
-                        dk: &dk,
-                        dv: &dv,
-                        dsink: with_sink.then_some(&dsink),
-                    };
-                    h.k.attention_backward(&h.s, &s, Sequences::Batch, &b).unwrap();
-                    near(&format!("{what} dq"), dtype, &h.host(&dq), &want.dq.data);
-                    near(&format!("{what} dk"), dtype, &h.host(&dk), &want.dk.data);
-                    near(&format!("{what} dv"), dtype, &h.host(&dv), &want.dv.data);
-                    if with_sink {
-                        let sum: Vec<f64> = want.dsink.iter().map(|d| d + 1.0).collect();
-                        near(&format!("{what} dsink"), dtype, &h.host(&dsink), &sum);
-                    }
+                    compare(h, dtype, layout, &z, &s, with_sink);
                 }
+            }
+        }
+    });
+}
+
+/// More tokens than a tile of any kernel has, heads as wide as the instances, and enough heads that a block can have
+/// one to itself.
+#[test]
+fn tiles_meet_at_their_edges() {
+    everywhere(|h, dtype| {
+        let scale = |s: Scores, d: usize| Scores { scale: 1.0 / (d as f32).sqrt(), ..s };
+        for (batch, tq, tk, n, g, d) in [
+            (2, 200, 261, 4, 2, 64),
+            (1, 200, 200, 2, 1, 128),
+            (1, 260, 130, 2, 2, 96),
+            (33, 140, 140, 4, 4, 64),
+        ] {
+            let z = Sizes { batch, tq, tk, n, g, d };
+            compare(h, dtype, Layout::Bshd, &z, &scale(scores(true, None, None, Align::TopLeft), d), false);
+            if batch < 10 {
+                let all = scale(scores(false, None, None, Align::TopLeft), d);
+                compare(h, dtype, Layout::Bhsd, &z, &all, true);
+                let window = scale(scores(true, None, Some(70), Align::BottomRight), d);
+                compare(h, dtype, Layout::Sbhd, &z, &window, false);
             }
         }
     });

@@ -64,17 +64,20 @@ pub(super) fn cases(r: &Resolved) -> Vec<Case> {
         .collect()
 }
 
-/// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on.
+/// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on. Large
+/// tensors repeat them.
 pub(super) fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    let mut values = vec![0f32; shape.iter().product()];
+    const MOST: usize = 1 << 24;
+    let n: usize = shape.iter().product();
+    let mut values = vec![0f32; n.min(MOST)];
     fill_normal(rank.device().threads(), RandomStream::named(1, "bench"), 0, 0.0, 1.0, &mut values);
-    let wide = rank.compute.upload(&values, shape, Category::Workspace)?;
-    if dtype == DType::F32 {
-        return Ok(wide);
+    let wide = rank.compute.upload(&values, &[values.len()], Category::Workspace)?;
+    let all = Tensor::empty(&rank.compute, &[n], dtype, Category::Workspace)?;
+    for start in (0..n).step_by(MOST) {
+        let len = MOST.min(n - start);
+        rank.kernels.copy(&rank.compute, &wide.narrow(0, 0, len)?, &all.narrow(0, start, len)?)?;
     }
-    let narrow = Tensor::empty(&rank.compute, shape, dtype, Category::Workspace)?;
-    rank.kernels.copy(&rank.compute, &wide, &narrow)?;
-    Ok(narrow)
+    Ok(all.view(shape)?)
 }
 
 fn empty(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {

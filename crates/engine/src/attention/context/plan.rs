@@ -145,6 +145,9 @@ impl Plan {
 mod tests {
     use super::*;
 
+    /// Calls back with every (query, key) pair that a rank sees.
+    type Visit<'a> = dyn Fn(usize, &mut dyn FnMut(usize, usize)) + 'a;
+
     fn cases(rank: usize, size: usize, source: fn(Place, usize) -> usize) -> String {
         let letter = |step| match case(rank, source(Place { rank, size }, step)) {
             Case::Diagonal => 'D',
@@ -196,7 +199,7 @@ mod tests {
             let token = |rank: usize, row: usize| natural[rank * plans[0].local() + row] as usize;
             let sequence: Vec<usize> =
                 layout.lengths().iter().enumerate().flat_map(|(s, n)| vec![s; *n]).collect();
-            let check = |what: &str, visit: &dyn Fn(usize, &mut dyn FnMut(usize, usize))| {
+            let check = |what: &str, visit: &Visit| {
                 let mut met = vec![0; total * total];
                 (0..size).for_each(|rank| visit(rank, &mut |q, k| met[q * total + k] += 1));
                 for (i, n) in met.iter().enumerate() {

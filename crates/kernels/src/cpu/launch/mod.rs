@@ -38,6 +38,7 @@ impl CpuKernels {
     }
 }
 
+impl crate::FusedKernels for CpuKernels {}
 impl crate::Kernels for CpuKernels {}
 
 /// Picks the Rust type for a tensor's f32 or bf16 elements.

@@ -50,17 +50,25 @@ pub(super) struct Args {
     group: i32,
     d_qk: i32,
     d_v: i32,
-    q_len: i32,
-    k_len: i32,
-    tiles: i32,
+    pub(super) q_len: i32,
+    pub(super) k_len: i32,
+    pub(super) tiles: i32,
     left: i32,
     right: i32,
-    bottom: i32,
-    wide: u32,
+    pub(super) bottom: i32,
+    pub(super) wide: u32,
     scale: f32,
     inner: f32,
     outer: f32,
     factor: f32,
+}
+
+impl Args {
+    /// Address of a view, and its element steps of batch, token and head.
+    pub(super) fn view(&self, at: usize) -> (u64, [usize; 3]) {
+        let View { data, batch, token, head } = self.views[at];
+        (data, [batch, token, head].map(|x| x as usize))
+    }
 }
 
 /// `Blank` of rows.cu.
@@ -88,10 +96,12 @@ pub(super) enum Side {
 /// A checked launch.
 pub(super) struct Job {
     pub(super) shape: AttentionShape,
-    spans: Vec<Span>,
+    pub(super) spans: Vec<Span>,
     pub(super) instance: Instance,
     pub(super) args: Args,
-    packed: bool,
+    pub(super) packed: bool,
+    /// Tokens of queries and of keys, per batch entry.
+    pub(super) tokens: [usize; 2],
     gaps: bool,
     /// Tokens of the sequences, as `from..to`, of queries and of keys.
     pub(super) inside: [[usize; 2]; 2],
@@ -120,6 +130,10 @@ pub(super) fn job(
         [b, t, ..] if matches!(sequences, Sequences::Batch) => (false, *b, *t),
         [t, ..] => (true, 1, *t),
         [] => (true, 0, 0),
+    };
+    let k_tokens = match f.k.shape() {
+        [_, t, _, _] | [t, _, _] => *t,
+        _ => 0,
     };
     let first = spans.first();
     let inside = match sequences {
@@ -154,7 +168,7 @@ pub(super) fn job(
         factor: if mapped { 1.0 } else { inner },
         ..Args::default()
     };
-    Ok(Job { shape, spans, instance, args, packed, gaps, inside })
+    Ok(Job { shape, spans, instance, args, packed, tokens: [tokens, k_tokens], gaps, inside })
 }
 
 /// One contiguous f32 a head?
@@ -193,7 +207,9 @@ impl Job {
         }
         let (left, right) = (i64::from(self.args.left), i64::from(self.args.right));
         let mut tiles = Vec::new();
-        for span in &self.spans {
+        for (number, span) in self.spans.iter().enumerate() {
+            // Where the sequence's rows start in scratch space in which each starts on a tile of its own.
+            let row = (span.q_start / 128 + number) * 128;
             let (q_len, k_len) = (span.q_len as i64, span.k_len as i64);
             let off = if self.args.bottom == 1 { k_len - q_len } else { 0 };
             let len = if side == Side::Query { span.q_len } else { span.k_len };
@@ -203,15 +219,43 @@ impl Job {
                     Side::Query => (to + off + right).min(k_len - 1) - (from + off - left).max(0),
                     Side::Key => (to - off + left).min(q_len - 1) - (from - off - right).max(0),
                 };
-                tiles.push((seen, span, first));
+                tiles.push((seen, span, first, row));
             }
         }
         tiles.sort_by_key(|(seen, ..)| Reverse(*seen));
-        let row = |(_, s, first): &(i64, &Span, usize)| {
-            [s.q_start, s.q_len, s.k_start, s.k_len, *first, 0, 0, 0].map(|x| x as i32)
+        let numbers = |(_, s, first, row): &(i64, &Span, usize, usize)| {
+            [s.q_start, s.q_len, s.k_start, s.k_len, *first, *row, 0, 0].map(|x| x as i32)
         };
-        let table: Vec<i32> = tiles.iter().flat_map(row).collect();
+        let table: Vec<i32> = tiles.iter().flat_map(numbers).collect();
         Ok(Some(s.upload(&table, &[table.len()], Category::Workspace)?))
+    }
+
+    /// Names the table of tiles to the kernels; how many there are.
+    pub(super) fn table(
+        &self,
+        l: &Launch,
+        items: Option<(usize, &Tensor)>,
+        args: &mut Args,
+    ) -> Result<usize> {
+        match items {
+            Some((i, t)) if t.numel() > 0 => {
+                args.items = l.address(i)?;
+                Ok(t.numel() / ITEM)
+            }
+            _ => Ok(0),
+        }
+    }
+
+    /// Batch entries times heads.
+    pub(super) fn pairs(&self, heads: usize) -> usize {
+        self.args.batches as usize * heads
+    }
+
+    /// About how many keys a query sees.
+    pub(super) fn reach(&self) -> usize {
+        let (keys, a) = (self.tokens[1], &self.args);
+        let window = (a.left as usize).saturating_add(a.right as usize).saturating_add(1);
+        if a.right == 0 && a.left == UNBOUNDED { keys / 2 } else { window.min(keys) }
     }
 
     /// Queues a kernel over the tiles of one side; `items` is the argument that holds its table.
@@ -229,13 +273,8 @@ impl Job {
         };
         let mut args = self.args;
         let tiles = match items {
-            Some((_, t)) if t.numel() == 0 => 0,
-            Some((i, t)) => {
-                args.items = l.address(i)?;
-                t.numel() / ITEM
-            }
-            None if self.packed => 0,
-            None => {
+            _ if self.packed => self.table(l, items, &mut args)?,
+            _ => {
                 args.tiles = (len as usize).div_ceil(step.rows) as i32;
                 args.tiles as usize * args.batches as usize
             }

@@ -1,8 +1,10 @@
 //! Launches of the attention kernels.
 //!
-//! Forward is one kernel over tiles of queries. Backward is deterministic without atomics: a row kernel for
+//! Forward is one kernel over tiles of queries. Hopper cards have kernels of their own for what those can do: see
+//! `hopper.rs`. Elsewhere backward is deterministic without atomics: a row kernel for
 //! `Σ dout·out`, one over tiles of keys for dk and dv, one over tiles of queries for dq.
 
+mod hopper;
 mod instances;
 mod job;
 
@@ -11,6 +13,7 @@ use crate::attention_plan::gradients;
 use crate::checks::dtypes;
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
+use hopper::hopper;
 use instances::Instance;
 use job::{Side, blocks, job, one_each};
 
@@ -38,7 +41,10 @@ impl AttentionKernels for CudaKernels {
             job.args.lse = l.address(4)?;
             job.args.sink = f.sink.map_or(Ok(0), |_| l.address(5))?;
             job.blank(self, l, blank, 3, f.out, Side::Query)?;
-            job.queue(self, l, &step, Side::Query, table)
+            match hopper(self, &job, f.q.dtype()) {
+                Some(h) if h.forward_fits(&job) => h.forward(self, &job, l, table),
+                _ => job.queue(self, l, &step, Side::Query, table),
+            }
         })
     }
 
@@ -50,6 +56,8 @@ impl AttentionKernels for CudaKernels {
         b: &AttentionBackward,
     ) -> Result<()> {
         const OP: &str = "attention_backward";
+        // The argument with the Hopper kernels' scratch space.
+        const SPACE: usize = 11;
         let f = &b.forward;
         let mut job = job(OP, scores, sequences, f)?;
         gradients(b)?;
@@ -65,12 +73,15 @@ impl AttentionKernels for CudaKernels {
         let scratch = [(); 2].map(|()| Tensor::empty(s, &[rows], DType::F32, Category::Workspace));
         let [weights, deltas] = scratch;
         let (weights, deltas) = (weights?, deltas?);
+        let hopper = hopper(self, &job, f.q.dtype());
+        let space = hopper.map_or(0, |h| h.scratch(&job));
+        let space = Tensor::empty(s, &[space], DType::F32, Category::Workspace)?;
         let tables = [job.items(s, &keys, Side::Key)?, job.items(s, &queries, Side::Query)?];
 
         let views = [f.q, f.k, f.v, f.out, b.dout, b.dq, b.dk, b.dv];
         let mut args: Vec<_> = views[..5].iter().map(|t| read(t)).collect();
         args.extend(views[5..].iter().map(|t| write(t)));
-        args.extend([read(f.lse), write(&weights), write(&deltas)]);
+        args.extend([read(f.lse), write(&weights), write(&deltas), write(&space)]);
         let sink = f.sink.map(|t| {
             args.push(read(t));
             args.len() - 1
@@ -100,11 +111,17 @@ impl AttentionKernels for CudaKernels {
             let inside = (job.inside[0][1] - job.inside[0][0]) * job.args.batches as usize * job.shape.heads;
             // Eight threads a row.
             let grid = Grid { blocks: [blocks(inside.div_ceil(32))?, 1, 1], threads: 256, shared: 0 };
-            self.queue(l, delta, grid, &job.args)?;
+            let hopper = hopper.filter(|h| h.backward_fits(&job));
+            if hopper.is_none() || dsink.is_some() {
+                self.queue(l, delta, grid, &job.args)?;
+            }
             if dsink.is_some() {
                 let kernel = Kernel { source: "attention_rows", name: "attention_sink_f32" };
                 let grid = Grid { blocks: [blocks(job.shape.heads)?, 1, 1], threads: 256, shared: 0 };
                 self.queue(l, kernel, grid, &job.args)?;
+            }
+            if let Some(h) = hopper {
+                return h.backward(self, &job, l, SPACE, [key_table, query_table]);
             }
             job.queue(self, l, &keys, Side::Key, key_table)?;
             job.queue(self, l, &queries, Side::Query, query_table)

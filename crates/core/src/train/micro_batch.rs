@@ -1,0 +1,70 @@
+//! Micro-batches on their way to the device, and the numbers that come back.
+
+use crate::Result;
+use crate::data::Batch;
+use crate::model::Decoder;
+use crate::pipeline::{Drops, MicroBatch};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::{Rank, Targets, Tokens};
+use ferrotron_kernels::IGNORE;
+use ferrotron_tensor::{Category, DType, Stream, Tensor};
+
+/// A micro-batch on the device.
+pub(super) fn upload(
+    rank: &Rank,
+    decoder: &Decoder,
+    batch: &Batch,
+    seq: usize,
+    weight: f32,
+    dropout: Option<(f32, u64, u64)>,
+) -> Result<MicroBatch> {
+    let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
+    let dropout = match dropout {
+        None => None,
+        Some((p, step, first)) => Some(Drops { p, step, rows: token_numbers(rank, &input.tokens, first)? }),
+    };
+    let targets = Some(targets(rank, &input.tokens, &batch.labels, weight)?);
+    Ok(MicroBatch { input, targets, dropout })
+}
+
+/// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
+pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
+    Ok(match &batch.cu_seqlens {
+        Some(offsets) => Layout::Packed { offsets: offsets.clone() },
+        None => Layout::Rows { count: batch.tokens.len() / seq.max(1), len: seq },
+    })
+}
+
+/// Labels and row weights of this rank's tokens on the device: `weight` where there is a label.
+pub fn targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
+    let labels = tokens.take(labels, IGNORE)?;
+    let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
+    Ok(Targets {
+        labels: rank.compute.upload(&labels, &[labels.len()], Category::Activations)?,
+        weights: rank.compute.upload(&weights, &[weights.len()], Category::Activations)?,
+    })
+}
+
+/// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
+fn token_numbers(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
+    let n = tokens.rows().len() / rank.tp.size();
+    let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
+    let numbers: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
+    Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
+}
+
+/// `Σ weight·loss` f32 `[1]`, on the device.
+pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> {
+    let sum = rank.activation(&[1], DType::F32)?;
+    rank.kernels.dot(&rank.compute, rows, &t.weights, &sum)?;
+    Ok(sum)
+}
+
+/// One number from the device. Waits for it, and for all work given before.
+pub fn fetch(rank: &Rank, t: &Tensor) -> Result<f64> {
+    read(&rank.compute, t)
+}
+
+pub(super) fn read(s: &Stream, t: &Tensor) -> Result<f64> {
+    Ok(s.download::<f32>(t)?.iter().map(|x| f64::from(*x)).sum())
+}

@@ -1,0 +1,206 @@
+//! How much ranks send each other in a training step: counted as it happens, and predicted from sizes.
+//!
+//! All numbers are bytes that one rank sends, by the formulas of ring algorithms: of a tensor of B bytes over n ranks,
+//! (n−1)/n·B for an all-gather or reduce-scatter and 2(n−1)/n·B for an all-reduce; messages are as long as they are.
+//!
+//! With micro-batches of N rows on a rank's share of the sequences (sequences padded to 2c tokens each where c > 1, rows
+//! padded to t), hidden size h, e bytes per element:
+//!
+//! - **tp** (t ranks, tokens spread between blocks). Moving the rows of the residual stream once, R = (t−1)·(N/t)·h·e. A
+//!   layer moves them ten times: into q, k, v, out of attention, into and out of the MLP (4); and backward their gradients
+//!   the other way (4) and the two inputs once more for the weights (2). The embedding moves them twice, the head three
+//!   times, and sums of the loss are (t−1)·N·16 bytes. Computing a block again repeats its two. Once a step: an all-reduce
+//!   of the f32 gradient of every weight that all ranks hold, an all-gather of that of key heads that some share.
+//! - **cp** (c ranks): with L = padded tokens / c and K = L·(2·g·d) keys and values of the rank's g heads, a layer sends on
+//!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
+//!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(2n+2g)·d·e each way.
+//! - **pp**: (N/t)·h·e for each micro-batch and stage boundary, forward; the same on **back** for gradients.
+//! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank, padding included; with ZeRO-1 a
+//!   reduce-scatter of those, an all-gather of weights and the square of the norm, one f64. ZeRO-2 has a reduce-scatter for
+//!   every micro-batch (and as often the sums over tp that are otherwise once a step). The loss is one f64.
+//! - **ends**: the f32 gradient of a tied table, between the first and the last stage; with ZeRO of the rank's part of it.
+//! - **dp**: the number of tokens, one f64. **model** (tp·pp ranks): the square of the norm, one f64.
+
+use crate::Result;
+use crate::model::ModelConfig;
+use crate::pipeline::Stage;
+use ferrotron_comm::{Communicator, Kind, Volume};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::flat::Plan;
+use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Tokens};
+use ferrotron_tensor::DType;
+use std::collections::BTreeMap;
+
+/// Bytes by group.
+pub type ByGroup = BTreeMap<&'static str, u64>;
+
+/// What a rank has sent, by group and kind of operation.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    groups: Vec<(&'static str, Volume)>,
+}
+
+impl Traffic {
+    /// Everything so far, on the groups of a rank and on the whole world.
+    pub fn of(rank: &Rank) -> Traffic {
+        let world = rank.world.all();
+        let groups: [(&'static str, &Communicator); 9] = [
+            ("tp", &rank.tp),
+            ("cp", &rank.cp),
+            ("pp", &rank.pp),
+            ("back", &rank.back),
+            ("dp", &rank.dp),
+            ("copies", &rank.copies),
+            ("ends", &rank.ends),
+            ("model", &rank.model),
+            ("world", &world),
+        ];
+        Traffic { groups: groups.into_iter().map(|(name, g)| (name, g.volume())).collect() }
+    }
+
+    /// What was added since `earlier`.
+    pub fn since(&self, earlier: &Traffic) -> Traffic {
+        let pairs = self.groups.iter().zip(&earlier.groups);
+        Traffic { groups: pairs.map(|((name, now), (_, then))| (*name, now.since(then))).collect() }
+    }
+
+    /// Bytes of every group that sent any.
+    pub fn by_group(&self) -> ByGroup {
+        self.groups.iter().map(|(name, v)| (*name, v.total())).filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// The same by kind of operation, `{"tp": {"all-gather": 4096}}`.
+    pub fn by_kind(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
+        let kinds = |v: &Volume| -> BTreeMap<String, u64> {
+            let all = Kind::ALL.iter().map(|k| (k.name().to_string(), v.bytes(*k)));
+            all.filter(|(_, bytes)| *bytes > 0).collect()
+        };
+        let all = self.groups.iter().map(|(name, v)| (name.to_string(), kinds(v)));
+        all.filter(|(_, kinds)| !kinds.is_empty()).collect()
+    }
+
+    /// Bytes altogether.
+    pub fn total(&self) -> u64 {
+        self.groups.iter().map(|(_, v)| v.total()).sum()
+    }
+}
+
+/// Sizes of a training step, as one rank sees it.
+#[derive(Clone, Copy)]
+pub struct Step<'a> {
+    /// The architecture.
+    pub model: &'a ModelConfig,
+    /// The rank among those that share every layer.
+    pub tp: Place,
+    /// The rank among those that share every sequence.
+    pub cp: Place,
+    /// Ranks that have other sequences.
+    pub dp: usize,
+    /// Ranks of a pipeline.
+    pub pp: usize,
+    /// What this rank holds of the layers: its stages, one for each chunk.
+    pub stages: &'a [Stage],
+    /// The sequences of each of this rank's micro-batches, whole.
+    pub batches: &'a [Layout],
+    /// Type of compute.
+    pub dtype: DType,
+    /// What is computed again in backward.
+    pub recompute: Recompute,
+    /// What this rank holds of the weights.
+    pub weights: &'a [ParamSpec],
+    /// How their gradients lie in buckets, padding included.
+    pub plan: &'a Plan,
+    /// What `copies` divide among them: 0 nothing, 1 optimizer state, 2 gradients too.
+    pub zero: usize,
+}
+
+/// What this rank sends in the step; see the module's formulas. Groups that send nothing are absent.
+pub fn predict(s: &Step) -> Result<ByGroup> {
+    let mut out = ByGroup::new();
+    let mut add = |group: &'static str, bytes: u64| {
+        if bytes > 0 {
+            *out.entry(group).or_default() += bytes;
+        }
+    };
+    let (h, e) = (s.model.hidden as u64, s.dtype.size() as u64);
+    let (t, c) = (s.tp.size as u64, s.cp.size as u64);
+    let blocks: Vec<usize> = s.stages.iter().flat_map(|stage| stage.layers.clone()).collect();
+    for batch in s.batches {
+        let tokens = Tokens::new(batch, s.cp, s.tp.size)?;
+        let rows = tokens.rows().len() as u64;
+        let local = tokens.layout().tokens() as u64 / c;
+        let moved = (t - 1) * (rows / t) * h * e;
+        let again = |on: bool| if on || s.recompute.layer { 2 } else { 0 };
+        let layer = 10 + again(s.recompute.attention) + again(s.recompute.mlp);
+        add("tp", blocks.len() as u64 * layer * moved);
+        for stage in s.stages {
+            add("tp", if stage.embedding { 2 * moved } else { 0 });
+            add("tp", if stage.loss { 3 * moved + (t - 1) * rows * 16 } else { 0 });
+            // The first stage of all gets nothing from before it, the last gives nothing on.
+            add("pp", if stage.loss { 0 } else { rows / t * h * e });
+            add("back", if stage.embedding { 0 } else { rows / t * h * e });
+        }
+        for layer in &blocks {
+            let (forward, backward) = attention(s, *layer, local, e);
+            let twice = s.recompute.layer || s.recompute.attention;
+            add("cp", forward * (1 + u64::from(twice)) + backward);
+        }
+    }
+    let copies = c * s.dp as u64;
+    let zero = if copies > 1 { s.zero } else { 0 };
+    // Divided gradients are summed after every micro-batch.
+    let rounds = if zero > 1 { s.batches.len() as u64 } else { 1 };
+    for spec in s.weights {
+        for (part, _, held) in spec.held().filter(|_| t > 1) {
+            let bytes = 4 * held.len() as u64;
+            if part.holders(s.tp).len() == s.tp.size {
+                add("tp", rounds * all_reduce(t, bytes));
+            } else if part.shared(s.tp.size) {
+                add("tp", rounds * (t - 1) * bytes);
+            }
+        }
+    }
+    for bucket in s.plan.buckets() {
+        let part = bucket.len as u64 / copies;
+        let held = if zero > 0 { part } else { bucket.len as u64 };
+        add(
+            "copies",
+            match zero {
+                0 => all_reduce(copies, 4 * held),
+                _ => (copies - 1) * part * (4 * rounds + e),
+            },
+        );
+        add("ends", if bucket.tied_over_ends && s.pp > 1 { all_reduce(2, 4 * held) } else { 0 });
+    }
+    // The norm of what copies have divided among them.
+    add("copies", if zero > 0 { all_reduce(copies, 8) } else { 0 });
+    add("copies", all_reduce(copies, 8));
+    add("dp", all_reduce(s.dp as u64, 8));
+    add("pp", all_reduce(s.pp as u64, 8));
+    add("model", all_reduce(t * s.pp as u64, 8));
+    Ok(out)
+}
+
+/// An all-reduce of `bytes` over `n` ranks.
+fn all_reduce(n: u64, bytes: u64) -> u64 {
+    2 * (n - 1) * bytes / n
+}
+
+/// What the attention of a layer sends over cp, forward and backward.
+fn attention(s: &Step, layer: usize, local: u64, e: u64) -> (u64, u64) {
+    let (c, t, m) = (s.cp.size as u64, s.tp.size, s.model);
+    let (heads, groups) = (m.heads / t, m.kv_heads.div_ceil(t));
+    let (n, g, d) = (heads as u64, groups as u64, m.head_dim as u64);
+    let keys = local * 2 * g * d;
+    let window = m.window.is_some() && m.local_layers.get(layer).copied().unwrap_or(false);
+    let divide = heads.is_multiple_of(s.cp.size) && groups.is_multiple_of(s.cp.size);
+    match (window, divide) {
+        _ if c == 1 => (0, 0),
+        (false, _) => ((c - 1) * keys * e, (c - 2) * keys * e + (c - 1) * keys * 4),
+        (true, false) => ((c - 1) * keys * e, (c - 1) * keys * (e + 4)),
+        (true, true) => {
+            let one_way = (c - 1) * local * (2 * n + 2 * g) * d * e / c;
+            (one_way, one_way)
+        }
+    }
+}

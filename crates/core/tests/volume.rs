@@ -1,0 +1,114 @@
+//! What ranks send in a step is what the formulas say, to the byte, on every rank and group.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::data::source;
+use ferrotron_core::grid::Layout;
+use ferrotron_core::ranks::on_threads;
+use ferrotron_core::train::Trainer;
+use ferrotron_core::volume::{ByGroup, Step, Traffic, predict};
+use ferrotron_engine::{Place, Rank, Recompute, attention};
+
+const SEQ: usize = 24;
+const MICRO: usize = 2;
+const BATCH: usize = 16;
+
+fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
+    let mut recipe = Recipe::named("tiny").unwrap();
+    let model = format!(
+        "[model]\nlayers = 4\nhidden = 32\nheads = 4\nkv_heads = 2\nffn = 48\nvocab = 259\nmax_positions = 64\n\
+         qkv_bias = true\nproj_bias = true\ntied = true\n[data]\npath = \"embedded\"\nseq_len = {SEQ}\n\
+         [train]\nglobal_batch = {BATCH}\nmicro_batch = {MICRO}\n[precision]\ndtype = \"f32\"\n[generate]\ntokens = 0\n\
+         [parallel]\nzero = 0\n"
+    );
+    recipe.add("model.toml", &model).unwrap();
+    let sizes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("vp", layout.vp)];
+    for (key, size) in sizes.into_iter().chain([("dp", layout.dp.unwrap_or(1))]) {
+        recipe.set(&format!("parallel.{key}={size}")).unwrap();
+    }
+    set.iter().for_each(|s| recipe.set(s).unwrap());
+    recipe.resolve(None).unwrap()
+}
+
+/// Checks every rank; gives back what the first one sends.
+fn equal(layout: &str, set: &[&str]) -> ByGroup {
+    let layout: Layout = layout.parse().unwrap();
+    let resolved = recipe(&layout, set);
+    let work = |rank: Rank| {
+        let sources = source::open(&resolved)?;
+        let mut trainer = Trainer::new(rank.clone(), &resolved)?;
+        let before = Traffic::of(&rank);
+        trainer.train_step(&*sources.train)?;
+        let sent = Traffic::of(&rank).since(&before);
+        let placement = trainer.decoder.placement();
+        let chunks = (0..placement.vp()).filter_map(|c| placement.at(rank.pp.rank(), c).cloned());
+        let stages: Vec<_> = chunks.collect();
+        let count = BATCH / MICRO / rank.dp.size();
+        let batches = vec![attention::Layout::Rows { count: MICRO, len: SEQ }; count];
+        let step = Step {
+            model: &resolved.model,
+            tp: Place { rank: rank.tp.rank(), size: rank.tp.size() },
+            cp: Place { rank: rank.cp.rank(), size: rank.cp.size() },
+            dp: rank.dp.size(),
+            pp: rank.pp.size(),
+            stages: &stages,
+            batches: &batches,
+            dtype: resolved.config.precision.dtype.dtype(),
+            recompute: Recompute { layer: set.contains(&"train.recompute=full"), ..Recompute::default() },
+            weights: trainer.params.specs(),
+            zero: resolved.config.parallel.zero,
+            plan: trainer.params.plan(),
+        };
+        assert_eq!(sent.by_group(), predict(&step)?, "rank {} of {layout} {set:?}", rank.world.rank());
+        assert_eq!(sent.total() > 0, rank.world.size() > 1);
+        Ok(sent.by_group())
+    };
+    on_threads(&layout, || Ok(Rank::cpu(1, 1234)?), work).unwrap().swap_remove(0)
+}
+
+#[test]
+fn tensor_and_data_parallel() {
+    for layout in ["tp=1", "tp=2", "tp=4", "dp=2", "dp=4", "tp=2,dp=2", "tp=4,dp=2"] {
+        equal(layout, &[]);
+    }
+    equal("tp=2,dp=2", &["precision.dtype=bf16"]);
+    equal("tp=2", &["parallel.overlap=false"]);
+    equal("tp=2", &["train.recompute=full"]);
+    equal("tp=2", &["model.tied=false", "model.positions=learned"]);
+}
+
+#[test]
+fn divided_optimizer_state_and_gradients() {
+    for zero in ["parallel.zero=1", "parallel.zero=2"] {
+        for layout in ["tp=2", "dp=2", "dp=4", "tp=2,dp=2", "cp=2,dp=2", "pp=2,dp=2", "tp=2,pp=2,dp=2"] {
+            equal(layout, &[zero]);
+        }
+        equal("tp=4,dp=2", &[zero, "precision.dtype=bf16"]);
+    }
+    // State alone moves what an all-reduce moves where weights are f32; gradients come once for each micro-batch.
+    let [none, state, gradients] =
+        [0, 1, 2].map(|z| equal("dp=2", &[&format!("parallel.zero={z}")])["copies"]);
+    assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
+}
+
+#[test]
+fn pipelines() {
+    for layout in ["pp=2", "pp=4", "pp=2,vp=2", "tp=2,pp=2", "pp=2,dp=2", "tp=2,pp=2,dp=2"] {
+        equal(layout, &[]);
+    }
+    equal("pp=2", &["model.tied=false"]);
+    equal("pp=2", &["parallel.schedule=zero-bubble"]);
+    equal("tp=2,pp=2", &["precision.dtype=bf16"]);
+}
+
+#[test]
+fn context_parallel() {
+    for layout in ["cp=2", "cp=4", "tp=2,cp=2", "cp=2,dp=2", "cp=2,pp=2", "tp=2,cp=2,pp=2"] {
+        equal(layout, &[]);
+    }
+    equal("cp=2", &["precision.dtype=bf16"]);
+    // A window: by heads where they divide, gathered where not.
+    for layout in ["cp=2", "cp=4", "tp=2,cp=2"] {
+        assert_ne!(equal(layout, &["model.window=8"])["cp"], equal(layout, &[])["cp"], "{layout}");
+    }
+}

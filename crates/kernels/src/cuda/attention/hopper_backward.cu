@@ -1,0 +1,334 @@
+// Backward pass for Hopper: a persistent block has 128 keys of one key head, 64 for each of two consumer warpgroups,
+// and meets the queries that see them BM at a time. Scores are held turned, keys × queries, so that the powers and
+// the gradients of scores are left operands of dv += pᵀ·dout and dk += dsᵀ·q as they lie in registers; for dq = ds·k
+// the gradients of scores go through shared memory.
+//
+// dq of a tile is the sum of what many blocks find. They add it in fixed point: integers give the same sum in any
+// order, so the result does not depend on who comes first. |dq| ≤ 2·|dout|·max|v|·max|k| (times the scale, which is
+// applied at the end) gives every query a step that cannot overflow.
+//
+// The products of dq for one tile of queries run with those of the next, beside its powers: the warpgroups need not
+// wait for each other.
+
+// SHORT: gradients of scores are made of the powers as they were rounded for dv, which needs fewer registers.
+template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBackwardLoad<D, BM, OWN> {
+    using Load = HopperBackwardLoad<D, BM, OWN>;
+    using Bars = typename Load::Bars;
+    static constexpr int BN = Load::BN, STAGES = Load::STAGES, COLUMNS = Load::COLUMNS, NS = BM / 2, ND = D / 2;
+    static constexpr u32 Q_BYTES = Load::Q_BYTES, DS_BYTES = Load::DS_BYTES;
+    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT, Q_AT = Load::Q_AT, O_AT = Load::O_AT;
+    static constexpr u32 DS_AT = Load::DS_AT;
+
+    // acc = x[64, D]·y[BM, D]ᵀ
+    static __device__ __forceinline__ void scores(float (&s)[NS], u32 x, u32 y) {
+        const u64 l = rows_operand(x), r = rows_operand(y);
+#pragma unroll
+        for (int i = 0; i < D / 16; i++)
+            Product<BM>::template both<0, 0>(s, l + (((i >> 2) * BN * 128 + (i & 3) * 32) >> 4),
+                                             r + (((i >> 2) * BM * 128 + (i & 3) * 32) >> 4), i > 0);
+    }
+    // acc += p[64, BM]·y[BM, D]
+    static __device__ __forceinline__ void gather(float (&c)[ND], const u32 (&p)[NS / 2], u32 y, int add) {
+        const u64 r = turned_operand(y, BM * 128);
+#pragma unroll
+        for (int i = 0; i < BM / 16; i++)
+            Product<D>::template left<1>(c, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
+                                         r + ((i * 2048) >> 4), i > 0 ? 1 : add);
+    }
+    // acc[64, 64] = ds[BN, 64]ᵀ·k[BN, 64]
+    static __device__ __forceinline__ void queries(float (&c)[32], u32 ds, u32 k) {
+        const u64 l = turned_operand(ds, BN * 128), r = turned_operand(k, BN * 128);
+#pragma unroll
+        for (int i = 0; i < BN / 16; i++)
+            Product<64>::template both<1, 1>(c, l + ((i * 2048) >> 4), r + ((i * 2048) >> 4), i > 0);
+    }
+
+    // Adds this warpgroup's part of dq to the sums of all blocks.
+    static __device__ __forceinline__ void flush(const float (&dq)[32], float step0, float step1, i32* to) {
+#pragma unroll
+        for (int i = 0; i < 32; i++)
+            asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128),
+                         "r"(__float2int_rn(dq[i] * (i & 2 ? step1 : step0)))
+                         : "memory");
+    }
+
+    // With OWN this block has all keys of the head: it keeps what it has of dq so far in its own scratch, where every
+    // thread finds what it left there, and writes dq when the last of the keys have been seen.
+    struct Owned {
+        float4* scratch;
+        i32 q0, head;
+        bool begins, ends;
+        __device__ __forceinline__ void fetch(float4 (&before)[8]) const {
+#pragma unroll
+            for (int j = 0; j < 8; j++) before[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (!begins) {
+#pragma unroll
+                for (int j = 0; j < 8; j++) before[j] = scratch[j * 128];
+            }
+        }
+        __device__ __forceinline__ void flush(const Mapped& m, const Spot& p, float (&dq)[32], const float4 (&before)[8],
+                                              int wg) const {
+            const Attention& a = m.a;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                dq[4 * j] += before[j].x;
+                dq[4 * j + 1] += before[j].y;
+                dq[4 * j + 2] += before[j].z;
+                dq[4 * j + 3] += before[j].w;
+            }
+            if (ends) {
+                const int self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
+                const i32 i = q0 + (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = D == 128 ? wg * 64 : 0;
+                bf16* row0 = i < p.q_len ? a.dq.row<bf16>(p.batch, i, head) + column : nullptr;
+                bf16* row1 = i + 8 < p.q_len ? a.dq.row<bf16>(p.batch, i + 8, head) + column : nullptr;
+                store_rows<64>(dq, row0, row1, a.scale, a.scale, a.d_qk - column);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    scratch[j * 128] = make_float4(dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+            }
+        }
+    };
+
+    static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
+        const Attention& a = m.a;
+        const int wg = warpgroup() - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
+        const bool first_lane = lane == 0;
+        Ring<STAGES> ring;
+        u32 kv_phase = 0, count = 0;
+        Owned own;
+        const i32 n = Load::total(m);
+        typename Load::Slots slot;
+        for (i32 index = 0;; index++) {
+            if constexpr (!OWN) {
+                barrier_wait(bars.tile_full(slot.stage), slot.phase);
+                index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
+                if (first_lane) barrier_arrive(bars.tile_free(slot.stage));
+                slot.next();
+            }
+            if (index >= n) break;
+            const Spot p = Load::place(m, index);
+            const i32 w0 = p.first + wg * 64;
+            float dk[ND], dv[ND];
+#pragma unroll
+            for (int i = 0; i < ND; i++) dk[i] = dv[i] = 0.0f;
+            if (p.from < p.to) {
+                const u32 k_at = base + K_AT, v_at = base + V_AT;
+                const u32 dq_k = k_at + (D == 128 ? wg * BN * 128 : 0), dq_ds = D == 128 ? 0 : wg * BN * 128;
+                barrier_wait(bars.kv_full(), kv_phase);
+                kv_phase ^= 1;
+                if (a.items && p.k_len - p.first < BN) {
+                    blank_rows<BN, COLUMNS>(k_at, p.k_len - p.first, self);
+                    blank_rows<BN, COLUMNS>(v_at, p.k_len - p.first, self);
+                    named_sync(1 + wg, 128);
+                }
+                float step0 = 0.0f, step1 = 0.0f;
+                i32* to = nullptr;
+                int add = 0;
+                own.begins = true;
+                const i32 step = Load::downwards(index) ? -1 : 1;
+                i32 head = p.head * a.group, tile = step < 0 ? p.to - 1 : p.from;
+#pragma unroll 1
+                for (i32 turn = (p.to - p.from) * a.group; turn > 0; turn--) {
+                    const u32 stage = ring.stage, q_at = base + Q_AT + stage * Q_BYTES;
+                    const u32 o_at = base + O_AT + stage * Q_BYTES;
+                    const i32 q0 = tile * BM;
+                    float s[NS], dp[NS], dq[32];
+                    u32 x[NS / 2], y[NS / 2];
+                    barrier_wait(bars.q_full(stage), ring.phase);
+                    const bool foreign = a.items && p.q_len - q0 < BM;
+                    if (foreign) {
+                        blank_rows<BM, COLUMNS>(q_at, p.q_len - q0, self);
+                        named_sync(1 + wg, 128);
+                    }
+                    products_begin();
+                    scores(s, k_at + wg * 8192, q_at);
+                    products_issued();
+                    barrier_wait(bars.o_full(stage), ring.phase);
+                    if (foreign) {
+                        blank_rows<BM, COLUMNS>(o_at, p.q_len - q0, self);
+                        named_sync(1 + wg, 128);
+                    }
+                    scores(dp, v_at + wg * 8192, o_at);
+                    products_issued();
+                    products_done<1>();
+                    pin(s);
+
+                    // p = exp(s - lse)
+                    const int t = (lane & 3) * 2;
+                    const float4* rows = reinterpret_cast<const float4*>(Load::rows_of(stage, 0)) + (lane & 3);
+#pragma unroll
+                    for (int i = 0; i < NS; i += 8) {
+                        const float4 w = rows[(i / 32) * 48 + (i % 32) / 2];
+#pragma unroll
+                        for (int e = 0; e < 8; e++)
+                            s[i + e] = fast_exp2(fmaf(s[i + e], a.inner, -(e & 4 ? (e & 1 ? w.w : w.z) : (e & 1 ? w.y : w.x))));
+                    }
+                    if (q0 < w0 + 63 - p.off - a.right || q0 + BM - 1 > min(w0 - p.off + a.left, p.q_len - 1) ||
+                        w0 + 63 >= p.k_len) {
+#pragma unroll
+                        for (int r = 0; r < 2; r++) {
+                            // Queries that see this key, relative to this thread's first of the tile.
+                            const i32 key = w0 + warp * 16 + r * 8 + (lane >> 2), j = key - p.off;
+                            const i32 lo = j - a.right - q0 - t;
+                            const i32 hi = key < p.k_len ? min(j + a.left, p.q_len - 1) - q0 - t : -1;
+#pragma unroll
+                            for (int i = 0; i < NS / 4; i++)
+#pragma unroll
+                                for (int e = 0; e < 2; e++)
+                                    if (i * 8 + e < lo || i * 8 + e > hi) s[i * 4 + r * 2 + e] = 0.0f;
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < NS / 2; i++) x[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+                    products_begin();
+                    gather(dv, x, o_at, add);
+                    products_issued();
+                    products_done<1>();
+                    pin(dp);
+
+                    // ds = p·(dp - delta)
+                    const float4* deltas = reinterpret_cast<const float4*>(Load::rows_of(stage, 1)) + (lane & 3);
+#pragma unroll
+                    for (int i = 0; i < NS; i += 8) {
+                        const float4 d = deltas[(i / 32) * 48 + (i % 32) / 2];
+#pragma unroll
+                        for (int e = 0; e < 8; e++) {
+                            const u32 two = x[(i + e) / 2];
+                            const float p = SHORT ? (e & 1 ? high_bf16(two) : low_bf16(two)) : s[i + e];
+                            dp[i + e] = p * (dp[i + e] - (e & 4 ? (e & 1 ? d.w : d.z) : (e & 1 ? d.y : d.x)));
+                        }
+                    }
+#pragma unroll
+                    for (int i = 0; i < NS / 2; i++) y[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
+                    const u32 side = count & 1, turned = side ^ 1;
+                    barrier_wait(bars.ds_free(side), ((count >> 1) & 1) ^ 1);
+                    {
+                        const int row = wg * 64 + warp * 16 + (lane & 15);
+                        const u32 at = base + DS_AT + side * DS_BYTES + row * 128;
+#pragma unroll
+                        for (int i = 0; i < BM / 16; i++) {
+                            const int chunk = 2 * i + (lane >> 4);
+                            stsm(at + (i >> 2) * BN * 128 + (((chunk & 7) ^ (row & 7)) << 4), y[4 * i], y[4 * i + 1],
+                                 y[4 * i + 2], y[4 * i + 3]);
+                        }
+                        async_fence();
+                        __syncwarp();
+                        if (first_lane) barrier_arrive(bars.ds_full(side));
+                    }
+                    if (add) barrier_wait(bars.ds_full(turned), ((count - 1) >> 1) & 1);
+                    products_begin();
+                    // On the first turn this multiplies what nobody will look at: a branch here costs more.
+                    queries(dq, base + DS_AT + turned * DS_BYTES + dq_ds, dq_k);
+                    products_issued();
+                    gather(dk, y, q_at, add);
+                    products_issued();
+                    float4 kept[8];
+                    if (OWN) own.fetch(kept);
+                    products_done<1>();
+                    pin(dv);
+                    pin(x);
+                    pin(dq);
+                    if (first_lane) barrier_arrive(bars.o_free(stage));
+                    if (add) {
+                        if (first_lane) barrier_arrive(bars.ds_free(turned));
+                        if constexpr (OWN) own.flush(m, p, dq, kept, wg);
+                        else flush(dq, step0, step1, to);
+                    }
+                    if constexpr (OWN) {
+                        own.scratch = reinterpret_cast<float4*>(m.sums) +
+                                      ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (D / 4) +
+                                      wg * 1024 + self;
+                        own.q0 = q0;
+                        own.head = head;
+                        own.begins = p.first / BN == max(q0 + p.off - a.left, 0) / BN;
+                        own.ends = p.first / BN == min(q0 + BM - 1 + p.off + a.right, p.k_len - 1) / BN;
+                    } else {
+                        const float* steps = Load::rows_of(stage, 2) + (D == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
+                        step0 = steps[0];
+                        step1 = steps[8];
+                        to = reinterpret_cast<i32*>(m.sums) +
+                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * D + wg * 4096 + self);
+                    }
+                    add = 1;
+                    count++;
+                    if (++head == (p.head + 1) * a.group) head = p.head * a.group, tile += step;
+                    products_done<0>();
+                    pin(dk);
+                    pin(y);
+                    if (first_lane) barrier_arrive(bars.q_free(stage));
+                    ring.next();
+                }
+                const u32 before = count - 1;
+                float dq[32];
+                barrier_wait(bars.ds_full(before & 1), (before >> 1) & 1);
+                products_begin();
+                queries(dq, base + DS_AT + (before & 1) * DS_BYTES + dq_ds, dq_k);
+                products_issued();
+                float4 kept[8];
+                if (OWN) own.fetch(kept);
+                products_done<0>();
+                pin(dq);
+                if (first_lane) {
+                    barrier_arrive(bars.ds_free(before & 1));
+                    barrier_arrive(bars.kv_free());
+                }
+                if constexpr (OWN) own.flush(m, p, dq, kept, wg);
+                else flush(dq, step0, step1, to);
+            }
+            bf16* k_row[2];
+            bf16* v_row[2];
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const i32 j = w0 + warp * 16 + r * 8 + (lane >> 2);
+                k_row[r] = v_row[r] = nullptr;
+                if (j < p.k_len) {
+                    k_row[r] = a.dk.row<bf16>(p.batch, p.k_start + j, p.head);
+                    v_row[r] = a.dv.row<bf16>(p.batch, p.k_start + j, p.head);
+                }
+            }
+            store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
+            store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);
+        }
+    }
+
+    static __device__ __forceinline__ void run(const Mapped& m) {
+        const u32 base = shared_address(attention_shared);
+        const Bars bars = {base};
+        if (threadIdx.x == 0) {
+            barrier_init(bars.kv_full(), 1);
+            barrier_init(bars.kv_free(), 8);
+            for (int s = 0; s < STAGES; s++) {
+                barrier_init(bars.q_full(s), 1);
+                barrier_init(bars.o_full(s), 1);
+                barrier_init(bars.q_free(s), 8);
+                barrier_init(bars.o_free(s), 8);
+            }
+            for (int s = 0; s < 2; s++) {
+                barrier_init(bars.ds_full(s), 8);
+                barrier_init(bars.ds_free(s), 8);
+                barrier_init(bars.tile_full(s), 1);
+                barrier_init(bars.tile_free(s), OWN ? 1 : 9);
+            }
+            barrier_init_done();
+        }
+        __syncthreads();
+        if (threadIdx.x < 128) {
+            fewer_registers<24>();
+            if (threadIdx.x < 32) Load::produce(m, base, bars);
+            else if (threadIdx.x < 64) Load::choose(m, bars);
+        } else {
+            more_registers<240>();
+            consume(m, base, bars);
+        }
+    }
+};
+
+#define HOPPER_BACKWARD(NAME, D, BM, SHORT, OWN)                                                      \
+    extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ Mapped m) {     \
+        HopperBackward<D, BM, SHORT, OWN>::run(m);                                                    \
+    }
+
+HOPPER_BACKWARD(attention_hopper_backward_64_bf16, 64, 128, true, false)
+HOPPER_BACKWARD(attention_hopper_backward_own_64_bf16, 64, 128, true, true)
+HOPPER_BACKWARD(attention_hopper_backward_128_bf16, 128, 64, false, false)

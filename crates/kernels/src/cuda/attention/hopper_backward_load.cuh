@@ -1,0 +1,166 @@
+// The producer of the Hopper backward kernel: what lies where in shared memory, which tiles of keys a block takes, and
+// in which order it meets the queries.
+
+template <int D, int BM, bool OWN> struct HopperBackwardLoad {
+    static constexpr int BN = 128, STAGES = 3, COLUMNS = D / 64;
+    static_assert(BM * D == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
+    static constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
+    static constexpr u32 TILES_AT = 192, ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
+    static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
+    static constexpr u32 DS_AT = O_AT + STAGES * Q_BYTES, BYTES = DS_AT + 2 * DS_BYTES;
+    static_assert(BYTES <= 227 * 1024, "shared memory");
+
+    static __device__ __forceinline__ void bounds(const Attention& a, Spot& p) {
+        const i32 last = min(p.first + BN, p.k_len) - 1;
+        p.from = max(p.first - p.off - a.right, 0) / BM;
+        p.to = (min(last - p.off + a.left, p.q_len - 1) + BM) / BM;
+    }
+
+    struct Bars {
+        u32 base;
+        __device__ __forceinline__ u32 kv_full() const { return base; }
+        __device__ __forceinline__ u32 kv_free() const { return base + 8; }
+        __device__ __forceinline__ u32 ds_full(u32 s) const { return base + 16 + s * 8; }
+        __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 32 + s * 8; }
+        __device__ __forceinline__ u32 tile_full(u32 s) const { return base + 48 + s * 8; }
+        __device__ __forceinline__ u32 tile_free(u32 s) const { return base + 64 + s * 8; }
+        __device__ __forceinline__ u32 q_full(u32 s) const { return base + 80 + s * 8; }
+        __device__ __forceinline__ u32 q_free(u32 s) const { return base + 80 + (STAGES + s) * 8; }
+        __device__ __forceinline__ u32 o_full(u32 s) const { return base + 80 + (2 * STAGES + s) * 8; }
+        __device__ __forceinline__ u32 o_free(u32 s) const { return base + 80 + (3 * STAGES + s) * 8; }
+    };
+    // Numbers of 64 rows lie together: weights, deltas, steps.
+    static __device__ __forceinline__ const float* rows_of(u32 stage, int part) {
+        return reinterpret_cast<const float*>(attention_shared + ROWS_AT + stage * 3 * ROW_BYTES) + part * 64;
+    }
+
+    // Place of a tile. With OWN a block takes all tiles of a key head, one after another, and `index` counts them;
+    // otherwise blocks take the next tile when they are done with one: who takes which does not show in the results.
+    static __device__ __forceinline__ Spot place(const Mapped& m, i32 index) {
+        const i32 heads = m.a.heads / m.a.group;
+        Spot p;
+        if constexpr (OWN) {
+            const i32 turn = index / m.a.tiles, pair = turn * i32(gridDim.x) + i32(blockIdx.x);
+            p.batch = pair / heads;
+            p.head = p.kv_head = pair - p.batch * heads;
+            p.q_start = p.k_start = p.row = 0;
+            p.q_len = m.a.q_len;
+            p.k_len = m.a.k_len;
+            p.first = (index - turn * m.a.tiles) * BN;
+            p.off = m.a.bottom ? p.k_len - p.q_len : 0;
+        } else {
+            p = tile_place(m, index, heads, BN, false);
+        }
+        bounds(m.a, p);
+        return p;
+    }
+    // Blocks that start together go through the queries from the last to the first, those that take their places as
+    // they end from the first to the last: with a diagonal, blocks of the same head then meet the same queries at
+    // the same time, and find them in the L2 cache. 128 is about the number of blocks, and the same on every card.
+    static __device__ __forceinline__ bool downwards(i32 index) { return !OWN && (index / 128) % 2 == 0; }
+    static __device__ __forceinline__ i32 total(const Mapped& m) {
+        const i32 blocks = gridDim.x, self = blockIdx.x;
+        return OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
+    }
+
+    // What the producer must know of a tile: it has no registers to work it out.
+    struct Load {
+        i32 index, batch, head, key, query, row, from, to;
+    };
+    static_assert(sizeof(Load) == 32, "two in 64 bytes");
+    static __device__ __forceinline__ Load load_of(const Mapped& m, i32 index) {
+        const Spot p = place(m, index);
+        return {index, p.batch, p.head, p.k_start + p.first, p.q_start, p.row, p.from, p.to};
+    }
+    // A tile is taken when the producer is done with the one before, no earlier, or long tiles would wait behind long
+    // ones; with OWN it is known whose they are.
+    using Slots = Ring<OWN ? 2 : 1>;
+    static __device__ __forceinline__ volatile Load* slot_at(u32 slot) {
+        return reinterpret_cast<volatile Load*>(attention_shared + TILES_AT) + slot;
+    }
+
+    // Another warp beside the producer takes tiles: from the counter, or with OWN one after another.
+    static __device__ __forceinline__ void choose(const Mapped& m, Bars bars) {
+        const bool one = (threadIdx.x & 31) == 0;
+        const i32 n = total(m);
+        Slots slot;
+        i32 index = -1;
+        do {
+            barrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
+            index++;
+            if (!OWN && one) index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
+            index = __shfl_sync(~0u, index, 0);
+            if (one) {
+                volatile Load* to = slot_at(slot.stage);
+                to->index = index;
+                if (index < n) {
+                    const Load x = load_of(m, index);
+                    to->batch = x.batch, to->head = x.head, to->key = x.key, to->query = x.query;
+                    to->row = x.row, to->from = x.from, to->to = x.to;
+                }
+                barrier_arrive(bars.tile_full(slot.stage));
+            }
+            slot.next();
+        } while (index < n);
+    }
+
+    // One warp: all its lanes count, one of them copies.
+    static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
+        const Attention& a = m.a;
+        const bool one = (threadIdx.x & 31) == 0;
+        Ring<STAGES> ring;
+        Slots slot;
+        u32 kv_phase = 0;
+        while (true) {
+            barrier_wait(bars.tile_full(slot.stage), slot.phase);
+            const volatile Load* p = slot_at(slot.stage);
+            if (p->index >= total(m)) break;
+            i32 left = p->to - p->from;
+            if (left > 0) {
+                barrier_wait(bars.kv_free(), kv_phase ^ 1);
+                kv_phase ^= 1;
+                if (one) {
+                    barrier_expect(bars.kv_full(), 2 * K_BYTES);
+#pragma unroll
+                    for (int c = 0; c < COLUMNS; c++) {
+                        tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                        tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                    }
+                }
+            }
+            const i32 step = downwards(p->index) ? -BM : BM;
+            i32 token = (step < 0 ? p->to - 1 : p->from) * BM;
+#pragma unroll 1
+            for (; left > 0; left--, token += step) {
+                const i32 head = p->head * a.group;
+#pragma unroll 1
+                for (i32 n = 0; n < a.group; n++) {
+                    const u32 s = ring.stage;
+                    barrier_wait(bars.q_free(s), ring.phase ^ 1);
+                    if (one) {
+                        barrier_expect(bars.q_full(s), Q_BYTES + 3 * ROW_BYTES);
+#pragma unroll
+                        for (int c = 0; c < COLUMNS; c++)
+                            tensor_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
+                                        p->query + token, head + n, p->batch);
+                        const i64 row = i64(p->batch * a.heads + head + n) * m.padded + (p->row + token);
+                        bulk_load(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.weights) + row * 3,
+                                  3 * ROW_BYTES, bars.q_full(s));
+                    }
+                    barrier_wait(bars.o_free(s), ring.phase ^ 1);
+                    if (one) {
+                        barrier_expect(bars.o_full(s), Q_BYTES);
+#pragma unroll
+                        for (int c = 0; c < COLUMNS; c++)
+                            tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
+                                        p->query + token, head + n, p->batch);
+                    }
+                    ring.next();
+                }
+            }
+            __syncwarp();
+            if (one) barrier_arrive(bars.tile_free(slot.stage));
+            slot.next();
+        }
+    }
+};

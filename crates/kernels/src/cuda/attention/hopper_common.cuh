@@ -1,0 +1,120 @@
+// Arguments of the Hopper attention kernels and the order in which persistent blocks take their tiles.
+struct alignas(64) Mapped {
+    TensorMap q, k, v, dout;  // boxes [64 channels, tile's tokens, 1, 1] of (channel, token, head, batch)
+    Attention a;
+    u64 sums;     // i32 [batch, heads, padded, channels]: gradients of queries in fixed point, tile by tile in the
+                  // order of the accumulators that they come from
+    u64 bounds;   // f32 [batch, kv heads, chunks, 2]: largest |k| and largest |v|² of 256 tokens
+    u64 next;     // i32: how many tiles have been taken
+    i32 total;    // tiles of all heads
+    i32 section;  // (batch, head) pairs whose tiles are taken together, so that what they share stays in the L2 cache
+    i32 pairs;
+    i32 padded;   // rows of a head in `sums`, and in `weights`, which here has 64 of them, then 64 sums of dout·out
+                  // and 64 steps: what a one of `sums` is worth, inverted, a power of two
+    i32 chunks;   // of `bounds`
+    i32 k_from, k_to;  // key tokens that belong to a sequence
+    i32 spare[11];
+};
+static_assert(sizeof(Mapped) == 1024, "as in hopper.rs");
+
+// Tile `round` of this block. Tiles are sorted from long to short, and every other round runs backwards, so that the
+// blocks' shares of the work come out alike.
+__device__ __forceinline__ i32 tile_of(i32 round, i32 total) {
+    const i32 blocks = gridDim.x, self = blockIdx.x;
+    const i32 x = round * blocks + ((round & 1) ? blocks - 1 - self : self);
+    return x < total ? x : -1;
+}
+// The last rounds of a block may hold no tile in one direction but in the next.
+__device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x) - 1) / i32(gridDim.x); }
+
+// A place, and the row of `sums` and its like where the sequence's queries start.
+struct Spot : Place {
+    i32 row;
+};
+__device__ __forceinline__ Spot tile_place(const Mapped& m, i32 index, i32 heads, i32 size, bool reversed) {
+    const Attention& a = m.a;
+    Spot p;
+    p.row = 0;
+    if (a.items) {
+        p.head = index % heads;
+        Item it = reinterpret_cast<const Item*>(a.items)[index / heads];
+        p.batch = 0;
+        p.q_start = it.q_start;
+        p.q_len = it.q_len;
+        p.k_start = it.k_start;
+        p.k_len = it.k_len;
+        p.first = it.first;
+        p.row = it.pad0;
+    } else {
+        const i32 whole = m.section * a.tiles, part = index / whole, rest = index - part * whole;
+        const i32 here = min(m.section, m.pairs - part * m.section);
+        const i32 tile = rest / here, pair = part * m.section + (rest - tile * here);
+        p.batch = pair / heads;
+        p.head = pair - p.batch * heads;
+        p.q_start = 0;
+        p.q_len = a.q_len;
+        p.k_start = 0;
+        p.k_len = a.k_len;
+        p.first = (reversed ? a.tiles - 1 - tile : tile) * size;
+    }
+    p.kv_head = heads == a.heads ? p.head / a.group : p.head;
+    p.off = a.bottom ? p.k_len - p.q_len : 0;
+    p.from = p.to = 0;
+    return p;
+}
+
+// Where a ring of tiles stands.
+template <int STAGES> struct Ring {
+    u32 stage = 0, phase = 0;
+    __device__ __forceinline__ void next() {
+        if (++stage == STAGES) stage = 0, phase ^= 1;
+    }
+};
+
+// Lane t of four holds word j of row chunk j as its part t; afterwards it holds all four parts of chunk t.
+__device__ __forceinline__ void turn_quad(u32 (&w)[4]) {
+    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+        const u32 got = __shfl_xor_sync(~0u, odd ? w[j] : w[j + 1], 1);
+        if (odd) w[j] = got;
+        else w[j + 1] = got;
+    }
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+        const u32 got = __shfl_xor_sync(~0u, high ? w[j] : w[j + 2], 2);
+        if (high) w[j] = got;
+        else w[j + 2] = got;
+    }
+}
+
+// Two rows (r = 0, 1) of an accumulator [64, N], times a factor each, as bf16 in 16-byte stores. Null: not stored.
+template <int N>
+__device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, bf16* row1, float f0, float f1,
+                                           i32 channels) {
+    const i32 t = threadIdx.x & 3;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        bf16* row = r ? row1 : row0;
+        const float f = r ? f1 : f0;
+#pragma unroll
+        for (int n = 0; n < N / 8; n += 4) {
+            u32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) w[j] = pack_bf16(c[(n + j) * 4 + r * 2] * f, c[(n + j) * 4 + r * 2 + 1] * f);
+            turn_quad(w);
+            if (row && (n + t) * 8 < channels)
+                *reinterpret_cast<uint4*>(row + (n + t) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
+        }
+    }
+}
+
+// Zeroes the rows of a tile [ROWS, 64·COLUMNS] from `rows` on: what lies there belongs to others and may be NaN.
+// Called by every warpgroup that reads the tile, `self` counting its 128 threads.
+template <int ROWS, int COLUMNS> __device__ __forceinline__ void blank_rows(u32 at, i32 rows, int self) {
+    for (i32 x = max(rows, 0) * 8 + self; x < ROWS * 8; x += 128) {
+#pragma unroll
+        for (int c = 0; c < COLUMNS; c++) store16(at + c * ROWS * 128 + x * 16, 0, 0, 0, 0);
+    }
+    async_fence();
+}

@@ -1,0 +1,94 @@
+//! Products with what follows them in one kernel of cuBLASLt, where that proves faster than one after the other.
+
+use super::CudaKernels;
+use super::blas::Epilogue;
+use super::gemm::even;
+use super::plans::Operands;
+use crate::fused::{LinearAct, LinearActBackward, LinearGrad};
+use crate::{Act, ActivationKernels, ElementwiseKernels, FusedKernels, GemmKernels};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
+
+/// Have all of them rows of bf16, contiguous and of the shape of the first?
+fn alike(tensors: &[&Tensor]) -> bool {
+    tensors.iter().all(|t| t.dtype() == DType::BF16 && t.shape() == tensors[0].shape() && t.is_contiguous())
+}
+
+impl FusedKernels for CudaKernels {
+    fn linear_act_forward(&self, s: &Stream, f: &LinearAct) -> Result<()> {
+        let apart = |y: &Tensor| {
+            self.gemm(s, &f.product(f.h))?;
+            self.act_forward(s, f.act, false, f.h, y)
+        };
+        let g = f.product(f.y);
+        let z = g.sizes()?;
+        let known = f.act == Act::GeluTanh && alike(&[f.y, f.h]) && f.x.dtype() == DType::BF16;
+        if known && z.m * z.n * z.k > 0 && g.even(&z) && even(f.h, z.n) {
+            let epilogue = Epilogue::Gelu { bias: f.bias.is_some(), ld: z.n };
+            let (bias, beside) = (f.bias.map(read), Some(write(f.h)));
+            let o = Operands { a: g.a, b: g.b, c: g.c, bias, beside, accumulate: false };
+            let key = g.key(z, epilogue, Some(f.h));
+            if self.plans.product(s, "gemm (output, gelu)", key, &o, Some(&apart))? {
+                return Ok(());
+            }
+        }
+        apart(f.y)
+    }
+
+    fn linear_act_backward(&self, s: &Stream, f: &LinearActBackward) -> Result<()> {
+        let apart = |dh: &Tensor| {
+            let dy = Tensor::empty(s, f.h.shape(), f.h.dtype(), Category::Activations)?;
+            self.gemm(s, &f.product(&dy))?;
+            self.act_backward(s, f.act, false, f.h, &dy, dh)
+        };
+        let g = f.product(f.dh);
+        let z = g.sizes()?;
+        let known = f.act == Act::GeluTanh && alike(&[f.dh, f.h]) && f.dy.dtype() == DType::BF16;
+        if known && z.m * z.n * z.k > 0 && g.even(&z) && even(f.h, z.n) {
+            let epilogue = Epilogue::GeluSlope { ld: z.n };
+            let beside = Some(read(f.h));
+            let o = Operands { a: g.a, b: g.b, c: g.c, bias: None, beside, accumulate: false };
+            let key = g.key(z, epilogue, Some(f.h));
+            if self.plans.product(s, "gemm (input gradient, gelu)", key, &o, Some(&apart))? {
+                return Ok(());
+            }
+        }
+        apart(f.dh)
+    }
+
+    fn linear_grad(&self, s: &Stream, f: &LinearGrad) -> Result<()> {
+        let ((dw, _), (db, onto)) = (f.dw, f.db);
+        let g = f.product(dw);
+        let z = g.sizes()?;
+        let fits = db.shape() == [z.m] && db.is_contiguous();
+        let known = fits && [dw, db].iter().all(|t| t.dtype() == DType::F32) && f.dy.dtype() == DType::BF16;
+        if known && z.m * z.n * z.k > 0 && g.even(&z) {
+            // The library overwrites.
+            let sums = match onto || db.alignment() < 16 {
+                true => Tensor::empty(s, &[z.m], DType::F32, Category::Workspace)?,
+                false => db.clone(),
+            };
+            let apart = |dw: &Tensor| {
+                self.gemm(s, &f.product(dw))?;
+                self.column_sum(s, f.dy, false, &sums)
+            };
+            let o = Operands {
+                a: g.a,
+                b: g.b,
+                c: g.c,
+                bias: Some(write(&sums)),
+                beside: None,
+                accumulate: g.accumulate,
+            };
+            let key = g.key(z, Epilogue::ColumnSums, Some(&sums));
+            if self.plans.product(s, "gemm (weight gradient, bias)", key, &o, Some(&apart))? {
+                return match (sums.same_memory(db), onto) {
+                    (true, _) => Ok(()),
+                    (false, true) => self.add_assign(s, db, &sums),
+                    (false, false) => self.copy(s, &sums, db),
+                };
+            }
+        }
+        self.gemm(s, &g)?;
+        self.column_sum(s, f.dy, onto, db)
+    }
+}

@@ -1,0 +1,58 @@
+//! Tensor maps: what Hopper's copy engine must know of a tensor to bring boxes of it to shared memory.
+
+use cudarc::driver::sys::{self, CUresult};
+use ferrotron_tensor::{Error, Result};
+use std::ffi::c_void;
+
+/// `TensorMap` of hopper.cuh, as the driver makes it.
+#[repr(C, align(64))]
+#[derive(Clone, Copy, Default)]
+pub(super) struct TensorMap([u64; 16]);
+
+// The driver's has the same size, and the kernels read it where the driver put it.
+const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
+
+/// Channels of a box: 128 bytes, the width of the swizzle.
+const CHANNELS: u32 = 64;
+
+/// A view of bf16 with `sizes` `[channels, tokens, heads, batch]`, contiguous channels and the other axes' steps in
+/// elements, all of whose rows lie on 16-byte boundaries. A box has 64 channels of `rows` tokens of one head; what
+/// lies outside the tensor is read as 0.
+pub(super) fn tensor_map(address: u64, sizes: [usize; 4], steps: [usize; 3], rows: u32) -> Result<TensorMap> {
+    const OP: &str = "tensor map";
+    let dims = sizes.map(|n| n as u64);
+    // The step of an axis with one element is never taken, but must be a legal one.
+    let mut strides = [16u64; 3];
+    for (i, stride) in strides.iter_mut().enumerate() {
+        if sizes[i + 1] > 1 {
+            *stride = steps[i] as u64 * 2;
+        }
+    }
+    let (boxes, each) = ([CHANNELS, rows, 1, 1], [1u32; 4]);
+    let mut map = TensorMap::default();
+    // SAFETY: arrays of as many numbers as the rank says, and an aligned place for the map; the driver only writes
+    // the map and checks the numbers. The address is used by kernels whose launch holds the tensor.
+    let status = unsafe {
+        sys::cuTensorMapEncodeTiled(
+            std::ptr::from_mut(&mut map).cast(),
+            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            4,
+            address as *mut c_void,
+            dims.as_ptr(),
+            strides.as_ptr(),
+            boxes.as_ptr(),
+            each.as_ptr(),
+            sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+    };
+    match status {
+        CUresult::CUDA_SUCCESS => Ok(map),
+        status => Err(Error::Cuda {
+            op: OP,
+            what: format!("{status:?} for {sizes:?}, steps {steps:?}, {rows} rows"),
+        }),
+    }
+}

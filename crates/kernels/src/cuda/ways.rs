@@ -1,0 +1,225 @@
+//! Every way the library knows to make a product, not only the fastest, must give it, and the same bits each time.
+
+use super::CudaKernels;
+use super::blas::{Addresses, Algorithm, Epilogue, Form};
+use crate::fused::{LinearAct, LinearActBackward, LinearGrad};
+use crate::{Act, FusedKernels, Gemm};
+use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards, read, write};
+
+/// The card, where there is one. `FERROTRON_TEST_DEVICE=cuda` insists.
+fn card() -> Option<(CudaKernels, Stream)> {
+    if cards().is_ok_and(|all| !all.is_empty()) {
+        let device = Device::cuda(0, Threads::new(2).unwrap(), Watch::default()).unwrap();
+        return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
+    }
+    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no card");
+    None
+}
+
+/// Numbers in (-size, size), exact in bf16.
+fn numbers(seed: u64, n: usize, size: f32) -> Vec<f32> {
+    let mut x = seed | 1;
+    let mut draw = || {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (x >> 40) as f32 / (1 << 23) as f32 - 1.0
+    };
+    (0..n).map(|_| bf16::from_f32(size * draw()).to_f32()).collect()
+}
+
+fn upload(s: &Stream, v: &[f32], shape: &[usize]) -> Tensor {
+    let v: Vec<bf16> = v.iter().map(|x| bf16::from_f32(*x)).collect();
+    s.upload(&v, shape, Category::Workspace).unwrap()
+}
+
+fn host(s: &Stream, t: &Tensor) -> Vec<f64> {
+    match t.dtype() {
+        DType::BF16 => s.download::<bf16>(t).unwrap().iter().map(|x| x.to_f64()).collect(),
+        _ => s.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
+    }
+}
+
+fn gelu(x: f64) -> f64 {
+    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
+}
+
+fn slope(x: f64) -> f64 {
+    let c = (2.0 / std::f64::consts::PI).sqrt();
+    let t = (c * (x + 0.044715 * x.powi(3))).tanh();
+    0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * c * (1.0 + 3.0 * 0.044715 * x * x)
+}
+
+/// How far `ours` is from `wanted`, as a part of what one rounding and `slack` before it allow.
+fn apart(dtype: DType, ours: &[f64], wanted: &[f64], slack: f64) -> f64 {
+    let eps = if dtype == DType::BF16 { 2f64.powi(-8) } else { 2f64.powi(-24) };
+    let one = |(o, w): (&f64, &f64)| {
+        let room = 1.01 * eps * (w.abs() + slack) + slack;
+        if o.is_finite() { (o - w).abs() / room } else { f64::INFINITY }
+    };
+    ours.iter().zip(wanted).map(one).fold(0.0, f64::max)
+}
+
+/// Operands of a product and what lies beside it.
+struct Case<'a> {
+    g: Gemm<'a>,
+    bias: Option<(&'a Tensor, bool)>,
+    beside: Option<(&'a Tensor, bool)>,
+    epilogue: Epilogue,
+}
+
+impl Case<'_> {
+    fn ways(&self, k: &CudaKernels) -> (Form, Vec<Algorithm>) {
+        let key = self.g.key(self.g.sizes().unwrap(), self.epilogue, self.beside.map(|b| b.0));
+        let form = Form::new(&key).unwrap();
+        let all = k.plans.library().algorithms(&key, &form).unwrap();
+        (form, all)
+    }
+
+    fn run(&self, k: &CudaKernels, s: &Stream, form: &Form, way: &Algorithm) {
+        let arg = |(t, w): (_, bool)| if w { write(t) } else { read(t) };
+        let scratch = Tensor::empty(s, &[way.workspace.max(1)], DType::U8, Category::Workspace).unwrap();
+        let mut args = vec![read(self.g.a), read(self.g.b), write(self.g.c), write(&scratch)];
+        args.extend(self.bias.map(arg));
+        args.extend(self.beside.map(arg));
+        s.launch("gemm", &args, |l| {
+            let [a, b, c, workspace] = [0, 1, 2, 3].map(|i| l.address(i).unwrap());
+            let bias = self.bias.map_or(0, |_| l.address(4).unwrap());
+            let beside = self.beside.map_or(0, |_| l.address(args.len() - 1).unwrap());
+            let at = Addresses { a, b, c, bias, beside, workspace };
+            k.plans.library().run(l, form, way, &at, self.g.accumulate)
+        })
+        .unwrap();
+    }
+
+    /// Runs every way twice and compares each output with what is wanted.
+    fn check(&self, k: &CudaKernels, s: &Stream, name: &str, outputs: &[(&Tensor, &[f64], f64)]) {
+        let (form, all) = self.ways(k);
+        let mut worst = vec![0f64; outputs.len()];
+        for way in &all {
+            self.run(k, s, &form, way);
+            let once: Vec<Vec<f64>> = outputs.iter().map(|(t, ..)| host(s, t)).collect();
+            for ((worst, (t, wanted, slack)), ours) in worst.iter_mut().zip(outputs).zip(&once) {
+                *worst = worst.max(apart(t.dtype(), ours, wanted, *slack));
+                s.zero(t).unwrap();
+            }
+            self.run(k, s, &form, way);
+            let twice: Vec<Vec<f64>> = outputs.iter().map(|(t, ..)| host(s, t)).collect();
+            assert!(once == twice, "{name}: two runs of one way differ");
+        }
+        println!("{name}: {} ways, at most {worst:.3?} of what rounding allows", all.len());
+        assert!(worst.iter().all(|w| *w <= 1.0), "{name}: {worst:?}");
+    }
+}
+
+#[test]
+fn every_way_gives_the_product() {
+    let Some((k, s)) = card() else { return };
+    let (m, n, deep) = (256, 384, 320);
+    let (a, b) = (numbers(1, m * deep, 1.0), numbers(2, n * deep, 0.5));
+    let bias = numbers(3, n, 1.0);
+    let h = numbers(4, m * n, 6.0);
+    let (at, bt) = (upload(&s, &a, &[m, deep]), upload(&s, &b, &[n, deep]));
+    let (bias_t, h_t) = (upload(&s, &bias, &[n]), upload(&s, &h, &[m, n]));
+    let product: Vec<f64> = (0..m * n)
+        .map(|i| {
+            let (row, column) = (&a[i / n * deep..][..deep], &b[i % n * deep..][..deep]);
+            row.iter().zip(column).map(|(x, y)| f64::from(*x) * f64::from(*y)).sum()
+        })
+        .collect();
+    let biased: Vec<f64> = product.iter().enumerate().map(|(i, x)| x + f64::from(bias[i % n])).collect();
+    let slack = (deep + 2) as f64 * 2f64.powi(-23);
+    let out = |dtype| s.zeros(&[m, n], dtype, Category::Workspace).unwrap();
+    let (c, beside) = (out(DType::BF16), out(DType::BF16));
+    let g = Gemm { a: &at, trans_a: false, b: &bt, trans_b: true, bias: None, accumulate: false, c: &c };
+    let plain = Case { g, bias: None, beside: None, epilogue: Epilogue::None };
+    plain.check(&k, &s, "plain", &[(&c, &product, slack)]);
+    let g = || Gemm { a: &at, trans_a: false, b: &bt, trans_b: true, bias: None, accumulate: false, c: &c };
+    let with = Case { g: g(), bias: Some((&bias_t, false)), beside: None, epilogue: Epilogue::Bias };
+    with.check(&k, &s, "bias", &[(&c, &biased, slack)]);
+    let wanted: Vec<f64> = biased.iter().map(|x| gelu(*x)).collect();
+    let epilogue = Epilogue::Gelu { bias: true, ld: n };
+    let fused = Case { g: g(), bias: Some((&bias_t, false)), beside: Some((&beside, true)), epilogue };
+    fused.check(&k, &s, "GELU", &[(&beside, &biased, slack), (&c, &wanted, slack)]);
+    let wanted: Vec<f64> = product.iter().zip(&h).map(|(x, h)| x * slope(f64::from(*h))).collect();
+    let epilogue = Epilogue::GeluSlope { ld: n };
+    let back = Case { g: g(), bias: None, beside: Some((&h_t, false)), epilogue };
+    back.check(&k, &s, "slope of GELU", &[(&c, &wanted, 8.0 * slack)]);
+    // Rows are the batch: dy [deep, m], x [deep, n].
+    let (dy, x) = (upload(&s, &a, &[deep, m]), upload(&s, &b, &[deep, n]));
+    let wanted: Vec<f64> = (0..m * n)
+        .map(|i| (0..deep).map(|r| f64::from(a[r * m + i / n]) * f64::from(b[r * n + i % n])).sum())
+        .collect();
+    let sums: Vec<f64> = (0..m).map(|i| (0..deep).map(|r| f64::from(a[r * m + i])).sum()).collect();
+    let (dw, db) = (out(DType::F32), s.zeros(&[m], DType::F32, Category::Workspace).unwrap());
+    let g = Gemm { a: &dy, trans_a: true, b: &x, trans_b: false, bias: None, accumulate: false, c: &dw };
+    let grad = Case { g, bias: Some((&db, true)), beside: None, epilogue: Epilogue::ColumnSums };
+    grad.check(&k, &s, "column sums", &[(&dw, &wanted, slack), (&db, &sums, slack)]);
+}
+
+/// Prints what fusing brings at the sizes of a small GPT.
+#[test]
+#[ignore = "prints times"]
+fn what_fusing_brings() {
+    let Some((k, s)) = card() else { return };
+    let (rows, wide, narrow) = (65_536, 3072, 768);
+    let make = |seed, shape: [usize; 2]| {
+        let part = numbers(seed, shape[1] * 256, 1.0);
+        let all: Vec<f32> = part.iter().copied().cycle().take(shape[0] * shape[1]).collect();
+        upload(&s, &all, &shape)
+    };
+    let (x, w, dy) = (make(1, [rows, narrow]), make(2, [wide, narrow]), make(3, [rows, wide]));
+    let bias = upload(&s, &numbers(5, wide, 1.0), &[wide]);
+    let (h, y) = (make(4, [rows, wide]), make(6, [rows, wide]));
+    let dw = s.zeros(&[wide, narrow], DType::F32, Category::Workspace).unwrap();
+    let db = s.zeros(&[wide], DType::F32, Category::Workspace).unwrap();
+    let down = make(7, [narrow, wide]);
+    let time = |f: &dyn Fn()| {
+        (0..3).for_each(|_| f());
+        let all = (0..8).map(|_| {
+            let start = s.record().unwrap();
+            f();
+            s.record().unwrap().since(&start).unwrap().as_secs_f64() * 1e3
+        });
+        all.fold(f64::INFINITY, f64::min)
+    };
+    let forward = LinearAct { act: Act::GeluTanh, x: &x, w: &w, bias: Some(&bias), h: &h, y: &y };
+    let back = LinearActBackward { act: Act::GeluTanh, dy: &x, w: &down, h: &h, dh: &y };
+    let grad = LinearGrad { dy: &dy, x: &x, dw: (&dw, false), db: (&db, false) };
+    let gelu = Epilogue::Gelu { bias: true, ld: wide };
+    let cases: [(&str, Case, &dyn Fn()); 3] = [
+        (
+            "GELU",
+            Case {
+                g: Gemm { bias: None, ..forward.product(&y) },
+                bias: Some((&bias, false)),
+                beside: Some((&h, true)),
+                epilogue: gelu,
+            },
+            &|| k.linear_act_forward(&s, &forward).unwrap(),
+        ),
+        (
+            "slope of GELU",
+            Case {
+                g: back.product(&y),
+                bias: None,
+                beside: Some((&h, false)),
+                epilogue: Epilogue::GeluSlope { ld: wide },
+            },
+            &|| k.linear_act_backward(&s, &back).unwrap(),
+        ),
+        (
+            "column sums",
+            Case {
+                g: grad.product(&dw),
+                bias: Some((&db, true)),
+                beside: None,
+                epilogue: Epilogue::ColumnSums,
+            },
+            &|| k.linear_grad(&s, &grad).unwrap(),
+        ),
+    ];
+    for (name, case, chosen) in cases {
+        let (form, all) = case.ways(&k);
+        let times: Vec<f64> = all.iter().map(|way| time(&|| case.run(&k, &s, &form, way))).collect();
+        println!("{name}: {times:.3?} ms fused, {:.3} ms as chosen", time(chosen));
+    }
+}
