@@ -48,7 +48,7 @@ pub struct CudaKernels {
 /// A kernel of a source.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kernel {
-    /// Source, as `norm` for `norm.cu`.
+    /// Source, as `loss` for `loss.cu`.
     pub(crate) source: &'static str,
     /// Name of the function.
     pub(crate) name: &'static str,

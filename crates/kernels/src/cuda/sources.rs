@@ -6,7 +6,7 @@ pub(super) const PRELUDE: &str = include_str!("prelude.cuh");
 /// A source: one module of kernels.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
-    /// Name, as in `norm.cu`.
+    /// Name, as in `loss.cu`.
     pub name: &'static str,
     /// CUDA C++.
     pub text: &'static str,

@@ -66,7 +66,8 @@ __device__ __forceinline__ void keep_statistics(const ForwardArgs& a, i64 row, f
     reinterpret_cast<float*>(a.rstd)[row] = r;
 }
 
-// ADD: sum = x + residual first; x, residual and sum are laid out alike.
+// ADD: sum = x + residual first; x, residual and sum are laid out alike. Many short blocks are faster then, few that
+// stay otherwise: the one wants few registers, the other few instructions, so what is unpacked is kept or not.
 template <class T, int CHUNKS, bool ADD, int STAGES> __device__ __forceinline__ void forward(const ForwardArgs& a) {
     constexpr int V = Wide<T>::count;
     // For both sums of a row, and for the next row's.
@@ -133,15 +134,19 @@ template <class T, int CHUNKS, bool ADD, int STAGES> __device__ __forceinline__ 
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) add_all(sums.x, held[c]);
             mean = team_sums(sums, lanes, team, shared[turn][0] + (team * lanes >> 5)).x / float(a.width);
+            if (ADD) {
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) forget(held[c]);
+                for (int c = 0; c < CHUNKS; c++) forget(held[c]);
+            }
         }
         sums = {0.0f, 0.0f};
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
             if (has(c)) add_squares(sums.x, held[c], mean);
+        if (ADD) {
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) forget(held[c]), forget(gamma[c]), forget(beta[c]);
+            for (int c = 0; c < CHUNKS; c++) forget(held[c]), forget(gamma[c]), forget(beta[c]);
+        }
         sums = team_sums(sums, lanes, team, shared[turn][1] + (team * lanes >> 5));
         const float r = 1.0f / sqrtf(sums.x / float(a.width) + a.eps);
         if (!live) continue;

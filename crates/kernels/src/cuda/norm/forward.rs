@@ -5,11 +5,32 @@ use crate::cuda::{CudaKernels, Grid, Kernel, typed};
 use crate::{Norm, NormForward};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
-/// Pieces of a row a thread holds at most, and threads of a block.
+/// Pieces of a row a thread holds at most.
 const MOST: usize = 4;
-const THREADS: usize = 256;
-/// Blocks that fill a card of 132 multiprocessors. More or fewer change no result.
-const BLOCKS: usize = 132 * 2;
+/// Multiprocessors of the card that the numbers below were found on. Other numbers change no result.
+const PROCESSORS: usize = 132;
+
+/// Threads of a block.
+fn threads(dtype: DType, width: usize, add: bool) -> usize {
+    match (add, width * dtype.size() <= 512) {
+        (false, _) => 512,
+        (true, true) => 256,
+        (true, false) => 128,
+    }
+}
+
+/// Blocks for so many rows: that stay until all is done, each with as many rows, or, where a sum is formed too, short
+/// ones.
+fn count(teams: Teams, rows: usize, add: bool) -> usize {
+    let all = rows.div_ceil(teams.count);
+    let turns = match (add, teams.lanes > 32, teams.pieces) {
+        (true, true, _) => 1,
+        (true, false, _) => 2,
+        (false, _, 1) => all.div_ceil(3 * PROCESSORS),
+        (false, ..) => all.div_ceil(PROCESSORS),
+    };
+    all.div_ceil(turns.max(1))
+}
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -115,21 +136,20 @@ impl CudaKernels {
             if (a.gamma | a.beta).is_multiple_of(16) {
                 a.flags |= WIDE_GAIN;
             }
+            let add = fused.is_some();
+            let teams = Teams::of(dtype, x_rows.width, MOST, threads(dtype, x_rows.width, add));
             let aligned = a.flags & (WIDE | WIDE_GAIN) == WIDE | WIDE_GAIN;
-            let Some(teams) = Teams::of(dtype, x_rows.width, MOST, THREADS).filter(|_| aligned) else {
+            let Some(teams) = teams.filter(|_| aligned) else {
                 let threads = threads_of_long(dtype, x_rows.width);
                 let grid = Grid { blocks: [blocks(op, rows)?, 1, 1], threads, shared: 0 };
                 return self.queue(l, general, grid, &a);
             };
-            let (kernel, stages) = held(op, dtype, fused.is_some(), teams.pieces)?;
+            let (kernel, stages) = held(op, dtype, add, teams.pieces)?;
             a.lanes = teams.lanes as u32;
-            // As many rows for every block: none is left alone at the end.
-            let all = rows.div_ceil(teams.count);
-            let count = all.div_ceil(all.div_ceil(BLOCKS));
             let grid = Grid {
-                blocks: [blocks(op, count)?, 1, 1],
+                blocks: [blocks(op, count(teams, rows, add))?, 1, 1],
                 threads: teams.threads() as u32,
-                shared: teams.ring(stages, if fused.is_some() { 2 } else { 1 }) as u32,
+                shared: teams.ring(stages, if add { 2 } else { 1 }) as u32,
             };
             self.queue(l, kernel, grid, &a)
         })
