@@ -25,9 +25,7 @@ pub use head::{Head, HeadSaved, Targets};
 pub use linear::{Linear, LinearSaved};
 pub use mlp::{Mlp, MlpSaved};
 pub use norm::{Hidden, NormLayer, NormSaved};
-pub use param::{
-    Declarations, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_share, initial_values,
-};
+pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_values};
 pub use pass::{Dropout, Keep, Pass, Recompute};
 pub use rank::Rank;
 pub use saved::{Class, Saved, SavedTensor};

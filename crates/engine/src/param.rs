@@ -254,11 +254,6 @@ impl Params {
     }
 }
 
-/// Initial values of what is held of a logical tensor, the same under every layout.
-pub fn initial_share(threads: &Threads, seed: u64, part: &Part, cut: &Cut) -> Vec<f32> {
-    cut.runs(&part.shape).into_iter().flat_map(|run| initial_values(threads, seed, part, run)).collect()
-}
-
 /// Initial values of elements `range` of a logical tensor.
 pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
     let mut values = Vec::new();

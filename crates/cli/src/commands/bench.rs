@@ -158,7 +158,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "peak_bytes": b.memory.total_peak,
             "peak_bytes_by_category": categories,
             "start_s": b.start_s,
-            "host_ms": b.host_median() * 1e3,
+            "host_ms": b.host_least() * 1e3,
             "steps": b.step_s.len(),
             "loss": b.loss,
             "roofline_ms": least.iter().map(|p| p.floor_s * 1e3).sum::<f64>(),
@@ -183,7 +183,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         vec!["start".into(), format::seconds(b.start_s)],
     ];
     if rank.device().card().is_some() {
-        let (host, share) = (b.host_median() * 1e3, b.host_median() / b.median() * 1e2);
+        let (host, share) = (b.host_least() * 1e3, b.host_least() / b.median() * 1e2);
         rows.push(vec!["host".into(), format!("{host:.1} ms to give a step to the card ({share:.0} %)")]);
     }
     for (c, bytes) in Category::ALL.iter().zip(b.memory.peak).filter(|(_, bytes)| *bytes > 0) {

@@ -64,9 +64,10 @@ impl TrainBench {
         self.step_s.get(self.step_s.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
-    /// Median seconds in which the host gave a step to the device.
-    pub fn host_median(&self) -> f64 {
-        self.host_s.get(self.host_s.len() / 2).copied().unwrap_or(f64::NAN)
+    /// Least seconds in which the host gave a step to the device: with nothing queued before it. Later steps also wait
+    /// for room in the card's queue.
+    pub fn host_least(&self) -> f64 {
+        self.host_s.first().copied().unwrap_or(f64::NAN)
     }
 
     /// Tokens per second at the median.
