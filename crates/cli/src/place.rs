@@ -46,7 +46,8 @@ impl Global {
         let card = match self.device {
             Device::Cpu => None,
             Device::Auto if cards() == 0 => None,
-            Device::Auto | Device::Cuda(0) => Some(job.local_rank),
+            // A launcher that shows each process one card has chosen it already.
+            Device::Auto | Device::Cuda(0) => Some(if cards() == 1 { 0 } else { job.local_rank }),
             Device::Cuda(n) if n == job.local_rank => Some(n),
             Device::Cuda(n) => {
                 let what = format!(

@@ -30,7 +30,7 @@ impl Timeline {
     /// The options of every command, with devices made for a trace if there is to be one. A file that cannot be
     /// written is found here, not at the end of a run.
     pub fn place(&self, global: &Global) -> Result<Global> {
-        if let Some(file) = &self.trace {
+        if let Some(file) = self.trace.as_ref().filter(|_| global.launch.leads()) {
             std::fs::File::create(file).map_err(|e| Error::io_doing(file, "write the trace", e))?;
         }
         Ok(Global { trace: self.trace.is_some(), ..global.clone() })

@@ -283,6 +283,7 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ),
         ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
         ("parallel.vp = 2", "r.toml:3: parallel.vp: needs a pipeline"),
+        ("parallel.stages = \"Et|L\"", "parallel.stages"),
         ("parallel.zero = 3", "r.toml:3: parallel.zero: must be 0, 1 or 2"),
         ("parallel.tp = 3", "parallel.tp: tp=3 does not divide"),
         (

@@ -162,7 +162,7 @@ fn layout_strings() {
 
 #[test]
 fn models_must_divide() {
-    let model = ModelSizes { heads: 12, ffn: 32, experts: 8, expert_ffn: 16 };
+    let model = ModelSizes { heads: 12, ffn: 32, experts: 8, expert_ffn: 16, ..ModelSizes::default() };
     let check = |l: Layout| l.check_model(&model).map_err(|e| e.to_string());
     assert_eq!(check(Layout { tp: 4, ep: 8, ..Layout::default() }), Ok(()));
     assert_eq!(

@@ -133,6 +133,11 @@ pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> R
 fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let dtype = resolved.config.precision.dtype;
+    if resolved.config.parallel.layout().world()? != 1 || global.launch.job()?.is_some() {
+        let what = "bench train measures one rank; leave parallel.* and the launcher out, or look at several ranks with \
+                    train --trace and bench comm";
+        return Err(output::Usage::new(what).into());
+    }
     let rank = args.trace.place(global)?.rank(1234, Watch { time: args.profile, ..Watch::default() })?;
     let (peak, source) = peak(args, &rank, dtype)?;
     let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1))?;

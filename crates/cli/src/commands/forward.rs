@@ -15,7 +15,7 @@ pub const LONG: &str = "\
 One pass of a Hugging Face folder over given token ids.
 
 The input is a .safetensors file with `input_ids` [batch, sequence] and, for the loss, `labels` of the same shape (not
-shifted: position t predicts labels[t+1]; -100 is ignored; without labels the input ids are taken). The output is a
+shifted: position t predicts labels[t+1]; -100 is ignored; without labels there is no loss). The output is a
 .safetensors file with `logits` [batch, sequence, vocabulary], `loss` and, with --backward, `grad.NAME` for every
 parameter under its Hugging Face name.
 

@@ -97,6 +97,9 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         Ok((new, writer.finish()?, seconds))
     };
     let all = place::run(global, &layout, args.seed, |rank| one(rank).map_err(place::told))?;
+    if !global.launch.leads() {
+        return Ok(ExitCode::SUCCESS);
+    }
     let (new, written, seconds) = all.into_iter().next().unwrap_or_default();
     let stopped = match new.last() {
         Some(last) if text.stop.contains(last) => "end",

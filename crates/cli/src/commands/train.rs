@@ -297,9 +297,10 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
 /// Text drawn from the trained model, where the recipe asks for some and tokens are bytes. The ranks that share the
 /// layers of the first draw it together.
 fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
-    let g = &run.resolved.config.generate;
-    let first = run.trainer.rank.tp.ranks().contains(&0);
-    if g.tokens == 0 || run.resolved.model.vocab != 256 || !first {
+    let (g, rank) = (&run.resolved.config.generate, &run.trainer.rank);
+    // Text is made one token at a time, by ranks that have every layer and every token; others leave it to `generate`.
+    let able = rank.pp.size() == 1 && rank.cp.size() == 1 && rank.tp.ranks().contains(&0);
+    if g.tokens == 0 || run.resolved.model.vocab != 256 || !able {
         return Ok(None);
     }
     let prompt = g.prompt.clone().filter(|p| !p.is_empty()).unwrap_or_else(|| "\n".into());

@@ -82,6 +82,24 @@ fn a_run_of_processes_is_that_of_threads_to_the_last_bit() {
     assert_eq!(losses(&threads), losses(&processes));
 }
 
+/// The default recipe, whose run ends with a sample where ranks can make one.
+#[test]
+fn every_kind_of_layout_trains_to_its_end() {
+    let dir = tempfile::tempdir().unwrap();
+    for set in ["tp=2", "cp=2", "pp=2", "dp=2"] {
+        let out = dir.path().join(set);
+        let key = format!("parallel.{set}");
+        let args =
+            ["train", "--steps", "2", "--ranks", "2", "--device", "cpu", "--set", &key, "--out", text(&out)];
+        let e = run(&args);
+        assert_eq!(e.code, Some(0), "{set}: {}", e.err);
+        assert!(e.out.contains("run folder"), "{set}: {}", e.out);
+        assert_eq!(losses(&out).len(), 2, "{set}");
+    }
+    let drawn = run(&["train", "--dry-run", "--ranks", "2", "--set", "parallel.pp=2"]);
+    assert!(drawn.out.contains("bubble") && drawn.out.contains("stages: Ett|ttL"), "{}", drawn.out);
+}
+
 #[test]
 fn sizes_that_do_not_fit_are_refused_with_those_that_do() {
     let dir = tempfile::tempdir().unwrap();

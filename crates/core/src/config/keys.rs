@@ -183,7 +183,7 @@ keys! {
         /// Pipeline stages.
         pp: usize = 1, "pipeline_model_parallel_size", "pipeline_parallel_size", "pipeline_parallel_degree";
         /// Chunks of layers per pipeline stage.
-        vp: usize = 1, "virtual_pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage";
+        vp: usize = 1, "virtual_pipeline_model_parallel_size";
         /// Data-parallel ranks.
         dp: usize = 1, "data_parallel_size", "data_parallel_replicate_degree", "data_parallel_shard_degree", "world_size", "num_gpus";
         /// Expert-parallel ranks.

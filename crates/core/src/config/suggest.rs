@@ -79,18 +79,16 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         "LoRA is not in this version; model.hf fine-tunes every weight",
     ),
     (
-        &[
-            "sequence_parallel",
-            "use_distributed_optimizer",
-            "overlap_grad_reduce",
-            "overlap_param_gather",
-            "zero_stage",
-            "use_megatron_fsdp",
-            "fsdp",
-            "data_parallel_sharding_strategy",
-            "tp_comm_overlap",
-        ],
-        "this version has tensor and data parallelism without this; leave it out",
+        &["sequence_parallel"],
+        "ranks share the tokens between layers wherever parallel.tp is above 1; leave it out",
+    ),
+    (
+        &["use_megatron_fsdp", "fsdp"],
+        "parallel.zero = 1 or 2 divides optimizer state and gradients; there is no ZeRO-3 in this version",
+    ),
+    (
+        &["num_layers_per_virtual_pipeline_stage"],
+        "set parallel.vp to the number of layers divided by parallel.pp times that",
     ),
     (
         &["decoupled_lr", "decoupled_min_lr", "embedding_lr", "lr_mult"],

@@ -4,6 +4,7 @@ use super::model::MAX_LAYERS;
 use super::{Decay, Recipe, Resolved};
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
+use crate::model::Stages;
 use crate::model::config::{ModelConfig, Positions};
 
 /// Far above any real run, and small enough that no product of lengths overflows later.
@@ -229,6 +230,10 @@ impl Recipe {
         }
         if let Err(e) = c.parallel.layout().check_model(&ModelSizes::dense(m)) {
             return self.refuse("parallel.tp", e.to_string());
+        }
+        let stages = Stages { chunks: c.parallel.vp, text: c.parallel.stages.clone() };
+        if let Err(e) = stages.place(m.layers, c.parallel.pp) {
+            return self.refuse("parallel.stages", e.to_string());
         }
         let micro = plan.micro_batch * c.parallel.dp;
         if !c.train.global_batch.is_multiple_of(micro) {

@@ -22,6 +22,10 @@ const FIELDS: [Field; 5] = [
 pub struct ModelSizes {
     /// Query heads.
     pub heads: usize,
+    /// Key and value heads; 0 where they are not known.
+    pub kv_heads: usize,
+    /// Tokens of the vocabulary; 0 where they are not known.
+    pub vocab: usize,
     /// Width of the MLP.
     pub ffn: usize,
     /// Experts, 0 for a dense model.
@@ -140,7 +144,8 @@ fn check_instances(layout: &Layout, copies: usize, edp: usize) -> Result<(), Wro
 impl ModelSizes {
     /// Those of a model without experts.
     pub fn dense(m: &crate::model::ModelConfig) -> ModelSizes {
-        ModelSizes { heads: m.heads, ffn: m.ffn, experts: 0, expert_ffn: 0 }
+        let (heads, kv_heads, ffn, vocab) = (m.heads, m.kv_heads, m.ffn, m.vocab);
+        ModelSizes { heads, kv_heads, ffn, vocab, experts: 0, expert_ffn: 0 }
     }
 }
 
@@ -170,6 +175,22 @@ impl Layout {
                     "{key}={size} does not divide the {whole} {what} of the model; take {key}={take}"
                 )));
             }
+        }
+        let (tp, g) = (self.tp, model.kv_heads);
+        if g > 0 && !g.is_multiple_of(tp) && !tp.is_multiple_of(g) {
+            let legal =
+                divisors(gcd(model.heads, model.ffn)).filter(|n| g.is_multiple_of(*n) || n.is_multiple_of(g));
+            return Err(Error::Invalid(format!(
+                "tp={tp} ranks can neither divide nor share the {g} key heads of the model; take tp={}",
+                near(tp, legal)
+            )));
+        }
+        if model.vocab > 0 && tp > model.vocab {
+            let (v, tp) = (model.vocab, self.tp);
+            return Err(Error::Invalid(format!(
+                "tp={tp} ranks are more than the {v} tokens of the vocabulary; take tp={}",
+                near(tp, divisors(gcd(model.heads, model.ffn)).filter(|n| *n <= v))
+            )));
         }
         Ok(())
     }

@@ -40,6 +40,11 @@ impl Stages {
             None => Split::even(layers, pp, self.chunks).place(),
             Some(text) => {
                 let placement = Placement::parse(text, pp, Some(layers))?;
+                if placement.stages().iter().any(|s| !s.mtp.is_empty()) {
+                    return Err(crate::Error::Invalid(format!(
+                        "the stages {text:?} have m, but this version has no prediction layers; leave m out"
+                    )));
+                }
                 if placement.vp() != self.chunks {
                     let (found, wanted) = (placement.stages().len(), self.chunks * pp);
                     return Err(crate::Error::Invalid(format!(
@@ -188,6 +193,12 @@ impl Decoder {
         let (Layout::Rows { count, .. }, [whole]) = (&input.layout, &self.chunks[..]) else {
             return shape_error("decode", "sequences of equal length on one stage are needed");
         };
+        if p.rank.cp.size() > 1 {
+            return shape_error(
+                "decode",
+                "new tokens come one by one: ranks cannot share a sequence; use cp=1",
+            );
+        }
         whole.decode(p, input, *count, caches)
     }
 }

@@ -130,7 +130,9 @@ impl Need {
                 )
             }
             None => {
-                format!("{needs}, and no change of batch or recomputation makes it fit; take a smaller model")
+                format!(
+                    "{needs}, and no change of batch or recomputation makes it fit; take more ranks (parallel.tp, parallel.pp) or a smaller model"
+                )
             }
         }
     }

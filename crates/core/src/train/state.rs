@@ -129,23 +129,26 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     Ok(Snapshot { step: t.step, state, items })
 }
 
-/// Every logical tensor of one kind of state, whole on every rank. One bucket is gathered at a time.
+/// Every logical tensor of one kind of state, whole, on the first rank of those that share it; nothing elsewhere. One
+/// bucket is gathered at a time.
 fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Item>> {
     let (specs, plan, size) = (t.params.specs(), t.params.plan(), state.dtype().size());
     let mut items = Vec::new();
     // Buckets and what is in them are in reverse order of declaration.
     for (b, bucket) in plan.buckets().iter().enumerate().rev() {
         let whole = t.optimizer.bucket(&t.rank, &t.params, state, b)?;
+        if t.rank.copies.rank() > 0 {
+            continue;
+        }
         for span in bucket.spans.iter().rev().filter(|s| !specs[s.param.0].mirror) {
             let tensor = whole.narrow(0, span.range.start, span.range.len())?;
             let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
             for (part, _, r) in specs[span.param.0].held() {
-                items.push(Item {
-                    name: format!("{}/{}", state.name(), part.name),
-                    dtype: state.dtype(),
-                    shape: part.shape.clone(),
-                    bytes: t.rank.join(part, size, &bytes[r.start * size..r.end * size])?,
-                });
+                let bytes = t.rank.join(part, size, &bytes[r.start * size..r.end * size])?;
+                if t.rank.tp.rank() == 0 {
+                    let name = format!("{}/{}", state.name(), part.name);
+                    items.push(Item { name, dtype: state.dtype(), shape: part.shape.clone(), bytes });
+                }
             }
         }
     }
