@@ -159,13 +159,10 @@ template <class T, bool GATED> struct Chunk {
         if (!GATED) {
             row = 0;
             at = i;
-        } else if (((i | per_row) >> 32) == 0) {
-            // 64-bit division costs as much as the rest.
+        } else {
+            // 64-bit division costs as much as the rest, so that more chunks than 32 bits count are refused.
             row = u32(i) / u32(per_row);
             at = u32(i) % u32(per_row);
-        } else {
-            row = i / per_row;
-            at = i % per_row;
         }
         at *= Wide<T>::count;
     }

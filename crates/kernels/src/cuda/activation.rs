@@ -3,7 +3,7 @@ use super::{CudaKernels, Grid, Kernel, typed};
 use crate::activation::width;
 use crate::checks::{dtypes, same_contiguous};
 use crate::{Act, ActivationKernels};
-use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -43,6 +43,13 @@ impl ActArgs {
 
     fn grid(&self, op: &'static str, dtype: DType) -> Result<Grid> {
         let chunks = self.rows as usize * (self.width as usize).div_ceil(per_access(dtype));
+        // A thread counts chunks in 32 bits: 64 GiB of them, more than any card has room for three times.
+        if u32::try_from(chunks).is_err() {
+            return shape_error(
+                op,
+                format!("{} x {} elements are too many; use smaller batches", self.rows, self.width),
+            );
+        }
         Ok(Grid { blocks: [blocks(op, chunks.div_ceil(256))?, 1, 1], threads: 256, shared: 0 })
     }
 }
