@@ -28,8 +28,6 @@ pub(super) enum Epilogue {
     Bias,
     /// GELU (tanh) of the product with its bias, which is written beside it, with row stride `ld`.
     Gelu { bias: bool, ld: usize },
-    /// The product times the slope of GELU (tanh) at what lies beside it, with row stride `ld`.
-    GeluSlope { ld: usize },
     /// Nothing; the sums of the columns of `a`, as stored, are written beside it in f32.
     ColumnSums,
 }
@@ -154,7 +152,6 @@ impl Form {
                 (LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, Some(input), Some(ld))
             }
             Epilogue::Gelu { bias: false, ld } => (LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX, None, Some(ld)),
-            Epilogue::GeluSlope { ld } => (LtEpilogue::CUBLASLT_EPILOGUE_DGELU, None, Some(ld)),
             Epilogue::ColumnSums => {
                 (LtEpilogue::CUBLASLT_EPILOGUE_BGRADB, Some(sys::cudaDataType_t::CUDA_R_32F), None)
             }
@@ -185,7 +182,7 @@ impl Form {
         {
             self.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias)?;
         }
-        if matches!(self.epilogue, Epilogue::Gelu { .. } | Epilogue::GeluSlope { .. }) {
+        if matches!(self.epilogue, Epilogue::Gelu { .. }) {
             self.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &at.beside)?;
         }
         Ok(())

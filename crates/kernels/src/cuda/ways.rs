@@ -2,7 +2,7 @@
 
 use super::CudaKernels;
 use super::blas::{Addresses, Algorithm, Epilogue, Form};
-use crate::fused::{LinearAct, LinearActBackward, LinearGrad};
+use crate::fused::{LinearAct, LinearGrad};
 use crate::{Act, FusedKernels, Gemm};
 use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards, read, write};
 
@@ -41,15 +41,6 @@ fn host(s: &Stream, t: &Tensor) -> Vec<f64> {
 fn gelu(x: f64) -> f64 {
     0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
 }
-
-fn slope(x: f64) -> f64 {
-    let c = (2.0 / std::f64::consts::PI).sqrt();
-    let t = (c * (x + 0.044715 * x.powi(3))).tanh();
-    0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * c * (1.0 + 3.0 * 0.044715 * x * x)
-}
-
-/// The library's slope of GELU is this good. Where the slope is small, that is as coarse as bf16.
-const SLOPE: f64 = 2e-5;
 
 /// How far `ours` is from `wanted`, as a part of what so many roundings and `slack` before them allow.
 fn apart(dtype: DType, ours: &[f64], wanted: &[f64], slack: f64, roundings: f64) -> f64 {
@@ -119,9 +110,8 @@ fn every_way_gives_the_product() {
     let (m, n, deep) = (256, 384, 320);
     let (a, b) = (numbers(1, m * deep, 1.0), numbers(2, n * deep, 0.5));
     let bias = numbers(3, n, 1.0);
-    let h = numbers(4, m * n, 6.0);
     let (at, bt) = (upload(&s, &a, &[m, deep]), upload(&s, &b, &[n, deep]));
-    let (bias_t, h_t) = (upload(&s, &bias, &[n]), upload(&s, &h, &[m, n]));
+    let bias_t = upload(&s, &bias, &[n]);
     let product: Vec<f64> = (0..m * n)
         .map(|i| {
             let (row, column) = (&a[i / n * deep..][..deep], &b[i % n * deep..][..deep]);
@@ -142,12 +132,6 @@ fn every_way_gives_the_product() {
     let epilogue = Epilogue::Gelu { bias: true, ld: n };
     let fused = Case { g: g(), bias: Some((&bias_t, false)), beside: Some((&beside, true)), epilogue };
     fused.check(&k, &s, "GELU", &[(&beside, &biased, slack, 1.0), (&c, &wanted, slack, 1.0)]);
-    let wanted: Vec<f64> = product.iter().zip(&h).map(|(x, h)| x * slope(f64::from(*h))).collect();
-    let epilogue = Epilogue::GeluSlope { ld: n };
-    let back = Case { g: g(), bias: None, beside: Some((&h_t, false)), epilogue };
-    // The product is rounded before it is multiplied, as where the two are apart.
-    let most = product.iter().fold(0f64, |most, x| most.max(x.abs()));
-    back.check(&k, &s, "slope of GELU", &[(&c, &wanted, slack + most * SLOPE, 2.0)]);
     // Rows are the batch: dy [deep, m], x [deep, n].
     let (dy, x) = (upload(&s, &a, &[deep, m]), upload(&s, &b, &[deep, n]));
     let wanted: Vec<f64> = (0..m * n)
@@ -176,7 +160,6 @@ fn what_fusing_brings() {
     let (h, y) = (make(4, [rows, wide]), make(6, [rows, wide]));
     let dw = s.zeros(&[wide, narrow], DType::F32, Category::Workspace).unwrap();
     let db = s.zeros(&[wide], DType::F32, Category::Workspace).unwrap();
-    let down = make(7, [narrow, wide]);
     let time = |f: &dyn Fn()| {
         (0..3).for_each(|_| f());
         let all = (0..8).map(|_| {
@@ -187,10 +170,9 @@ fn what_fusing_brings() {
         all.fold(f64::INFINITY, f64::min)
     };
     let forward = LinearAct { act: Act::GeluTanh, x: &x, w: &w, bias: Some(&bias), h: &h, y: &y };
-    let back = LinearActBackward { act: Act::GeluTanh, dy: &x, w: &down, h: &h, dh: &y };
     let grad = LinearGrad { dy: &dy, x: &x, dw: (&dw, false), db: (&db, false) };
     let gelu = Epilogue::Gelu { bias: true, ld: wide };
-    let cases: [(&str, Case, &dyn Fn()); 3] = [
+    let cases: [(&str, Case, &dyn Fn()); 2] = [
         (
             "GELU",
             Case {
@@ -200,16 +182,6 @@ fn what_fusing_brings() {
                 epilogue: gelu,
             },
             &|| k.linear_act_forward(&s, &forward).unwrap(),
-        ),
-        (
-            "slope of GELU",
-            Case {
-                g: back.product(&y),
-                bias: None,
-                beside: Some((&h, false)),
-                epilogue: Epilogue::GeluSlope { ld: wide },
-            },
-            &|| k.linear_act_backward(&s, &back).unwrap(),
         ),
         (
             "column sums",
