@@ -17,6 +17,7 @@ mod merge;
 mod norm;
 mod optim;
 pub mod philox;
+mod quant;
 mod rope;
 pub mod rope_tables;
 
@@ -30,6 +31,7 @@ pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use merge::MergeKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, OptimKernels, Sgd, Update, scalars};
+pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
 pub use rope::{Rope, RopeKernels, RopeStyle};
 
 /// Every kernel a device has.
