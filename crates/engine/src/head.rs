@@ -10,6 +10,9 @@ use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, S
 use ferrotron_kernels::{CrossEntropy, Gemm, ShardLogits, Smoothing};
 use ferrotron_tensor::{DType, Result, Tensor};
 
+/// Bytes of a line of memory.
+const LINE: usize = 128;
+
 /// `[tokens, hidden] → logits [tokens, V] → loss`
 pub struct Head {
     weight: ParamId,
@@ -126,6 +129,21 @@ impl Head {
 
     fn some_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
         let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
+        self.logits_into(rank, w, x, z)
+    }
+
+    /// The same, with every row on a new line of memory: with an odd vocabulary, rows back to back would begin at odd
+    /// addresses, and products of such rows are several times slower. For the loss, which does not mind.
+    fn spaced_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let (n, v) = (x.shape()[0], w.shape()[0]);
+        let step = v.next_multiple_of(LINE / x.dtype().size());
+        // The cap works on whole memory.
+        let step = if self.softcap.is_some() { v } else { step };
+        let z = rank.activation(&[n, step], x.dtype())?.narrow(1, 0, v)?;
+        self.logits_into(rank, w, x, z)
+    }
+
+    fn logits_into(&self, rank: &Rank, w: &Tensor, x: &Tensor, z: Tensor) -> Result<Tensor> {
         let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
         rank.kernels.gemm(&rank.compute, &g)?;
         self.cap(rank, &z)?;
@@ -148,7 +166,12 @@ impl Head {
         let tokens = x.shape()[0] * p.rank.tp.size();
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         if tokens <= self.chunk {
-            let z = self.logits(p, x)?;
+            let alone = p.rank.tp.size() == 1;
+            let z = if alone {
+                self.spaced_logits(p.rank, p.weight(self.weight)?, x)?
+            } else {
+                self.logits(p, x)?
+            };
             self.row_loss(p.rank, &z, targets, &rows, train)?;
             let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&z), x: x_saved };
             return Ok((rows, train.then_some(saved)));
@@ -159,7 +182,7 @@ impl Head {
             let part = targets.rows(start, len)?;
             let w = p.weight(self.weight)?;
             let x = x.narrow(0, start, len)?;
-            let d = self.some_logits(p.rank, w, &x)?;
+            let d = self.spaced_logits(p.rank, w, &x)?;
             self.row_loss(p.rank, &d, &part, &rows.narrow(0, start, len)?, train)?;
             if train {
                 product(p.rank, &d, w, &dx.narrow(0, start, len)?)?;
@@ -238,7 +261,7 @@ impl Head {
                     for (start, len) in chunks(x.shape()[0], me.chunk) {
                         let x = x.narrow(0, start, len)?;
                         let rows = rank.activation(&[len], DType::F32)?;
-                        let d = me.some_logits(rank, &w, &x)?;
+                        let d = me.spaced_logits(rank, &w, &x)?;
                         me.row_loss(rank, &d, &targets.rows(start, len)?, &rows, true)?;
                         let g = Gemm {
                             a: &d,

@@ -171,7 +171,7 @@ mod tests {
             let mut recipe = work("tiny").unwrap();
             set.iter().for_each(|s| recipe.set(s).unwrap());
             let r = recipe.resolve(None).unwrap();
-            let measured = train(Rank::cpu(2, 0).unwrap(), &r, 0, 1).unwrap().memory.total_peak as f64;
+            let measured = train(Rank::cpu(2, 0).unwrap(), &r, 0, 1, None).unwrap().memory.total_peak as f64;
             let ratio = Need::of(&r).total() as f64 / measured;
             assert!((0.8..1.25).contains(&ratio), "{set:?}: {ratio} of what was measured");
         }

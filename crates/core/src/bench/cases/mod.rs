@@ -48,7 +48,13 @@ struct Sizes {
 
 /// Every kernel, in the order of a training step.
 pub(super) fn cases(r: &Resolved) -> Vec<Case> {
-    let (batch, seq) = (r.plan.micro_batch, r.plan.seq_len);
+    cases_of(r, r.plan.seq_len)
+}
+
+/// The same with as many tokens in documents of `seq`.
+pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
+    let tokens = r.plan.micro_batch * r.plan.seq_len;
+    let batch = tokens / seq.max(1);
     let z = Sizes {
         batch,
         seq,
