@@ -22,6 +22,7 @@ mod norm;
 mod optim;
 mod plans;
 mod product;
+mod quant;
 mod rope;
 mod rows;
 mod sources;
