@@ -6,6 +6,7 @@
 //! states chunk by chunk and throws the logits away, and the weight gradient forms them once more.
 
 use crate::overlap::{Factor, weight_product};
+use crate::precision::Side;
 use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{CrossEntropy, Gemm, ShardLogits, Smoothing};
 use ferrotron_tensor::{DType, Result, Tensor};
@@ -116,8 +117,8 @@ impl Head {
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        let f = Factor { w: p.weight(self.weight)?, trans: true, bias: None };
-        let (z, _) = p.product_of_all_rows(x, f, false, "hidden states")?;
+        let f = Factor::output(p.weight(self.weight)?, None);
+        let (z, _) = p.product_of_all_rows(&Side::rows_of(x), &f, false, "hidden states")?;
         self.cap(p.rank, &z)?;
         Ok(z)
     }
@@ -238,14 +239,14 @@ impl Head {
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
             HeadSaved::Whole { dlogits, x } => {
-                let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
-                let dx = p.sum_of_products(&dlogits, f, "gradient of hidden states")?;
-                let x = p.arriving_rows(&x, "hidden states, again")?;
+                let f = Factor::input_grad(p.weight(self.weight)?);
+                let dx = p.sum_of_products(&Side::rows_of(&dlogits), &f, "gradient of hidden states")?;
+                let x = p.arriving_rows(&Side::rows_of(&x), "hidden states, again")?;
                 Ok((dx, weight_product(self.weight, &dlogits, x)))
             }
             HeadSaved::Chunked { dx, x, targets } => {
                 let dx = p.sum_rows(&dx, "gradient of hidden states")?;
-                let x = p.arriving_rows(&x, "hidden states, again")?;
+                let x = p.arriving_rows(&Side::rows_of(&x), "hidden states, again")?;
                 // The weight as it is now: the optimizer may not have run when this does.
                 let w = p.weight(self.weight)?.clone();
                 let me = Head {
@@ -257,7 +258,8 @@ impl Head {
                     chunk: self.chunk,
                 };
                 let grads = WeightGrad::other(self.weight, move |rank, grad, mut accumulate| {
-                    let x = x.ready()?;
+                    let rows = x.ready()?;
+                    let x = rows.memory();
                     for (start, len) in chunks(x.shape()[0], me.chunk) {
                         let x = x.narrow(0, start, len)?;
                         let rows = rank.activation(&[len], DType::F32)?;

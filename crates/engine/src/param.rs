@@ -2,6 +2,7 @@
 //! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
 
 use crate::flat::{FlatBuffer, Placement, Plan, bucket_elements};
+use crate::precision::{Eight, EightState, Policy};
 use crate::{Cut, Place, Rank, Split};
 use ferrotron_kernels::cpu::random::fill_normal;
 use ferrotron_kernels::philox::RandomStream;
@@ -52,6 +53,8 @@ pub struct ParamSpec {
     pub mirror: bool,
     /// The first and the last stage of the pipeline have it, and its gradient is the sum of both.
     pub tied_over_ends: bool,
+    /// Which products with it have narrow factors.
+    pub eight: Option<Eight>,
 }
 
 impl ParamSpec {
@@ -96,6 +99,7 @@ impl ParamSpec {
 pub struct Declarations {
     specs: Vec<ParamSpec>,
     place: Place,
+    policy: Policy,
 }
 
 impl Default for Declarations {
@@ -107,7 +111,20 @@ impl Default for Declarations {
 impl Declarations {
     /// For a rank that holds its share of every parameter.
     pub fn at(place: Place) -> Declarations {
-        Declarations { specs: Vec::new(), place }
+        Declarations { specs: Vec::new(), place, policy: Policy::default() }
+    }
+
+    /// With narrow products as the policy says.
+    pub fn with_policy(self, policy: Policy) -> Declarations {
+        Declarations { policy, ..self }
+    }
+
+    /// What the policy says of a map to these outputs (logical name, channels), which is noted at its weight.
+    pub(crate) fn narrow(&mut self, weight: ParamId, outputs: &[(String, usize)]) -> Option<Eight> {
+        let names: Vec<&str> = outputs.iter().map(|(name, _)| name.as_str()).collect();
+        let eight = self.policy.of(&names);
+        self.specs[weight.0].eight = eight;
+        eight
     }
 
     /// The rank's place.
@@ -144,6 +161,7 @@ impl Declarations {
             widest,
             mirror: false,
             tied_over_ends: false,
+            eight: None,
         });
         Ok(ParamId(self.specs.len() - 1))
     }
@@ -177,6 +195,7 @@ pub struct Params {
     buckets: Vec<Tensor>,
     values: Vec<Tensor>,
     dtype: DType,
+    eight: Option<EightState>,
     /// Of each bucket that is being gathered: when it is there.
     arriving: Mutex<Vec<Option<Event>>>,
 }
@@ -198,12 +217,18 @@ impl Params {
         };
         let values = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
         let arriving = Mutex::new(vec![None; buckets.len()]);
-        Ok(Params { specs, plan, buckets, values, dtype, arriving })
+        let eight = EightState::new(rank, &specs)?;
+        Ok(Params { specs, plan, buckets, values, dtype, eight, arriving })
     }
 
     /// The type the model computes in.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// What narrow products remember, if there are any.
+    pub fn eight(&self) -> Option<&EightState> {
+        self.eight.as_ref()
     }
 
     /// The weight, for work on the compute stream, which waits until it is there.
