@@ -17,7 +17,7 @@ mod merge;
 mod norm;
 mod optim;
 pub mod philox;
-mod quant;
+pub mod quant;
 mod rope;
 pub mod rope_tables;
 

@@ -4,6 +4,9 @@
 //! stored, and transposed. Both are made from the same high-precision values, never from each other (one scale for a
 //! whole tensor or a whole tile makes them the same bytes either way).
 
+pub(crate) mod check;
+pub mod scale;
+
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
 
 /// Values that share a scale where they do not all do.
