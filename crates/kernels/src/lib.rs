@@ -47,6 +47,7 @@ pub trait Kernels:
     + OptimKernels
     + ElementwiseKernels
     + FusedKernels
+    + QuantKernels
     + Send
     + Sync
 {

@@ -5,10 +5,10 @@ use crate::cpu::quant::{
 use crate::cpu::quant::{Format, formats};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
-use crate::quant::check::{matrix, one};
+use crate::quant::check::{check_delayed, matrix, one};
 use crate::quant::scale::ScaleRule;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
-use ferrotron_tensor::{DType, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
+use ferrotron_tensor::{DType, Float, Launch, Result, Stream, Tensor, read, write};
 
 /// Picks the Rust type of what is quantised: f32, bf16 or f16.
 macro_rules! inputs {
@@ -113,16 +113,7 @@ impl QuantKernels for CpuKernels {
         scale: &Tensor,
     ) -> Result<()> {
         const OP: &str = "delayed_update";
-        let n = scale.numel();
-        let all = [history, reduced, largest, scale];
-        crate::checks::dtypes(OP, DType::F32, &all)?;
-        let fits = matches!(history.shape(), [len, columns] if *len > 0 && *columns == n)
-            && all.iter().all(|t| t.is_contiguous())
-            && [reduced, largest, scale].iter().all(|t| t.shape() == [n]);
-        if !fits {
-            let shapes = all.map(|t| t.shape().to_vec());
-            return shape_error(OP, format!("{shapes:?} instead of [len, n], [n], [n], [n]"));
-        }
+        check_delayed(OP, history, reduced, largest, scale)?;
         let own = reduced.same_memory(&history.select(0, 0)?);
         let mut args = vec![write(history), read(largest), write(scale)];
         args.extend((!own).then_some(read(reduced)));
