@@ -9,8 +9,9 @@ use super::libraries::NvidiaLibrary;
 use crate::{GemmSizes, Scaling};
 use cudarc::cublaslt::sys::{
     self, cublasLtEpilogue_t as LtEpilogue, cublasLtMatmulAlgoConfigAttributes_t as Config,
-    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulMatrixScale_t as Mode, cublasLtMatmulPreferenceAttributes_t as Preference,
-    cublasLtReductionScheme_t as Reduction, cublasStatus_t,
+    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulMatrixScale_t as Mode,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtReductionScheme_t as Reduction,
+    cublasStatus_t,
 };
 use ferrotron_tensor::{DType, Error, Launch, Result};
 use std::ffi::c_void;
@@ -162,8 +163,11 @@ impl Form {
         };
         // A factor as stored, seen by columns.
         let stored = |trans: bool, rows: usize, cols: usize| if trans { (cols, rows) } else { (rows, cols) };
-        let shapes =
-            [(second, stored(trans_b, n, k), ldb), (input, stored(trans_a, k, m), lda), (output, (n, m), ldc)];
+        let shapes = [
+            (second, stored(trans_b, n, k), ldb),
+            (input, stored(trans_a, k, m), lda),
+            (output, (n, m), ldc),
+        ];
         for (layout, (kind, (rows, cols), ld)) in form.layouts.iter_mut().zip(shapes) {
             // SAFETY: a place for the handle.
             check(OP, unsafe {

@@ -238,7 +238,8 @@ impl Plans {
             0 => None,
             bytes => Some(Tensor::empty(s, &[bytes], DType::U8, Category::Workspace)?),
         };
-        let mut args = [read(o.a), read(o.b), write(c), read(o.a), read(o.a), read(o.a), read(o.a), read(o.a)];
+        let mut args =
+            [read(o.a), read(o.b), write(c), read(o.a), read(o.a), read(o.a), read(o.a), read(o.a)];
         let mut count = 3;
         let [scale_a, scale_b] = o.scales.map_or([None; 2], |both| both.map(|t| Some(read(t))));
         let places = [o.bias, o.beside, scratch.as_ref().map(write), scale_a, scale_b].map(|arg| {

@@ -99,3 +99,30 @@ impl Gemm8<'_> {
         Ok([m, n, k])
     }
 }
+
+/// `len` and `n` of a history of magnitudes and what belongs to it.
+pub(crate) fn check_delayed(
+    op: &'static str,
+    history: &Tensor,
+    reduced: &Tensor,
+    largest: &Tensor,
+    scale: &Tensor,
+) -> Result<[usize; 2]> {
+    let all = [history, reduced, largest, scale];
+    dtypes(op, DType::F32, &all)?;
+    let n = scale.numel();
+    match history.shape() {
+        &[len, columns]
+            if len > 0
+                && columns == n
+                && all.iter().all(|t| t.is_contiguous())
+                && all[1..].iter().all(|t| t.shape() == [n]) =>
+        {
+            Ok([len, n])
+        }
+        _ => {
+            let shapes = all.map(|t| t.shape().to_vec());
+            shape_error(op, format!("{shapes:?} instead of [len, n], [n], [n], [n]"))
+        }
+    }
+}

@@ -1,14 +1,15 @@
 use super::{CpuKernels, floats};
 use crate::cpu::quant::{
-    Blocks, Factor, Use, amax, delayed_update, dequantise, product, quantise_blocks, quantise_tensor,
+    Blocks, Factor, Use, amax, delayed_update, dequantise, emulate, product, quantise_blocks, quantise_tensor,
 };
 use crate::cpu::quant::{Format, formats};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
-use crate::quant::check::{matrix, one};
+use crate::quant::check::{check_delayed, matrix, one};
+use crate::quant::micro::Emulated;
 use crate::quant::scale::ScaleRule;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
-use ferrotron_tensor::{DType, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
+use ferrotron_tensor::{DType, Element, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
 
 /// Picks the Rust type of what is quantised: f32, bf16 or f16.
 macro_rules! inputs {
@@ -113,22 +114,25 @@ impl QuantKernels for CpuKernels {
         scale: &Tensor,
     ) -> Result<()> {
         const OP: &str = "delayed_update";
-        let n = scale.numel();
-        let all = [history, reduced, largest, scale];
-        crate::checks::dtypes(OP, DType::F32, &all)?;
-        let fits = matches!(history.shape(), [len, columns] if *len > 0 && *columns == n)
-            && all.iter().all(|t| t.is_contiguous())
-            && [reduced, largest, scale].iter().all(|t| t.shape() == [n]);
-        if !fits {
-            let shapes = all.map(|t| t.shape().to_vec());
-            return shape_error(OP, format!("{shapes:?} instead of [len, n], [n], [n], [n]"));
-        }
+        check_delayed(OP, history, reduced, largest, scale)?;
         let own = reduced.same_memory(&history.select(0, 0)?);
         let mut args = vec![write(history), read(largest), write(scale)];
         args.extend((!own).then_some(read(reduced)));
         s.launch(OP, &args, |l| {
             let reduced = if own { None } else { Some(l.slice(3)?) };
             delayed_update(how, l.slice_mut(0)?, reduced, l.slice(1)?, l.slice_mut(2)?)
+        })
+    }
+
+    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "emulate";
+        let rows = matrix(OP, x)?;
+        if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
+            return shape_error(OP, format!("{x:?} into {out:?}, which must be like it and contiguous"));
+        }
+        s.launch(OP, &[read(x), write(out)], |l| {
+            inputs!(OP, x.dtype(), T =>
+                emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))
         })
     }
 }
@@ -151,7 +155,7 @@ struct Job<'a, T> {
 
 impl<T: Float> Job<'_, T> {
     /// One output, whose bytes and scales are these arguments.
-    fn output<F: Format>(
+    fn output<F: Format + Element>(
         &self,
         l: &Launch,
         how: Use,

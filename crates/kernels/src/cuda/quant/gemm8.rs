@@ -15,7 +15,7 @@ fn readable(b: &Bytes) -> bool {
 
 impl Gemm8<'_> {
     /// What the way to make it depends on.
-    fn key(&self, [m, n, k]: [usize; 3], ldc: usize) -> Key {
+    pub(super) fn key(&self, [m, n, k]: [usize; 3], ldc: usize) -> Key {
         let (a, b) = (self.a, self.b);
         // Padding is zeros: it adds nothing.
         let ld = a.data.shape()[1];

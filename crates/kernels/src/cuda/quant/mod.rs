@@ -4,6 +4,8 @@ mod gemm8;
 mod measure;
 mod plain;
 mod quantise;
+#[cfg(test)]
+mod tests;
 
 use super::CudaKernels;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise};

@@ -48,7 +48,9 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
     __shared__ alignas(16) float scales[2][TILE];
     __shared__ float most[32];
     const int tx = threadIdx.x & 15, ty = threadIdx.x >> 4, warp = threadIdx.x >> 5;
-    const i64 tile_c = i64(blockIdx.x % a.across) * TILE, tile_r = i64(blockIdx.x / a.across) * TILE;
+    // From the end: what was measured, or made, last is still in the cache.
+    const u32 block = gridDim.x - 1 - blockIdx.x;
+    const i64 tile_c = i64(block % a.across) * TILE, tile_r = i64(block / a.across) * TILE;
     const i64 col = tile_c + 8 * tx, row = tile_r + 8 * ty;
 
     Eight<T> v[8];
