@@ -3,9 +3,9 @@
 
 use crate::flat::{FlatBuffer, Placement, Plan, bucket_elements};
 use crate::{Cut, Place, Rank, Split};
-use ferrotron_kernels::cpu::random::fill_normal;
+use ferrotron_kernels::NormalRuns;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_tensor::{Category, DType, Event, Result, Tensor, Threads, shape_error};
+use ferrotron_tensor::{Category, DType, Event, Result, Tensor, shape_error};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -254,28 +254,39 @@ impl Params {
     }
 }
 
-/// Initial values of elements `range` of a logical tensor.
-pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
-    let mut values = Vec::new();
-    draw_initial(threads, seed, part, range, &mut values);
-    values
+/// Initial values of elements `range` of a logical tensor, by their definition.
+pub fn initial_values(seed: u64, part: &Part, range: Range<usize>) -> Vec<f32> {
+    let stream = RandomStream::named(seed, &part.name);
+    match part.init {
+        Init::Constant(c) => vec![c; range.len()],
+        Init::Normal(std) => range.map(|i| (f64::from(std) * stream.normal(i as u64)) as f32).collect(),
+    }
 }
 
-/// The same, after what `values` holds.
-pub fn draw_initial(
-    threads: &Threads,
-    seed: u64,
-    part: &Part,
-    range: std::ops::Range<usize>,
-    values: &mut Vec<f32>,
-) {
-    let (begin, end) = (values.len(), values.len() + range.len());
-    match part.init {
-        Init::Constant(c) => values.resize(end, c),
-        Init::Normal(std) => {
-            values.resize(end, 0.0);
-            let stream = RandomStream::named(seed, &part.name);
-            fill_normal(threads, stream, range.start as u64, 0.0, f64::from(std), &mut values[begin..]);
-        }
+/// The same of elements `runs`, back to back, into `out` f32 `[elements]`, made by its device.
+pub fn draw_initial(rank: &Rank, part: &Part, runs: &[Range<usize>], out: &Tensor) -> Result<()> {
+    let s = &rank.compute;
+    let std = match part.init {
+        Init::Constant(c) => return s.write_to(out, &vec![c; out.numel()]),
+        Init::Normal(std) => f64::from(std),
+    };
+    let stream = RandomStream::named(rank.seed, &part.name);
+    let (mut at, mut rest) = (0, runs);
+    while let Some((run, stride, rows)) = alike(rest) {
+        let values = NormalRuns { stream, first: run.start as u64, stride: stride as u64, std };
+        let n = rows * run.len();
+        rank.kernels.normal(s, values, &out.narrow(0, at, n)?.view(&[rows, run.len()])?)?;
+        (at, rest) = (at + n, &rest[rows..]);
     }
+    Ok(())
+}
+
+/// The first run, how far after it the next begins, and how many from it on are as long and as far apart. Runs are in
+/// order.
+fn alike(runs: &[Range<usize>]) -> Option<(&Range<usize>, usize, usize)> {
+    let run = runs.first()?;
+    let stride = runs.get(1).map_or(0, |next| next.start - run.start);
+    let follows =
+        |pair: &&[Range<usize>]| pair[1].len() == run.len() && pair[1].start - pair[0].start == stride;
+    Some((run, stride, 1 + runs.windows(2).take_while(follows).count()))
 }
