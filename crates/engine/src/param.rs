@@ -290,3 +290,40 @@ fn alike(runs: &[Range<usize>]) -> Option<(&Range<usize>, usize, usize)> {
         |pair: &&[Range<usize>]| pair[1].len() == run.len() && pair[1].start - pair[0].start == stride;
     Some((run, stride, 1 + runs.windows(2).take_while(follows).count()))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever a rank holds of a tensor, cut by columns or in the middle of rows, it draws the values of the whole.
+    #[test]
+    fn a_rank_draws_its_values_of_the_whole() {
+        let rank = Rank::cpu(2, 5).unwrap();
+        for (split, most) in [
+            (Split::Replicated, 1),
+            (Split::Rows { unit: 1 }, 1),
+            // A broken row at either end, and all rows between them at once.
+            (Split::Columns { unit: 2 }, 3),
+        ] {
+            for init in [Init::Normal(0.02), Init::Constant(1.5)] {
+                let part = Part { name: "w".into(), shape: vec![9, 10], init, split };
+                let whole = initial_values(5, &part, 0..90);
+                let cut = part.cut(Place { rank: 1, size: 2 });
+                let held = cut.take(&part.shape, &whole);
+                for share in [0..held.len(), 0..0, 3..4, 3..held.len() - 2, 5..12] {
+                    let runs = cut.runs_within(&part.shape, share.clone());
+                    let all = Tensor::empty(&rank.compute, &[share.len()], DType::F32, Category::Workspace);
+                    let out = all.unwrap();
+                    draw_initial(&rank, &part, &runs, &out).unwrap();
+                    let found = rank.compute.download::<f32>(&out).unwrap();
+                    assert_eq!(found, held[share.clone()], "{split:?} {init:?} {share:?}");
+                    let (mut rest, mut launches) = (&runs[..], 0);
+                    while let Some((_, _, rows)) = alike(rest) {
+                        (rest, launches) = (&rest[rows..], launches + 1);
+                    }
+                    assert!(launches <= most, "{split:?} {share:?} in {launches} launches");
+                }
+            }
+        }
+    }
+}
