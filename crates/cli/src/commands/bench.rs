@@ -129,8 +129,8 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     }
     let rank = args.trace.place(global)?.rank(1234, Watch { time: args.profile, ..Watch::default() })?;
     let (peak, source) = peak(args, &rank, dtype)?;
-    let b =
-        bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), args.packed.map(usize::from))?;
+    let document = args.packed.map(usize::from);
+    let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), document, global.begun)?;
     let traced = traced(args, &rank, &resolved)?;
     let mfu = b.tflops() / peak;
     let categories: serde_json::Map<_, _> =
@@ -154,6 +154,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "peak_bytes": b.memory.total_peak,
             "peak_bytes_by_category": categories,
             "start_s": b.start_s,
+            "first_step_s": b.first_step_s,
             "host_ms": b.host_least() * 1e3,
             "steps": b.step_s.len(),
             "loss": b.loss,
@@ -183,6 +184,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         ],
         vec!["MFU".into(), format!("{:.1} % of {peak:.2} TFLOP/s{source}", mfu * 1e2)],
         vec!["start".into(), format::seconds(b.start_s)],
+        vec!["first step".into(), format!("{} after the process began", format::seconds(b.first_step_s))],
     ];
     if rank.device().card().is_some() {
         let (host, share) = (b.host_least() * 1e3, b.host_least() / b.median() * 1e2);

@@ -62,6 +62,8 @@ pub struct TrainBench {
     pub flops_per_token: f64,
     /// Seconds from nothing to the first timed step.
     pub start_s: f64,
+    /// Seconds from the start of the process to the end of its first step.
+    pub first_step_s: f64,
     /// Memory by category.
     pub memory: MemoryReport,
     /// Time by kernel over the timed steps, if the device watches it.
@@ -94,19 +96,23 @@ impl TrainBench {
 }
 
 /// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens; packed into documents of so many tokens
-/// if that is given.
+/// if that is given. The process started at `begun`.
 pub fn train(
     rank: Rank,
     r: &Resolved,
     warmup: usize,
     steps: usize,
     document: Option<usize>,
+    begun: Instant,
 ) -> Result<TrainBench> {
     let begin = Instant::now();
     let data = RandomTokens::of(r, document);
     let mut trainer = Trainer::new(rank, r)?;
+    let mut first_step_s = None;
+    let mut one_done = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
     for _ in 0..warmup {
         trainer.train_step(&data)?;
+        one_done();
     }
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
@@ -121,10 +127,12 @@ pub fn train(
         marks.push(trainer.rank.compute.record()?);
         if let Some(last) = last.replace(queued) {
             trainer.end_step(last)?;
+            one_done();
         }
     }
     if let Some(last) = last {
         let report = trainer.end_step(last)?;
+        one_done();
         (tokens, loss) = (report.tokens, report.loss);
     }
     let mut step_s =
@@ -138,6 +146,7 @@ pub fn train(
         context: data.document,
         flops_per_token: r.model.flops_per_token(data.document as f64).total(),
         start_s,
+        first_step_s: first_step_s.unwrap_or(f64::NAN),
         memory: trainer.rank.device().memory(),
         profile: trainer.rank.device().take_profile()?,
         loss,

@@ -157,6 +157,7 @@ pub(super) fn advise<T>(result: Result<T>, rank: &Rank, need: &Need) -> Result<T
 mod tests {
     use super::*;
     use crate::bench::{train, work};
+    use std::time::Instant;
 
     fn need(name: &str, set: &[&str]) -> Need {
         let mut recipe = work(name).unwrap();
@@ -171,7 +172,8 @@ mod tests {
             let mut recipe = work("tiny").unwrap();
             set.iter().for_each(|s| recipe.set(s).unwrap());
             let r = recipe.resolve(None).unwrap();
-            let measured = train(Rank::cpu(2, 0).unwrap(), &r, 0, 1, None).unwrap().memory.total_peak as f64;
+            let bench = train(Rank::cpu(2, 0).unwrap(), &r, 0, 1, None, Instant::now()).unwrap();
+            let measured = bench.memory.total_peak as f64;
             let ratio = Need::of(&r).total() as f64 / measured;
             assert!((0.8..1.25).contains(&ratio), "{set:?}: {ratio} of what was measured");
         }

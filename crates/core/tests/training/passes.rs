@@ -22,11 +22,8 @@ impl Whole {
         let (decoder, specs) = Decoder::new(&rank, config, 16, &Stages::default()).unwrap();
         let params = Params::allocate(&rank, specs, dtype).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
-            let values: Vec<f32> = spec
-                .held()
-                .flat_map(|(p, _, r)| initial_values(rank.device().threads(), 7, p, 0..r.len()))
-                .map(|x| x * 4.0)
-                .collect();
+            let values: Vec<f32> =
+                spec.held().flat_map(|(p, _, r)| initial_values(7, p, 0..r.len())).map(|x| x * 4.0).collect();
             match dtype {
                 DType::F32 => rank.compute.write_to(t, &values).unwrap(),
                 _ => {

@@ -19,6 +19,7 @@ mod loss;
 mod merge;
 mod modules;
 mod norm;
+mod normal;
 mod optim;
 mod plans;
 mod product;
