@@ -160,10 +160,9 @@ impl Pass<'_> {
                 None => pair[hop % 2].clone(),
             };
             let (to, from) = ((me + 1) % t, (me + t - 1) % t);
-            let there =
-                self.beside(before, |s| {
-                    Ok(tp.exchange(s, &[(to, held.memory())], &[(from, next.memory())], label)?)
-                })?;
+            let there = self.beside(before, |s| {
+                Ok(tp.exchange(s, &[(to, held.memory())], &[(from, next.memory())], label)?)
+            })?;
             self.wait(there)?;
             held = next;
         }

@@ -29,7 +29,8 @@ impl Linear {
             true => p.narrow(self.weight, Role::Input, x, uses, None)?,
             false => Default::default(),
         };
-        let f = Factor { bias: bias.filter(|_| alone || !self.partial), ..self.factor(p, e, Product::Output)? };
+        let f =
+            Factor { bias: bias.filter(|_| alone || !self.partial), ..self.factor(p, e, Product::Output)? };
         let rows = match &made.rows {
             Some(rows) => rows.clone(),
             None if e.output && gathered => {
@@ -108,7 +109,7 @@ impl Linear {
                 return Ok(WeightGrad::sides(self.weight, dy, kept.side()));
             }
             LinearSaved { narrow: Some(kept), .. } => (kept.side(), true),
-            saved => (Side::rows_of(&saved.input()?), false),
+            saved => (Side::rows_of(&*saved.input()?), false),
         };
         let label = "input of a layer, again";
         let x = if gathered { p.arriving_rows(&x, label)? } else { Arriving::here(x) };

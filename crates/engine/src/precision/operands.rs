@@ -90,7 +90,8 @@ impl Pass<'_> {
             };
             // Both uses at once where both will be needed: the weight is read once.
             let keep = state.keeps();
-            let make = if keep && !recipe.emulated() { Uses { rows: true, cols: self.train } } else { missing };
+            let make =
+                if keep && !recipe.emulated() { Uses { rows: true, cols: self.train } } else { missing };
             let draw = || RandomStream::named(self.rank.seed, "never");
             let made = narrow(self.rank, recipe, Role::Weight, w, make, None, &source, &draw)?;
             let stays = Kept { amax: kept.amax.clone(), ..Kept::default() };
@@ -126,7 +127,13 @@ fn given(state: &EightState, param: ParamId, role: Role) -> Result<Source> {
 }
 
 /// Gathered values as a factor, with scales of their own blocks.
-pub(crate) fn narrow_blocks(rank: &Rank, recipe: Recipe, role: Role, x: &Tensor, uses: Uses) -> Result<Narrowed> {
+pub(crate) fn narrow_blocks(
+    rank: &Rank,
+    recipe: Recipe,
+    role: Role,
+    x: &Tensor,
+    uses: Uses,
+) -> Result<Narrowed> {
     let draw = || RandomStream::named(rank.seed, "blocks");
     narrow(rank, recipe, role, x, uses, None, &Source::Blocks, &draw)
 }
@@ -152,9 +159,12 @@ fn narrow(
             k.emulate(s, emulated(recipe, role, along, draw), x, &out)?;
             Ok(out)
         };
-        let rows = uses.rows.then(|| Ok(Side::rows_of(&rounded(Along::Rows)?))).transpose()?;
-        let cols = uses.cols.then(|| Ok(Side::cols_of(&rounded(Along::Cols)?))).transpose()?;
-        return Ok(Narrowed { rows, cols });
+        let rows = uses.rows.then(|| rounded(Along::Rows)).transpose()?;
+        let cols = uses.cols.then(|| rounded(Along::Cols)).transpose()?;
+        return Ok(Narrowed {
+            rows: rows.as_ref().map(Side::rows_of),
+            cols: cols.as_ref().map(Side::cols_of),
+        });
     }
     let (r, c) = (x.shape()[0], x.shape()[1]);
     let (format, scaling) = (recipe.format(role), recipe.scaling(role));

@@ -3,7 +3,8 @@
 use super::{Eight, Method, Recipe, Role, Side};
 use crate::{ParamId, ParamSpec, Rank};
 use ferrotron_comm::Reduce;
-use ferrotron_tensor::{Category, DType, E4m3, E5m2, Result, Tensor};
+use ferrotron_tensor::fp8::{E4m3, E5m2};
+use ferrotron_tensor::{Category, DType, Result, Tensor};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One operand of one map: what a scale of delayed scaling belongs to.
