@@ -10,6 +10,7 @@ mod linear;
 mod mlp;
 mod narrow;
 mod narrow_oracle;
+mod narrow_spread;
 mod norm;
 mod spread;
 mod support;

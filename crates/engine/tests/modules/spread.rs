@@ -11,16 +11,16 @@ use ferrotron_tensor::{Category, Tensor, Watch};
 use std::time::Duration;
 
 /// Output, gradient of the input, gradients of the parameters.
-type Numbers = (Vec<f64>, Vec<f64>, Vec<Vec<f64>>);
+pub type Numbers = (Vec<f64>, Vec<f64>, Vec<Vec<f64>>);
 
 /// What every rank brings, in their order.
-fn gather(rank: &Rank, mine: &[f64]) -> Vec<Vec<f64>> {
+pub fn gather(rank: &Rank, mine: &[f64]) -> Vec<Vec<f64>> {
     let all = rank.tp.all_gather_bytes(bytemuck::cast_slice(mine), "numbers of a test").unwrap();
     all.iter().map(|b| b.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect()).collect()
 }
 
 /// This rank's equal share of the rows, of `width` numbers each, filled up with zeros.
-fn own_rows(s: &Setup, whole: &[f64], width: usize) -> Tensor {
+pub fn own_rows(s: &Setup, whole: &[f64], width: usize) -> Tensor {
     let (t, rows) = (s.rank.tp.size(), (whole.len() / width).next_multiple_of(s.rank.tp.size()));
     let mut whole = whole.to_vec();
     whole.resize(rows * width, 0.0);
@@ -29,17 +29,17 @@ fn own_rows(s: &Setup, whole: &[f64], width: usize) -> Tensor {
 }
 
 /// This rank's equal share of the columns, and its part in the whole again.
-fn own_columns(s: &Setup, whole: &[f64], width: usize) -> Tensor {
+pub fn own_columns(s: &Setup, whole: &[f64], width: usize) -> Tensor {
     let n = width / s.rank.tp.size();
     let mine: Vec<f64> = whole.chunks(width).flat_map(|r| r[s.rank.tp.rank() * n..][..n].to_vec()).collect();
     s.upload(&mine, &[whole.len() / width, n])
 }
 
-fn join_rows(s: &Setup, mine: &Tensor) -> Vec<f64> {
+pub fn join_rows(s: &Setup, mine: &Tensor) -> Vec<f64> {
     gather(&s.rank, &s.host(mine)).concat()
 }
 
-fn join_columns(s: &Setup, mine: &Tensor) -> Vec<f64> {
+pub fn join_columns(s: &Setup, mine: &Tensor) -> Vec<f64> {
     let (rows, n) = (mine.shape()[0], mine.shape()[1]);
     let all = gather(&s.rank, &s.host(mine));
     (0..rows).flat_map(|r| all.iter().flat_map(move |a| a[r * n..][..n].to_vec())).collect()
@@ -47,7 +47,7 @@ fn join_columns(s: &Setup, mine: &Tensor) -> Vec<f64> {
 
 /// A module of weights `alone` on `t` ranks. `work` gives the joined output and input gradient; weight gradients are
 /// formed late, after other work has used what memory is free.
-fn on_ranks<M>(
+pub fn on_ranks<M>(
     t: usize,
     overlap: bool,
     alone: &Setup,
