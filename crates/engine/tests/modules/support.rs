@@ -3,7 +3,8 @@
 use ferrotron_engine::{
     Declarations, GradBuffer, ParamId, Params, Pass, Rank, Saved, SavedTensor, WeightGrad,
 };
-use ferrotron_tensor::{Category, DType, Tensor, bf16};
+use ferrotron_tensor::fp8::{E4m3, E5m2};
+use ferrotron_tensor::{Category, DType, Element, Tensor, bf16};
 
 /// The types modules compute in.
 pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
@@ -186,6 +187,12 @@ pub fn close(what: &str, dtype: DType, ours: &[f64], theirs: &[f64]) {
     assert!(relative <= most, "{what}: {relative:.2e} apart, more than {most:.0e}");
 }
 
+/// The same values in other memory.
+fn copied<T: Element>(rank: &Rank, t: &Tensor) -> Tensor {
+    let values = rank.compute.download::<T>(t).unwrap();
+    rank.compute.upload(&values, t.shape(), Category::Activations).unwrap()
+}
+
 /// Moves everything saved to other memory, as an offload engine does, after making the old contents useless where
 /// nobody else can need them. Returns how many tensors there were.
 pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize {
@@ -194,24 +201,14 @@ pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize 
     saved.tensors(&mut |s: &mut SavedTensor| {
         assert!(!weights.contains(&s.allocation()), "a parameter is saved: {:?}", **s);
         let copy = match s.dtype() {
-            DType::F32 => rank.compute.upload(
-                &rank.compute.download::<f32>(s).unwrap(),
-                s.shape(),
-                Category::Activations,
-            ),
-            DType::BF16 => rank.compute.upload(
-                &rank.compute.download::<bf16>(s).unwrap(),
-                s.shape(),
-                Category::Activations,
-            ),
-            DType::I32 => rank.compute.upload(
-                &rank.compute.download::<i32>(s).unwrap(),
-                s.shape(),
-                Category::Activations,
-            ),
+            DType::F32 => copied::<f32>(rank, s),
+            DType::BF16 => copied::<bf16>(rank, s),
+            DType::I32 => copied::<i32>(rank, s),
+            DType::E4M3 => copied::<E4m3>(rank, s),
+            DType::E5M2 => copied::<E5m2>(rank, s),
             other => panic!("{other}"),
         };
-        s.replace(copy.unwrap());
+        s.replace(copy);
         count += 1;
     });
     count

@@ -17,9 +17,9 @@ pub struct QuantStats {
     pub vanished: u64,
     /// The largest magnitude.
     pub amax: f32,
-    /// The smallest and the largest scale in use: values are multiplied by it before they are rounded. NaN where scales are
-    /// not known.
-    pub scale: (f32, f32),
+    /// The smallest and the largest `1/scale` in use, what a byte's value is multiplied by to be the number again. NaN where
+    /// it is not known.
+    pub scale_inv: (f32, f32),
     /// `Σ (narrowed − x)²`
     pub error: f64,
     /// `Σ x²`
@@ -35,7 +35,7 @@ impl Default for QuantStats {
             saturated,
             vanished,
             amax: 0.0,
-            scale: (f32::NAN, f32::NAN),
+            scale_inv: (f32::NAN, f32::NAN),
             error: 0.0,
             size: 0.0,
         }
@@ -71,7 +71,7 @@ impl QuantStats {
         self.size += other.size;
         self.amax = self.amax.max(other.amax);
         // Both pass NaN over.
-        self.scale = (self.scale.0.min(other.scale.0), self.scale.1.max(other.scale.1));
+        self.scale_inv = (self.scale_inv.0.min(other.scale_inv.0), self.scale_inv.1.max(other.scale_inv.1));
     }
 
     /// Of `x [r, c]` and what a format makes of it and back, `rounded [r, c]`. What saturated is not known.
@@ -125,7 +125,7 @@ pub(super) fn over_host<K: QuantKernels + ?Sized>(
         let inverse = of(i, j);
         stats.add(x, back[i * qc + j]);
         stats.saturated += u64::from(x.is_finite() && f64::from(x.abs()) > most * f64::from(inverse));
-        stats.scale = (stats.scale.0.min(1.0 / inverse), stats.scale.1.max(1.0 / inverse));
+        stats.scale_inv = (stats.scale_inv.0.min(inverse), stats.scale_inv.1.max(inverse));
     }
     Ok(stats)
 }
