@@ -132,6 +132,9 @@ impl Optimizer {
 
     /// Brings weights to all ranks, in the order in which forward uses them; it waits for each bucket at its first use.
     fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
+        if let Some(eight) = params.eight() {
+            eight.weights_changed();
+        }
         if self.placement == Placement::Replicate {
             return Ok(());
         }
