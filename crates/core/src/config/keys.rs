@@ -2,7 +2,7 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, Decay, Format, Master, OneOrMany, OptimizerKind, PipelineOrder, PositionKind, Precision,
+    Count, Decay, Format, Graph, Master, OneOrMany, OptimizerKind, PipelineOrder, PositionKind, Precision,
     Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
 };
 use crate::model::config::{Activation, NormKind};
@@ -102,6 +102,9 @@ keys! {
         seed: u64 = 1234, "random_seed", "init_seed", "seed_everything";
         /// What the backward pass computes again instead of keeping it.
         recompute: Recompute = Recompute::None, "recompute_granularity", "recompute_modules", "recompute_activations", "recompute_method", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing";
+        /// Give a whole step to the card as one CUDA graph, which is captured once and replayed to the same bits. auto
+        /// does so for one rank on a card where giving it the launches takes more than a fifth of the step's time.
+        graph: Graph = Graph::Auto, "cuda_graph", "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
     }
 
     /// Loss on validation data while training.

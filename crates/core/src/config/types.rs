@@ -138,6 +138,18 @@ choice! {
 }
 
 choice! {
+    /// Whether whole steps are captured once and replayed.
+    Graph {
+        /// Where that is possible and pays.
+        Auto = "auto",
+        /// Always; refused where it is not possible.
+        On = "on",
+        /// Never.
+        Off = "off",
+    }
+}
+
+choice! {
     /// The order of work in a pipeline.
     PipelineOrder {
         /// One forward, one backward in turn; interleaved where a rank has several chunks of layers.
