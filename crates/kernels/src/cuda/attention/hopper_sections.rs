@@ -5,6 +5,7 @@
 pub(super) const BLOCKS: usize = 132;
 /// Bytes that the L2 cache keeps for sure.
 pub(super) const CACHE: usize = 48 << 20;
+
 /// How many (batch, head) pairs of `tiles` tiles take their turns together, where `group` of them share `bytes` of keys
 /// and values: all if these fit into the cache, or else as many as do and fill the last round of the blocks best.
 pub(super) fn section(pairs: usize, group: usize, tiles: usize, bytes: usize) -> usize {
@@ -15,10 +16,10 @@ pub(super) fn section(pairs: usize, group: usize, tiles: usize, bytes: usize) ->
     if most >= BLOCKS {
         return most / BLOCKS * BLOCKS;
     }
-    // Idle places of the last round, in thousandths of all.
+    // Idle places of the sections' last rounds, in thousandths of all tiles.
     let idle = |n: usize| {
-        let all = (n * tiles).next_multiple_of(BLOCKS).max(1);
-        (all - n * tiles) * 1000 / all
+        let of = |n: usize| (n * tiles).next_multiple_of(BLOCKS) - n * tiles;
+        (of(n) * (pairs / n) + of(pairs % n)) * 1000 / (pairs * tiles).max(1)
     };
     let (mut best, mut least) = (group, idle(group));
     for n in (2..=most / group).map(|n| n * group) {
@@ -29,11 +30,17 @@ pub(super) fn section(pairs: usize, group: usize, tiles: usize, bytes: usize) ->
     best
 }
 
-/// The same for keys, whose blocks share queries: about two rounds of the blocks, all of a size, so that no long tiles
-/// are left for the end.
+/// The same for keys, whose blocks share queries: at least two rounds of the blocks, and all as much of a size as can be,
+/// so that no long tiles are left for the end.
 pub(super) fn shared_section(pairs: usize, tiles: usize) -> usize {
     let least = BLOCKS.div_ceil(tiles.max(1)).min(pairs).max(1);
-    pairs.div_ceil((pairs / (2 * least)).max(1))
+    let most = (pairs / (2 * least)).max(1);
+    // What the last section lacks, in thousandths of one.
+    let lacks = |part: usize| (pairs.next_multiple_of(part) - pairs) * 1000 / part;
+    let mut parts = (most.div_ceil(2)..=most).rev().map(|n| pairs.div_ceil(n).max(1));
+    let best = parts.clone().min_by_key(|part| lacks(*part)).unwrap_or(1);
+    // The smallest that will do: what they share stays in the cache.
+    parts.find(|part| lacks(*part) <= 250).unwrap_or(best)
 }
 
 #[cfg(test)]
@@ -42,13 +49,13 @@ mod tests {
 
     #[test]
     fn sections_fit_the_cache_and_fill_the_blocks() {
-        // All keys fit; the blocks set the size; 2 of 8 key heads at a time; one where none fits.
+        // All keys fit; the blocks set the size; 3 of 8 key heads at a time; one where none fits.
         assert_eq!(section(128, 4, 32, 4096 * 64 * 4), 128);
         assert_eq!(section(768, 1, 4, 1024 * 64 * 4), 132);
-        assert_eq!(section(32, 4, 256, 32768 * 128 * 4), 8);
+        assert_eq!(section(32, 4, 256, 32768 * 128 * 4), 12);
         assert_eq!(section(3, 1, 7, 1 << 30), 1);
-        // 66 pairs of 8 tiles are four rounds.
-        assert_eq!(section(512, 1, 8, 1024 * 128 * 4), 66);
+        // 88 pairs of 6 tiles are four rounds.
+        assert_eq!(section(512, 1, 6, 1024 * 128 * 4), 88);
     }
 
     #[test]
@@ -57,7 +64,8 @@ mod tests {
             for tiles in [1, 7, 12, 64, 300] {
                 let part = shared_section(pairs, tiles);
                 let last = (pairs - 1) % part + 1;
-                assert!(part <= pairs && (pairs < 40 || last * 3 >= part), "{pairs} {tiles}: {part}, {last}");
+                let alike = last * 2 > part || pairs > 6 * part;
+                assert!(part <= pairs && alike, "{pairs} {tiles}: {part}, {last}");
             }
         }
         assert_eq!(shared_section(24, 12), 24);
