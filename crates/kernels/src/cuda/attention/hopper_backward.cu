@@ -16,8 +16,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
     using Bars = typename Load::Bars;
     static constexpr int BN = Load::BN, STAGES = Load::STAGES, COLUMNS = Load::COLUMNS, NS = BM / 2, ND = D / 2;
     static constexpr u32 Q_BYTES = Load::Q_BYTES, DS_BYTES = Load::DS_BYTES;
-    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT, Q_AT = Load::Q_AT, O_AT = Load::O_AT;
-    static constexpr u32 DS_AT = Load::DS_AT;
+    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT, Q_AT = Load::Q_AT, O_AT = Load::O_AT, DS_AT = Load::DS_AT;
 
     // Channels of a head in shared memory and in the sums.
     static constexpr int W = COLUMNS * 64;
@@ -262,16 +261,12 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                 if constexpr (OWN) own.flush(m, p, dq, kept, wg);
                 else flush(dq, step0, step1, to, wg);
             }
-            bf16* k_row[2];
-            bf16* v_row[2];
+            bf16 *k_row[2], *v_row[2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const i32 j = w0 + warp * 16 + r * 8 + (lane >> 2);
-                k_row[r] = v_row[r] = nullptr;
-                if (j < p.k_len) {
-                    k_row[r] = a.dk.row<bf16>(p.batch, p.k_start + j, p.head);
-                    v_row[r] = a.dv.row<bf16>(p.batch, p.k_start + j, p.head);
-                }
+                k_row[r] = j < p.k_len ? a.dk.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
+                v_row[r] = j < p.k_len ? a.dv.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
             }
             store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
             store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);
