@@ -59,9 +59,23 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_forward.cuh"),
             include_str!("attention/hopper_forward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_forward_wide",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_forward.cuh"),
+            include_str!("attention/hopper_forward_wide.cu")
         ),
     ),
     hopper(
@@ -69,9 +83,22 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_backward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_wide",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_backward_load.cuh"),
+            include_str!("attention/hopper_wide.cuh"),
+            include_str!("attention/hopper_wide.cu")
         ),
     ),
     hopper(
@@ -79,6 +106,7 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_rows.cu")
         ),
