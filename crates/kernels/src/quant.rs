@@ -5,9 +5,11 @@
 //! whole tensor or a whole tile makes them the same bytes either way).
 
 pub(crate) mod check;
+pub mod micro;
 pub mod scale;
 
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
+use micro::Emulated;
 
 /// Values that share a scale where they do not all do.
 pub const BLOCK: usize = 128;
@@ -190,4 +192,10 @@ pub trait QuantKernels {
         largest: &Tensor,
         scale: &Tensor,
     ) -> Result<()>;
+
+    /// `out [r, c]`, contiguous and of x's type: `x [r, c]` (f32, bf16 or f16) rounded to a format no kernel here
+    /// multiplies, and back. Where a home has nothing of its own the host does it.
+    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+        micro::emulate_over_host(s, how, x, out)
+    }
 }

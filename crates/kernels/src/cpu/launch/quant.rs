@@ -1,14 +1,15 @@
 use super::{CpuKernels, floats};
 use crate::cpu::quant::{
-    Blocks, Factor, Use, amax, delayed_update, dequantise, product, quantise_blocks, quantise_tensor,
+    Blocks, Factor, Use, amax, delayed_update, dequantise, emulate, product, quantise_blocks, quantise_tensor,
 };
 use crate::cpu::quant::{Format, formats};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
 use crate::quant::check::{check_delayed, matrix, one};
+use crate::quant::micro::Emulated;
 use crate::quant::scale::ScaleRule;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
-use ferrotron_tensor::{DType, Float, Launch, Result, Stream, Tensor, read, write};
+use ferrotron_tensor::{DType, Element, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
 
 /// Picks the Rust type of what is quantised: f32, bf16 or f16.
 macro_rules! inputs {
@@ -122,6 +123,18 @@ impl QuantKernels for CpuKernels {
             delayed_update(how, l.slice_mut(0)?, reduced, l.slice(1)?, l.slice_mut(2)?)
         })
     }
+
+    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "emulate";
+        let rows = matrix(OP, x)?;
+        if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
+            return shape_error(OP, format!("{x:?} into {out:?}, which must be like it and contiguous"));
+        }
+        s.launch(OP, &[read(x), write(out)], |l| {
+            inputs!(OP, x.dtype(), T =>
+                emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))
+        })
+    }
 }
 
 /// [`Range`], with arguments of the launch for tensors.
@@ -142,7 +155,7 @@ struct Job<'a, T> {
 
 impl<T: Float> Job<'_, T> {
     /// One output, whose bytes and scales are these arguments.
-    fn output<F: Format>(
+    fn output<F: Format + Element>(
         &self,
         l: &Launch,
         how: Use,

@@ -6,6 +6,11 @@
 mod amax;
 mod delayed;
 mod dequantise;
+mod emulate;
+mod grid;
+pub mod hadamard;
+mod mxfp8;
+mod nvfp4;
 mod product;
 mod quantise;
 mod tile;
@@ -13,6 +18,12 @@ mod tile;
 pub use amax::amax;
 pub use delayed::delayed_update;
 pub use dequantise::{decode, dequantise};
+pub use emulate::emulate;
+pub use grid::Grid;
+pub use mxfp8::{MX_BLOCK, mxfp8_dequantise, mxfp8_quantise, swizzle};
+pub use nvfp4::{
+    NV_BLOCK, block_scale, global_scale, nvfp4_dequantise, nvfp4_quantise, pack, round_randomly,
+};
 pub use product::{Factor, product};
 pub use quantise::{Blocks, Use, quantise_blocks, quantise_tensor};
 pub use tile::Format;

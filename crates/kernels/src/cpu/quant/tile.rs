@@ -3,16 +3,28 @@
 use crate::BLOCK;
 use crate::cpu::multiversion;
 use ferrotron_tensor::Float;
-use ferrotron_tensor::fp8::{E4m3, E5m2};
+use ferrotron_tensor::fp8::{E2m1, E4m3, E5m2};
 
-/// An 8-bit format.
-pub trait Format: Float {
+/// A small float in a byte.
+pub trait Format: bytemuck::Pod + Send + Sync {
     /// Its biggest number.
     const LARGEST: f32;
-    /// As [`Float::from_f32`].
+    /// The nearest value's code.
     fn code(x: f32) -> u8;
-    /// As [`Float::to_f32`].
+    /// The value.
     fn value(code: u8) -> f32;
+}
+
+impl Format for E2m1 {
+    const LARGEST: f32 = E2m1::MAX;
+    #[inline(always)]
+    fn code(x: f32) -> u8 {
+        E2m1::encode(x).0
+    }
+    #[inline(always)]
+    fn value(code: u8) -> f32 {
+        E2m1(code).decode()
+    }
 }
 
 impl Format for E4m3 {
@@ -84,6 +96,16 @@ multiversion! {
     pub(super) fn decode_row<F: Format, T: Float>(codes: &[F], scale: f32, out: &mut [T]) {
         let codes: &[u8] = bytemuck::cast_slice(codes);
         for (out, code) in out.iter_mut().zip(codes) {
+            *out = T::from_f32(F::value(*code) * scale);
+        }
+    }
+}
+
+multiversion! {
+    /// `out = round(value·scale)`, a scale for each.
+    pub(super) fn decode_each<F: Format, T: Float>(codes: &[F], scale: &[f32], out: &mut [T]) {
+        let codes: &[u8] = bytemuck::cast_slice(codes);
+        for ((out, code), scale) in out.iter_mut().zip(codes).zip(scale) {
             *out = T::from_f32(F::value(*code) * scale);
         }
     }
