@@ -92,10 +92,17 @@ pub const SOURCES: &[Source] = &[
     source("quantise", concat!(include_str!("quant/common.cuh"), include_str!("quant/quantise.cu"))),
     source("quant_measure", concat!(include_str!("quant/common.cuh"), include_str!("quant/measure.cu"))),
     source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
-    source("activation", include_str!("activation.cu")),
+    source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
-    source("norm_forward", concat!(include_str!("norm/common.cuh"), include_str!("norm/forward.cu"))),
+    source(
+        "norm_forward",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("norm/common.cuh"),
+            include_str!("norm/forward.cu")
+        ),
+    ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
     source("rope", include_str!("rope.cu")),
 ];
