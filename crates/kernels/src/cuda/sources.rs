@@ -89,8 +89,22 @@ pub const SOURCES: &[Source] = &[
     source("embedding", concat!(include_str!("groups.cuh"), include_str!("embedding.cu"))),
     source("optim", concat!(include_str!("groups.cuh"), include_str!("optim.cu"))),
     source("product", include_str!("product.cu")),
-    source("quantise", concat!(include_str!("quant/common.cuh"), include_str!("quant/quantise.cu"))),
-    source("quant_measure", concat!(include_str!("quant/common.cuh"), include_str!("quant/measure.cu"))),
+    source(
+        "quantise",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/quantise.cu")
+        ),
+    ),
+    source(
+        "quant_measure",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/measure.cu")
+        ),
+    ),
     source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
     source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
     source("loss", include_str!("loss.cu")),
