@@ -2,8 +2,9 @@
 
 use super::homes::Home;
 use super::quant_oracle::*;
+use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
-use ferrotron_tensor::{Category, DType, Tensor};
+use ferrotron_tensor::{Category, DType, Device, Tensor, Threads};
 
 const SHAPES: [[usize; 2]; 13] = [
     [1, 1],
@@ -255,4 +256,43 @@ fn what_does_not_fit_is_refused() {
         assert!(product(&fitting, &tiles(8), &c32, false).is_err(), "one scale and many");
         assert!(k.dequantise(&h.s, &fitting, &c32).is_err(), "another shape");
     });
+}
+
+/// The same bits on any number of threads.
+#[test]
+fn threads_make_no_difference() {
+    let shape @ [r, c] = [300, 520];
+    let m = Matrix { r, c, x: hostile("spread", DType::BF16, 1, r * c) };
+    let run = |threads: usize, scaling: Scaling| {
+        let (k, isa) = (CpuKernels::detect(), Isa::detect());
+        let s = Device::cpu(Threads::new(threads).unwrap()).stream("compute").unwrap();
+        let h = Home { name: isa.name().into(), k: Box::new(k), eight: None, s };
+        let x = place(&h, DType::BF16, &m, true);
+        let (rows, cols) =
+            (poisoned(&h, shape, DType::E4M3, scaling), poisoned(&h, [c, r], DType::E4M3, scaling));
+        let sums = h.s.upload(&vec![0f32; c], &[c], Category::Workspace).unwrap();
+        let range = Range::Blocks { pow2: false };
+        let q = Quantise { x: &x, range, rows: Some(&rows), cols: Some(&cols), sums: Some((&sums, false)) };
+        k.quantise(&h.s, &q).unwrap();
+        let other = poisoned(&h, shape, DType::E4M3, Scaling::Rows);
+        k.quantise(&h.s, &Quantise { rows: Some(&other), cols: None, sums: None, ..q }).unwrap();
+        let product = place(&h, DType::F32, &Matrix { r, c: r, x: vec![0.0; r * r] }, false);
+        let g = Gemm8 {
+            a: &other,
+            b: &rows,
+            bias: None,
+            accumulate: false,
+            fast: false,
+            name: "gemm8",
+            c: &product,
+        };
+        k.gemm8(&h.s, &g).unwrap();
+        let numbers = [&rows.scale_inv, &cols.scale_inv, &sums, &product].map(|t| host(&h, t));
+        (raw(&h, &rows), raw(&h, &cols), numbers)
+    };
+    for scaling in [Scaling::Rows, Scaling::Tiles] {
+        let first = run(1, scaling);
+        assert!(first.2.iter().flatten().all(|x| x.is_finite()));
+        assert!([2, 5].into_iter().all(|threads| run(threads, scaling) == first), "{scaling:?}");
+    }
 }
