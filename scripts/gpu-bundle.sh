@@ -21,5 +21,6 @@ done
 strip "$out"/ferrotron "$out"/tests/*
 cp -r tests/golden "$out/golden"
 cp scripts/peers/*.py "$out/peers/"
+cp scripts/bench_gpu.py "$out/"
 cp scripts/gpu-check.sh "$out/check.sh"
 du -sh "$out"

@@ -83,35 +83,16 @@ impl Optimizer {
         })
     }
 
-    /// Fills masters with their declared initial values and the model's weights from them. Values travel in pieces, so
-    /// that the host never holds a whole model.
+    /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
     pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
-        const PIECE: usize = 4 << 20;
         params.settle(rank)?;
-        let (threads, seed) = (rank.device().threads(), rank.seed);
-        let mut values = Vec::with_capacity(2 * PIECE);
         for (i, spec) in params.specs().iter().enumerate() {
             let (master, mut at) = (&self.masters.pieces()[i], 0);
-            let mut send = |values: &mut Vec<f32>| -> Result<()> {
-                if values.is_empty() {
-                    return Ok(());
-                }
-                rank.compute.write_to(&master.narrow(0, at, values.len())?, values)?;
-                at += values.len();
-                values.clear();
-                Ok(())
-            };
             for (part, runs) in spec.runs(&self.pieces[i].inside) {
-                for run in runs {
-                    for start in run.clone().step_by(PIECE) {
-                        draw_initial(threads, seed, part, start..run.end.min(start + PIECE), &mut values);
-                        if values.len() >= PIECE {
-                            send(&mut values)?;
-                        }
-                    }
-                }
+                let n = runs.iter().map(Range::len).sum();
+                draw_initial(rank, part, &runs, &master.narrow(0, at, n)?)?;
+                at += n;
             }
-            send(&mut values)?;
         }
         self.publish(rank, params)
     }
@@ -151,6 +132,9 @@ impl Optimizer {
 
     /// Brings weights to all ranks, in the order in which forward uses them; it waits for each bucket at its first use.
     fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
+        if let Some(eight) = params.eight() {
+            eight.weights_changed();
+        }
         if self.placement == Placement::Replicate {
             return Ok(());
         }

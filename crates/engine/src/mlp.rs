@@ -31,12 +31,12 @@ impl Saved for MlpSaved {
 impl MlpSaved {
     /// Drops the block's input, which the caller can make again.
     pub fn forget_input(&mut self) {
-        self.up.x = None;
+        self.up.forget();
     }
 
     /// Puts the input back.
     pub fn remember_input(&mut self, x: &Tensor) {
-        self.up = LinearSaved::of(x);
+        self.up.remember(x);
     }
 }
 

@@ -16,6 +16,7 @@ mod loss;
 mod measured;
 mod merge;
 mod norm;
+mod normal;
 mod optim;
 pub mod philox;
 pub mod quant;
@@ -24,7 +25,7 @@ pub mod rope_tables;
 
 pub use activation::{Act, ActivationKernels};
 pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
-pub use elementwise::{DropoutKey, ElementwiseKernels};
+pub use elementwise::{DropoutKey, ElementwiseKernels, NormalRuns};
 pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};

@@ -177,6 +177,9 @@ pub trait QuantKernels {
     /// `out [r, c]` (f32 or bf16) `= value·scale_inv`.
     fn dequantise(&self, s: &Stream, q: &Bytes, out: &Tensor) -> Result<()>;
 
+    /// `out [c, r]`: `q [r, c]` the other way round, byte by byte. Both have one scale for everything.
+    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()>;
+
     /// See [`Gemm8`].
     fn gemm8(&self, s: &Stream, g: &Gemm8) -> Result<()>;
 

@@ -235,7 +235,14 @@ fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Glo
     run.emit(Event::RunEnd(end), &mut view)?;
     view.progress.finish();
     if !global.json && outcome.finished {
-        output::print(&super::train_summary::text(args, recipe, &run, &outcome, text.as_deref()))?;
+        output::print(&super::train_summary::text(
+            args,
+            recipe,
+            &run,
+            &outcome,
+            global.begun,
+            text.as_deref(),
+        ))?;
     }
     traced.map_or(Ok(()), |t| t.print(global))
 }

@@ -13,6 +13,16 @@ use std::time::Instant;
 pub struct RandomTokens {
     seq: usize,
     vocab: u64,
+    /// Tokens of a document; attention starts anew at each.
+    document: usize,
+}
+
+impl RandomTokens {
+    fn of(r: &Resolved, document: Option<usize>) -> RandomTokens {
+        let seq = r.plan.seq_len;
+        let document = document.unwrap_or(seq).clamp(1, seq.max(1));
+        RandomTokens { seq, vocab: r.model.vocab.max(1) as u64, document }
+    }
 }
 
 impl Batches for RandomTokens {
@@ -23,7 +33,7 @@ impl Batches for RandomTokens {
         u64::MAX
     }
     fn resets(&self) -> bool {
-        false
+        self.document < self.seq
     }
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
         let stream = RandomStream::named(n, "random tokens");
@@ -31,8 +41,8 @@ impl Batches for RandomTokens {
             (0..=self.seq as u64).map(|i| (u64::from(stream.word(i)) % self.vocab) as i32).collect();
         row.tokens.extend_from_slice(&ids[..self.seq]);
         row.labels.extend_from_slice(&ids[1..]);
-        row.positions.extend(0..self.seq as i32);
-        row.starts.push(0);
+        row.positions.extend((0..self.seq).map(|i| (i % self.document) as i32));
+        row.starts.extend((0..self.seq).step_by(self.document));
         Ok(())
     }
 }
@@ -46,10 +56,14 @@ pub struct TrainBench {
     pub host_s: Vec<f64>,
     /// Tokens of a step.
     pub tokens: u64,
+    /// Tokens of a document.
+    pub context: usize,
     /// Model FLOPs of a token.
     pub flops_per_token: f64,
     /// Seconds from nothing to the first timed step.
     pub start_s: f64,
+    /// Seconds from the start of the process to the end of its first step.
+    pub first_step_s: f64,
     /// Memory by category.
     pub memory: MemoryReport,
     /// Time by kernel over the timed steps, if the device watches it.
@@ -81,13 +95,24 @@ impl TrainBench {
     }
 }
 
-/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens.
-pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<TrainBench> {
+/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens; packed into documents of so many tokens
+/// if that is given. The process started at `begun`.
+pub fn train(
+    rank: Rank,
+    r: &Resolved,
+    warmup: usize,
+    steps: usize,
+    document: Option<usize>,
+    begun: Instant,
+) -> Result<TrainBench> {
     let begin = Instant::now();
-    let data = RandomTokens { seq: r.plan.seq_len, vocab: r.model.vocab.max(1) as u64 };
+    let data = RandomTokens::of(r, document);
     let mut trainer = Trainer::new(rank, r)?;
+    let mut first_step_s = None;
+    let mut one_done = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
     for _ in 0..warmup {
         trainer.train_step(&data)?;
+        one_done();
     }
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
@@ -102,10 +127,12 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
         marks.push(trainer.rank.compute.record()?);
         if let Some(last) = last.replace(queued) {
             trainer.end_step(last)?;
+            one_done();
         }
     }
     if let Some(last) = last {
         let report = trainer.end_step(last)?;
+        one_done();
         (tokens, loss) = (report.tokens, report.loss);
     }
     let mut step_s =
@@ -116,8 +143,10 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
         step_s,
         host_s,
         tokens,
-        flops_per_token: r.model.flops_per_token(r.plan.seq_len as f64).total(),
+        context: data.document,
+        flops_per_token: r.model.flops_per_token(data.document as f64).total(),
         start_s,
+        first_step_s: first_step_s.unwrap_or(f64::NAN),
         memory: trainer.rank.device().memory(),
         profile: trainer.rank.device().take_profile()?,
         loss,
@@ -132,7 +161,7 @@ pub fn observed(
     steps: usize,
     observer: &mut dyn Observer,
 ) -> Result<()> {
-    let data = RandomTokens { seq: r.plan.seq_len, vocab: r.model.vocab.max(1) as u64 };
+    let data = RandomTokens::of(r, None);
     let mut trainer = Trainer::new(rank, r)?;
     for _ in 0..warmup {
         trainer.train_step(&data)?;

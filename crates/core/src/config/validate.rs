@@ -268,6 +268,7 @@ impl Recipe {
             return self.refuse("data.eod", what);
         }
         self.check_schedule(r)?;
+        self.check_precision(r)?;
         if c.generate.tokens >= m.max_positions as u64 {
             let what = format!(
                 "{} tokens are more than the model's {} positions; ask for fewer",

@@ -4,6 +4,7 @@ use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
 use crate::pipeline::{Placement, Split, Stage};
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
+use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{Declarations, ParamSpec, Part, Pass, Rank, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
@@ -72,16 +73,18 @@ pub struct Input {
 }
 
 impl Decoder {
-    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters.
+    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters and which
+    /// of their products are narrow.
     pub fn new(
         rank: &Rank,
         config: &ModelConfig,
         positions: usize,
         stages: &Stages,
+        policy: &Policy,
     ) -> crate::Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
         let placement = stages.place(c.layers, rank.pp.size())?;
-        let mut d = Declarations::at(rank.place());
+        let mut d = Declarations::at(rank.place()).with_policy(policy.clone());
         // Layers with the same RoPE share one table.
         let mut tables: Vec<(RopeConfig, RopeTable)> = Vec::new();
         let mut table = |layer: usize| -> Result<Option<RopeTable>> {

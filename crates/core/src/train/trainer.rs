@@ -13,6 +13,7 @@ use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::flat::{Scheme, bucket_elements};
+use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, Event, Stream, Tensor};
@@ -87,7 +88,7 @@ impl Trainer {
     fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
         let positions = r.plan.seq_len;
-        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r))?;
+        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r), &policy(&rank, r)?)?;
         let dtype = r.config.precision.dtype.dtype();
         let copies = rank.copies.size();
         let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
@@ -148,6 +149,9 @@ impl Trainer {
         let weight = 1.0 / valid.max(1.0) as f32;
         let schedule = self.plan(count as usize)?;
         self.grads.begin_step(batches.len());
+        if let Some(eight) = self.params.eight() {
+            eight.begin_step(self.step, batches.len());
+        }
         let (rank, decoder, seq) = (&self.rank, &self.decoder, data.seq());
         let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
         let (p, step) = (self.dropout, self.step);
@@ -164,6 +168,9 @@ impl Trainer {
         self.samples += samples;
         let rates = StepRates { lr: self.lr.at(self.samples), weight_decay: self.wd.at(self.samples) };
         let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
+        if let Some(eight) = self.params.eight() {
+            eight.end_step(&self.rank)?;
+        }
         let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
         self.step += 1;
         self.tokens += tokens;
@@ -220,7 +227,8 @@ impl Trainer {
             let (rank, decoder) = (&self.rank, &self.decoder);
             let schedule = Plan { mode: Mode::ForwardOnly, ..self.plan_of(batches.len()) }.schedule()?;
             let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), 1.0, None);
-            let sums = execute(Pass::new(rank, &self.params), decoder, &schedule, &mut load, Aim::Loss)?;
+            let pass = Pass { train: false, ..Pass::new(rank, &self.params) };
+            let sums = execute(pass, decoder, &schedule, &mut load, Aim::Loss)?;
             total = sums.iter().map(|l| fetch(rank, l)).sum::<Result<f64>>()?;
         }
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
@@ -296,6 +304,20 @@ impl Trainer {
 /// How a recipe cuts its model.
 pub(super) fn stages(r: &Resolved) -> Stages {
     Stages { chunks: r.config.parallel.vp, text: r.config.parallel.stages.clone() }
+}
+
+/// Which products of a recipe are narrow; an error where the card has no such products.
+fn policy(rank: &Rank, r: &Resolved) -> Result<Policy> {
+    let policy = r.policy();
+    let real = policy.recipe.is_some_and(|recipe| !recipe.emulated());
+    match rank.device().card().filter(|card| real && card.capability < (8, 9)) {
+        None => Ok(policy),
+        Some(card) => Err(Error::Invalid(format!(
+            "precision.scaling = \"{}\": the {} (compute capability {}.{}) has no FP8 products, which begin with 8.9; set \
+             precision.scaling = \"none\"",
+            r.config.precision.scaling, card.name, card.capability.0, card.capability.1
+        ))),
+    }
 }
 
 /// A number summed over the ranks of a group; counts are exact.

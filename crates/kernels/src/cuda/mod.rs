@@ -20,6 +20,7 @@ mod measured;
 mod merge;
 mod modules;
 mod norm;
+mod normal;
 mod optim;
 mod plans;
 mod product;

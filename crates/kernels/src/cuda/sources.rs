@@ -85,7 +85,10 @@ pub const SOURCES: &[Source] = &[
     ),
     source("columns", concat!(include_str!("groups.cuh"), include_str!("columns.cu"))),
     source("copy", include_str!("copy.cu")),
-    source("elementwise", concat!(include_str!("groups.cuh"), include_str!("elementwise.cu"))),
+    source(
+        "elementwise",
+        concat!(include_str!("groups.cuh"), include_str!("philox.cuh"), include_str!("elementwise.cu")),
+    ),
     source("embedding", concat!(include_str!("groups.cuh"), include_str!("embedding.cu"))),
     source("optim", concat!(include_str!("groups.cuh"), include_str!("optim.cu"))),
     source("product", include_str!("product.cu")),
@@ -118,5 +121,6 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
+    source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),
 ];

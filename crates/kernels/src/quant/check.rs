@@ -126,3 +126,14 @@ pub(crate) fn check_delayed(
         }
     }
 }
+
+/// Checks of [`crate::QuantKernels::turn`]: gives `[r, c]`.
+pub(crate) fn check_turn(op: &'static str, q: &Bytes, out: &Bytes) -> Result<[usize; 2]> {
+    let (r, c) = (q.rows(), q.cols);
+    q.check(op, [r, c])?;
+    out.check(op, [c, r])?;
+    if q.scaling != Scaling::Tensor || out.scaling != Scaling::Tensor || q.data.dtype() != out.data.dtype() {
+        return shape_error(op, "both must be of one format with one scale");
+    }
+    Ok([r, c])
+}

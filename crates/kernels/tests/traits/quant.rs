@@ -98,7 +98,7 @@ fn case(
     let scale_of = |a: f32| if way == 6 { 0.37 } else { scale(&table, a, pow2, beyond) };
     let (rows, cols) = (poisoned(h, [m.r, m.c], format, scaling), poisoned(h, [m.c, m.r], format, scaling));
     let total = h.s.upload(&vec![2f32; m.c], &[m.c], Category::Workspace).unwrap();
-    let add = way % 3 == 0;
+    let add = way.is_multiple_of(3);
     let q = Quantise { x: &x, range, rows: Some(&rows), cols: Some(&cols), sums: Some((&total, add)) };
     k.quantise(&h.s, &q).unwrap();
     let (codes, inverse) = m.codes(&table, scaling, scale_of);

@@ -2,10 +2,10 @@ use super::{CpuKernels, floats};
 use crate::cpu::quant::{
     Blocks, Factor, Use, amax, delayed_update, dequantise, emulate, product, quantise_blocks, quantise_tensor,
 };
-use crate::cpu::quant::{Format, formats};
+use crate::cpu::quant::{Format, formats, turn};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
-use crate::quant::check::{check_delayed, matrix, one};
+use crate::quant::check::{check_delayed, check_turn, matrix, one};
 use crate::quant::micro::Emulated;
 use crate::quant::scale::ScaleRule;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
@@ -86,6 +86,20 @@ impl QuantKernels for CpuKernels {
                 let (data, scales) = (l.slice::<F>(0)?, l.slice(1)?);
                 dequantise::<F, T>(l.threads(), self.isa, data, scales, q.scaling, l.slice_mut(2)?, rows)
             }))
+        })
+    }
+
+    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()> {
+        const OP: &str = "turn";
+        let [r, c] = check_turn(OP, q, out)?;
+        let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
+        s.launch(OP, &args, |l| {
+            formats!(OP, q.data.dtype(), F => {
+                turn::<F>(l.threads(), l.slice(0)?, l.slice_mut(2)?, r, c);
+                Ok(())
+            })?;
+            l.slice_mut::<f32>(3)?.copy_from_slice(l.slice::<f32>(1)?);
+            Ok(())
         })
     }
 

@@ -4,7 +4,7 @@ use super::tile::{Format, decode_row};
 use crate::cpu::Isa;
 use crate::cpu::rows::{PIECE, Rows, check_len};
 use crate::{ALIGN, BLOCK, Scaling};
-use ferrotron_tensor::{Float, Result, Threads};
+use ferrotron_tensor::{Element, Float, Result, Threads};
 
 /// `out = value`, element by element: every value of the 8-bit formats is one of bf16.
 pub fn decode<F: Format, T: Float>(threads: &Threads, isa: Isa, codes: &[F], out: &mut [T]) {
@@ -53,4 +53,21 @@ pub fn dequantise<F: Format, T: Float>(
         }
     });
     Ok(())
+}
+
+/// Bytes `[r, c]`, rows padded to a multiple of 16, the other way round; padding of the result is zero.
+pub fn turn<F: Element>(threads: &Threads, from: &[F], to: &mut [F], r: usize, c: usize) {
+    let (pitch, to_pitch) = (c.next_multiple_of(ALIGN), r.next_multiple_of(ALIGN));
+    if r == 0 || c == 0 {
+        return;
+    }
+    // So many rows of the result at a time: bytes that share a line are read together.
+    const ROWS: usize = 64;
+    threads.chunks(to, ROWS * to_pitch, &|piece, to| {
+        for (row, to) in to.chunks_mut(to_pitch).enumerate() {
+            for (at, to) in to.iter_mut().enumerate() {
+                *to = if at < r { from[at * pitch + piece * ROWS + row] } else { F::zeroed() };
+            }
+        }
+    });
 }

@@ -17,7 +17,7 @@ mod tile;
 
 pub use amax::amax;
 pub use delayed::delayed_update;
-pub use dequantise::{decode, dequantise};
+pub use dequantise::{decode, dequantise, turn};
 pub use emulate::emulate;
 pub use grid::Grid;
 pub use mxfp8::{MX_BLOCK, mxfp8_dequantise, mxfp8_quantise, swizzle};

@@ -37,6 +37,10 @@ impl QuantKernels for CudaKernels {
         self.queue_dequantise(s, q, out)
     }
 
+    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()> {
+        self.queue_turn(s, q, out)
+    }
+
     fn gemm8(&self, s: &Stream, g: &Gemm8) -> Result<()> {
         self.queue_gemm8(s, g)
     }

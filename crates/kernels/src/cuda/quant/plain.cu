@@ -135,3 +135,37 @@ template <class C> __device__ __forceinline__ void product(const ProductArgs& g)
 }
 extern "C" __global__ void __launch_bounds__(256) product8_f32(const ProductArgs g) { product<float>(g); }
 extern "C" __global__ void __launch_bounds__(256) product8_bf16(const ProductArgs g) { product<bf16>(g); }
+
+struct TurnArgs {
+    u64 from, to, scale, to_scale;
+    i64 r, c;
+    u32 across, pad;
+};
+
+// One block: a tile of 64 × 64 bytes of [r, c] becomes one of [c, r padded to 16].
+extern "C" __global__ void __launch_bounds__(256) turn_bytes(const TurnArgs a) {
+    __shared__ u8 tile[64][68];
+    const i64 row0 = i64(blockIdx.x / a.across) * 64, column0 = i64(blockIdx.x % a.across) * 64;
+    const i64 pitch = (a.c + 15) / 16 * 16, to_pitch = (a.r + 15) / 16 * 16;
+    const u8* from = reinterpret_cast<const u8*>(a.from);
+    u8* to = reinterpret_cast<u8*>(a.to);
+    // Four bytes a thread each way; rows are padded to 16, so that a word never crosses the end of one.
+    const int x = threadIdx.x % 16 * 4, y = threadIdx.x / 16;
+#pragma unroll
+    for (int i = y; i < 64; i += 16) {
+        u32 word = 0;
+        if (row0 + i < a.r && column0 + x < pitch)
+            word = *reinterpret_cast<const u32*>(from + (row0 + i) * pitch + column0 + x);
+        *reinterpret_cast<u32*>(&tile[i][x]) = word;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = y; i < 64; i += 16) {
+        const i64 row = column0 + i, column = row0 + x;
+        if (row >= a.c || column >= to_pitch) continue;
+        const u32 word = tile[x][i] | u32(tile[x + 1][i]) << 8 | u32(tile[x + 2][i]) << 16 | u32(tile[x + 3][i]) << 24;
+        *reinterpret_cast<u32*>(to + row * to_pitch + column) = word;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        *reinterpret_cast<float*>(a.to_scale) = *reinterpret_cast<const float*>(a.scale);
+}

@@ -1,9 +1,9 @@
 //! Bytes as numbers again, and products that the library refuses.
 
 use crate::cuda::groups::{blocks, line, wide};
-use crate::cuda::{CudaKernels, typed};
-use crate::quant::check::matrix;
-use crate::{BLOCK, Bytes, Gemm8, Scaling};
+use crate::cuda::{CudaKernels, Kernel, typed};
+use crate::quant::check::{check_turn, matrix};
+use crate::{ALIGN, BLOCK, Bytes, Gemm8, Scaling};
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
 
 /// As in plain.cu.
@@ -40,6 +40,19 @@ struct ProductArgs {
     bias: u64,
     ldc: i64,
     accumulate: u32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TurnArgs {
+    from: u64,
+    to: u64,
+    scale: u64,
+    to_scale: u64,
+    r: i64,
+    c: i64,
+    across: u32,
     pad: u32,
 }
 
@@ -83,6 +96,29 @@ impl CudaKernels {
                 wide: (wide(&[q.data, out_at]) && even).into(),
             };
             let all = blocks(OP, r.div_ceil(BLOCK) * across as usize, 1)?;
+            self.queue(l, kernel, line(all, THREADS), &args)
+        })
+    }
+
+    pub(super) fn queue_turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()> {
+        const OP: &str = "turn";
+        let [r, c] = check_turn(OP, q, out)?;
+        let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
+        s.launch(OP, &args, |l| {
+            // Padding of the result is zero, and its scale is written where there is nothing else to write.
+            let across = blocks(OP, c.max(1), SIDE)?;
+            let args = TurnArgs {
+                from: l.address(0)?,
+                to: l.address(2)?,
+                scale: l.address(1)?,
+                to_scale: l.address(3)?,
+                r: r as i64,
+                c: c as i64,
+                across,
+                pad: 0,
+            };
+            let all = blocks(OP, r.next_multiple_of(ALIGN).max(1).div_ceil(SIDE) * across as usize, 1)?;
+            let kernel = Kernel { source: "quant_plain", name: "turn_bytes" };
             self.queue(l, kernel, line(all, THREADS), &args)
         })
     }
