@@ -110,6 +110,12 @@ fn case(
     let again = poisoned(h, [m.c, m.r], format, scaling);
     k.quantise(&h.s, &Quantise { rows: None, cols: Some(&again), sums: None, ..q }).unwrap();
     assert_eq!(raw(h, &again), raw(h, &cols), "{what} alone");
+    if scaling == Scaling::Tensor {
+        let turned = poisoned(h, [m.c, m.r], format, scaling);
+        k.turn(&h.s, &rows, &turned).unwrap();
+        assert_eq!(raw(h, &turned), raw(h, &cols), "{what} turned");
+        same(&format!("{what} turned scale"), &host(h, &turned.scale_inv), &host(h, &cols.scale_inv));
+    }
     back(h, k, what, &table, &rows);
 }
 
@@ -266,7 +272,7 @@ fn threads_make_no_difference() {
     let run = |threads: usize, scaling: Scaling| {
         let (k, isa) = (CpuKernels::detect(), Isa::detect());
         let s = Device::cpu(Threads::new(threads).unwrap()).stream("compute").unwrap();
-        let h = Home { name: isa.name().into(), k: Box::new(k), eight: None, s };
+        let h = Home { name: isa.name().into(), k: Box::new(k), s };
         let x = place(&h, DType::BF16, &m, true);
         let (rows, cols) =
             (poisoned(&h, shape, DType::E4M3, scaling), poisoned(&h, [c, r], DType::E4M3, scaling));

@@ -226,6 +226,9 @@ impl QuantKernels for Bare {
     fn dequantise(&self, _: &Stream, _: &Bytes, _: &Tensor) -> Result<()> {
         unreachable!()
     }
+    fn turn(&self, _: &Stream, _: &Bytes, _: &Bytes) -> Result<()> {
+        unreachable!()
+    }
     fn gemm8(&self, _: &Stream, _: &Gemm8) -> Result<()> {
         unreachable!()
     }

@@ -118,7 +118,7 @@ impl Grid {
             for (row, out) in out.chunks_mut(self.c).enumerate() {
                 let row = i * piece + row;
                 // Pieces begin with a row of blocks.
-                if row % self.h == 0 {
+                if row.is_multiple_of(self.h) {
                     let scales = &scales[row / self.h * across..][..across];
                     for (factors, s) in factors.chunks_mut(self.w).zip(scales) {
                         factors.fill(scale(s));
