@@ -120,13 +120,34 @@ pub const SOURCES: &[Source] = &[
     source("embedding", concat!(include_str!("groups.cuh"), include_str!("embedding.cu"))),
     source("optim", concat!(include_str!("groups.cuh"), include_str!("optim.cu"))),
     source("product", include_str!("product.cu")),
-    source("quantise", concat!(include_str!("quant/common.cuh"), include_str!("quant/quantise.cu"))),
-    source("quant_measure", concat!(include_str!("quant/common.cuh"), include_str!("quant/measure.cu"))),
+    source(
+        "quantise",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/quantise.cu")
+        ),
+    ),
+    source(
+        "quant_measure",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/measure.cu")
+        ),
+    ),
     source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
-    source("activation", include_str!("activation.cu")),
+    source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
-    source("norm_forward", concat!(include_str!("norm/common.cuh"), include_str!("norm/forward.cu"))),
+    source(
+        "norm_forward",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("norm/common.cuh"),
+            include_str!("norm/forward.cu")
+        ),
+    ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
     source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),

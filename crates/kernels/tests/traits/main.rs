@@ -7,6 +7,7 @@ mod fused;
 mod gemm;
 mod homes;
 mod maps;
+mod measured;
 mod merge;
 mod norm;
 mod optim;
