@@ -36,16 +36,14 @@ impl LinearSaved {
         LinearSaved { x: Some(SavedTensor::activation(x)), narrow: None }
     }
 
-    /// Drops the input. A narrow one stays: it is not larger than what it would be made again from.
+    /// Drops the input.
     pub(crate) fn forget(&mut self) {
-        self.x = None;
+        *self = LinearSaved { x: None, narrow: None };
     }
 
-    /// Puts the input back, where it is missing.
+    /// Puts the input back.
     pub(crate) fn remember(&mut self, x: &Tensor) {
-        if self.narrow.is_none() {
-            *self = LinearSaved::of(x);
-        }
+        *self = LinearSaved::of(x);
     }
 
     pub(crate) fn input(self) -> Result<SavedTensor> {
@@ -101,8 +99,18 @@ impl Linear {
 
     /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, LinearSaved)> {
+        self.forward_or_again(p, x, false)
+    }
+
+    /// [`Linear::forward`]; with `again` its input will be made again for backward, by who drops what was saved here.
+    pub(crate) fn forward_or_again(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        again: bool,
+    ) -> Result<(Tensor, LinearSaved)> {
         if let Some(e) = self.eight {
-            let (y, saved) = self.forward_narrow(p, e, x)?;
+            let (y, saved) = self.forward_narrow(p, e, x, again)?;
             if let Some(bias) = self.bias.filter(|_| self.partial && p.rank.tp.size() > 1) {
                 add_bias(p, p.weight(bias)?, &y)?;
             }
@@ -134,7 +142,7 @@ impl Linear {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         // Where the output is made again from `h` it must be made from `h` here, too.
         if p.rank.tp.size() > 1 || p.recompute.activation || self.eight.is_some() {
-            let (h, saved) = self.forward(p, x)?;
+            let (h, saved) = self.forward_or_again(p, x, p.recompute.norm)?;
             let y = p.empty(h.shape())?;
             k.act_forward(s, act, false, &h, &y)?;
             return Ok((h, y, saved));

@@ -6,7 +6,7 @@ use crate::precision::{Eight, EightState, Policy};
 use crate::{Cut, Place, Rank, Split};
 use ferrotron_kernels::NormalRuns;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_tensor::{Category, DType, Event, Result, Tensor, shape_error};
+use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor, shape_error};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -208,6 +208,10 @@ impl Params {
 
     /// The same in buckets that close at `target` elements.
     pub fn in_buckets(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, target: usize) -> Result<Params> {
+        if dtype != DType::BF16 && specs.iter().any(|s| s.eight.is_some()) {
+            let what = format!("narrow products in a model of {dtype}; have it compute in bf16");
+            return Err(Error::Unsupported { op: "parameters", what });
+        }
         let plan = Arc::new(Plan::new(&specs, rank.copies.size(), target));
         let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Parameters);
         let buckets: Vec<Tensor> = plan.buckets().iter().map(|b| zeros(b.len)).collect::<Result<_>>()?;

@@ -35,6 +35,7 @@ pub use merge::MergeKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, OptimKernels, Sgd, Update, scalars};
 pub use quant::micro::{Along, Emulated};
+pub use quant::stats::QuantStats;
 pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
 pub use rope::{Rope, RopeKernels, RopeStyle};
 

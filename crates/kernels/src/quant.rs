@@ -7,9 +7,11 @@
 pub(crate) mod check;
 pub mod micro;
 pub mod scale;
+pub mod stats;
 
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
 use micro::Emulated;
+use stats::QuantStats;
 
 /// Values that share a scale where they do not all do.
 pub const BLOCK: usize = 128;
@@ -200,5 +202,11 @@ pub trait QuantKernels {
     /// multiplies, and back. Where a home has nothing of its own the host does it.
     fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
         micro::emulate_over_host(s, how, x, out)
+    }
+
+    /// How well `x [r, c]` fits the bytes that were made of it, `q [r, c]`, or `[c, r]` if they are `turned`. The host
+    /// waits for it. Where a home has nothing of its own the host does it.
+    fn quant_stats(&self, s: &Stream, x: &Tensor, q: &Bytes, turned: bool) -> Result<QuantStats> {
+        stats::over_host(self, s, x, q, turned)
     }
 }

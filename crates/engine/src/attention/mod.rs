@@ -162,7 +162,7 @@ impl Attention {
 
     fn project(&self, p: &Pass, x: &Tensor, positions: &Tensor) -> Result<Projected> {
         let c = &self.config;
-        let (qkv, saved) = self.qkv.forward(p, x)?;
+        let (qkv, saved) = self.qkv.forward_or_again(p, x, p.recompute.norm)?;
         let (tokens, d) = (qkv.shape()[0], c.head_dim);
         let v = qkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
         let (rotated, norms) = match &self.norms {

@@ -5,7 +5,9 @@ mod operands;
 mod recipe;
 mod side;
 mod state;
+mod stats;
 
 pub use recipe::{Eight, Exception, Method, Policy, Product, Recipe, Role};
 pub(crate) use side::{Multiply, SavedSide, Side};
 pub use state::{DelayedState, EightState, Slot};
+pub use stats::OperandStats;

@@ -20,6 +20,7 @@ pub(crate) struct Uses {
 impl Uses {
     pub(crate) const ROWS: Uses = Uses { rows: true, cols: false };
     pub(crate) const COLS: Uses = Uses { rows: false, cols: true };
+    pub(crate) const NONE: Uses = Uses { rows: false, cols: false };
 }
 
 /// An operand as a factor, for each of its uses.
@@ -62,14 +63,20 @@ impl Pass<'_> {
         uses: Uses,
         sums: Option<&Tensor>,
     ) -> Result<Narrowed> {
+        if uses == Uses::NONE {
+            sums.map_or(Ok(()), |sums| self.rank.kernels.column_sum(&self.rank.compute, x, false, sums))?;
+            return Ok(Narrowed::default());
+        }
         let (state, recipe) = self.eight(param)?;
         let source = match recipe.method {
             Method::Current => Source::Amax(self.amax(x)?),
-            Method::Delayed { .. } => given(state, param, role)?,
+            Method::Delayed { .. } => self.given(state, param, role)?,
             _ => Source::Blocks,
         };
-        let draw = || RandomStream::named(self.rank.seed ^ state.draw(), "rounding");
-        narrow(self.rank, recipe, role, x, uses, sums, &source, &draw)
+        let draw = if recipe.random(role) { state.draw() } else { 0 };
+        let made = narrow(self.rank, Operand { recipe, role, x, sums, draw }, uses, &source)?;
+        state.note(self.rank, param, role, x, &made)?;
+        Ok(made)
     }
 
     /// The weight `param` as factors. It is narrowed once until it changes, where it is kept.
@@ -78,23 +85,27 @@ impl Pass<'_> {
         let w = self.weight(param)?;
         let mut kept: Kept = state.weights()[param.0].clone();
         let missing = Uses { rows: uses.rows && kept.rows.is_none(), cols: uses.cols && kept.cols.is_none() };
-        if missing.rows || missing.cols {
+        if missing != Uses::NONE {
             let source = match recipe.method {
                 Method::Current => {
                     let amax = kept.amax.take().map_or_else(|| self.amax(w), Ok)?;
                     kept.amax = Some(amax.clone());
                     Source::Amax(amax)
                 }
-                Method::Delayed { .. } => given(state, param, Role::Weight)?,
+                Method::Delayed { .. } => self.given(state, param, Role::Weight)?,
                 _ => Source::Blocks,
             };
             // Both uses at once where both will be needed: the weight is read once.
             let keep = state.keeps();
-            let make =
-                if keep && !recipe.emulated() { Uses { rows: true, cols: self.train } } else { missing };
-            let draw = || RandomStream::named(self.rank.seed, "never");
-            let made = narrow(self.rank, recipe, Role::Weight, w, make, None, &source, &draw)?;
-            let stays = Kept { amax: kept.amax.clone(), ..Kept::default() };
+            let both = keep && !recipe.emulated();
+            let make = Uses {
+                rows: missing.rows || (both && kept.rows.is_none()),
+                cols: missing.cols || (both && self.train && kept.cols.is_none()),
+            };
+            let weight = Operand { recipe, role: Role::Weight, x: w, sums: None, draw: 0 };
+            let made = narrow(self.rank, weight, make, &source)?;
+            state.note(self.rank, param, Role::Weight, w, &made)?;
+            let stays = kept.clone();
             kept.rows = kept.rows.or(made.rows);
             kept.cols = kept.cols.or(made.cols);
             state.weights()[param.0] = if keep { kept.clone() } else { stays };
@@ -111,6 +122,15 @@ impl Pass<'_> {
         Ok(amax)
     }
 
+    /// The scale of earlier steps. What passes without a backward see is no part of any step.
+    fn given(&self, state: &EightState, param: ParamId, role: Role) -> Result<Source> {
+        let Some((scale, amax)) = state.delayed().map(|d| d.of(param, role)).transpose()?.flatten() else {
+            return shape_error("narrow", "there is no scale for it");
+        };
+        let unseen = || self.rank.compute.zeros(&[1], DType::F32, Category::Workspace);
+        Ok(Source::Given(scale, if self.train { amax } else { unseen()? }))
+    }
+
     fn eight(&self, param: ParamId) -> Result<(&EightState, Recipe)> {
         match (self.params.eight(), self.params.specs()[param.0].eight) {
             (Some(state), Some(e)) => Ok((state, e.recipe)),
@@ -119,44 +139,35 @@ impl Pass<'_> {
     }
 }
 
-fn given(state: &EightState, param: ParamId, role: Role) -> Result<Source> {
-    match state.delayed().map(|d| d.of(param, role)).transpose()?.flatten() {
-        Some((scale, amax)) => Ok(Source::Given(scale, amax)),
-        None => shape_error("narrow", "there is no scale for it"),
-    }
+/// Columns of a gathered input, with scales of their own blocks.
+pub(crate) fn narrow_blocks(rank: &Rank, recipe: Recipe, x: &Tensor) -> Result<Side> {
+    let input = Operand { recipe, role: Role::Input, x, sums: None, draw: 0 };
+    narrow(rank, input, Uses::COLS, &Source::Blocks)?.take_cols()
 }
 
-/// Gathered values as a factor, with scales of their own blocks.
-pub(crate) fn narrow_blocks(
-    rank: &Rank,
+/// What is narrowed.
+#[derive(Clone, Copy)]
+struct Operand<'a> {
     recipe: Recipe,
     role: Role,
-    x: &Tensor,
-    uses: Uses,
-) -> Result<Narrowed> {
-    let draw = || RandomStream::named(rank.seed, "blocks");
-    narrow(rank, recipe, role, x, uses, None, &Source::Blocks, &draw)
+    /// `[r, c]`
+    x: &'a Tensor,
+    /// f32 `[c]`: gets its column sums.
+    sums: Option<&'a Tensor>,
+    /// Number of the tensor, where it is rounded at random.
+    draw: u64,
 }
 
-#[allow(clippy::too_many_arguments)]
-fn narrow(
-    rank: &Rank,
-    recipe: Recipe,
-    role: Role,
-    x: &Tensor,
-    uses: Uses,
-    sums: Option<&Tensor>,
-    source: &Source,
-    draw: &dyn Fn() -> RandomStream,
-) -> Result<Narrowed> {
+fn narrow(rank: &Rank, operand: Operand, uses: Uses, source: &Source) -> Result<Narrowed> {
     let (s, k) = (&rank.compute, &rank.kernels);
+    let Operand { recipe, role, x, sums, .. } = operand;
     if recipe.emulated() {
         if let Some(sums) = sums {
             k.column_sum(s, x, false, sums)?;
         }
         let rounded = |along| -> Result<Tensor> {
             let out = rank.activation(x.shape(), x.dtype())?;
-            k.emulate(s, emulated(recipe, role, along, draw), x, &out)?;
+            k.emulate(s, emulated(rank, operand, along), x, &out)?;
             Ok(out)
         };
         let rows = uses.rows.then(|| rounded(Along::Rows)).transpose()?;
@@ -177,20 +188,28 @@ fn narrow(
         Source::Given(scale, amax) => Range::Given { scale, amax },
         Source::Blocks => Range::Blocks { pow2: recipe.pow2 },
     };
-    let (sums, both) = (sums.map(|t| (t, false)), (rows.as_ref(), cols.as_ref()));
-    k.quantise(s, &Quantise { x, range, rows: both.0, cols: both.1, sums })?;
+    let sums = sums.map(|t| (t, false));
+    k.quantise(s, &Quantise { x, range, rows: rows.as_ref(), cols: cols.as_ref(), sums })?;
     Ok(Narrowed { rows: rows.map(Side::Bytes), cols: cols.map(Side::Bytes) })
 }
 
-fn emulated(recipe: Recipe, role: Role, along: Along, draw: &dyn Fn() -> RandomStream) -> Emulated {
+fn emulated(rank: &Rank, operand: Operand, along: Along) -> Emulated {
+    let Operand { recipe, role, draw, .. } = operand;
     let square = role == Role::Weight;
+    // Ranks that share a layer share its gradient, or have parts of it: one stream serves them. Ranks with other tokens
+    // must not all round the same way.
+    let stream = || {
+        let use_ = if along == Along::Rows { "rows" } else { "columns" };
+        let name = format!("rounding of {use_} by {}", rank.copies.rank());
+        RandomStream::named(rank.seed ^ draw, &name)
+    };
     match recipe.method {
         // Turning cancels in the weight gradient, whose factors are the columns of inputs and gradients.
         Method::Nvfp4 => Emulated::Nvfp4 {
             along,
             square,
             hadamard: along == Along::Cols && !square,
-            stochastic: (role == Role::Gradient).then(draw),
+            stochastic: recipe.random(role).then(stream),
         },
         _ => Emulated::Mxfp8 { format: recipe.format(role), along, square: false },
     }

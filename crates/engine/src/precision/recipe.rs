@@ -70,6 +70,11 @@ impl Recipe {
         matches!(self.method, Method::Mxfp8 | Method::Nvfp4)
     }
 
+    /// Is an operand rounded up or down at random?
+    pub fn random(&self, role: Role) -> bool {
+        self.method == Method::Nvfp4 && role == Role::Gradient
+    }
+
     /// Does one scale hold for a whole tensor, so that ranks which share the tensor must agree on it?
     pub fn per_tensor(&self) -> bool {
         matches!(self.method, Method::Current | Method::Delayed { .. })

@@ -129,24 +129,35 @@ impl Pass<'_> {
 pub(crate) struct SavedSide {
     side: Side,
     memory: SavedTensor,
+    /// Scales of blocks.
+    scales: Option<SavedTensor>,
 }
 
 impl SavedSide {
     /// Keeps it.
     pub(crate) fn of(side: &Side) -> SavedSide {
-        SavedSide { side: side.clone(), memory: SavedTensor::activation(side.memory()) }
+        let scales = match side {
+            Side::Bytes(b) if b.scaling != Scaling::Tensor => Some(SavedTensor::small(&b.scale_inv)),
+            _ => None,
+        };
+        SavedSide { side: side.clone(), memory: SavedTensor::activation(side.memory()), scales }
     }
 
     /// The factor, wherever its memory is by now.
     pub(crate) fn side(&self) -> Side {
-        self.side.with((*self.memory).clone())
+        let side = self.side.with((*self.memory).clone());
+        match (side, &self.scales) {
+            (Side::Bytes(b), Some(scales)) => Side::Bytes(Bytes { scale_inv: (**scales).clone(), ..b }),
+            (side, _) => side,
+        }
     }
 }
 
 impl Saved for SavedSide {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         f(&mut self.memory);
+        self.scales.tensors(f);
         // What was moved away must not stay here.
-        self.side = self.side.with((*self.memory).clone());
+        self.side = self.side();
     }
 }

@@ -1,5 +1,7 @@
 //! What eight-bit products remember between passes: the scales of delayed scaling, and weights that are already bytes.
 
+use super::operands::Narrowed;
+use super::stats::{OperandStats, measure};
 use super::{Eight, Method, Recipe, Role, Side};
 use crate::{ParamId, ParamSpec, Rank};
 use ferrotron_comm::Reduce;
@@ -22,6 +24,8 @@ pub struct EightState {
     /// By parameter.
     weights: Mutex<Vec<Kept>>,
     counters: Mutex<Counters>,
+    /// What operands were like, while that is asked for.
+    watched: Mutex<Option<Vec<OperandStats>>>,
 }
 
 /// Scales of earlier steps.
@@ -67,7 +71,41 @@ impl EightState {
             _ => None,
         };
         let weights = Mutex::new(vec![Kept::default(); specs.len()]);
-        Ok(Some(EightState { delayed, weights, counters: Mutex::default() }))
+        Ok(Some(EightState { delayed, weights, counters: Mutex::default(), watched: Mutex::default() }))
+    }
+
+    /// From now on, note how well operands fit their formats, or no longer. The host waits for every one of them.
+    pub fn watch(&self, on: bool) {
+        *lock(&self.watched) = on.then(Vec::new);
+    }
+
+    /// What was noted since the last time, by parameter and role, of this rank's parts of operands.
+    pub fn take_stats(&self) -> Vec<OperandStats> {
+        let mut all = lock(&self.watched).as_mut().map(std::mem::take).unwrap_or_default();
+        all.sort_by_key(|s| (s.slot.param, Role::ALL.iter().position(|r| *r == s.slot.role)));
+        all
+    }
+
+    /// Notes how well an operand fits.
+    pub(super) fn note(
+        &self,
+        rank: &Rank,
+        param: ParamId,
+        role: Role,
+        x: &Tensor,
+        made: &Narrowed,
+    ) -> Result<()> {
+        if lock(&self.watched).is_none() {
+            return Ok(());
+        }
+        let (found, slot) = (measure(rank, x, made)?, Slot { param, role });
+        if let (Some(stats), Some(all)) = (found, lock(&self.watched).as_mut()) {
+            match all.iter_mut().find(|s| s.slot == slot) {
+                Some(known) => known.stats.merge(&stats),
+                None => all.push(OperandStats { slot, stats }),
+            }
+        }
+        Ok(())
     }
 
     /// Step number `step` begins. With several micro-batches, weights are kept as bytes between them; with one it is
