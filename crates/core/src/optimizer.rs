@@ -132,6 +132,9 @@ impl Optimizer {
 
     /// Brings weights to all ranks, in the order in which forward uses them; it waits for each bucket at its first use.
     fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
+        if let Some(eight) = params.eight() {
+            eight.weights_changed();
+        }
         if self.placement == Placement::Replicate {
             return Ok(());
         }
@@ -196,9 +199,16 @@ impl Optimizer {
         grads: &GradBuffer,
         rates: StepRates,
     ) -> Result<Tensor> {
+        rank.compute.write_to(&self.scalars, &self.scalar_values(rates))?;
+        let norm = self.apply(rank, params, grads)?;
+        self.advance();
+        Ok(norm)
+    }
+
+    /// What a step does on the device: all it is told is in [`Optimizer::scalars`], so that it can be replayed.
+    pub(crate) fn apply(&self, rank: &Rank, params: &Params, grads: &GradBuffer) -> Result<Tensor> {
         let (k, s) = (&rank.kernels, &rank.compute);
         params.settle(rank)?;
-        self.write_scalars(rank, rates)?;
         // Every element of the model is counted by one rank; the squares of all make the norm of the whole.
         let counted = grads.counted(rank)?;
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
@@ -229,7 +239,6 @@ impl Optimizer {
             Rule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
         }
         self.gather(rank, params)?;
-        self.steps += 1;
         // A copy: the next step overwrites the buffer.
         let norm = Tensor::empty(s, &[1], DType::F32, Category::Workspace)?;
         s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?, &norm)?;
@@ -251,8 +260,18 @@ impl Optimizer {
         Ok(s.download::<i64>(&zeros)?[0] as u64)
     }
 
-    /// Everything that changes from step to step, in one small upload.
-    fn write_scalars(&self, rank: &Rank, rates: StepRates) -> Result<()> {
+    /// A step has been given to the device.
+    pub(crate) fn advance(&mut self) {
+        self.steps += 1;
+    }
+
+    /// Where a step finds what it is told: f32 `[scalars::COUNT]`.
+    pub(crate) fn scalars(&self) -> &Tensor {
+        &self.scalars
+    }
+
+    /// Everything that changes from step to step, for the next one.
+    pub(crate) fn scalar_values(&self, rates: StepRates) -> [f32; scalars::COUNT] {
         let t = self.steps as i32 + 1;
         let correction = |beta: f32| (1.0 - f64::from(beta).powi(t)) as f32;
         let mut values = [0f32; scalars::COUNT];
@@ -264,6 +283,6 @@ impl Optimizer {
         }
         values[scalars::CLIP] = 1.0;
         values[scalars::STEPS_DONE] = self.steps as f32;
-        Ok(rank.compute.write_to(&self.scalars, &values)?)
+        values
     }
 }

@@ -173,7 +173,7 @@ enum Work {
     /// `dyᵀ·x`, and the column sums of `dy` for the bias.
     Linear { dy: Tensor, x: Tensor, bias: ParamId },
     /// The product of two factors.
-    Sides { dy: Side, x: Side },
+    Sides(Box<[Side; 2]>),
     /// Column sums of `dy`.
     Columns { dy: Tensor },
     /// Anything else: writes or adds into the gradient it is given.
@@ -188,7 +188,7 @@ impl WeightGrad {
 
     /// `weight [out, in]` gets the product of `dyᵀ [out, tokens]` and `xᵀ [in, tokens]`, both contracted over tokens.
     pub(crate) fn sides(param: ParamId, dy: Side, x: Side) -> WeightGrad {
-        WeightGrad::one(param, Work::Sides { dy, x })
+        WeightGrad::one(param, Work::Sides(Box::new([dy, x])))
     }
 
     /// `weight [out, in]` gets `dyᵀ·x` and `bias [out]` the column sums of `dy`.
@@ -238,7 +238,8 @@ impl WeightGrad {
                     grads.ready(rank, bias)?;
                     continue;
                 }
-                Work::Sides { dy, x } => {
+                Work::Sides(sides) => {
+                    let [dy, x] = *sides;
                     let how = Multiply { product: Product::WeightGrad, bias: None, accumulate, fast: false };
                     dy.times(rank, &x, how, &grad)?;
                 }

@@ -13,6 +13,7 @@ mod fused;
 mod gemm;
 pub mod grad_scaler;
 mod loss;
+mod measured;
 mod merge;
 mod norm;
 mod normal;
@@ -29,6 +30,7 @@ pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
+pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, OptimKernels, Sgd, Update, scalars};
@@ -51,6 +53,7 @@ pub trait Kernels:
     + ElementwiseKernels
     + FusedKernels
     + QuantKernels
+    + MeasuredKernels
     + Send
     + Sync
 {

@@ -1,7 +1,7 @@
 //! The small float formats. Encoding saturates (out of range and infinite values become the largest finite value),
 //! NaN stays NaN where the format has one, rounding is to nearest with ties to even, subnormals are kept.
 //!
-//! Everything is without branches, so that loops over it become vector instructions.
+//! Everything is without branches and checks of overflow, so that loops over it become vector instructions.
 
 use bytemuck::{Pod, Zeroable};
 
@@ -137,12 +137,13 @@ fn encode_magnitude<const M: u32, const B: u32>(x: f32, max: f32) -> u32 {
     let bits = (x.to_bits() & 0x7fff_ffff).min(max.to_bits());
     // Drop 23-M mantissa bits of the f32 pattern with ties to even; a carry moves into the exponent.
     let drop = 23 - M;
-    let rounded = (bits + (1 << (drop - 1)) - 1 + (bits >> drop & 1)) >> drop;
+    let half = (1 << (drop - 1)) - 1;
+    let rounded = bits.wrapping_add(half).wrapping_add(bits >> drop & 1) >> drop;
     let normal = rounded.wrapping_sub((127 - B) << M);
     // Below the smallest normal all is a multiple of 2^(1-B-M): the sum with the float whose last place that is rounds
     // to it, and a carry to 2^M is the smallest normal, as it should be.
     let shift = f32::from_bits((127 + 24 - B - M) << 23);
-    let subnormal = (f32::from_bits(bits) + shift).to_bits() - shift.to_bits();
+    let subnormal = (f32::from_bits(bits) + shift).to_bits().wrapping_sub(shift.to_bits());
     if bits < (128 - B) << 23 { subnormal } else { normal }
 }
 

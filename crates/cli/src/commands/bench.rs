@@ -156,6 +156,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "start_s": b.start_s,
             "first_step_s": b.first_step_s,
             "host_ms": b.host_least() * 1e3,
+            "graph": b.graph,
             "steps": b.step_s.len(),
             "loss": b.loss,
             "roofline_ms": roofline_s * 1e3,
@@ -188,7 +189,9 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     ];
     if rank.device().card().is_some() {
         let (host, share) = (b.host_least() * 1e3, b.host_least() / b.median() * 1e2);
-        rows.push(vec!["host".into(), format!("{host:.1} ms to give a step to the card ({share:.0} %)")]);
+        rows.push(vec!["host".into(), format!("{host:.2} ms to give a step to the card ({share:.0} %)")]);
+        let how = if b.graph { "replayed" } else { "launched one by one" };
+        rows.push(vec!["steps".into(), format!("{how} ({})", b.graph_choice.reason)]);
     }
     for (c, bytes) in Category::ALL.iter().zip(b.memory.peak).filter(|(_, bytes)| *bytes > 0) {
         rows.push(vec![format!("peak {}", c.name()), human(bytes)]);

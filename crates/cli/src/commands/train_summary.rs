@@ -58,6 +58,11 @@ pub fn text(
     if let Some(first) = outcome.first {
         row("first step", format!("{} after the start", format::seconds((first - begun).as_secs_f64())));
     }
+    if run.trainer.rank.device().card().is_some() && outcome.steps > 0 {
+        let (replayed, choice) = (run.trainer.steps_replayed(), run.trainer.graph_choice());
+        let of = format!("{} of {}", format::thousands(replayed), format::thousands(outcome.steps));
+        row("replayed", format!("{of} steps, train.graph {} ({})", choice.value, choice.reason));
+    }
     let sent = run.sent.total();
     if sent > 0 {
         let groups = run.sent.by_kind().into_iter().map(|(group, kinds)| {

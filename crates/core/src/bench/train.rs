@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::config::Resolved;
 use crate::data::{Batches, Row};
-use crate::train::{Observer, Trainer};
+use crate::train::{GraphChoice, Observer, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{MemoryReport, Profile};
@@ -70,6 +70,10 @@ pub struct TrainBench {
     pub profile: Profile,
     /// Loss of the last step.
     pub loss: f64,
+    /// Was every timed step replayed as a graph?
+    pub graph: bool,
+    /// Why, or why not.
+    pub graph_choice: GraphChoice,
 }
 
 impl TrainBench {
@@ -95,6 +99,9 @@ impl TrainBench {
     }
 }
 
+/// Steps after which it is known whether steps are replayed on a card.
+const SETTLED: usize = 4;
+
 /// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens; packed into documents of so many tokens
 /// if that is given. The process started at `begun`.
 pub fn train(
@@ -110,10 +117,14 @@ pub fn train(
     let mut trainer = Trainer::new(rank, r)?;
     let mut first_step_s = None;
     let mut one_done = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
-    for _ in 0..warmup {
+    // Timed steps are all of one kind: whether they are replayed is seen before. As many come before them either way.
+    let least = if trainer.rank.device().card().is_some() { SETTLED } else { 0 };
+    let settles = |t: &Trainer| t.graph_is_open() && t.step < 2 * SETTLED as u64;
+    while trainer.step < warmup.max(least) as u64 || settles(&trainer) {
         trainer.train_step(&data)?;
         one_done();
     }
+    let launched = trainer.step - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
     // As a run does it: every step is given to the device before the loss of the one before is read.
@@ -150,6 +161,8 @@ pub fn train(
         memory: trainer.rank.device().memory(),
         profile: trainer.rank.device().take_profile()?,
         loss,
+        graph: trainer.steps_replayed() > 0 && trainer.step - trainer.steps_replayed() == launched,
+        graph_choice: trainer.graph_choice(),
     })
 }
 

@@ -15,6 +15,8 @@ pub struct Need {
     /// Sequences of a pass.
     pub micro_batch: usize,
     dtype: DType,
+    /// Bytes of an element of what linear maps keep of their inputs.
+    inputs: usize,
     /// Type of the moments, and how many there are.
     pub moments: (DType, usize),
     /// What backward computes again.
@@ -51,6 +53,10 @@ impl Need {
             seq: r.plan.seq_len,
             micro_batch: r.plan.micro_batch,
             dtype: r.config.precision.dtype.dtype(),
+            inputs: match r.policy().recipe {
+                Some(recipe) if !recipe.emulated() => 1,
+                _ => r.config.precision.dtype.dtype().size(),
+            },
             moments: (o.moments.dtype(), if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
             recompute: state::recompute(&r.config.train.recompute),
         }
@@ -76,9 +82,10 @@ impl Need {
         let inside = f * if m.gated { 2 } else { 1 };
         let normed = if self.recompute.norm { 0 } else { h };
         // The residual stream twice, then what each block keeps of its own.
-        let attention = if self.recompute.attention { 0 } else { (qkv + q + normed) * size + 4 * m.heads };
+        let attention =
+            if self.recompute.attention { 0 } else { (qkv + q) * size + normed * self.inputs + 4 * m.heads };
         let act = if self.recompute.activation { 0 } else { f };
-        let mlp = if self.recompute.mlp { 0 } else { (inside + act + normed) * size };
+        let mlp = if self.recompute.mlp { 0 } else { inside * size + (act + normed) * self.inputs };
         let post = if m.post_norms { 2 * h } else { 0 };
         let whole = (2 * h + post) * size + attention + mlp;
         let layers = if self.recompute.layer { m.layers * h * size + whole } else { m.layers * whole };

@@ -16,6 +16,7 @@ mod gemm;
 mod groups;
 mod libraries;
 mod loss;
+mod measured;
 mod merge;
 mod modules;
 mod norm;

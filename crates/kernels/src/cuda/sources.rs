@@ -59,9 +59,23 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_forward.cuh"),
             include_str!("attention/hopper_forward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_forward_wide",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_forward.cuh"),
+            include_str!("attention/hopper_forward_wide.cu")
         ),
     ),
     hopper(
@@ -69,9 +83,22 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_backward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_wide",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_backward_load.cuh"),
+            include_str!("attention/hopper_wide.cuh"),
+            include_str!("attention/hopper_wide.cu")
         ),
     ),
     hopper(
@@ -79,6 +106,7 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_rows.cu")
         ),
@@ -92,13 +120,34 @@ pub const SOURCES: &[Source] = &[
     source("embedding", concat!(include_str!("groups.cuh"), include_str!("embedding.cu"))),
     source("optim", concat!(include_str!("groups.cuh"), include_str!("optim.cu"))),
     source("product", include_str!("product.cu")),
-    source("quantise", concat!(include_str!("quant/common.cuh"), include_str!("quant/quantise.cu"))),
-    source("quant_measure", concat!(include_str!("quant/common.cuh"), include_str!("quant/measure.cu"))),
+    source(
+        "quantise",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/quantise.cu")
+        ),
+    ),
+    source(
+        "quant_measure",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/measure.cu")
+        ),
+    ),
     source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
-    source("activation", include_str!("activation.cu")),
+    source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
-    source("norm_forward", concat!(include_str!("norm/common.cuh"), include_str!("norm/forward.cu"))),
+    source(
+        "norm_forward",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("norm/common.cuh"),
+            include_str!("norm/forward.cu")
+        ),
+    ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
     source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),

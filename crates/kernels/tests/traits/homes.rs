@@ -1,8 +1,8 @@
 //! Where kernels run, values for them, and comparisons.
 
+use ferrotron_kernels::Kernels;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::cuda::CudaKernels;
-use ferrotron_kernels::{Kernels, QuantKernels};
 use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards};
 
 /// The types every kernel must take.
@@ -12,8 +12,6 @@ pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
 pub struct Home {
     pub name: String,
     pub k: Box<dyn Kernels>,
-    /// The 8-bit kernels, where the home has them.
-    pub eight: Option<Box<dyn QuantKernels>>,
     pub s: Stream,
 }
 
@@ -29,7 +27,7 @@ pub fn homes() -> Vec<Home> {
                 Watch { order: std::env::var_os("FERROTRON_TEST_CHECK").is_some(), ..Watch::default() };
             let device = Device::cuda(0, threads(), watch).unwrap();
             let k = Box::new(CudaKernels::load(&device).unwrap());
-            Some(Home { name: "CUDA".into(), k, eight: None, s: device.stream("compute").unwrap() })
+            Some(Home { name: "CUDA".into(), k, s: device.stream("compute").unwrap() })
         }
         found if only_card => panic!("FERROTRON_TEST_DEVICE=cuda, but: {found:?}"),
         _ => None,
@@ -40,7 +38,6 @@ pub fn homes() -> Vec<Home> {
     let cpu = |isa: Isa| Home {
         name: format!("CPU {}", isa.name()),
         k: Box::new(CpuKernels::with(isa)),
-        eight: Some(Box::new(CpuKernels::with(isa))),
         s: Device::cpu(threads()).stream("compute").unwrap(),
     };
     Isa::all().into_iter().map(cpu).chain(card).collect()

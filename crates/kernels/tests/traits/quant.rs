@@ -2,8 +2,9 @@
 
 use super::homes::Home;
 use super::quant_oracle::*;
+use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
-use ferrotron_tensor::{Category, DType, Tensor};
+use ferrotron_tensor::{Category, DType, Device, Tensor, Threads};
 
 const SHAPES: [[usize; 2]; 13] = [
     [1, 1],
@@ -97,7 +98,7 @@ fn case(
     let scale_of = |a: f32| if way == 6 { 0.37 } else { scale(&table, a, pow2, beyond) };
     let (rows, cols) = (poisoned(h, [m.r, m.c], format, scaling), poisoned(h, [m.c, m.r], format, scaling));
     let total = h.s.upload(&vec![2f32; m.c], &[m.c], Category::Workspace).unwrap();
-    let add = way % 3 == 0;
+    let add = way.is_multiple_of(3);
     let q = Quantise { x: &x, range, rows: Some(&rows), cols: Some(&cols), sums: Some((&total, add)) };
     k.quantise(&h.s, &q).unwrap();
     let (codes, inverse) = m.codes(&table, scaling, scale_of);
@@ -109,6 +110,12 @@ fn case(
     let again = poisoned(h, [m.c, m.r], format, scaling);
     k.quantise(&h.s, &Quantise { rows: None, cols: Some(&again), sums: None, ..q }).unwrap();
     assert_eq!(raw(h, &again), raw(h, &cols), "{what} alone");
+    if scaling == Scaling::Tensor {
+        let turned = poisoned(h, [m.c, m.r], format, scaling);
+        k.turn(&h.s, &rows, &turned).unwrap();
+        assert_eq!(raw(h, &turned), raw(h, &cols), "{what} turned");
+        same(what, &host(h, &turned.scale_inv), &host(h, &cols.scale_inv));
+    }
     back(h, k, what, &table, &rows);
 }
 
@@ -257,108 +264,41 @@ fn what_does_not_fit_is_refused() {
     });
 }
 
-/// Bytes the other way round are the same bytes, with the same scale, and zeros behind them.
+/// The same bits on any number of threads.
 #[test]
-fn turned_bytes_are_the_same_bytes() {
-    const SIZES: [usize; 8] = [1, 15, 16, 17, 64, 65, 129, 200];
-    everywhere(|h, k| {
-        for (r, c) in SIZES.iter().flat_map(|r| SIZES.map(|c| (*r, c))).chain([(0, 5), (5, 0)]) {
-            for format in FORMATS {
-                let what = format!("{} {format} [{r}, {c}]", h.name);
-                let from = poisoned(h, [r, c], format, Scaling::Tensor);
-                let to = poisoned(h, [c, r], format, Scaling::Tensor);
-                let width = c.next_multiple_of(16);
-                // All codes, those of NaN included; what lies behind a row must not reach the result.
-                let codes: Vec<u8> = (0..r * width).map(|i| (i * 37 + i / 256 + 1) as u8).collect();
-                upload(h, &from, &codes);
-                h.s.write_to(&from.scale_inv, &[0.37f32]).unwrap();
-                k.turn(&h.s, &from, &to).unwrap();
-                let (ours, pitch) = (raw(h, &to), r.next_multiple_of(16));
-                assert_eq!(ours.len(), c * pitch, "{what}");
-                for (at, found) in ours.iter().enumerate() {
-                    let (i, j) = (at % pitch, at / pitch);
-                    let want = if i < r { codes[i * width + j] } else { 0 };
-                    assert_eq!(*found, want, "{what} [{j}, {i}]");
-                }
-                if r * c > 0 {
-                    same(&what, &host(h, &to.scale_inv), &[0.37]);
-                }
-                let wrong = poisoned(h, [c, r + 1], format, Scaling::Tensor);
-                assert!(k.turn(&h.s, &from, &wrong).is_err(), "{what}: another shape");
-                let wrong = poisoned(h, [c, r], format, Scaling::Rows);
-                assert!(k.turn(&h.s, &from, &wrong).is_err(), "{what}: scales of blocks");
-            }
-        }
-    });
-}
-
-fn upload(h: &Home, b: &Bytes, codes: &[u8]) {
-    h.s.write_to(&b.data.as_bytes().unwrap().view(&[codes.len()]).unwrap(), codes).unwrap();
-}
-
-/// Statistics count what became of each number.
-#[test]
-fn statistics_count_what_became_of_numbers() {
-    everywhere(|h, k| {
-        for ([r, c], scaling, turned) in [
-            ([5, 7], Scaling::Tensor, false),
-            ([33, 130], Scaling::Tensor, true),
-            ([33, 130], Scaling::Rows, false),
-            ([130, 33], Scaling::Rows, true),
-            ([130, 257], Scaling::Tiles, false),
-            ([0, 4], Scaling::Tensor, false),
-        ] {
-            for (format, dtype) in FORMATS.into_iter().flat_map(|f| INPUTS.map(|d| (f, d))) {
-                let what = format!("{} {format} {dtype} {scaling:?} [{r}, {c}] turned {turned}", h.name);
-                let table = Table::new(format);
-                let mut x = hostile("ordinary", dtype, 9, r * c);
-                // Far below and far above the others; no number at all.
-                x.iter_mut().step_by(5).for_each(|x| *x = rounded(dtype, *x * 2f32.powi(-20)));
-                x.iter_mut().skip(1).step_by(11).for_each(|x| *x = rounded(dtype, *x * 30000.0));
-                x.iter_mut().skip(2).step_by(29).for_each(|x| *x = f32::INFINITY);
-                let m = Matrix { r, c, x };
-                let (tensor, given) = (place(h, dtype, &m, true), one(h, 3.0));
-                let shape = if turned { [c, r] } else { [r, c] };
-                let q = poisoned(h, shape, format, scaling);
-                let ignored = one(h, 0.0);
-                let range = match scaling {
-                    Scaling::Tensor => Range::Given { scale: &given, amax: &ignored },
-                    _ => Range::Blocks { pow2: true },
-                };
-                let (rows, cols) = if turned { (None, Some(&q)) } else { (Some(&q), None) };
-                k.quantise(&h.s, &Quantise { x: &tensor, range, rows, cols, sums: None }).unwrap();
-                let found = k.quant_stats(&h.s, &tensor, &q, turned).unwrap();
-                let codes = raw(h, &q);
-                let (width, scales) = (shape[1].next_multiple_of(16), host(h, &q.scale_inv));
-                let (mut elements, mut saturated, mut vanished, mut amax) = (0, 0, 0, 0f32);
-                let (mut error, mut size) = (0f64, 0f64);
-                for (at, x) in m.x.iter().enumerate().filter(|(_, x)| x.is_finite()) {
-                    let (i, j) = if turned { (at % c, at / c) } else { (at / c, at % c) };
-                    let columns = scaling.scales(shape[0], shape[1]);
-                    let inverse = match scaling {
-                        Scaling::Tensor => scales[0],
-                        Scaling::Rows => scales[j / 128 * columns[1] + i],
-                        Scaling::Tiles => scales[i / 128 * columns[1] + j / 128],
-                    };
-                    let value = table.value(codes[i * width + j]);
-                    elements += 1;
-                    amax = amax.max(x.abs());
-                    saturated +=
-                        u64::from(f64::from(x.abs()) / f64::from(inverse) > table.largest() * 1.00001);
-                    vanished += u64::from(*x != 0.0 && value == 0.0);
-                    let back = f64::from((value * f64::from(inverse)) as f32);
-                    error += (back - f64::from(*x)).powi(2);
-                    size += f64::from(*x).powi(2);
-                }
-                assert_eq!((found.elements, found.saturated), (elements, saturated), "{what}");
-                assert_eq!((found.vanished, found.amax), (vanished, amax), "{what}");
-                assert!((found.error - error).abs() <= 1e-9 * error, "{what}: {} or {error}", found.error);
-                assert!((found.size - size).abs() <= 1e-9 * size, "{what}: {} or {size}", found.size);
-                if elements > 0 {
-                    assert!(vanished > 0, "{what}: the case has none");
-                    assert!(saturated > 0 || scaling != Scaling::Tensor || format == DType::E5M2, "{what}");
-                }
-            }
-        }
-    });
+fn threads_make_no_difference() {
+    let shape @ [r, c] = [300, 520];
+    let m = Matrix { r, c, x: hostile("spread", DType::BF16, 1, r * c) };
+    let run = |threads: usize, scaling: Scaling| {
+        let (k, isa) = (CpuKernels::detect(), Isa::detect());
+        let s = Device::cpu(Threads::new(threads).unwrap()).stream("compute").unwrap();
+        let h = Home { name: isa.name().into(), k: Box::new(k), s };
+        let x = place(&h, DType::BF16, &m, true);
+        let (rows, cols) =
+            (poisoned(&h, shape, DType::E4M3, scaling), poisoned(&h, [c, r], DType::E4M3, scaling));
+        let sums = h.s.upload(&vec![0f32; c], &[c], Category::Workspace).unwrap();
+        let range = Range::Blocks { pow2: false };
+        let q = Quantise { x: &x, range, rows: Some(&rows), cols: Some(&cols), sums: Some((&sums, false)) };
+        k.quantise(&h.s, &q).unwrap();
+        let other = poisoned(&h, shape, DType::E4M3, Scaling::Rows);
+        k.quantise(&h.s, &Quantise { rows: Some(&other), cols: None, sums: None, ..q }).unwrap();
+        let product = place(&h, DType::F32, &Matrix { r, c: r, x: vec![0.0; r * r] }, false);
+        let g = Gemm8 {
+            a: &other,
+            b: &rows,
+            bias: None,
+            accumulate: false,
+            fast: false,
+            name: "gemm8",
+            c: &product,
+        };
+        k.gemm8(&h.s, &g).unwrap();
+        let numbers = [&rows.scale_inv, &cols.scale_inv, &sums, &product].map(|t| host(&h, t));
+        (raw(&h, &rows), raw(&h, &cols), numbers)
+    };
+    for scaling in [Scaling::Rows, Scaling::Tiles] {
+        let first = run(1, scaling);
+        assert!(first.2.iter().flatten().all(|x| x.is_finite()));
+        assert!([2, 5].into_iter().all(|threads| run(threads, scaling) == first), "{scaling:?}");
+    }
 }

@@ -2,18 +2,12 @@
 
 use super::quant_oracle::*;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{Along, Emulated};
-use ferrotron_tensor::{Category, DType, Tensor};
+use ferrotron_kernels::{Along, Bytes, Delayed, Emulated, Gemm8, QuantKernels, Quantise};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor};
 
 const SHAPES: [[usize; 2]; 8] = [[1, 1], [1, 33], [33, 1], [16, 32], [15, 127], [129, 40], [0, 3], [3, 0]];
 
-fn run(
-    h: &super::homes::Home,
-    k: &dyn ferrotron_kernels::QuantKernels,
-    how: Emulated,
-    dtype: DType,
-    m: &Matrix,
-) -> Vec<f32> {
+fn run(h: &super::homes::Home, k: &dyn QuantKernels, how: Emulated, dtype: DType, m: &Matrix) -> Vec<f32> {
     let x = place(h, dtype, m, true);
     let out = Tensor::empty(&h.s, &[m.r, m.c], dtype, Category::Workspace).unwrap();
     k.emulate(&h.s, how, &x, &out).unwrap();
@@ -215,6 +209,55 @@ fn nvfp4_random_rounding_has_no_bias() {
                 (mean + f64::from(value)).abs() < 4.0 / (kept.len() as f64).sqrt() + 2.0 / 512.0,
                 "{value} {mean}"
             );
+        }
+    });
+}
+
+/// A home with nothing of its own.
+struct Bare;
+
+impl QuantKernels for Bare {
+    fn amax(&self, _: &Stream, _: &Tensor, _: &Tensor) -> Result<()> {
+        unreachable!()
+    }
+    fn quantise(&self, _: &Stream, _: &Quantise) -> Result<()> {
+        unreachable!()
+    }
+    fn dequantise(&self, _: &Stream, _: &Bytes, _: &Tensor) -> Result<()> {
+        unreachable!()
+    }
+    fn turn(&self, _: &Stream, _: &Bytes, _: &Bytes) -> Result<()> {
+        unreachable!()
+    }
+    fn gemm8(&self, _: &Stream, _: &Gemm8) -> Result<()> {
+        unreachable!()
+    }
+    fn delayed_update(
+        &self,
+        _: &Stream,
+        _: Delayed,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+        _: &Tensor,
+    ) -> Result<()> {
+        unreachable!()
+    }
+}
+
+/// Where a home has no emulation, the host's is it.
+#[test]
+fn the_host_emulates_for_others() {
+    everywhere(|h, k| {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let m = Matrix { r: 37, c: 50, x: hostile("spread", dtype, 9, 37 * 50) };
+            let stochastic = Some(RandomStream { key: [1, 2], lane: [3, 4] });
+            for how in [
+                Emulated::Mxfp8 { format: DType::E4M3, along: Along::Cols, square: false },
+                Emulated::Nvfp4 { along: Along::Cols, square: false, hadamard: true, stochastic },
+            ] {
+                same(&h.name, &run(h, &Bare, how, dtype, &m), &run(h, k, how, dtype, &m));
+            }
         }
     });
 }

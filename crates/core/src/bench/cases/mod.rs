@@ -1,6 +1,7 @@
 //! The kernels of a training step, at the shapes one micro-batch of a recipe gives them.
 
 mod attention;
+mod fp8;
 mod optimizer;
 mod products;
 mod rows;
@@ -64,7 +65,7 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
         optimizer: r.config.optimizer.kind,
         model: r.model.clone(),
     };
-    [products::cases(&z), attention::cases(&z), rows::cases(&z), optimizer::cases(&z)]
+    [products::cases(&z), fp8::cases(&z), attention::cases(&z), rows::cases(&z), optimizer::cases(&z)]
         .into_iter()
         .flatten()
         .collect()

@@ -24,6 +24,8 @@ macro_rules! inputs {
     };
 }
 
+impl crate::MeasuredKernels for CpuKernels {}
+
 impl QuantKernels for CpuKernels {
     fn amax(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
         const OP: &str = "amax";

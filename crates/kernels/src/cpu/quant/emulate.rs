@@ -1,7 +1,7 @@
 //! Numbers rounded to a format and back.
 
 use super::grid::Grid;
-use super::hadamard::{turn, turn_back};
+use super::hadamard::{TURNED, turn, turn_back};
 use super::mxfp8::{MX_BLOCK, mxfp8_dequantise, mxfp8_quantise};
 use super::nvfp4::{NV_BLOCK, nvfp4_dequantise, nvfp4_quantise};
 use super::tile::formats;
@@ -38,16 +38,18 @@ pub fn emulate<T: Float>(
                 let grid = Grid::new(shape, NV_BLOCK, along, square);
                 return there_and_back(threads, isa, grid, stochastic, x, x_rows, out);
             }
-            let (turned, wide) = turn(threads, along, x, x_rows);
+            let (turned, wide) = turn(threads, isa, along, x, x_rows);
             let grid = Grid::new(wide, NV_BLOCK, along, false);
             let mut rounded = vec![0f32; turned.len()];
             let rows = Rows::dense(wide[0], wide[1]);
             there_and_back(threads, isa, grid, stochastic, &turned, rows, &mut rounded)?;
-            turn_back(threads, along, wide, &mut rounded);
-            let rows = rounded.chunks(wide[1].max(1)).zip(out.chunks_mut(shape[1].max(1)));
-            for (from, to) in rows {
-                to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f32(*from));
-            }
+            turn_back(threads, isa, along, wide, &mut rounded);
+            threads.chunks(out, TURNED * shape[1], &|i, out| {
+                let rows = rounded[i * TURNED * wide[1]..].chunks(wide[1]).zip(out.chunks_mut(shape[1]));
+                for (from, to) in rows {
+                    to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f32(*from));
+                }
+            });
             Ok(())
         }
     }

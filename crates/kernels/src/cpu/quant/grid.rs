@@ -117,9 +117,12 @@ impl Grid {
             let mut factors = vec![0f32; self.c];
             for (row, out) in out.chunks_mut(self.c).enumerate() {
                 let row = i * piece + row;
-                let scales = &scales[row / self.h * across..][..across];
-                for (factors, s) in factors.chunks_mut(self.w).zip(scales) {
-                    factors.fill(scale(s));
+                // Pieces begin with a row of blocks.
+                if row.is_multiple_of(self.h) {
+                    let scales = &scales[row / self.h * across..][..across];
+                    for (factors, s) in factors.chunks_mut(self.w).zip(scales) {
+                        factors.fill(scale(s));
+                    }
                 }
                 decode_each(isa, &codes[row * self.c..][..self.c], &factors, out);
             }

@@ -13,7 +13,8 @@ pub struct Factor<'a> {
     values: Vec<bf16>,
     scale_inv: &'a [f32],
     scaling: Scaling,
-    rows: usize,
+    /// Of the scales: elements from row to row.
+    stride: usize,
 }
 
 impl<'a> Factor<'a> {
@@ -28,10 +29,11 @@ impl<'a> Factor<'a> {
     ) -> Result<Factor<'a>> {
         const OP: &str = "gemm8";
         check_len(OP, "data", data.len(), rows * k.next_multiple_of(ALIGN))?;
-        check_len(OP, "scale_inv", scale_inv.len(), scaling.scales(rows, k).iter().product())?;
+        let shape = scaling.scales(rows, k);
+        check_len(OP, "scale_inv", scale_inv.len(), shape.iter().product())?;
         let mut values = vec![bf16::ZERO; data.len()];
         decode(threads, isa, data, &mut values);
-        Ok(Factor { values, scale_inv, scaling, rows })
+        Ok(Factor { values, scale_inv, scaling, stride: shape.last().copied().unwrap_or(0) })
     }
 
     /// From arguments `at` (bytes) and `at + 1` (scales) of a launch.
@@ -48,12 +50,11 @@ impl<'a> Factor<'a> {
     }
 
     /// What block `block` of row `row` is multiplied by.
-    fn scale(&self, row: usize, block: usize, k: usize) -> f32 {
-        let shape = self.scaling.scales(self.rows, k);
+    fn scale(&self, row: usize, block: usize) -> f32 {
         match self.scaling {
             Scaling::Tensor => self.scale_inv[0],
-            Scaling::Rows => self.scale_inv[block * shape[1] + row],
-            Scaling::Tiles => self.scale_inv[row / BLOCK * shape[1] + block],
+            Scaling::Rows => self.scale_inv[block * self.stride + row],
+            Scaling::Tiles => self.scale_inv[row / BLOCK * self.stride + block],
         }
     }
 }
@@ -97,12 +98,12 @@ pub fn product<C: Float>(
         let into = if blocks > 1 { &mut part } else { &mut sums };
         gemm_bf16::<f32>(threads, isa, shape, &a.values[from..], &b.values[from..], None, false, into);
         // In f64: a product of two scales can be beyond f32 where the number it makes is not.
-        let across: Vec<f64> = (0..n).map(|j| f64::from(b.scale(j, block, k))).collect();
+        let across: Vec<f64> = (0..n).map(|j| f64::from(b.scale(j, block))).collect();
         let part = &part;
         threads.chunks(&mut sums, grain * n, &|i, sums| {
             for (row, sums) in sums.chunks_mut(n).enumerate() {
                 let row = i * grain + row;
-                let down = f64::from(a.scale(row, block, k));
+                let down = f64::from(a.scale(row, block));
                 if blocks > 1 {
                     add_scaled(isa, &part[row * n..][..n], down, &across, sums);
                 } else {

@@ -82,11 +82,6 @@ __device__ __forceinline__ float decode(u32 e5m2, u32 byte) {
     return (byte & 0x7fu) == 0x7fu ? __uint_as_float(0x7fc00000u) : y;
 }
 
-// amax = max(amax, m) for m ≥ 0: as integers, the bits of such numbers are in the same order.
-__device__ __forceinline__ void raise(u64 amax, float m) {
-    if (m > 0.0f) atomicMax(reinterpret_cast<int*>(amax), __float_as_int(m));
-}
-
 // Eight neighbours of a row, as they lie in memory: registers hold nothing unpacked for longer than it is used.
 template <class T> struct alignas(16) Eight {
     static constexpr int WORDS = 2 * sizeof(T);

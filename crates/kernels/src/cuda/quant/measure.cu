@@ -16,7 +16,6 @@ struct AmaxArgs {
 
 // One block: 32 lanes of 8 columns each, AHEAD rows of every warp.
 template <class T> __device__ __forceinline__ void amax(const AmaxArgs& a) {
-    __shared__ float shared[32];
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 column = (i64(blockIdx.x % a.across) * 32 + lane) * 8;
     const i64 first = i64(blockIdx.x / a.across) * (WARPS * AHEAD);
@@ -45,8 +44,7 @@ template <class T> __device__ __forceinline__ void amax(const AmaxArgs& a) {
             }
         }
     }
-    m = block_max(m, shared);
-    if (threadIdx.x == 0) raise(a.amax, m);
+    raise_together(a.amax, m);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) amax_f32(const AmaxArgs a) { amax<float>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) amax_bf16(const AmaxArgs a) { amax<bf16>(a); }

@@ -93,7 +93,7 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
 #pragma unroll
             for (int j = 0; j < 8; j++) m = fmaxf(m, fabsf(v[i].at(j)));
         m = fmaxf(block_max(m, most), 0.0f);
-        if (S == ALL && threadIdx.x == 0) raise(a.amax, m);
+        if (S == ALL && threadIdx.x == 0) raise(a.amax, __float_as_uint(m));
         if (S == TILES) {
             scale = scale_of(m, largest, a.pow2, __uint_as_float(Largest<T>::bits));
             const float inverse = __fdiv_rn(1.0f, scale);
