@@ -96,7 +96,7 @@ impl Pass<'_> {
                 _ => Source::Blocks,
             };
             // Both uses at once where both will be needed: the weight is read once.
-            let keep = state.keeps();
+            let keep = state.keeps(self.train);
             let both = keep && !recipe.emulated();
             let make = Uses {
                 rows: missing.rows || (both && kept.rows.is_none()),
@@ -108,7 +108,9 @@ impl Pass<'_> {
             let stays = kept.clone();
             kept.rows = kept.rows.or(made.rows);
             kept.cols = kept.cols.or(made.cols);
-            state.weights()[param.0] = if keep { kept.clone() } else { stays };
+            if keep || self.train {
+                state.weights()[param.0] = if keep { kept.clone() } else { stays };
+            }
         }
         Ok(Narrowed { rows: kept.rows, cols: kept.cols })
     }

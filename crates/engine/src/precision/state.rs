@@ -54,10 +54,21 @@ pub(super) struct Kept {
     pub(super) cols: Option<Side>,
 }
 
+/// From which passes weights stay as bytes.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Keep {
+    /// None.
+    #[default]
+    Nothing,
+    /// Those that train. Others may run at any time, and need not know when weights change.
+    Training,
+    /// All.
+    Everything,
+}
+
 #[derive(Clone, Copy, Default)]
 struct Counters {
-    /// Keep weights as bytes from one micro-batch to the next.
-    keep: bool,
+    keep: Keep,
     /// Number of the next tensor that is rounded at random.
     draws: u64,
 }
@@ -111,7 +122,16 @@ impl EightState {
     /// Step number `step` begins. With several micro-batches, weights are kept as bytes between them; with one it is
     /// cheaper in memory to make each when it is needed.
     pub fn begin_step(&self, step: u64, micro_batches: usize) {
-        *lock(&self.counters) = Counters { keep: micro_batches > 1, draws: step << 32 };
+        let keep = if micro_batches > 1 { Keep::Training } else { Keep::Nothing };
+        *lock(&self.counters) = Counters { keep, draws: step << 32 };
+        self.weights_changed();
+    }
+
+    /// Passes without a backward begin, between which weights stay what they are: they are kept as bytes until a step
+    /// begins or [`EightState::weights_changed`] is called.
+    pub fn begin_evaluation(&self) {
+        lock(&self.counters).keep = Keep::Everything;
+        self.weights_changed();
     }
 
     /// Weights have changed.
@@ -140,8 +160,13 @@ impl EightState {
         lock(&self.weights)
     }
 
-    pub(super) fn keeps(&self) -> bool {
-        lock(&self.counters).keep
+    /// Are weights kept as bytes that a pass makes, which trains or not?
+    pub(super) fn keeps(&self, train: bool) -> bool {
+        match lock(&self.counters).keep {
+            Keep::Nothing => false,
+            Keep::Training => train,
+            Keep::Everything => true,
+        }
     }
 
     /// A number that no other tensor of the run gets.

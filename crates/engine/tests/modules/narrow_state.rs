@@ -42,8 +42,9 @@ fn weights_are_narrowed_once_a_step() {
             let first = run(&linear, &s, &s.pass(), &x, &dy);
             assert_eq!(seen(), [pair + weight, 3 * amax], "{recipe:?}");
             for _ in 0..2 {
-                state.begin_step(step, 3);
-                assert!(run(&linear, &s, &s.pass(), &x, &dy) == first);
+                let again = run(&linear, &s, &s.pass(), &x, &dy);
+                // Gradients are rounded at random in four bits, each time anew.
+                assert!(recipe == NVFP4 && again.0 == first.0 || again == first);
                 assert_eq!(seen(), [pair, 2 * amax], "{recipe:?}");
             }
             state.weights_changed();
@@ -57,12 +58,29 @@ fn weights_are_narrowed_once_a_step() {
             assert!(live() - before <= 512, "{recipe:?}: {} bytes stay", live() - before);
             state.weights_changed();
         }
-        // A pass that nobody learns from makes one use; the other is made when it is needed.
-        state.begin_step(9, 2);
-        linear.forward(&Pass { train: false, ..s.pass() }, &x).unwrap();
-        seen();
+        // Passes that nobody learns from leave nothing, whenever they run: who has them run need not say that weights
+        // changed since.
+        let evaluate = || linear.forward(&Pass { train: false, ..s.pass() }, &x).unwrap().0;
+        let one = if recipe.emulated() { [2, 0] } else { [2, 2 * amax] };
+        for micro_batches in [1, 2] {
+            state.begin_step(9, micro_batches);
+            seen();
+            for _ in 0..2 {
+                evaluate();
+                assert_eq!(seen(), one, "{recipe:?}");
+            }
+        }
         run(&linear, &s, &s.pass(), &x, &dy);
-        assert_eq!(seen(), [pair + 1, 2 * amax], "{recipe:?}");
+        assert_eq!(seen(), [pair + weight, 3 * amax], "{recipe:?}");
+        // Unless they say that they belong together.
+        state.begin_evaluation();
+        evaluate();
+        assert_eq!(seen(), one, "{recipe:?}");
+        evaluate();
+        assert_eq!(seen(), [1, amax], "{recipe:?}");
+        state.begin_step(10, 2);
+        evaluate();
+        assert_eq!(seen(), one, "{recipe:?}");
     }
 }
 
