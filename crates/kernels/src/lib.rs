@@ -14,6 +14,7 @@ mod gemm;
 pub mod grad_scaler;
 mod loss;
 mod merge;
+pub mod moments;
 mod norm;
 mod optim;
 pub mod philox;
@@ -29,7 +30,7 @@ pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use merge::MergeKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
-pub use optim::{Adam, OptimKernels, Sgd, Update, scalars};
+pub use optim::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
 pub use rope::{Rope, RopeKernels, RopeStyle};
 
 /// Every kernel a device has.
