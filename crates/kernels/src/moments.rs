@@ -19,7 +19,8 @@ use ferrotron_tensor::f16;
 /// Elements that share a scale.
 pub const BLOCK: usize = 32;
 
-/// Scales are `2^k`, k in this range: wide enough that no normal f32 suffers, narrow enough that powers stay normal.
+/// Scales are `2^k`, k in this range: wide enough that nothing above 1e-31 loses precision, narrow enough that powers of
+/// two, and all values, are normal f32 and bf16.
 const LEAST: i32 = -100;
 const MOST: i32 = 120;
 
@@ -171,8 +172,6 @@ pub fn seed(steps_done: f32) -> u32 {
 /// The dice of an element: of its master after the step and its momentum. The second moment's are these turned by 16.
 #[inline(always)]
 pub fn dice(seed: u32, master: f32, momentum: f32) -> u32 {
-    let mut h = master.to_bits() ^ momentum.to_bits().rotate_left(16) ^ seed;
-    h = (h ^ (h >> 16)).wrapping_mul(0x85eb_ca6b);
-    h = (h ^ (h >> 13)).wrapping_mul(0xc2b2_ae35);
-    h ^ (h >> 16)
+    let h = (master.to_bits() ^ momentum.to_bits().rotate_left(16) ^ seed).wrapping_mul(0x85eb_ca6b);
+    (h ^ (h >> 16)).wrapping_mul(0xc2b2_ae35)
 }

@@ -22,6 +22,6 @@ pub use resolve::{Derived, Plan, Resolved};
 pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};
 pub use table::{KeyInfo, KeyType, SectionInfo};
 pub use types::{
-    Count, Decay, Master, Module, OneOrMany, OptimizerKind, PipelineOrder, PositionKind, Precision,
+    Count, Decay, Master, Module, Moments, OneOrMany, OptimizerKind, PipelineOrder, PositionKind, Precision,
     Recompute, Split, WeightDecayStyle, WsdStyle,
 };

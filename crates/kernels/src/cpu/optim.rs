@@ -86,7 +86,8 @@ impl AdamFactors {
 }
 
 /// One Adam step on every tensor, with `g` the scaled gradient (plus `wd·p` when not decoupled):
-/// `m = β1·m + (1−β1)·g`, `v = β2·v + ((1−β2)·g)·g`, `p −= lr·((m/c1)/(√(v/c2) + ε) [+ wd·p])`.
+/// `m = β1·m + (1−β1)·g`, `v = β2·v + ((1−β2)·g)·g`, `p −= lr·((m/c1)/(√(v/c2) + ε) [+ wd·p])`,
+/// where `/c` is a product with `1/c`.
 pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateSlices<'_>>) -> Result<()> {
     let mut pieces = cut("adam", list, true)?;
     threads.chunks(&mut pieces, 1, &|_, pieces| {
@@ -142,13 +143,15 @@ multiversion! {
         f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [M], v: &mut [M],
     ) {
         let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
+        // One division an element is enough: this is what steps on a card wait for.
+        let (unbias1, unbias2) = (1.0 / f.bias1, 1.0 / f.bias2);
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             let g = g.to_f32() * f.grad_scale + inside * *p;
             let first = f.beta1 * m.to_f32() + f.new1 * g;
             let second = f.beta2 * v.to_f32() + f.new2 * g * g;
             *m = M::from_f32(first);
             *v = M::from_f32(second);
-            let update = first / f.bias1 / ((second / f.bias2).sqrt() + f.eps) + beside * *p;
+            let update = first * unbias1 / ((second * unbias2).sqrt() + f.eps) + beside * *p;
             *p -= lr * update;
         }
     }

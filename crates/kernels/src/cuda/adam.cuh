@@ -11,15 +11,15 @@ struct AdamArgs {
 };
 
 struct AdamFactors {
-    float beta1, new1, beta2, new2, eps, bias1, bias2, clip, lr, inside, beside;
+    float beta1, new1, beta2, new2, eps, unbias1, unbias2, clip, lr, inside, beside;
 };
 
 __device__ __forceinline__ void adam_element(const AdamFactors& f, float& p, float g, float& m, float& v) {
     g = __fadd_rn(__fmul_rn(g, f.clip), __fmul_rn(f.inside, p));
     m = __fadd_rn(__fmul_rn(f.beta1, m), __fmul_rn(f.new1, g));
     v = __fadd_rn(__fmul_rn(f.beta2, v), __fmul_rn(__fmul_rn(f.new2, g), g));
-    float root = __fsqrt_rn(__fdiv_rn(v, f.bias2));
-    float update = __fdiv_rn(__fdiv_rn(m, f.bias1), __fadd_rn(root, f.eps));
+    float root = __fsqrt_rn(__fmul_rn(v, f.unbias2));
+    float update = __fdiv_rn(__fmul_rn(m, f.unbias1), __fadd_rn(root, f.eps));
     update = __fadd_rn(update, __fmul_rn(f.beside, p));
     p = __fsub_rn(p, __fmul_rn(f.lr, update));
 }
@@ -31,7 +31,7 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
     const Entry& e = a.list[index];
     float wd = __fmul_rn(s[WEIGHT_DECAY], e.wd_mult);
     AdamFactors f = {a.beta1,  a.new1,  a.beta2, a.new2,
-                     a.eps,    s[BIAS1], s[BIAS2], s[CLIP],
+                     a.eps,    __fdiv_rn(1.0f, s[BIAS1]), __fdiv_rn(1.0f, s[BIAS2]), s[CLIP],
                      __fmul_rn(s[LR], e.lr_mult), a.decoupled ? 0.0f : wd, a.decoupled ? wd : 0.0f};
     u32 seed = seed_of(s[STEPS_DONE]);
     const P masters(e);

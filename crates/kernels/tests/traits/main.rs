@@ -8,6 +8,7 @@ mod gemm;
 mod homes;
 mod maps;
 mod merge;
+mod moments;
 mod norm;
 mod optim;
 mod refusals;

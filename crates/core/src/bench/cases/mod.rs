@@ -41,7 +41,6 @@ struct Sizes {
     seq: usize,
     tokens: usize,
     dtype: DType,
-    moments: DType,
     optimizer: OptimizerKind,
     model: ModelConfig,
 }
@@ -54,7 +53,6 @@ pub(super) fn cases(r: &Resolved) -> Vec<Case> {
         seq,
         tokens: batch * seq,
         dtype: r.config.precision.dtype.dtype(),
-        moments: r.config.optimizer.moments.dtype(),
         optimizer: r.config.optimizer.kind,
         model: r.model.clone(),
     };
