@@ -86,8 +86,7 @@ impl AdamFactors {
 }
 
 /// One Adam step on every tensor, with `g` the scaled gradient (plus `wd·p` when not decoupled):
-/// `m = β1·m + (1−β1)·g`, `v = β2·v + ((1−β2)·g)·g`, `p −= lr·((m/c1)/(√(v/c2) + ε) [+ wd·p])`,
-/// where `/c` is a product with `1/c`.
+/// `m = β1·m + (1−β1)·g`, `v = β2·v + ((1−β2)·g)·g`, `p −= lr·((m/c1)/(√(v/c2) + ε) [+ wd·p])`.
 pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateSlices<'_>>) -> Result<()> {
     let mut pieces = cut("adam", list, true)?;
     threads.chunks(&mut pieces, 1, &|_, pieces| {
@@ -105,13 +104,13 @@ pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateS
                     (State::F16(m, ms), State::F16(v, vs)) => {
                         let parts = (&mut **m, &mut **ms, &mut **v, &mut **vs);
                         two_moments::<First16, Second16>(isa, factors.seed, r, p, parts, |p, m, v| {
-                            adam_any(isa, factors, (lr, wd), p, grad, m, v);
+                            adam_packed(isa, factors, (lr, wd), p, grad, m, v);
                         });
                     }
                     (State::Fp8(m, ms), State::Fp8(v, vs)) => {
                         let parts = (&mut **m, &mut **ms, &mut **v, &mut **vs);
                         two_moments::<First8, Second8>(isa, factors.seed, r, p, parts, |p, m, v| {
-                            adam_any(isa, factors, (lr, wd), p, grad, m, v);
+                            adam_packed(isa, factors, (lr, wd), p, grad, m, v);
                         });
                     }
                     // `cut` let only equal moment types through.
@@ -138,23 +137,55 @@ fn adam_any<M: Float>(
     }
 }
 
+fn adam_packed(
+    isa: Isa,
+    f: AdamFactors,
+    (lr, wd): (f32, f32),
+    p: &mut [f32],
+    g: Grad,
+    m: &mut [f32],
+    v: &mut [f32],
+) {
+    match g {
+        Grad::F32(g) => adam_packed_block(isa, f, lr, wd, p, g, m, v),
+        Grad::Bf16(g) => adam_packed_block(isa, f, lr, wd, p, g, m, v),
+    }
+}
+
 multiversion! {
     fn adam_block<G: Float, M: Float>(
         f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [M], v: &mut [M],
     ) {
         let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
-        // One division an element is enough: this is what steps on a card wait for.
-        let (unbias1, unbias2) = (1.0 / f.bias1, 1.0 / f.bias2);
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-            let g = g.to_f32() * f.grad_scale + inside * *p;
-            let first = f.beta1 * m.to_f32() + f.new1 * g;
-            let second = f.beta2 * v.to_f32() + f.new2 * g * g;
+            let (first, second) = averages(&f, g.to_f32() * f.grad_scale + inside * *p, m.to_f32(), v.to_f32());
             *m = M::from_f32(first);
             *v = M::from_f32(second);
-            let update = first * unbias1 / ((second * unbias2).sqrt() + f.eps) + beside * *p;
+            let update = first / f.bias1 / ((second / f.bias2).sqrt() + f.eps) + beside * *p;
             *p -= lr * update;
         }
     }
+}
+
+multiversion! {
+    /// For packed moments: corrected by products, because on a card a step on these waits for its divisions.
+    fn adam_packed_block<G: Float>(
+        f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [f32], v: &mut [f32],
+    ) {
+        let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
+        let (unbias1, unbias2) = (1.0 / f.bias1, 1.0 / f.bias2);
+        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            (*m, *v) = averages(&f, g.to_f32() * f.grad_scale + inside * *p, *m, *v);
+            let update = *m * unbias1 / ((*v * unbias2).sqrt() + f.eps) + beside * *p;
+            *p -= lr * update;
+        }
+    }
+}
+
+/// Both moments with a gradient.
+#[inline(always)]
+fn averages(f: &AdamFactors, g: f32, m: f32, v: f32) -> (f32, f32) {
+    (f.beta1 * m + f.new1 * g, f.beta2 * v + f.new2 * g * g)
 }
 
 /// One SGD step on every tensor, with `g` the scaled gradient plus `wd·p`:

@@ -11,15 +11,18 @@ struct AdamArgs {
 };
 
 struct AdamFactors {
-    float beta1, new1, beta2, new2, eps, unbias1, unbias2, clip, lr, inside, beside;
+    float beta1, new1, beta2, new2, eps, bias1, bias2, clip, lr, inside, beside;
 };
 
-__device__ __forceinline__ void adam_element(const AdamFactors& f, float& p, float g, float& m, float& v) {
+// Corrected by division, or by products with inverses, which `bias1` and `bias2` then are: steps on packed moments move
+// so few bytes that they would wait for the divisions.
+template <bool INVERSES> __device__ __forceinline__ void adam_element(const AdamFactors& f, float& p, float g, float& m, float& v) {
     g = __fadd_rn(__fmul_rn(g, f.clip), __fmul_rn(f.inside, p));
     m = __fadd_rn(__fmul_rn(f.beta1, m), __fmul_rn(f.new1, g));
     v = __fadd_rn(__fmul_rn(f.beta2, v), __fmul_rn(__fmul_rn(f.new2, g), g));
-    float root = __fsqrt_rn(__fmul_rn(v, f.unbias2));
-    float update = __fdiv_rn(__fmul_rn(m, f.unbias1), __fadd_rn(root, f.eps));
+    float root = __fsqrt_rn(INVERSES ? __fmul_rn(v, f.bias2) : __fdiv_rn(v, f.bias2));
+    float mean = INVERSES ? __fmul_rn(m, f.bias1) : __fdiv_rn(m, f.bias1);
+    float update = __fdiv_rn(mean, __fadd_rn(root, f.eps));
     update = __fadd_rn(update, __fmul_rn(f.beside, p));
     p = __fsub_rn(p, __fmul_rn(f.lr, update));
 }
@@ -31,8 +34,9 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
     const Entry& e = a.list[index];
     float wd = __fmul_rn(s[WEIGHT_DECAY], e.wd_mult);
     AdamFactors f = {a.beta1,  a.new1,  a.beta2, a.new2,
-                     a.eps,    __fdiv_rn(1.0f, s[BIAS1]), __fdiv_rn(1.0f, s[BIAS2]), s[CLIP],
+                     a.eps,    s[BIAS1], s[BIAS2], s[CLIP],
                      __fmul_rn(s[LR], e.lr_mult), a.decoupled ? 0.0f : wd, a.decoupled ? wd : 0.0f};
+    if (A::packed) f.bias1 = __fdiv_rn(1.0f, f.bias1), f.bias2 = __fdiv_rn(1.0f, f.bias2);
     u32 seed = seed_of(s[STEPS_DONE]);
     const P masters(e);
     const A first(e.first, e.first_scales);
@@ -48,7 +52,7 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
             float x = 0.0f, m = 0.0f, v = 0.0f;
             if (there) {
                 x = masters.get(at), m = first.get(at), v = second.get(at);
-                adam_element(f, x, grad[at], m, v);
+                adam_element<A::packed>(f, x, grad[at], m, v);
                 masters.set(at, x);
             }
             u32 dice = A::packed ? dice_of(seed, x, m) : 0;
@@ -80,7 +84,7 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 x.at[i] = P::open(p[u], i), y[i] = A::open(m[u], i), z[i] = B::open(v[u], i);
-                adam_element(f, x.at[i], g[u].at[i], y[i], z[i]);
+                adam_element<A::packed>(f, x.at[i], g[u].at[i], y[i], z[i]);
             }
             masters.store(at, x);
             float scale1 = first.settle(at, y), scale2 = second.settle(at, z);

@@ -62,7 +62,8 @@ fn held(h: &Home, i: usize, dtype: DType, split: bool) -> Held {
         true => h.k.split_master(&h.s, &whole, &weight, &master).unwrap(),
         false => h.k.copy(&h.s, &whole, &master).unwrap(),
     }
-    let second: Vec<f64> = spread(seed + 4, n).into_iter().map(square).collect();
+    // As in training, a square is of the size of its mean.
+    let second: Vec<f64> = spread(seed + 3, n).into_iter().map(square).collect();
     Held {
         master,
         weight,
