@@ -287,6 +287,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             run.dir().display(),
         );
         if first == 0 {
+            eprintln!("{}", Need::of(&run.resolved).per_parameter());
             eprint!("{}", derived(&run.resolved));
         }
     }
