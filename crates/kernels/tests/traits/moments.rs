@@ -111,14 +111,16 @@ fn step_scalars(h: &Home, norm: f64) -> Tensor {
 
 /// The distance of neighbours near `x` in a block whose largest is `top`.
 fn unit(dtype: DType, order: Order, x: f64, top: f64) -> f64 {
-    // Mantissa bits, and where subnormals begin below the largest value.
-    let (mantissa, range) = match (dtype, order) {
-        (DType::F16, _) => (10, 30),
-        (_, Order::First) => (3, 15),
-        (_, Order::Second) => (3, 31),
+    // Mantissa bits, binades of normal values, and the mantissa of the largest: above it the scale is the next.
+    let (mantissa, binades, largest) = match (dtype, order) {
+        (DType::F16, _) => (10, 30, 2.0 - 2f64.powi(-10)),
+        (_, Order::First) => (3, 15, 1.75),
+        (_, Order::Second) => (3, 31, 1.875),
     };
-    let floor = top.log2().floor() as i32 - range + 1;
-    2f64.powi((x.abs().max(1e-300).log2().floor() as i32).max(floor) - mantissa)
+    let binade = |x: f64| x.log2().floor() as i32;
+    let over = i32::from(top / 2f64.powi(binade(top)) > largest);
+    let floor = binade(top) + over - binades + 1;
+    2f64.powi(binade(x.abs().max(1e-300)).max(floor) - mantissa)
 }
 
 fn near(what: &str, dtype: DType, order: Order, ours: &[f64], wanted: &[f64]) {
