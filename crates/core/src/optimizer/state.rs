@@ -123,12 +123,13 @@ impl State {
         if values.numel() == 0 {
             return Ok(());
         }
-        Ok(match self.kind {
-            Kind::Masters if values.same_memory(&self.pieces[i]) => (),
+        match self.kind {
+            Kind::Masters if values.same_memory(&self.pieces[i]) => {}
             Kind::Masters => s.copy(values, &self.pieces[i])?,
             Kind::Remainders => k.split_master(s, values, weight, &self.pieces[i])?,
             Kind::Moment(order) => k.pack_moment(s, order, values, self.moment(i))?,
-        })
+        }
+        Ok(())
     }
 
     /// What this rank has of a bucket, as it is saved.
