@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=${1:-target/gpu-bundle}
-tests=(ferrotron-kernels:traits ferrotron-comm:threads ferrotron-comm:lib ferrotron-engine:context ferrotron-core:layouts ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
+tests=(ferrotron-kernels:traits ferrotron-comm:threads ferrotron-comm:lib ferrotron-engine:context ferrotron-core:layouts ferrotron-core:replay ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
 
 cargo build --release --locked -p ferrotron-cli
 rm -rf "$out"
@@ -21,5 +21,6 @@ done
 strip "$out"/ferrotron "$out"/tests/*
 cp -r tests/golden "$out/golden"
 cp scripts/peers/*.py "$out/peers/"
+cp scripts/bench_gpu.py "$out/"
 cp scripts/gpu-check.sh "$out/check.sh"
 du -sh "$out"

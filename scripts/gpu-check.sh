@@ -116,7 +116,7 @@ if has layouts; then
 fi
 has golden && row golden-hf tests golden_hf
 has parity && row parity families
-has train && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked
+has train && row train-replayed tests replay && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked
 has kill && row kill-and-resume tests interruptions
 # cuBLASLt's own kernels are NVIDIA's to check for races.
 has sanitizer && row memcheck sanitize memcheck gemm "${families[@]}" && row racecheck sanitize racecheck "${families[@]}"

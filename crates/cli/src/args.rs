@@ -7,6 +7,7 @@ use clap::{Args, Parser, Subcommand};
 use ferrotron_core::ranks::Launch;
 use std::str::FromStr;
 use std::sync::Arc;
+use std::time::Instant;
 
 const AFTER: &str = "\
 Examples:
@@ -52,6 +53,9 @@ pub struct Global {
     /// Seconds that a rank waits for another before the run ends with an error that names it
     #[arg(long, global = true, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
     pub patience: u64,
+    /// When the process began.
+    #[arg(skip = Instant::now())]
+    pub begun: Instant,
     /// This process's part of a job, where a launcher started it.
     #[arg(skip)]
     pub launch: Arc<Launch>,

@@ -11,16 +11,18 @@ mod progress;
 mod signal;
 mod trace;
 
-use args::{Cli, Command};
+use args::{Cli, Command, Global};
 use clap::Parser;
 use std::process::ExitCode;
+use std::time::Instant;
 
 fn main() -> ExitCode {
+    let begun = Instant::now();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return output::usage(&e),
     };
-    let global = cli.global;
+    let global = Global { begun, ..cli.global };
     let result = match cli.command {
         Command::Train(args) => commands::train::run(args, &global),
         Command::Forward(args) => commands::forward::run(args, &global),

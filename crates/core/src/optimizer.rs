@@ -106,35 +106,16 @@ impl Optimizer {
         Ok(optimizer)
     }
 
-    /// Fills masters with their declared initial values and the model's weights from them. Values travel in pieces, so
-    /// that the host never holds a whole model.
+    /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
     pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
-        const PIECE: usize = 4 << 20;
         params.settle(rank)?;
-        let (threads, seed) = (rank.device().threads(), rank.seed);
-        let mut values = Vec::with_capacity(2 * PIECE);
         for (i, spec) in params.specs().iter().enumerate() {
             let (master, mut at) = (self.wide_master(rank, i)?, 0);
-            let mut send = |values: &mut Vec<f32>| -> Result<()> {
-                if values.is_empty() {
-                    return Ok(());
-                }
-                rank.compute.write_to(&master.narrow(0, at, values.len())?, values)?;
-                at += values.len();
-                values.clear();
-                Ok(())
-            };
             for (part, runs) in spec.runs(&self.pieces[i].inside) {
-                for run in runs {
-                    for start in run.clone().step_by(PIECE) {
-                        draw_initial(threads, seed, part, start..run.end.min(start + PIECE), &mut values);
-                        if values.len() >= PIECE {
-                            send(&mut values)?;
-                        }
-                    }
-                }
+                let n = runs.iter().map(Range::len).sum();
+                draw_initial(rank, part, &runs, &master.narrow(0, at, n)?)?;
+                at += n;
             }
-            send(&mut values)?;
             self.masters.put(rank, &self.weight(params, i)?, i, &master)?;
         }
         self.publish(rank, params)
@@ -197,6 +178,9 @@ impl Optimizer {
 
     /// Brings weights to all ranks, in the order in which forward uses them; it waits for each bucket at its first use.
     fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
+        if let Some(eight) = params.eight() {
+            eight.weights_changed();
+        }
         if self.placement == Placement::Replicate {
             return Ok(());
         }
@@ -262,9 +246,14 @@ impl Optimizer {
     /// One step with the gradients, summed over ranks; the global gradient norm before clipping f32 `[1]`, on the
     /// device. Where it is not finite, nothing has changed.
     pub fn step(&self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<Tensor> {
+        rank.compute.write_to(&self.scalars, &self.scalar_values(rates))?;
+        self.apply(rank, params, grads)
+    }
+
+    /// What a step does on the device: all it is told is in [`Optimizer::scalars`], so that it can be replayed.
+    pub(crate) fn apply(&self, rank: &Rank, params: &Params, grads: &GradBuffer) -> Result<Tensor> {
         let (k, s) = (&rank.kernels, &rank.compute);
         params.settle(rank)?;
-        self.write_scalars(rank, rates)?;
         // Every element of the model is counted by one rank; the squares of all make the norm of the whole.
         let counted = grads.counted(rank)?;
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
@@ -317,11 +306,16 @@ impl Optimizer {
         Ok(s.download::<i64>(&zeros)?[0] as u64)
     }
 
-    /// What the host knows of a step, in one small upload; the device adds the norm and what follows from it.
-    fn write_scalars(&self, rank: &Rank, rates: StepRates) -> Result<()> {
+    /// Where a step finds what it is told: f32 `[scalars::COUNT]`.
+    pub(crate) fn scalars(&self) -> &Tensor {
+        &self.scalars
+    }
+
+    /// What the host knows of a step; the device adds the norm and what follows from it.
+    pub(crate) fn scalar_values(&self, rates: StepRates) -> [f32; scalars::COUNT] {
         let mut values = [0f32; scalars::COUNT];
         values[scalars::LR] = rates.lr as f32;
         values[scalars::WEIGHT_DECAY] = rates.weight_decay as f32;
-        Ok(rank.compute.write_to(&self.scalars, &values)?)
+        values
     }
 }

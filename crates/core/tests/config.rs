@@ -315,6 +315,13 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("train.ramp = [8, 8, 0]", "at least 1"),
         ("train.ramp = [8, 8, 10]\ntrain.micro_batch = 16", "multiples of train.micro_batch"),
         ("dropout.hidden = 1.0", "below 1"),
+        (
+            "train.graph = \"on\"\ndropout.hidden = 0.1",
+            "r.toml:3: train.graph: steps cannot be replayed: with dropout.hidden",
+        ),
+        ("train.graph = \"on\"\ndata.reset_at_documents = true", "with data.reset_at_documents"),
+        ("train.graph = \"on\"\nparallel.dp = 2", "several ranks"),
+        ("train.graph = \"maybe\"", "expected one of \"auto\", \"on\", \"off\", found \"maybe\""),
         ("generate.tokens = 256", "ask for fewer"),
         ("generate.top_p = 0", "at most 1"),
         ("train.global_batch = 99999999999999", "too large"),

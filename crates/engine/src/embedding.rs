@@ -1,6 +1,7 @@
 //! Token and position embeddings.
 
 use crate::overlap::Arriving;
+use crate::precision::Side;
 use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_tensor::{Result, Tensor};
 
@@ -78,14 +79,14 @@ impl Embedding {
             let ids = ids.clone();
             WeightGrad::other(param, move |rank, grad, accumulate| {
                 let (k, dy) = (&rank.kernels, dy.ready()?);
-                k.embedding_backward(&rank.compute, &ids, &dy, first, vocab, scale, accumulate, grad)
+                k.embedding_backward(&rank.compute, &ids, dy.memory(), first, vocab, scale, accumulate, grad)
             })
         };
-        let all = p.arriving_rows(dy, "gradient of embeddings")?;
+        let all = p.arriving_rows(&Side::rows_of(dy), "gradient of embeddings")?;
         let grads = lookup(self.tokens, &saved.ids, all, self.first, self.vocab, self.scale);
         Ok(match (self.positions, &saved.positions) {
             (Some(table), Some(pos)) => {
-                let dy = Arriving::here(dy);
+                let dy = Arriving::here(Side::rows_of(dy));
                 grads.and(lookup(table, pos, dy, 0, p.weight(table)?.shape()[0], 1.0))
             }
             _ => grads,

@@ -1,6 +1,7 @@
 //! Gradients of weights: the buffer they gather in, and the work that puts them there.
 
 use crate::flat::{Placement, Plan, Scheme, bucket_elements};
+use crate::precision::{Multiply, Product, Side};
 use crate::{ParamId, ParamSpec, Params, Rank};
 use ferrotron_kernels::{Gemm, LinearGrad};
 use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor};
@@ -171,6 +172,8 @@ enum Work {
     Product { dy: Tensor, x: Tensor },
     /// `dyᵀ·x`, and the column sums of `dy` for the bias.
     Linear { dy: Tensor, x: Tensor, bias: ParamId },
+    /// The product of two factors.
+    Sides { dy: Side, x: Side },
     /// Column sums of `dy`.
     Columns { dy: Tensor },
     /// Anything else: writes or adds into the gradient it is given.
@@ -181,6 +184,11 @@ impl WeightGrad {
     /// `weight [out, in]` gets `dyᵀ·x` from `dy [tokens, out]` and `x [tokens, in]`.
     pub(crate) fn product(param: ParamId, dy: &Tensor, x: &Tensor) -> WeightGrad {
         WeightGrad::one(param, Work::Product { dy: dy.clone(), x: x.clone() })
+    }
+
+    /// `weight [out, in]` gets the product of `dyᵀ [out, tokens]` and `xᵀ [in, tokens]`, both contracted over tokens.
+    pub(crate) fn sides(param: ParamId, dy: Side, x: Side) -> WeightGrad {
+        WeightGrad::one(param, Work::Sides { dy, x })
     }
 
     /// `weight [out, in]` gets `dyᵀ·x` and `bias [out]` the column sums of `dy`.
@@ -229,6 +237,10 @@ impl WeightGrad {
                     grads.ready(rank, param)?;
                     grads.ready(rank, bias)?;
                     continue;
+                }
+                Work::Sides { dy, x } => {
+                    let how = Multiply { product: Product::WeightGrad, bias: None, accumulate, fast: false };
+                    dy.times(rank, &x, how, &grad)?;
                 }
                 Work::Columns { dy } => k.column_sum(s, &dy, accumulate, &grad)?,
                 Work::Other(f) => f(rank, &grad, accumulate)?,

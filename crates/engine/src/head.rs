@@ -6,9 +6,13 @@
 //! states chunk by chunk and throws the logits away, and the weight gradient forms them once more.
 
 use crate::overlap::{Factor, weight_product};
+use crate::precision::Side;
 use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{CrossEntropy, Gemm, ShardLogits, Smoothing};
 use ferrotron_tensor::{DType, Result, Tensor};
+
+/// Bytes of a line of memory.
+const LINE: usize = 128;
 
 /// `[tokens, hidden] → logits [tokens, V] → loss`
 pub struct Head {
@@ -113,8 +117,8 @@ impl Head {
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
     pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        let f = Factor { w: p.weight(self.weight)?, trans: true, bias: None };
-        let (z, _) = p.product_of_all_rows(x, f, false, "hidden states")?;
+        let f = Factor::output(p.weight(self.weight)?, None);
+        let (z, _) = p.product_of_all_rows(&Side::rows_of(x), &f, false, "hidden states")?;
         self.cap(p.rank, &z)?;
         Ok(z)
     }
@@ -126,6 +130,21 @@ impl Head {
 
     fn some_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
         let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
+        self.logits_into(rank, w, x, z)
+    }
+
+    /// The same, with every row on a new line of memory: with an odd vocabulary, rows back to back would begin at odd
+    /// addresses, and products of such rows are several times slower. For the loss, which does not mind.
+    fn spaced_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
+        let (n, v) = (x.shape()[0], w.shape()[0]);
+        let step = v.next_multiple_of(LINE / x.dtype().size());
+        // The cap works on whole memory.
+        let step = if self.softcap.is_some() { v } else { step };
+        let z = rank.activation(&[n, step], x.dtype())?.narrow(1, 0, v)?;
+        self.logits_into(rank, w, x, z)
+    }
+
+    fn logits_into(&self, rank: &Rank, w: &Tensor, x: &Tensor, z: Tensor) -> Result<Tensor> {
         let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
         rank.kernels.gemm(&rank.compute, &g)?;
         self.cap(rank, &z)?;
@@ -148,7 +167,12 @@ impl Head {
         let tokens = x.shape()[0] * p.rank.tp.size();
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         if tokens <= self.chunk {
-            let z = self.logits(p, x)?;
+            let alone = p.rank.tp.size() == 1;
+            let z = if alone {
+                self.spaced_logits(p.rank, p.weight(self.weight)?, x)?
+            } else {
+                self.logits(p, x)?
+            };
             self.row_loss(p.rank, &z, targets, &rows, train)?;
             let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&z), x: x_saved };
             return Ok((rows, train.then_some(saved)));
@@ -159,7 +183,7 @@ impl Head {
             let part = targets.rows(start, len)?;
             let w = p.weight(self.weight)?;
             let x = x.narrow(0, start, len)?;
-            let d = self.some_logits(p.rank, w, &x)?;
+            let d = self.spaced_logits(p.rank, w, &x)?;
             self.row_loss(p.rank, &d, &part, &rows.narrow(0, start, len)?, train)?;
             if train {
                 product(p.rank, &d, w, &dx.narrow(0, start, len)?)?;
@@ -215,14 +239,14 @@ impl Head {
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
             HeadSaved::Whole { dlogits, x } => {
-                let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
-                let dx = p.sum_of_products(&dlogits, f, "gradient of hidden states")?;
-                let x = p.arriving_rows(&x, "hidden states, again")?;
+                let f = Factor::input_grad(p.weight(self.weight)?);
+                let dx = p.sum_of_products(&Side::rows_of(&dlogits), &f, "gradient of hidden states")?;
+                let x = p.arriving_rows(&Side::rows_of(&x), "hidden states, again")?;
                 Ok((dx, weight_product(self.weight, &dlogits, x)))
             }
             HeadSaved::Chunked { dx, x, targets } => {
                 let dx = p.sum_rows(&dx, "gradient of hidden states")?;
-                let x = p.arriving_rows(&x, "hidden states, again")?;
+                let x = p.arriving_rows(&Side::rows_of(&x), "hidden states, again")?;
                 // The weight as it is now: the optimizer may not have run when this does.
                 let w = p.weight(self.weight)?.clone();
                 let me = Head {
@@ -234,11 +258,12 @@ impl Head {
                     chunk: self.chunk,
                 };
                 let grads = WeightGrad::other(self.weight, move |rank, grad, mut accumulate| {
-                    let x = x.ready()?;
+                    let rows = x.ready()?;
+                    let x = rows.memory();
                     for (start, len) in chunks(x.shape()[0], me.chunk) {
                         let x = x.narrow(0, start, len)?;
                         let rows = rank.activation(&[len], DType::F32)?;
-                        let d = me.some_logits(rank, &w, &x)?;
+                        let d = me.spaced_logits(rank, &w, &x)?;
                         me.row_loss(rank, &d, &targets.rows(start, len)?, &rows, true)?;
                         let g = Gemm {
                             a: &d,

@@ -12,6 +12,7 @@ mod norm;
 mod overlap;
 mod param;
 mod pass;
+pub mod precision;
 mod rank;
 mod reduce;
 mod saved;

@@ -1,6 +1,7 @@
 //! `y = x·Wᵀ + b`
 
 use crate::overlap::{Arriving, Factor, weight_product};
+use crate::precision::{Eight, SavedSide, Side};
 use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{Act, Gemm, LinearAct, LinearActBackward};
 use ferrotron_tensor::{Result, Tensor, shape_error};
@@ -11,25 +12,41 @@ use ferrotron_tensor::{Result, Tensor, shape_error};
 /// Over tensor-parallel ranks it is split by rows (each rank makes its outputs of all tokens: its input is gathered)
 /// or by columns (each rank has its part of every sum: partial outputs are summed to the rank that holds the token).
 pub struct Linear {
-    weight: ParamId,
-    bias: Option<ParamId>,
+    pub(crate) weight: ParamId,
+    pub(crate) bias: Option<ParamId>,
     out: usize,
     /// Split by columns?
-    partial: bool,
+    pub(crate) partial: bool,
+    /// Which of its products have narrow factors.
+    eight: Option<Eight>,
+    /// Its input is kept by somebody else anyway: a narrow copy is made in backward.
+    pub(crate) keeps_input: bool,
 }
 
 /// The input, unless its owner can make it again.
 pub struct LinearSaved {
     pub(crate) x: Option<SavedTensor>,
+    /// The input as a factor of the weight gradient, in its stead.
+    pub(crate) narrow: Option<SavedSide>,
 }
 
 impl LinearSaved {
     /// From an input.
     pub(crate) fn of(x: &Tensor) -> LinearSaved {
-        LinearSaved { x: Some(SavedTensor::activation(x)) }
+        LinearSaved { x: Some(SavedTensor::activation(x)), narrow: None }
     }
 
-    fn input(self) -> Result<SavedTensor> {
+    /// Drops the input.
+    pub(crate) fn forget(&mut self) {
+        *self = LinearSaved { x: None, narrow: None };
+    }
+
+    /// Puts the input back.
+    pub(crate) fn remember(&mut self, x: &Tensor) {
+        *self = LinearSaved::of(x);
+    }
+
+    pub(crate) fn input(self) -> Result<SavedTensor> {
         let dropped = || "its input was dropped and not made again";
         self.x.map_or_else(|| shape_error("linear backward", dropped()), Ok)
     }
@@ -38,6 +55,7 @@ impl LinearSaved {
 impl Saved for LinearSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.x.tensors(f);
+        self.narrow.tensors(f);
     }
 }
 
@@ -65,7 +83,13 @@ impl Linear {
             .map(|(name, out)| part(&format!("{name}.bias"), vec![*out], Init::Constant(0.0), bias_split));
         let bias = if bias { Some(d.declare(biases.collect())?) } else { None };
         let out = d.spec(weight).shape[0];
-        Ok(Linear { weight, bias, out, partial })
+        let eight = d.narrow(weight, outputs);
+        Ok(Linear { weight, bias, out, partial, eight, keeps_input: false })
+    }
+
+    /// Its input is kept by the caller, whatever the precision.
+    pub(crate) fn with_input_kept(self) -> Linear {
+        Linear { keeps_input: true, ..self }
     }
 
     /// Channels of the output that this rank makes.
@@ -75,16 +99,33 @@ impl Linear {
 
     /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, LinearSaved)> {
+        self.forward_or_again(p, x, false)
+    }
+
+    /// [`Linear::forward`]; with `again` its input will be made again for backward, by who drops what was saved here.
+    pub(crate) fn forward_or_again(
+        &self,
+        p: &Pass,
+        x: &Tensor,
+        again: bool,
+    ) -> Result<(Tensor, LinearSaved)> {
+        if let Some(e) = self.eight {
+            let (y, saved) = self.forward_narrow(p, e, x, again)?;
+            if let Some(bias) = self.bias.filter(|_| self.partial && p.rank.tp.size() > 1) {
+                add_bias(p, p.weight(bias)?, &y)?;
+            }
+            return Ok((y, saved));
+        }
         let saved = LinearSaved::of(x);
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
-        let f = Factor { w, trans: true, bias };
+        let (x, f) = (&Side::rows_of(x), &Factor::output(w, bias));
         if p.rank.tp.size() == 1 {
             return Ok((p.product(x, f)?, saved));
         }
         if !self.partial {
             return Ok((p.product_of_all_rows(x, f, false, "input of a layer")?.0, saved));
         }
-        let y = p.sum_of_products(x, Factor { bias: None, ..f }, "output of a layer")?;
+        let y = p.sum_of_products(x, &Factor { bias: None, ..f.clone() }, "output of a layer")?;
         if let Some(bias) = bias {
             add_bias(p, bias, &y)?;
         }
@@ -100,8 +141,8 @@ impl Linear {
     ) -> Result<(Tensor, Tensor, LinearSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         // Where the output is made again from `h` it must be made from `h` here, too.
-        if p.rank.tp.size() > 1 || p.recompute.activation {
-            let (h, saved) = self.forward(p, x)?;
+        if p.rank.tp.size() > 1 || p.recompute.activation || self.eight.is_some() {
+            let (h, saved) = self.forward_or_again(p, x, p.recompute.norm)?;
             let y = p.empty(h.shape())?;
             k.act_forward(s, act, false, &h, &y)?;
             return Ok((h, y, saved));
@@ -124,7 +165,7 @@ impl Linear {
     ) -> Result<(Tensor, WeightGrad)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let dh = p.empty(h.shape())?;
-        if p.rank.tp.size() > 1 {
+        if p.rank.tp.size() > 1 || self.eight.is_some() {
             let (da, grads) = self.backward(p, saved, dy)?;
             k.act_backward(s, act, false, h, &da, &dh)?;
             return Ok((dh, grads));
@@ -132,25 +173,29 @@ impl Linear {
         let x = saved.input()?;
         let w = p.weight(self.weight)?;
         k.linear_act_backward(s, &LinearActBackward { act, dy, w, h, dh: &dh })?;
-        Ok((dh, self.grads(dy, Arriving::here(&x))))
+        Ok((dh, self.grads(dy, Arriving::here(Side::rows_of(&x)))))
     }
 
     /// `dx = dy·W`; later `dW = dyᵀ·x`, `db = Σ dy`.
     pub fn backward(&self, p: &Pass, saved: LinearSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
+        if let Some(e) = self.eight {
+            return self.backward_narrow(p, e, saved, dy);
+        }
         let x = saved.input()?;
-        let f = Factor { w: p.weight(self.weight)?, trans: false, bias: None };
+        let f = &Factor::input_grad(p.weight(self.weight)?);
+        let rows = &Side::rows_of(dy);
         if self.partial {
-            let (dx, all) = p.product_of_all_rows(dy, f, true, "gradient of a layer's output")?;
+            let (dx, all) = p.product_of_all_rows(rows, f, true, "gradient of a layer's output")?;
             let Some(all) = all.filter(|_| p.rank.tp.size() > 1) else {
-                return Ok((dx, self.grads(dy, Arriving::here(&x))));
+                return Ok((dx, self.grads(dy, Arriving::here(Side::rows_of(&x)))));
             };
-            let weight = WeightGrad::product(self.weight, &all, &x);
+            let weight = WeightGrad::product(self.weight, all.memory(), &x);
             let bias = self.bias.map(|bias| WeightGrad::columns(bias, dy));
             return Ok((dx, weight.and(bias.unwrap_or_default())));
         }
         // The input gradient first: it is waited for.
-        let dx = p.sum_of_products(dy, f, "gradient of a layer's input")?;
-        let x = p.arriving_rows(&x, "input of a layer, again")?;
+        let dx = p.sum_of_products(rows, f, "gradient of a layer's input")?;
+        let x = p.arriving_rows(&Side::rows_of(&x), "input of a layer, again")?;
         Ok((dx, self.grads(dy, x)))
     }
 

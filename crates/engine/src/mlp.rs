@@ -31,12 +31,12 @@ impl Saved for MlpSaved {
 impl MlpSaved {
     /// Drops the block's input, which the caller can make again.
     pub fn forget_input(&mut self) {
-        self.up.x = None;
+        self.up.forget();
     }
 
     /// Puts the input back.
     pub fn remember_input(&mut self, x: &Tensor) {
-        self.up = LinearSaved::of(x);
+        self.up.remember(x);
     }
 }
 
@@ -74,13 +74,13 @@ impl Mlp {
     /// `[tokens, hidden] → [tokens, hidden]`
     pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, MlpSaved)> {
         let (h, a, up) = if self.gated {
-            let (h, up) = self.up.forward(p, x)?;
+            let (h, up) = self.up.forward_or_again(p, x, p.recompute.norm)?;
             let a = self.activate(p, &h)?;
             (h, a, up)
         } else {
             self.up.forward_then(p, self.act, x)?
         };
-        let (y, down) = self.down.forward(p, &a)?;
+        let (y, down) = self.down.forward_or_again(p, &a, p.recompute.activation)?;
         let down = (!p.recompute.activation).then_some(down);
         Ok((y, MlpSaved { down, h: SavedTensor::activation(&h), up }))
     }

@@ -13,57 +13,70 @@
 //! Without [`crate::Rank::overlap`] the same steps happen in the same order on one stream. A product cut into rows
 //! need not give the bits of the whole, so overlap never decides how it is cut.
 
+use crate::precision::{Multiply, Product, Side};
 use crate::{ParamId, Pass, WeightGrad};
-use ferrotron_kernels::Gemm;
 use ferrotron_tensor::{DType, DeviceKind, Event, Result, Stream, Tensor, shape_error};
 
 /// Rows of a chunk on a card at least. Products there work in tiles of this height: smaller chunks would cost as much,
 /// and all of them more than the exchange they hide.
 const TILE: usize = 128;
 
-/// The right-hand side of a product `x·op(w) (+ bias)`.
-#[derive(Clone, Copy)]
+/// The right-hand side of a product `x·wᵀ (+ bias)`.
+#[derive(Clone)]
 pub(crate) struct Factor<'a> {
-    /// `[k, n]`, or `[n, k]` with `trans`.
-    pub(crate) w: &'a Tensor,
-    /// Use `wᵀ`.
-    pub(crate) trans: bool,
+    /// `[n, k]`
+    pub(crate) w: Side,
     /// `[n]`
     pub(crate) bias: Option<&'a Tensor>,
+    /// Which product it is.
+    pub(crate) product: Product,
+    /// Let the matrix unit keep sums short.
+    pub(crate) fast: bool,
 }
 
-impl Factor<'_> {
+impl<'a> Factor<'a> {
+    /// Of a weight `[out, in]`, for the output.
+    pub(crate) fn output(w: &Tensor, bias: Option<&'a Tensor>) -> Factor<'a> {
+        Factor { w: Side::rows_of(w), bias, product: Product::Output, fast: false }
+    }
+
+    /// Of a weight `[out, in]`, for the gradient of the input.
+    pub(crate) fn input_grad(w: &Tensor) -> Factor<'a> {
+        Factor { w: Side::cols_of(w), bias: None, product: Product::InputGrad, fast: false }
+    }
+
     fn outputs(&self) -> usize {
-        self.w.shape()[if self.trans { 0 } else { 1 }]
+        self.w.rows()
     }
 }
 
-/// A tensor that communication beside computation brings. Whoever drops it makes computation wait: its memory belongs
-/// to the compute stream.
+/// Rows that communication beside computation brings. Whoever drops them makes computation wait: their memory belongs to
+/// the compute stream.
 pub(crate) struct Arriving {
-    tensor: Tensor,
+    side: Side,
     /// Read until it has arrived.
     _from: Tensor,
     done: Option<(Stream, Event)>,
 }
 
 impl Arriving {
-    /// One that is there.
-    pub(crate) fn here(tensor: &Tensor) -> Arriving {
-        Arriving { tensor: tensor.clone(), _from: tensor.clone(), done: None }
+    /// Rows that are there.
+    pub(crate) fn here(side: Side) -> Arriving {
+        let _from = side.memory().clone();
+        Arriving { side, _from, done: None }
     }
 
-    /// The tensor, if there is nothing to wait for.
+    /// Their memory, if there is nothing to wait for.
     pub(crate) fn there(&self) -> Option<&Tensor> {
-        self.done.is_none().then_some(&self.tensor)
+        self.done.is_none().then_some(self.side.memory())
     }
 
-    /// The tensor; computation given from now on finds it whole.
-    pub(crate) fn ready(mut self) -> Result<Tensor> {
+    /// The rows; computation given from now on finds them whole.
+    pub(crate) fn ready(mut self) -> Result<Side> {
         if let Some((compute, done)) = self.done.take() {
             compute.wait(&done)?;
         }
-        Ok(self.tensor.clone())
+        Ok(self.side.clone())
     }
 }
 
@@ -76,36 +89,36 @@ impl Drop for Arriving {
     }
 }
 
-/// `weight` gets `dyᵀ·x` once `x` is there.
+/// `weight` gets `dyᵀ·x` once the values `x` are there.
 pub(crate) fn weight_product(weight: ParamId, dy: &Tensor, x: Arriving) -> WeightGrad {
-    if x.done.is_none() {
-        return WeightGrad::product(weight, dy, &x.tensor);
+    if let Some(x) = x.there() {
+        return WeightGrad::product(weight, dy, x);
     }
-    let dy = dy.clone();
+    let dy = Side::cols_of(dy);
     WeightGrad::other(weight, move |rank, grad, accumulate| {
-        let x = &x.ready()?;
-        let g = Gemm { a: &dy, trans_a: true, b: x, trans_b: false, bias: None, accumulate, c: grad };
-        rank.kernels.gemm(&rank.compute, &g)
+        let x = Side::cols_of(x.ready()?.memory());
+        let how = Multiply { product: Product::WeightGrad, bias: None, accumulate, fast: false };
+        dy.times(rank, &x, how, grad)
     })
 }
 
 impl Pass<'_> {
     /// [`Pass::all_rows`], while computation goes on.
-    pub(crate) fn arriving_rows(&self, x: &Tensor, label: &'static str) -> Result<Arriving> {
+    pub(crate) fn arriving_rows(&self, x: &Side, label: &'static str) -> Result<Arriving> {
         let tp = &self.rank.tp;
         if tp.size() == 1 || !self.rank.overlap {
-            return Ok(Arriving::here(&self.all_rows(x, label)?));
+            return Ok(Arriving::here(self.all_rows_of(x, label)?));
         }
-        let mut shape = x.shape().to_vec();
-        shape[0] *= tp.size();
-        let tensor = self.rank.activation(&shape, x.dtype())?;
-        let done = self.beside(self.mark()?, |s| Ok(tp.all_gather(s, x, &tensor, label)?))?;
-        Ok(Arriving { tensor, _from: x.clone(), done: done.map(|e| (self.rank.compute.clone(), e)) })
+        let side = x.empty_like(self.rank, x.rows() * tp.size())?;
+        let (from, to) = (x.memory(), side.memory());
+        let done = self.beside(self.mark()?, |s| Ok(tp.all_gather(s, from, to, label)?))?;
+        let _from = from.clone();
+        Ok(Arriving { side, _from, done: done.map(|e| (self.rank.compute.clone(), e)) })
     }
 
-    /// `x·op(w) + bias`
-    pub(crate) fn product(&self, x: &Tensor, f: Factor) -> Result<Tensor> {
-        let y = self.empty(&[x.shape()[0], f.outputs()])?;
+    /// `x·wᵀ + bias`
+    pub(crate) fn product(&self, x: &Side, f: &Factor) -> Result<Tensor> {
+        let y = self.empty(&[x.rows(), f.outputs()])?;
         self.multiply(x, f, &y)?;
         Ok(y)
     }
@@ -113,25 +126,26 @@ impl Pass<'_> {
     /// The product of all rows from every rank's `x [n/t, k]`: `[n, out]`; and, with `keep`, the rows `[n, k]`.
     pub(crate) fn product_of_all_rows(
         &self,
-        x: &Tensor,
-        f: Factor,
+        x: &Side,
+        f: &Factor,
         keep: bool,
         label: &'static str,
-    ) -> Result<(Tensor, Option<Tensor>)> {
+    ) -> Result<(Tensor, Option<Side>)> {
         let tp = &self.rank.tp;
-        let (t, me, m) = (tp.size(), tp.rank(), x.shape()[0]);
+        let (t, me, m) = (tp.size(), tp.rank(), x.rows());
         if t == 1 || !self.worth_chunks(m) {
-            let all = self.all_rows(x, label)?;
+            let all = self.all_rows_of(x, label)?;
             return Ok((self.product(&all, f)?, keep.then_some(all)));
         }
         let y = self.empty(&[t * m, f.outputs()])?;
         let chunk = |of: &Tensor, hop: usize| of.narrow(0, (me + t - hop) % t * m, m);
-        let memory = |rows| self.rank.activation(&[rows, x.shape()[1]], x.dtype());
+        let memory = |rows| x.empty_like(self.rank, rows);
+        let rows = |of: &Side, hop: usize| of.narrow((me + t - hop) % t * m, m);
         let all = keep.then(|| memory(t * m)).transpose()?;
         // Where nobody wants the rows afterwards, two chunks are enough: one that comes, one that is used.
         let pair = if keep { Vec::new() } else { (1..t.min(3)).map(|_| memory(m)).collect::<Result<_>>()? };
         if let Some(all) = &all {
-            self.rank.compute.copy(x, &chunk(all, 0)?)?;
+            self.rank.compute.copy(x.memory(), rows(all, 0)?.memory())?;
         }
         let mut held = x.clone();
         for hop in 0..t {
@@ -142,12 +156,13 @@ impl Pass<'_> {
                 break;
             }
             let next = match &all {
-                Some(all) => chunk(all, hop + 1)?,
+                Some(all) => rows(all, hop + 1)?,
                 None => pair[hop % 2].clone(),
             };
             let (to, from) = ((me + 1) % t, (me + t - 1) % t);
-            let there =
-                self.beside(before, |s| Ok(tp.exchange(s, &[(to, &held)], &[(from, &next)], label)?))?;
+            let there = self.beside(before, |s| {
+                Ok(tp.exchange(s, &[(to, held.memory())], &[(from, next.memory())], label)?)
+            })?;
             self.wait(there)?;
             held = next;
         }
@@ -156,10 +171,10 @@ impl Pass<'_> {
 
     /// This rank's rows of the sum over ranks of the products of `x [n, k]`: `[n/t, out]`. Parts are added in the
     /// order of ranks, in f32, and rounded once.
-    pub(crate) fn sum_of_products(&self, x: &Tensor, f: Factor, label: &'static str) -> Result<Tensor> {
+    pub(crate) fn sum_of_products(&self, x: &Side, f: &Factor, label: &'static str) -> Result<Tensor> {
         let tp = &self.rank.tp;
-        let (t, me, n) = (tp.size(), tp.rank(), x.shape()[0]);
-        if t == 1 || !self.worth_chunks(n / t) {
+        let (t, me, n) = (tp.size(), tp.rank(), x.rows());
+        if t == 1 || !x.divides() || !self.worth_chunks(n / t) {
             return self.sum_rows(&self.product(x, f)?, label);
         }
         if !n.is_multiple_of(t) {
@@ -173,7 +188,7 @@ impl Pass<'_> {
         for step in 1..=t {
             let owner = (me + step) % t;
             let product = if owner == me { parts.select(0, me)? } else { self.empty(&[m, out])? };
-            self.multiply(&x.narrow(0, owner * m, m)?, f, &product)?;
+            self.multiply(&x.narrow(owner * m, m)?, f, &product)?;
             // Behind this product goes the one before, so that computation has work while hosts meet.
             if let Some((product, ready)) = made.last_mut() {
                 let (to, from) = ((me + step - 1) % t, (me + t + 1 - step) % t);
@@ -204,10 +219,9 @@ impl Pass<'_> {
         Ok(y)
     }
 
-    fn multiply(&self, x: &Tensor, f: Factor, y: &Tensor) -> Result<()> {
-        let Factor { w, trans, bias } = f;
-        let g = Gemm { a: x, trans_a: false, b: w, trans_b: trans, bias, accumulate: false, c: y };
-        self.rank.kernels.gemm(&self.rank.compute, &g)
+    fn multiply(&self, x: &Side, f: &Factor, y: &Tensor) -> Result<()> {
+        let how = Multiply { product: f.product, bias: f.bias, accumulate: false, fast: f.fast };
+        x.times(self.rank, &f.w, how, y)
     }
 
     /// On the host always: it gains nothing, and tests there what cards do.

@@ -2,10 +2,11 @@
 //! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
 
 use crate::flat::{FlatBuffer, Placement, Plan, bucket_elements};
+use crate::precision::{Eight, EightState, Policy};
 use crate::{Cut, Place, Rank, Split};
-use ferrotron_kernels::cpu::random::fill_normal;
+use ferrotron_kernels::NormalRuns;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_tensor::{Category, DType, Event, Result, Tensor, Threads, shape_error};
+use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor, shape_error};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -52,6 +53,8 @@ pub struct ParamSpec {
     pub mirror: bool,
     /// The first and the last stage of the pipeline have it, and its gradient is the sum of both.
     pub tied_over_ends: bool,
+    /// Which products with it have narrow factors.
+    pub eight: Option<Eight>,
 }
 
 impl ParamSpec {
@@ -96,6 +99,7 @@ impl ParamSpec {
 pub struct Declarations {
     specs: Vec<ParamSpec>,
     place: Place,
+    policy: Policy,
 }
 
 impl Default for Declarations {
@@ -107,7 +111,20 @@ impl Default for Declarations {
 impl Declarations {
     /// For a rank that holds its share of every parameter.
     pub fn at(place: Place) -> Declarations {
-        Declarations { specs: Vec::new(), place }
+        Declarations { specs: Vec::new(), place, policy: Policy::default() }
+    }
+
+    /// With narrow products as the policy says.
+    pub fn with_policy(self, policy: Policy) -> Declarations {
+        Declarations { policy, ..self }
+    }
+
+    /// What the policy says of a map to these outputs (logical name, channels), which is noted at its weight.
+    pub(crate) fn narrow(&mut self, weight: ParamId, outputs: &[(String, usize)]) -> Option<Eight> {
+        let names: Vec<&str> = outputs.iter().map(|(name, _)| name.as_str()).collect();
+        let eight = self.policy.of(&names);
+        self.specs[weight.0].eight = eight;
+        eight
     }
 
     /// The rank's place.
@@ -144,6 +161,7 @@ impl Declarations {
             widest,
             mirror: false,
             tied_over_ends: false,
+            eight: None,
         });
         Ok(ParamId(self.specs.len() - 1))
     }
@@ -177,6 +195,7 @@ pub struct Params {
     buckets: Vec<Tensor>,
     values: Vec<Tensor>,
     dtype: DType,
+    eight: Option<EightState>,
     /// Of each bucket that is being gathered: when it is there.
     arriving: Mutex<Vec<Option<Event>>>,
 }
@@ -189,6 +208,10 @@ impl Params {
 
     /// The same in buckets that close at `target` elements.
     pub fn in_buckets(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, target: usize) -> Result<Params> {
+        if dtype != DType::BF16 && specs.iter().any(|s| s.eight.is_some()) {
+            let what = format!("narrow products in a model of {dtype}; have it compute in bf16");
+            return Err(Error::Unsupported { op: "parameters", what });
+        }
         let plan = Arc::new(Plan::new(&specs, rank.copies.size(), target));
         let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Parameters);
         let buckets: Vec<Tensor> = plan.buckets().iter().map(|b| zeros(b.len)).collect::<Result<_>>()?;
@@ -198,12 +221,18 @@ impl Params {
         };
         let values = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
         let arriving = Mutex::new(vec![None; buckets.len()]);
-        Ok(Params { specs, plan, buckets, values, dtype, arriving })
+        let eight = EightState::new(rank, &specs)?;
+        Ok(Params { specs, plan, buckets, values, dtype, eight, arriving })
     }
 
     /// The type the model computes in.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// What narrow products remember, if there are any.
+    pub fn eight(&self) -> Option<&EightState> {
+        self.eight.as_ref()
     }
 
     /// The weight, for work on the compute stream, which waits until it is there.
@@ -254,28 +283,76 @@ impl Params {
     }
 }
 
-/// Initial values of elements `range` of a logical tensor.
-pub fn initial_values(threads: &Threads, seed: u64, part: &Part, range: std::ops::Range<usize>) -> Vec<f32> {
-    let mut values = Vec::new();
-    draw_initial(threads, seed, part, range, &mut values);
-    values
+/// Initial values of elements `range` of a logical tensor, by their definition.
+pub fn initial_values(seed: u64, part: &Part, range: Range<usize>) -> Vec<f32> {
+    let stream = RandomStream::named(seed, &part.name);
+    match part.init {
+        Init::Constant(c) => vec![c; range.len()],
+        Init::Normal(std) => range.map(|i| (f64::from(std) * stream.normal(i as u64)) as f32).collect(),
+    }
 }
 
-/// The same, after what `values` holds.
-pub fn draw_initial(
-    threads: &Threads,
-    seed: u64,
-    part: &Part,
-    range: std::ops::Range<usize>,
-    values: &mut Vec<f32>,
-) {
-    let (begin, end) = (values.len(), values.len() + range.len());
-    match part.init {
-        Init::Constant(c) => values.resize(end, c),
-        Init::Normal(std) => {
-            values.resize(end, 0.0);
-            let stream = RandomStream::named(seed, &part.name);
-            fill_normal(threads, stream, range.start as u64, 0.0, f64::from(std), &mut values[begin..]);
+/// The same of elements `runs`, back to back, into `out` f32 `[elements]`, made by its device.
+pub fn draw_initial(rank: &Rank, part: &Part, runs: &[Range<usize>], out: &Tensor) -> Result<()> {
+    let s = &rank.compute;
+    let std = match part.init {
+        Init::Constant(c) => return s.write_to(out, &vec![c; out.numel()]),
+        Init::Normal(std) => f64::from(std),
+    };
+    let stream = RandomStream::named(rank.seed, &part.name);
+    let (mut at, mut rest) = (0, runs);
+    while let Some((run, stride, rows)) = alike(rest) {
+        let values = NormalRuns { stream, first: run.start as u64, stride: stride as u64, std };
+        let n = rows * run.len();
+        rank.kernels.normal(s, values, &out.narrow(0, at, n)?.view(&[rows, run.len()])?)?;
+        (at, rest) = (at + n, &rest[rows..]);
+    }
+    Ok(())
+}
+
+/// The first run, how far after it the next begins, and how many from it on are as long and as far apart. Runs are in
+/// order.
+fn alike(runs: &[Range<usize>]) -> Option<(&Range<usize>, usize, usize)> {
+    let run = runs.first()?;
+    let stride = runs.get(1).map_or(0, |next| next.start - run.start);
+    let follows =
+        |pair: &&[Range<usize>]| pair[1].len() == run.len() && pair[1].start - pair[0].start == stride;
+    Some((run, stride, 1 + runs.windows(2).take_while(follows).count()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Whatever a rank holds of a tensor, cut by columns or in the middle of rows, it draws the values of the whole.
+    #[test]
+    fn a_rank_draws_its_values_of_the_whole() {
+        let rank = Rank::cpu(2, 5).unwrap();
+        for (split, most) in [
+            (Split::Replicated, 1),
+            (Split::Rows { unit: 1 }, 1),
+            // A broken row at either end, and all rows between them at once.
+            (Split::Columns { unit: 2 }, 3),
+        ] {
+            for init in [Init::Normal(0.02), Init::Constant(1.5)] {
+                let part = Part { name: "w".into(), shape: vec![9, 10], init, split };
+                let whole = initial_values(5, &part, 0..90);
+                let cut = part.cut(Place { rank: 1, size: 2 });
+                let held = cut.take(&part.shape, &whole);
+                for share in [0..held.len(), 0..0, 3..4, 3..held.len() - 2, 5..12] {
+                    let runs = cut.runs_within(&part.shape, share.clone());
+                    let all = Tensor::empty(&rank.compute, &[share.len()], DType::F32, Category::Workspace);
+                    let out = all.unwrap();
+                    draw_initial(&rank, &part, &runs, &out).unwrap();
+                    let found = rank.compute.download::<f32>(&out).unwrap();
+                    assert_eq!(found, held[share.clone()], "{split:?} {init:?} {share:?}");
+                    let (mut rest, mut launches) = (&runs[..], 0);
+                    while let Some((_, _, rows)) = alike(rest) {
+                        (rest, launches) = (&rest[rows..], launches + 1);
+                    }
+                    assert!(launches <= most, "{split:?} {share:?} in {launches} launches");
+                }
+            }
         }
     }
 }

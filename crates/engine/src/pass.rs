@@ -15,6 +15,8 @@ pub struct Pass<'a> {
     pub dropout: Option<Dropout<'a>>,
     /// What backward recomputes instead of keeping.
     pub recompute: Recompute,
+    /// Backward may follow: keep what it needs.
+    pub train: bool,
 }
 
 /// Dropout of one micro-batch. What is dropped depends on the seed, the step, the layer, the place in it and the
@@ -47,7 +49,7 @@ pub struct Recompute {
 impl<'a> Pass<'a> {
     /// A pass without dropout that keeps everything.
     pub fn new(rank: &'a Rank, params: &'a Params) -> Pass<'a> {
-        Pass { rank, params, dropout: None, recompute: Recompute::default() }
+        Pass { rank, params, dropout: None, recompute: Recompute::default(), train: true }
     }
 
     /// The type the model computes in.

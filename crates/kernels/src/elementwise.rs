@@ -1,6 +1,7 @@
 //! Casts, sums and other simple maps.
 
-use crate::checks::dtypes;
+use crate::checks::{dtypes, same_contiguous};
+use crate::philox::RandomStream;
 use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
 /// Key of a dropout mask: what makes two masks different.
@@ -14,6 +15,26 @@ pub struct DropoutKey {
     pub layer: u32,
     /// Place inside the layer.
     pub site: u32,
+}
+
+/// Normal values of a stream, row by row: row r has the values from `first + r·stride` on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct NormalRuns {
+    /// Where they come from.
+    pub stream: RandomStream,
+    /// The number of the first one.
+    pub first: u64,
+    /// How many numbers the first of each row is after that of the row before.
+    pub stride: u64,
+    /// Standard deviation.
+    pub std: f64,
+}
+
+impl NormalRuns {
+    /// The number of the first value of row `r`.
+    pub(crate) fn start(&self, r: usize) -> u64 {
+        self.first.wrapping_add(self.stride.wrapping_mul(r as u64))
+    }
 }
 
 /// Simple maps. Shapes are equal unless stated; the last axis is contiguous.
@@ -54,6 +75,10 @@ pub trait ElementwiseKernels {
         x: &Tensor,
         y: &Tensor,
     ) -> Result<()>;
+
+    /// `out[r, c] = std·z`, z being standard normal value `first + r·stride + c` of the stream; `out [rows, n]` f32,
+    /// contiguous. The same bits on every device: [`crate::philox::RandomStream::normal`] is the definition.
+    fn normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()>;
 }
 
 /// Rows, columns and row stride of a sum over `x [rows, n]` into contiguous `sums [n]`.
@@ -69,6 +94,17 @@ pub(crate) fn check_columns(x: &Tensor, sums: &Tensor) -> Result<[usize; 3]> {
         return shape_error(OP, "the last axis must be contiguous");
     }
     Ok([rows, n, stride])
+}
+
+/// Rows and columns of normal values.
+pub(crate) fn check_normal(out: &Tensor) -> Result<[usize; 2]> {
+    const OP: &str = "normal";
+    same_contiguous(OP, &[out])?;
+    dtypes(OP, DType::F32, &[out])?;
+    match *out.shape() {
+        [rows, n] => Ok([rows, n]),
+        ref shape => shape_error(OP, format!("{shape:?} are not rows")),
+    }
 }
 
 /// The place of a dot product.

@@ -13,24 +13,31 @@ mod fused;
 mod gemm;
 pub mod grad_scaler;
 mod loss;
+mod measured;
 mod merge;
 pub mod moments;
 mod norm;
+mod normal;
 mod optim;
 pub mod philox;
+pub mod quant;
 mod rope;
 pub mod rope_tables;
 
 pub use activation::{Act, ActivationKernels};
 pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
-pub use elementwise::{DropoutKey, ElementwiseKernels};
+pub use elementwise::{DropoutKey, ElementwiseKernels, NormalRuns};
 pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
+pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
+pub use quant::micro::{Along, Emulated};
+pub use quant::stats::QuantStats;
+pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
 pub use rope::{Rope, RopeKernels, RopeStyle};
 
 /// Every kernel a device has.
@@ -46,6 +53,8 @@ pub trait Kernels:
     + OptimKernels
     + ElementwiseKernels
     + FusedKernels
+    + QuantKernels
+    + MeasuredKernels
     + Send
     + Sync
 {

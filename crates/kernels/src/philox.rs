@@ -2,6 +2,7 @@
 //! stream and `i` alone, so every layout of a tensor over ranks draws the same values.
 
 use crate::DropoutKey;
+use crate::normal::pair;
 
 /// Ten rounds of Philox on one counter.
 #[inline(always)]
@@ -72,20 +73,15 @@ impl RandomStream {
         (self.word(index) >> 8) as f32 / 16_777_216.0
     }
 
-    /// Standard normal, by Box and Muller from the pair of words `index` belongs to. In f64 with `libm`, so
-    /// that every machine draws the same bits.
+    /// Standard normal, by Box and Muller from the pair of words `index` belongs to; the same bits on every device.
     pub fn normal(&self, index: u64) -> f64 {
         normals(self.block(index / 4))[(index % 4) as usize]
     }
 }
 
 /// Four normal values from four words.
-pub fn normals(words: [u32; 4]) -> [f64; 4] {
-    let pair = |a: u32, b: u32| {
-        let radius = libm::sqrt(-2.0 * libm::log((f64::from(a) + 1.0) / 4_294_967_296.0));
-        let (sin, cos) = libm::sincos(std::f64::consts::TAU * (f64::from(b) / 4_294_967_296.0));
-        [radius * cos, radius * sin]
-    };
-    let ([a, b], [c, d]) = (pair(words[0], words[1]), pair(words[2], words[3]));
-    [a, b, c, d]
+#[inline(always)]
+pub fn normals([a, b, c, d]: [u32; 4]) -> [f64; 4] {
+    let ([p, q], [r, s]) = (pair(a, b), pair(c, d));
+    [p, q, r, s]
 }

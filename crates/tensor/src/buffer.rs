@@ -4,6 +4,7 @@
 //! work queued there keeps its order without anybody waiting. Another stream that touched the block must have
 //! been waited for before; the checker finds the place where it was not.
 
+use crate::arena::Arena;
 use crate::cuda::{self, Card};
 use crate::device::DeviceInner;
 use crate::{Category, Error, Result};
@@ -22,12 +23,14 @@ pub(crate) struct Block {
     pub(crate) bytes: usize,
     /// Stays with the memory over reuse: the checker keeps history by it.
     pub(crate) id: u64,
+    /// The arena it belongs to.
+    pub(crate) home: Option<u64>,
     /// The card it is on; none is the host.
     card: Option<Arc<Card>>,
 }
 
 impl Block {
-    fn new(card: Option<&Arc<Card>>, bytes: usize, id: u64) -> Option<Block> {
+    pub(crate) fn new(card: Option<&Arc<Card>>, bytes: usize, id: u64) -> Option<Block> {
         let address = match card {
             Some(card) => cuda::allocate(card, bytes)? as usize,
             None => {
@@ -37,7 +40,7 @@ impl Block {
                 (!ptr.is_null()).then_some(ptr as usize)?
             }
         };
-        Some(Block { address, bytes, id, card: card.cloned() })
+        Some(Block { address, bytes, id, home: None, card: card.cloned() })
     }
 }
 
@@ -53,36 +56,57 @@ impl Drop for Block {
     }
 }
 
-/// Free blocks by stream and size class.
+/// Free blocks, and the arenas of captured work.
 #[derive(Default)]
 pub(crate) struct Pool {
-    free: Mutex<HashMap<(u32, usize), Vec<Block>>>,
+    shelves: Mutex<Shelves>,
+}
+
+#[derive(Default)]
+pub(crate) struct Shelves {
+    /// By stream and size class.
+    pub(crate) free: HashMap<(u32, usize), Vec<Block>>,
+    pub(crate) arenas: Vec<Arena>,
 }
 
 impl Pool {
     /// A free block of the stream, or new memory. When there is none left, free blocks of other sizes and
-    /// streams go back to the system first.
+    /// streams go back to the system first; not while work is captured, which must not wait for the device.
     pub(crate) fn take(&self, device: &DeviceInner, stream: u32, bytes: usize) -> Option<Block> {
         let class = size_class(bytes);
-        let reused = self.lock().get_mut(&(stream, class)).and_then(Vec::pop);
         let fresh = || Block::new(device.card.as_ref(), class, device.next_id());
+        let reused = {
+            let Shelves { free, arenas } = &mut *self.lock();
+            if let Some(arena) = arenas.iter_mut().find(|a| a.is_open() && a.stream == stream) {
+                return arena.take(class, fresh);
+            }
+            let own = free.get_mut(&(stream, class)).and_then(Vec::pop);
+            own.or_else(|| arenas.iter_mut().filter(|a| a.stream == stream).find_map(|a| a.lend(class)))
+        };
         reused.or_else(fresh).or_else(|| {
             self.trim();
             fresh()
         })
     }
 
-    fn give(&self, stream: u32, block: Block) {
-        self.lock().entry((stream, block.bytes)).or_default().push(block);
+    fn give(&self, stream: u32, mut block: Block) {
+        let Shelves { free, arenas } = &mut *self.lock();
+        if let Some(arena) = arenas.iter_mut().find(|a| block.home == Some(a.id)) {
+            return arena.give(block);
+        }
+        arenas.iter_mut().filter(|a| a.is_open() && a.stream == stream).for_each(Arena::lost);
+        block.home = None;
+        free.entry((stream, block.bytes)).or_default().push(block);
     }
 
-    /// Returns all free blocks to the system.
+    /// Returns all free blocks to the system, but for those of arenas.
     pub(crate) fn trim(&self) {
-        self.lock().clear();
+        let blocks = std::mem::take(&mut self.lock().free);
+        drop(blocks);
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<(u32, usize), Vec<Block>>> {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, Shelves> {
+        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

@@ -203,6 +203,11 @@ impl Device {
         Ok(timings.done)
     }
 
+    /// Is anything noted of launches: their order, time or trace?
+    pub fn is_watched(&self) -> bool {
+        self.inner.checker.is_some() || self.inner.watching.is_some()
+    }
+
     /// Was it made to be traced?
     pub fn is_traced(&self) -> bool {
         self.tracer().is_some()

@@ -147,18 +147,22 @@ impl Float for f16 {
 }
 
 impl Float for E4m3 {
+    #[inline(always)]
     fn to_f32(self) -> f32 {
         self.decode()
     }
+    #[inline(always)]
     fn from_f32(x: f32) -> E4m3 {
         E4m3::encode(x)
     }
 }
 
 impl Float for E5m2 {
+    #[inline(always)]
     fn to_f32(self) -> f32 {
         self.decode()
     }
+    #[inline(always)]
     fn from_f32(x: f32) -> E5m2 {
         E5m2::encode(x)
     }

@@ -1,6 +1,7 @@
 //! Tensors and what they live on: element types, memory with accounting, views, streams, events, and the
 //! checker that finds accesses nothing orders.
 
+mod arena;
 mod buffer;
 mod checker;
 mod clock;
@@ -9,6 +10,7 @@ mod device;
 mod dtype;
 mod error;
 pub mod fp8;
+mod graph;
 mod memory;
 mod shape;
 mod stream;
@@ -20,6 +22,7 @@ pub use cuda::{CardInfo, DRIVER as CUDA_DRIVER, cards};
 pub use device::{Device, DeviceKind, Profile, Watch};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result, shape_error};
+pub use graph::Graph;
 pub use half::{bf16, f16};
 pub use memory::{Category, MemoryReport, human};
 pub use shape::{Dims, MAX_RANK};

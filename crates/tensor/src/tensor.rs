@@ -164,6 +164,14 @@ impl Tensor {
         })
     }
 
+    /// The same memory as elements of another type of the same size.
+    pub fn seen_as(&self, dtype: DType) -> Result<Tensor> {
+        if dtype.size() != self.dtype.size() {
+            return shape_error("seen_as", format!("{} elements are not of the size of {dtype}", self.dtype));
+        }
+        Ok(Tensor { dtype, ..self.clone() })
+    }
+
     /// Elements from the first to the last touched, gaps included.
     pub(crate) fn span(&self) -> usize {
         if self.numel() == 0 {

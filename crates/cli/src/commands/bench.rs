@@ -16,6 +16,7 @@ Examples:
   ferrotron bench train                              the default model
   ferrotron bench train --work my.toml --steps 20
   ferrotron bench train --dtype f32 --json
+  ferrotron bench train --work custom/L=4/d=1024/h=16/kv=4/hd=64/ffn=2816/V=32000/T=1536/B=3
   ferrotron bench kernels --filter gemm
   ferrotron bench comm --ranks 4                     how fast ranks talk";
 
@@ -42,7 +43,7 @@ pub enum Command {
 /// Whole training steps.
 #[derive(Debug, clap::Args)]
 pub struct Train {
-    /// A yardstick's or recipe's name, or a TOML file
+    /// A yardstick's or recipe's name, a custom/... shape, or a TOML file
     #[arg(long, value_name = "NAME or FILE.toml", default_value = "tiny")]
     pub work: String,
     /// Timed steps; the median is reported
@@ -57,9 +58,9 @@ pub struct Train {
     /// Show time by kernel, and by part beside the least it can take
     #[arg(long)]
     pub profile: bool,
-    /// TFLOP/s of attention forward and backward to count its part against [default: those of a product]
-    #[arg(long, value_name = "F,B")]
-    pub attention_peak: Option<Pair>,
+    /// Pack each sequence with documents of so many tokens; attention starts anew at each
+    #[arg(long, value_name = "TOKENS")]
+    pub packed: Option<std::num::NonZeroUsize>,
     /// Peak TFLOP/s to count MFU against [default: measured by a large matrix product]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -71,23 +72,11 @@ pub struct Train {
     pub trace: trace::Timeline,
 }
 
-/// Two numbers, `F,B`.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Pair(pub f64, pub f64);
-
-impl std::str::FromStr for Pair {
-    type Err = String;
-    fn from_str(text: &str) -> Result<Pair, String> {
-        let numbers: Vec<f64> = text.split(',').filter_map(|n| n.trim().parse().ok()).collect();
-        match numbers[..] {
-            [f, b] if f > 0.0 && b > 0.0 => Ok(Pair(f, b)),
-            _ => Err("expected two numbers above 0, such as 554,480".into()),
-        }
-    }
+/// What the ceiling of memory is measured on: far more than any cache holds, on a card long enough to begin and end in no
+/// time.
+fn memory_bytes(rank: &Rank) -> usize {
+    if rank.device().card().is_some() { 4 << 30 } else { 1 << 30 }
 }
-
-/// What the ceiling of memory is measured on: far more than any cache holds.
-const MEMORY_BYTES: usize = 1 << 30;
 
 /// Single kernels.
 #[derive(Debug, clap::Args)]
@@ -140,13 +129,15 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     }
     let rank = args.trace.place(global)?.rank(1234, Watch { time: args.profile, ..Watch::default() })?;
     let (peak, source) = peak(args, &rank, dtype)?;
-    let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1))?;
+    let document = args.packed.map(usize::from);
+    let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), document, global.begun)?;
     let traced = traced(args, &rank, &resolved)?;
     let mfu = b.tflops() / peak;
     let categories: serde_json::Map<_, _> =
         Category::ALL.iter().zip(b.memory.peak).map(|(c, bytes)| (c.name().into(), bytes.into())).collect();
     if global.json {
-        let least = roofline(args, &rank, &resolved, &b)?.0;
+        let (least, ceilings) = roofline(&rank, &resolved, &b)?;
+        let roofline_s: f64 = least.iter().map(|p| p.floor_s).sum();
         let by_part: serde_json::Map<_, _> =
             least.iter().map(|p| (p.name.into(), (p.floor_s * 1e3).into())).collect();
         output::print_json(&serde_json::json!({
@@ -163,11 +154,19 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "peak_bytes": b.memory.total_peak,
             "peak_bytes_by_category": categories,
             "start_s": b.start_s,
+            "first_step_s": b.first_step_s,
             "host_ms": b.host_least() * 1e3,
+            "graph": b.graph,
             "steps": b.step_s.len(),
             "loss": b.loss,
-            "roofline_ms": least.iter().map(|p| p.floor_s * 1e3).sum::<f64>(),
+            "roofline_ms": roofline_s * 1e3,
+            "of_roofline": roofline_s / b.median(),
             "roofline_ms_by_part": by_part,
+            "ceilings": {
+                "product_tflops": ceilings.product,
+                "attention_tflops": [ceilings.attention.0, ceilings.attention.1],
+                "memory_gb_s": ceilings.memory,
+            },
             "commit": env!("FERROTRON_COMMIT"),
             "trace": traced.map(|t| t.json()),
         }))?;
@@ -186,10 +185,13 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         ],
         vec!["MFU".into(), format!("{:.1} % of {peak:.2} TFLOP/s{source}", mfu * 1e2)],
         vec!["start".into(), format::seconds(b.start_s)],
+        vec!["first step".into(), format!("{} after the process began", format::seconds(b.first_step_s))],
     ];
     if rank.device().card().is_some() {
         let (host, share) = (b.host_least() * 1e3, b.host_least() / b.median() * 1e2);
-        rows.push(vec!["host".into(), format!("{host:.1} ms to give a step to the card ({share:.0} %)")]);
+        rows.push(vec!["host".into(), format!("{host:.2} ms to give a step to the card ({share:.0} %)")]);
+        let how = if b.graph { "replayed" } else { "launched one by one" };
+        rows.push(vec!["steps".into(), format!("{how} ({})", b.graph_choice.reason)]);
     }
     for (c, bytes) in Category::ALL.iter().zip(b.memory.peak).filter(|(_, bytes)| *bytes > 0) {
         rows.push(vec![format!("peak {}", c.name()), human(bytes)]);
@@ -207,7 +209,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     }
     if args.profile {
         output::print(&profile(&b))?;
-        let (least, ceilings) = roofline(args, &rank, &resolved, &b)?;
+        let (least, ceilings) = roofline(&rank, &resolved, &b)?;
         output::print(&parts(&least, ceilings, &b))?;
     }
     Ok(ExitCode::SUCCESS)
@@ -215,16 +217,15 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
 
 /// The least time of every part of the step, and the ceilings it is counted against, measured now.
 fn roofline(
-    args: &Train,
     rank: &Rank,
     resolved: &Resolved,
     b: &bench::TrainBench,
 ) -> Result<(Vec<bench::Part>, bench::Ceilings)> {
     let product = bench::product_ceiling(rank, resolved.config.precision.dtype.dtype())?;
-    let memory = bench::memory_ceiling(rank, MEMORY_BYTES)?;
-    let attention = args.attention_peak.map_or((product, product), |Pair(f, b)| (f, b));
+    let memory = bench::memory_ceiling(rank, memory_bytes(rank))?;
+    let attention = bench::attention_ceiling(rank, resolved, b.context)?;
     let ceilings = bench::Ceilings { product, attention, memory };
-    Ok((bench::roofline(resolved, b.tokens, &b.profile, b.step_s.len(), ceilings), ceilings))
+    Ok((bench::roofline(resolved, b, ceilings), ceilings))
 }
 
 /// Steps for the timeline, apart from the timed ones, which a trace would slow down.
@@ -262,8 +263,10 @@ fn parts(parts: &[bench::Part], c: bench::Ceilings, b: &bench::TrainBench) -> St
     };
     rows.extend(parts.iter().map(|p| line(p.name, p.floor_s, p.measured_s)));
     rows.push(line("step", parts.iter().map(|p| p.floor_s).sum(), b.median()));
+    let digits = if c.product < 10.0 { 2 } else { 0 };
     format!(
-        "\n{}\nleast: {:.0} TFLOP/s of products, {:.0} and {:.0} of attention, {:.0} GB/s of memory\n",
+        "\n{}\nleast: {:.digits$} TFLOP/s of products, {:.digits$} and {:.digits$} of attention, {:.0} GB/s of memory, \
+         each kept up alone in this run\n",
         output::table(&rows),
         c.product,
         c.attention.0,

@@ -8,7 +8,7 @@ use crate::progress::Progress;
 use crate::signal::Stop;
 use crate::trace;
 use anyhow::Result;
-use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::config::{Derived, Graph, Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, Layout};
@@ -237,7 +237,14 @@ fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Glo
     run.emit(Event::RunEnd(end), &mut view)?;
     view.progress.finish();
     if !global.json && outcome.finished {
-        output::print(&super::train_summary::text(args, recipe, &run, &outcome, text.as_deref()))?;
+        output::print(&super::train_summary::text(
+            args,
+            recipe,
+            &run,
+            &outcome,
+            global.begun,
+            text.as_deref(),
+        ))?;
     }
     traced.map_or(Ok(()), |t| t.print(global))
 }
@@ -288,7 +295,14 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         );
         if first == 0 {
             eprintln!("{}", Need::of(&run.resolved).per_parameter());
-            eprint!("{}", derived(&run.resolved));
+            let mut resolved = run.resolved.clone();
+            // What only the device decides.
+            let choice = run.trainer.graph_choice();
+            if device.card().is_some() && resolved.config.train.graph == Graph::Auto {
+                let value = format!("\"{}\"", choice.value);
+                resolved.derived.push(Derived { key: "train.graph", value, reason: choice.reason });
+            }
+            eprint!("{}", derived(&resolved));
         }
     }
     if first == 0 {

@@ -7,9 +7,17 @@ use ferrotron_core::config::Recipe;
 use ferrotron_core::data::synthetic;
 use ferrotron_core::train::{Outcome, Run};
 use ferrotron_tensor::human;
+use std::time::Instant;
 
 /// The closing text.
-pub fn text(args: &Args, recipe: &Recipe, run: &Run, outcome: &Outcome, sample: Option<&str>) -> String {
+pub fn text(
+    args: &Args,
+    recipe: &Recipe,
+    run: &Run,
+    outcome: &Outcome,
+    begun: Instant,
+    sample: Option<&str>,
+) -> String {
     let mut out = String::new();
     if let Some(sample) = sample {
         out += &format!("\na sample:\n{}\n", indent(&format::printable(sample)));
@@ -46,6 +54,14 @@ pub fn text(args: &Args, recipe: &Recipe, run: &Run, outcome: &Outcome, sample: 
             "time",
             format!("{} for {} steps", format::seconds(outcome.seconds), format::thousands(outcome.steps)),
         );
+    }
+    if let Some(first) = outcome.first {
+        row("first step", format!("{} after the start", format::seconds((first - begun).as_secs_f64())));
+    }
+    if run.trainer.rank.device().card().is_some() && outcome.steps > 0 {
+        let (replayed, choice) = (run.trainer.steps_replayed(), run.trainer.graph_choice());
+        let of = format!("{} of {}", format::thousands(replayed), format::thousands(outcome.steps));
+        row("replayed", format!("{of} steps, train.graph {} ({})", choice.value, choice.reason));
     }
     let sent = run.sent.total();
     if sent > 0 {

@@ -1,7 +1,9 @@
 //! What this machine can do at most, measured in the same run as what is compared with it.
 
-use super::cases::random;
+use super::cases::{cases_of, random};
+use super::kernels::Work;
 use crate::Result;
+use crate::config::Resolved;
 use ferrotron_engine::Rank;
 use ferrotron_kernels::Gemm;
 use ferrotron_tensor::{Category, DType};
@@ -19,18 +21,69 @@ pub fn product_size(rank: &Rank) -> usize {
     if rank.device().card().is_some() { 8192 } else { 1536 }
 }
 
-/// TFLOP/s of a large matrix product of random numbers, best of several.
+/// Seconds of one of many calls of `work` in a row, the median, once the device has been at it for a while: what it can
+/// keep up, not what it reaches cold (a card slows its clock down within milliseconds where products draw all the power
+/// it may).
+pub(super) fn sustained(rank: &Rank, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
+    const WARM: f64 = 0.05;
+    const LOOK: f64 = 0.2;
+    let begin = Instant::now();
+    let mut times = Vec::new();
+    while times.len() < 5 || begin.elapsed().as_secs_f64() < WARM + LOOK {
+        if begin.elapsed().as_secs_f64() < WARM {
+            times.clear();
+        }
+        // Several in line, so that the device has no pause between them.
+        let mut marks = vec![rank.compute.record()?];
+        for _ in 0..8 {
+            work()?;
+            marks.push(rank.compute.record()?);
+        }
+        for pair in marks.windows(2) {
+            times.push(pair[1].since(&pair[0])?.as_secs_f64());
+        }
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(times[times.len() / 2].max(1e-9))
+}
+
+/// TFLOP/s that a large matrix product of random numbers keeps up.
 pub fn product_ceiling(rank: &Rank, dtype: DType) -> Result<f64> {
     let n = product_size(rank);
     let s = &rank.compute;
     let (a, b) = (random(rank, &[n, n], dtype)?, random(rank, &[n, n], dtype)?);
     let c = s.zeros(&[n, n], dtype, Category::Workspace)?;
     let g = Gemm { a: &a, trans_a: false, b: &b, trans_b: true, bias: None, accumulate: false, c: &c };
-    let mut best = f64::MAX;
-    for _ in 0..8 {
-        best = best.min(seconds(rank, || Ok(rank.kernels.gemm(s, &g)?))?);
+    // The first call may choose between ways to do it.
+    rank.kernels.gemm(s, &g)?;
+    let seconds = sustained(rank, || Ok(rank.kernels.gemm(s, &g)?))?;
+    Ok(2.0 * (n as f64).powi(3) / seconds / 1e12)
+}
+
+/// TFLOP/s that attention keeps up forward and backward, alone, over documents of `context` tokens; where layers differ,
+/// as they mix.
+pub fn attention_ceiling(rank: &Rank, r: &Resolved, context: usize) -> Result<(f64, f64)> {
+    let m = &r.model;
+    let local = (0..m.layers).filter(|i| m.is_local(*i)).count();
+    let mut rates = [0.0; 2];
+    for (rate, kind) in rates.iter_mut().zip(["forward", "backward"]) {
+        let (mut all, mut took) = (0.0, 0.0);
+        for case in cases_of(r, context) {
+            let (true, Work::Flops(flops)) = (case.name.starts_with("attention"), case.work) else {
+                continue;
+            };
+            if !case.name.ends_with(kind) {
+                continue;
+            }
+            let layers = if case.name.contains("window") { local } else { m.layers - local } as f64;
+            let mut run = (case.prepare)(rank)?;
+            run(rank)?;
+            took += layers * sustained(rank, || run(rank))?;
+            all += layers * flops;
+        }
+        *rate = all / took.max(1e-12) / 1e12;
     }
-    Ok(2.0 * (n as f64).powi(3) / best / 1e12)
+    Ok(rates.into())
 }
 
 /// GB/s of memory, read and write counted, when `bytes` are moved in all: the faster of a copy and of a pass in

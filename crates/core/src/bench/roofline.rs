@@ -1,6 +1,7 @@
 //! The least time a training step can take, part by part: arithmetic over the speed of a large matrix product, bytes
 //! that must move once over the speed of memory. What a step took beside it shows where time is left.
 
+use super::train::TrainBench;
 use crate::config::{Master, OptimizerKind, Resolved};
 use ferrotron_tensor::Profile;
 
@@ -9,7 +10,7 @@ use ferrotron_tensor::Profile;
 pub struct Ceilings {
     /// TFLOP/s of products.
     pub product: f64,
-    /// TFLOP/s of attention, forward and backward. Where nothing better is known, that of products.
+    /// TFLOP/s of attention alone, forward and backward.
     pub attention: (f64, f64),
     /// GB/s of memory, read and write counted.
     pub memory: f64,
@@ -49,10 +50,21 @@ const LOSS: &str = "loss";
 const OPTIMIZER: &str = "optimizer";
 const OTHER: &str = "everything else";
 
-/// The parts of a step of `tokens` tokens, with the time `profile` saw in `steps` of them.
-pub fn roofline(r: &Resolved, tokens: u64, profile: &Profile, steps: usize, c: Ceilings) -> Vec<Part> {
+/// The parts of a step as `b` measured it.
+pub fn roofline(r: &Resolved, b: &TrainBench, c: Ceilings) -> Vec<Part> {
+    parts(r, (b.tokens, b.context), &b.profile, b.step_s.len(), c)
+}
+
+/// The parts of a step of some tokens in documents of a length, with the time `profile` saw in `steps` of them.
+fn parts(
+    r: &Resolved,
+    (tokens, context): (u64, usize),
+    profile: &Profile,
+    steps: usize,
+    c: Ceilings,
+) -> Vec<Part> {
     let (m, tokens) = (&r.model, tokens as f64);
-    let flops = m.flops_per_token(r.plan.seq_len as f64);
+    let flops = m.flops_per_token(context as f64);
     let size = r.config.precision.dtype.dtype().size() as f64;
     let (h, f, l, v) = (m.hidden as f64, m.ffn as f64, m.layers as f64, m.vocab as f64);
     let heads = ((m.heads + 2 * m.kv_heads) * m.head_dim) as f64;
@@ -113,7 +125,8 @@ mod tests {
             [("llama-8b-8l", 8192, CEILINGS, 217.0), ("gpt2-124m", 65_536, SHORT, 116.0)]
         {
             let r = work(name).unwrap().resolve(None).unwrap();
-            let total: f64 = roofline(&r, tokens, &Profile::new(), 1, c).iter().map(|p| p.floor_s).sum();
+            let total: f64 =
+                parts(&r, (tokens, r.plan.seq_len), &Profile::new(), 1, c).iter().map(|p| p.floor_s).sum();
             assert!((total * 1e3 / ms - 1.0).abs() < 0.12, "{name}: {:.0} ms instead of {ms}", total * 1e3);
         }
     }
@@ -124,7 +137,7 @@ mod tests {
         let names =
             ["gemm (output)", "attention_forward", "norm_backward", "rope", "adam", "copy", "act_forward"];
         let profile: Profile = names.iter().map(|n| (*n, (2, Duration::from_millis(4)))).collect();
-        let parts = roofline(&r, 16_384, &profile, 2, CEILINGS);
+        let parts = parts(&r, (16_384, 4096), &profile, 2, CEILINGS);
         let total: f64 = parts.iter().map(|p| p.measured_s).sum();
         assert!((total - 0.014).abs() < 1e-9, "{total}");
     }

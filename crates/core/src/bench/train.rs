@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::config::Resolved;
 use crate::data::{Batches, Row};
-use crate::train::{Observer, Trainer};
+use crate::train::{GraphChoice, Observer, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{MemoryReport, Profile};
@@ -13,6 +13,16 @@ use std::time::Instant;
 pub struct RandomTokens {
     seq: usize,
     vocab: u64,
+    /// Tokens of a document; attention starts anew at each.
+    document: usize,
+}
+
+impl RandomTokens {
+    fn of(r: &Resolved, document: Option<usize>) -> RandomTokens {
+        let seq = r.plan.seq_len;
+        let document = document.unwrap_or(seq).clamp(1, seq.max(1));
+        RandomTokens { seq, vocab: r.model.vocab.max(1) as u64, document }
+    }
 }
 
 impl Batches for RandomTokens {
@@ -23,7 +33,7 @@ impl Batches for RandomTokens {
         u64::MAX
     }
     fn resets(&self) -> bool {
-        false
+        self.document < self.seq
     }
     fn row(&self, n: u64, row: &mut Row) -> Result<()> {
         let stream = RandomStream::named(n, "random tokens");
@@ -31,8 +41,8 @@ impl Batches for RandomTokens {
             (0..=self.seq as u64).map(|i| (u64::from(stream.word(i)) % self.vocab) as i32).collect();
         row.tokens.extend_from_slice(&ids[..self.seq]);
         row.labels.extend_from_slice(&ids[1..]);
-        row.positions.extend(0..self.seq as i32);
-        row.starts.push(0);
+        row.positions.extend((0..self.seq).map(|i| (i % self.document) as i32));
+        row.starts.extend((0..self.seq).step_by(self.document));
         Ok(())
     }
 }
@@ -46,16 +56,24 @@ pub struct TrainBench {
     pub host_s: Vec<f64>,
     /// Tokens of a step.
     pub tokens: u64,
+    /// Tokens of a document.
+    pub context: usize,
     /// Model FLOPs of a token.
     pub flops_per_token: f64,
     /// Seconds from nothing to the first timed step.
     pub start_s: f64,
+    /// Seconds from the start of the process to the end of its first step.
+    pub first_step_s: f64,
     /// Memory by category.
     pub memory: MemoryReport,
     /// Time by kernel over the timed steps, if the device watches it.
     pub profile: Profile,
     /// Loss of the last step.
     pub loss: f64,
+    /// Was every timed step replayed as a graph?
+    pub graph: bool,
+    /// Why, or why not.
+    pub graph_choice: GraphChoice,
 }
 
 impl TrainBench {
@@ -81,14 +99,32 @@ impl TrainBench {
     }
 }
 
-/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens.
-pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<TrainBench> {
+/// Steps after which it is known whether steps are replayed on a card.
+const SETTLED: usize = 4;
+
+/// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens; packed into documents of so many tokens
+/// if that is given. The process started at `begun`.
+pub fn train(
+    rank: Rank,
+    r: &Resolved,
+    warmup: usize,
+    steps: usize,
+    document: Option<usize>,
+    begun: Instant,
+) -> Result<TrainBench> {
     let begin = Instant::now();
-    let data = RandomTokens { seq: r.plan.seq_len, vocab: r.model.vocab.max(1) as u64 };
+    let data = RandomTokens::of(r, document);
     let mut trainer = Trainer::new(rank, r)?;
-    for _ in 0..warmup {
+    let mut first_step_s = None;
+    let mut one_done = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
+    // Timed steps are all of one kind: whether they are replayed is seen before. As many come before them either way.
+    let least = if trainer.rank.device().card().is_some() { SETTLED } else { 0 };
+    let settles = |t: &Trainer| t.graph_is_open() && t.step < 2 * SETTLED as u64;
+    while trainer.step < warmup.max(least) as u64 || settles(&trainer) {
         trainer.train_step(&data)?;
+        one_done();
     }
+    let launched = trainer.step - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
     // As a run does it: every step is given to the device before the loss of the one before is read.
@@ -102,10 +138,12 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
         marks.push(trainer.rank.compute.record()?);
         if let Some(last) = last.replace(queued) {
             trainer.end_step(last)?;
+            one_done();
         }
     }
     if let Some(last) = last {
         let report = trainer.end_step(last)?;
+        one_done();
         (tokens, loss) = (report.tokens, report.loss);
     }
     let mut step_s =
@@ -116,11 +154,15 @@ pub fn train(rank: Rank, r: &Resolved, warmup: usize, steps: usize) -> Result<Tr
         step_s,
         host_s,
         tokens,
-        flops_per_token: r.model.flops_per_token(r.plan.seq_len as f64).total(),
+        context: data.document,
+        flops_per_token: r.model.flops_per_token(data.document as f64).total(),
         start_s,
+        first_step_s: first_step_s.unwrap_or(f64::NAN),
         memory: trainer.rank.device().memory(),
         profile: trainer.rank.device().take_profile()?,
         loss,
+        graph: trainer.steps_replayed() > 0 && trainer.step - trainer.steps_replayed() == launched,
+        graph_choice: trainer.graph_choice(),
     })
 }
 
@@ -132,7 +174,7 @@ pub fn observed(
     steps: usize,
     observer: &mut dyn Observer,
 ) -> Result<()> {
-    let data = RandomTokens { seq: r.plan.seq_len, vocab: r.model.vocab.max(1) as u64 };
+    let data = RandomTokens::of(r, None);
     let mut trainer = Trainer::new(rank, r)?;
     for _ in 0..warmup {
         trainer.train_step(&data)?;

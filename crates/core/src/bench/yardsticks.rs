@@ -1,6 +1,7 @@
 //! The work that speed is measured on: recipes with one step's batch fixed, so that figures can be compared. Master
 //! weights and gradients are f32, moments bf16.
 
+use super::custom;
 use crate::Result;
 use crate::config::Recipe;
 
@@ -45,8 +46,11 @@ const YARDSTICKS: &[Yardstick] = &[
     },
 ];
 
-/// The yardstick of that name, or else the recipe or file.
+/// The yardstick of that name, a `custom/…` shape, or else the recipe or file.
 pub fn work(name: &str) -> Result<Recipe> {
+    if name.starts_with(custom::PREFIX) {
+        return custom::recipe(name);
+    }
     let Some(y) = YARDSTICKS.iter().find(|y| y.name == name) else { return Recipe::open(name) };
     let mut recipe = Recipe::open(y.recipe)?;
     // Tokens are drawn at random; the recipe only has to name some data.

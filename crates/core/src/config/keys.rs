@@ -2,8 +2,8 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, Decay, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder, PositionKind, Precision,
-    Recompute, Split, WeightDecayStyle, WsdStyle,
+    Count, Decay, Format, Graph, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder, PositionKind,
+    Precision, Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
 };
 use crate::model::config::{Activation, NormKind};
 use serde::{Deserialize, Serialize};
@@ -102,6 +102,9 @@ keys! {
         seed: u64 = 1234, "random_seed", "init_seed", "seed_everything";
         /// What the backward pass computes again instead of keeping it.
         recompute: Recompute = Recompute::None, "recompute_granularity", "recompute_modules", "recompute_activations", "recompute_method", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing";
+        /// Give a whole step to the card as one CUDA graph, which is captured once and replayed to the same bits. auto
+        /// does so for one rank on a card where giving it the launches takes more than a fifth of the step's time.
+        graph: Graph = Graph::Auto, "cuda_graph", "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
     }
 
     /// Loss on validation data while training.
@@ -164,6 +167,20 @@ keys! {
     precision: PrecisionSection {
         /// Element type of weights and activations in compute.
         dtype: Precision = Precision::Bf16, "params_dtype", "torch_dtype", "mixed_precision", "bf16", "fp16", "fp32", "autocast_dtype", "pipeline_dtype";
+        /// Eight-bit products of the layers' linear maps, and how numbers are scaled into range: none, current (the fastest
+        /// to trust), delayed, block, and mxfp8 and nvfp4, which are emulated.
+        scaling: Scaling = Scaling::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";
+        /// Formats: hybrid (gradients in E5M2) or e4m3; derived from the scaling.
+        format: Option<Format> = None, "fp8_format", "fp8_mode";
+        /// Round scales down to powers of two; derived from the scaling.
+        power_of_two: Option<bool> = None, "force_pow_2_scales", "round_scales_to_power_of_2";
+        /// Powers of two that delayed scaling leaves free above the largest magnitude.
+        margin: u32 = 0, "fp8_margin";
+        /// Steps whose largest magnitude delayed scaling goes by; 1 takes the most recent.
+        history: usize = 1024, "fp8_amax_history_len", "amax_history_len", "fp8_amax_compute_algo", "amax_compute_algo";
+        /// What stays in precision.dtype: "first 1" and "last 1" layers, modules by parts of their names ("mlp.down",
+        /// "layers.3"), one product of one ("attn.out:weight_grad"; output, input_grad, weight_grad).
+        except: OneOrMany = OneOrMany::default(), "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_wgrad", "filter_fqns";
     }
 
     /// Saved states to resume from.

@@ -87,6 +87,7 @@ impl Recipe {
         let mut c = self.config.clone();
         c.model = section(&self.config.model, &model);
         self.derive_data(&mut c, &model, &mut derived)?;
+        self.derive_precision(&mut c, &mut derived);
         let plan = self.derive_lengths(&mut c, &mut derived)?;
         let resolved = Resolved { config: c, model, plan, derived: derived.0 };
         self.check_together(&resolved)?;

@@ -67,10 +67,6 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         "mixture of experts is not in this version; use a dense model",
     ),
     (
-        &["fp8", "fp8_recipe", "fp8_format", "fp8_margin", "nvfp4", "mxfp8", "enable_fp8"],
-        "FP8 is not in this version; use precision.dtype = \"bf16\"",
-    ),
-    (
         &["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
         "bf16 and f32 need no loss scaling; leave it out",
     ),

@@ -74,6 +74,34 @@ impl Precision {
 }
 
 choice! {
+    /// How factors of products are brought into eight bits or fewer.
+    Scaling {
+        /// Not at all.
+        None = "none",
+        /// FP8, one scale per tensor, from its own largest magnitude.
+        Current = "current",
+        /// FP8, one scale per tensor, from those of earlier steps.
+        Delayed = "delayed",
+        /// FP8, one scale per 128 values (activations, gradients) and per 128 x 128 (weights).
+        Block = "block",
+        /// FP8, one power of two per 32 values; emulated.
+        Mxfp8 = "mxfp8",
+        /// Four bits, one scale per 16 values; emulated.
+        Nvfp4 = "nvfp4",
+    }
+}
+
+choice! {
+    /// Which of the two 8-bit formats is used where.
+    Format {
+        /// Gradients in E5M2, everything else in E4M3.
+        Hybrid = "hybrid",
+        /// Everything in E4M3.
+        E4m3 = "e4m3",
+    }
+}
+
+choice! {
     /// How the f32 weights that the optimizer works on are kept.
     Master {
         /// As they are, beside the weights the model computes with: 4 bytes a parameter.
@@ -144,6 +172,18 @@ choice! {
         InverseSqrt = "inverse_sqrt",
         /// Warm-up, stable, decay: constant, then down over the last `wsd_steps`.
         Wsd = "wsd",
+    }
+}
+
+choice! {
+    /// Whether whole steps are captured once and replayed.
+    Graph {
+        /// Where that is possible and pays.
+        Auto = "auto",
+        /// Always; refused where it is not possible.
+        On = "on",
+        /// Never.
+        Off = "off",
     }
 }
 

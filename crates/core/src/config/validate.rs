@@ -1,7 +1,7 @@
 //! Refusing what cannot work, each in one sentence that says what to change.
 
 use super::model::MAX_LAYERS;
-use super::{Decay, Master, Precision, Recipe, Resolved};
+use super::{Config, Decay, Graph, Master, Precision, Recipe, Resolved, Scaling};
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
 use crate::model::Stages;
@@ -10,6 +10,24 @@ use crate::model::config::{ModelConfig, Positions};
 /// Far above any real run, and small enough that no product of lengths overflows later.
 const MAX_STEPS: u64 = 1 << 40;
 const MAX_SIZE: usize = 1 << 24;
+
+impl Config {
+    /// Why steps of this recipe cannot be captured and replayed, whatever the device.
+    pub fn no_graph(&self) -> Option<&'static str> {
+        let p = &self.parallel;
+        if p.tp * p.cp * p.pp * p.dp > 1 {
+            Some("several ranks meet on the host in every step")
+        } else if self.dropout.hidden > 0.0 {
+            Some("with dropout.hidden, launches depend on the number of the step")
+        } else if self.data.reset_at_documents {
+            Some("with data.reset_at_documents, launches depend on where documents begin")
+        } else if self.precision.scaling == Scaling::Nvfp4 {
+            Some("with precision.scaling = \"nvfp4\", rounding depends on the number of the step")
+        } else {
+            None
+        }
+    }
+}
 
 impl Recipe {
     /// Checks of single values, before anything is derived from them.
@@ -272,6 +290,10 @@ impl Recipe {
             return self.refuse("data.eod", what);
         }
         self.check_schedule(r)?;
+        self.check_precision(r)?;
+        if let (Graph::On, Some(why)) = (c.train.graph, c.no_graph()) {
+            return self.refuse("train.graph", format!("steps cannot be replayed: {why}; leave it out"));
+        }
         if c.generate.tokens >= m.max_positions as u64 {
             let what = format!(
                 "{} tokens are more than the model's {} positions; ask for fewer",

@@ -4,6 +4,7 @@ use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
 use crate::pipeline::{Placement, Split, Stage};
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
+use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{Declarations, ParamSpec, Part, Pass, Rank, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
@@ -72,16 +73,18 @@ pub struct Input {
 }
 
 impl Decoder {
-    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters.
+    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters and which
+    /// of their products are narrow.
     pub fn new(
         rank: &Rank,
         config: &ModelConfig,
         positions: usize,
         stages: &Stages,
+        policy: &Policy,
     ) -> crate::Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
         let placement = stages.place(c.layers, rank.pp.size())?;
-        let mut d = Declarations::at(rank.place());
+        let mut d = Declarations::at(rank.place()).with_policy(policy.clone());
         // Layers with the same RoPE share one table.
         let mut tables: Vec<(RopeConfig, RopeTable)> = Vec::new();
         let mut table = |layer: usize| -> Result<Option<RopeTable>> {
@@ -142,15 +145,29 @@ impl Decoder {
         positions: Option<&[i32]>,
         layout: Layout,
     ) -> Result<Input> {
-        layout.check(ids.len())?;
         let counted;
         let positions = match positions {
             Some(p) => p,
             None => {
+                layout.check(ids.len())?;
                 counted = count_positions(&layout, ids.len());
                 &counted
             }
         };
+        self.check_input(ids, positions, &layout)?;
+        let tokens = rank.tokens(&layout)?;
+        let upload = |x: &[i32]| {
+            let mine = tokens.take(x, 0)?;
+            rank.compute.upload(&mine, &[mine.len()], Category::Activations)
+        };
+        let (ids, positions) = (upload(ids)?, upload(positions)?);
+        let (layout, rows) = (tokens.layout().clone(), ids.numel() / rank.tp.size());
+        Ok(Input { ids, positions, layout, tokens, rows })
+    }
+
+    /// Refuses ids and positions that the model has no place for, and lengths that do not agree.
+    pub(crate) fn check_input(&self, ids: &[i32], positions: &[i32], layout: &Layout) -> Result<()> {
+        layout.check(ids.len())?;
         let inside = |x: &i32, n: usize| usize::try_from(*x).is_ok_and(|x| x < n);
         if let Some(bad) = ids.iter().find(|x| !inside(x, self.config.vocab)) {
             return shape_error(
@@ -167,14 +184,7 @@ impl Decoder {
                 format!("position {bad} is past the {} this model was set up for", self.positions),
             );
         }
-        let tokens = rank.tokens(&layout)?;
-        let upload = |x: &[i32]| {
-            let mine = tokens.take(x, 0)?;
-            rank.compute.upload(&mine, &[mine.len()], Category::Activations)
-        };
-        let (ids, positions) = (upload(ids)?, upload(positions)?);
-        let (layout, rows) = (tokens.layout().clone(), ids.numel() / rank.tp.size());
-        Ok(Input { ids, positions, layout, tokens, rows })
+        Ok(())
     }
 
     /// Empty caches for `batch` sequences of up to `capacity` tokens.

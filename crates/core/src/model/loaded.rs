@@ -3,6 +3,7 @@
 use super::{Decoder, ModelConfig, Stages};
 use crate::Result;
 use ferrotron_engine::attention::Layout;
+use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{Params, Pass, Place, Rank, Tokens};
 use ferrotron_tensor::{DType, shape_error};
 
@@ -27,7 +28,7 @@ impl Model {
         stages: &Stages,
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
-        let (decoder, specs) = Decoder::new(&rank, config, positions, stages)?;
+        let (decoder, specs) = Decoder::new(&rank, config, positions, stages, &Policy::default())?;
         let params = Params::allocate(&rank, specs, dtype)?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;

@@ -15,6 +15,8 @@ pub struct Need {
     /// Sequences of a pass.
     pub micro_batch: usize,
     dtype: DType,
+    /// Bytes of an element of what linear maps keep of their inputs.
+    inputs: usize,
     /// How moments are kept, and how many there are.
     pub moments: (Moments, usize),
     /// How master weights are kept.
@@ -53,6 +55,10 @@ impl Need {
             seq: r.plan.seq_len,
             micro_batch: r.plan.micro_batch,
             dtype: r.config.precision.dtype.dtype(),
+            inputs: match r.policy().recipe {
+                Some(recipe) if !recipe.emulated() => 1,
+                _ => r.config.precision.dtype.dtype().size(),
+            },
             moments: (o.moments, if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
             master: o.master,
             recompute: state::recompute(&r.config.train.recompute),
@@ -99,9 +105,10 @@ impl Need {
         let inside = f * if m.gated { 2 } else { 1 };
         let normed = if self.recompute.norm { 0 } else { h };
         // The residual stream twice, then what each block keeps of its own.
-        let attention = if self.recompute.attention { 0 } else { (qkv + q + normed) * size + 4 * m.heads };
+        let attention =
+            if self.recompute.attention { 0 } else { (qkv + q) * size + normed * self.inputs + 4 * m.heads };
         let act = if self.recompute.activation { 0 } else { f };
-        let mlp = if self.recompute.mlp { 0 } else { (inside + act + normed) * size };
+        let mlp = if self.recompute.mlp { 0 } else { inside * size + (act + normed) * self.inputs };
         let post = if m.post_norms { 2 * h } else { 0 };
         let whole = (2 * h + post) * size + attention + mlp;
         let layers = if self.recompute.layer { m.layers * h * size + whole } else { m.layers * whole };
@@ -181,6 +188,7 @@ mod tests {
     use super::*;
     use crate::bench::{train, work};
     use ferrotron_tensor::Category;
+    use std::time::Instant;
 
     fn need(name: &str, set: &[&str]) -> Need {
         let mut recipe = work(name).unwrap();
@@ -200,7 +208,8 @@ mod tests {
             let mut recipe = work("tiny").unwrap();
             set.iter().for_each(|s| recipe.set(s).unwrap());
             let r = recipe.resolve(None).unwrap();
-            let measured = train(Rank::cpu(2, 0).unwrap(), &r, 0, 1).unwrap().memory.total_peak as f64;
+            let bench = train(Rank::cpu(2, 0).unwrap(), &r, 0, 1, None, Instant::now()).unwrap();
+            let measured = bench.memory.total_peak as f64;
             let ratio = Need::of(&r).total() as f64 / measured;
             assert!((0.8..1.25).contains(&ratio), "{set:?}: {ratio} of what was measured");
         }

@@ -1,8 +1,10 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
 mod gather;
+mod inputs;
 mod memory;
 mod micro_batch;
+mod replay;
 mod run;
 mod state;
 mod trainer;
@@ -10,6 +12,7 @@ mod trainer;
 pub use gather::all_stages;
 pub use memory::Need;
 pub use micro_batch::{fetch, layout, targets, weighted};
+pub use replay::GraphChoice;
 pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};
 pub use state::{model_of, to_f32, weights_only};
 pub use trainer::{LogicalValues, Queued, StepReport, Trainer};

@@ -47,6 +47,8 @@ pub struct Outcome {
     pub tokens: u64,
     /// Seconds of those steps.
     pub seconds: f64,
+    /// When the first of them was done.
+    pub first: Option<Instant>,
     /// Loss of the last step done, if any was.
     pub loss: Option<f64>,
     /// Last evaluation, if any was.
@@ -173,7 +175,15 @@ impl Run {
     ) -> Result<Outcome> {
         let total = self.resolved.plan.steps;
         let c = self.resolved.config.clone();
-        let mut out = Outcome { finished: true, steps: 0, tokens: 0, seconds: 0.0, loss: None, eval: None };
+        let mut out = Outcome {
+            finished: true,
+            steps: 0,
+            tokens: 0,
+            seconds: 0.0,
+            first: None,
+            loss: None,
+            eval: None,
+        };
         // One rank on a card gets the next step before the loss of this one is read: it never waits for the host.
         let rank = &self.trainer.rank;
         let ahead =
@@ -199,6 +209,7 @@ impl Run {
             out.steps += 1;
             out.tokens += report.tokens;
             out.seconds += seconds;
+            out.first.get_or_insert(start);
             out.loss = Some(report.loss);
             let last = report.step == total;
             if last || report.step % c.train.log_every.max(1) == 0 {

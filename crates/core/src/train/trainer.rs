@@ -2,18 +2,19 @@
 
 use super::memory::{Need, advise};
 use super::micro_batch::{fetch, read, upload};
+use super::replay::{Policy, Replayed, Watch};
 use super::{gather, state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
 use crate::data::Batches;
 use crate::model::{Decoder, Stages};
 use crate::optimizer::{Kept, Optimizer, StepRates};
-use crate::pipeline::{Aim, Mode, Plan, Schedule, execute};
+use crate::pipeline::{Aim, MicroBatch, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::flat::{Scheme, bucket_elements};
-use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute};
+use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, precision};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, Event, Stream, Tensor};
 use std::ops::Range;
@@ -30,7 +31,7 @@ pub struct Trainer {
     /// Its weights.
     pub params: Params,
     pub(super) optimizer: Optimizer,
-    grads: GradBuffer,
+    pub(super) grads: GradBuffer,
     pub(super) lr: LrSchedule,
     pub(super) wd: WdSchedule,
     pub(super) batches: BatchSchedule,
@@ -45,6 +46,9 @@ pub struct Trainer {
     readback: Stream,
     /// The schedule of the last step; most steps have as many micro-batches as the one before.
     schedule: Option<Schedule>,
+    pub(super) policy: Policy,
+    /// The step as a graph, once it is one.
+    pub(super) replayed: Option<Replayed>,
     /// Steps done.
     pub step: u64,
     /// Samples consumed: the data position.
@@ -63,6 +67,8 @@ pub struct Queued {
     samples: u64,
     consumed: u64,
     done: Event,
+    /// When the card began, where its time is to be compared with the host's.
+    watch: Option<Watch>,
 }
 
 /// What a step reports.
@@ -87,13 +93,14 @@ pub struct StepReport {
 impl Trainer {
     /// A fresh model as the recipe says, with its declared initial weights.
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
-        advise(Trainer::allocate(rank.clone(), r), &rank, &Need::of(r))
+        let policy = Policy::new(&r.config, &rank)?;
+        advise(Trainer::allocate(rank.clone(), r, policy), &rank, &Need::of(r))
     }
 
-    fn allocate(rank: Rank, r: &Resolved) -> Result<Trainer> {
+    fn allocate(rank: Rank, r: &Resolved, policy: Policy) -> Result<Trainer> {
         let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
         let positions = r.plan.seq_len;
-        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r))?;
+        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r), &narrow(&rank, r)?)?;
         let dtype = r.config.precision.dtype.dtype();
         let copies = rank.copies.size();
         let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
@@ -123,6 +130,8 @@ impl Trainer {
             skips: r.config.optimizer.skip_nonfinite,
             skipped: 0,
             schedule: None,
+            policy,
+            replayed: None,
             step: 0,
             samples: 0,
             tokens: 0,
@@ -154,30 +163,57 @@ impl Trainer {
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
         let valid = sum(&self.rank.dp, &self.readback, valid, "tokens of the step")?;
         let weight = 1.0 / valid.max(1.0) as f32;
-        let schedule = self.plan(count as usize)?;
-        self.grads.begin_step(batches.len());
-        let (rank, decoder, seq) = (&self.rank, &self.decoder, data.seq());
-        let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
-        let (p, step) = (self.dropout, self.step);
-        let mut load = |i: usize| {
-            // The number of its first token in the step.
-            let first = (i as u64 * ranks + turn) * (micro * seq) as u64;
-            upload(rank, decoder, &batches[i], seq, weight, (p > 0.0).then_some((p, step, first)))
-        };
-        let losses = execute(pass, decoder, &schedule, &mut load, Aim::Train(&mut self.grads))?;
-        self.schedule = Some(schedule);
-        self.grads.reduce(&self.rank)?;
         let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
-        self.samples += samples;
-        let rates = StepRates { lr: self.lr.at(self.samples), weight_decay: self.wd.at(self.samples) };
-        let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
+        let after = self.samples + samples;
+        let rates = StepRates { lr: self.lr.at(after), weight_decay: self.wd.at(after) };
+        let (seq, mut watch) = (data.seq(), None);
+        let (losses, norm) = match self.replay(&batches, seq, weight, rates)? {
+            Some(made) => made,
+            None => {
+                watch = self.policy.watch(&self.rank.compute)?;
+                let (p, step) = (self.dropout, self.step);
+                let losses = self.passes(batches.len(), &mut |rank, decoder, i| {
+                    // The number of its first token in the step.
+                    let first = (i as u64 * ranks + turn) * (micro * seq) as u64;
+                    upload(rank, decoder, &batches[i], seq, weight, (p > 0.0).then_some((p, step, first)))
+                })?;
+                let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
+                watch.iter_mut().for_each(Watch::given);
+                (losses, norm)
+            }
+        };
         let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
+        self.samples = after;
         self.step += 1;
         self.tokens += tokens;
         let done = self.rank.compute.record()?;
         let (step, consumed, lr) = (self.step, self.tokens, rates.lr);
-        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done })
+        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done, watch })
+    }
+
+    /// Forward and backward of a step's micro-batches, which `load` brings: the loss of each, and in the buffer the
+    /// gradients, summed over ranks.
+    pub(super) fn passes(
+        &mut self,
+        micro_batches: usize,
+        load: &mut dyn FnMut(&Rank, &Decoder, usize) -> Result<MicroBatch>,
+    ) -> Result<Vec<Tensor>> {
+        let schedule = self.plan(micro_batches)?;
+        self.grads.begin_step(micro_batches);
+        if let Some(eight) = self.params.eight() {
+            eight.begin_step(self.step, micro_batches);
+        }
+        let (rank, decoder) = (&self.rank, &self.decoder);
+        let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
+        let mut load = |i: usize| load(rank, decoder, i);
+        let losses = execute(pass, decoder, &schedule, &mut load, Aim::Train(&mut self.grads))?;
+        self.schedule = Some(schedule);
+        self.grads.reduce(&self.rank)?;
+        if let Some(eight) = self.params.eight() {
+            eight.end_step(&self.rank)?;
+        }
+        Ok(losses)
     }
 
     /// Waits for a step, and for nothing that was begun after it.
@@ -186,6 +222,9 @@ impl Trainer {
         s.wait(&q.done)?;
         let loss = q.losses.iter().map(|l| read(s, l)).sum::<Result<f64>>()?;
         let norm = read(s, &q.norm)?;
+        if let Some(watch) = &q.watch {
+            self.policy.measured(watch, &q.done)?;
+        }
         // Their memory may be used again now.
         self.rank.compute.wait(&s.record()?)?;
         let loss = self.over_ranks(loss, "loss of the step")?;
@@ -231,7 +270,8 @@ impl Trainer {
             let (rank, decoder) = (&self.rank, &self.decoder);
             let schedule = Plan { mode: Mode::ForwardOnly, ..self.plan_of(batches.len()) }.schedule()?;
             let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), 1.0, None);
-            let sums = execute(Pass::new(rank, &self.params), decoder, &schedule, &mut load, Aim::Loss)?;
+            let pass = Pass { train: false, ..Pass::new(rank, &self.params) };
+            let sums = execute(pass, decoder, &schedule, &mut load, Aim::Loss)?;
             total = sums.iter().map(|l| fetch(rank, l)).sum::<Result<f64>>()?;
         }
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
@@ -307,6 +347,20 @@ impl Trainer {
 /// How a recipe cuts its model.
 pub(super) fn stages(r: &Resolved) -> Stages {
     Stages { chunks: r.config.parallel.vp, text: r.config.parallel.stages.clone() }
+}
+
+/// Which products of a recipe are narrow; an error where the card has no such products.
+fn narrow(rank: &Rank, r: &Resolved) -> Result<precision::Policy> {
+    let policy = r.policy();
+    let real = policy.recipe.is_some_and(|recipe| !recipe.emulated());
+    match rank.device().card().filter(|card| real && card.capability < (8, 9)) {
+        None => Ok(policy),
+        Some(card) => Err(Error::Invalid(format!(
+            "precision.scaling = \"{}\": the {} (compute capability {}.{}) has no FP8 products, which begin with 8.9; set \
+             precision.scaling = \"none\"",
+            r.config.precision.scaling, card.name, card.capability.0, card.capability.1
+        ))),
+    }
 }
 
 /// A number summed over the ranks of a group; counts are exact.

@@ -5,7 +5,7 @@ use ferrotron_core::checkpoint;
 use ferrotron_core::data::Batches;
 use ferrotron_core::train::{Run, Trainer};
 use ferrotron_engine::{Dropout, Part, Pass, Rank, initial_values};
-use ferrotron_tensor::{DType, Threads, Watch};
+use ferrotron_tensor::{DType, Watch};
 
 /// Nothing of the base model cuts a block of 32, without this either: it makes sizes unlike each other.
 const BLOCKS: &str = "model.ffn=96";
@@ -175,7 +175,6 @@ fn dropout_is_a_function_of_its_key() {
 /// Initial values depend on seed, name and index only, not on what a tensor is fused with.
 #[test]
 fn initial_values_do_not_depend_on_the_layout() {
-    let threads = Threads::new(2).unwrap();
     let values = |changes: &[&str]| {
         let r = recipe(changes);
         let t = trainer(&r);
@@ -194,10 +193,10 @@ fn initial_values_do_not_depend_on_the_layout() {
     };
     let (gated, seed) = values(&[]);
     for (part, held) in &gated {
-        assert_eq!(*held, initial_values(&threads, seed, part, 0..held.len()), "{}", part.name);
+        assert_eq!(*held, initial_values(seed, part, 0..held.len()), "{}", part.name);
         // Any range, as a rank that owns a part of it would draw.
         let range = held.len() / 3..held.len() - held.len() / 5;
-        assert_eq!(held[range.clone()], initial_values(&threads, seed, part, range), "{}", part.name);
+        assert_eq!(held[range.clone()], initial_values(seed, part, range), "{}", part.name);
     }
     // The same names in differently fused models: no gate beside `up`, biases beside weights, untied head.
     for changes in [

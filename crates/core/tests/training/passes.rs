@@ -5,6 +5,7 @@ use super::architectures::families;
 use ferrotron_core::model::{Decoder, Goal, ModelConfig, Stages};
 use ferrotron_core::train::{fetch, targets, weighted};
 use ferrotron_engine::attention::Layout;
+use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{
     Class, GradBuffer, Params, Pass, Rank, Recompute, Saved, SavedTensor, initial_values,
 };
@@ -19,14 +20,12 @@ struct Whole {
 impl Whole {
     fn new(config: &ModelConfig, dtype: DType) -> Whole {
         let rank = Rank::cpu(2, 7).unwrap();
-        let (decoder, specs) = Decoder::new(&rank, config, 16, &Stages::default()).unwrap();
+        let (decoder, specs) =
+            Decoder::new(&rank, config, 16, &Stages::default(), &Policy::default()).unwrap();
         let params = Params::allocate(&rank, specs, dtype).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
-            let values: Vec<f32> = spec
-                .held()
-                .flat_map(|(p, _, r)| initial_values(rank.device().threads(), 7, p, 0..r.len()))
-                .map(|x| x * 4.0)
-                .collect();
+            let values: Vec<f32> =
+                spec.held().flat_map(|(p, _, r)| initial_values(7, p, 0..r.len())).map(|x| x * 4.0).collect();
             match dtype {
                 DType::F32 => rank.compute.write_to(t, &values).unwrap(),
                 _ => {

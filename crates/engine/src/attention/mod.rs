@@ -61,6 +61,8 @@ pub struct Attention {
 /// What backward needs.
 pub struct AttentionSaved {
     out_proj: LinearSaved,
+    /// The heads' outputs, which the projection and the scores' backward both need.
+    heads: SavedTensor,
     scores: ScoresSaved,
     norms: Option<(NormSaved, NormSaved)>,
     qkv: LinearSaved,
@@ -69,6 +71,7 @@ pub struct AttentionSaved {
 impl Saved for AttentionSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.out_proj.tensors(f);
+        f(&mut self.heads);
         self.scores.tensors(f);
         if let Some((q, k)) = &mut self.norms {
             q.tensors(f);
@@ -81,12 +84,12 @@ impl Saved for AttentionSaved {
 impl AttentionSaved {
     /// Drops the block's input, which the caller can make again.
     pub fn forget_input(&mut self) {
-        self.qkv.x = None;
+        self.qkv.forget();
     }
 
     /// Puts the input back.
     pub fn remember_input(&mut self, x: &Tensor) {
-        self.qkv = LinearSaved::of(x);
+        self.qkv.remember(x);
     }
 }
 
@@ -121,7 +124,8 @@ impl Attention {
             None => None,
         };
         let to_hidden = [(format!("{name}.out"), c.hidden)];
-        let out = Linear::declare(d, nd, &to_hidden, c.out_bias, Split::Columns { unit: heads }, c.std.1)?;
+        let out = Linear::declare(d, nd, &to_hidden, c.out_bias, Split::Columns { unit: heads }, c.std.1)?
+            .with_input_kept();
         // From here on: the heads of this rank. Where there are fewer key heads than ranks, neighbours share one.
         let (n, t) = (c.heads, d.place().size);
         if !n.is_multiple_of(t) || !(c.kv_heads.is_multiple_of(t) || t.is_multiple_of(c.kv_heads)) {
@@ -152,12 +156,13 @@ impl Attention {
         blank(p, layout, &heads)?;
         let scores = self.attend(p, layout, &projected, &heads)?;
         let (y, out_proj) = self.out.forward(p, &heads)?;
-        Ok((y, AttentionSaved { out_proj, scores, norms: projected.norms, qkv: projected.qkv }))
+        let heads = SavedTensor::activation(&heads);
+        Ok((y, AttentionSaved { out_proj, heads, scores, norms: projected.norms, qkv: projected.qkv }))
     }
 
     fn project(&self, p: &Pass, x: &Tensor, positions: &Tensor) -> Result<Projected> {
         let c = &self.config;
-        let (qkv, saved) = self.qkv.forward(p, x)?;
+        let (qkv, saved) = self.qkv.forward_or_again(p, x, p.recompute.norm)?;
         let (tokens, d) = (qkv.shape()[0], c.head_dim);
         let v = qkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
         let (rotated, norms) = match &self.norms {
@@ -202,9 +207,7 @@ impl Attention {
         dy: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
         let c = &self.config;
-        let Some(heads) = saved.out_proj.x.clone() else {
-            return shape_error("attention backward", "its output was dropped");
-        };
+        let heads = saved.heads;
         let (dheads, out_grad) = self.out.backward(p, saved.out_proj, dy)?;
         let (tokens, d) = (dheads.shape()[0], c.head_dim);
         let dqkv = p.empty(&[tokens, (c.heads + 2 * c.kv_heads) * d])?;

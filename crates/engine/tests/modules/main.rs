@@ -8,6 +8,8 @@ mod gradients;
 mod head;
 mod linear;
 mod mlp;
+mod narrow;
+mod narrow_oracle;
 mod norm;
 mod spread;
 mod support;

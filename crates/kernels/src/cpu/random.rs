@@ -2,28 +2,42 @@
 
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
-use crate::philox::{RandomStream, normals, philox4x32};
+use crate::NormalRuns;
+use crate::normal::pair;
+use crate::philox::{RandomStream, philox4x32};
 use ferrotron_tensor::{Float, Result, Threads, shape_error};
 
-/// `out[i] = mean + std·z`, with z the normal value `first + i` of the stream.
-pub fn fill_normal<T: Float>(
-    threads: &Threads,
-    stream: RandomStream,
-    first: u64,
-    mean: f64,
-    std: f64,
-    out: &mut [T],
-) {
+/// `out[r, c] = std·z`, with z the normal value `first + r·stride + c` of the stream; out `[rows, width]`.
+pub fn fill_normal(threads: &Threads, isa: Isa, runs: NormalRuns, width: usize, out: &mut [f32]) {
     threads.chunks(out, PIECE, &|piece, out| {
-        let first = first + (piece * PIECE) as u64;
-        let mut words = (u64::MAX, [0.0; 4]);
-        for (index, out) in (first..).zip(out) {
-            if words.0 != index / 4 {
-                words = (index / 4, normals(stream.block(index / 4)));
-            }
-            *out = T::from_f32((mean + std * words.1[(index % 4) as usize]) as f32);
+        let (mut at, mut done) = (piece * PIECE, 0);
+        while done < out.len() {
+            let (row, column) = (at / width, at % width);
+            let n = (width - column).min(out.len() - done);
+            let first = runs.start(row).wrapping_add(column as u64);
+            draw_normal(isa, runs.stream, first, runs.std, &mut out[done..done + n]);
+            (at, done) = (at + n, done + n);
         }
     });
+}
+
+multiversion! {
+    fn draw_normal(stream: RandomStream, first: u64, std: f64, out: &mut [f32]) {
+        let (mut words, mut drawn) = ([0u32; 4 * SIDE], [0f32; 4 * SIDE]);
+        let mut done = 0;
+        while done < out.len() {
+            let index = first.wrapping_add(done as u64);
+            let (block, skip) = (index / 4, (index % 4) as usize);
+            draw(stream, block, &mut words);
+            for i in 0..2 * SIDE {
+                let [a, b] = pair(words[2 * i], words[2 * i + 1]);
+                (drawn[2 * i], drawn[2 * i + 1]) = ((std * a) as f32, (std * b) as f32);
+            }
+            let n = (4 * SIDE - skip).min(out.len() - done);
+            out[done..done + n].copy_from_slice(&drawn[skip..skip + n]);
+            done += n;
+        }
+    }
 }
 
 /// `y = x/(1−p)` where an element is kept, 0 where it is dropped with probability p; x, y `[rows, width]`. Row i is

@@ -4,7 +4,7 @@
 enum Act : u32 { GELU_TANH = 0, GELU_ERF = 1, SILU = 2, CLAMPED_SILU = 3 };
 
 struct ActArgs {
-    u64 x, dy, out;
+    u64 x, dy, out, amax;
     i64 rows, width;
     u32 act, wide;
     float limit, alpha, offset;
@@ -170,10 +170,22 @@ template <class T, bool GATED> struct Chunk {
     __device__ __forceinline__ i32 left(const ActArgs& a) const { return min(a.width - at, i64(Wide<T>::count)); }
 };
 
-template <class T, class Curve, bool GATED> __device__ __forceinline__ void forward(const ActArgs& a) {
+// The largest magnitude of the first `left` numbers.
+template <class T> __device__ __forceinline__ float measured(const Packed<T>& p, i32 left) {
+    constexpr int V = Wide<T>::count;
+    if (left >= V) return largest(0.0f, p);
+    float v[V], m = 0.0f;
+    unpack(p, v);
+#pragma unroll
+    for (int i = 0; i < V; i++) m = i < left ? fmaxf(m, fabsf(v[i])) : m;
+    return m;
+}
+
+// Both return the largest magnitude of what they wrote; who does not look at it does not pay for it.
+template <class T, class Curve, bool GATED> __device__ __forceinline__ float forward(const ActArgs& a) {
     constexpr int V = Wide<T>::count;
     const Chunk<T, GATED> c(a);
-    if (!c.live) return;
+    if (!c.live) return 0.0f;
     const Curve curve(a);
     const i32 left = c.left(a);
     const T* x = reinterpret_cast<const T*>(a.x) + c.row * (GATED ? 2 : 1) * a.width + c.at;
@@ -184,14 +196,16 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ void forw
     if (GATED) unpack(second, u);
 #pragma unroll
     for (int i = 0; i < V; i++) v[i] = GATED ? curve.value(v[i]) * curve.gate(u[i]) : curve.value(v[i]);
-    put(reinterpret_cast<T*>(a.out) + c.row * a.width + c.at, 0, left, a.wide, pack(v));
+    const Packed<T> y = pack(v);
+    put(reinterpret_cast<T*>(a.out) + c.row * a.width + c.at, 0, left, a.wide, y);
+    return measured(y, left);
 }
 
 // dx = act'(x)·dy; gated: dx₁ = act'(x₁)·gate(x₂)·dy, dx₂ = act(x₁)·gate'(x₂)·dy.
-template <class T, class Curve, bool GATED> __device__ __forceinline__ void backward(const ActArgs& a) {
+template <class T, class Curve, bool GATED> __device__ __forceinline__ float backward(const ActArgs& a) {
     constexpr int V = Wide<T>::count;
     const Chunk<T, GATED> c(a);
-    if (!c.live) return;
+    if (!c.live) return 0.0f;
     const Curve curve(a);
     const i32 left = c.left(a);
     const i64 place = c.row * (GATED ? 2 : 1) * a.width + c.at;
@@ -214,21 +228,41 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ void back
             v[i] = slope * dy[i];
         }
     }
-    put(dx, 0, left, a.wide, pack(v));
-    if (GATED) put(dx + a.width, 0, left, a.wide, pack(u));
+    const Packed<T> first_dx = pack(v);
+    put(dx, 0, left, a.wide, first_dx);
+    float m = measured(first_dx, left);
+    if (GATED) {
+        const Packed<T> second_dx = pack(u);
+        put(dx + a.width, 0, left, a.wide, second_dx);
+        m = fmaxf(m, measured(second_dx, left));
+    }
+    return m;
 }
 
 #define BY_ACT(PASS, T, GATED)                                                                                    \
-    if (a.act == GELU_TANH) PASS<T, GeluTanh<T>, GATED>(a);                                                       \
-    else if (a.act == GELU_ERF) PASS<T, GeluErf<T>, GATED>(a);                                                    \
-    else if (a.act == SILU) PASS<T, Silu<T>, GATED>(a);                                                           \
-    else if (GATED) PASS<T, ClampedSilu<T>, true>(a);
+    float m = 0.0f;                                                                                               \
+    if (a.act == GELU_TANH) m = PASS<T, GeluTanh<T>, GATED>(a);                                                   \
+    else if (a.act == GELU_ERF) m = PASS<T, GeluErf<T>, GATED>(a);                                                \
+    else if (a.act == SILU) m = PASS<T, Silu<T>, GATED>(a);                                                       \
+    else if (GATED) m = PASS<T, ClampedSilu<T>, true>(a);
+
+#define KERNEL(FULL_NAME, PASS, T, GATED)                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) FULL_NAME(const ActArgs a) { BY_ACT(PASS, T, GATED) (void)m; }
+#define MEASURED(FULL_NAME, PASS, T, GATED)                                                                       \
+    extern "C" __global__ void __launch_bounds__(256) FULL_NAME(const ActArgs a) {                                \
+        BY_ACT(PASS, T, GATED)                                                                                    \
+        raise_together(a.amax, m);                                                                                \
+    }
 
 #define KERNELS(T, NAME)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(256) act_forward_##NAME(const ActArgs a) { BY_ACT(forward, T, false) } \
-    extern "C" __global__ void __launch_bounds__(256) gated_forward_##NAME(const ActArgs a) { BY_ACT(forward, T, true) } \
-    extern "C" __global__ void __launch_bounds__(256) act_backward_##NAME(const ActArgs a) { BY_ACT(backward, T, false) } \
-    extern "C" __global__ void __launch_bounds__(256) gated_backward_##NAME(const ActArgs a) { BY_ACT(backward, T, true) }
+    KERNEL(act_forward_##NAME, forward, T, false)                                                                 \
+    KERNEL(gated_forward_##NAME, forward, T, true)                                                                \
+    KERNEL(act_backward_##NAME, backward, T, false)                                                               \
+    KERNEL(gated_backward_##NAME, backward, T, true)
 
 KERNELS(float, f32)
 KERNELS(bf16, bf16)
+MEASURED(act_forward_amax, forward, bf16, false)
+MEASURED(gated_forward_amax, forward, bf16, true)
+MEASURED(act_backward_amax, backward, bf16, false)
+MEASURED(gated_backward_amax, backward, bf16, true)

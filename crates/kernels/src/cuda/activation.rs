@@ -11,6 +11,7 @@ struct ActArgs {
     x: u64,
     dy: u64,
     out: u64,
+    amax: u64,
     rows: i64,
     width: i64,
     act: u32,
@@ -32,7 +33,20 @@ impl ActArgs {
             Act::ClampedSilu { limit, alpha, offset } => (3, [limit, alpha, offset]),
         };
         let (rows, width) = (rows as i64, width as i64);
-        ActArgs { x: 0, dy: 0, out: 0, rows, width, act: code, wide: 0, limit, alpha, offset, unused: 0 }
+        ActArgs {
+            x: 0,
+            dy: 0,
+            out: 0,
+            amax: 0,
+            rows,
+            width,
+            act: code,
+            wide: 0,
+            limit,
+            alpha,
+            offset,
+            unused: 0,
+        }
     }
 
     /// 16-byte accesses where the addresses and, gated, the halves allow them.
@@ -54,21 +68,67 @@ impl ActArgs {
     }
 }
 
-impl ActivationKernels for CudaKernels {
-    fn act_forward(&self, s: &Stream, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<()> {
+impl CudaKernels {
+    /// `y`; with `amax`, of bf16 only, the largest magnitude of it as well.
+    pub(super) fn act(
+        &self,
+        s: &Stream,
+        (act, gated): (Act, bool),
+        x: &Tensor,
+        y: &Tensor,
+        amax: Option<&Tensor>,
+    ) -> Result<()> {
         const OP: &str = "act_forward";
         let (f, dtype) = (width(OP, act, gated, x, y)?, x.dtype());
         dtypes(OP, dtype, &[y])?;
-        let kernel: Kernel = match gated {
-            true => typed!(OP, dtype, "activation", "gated_forward")?,
-            false => typed!(OP, dtype, "activation", "act_forward")?,
+        let kernel = match (gated, amax) {
+            (true, None) => typed!(OP, dtype, "activation", "gated_forward")?,
+            (false, None) => typed!(OP, dtype, "activation", "act_forward")?,
+            (true, Some(_)) => Kernel { source: "activation", name: "gated_forward_amax" },
+            (false, Some(_)) => Kernel { source: "activation", name: "act_forward_amax" },
         };
-        s.launch(OP, &[read(x), write(y)], |l| {
+        let args = [read(x), write(y), write(amax.unwrap_or(y))];
+        s.launch(OP, &args[..if amax.is_some() { 3 } else { 2 }], |l| {
             let mut a = ActArgs::new(act, y.numel(), f);
             (a.x, a.out) = (l.address(0)?, l.address(1)?);
             a.align(dtype, gated);
+            a.amax = amax.map_or(Ok(0), |_| l.address(2))?;
             self.queue(l, kernel, a.grid(OP, dtype)?, &a)
         })
+    }
+
+    /// `dx`; with `amax`, of bf16 only, the largest magnitude of it as well.
+    pub(super) fn act_slope(
+        &self,
+        s: &Stream,
+        (act, gated): (Act, bool),
+        [x, dy, dx]: [&Tensor; 3],
+        amax: Option<&Tensor>,
+    ) -> Result<()> {
+        const OP: &str = "act_backward";
+        let (f, dtype) = (width(OP, act, gated, x, dy)?, x.dtype());
+        same_contiguous(OP, &[x, dx])?;
+        dtypes(OP, dtype, &[dy, dx])?;
+        let kernel = match (gated, amax) {
+            (true, None) => typed!(OP, dtype, "activation", "gated_backward")?,
+            (false, None) => typed!(OP, dtype, "activation", "act_backward")?,
+            (true, Some(_)) => Kernel { source: "activation", name: "gated_backward_amax" },
+            (false, Some(_)) => Kernel { source: "activation", name: "act_backward_amax" },
+        };
+        let args = [read(x), read(dy), write(dx), write(amax.unwrap_or(dx))];
+        s.launch(OP, &args[..if amax.is_some() { 4 } else { 3 }], |l| {
+            let mut a = ActArgs::new(act, dy.numel(), f);
+            (a.x, a.dy, a.out) = (l.address(0)?, l.address(1)?, l.address(2)?);
+            a.align(dtype, gated);
+            a.amax = amax.map_or(Ok(0), |_| l.address(3))?;
+            self.queue(l, kernel, a.grid(OP, dtype)?, &a)
+        })
+    }
+}
+
+impl ActivationKernels for CudaKernels {
+    fn act_forward(&self, s: &Stream, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<()> {
+        self.act(s, (act, gated), x, y, None)
     }
 
     fn act_backward(
@@ -80,19 +140,6 @@ impl ActivationKernels for CudaKernels {
         dy: &Tensor,
         dx: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "act_backward";
-        let (f, dtype) = (width(OP, act, gated, x, dy)?, x.dtype());
-        same_contiguous(OP, &[x, dx])?;
-        dtypes(OP, dtype, &[dy, dx])?;
-        let kernel: Kernel = match gated {
-            true => typed!(OP, dtype, "activation", "gated_backward")?,
-            false => typed!(OP, dtype, "activation", "act_backward")?,
-        };
-        s.launch(OP, &[read(x), read(dy), write(dx)], |l| {
-            let mut a = ActArgs::new(act, dy.numel(), f);
-            (a.x, a.dy, a.out) = (l.address(0)?, l.address(1)?, l.address(2)?);
-            a.align(dtype, gated);
-            self.queue(l, kernel, a.grid(OP, dtype)?, &a)
-        })
+        self.act_slope(s, (act, gated), [x, dy, dx], None)
     }
 }

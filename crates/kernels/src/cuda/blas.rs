@@ -6,11 +6,12 @@
 
 use super::fastest::MOST;
 use super::libraries::NvidiaLibrary;
-use crate::GemmSizes;
+use crate::{GemmSizes, Scaling};
 use cudarc::cublaslt::sys::{
     self, cublasLtEpilogue_t as LtEpilogue, cublasLtMatmulAlgoConfigAttributes_t as Config,
-    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulPreferenceAttributes_t as Preference,
-    cublasLtReductionScheme_t as Reduction, cublasStatus_t,
+    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulMatrixScale_t as Mode,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtReductionScheme_t as Reduction,
+    cublasStatus_t,
 };
 use ferrotron_tensor::{DType, Error, Launch, Result};
 use std::ffi::c_void;
@@ -18,6 +19,9 @@ use std::sync::{Mutex, PoisonError};
 
 /// The most scratch memory a product may use; what NVIDIA advises for Hopper.
 const WORKSPACE: usize = 32 << 20;
+
+/// An address that nothing is read from.
+const SOMEWHERE: u64 = 1 << 12;
 
 /// What is done to a product before it is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -32,16 +36,29 @@ pub(super) enum Epilogue {
     ColumnSums,
 }
 
+/// What else a product of bytes depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Eight {
+    /// Type of the second factor.
+    pub(super) other: DType,
+    /// Of both.
+    pub(super) scaling: [Scaling; 2],
+    /// Sums in the matrix unit's own registers.
+    pub(super) fast: bool,
+}
+
 /// What a way of multiplying depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Key {
     pub(super) sizes: GemmSizes,
     pub(super) trans: [bool; 2],
-    /// Of the factors and of the result.
+    /// Of the factors (of the first, where they are bytes) and of the result.
     pub(super) types: [DType; 2],
     pub(super) epilogue: Epilogue,
     /// Alignment of a, b, c and of what the epilogue needs, in bytes.
     pub(super) align: [usize; 4],
+    /// The factors are bytes.
+    pub(super) eight: Option<Eight>,
 }
 
 /// The library.
@@ -60,6 +77,8 @@ pub(super) struct Form {
     /// The library's A, B and C: our b, a and c.
     layouts: [sys::cublasLtMatrixLayout_t; 3],
     epilogue: Epilogue,
+    /// Are there scales?
+    scaled: bool,
     /// The operation holds the addresses of a call while it is queued: one call at a time.
     alone: Mutex<()>,
 }
@@ -97,6 +116,8 @@ pub(super) struct Addresses {
     pub(super) bias: u64,
     /// What the epilogue reads or writes beside the product.
     pub(super) beside: u64,
+    /// Of a and b, where they are bytes.
+    pub(super) scales: [u64; 2],
     pub(super) workspace: u64,
 }
 
@@ -110,8 +131,18 @@ fn check(op: &'static str, status: cublasStatus_t) -> Result<()> {
 fn kind(t: DType) -> sys::cudaDataType_t {
     match t {
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        DType::E4M3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
+        DType::E5M2 => sys::cudaDataType_t::CUDA_R_8F_E5M2,
         _ => sys::cudaDataType_t::CUDA_R_32F,
     }
+}
+
+fn mode(scaling: Scaling) -> i32 {
+    (match scaling {
+        Scaling::Tensor => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F,
+        Scaling::Rows => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+        Scaling::Tiles => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+    }) as i32
 }
 
 impl Form {
@@ -120,16 +151,23 @@ impl Form {
         let GemmSizes { m, n, k, lda, ldb, ldc } = key.sizes;
         let [trans_a, trans_b] = key.trans;
         let [input, output] = key.types.map(kind);
+        let second = key.eight.map_or(input, |e| kind(e.other));
+        // What is added to a product of bytes is in bf16.
+        let added = key.eight.map_or(input, |_| kind(DType::BF16));
         let mut form = Form {
             operation: std::ptr::null_mut(),
             layouts: [std::ptr::null_mut(); 3],
             epilogue: key.epilogue,
+            scaled: key.eight.is_some(),
             alone: Mutex::default(),
         };
         // A factor as stored, seen by columns.
         let stored = |trans: bool, rows: usize, cols: usize| if trans { (cols, rows) } else { (rows, cols) };
-        let shapes =
-            [(input, stored(trans_b, n, k), ldb), (input, stored(trans_a, k, m), lda), (output, (n, m), ldc)];
+        let shapes = [
+            (second, stored(trans_b, n, k), ldb),
+            (input, stored(trans_a, k, m), lda),
+            (output, (n, m), ldc),
+        ];
         for (layout, (kind, (rows, cols), ld)) in form.layouts.iter_mut().zip(shapes) {
             // SAFETY: a place for the handle.
             check(OP, unsafe {
@@ -145,9 +183,17 @@ impl Form {
         // 0 as stored, 1 transposed.
         form.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(trans_b))?;
         form.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(trans_a))?;
+        if let Some(eight) = key.eight {
+            let [a, b] = eight.scaling.map(mode);
+            form.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &b)?;
+            form.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &a)?;
+            form.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &i8::from(eight.fast))?;
+            // Ways are looked for where scales are somewhere; calls say where.
+            form.scale_from([SOMEWHERE; 2])?;
+        }
         let (epilogue, bias, beside) = match key.epilogue {
             Epilogue::None => (LtEpilogue::CUBLASLT_EPILOGUE_DEFAULT, None, None),
-            Epilogue::Bias => (LtEpilogue::CUBLASLT_EPILOGUE_BIAS, Some(input), None),
+            Epilogue::Bias => (LtEpilogue::CUBLASLT_EPILOGUE_BIAS, Some(added), None),
             Epilogue::Gelu { bias: true, ld } => {
                 (LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, Some(input), Some(ld))
             }
@@ -176,8 +222,17 @@ impl Form {
         check("describe a product", status)
     }
 
+    /// The scales of a and b, which change places as a and b do.
+    fn scale_from(&self, [a, b]: [u64; 2]) -> Result<()> {
+        self.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b)?;
+        self.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a)
+    }
+
     /// The addresses that belong to the operation itself.
     fn point(&self, at: &Addresses) -> Result<()> {
+        if self.scaled {
+            self.scale_from(at.scales)?;
+        }
         if matches!(self.epilogue, Epilogue::Bias | Epilogue::Gelu { bias: true, .. } | Epilogue::ColumnSums)
         {
             self.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias)?;

@@ -22,15 +22,15 @@ fn kernel(name: &'static str) -> Kernel {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct ColumnArgs {
-    x: u64,
-    out: u64,
-    rows: i64,
-    n: i64,
-    stride: i64,
-    part_rows: i64,
-    accumulate: u32,
-    wide: u32,
+pub(super) struct ColumnArgs {
+    pub(super) x: u64,
+    pub(super) out: u64,
+    pub(super) rows: i64,
+    pub(super) n: i64,
+    pub(super) stride: i64,
+    pub(super) part_rows: i64,
+    pub(super) accumulate: u32,
+    pub(super) wide: u32,
 }
 
 #[repr(C)]

@@ -176,29 +176,12 @@ MAP(softcap_backward_bf16, softcap_backward<bf16>)
 struct DropoutArgs {
     u64 x, y, rows;
     i64 n, width;
-    u32 key[2];
-    u32 lane[2];
+    RandomStream stream;
     float scale;
     u32 threshold;
     u32 wide;
     u32 pad;
 };
-
-// Ten rounds of Philox4x32: words 4·block..4·block+4 of the stream.
-__device__ __forceinline__ void philox(u64 block, const DropoutArgs& p, u32 (&words)[4]) {
-    u32 a = u32(block), b = u32(block >> 32), c = p.lane[0], d = p.lane[1], k = p.key[0], l = p.key[1];
-#pragma unroll
-    for (int round = 0; round < 10; round++) {
-        u64 x = u64(a) * 0xd2511f53u, y = u64(c) * 0xcd9e8d57u;
-        a = u32(y >> 32) ^ b ^ k;
-        c = u32(x >> 32) ^ d ^ l;
-        b = u32(y);
-        d = u32(x);
-        k += 0x9e3779b9u;
-        l += 0xbb67ae85u;
-    }
-    words[0] = a, words[1] = b, words[2] = c, words[3] = d;
-}
 
 // The word of element `at`: its column in the row that has the number rows[·] among all rows of the step.
 __device__ __forceinline__ u64 dropout_word(const DropoutArgs& p, i64 at) {
@@ -217,7 +200,7 @@ template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p)
         for (i64 at = first + threadIdx.x; at < last; at += THREADS) {
             u64 word = dropout_word(p, at);
             u32 words[4];
-            philox(word / 4, p, words);
+            philox(p.stream, word / 4, words);
             u32 low = word & 1 ? words[1] : words[0], high = word & 1 ? words[3] : words[2];
             float kept = to_f32(reinterpret_cast<const T*>(p.x)[at]) * p.scale;
             reinterpret_cast<T*>(p.y)[at] = from_f32<T>((word & 2 ? high : low) < p.threshold ? 0.0f : kept);
@@ -231,7 +214,7 @@ template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p)
             i64 first = at + 4 * part;
             if (first >= p.n) break;
             u32 words[4];
-            philox(dropout_word(p, first) / 4, p, words);
+            philox(p.stream, dropout_word(p, first) / 4, words);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 float kept = v[4 * part + i] * p.scale;

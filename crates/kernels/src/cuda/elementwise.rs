@@ -3,7 +3,7 @@ use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
 use crate::elementwise::check_dropout;
 use crate::philox::RandomStream;
-use crate::{DropoutKey, ElementwiseKernels};
+use crate::{DropoutKey, ElementwiseKernels, NormalRuns};
 use ferrotron_tensor::{DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// As in elementwise.cu.
@@ -179,5 +179,9 @@ impl ElementwiseKernels for CudaKernels {
             let grid = line(blocks(OP, x.numel(), GROUPS * (16 / x.dtype().size()))?, THREADS);
             self.queue(l, kernel, grid, &args)
         })
+    }
+
+    fn normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()> {
+        self.queue_normal(s, runs, out)
     }
 }

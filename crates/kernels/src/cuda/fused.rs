@@ -26,7 +26,7 @@ impl FusedKernels for CudaKernels {
         if known && z.m * z.n * z.k > 0 && g.even(&z) && even(f.h, z.n) {
             let epilogue = Epilogue::Gelu { bias: f.bias.is_some(), ld: z.n };
             let (bias, beside) = (f.bias.map(read), Some(write(f.h)));
-            let o = Operands { a: g.a, b: g.b, c: g.c, bias, beside, accumulate: false };
+            let o = Operands { a: g.a, b: g.b, c: g.c, bias, beside, scales: None, accumulate: false };
             let key = g.key(z, epilogue, Some(f.h));
             if self.plans.product(s, "gemm (output, gelu)", key, &o, Some(&apart))? {
                 return Ok(());
@@ -57,6 +57,7 @@ impl FusedKernels for CudaKernels {
                 c: g.c,
                 bias: Some(write(&sums)),
                 beside: None,
+                scales: None,
                 accumulate: g.accumulate,
             };
             let key = g.key(z, Epilogue::ColumnSums, Some(&sums));

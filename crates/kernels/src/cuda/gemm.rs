@@ -22,6 +22,7 @@ impl Gemm<'_> {
             epilogue,
             align: [Some(self.a), Some(self.b), Some(self.c), beside]
                 .map(|t| t.map_or(256, Tensor::alignment)),
+            eight: None,
         }
     }
 
@@ -47,8 +48,9 @@ impl GemmKernels for CudaKernels {
         let onto = g.accumulate && (g.bias.is_some() || g.c.dtype() == DType::BF16);
         if sizes.k > 0 && !onto && (g.bias.is_none() || g.even(&sizes)) {
             let epilogue = if g.bias.is_some() { Epilogue::Bias } else { Epilogue::None };
-            let (bias, beside) = (g.bias.map(read), None);
-            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, beside, accumulate: g.accumulate };
+            let (bias, accumulate) = (g.bias.map(read), g.accumulate);
+            let (beside, scales) = (None, None);
+            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, beside, scales, accumulate };
             if self.plans.product(s, g.name(), g.key(sizes, epilogue, g.bias), &operands, None)? {
                 return Ok(());
             }

@@ -48,6 +48,8 @@ pub(super) struct Operands<'a> {
     pub(super) bias: Option<Arg<'a>>,
     /// What the epilogue reads or writes beside the product.
     pub(super) beside: Option<Arg<'a>>,
+    /// What bytes of `a` and `b` are multiplied by.
+    pub(super) scales: Option<[&'a Tensor; 2]>,
     pub(super) accumulate: bool,
 }
 
@@ -169,9 +171,11 @@ impl Plans {
         if 2.0 * m as f64 * n as f64 * k as f64 <= LARGE {
             return false;
         }
-        // A weight gradient sums over the batch, the others have it in their rows.
+        // A weight gradient sums over the batch, the others have it in their rows. Bytes are never transposed: there it
+        // is the one in f32.
         let mut map = Key { align: [0; 4], ..*key };
-        let batch = std::mem::take(if key.trans[0] { &mut map.sizes.k } else { &mut map.sizes.m });
+        let summed = key.trans[0] || (key.eight.is_some() && key.types[1] == DType::F32);
+        let batch = std::mem::take(if summed { &mut map.sizes.k } else { &mut map.sizes.m });
         let mut batches = self.batches.lock().unwrap_or_else(PoisonError::into_inner);
         let seen = batches.entry(map).or_default();
         seen.contains(&batch) || (seen.len() < BATCHES && seen.insert(batch))
@@ -234,23 +238,26 @@ impl Plans {
             0 => None,
             bytes => Some(Tensor::empty(s, &[bytes], DType::U8, Category::Workspace)?),
         };
-        let mut args = [read(o.a), read(o.b), write(c), read(o.a), read(o.a), read(o.a)];
+        let mut args =
+            [read(o.a), read(o.b), write(c), read(o.a), read(o.a), read(o.a), read(o.a), read(o.a)];
         let mut count = 3;
-        let places = [o.bias, o.beside, scratch.as_ref().map(write)].map(|arg| {
+        let [scale_a, scale_b] = o.scales.map_or([None; 2], |both| both.map(|t| Some(read(t))));
+        let places = [o.bias, o.beside, scratch.as_ref().map(write), scale_a, scale_b].map(|arg| {
             let arg = arg?;
             args[count] = arg;
             count += 1;
             Some(count - 1)
         });
         s.launch(op, &args[..count], |l| {
-            let [bias, beside, workspace] = places.map(|i| i.map_or(Ok(0), |i| l.address(i)));
-            let (bias, beside, workspace) = (bias?, beside?, workspace?);
+            let [bias, beside, workspace, scale_a, scale_b] =
+                places.map(|i| i.map_or(Ok(0), |i| l.address(i)));
+            let (bias, beside, workspace, scales) = (bias?, beside?, workspace?, [scale_a?, scale_b?]);
             let (a, b, c) = (l.address(0)?, l.address(1)?, l.address(2)?);
             self.library.run(
                 l,
                 form,
                 algorithm,
-                &Addresses { a, b, c, bias, beside, workspace },
+                &Addresses { a, b, c, bias, beside, scales, workspace },
                 o.accumulate,
             )
         })

@@ -59,9 +59,23 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_forward.cuh"),
             include_str!("attention/hopper_forward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_forward_wide",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_forward.cuh"),
+            include_str!("attention/hopper_forward_wide.cu")
         ),
     ),
     hopper(
@@ -69,9 +83,22 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_backward.cu")
+        ),
+    ),
+    hopper(
+        "attention_hopper_wide",
+        concat!(
+            include_str!("attention/common.cuh"),
+            include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_backward_load.cuh"),
+            include_str!("attention/hopper_wide.cuh"),
+            include_str!("attention/hopper_wide.cu")
         ),
     ),
     hopper(
@@ -79,13 +106,17 @@ pub const SOURCES: &[Source] = &[
         concat!(
             include_str!("attention/common.cuh"),
             include_str!("attention/hopper.cuh"),
+            include_str!("attention/hopper_product.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_rows.cu")
         ),
     ),
     source("columns", concat!(include_str!("groups.cuh"), include_str!("columns.cu"))),
     source("copy", include_str!("copy.cu")),
-    source("elementwise", concat!(include_str!("groups.cuh"), include_str!("elementwise.cu"))),
+    source(
+        "elementwise",
+        concat!(include_str!("groups.cuh"), include_str!("philox.cuh"), include_str!("elementwise.cu")),
+    ),
     source("embedding", concat!(include_str!("groups.cuh"), include_str!("embedding.cu"))),
     source(
         "adam",
@@ -128,10 +159,35 @@ pub const SOURCES: &[Source] = &[
         concat!(include_str!("optim.cuh"), include_str!("moments.cuh"), include_str!("moments.cu")),
     ),
     source("product", include_str!("product.cu")),
-    source("activation", include_str!("activation.cu")),
+    source(
+        "quantise",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/quantise.cu")
+        ),
+    ),
+    source(
+        "quant_measure",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/measure.cu")
+        ),
+    ),
+    source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
+    source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
-    source("norm_forward", concat!(include_str!("norm/common.cuh"), include_str!("norm/forward.cu"))),
+    source(
+        "norm_forward",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("norm/common.cuh"),
+            include_str!("norm/forward.cu")
+        ),
+    ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
+    source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),
 ];

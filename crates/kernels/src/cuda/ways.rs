@@ -78,7 +78,7 @@ impl Case<'_> {
             let [a, b, c, workspace] = [0, 1, 2, 3].map(|i| l.address(i).unwrap());
             let bias = self.bias.map_or(0, |_| l.address(4).unwrap());
             let beside = self.beside.map_or(0, |_| l.address(args.len() - 1).unwrap());
-            let at = Addresses { a, b, c, bias, beside, workspace };
+            let at = Addresses { a, b, c, bias, beside, scales: [0; 2], workspace };
             k.plans.library().run(l, form, way, &at, self.g.accumulate)
         })
         .unwrap();
@@ -226,7 +226,7 @@ fn what_a_call_costs() {
         s.synchronize().unwrap();
         s.launch("gemm", &args, |l| {
             let [a, b, c, workspace] = [0, 1, 2, 3].map(|i| l.address(i).unwrap());
-            let at = Addresses { a, b, c, bias: 0, beside: 0, workspace };
+            let at = Addresses { a, b, c, bias: 0, beside: 0, scales: [0; 2], workspace };
             let start = std::time::Instant::now();
             (0..16).for_each(|_| k.plans.library().run(l, &form, &all[0], &at, false).unwrap());
             bare.push(start.elapsed().as_secs_f64() / 16.0 * 1e6);

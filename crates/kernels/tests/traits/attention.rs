@@ -41,6 +41,8 @@ struct Sizes {
     n: usize,
     g: usize,
     d: usize,
+    /// Channels of values.
+    dv: usize,
 }
 
 impl Sizes {
@@ -50,12 +52,18 @@ impl Sizes {
     fn k(&self) -> [usize; 4] {
         [self.batch, self.tk, self.g, self.d]
     }
+    fn v(&self) -> [usize; 4] {
+        [self.batch, self.tk, self.g, self.dv]
+    }
+    fn out(&self) -> [usize; 4] {
+        [self.batch, self.tq, self.n, self.dv]
+    }
 }
 
 /// `[batch, tokens, heads, d]` views of q, k and v in the layout, full of nonsense; and what holds them.
 fn views(h: &Home, dtype: DType, layout: Layout, z: &Sizes) -> [Tensor; 3] {
     let new = |shape: &[usize]| h.poisoned(dtype, shape);
-    let each = |make: &dyn Fn([usize; 4]) -> Tensor| [make(z.q()), make(z.k()), make(z.k())];
+    let each = |make: &dyn Fn([usize; 4]) -> Tensor| [make(z.q()), make(z.k()), make(z.v())];
     match layout {
         Layout::Bshd => each(&|s| new(&s)),
         Layout::Sbhd => each(&|[b, t, n, d]| new(&[t, b, n, d]).transpose(0, 1).unwrap()),
@@ -112,7 +120,7 @@ fn shape(s: &Scores, z: &Sizes) -> AttentionShape {
         heads: z.n,
         kv_heads: z.g,
         d_qk: z.d,
-        d_v: z.d,
+        d_v: z.dv,
         scale: s.scale,
         softcap: s.softcap,
         causal: s.causal,
@@ -132,10 +140,10 @@ fn saved(dtype: DType) -> fn(f64) -> f64 {
 
 /// Forward and backward of one case against the oracle.
 fn compare(h: &Home, dtype: DType, layout: Layout, z: &Sizes, s: &Scores, with_sink: bool) {
-    let what = format!("{} {dtype} {layout:?} {s:?} sink {with_sink}", h.name);
-    let (nq, nk) = (z.q().iter().product::<usize>(), z.k().iter().product::<usize>());
-    let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nk));
-    let (dout, sink) = (numbers(dtype, 4, nq), numbers(DType::F32, 5, z.n));
+    let what = format!("{} {dtype} {layout:?} {:?} {} {s:?} sink {with_sink}", h.name, z.q(), z.dv);
+    let [nq, nk, nv, no] = [z.q(), z.k(), z.v(), z.out()].map(|s| s.iter().product::<usize>());
+    let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nv));
+    let (dout, sink) = (numbers(dtype, 4, no), numbers(DType::F32, 5, z.n));
     let spans: Vec<Span> = (0..z.batch)
         .map(|batch| Span { batch, q_start: 0, q_len: z.tq, k_start: 0, k_len: z.tk, lse_base: 0 })
         .collect();
@@ -145,14 +153,14 @@ fn compare(h: &Home, dtype: DType, layout: Layout, z: &Sizes, s: &Scores, with_s
         &spans,
         &dense(z.q(), &q),
         &dense(z.k(), &k),
-        &dense(z.k(), &v),
-        &dense(z.q(), &dout),
+        &dense(z.v(), &v),
+        &dense(z.out(), &dout),
         with_sink.then_some(&sink),
     );
     let [qt, kt, vt] = views(h, dtype, layout, z);
     [(&qt, &q), (&kt, &k), (&vt, &v)].iter().for_each(|(t, x)| fill(h, t, x));
     let [dq, dk, dv] = views(h, dtype, layout, z);
-    let (out, doutt) = (h.poisoned(dtype, &z.q()), h.tensor(dtype, &z.q(), &dout));
+    let (out, doutt) = (h.poisoned(dtype, &z.out()), h.tensor(dtype, &z.out(), &dout));
     let lse = h.poisoned(DType::F32, &[z.batch, z.n, z.tq]);
     let sink_t = h.tensor(DType::F32, &[z.n], &sink);
     let dsink = h.tensor(DType::F32, &[z.n], &vec![1.0; z.n]);
@@ -200,6 +208,7 @@ fn every_layout_gives_the_same_attention() {
                 n: 4,
                 g: if matches!(layout, Layout::PerHead) { 4 } else { 2 },
                 d: 8,
+                dv: 8,
             };
             for s in [
                 scores(true, None, None, Align::TopLeft),
@@ -214,94 +223,170 @@ fn every_layout_gives_the_same_attention() {
     });
 }
 
+fn scaled(s: Scores, d: usize) -> Scores {
+    Scores { scale: 1.0 / (d as f32).sqrt(), ..s }
+}
+
 /// More tokens than a tile of any kernel has, heads as wide as the instances, and enough heads that a block can have
 /// one to itself.
 #[test]
 fn tiles_meet_at_their_edges() {
     everywhere(|h, dtype| {
-        let scale = |s: Scores, d: usize| Scores { scale: 1.0 / (d as f32).sqrt(), ..s };
-        for (batch, tq, tk, n, g, d) in [
-            (2, 200, 261, 4, 2, 64),
-            (1, 200, 200, 2, 1, 128),
-            (1, 260, 130, 2, 2, 96),
-            (33, 140, 140, 4, 4, 64),
+        for (batch, tq, tk, n, g, d, dv) in [
+            (2, 200, 261, 4, 2, 64, 64),
+            (1, 200, 200, 2, 1, 128, 128),
+            (1, 260, 130, 2, 2, 96, 96),
+            (1, 210, 150, 2, 1, 192, 128),
+            (1, 150, 210, 2, 2, 256, 256),
+            (33, 140, 140, 4, 4, 64, 64),
         ] {
-            let z = Sizes { batch, tq, tk, n, g, d };
-            compare(h, dtype, Layout::Bshd, &z, &scale(scores(true, None, None, Align::TopLeft), d), false);
+            let z = Sizes { batch, tq, tk, n, g, d, dv };
+            let of = |s: Scores| scaled(s, d);
+            compare(h, dtype, Layout::Bshd, &z, &of(scores(true, None, None, Align::TopLeft)), false);
             if batch < 10 {
-                let all = scale(scores(false, None, None, Align::TopLeft), d);
+                let all = of(scores(false, None, None, Align::TopLeft));
                 compare(h, dtype, Layout::Bhsd, &z, &all, true);
-                let window = scale(scores(true, None, Some(70), Align::BottomRight), d);
+                let window = of(scores(true, None, Some(70), Align::BottomRight));
                 compare(h, dtype, Layout::Sbhd, &z, &window, false);
             }
         }
     });
 }
 
+/// Soft caps with heads of every width; gradients pass their slope.
+#[test]
+fn soft_caps_over_many_tiles() {
+    everywhere(|h, dtype| {
+        for (tq, tk, n, g, d, dv, cap) in [
+            (140, 201, 2, 1, 64, 64, 2.0),
+            (201, 140, 2, 2, 128, 128, 10.0),
+            (150, 150, 2, 1, 192, 128, 4.0),
+            (135, 200, 2, 1, 256, 256, 30.0),
+        ] {
+            let z = Sizes { batch: 1, tq, tk, n, g, d, dv };
+            let of = |s: Scores| Scores { scale: 3.0 / (d as f32).sqrt(), ..s };
+            compare(h, dtype, Layout::Bshd, &z, &of(scores(true, Some(cap), None, Align::TopLeft)), true);
+            compare(h, dtype, Layout::Bhsd, &z, &of(scores(false, Some(cap), None, Align::TopLeft)), false);
+            let window = of(scores(true, Some(cap), Some(60), Align::BottomRight));
+            compare(h, dtype, Layout::Sbhd, &z, &window, false);
+        }
+    });
+}
+
+/// Packed sequences against the oracle: `oq` and `ok` are their offsets.
+fn packed(
+    h: &Home,
+    dtype: DType,
+    layout: Layout,
+    z: &Sizes,
+    s: &Scores,
+    [oq, ok]: [&[i32]; 2],
+    with_sink: bool,
+) {
+    let [nq, nk, nv, no] = [z.q(), z.k(), z.v(), z.out()].map(|s| s.iter().product::<usize>());
+    let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nv));
+    let (dout, sink) = (numbers(dtype, 4, no), numbers(DType::F32, 5, z.n));
+    let spans: Vec<Span> = oq
+        .windows(2)
+        .zip(ok.windows(2))
+        .map(|(q, k)| Span {
+            batch: 0,
+            q_start: q[0] as usize,
+            q_len: (q[1] - q[0]) as usize,
+            k_start: k[0] as usize,
+            k_len: (k[1] - k[0]) as usize,
+            lse_base: 0,
+        })
+        .collect();
+    let want = oracle::attention(
+        saved(dtype),
+        &shape(s, z),
+        &spans,
+        &dense(z.q(), &q),
+        &dense(z.k(), &k),
+        &dense(z.v(), &v),
+        &dense(z.out(), &dout),
+        with_sink.then_some(&sink),
+    );
+    let flat = |t: [Tensor; 3]| t.map(|t| t.select(0, 0).unwrap());
+    let wide = views(h, dtype, layout, z);
+    [(&wide[0], &q), (&wide[1], &k), (&wide[2], &v)].iter().for_each(|(t, x)| fill(h, t, x));
+    let [qt, kt, vt] = flat(wide);
+    let [dq, dk, dv] = flat(views(h, dtype, layout, z));
+    let out_shape = [z.tq, z.n, z.dv];
+    let (out, doutt) = (h.poisoned(dtype, &out_shape), h.tensor(dtype, &out_shape, &dout));
+    let lse = h.poisoned(DType::F32, &[z.tq, z.n]);
+    let sink_t = h.tensor(DType::F32, &[z.n], &sink);
+    let dsink = h.tensor(DType::F32, &[z.n], &vec![0.0; z.n]);
+    let sequences = Sequences::Packed { q: oq, k: ok };
+    let f = || AttentionForward {
+        q: &qt,
+        k: &kt,
+        v: &vt,
+        sink: with_sink.then_some(&sink_t),
+        out: &out,
+        lse: &lse,
+    };
+    h.k.attention_forward(&h.s, s, sequences, &f()).unwrap();
+    let what = format!("{} {dtype} {layout:?} {:?} {} packed {s:?} sink {with_sink}", h.name, z.q(), z.dv);
+    near(&format!("{what} out"), dtype, &h.host(&out), &want.out.data);
+    let lse_host = h.host(&lse);
+    for t in oq[0] as usize..oq[oq.len() - 1] as usize {
+        for head in 0..z.n {
+            let (ours, theirs) = (lse_host[t * z.n + head], want.lse.row(0, t, head)[0]);
+            let room = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
+            assert!(ours == theirs || (ours - theirs).abs() < room, "{what} lse {t} {head}: {ours} {theirs}");
+        }
+    }
+    let b = AttentionBackward {
+        forward: f(),
+        dout: &doutt,
+        dq: &dq,
+        dk: &dk,
+        dv: &dv,
+        dsink: with_sink.then_some(&dsink),
+    };
+    h.k.attention_backward(&h.s, s, sequences, &b).unwrap();
+    near(&format!("{what} dq"), dtype, &h.host(&dq), &want.dq.data);
+    near(&format!("{what} dk"), dtype, &h.host(&dk), &want.dk.data);
+    near(&format!("{what} dv"), dtype, &h.host(&dv), &want.dv.data);
+    if with_sink {
+        near(&format!("{what} dsink"), dtype, &h.host(&dsink), &want.dsink);
+    }
+}
+
 /// Sequences one after another, with tokens that belong to none before, between nobody and after.
 #[test]
 fn packed_sequences_and_tokens_outside_them() {
     everywhere(|h, dtype| {
-        let (n, g, d, tokens) = (4, 2, 8, 30);
         let (oq, ok) = ([2, 9, 9, 10, 25], [0, 7, 9, 12, 27]);
-        let z = Sizes { batch: 1, tq: tokens, tk: tokens, n, g, d };
-        for fused in [false, true] {
-            let s = scores(true, None, None, if fused { Align::TopLeft } else { Align::BottomRight });
-            let k_offsets = if fused { oq } else { ok };
-            let (nq, nk) = (tokens * n * d, tokens * g * d);
-            let (q, k, v) = (numbers(dtype, 1, nq), numbers(dtype, 2, nk), numbers(dtype, 3, nk));
-            let dout = numbers(dtype, 4, nq);
-            let spans: Vec<Span> = oq
-                .windows(2)
-                .zip(k_offsets.windows(2))
-                .map(|(q, k)| Span {
-                    batch: 0,
-                    q_start: q[0] as usize,
-                    q_len: (q[1] - q[0]) as usize,
-                    k_start: k[0] as usize,
-                    k_len: (k[1] - k[0]) as usize,
-                    lse_base: 0,
-                })
-                .collect();
-            let want = oracle::attention(
-                saved(dtype),
-                &shape(&s, &z),
-                &spans,
-                &dense(z.q(), &q),
-                &dense(z.k(), &k),
-                &dense(z.k(), &v),
-                &dense(z.q(), &dout),
-                None,
-            );
-            let layout = if fused { Layout::Fused } else { Layout::Bshd };
-            let flat = |t: [Tensor; 3]| t.map(|t| t.select(0, 0).unwrap());
-            let wide = views(h, dtype, layout, &z);
-            [(&wide[0], &q), (&wide[1], &k), (&wide[2], &v)].iter().for_each(|(t, x)| fill(h, t, x));
-            let [qt, kt, vt] = flat(wide);
-            let [dq, dk, dv] = flat(views(h, dtype, layout, &z));
-            let (out, doutt) = (h.poisoned(dtype, &[tokens, n, d]), h.tensor(dtype, &[tokens, n, d], &dout));
-            let lse = h.poisoned(DType::F32, &[tokens, n]);
-            let sequences = Sequences::Packed { q: &oq, k: &k_offsets };
-            let f = || AttentionForward { q: &qt, k: &kt, v: &vt, sink: None, out: &out, lse: &lse };
-            h.k.attention_forward(&h.s, &s, sequences, &f()).unwrap();
-            let what = format!("{} {dtype} fused {fused}", h.name);
-            near(&format!("{what} out"), dtype, &h.host(&out), &want.out.data);
-            let lse_host = h.host(&lse);
-            for t in 2..25 {
-                for head in 0..n {
-                    let (ours, theirs) = (lse_host[t * n + head], want.lse.row(0, t, head)[0]);
-                    let room = if dtype == DType::F32 { 1e-5 } else { 2e-2 };
-                    assert!(
-                        ours == theirs || (ours - theirs).abs() < room,
-                        "{what} lse {t} {head}: {ours} {theirs}"
-                    );
-                }
-            }
-            let b = AttentionBackward { forward: f(), dout: &doutt, dq: &dq, dk: &dk, dv: &dv, dsink: None };
-            h.k.attention_backward(&h.s, &s, sequences, &b).unwrap();
-            near(&format!("{what} dq"), dtype, &h.host(&dq), &want.dq.data);
-            near(&format!("{what} dk"), dtype, &h.host(&dk), &want.dk.data);
-            near(&format!("{what} dv"), dtype, &h.host(&dv), &want.dv.data);
+        let z = Sizes { batch: 1, tq: 30, tk: 30, n: 4, g: 2, d: 8, dv: 8 };
+        let apart = scores(true, None, None, Align::BottomRight);
+        packed(h, dtype, Layout::Bshd, &z, &apart, [&oq, &ok], false);
+        packed(h, dtype, Layout::Fused, &z, &scores(true, None, None, Align::TopLeft), [&oq, &oq], false);
+    });
+}
+
+/// Sequences of several tiles, of one token and of none, with heads of every width.
+#[test]
+fn packed_sequences_of_many_tiles() {
+    everywhere(|h, dtype| {
+        let (oq, ok) = ([3, 133, 134, 134, 420], [5, 195, 198, 205, 480]);
+        for (d, dv, cap) in [
+            (64, 64, None),
+            (96, 96, None),
+            (128, 128, None),
+            (192, 128, None),
+            (256, 256, None),
+            (128, 128, Some(3.0)),
+            (256, 256, Some(10.0)),
+        ] {
+            let z = Sizes { batch: 1, tq: 425, tk: 490, n: 2, g: 1, d, dv };
+            let s = scaled(scores(true, cap, None, Align::BottomRight), d);
+            packed(h, dtype, Layout::Bshd, &z, &s, [&oq, &ok], true);
         }
+        let z = Sizes { batch: 1, tq: 425, tk: 425, n: 2, g: 1, d: 64, dv: 64 };
+        let s = scaled(scores(true, None, Some(50), Align::TopLeft), 64);
+        packed(h, dtype, Layout::Fused, &z, &s, [&oq, &oq], false);
     });
 }

@@ -2,7 +2,7 @@
 
 use super::homes::*;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{Act, DropoutKey};
+use ferrotron_kernels::{Act, DropoutKey, NormalRuns};
 use ferrotron_tensor::DType;
 
 const LENGTHS: [usize; 5] = [0, 1, 7, 64, 1000];
@@ -215,6 +215,50 @@ fn dropout_depends_on_its_key_and_place_only() {
                 let all = h.poisoned(dtype, &[rows, n]);
                 h.k.dropout(&h.s, 0.0, key, &ids, &xt, &all).unwrap();
                 assert_eq!(h.host(&all), x, "{what}");
+            }
+        }
+    }
+}
+
+/// Normal values are the definition's to the last bit, from any number on, in rows that begin anywhere.
+#[test]
+fn normal_values_are_the_same_bits_everywhere() {
+    let stream = RandomStream::named(5, "w");
+    // Rows, width, stride: starts inside a block of words and at its beginning, more than a block of threads has.
+    let shapes = [
+        (1, 0, 0),
+        (0, 5, 5),
+        (1, 1, 9),
+        (1, 3, 0),
+        (1, 5, 7),
+        (3, 4, 4),
+        (7, 1, 3),
+        (5, 3, 11),
+        (40, 64, 256),
+        (33, 30, 101),
+        (1, 5001, 0),
+        (9, 1100, 1 << 33),
+    ];
+    let firsts = [0, 1, 2, 3, 1000, (1 << 32) - 2, (1 << 34) - 3, (1 << 40) + 1, (1 << 62) + 7];
+    for h in homes() {
+        for (rows, n, stride) in shapes {
+            for (first, lead) in firsts.into_iter().zip([0, 1, 4, 3, 2, 0, 1, 3, 4]) {
+                let runs = NormalRuns { stream, first, stride, std: 0.02 };
+                // A view that may begin between 16-byte lines, with something to lose on either side.
+                let whole = h.poisoned(DType::F32, &[lead + rows * n + 5]);
+                let out = whole.narrow(0, lead, rows * n).unwrap().view(&[rows, n]).unwrap();
+                h.k.normal(&h.s, runs, &out).unwrap();
+                let found = h.s.download::<f32>(&whole).unwrap();
+                for (i, x) in found.iter().enumerate() {
+                    let what = format!("{} [{rows}, {n}] from {first} by {stride}: {i}", h.name);
+                    if i < lead || i >= lead + rows * n {
+                        assert!(x.is_nan(), "{what} is outside");
+                        continue;
+                    }
+                    let (r, c) = ((i - lead) / n, (i - lead) % n);
+                    let want = (0.02 * stream.normal(first + r as u64 * stride + c as u64)) as f32;
+                    assert_eq!(x.to_bits(), want.to_bits(), "{what}: {x} {want}");
+                }
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Arguments that do not fit are errors that name the kernel, on every home, and never a panic.
 
 use super::homes::*;
+use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::*;
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
@@ -83,6 +84,10 @@ fn maps() {
         let deep = z(&h, F32, &[2, 2, 3, 2]).transpose(2, 3).unwrap();
         refused(&h, "copy deep columns apart", k.copy(s, &deep, &z(&h, F32, &[2, 2, 2, 3])));
         refused(&h, "copy itself", k.copy(s, &x, &x));
+        let runs = NormalRuns { stream: RandomStream::named(0, ""), first: 0, stride: 0, std: 1.0 };
+        refused(&h, "normal values in a vector", k.normal(s, runs, &f(3)));
+        refused(&h, "normal values in narrow", k.normal(s, runs, &z(&h, BF16, &[2, 3])));
+        refused(&h, "normal values apart", k.normal(s, runs, &z(&h, F32, &[2, 3]).narrow(1, 0, 2).unwrap()));
         let m = z(&h, F32, &[3, 4]);
         refused(&h, "column_sum short", k.column_sum(s, &m, false, &f(3)));
         refused(&h, "column_sum of a vector", k.column_sum(s, &f(3), false, &f(3)));

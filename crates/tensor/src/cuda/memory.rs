@@ -91,6 +91,7 @@ impl Card {
     /// # Safety
     /// `to` is valid for writes of that length by work on `queue`.
     pub(crate) unsafe fn upload(&self, queue: &Queue, from: &[u8], to: u64) -> Result<()> {
+        queue.outside_capture("copy to the card")?;
         for (i, part) in from.chunks(LARGE).enumerate() {
             let mut slot = self.staging.take(part.len())?;
             // SAFETY: the slot is idle and large enough; the caller vouches for the device side.
@@ -113,6 +114,7 @@ impl Card {
     /// # Safety
     /// `from` is valid for reads of that length by work on `queue`.
     pub(crate) unsafe fn download(&self, queue: &Queue, from: u64, to: &mut [u8]) -> Result<()> {
+        queue.outside_capture("copy from the card")?;
         let mut under_way: VecDeque<(Slot, &mut [u8])> = VecDeque::new();
         let finish = |(slot, part): (Slot, &mut [u8])| -> Result<()> {
             slot.used.as_ref().map_or(Ok(()), Moment::wait)?;

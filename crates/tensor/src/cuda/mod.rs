@@ -3,9 +3,11 @@
 //! Nothing here is linked: the binary starts on machines without a driver, and [`Card::open`] says what was
 //! looked for. `unsafe` is the driver's C interface; every call happens with the card's context current.
 
+mod graph;
 mod memory;
 mod queue;
 
+pub(crate) use graph::Recorded;
 pub(crate) use memory::{allocate, free};
 pub(crate) use queue::{Moment, Queue};
 

@@ -1,15 +1,18 @@
 //! Streams and events of the driver.
 
 use super::{Card, check};
-use crate::Result;
+use crate::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 
 /// A CUDA stream.
 pub(crate) struct Queue {
     card: Arc<Card>,
     raw: sys::CUstream,
+    /// Is its work captured instead of run?
+    capturing: AtomicBool,
 }
 
 // SAFETY: the driver's handles may be used from any thread.
@@ -25,11 +28,27 @@ impl Queue {
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
         // SAFETY: a place for the handle; the context is current.
         check("new stream", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
-        Ok(Queue { card: card.clone(), raw })
+        Ok(Queue { card: card.clone(), raw, capturing: AtomicBool::new(false) })
     }
 
     pub(crate) fn card(&self) -> &Card {
         &self.card
+    }
+
+    pub(super) fn shared_card(&self) -> &Arc<Card> {
+        &self.card
+    }
+
+    pub(super) fn set_capturing(&self, on: bool) {
+        self.capturing.store(on, Relaxed);
+    }
+
+    /// Refuses what a captured step cannot hold: host memory, waiting, other streams, and choices by time.
+    pub(super) fn outside_capture(&self, op: &'static str) -> Result<()> {
+        match self.capturing.load(Relaxed) {
+            true => Err(Error::Cuda { op, what: "not possible in work that is captured".into() }),
+            false => Ok(()),
+        }
     }
 
     /// The driver's handle.
@@ -39,14 +58,24 @@ impl Queue {
 
     /// Waits until everything queued is done, and says what kernels found wrong.
     pub(crate) fn synchronize(&self) -> Result<()> {
+        self.outside_capture("wait for the card")?;
         self.card.enter()?;
         // SAFETY: a live stream.
         check("wait for the card", unsafe { sys::cuStreamSynchronize(self.raw) })?;
         self.card.faults()
     }
 
+    /// Waits until everything queued is done, whatever came of it.
+    pub(crate) fn drain(&self) {
+        if self.card.enter().is_ok() {
+            // SAFETY: a live stream.
+            let _ = unsafe { sys::cuStreamSynchronize(self.raw) };
+        }
+    }
+
     /// Work queued from now on happens after `moment`.
     pub(crate) fn wait(&self, moment: &Moment) -> Result<()> {
+        self.outside_capture("wait for an event")?;
         self.card.enter()?;
         // SAFETY: live handles.
         check("wait for an event", unsafe { sys::cuStreamWaitEvent(self.raw, moment.raw, 0) })
@@ -75,6 +104,7 @@ unsafe impl Sync for Moment {}
 impl Moment {
     /// The point after everything queued so far.
     pub(crate) fn record(queue: &Queue) -> Result<Moment> {
+        queue.outside_capture("record an event")?;
         queue.card.enter()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a place for the handle; live handles after that.

@@ -1,6 +1,7 @@
 //! The kernels of a training step, at the shapes one micro-batch of a recipe gives them.
 
 mod attention;
+mod fp8;
 mod optimizer;
 mod products;
 mod rows;
@@ -10,7 +11,7 @@ use crate::Result;
 use crate::config::{OptimizerKind, Resolved};
 use crate::model::ModelConfig;
 use ferrotron_engine::Rank;
-use ferrotron_kernels::cpu::random::fill_normal;
+use ferrotron_kernels::NormalRuns;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -47,7 +48,13 @@ struct Sizes {
 
 /// Every kernel, in the order of a training step.
 pub(super) fn cases(r: &Resolved) -> Vec<Case> {
-    let (batch, seq) = (r.plan.micro_batch, r.plan.seq_len);
+    cases_of(r, r.plan.seq_len)
+}
+
+/// The same with as many tokens in documents of `seq`.
+pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
+    let tokens = r.plan.micro_batch * r.plan.seq_len;
+    let batch = tokens / seq.max(1);
     let z = Sizes {
         batch,
         seq,
@@ -56,7 +63,7 @@ pub(super) fn cases(r: &Resolved) -> Vec<Case> {
         optimizer: r.config.optimizer.kind,
         model: r.model.clone(),
     };
-    [products::cases(&z), attention::cases(&z), rows::cases(&z), optimizer::cases(&z)]
+    [products::cases(&z), fp8::cases(&z), attention::cases(&z), rows::cases(&z), optimizer::cases(&z)]
         .into_iter()
         .flatten()
         .collect()
@@ -67,9 +74,10 @@ pub(super) fn cases(r: &Resolved) -> Vec<Case> {
 pub(super) fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
     const MOST: usize = 1 << 24;
     let n: usize = shape.iter().product();
-    let mut values = vec![0f32; n.min(MOST)];
-    fill_normal(rank.device().threads(), RandomStream::named(1, "bench"), 0, 0.0, 1.0, &mut values);
-    let wide = rank.compute.upload(&values, &[values.len()], Category::Workspace)?;
+    let wide = Tensor::empty(&rank.compute, &[1, n.min(MOST)], DType::F32, Category::Workspace)?;
+    let runs = NormalRuns { stream: RandomStream::named(1, "bench"), first: 0, stride: 0, std: 1.0 };
+    rank.kernels.normal(&rank.compute, runs, &wide)?;
+    let wide = wide.select(0, 0)?;
     let all = Tensor::empty(&rank.compute, &[n], dtype, Category::Workspace)?;
     for start in (0..n).step_by(MOST) {
         let len = MOST.min(n - start);

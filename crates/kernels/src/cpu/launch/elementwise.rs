@@ -1,10 +1,10 @@
 use super::{CpuKernels, floats, rows_of, same_contiguous};
-use crate::cpu::random::dropout;
+use crate::cpu::random::{dropout, fill_normal};
 use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
-use crate::elementwise::{check_columns, check_dropout, check_one};
+use crate::elementwise::{check_columns, check_dropout, check_normal, check_one};
 use crate::philox::RandomStream;
-use crate::{DropoutKey, ElementwiseKernels};
+use crate::{DropoutKey, ElementwiseKernels, NormalRuns};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, write};
 
 impl ElementwiseKernels for CpuKernels {
@@ -122,6 +122,15 @@ impl ElementwiseKernels for CpuKernels {
             let (isa, rows) = (self.isa, l.slice(2)?);
             floats!("dropout", x.dtype(), T =>
                 dropout::<T>(l.threads(), isa, p, stream, rows, width, l.slice(0)?, l.slice_mut(1)?))
+        })
+    }
+
+    fn normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()> {
+        let [_, width] = check_normal(out)?;
+        s.launch("normal", &[write(out)], |l| {
+            let out = l.slice_mut::<f32>(0)?;
+            fill_normal(l.threads(), self.isa, runs, width, out);
+            Ok(())
         })
     }
 }

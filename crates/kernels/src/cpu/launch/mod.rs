@@ -10,6 +10,7 @@ mod loss;
 mod merge;
 mod norm;
 mod optim;
+mod quant;
 mod rope;
 
 use super::Isa;

@@ -130,6 +130,9 @@ __device__ __forceinline__ float fast_exp2(float x) {
 __device__ __forceinline__ void store16(u32 at, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
+__device__ __forceinline__ void load16(u32 at, u32& x, u32& y, u32& z, u32& w) {
+    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(at) : "memory");
+}
 // ---- end of PTX ----
 
 // Good to about 1e-7 absolutely, which is what a logit needs; ±1 at ±inf, NaN stays NaN.

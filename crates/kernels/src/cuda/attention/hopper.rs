@@ -3,42 +3,19 @@
 //! Backward: bounds of keys and values, then numbers of each query, then one kernel for dk, dv and the sums of dq in
 //! fixed point, then dq. Where there are enough heads, a block has all keys of one and needs neither bounds nor sums.
 
+use super::hopper_kinds::{Forward, Kind, OWN_NAMES, kind};
+use super::hopper_sections::{BLOCKS, CACHE, section, shared_section};
 use super::job::{Args, Job, blocks};
+use super::tables::Items;
 use crate::cuda::tensor_map::{TensorMap, tensor_map};
 use crate::cuda::{CudaKernels, Grid, Kernel};
-use ferrotron_tensor::{DType, Launch, Result, Tensor};
+use ferrotron_tensor::{DType, Launch, Result};
 
-/// Multiprocessors of the cards these kernels are for. Blocks stay and take one tile after another; the number is the
-/// same on every card, so that nothing depends on it.
-const BLOCKS: usize = 132;
-/// Bytes that the L2 cache keeps for sure.
-const CACHE: usize = 48 << 20;
-/// Rows of the tiles of packed sequences, of key tiles, and of what is done for each query.
+/// Rows of what is done for each query, and of what scratch space is made of.
 const ROWS: usize = 128;
-/// Average number of keys below which tiles are so short that two blocks share a multiprocessor.
-const SHORT: usize = 800;
 /// Views that a forward or a backward pass reads or writes in 16-byte pieces: bits of `wide`.
 const FORWARD_VIEWS: u32 = 0x0f;
 const BACKWARD_VIEWS: u32 = 0xff;
-
-/// The kernels of a backward pass in their order, for heads of up to 64 and 128 channels.
-const NAMES: [[&str; 4]; 2] = [
-    [
-        "attention_hopper_bounds_64_bf16",
-        "attention_hopper_prepare_64_bf16",
-        "attention_hopper_backward_64_bf16",
-        "attention_hopper_finish_64_bf16",
-    ],
-    [
-        "attention_hopper_bounds_128_bf16",
-        "attention_hopper_prepare_128_bf16",
-        "attention_hopper_backward_128_bf16",
-        "attention_hopper_finish_128_bf16",
-    ],
-];
-/// The second and third where a block has all keys of a head.
-const OWN_NAMES: [&str; 2] =
-    ["attention_hopper_prepare_own_64_bf16", "attention_hopper_backward_own_64_bf16"];
 
 /// `Mapped` of hopper_common.cuh.
 #[repr(C, align(64))]
@@ -57,16 +34,18 @@ struct Mapped {
     chunks: i32,
     k_from: i32,
     k_to: i32,
-    spare: [i32; 11],
+    whole: i32,
+    spare: [i32; 10],
 }
 
 // The source says the same.
 const _: () = assert!(size_of::<Mapped>() == 1024);
 
-/// An instance for heads of up to `width` channels.
+/// The kernels for a job.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
-    width: usize,
+    kind: &'static Kind,
+    forward: Forward,
     /// A block has all keys of a head.
     own: bool,
     /// Rows of a head in the scratch space.
@@ -85,18 +64,14 @@ struct Space {
 /// The kernels for a job, if they can do it once its views turn out to be aligned.
 pub(super) fn hopper(kernels: &CudaKernels, job: &Job, dtype: DType) -> Option<Hopper> {
     let (shape, a) = (&job.shape, &job.args);
-    let width = if shape.d_qk.max(shape.d_v) <= 64 { 64 } else { 128 };
-    let instance = job.instance;
+    let kind = kind(shape.d_qk, shape.d_v, shape.softcap.is_some())?;
     let fits = dtype == DType::BF16
-        && shape.d_qk.max(shape.d_v) <= width
         && shape.d_qk.is_multiple_of(8)
         && shape.d_v.is_multiple_of(8)
-        && shape.softcap.is_none()
         && shape.scale > 0.0
         && shape.heads > 0
         && a.batches > 0
         && job.tokens.iter().all(|n| *n > 0)
-        && [instance.forward, instance.keys, instance.queries].iter().all(|s| s.rows == ROWS)
         && kernels.has("attention_hopper_forward");
     if !fits {
         return None;
@@ -106,15 +81,19 @@ pub(super) fn hopper(kernels: &CudaKernels, job: &Job, dtype: DType) -> Option<H
     // Packed sequences each start on a tile of their own.
     let padded = if job.packed { tokens / ROWS + job.spans.len() + 1 } else { tokens.div_ceil(ROWS) } * ROWS;
     let own = !job.packed
-        && width == 64
+        && kind.width == 64
         // The blocks are all busy to the end, nearly; what they keep stays in the cache.
         && pairs.div_ceil(BLOCKS) * BLOCKS * 10 <= pairs * 11
-        && BLOCKS.min(pairs) * group * padded * width * 4 <= CACHE
+        && BLOCKS.min(pairs) * group * padded * kind.width * 4 <= CACHE
         // All queries see some key.
         && (a.bottom == 0 || a.k_len >= a.q_len)
         && (shape.window.0.is_none() || a.k_len >= a.q_len);
     let chunks = (job.inside[1][1] - job.inside[1][0]).div_ceil(ROWS);
-    Some(Hopper { width, own, padded, chunks })
+    let forward = match kind.short {
+        Some((below, short)) if job.reach() < below => short,
+        _ => kind.forward,
+    };
+    Some(Hopper { kind, forward, own, padded, chunks })
 }
 
 impl Hopper {
@@ -139,6 +118,16 @@ impl Hopper {
         tensor_map(address, sizes, [token, head, batch], rows as u32)
     }
 
+    /// Queries of a forward pass's tiles.
+    pub(super) fn forward_rows(&self) -> usize {
+        self.forward.rows()
+    }
+
+    /// Keys of a backward pass's tiles, and queries of what is done for each.
+    pub(super) fn backward_rows(&self) -> [usize; 2] {
+        [self.kind.backward.keys, ROWS]
+    }
+
     /// Arguments for tiles of `rows` queries or keys of `heads`, and how many tiles there are.
     fn tiles(
         &self,
@@ -146,22 +135,21 @@ impl Hopper {
         l: &Launch,
         heads: usize,
         (len, rows): (i32, usize),
-        items: Option<(usize, &Tensor)>,
+        items: Option<(usize, &Items)>,
     ) -> Result<(Mapped, usize)> {
         let mut m = Mapped { args: job.args, ..Mapped::default() };
         let pairs = job.pairs(heads);
-        let total = match items {
-            _ if job.packed => job.table(l, items, &mut m.args)? * heads,
-            _ => {
-                m.args.tiles = (len as usize).div_ceil(rows) as i32;
-                m.args.tiles as usize * pairs
-            }
+        let tiles = match items {
+            _ if job.packed => job.table(l, items, true, &mut m.args)?,
+            _ => (len as usize).div_ceil(rows),
         };
-        (m.total, m.pairs, m.section) = (blocks(total)? as i32, pairs as i32, pairs as i32);
+        let total = blocks(tiles * pairs)? as i32;
+        m.args.tiles = tiles as i32;
+        (m.total, m.whole, m.pairs, m.section) = (total, total, pairs as i32, pairs as i32);
         m.padded = self.padded as i32;
         m.chunks = self.chunks as i32;
         [m.k_from, m.k_to] = job.inside[1].map(|x| x as i32);
-        Ok((m, total))
+        Ok((m, tiles * pairs))
     }
 
     /// Queues the forward kernel; `items` is the argument with the table of query tiles.
@@ -170,35 +158,30 @@ impl Hopper {
         kernels: &CudaKernels,
         job: &Job,
         l: &Launch,
-        items: Option<(usize, &Tensor)>,
+        items: Option<(usize, &Items)>,
     ) -> Result<()> {
-        let (shape, a) = (&job.shape, &job.args);
-        // [warpgroups, keys of a tile, tiles in shared memory]: as in hopper_forward.cu.
-        let (name, [groups, keys, stages]) = if self.width == 128 {
-            ("attention_hopper_forward_128_bf16", [2, 128, 2])
-        } else if job.packed || job.reach() < SHORT {
-            ("attention_hopper_forward_short_64_bf16", [4, 64, 4])
-        } else {
-            ("attention_hopper_forward_64_bf16", [3, 128, 3])
-        };
-        let rows = groups * 64;
-        let (mut m, total) = self.tiles(job, l, shape.heads, (a.q_len, rows), items)?;
-        m.maps = [self.map(job, 0, rows)?, self.map(job, 1, keys)?, self.map(job, 2, keys)?, m.maps[3]];
-        m.section =
-            section(job.pairs(shape.heads), shape.heads / shape.kv_heads, job.tokens[1] * self.width * 4)
-                as i32;
-        let grid = Grid {
-            blocks: [total.min(BLOCKS) as u32, 1, 1],
-            threads: (groups * 128 + 128) as u32,
-            shared: (1024 + (2 * rows + 2 * stages * keys) * self.width * 2) as u32,
-        };
-        kernels.queue(l, Kernel { source: "attention_hopper_forward", name }, grid, &m)
+        let (shape, a, f) = (&job.shape, &job.args, &self.forward);
+        let (mut m, total) = self.tiles(job, l, shape.heads, (a.q_len, f.rows()), items)?;
+        m.maps =
+            [self.map(job, 0, f.rows())?, self.map(job, 1, f.keys)?, self.map(job, 2, f.keys)?, m.maps[3]];
+        let (pairs, tiles) = (job.pairs(shape.heads), m.args.tiles as usize);
+        let bytes = job.tokens[1] * (shape.d_qk + shape.d_v) * 2;
+        let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes);
+        if part < pairs {
+            // Every section starts with a round of the blocks.
+            let whole = (part * tiles).next_multiple_of(BLOCKS);
+            (m.section, m.whole) = (part as i32, whole as i32);
+            m.total = blocks(pairs.div_ceil(part) * whole)? as i32;
+        }
+        let grid =
+            Grid { blocks: [total.min(BLOCKS) as u32, 1, 1], threads: f.threads(), shared: f.shared() };
+        kernels.queue(l, f.kernel, grid, &m)
     }
 
     fn space(&self, job: &Job) -> Space {
         let (pairs, heads) = (job.pairs(job.shape.kv_heads), job.pairs(job.shape.heads));
         let sums =
-            if self.own { BLOCKS.min(pairs) * heads / pairs } else { heads } * self.padded * self.width;
+            if self.own { BLOCKS.min(pairs) * heads / pairs } else { heads } * self.padded * self.kind.width;
         let bounds = sums + heads * self.padded * 3;
         let next = bounds + (pairs * self.chunks * 2).next_multiple_of(4);
         Space { rows: sums, bounds, next, all: next + 4 }
@@ -217,7 +200,7 @@ impl Hopper {
         job: &Job,
         l: &Launch,
         scratch: usize,
-        [keys, queries]: [Option<(usize, &Tensor)>; 2],
+        [keys, queries]: [Option<(usize, &Items)>; 2],
     ) -> Result<()> {
         let (shape, a) = (&job.shape, &job.args);
         let (start, space) = (l.address(scratch)?, self.space(job));
@@ -229,80 +212,39 @@ impl Hopper {
         };
         let (m, row_tiles) = self.tiles(job, l, shape.heads, (a.q_len, ROWS), queries)?;
         let by_row = named(m);
-        let (m, key_tiles) = self.tiles(job, l, shape.kv_heads, (a.k_len, ROWS), keys)?;
+        let kind = &self.kind.backward;
+        let (m, key_tiles) = self.tiles(job, l, shape.kv_heads, (a.k_len, kind.keys), keys)?;
         let mut by_key = named(m);
-        let tile = 8192 / self.width;
         by_key.maps = [
-            self.map(job, 0, tile)?,
-            self.map(job, 1, ROWS)?,
-            self.map(job, 2, ROWS)?,
-            self.map(job, 4, tile)?,
+            self.map(job, 0, kind.queries)?,
+            self.map(job, 1, kind.keys)?,
+            self.map(job, 2, kind.keys)?,
+            self.map(job, 4, kind.queries)?,
         ];
         let pairs = job.pairs(shape.kv_heads);
-        // Blocks that run at the same time share as many queries as can be.
-        by_key.section = BLOCKS.div_ceil(by_key.args.tiles.max(1) as usize).min(pairs) as i32;
+        let tiles = by_key.args.tiles.max(1);
+        by_key.section = shared_section(pairs, tiles as usize) as i32;
+        by_key.whole = by_key.section * tiles;
 
         let rows = |name| Kernel { source: "attention_hopper_rows", name };
         let each = |n: usize| Ok(Grid { blocks: [blocks(n)?, 1, 1], threads: 256, shared: 0 });
-        let [bounds, mut prepare, mut backward, finish] = NAMES[usize::from(self.width == 128)];
+        let ([bounds, mut prepare, finish], mut kernel) = (self.kind.rows, kind.kernel);
         if self.own {
-            [prepare, backward] = OWN_NAMES;
+            [prepare, kernel.name] = OWN_NAMES;
         }
         if !self.own {
             kernels.queue(l, rows(bounds), each(pairs * self.chunks)?, &by_key)?;
         }
         kernels.queue(l, rows(prepare), each(row_tiles)?, &by_row)?;
-        let kernel = Kernel { source: "attention_hopper_backward", name: backward };
         let grid = Grid {
             blocks: [BLOCKS.min(if self.own { pairs } else { key_tiles }) as u32, 1, 1],
             threads: 384,
-            shared: backward_shared(self.width),
+            shared: kind.shared(),
         };
         kernels.queue(l, kernel, grid, &by_key)?;
         if !self.own {
             kernels.queue(l, rows(finish), each(row_tiles)?, &by_row)?;
         }
         Ok(())
-    }
-}
-
-/// `BYTES` of hopper_backward.cu.
-fn backward_shared(width: usize) -> u32 {
-    let (rows, stages) = (8192 / width, 3);
-    let head = (256 + 3 * stages * rows * 4).next_multiple_of(1024);
-    (head + 2 * ROWS * width * 2 + 2 * stages * rows * width * 2 + 2 * ROWS * rows * 2) as u32
-}
-
-/// How many (batch, head) pairs take their turns together, where `group` of them share `bytes` of keys and values:
-/// all if these fit into the cache, or else as many as do and split the pairs, or the blocks, evenly.
-fn section(pairs: usize, group: usize, bytes: usize) -> usize {
-    let most = (CACHE / bytes.max(1)).max(1) * group;
-    if most >= pairs {
-        pairs
-    } else if most >= BLOCKS {
-        most / BLOCKS * BLOCKS
-    } else {
-        (1..=most / group).rev().map(|n| n * group).find(|n| pairs.is_multiple_of(*n)).unwrap_or(group)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn sections_fit_the_cache_and_split_the_work() {
-        // All keys fit; the blocks set the size; 2 of 8 key heads at a time.
-        assert_eq!(section(128, 4, 4096 * 64 * 4), 128);
-        assert_eq!(section(768, 1, 1024 * 64 * 4), 132);
-        assert_eq!(section(32, 4, 32768 * 128 * 4), 8);
-        assert_eq!(section(3, 1, 1 << 30), 1);
-    }
-
-    #[test]
-    fn shared_memory_of_a_block_is_within_the_cards_limit() {
-        for width in [64, 128] {
-            assert!(backward_shared(width) <= 227 << 10);
-        }
     }
 }

@@ -11,45 +11,30 @@
 // wait for each other.
 
 // SHORT: gradients of scores are made of the powers as they were rounded for dv, which needs fewer registers.
-template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBackwardLoad<D, BM, OWN> {
-    using Load = HopperBackwardLoad<D, BM, OWN>;
+template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBackwardLoad<D, D, BM, 128, 3, OWN, 0> {
+    using Load = HopperBackwardLoad<D, D, BM, 128, 3, OWN, 0>;
     using Bars = typename Load::Bars;
     static constexpr int BN = Load::BN, STAGES = Load::STAGES, COLUMNS = Load::COLUMNS, NS = BM / 2, ND = D / 2;
     static constexpr u32 Q_BYTES = Load::Q_BYTES, DS_BYTES = Load::DS_BYTES;
-    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT, Q_AT = Load::Q_AT, O_AT = Load::O_AT;
-    static constexpr u32 DS_AT = Load::DS_AT;
+    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT, Q_AT = Load::Q_AT, O_AT = Load::O_AT, DS_AT = Load::DS_AT;
+
+    // Channels of a head in shared memory and in the sums.
+    static constexpr int W = COLUMNS * 64;
+    static_assert(BM * W == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
 
     // acc = x[64, D]·y[BM, D]ᵀ
     static __device__ __forceinline__ void scores(float (&s)[NS], u32 x, u32 y) {
-        const u64 l = rows_operand(x), r = rows_operand(y);
-#pragma unroll
-        for (int i = 0; i < D / 16; i++)
-            Product<BM>::template both<0, 0>(s, l + (((i >> 2) * BN * 128 + (i & 3) * 32) >> 4),
-                                             r + (((i >> 2) * BM * 128 + (i & 3) * 32) >> 4), i > 0);
-    }
-    // acc += p[64, BM]·y[BM, D]
-    static __device__ __forceinline__ void gather(float (&c)[ND], const u32 (&p)[NS / 2], u32 y, int add) {
-        const u64 r = turned_operand(y, BM * 128);
-#pragma unroll
-        for (int i = 0; i < BM / 16; i++)
-            Product<D>::template left<1>(c, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3],
-                                         r + ((i * 2048) >> 4), i > 0 ? 1 : add);
+        rows_product<BM, D>(s, x, BN * 128, y, BM * 128);
     }
     // acc[64, 64] = ds[BN, 64]ᵀ·k[BN, 64]
-    static __device__ __forceinline__ void queries(float (&c)[32], u32 ds, u32 k) {
-        const u64 l = turned_operand(ds, BN * 128), r = turned_operand(k, BN * 128);
-#pragma unroll
-        for (int i = 0; i < BN / 16; i++)
-            Product<64>::template both<1, 1>(c, l + ((i * 2048) >> 4), r + ((i * 2048) >> 4), i > 0);
-    }
+    static __device__ __forceinline__ void queries(float (&c)[32], u32 ds, u32 k) { turned_product<64, BN>(c, ds, k); }
 
     // Adds this warpgroup's part of dq to the sums of all blocks.
-    static __device__ __forceinline__ void flush(const float (&dq)[32], float step0, float step1, i32* to) {
-#pragma unroll
-        for (int i = 0; i < 32; i++)
-            asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128),
-                         "r"(__float2int_rn(dq[i] * (i & 2 ? step1 : step0)))
-                         : "memory");
+    static __device__ __forceinline__ void flush(float (&dq)[32], float step0, float step1, i32* to, int wg) {
+        add_sums(part<16>(dq[0]), step0, step1, to);
+        // Of 96 channels the second warpgroup has 32.
+        if (D > 64 && D < 128 && wg) return;
+        add_sums(part<16>(dq[16]), step0, step1, to + 16 * 128);
     }
 
     // With OWN this block has all keys of the head: it keeps what it has of dq so far in its own scratch, where every
@@ -78,7 +63,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
             }
             if (ends) {
                 const int self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
-                const i32 i = q0 + (D == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = D == 128 ? wg * 64 : 0;
+                const i32 i = q0 + (W == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = W == 128 ? wg * 64 : 0;
                 bf16* row0 = i < p.q_len ? a.dq.row<bf16>(p.batch, i, head) + column : nullptr;
                 bf16* row1 = i + 8 < p.q_len ? a.dq.row<bf16>(p.batch, i + 8, head) + column : nullptr;
                 store_rows<64>(dq, row0, row1, a.scale, a.scale, a.d_qk - column);
@@ -114,7 +99,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
             for (int i = 0; i < ND; i++) dk[i] = dv[i] = 0.0f;
             if (p.from < p.to) {
                 const u32 k_at = base + K_AT, v_at = base + V_AT;
-                const u32 dq_k = k_at + (D == 128 ? wg * BN * 128 : 0), dq_ds = D == 128 ? 0 : wg * BN * 128;
+                const u32 dq_k = k_at + (W == 128 ? wg * BN * 128 : 0), dq_ds = W == 128 ? 0 : wg * BN * 128;
                 barrier_wait(bars.kv_full(), kv_phase);
                 kv_phase ^= 1;
                 if (a.items && p.k_len - p.first < BN) {
@@ -182,7 +167,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
 #pragma unroll
                     for (int i = 0; i < NS / 2; i++) x[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
                     products_begin();
-                    gather(dv, x, o_at, add);
+                    sum_product<D, BM>(dv, x, o_at, add);
                     products_issued();
                     products_done<1>();
                     pin(dp);
@@ -221,7 +206,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                     // On the first turn this multiplies what nobody will look at: a branch here costs more.
                     queries(dq, base + DS_AT + turned * DS_BYTES + dq_ds, dq_k);
                     products_issued();
-                    gather(dk, y, q_at, add);
+                    sum_product<D, BM>(dk, y, q_at, add);
                     products_issued();
                     float4 kept[8];
                     if (OWN) own.fetch(kept);
@@ -233,22 +218,22 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                     if (add) {
                         if (first_lane) barrier_arrive(bars.ds_free(turned));
                         if constexpr (OWN) own.flush(m, p, dq, kept, wg);
-                        else flush(dq, step0, step1, to);
+                        else flush(dq, step0, step1, to, wg);
                     }
                     if constexpr (OWN) {
                         own.scratch = reinterpret_cast<float4*>(m.sums) +
-                                      ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (D / 4) +
+                                      ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (W / 4) +
                                       wg * 1024 + self;
                         own.q0 = q0;
                         own.head = head;
                         own.begins = p.first / BN == max(q0 + p.off - a.left, 0) / BN;
                         own.ends = p.first / BN == min(q0 + BM - 1 + p.off + a.right, p.k_len - 1) / BN;
                     } else {
-                        const float* steps = Load::rows_of(stage, 2) + (D == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
+                        const float* steps = Load::rows_of(stage, 2) + (W == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
                         step0 = steps[0];
                         step1 = steps[8];
                         to = reinterpret_cast<i32*>(m.sums) +
-                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * D + wg * 4096 + self);
+                             (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * W + wg * 4096 + self);
                     }
                     add = 1;
                     count++;
@@ -274,18 +259,14 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                     barrier_arrive(bars.kv_free());
                 }
                 if constexpr (OWN) own.flush(m, p, dq, kept, wg);
-                else flush(dq, step0, step1, to);
+                else flush(dq, step0, step1, to, wg);
             }
-            bf16* k_row[2];
-            bf16* v_row[2];
+            bf16 *k_row[2], *v_row[2];
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const i32 j = w0 + warp * 16 + r * 8 + (lane >> 2);
-                k_row[r] = v_row[r] = nullptr;
-                if (j < p.k_len) {
-                    k_row[r] = a.dk.row<bf16>(p.batch, p.k_start + j, p.head);
-                    v_row[r] = a.dv.row<bf16>(p.batch, p.k_start + j, p.head);
-                }
+                k_row[r] = j < p.k_len ? a.dk.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
+                v_row[r] = j < p.k_len ? a.dv.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
             }
             store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
             store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);
@@ -295,23 +276,7 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
     static __device__ __forceinline__ void run(const Mapped& m) {
         const u32 base = shared_address(attention_shared);
         const Bars bars = {base};
-        if (threadIdx.x == 0) {
-            barrier_init(bars.kv_full(), 1);
-            barrier_init(bars.kv_free(), 8);
-            for (int s = 0; s < STAGES; s++) {
-                barrier_init(bars.q_full(s), 1);
-                barrier_init(bars.o_full(s), 1);
-                barrier_init(bars.q_free(s), 8);
-                barrier_init(bars.o_free(s), 8);
-            }
-            for (int s = 0; s < 2; s++) {
-                barrier_init(bars.ds_full(s), 8);
-                barrier_init(bars.ds_free(s), 8);
-                barrier_init(bars.tile_full(s), 1);
-                barrier_init(bars.tile_free(s), OWN ? 1 : 9);
-            }
-            barrier_init_done();
-        }
+        if (threadIdx.x == 0) Load::init(bars);
         __syncthreads();
         if (threadIdx.x < 128) {
             fewer_registers<24>();
@@ -331,4 +296,5 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
 
 HOPPER_BACKWARD(attention_hopper_backward_64_bf16, 64, 128, true, false)
 HOPPER_BACKWARD(attention_hopper_backward_own_64_bf16, 64, 128, true, true)
+HOPPER_BACKWARD(attention_hopper_backward_96_bf16, 96, 64, false, false)
 HOPPER_BACKWARD(attention_hopper_backward_128_bf16, 128, 64, false, false)

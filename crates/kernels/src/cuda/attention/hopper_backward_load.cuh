@@ -1,13 +1,18 @@
 // The producer of the Hopper backward kernel: what lies where in shared memory, which tiles of keys a block takes, and
 // in which order it meets the queries.
 
-template <int D, int BM, bool OWN> struct HopperBackwardLoad {
-    static constexpr int BN = 128, STAGES = 3, COLUMNS = D / 64;
-    static_assert(BM * D == 8192, "dq of a tile is 64 x 64 for each of two warpgroups");
-    static constexpr u32 K_BYTES = BN * D * 2, Q_BYTES = BM * D * 2, DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
-    static constexpr u32 TILES_AT = 192, ROWS_AT = 256, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
-    static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + K_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
-    static constexpr u32 DS_AT = O_AT + STAGES * Q_BYTES, BYTES = DS_AT + 2 * DS_BYTES;
+// Heads of up to DQ channels of queries and keys and DV of values, BM queries and BN keys of a tile, STAGES tiles of
+// queries. OWN: a block has all keys of a head. Besides gradients of scores there are two places of PASSED bytes for what
+// warpgroups hand to each other.
+template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> struct HopperBackwardLoad {
+    static constexpr int BN = BN_, STAGES = STAGES_, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
+    static constexpr u32 K_BYTES = BN * COLUMNS * 128, V_BYTES = BN * V_COLUMNS * 128;
+    static constexpr u32 Q_BYTES = BM * COLUMNS * 128, O_BYTES = BM * V_COLUMNS * 128;
+    static constexpr u32 DS_BYTES = BN * BM * 2, ROW_BYTES = BM * 4;
+    static constexpr u32 TILES_AT = 224, ROWS_AT = 288, K_AT = (ROWS_AT + 3 * STAGES * ROW_BYTES + 1023) / 1024 * 1024;
+    static constexpr u32 V_AT = K_AT + K_BYTES, Q_AT = V_AT + V_BYTES, O_AT = Q_AT + STAGES * Q_BYTES;
+    static constexpr u32 DS_AT = O_AT + STAGES * O_BYTES, PASSED_AT = DS_AT + 2 * DS_BYTES;
+    static constexpr u32 BYTES = PASSED_AT + 2 * PASSED;
     static_assert(BYTES <= 227 * 1024, "shared memory");
 
     static __device__ __forceinline__ void bounds(const Attention& a, Spot& p) {
@@ -24,6 +29,8 @@ template <int D, int BM, bool OWN> struct HopperBackwardLoad {
         __device__ __forceinline__ u32 ds_free(u32 s) const { return base + 32 + s * 8; }
         __device__ __forceinline__ u32 tile_full(u32 s) const { return base + 48 + s * 8; }
         __device__ __forceinline__ u32 tile_free(u32 s) const { return base + 64 + s * 8; }
+        __device__ __forceinline__ u32 passed_full(u32 s) const { return base + 176 + s * 8; }
+        __device__ __forceinline__ u32 passed_free(u32 s) const { return base + 192 + s * 8; }
         __device__ __forceinline__ u32 q_full(u32 s) const { return base + 80 + s * 8; }
         __device__ __forceinline__ u32 q_free(u32 s) const { return base + 80 + (STAGES + s) * 8; }
         __device__ __forceinline__ u32 o_full(u32 s) const { return base + 80 + (2 * STAGES + s) * 8; }
@@ -61,6 +68,27 @@ template <int D, int BM, bool OWN> struct HopperBackwardLoad {
     static __device__ __forceinline__ i32 total(const Mapped& m) {
         const i32 blocks = gridDim.x, self = blockIdx.x;
         return OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
+    }
+
+    // All barriers; as many warps as said let go of what they have read: keys, tiles of queries, gradients of scores.
+    static __device__ __forceinline__ void init(Bars bars) {
+        barrier_init(bars.kv_full(), 1);
+        barrier_init(bars.kv_free(), 8);
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(bars.q_full(s), 1);
+            barrier_init(bars.o_full(s), 1);
+            barrier_init(bars.q_free(s), 8);
+            barrier_init(bars.o_free(s), 8);
+        }
+        for (int s = 0; s < 2; s++) {
+            barrier_init(bars.ds_full(s), PASSED ? 4 : 8);
+            barrier_init(bars.ds_free(s), 8);
+            barrier_init(bars.tile_full(s), 1);
+            barrier_init(bars.tile_free(s), OWN ? 1 : 9);
+            barrier_init(bars.passed_full(s), 4);
+            barrier_init(bars.passed_free(s), 4);
+        }
+        barrier_init_done();
     }
 
     // What the producer must know of a tile: it has no registers to work it out.
@@ -120,12 +148,13 @@ template <int D, int BM, bool OWN> struct HopperBackwardLoad {
                 barrier_wait(bars.kv_free(), kv_phase ^ 1);
                 kv_phase ^= 1;
                 if (one) {
-                    barrier_expect(bars.kv_full(), 2 * K_BYTES);
+                    barrier_expect(bars.kv_full(), K_BYTES + V_BYTES);
 #pragma unroll
-                    for (int c = 0; c < COLUMNS; c++) {
+                    for (int c = 0; c < COLUMNS; c++)
                         tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+#pragma unroll
+                    for (int c = 0; c < V_COLUMNS; c++)
                         tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
-                    }
                 }
             }
             const i32 step = downwards(p->index) ? -BM : BM;
@@ -149,10 +178,10 @@ template <int D, int BM, bool OWN> struct HopperBackwardLoad {
                     }
                     barrier_wait(bars.o_free(s), ring.phase ^ 1);
                     if (one) {
-                        barrier_expect(bars.o_full(s), Q_BYTES);
+                        barrier_expect(bars.o_full(s), O_BYTES);
 #pragma unroll
-                        for (int c = 0; c < COLUMNS; c++)
-                            tensor_load(base + O_AT + s * Q_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
+                        for (int c = 0; c < V_COLUMNS; c++)
+                            tensor_load(base + O_AT + s * O_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
                                         p->query + token, head + n, p->batch);
                     }
                     ring.next();

@@ -13,16 +13,18 @@ struct alignas(64) Mapped {
                   // and 64 steps: what a one of `sums` is worth, inverted, a power of two
     i32 chunks;   // of `bounds`
     i32 k_from, k_to;  // key tokens that belong to a sequence
-    i32 spare[11];
+    i32 whole;    // numbers of a section's tiles: as many as they are, or whole rounds of the blocks
+    i32 spare[10];
 };
 static_assert(sizeof(Mapped) == 1024, "as in hopper.rs");
 
 // Tile `round` of this block. Tiles are sorted from long to short, and every other round runs backwards, so that the
-// blocks' shares of the work come out alike.
-__device__ __forceinline__ i32 tile_of(i32 round, i32 total) {
+// blocks' shares of the work come out alike. Where a section does not end with a round there is no tile: -1.
+__device__ __forceinline__ i32 tile_of(const Mapped& m, i32 round) {
     const i32 blocks = gridDim.x, self = blockIdx.x;
     const i32 x = round * blocks + ((round & 1) ? blocks - 1 - self : self);
-    return x < total ? x : -1;
+    const i32 part = x / m.whole, here = min(m.section, m.pairs - part * m.section);
+    return x - part * m.whole < here * m.a.tiles ? x : -1;
 }
 // The last rounds of a block may hold no tile in one direction but in the next.
 __device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x) - 1) / i32(gridDim.x); }
@@ -31,14 +33,18 @@ __device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x
 struct Spot : Place {
     i32 row;
 };
+// `a.tiles` of every pair: of packed sequences, which are one batch entry, those of the table.
 __device__ __forceinline__ Spot tile_place(const Mapped& m, i32 index, i32 heads, i32 size, bool reversed) {
     const Attention& a = m.a;
     Spot p;
     p.row = 0;
+    const i32 part = index / m.whole, rest = index - part * m.whole;
+    const i32 here = min(m.section, m.pairs - part * m.section);
+    const i32 tile = rest / here, pair = part * m.section + (rest - tile * here);
+    p.batch = pair / heads;
+    p.head = pair - p.batch * heads;
     if (a.items) {
-        p.head = index % heads;
-        Item it = reinterpret_cast<const Item*>(a.items)[index / heads];
-        p.batch = 0;
+        const Item it = reinterpret_cast<const Item*>(a.items)[tile];
         p.q_start = it.q_start;
         p.q_len = it.q_len;
         p.k_start = it.k_start;
@@ -46,11 +52,6 @@ __device__ __forceinline__ Spot tile_place(const Mapped& m, i32 index, i32 heads
         p.first = it.first;
         p.row = it.pad0;
     } else {
-        const i32 whole = m.section * a.tiles, part = index / whole, rest = index - part * whole;
-        const i32 here = min(m.section, m.pairs - part * m.section);
-        const i32 tile = rest / here, pair = part * m.section + (rest - tile * here);
-        p.batch = pair / heads;
-        p.head = pair - p.batch * heads;
         p.q_start = 0;
         p.q_len = a.q_len;
         p.k_start = 0;
@@ -89,9 +90,10 @@ __device__ __forceinline__ void turn_quad(u32 (&w)[4]) {
 }
 
 // Two rows (r = 0, 1) of an accumulator [64, N], times a factor each, as bf16 in 16-byte stores. Null: not stored.
+// Where `keep` is 0 and not all ones, zeros are stored, whatever the accumulator holds.
 template <int N>
 __device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, bf16* row1, float f0, float f1,
-                                           i32 channels) {
+                                           i32 channels, u32 keep0 = ~0u, u32 keep1 = ~0u) {
     const i32 t = threadIdx.x & 3;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -101,7 +103,8 @@ __device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, 
         for (int n = 0; n < N / 8; n += 4) {
             u32 w[4];
 #pragma unroll
-            for (int j = 0; j < 4; j++) w[j] = pack_bf16(c[(n + j) * 4 + r * 2] * f, c[(n + j) * 4 + r * 2 + 1] * f);
+            for (int j = 0; j < 4; j++)
+                w[j] = pack_bf16(c[(n + j) * 4 + r * 2] * f, c[(n + j) * 4 + r * 2 + 1] * f) & (r ? keep1 : keep0);
             turn_quad(w);
             if (row && (n + t) * 8 < channels)
                 *reinterpret_cast<uint4*>(row + (n + t) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
@@ -117,4 +120,13 @@ template <int ROWS, int COLUMNS> __device__ __forceinline__ void blank_rows(u32 
         for (int c = 0; c < COLUMNS; c++) store16(at + c * ROWS * 128 + x * 16, 0, 0, 0, 0);
     }
     async_fence();
+}
+
+// Adds rows of dq, which came from an accumulator, to the sums of all blocks, in fixed point.
+template <int N> __device__ __forceinline__ void add_sums(const float (&dq)[N], float step0, float step1, i32* to) {
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128),
+                     "r"(__float2int_rn(dq[i] * (i & 2 ? step1 : step0)))
+                     : "memory");
 }

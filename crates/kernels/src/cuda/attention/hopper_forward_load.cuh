@@ -1,13 +1,15 @@
 // The producer of the Hopper forward kernel: what lies where in shared memory, and which tiles are copied there when.
 
-template <int D, int WGS, int BN, int STAGES> struct HopperForwardLoad {
-    static constexpr int BM = WGS * 64, COLUMNS = D / 64;
+// Q: tiles of queries in shared memory.
+template <int DQ, int DV, int WGS, int BN, int STAGES, int Q> struct HopperForwardLoad {
+    static constexpr int BM = WGS * 64, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
     // One block a multiprocessor: the producer is a warpgroup that hands its registers to the others. Two blocks: a
     // warp behind the others.
     static constexpr int THREADS = (WGS + 1) * 128;
-    static constexpr u32 Q_BYTES = BM * D * 2, K_BYTES = BN * D * 2;
-    static constexpr u32 Q_AT = 1024, K_AT = Q_AT + 2 * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
-    static constexpr u32 BYTES = V_AT + STAGES * K_BYTES;
+    static constexpr u32 Q_BYTES = BM * COLUMNS * 128, K_BYTES = BN * COLUMNS * 128, V_BYTES = BN * V_COLUMNS * 128;
+    static constexpr u32 Q_AT = 1024, K_AT = Q_AT + Q * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
+    static constexpr u32 BYTES = V_AT + STAGES * V_BYTES;
+    static_assert(BYTES <= 227 * 1024, "shared memory");
 
     static __device__ __forceinline__ void bounds(const Attention& a, Place& p) {
         p.from = p.lo(a, p.first) / BN;
@@ -27,11 +29,11 @@ template <int D, int WGS, int BN, int STAGES> struct HopperForwardLoad {
     static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
         const Attention& a = m.a;
         Ring<STAGES> k, v;
-        Ring<2> q;
+        Ring<Q> q;
         const i32 n = rounds(m.total);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
-            const i32 index = tile_of(round, m.total);
+            const i32 index = tile_of(m, round);
             if (index < 0) continue;
             Spot p = tile_place(m, index, a.heads, BM, true);
             bounds(a, p);
@@ -57,10 +59,10 @@ template <int D, int WGS, int BN, int STAGES> struct HopperForwardLoad {
             for (i32 tile = p.to - 1; tile >= p.from; tile--) {
                 if (tile > p.from) keys(tile - 1);
                 barrier_wait(bars.v_free(v.stage), v.phase ^ 1);
-                barrier_expect(bars.v_full(v.stage), K_BYTES);
+                barrier_expect(bars.v_full(v.stage), V_BYTES);
 #pragma unroll
-                for (int c = 0; c < COLUMNS; c++)
-                    tensor_load(base + V_AT + v.stage * K_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * 64,
+                for (int c = 0; c < V_COLUMNS; c++)
+                    tensor_load(base + V_AT + v.stage * V_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * 64,
                                 p.k_start + tile * BN, p.kv_head, p.batch);
                 v.next();
             }

@@ -43,18 +43,19 @@ template <int D> __device__ __forceinline__ void hopper_bounds(const Mapped& m) 
         reinterpret_cast<float*>(m.bounds)[blockIdx.x * 2 + threadIdx.x] = x;
     }
 }
-extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_64_bf16(const __grid_constant__ Mapped m) {
-    hopper_bounds<64>(m);
-}
-extern "C" __global__ void __launch_bounds__(256) attention_hopper_bounds_128_bf16(const __grid_constant__ Mapped m) {
-    hopper_bounds<128>(m);
-}
+#define ROWS_KERNEL(NAME, ...)                                                                   \
+    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Mapped m) {   \
+        __VA_ARGS__(m);                                                                          \
+    }
+ROWS_KERNEL(attention_hopper_bounds_64_bf16, hopper_bounds<64>)
+ROWS_KERNEL(attention_hopper_bounds_128_bf16, hopper_bounds<128>)
+ROWS_KERNEL(attention_hopper_bounds_256_bf16, hopper_bounds<256>)
 
 // 128 rows of a head a block: weights = lse·log2 e (-inf, and rows past the end, become +inf) and delta = Σ dout·out;
 // where sums are kept in fixed point (OWN is false) their steps, and zeros in them. Of 16 rows, those that a thread of
 // the backward kernel needs lie together: row 8·h + 2·t + e is at 4·t + 2·h + e. Steps lie in order. 64 weights, 64
-// deltas and 64 steps follow each other.
-template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const Mapped& m) {
+// deltas and 64 steps follow each other. Values have up to D channels, sums W.
+template <int D, int W, bool OWN> __device__ __forceinline__ void hopper_prepare(const Mapped& m) {
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const Attention& a = m.a;
     __shared__ float most[16];
@@ -76,19 +77,33 @@ template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const 
     const i32 lane = threadIdx.x % LANES, c = lane * 8;
     const i64 base = (i64(p.batch) * a.heads + p.head) * m.padded + p.row;
     if constexpr (!OWN) {
-        int4* zeros = reinterpret_cast<int4*>(reinterpret_cast<i32*>(m.sums) + (base + p.first) * D) + threadIdx.x;
+        int4* zeros = reinterpret_cast<int4*>(reinterpret_cast<i32*>(m.sums) + (base + p.first) * W) + threadIdx.x;
 #pragma unroll
-        for (int i = 0; i < 128 * D / 1024; i++) zeros[i * 256] = make_int4(0, 0, 0, 0);
+        for (int i = 0; i < 128 * W / 1024; i++) zeros[i * 256] = make_int4(0, 0, 0, 0);
     }
+    // Some rows at a time are on their way together.
+    constexpr int BATCH = 128 / ROWS < 4 ? 128 / ROWS : 4;
+    Packed<bf16> out[BATCH], dout[BATCH];
 #pragma unroll
     for (i32 n = 0; n < 128 / ROWS; n++) {
         const i32 r = n * ROWS + i32(threadIdx.x / LANES), i = p.first + r;
         const bool there = i < p.q_len;
-        float x[8] = {}, y[8] = {};
-        if (there && c < a.d_v) {
-            load(a.out.row<bf16>(p.batch, p.q_start + i, p.head) + c, x);
-            load(a.dout.row<bf16>(p.batch, p.q_start + i, p.head) + c, y);
+        if (n % BATCH == 0) {
+#pragma unroll
+            for (i32 j = 0; j < BATCH; j++) {
+                const i32 at = i + j * ROWS;
+                out[j] = dout[j] = {};
+                if (at < p.q_len && c < a.d_v) {
+                    out[j] = *reinterpret_cast<const Packed<bf16>*>(a.out.row<bf16>(p.batch, p.q_start + at, p.head) + c);
+                    dout[j] = *reinterpret_cast<const Packed<bf16>*>(a.dout.row<bf16>(p.batch, p.q_start + at, p.head) + c);
+                }
+            }
+#pragma unroll
+            for (i32 j = 0; j < BATCH; j++) forget(out[j]), forget(dout[j]);
         }
+        float x[8], y[8];
+        unpack(out[n % BATCH], x);
+        unpack(dout[n % BATCH], y);
         float sum = 0.0f, norm = 0.0f;
 #pragma unroll
         for (int e = 0; e < 8; e++) sum = fmaf(x[e], y[e], sum), norm = fmaf(y[e], y[e], norm);
@@ -119,26 +134,24 @@ template <int D, bool OWN> __device__ __forceinline__ void hopper_prepare(const 
         }
     }
 }
-#define PREPARE(NAME, D, OWN)                                                                    \
-    extern "C" __global__ void __launch_bounds__(256) NAME(const __grid_constant__ Mapped m) {   \
-        hopper_prepare<D, OWN>(m);                                                               \
-    }
-PREPARE(attention_hopper_prepare_64_bf16, 64, false)
-PREPARE(attention_hopper_prepare_128_bf16, 128, false)
-PREPARE(attention_hopper_prepare_own_64_bf16, 64, true)
+ROWS_KERNEL(attention_hopper_prepare_64_bf16, hopper_prepare<64, 64, false>)
+ROWS_KERNEL(attention_hopper_prepare_own_64_bf16, hopper_prepare<64, 64, true>)
+ROWS_KERNEL(attention_hopper_prepare_128_bf16, hopper_prepare<128, 128, false>)
+ROWS_KERNEL(attention_hopper_prepare_192_bf16, hopper_prepare<128, 192, false>)
+ROWS_KERNEL(attention_hopper_prepare_256_bf16, hopper_prepare<256, 256, false>)
 
-// 128 rows of `sums` a block, as the backward kernel left them, 64 x 64 a warpgroup, to dq.
-template <int D> __device__ __forceinline__ void hopper_finish(const Mapped& m) {
+// 128 rows of `sums` of W channels a block, as the backward kernel left them, to dq: 64 rows after another, 64 channels
+// after another, 64 x 64 a warpgroup.
+template <int W> __device__ __forceinline__ void hopper_finish(const Mapped& m) {
     const Attention& a = m.a;
     const Spot p = tile_place(m, blockIdx.x, a.heads, 128, false);
     const i64 at = (i64(p.batch) * a.heads + p.head) * m.padded + p.row + p.first;
     const int wg = threadIdx.x >> 7, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
 #pragma unroll 1
-    for (int n = 0; n < D / 64; n++) {
-        // With 128 channels a tile has 64 rows, and the warpgroups have its halves; with 64 it has 128 rows.
-        const i32 tile = D == 128 ? n * 64 : wg * 64, column = D == 128 ? wg * 64 : 0;
+    for (int n = 0; n < W / 64; n++) {
+        const i32 place = n * 2 + wg, tile = place / (W / 64) * 64, column = place % (W / 64) * 64;
         const i32 inside = warp * 16 + (lane >> 2);
-        const i32* from = reinterpret_cast<const i32*>(m.sums) + (at * D + n * 8192 + wg * 4096) + self;
+        const i32* from = reinterpret_cast<const i32*>(m.sums) + (at * W + place * 4096) + self;
         float dq[32];
 #pragma unroll
         for (int j = 0; j < 32; j++) dq[j] = float(from[j * 128]);
@@ -153,9 +166,7 @@ template <int D> __device__ __forceinline__ void hopper_finish(const Mapped& m) 
         store_rows<64>(dq, row[0], row[1], f[0], f[1], a.d_qk - column);
     }
 }
-extern "C" __global__ void __launch_bounds__(256) attention_hopper_finish_64_bf16(const __grid_constant__ Mapped m) {
-    hopper_finish<64>(m);
-}
-extern "C" __global__ void __launch_bounds__(256) attention_hopper_finish_128_bf16(const __grid_constant__ Mapped m) {
-    hopper_finish<128>(m);
-}
+ROWS_KERNEL(attention_hopper_finish_64_bf16, hopper_finish<64>)
+ROWS_KERNEL(attention_hopper_finish_128_bf16, hopper_finish<128>)
+ROWS_KERNEL(attention_hopper_finish_192_bf16, hopper_finish<192>)
+ROWS_KERNEL(attention_hopper_finish_256_bf16, hopper_finish<256>)

@@ -1,21 +1,20 @@
 //! One checked launch: what the kernels are told, and over which tiles they run.
 
 use super::instances::{Instance, Step, instance};
+use super::tables::{Items, Side};
 use crate::attention_plan::{Plan, plan, strides};
 use crate::checks::dtypes;
 use crate::cpu::attention::{Align, AttentionShape, Span, check_shape, per_head};
 use crate::cuda::{CudaKernels, Grid, Kernel};
 use crate::{AttentionForward, Scores, Sequences};
-use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, shape_error};
-use std::cmp::{Ordering, Reverse};
+use ferrotron_tensor::{DType, Launch, Result, Tensor, shape_error};
+use std::cmp::Ordering;
 use std::f32::consts::LOG2_E;
 
 /// Sequences up to this length keep every sum of positions within 32 bits.
 const LONGEST: usize = 1 << 28;
 /// A window without bound.
 const UNBOUNDED: i32 = 1 << 29;
-/// Numbers of a row of the table of tiles.
-const ITEM: usize = 8;
 
 /// `View` of common.cuh.
 #[repr(C)]
@@ -41,7 +40,7 @@ pub(super) struct Args {
     pub(super) dsink: u64,
     pub(super) weights: u64,
     pub(super) delta: u64,
-    items: u64,
+    pub(super) items: u64,
     pub(super) tokens: i64,
     q_from: i64,
     q_to: i64,
@@ -53,8 +52,8 @@ pub(super) struct Args {
     pub(super) q_len: i32,
     pub(super) k_len: i32,
     pub(super) tiles: i32,
-    left: i32,
-    right: i32,
+    pub(super) left: i32,
+    pub(super) right: i32,
     pub(super) bottom: i32,
     pub(super) wide: u32,
     scale: f32,
@@ -85,13 +84,6 @@ struct Blank {
 
 // The sources say the same of theirs.
 const _: () = assert!(size_of::<Args>() == 416 && size_of::<Blank>() == 64);
-
-/// Which side of the scores the tiles of a kernel cut.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
-    Query,
-    Key,
-}
 
 /// A checked launch.
 pub(super) struct Job {
@@ -200,52 +192,6 @@ impl Job {
         Ok(())
     }
 
-    /// The tiles of packed sequences, those with the most work first. `None` where the kernels count for themselves.
-    pub(super) fn items(&self, s: &Stream, step: &Step, side: Side) -> Result<Option<Tensor>> {
-        if !self.packed {
-            return Ok(None);
-        }
-        let (left, right) = (i64::from(self.args.left), i64::from(self.args.right));
-        let mut tiles = Vec::new();
-        for (number, span) in self.spans.iter().enumerate() {
-            // Where the sequence's rows start in scratch space in which each starts on a tile of its own.
-            let row = (span.q_start / 128 + number) * 128;
-            let (q_len, k_len) = (span.q_len as i64, span.k_len as i64);
-            let off = if self.args.bottom == 1 { k_len - q_len } else { 0 };
-            let len = if side == Side::Query { span.q_len } else { span.k_len };
-            for first in (0..len).step_by(step.rows) {
-                let (from, to) = (first as i64, (len.min(first + step.rows) - 1) as i64);
-                let seen = match side {
-                    Side::Query => (to + off + right).min(k_len - 1) - (from + off - left).max(0),
-                    Side::Key => (to - off + left).min(q_len - 1) - (from - off - right).max(0),
-                };
-                tiles.push((seen, span, first, row));
-            }
-        }
-        tiles.sort_by_key(|(seen, ..)| Reverse(*seen));
-        let numbers = |(_, s, first, row): &(i64, &Span, usize, usize)| {
-            [s.q_start, s.q_len, s.k_start, s.k_len, *first, *row, 0, 0].map(|x| x as i32)
-        };
-        let table: Vec<i32> = tiles.iter().flat_map(numbers).collect();
-        Ok(Some(s.upload(&table, &[table.len()], Category::Workspace)?))
-    }
-
-    /// Names the table of tiles to the kernels; how many there are.
-    pub(super) fn table(
-        &self,
-        l: &Launch,
-        items: Option<(usize, &Tensor)>,
-        args: &mut Args,
-    ) -> Result<usize> {
-        match items {
-            Some((i, t)) if t.numel() > 0 => {
-                args.items = l.address(i)?;
-                Ok(t.numel() / ITEM)
-            }
-            _ => Ok(0),
-        }
-    }
-
     /// Batch entries times heads.
     pub(super) fn pairs(&self, heads: usize) -> usize {
         self.args.batches as usize * heads
@@ -253,7 +199,10 @@ impl Job {
 
     /// About how many keys a query sees.
     pub(super) fn reach(&self) -> usize {
-        let (keys, a) = (self.tokens[1], &self.args);
+        let a = &self.args;
+        let (queries, pairs) =
+            self.spans.iter().fold((0, 0), |(q, p), s| (q + s.q_len, p + s.q_len * s.k_len));
+        let keys = pairs / queries.max(1);
         let window = (a.left as usize).saturating_add(a.right as usize).saturating_add(1);
         if a.right == 0 && a.left == UNBOUNDED { keys / 2 } else { window.min(keys) }
     }
@@ -265,7 +214,7 @@ impl Job {
         l: &Launch,
         step: &Step,
         side: Side,
-        items: Option<(usize, &Tensor)>,
+        items: Option<(usize, &Items)>,
     ) -> Result<()> {
         let (len, heads) = match side {
             Side::Query => (self.args.q_len, self.shape.heads),
@@ -273,7 +222,7 @@ impl Job {
         };
         let mut args = self.args;
         let tiles = match items {
-            _ if self.packed => self.table(l, items, &mut args)?,
+            _ if self.packed => self.table(l, items, false, &mut args)?,
             _ => {
                 args.tiles = (len as usize).div_ceil(step.rows) as i32;
                 args.tiles as usize * args.batches as usize

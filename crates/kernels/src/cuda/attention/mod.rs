@@ -5,8 +5,11 @@
 //! `Σ dout·out`, one over tiles of keys for dk and dv, one over tiles of queries for dq.
 
 mod hopper;
+mod hopper_kinds;
+mod hopper_sections;
 mod instances;
 mod job;
+mod tables;
 
 use super::{CudaKernels, Grid, Kernel, typed};
 use crate::attention_plan::gradients;
@@ -15,7 +18,8 @@ use crate::{AttentionBackward, AttentionForward, AttentionKernels, Scores, Seque
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 use hopper::hopper;
 use instances::Instance;
-use job::{Side, blocks, job, one_each};
+use job::{blocks, job, one_each};
+use tables::Side;
 
 impl AttentionKernels for CudaKernels {
     fn attention_forward(
@@ -29,11 +33,12 @@ impl AttentionKernels for CudaKernels {
         let mut job = job(OP, scores, sequences, f)?;
         let step = job.instance.forward;
         let blank = typed!(OP, f.q.dtype(), "attention_rows", "attention_blank")?;
-        let items = job.items(s, &step, Side::Query)?;
+        let hopper = hopper(self, &job, f.q.dtype());
+        let items = job.items(s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
         let mut args = vec![read(f.q), read(f.k), read(f.v), write(f.out), write(f.lse)];
         args.extend(f.sink.map(read));
         let table = items.as_ref().map(|t| (args.len(), t));
-        args.extend(items.as_ref().map(read));
+        args.extend(items.as_ref().map(|t| read(&t.table)));
         s.launch(OP, &args, |l| {
             for (i, t) in [f.q, f.k, f.v, f.out].into_iter().enumerate() {
                 job.view(l, i, t, i)?;
@@ -41,7 +46,7 @@ impl AttentionKernels for CudaKernels {
             job.args.lse = l.address(4)?;
             job.args.sink = f.sink.map_or(Ok(0), |_| l.address(5))?;
             job.blank(self, l, blank, 3, f.out, Side::Query)?;
-            match hopper(self, &job, f.q.dtype()) {
+            match hopper {
                 Some(h) if h.forward_fits(&job) => h.forward(self, &job, l, table),
                 _ => job.queue(self, l, &step, Side::Query, table),
             }
@@ -76,7 +81,14 @@ impl AttentionKernels for CudaKernels {
         let hopper = hopper(self, &job, f.q.dtype());
         let space = hopper.map_or(0, |h| h.scratch(&job));
         let space = Tensor::empty(s, &[space], DType::F32, Category::Workspace)?;
-        let tables = [job.items(s, &keys, Side::Key)?, job.items(s, &queries, Side::Query)?];
+        let [key_rows, query_rows] = match hopper.map(|h| h.backward_rows()) {
+            Some(rows) => rows.map(Some),
+            None => [None; 2],
+        };
+        let tables = [
+            job.items(s, keys.rows, key_rows, Side::Key)?,
+            job.items(s, queries.rows, query_rows, Side::Query)?,
+        ];
 
         let views = [f.q, f.k, f.v, f.out, b.dout, b.dq, b.dk, b.dv];
         let mut args: Vec<_> = views[..5].iter().map(|t| read(t)).collect();
@@ -92,7 +104,7 @@ impl AttentionKernels for CudaKernels {
         });
         let [key_table, query_table] = [&tables[0], &tables[1]].map(|table| {
             table.as_ref().map(|t| {
-                args.push(read(t));
+                args.push(read(&t.table));
                 (args.len() - 1, t)
             })
         });

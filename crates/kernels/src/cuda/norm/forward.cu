@@ -1,5 +1,5 @@
 struct ForwardArgs {
-    u64 x, residual, sum, y, gamma, beta, mean, rstd;
+    u64 x, residual, sum, y, gamma, beta, mean, rstd, amax;
     i64 x_outer, x_inner, y_outer, y_inner;
     i64 rows, inner;
     i32 width;
@@ -68,7 +68,9 @@ __device__ __forceinline__ void keep_statistics(const ForwardArgs& a, i64 row, f
 
 // ADD: sum = x + residual first; x, residual and sum are laid out alike. Many short blocks are faster then, few that
 // stay otherwise: the one wants few registers, the other few instructions, so what is unpacked is kept or not.
-template <class T, int CHUNKS, bool ADD, int STAGES> __device__ __forceinline__ void forward(const ForwardArgs& a) {
+// MEASURED: the largest magnitude of y, too.
+template <class T, int CHUNKS, bool ADD, int STAGES, bool MEASURED = false>
+__device__ __forceinline__ void forward(const ForwardArgs& a) {
     constexpr int V = Wide<T>::count;
     // For both sums of a row, and for the next row's.
     __shared__ Pair shared[2][2][32];
@@ -108,6 +110,7 @@ template <class T, int CHUNKS, bool ADD, int STAGES> __device__ __forceinline__ 
     }
     // All teams of a block take equally many turns, the last ones perhaps without a row: they meet in the sums.
     u32 turn = 0;
+    float most = 0.0f;
     for (i64 base = i64(blockIdx.x) * teams; base < a.rows; base += step, row += step, turn ^= 1) {
         const bool live = row < a.rows;
         const Place p = place(live ? row : 0, a.inner);
@@ -153,14 +156,19 @@ template <class T, int CHUNKS, bool ADD, int STAGES> __device__ __forceinline__ 
         const i64 to = p.start(a.y_outer, a.y_inner);
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
-            if (has(c))
-                put_piece(a.y, to + column(c), normal(held[c], gamma[c], beta[c], mean, r, a.one, a.beta != 0));
+            if (has(c)) {
+                const Packed<T> y = normal(held[c], gamma[c], beta[c], mean, r, a.one, a.beta != 0);
+                put_piece(a.y, to + column(c), y);
+                if (MEASURED) most = largest(most, y);
+            }
         if (lane == 0) keep_statistics(a, row, mean, r);
     }
+    if (MEASURED) raise_together(a.amax, most);
 }
 
 // Any row, a block to each: read once for each sum and once more for the result.
-template <class T, bool ADD> __device__ __forceinline__ void forward_long(const ForwardArgs& a) {
+template <class T, bool ADD, bool MEASURED = false>
+__device__ __forceinline__ void forward_long(const ForwardArgs& a) {
     constexpr int V = Wide<T>::count;
     __shared__ float shared[32];
     const i64 row = blockIdx.x;
@@ -187,12 +195,20 @@ template <class T, bool ADD> __device__ __forceinline__ void forward_long(const 
         add_squares(squares, fetch(x, at, a.width, wide), mean, a.width - at);
     const float r = 1.0f / sqrtf(block_sum(squares, shared) / float(a.width) + a.eps);
     T* y = reinterpret_cast<T*>(a.y) + p.start(a.y_outer, a.y_inner);
+    float most = 0.0f;
     for (i32 at = first; at < a.width; at += step) {
         Packed<T> g = fetch(reinterpret_cast<const T*>(a.gamma), at, a.width, wide_gain), b = {};
         if (a.beta) b = fetch(reinterpret_cast<const T*>(a.beta), at, a.width, wide_gain);
-        put(y, at, a.width, wide, normal(fetch(x, at, a.width, wide), g, b, mean, r, a.one, a.beta != 0));
+        const Packed<T> z = normal(fetch(x, at, a.width, wide), g, b, mean, r, a.one, a.beta != 0);
+        put(y, at, a.width, wide, z);
+        if (!MEASURED) continue;
+        float v[V];
+        unpack(z, v);
+#pragma unroll
+        for (int i = 0; i < V; i++) most = at + i < a.width ? fmaxf(most, fabsf(v[i])) : most;
     }
     if (threadIdx.x == 0) keep_statistics(a, row, mean, r);
+    if (MEASURED) raise_together(a.amax, most);
 }
 
 #define FORWARD(T, CHUNKS, STAGES)                                                                                     \
@@ -218,3 +234,21 @@ typedef float f32_t;
 typedef bf16 bf16_t;
 FORWARD_ALL(f32)
 FORWARD_ALL(bf16)
+
+#define MEASURED(CHUNKS, STAGES)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_amax(const ForwardArgs a) {                      \
+        forward<bf16, CHUNKS, false, STAGES, true>(a);                                                                 \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(512) add_norm_##CHUNKS##_amax(const ForwardArgs a) {                  \
+        forward<bf16, CHUNKS, true, STAGES, true>(a);                                                                  \
+    }
+MEASURED(1, 4)
+MEASURED(2, 4)
+MEASURED(3, 3)
+MEASURED(4, 3)
+extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_amax(const ForwardArgs a) {
+    forward_long<bf16, false, true>(a);
+}
+extern "C" __global__ void __launch_bounds__(1024, 1) add_norm_long_amax(const ForwardArgs a) {
+    forward_long<bf16, true, true>(a);
+}

@@ -43,6 +43,7 @@ struct ForwardArgs {
     beta: u64,
     mean: u64,
     rstd: u64,
+    amax: u64,
     x_outer: i64,
     x_inner: i64,
     y_outer: i64,
@@ -65,6 +66,8 @@ pub(super) struct Forward<'a> {
     pub(super) x_rows: Rows,
     pub(super) y_rows: Rows,
     pub(super) fused: Option<[&'a Tensor; 2]>,
+    /// Where the largest magnitude of y goes; of bf16 only.
+    pub(super) amax: Option<&'a Tensor>,
 }
 
 /// The kernel for a number of pieces, and the stages of its ring.
@@ -89,12 +92,31 @@ fn long(op: &'static str, dtype: DType, add: bool) -> Result<Kernel> {
     }
 }
 
+/// The kernel that takes the largest magnitude as well, of one for bf16.
+fn measured(kernel: Kernel, wanted: bool) -> Kernel {
+    let name = match kernel.name {
+        name if !wanted => name,
+        "norm_1_bf16" => "norm_1_amax",
+        "norm_2_bf16" => "norm_2_amax",
+        "norm_3_bf16" => "norm_3_amax",
+        "norm_4_bf16" => "norm_4_amax",
+        "norm_long_bf16" => "norm_long_amax",
+        "add_norm_1_bf16" => "add_norm_1_amax",
+        "add_norm_2_bf16" => "add_norm_2_amax",
+        "add_norm_3_bf16" => "add_norm_3_amax",
+        "add_norm_4_bf16" => "add_norm_4_amax",
+        "add_norm_long_bf16" => "add_norm_long_amax",
+        other => other,
+    };
+    Kernel { name, ..kernel }
+}
+
 impl CudaKernels {
     pub(super) fn queue_forward(&self, s: &Stream, f: &Forward) -> Result<()> {
-        let Forward { op, norm, n, x_rows, y_rows, fused } = *f;
+        let Forward { op, norm, n, x_rows, y_rows, fused, amax } = *f;
         let (dtype, rows) = (n.x.dtype(), x_rows.count());
         let width = columns(op, x_rows.width)?;
-        let general = long(op, dtype, fused.is_some())?;
+        let general = measured(long(op, dtype, fused.is_some())?, amax.is_some());
         if x_rows.elements() == 0 {
             return Ok(());
         }
@@ -107,6 +129,7 @@ impl CudaKernels {
         let mean = n.mean.map(|t| add(write(t)));
         let residual = fused.map(|[t, _]| add(read(t)));
         let sum = fused.map(|[_, t]| add(write(t)));
+        let most = amax.map(|t| add(write(t)));
         s.launch(op, &args, |l| {
             let mut a = ForwardArgs {
                 x: l.address(0)?,
@@ -117,6 +140,7 @@ impl CudaKernels {
                 beta: optional(l, beta)?,
                 mean: optional(l, mean)?,
                 rstd: l.address(3)?,
+                amax: optional(l, most)?,
                 x_outer: x_rows.outer_stride as i64,
                 x_inner: x_rows.inner_stride as i64,
                 y_outer: y_rows.outer_stride as i64,
@@ -145,6 +169,7 @@ impl CudaKernels {
                 return self.queue(l, general, grid, &a);
             };
             let (kernel, stages) = held(op, dtype, add, teams.pieces)?;
+            let kernel = measured(kernel, amax.is_some());
             a.lanes = teams.lanes as u32;
             let grid = Grid {
                 blocks: [blocks(op, count(teams, rows, add))?, 1, 1],

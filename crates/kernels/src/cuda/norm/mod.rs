@@ -65,21 +65,23 @@ fn optional(l: &Launch, i: Option<usize>) -> Result<u64> {
     i.map_or(Ok(0), |i| l.address(i))
 }
 
-impl NormKernels for super::CudaKernels {
-    fn norm_forward(&self, s: &Stream, norm: Norm, n: &NormForward) -> Result<()> {
+impl super::CudaKernels {
+    /// The norm; with `amax`, of bf16 only, the largest magnitude of it as well.
+    pub(super) fn norm(&self, s: &Stream, norm: Norm, n: &NormForward, amax: Option<&Tensor>) -> Result<()> {
         const OP: &str = "norm_forward";
         let [x_rows, y_rows] = crate::checks::rows_of(OP, [n.x, n.y])?;
         n.check(OP, norm, x_rows.count(), x_rows.width)?;
-        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused: None })
+        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused: None, amax })
     }
 
-    fn add_norm_forward(
+    /// The same of `sum = n.x + residual`.
+    pub(super) fn add_norm(
         &self,
         s: &Stream,
         norm: Norm,
-        residual: &Tensor,
-        sum: &Tensor,
+        [residual, sum]: [&Tensor; 2],
         n: &NormForward,
+        amax: Option<&Tensor>,
     ) -> Result<()> {
         const OP: &str = "add_norm_forward";
         crate::checks::same_contiguous(OP, &[n.x, residual, sum, n.y])?;
@@ -95,7 +97,24 @@ impl NormKernels for super::CudaKernels {
         }
         let (x_rows, y_rows) = (Rows::dense(count, width), Rows::dense(count, width));
         let fused = Some([residual, sum]);
-        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused })
+        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused, amax })
+    }
+}
+
+impl NormKernels for super::CudaKernels {
+    fn norm_forward(&self, s: &Stream, norm: Norm, n: &NormForward) -> Result<()> {
+        self.norm(s, norm, n, None)
+    }
+
+    fn add_norm_forward(
+        &self,
+        s: &Stream,
+        norm: Norm,
+        residual: &Tensor,
+        sum: &Tensor,
+        n: &NormForward,
+    ) -> Result<()> {
+        self.add_norm(s, norm, [residual, sum], n, None)
     }
 
     fn norm_parts(&self, dtype: DType, rows: usize, width: usize) -> usize {

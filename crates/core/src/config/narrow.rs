@@ -1,0 +1,138 @@
+//! Low-precision products: from keys to the policy that modules consult, and what cannot work.
+
+use super::resolve::Derivations;
+use super::{Config, Format, Precision, Recipe, Resolved, Scaling};
+use crate::error::Result;
+use ferrotron_engine::precision::{self, Method, Policy};
+use ferrotron_kernels::Delayed;
+
+/// Widths of products must be multiples of this.
+const WIDTH: usize = 16;
+
+/// What is left alone: layers at the ends by `first 1` and `last 2`, everything else by name.
+fn parse_except(list: &[String], policy: &mut Policy) -> std::result::Result<(), String> {
+    for text in list {
+        let ends = [("first ", &mut policy.first), ("last ", &mut policy.last)];
+        let end =
+            ends.into_iter().find_map(|(word, end)| Some((text.trim().strip_prefix(word)?.trim(), end)));
+        match end {
+            Some((count, end)) => {
+                *end = count.parse().map_err(|_| format!("'{text}': write such as \"first 1\""))?;
+            }
+            None => policy.except.push(text.trim().parse()?),
+        }
+    }
+    Ok(())
+}
+
+impl Config {
+    /// Which products of a model of so many layers are narrow, and how; or what is wrong with precision.except.
+    fn policy(&self, layers: usize) -> std::result::Result<Policy, String> {
+        let p = &self.precision;
+        let method = match p.scaling {
+            Scaling::None => return Ok(Policy::default()),
+            Scaling::Current => Method::Current,
+            Scaling::Delayed => Method::Delayed {
+                // The largest of one step is the most recent.
+                update: Delayed { margin: p.margin.min(64) as i32, most_recent: p.history == 1 },
+                history: p.history,
+            },
+            Scaling::Block => Method::Block,
+            Scaling::Mxfp8 => Method::Mxfp8,
+            Scaling::Nvfp4 => Method::Nvfp4,
+        };
+        let hybrid = p.format == Some(Format::Hybrid);
+        let recipe = precision::Recipe { method, hybrid, pow2: p.power_of_two.unwrap_or(false) };
+        let mut policy = Policy { recipe: Some(recipe), layers, ..Policy::default() };
+        parse_except(&p.except.0, &mut policy)?;
+        Ok(policy)
+    }
+}
+
+impl Resolved {
+    /// Which products are narrow, and how. What is wrong with the keys was refused before.
+    pub fn policy(&self) -> Policy {
+        self.config.policy(self.model.layers).unwrap_or_default()
+    }
+}
+
+impl Recipe {
+    /// Keys that depend on the scaling.
+    pub(super) fn derive_precision(&self, c: &mut Config, derived: &mut Derivations) {
+        let p = &mut c.precision;
+        if p.scaling == Scaling::None {
+            return;
+        }
+        let per_tensor = matches!(p.scaling, Scaling::Current | Scaling::Delayed);
+        if p.format.is_none() {
+            let (value, reason) = match per_tensor {
+                true => (Format::Hybrid, "gradients need range more than digits: E5M2, the rest E4M3"),
+                false => (Format::E4m3, "small blocks need digits more than range"),
+            };
+            p.format = Some(derived.add("precision.format", value, reason));
+        }
+        if p.power_of_two.is_none() {
+            let (value, reason) = match p.scaling {
+                Scaling::Block => (true, "scaling by a power of two is exact"),
+                _ => (false, "one scale for a whole tensor uses all of the format's range"),
+            };
+            p.power_of_two = Some(derived.add("precision.power_of_two", value, reason));
+        }
+        if matches!(p.scaling, Scaling::Mxfp8 | Scaling::Nvfp4) {
+            let reason = "emulated: products are bf16 ones of numbers rounded to the format, for Blackwell's numerics \
+                          and not for speed";
+            derived.add("precision.scaling", p.scaling, reason);
+        }
+    }
+
+    /// Refuses what cannot work with narrow products.
+    pub(super) fn check_precision(&self, r: &Resolved) -> Result<()> {
+        let (p, m, tp) = (&r.config.precision, &r.model, r.config.parallel.tp);
+        let policy = match r.config.policy(m.layers) {
+            Ok(policy) => policy,
+            Err(what) => return self.refuse("precision.except", what),
+        };
+        if policy.recipe.is_none() {
+            return match p.except.0.is_empty() {
+                true => Ok(()),
+                false => self.refuse(
+                    "precision.except",
+                    "there is nothing to except: set precision.scaling, or leave this out",
+                ),
+            };
+        }
+        if p.dtype != Precision::Bf16 {
+            return self.refuse(
+                "precision.scaling",
+                "8-bit products stand beside bf16; set precision.dtype = \"bf16\", or precision.scaling = \"none\"",
+            );
+        }
+        if p.history == 0 {
+            return self.refuse("precision.history", "must be at least 1 step");
+        }
+        if p.scaling == Scaling::Delayed && (policy.first > 0 || policy.last > 0) {
+            return self.refuse(
+                "precision.except",
+                "delayed scaling keeps its scales for all layers alike; take precision.scaling = \"current\", or leave \
+                 first and last out",
+            );
+        }
+        let heads = m.head_dim * m.heads / tp;
+        let keys = m.head_dim * (m.kv_heads / tp).max(1);
+        for (key, width) in [
+            ("model.hidden", m.hidden),
+            ("model.ffn", m.ffn / tp),
+            ("model.head_dim", heads),
+            ("model.head_dim", keys),
+        ] {
+            if !width.is_multiple_of(WIDTH) {
+                let what = format!(
+                    "8-bit products need widths that are multiples of {WIDTH} on every rank, and one is {width}; change \
+                     the size, or except the maps with precision.except"
+                );
+                return self.refuse(key, what);
+            }
+        }
+        Ok(())
+    }
+}

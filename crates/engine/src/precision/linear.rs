@@ -1,0 +1,186 @@
+//! The three products of a linear map where some of them have narrow factors.
+//!
+//! | | who holds what | forward | backward |
+//! |---|---|---|---|
+//! | one rank | everything | x → bytes both ways, `y = x·Wᵀ` | dy → bytes both ways, `dx = dy·W`, `dW = dyᵀ·x` |
+//! | rows of W | its tokens of x; all tokens of its channels of y | bytes of x travel on a ring | `dx` as partial sums; bytes of x are gathered again and turned |
+//! | columns of W | all tokens of its channels of x; its tokens of y | partial sums | bytes of dy travel on a ring, and are turned for `dW` |
+//!
+//! With one scale for a tensor its ranks agree on it, so bytes are those of one rank. Scales of blocks along tokens do not
+//! survive a gather: there numbers travel and become bytes where all of them are.
+
+use super::operands::{Uses, narrow_blocks};
+use super::{Eight, Multiply, Product, Role, SavedSide, Side};
+use crate::linear::{Linear, LinearSaved};
+use crate::overlap::Factor;
+use crate::{Pass, Rank, WeightGrad};
+use ferrotron_kernels::{Bytes, Scaling};
+use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
+
+impl Linear {
+    /// [`Linear::forward`] without its bias where sums are partial. With `again` its input will be made again for backward,
+    /// so that nothing narrow is kept of it.
+    pub(crate) fn forward_narrow(
+        &self,
+        p: &Pass,
+        e: Eight,
+        x: &Tensor,
+        again: bool,
+    ) -> Result<(Tensor, LinearSaved)> {
+        const LABEL: &str = "input of a layer";
+        let (bias, alone) = (self.bias.map(|b| p.weight(b)).transpose()?, p.rank.tp.size() == 1);
+        let gathered = !alone && !self.partial;
+        let keeps = p.train && e.weight_grad && !again && !self.keeps_input;
+        let uses = match gathered {
+            false => Uses { rows: e.output, cols: keeps },
+            // Columns of gathered rows are made when all rows are there. Bytes of rows are half of the numbers, and travel
+            // in half the time, now and again in backward; scales of blocks do not survive a gather.
+            true => Uses { rows: e.recipe.per_tensor() && (e.output || keeps), cols: false },
+        };
+        let made = p.narrow(self.weight, Role::Input, x, uses, None)?;
+        let f =
+            Factor { bias: bias.filter(|_| alone || !self.partial), ..self.factor(p, e, Product::Output)? };
+        let rows = made.rows.as_ref().filter(|_| e.output);
+        let y = match rows {
+            None if e.output && gathered => {
+                let all = p.all_rows(x, LABEL)?;
+                let rows = p.narrow(self.weight, Role::Input, &all, Uses::ROWS, None)?.take_rows()?;
+                p.product(&rows, &f)?
+            }
+            _ => {
+                let rows = &rows.cloned().unwrap_or_else(|| Side::rows_of(x));
+                match (alone, self.partial) {
+                    (true, _) => p.product(rows, &f)?,
+                    (false, false) => p.product_of_all_rows(rows, &f, false, LABEL)?.0,
+                    (false, true) => p.sum_of_products(rows, &f, "output of a layer")?,
+                }
+            }
+        };
+        let narrow = if gathered { made.rows } else { made.cols };
+        Ok((
+            y,
+            narrow.filter(|_| keeps).map_or_else(|| LinearSaved::of(x), |side| LinearSaved::narrow(&side)),
+        ))
+    }
+
+    /// [`Linear::backward`].
+    pub(crate) fn backward_narrow(
+        &self,
+        p: &Pass,
+        e: Eight,
+        saved: LinearSaved,
+        dy: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let alone = p.rank.tp.size() == 1;
+        let f = self.factor(p, e, Product::InputGrad)?;
+        if self.partial && !alone {
+            let (dx, dy_cols) = self.backward_gathered(p, e, &f, dy)?;
+            let weight = self.weight_grad(p, e, dy_cols, saved)?;
+            let bias = self.bias.map(|bias| WeightGrad::columns(bias, dy));
+            return Ok((dx, weight.and(bias.unwrap_or_default())));
+        }
+        let uses = Uses { rows: e.input_grad, cols: e.weight_grad };
+        // The bias' gradient comes from the numbers, which are read here anyway; where they are not, it can wait.
+        let reads = uses != Uses::NONE;
+        let sums = match self.bias.filter(|_| reads) {
+            Some(_) => Some(p.rank.activation(&[1, dy.shape()[1]], DType::F32)?),
+            None => None,
+        };
+        let flat = sums.as_ref().map(|t| t.view(&[t.numel()])).transpose()?;
+        let made = p.narrow(self.weight, Role::Gradient, dy, uses, flat.as_ref())?;
+        let rows = made.rows.unwrap_or_else(|| Side::rows_of(dy));
+        let dx = p.sum_of_products(&rows, &f, "gradient of a layer's input")?;
+        let weight = self.weight_grad(p, e, made.cols.unwrap_or_else(|| Side::cols_of(dy)), saved)?;
+        let bias = self.bias.map(|bias| WeightGrad::columns(bias, sums.as_ref().unwrap_or(dy)));
+        Ok((dx, weight.and(bias.unwrap_or_default())))
+    }
+
+    /// `dx` from every rank's rows of `dy`, and all rows as the factor of the weight gradient.
+    fn backward_gathered(&self, p: &Pass, e: Eight, f: &Factor, dy: &Tensor) -> Result<(Tensor, Side)> {
+        const LABEL: &str = "gradient of a layer's output";
+        let bytes_serve_both = e.recipe.per_tensor() && e.input_grad && e.weight_grad;
+        if bytes_serve_both || !e.input_grad {
+            let rows = match e.input_grad {
+                true => p.narrow(self.weight, Role::Gradient, dy, Uses::ROWS, None)?.take_rows()?,
+                false => Side::rows_of(dy),
+            };
+            let (dx, all) = p.product_of_all_rows(&rows, f, true, LABEL)?;
+            let Some(all) = all else { return shape_error(LABEL, "its rows were not kept") };
+            let cols = match &all {
+                Side::Values { t, .. } if e.weight_grad => {
+                    p.narrow(self.weight, Role::Gradient, t, Uses::COLS, None)?.take_cols()?
+                }
+                _ => turned(p.rank, &all)?,
+            };
+            return Ok((dx, cols));
+        }
+        let all = p.all_rows(dy, LABEL)?;
+        let uses = Uses { rows: true, cols: e.weight_grad };
+        let made = p.narrow(self.weight, Role::Gradient, &all, uses, None)?;
+        let cols = made.cols.clone().unwrap_or_else(|| Side::cols_of(&all));
+        Ok((p.product(&made.take_rows()?, f)?, cols))
+    }
+
+    /// `dW = dyᵀ·x`, from the columns of `dy` and what was kept of `x`.
+    fn weight_grad(&self, p: &Pass, e: Eight, dy: Side, saved: LinearSaved) -> Result<WeightGrad> {
+        let narrow = |x: &Tensor, uses| p.narrow(self.weight, Role::Input, x, uses, None);
+        if p.rank.tp.size() == 1 || self.partial {
+            let cols = match saved.narrow {
+                Some(kept) => kept.side(),
+                None if e.weight_grad => narrow(&*saved.input()?, Uses::COLS)?.take_cols()?,
+                None => Side::cols_of(&*saved.input()?),
+            };
+            return Ok(WeightGrad::sides(self.weight, dy, cols));
+        }
+        let rows = match saved.narrow {
+            Some(kept) => kept.side(),
+            None if e.weight_grad && e.recipe.per_tensor() => {
+                narrow(&*saved.input()?, Uses::ROWS)?.take_rows()?
+            }
+            None => Side::rows_of(&*saved.input()?),
+        };
+        let (x, recipe) = (p.arriving_rows(&rows, "input of a layer, again")?, e.recipe);
+        Ok(WeightGrad::other(self.weight, move |rank, grad, accumulate| {
+            let all = x.ready()?;
+            let cols = match &all {
+                Side::Values { t, .. } if e.weight_grad => narrow_blocks(rank, recipe, t)?,
+                _ => turned(rank, &all)?,
+            };
+            let how = Multiply { product: Product::WeightGrad, bias: None, accumulate, fast: false };
+            dy.times(rank, &cols, how, grad)
+        }))
+    }
+
+    /// The weight as the right-hand side of a product.
+    fn factor<'a>(&self, p: &Pass<'a>, e: Eight, product: Product) -> Result<Factor<'a>> {
+        Ok(match product {
+            Product::Output if e.output => Factor {
+                w: p.narrow_weight(self.weight, Uses::ROWS)?.take_rows()?,
+                bias: None,
+                product,
+                fast: e.recipe.fast_forward(),
+            },
+            Product::InputGrad if e.input_grad => {
+                let w = p.narrow_weight(self.weight, Uses::COLS)?.take_cols()?;
+                Factor { w, bias: None, product, fast: false }
+            }
+            Product::Output => Factor::output(p.weight(self.weight)?, None),
+            _ => Factor::input_grad(p.weight(self.weight)?),
+        })
+    }
+}
+
+/// Rows as the factor along their columns: numbers as they are, bytes turned round. One scale holds for all of them.
+fn turned(rank: &Rank, rows: &Side) -> Result<Side> {
+    let Side::Bytes(b) = rows else { return Ok(Side::cols_of(rows.memory())) };
+    let (s, shape) = (&rank.compute, [b.cols, b.rows()]);
+    let cols = Bytes::empty(s, shape, b.data.dtype(), Scaling::Tensor, Category::Activations)?;
+    rank.kernels.turn(s, b, &cols)?;
+    Ok(Side::Bytes(cols))
+}
+
+impl LinearSaved {
+    fn narrow(side: &Side) -> LinearSaved {
+        LinearSaved { x: None, narrow: Some(SavedSide::of(side)) }
+    }
+}

@@ -1,0 +1,13 @@
+//! Precision as a policy: which products of a model are made of narrow factors, and what that needs.
+
+mod linear;
+mod operands;
+mod recipe;
+mod side;
+mod state;
+mod stats;
+
+pub use recipe::{Eight, Exception, Method, Policy, Product, Recipe, Role};
+pub(crate) use side::{Multiply, SavedSide, Side};
+pub use state::{DelayedState, EightState, Slot};
+pub use stats::OperandStats;

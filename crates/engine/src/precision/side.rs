@@ -1,0 +1,163 @@
+//! One factor of a product, whatever it is made of.
+
+use super::Product;
+use crate::{Pass, Rank, Saved, SavedTensor};
+use ferrotron_kernels::{Bytes, Gemm, Gemm8, Scaling};
+use ferrotron_tensor::{Result, Tensor, shape_error};
+
+/// A factor `[r, k]`, contracted along k.
+#[derive(Clone, Debug)]
+pub(crate) enum Side {
+    /// Numbers in the type the model computes in: `[r, k]`, or `[k, r]` with `trans`.
+    Values {
+        /// The matrix.
+        t: Tensor,
+        /// Is it stored the other way round?
+        trans: bool,
+    },
+    /// Bytes.
+    Bytes(Bytes),
+}
+
+/// What a product does besides multiplying.
+#[derive(Clone, Copy)]
+pub(crate) struct Multiply<'a> {
+    /// Which it is.
+    pub(crate) product: Product,
+    /// `[n]`
+    pub(crate) bias: Option<&'a Tensor>,
+    /// Add to what is there.
+    pub(crate) accumulate: bool,
+    /// Let the matrix unit keep sums short.
+    pub(crate) fast: bool,
+}
+
+impl Side {
+    /// Values, contracted along their last axis.
+    pub(crate) fn rows_of(t: &Tensor) -> Side {
+        Side::Values { t: t.clone(), trans: false }
+    }
+
+    /// Values, contracted along their first axis.
+    pub(crate) fn cols_of(t: &Tensor) -> Side {
+        Side::Values { t: t.clone(), trans: true }
+    }
+
+    /// r.
+    pub(crate) fn rows(&self) -> usize {
+        match self {
+            Side::Values { t, trans } => t.shape()[usize::from(*trans)],
+            Side::Bytes(b) => b.rows(),
+        }
+    }
+
+    /// What moves between ranks: rows of numbers or of bytes. The scale of a whole tensor is known to all.
+    pub(crate) fn memory(&self) -> &Tensor {
+        match self {
+            Side::Values { t, .. } => t,
+            Side::Bytes(b) => &b.data,
+        }
+    }
+
+    /// Rows back to back with one scale or none: pieces of them are factors too.
+    pub(crate) fn divides(&self) -> bool {
+        match self {
+            Side::Values { trans, .. } => !trans,
+            Side::Bytes(b) => b.scaling == Scaling::Tensor,
+        }
+    }
+
+    /// The same kind of factor in other memory.
+    pub(crate) fn with(&self, memory: Tensor) -> Side {
+        match self {
+            Side::Values { trans, .. } => Side::Values { t: memory, trans: *trans },
+            Side::Bytes(b) => Side::Bytes(Bytes { data: memory, ..b.clone() }),
+        }
+    }
+
+    /// Memory for so many rows of the same kind.
+    pub(crate) fn empty_like(&self, rank: &Rank, rows: usize) -> Result<Side> {
+        let t = self.memory();
+        Ok(self.with(rank.activation(&[rows, t.shape()[1]], t.dtype())?))
+    }
+
+    /// Some of the rows.
+    pub(crate) fn narrow(&self, start: usize, len: usize) -> Result<Side> {
+        if !self.divides() {
+            return shape_error("rows of a factor", "its scales do not divide by rows");
+        }
+        Ok(self.with(self.memory().narrow(0, start, len)?))
+    }
+
+    /// `c [m, n] = self [m, k] · otherᵀ [n, k]`, and what `how` says.
+    pub(crate) fn times(&self, rank: &Rank, other: &Side, how: Multiply, c: &Tensor) -> Result<()> {
+        let (s, Multiply { bias, accumulate, fast, .. }) = (&rank.compute, how);
+        match (self, other) {
+            (Side::Values { t: a, trans: trans_a }, Side::Values { t: b, trans }) => {
+                let g = Gemm { a, trans_a: *trans_a, b, trans_b: !trans, bias, accumulate, c };
+                rank.kernels.gemm(s, &g)
+            }
+            (Side::Bytes(a), Side::Bytes(b)) => {
+                let name = how.product.kernel();
+                rank.kernels.gemm8(s, &Gemm8 { a, b, bias, accumulate, fast, name, c })
+            }
+            _ => shape_error(how.product.kernel(), "one factor is in bytes and the other is not"),
+        }
+    }
+}
+
+impl Product {
+    /// What profiles call it in bytes.
+    fn kernel(self) -> &'static str {
+        match self {
+            Product::Output => "gemm (output, fp8)",
+            Product::InputGrad => "gemm (input gradient, fp8)",
+            Product::WeightGrad => "gemm (weight gradient, fp8)",
+        }
+    }
+}
+
+impl Pass<'_> {
+    /// All rows of a factor, from every rank's.
+    pub(crate) fn all_rows_of(&self, x: &Side, label: &'static str) -> Result<Side> {
+        Ok(x.with(self.all_rows(x.memory(), label)?))
+    }
+}
+
+/// A factor kept for backward.
+#[derive(Clone, Debug)]
+pub(crate) struct SavedSide {
+    side: Side,
+    memory: SavedTensor,
+    /// Scales of blocks.
+    scales: Option<SavedTensor>,
+}
+
+impl SavedSide {
+    /// Keeps it.
+    pub(crate) fn of(side: &Side) -> SavedSide {
+        let scales = match side {
+            Side::Bytes(b) if b.scaling != Scaling::Tensor => Some(SavedTensor::small(&b.scale_inv)),
+            _ => None,
+        };
+        SavedSide { side: side.clone(), memory: SavedTensor::activation(side.memory()), scales }
+    }
+
+    /// The factor, wherever its memory is by now.
+    pub(crate) fn side(&self) -> Side {
+        let side = self.side.with((*self.memory).clone());
+        match (side, &self.scales) {
+            (Side::Bytes(b), Some(scales)) => Side::Bytes(Bytes { scale_inv: (**scales).clone(), ..b }),
+            (side, _) => side,
+        }
+    }
+}
+
+impl Saved for SavedSide {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        f(&mut self.memory);
+        self.scales.tensors(f);
+        // What was moved away must not stay here.
+        self.side = self.side();
+    }
+}

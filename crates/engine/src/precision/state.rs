@@ -1,0 +1,194 @@
+//! What eight-bit products remember between passes: the scales of delayed scaling, and weights that are already bytes.
+
+use super::operands::Narrowed;
+use super::stats::{OperandStats, measure};
+use super::{Eight, Method, Recipe, Role, Side};
+use crate::{ParamId, ParamSpec, Rank};
+use ferrotron_comm::Reduce;
+use ferrotron_tensor::fp8::{E4m3, E5m2};
+use ferrotron_tensor::{Category, DType, Result, Tensor};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// One operand of one map: what a scale of delayed scaling belongs to.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Slot {
+    /// The map's weight.
+    pub param: ParamId,
+    /// Which operand.
+    pub role: Role,
+}
+
+/// The memory of a model's eight-bit products.
+pub struct EightState {
+    delayed: Option<DelayedState>,
+    /// By parameter.
+    weights: Mutex<Vec<Kept>>,
+    counters: Mutex<Counters>,
+    /// What operands were like, while that is asked for.
+    watched: Mutex<Option<Vec<OperandStats>>>,
+}
+
+/// Scales of earlier steps.
+pub struct DelayedState {
+    recipe: Recipe,
+    /// Place of a parameter's first scale, by parameter.
+    first: Vec<Option<usize>>,
+    /// What each scale belongs to.
+    slots: Vec<Slot>,
+    /// f32 `[steps, n]`; row 0 gathers this step's magnitudes, the last row is the newest.
+    pub history: Tensor,
+    /// f32 `[n]`
+    pub scale: Tensor,
+    /// f32 `[n]`: the largest number of each one's format.
+    largest: Tensor,
+}
+
+/// What is known of a weight until it changes.
+#[derive(Clone, Default)]
+pub(super) struct Kept {
+    /// Its largest magnitude, agreed on by ranks; f32 `[1]`.
+    pub(super) amax: Option<Tensor>,
+    /// As it is stored.
+    pub(super) rows: Option<Side>,
+    /// Transposed.
+    pub(super) cols: Option<Side>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Counters {
+    /// Keep weights as bytes from one micro-batch to the next.
+    keep: bool,
+    /// Number of the next tensor that is rounded at random.
+    draws: u64,
+}
+
+impl EightState {
+    /// For the parameters of a model; None if no product of it is narrow.
+    pub fn new(rank: &Rank, specs: &[ParamSpec]) -> Result<Option<EightState>> {
+        let Some(recipe) = specs.iter().find_map(|s| s.eight).map(|e| e.recipe) else { return Ok(None) };
+        let delayed = match recipe.method {
+            Method::Delayed { history, .. } => Some(DelayedState::new(rank, specs, recipe, history)?),
+            _ => None,
+        };
+        let weights = Mutex::new(vec![Kept::default(); specs.len()]);
+        Ok(Some(EightState { delayed, weights, counters: Mutex::default(), watched: Mutex::default() }))
+    }
+
+    /// From now on, note how well operands fit their formats, or no longer. The host waits for every one of them.
+    pub fn watch(&self, on: bool) {
+        *lock(&self.watched) = on.then(Vec::new);
+    }
+
+    /// What was noted since the last time, by parameter and role, of this rank's parts of operands.
+    pub fn take_stats(&self) -> Vec<OperandStats> {
+        let mut all = lock(&self.watched).as_mut().map(std::mem::take).unwrap_or_default();
+        all.sort_by_key(|s| (s.slot.param, Role::ALL.iter().position(|r| *r == s.slot.role)));
+        all
+    }
+
+    /// Notes how well an operand fits.
+    pub(super) fn note(
+        &self,
+        rank: &Rank,
+        param: ParamId,
+        role: Role,
+        x: &Tensor,
+        made: &Narrowed,
+    ) -> Result<()> {
+        if lock(&self.watched).is_none() {
+            return Ok(());
+        }
+        let (found, slot) = (measure(rank, x, made)?, Slot { param, role });
+        if let (Some(stats), Some(all)) = (found, lock(&self.watched).as_mut()) {
+            match all.iter_mut().find(|s| s.slot == slot) {
+                Some(known) => known.stats.merge(&stats),
+                None => all.push(OperandStats { slot, stats }),
+            }
+        }
+        Ok(())
+    }
+
+    /// Step number `step` begins. With several micro-batches, weights are kept as bytes between them; with one it is
+    /// cheaper in memory to make each when it is needed.
+    pub fn begin_step(&self, step: u64, micro_batches: usize) {
+        *lock(&self.counters) = Counters { keep: micro_batches > 1, draws: step << 32 };
+    }
+
+    /// Weights have changed.
+    pub fn weights_changed(&self) {
+        lock(&self.weights).iter_mut().for_each(|kept| *kept = Kept::default());
+    }
+
+    /// The end of a step: new scales from what its tensors were like, on all ranks alike. Every rank calls it.
+    pub fn end_step(&self, rank: &Rank) -> Result<()> {
+        let Some(d) = &self.delayed else { return Ok(()) };
+        let Method::Delayed { update, .. } = d.recipe.method else { return Ok(()) };
+        let (s, row) = (&rank.compute, d.history.select(0, 0)?);
+        let reduced = Tensor::empty(s, row.shape(), DType::F32, Category::Communication)?;
+        s.copy(&row, &reduced)?;
+        rank.copies.all_reduce(s, &reduced, Reduce::Max, "magnitudes of copies")?;
+        rank.tp.all_reduce(s, &reduced, Reduce::Max, "magnitudes")?;
+        rank.kernels.delayed_update(s, update, &d.history, &reduced, &d.largest, &d.scale)
+    }
+
+    /// Scales of earlier steps, if the recipe has any.
+    pub fn delayed(&self) -> Option<&DelayedState> {
+        self.delayed.as_ref()
+    }
+
+    pub(super) fn weights(&self) -> MutexGuard<'_, Vec<Kept>> {
+        lock(&self.weights)
+    }
+
+    pub(super) fn keeps(&self) -> bool {
+        lock(&self.counters).keep
+    }
+
+    /// A number that no other tensor of the run gets.
+    pub(super) fn draw(&self) -> u64 {
+        let mut c = lock(&self.counters);
+        c.draws += 1;
+        c.draws
+    }
+}
+
+impl DelayedState {
+    fn new(rank: &Rank, specs: &[ParamSpec], recipe: Recipe, len: usize) -> Result<DelayedState> {
+        let (mut slots, mut largest) = (Vec::new(), Vec::new());
+        let mut add = |(i, spec): (usize, &ParamSpec)| {
+            let Eight { .. } = spec.eight?;
+            let first = slots.len();
+            for role in Role::ALL {
+                slots.push(Slot { param: ParamId(i), role });
+                largest.push(if recipe.format(role) == DType::E5M2 { E5m2::MAX } else { E4m3::MAX });
+            }
+            Some(first)
+        };
+        let first = specs.iter().enumerate().map(&mut add).collect();
+        let (s, n) = (&rank.compute, largest.len());
+        Ok(DelayedState {
+            recipe,
+            first,
+            slots,
+            history: s.zeros(&[len, n], DType::F32, Category::Parameters)?,
+            scale: s.upload(&vec![1f32; n], &[n], Category::Parameters)?,
+            largest: s.upload(&largest, &[n], Category::Parameters)?,
+        })
+    }
+
+    /// What each scale belongs to.
+    pub fn slots(&self) -> &[Slot] {
+        &self.slots
+    }
+
+    /// The scale of an operand, and where its magnitude is gathered; f32 `[1]` each.
+    pub(super) fn of(&self, param: ParamId, role: Role) -> Result<Option<(Tensor, Tensor)>> {
+        let Some(first) = self.first[param.0] else { return Ok(None) };
+        let at = first + Role::ALL.iter().position(|r| *r == role).unwrap_or(0);
+        Ok(Some((self.scale.narrow(0, at, 1)?, self.history.select(0, 0)?.narrow(0, at, 1)?)))
+    }
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    m.lock().unwrap_or_else(PoisonError::into_inner)
+}

@@ -1,0 +1,196 @@
+use super::{CpuKernels, floats};
+use crate::cpu::quant::{
+    Blocks, Factor, Use, amax, delayed_update, dequantise, emulate, product, quantise_blocks, quantise_tensor,
+};
+use crate::cpu::quant::{Format, formats, turn};
+use crate::cpu::reduce::column_sum;
+use crate::cpu::rows::Rows;
+use crate::quant::check::{check_delayed, check_turn, matrix, one};
+use crate::quant::micro::Emulated;
+use crate::quant::scale::ScaleRule;
+use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
+use ferrotron_tensor::{DType, Element, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
+
+/// Picks the Rust type of what is quantised: f32, bf16 or f16.
+macro_rules! inputs {
+    ($op:expr, $dtype:expr, $T:ident => $body:expr) => {
+        match $dtype {
+            DType::F16 => {
+                type $T = ferrotron_tensor::f16;
+                $body
+            }
+            other => floats!($op, other, $T => $body),
+        }
+    };
+}
+
+impl crate::MeasuredKernels for CpuKernels {}
+
+impl QuantKernels for CpuKernels {
+    fn amax(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
+        const OP: &str = "amax";
+        let rows = matrix(OP, x)?;
+        one(OP, most)?;
+        s.launch(OP, &[read(x), write(most)], |l| {
+            let found = inputs!(OP, x.dtype(), T => amax::<T>(l.threads(), self.isa, l.slice(0)?, rows))?;
+            let most = &mut l.slice_mut::<f32>(1)?[0];
+            *most = most.max(found);
+            Ok(())
+        })
+    }
+
+    fn quantise(&self, s: &Stream, q: &Quantise) -> Result<()> {
+        const OP: &str = "quantise";
+        let (rows, format) = q.check(OP)?;
+        let mut args = vec![read(q.x)];
+        let mut add = |arg| {
+            args.push(arg);
+            args.len() - 1
+        };
+        let range = match q.range {
+            Range::Amax { amax, pow2 } => From::Amax { amax: add(read(amax)), pow2 },
+            Range::Given { scale, amax } => From::Given { scale: add(read(scale)), amax: add(write(amax)) },
+            Range::Blocks { pow2 } => From::Blocks { pow2 },
+        };
+        let sums = q.sums.map(|(sums, accumulate)| (add(write(sums)), accumulate));
+        let mut outputs = Vec::new();
+        for (how, bytes) in [(Use::Rows, q.rows), (Use::Cols, q.cols)] {
+            if let Some(bytes) = bytes {
+                outputs.push((how, bytes, add(write(&bytes.data)), add(write(&bytes.scale_inv))));
+            }
+        }
+        s.launch(OP, &args, |l| {
+            inputs!(OP, q.x.dtype(), T => {
+                let job = Job::<T> { isa: self.isa, x: l.slice(0)?, rows, range };
+                if let Some((at, accumulate)) = sums {
+                    column_sum(l.threads(), self.isa, job.x, rows, l.slice_mut(at)?, accumulate)?;
+                }
+                if let From::Given { amax: at, .. } = range {
+                    let found = amax(l.threads(), self.isa, job.x, rows)?;
+                    let most = &mut l.slice_mut::<f32>(at)?[0];
+                    *most = most.max(found);
+                }
+                let Some(format) = format else { return Ok(()) };
+                formats!(OP, format, F => outputs.iter().try_for_each(|(how, bytes, data, scale_inv)|
+                    job.output::<F>(l, *how, bytes, *data, *scale_inv)))
+            })
+        })
+    }
+
+    fn dequantise(&self, s: &Stream, q: &Bytes, out: &Tensor) -> Result<()> {
+        const OP: &str = "dequantise";
+        let rows = matrix(OP, out)?;
+        q.check(OP, [rows.outer, rows.width])?;
+        s.launch(OP, &[read(&q.data), read(&q.scale_inv), write(out)], |l| {
+            formats!(OP, q.data.dtype(), F => floats!(OP, out.dtype(), T => {
+                let (data, scales) = (l.slice::<F>(0)?, l.slice(1)?);
+                dequantise::<F, T>(l.threads(), self.isa, data, scales, q.scaling, l.slice_mut(2)?, rows)
+            }))
+        })
+    }
+
+    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()> {
+        const OP: &str = "turn";
+        let [r, c] = check_turn(OP, q, out)?;
+        let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
+        s.launch(OP, &args, |l| {
+            formats!(OP, q.data.dtype(), F => {
+                turn::<F>(l.threads(), l.slice(0)?, l.slice_mut(2)?, r, c);
+                Ok(())
+            })?;
+            l.slice_mut::<f32>(3)?.copy_from_slice(l.slice::<f32>(1)?);
+            Ok(())
+        })
+    }
+
+    fn gemm8(&self, s: &Stream, g: &Gemm8) -> Result<()> {
+        const OP: &str = "gemm8";
+        let [m, n, k] = g.check(OP)?;
+        let rows = matrix(OP, g.c)?;
+        let mut args =
+            vec![read(&g.a.data), read(&g.a.scale_inv), read(&g.b.data), read(&g.b.scale_inv), write(g.c)];
+        args.extend(g.bias.map(read));
+        s.launch(g.name, &args, |l| {
+            let isa = self.isa;
+            let a = Factor::argument(l, isa, 0, g.a.data.dtype(), g.a.scaling, [m, k])?;
+            let b = Factor::argument(l, isa, 2, g.b.data.dtype(), g.b.scaling, [n, k])?;
+            let bias = g.bias.map(|_| l.slice(5)).transpose()?;
+            floats!(OP, g.c.dtype(), C =>
+                product::<C>(l.threads(), isa, &a, &b, k, bias, g.accumulate, l.slice_mut(4)?, rows))
+        })
+    }
+
+    fn delayed_update(
+        &self,
+        s: &Stream,
+        how: Delayed,
+        history: &Tensor,
+        reduced: &Tensor,
+        largest: &Tensor,
+        scale: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "delayed_update";
+        check_delayed(OP, history, reduced, largest, scale)?;
+        let own = reduced.same_memory(&history.select(0, 0)?);
+        let mut args = vec![write(history), read(largest), write(scale)];
+        args.extend((!own).then_some(read(reduced)));
+        s.launch(OP, &args, |l| {
+            let reduced = if own { None } else { Some(l.slice(3)?) };
+            delayed_update(how, l.slice_mut(0)?, reduced, l.slice(1)?, l.slice_mut(2)?)
+        })
+    }
+
+    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "emulate";
+        let rows = matrix(OP, x)?;
+        if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
+            return shape_error(OP, format!("{x:?} into {out:?}, which must be like it and contiguous"));
+        }
+        s.launch(OP, &[read(x), write(out)], |l| {
+            inputs!(OP, x.dtype(), T =>
+                emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))
+        })
+    }
+}
+
+/// [`Range`], with arguments of the launch for tensors.
+#[derive(Clone, Copy)]
+enum From {
+    Amax { amax: usize, pow2: bool },
+    Given { scale: usize, amax: usize },
+    Blocks { pow2: bool },
+}
+
+/// What is quantised.
+struct Job<'a, T> {
+    isa: crate::cpu::Isa,
+    x: &'a [T],
+    rows: Rows,
+    range: From,
+}
+
+impl<T: Float> Job<'_, T> {
+    /// One output, whose bytes and scales are these arguments.
+    fn output<F: Format + Element>(
+        &self,
+        l: &Launch,
+        how: Use,
+        bytes: &Bytes,
+        data: usize,
+        scale_inv: usize,
+    ) -> Result<()> {
+        let (threads, isa) = (l.threads(), self.isa);
+        let (data, scale_inv) = (l.slice_mut::<F>(data)?, l.slice_mut::<f32>(scale_inv)?);
+        let scale = match self.range {
+            From::Amax { amax, pow2 } => ScaleRule::tensor(F::LARGEST, pow2).scale(l.slice::<f32>(amax)?[0]),
+            From::Given { scale, .. } => l.slice::<f32>(scale)?[0],
+            From::Blocks { pow2 } => {
+                let rule = ScaleRule::block(F::LARGEST, pow2, T::DTYPE);
+                let blocks = Blocks { scaling: bytes.scaling, rule };
+                return quantise_blocks(threads, isa, how, self.x, self.rows, blocks, data, scale_inv);
+            }
+        };
+        scale_inv.fill(1.0 / scale);
+        quantise_tensor(threads, isa, how, self.x, self.rows, scale, data)
+    }
+}

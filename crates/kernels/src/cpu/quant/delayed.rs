@@ -1,0 +1,51 @@
+//! Scales from the magnitudes of earlier steps.
+
+use crate::Delayed;
+use crate::cpu::rows::check_len;
+use ferrotron_tensor::{Result, shape_error};
+
+/// The end of a step; see [`crate::QuantKernels::delayed_update`]. Without `reduced` row 0 of the history is it.
+///
+/// A tensor that saw nothing in this step keeps its scale and its history: weights that were not cast again.
+pub fn delayed_update(
+    how: Delayed,
+    history: &mut [f32],
+    reduced: Option<&[f32]>,
+    largest: &[f32],
+    scale: &mut [f32],
+) -> Result<()> {
+    const OP: &str = "delayed_update";
+    let n = scale.len();
+    check_len(OP, "largest", largest.len(), n)?;
+    if let Some(reduced) = reduced {
+        check_len(OP, "reduced", reduced.len(), n)?;
+    }
+    if n == 0 {
+        return Ok(());
+    }
+    if history.is_empty() || !history.len().is_multiple_of(n) {
+        return shape_error(OP, format!("a history of {} for {n} scales", history.len()));
+    }
+    let newest = history.len() - n;
+    for i in 0..n {
+        let last = reduced.map(|r| r[i]).filter(|r| *r != 0.0).unwrap_or(history[i]);
+        if last == 0.0 {
+            continue;
+        }
+        // `max` passes NaN over; the oldest entry still counts, then falls out.
+        let mut most = last;
+        for at in (i..newest).step_by(n) {
+            history[at] = history[at + n];
+            most = most.max(history[at]);
+        }
+        history[newest + i] = last;
+        history[i] = 0.0;
+        let amax = if how.most_recent { last } else { most };
+        if amax.is_finite() && amax > 0.0 {
+            // Margins are whole: a power of two is exact.
+            let new = largest[i] * 2f32.powi(-how.margin) / amax;
+            scale[i] = if new.is_infinite() { f32::MAX } else { new };
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,89 @@
+//! The random Hadamard transform: outliers are spread over sixteen numbers before they are rounded.
+
+use crate::cpu::rows::Rows;
+use crate::cpu::{Isa, multiversion};
+use crate::quant::micro::Along;
+use ferrotron_tensor::{Float, Threads};
+
+/// Numbers turned together.
+pub const TURNED: usize = 16;
+/// The fixed random signs.
+pub const SIGNS: [f32; TURNED] =
+    [1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0];
+
+/// `x [r, c]` with every 16 neighbours along the axis turned: `H·(signs∘v)`, H Sylvester's matrix over √16. The axis is
+/// padded with zeros to a multiple of 16; gives the values and the padded shape.
+pub fn turn<T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    along: Along,
+    x: &[T],
+    rows: Rows,
+) -> (Vec<f32>, [usize; 2]) {
+    let (r, c) = (rows.outer, rows.width);
+    let shape = match along {
+        Along::Rows => [r, c.next_multiple_of(TURNED)],
+        Along::Cols => [r.next_multiple_of(TURNED), c],
+    };
+    let mut out = vec![0f32; shape[0] * shape[1]];
+    threads.chunks(&mut out, TURNED * shape[1], &|i, band| {
+        for (at, to) in band.chunks_mut(shape[1]).enumerate().filter(|(at, _)| i * TURNED + at < r) {
+            to.iter_mut().zip(rows.row(x, i * TURNED + at)).for_each(|(to, x)| *to = x.to_f32());
+        }
+        match along {
+            Along::Rows => along_rows(isa, band, false),
+            Along::Cols => along_columns(isa, band, shape[1], false),
+        }
+    });
+    (out, shape)
+}
+
+/// Back: `signs∘(H·v)`, in place. H is its own inverse.
+pub fn turn_back(threads: &Threads, isa: Isa, along: Along, [_, c]: [usize; 2], x: &mut [f32]) {
+    threads.chunks(x, TURNED * c, &|_, band| match along {
+        Along::Rows => along_rows(isa, band, true),
+        Along::Cols => along_columns(isa, band, c, true),
+    });
+}
+
+multiversion! {
+    /// Every 16 neighbours in the order they are stored.
+    fn along_rows(x: &mut [f32], back: bool) {
+        for v in x.as_chunks_mut::<TURNED>().0 {
+            if !back {
+                v.iter_mut().zip(SIGNS).for_each(|(v, s)| *v *= s);
+            }
+            for half in [1, 2, 4, 8] {
+                for i in (0..TURNED).filter(|i| i & half == 0) {
+                    (v[i], v[i + half]) = (v[i] + v[i + half], v[i] - v[i + half]);
+                }
+            }
+            for (v, s) in v.iter_mut().zip(SIGNS) {
+                *v *= if back { 0.25 * s } else { 0.25 };
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// Sixteen rows of c: every column of them, all at once.
+    fn along_columns(x: &mut [f32], c: usize, back: bool) {
+        if !back {
+            for (row, s) in x.chunks_mut(c).zip(SIGNS) {
+                row.iter_mut().for_each(|v| *v *= s);
+            }
+        }
+        for half in [1, 2, 4, 8] {
+            for i in (0..TURNED).filter(|i| i & half == 0) {
+                let (low, high) = x.split_at_mut((i + half) * c);
+                for (a, b) in low[i * c..][..c].iter_mut().zip(&mut high[..c]) {
+                    (*a, *b) = (*a + *b, *a - *b);
+                }
+            }
+        }
+        for (row, s) in x.chunks_mut(c).zip(SIGNS) {
+            let factor = if back { 0.25 * s } else { 0.25 };
+            row.iter_mut().for_each(|v| *v *= factor);
+        }
+    }
+}

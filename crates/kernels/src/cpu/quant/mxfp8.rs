@@ -1,0 +1,57 @@
+//! MXFP8: E4M3 or E5M2 with a power of two for every 32 numbers.
+
+use super::grid::{Grid, nearest};
+use super::tile::Format;
+use crate::cpu::Isa;
+use crate::cpu::rows::Rows;
+use crate::quant::scale::power_of_two;
+use ferrotron_tensor::fp8::E8m0;
+use ferrotron_tensor::{Float, Result, Threads};
+
+/// Numbers that share a scale.
+pub const MX_BLOCK: usize = 32;
+
+/// `codes [r, c] = round(x/scale)`, `scales` one for each block of the grid. Both uses are made from `x`, and neither
+/// is stored transposed.
+pub fn mxfp8_quantise<F: Format, T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    grid: Grid,
+    x: &[T],
+    x_rows: Rows,
+    codes: &mut [F],
+    scales: &mut [E8m0],
+) -> Result<()> {
+    let scale = |amax: f32| {
+        let scale = power_of_two(amax, F::LARGEST);
+        (scale, scale.reciprocal())
+    };
+    grid.quantise(threads, isa, x, x_rows, codes, scales, &scale, &nearest::<F, T>(isa))
+}
+
+/// `out [r, c] = value·scale`.
+pub fn mxfp8_dequantise<F: Format, T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    grid: Grid,
+    codes: &[F],
+    scales: &[E8m0],
+    out: &mut [T],
+) -> Result<()> {
+    grid.dequantise(threads, isa, codes, scales, &|s| s.decode(), out)
+}
+
+/// Scales `[r, c]` as matrix units read them: zero-padded to multiples of 128 and 4, in tiles of 128 x 4 one after
+/// another, whose rows of four bytes come in the order 0, 32, 64, 96, 1, 33, …
+pub fn swizzle(scales: &[E8m0], [r, c]: [usize; 2]) -> Vec<u8> {
+    let across = c.div_ceil(4);
+    let mut out = vec![0; r.div_ceil(128) * across * 512];
+    for (row, scales) in scales.chunks(c.max(1)).enumerate() {
+        let (tile, row) = (row / 128 * across, row % 128);
+        let at = row % 32 * 16 + row / 32 * 4;
+        for (k, scale) in scales.iter().enumerate() {
+            out[(tile + k / 4) * 512 + at + k % 4] = scale.0;
+        }
+    }
+    out
+}

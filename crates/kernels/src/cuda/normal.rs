@@ -1,0 +1,50 @@
+//! Normal values on a card.
+
+use super::groups::{blocks, line};
+use super::{CudaKernels, Kernel};
+use crate::NormalRuns;
+use crate::elementwise::check_normal;
+use ferrotron_tensor::{Result, Stream, Tensor, write};
+
+/// As in normal.cu.
+const THREADS: usize = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct NormalArgs {
+    out: u64,
+    first: u64,
+    stride: u64,
+    rows: i64,
+    width: i64,
+    groups: i64,
+    std: f64,
+    key: [u32; 2],
+    lane: [u32; 2],
+}
+
+impl CudaKernels {
+    /// See [`crate::ElementwiseKernels::normal`].
+    pub(super) fn queue_normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()> {
+        const OP: &str = "normal";
+        let [rows, width] = check_normal(out)?;
+        // A row may begin with the last value of a block.
+        let groups = if width == 0 { 0 } else { (width + 3).div_ceil(4) };
+        s.launch(OP, &[write(out)], |l| {
+            let NormalRuns { stream, first, stride, std } = runs;
+            let args = NormalArgs {
+                out: l.address(0)?,
+                first,
+                stride,
+                rows: rows as i64,
+                width: width as i64,
+                groups: groups as i64,
+                std,
+                key: stream.key,
+                lane: stream.lane,
+            };
+            let grid = line(blocks(OP, rows * groups, THREADS)?, THREADS as u32);
+            self.queue(l, Kernel { source: "normal", name: "normal_f32" }, grid, &args)
+        })
+    }
+}

@@ -1,0 +1,171 @@
+// Bytes as numbers again, and products of bytes in plain arithmetic: any sizes and alignments.
+
+constexpr int TILE = 128;
+
+// Where the scale of number (row, column) of a matrix [r, c] is: see Scaling in quant.rs.
+struct Matrix {
+    u64 data, scale;
+    i64 r, c;
+    // 0: one scale; 1: one for 128 along c; 2: one for 128 × 128.
+    u32 sharing;
+    u32 e5m2;
+    __device__ __forceinline__ i64 pitch() const { return (c + 15) / 16 * 16; }
+    __device__ __forceinline__ float scale_at(i64 row, i64 column) const {
+        const i64 blocks = (c + TILE - 1) / TILE;
+        const i64 at = sharing == 0   ? 0
+                       : sharing == 1 ? column / TILE * ((r + 3) / 4 * 4) + row
+                                      : row / TILE * ((blocks + 3) / 4 * 4) + column / TILE;
+        return reinterpret_cast<const float*>(scale)[at];
+    }
+};
+
+struct DequantiseArgs {
+    Matrix q;
+    u64 out;
+    i64 stride;
+    u32 across;
+    u32 wide;
+};
+
+// One block: a tile of 128 × 128; a thread has 16 columns of four rows of it.
+template <class T> __device__ __forceinline__ void dequantise(const DequantiseArgs& a) {
+    const i64 column = i64(blockIdx.x % a.across) * TILE + (threadIdx.x & 7) * 16;
+    const i64 row0 = i64(blockIdx.x / a.across) * TILE + (threadIdx.x >> 3);
+    if (column >= a.q.c) return;
+    const i64 pitch = a.q.pitch();
+    const u8* q = reinterpret_cast<const u8*>(a.q.data) + column;
+    const bool whole = a.wide && column + 16 <= a.q.c;
+    uint4 four[4] = {};
+    float scale[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const i64 row = row0 + 32 * i;
+        if (row >= a.q.r) continue;
+        scale[i] = a.q.scale_at(row, column);
+        if (whole) four[i] = *reinterpret_cast<const uint4*>(q + row * pitch);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const i64 row = row0 + 32 * i;
+        if (row >= a.q.r) continue;
+        T* out = reinterpret_cast<T*>(a.out) + row * a.stride + column;
+        if (whole) {
+            const u32 word[4] = {four[i].x, four[i].y, four[i].z, four[i].w};
+            constexpr int N = Wide<T>::count;
+#pragma unroll
+            for (int at = 0; at < 16; at += N) {
+                float f[N];
+#pragma unroll
+                for (int j = 0; j < N; j++)
+                    f[j] = decode(a.q.e5m2, word[(at + j) / 4] >> 8 * ((at + j) & 3) & 0xffu) * scale[i];
+                store(out + at, f);
+            }
+        } else {
+#pragma unroll 1
+            for (int j = 0; j < 16 && column + j < a.q.c; j++)
+                out[j] = from_f32<T>(decode(a.q.e5m2, q[row * pitch + j]) * scale[i]);
+        }
+    }
+}
+extern "C" __global__ void __launch_bounds__(256) dequantise_f32(const DequantiseArgs a) { dequantise<float>(a); }
+extern "C" __global__ void __launch_bounds__(256) dequantise_bf16(const DequantiseArgs a) { dequantise<bf16>(a); }
+
+struct ProductArgs {
+    Matrix a, b;
+    u64 c, bias;
+    i64 ldc;
+    u32 accumulate;
+    u32 pad;
+};
+
+constexpr int SIDE = 64;
+constexpr int DEEP = 16;
+constexpr int PITCH = SIDE + 1;
+
+// tile[p][i] = number (first + i, k0 + p), zero outside.
+__device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const Matrix& x, i64 first, i64 k0) {
+#pragma unroll
+    for (int step = 0; step < SIDE * DEEP / 256; step++) {
+        const int e = step * 256 + threadIdx.x, p = e % DEEP, i = e / DEEP;
+        const i64 row = first + i, deep = k0 + p;
+        float v = 0.0f;
+        if (row < x.r && deep < x.c)
+            v = decode(x.e5m2, reinterpret_cast<const u8*>(x.data)[row * x.pitch() + deep]) * x.scale_at(row, deep);
+        tile[p][i] = v;
+    }
+}
+
+// One block: a tile of SIDE × SIDE of c = a·bᵀ; each element is one sum over k, in order.
+template <class C> __device__ __forceinline__ void product(const ProductArgs& g) {
+    __shared__ float left[DEEP][PITCH], right[DEEP][PITCH];
+    const i64 across = (g.b.r + SIDE - 1) / SIDE;
+    const i64 row0 = i64(blockIdx.x) / across * SIDE, column0 = i64(blockIdx.x) % across * SIDE;
+    const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
+    float sum[4][4] = {};
+    for (i64 k0 = 0; k0 < g.a.c; k0 += DEEP) {
+        load_tile(left, g.a, row0, k0);
+        load_tile(right, g.b, column0, k0);
+        __syncthreads();
+#pragma unroll
+        for (int p = 0; p < DEEP; p++) {
+            float x[4], y[4];
+#pragma unroll
+            for (int r = 0; r < 4; r++) x[r] = left[p][ty + 16 * r], y[r] = right[p][tx + 16 * r];
+#pragma unroll
+            for (int r = 0; r < 4; r++)
+#pragma unroll
+                for (int s = 0; s < 4; s++) sum[r][s] = __fmaf_rn(x[r], y[s], sum[r][s]);
+        }
+        __syncthreads();
+    }
+    C* c = reinterpret_cast<C*>(g.c);
+    const bf16* bias = reinterpret_cast<const bf16*>(g.bias);
+#pragma unroll
+    for (int r = 0; r < 4; r++)
+#pragma unroll
+        for (int s = 0; s < 4; s++) {
+            const i64 row = row0 + ty + 16 * r, column = column0 + tx + 16 * s;
+            if (row >= g.a.r || column >= g.b.r) continue;
+            C* to = c + row * g.ldc + column;
+            float v = sum[r][s];
+            if (bias) v += to_f32(bias[column]);
+            if (g.accumulate) v += to_f32(*to);
+            *to = from_f32<C>(v);
+        }
+}
+extern "C" __global__ void __launch_bounds__(256) product8_f32(const ProductArgs g) { product<float>(g); }
+extern "C" __global__ void __launch_bounds__(256) product8_bf16(const ProductArgs g) { product<bf16>(g); }
+
+struct TurnArgs {
+    u64 from, to, scale, to_scale;
+    i64 r, c;
+    u32 across, pad;
+};
+
+// One block: a tile of 64 × 64 bytes of [r, c] becomes one of [c, r padded to 16].
+extern "C" __global__ void __launch_bounds__(256) turn_bytes(const TurnArgs a) {
+    __shared__ u8 tile[64][68];
+    const i64 row0 = i64(blockIdx.x / a.across) * 64, column0 = i64(blockIdx.x % a.across) * 64;
+    const i64 pitch = (a.c + 15) / 16 * 16, to_pitch = (a.r + 15) / 16 * 16;
+    const u8* from = reinterpret_cast<const u8*>(a.from);
+    u8* to = reinterpret_cast<u8*>(a.to);
+    // Four bytes a thread each way; rows are padded to 16, so that a word never crosses the end of one.
+    const int x = threadIdx.x % 16 * 4, y = threadIdx.x / 16;
+#pragma unroll
+    for (int i = y; i < 64; i += 16) {
+        u32 word = 0;
+        if (row0 + i < a.r && column0 + x < pitch)
+            word = *reinterpret_cast<const u32*>(from + (row0 + i) * pitch + column0 + x);
+        *reinterpret_cast<u32*>(&tile[i][x]) = word;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = y; i < 64; i += 16) {
+        const i64 row = column0 + i, column = row0 + x;
+        if (row >= a.c || column >= to_pitch) continue;
+        const u32 word = tile[x][i] | u32(tile[x + 1][i]) << 8 | u32(tile[x + 2][i]) << 16 | u32(tile[x + 3][i]) << 24;
+        *reinterpret_cast<u32*>(to + row * to_pitch + column) = word;
+    }
+    if (blockIdx.x == 0 && threadIdx.x == 0)
+        *reinterpret_cast<float*>(a.to_scale) = *reinterpret_cast<const float*>(a.scale);
+}

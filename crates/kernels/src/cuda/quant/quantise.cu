@@ -1,0 +1,258 @@
+// Bytes of x and of xᵀ from one read of x. One block: a tile of 128 × 128, of which a thread has 8 × 8 numbers: it turns
+// its bytes in registers, and shared memory brings those of one column together.
+
+constexpr int THREADS = 256;
+constexpr int TILE = 128;
+// 8-byte units of a column of a tile.
+constexpr int UNITS = TILE / 8;
+
+struct QuantiseArgs {
+    u64 x, rows, cols, rows_scale, cols_scale, scale, amax, parts;
+    i64 r, c, stride;
+    u32 across;
+    u32 e5m2, pow2;
+    u32 wide, wide_rows, wide_cols;
+};
+
+// Which numbers share a scale.
+enum Sharing { ALL, LINES, TILES };
+
+__device__ __forceinline__ i64 up(i64 n, i64 to) { return (n + to - 1) / to * to; }
+
+// Four words of four bytes, turned.
+__device__ __forceinline__ void turn(u32& a, u32& b, u32& c, u32& d) {
+    u32 ab = __byte_perm(a, b, 0x5140), ab2 = __byte_perm(a, b, 0x7362);
+    u32 cd = __byte_perm(c, d, 0x5140), cd2 = __byte_perm(c, d, 0x7362);
+    a = __byte_perm(ab, cd, 0x5410), b = __byte_perm(ab, cd, 0x7632);
+    c = __byte_perm(ab2, cd2, 0x5410), d = __byte_perm(ab2, cd2, 0x7632);
+}
+
+// The largest of each of eight rows over the 16 lanes that share them, the rows dealt out: the lane's own is returned,
+// and is row (lane >> 1) & 7.
+__device__ __forceinline__ float max_of_rows(float (&m)[8], int lane) {
+#pragma unroll
+    for (int n = 4; n > 0; n >>= 1) {
+        const bool upper = lane & 2 * n;
+#pragma unroll
+        for (int i = 0; i < n; i++) {
+            float send = upper ? m[i] : m[i + n], keep = upper ? m[i + n] : m[i];
+            m[i] = fmaxf(keep, __shfl_xor_sync(~0u, send, 2 * n));
+        }
+    }
+    return fmaxf(m[0], __shfl_xor_sync(~0u, m[0], 1));
+}
+
+template <class T, Sharing S> __device__ __forceinline__ void quantise(const QuantiseArgs& a) {
+    __shared__ alignas(16) uint2 tile[TILE * UNITS];
+    __shared__ alignas(16) float part[THREADS / 32][TILE];
+    __shared__ alignas(16) float scales[2][TILE];
+    __shared__ float most[32];
+    const int tx = threadIdx.x & 15, ty = threadIdx.x >> 4, warp = threadIdx.x >> 5;
+    // From the end: what was measured, or made, last is still in the cache.
+    const u32 block = gridDim.x - 1 - blockIdx.x;
+    const i64 tile_c = i64(block % a.across) * TILE, tile_r = i64(block / a.across) * TILE;
+    const i64 col = tile_c + 8 * tx, row = tile_r + 8 * ty;
+
+    Eight<T> v[8];
+    const T* x = reinterpret_cast<const T*>(a.x) + row * a.stride + col;
+    if (a.wide && tile_c + TILE <= a.c && tile_r + TILE <= a.r) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) v[i] = *reinterpret_cast<const Eight<T>*>(x + i * a.stride);
+    } else {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            v[i] = {};
+            if (row + i >= a.r) continue;
+            if (a.wide && col + 8 <= a.c) {
+                v[i] = *reinterpret_cast<const Eight<T>*>(x + i * a.stride);
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; j++)
+                    if (col + j < a.c) v[i].put(j, x[i * a.stride + j]);
+            }
+        }
+    }
+
+    const float largest = largest_of(a.e5m2);
+    float scale = 1.0f;
+    if (S == ALL) {
+        const bool given = a.scale;
+        const float infinite = __uint_as_float(Largest<float>::bits);
+        scale = given ? *reinterpret_cast<const float*>(a.scale)
+                      : scale_of(*reinterpret_cast<const float*>(a.amax), largest, a.pow2, infinite);
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            const float inverse = __fdiv_rn(1.0f, scale);
+            if (a.rows) *reinterpret_cast<float*>(a.rows_scale) = inverse;
+            if (a.cols) *reinterpret_cast<float*>(a.cols_scale) = inverse;
+        }
+    }
+    if (S == TILES || (S == ALL && a.scale && a.amax)) {
+        float m = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) m = fmaxf(m, fabsf(v[i].at(j)));
+        m = fmaxf(block_max(m, most), 0.0f);
+        if (S == ALL && threadIdx.x == 0) raise(a.amax, __float_as_uint(m));
+        if (S == TILES) {
+            scale = scale_of(m, largest, a.pow2, __uint_as_float(Largest<T>::bits));
+            const float inverse = __fdiv_rn(1.0f, scale);
+            const i64 tr = tile_r / TILE, tc = tile_c / TILE;
+            const i64 down = (a.r + TILE - 1) / TILE;
+            // The last tile of a line writes the padding behind it, too.
+            if (a.rows && threadIdx.x < 4) {
+                const i64 pitch = up(a.across, 4), at = tc + threadIdx.x;
+                if (threadIdx.x == 0 || (tc == a.across - 1 && at < pitch))
+                    reinterpret_cast<float*>(a.rows_scale)[tr * pitch + at] = threadIdx.x ? 0.0f : inverse;
+            }
+            if (a.cols && threadIdx.x < 4) {
+                const i64 pitch = up(down, 4), at = tr + threadIdx.x;
+                if (threadIdx.x == 0 || (tr == down - 1 && at < pitch))
+                    reinterpret_cast<float*>(a.cols_scale)[tc * pitch + at] = threadIdx.x ? 0.0f : inverse;
+            }
+        }
+    }
+    if (S == LINES) {
+        if (a.rows) {
+            float m[8];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                m[i] = 0.0f;
+#pragma unroll
+                for (int j = 0; j < 8; j++) m[i] = fmaxf(m[i], fabsf(v[i].at(j)));
+            }
+            const float own = max_of_rows(m, tx);
+            if (!(tx & 1)) scales[0][8 * ty + (tx >> 1)] = own;
+        }
+        if (a.cols) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                float m = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 8; i++) m = fmaxf(m, fabsf(v[i].at(j)));
+                m = fmaxf(m, __shfl_xor_sync(~0u, m, 16));
+                if (!(ty & 1)) part[warp][8 * tx + j] = m;
+            }
+        }
+        __syncthreads();
+        // One half of the block has a row each, the other a column.
+        const int line = threadIdx.x & (TILE - 1);
+        const bool of_rows = threadIdx.x < TILE;
+        if (of_rows ? a.rows : a.cols) {
+            float m = of_rows ? scales[0][line] : 0.0f;
+            if (!of_rows)
+#pragma unroll
+                for (int w = 0; w < THREADS / 32; w++) m = fmaxf(m, part[w][line]);
+            const float s = scale_of(m, largest, a.pow2, __uint_as_float(Largest<T>::bits));
+            scales[!of_rows][line] = s;
+            const i64 n = of_rows ? a.r : a.c, pitch = up(n, 4), at = (of_rows ? tile_r : tile_c) + line;
+            const i64 block = (of_rows ? tile_c : tile_r) / TILE;
+            float* to = reinterpret_cast<float*>(of_rows ? a.rows_scale : a.cols_scale) + block * pitch;
+            if (at < pitch) to[at] = at < n ? __fdiv_rn(1.0f, s) : 0.0f;
+        }
+        __syncthreads();
+    }
+
+    if (a.parts) {
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 8; i++) sum += v[i].at(j);
+            sum += __shfl_xor_sync(~0u, sum, 16);
+            if (!(ty & 1)) part[warp][8 * tx + j] = sum;
+        }
+    }
+
+    if (S == LINES || a.parts)
+#pragma unroll
+        for (int i = 0; i < 8; i++) forget(v[i]);
+    // Bytes of row i: columns 0 to 3 and 4 to 7.
+    u32 low[8], high[8];
+    if (S != LINES || a.rows) {
+        const i64 pitch = up(a.c, 16);
+        u8* to = reinterpret_cast<u8*>(a.rows) + row * pitch + col;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float s = S == LINES ? scales[0][8 * ty + i] : scale;
+            float f[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) f[j] = v[i].at(j) * s;
+            low[i] = encode(a.e5m2, f[0], f[1], f[2], f[3]);
+            high[i] = encode(a.e5m2, f[4], f[5], f[6], f[7]);
+            if (!a.rows || row + i >= a.r || col >= pitch) continue;
+            if (a.wide_rows) {
+                *reinterpret_cast<uint2*>(to + i * pitch) = {low[i], high[i]};
+            } else {
+#pragma unroll
+                for (int j = 0; j < 8; j++) to[i * pitch + j] = u8((j < 4 ? low[i] : high[i]) >> 8 * (j & 3));
+            }
+        }
+    }
+    if (a.cols) {
+        if (S == LINES) {
+            float s[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) s[j] = scales[1][8 * tx + j];
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                float f[8];
+#pragma unroll
+                for (int j = 0; j < 8; j++) f[j] = v[i].at(j) * s[j];
+                low[i] = encode(a.e5m2, f[0], f[1], f[2], f[3]);
+                high[i] = encode(a.e5m2, f[4], f[5], f[6], f[7]);
+            }
+        }
+        turn(low[0], low[1], low[2], low[3]);
+        turn(low[4], low[5], low[6], low[7]);
+        turn(high[0], high[1], high[2], high[3]);
+        turn(high[4], high[5], high[6], high[7]);
+        // Unit ty of a column lies at ty ^ tx: 16 lanes that write a unit of as many columns meet no bank twice.
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            uint2 eight = j < 4 ? uint2{low[j], low[j + 4]} : uint2{high[j - 4], high[j]};
+            tile[(8 * tx + j) * UNITS + (ty ^ tx)] = eight;
+        }
+    }
+    if (!a.cols && !a.parts) return;
+    __syncthreads();
+    if (a.cols) {
+        const i64 pitch = up(a.r, 16);
+#pragma unroll
+        for (int k = 0; k < TILE * UNITS / 2 / THREADS; k++) {
+            const int task = k * THREADS + threadIdx.x, column = task / 8, pair = task % 8, swap = column / 8;
+            uint4 q = reinterpret_cast<const uint4*>(tile)[column * (UNITS / 2) + (pair ^ (swap >> 1))];
+            if (swap & 1) q = {q.z, q.w, q.x, q.y};
+            const i64 at = tile_r + 16 * pair;
+            if (tile_c + column >= a.c || at >= pitch) continue;
+            u8* to = reinterpret_cast<u8*>(a.cols) + (tile_c + column) * pitch + at;
+            if (a.wide_cols) {
+                *reinterpret_cast<uint4*>(to) = q;
+            } else {
+#pragma unroll
+                for (int j = 0; j < 16; j++)
+                    to[j] = u8((j < 4 ? q.x : j < 8 ? q.y : j < 12 ? q.z : q.w) >> 8 * (j & 3));
+            }
+        }
+    }
+    if (a.parts && threadIdx.x < TILE && tile_c + threadIdx.x < a.c) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < THREADS / 32; w++) sum += part[w][threadIdx.x];
+        reinterpret_cast<float*>(a.parts)[tile_r / TILE * a.c + tile_c + threadIdx.x] = sum;
+    }
+}
+
+#define QUANTISE(T, name, blocks)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) quantise_all_##name(const QuantiseArgs a) {          \
+        quantise<T, ALL>(a);                                                                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) quantise_lines_##name(const QuantiseArgs a) {        \
+        quantise<T, LINES>(a);                                                                                         \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS, blocks) quantise_tiles_##name(const QuantiseArgs a) {        \
+        quantise<T, TILES>(a);                                                                                         \
+    }
+QUANTISE(float, f32, 2)
+QUANTISE(bf16, bf16, 3)
+QUANTISE(f16, f16, 3)

@@ -1,0 +1,163 @@
+//! Bytes of a matrix and of its transpose.
+
+use super::input;
+use crate::cuda::columns::ColumnArgs;
+use crate::cuda::groups::{blocks, line, wide};
+use crate::cuda::{CudaKernels, Kernel};
+use crate::{BLOCK, Bytes, Quantise, Range, Scaling};
+use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
+
+/// As in quantise.cu.
+const THREADS: u32 = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct QuantiseArgs {
+    x: u64,
+    rows: u64,
+    cols: u64,
+    rows_scale: u64,
+    cols_scale: u64,
+    scale: u64,
+    amax: u64,
+    parts: u64,
+    r: i64,
+    c: i64,
+    stride: i64,
+    across: u32,
+    e5m2: u32,
+    pow2: u32,
+    wide: u32,
+    wide_rows: u32,
+    wide_cols: u32,
+}
+
+/// Places of a launch's arguments.
+#[derive(Clone, Copy, Default)]
+struct Places {
+    rows: Option<usize>,
+    cols: Option<usize>,
+    scale: Option<usize>,
+    amax: Option<usize>,
+    sums: Option<usize>,
+    parts: Option<usize>,
+}
+
+/// The kernel of a scaling.
+fn kernel(op: &'static str, input: DType, scaling: Scaling) -> Result<Kernel> {
+    match scaling {
+        Scaling::Tensor => input!(op, input, "quantise", "quantise_all"),
+        Scaling::Rows => input!(op, input, "quantise", "quantise_lines"),
+        Scaling::Tiles => input!(op, input, "quantise", "quantise_tiles"),
+    }
+}
+
+impl CudaKernels {
+    pub(super) fn queue_quantise(&self, s: &Stream, q: &Quantise) -> Result<()> {
+        const OP: &str = "quantise";
+        let (view, format) = q.check(OP)?;
+        let (r, c) = (view.outer, view.width);
+        // One kernel scales both in one way; else each has its own.
+        let one = match (q.rows, q.cols) {
+            (Some(rows), Some(cols)) => rows.scaling == cols.scaling,
+            _ => true,
+        };
+        let mut args = vec![read(q.x)];
+        let mut add = |arg| {
+            args.push(arg);
+            args.len() - 1
+        };
+        let mut at = Places::default();
+        let mut pow2 = false;
+        match q.range {
+            Range::Amax { amax, pow2: wanted } => (at.amax, pow2) = (Some(add(read(amax))), wanted),
+            Range::Given { scale, amax } => {
+                (at.scale, at.amax) = (Some(add(read(scale))), Some(add(write(amax))))
+            }
+            Range::Blocks { pow2: wanted } => pow2 = wanted,
+        }
+        // Bytes, and their scales behind them.
+        let mut output = |b: &'_ Bytes| (b.data.clone(), b.scale_inv.clone());
+        let outputs = [q.rows.map(&mut output), q.cols.map(&mut output)];
+        for (place, output) in [&mut at.rows, &mut at.cols].into_iter().zip(&outputs) {
+            if let Some((data, scales)) = output {
+                *place = Some(add(write(data)));
+                add(write(scales));
+            }
+        }
+        let down = r.div_ceil(BLOCK);
+        let parts = match q.sums {
+            Some((sums, _)) => {
+                at.sums = Some(add(write(sums)));
+                Some(Tensor::empty(s, &[down * c], DType::F32, Category::Workspace)?)
+            }
+            None => None,
+        };
+        at.parts = parts.as_ref().map(|t| add(write(t)));
+        let scaling = q.rows.or(q.cols).map(|b| b.scaling);
+        let scaling = scaling.unwrap_or(match q.range {
+            Range::Blocks { .. } => Scaling::Tiles,
+            _ => Scaling::Tensor,
+        });
+        let first = kernel(OP, q.x.dtype(), scaling)?;
+        s.launch(OP, &args, |l| {
+            let from = l.address(0)?;
+            let address = |place: Option<usize>, after: usize| place.map_or(Ok(0), |i| l.address(i + after));
+            let even = r <= 1 || (view.outer_stride * q.x.dtype().size()).is_multiple_of(16);
+            let (rows, cols) = (address(at.rows, 0)?, address(at.cols, 0)?);
+            let a = QuantiseArgs {
+                x: from,
+                rows,
+                cols,
+                rows_scale: address(at.rows, 1)?,
+                cols_scale: address(at.cols, 1)?,
+                scale: address(at.scale, 0)?,
+                amax: address(at.amax, 0)?,
+                parts: address(at.parts, 0)?,
+                r: r as i64,
+                c: c as i64,
+                stride: view.outer_stride as i64,
+                across: blocks(OP, c, BLOCK)?.max(1),
+                e5m2: (format == Some(DType::E5M2)).into(),
+                pow2: pow2.into(),
+                wide: (wide(&[from]) && even).into(),
+                wide_rows: wide(&[rows]).into(),
+                wide_cols: wide(&[cols]).into(),
+            };
+            // Of an empty matrix there is still the scale.
+            let all = match (r * c, scaling) {
+                (0, Scaling::Tensor) => 1,
+                _ => blocks(OP, down * c.div_ceil(BLOCK), 1)?,
+            };
+            let grid = line(all, THREADS);
+            if one {
+                self.queue(l, first, grid, &a)?;
+            } else {
+                self.queue(l, first, grid, &QuantiseArgs { cols: 0, ..a })?;
+                let other = q.cols.map_or(scaling, |b| b.scaling);
+                let rest = QuantiseArgs { rows: 0, parts: 0, ..a };
+                self.queue(l, kernel(OP, q.x.dtype(), other)?, grid, &rest)?;
+            }
+            match (q.sums, at.sums) {
+                (Some((_, onto)), Some(sums)) => self.add_parts(l, a.parts, down, c, l.address(sums)?, onto),
+                _ => Ok(()),
+            }
+        })
+    }
+
+    /// sums (+)= Σ of the rows of parts f32 `[down, c]`.
+    fn add_parts(&self, l: &Launch, parts: u64, down: usize, c: usize, sums: u64, onto: bool) -> Result<()> {
+        let args = ColumnArgs {
+            x: parts,
+            out: sums,
+            rows: down as i64,
+            n: c as i64,
+            stride: c as i64,
+            part_rows: 0,
+            accumulate: onto.into(),
+            wide: 0,
+        };
+        let grid = line(blocks("quantise", c, 32)?, 1024);
+        self.queue(l, Kernel { source: "columns", name: "column_total" }, grid, &args)
+    }
+}

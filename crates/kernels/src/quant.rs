@@ -1,0 +1,212 @@
+//! Eight-bit matrices: bringing values into their range, and multiplying them.
+//!
+//! A product contracts the last axis of both factors, so a matrix is quantised once for each way it is used: as it is
+//! stored, and transposed. Both are made from the same high-precision values, never from each other (one scale for a
+//! whole tensor or a whole tile makes them the same bytes either way).
+
+pub(crate) mod check;
+pub mod micro;
+pub mod scale;
+pub mod stats;
+
+use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
+use micro::Emulated;
+use stats::QuantStats;
+
+/// Values that share a scale where they do not all do.
+pub const BLOCK: usize = 128;
+/// Rows of bytes are padded with zeros to a multiple of this: the matrix units want it.
+pub const ALIGN: usize = 16;
+
+/// Which values of a matrix `[r, c]`, contracted along c, share a scale.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Scaling {
+    /// All. Scales f32 `[1]`.
+    Tensor,
+    /// 128 along c. Scales f32 `[⌈c/128⌉, r up to a multiple of 4]`.
+    Rows,
+    /// Tiles of 128 x 128. Scales f32 `[⌈r/128⌉, ⌈c/128⌉ up to a multiple of 4]`.
+    Tiles,
+}
+
+impl Scaling {
+    /// Shape of the scales of a matrix `[r, c]`.
+    pub fn scales(self, r: usize, c: usize) -> Vec<usize> {
+        match self {
+            Scaling::Tensor => vec![1],
+            Scaling::Rows => vec![c.div_ceil(BLOCK), r.next_multiple_of(4)],
+            Scaling::Tiles => vec![r.div_ceil(BLOCK), c.div_ceil(BLOCK).next_multiple_of(4)],
+        }
+    }
+}
+
+/// A factor of a product: a matrix `[r, c]` in bytes, contracted along c.
+#[derive(Clone, Debug)]
+pub struct Bytes {
+    /// E4M3 or E5M2 `[r, c up to a multiple of 16]`, contiguous; zeros behind c.
+    pub data: Tensor,
+    /// f32: what a byte's value is multiplied by to be the number again; see [`Scaling::scales`]. Padding is zero.
+    pub scale_inv: Tensor,
+    /// Which values share a scale.
+    pub scaling: Scaling,
+    /// c.
+    pub cols: usize,
+}
+
+impl Bytes {
+    /// Memory for a matrix `[r, c]`.
+    pub fn empty(
+        s: &Stream,
+        [r, c]: [usize; 2],
+        format: DType,
+        scaling: Scaling,
+        category: Category,
+    ) -> Result<Bytes> {
+        let data = Tensor::empty(s, &[r, c.next_multiple_of(ALIGN)], format, category)?;
+        let scale_inv = Tensor::empty(s, &scaling.scales(r, c), DType::F32, category)?;
+        Ok(Bytes { data, scale_inv, scaling, cols: c })
+    }
+
+    /// r.
+    pub fn rows(&self) -> usize {
+        self.data.shape()[0]
+    }
+
+    /// Is it what a matrix `[r, c]` needs?
+    pub fn check(&self, op: &'static str, [r, c]: [usize; 2]) -> Result<()> {
+        if !matches!(self.data.dtype(), DType::E4M3 | DType::E5M2) {
+            return Err(Error::DType { op, found: self.data.dtype(), wanted: DType::E4M3 });
+        }
+        if self.scale_inv.dtype() != DType::F32 {
+            return Err(Error::DType { op, found: self.scale_inv.dtype(), wanted: DType::F32 });
+        }
+        let fits = self.cols == c
+            && self.data.shape() == [r, c.next_multiple_of(ALIGN)]
+            && self.scale_inv.shape() == self.scaling.scales(r, c)
+            && self.data.is_contiguous()
+            && self.scale_inv.is_contiguous();
+        if !fits {
+            return shape_error(
+                op,
+                format!(
+                    "bytes {:?} with scales {:?} ({:?}) for a matrix [{r}, {c}]",
+                    self.data.shape(),
+                    self.scale_inv.shape(),
+                    self.scaling
+                ),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Where scales come from.
+#[derive(Clone, Copy, Debug)]
+pub enum Range<'a> {
+    /// One scale, from the largest magnitude f32 `[1]`, already measured (and agreed on by ranks).
+    Amax {
+        /// f32 `[1]`
+        amax: &'a Tensor,
+        /// Round the scale down to a power of two.
+        pow2: bool,
+    },
+    /// One scale f32 `[1]`, from earlier steps. `amax` f32 `[1]` becomes the larger of itself and the largest magnitude.
+    Given {
+        /// f32 `[1]`
+        scale: &'a Tensor,
+        /// f32 `[1]`
+        amax: &'a Tensor,
+    },
+    /// Every block's own, as the outputs' scaling says.
+    Blocks {
+        /// Round scales down to powers of two.
+        pow2: bool,
+    },
+}
+
+/// Quantises `x [r, c]` (f32, bf16 or f16; contiguous rows of any stride), once read, into up to two factors.
+#[derive(Clone, Copy, Debug)]
+pub struct Quantise<'a> {
+    /// `[r, c]`
+    pub x: &'a Tensor,
+    /// Where scales come from.
+    pub range: Range<'a>,
+    /// `x` as it is stored: `[r, c]`.
+    pub rows: Option<&'a Bytes>,
+    /// `xᵀ`: `[c, r]`.
+    pub cols: Option<&'a Bytes>,
+    /// f32 `[c]`: the column sums of `x` itself (the gradient of a bias), and whether to add to what is there.
+    pub sums: Option<(&'a Tensor, bool)>,
+}
+
+/// `c = a·bᵀ (+ bias) (+ c)` of `a [m, k]`, `b [n, k]` in bytes; `c [m, n]` bf16 or f32, `bias [n]` in bf16.
+/// At most one factor is in E5M2, at most one has [`Scaling::Tiles`].
+#[derive(Clone, Copy, Debug)]
+pub struct Gemm8<'a> {
+    /// `[m, k]`
+    pub a: &'a Bytes,
+    /// `[n, k]`
+    pub b: &'a Bytes,
+    /// `[n]`
+    pub bias: Option<&'a Tensor>,
+    /// Add to what `c` (f32) holds.
+    pub accumulate: bool,
+    /// Sums may be kept in the matrix unit's own narrow registers: faster, 14 bits or so.
+    pub fast: bool,
+    /// What it is in a layer, for profiles: such as `gemm (output, fp8)`.
+    pub name: &'static str,
+    /// `[m, n]`
+    pub c: &'a Tensor,
+}
+
+/// One scale of delayed scaling after a step; see [`QuantKernels::delayed_update`].
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Delayed {
+    /// Powers of two left free above the largest magnitude.
+    pub margin: i32,
+    /// Take the newest magnitude instead of the largest of the history.
+    pub most_recent: bool,
+}
+
+/// Eight-bit kernels.
+pub trait QuantKernels {
+    /// `amax[0] = max(amax[0], max |x|)` over a matrix; NaN is passed over. `amax` f32 `[1]`.
+    fn amax(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()>;
+
+    /// See [`Quantise`]: `byte = round(x·scale)`, to nearest even, beyond the largest to the largest, NaN stays.
+    fn quantise(&self, s: &Stream, q: &Quantise) -> Result<()>;
+
+    /// `out [r, c]` (f32 or bf16) `= value·scale_inv`.
+    fn dequantise(&self, s: &Stream, q: &Bytes, out: &Tensor) -> Result<()>;
+
+    /// `out [c, r]`: `q [r, c]` the other way round, byte by byte. Both have one scale for everything.
+    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()>;
+
+    /// See [`Gemm8`].
+    fn gemm8(&self, s: &Stream, g: &Gemm8) -> Result<()>;
+
+    /// The end of a step of delayed scaling, of n tensors at once: `history` f32 `[len, n]`, `scale` f32 `[n]`;
+    /// `largest` f32 `[n]`: the biggest number of each one's format; `reduced` f32 `[n]`: row 0 after ranks agreed (the row
+    /// itself where there is one rank).
+    fn delayed_update(
+        &self,
+        s: &Stream,
+        how: Delayed,
+        history: &Tensor,
+        reduced: &Tensor,
+        largest: &Tensor,
+        scale: &Tensor,
+    ) -> Result<()>;
+
+    /// `out [r, c]`, contiguous and of x's type: `x [r, c]` (f32, bf16 or f16) rounded to a format no kernel here
+    /// multiplies, and back. Where a home has nothing of its own the host does it.
+    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+        micro::emulate_over_host(s, how, x, out)
+    }
+
+    /// How well `x [r, c]` fits the bytes that were made of it, `q [r, c]`, or `[c, r]` if they are `turned`. The host
+    /// waits for it. Where a home has nothing of its own the host does it.
+    fn quant_stats(&self, s: &Stream, x: &Tensor, q: &Bytes, turned: bool) -> Result<QuantStats> {
+        stats::over_host(self, s, x, q, turned)
+    }
+}

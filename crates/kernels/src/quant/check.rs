@@ -1,0 +1,139 @@
+//! What the 8-bit kernels accept, the same in every home.
+
+use super::{Bytes, Gemm8, Quantise, Range, Scaling};
+use crate::checks::{dtypes, rows_of};
+use crate::cpu::rows::Rows;
+use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
+
+/// Is it f32 `[1]`?
+pub(crate) fn one(op: &'static str, t: &Tensor) -> Result<()> {
+    dtypes(op, DType::F32, &[t])?;
+    if t.numel() != 1 {
+        return shape_error(op, format!("{t:?} where one number belongs"));
+    }
+    Ok(())
+}
+
+/// The rows of a matrix `[r, c]`.
+pub(crate) fn matrix(op: &'static str, t: &Tensor) -> Result<Rows> {
+    let &[r, c] = t.shape() else {
+        return shape_error(op, format!("{t:?} where a matrix [r, c] belongs"));
+    };
+    let [rows] = rows_of(op, [t])?;
+    Ok(Rows { outer: r, inner: 1, width: c, ..rows })
+}
+
+impl Quantise<'_> {
+    /// Shapes, types, and scales that fit where they come from. Gives the rows of `x` and the format.
+    pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, Option<DType>)> {
+        let x = matrix(op, self.x)?;
+        if !matches!(self.x.dtype(), DType::F32 | DType::BF16 | DType::F16) {
+            return Err(Error::DType { op, found: self.x.dtype(), wanted: DType::F32 });
+        }
+        let (r, c) = (x.outer, x.width);
+        let outputs = [self.rows.map(|b| (b, [r, c])), self.cols.map(|b| (b, [c, r]))];
+        let mut format = None;
+        for (bytes, shape) in outputs.into_iter().flatten() {
+            bytes.check(op, shape)?;
+            let whole = bytes.scaling == Scaling::Tensor;
+            if whole == matches!(self.range, Range::Blocks { .. }) {
+                let what = format!("{:?} scales from {:?}", bytes.scaling, self.range);
+                return shape_error(op, what);
+            }
+            let found = bytes.data.dtype();
+            if *format.get_or_insert(found) != found {
+                return shape_error(op, "both uses of a matrix have one format");
+            }
+        }
+        match self.range {
+            Range::Amax { amax, .. } => one(op, amax)?,
+            Range::Given { scale, amax } => [scale, amax].into_iter().try_for_each(|t| one(op, t))?,
+            Range::Blocks { .. } => {}
+        }
+        if let Some((sums, _)) = self.sums {
+            dtypes(op, DType::F32, &[sums])?;
+            if sums.shape() != [c] || !sums.is_contiguous() {
+                return shape_error(op, format!("sums {:?} of {c} columns", sums.shape()));
+            }
+        }
+        Ok((x, format))
+    }
+}
+
+impl Gemm8<'_> {
+    /// Checks shapes, types and scales; gives `m, n, k`.
+    pub(crate) fn check(&self, op: &'static str) -> Result<[usize; 3]> {
+        let (a, b) = (self.a, self.b);
+        let [m, n, k] = [a.rows(), b.rows(), a.cols];
+        a.check(op, [m, k])?;
+        b.check(op, [n, k])?;
+        let pair = |f: fn(&Bytes) -> bool| f(a) && f(b);
+        if pair(|x| x.data.dtype() == DType::E5M2) {
+            return shape_error(
+                op,
+                "both factors in e5m2: no matrix unit takes that; have one of them in e4m3",
+            );
+        }
+        if pair(|x| x.scaling == Scaling::Tiles) {
+            return shape_error(op, "both factors scaled by tiles: have one of them scaled by rows");
+        }
+        if (a.scaling == Scaling::Tensor) != (b.scaling == Scaling::Tensor) {
+            return shape_error(op, "one factor with one scale, the other with many: scale both alike");
+        }
+        let c = matrix(op, self.c)?;
+        if (c.outer, c.width) != (m, n) {
+            return shape_error(op, format!("[{m}, {k}]·[{n}, {k}]ᵀ into {:?}", self.c));
+        }
+        if !matches!(self.c.dtype(), DType::F32 | DType::BF16) {
+            return Err(Error::DType { op, found: self.c.dtype(), wanted: DType::F32 });
+        }
+        if self.accumulate {
+            dtypes(op, DType::F32, &[self.c])?;
+        }
+        if let Some(bias) = self.bias {
+            dtypes(op, DType::BF16, &[bias])?;
+            if bias.shape() != [n] || !bias.is_contiguous() {
+                return shape_error(op, format!("bias {:?} of {n} columns", bias.shape()));
+            }
+        }
+        Ok([m, n, k])
+    }
+}
+
+/// `len` and `n` of a history of magnitudes and what belongs to it.
+pub(crate) fn check_delayed(
+    op: &'static str,
+    history: &Tensor,
+    reduced: &Tensor,
+    largest: &Tensor,
+    scale: &Tensor,
+) -> Result<[usize; 2]> {
+    let all = [history, reduced, largest, scale];
+    dtypes(op, DType::F32, &all)?;
+    let n = scale.numel();
+    match history.shape() {
+        &[len, columns]
+            if len > 0
+                && columns == n
+                && all.iter().all(|t| t.is_contiguous())
+                && all[1..].iter().all(|t| t.shape() == [n]) =>
+        {
+            Ok([len, n])
+        }
+        _ => {
+            let shapes = all.map(|t| t.shape().to_vec());
+            shape_error(op, format!("{shapes:?} instead of [len, n], [n], [n], [n]"))
+        }
+    }
+}
+
+/// Checks of [`crate::QuantKernels::turn`]: gives `[r, c]`.
+pub(crate) fn check_turn(op: &'static str, q: &Bytes, out: &Bytes) -> Result<[usize; 2]> {
+    let (r, c) = (q.rows(), q.cols);
+    q.check(op, [r, c])?;
+    out.check(op, [c, r])?;
+    if q.scaling != Scaling::Tensor || out.scaling != Scaling::Tensor || q.data.dtype() != out.data.dtype() {
+        return shape_error(op, "both must be of one format with one scale");
+    }
+    Ok([r, c])
+}

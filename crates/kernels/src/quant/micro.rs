@@ -1,0 +1,85 @@
+//! Formats with a scale for every few numbers, which newer cards multiply and we emulate: numbers are rounded to the
+//! format and back, and products are those of the rounded numbers.
+
+use super::check::matrix;
+use crate::cpu::Isa;
+use crate::cpu::quant::emulate as on_host;
+use crate::philox::RandomStream;
+use ferrotron_tensor::{DType, Element, Error, Float, Result, Stream, Tensor, bf16, f16, shape_error};
+
+/// Along which axis of a matrix `[r, c]` numbers share a scale: the one a product contracts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Along {
+    /// Along rows: neighbours of a row (the matrix used as it is stored).
+    Rows,
+    /// Along columns: neighbours of a column (the matrix used transposed).
+    Cols,
+}
+
+/// A format to emulate.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Emulated {
+    /// MXFP8: a power of two for every 32 numbers.
+    Mxfp8 {
+        /// E4M3 or E5M2.
+        format: DType,
+        /// Of a block.
+        along: Along,
+        /// Blocks of 32 x 32 instead (weights: the same numbers in both uses).
+        square: bool,
+    },
+    /// NVFP4: E2M1, with an E4M3 scale for every 16 numbers and one f32 scale for all.
+    Nvfp4 {
+        /// Of a block.
+        along: Along,
+        /// Blocks of 16 x 16 instead (weights).
+        square: bool,
+        /// Turn every 16 numbers along the axis by the random Hadamard matrix before rounding, and back after.
+        hadamard: bool,
+        /// Round up or down at random, in proportion: element `i` of the matrix takes byte `i` of this stream.
+        stochastic: Option<RandomStream>,
+    },
+}
+
+impl Emulated {
+    /// Can it be done?
+    pub(crate) fn check(&self, op: &'static str) -> Result<()> {
+        match *self {
+            Emulated::Mxfp8 { format, .. } => super::scale::largest(op, format).map(|_| ()),
+            Emulated::Nvfp4 { square: true, hadamard: true, .. } => {
+                shape_error(op, "blocks of 16 x 16 serve both uses, and only one use can be turned")
+            }
+            Emulated::Nvfp4 { .. } => Ok(()),
+        }
+    }
+}
+
+/// The emulation of a home without a kernel for it: over the host and back.
+pub(crate) fn emulate_over_host(s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+    const OP: &str = "emulate";
+    how.check(OP)?;
+    let rows = matrix(OP, x)?;
+    if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
+        return shape_error(OP, format!("{x:?} into {out:?}, which must be like it and contiguous"));
+    }
+    fn run<T: Float + Element>(
+        s: &Stream,
+        how: Emulated,
+        x: &Tensor,
+        out: &Tensor,
+        [r, c]: [usize; 2],
+    ) -> Result<()> {
+        let values = s.download::<T>(x)?;
+        let mut rounded = vec![T::zeroed(); values.len()];
+        let dense = crate::cpu::rows::Rows::dense(r, c);
+        s.launch(OP, &[], |l| on_host(l.threads(), Isa::detect(), how, &values, dense, &mut rounded))?;
+        s.write_to(out, &rounded)
+    }
+    let shape = [rows.outer, rows.width];
+    match x.dtype() {
+        DType::F32 => run::<f32>(s, how, x, out, shape),
+        DType::BF16 => run::<bf16>(s, how, x, out, shape),
+        DType::F16 => run::<f16>(s, how, x, out, shape),
+        found => Err(Error::DType { op: OP, found, wanted: DType::F32 }),
+    }
+}

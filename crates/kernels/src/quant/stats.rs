@@ -1,0 +1,141 @@
+//! How well values fit an 8-bit format.
+
+use super::check::matrix;
+use super::scale::largest;
+use super::{Bytes, QuantKernels, Scaling};
+use crate::BLOCK;
+use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, bf16, f16};
+
+/// What became of values that were narrowed. Values that are not finite are passed over.
+#[derive(Clone, Debug, PartialEq)]
+pub struct QuantStats {
+    /// Values.
+    pub elements: u64,
+    /// Of them, beyond the largest number of the format.
+    pub saturated: u64,
+    /// Of them, other than zero, and zero in the format.
+    pub vanished: u64,
+    /// The largest magnitude.
+    pub amax: f32,
+    /// The smallest and the largest scale in use: values are multiplied by it before they are rounded. NaN where scales are
+    /// not known.
+    pub scale: (f32, f32),
+    /// `Σ (narrowed − x)²`
+    pub error: f64,
+    /// `Σ x²`
+    pub size: f64,
+}
+
+impl Default for QuantStats {
+    /// Of nothing.
+    fn default() -> QuantStats {
+        let (elements, saturated, vanished) = (0, 0, 0);
+        QuantStats {
+            elements,
+            saturated,
+            vanished,
+            amax: 0.0,
+            scale: (f32::NAN, f32::NAN),
+            error: 0.0,
+            size: 0.0,
+        }
+    }
+}
+
+impl QuantStats {
+    /// Percent of values beyond the largest number.
+    pub fn saturation(&self) -> f64 {
+        self.percent(self.saturated)
+    }
+
+    /// Percent of values that became zero.
+    pub fn underflow(&self) -> f64 {
+        self.percent(self.vanished)
+    }
+
+    /// `|narrowed − x| / |x|`, in the Euclidean norm; zero of zeros.
+    pub fn relative_error(&self) -> f64 {
+        if self.size == 0.0 { 0.0 } else { (self.error / self.size).sqrt() }
+    }
+
+    fn percent(&self, n: u64) -> f64 {
+        100.0 * n as f64 / self.elements.max(1) as f64
+    }
+
+    /// Those of more values, too.
+    pub fn merge(&mut self, other: &QuantStats) {
+        self.elements += other.elements;
+        self.saturated += other.saturated;
+        self.vanished += other.vanished;
+        self.error += other.error;
+        self.size += other.size;
+        self.amax = self.amax.max(other.amax);
+        // Both pass NaN over.
+        self.scale = (self.scale.0.min(other.scale.0), self.scale.1.max(other.scale.1));
+    }
+
+    /// Of `x [r, c]` and what a format makes of it and back, `rounded [r, c]`. What saturated is not known.
+    pub fn rounded(s: &Stream, x: &Tensor, rounded: &Tensor) -> Result<QuantStats> {
+        let mut stats = QuantStats::default();
+        for (x, rounded) in numbers(s, x)?.into_iter().zip(numbers(s, rounded)?) {
+            stats.add(x, rounded);
+        }
+        Ok(stats)
+    }
+
+    fn add(&mut self, x: f32, narrowed: f32) {
+        if !x.is_finite() {
+            return;
+        }
+        self.elements += 1;
+        self.amax = self.amax.max(x.abs());
+        self.vanished += u64::from(x != 0.0 && narrowed == 0.0);
+        self.error += (f64::from(narrowed) - f64::from(x)).powi(2);
+        self.size += f64::from(x).powi(2);
+    }
+}
+
+/// [`QuantKernels::quant_stats`] of a home without a kernel for it.
+pub(super) fn over_host<K: QuantKernels + ?Sized>(
+    k: &K,
+    s: &Stream,
+    x: &Tensor,
+    q: &Bytes,
+    turned: bool,
+) -> Result<QuantStats> {
+    const OP: &str = "quant_stats";
+    let rows = matrix(OP, x)?;
+    let (r, c) = (rows.outer, rows.width);
+    let [qr, qc] = if turned { [c, r] } else { [r, c] };
+    q.check(OP, [qr, qc])?;
+    let back = Tensor::empty(s, &[qr, qc], DType::F32, Category::Workspace)?;
+    k.dequantise(s, q, &back)?;
+    let (x, back) = (numbers(s, x)?, s.download::<f32>(&back)?);
+    let (inverse, shape) = (s.download::<f32>(&q.scale_inv)?, q.scaling.scales(qr, qc));
+    let of = |i: usize, j: usize| match q.scaling {
+        Scaling::Tensor => inverse[0],
+        Scaling::Rows => inverse[j / BLOCK * shape[1] + i],
+        Scaling::Tiles => inverse[i / BLOCK * shape[1] + j / BLOCK],
+    };
+    // A scale is rounded, so the largest magnitude itself may come out a little above the largest number.
+    let most = f64::from(largest(OP, q.data.dtype())?) * (1.0 + 4.0 * f64::from(f32::EPSILON));
+    let mut stats = QuantStats::default();
+    for (at, x) in x.into_iter().enumerate() {
+        let (i, j) = if turned { (at % c, at / c) } else { (at / c, at % c) };
+        let inverse = of(i, j);
+        stats.add(x, back[i * qc + j]);
+        stats.saturated += u64::from(x.is_finite() && f64::from(x.abs()) > most * f64::from(inverse));
+        stats.scale = (stats.scale.0.min(1.0 / inverse), stats.scale.1.max(1.0 / inverse));
+    }
+    Ok(stats)
+}
+
+/// All numbers of a matrix, on the host.
+fn numbers(s: &Stream, x: &Tensor) -> Result<Vec<f32>> {
+    match x.dtype() {
+        DType::F32 => s.download::<f32>(x),
+        DType::BF16 => Ok(s.download::<bf16>(x)?.into_iter().map(bf16::to_f32).collect()),
+        DType::F16 => Ok(s.download::<f16>(x)?.into_iter().map(f16::to_f32).collect()),
+        found => Err(Error::DType { op: "quant_stats", found, wanted: DType::F32 }),
+    }
+}
