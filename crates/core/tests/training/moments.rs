@@ -25,7 +25,7 @@ steps = 100
 global_batch = 8
 micro_batch = 8
 [optimizer]
-lr = 3e-3
+lr = 1e-3
 [precision]
 dtype = \"bf16\"
 [generate]
@@ -40,7 +40,8 @@ fn text_recipe(set: &[&str]) -> Resolved {
 }
 
 /// Mean loss of the last ten of a hundred steps on text, over runs that begin with other weights: one alone says little,
-/// the least change of rounding moves it by a third of a percent.
+/// the least change of rounding moves it by a third of a percent. At three times this learning rate some runs fall from
+/// 2.8 to 2.65 within a few steps near the end, and where in these steps they are decides everything.
 fn learned(set: &[&str]) -> f64 {
     const SEEDS: [&str; 4] = ["train.seed=1", "train.seed=2", "train.seed=3", "train.seed=4"];
     let one = |seed: &str| {
@@ -60,7 +61,7 @@ fn learned(set: &[&str]) -> f64 {
 fn every_kind_of_state_learns_like_f32() {
     for betas in ["optimizer.betas=[0.9, 0.95]", "optimizer.betas=[0.9, 0.999]"] {
         let wanted = learned(&[betas]);
-        assert!(wanted < 3.2, "{betas}: {wanted}");
+        assert!(wanted < 3.1, "{betas}: {wanted}");
         for (moments, master) in [
             ("f32", "remainder"),
             ("bf16", "f32"),
