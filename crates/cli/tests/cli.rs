@@ -141,6 +141,7 @@ fn dry_run_shows_what_would_run() {
     let text = ok(&["train", "--dry-run", "--steps", "7", "--set", "optimizer.lr=1e-3"]);
     assert!(text.contains("steps = 7\n") && text.contains("lr = 0.001\n"), "{text}");
     assert!(text.contains("# derived:") && text.contains("schedule.decay_steps = 7"), "{text}");
+    assert!(text.contains("# 18 bytes per parameter: weight 2, gradient 4, optimizer state 12\n"), "{text}");
     // What it prints is a recipe.
     let dir = tempfile::tempdir().unwrap();
     let file = dir.path().join("again.toml");

@@ -71,7 +71,7 @@ impl Notice {
     }
 }
 
-const DTYPES: [DType; 10] = [
+const DTYPES: [DType; 11] = [
     DType::F64,
     DType::F32,
     DType::BF16,
@@ -82,6 +82,7 @@ const DTYPES: [DType; 10] = [
     DType::I32,
     DType::U8,
     DType::Bool,
+    DType::I16,
 ];
 
 struct Reader<'a>(&'a [u8]);

@@ -1,13 +1,16 @@
 //! The optimizer: master weights, moments, and one step over all of them.
 
+mod blocks;
 mod state;
 
 use crate::Result;
+use crate::config::{Master, Moments};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
 use ferrotron_engine::{GradBuffer, ParamId, Params, Part, Rank, draw_initial};
-use ferrotron_kernels::{Adam, Sgd, Update, scalars};
+use ferrotron_kernels::{Adam, Order, Sgd, Update, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
+use state::Kind;
 pub use state::State;
 use std::ops::Range;
 
@@ -18,6 +21,15 @@ pub enum Rule {
     Adam(Adam),
     /// SGD with momentum.
     Sgd(Sgd),
+}
+
+/// How state is kept.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// Of moments.
+    pub moments: Moments,
+    /// Of the f32 masters of bf16 weights.
+    pub master: Master,
 }
 
 /// State of the optimizer, of what this rank has under a placement. Weights that the model computes with in f32 are
@@ -32,7 +44,8 @@ pub struct Optimizer {
     decays: Vec<bool>,
     scalars: Tensor,
     max_norm: Option<f32>,
-    steps: u64,
+    /// Steps made, and powers of the betas: only the device knows in time whether a step was made.
+    counter: Tensor,
 }
 
 /// What one step is told.
@@ -55,46 +68,69 @@ impl Optimizer {
         params: &Params,
         scheme: Scheme,
         rule: Rule,
-        moments: DType,
+        kept: Kept,
         max_norm: Option<f32>,
     ) -> Result<Optimizer> {
         let (placement, me) = (scheme.optimizer, place(&rank.copies));
         let ids = || (0..params.specs().len()).map(ParamId);
         let pieces: Vec<Piece> = ids().map(|id| params.plan().piece(id, placement, me)).collect();
-        let masters = match params.dtype() {
-            DType::F32 => State::in_weights("model", params, placement, me, &pieces)?,
-            _ => State::new("model", rank, params, placement, DType::F32, &pieces)?,
+        if matches!(kept.moments, Moments::F16 | Moments::Fp8) {
+            blocks::check(params.specs(), &pieces)?;
+        }
+        let new = |name, kind, dtype| State::new((name, kind), rank, params, placement, dtype, &pieces);
+        let masters = match (params.dtype(), kept.master) {
+            (DType::F32, _) => State::in_weights("model", params, placement, me, &pieces)?,
+            (_, Master::F32) => new("model", Kind::Masters, DType::F32)?,
+            (_, Master::Remainder) => new("model", Kind::Remainders, DType::I16)?,
         };
-        let names: &[&'static str] = match rule {
-            Rule::Adam(_) => &["adam.m", "adam.v"],
-            Rule::Sgd(_) => &["sgd.momentum"],
+        let names: &[(&'static str, Order)] = match rule {
+            Rule::Adam(_) => &[("adam.m", Order::First), ("adam.v", Order::Second)],
+            Rule::Sgd(_) => &[("sgd.momentum", Order::First)],
         };
-        let new = |name: &&'static str| State::new(name, rank, params, placement, moments, &pieces);
-        Ok(Optimizer {
+        let moment =
+            |(name, order): &(&'static str, Order)| new(name, Kind::Moment(*order), kept.moments.dtype());
+        let moments = names.iter().map(moment).collect::<Result<_>>()?;
+        let zeros = |n, dtype| rank.compute.zeros(&[n], dtype, Category::Optimizer);
+        let optimizer = Optimizer {
             rule,
             placement,
             masters,
-            moments: names.iter().map(new).collect::<Result<_>>()?,
+            moments,
             pieces,
             decays: params.specs().iter().map(|p| p.decays()).collect(),
-            scalars: rank.compute.zeros(&[scalars::COUNT], DType::F32, Category::Optimizer)?,
+            scalars: zeros(scalars::COUNT, DType::F32)?,
             max_norm,
-            steps: 0,
-        })
+            counter: zeros(counter::COUNT, DType::F64)?,
+        };
+        optimizer.set_steps(rank, 0)?;
+        Ok(optimizer)
     }
 
     /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
     pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
         params.settle(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
-            let (master, mut at) = (&self.masters.pieces()[i], 0);
+            let (master, mut at) = (self.wide_master(rank, i)?, 0);
             for (part, runs) in spec.runs(&self.pieces[i].inside) {
                 let n = runs.iter().map(Range::len).sum();
                 draw_initial(rank, part, &runs, &master.narrow(0, at, n)?)?;
                 at += n;
             }
+            self.masters.put(rank, &self.weight(params, i)?, i, &master)?;
         }
         self.publish(rank, params)
+    }
+
+    /// Where f32 values of a parameter's masters are put before [`State::put`] takes them: in place where masters are
+    /// f32, else in memory of their own.
+    fn wide_master(&self, rank: &Rank, i: usize) -> Result<Tensor> {
+        let piece = &self.masters.pieces()[i];
+        match self.masters.kind() {
+            Kind::Remainders => {
+                Ok(Tensor::empty(&rank.compute, piece.shape(), DType::F32, Category::Workspace)?)
+            }
+            _ => Ok(piece.clone()),
+        }
     }
 
     /// Fills masters with `values` of the logical tensors, and the model's weights from them.
@@ -105,15 +141,23 @@ impl Optimizer {
             for (part, runs) in spec.runs(&self.pieces[i].inside) {
                 held.extend(values(part, &runs)?);
             }
-            rank.compute.write_to(&self.masters.pieces()[i], &held)?;
+            self.put(rank, params, &self.masters, i, &held)?;
         }
         self.publish(rank, params)
+    }
+
+    /// Puts f32 values into what this rank has of a parameter of `state`, rounded to how it is kept. After masters,
+    /// [`Optimizer::publish`].
+    pub fn put(&self, rank: &Rank, params: &Params, state: &State, i: usize, values: &[f32]) -> Result<()> {
+        let wide = rank.compute.upload(values, &[values.len()], Category::Workspace)?;
+        state.put(rank, &self.weight(params, i)?, i, &wide)
     }
 
     /// Rounds every master into the model's weight and brings weights to all ranks. Every rank calls it.
     pub fn publish(&self, rank: &Rank, params: &Params) -> Result<()> {
         params.settle(rank)?;
-        if params.dtype() != DType::F32 {
+        // The high halves of masters are the weights already.
+        if params.dtype() != DType::F32 && self.masters.kind() == Kind::Masters {
             for (master, weight) in self.masters.pieces().iter().zip(self.weights(params)?) {
                 rank.kernels.copy(&rank.compute, master, &weight)?;
             }
@@ -124,10 +168,12 @@ impl Optimizer {
 
     /// This rank's pieces of the model's weights.
     fn weights(&self, params: &Params) -> Result<Vec<Tensor>> {
-        let view = |(piece, value): (&Piece, &Tensor)| {
-            Ok(value.view(&[value.numel()])?.narrow(0, piece.inside.start, piece.inside.len())?)
-        };
-        self.pieces.iter().zip(params.values()).map(view).collect()
+        (0..self.pieces.len()).map(|i| self.weight(params, i)).collect()
+    }
+
+    fn weight(&self, params: &Params, i: usize) -> Result<Tensor> {
+        let (inside, value) = (&self.pieces[i].inside, &params.values()[i]);
+        Ok(value.view(&[value.numel()])?.narrow(0, inside.start, inside.len())?)
     }
 
     /// Brings weights to all ranks, in the order in which forward uses them; it waits for each bucket at its first use.
@@ -174,35 +220,34 @@ impl Optimizer {
         params.specs().iter().enumerate().map(view).collect()
     }
 
-    /// A state's bucket whole: f32 or what moments are kept in, flat. Every rank calls it.
+    /// A state's bucket whole, flat, as it is saved. Every rank calls it.
     pub fn bucket(&self, rank: &Rank, params: &Params, state: &State, bucket: usize) -> Result<Tensor> {
         params.settle(rank)?;
         state.gathered(rank, params, self.placement, bucket)
     }
 
-    /// Steps done.
-    pub fn steps(&self) -> u64 {
-        self.steps
+    /// Steps made, without those left out. Waits for the device.
+    pub fn steps(&self, rank: &Rank) -> Result<u64> {
+        Ok(rank.compute.download::<f64>(&self.counter)?[counter::STEPS] as u64)
     }
 
     /// Continues from `steps` steps.
-    pub fn set_steps(&mut self, steps: u64) {
-        self.steps = steps;
+    pub fn set_steps(&self, rank: &Rank, steps: u64) -> Result<()> {
+        Ok(rank.compute.write_to(&self.counter, &counter::after(steps, self.betas()))?)
+    }
+
+    fn betas(&self) -> [f32; 2] {
+        match self.rule {
+            Rule::Adam(a) => [a.beta1, a.beta2],
+            Rule::Sgd(_) => [0.0; 2],
+        }
     }
 
     /// One step with the gradients, summed over ranks; the global gradient norm before clipping f32 `[1]`, on the
-    /// device.
-    pub fn step(
-        &mut self,
-        rank: &Rank,
-        params: &Params,
-        grads: &GradBuffer,
-        rates: StepRates,
-    ) -> Result<Tensor> {
+    /// device. Where it is not finite, nothing has changed.
+    pub fn step(&self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<Tensor> {
         rank.compute.write_to(&self.scalars, &self.scalar_values(rates))?;
-        let norm = self.apply(rank, params, grads)?;
-        self.advance();
-        Ok(norm)
+        self.apply(rank, params, grads)
     }
 
     /// What a step does on the device: all it is told is in [`Optimizer::scalars`], so that it can be replayed.
@@ -218,6 +263,7 @@ impl Optimizer {
         }
         rank.model.all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
         k.clip_from(s, &square, self.max_norm, &self.scalars)?;
+        k.count_step(s, self.betas(), &self.counter, &self.scalars)?;
         let narrow = params.dtype() != DType::F32;
         let weights = self.weights(params)?;
         let grads = (0..weights.len())
@@ -227,8 +273,8 @@ impl Optimizer {
             master: &self.masters.pieces()[i],
             weight: narrow.then(|| &weights[i]),
             grad: &grads[i],
-            first: &self.moments[0].pieces()[i],
-            second: self.moments.get(1).map(|m| &m.pieces()[i]),
+            first: self.moments[0].moment(i),
+            second: self.moments.get(1).map(|m| m.moment(i)),
             lr_mult: 1.0,
             wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
         };
@@ -260,29 +306,16 @@ impl Optimizer {
         Ok(s.download::<i64>(&zeros)?[0] as u64)
     }
 
-    /// A step has been given to the device.
-    pub(crate) fn advance(&mut self) {
-        self.steps += 1;
-    }
-
     /// Where a step finds what it is told: f32 `[scalars::COUNT]`.
     pub(crate) fn scalars(&self) -> &Tensor {
         &self.scalars
     }
 
-    /// Everything that changes from step to step, for the next one.
+    /// What the host knows of a step; the device adds the norm and what follows from it.
     pub(crate) fn scalar_values(&self, rates: StepRates) -> [f32; scalars::COUNT] {
-        let t = self.steps as i32 + 1;
-        let correction = |beta: f32| (1.0 - f64::from(beta).powi(t)) as f32;
         let mut values = [0f32; scalars::COUNT];
         values[scalars::LR] = rates.lr as f32;
         values[scalars::WEIGHT_DECAY] = rates.weight_decay as f32;
-        if let Rule::Adam(a) = self.rule {
-            values[scalars::BIAS1] = correction(a.beta1);
-            values[scalars::BIAS2] = correction(a.beta2);
-        }
-        values[scalars::CLIP] = 1.0;
-        values[scalars::STEPS_DONE] = self.steps as f32;
         values
     }
 }

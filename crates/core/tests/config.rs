@@ -325,7 +325,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("generate.tokens = 256", "ask for fewer"),
         ("generate.top_p = 0", "at most 1"),
         ("train.global_batch = 99999999999999", "too large"),
-        ("precision.master = \"bf16\"", "expected \"f32\", found \"bf16\""),
+        ("optimizer.master = \"bf16\"", "expected one of \"f32\", \"remainder\", found \"bf16\""),
+        ("precision.master = \"f32\"", "optimizer.master"),
+        ("optimizer.moments = \"fp4\"", "expected one of \"f32\", \"bf16\", \"f16\", \"fp8\""),
+        ("optimizer.master = \"remainder\"\nprecision.dtype = \"f32\"", "their own masters"),
         ("model.rope_theta = 0", "above 0"),
         ("model.norm_eps = 1e-60", "above 0"),
     ];

@@ -164,6 +164,40 @@ fn dividing_changes_no_bit() {
     }
 }
 
+/// Scales are those of blocks of the logical tensors: however these are divided, packed moments are the same bits. The
+/// same master in two halves is another rounding of the weights, alike on all ranks.
+#[test]
+fn dividing_packed_moments_changes_no_bit() {
+    const SIZES: [&str; 4] =
+        ["model.hidden=64", "model.ffn=64", "model.qkv_bias=false", "precision.dtype=bf16"];
+    for kept in [
+        ["optimizer.moments=fp8", "optimizer.master=remainder"],
+        ["optimizer.moments=f16", "optimizer.clip=1"],
+    ] {
+        let set: &'static [&'static str] = Vec::leak([&SIZES[..], &kept].concat());
+        for (tp, dp) in [(1, 2), (1, 3), (2, 1), (2, 2)] {
+            let batch: &'static [&'static str] = Vec::leak([set, &["train.global_batch=12"]].concat());
+            let case = |zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set: batch };
+            let what = format!("tp{tp} dp{dp} {kept:?}");
+            let plain = made(&case(0));
+            equal(&what, &made(&case(1)), &plain);
+        }
+    }
+}
+
+/// A layout that cuts a block is refused in a sentence that names the tensor.
+#[test]
+fn cut_blocks_are_refused() {
+    let case = Case { tp: 2, cp: 1, pp: 1, dp: 1, zero: 0, overlap: true, set: &["optimizer.moments=fp8"] };
+    let refused = case.run(|rank, resolved| match Trainer::new(rank, &resolved) {
+        Err(e) => Ok(e.to_string()),
+        Ok(_) => Ok("accepted".into()),
+    });
+    for text in refused {
+        assert!(text.contains("layers.0") && text.contains("parallel.tp") && text.contains("32"), "{text}");
+    }
+}
+
 /// Copies are ranks with other tokens of a sequence too, and a tied embedding is on both ends of a pipeline.
 #[test]
 fn dividing_changes_no_bit_beside_other_parallelism() {

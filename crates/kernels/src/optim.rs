@@ -1,6 +1,8 @@
 //! Optimizer steps over lists of tensors.
 
-use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
+use crate::checks::{dtypes, same_contiguous};
+use crate::moments::BLOCK;
+use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
 /// Entries of the step-scalar buffer (f32): what changes from step to step is read from device memory, so
 /// that a captured step can be replayed.
@@ -15,12 +17,41 @@ pub mod scalars {
     pub const BIAS2: usize = 3;
     /// Factor on gradients from clipping.
     pub const CLIP: usize = 4;
-    /// Global gradient norm before clipping.
+    /// Global gradient norm before clipping. Where it is not finite, a step changes nothing: no weight, no moment,
+    /// no count of steps.
     pub const GRAD_NORM: usize = 5;
     /// Zero on the first step (SGD starts its momentum from the gradient).
     pub const STEPS_DONE: usize = 6;
     /// Entries in all.
     pub const COUNT: usize = 8;
+}
+
+/// Entries of the counter (f64), which stays on the device because only the device knows whether a step was made.
+pub mod counter {
+    /// Steps made.
+    pub const STEPS: usize = 0;
+    /// `β1^t`, a product of t factors.
+    pub const POWER1: usize = 1;
+    /// `β2^t`
+    pub const POWER2: usize = 2;
+    /// Entries in all.
+    pub const COUNT: usize = 3;
+
+    /// The counter after `steps` steps, to the bit as the device counts it.
+    pub fn after(steps: u64, betas: [f32; 2]) -> [f64; COUNT] {
+        let power = |beta: f32| {
+            let mut power = 1.0;
+            for _ in 0..steps {
+                power *= f64::from(beta);
+                // Zero and one stay what they are.
+                if power == 0.0 || beta == 1.0 {
+                    break;
+                }
+            }
+            power
+        };
+        [steps as f64, power(betas[0]), power(betas[1])]
+    }
 }
 
 /// Constants of Adam.
@@ -47,18 +78,43 @@ pub struct Sgd {
     pub nesterov: bool,
 }
 
-/// One parameter in an optimizer step. All tensors are contiguous and of equal size.
+/// A moment in memory.
+#[derive(Clone, Copy)]
+pub struct Moment<'a> {
+    /// f32; bf16, rounded to nearest even; f16 or u8 ([`crate::moments`]), codes with scales.
+    pub values: &'a Tensor,
+    /// u8 `[⌈n/32⌉]`: the scales of codes.
+    pub scales: Option<&'a Tensor>,
+}
+
+impl<'a> From<&'a Tensor> for Moment<'a> {
+    fn from(values: &'a Tensor) -> Moment<'a> {
+        Moment { values, scales: None }
+    }
+}
+
+/// Which moment: codes of the two mean different things.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// The mean of gradients.
+    First,
+    /// The mean of their squares.
+    Second,
+}
+
+/// One parameter in an optimizer step. All tensors but scales are contiguous and of equal size.
 pub struct Update<'a> {
-    /// f32: the parameter the arithmetic is on.
+    /// f32: the parameter the arithmetic is on. Or i16: the low halves of these f32, whose high halves are `weight`,
+    /// one more where the low half is negative.
     pub master: &'a Tensor,
     /// bf16 copy to write in the same pass, where the model computes in bf16.
     pub weight: Option<&'a Tensor>,
     /// f32 gradient.
     pub grad: &'a Tensor,
-    /// f32 or bf16: first moment (Adam) or momentum (SGD).
-    pub first: &'a Tensor,
-    /// f32 or bf16: second moment (Adam).
-    pub second: Option<&'a Tensor>,
+    /// First moment (Adam) or momentum (SGD).
+    pub first: Moment<'a>,
+    /// Second moment (Adam), kept like the first.
+    pub second: Option<Moment<'a>>,
     /// Factor on the learning rate.
     pub lr_mult: f32,
     /// Factor on the weight decay.
@@ -67,10 +123,11 @@ pub struct Update<'a> {
 
 /// Optimizers and the norms they need.
 pub trait OptimKernels {
-    /// One Adam step: `m, v` updated; `p −= lr·(m̂/(√v̂ + ε) + wd·p)` (decoupled).
+    /// One Adam step: `m, v` updated; `p −= lr·(m̂/(√v̂ + ε) + wd·p)` (decoupled). Nothing changes where
+    /// `scalars[GRAD_NORM]` is not finite.
     fn adam(&self, s: &Stream, adam: Adam, scalars: &Tensor, list: &[Update]) -> Result<()>;
 
-    /// One SGD step with momentum.
+    /// One SGD step with momentum. Nothing changes where `scalars[GRAD_NORM]` is not finite.
     fn sgd(&self, s: &Stream, sgd: Sgd, scalars: &Tensor, list: &[Update]) -> Result<()>;
 
     /// Writes the joint l2 norm of f32 gradients into `scalars[GRAD_NORM]`, and
@@ -89,6 +146,91 @@ pub trait OptimKernels {
 
     /// The same as [`OptimKernels::clip_factor`], from the sum of squares.
     fn clip_from(&self, s: &Stream, square: &Tensor, max_norm: Option<f32>, scalars: &Tensor) -> Result<()>;
+
+    /// Counts a step, unless `scalars[GRAD_NORM]` is not finite: `scalars[STEPS_DONE]` is what `counter` (f64, see
+    /// [`counter`]) held, `scalars[BIAS1]` and `[BIAS2]` are `1 − βᵗ` with this step.
+    fn count_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()>;
+
+    /// Rounds f32 values into a moment: to nearest, f16 and u8 under new scales.
+    fn pack_moment(&self, s: &Stream, order: Order, values: &Tensor, moment: Moment) -> Result<()>;
+
+    /// The f32 values of a moment, exactly.
+    fn unpack_moment(&self, s: &Stream, order: Order, moment: Moment, values: &Tensor) -> Result<()>;
+
+    /// f32 masters as the bf16 `high` half, rounded half away from zero, and the i16 `low` half ([`Update::master`]).
+    fn split_master(&self, s: &Stream, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()>;
+
+    /// The f32 masters that [`OptimKernels::split_master`] split.
+    fn join_master(&self, s: &Stream, high: &Tensor, low: &Tensor, master: &Tensor) -> Result<()>;
+}
+
+/// A moment of `n` elements.
+pub(crate) fn check_moment(op: &'static str, m: &Moment, like: &Tensor) -> Result<()> {
+    same_contiguous(op, &[like, m.values])?;
+    let scaled = match m.values.dtype() {
+        DType::F32 | DType::BF16 => false,
+        DType::F16 | DType::U8 => true,
+        found => return Err(Error::DType { op, found, wanted: DType::F32 }),
+    };
+    match m.scales {
+        None if !scaled => Ok(()),
+        Some(scales) if scaled => {
+            dtypes(op, DType::U8, &[scales])?;
+            let blocks = m.values.numel().div_ceil(BLOCK);
+            if scales.numel() == blocks && scales.is_contiguous() {
+                return Ok(());
+            }
+            shape_error(op, format!("{scales:?} must be contiguous, one scale for each of {blocks} blocks"))
+        }
+        _ => shape_error(op, "moments of f16 and u8 have scales, others have none"),
+    }
+}
+
+/// One entry of a list. `two`: whether there is a second moment.
+pub(crate) fn check_update(op: &'static str, u: &Update, two: bool) -> Result<()> {
+    let mut all = vec![u.master, u.grad];
+    all.extend(u.weight);
+    same_contiguous(op, &all)?;
+    dtypes(op, DType::F32, &[u.grad])?;
+    let split = u.master.dtype() == DType::I16;
+    if !split {
+        dtypes(op, DType::F32, &[u.master])?;
+    }
+    match u.weight {
+        Some(w) => dtypes(op, DType::BF16, &[w])?,
+        None if split => return shape_error(op, "low halves of masters need the weights, their high halves"),
+        None => {}
+    }
+    check_moment(op, &u.first, u.grad)?;
+    if let Some(second) = &u.second {
+        check_moment(op, second, u.grad)?;
+    }
+    if u.second.is_some() != two || u.second.is_some_and(|m| m.values.dtype() != u.first.values.dtype()) {
+        return shape_error(op, "Adam needs two moments of one type, SGD one momentum");
+    }
+    Ok(())
+}
+
+/// The counter of steps.
+pub(crate) fn check_counter(op: &'static str, t: &Tensor) -> Result<()> {
+    if t.shape() != [counter::COUNT] || t.dtype() != DType::F64 || !t.is_contiguous() {
+        return shape_error(op, format!("a counter of steps is {} f64 numbers, not {t:?}", counter::COUNT));
+    }
+    Ok(())
+}
+
+/// Halves of masters.
+pub(crate) fn check_halves(op: &'static str, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()> {
+    same_contiguous(op, &[master, high, low])?;
+    dtypes(op, DType::F32, &[master])?;
+    dtypes(op, DType::BF16, &[high])?;
+    dtypes(op, DType::I16, &[low])
+}
+
+/// A moment and its f32 values.
+pub(crate) fn check_values(op: &'static str, moment: &Moment, values: &Tensor) -> Result<()> {
+    dtypes(op, DType::F32, &[values])?;
+    check_moment(op, moment, values)
 }
 
 /// A sum of squares.

@@ -22,6 +22,8 @@ pub enum DType {
     I64,
     /// 32-bit signed integer.
     I32,
+    /// 16-bit signed integer.
+    I16,
     /// Byte.
     U8,
     /// One byte, 0 or 1.
@@ -34,7 +36,7 @@ impl DType {
         match self {
             DType::F64 | DType::I64 => 8,
             DType::F32 | DType::I32 => 4,
-            DType::BF16 | DType::F16 => 2,
+            DType::BF16 | DType::F16 | DType::I16 => 2,
             DType::E4M3 | DType::E5M2 | DType::U8 | DType::Bool => 1,
         }
     }
@@ -50,6 +52,7 @@ impl DType {
             DType::E5M2 => "e5m2",
             DType::I64 => "i64",
             DType::I32 => "i32",
+            DType::I16 => "i16",
             DType::U8 => "u8",
             DType::Bool => "bool",
         }
@@ -57,7 +60,7 @@ impl DType {
 
     /// Is it a floating-point type?
     pub const fn is_float(self) -> bool {
-        !matches!(self, DType::I64 | DType::I32 | DType::U8 | DType::Bool)
+        !matches!(self, DType::I64 | DType::I32 | DType::I16 | DType::U8 | DType::Bool)
     }
 }
 
@@ -89,7 +92,7 @@ pub trait Float: Element {
 macro_rules! element {
     ($($t:ty => $d:ident),*) => { $(impl Element for $t { const DTYPE: DType = DType::$d; })* };
 }
-element!(f64 => F64, f32 => F32, bf16 => BF16, f16 => F16, E4m3 => E4M3, E5m2 => E5M2, i64 => I64, i32 => I32, u8 => U8);
+element!(f64 => F64, f32 => F32, bf16 => BF16, f16 => F16, E4m3 => E4M3, E5m2 => E5M2, i64 => I64, i32 => I32, i16 => I16, u8 => U8);
 
 impl Float for f32 {
     #[inline(always)]

@@ -15,7 +15,7 @@ use ferrotron_core::grid::{Grid, Layout};
 use ferrotron_core::model::Stages;
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::pipeline::{Costs, Plan, Timeline};
-use ferrotron_core::train::{Observer, Run, Trainer};
+use ferrotron_core::train::{Need, Observer, Run, Trainer};
 use ferrotron_engine::Pass;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -147,15 +147,17 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
             "config": resolved.config,
             "plan": resolved.plan,
             "derived": resolved.derived,
+            "optimizer_bytes_per_parameter": Need::of(resolved).optimizer_bytes(),
         }))?;
     } else {
         let p = &resolved.plan;
         output::print(&format!(
-            "{}\n# {} steps, {} sequences, {} tokens\n{}",
+            "{}\n# {} steps, {} sequences, {} tokens\n# {}\n{}",
             resolved.config.to_toml(),
             format::thousands(p.steps),
             format::count(p.samples),
             format::count(p.tokens),
+            Need::of(resolved).per_parameter(),
             derived(resolved).lines().map(|l| format!("# {l}\n")).collect::<String>(),
         ))?;
         if let Some(drawing) = pipeline(resolved)? {
@@ -292,6 +294,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             run.dir().display(),
         );
         if first == 0 {
+            eprintln!("{}", Need::of(&run.resolved).per_parameter());
             let mut resolved = run.resolved.clone();
             // What only the device decides.
             let choice = run.trainer.graph_choice();

@@ -2,7 +2,7 @@
 //! that must move once over the speed of memory. What a step took beside it shows where time is left.
 
 use super::train::TrainBench;
-use crate::config::{OptimizerKind, Resolved};
+use crate::config::{Master, OptimizerKind, Resolved};
 use ferrotron_tensor::Profile;
 
 /// Speeds of the device, measured in the same run.
@@ -81,10 +81,15 @@ fn parts(
         OptimizerKind::Sgd => 1.0,
         _ => 2.0,
     };
-    // Master and moments are read and written, the gradient is read, twice with its norm, the weight written.
-    let moment = r.config.optimizer.moments.dtype().size() as f64;
+    // Master and moments are read and written, the gradient is read, twice with its norm, the weight written; it is
+    // read too where it is half of the master.
+    let moment = r.config.optimizer.moments.bytes();
     let weight = if size < 4.0 { size } else { 0.0 };
-    let update = parameters * (2.0 * 4.0 + 2.0 * moments * moment + 2.0 * 4.0 + weight);
+    let master = match r.config.optimizer.master {
+        Master::F32 => 2.0 * 4.0 + weight,
+        Master::Remainder => 2.0 * 2.0 + 2.0 * weight,
+    };
+    let update = parameters * (master + 2.0 * moments * moment + 2.0 * 4.0);
     let rotates = (0..m.layers).filter(|i| m.rope(*i).is_some()).count() as f64;
     let floors = [
         (PRODUCTS, products),

@@ -2,8 +2,8 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, Decay, Format, Graph, Master, OneOrMany, OptimizerKind, PipelineOrder, PositionKind, Precision,
-    Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
+    Count, Decay, Format, Graph, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder, PositionKind,
+    Precision, Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
 };
 use crate::model::config::{Activation, NormKind};
 use serde::{Deserialize, Serialize};
@@ -135,8 +135,12 @@ keys! {
         weight_decay_end: Option<f64> = None, "end_weight_decay", "weight_decay_final";
         /// Largest global gradient norm; 0 means no clipping.
         clip: f64 = 1.0, "clip_grad", "grad_clip", "max_grad_norm", "gradient_clip_val", "max_norm", "gradient_clipping";
-        /// Element type of the optimizer's moments.
-        moments: Precision = Precision::F32, "exp_avg_dtype", "exp_avg_sq_dtype", "state_dtype", "moment_dtype";
+        /// How the optimizer's moments are kept: f32, bf16, or f16 and fp8 with a scale for each 32 elements.
+        moments: Moments = Moments::F32, "exp_avg_dtype", "exp_avg_sq_dtype", "state_dtype", "moment_dtype";
+        /// How the f32 weights of the optimizer are kept: f32, or as the remainder that bf16 weights lack.
+        master: Master = Master::F32, "main_params_dtype", "master_weights", "master_dtype", "store_param_remainders", "use_precision_aware_optimizer";
+        /// Leave out steps whose gradients are not finite, up to ten in a row, in place of ending the run.
+        skip_nonfinite: bool = false, "skip_nan", "skip_nonfinite_grads", "ignore_nan_grads";
     }
 
     /// The learning rate and weight decay over the run.
@@ -163,8 +167,6 @@ keys! {
     precision: PrecisionSection {
         /// Element type of weights and activations in compute.
         dtype: Precision = Precision::Bf16, "params_dtype", "torch_dtype", "mixed_precision", "bf16", "fp16", "fp32", "autocast_dtype", "pipeline_dtype";
-        /// Element type of the weights the optimizer keeps.
-        master: Master = Master::F32, "main_params_dtype", "master_weights", "master_dtype";
         /// Eight-bit products of the layers' linear maps, and how numbers are scaled into range: none, current (the fastest
         /// to trust), delayed, block, and mxfp8 and nvfp4, which are emulated.
         scaling: Scaling = Scaling::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";

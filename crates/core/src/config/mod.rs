@@ -23,6 +23,6 @@ pub use resolve::{Derived, Plan, Resolved};
 pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};
 pub use table::{KeyInfo, KeyType, SectionInfo};
 pub use types::{
-    Count, Decay, Format, Graph, Master, Module, OneOrMany, OptimizerKind, PipelineOrder, PositionKind,
-    Precision, Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
+    Count, Decay, Format, Graph, Master, Module, Moments, OneOrMany, OptimizerKind, PipelineOrder,
+    PositionKind, Precision, Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
 };

@@ -54,7 +54,7 @@ fn one_of(names: &[&str]) -> String {
 }
 
 choice! {
-    /// The element type of weights and activations in compute, and of optimizer moments.
+    /// The element type of weights and activations in compute.
     Precision {
         /// Single precision throughout.
         F32 = "f32",
@@ -102,10 +102,48 @@ choice! {
 }
 
 choice! {
-    /// The element type of master weights.
+    /// How the f32 weights that the optimizer works on are kept.
     Master {
+        /// As they are, beside the weights the model computes with: 4 bytes a parameter.
+        F32 = "f32",
+        /// As the 16 bits that a bf16 weight lacks: 2 bytes a parameter, the same f32 together. The weight is then the
+        /// f32 rounded half away from zero, not half to even.
+        Remainder = "remainder",
+    }
+}
+
+choice! {
+    /// How the optimizer's moments are kept; its arithmetic is f32.
+    Moments {
         /// Single precision.
         F32 = "f32",
+        /// bf16, rounded to nearest.
+        Bf16 = "bf16",
+        /// f16 with a scale for each 32 elements, rounded at random but reproducibly.
+        F16 = "f16",
+        /// 8 bits with a scale for each 32 elements, rounded at random but reproducibly.
+        Fp8 = "fp8",
+    }
+}
+
+impl Moments {
+    /// As tensors know it.
+    pub const fn dtype(self) -> ferrotron_tensor::DType {
+        match self {
+            Moments::F32 => ferrotron_tensor::DType::F32,
+            Moments::Bf16 => ferrotron_tensor::DType::BF16,
+            Moments::F16 => ferrotron_tensor::DType::F16,
+            Moments::Fp8 => ferrotron_tensor::DType::U8,
+        }
+    }
+
+    /// Bytes of an element, scales included.
+    pub fn bytes(self) -> f64 {
+        let scales = match self {
+            Moments::F32 | Moments::Bf16 => 0.0,
+            Moments::F16 | Moments::Fp8 => 1.0 / ferrotron_kernels::moments::BLOCK as f64,
+        };
+        self.dtype().size() as f64 + scales
     }
 }
 

@@ -1,7 +1,7 @@
 //! Refusing what cannot work, each in one sentence that says what to change.
 
 use super::model::MAX_LAYERS;
-use super::{Config, Decay, Graph, Recipe, Resolved, Scaling};
+use super::{Config, Decay, Graph, Master, Precision, Recipe, Resolved, Scaling};
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
 use crate::model::Stages;
@@ -248,6 +248,10 @@ impl Recipe {
         }
         if let Err(e) = c.parallel.layout().check_model(&ModelSizes::dense(m)) {
             return self.refuse("parallel.tp", e.to_string());
+        }
+        if c.optimizer.master == Master::Remainder && c.precision.dtype != Precision::Bf16 {
+            let what = "a remainder completes bf16 weights; with precision.dtype = \"f32\" weights are their own masters, so leave it out";
+            return self.refuse("optimizer.master", what);
         }
         let stages = Stages { chunks: c.parallel.vp, text: c.parallel.stages.clone() };
         if let Err(e) = stages.place(m.layers, c.parallel.pp) {

@@ -3,20 +3,37 @@
 use crate::Result;
 use ferrotron_engine::flat::{FlatBuffer, Piece, Placement, place};
 use ferrotron_engine::{Params, Place, Rank};
+use ferrotron_kernels::moments::BLOCK;
+use ferrotron_kernels::{Moment, Order};
 use ferrotron_tensor::{Category, DType, Tensor};
+use std::ops::Range;
 
 /// Master weights, or a moment.
 pub struct State {
     name: &'static str,
+    kind: Kind,
     dtype: DType,
     buckets: Vec<Tensor>,
     pieces: Vec<Tensor>,
+    /// Of packed moments: scales of the buckets' blocks, and of the pieces'.
+    scales: Option<(Vec<Tensor>, Vec<Tensor>)>,
+}
+
+/// What its elements mean.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// f32 weights.
+    Masters,
+    /// The low halves of f32 weights, whose high halves are the model's.
+    Remainders,
+    /// A moment.
+    Moment(Order),
 }
 
 impl State {
     /// New memory, zeros.
     pub(super) fn new(
-        name: &'static str,
+        (name, kind): (&'static str, Kind),
         rank: &Rank,
         params: &Params,
         placement: Placement,
@@ -24,13 +41,26 @@ impl State {
         pieces: &[Piece],
     ) -> Result<State> {
         let me = place(&rank.copies);
-        let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Optimizer);
-        let all = params.plan().buckets().iter();
-        let buckets = all.map(|b| zeros(b.held(placement, me).len())).collect::<Result<_, _>>()?;
-        State::over(name, dtype, buckets, pieces)
+        let lengths = || params.plan().buckets().iter().map(|b| b.held(placement, me).len());
+        let zeros = |len, dtype| Ok(rank.compute.zeros(&[len], dtype, Category::Optimizer)?);
+        let buckets = lengths().map(|n| zeros(n, dtype)).collect::<Result<_>>()?;
+        let mut state = State::over((name, kind), dtype, buckets, pieces)?;
+        if matches!(dtype, DType::F16 | DType::U8) {
+            // Parts of ranks, and parameters in them, begin at multiples of a block.
+            let blocks = |r: &Range<usize>| r.start / BLOCK..r.end.div_ceil(BLOCK);
+            let scales: Vec<Tensor> =
+                lengths().map(|n| zeros(n.div_ceil(BLOCK), DType::U8)).collect::<Result<_>>()?;
+            let view = |p: &Piece| {
+                let r = blocks(&p.local);
+                Ok(scales[p.bucket].narrow(0, r.start, r.len())?)
+            };
+            let views = pieces.iter().map(view).collect::<Result<_>>()?;
+            state.scales = Some((scales, views));
+        }
+        Ok(state)
     }
 
-    /// In the memory of the weights themselves.
+    /// Masters in the memory of the weights themselves.
     pub(super) fn in_weights(
         name: &'static str,
         params: &Params,
@@ -40,13 +70,18 @@ impl State {
     ) -> Result<State> {
         let part = |b| Ok(params.bucket(b).seen_as(placement, me)?.memory().clone());
         let buckets = (0..params.plan().buckets().len()).map(part).collect::<Result<_>>()?;
-        State::over(name, params.dtype(), buckets, pieces)
+        State::over((name, Kind::Masters), params.dtype(), buckets, pieces)
     }
 
-    fn over(name: &'static str, dtype: DType, buckets: Vec<Tensor>, pieces: &[Piece]) -> Result<State> {
+    fn over(
+        (name, kind): (&'static str, Kind),
+        dtype: DType,
+        buckets: Vec<Tensor>,
+        pieces: &[Piece],
+    ) -> Result<State> {
         let view = |p: &Piece| buckets[p.bucket].narrow(0, p.local.start, p.local.len());
         let pieces = pieces.iter().map(view).collect::<Result<_, _>>()?;
-        Ok(State { name, dtype, buckets, pieces })
+        Ok(State { name, kind, dtype, buckets, pieces, scales: None })
     }
 
     /// Its name in checkpoints: `model`, `adam.m`.
@@ -54,17 +89,75 @@ impl State {
         self.name
     }
 
-    /// Its type.
-    pub fn dtype(&self) -> DType {
-        self.dtype
+    /// Master weights, in whatever way?
+    pub fn is_masters(&self) -> bool {
+        !matches!(self.kind, Kind::Moment(_))
+    }
+
+    /// Its type in checkpoints, which hold every value exactly: masters f32 however they are kept, moments bf16 where
+    /// all of their values are.
+    pub fn saved(&self) -> DType {
+        match (self.kind, self.dtype) {
+            (Kind::Moment(_), DType::BF16 | DType::U8) => DType::BF16,
+            _ => DType::F32,
+        }
+    }
+
+    pub(super) fn kind(&self) -> Kind {
+        self.kind
     }
 
     /// What this rank has of each parameter, flat, in order of declaration.
-    pub fn pieces(&self) -> &[Tensor] {
+    pub(super) fn pieces(&self) -> &[Tensor] {
         &self.pieces
     }
 
-    /// A bucket whole, flat.
+    /// What this rank has of a parameter's moment.
+    pub(super) fn moment(&self, i: usize) -> Moment<'_> {
+        Moment { values: &self.pieces[i], scales: self.scales.as_ref().map(|s| &s.1[i]) }
+    }
+
+    /// Rounds f32 values into what this rank has of a parameter.
+    pub(super) fn put(&self, rank: &Rank, weight: &Tensor, i: usize, values: &Tensor) -> Result<()> {
+        let (k, s) = (&rank.kernels, &rank.compute);
+        if values.numel() == 0 {
+            return Ok(());
+        }
+        match self.kind {
+            Kind::Masters if values.same_memory(&self.pieces[i]) => {}
+            Kind::Masters => s.copy(values, &self.pieces[i])?,
+            Kind::Remainders => k.split_master(s, values, weight, &self.pieces[i])?,
+            Kind::Moment(order) => k.pack_moment(s, order, values, self.moment(i))?,
+        }
+        Ok(())
+    }
+
+    /// What this rank has of a bucket, as it is saved.
+    fn part(&self, rank: &Rank, weights: &FlatBuffer, placement: Placement, bucket: usize) -> Result<Tensor> {
+        let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
+        if self.dtype == self.saved() {
+            return Ok(held.clone());
+        }
+        let wide = Tensor::empty(s, held.shape(), DType::F32, Category::Workspace)?;
+        match self.kind {
+            Kind::Moment(order) => {
+                let scales = self.scales.as_ref().map(|s| &s.0[bucket]);
+                k.unpack_moment(s, order, Moment { values: held, scales }, &wide)?;
+            }
+            _ => {
+                let weights = weights.seen_as(placement, place(&rank.copies))?;
+                k.join_master(s, weights.memory(), held, &wide)?;
+            }
+        }
+        if self.saved() == DType::F32 {
+            return Ok(wide);
+        }
+        let narrow = Tensor::empty(s, held.shape(), self.saved(), Category::Workspace)?;
+        k.copy(s, &wide, &narrow)?;
+        Ok(narrow)
+    }
+
+    /// A bucket whole, flat, as it is saved.
     pub(super) fn gathered(
         &self,
         rank: &Rank,
@@ -72,11 +165,12 @@ impl State {
         placement: Placement,
         bucket: usize,
     ) -> Result<Tensor> {
-        let mine = FlatBuffer::of(params.plan(), bucket, placement, &self.buckets[bucket]);
+        let part = self.part(rank, &params.bucket(bucket), placement, bucket)?;
+        let mine = FlatBuffer::of(params.plan(), bucket, placement, &part);
         if placement == Placement::Replicate {
-            return Ok(mine.memory().clone());
+            return Ok(part);
         }
-        let (me, kind) = (place(&rank.copies), (self.dtype, Category::Workspace));
+        let (me, kind) = (place(&rank.copies), (self.saved(), Category::Workspace));
         let all = FlatBuffer::empty(params.plan(), bucket, Placement::Replicate, me, kind, &rank.compute)?;
         mine.redistribute(rank, &rank.copies, &all, &rank.compute, "whole state")?;
         Ok(all.memory().clone())

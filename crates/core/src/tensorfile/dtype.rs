@@ -70,6 +70,7 @@ impl FileDType {
             FileDType::E5M2 => DType::E5M2,
             FileDType::I64 => DType::I64,
             FileDType::I32 => DType::I32,
+            FileDType::I16 => DType::I16,
             FileDType::U8 => DType::U8,
             FileDType::Bool => DType::Bool,
             _ => return None,
@@ -108,6 +109,7 @@ impl From<DType> for FileDType {
             DType::E5M2 => FileDType::E5M2,
             DType::I64 => FileDType::I64,
             DType::I32 => FileDType::I32,
+            DType::I16 => FileDType::I16,
             DType::U8 => FileDType::U8,
             DType::Bool => FileDType::Bool,
         }

@@ -1,7 +1,7 @@
 //! How much memory a step needs, and the cheapest change that makes it fit.
 
 use super::state;
-use crate::config::{OptimizerKind, Resolved};
+use crate::config::{Master, Moments, OptimizerKind, Resolved};
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 use ferrotron_engine::{Rank, Recompute};
@@ -17,8 +17,10 @@ pub struct Need {
     dtype: DType,
     /// Bytes of an element of what linear maps keep of their inputs.
     inputs: usize,
-    /// Type of the moments, and how many there are.
-    pub moments: (DType, usize),
+    /// How moments are kept, and how many there are.
+    pub moments: (Moments, usize),
+    /// How master weights are kept.
+    pub master: Master,
     /// What backward computes again.
     pub recompute: Recompute,
     /// Ranks that share the layers, their products, the tokens of a pass, and optimizer state.
@@ -57,19 +59,40 @@ impl Need {
                 Some(recipe) if !recipe.emulated() => 1,
                 _ => r.config.precision.dtype.dtype().size(),
             },
-            moments: (o.moments.dtype(), if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
+            moments: (o.moments, if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
+            master: o.master,
             recompute: state::recompute(&r.config.train.recompute),
         }
     }
 
-    /// Bytes that stay over a step on one rank: weight, f32 master, f32 gradient and moments of its parameters. Where
-    /// the weight is its own master, other ranks' parts of it are here too.
+    /// Bytes of optimizer state for each parameter, before ranks divide it: master and moments. Weights in f32 are
+    /// their own masters.
+    pub fn optimizer_bytes(&self) -> f64 {
+        let master = match (self.dtype, self.master) {
+            (DType::F32, _) => 0.0,
+            (_, Master::F32) => 4.0,
+            (_, Master::Remainder) => 2.0,
+        };
+        master + self.moments.1 as f64 * self.moments.0.bytes()
+    }
+
+    /// Bytes of a parameter that stay over a step, in words.
+    pub fn per_parameter(&self) -> String {
+        let (weight, state) = (self.dtype.size() as f64, self.optimizer_bytes());
+        let state_text = format!("{state:.2}");
+        let state_text = state_text.trim_end_matches('0').trim_end_matches('.');
+        let total = format!("{:.2}", weight + 4.0 + state);
+        let total = total.trim_end_matches('0').trim_end_matches('.');
+        format!("{total} bytes per parameter: weight {weight}, gradient 4, optimizer state {state_text}")
+    }
+
+    /// Bytes that stay over a step on one rank: weight, f32 gradient, master and moments of its parameters. Where the
+    /// weight is its own master, other ranks' parts of it are here too.
     pub fn fixed(&self) -> usize {
         let s = &self.shared;
-        let (weight, master) = if self.dtype == DType::F32 { (4, 0) } else { (self.dtype.size(), 4) };
-        let state = master + self.moments.1 * self.moments.0.size();
         let parameters = self.model.parameters() / (s.layers * s.products);
-        parameters * (weight + 4 / s.gradients) + parameters / s.optimizer * state
+        let state = self.optimizer_bytes() * (parameters / s.optimizer) as f64;
+        parameters * (self.dtype.size() + 4 / s.gradients) + state as usize
     }
 
     /// Bytes a pass keeps at its fullest: when the loss has been taken and backward begins.
@@ -109,7 +132,7 @@ impl Need {
         let and = |change: &str| if last.is_empty() { change.into() } else { format!("{last} {change}") };
         let again = Recompute { norm: true, activation: true, ..self.recompute };
         let full = Recompute { layer: true, ..Recompute::default() };
-        let narrow = (DType::BF16, self.moments.1);
+        let narrow = (Moments::Bf16, self.moments.1);
         out.push((
             and("train.recompute=[\"norm\",\"activation\"]"),
             Need { recompute: again, ..least.clone() },
@@ -164,6 +187,7 @@ pub(super) fn advise<T>(result: Result<T>, rank: &Rank, need: &Need) -> Result<T
 mod tests {
     use super::*;
     use crate::bench::{train, work};
+    use ferrotron_tensor::Category;
     use std::time::Instant;
 
     fn need(name: &str, set: &[&str]) -> Need {
@@ -174,8 +198,13 @@ mod tests {
 
     #[test]
     fn estimates_are_near_what_a_step_takes() {
-        for set in [&[][..], &["train.recompute=full"], &["precision.dtype=f32"], &["optimizer.moments=bf16"]]
-        {
+        for set in [
+            &[][..],
+            &["train.recompute=full"],
+            &["precision.dtype=f32"],
+            &["optimizer.moments=bf16"],
+            &["optimizer.moments=fp8", "optimizer.master=remainder"],
+        ] {
             let mut recipe = work("tiny").unwrap();
             set.iter().for_each(|s| recipe.set(s).unwrap());
             let r = recipe.resolve(None).unwrap();
@@ -184,6 +213,32 @@ mod tests {
             let ratio = Need::of(&r).total() as f64 / measured;
             assert!((0.8..1.25).contains(&ratio), "{set:?}: {ratio} of what was measured");
         }
+    }
+
+    #[test]
+    fn optimizer_state_takes_the_bytes_it_is_said_to() {
+        for (set, bytes) in [
+            (&["precision.dtype=bf16"][..], 12.0),
+            (&["optimizer.moments=bf16"], 8.0),
+            (&["optimizer.moments=bf16", "optimizer.master=remainder"], 6.0),
+            (&["optimizer.moments=f16", "optimizer.master=remainder"], 6.0625),
+            (&["optimizer.moments=fp8", "optimizer.master=remainder"], 4.0625),
+            (&["optimizer.moments=fp8", "optimizer.master=remainder", "optimizer.kind=sgd"], 3.03125),
+            (&["precision.dtype=f32"], 8.0),
+        ] {
+            let mut recipe = work("tiny").unwrap();
+            set.iter().for_each(|s| recipe.set(s).unwrap());
+            let r = recipe.resolve(None).unwrap();
+            assert_eq!(Need::of(&r).optimizer_bytes(), bytes, "{set:?}");
+            let rank = Rank::cpu(1, 0).unwrap();
+            let trainer = crate::train::Trainer::new(rank.clone(), &r).unwrap();
+            let held = rank.device().memory().now[Category::Optimizer as usize] as f64;
+            let measured = held / trainer.params.numel() as f64;
+            // Gaps between parameters, step scalars, and what an allocation is rounded up to.
+            assert!((1.0..1.02).contains(&(measured / bytes)), "{set:?}: {measured} instead of {bytes}");
+        }
+        let words = need("tiny", &["optimizer.moments=fp8", "optimizer.master=remainder"]).per_parameter();
+        assert_eq!(words, "10.06 bytes per parameter: weight 2, gradient 4, optimizer state 4.06");
     }
 
     #[test]

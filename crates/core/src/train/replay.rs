@@ -296,7 +296,6 @@ impl Trainer {
         // A copy: the next replay overwrites them.
         let out = Tensor::empty(s, step.results.shape(), DType::F32, Category::Workspace)?;
         s.copy(&step.results, &out)?;
-        self.optimizer.advance();
         self.policy.replayed += 1;
         let number = |i: usize| Ok(out.narrow(0, i, 1)?);
         let losses = (0..step.form.micro_batches).map(number).collect::<Result<_>>()?;

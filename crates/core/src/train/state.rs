@@ -118,7 +118,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     let state = State {
         samples: t.samples,
         tokens: t.tokens,
-        optimizer_steps: t.optimizer.steps(),
+        optimizer_steps: t.optimizer.steps(&t.rank)?,
         seed: t.rank.seed,
         model: t.decoder.config().clone(),
         lr: t.lr.clone(),
@@ -132,7 +132,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
 /// Every logical tensor of one kind of state, whole, on the first rank of those that share it; nothing elsewhere. One
 /// bucket is gathered at a time.
 fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Item>> {
-    let (specs, plan, size) = (t.params.specs(), t.params.plan(), state.dtype().size());
+    let (specs, plan, size) = (t.params.specs(), t.params.plan(), state.saved().size());
     let mut items = Vec::new();
     // Buckets and what is in them are in reverse order of declaration.
     for (b, bucket) in plan.buckets().iter().enumerate().rev() {
@@ -147,7 +147,7 @@ fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Ite
                 let bytes = t.rank.join(part, size, &bytes[r.start * size..r.end * size])?;
                 if t.rank.tp.rank() == 0 {
                     let name = format!("{}/{}", state.name(), part.name);
-                    items.push(Item { name, dtype: state.dtype(), shape: part.shape.clone(), bytes });
+                    items.push(Item { name, dtype: state.saved(), shape: part.shape.clone(), bytes });
                 }
             }
         }
@@ -188,29 +188,35 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         ));
     }
     let states = t.optimizer.states();
-    // Names, shapes and types of everything before the first byte is used.
+    // Names, shapes and types of everything before the first byte is used. Moments may have been kept in another way:
+    // what is saved are numbers, and these are rounded to how this run keeps them.
     let parts = logical_parts(t.decoder.config())?;
+    let dtype = |state: &crate::optimizer::State, name: &str| {
+        let found = loaded.get(name).and_then(|t| t.dtype.native()).filter(|_| !state.is_masters());
+        found.filter(|d| matches!(d, DType::F32 | DType::BF16)).unwrap_or(state.saved())
+    };
+    let name = |state: &crate::optimizer::State, part: &str| format!("{}/{part}", state.name());
     let expected: Vec<_> = states
         .iter()
-        .flat_map(|state| {
-            parts.iter().map(|p| (format!("{}/{}", state.name(), p.name), state.dtype(), &p.shape))
-        })
+        .flat_map(|state| parts.iter().map(|p| (name(state, &p.name), *state, &p.shape)))
+        .map(|(name, state, shape)| (dtype(state, &name), name, shape))
         .collect();
-    loaded.check(expected.iter().map(|(n, d, s)| (n.as_str(), *d, s.as_slice())))?;
+    loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())))?;
     for state in states {
-        let pieces = t.optimizer.pieces().iter().zip(state.pieces());
-        for (spec, (piece, tensor)) in t.params.specs().iter().zip(pieces) {
-            let mut bytes = Vec::with_capacity(tensor.bytes());
+        for (i, (spec, piece)) in t.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
+            let mut values = Vec::with_capacity(piece.inside.len());
             for (part, runs) in spec.runs(&piece.inside) {
-                let (name, size) = (format!("{}/{}", state.name(), part.name), state.dtype().size());
-                let runs: Vec<_> = runs.iter().map(|r| r.start * size..r.end * size).collect();
-                bytes.extend(loaded.read_runs(&name, &runs)?);
+                let name = name(state, &part.name);
+                let dtype = dtype(state, &name);
+                let runs: Vec<_> =
+                    runs.iter().map(|r| r.start * dtype.size()..r.end * dtype.size()).collect();
+                values.extend(to_f32(dtype, &loaded.read_runs(&name, &runs)?)?);
             }
-            t.rank.compute.write_to(&tensor.as_bytes()?, &bytes)?;
+            t.optimizer.put(&t.rank, &t.params, state, i, &values)?;
         }
     }
     t.optimizer.publish(&t.rank, &t.params)?;
-    t.optimizer.set_steps(state.optimizer_steps);
+    t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
     (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
     Ok(())
 }

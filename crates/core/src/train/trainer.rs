@@ -8,7 +8,7 @@ use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::Resolved;
 use crate::data::Batches;
 use crate::model::{Decoder, Stages};
-use crate::optimizer::{Optimizer, StepRates};
+use crate::optimizer::{Kept, Optimizer, StepRates};
 use crate::pipeline::{Aim, MicroBatch, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
@@ -18,6 +18,9 @@ use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, precisio
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, Event, Stream, Tensor};
 use std::ops::Range;
+
+/// Steps without finite gradients, one after the other, that end a run even where they are left out.
+const SKIPS: u64 = 10;
 
 /// Model, optimizer and counters.
 pub struct Trainer {
@@ -36,6 +39,9 @@ pub struct Trainer {
     recompute: Recompute,
     need: Need,
     mode: Mode,
+    /// Are steps without finite gradients left out, and how many were, one after the other?
+    skips: bool,
+    skipped: u64,
     /// Where numbers of a step are read while the next one is computed.
     readback: Stream,
     /// The schedule of the last step; most steps have as many micro-batches as the one before.
@@ -72,7 +78,7 @@ pub struct StepReport {
     pub step: u64,
     /// Mean loss over the tokens that have one.
     pub loss: f64,
-    /// Global gradient norm before clipping.
+    /// Global gradient norm before clipping. Where it is not finite, the step was left out.
     pub grad_norm: f64,
     /// Learning rate used.
     pub lr: f64,
@@ -101,9 +107,9 @@ impl Trainer {
         let params = Params::in_buckets(&rank, specs, dtype, bucket)?;
         let scheme = Scheme::zero(r.config.parallel.zero, copies);
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
-        let moments = r.config.optimizer.moments.dtype();
+        let kept = Kept { moments: r.config.optimizer.moments, master: r.config.optimizer.master };
         let rule = state::rule(&r.config.optimizer);
-        let optimizer = Optimizer::new(&rank, &params, scheme, rule, moments, clip)?;
+        let optimizer = Optimizer::new(&rank, &params, scheme, rule, kept, clip)?;
         optimizer.initialise(&rank, &params)?;
         let grads = GradBuffer::of(&params, scheme);
         let (lr, wd, batches) = state::schedules(r)?;
@@ -121,6 +127,8 @@ impl Trainer {
             recompute: state::recompute(&r.config.train.recompute),
             need: Need::of(r),
             mode: r.config.parallel.schedule.mode(),
+            skips: r.config.optimizer.skip_nonfinite,
+            skipped: 0,
             schedule: None,
             policy,
             replayed: None,
@@ -221,7 +229,10 @@ impl Trainer {
         self.rank.compute.wait(&s.record()?)?;
         let loss = self.over_ranks(loss, "loss of the step")?;
         let Queued { step, lr, tokens, samples, consumed, .. } = q;
-        if !loss.is_finite() || !norm.is_finite() {
+        // The device has changed nothing where the norm is no number, so the run may go on; but not forever.
+        self.skipped = if norm.is_finite() { 0 } else { self.skipped + 1 };
+        let goes_on = self.skips && (1..SKIPS).contains(&self.skipped);
+        if !goes_on && (!loss.is_finite() || !norm.is_finite()) {
             return Err(Error::Diverged { step, loss, grad_norm: norm });
         }
         Ok(StepReport { step, loss, grad_norm: norm, lr, tokens, samples, consumed })

@@ -7,6 +7,9 @@ use ferrotron_core::train::{Run, Trainer};
 use ferrotron_engine::{Dropout, Part, Pass, Rank, initial_values};
 use ferrotron_tensor::{DType, Watch};
 
+/// Nothing of the base model cuts a block of 32, without this either: it makes sizes unlike each other.
+const BLOCKS: &str = "model.ffn=96";
+
 /// Settings that touch different code.
 fn settings() -> Vec<(&'static str, Vec<&'static str>)> {
     vec![
@@ -15,6 +18,15 @@ fn settings() -> Vec<(&'static str, Vec<&'static str>)> {
         (
             "bf16 moments, accumulation",
             vec!["precision.dtype=bf16", "optimizer.moments=bf16", "train.micro_batch=1"],
+        ),
+        (
+            "fp8 moments, remainders",
+            vec!["precision.dtype=bf16", "optimizer.moments=fp8", "optimizer.master=remainder", BLOCKS],
+        ),
+        ("f16 moments", vec!["optimizer.moments=f16", BLOCKS]),
+        (
+            "sgd, fp8 momentum",
+            vec!["optimizer.kind=sgd", "optimizer.lr=0.1", "optimizer.moments=fp8", BLOCKS],
         ),
         (
             "sgd, ramp",
@@ -90,7 +102,6 @@ fn a_checkpoint_of_another_run_is_refused() {
         ("model.qk_norm=true", "another model or seed"),
         ("train.seed=5", "another model or seed"),
         ("optimizer.kind=sgd", "another model or optimizer"),
-        ("optimizer.moments=bf16", "another model or optimizer"),
     ] {
         let r = recipe(&[change]);
         let e = refusal(Run::open(rank(1, &r), r.clone(), dir.path(), None));

@@ -4,6 +4,7 @@
 mod architectures;
 mod bits;
 mod data;
+mod moments;
 mod passes;
 mod support;
 mod together;

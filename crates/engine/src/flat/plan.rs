@@ -2,11 +2,13 @@
 
 use super::Placement;
 use crate::{ParamId, ParamSpec, Place};
+use ferrotron_kernels::moments::BLOCK;
 use std::ops::Range;
 
 /// Parameters start at multiples of so many elements.
 const ALIGN: usize = 64;
-/// Buckets end at multiples of so many elements, and of the number of ranks that divide them.
+/// Buckets end at multiples of so many elements, and parts of ranks that divide them at multiples of [`BLOCK`]: no rank
+/// has a part of a block of elements that share a scale.
 const END: usize = 128;
 
 /// Buckets over a list of parameters, in reverse order of declaration: about the order in which backward finishes
@@ -58,7 +60,7 @@ pub fn bucket_elements(copies: usize) -> usize {
 impl Plan {
     /// Buckets that close as soon as they have `target` elements and divide over `copies` ranks.
     pub fn new(specs: &[ParamSpec], copies: usize, target: usize) -> Plan {
-        let end = lcm(copies.max(1), END);
+        let end = lcm(copies.max(1) * BLOCK, END);
         let mut plan = Plan { buckets: Vec::new(), slots: vec![(0, 0); specs.len()] };
         // The open bucket, and its length on the rank that has most.
         let (mut open, mut widest) = (Bucket::empty(), 0);

@@ -17,6 +17,7 @@ pub mod norm;
 pub mod norm_backward;
 pub mod optim;
 pub mod optim_list;
+pub mod optim_packed;
 pub mod quant;
 pub mod random;
 pub mod reduce;

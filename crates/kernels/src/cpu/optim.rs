@@ -1,7 +1,9 @@
 //! Adam and SGD over lists of tensors: f32 arithmetic on the f32 master, every copy written in the same pass.
 
 use super::optim_list::{Grad, Param, Piece, State, cut, over_master};
+use super::optim_packed::{one_moment, two_moments};
 use super::{Isa, multiversion};
+use crate::moments::{First8, First16, Second8, Second16};
 use crate::{Adam, Sgd};
 use ferrotron_tensor::{Float, Result, Threads};
 
@@ -43,6 +45,8 @@ pub struct AdamFactors {
     pub decoupled: bool,
     /// Factor on gradients: clipping, loss scale.
     pub grad_scale: f32,
+    /// Of the dice that packed moments are rounded with ([`crate::moments::seed`]).
+    pub seed: u32,
 }
 
 impl AdamFactors {
@@ -59,6 +63,7 @@ impl AdamFactors {
             bias2: (1.0 - libm::pow(beta2, step)) as f32,
             decoupled,
             grad_scale: 1.0,
+            seed: crate::moments::seed(step as f32 - 1.0),
         }
     }
 
@@ -75,6 +80,7 @@ impl AdamFactors {
             bias2: bias(adam.beta2),
             decoupled: adam.decoupled,
             grad_scale: 1.0,
+            seed: crate::moments::seed(step as f32 - 1.0),
         }
     }
 }
@@ -87,19 +93,25 @@ pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateS
         for Piece { param, grad, first, second, lr, weight_decay } in pieces {
             let (lr, wd) = (*lr, *weight_decay);
             over_master(isa, param, |range, p| {
-                let r = range.clone();
-                match (&*grad, &mut *first, &mut *second) {
-                    (Grad::F32(g), State::F32(m), State::F32(v)) => {
-                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                let (grad, r) = (grad.part(range.clone()), range);
+                match (&mut *first, &mut *second) {
+                    (State::F32(m), State::F32(v)) => {
+                        adam_any(isa, factors, (lr, wd), p, grad, &mut m[r.clone()], &mut v[r]);
                     }
-                    (Grad::Bf16(g), State::F32(m), State::F32(v)) => {
-                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                    (State::Bf16(m), State::Bf16(v)) => {
+                        adam_any(isa, factors, (lr, wd), p, grad, &mut m[r.clone()], &mut v[r]);
                     }
-                    (Grad::F32(g), State::Bf16(m), State::Bf16(v)) => {
-                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                    (State::F16(m, ms), State::F16(v, vs)) => {
+                        let parts = (&mut **m, &mut **ms, &mut **v, &mut **vs);
+                        two_moments::<First16, Second16>(isa, factors.seed, r, p, parts, |p, m, v| {
+                            adam_packed(isa, factors, (lr, wd), p, grad, m, v);
+                        });
                     }
-                    (Grad::Bf16(g), State::Bf16(m), State::Bf16(v)) => {
-                        adam_block(isa, factors, lr, wd, p, &g[range], &mut m[r.clone()], &mut v[r]);
+                    (State::Fp8(m, ms), State::Fp8(v, vs)) => {
+                        let parts = (&mut **m, &mut **ms, &mut **v, &mut **vs);
+                        two_moments::<First8, Second8>(isa, factors.seed, r, p, parts, |p, m, v| {
+                            adam_packed(isa, factors, (lr, wd), p, grad, m, v);
+                        });
                     }
                     // `cut` let only equal moment types through.
                     _ => {}
@@ -110,21 +122,70 @@ pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateS
     Ok(())
 }
 
+fn adam_any<M: Float>(
+    isa: Isa,
+    f: AdamFactors,
+    (lr, wd): (f32, f32),
+    p: &mut [f32],
+    g: Grad,
+    m: &mut [M],
+    v: &mut [M],
+) {
+    match g {
+        Grad::F32(g) => adam_block(isa, f, lr, wd, p, g, m, v),
+        Grad::Bf16(g) => adam_block(isa, f, lr, wd, p, g, m, v),
+    }
+}
+
+fn adam_packed(
+    isa: Isa,
+    f: AdamFactors,
+    (lr, wd): (f32, f32),
+    p: &mut [f32],
+    g: Grad,
+    m: &mut [f32],
+    v: &mut [f32],
+) {
+    match g {
+        Grad::F32(g) => adam_packed_block(isa, f, lr, wd, p, g, m, v),
+        Grad::Bf16(g) => adam_packed_block(isa, f, lr, wd, p, g, m, v),
+    }
+}
+
 multiversion! {
     fn adam_block<G: Float, M: Float>(
         f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [M], v: &mut [M],
     ) {
         let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
         for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
-            let g = g.to_f32() * f.grad_scale + inside * *p;
-            let first = f.beta1 * m.to_f32() + f.new1 * g;
-            let second = f.beta2 * v.to_f32() + f.new2 * g * g;
+            let (first, second) = averages(&f, g.to_f32() * f.grad_scale + inside * *p, m.to_f32(), v.to_f32());
             *m = M::from_f32(first);
             *v = M::from_f32(second);
             let update = first / f.bias1 / ((second / f.bias2).sqrt() + f.eps) + beside * *p;
             *p -= lr * update;
         }
     }
+}
+
+multiversion! {
+    /// For packed moments: corrected by products, because on a card a step on these waits for its divisions.
+    fn adam_packed_block<G: Float>(
+        f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [f32], v: &mut [f32],
+    ) {
+        let (inside, beside) = if f.decoupled { (0.0, wd) } else { (wd, 0.0) };
+        let (unbias1, unbias2) = (1.0 / f.bias1, 1.0 / f.bias2);
+        for (((p, g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            (*m, *v) = averages(&f, g.to_f32() * f.grad_scale + inside * *p, *m, *v);
+            let update = *m * unbias1 / ((*v * unbias2).sqrt() + f.eps) + beside * *p;
+            *p -= lr * update;
+        }
+    }
+}
+
+/// Both moments with a gradient.
+#[inline(always)]
+fn averages(f: &AdamFactors, g: f32, m: f32, v: f32) -> (f32, f32) {
+    (f.beta1 * m + f.new1 * g, f.beta2 * v + f.new2 * g * g)
 }
 
 /// One SGD step on every tensor, with `g` the scaled gradient plus `wd·p`:
@@ -136,6 +197,7 @@ pub fn sgd(
     sgd: Sgd,
     first_step: bool,
     grad_scale: f32,
+    seed: u32,
     list: Vec<UpdateSlices<'_>>,
 ) -> Result<()> {
     let mut pieces = cut("sgd", list, false)?;
@@ -149,25 +211,33 @@ pub fn sgd(
     threads.chunks(&mut pieces, 1, &|_, pieces| {
         for Piece { param, grad, first, lr, weight_decay, .. } in pieces {
             let (lr, wd) = (*lr, *weight_decay);
-            over_master(isa, param, |range, p| match (&*grad, &mut *first) {
-                (Grad::F32(g), State::None) => plain_block(isa, lr, wd, grad_scale, p, &g[range]),
-                (Grad::Bf16(g), State::None) => plain_block(isa, lr, wd, grad_scale, p, &g[range]),
-                (Grad::F32(g), State::F32(b)) => {
-                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
-                }
-                (Grad::Bf16(g), State::F32(b)) => {
-                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
-                }
-                (Grad::F32(g), State::Bf16(b)) => {
-                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
-                }
-                (Grad::Bf16(g), State::Bf16(b)) => {
-                    sgd_block(isa, f, lr, wd, p, &g[range.clone()], &mut b[range])
+            over_master(isa, param, |r, p| {
+                let grad = grad.part(r.clone());
+                match &mut *first {
+                    State::None => match grad {
+                        Grad::F32(g) => plain_block(isa, lr, wd, grad_scale, p, g),
+                        Grad::Bf16(g) => plain_block(isa, lr, wd, grad_scale, p, g),
+                    },
+                    State::F32(b) => sgd_any(isa, f, (lr, wd), p, grad, &mut b[r]),
+                    State::Bf16(b) => sgd_any(isa, f, (lr, wd), p, grad, &mut b[r]),
+                    State::F16(b, scales) => one_moment::<First16>(isa, seed, r, p, (b, scales), |p, b| {
+                        sgd_any(isa, f, (lr, wd), p, grad, b);
+                    }),
+                    State::Fp8(b, scales) => one_moment::<First8>(isa, seed, r, p, (b, scales), |p, b| {
+                        sgd_any(isa, f, (lr, wd), p, grad, b);
+                    }),
                 }
             });
         }
     });
     Ok(())
+}
+
+fn sgd_any<M: Float>(isa: Isa, f: SgdFactors, (lr, wd): (f32, f32), p: &mut [f32], g: Grad, b: &mut [M]) {
+    match g {
+        Grad::F32(g) => sgd_block(isa, f, lr, wd, p, g, b),
+        Grad::Bf16(g) => sgd_block(isa, f, lr, wd, p, g, b),
+    }
 }
 
 #[derive(Clone, Copy)]

@@ -3,7 +3,8 @@
 use super::optim::UpdateSlices;
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
-use ferrotron_tensor::{Float, Result, bf16, shape_error};
+use crate::moments::BLOCK;
+use ferrotron_tensor::{Float, Result, bf16, f16, shape_error};
 use std::mem::take;
 use std::ops::Range;
 
@@ -36,6 +37,10 @@ pub enum State<'a> {
     F32(&'a mut [f32]),
     /// bf16: widened on load, rounded to nearest even on store.
     Bf16(&'a mut [bf16]),
+    /// Codes and the scales of their blocks ([`crate::moments`]).
+    F16(&'a mut [f16], &'a mut [u8]),
+    /// The same in 8 bits.
+    Fp8(&'a mut [u8], &'a mut [u8]),
 }
 
 impl<'a> Param<'a> {
@@ -71,7 +76,7 @@ impl<'a> Grad<'a> {
         }
     }
 
-    fn part(&self, range: Range<usize>) -> Grad<'a> {
+    pub(super) fn part(&self, range: Range<usize>) -> Grad<'a> {
         match self {
             Grad::F32(g) => Grad::F32(&g[range]),
             Grad::Bf16(g) => Grad::Bf16(&g[range]),
@@ -85,6 +90,17 @@ impl<'a> State<'a> {
             State::None => None,
             State::F32(s) => Some(s.len()),
             State::Bf16(s) => Some(s.len()),
+            State::F16(s, _) => Some(s.len()),
+            State::Fp8(s, _) => Some(s.len()),
+        }
+    }
+
+    /// Scales there must be, and are.
+    fn scales(&self) -> (usize, usize) {
+        match self {
+            State::F16(s, scales) => (s.len().div_ceil(BLOCK), scales.len()),
+            State::Fp8(s, scales) => (s.len().div_ceil(BLOCK), scales.len()),
+            _ => (0, 0),
         }
     }
 
@@ -93,6 +109,9 @@ impl<'a> State<'a> {
             State::None => State::None,
             State::F32(s) => State::F32(front(s, n)),
             State::Bf16(s) => State::Bf16(front(s, n)),
+            // Pieces are whole blocks, but for the last of a tensor.
+            State::F16(s, scales) => State::F16(front(s, n), front(scales, n.div_ceil(BLOCK))),
+            State::Fp8(s, scales) => State::Fp8(front(s, n), front(scales, n.div_ceil(BLOCK))),
         }
     }
 }
@@ -127,9 +146,14 @@ pub(super) fn cut<'a>(
         check_len(op, "gradient", grad.len(), len)?;
         for state in [&first, &second] {
             check_len(op, "moment", state.len().unwrap_or(len), len)?;
+            let (wanted, there) = state.scales();
+            check_len(op, "scales of a moment", there, wanted)?;
         }
         let fits = match (&first, &second) {
-            (State::F32(_), State::F32(_)) | (State::Bf16(_), State::Bf16(_)) => two_moments,
+            (State::F32(_), State::F32(_))
+            | (State::Bf16(_), State::Bf16(_))
+            | (State::F16(..), State::F16(..))
+            | (State::Fp8(..), State::Fp8(..)) => two_moments,
             (_, State::None) => !two_moments,
             _ => false,
         };
@@ -152,14 +176,14 @@ pub(super) fn cut<'a>(
 }
 
 /// Elements updated at once, so that the copies are made from cache.
-const BLOCK: usize = 2048;
+pub(super) const CACHED: usize = 2048;
 
 /// Run `update(range, master)` over blocks of a piece, with its other copies read before and written after.
 pub(super) fn over_master(isa: Isa, param: &mut Param<'_>, mut update: impl FnMut(Range<usize>, &mut [f32])) {
     let len = param.len();
-    let mut scratch = [0f32; BLOCK];
-    for start in (0..len).step_by(BLOCK) {
-        let range = start..(start + BLOCK).min(len);
+    let mut scratch = [0f32; CACHED];
+    for start in (0..len).step_by(CACHED) {
+        let range = start..(start + CACHED).min(len);
         match param {
             Param::Master(p) => update(range.clone(), &mut p[range]),
             Param::Copied(p, w) => {
@@ -185,7 +209,8 @@ multiversion! {
 }
 
 multiversion! {
-    fn join(high: &[bf16], low: &[i16], master: &mut [f32]) {
+    /// [`join_master`] of each.
+    pub fn join(high: &[bf16], low: &[i16], master: &mut [f32]) {
         for ((m, h), l) in master.iter_mut().zip(high).zip(low) {
             *m = join_master(*h, *l);
         }
@@ -193,7 +218,8 @@ multiversion! {
 }
 
 multiversion! {
-    fn split(master: &[f32], high: &mut [bf16], low: &mut [i16]) {
+    /// [`split_master`] of each.
+    pub fn split(master: &[f32], high: &mut [bf16], low: &mut [i16]) {
         for ((m, h), l) in master.iter().zip(high).zip(low) {
             (*h, *l) = split_master(*m);
         }

@@ -13,6 +13,7 @@ mod embedding;
 mod fastest;
 mod fused;
 mod gemm;
+mod grad_norm;
 mod groups;
 mod libraries;
 mod loss;

@@ -1,17 +1,14 @@
+use super::grad_norm::{clip, kernel};
 use super::groups::{blocks, line};
-use super::{CudaKernels, Kernel, typed};
-use crate::checks::{dtypes, same_contiguous};
-use crate::optim::{check_scalars, check_square};
-use crate::{Adam, OptimKernels, Sgd, Update};
-use ferrotron_tensor::{
-    Arg, Category, DType, Error, Launch, Result, Stream, Tensor, read, shape_error, write,
-};
+use super::{CudaKernels, Kernel};
+use crate::checks::dtypes;
+use crate::optim::{check_counter, check_halves, check_scalars, check_square, check_update, check_values};
+use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update};
+use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
 
-/// As in optim.cu: tensors of a launch, elements of a block.
-const LIST: usize = 64;
+/// As in optim_list.cuh: tensors of a launch, elements of a block.
+const LIST: usize = 48;
 const UPDATES: usize = 4096;
-const GRADS: usize = 128;
-const PART: usize = 16384;
 const THREADS: u32 = 256;
 
 #[repr(C)]
@@ -21,7 +18,9 @@ struct Entry {
     weight: u64,
     grad: u64,
     first: u64,
+    first_scales: u64,
     second: u64,
+    second_scales: u64,
     n: i64,
     lr_mult: f32,
     wd_mult: f32,
@@ -56,50 +55,36 @@ struct SgdArgs {
 }
 
 #[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Slice {
-    x: u64,
-    n: i64,
-}
-
-#[repr(C)]
 #[derive(Clone, Copy)]
-struct SquareArgs {
-    list: [Slice; GRADS],
-    parts: u64,
-    start: [u32; GRADS],
-    count: u32,
-    pad: u32,
-}
-
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ClipArgs {
-    parts: u64,
+struct CountArgs {
+    counter: u64,
     scalars: u64,
-    n: i64,
-    max_norm: f32,
-    limited: u32,
+    beta1: f32,
+    beta2: f32,
 }
 
-fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "optim", name }
+/// Values, codes, scales; or master, high, low.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ThreeArgs {
+    three: [u64; 3],
+    n: i64,
 }
 
 /// Tensors of one launch, and where their blocks begin.
-struct Portion<T, const N: usize> {
-    list: [T; N],
-    start: [u32; N],
-    count: u32,
-    blocks: u32,
+pub(super) struct Portion<T, const N: usize> {
+    pub(super) list: [T; N],
+    pub(super) start: [u32; N],
+    pub(super) count: u32,
+    pub(super) blocks: u32,
 }
 
 impl<T: Copy + Default, const N: usize> Portion<T, N> {
-    fn new() -> Self {
+    pub(super) fn new() -> Self {
         Portion { list: [T::default(); N], start: [0; N], count: 0, blocks: 0 }
     }
 
-    fn push(&mut self, op: &'static str, item: T, n: usize, each: usize) -> Result<()> {
+    pub(super) fn push(&mut self, op: &'static str, item: T, n: usize, each: usize) -> Result<()> {
         let at = self.count as usize;
         (self.list[at], self.start[at]) = (item, self.blocks);
         self.count += 1;
@@ -108,44 +93,76 @@ impl<T: Copy + Default, const N: usize> Portion<T, N> {
     }
 }
 
+/// How parameters of a launch are kept: the type of their moments, and whether masters are in halves.
+type Kept = (DType, bool);
+
+fn kept(u: &Update) -> Kept {
+    (u.first.values.dtype(), u.master.dtype() == DType::I16)
+}
+
+/// The kernel of a rule for parameters kept so.
+macro_rules! steps {
+    ($op:expr, $kept:expr, $plain:literal, $packed:literal, $name:literal) => {
+        match $kept {
+            (DType::F32, false) => Ok(Kernel { source: $plain, name: concat!($name, "_f32") }),
+            (DType::F32, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_f32") }),
+            (DType::BF16, false) => Ok(Kernel { source: $plain, name: concat!($name, "_bf16") }),
+            (DType::BF16, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_bf16") }),
+            (DType::F16, false) => Ok(Kernel { source: $packed, name: concat!($name, "_f16") }),
+            (DType::F16, true) => Ok(Kernel { source: $packed, name: concat!($name, "_split_f16") }),
+            (DType::U8, false) => Ok(Kernel { source: $packed, name: concat!($name, "_fp8") }),
+            (DType::U8, true) => Ok(Kernel { source: $packed, name: concat!($name, "_split_fp8") }),
+            (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
+        }
+    };
+}
+
+/// The kernel between f32 and a moment.
+macro_rules! moments {
+    ($op:expr, $moment:expr, $order:expr, $name:literal) => {
+        match ($moment.values.dtype(), $order) {
+            (DType::F32, _) => Ok(concat!($name, "_f32")),
+            (DType::BF16, _) => Ok(concat!($name, "_bf16")),
+            (DType::F16, Order::First) => Ok(concat!($name, "_first_f16")),
+            (DType::F16, Order::Second) => Ok(concat!($name, "_second_f16")),
+            (DType::U8, Order::First) => Ok(concat!($name, "_first_fp8")),
+            (DType::U8, Order::Second) => Ok(concat!($name, "_second_fp8")),
+            (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
+        }
+        .map(|name| Kernel { source: "moments", name })
+    };
+}
+
 /// Checks a whole list before anything of it is done. `two`: whether there is a second moment.
 fn check_list(op: &'static str, scalars: &Tensor, list: &[Update], two: bool) -> Result<()> {
     check_scalars(op, scalars)?;
     dtypes(op, DType::F32, &[scalars])?;
-    for u in list {
-        let mut all = vec![u.master, u.grad, u.first];
-        all.extend(u.weight.into_iter().chain(u.second));
-        same_contiguous(op, &all)?;
-        dtypes(op, DType::F32, &[u.master, u.grad])?;
-        if let Some(w) = u.weight {
-            dtypes(op, DType::BF16, &[w])?;
-        }
-        if !matches!(u.first.dtype(), DType::F32 | DType::BF16) {
-            return Err(Error::DType { op, found: u.first.dtype(), wanted: DType::F32 });
-        }
-        if u.second.is_some() != two || u.second.is_some_and(|t| t.dtype() != u.first.dtype()) {
-            return shape_error(op, "Adam needs two moments of one type, SGD one momentum or none");
-        }
-    }
-    Ok(())
+    list.iter().try_for_each(|u| check_update(op, u, two))
 }
 
-/// Runs `step` over a checked list in portions of one moment type each.
+/// Runs `step` over a checked list in portions that are kept alike.
 fn each_portion(
     s: &Stream,
     op: &'static str,
     scalars: &Tensor,
     list: &[Update],
-    step: impl Fn(&Launch, DType, &Portion<Entry, LIST>) -> Result<()>,
+    step: impl Fn(&Launch, Kept, &Portion<Entry, LIST>) -> Result<()>,
 ) -> Result<()> {
-    for moments in [DType::F32, DType::BF16] {
-        let alike: Vec<&Update> =
-            list.iter().filter(|u| u.first.dtype() == moments && u.master.numel() > 0).collect();
+    let mut ways: Vec<Kept> = Vec::new();
+    for way in list.iter().map(kept) {
+        if !ways.contains(&way) {
+            ways.push(way);
+        }
+    }
+    for way in ways {
+        let alike: Vec<&Update> = list.iter().filter(|u| kept(u) == way && u.grad.numel() > 0).collect();
         for portion in alike.chunks(LIST) {
             let mut args: Vec<Arg> = vec![read(scalars)];
             for u in portion {
-                args.extend([write(u.master), read(u.grad), write(u.first)]);
-                args.extend(u.weight.into_iter().chain(u.second).map(write));
+                args.extend([write(u.master), read(u.grad), write(u.first.values)]);
+                let second = u.second.map(|m| (m.values, m.scales));
+                let rest = [u.weight, u.first.scales, second.map(|m| m.0), second.and_then(|m| m.1)];
+                args.extend(rest.into_iter().flatten().map(write));
             }
             s.launch(op, &args, |l| {
                 let (mut at, mut p) = (1, Portion::new());
@@ -157,20 +174,22 @@ fn each_portion(
                     l.address(at - 1)
                 };
                 for u in portion {
-                    let n = u.master.numel();
+                    let n = u.grad.numel();
                     let entry = Entry {
                         master: next(true)?,
                         grad: next(true)?,
                         first: next(true)?,
                         weight: next(u.weight.is_some())?,
+                        first_scales: next(u.first.scales.is_some())?,
                         second: next(u.second.is_some())?,
+                        second_scales: next(u.second.is_some_and(|m| m.scales.is_some()))?,
                         n: n as i64,
                         lr_mult: u.lr_mult,
                         wd_mult: u.wd_mult,
                     };
                     p.push(op, entry, n, UPDATES)?;
                 }
-                step(l, moments, &p)
+                step(l, way, &p)
             })?;
         }
     }
@@ -181,7 +200,7 @@ impl OptimKernels for CudaKernels {
     fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[Update]) -> Result<()> {
         const OP: &str = "adam";
         check_list(OP, scalars, list, true)?;
-        each_portion(s, OP, scalars, list, |l, moments, p| {
+        each_portion(s, OP, scalars, list, |l, kept, p| {
             let args = AdamArgs {
                 list: p.list,
                 scalars: l.address(0)?,
@@ -195,14 +214,15 @@ impl OptimKernels for CudaKernels {
                 decoupled: a.decoupled.into(),
                 pad: 0,
             };
-            self.queue(l, typed!(OP, moments, "optim", "adam")?, line(p.blocks, THREADS), &args)
+            let kernel: Result<Kernel> = steps!(OP, kept, "adam", "adam_packed", "adam");
+            self.queue(l, kernel?, line(p.blocks, THREADS), &args)
         })
     }
 
     fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[Update]) -> Result<()> {
         const OP: &str = "sgd";
         check_list(OP, scalars, list, false)?;
-        each_portion(s, OP, scalars, list, |l, moments, p| {
+        each_portion(s, OP, scalars, list, |l, kept, p| {
             let args = SgdArgs {
                 list: p.list,
                 scalars: l.address(0)?,
@@ -212,7 +232,8 @@ impl OptimKernels for CudaKernels {
                 fresh: 1.0 - rule.dampening,
                 nesterov: rule.nesterov.into(),
             };
-            self.queue(l, typed!(OP, moments, "optim", "sgd")?, line(p.blocks, THREADS), &args)
+            let kernel: Result<Kernel> = steps!(OP, kept, "sgd", "sgd", "sgd");
+            self.queue(l, kernel?, line(p.blocks, THREADS), &args)
         })
     }
 
@@ -249,49 +270,67 @@ impl OptimKernels for CudaKernels {
             self.queue(l, kernel("clip_factor"), line(1, 1024), &args)
         })
     }
-}
 
-fn clip(parts: u64, out: u64, n: usize, max_norm: Option<f32>) -> ClipArgs {
-    let (max, limited) = (max_norm.unwrap_or_default(), max_norm.is_some().into());
-    ClipArgs { parts, scalars: out, n: n as i64, max_norm: max, limited }
+    fn count_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()> {
+        const OP: &str = "count_step";
+        check_counter(OP, counter)?;
+        check_scalars(OP, scalars)?;
+        dtypes(OP, DType::F32, &[scalars])?;
+        s.launch(OP, &[write(counter), write(scalars)], |l| {
+            let [beta1, beta2] = betas;
+            let args = CountArgs { counter: l.address(0)?, scalars: l.address(1)?, beta1, beta2 };
+            self.queue(l, kernel(OP), line(1, 1), &args)
+        })
+    }
+
+    fn pack_moment(&self, s: &Stream, order: Order, values: &Tensor, moment: Moment) -> Result<()> {
+        const OP: &str = "pack_moment";
+        check_values(OP, &moment, values)?;
+        let kernel: Result<Kernel> = moments!(OP, moment, order, "pack");
+        let args = [read(values), write(moment.values)].into_iter().chain(moment.scales.map(write));
+        self.element_wise(s, OP, kernel?, &args.collect::<Vec<_>>(), values.numel())
+    }
+
+    fn unpack_moment(&self, s: &Stream, order: Order, moment: Moment, values: &Tensor) -> Result<()> {
+        const OP: &str = "unpack_moment";
+        check_values(OP, &moment, values)?;
+        let kernel: Result<Kernel> = moments!(OP, moment, order, "unpack");
+        let args = [write(values), read(moment.values)].into_iter().chain(moment.scales.map(read));
+        self.element_wise(s, OP, kernel?, &args.collect::<Vec<_>>(), values.numel())
+    }
+
+    fn split_master(&self, s: &Stream, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()> {
+        const OP: &str = "split_master";
+        check_halves(OP, master, high, low)?;
+        let kernel = Kernel { source: "moments", name: OP };
+        self.element_wise(s, OP, kernel, &[read(master), write(high), write(low)], master.numel())
+    }
+
+    fn join_master(&self, s: &Stream, high: &Tensor, low: &Tensor, master: &Tensor) -> Result<()> {
+        const OP: &str = "join_master";
+        check_halves(OP, master, high, low)?;
+        let kernel = Kernel { source: "moments", name: OP };
+        self.element_wise(s, OP, kernel, &[write(master), read(high), read(low)], master.numel())
+    }
 }
 
 impl CudaKernels {
-    /// Sums of squares of parts of the gradients, then `end(address of the sums, how many)`, which writes `out`.
-    fn squares(
+    /// A kernel with a thread for each of `n` elements of up to three tensors.
+    fn element_wise(
         &self,
         s: &Stream,
         op: &'static str,
-        grads: &[&Tensor],
-        out: &Tensor,
-        end: impl Fn(&Launch, u64, usize) -> Result<()>,
+        kernel: Kernel,
+        args: &[Arg],
+        n: usize,
     ) -> Result<()> {
-        dtypes(op, DType::F32, grads)?;
-        grads.iter().try_for_each(|g| same_contiguous(op, &[g]))?;
-        let total: usize = grads.iter().map(|g| g.numel().div_ceil(PART)).sum();
-        let scratch = Tensor::empty(s, &[total], DType::F64, Category::Workspace)?;
-        let mut args = vec![write(out), write(&scratch)];
-        args.extend(grads.iter().map(|g| read(g)));
-        s.launch(op, &args, |l| {
-            let parts = l.address(1)?;
-            let (mut done, mut rest) =
-                (0u64, grads.iter().enumerate().filter(|(_, g)| g.numel() > 0).peekable());
-            while rest.peek().is_some() {
-                let mut p = Portion::<Slice, GRADS>::new();
-                for (i, g) in rest.by_ref().take(GRADS) {
-                    p.push(op, Slice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
-                }
-                let args = SquareArgs {
-                    list: p.list,
-                    parts: parts + 8 * done,
-                    start: p.start,
-                    count: p.count,
-                    pad: 0,
-                };
-                self.queue(l, kernel("square_parts"), line(p.blocks, THREADS), &args)?;
-                done += u64::from(p.blocks);
+        s.launch(op, args, |l| {
+            let mut three = [0; 3];
+            for (i, at) in three.iter_mut().enumerate().take(args.len()) {
+                *at = l.address(i)?;
             }
-            end(l, parts, total)
+            let grid = line(blocks(op, n, THREADS as usize)?, THREADS);
+            self.queue(l, kernel, grid, &ThreeArgs { three, n: n as i64 })
         })
     }
 }

@@ -118,7 +118,46 @@ pub const SOURCES: &[Source] = &[
         concat!(include_str!("groups.cuh"), include_str!("philox.cuh"), include_str!("elementwise.cu")),
     ),
     source("embedding", concat!(include_str!("groups.cuh"), include_str!("embedding.cu"))),
-    source("optim", concat!(include_str!("groups.cuh"), include_str!("optim.cu"))),
+    source(
+        "adam",
+        concat!(
+            include_str!("groups.cuh"),
+            include_str!("optim.cuh"),
+            include_str!("moments.cuh"),
+            include_str!("optim_list.cuh"),
+            include_str!("adam.cuh"),
+            include_str!("adam.cu")
+        ),
+    ),
+    source(
+        "adam_packed",
+        concat!(
+            include_str!("groups.cuh"),
+            include_str!("optim.cuh"),
+            include_str!("moments.cuh"),
+            include_str!("optim_list.cuh"),
+            include_str!("adam.cuh"),
+            include_str!("adam_packed.cu")
+        ),
+    ),
+    source(
+        "sgd",
+        concat!(
+            include_str!("groups.cuh"),
+            include_str!("optim.cuh"),
+            include_str!("moments.cuh"),
+            include_str!("optim_list.cuh"),
+            include_str!("sgd.cu")
+        ),
+    ),
+    source(
+        "grad_norm",
+        concat!(include_str!("groups.cuh"), include_str!("optim.cuh"), include_str!("grad_norm.cu")),
+    ),
+    source(
+        "moments",
+        concat!(include_str!("optim.cuh"), include_str!("moments.cuh"), include_str!("moments.cu")),
+    ),
     source("product", include_str!("product.cu")),
     source(
         "quantise",

@@ -90,7 +90,7 @@ fn torch(golden: &Golden) {
                                     dampening: number(case, "dampening") as f32,
                                     nesterov: case["nesterov"].as_bool().unwrap(),
                                 };
-                                sgd(threads, isa, how, step == 0, 1.0, vec![one]).unwrap();
+                                sgd(threads, isa, how, step == 0, 1.0, 0, vec![one]).unwrap();
                             }
                             other => panic!("{name}: unknown kind {other}"),
                         }

@@ -11,6 +11,7 @@ mod golden_optim;
 mod golden_rope;
 mod loss;
 mod math;
+mod moments;
 mod norm;
 mod optim;
 mod random;

@@ -130,7 +130,7 @@ fn sgd_matches_f64() {
                         lr: 0.1,
                         weight_decay: 0.01,
                     };
-                    sgd(threads, isa, how, step == 0, 0.5, vec![one]).unwrap();
+                    sgd(threads, isa, how, step == 0, 0.5, 0, vec![one]).unwrap();
                 }
                 (p, if momentum == 0.0 { vec![0.0; n] } else { b })
             });

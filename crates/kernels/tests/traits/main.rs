@@ -9,6 +9,7 @@ mod homes;
 mod maps;
 mod measured;
 mod merge;
+mod moments;
 mod norm;
 mod optim;
 mod quant;

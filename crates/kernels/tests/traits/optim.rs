@@ -28,7 +28,7 @@ struct Tensors {
 fn many(moments: DType) -> Vec<Values> {
     (0..31)
         .map(|i| {
-            let n = [1, 7, 64, 1000, 0, 33][i % 6];
+            let n = [1, 7, 64, 5000, 0, 33][i % 6];
             let v = |seed| numbers(DType::F32, seed + 100 * i as u64, n);
             let m = |seed| numbers(moments, seed + 100 * i as u64, n);
             Values {
@@ -61,8 +61,8 @@ fn updates<'a>(v: &[Values], t: &'a [Tensors], weights: bool, second: bool) -> V
             master: &t.master,
             weight: weights.then_some(&t.weight),
             grad: &t.grad,
-            first: &t.first,
-            second: second.then_some(&t.second),
+            first: (&t.first).into(),
+            second: second.then(|| (&t.second).into()),
             lr_mult: v.lr_mult,
             wd_mult: v.wd_mult,
         })

@@ -346,8 +346,8 @@ fn optimizers() {
             master: &p,
             weight: None,
             grad: &g,
-            first: &m,
-            second: Some(&v),
+            first: (&m).into(),
+            second: Some((&v).into()),
             lr_mult: 1.0,
             wd_mult: 1.0,
         };
@@ -363,15 +363,31 @@ fn optimizers() {
         go("a short gradient", Update { grad: &f(3), ..base() });
         go("a short copy", Update { weight: Some(&z(&h, BF16, &[3])), ..base() });
         go("a wide copy", Update { weight: Some(&f(4)), ..base() });
-        go("a short moment", Update { first: &f(3), ..base() });
-        go("a short second moment", Update { second: Some(&f(3)), ..base() });
+        go("a short moment", Update { first: (&f(3)).into(), ..base() });
+        go("a short second moment", Update { second: Some((&f(3)).into()), ..base() });
         go("no second moment", Update { second: None, ..base() });
-        go("a second moment of another type", Update { second: Some(&z(&h, BF16, &[4])), ..base() });
+        go("a second moment of another type", Update { second: Some((&z(&h, BF16, &[4])).into()), ..base() });
         go("a narrow master", Update { master: &z(&h, BF16, &[4]), ..base() });
         go("a narrow gradient", Update { grad: &z(&h, BF16, &[4]), ..base() });
-        go("integer moments", Update { first: &z(&h, I32, &[4]), ..base() });
+        go("integer moments", Update { first: (&z(&h, I32, &[4])).into(), ..base() });
+        let (codes, scale) = (z(&h, DType::U8, &[4]), z(&h, DType::U8, &[1]));
+        let coded = |scales| Moment { values: &codes, scales };
+        let (two, wide) = (z(&h, DType::U8, &[2]), f(1));
+        go("codes without scales", Update { first: coded(None), second: Some(coded(None)), ..base() });
+        for (what, scales) in [("too many scales", &two), ("wide scales", &wide)] {
+            go(what, Update { first: coded(Some(scales)), second: Some(coded(Some(scales))), ..base() });
+        }
+        go("scales of f32", Update { first: Moment { values: &m, scales: Some(&scale) }, ..base() });
+        go("half a master", Update { master: &z(&h, DType::I16, &[4]), ..base() });
+        refused(&h, "codes without scales", h.k.pack_moment(&h.s, Order::First, &g, coded(None)));
+        refused(&h, "narrow values", h.k.unpack_moment(&h.s, Order::First, coded(Some(&scale)), &codes));
+        refused(&h, "short values", h.k.unpack_moment(&h.s, Order::First, coded(Some(&scale)), &f(3)));
+        let (high, low) = (z(&h, BF16, &[4]), z(&h, DType::I16, &[4]));
+        refused(&h, "a short half", h.k.split_master(&h.s, &p, &high, &z(&h, DType::I16, &[3])));
+        refused(&h, "halves changed", h.k.join_master(&h.s, &low, &high, &p));
+        refused(&h, "a narrow counter", h.k.count_step(&h.s, [0.9, 0.9], &f(counter::COUNT), &scalars_t));
         go("a strided master", Update { master: &column(&h, F32, 4), ..base() });
-        go("a moment over the master", Update { first: &p, ..base() });
+        go("a moment over the master", Update { first: (&p).into(), ..base() });
         for wrong in [0, 1, scalars::COUNT - 1, scalars::COUNT + 1] {
             refused(&h, "a scalar buffer of another size", h.k.adam(&h.s, adam, &f(wrong), &[base()]));
             refused(&h, "a scalar buffer of another size", h.k.sgd(&h.s, sgd, &f(wrong), &[base()]));

@@ -42,7 +42,6 @@ struct Sizes {
     seq: usize,
     tokens: usize,
     dtype: DType,
-    moments: DType,
     optimizer: OptimizerKind,
     model: ModelConfig,
 }
@@ -61,7 +60,6 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
         seq,
         tokens: batch * seq,
         dtype: r.config.precision.dtype.dtype(),
-        moments: r.config.optimizer.moments.dtype(),
         optimizer: r.config.optimizer.kind,
         model: r.model.clone(),
     };

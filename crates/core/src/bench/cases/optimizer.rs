@@ -3,10 +3,11 @@
 use super::{Case, Run, Sizes, case, empty, random};
 use crate::Result;
 use crate::bench::Work;
-use crate::config::OptimizerKind;
+use crate::config::{Master, Moments, OptimizerKind};
 use ferrotron_engine::Rank;
-use ferrotron_kernels::{Adam, Sgd, Update, scalars};
-use ferrotron_tensor::{DType, Tensor};
+use ferrotron_kernels::moments::BLOCK;
+use ferrotron_kernels::{Adam, Moment, Sgd, Update, scalars};
+use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Large models are measured on a part of their parameters, as many as this: beyond the caches it makes no
 /// difference, and memory for all of them would.
@@ -35,16 +36,23 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
     let n: usize = sizes.iter().sum();
     let shape = format!("{n} in {}", sizes.len());
     let mut out = vec![grad_norm(&sizes, &shape)];
-    let kinds = [(DType::F32, "f32"), (DType::BF16, "bf16")];
-    for (moments, kind) in kinds {
-        let z = Sizes { moments, ..z.clone() };
-        // Weights and moments are read and written, gradients read, bf16 weights written.
-        let narrow = if z.dtype == DType::F32 { 0 } else { z.dtype.size() };
-        let (name, count) = if z.optimizer == OptimizerKind::Sgd { ("sgd", 1) } else { ("adam", 2) };
-        let each = 2 * 4 + 4 + count * 2 * moments.size() + narrow;
-        let sizes = sizes.clone();
-        let work = Work::Bytes((each * n) as f64);
-        out.push(case(format!("{name}.{kind}"), shape.clone(), work, move |rank| step(rank, &z, &sizes)));
+    let halves = z.dtype == DType::BF16;
+    let masters = [Master::F32, Master::Remainder].into_iter().filter(|m| halves || *m == Master::F32);
+    for master in masters {
+        for moments in Moments::ALL.iter().copied() {
+            let (name, count) = if z.optimizer == OptimizerKind::Sgd { ("sgd", 1.0) } else { ("adam", 2.0) };
+            // Masters and moments are read and written, gradients read, bf16 weights written, and read too where they
+            // are half of the master.
+            let weight = if z.dtype == DType::F32 { 0.0 } else { z.dtype.size() as f64 };
+            let (kind, master_bytes) = match master {
+                Master::F32 => (format!("{name}.{moments}"), 2.0 * 4.0 + weight),
+                Master::Remainder => (format!("{name}.{moments}.remainder"), 2.0 * 2.0 + 2.0 * weight),
+            };
+            let each = master_bytes + 4.0 + count * 2.0 * moments.bytes();
+            let (sizes, z) = (sizes.clone(), z.clone());
+            let work = Work::Bytes(each * n as f64);
+            out.push(case(kind, shape.clone(), work, move |rank| step(rank, &z, (moments, master), &sizes)));
+        }
     }
     out
 }
@@ -66,8 +74,12 @@ struct Parameter {
     master: Tensor,
     weight: Option<Tensor>,
     grad: Tensor,
-    first: Tensor,
-    second: Option<Tensor>,
+    first: (Tensor, Option<Tensor>),
+    second: Option<(Tensor, Option<Tensor>)>,
+}
+
+fn moment(m: &(Tensor, Option<Tensor>)) -> Moment<'_> {
+    Moment { values: &m.0, scales: m.1.as_ref() }
 }
 
 impl Parameter {
@@ -76,23 +88,30 @@ impl Parameter {
             master: &self.master,
             weight: self.weight.as_ref(),
             grad: &self.grad,
-            first: &self.first,
-            second: self.second.as_ref(),
+            first: moment(&self.first),
+            second: self.second.as_ref().map(moment),
             lr_mult: 1.0,
             wd_mult: 1.0,
         }
     }
 }
 
-fn step(rank: &Rank, z: &Sizes, sizes: &[usize]) -> Result<Run> {
+fn step(rank: &Rank, z: &Sizes, (moments, master): (Moments, Master), sizes: &[usize]) -> Result<Run> {
     let sgd = z.optimizer == OptimizerKind::Sgd;
+    let split = master == Master::Remainder;
+    let zeros = |n: usize, dtype| rank.compute.zeros(&[n], dtype, Category::Workspace);
+    let moment = |n: usize| -> Result<(Tensor, Option<Tensor>)> {
+        let scales = matches!(moments, Moments::F16 | Moments::Fp8).then(|| n.div_ceil(BLOCK));
+        let scales = scales.map(|n| zeros(n, DType::U8)).transpose()?;
+        Ok((zeros(n, moments.dtype())?, scales))
+    };
     let parameter = |n: &usize| -> Result<Parameter> {
         Ok(Parameter {
-            master: random(rank, &[*n], DType::F32)?,
-            weight: if z.dtype == DType::F32 { None } else { Some(empty(rank, &[*n], z.dtype)?) },
+            master: if split { zeros(*n, DType::I16)? } else { random(rank, &[*n], DType::F32)? },
+            weight: if z.dtype == DType::F32 { None } else { Some(random(rank, &[*n], z.dtype)?) },
             grad: random(rank, &[*n], DType::F32)?,
-            first: empty(rank, &[*n], z.moments)?,
-            second: if sgd { None } else { Some(empty(rank, &[*n], z.moments)?) },
+            first: moment(*n)?,
+            second: if sgd { None } else { Some(moment(*n)?) },
         })
     };
     let all: Vec<Parameter> = sizes.iter().map(parameter).collect::<Result<_>>()?;

@@ -1,49 +1,56 @@
 use super::{CpuKernels, same_contiguous};
 use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
 use crate::cpu::optim::{AdamFactors, UpdateSlices, adam, sgd};
-use crate::cpu::optim_list::{Grad, Param, State};
-use crate::optim::{check_scalars, check_square};
-use crate::{Adam, OptimKernels, Sgd, Update, scalars};
-use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
+use crate::cpu::optim_list::{self, Grad, Param, State};
+use crate::cpu::optim_packed::{pack_nearest, unpack};
+use crate::moments::{First8, First16, Second8, Second16, seed};
+use crate::optim::{check_counter, check_halves, check_scalars, check_square, check_update, check_values};
+use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
+use ferrotron_tensor::{Arg, DType, Error, Float, Launch, Result, Stream, Tensor, bf16, read, write};
 
-/// A launch names at most 64 arguments: this many updates of up to five tensors each.
-const AT_ONCE: usize = 12;
+/// A launch names at most 64 arguments: this many updates of up to seven tensors each.
+const AT_ONCE: usize = 9;
 
-/// Runs `step` over the list in portions, with the step scalars and slices of each update.
+/// Runs `step` over the list in portions, with the step scalars and slices of each update; not at all where gradients
+/// are no numbers. `two`: whether there are second moments.
 fn each_portion(
     s: &Stream,
     op: &'static str,
     scalars: &Tensor,
     list: &[Update],
+    two: bool,
     step: impl Fn(&Launch, &[f32], Vec<UpdateSlices>) -> Result<()>,
 ) -> Result<()> {
     check_scalars(op, scalars)?;
+    list.iter().try_for_each(|u| check_update(op, u, two))?;
     for portion in list.chunks(AT_ONCE) {
         let mut args: Vec<Arg> = vec![read(scalars)];
         for u in portion {
-            let mut all = vec![u.master, u.grad, u.first];
-            all.extend(u.weight.into_iter().chain(u.second));
-            same_contiguous(op, &all)?;
-            args.extend([write(u.master), read(u.grad), write(u.first)]);
-            args.extend(u.weight.into_iter().chain(u.second).map(write));
+            args.extend([write(u.master), read(u.grad)]);
+            args.extend(u.weight.map(write));
+            for m in [u.first].into_iter().chain(u.second) {
+                args.push(write(m.values));
+                args.extend(m.scales.map(write));
+            }
         }
         s.launch(op, &args, |l| {
             let values = l.slice::<f32>(0)?;
-            let mut at = 1;
+            if !values[scalars::GRAD_NORM].is_finite() {
+                return Ok(());
+            }
+            let mut next = 1..args.len();
+            let mut at = || next.next().unwrap_or_default();
             let mut slices = Vec::with_capacity(portion.len());
             for u in portion {
-                let master = l.slice_mut(at)?;
-                let (grad, first) = (Grad::F32(l.slice(at + 1)?), state(l, at + 2, Some(u.first))?);
-                at += 3;
-                let param = match u.weight {
-                    None => Param::Master(master),
-                    Some(_) => {
-                        at += 1;
-                        Param::Copied(master, l.slice_mut(at - 1)?)
-                    }
+                let master = at();
+                let grad = Grad::F32(l.slice(at())?);
+                let param = match (u.master.dtype(), u.weight) {
+                    (DType::I16, _) => Param::Split(l.slice_mut(at())?, l.slice_mut(master)?),
+                    (_, None) => Param::Master(l.slice_mut(master)?),
+                    (_, Some(_)) => Param::Copied(l.slice_mut(master)?, l.slice_mut(at())?),
                 };
-                let second = state(l, at, u.second)?;
-                at += usize::from(u.second.is_some());
+                let first = state(l, &mut at, Some(u.first))?;
+                let second = state(l, &mut at, u.second)?;
                 let lr = values[scalars::LR] * u.lr_mult;
                 let weight_decay = values[scalars::WEIGHT_DECAY] * u.wd_mult;
                 slices.push(UpdateSlices { param, grad, first, second, lr, weight_decay });
@@ -54,11 +61,13 @@ fn each_portion(
     Ok(())
 }
 
-fn state<'a>(l: &Launch<'a>, at: usize, t: Option<&Tensor>) -> Result<State<'a>> {
-    match t.map(Tensor::dtype) {
+fn state<'a>(l: &Launch<'a>, at: &mut impl FnMut() -> usize, moment: Option<Moment>) -> Result<State<'a>> {
+    match moment.map(|m| m.values.dtype()) {
         None => Ok(State::None),
-        Some(DType::F32) => Ok(State::F32(l.slice_mut(at)?)),
-        Some(DType::BF16) => Ok(State::Bf16(l.slice_mut(at)?)),
+        Some(DType::F32) => Ok(State::F32(l.slice_mut(at())?)),
+        Some(DType::BF16) => Ok(State::Bf16(l.slice_mut(at())?)),
+        Some(DType::F16) => Ok(State::F16(l.slice_mut(at())?, l.slice_mut(at())?)),
+        Some(DType::U8) => Ok(State::Fp8(l.slice_mut(at())?, l.slice_mut(at())?)),
         Some(found) => Err(Error::DType { op: l.op(), found, wanted: DType::F32 }),
     }
 }
@@ -72,7 +81,7 @@ fn write_clip(square: f64, max_norm: Option<f32>, out: &mut [f32]) {
 
 impl OptimKernels for CpuKernels {
     fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[Update]) -> Result<()> {
-        each_portion(s, "adam", scalars, list, |l, values, slices| {
+        each_portion(s, "adam", scalars, list, true, |l, values, slices| {
             let factors = AdamFactors {
                 beta1: a.beta1,
                 new1: 1.0 - a.beta1,
@@ -83,15 +92,16 @@ impl OptimKernels for CpuKernels {
                 bias2: values[scalars::BIAS2],
                 decoupled: a.decoupled,
                 grad_scale: values[scalars::CLIP],
+                seed: seed(values[scalars::STEPS_DONE]),
             };
             adam(l.threads(), self.isa, factors, slices)
         })
     }
 
     fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[Update]) -> Result<()> {
-        each_portion(s, "sgd", scalars, list, |l, values, slices| {
-            let first = values[scalars::STEPS_DONE] == 0.0;
-            sgd(l.threads(), self.isa, rule, first, values[scalars::CLIP], slices)
+        each_portion(s, "sgd", scalars, list, false, |l, values, slices| {
+            let done = values[scalars::STEPS_DONE];
+            sgd(l.threads(), self.isa, rule, done == 0.0, values[scalars::CLIP], seed(done), slices)
         })
     }
 
@@ -133,6 +143,91 @@ impl OptimKernels for CpuKernels {
         check_scalars(OP, scalars)?;
         s.launch(OP, &[write(scalars), read(square)], |l| {
             write_clip(l.slice::<f64>(1)?[0], max_norm, l.slice_mut(0)?);
+            Ok(())
+        })
+    }
+
+    fn count_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()> {
+        const OP: &str = "count_step";
+        check_counter(OP, counter)?;
+        check_scalars(OP, scalars)?;
+        s.launch(OP, &[write(counter), write(scalars)], |l| {
+            let (count, out) = (l.slice_mut::<f64>(0)?, l.slice_mut::<f32>(1)?);
+            if !out[scalars::GRAD_NORM].is_finite() {
+                return Ok(());
+            }
+            out[scalars::STEPS_DONE] = count[counter::STEPS] as f32;
+            count[counter::STEPS] += 1.0;
+            let powers = [(counter::POWER1, scalars::BIAS1), (counter::POWER2, scalars::BIAS2)];
+            for ((power, bias), beta) in powers.into_iter().zip(betas) {
+                count[power] *= f64::from(beta);
+                out[bias] = (1.0 - count[power]) as f32;
+            }
+            Ok(())
+        })
+    }
+
+    fn pack_moment(&self, s: &Stream, order: Order, values: &Tensor, moment: Moment) -> Result<()> {
+        const OP: &str = "pack_moment";
+        check_values(OP, &moment, values)?;
+        let args: Vec<Arg> =
+            [read(values), write(moment.values)].into_iter().chain(moment.scales.map(write)).collect();
+        s.launch(OP, &args, |l| {
+            let (x, isa) = (l.slice::<f32>(0)?, self.isa);
+            match (moment.values.dtype(), order) {
+                (DType::F32, _) => l.slice_mut::<f32>(1)?.copy_from_slice(x),
+                (DType::BF16, _) => {
+                    let out = l.slice_mut::<bf16>(1)?.iter_mut();
+                    out.zip(x).for_each(|(o, x)| *o = <bf16 as Float>::from_f32(*x));
+                }
+                (DType::F16, Order::First) => {
+                    pack_nearest(isa, First16, x, l.slice_mut(1)?, l.slice_mut(2)?);
+                }
+                (DType::F16, Order::Second) => {
+                    pack_nearest(isa, Second16, x, l.slice_mut(1)?, l.slice_mut(2)?);
+                }
+                (_, Order::First) => pack_nearest(isa, First8, x, l.slice_mut(1)?, l.slice_mut(2)?),
+                (_, Order::Second) => pack_nearest(isa, Second8, x, l.slice_mut(1)?, l.slice_mut(2)?),
+            }
+            Ok(())
+        })
+    }
+
+    fn unpack_moment(&self, s: &Stream, order: Order, moment: Moment, values: &Tensor) -> Result<()> {
+        const OP: &str = "unpack_moment";
+        check_values(OP, &moment, values)?;
+        let args: Vec<Arg> =
+            [write(values), read(moment.values)].into_iter().chain(moment.scales.map(read)).collect();
+        s.launch(OP, &args, |l| {
+            let (x, isa) = (l.slice_mut::<f32>(0)?, self.isa);
+            match (moment.values.dtype(), order) {
+                (DType::F32, _) => x.copy_from_slice(l.slice(1)?),
+                (DType::BF16, _) => {
+                    x.iter_mut().zip(l.slice::<bf16>(1)?).for_each(|(x, m)| *x = m.to_f32());
+                }
+                (DType::F16, Order::First) => unpack(isa, First16, l.slice(1)?, l.slice(2)?, x),
+                (DType::F16, Order::Second) => unpack(isa, Second16, l.slice(1)?, l.slice(2)?, x),
+                (_, Order::First) => unpack(isa, First8, l.slice(1)?, l.slice(2)?, x),
+                (_, Order::Second) => unpack(isa, Second8, l.slice(1)?, l.slice(2)?, x),
+            }
+            Ok(())
+        })
+    }
+
+    fn split_master(&self, s: &Stream, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()> {
+        const OP: &str = "split_master";
+        check_halves(OP, master, high, low)?;
+        s.launch(OP, &[read(master), write(high), write(low)], |l| {
+            optim_list::split(self.isa, l.slice(0)?, l.slice_mut(1)?, l.slice_mut(2)?);
+            Ok(())
+        })
+    }
+
+    fn join_master(&self, s: &Stream, high: &Tensor, low: &Tensor, master: &Tensor) -> Result<()> {
+        const OP: &str = "join_master";
+        check_halves(OP, master, high, low)?;
+        s.launch(OP, &[write(master), read(high), read(low)], |l| {
+            optim_list::join(self.isa, l.slice(1)?, l.slice(2)?, l.slice_mut(0)?);
             Ok(())
         })
     }

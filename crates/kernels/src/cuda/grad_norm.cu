@@ -1,0 +1,85 @@
+// The joint norm of gradients, what it asks for, and the count of steps.
+
+// Gradients one launch squares, and elements of one part.
+constexpr int GRADS = 128;
+constexpr int PART = 64 * THREADS;
+
+struct Slice {
+    u64 x;
+    i64 n;
+};
+struct SquareArgs {
+    Slice list[GRADS];
+    u64 parts;
+    u32 start[GRADS];
+    u32 count;
+    u32 pad;
+};
+
+// parts[b] = Σ x² over part b, f64.
+extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareArgs a) {
+    const int index = entry_of(a, blockIdx.x);
+    const Slice& e = a.list[index];
+    const float* x = reinterpret_cast<const float*>(e.x);
+    bool wide = (e.x & 15) == 0;
+    i64 base = i64(blockIdx.x - a.start[index]) * PART;
+    double sum = 0.0;
+#pragma unroll 4
+    for (int k = 0; k < PART / (4 * THREADS); k++) {
+        Group<float, 4> g = fetch<4>(x, base + (k * THREADS + threadIdx.x) * 4, e.n, wide);
+#pragma unroll
+        for (int i = 0; i < 4; i++) sum = fma(double(g.at[i]), double(g.at[i]), sum);
+    }
+    sum = block_total(sum);
+    if (threadIdx.x == 0) reinterpret_cast<double*>(a.parts)[blockIdx.x] = sum;
+}
+
+struct ClipArgs {
+    u64 parts, scalars;
+    i64 n;
+    float max_norm;
+    u32 limited;
+};
+
+// The sum of the parts, in thread 0.
+__device__ double total_of_parts(const ClipArgs& a) {
+    const double* parts = reinterpret_cast<const double*>(a.parts);
+    double sum = 0.0;
+#pragma unroll 4
+    for (i64 i = threadIdx.x; i < a.n; i += 1024) sum += parts[i];
+    return block_total(sum);
+}
+
+// The sum of the parts, as a number for other ranks to add to.
+extern "C" __global__ void __launch_bounds__(1024) square_total(const ClipArgs a) {
+    double sum = total_of_parts(a);
+    if (threadIdx.x == 0) *reinterpret_cast<double*>(a.scalars) = sum;
+}
+
+// The norm from the parts, and the factor it asks for: max/(norm + 1e-6) where that is below 1; NaN for NaN.
+extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a) {
+    double sum = total_of_parts(a);
+    if (threadIdx.x != 0) return;
+    float* s = reinterpret_cast<float*>(a.scalars);
+    double norm = sqrt(sum);
+    double factor = double(a.max_norm) / (norm + 1e-6);
+    s[GRAD_NORM] = float(norm);
+    s[CLIP] = !a.limited || factor >= 1.0 ? 1.0f : float(factor);
+}
+
+struct CountArgs {
+    u64 counter, scalars;
+    float beta1, beta2;
+};
+
+// Counts a step whose gradients are numbers. Rounded one by one: 1 - p*b in one would be other bits than the CPU's.
+extern "C" __global__ void count_step(const CountArgs a) {
+    double* count = reinterpret_cast<double*>(a.counter);
+    float* s = reinterpret_cast<float*>(a.scalars);
+    if (!is_number(s[GRAD_NORM])) return;
+    s[STEPS_DONE] = float(count[STEPS]);
+    count[STEPS] += 1.0;
+    double power1 = __dmul_rn(count[POWER1], double(a.beta1)), power2 = __dmul_rn(count[POWER2], double(a.beta2));
+    count[POWER1] = power1, count[POWER2] = power2;
+    s[BIAS1] = float(__dsub_rn(1.0, power1)), s[BIAS2] = float(__dsub_rn(1.0, power2));
+}

@@ -1,0 +1,90 @@
+//! The joint norm of gradients.
+
+use super::groups::line;
+use super::optim::Portion;
+use super::{CudaKernels, Kernel};
+use crate::checks::{dtypes, same_contiguous};
+use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
+
+/// As in grad_norm.cu: gradients of a launch, elements of a part.
+const GRADS: usize = 128;
+const PART: usize = 16384;
+const THREADS: u32 = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct Slice {
+    x: u64,
+    n: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SquareArgs {
+    list: [Slice; GRADS],
+    parts: u64,
+    start: [u32; GRADS],
+    count: u32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(super) struct ClipArgs {
+    parts: u64,
+    scalars: u64,
+    n: i64,
+    max_norm: f32,
+    limited: u32,
+}
+
+/// Of grad_norm.cu.
+pub(super) fn kernel(name: &'static str) -> Kernel {
+    Kernel { source: "grad_norm", name }
+}
+
+/// What a norm is made from, and where it goes.
+pub(super) fn clip(parts: u64, out: u64, n: usize, max_norm: Option<f32>) -> ClipArgs {
+    let (max, limited) = (max_norm.unwrap_or_default(), max_norm.is_some().into());
+    ClipArgs { parts, scalars: out, n: n as i64, max_norm: max, limited }
+}
+
+impl CudaKernels {
+    /// Sums of squares of parts of the gradients, then `end(address of the sums, how many)`, which writes `out`.
+    pub(super) fn squares(
+        &self,
+        s: &Stream,
+        op: &'static str,
+        grads: &[&Tensor],
+        out: &Tensor,
+        end: impl Fn(&Launch, u64, usize) -> Result<()>,
+    ) -> Result<()> {
+        dtypes(op, DType::F32, grads)?;
+        grads.iter().try_for_each(|g| same_contiguous(op, &[g]))?;
+        let total: usize = grads.iter().map(|g| g.numel().div_ceil(PART)).sum();
+        let scratch = Tensor::empty(s, &[total], DType::F64, Category::Workspace)?;
+        let mut args = vec![write(out), write(&scratch)];
+        args.extend(grads.iter().map(|g| read(g)));
+        s.launch(op, &args, |l| {
+            let parts = l.address(1)?;
+            let (mut done, mut rest) =
+                (0u64, grads.iter().enumerate().filter(|(_, g)| g.numel() > 0).peekable());
+            while rest.peek().is_some() {
+                let mut p = Portion::<Slice, GRADS>::new();
+                for (i, g) in rest.by_ref().take(GRADS) {
+                    p.push(op, Slice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
+                }
+                let args = SquareArgs {
+                    list: p.list,
+                    parts: parts + 8 * done,
+                    start: p.start,
+                    count: p.count,
+                    pad: 0,
+                };
+                self.queue(l, kernel("square_parts"), line(p.blocks, THREADS), &args)?;
+                done += u64::from(p.blocks);
+            }
+            end(l, parts, total)
+        })
+    }
+}
