@@ -6,7 +6,7 @@ use crate::trace;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_core::bench;
-use ferrotron_core::config::{Precision, Resolved};
+use ferrotron_core::config::{Precision, Resolved, Scaling};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, Watch, human};
 use std::process::ExitCode;
@@ -145,6 +145,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "device": place::name(&rank),
             "threads": rank.device().threads().count(),
             "dtype": dtype.name(),
+            "scaling": resolved.config.precision.scaling.name(),
             "step_ms": b.median() * 1e3,
             "tok_s": b.tokens_per_s(),
             "best_tok_s": b.tokens as f64 / b.step_s[0],
@@ -164,6 +165,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "roofline_ms_by_part": by_part,
             "ceilings": {
                 "product_tflops": ceilings.product,
+                "narrow_tflops": ceilings.narrow.map(|(output, gradients)| [output, gradients]),
                 "attention_tflops": [ceilings.attention.0, ceilings.attention.1],
                 "memory_gb_s": ceilings.memory,
             },
@@ -200,7 +202,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     output::print(&format!(
         "{} in {} on {}\n{}",
         args.work,
-        dtype.name(),
+        narrowed(&resolved),
         place::full_name(&rank),
         output::table(&rows)
     ))?;
@@ -215,6 +217,15 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The type of compute, and of products where that is another.
+fn narrowed(r: &Resolved) -> String {
+    let p = &r.config.precision;
+    match p.scaling {
+        Scaling::None => p.dtype.name().into(),
+        scaling => format!("{} with {} scaling in the layers", p.dtype.name(), scaling.name()),
+    }
+}
+
 /// The least time of every part of the step, and the ceilings it is counted against, measured now.
 fn roofline(
     rank: &Rank,
@@ -224,7 +235,8 @@ fn roofline(
     let product = bench::product_ceiling(rank, resolved.config.precision.dtype.dtype())?;
     let memory = bench::memory_ceiling(rank, memory_bytes(rank))?;
     let attention = bench::attention_ceiling(rank, resolved, b.context)?;
-    let ceilings = bench::Ceilings { product, attention, memory };
+    let narrow = bench::narrow_ceiling(rank, resolved)?;
+    let ceilings = bench::Ceilings { product, narrow, attention, memory };
     Ok((bench::roofline(resolved, b, ceilings), ceilings))
 }
 
@@ -264,8 +276,11 @@ fn parts(parts: &[bench::Part], c: bench::Ceilings, b: &bench::TrainBench) -> St
     rows.extend(parts.iter().map(|p| line(p.name, p.floor_s, p.measured_s)));
     rows.push(line("step", parts.iter().map(|p| p.floor_s).sum(), b.median()));
     let digits = if c.product < 10.0 { 2 } else { 0 };
+    let narrow = c.narrow.map_or_else(String::new, |(output, gradients)| {
+        format!(" ({output:.digits$} and {gradients:.digits$} in eight bits)")
+    });
     format!(
-        "\n{}\nleast: {:.digits$} TFLOP/s of products, {:.digits$} and {:.digits$} of attention, {:.0} GB/s of memory, \
+        "\n{}\nleast: {:.digits$} TFLOP/s of products{narrow}, {:.digits$} and {:.digits$} of attention, {:.0} GB/s of memory, \
          each kept up alone in this run\n",
         output::table(&rows),
         c.product,

@@ -1,11 +1,12 @@
 //! What this machine can do at most, measured in the same run as what is compared with it.
 
-use super::cases::{cases_of, random};
+use super::cases::{bytes, cases_of, random};
 use super::kernels::Work;
 use crate::Result;
 use crate::config::Resolved;
 use ferrotron_engine::Rank;
-use ferrotron_kernels::Gemm;
+use ferrotron_engine::precision::Role;
+use ferrotron_kernels::{Gemm, Gemm8};
 use ferrotron_tensor::{Category, DType};
 use std::time::Instant;
 
@@ -58,6 +59,24 @@ pub fn product_ceiling(rank: &Rank, dtype: DType) -> Result<f64> {
     rank.kernels.gemm(s, &g)?;
     let seconds = sustained(rank, || Ok(rank.kernels.gemm(s, &g)?))?;
     Ok(2.0 * (n as f64).powi(3) / seconds / 1e12)
+}
+
+/// TFLOP/s that large 8-bit products keep up as a recipe makes them: of outputs, and of gradients.
+pub fn narrow_ceiling(rank: &Rank, r: &Resolved) -> Result<Option<(f64, f64)>> {
+    let Some(recipe) = r.policy().recipe.filter(|recipe| !recipe.emulated()) else { return Ok(None) };
+    let n = product_size(rank);
+    let factor = |role| bytes(rank, [n, n], recipe.format(role), recipe.scaling(role));
+    let c = rank.compute.zeros(&[n, n], DType::BF16, Category::Workspace)?;
+    let weight = factor(Role::Weight)?;
+    let mut rate = |role, fast| -> Result<f64> {
+        let a = factor(role)?;
+        let (bias, accumulate, name) = (None, false, "gemm (fp8)");
+        let g = Gemm8 { a: &a, b: &weight, bias, accumulate, fast, name, c: &c };
+        rank.kernels.gemm8(&rank.compute, &g)?;
+        let seconds = sustained(rank, || Ok(rank.kernels.gemm8(&rank.compute, &g)?))?;
+        Ok(2.0 * (n as f64).powi(3) / seconds / 1e12)
+    };
+    Ok(Some((rate(Role::Input, recipe.fast_forward())?, rate(Role::Gradient, false)?)))
 }
 
 /// TFLOP/s that attention keeps up forward and backward, alone, over documents of `context` tokens; where layers differ,

@@ -9,7 +9,7 @@ mod roofline;
 mod train;
 mod yardsticks;
 
-pub use ceiling::{attention_ceiling, memory_ceiling, product_ceiling, product_size};
+pub use ceiling::{attention_ceiling, memory_ceiling, narrow_ceiling, product_ceiling, product_size};
 pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, sizes};
 pub use kernels::{KernelBench, Work, kernels, names};
 pub use roofline::{Ceilings, Part, roofline};

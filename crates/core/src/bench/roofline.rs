@@ -10,6 +10,8 @@ use ferrotron_tensor::Profile;
 pub struct Ceilings {
     /// TFLOP/s of products.
     pub product: f64,
+    /// TFLOP/s of narrow products: of the output, and of gradients; none where there are none.
+    pub narrow: Option<(f64, f64)>,
     /// TFLOP/s of attention alone, forward and backward.
     pub attention: (f64, f64),
     /// GB/s of memory, read and write counted.
@@ -30,7 +32,9 @@ pub struct Part {
 /// Which part a kernel belongs to.
 fn part_of(kernel: &str) -> &'static str {
     match kernel {
+        k if k.starts_with("gemm") && k.ends_with("fp8)") => NARROW,
         k if k.starts_with("gemm") => PRODUCTS,
+        "quantise" | "amax" | "turn" | "emulate" | "delayed_update" => CASTS,
         k if k.starts_with("attention") => ATTENTION,
         "act_forward" | "act_backward" => ACTIVATION,
         "rope" => ROPE,
@@ -42,6 +46,8 @@ fn part_of(kernel: &str) -> &'static str {
 }
 
 const PRODUCTS: &str = "matrix products";
+const NARROW: &str = "8-bit products";
+const CASTS: &str = "numbers to bytes";
 const ATTENTION: &str = "attention";
 const NORMS: &str = "residual and norms";
 const ACTIVATION: &str = "non-linearity";
@@ -73,7 +79,11 @@ fn parts(
     let attention_forward = tokens * flops.attention / 3.0;
     let attention =
         attention_forward / (c.attention.0 * 1e12) + 2.5 * attention_forward / (c.attention.1 * 1e12);
-    let products = tokens * (flops.projections + flops.mlp + flops.logits) / (c.product * 1e12);
+    let narrow = Narrow::of(r, tokens);
+    let wide = tokens * (flops.projections + flops.mlp + flops.logits) - narrow.output - narrow.gradients;
+    let products = wide / (c.product * 1e12);
+    let (output, gradients) = c.narrow.unwrap_or((c.product, c.product));
+    let eight = narrow.output / (output * 1e12) + narrow.gradients / (gradients * 1e12);
     let bytes = |n: f64| n / (c.memory * 1e9);
     let norms = if m.post_norms { 4.0 } else { 2.0 };
     let widths = if m.gated { 3.0 + 5.0 } else { 2.0 + 3.0 };
@@ -93,6 +103,8 @@ fn parts(
     let rotates = (0..m.layers).filter(|i| m.rope(*i).is_some()).count() as f64;
     let floors = [
         (PRODUCTS, products),
+        (NARROW, eight),
+        (CASTS, bytes(narrow.bytes)),
         (ATTENTION, attention),
         (NORMS, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
         (ACTIVATION, bytes(l * widths * tokens * f * size)),
@@ -105,7 +117,55 @@ fn parts(
         let kernels = profile.iter().filter(|(k, _)| part_of(k) == name);
         kernels.fold(0.0, |sum, (_, (_, time))| sum + time.as_secs_f64()) / steps.max(1) as f64
     };
-    floors.map(|(name, floor_s)| Part { name, floor_s, measured_s: spent(name) }).into()
+    let parts = floors.map(|(name, floor_s)| Part { name, floor_s, measured_s: spent(name) });
+    parts.into_iter().filter(|p| p.floor_s + p.measured_s > 0.0 || p.name == OTHER).collect()
+}
+
+/// What a step does in eight bits.
+#[derive(Default)]
+struct Narrow {
+    /// FLOPs of outputs.
+    output: f64,
+    /// FLOPs of gradients of inputs and weights.
+    gradients: f64,
+    /// Bytes moved to make factors: every operand is read once and written for each of its uses.
+    bytes: f64,
+}
+
+impl Narrow {
+    fn of(r: &Resolved, tokens: f64) -> Narrow {
+        let (policy, m) = (r.policy(), &r.model);
+        let mut sum = Narrow::default();
+        if policy.recipe.is_none_or(|recipe| recipe.emulated()) {
+            return sum;
+        }
+        let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
+        let up = if m.gated { 2 * m.ffn } else { m.ffn };
+        let maps: [(&[&str], usize, usize); 4] = [
+            (&["attn.q", "attn.k", "attn.v"], m.hidden, q + 2 * kv),
+            (&["attn.out"], q, m.hidden),
+            (&["mlp.gate", "mlp.up"], m.hidden, up),
+            (&["mlp.down"], m.ffn, m.hidden),
+        ];
+        for layer in 0..m.layers {
+            for (names, i, o) in maps {
+                let names: Vec<String> = names.iter().map(|n| format!("layers.{layer}.{n}")).collect();
+                let names: Vec<&str> = names.iter().map(String::as_str).collect();
+                let Some(e) = policy.of(&names) else { continue };
+                let (i, o) = (i as f64, o as f64);
+                let flops = 2.0 * tokens * i * o;
+                let number = |b: bool| f64::from(u8::from(b));
+                sum.output += flops * number(e.output);
+                sum.gradients += flops * (number(e.input_grad) + number(e.weight_grad));
+                // Two bytes read, and one written for each use.
+                let uses = |a: bool, b: bool| if a || b { 2.0 + number(a) + number(b) } else { 0.0 };
+                sum.bytes += tokens * i * uses(e.output, e.weight_grad)
+                    + tokens * o * uses(e.input_grad, e.weight_grad)
+                    + i * o * uses(e.output, e.input_grad);
+            }
+        }
+        sum
+    }
 }
 
 #[cfg(test)]
@@ -114,7 +174,8 @@ mod tests {
     use crate::bench::work;
     use std::time::Duration;
 
-    const CEILINGS: Ceilings = Ceilings { product: 660.0, attention: (554.0, 480.0), memory: 4270.0 };
+    const CEILINGS: Ceilings =
+        Ceilings { product: 660.0, narrow: None, attention: (554.0, 480.0), memory: 4270.0 };
     /// Short sequences of narrow heads are slower.
     const SHORT: Ceilings = Ceilings { product: 620.0, attention: (331.0, 256.0), ..CEILINGS };
 
@@ -129,6 +190,19 @@ mod tests {
                 parts(&r, (tokens, r.plan.seq_len), &Profile::new(), 1, c).iter().map(|p| p.floor_s).sum();
             assert!((total * 1e3 / ms - 1.0).abs() < 0.12, "{name}: {:.0} ms instead of {ms}", total * 1e3);
         }
+    }
+
+    #[test]
+    fn narrow_products_have_a_ceiling_of_their_own() {
+        // The estimate of the yardsticks for FP8 with the head in bf16: 168 ms.
+        let mut recipe = work("llama-8b-8l").unwrap();
+        recipe.set("precision.scaling=current").unwrap();
+        let r = recipe.resolve(None).unwrap();
+        let c = Ceilings { narrow: Some((1260.0, 1205.0)), ..CEILINGS };
+        let parts = parts(&r, (8192, 8192), &Profile::new(), 1, c);
+        let total: f64 = parts.iter().map(|p| p.floor_s * 1e3).sum();
+        assert!((total / 168.0 - 1.0).abs() < 0.05, "{total} ms");
+        assert!(parts.iter().any(|p| p.name == CASTS && p.floor_s > 1e-3));
     }
 
     #[test]

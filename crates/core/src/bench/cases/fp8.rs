@@ -8,7 +8,12 @@ use ferrotron_kernels::{Act, Bytes, Gemm8, Quantise, Range, Scaling};
 use ferrotron_tensor::{Category, DType};
 
 /// Bytes of random numbers `[r, c]`.
-fn bytes(rank: &Rank, shape: [usize; 2], format: DType, scaling: Scaling) -> Result<Bytes> {
+pub(in crate::bench) fn bytes(
+    rank: &Rank,
+    shape: [usize; 2],
+    format: DType,
+    scaling: Scaling,
+) -> Result<Bytes> {
     let s = &rank.compute;
     let out = Bytes::empty(s, shape, format, scaling, Category::Workspace)?;
     let (x, amax) = (random(rank, &shape, DType::BF16)?, empty(rank, &[1], DType::F32)?);

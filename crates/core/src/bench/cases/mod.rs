@@ -14,6 +14,7 @@ use ferrotron_engine::Rank;
 use ferrotron_kernels::NormalRuns;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Category, DType, Tensor};
+pub(super) use fp8::bytes;
 
 type Run = Box<dyn FnMut(&Rank) -> Result<()>>;
 type Prepare = Box<dyn Fn(&Rank) -> Result<Run>>;
