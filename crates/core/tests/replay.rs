@@ -138,6 +138,10 @@ fn train(rank: &Rank, graph: &str, changes: &[&str], ahead: bool) -> Made {
 fn replayed_steps_have_the_bits_of_launched_ones() {
     let bf16: &[&str] = &["precision.dtype=bf16", "optimizer.moments=bf16"];
     let cases: &[(&str, Vec<&str>)] = &[
+        ("fp8, current", [bf16, &["precision.scaling=current"]].concat()),
+        ("fp8, delayed", [bf16, &["precision.scaling=delayed", "train.micro_batch=2"]].concat()),
+        ("fp8, block", [bf16, &["precision.scaling=block"]].concat()),
+        ("fp8 moments", vec!["precision.dtype=bf16", "optimizer.moments=fp8", "optimizer.master=remainder"]),
         ("llama f32", vec![]),
         ("llama bf16", bf16.to_vec()),
         ("gpt2 f32", GPT2.to_vec()),

@@ -68,7 +68,7 @@ pub fn narrow_ceiling(rank: &Rank, r: &Resolved) -> Result<Option<(f64, f64)>> {
     let factor = |role| bytes(rank, [n, n], recipe.format(role), recipe.scaling(role));
     let c = rank.compute.zeros(&[n, n], DType::BF16, Category::Workspace)?;
     let weight = factor(Role::Weight)?;
-    let mut rate = |role, fast| -> Result<f64> {
+    let rate = |role, fast| -> Result<f64> {
         let a = factor(role)?;
         let (bias, accumulate, name) = (None, false, "gemm (fp8)");
         let g = Gemm8 { a: &a, b: &weight, bias, accumulate, fast, name, c: &c };
