@@ -31,9 +31,9 @@ fn rank(watch: Watch) -> Rank {
 }
 
 /// Launches of a kernel in a step.
-fn launches(r: &Resolved) -> impl Fn(&str) -> usize {
+fn launches(r: Resolved) -> impl Fn(&str) -> usize {
     let rank = rank(Watch { time: true, ..Watch::default() });
-    let profile = bench::train(rank, r, 1, 1, None, Instant::now()).unwrap().profile;
+    let profile = bench::train(rank, &r, 1, 1, None, Instant::now()).unwrap().profile;
     move |name: &str| profile.iter().filter(|(k, _)| **k == name).map(|(_, (calls, _))| *calls as usize).sum()
 }
 
@@ -42,17 +42,17 @@ const NARROW: [&str; 3] = ["gemm (output, fp8)", "gemm (input gradient, fp8)", "
 #[test]
 fn every_product_a_recipe_names_is_narrow_and_none_falls_back() {
     for scaling in ["current", "delayed", "block"] {
-        let calls = launches(&recipe(&[&format!("precision.scaling={scaling}")]));
+        let calls = launches(recipe(&[&format!("precision.scaling={scaling}")]));
         assert_eq!(NARROW.map(&calls), [4 * LAYERS; 3], "{scaling}");
         // The output matrix alone stays.
         assert_eq!((calls("gemm (output)"), calls("gemm (weight gradient)")), (1, 1), "{scaling}");
         assert_eq!(calls("gemm (slow fp8)"), 0, "{scaling}");
     }
     let except = r#"precision.except=["first 1", "mlp.down", "attn.out:weight_grad"]"#;
-    let calls = launches(&recipe(&["precision.scaling=current", except]));
+    let calls = launches(recipe(&["precision.scaling=current", except]));
     let maps = 3 * (LAYERS - 1);
     assert_eq!(NARROW.map(&calls), [maps, maps, maps - (LAYERS - 1)]);
-    let calls = launches(&recipe(&[]));
+    let calls = launches(recipe(&[]));
     assert_eq!(NARROW.map(&calls), [0; 3]);
 }
 
