@@ -99,7 +99,17 @@ fn lock(dir: &Path) -> Result<Option<File>> {
         .write(true)
         .open(&path)
         .map_err(|e| Error::io_doing(&path, "create", e))?;
-    match file.try_lock() {
+    let mut taken = file.try_lock();
+    // A process that is just being started anywhere in this program holds every open file for a moment, a lock that was
+    // given up meanwhile included. A run holds it for longer.
+    for _ in 0..20 {
+        if !matches!(taken, Err(TryLockError::WouldBlock)) {
+            break;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(25));
+        taken = file.try_lock();
+    }
+    match taken {
         Ok(()) => Ok(Some(file)),
         Err(TryLockError::WouldBlock) => Err(Error::Invalid(format!(
             "{}: another run is writing checkpoints here; wait for it to end or choose another folder",
