@@ -210,7 +210,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         traced.print(global)?;
     }
     if args.profile {
-        output::print(&profile(&b))?;
+        output::print(&profile(&b, resolved.model.layers))?;
         let (least, ceilings) = roofline(&rank, &resolved, &b)?;
         output::print(&parts(&least, ceilings, &b))?;
     }
@@ -291,7 +291,7 @@ fn parts(parts: &[bench::Part], c: bench::Ceilings, b: &bench::TrainBench) -> St
 }
 
 /// Time by kernel, most first, and what is left for everything between kernels.
-fn profile(b: &bench::TrainBench) -> String {
+fn profile(b: &bench::TrainBench, layers: usize) -> String {
     let steps = b.step_s.len() as f64;
     let total: f64 = b.step_s.iter().sum();
     let mut kernels: Vec<_> = b.profile.iter().collect();
@@ -305,5 +305,10 @@ fn profile(b: &bench::TrainBench) -> String {
         line(name, format!("{:.0}", *calls as f64 / steps), time.as_secs_f64())
     }));
     rows.push(line("between kernels", String::new(), total - inside));
-    format!("\n{}", output::table(&rows))
+    let launches = kernels.iter().map(|k| k.1.0 as f64).sum::<f64>() / steps;
+    format!(
+        "\n{}\n{launches:.0} launches a step, {:.1} a layer, forward and backward, all else included\n",
+        output::table(&rows),
+        launches / layers.max(1) as f64
+    )
 }
