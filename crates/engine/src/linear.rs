@@ -1,8 +1,9 @@
 //! `y = x·Wᵀ + b`
 
+use crate::measured::Wanted;
 use crate::overlap::{Arriving, Factor, weight_product};
 use crate::precision::{Eight, SavedSide, Side};
-use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use crate::{Declarations, Init, Measured, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{Act, Gemm, LinearAct, LinearActBackward};
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -28,22 +29,30 @@ pub struct LinearSaved {
     pub(crate) x: Option<SavedTensor>,
     /// The input as a factor of the weight gradient, in its stead.
     pub(crate) narrow: Option<SavedSide>,
+    /// Its largest magnitude, agreed on by ranks, where backward narrows it again. It outlives the input: who makes that
+    /// again makes the same bits.
+    pub(crate) amax: Option<SavedTensor>,
 }
 
 impl LinearSaved {
     /// From an input.
     pub(crate) fn of(x: &Tensor) -> LinearSaved {
-        LinearSaved { x: Some(SavedTensor::activation(x)), narrow: None }
+        LinearSaved { x: Some(SavedTensor::activation(x)), narrow: None, amax: None }
     }
 
     /// Drops the input.
     pub(crate) fn forget(&mut self) {
-        *self = LinearSaved { x: None, narrow: None };
+        (self.x, self.narrow) = (None, None);
     }
 
     /// Puts the input back.
     pub(crate) fn remember(&mut self, x: &Tensor) {
-        *self = LinearSaved::of(x);
+        (self.x, self.narrow) = (Some(SavedTensor::activation(x)), None);
+    }
+
+    /// Was the input dropped?
+    pub(crate) fn is_forgotten(&self) -> bool {
+        self.x.is_none() && self.narrow.is_none()
     }
 
     pub(crate) fn input(self) -> Result<SavedTensor> {
@@ -56,6 +65,7 @@ impl Saved for LinearSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.x.tensors(f);
         self.narrow.tensors(f);
+        self.amax.tensors(f);
     }
 }
 
@@ -98,15 +108,29 @@ impl Linear {
     }
 
     /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
-    pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, LinearSaved)> {
-        self.forward_or_again(p, x, false)
+    pub fn forward(&self, p: &Pass, x: impl Into<Measured>) -> Result<(Tensor, LinearSaved)> {
+        self.forward_or_again(p, &x.into(), false)
+    }
+
+    /// Does it need the largest magnitude of its input, now or in backward?
+    pub(crate) fn measures_input(&self, p: &Pass) -> bool {
+        self.eight.is_some_and(|e| e.recipe.measures() && (e.output || (p.train && e.weight_grad)))
+    }
+
+    /// What it needs of the gradient of its output besides the values. Who reads them to narrow them has their sums.
+    pub(crate) fn wanted_of_gradient(&self) -> Wanted {
+        let reads = self.eight.filter(|e| e.input_grad || e.weight_grad);
+        Wanted {
+            amax: reads.is_some_and(|e| e.recipe.measures()),
+            sums: self.bias.is_some() && reads.is_none(),
+        }
     }
 
     /// [`Linear::forward`]; with `again` its input will be made again for backward, by who drops what was saved here.
     pub(crate) fn forward_or_again(
         &self,
         p: &Pass,
-        x: &Tensor,
+        x: &Measured,
         again: bool,
     ) -> Result<(Tensor, LinearSaved)> {
         if let Some(e) = self.eight {
@@ -116,6 +140,7 @@ impl Linear {
             }
             return Ok((y, saved));
         }
+        let x = &x.values;
         let saved = LinearSaved::of(x);
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
         let (x, f) = (&Side::rows_of(x), &Factor::output(w, bias));
@@ -132,26 +157,27 @@ impl Linear {
         Ok((y, saved))
     }
 
-    /// [`Linear::forward`] and the plain non-linearity of its output: `h [tokens, out]` and `act(h)`.
+    /// [`Linear::forward`] and the plain non-linearity of its output: `h [tokens, out]` and `act(h)`, measured or not.
     pub(crate) fn forward_then(
         &self,
         p: &Pass,
         act: Act,
-        x: &Tensor,
-    ) -> Result<(Tensor, Tensor, LinearSaved)> {
+        x: &Measured,
+        measure: bool,
+    ) -> Result<(Tensor, Measured, LinearSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         // Where the output is made again from `h` it must be made from `h` here, too.
-        if p.rank.tp.size() > 1 || p.recompute.activation || self.eight.is_some() {
+        if p.rank.tp.size() > 1 || p.recompute.activation || self.eight.is_some() || measure {
             let (h, saved) = self.forward_or_again(p, x, p.recompute.norm)?;
-            let y = p.empty(h.shape())?;
-            k.act_forward(s, act, false, &h, &y)?;
+            let y = p.act_forward(act, false, &h, self.out, measure)?;
             return Ok((h, y, saved));
         }
+        let x = &x.values;
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
         let shape = [x.shape()[0], self.out];
         let (h, y) = (p.empty(&shape)?, p.empty(&shape)?);
         k.linear_act_forward(s, &LinearAct { act, x, w, bias, h: &h, y: &y })?;
-        Ok((h, y, LinearSaved::of(x)))
+        Ok((h, Measured::from(&y), LinearSaved::of(x)))
     }
 
     /// [`Linear::backward`], and back through the plain non-linearity of `h` that made its input.
@@ -162,36 +188,42 @@ impl Linear {
         act: Act,
         h: &Tensor,
         dy: &Tensor,
-    ) -> Result<(Tensor, WeightGrad)> {
-        let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let dh = p.empty(h.shape())?;
-        if p.rank.tp.size() > 1 || self.eight.is_some() {
+        wanted: Wanted,
+    ) -> Result<(Measured, WeightGrad)> {
+        if p.rank.tp.size() > 1 || self.eight.is_some() || wanted.amax {
             let (da, grads) = self.backward(p, saved, dy)?;
-            k.act_backward(s, act, false, h, &da, &dh)?;
-            return Ok((dh, grads));
+            return Ok((p.act_backward(act, false, h, &da, wanted)?, grads));
         }
         let x = saved.input()?;
         let w = p.weight(self.weight)?;
-        k.linear_act_backward(s, &LinearActBackward { act, dy, w, h, dh: &dh })?;
-        Ok((dh, self.grads(dy, Arriving::here(Side::rows_of(&x)))))
+        let mut dh = Measured::from(&p.empty(h.shape())?);
+        dh.sums = wanted.sums.then(|| p.act_sums(h)).transpose()?;
+        let f = LinearActBackward { act, dy, w, h, dh: &dh.values, sums: dh.sums.as_ref() };
+        p.rank.kernels.linear_act_backward(&p.rank.compute, &f)?;
+        Ok((dh, self.grads(&Measured::from(dy), Arriving::here(Side::rows_of(&x)))))
     }
 
     /// `dx = dy·W`; later `dW = dyᵀ·x`, `db = Σ dy`.
-    pub fn backward(&self, p: &Pass, saved: LinearSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
+    pub fn backward(
+        &self,
+        p: &Pass,
+        saved: LinearSaved,
+        dy: impl Into<Measured>,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let dy = &dy.into();
         if let Some(e) = self.eight {
             return self.backward_narrow(p, e, saved, dy);
         }
         let x = saved.input()?;
         let f = &Factor::input_grad(p.weight(self.weight)?);
-        let rows = &Side::rows_of(dy);
+        let rows = &Side::rows_of(&dy.values);
         if self.partial {
             let (dx, all) = p.product_of_all_rows(rows, f, true, "gradient of a layer's output")?;
             let Some(all) = all.filter(|_| p.rank.tp.size() > 1) else {
                 return Ok((dx, self.grads(dy, Arriving::here(Side::rows_of(&x)))));
             };
             let weight = WeightGrad::product(self.weight, all.memory(), &x);
-            let bias = self.bias.map(|bias| WeightGrad::columns(bias, dy));
-            return Ok((dx, weight.and(bias.unwrap_or_default())));
+            return Ok((dx, weight.and(self.bias_grad(dy))));
         }
         // The input gradient first: it is waited for.
         let dx = p.sum_of_products(rows, f, "gradient of a layer's input")?;
@@ -200,12 +232,17 @@ impl Linear {
     }
 
     /// `dW = dyᵀ·x`, `db = Σ dy`
-    fn grads(&self, dy: &Tensor, x: Arriving) -> WeightGrad {
-        match (self.bias, x.there()) {
-            (None, _) => weight_product(self.weight, dy, x),
-            (Some(bias), Some(x)) => WeightGrad::linear(self.weight, bias, dy, x),
-            (Some(bias), None) => weight_product(self.weight, dy, x).and(WeightGrad::columns(bias, dy)),
+    fn grads(&self, dy: &Measured, x: Arriving) -> WeightGrad {
+        match (self.bias, &dy.sums, x.there()) {
+            (Some(bias), None, Some(x)) => WeightGrad::linear(self.weight, bias, &dy.values, x),
+            _ => weight_product(self.weight, &dy.values, x).and(self.bias_grad(dy)),
         }
+    }
+
+    /// `db = Σ dy`, of the sums where they are there.
+    pub(crate) fn bias_grad(&self, dy: &Measured) -> WeightGrad {
+        let columns = |bias| WeightGrad::columns(bias, dy.sums.as_ref().unwrap_or(&dy.values));
+        self.bias.map(columns).unwrap_or_default()
     }
 }
 

@@ -1,6 +1,6 @@
 //! The feed-forward block: up, non-linearity (gated or not), down.
 
-use crate::{Declarations, Linear, LinearSaved, Pass, Saved, SavedTensor, Split, WeightGrad};
+use crate::{Declarations, Linear, LinearSaved, Measured, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::Act;
 use ferrotron_tensor::{Result, Tensor};
 
@@ -15,7 +15,7 @@ pub struct Mlp {
 
 /// Inputs of the three steps.
 pub struct MlpSaved {
-    down: Option<LinearSaved>,
+    down: LinearSaved,
     h: SavedTensor,
     up: LinearSaved,
 }
@@ -71,39 +71,40 @@ impl Mlp {
         Ok(Mlp { up, down, act, gated, ffn })
     }
 
-    /// `[tokens, hidden] → [tokens, hidden]`
-    pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, MlpSaved)> {
-        let (h, a, up) = if self.gated {
-            let (h, up) = self.up.forward_or_again(p, x, p.recompute.norm)?;
-            let a = self.activate(p, &h)?;
-            (h, a, up)
-        } else {
-            self.up.forward_then(p, self.act, x)?
-        };
-        let (y, down) = self.down.forward_or_again(p, &a, p.recompute.activation)?;
-        let down = (!p.recompute.activation).then_some(down);
-        Ok((y, MlpSaved { down, h: SavedTensor::activation(&h), up }))
+    /// Does it need the largest magnitude of its input?
+    pub fn measures_input(&self, p: &Pass) -> bool {
+        self.up.measures_input(p)
     }
 
-    fn activate(&self, p: &Pass, h: &Tensor) -> Result<Tensor> {
-        let a = p.empty(&[h.shape()[0], self.ffn])?;
-        p.rank.kernels.act_forward(&p.rank.compute, self.act, self.gated, h, &a)?;
-        Ok(a)
+    /// `[tokens, hidden] → [tokens, hidden]`
+    pub fn forward(&self, p: &Pass, x: impl Into<Measured>) -> Result<(Tensor, MlpSaved)> {
+        let (x, measure) = (x.into(), self.down.measures_input(p));
+        let (h, a, up) = if self.gated {
+            let (h, up) = self.up.forward_or_again(p, &x, p.recompute.norm)?;
+            let a = p.act_forward(self.act, true, &h, self.ffn, measure)?;
+            (h, a, up)
+        } else {
+            self.up.forward_then(p, self.act, &x, measure)?
+        };
+        let (y, mut down) = self.down.forward_or_again(p, &a, p.recompute.activation)?;
+        if p.recompute.activation {
+            down.forget();
+        }
+        Ok((y, MlpSaved { down, h: SavedTensor::activation(&h), up }))
     }
 
     /// Gradient of the input.
     pub fn backward(&self, p: &Pass, saved: MlpSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
-        let down = match saved.down {
-            Some(down) => down,
-            None => LinearSaved::of(&self.activate(p, &saved.h)?),
-        };
+        let mut down = saved.down;
+        if down.is_forgotten() {
+            down.remember(&p.act_forward(self.act, self.gated, &saved.h, self.ffn, false)?.values);
+        }
+        let wanted = self.up.wanted_of_gradient();
         let (dh, down_grad) = if self.gated {
             let (da, grad) = self.down.backward(p, down, dy)?;
-            let dh = p.empty(saved.h.shape())?;
-            p.rank.kernels.act_backward(&p.rank.compute, self.act, true, &saved.h, &da, &dh)?;
-            (dh, grad)
+            (p.act_backward(self.act, true, &saved.h, &da, wanted)?, grad)
         } else {
-            self.down.backward_through(p, down, self.act, &saved.h, dy)?
+            self.down.backward_through(p, down, self.act, &saved.h, dy, wanted)?
         };
         let (dx, up_grad) = self.up.backward(p, saved.up, &dh)?;
         Ok((dx, down_grad.and(up_grad)))

@@ -1,6 +1,6 @@
 //! LayerNorm and RMSNorm as modules.
 
-use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use crate::{Declarations, Init, Measured, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{Norm, NormBackward, NormForward};
 use ferrotron_tensor::{DType, Result, Tensor};
 
@@ -80,30 +80,47 @@ impl NormLayer {
         Ok((y, saved))
     }
 
-    /// `r = x + residual` and the norm of r, in one pass over memory where the device can. Returns (norm, r).
+    /// Norm of `x [tokens, h]`, with its largest magnitude if `measure` says so.
+    pub fn forward_measured(&self, p: &Pass, x: &Tensor, measure: bool) -> Result<(Measured, NormSaved)> {
+        let mut y = Measured::from(&p.empty(x.shape())?);
+        y.amax = measure.then(|| p.magnitude()).transpose()?;
+        let saved = self.run(p, x, &y.values, |k, s, n| match &y.amax {
+            Some(amax) => k.norm_forward_amax(s, self.norm, n, amax),
+            None => k.norm_forward(s, self.norm, n),
+        })?;
+        Ok((y, saved))
+    }
+
+    /// `r = x + residual` and the norm of r, in one pass over memory where the device can. Returns (norm, r); the norm
+    /// with its largest magnitude if `measure` says so.
     pub fn add_forward(
         &self,
         p: &Pass,
         x: &Tensor,
         residual: &Tensor,
-    ) -> Result<(Tensor, Tensor, NormSaved)> {
-        let (y, sum) = (p.empty(x.shape())?, p.empty(x.shape())?);
-        let mut saved = self.run(p, x, &y, |k, s, n| k.add_norm_forward(s, self.norm, residual, &sum, n))?;
+        measure: bool,
+    ) -> Result<(Measured, Tensor, NormSaved)> {
+        let (mut y, sum) = (Measured::from(&p.empty(x.shape())?), p.empty(x.shape())?);
+        y.amax = measure.then(|| p.magnitude()).transpose()?;
+        let mut saved = self.run(p, x, &y.values, |k, s, n| match &y.amax {
+            Some(amax) => k.add_norm_forward_amax(s, self.norm, residual, &sum, n, amax),
+            None => k.add_norm_forward(s, self.norm, residual, &sum, n),
+        })?;
         saved.x = SavedTensor::activation(&sum);
         Ok((y, sum, saved))
     }
 
     /// The same of a sum that may not have been formed yet.
-    pub fn forward_of(&self, p: &Pass, x: Hidden) -> Result<(Tensor, Tensor, NormSaved)> {
+    pub fn forward_of(&self, p: &Pass, x: Hidden, measure: bool) -> Result<(Measured, Tensor, NormSaved)> {
         match x.more {
-            Some(more) => self.add_forward(p, &more, &x.x),
-            None => self.forward(p, &x.x).map(|(y, saved)| (y, x.x, saved)),
+            Some(more) => self.add_forward(p, &more, &x.x, measure),
+            None => self.forward_measured(p, &x.x, measure).map(|(y, saved)| (y, x.x, saved)),
         }
     }
 
     /// The output again, from what was saved.
-    pub fn again(&self, p: &Pass, saved: &NormSaved) -> Result<Tensor> {
-        Ok(self.forward(p, &saved.x)?.0)
+    pub fn again(&self, p: &Pass, saved: &NormSaved, measure: bool) -> Result<Measured> {
+        Ok(self.forward_measured(p, &saved.x, measure)?.0)
     }
 
     fn run(

@@ -1,7 +1,7 @@
 //! Several kernels in one. Each is by default the composition of its parts, which is also its meaning.
 
 use crate::{Act, ActivationKernels, ElementwiseKernels, Gemm, GemmKernels};
-use ferrotron_tensor::{Category, Result, Stream, Tensor};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
 
 /// `h = x·wᵀ (+ bias)`, `y = act(h)`; `x [rows, k]`, `w [n, k]`, `bias [n]`, `h`, `y` `[rows, n]`.
 #[derive(Clone, Copy)]
@@ -34,6 +34,8 @@ pub struct LinearActBackward<'a> {
     pub h: &'a Tensor,
     /// `[rows, n]`, contiguous.
     pub dh: &'a Tensor,
+    /// f32 `[parts, n]`: gets parts of the column sums of `dh`, see [`FusedKernels::act_backward_columns`].
+    pub sums: Option<&'a Tensor>,
 }
 
 /// `dw (+)= dyᵀ·x`, `db (+)= Σ_r dy[r]`; `dy [rows, n]`, `x [rows, k]`, `dw` f32 `[n, k]`, `db` f32 `[n]`.
@@ -71,6 +73,19 @@ impl<'a> LinearGrad<'a> {
     }
 }
 
+/// Shape `[rows, n]` of `x` if `sums` are so many parts of its column sums, without gaps.
+pub(crate) fn check_parts(
+    op: &'static str,
+    x: &Tensor,
+    sums: &Tensor,
+    parts: impl FnOnce(usize, usize) -> usize,
+) -> Result<[usize; 2]> {
+    match x.shape() {
+        [rows, n] if sums.shape() == [parts(*rows, *n), *n] && sums.is_contiguous() => Ok([*rows, *n]),
+        _ => shape_error(op, format!("{x:?} has no column sums in {sums:?}; ask how many parts there are")),
+    }
+}
+
 /// Fused kernels.
 pub trait FusedKernels: GemmKernels + ActivationKernels + ElementwiseKernels {
     /// See [`LinearAct`].
@@ -83,7 +98,31 @@ pub trait FusedKernels: GemmKernels + ActivationKernels + ElementwiseKernels {
     fn linear_act_backward(&self, s: &Stream, f: &LinearActBackward) -> Result<()> {
         let dy = Tensor::empty(s, f.h.shape(), f.h.dtype(), Category::Activations)?;
         self.gemm(s, &f.product(&dy))?;
-        self.act_backward(s, f.act, false, f.h, &dy, f.dh)
+        match f.sums {
+            Some(sums) => self.act_backward_columns(s, f.act, f.h, &dy, f.dh, sums),
+            None => self.act_backward(s, f.act, false, f.h, &dy, f.dh),
+        }
+    }
+
+    /// Parts of the sums that [`FusedKernels::act_backward_columns`] leaves; they depend on the shape only.
+    fn act_parts(&self, _dtype: DType, _rows: usize, _n: usize) -> usize {
+        1
+    }
+
+    /// [`ActivationKernels::act_backward`] of a plain non-linearity of `x [rows, n]`; and `sums`, f32 `[parts, n]`, get
+    /// the column sums of `dx` as it is stored, each of some rows.
+    fn act_backward_columns(
+        &self,
+        s: &Stream,
+        act: Act,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        sums: &Tensor,
+    ) -> Result<()> {
+        let [_, n] = check_parts("act_backward", x, sums, |_, _| 1)?;
+        self.act_backward(s, act, false, x, dy, dx)?;
+        self.column_sum(s, dx, false, &sums.view(&[n])?)
     }
 
     /// See [`LinearGrad`].

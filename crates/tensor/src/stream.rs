@@ -91,6 +91,11 @@ impl Stream {
         self.rank
     }
 
+    /// Is it the same queue of work?
+    pub fn is(&self, other: &Stream) -> bool {
+        self.id == other.id && Arc::ptr_eq(&self.device.inner, &other.device.inner)
+    }
+
     pub(crate) fn id(&self) -> u32 {
         self.id
     }

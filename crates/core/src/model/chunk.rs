@@ -135,7 +135,8 @@ impl Chunk {
         let Some((norm, head)) = &self.end else {
             return Ok((x.sum(p)?, train.then_some(ChunkSaved { end: None, layers, embedding })));
         };
-        let (y, _, normed) = norm.forward_of(p, x)?;
+        let (y, _, normed) = norm.forward_of(p, x, false)?;
+        let y = y.values;
         let targets = match goal {
             Goal::Logits => return Ok((head.logits(p, &y)?, None)),
             Goal::Loss(t) | Goal::Train(t) => t,

@@ -136,11 +136,11 @@ impl Layer {
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<(Hidden, Tensor, LayerSaved)> {
-        let (normed, x, attn_norm) = self.attn_norm.forward_of(p, x)?;
+        let (normed, x, attn_norm) = self.attn_norm.forward_of(p, x, self.attn.measures_input(p))?;
         let (a, mut attn) = self.attn.forward(p, &normed, layout, positions)?;
         let (a, attn_post) = post_forward(p, &self.attn_post, a)?;
         let a = p.dropout(self.index, AFTER_ATTENTION, a)?;
-        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x)?;
+        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x, self.mlp.measures_input(p))?;
         let (m, mut mlp) = self.mlp.forward(p, &normed)?;
         let (m, mlp_post) = post_forward(p, &self.mlp_post, m)?;
         let m = p.dropout(self.index, AFTER_MLP, m)?;
@@ -167,10 +167,13 @@ impl Layer {
         let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
         let (dm, mut grads) = post_backward(p, &self.mlp_post, s.mlp_post, dm)?;
         let mlp = match s.mlp {
-            None => self.mlp.forward(p, &self.mlp_norm.again(p, &s.mlp_norm)?)?.1,
+            None => {
+                let measure = self.mlp.measures_input(p);
+                self.mlp.forward(p, self.mlp_norm.again(p, &s.mlp_norm, measure)?)?.1
+            }
             Some(mut kept) => {
                 if p.recompute.norm {
-                    kept.remember_input(&self.mlp_norm.again(p, &s.mlp_norm)?);
+                    kept.remember_input(&self.mlp_norm.again(p, &s.mlp_norm, false)?.values);
                 }
                 kept
             }
@@ -183,10 +186,14 @@ impl Layer {
         let (da, g) = post_backward(p, &self.attn_post, s.attn_post, da)?;
         grads = grads.and(g);
         let attn = match s.attn {
-            None => self.attn.forward(p, &self.attn_norm.again(p, &s.attn_norm)?, layout, positions)?.1,
+            None => {
+                let measure = self.attn.measures_input(p);
+                let normed = self.attn_norm.again(p, &s.attn_norm, measure)?;
+                self.attn.forward(p, &normed, layout, positions)?.1
+            }
             Some(mut kept) => {
                 if p.recompute.norm {
-                    kept.remember_input(&self.attn_norm.again(p, &s.attn_norm)?);
+                    kept.remember_input(&self.attn_norm.again(p, &s.attn_norm, false)?.values);
                 }
                 kept
             }
@@ -206,10 +213,10 @@ impl Layer {
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<Tensor> {
-        let (normed, _) = self.attn_norm.forward(p, x)?;
+        let (normed, _) = self.attn_norm.forward_measured(p, x, self.attn.measures_input(p))?;
         let a = self.attn.decode(p, &normed, cache, layout, positions)?;
         let (a, _) = post_forward(p, &self.attn_post, a)?;
-        let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x)?;
+        let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x, self.mlp.measures_input(p))?;
         let (m, _) = post_forward(p, &self.mlp_post, self.mlp.forward(p, &normed)?.0)?;
         let y = p.empty(x.shape())?;
         p.rank.kernels.add(&p.rank.compute, &r, &m, &y)?;

@@ -2,7 +2,7 @@
 
 use super::scores::blank;
 use super::{Attention, Layout, Projected};
-use crate::Pass;
+use crate::{Measured, Pass};
 use ferrotron_kernels::{Align, AttentionForward, Scores, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
 
@@ -45,7 +45,7 @@ impl Attention {
     pub fn decode(
         &self,
         p: &Pass,
-        x: &Tensor,
+        x: impl Into<Measured>,
         cache: &mut KvCache,
         layout: &Layout,
         positions: &Tensor,
@@ -63,7 +63,7 @@ impl Attention {
                 ),
             );
         }
-        let Projected { rotated, v, .. } = self.project(p, x, positions)?;
+        let Projected { rotated, v, .. } = self.project(p, &x.into(), positions)?;
         let (q, k) = self.q_and_k(&rotated)?;
         let rows = |t: &Tensor, n: usize| t.narrow(0, 0, tokens)?.view(&[batch, new, n, d]);
         let (k_slot, v_slot) = (cache.k.narrow(1, cache.len, new)?, cache.v.narrow(1, cache.len, new)?);

@@ -9,7 +9,8 @@ pub use cache::KvCache;
 pub use layout::Layout;
 
 use crate::{
-    Declarations, Linear, LinearSaved, NormLayer, NormSaved, Pass, Saved, SavedTensor, Split, WeightGrad,
+    Declarations, Linear, LinearSaved, Measured, NormLayer, NormSaved, Pass, Saved, SavedTensor, Split,
+    WeightGrad,
 };
 use ferrotron_kernels::{Norm, Rope, RopeStyle, Scores};
 use ferrotron_tensor::{Result, Tensor, shape_error};
@@ -141,16 +142,21 @@ impl Attention {
         Ok(Attention { qkv, out, norms, config, rope })
     }
 
+    /// Does it need the largest magnitude of its input?
+    pub fn measures_input(&self, p: &Pass) -> bool {
+        self.qkv.measures_input(p)
+    }
+
     /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`; of the tokens this rank holds (see
     /// [`crate::Tokens`]), while `layout` describes the whole sequences.
     pub fn forward(
         &self,
         p: &Pass,
-        x: &Tensor,
+        x: impl Into<Measured>,
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<(Tensor, AttentionSaved)> {
-        let projected = self.project(p, x, positions)?;
+        let projected = self.project(p, &x.into(), positions)?;
         let c = &self.config;
         let heads = p.empty(&[projected.rotated.shape()[0], c.heads * c.head_dim])?;
         blank(p, layout, &heads)?;
@@ -160,7 +166,7 @@ impl Attention {
         Ok((y, AttentionSaved { out_proj, heads, scores, norms: projected.norms, qkv: projected.qkv }))
     }
 
-    fn project(&self, p: &Pass, x: &Tensor, positions: &Tensor) -> Result<Projected> {
+    fn project(&self, p: &Pass, x: &Measured, positions: &Tensor) -> Result<Projected> {
         let c = &self.config;
         let (qkv, saved) = self.qkv.forward_or_again(p, x, p.recompute.norm)?;
         let (tokens, d) = (qkv.shape()[0], c.head_dim);

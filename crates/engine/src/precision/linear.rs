@@ -13,7 +13,7 @@ use super::operands::{Uses, narrow_blocks};
 use super::{Eight, Multiply, Product, Role, SavedSide, Side};
 use crate::linear::{Linear, LinearSaved};
 use crate::overlap::Factor;
-use crate::{Pass, Rank, WeightGrad};
+use crate::{Measured, Pass, Rank, SavedTensor, WeightGrad};
 use ferrotron_kernels::{Bytes, Scaling};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
@@ -24,7 +24,7 @@ impl Linear {
         &self,
         p: &Pass,
         e: Eight,
-        x: &Tensor,
+        x: &Measured,
         again: bool,
     ) -> Result<(Tensor, LinearSaved)> {
         const LABEL: &str = "input of a layer";
@@ -37,14 +37,16 @@ impl Linear {
             // in half the time, now and again in backward; scales of blocks do not survive a gather.
             true => Uses { rows: e.recipe.per_tensor() && (e.output || keeps), cols: false },
         };
-        let made = p.narrow(self.weight, Role::Input, x, uses, None)?;
+        let amax = self.measures_input(p).then(|| p.agreed(x)).transpose()?;
+        let x = &x.values;
+        let made = p.narrow(self.weight, Role::Input, x, uses, amax.as_ref(), None)?;
         let f =
             Factor { bias: bias.filter(|_| alone || !self.partial), ..self.factor(p, e, Product::Output)? };
         let rows = made.rows.as_ref().filter(|_| e.output);
         let y = match rows {
             None if e.output && gathered => {
                 let all = p.all_rows(x, LABEL)?;
-                let rows = p.narrow(self.weight, Role::Input, &all, Uses::ROWS, None)?.take_rows()?;
+                let rows = p.narrow(self.weight, Role::Input, &all, Uses::ROWS, None, None)?.take_rows()?;
                 p.product(&rows, &f)?
             }
             _ => {
@@ -57,10 +59,8 @@ impl Linear {
             }
         };
         let narrow = if gathered { made.rows } else { made.cols };
-        Ok((
-            y,
-            narrow.filter(|_| keeps).map_or_else(|| LinearSaved::of(x), |side| LinearSaved::narrow(&side)),
-        ))
+        let whole = || LinearSaved { amax: amax.as_ref().map(SavedTensor::small), ..LinearSaved::of(x) };
+        Ok((y, narrow.filter(|_| keeps).map_or_else(whole, |side| LinearSaved::narrow(&side))))
     }
 
     /// [`Linear::backward`].
@@ -69,30 +69,31 @@ impl Linear {
         p: &Pass,
         e: Eight,
         saved: LinearSaved,
-        dy: &Tensor,
+        dy: &Measured,
     ) -> Result<(Tensor, WeightGrad)> {
         let alone = p.rank.tp.size() == 1;
         let f = self.factor(p, e, Product::InputGrad)?;
         if self.partial && !alone {
-            let (dx, dy_cols) = self.backward_gathered(p, e, &f, dy)?;
+            let (dx, dy_cols) = self.backward_gathered(p, e, &f, &dy.values)?;
             let weight = self.weight_grad(p, e, dy_cols, saved)?;
-            let bias = self.bias.map(|bias| WeightGrad::columns(bias, dy));
-            return Ok((dx, weight.and(bias.unwrap_or_default())));
+            return Ok((dx, weight.and(self.bias_grad(dy))));
         }
         let uses = Uses { rows: e.input_grad, cols: e.weight_grad };
         // The bias' gradient comes from the numbers, which are read here anyway; where they are not, it can wait.
         let reads = uses != Uses::NONE;
-        let sums = match self.bias.filter(|_| reads) {
-            Some(_) => Some(p.rank.activation(&[1, dy.shape()[1]], DType::F32)?),
+        let taken = match self.bias.filter(|_| reads && dy.sums.is_none()) {
+            Some(_) => Some(p.rank.activation(&[1, dy.values.shape()[1]], DType::F32)?),
             None => None,
         };
-        let flat = sums.as_ref().map(|t| t.view(&[t.numel()])).transpose()?;
-        let made = p.narrow(self.weight, Role::Gradient, dy, uses, flat.as_ref())?;
-        let rows = made.rows.unwrap_or_else(|| Side::rows_of(dy));
+        let flat = taken.as_ref().map(|t| t.view(&[t.numel()])).transpose()?;
+        let amax = (reads && e.recipe.measures()).then(|| p.agreed(dy)).transpose()?;
+        let values = &dy.values;
+        let made = p.narrow(self.weight, Role::Gradient, values, uses, amax.as_ref(), flat.as_ref())?;
+        let rows = made.rows.unwrap_or_else(|| Side::rows_of(values));
         let dx = p.sum_of_products(&rows, &f, "gradient of a layer's input")?;
-        let weight = self.weight_grad(p, e, made.cols.unwrap_or_else(|| Side::cols_of(dy)), saved)?;
-        let bias = self.bias.map(|bias| WeightGrad::columns(bias, sums.as_ref().unwrap_or(dy)));
-        Ok((dx, weight.and(bias.unwrap_or_default())))
+        let weight = self.weight_grad(p, e, made.cols.unwrap_or_else(|| Side::cols_of(values)), saved)?;
+        let sums = taken.or_else(|| dy.sums.clone());
+        Ok((dx, weight.and(self.bias_grad(&Measured { values: values.clone(), amax: None, sums }))))
     }
 
     /// `dx` from every rank's rows of `dy`, and all rows as the factor of the weight gradient.
@@ -101,14 +102,14 @@ impl Linear {
         let bytes_serve_both = e.recipe.per_tensor() && e.input_grad && e.weight_grad;
         if bytes_serve_both || !e.input_grad {
             let rows = match e.input_grad {
-                true => p.narrow(self.weight, Role::Gradient, dy, Uses::ROWS, None)?.take_rows()?,
+                true => p.narrow(self.weight, Role::Gradient, dy, Uses::ROWS, None, None)?.take_rows()?,
                 false => Side::rows_of(dy),
             };
             let (dx, all) = p.product_of_all_rows(&rows, f, true, LABEL)?;
             let Some(all) = all else { return shape_error(LABEL, "its rows were not kept") };
             let cols = match &all {
                 Side::Values { t, .. } if e.weight_grad => {
-                    p.narrow(self.weight, Role::Gradient, t, Uses::COLS, None)?.take_cols()?
+                    p.narrow(self.weight, Role::Gradient, t, Uses::COLS, None, None)?.take_cols()?
                 }
                 _ => turned(p.rank, &all)?,
             };
@@ -116,14 +117,15 @@ impl Linear {
         }
         let all = p.all_rows(dy, LABEL)?;
         let uses = Uses { rows: true, cols: e.weight_grad };
-        let made = p.narrow(self.weight, Role::Gradient, &all, uses, None)?;
+        let made = p.narrow(self.weight, Role::Gradient, &all, uses, None, None)?;
         let cols = made.cols.clone().unwrap_or_else(|| Side::cols_of(&all));
         Ok((p.product(&made.take_rows()?, f)?, cols))
     }
 
     /// `dW = dyᵀ·x`, from the columns of `dy` and what was kept of `x`.
     fn weight_grad(&self, p: &Pass, e: Eight, dy: Side, saved: LinearSaved) -> Result<WeightGrad> {
-        let narrow = |x: &Tensor, uses| p.narrow(self.weight, Role::Input, x, uses, None);
+        let amax = saved.amax.clone();
+        let narrow = |x: &Tensor, uses| p.narrow(self.weight, Role::Input, x, uses, amax.as_deref(), None);
         if p.rank.tp.size() == 1 || self.partial {
             let cols = match saved.narrow {
                 Some(kept) => kept.side(),
@@ -181,6 +183,6 @@ fn turned(rank: &Rank, rows: &Side) -> Result<Side> {
 
 impl LinearSaved {
     fn narrow(side: &Side) -> LinearSaved {
-        LinearSaved { x: None, narrow: Some(SavedSide::of(side)) }
+        LinearSaved { x: None, narrow: Some(SavedSide::of(side)), amax: None }
     }
 }

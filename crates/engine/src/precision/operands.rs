@@ -2,8 +2,7 @@
 
 use super::state::{EightState, Kept};
 use super::{Method, Recipe, Role, Side};
-use crate::{ParamId, Pass, Rank};
-use ferrotron_comm::Reduce;
+use crate::{Measured, ParamId, Pass, Rank};
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::{Along, Bytes, Emulated, Quantise, Range};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
@@ -54,13 +53,15 @@ enum Source {
 
 impl Pass<'_> {
     /// Input or output gradient `x [tokens, n]` of the map with weight `param` as factors; ranks that share a layer agree
-    /// on the scale. With `sums`, f32 `[n]`, the column sums of `x`, too.
+    /// on the scale, from the magnitude `amax` on which they have agreed where there is one. With `sums`, f32 `[n]`, the
+    /// column sums of `x`, too.
     pub(crate) fn narrow(
         &self,
         param: ParamId,
         role: Role,
         x: &Tensor,
         uses: Uses,
+        amax: Option<&Tensor>,
         sums: Option<&Tensor>,
     ) -> Result<Narrowed> {
         if uses == Uses::NONE {
@@ -69,7 +70,9 @@ impl Pass<'_> {
         }
         let (state, recipe) = self.eight(param)?;
         let source = match recipe.method {
-            Method::Current => Source::Amax(self.amax(x)?),
+            Method::Current => {
+                Source::Amax(amax.cloned().map_or_else(|| self.agreed(&Measured::from(x)), Ok)?)
+            }
             Method::Delayed { .. } => self.given(state, param, role)?,
             _ => Source::Blocks,
         };
@@ -88,7 +91,7 @@ impl Pass<'_> {
         if missing != Uses::NONE {
             let source = match recipe.method {
                 Method::Current => {
-                    let amax = kept.amax.take().map_or_else(|| self.amax(w), Ok)?;
+                    let amax = kept.amax.take().map_or_else(|| self.agreed(&Measured::from(w)), Ok)?;
                     kept.amax = Some(amax.clone());
                     Source::Amax(amax)
                 }
@@ -113,15 +116,6 @@ impl Pass<'_> {
             }
         }
         Ok(Narrowed { rows: kept.rows, cols: kept.cols })
-    }
-
-    /// The largest magnitude, on which ranks that share layers agree; f32 `[1]`.
-    fn amax(&self, x: &Tensor) -> Result<Tensor> {
-        let s = &self.rank.compute;
-        let amax = s.zeros(&[1], DType::F32, Category::Workspace)?;
-        self.rank.kernels.amax(s, x, &amax)?;
-        self.rank.tp.all_reduce(s, &amax, Reduce::Max, "largest magnitude")?;
-        Ok(amax)
     }
 
     /// The scale of earlier steps. What passes without a backward see is no part of any step.

@@ -80,6 +80,11 @@ impl Recipe {
         matches!(self.method, Method::Current | Method::Delayed { .. })
     }
 
+    /// Is the largest magnitude of an operand needed before it is narrowed?
+    pub fn measures(&self) -> bool {
+        self.method == Method::Current
+    }
+
     /// May the matrix unit keep sums short in the forward product?
     pub fn fast_forward(&self) -> bool {
         self.per_tensor()

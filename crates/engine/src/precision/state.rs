@@ -24,6 +24,8 @@ pub struct EightState {
     /// By parameter.
     weights: Mutex<Vec<Kept>>,
     counters: Mutex<Counters>,
+    /// Zeros for the magnitudes of a step.
+    zeros: Mutex<Option<Zeros>>,
     /// What operands were like, while that is asked for.
     watched: Mutex<Option<Vec<OperandStats>>>,
 }
@@ -42,6 +44,15 @@ pub struct DelayedState {
     /// f32 `[n]`: the largest number of each one's format.
     largest: Tensor,
 }
+
+/// f32 numbers zeroed at once, each given out once.
+struct Zeros {
+    all: Tensor,
+    given: usize,
+}
+
+/// So many: those of a layer or of many small ones, in the least that memory is given out in.
+const ZEROS: usize = 128;
 
 /// What is known of a weight until it changes.
 #[derive(Clone, Default)]
@@ -82,7 +93,8 @@ impl EightState {
             _ => None,
         };
         let weights = Mutex::new(vec![Kept::default(); specs.len()]);
-        Ok(Some(EightState { delayed, weights, counters: Mutex::default(), watched: Mutex::default() }))
+        let (counters, zeros, watched) = Default::default();
+        Ok(Some(EightState { delayed, weights, counters, zeros, watched }))
     }
 
     /// From now on, note how well operands fit their formats, or no longer. The host waits for every one of them.
@@ -137,10 +149,13 @@ impl EightState {
     /// Weights have changed.
     pub fn weights_changed(&self) {
         lock(&self.weights).iter_mut().for_each(|kept| *kept = Kept::default());
+        *lock(&self.zeros) = None;
     }
 
     /// The end of a step: new scales from what its tensors were like, on all ranks alike. Every rank calls it.
     pub fn end_step(&self, rank: &Rank) -> Result<()> {
+        // A replayed step zeroes what it uses: nothing goes from one step to the next.
+        *lock(&self.zeros) = None;
         let Some(d) = &self.delayed else { return Ok(()) };
         let Method::Delayed { update, .. } = d.recipe.method else { return Ok(()) };
         let (s, row) = (&rank.compute, d.history.select(0, 0)?);
@@ -167,6 +182,18 @@ impl EightState {
             Keep::Training => train,
             Keep::Everything => true,
         }
+    }
+
+    /// Zero, f32 `[1]`, that nobody else gets.
+    pub(crate) fn magnitude(&self, rank: &Rank) -> Result<Tensor> {
+        let mut zeros = lock(&self.zeros);
+        let (all, at) = match zeros.take() {
+            Some(z) if z.given < ZEROS => (z.all, z.given),
+            _ => (rank.compute.zeros(&[ZEROS], DType::F32, Category::Workspace)?, 0),
+        };
+        let one = all.narrow(0, at, 1)?;
+        *zeros = Some(Zeros { all, given: at + 1 });
+        Ok(one)
     }
 
     /// A number that no other tensor of the run gets.

@@ -38,7 +38,7 @@ impl Net {
         let positions = self.s.integers(&self.case.positions());
         let (p, q) = (self.s.pass(), self.rest.pass());
         let (a, mut saved) = self.attention.forward(&p, &x, &self.case.layout, &positions).unwrap();
-        let (normed, _, mut norm_saved) = self.norm.add_forward(&q, &a, &x).unwrap();
+        let (normed, _, mut norm_saved) = self.norm.add_forward(&q, &a, &x, false).unwrap();
         let (_, mut mlp_saved) = self.mlp.forward(&q, &normed).unwrap();
         drop(normed);
         between(&mut mlp_saved);

@@ -10,7 +10,7 @@ use ferrotron_engine::{
     Declarations, Mlp, NormLayer, NormSaved, Pass, Rank, Recompute, Saved, SavedTensor, WeightGrad,
 };
 use ferrotron_kernels::{Act, Align, Norm, Scores};
-use ferrotron_tensor::{DType, Tensor};
+use ferrotron_tensor::{DType, Tensor, Watch};
 use std::collections::BTreeMap;
 
 const HIDDEN: usize = 64;
@@ -26,6 +26,8 @@ struct Net {
     attention: Attention,
     mlp: Mlp,
     positions: Tensor,
+    /// Are magnitudes taken where values are made, as layers do it?
+    measured: bool,
 }
 
 const LAYOUT: Layout = Layout::Rows { count: 2, len: TOKENS / 2 };
@@ -61,6 +63,7 @@ fn declare(policy: &Policy, gated: bool) -> impl Fn(&mut Declarations, &Rank) ->
             norms: ["attn_norm", "mlp_norm"].map(|n| NormLayer::declare(d, &name(n), HIDDEN, norm).unwrap()),
             attention: Attention::declare(d, &name("attn"), config, None).unwrap(),
             mlp: Mlp::declare(d, &name("mlp"), HIDDEN, FFN, Act::Silu, gated, true, 0.1, 0.1).unwrap(),
+            measured: true,
             positions: rank
                 .compute
                 .upload(&positions, &[TOKENS], ferrotron_tensor::Category::Activations)
@@ -79,10 +82,14 @@ impl Net {
         between: &dyn Fn(&str, &mut dyn Saved),
     ) -> (Tensor, Tensor, WeightGrad) {
         let r = p.recompute;
+        let wanted = match self.measured {
+            true => [self.attention.measures_input(p), self.mlp.measures_input(p)],
+            false => [false; 2],
+        };
         let forward = || {
-            let (n, mut norm) = self.norms[0].forward(p, x).unwrap();
+            let (n, mut norm) = self.norms[0].forward_measured(p, x, wanted[0]).unwrap();
             let (a, mut attention) = self.attention.forward(p, &n, &LAYOUT, &self.positions).unwrap();
-            let (m, mut mlp_norm) = self.norms[1].forward(p, &a).unwrap();
+            let (m, mut mlp_norm) = self.norms[1].forward_measured(p, &a, wanted[1]).unwrap();
             let (y, mut mlp) = self.mlp.forward(p, &m).unwrap();
             if r.norm {
                 attention.forget_input();
@@ -99,12 +106,12 @@ impl Net {
             made = forward();
         }
         let (y, norm, attention, mlp_norm, mlp) = made;
-        let again = |n: &NormLayer, saved: &NormSaved| n.again(p, saved).unwrap();
+        let again = |i: usize, saved: &NormSaved, measure| self.norms[i].again(p, saved, measure).unwrap();
         let mlp = match mlp {
-            None => self.mlp.forward(p, &again(&self.norms[1], &mlp_norm)).unwrap().1,
+            None => self.mlp.forward(p, again(1, &mlp_norm, wanted[1])).unwrap().1,
             Some(mut kept) => {
                 if r.norm {
-                    kept.remember_input(&again(&self.norms[1], &mlp_norm));
+                    kept.remember_input(&again(1, &mlp_norm, false).values);
                 }
                 kept
             }
@@ -114,12 +121,12 @@ impl Net {
         let work = work.and(more);
         let attention = match attention {
             None => {
-                let x = again(&self.norms[0], &norm);
+                let x = again(0, &norm, wanted[0]);
                 self.attention.forward(p, &x, &LAYOUT, &self.positions).unwrap().1
             }
             Some(mut kept) => {
                 if r.norm {
-                    kept.remember_input(&again(&self.norms[0], &norm));
+                    kept.remember_input(&again(0, &norm, false).values);
                 }
                 kept
             }
@@ -246,18 +253,48 @@ fn what_narrow_blocks_save_is_small() {
         for (recipe, input) in [(None, 2), (Some(CURRENT), 1), (Some(DELAYED), 1)] {
             let p = recipe.map(|r| policy(r, &[])).unwrap_or_default();
             let found = saved_bytes(&p, gated, none);
-            assert_eq!(found["attention"], (input * HIDDEN + scores) as f64, "{recipe:?}");
+            // The largest magnitude of what is narrowed again in backward.
+            let amax = if recipe == Some(CURRENT) { 4.0 / TOKENS as f64 } else { 0.0 };
+            assert_eq!(found["attention"], (input * HIDDEN + scores) as f64 + amax, "{recipe:?}");
             assert_eq!(found["mlp"], (input * HIDDEN + 2 * up + input * FFN) as f64, "{recipe:?}");
             // What is made again is not kept, not even narrow.
             let found = saved_bytes(&p, gated, Recompute { norm: true, activation: true, ..none });
-            assert_eq!(found["attention"], scores as f64, "{recipe:?}");
-            assert_eq!(found["mlp"], (2 * up) as f64, "{recipe:?}");
+            assert_eq!(found["attention"], scores as f64 + amax, "{recipe:?}");
+            assert_eq!(found["mlp"], (2 * up) as f64 + amax, "{recipe:?}");
         }
         // Blocks have a scale for every 128 tokens of a channel; there are fewer here.
         let found = saved_bytes(&policy(BLOCK, &[]), gated, none);
         let scales = |channels: usize| (4 * channels) as f64 / TOKENS as f64;
         assert_eq!(found["attention"], (HIDDEN + scores) as f64 + scales(HIDDEN));
         assert_eq!(found["mlp"], (HIDDEN + 2 * up + FFN) as f64 + scales(HIDDEN + FFN));
+    }
+}
+
+/// Each operand is measured once, by who makes it or by who narrows it, in zeros of one piece: the same bits.
+#[test]
+fn operands_are_measured_once() {
+    let none = Recompute::default();
+    for gated in [false, true] {
+        let rank = Rank::cpu_watched(1, 1, Watch { time: true, ..Watch::default() }).unwrap();
+        let mut d = Declarations::default();
+        let mut net = declare(&policy(CURRENT, &[]), gated)(&mut d, &rank);
+        let s = Setup::on(rank, d, DType::BF16, 1, 0.04);
+        let (x, dy) = (s.input(10, &[TOKENS, HIDDEN]).0, s.input(20, &[TOKENS, HIDDEN]).0);
+        let mut first = None;
+        for measured in [false, true] {
+            net.measured = measured;
+            for recompute in [none, Recompute { norm: true, activation: true, ..none }] {
+                s.params.eight().unwrap().begin_step(0, 1);
+                s.rank.device().take_profile().unwrap();
+                let (y, dx, work) = net.run(&Pass { recompute, ..s.pass() }, &x, &dy, &stay);
+                let profile = s.rank.device().take_profile().unwrap();
+                let calls = |name: &str| profile.get(name).map_or(0, |(calls, _)| *calls);
+                // Input, weight and gradient of four maps.
+                assert_eq!((calls("amax"), calls("zero")), (12, 1), "gated {gated} {measured} {recompute:?}");
+                let made = (s.host(&y), s.host(&dx), s.gradients(work));
+                assert!(*first.get_or_insert_with(|| made.clone()) == made, "gated {gated} {measured}");
+            }
+        }
     }
 }
 

@@ -8,7 +8,7 @@ struct ActArgs {
     i64 rows, width;
     u32 act, wide;
     float limit, alpha, offset;
-    u32 unused;
+    u32 part_rows;
 };
 
 // NaN passes through both.
@@ -266,3 +266,100 @@ MEASURED(act_forward_amax, forward, bf16, false)
 MEASURED(gated_forward_amax, forward, bf16, true)
 MEASURED(act_backward_amax, backward, bf16, false)
 MEASURED(gated_backward_amax, backward, bf16, true)
+
+// dx = act'(x)·dy of rows [rows, width], and f32 [parts, width] at `amax`: the sums of its columns, as it is stored, over
+// part_rows rows each. A block has 32 lanes of V columns; the rows of its part are dealt out to its warps.
+constexpr int COLUMN_WARPS = 8;
+// Rows of a warp that are on their way together.
+constexpr int COLUMN_AHEAD = 4;
+
+template <class T, class Curve> struct ColumnSlopes {
+    static constexpr int V = Wide<T>::count;
+    const Curve curve;
+    const T *x, *dy;
+    T* dx;
+    float sum[V];
+
+    __device__ __forceinline__ ColumnSlopes(const ActArgs& a, i64 column)
+        : curve(a), x(reinterpret_cast<const T*>(a.x) + column), dy(reinterpret_cast<const T*>(a.dy) + column),
+          dx(reinterpret_cast<T*>(a.out) + column), sum() {}
+
+    __device__ __forceinline__ Packed<T> one(const Packed<T>& first, const Packed<T>& back) {
+        float v[V], d[V];
+        unpack(first, v);
+        unpack(back, d);
+#pragma unroll
+        for (int i = 0; i < V; i++) {
+            float value;
+            v[i] = curve.slope(v[i], value) * d[i];
+        }
+        const Packed<T> stored = pack(v);
+        unpack(stored, v);
+#pragma unroll
+        for (int i = 0; i < V; i++) sum[i] += v[i];
+        return stored;
+    }
+
+    // Rows r, r + COLUMN_WARPS, ... below `last`, in whole accesses.
+    __device__ __forceinline__ void whole(i64 r, i64 last, i64 width) {
+        auto get = [&](const T* from, i64 row) { return *reinterpret_cast<const Packed<T>*>(from + row * width); };
+        for (; r + (COLUMN_AHEAD - 1) * COLUMN_WARPS < last; r += COLUMN_AHEAD * COLUMN_WARPS) {
+            Packed<T> first[COLUMN_AHEAD], back[COLUMN_AHEAD];
+#pragma unroll
+            for (int u = 0; u < COLUMN_AHEAD; u++) {
+                first[u] = get(x, r + u * COLUMN_WARPS);
+                back[u] = get(dy, r + u * COLUMN_WARPS);
+            }
+#pragma unroll
+            for (int u = 0; u < COLUMN_AHEAD; u++)
+                *reinterpret_cast<Packed<T>*>(dx + (r + u * COLUMN_WARPS) * width) = one(first[u], back[u]);
+        }
+#pragma unroll 1
+        for (; r < last; r += COLUMN_WARPS)
+            *reinterpret_cast<Packed<T>*>(dx + r * width) = one(get(x, r), get(dy, r));
+    }
+
+    // The same of the first `left` columns, one at a time.
+    __device__ __forceinline__ void some(i64 r, i64 last, i64 width, i32 left) {
+#pragma unroll 1
+        for (; r < last; r += COLUMN_WARPS) {
+            const i64 at = r * width;
+            put(dx + at, 0, left, false, one(fetch(x + at, 0, left, false), fetch(dy + at, 0, left, false)));
+        }
+    }
+};
+
+template <class T, class Curve>
+__device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)[32 * Wide<T>::count]) {
+    constexpr int V = Wide<T>::count;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const i64 column = (i64(blockIdx.x) * 32 + lane) * V, first = i64(blockIdx.y) * a.part_rows;
+    const i64 last = first + a.part_rows < a.rows ? first + a.part_rows : a.rows;
+    ColumnSlopes<T, Curve> slopes(a, column);
+    if (a.wide && column + V <= a.width) slopes.whole(first + warp, last, a.width);
+    else if (column < a.width) slopes.some(first + warp, last, a.width, i32(min(a.width - column, i64(V))));
+    // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
+#pragma unroll
+    for (int i = 0; i < V; i++) sums[warp][i * 32 + lane] = slopes.sum[i];
+    __syncthreads();
+    float* out = reinterpret_cast<float*>(a.amax) + i64(blockIdx.y) * a.width;
+    for (int c = threadIdx.x; c < 32 * V; c += 32 * COLUMN_WARPS) {
+        const i64 to = i64(blockIdx.x) * 32 * V + c;
+        if (to >= a.width) break;
+        const int at = (c % V) * 32 + c / V;
+        float total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < COLUMN_WARPS; w++) total += sums[w][at];
+        out[to] = total;
+    }
+}
+
+#define COLUMNS(T, NAME)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(32 * COLUMN_WARPS, 3) act_backward_columns_##NAME(const ActArgs a) { \
+        __shared__ float sums[COLUMN_WARPS][32 * Wide<T>::count];                                                 \
+        if (a.act == GELU_TANH) backward_columns<T, GeluTanh<T>>(a, sums);                                        \
+        else if (a.act == GELU_ERF) backward_columns<T, GeluErf<T>>(a, sums);                                     \
+        else backward_columns<T, Silu<T>>(a, sums);                                                               \
+    }
+COLUMNS(float, f32)
+COLUMNS(bf16, bf16)

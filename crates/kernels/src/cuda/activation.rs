@@ -1,9 +1,13 @@
-use super::rows::{blocks, per_access};
+use super::rows::{blocks, columns, per_access};
 use super::{CudaKernels, Grid, Kernel, typed};
 use crate::activation::width;
 use crate::checks::{dtypes, same_contiguous};
 use crate::{Act, ActivationKernels};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
+
+/// Rows of a part of column sums at least, and parts at most.
+const PART_ROWS: usize = 64;
+const MAX_PARTS: usize = 256;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -11,6 +15,7 @@ struct ActArgs {
     x: u64,
     dy: u64,
     out: u64,
+    /// Or the parts of column sums.
     amax: u64,
     rows: i64,
     width: i64,
@@ -19,7 +24,7 @@ struct ActArgs {
     limit: f32,
     alpha: f32,
     offset: f32,
-    unused: u32,
+    part_rows: u32,
 }
 
 impl ActArgs {
@@ -45,7 +50,7 @@ impl ActArgs {
             limit,
             alpha,
             offset,
-            unused: 0,
+            part_rows: 0,
         }
     }
 
@@ -122,6 +127,45 @@ impl CudaKernels {
             a.align(dtype, gated);
             a.amax = amax.map_or(Ok(0), |_| l.address(3))?;
             self.queue(l, kernel, a.grid(OP, dtype)?, &a)
+        })
+    }
+}
+
+/// Rows of a part of column sums, and how many parts there are. Many parts keep a card busy to the end; their sums stay
+/// small beside the rows.
+pub(super) fn parts(rows: usize) -> (usize, usize) {
+    let each = rows.div_ceil(MAX_PARTS).max(PART_ROWS);
+    (each, rows.div_ceil(each).max(1))
+}
+
+impl CudaKernels {
+    /// `dx` of a plain non-linearity of `x [rows, n]`, and parts of its column sums.
+    pub(super) fn act_slope_columns(
+        &self,
+        s: &Stream,
+        act: Act,
+        [x, dy, dx]: [&Tensor; 3],
+        sums: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "act_backward";
+        let dtype = x.dtype();
+        width(OP, act, false, x, dy)?;
+        same_contiguous(OP, &[x, dx])?;
+        dtypes(OP, dtype, &[dy, dx])?;
+        dtypes(OP, DType::F32, &[sums])?;
+        let kernel = typed!(OP, dtype, "activation", "act_backward_columns")?;
+        let [rows, n] = [x.shape()[0], columns(OP, x.shape()[1])? as usize];
+        let (each, count) = parts(rows);
+        s.launch(OP, &[read(x), read(dy), write(dx), write(sums)], |l| {
+            let mut a = ActArgs::new(act, rows * n, n);
+            (a.x, a.dy, a.out, a.amax) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
+            a.rows = rows as i64;
+            a.part_rows = each as u32;
+            // Rows lie one after another: all of them start as the first does, or none needs to.
+            a.align(dtype, true);
+            let across = blocks(OP, n.div_ceil(32 * per_access(dtype)))?;
+            let grid = Grid { blocks: [across, count as u32, 1], threads: 256, shared: 0 };
+            self.queue(l, kernel, grid, &a)
         })
     }
 }

@@ -2,10 +2,11 @@
 //! The library's slope of GELU is off by 1e-5 in its tail, more than bf16 rounds small results by: backward stays apart.
 
 use super::CudaKernels;
+use super::activation::parts;
 use super::blas::Epilogue;
 use super::gemm::even;
 use super::plans::Operands;
-use crate::fused::{LinearAct, LinearGrad};
+use crate::fused::{LinearAct, LinearGrad, check_parts};
 use crate::{Act, ActivationKernels, ElementwiseKernels, FusedKernels, GemmKernels};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 
@@ -33,6 +34,23 @@ impl FusedKernels for CudaKernels {
             }
         }
         apart(f.y)
+    }
+
+    fn act_parts(&self, _dtype: DType, rows: usize, _n: usize) -> usize {
+        parts(rows).1
+    }
+
+    fn act_backward_columns(
+        &self,
+        s: &Stream,
+        act: Act,
+        x: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        sums: &Tensor,
+    ) -> Result<()> {
+        check_parts("act_backward", x, sums, |rows, _| parts(rows).1)?;
+        self.act_slope_columns(s, act, [x, dy, dx], sums)
     }
 
     fn linear_grad(&self, s: &Stream, f: &LinearGrad) -> Result<()> {

@@ -47,6 +47,8 @@ use plans::Plans;
 pub struct CudaKernels {
     modules: Modules,
     plans: Plans,
+    /// Tables of tiles of packed sequences.
+    tables: attention::Tables,
 }
 
 /// A kernel of a source.
@@ -77,7 +79,11 @@ impl CudaKernels {
         };
         // A stream makes the card's context current on this thread.
         let _stream = device.stream("loading")?;
-        Ok(CudaKernels { modules: Modules::load(card)?, plans: Plans::open(card)? })
+        Ok(CudaKernels {
+            modules: Modules::load(card)?,
+            plans: Plans::open(card)?,
+            tables: Default::default(),
+        })
     }
 
     /// How many sources were compiled, how many were in the cache.

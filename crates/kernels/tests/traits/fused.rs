@@ -93,7 +93,7 @@ fn back_through_a_product_and_a_non_linearity() {
                 let dy = numbers(dtype, 3, rows * k);
                 let (dyt, wt) = (h.tensor(dtype, &[rows, k], &dy), h.tensor(dtype, &[k, n], &w));
                 let (ht, dh) = (h.tensor(dtype, &[rows, n], &pre), h.poisoned(dtype, &[rows, n]));
-                let f = LinearActBackward { act: a, dy: &dyt, w: &wt, h: &ht, dh: &dh };
+                let f = LinearActBackward { act: a, dy: &dyt, w: &wt, h: &ht, dh: &dh, sums: None };
                 h.k.linear_act_backward(&h.s, &f).unwrap();
                 let places = places(rows * n);
                 let got = at(&h.host(&dh), &places);
@@ -106,6 +106,44 @@ fn back_through_a_product_and_a_non_linearity() {
                     let what = format!("{} {dtype} {a:?} {rows}x{n}x{k}", h.name);
                     assert!((g - wanted).abs() <= room, "{what} [{i}]: {g} instead of {wanted}, {room:.1e}");
                 }
+            }
+        }
+    });
+}
+
+/// The bits of the plain kernel, and the sums of what it stores: of columns over rows of every part, whatever they are.
+#[test]
+fn back_through_a_non_linearity_with_column_sums() {
+    everywhere(|h, dtype| {
+        let sizes =
+            [(0, 5), (1, 1), (3, 7), (9, 264), (65, 256), (130, 300), (700, 96), (1000, 513), (33000, 16)];
+        for (rows, n) in sizes {
+            for a in ACTS {
+                let what = format!("{} {dtype} {a:?} {rows}x{n}", h.name);
+                let shape = [rows, n];
+                let x: Vec<f64> =
+                    numbers(dtype, 1, rows * n).iter().map(|x| rounded(dtype, x * 6.0)).collect();
+                let (x, dy) =
+                    (h.tensor(dtype, &shape, &x), h.tensor(dtype, &shape, &numbers(dtype, 2, rows * n)));
+                let parts = h.k.act_parts(dtype, rows, n);
+                let (plain, dx) = (h.poisoned(dtype, &shape), h.poisoned(dtype, &shape));
+                let sums = [(); 2].map(|()| h.poisoned(DType::F32, &[parts, n]));
+                h.k.act_backward(&h.s, a, false, &x, &dy, &plain).unwrap();
+                h.k.act_backward_columns(&h.s, a, &x, &dy, &dx, &sums[0]).unwrap();
+                let got = h.host(&dx);
+                assert!(got == h.host(&plain), "{what}: another gradient");
+                let ours = h.host(&sums[0]);
+                for c in 0..n {
+                    let column = || (0..rows).map(|r| got[r * n + c]);
+                    let (wanted, size): (f64, f64) = (column().sum(), column().map(f64::abs).sum());
+                    let sum: f64 = (0..parts).map(|p| ours[p * n + c]).sum();
+                    let room = (rows + 1) as f64 * 2f64.powi(-24) * size;
+                    assert!((sum - wanted).abs() <= room, "{what} column {c}: {sum} instead of {wanted}");
+                }
+                h.k.act_backward_columns(&h.s, a, &x, &dy, &dx, &sums[1]).unwrap();
+                assert!(h.host(&sums[1]) == ours, "{what}: another time other bits");
+                let other = h.poisoned(DType::F32, &[parts + 1, n]);
+                assert!(h.k.act_backward_columns(&h.s, a, &x, &dy, &dx, &other).is_err(), "{what}");
             }
         }
     });

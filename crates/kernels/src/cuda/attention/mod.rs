@@ -9,6 +9,7 @@ mod hopper_kinds;
 mod hopper_sections;
 mod instances;
 mod job;
+mod kept;
 mod tables;
 
 use super::{CudaKernels, Grid, Kernel, typed};
@@ -20,6 +21,7 @@ use hopper::hopper;
 use instances::Instance;
 use job::{blocks, job, one_each};
 use tables::Side;
+pub(super) use tables::Tables;
 
 impl AttentionKernels for CudaKernels {
     fn attention_forward(
@@ -34,7 +36,7 @@ impl AttentionKernels for CudaKernels {
         let step = job.instance.forward;
         let blank = typed!(OP, f.q.dtype(), "attention_rows", "attention_blank")?;
         let hopper = hopper(self, &job, f.q.dtype());
-        let items = job.items(s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
+        let items = job.items(&self.tables, s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
         let mut args = vec![read(f.q), read(f.k), read(f.v), write(f.out), write(f.lse)];
         args.extend(f.sink.map(read));
         let table = items.as_ref().map(|t| (args.len(), t));
@@ -86,8 +88,8 @@ impl AttentionKernels for CudaKernels {
             None => [None; 2],
         };
         let tables = [
-            job.items(s, keys.rows, key_rows, Side::Key)?,
-            job.items(s, queries.rows, query_rows, Side::Query)?,
+            job.items(&self.tables, s, keys.rows, key_rows, Side::Key)?,
+            job.items(&self.tables, s, queries.rows, query_rows, Side::Query)?,
         ];
 
         let views = [f.q, f.k, f.v, f.out, b.dout, b.dq, b.dk, b.dv];

@@ -1,6 +1,7 @@
 //! Tables of the tiles of packed sequences.
 
 use super::job::{Args, Job};
+use super::kept::Kept;
 use crate::cpu::attention::Span;
 use ferrotron_tensor::{Category, Launch, Result, Stream, Tensor};
 use std::cmp::Reverse;
@@ -10,14 +11,30 @@ const ITEM: usize = 8;
 
 /// Which side of the scores the tiles of a kernel cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Side {
+pub(in crate::cuda) enum Side {
     Query,
     Key,
 }
 
+/// Tables that were uploaded. A table belongs to the stream it was uploaded on, as its memory does: other streams have
+/// their own.
+pub(in crate::cuda) type Tables = Kept<(Stream, Vec<Span>), Name, Items>;
+
+/// What a table of given sequences depends on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::cuda) struct Name {
+    rows: usize,
+    hopper: Option<usize>,
+    side: Side,
+    left: i32,
+    right: i32,
+    bottom: i32,
+}
+
 /// Tables of tiles, one after another: where those of the kernels for all cards and of the Hopper kernels start, and how
 /// many tiles they have.
-pub(super) struct Items {
+#[derive(Clone)]
+pub(in crate::cuda) struct Items {
     pub(super) table: Tensor,
     plain: [usize; 2],
     hopper: [usize; 2],
@@ -28,6 +45,7 @@ impl Job {
     /// run, their tiles too. `None` where the kernels count for themselves.
     pub(super) fn items(
         &self,
+        tables: &Tables,
         s: &Stream,
         rows: usize,
         hopper: Option<usize>,
@@ -36,6 +54,14 @@ impl Job {
         if !self.packed {
             return Ok(None);
         }
+        let Args { left, right, bottom, .. } = self.args;
+        let name = Name { rows, hopper, side, left, right, bottom };
+        let is_it = |(stream, spans): &(Stream, Vec<Span>)| stream.is(s) && *spans == self.spans;
+        let layout = || (s.clone(), self.spans.clone());
+        tables.get(is_it, layout, name, || self.upload(s, rows, hopper, side)).map(Some)
+    }
+
+    fn upload(&self, s: &Stream, rows: usize, hopper: Option<usize>, side: Side) -> Result<Items> {
         let mut table = self.tiles_of(rows, side);
         let plain = [0, table.len() / ITEM];
         let mut other = plain;
@@ -45,7 +71,7 @@ impl Job {
             table.extend(more);
         }
         let table = s.upload(&table, &[table.len()], Category::Workspace)?;
-        Ok(Some(Items { table, plain, hopper: other }))
+        Ok(Items { table, plain, hopper: other })
     }
 
     fn tiles_of(&self, rows: usize, side: Side) -> Vec<i32> {
