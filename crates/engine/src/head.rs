@@ -11,8 +11,8 @@ use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, S
 use ferrotron_kernels::{CrossEntropy, Gemm, ShardLogits, Smoothing};
 use ferrotron_tensor::{DType, Result, Tensor};
 
-/// Bytes of a line of memory.
-const LINE: usize = 128;
+/// Rows of the weight of a whole vocabulary on a card are a multiple of this in products.
+const EVEN: usize = 64;
 
 /// `[tokens, hidden] → logits [tokens, V] → loss`
 pub struct Head {
@@ -130,25 +130,26 @@ impl Head {
 
     fn some_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
         let z = rank.activation(&[x.shape()[0], w.shape()[0]], x.dtype())?;
-        self.logits_into(rank, w, x, z)
-    }
-
-    /// The same, with every row on a new line of memory: with an odd vocabulary, rows back to back would begin at odd
-    /// addresses, and products of such rows are several times slower. For the loss, which does not mind.
-    fn spaced_logits(&self, rank: &Rank, w: &Tensor, x: &Tensor) -> Result<Tensor> {
-        let (n, v) = (x.shape()[0], w.shape()[0]);
-        let step = v.next_multiple_of(LINE / x.dtype().size());
-        // The cap works on whole memory.
-        let step = if self.softcap.is_some() { v } else { step };
-        let z = rank.activation(&[n, step], x.dtype())?.narrow(1, 0, v)?;
-        self.logits_into(rank, w, x, z)
-    }
-
-    fn logits_into(&self, rank: &Rank, w: &Tensor, x: &Tensor, z: Tensor) -> Result<Tensor> {
         let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &z };
         rank.kernels.gemm(&rank.compute, &g)?;
         self.cap(rank, &z)?;
         Ok(z)
+    }
+
+    /// The weight as products want it: on a card with rows of zeros up to an even number. Products over an odd vocabulary
+    /// are several times slower there than a copy of the weight, whatever the strides; the loss leaves what lies beyond the
+    /// vocabulary alone.
+    fn even(&self, rank: &Rank, w: &Tensor) -> Result<Tensor> {
+        let [v, h] = [w.shape()[0], w.shape()[1]];
+        // The cap's slope has no mask, and columns of other ranks follow on this one's.
+        let fixed = self.softcap.is_some() || rank.tp.size() > 1;
+        if rank.device().card().is_none() || v.is_multiple_of(EVEN) || fixed {
+            return Ok(w.clone());
+        }
+        let even = rank.activation(&[v.next_multiple_of(EVEN), h], w.dtype())?;
+        rank.compute.copy(w, &even.narrow(0, 0, v)?)?;
+        rank.compute.zero(&even.narrow(0, v, even.shape()[0] - v)?)?;
+        Ok(even)
     }
 
     fn cap(&self, rank: &Rank, z: &Tensor) -> Result<()> {
@@ -168,10 +169,9 @@ impl Head {
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         if tokens <= self.chunk {
             let alone = p.rank.tp.size() == 1;
-            let z = if alone {
-                self.spaced_logits(p.rank, p.weight(self.weight)?, x)?
-            } else {
-                self.logits(p, x)?
+            let z = match alone {
+                true => self.some_logits(p.rank, &self.even(p.rank, p.weight(self.weight)?)?, x)?,
+                false => self.logits(p, x)?,
             };
             self.row_loss(p.rank, &z, targets, &rows, train)?;
             let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&z), x: x_saved };
@@ -179,11 +179,11 @@ impl Head {
         }
         let x = &p.all_rows(x, "hidden states")?;
         let dx = p.empty(if train { x.shape() } else { &[0] })?;
+        let w = &self.even(p.rank, p.weight(self.weight)?)?;
         for (start, len) in chunks(tokens, self.chunk) {
             let part = targets.rows(start, len)?;
-            let w = p.weight(self.weight)?;
             let x = x.narrow(0, start, len)?;
-            let d = self.spaced_logits(p.rank, w, &x)?;
+            let d = self.some_logits(p.rank, w, &x)?;
             self.row_loss(p.rank, &d, &part, &rows.narrow(0, start, len)?, train)?;
             if train {
                 product(p.rank, &d, w, &dx.narrow(0, start, len)?)?;
@@ -239,16 +239,19 @@ impl Head {
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
             HeadSaved::Whole { dlogits, x } => {
-                let f = Factor::input_grad(p.weight(self.weight)?);
+                let w = p.weight(self.weight)?;
+                let f = Factor::input_grad(&self.even(p.rank, w)?);
                 let dx = p.sum_of_products(&Side::rows_of(&dlogits), &f, "gradient of hidden states")?;
                 let x = p.arriving_rows(&Side::rows_of(&x), "hidden states, again")?;
+                // Behind the vocabulary there is nothing to add to.
+                let dlogits = dlogits.narrow(1, 0, w.shape()[0])?;
                 Ok((dx, weight_product(self.weight, &dlogits, x)))
             }
             HeadSaved::Chunked { dx, x, targets } => {
                 let dx = p.sum_rows(&dx, "gradient of hidden states")?;
                 let x = p.arriving_rows(&Side::rows_of(&x), "hidden states, again")?;
                 // The weight as it is now: the optimizer may not have run when this does.
-                let w = p.weight(self.weight)?.clone();
+                let w = self.even(p.rank, p.weight(self.weight)?)?;
                 let me = Head {
                     weight: self.weight,
                     first: self.first,
@@ -263,8 +266,9 @@ impl Head {
                     for (start, len) in chunks(x.shape()[0], me.chunk) {
                         let x = x.narrow(0, start, len)?;
                         let rows = rank.activation(&[len], DType::F32)?;
-                        let d = me.spaced_logits(rank, &w, &x)?;
+                        let d = me.some_logits(rank, &w, &x)?;
                         me.row_loss(rank, &d, &targets.rows(start, len)?, &rows, true)?;
+                        let d = d.narrow(1, 0, grad.shape()[0])?;
                         let g = Gemm {
                             a: &d,
                             trans_a: true,
