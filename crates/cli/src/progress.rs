@@ -221,5 +221,19 @@ mod tests {
         let e = Event::RunEnd(RunEnd { step: 7, ending: Ending::Interrupted, ..RunEnd::default() });
         assert_eq!(note(&e).as_deref(), Some("stopped after step 7; the same command resumes"));
         assert_eq!(note(&Event::Step(Step::default())), None);
+        let operand = |role: &str, [saturation, underflow, error]: [f64; 3]| Operand {
+            module: "layers.0.mlp.down".into(),
+            role: role.into(),
+            saturation,
+            underflow,
+            error,
+            ..Operand::default()
+        };
+        let operands = vec![operand("input", [0.0, 0.5, 0.02]), operand("gradient", [0.25, 0.0, 0.051])];
+        let p = Event::Precision(Precision { step: 3, operands });
+        let said = "step 3  8-bit operands, at worst: saturation 0.250 % (layers.0.mlp.down gradient), underflow 0.500 % \
+                    (layers.0.mlp.down input), error 5.100 % (layers.0.mlp.down gradient)";
+        assert_eq!(note(&p).as_deref(), Some(said));
+        assert_eq!(note(&Event::Precision(Precision::default())), None);
     }
 }

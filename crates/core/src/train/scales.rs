@@ -114,3 +114,26 @@ pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
     s.write_to(&d.history, &history)?;
     Ok(())
 }
+
+/// Scales and history of this rank's stage, as they are in memory.
+pub(crate) struct Scales {
+    scale: Vec<f32>,
+    history: Vec<f32>,
+}
+
+impl Trainer {
+    /// The state of delayed scaling, where there is one.
+    pub(crate) fn scales(&self) -> Result<Option<Scales>> {
+        let Some(d) = delayed(self) else { return Ok(None) };
+        let s = &self.rank.compute;
+        Ok(Some(Scales { scale: s.download(&d.scale)?, history: s.download(&d.history)? }))
+    }
+
+    /// Takes that of another trainer of the same recipe.
+    pub(crate) fn set_scales(&self, scales: &Scales) -> Result<()> {
+        let (Some(d), s) = (delayed(self), &self.rank.compute) else { return Ok(()) };
+        s.write_to(&d.scale, &scales.scale)?;
+        s.write_to(&d.history, &scales.history)?;
+        Ok(())
+    }
+}
