@@ -282,13 +282,13 @@ fn calibration_ends_with_good_scales() {
     assert!(good.len() == 24 && good.iter().all(|x| (0.1..2.0).contains(x)), "calibrated: {good:?}");
     assert!(bad.iter().any(|x| *x < 1e-3), "without: {bad:?}");
     assert_ne!(plain.train_step(&RULE).unwrap().loss, ours.train_step(&RULE).unwrap().loss);
-    // Collected by several ranks, the same.
-    let three = |layout: &str| {
+    // Collected by several ranks, the same but for the order of sums.
+    let once = |layout: &str| {
         let keys: Vec<String> = layout.split(',').map(|k| format!("parallel.{k}")).collect();
         let set: Vec<&str> = keys.iter().map(String::as_str).chain(["precision.calibrate=3"]).collect();
-        scales(&under(layout, &delayed(&set), None, 3))
+        scales(&under(layout, &delayed(&set), None, 1))
     };
-    for (a, b) in three("tp=2,dp=2").iter().zip(&three("dp=1")) {
+    for (a, b) in once("tp=2,dp=2").iter().zip(&once("dp=1")) {
         let near = a.2.iter().zip(&b.2).all(|(x, y)| (x - y).abs() <= 0.05 * y.abs());
         assert!(a.0 == b.0 && near, "{a:?} and {b:?}");
     }
