@@ -202,12 +202,14 @@ fn the_history_may_change_its_length() {
     }
 }
 
+type Change<'a> = &'a dyn Fn(&mut Vec<Item>);
+
 #[test]
 fn damaged_scales_are_refused() {
     let mut t = trainer(&delayed(&[]));
     steps(&mut t, 1);
     let good = t.snapshot().unwrap();
-    let with = |change: &dyn Fn(&mut Vec<Item>)| {
+    let with = |change: Change| {
         let dir = tempfile::tempdir().unwrap();
         let mut s = good.clone();
         change(&mut s.items);
@@ -230,7 +232,7 @@ fn damaged_scales_are_refused() {
         }
     };
     assert_eq!(with(&|_| ()), ["", ""]);
-    let wrong: [(&dyn Fn(&mut Vec<Item>), &str); 7] = [
+    let wrong: [(Change, &str); 7] = [
         (&resize(SCALE, &[2]), "fp8.scale/layers.1.mlp.down is f32 [2]"),
         (&resize(SCALE, &[3, 1]), "fp8.scale/layers.1.mlp.down is f32 [3, 1]"),
         (&resize(HISTORY, &[12]), "fp8.history/layers.1.mlp.down is f32 [12]"),
