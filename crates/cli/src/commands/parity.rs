@@ -20,14 +20,15 @@ use std::process::ExitCode;
 pub const LONG: &str = "\
 One training step under two settings, compared tensor by tensor: loss, every gradient, every updated weight.
 
-A side is a list of f32 or bf16, cpu, cuda or cuda:N, fp8=SCALING, threads=N, micro_batch=N and layout keys (tp=2). SCALING
-is current, delayed (with magnitudes that were collected before), block, mxfp8 or nvfp4. The report names
-each tensor with its relative error (the norm of the difference by the norm of side A), the error that is allowed, the
-largest single difference and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only
-threads differ; 1e-5 of gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of
-gradients and 0.02 of the loss between f32 and bf16, and in bf16 between devices; with the same scaling on both sides 0.05 of gradients (0.1
-with current scaling of other micro-batches or cp, whose scales are others), with another or none on one 0.02 of the loss and 0.25 of gradients (nvfp4: 0.5). Weights may differ by what such gradients
-do to one step of Adam. Exit code 0: the sides agree, 1: they do not.";
+A side is a list of f32 or bf16, cpu, cuda or cuda:N, fp8=SCALING, threads=N, micro_batch=N and layout keys (tp=2). SCALING is
+current, delayed (with magnitudes that were collected before), block, mxfp8 or nvfp4. The report names each tensor with its
+relative error (the norm of the difference by the norm of side A), the error that is allowed, the largest single difference
+and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only threads differ; 1e-5 of
+gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of gradients and 0.02 of the loss
+between f32 and bf16, and in bf16 between devices; with the same scaling on both sides 0.05 of gradients (0.1 with current
+scaling of other micro-batches or cp, whose scales are others); with another scaling, or one on one side only, 0.02 of the
+loss and 0.25 of gradients (nvfp4: 0.5). Weights may differ by what such gradients do to one step of Adam.
+Exit code 0: the sides agree, 1: they do not.";
 
 const AFTER: &str = "\
 Examples:
