@@ -134,7 +134,7 @@ impl Linear {
         again: bool,
     ) -> Result<(Tensor, LinearSaved)> {
         let plain = || -> Result<bool> {
-            Ok(p.collects(self.weight, Role::Input, x)?
+            Ok(p.collects(self.weight, Role::Input, &x.values)?
                 && p.collects(self.weight, Role::Weight, p.weight(self.weight)?)?)
         };
         if let Some(e) = self.eight
@@ -218,7 +218,7 @@ impl Linear {
     ) -> Result<(Tensor, WeightGrad)> {
         let dy = &dy.into();
         if let Some(e) = self.eight
-            && !p.collects(self.weight, Role::Gradient, dy)?
+            && !p.collects(self.weight, Role::Gradient, &dy.values)?
         {
             return self.backward_narrow(p, e, saved, dy);
         }
