@@ -14,9 +14,8 @@
 //!   With 8-bit products of one scale per tensor, rows that become bytes before they travel are 1 byte per element instead
 //!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps; sums are
 //!   not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map input and gradient of every
-//!   micro-batch (the input again where it was not kept as bytes: out of attention, or made again) and the weight once a
-//!   step. Delayed scaling has one all-reduce of 3·4 bytes for each map a step, over tp and over copies. Scales of blocks
-//!   do not travel.
+//!   micro-batch (the input again where its block is computed again) and the weight once a step. Delayed scaling has one
+//!   all-reduce of 3·4 bytes for each map a step, over tp and over copies. Scales of blocks do not travel.
 //! - **cp** (c ranks): with L = padded tokens / c and K = L·(2·g·d) keys and values of the rank's g heads, a layer sends on
 //!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
 //!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(2n+2g)·d·e each way.
@@ -224,16 +223,11 @@ fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
     let summed = matches!(part.split, Split::Columns { .. });
     let (attention, r) = (part.name.contains(".attn."), s.recompute);
     let passes = 1 + u64::from(r.layer || if attention { r.attention } else { r.mlp });
-    // The output of attention is kept for its own backward; other inputs may be made again.
-    let made_again = if summed { attention || r.activation } else { r.norm };
-    let keeps = e.weight_grad && !made_again;
     let bytes = match summed {
         true => u64::from(e.input_grad && e.weight_grad),
         false => u64::from(e.output) * passes + u64::from(e.weight_grad),
     };
-    let magnitudes = u64::from(e.output || keeps) * passes
-        + u64::from(e.input_grad || e.weight_grad)
-        + u64::from(e.weight_grad && !keeps);
+    let magnitudes = u64::from(e.output || e.weight_grad) * passes + u64::from(e.input_grad || e.weight_grad);
     (bytes * u64::from(per_tensor), magnitudes * u64::from(current))
 }
 
