@@ -1,7 +1,7 @@
 //! Layouts (`tp=2,pp=2`) and the two sides of a comparison (`bf16,threads=1`) as written on the command line.
 
 use crate::args::Device;
-use ferrotron_core::config::{Precision, nearest};
+use ferrotron_core::config::{Precision, Scaling, nearest};
 use ferrotron_core::grid;
 use std::str::FromStr;
 
@@ -90,6 +90,8 @@ pub struct Side {
     pub device: Option<Device>,
     /// CPU threads; the command's unless given.
     pub threads: Option<usize>,
+    /// Scaling of 8-bit products; the recipe's unless given.
+    pub fp8: Option<Scaling>,
     /// Sequences per pass; the recipe's unless given.
     pub micro_batch: Option<usize>,
     /// The layout.
@@ -114,11 +116,13 @@ impl FromStr for Side {
             match key {
                 "dtype" => side.dtype = Some(value.parse()?),
                 "device" => side.device = Some(value.parse()?),
+                "fp8" => side.fp8 = Some(value.parse()?),
                 "threads" => side.threads = Some(number()?),
                 "micro_batch" => side.micro_batch = Some(number()?),
                 _ if LAYOUT_KEYS.contains(&key) => side.layout.put(key, value)?,
                 _ => {
-                    let keys = ["dtype", "device", "threads", "micro_batch"].into_iter().chain(LAYOUT_KEYS);
+                    let keys =
+                        ["dtype", "device", "fp8", "threads", "micro_batch"].into_iter().chain(LAYOUT_KEYS);
                     let near = nearest(key, keys).map(|n| format!("; did you mean {n}?")).unwrap_or_default();
                     return Err(format!("unknown key {key:?} in {text:?}{near}"));
                 }
@@ -150,6 +154,8 @@ mod tests {
         assert_eq!((s.dtype, s.threads, s.layout.tp), (Some(Precision::Bf16), Some(1), Some(2)));
         assert_eq!("cpu".parse::<Side>().unwrap().device, Some(Device::Cpu));
         assert_eq!("dtype=f32,micro_batch=2".parse::<Side>().unwrap().micro_batch, Some(2));
+        assert_eq!("bf16,fp8=block".parse::<Side>().unwrap().fp8, Some(Scaling::Block));
+        assert!("fp8=yes".parse::<Side>().is_err());
         assert!("fp16".parse::<Side>().unwrap_err().contains("f32, bf16"));
         assert!("thread=1".parse::<Side>().unwrap_err().contains("did you mean threads?"));
         assert!("dtype=fp16".parse::<Side>().is_err());

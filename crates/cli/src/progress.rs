@@ -4,7 +4,7 @@
 use crate::args::Global;
 use crate::format;
 use crate::output;
-use ferrotron_core::events::{Ending, Event, Step};
+use ferrotron_core::events::{Ending, Event, Operand, Precision, Step};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::cell::Cell;
 use std::io::{IsTerminal, Write};
@@ -157,6 +157,7 @@ fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
 fn note(event: &Event) -> Option<String> {
     match event {
         Event::Eval(e) => Some(format!("step {}  validation loss {}", e.step, format::loss(e.loss))),
+        Event::Precision(p) => worst(p),
         Event::Checkpoint(c) => {
             let (size, time) = (ferrotron_tensor::human(c.bytes as usize), format::seconds(c.seconds));
             Some(format!("step {}  saved {} ({size}, {time})", c.step, c.path))
@@ -166,6 +167,20 @@ fn note(event: &Event) -> Option<String> {
         }
         Event::RunStart(_) | Event::Step(_) | Event::Sample(_) | Event::RunEnd(_) => None,
     }
+}
+
+/// The worst of what was seen of 8-bit operands.
+fn worst(p: &Precision) -> Option<String> {
+    let most = |what: &str, of: &dyn Fn(&Operand) -> f64| {
+        let found = p.operands.iter().max_by(|a, b| of(a).total_cmp(&of(b)))?;
+        Some(format!("{what} {:.3} % ({} {})", of(found), found.module, found.role))
+    };
+    let parts = [
+        most("saturation", &|o| o.saturation)?,
+        most("underflow", &|o| o.underflow)?,
+        most("error", &|o| 1e2 * o.error)?,
+    ];
+    Some(format!("step {}  8-bit operands, at worst: {}", p.step, parts.join(", ")))
 }
 
 #[cfg(test)]
@@ -206,5 +221,19 @@ mod tests {
         let e = Event::RunEnd(RunEnd { step: 7, ending: Ending::Interrupted, ..RunEnd::default() });
         assert_eq!(note(&e).as_deref(), Some("stopped after step 7; the same command resumes"));
         assert_eq!(note(&Event::Step(Step::default())), None);
+        let operand = |role: &str, [saturation, underflow, error]: [f64; 3]| Operand {
+            module: "layers.0.mlp.down".into(),
+            role: role.into(),
+            saturation,
+            underflow,
+            error,
+            ..Operand::default()
+        };
+        let operands = vec![operand("input", [0.0, 0.5, 0.02]), operand("gradient", [0.25, 0.0, 0.051])];
+        let p = Event::Precision(Precision { step: 3, operands });
+        let said = "step 3  8-bit operands, at worst: saturation 0.250 % (layers.0.mlp.down gradient), underflow 0.500 % \
+                    (layers.0.mlp.down input), error 5.100 % (layers.0.mlp.down gradient)";
+        assert_eq!(note(&p).as_deref(), Some(said));
+        assert_eq!(note(&Event::Precision(Precision::default())), None);
     }
 }

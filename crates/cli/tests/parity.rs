@@ -102,3 +102,57 @@ fn what_cannot_be_compared_is_refused() {
     assert!(fails(&args, 2).contains("micro_batch"));
     assert!(fails(&["parity", "f32", "f32", "--model", "nowhere", "--input", "x"], 1).contains("nowhere"));
 }
+
+/// Sizes that narrow products have, on two ranks too.
+const NARROW: [&str; 4] = ["--set", "model.layers=2", "--set", "train.global_batch=8"];
+
+#[test]
+fn eight_bit_products_agree_on_any_layout() {
+    let (_dir, recipe) = folder();
+    let base = [&["--recipe", path(&recipe)][..], &NARROW].concat();
+    for scaling in ["current", "delayed", "block"] {
+        let one = format!("cpu,bf16,fp8={scaling},micro_batch=1");
+        for layout in ["tp=2", "cp=2", "dp=2", "pp=2"] {
+            let other = format!("{one},{layout}");
+            let sides = [one.as_str(), &other, "--set", "parallel.zero=1"];
+            let v = verdict(&[&sides[..], &base].concat(), 0);
+            // Half of the tokens have another scale, and round their own way, unless it is a power of two.
+            let rescaled = scaling == "current" && layout == "cp=2";
+            assert_eq!(v["bounds"]["gradient"], if rescaled { 1e-1 } else { 5e-2 });
+            if rescaled {
+                let pow2 = ["--set", "precision.power_of_two=true"];
+                assert_eq!(verdict(&[&sides[..], &base, &pow2].concat(), 0)["bounds"]["gradient"], 5e-2);
+            }
+        }
+        // Threads alone change no bit.
+        let [a, b] = ["threads=1", "threads=3"].map(|t| format!("{one},{t}"));
+        let v = verdict(&[&[a.as_str(), &b][..], &base].concat(), 0);
+        assert_eq!(v["identical"], v["tensors"]);
+    }
+}
+
+#[test]
+fn eight_bit_products_agree_with_bf16_within_their_bounds_and_not_within_less() {
+    let (_dir, recipe) = folder();
+    let base = [&["--recipe", path(&recipe)][..], &NARROW].concat();
+    for (scaling, bound) in
+        [("current", 0.25), ("delayed", 0.25), ("block", 0.25), ("mxfp8", 0.25), ("nvfp4", 0.5)]
+    {
+        for layout in ["", ",tp=2"] {
+            let other = format!("bf16,fp8={scaling}{layout}");
+            let args = [&["bf16", other.as_str()][..], &base].concat();
+            let v = verdict(&args, 0);
+            assert_eq!(
+                (v["bounds"]["gradient"].as_f64(), v["bounds"]["loss"].as_f64()),
+                (Some(bound), Some(2e-2))
+            );
+            // They are narrow indeed.
+            verdict(&[&args[..], &["--tolerance", "5e-3"]].concat(), 1);
+        }
+    }
+    let model = golden_models().remove(0);
+    let input = model.join("expected.safetensors");
+    let on = ["parity", "bf16", "bf16,fp8=block", "--model", path(&model), "--input", path(&input)];
+    assert!(fails(&on, 2).contains("recipes"));
+    assert!(fails(&[&["parity", "f32", "f32,fp8=block"][..], &base].concat(), 2).contains("bf16"));
+}

@@ -24,6 +24,8 @@ pub enum Event {
     Step(Step),
     /// Validation data was looked at.
     Eval(Eval),
+    /// Operands of 8-bit products were looked at.
+    Precision(Precision),
     /// A checkpoint was taken; its folder appears when it is completely written.
     Checkpoint(Checkpoint),
     /// Text was drawn from the model.
@@ -100,6 +102,37 @@ pub struct Eval {
     pub tokens: u64,
 }
 
+/// Operands of 8-bit products were looked at, in all micro-batches of a step and on all ranks.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Precision {
+    /// The step, from 1.
+    pub step: u64,
+    /// Every one, in the order of the model.
+    pub operands: Vec<Operand>,
+}
+
+/// How well an operand fits its format.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Operand {
+    /// The linear map, by its stacked outputs: `layers.0.attn.q+k+v`.
+    pub module: String,
+    /// `input`, `weight` or `gradient` (of the output).
+    pub role: String,
+    /// Percent of values beyond the largest number of the format.
+    pub saturation: f64,
+    /// Percent of values, other than zero, that became zero.
+    pub underflow: f64,
+    /// The largest magnitude.
+    pub amax: f64,
+    /// What values were multiplied by: the smallest and the largest of all blocks, equal where a tensor has one scale.
+    /// Absent where scales belong to the format.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub scale: Option<[f64; 2]>,
+    /// Relative error against the values before: `|narrowed - x| / |x|` in the Euclidean norm.
+    #[serde(deserialize_with = "or_nan")]
+    pub error: f64,
+}
+
 /// A checkpoint was taken; its folder appears when it is completely written.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Checkpoint {
@@ -157,6 +190,7 @@ impl Event {
             Event::RunStart(_) => 0,
             Event::Step(e) => e.step,
             Event::Eval(e) => e.step,
+            Event::Precision(e) => e.step,
             Event::Checkpoint(e) => e.step,
             Event::Sample(e) => e.step,
             Event::RunEnd(e) => e.step,

@@ -1,7 +1,7 @@
 //! One training step under two settings, compared tensor by tensor.
 
 use crate::Result;
-use crate::config::Resolved;
+use crate::config::{Resolved, Scaling};
 use crate::data::source;
 use crate::train::{FirstWeights, LogicalValues, Trainer};
 use ferrotron_engine::Rank;
@@ -51,12 +51,30 @@ impl Outcome {
     }
 }
 
-/// The first training step of a recipe. `first_weights` fills the model where the recipe starts from given ones.
+/// The first training step of a recipe. `first_weights` fills the model where the recipe starts from given ones. Delayed
+/// scaling has the scales that collecting magnitudes in this same step leads to: without any it would say nothing.
 pub fn first_step(rank: Rank, resolved: &Resolved, first_weights: Option<&FirstWeights>) -> Result<Outcome> {
     let sources = source::open(resolved)?;
-    let mut trainer = Trainer::new(rank, resolved)?;
-    if let Some(fill) = first_weights {
-        fill(&trainer)?;
+    let fresh = |resolved: &Resolved| -> Result<Trainer> {
+        let trainer = Trainer::new(rank.clone(), resolved)?;
+        first_weights.map_or(Ok(()), |fill| fill(&trainer))?;
+        Ok(trainer)
+    };
+    let scales = match resolved.config.precision.scaling == Scaling::Delayed {
+        true => {
+            let mut collecting = resolved.clone();
+            collecting.config.precision.calibrate = 1;
+            let mut trainer = fresh(&collecting)?;
+            trainer.train_step(&*sources.train)?;
+            trainer.scales()?
+        }
+        false => None,
+    };
+    let mut collected = resolved.clone();
+    collected.config.precision.calibrate = 0;
+    let mut trainer = fresh(&collected)?;
+    if let Some(scales) = scales {
+        trainer.set_scales(&scales)?;
     }
     let report = trainer.train_step(&*sources.train)?;
     let tensors = vec![(Kind::Gradient, trainer.gradients()?), (Kind::Weight, trainer.weights()?)];
@@ -87,6 +105,19 @@ impl Bounds {
     /// bf16 against f32.
     pub const BF16: Bounds = Bounds { loss: 2e-2, logits: 2e-2, gradient: 1e-1, noise: 1e-2, weight: None };
 
+    /// The same 8-bit products, where ranks or devices round before it.
+    pub const SCALED: Bounds = Bounds { loss: 2e-3, logits: 5e-2, gradient: 5e-2, noise: 1e-2, weight: None };
+    /// The same where a scale holds for other values on both sides: they round independently of each other. Gradients in
+    /// E5M2 are off by 5 % each then.
+    pub const RESCALED: Bounds = Bounds { gradient: 1e-1, ..Bounds::SCALED };
+    /// 8-bit products against others. A gradient in E5M2 has two digits after the point: it is off by up to an eighth, and
+    /// so is what is made of it; an eighth more for everything before.
+    pub const EIGHT_BITS: Bounds =
+        Bounds { loss: 2e-2, logits: 1e-1, gradient: 0.25, noise: 2e-2, weight: None };
+    /// Four-bit products against others: one digit.
+    pub const FOUR_BITS: Bounds =
+        Bounds { loss: 2e-2, logits: 2e-1, gradient: 0.5, noise: 4e-2, weight: None };
+
     /// One bound for everything.
     pub const fn all(x: f64) -> Bounds {
         Bounds { loss: x, logits: x, gradient: x, noise: 0.0, weight: Some(x) }
@@ -99,6 +130,13 @@ impl Bounds {
 /// ε, a share ε/π of the signs differ, and each by 2·lr: a distance of `2·√(ε/π)·lr·√n`.
 pub fn update_distance(epsilon: f64, n: usize, lr: f64) -> f64 {
     2.0 * (epsilon / std::f64::consts::PI).sqrt().min(1.0) * lr * (n as f64).sqrt()
+}
+
+/// [`update_distance`] where few signs are expected to differ: their number is a Poisson one, and three standard deviations
+/// above its mean are still likely. No more signs can differ than there are.
+fn likely_distance(epsilon: f64, n: usize, lr: f64) -> f64 {
+    let expected = (update_distance(epsilon, n, 1.0) / 2.0).powi(2);
+    2.0 * lr * (expected + 3.0 * expected.sqrt()).min(n as f64).sqrt()
 }
 
 /// The bounds as distances for the tensors of one outcome.
@@ -142,7 +180,7 @@ impl<'a> Allowed<'a> {
             (Kind::Weight, None) => {
                 let epsilon = self.epsilon.get(name).copied().unwrap_or(b.gradient);
                 // Either side may have rounded once more.
-                update_distance(epsilon, a.len(), self.lr) + f64::from(f32::EPSILON) * norm(a)
+                likely_distance(epsilon, a.len(), self.lr) + f64::from(f32::EPSILON) * norm(a)
             }
         }
     }
@@ -300,6 +338,14 @@ mod tests {
             !agree(outcome(1e-9, 1e-3), outcome(1e-9, -2e-3), Bounds::F32),
             "further than a step reaches"
         );
+    }
+
+    /// Signs of few values: one may differ where half a one is expected, and none where hardly any is.
+    #[test]
+    fn rare_signs_come_in_whole_numbers() {
+        assert!(likely_distance(0.05, 32, 1.0) > 2.0 * 2f64.sqrt());
+        assert!(likely_distance(1e-5, 1024, 1.0) < 2.0);
+        assert_eq!(likely_distance(100.0, 4, 1.0), 4.0);
     }
 
     /// The closed form against drawing: signs of normal numbers with a relative error.

@@ -11,6 +11,11 @@
 //!   the other way (4) and the two inputs once more for the weights (2). The embedding moves them twice, the head three
 //!   times, and sums of the loss are (t−1)·N·16 bytes. Computing a block again repeats its two. Once a step: an all-reduce
 //!   of the f32 gradient of every weight that all ranks hold, an all-gather of that of key heads that some share.
+//!   With 8-bit products of one scale per tensor, rows that become bytes before they travel are 1 byte per element instead
+//!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps; sums are
+//!   not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map input and gradient of every
+//!   micro-batch (the input again where its block is computed again) and the weight once a step. Delayed scaling has one
+//!   all-reduce of 3·4 bytes for each map a step, over tp and over copies. Scales of blocks do not travel.
 //! - **cp** (c ranks): with L = padded tokens / c and K = L·(2·g·d) keys and values of the rank's g heads, a layer sends on
 //!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
 //!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(2n+2g)·d·e each way.
@@ -27,7 +32,8 @@ use crate::pipeline::Stage;
 use ferrotron_comm::{Communicator, Kind, Volume};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::flat::Plan;
-use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Tokens};
+use ferrotron_engine::precision::{Method, Role};
+use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Split, Tokens};
 use ferrotron_tensor::DType;
 use std::collections::BTreeMap;
 
@@ -124,12 +130,19 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     };
     let (h, e) = (s.model.hidden as u64, s.dtype.size() as u64);
     let (t, c) = (s.tp.size as u64, s.cp.size as u64);
+    // Bytes that rows are shorter by where they travel as 8-bit numbers.
+    let mut less = 0;
     let blocks: Vec<usize> = s.stages.iter().flat_map(|stage| stage.layers.clone()).collect();
     for batch in s.batches {
         let tokens = Tokens::new(batch, s.cp, s.tp.size)?;
         let rows = tokens.rows().len() as u64;
         let local = tokens.layout().tokens() as u64 / c;
         let moved = (t - 1) * (rows / t) * h * e;
+        for spec in s.weights.iter().filter(|_| t > 1) {
+            let (bytes, magnitudes) = narrow(s, spec);
+            less += bytes * (moved / e) * (e - 1);
+            add("tp", magnitudes * all_reduce(t, 4));
+        }
         let again = |on: bool| if on || s.recompute.layer { 2 } else { 0 };
         let layer = 10 + again(s.recompute.attention) + again(s.recompute.mlp);
         add("tp", blocks.len() as u64 * layer * moved);
@@ -146,7 +159,23 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
             add("cp", forward * (1 + u64::from(twice)) + backward);
         }
     }
+    if let Some(tp) = out.get_mut("tp") {
+        *tp -= less;
+    }
+    let mut add = |group: &'static str, bytes: u64| {
+        if bytes > 0 {
+            *out.entry(group).or_default() += bytes;
+        }
+    };
     let copies = c * s.dp as u64;
+    let maps: Vec<_> = s.weights.iter().filter_map(|w| w.eight).collect();
+    if maps.iter().any(|m| matches!(m.recipe.method, Method::Delayed { .. })) {
+        let scales = 4 * (Role::ALL.len() * maps.len()) as u64;
+        add("tp", all_reduce(t, scales));
+        add("copies", all_reduce(copies, scales));
+    }
+    let agreed = maps.iter().filter(|m| m.recipe.method == Method::Current && (m.output || m.input_grad));
+    add("tp", agreed.count() as u64 * all_reduce(t, 4));
     let zero = if copies > 1 { s.zero } else { 0 };
     // Divided gradients are summed after every micro-batch.
     let rounds = if zero > 1 { s.batches.len() as u64 } else { 1 };
@@ -184,6 +213,22 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
 /// An all-reduce of `bytes` over `n` ranks.
 fn all_reduce(n: u64, bytes: u64) -> u64 {
     2 * (n - 1) * bytes / n
+}
+
+/// How often rows of the residual stream travel as bytes for a map in a micro-batch, and how many magnitudes of its input
+/// and gradient ranks agree on.
+fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
+    let (Some(e), Some(part)) = (spec.eight, spec.parts.first()) else { return (0, 0) };
+    let (per_tensor, current) = (e.recipe.per_tensor(), e.recipe.method == Method::Current);
+    let summed = matches!(part.split, Split::Columns { .. });
+    let (attention, r) = (part.name.contains(".attn."), s.recompute);
+    let passes = 1 + u64::from(r.layer || if attention { r.attention } else { r.mlp });
+    let bytes = match summed {
+        true => u64::from(e.input_grad && e.weight_grad),
+        false => u64::from(e.output) * passes + u64::from(e.weight_grad),
+    };
+    let magnitudes = u64::from(e.output || e.weight_grad) * passes + u64::from(e.input_grad || e.weight_grad);
+    (bytes * u64::from(per_tensor), magnitudes * u64::from(current))
 }
 
 /// What the attention of a layer sends over cp, forward and backward.

@@ -45,6 +45,13 @@ fn what_is_written_is_read() {
         start(),
         step(1),
         Event::Eval(Eval { step: 1, loss: 2.25, tokens: 64 }),
+        Event::Precision(Precision {
+            step: 1,
+            operands: vec![
+                Operand { module: "layers.0.mlp.down".into(), role: "input".into(), ..Operand::default() },
+                Operand { scale: Some([0.5, 64.0]), error: 0.03, ..Operand::default() },
+            ],
+        }),
         checkpoint(1),
         Event::Sample(Sample { step: 1, prompt: "a\n\"b".into(), text: "é\u{1F600}".into() }),
         end(1, Ending::Finished),

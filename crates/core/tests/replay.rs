@@ -168,6 +168,34 @@ fn replayed_steps_have_the_bits_of_launched_ones() {
     }
 }
 
+/// Steps whose operands are looked at, and those that only collect magnitudes, are launched; the graph stays good.
+#[test]
+fn watched_and_calibrating_steps_are_not_replayed() {
+    let current = ["precision.dtype=bf16", "precision.scaling=current"];
+    let delayed = ["precision.dtype=bf16", "precision.scaling=delayed"];
+    let cases = [
+        ([current[0], current[1], "precision.stats_every=10"], current.to_vec(), 24),
+        ([delayed[0], delayed[1], "precision.stats_every=10"], delayed.to_vec(), 24),
+        (
+            [delayed[0], delayed[1], "precision.calibrate=5"],
+            [&delayed[..], &["precision.calibrate=5"]].concat(),
+            22,
+        ),
+    ];
+    let Some((rank, _alone)) = card() else {
+        return cases.iter().for_each(|(changes, ..)| drop(recipe("on", changes)));
+    };
+    for (changes, plain, replayed) in cases {
+        let plain = train(&rank, "off", &plain, false);
+        for ahead in [false, true] {
+            let graph = train(&rank, "on", &changes, ahead);
+            assert_eq!(graph.replayed, replayed, "{changes:?}, ahead {ahead}");
+            assert_eq!(graph.reports, plain.reports, "{changes:?}, ahead {ahead}");
+            assert!(graph.weights == plain.weights, "{changes:?}, ahead {ahead}: weights differ");
+        }
+    }
+}
+
 #[test]
 fn another_number_of_micro_batches_is_another_graph() {
     // 2, 4, 6 and 8 sequences a step.

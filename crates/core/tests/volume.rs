@@ -12,6 +12,8 @@ use ferrotron_engine::{Place, Rank, Recompute, attention};
 const SEQ: usize = 24;
 const MICRO: usize = 2;
 const BATCH: usize = 16;
+const BLOCKS: &str = "train.recompute=[\"attention\", \"mlp\"]";
+const PARTS: &str = "train.recompute=[\"norm\", \"activation\"]";
 
 fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
     let mut recipe = Recipe::named("tiny").unwrap();
@@ -54,7 +56,13 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
             stages: &stages,
             batches: &batches,
             dtype: resolved.config.precision.dtype.dtype(),
-            recompute: Recompute { layer: set.contains(&"train.recompute=full"), ..Recompute::default() },
+            recompute: Recompute {
+                layer: set.contains(&"train.recompute=full"),
+                attention: set.contains(&BLOCKS),
+                mlp: set.contains(&BLOCKS),
+                activation: set.contains(&PARTS),
+                norm: set.contains(&PARTS),
+            },
             weights: trainer.params.specs(),
             zero: resolved.config.parallel.zero,
             plan: trainer.params.plan(),
@@ -110,5 +118,46 @@ fn context_parallel() {
     // A window: by heads where they divide, gathered where not.
     for layout in ["cp=2", "cp=4", "tp=2,cp=2"] {
         assert_ne!(equal(layout, &["model.window=8"])["cp"], equal(layout, &[])["cp"], "{layout}");
+    }
+}
+
+/// Bytes travel as bytes where a tensor has one scale, and magnitudes beside them.
+#[test]
+fn eight_bit_products() {
+    let set = |more: &[&'static str]| {
+        let base = ["precision.dtype=bf16", "model.head_dim=16", "model.ffn=64"];
+        [&base[..], more].concat()
+    };
+    let none = |layout: &str| equal(layout, &set(&[]))["tp"];
+    for scaling in ["current", "delayed", "block", "mxfp8", "nvfp4"] {
+        let scaling: &'static str = match scaling {
+            "current" => "precision.scaling=current",
+            "delayed" => "precision.scaling=delayed",
+            "block" => "precision.scaling=block",
+            "mxfp8" => "precision.scaling=mxfp8",
+            _ => "precision.scaling=nvfp4",
+        };
+        for layout in ["tp=2", "tp=4", "tp=2,dp=2", "tp=2,pp=2", "tp=2,cp=2", "dp=2", "cp=2,dp=2"] {
+            let sent = equal(layout, &set(&[scaling]));
+            if layout == "tp=2" {
+                let per_tensor = scaling.contains("current") || scaling.contains("delayed");
+                assert_eq!(sent["tp"] < none(layout), per_tensor, "{scaling}");
+                assert!(per_tensor || sent["tp"] == none(layout), "{scaling}");
+            }
+        }
+        for more in [
+            &["train.recompute=full"][..],
+            &[BLOCKS],
+            &[PARTS],
+            &["parallel.overlap=false"],
+            &["precision.except=mlp.down"],
+            &["precision.except=attn.q:output"],
+            &["precision.except=mlp.up:weight_grad"],
+            &["precision.except=mlp.down:weight_grad"],
+            &["precision.except=mlp.down:input_grad"],
+            &["precision.except=attn.out:output"],
+        ] {
+            equal("tp=2", &set(&[&[scaling], more].concat()));
+        }
     }
 }

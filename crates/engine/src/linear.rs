@@ -2,7 +2,7 @@
 
 use crate::measured::Wanted;
 use crate::overlap::{Arriving, Factor, weight_product};
-use crate::precision::{Eight, SavedSide, Side};
+use crate::precision::{Eight, Role, SavedSide, Side};
 use crate::{Declarations, Init, Measured, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{Act, Gemm, LinearAct, LinearActBackward};
 use ferrotron_tensor::{Result, Tensor, shape_error};
@@ -133,7 +133,13 @@ impl Linear {
         x: &Measured,
         again: bool,
     ) -> Result<(Tensor, LinearSaved)> {
-        if let Some(e) = self.eight {
+        let plain = || -> Result<bool> {
+            Ok(p.collects(self.weight, Role::Input, &x.values)?
+                && p.collects(self.weight, Role::Weight, p.weight(self.weight)?)?)
+        };
+        if let Some(e) = self.eight
+            && !plain()?
+        {
             let (y, saved) = self.forward_narrow(p, e, x, again)?;
             if let Some(bias) = self.bias.filter(|_| self.partial && p.rank.tp.size() > 1) {
                 add_bias(p, p.weight(bias)?, &y)?;
@@ -211,7 +217,9 @@ impl Linear {
         dy: impl Into<Measured>,
     ) -> Result<(Tensor, WeightGrad)> {
         let dy = &dy.into();
-        if let Some(e) = self.eight {
+        if let Some(e) = self.eight
+            && !p.collects(self.weight, Role::Gradient, &dy.values)?
+        {
             return self.backward_narrow(p, e, saved, dy);
         }
         let x = saved.input()?;

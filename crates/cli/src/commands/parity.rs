@@ -5,7 +5,7 @@ use crate::layout::Side;
 use crate::output::{self, Usage};
 use anyhow::Result;
 use ferrotron_bridge::{Plan, forward};
-use ferrotron_core::config::{Precision, Recipe};
+use ferrotron_core::config::{Precision, Recipe, Scaling};
 use ferrotron_core::model::Stages;
 
 use ferrotron_core::grid::{Grid, Layout};
@@ -20,18 +20,22 @@ use std::process::ExitCode;
 pub const LONG: &str = "\
 One training step under two settings, compared tensor by tensor: loss, every gradient, every updated weight.
 
-A side is a list of f32 or bf16, cpu, cuda or cuda:N, threads=N, micro_batch=N and layout keys (tp=2). The report names
-each tensor with its relative error (the norm of the difference by the norm of side A), the error that is allowed, the
-largest single difference and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only
-threads differ; 1e-5 of gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of
-gradients and 0.02 of the loss between f32 and bf16, and in bf16 between devices. Weights may differ by what such gradients
-do to one step of Adam. Exit code 0: the sides agree, 1: they do not.";
+A side is a list of f32 or bf16, cpu, cuda or cuda:N, fp8=SCALING, threads=N, micro_batch=N and layout keys (tp=2). SCALING is
+current, delayed (with magnitudes that were collected before), block, mxfp8 or nvfp4. The report names each tensor with its
+relative error (the norm of the difference by the norm of side A), the error that is allowed, the largest single difference
+and a verdict, the worst first. Allowed without --tolerance: nothing, the same bits, where only threads differ; 1e-5 of
+gradients where micro_batch or, in f32, the device differs, which sums in another order; 0.1 of gradients and 0.02 of the loss
+between f32 and bf16, and in bf16 between devices; with the same scaling on both sides 0.05 of gradients (0.1 with current
+scaling of other micro-batches or cp, whose scales are others); with another scaling, or one on one side only, 0.02 of the
+loss and 0.25 of gradients (nvfp4: 0.5). Weights may differ by what such gradients do to one step of Adam.
+Exit code 0: the sides agree, 1: they do not.";
 
 const AFTER: &str = "\
 Examples:
   ferrotron parity threads=1 threads=8               must agree to the last bit
   ferrotron parity cpu cuda                          the same model on two devices
   ferrotron parity f32 bf16                          must agree within the precision of bf16
+  ferrotron parity bf16 bf16,fp8=current,tp=2        8-bit products on two ranks
   ferrotron parity micro_batch=1 micro_batch=4 --recipe my.toml
   ferrotron parity dp=1 tp=2,dp=2                    one rank and four
   mpirun -n 4 ferrotron parity dp=1 tp=2             the same with processes
@@ -100,6 +104,10 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 struct Done {
     outcome: Outcome,
     dtype: Precision,
+    scaling: Scaling,
+    /// Are its scales powers of two?
+    pow2: bool,
+    cp: usize,
     micro_batch: usize,
     device: DeviceKind,
     ranks: usize,
@@ -120,6 +128,9 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     }
     if let Some(dtype) = side.dtype {
         recipe.put_key("precision.dtype", dtype.name())?;
+    }
+    if let Some(scaling) = side.fp8 {
+        recipe.put_key("precision.scaling", scaling.to_string())?;
     }
     if let Some(n) = side.micro_batch {
         recipe.put_key("train.micro_batch", i64::try_from(n).unwrap_or(i64::MAX))?;
@@ -149,8 +160,9 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
         crate::place::run(&place, &layout, seed, one)?
     };
     let (device, outcome) = all.swap_remove(0);
-    let (dtype, micro_batch) = (resolved.config.precision.dtype, resolved.plan.micro_batch);
-    Ok(Done { outcome, dtype, micro_batch, device, ranks })
+    let (precision, micro_batch) = (&resolved.config.precision, resolved.plan.micro_batch);
+    let (dtype, scaling, pow2) = (precision.dtype, precision.scaling, precision.power_of_two == Some(true));
+    Ok(Done { outcome, dtype, scaling, pow2, cp: layout.cp, micro_batch, device, ranks })
 }
 
 /// Forward and backward of a Hugging Face folder: no update, so no weights to compare.
@@ -158,7 +170,10 @@ fn folder(model: &Path, input: &Path, side: &Side, place: &Global) -> Result<Don
     if side.micro_batch.is_some() {
         return Err(Usage::new("micro_batch is for recipes; with --model the input is one batch").into());
     }
-    let dtype = side.dtype.unwrap_or(Precision::F32);
+    if side.fp8.is_some() {
+        return Err(Usage::new("fp8 is for recipes; take --recipe finetune-hf --set model.hf=DIR").into());
+    }
+    let (dtype, scaling) = (side.dtype.unwrap_or(Precision::F32), Scaling::None);
     let plan = Plan::open(model)?;
     let input = forward::read_input(input)?;
     let backward = input.labels.is_some();
@@ -176,7 +191,7 @@ fn folder(model: &Path, input: &Path, side: &Side, place: &Global) -> Result<Don
     let (device, outcome) = all.swap_remove(0);
     let ranks = layout.world()?;
     let outcome = outcome.into();
-    Ok(Done { outcome, dtype, micro_batch: input.batch, device, ranks })
+    Ok(Done { outcome, dtype, scaling, pow2: false, cp: layout.cp, micro_batch: input.batch, device, ranks })
 }
 
 /// Is everything summed in the same order?
@@ -184,10 +199,21 @@ fn same(a: &Done, b: &Done) -> bool {
     a.micro_batch == b.micro_batch && a.device == b.device && a.ranks == 1 && b.ranks == 1
 }
 
+/// Has a tensor of activations other tokens on both sides, and so another largest magnitude?
+fn other_tensors(a: &Done, b: &Done) -> bool {
+    (a.micro_batch, a.cp) != (b.micro_batch, b.cp)
+}
+
 /// What counts as agreement where nobody says: equal arithmetic gives equal bits.
 fn bounds(a: &Done, b: &Done) -> Bounds {
     match (a.dtype, b.dtype) {
+        _ if a.scaling != b.scaling => match [a, b].iter().any(|s| s.scaling == Scaling::Nvfp4) {
+            true => Bounds::FOUR_BITS,
+            false => Bounds::EIGHT_BITS,
+        },
         (x, y) if x == y && same(a, b) => Bounds::EXACT,
+        _ if a.scaling == Scaling::Current && !(a.pow2 && b.pow2) && other_tensors(a, b) => Bounds::RESCALED,
+        _ if a.scaling != Scaling::None => Bounds::SCALED,
         // Two devices round intermediate results to bf16 at their own places.
         (Precision::F32, Precision::F32) => Bounds::F32,
         (x, y) if x == y && a.device == b.device && a.ranks == b.ranks => Bounds::F32,

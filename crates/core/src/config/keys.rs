@@ -178,6 +178,10 @@ keys! {
         margin: u32 = 0, "fp8_margin";
         /// Steps whose largest magnitude delayed scaling goes by; 1 takes the most recent.
         history: usize = 1024, "fp8_amax_history_len", "amax_history_len", "fp8_amax_compute_algo", "amax_compute_algo";
+        /// Steps at the start of delayed scaling whose products stay in precision.dtype while magnitudes are collected.
+        calibrate: u64 = 0, "fp8_calibration_steps", "calibration_steps", "calibrating";
+        /// Steps between looks at how well operands fit their formats, for the log; such a step is slow. 0 means never.
+        stats_every: u64 = 0, "log_fp8_stats_interval", "fp8_stats_interval", "tensor_inspect_interval";
         /// What stays in precision.dtype: "first 1" and "last 1" layers, modules by parts of their names ("mlp.down",
         /// "layers.3"), one product of one ("attn.out:weight_grad"; output, input_grad, weight_grad).
         except: OneOrMany = OneOrMany::default(), "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_wgrad", "filter_fqns";

@@ -92,6 +92,19 @@ impl Recipe {
             Ok(policy) => policy,
             Err(what) => return self.refuse("precision.except", what),
         };
+        if p.calibrate > 0 && p.scaling != Scaling::Delayed {
+            return self.refuse(
+                "precision.calibrate",
+                "only delayed scaling begins with scales of earlier steps; set precision.scaling = \"delayed\", or leave \
+                 this out",
+            );
+        }
+        if p.stats_every > 0 && p.scaling == Scaling::None {
+            return self.refuse(
+                "precision.stats_every",
+                "there are no 8-bit operands to look at: set precision.scaling, or leave this out",
+            );
+        }
         if policy.recipe.is_none() {
             return match p.except.0.is_empty() {
                 true => Ok(()),

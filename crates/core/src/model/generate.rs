@@ -83,6 +83,28 @@ pub fn generate(
     on_token: &mut dyn FnMut(i32) -> bool,
 ) -> Result<Vec<i32>> {
     sampling.check()?;
+    // Weights stay what they are, and nothing here is part of a training step.
+    let pass = &Pass { train: false, ..*pass };
+    let eight = pass.params.eight();
+    if let Some(eight) = eight {
+        eight.begin_evaluation();
+    }
+    let made = continue_prompt(decoder, pass, prompt, max_new, sampling, stop, on_token);
+    if let Some(eight) = eight {
+        eight.end_evaluation();
+    }
+    made
+}
+
+fn continue_prompt(
+    decoder: &Decoder,
+    pass: &Pass,
+    prompt: &[i32],
+    max_new: usize,
+    sampling: Sampling,
+    stop: &[i32],
+    on_token: &mut dyn FnMut(i32) -> bool,
+) -> Result<Vec<i32>> {
     let room = decoder.max_positions();
     if prompt.is_empty() || prompt.len() >= room {
         return Err(Error::Invalid(format!(

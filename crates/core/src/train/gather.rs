@@ -3,6 +3,7 @@
 use super::LogicalValues;
 use crate::checkpoint::Item;
 use crate::model::{ModelConfig, logical_parts};
+use crate::tensorfile::FileDType;
 use crate::{Error, Result};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, DType, Tensor};
@@ -39,13 +40,14 @@ pub fn all_stages(rank: &Rank, model: &ModelConfig, mine: Vec<LogicalValues>) ->
 }
 
 /// The items of all stages on the first rank of the world; elsewhere, a rank's own. One tensor travels at a time.
-pub(super) fn on_first_rank(rank: &Rank, model: &ModelConfig, mut mine: Vec<Item>) -> Result<Vec<Item>> {
+pub(super) fn on_first_rank(rank: &Rank, mut mine: Vec<Item>) -> Result<Vec<Item>> {
     let s = &rank.compute;
     if rank.pp.size() == 1 || rank.pp.ranks().first() != Some(&0) {
         return Ok(mine);
     }
-    let names: Vec<&str> = mine.iter().map(|i| i.name.as_str()).collect();
-    let tables = rank.pp.all_gather_bytes(&encode(&names)?, "names of tensors")?;
+    let about: Vec<(&str, &str, &[usize])> =
+        mine.iter().map(|i| (i.name.as_str(), i.dtype.name(), i.shape.as_slice())).collect();
+    let tables = rank.pp.all_gather_bytes(&encode(&about)?, "names of tensors")?;
     let label = "a tensor of a checkpoint";
     if rank.pp.rank() > 0 {
         for item in &mine {
@@ -54,22 +56,16 @@ pub(super) fn on_first_rank(rank: &Rank, model: &ModelConfig, mut mine: Vec<Item
         }
         return Ok(mine);
     }
-    let shapes: HashMap<String, Vec<usize>> =
-        logical_parts(model)?.into_iter().map(|p| (p.name, p.shape)).collect();
-    // Names are `kind/part`; all tensors of a kind have one type, and the first stage has some of every kind.
-    let split = |name: &str| name.split_once('/').map(|(kind, part)| (kind.to_string(), part.to_string()));
-    let types: HashMap<String, DType> =
-        mine.iter().filter_map(|i| Some((split(&i.name)?.0, i.dtype))).collect();
+    let types = FileDType::ALL.iter().filter_map(|d| d.native());
     for (stage, table) in tables.iter().enumerate().skip(1) {
-        for name in decode::<Vec<String>>(table)? {
-            let known = split(&name).and_then(|(kind, part)| Some((*types.get(&kind)?, shapes.get(&part)?)));
-            let Some((dtype, shape)) = known else {
-                return Err(Error::Invalid(format!("stage {stage} brought {name}, which the model has not")));
+        for (name, dtype, shape) in decode::<Vec<(String, String, Vec<usize>)>>(table)? {
+            let Some(dtype) = types.clone().find(|d| d.name() == dtype) else {
+                return Err(Error::Invalid(format!("stage {stage} brought {name} of type {dtype}")));
             };
             let len = shape.iter().product::<usize>() * dtype.size();
             let bytes = Tensor::empty(s, &[len], DType::U8, Category::Communication)?;
             rank.pp.receive(s, &bytes, stage, label)?;
-            mine.push(Item { name, dtype, shape: shape.clone(), bytes: s.download(&bytes)? });
+            mine.push(Item { name, dtype, shape, bytes: s.download(&bytes)? });
         }
     }
     Ok(mine)

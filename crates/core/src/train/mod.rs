@@ -6,7 +6,9 @@ mod memory;
 mod micro_batch;
 mod replay;
 mod run;
+mod scales;
 mod state;
+mod statistics;
 mod trainer;
 
 pub use gather::all_stages;

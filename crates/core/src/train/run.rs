@@ -215,6 +215,9 @@ impl Run {
             if last || report.step % c.train.log_every.max(1) == 0 {
                 self.emit(Event::Step(self.step_event(&report, seconds)), observer)?;
             }
+            if let Some(seen) = self.trainer.take_statistics() {
+                self.emit(Event::Precision(seen), observer)?;
+            }
             let mut evaluated = false;
             if let Some(data) = eval
                 && c.eval.every > 0

@@ -1,6 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
-use super::{Trainer, gather};
+use super::{Trainer, gather, scales};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::model::{ModelConfig, logical_parts};
@@ -107,6 +107,9 @@ struct State {
     lr: LrSchedule,
     weight_decay: WdSchedule,
     batch: BatchSchedule,
+    /// Steps under delayed scaling, its calibration included.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    scaled_steps: Option<u64>,
 }
 
 pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
@@ -114,7 +117,8 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     for state in t.optimizer.states() {
         items.extend(logical_state(t, state)?);
     }
-    let items = gather::on_first_rank(&t.rank, t.decoder.config(), items)?;
+    items.extend(scales::items(t)?);
+    let items = gather::on_first_rank(&t.rank, items)?;
     let state = State {
         samples: t.samples,
         tokens: t.tokens,
@@ -124,6 +128,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         lr: t.lr.clone(),
         weight_decay: t.wd.clone(),
         batch: t.batches.clone(),
+        scaled_steps: t.is_delayed().then_some(t.scaled_steps),
     };
     let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
     Ok(Snapshot { step: t.step, state, items })
@@ -201,7 +206,10 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         .flat_map(|state| parts.iter().map(|p| (name(state, &p.name), *state, &p.shape)))
         .map(|(name, state, shape)| (dtype(state, &name), name, shape))
         .collect();
-    loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())))?;
+    let names = parts.iter().map(|p| p.name.as_str()).collect();
+    let found = scales::check(loaded, &names)?;
+    let found = found.iter().map(|(n, s)| (*n, DType::F32, *s));
+    loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())).chain(found))?;
     for state in states {
         for (i, (spec, piece)) in t.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
             let mut values = Vec::with_capacity(piece.inside.len());
@@ -217,6 +225,8 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     }
     t.optimizer.publish(&t.rank, &t.params)?;
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
+    scales::restore(t, loaded)?;
+    t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);
     (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
     Ok(())
 }

@@ -3,10 +3,12 @@
 use super::memory::{Need, advise};
 use super::micro_batch::{fetch, read, upload};
 use super::replay::{Policy, Replayed, Watch};
+use super::statistics::{self, Seen};
 use super::{gather, state};
 use crate::checkpoint::{Loaded, Snapshot};
-use crate::config::Resolved;
+use crate::config::{Resolved, Scaling};
 use crate::data::Batches;
+use crate::events::Precision;
 use crate::model::{Decoder, Stages};
 use crate::optimizer::{Kept, Optimizer, StepRates};
 use crate::pipeline::{Aim, MicroBatch, Mode, Plan, Schedule, execute};
@@ -47,6 +49,15 @@ pub struct Trainer {
     /// The schedule of the last step; most steps have as many micro-batches as the one before.
     schedule: Option<Schedule>,
     pub(super) policy: Policy,
+    /// Steps between looks at 8-bit operands; 0: never.
+    stats_every: u64,
+    /// What the last look saw.
+    seen: Option<Precision>,
+    delayed: bool,
+    /// Steps of delayed scaling that only collect magnitudes.
+    calibrate: u64,
+    /// Steps under delayed scaling, those included.
+    pub(super) scaled_steps: u64,
     /// The step as a graph, once it is one.
     pub(super) replayed: Option<Replayed>,
     /// Steps done.
@@ -69,6 +80,8 @@ pub struct Queued {
     done: Event,
     /// When the card began, where its time is to be compared with the host's.
     watch: Option<Watch>,
+    /// What its operands were like on this rank, where they were looked at.
+    operands: Option<Vec<Seen>>,
 }
 
 /// What a step reports.
@@ -131,6 +144,11 @@ impl Trainer {
             skipped: 0,
             schedule: None,
             policy,
+            stats_every: r.config.precision.stats_every,
+            seen: None,
+            delayed: r.config.precision.scaling == Scaling::Delayed,
+            calibrate: r.config.precision.calibrate,
+            scaled_steps: 0,
             replayed: None,
             step: 0,
             samples: 0,
@@ -168,10 +186,14 @@ impl Trainer {
         let after = self.samples + samples;
         let rates = StepRates { lr: self.lr.at(after), weight_decay: self.wd.at(after) };
         let (seq, mut watch) = (data.seq(), None);
-        let (losses, norm) = match self.replay(&batches, seq, weight, rates)? {
+        // Such steps are not like others: they are given launch by launch, and say nothing of how long others take.
+        let (looks, collects) = (self.begin_look(), self.collect_magnitudes());
+        let special = looks || collects;
+        let replayed = if special { None } else { self.replay(&batches, seq, weight, rates)? };
+        let (losses, norm) = match replayed {
             Some(made) => made,
             None => {
-                watch = self.policy.watch(&self.rank.compute)?;
+                watch = if special { None } else { self.policy.watch(&self.rank.compute)? };
                 let (p, step) = (self.dropout, self.step);
                 let losses = self.passes(batches.len(), &mut |rank, decoder, i| {
                     // The number of its first token in the step.
@@ -183,13 +205,15 @@ impl Trainer {
                 (losses, norm)
             }
         };
+        let operands = looks.then(|| statistics::end_look(&self.params));
         let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
         self.samples = after;
         self.step += 1;
+        self.scaled_steps += u64::from(self.is_delayed());
         self.tokens += tokens;
         let done = self.rank.compute.record()?;
         let (step, consumed, lr) = (self.step, self.tokens, rates.lr);
-        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done, watch })
+        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done, watch, operands })
     }
 
     /// Forward and backward of a step's micro-batches, which `load` brings: the loss of each, and in the buffer the
@@ -228,7 +252,10 @@ impl Trainer {
         // Their memory may be used again now.
         self.rank.compute.wait(&s.record()?)?;
         let loss = self.over_ranks(loss, "loss of the step")?;
-        let Queued { step, lr, tokens, samples, consumed, .. } = q;
+        let Queued { step, lr, tokens, samples, consumed, operands, .. } = q;
+        if let Some(mine) = operands {
+            self.seen = statistics::joined(&self.rank, self.decoder.config(), step, mine)?;
+        }
         // The device has changed nothing where the norm is no number, so the run may go on; but not forever.
         self.skipped = if norm.is_finite() { 0 } else { self.skipped + 1 };
         let goes_on = self.skips && (1..SKIPS).contains(&self.skipped);
@@ -236,6 +263,32 @@ impl Trainer {
             return Err(Error::Diverged { step, loss, grad_norm: norm });
         }
         Ok(StepReport { step, loss, grad_norm: norm, lr, tokens, samples, consumed })
+    }
+
+    /// What the operands of 8-bit products were like in the last step that was ended, if it was one to look at them.
+    pub fn take_statistics(&mut self) -> Option<Precision> {
+        self.seen.take()
+    }
+
+    /// Watches operands from now on, if this step is one to do so.
+    fn begin_look(&self) -> bool {
+        let due = self.stats_every > 0 && (self.step + 1).is_multiple_of(self.stats_every);
+        if let Some(eight) = self.params.eight().filter(|_| due) {
+            eight.watch(true);
+        }
+        due
+    }
+
+    /// Has products stay in full width while scales are not known yet. Says whether they do.
+    fn collect_magnitudes(&self) -> bool {
+        let Some(eight) = self.params.eight() else { return false };
+        eight.collect_only(self.scaled_steps < self.calibrate);
+        eight.is_collecting()
+    }
+
+    /// Does the recipe scale by earlier steps?
+    pub(super) fn is_delayed(&self) -> bool {
+        self.delayed
     }
 
     /// This step's schedule.
@@ -266,6 +319,10 @@ impl Trainer {
             .map(|i| data.batch(i * self.batches.micro, self.batches.micro as usize))
             .collect::<Result<Vec<_>>>()?;
         let mut total = 0.0;
+        self.collect_magnitudes();
+        if let Some(eight) = self.params.eight() {
+            eight.begin_evaluation();
+        }
         if !batches.is_empty() {
             let (rank, decoder) = (&self.rank, &self.decoder);
             let schedule = Plan { mode: Mode::ForwardOnly, ..self.plan_of(batches.len()) }.schedule()?;
@@ -273,6 +330,9 @@ impl Trainer {
             let pass = Pass { train: false, ..Pass::new(rank, &self.params) };
             let sums = execute(pass, decoder, &schedule, &mut load, Aim::Loss)?;
             total = sums.iter().map(|l| fetch(rank, l)).sum::<Result<f64>>()?;
+        }
+        if let Some(eight) = self.params.eight() {
+            eight.end_evaluation();
         }
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
         let total = self.over_ranks(total, "evaluation")?;

@@ -6,5 +6,6 @@ mod bits;
 mod data;
 mod moments;
 mod passes;
+mod scales;
 mod support;
 mod together;

@@ -1,5 +1,6 @@
 //! Precision as a policy: which products of a model are made of narrow factors, and what that needs.
 
+mod calibrate;
 mod linear;
 mod operands;
 mod recipe;

@@ -7,6 +7,7 @@ use crate::{ParamId, ParamSpec, Rank};
 use ferrotron_comm::Reduce;
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// One operand of one map: what a scale of delayed scaling belongs to.
@@ -28,6 +29,8 @@ pub struct EightState {
     zeros: Mutex<Option<Zeros>>,
     /// What operands were like, while that is asked for.
     watched: Mutex<Option<Vec<OperandStats>>>,
+    /// Are products in full width, and magnitudes only collected?
+    collecting: AtomicBool,
 }
 
 /// Scales of earlier steps.
@@ -93,8 +96,19 @@ impl EightState {
             _ => None,
         };
         let weights = Mutex::new(vec![Kept::default(); specs.len()]);
-        let (counters, zeros, watched) = Default::default();
-        Ok(Some(EightState { delayed, weights, counters, zeros, watched }))
+        let (counters, zeros, watched, collecting) = Default::default();
+        Ok(Some(EightState { delayed, weights, counters, zeros, watched, collecting }))
+    }
+
+    /// From now on, products stay in full width and steps only collect how large operands are, for the scales of later
+    /// ones; or no longer. Of delayed scaling; others need none.
+    pub fn collect_only(&self, on: bool) {
+        self.collecting.store(on && self.delayed.is_some(), Ordering::Relaxed);
+    }
+
+    /// Are magnitudes only collected?
+    pub fn is_collecting(&self) -> bool {
+        self.collecting.load(Ordering::Relaxed)
     }
 
     /// From now on, note how well operands fit their formats, or no longer. The host waits for every one of them.
@@ -140,9 +154,15 @@ impl EightState {
     }
 
     /// Passes without a backward begin, between which weights stay what they are: they are kept as bytes until a step
-    /// begins or [`EightState::weights_changed`] is called.
+    /// begins or [`EightState::end_evaluation`] is called.
     pub fn begin_evaluation(&self) {
         lock(&self.counters).keep = Keep::Everything;
+        self.weights_changed();
+    }
+
+    /// Those passes are over: nothing of weights stays.
+    pub fn end_evaluation(&self) {
+        lock(&self.counters).keep = Keep::Nothing;
         self.weights_changed();
     }
 

@@ -1,0 +1,19 @@
+//! Steps in full width that only look how large operands are, so that delayed scaling begins with good scales.
+
+use super::Role;
+use crate::{ParamId, Pass};
+use ferrotron_tensor::{Result, Tensor};
+
+impl Pass<'_> {
+    /// Are products in full width because scales are not known yet? Then notes how large an operand `x` of the map with
+    /// weight `param` is, where a backward may follow.
+    pub(crate) fn collects(&self, param: ParamId, role: Role, x: &Tensor) -> Result<bool> {
+        let Some(state) = self.params.eight().filter(|s| s.is_collecting()) else { return Ok(false) };
+        if self.train
+            && let Some((_, amax)) = state.delayed().map(|d| d.of(param, role)).transpose()?.flatten()
+        {
+            self.rank.kernels.amax(&self.rank.compute, x, &amax)?;
+        }
+        Ok(true)
+    }
+}
