@@ -186,7 +186,10 @@ impl EightState {
                 let [from, to] = [bytes, &cols].map(|b| b.scale_inv.clone());
                 let (down, across) = (from.shape()[0], to.shape()[0]);
                 s.zero(&to)?;
-                k.copy(s, &from.narrow(1, 0, across)?.transpose(0, 1)?, &to.narrow(1, 0, down)?)?;
+                // One by one: copies want a last axis that lies back to back.
+                let shape = [across, down, 1];
+                let from = from.narrow(1, 0, across)?.transpose(0, 1)?.view(&shape)?;
+                k.copy(s, &from, &to.narrow(1, 0, down)?.view(&shape)?)?;
             }
         }
         let cols = Side::Bytes(cols);
