@@ -182,6 +182,7 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     if let Some(recipe) = s.weights.iter().find_map(|w| w.eight).map(|e| e.recipe) {
         let count = |f: fn(&ParamSpec) -> bool| s.weights.iter().filter(|w| f(w)).count() as u64;
         let magnitudes = match recipe.method {
+            // Whatever weights are.
             Method::Delayed { .. } => 3 * count(|w| w.eight.is_some()),
             Method::Current if zero > 0 => count(ParamSpec::stored),
             _ => 0,

@@ -114,14 +114,13 @@ impl Params {
                 }
             };
             let given = match state.delayed() {
-                Some(delayed) => delayed.of(id, Role::Weight)?,
+                Some(delayed) => delayed.of_stored(id)?,
                 None => None,
             };
             let amax = amaxes.as_ref().map(|all| all.narrow(0, n, 1)).transpose()?;
             let range = match (&amax, &given) {
                 (Some(amax), _) => Range::Amax { amax, pow2: recipe.pow2 },
                 (_, Some((scale, amax))) => {
-                    // Weights that no step has used are forgotten.
                     s.zero(amax)?;
                     Range::Given { scale, amax }
                 }
