@@ -3,8 +3,8 @@
 mod blocks;
 mod state;
 
-use crate::Result;
 use crate::config::{Master, Moments};
+use crate::{Error, Result};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
 use ferrotron_engine::{GradBuffer, ParamId, Params, Part, Rank, draw_initial};
@@ -76,6 +76,10 @@ impl Optimizer {
         let pieces: Vec<Piece> = ids().map(|id| params.plan().piece(id, placement, me)).collect();
         if matches!(kept.moments, Moments::F16 | Moments::Fp8) {
             blocks::check(params.specs(), &pieces)?;
+        }
+        if kept.master == Master::Remainder && params.specs().iter().any(|s| s.stored()) {
+            let what = "optimizer.master: a remainder completes a bf16 weight, and weights that are bytes have none; use \"f32\"";
+            return Err(Error::Invalid(what.into()));
         }
         let new = |name, kind, dtype| State::new((name, kind), rank, params, placement, dtype, &pieces);
         let masters = match (params.dtype(), kept.master) {
@@ -158,8 +162,9 @@ impl Optimizer {
         params.settle(rank)?;
         // The high halves of masters are the weights already.
         if params.dtype() != DType::F32 && self.masters.kind() == Kind::Masters {
-            for (master, weight) in self.masters.pieces().iter().zip(self.weights(params)?) {
-                rank.kernels.copy(&rank.compute, master, &weight)?;
+            let numbers = |(i, _): &(usize, &Tensor)| !params.specs()[*i].stored();
+            for (i, master) in self.masters.pieces().iter().enumerate().filter(numbers) {
+                rank.kernels.copy(&rank.compute, master, &self.weight(params, i)?)?;
             }
         }
         self.gather(rank, params)?;
@@ -171,24 +176,28 @@ impl Optimizer {
         (0..self.pieces.len()).map(|i| self.weight(params, i)).collect()
     }
 
+    /// One of them; nothing of a weight that is bytes.
     fn weight(&self, params: &Params, i: usize) -> Result<Tensor> {
         let (inside, value) = (&self.pieces[i].inside, &params.values()[i]);
+        if params.specs()[i].stored() {
+            return Ok(value.clone());
+        }
         Ok(value.view(&[value.numel()])?.narrow(0, inside.start, inside.len())?)
     }
 
-    /// Brings weights to all ranks, in the order in which forward uses them; it waits for each bucket at its first use.
+    /// Makes bytes of masters for weights that are bytes, and brings all weights to all ranks, in the order in which forward
+    /// uses them; it waits for each bucket at its first use.
     fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
         if let Some(eight) = params.eight() {
             eight.weights_changed();
         }
+        params.store(rank, self.placement, &self.pieces, self.masters.pieces())?;
         if self.placement == Placement::Replicate {
             return Ok(());
         }
         let s = rank.beside()?;
         for bucket in (0..params.plan().buckets().len()).rev() {
-            let all = params.bucket(bucket);
-            let mine = all.seen_as(self.placement, place(&rank.copies))?;
-            mine.redistribute(rank, &rank.copies, &all, s, "weights")?;
+            params.gather(rank, bucket, self.placement, s)?;
             if rank.beside_compute() {
                 params.arrives(bucket, s.record()?);
             }
@@ -271,7 +280,7 @@ impl Optimizer {
             .collect::<Result<Vec<Tensor>>>()?;
         let update = |i: usize| Update {
             master: &self.masters.pieces()[i],
-            weight: narrow.then(|| &weights[i]),
+            weight: (narrow && !params.specs()[i].stored()).then(|| &weights[i]),
             grad: &grads[i],
             first: self.moments[0].moment(i),
             second: self.moments.get(1).map(|m| m.moment(i)),

@@ -1,7 +1,7 @@
 //! One training step under two settings, compared tensor by tensor.
 
 use crate::Result;
-use crate::config::{Resolved, Scaling};
+use crate::config::{Resolved, Scaling, Weights};
 use crate::data::source;
 use crate::train::{FirstWeights, LogicalValues, Trainer};
 use ferrotron_engine::Rank;
@@ -64,6 +64,7 @@ pub fn first_step(rank: Rank, resolved: &Resolved, first_weights: Option<&FirstW
         true => {
             let mut collecting = resolved.clone();
             collecting.config.precision.calibrate = 1;
+            collecting.config.precision.weights = Weights::Bf16;
             let mut trainer = fresh(&collecting)?;
             trainer.train_step(&*sources.train)?;
             trainer.scales()?

@@ -22,7 +22,10 @@
 //! - **pp**: (N/t)·h·e for each micro-batch and stage boundary, forward; the same on **back** for gradients.
 //! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank, padding included; with ZeRO-1 a
 //!   reduce-scatter of those, an all-gather of weights and the square of the norm, one f64. ZeRO-2 has a reduce-scatter for
-//!   every micro-batch (and as often the sums over tp that are otherwise once a step). The loss is one f64.
+//!   every micro-batch (and as often the sums over tp that are otherwise once a step). The loss is one f64. Weights that are
+//!   bytes travel as such, 1 byte each, where one scale holds for all of a tensor, whose largest magnitude in f32 ranks
+//!   agree on; with scales of blocks they travel as numbers. Delayed scaling agrees on three magnitudes of every map.
+//!   (What narrow products send over tp is not predicted.)
 //! - **ends**: the f32 gradient of a tied table, between the first and the last stage; with ZeRO of the rank's part of it.
 //! - **dp**: the number of tokens, one f64. **model** (tp·pp ranks): the square of the norm, one f64.
 
@@ -31,11 +34,12 @@ use crate::model::ModelConfig;
 use crate::pipeline::Stage;
 use ferrotron_comm::{Communicator, Kind, Volume};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::flat::Plan;
+use ferrotron_engine::flat::{Bucket, Placement, Plan, Shelf, Span};
 use ferrotron_engine::precision::{Method, Role};
 use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Split, Tokens};
 use ferrotron_tensor::DType;
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 /// Bytes by group.
 pub type ByGroup = BTreeMap<&'static str, u64>;
@@ -102,6 +106,8 @@ pub struct Step<'a> {
     pub cp: Place,
     /// Ranks that have other sequences.
     pub dp: usize,
+    /// The rank's number among those with equal weights.
+    pub copy: usize,
     /// Ranks of a pipeline.
     pub pp: usize,
     /// What this rank holds of the layers: its stages, one for each chunk.
@@ -196,10 +202,19 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
             "copies",
             match zero {
                 0 => all_reduce(copies, 4 * held),
-                _ => (copies - 1) * part * (4 * rounds + e),
+                _ => (copies - 1) * part * 4 * rounds + gathered(s, bucket, copies as usize),
             },
         );
         add("ends", if bucket.tied_over_ends && s.pp > 1 { all_reduce(2, 4 * held) } else { 0 });
+    }
+    if let Some(recipe) = s.weights.iter().find_map(|w| w.eight).map(|e| e.recipe) {
+        let count = |f: fn(&ParamSpec) -> bool| s.weights.iter().filter(|w| f(w)).count() as u64;
+        let magnitudes = match recipe.method {
+            // Whatever weights are.
+            Method::Current if zero > 0 => count(ParamSpec::stored),
+            _ => 0,
+        };
+        add("copies", all_reduce(copies, 4 * magnitudes));
     }
     // The norm of what copies have divided among them.
     add("copies", if zero > 0 { all_reduce(copies, 8) } else { 0 });
@@ -208,6 +223,26 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     add("pp", all_reduce(s.pp as u64, 8));
     add("model", all_reduce(t * s.pp as u64, 8));
     Ok(out)
+}
+
+/// What bringing a bucket's weights from their owners to all `n` copies sends: everything but what the next rank has.
+fn gathered(s: &Step, bucket: &Bucket, n: usize) -> u64 {
+    let shelf = Shelf::new(bucket, |id| s.weights[id.0].stored());
+    let others = (0..n).filter(|r| *r != (s.copy + 1) % n);
+    let part = |rank| bucket.held(Placement::Flat, Place { rank, size: n });
+    let sum = |f: &dyn Fn(&Range<usize>) -> usize| others.clone().map(|r| f(&part(r))).sum::<usize>();
+    let numbers = sum(&|r| shelf.others(r).len()) * s.dtype.size();
+    // With scales of blocks, the numbers of each weight without the gaps between them.
+    let inside = |span: &Span, r: &Range<usize>| {
+        span.range.end.min(r.end).saturating_sub(span.range.start.max(r.start)) * s.dtype.size()
+    };
+    let apart = |span: &Span| match s.weights[span.param.0].eight {
+        Some(e) if e.stored && !e.recipe.per_tensor() => sum(&|r| inside(span, r)),
+        _ => 0,
+    };
+    let blocks: usize = bucket.spans.iter().map(apart).sum();
+    let bytes = if blocks > 0 { blocks } else { sum(&|r| shelf.apart(r).len()) };
+    (numbers + bytes) as u64
 }
 
 /// An all-reduce of `bytes` over `n` ranks.

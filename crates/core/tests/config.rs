@@ -329,6 +329,14 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("precision.master = \"f32\"", "optimizer.master"),
         ("optimizer.moments = \"fp4\"", "expected one of \"f32\", \"bf16\", \"f16\", \"fp8\""),
         ("optimizer.master = \"remainder\"\nprecision.dtype = \"f32\"", "their own masters"),
+        ("precision.weights = \"fp8\"", "precision.weights: weights in bytes need 8-bit products"),
+        ("precision.weights = \"fp8\"\nprecision.scaling = \"mxfp8\"", "emulated"),
+        ("precision.weights = \"fp8\"\nprecision.scaling = \"nvfp4\"", "emulated"),
+        (
+            "precision.weights = \"fp8\"\nprecision.scaling = \"current\"\noptimizer.master = \"remainder\"",
+            "a remainder completes bf16 weights",
+        ),
+        ("precision.fp8_param_gather = true", "precision.weights"),
         ("model.rope_theta = 0", "above 0"),
         ("model.norm_eps = 1e-60", "above 0"),
     ];

@@ -141,6 +141,11 @@ fn replayed_steps_have_the_bits_of_launched_ones() {
         ("fp8, current", [bf16, &["precision.scaling=current"]].concat()),
         ("fp8, delayed", [bf16, &["precision.scaling=delayed", "train.micro_batch=2"]].concat()),
         ("fp8, block", [bf16, &["precision.scaling=block"]].concat()),
+        ("weights in bytes", [bf16, &["precision.scaling=current", "precision.weights=fp8"]].concat()),
+        (
+            "weights in bytes, delayed",
+            [bf16, &["precision.scaling=delayed", "precision.weights=fp8", "train.micro_batch=2"]].concat(),
+        ),
         ("fp8 moments", vec!["precision.dtype=bf16", "optimizer.moments=fp8", "optimizer.master=remainder"]),
         ("llama f32", vec![]),
         ("llama bf16", bf16.to_vec()),

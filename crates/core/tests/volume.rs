@@ -52,6 +52,7 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
             tp: Place { rank: rank.tp.rank(), size: rank.tp.size() },
             cp: Place { rank: rank.cp.rank(), size: rank.cp.size() },
             dp: rank.dp.size(),
+            copy: rank.copies.rank(),
             pp: rank.pp.size(),
             stages: &stages,
             batches: &batches,
@@ -97,6 +98,27 @@ fn divided_optimizer_state_and_gradients() {
     let [none, state, gradients] =
         [0, 1, 2].map(|z| equal("dp=2", &[&format!("parallel.zero={z}")])["copies"]);
     assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
+}
+
+/// Weights in bytes are gathered as such.
+#[test]
+fn weights_in_bytes() {
+    const SIZES: [&str; 3] = ["precision.dtype=bf16", "model.hidden=64", "model.ffn=144"];
+    for scaling in ["current", "delayed", "block"] {
+        let scaling = format!("precision.scaling={scaling}");
+        let sent = ["bf16", "fp8"].map(|weights| {
+            let weights = format!("precision.weights={weights}");
+            let set = [&SIZES[..], &[&scaling, &weights]].concat();
+            equal("dp=2", &set);
+            equal("pp=2,dp=2", &[&set[..], &["parallel.zero=2", "parallel.bucket=20000"]].concat());
+            equal("cp=2,dp=2", &[&set[..], &["parallel.zero=1"]].concat());
+            equal("dp=4", &[&set[..], &["parallel.zero=1", "parallel.bucket=9000"]].concat())["copies"]
+        });
+        let less = 1.0 - sent[1] as f64 / sent[0] as f64;
+        // Of 4 + 2 bytes a parameter nearly one.
+        let wanted = if scaling.contains("block") { -0.01..0.01 } else { 0.12..0.17 };
+        assert!(wanted.contains(&less), "{scaling}: {less} less");
+    }
 }
 
 #[test]

@@ -1,12 +1,12 @@
 //! Parameters declare themselves once: names, shapes, initial values and how they may be split. Everything
 //! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
 
-use crate::flat::{FlatBuffer, Placement, Plan, bucket_elements};
-use crate::precision::{Eight, EightState, Policy};
+use crate::flat::{FlatBuffer, Placement, Plan, Shelf, bucket_elements, place};
+use crate::precision::{Eight, EightState, Policy, Stored};
 use crate::{Cut, Place, Rank, Split};
 use ferrotron_kernels::NormalRuns;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor, shape_error};
+use ferrotron_tensor::{Category, DType, Error, Event, Result, Stream, Tensor, shape_error};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -87,6 +87,11 @@ impl ParamSpec {
             })
             .filter(|(_, runs)| !runs.is_empty())
             .collect()
+    }
+
+    /// Is it kept as bytes, and not as numbers?
+    pub fn stored(&self) -> bool {
+        self.eight.is_some_and(|e| e.stored)
     }
 
     /// Has every rank all of it?
@@ -188,12 +193,16 @@ impl Declarations {
     }
 }
 
-/// The weights of a model in the type it computes in, in flat buckets.
+/// The weights of a model in the type it computes in, in flat buckets; those that are in narrow products alone may be
+/// bytes instead, in buckets of their own.
 pub struct Params {
     specs: Vec<ParamSpec>,
     plan: Arc<Plan>,
+    /// What of each bucket is numbers, and what is not.
+    shelves: Vec<Shelf>,
     buckets: Vec<Tensor>,
     values: Vec<Tensor>,
+    stored: Stored,
     dtype: DType,
     eight: Option<EightState>,
     /// Of each bucket that is being gathered: when it is there.
@@ -213,16 +222,21 @@ impl Params {
             return Err(Error::Unsupported { op: "parameters", what });
         }
         let plan = Arc::new(Plan::new(&specs, rank.copies.size(), target));
+        let shelf = |b| Shelf::new(b, |id| specs[id.0].stored());
+        let shelves: Vec<Shelf> = plan.buckets().iter().map(shelf).collect();
         let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Parameters);
-        let buckets: Vec<Tensor> = plan.buckets().iter().map(|b| zeros(b.len)).collect::<Result<_>>()?;
+        let buckets: Vec<Tensor> = shelves.iter().map(|s| zeros(s.lengths()[1])).collect::<Result<_>>()?;
         let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, range) = plan.slot(ParamId(i));
-            buckets[bucket].narrow(0, range.start, range.len())?.view(&spec.shape)
+            let range = shelves[bucket].others(&range);
+            let value = buckets[bucket].narrow(0, range.start, range.len())?;
+            if spec.stored() { Ok(value) } else { value.view(&spec.shape) }
         };
         let values = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
         let arriving = Mutex::new(vec![None; buckets.len()]);
         let eight = EightState::new(rank, &specs)?;
-        Ok(Params { specs, plan, buckets, values, dtype, eight, arriving })
+        let stored = Stored::new(rank, &specs, &plan, &shelves)?;
+        Ok(Params { specs, plan, shelves, buckets, values, stored, dtype, eight, arriving })
     }
 
     /// The type the model computes in.
@@ -237,9 +251,22 @@ impl Params {
 
     /// The weight, for work on the compute stream, which waits until it is there.
     pub fn weight(&self, rank: &Rank, id: ParamId) -> Result<&Tensor> {
-        let arriving = self.arriving()[self.plan.slot(id).0].take();
-        arriving.map_or(Ok(()), |event| rank.compute.wait(&event))?;
+        if self.specs[id.0].stored() {
+            return shape_error("weight", "it is kept as bytes, which only narrow products take");
+        }
+        self.await_weight(rank, id)?;
         Ok(&self.values[id.0])
+    }
+
+    /// Makes the compute stream wait until a weight is there.
+    pub(crate) fn await_weight(&self, rank: &Rank, id: ParamId) -> Result<()> {
+        let arriving = self.arriving()[self.plan.slot(id).0].take();
+        arriving.map_or(Ok(()), |event| rank.compute.wait(&event))
+    }
+
+    /// The weights that are bytes.
+    pub(crate) fn stored(&self) -> &Stored {
+        &self.stored
     }
 
     /// Makes the compute stream wait for all weights: before anything but a pass of the model uses them.
@@ -266,12 +293,38 @@ impl Params {
         &self.plan
     }
 
-    /// All weights of a bucket.
-    pub fn bucket(&self, bucket: usize) -> FlatBuffer {
-        FlatBuffer::of(&self.plan, bucket, Placement::Replicate, &self.buckets[bucket])
+    /// All weights of a bucket; an error where some of them are bytes.
+    pub fn bucket(&self, bucket: usize) -> Result<FlatBuffer> {
+        if !self.shelves[bucket].is_plain() {
+            return shape_error("weights", "some are kept as bytes; take the optimizer's masters");
+        }
+        Ok(FlatBuffer::of(&self.plan, bucket, Placement::Replicate, &self.buckets[bucket]))
     }
 
-    /// All weights in order of declaration; see [`Params::settle`].
+    /// Brings a bucket from what ranks with equal weights have of it under `placement` to all of them. Every rank calls
+    /// it. Weights that are bytes travel as bytes, if a part of them is all that a rank made.
+    pub fn gather(&self, rank: &Rank, bucket: usize, placement: Placement, s: &Stream) -> Result<()> {
+        const LABEL: &str = "weights";
+        let (shelf, group) = (&self.shelves[bucket], &rank.copies);
+        if shelf.is_plain() {
+            let all = self.bucket(bucket)?;
+            return all.seen_as(placement, place(group))?.redistribute(rank, group, &all, s, LABEL);
+        }
+        let held = |rank| self.plan.buckets()[bucket].held(placement, Place { rank, size: group.size() });
+        let gather = |memory: &Tensor, part: &dyn Fn(usize) -> Range<usize>| {
+            let counts: Vec<usize> = (0..group.size()).map(|r| part(r).len()).collect();
+            let mine = part(group.rank());
+            let mine = memory.narrow(0, mine.start, mine.len())?;
+            group.all_gather_v(s, &mine, memory, &counts, LABEL)
+        };
+        gather(&self.buckets[bucket], &|r| shelf.others(&held(r)))?;
+        if let Some(bytes) = self.stored.travelling(bucket)? {
+            gather(&bytes, &|r| shelf.apart(&held(r)))?;
+        }
+        Ok(())
+    }
+
+    /// All weights in order of declaration, nothing of those that are bytes; see [`Params::settle`].
     pub fn values(&self) -> &[Tensor] {
         &self.values
     }

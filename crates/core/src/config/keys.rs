@@ -3,7 +3,7 @@
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     Count, Decay, Format, Graph, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder, PositionKind,
-    Precision, Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
+    Precision, Recompute, Scaling, Split, WeightDecayStyle, Weights, WsdStyle,
 };
 use crate::model::config::{Activation, NormKind};
 use serde::{Deserialize, Serialize};
@@ -170,6 +170,9 @@ keys! {
         /// Eight-bit products of the layers' linear maps, and how numbers are scaled into range: none, current (the fastest
         /// to trust), delayed, block, and mxfp8 and nvfp4, which are emulated.
         scaling: Scaling = Scaling::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";
+        /// What weights of 8-bit products are between steps: bf16, from which bytes are made in every step, or fp8, the
+        /// bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
+        weights: Weights = Weights::Bf16, "fp8_param", "fp8_param_gather", "fp8_params", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
         /// Formats: hybrid (gradients in E5M2) or e4m3; derived from the scaling.
         format: Option<Format> = None, "fp8_format", "fp8_mode";
         /// Round scales down to powers of two; derived from the scaling.

@@ -24,5 +24,5 @@ pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};
 pub use table::{KeyInfo, KeyType, SectionInfo};
 pub use types::{
     Count, Decay, Format, Graph, Master, Module, Moments, OneOrMany, OptimizerKind, PipelineOrder,
-    PositionKind, Precision, Recompute, Scaling, Split, WeightDecayStyle, WsdStyle,
+    PositionKind, Precision, Recompute, Scaling, Split, WeightDecayStyle, Weights, WsdStyle,
 };

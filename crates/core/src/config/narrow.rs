@@ -1,7 +1,7 @@
 //! Low-precision products: from keys to the policy that modules consult, and what cannot work.
 
 use super::resolve::Derivations;
-use super::{Config, Format, Precision, Recipe, Resolved, Scaling};
+use super::{Config, Format, Master, Precision, Recipe, Resolved, Scaling, Weights};
 use crate::error::Result;
 use ferrotron_engine::precision::{self, Method, Policy};
 use ferrotron_kernels::Delayed;
@@ -43,7 +43,8 @@ impl Config {
         };
         let hybrid = p.format == Some(Format::Hybrid);
         let recipe = precision::Recipe { method, hybrid, pow2: p.power_of_two.unwrap_or(false) };
-        let mut policy = Policy { recipe: Some(recipe), layers, ..Policy::default() };
+        let stored = p.weights == Weights::Fp8;
+        let mut policy = Policy { recipe: Some(recipe), layers, stored, ..Policy::default() };
         parse_except(&p.except.0, &mut policy)?;
         Ok(policy)
     }
@@ -105,6 +106,7 @@ impl Recipe {
                 "there are no 8-bit operands to look at: set precision.scaling, or leave this out",
             );
         }
+        self.check_weights(r)?;
         if policy.recipe.is_none() {
             return match p.except.0.is_empty() {
                 true => Ok(()),
@@ -147,5 +149,25 @@ impl Recipe {
             }
         }
         Ok(())
+    }
+
+    /// Refuses weights in bytes where there is nothing that takes them.
+    fn check_weights(&self, r: &Resolved) -> Result<()> {
+        let p = &r.config.precision;
+        let what = match p.scaling {
+            _ if p.weights == Weights::Bf16 => return Ok(()),
+            Scaling::None => "weights in bytes need 8-bit products; set precision.scaling, or leave this out",
+            Scaling::Mxfp8 | Scaling::Nvfp4 => {
+                "emulated products are made of bf16 weights; take precision.scaling = \"current\", or leave this out"
+            }
+            _ if r.config.optimizer.master == Master::Remainder => {
+                "a remainder completes bf16 weights, and these are bytes; set optimizer.master = \"f32\", or leave this out"
+            }
+            _ if p.calibrate > 0 => {
+                "calibration computes in bf16 weights, and these are bytes; leave precision.calibrate or this out"
+            }
+            _ => return Ok(()),
+        };
+        self.refuse("precision.weights", what)
     }
 }

@@ -92,6 +92,16 @@ choice! {
 }
 
 choice! {
+    /// What weights of 8-bit products are between steps.
+    Weights {
+        /// Numbers in precision.dtype.
+        Bf16 = "bf16",
+        /// Bytes and their scale, nothing else.
+        Fp8 = "fp8",
+    }
+}
+
+choice! {
     /// Which of the two 8-bit formats is used where.
     Format {
         /// Gradients in E5M2, everything else in E4M3.

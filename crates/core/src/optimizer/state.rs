@@ -68,7 +68,7 @@ impl State {
         me: Place,
         pieces: &[Piece],
     ) -> Result<State> {
-        let part = |b| Ok(params.bucket(b).seen_as(placement, me)?.memory().clone());
+        let part = |b| Ok(params.bucket(b)?.seen_as(placement, me)?.memory().clone());
         let buckets = (0..params.plan().buckets().len()).map(part).collect::<Result<_>>()?;
         State::over((name, Kind::Masters), params.dtype(), buckets, pieces)
     }
@@ -133,7 +133,7 @@ impl State {
     }
 
     /// What this rank has of a bucket, as it is saved.
-    fn part(&self, rank: &Rank, weights: &FlatBuffer, placement: Placement, bucket: usize) -> Result<Tensor> {
+    fn part(&self, rank: &Rank, params: &Params, placement: Placement, bucket: usize) -> Result<Tensor> {
         let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
         if self.dtype == self.saved() {
             return Ok(held.clone());
@@ -145,7 +145,7 @@ impl State {
                 k.unpack_moment(s, order, Moment { values: held, scales }, &wide)?;
             }
             _ => {
-                let weights = weights.seen_as(placement, place(&rank.copies))?;
+                let weights = params.bucket(bucket)?.seen_as(placement, place(&rank.copies))?;
                 k.join_master(s, weights.memory(), held, &wide)?;
             }
         }
@@ -165,7 +165,7 @@ impl State {
         placement: Placement,
         bucket: usize,
     ) -> Result<Tensor> {
-        let part = self.part(rank, &params.bucket(bucket), placement, bucket)?;
+        let part = self.part(rank, params, placement, bucket)?;
         let mine = FlatBuffer::of(params.plan(), bucket, placement, &part);
         if placement == Placement::Replicate {
             return Ok(part);

@@ -4,6 +4,7 @@ use super::state;
 use crate::config::{Master, Moments, OptimizerKind, Resolved};
 use crate::model::ModelConfig;
 use crate::{Error, Result};
+use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{Rank, Recompute};
 use ferrotron_tensor::{DType, Error as TensorError, human};
 
@@ -15,6 +16,8 @@ pub struct Need {
     /// Sequences of a pass.
     pub micro_batch: usize,
     dtype: DType,
+    /// Weights of the model that are bytes.
+    stored: usize,
     /// Bytes of an element of what linear maps keep of their inputs.
     inputs: usize,
     /// How moments are kept, and how many there are.
@@ -55,6 +58,7 @@ impl Need {
             seq: r.plan.seq_len,
             micro_batch: r.plan.micro_batch,
             dtype: r.config.precision.dtype.dtype(),
+            stored: stored(&r.model, &r.policy()),
             inputs: match r.policy().recipe {
                 Some(recipe) if !recipe.emulated() => 1,
                 _ => r.config.precision.dtype.dtype().size(),
@@ -78,12 +82,18 @@ impl Need {
 
     /// Bytes of a parameter that stay over a step, in words.
     pub fn per_parameter(&self) -> String {
-        let (weight, state) = (self.dtype.size() as f64, self.optimizer_bytes());
-        let state_text = format!("{state:.2}");
-        let state_text = state_text.trim_end_matches('0').trim_end_matches('.');
-        let total = format!("{:.2}", weight + 4.0 + state);
-        let total = total.trim_end_matches('0').trim_end_matches('.');
-        format!("{total} bytes per parameter: weight {weight}, gradient 4, optimizer state {state_text}")
+        let (all, state) = (self.model.parameters(), self.optimizer_bytes());
+        let weight = self.weights(all) as f64 / all.max(1) as f64;
+        let short = |x: f64| format!("{x:.2}").trim_end_matches('0').trim_end_matches('.').to_string();
+        let [total, weight, state] = [weight + 4.0 + state, weight, state].map(short);
+        format!("{total} bytes per parameter: weight {weight}, gradient 4, optimizer state {state}")
+    }
+
+    /// Bytes of the weights of a part of the model.
+    fn weights(&self, parameters: usize) -> usize {
+        let stored =
+            (self.stored as f64 * parameters as f64 / self.model.parameters().max(1) as f64) as usize;
+        parameters * self.dtype.size() - stored * (self.dtype.size() - 1)
     }
 
     /// Bytes that stay over a step on one rank: weight, f32 gradient, master and moments of its parameters. Where the
@@ -92,7 +102,7 @@ impl Need {
         let s = &self.shared;
         let parameters = self.model.parameters() / (s.layers * s.products);
         let state = self.optimizer_bytes() * (parameters / s.optimizer) as f64;
-        parameters * (self.dtype.size() + 4 / s.gradients) + state as usize
+        self.weights(parameters) + parameters * 4 / s.gradients + state as usize
     }
 
     /// Bytes a pass keeps at its fullest: when the loss has been taken and backward begins.
@@ -168,6 +178,25 @@ impl Need {
     }
 }
 
+/// Elements of the weights that are bytes under a policy.
+fn stored(m: &ModelConfig, policy: &Policy) -> usize {
+    let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
+    let mlp: &[&str] = if m.gated { &["mlp.gate", "mlp.up"] } else { &["mlp.up"] };
+    let maps = [
+        (&["attn.q", "attn.k", "attn.v"][..], m.hidden * (q + 2 * kv)),
+        (&["attn.out"], q * m.hidden),
+        (mlp, mlp.len() * m.hidden * m.ffn),
+        (&["mlp.down"], m.ffn * m.hidden),
+    ];
+    let of = |layer: usize, names: &[&str]| {
+        let names: Vec<String> = names.iter().map(|n| format!("layers.{layer}.{n}")).collect();
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        policy.of(&names).is_some_and(|e| e.stored)
+    };
+    let layer = |i| maps.iter().filter(|(names, _)| of(i, names)).map(|(_, n)| n).sum::<usize>();
+    (0..m.layers).map(layer).sum()
+}
+
 /// An out-of-memory error with the way out; any other error as it is.
 pub(super) fn advise<T>(result: Result<T>, rank: &Rank, need: &Need) -> Result<T> {
     result.map_err(|error| match error {
@@ -204,6 +233,7 @@ mod tests {
             &["precision.dtype=f32"],
             &["optimizer.moments=bf16"],
             &["optimizer.moments=fp8", "optimizer.master=remainder"],
+            &["precision.scaling=current", "precision.weights=fp8", "precision.except=\"mlp.up:output\""],
         ] {
             let mut recipe = work("tiny").unwrap();
             set.iter().for_each(|s| recipe.set(s).unwrap());
@@ -213,6 +243,27 @@ mod tests {
             let ratio = Need::of(&r).total() as f64 / measured;
             assert!((0.8..1.25).contains(&ratio), "{set:?}: {ratio} of what was measured");
         }
+    }
+
+    /// By names, as the model declares them.
+    #[test]
+    fn weights_in_bytes_are_counted() {
+        const FP8: [&str; 2] = ["precision.scaling=current", "precision.weights=fp8"];
+        for except in ["[]", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\""] {
+            for gated in ["model.gated=true", "model.gated=false"] {
+                let mut recipe = work("tiny").unwrap();
+                let except = format!("precision.except={except}");
+                FP8.iter().chain(&[except.as_str(), gated]).for_each(|s| recipe.set(s).unwrap());
+                let r = recipe.resolve(None).unwrap();
+                let trainer = crate::train::Trainer::new(Rank::cpu(1, 0).unwrap(), &r).unwrap();
+                let stored = trainer.params.specs().iter().filter(|s| s.stored());
+                let counted: usize = stored.map(|s| s.numel()).sum();
+                assert_eq!(Need::of(&r).stored, counted, "{except} {gated}");
+                assert!(counted > 0);
+            }
+        }
+        let words = need("tiny", &FP8).per_parameter();
+        assert!(words.contains("weight 1."), "{words}");
     }
 
     #[test]

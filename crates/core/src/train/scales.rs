@@ -134,6 +134,7 @@ impl Trainer {
         let (Some(d), s) = (delayed(self), &self.rank.compute) else { return Ok(()) };
         s.write_to(&d.scale, &scales.scale)?;
         s.write_to(&d.history, &scales.history)?;
-        Ok(())
+        // Weights that are bytes are made with them.
+        self.optimizer.publish(&self.rank, &self.params)
     }
 }

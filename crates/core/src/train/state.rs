@@ -223,12 +223,12 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
             t.optimizer.put(&t.rank, &t.params, state, i, &values)?;
         }
     }
-    t.optimizer.publish(&t.rank, &t.params)?;
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
     scales::restore(t, loaded)?;
     t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);
     (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
-    Ok(())
+    // At the very end: weights that are bytes are made with the scales that are there.
+    t.optimizer.publish(&t.rank, &t.params)
 }
 
 /// f32 values of little-endian bytes of a float type.

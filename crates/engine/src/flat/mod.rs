@@ -4,11 +4,13 @@
 
 mod buffer;
 mod plan;
+mod shelf;
 #[cfg(test)]
 mod tests;
 
 pub use buffer::{FlatBuffer, place};
 pub use plan::{Bucket, Piece, Plan, Span, bucket_elements};
+pub use shelf::Shelf;
 
 /// How a bucket lies over the ranks of a group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

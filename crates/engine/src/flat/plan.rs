@@ -6,7 +6,7 @@ use ferrotron_kernels::moments::BLOCK;
 use std::ops::Range;
 
 /// Parameters start at multiples of so many elements.
-const ALIGN: usize = 64;
+pub(super) const ALIGN: usize = 64;
 /// Buckets end at multiples of so many elements, and parts of ranks that divide them at multiples of [`BLOCK`]: no rank
 /// has a part of a block of elements that share a scale.
 const END: usize = 128;

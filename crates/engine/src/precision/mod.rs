@@ -7,8 +7,10 @@ mod recipe;
 mod side;
 mod state;
 mod stats;
+mod stored;
 
 pub use recipe::{Eight, Exception, Method, Policy, Product, Recipe, Role};
 pub(crate) use side::{Multiply, SavedSide, Side};
 pub use state::{DelayedState, EightState, Slot};
 pub use stats::OperandStats;
+pub(crate) use stored::Stored;

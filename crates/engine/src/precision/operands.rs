@@ -85,6 +85,11 @@ impl Pass<'_> {
     /// The weight `param` as factors. It is narrowed once until it changes, where it is kept.
     pub(crate) fn narrow_weight(&self, param: ParamId, uses: Uses) -> Result<Narrowed> {
         let (state, recipe) = self.eight(param)?;
+        if let Some(bytes) = self.params.stored().weight(param) {
+            self.params.await_weight(self.rank, param)?;
+            let cols = uses.cols.then(|| state.turned(self.rank, self.train, param, bytes)).transpose()?;
+            return Ok(Narrowed { rows: Some(Side::Bytes(bytes.clone())), cols });
+        }
         let w = self.weight(param)?;
         let mut kept: Kept = state.weights()[param.0].clone();
         let missing = Uses { rows: uses.rows && kept.rows.is_none(), cols: uses.cols && kept.cols.is_none() };

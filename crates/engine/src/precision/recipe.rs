@@ -126,6 +126,8 @@ pub struct Eight {
     pub input_grad: bool,
     /// `dW = dyᵀ·x`
     pub weight_grad: bool,
+    /// The weight is bytes between steps, too: both products that it is in are narrow.
+    pub stored: bool,
 }
 
 /// Where a recipe does not hold: a module by consecutive parts of its name (`mlp.down`, `layers.3`), or one product of
@@ -178,6 +180,8 @@ pub struct Policy {
     pub last: usize,
     /// What else is.
     pub except: Vec<Exception>,
+    /// Weights that are in narrow products alone are bytes between steps, too.
+    pub stored: bool,
 }
 
 impl Policy {
@@ -195,7 +199,14 @@ impl Policy {
             !self.except.iter().any(|e| hit(&e))
         };
         let [output, input_grad, weight_grad] = Product::ALL.map(covers);
-        (output || input_grad || weight_grad).then_some(Eight { recipe, output, input_grad, weight_grad })
+        let stored = self.stored && output && input_grad;
+        (output || input_grad || weight_grad).then_some(Eight {
+            recipe,
+            output,
+            input_grad,
+            weight_grad,
+            stored,
+        })
     }
 }
 
@@ -206,7 +217,7 @@ mod tests {
     fn policy(except: &[&str]) -> Policy {
         let recipe = Recipe { method: Method::Current, hybrid: true, pow2: false };
         let except = except.iter().map(|e| e.parse().unwrap()).collect();
-        Policy { recipe: Some(recipe), layers: 6, first: 1, last: 2, except }
+        Policy { recipe: Some(recipe), layers: 6, first: 1, last: 2, except, stored: false }
     }
 
     #[test]

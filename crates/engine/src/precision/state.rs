@@ -46,6 +46,9 @@ pub struct DelayedState {
     pub scale: Tensor,
     /// f32 `[n]`: the largest number of each one's format.
     largest: Tensor,
+    /// f32 `[n]`, where weights are bytes between steps: their magnitudes when these were made, which is before the step that
+    /// they belong to; zero for everything else.
+    early: Option<Tensor>,
 }
 
 /// f32 numbers zeroed at once, each given out once.
@@ -181,6 +184,9 @@ impl EightState {
         let (s, row) = (&rank.compute, d.history.select(0, 0)?);
         let reduced = Tensor::empty(s, row.shape(), DType::F32, Category::Communication)?;
         s.copy(&row, &reduced)?;
+        if let Some(early) = &d.early {
+            rank.kernels.add_assign(s, &reduced, early)?;
+        }
         rank.copies.all_reduce(s, &reduced, Reduce::Max, "magnitudes of copies")?;
         rank.tp.all_reduce(s, &reduced, Reduce::Max, "magnitudes")?;
         rank.kernels.delayed_update(s, update, &d.history, &reduced, &d.largest, &d.scale)
@@ -238,7 +244,10 @@ impl DelayedState {
         };
         let first = specs.iter().enumerate().map(&mut add).collect();
         let (s, n) = (&rank.compute, largest.len());
+        let stored = specs.iter().any(ParamSpec::stored);
+        let early = stored.then(|| s.zeros(&[n], DType::F32, Category::Parameters)).transpose()?;
         Ok(DelayedState {
+            early,
             recipe,
             first,
             slots,
@@ -258,6 +267,13 @@ impl DelayedState {
         let Some(first) = self.first[param.0] else { return Ok(None) };
         let at = first + Role::ALL.iter().position(|r| *r == role).unwrap_or(0);
         Ok(Some((self.scale.narrow(0, at, 1)?, self.history.select(0, 0)?.narrow(0, at, 1)?)))
+    }
+
+    /// The scale of a weight that is bytes, and where its magnitude is kept for the next step; f32 `[1]` each.
+    pub(super) fn of_stored(&self, param: ParamId) -> Result<Option<(Tensor, Tensor)>> {
+        let (Some(first), Some(early)) = (self.first[param.0], &self.early) else { return Ok(None) };
+        let at = first + Role::ALL.iter().position(|r| *r == Role::Weight).unwrap_or(0);
+        Ok(Some((self.scale.narrow(0, at, 1)?, early.narrow(0, at, 1)?)))
     }
 }
 
