@@ -128,7 +128,7 @@ fn explain_knows_every_key_and_names_from_elsewhere() {
     }
     assert!(ok(&["explain", "global_batch_size"]).contains("global_batch_size is train.global_batch here"));
     assert!(ok(&["explain", "model.preset"]).contains("gpt2-124m"));
-    assert_eq!(json(&["explain", "optimizer"]).as_array().unwrap().len(), 10);
+    assert_eq!(json(&["explain", "optimizer"]).as_array().unwrap().len(), 12);
     assert!(fails(&["explain", "train.stpes"], 2).contains("hint: did you mean train.steps?"));
     assert!(fails(&["explain", "optimiser"], 2).contains("hint: did you mean"));
     assert!(fails(&["explain", "num_workers"], 2).contains("hint: data is memory-mapped"));
