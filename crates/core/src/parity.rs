@@ -96,32 +96,37 @@ pub struct Bounds {
     pub noise: f64,
     /// Of each weight; none: what such gradients lead to in an update, see [`update_distance`].
     pub weight: Option<f64>,
+    /// Standard deviations above the expected number of signs that may differ in an update.
+    pub deviations: f64,
 }
 
 impl Bounds {
     /// The same bits.
     pub const EXACT: Bounds = Bounds::all(0.0);
     /// The same products summed in another order. Sums are f32 whatever the products are.
-    pub const F32: Bounds = Bounds { loss: 1e-6, logits: 1e-5, gradient: 1e-5, noise: 1e-6, weight: None };
+    pub const F32: Bounds =
+        Bounds { loss: 1e-6, logits: 1e-5, gradient: 1e-5, noise: 1e-6, weight: None, deviations: 0.0 };
     /// bf16 against f32.
-    pub const BF16: Bounds = Bounds { loss: 2e-2, logits: 2e-2, gradient: 1e-1, noise: 1e-2, weight: None };
+    pub const BF16: Bounds =
+        Bounds { loss: 2e-2, logits: 2e-2, gradient: 1e-1, noise: 1e-2, weight: None, deviations: 0.0 };
 
     /// The same 8-bit products, where ranks or devices round before it.
-    pub const SCALED: Bounds = Bounds { loss: 2e-3, logits: 5e-2, gradient: 5e-2, noise: 1e-2, weight: None };
+    pub const SCALED: Bounds =
+        Bounds { loss: 2e-3, logits: 5e-2, gradient: 5e-2, noise: 1e-2, weight: None, deviations: 3.0 };
     /// The same where a scale holds for other values on both sides: they round independently of each other. Gradients in
     /// E5M2 are off by 5 % each then.
     pub const RESCALED: Bounds = Bounds { gradient: 1e-1, ..Bounds::SCALED };
     /// 8-bit products against others. A gradient in E5M2 has two digits after the point: it is off by up to an eighth, and
     /// so is what is made of it; an eighth more for everything before.
     pub const EIGHT_BITS: Bounds =
-        Bounds { loss: 2e-2, logits: 1e-1, gradient: 0.25, noise: 2e-2, weight: None };
+        Bounds { loss: 2e-2, logits: 1e-1, gradient: 0.25, noise: 2e-2, weight: None, deviations: 3.0 };
     /// Four-bit products against others: one digit.
     pub const FOUR_BITS: Bounds =
-        Bounds { loss: 2e-2, logits: 2e-1, gradient: 0.5, noise: 4e-2, weight: None };
+        Bounds { loss: 2e-2, logits: 2e-1, gradient: 0.5, noise: 4e-2, weight: None, deviations: 3.0 };
 
     /// One bound for everything.
     pub const fn all(x: f64) -> Bounds {
-        Bounds { loss: x, logits: x, gradient: x, noise: 0.0, weight: Some(x) }
+        Bounds { loss: x, logits: x, gradient: x, noise: 0.0, weight: Some(x), deviations: 0.0 }
     }
 }
 
@@ -133,11 +138,11 @@ pub fn update_distance(epsilon: f64, n: usize, lr: f64) -> f64 {
     2.0 * (epsilon / std::f64::consts::PI).sqrt().min(1.0) * lr * (n as f64).sqrt()
 }
 
-/// [`update_distance`] where few signs are expected to differ: their number is a Poisson one, and three standard deviations
+/// [`update_distance`] where few signs are expected to differ: their number is a Poisson one, and some standard deviations
 /// above its mean are still likely. No more signs can differ than there are.
-fn likely_distance(epsilon: f64, n: usize, lr: f64) -> f64 {
+fn likely_distance(epsilon: f64, n: usize, lr: f64, deviations: f64) -> f64 {
     let expected = (update_distance(epsilon, n, 1.0) / 2.0).powi(2);
-    2.0 * lr * (expected + 3.0 * expected.sqrt()).min(n as f64).sqrt()
+    2.0 * lr * (expected + deviations * expected.sqrt()).min(n as f64).sqrt()
 }
 
 /// The bounds as distances for the tensors of one outcome.
@@ -181,7 +186,7 @@ impl<'a> Allowed<'a> {
             (Kind::Weight, None) => {
                 let epsilon = self.epsilon.get(name).copied().unwrap_or(b.gradient);
                 // Either side may have rounded once more.
-                likely_distance(epsilon, a.len(), self.lr) + f64::from(f32::EPSILON) * norm(a)
+                likely_distance(epsilon, a.len(), self.lr, b.deviations) + f64::from(f32::EPSILON) * norm(a)
             }
         }
     }
@@ -344,9 +349,9 @@ mod tests {
     /// Signs of few values: one may differ where half a one is expected, and none where hardly any is.
     #[test]
     fn rare_signs_come_in_whole_numbers() {
-        assert!(likely_distance(0.05, 32, 1.0) > 2.0 * 2f64.sqrt());
-        assert!(likely_distance(1e-5, 1024, 1.0) < 2.0);
-        assert_eq!(likely_distance(100.0, 4, 1.0), 4.0);
+        assert!(likely_distance(0.05, 32, 1.0, 3.0) > 2.0 * 2f64.sqrt());
+        assert!(likely_distance(1e-5, 1024, 1.0, 3.0) < 2.0);
+        assert_eq!(likely_distance(100.0, 4, 1.0, 3.0), 4.0);
     }
 
     /// The closed form against drawing: signs of normal numbers with a relative error.
