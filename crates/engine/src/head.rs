@@ -25,6 +25,8 @@ pub struct Head {
     pub smoothing: Smoothing,
     /// Rows at a time; all at once if there are no more.
     pub chunk: usize,
+    /// Rows of the weight in products are a multiple of this, the last of them zeros; unset means of 64 on a card.
+    pub even: Option<usize>,
 }
 
 /// Labels and row weights of a batch, on the device.
@@ -112,7 +114,7 @@ impl Head {
 
     fn of(d: &Declarations, weight: ParamId, vocab: usize, softcap: Option<f32>) -> Head {
         let first = d.spec(weight).cuts[0].range.start;
-        Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX }
+        Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX, even: None }
     }
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
@@ -136,20 +138,21 @@ impl Head {
         Ok(z)
     }
 
-    /// The weight as products want it: on a card with rows of zeros up to an even number. Products over an odd vocabulary
-    /// are several times slower there than a copy of the weight, whatever the strides; the loss leaves what lies beyond the
-    /// vocabulary alone.
+    /// The weight as products want it: on a card products over an odd vocabulary are several times slower than over an even
+    /// one, whatever the strides, and a copy of the weight is cheap. The loss leaves what lies beyond the vocabulary alone.
     fn even(&self, rank: &Rank, w: &Tensor) -> Result<Tensor> {
         let [v, h] = [w.shape()[0], w.shape()[1]];
         // The cap's slope has no mask, and columns of other ranks follow on this one's.
         let fixed = self.softcap.is_some() || rank.tp.size() > 1;
-        if rank.device().card().is_none() || v.is_multiple_of(EVEN) || fixed {
+        let even = self.even.unwrap_or(if rank.device().card().is_some() { EVEN } else { 1 });
+        if v.is_multiple_of(even) || fixed {
             return Ok(w.clone());
         }
-        let even = rank.activation(&[v.next_multiple_of(EVEN), h], w.dtype())?;
-        rank.compute.copy(w, &even.narrow(0, 0, v)?)?;
-        rank.compute.zero(&even.narrow(0, v, even.shape()[0] - v)?)?;
-        Ok(even)
+        let rows = v.next_multiple_of(even);
+        let padded = rank.activation(&[rows, h], w.dtype())?;
+        rank.compute.copy(w, &padded.narrow(0, 0, v)?)?;
+        rank.compute.zero(&padded.narrow(0, v, rows - v)?)?;
+        Ok(padded)
     }
 
     fn cap(&self, rank: &Rank, z: &Tensor) -> Result<()> {
@@ -259,6 +262,7 @@ impl Head {
                     softcap: self.softcap,
                     smoothing: self.smoothing,
                     chunk: self.chunk,
+                    even: self.even,
                 };
                 let grads = WeightGrad::other(self.weight, move |rank, grad, mut accumulate| {
                     let rows = x.ready()?;

@@ -96,6 +96,30 @@ fn heads_are_their_twins() {
 }
 
 #[test]
+fn a_weight_with_rows_of_zeros_behind_it_is_the_same_head() {
+    for dtype in DTYPES {
+        for smoothing in [Smoothing::None, Smoothing::Torch(0.1), Smoothing::Megatron(0.2)] {
+            let mut d = Declarations::default();
+            let mut head = Head::declare(&mut d, "head", VOCAB, HIDDEN, None, None, 0.1).unwrap();
+            head.smoothing = smoothing;
+            let s = Setup::new(d, dtype, 7, 1.0);
+            let (x, xs) = s.input(18, &[LABELS.len(), HIDDEN]);
+            let f = |a: &[Vec<f64>]| twin(None, smoothing, &a[0], &a[1]);
+            for (even, chunk) in [(VOCAB + 1, usize::MAX), (64, usize::MAX), (64, 2), (64, 4)] {
+                (head.even, head.chunk) = (Some(even), chunk);
+                s.compare(
+                    &format!("{smoothing:?}, {even}, {chunk}"),
+                    &f,
+                    &xs,
+                    &weights(),
+                    run(&s, &head, &x),
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn without_training_the_losses_are_the_same_and_nothing_is_kept() {
     for dtype in DTYPES {
         let mut d = Declarations::default();
