@@ -85,6 +85,7 @@ impl Case {
 struct Made {
     losses: Vec<(f64, f64)>,
     eval: f64,
+    first: Vec<LogicalValues>,
     gradients: Vec<LogicalValues>,
     weights: Vec<LogicalValues>,
 }
@@ -93,18 +94,20 @@ fn made(case: &Case) -> Made {
     let mut all = case.run(|rank, resolved| {
         let sources = source::open(&resolved)?;
         let mut trainer = Trainer::new(rank, &resolved)?;
-        let mut losses = Vec::new();
+        let (mut losses, mut first) = (Vec::new(), None);
         for _ in 0..3 {
             let report = trainer.train_step(&*sources.train)?;
             losses.push((report.loss, report.grad_norm));
+            first = Some(first.map_or_else(|| trainer.gradients(), Ok)?);
         }
+        let first = first.unwrap_or_default();
         let eval = trainer.evaluate(&*sources.train, 4)?;
         let gradients = trainer.gradients()?;
         let zeros = gradients.iter().flat_map(|g| &g.values).filter(|x| **x == 0.0).count();
         assert_eq!(trainer.zero_gradients()?, zeros as u64, "{case:?}: zeros are counted once");
         // An embedding of its own has no gradient for tokens that are in no batch.
         assert!(zeros > 32 || !case.set.contains(&"model.tied=false"), "{case:?}: {zeros} zeros");
-        Ok(Made { losses, eval, gradients, weights: trainer.weights()? })
+        Ok(Made { losses, eval, first, gradients, weights: trainer.weights()? })
     });
     let first = all.swap_remove(0);
     all.iter().for_each(|other| assert!(*other == first, "{case:?}: ranks differ"));
@@ -126,7 +129,8 @@ fn near(what: &str, a: &Made, b: &Made, room: f64) {
     for ((x, _), (y, _)) in a.losses.iter().zip(&b.losses) {
         assert!((x / y - 1.0).abs() < 1e-6, "{what}: loss {x} instead of {y}");
     }
-    for (a, b) in a.gradients.iter().zip(&b.gradients) {
+    // Of the first step: Adam makes whole steps of what is zero but for rounding, so later ones differ by more than sums do.
+    for (a, b) in a.first.iter().zip(&b.first) {
         let most = b.values.iter().fold(0f64, |m, x| m.max(f64::from(x.abs())));
         for (x, y) in a.values.iter().zip(&b.values) {
             let apart = f64::from((x - y).abs());
