@@ -23,8 +23,7 @@ pub fn product_size(rank: &Rank) -> usize {
 }
 
 /// Seconds of one of many calls of `work` in a row, the median, once the device has been at it for a while: what it can
-/// keep up, not what it reaches cold (a card slows its clock down within milliseconds where products draw all the power
-/// it may).
+/// keep up in a step, which a few calls after a pause can exceed.
 pub(super) fn sustained(rank: &Rank, mut work: impl FnMut() -> Result<()>) -> Result<f64> {
     const WARM: f64 = 0.05;
     const LOOK: f64 = 0.2;
