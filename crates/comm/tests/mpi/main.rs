@@ -167,7 +167,10 @@ fn worker() {
         "stopped" => {
             all.barrier("before").unwrap();
             if rank == 1 {
+                // The signal goes to another thread first, which stops this one as soon as it has a core:
+                // until then, not a step further.
                 signal("-STOP");
+                std::thread::sleep(PATIENCE + END);
             }
             ends(all.barrier("never"));
         }
