@@ -12,6 +12,7 @@ mod embedding;
 mod fused;
 mod gemm;
 pub mod grad_scaler;
+mod grouped;
 mod loss;
 mod measured;
 mod merge;
@@ -19,10 +20,13 @@ pub mod moments;
 mod norm;
 mod normal;
 mod optim;
+mod permute;
 pub mod philox;
 pub mod quant;
 mod rope;
 pub mod rope_tables;
+mod router;
+mod weighted;
 
 pub use activation::{Act, ActivationKernels};
 pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
@@ -30,15 +34,19 @@ pub use elementwise::{DropoutKey, ElementwiseKernels, NormalRuns};
 pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
+pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, RowBias, Segments};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
+pub use permute::{PermuteKernels, RowMap};
 pub use quant::micro::{Along, Emulated};
 pub use quant::stats::QuantStats;
 pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
 pub use rope::{Rope, RopeKernels, RopeStyle};
+pub use router::{Balance, Choice, Groups, RouterKernels, Routing, Score};
+pub use weighted::WeightedKernels;
 
 /// Every kernel a device has.
 pub trait Kernels:
