@@ -16,6 +16,7 @@ mod grouped;
 mod loss;
 mod measured;
 mod merge;
+mod mix;
 pub mod moments;
 mod norm;
 mod normal;
@@ -38,6 +39,7 @@ pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, RowBias, Segme
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
+pub use mix::MixKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
 pub use permute::{PermuteKernels, RowMap};
@@ -56,6 +58,7 @@ pub trait Kernels:
     + RopeKernels
     + AttentionKernels
     + MergeKernels
+    + MixKernels
     + EmbeddingKernels
     + LossKernels
     + OptimKernels

@@ -177,6 +177,7 @@ impl Recipe {
             embed_scale: 1.0,
             tied: false,
             init_std: 0.02,
+            moe: None,
         })
     }
 

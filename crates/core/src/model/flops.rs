@@ -13,7 +13,7 @@ pub struct TokenFlops {
     /// Scores and their use on values: `6·Q·a` per full layer, and
     /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`.
     pub attention: f64,
-    /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise.
+    /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise; of a mixture, the experts that a token goes to.
     pub mlp: f64,
     /// Output matrix: `6·h·V`.
     pub logits: f64,
@@ -30,7 +30,7 @@ impl ModelConfig {
     /// FLOPs of training one token of sequences of `length` tokens. With packed sequences of unequal
     /// lengths sᵢ, `length` is Σsᵢ²/Σsᵢ.
     pub fn flops_per_token(&self, length: f64) -> TokenFlops {
-        let (h, f, l) = (self.hidden as f64, self.ffn as f64, self.layers as f64);
+        let (h, l) = (self.hidden as f64, self.layers as f64);
         let q = self.heads as f64 * self.head_dim as f64;
         let kv = self.kv_heads as f64 * self.head_dim as f64;
         let local = (0..self.layers).filter(|&i| self.is_local(i)).count() as f64;
@@ -41,11 +41,10 @@ impl ModelConfig {
             }
             _ => q * length,
         };
-        let matrices = if self.gated { 3.0 } else { 2.0 };
         TokenFlops {
             projections: 6.0 * l * (h * (q + 2.0 * kv) + q * h),
             attention: 6.0 * ((l - local) * q * length + local * windowed),
-            mlp: 6.0 * l * matrices * h * f,
+            mlp: self.ffn_flops(),
             logits: 6.0 * h * self.vocab as f64,
         }
     }

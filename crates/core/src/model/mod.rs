@@ -3,14 +3,17 @@
 mod chunk;
 pub mod config;
 mod decoder;
+mod ffn;
 pub mod flops;
 pub mod generate;
 mod layer;
 mod loaded;
+pub mod moe;
 pub mod preset;
 pub mod validate;
 
 pub use chunk::{Chunk, ChunkSaved, Goal};
 pub use config::ModelConfig;
-pub use decoder::{Decoder, Input, Stages, logical_parts};
-pub use loaded::Model;
+pub use decoder::{Decoder, Input, Settings, Stages, logical_buffers, logical_parts};
+pub use loaded::{Model, set_expert_biases};
+pub use moe::MoeConfig;

@@ -142,15 +142,15 @@ fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Ite
     // Buckets and what is in them are in reverse order of declaration.
     for (b, bucket) in plan.buckets().iter().enumerate().rev() {
         let whole = t.optimizer.bucket(&t.rank, &t.params, state, b)?;
-        if t.rank.copies.rank() > 0 {
+        if t.rank.copies_of(bucket.experts).rank() > 0 {
             continue;
         }
         for span in bucket.spans.iter().rev().filter(|s| !specs[s.param.0].mirror) {
             let tensor = whole.narrow(0, span.range.start, span.range.len())?;
             let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
             for (part, _, r) in specs[span.param.0].held() {
-                let bytes = t.rank.join(part, size, &bytes[r.start * size..r.end * size])?;
-                if t.rank.tp.rank() == 0 {
+                let bytes = t.rank.join(bucket.experts, part, size, &bytes[r.start * size..r.end * size])?;
+                if t.rank.sharers(bucket.experts).rank() == 0 {
                     let name = format!("{}/{}", state.name(), part.name);
                     items.push(Item { name, dtype: state.saved(), shape: part.shape.clone(), bytes });
                 }

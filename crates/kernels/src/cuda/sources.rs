@@ -188,6 +188,7 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
+    source("mix", concat!(include_str!("philox.cuh"), include_str!("mix.cu"))),
     source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),
 ];

@@ -8,6 +8,7 @@ mod embedding;
 mod gemm;
 mod loss;
 mod merge;
+mod mix;
 mod norm;
 mod optim;
 mod quant;
