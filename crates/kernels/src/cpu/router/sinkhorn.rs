@@ -37,7 +37,8 @@ pub fn sinkhorn<T: Float>(threads: &Threads, logits: &[T], experts: usize, out: 
             *d1 = new;
         }
         // NaN ends it too.
-        if !(change / experts as f64 > TOLERANCE) {
+        let far = change / experts as f64 > TOLERANCE;
+        if !far {
             break;
         }
     }
