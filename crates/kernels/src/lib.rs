@@ -47,7 +47,9 @@ pub use quant::micro::{Along, Emulated};
 pub use quant::stats::QuantStats;
 pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
 pub use rope::{Rope, RopeKernels, RopeStyle};
-pub use router::{Balance, Choice, Groups, RouterKernels, Routing, Score};
+pub use router::{
+    Balance, Choice, Groups, MAX_CHOICES, MAX_EXPERTS, RouterKernels, Routing, Score, capacity,
+};
 pub use weighted::WeightedKernels;
 
 /// Every kernel a device has.
@@ -66,6 +68,7 @@ pub trait Kernels:
     + FusedKernels
     + QuantKernels
     + MeasuredKernels
+    + RouterKernels
     + Send
     + Sync
 {

@@ -22,6 +22,7 @@ pub mod quant;
 pub mod random;
 pub mod reduce;
 pub mod rope;
+pub mod router;
 pub mod rows;
 pub mod vocab;
 

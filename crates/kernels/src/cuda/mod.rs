@@ -28,6 +28,7 @@ mod plans;
 mod product;
 mod quant;
 mod rope;
+mod router;
 mod rows;
 mod sources;
 mod tensor_map;

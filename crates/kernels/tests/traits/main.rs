@@ -19,6 +19,10 @@ mod quant_product;
 mod quant_turned;
 mod refusals;
 mod rope;
+mod router;
+mod router_capacity;
+mod router_losses;
+mod router_oracle;
 mod shards;
 mod tables;
 

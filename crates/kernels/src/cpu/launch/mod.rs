@@ -13,6 +13,7 @@ mod norm;
 mod optim;
 mod quant;
 mod rope;
+mod router;
 
 use super::Isa;
 use crate::checks::{rows_of, same_contiguous};
