@@ -14,6 +14,7 @@ mod fastest;
 mod fused;
 mod gemm;
 mod grad_norm;
+mod grouped;
 mod groups;
 mod libraries;
 mod loss;

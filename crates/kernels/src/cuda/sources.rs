@@ -158,7 +158,15 @@ pub const SOURCES: &[Source] = &[
         "moments",
         concat!(include_str!("optim.cuh"), include_str!("moments.cuh"), include_str!("moments.cu")),
     ),
-    source("product", include_str!("product.cu")),
+    source(
+        "grouped_plain",
+        concat!(
+            include_str!("product.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/plain.cu")
+        ),
+    ),
+    source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
     source(
         "quantise",
         concat!(
