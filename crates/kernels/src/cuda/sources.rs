@@ -36,30 +36,52 @@ const fn hopper(name: &'static str, text: &'static str) -> Source {
 pub const SOURCES: &[Source] = &[
     source(
         "attention_forward",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/forward.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/forward.cu")
+        ),
     ),
     source(
         "attention_backward_keys",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_keys.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/backward_keys.cu")
+        ),
     ),
     source(
         "attention_backward_queries",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_queries.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/backward_queries.cu")
+        ),
     ),
     source(
         "attention_plain",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/plain.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/plain.cu")
+        ),
     ),
     source(
         "attention_rows",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/rows.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/rows.cu")
+        ),
     ),
     hopper(
         "attention_hopper_forward",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
             include_str!("attention/hopper_forward.cuh"),
@@ -69,9 +91,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_forward_wide",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
             include_str!("attention/hopper_forward.cuh"),
@@ -81,9 +105,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_backward",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_backward.cu")
@@ -92,9 +118,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_wide",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_wide.cuh"),
@@ -104,9 +132,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_rows",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_rows.cu")
         ),
