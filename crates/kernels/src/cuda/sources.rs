@@ -196,6 +196,32 @@ pub const SOURCES: &[Source] = &[
             include_str!("grouped/plain.cu")
         ),
     ),
+    hopper(
+        "grouped_hopper",
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_consume.cuh"),
+            include_str!("grouped/hopper.cu")
+        ),
+    ),
+    hopper(
+        "grouped_hopper_grad",
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_consume.cuh"),
+            include_str!("grouped/hopper_grad.cu")
+        ),
+    ),
     source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
     source(
         "quantise",

@@ -42,7 +42,7 @@ template <class T> __device__ __forceinline__ void grouped(const GroupedArgs& g)
     if (blockIdx.x >= tiles) {
         const i32 warps = i32(gridDim.x - tiles) * (THREADS / 32);
         const i32 self = i32(blockIdx.x - tiles) * (THREADS / 32) + (threadIdx.x >> 5);
-        blank_gaps(z, y, g.ldy, i32(g.n), g.wide, self, warps);
+        blank_gaps(z, z.count, z.rows, y, g.ldy, i32(g.n), g.wide, self, warps);
         return;
     }
     __shared__ Place place;

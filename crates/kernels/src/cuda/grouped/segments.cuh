@@ -11,18 +11,18 @@ struct Segments {
     __device__ __forceinline__ i32 length(i32 e) const {
         return min(max(reinterpret_cast<const i32*>(counts)[e], 0), rows - first(e));
     }
-    // Rows before segment e that are nobody's; those behind the last segment for e = E.
-    __device__ __forceinline__ i32 gap_first(i32 e) const { return e == 0 ? 0 : first(e - 1) + length(e - 1); }
-    __device__ __forceinline__ i32 gap_end(i32 e) const { return e == count ? rows : first(e); }
 };
 
-// Zeroes `width` numbers of each row that is nobody's: warp `self` of `warps`. In 16-byte stores where `wide` says that rows
-// are aligned and `width` is whole.
-template <class T>
-__device__ __forceinline__ void blank_gaps(const Segments& z, T* y, i64 step, i32 width, bool wide, i32 self, i32 warps) {
+// Zeroes `width` numbers of each row that is nobody's: warp `self` of `warps`. `Of` knows segments, as above. In 16-byte stores
+// where `wide` says that rows are aligned and `width` is whole.
+template <class T, class Of>
+__device__ __forceinline__ void blank_gaps(const Of& z, i32 count, i32 rows, T* y, i64 step, i32 width, bool wide, i32 self,
+                                           i32 warps) {
     const i32 lane = threadIdx.x & 31;
-    for (i32 e = 0; e <= z.count; e++) {
-        const i32 from = z.gap_first(e), end = z.gap_end(e);
+    // What comes before segment e, or behind the last.
+    i32 from = 0;
+    for (i32 e = 0; e <= count; e++) {
+        const i32 end = e < count ? z.first(e) : rows;
         for (i32 r = from + self; r < end; r += warps) {
             T* row = y + r * step;
             if (wide) {
@@ -32,5 +32,6 @@ __device__ __forceinline__ void blank_gaps(const Segments& z, T* y, i64 step, i3
                 for (i32 c = lane; c < width; c += 32) row[c] = from_f32<T>(0.0f);
             }
         }
+        if (e < count) from = end + z.length(e);
     }
 }
