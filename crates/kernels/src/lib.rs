@@ -35,7 +35,7 @@ pub use elementwise::{DropoutKey, ElementwiseKernels, NormalRuns};
 pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
-pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, RowBias, Segments};
+pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, Segments};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
@@ -55,6 +55,7 @@ pub use weighted::WeightedKernels;
 /// Every kernel a device has.
 pub trait Kernels:
     GemmKernels
+    + GroupedKernels
     + NormKernels
     + ActivationKernels
     + RopeKernels

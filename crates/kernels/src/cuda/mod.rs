@@ -14,6 +14,7 @@ mod fastest;
 mod fused;
 mod gemm;
 mod grad_norm;
+mod grouped;
 mod groups;
 mod libraries;
 mod loss;
@@ -51,6 +52,7 @@ pub struct CudaKernels {
     plans: Plans,
     /// Tables of tiles of packed sequences.
     tables: attention::Tables,
+    multiprocessors: u32,
 }
 
 /// A kernel of a source.
@@ -85,12 +87,18 @@ impl CudaKernels {
             modules: Modules::load(card)?,
             plans: Plans::open(card)?,
             tables: Default::default(),
+            multiprocessors: card.multiprocessors,
         })
     }
 
     /// How many sources were compiled, how many were in the cache.
     pub fn readiness(&self) -> Readiness {
         self.modules.readiness()
+    }
+
+    /// Multiprocessors of the card.
+    pub(crate) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
     }
 
     /// Is there this source for the card?

@@ -5,6 +5,7 @@
 mod attention;
 mod fused;
 mod gemm;
+mod grouped;
 mod homes;
 mod maps;
 mod measured;

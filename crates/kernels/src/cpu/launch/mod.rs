@@ -6,6 +6,7 @@ mod attention;
 mod elementwise;
 mod embedding;
 mod gemm;
+mod grouped;
 mod loss;
 mod merge;
 mod mix;
