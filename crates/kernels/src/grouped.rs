@@ -46,17 +46,6 @@ pub struct GroupedGrad<'a> {
     pub dw: (&'a Tensor, bool),
 }
 
-/// Bias of rows by segment, weighted: see [`GroupedKernels::add_bias`].
-#[derive(Clone, Copy)]
-pub struct RowBias<'a> {
-    /// Whose rows.
-    pub segments: Segments<'a>,
-    /// `[E, n]`
-    pub bias: &'a Tensor,
-    /// f32 `[N]`
-    pub weights: &'a Tensor,
-}
-
 /// Eight-bit factors of a grouped product, both contracted along their last axis: `y[r] = x[r]·w[e]ᵀ`.
 #[derive(Clone, Copy)]
 pub struct Grouped8<'a> {
@@ -79,18 +68,4 @@ pub trait GroupedKernels {
 
     /// See [`GroupedGrad`].
     fn grouped_grad(&self, s: &Stream, g: &GroupedGrad) -> Result<()>;
-
-    /// `y[r] += weights[r]·bias[e]` for the rows of each segment; `y [N, n]`.
-    fn add_bias(&self, s: &Stream, b: &RowBias, y: &Tensor) -> Result<()>;
-
-    /// Its gradients: `dbias` f32 `[E, n] (+)= Σ_r weights[r]·dy[r]`, `dweights` f32 `[N] += <dy[r], bias[e]>`. With `weights`
-    /// of ones it is the gradient of a bias of [`Grouped`].
-    fn add_bias_backward(
-        &self,
-        s: &Stream,
-        b: &RowBias,
-        dy: &Tensor,
-        dbias: (&Tensor, bool),
-        dweights: Option<&Tensor>,
-    ) -> Result<()>;
 }

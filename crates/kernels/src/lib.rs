@@ -26,6 +26,7 @@ pub mod quant;
 mod rope;
 pub mod rope_tables;
 mod router;
+mod row_bias;
 mod weighted;
 
 pub use activation::{Act, ActivationKernels};
@@ -34,7 +35,7 @@ pub use elementwise::{DropoutKey, ElementwiseKernels, NormalRuns};
 pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
-pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, RowBias, Segments};
+pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, Segments};
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
@@ -46,6 +47,7 @@ pub use quant::stats::QuantStats;
 pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
 pub use rope::{Rope, RopeKernels, RopeStyle};
 pub use router::{Balance, Choice, Groups, RouterKernels, Routing, Score};
+pub use row_bias::{RowBias, RowBiasKernels};
 pub use weighted::WeightedKernels;
 
 /// Every kernel a device has.
@@ -63,6 +65,9 @@ pub trait Kernels:
     + FusedKernels
     + QuantKernels
     + MeasuredKernels
+    + PermuteKernels
+    + WeightedKernels
+    + RowBiasKernels
     + Send
     + Sync
 {

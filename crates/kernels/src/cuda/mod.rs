@@ -19,6 +19,7 @@ mod libraries;
 mod loss;
 mod measured;
 mod merge;
+mod missing;
 mod modules;
 mod norm;
 mod normal;

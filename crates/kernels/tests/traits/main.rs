@@ -12,6 +12,8 @@ mod merge;
 mod moments;
 mod norm;
 mod optim;
+mod permute;
+mod permute_maps;
 mod quant;
 mod quant_micro;
 mod quant_oracle;
@@ -19,8 +21,10 @@ mod quant_product;
 mod quant_turned;
 mod refusals;
 mod rope;
+mod row_bias;
 mod shards;
 mod tables;
+mod weighted;
 
 #[path = "../rows/golden.rs"]
 #[allow(dead_code)]

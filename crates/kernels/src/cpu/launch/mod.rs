@@ -10,8 +10,11 @@ mod loss;
 mod merge;
 mod norm;
 mod optim;
+mod permute;
 mod quant;
 mod rope;
+mod row_bias;
+mod weighted;
 
 use super::Isa;
 use crate::checks::{rows_of, same_contiguous};
