@@ -27,6 +27,7 @@ pub mod quant;
 mod rope;
 pub mod rope_tables;
 mod router;
+mod row_bias;
 mod weighted;
 
 pub use activation::{Act, ActivationKernels};
@@ -50,6 +51,7 @@ pub use rope::{Rope, RopeKernels, RopeStyle};
 pub use router::{
     Balance, Choice, Groups, MAX_CHOICES, MAX_EXPERTS, RouterKernels, Routing, Score, capacity,
 };
+pub use row_bias::{RowBias, RowBiasKernels};
 pub use weighted::WeightedKernels;
 
 /// Every kernel a device has.
@@ -70,6 +72,9 @@ pub trait Kernels:
     + QuantKernels
     + MeasuredKernels
     + RouterKernels
+    + PermuteKernels
+    + WeightedKernels
+    + RowBiasKernels
     + Send
     + Sync
 {

@@ -10,11 +10,25 @@ pub trait MixKernels {
 
     /// One slot for each of `copies` ranks that share an expert: choice e of `own` experts a rank becomes
     /// `(e / own·copies + a)·own + e mod own` in slot `j·copies + a`; -1 stays. `index` i32 `[T, k]`, `wide` i32 `[T, k·copies]`.
-    fn copy_choices(&self, s: &Stream, index: &Tensor, own: usize, copies: usize, wide: &Tensor) -> Result<()>;
+    fn copy_choices(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        own: usize,
+        copies: usize,
+        wide: &Tensor,
+    ) -> Result<()>;
 
     /// `y = x·u`, u uniform from 1 - eps to 1 + eps, drawn by (key, number of the row, column); `x`, `y` `[T, h]`, `rows` i32 `[T]`.
-    fn jitter(&self, s: &Stream, eps: f32, key: DropoutKey, rows: &Tensor, x: &Tensor, y: &Tensor)
-    -> Result<()>;
+    fn jitter(
+        &self,
+        s: &Stream,
+        eps: f32,
+        key: DropoutKey,
+        rows: &Tensor,
+        x: &Tensor,
+        y: &Tensor,
+    ) -> Result<()>;
 
     /// f32 `x [T, n]` as the sum of two bf16 numbers, side by side: `out [T, 2n]`, the rounded ones first, then what they lack.
     fn split_halves(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()>;
@@ -29,7 +43,8 @@ pub trait MixKernels {
     fn add_totals(&self, s: &Stream, x: &Tensor, total: &Tensor) -> Result<()>;
 
     /// `beta = keep·beta + (1 - keep)·mean·found`, then its mean over experts subtracted; f32 `[E]`.
-    fn update_quantiles(&self, s: &Stream, keep: f32, mean: f32, found: &Tensor, beta: &Tensor) -> Result<()>;
+    fn update_quantiles(&self, s: &Stream, keep: f32, mean: f32, found: &Tensor, beta: &Tensor)
+    -> Result<()>;
 }
 
 /// Equal numbers of elements in each, contiguous, of these types.

@@ -1,7 +1,7 @@
 //! The architecture of a decoder as plain data. Every supported family is a setting of these switches.
 
-pub use ferrotron_kernels::rope_tables::RopeScaling;
 use super::moe::MoeConfig;
+pub use ferrotron_kernels::rope_tables::RopeScaling;
 use serde::{Deserialize, Serialize};
 
 /// A decoder-only transformer.

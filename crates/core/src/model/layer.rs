@@ -5,10 +5,10 @@ use super::config::{ModelConfig, NormKind};
 use super::ffn::{Ffn, FfnSaved};
 use super::moe::act_of;
 use ferrotron_engine::attention::{Attention, AttentionConfig, AttentionSaved, KvCache, Layout, RopeTable};
+use ferrotron_engine::moe::Moe;
 use ferrotron_engine::{
     Declarations, Hidden, Keep, Mlp, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
 };
-use ferrotron_engine::moe::Moe;
 use ferrotron_kernels::{Align, Norm, Scores};
 use ferrotron_tensor::{Result, Tensor};
 

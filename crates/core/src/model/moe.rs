@@ -154,7 +154,9 @@ impl ModelConfig {
         }
         if !m.layers.is_empty() && m.layers.len() != self.layers {
             let (found, layers) = (m.layers.len(), self.layers);
-            bad.push(format!("moe.layers has {found} entries for {layers} layers; give one per layer, or none"));
+            bad.push(format!(
+                "moe.layers has {found} entries for {layers} layers; give one per layer, or none"
+            ));
         }
         if m.topk == 1 && m.score == ScoreKind::Softmax && !m.pre_softmax {
             bad.push(

@@ -121,7 +121,8 @@ impl Trainer {
         let dtype = r.config.precision.dtype.dtype();
         let copies = rank.copies.size().max(rank.expert_copies.size());
         let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
-        let params = Params::in_buckets(&rank, specs, dtype, bucket)?.with_mixtures(&rank, decoder.mixtures())?;
+        let params =
+            Params::in_buckets(&rank, specs, dtype, bucket)?.with_mixtures(&rank, decoder.mixtures())?;
         let scheme = Scheme::zero(r.config.parallel.zero, copies);
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
         let kept = Kept { moments: r.config.optimizer.moments, master: r.config.optimizer.master };

@@ -61,12 +61,7 @@ impl Saved for MoeSaved {
 
 impl Moe {
     /// Declares `<name>.router`, `<name>.experts.<e>`, and perhaps `<name>.shared` and the maps of a latent width.
-    pub fn declare(
-        d: &mut Declarations,
-        name: &str,
-        layer: u32,
-        c: &MoeShape,
-    ) -> Result<Moe> {
+    pub fn declare(d: &mut Declarations, name: &str, layer: u32, c: &MoeShape) -> Result<Moe> {
         let training = d.mixing().clone();
         let id = d.mixture(MixtureSpec {
             name: name.into(),

@@ -40,7 +40,9 @@ impl CudaKernels {
         let grid = line(blocks(op, threads, THREADS)?, THREADS as u32);
         s.launch(op, tensors, |l| {
             let mut args = args;
-            for (i, slot) in [&mut args.a, &mut args.b, &mut args.c].into_iter().enumerate().take(tensors.len()) {
+            for (i, slot) in
+                [&mut args.a, &mut args.b, &mut args.c].into_iter().enumerate().take(tensors.len())
+            {
                 *slot = l.address(i)?;
             }
             self.queue(l, kernel, grid, &args)
@@ -57,11 +59,19 @@ impl MixKernels for CudaKernels {
         self.mix(s, (OP, plain(OP)), &[read(segments), write(index), write(probs)], t * k, args)
     }
 
-    fn copy_choices(&self, s: &Stream, index: &Tensor, own: usize, copies: usize, wide: &Tensor) -> Result<()> {
+    fn copy_choices(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        own: usize,
+        copies: usize,
+        wide: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "copy_choices";
         let [t, k] = matrix(OP, index)?;
         check(OP, &[(index, DType::I32, t * k), (wide, DType::I32, t * k * copies)])?;
-        let args = MixArgs { n: (t * k) as i64, own: own as i32, copies: copies as i32, ..MixArgs::default() };
+        let args =
+            MixArgs { n: (t * k) as i64, own: own as i32, copies: copies as i32, ..MixArgs::default() };
         self.mix(s, (OP, plain(OP)), &[read(index), write(wide)], t * k * copies, args)
     }
 
@@ -112,10 +122,23 @@ impl MixKernels for CudaKernels {
         const OP: &str = "add_totals";
         let n = x.numel();
         check(OP, &[(x, DType::F64, n), (total, DType::F64, n)])?;
-        self.mix(s, (OP, plain(OP)), &[read(x), write(total)], n, MixArgs { n: n as i64, ..MixArgs::default() })
+        self.mix(
+            s,
+            (OP, plain(OP)),
+            &[read(x), write(total)],
+            n,
+            MixArgs { n: n as i64, ..MixArgs::default() },
+        )
     }
 
-    fn update_quantiles(&self, s: &Stream, keep: f32, mean: f32, found: &Tensor, beta: &Tensor) -> Result<()> {
+    fn update_quantiles(
+        &self,
+        s: &Stream,
+        keep: f32,
+        mean: f32,
+        found: &Tensor,
+        beta: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "update_quantiles";
         let n = beta.numel();
         check(OP, &[(found, DType::F32, n), (beta, DType::F32, n)])?;

@@ -20,6 +20,7 @@ mod libraries;
 mod loss;
 mod measured;
 mod merge;
+mod missing;
 mod mix;
 mod modules;
 mod norm;

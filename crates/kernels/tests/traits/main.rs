@@ -13,6 +13,8 @@ mod merge;
 mod moments;
 mod norm;
 mod optim;
+mod permute;
+mod permute_maps;
 mod quant;
 mod quant_micro;
 mod quant_oracle;
@@ -24,8 +26,10 @@ mod router;
 mod router_capacity;
 mod router_losses;
 mod router_oracle;
+mod row_bias;
 mod shards;
 mod tables;
+mod weighted;
 
 #[path = "../rows/golden.rs"]
 #[allow(dead_code)]

@@ -10,7 +10,8 @@ impl MixKernels for CpuKernels {
         let [t, k] = matrix(OP, index)?;
         check(OP, &[(segments, DType::I32, t), (index, DType::I32, t * k), (probs, DType::F32, t * k)])?;
         s.launch(OP, &[read(segments), write(index), write(probs)], |l| {
-            let (segments, index, probs) = (l.slice::<i32>(0)?, l.slice_mut::<i32>(1)?, l.slice_mut::<f32>(2)?);
+            let (segments, index, probs) =
+                (l.slice::<i32>(0)?, l.slice_mut::<i32>(1)?, l.slice_mut::<f32>(2)?);
             for (i, _) in segments.iter().enumerate().filter(|(_, s)| **s < 0) {
                 index[i * k..][..k].fill(-1);
                 probs[i * k..][..k].fill(0.0);
@@ -19,7 +20,14 @@ impl MixKernels for CpuKernels {
         })
     }
 
-    fn copy_choices(&self, s: &Stream, index: &Tensor, own: usize, copies: usize, wide: &Tensor) -> Result<()> {
+    fn copy_choices(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        own: usize,
+        copies: usize,
+        wide: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "copy_choices";
         let [t, k] = matrix(OP, index)?;
         check(OP, &[(index, DType::I32, t * k), (wide, DType::I32, t * k * copies)])?;
@@ -117,7 +125,14 @@ impl MixKernels for CpuKernels {
         })
     }
 
-    fn update_quantiles(&self, s: &Stream, keep: f32, mean: f32, found: &Tensor, beta: &Tensor) -> Result<()> {
+    fn update_quantiles(
+        &self,
+        s: &Stream,
+        keep: f32,
+        mean: f32,
+        found: &Tensor,
+        beta: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "update_quantiles";
         let n = beta.numel();
         check(OP, &[(found, DType::F32, n), (beta, DType::F32, n)])?;

@@ -12,9 +12,12 @@ mod merge;
 mod mix;
 mod norm;
 mod optim;
+mod permute;
 mod quant;
 mod rope;
 mod router;
+mod row_bias;
+mod weighted;
 
 use super::Isa;
 use crate::checks::{rows_of, same_contiguous};
