@@ -94,6 +94,7 @@ impl Recipe {
                 c.local_layers = vec![true; c.layers.min(MAX_LAYERS)];
             }
         }
+        self.mixtures(&mut c, derived)?;
         Ok(c)
     }
 

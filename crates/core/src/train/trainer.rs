@@ -21,6 +21,7 @@ use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, precisio
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, Event, Stream, Tensor};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Steps without finite gradients, one after the other, that end a run even where they are left out.
 const SKIPS: u64 = 10;

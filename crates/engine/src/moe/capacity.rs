@@ -48,13 +48,15 @@ pub(super) fn apply(
         p.rank.activation(all_index.shape(), DType::I32)?,
         p.rank.activation(all_probs.shape(), DType::F32)?,
     );
-    k.gather_rows(s, &all_index, &order.to_tokens, 1, &sorted_index)?;
+    // Numbers of four bytes, whatever they mean.
+    let bits = |t: &Tensor| t.seen_as(DType::F32);
+    k.gather_rows(s, &bits(&all_index)?, &order.to_tokens, 1, &bits(&sorted_index)?)?;
     k.gather_rows(s, &all_probs, &order.to_tokens, 1, &sorted_probs)?;
     // Every rank sees all drops; one counts them.
     let dropped = if group.rank() == 0 { dropped } else { &fresh };
     let bound = rows(c, tokens, topk, experts);
     k.drop_beyond(s, bound, experts, c.by_probability, &sorted_index, &sorted_probs, dropped)?;
-    k.gather_rows(s, &sorted_index, &order.mine, 1, &index)?;
+    k.gather_rows(s, &bits(&sorted_index)?, &order.mine, 1, &bits(&index)?)?;
     k.gather_rows(s, &sorted_probs, &order.mine, 1, &probs)?;
     Ok(Routes { index, probs })
 }

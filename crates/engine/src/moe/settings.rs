@@ -89,7 +89,7 @@ pub enum GateType {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Capacity {
     /// Times the mean load.
-    pub factor: f32,
+    pub factor: f64,
     /// The most probable stay; otherwise the first.
     pub by_probability: bool,
     /// Every expert gets exactly so many rows, of zeros where it has fewer tokens.
