@@ -132,7 +132,7 @@ pub fn forward(
 ) -> Result<ForwardOutput> {
     let config = plan.config().model();
     let layout = grid::Layout { tp: rank.tp.size(), ..grid::Layout::default() };
-    layout.check_model(&grid::ModelSizes::dense(config))?;
+    layout.check_model(&grid::ModelSizes::of(config))?;
     let whole = input;
     let (part, mine) = rows_of(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;

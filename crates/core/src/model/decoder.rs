@@ -170,6 +170,18 @@ impl Decoder {
         positions: Option<&[i32]>,
         layout: Layout,
     ) -> Result<Input> {
+        self.input_with(rank, ids, positions, layout, None)
+    }
+
+    /// The same, with `padding` that says of each token whether it only fills a place: mixtures send it to no expert.
+    pub fn input_with(
+        &self,
+        rank: &Rank,
+        ids: &[i32],
+        positions: Option<&[i32]>,
+        layout: Layout,
+        padding: Option<&[bool]>,
+    ) -> Result<Input> {
         let counted;
         let positions = match positions {
             Some(p) => p,
@@ -188,7 +200,7 @@ impl Decoder {
         let (ids, positions) = (upload(ids)?, upload(positions)?);
         let rows = ids.numel() / rank.tp.size();
         let mix = self.config.moe.is_some();
-        let mix = mix.then(|| MixInput::new(rank, &layout, &tokens, None, self.mixing.dispatcher));
+        let mix = mix.then(|| MixInput::new(rank, &layout, &tokens, padding, self.mixing.dispatcher));
         let layout = tokens.layout().clone();
         Ok(Input { ids, positions, layout, tokens, rows, mix: mix.transpose()? })
     }

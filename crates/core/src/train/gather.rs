@@ -51,6 +51,11 @@ fn together(
     Ok(parts.into_iter().filter_map(take).collect())
 }
 
+/// What each stage says, on every rank, in the order of stages.
+pub(super) fn of_stages(rank: &Rank, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+    Ok(rank.pp.all_gather_bytes(mine, "what stages say")?)
+}
+
 /// The items of all ranks on the first of the world; elsewhere, a rank's own. One tensor travels at a time.
 pub(super) fn on_first_rank(rank: &Rank, mut mine: Vec<Item>) -> Result<Vec<Item>> {
     let (s, world) = (&rank.compute, rank.world.all());

@@ -106,6 +106,7 @@ mod tests {
             labels: (0..6).map(|i| if i == 4 { IGNORE } else { n + i + 1 }).collect(),
             positions: (0..6).map(|i| i % 3).collect(),
             cu_seqlens: None,
+            padding: None,
         };
         let batches = [batch(10), batch(20)];
         let told: [f32; scalars::COUNT] = std::array::from_fn(|i| i as f32 + 0.5);

@@ -31,7 +31,8 @@ pub(super) fn upload(
     weight: f32,
     step: Option<InStep>,
 ) -> Result<MicroBatch> {
-    let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
+    let (positions, layout) = (Some(&batch.positions[..]), layout(batch, seq)?);
+    let input = decoder.input_with(rank, &batch.tokens, positions, layout, batch.padding.as_deref())?;
     let (mut dropout, mut part) = (None, None);
     if let Some(s) = step.filter(|s| s.dropout > 0.0 || input.mix.is_some()) {
         let rows = token_numbers(rank, &input.tokens, s.first)?;

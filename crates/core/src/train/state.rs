@@ -1,6 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
-use super::{Trainer, gather, scales};
+use super::{Trainer, gather, mixtures, scales};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::model::{ModelConfig, logical_parts};
@@ -118,6 +118,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         items.extend(logical_state(t, state)?);
     }
     items.extend(scales::items(t)?);
+    items.extend(mixtures::items(t)?);
     let items = gather::on_first_rank(&t.rank, items)?;
     let state = State {
         samples: t.samples,
@@ -208,7 +209,8 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         .collect();
     let names = parts.iter().map(|p| p.name.as_str()).collect();
     let found = scales::check(loaded, &names)?;
-    let found = found.iter().map(|(n, s)| (*n, DType::F32, *s));
+    let tables = mixtures::found(loaded, t.decoder.config());
+    let found = found.iter().chain(&tables).map(|(n, s)| (*n, DType::F32, *s));
     loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())).chain(found))?;
     for state in states {
         for (i, (spec, piece)) in t.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
@@ -225,6 +227,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     }
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
     scales::restore(t, loaded)?;
+    mixtures::restore(t, loaded)?;
     t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);
     (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
     // At the very end: weights that are bytes are made with the scales that are there.

@@ -329,10 +329,16 @@ impl Trainer {
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
         let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
-        let batches = (turn..count)
+        let micro = self.batches.micro as usize;
+        let mut batches = (turn..count)
             .step_by(ranks as usize)
-            .map(|i| data.batch(i * self.batches.micro, self.batches.micro as usize))
+            .map(|i| data.batch(i * self.batches.micro, micro))
             .collect::<Result<Vec<_>>>()?;
+        // Experts get tokens of ranks with other data: all of these make as many passes.
+        let together = self.params.mixtures().is_some() && self.rank.experts.size() > 1;
+        if together && (batches.len() as u64) < count.div_ceil(ranks) {
+            batches.push(data.batch(0, micro)?.as_padding());
+        }
         let mut total = 0.0;
         self.collect_magnitudes();
         if let Some(eight) = self.params.eight() {
