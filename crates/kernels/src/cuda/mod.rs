@@ -20,22 +20,25 @@ mod libraries;
 mod loss;
 mod measured;
 mod merge;
-mod missing;
 mod mix;
 mod modules;
 mod norm;
 mod normal;
 mod optim;
+mod permute;
+mod permute_maps;
 mod plans;
 mod product;
 mod quant;
 mod rope;
 mod router;
+mod row_bias;
 mod rows;
 mod sources;
 mod tensor_map;
 #[cfg(test)]
 mod ways;
+mod weighted;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};

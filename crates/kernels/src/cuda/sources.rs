@@ -223,6 +223,8 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
+    source("permute", include_str!("permute.cu")),
+    source("permute_maps", include_str!("permute_maps.cu")),
     source(
         "quantise",
         concat!(
@@ -240,7 +242,10 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
-    source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
+    source(
+        "activation",
+        concat!(include_str!("measured.cuh"), include_str!("curves.cuh"), include_str!("activation.cu")),
+    ),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
     source(
@@ -255,4 +260,6 @@ pub const SOURCES: &[Source] = &[
     source("mix", concat!(include_str!("philox.cuh"), include_str!("mix.cu"))),
     source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),
+    source("row_bias", include_str!("row_bias.cu")),
+    source("weighted", concat!(include_str!("curves.cuh"), include_str!("weighted.cu"))),
 ];
