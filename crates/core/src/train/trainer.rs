@@ -335,7 +335,7 @@ impl Trainer {
             .map(|i| data.batch(i * self.batches.micro, micro))
             .collect::<Result<Vec<_>>>()?;
         // Experts get tokens of ranks with other data: all of these make as many passes.
-        let together = self.params.mixtures().is_some() && self.rank.experts.size() > 1;
+        let together = self.decoder.config().moe.is_some() && self.rank.experts.size() > 1;
         if together && (batches.len() as u64) < count.div_ceil(ranks) {
             batches.push(data.batch(0, micro)?.as_padding());
         }
