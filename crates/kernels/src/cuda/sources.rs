@@ -190,4 +190,24 @@ pub const SOURCES: &[Source] = &[
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
     source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),
+    source("router_route", concat!(include_str!("router/common.cuh"), include_str!("router/route.cu"))),
+    source("router_balance", concat!(include_str!("router/common.cuh"), include_str!("router/balance.cu"))),
+    source("router_z_loss", concat!(include_str!("router/common.cuh"), include_str!("router/z_loss.cu"))),
+    source(
+        "router_counts",
+        concat!(
+            include_str!("router/common.cuh"),
+            include_str!("router/select.cuh"),
+            include_str!("router/counts.cu")
+        ),
+    ),
+    source(
+        "router_sinkhorn",
+        concat!(
+            include_str!("router/common.cuh"),
+            include_str!("router/select.cuh"),
+            include_str!("router/sinkhorn.cu")
+        ),
+    ),
+    source("router_gate", include_str!("router/gate.cu")),
 ];
