@@ -262,4 +262,24 @@ pub const SOURCES: &[Source] = &[
     source("rope", include_str!("rope.cu")),
     source("row_bias", include_str!("row_bias.cu")),
     source("weighted", concat!(include_str!("curves.cuh"), include_str!("weighted.cu"))),
+    source("router_route", concat!(include_str!("router/common.cuh"), include_str!("router/route.cu"))),
+    source("router_balance", concat!(include_str!("router/common.cuh"), include_str!("router/balance.cu"))),
+    source("router_z_loss", concat!(include_str!("router/common.cuh"), include_str!("router/z_loss.cu"))),
+    source(
+        "router_counts",
+        concat!(
+            include_str!("router/common.cuh"),
+            include_str!("router/select.cuh"),
+            include_str!("router/counts.cu")
+        ),
+    ),
+    source(
+        "router_sinkhorn",
+        concat!(
+            include_str!("router/common.cuh"),
+            include_str!("router/select.cuh"),
+            include_str!("router/sinkhorn.cu")
+        ),
+    ),
+    source("router_gate", include_str!("router/gate.cu")),
 ];

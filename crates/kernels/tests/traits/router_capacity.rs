@@ -13,7 +13,7 @@ fn i64s(h: &Home, values: &[i64]) -> Tensor {
 fn choices(n: usize, k: usize, experts: usize) -> Vec<f64> {
     let some = |i: usize| (i * 31) % 11 != 3;
     // Uneven: half of the tokens want the same experts.
-    let pick = |t: usize, j: usize| if t % 2 == 0 { j } else { (t * 13 / 7 + j) % experts };
+    let pick = |t: usize, j: usize| if t % 2 == 1 { j } else { (t * 13 / 7 + j) % experts };
     (0..n * k).map(|i| if some(i) { pick(i / k, i % k) as f64 } else { -1.0 }).collect()
 }
 

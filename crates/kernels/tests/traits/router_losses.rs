@@ -13,7 +13,7 @@ fn segments(kind: usize, n: usize) -> (Vec<i32>, usize) {
         1 => (t % 3) as i32,
         2 if t % 7 == 6 => -1,
         2 => ((t / 9) % 5) as i32,
-        _ if t % 3 == 0 => -5,
+        _ if t % 3 == 1 => -5,
         _ => 1,
     };
     ((0..n).map(of).collect(), count)
