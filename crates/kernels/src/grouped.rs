@@ -4,7 +4,7 @@
 //! no segment are not read, and where a product writes rows they become zeros.
 
 use crate::checks::dtypes;
-use crate::quant::Bytes;
+use crate::grouped8::{Grouped8, GroupedGrad8};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
 /// Segments of N rows.
@@ -47,21 +47,6 @@ pub struct GroupedGrad<'a> {
     pub dw: (&'a Tensor, bool),
 }
 
-/// Eight-bit factors of a grouped product, both contracted along their last axis: `y[r] = x[r]·w[e]ᵀ`.
-#[derive(Clone, Copy)]
-pub struct Grouped8<'a> {
-    /// `[N, k]`, one scale for all or scales of 128 along k.
-    pub x: &'a Bytes,
-    /// `[E·n, k]`, scales f32 `[E]` (one an expert) in place of the tensor's one, or tiles.
-    pub w: &'a Bytes,
-    /// Whose rows.
-    pub segments: Segments<'a>,
-    /// `[N, n]` bf16
-    pub y: &'a Tensor,
-    /// Sums may be kept in the matrix unit's narrow registers.
-    pub fast: bool,
-}
-
 /// Grouped products.
 pub trait GroupedKernels {
     /// See [`Grouped`].
@@ -69,6 +54,12 @@ pub trait GroupedKernels {
 
     /// See [`GroupedGrad`].
     fn grouped_grad(&self, s: &Stream, g: &GroupedGrad) -> Result<()>;
+
+    /// See [`Grouped8`].
+    fn grouped8(&self, s: &Stream, g: &Grouped8) -> Result<()>;
+
+    /// See [`GroupedGrad8`].
+    fn grouped_grad8(&self, s: &Stream, g: &GroupedGrad8) -> Result<()>;
 }
 
 /// Segments there may be: what the cards' kernels have room for.
@@ -82,7 +73,7 @@ pub(crate) struct Steps {
 }
 
 /// Of `[matrices, rows, columns]` or `[rows, columns]`.
-fn steps(op: &'static str, t: &Tensor) -> Result<Steps> {
+pub(crate) fn steps(op: &'static str, t: &Tensor) -> Result<Steps> {
     let refuse = || shape_error(op, format!("{t:?}: rows must be contiguous and not overlap"));
     let (shape, strides) = (t.shape(), t.strides());
     let [.., rows, cols] = *shape else { return refuse() };

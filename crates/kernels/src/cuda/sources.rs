@@ -196,6 +196,15 @@ pub const SOURCES: &[Source] = &[
             include_str!("grouped/plain.cu")
         ),
     ),
+    source(
+        "grouped_plain8",
+        concat!(
+            include_str!("quant/common.cuh"),
+            include_str!("quant/matrix.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/plain8.cu")
+        ),
+    ),
     hopper(
         "grouped_hopper",
         concat!(
@@ -241,7 +250,14 @@ pub const SOURCES: &[Source] = &[
             include_str!("quant/measure.cu")
         ),
     ),
-    source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
+    source(
+        "quant_plain",
+        concat!(
+            include_str!("quant/common.cuh"),
+            include_str!("quant/matrix.cuh"),
+            include_str!("quant/plain.cu")
+        ),
+    ),
     source(
         "activation",
         concat!(include_str!("measured.cuh"), include_str!("curves.cuh"), include_str!("activation.cu")),

@@ -5,14 +5,14 @@ use ferrotron_kernels::{Grouped, GroupedGrad, Segments};
 use ferrotron_tensor::{DType, Tensor};
 
 /// Rows of segments, each starting at a multiple of `align`, and `behind` rows that are nobody's.
-struct Layout {
-    counts: Vec<usize>,
-    offsets: Vec<usize>,
-    rows: usize,
+pub struct Layout {
+    pub counts: Vec<usize>,
+    pub offsets: Vec<usize>,
+    pub rows: usize,
 }
 
 impl Layout {
-    fn new(counts: &[usize], align: usize, behind: usize) -> Layout {
+    pub fn new(counts: &[usize], align: usize, behind: usize) -> Layout {
         let (mut at, mut offsets) = (0, Vec::new());
         for n in counts {
             offsets.push(at);
@@ -22,13 +22,13 @@ impl Layout {
         Layout { counts: counts.to_vec(), offsets, rows: at + behind }
     }
 
-    fn on(&self, h: &Home) -> [Tensor; 2] {
+    pub fn on(&self, h: &Home) -> [Tensor; 2] {
         let ids = |v: &[usize]| h.ids(&v.iter().map(|x| *x as i32).collect::<Vec<_>>());
         [ids(&self.offsets), ids(&self.counts)]
     }
 
     /// The segment of each row.
-    fn owners(&self) -> Vec<Option<usize>> {
+    pub fn owners(&self) -> Vec<Option<usize>> {
         let mut all = vec![None; self.rows];
         for (e, n) in self.counts.iter().enumerate() {
             all[self.offsets[e]..][..*n].fill(Some(e));

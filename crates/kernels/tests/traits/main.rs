@@ -6,6 +6,7 @@ mod attention;
 mod fused;
 mod gemm;
 mod grouped;
+mod grouped8;
 mod homes;
 mod maps;
 mod measured;

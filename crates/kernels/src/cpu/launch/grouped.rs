@@ -1,8 +1,11 @@
 use super::{CpuKernels, floats};
 use crate::cpu::Isa;
 use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f32};
-use crate::{Grouped, GroupedGrad, GroupedKernels};
-use ferrotron_tensor::{Float, Result, Stream, Threads, bf16, read, shape_error, write};
+use crate::cpu::quant;
+use crate::cpu::rows::Rows;
+use crate::grouped::GroupedSizes;
+use crate::{BLOCK, Bytes, Grouped, Grouped8, GroupedGrad, GroupedGrad8, GroupedKernels, Scaling};
+use ferrotron_tensor::{Float, Launch, Result, Stream, Threads, bf16, read, shape_error, write};
 use std::ops::Range;
 
 /// Types with products, of their own type and in f32.
@@ -90,6 +93,28 @@ fn from_mut<T>(x: &mut [T], at: usize) -> &mut [T] {
     x.get_mut(at..).unwrap_or_default()
 }
 
+/// Zeroes the rows of y that are nobody's.
+fn blank_gaps<T: Float>(segments: &[Range<usize>], y: &mut [T], z: &GroupedSizes) {
+    let mut blank = |rows: Range<usize>| {
+        for row in rows {
+            let row = from_mut(y, row * z.y.row);
+            let n = z.n.min(row.len());
+            row[..n].fill(T::from_f32(0.0));
+        }
+    };
+    let mut end = 0;
+    for rows in segments {
+        blank(end..rows.start);
+        end = rows.end;
+    }
+    blank(end..z.rows);
+}
+
+/// A factor from arguments `at` (bytes) and `at + 1` (scales).
+fn factor<'a>(l: &Launch<'a>, isa: Isa, at: usize, b: &Bytes) -> Result<quant::Factor<'a>> {
+    quant::Factor::argument(l, isa, at, b.data.dtype(), b.scaling, [b.rows(), b.cols])
+}
+
 impl GroupedKernels for CpuKernels {
     fn grouped(&self, s: &Stream, g: &Grouped) -> Result<()> {
         let (op, z) = (g.name(), g.sizes()?);
@@ -101,19 +126,7 @@ impl GroupedKernels for CpuKernels {
                 let segments = ranges(op, l.slice(0)?, l.slice(1)?, z.rows)?;
                 let (x, w, y) = (l.slice::<T>(2)?, l.slice::<T>(3)?, l.slice_mut::<T>(4)?);
                 let bias = g.bias.map(|_| l.slice::<T>(5)).transpose()?;
-                let mut blank = |rows: Range<usize>| {
-                    for row in rows {
-                        let row = from_mut(y, row * z.y.row);
-                        let n = z.n.min(row.len());
-                        row[..n].fill(T::from_f32(0.0));
-                    }
-                };
-                let mut end = 0;
-                for rows in &segments {
-                    blank(end..rows.start);
-                    end = rows.end;
-                }
-                blank(end..z.rows);
+                blank_gaps(&segments, y, &z);
                 for (e, rows) in segments.iter().enumerate() {
                     let shape = GemmShape {
                         m: rows.len(),
@@ -157,6 +170,62 @@ impl GroupedKernels for CpuKernels {
                 }
                 Ok(())
             })
+        })
+    }
+
+    fn grouped8(&self, s: &Stream, g: &Grouped8) -> Result<()> {
+        let z = g.sizes()?;
+        let args = [
+            read(g.segments.offsets),
+            read(g.segments.counts),
+            read(&g.x.data),
+            read(&g.x.scale_inv),
+            read(&g.w.data),
+            read(&g.w.scale_inv),
+            write(g.y),
+        ];
+        s.launch(g.name, &args, |l| {
+            let segments = ranges(g.name, l.slice(0)?, l.slice(1)?, z.rows)?;
+            let (x, w) = (factor(l, self.isa, 2, g.x)?, factor(l, self.isa, 4, g.w)?);
+            let y = l.slice_mut::<bf16>(6)?;
+            blank_gaps(&segments, y, &z);
+            for (e, rows) in segments.iter().enumerate() {
+                let a = quant::Part { row: rows.start, ..x.whole() };
+                let b = quant::Part { row: e * z.n, which: e, ..w.whole() };
+                let view = Rows::strided(rows.len(), z.n, z.y.row);
+                let y = from_mut(y, rows.start * z.y.row);
+                quant::product(l.threads(), self.isa, a, b, z.k, None, false, y, view)?;
+            }
+            Ok(())
+        })
+    }
+
+    fn grouped_grad8(&self, s: &Stream, g: &GroupedGrad8) -> Result<()> {
+        let (op, z) = (GroupedGrad8::NAME, g.sizes()?);
+        let args = [
+            read(g.segments.offsets),
+            read(g.segments.counts),
+            read(&g.dy.data),
+            read(&g.dy.scale_inv),
+            read(&g.x.data),
+            read(&g.x.scale_inv),
+            write(g.dw.0),
+        ];
+        s.launch(op, &args, |l| {
+            let segments = ranges(op, l.slice(0)?, l.slice(1)?, z.rows)?;
+            let (dy, x) = (factor(l, self.isa, 2, g.dy)?, factor(l, self.isa, 4, g.x)?);
+            let dw = l.slice_mut::<f32>(6)?;
+            for (e, rows) in segments.iter().enumerate() {
+                let column = rows.start;
+                if g.x.scaling == Scaling::Rows && !column.is_multiple_of(BLOCK) && !rows.is_empty() {
+                    return shape_error(op, format!("segment {e} starts at {column}, inside a block"));
+                }
+                let (a, b) = (quant::Part { column, ..dy.whole() }, quant::Part { column, ..x.whole() });
+                let view = Rows::strided(z.n, z.k, z.w.row);
+                let dw = from_mut(dw, e * z.w.matrix);
+                quant::product(l.threads(), self.isa, a, b, rows.len(), None, g.dw.1, dw, view)?;
+            }
+            Ok(())
         })
     }
 }

@@ -28,12 +28,27 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
         }
     }
 
+    // In a longer sum the first warpgroup cannot come to its next tile before the second has come to this one.
+    static __device__ __forceinline__ bool apart(const GroupedTile& t) { return t.blocks >= 2 * STAGES; }
+
+    // A tile of which this warpgroup has no row: the other has the matrix units to itself.
+    static __device__ __forceinline__ void pass(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring) {
+        if (apart(t)) {
+            if (wg == 1) named_sync(1, 256);
+            else named_arrive(1, 256);
+        }
+#pragma unroll 1
+        for (i32 block = 0; block < t.blocks; block++) {
+            barrier_wait(Load::full(base, ring.stage), ring.phase);
+            let_go(Load::free(base, ring.stage));
+            ring.next();
+        }
+    }
+
     // The sums of a tile.
     static __device__ __forceinline__ void sum(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring,
                                                float (&c)[BN / 2]) {
-        // In a longer sum the first warpgroup cannot come here again before the second has been here.
-        const bool apart = t.blocks >= 2 * STAGES;
-        if (apart && wg == 1) named_sync(1, 256);
+        if (wg == 1 && apart(t)) named_sync(1, 256);
         // A sum over no rows is zero; others start with a product that does not look at what was there.
         if constexpr (KIND == WEIGHT) {
 #pragma unroll
@@ -60,7 +75,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
             if (block > 0) let_go(Load::free(base, last));
             last = stage;
             ring.next();
-            if (apart && wg == 0 && block == LEAD - 1) named_arrive(1, 256);
+            if (wg == 0 && block == LEAD - 1 && apart(t)) named_arrive(1, 256);
         }
         products_done<0>();
         pin(c);
@@ -103,8 +118,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
         const i32 n0 = t.n * BN, i = row_of(t, wg), self = threadIdx.x & 127;
         const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
         i32* turn = reinterpret_cast<i32*>(g.turns) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
-        const bool there = t.m < down;
-        if (t.slice > 0 && there) {
+        if (t.slice > 0) {
             if (self == 0) wait_for(turn, t.slice);
             named_sync(2 + wg, 128);
         }
@@ -130,7 +144,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
         };
         if (g.accumulate || t.slice > 0) each(add_four);
         else each(store_four);
-        if (t.slice + 1 < t.slices && there) {
+        if (t.slice + 1 < t.slices) {
             __threadfence();
             named_sync(2 + wg, 128);
             if (self == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
@@ -158,6 +172,10 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
         typename Load::Walk walk;
         GroupedTile t;
         while (walk.next(g, t)) {
+            if (t.m * BM + wg * 64 >= (KIND == WEIGHT ? g.height : t.rows)) {
+                pass(t, base, wg, ring);
+                continue;
+            }
             float c[BN / 2];
             sum(t, base, wg, ring, c);
             if constexpr (KIND == WEIGHT) store_gradient(g, t, wg, c);

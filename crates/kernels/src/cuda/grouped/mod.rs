@@ -3,12 +3,13 @@
 
 mod hopper;
 mod plain;
+mod plain8;
 #[cfg(test)]
 mod tests;
 
 use super::CudaKernels;
 use crate::grouped::GroupedSizes;
-use crate::{Grouped, GroupedGrad, GroupedKernels};
+use crate::{Grouped, Grouped8, GroupedGrad, GroupedGrad8, GroupedKernels};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, read, shape_error, write};
 use hopper::{Kind, turns};
 use plain::Segments;
@@ -68,5 +69,39 @@ impl GroupedKernels for CudaKernels {
             return Ok(());
         }
         self.queue_grouped_grad(s, g, &z, g.hopper(self, &z))
+    }
+
+    fn grouped8(&self, s: &Stream, g: &Grouped8) -> Result<()> {
+        let z = g.sizes()?;
+        if z.rows * z.n == 0 {
+            return Ok(());
+        }
+        let args = [
+            read(g.segments.offsets),
+            read(g.segments.counts),
+            read(&g.x.data),
+            read(&g.x.scale_inv),
+            read(&g.w.data),
+            read(&g.w.scale_inv),
+            write(g.y),
+        ];
+        s.launch(g.name, &args, |l| self.plain_grouped8(l, g, &z, segments(l, &z)?))
+    }
+
+    fn grouped_grad8(&self, s: &Stream, g: &GroupedGrad8) -> Result<()> {
+        let z = g.sizes()?;
+        if z.segments * z.n * z.k == 0 {
+            return Ok(());
+        }
+        let args = [
+            read(g.segments.offsets),
+            read(g.segments.counts),
+            read(&g.dy.data),
+            read(&g.dy.scale_inv),
+            read(&g.x.data),
+            read(&g.x.scale_inv),
+            write(g.dw.0),
+        ];
+        s.launch(GroupedGrad8::NAME, &args, |l| self.plain_grouped_grad8(l, g, &z, segments(l, &z)?))
     }
 }

@@ -7,10 +7,10 @@ use crate::{Grouped, GroupedGrad};
 use ferrotron_tensor::{Launch, Result};
 
 /// As in product.cuh.
-const SIDE: usize = 64;
-const THREADS: u32 = 256;
+pub(super) const SIDE: usize = 64;
+pub(super) const THREADS: u32 = 256;
 /// Blocks that zero rows.
-const BLANKERS: usize = 64;
+pub(super) const BLANKERS: usize = 64;
 
 /// `Segments` of segments.cuh.
 #[repr(C)]

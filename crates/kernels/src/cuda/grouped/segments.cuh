@@ -35,3 +35,29 @@ __device__ __forceinline__ void blank_gaps(const Of& z, i32 count, i32 rows, T* 
         if (e < count) from = end + z.length(e);
     }
 }
+
+// A tile of a segment's rows: which segment, and which of its tiles.
+struct Place {
+    i32 segment, tile;
+};
+// Tile `index` of all segments' tiles of SIDE rows; segment E where there are not as many. One warp.
+template <int SIDE> __device__ __forceinline__ Place find(const Segments& z, i32 index) {
+    const i32 lane = threadIdx.x & 31;
+    i32 before = 0;
+    for (i32 e0 = 0; e0 < z.count; e0 += 32) {
+        const i32 own = e0 + lane < z.count ? (z.length(e0 + lane) + SIDE - 1) / SIDE : 0;
+        i32 upto = own;
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            const i32 got = __shfl_up_sync(~0u, upto, d);
+            if (lane >= d) upto += got;
+        }
+        const u32 found = __ballot_sync(~0u, index < before + upto);
+        if (found) {
+            const i32 at = __ffs(found) - 1;
+            return {e0 + at, index - before - __shfl_sync(~0u, upto - own, at)};
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
+    return {z.count, 0};
+}
