@@ -162,6 +162,30 @@ impl Recipe {
     }
 }
 
+/// The `[moe]` section that spells the mixtures of an architecture out, as far as keys go.
+pub(super) fn section(from: &MoeSection, c: &ModelConfig) -> MoeSection {
+    let Some(m) = &c.moe else { return from.clone() };
+    let dense: Vec<usize> = (0..c.layers).filter(|i| !m.is_mixture(*i)).collect();
+    MoeSection {
+        experts: Some(m.experts),
+        topk: Some(m.topk),
+        ffn: Some(m.ffn),
+        every: Some(1),
+        dense: Some(dense),
+        score: Some(m.score),
+        pre_softmax: Some(m.pre_softmax),
+        groups: m.groups,
+        scale: Some(m.scale.to_string().parse().unwrap_or(f64::from(m.scale))),
+        expert_bias: Some(m.expert_bias),
+        router_bias: Some(m.router_bias),
+        bias: Some(m.bias),
+        latent: m.latent,
+        shared_ffn: m.shared_ffn,
+        shared_gate: Some(m.shared_gate),
+        ..from.clone()
+    }
+}
+
 fn plain(experts: usize, topk: usize, ffn: usize) -> MoeConfig {
     MoeConfig {
         experts,

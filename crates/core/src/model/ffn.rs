@@ -9,13 +9,13 @@ pub enum Ffn {
     /// One MLP for all tokens.
     Dense(Mlp),
     /// Some of many for each.
-    Mixture(Moe),
+    Mixture(Box<Moe>),
 }
 
 /// What backward needs.
 pub enum FfnSaved {
     /// Of an MLP.
-    Dense(MlpSaved),
+    Dense(Box<MlpSaved>),
     /// Of a mixture.
     Mixture(Box<MoeSaved>),
 }
@@ -62,7 +62,7 @@ impl Ffn {
     /// `[rows, hidden] → [rows, hidden]`
     pub fn forward(&self, p: &Pass, x: impl Into<Measured>) -> Result<(Tensor, FfnSaved)> {
         Ok(match self {
-            Ffn::Dense(m) => m.forward(p, x).map(|(y, s)| (y, FfnSaved::Dense(s)))?,
+            Ffn::Dense(m) => m.forward(p, x).map(|(y, s)| (y, FfnSaved::Dense(Box::new(s))))?,
             Ffn::Mixture(m) => m.forward(p, x).map(|(y, s)| (y, FfnSaved::Mixture(Box::new(s))))?,
         })
     }
@@ -70,7 +70,7 @@ impl Ffn {
     /// Gradient of the input.
     pub fn backward(&self, p: &Pass, saved: FfnSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         match (self, saved) {
-            (Ffn::Dense(m), FfnSaved::Dense(s)) => m.backward(p, s, dy),
+            (Ffn::Dense(m), FfnSaved::Dense(s)) => m.backward(p, *s, dy),
             (Ffn::Mixture(m), FfnSaved::Mixture(s)) => m.backward(p, *s, dy),
             _ => ferrotron_tensor::shape_error("feed-forward", "what was kept is of another kind"),
         }

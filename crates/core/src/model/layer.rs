@@ -102,7 +102,7 @@ impl Layer {
             mlp: match c.mixture(index) {
                 Some(m) => {
                     let shape = c.moe_shape(m, std);
-                    Ffn::Mixture(Moe::declare(d, &format!("{name}.moe"), index as u32, &shape)?)
+                    Ffn::Mixture(Box::new(Moe::declare(d, &format!("{name}.moe"), index as u32, &shape)?))
                 }
                 None => Ffn::Dense(Mlp::declare(
                     d,

@@ -2,7 +2,7 @@
 //! each other.
 
 use super::architectures::families;
-use ferrotron_core::model::{Decoder, Goal, ModelConfig, Stages};
+use ferrotron_core::model::{Decoder, Goal, ModelConfig, Settings, Stages};
 use ferrotron_core::train::{fetch, targets, weighted};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{

@@ -7,11 +7,6 @@ use crate::Pass;
 use ferrotron_kernels::capacity;
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
-/// Rows of each expert for `tokens` tokens.
-pub(crate) fn rows(c: Capacity, tokens: usize, topk: usize, experts: usize) -> usize {
-    capacity(tokens, topk, experts, c.factor)
-}
-
 /// Leaves each expert so many of the choices of a micro-batch, or of this rank.
 pub(super) fn apply(
     p: &Pass,
@@ -30,7 +25,7 @@ pub(super) fn apply(
     let dropped = if p.again { &fresh } else { &row };
     let (group, tokens) = (&p.rank.batch, p.mix.map_or(t, |m| m.input.tokens));
     if c.per_rank || group.size() == 1 {
-        let bound = rows(c, if c.per_rank { t } else { tokens }, topk, experts);
+        let bound = capacity(if c.per_rank { t } else { tokens }, topk, experts, c.factor);
         k.drop_beyond(s, bound, experts, c.by_probability, &index, &probs, dropped)?;
         return Ok(Routes { index, probs });
     }
@@ -54,7 +49,7 @@ pub(super) fn apply(
     k.gather_rows(s, &all_probs, &order.to_tokens, 1, &sorted_probs)?;
     // Every rank sees all drops; one counts them.
     let dropped = if group.rank() == 0 { dropped } else { &fresh };
-    let bound = rows(c, tokens, topk, experts);
+    let bound = capacity(tokens, topk, experts, c.factor);
     k.drop_beyond(s, bound, experts, c.by_probability, &sorted_index, &sorted_probs, dropped)?;
     k.gather_rows(s, &bits(&sorted_index)?, &order.mine, 1, &bits(&index)?)?;
     k.gather_rows(s, &sorted_probs, &order.mine, 1, &probs)?;

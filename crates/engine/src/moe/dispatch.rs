@@ -6,7 +6,7 @@
 use super::exchange::Exchange;
 use super::experts::Rows;
 use super::router::Routes;
-use super::{Capacity, Dispatcher, MoeShape, MoeTraining, capacity};
+use super::{Dispatcher, MoeShape, MoeTraining};
 use crate::Pass;
 use ferrotron_comm::Reduce;
 use ferrotron_kernels::RowMap;
@@ -23,7 +23,7 @@ pub(crate) enum Dispatched {
         rows: Vec<usize>,
     },
     /// To the ranks that have them.
-    Exchanged(Exchange),
+    Exchanged(Box<Exchange>),
 }
 
 /// How rows are laid out for experts.
@@ -63,7 +63,6 @@ pub(crate) fn there(
     routes: &Routes,
     x: &Tensor,
 ) -> Result<(Rows, Dispatched)> {
-    let (k, s) = (&p.rank.kernels, &p.rank.compute);
     let group = &p.rank.experts;
     if group.size() == 1 {
         let rows = sorted(p, room, routes, x)?;
@@ -72,7 +71,7 @@ pub(crate) fn there(
     }
     match training.dispatcher {
         Dispatcher::AllToAll => {
-            Exchange::there(p, room, routes, x).map(|(r, e)| (r, Dispatched::Exchanged(e)))
+            Exchange::there(p, room, routes, x).map(|(r, e)| (r, Dispatched::Exchanged(Box::new(e))))
         }
         Dispatcher::AllGather => {
             let counts =
@@ -85,7 +84,6 @@ pub(crate) fn there(
             let x = all(x, "tokens for experts")?;
             let rows = sorted(p, room, &routes, &x)?;
             let map = rows.map.clone();
-            let _ = (k, s);
             Ok((rows, Dispatched::Gathered { map, rows: counts }))
         }
     }
@@ -103,7 +101,7 @@ fn sorted(p: &Pass, room: Room, routes: &Routes, x: &Tensor) -> Result<Rows> {
         probs: p.rank.activation(&[n], DType::F32)?,
         map,
     };
-    k.gather_rows(s, x, &rows.map.source, topk, &rows.x)?;
+    k.spread_rows(s, x, &rows.map, &rows.x)?;
     k.gather_values(s, &routes.probs, &rows.map.source, &rows.probs)?;
     Ok(rows)
 }
@@ -171,7 +169,7 @@ fn summed(p: &Pass, map: &RowMap, y: &Tensor) -> Result<Tensor> {
 
 fn spread(p: &Pass, map: &RowMap, dy: &Tensor) -> Result<Tensor> {
     let out = p.rank.activation(&[map.source.numel(), dy.shape()[1]], dy.dtype())?;
-    p.rank.kernels.gather_rows(&p.rank.compute, dy, &map.source, map.rows.shape()[1], &out)?;
+    p.rank.kernels.spread_rows(&p.rank.compute, dy, map, &out)?;
     Ok(out)
 }
 
@@ -179,9 +177,4 @@ fn values(p: &Pass, map: &RowMap, dp: &Tensor) -> Result<Tensor> {
     let out = p.rank.activation(map.rows.shape(), DType::F32)?;
     p.rank.kernels.gather_values(&p.rank.compute, dp, &map.rows, &out)?;
     Ok(out)
-}
-
-/// Rows that each expert has where every one has as many.
-pub(crate) fn static_rows(c: Option<Capacity>, tokens: usize, topk: usize, experts: usize) -> Option<usize> {
-    c.filter(|c| c.pad).map(|c| capacity::rows(c, tokens, topk, experts))
 }

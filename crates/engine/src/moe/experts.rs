@@ -83,11 +83,6 @@ impl Experts {
         Ok(Experts { up, up_bias, down, down_bias, act: c.act, gated: c.gated, count: own.len(), width, ffn })
     }
 
-    /// Experts of this rank.
-    pub(crate) fn count(&self) -> usize {
-        self.count
-    }
-
     /// Width of h.
     fn inner(&self) -> usize {
         self.ffn * if self.gated { 2 } else { 1 }

@@ -154,10 +154,3 @@ impl Moe {
         Ok((dx, grads))
     }
 }
-
-#[allow(dead_code)]
-impl MoeSaved {
-    pub(crate) fn input(&self) -> &Tensor {
-        self.router.input()
-    }
-}

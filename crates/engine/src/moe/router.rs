@@ -52,13 +52,6 @@ impl Saved for RouterSaved {
     }
 }
 
-impl RouterSaved {
-    /// The input, which the caller keeps anyway.
-    pub(crate) fn input(&self) -> &Tensor {
-        &self.x
-    }
-}
-
 impl Router {
     /// Declares `<name>.weight` `[E, h]` and perhaps `<name>.bias`.
     pub(super) fn declare(
