@@ -20,6 +20,7 @@ struct Case {
     qk_norm: bool,
     window: Option<usize>,
     softcap: Option<f32>,
+    sink: bool,
     layout: Layout,
 }
 
@@ -33,6 +34,7 @@ fn cases() -> Vec<Case> {
         qk_norm: false,
         window: None,
         softcap: None,
+        sink: false,
         layout: packed.clone(),
     };
     vec![
@@ -40,8 +42,11 @@ fn cases() -> Vec<Case> {
         base.clone(),
         Case { kv_heads: 1, bias: true, qk_norm: true, softcap: Some(2.0), ..base.clone() },
         Case { kv_heads: 2, qk_norm: true, layout: rows.clone(), ..base.clone() },
+        Case { kv_heads: 2, bias: true, sink: true, ..base.clone() },
         // By heads, or gathered where they do not divide.
-        Case { kv_heads: 8, window: Some(6), bias: true, layout: rows, ..base.clone() },
+        Case { kv_heads: 8, window: Some(6), bias: true, layout: rows.clone(), ..base.clone() },
+        Case { kv_heads: 8, window: Some(6), sink: true, layout: rows, ..base.clone() },
+        Case { kv_heads: 2, window: Some(6), sink: true, ..base.clone() },
         Case { kv_heads: 2, window: Some(6), qk_norm: true, softcap: Some(1.0), ..base },
     ]
 }
@@ -72,6 +77,7 @@ impl Case {
                 right: None,
             },
             qk_norm: self.qk_norm.then_some(Norm { subtract_mean: false, eps: 1e-5, zero_centred: false }),
+            sink: self.sink,
             std: (0.1, 0.1),
         }
     }

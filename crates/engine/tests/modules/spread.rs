@@ -191,7 +191,7 @@ fn attention_over_ranks_is_its_twin() {
     let rope = Some((RopeStyle::Half, 4));
     let layout = Layout::Packed { offsets: vec![0, 3, 7] };
     let cases = [
-        attention::Case { heads: 4, kv_heads: 4, rope, ..attention::plain() },
+        attention::Case { heads: 4, kv_heads: 4, sink: true, rope, ..attention::plain() },
         // Key heads shared by neighbours, and a row of padding.
         attention::Case { heads: 4, kv_heads: 2, bias: true, rope, layout, ..attention::plain() },
     ];
