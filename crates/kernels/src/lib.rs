@@ -13,6 +13,7 @@ mod fused;
 mod gemm;
 pub mod grad_scaler;
 mod grouped;
+mod latent;
 mod loss;
 mod measured;
 mod merge;
@@ -35,6 +36,7 @@ pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, RowBias, Segments};
+pub use latent::LatentKernels;
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
@@ -56,6 +58,7 @@ pub trait Kernels:
     + RopeKernels
     + AttentionKernels
     + MergeKernels
+    + LatentKernels
     + EmbeddingKernels
     + LossKernels
     + OptimKernels

@@ -15,6 +15,7 @@ mod fused;
 mod gemm;
 mod grad_norm;
 mod groups;
+mod latent;
 mod libraries;
 mod loss;
 mod measured;

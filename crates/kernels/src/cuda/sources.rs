@@ -177,6 +177,7 @@ pub const SOURCES: &[Source] = &[
     ),
     source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
     source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
+    source("latent", include_str!("latent.cu")),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
     source(

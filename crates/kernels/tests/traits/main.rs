@@ -6,6 +6,7 @@ mod attention;
 mod fused;
 mod gemm;
 mod homes;
+mod latent;
 mod maps;
 mod measured;
 mod merge;

@@ -6,6 +6,7 @@ mod attention;
 mod elementwise;
 mod embedding;
 mod gemm;
+mod latent;
 mod loss;
 mod merge;
 mod norm;
