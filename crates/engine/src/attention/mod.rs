@@ -2,10 +2,14 @@
 
 mod cache;
 pub mod context;
+mod kind;
+mod latent;
 mod layout;
 mod scores;
 
 pub use cache::KvCache;
+pub use kind::{SelfAttention, SelfAttentionSaved};
+pub use latent::{LatentAttention, LatentConfig, LatentSaved};
 pub use layout::Layout;
 
 use crate::{

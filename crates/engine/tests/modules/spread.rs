@@ -2,7 +2,7 @@
 //! communication runs beside computation or in line with it.
 
 use super::support::*;
-use super::{attention, head, linear, mlp};
+use super::{attention, head, latent, linear, mlp};
 use ferrotron_comm::World;
 use ferrotron_engine::attention::{Attention, Layout};
 use ferrotron_engine::{Declarations, Head, Linear, Mlp, Params, Place, Rank, Split, Targets, WeightGrad};
@@ -211,6 +211,36 @@ fn attention_over_ranks_is_its_twin() {
                 let places = s.integers(&places);
                 let (y, saved) = attention.forward(p, &x, &case.layout, &places).unwrap();
                 let (dx, grads) = attention.backward(p, saved, &case.layout, &places, &dy).unwrap();
+                let real = |t: &Tensor| join_rows(s, t)[..tokens * hidden].to_vec();
+                (real(&y), real(&dx), grads)
+            });
+        }
+    }
+}
+
+#[test]
+fn latent_attention_over_ranks_is_its_twin() {
+    let hidden = latent::HIDDEN;
+    // Seven tokens: a row of padding.
+    let layout = Layout::Packed { offsets: vec![0, 3, 7] };
+    let cases = [
+        latent::Case { heads: 4, sink: true, ..latent::plain() },
+        latent::Case { heads: 4, q_rank: None, bias: true, layout, ..latent::plain() },
+    ];
+    for dtype in DTYPES {
+        for case in &cases {
+            let build = |d: &mut Declarations, rank: &Rank| case.declare(d, rank);
+            let (_, s) = case.build(dtype);
+            let tokens = case.tokens();
+            let (xs, dys) = (s.input(15, &[tokens, hidden]).1, s.input(25, &[tokens, hidden]).1);
+            let twin = |a: &[Vec<f64>]| case.twin(a);
+            check(&format!("{case:?}"), &s, (&xs, &dys), &twin, build, |s, block| {
+                let (p, x, dy) = (&s.pass(), own_rows(s, &xs, hidden), own_rows(s, &dys, hidden));
+                let mut places = case.positions();
+                places.resize(tokens.next_multiple_of(s.rank.tp.size()), 0);
+                let places = s.integers(&places);
+                let (y, saved) = block.forward(p, &x, &case.layout, &places).unwrap();
+                let (dx, grads) = block.backward(p, saved, &case.layout, &places, &dy).unwrap();
                 let real = |t: &Tensor| join_rows(s, t)[..tokens * hidden].to_vec();
                 (real(&y), real(&dx), grads)
             });
