@@ -130,8 +130,7 @@ fn check<M>(
 fn linears_over_ranks_are_their_twins() {
     for dtype in DTYPES {
         for (tokens, input, out, bias) in [(4, 8, 4, true), (12, 12, 20, false), (40, 36, 16, true)] {
-            for split in [Split::Rows { unit: 1 }, Split::Columns { unit: 1 }] {
-                let by_columns = matches!(split, Split::Columns { .. });
+            for split in [Split::Rows { unit: 1 }, Split::Columns { unit: 1 }, Split::Replicated] {
                 let build = |d: &mut Declarations, _: &Rank| {
                     Linear::declare(d, input, &[("w".into(), out)], bias, split, 0.1).unwrap()
                 };
@@ -143,15 +142,19 @@ fn linears_over_ranks_are_their_twins() {
                 let what = format!("linear {tokens}x{input}->{out} {split:?}");
                 check(&what, &s, (&xs, &dys), &twin, build, |s, linear| {
                     let p = &s.pass();
-                    if by_columns {
-                        let (y, saved) = linear.forward(p, &own_columns(s, &xs, input)).unwrap();
-                        let (dx, grads) = linear.backward(p, saved, &own_rows(s, &dys, out)).unwrap();
-                        (join_rows(s, &y), join_columns(s, &dx), grads)
-                    } else {
-                        let (y, saved) = linear.forward(p, &own_rows(s, &xs, input)).unwrap();
-                        let (dx, grads) = linear.backward(p, saved, &own_columns(s, &dys, out)).unwrap();
-                        (join_columns(s, &y), join_rows(s, &dx), grads)
-                    }
+                    let own = |columns: bool, v: &[f64], n| match columns {
+                        true => own_columns(s, v, n),
+                        false => own_rows(s, v, n),
+                    };
+                    let join = |columns: bool, t: &Tensor| match columns {
+                        true => join_columns(s, t),
+                        false => join_rows(s, t),
+                    };
+                    let inside = matches!(split, Split::Columns { .. });
+                    let outside = matches!(split, Split::Rows { .. });
+                    let (y, saved) = linear.forward(p, &own(inside, &xs, input)).unwrap();
+                    let (dx, grads) = linear.backward(p, saved, &own(outside, &dys, out)).unwrap();
+                    (join(outside, &y), join(inside, &dx), grads)
                 });
             }
         }
