@@ -336,6 +336,8 @@ fn blank() -> ModelConfig {
         local_layers: Vec::new(),
         attn_scale: 1.0,
         attn_softcap: None,
+        attn_sink: false,
+        mla: None,
         final_softcap: None,
         embed_scale: 1.0,
         tied: false,

@@ -8,10 +8,11 @@ use super::config::ModelConfig;
 /// FLOPs of training one token, by part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenFlops {
-    /// Projections to q, k, v and back: `6·L·[h·(Q + 2·g·d) + Q·h]` with `Q = n·d`.
+    /// Projections to q, k, v and back: `6·L·[h·(Q + 2·g·d) + Q·h]` with `Q = n·d`; latent ones
+    /// `6·L·[h·(r_q + r_kv + b) + r_q·n·(a + b) + r_kv·n·(a + v) + n·v·h]`, or with `h·n·(a + b)` for what has r_q.
     pub projections: f64,
     /// Scores and their use on values: `6·Q·a` per full layer, and
-    /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`.
+    /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`; where values have another width, Q is the mean of both.
     pub attention: f64,
     /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise.
     pub mlp: f64,
@@ -31,8 +32,8 @@ impl ModelConfig {
     /// lengths sᵢ, `length` is Σsᵢ²/Σsᵢ.
     pub fn flops_per_token(&self, length: f64) -> TokenFlops {
         let (h, f, l) = (self.hidden as f64, self.ffn as f64, self.layers as f64);
-        let q = self.heads as f64 * self.head_dim as f64;
-        let kv = self.kv_heads as f64 * self.head_dim as f64;
+        let q = self.heads as f64 * (self.head_dim + self.value_dim()) as f64 / 2.0;
+        let maps: f64 = self.attention_maps().iter().map(|m| m.input as f64 * m.output as f64).sum();
         let local = (0..self.layers).filter(|&i| self.is_local(i)).count() as f64;
         let windowed = match self.window {
             Some(w) if (w as f64) < length => {
@@ -43,7 +44,7 @@ impl ModelConfig {
         };
         let matrices = if self.gated { 3.0 } else { 2.0 };
         TokenFlops {
-            projections: 6.0 * l * (h * (q + 2.0 * kv) + q * h),
+            projections: 6.0 * l * maps,
             attention: 6.0 * ((l - local) * q * length + local * windowed),
             mlp: 6.0 * l * matrices * h * f,
             logits: 6.0 * h * self.vocab as f64,
