@@ -55,6 +55,7 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::config::MlaConfig;
 
     /// Published figures in GFLOP per token, to their last digit.
     #[test]
@@ -70,6 +71,27 @@ mod tests {
             let got = ModelConfig::preset(name).unwrap().flops_per_token(f64::from(length)).total() / 1e9;
             assert!((got - giga).abs() <= digit, "{name}: {got} instead of {giga}");
         }
+    }
+
+    /// The attention of DeepSeek-V3: its published 249.81 GFLOP per token at 4096 tokens, without prediction layers,
+    /// less three dense layers, 58 of 8 chosen experts and a shared one, and the output matrix.
+    #[test]
+    fn latent_attention_is_counted_as_published() {
+        let (h, n, length) = (7168usize, 128, 4096.0);
+        let c = ModelConfig { hidden: h, heads: n, layers: 61, ..ModelConfig::preset("tiny").unwrap() };
+        let c = c.with_mla(MlaConfig {
+            q_lora_rank: Some(1536),
+            kv_lora_rank: 512,
+            nope_dim: 128,
+            rope_dim: 64,
+            v_dim: 128,
+            norm_eps: 1e-6,
+        });
+        let got = c.flops_per_token(length);
+        let mlp = 6.0 * 3.0 * h as f64 * (3.0 * 18_432.0 + 58.0 * 9.0 * 2048.0);
+        let head = 6.0 * h as f64 * 129_280.0;
+        let total = (got.projections + got.attention + mlp + head) / 1e9;
+        assert!((total - 249.81).abs() <= 0.005, "{total}");
     }
 
     /// A window's formula against counting the visible pairs: every token of a sequence sees
