@@ -132,7 +132,7 @@ pub fn forward(
 ) -> Result<ForwardOutput> {
     let config = plan.config().model();
     let layout = grid::Layout { tp: rank.tp.size(), ..grid::Layout::default() };
-    layout.check_model(&grid::ModelSizes::dense(config))?;
+    layout.check_model(&grid::ModelSizes::of(config))?;
     let whole = input;
     let (part, mine) = rows_of(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;
@@ -193,7 +193,7 @@ fn pass_over(
         let input = model.decoder.input(&model.rank, &input.ids, positions, layout_of(input))?;
         let on_device = |(labels, weight)| targets(&model.rank, &input.tokens, labels, weight);
         let targets = labels.map(on_device).transpose()?;
-        Ok(MicroBatch { input, targets, dropout: None })
+        Ok(MicroBatch { input, targets, dropout: None, part: None })
     };
     Ok(execute(model.pass(), &model.decoder, &schedule, &mut load, aim)?)
 }
@@ -214,7 +214,7 @@ fn logical_gradients(model: &Model, grads: &mut GradBuffer) -> Result<Vec<Logica
         let values: Vec<f32> =
             model.rank.compute.download(&grads.get(ParamId(i)).map_err(tensor)?).map_err(tensor)?;
         for (part, _, r) in spec.held() {
-            let values = model.rank.join(part, 1, &values[r]).map_err(tensor)?;
+            let values = model.rank.join(spec.experts, part, 1, &values[r]).map_err(tensor)?;
             out.push(LogicalValues { name: part.name.clone(), shape: part.shape.clone(), values });
         }
     }

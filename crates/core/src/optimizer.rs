@@ -7,7 +7,7 @@ use crate::config::{Master, Moments};
 use crate::{Error, Result};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
-use ferrotron_engine::{GradBuffer, ParamId, Params, Part, Rank, draw_initial};
+use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, draw_initial};
 use ferrotron_kernels::{Adam, Order, Sgd, Update, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 use state::Kind;
@@ -71,9 +71,11 @@ impl Optimizer {
         kept: Kept,
         max_norm: Option<f32>,
     ) -> Result<Optimizer> {
-        let (placement, me) = (scheme.optimizer, place(&rank.copies));
-        let ids = || (0..params.specs().len()).map(ParamId);
-        let pieces: Vec<Piece> = ids().map(|id| params.plan().piece(id, placement, me)).collect();
+        let placement = scheme.optimizer;
+        let piece = |(i, spec): (usize, &ParamSpec)| {
+            params.plan().piece(ParamId(i), placement, place(rank.copies_of(spec.experts)))
+        };
+        let pieces: Vec<Piece> = params.specs().iter().enumerate().map(piece).collect();
         if matches!(kept.moments, Moments::F16 | Moments::Fp8) {
             blocks::check(params.specs(), &pieces)?;
         }
@@ -83,7 +85,7 @@ impl Optimizer {
         }
         let new = |name, kind, dtype| State::new((name, kind), rank, params, placement, dtype, &pieces);
         let masters = match (params.dtype(), kept.master) {
-            (DType::F32, _) => State::in_weights("model", params, placement, me, &pieces)?,
+            (DType::F32, _) => State::in_weights("model", rank, params, placement, &pieces)?,
             (_, Master::F32) => new("model", Kind::Masters, DType::F32)?,
             (_, Master::Remainder) => new("model", Kind::Remainders, DType::I16)?,
         };
@@ -222,7 +224,7 @@ impl Optimizer {
         for bucket in 0..params.plan().buckets().len() {
             buckets.push(self.masters.gathered(rank, params, self.placement, bucket)?);
         }
-        let view = |(i, spec): (usize, &ferrotron_engine::ParamSpec)| {
+        let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, r) = params.plan().slot(ParamId(i));
             Ok(buckets[bucket].narrow(0, r.start, r.len())?.view(&spec.shape)?)
         };
@@ -267,10 +269,7 @@ impl Optimizer {
         let counted = grads.counted(rank)?;
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
         k.square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
-        if self.placement != Placement::Replicate {
-            rank.copies.all_reduce(s, &square, Reduce::Sum, "gradient norm of copies")?;
-        }
-        rank.model.all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
+        rank.world.all().all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
         k.clip_from(s, &square, self.max_norm, &self.scalars)?;
         k.count_step(s, self.betas(), &self.counter, &self.scalars)?;
         let narrow = params.dtype() != DType::F32;
@@ -308,10 +307,7 @@ impl Optimizer {
             zeros += s.download::<f32>(&g)?.iter().filter(|x| **x == 0.0).count();
         }
         let zeros = s.upload(&[zeros as i64], &[1], Category::Communication)?;
-        if self.placement != Placement::Replicate {
-            rank.copies.all_reduce(s, &zeros, Reduce::Sum, "zeros of copies")?;
-        }
-        rank.model.all_reduce(s, &zeros, Reduce::Sum, "zeros")?;
+        rank.world.all().all_reduce(s, &zeros, Reduce::Sum, "zeros")?;
         Ok(s.download::<i64>(&zeros)?[0] as u64)
     }
 

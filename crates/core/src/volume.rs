@@ -56,7 +56,7 @@ impl Traffic {
     /// Everything so far, on the groups of a rank and on the whole world.
     pub fn of(rank: &Rank) -> Traffic {
         let world = rank.world.all();
-        let groups: [(&'static str, &Communicator); 9] = [
+        let groups: [(&'static str, &Communicator); 13] = [
             ("tp", &rank.tp),
             ("cp", &rank.cp),
             ("pp", &rank.pp),
@@ -64,10 +64,16 @@ impl Traffic {
             ("dp", &rank.dp),
             ("copies", &rank.copies),
             ("ends", &rank.ends),
-            ("model", &rank.model),
+            ("batch", &rank.batch),
+            ("step", &rank.step),
+            ("experts", &rank.experts),
+            ("etp", &rank.etp),
+            ("expert copies", &rank.expert_copies),
             ("world", &world),
         ];
-        Traffic { groups: groups.into_iter().map(|(name, g)| (name, g.volume())).collect() }
+        // A group that is the same as another is that one, and counted there.
+        let own = |(name, group): &(&'static str, &Communicator)| group.name() == *name;
+        Traffic { groups: groups.into_iter().filter(own).map(|(name, g)| (name, g.volume())).collect() }
     }
 
     /// What was added since `earlier`.
@@ -221,12 +227,11 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         };
         add("copies", all_reduce(copies, 4 * magnitudes));
     }
-    // The norm of what copies have divided among them.
-    add("copies", if zero > 0 { all_reduce(copies, 8) } else { 0 });
     add("copies", all_reduce(copies, 8));
     add("dp", all_reduce(s.dp as u64, 8));
     add("pp", all_reduce(s.pp as u64, 8));
-    add("model", all_reduce(t * s.pp as u64, 8));
+    // The norm.
+    add("world", all_reduce(t * s.pp as u64 * copies, 8));
     Ok(out)
 }
 

@@ -50,7 +50,7 @@ pub(crate) struct InFlight {
 impl GradBuffer {
     /// Buffers for a model that no other rank has a copy of, or only whole copies; no memory yet.
     pub fn new(specs: &[ParamSpec]) -> GradBuffer {
-        let plan = Arc::new(Plan::new(specs, 1, bucket_elements(1)));
+        let plan = Arc::new(Plan::new(specs, [1; 2], bucket_elements(1)));
         GradBuffer::over(plan, specs.to_vec(), Scheme::REPLICATED)
     }
 
@@ -207,6 +207,17 @@ impl WeightGrad {
         work: impl FnOnce(&Rank, &Tensor, bool) -> Result<()> + Send + 'static,
     ) -> WeightGrad {
         WeightGrad::one(param, Work::Other(Box::new(work)))
+    }
+
+    /// A gradient that is there already, f32.
+    pub(crate) fn made(param: ParamId, sums: Tensor) -> WeightGrad {
+        WeightGrad::other(param, move |rank, grad, accumulate| {
+            let sums = sums.view(grad.shape())?;
+            match accumulate {
+                true => rank.kernels.add_assign(&rank.compute, grad, &sums),
+                false => rank.compute.copy(&sums, grad),
+            }
+        })
     }
 
     fn one(param: ParamId, work: Work) -> WeightGrad {

@@ -9,6 +9,7 @@ mod head;
 mod linear;
 mod measured;
 mod mlp;
+pub mod moe;
 mod norm;
 mod overlap;
 mod param;
@@ -28,7 +29,9 @@ pub use linear::{Linear, LinearSaved};
 pub use measured::Measured;
 pub use mlp::{Mlp, MlpSaved};
 pub use norm::{Hidden, NormLayer, NormSaved};
-pub use param::{Declarations, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_values};
+pub use param::{
+    Declarations, ExpertPlace, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_values,
+};
 pub use pass::{Dropout, Keep, Pass, Recompute};
 pub use rank::Rank;
 pub use saved::{Class, Saved, SavedTensor};

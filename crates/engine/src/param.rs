@@ -2,11 +2,13 @@
 //! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
 
 use crate::flat::{FlatBuffer, Placement, Plan, Shelf, bucket_elements, place};
+use crate::moe::{MixtureId, MixtureSpec, Mixtures, MoeTraining};
 use crate::precision::{Eight, EightState, Policy, Stored};
 use crate::{Cut, Place, Rank, Split};
 use ferrotron_kernels::NormalRuns;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Category, DType, Error, Event, Result, Stream, Tensor, shape_error};
+use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -55,6 +57,8 @@ pub struct ParamSpec {
     pub tied_over_ends: bool,
     /// Which products with it have narrow factors.
     pub eight: Option<Eight>,
+    /// It belongs to experts: its copies, and the ranks that share it, are those of the expert grid.
+    pub experts: bool,
 }
 
 impl ParamSpec {
@@ -103,8 +107,32 @@ impl ParamSpec {
 /// Collects declarations while a model is put together.
 pub struct Declarations {
     specs: Vec<ParamSpec>,
+    names: HashSet<String>,
     place: Place,
+    experts: ExpertPlace,
     policy: Policy,
+    mixtures: Vec<MixtureSpec>,
+    mixing: Arc<MoeTraining>,
+}
+
+/// Which experts a rank has, and what of them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertPlace {
+    /// Ranks that share the experts among them, whole ones.
+    pub ep: Place,
+    /// Ranks that share each expert.
+    pub etp: Place,
+}
+
+impl ExpertPlace {
+    /// All of all.
+    pub const ALONE: ExpertPlace = ExpertPlace { ep: Place::ALONE, etp: Place::ALONE };
+
+    /// The experts of `count` that are here.
+    pub fn own(&self, count: usize) -> Range<usize> {
+        let each = count / self.ep.size;
+        self.ep.rank * each..(self.ep.rank + 1) * each
+    }
 }
 
 impl Default for Declarations {
@@ -116,12 +144,39 @@ impl Default for Declarations {
 impl Declarations {
     /// For a rank that holds its share of every parameter.
     pub fn at(place: Place) -> Declarations {
-        Declarations { specs: Vec::new(), place, policy: Policy::default() }
+        Declarations {
+            specs: Vec::new(),
+            names: HashSet::new(),
+            place,
+            experts: ExpertPlace::ALONE,
+            policy: Policy::default(),
+            mixtures: Vec::new(),
+            mixing: Arc::default(),
+        }
+    }
+
+    /// For a rank of a grid.
+    pub fn of(rank: &Rank) -> Declarations {
+        let etp = Place { rank: rank.etp.rank(), size: rank.etp.size() };
+        Declarations {
+            experts: ExpertPlace { ep: rank.expert_place(), etp },
+            ..Declarations::at(rank.place())
+        }
     }
 
     /// With narrow products as the policy says.
     pub fn with_policy(self, policy: Policy) -> Declarations {
         Declarations { policy, ..self }
+    }
+
+    /// With mixtures that are trained so.
+    pub fn with_mixing(self, mixing: &Arc<MoeTraining>) -> Declarations {
+        Declarations { mixing: mixing.clone(), ..self }
+    }
+
+    /// How mixtures are trained.
+    pub(crate) fn mixing(&self) -> &Arc<MoeTraining> {
+        &self.mixing
     }
 
     /// What the policy says of a map to these outputs (logical name, channels), which is noted at its weight.
@@ -137,26 +192,39 @@ impl Declarations {
         self.place
     }
 
+    /// Where the rank's experts are.
+    pub fn experts(&self) -> ExpertPlace {
+        self.experts
+    }
+
     /// Declares a parameter made of `parts`, which agree in all axes but the first.
     pub fn declare(&mut self, parts: Vec<Part>) -> Result<ParamId> {
+        self.declare_at(self.place, false, parts)
+    }
+
+    /// Declares a parameter of the rank's experts.
+    pub fn declare_experts(&mut self, parts: Vec<Part>) -> Result<ParamId> {
+        self.declare_at(self.experts.etp, true, parts)
+    }
+
+    fn declare_at(&mut self, place: Place, experts: bool, parts: Vec<Part>) -> Result<ParamId> {
         let Some(mut shape) = parts.first().map(|p| p.shape.clone()).filter(|s| !s.is_empty()) else {
             return shape_error("declare", "a parameter needs a part with at least one axis");
         };
         if parts.iter().any(|p| p.shape.len() != shape.len() || p.shape[1..] != shape[1..]) {
             return shape_error("declare", format!("parts do not stack: {parts:?}"));
         }
-        let cuts: Vec<Cut> = parts.iter().map(|p| p.cut(self.place)).collect();
+        let cuts: Vec<Cut> = parts.iter().map(|p| p.cut(place)).collect();
         let local: Vec<Vec<usize>> = parts.iter().zip(&cuts).map(|(p, c)| c.shape(&p.shape)).collect();
         if local.iter().any(|s| s[1..] != local[0][1..]) {
             return shape_error("declare", format!("shares do not stack: {parts:?}"));
         }
         shape.clone_from(&local[0]);
         shape[0] = local.iter().map(|s| s[0]).sum();
-        let taken = |name: &str| self.specs.iter().flat_map(|s| &s.parts).any(|p| p.name == name);
-        if let Some(twice) = parts.iter().find(|p| taken(&p.name)) {
+        if let Some(twice) = parts.iter().find(|p| !self.names.insert(p.name.clone())) {
             return shape_error("declare", format!("'{}' is declared twice", twice.name));
         }
-        let most = Place { rank: 0, ..self.place };
+        let most = Place { rank: 0, ..place };
         let widest = parts.iter().map(|p| p.cut(most).shape(&p.shape).iter().product::<usize>()).sum();
         self.specs.push(ParamSpec {
             parts,
@@ -167,6 +235,7 @@ impl Declarations {
             mirror: false,
             tied_over_ends: false,
             eight: None,
+            experts,
         });
         Ok(ParamId(self.specs.len() - 1))
     }
@@ -174,6 +243,17 @@ impl Declarations {
     /// A declaration.
     pub fn spec(&self, id: ParamId) -> &ParamSpec {
         &self.specs[id.0]
+    }
+
+    /// Declares a mixture, which has state besides its parameters.
+    pub fn mixture(&mut self, spec: MixtureSpec) -> MixtureId {
+        self.mixtures.push(spec);
+        MixtureId(self.mixtures.len() - 1)
+    }
+
+    /// The mixtures declared, in order.
+    pub fn mixtures(&self) -> &[MixtureSpec] {
+        &self.mixtures
     }
 
     /// One more module uses a declared parameter.
@@ -205,6 +285,7 @@ pub struct Params {
     stored: Stored,
     dtype: DType,
     eight: Option<EightState>,
+    mixtures: Option<Mixtures>,
     /// Of each bucket that is being gathered: when it is there.
     arriving: Mutex<Vec<Option<Event>>>,
 }
@@ -221,7 +302,8 @@ impl Params {
             let what = format!("narrow products in a model of {dtype}; have it compute in bf16");
             return Err(Error::Unsupported { op: "parameters", what });
         }
-        let plan = Arc::new(Plan::new(&specs, rank.copies.size(), target));
+        let copies = [rank.copies.size(), rank.expert_copies.size()];
+        let plan = Arc::new(Plan::new(&specs, copies, target));
         let shelf = |b| Shelf::new(b, |id| specs[id.0].stored());
         let shelves: Vec<Shelf> = plan.buckets().iter().map(shelf).collect();
         let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Parameters);
@@ -236,7 +318,8 @@ impl Params {
         let arriving = Mutex::new(vec![None; buckets.len()]);
         let eight = EightState::new(rank, &specs)?;
         let stored = Stored::new(rank, &specs, &plan, &shelves)?;
-        Ok(Params { specs, plan, shelves, buckets, values, stored, dtype, eight, arriving })
+        let mixtures = None;
+        Ok(Params { specs, plan, shelves, buckets, values, stored, dtype, eight, mixtures, arriving })
     }
 
     /// The type the model computes in.
@@ -247,6 +330,16 @@ impl Params {
     /// What narrow products remember, if there are any.
     pub fn eight(&self) -> Option<&EightState> {
         self.eight.as_ref()
+    }
+
+    /// With state for the mixtures declared beside the parameters.
+    pub fn with_mixtures(self, rank: &Rank, specs: &[MixtureSpec]) -> Result<Params> {
+        Ok(Params { mixtures: Mixtures::new(&rank.compute, specs.to_vec())?, ..self })
+    }
+
+    /// What mixtures remember, if there are any here.
+    pub fn mixtures(&self) -> Option<&Mixtures> {
+        self.mixtures.as_ref()
     }
 
     /// The weight, for work on the compute stream, which waits until it is there.
@@ -305,7 +398,7 @@ impl Params {
     /// it. Weights that are bytes travel as bytes, if a part of them is all that a rank made.
     pub fn gather(&self, rank: &Rank, bucket: usize, placement: Placement, s: &Stream) -> Result<()> {
         const LABEL: &str = "weights";
-        let (shelf, group) = (&self.shelves[bucket], &rank.copies);
+        let (shelf, group) = (&self.shelves[bucket], rank.copies_of(self.plan.buckets()[bucket].experts));
         if shelf.is_plain() {
             let all = self.bucket(bucket)?;
             return all.seen_as(placement, place(group))?.redistribute(rank, group, &all, s, LABEL);

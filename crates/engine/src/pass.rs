@@ -1,5 +1,6 @@
 //! The surroundings of one forward or backward pass.
 
+use crate::moe::Mix;
 use crate::{ParamId, Params, Rank, Saved, SavedTensor};
 use ferrotron_kernels::DropoutKey;
 use ferrotron_tensor::{DType, Result, Tensor};
@@ -17,6 +18,10 @@ pub struct Pass<'a> {
     pub recompute: Recompute,
     /// Backward may follow: keep what it needs.
     pub train: bool,
+    /// What mixtures are told of the micro-batch.
+    pub mix: Option<Mix<'a>>,
+    /// Forward runs once more for backward: what was counted is not counted again.
+    pub again: bool,
 }
 
 /// Dropout of one micro-batch. What is dropped depends on the seed, the step, the layer, the place in it and the
@@ -49,7 +54,20 @@ pub struct Recompute {
 impl<'a> Pass<'a> {
     /// A pass without dropout that keeps everything.
     pub fn new(rank: &'a Rank, params: &'a Params) -> Pass<'a> {
-        Pass { rank, params, dropout: None, recompute: Recompute::default(), train: true }
+        Pass {
+            rank,
+            params,
+            dropout: None,
+            recompute: Recompute::default(),
+            train: true,
+            mix: None,
+            again: false,
+        }
+    }
+
+    /// The same pass, for forward once more.
+    pub fn once_more(&self) -> Pass<'a> {
+        Pass { again: true, ..*self }
     }
 
     /// The type the model computes in.

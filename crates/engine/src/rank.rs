@@ -1,5 +1,7 @@
 //! A rank: everything a worker has. Nothing is global, so many ranks fit in one process.
 
+use crate::Place;
+use crate::flat::place;
 use ferrotron_comm::{Communicator, World};
 use ferrotron_kernels::cuda::{CudaKernels, Readiness};
 use ferrotron_kernels::{Kernels, cpu};
@@ -32,8 +34,16 @@ pub struct Rank {
     pub back: Communicator,
     /// The first and the last stage, which share a tied embedding; alone on stages between them.
     pub ends: Communicator,
-    /// Ranks that hold one whole model between them, tp × pp.
-    pub model: Communicator,
+    /// Ranks that share the tokens of a micro-batch, tp × cp.
+    pub batch: Communicator,
+    /// Ranks that share the tokens of a step, tp × cp × dp.
+    pub step: Communicator,
+    /// Ranks that have all experts of a layer between them, etp × ep; those that share an expert are neighbours.
+    pub experts: Communicator,
+    /// Ranks that share every expert of this one.
+    pub etp: Communicator,
+    /// Ranks that have the same experts and other tokens: gradients of experts are summed over them.
+    pub expert_copies: Communicator,
     /// Communicate on [`Rank::comm`] beside computation where neither needs the other. Equal bits either way.
     pub overlap: bool,
     /// Seed of the run: initial values and dropout come from it.
@@ -78,8 +88,28 @@ impl Rank {
             pp: solo(),
             back: solo(),
             ends: solo(),
-            model: solo(),
+            batch: solo(),
+            step: solo(),
+            experts: solo(),
+            etp: solo(),
+            expert_copies: solo(),
         })
+    }
+
+    /// Ranks that share this one's weights: those of experts, or all others.
+    pub fn sharers(&self, experts: bool) -> &Communicator {
+        if experts { &self.etp } else { &self.tp }
+    }
+
+    /// Ranks that have the same weights: those of experts, or all others.
+    pub fn copies_of(&self, experts: bool) -> &Communicator {
+        if experts { &self.expert_copies } else { &self.copies }
+    }
+
+    /// This rank's place among those that have all experts of a layer between them, by whole experts.
+    pub fn expert_place(&self) -> Place {
+        let (here, each) = (place(&self.experts), self.etp.size());
+        Place { rank: here.rank / each, size: here.size / each }
     }
 
     /// The device of this rank.

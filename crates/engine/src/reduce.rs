@@ -20,18 +20,19 @@ impl Rank {
     }
 
     /// A logical tensor whole, from what every rank holds of it, on every rank. `held` is row-major, each element
-    /// being `size` values: 1, or its bytes.
-    pub fn join<T: Element>(&self, part: &Part, size: usize, held: &[T]) -> Result<Vec<T>> {
-        if self.tp.size() == 1 {
+    /// being `size` values: 1, or its bytes. `experts`: those that share experts have it, not those that share layers.
+    pub fn join<T: Element>(&self, experts: bool, part: &Part, size: usize, held: &[T]) -> Result<Vec<T>> {
+        let sharers = self.sharers(experts);
+        if sharers.size() == 1 {
             return Ok(held.to_vec());
         }
-        let all = self.tp.all_gather_bytes(bytemuck::cast_slice(held), "a whole tensor")?;
+        let all = sharers.all_gather_bytes(bytemuck::cast_slice(held), "a whole tensor")?;
         let shape: Vec<usize> = part.shape.iter().copied().chain([size]).collect();
         let mut whole = vec![T::zeroed(); shape.iter().product()];
         for (rank, bytes) in all.iter().enumerate() {
             let values: Vec<T> =
                 bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
-            part.cut(Place { rank, size: self.tp.size() }).put(&shape, &values, &mut whole);
+            part.cut(Place { rank, size: sharers.size() }).put(&shape, &values, &mut whole);
         }
         Ok(whole)
     }
@@ -57,7 +58,7 @@ impl Rank {
 
     /// Is that another stream than the compute stream?
     pub fn beside_compute(&self) -> bool {
-        self.overlap && self.copies.size() > 1
+        self.overlap && self.copies.size().max(self.expert_copies.size()) > 1
     }
 }
 
@@ -87,11 +88,12 @@ impl GradBuffer {
         let whole = self.whole(rank, bucket)?;
         self.complete(rank, bucket, divided)?;
         self.sum_shared(rank, bucket, &whole)?;
-        let me = place(&rank.copies);
+        let copies = rank.copies_of(self.plan.buckets()[bucket].experts);
+        let me = place(copies);
         let own = FlatBuffer::of(&self.plan, bucket, Placement::Partial, &whole);
         if !divided {
             let to = own.seen_as(self.scheme.optimizer, me)?;
-            own.redistribute(rank, &rank.copies, &to, rank.beside()?, LABEL)?;
+            own.redistribute(rank, copies, &to, rank.beside()?, LABEL)?;
             if rank.beside_compute() {
                 self.in_flight.push_back(InFlight { done: rank.comm.record()?, _memory: None });
             }
@@ -108,11 +110,11 @@ impl GradBuffer {
         let s = rank.beside()?;
         if round == 0 {
             let to = FlatBuffer::of(&self.plan, bucket, self.scheme.grad, &part);
-            own.redistribute(rank, &rank.copies, &to, s, LABEL)?;
+            own.redistribute(rank, copies, &to, s, LABEL)?;
         } else {
             // Into its own place in the memory of this round, never onto what is to be added to.
             let to = own.seen_as(self.scheme.grad, me)?;
-            own.redistribute(rank, &rank.copies, &to, s, LABEL)?;
+            own.redistribute(rank, copies, &to, s, LABEL)?;
             rank.kernels.add_assign(s, &part, to.memory())?;
         }
         self.buckets[bucket].whole = None;
@@ -131,7 +133,8 @@ impl GradBuffer {
 
     /// Sums over the ranks that share layers, where they hold the same.
     fn sum_shared(&self, rank: &Rank, bucket: usize, whole: &Tensor) -> Result<()> {
-        let (here, s) = (rank.place(), &rank.compute);
+        let sharers = rank.sharers(self.plan.buckets()[bucket].experts);
+        let (here, s) = (place(sharers), &rank.compute);
         if here.size == 1 {
             return Ok(());
         }
@@ -143,12 +146,12 @@ impl GradBuffer {
                 if holders.len() == here.size && share.numel() < SMALL {
                     small.push(share);
                 } else if holders.len() == here.size {
-                    rank.tp.all_reduce(s, &share, Reduce::Sum, "gradients of replicated weights")?;
+                    sharers.all_reduce(s, &share, Reduce::Sum, "gradients of replicated weights")?;
                 } else if part.shared(here.size) {
                     // Some ranks hold the same heads: each adds up those of its own.
                     let n = share.numel();
                     let all = Tensor::empty(s, &[here.size, n], DType::F32, Category::Communication)?;
-                    rank.tp.all_gather(s, &share, &all, "gradients of shared heads")?;
+                    sharers.all_gather(s, &share, &all, "gradients of shared heads")?;
                     s.zero(&share)?;
                     for holder in holders {
                         rank.kernels.add_assign(s, &share, &all.select(0, holder)?)?;
@@ -163,7 +166,7 @@ impl GradBuffer {
         let joint = Tensor::empty(s, &[sizes.iter().sum()], DType::F32, Category::Communication)?;
         let place_of = |i: usize| joint.narrow(0, sizes[..i].iter().sum(), sizes[i]);
         small.iter().enumerate().try_for_each(|(i, share)| s.copy(share, &place_of(i)?))?;
-        rank.tp.all_reduce(s, &joint, Reduce::Sum, "gradients of replicated weights")?;
+        sharers.all_reduce(s, &joint, Reduce::Sum, "gradients of replicated weights")?;
         small.iter().enumerate().try_for_each(|(i, share)| s.copy(&place_of(i)?, share))
     }
 
@@ -191,7 +194,8 @@ impl GradBuffer {
             (_, Some(part)) => Ok(part.clone()),
             (Some(whole), None) => {
                 let own = FlatBuffer::of(&self.plan, bucket, Placement::Partial, whole);
-                Ok(own.seen_as(self.scheme.optimizer, place(&rank.copies))?.memory().clone())
+                let copies = rank.copies_of(self.plan.buckets()[bucket].experts);
+                Ok(own.seen_as(self.scheme.optimizer, place(copies))?.memory().clone())
             }
             (None, None) => {
                 let what = "no backward pass has run yet".into();
@@ -202,16 +206,21 @@ impl GradBuffer {
 
     /// What this rank has of a parameter's summed gradient, flat.
     pub fn piece(&self, rank: &Rank, id: ParamId) -> Result<(Piece, Tensor)> {
-        let piece = self.plan.piece(id, self.scheme.optimizer, place(&rank.copies));
+        let copies = rank.copies_of(self.specs[id.0].experts);
+        let piece = self.plan.piece(id, self.scheme.optimizer, place(copies));
         let local = self.local(rank, piece.bucket)?.narrow(0, piece.local.start, piece.local.len())?;
         Ok((piece, local))
     }
 
-    /// The gradients that this rank counts in the norm: every element of the model is counted by one rank.
+    /// The gradients that this rank counts in the norm: every element of the model is counted by one rank of the world.
     pub fn counted(&self, rank: &Rank) -> Result<Vec<Tensor>> {
-        let here = rank.place();
         let mut out = Vec::new();
+        let whole = self.scheme.optimizer.is_whole();
         for (i, spec) in self.specs.iter().enumerate().filter(|(_, s)| !s.mirror) {
+            if whole && rank.copies_of(spec.experts).rank() > 0 {
+                continue;
+            }
+            let here = place(rank.sharers(spec.experts));
             let (piece, values) = self.piece(rank, ParamId(i))?;
             for (part, _, r) in spec.held() {
                 let (start, end) = (r.start.max(piece.inside.start), r.end.min(piece.inside.end));
@@ -233,9 +242,10 @@ impl GradBuffer {
                 buckets.push(mine);
                 continue;
             }
-            let (me, kind) = (place(&rank.copies), (DType::F32, Category::Workspace));
-            let all = FlatBuffer::empty(&self.plan, bucket, Placement::Replicate, me, kind, s)?;
-            mine.redistribute(rank, &rank.copies, &all, s, "whole gradients")?;
+            let copies = rank.copies_of(self.plan.buckets()[bucket].experts);
+            let kind = (DType::F32, Category::Workspace);
+            let all = FlatBuffer::empty(&self.plan, bucket, Placement::Replicate, place(copies), kind, s)?;
+            mine.redistribute(rank, copies, &all, s, "whole gradients")?;
             buckets.push(all);
         }
         let view = |(i, spec): (usize, &crate::ParamSpec)| {

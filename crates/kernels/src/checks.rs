@@ -48,6 +48,14 @@ pub(crate) fn same_contiguous(op: &'static str, tensors: &[&Tensor]) -> Result<(
     }
 }
 
+/// All contiguous?
+pub(crate) fn contiguous(op: &'static str, tensors: &[&Tensor]) -> Result<()> {
+    match tensors.iter().find(|t| !t.is_contiguous()) {
+        None => Ok(()),
+        Some(t) => shape_error(op, format!("{t:?} must be contiguous")),
+    }
+}
+
 /// All of one element type?
 pub(crate) fn dtypes(op: &'static str, wanted: DType, tensors: &[&Tensor]) -> Result<()> {
     match tensors.iter().find(|t| t.dtype() != wanted) {

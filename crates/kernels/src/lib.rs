@@ -13,10 +13,12 @@ mod fused;
 mod gemm;
 pub mod grad_scaler;
 mod grouped;
+mod grouped8;
 mod latent;
 mod loss;
 mod measured;
 mod merge;
+mod mix;
 pub mod moments;
 mod norm;
 mod normal;
@@ -27,6 +29,7 @@ pub mod quant;
 mod rope;
 pub mod rope_tables;
 mod router;
+mod row_bias;
 mod weighted;
 
 pub use activation::{Act, ActivationKernels};
@@ -35,11 +38,13 @@ pub use elementwise::{DropoutKey, ElementwiseKernels, NormalRuns};
 pub use embedding::EmbeddingKernels;
 pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
-pub use grouped::{Grouped, Grouped8, GroupedGrad, GroupedKernels, RowBias, Segments};
+pub use grouped::{Grouped, GroupedGrad, GroupedKernels, Segments};
+pub use grouped8::{Grouped8, GroupedGrad8};
 pub use latent::LatentKernels;
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
+pub use mix::MixKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
 pub use optim::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
 pub use permute::{PermuteKernels, RowMap};
@@ -47,18 +52,23 @@ pub use quant::micro::{Along, Emulated};
 pub use quant::stats::QuantStats;
 pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
 pub use rope::{Rope, RopeKernels, RopeStyle};
-pub use router::{Balance, Choice, Groups, RouterKernels, Routing, Score};
+pub use router::{
+    Balance, Choice, Groups, MAX_CHOICES, MAX_EXPERTS, RouterKernels, Routing, Score, capacity,
+};
+pub use row_bias::{RowBias, RowBiasKernels};
 pub use weighted::WeightedKernels;
 
 /// Every kernel a device has.
 pub trait Kernels:
     GemmKernels
+    + GroupedKernels
     + NormKernels
     + ActivationKernels
     + RopeKernels
     + AttentionKernels
     + MergeKernels
     + LatentKernels
+    + MixKernels
     + EmbeddingKernels
     + LossKernels
     + OptimKernels
@@ -66,6 +76,10 @@ pub trait Kernels:
     + FusedKernels
     + QuantKernels
     + MeasuredKernels
+    + RouterKernels
+    + PermuteKernels
+    + WeightedKernels
+    + RowBiasKernels
     + Send
     + Sync
 {

@@ -16,9 +16,10 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// Keeps initial values and dropout masks of one seed apart.
+/// Keeps initial values, dropout masks and random routing of one seed apart.
 const DOMAIN_INIT: u32 = 0x696e_6974;
 const DOMAIN_DROPOUT: u32 = 0x6472_6f70;
+const DOMAIN_ROUTING: u32 = 0x726f_7574;
 
 /// A sequence of random words: words `4i..4i+4` are Philox of the counter `(i, lane)` under `key`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,9 +52,18 @@ impl RandomStream {
 
     /// The mask of one dropout.
     pub fn dropout(key: DropoutKey) -> RandomStream {
+        RandomStream::of_step(key, DOMAIN_DROPOUT)
+    }
+
+    /// The random logits of one router.
+    pub fn routing(key: DropoutKey) -> RandomStream {
+        RandomStream::of_step(key, DOMAIN_ROUTING)
+    }
+
+    fn of_step(key: DropoutKey, domain: u32) -> RandomStream {
         let [step, step_high] = halves(key.step);
         let [a, b, c, d] = philox4x32([step, step_high, key.layer, key.site], halves(key.seed));
-        let [a, b, c, d] = philox4x32([c, d, DOMAIN_DROPOUT, 0], [a, b]);
+        let [a, b, c, d] = philox4x32([c, d, domain, 0], [a, b]);
         RandomStream { key: [a, b], lane: [c, d] }
     }
 

@@ -2,7 +2,8 @@
 //! choice.
 
 use crate::Act;
-use ferrotron_tensor::{Result, Stream, Tensor};
+use crate::checks::contiguous;
+use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
 
 /// Weighted gated (or plain) non-linearities.
 pub trait WeightedKernels {
@@ -20,7 +21,6 @@ pub trait WeightedKernels {
 
     /// `dx [N, 2f]` and `dp` f32 `[N] = Σ act(g)·u·dy` from `x`, `p`, `dy [N, f]`. Rows with `live[r] < 0` (i32 `[N]`, a row map's
     /// source) belong to nobody: their dx is zeros and dp 0 whatever x and dy hold.
-    #[allow(clippy::too_many_arguments)]
     fn act_weighted_backward(
         &self,
         s: &Stream,
@@ -33,4 +33,33 @@ pub trait WeightedKernels {
         dx: &Tensor,
         dp: &Tensor,
     ) -> Result<()>;
+}
+
+/// Rows N and width f, of `wide [N, 2f]` (plain: `[N, f]`), values `[N]` each and `narrow [N, f]`; all contiguous.
+pub(crate) fn sizes(
+    op: &'static str,
+    (act, gated): (Act, bool),
+    wide: &Tensor,
+    values: &[&Tensor],
+    narrow: &Tensor,
+) -> Result<[usize; 2]> {
+    if !gated && matches!(act, Act::ClampedSilu { .. }) {
+        return shape_error(op, "the clamped SiLU exists with a gate only");
+    }
+    contiguous(op, &[wide, narrow])?;
+    contiguous(op, values)?;
+    match (wide.shape(), narrow.shape()) {
+        ([rows, w], [r, f])
+            if rows == r
+                && *w == if gated { 2 * f } else { *f }
+                && values.iter().all(|v| v.shape() == [*rows]) =>
+        {
+            Ok([*rows, *f])
+        }
+        (x, y) => {
+            let values: Vec<_> = values.iter().map(|v| v.shape()).collect();
+            let halves = if gated { "2f" } else { "f" };
+            shape_error(op, format!("{x:?}, {y:?}, {values:?} must be [N, {halves}], [N, f], [N]"))
+        }
+    }
 }

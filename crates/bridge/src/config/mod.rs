@@ -347,5 +347,6 @@ fn blank() -> ModelConfig {
         embed_scale: 1.0,
         tied: false,
         init_std: 0.0,
+        moe: None,
     }
 }

@@ -3,10 +3,11 @@
 use super::Latent;
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, Decay, Format, Graph, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder, PositionKind,
-    Precision, Recompute, Scaling, Split, WeightDecayStyle, Weights, WsdStyle,
+    Count, Decay, Dispatch, Format, Graph, Keep, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder,
+    PositionKind, Precision, Recompute, RouterType, Scaling, Split, WeightDecayStyle, Weights, WsdStyle,
 };
 use crate::model::config::{Activation, NormKind};
+use crate::model::moe::ScoreKind;
 use serde::{Deserialize, Serialize};
 
 keys! {
@@ -65,6 +66,70 @@ keys! {
         tied: Option<bool> = None, "tie_word_embeddings", "share_embeddings_and_output_weights", "untie_embeddings_and_output_weights", "tie_embeddings", "weight_tying";
         /// Standard deviation of initial weights; 0.02 when neither a preset nor this says.
         init_std: Option<f64> = None, "init_method_std", "initializer_range";
+    }
+
+    /// Mixtures of experts in place of MLPs: what they are, and how tokens are routed in training.
+    moe: MoeSection {
+        /// Experts of a layer; unset means that layers have MLPs.
+        experts: Option<usize> = None, "num_experts", "num_moe_experts", "num_local_experts", "n_routed_experts";
+        /// Experts of each token; 2 when neither a preset nor this says.
+        topk: Option<usize> = None, "moe_router_topk", "num_experts_per_tok";
+        /// Width inside an expert (of one half when gated); derived as model.ffn.
+        ffn: Option<usize> = None, "moe_ffn_hidden_size", "moe_intermediate_size";
+        /// Every how many layers are a mixture, from the first on.
+        every: Option<usize> = None, "moe_layer_freq", "decoder_sparse_step";
+        /// Layers (from 0) that keep their MLP all the same.
+        dense: Option<Vec<usize>> = None, "first_k_dense_replace", "mlp_only_layers";
+        /// From logits to scores: softmax, sigmoid or sqrt_softplus.
+        score: Option<ScoreKind> = None, "moe_router_score_function", "scoring_func";
+        /// Take the softmax over all experts, and not over the chosen ones.
+        pre_softmax: Option<bool> = None, "moe_router_pre_softmax";
+        /// Choose among the best groups of neighbouring experts only: [groups, groups kept].
+        groups: Option<[usize; 2]> = None, "moe_router_num_groups", "moe_router_group_topk", "n_group", "topk_group";
+        /// Factor on the probabilities of choices.
+        scale: Option<f64> = None, "moe_router_topk_scaling_factor", "routed_scaling_factor";
+        /// Add to each expert's scores, for the choice alone, a bias that follows its load.
+        expert_bias: Option<bool> = None, "moe_router_enable_expert_bias";
+        /// Bias of the router.
+        router_bias: Option<bool> = None, "moe_router_bias";
+        /// Biases of experts.
+        bias: Option<bool> = None, "moe_bias";
+        /// Width that experts work in, where it is not that of the model.
+        latent: Option<usize> = None, "moe_latent_size";
+        /// Width inside an expert that every token goes to; unset means there is none.
+        shared_ffn: Option<usize> = None, "moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", "n_shared_experts";
+        /// Weight that expert's output by a learned gate.
+        shared_gate: Option<bool> = None, "moe_shared_expert_gate";
+        /// How loads are evened out: "aux", "seq_aux" and "global_aux" are losses (over micro-batch, sequence, step) and
+        /// may be together; "sinkhorn" and "quantile" choose in their place.
+        balance: OneOrMany = OneOrMany::default(), "moe_router_load_balancing_type", "load_balancing_type";
+        /// Weight of each loss of moe.balance; derived as 0.01.
+        coefficients: Vec<f64> = Vec::new(), "moe_aux_loss_coeff", "router_aux_loss_coef", "aux_loss_coeff", "aux_loss_alpha";
+        /// Divide the global loss by the data-parallel size, as Megatron Core does.
+        global_over_dp: bool = false, "moe_global_aux_loss_over_dp";
+        /// Part of a quantile that a step leaves as it was.
+        quantile_keep: f64 = 0.0, "moe_router_qb_ema";
+        /// Weight of the mean square of logsumexp over the router's logits.
+        z_loss: f64 = 0.0, "moe_z_loss_coeff", "router_z_loss_coef";
+        /// Multiply the router's input by numbers from 1 - jitter to 1 + jitter.
+        jitter: f64 = 0.0, "moe_input_jitter_eps", "router_jitter_noise";
+        /// Type of the router's logits: model (that of the model), f32 or f64.
+        router_dtype: RouterType = RouterType::F32, "moe_router_dtype";
+        /// Step by which biases of choices follow the load.
+        bias_rate: f64 = 1e-3, "moe_router_bias_update_rate", "bias_update_speed";
+        /// Tokens that an expert takes at most, as a multiple of the mean load; unset means all that come.
+        capacity: Option<f64> = None, "moe_expert_capacity_factor", "capacity_factor";
+        /// Which tokens stay within the capacity: the most probable, or the first.
+        keep: Keep = Keep::Probable, "moe_token_drop_policy";
+        /// Give every expert as many rows as its capacity, of zeros where it has fewer tokens.
+        pad: bool = false, "moe_pad_expert_input_to_capacity";
+        /// Bound the tokens of each rank, as Megatron Core does, and not those of the micro-batch: results then depend on
+        /// the layout.
+        capacity_per_rank: bool = false, "moe_capacity_per_rank";
+        /// Route at random, for measurements: 0 to nearly even loads, more to uneven ones.
+        force: Option<f64> = None, "moe_router_force_load_balancing", "moe_router_force_biased";
+        /// How tokens come to experts of other ranks.
+        dispatcher: Dispatch = Dispatch::AllToAll, "moe_token_dispatcher_type", "moe_flex_dispatcher_backend";
     }
 
     /// What the model reads.
@@ -220,8 +285,8 @@ keys! {
         dp: usize = 1, "data_parallel_size", "data_parallel_replicate_degree", "data_parallel_shard_degree", "world_size", "num_gpus";
         /// Expert-parallel ranks.
         ep: usize = 1, "expert_model_parallel_size", "expert_parallel_size", "expert_parallel_degree";
-        /// Tensor-parallel ranks inside an expert.
-        etp: usize = 1, "expert_tensor_parallel_size";
+        /// Tensor-parallel ranks inside an expert; derived as parallel.tp.
+        etp: Option<usize> = None, "expert_tensor_parallel_size";
         /// What ranks with equal weights divide among them: 0 nothing, 1 optimizer state, 2 gradients too.
         zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
         /// Elements that are summed over ranks at once; unset means enough to keep a network busy.

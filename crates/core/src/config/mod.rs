@@ -7,6 +7,7 @@ mod keys;
 mod latent;
 mod load;
 mod model;
+mod moe;
 mod narrow;
 mod ramp;
 mod recipes;
@@ -25,6 +26,7 @@ pub use resolve::{Derived, Plan, Resolved};
 pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};
 pub use table::{KeyInfo, KeyType, SectionInfo};
 pub use types::{
-    Count, Decay, Format, Graph, Master, Module, Moments, OneOrMany, OptimizerKind, PipelineOrder,
-    PositionKind, Precision, Recompute, Scaling, Split, WeightDecayStyle, Weights, WsdStyle,
+    Count, Decay, Dispatch, Format, Graph, Keep, Master, Module, Moments, OneOrMany, OptimizerKind,
+    PipelineOrder, PositionKind, Precision, Recompute, RouterType, Scaling, Split, WeightDecayStyle, Weights,
+    WsdStyle,
 };

@@ -104,6 +104,7 @@ impl Recipe {
                 c.local_layers = vec![true; c.layers.min(MAX_LAYERS)];
             }
         }
+        self.mixtures(&mut c, derived)?;
         Ok(c)
     }
 
@@ -193,6 +194,7 @@ impl Recipe {
             embed_scale: 1.0,
             tied: false,
             init_std: 0.02,
+            moe: None,
         })
     }
 

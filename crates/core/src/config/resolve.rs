@@ -1,6 +1,7 @@
 //! Deriving what a recipe leaves open, with the reason for each value.
 
 use super::model::section;
+use super::moe;
 use super::ramp::Ramp;
 use super::{Config, Decay, Recipe, WeightDecayStyle, write};
 use crate::error::{Error, Result};
@@ -86,6 +87,7 @@ impl Recipe {
         self.check_model(&model)?;
         let mut c = self.config.clone();
         c.model = section(&self.config.model, &model);
+        c.moe = moe::section(&self.config.moe, &model);
         self.derive_data(&mut c, &model, &mut derived)?;
         self.derive_precision(&mut c, &mut derived);
         let plan = self.derive_lengths(&mut c, &mut derived)?;
@@ -135,7 +137,22 @@ impl Recipe {
         Ok(())
     }
 
+    /// As many data-parallel ranks as the experts' ranks need.
+    fn derive_ranks(&self, c: &mut Config, derived: &mut Derivations) {
+        let p = &mut c.parallel;
+        let dense = p.tp.saturating_mul(p.cp).saturating_mul(p.pp).max(1);
+        let expert = p.etp.unwrap_or(p.tp).saturating_mul(p.ep).saturating_mul(p.pp).max(1);
+        let world = dense.saturating_mul(p.dp.max(1)) as u64;
+        let most = (world / gcd(world, expert as u64)).saturating_mul(expert as u64);
+        let dp = (most / dense as u64) as usize;
+        if c.moe.experts.is_some() && dp != p.dp && most.is_multiple_of(dense as u64) {
+            p.dp =
+                derived.add("parallel.dp", dp, "the experts' etp x ep ranks are ranks with other data, too");
+        }
+    }
+
     fn derive_lengths(&self, c: &mut Config, derived: &mut Derivations) -> Result<Plan> {
+        self.derive_ranks(c, derived);
         let seq_len = c.data.seq_len.unwrap_or(LONGEST_DERIVED).max(1);
         let ramp = Ramp::new(c.train.global_batch as u64, c.train.ramp);
 

@@ -53,20 +53,6 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         "every view reads events.jsonl in the run folder; leave it out",
     ),
     (
-        &[
-            "num_experts",
-            "num_moe_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "moe_router_topk",
-            "num_experts_per_tok",
-            "moe_ffn_hidden_size",
-            "moe_intermediate_size",
-            "moe_aux_loss_coeff",
-        ],
-        "mixture of experts is not in this version; use a dense model",
-    ),
-    (
         &["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
         "bf16 and f32 need no loss scaling; leave it out",
     ),

@@ -65,6 +65,8 @@ expects! {
     f64 => "a number",
     String => "text",
     Vec<f64> => "a list of numbers",
+    Vec<usize> => "a list of whole numbers",
+    [usize; 2] => "a list of 2 whole numbers",
     [f64; 2] => "a list of 2 numbers",
     [u64; 3] => "a list of 3 whole numbers",
 }

@@ -2,6 +2,7 @@
 
 use super::table::KeyType;
 use crate::model::config::{Activation, NormKind};
+use crate::model::moe::ScoreKind;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 /// A key with a fixed list of values.
@@ -88,6 +89,38 @@ choice! {
         Mxfp8 = "mxfp8",
         /// Four bits, one scale per 16 values; emulated.
         Nvfp4 = "nvfp4",
+    }
+}
+
+choice! {
+    /// The type of a router's logits.
+    RouterType {
+        /// That of the model.
+        Model = "model",
+        /// f32.
+        F32 = "f32",
+        /// f64 sums.
+        F64 = "f64",
+    }
+}
+
+choice! {
+    /// Which tokens stay within an expert's capacity.
+    Keep {
+        /// Those whose choice is most probable.
+        Probable = "probable",
+        /// The first.
+        First = "first",
+    }
+}
+
+choice! {
+    /// How tokens come to experts of other ranks.
+    Dispatch {
+        /// Each rank gets the tokens of its experts.
+        AllToAll = "all_to_all",
+        /// Each rank gets all tokens.
+        AllGather = "all_gather",
     }
 }
 
@@ -260,6 +293,12 @@ choice! {
 impl KeyType for Activation {
     fn expects() -> String {
         one_of(&["silu", "gelu_tanh", "gelu_erf"])
+    }
+}
+
+impl KeyType for ScoreKind {
+    fn expects() -> String {
+        one_of(&["softmax", "sigmoid", "sqrt_softplus"])
     }
 }
 

@@ -15,7 +15,7 @@ impl Config {
     /// Why steps of this recipe cannot be captured and replayed, whatever the device.
     pub fn no_graph(&self) -> Option<&'static str> {
         let p = &self.parallel;
-        if p.tp * p.cp * p.pp * p.dp > 1 {
+        if p.tp * p.cp * p.pp * p.dp * p.ep * p.etp.unwrap_or(1) > 1 {
             Some("several ranks meet on the host in every step")
         } else if self.dropout.hidden > 0.0 {
             Some("with dropout.hidden, launches depend on the number of the step")
@@ -23,6 +23,8 @@ impl Config {
             Some("with data.reset_at_documents, launches depend on where documents begin")
         } else if self.precision.scaling == Scaling::Nvfp4 {
             Some("with precision.scaling = \"nvfp4\", rounding depends on the number of the step")
+        } else if self.moe.experts.is_some() {
+            Some("mixtures of experts are told which rows are tokens in every step")
         } else {
             None
         }
@@ -74,13 +76,15 @@ impl Recipe {
 
     fn check_parallel(&self) -> Result<()> {
         let p = &self.config.parallel;
-        for (key, value) in [("parallel.ep", p.ep), ("parallel.etp", p.etp)] {
-            if value != 1 {
-                let what = format!("{value} is not possible, this version has no experts; set it to 1");
-                return self.refuse(key, what);
-            }
-        }
-        let sizes = [("tp", p.tp), ("cp", p.cp), ("pp", p.pp), ("vp", p.vp), ("dp", p.dp)];
+        let sizes = [
+            ("tp", p.tp),
+            ("cp", p.cp),
+            ("pp", p.pp),
+            ("vp", p.vp),
+            ("dp", p.dp),
+            ("ep", p.ep),
+            ("etp", p.etp.unwrap_or(1)),
+        ];
         if let Some((key, _)) = sizes.iter().find(|(_, n)| *n == 0) {
             return self.refuse(&format!("parallel.{key}"), "must be at least 1; 1 means not split");
         }
@@ -246,9 +250,11 @@ impl Recipe {
             );
             return self.refuse("data.seq_len", what);
         }
-        if let Err(e) = c.parallel.layout().check_model(&ModelSizes::dense(m)) {
-            return self.refuse("parallel.tp", e.to_string());
+        if let Err(e) = c.parallel.layout().check_model(&ModelSizes::of(m)) {
+            let key = if e.to_string().contains("ep=") { "parallel.ep" } else { "parallel.tp" };
+            return self.refuse(key, e.to_string());
         }
+        self.check_moe(r)?;
         if c.optimizer.master == Master::Remainder && c.precision.dtype != Precision::Bf16 {
             let what = "a remainder completes bf16 weights; with precision.dtype = \"f32\" weights are their own masters, so leave it out";
             return self.refuse("optimizer.master", what);

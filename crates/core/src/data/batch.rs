@@ -17,6 +17,17 @@ pub struct Batch {
     /// Where attention starts anew, over the flattened batch: 0, every document and row start, and
     /// `count * seq`. None when each row is one piece.
     pub cu_seqlens: Option<Vec<i32>>,
+    /// Of each token, whether it only fills a place `[count * seq]`; none when all are tokens.
+    pub padding: Option<Vec<bool>>,
+}
+
+impl Batch {
+    /// A batch of the same shape without a single token in it.
+    pub fn as_padding(mut self) -> Batch {
+        self.labels.fill(IGNORE);
+        self.padding = Some(vec![true; self.tokens.len()]);
+        self
+    }
 }
 
 /// One sample. Sources append to it; its buffers are reused from row to row.
@@ -72,6 +83,7 @@ pub trait Batches: Send + Sync {
             labels: Vec::with_capacity(total),
             positions: Vec::with_capacity(total),
             cu_seqlens: None,
+            padding: None,
         };
         let mut cu = Vec::new();
         let mut row = Row::default();

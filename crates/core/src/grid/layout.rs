@@ -82,11 +82,16 @@ impl Layout {
 }
 
 impl crate::config::ParallelSection {
-    /// The layout that a recipe asks for.
+    /// The layout that a recipe asks for, whose `parallel.dp` holds the experts.
     pub fn layout(&self) -> Layout {
-        let etp = (self.etp != self.tp && self.ep > 1).then_some(self.etp);
-        let (tp, cp, pp, vp, ep) = (self.tp, self.cp, self.pp, self.vp, self.ep);
-        Layout { tp, cp, pp, vp, ep, etp, dp: Some(self.dp), ..Layout::default() }
+        let (tp, cp, pp, vp, ep, etp) = (self.tp, self.cp, self.pp, self.vp, self.ep, self.etp);
+        let layout = Layout { tp, cp, pp, vp, ep, etp, ..Layout::default() };
+        // parallel.dp is that of the dense grid.
+        let dp = match layout.smallest() {
+            Ok(least) => tp.saturating_mul(cp).saturating_mul(pp).saturating_mul(self.dp) / least,
+            Err(_) => self.dp,
+        };
+        Layout { dp: Some(dp), ..layout }
     }
 }
 

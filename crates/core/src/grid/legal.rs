@@ -142,10 +142,14 @@ fn check_instances(layout: &Layout, copies: usize, edp: usize) -> Result<(), Wro
 }
 
 impl ModelSizes {
-    /// Those of a model without experts.
-    pub fn dense(m: &crate::model::ModelConfig) -> ModelSizes {
-        let (heads, kv_heads, ffn, vocab) = (m.heads, m.kv_heads, m.ffn, m.vocab);
-        ModelSizes { heads, kv_heads, ffn, vocab, experts: 0, expert_ffn: 0 }
+    /// Those of an architecture.
+    pub fn of(m: &crate::model::ModelConfig) -> ModelSizes {
+        let (heads, kv_heads, vocab) = (m.heads, m.kv_heads, m.vocab);
+        let shared = m.moe.as_ref().and_then(|e| e.shared_ffn);
+        // Where no layer has an MLP, its width is of no interest.
+        let ffn = if m.mixtures() == m.layers { shared.unwrap_or(0) } else { m.ffn };
+        let (experts, expert_ffn) = m.moe.as_ref().map_or((0, 0), |e| (e.experts, e.ffn));
+        ModelSizes { heads, kv_heads, ffn, vocab, experts, expert_ffn }
     }
 }
 

@@ -1,9 +1,10 @@
 //! The architecture of a decoder as plain data. Every supported family is a setting of these switches.
 
+use super::moe::MoeConfig;
 pub use ferrotron_kernels::rope_tables::RopeScaling;
 use serde::{Deserialize, Serialize};
 
-/// A dense decoder-only transformer.
+/// A decoder-only transformer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ModelConfig {
@@ -66,6 +67,9 @@ pub struct ModelConfig {
     pub tied: bool,
     /// Standard deviation of initial weights.
     pub init_std: f32,
+    /// Mixtures of experts in place of MLPs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub moe: Option<MoeConfig>,
 }
 
 /// Kind and constants of a norm.

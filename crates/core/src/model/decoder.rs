@@ -4,11 +4,13 @@ use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
 use crate::pipeline::{Placement, Split, Stage};
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
+use ferrotron_engine::moe::{MixInput, MixtureSpec, MoeTraining};
 use ferrotron_engine::precision::Policy;
-use ferrotron_engine::{Declarations, ParamSpec, Part, Pass, Rank, Tokens};
+use ferrotron_engine::{Declarations, Init, ParamSpec, Part, Pass, Rank, Split as Shared, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
+use std::sync::Arc;
 
 /// A decoder-only transformer, or this rank's stages of one.
 pub struct Decoder {
@@ -17,6 +19,17 @@ pub struct Decoder {
     chunks: Vec<Chunk>,
     positions: usize,
     lanes: [Stream; 2],
+    mixtures: Vec<MixtureSpec>,
+    mixing: Arc<MoeTraining>,
+}
+
+/// What a model is told besides its architecture.
+#[derive(Clone, Debug, Default)]
+pub struct Settings {
+    /// Which products are narrow.
+    pub policy: Policy,
+    /// How mixtures are trained.
+    pub mixing: Arc<MoeTraining>,
 }
 
 /// How a model is cut into the stages of a pipeline.
@@ -70,21 +83,22 @@ pub struct Input {
     pub tokens: Tokens,
     /// Rows of the residual stream on this rank: its share of those above among tensor-parallel ranks.
     pub rows: usize,
+    /// What mixtures are told of the rows.
+    pub mix: Option<MixInput>,
 }
 
 impl Decoder {
-    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters and which
-    /// of their products are narrow.
+    /// Puts this rank's stages together for sequences of up to `positions` tokens, and declares their parameters.
     pub fn new(
         rank: &Rank,
         config: &ModelConfig,
         positions: usize,
         stages: &Stages,
-        policy: &Policy,
+        settings: &Settings,
     ) -> crate::Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
         let placement = stages.place(c.layers, rank.pp.size())?;
-        let mut d = Declarations::at(rank.place()).with_policy(policy.clone());
+        let mut d = Declarations::of(rank).with_policy(settings.policy.clone()).with_mixing(&settings.mixing);
         // Layers with the same RoPE share one table.
         let mut tables: Vec<(RopeConfig, RopeTable)> = Vec::new();
         let mut table = |layer: usize| -> Result<Option<RopeTable>> {
@@ -104,7 +118,18 @@ impl Decoder {
         let positions = if c.positions == Positions::Learned { c.max_positions } else { positions };
         let lane = |name| rank.device().stream(name).map(|s| s.of_rank(rank.world.rank()));
         let lanes = [lane("activations")?, lane("their gradients")?];
-        Ok((Decoder { config: c, placement, chunks, positions, lanes }, d.finish()))
+        let (mixtures, mixing) = (d.mixtures().to_vec(), settings.mixing.clone());
+        Ok((Decoder { config: c, placement, chunks, positions, lanes, mixtures, mixing }, d.finish()))
+    }
+
+    /// This rank's mixtures.
+    pub fn mixtures(&self) -> &[MixtureSpec] {
+        &self.mixtures
+    }
+
+    /// How mixtures are trained.
+    pub fn mixing(&self) -> &MoeTraining {
+        &self.mixing
     }
 
     /// Which layers are where.
@@ -145,6 +170,18 @@ impl Decoder {
         positions: Option<&[i32]>,
         layout: Layout,
     ) -> Result<Input> {
+        self.input_with(rank, ids, positions, layout, None)
+    }
+
+    /// The same, with `padding` that says of each token whether it only fills a place: mixtures send it to no expert.
+    pub fn input_with(
+        &self,
+        rank: &Rank,
+        ids: &[i32],
+        positions: Option<&[i32]>,
+        layout: Layout,
+        padding: Option<&[bool]>,
+    ) -> Result<Input> {
         let counted;
         let positions = match positions {
             Some(p) => p,
@@ -161,8 +198,11 @@ impl Decoder {
             rank.compute.upload(&mine, &[mine.len()], Category::Activations)
         };
         let (ids, positions) = (upload(ids)?, upload(positions)?);
-        let (layout, rows) = (tokens.layout().clone(), ids.numel() / rank.tp.size());
-        Ok(Input { ids, positions, layout, tokens, rows })
+        let rows = ids.numel() / rank.tp.size();
+        let mix = self.config.moe.is_some();
+        let mix = mix.then(|| MixInput::new(rank, &layout, &tokens, padding, self.mixing.dispatcher));
+        let layout = tokens.layout().clone();
+        Ok(Input { ids, positions, layout, tokens, rows, mix: mix.transpose()? })
     }
 
     /// Refuses ids and positions that the model has no place for, and lengths that do not agree.
@@ -214,6 +254,18 @@ pub fn logical_parts(config: &ModelConfig) -> Result<Vec<Part>> {
     let all = Stage { embedding: true, layers: 0..config.layers, loss: true, ..Stage::default() };
     Chunk::declare(&mut d, config, &all, &mut |_| Ok(None), &mut None, false)?;
     Ok(d.finish().into_iter().flat_map(|s| s.parts).collect())
+}
+
+/// Tensors of a model that are no parameters: f32 `[E]` of each mixture that has a bias for choices.
+pub fn logical_buffers(config: &ModelConfig) -> Vec<Part> {
+    let part = |i: usize| Part {
+        name: format!("layers.{i}.moe.expert_bias"),
+        shape: vec![config.moe.as_ref().map_or(0, |m| m.experts)],
+        init: Init::Constant(0.0),
+        split: Shared::Replicated,
+    };
+    let has = |i: &usize| config.mixture(*i).is_some_and(|m| m.expert_bias);
+    (0..config.layers).filter(has).map(part).collect()
 }
 
 fn count_positions(layout: &Layout, tokens: usize) -> Vec<i32> {

@@ -14,7 +14,7 @@ pub struct TokenFlops {
     /// Scores and their use on values: `6·Q·a` per full layer, and
     /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`; where values have another width, Q is the mean of both.
     pub attention: f64,
-    /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise.
+    /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise; of a mixture, the experts that a token goes to.
     pub mlp: f64,
     /// Output matrix: `6·h·V`.
     pub logits: f64,
@@ -31,7 +31,7 @@ impl ModelConfig {
     /// FLOPs of training one token of sequences of `length` tokens. With packed sequences of unequal
     /// lengths sᵢ, `length` is Σsᵢ²/Σsᵢ.
     pub fn flops_per_token(&self, length: f64) -> TokenFlops {
-        let (h, f, l) = (self.hidden as f64, self.ffn as f64, self.layers as f64);
+        let (h, l) = (self.hidden as f64, self.layers as f64);
         let q = self.heads as f64 * (self.head_dim + self.value_dim()) as f64 / 2.0;
         let maps: f64 = self.attention_maps().iter().map(|m| m.input as f64 * m.output as f64).sum();
         let local = (0..self.layers).filter(|&i| self.is_local(i)).count() as f64;
@@ -42,11 +42,10 @@ impl ModelConfig {
             }
             _ => q * length,
         };
-        let matrices = if self.gated { 3.0 } else { 2.0 };
         TokenFlops {
             projections: 6.0 * l * maps,
             attention: 6.0 * ((l - local) * q * length + local * windowed),
-            mlp: 6.0 * l * matrices * h * f,
+            mlp: self.ffn_flops(),
             logits: 6.0 * h * self.vocab as f64,
         }
     }

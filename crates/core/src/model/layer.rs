@@ -1,15 +1,18 @@
 //! One decoder layer: `r = x + attention(norm(x))`, `y = r + mlp(norm(r))`, with norms after the blocks too
 //! where the family has them.
 
-use super::config::{Activation, ModelConfig, NormKind};
+use super::config::{ModelConfig, NormKind};
+use super::ffn::{Ffn, FfnSaved};
+use super::moe::act_of;
 use ferrotron_engine::attention::{
     Attention, AttentionConfig, KvCache, LatentAttention, LatentConfig, Layout, RopeTable, SelfAttention,
     SelfAttentionSaved,
 };
+use ferrotron_engine::moe::Moe;
 use ferrotron_engine::{
-    Declarations, Hidden, Keep, Mlp, MlpSaved, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
+    Declarations, Hidden, Keep, Mlp, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
 };
-use ferrotron_kernels::{Act, Align, Norm, Scores};
+use ferrotron_kernels::{Align, Norm, Scores};
 use ferrotron_tensor::{Result, Tensor};
 
 /// Places where dropout acts.
@@ -23,14 +26,14 @@ pub struct Layer {
     attn: SelfAttention,
     attn_post: Option<NormLayer>,
     mlp_norm: NormLayer,
-    mlp: Mlp,
+    mlp: Ffn,
     mlp_post: Option<NormLayer>,
 }
 
 /// What backward needs; blocks that are computed again are absent.
 pub struct LayerSaved {
     mlp_post: Option<NormSaved>,
-    mlp: Option<MlpSaved>,
+    mlp: Option<FfnSaved>,
     mlp_norm: NormSaved,
     attn_post: Option<NormSaved>,
     attn: Option<SelfAttentionSaved>,
@@ -124,11 +127,6 @@ impl Layer {
         let norm = norm_of(c);
         // Blocks write into the residual stream 2L times: smaller outputs keep its variance from growing.
         let std = (c.init_std, c.init_std / (2.0 * c.layers as f32).sqrt());
-        let act = match c.activation {
-            Activation::GeluTanh => Act::GeluTanh,
-            Activation::GeluErf => Act::GeluErf,
-            Activation::Silu => Act::Silu,
-        };
         let post = |d: &mut Declarations, kind: &str| {
             c.post_norms.then(|| NormLayer::declare(d, &format!("{name}.{kind}"), c.hidden, norm)).transpose()
         };
@@ -138,17 +136,23 @@ impl Layer {
             attn: attention(d, c, index, std, rope)?,
             attn_post: post(d, "attn_post_norm")?,
             mlp_norm: NormLayer::declare(d, &format!("{name}.mlp_norm"), c.hidden, norm)?,
-            mlp: Mlp::declare(
-                d,
-                &format!("{name}.mlp"),
-                c.hidden,
-                c.ffn,
-                act,
-                c.gated,
-                c.mlp_bias,
-                std.0,
-                std.1,
-            )?,
+            mlp: match c.mixture(index) {
+                Some(m) => {
+                    let shape = c.moe_shape(m, std);
+                    Ffn::Mixture(Box::new(Moe::declare(d, &format!("{name}.moe"), index as u32, &shape)?))
+                }
+                None => Ffn::Dense(Mlp::declare(
+                    d,
+                    &format!("{name}.mlp"),
+                    c.hidden,
+                    c.ffn,
+                    act_of(c),
+                    c.gated,
+                    c.mlp_bias,
+                    std.0,
+                    std.1,
+                )?),
+            },
             mlp_post: post(d, "mlp_post_norm")?,
         })
     }
@@ -200,16 +204,17 @@ impl Layer {
         positions: &Tensor,
         dy: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
-        let s = saved.take(|x| Ok(self.run(p, Hidden::of(x.clone()), layout, positions)?.2))?;
+        let once_more = p.once_more();
+        let s = saved.take(|x| Ok(self.run(&once_more, Hidden::of(x.clone()), layout, positions)?.2))?;
         let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
         let (dm, mut grads) = post_backward(p, &self.mlp_post, s.mlp_post, dm)?;
         let mlp = match s.mlp {
             None => {
                 let measure = self.mlp.measures_input(p);
-                self.mlp.forward(p, self.mlp_norm.again(p, &s.mlp_norm, measure)?)?.1
+                self.mlp.forward(&once_more, self.mlp_norm.again(p, &s.mlp_norm, measure)?)?.1
             }
             Some(mut kept) => {
-                if p.recompute.norm {
+                if p.recompute.norm && kept.lacks_input() {
                     kept.remember_input(&self.mlp_norm.again(p, &s.mlp_norm, false)?.values);
                 }
                 kept

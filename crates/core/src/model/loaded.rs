@@ -1,9 +1,9 @@
 //! A model with weights, for everything but training.
 
-use super::{Decoder, ModelConfig, Stages};
+use super::{Decoder, ModelConfig, Settings, Stages};
 use crate::Result;
+use crate::train::to_f32;
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{Params, Pass, Place, Rank, Tokens};
 use ferrotron_tensor::{DType, shape_error};
 
@@ -19,7 +19,8 @@ pub struct Model {
 
 impl Model {
     /// A model for sequences of up to `positions` tokens. `source(name)` gives the little-endian `dtype` bytes of
-    /// each logical tensor; one tensor is in memory at a time besides the model.
+    /// each logical tensor, and f32 bytes of those of [`super::logical_buffers`]; one tensor is in memory at a time
+    /// besides the model.
     pub fn load(
         rank: Rank,
         config: &ModelConfig,
@@ -28,8 +29,8 @@ impl Model {
         stages: &Stages,
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
-        let (decoder, specs) = Decoder::new(&rank, config, positions, stages, &Policy::default())?;
-        let params = Params::allocate(&rank, specs, dtype)?;
+        let (decoder, specs) = Decoder::new(&rank, config, positions, stages, &Settings::default())?;
+        let params = Params::allocate(&rank, specs, dtype)?.with_mixtures(&rank, decoder.mixtures())?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
             for (part, cut, range) in spec.held() {
@@ -44,6 +45,7 @@ impl Model {
                 rank.compute.write_to(&slot, &data)?;
             }
         }
+        set_expert_biases(&rank, &params, &|name| to_f32(DType::F32, &source(name)?))?;
         Ok(Model { rank, decoder, params })
     }
 
@@ -81,4 +83,18 @@ impl Model {
     pub fn pass(&self) -> Pass<'_> {
         Pass::new(&self.rank, &self.params)
     }
+}
+
+/// Puts the biases of choices in place: `source(name)` gives f32 values.
+pub fn set_expert_biases(
+    rank: &Rank,
+    params: &Params,
+    source: &dyn Fn(&str) -> Result<Vec<f32>>,
+) -> Result<()> {
+    let Some(mixtures) = params.mixtures() else { return Ok(()) };
+    for (i, spec) in mixtures.specs().iter().enumerate().filter(|(_, m)| m.correction) {
+        let values = source(&format!("{}.expert_bias", spec.name))?;
+        rank.compute.write_to(&mixtures.bias.narrow(0, i, 1)?, &values)?;
+    }
+    Ok(())
 }

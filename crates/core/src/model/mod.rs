@@ -3,16 +3,19 @@
 mod chunk;
 pub mod config;
 mod decoder;
+mod ffn;
 pub mod flops;
 pub mod generate;
 mod layer;
 mod loaded;
 mod maps;
+pub mod moe;
 pub mod preset;
 pub mod validate;
 
 pub use chunk::{Chunk, ChunkSaved, Goal};
 pub use config::ModelConfig;
-pub use decoder::{Decoder, Input, Stages, logical_parts};
-pub use loaded::Model;
+pub use decoder::{Decoder, Input, Settings, Stages, logical_buffers, logical_parts};
+pub use loaded::{Model, set_expert_biases};
 pub use maps::Map;
+pub use moe::MoeConfig;

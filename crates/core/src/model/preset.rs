@@ -117,6 +117,7 @@ fn llama_like(sizes: [usize; 8], eps: f32, theta: f64) -> ModelConfig {
         embed_scale: 1.0,
         tied: false,
         init_std: 0.02,
+        moe: None,
     }
 }
 

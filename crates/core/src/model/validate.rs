@@ -23,6 +23,7 @@ impl ModelConfig {
         self.check_sizes(&mut bad);
         self.check_constants(&mut bad);
         self.check_layers(&mut bad);
+        self.check_moe(&mut bad);
         self.check_positions(&mut bad);
         if let Some(mla) = &self.mla {
             self.check_latent(mla, &mut bad);
@@ -159,9 +160,8 @@ impl ModelConfig {
 
     fn parameters_wide(&self) -> u128 {
         use super::config::NormKind::LayerNorm;
-        let (h, f, d) = (self.hidden as u128, self.ffn as u128, self.head_dim as u128);
+        let (h, d) = (self.hidden as u128, self.head_dim as u128);
         let norm = if self.norm.kind == LayerNorm { 2 * h } else { h };
-        let branches = if self.gated { 2 } else { 1 };
         let on = u128::from;
         let maps = self.attention_maps();
         let map = |m: &Map| m.output as u128 * (m.input as u128 + on(m.bias));
@@ -170,11 +170,11 @@ impl ModelConfig {
             + narrow
             + on(self.attn_sink) * self.heads as u128
             + on(self.qk_norm) * 2 * d;
-        let mlp = (branches + 1) * h * f + on(self.mlp_bias) * (branches * f + h);
-        let layer = attention + mlp + norm * (2 + 2 * on(self.post_norms));
+        let blocks: u128 = (0..self.layers).map(|i| self.ffn_parameters(i)).sum();
+        let layer = attention + norm * (2 + 2 * on(self.post_norms));
         let positions = on(matches!(self.positions, Positions::Learned)) * self.max_positions as u128 * h;
         let matrices = 1 + on(!self.tied);
-        self.layers as u128 * layer + self.vocab as u128 * h * matrices + positions + norm
+        self.layers as u128 * layer + blocks + self.vocab as u128 * h * matrices + positions + norm
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::Result;
 use ferrotron_engine::flat::{FlatBuffer, Piece, Placement, place};
-use ferrotron_engine::{Params, Place, Rank};
+use ferrotron_engine::{Params, Rank};
 use ferrotron_kernels::moments::BLOCK;
 use ferrotron_kernels::{Moment, Order};
 use ferrotron_tensor::{Category, DType, Tensor};
@@ -40,8 +40,10 @@ impl State {
         dtype: DType,
         pieces: &[Piece],
     ) -> Result<State> {
-        let me = place(&rank.copies);
-        let lengths = || params.plan().buckets().iter().map(|b| b.held(placement, me).len());
+        let lengths = || {
+            let buckets = params.plan().buckets().iter();
+            buckets.map(|b| b.held(placement, place(rank.copies_of(b.experts))).len())
+        };
         let zeros = |len, dtype| Ok(rank.compute.zeros(&[len], dtype, Category::Optimizer)?);
         let buckets = lengths().map(|n| zeros(n, dtype)).collect::<Result<_>>()?;
         let mut state = State::over((name, kind), dtype, buckets, pieces)?;
@@ -63,12 +65,15 @@ impl State {
     /// Masters in the memory of the weights themselves.
     pub(super) fn in_weights(
         name: &'static str,
+        rank: &Rank,
         params: &Params,
         placement: Placement,
-        me: Place,
         pieces: &[Piece],
     ) -> Result<State> {
-        let part = |b| Ok(params.bucket(b)?.seen_as(placement, me)?.memory().clone());
+        let part = |b: usize| {
+            let copies = rank.copies_of(params.plan().buckets()[b].experts);
+            Ok(params.bucket(b)?.seen_as(placement, place(copies))?.memory().clone())
+        };
         let buckets = (0..params.plan().buckets().len()).map(part).collect::<Result<_>>()?;
         State::over((name, Kind::Masters), params.dtype(), buckets, pieces)
     }
@@ -135,6 +140,7 @@ impl State {
     /// What this rank has of a bucket, as it is saved.
     fn part(&self, rank: &Rank, params: &Params, placement: Placement, bucket: usize) -> Result<Tensor> {
         let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
+        let copies = rank.copies_of(params.plan().buckets()[bucket].experts);
         if self.dtype == self.saved() {
             return Ok(held.clone());
         }
@@ -145,7 +151,7 @@ impl State {
                 k.unpack_moment(s, order, Moment { values: held, scales }, &wide)?;
             }
             _ => {
-                let weights = params.bucket(bucket)?.seen_as(placement, place(&rank.copies))?;
+                let weights = params.bucket(bucket)?.seen_as(placement, place(copies))?;
                 k.join_master(s, weights.memory(), held, &wide)?;
             }
         }
@@ -170,9 +176,10 @@ impl State {
         if placement == Placement::Replicate {
             return Ok(part);
         }
-        let (me, kind) = (place(&rank.copies), (self.saved(), Category::Workspace));
+        let copies = rank.copies_of(params.plan().buckets()[bucket].experts);
+        let (me, kind) = (place(copies), (self.saved(), Category::Workspace));
         let all = FlatBuffer::empty(params.plan(), bucket, Placement::Replicate, me, kind, &rank.compute)?;
-        mine.redistribute(rank, &rank.copies, &all, &rank.compute, "whole state")?;
+        mine.redistribute(rank, copies, &all, &rank.compute, "whole state")?;
         Ok(all.memory().clone())
     }
 }

@@ -9,6 +9,7 @@ use crate::model::{Chunk, ChunkSaved, Decoder, Goal, Input};
 use crate::train::weighted;
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Lane};
+use ferrotron_engine::moe::Mix;
 use ferrotron_engine::{Dropout, GradBuffer, Pass, Targets, WeightGrad};
 use ferrotron_tensor::{Event, Tensor};
 use std::collections::HashMap;
@@ -21,6 +22,18 @@ pub struct MicroBatch {
     pub targets: Option<Targets>,
     /// Dropout, in training.
     pub dropout: Option<Drops>,
+    /// Its part of a step; none outside of training.
+    pub part: Option<StepPart>,
+}
+
+/// A micro-batch in its step; see [`Mix`].
+pub struct StepPart {
+    /// Step of the run.
+    pub step: u64,
+    /// i32 `[rows]`: number in the step of each token of the residual stream on this rank.
+    pub rows: Tensor,
+    /// Its share in means over the step.
+    pub share: f32,
 }
 
 /// What is dropped in a micro-batch; see [`Dropout`].
@@ -36,6 +49,14 @@ pub struct Drops {
 impl MicroBatch {
     fn dropout(&self) -> Option<Dropout<'_>> {
         self.dropout.as_ref().map(|d| Dropout { p: d.p, step: d.step, rows: &d.rows })
+    }
+
+    fn mix(&self) -> Option<Mix<'_>> {
+        let input = self.input.mix.as_ref()?;
+        Some(match &self.part {
+            Some(p) => Mix { input, step: p.step, rows: &p.rows, share: p.share },
+            None => Mix { input, step: 0, rows: &input.numbers, share: 1.0 },
+        })
     }
 }
 
@@ -169,7 +190,7 @@ impl Work<'_, '_> {
         batch: &MicroBatch,
         x: Option<Tensor>,
     ) -> Result<Option<Tensor>> {
-        let pass = Pass { dropout: batch.dropout(), ..self.pass };
+        let pass = Pass { dropout: batch.dropout(), mix: batch.mix(), ..self.pass };
         let targets = || batch.targets.as_ref().ok_or_else(|| lost("the labels of a micro-batch"));
         let goal = match self.aim {
             Aim::Logits => Goal::Logits,
@@ -197,7 +218,7 @@ impl Work<'_, '_> {
         put_off: bool,
     ) -> Result<Option<Tensor>> {
         let Aim::Train(grads) = &mut self.aim else { return Err(lost("a buffer for gradients")) };
-        let pass = Pass { dropout: batch.dropout(), ..self.pass };
+        let pass = Pass { dropout: batch.dropout(), mix: batch.mix(), ..self.pass };
         let saved = self.kept.remove(&key).ok_or_else(|| lost("what forward kept"))?;
         let later = if put_off { Some(self.later.entry(key).or_default()) } else { None };
         let rank = pass.rank;

@@ -28,7 +28,7 @@ mod zero_bubble;
 
 pub use check::{Report, check};
 pub use deadlock::Matching;
-pub use execute::{Aim, Drops, Load, MicroBatch, execute};
+pub use execute::{Aim, Drops, Load, MicroBatch, StepPart, execute};
 pub use op::{Kind, Message, Op, Payload, Schedule, Shape, Step, Transfer};
 pub use order::{Warmup, interleaved_table};
 pub use placement::{Placement, Split, Stage};

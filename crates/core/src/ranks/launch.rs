@@ -1,6 +1,6 @@
 //! Ranks as processes: what a launcher (`mpirun`, `srun`, torchrun's variables) made of this process.
 
-use super::{as_member, check};
+use super::as_member;
 use crate::grid::{Grid, Layout};
 use crate::{Error, Result};
 use ferrotron_comm::{Job, Launcher, World};
@@ -44,7 +44,6 @@ impl Launch {
         make: impl FnOnce() -> Result<Rank>,
         work: impl FnOnce(Rank) -> Result<T>,
     ) -> Result<T> {
-        check(layout)?;
         let grid = Grid::new(layout.clone(), job.size)?;
         let rank = make()?;
         let world = self.world(job, &rank, patience)?;

@@ -29,31 +29,38 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
         }
         Ok(found)
     };
+    let dp = mine("dp", "dp")?;
+    let copies = mine("copies", "dp-cp")?;
+    let cp = mine("cp", "cp")?;
+    let tp = mine("tp", "tp")?;
+    // Where a group is one of those above on every rank, it is that one.
+    let or = |name: &'static str, axes: &str, others: &[(&Communicator, &str)]| -> Result<Communicator> {
+        let groups = grid.groups(axes)?;
+        for (other, axes) in others {
+            if grid.groups(axes)? == groups {
+                return Ok((*other).clone());
+            }
+        }
+        mine(name, axes)
+    };
     Ok(Rank {
         world: world.clone(),
-        dp: mine("dp", "dp")?,
-        copies: mine("copies", "dp-cp")?,
-        cp: mine("cp", "cp")?,
-        tp: mine("tp", "tp")?,
         pp: mine("pp", "pp")?,
         back: mine("back", "pp")?,
         ends: mine("ends", "embd")?,
-        model: mine("model", "tp-pp")?,
+        batch: or("batch", "tp-cp", &[(&tp, "tp"), (&cp, "cp")])?,
+        step: or("step", "tp-dp-cp", &[(&tp, "tp"), (&copies, "dp-cp")])?,
+        experts: or("experts", "etp-ep", &[(&tp, "tp")])?,
+        etp: or("etp", "etp", &[(&tp, "tp")])?,
+        expert_copies: or("expert copies", "edp", &[(&copies, "dp-cp")])?,
+        dp,
+        copies,
+        cp,
+        tp,
         compute: rank.compute.of_rank(world.rank()),
         comm: rank.comm.of_rank(world.rank()),
         ..rank
     })
-}
-
-/// Refuses kinds of parallelism that this version lacks.
-pub fn check(layout: &Layout) -> Result<()> {
-    let absent = [("ep", layout.ep)];
-    match absent.iter().find(|(_, n)| *n > 1) {
-        None => Ok(()),
-        Some((key, n)) => {
-            Err(Error::Invalid(format!("{key}={n}: this version has no experts; leave {key} out")))
-        }
-    }
 }
 
 /// Ranks that one process can sensibly hold as threads.
@@ -94,7 +101,6 @@ pub fn on_threads_with<T: Send>(
     make: impl Fn() -> Result<Rank> + Sync,
     work: impl Fn(Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    check(layout)?;
     let grid = Grid::of(layout.clone())?;
     let run = |world: World| as_member(&world, &grid, &make, &work);
     if grid.world() == 1 {

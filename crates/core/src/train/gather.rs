@@ -1,23 +1,40 @@
-//! What the stages of a pipeline hold, brought together.
+//! What the stages of a pipeline and the holders of experts have, brought together.
 
 use super::LogicalValues;
 use crate::checkpoint::Item;
 use crate::model::{ModelConfig, logical_parts};
 use crate::tensorfile::FileDType;
 use crate::{Error, Result};
-use ferrotron_engine::Rank;
+use ferrotron_comm::Communicator;
+use ferrotron_engine::{Part, Rank};
 use ferrotron_tensor::{Category, DType, Tensor};
 use std::collections::HashMap;
 
-/// Logical tensors of all stages in the order of the model, on every rank.
-pub fn all_stages(rank: &Rank, model: &ModelConfig, mine: Vec<LogicalValues>) -> Result<Vec<LogicalValues>> {
-    if rank.pp.size() == 1 {
-        return Ok(mine);
+/// Logical tensors of all stages and experts in the order of the model, on every rank.
+pub fn all_stages(
+    rank: &Rank,
+    model: &ModelConfig,
+    mut mine: Vec<LogicalValues>,
+) -> Result<Vec<LogicalValues>> {
+    // Experts first: then the ranks of every pipeline have all of their stages.
+    for group in [&rank.experts, &rank.pp] {
+        if group.size() > 1 && (group.name() == rank.pp.name() || rank.expert_place().size > 1) {
+            mine = together(group, model, mine)?;
+        }
     }
+    Ok(mine)
+}
+
+/// What the ranks of a group have, in the order of the model.
+fn together(
+    group: &Communicator,
+    model: &ModelConfig,
+    mine: Vec<LogicalValues>,
+) -> Result<Vec<LogicalValues>> {
     let names: Vec<&str> = mine.iter().map(|v| v.name.as_str()).collect();
-    let tables = rank.pp.all_gather_bytes(&encode(&names)?, "names of tensors")?;
+    let tables = group.all_gather_bytes(&encode(&names)?, "names of tensors")?;
     let values: Vec<f32> = mine.iter().flat_map(|v| &v.values).copied().collect();
-    let values = rank.pp.all_gather_bytes(bytemuck::cast_slice(&values), "tensors of all stages")?;
+    let values = group.all_gather_bytes(bytemuck::cast_slice(&values), "tensors of all stages")?;
     let parts = logical_parts(model)?;
     let sizes: HashMap<&str, usize> =
         parts.iter().map(|p| (p.name.as_str(), p.shape.iter().product())).collect();
@@ -29,42 +46,42 @@ pub fn all_stages(rank: &Rank, model: &ModelConfig, mine: Vec<LogicalValues>) ->
             found.insert(name, rest.by_ref().take(size).collect());
         }
     }
-    let missing = |name: &str| Error::Invalid(format!("no stage brought {name}"));
-    parts
-        .into_iter()
-        .map(|p| {
-            let values = found.remove(&p.name).ok_or_else(|| missing(&p.name))?;
-            Ok(LogicalValues { name: p.name, shape: p.shape, values })
-        })
-        .collect()
+    let take =
+        |p: Part| found.remove(&p.name).map(|values| LogicalValues { name: p.name, shape: p.shape, values });
+    Ok(parts.into_iter().filter_map(take).collect())
 }
 
-/// The items of all stages on the first rank of the world; elsewhere, a rank's own. One tensor travels at a time.
+/// What each stage says, on every rank, in the order of stages.
+pub(super) fn of_stages(rank: &Rank, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+    Ok(rank.pp.all_gather_bytes(mine, "what stages say")?)
+}
+
+/// The items of all ranks on the first of the world; elsewhere, a rank's own. One tensor travels at a time.
 pub(super) fn on_first_rank(rank: &Rank, mut mine: Vec<Item>) -> Result<Vec<Item>> {
-    let s = &rank.compute;
-    if rank.pp.size() == 1 || rank.pp.ranks().first() != Some(&0) {
+    let (s, world) = (&rank.compute, rank.world.all());
+    if world.size() == 1 {
         return Ok(mine);
     }
     let about: Vec<(&str, &str, &[usize])> =
         mine.iter().map(|i| (i.name.as_str(), i.dtype.name(), i.shape.as_slice())).collect();
-    let tables = rank.pp.all_gather_bytes(&encode(&about)?, "names of tensors")?;
+    let tables = world.all_gather_bytes(&encode(&about)?, "names of tensors")?;
     let label = "a tensor of a checkpoint";
-    if rank.pp.rank() > 0 {
+    if world.rank() > 0 {
         for item in &mine {
             let bytes = s.upload(&item.bytes, &[item.bytes.len()], Category::Communication)?;
-            rank.pp.send(s, &bytes, 0, label)?;
+            world.send(s, &bytes, 0, label)?;
         }
         return Ok(mine);
     }
     let types = FileDType::ALL.iter().filter_map(|d| d.native());
-    for (stage, table) in tables.iter().enumerate().skip(1) {
+    for (from, table) in tables.iter().enumerate().skip(1) {
         for (name, dtype, shape) in decode::<Vec<(String, String, Vec<usize>)>>(table)? {
             let Some(dtype) = types.clone().find(|d| d.name() == dtype) else {
-                return Err(Error::Invalid(format!("stage {stage} brought {name} of type {dtype}")));
+                return Err(Error::Invalid(format!("rank {from} brought {name} of type {dtype}")));
             };
             let len = shape.iter().product::<usize>() * dtype.size();
             let bytes = Tensor::empty(s, &[len], DType::U8, Category::Communication)?;
-            rank.pp.receive(s, &bytes, stage, label)?;
+            world.receive(s, &bytes, from, label)?;
             mine.push(Item { name, dtype, shape, bytes: s.download(&bytes)? });
         }
     }

@@ -44,8 +44,8 @@ impl Inputs {
         let tokens = rank.tokens(&self.form.layout())?;
         let (ids, positions, layout) = (self.row(i, 0)?, self.row(i, 1)?, tokens.layout().clone());
         let targets = Targets { labels: self.row(i, 2)?, weights: self.row(i, 3)?.seen_as(DType::F32)? };
-        let input = Input { ids, positions, layout, tokens, rows: self.form.tokens };
-        Ok(MicroBatch { input, targets: Some(targets), dropout: None })
+        let input = Input { ids, positions, layout, tokens, rows: self.form.tokens, mix: None };
+        Ok(MicroBatch { input, targets: Some(targets), dropout: None, part: None })
     }
 
     /// Brings the next step's.
@@ -106,6 +106,7 @@ mod tests {
             labels: (0..6).map(|i| if i == 4 { IGNORE } else { n + i + 1 }).collect(),
             positions: (0..6).map(|i| i % 3).collect(),
             cu_seqlens: None,
+            padding: None,
         };
         let batches = [batch(10), batch(20)];
         let told: [f32; scalars::COUNT] = std::array::from_fn(|i| i as f32 + 0.5);

@@ -3,28 +3,44 @@
 use crate::Result;
 use crate::data::Batch;
 use crate::model::Decoder;
-use crate::pipeline::{Drops, MicroBatch};
+use crate::pipeline::{Drops, MicroBatch, StepPart};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Rank, Targets, Tokens};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, DType, Stream, Tensor};
 
-/// A micro-batch on the device.
+/// A micro-batch in its step.
+#[derive(Clone, Copy)]
+pub(super) struct InStep {
+    /// Step of the run.
+    pub(super) step: u64,
+    /// The number of its first token in the step.
+    pub(super) first: u64,
+    /// Its share in means over the step.
+    pub(super) share: f32,
+    /// Chance that an activation is dropped.
+    pub(super) dropout: f32,
+}
+
+/// A micro-batch on the device; of a step, where it is one of training.
 pub(super) fn upload(
     rank: &Rank,
     decoder: &Decoder,
     batch: &Batch,
     seq: usize,
     weight: f32,
-    dropout: Option<(f32, u64, u64)>,
+    step: Option<InStep>,
 ) -> Result<MicroBatch> {
-    let input = decoder.input(rank, &batch.tokens, Some(&batch.positions), layout(batch, seq)?)?;
-    let dropout = match dropout {
-        None => None,
-        Some((p, step, first)) => Some(Drops { p, step, rows: token_numbers(rank, &input.tokens, first)? }),
-    };
+    let (positions, layout) = (Some(&batch.positions[..]), layout(batch, seq)?);
+    let input = decoder.input_with(rank, &batch.tokens, positions, layout, batch.padding.as_deref())?;
+    let (mut dropout, mut part) = (None, None);
+    if let Some(s) = step.filter(|s| s.dropout > 0.0 || input.mix.is_some()) {
+        let rows = token_numbers(rank, &input.tokens, s.first)?;
+        dropout = (s.dropout > 0.0).then(|| Drops { p: s.dropout, step: s.step, rows: rows.clone() });
+        part = Some(StepPart { step: s.step, rows, share: s.share });
+    }
     let targets = Some(targets(rank, &input.tokens, &batch.labels, weight)?);
-    Ok(MicroBatch { input, targets, dropout })
+    Ok(MicroBatch { input, targets, dropout, part })
 }
 
 /// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.

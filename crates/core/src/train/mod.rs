@@ -4,6 +4,7 @@ mod gather;
 mod inputs;
 mod memory;
 mod micro_batch;
+mod mixtures;
 mod replay;
 mod run;
 mod scales;

@@ -1,6 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
-use super::{Trainer, gather, scales};
+use super::{Trainer, gather, mixtures, scales};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::model::{ModelConfig, logical_parts};
@@ -118,6 +118,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         items.extend(logical_state(t, state)?);
     }
     items.extend(scales::items(t)?);
+    items.extend(mixtures::items(t)?);
     let items = gather::on_first_rank(&t.rank, items)?;
     let state = State {
         samples: t.samples,
@@ -142,15 +143,15 @@ fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Ite
     // Buckets and what is in them are in reverse order of declaration.
     for (b, bucket) in plan.buckets().iter().enumerate().rev() {
         let whole = t.optimizer.bucket(&t.rank, &t.params, state, b)?;
-        if t.rank.copies.rank() > 0 {
+        if t.rank.copies_of(bucket.experts).rank() > 0 {
             continue;
         }
         for span in bucket.spans.iter().rev().filter(|s| !specs[s.param.0].mirror) {
             let tensor = whole.narrow(0, span.range.start, span.range.len())?;
             let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
             for (part, _, r) in specs[span.param.0].held() {
-                let bytes = t.rank.join(part, size, &bytes[r.start * size..r.end * size])?;
-                if t.rank.tp.rank() == 0 {
+                let bytes = t.rank.join(bucket.experts, part, size, &bytes[r.start * size..r.end * size])?;
+                if t.rank.sharers(bucket.experts).rank() == 0 {
                     let name = format!("{}/{}", state.name(), part.name);
                     items.push(Item { name, dtype: state.saved(), shape: part.shape.clone(), bytes });
                 }
@@ -208,7 +209,8 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         .collect();
     let names = parts.iter().map(|p| p.name.as_str()).collect();
     let found = scales::check(loaded, &names)?;
-    let found = found.iter().map(|(n, s)| (*n, DType::F32, *s));
+    let tables = mixtures::found(loaded, t.decoder.config());
+    let found = found.iter().chain(&tables).map(|(n, s)| (*n, DType::F32, *s));
     loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())).chain(found))?;
     for state in states {
         for (i, (spec, piece)) in t.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
@@ -225,6 +227,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     }
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
     scales::restore(t, loaded)?;
+    mixtures::restore(t, loaded)?;
     t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);
     (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
     // At the very end: weights that are bytes are made with the scales that are there.

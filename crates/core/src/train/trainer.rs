@@ -1,7 +1,7 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
 use super::memory::{Need, advise};
-use super::micro_batch::{fetch, read, upload};
+use super::micro_batch::{InStep, fetch, read, upload};
 use super::replay::{Policy, Replayed, Watch};
 use super::statistics::{self, Seen};
 use super::{gather, state};
@@ -9,17 +9,19 @@ use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::{Resolved, Scaling};
 use crate::data::Batches;
 use crate::events::Precision;
-use crate::model::{Decoder, Stages};
+use crate::model::{Decoder, Settings, Stages};
 use crate::optimizer::{Kept, Optimizer, StepRates};
 use crate::pipeline::{Aim, MicroBatch, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::flat::{Scheme, bucket_elements};
+use ferrotron_engine::moe::Counters;
 use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, precision};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, Event, Stream, Tensor};
 use std::ops::Range;
+use std::sync::Arc;
 
 /// Steps without finite gradients, one after the other, that end a run even where they are left out.
 const SKIPS: u64 = 10;
@@ -53,6 +55,8 @@ pub struct Trainer {
     stats_every: u64,
     /// What the last look saw.
     seen: Option<Precision>,
+    /// What the mixtures of the last step have counted.
+    counters: Option<Counters>,
     delayed: bool,
     /// Steps of delayed scaling that only collect magnitudes.
     calibrate: u64,
@@ -113,11 +117,13 @@ impl Trainer {
     fn allocate(rank: Rank, r: &Resolved, policy: Policy) -> Result<Trainer> {
         let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
         let positions = r.plan.seq_len;
-        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r), &narrow(&rank, r)?)?;
+        let settings = Settings { policy: narrow(&rank, r)?, mixing: Arc::new(r.mixing()) };
+        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r), &settings)?;
         let dtype = r.config.precision.dtype.dtype();
-        let copies = rank.copies.size();
+        let copies = rank.copies.size().max(rank.expert_copies.size());
         let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
-        let params = Params::in_buckets(&rank, specs, dtype, bucket)?;
+        let params =
+            Params::in_buckets(&rank, specs, dtype, bucket)?.with_mixtures(&rank, decoder.mixtures())?;
         let scheme = Scheme::zero(r.config.parallel.zero, copies);
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
         let kept = Kept { moments: r.config.optimizer.moments, master: r.config.optimizer.master };
@@ -146,6 +152,7 @@ impl Trainer {
             policy,
             stats_every: r.config.precision.stats_every,
             seen: None,
+            counters: None,
             delayed: r.config.precision.scaling == Scaling::Delayed,
             calibrate: r.config.precision.calibrate,
             scaled_steps: 0,
@@ -194,11 +201,13 @@ impl Trainer {
             Some(made) => made,
             None => {
                 watch = if special { None } else { self.policy.watch(&self.rank.compute)? };
-                let (p, step) = (self.dropout, self.step);
+                let (dropout, step) = (self.dropout, self.step);
+                let share = 1.0 / (count * ranks).max(1) as f32;
                 let losses = self.passes(batches.len(), &mut |rank, decoder, i| {
                     // The number of its first token in the step.
                     let first = (i as u64 * ranks + turn) * (micro * seq) as u64;
-                    upload(rank, decoder, &batches[i], seq, weight, (p > 0.0).then_some((p, step, first)))
+                    let step = InStep { step, first, share, dropout };
+                    upload(rank, decoder, &batches[i], seq, weight, Some(step))
                 })?;
                 let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
                 watch.iter_mut().for_each(Watch::given);
@@ -228,6 +237,9 @@ impl Trainer {
         if let Some(eight) = self.params.eight() {
             eight.begin_step(self.step, micro_batches);
         }
+        if let Some(mixtures) = self.params.mixtures() {
+            mixtures.begin_step(&self.rank.compute)?;
+        }
         let (rank, decoder) = (&self.rank, &self.decoder);
         let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
         let mut load = |i: usize| load(rank, decoder, i);
@@ -236,6 +248,9 @@ impl Trainer {
         self.grads.reduce(&self.rank)?;
         if let Some(eight) = self.params.eight() {
             eight.end_step(&self.rank)?;
+        }
+        if let Some(mixtures) = self.params.mixtures() {
+            self.counters = Some(mixtures.end_step(&self.rank, micro_batches, self.decoder.mixing())?);
         }
         Ok(losses)
     }
@@ -314,10 +329,16 @@ impl Trainer {
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
         let (turn, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
-        let batches = (turn..count)
+        let micro = self.batches.micro as usize;
+        let mut batches = (turn..count)
             .step_by(ranks as usize)
-            .map(|i| data.batch(i * self.batches.micro, self.batches.micro as usize))
+            .map(|i| data.batch(i * self.batches.micro, micro))
             .collect::<Result<Vec<_>>>()?;
+        // Experts get tokens of ranks with other data: all of these make as many passes.
+        let together = self.decoder.config().moe.is_some() && self.rank.experts.size() > 1;
+        if together && (batches.len() as u64) < count.div_ceil(ranks) {
+            batches.push(data.batch(0, micro)?.as_padding());
+        }
         let mut total = 0.0;
         self.collect_magnitudes();
         if let Some(eight) = self.params.eight() {
@@ -397,7 +418,11 @@ impl Trainer {
             let values: Vec<f32> = self.rank.compute.download(tensor)?;
             for (part, _, r) in spec.held() {
                 let (name, shape) = (part.name.clone(), part.shape.clone());
-                out.push(LogicalValues { name, shape, values: self.rank.join(part, 1, &values[r])? });
+                out.push(LogicalValues {
+                    name,
+                    shape,
+                    values: self.rank.join(spec.experts, part, 1, &values[r])?,
+                });
             }
         }
         gather::all_stages(&self.rank, self.decoder.config(), out)

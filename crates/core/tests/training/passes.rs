@@ -2,10 +2,9 @@
 //! each other.
 
 use super::architectures::families;
-use ferrotron_core::model::{Decoder, Goal, ModelConfig, Stages};
+use ferrotron_core::model::{Decoder, Goal, ModelConfig, Settings, Stages};
 use ferrotron_core::train::{fetch, targets, weighted};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::precision::Policy;
 use ferrotron_engine::{
     Class, GradBuffer, Params, Pass, Rank, Recompute, Saved, SavedTensor, initial_values,
 };
@@ -21,7 +20,7 @@ impl Whole {
     fn new(config: &ModelConfig, dtype: DType) -> Whole {
         let rank = Rank::cpu(2, 7).unwrap();
         let (decoder, specs) =
-            Decoder::new(&rank, config, 16, &Stages::default(), &Policy::default()).unwrap();
+            Decoder::new(&rank, config, 16, &Stages::default(), &Settings::default()).unwrap();
         let params = Params::allocate(&rank, specs, dtype).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
             let values: Vec<f32> =

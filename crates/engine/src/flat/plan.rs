@@ -29,6 +29,8 @@ pub struct Bucket {
     pub spans: Vec<Span>,
     /// Its parameter is also on the other end of a pipeline.
     pub tied_over_ends: bool,
+    /// Its parameters are those of experts, and have their copies.
+    pub experts: bool,
 }
 
 /// A parameter's place in its bucket.
@@ -58,29 +60,34 @@ pub fn bucket_elements(copies: usize) -> usize {
 }
 
 impl Plan {
-    /// Buckets that close as soon as they have `target` elements and divide over `copies` ranks.
-    pub fn new(specs: &[ParamSpec], copies: usize, target: usize) -> Plan {
-        let end = lcm(copies.max(1) * BLOCK, END);
+    /// Buckets that close as soon as they have `target` elements and divide over the ranks that have copies of them:
+    /// so many, and so many of experts.
+    pub fn new(specs: &[ParamSpec], copies: [usize; 2], target: usize) -> Plan {
+        let ends = copies.map(|n| lcm(n.max(1) * BLOCK, END));
         let mut plan = Plan { buckets: Vec::new(), slots: vec![(0, 0); specs.len()] };
-        // The open bucket, and its length on the rank that has most.
-        let (mut open, mut widest) = (Bucket::empty(), 0);
+        // The open bucket of each kind, and its length on the rank that has most.
+        let mut kinds = [(Bucket::empty(false), 0), (Bucket::empty(true), 0)];
         for (i, spec) in specs.iter().enumerate().rev() {
+            let (open, widest) = &mut kinds[usize::from(spec.experts)];
+            let end = ends[usize::from(spec.experts)];
             if spec.tied_over_ends && !open.spans.is_empty() {
-                plan.close(std::mem::replace(&mut open, Bucket::empty()), end);
-                widest = 0;
+                plan.close(std::mem::replace(open, Bucket::empty(spec.experts)), end);
+                *widest = 0;
             }
             let start = open.len.next_multiple_of(ALIGN);
             open.len = start + spec.numel();
             open.spans.push(Span { param: ParamId(i), range: start..open.len });
             open.tied_over_ends = spec.tied_over_ends;
-            widest = usize::next_multiple_of(widest, ALIGN) + spec.widest;
-            if widest >= target || spec.tied_over_ends {
-                plan.close(std::mem::replace(&mut open, Bucket::empty()), end);
-                widest = 0;
+            *widest = usize::next_multiple_of(*widest, ALIGN) + spec.widest;
+            if *widest >= target || spec.tied_over_ends {
+                plan.close(std::mem::replace(open, Bucket::empty(spec.experts)), end);
+                *widest = 0;
             }
         }
-        if !open.spans.is_empty() {
-            plan.close(open, end);
+        for ((open, _), end) in kinds.into_iter().zip(ends) {
+            if !open.spans.is_empty() {
+                plan.close(open, end);
+            }
         }
         plan
     }
@@ -118,8 +125,8 @@ impl Plan {
 }
 
 impl Bucket {
-    fn empty() -> Bucket {
-        Bucket { len: 0, spans: Vec::new(), tied_over_ends: false }
+    fn empty(experts: bool) -> Bucket {
+        Bucket { len: 0, spans: Vec::new(), tied_over_ends: false, experts }
     }
 
     /// The elements that rank `place` has in its memory. Of all ranks in order, parts lie back to back.

@@ -66,7 +66,7 @@ mod tests {
         }
         let specs = d.finish();
         for (size, target) in [(1, 1 << 20), (3, 1 << 20), (4, 700)] {
-            let plan = Plan::new(&specs, size, target);
+            let plan = Plan::new(&specs, [size; 2], target);
             for chosen in [&[][..], &[0, 1, 4], &[5], &[0, 1, 2, 3, 4, 5]] {
                 for bucket in plan.buckets() {
                     let shelf = Shelf::new(bucket, |id| chosen.contains(&id.0));

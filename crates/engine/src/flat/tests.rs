@@ -17,7 +17,7 @@ fn specs(sizes: &[usize]) -> Vec<ParamSpec> {
 /// Parameters a, b, c of 1000, 50 and 100 elements over four ranks, buckets of 120.
 #[test]
 fn the_worked_example() {
-    let plan = Plan::new(&specs(&[1000, 50, 100]), 4, 120);
+    let plan = Plan::new(&specs(&[1000, 50, 100]), [4; 2], 120);
     let [first, second] = plan.buckets() else { panic!("{plan:?}") };
     assert_eq!((first.len, second.len), (256, 1024));
     let spans = |b: &Bucket| b.spans.iter().map(|s| (s.param.0, s.range.clone())).collect::<Vec<_>>();
@@ -39,7 +39,7 @@ fn pieces_of_all_ranks_make_every_parameter_once() {
     let specs = specs(&[1000, 50, 100, 1, 0, 640, 7]);
     for size in [1, 2, 3, 4, 7] {
         for target in [1, 120, 1 << 20] {
-            let plan = Plan::new(&specs, size, target);
+            let plan = Plan::new(&specs, [size; 2], target);
             for placement in [Placement::Flat, Placement::TensorAtomic] {
                 for (i, spec) in specs.iter().enumerate() {
                     let pieces =
@@ -69,7 +69,7 @@ fn a_parameter_of_both_ends_is_alone() {
     };
     let ids: Vec<ParamId> = ["a", "b", "c"].iter().map(|n| d.declare(vec![part(n)]).unwrap()).collect();
     d.mark_tied(ids[1], true);
-    let plan = Plan::new(&d.finish(), 2, 1 << 20);
+    let plan = Plan::new(&d.finish(), [2; 2], 1 << 20);
     let params: Vec<Vec<usize>> =
         plan.buckets().iter().map(|b| b.spans.iter().map(|s| s.param.0).collect()).collect();
     assert_eq!(params, [vec![2], vec![1], vec![0]]);
@@ -86,7 +86,7 @@ fn buckets_are_alike_on_ranks_that_share_layers() {
             let init = Init::Constant(0.0);
             d.declare(vec![Part { name, shape, init, split: Split::Rows { unit: 1 } }]).unwrap();
         }
-        let plan = Plan::new(&d.finish(), 2, 100);
+        let plan = Plan::new(&d.finish(), [2; 2], 100);
         plan.buckets().iter().map(|b| b.spans.iter().map(|s| s.param.0).collect()).collect::<Vec<Vec<_>>>()
     };
     assert_eq!(plan(0).len(), 3);
@@ -145,7 +145,7 @@ fn every_placement_goes_to_every_other() {
     for size in [1, 2, 3, 4] {
         for dtype in [DType::F32, DType::BF16] {
             each_rank(size, |rank| {
-                let plan = Arc::new(Plan::new(&specs(&[1000, 50, 100, 3, 65]), size, 120));
+                let plan = Arc::new(Plan::new(&specs(&[1000, 50, 100, 3, 65]), [size; 2], 120));
                 let me = place(&rank.copies);
                 let (s, kind) = (&rank.compute, (dtype, Category::Workspace));
                 for bucket in 0..plan.buckets().len() {
@@ -192,7 +192,7 @@ fn every_placement_goes_to_every_other() {
 #[test]
 fn memory_of_another_length_is_refused() {
     each_rank(1, |rank| {
-        let plan = Arc::new(Plan::new(&specs(&[100]), 1, 1));
+        let plan = Arc::new(Plan::new(&specs(&[100]), [1; 2], 1));
         let t = rank.compute.zeros(&[3], DType::F32, Category::Workspace).unwrap();
         let (a, b) = ((Placement::Partial, &t), (Placement::Replicate, &t));
         let [a, b] = [a, b].map(|(p, t)| FlatBuffer::of(&plan, 0, p, t));

@@ -12,7 +12,7 @@ use crate::Act;
 use ferrotron_tensor::{Float, Result, Threads};
 
 /// An activation as code: value, slope, and what it does to the gate.
-trait Curve: Copy + Sync {
+pub(super) trait Curve: Copy + Sync {
     fn value<F: Fma>(self, x: f32) -> f32;
     /// Value and derivative.
     fn slope<F: Fma>(self, x: f32) -> (f32, f32);
@@ -28,16 +28,16 @@ trait Curve: Copy + Sync {
 }
 
 #[derive(Clone, Copy)]
-struct GeluTanh;
+pub(super) struct GeluTanh;
 #[derive(Clone, Copy)]
-struct GeluErf;
+pub(super) struct GeluErf;
 #[derive(Clone, Copy)]
-struct Silu;
+pub(super) struct Silu;
 #[derive(Clone, Copy)]
-struct ClampedSilu {
-    limit: f32,
-    alpha: f32,
-    offset: f32,
+pub(super) struct ClampedSilu {
+    pub(super) limit: f32,
+    pub(super) alpha: f32,
+    pub(super) offset: f32,
 }
 
 /// Below −20 GELU is 0 to the last bit and its slope 0, above 20 the slope is 1: going no further keeps powers of
@@ -125,28 +125,30 @@ impl Curve for ClampedSilu {
     }
 }
 
+/// The curve of an [`Act`], as a type.
 macro_rules! with_curve {
     ($act:expr, $curve:ident => $body:expr) => {
         match $act {
             Act::GeluTanh => {
-                let $curve = GeluTanh;
+                let $curve = $crate::cpu::activation::GeluTanh;
                 $body
             }
             Act::GeluErf => {
-                let $curve = GeluErf;
+                let $curve = $crate::cpu::activation::GeluErf;
                 $body
             }
             Act::Silu => {
-                let $curve = Silu;
+                let $curve = $crate::cpu::activation::Silu;
                 $body
             }
             Act::ClampedSilu { limit, alpha, offset } => {
-                let $curve = ClampedSilu { limit, alpha, offset };
+                let $curve = $crate::cpu::activation::ClampedSilu { limit, alpha, offset };
                 $body
             }
         }
     };
 }
+pub(super) use with_curve;
 
 /// `y = act(x)`, any shape.
 pub fn activation<T: Float>(threads: &Threads, isa: Isa, act: Act, x: &[T], y: &mut [T]) -> Result<()> {

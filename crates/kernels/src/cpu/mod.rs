@@ -19,12 +19,16 @@ pub mod norm_backward;
 pub mod optim;
 pub mod optim_list;
 pub mod optim_packed;
+pub mod permute;
 pub mod quant;
 pub mod random;
 pub mod reduce;
 pub mod rope;
+pub mod router;
+pub mod row_bias;
 pub mod rows;
 pub mod vocab;
+pub mod weighted;
 
 pub use isa::Isa;
 pub(crate) use isa::multiversion;

@@ -21,6 +21,25 @@ pub fn fill_normal(threads: &Threads, isa: Isa, runs: NormalRuns, width: usize, 
     });
 }
 
+/// `out[r, c]` = normal value `rows[r]·width + c` of the stream; out `[rows, width]`.
+pub fn fill_normal_rows(
+    threads: &Threads,
+    isa: Isa,
+    stream: RandomStream,
+    rows: &[i32],
+    width: usize,
+    out: &mut [f32],
+) -> Result<()> {
+    check_len("fill_normal_logits", "logits", out.len(), rows.len() * width)?;
+    let piece = (PIECE / width.max(1)).max(1);
+    threads.chunks(out, piece * width, &|i, out| {
+        for (row, out) in rows[i * piece..].iter().zip(out.chunks_mut(width.max(1))) {
+            draw_normal(isa, stream, u64::from(*row as u32) * width as u64, 1.0, out);
+        }
+    });
+    Ok(())
+}
+
 multiversion! {
     fn draw_normal(stream: RandomStream, first: u64, std: f64, out: &mut [f32]) {
         let (mut words, mut drawn) = ([0u32; 4 * SIDE], [0f32; 4 * SIDE]);

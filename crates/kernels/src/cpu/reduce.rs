@@ -68,19 +68,25 @@ pub fn dot(threads: &Threads, isa: Isa, a: &[f32], b: &[f32]) -> Result<f32> {
     Ok(parts.iter().map(|p| f64::from(*p)).sum::<f64>() as f32)
 }
 
+/// `Σ a·b` in f32, in lanes side by side and then over them.
+#[inline(always)]
+pub(super) fn lane_dot<A: Float, B: Float>(a: &[A], b: &[B]) -> f32 {
+    let mut lanes = [0.0; LANES];
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    for (a, b) in a.iter().zip(b) {
+        for l in 0..LANES {
+            lanes[l] += a[l].to_f32() * b[l].to_f32();
+        }
+    }
+    for (lane, (a, b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
+        *lane += a.to_f32() * b.to_f32();
+    }
+    fold(lanes)
+}
+
 multiversion! {
     fn dot_piece(a: &[f32], b: &[f32]) -> f32 {
-        let mut lanes = [0.0; LANES];
-        let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
-        for (a, b) in a.iter().zip(b) {
-            for l in 0..LANES {
-                lanes[l] += a[l] * b[l];
-            }
-        }
-        for (lane, (a, b)) in lanes.iter_mut().zip(a_rest.iter().zip(b_rest)) {
-            *lane += a * b;
-        }
-        fold(lanes)
+        lane_dot(a, b)
     }
 }
 

@@ -27,16 +27,21 @@ struct ActArgs {
     part_rows: u32,
 }
 
+/// A non-linearity as curves.cuh knows it: which, and its limit, alpha and offset.
+pub(super) fn code(act: Act) -> (u32, [f32; 3]) {
+    match act {
+        Act::GeluTanh => (0, [0.0; 3]),
+        Act::GeluErf => (1, [0.0; 3]),
+        Act::Silu => (2, [0.0; 3]),
+        Act::ClampedSilu { limit, alpha, offset } => (3, [limit, alpha, offset]),
+    }
+}
+
 impl ActArgs {
     /// For outputs of `all` elements in rows of `f`; without a gate (`f` = 0) they are one row.
     fn new(act: Act, all: usize, f: usize) -> ActArgs {
         let (rows, width) = all.checked_div(f).map_or((1, all), |rows| (rows, f));
-        let (code, [limit, alpha, offset]) = match act {
-            Act::GeluTanh => (0, [0.0; 3]),
-            Act::GeluErf => (1, [0.0; 3]),
-            Act::Silu => (2, [0.0; 3]),
-            Act::ClampedSilu { limit, alpha, offset } => (3, [limit, alpha, offset]),
-        };
+        let (code, [limit, alpha, offset]) = code(act);
         let (rows, width) = (rows as i64, width as i64);
         ActArgs {
             x: 0,

@@ -14,25 +14,32 @@ mod fastest;
 mod fused;
 mod gemm;
 mod grad_norm;
+mod grouped;
 mod groups;
 mod latent;
 mod libraries;
 mod loss;
 mod measured;
 mod merge;
+mod mix;
 mod modules;
 mod norm;
 mod normal;
 mod optim;
+mod permute;
+mod permute_maps;
 mod plans;
 mod product;
 mod quant;
 mod rope;
+mod router;
+mod row_bias;
 mod rows;
 mod sources;
 mod tensor_map;
 #[cfg(test)]
 mod ways;
+mod weighted;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};
@@ -50,6 +57,7 @@ pub struct CudaKernels {
     plans: Plans,
     /// Tables of tiles of packed sequences.
     tables: attention::Tables,
+    multiprocessors: u32,
 }
 
 /// A kernel of a source.
@@ -84,12 +92,18 @@ impl CudaKernels {
             modules: Modules::load(card)?,
             plans: Plans::open(card)?,
             tables: Default::default(),
+            multiprocessors: card.multiprocessors,
         })
     }
 
     /// How many sources were compiled, how many were in the cache.
     pub fn readiness(&self) -> Readiness {
         self.modules.readiness()
+    }
+
+    /// Multiprocessors of the card.
+    pub(crate) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
     }
 
     /// Is there this source for the card?

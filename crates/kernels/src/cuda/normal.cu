@@ -51,6 +51,34 @@ __device__ __forceinline__ void turn(u32 b, double& cosine, double& sine) {
     sine = flip(quarter & 1 ? cos : sin, quarter);
 }
 
+// One block of four words of a row whose first value is number `start` of the stream, `group` counted from the block that one is
+// in; those of its four values that are inside the row are written.
+__device__ __forceinline__ void
+draw(const RandomStream& stream, u64 start, u64 group, double std, i64 width, float* row) {
+    u64 block = start / 4 + group;
+    // The column of the block's first value: before the row where the row begins inside the block.
+    i64 column = i64(4 * block - start);
+    if (column >= width) return;
+    u32 words[4];
+    philox(stream, block, words);
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; i += 2) {
+        double r = radius(words[i]), cosine, sine;
+        turn(words[i + 1], cosine, sine);
+        values[i] = __double2float_rn(__dmul_rn(std, __dmul_rn(r, cosine)));
+        values[i + 1] = __double2float_rn(__dmul_rn(std, __dmul_rn(r, sine)));
+    }
+    float* to = row + column;
+    if (column >= 0 && column + 4 <= width && aligned16(to)) {
+        store(to, values);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++)
+        if (column + i >= 0 && column + i < width) to[i] = values[i];
+}
+
 struct NormalArgs {
     u64 out;
     u64 first, stride;
@@ -60,33 +88,27 @@ struct NormalArgs {
     RandomStream stream;
 };
 
-// out[r, c] = std·z, z being value first + r·stride + c of the stream. A thread has one block of four words of a row,
-// and writes those of its four values that are inside the row.
+// out[r, c] = std·z, z being value first + r·stride + c of the stream. A thread has one block of four words of a row.
 extern "C" __global__ void __launch_bounds__(THREADS) normal_f32(const NormalArgs p) {
     u64 at = u64(blockIdx.x) * THREADS + threadIdx.x;
     u64 row = p.rows == 1 ? 0 : at / u64(p.groups);
     if (row >= u64(p.rows)) return;
-    u64 start = p.first + row * p.stride;
-    u64 block = start / 4 + (at - row * u64(p.groups));
-    // The column of the block's first value: before the row where the row begins inside the block.
-    i64 column = i64(4 * block - start);
-    if (column >= p.width) return;
-    u32 words[4];
-    philox(p.stream, block, words);
-    float values[4];
-#pragma unroll
-    for (int i = 0; i < 4; i += 2) {
-        double r = radius(words[i]), cosine, sine;
-        turn(words[i + 1], cosine, sine);
-        values[i] = __double2float_rn(__dmul_rn(p.std, __dmul_rn(r, cosine)));
-        values[i + 1] = __double2float_rn(__dmul_rn(p.std, __dmul_rn(r, sine)));
-    }
-    float* to = reinterpret_cast<float*>(p.out) + i64(row) * p.width + column;
-    if (column >= 0 && column + 4 <= p.width && aligned16(to)) {
-        store(to, values);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        if (column + i >= 0 && column + i < p.width) to[i] = values[i];
+    float* to = reinterpret_cast<float*>(p.out) + i64(row) * p.width;
+    draw(p.stream, p.first + row * p.stride, at - row * u64(p.groups), p.std, p.width, to);
+}
+
+struct NormalRowsArgs {
+    u64 out, numbers; // i32 [rows]
+    i64 rows, width, groups;
+    RandomStream stream;
+};
+
+// out[r, c] = value numbers[r]·width + c of the stream.
+extern "C" __global__ void __launch_bounds__(THREADS) normal_rows_f32(const NormalRowsArgs p) {
+    u64 at = u64(blockIdx.x) * THREADS + threadIdx.x;
+    u64 row = at / u64(p.groups);
+    if (row >= u64(p.rows)) return;
+    u64 start = u64(reinterpret_cast<const u32*>(p.numbers)[row]) * u64(p.width);
+    float* to = reinterpret_cast<float*>(p.out) + i64(row) * p.width;
+    draw(p.stream, start, at - row * u64(p.groups), 1.0, p.width, to);
 }

@@ -2,9 +2,11 @@
 
 use super::groups::{blocks, line};
 use super::{CudaKernels, Kernel};
-use crate::NormalRuns;
 use crate::elementwise::check_normal;
-use ferrotron_tensor::{Result, Stream, Tensor, write};
+use crate::philox::RandomStream;
+use crate::router::check;
+use crate::{DropoutKey, NormalRuns};
+use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 /// As in normal.cu.
 const THREADS: usize = 256;
@@ -23,13 +25,29 @@ struct NormalArgs {
     lane: [u32; 2],
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct NormalRowsArgs {
+    out: u64,
+    numbers: u64,
+    rows: i64,
+    width: i64,
+    groups: i64,
+    key: [u32; 2],
+    lane: [u32; 2],
+}
+
+/// Blocks of four words that a row can touch: it may begin with the last value of a block.
+fn groups(width: usize) -> usize {
+    if width == 0 { 0 } else { (width + 3).div_ceil(4) }
+}
+
 impl CudaKernels {
     /// See [`crate::ElementwiseKernels::normal`].
     pub(super) fn queue_normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()> {
         const OP: &str = "normal";
         let [rows, width] = check_normal(out)?;
-        // A row may begin with the last value of a block.
-        let groups = if width == 0 { 0 } else { (width + 3).div_ceil(4) };
+        let groups = groups(width);
         s.launch(OP, &[write(out)], |l| {
             let NormalRuns { stream, first, stride, std } = runs;
             let args = NormalArgs {
@@ -45,6 +63,32 @@ impl CudaKernels {
             };
             let grid = line(blocks(OP, rows * groups, THREADS)?, THREADS as u32);
             self.queue(l, Kernel { source: "normal", name: "normal_f32" }, grid, &args)
+        })
+    }
+
+    /// See [`crate::RouterKernels::fill_normal_logits`].
+    pub(super) fn queue_normal_rows(
+        &self,
+        s: &Stream,
+        key: DropoutKey,
+        numbers: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "fill_normal_logits";
+        let [rows, width] = check::normal(OP, numbers, out)?;
+        let (groups, RandomStream { key, lane }) = (groups(width), RandomStream::routing(key));
+        s.launch(OP, &[read(numbers), write(out)], |l| {
+            let args = NormalRowsArgs {
+                out: l.address(1)?,
+                numbers: l.address(0)?,
+                rows: rows as i64,
+                width: width as i64,
+                groups: groups as i64,
+                key,
+                lane,
+            };
+            let grid = line(blocks(OP, rows * groups, THREADS)?, THREADS as u32);
+            self.queue(l, Kernel { source: "normal", name: "normal_rows_f32" }, grid, &args)
         })
     }
 }

@@ -36,30 +36,52 @@ const fn hopper(name: &'static str, text: &'static str) -> Source {
 pub const SOURCES: &[Source] = &[
     source(
         "attention_forward",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/forward.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/forward.cu")
+        ),
     ),
     source(
         "attention_backward_keys",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_keys.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/backward_keys.cu")
+        ),
     ),
     source(
         "attention_backward_queries",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/backward_queries.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/backward_queries.cu")
+        ),
     ),
     source(
         "attention_plain",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/plain.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/plain.cu")
+        ),
     ),
     source(
         "attention_rows",
-        concat!(include_str!("attention/common.cuh"), include_str!("attention/rows.cu")),
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("attention/rows.cu")
+        ),
     ),
     hopper(
         "attention_hopper_forward",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
             include_str!("attention/hopper_forward.cuh"),
@@ -69,9 +91,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_forward_wide",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
             include_str!("attention/hopper_forward.cuh"),
@@ -81,9 +105,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_backward",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_backward.cu")
@@ -92,9 +118,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_wide",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
             include_str!("attention/hopper_wide.cuh"),
@@ -104,9 +132,11 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_rows",
         concat!(
+            include_str!("shared.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/hopper.cuh"),
-            include_str!("attention/hopper_product.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_rows.cu")
         ),
@@ -158,7 +188,52 @@ pub const SOURCES: &[Source] = &[
         "moments",
         concat!(include_str!("optim.cuh"), include_str!("moments.cuh"), include_str!("moments.cu")),
     ),
-    source("product", include_str!("product.cu")),
+    source(
+        "grouped_plain",
+        concat!(
+            include_str!("product.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/plain.cu")
+        ),
+    ),
+    source(
+        "grouped_plain8",
+        concat!(
+            include_str!("quant/common.cuh"),
+            include_str!("quant/matrix.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/plain8.cu")
+        ),
+    ),
+    hopper(
+        "grouped_hopper",
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_consume.cuh"),
+            include_str!("grouped/hopper.cu")
+        ),
+    ),
+    hopper(
+        "grouped_hopper_grad",
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_tiles.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_consume.cuh"),
+            include_str!("grouped/hopper_grad.cu")
+        ),
+    ),
+    source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
+    source("permute", include_str!("permute.cu")),
+    source("permute_maps", include_str!("permute_maps.cu")),
     source(
         "quantise",
         concat!(
@@ -175,8 +250,18 @@ pub const SOURCES: &[Source] = &[
             include_str!("quant/measure.cu")
         ),
     ),
-    source("quant_plain", concat!(include_str!("quant/common.cuh"), include_str!("quant/plain.cu"))),
-    source("activation", concat!(include_str!("measured.cuh"), include_str!("activation.cu"))),
+    source(
+        "quant_plain",
+        concat!(
+            include_str!("quant/common.cuh"),
+            include_str!("quant/matrix.cuh"),
+            include_str!("quant/plain.cu")
+        ),
+    ),
+    source(
+        "activation",
+        concat!(include_str!("measured.cuh"), include_str!("curves.cuh"), include_str!("activation.cu")),
+    ),
     source("latent", include_str!("latent.cu")),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
@@ -189,6 +274,29 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
+    source("mix", concat!(include_str!("philox.cuh"), include_str!("mix.cu"))),
     source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),
+    source("row_bias", include_str!("row_bias.cu")),
+    source("weighted", concat!(include_str!("curves.cuh"), include_str!("weighted.cu"))),
+    source("router_route", concat!(include_str!("router/common.cuh"), include_str!("router/route.cu"))),
+    source("router_balance", concat!(include_str!("router/common.cuh"), include_str!("router/balance.cu"))),
+    source("router_z_loss", concat!(include_str!("router/common.cuh"), include_str!("router/z_loss.cu"))),
+    source(
+        "router_counts",
+        concat!(
+            include_str!("router/common.cuh"),
+            include_str!("router/select.cuh"),
+            include_str!("router/counts.cu")
+        ),
+    ),
+    source(
+        "router_sinkhorn",
+        concat!(
+            include_str!("router/common.cuh"),
+            include_str!("router/select.cuh"),
+            include_str!("router/sinkhorn.cu")
+        ),
+    ),
+    source("router_gate", include_str!("router/gate.cu")),
 ];

@@ -60,6 +60,15 @@ impl Golden {
         data.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
     }
 
+    pub fn f64(&self, name: &str) -> Vec<f64> {
+        let data = self.data(name, Dtype::F64);
+        data.as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b)).collect()
+    }
+
+    pub fn u8(&self, name: &str) -> Vec<u8> {
+        self.data(name, Dtype::U8)
+    }
+
     pub fn bf16(&self, name: &str) -> Vec<bf16> {
         let data = self.data(name, Dtype::BF16);
         data.as_chunks::<2>().0.iter().map(|b| bf16::from_bits(u16::from_le_bytes(*b))).collect()

@@ -5,6 +5,7 @@
 mod activation;
 mod elementwise;
 mod embedding;
+#[allow(dead_code)]
 mod golden;
 mod golden_loss;
 mod golden_optim;

@@ -5,6 +5,8 @@
 mod attention;
 mod fused;
 mod gemm;
+mod grouped;
+mod grouped8;
 mod homes;
 mod latent;
 mod maps;
@@ -13,6 +15,8 @@ mod merge;
 mod moments;
 mod norm;
 mod optim;
+mod permute;
+mod permute_maps;
 mod quant;
 mod quant_micro;
 mod quant_oracle;
@@ -20,8 +24,14 @@ mod quant_product;
 mod quant_turned;
 mod refusals;
 mod rope;
+mod router;
+mod router_capacity;
+mod router_losses;
+mod router_oracle;
+mod row_bias;
 mod shards;
 mod tables;
+mod weighted;
 
 #[path = "../rows/golden.rs"]
 #[allow(dead_code)]

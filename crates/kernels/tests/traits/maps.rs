@@ -99,7 +99,7 @@ fn sums_of_columns_of_a_view() {
     });
 }
 
-fn value(a: Act, x: f64) -> f64 {
+pub fn value(a: Act, x: f64) -> f64 {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     match a {
         Act::GeluTanh => {
@@ -114,7 +114,7 @@ fn value(a: Act, x: f64) -> f64 {
     }
 }
 
-fn linear_half(a: Act, u: f64) -> f64 {
+pub fn linear_half(a: Act, u: f64) -> f64 {
     match a {
         Act::ClampedSilu { limit, offset, .. } => {
             u.clamp(-f64::from(limit), f64::from(limit)) + f64::from(offset)

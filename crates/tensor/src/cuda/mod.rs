@@ -167,6 +167,7 @@ impl Card {
         let what = match code {
             1 => "a token id or position lies outside its table",
             2 => "a label lies outside the vocabulary",
+            3 => "the number of an expert or of a segment is not one that exists",
             _ => "a kernel reported a fault it has no name for",
         };
         Err(Error::Fault(what))

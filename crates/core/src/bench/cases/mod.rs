@@ -1,6 +1,7 @@
 //! The kernels of a training step, at the shapes one micro-batch of a recipe gives them.
 
 mod attention;
+mod experts;
 mod fp8;
 mod optimizer;
 mod products;
@@ -64,10 +65,17 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
         optimizer: r.config.optimizer.kind,
         model: r.model.clone(),
     };
-    [products::cases(&z), fp8::cases(&z), attention::cases(&z), rows::cases(&z), optimizer::cases(&z)]
-        .into_iter()
-        .flatten()
-        .collect()
+    [
+        products::cases(&z),
+        experts::cases(&z),
+        fp8::cases(&z),
+        attention::cases(&z),
+        rows::cases(&z),
+        optimizer::cases(&z),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 /// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on. Large

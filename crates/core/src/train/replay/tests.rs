@@ -92,6 +92,7 @@ fn forms_tell_steps_apart_that_launch_other_kernels() {
         labels: vec![IGNORE; rows as usize * 16],
         positions: (0..rows * 16).map(|i| i % 16).collect(),
         cu_seqlens: None,
+        padding: None,
     };
     assert_eq!(Form::of(&[batch(2), batch(2)], 16), Some(FORM));
     assert_eq!(FORM.layout().tokens(), 32);

@@ -116,7 +116,7 @@ impl QuantKernels for CpuKernels {
             let b = Factor::argument(l, isa, 2, g.b.data.dtype(), g.b.scaling, [n, k])?;
             let bias = g.bias.map(|_| l.slice(5)).transpose()?;
             floats!(OP, g.c.dtype(), C =>
-                product::<C>(l.threads(), isa, &a, &b, k, bias, g.accumulate, l.slice_mut(4)?, rows))
+                product::<C>(l.threads(), isa, a.whole(), b.whole(), k, bias, g.accumulate, l.slice_mut(4)?, rows))
         })
     }
 

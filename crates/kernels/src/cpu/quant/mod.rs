@@ -24,7 +24,7 @@ pub use mxfp8::{MX_BLOCK, mxfp8_dequantise, mxfp8_quantise, swizzle};
 pub use nvfp4::{
     NV_BLOCK, block_scale, global_scale, nvfp4_dequantise, nvfp4_quantise, pack, round_randomly,
 };
-pub use product::{Factor, product};
+pub use product::{Factor, Part, product};
 pub use quantise::{Blocks, Use, quantise_blocks, quantise_tensor};
 pub use tile::Format;
 pub(crate) use tile::formats;

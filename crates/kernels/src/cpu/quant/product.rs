@@ -15,6 +15,41 @@ pub struct Factor<'a> {
     scaling: Scaling,
     /// Of the scales: elements from row to row.
     stride: usize,
+    /// Numbers from row to row.
+    width: usize,
+}
+
+/// A factor from some row and column (the first of a block, if blocks have scales) on. Where matrices of one scale each are
+/// stacked in a factor, it is in the `which`th.
+#[derive(Clone, Copy)]
+pub struct Part<'a> {
+    /// All of it.
+    pub factor: &'a Factor<'a>,
+    /// The first row.
+    pub row: usize,
+    /// The first column.
+    pub column: usize,
+    /// Which of the scales that hold for a matrix.
+    pub which: usize,
+}
+
+impl Part<'_> {
+    /// The numbers from column `from` of the part on.
+    fn values(&self, from: usize) -> &[bf16] {
+        let at = self.row * self.factor.width + self.column + from;
+        self.factor.values.get(at..).unwrap_or_default()
+    }
+
+    /// What block `block` of row `row` is multiplied by.
+    fn scale(&self, row: usize, block: usize) -> f32 {
+        let f = self.factor;
+        let (row, block) = (self.row + row, self.column / BLOCK + block);
+        match f.scaling {
+            Scaling::Tensor => f.scale_inv[self.which],
+            Scaling::Rows => f.scale_inv[block * f.stride + row],
+            Scaling::Tiles => f.scale_inv[row / BLOCK * f.stride + block],
+        }
+    }
 }
 
 impl<'a> Factor<'a> {
@@ -30,10 +65,13 @@ impl<'a> Factor<'a> {
         const OP: &str = "gemm8";
         check_len(OP, "data", data.len(), rows * k.next_multiple_of(ALIGN))?;
         let shape = scaling.scales(rows, k);
-        check_len(OP, "scale_inv", scale_inv.len(), shape.iter().product())?;
+        if scaling != Scaling::Tensor || scale_inv.is_empty() {
+            check_len(OP, "scale_inv", scale_inv.len(), shape.iter().product())?;
+        }
         let mut values = vec![bf16::ZERO; data.len()];
         decode(threads, isa, data, &mut values);
-        Ok(Factor { values, scale_inv, scaling, stride: shape.last().copied().unwrap_or(0) })
+        let (stride, width) = (shape.last().copied().unwrap_or(0), k.next_multiple_of(ALIGN));
+        Ok(Factor { values, scale_inv, scaling, stride, width })
     }
 
     /// From arguments `at` (bytes) and `at + 1` (scales) of a launch.
@@ -49,13 +87,9 @@ impl<'a> Factor<'a> {
             Factor::new::<F>(l.threads(), isa, l.slice(at)?, l.slice(at + 1)?, scaling, shape))
     }
 
-    /// What block `block` of row `row` is multiplied by.
-    fn scale(&self, row: usize, block: usize) -> f32 {
-        match self.scaling {
-            Scaling::Tensor => self.scale_inv[0],
-            Scaling::Rows => self.scale_inv[block * self.stride + row],
-            Scaling::Tiles => self.scale_inv[row / BLOCK * self.stride + block],
-        }
+    /// All of it.
+    pub fn whole(&self) -> Part<'_> {
+        Part { factor: self, row: 0, column: 0, which: 0 }
     }
 }
 
@@ -64,8 +98,8 @@ impl<'a> Factor<'a> {
 pub fn product<C: Float>(
     threads: &Threads,
     isa: Isa,
-    a: &Factor<'_>,
-    b: &Factor<'_>,
+    a: Part<'_>,
+    b: Part<'_>,
     k: usize,
     bias: Option<&[bf16]>,
     accumulate: bool,
@@ -77,8 +111,7 @@ pub fn product<C: Float>(
     if m * n == 0 {
         return Ok(());
     }
-    let width = k.next_multiple_of(ALIGN);
-    let length = if a.scaling == Scaling::Tensor { k.max(1) } else { BLOCK };
+    let length = if a.factor.scaling == Scaling::Tensor { k.max(1) } else { BLOCK };
     let blocks = k.div_ceil(length);
     let mut sums = vec![0f32; m * n];
     let mut part = vec![0f32; if blocks > 1 { m * n } else { 0 }];
@@ -91,12 +124,12 @@ pub fn product<C: Float>(
             k: length.min(k - from),
             trans_a: false,
             trans_b: true,
-            lda: width,
-            ldb: width,
+            lda: a.factor.width,
+            ldb: b.factor.width,
             ldc: n,
         };
         let into = if blocks > 1 { &mut part } else { &mut sums };
-        gemm_bf16::<f32>(threads, isa, shape, &a.values[from..], &b.values[from..], None, false, into);
+        gemm_bf16::<f32>(threads, isa, shape, a.values(from), b.values(from), None, false, into);
         // In f64: a product of two scales can be beyond f32 where the number it makes is not.
         let across: Vec<f64> = (0..n).map(|j| f64::from(b.scale(j, block))).collect();
         let part = &part;

@@ -84,13 +84,6 @@ __device__ __forceinline__ Place place(const Attention& a, i32 block, i32 heads,
 
 // ---- PTX ----
 
-// This thread's number, read anew each time: what is worked out from it need not be kept in registers all along.
-__device__ __forceinline__ int thread() {
-    u32 x;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
-    return int(x);
-}
-__device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 // Four 8x8 matrices; lane l names row l % 8 of matrix l / 8. Register m: row lane / 4, columns 2·(lane % 4) and
 // the next, of matrix m; transposed: the two rows of that column pair.
 __device__ __forceinline__ void ldsm(u32 (&r)[4], u32 at) {
@@ -126,12 +119,6 @@ __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-__device__ __forceinline__ void store16(u32 at, u32 x, u32 y, u32 z, u32 w) {
-    asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-__device__ __forceinline__ void load16(u32 at, u32& x, u32& y, u32& z, u32& w) {
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x), "=r"(y), "=r"(z), "=r"(w) : "r"(at) : "memory");
 }
 // ---- end of PTX ----
 

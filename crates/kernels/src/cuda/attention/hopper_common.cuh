@@ -64,64 +64,6 @@ __device__ __forceinline__ Spot tile_place(const Mapped& m, i32 index, i32 heads
     return p;
 }
 
-// Where a ring of tiles stands.
-template <int STAGES> struct Ring {
-    u32 stage = 0, phase = 0;
-    __device__ __forceinline__ void next() {
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
-};
-
-// Lane t of four holds word j of row chunk j as its part t; afterwards it holds all four parts of chunk t.
-__device__ __forceinline__ void turn_quad(u32 (&w)[4]) {
-    const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
-#pragma unroll
-    for (int j = 0; j < 4; j += 2) {
-        const u32 got = __shfl_xor_sync(~0u, odd ? w[j] : w[j + 1], 1);
-        if (odd) w[j] = got;
-        else w[j + 1] = got;
-    }
-#pragma unroll
-    for (int j = 0; j < 2; j++) {
-        const u32 got = __shfl_xor_sync(~0u, high ? w[j] : w[j + 2], 2);
-        if (high) w[j] = got;
-        else w[j + 2] = got;
-    }
-}
-
-// Two rows (r = 0, 1) of an accumulator [64, N], times a factor each, as bf16 in 16-byte stores. Null: not stored.
-// Where `keep` is 0 and not all ones, zeros are stored, whatever the accumulator holds.
-template <int N>
-__device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, bf16* row1, float f0, float f1,
-                                           i32 channels, u32 keep0 = ~0u, u32 keep1 = ~0u) {
-    const i32 t = threadIdx.x & 3;
-#pragma unroll
-    for (int r = 0; r < 2; r++) {
-        bf16* row = r ? row1 : row0;
-        const float f = r ? f1 : f0;
-#pragma unroll
-        for (int n = 0; n < N / 8; n += 4) {
-            u32 w[4];
-#pragma unroll
-            for (int j = 0; j < 4; j++)
-                w[j] = pack_bf16(c[(n + j) * 4 + r * 2] * f, c[(n + j) * 4 + r * 2 + 1] * f) & (r ? keep1 : keep0);
-            turn_quad(w);
-            if (row && (n + t) * 8 < channels)
-                *reinterpret_cast<uint4*>(row + (n + t) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
-        }
-    }
-}
-
-// Zeroes the rows of a tile [ROWS, 64·COLUMNS] from `rows` on: what lies there belongs to others and may be NaN.
-// Called by every warpgroup that reads the tile, `self` counting its 128 threads.
-template <int ROWS, int COLUMNS> __device__ __forceinline__ void blank_rows(u32 at, i32 rows, int self) {
-    for (i32 x = max(rows, 0) * 8 + self; x < ROWS * 8; x += 128) {
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) store16(at + c * ROWS * 128 + x * 16, 0, 0, 0, 0);
-    }
-    async_fence();
-}
-
 // Adds rows of dq, which came from an accumulator, to the sums of all blocks, in fixed point.
 template <int N> __device__ __forceinline__ void add_sums(const float (&dq)[N], float step0, float step1, i32* to) {
 #pragma unroll

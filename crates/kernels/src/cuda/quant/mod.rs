@@ -10,6 +10,7 @@ mod tests;
 use super::CudaKernels;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise};
 use ferrotron_tensor::{Result, Stream, Tensor};
+pub(super) use plain::Matrix;
 
 /// The instance of a kernel for f32, bf16 or f16: `input!(OP, dtype, "quant_measure", "amax")`.
 macro_rules! input {

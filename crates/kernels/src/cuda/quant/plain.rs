@@ -6,13 +6,14 @@ use crate::quant::check::{check_turn, matrix};
 use crate::{ALIGN, BLOCK, Bytes, Gemm8, Scaling};
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
 
-/// As in plain.cu.
+/// As in plain.cu and matrix.cuh.
 const THREADS: u32 = 256;
 const SIDE: usize = 64;
 
+/// `Matrix` of matrix.cuh.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Matrix {
+pub(in crate::cuda) struct Matrix {
     data: u64,
     scale: u64,
     r: i64,
@@ -58,7 +59,7 @@ struct TurnArgs {
 
 impl Matrix {
     /// Bytes and scales are arguments `at` and `at + 1`.
-    fn argument(l: &Launch, b: &Bytes, at: usize) -> Result<Matrix> {
+    pub(in crate::cuda) fn argument(l: &Launch, b: &Bytes, at: usize) -> Result<Matrix> {
         Ok(Matrix {
             data: l.address(at)?,
             scale: l.address(at + 1)?,

@@ -13,6 +13,14 @@
 #define NAMES_48 NAMES_40 "," "%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_56 NAMES_48 "," "%48,%49,%50,%51,%52,%53,%54,%55"
 #define NAMES_64 NAMES_56 "," "%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_72 NAMES_64 "," "%64,%65,%66,%67,%68,%69,%70,%71"
+#define NAMES_80 NAMES_72 "," "%72,%73,%74,%75,%76,%77,%78,%79"
+#define NAMES_88 NAMES_80 "," "%80,%81,%82,%83,%84,%85,%86,%87"
+#define NAMES_96 NAMES_88 "," "%88,%89,%90,%91,%92,%93,%94,%95"
+#define NAMES_104 NAMES_96 "," "%96,%97,%98,%99,%100,%101,%102,%103"
+#define NAMES_112 NAMES_104 "," "%104,%105,%106,%107,%108,%109,%110,%111"
+#define NAMES_120 NAMES_112 "," "%112,%113,%114,%115,%116,%117,%118,%119"
+#define NAMES_128 NAMES_120 "," "%120,%121,%122,%123,%124,%125,%126,%127"
 #define EIGHT(c, i)                                                                                                  \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]),      \
         "+f"(c[i + 7])
@@ -24,6 +32,14 @@
 #define SUMS_48(c) SUMS_40(c), EIGHT(c, 40)
 #define SUMS_56(c) SUMS_48(c), EIGHT(c, 48)
 #define SUMS_64(c) SUMS_56(c), EIGHT(c, 56)
+#define SUMS_72(c) SUMS_64(c), EIGHT(c, 64)
+#define SUMS_80(c) SUMS_72(c), EIGHT(c, 72)
+#define SUMS_88(c) SUMS_80(c), EIGHT(c, 80)
+#define SUMS_96(c) SUMS_88(c), EIGHT(c, 88)
+#define SUMS_104(c) SUMS_96(c), EIGHT(c, 96)
+#define SUMS_112(c) SUMS_104(c), EIGHT(c, 104)
+#define SUMS_120(c) SUMS_112(c), EIGHT(c, 112)
+#define SUMS_128(c) SUMS_120(c), EIGHT(c, 120)
 
 // R: numbers of N columns that a thread holds; A..G: the seven that follow.
 #define PRODUCT(N, R, A, B, C, D, E, F, G)                                                                           \
@@ -49,6 +65,8 @@ PRODUCT(64, 32, 32, 33, 34, 35, 36, 37, 38)
 PRODUCT(80, 40, 40, 41, 42, 43, 44, 45, 46)
 PRODUCT(96, 48, 48, 49, 50, 51, 52, 53, 54)
 PRODUCT(128, 64, 64, 65, 66, 67, 68, 69, 70)
+PRODUCT(192, 96, 96, 97, 98, 99, 100, 101, 102)
+PRODUCT(256, 128, 128, 129, 130, 131, 132, 133, 134)
 
 // `N` of the numbers from `at` on, as an accumulator of its own.
 template <int N> __device__ __forceinline__ float (&part(float& at))[N] { return reinterpret_cast<float(&)[N]>(at); }

@@ -23,6 +23,26 @@ __device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
 __device__ __forceinline__ void barrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
+// At this barrier's twin in a block of the cluster.
+__device__ __forceinline__ void barrier_arrive_at(u32 bar, u32 block) {
+    asm volatile(
+        "{\n"
+        ".reg .b32 there;\n"
+        "mapa.shared::cluster.u32 there, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        "}\n" ::"r"(bar),
+        "r"(block)
+        : "memory");
+}
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 x;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(x));
+    return x;
+}
+// All threads of all blocks of the cluster.
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
 // Until the phase of this parity is over.
 __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
     asm volatile(
@@ -43,6 +63,14 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 ba
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::
             "r"(to),
         "l"(&map), "r"(bar), "r"(c), "r"(t), "r"(h), "r"(b)
+        : "memory");
+}
+// The same to this place in both blocks of a cluster of two; each one's barrier hears of what came to it.
+__device__ __forceinline__ void tensor_load_pair(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+        "[%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(to),
+        "l"(&map), "r"(bar), "r"(c), "r"(t), "r"(h), "r"(b), "h"(u16(3))
         : "memory");
 }
 // `bytes` contiguous ones (a multiple of 16).
@@ -104,8 +132,10 @@ __device__ __forceinline__ void settle(float x) {
         : "memory");
 }
 
-// This thread's warpgroup, so that the compiler sees that it is one for all threads of a warp.
-__device__ __forceinline__ int warpgroup() { return __shfl_sync(~0u, int(threadIdx.x >> 7), 0); }
+// A number that all threads of a warp have alike, so that the compiler sees it.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+// This thread's warpgroup.
+__device__ __forceinline__ int warpgroup() { return uniform(int(threadIdx.x >> 7)); }
 
 // A tile whose rows run along the sum (swizzled columns of 64 channels, sum over channels): 8 rows are 1024 bytes.
 __device__ __forceinline__ u64 rows_operand(u32 at) {

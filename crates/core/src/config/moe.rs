@@ -1,0 +1,260 @@
+//! Mixtures of experts: from the `[moe]` section to an architecture and to how it is trained, and what cannot work.
+
+use super::resolve::Derivations;
+use super::{Dispatch, Keep, MoeSection, Recipe, Resolved, RouterType, Scaling};
+use crate::error::Result;
+use crate::model::ModelConfig;
+use crate::model::moe::{MoeConfig, ScoreKind};
+use ferrotron_engine::moe::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, MoeTraining};
+
+/// Weight of a balancing loss that is given none.
+const COEFFICIENT: f64 = 0.01;
+
+/// What a word of `moe.balance` means.
+enum Means {
+    Loss(Balancing),
+    Sinkhorn,
+    Quantile,
+}
+
+fn means(word: &str) -> Option<Means> {
+    Some(match word {
+        "aux" => Means::Loss(Balancing::Batch),
+        "seq_aux" => Means::Loss(Balancing::Sequence),
+        "global_aux" => Means::Loss(Balancing::Global),
+        "sinkhorn" => Means::Sinkhorn,
+        "quantile" => Means::Quantile,
+        _ => return None,
+    })
+}
+
+impl Recipe {
+    /// Lays the keys of `[moe]` over an architecture.
+    pub(super) fn mixtures(&self, c: &mut ModelConfig, derived: &mut Derivations) -> Result<()> {
+        let m = &self.config.moe;
+        if c.moe.is_none() {
+            let Some(experts) = m.experts else { return self.no_mixture_keys() };
+            let ffn = m.ffn.unwrap_or_else(|| derived.add("moe.ffn", c.ffn, "as model.ffn"));
+            let topk = m.topk.unwrap_or_else(|| derived.add("moe.topk", 2, "neither a preset nor this says"));
+            c.moe = Some(plain(experts, topk, ffn));
+        }
+        let Some(moe) = &mut c.moe else { return Ok(()) };
+        put(&mut moe.experts, m.experts);
+        put(&mut moe.topk, m.topk);
+        put(&mut moe.ffn, m.ffn);
+        put(&mut moe.score, m.score);
+        put(&mut moe.pre_softmax, m.pre_softmax);
+        put(&mut moe.scale, m.scale.map(|x| x as f32));
+        put(&mut moe.expert_bias, m.expert_bias);
+        put(&mut moe.router_bias, m.router_bias);
+        put(&mut moe.bias, m.bias);
+        put(&mut moe.shared_gate, m.shared_gate);
+        moe.groups = m.groups.or(moe.groups);
+        moe.latent = m.latent.or(moe.latent);
+        moe.shared_ffn = m.shared_ffn.or(moe.shared_ffn);
+        if m.every.is_some() || m.dense.is_some() {
+            let (every, dense) = (m.every.unwrap_or(1), m.dense.clone().unwrap_or_default());
+            if every == 0 {
+                return self.refuse("moe.every", "must be at least 1, which means every layer");
+            }
+            let layers = c.layers.min(super::model::MAX_LAYERS);
+            if let Some(far) = dense.iter().find(|i| **i >= layers) {
+                return self
+                    .refuse("moe.dense", format!("there is no layer {far}; the last is {}", layers - 1));
+            }
+            moe.layers = (0..layers).map(|i| i % every == 0 && !dense.contains(&i)).collect();
+        }
+        // Layers that were taken away are no longer said anything of.
+        moe.layers.truncate(c.layers);
+        Ok(())
+    }
+
+    /// Keys of `[moe]` without experts mean a mistake.
+    fn no_mixture_keys(&self) -> Result<()> {
+        let default = super::Config::default();
+        let set = super::KEYS
+            .iter()
+            .filter(|k| k.section == "moe")
+            .find(|k| self.config.get("moe", k.name) != default.get("moe", k.name));
+        match set {
+            None => Ok(()),
+            Some(key) => self.refuse(key.key, "there are no experts; set moe.experts as well"),
+        }
+    }
+
+    /// What cannot work together.
+    pub(super) fn check_moe(&self, r: &Resolved) -> Result<()> {
+        let m = &self.config.moe;
+        let Some(moe) = &r.model.moe else { return Ok(()) };
+        let mut losses = 0;
+        let mut choosers = 0;
+        for word in &m.balance.0 {
+            match means(word) {
+                Some(Means::Loss(_)) => losses += 1,
+                Some(_) => choosers += 1,
+                None if word == "none" => {}
+                None => {
+                    let what = format!("{word:?} is none of aux, seq_aux, global_aux, sinkhorn, quantile");
+                    return self.refuse("moe.balance", what);
+                }
+            }
+        }
+        if !m.coefficients.is_empty() && m.coefficients.len() != losses {
+            let what =
+                format!("{} numbers for {losses} losses of moe.balance; give as many", m.coefficients.len());
+            return self.refuse("moe.coefficients", what);
+        }
+        if choosers > 0 && m.balance.0.len() > 1 {
+            return self
+                .refuse("moe.balance", "sinkhorn and quantile choose alone; name nothing beside them");
+        }
+        let mixing = r.mixing();
+        if matches!(mixing.chooser, Chooser::Quantiles { .. }) {
+            let tokens = r.plan.micro_batch * r.plan.seq_len;
+            if moe.groups.is_some() {
+                return self.refuse("moe.balance", "quantile has no groups of experts; leave moe.groups out");
+            }
+            if !(tokens * moe.topk).is_multiple_of(moe.experts) || moe.topk >= moe.experts {
+                let what = format!(
+                    "quantile needs the {tokens}·{} choices of a micro-batch to divide by the {} experts; change train.micro_batch",
+                    moe.topk, moe.experts
+                );
+                return self.refuse("moe.balance", what);
+            }
+            if !(0.0..1.0).contains(&m.quantile_keep) {
+                return self.refuse("moe.quantile_keep", "must be at least 0 and below 1");
+            }
+        }
+        if choosers > 0 && moe.expert_bias {
+            return self
+                .refuse("moe.expert_bias", "is for choices by scores; leave sinkhorn and quantile out");
+        }
+        if mixing.capacity.is_some() && choosers > 0 {
+            return self.refuse(
+                "moe.capacity",
+                "goes with the losses of moe.balance or none, not with sinkhorn and quantile",
+            );
+        }
+        if m.capacity.is_some_and(|c| c <= 0.0) {
+            return self.refuse("moe.capacity", "must be above 0; leave it out to take all tokens");
+        }
+        if m.pad && m.capacity.is_none() {
+            return self.refuse("moe.pad", "pads to a capacity; set moe.capacity");
+        }
+        for (key, x) in [("moe.z_loss", m.z_loss), ("moe.jitter", m.jitter), ("moe.bias_rate", m.bias_rate)] {
+            if x < 0.0 {
+                return self.refuse(key, "must be 0 or more");
+            }
+        }
+        if m.jitter >= 1.0 {
+            return self.refuse("moe.jitter", "must be below 1");
+        }
+        if m.force.is_some_and(|x| x < 0.0) {
+            return self.refuse("moe.force", "must be 0 or more: the deviation of experts' loads");
+        }
+        if matches!(r.config.precision.scaling, Scaling::Mxfp8 | Scaling::Nvfp4) {
+            return self.refuse(
+                "precision.scaling",
+                "experts have FP8 or bf16 products; use current, delayed, block or none",
+            );
+        }
+        Ok(())
+    }
+}
+
+/// The `[moe]` section that spells the mixtures of an architecture out, as far as keys go.
+pub(super) fn section(from: &MoeSection, c: &ModelConfig) -> MoeSection {
+    let Some(m) = &c.moe else { return from.clone() };
+    let dense: Vec<usize> = (0..c.layers).filter(|i| !m.is_mixture(*i)).collect();
+    MoeSection {
+        experts: Some(m.experts),
+        topk: Some(m.topk),
+        ffn: Some(m.ffn),
+        every: Some(1),
+        dense: Some(dense),
+        score: Some(m.score),
+        pre_softmax: Some(m.pre_softmax),
+        groups: m.groups,
+        scale: Some(m.scale.to_string().parse().unwrap_or(f64::from(m.scale))),
+        expert_bias: Some(m.expert_bias),
+        router_bias: Some(m.router_bias),
+        bias: Some(m.bias),
+        latent: m.latent,
+        shared_ffn: m.shared_ffn,
+        shared_gate: Some(m.shared_gate),
+        ..from.clone()
+    }
+}
+
+fn plain(experts: usize, topk: usize, ffn: usize) -> MoeConfig {
+    MoeConfig {
+        experts,
+        topk,
+        ffn,
+        layers: Vec::new(),
+        score: ScoreKind::Softmax,
+        pre_softmax: false,
+        groups: None,
+        scale: 1.0,
+        expert_bias: false,
+        router_bias: false,
+        bias: false,
+        clamp: None,
+        latent: None,
+        shared_ffn: None,
+        shared_gate: false,
+    }
+}
+
+fn put<T>(place: &mut T, value: Option<T>) {
+    if let Some(value) = value {
+        *place = value;
+    }
+}
+
+impl Resolved {
+    /// How mixtures are trained. What is wrong with the keys was refused before.
+    pub fn mixing(&self) -> MoeTraining {
+        training(&self.config.moe)
+    }
+}
+
+fn training(m: &MoeSection) -> MoeTraining {
+    let mut chooser = Chooser::Scores;
+    let mut balance = Vec::new();
+    for word in &m.balance.0 {
+        match means(word) {
+            Some(Means::Loss(kind)) => {
+                let weight = m.coefficients.get(balance.len()).copied().unwrap_or(COEFFICIENT);
+                balance.push((kind, weight as f32));
+            }
+            Some(Means::Sinkhorn) => chooser = Chooser::Sinkhorn,
+            Some(Means::Quantile) => chooser = Chooser::Quantiles { keep: m.quantile_keep as f32 },
+            None => {}
+        }
+    }
+    MoeTraining {
+        balance,
+        global_over_dp: m.global_over_dp,
+        chooser,
+        z_loss: m.z_loss as f32,
+        jitter: m.jitter as f32,
+        gate: match m.router_dtype {
+            RouterType::Model => GateType::Model,
+            RouterType::F32 => GateType::F32,
+            RouterType::F64 => GateType::F64,
+        },
+        capacity: m.capacity.map(|factor| Capacity {
+            factor,
+            by_probability: m.keep == Keep::Probable,
+            pad: m.pad,
+            per_rank: m.capacity_per_rank,
+        }),
+        bias_rate: m.bias_rate as f32,
+        forced: m.force.map(|x| if x == 0.0 { Forced::Even } else { Forced::Biased(x as f32) }),
+        dispatcher: match m.dispatcher {
+            Dispatch::AllToAll => Dispatcher::AllToAll,
+            Dispatch::AllGather => Dispatcher::AllGather,
+        },
+    }
+}

@@ -1,0 +1,300 @@
+//! The router: which experts each token goes to.
+
+use super::state::{Decided, MixtureId, Mixtures};
+use super::{Chooser, Forced, GateType, MoeShape, MoeTraining, losses};
+use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use ferrotron_kernels::philox::RandomStream;
+use ferrotron_kernels::{Choice, DropoutKey, Gemm, NormalRuns, Routing, Score};
+use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
+use std::sync::Arc;
+
+/// Place of the router's random numbers among those of a layer.
+const JITTER: u32 = 16;
+const FORCED: u32 = 17;
+
+/// `x·Wᵀ (+ b)` to logits, and from those to choices.
+pub struct Router {
+    weight: ParamId,
+    bias: Option<ParamId>,
+    layer: u32,
+    experts: usize,
+    topk: usize,
+    routing: Routing,
+    correction: bool,
+    id: MixtureId,
+    training: Arc<MoeTraining>,
+}
+
+/// The choices of each token.
+#[derive(Clone)]
+pub(crate) struct Routes {
+    /// i32 `[T, k]`: experts, -1 for none.
+    pub(crate) index: Tensor,
+    /// f32 `[T, k]`
+    pub(crate) probs: Tensor,
+}
+
+/// What backward needs.
+pub struct RouterSaved {
+    /// What the gate was applied to.
+    x: SavedTensor,
+    logits: SavedTensor,
+    /// Choices before any were dropped.
+    chosen: SavedTensor,
+    balance: losses::BalanceSaved,
+}
+
+impl Saved for RouterSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        f(&mut self.logits);
+        f(&mut self.chosen);
+        f(&mut self.x);
+    }
+}
+
+impl Router {
+    /// Declares `<name>.weight` `[E, h]` and perhaps `<name>.bias`.
+    pub(super) fn declare(
+        d: &mut Declarations,
+        name: &str,
+        layer: u32,
+        c: &MoeShape,
+        id: MixtureId,
+        training: &Arc<MoeTraining>,
+    ) -> Result<Router> {
+        let part = |kind: &str, shape: Vec<usize>, init| Part {
+            name: format!("{name}.{kind}"),
+            shape,
+            init,
+            split: Split::Replicated,
+        };
+        let weight = d.declare(vec![part("weight", vec![c.experts, c.hidden], Init::Normal(c.std.0))])?;
+        let bias = c.router_bias.then(|| d.declare(vec![part("bias", vec![c.experts], Init::Constant(0.0))]));
+        Ok(Router {
+            weight,
+            bias: bias.transpose()?,
+            layer,
+            experts: c.experts,
+            topk: c.topk,
+            routing: c.routing,
+            correction: c.correction,
+            id,
+            training: training.clone(),
+        })
+    }
+
+    /// Choices of the rows `x [T, h]`.
+    pub(crate) fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Routes, RouterSaved)> {
+        let (k, s) = (&p.rank.kernels, &p.rank.compute);
+        let state = p.mixtures()?;
+        let x = self.jittered(p, x)?;
+        let logits = self.forced(p, self.gate(p, &x)?)?;
+        let t = x.shape()[0];
+        let index = p.rank.activation(&[t, self.topk], DType::I32)?;
+        let probs = p.rank.activation(&[t, self.topk], DType::F32)?;
+        let again = if p.again { state.recall(self.id) } else { None };
+        if p.again && again.is_none() {
+            return shape_error("router", "a pass is computed again that was not remembered");
+        }
+        if let Some(decided) = &again {
+            s.copy(&decided.index, &index)?;
+        }
+        self.choose(p, state, &logits, again.is_some(), &index, &probs)?;
+        let balance = match again {
+            Some(Decided { weights, z, .. }) => losses::BalanceSaved { weights, z },
+            None if p.train => self.balance(p, state, &logits)?,
+            None => losses::BalanceSaved::default(),
+        };
+        if p.train && !p.again && (p.recompute.layer || p.recompute.mlp) {
+            let (weights, z) = (balance.weights.clone(), balance.z.clone());
+            state.remember(self.id, Decided { index: index.clone(), weights, z });
+        }
+        let routes = self.within_capacity(p, state, Routes { index: index.clone(), probs })?;
+        if p.train && !p.again {
+            k.count_choices(s, &routes.index, &p.segments(t)?, &state.row(&state.load, self.id)?)?;
+        }
+        let saved = RouterSaved {
+            x: SavedTensor::activation(&x),
+            logits: SavedTensor::small(&logits),
+            chosen: SavedTensor::small(&index),
+            balance,
+        };
+        Ok((routes, saved))
+    }
+
+    /// Fills `index`, unless it is given, and `probs`. Rows that are no tokens choose nobody.
+    fn choose(
+        &self,
+        p: &Pass,
+        state: &Mixtures,
+        logits: &Tensor,
+        given: bool,
+        index: &Tensor,
+        probs: &Tensor,
+    ) -> Result<()> {
+        let (k, s) = (&p.rank.kernels, &p.rank.compute);
+        let mut how = self.routing;
+        let mut choice = if given { Choice::Given } else { Choice::Best { bias: None } };
+        let bias = state.row(&state.bias, self.id)?;
+        match self.training.chooser {
+            Chooser::Scores if self.correction && !given => choice = Choice::Best { bias: Some(&bias) },
+            Chooser::Scores => {}
+            Chooser::Sinkhorn => {
+                how.score = if self.topk == 1 { Score::Sigmoid } else { Score::Softmax };
+                if p.train && !given {
+                    let even = p.rank.activation(logits.shape(), DType::F32)?;
+                    k.sinkhorn(s, logits, &even)?;
+                    k.top_k(s, &even, None, index)?;
+                    choice = Choice::Given;
+                }
+            }
+            Chooser::Quantiles { .. } if !given => {
+                let beta = state.row(&state.quantiles, self.id)?;
+                k.top_k(s, logits, Some(&beta), index)?;
+                choice = Choice::Given;
+            }
+            Chooser::Quantiles { .. } => {}
+        }
+        k.route(s, how, choice, logits, index, probs)?;
+        if given { Ok(()) } else { k.leave_out(s, &p.segments(logits.shape()[0])?, index, probs) }
+    }
+
+    /// The routing with the scores that probabilities come from.
+    fn how(&self) -> Routing {
+        match self.training.chooser {
+            Chooser::Sinkhorn if self.topk == 1 => Routing { score: Score::Sigmoid, ..self.routing },
+            Chooser::Sinkhorn => Routing { score: Score::Softmax, ..self.routing },
+            _ => self.routing,
+        }
+    }
+
+    /// Logits `[T, E]`.
+    fn gate(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
+        let (k, s, t) = (&p.rank.kernels, &p.rank.compute, x.shape()[0]);
+        let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
+        let dtype = if self.training.gate == GateType::Model { p.dtype() } else { DType::F32 };
+        let logits = p.rank.activation(&[t, self.experts], dtype)?;
+        if self.training.gate == GateType::F64 {
+            k.gate_exact(s, x, w, &logits)?;
+            if let Some(bias) = bias {
+                k.add_row(s, bias, &logits)?;
+            }
+            return Ok(logits);
+        }
+        let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &logits };
+        k.gemm(s, &Gemm { bias, ..g })?;
+        Ok(logits)
+    }
+
+    /// Other logits in place of the router's, for measurements.
+    fn forced(&self, p: &Pass, logits: Tensor) -> Result<Tensor> {
+        let (Some(forced), Some(mix)) = (self.training.forced, p.mix) else { return Ok(logits) };
+        let (k, s) = (&p.rank.kernels, &p.rank.compute);
+        let key = DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer, site: FORCED };
+        let random = p.rank.activation(logits.shape(), DType::F32)?;
+        k.fill_normal_logits(s, key, mix.rows, &random)?;
+        if let Forced::Biased(std) = forced {
+            // One number an expert, the same in all steps.
+            let stream = RandomStream::named(p.rank.seed, &format!("layers.{}.forced", self.layer));
+            let bias = table(p, &[1, self.experts], DType::F32)?;
+            let runs = NormalRuns { stream, first: 0, stride: 0, std: f64::from(std) };
+            k.normal(s, runs, &bias)?;
+            k.add_row(s, &bias.view(&[self.experts])?, &random)?;
+        }
+        if logits.dtype() == DType::F32 {
+            return Ok(random);
+        }
+        k.copy(s, &random, &logits)?;
+        Ok(logits)
+    }
+
+    /// `x` times numbers near 1, or `x` itself.
+    fn jittered(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
+        let (true, Some(mix)) = (self.training.jitter > 0.0 && p.train, p.mix) else { return Ok(x.clone()) };
+        let key = DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer, site: JITTER };
+        let y = p.empty(x.shape())?;
+        p.rank.kernels.jitter(&p.rank.compute, self.training.jitter, key, mix.rows, x, &y)?;
+        Ok(y)
+    }
+
+    /// Statistics of the balancing losses and the z-loss.
+    fn balance(&self, p: &Pass, state: &Mixtures, logits: &Tensor) -> Result<losses::BalanceSaved> {
+        let of = losses::Of { score: self.how().score, topk: self.topk, experts: self.experts };
+        losses::forward(p, state, self.id, &self.training, of, logits)
+    }
+
+    /// Drops choices beyond the capacity.
+    fn within_capacity(&self, p: &Pass, state: &Mixtures, routes: Routes) -> Result<Routes> {
+        let Some(c) = self.training.capacity.filter(|_| p.train) else { return Ok(routes) };
+        super::capacity::apply(p, state, self.id, c, self.experts, routes)
+    }
+
+    /// Gradient of the input from that of the probabilities, f32 `[T, k]`.
+    pub(crate) fn backward(
+        &self,
+        p: &Pass,
+        saved: RouterSaved,
+        dprobs: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let (k, s) = (&p.rank.kernels, &p.rank.compute);
+        let RouterSaved { x, logits, chosen, balance } = saved;
+        let dlogits = p.rank.activation(logits.shape(), logits.dtype())?;
+        k.route_backward(s, self.how(), &logits, &chosen, dprobs, &dlogits)?;
+        let of = losses::Of { score: self.how().score, topk: self.topk, experts: self.experts };
+        losses::backward(p, &self.training, of, balance, &logits, &dlogits)?;
+        let w = p.weight(self.weight)?;
+        let dx = p.empty(x.shape())?;
+        let plain = |a: &Tensor, b: &Tensor, c: &Tensor| {
+            k.gemm(s, &Gemm { a, trans_a: false, b, trans_b: false, bias: None, accumulate: false, c })
+        };
+        let mut grads = match (self.training.gate, dlogits.dtype() == p.dtype()) {
+            (GateType::F64, _) => {
+                let sums = table(p, w.shape(), DType::F32)?;
+                k.gate_exact_backward(s, &x, w, &dlogits, &dx, &sums, false)?;
+                WeightGrad::made(self.weight, sums)
+            }
+            (_, true) => {
+                plain(&dlogits, w, &dx)?;
+                WeightGrad::product(self.weight, &dlogits, &x)
+            }
+            (_, false) => {
+                // f32 gradients as the sum of two bf16 numbers: products of bf16 then keep 16 bits of them.
+                let [t, e] = [dlogits.shape()[0], self.experts];
+                let halves = p.empty(&[t, 2 * e])?;
+                k.split_halves(s, &dlogits, &halves)?;
+                let twice = p.empty(&[2 * e, w.shape()[1]])?;
+                s.copy(w, &twice.narrow(0, 0, e)?)?;
+                s.copy(w, &twice.narrow(0, e, e)?)?;
+                plain(&halves, &twice, &dx)?;
+                let half = |i| halves.narrow(1, i * e, e);
+                let (high, low, x) = (half(0)?, half(1)?, (*x).clone());
+                WeightGrad::other(self.weight, move |rank, grad, accumulate| {
+                    let product = |dy: &Tensor, accumulate| {
+                        let g = Gemm {
+                            a: dy,
+                            trans_a: true,
+                            b: &x,
+                            trans_b: false,
+                            bias: None,
+                            accumulate,
+                            c: grad,
+                        };
+                        rank.kernels.gemm(&rank.compute, &g)
+                    };
+                    product(&high, accumulate)?;
+                    product(&low, true)
+                })
+            }
+        };
+        if let Some(bias) = self.bias {
+            grads = grads.and(WeightGrad::columns(bias, &dlogits));
+        }
+        let dx = self.jittered(p, &dx)?;
+        Ok((dx, grads))
+    }
+}
+
+/// New memory for a table of numbers of a step.
+pub(super) fn table(p: &Pass, shape: &[usize], dtype: DType) -> Result<Tensor> {
+    Tensor::empty(&p.rank.compute, shape, dtype, Category::Workspace)
+}

@@ -1,0 +1,46 @@
+//! The router's arithmetic on slices. Rows are tokens; work is cut into pieces of rows whose size follows from the number of
+//! experts.
+
+mod balance;
+mod choose;
+mod drop;
+mod gate;
+mod probs;
+mod quantile;
+mod scores;
+mod sinkhorn;
+mod z_loss;
+
+pub use balance::{Statistics, balance, balance_backward, balance_weights, update_bias};
+pub use choose::{choose, top_k};
+pub use drop::{count_choices, drop_beyond};
+pub use gate::{gate, gate_dw, gate_dx};
+pub use probs::{probabilities, probabilities_backward};
+pub use quantile::quantiles;
+pub use sinkhorn::sinkhorn;
+pub use z_loss::{z_loss, z_loss_backward};
+
+use super::rows::PIECE;
+use ferrotron_tensor::{Float, Result, shape_error};
+
+/// Rows of a piece.
+fn grain(experts: usize) -> usize {
+    (PIECE / experts.max(1)).max(1)
+}
+
+/// Row `t` of `x [T, E]` in f32.
+fn take_row<T: Float>(x: &[T], t: usize, to: &mut [f32]) {
+    let from = &x[t * to.len()..][..to.len()];
+    to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
+}
+
+/// Every number must be below `below`; negative ones are none.
+fn check_below(op: &'static str, what: &str, numbers: &[i32], below: usize) -> Result<()> {
+    match numbers.iter().position(|i| *i >= 0 && *i as usize >= below) {
+        None => Ok(()),
+        Some(at) => shape_error(
+            op,
+            format!("{what} {} at {at} is outside 0..{below}; is it of another model?", numbers[at]),
+        ),
+    }
+}

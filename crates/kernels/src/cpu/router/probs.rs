@@ -1,0 +1,122 @@
+//! Probabilities of chosen experts and their gradient.
+
+use super::scores::{EPS, softmax, unless_excluded};
+use super::{check_below, grain, take_row};
+use crate::{Routing, Score};
+use ferrotron_tensor::{Float, Result, Threads};
+
+/// The chosen of a row: slots and experts, without those that are none.
+fn chosen(index: &[i32]) -> impl Iterator<Item = (usize, usize)> + Clone {
+    index.iter().enumerate().filter(|(_, e)| **e >= 0).map(|(slot, e)| (slot, *e as usize))
+}
+
+/// `p [k]` = probabilities of the chosen, not yet scaled; `y [E]` is scratch.
+fn row(score: Score, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]) {
+    p.fill(0.0);
+    match score {
+        Score::Softmax => {
+            softmax(x, y);
+            chosen(index).for_each(|(slot, e)| p[slot] = y[e]);
+        }
+        Score::SoftmaxOfChosen => {
+            let most = chosen(index).fold(f32::NEG_INFINITY, |m, (_, e)| m.max(x[e]));
+            chosen(index).for_each(|(slot, e)| p[slot] = (x[e] - most).exp());
+            let sum: f32 = p.iter().sum();
+            chosen(index).for_each(|(slot, _)| p[slot] /= sum);
+        }
+        Score::Sigmoid | Score::SqrtSoftplus => {
+            chosen(index).for_each(|(slot, e)| p[slot] = score.alone(x[e]));
+            if index.len() > 1 {
+                let sum = p.iter().sum::<f32>() + EPS;
+                p.iter_mut().for_each(|p| *p /= sum);
+            }
+        }
+    }
+}
+
+/// `probs [T, k]` of the choice `index [T, k]` among `logits [T, E]`.
+pub fn probabilities<T: Float>(
+    threads: &Threads,
+    how: Routing,
+    logits: &[T],
+    experts: usize,
+    k: usize,
+    index: &[i32],
+    probs: &mut [f32],
+) -> Result<()> {
+    check_below("route", "expert", index, experts)?;
+    let rows = grain(experts);
+    threads.chunks(probs, rows * k, &|piece, probs| {
+        let (mut x, mut y) = (vec![0f32; experts], vec![0f32; experts]);
+        for (t, probs) in probs.chunks_mut(k).enumerate() {
+            let t = piece * rows + t;
+            take_row(logits, t, &mut x);
+            row(how.score, &x, &index[t * k..][..k], &mut y, probs);
+            probs.iter_mut().for_each(|p| *p *= how.scale);
+        }
+    });
+    Ok(())
+}
+
+/// `dx [E]` from `g [k]`, the gradients of unscaled probabilities; `y [E]` and `p [k]` are scratch.
+fn row_backward(
+    score: Score,
+    x: &[f32],
+    index: &[i32],
+    g: &[f32],
+    y: &mut [f32],
+    p: &mut [f32],
+    dx: &mut [f32],
+) {
+    dx.fill(0.0);
+    match score {
+        Score::Softmax => {
+            softmax(x, y);
+            let mean: f32 = chosen(index).map(|(slot, e)| g[slot] * y[e]).sum();
+            chosen(index).for_each(|(slot, e)| dx[e] += g[slot]);
+            dx.iter_mut().zip(y).for_each(|(d, y)| *d = *y * (*d - mean));
+        }
+        Score::SoftmaxOfChosen => {
+            row(score, x, index, y, p);
+            let mean: f32 = chosen(index).map(|(slot, _)| g[slot] * p[slot]).sum();
+            chosen(index).for_each(|(slot, e)| dx[e] += p[slot] * (g[slot] - mean));
+        }
+        Score::Sigmoid | Score::SqrtSoftplus if index.len() == 1 => {
+            chosen(index).for_each(|(slot, e)| dx[e] += g[slot] * score.slope(x[e]));
+        }
+        Score::Sigmoid | Score::SqrtSoftplus => {
+            let sum = chosen(index).map(|(_, e)| score.alone(x[e])).sum::<f32>() + EPS;
+            let mean: f32 = chosen(index).map(|(slot, e)| g[slot] * (score.alone(x[e]) / sum)).sum();
+            chosen(index).for_each(|(slot, e)| dx[e] += (g[slot] - mean) / sum * score.slope(x[e]));
+        }
+    }
+    dx.iter_mut().zip(x).for_each(|(d, x)| *d = unless_excluded(*x, *d));
+}
+
+/// `dlogits [T, E]` from `dprobs [T, k]`; see [`crate::RouterKernels::route_backward`].
+#[allow(clippy::too_many_arguments)]
+pub fn probabilities_backward<T: Float>(
+    threads: &Threads,
+    how: Routing,
+    logits: &[T],
+    experts: usize,
+    k: usize,
+    index: &[i32],
+    dprobs: &[f32],
+    dlogits: &mut [T],
+) -> Result<()> {
+    check_below("route_backward", "expert", index, experts)?;
+    let rows = grain(experts);
+    threads.chunks(dlogits, rows * experts, &|piece, dlogits| {
+        let (mut x, mut y, mut dx) = (vec![0f32; experts], vec![0f32; experts], vec![0f32; experts]);
+        let (mut g, mut p) = (vec![0f32; k], vec![0f32; k]);
+        for (t, dlogits) in dlogits.chunks_mut(experts).enumerate() {
+            let t = piece * rows + t;
+            take_row(logits, t, &mut x);
+            g.iter_mut().zip(&dprobs[t * k..]).for_each(|(g, d)| *g = how.scale * d);
+            row_backward(how.score, &x, &index[t * k..][..k], &g, &mut y, &mut p, &mut dx);
+            dlogits.iter_mut().zip(&dx).for_each(|(to, d)| *to = T::from_f32(*d));
+        }
+    });
+    Ok(())
+}

@@ -1,0 +1,142 @@
+// The curves of the non-linearities. What a curve needs to know it takes from a kernel's arguments: limit, alpha, offset.
+
+enum Act : u32 { GELU_TANH = 0, GELU_ERF = 1, SILU = 2, CLAMPED_SILU = 3 };
+
+// NaN passes through both.
+__device__ __forceinline__ float at_least(float x, float low) { return x < low ? low : x; }
+__device__ __forceinline__ float at_most(float x, float high) { return x > high ? high : x; }
+
+// What is rounded to bf16 can afford the hardware's reciprocal and power of two, which are good to a few ulp and know
+// their limits: 2^∞ = ∞, 1/∞ = 0. NaN stays NaN.
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#define LOG2_E 1.44269504f
+
+template <class T> __device__ __forceinline__ float quotient(float a, float b);
+template <> __device__ __forceinline__ float quotient<float>(float a, float b) { return a / b; }
+template <> __device__ __forceinline__ float quotient<bf16>(float a, float b) { return a * reciprocal(b); }
+
+// In f32, σ works between these: e^86 and its reciprocal are normal numbers, above σ has reached 1.
+#define SIGMOID_LOW (-86.0f)
+#define SIGMOID_HIGH 88.0f
+template <class T> __device__ __forceinline__ float inverse_power(float x);
+template <> __device__ __forceinline__ float inverse_power<float>(float x) {
+    return expf(-at_most(at_least(x, SIGMOID_LOW), SIGMOID_HIGH));
+}
+template <> __device__ __forceinline__ float inverse_power<bf16>(float x) { return power_of_two(x * -LOG2_E); }
+
+// y·σ(x)
+template <class T> __device__ __forceinline__ float times_sigmoid(float y, float x) {
+    return quotient<T>(y, 1.0f + inverse_power<T>(x));
+}
+// σ(x) and 1 − σ(x), neither losing digits to cancellation.
+template <class T> __device__ __forceinline__ void sigmoid_pair(float x, float& s, float& rest) {
+    // Not ∞, whose product with 0 is no number.
+    float e = at_most(inverse_power<T>(x), 3e37f);
+    s = quotient<T>(1.0f, 1.0f + e);
+    rest = e * s;
+}
+
+// Below −20 GELU is 0 to the last bit and its slope 0, above 20 the slope is 1: going no further keeps powers of x
+// and products with a vanishing σ in range.
+#define FLAT 20.0f
+
+// A curve has its value, and its value and slope together; the gate is the linear half's share.
+template <class T> struct GeluTanh {
+    // ½(1 + tanh u) = σ(2u), so GELU is x·σ(x·(A + B·x²)) with A = 2√(2/π), B = 0.044715·A.
+    static constexpr float A = 1.5957692f, B = 0.071354814f;
+    template <class Args> __device__ __forceinline__ GeluTanh(const Args&) {}
+    __device__ __forceinline__ float value(float x) const {
+        float low = at_least(x, -FLAT);
+        return times_sigmoid<T>(low, low * fmaf(low * low, B, A));
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float low = at_least(x, -FLAT), c = at_most(low, FLAT), z = c * c, s, rest;
+        sigmoid_pair<T>(c * fmaf(z, B, A), s, rest);
+        value = low * s;
+        return fmaf(c, s * rest * fmaf(z, 3.0f * B, A), s);
+    }
+    __device__ __forceinline__ float gate(float u) const { return u; }
+    __device__ __forceinline__ float gate_slope(float, float d) const { return d; }
+};
+
+template <class T> struct GeluErf {
+    template <class Args> __device__ __forceinline__ GeluErf(const Args&) {}
+    // Φ(x) = ½(1 + erf(x/√2)) and its density; the tail keeps its relative accuracy.
+    __device__ __forceinline__ static void normal(float x, float& cdf, float& pdf) {
+        float z = fabsf(x) * 0.70710678f;
+        float e = expf(at_least(-0.5f * (x * x), -88.0f));
+        // erfc(z) = e^(−z²)·t·R(t) with t = 1/(1 + 0.4z); relative error of R below 3e-8 for z <= 10.
+        float t = quotient<T>(1.0f, fmaf(z, 0.4f, 1.0f));
+        float q = -0.033501126f;
+        q = fmaf(q, t, 0.21878536f);
+        q = fmaf(q, t, -0.5465026f);
+        q = fmaf(q, t, 0.6093422f);
+        q = fmaf(q, t, -0.33431188f);
+        q = fmaf(q, t, 0.2979732f);
+        q = fmaf(q, t, 0.121059984f);
+        q = fmaf(q, t, 0.2166894f);
+        q = fmaf(q, t, 0.22474867f);
+        q = fmaf(q, t, 0.22571686f);
+        float tail = 0.5f * (e * (t * q));
+        cdf = x < 0.0f ? tail : 1.0f - tail;
+        pdf = e * 0.3989423f;
+    }
+    __device__ __forceinline__ float value(float x) const {
+        float low = at_least(x, -FLAT), cdf, pdf;
+        normal(low, cdf, pdf);
+        return low * cdf;
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float low = at_least(x, -FLAT), c = at_most(low, FLAT), cdf, pdf;
+        normal(c, cdf, pdf);
+        value = low * cdf;
+        return fmaf(c, pdf, cdf);
+    }
+    __device__ __forceinline__ float gate(float u) const { return u; }
+    __device__ __forceinline__ float gate_slope(float, float d) const { return d; }
+};
+
+template <class T> struct Silu {
+    template <class Args> __device__ __forceinline__ Silu(const Args&) {}
+    __device__ __forceinline__ float value(float x) const {
+        float low = at_least(x, SIGMOID_LOW);
+        return times_sigmoid<T>(low, low);
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float low = at_least(x, SIGMOID_LOW), c = at_most(low, SIGMOID_HIGH), s, rest;
+        sigmoid_pair<T>(c, s, rest);
+        value = low * s;
+        return fmaf(c, s * rest, s);
+    }
+    __device__ __forceinline__ float gate(float u) const { return u; }
+    __device__ __forceinline__ float gate_slope(float, float d) const { return d; }
+};
+
+template <class T> struct ClampedSilu {
+    float limit, alpha, offset;
+    template <class Args> __device__ __forceinline__ ClampedSilu(const Args& a)
+        : limit(a.limit), alpha(a.alpha), offset(a.offset) {}
+    // Bounded below too, where α·x has long made σ vanish.
+    __device__ __forceinline__ float bounded(float x) const { return at_least(at_most(x, limit), -1e28f); }
+    __device__ __forceinline__ float value(float x) const {
+        float b = bounded(x);
+        return times_sigmoid<T>(b, alpha * b);
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float b = bounded(x), s, rest;
+        sigmoid_pair<T>(alpha * b, s, rest);
+        value = b * s;
+        return x > limit ? 0.0f : fmaf(alpha * b, s * rest, s);
+    }
+    __device__ __forceinline__ float gate(float u) const { return at_least(at_most(u, limit), -limit) + offset; }
+    __device__ __forceinline__ float gate_slope(float u, float d) const { return fabsf(u) > limit ? 0.0f : d; }
+};

@@ -1,0 +1,202 @@
+// HOPPER ONLY: products of segments of rows by persistent blocks: a producer warp that brings tiles to shared memory with
+// the copy engine, and two consumer warpgroups of 64 rows each of a tile [128, BN] of the result.
+//
+// Every block works out where each segment's tiles are and takes every so manyth of them, so that nobody waits for the
+// host. Tiles of a segment are taken in groups of 16 of its rows, down before across: what the blocks read at a time is about
+// square, and a segment's matrix is read once while it is in the L2 cache. Two blocks of a cluster (PAIR) have tiles
+// one below the other and bring each other half of the right operand.
+//
+// At 48 KiB (32 a block of a pair) for 128 x 256 x 64 x 2 operations, 640 TFLOP/s draw 7.5 (5.0) TB/s from the L2 cache.
+
+// What is multiplied: rows with matrices [n, k] (OUTPUT) or [k, n] (INPUT), or rows with rows, summed over (WEIGHT).
+enum GroupedKind { OUTPUT, INPUT, WEIGHT };
+
+extern __shared__ __align__(1024) u8 grouped_shared[];
+
+struct alignas(64) GroupedMapped {
+    TensorMap a;  // x, or dy for WEIGHT
+    TensorMap b;  // w, or x
+    Segments segments;
+    u64 out;      // y bf16, or dw f32
+    u64 bias;     // bf16 [E, width], or none
+    u64 turns;    // WEIGHT: i32, zeros: how many slices of the sum are in dw, of each half of each tile
+    i64 row;      // steps of the result: from row to row, from matrix to matrix
+    i64 matrix;
+    i32 width;    // columns of the result
+    i32 height;   // WEIGHT: rows of a matrix of the result
+    i32 length;   // OUTPUT, INPUT: of the sums
+    i32 slice;    // WEIGHT: rows of a segment summed in one go, a multiple of 64
+    i32 accumulate;
+    i32 spare[11];
+};
+static_assert(sizeof(GroupedMapped) == 384, "as in hopper.rs");
+
+constexpr int MOST_SEGMENTS = 1024;
+
+// A tile: rows 128·m and columns BN·n of segment `segment`; `first`: the segment's first row, or the slice's; `rows`: the
+// segment's, or the slice's; `blocks`: steps of the sum; `slice` of `slices`.
+struct GroupedTile {
+    i32 segment, m, n, first, rows, blocks, slice, slices;
+};
+
+template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
+    static constexpr int BM = 128, BN = BN_, BK = 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
+    static constexpr int GROUP = 16 / BLOCKS;
+    static constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE = A_BYTES + B_BYTES;
+    static constexpr u32 TABLE_AT = 128, TABLE = 4 * (3 * MOST_SEGMENTS + 64);
+    static constexpr u32 TILES_AT = (TABLE_AT + TABLE + 1023) / 1024 * 1024, BYTES = TILES_AT + STAGES * STAGE;
+    static_assert(BYTES <= 227 * 1024 && 2 * STAGES * 8 <= TABLE_AT, "shared memory");
+
+    static __device__ __forceinline__ u32 full(u32 base, u32 s) { return base + s * 8; }
+    static __device__ __forceinline__ u32 free(u32 base, u32 s) { return base + (STAGES + s) * 8; }
+    static __device__ __forceinline__ u32 a_at(u32 base, u32 s) { return base + TILES_AT + s * STAGE; }
+    static __device__ __forceinline__ u32 b_at(u32 base, u32 s) { return a_at(base, s) + A_BYTES; }
+
+    // Of every segment: its first row, how many it has, and how many units (rows of tiles, or slices) come before it. Behind
+    // the last segment's: all units, then 32 that nothing reaches.
+    static __device__ __forceinline__ i32* firsts() { return reinterpret_cast<i32*>(grouped_shared + TABLE_AT); }
+    static __device__ __forceinline__ i32* lengths() { return firsts() + MOST_SEGMENTS; }
+    static __device__ __forceinline__ i32* befores() { return lengths() + MOST_SEGMENTS; }
+
+    // As `Segments`.
+    struct Table {
+        __device__ __forceinline__ i32 first(i32 e) const { return firsts()[e]; }
+        __device__ __forceinline__ i32 length(i32 e) const { return lengths()[e]; }
+    };
+
+    static __device__ __forceinline__ i32 units(const GroupedMapped& g, i32 rows) {
+        if constexpr (KIND == WEIGHT) {
+            // Without rows there are zeros to be written, or nothing.
+            const i32 slices = (rows + g.slice - 1) / g.slice;
+            return g.accumulate ? slices : max(slices, 1);
+        } else {
+            return (rows + BM * BLOCKS - 1) / (BM * BLOCKS);
+        }
+    }
+    // All threads, which synchronise afterwards.
+    static __device__ __forceinline__ void make_table(const GroupedMapped& g) {
+        const i32 n = g.segments.count;
+        for (i32 e = threadIdx.x; e < n; e += blockDim.x) {
+            firsts()[e] = g.segments.first(e);
+            lengths()[e] = g.segments.length(e);
+        }
+        __syncthreads();
+        if (threadIdx.x >= 32) return;
+        const i32 lane = threadIdx.x;
+        i32 before = 0;
+        for (i32 e0 = 0; e0 < n; e0 += 32) {
+            const i32 own = e0 + lane < n ? units(g, lengths()[e0 + lane]) : 0;
+            i32 upto = own;
+#pragma unroll
+            for (int d = 1; d < 32; d <<= 1) {
+                const i32 got = __shfl_up_sync(~0u, upto, d);
+                if (lane >= d) upto += got;
+            }
+            if (e0 + lane < n) befores()[e0 + lane] = before + upto - own;
+            before += __shfl_sync(~0u, upto, 31);
+        }
+        befores()[n + lane] = lane == 0 ? before : 0x7fffffff;
+        if (lane == 0) befores()[n + 32] = 0x7fffffff;
+    }
+
+    // This block's tiles, one after another; a warp at a time.
+    struct Walk {
+        i32 index, segment = 0;
+        __device__ __forceinline__ Walk() : index(i32(blockIdx.x) / BLOCKS - i32(gridDim.x) / BLOCKS) {}
+        __device__ __forceinline__ bool next(const GroupedMapped& g, GroupedTile& t) {
+            index += i32(gridDim.x) / BLOCKS;
+            const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM * BLOCKS - 1) / (BM * BLOCKS);
+            // Tiles of a unit.
+            const i32 each = KIND == WEIGHT ? down * across : across;
+            const i32 unit = index / each;
+            if (unit >= uniform(befores()[g.segments.count])) return false;
+            // The segment of the unit is the first that ends behind it.
+            const i32 lane = threadIdx.x & 31;
+            u32 passed;
+            do {
+                passed = __ballot_sync(~0u, befores()[segment + 1 + lane] <= unit);
+                segment += __popc(passed);
+            } while (passed == ~0u);
+            t.segment = segment;
+            t.first = uniform(firsts()[segment]);
+            t.rows = uniform(lengths()[segment]);
+            const i32 before = uniform(befores()[segment]), here = uniform(befores()[segment + 1]) - before;
+            if constexpr (KIND == WEIGHT) {
+                t.slice = unit - before;
+                t.slices = here;
+                t.first += t.slice * g.slice;
+                t.rows = min(t.rows - t.slice * g.slice, g.slice);
+                t.blocks = (t.rows + BK - 1) / BK;
+                spread(index - unit * each, across, down, t);
+            } else {
+                t.blocks = (g.length + BK - 1) / BK;
+                spread(index - before * each, across, here, t);
+            }
+            if constexpr (PAIR) t.m = t.m * 2 + i32(cluster_rank());
+            return true;
+        }
+        static __device__ __forceinline__ void spread(i32 at, i32 across, i32 down, GroupedTile& t) {
+            const i32 part = at / (GROUP * across), rest = at - part * (GROUP * across);
+            const i32 rows = min(GROUP, down - part * GROUP);
+            t.n = rest / rows;
+            t.m = part * GROUP + (rest - t.n * rows);
+        }
+    };
+
+    static __device__ __forceinline__ void init(u32 base) {
+        if (threadIdx.x == 0) {
+            for (int s = 0; s < STAGES; s++) {
+                barrier_init(full(base, s), 1);
+                barrier_init(free(base, s), 8 * BLOCKS);
+            }
+            barrier_init_done();
+        }
+    }
+
+    // The right operand's part `at` of `step`: of a pair, each block brings one half to both.
+    static __device__ __forceinline__ void load_b(u32 to, const GroupedMapped& g, u32 bar, i32 c, i32 t, i32 h) {
+        if constexpr (PAIR) tensor_load_pair(to, g.b, bar, c, t, h, 0);
+        else tensor_load(to, g.b, bar, c, t, h, 0);
+    }
+
+    // One warp: all its lanes count, one of them copies.
+    static __device__ __forceinline__ void produce(const GroupedMapped& g, u32 base) {
+        const bool one = (threadIdx.x & 31) == 0;
+        const i32 rank = PAIR ? i32(cluster_rank()) : 0;
+        Ring<STAGES> ring;
+        Walk walk;
+        GroupedTile t;
+        while (walk.next(g, t)) {
+#pragma unroll 1
+            for (i32 block = 0; block < t.blocks; block++) {
+                barrier_wait(free(base, ring.stage), ring.phase ^ 1);
+                if (one) {
+                    const u32 bar = full(base, ring.stage), a = a_at(base, ring.stage), b = b_at(base, ring.stage);
+                    const i32 k0 = block * BK;
+                    barrier_expect(bar, STAGE);
+                    if constexpr (KIND == WEIGHT) {
+#pragma unroll
+                        for (int c = 0; c < 2; c++)
+                            tensor_load(a + c * BK * 128, g.a, bar, t.m * BM + c * 64, t.first + k0, 0, 0);
+                    } else {
+                        tensor_load(a, g.a, bar, k0, t.first + t.m * BM, 0, 0);
+                    }
+                    if constexpr (KIND == OUTPUT) {
+                        load_b(b + rank * (B_BYTES / 2), g, bar, k0, t.n * BN + rank * (BN / 2), t.segment);
+                    } else {
+                        // Columns of 64; [64 rows of the sum, 64] each.
+                        constexpr int COLUMNS = BN / 64 / BLOCKS;
+#pragma unroll
+                        for (int c = 0; c < COLUMNS; c++) {
+                            const i32 at = rank * COLUMNS + c;
+                            const i32 row = KIND == WEIGHT ? t.first + k0 : k0, matrix = KIND == WEIGHT ? 0 : t.segment;
+                            load_b(b + at * BK * 128, g, bar, t.n * BN + at * 64, row, matrix);
+                        }
+                    }
+                }
+                __syncwarp();
+                ring.next();
+            }
+        }
+    }
+};

@@ -1,0 +1,217 @@
+// The consumers of the Hopper grouped products.
+//
+// The second warpgroup starts each tile two steps behind the first, so that while one of them stores its results the other
+// has steps left to multiply.
+
+template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : GroupedLoad<KIND, BN_, STAGES_, PAIR> {
+    using Load = GroupedLoad<KIND, BN_, STAGES_, PAIR>;
+    static constexpr int BM = Load::BM, BN = Load::BN, BK = Load::BK, STAGES = Load::STAGES;
+    static constexpr int THREADS = 384, LEAD = 2;
+    static constexpr int TA = KIND == WEIGHT, TB = KIND != OUTPUT;
+
+    // acc (+)= the product of a stage. Along the sum 16 numbers are 32 bytes of a row, or 16 rows.
+    static __device__ __forceinline__ void multiply(float (&c)[BN / 2], u32 a, u32 b, int more) {
+        const u64 l = TA ? turned_operand(a, BK * 128) : rows_operand(a);
+        const u64 r = TB ? turned_operand(b, BK * 128) : rows_operand(b);
+#pragma unroll
+        for (int i = 0; i < BK / 16; i++)
+            Product<BN>::template both<TA, TB>(c, l + ((i * (TA ? 2048 : 32)) >> 4), r + ((i * (TB ? 2048 : 32)) >> 4),
+                                               i > 0 ? 1 : more);
+    }
+
+    static __device__ __forceinline__ void let_go(u32 bar) {
+        const int lane = threadIdx.x & 31;
+        if constexpr (PAIR) {
+            if (lane < 2) barrier_arrive_at(bar, lane);
+        } else {
+            if (lane == 0) barrier_arrive(bar);
+        }
+    }
+
+    // In a longer sum the first warpgroup cannot come to its next tile before the second has come to this one.
+    static __device__ __forceinline__ bool apart(const GroupedTile& t) { return t.blocks >= 2 * STAGES; }
+
+    // A tile of which this warpgroup has no row: the other has the matrix units to itself.
+    static __device__ __forceinline__ void pass(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring) {
+        if (apart(t)) {
+            if (wg == 1) named_sync(1, 256);
+            else named_arrive(1, 256);
+        }
+#pragma unroll 1
+        for (i32 block = 0; block < t.blocks; block++) {
+            barrier_wait(Load::full(base, ring.stage), ring.phase);
+            let_go(Load::free(base, ring.stage));
+            ring.next();
+        }
+    }
+
+    // The sums of a tile.
+    static __device__ __forceinline__ void sum(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring,
+                                               float (&c)[BN / 2]) {
+        if (wg == 1 && apart(t)) named_sync(1, 256);
+        // A sum over no rows is zero; others start with a product that does not look at what was there.
+        if constexpr (KIND == WEIGHT) {
+#pragma unroll
+            for (int i = 0; i < BN / 2; i++) c[i] = 0.0f;
+        }
+        u32 last = 0;
+#pragma unroll 1
+        for (i32 block = 0; block < t.blocks; block++) {
+            const u32 stage = ring.stage, a = Load::a_at(base, stage) + wg * 8192, b = Load::b_at(base, stage);
+            barrier_wait(Load::full(base, stage), ring.phase);
+            if constexpr (KIND == WEIGHT) {
+                // Rows behind the segment are another's or nobody's, and may be NaN.
+                const i32 left = t.rows - block * BK;
+                if (left < BK) {
+                    blank_rows<BK, 1>(a, left, threadIdx.x & 127);
+                    blank_rows<BK, BN / 64>(b, left, threadIdx.x & 127);
+                    named_sync(2 + wg, 128);
+                }
+            }
+            products_begin();
+            multiply(c, a, b, KIND == WEIGHT || block > 0);
+            products_issued();
+            products_done<1>();
+            if (block > 0) let_go(Load::free(base, last));
+            last = stage;
+            ring.next();
+            if (wg == 0 && block == LEAD - 1 && apart(t)) named_arrive(1, 256);
+        }
+        products_done<0>();
+        pin(c);
+        if (KIND != WEIGHT || t.blocks > 0) let_go(Load::free(base, last));
+    }
+
+    // A thread's first row of a tile; the other is 8 below.
+    static __device__ __forceinline__ i32 row_of(const GroupedTile& t, int wg) {
+        return t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
+    }
+
+    // y = sums + bias, in the rows of the segment alone.
+    static __device__ __forceinline__ void store_output(const GroupedMapped& g, const GroupedTile& t, int wg,
+                                                        float (&c)[BN / 2]) {
+        const i32 n0 = t.n * BN;
+        if (g.bias) {
+            const bf16* bias = reinterpret_cast<const bf16*>(g.bias) + (i64(t.segment) * g.width + n0);
+#pragma unroll
+            for (int j = 0; j < BN / 8; j++) {
+                const i32 column = j * 8 + (threadIdx.x & 3) * 2;
+                if (n0 + column < g.width) {
+                    const u32 two = *reinterpret_cast<const u32*>(bias + column);
+                    c[4 * j] += low_bf16(two);
+                    c[4 * j + 1] += high_bf16(two);
+                    c[4 * j + 2] += low_bf16(two);
+                    c[4 * j + 3] += high_bf16(two);
+                }
+            }
+        }
+        const i32 i = row_of(t, wg);
+        bf16* row = reinterpret_cast<bf16*>(g.out) + ((t.first + i) * g.row + n0);
+        store_rows<BN>(c, i < t.rows ? row : nullptr, i + 8 < t.rows ? row + 8 * g.row : nullptr, 1.0f, 1.0f,
+                       g.width - n0);
+    }
+
+    // dw = sums (+ dw). Slices of a long segment are added one after another, in order. Adding is the L2 cache's work: a
+    // number has one summand at a time, whose turn it is, so that the sum is the same every time.
+    static __device__ __forceinline__ void store_gradient(const GroupedMapped& g, const GroupedTile& t, int wg,
+                                                          float (&c)[BN / 2]) {
+        const i32 n0 = t.n * BN, i = row_of(t, wg), self = threadIdx.x & 127;
+        const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
+        i32* turn = reinterpret_cast<i32*>(g.turns) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
+        if (t.slice > 0) {
+            if (self == 0) wait_for(turn, t.slice);
+            named_sync(2 + wg, 128);
+        }
+        // Of two blocks of 8 columns, a pair of lanes has four neighbours of each: one takes these, one those.
+        const bool odd = threadIdx.x & 1;
+#pragma unroll
+        for (int x = 0; x < BN / 2; x += 8)
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const float got = __shfl_xor_sync(~0u, odd ? c[x + e] : c[x + 4 + e], 1);
+                if (odd) c[x + e] = got;
+                else c[x + 4 + e] = got;
+            }
+        const i32 column = (odd ? 8 : 0) + (threadIdx.x & 2) * 2;
+        float* to = reinterpret_cast<float*>(g.out) + (t.segment * g.matrix + i * g.row + n0 + column);
+        const i32 width0 = i < g.height ? g.width - n0 - column : 0, width1 = i + 8 < g.height ? width0 : 0;
+        auto each = [&](auto put) {
+#pragma unroll
+            for (int x = 0; x < BN / 2; x += 8) {
+                if (x * 2 < width0) put(to + x * 2, c[x], c[x + 1], c[x + 4], c[x + 5]);
+                if (x * 2 < width1) put(to + 8 * g.row + x * 2, c[x + 2], c[x + 3], c[x + 6], c[x + 7]);
+            }
+        };
+        if (g.accumulate || t.slice > 0) each(add_four);
+        else each(store_four);
+        if (t.slice + 1 < t.slices) {
+            __threadfence();
+            named_sync(2 + wg, 128);
+            if (self == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
+        }
+    }
+    static __device__ __forceinline__ void store_four(float* to, float x, float y, float z, float w) {
+        *reinterpret_cast<float4*>(to) = make_float4(x, y, z, w);
+    }
+    static __device__ __forceinline__ void add_four(float* to, float x, float y, float z, float w) {
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
+                     : "memory");
+    }
+    static __device__ __forceinline__ void wait_for(const i32* turn, i32 value) {
+        i32 now;
+        while (true) {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+            if (now >= value) return;
+            __nanosleep(100);
+        }
+    }
+
+    static __device__ __forceinline__ void consume(const GroupedMapped& g, u32 base) {
+        const int wg = warpgroup() - 1;
+        Ring<STAGES> ring;
+        typename Load::Walk walk;
+        GroupedTile t;
+        while (walk.next(g, t)) {
+            if (t.m * BM + wg * 64 >= (KIND == WEIGHT ? g.height : t.rows)) {
+                pass(t, base, wg, ring);
+                continue;
+            }
+            float c[BN / 2];
+            sum(t, base, wg, ring, c);
+            if constexpr (KIND == WEIGHT) store_gradient(g, t, wg, c);
+            else store_output(g, t, wg, c);
+        }
+    }
+
+    static __device__ __forceinline__ void run(const GroupedMapped& g) {
+        const u32 base = shared_address(grouped_shared);
+        Load::init(base);
+        Load::make_table(g);
+        if constexpr (PAIR) cluster_sync();
+        else __syncthreads();
+        if (threadIdx.x < 128) {
+            fewer_registers<40>();
+            const i32 warp = threadIdx.x >> 5;
+            if (warp == 0) Load::produce(g, base);
+            else if constexpr (KIND != WEIGHT)
+                blank_gaps(typename Load::Table(), g.segments.count, g.segments.rows, reinterpret_cast<bf16*>(g.out), g.row,
+                           g.width, true, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
+        } else {
+            more_registers<232>();
+            consume(g, base);
+        }
+        // A block must be there as long as the other may bring it something.
+        if constexpr (PAIR) cluster_sync();
+    }
+};
+
+// What is multiplied, columns and stages of a tile, blocks in pairs.
+#define GROUPED_HOPPER(NAME, KIND, BN, STAGES)                                                                    \
+    extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ GroupedMapped g) {         \
+        GroupedHopper<KIND, BN, STAGES, false>::run(g);                                                          \
+    }
+#define GROUPED_HOPPER_PAIR(NAME, KIND, BN, STAGES)                                                              \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                               \
+        NAME(const __grid_constant__ GroupedMapped g) {                                                          \
+        GroupedHopper<KIND, BN, STAGES, true>::run(g);                                                           \
+    }

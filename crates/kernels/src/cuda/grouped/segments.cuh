@@ -1,0 +1,63 @@
+// Segments of N rows: segment e is counts[e] rows from offsets[e]. What the device was told may be nonsense, which must not
+// lead outside the rows.
+struct Segments {
+    u64 offsets;  // i32 [E + 1]
+    u64 counts;   // i32 [E]
+    i32 count;    // E
+    i32 rows;     // N
+    __device__ __forceinline__ i32 first(i32 e) const {
+        return min(max(reinterpret_cast<const i32*>(offsets)[e], 0), rows);
+    }
+    __device__ __forceinline__ i32 length(i32 e) const {
+        return min(max(reinterpret_cast<const i32*>(counts)[e], 0), rows - first(e));
+    }
+};
+
+// Zeroes `width` numbers of each row that is nobody's: warp `self` of `warps`. `Of` knows segments, as above. In 16-byte stores
+// where `wide` says that rows are aligned and `width` is whole.
+template <class T, class Of>
+__device__ __forceinline__ void blank_gaps(const Of& z, i32 count, i32 rows, T* y, i64 step, i32 width, bool wide, i32 self,
+                                           i32 warps) {
+    const i32 lane = threadIdx.x & 31;
+    // What comes before segment e, or behind the last.
+    i32 from = 0;
+    for (i32 e = 0; e <= count; e++) {
+        const i32 end = e < count ? z.first(e) : rows;
+        for (i32 r = from + self; r < end; r += warps) {
+            T* row = y + r * step;
+            if (wide) {
+                for (i32 c = lane * Wide<T>::count; c < width; c += 32 * Wide<T>::count)
+                    *reinterpret_cast<uint4*>(row + c) = make_uint4(0, 0, 0, 0);
+            } else {
+                for (i32 c = lane; c < width; c += 32) row[c] = from_f32<T>(0.0f);
+            }
+        }
+        if (e < count) from = end + z.length(e);
+    }
+}
+
+// A tile of a segment's rows: which segment, and which of its tiles.
+struct Place {
+    i32 segment, tile;
+};
+// Tile `index` of all segments' tiles of SIDE rows; segment E where there are not as many. One warp.
+template <int SIDE> __device__ __forceinline__ Place find(const Segments& z, i32 index) {
+    const i32 lane = threadIdx.x & 31;
+    i32 before = 0;
+    for (i32 e0 = 0; e0 < z.count; e0 += 32) {
+        const i32 own = e0 + lane < z.count ? (z.length(e0 + lane) + SIDE - 1) / SIDE : 0;
+        i32 upto = own;
+#pragma unroll
+        for (int d = 1; d < 32; d <<= 1) {
+            const i32 got = __shfl_up_sync(~0u, upto, d);
+            if (lane >= d) upto += got;
+        }
+        const u32 found = __ballot_sync(~0u, index < before + upto);
+        if (found) {
+            const i32 at = __ffs(found) - 1;
+            return {e0 + at, index - before - __shfl_sync(~0u, upto - own, at)};
+        }
+        before += __shfl_sync(~0u, upto, 31);
+    }
+    return {z.count, 0};
+}

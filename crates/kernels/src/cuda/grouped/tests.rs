@@ -1,0 +1,123 @@
+//! Every kernel for Hopper, not only the one that would be chosen, makes what plain arithmetic makes, on a card.
+
+use super::hopper::{KINDS, What};
+use crate::cuda::CudaKernels;
+use crate::{Grouped, GroupedGrad, Segments};
+use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards};
+
+/// The card, where there is one. `FERROTRON_TEST_DEVICE=cuda` insists.
+fn card() -> Option<(CudaKernels, Stream)> {
+    if cards().is_ok_and(|all| !all.is_empty()) {
+        let device = Device::cuda(0, Threads::new(2).unwrap(), Watch::default()).unwrap();
+        return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
+    }
+    assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no card");
+    None
+}
+
+/// Small whole numbers, whose products and sums are exact in any order; NaN in rows of `[rows, width]` that are nobody's.
+fn numbers(seed: u64, rows: usize, width: usize, owned: impl Fn(usize) -> bool) -> Vec<f32> {
+    let mut x = seed | 1;
+    let mut draw = |i: usize| {
+        x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        if owned(i / width.max(1)) { ((x >> 40) % 5) as f32 - 2.0 } else { f32::NAN }
+    };
+    (0..rows * width).map(&mut draw).collect()
+}
+
+fn upload(s: &Stream, v: &[f32], shape: &[usize]) -> Tensor {
+    let v: Vec<bf16> = v.iter().map(|x| bf16::from_f32(*x)).collect();
+    s.upload(&v, shape, Category::Workspace).unwrap()
+}
+
+fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
+    let n = shape.iter().product();
+    match dtype {
+        DType::BF16 => s.upload(&vec![bf16::NAN; n], shape, Category::Workspace).unwrap(),
+        _ => s.upload(&vec![f32::NAN; n], shape, Category::Workspace).unwrap(),
+    }
+}
+
+fn host(s: &Stream, t: &Tensor) -> Vec<f32> {
+    match t.dtype() {
+        DType::BF16 => s.download::<bf16>(t).unwrap().iter().map(|x| x.to_f32()).collect(),
+        _ => s.download::<f32>(t).unwrap(),
+    }
+}
+
+/// Counts, how far apart segments start, rows behind them.
+fn layouts() -> Vec<(Vec<usize>, usize, usize)> {
+    vec![
+        (vec![1], 1, 0),
+        (vec![127, 0, 129, 128, 3], 1, 5),
+        (vec![300, 0, 0, 1, 700], 128, 140),
+        ((0..130).map(|i| i * 7 % 40).collect(), 8, 0),
+        // Longer than is summed in one go; more tiles than blocks.
+        (vec![5, 7000, 0, 2500, 64, 4096], 16, 33),
+    ]
+}
+
+#[test]
+fn every_kernel_makes_the_same() {
+    let Some((k, s)) = card() else { return };
+    if !k.has("grouped_hopper") {
+        return;
+    }
+    for (counts, align, behind) in layouts() {
+        let (mut at, mut offsets, mut owners) = (0, Vec::new(), Vec::new());
+        for n in &counts {
+            offsets.push(at as i32);
+            owners.extend(at..at + n);
+            at = (at + n).next_multiple_of(align);
+        }
+        offsets.push(at as i32);
+        let (rows, e) = (at + behind, counts.len());
+        let mut owned = vec![false; rows];
+        owners.iter().for_each(|r| owned[*r] = true);
+        let lengths: Vec<i32> = counts.iter().map(|n| *n as i32).collect();
+        let offsets = s.upload(&offsets, &[e + 1], Category::Workspace).unwrap();
+        let lengths = s.upload(&lengths, &[e], Category::Workspace).unwrap();
+        let segments = Segments { offsets: &offsets, counts: &lengths };
+        // Short sums and long ones, whose warpgroups start apart.
+        for [depth, width] in [[8, 8], [64, 264], [200, 128], [1096, 392], [520, 1032]] {
+            if e > 100 && depth * width > 100_000 {
+                continue;
+            }
+            let x = upload(&s, &numbers(1, rows, depth, |r| owned[r]), &[rows, depth]);
+            let dy = upload(&s, &numbers(2, rows, width, |r| owned[r]), &[rows, width]);
+            let w = numbers(3, e * width, depth, |_| true);
+            let bias = upload(&s, &numbers(4, e, width, |_| true), &[e, width]);
+            let old = numbers(5, e * width, depth, |_| true);
+            for kind in &KINDS {
+                let what = format!("{kind:?} {counts:?} {rows} rows, {depth} x {width}");
+                if kind.what == What::Weight {
+                    for accumulate in [false, true] {
+                        let run = |kind| {
+                            let shape = [e, width, depth];
+                            let dw = match accumulate {
+                                true => s.upload(&old, &shape, Category::Workspace).unwrap(),
+                                false => poisoned(&s, DType::F32, &shape),
+                            };
+                            let g = GroupedGrad { dy: &dy, x: &x, segments, dw: (&dw, accumulate) };
+                            k.queue_grouped_grad(&s, &g, &g.sizes().unwrap(), kind).unwrap();
+                            host(&s, &dw)
+                        };
+                        assert!(run(Some(kind)) == run(None), "{what} accumulate {accumulate}");
+                    }
+                    continue;
+                }
+                let as_stored = kind.what == What::Input;
+                let w = upload(&s, &w, &if as_stored { [e, depth, width] } else { [e, width, depth] });
+                for bias in [None, Some(&bias)] {
+                    let run = |kind| {
+                        let y = poisoned(&s, DType::BF16, &[rows, width]);
+                        let g = Grouped { x: &x, w: &w, as_stored, segments, bias, y: &y };
+                        k.queue_grouped(&s, &g, &g.sizes().unwrap(), kind).unwrap();
+                        host(&s, &y)
+                    };
+                    assert!(run(Some(kind)) == run(None), "{what} bias {}", bias.is_some());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,293 @@
+// Rows that move between tokens and experts. A thread has one or a few chunks of 16 bytes of a row; chunks are numbered through,
+// row by row.
+
+struct MoveArgs {
+    u64 x, out, source, rows, weights;
+    // Elements of a row, chunks of a row, chunks in all, choices of a token.
+    i32 width;
+    u32 per_row, chunks, k;
+    // Rows of x; choices of all tokens; rows of out, where a map says which. An index outside, as -1, is at least as large.
+    u32 from, choices, n;
+    // Rows start and end with whole chunks. Blocks that move tokens; those behind them clear rows of nobody.
+    u32 wide, movers, pad;
+};
+
+constexpr int THREADS = 256;
+
+// 16 bytes as they lie in memory, at element `at`.
+template <class E> __device__ __forceinline__ Packed<E> chunk(const E* from, i64 at) {
+    return *reinterpret_cast<const Packed<E>*>(from + at);
+}
+template <class E> __device__ __forceinline__ void put_chunk(E* to, i64 at, const Packed<E>& p) {
+    *reinterpret_cast<Packed<E>*>(to + at) = p;
+}
+
+// Chunks of a thread that are on their way together.
+constexpr int AHEAD = 4;
+
+// out[r] = x[source[r] / k], zeros for nobody.
+template <class E> __device__ __forceinline__ void gather_rows(const MoveArgs& a) {
+    constexpr int N = Wide<E>::count;
+    const E* x = reinterpret_cast<const E*>(a.x);
+    E* out = reinterpret_cast<E*>(a.out);
+    const i32* source = reinterpret_cast<const i32*>(a.source);
+    const u32 first = blockIdx.x * (THREADS * AHEAD) + threadIdx.x;
+    // The row of x, or ~0 for nobody and past the end.
+    auto row_of = [&](u32 i) {
+        const u32 choice = i < a.chunks ? u32(source[i / a.per_row]) : ~0u;
+        return choice < a.choices ? choice / a.k : ~0u;
+    };
+    if (a.wide) {
+        u32 row[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) row[u] = row_of(first + u * THREADS);
+        Packed<E> p[AHEAD];
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++) {
+            p[u] = {};
+            if (row[u] != ~0u) p[u] = chunk(x, i64(row[u]) * a.width + (first + u * THREADS) % a.per_row * N);
+        }
+        // Rows of whole chunks lie as they are numbered.
+#pragma unroll
+        for (int u = 0; u < AHEAD; u++)
+            if (first + u * THREADS < a.chunks) put_chunk(out, i64(first + u * THREADS) * N, p[u]);
+        return;
+    }
+#pragma unroll 1
+    for (u32 i = first; i < a.chunks && i < first + AHEAD * THREADS; i += THREADS) {
+        const u32 row = row_of(i);
+        const i32 at = i32(i % a.per_row) * N, last = min(at + N, a.width);
+        E* to = out + i64(i / a.per_row) * a.width;
+#pragma unroll 1
+        for (i32 c = at; c < last; c++) to[c] = row == ~0u ? E{} : x[i64(row) * a.width + c];
+    }
+}
+#define GATHER(E, NAME)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS) gather_rows_##NAME(const MoveArgs a) { gather_rows<E>(a); }
+GATHER(u32, 4)
+GATHER(u16, 2)
+GATHER(u8, 1)
+
+// Choices of a token looked at together.
+constexpr int TOGETHER = 8;
+
+// Rows of nobody become zeros: a warp looks at 32 sources.
+template <class E> __device__ __forceinline__ void clear_rows(const MoveArgs& a) {
+    constexpr int N = Wide<E>::count;
+    const i32 lane = threadIdx.x & 31;
+    const u32 first = (blockIdx.x - a.movers) * THREADS + (threadIdx.x - lane);
+    const bool mine = first + lane < a.n;
+    const u32 choice = mine ? u32(reinterpret_cast<const i32*>(a.source)[first + lane]) : 0;
+    u32 nobody = __ballot_sync(~0u, mine && choice >= a.choices);
+    for (; nobody != 0; nobody &= nobody - 1) {
+        E* row = reinterpret_cast<E*>(a.out) + i64(first + __ffs(nobody) - 1) * a.width;
+        if (a.wide) {
+            for (i32 at = lane * N; at < a.width; at += 32 * N) put_chunk(row, at, Packed<E>{});
+        } else {
+            for (i32 at = lane; at < a.width; at += 32) row[at] = E{};
+        }
+    }
+}
+
+// out[rows[t, j]] = x[t]; rows whose source is nobody become zeros.
+template <class E> __device__ __forceinline__ void spread_rows(const MoveArgs& a) {
+    constexpr int N = Wide<E>::count;
+    if (blockIdx.x >= a.movers) {
+        clear_rows<E>(a);
+        return;
+    }
+    const u32 i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.chunks) return;
+    const u32 t = i / a.per_row;
+    const i32 at = i32(i % a.per_row) * N;
+    const E* x = reinterpret_cast<const E*>(a.x) + i64(t) * a.width;
+    E* out = reinterpret_cast<E*>(a.out);
+    const i32* rows = reinterpret_cast<const i32*>(a.rows) + i64(t) * a.k;
+    if (a.wide) {
+        const Packed<E> p = chunk(x, at);
+        for (u32 j = 0; j < a.k; j += TOGETHER) {
+            u32 row[TOGETHER];
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++) row[u] = j + u < a.k ? u32(rows[j + u]) : ~0u;
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++)
+                if (row[u] < a.n) put_chunk(out, i64(row[u]) * a.width + at, p);
+        }
+        return;
+    }
+#pragma unroll 1
+    for (u32 j = 0; j < a.k; j++) {
+        const u32 row = u32(rows[j]);
+        if (row >= a.n) continue;
+#pragma unroll 1
+        for (i32 c = at; c < min(at + N, a.width); c++) out[i64(row) * a.width + c] = x[c];
+    }
+}
+#define SPREAD(E, NAME)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS) spread_rows_##NAME(const MoveArgs a) { spread_rows<E>(a); }
+SPREAD(u32, 4)
+SPREAD(u16, 2)
+SPREAD(u8, 1)
+
+// N numbers of a row from `at` as f32, one or two chunks; 0 past the end.
+template <class T, int N> __device__ __forceinline__ void numbers(const T* row, i32 at, i32 width, bool wide, float (&to)[N]) {
+    constexpr int V = Wide<T>::count;
+#pragma unroll
+    for (int half = 0; half < N / V; half++) {
+        float v[V];
+        unpack(fetch(row, at + half * V, width, wide), v);
+#pragma unroll
+        for (int c = 0; c < V; c++) to[half * V + c] = v[c];
+    }
+}
+template <class T, int N> __device__ __forceinline__ void put_numbers(T* row, i32 at, i32 width, bool wide, const float (&from)[N]) {
+    constexpr int V = Wide<T>::count;
+#pragma unroll
+    for (int half = 0; half < N / V; half++) {
+        float v[V];
+#pragma unroll
+        for (int c = 0; c < V; c++) v[c] = from[half * V + c];
+        put(row, at + half * V, width, wide, pack(v));
+    }
+}
+
+// out[r] = weights[source[r]]·x[source[r] / k], zeros for nobody.
+template <class X, class O> __device__ __forceinline__ void gather_weighted(const MoveArgs& a) {
+    constexpr int N = Wide<O>::count;
+    const u32 i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.chunks) return;
+    const u32 r = i / a.per_row, choice = u32(reinterpret_cast<const i32*>(a.source)[r]);
+    const i32 at = i32(i % a.per_row) * N;
+    float v[N] = {};
+    if (choice < a.choices) {
+        const float weight = reinterpret_cast<const float*>(a.weights)[choice];
+        numbers(reinterpret_cast<const X*>(a.x) + i64(choice / a.k) * a.width, at, a.width, a.wide, v);
+#pragma unroll
+        for (int c = 0; c < N; c++) v[c] *= weight;
+    }
+    put_numbers(reinterpret_cast<O*>(a.out) + i64(r) * a.width, at, a.width, a.wide, v);
+}
+#define WEIGHTED(X, O, NAME)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) gather_weighted_##NAME(const MoveArgs a) {               \
+        gather_weighted<X, O>(a);                                                                                  \
+    }
+WEIGHTED(float, float, f32)
+WEIGHTED(bf16, bf16, bf16)
+WEIGHTED(float, bf16, mixed)
+
+// One row more of a sum: weight·x, or x.
+template <bool WEIGHED, class X, int N>
+__device__ __forceinline__ void add_row(float (&sum)[N], const Packed<X>& p, float weight) {
+    float v[N];
+    unpack(p, v);
+#pragma unroll
+    for (int c = 0; c < N; c++) sum[c] = WEIGHED ? fmaf(weight, v[c], sum[c]) : sum[c] + v[c];
+}
+
+// out[t] = Σ_j x[rows[t, j]]·(weights[t, j]), in the order of j.
+template <class X, class O, bool WEIGHED> __device__ __forceinline__ void sum_rows(const MoveArgs& a) {
+    constexpr int N = Wide<X>::count;
+    const u32 i = blockIdx.x * THREADS + threadIdx.x;
+    if (i >= a.chunks) return;
+    const u32 t = i / a.per_row;
+    const i32 at = i32(i % a.per_row) * N;
+    const X* x = reinterpret_cast<const X*>(a.x);
+    const i32* rows = reinterpret_cast<const i32*>(a.rows) + i64(t) * a.k;
+    const float* weights = reinterpret_cast<const float*>(a.weights) + i64(t) * a.k;
+    float sum[N] = {};
+    if (a.wide) {
+        for (u32 j = 0; j < a.k; j += TOGETHER) {
+            u32 row[TOGETHER];
+            Packed<X> p[TOGETHER];
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++) row[u] = j + u < a.k ? u32(rows[j + u]) : ~0u;
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++)
+                if (row[u] < a.from) p[u] = chunk(x, i64(row[u]) * a.width + at);
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++)
+                if (row[u] < a.from) add_row<WEIGHED>(sum, p[u], WEIGHED ? weights[j + u] : 1.0f);
+        }
+    } else {
+#pragma unroll 1
+        for (u32 j = 0; j < a.k; j++) {
+            const u32 row = u32(rows[j]);
+            if (row >= a.from) continue;
+            add_row<WEIGHED>(sum, fetch(x + i64(row) * a.width, at, a.width, false), WEIGHED ? weights[j] : 1.0f);
+        }
+    }
+    put_numbers(reinterpret_cast<O*>(a.out) + i64(t) * a.width, at, a.width, a.wide, sum);
+}
+#define SUM(X, O, NAME)                                                                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS) sum_rows_##NAME(const MoveArgs a) {                   \
+        if (a.weights) sum_rows<X, O, true>(a);                                                                    \
+        else sum_rows<X, O, false>(a);                                                                             \
+    }
+SUM(float, float, f32)
+SUM(bf16, bf16, bf16)
+SUM(bf16, float, mixed)
+
+// out[t, j] = <x[rows[t, j]], dy[t]>. A warp has TOGETHER choices of a token; its lanes have the chunks of their rows in turn.
+// dy lies at `source`; `chunks` counts warps.
+template <class X, class D> __device__ __forceinline__ void row_products(const MoveArgs& a) {
+    constexpr int N = Wide<X>::count;
+    const i32 lane = threadIdx.x & 31;
+    const u32 groups = (a.k + TOGETHER - 1) / TOGETHER, unit = blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5);
+    if (unit >= a.chunks) return;
+    const u32 t = unit / groups, first = unit % groups * TOGETHER;
+    const X* x = reinterpret_cast<const X*>(a.x);
+    const D* dy = reinterpret_cast<const D*>(a.source) + i64(t) * a.width;
+    const i32* rows = reinterpret_cast<const i32*>(a.rows) + i64(t) * a.k;
+    u32 row[TOGETHER];
+#pragma unroll
+    for (int u = 0; u < TOGETHER; u++) row[u] = first + u < a.k ? u32(rows[first + u]) : ~0u;
+    float sum[TOGETHER] = {};
+#pragma unroll 1
+    for (i32 at = lane * N; at < a.width; at += 32 * N) {
+        float d[N];
+        Packed<X> p[TOGETHER];
+        if (a.wide) {
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++) {
+                p[u] = {};
+                if (row[u] < a.from) p[u] = chunk(x, i64(row[u]) * a.width + at);
+            }
+        } else {
+#pragma unroll
+            for (int u = 0; u < TOGETHER; u++) {
+                p[u] = {};
+                if (row[u] < a.from) p[u] = fetch(x + i64(row[u]) * a.width, at, a.width, false);
+            }
+        }
+        numbers(dy, at, a.width, a.wide, d);
+#pragma unroll
+        for (int u = 0; u < TOGETHER; u++) {
+            float v[N];
+            unpack(p[u], v);
+#pragma unroll
+            for (int c = 0; c < N; c++) sum[u] = fmaf(v[c], d[c], sum[u]);
+        }
+    }
+    float* out = reinterpret_cast<float*>(a.out) + i64(t) * a.k;
+#pragma unroll
+    for (int u = 0; u < TOGETHER; u++) {
+        const float total = warp_sum(sum[u]);
+        // What dy holds is nothing to those without a row.
+        if (lane == u && first + u < a.k) out[first + u] = row[u] < a.from ? total : 0.0f;
+    }
+}
+#define PRODUCTS(X, D, NAME)                                                                                       \
+    extern "C" __global__ void __launch_bounds__(THREADS) row_products_##NAME(const MoveArgs a) {               \
+        row_products<X, D>(a);                                                                                     \
+    }
+PRODUCTS(float, float, f32)
+PRODUCTS(bf16, bf16, bf16)
+PRODUCTS(bf16, float, mixed)
+
+// out[i] = x[source[i]], words of 32 bits.
+extern "C" __global__ void __launch_bounds__(THREADS) gather_values(const MoveArgs a) {
+    const i64 i = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (i >= a.n) return;
+    const u32 from = u32(reinterpret_cast<const i32*>(a.source)[i]);
+    reinterpret_cast<u32*>(a.out)[i] = from < a.from ? reinterpret_cast<const u32*>(a.x)[from] : 0;
+}

@@ -1,0 +1,222 @@
+//! Rows that move between tokens and experts.
+
+use super::groups::{blocks, line, wide};
+use super::rows::{columns, per_access};
+use super::{CudaKernels, Kernel};
+use crate::checks::dtypes;
+use crate::permute::{
+    Sizes, check_choices, check_values, gather_sizes, spread_sizes, sum_sizes, weighted_sizes,
+};
+use crate::{PermuteKernels, RowMap};
+use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
+
+/// As in permute.cu.
+const THREADS: u32 = 256;
+const AHEAD: usize = 4;
+const TOGETHER: usize = 8;
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct MoveArgs {
+    x: u64,
+    out: u64,
+    /// Or the gradient that products are made with.
+    source: u64,
+    rows: u64,
+    weights: u64,
+    width: i32,
+    per_row: u32,
+    chunks: u32,
+    k: u32,
+    from: u32,
+    choices: u32,
+    n: u32,
+    wide: u32,
+    movers: u32,
+    pad: u32,
+}
+
+impl MoveArgs {
+    /// For rows of out or of tokens, `rows` of them, in chunks of 16 bytes of `dtype`.
+    fn new(op: &'static str, z: Sizes, dtype: DType, rows: usize) -> Result<MoveArgs> {
+        let per_row = z.width.div_ceil(per_access(dtype));
+        // A block counts on past the last chunk.
+        let chunks = match i32::try_from(rows.saturating_mul(per_row)) {
+            Ok(chunks) => chunks as u32,
+            Err(_) => {
+                return shape_error(
+                    op,
+                    format!("{rows} rows of {} are too many at once; use smaller batches", z.width),
+                );
+            }
+        };
+        Ok(MoveArgs {
+            width: columns(op, z.width)?,
+            per_row: per_row.max(1) as u32,
+            chunks,
+            k: z.k as u32,
+            choices: (z.tokens * z.k) as u32,
+            n: z.rows as u32,
+            ..MoveArgs::default()
+        })
+    }
+
+    /// 16-byte accesses, where rows are whole chunks and addresses allow them.
+    fn align(mut self, dtype: DType, addresses: &[u64]) -> MoveArgs {
+        let whole = (self.width as usize).is_multiple_of(per_access(dtype));
+        self.wide = u32::from(whole && wide(addresses));
+        self
+    }
+
+    fn blocks(&self, op: &'static str, each: usize) -> Result<u32> {
+        blocks(op, self.chunks as usize, each)
+    }
+}
+
+/// The instance of a pure move: by the size of its elements.
+macro_rules! sized {
+    ($op:expr, $dtype:expr, $name:literal) => {
+        match $dtype {
+            DType::F32 => Ok(concat!($name, "_4")),
+            DType::BF16 => Ok(concat!($name, "_2")),
+            DType::E4M3 | DType::E5M2 => Ok(concat!($name, "_1")),
+            found => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
+        }
+        .map(|name| Kernel { source: "permute", name })
+    };
+}
+
+/// The instance for a type and a partner's, which is the same or f32.
+macro_rules! mixed {
+    ($op:expr, $dtype:expr, $partner:expr, $name:literal) => {
+        match ($dtype, $partner) {
+            (DType::F32, _) => Ok(concat!($name, "_f32")),
+            (DType::BF16, DType::BF16) => Ok(concat!($name, "_bf16")),
+            (DType::BF16, _) => Ok(concat!($name, "_mixed")),
+            (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
+        }
+        .map(|name| Kernel { source: "permute", name })
+    };
+}
+
+impl PermuteKernels for CudaKernels {
+    fn sort(&self, s: &Stream, index: &Tensor, first: usize, align: usize, map: &RowMap) -> Result<()> {
+        self.sort_choices(s, index, first, align, map)
+    }
+
+    fn gather_rows(&self, s: &Stream, x: &Tensor, source: &Tensor, k: usize, out: &Tensor) -> Result<()> {
+        const OP: &str = "gather_rows";
+        let (z, dtype) = (gather_sizes(OP, x, source, k, out)?, x.dtype());
+        dtypes(OP, dtype, &[out])?;
+        let kernel = sized!(OP, dtype, "gather_rows")?;
+        s.launch(OP, &[read(x), read(source), write(out)], |l| {
+            let (x, source, out) = (l.address(0)?, l.address(1)?, l.address(2)?);
+            let a = MoveArgs { x, source, out, ..MoveArgs::new(OP, z, dtype, z.rows)? };
+            let a = a.align(dtype, &[x, out]);
+            self.queue(l, kernel, line(a.blocks(OP, AHEAD * THREADS as usize)?, THREADS), &a)
+        })
+    }
+
+    fn spread_rows(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
+        const OP: &str = "spread_rows";
+        let (z, dtype) = (spread_sizes(OP, x, map, out)?, x.dtype());
+        let kernel = sized!(OP, dtype, "spread_rows")?;
+        s.launch(OP, &[read(x), read(&map.source), read(&map.rows), write(out)], |l| {
+            let (x, source, rows, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
+            let a = MoveArgs { x, source, rows, out, ..MoveArgs::new(OP, z, dtype, z.tokens)? };
+            let mut a = a.align(dtype, &[x, out]);
+            a.movers = a.blocks(OP, THREADS as usize)?;
+            let clearers = blocks(OP, z.rows, THREADS as usize)?;
+            let all = blocks(OP, a.movers as usize + clearers as usize, 1)?;
+            self.queue(l, kernel, line(all, THREADS), &a)
+        })
+    }
+
+    fn gather_weighted(
+        &self,
+        s: &Stream,
+        x: &Tensor,
+        source: &Tensor,
+        weights: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "gather_weighted";
+        let (z, dtype) = (weighted_sizes(OP, x, source, weights, out)?, out.dtype());
+        let kernel = mixed!(OP, dtype, x.dtype(), "gather_weighted")?;
+        s.launch(OP, &[read(x), read(source), read(weights), write(out)], |l| {
+            let (x, source, weights, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
+            let a = MoveArgs { x, source, weights, out, ..MoveArgs::new(OP, z, dtype, z.rows)? };
+            let a = a.align(dtype, &[x, out]);
+            self.queue(l, kernel, line(a.blocks(OP, THREADS as usize)?, THREADS), &a)
+        })
+    }
+
+    fn sum_rows(
+        &self,
+        s: &Stream,
+        x: &Tensor,
+        rows: &Tensor,
+        weights: Option<&Tensor>,
+        out: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "sum_rows";
+        let (z, dtype) = (sum_sizes(OP, x, rows, out)?, x.dtype());
+        weights.map_or(Ok(()), |w| check_choices(OP, z, w))?;
+        let kernel = mixed!(OP, dtype, out.dtype(), "sum_rows")?;
+        let args = [read(x), read(rows), write(out), read(weights.unwrap_or(rows))];
+        s.launch(OP, &args, |l| {
+            let (x, rows, out) = (l.address(0)?, l.address(1)?, l.address(2)?);
+            let weights = weights.map_or(Ok(0), |_| l.address(3))?;
+            let a = MoveArgs { x, rows, weights, out, ..MoveArgs::new(OP, z, dtype, z.tokens)? };
+            let a = MoveArgs { from: z.rows as u32, ..a.align(dtype, &[x, out]) };
+            self.queue(l, kernel, line(a.blocks(OP, THREADS as usize)?, THREADS), &a)
+        })
+    }
+
+    fn row_products(&self, s: &Stream, x: &Tensor, rows: &Tensor, dy: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "row_products";
+        let (z, dtype) = (sum_sizes(OP, x, rows, dy)?, x.dtype());
+        check_choices(OP, z, out)?;
+        let kernel = mixed!(OP, dtype, dy.dtype(), "row_products")?;
+        s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {
+            let (x, rows, dy, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
+            let a = MoveArgs { x, rows, source: dy, out, ..MoveArgs::new(OP, z, dtype, 0)? };
+            let chunks = (z.tokens * z.k.div_ceil(TOGETHER)) as u32;
+            let a = MoveArgs { from: z.rows as u32, chunks, ..a.align(dtype, &[x, dy]) };
+            self.queue(l, kernel, line(a.blocks(OP, THREADS as usize / 32)?, THREADS), &a)
+        })
+    }
+
+    fn gather_values(&self, s: &Stream, x: &Tensor, source: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "gather_values";
+        check_values(OP, x, source, out)?;
+        s.launch(OP, &[read(x), read(source), write(out)], |l| {
+            let (from, n) = (x.numel() as u32, out.numel());
+            let a = MoveArgs {
+                x: l.address(0)?,
+                source: l.address(1)?,
+                out: l.address(2)?,
+                from,
+                n: n as u32,
+                ..MoveArgs::default()
+            };
+            let kernel = Kernel { source: "permute", name: "gather_values" };
+            self.queue(l, kernel, line(blocks(OP, n, THREADS as usize)?, THREADS), &a)
+        })
+    }
+
+    fn chunk_map(
+        &self,
+        s: &Stream,
+        sizes: &Tensor,
+        order: &Tensor,
+        source: &Tensor,
+        back: &Tensor,
+    ) -> Result<()> {
+        self.map_chunks(s, [sizes, order], [source, back])
+    }
+
+    fn pad_map(&self, s: &Stream, align: usize, map: &Tensor) -> Result<()> {
+        self.fill_map(s, align, map)
+    }
+}

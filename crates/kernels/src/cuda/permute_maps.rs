@@ -1,0 +1,177 @@
+//! Maps of rows on a card: the sort of choices, chunks in another order, dense maps.
+
+use super::groups::{blocks, line};
+use super::{CudaKernels, Grid, Kernel};
+use crate::RowMap;
+use crate::permute::{chunk_sizes, pad_sizes, sort_sizes};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
+
+/// As in permute_maps.cu.
+const THREADS: u32 = 256;
+const WARPS: usize = THREADS as usize / 32;
+const TILE: usize = 1024;
+const PAD_ROWS: usize = 128;
+
+/// Experts whose counts, one for each warp, fit in a block's shared memory on every card.
+const MAX_EXPERTS: usize = 4096;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SortArgs {
+    index: u64,
+    offsets: u64,
+    counts: u64,
+    rows: u64,
+    source: u64,
+    tiles: u64,
+    choices: i64,
+    n: i64,
+    first: i64,
+    experts: u32,
+    tile_count: u32,
+    align: u32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ChunkArgs {
+    sizes: u64,
+    order: u64,
+    starts: u64,
+    source: u64,
+    back: u64,
+    n: i64,
+    count: u32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct PadArgs {
+    map: u64,
+    ones: u64,
+    tokens: i64,
+    experts: i64,
+    align: u32,
+    tile_count: u32,
+}
+
+fn kernel(name: &'static str) -> Kernel {
+    Kernel { source: "permute_maps", name }
+}
+
+/// An alignment as kernels count it. Beyond what i32 counts, any gives the same: the first row, or none.
+fn multiple(align: usize) -> u32 {
+    align.min(1 << 31) as u32
+}
+
+impl CudaKernels {
+    pub(super) fn sort_choices(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        first: usize,
+        align: usize,
+        map: &RowMap,
+    ) -> Result<()> {
+        const OP: &str = "sort";
+        let [choices, experts] = sort_sizes(OP, index, align, map)?;
+        if experts > MAX_EXPERTS {
+            return shape_error(
+                OP,
+                format!(
+                    "{experts} experts on one card are more than the {MAX_EXPERTS} it sorts by; spread them"
+                ),
+            );
+        }
+        let RowMap { offsets, counts, rows, source } = map;
+        let tiles = choices.div_ceil(TILE).max(1);
+        let held = Tensor::empty(s, &[tiles, experts], DType::I32, Category::Workspace)?;
+        let args = [read(index), write(offsets), write(counts), write(rows), write(source), write(&held)];
+        s.launch(OP, &args, |l| {
+            let n = source.numel();
+            let a = SortArgs {
+                index: l.address(0)?,
+                offsets: l.address(1)?,
+                counts: l.address(2)?,
+                rows: l.address(3)?,
+                source: l.address(4)?,
+                tiles: l.address(5)?,
+                choices: choices as i64,
+                n: n as i64,
+                first: first.min(1 << 32) as i64,
+                experts: experts as u32,
+                tile_count: tiles as u32,
+                align: multiple(align),
+                pad: 0,
+            };
+            let grid = |blocks: usize, threads, words: usize| Grid {
+                blocks: [blocks as u32, 1, 1],
+                threads,
+                shared: 4 * words as u32,
+            };
+            if experts > 0 {
+                self.queue(l, kernel("sort_count"), grid(tiles, THREADS, experts), &a)?;
+                self.queue(l, kernel("sort_scan"), grid(experts.div_ceil(32), 1024, 0), &a)?;
+            }
+            // Few choices of many experts leave many rows to mark.
+            let markers = n.div_ceil(4096).min(64);
+            let words = (WARPS + 1) * experts;
+            self.queue(l, kernel("sort_place"), grid(tiles.max(markers), THREADS, words), &a)
+        })
+    }
+
+    pub(super) fn map_chunks(
+        &self,
+        s: &Stream,
+        from: [&Tensor; 2],
+        [source, back]: [&Tensor; 2],
+    ) -> Result<()> {
+        const OP: &str = "chunk_map";
+        let [count, n] = chunk_sizes(OP, from, [source, back])?;
+        let Ok(count) = u32::try_from(count) else {
+            return shape_error(OP, format!("{count} chunks are more than 32 bits count"));
+        };
+        let starts = Tensor::empty(s, &[2, count as usize + 1], DType::I64, Category::Workspace)?;
+        let args = [read(from[0]), read(from[1]), write(source), write(back), write(&starts)];
+        s.launch(OP, &args, |l| {
+            let a = ChunkArgs {
+                sizes: l.address(0)?,
+                order: l.address(1)?,
+                starts: l.address(4)?,
+                source: l.address(2)?,
+                back: l.address(3)?,
+                n: n as i64,
+                count,
+                pad: 0,
+            };
+            self.queue(l, kernel("chunk_starts"), line(1, 1024), &a)?;
+            self.queue(l, kernel("chunk_rows"), line(blocks(OP, n, THREADS as usize)?, THREADS), &a)
+        })
+    }
+
+    pub(super) fn fill_map(&self, s: &Stream, align: usize, map: &Tensor) -> Result<()> {
+        const OP: &str = "pad_map";
+        let [tokens, experts] = pad_sizes(OP, align, map)?;
+        let tiles = tokens.div_ceil(PAD_ROWS);
+        let across = experts.div_ceil(32);
+        if across > 65535 {
+            return shape_error(OP, format!("{experts} experts are more than a card takes"));
+        }
+        let ones = Tensor::empty(s, &[tiles, experts], DType::I32, Category::Workspace)?;
+        s.launch(OP, &[write(map), write(&ones)], |l| {
+            let a = PadArgs {
+                map: l.address(0)?,
+                ones: l.address(1)?,
+                tokens: tokens as i64,
+                experts: experts as i64,
+                align: multiple(align),
+                tile_count: tiles as u32,
+            };
+            let grid = Grid { blocks: [tiles as u32, across as u32, 1], threads: THREADS, shared: 0 };
+            self.queue(l, kernel("pad_count"), grid, &a)?;
+            self.queue(l, kernel("pad_fill"), grid, &a)
+        })
+    }
+}

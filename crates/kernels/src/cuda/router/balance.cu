@@ -1,0 +1,149 @@
+// Balancing losses: statistics of scores and their gradient.
+//
+// Sums of scores are kept as whole numbers of 1/unit, which may be added in any order: scores are between 0 and 1, and `unit`
+// is the power of two at which a sum over all rows just fits. NaN is noted beside them.
+
+struct BalanceArgs {
+    u64 logits, segments, weights, dlogits;
+    u64 fixed, nan, counts, sums; // i64, u32, i64, f32 [S, E]
+    u64 fault;
+    i64 tokens, cells; // cells = S·E
+    double unit;
+    i32 experts, k, score, count; // count = S
+};
+
+extern "C" __global__ void __launch_bounds__(256) balance_clear(const BalanceArgs a) {
+    const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (i >= a.cells) return;
+    reinterpret_cast<i64*>(a.fixed)[i] = 0;
+    reinterpret_cast<i64*>(a.counts)[i] = 0;
+    reinterpret_cast<u32*>(a.nan)[i] = 0;
+}
+
+extern "C" __global__ void __launch_bounds__(256) balance_total(const BalanceArgs a) {
+    const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (i >= a.cells) return;
+    const float sum = float(double(reinterpret_cast<const i64*>(a.fixed)[i]) / a.unit);
+    reinterpret_cast<float*>(a.sums)[i] = reinterpret_cast<const u32*>(a.nan)[i] ? __int_as_float(0x7fc00000) : sum;
+}
+
+// Adds to the statistics of a cell.
+__device__ __forceinline__ void add_cell(const BalanceArgs& a, i64 cell, float sum, u32 count) {
+    if (sum != sum)
+        reinterpret_cast<u32*>(a.nan)[cell] = 1;
+    else if (sum != 0.0f)
+        atomicAdd(reinterpret_cast<u64*>(a.fixed) + cell, u64(__double2ll_rn(double(sum) * a.unit)));
+    if (count) atomicAdd(reinterpret_cast<u64*>(a.counts) + cell, u64(count));
+}
+
+// The segment of a row, negative where it does not count.
+__device__ __forceinline__ i32 segment_of(const BalanceArgs& a, i64 t) {
+    const i32 segment = reinterpret_cast<const i32*>(a.segments)[t];
+    if (segment < a.count) return segment;
+    fault(a.fault, FAULT_EXPERT);
+    return -1;
+}
+
+// Rows of a warp.
+constexpr int ROWS = 4;
+
+// A warp adds up neighbouring rows as long as they are of one segment. Where a whole block stayed in one, its warps are added up
+// first.
+template <int V, class T> __device__ __forceinline__ void balance(const BalanceArgs& a) {
+    constexpr int WARPS = Block<V>::warps;
+    __shared__ float sums[WARPS][V * 32];
+    __shared__ u32 counts[WARPS][V * 32];
+    __shared__ i32 stayed[WARPS];
+    const i32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const i64 first = (i64(blockIdx.x) * WARPS + warp) * ROWS;
+    float sum[V] = {};
+    u32 count[V] = {};
+    i32 current = -1;
+    bool one = true;
+    auto flush = [&]() {
+#pragma unroll
+        for (int s = 0; s < V; s++) {
+            if (s * 32 + lane < a.experts) add_cell(a, i64(current) * a.experts + s * 32 + lane, sum[s], count[s]);
+            sum[s] = 0.0f, count[s] = 0;
+        }
+    };
+#pragma unroll 1
+    for (i64 t = first; t < min(first + ROWS, a.tokens); t++) {
+        const i32 segment = segment_of(a, t);
+        if (segment < 0) continue;
+        if (segment != current && current >= 0) {
+            flush();
+            one = false;
+        }
+        current = segment;
+        float x[V], y[V];
+        load_row(reinterpret_cast<const T*>(a.logits) + t * a.experts, a.experts, x);
+        normalised(a.score, x, a.experts, y);
+        u32 key[V];
+        keys_of(x, a.experts, key);
+#pragma unroll 1
+        for (i32 j = 0; j < a.k; j++) take_best(key);
+#pragma unroll
+        for (int s = 0; s < V; s++) {
+            sum[s] += y[s];
+            // What was taken has no key left.
+            if (key[s] == 0) count[s]++;
+        }
+    }
+    if (lane == 0) stayed[warp] = one ? current : -2;
+    __syncthreads();
+    i32 common = -1;
+    bool alike = true;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+        if (stayed[w] == -1) continue;
+        alike = alike && stayed[w] >= 0 && (common < 0 || common == stayed[w]);
+        common = stayed[w];
+    }
+    if (!alike) {
+        if (current >= 0) flush();
+        return;
+    }
+    if (common < 0) return;
+#pragma unroll
+    for (int s = 0; s < V; s++) sums[warp][s * 32 + lane] = sum[s], counts[warp][s * 32 + lane] = count[s];
+    __syncthreads();
+    for (i32 c = threadIdx.x; c < a.experts; c += Block<V>::threads) {
+        float total = 0.0f;
+        u32 times = 0;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) total += sums[w][c], times += counts[w][c];
+        add_cell(a, i64(common) * a.experts + c, total, times);
+    }
+}
+ROUTER_KERNELS(balance, balance, BalanceArgs)
+
+template <int V, class T> __device__ __forceinline__ void balance_backward(const BalanceArgs& a) {
+    const i32 lane = threadIdx.x & 31;
+    const i64 t = i64(blockIdx.x) * Block<V>::warps + (threadIdx.x >> 5);
+    if (t >= a.tokens) return;
+    const i32 segment = segment_of(a, t);
+    if (segment < 0) return;
+    const float* weights = reinterpret_cast<const float*>(a.weights) + i64(segment) * a.experts;
+    T* out = reinterpret_cast<T*>(a.dlogits) + t * a.experts;
+    float x[V], y[V], w[V], old[V];
+    load_row(reinterpret_cast<const T*>(a.logits) + t * a.experts, a.experts, x);
+#pragma unroll
+    for (int s = 0; s < V; s++) {
+        const i32 c = s * 32 + lane;
+        w[s] = c < a.experts ? weights[c] : 0.0f;
+        old[s] = c < a.experts ? to_f32(out[c]) : 0.0f;
+    }
+    const float sum = normalised(a.score, x, a.experts, y);
+    float mean = 0.0f;
+#pragma unroll
+    for (int s = 0; s < V; s++) mean += w[s] * y[s];
+    mean = warp_sum(mean);
+#pragma unroll
+    for (int s = 0; s < V; s++) {
+        if (s * 32 + lane >= a.experts || x[s] == none()) continue;
+        const float d = is_softmax(a.score) ? y[s] * (w[s] - mean) : (w[s] - mean) / sum * slope(a.score, x[s]);
+        out[s * 32 + lane] = from_f32<T>(old[s] + d);
+    }
+}
+ROUTER_KERNELS(balance_backward, balance_backward, BalanceArgs)

@@ -1,0 +1,160 @@
+// Choices counted and dropped, and what follows from counts.
+
+struct CountArgs {
+    u64 index, segments, counts, fault; // segments: 0 where all rows count
+    i64 tokens;
+    i32 experts, k;
+};
+
+// counts i64 [E] = 0
+extern "C" __global__ void __launch_bounds__(256) counts_clear(const CountArgs a) {
+    const i32 e = blockIdx.x * 256 + threadIdx.x;
+    if (e < a.experts) reinterpret_cast<i64*>(a.counts)[e] = 0;
+}
+
+// A thread has a row.
+extern "C" __global__ void __launch_bounds__(256) count_choices(const CountArgs a) {
+    __shared__ u32 bins[1024];
+    for (i32 e = threadIdx.x; e < a.experts; e += 256) bins[e] = 0;
+    __syncthreads();
+    const i64 t = i64(blockIdx.x) * 256 + threadIdx.x;
+    if (t < a.tokens && (!a.segments || reinterpret_cast<const i32*>(a.segments)[t] >= 0)) {
+        const i32* row = reinterpret_cast<const i32*>(a.index) + t * a.k;
+#pragma unroll 4
+        for (i32 j = 0; j < a.k; j++) {
+            const i32 e = row[j];
+            if (e >= a.experts)
+                fault(a.fault, FAULT_EXPERT);
+            else if (e >= 0)
+                atomicAdd(&bins[e], 1u);
+        }
+    }
+    __syncthreads();
+    for (i32 e = threadIdx.x; e < a.experts; e += 256)
+        if (bins[e]) atomicAdd(reinterpret_cast<u64*>(a.counts) + e, u64(bins[e]));
+}
+
+struct DropArgs {
+    u64 index, probs, dropped, counts, list; // list: u32 [T·k]
+    i64 entries;                             // T·k, below 2^31
+    i64 capacity;
+    u32 by_probability;
+    u32 pad;
+};
+
+// A block has an expert. Entries (token·k + slot) of it are met in order; without probabilities those beyond the capacity go at
+// once, otherwise they are listed first.
+extern "C" __global__ void __launch_bounds__(WIDE) drop_beyond(const DropArgs a) {
+    __shared__ u32 shared[32];
+    const i32 expert = blockIdx.x;
+    i32* index = reinterpret_cast<i32*>(a.index);
+    float* probs = reinterpret_cast<float*>(a.probs);
+    const i64* counts = reinterpret_cast<const i64*>(a.counts);
+    const i64 n = counts[expert];
+    if (n <= a.capacity) return;
+    // Below the entries, which are below 2^31.
+    const u32 capacity = u32(a.capacity);
+    auto drop = [&](i64 i) { index[i] = -1, probs[i] = 0.0f; };
+    u32 before;
+    block_scan(i32(threadIdx.x) < expert ? u32(counts[threadIdx.x]) : 0, shared, before);
+    u32* list = reinterpret_cast<u32*>(a.list) + before;
+    u32 seen = 0, more;
+#pragma unroll 1
+    for (i64 base = 0; base < a.entries; base += 4 * WIDE) {
+        const i64 from = base + 4 * i64(threadIdx.x);
+        bool hit[4];
+        u32 hits = 0;
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            hit[q] = from + q < a.entries && index[from + q] == expert;
+            hits += hit[q];
+        }
+        u32 rank = seen + block_scan(hits, shared, more);
+#pragma unroll
+        for (int q = 0; q < 4; q++) {
+            if (!hit[q]) continue;
+            if (a.by_probability)
+                list[rank] = u32(from + q);
+            else if (rank >= capacity)
+                drop(from + q);
+            rank++;
+        }
+        seen += more;
+    }
+    if (threadIdx.x == 0) atomicAdd(reinterpret_cast<u64*>(a.dropped), u64(n - a.capacity));
+    if (!a.by_probability) return;
+    // The list is there for all.
+    __syncthreads();
+    u32 left;
+    const u32 last = select(n, capacity - 1, [&](i64 i) { return order(probs[list[i]]); }, left);
+    seen = 0;
+#pragma unroll 1
+    for (i64 base = 0; base < n; base += WIDE) {
+        const i64 i = base + threadIdx.x;
+        const u32 key = i < n ? order(probs[list[i]]) : 0;
+        const u32 rank = seen + block_scan(i < n && key == last, shared, more);
+        if (i < n && (key < last || (key == last && rank > left))) drop(list[i]);
+        seen += more;
+    }
+}
+
+// Σ over a block of 1024 threads in a fixed order, in every thread; `shared`: 32 of T.
+template <class T> __device__ __forceinline__ T block_total(T x, T* shared) {
+    const u32 lane = threadIdx.x & 31;
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
+    if (lane == 0) shared[threadIdx.x >> 5] = x;
+    __syncthreads();
+    x = shared[lane];
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(~0u, x, d);
+    return x;
+}
+
+struct WeightsArgs {
+    u64 sums, counts, steps, weights, loss; // steps: 0 for one step
+    i64 cells;
+    i32 experts, k, count;
+    float factor;
+};
+
+// One block. In f64 as on the CPU: counts go to millions, and are squared.
+extern "C" __global__ void __launch_bounds__(WIDE) balance_weights(const WeightsArgs a) {
+    __shared__ i64 whole[32];
+    __shared__ double parts[32];
+    const i64* counts = reinterpret_cast<const i64*>(a.counts);
+    const float* sums = reinterpret_cast<const float*>(a.sums);
+    float* weights = reinterpret_cast<float*>(a.weights);
+    i64 total = 0;
+    for (i64 i = threadIdx.x; i < a.cells; i += WIDE) total += counts[i];
+    total = block_total(total, whole);
+    const double steps = a.steps ? double(*reinterpret_cast<const float*>(a.steps)) : 1.0, k = double(a.k);
+    const double mean = double(total) / steps / (k * double(a.count));
+    const double each = double(a.factor) * double(a.experts) / (k * mean * mean);
+    double loss = 0.0;
+    for (i64 i = threadIdx.x; i < a.cells; i += WIDE) {
+        const double weight = mean == 0.0 ? 0.0 : each * (double(counts[i]) / steps);
+        weights[i] = float(weight);
+        loss += weight * double(sums[i]);
+    }
+    loss = block_total(loss, parts);
+    if (threadIdx.x == 0) *reinterpret_cast<float*>(a.loss) += float(loss);
+}
+
+struct BiasArgs {
+    u64 counts, bias;
+    i32 experts;
+    float rate;
+};
+
+// One block, a thread for each expert. Whole numbers are compared: a mean would be rounded.
+extern "C" __global__ void __launch_bounds__(WIDE) update_bias(const BiasArgs a) {
+    __shared__ i64 whole[32];
+    const bool mine = i32(threadIdx.x) < a.experts;
+    i64* counts = reinterpret_cast<i64*>(a.counts);
+    const i64 count = mine ? counts[threadIdx.x] : 0, total = block_total(count, whole);
+    if (!mine) return;
+    float* bias = reinterpret_cast<float*>(a.bias) + threadIdx.x;
+    if (total != count * a.experts) *bias += total > count * a.experts ? a.rate : -a.rate;
+    counts[threadIdx.x] = 0;
+}

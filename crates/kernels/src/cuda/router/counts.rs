@@ -1,0 +1,177 @@
+//! Choices counted and dropped, and what follows from counts.
+
+use super::WIDE;
+use crate::cuda::groups::{blocks, line};
+use crate::cuda::{CudaKernels, Kernel};
+use crate::router::check;
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct CountArgs {
+    index: u64,
+    segments: u64,
+    counts: u64,
+    fault: u64,
+    tokens: i64,
+    experts: i32,
+    k: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct DropArgs {
+    index: u64,
+    probs: u64,
+    dropped: u64,
+    counts: u64,
+    list: u64,
+    entries: i64,
+    capacity: i64,
+    by_probability: u32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct WeightsArgs {
+    sums: u64,
+    counts: u64,
+    steps: u64,
+    weights: u64,
+    loss: u64,
+    cells: i64,
+    experts: i32,
+    k: i32,
+    count: i32,
+    factor: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BiasArgs {
+    counts: u64,
+    bias: u64,
+    experts: i32,
+    rate: f32,
+}
+
+fn kernel(name: &'static str) -> Kernel {
+    Kernel { source: "router_counts", name }
+}
+
+impl CudaKernels {
+    pub(super) fn queue_count_choices(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        segments: &Tensor,
+        counts: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "count_choices";
+        let z = check::count_choices(OP, index, segments, counts)?;
+        s.launch(OP, &[read(index), read(segments), write(counts)], |l| {
+            let args = CountArgs {
+                index: l.address(0)?,
+                segments: l.address(1)?,
+                counts: l.address(2)?,
+                fault: l.fault()?,
+                tokens: z.tokens as i64,
+                experts: z.experts as i32,
+                k: z.k as i32,
+            };
+            self.queue(l, kernel("count_choices"), line(blocks(OP, z.tokens, 256)?, 256), &args)
+        })
+    }
+
+    pub(super) fn queue_drop_beyond(
+        &self,
+        s: &Stream,
+        capacity: usize,
+        experts: usize,
+        by_probability: bool,
+        [index, probs, dropped]: [&Tensor; 3],
+    ) -> Result<()> {
+        const OP: &str = "drop_beyond";
+        let z = check::drop_beyond(OP, experts, index, probs, dropped)?;
+        let entries = index.numel();
+        if i32::try_from(entries).is_err() {
+            return shape_error(OP, format!("{entries} choices are too many to sort"));
+        }
+        // Where nothing stays, nothing need be compared.
+        let by_probability = by_probability && capacity > 0;
+        let counts = Tensor::empty(s, &[experts], DType::I64, Category::Workspace)?;
+        let listed = if by_probability { entries } else { 0 };
+        let list = Tensor::empty(s, &[listed], DType::I32, Category::Workspace)?;
+        let args = [write(index), write(probs), write(dropped), write(&counts), write(&list)];
+        s.launch(OP, &args, |l| {
+            let count = CountArgs {
+                index: l.address(0)?,
+                segments: 0,
+                counts: l.address(3)?,
+                fault: l.fault()?,
+                tokens: z.tokens as i64,
+                experts: experts as i32,
+                k: z.k as i32,
+            };
+            self.queue(l, kernel("counts_clear"), line(blocks(OP, experts, 256)?, 256), &count)?;
+            self.queue(l, kernel("count_choices"), line(blocks(OP, z.tokens, 256)?, 256), &count)?;
+            let args = DropArgs {
+                index: l.address(0)?,
+                probs: l.address(1)?,
+                dropped: l.address(2)?,
+                counts: l.address(3)?,
+                list: l.address(4)?,
+                entries: entries as i64,
+                // No expert has more.
+                capacity: capacity.min(entries) as i64,
+                by_probability: by_probability.into(),
+                pad: 0,
+            };
+            self.queue(l, kernel("drop_beyond"), line(blocks(OP, experts, 1)?, WIDE), &args)
+        })
+    }
+
+    pub(super) fn queue_balance_weights(
+        &self,
+        s: &Stream,
+        factor: f32,
+        k: usize,
+        [sums, counts, weights, loss]: [&Tensor; 4],
+        steps: Option<&Tensor>,
+    ) -> Result<()> {
+        const OP: &str = "balance_weights";
+        let [segments, experts] = check::balance_weights(OP, k, [sums, counts, weights, loss], steps)?;
+        let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
+        s.launch(OP, &args, |l| {
+            let args = WeightsArgs {
+                sums: l.address(0)?,
+                counts: l.address(1)?,
+                steps: if steps.is_some() { l.address(4)? } else { 0 },
+                weights: l.address(2)?,
+                loss: l.address(3)?,
+                cells: (segments * experts) as i64,
+                experts: experts as i32,
+                k: k as i32,
+                count: segments as i32,
+                factor,
+            };
+            self.queue(l, kernel("balance_weights"), line(1, WIDE), &args)
+        })
+    }
+
+    pub(super) fn queue_update_bias(
+        &self,
+        s: &Stream,
+        rate: f32,
+        counts: &Tensor,
+        bias: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "update_bias";
+        let experts = check::update_bias(OP, counts, bias)?;
+        s.launch(OP, &[write(counts), write(bias)], |l| {
+            let args = BiasArgs { counts: l.address(0)?, bias: l.address(1)?, experts: experts as i32, rate };
+            self.queue(l, kernel("update_bias"), line(1, WIDE), &args)
+        })
+    }
+}

@@ -1,0 +1,89 @@
+//! The gate of a router in f64.
+
+use crate::cuda::groups::blocks;
+use crate::cuda::{CudaKernels, Grid, Kernel, typed};
+use crate::router::check;
+use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, write};
+
+/// As in gate.cu.
+const TILE: usize = 64;
+const THREADS: u32 = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GateArgs {
+    a: u64,
+    b: u64,
+    c: u64,
+    a_row: i64,
+    a_step: i64,
+    b_row: i64,
+    b_step: i64,
+    m: i64,
+    n: i64,
+    k: i64,
+    accumulate: u32,
+    pad: u32,
+}
+
+/// `c [m, n] (+)= a·bᵀ`, with elements from one m (n) to the next and from one k to the next.
+struct Product {
+    a: (u64, [usize; 2]),
+    b: (u64, [usize; 2]),
+    c: u64,
+    sizes: [usize; 3],
+    accumulate: bool,
+}
+
+impl CudaKernels {
+    fn queue_product(&self, l: &Launch, kernel: Kernel, p: Product) -> Result<()> {
+        let [m, n, k] = p.sizes;
+        let across = blocks(l.op(), n, TILE)?;
+        let grid = Grid { blocks: [blocks(l.op(), m, TILE)?, across, 1], threads: THREADS, shared: 0 };
+        let args = GateArgs {
+            a: p.a.0,
+            b: p.b.0,
+            c: p.c,
+            a_row: p.a.1[0] as i64,
+            a_step: p.a.1[1] as i64,
+            b_row: p.b.1[0] as i64,
+            b_step: p.b.1[1] as i64,
+            m: m as i64,
+            n: n as i64,
+            k: k as i64,
+            accumulate: p.accumulate.into(),
+            pad: 0,
+        };
+        self.queue(l, kernel, grid, &args)
+    }
+
+    pub(super) fn queue_gate(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
+        const OP: &str = "gate_exact";
+        let [tokens, experts, h] = check::gate(OP, x, w, logits)?;
+        let kernel = typed!(OP, x.dtype(), "router_gate", "gate_logits")?;
+        s.launch(OP, &[read(x), read(w), write(logits)], |l| {
+            let (a, b, c) = ((l.address(0)?, [h, 1]), (l.address(1)?, [h, 1]), l.address(2)?);
+            self.queue_product(l, kernel, Product { a, b, c, sizes: [tokens, experts, h], accumulate: false })
+        })
+    }
+
+    pub(super) fn queue_gate_backward(
+        &self,
+        s: &Stream,
+        [x, w, dlogits, dx, dw]: [&Tensor; 5],
+        accumulate: bool,
+    ) -> Result<()> {
+        const OP: &str = "gate_exact_backward";
+        let [tokens, experts, h] = check::gate_backward(OP, x, w, dlogits, dx, dw)?;
+        let to_x = typed!(OP, x.dtype(), "router_gate", "gate_dx")?;
+        let to_w = typed!(OP, x.dtype(), "router_gate", "gate_dw")?;
+        s.launch(OP, &[read(x), read(w), read(dlogits), write(dx), write(dw)], |l| {
+            let d = l.address(2)?;
+            let (a, b, c) = ((d, [experts, 1]), (l.address(1)?, [1, h]), l.address(3)?);
+            let sizes = [tokens, h, experts];
+            self.queue_product(l, to_x, Product { a, b, c, sizes, accumulate: false })?;
+            let (a, b, c) = ((d, [1, experts]), (l.address(0)?, [1, h]), l.address(4)?);
+            self.queue_product(l, to_w, Product { a, b, c, sizes: [experts, h, tokens], accumulate })
+        })
+    }
+}

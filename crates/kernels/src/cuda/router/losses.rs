@@ -1,0 +1,185 @@
+//! Balancing losses and the z-loss.
+
+use super::{code, row_blocks, sized};
+use crate::Balance;
+use crate::cuda::groups::{blocks, line};
+use crate::cuda::{CudaKernels, Kernel};
+use crate::router::check;
+use crate::router::check::Sizes;
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
+
+/// Rows of a warp, as in balance.cu and z_loss.cu.
+const ROWS: usize = 4;
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct BalanceArgs {
+    logits: u64,
+    segments: u64,
+    weights: u64,
+    dlogits: u64,
+    fixed: u64,
+    nan: u64,
+    counts: u64,
+    sums: u64,
+    fault: u64,
+    tokens: i64,
+    cells: i64,
+    unit: f64,
+    experts: i32,
+    k: i32,
+    score: i32,
+    count: i32,
+}
+
+impl BalanceArgs {
+    fn new(b: &Balance, z: Sizes, segments: usize) -> BalanceArgs {
+        // The sum of a column over all rows, each at most 1 and a rounding, stays below 2⁶³.
+        let bits = usize::BITS - z.tokens.leading_zeros();
+        BalanceArgs {
+            tokens: z.tokens as i64,
+            cells: (segments * z.experts) as i64,
+            unit: 2f64.powi(62 - bits as i32),
+            experts: z.experts as i32,
+            k: z.k as i32,
+            score: code(b.score),
+            count: i32::try_from(segments).unwrap_or(i32::MAX),
+            ..BalanceArgs::default()
+        }
+    }
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ZLossArgs {
+    logits: u64,
+    segments: u64,
+    sums: u64,
+    parts: u64,
+    dlogits: u64,
+    tokens: i64,
+    blocks: i64,
+    experts: i32,
+    factor: f32,
+}
+
+fn balance_kernel(name: &'static str) -> Kernel {
+    Kernel { source: "router_balance", name }
+}
+
+impl CudaKernels {
+    pub(super) fn queue_balance(
+        &self,
+        s: &Stream,
+        b: &Balance,
+        sums: &Tensor,
+        counts: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "balance";
+        let (z, segments) = check::balance(OP, b, sums)?;
+        check::statistics(OP, sums, counts)?;
+        let kernel = sized!(OP, b.logits.dtype(), z.experts, "router_balance", "balance")?;
+        let cells = segments * z.experts;
+        let fixed = Tensor::empty(s, &[cells], DType::I64, Category::Workspace)?;
+        let nan = Tensor::empty(s, &[cells], DType::I32, Category::Workspace)?;
+        let args = [read(b.logits), read(b.segments), write(sums), write(counts), write(&fixed), write(&nan)];
+        s.launch(OP, &args, |l| {
+            let args = BalanceArgs {
+                logits: l.address(0)?,
+                segments: l.address(1)?,
+                sums: l.address(2)?,
+                counts: l.address(3)?,
+                fixed: l.address(4)?,
+                nan: l.address(5)?,
+                fault: l.fault()?,
+                ..BalanceArgs::new(b, z, segments)
+            };
+            let each = line(blocks(OP, cells, 256)?, 256);
+            self.queue(l, balance_kernel("balance_clear"), each, &args)?;
+            self.queue(l, kernel, row_blocks(OP, z.tokens, z.experts, ROWS)?, &args)?;
+            self.queue(l, balance_kernel("balance_total"), each, &args)
+        })
+    }
+
+    pub(super) fn queue_balance_backward(
+        &self,
+        s: &Stream,
+        b: &Balance,
+        weights: &Tensor,
+        dlogits: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "balance_backward";
+        let (z, segments) = check::balance(OP, b, weights)?;
+        check::exactly(OP, "gradients of logits", dlogits, b.logits.dtype(), b.logits.shape())?;
+        let kernel = sized!(OP, b.logits.dtype(), z.experts, "router_balance", "balance_backward")?;
+        s.launch(OP, &[read(b.logits), read(b.segments), read(weights), write(dlogits)], |l| {
+            let args = BalanceArgs {
+                logits: l.address(0)?,
+                segments: l.address(1)?,
+                weights: l.address(2)?,
+                dlogits: l.address(3)?,
+                fault: l.fault()?,
+                ..BalanceArgs::new(b, z, segments)
+            };
+            self.queue(l, kernel, row_blocks(OP, z.tokens, z.experts, 1)?, &args)
+        })
+    }
+
+    pub(super) fn queue_z_loss(
+        &self,
+        s: &Stream,
+        logits: &Tensor,
+        segments: &Tensor,
+        sums: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "z_loss";
+        let [tokens, experts] = check::z_loss(OP, logits, segments, sums, None)?;
+        let kernel = sized!(OP, logits.dtype(), experts, "router_z_loss", "z_loss")?;
+        let grid = row_blocks(OP, tokens, experts, ROWS)?;
+        let blocks = grid.blocks[0] as usize;
+        let parts = Tensor::empty(s, &[2 * blocks], DType::F64, Category::Workspace)?;
+        s.launch(OP, &[read(logits), read(segments), write(sums), write(&parts)], |l| {
+            let args = ZLossArgs {
+                logits: l.address(0)?,
+                segments: l.address(1)?,
+                sums: l.address(2)?,
+                parts: l.address(3)?,
+                dlogits: 0,
+                tokens: tokens as i64,
+                blocks: blocks as i64,
+                experts: experts as i32,
+                factor: 0.0,
+            };
+            self.queue(l, kernel, grid, &args)?;
+            self.queue(l, Kernel { source: "router_z_loss", name: "z_loss_total" }, line(1, 512), &args)
+        })
+    }
+
+    pub(super) fn queue_z_loss_backward(
+        &self,
+        s: &Stream,
+        factor: f32,
+        rows: &Tensor,
+        logits: &Tensor,
+        segments: &Tensor,
+        dlogits: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "z_loss_backward";
+        let [tokens, experts] = check::z_loss(OP, logits, segments, rows, Some(dlogits))?;
+        let kernel = sized!(OP, logits.dtype(), experts, "router_z_loss", "z_loss_backward")?;
+        s.launch(OP, &[read(logits), read(segments), read(rows), write(dlogits)], |l| {
+            let args = ZLossArgs {
+                logits: l.address(0)?,
+                segments: l.address(1)?,
+                sums: l.address(2)?,
+                parts: 0,
+                dlogits: l.address(3)?,
+                tokens: tokens as i64,
+                blocks: 0,
+                experts: experts as i32,
+                factor,
+            };
+            self.queue(l, kernel, row_blocks(OP, tokens, experts, 1)?, &args)
+        })
+    }
+}

@@ -1,0 +1,150 @@
+//! Choices and probabilities.
+
+use super::{code, row_blocks, sized};
+use crate::cuda::CudaKernels;
+use crate::router::check;
+use crate::router::check::Sizes;
+use crate::{Choice, Routing};
+use ferrotron_tensor::{Result, Stream, Tensor, read, write};
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TopKArgs {
+    scores: u64,
+    minus: u64,
+    index: u64,
+    tokens: i64,
+    experts: i32,
+    k: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RouteArgs {
+    logits: u64,
+    index: u64,
+    bias: u64,
+    probs: u64,
+    dlogits: u64,
+    fault: u64,
+    tokens: i64,
+    experts: i32,
+    k: i32,
+    score: i32,
+    groups: i32,
+    keep: i32,
+    scale: f32,
+    given: u32,
+    pad: u32,
+}
+
+impl RouteArgs {
+    fn new(how: Routing, z: Sizes) -> RouteArgs {
+        RouteArgs {
+            logits: 0,
+            index: 0,
+            bias: 0,
+            probs: 0,
+            dlogits: 0,
+            fault: 0,
+            tokens: z.tokens as i64,
+            experts: z.experts as i32,
+            k: z.k as i32,
+            score: code(how.score),
+            groups: how.groups.map_or(0, |g| g.count as i32),
+            keep: how.groups.map_or(0, |g| g.keep as i32),
+            scale: how.scale,
+            given: 0,
+            pad: 0,
+        }
+    }
+}
+
+impl CudaKernels {
+    pub(super) fn queue_top_k(
+        &self,
+        s: &Stream,
+        scores: &Tensor,
+        minus: Option<&Tensor>,
+        index: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "top_k";
+        let z = check::top_k(OP, scores, minus, index)?;
+        let kernel = match z.experts {
+            ..=128 => "top_k_4_f32",
+            129..=256 => "top_k_8_f32",
+            _ => "top_k_32_f32",
+        };
+        let kernel = crate::cuda::Kernel { source: "router_route", name: kernel };
+        let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
+        s.launch(OP, &[read(scores), write(index), read(minus.unwrap_or(scores))], |l| {
+            let args = TopKArgs {
+                scores: l.address(0)?,
+                minus: if minus.is_some() { l.address(2)? } else { 0 },
+                index: l.address(1)?,
+                tokens: z.tokens as i64,
+                experts: z.experts as i32,
+                k: z.k as i32,
+            };
+            self.queue(l, kernel, grid, &args)
+        })
+    }
+
+    pub(super) fn queue_route(
+        &self,
+        s: &Stream,
+        how: Routing,
+        choice: Choice,
+        logits: &Tensor,
+        index: &Tensor,
+        probs: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "route";
+        let z = check::route(OP, how, choice, logits, index, probs)?;
+        let (given, bias) = match choice {
+            Choice::Given => (true, None),
+            Choice::Best { bias } => (false, bias),
+        };
+        let kernel = sized!(OP, logits.dtype(), z.experts, "router_route", "route")?;
+        let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
+        let chosen = if given { read(index) } else { write(index) };
+        s.launch(OP, &[read(logits), chosen, write(probs), read(bias.unwrap_or(logits))], |l| {
+            let args = RouteArgs {
+                logits: l.address(0)?,
+                index: l.address(1)?,
+                bias: if bias.is_some() { l.address(3)? } else { 0 },
+                probs: l.address(2)?,
+                fault: l.fault()?,
+                given: given.into(),
+                ..RouteArgs::new(how, z)
+            };
+            self.queue(l, kernel, grid, &args)
+        })
+    }
+
+    pub(super) fn queue_route_backward(
+        &self,
+        s: &Stream,
+        how: Routing,
+        logits: &Tensor,
+        index: &Tensor,
+        dprobs: &Tensor,
+        dlogits: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "route_backward";
+        let z = check::route_backward(OP, logits, index, dprobs, dlogits)?;
+        let kernel = sized!(OP, logits.dtype(), z.experts, "router_route", "route_backward")?;
+        let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
+        s.launch(OP, &[read(logits), read(index), read(dprobs), write(dlogits)], |l| {
+            let args = RouteArgs {
+                logits: l.address(0)?,
+                index: l.address(1)?,
+                probs: l.address(2)?,
+                dlogits: l.address(3)?,
+                fault: l.fault()?,
+                ..RouteArgs::new(how, z)
+            };
+            self.queue(l, kernel, grid, &args)
+        })
+    }
+}

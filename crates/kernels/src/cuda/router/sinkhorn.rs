@@ -1,0 +1,132 @@
+//! Sinkhorn's balanced matrix, and quantile balancing.
+
+use super::{WIDE, row_blocks, sized, warps};
+use crate::cuda::groups::{blocks, line};
+use crate::cuda::{CudaKernels, Kernel, typed};
+use crate::router::check;
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
+
+/// Parts of a column's sum at most, so that one block adds them up quickly.
+const MAX_PARTS: usize = 128;
+/// Rounds between two looks at whether it is done, and in all.
+const BATCH: usize = 16;
+const ROUNDS: usize = 10_000;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SinkhornArgs {
+    logits: u64,
+    out: u64,
+    d0: u64,
+    d1: u64,
+    parts: u64,
+    done: u64,
+    tokens: i64,
+    blocks: i64,
+    rows: i64,
+    experts: i32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct QuantileArgs {
+    logits: u64,
+    beta: u64,
+    alpha: u64,
+    estimate: u64,
+    tokens: i64,
+    experts: i32,
+    k: i32,
+    place: u32,
+    pad: u32,
+}
+
+fn kernel(name: &'static str) -> Kernel {
+    Kernel { source: "router_sinkhorn", name }
+}
+
+impl CudaKernels {
+    pub(super) fn queue_sinkhorn(&self, s: &Stream, logits: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "sinkhorn";
+        let [tokens, experts] = check::sinkhorn(OP, logits, out)?;
+        if tokens == 0 {
+            return Ok(());
+        }
+        let step = sized!(OP, logits.dtype(), experts, "router_sinkhorn", "sinkhorn_rows")?;
+        let last = sized!(OP, logits.dtype(), experts, "router_sinkhorn", "sinkhorn_write")?;
+        // Of a warp.
+        let rows = 4.max(tokens.div_ceil(MAX_PARTS * warps(experts)));
+        let grid = row_blocks(OP, tokens, experts, rows)?;
+        let scratch = |n: usize, dtype| Tensor::empty(s, &[n], dtype, Category::Workspace);
+        let (d0, d1) = (scratch(tokens, DType::F32)?, scratch(experts, DType::F32)?);
+        let parts = scratch(grid.blocks[0] as usize * experts, DType::F64)?;
+        let done = scratch(1, DType::I32)?;
+        for batch in 0..ROUNDS / BATCH {
+            let args = [read(logits), write(out), write(&d0), write(&d1), write(&parts), write(&done)];
+            s.launch(OP, &args, |l| {
+                let args = SinkhornArgs {
+                    logits: l.address(0)?,
+                    out: l.address(1)?,
+                    d0: l.address(2)?,
+                    d1: l.address(3)?,
+                    parts: l.address(4)?,
+                    done: l.address(5)?,
+                    tokens: tokens as i64,
+                    blocks: i64::from(grid.blocks[0]),
+                    rows: rows as i64,
+                    experts: experts as i32,
+                    pad: 0,
+                };
+                if batch == 0 {
+                    self.queue(l, kernel("sinkhorn_begin"), line(1, WIDE), &args)?;
+                }
+                for _ in 0..BATCH {
+                    self.queue(l, step, grid, &args)?;
+                    self.queue(l, kernel("sinkhorn_columns"), line(1, WIDE), &args)?;
+                }
+                // Written each time: few need a second look.
+                self.queue(l, last, row_blocks(OP, tokens, experts, 1)?, &args)
+            })?;
+            if s.download::<i32>(&done)?.first() == Some(&1) {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn queue_quantiles(
+        &self,
+        s: &Stream,
+        k: usize,
+        logits: &Tensor,
+        beta: &Tensor,
+        estimate: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "quantiles";
+        let (z, place) = check::quantiles(OP, k, logits, beta, estimate)?;
+        if z.tokens == 0 {
+            return Ok(());
+        }
+        let rows = sized!(OP, logits.dtype(), z.experts, "router_sinkhorn", "quantile_rows")?;
+        let columns = typed!(OP, logits.dtype(), "router_sinkhorn", "quantile_columns")?;
+        let alpha = Tensor::empty(s, &[z.tokens], DType::F32, Category::Workspace)?;
+        // Rows that a card can be asked for at once have numbers of 32 bits.
+        let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
+        s.launch(OP, &[read(logits), read(beta), write(estimate), write(&alpha)], |l| {
+            let args = QuantileArgs {
+                logits: l.address(0)?,
+                beta: l.address(1)?,
+                alpha: l.address(3)?,
+                estimate: l.address(2)?,
+                tokens: z.tokens as i64,
+                experts: z.experts as i32,
+                k: k as i32,
+                place: place as u32,
+                pad: 0,
+            };
+            self.queue(l, rows, grid, &args)?;
+            self.queue(l, columns, line(blocks(OP, z.experts, 1)?, WIDE), &args)
+        })
+    }
+}

@@ -1,0 +1,170 @@
+// A weighted bias of rows by segment. Segment e is counts[e] rows from offsets[e]; offsets ascend.
+
+struct BiasArgs {
+    // bias [experts, width], weights f32 [rows], y or dy [rows, width], dweights f32 [rows]
+    u64 offsets, counts, bias, weights, y, dweights;
+    // dbias f32 [experts, width]; f32 [parts + experts, width]: sums of parts of the rows.
+    u64 dbias, parts;
+    i64 rows;
+    i32 width;
+    u32 experts, wide, accumulate, part_rows, pad;
+};
+
+constexpr int THREADS = 256;
+constexpr int WARPS = THREADS / 32;
+
+// The last segment that starts at or before a row (empty ones before it start there too), or -1.
+__device__ __forceinline__ i32 segment_at(const BiasArgs& a, i64 row) {
+    const i32* offsets = reinterpret_cast<const i32*>(a.offsets);
+    i32 low = -1, high = i32(a.experts);
+    while (high - low > 1) {
+        i32 middle = (low + high) >> 1;
+        if (offsets[middle] <= row) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+__device__ __forceinline__ i64 segment_end(const BiasArgs& a, i32 e) {
+    return min(i64(reinterpret_cast<const i32*>(a.offsets)[e]) + reinterpret_cast<const i32*>(a.counts)[e], a.rows);
+}
+
+// The row of this warp and whose it is; -1 for nobody's and past the end.
+__device__ __forceinline__ i32 own_row(const BiasArgs& a, i64& row) {
+    row = i64(blockIdx.x) * WARPS + (threadIdx.x >> 5);
+    if (row >= a.rows) return -1;
+    i32 e = segment_at(a, row);
+    return e >= 0 && row < segment_end(a, e) ? e : -1;
+}
+
+// y[r] += weights[r]·bias[e]
+template <class T> __device__ __forceinline__ void add_bias(const BiasArgs& a) {
+    constexpr int V = Wide<T>::count;
+    i64 row;
+    const i32 e = own_row(a, row);
+    if (e < 0) return;
+    const float weight = reinterpret_cast<const float*>(a.weights)[row];
+    T* y = reinterpret_cast<T*>(a.y) + row * a.width;
+    const T* bias = reinterpret_cast<const T*>(a.bias) + i64(e) * a.width;
+#pragma unroll 1
+    for (i32 at = (threadIdx.x & 31) * V; at < a.width; at += 64 * V) {
+        const i32 next = at + 32 * V;
+        Packed<T> p[2] = {fetch(y, at, a.width, a.wide), {}}, q[2] = {fetch(bias, at, a.width, a.wide), {}};
+        if (next < a.width) p[1] = fetch(y, next, a.width, a.wide), q[1] = fetch(bias, next, a.width, a.wide);
+#pragma unroll
+        for (int u = 0; u < 2; u++) {
+            float v[V], b[V];
+            unpack(p[u], v);
+            unpack(q[u], b);
+#pragma unroll
+            for (int c = 0; c < V; c++) v[c] = fmaf(weight, b[c], v[c]);
+            if (u == 0 || next < a.width) put(y, u ? next : at, a.width, a.wide, pack(v));
+        }
+    }
+}
+
+// dweights[r] += <dy[r], bias[e]>
+template <class T> __device__ __forceinline__ void weight_gradient(const BiasArgs& a) {
+    constexpr int V = Wide<T>::count;
+    i64 row;
+    const i32 e = own_row(a, row);
+    if (e < 0) return;
+    const T* dy = reinterpret_cast<const T*>(a.y) + row * a.width;
+    const T* bias = reinterpret_cast<const T*>(a.bias) + i64(e) * a.width;
+    float sum = 0.0f;
+#pragma unroll 2
+    for (i32 at = (threadIdx.x & 31) * V; at < a.width; at += 32 * V) {
+        float d[V], b[V];
+        unpack(fetch(dy, at, a.width, a.wide), d);
+        unpack(fetch(bias, at, a.width, a.wide), b);
+#pragma unroll
+        for (int c = 0; c < V; c++) sum = fmaf(d[c], b[c], sum);
+    }
+    sum = warp_sum(sum);
+    if ((threadIdx.x & 31) == 0) reinterpret_cast<float*>(a.dweights)[row] += sum;
+}
+
+// Rows of a warp that are on their way together.
+constexpr int AHEAD = 4;
+
+// Block (b, c): the sums of weights[r]·dy[r] over rows b·part_rows.. in the columns of c, for each segment e that has rows there,
+// to row b + e of `parts`. Parts and segments both ascend, so that no two pairs of them have one sum.
+template <class T> __device__ __forceinline__ void bias_parts(const BiasArgs& a, float (*sums)[32 * Wide<T>::count]) {
+    constexpr int V = Wide<T>::count;
+    const i32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const i32 base = i32(blockIdx.y) * 32 * V, at = base + lane * V;
+    const i64 begin = i64(blockIdx.x) * a.part_rows, end = min(begin + a.part_rows, a.rows);
+    const T* dy = reinterpret_cast<const T*>(a.y);
+    const float* weights = reinterpret_cast<const float*>(a.weights);
+    const i32* offsets = reinterpret_cast<const i32*>(a.offsets);
+    for (i32 e = max(segment_at(a, begin), 0); e < i32(a.experts); e++) {
+        const i64 start = offsets[e];
+        if (start >= end) break;
+        const i64 first = max(start, begin), last = min(segment_end(a, e), end);
+        if (first >= last) continue;
+        float sum[V] = {};
+        auto add = [&](const Packed<T>& p, float weight) {
+            float d[V];
+            unpack(p, d);
+#pragma unroll
+            for (int c = 0; c < V; c++) sum[c] = fmaf(weight, d[c], sum[c]);
+        };
+        i64 r = first + warp;
+        if (a.wide && at + V <= a.width) {
+            for (; r + (AHEAD - 1) * WARPS < last; r += AHEAD * WARPS) {
+                Packed<T> p[AHEAD];
+                float weight[AHEAD];
+#pragma unroll
+                for (int u = 0; u < AHEAD; u++) {
+                    p[u] = *reinterpret_cast<const Packed<T>*>(dy + (r + u * WARPS) * a.width + at);
+                    weight[u] = weights[r + u * WARPS];
+                }
+#pragma unroll
+                for (int u = 0; u < AHEAD; u++) add(p[u], weight[u]);
+            }
+        }
+        if (at < a.width) {
+#pragma unroll 1
+            for (; r < last; r += WARPS) add(fetch(dy + r * a.width, at, a.width, a.wide), weights[r]);
+        }
+        // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
+#pragma unroll
+        for (int c = 0; c < V; c++) sums[warp][c * 32 + lane] = sum[c];
+        __syncthreads();
+        float* out = reinterpret_cast<float*>(a.parts) + (i64(blockIdx.x) + e) * a.width + base;
+        for (i32 c = threadIdx.x; c < 32 * V && base + c < a.width; c += THREADS) {
+            float total = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) total += sums[w][c % V * 32 + c / V];
+            out[c] = total;
+        }
+        __syncthreads();
+    }
+}
+
+// Block (e, c): dbias[e] (+)= the parts of its rows, in order, one column to a thread.
+extern "C" __global__ void __launch_bounds__(THREADS) row_bias_join(const BiasArgs a) {
+    const i32 e = blockIdx.x, column = i32(blockIdx.y) * THREADS + threadIdx.x;
+    if (column >= a.width) return;
+    const i64 first = max(i64(reinterpret_cast<const i32*>(a.offsets)[e]), i64(0)), last = segment_end(a, e);
+    float total = 0.0f;
+    if (first < last) {
+        const i64 from = first / a.part_rows, to = (last - 1) / a.part_rows;
+        const float* parts = reinterpret_cast<const float*>(a.parts) + e * i64(a.width) + column;
+#pragma unroll 16
+        for (i64 b = from; b <= to; b++) total += parts[b * a.width];
+    }
+    float* out = reinterpret_cast<float*>(a.dbias) + e * i64(a.width) + column;
+    *out = a.accumulate ? *out + total : total;
+}
+
+#define KERNELS(T, NAME)                                                                                           \
+    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_add_##NAME(const BiasArgs a) { add_bias<T>(a); } \
+    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_weights_##NAME(const BiasArgs a) {              \
+        weight_gradient<T>(a);                                                                                     \
+    }                                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_parts_##NAME(const BiasArgs a) {                \
+        __shared__ float sums[WARPS][32 * Wide<T>::count];                                                         \
+        bias_parts<T>(a, sums);                                                                                    \
+    }
+KERNELS(float, f32)
+KERNELS(bf16, bf16)

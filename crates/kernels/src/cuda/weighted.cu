@@ -1,0 +1,104 @@
+// Non-linearities whose rows have a weight. Gated input is [rows, 2f]: the first half goes through the activation, the second is
+// the linear gate.
+
+struct WeightedArgs {
+    // live i32 [rows], p and dp f32 [rows]
+    u64 x, p, live, dy, out, dp;
+    i64 rows;
+    i32 width;
+    u32 act, wide;
+    float limit, alpha, offset;
+};
+
+constexpr int THREADS = 256;
+
+// y = p·act(x₁)·gate(x₂), one chunk to a thread; a weight of 0 does not look at x.
+template <class T, class Curve, bool GATED> __device__ __forceinline__ void forward(const WeightedArgs& a) {
+    constexpr int V = Wide<T>::count;
+    const u32 per_row = u32(a.width + V - 1) / V, i = blockIdx.x * THREADS + threadIdx.x;
+    const i64 row = i / per_row;
+    if (row >= a.rows) return;
+    const i32 at = i32(i % per_row) * V;
+    const float p = reinterpret_cast<const float*>(a.p)[row];
+    Packed<T> y = {};
+    if (p != 0.0f) {
+        const Curve curve(a);
+        const T* x = reinterpret_cast<const T*>(a.x) + row * (GATED ? 2 : 1) * a.width;
+        Packed<T> first = fetch(x, at, a.width, a.wide), second;
+        if (GATED) second = fetch(x + a.width, at, a.width, a.wide);
+        float v[V], u[V];
+        unpack(first, v);
+        if (GATED) unpack(second, u);
+#pragma unroll
+        for (int c = 0; c < V; c++) v[c] = p * (GATED ? curve.value(v[c]) * curve.gate(u[c]) : curve.value(v[c]));
+        y = pack(v);
+    }
+    put(reinterpret_cast<T*>(a.out) + row * a.width, at, a.width, a.wide, y);
+}
+
+// With q = p·dy: dx₁ = act'(x₁)·gate(x₂)·q, dx₂ = act(x₁)·gate'(x₂)·q, dp = Σ act(x₁)·gate(x₂)·dy. A warp to a row.
+template <class T, class Curve, bool GATED> __device__ __forceinline__ void backward(const WeightedArgs& a) {
+    constexpr int V = Wide<T>::count;
+    const u32 lane = threadIdx.x & 31;
+    const i64 row = i64(blockIdx.x) * (THREADS / 32) + (threadIdx.x >> 5);
+    if (row >= a.rows) return;
+    const Curve curve(a);
+    const i64 place = row * (GATED ? 2 : 1) * a.width;
+    T* dx = reinterpret_cast<T*>(a.out) + place;
+    float sum = 0.0f;
+    if (reinterpret_cast<const i32*>(a.live)[row] < 0) {
+        const Packed<T> zero = {};
+        for (i32 at = lane * V; at < a.width; at += 32 * V) {
+            put(dx, at, a.width, a.wide, zero);
+            if (GATED) put(dx + a.width, at, a.width, a.wide, zero);
+        }
+    } else {
+        const float p = reinterpret_cast<const float*>(a.p)[row];
+        const T* x = reinterpret_cast<const T*>(a.x) + place;
+        const T* dy = reinterpret_cast<const T*>(a.dy) + row * a.width;
+#pragma unroll 1
+        for (i32 at = lane * V; at < a.width; at += 32 * V) {
+            Packed<T> first = fetch(x, at, a.width, a.wide), second;
+            if (GATED) second = fetch(x + a.width, at, a.width, a.wide);
+            const Packed<T> back = fetch(dy, at, a.width, a.wide);
+            float v[V], u[V], d[V];
+            unpack(first, v);
+            if (GATED) unpack(second, u);
+            unpack(back, d);
+#pragma unroll
+            for (int c = 0; c < V; c++) {
+                const float q = p * d[c];
+                float value, slope = curve.slope(v[c], value);
+                // Past the end dy is 0, and so is what is added; act(0)·gate(0) is finite.
+                if (GATED) {
+                    const float gate = curve.gate(u[c]);
+                    sum = fmaf(value * gate, d[c], sum);
+                    v[c] = slope * gate * q;
+                    u[c] = curve.gate_slope(u[c], value * q);
+                } else {
+                    sum = fmaf(value, d[c], sum);
+                    v[c] = slope * q;
+                }
+            }
+            put(dx, at, a.width, a.wide, pack(v));
+            if (GATED) put(dx + a.width, at, a.width, a.wide, pack(u));
+        }
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) reinterpret_cast<float*>(a.dp)[row] = sum;
+}
+
+#define KERNEL(FULL_NAME, PASS, T, GATED)                                                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS) FULL_NAME(const WeightedArgs a) {                        \
+        if (a.act == GELU_TANH) PASS<T, GeluTanh<T>, GATED>(a);                                                    \
+        else if (a.act == GELU_ERF) PASS<T, GeluErf<T>, GATED>(a);                                                 \
+        else if (a.act == SILU) PASS<T, Silu<T>, GATED>(a);                                                        \
+        else if (GATED) PASS<T, ClampedSilu<T>, true>(a);                                                          \
+    }
+#define KERNELS(T, NAME)                                                                                           \
+    KERNEL(weighted_plain_##NAME, forward, T, false)                                                               \
+    KERNEL(weighted_gated_##NAME, forward, T, true)                                                                \
+    KERNEL(weighted_plain_backward_##NAME, backward, T, false)                                                     \
+    KERNEL(weighted_gated_backward_##NAME, backward, T, true)
+KERNELS(float, f32)
+KERNELS(bf16, bf16)

@@ -1,0 +1,287 @@
+//! Checks of a router's arguments that every home makes alike.
+
+use super::{Balance, Choice, Groups, MAX_CHOICES, MAX_EXPERTS, Routing};
+use crate::checks::dtypes;
+use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
+
+/// T tokens, E experts, k choices.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sizes {
+    pub(crate) tokens: usize,
+    pub(crate) experts: usize,
+    pub(crate) k: usize,
+}
+
+/// A contiguous tensor of this type and shape?
+pub(crate) fn exactly(op: &'static str, name: &str, t: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
+    dtypes(op, dtype, &[t])?;
+    if t.shape() != shape || !t.is_contiguous() {
+        return shape_error(op, format!("{name} {t:?} must be {shape:?}, contiguous"));
+    }
+    Ok(())
+}
+
+/// f32 or bf16?
+fn float(op: &'static str, t: &Tensor) -> Result<()> {
+    match t.dtype() {
+        DType::F32 | DType::BF16 => Ok(()),
+        found => Err(Error::DType { op, found, wanted: DType::F32 }),
+    }
+}
+
+fn experts(op: &'static str, experts: usize) -> Result<()> {
+    if experts == 0 || experts > MAX_EXPERTS {
+        return shape_error(op, format!("{experts} experts; there can be 1 to {MAX_EXPERTS}"));
+    }
+    Ok(())
+}
+
+fn choices(op: &'static str, sizes: Sizes) -> Result<Sizes> {
+    let (k, most) = (sizes.k, sizes.experts.min(MAX_CHOICES));
+    if k == 0 || k > most {
+        return shape_error(
+            op,
+            format!("{k} choices of {} experts; there can be 1 to {most}", sizes.experts),
+        );
+    }
+    Ok(sizes)
+}
+
+/// Tokens and experts of logits.
+pub(crate) fn logits(op: &'static str, t: &Tensor) -> Result<[usize; 2]> {
+    float(op, t)?;
+    let &[tokens, e] = t.shape() else {
+        return shape_error(op, format!("{:?} are not [tokens, experts]", t.shape()));
+    };
+    if !t.is_contiguous() {
+        return shape_error(op, format!("{t:?} must be contiguous"));
+    }
+    experts(op, e)?;
+    Ok([tokens, e])
+}
+
+/// Tokens and choices of an index i32 `[T, k]`.
+pub(crate) fn index(op: &'static str, t: &Tensor) -> Result<[usize; 2]> {
+    dtypes(op, DType::I32, &[t])?;
+    match *t.shape() {
+        [tokens, k] if t.is_contiguous() => Ok([tokens, k]),
+        _ => shape_error(op, format!("{t:?} are not [tokens, choices], contiguous")),
+    }
+}
+
+/// Logits with a choice.
+fn chosen(op: &'static str, of: &Tensor, choice: &Tensor) -> Result<Sizes> {
+    let ([tokens, experts], [rows, k]) = (logits(op, of)?, index(op, choice)?);
+    if rows != tokens {
+        return shape_error(op, format!("{tokens} tokens have logits, but {rows} have choices"));
+    }
+    choices(op, Sizes { tokens, experts, k })
+}
+
+pub(crate) fn top_k(
+    op: &'static str,
+    scores: &Tensor,
+    minus: Option<&Tensor>,
+    index: &Tensor,
+) -> Result<Sizes> {
+    let sizes = chosen(op, scores, index)?;
+    dtypes(op, DType::F32, &[scores])?;
+    minus.map_or(Ok(()), |m| exactly(op, "what is subtracted", m, DType::F32, &[sizes.experts]))?;
+    Ok(sizes)
+}
+
+/// Do the groups fit the experts and choices?
+fn groups(op: &'static str, groups: Option<Groups>, sizes: Sizes) -> Result<()> {
+    let Some(Groups { count, keep }) = groups else { return Ok(()) };
+    let (e, k) = (sizes.experts, sizes.k);
+    let whole = count > 0 && keep > 0 && keep <= count && e.is_multiple_of(count) && k.is_multiple_of(keep);
+    if !whole || k / keep > e / count {
+        return shape_error(
+            op,
+            format!(
+                "{keep} of {count} groups do not fit {k} choices of {e} experts: the groups must divide the \
+                 experts, those that stay the choices, with no more choices than experts in each"
+            ),
+        );
+    }
+    Ok(())
+}
+
+pub(crate) fn route(
+    op: &'static str,
+    how: Routing,
+    choice: Choice,
+    logits: &Tensor,
+    index: &Tensor,
+    probs: &Tensor,
+) -> Result<Sizes> {
+    let sizes = chosen(op, logits, index)?;
+    exactly(op, "probabilities", probs, DType::F32, index.shape())?;
+    if let Choice::Best { bias } = choice {
+        groups(op, how.groups, sizes)?;
+        bias.map_or(Ok(()), |b| exactly(op, "the bias", b, DType::F32, &[sizes.experts]))?;
+    }
+    Ok(sizes)
+}
+
+pub(crate) fn route_backward(
+    op: &'static str,
+    logits: &Tensor,
+    index: &Tensor,
+    dprobs: &Tensor,
+    dlogits: &Tensor,
+) -> Result<Sizes> {
+    let sizes = chosen(op, logits, index)?;
+    exactly(op, "gradients of probabilities", dprobs, DType::F32, index.shape())?;
+    exactly(op, "gradients of logits", dlogits, logits.dtype(), logits.shape())?;
+    Ok(sizes)
+}
+
+/// Sizes of a balancing loss, and its segments as the rows of `of` `[S, E]`.
+pub(crate) fn balance(op: &'static str, b: &Balance, of: &Tensor) -> Result<(Sizes, usize)> {
+    let [tokens, experts] = logits(op, b.logits)?;
+    exactly(op, "segments", b.segments, DType::I32, &[tokens])?;
+    let segments = of.shape().first().copied().unwrap_or(0);
+    exactly(op, "statistics", of, DType::F32, &[segments, experts])?;
+    Ok((choices(op, Sizes { tokens, experts, k: b.k })?, segments))
+}
+
+/// Segments and experts of statistics f32 and i64 `[S, E]`.
+pub(crate) fn statistics(op: &'static str, sums: &Tensor, counts: &Tensor) -> Result<[usize; 2]> {
+    let &[segments, e] = sums.shape() else {
+        return shape_error(op, format!("{:?} are not [segments, experts]", sums.shape()));
+    };
+    experts(op, e)?;
+    exactly(op, "sums", sums, DType::F32, &[segments, e])?;
+    exactly(op, "counts", counts, DType::I64, &[segments, e])?;
+    Ok([segments, e])
+}
+
+pub(crate) fn balance_weights(
+    op: &'static str,
+    k: usize,
+    [sums, counts, weights, loss]: [&Tensor; 4],
+    steps: Option<&Tensor>,
+) -> Result<[usize; 2]> {
+    let [segments, experts] = statistics(op, sums, counts)?;
+    choices(op, Sizes { tokens: 0, experts, k })?;
+    exactly(op, "weights", weights, DType::F32, sums.shape())?;
+    exactly(op, "the loss", loss, DType::F32, &[1])?;
+    steps.map_or(Ok(()), |t| exactly(op, "steps", t, DType::F32, &[1]))?;
+    Ok([segments, experts])
+}
+
+/// Logits, segments of their rows and the two sums of a z-loss; the gradient where there is one.
+pub(crate) fn z_loss(
+    op: &'static str,
+    of: &Tensor,
+    segments: &Tensor,
+    sums: &Tensor,
+    dlogits: Option<&Tensor>,
+) -> Result<[usize; 2]> {
+    let [tokens, experts] = logits(op, of)?;
+    exactly(op, "segments", segments, DType::I32, &[tokens])?;
+    exactly(op, "sums", sums, DType::F64, &[2])?;
+    dlogits.map_or(Ok(()), |d| exactly(op, "gradients of logits", d, of.dtype(), of.shape()))?;
+    Ok([tokens, experts])
+}
+
+pub(crate) fn count_choices(
+    op: &'static str,
+    choice: &Tensor,
+    segments: &Tensor,
+    counts: &Tensor,
+) -> Result<Sizes> {
+    let [tokens, k] = index(op, choice)?;
+    let e = counts.shape().first().copied().unwrap_or(0);
+    experts(op, e)?;
+    exactly(op, "segments", segments, DType::I32, &[tokens])?;
+    exactly(op, "counts", counts, DType::I64, &[e])?;
+    Ok(Sizes { tokens, experts: e, k })
+}
+
+pub(crate) fn drop_beyond(
+    op: &'static str,
+    e: usize,
+    choice: &Tensor,
+    probs: &Tensor,
+    dropped: &Tensor,
+) -> Result<Sizes> {
+    let [tokens, k] = index(op, choice)?;
+    experts(op, e)?;
+    exactly(op, "probabilities", probs, DType::F32, choice.shape())?;
+    exactly(op, "the number dropped", dropped, DType::I64, &[1])?;
+    Ok(Sizes { tokens, experts: e, k })
+}
+
+/// Experts of counts i64 and bias f32 `[E]`.
+pub(crate) fn update_bias(op: &'static str, counts: &Tensor, bias: &Tensor) -> Result<usize> {
+    let e = bias.shape().first().copied().unwrap_or(0);
+    experts(op, e)?;
+    exactly(op, "the bias", bias, DType::F32, &[e])?;
+    exactly(op, "counts", counts, DType::I64, &[e])?;
+    Ok(e)
+}
+
+pub(crate) fn sinkhorn(op: &'static str, of: &Tensor, out: &Tensor) -> Result<[usize; 2]> {
+    let [tokens, experts] = logits(op, of)?;
+    exactly(op, "the result", out, DType::F32, &[tokens, experts])?;
+    Ok([tokens, experts])
+}
+
+/// Sizes, and the place of the quantile among a column's values, largest first, from 0.
+pub(crate) fn quantiles(
+    op: &'static str,
+    k: usize,
+    of: &Tensor,
+    beta: &Tensor,
+    estimate: &Tensor,
+) -> Result<(Sizes, usize)> {
+    let [tokens, experts] = logits(op, of)?;
+    exactly(op, "beta", beta, DType::F32, &[experts])?;
+    exactly(op, "the estimate", estimate, DType::F32, &[experts])?;
+    let sizes = choices(op, Sizes { tokens, experts, k })?;
+    if k == experts || !(tokens * k).is_multiple_of(experts) {
+        return shape_error(
+            op,
+            format!("{tokens} tokens of {k} choices have no equal share for {experts} experts"),
+        );
+    }
+    Ok((sizes, tokens * k / experts))
+}
+
+/// Tokens, experts and width of a gate.
+pub(crate) fn gate(op: &'static str, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<[usize; 3]> {
+    float(op, x)?;
+    let (&[tokens, h], &[e, _]) = (x.shape(), w.shape()) else {
+        return shape_error(op, format!("{:?} and {:?} are not matrices", x.shape(), w.shape()));
+    };
+    experts(op, e)?;
+    exactly(op, "tokens", x, x.dtype(), &[tokens, h])?;
+    exactly(op, "the weight", w, x.dtype(), &[e, h])?;
+    exactly(op, "logits", logits, DType::F32, &[tokens, e])?;
+    Ok([tokens, e, h])
+}
+
+/// The same with its gradients.
+pub(crate) fn gate_backward(
+    op: &'static str,
+    x: &Tensor,
+    w: &Tensor,
+    dlogits: &Tensor,
+    dx: &Tensor,
+    dw: &Tensor,
+) -> Result<[usize; 3]> {
+    let sizes = gate(op, x, w, dlogits)?;
+    exactly(op, "gradients of tokens", dx, x.dtype(), x.shape())?;
+    exactly(op, "the weight's gradient", dw, DType::F32, w.shape())?;
+    Ok(sizes)
+}
+
+/// Tokens and experts of random logits.
+pub(crate) fn normal(op: &'static str, rows: &Tensor, out: &Tensor) -> Result<[usize; 2]> {
+    let [tokens, e] = logits(op, out)?;
+    dtypes(op, DType::F32, &[out])?;
+    exactly(op, "row numbers", rows, DType::I32, &[tokens])?;
+    Ok([tokens, e])
+}

@@ -1,0 +1,231 @@
+//! Products of segments of eight-bit rows with matrices of their own.
+
+use super::grouped::Layout;
+use super::homes::{Home, homes, numbers};
+use super::quant_oracle::{Matrix, Table, host, place, poisoned, raw};
+use ferrotron_kernels::{Bytes, Grouped8, GroupedGrad8, Quantise, Range, Scaling, Segments};
+use ferrotron_tensor::{Category, DType, Tensor};
+
+/// Quantises numbers `[r, c]` whose size varies from row to row; gives the bytes and what they stand for. With `stacked`
+/// matrices in it, each has a scale of its own.
+fn factor(
+    h: &Home,
+    x: &[f64],
+    [r, c]: [usize; 2],
+    format: DType,
+    scaling: Scaling,
+    stacked: usize,
+) -> (Bytes, Vec<f64>) {
+    let amax = |x: &Tensor| {
+        let most = h.s.upload(&[0f32], &[1], Category::Workspace).unwrap();
+        h.k.amax(&h.s, x, &most).unwrap();
+        most
+    };
+    let b = poisoned(h, [r, c], format, scaling);
+    let mut b = b;
+    let m = Matrix { r, c, x: x.iter().map(|x| *x as f32).collect() };
+    let quantise = |x: &Tensor, range: Range, out: &Bytes| {
+        h.k.quantise(&h.s, &Quantise { x, range, rows: Some(out), cols: None, sums: None }).unwrap();
+    };
+    if scaling == Scaling::Tensor {
+        b.scale_inv = h.s.zeros(&[stacked], DType::F32, Category::Workspace).unwrap();
+        let each = r / stacked.max(1);
+        for e in 0..stacked {
+            let x = m.x[e * each * c..][..each * c].to_vec();
+            let x = place(h, DType::F32, &Matrix { r: each, c, x }, false);
+            let part = Bytes {
+                data: b.data.narrow(0, e * each, each).unwrap(),
+                scale_inv: b.scale_inv.narrow(0, e, 1).unwrap(),
+                ..b.clone()
+            };
+            quantise(&x, Range::Amax { amax: &amax(&x), pow2: false }, &part);
+        }
+    } else {
+        quantise(&place(h, DType::F32, &m, false), Range::Blocks { pow2: false }, &b);
+    }
+    let (table, codes, scales) = (Table::new(format), raw(h, &b), host(h, &b.scale_inv));
+    let shape = scaling.scales(r, c);
+    let value = |at: usize| {
+        let (i, j) = (at / c, at % c);
+        let scale = match scaling {
+            Scaling::Tensor => scales[i / (r / stacked)],
+            Scaling::Rows => scales[j / 128 * shape[1] + i],
+            Scaling::Tiles => scales[i / 128 * shape[1] + j / 128],
+        };
+        table.value(codes[i * c.next_multiple_of(16) + j]) * f64::from(scale)
+    };
+    let values = (0..r * c).map(value).collect();
+    (b, values)
+}
+
+/// Numbers of rows of different sizes.
+fn sized(seed: u64, rows: usize, width: usize) -> Vec<f64> {
+    let size = |(i, x): (usize, &f64)| x * 2f64.powi((i / width.max(1) % 5) as i32 - 2);
+    numbers(DType::F32, seed, rows * width).iter().enumerate().map(size).collect()
+}
+
+const FORMATS: [(DType, DType); 3] =
+    [(DType::E4M3, DType::E4M3), (DType::E5M2, DType::E4M3), (DType::E4M3, DType::E5M2)];
+
+/// Sums in a card's narrow registers keep 14 bits or so.
+fn room(h: &Home) -> f64 {
+    if h.name == "CUDA" { 2e-3 } else { 1e-5 }
+}
+
+#[test]
+fn every_segment_of_bytes_meets_its_own_matrix() {
+    for h in homes() {
+        let mut turn = 0;
+        for l in layouts() {
+            for [k, n] in [[16, 8], [40, 33], [128, 128], [300, 136], [520, 384]] {
+                if l.counts.len() > 8 && k * n > 6000 {
+                    continue;
+                }
+                for (sx, sw) in [(Scaling::Tensor, Scaling::Tensor), (Scaling::Rows, Scaling::Tiles)] {
+                    turn += 1;
+                    let (fx, fw) = FORMATS[turn % 3];
+                    let e = l.counts.len();
+                    let (x, xv) = factor(&h, &sized(turn as u64, l.rows, k), [l.rows, k], fx, sx, 1);
+                    let (w, wv) = factor(&h, &sized(turn as u64 + 99, e * n, k), [e * n, k], fw, sw, e);
+                    let (at, y) = (
+                        l.on(&h),
+                        h.placed(turn % 4 == 0, DType::BF16, &[l.rows, n], &vec![f64::NAN; l.rows * n]),
+                    );
+                    let segments = Segments { offsets: &at[0], counts: &at[1] };
+                    let (fast, name) = (turn % 2 == 0, "grouped (output, fp8)");
+                    let g = Grouped8 { x: &x, w: &w, segments, y: &y.view, fast, name };
+                    h.k.grouped8(&h.s, &g).unwrap();
+                    let (ours, what) = (
+                        h.inside(&y),
+                        format!("{} {:?} {k}x{n} {sx:?} {fx} {fw} fast {fast}", h.name, l.counts),
+                    );
+                    for (r, owner) in l.owners().iter().enumerate() {
+                        let Some(e) = owner else {
+                            assert!(
+                                ours[r * n..][..n].iter().all(|x| *x == 0.0),
+                                "{what}: row {r} is nobody's"
+                            );
+                            continue;
+                        };
+                        let terms = |j: usize| {
+                            xv[r * k..][..k].iter().zip(&wv[(e * n + j) * k..][..k]).map(|(a, b)| a * b)
+                        };
+                        let norm = (0..n).map(|j| terms(j).map(|t| t * t).sum::<f64>()).sum::<f64>().sqrt();
+                        for j in 0..n {
+                            let want: f64 = terms(j).sum();
+                            let off = (ours[r * n + j] - want).abs();
+                            let allowed = room(&h) * norm + 2f64.powi(-8) * want.abs();
+                            assert!(off <= allowed, "{what} [{r}, {j}]: off {off:e} of {want}, {allowed:e}");
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+fn layouts() -> Vec<Layout> {
+    let many: Vec<usize> = (0..130).map(|i| i * 5 % 11).collect();
+    vec![
+        Layout::new(&[1], 1, 0),
+        Layout::new(&[129, 0, 64, 300], 1, 5),
+        Layout::new(&[0, 127, 1, 128, 15], 128, 140),
+        Layout::new(&many, 1, 3),
+    ]
+}
+
+#[test]
+fn every_segment_of_bytes_has_a_gradient_of_its_own() {
+    for h in homes() {
+        let mut turn = 0;
+        for counts in [vec![1], vec![129, 0, 127, 128, 15], vec![300, 2500, 0, 64]] {
+            let l = Layout::new(&counts, 128, 128);
+            for [k, n] in [[8, 8], [33, 40], [136, 128], [200, 264]] {
+                for scaling in [Scaling::Tensor, Scaling::Rows] {
+                    for accumulate in [false, true] {
+                        turn += 1;
+                        let (fy, fx) = FORMATS[turn % 3];
+                        // Columns that are nobody's are zero.
+                        let owners = l.owners();
+                        let make = |seed: usize, rows: usize| {
+                            let x = sized(seed as u64, rows, l.rows);
+                            let own =
+                                |(i, x): (usize, &f64)| if owners[i % l.rows].is_some() { *x } else { 0.0 };
+                            x.iter().enumerate().map(own).collect::<Vec<_>>()
+                        };
+                        let (dy, dyv) = factor(&h, &make(turn, n), [n, l.rows], fy, scaling, 1);
+                        let (x, xv) = factor(&h, &make(turn + 99, k), [k, l.rows], fx, scaling, 1);
+                        let old = numbers(DType::F32, 7, counts.len() * n * k);
+                        let before = if accumulate { old.clone() } else { vec![f64::NAN; old.len()] };
+                        let dw = h.placed(turn % 4 == 0, DType::F32, &[counts.len(), n, k], &before);
+                        let at = l.on(&h);
+                        let segments = Segments { offsets: &at[0], counts: &at[1] };
+                        let fast = turn % 2 == 0;
+                        let g = GroupedGrad8 { dy: &dy, x: &x, segments, dw: (&dw.view, accumulate), fast };
+                        h.k.grouped_grad8(&h.s, &g).unwrap();
+                        let ours = h.inside(&dw);
+                        for (at, ours) in ours.iter().enumerate() {
+                            let (e, i, j) = (at / (n * k), at / k % n, at % k);
+                            let span = l.offsets[e]..l.offsets[e] + counts[e];
+                            let terms = span.map(|c| dyv[i * l.rows + c] * xv[j * l.rows + c]);
+                            let (sum, squares) = terms.fold((0.0, 0.0), |(s, q), t| (s + t, q + t * t));
+                            let want = sum + if accumulate { old[at] } else { 0.0 };
+                            let allowed =
+                                room(&h) * 10.0 * squares.sqrt() + 2f64.powi(-22) * (want.abs() + 1.0);
+                            let off = (ours - want).abs();
+                            assert!(
+                                off <= allowed,
+                                "{} {counts:?} {k}x{n} {scaling:?} {fy} {fx} fast {fast} [{e}, {i}, {j}]: {off:e} of {want}, {allowed:e}",
+                                h.name
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bytes_that_do_not_fit_are_refused() {
+    for h in homes() {
+        let l = Layout::new(&[3, 2], 1, 0);
+        let at = l.on(&h);
+        let segments = Segments { offsets: &at[0], counts: &at[1] };
+        let make = |shape: [usize; 2], format, scaling| poisoned(&h, shape, format, scaling);
+        let x = make([5, 32], DType::E4M3, Scaling::Tensor);
+        let mut w = make([12, 32], DType::E4M3, Scaling::Tensor);
+        w.scale_inv = h.s.zeros(&[2], DType::F32, Category::Workspace).unwrap();
+        let y = h.poisoned(DType::BF16, &[5, 6]);
+        let good = Grouped8 { x: &x, w: &w, segments, y: &y, fast: true, name: "grouped8" };
+        let one = make([12, 32], DType::E4M3, Scaling::Tensor);
+        let tiles = make([12, 32], DType::E4M3, Scaling::Tiles);
+        let narrow = make([12, 16], DType::E4M3, Scaling::Tensor);
+        let wide = h.poisoned(DType::F32, &[5, 6]);
+        let both = make([5, 32], DType::E5M2, Scaling::Tensor);
+        let other = Bytes { scale_inv: w.scale_inv.clone(), ..make([12, 32], DType::E5M2, Scaling::Tensor) };
+        for (what, bad) in [
+            ("one scale for all matrices", Grouped8 { w: &one, ..good }),
+            ("tiles with one scale", Grouped8 { w: &tiles, ..good }),
+            ("inner sizes", Grouped8 { w: &narrow, ..good }),
+            ("type of y", Grouped8 { y: &wide, ..good }),
+            ("both in e5m2", Grouped8 { x: &both, w: &other, ..good }),
+        ] {
+            assert!(h.k.grouped8(&h.s, &bad).is_err(), "{}: {what}", h.name);
+        }
+        let (dy, x) =
+            (make([6, 5], DType::E4M3, Scaling::Tensor), make([4, 5], DType::E4M3, Scaling::Tensor));
+        let dw = h.poisoned(DType::F32, &[2, 6, 4]);
+        let good = GroupedGrad8 { dy: &dy, x: &x, segments, dw: (&dw, false), fast: false };
+        let (rows, short) =
+            (make([4, 5], DType::E4M3, Scaling::Rows), make([4, 7], DType::E4M3, Scaling::Tensor));
+        let turned = h.poisoned(DType::F32, &[2, 4, 6]);
+        for (what, bad) in [
+            ("scales", GroupedGrad8 { x: &rows, ..good }),
+            ("columns", GroupedGrad8 { x: &short, ..good }),
+            ("gradient", GroupedGrad8 { dw: (&turned, false), ..good }),
+        ] {
+            assert!(h.k.grouped_grad8(&h.s, &bad).is_err(), "{}: {what}", h.name);
+        }
+    }
+}
