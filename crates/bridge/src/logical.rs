@@ -39,14 +39,35 @@ pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
                 }
             };
         norm(&mut push, "attn_norm");
-        linear(&mut push, "attn.q", q, h, c.qkv_bias);
-        linear(&mut push, "attn.k", kv, h, c.qkv_bias);
-        linear(&mut push, "attn.v", kv, h, c.qkv_bias);
-        if c.qk_norm {
-            push("attn.q_norm.weight", &[d]);
-            push("attn.k_norm.weight", &[d]);
+        match &c.mla {
+            None => {
+                linear(&mut push, "attn.q", q, h, c.qkv_bias);
+                linear(&mut push, "attn.k", kv, h, c.qkv_bias);
+                linear(&mut push, "attn.v", kv, h, c.qkv_bias);
+                if c.qk_norm {
+                    push("attn.q_norm.weight", &[d]);
+                    push("attn.k_norm.weight", &[d]);
+                }
+            }
+            Some(m) => {
+                match m.q_lora_rank {
+                    Some(rank) => {
+                        linear(&mut push, "attn.q_a", rank, h, c.qkv_bias);
+                        push("attn.q_a_norm.weight", &[rank]);
+                        linear(&mut push, "attn.q_b", q, rank, false);
+                    }
+                    None => linear(&mut push, "attn.q", q, h, false),
+                }
+                linear(&mut push, "attn.kv_a", m.kv_lora_rank + m.rope_dim, h, c.qkv_bias);
+                push("attn.kv_a_norm.weight", &[m.kv_lora_rank]);
+                linear(&mut push, "attn.kv_b", c.heads * (m.nope_dim + m.v_dim), m.kv_lora_rank, false);
+            }
         }
-        linear(&mut push, "attn.out", h, q, c.proj_bias);
+        if c.attn_sink {
+            push("attn.sink", &[c.heads]);
+        }
+        let out = if c.mla.is_some() { "attn.o" } else { "attn.out" };
+        linear(&mut push, out, h, c.heads * c.value_dim(), c.proj_bias);
         if c.post_norms {
             norm(&mut push, "attn_post_norm");
         }

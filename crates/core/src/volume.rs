@@ -9,16 +9,18 @@
 //! - **tp** (t ranks, tokens spread between blocks). Moving the rows of the residual stream once, R = (t−1)·(N/t)·h·e. A
 //!   layer moves them ten times: into q, k, v, out of attention, into and out of the MLP (4); and backward their gradients
 //!   the other way (4) and the two inputs once more for the weights (2). The embedding moves them twice, the head three
-//!   times, and sums of the loss are (t−1)·N·16 bytes. Computing a block again repeats its two. Once a step: an all-reduce
+//!   times, and sums of the loss are (t−1)·N·16 bytes. Computing a block again repeats its two. Latent attention moves
+//!   narrow rows into its heads instead: forward their r_q + r_kv channels (h without r_q) and the b that keys share,
+//!   backward all of them the other way and the first once more. Once a step: an all-reduce
 //!   of the f32 gradient of every weight that all ranks hold, an all-gather of that of key heads that some share.
 //!   With 8-bit products of one scale per tensor, rows that become bytes before they travel are 1 byte per element instead
 //!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps; sums are
 //!   not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map input and gradient of every
 //!   micro-batch (the input again where its block is computed again) and the weight once a step. Delayed scaling has one
 //!   all-reduce of 3·4 bytes for each map a step, over tp and over copies. Scales of blocks do not travel.
-//! - **cp** (c ranks): with L = padded tokens / c and K = L·(2·g·d) keys and values of the rank's g heads, a layer sends on
+//! - **cp** (c ranks): with L = padded tokens / c and K = L·g·(d_k + d_v) keys and values of the rank's g heads, a layer sends on
 //!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
-//!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(2n+2g)·d·e each way.
+//!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(n+g)·(d_k + d_v)·e each way.
 //! - **pp**: (N/t)·h·e for each micro-batch and stage boundary, forward; the same on **back** for gradients.
 //! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank, padding included; with ZeRO-1 a
 //!   reduce-scatter of those, an all-gather of weights and the square of the norm, one f64. ZeRO-2 has a reduce-scatter for
@@ -151,13 +153,16 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         let local = tokens.layout().tokens() as u64 / c;
         let moved = (t - 1) * (rows / t) * h * e;
         for spec in s.weights.iter().filter(|_| t > 1) {
-            let (bytes, magnitudes) = narrow(s, spec);
-            less += bytes * (moved / e) * (e - 1);
+            let (channels, magnitudes) = narrow(s, spec);
+            less += (t - 1) * (rows / t) * channels * (e - 1);
             add("tp", magnitudes * all_reduce(t, 4));
         }
-        let again = |on: bool| if on || s.recompute.layer { 2 } else { 0 };
-        let layer = 10 + again(s.recompute.attention) + again(s.recompute.mlp);
-        add("tp", blocks.len() as u64 * layer * moved);
+        let again = |on: bool| u64::from(on || s.recompute.layer);
+        // Channels of a row that a layer moves: into and out of the MLP, the other way backward, the input once more.
+        let (forward, backward) = into_heads(s.model);
+        let around_heads = (1 + again(s.recompute.attention)) * (forward + h) + backward + h;
+        let mlp = 5 * h + again(s.recompute.mlp) * 2 * h;
+        add("tp", blocks.len() as u64 * (t - 1) * (rows / t) * (around_heads + mlp) * e);
         for stage in s.stages {
             add("tp", if stage.embedding { 2 * moved } else { 0 });
             add("tp", if stage.loss { 3 * moved + (t - 1) * rows * 16 } else { 0 });
@@ -255,12 +260,21 @@ fn all_reduce(n: u64, bytes: u64) -> u64 {
     2 * (n - 1) * bytes / n
 }
 
-/// How often rows of the residual stream travel as bytes for a map in a micro-batch, and how many magnitudes of its input
-/// and gradient ranks agree on.
+/// Channels of a row that travel into the heads of attention: forward, and backward as gradients and once more.
+fn into_heads(m: &ModelConfig) -> (u64, u64) {
+    let (all, shared) = match &m.mla {
+        None => (m.hidden, 0),
+        Some(l) => (l.q_lora_rank.unwrap_or(m.hidden) + l.kv_lora_rank, l.rope_dim),
+    };
+    ((all + shared) as u64, (2 * all + shared) as u64)
+}
+
+/// Channels of a row that travel as bytes for a map in a micro-batch, and how many magnitudes of its input and gradient
+/// ranks agree on.
 fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
     let (Some(e), Some(part)) = (spec.eight, spec.parts.first()) else { return (0, 0) };
     let (per_tensor, current) = (e.recipe.per_tensor(), e.recipe.method == Method::Current);
-    let summed = matches!(part.split, Split::Columns { .. });
+    let (summed, whole) = (matches!(part.split, Split::Columns { .. }), part.split == Split::Replicated);
     let (attention, r) = (part.name.contains(".attn."), s.recompute);
     let passes = 1 + u64::from(r.layer || if attention { r.attention } else { r.mlp });
     let bytes = match summed {
@@ -268,15 +282,17 @@ fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
         false => u64::from(e.output) * passes + u64::from(e.weight_grad),
     };
     let magnitudes = u64::from(e.output || e.weight_grad) * passes + u64::from(e.input_grad || e.weight_grad);
-    (bytes * u64::from(per_tensor), magnitudes * u64::from(current))
+    // Inputs of rows, gradients of the outputs of columns; a map of own tokens has neither of others.
+    let width = if whole { 0 } else { part.shape[usize::from(!summed)] as u64 };
+    (bytes * width * u64::from(per_tensor), magnitudes * u64::from(current))
 }
 
 /// What the attention of a layer sends over cp, forward and backward.
 fn attention(s: &Step, layer: usize, local: u64, e: u64) -> (u64, u64) {
     let (c, t, m) = (s.cp.size as u64, s.tp.size, s.model);
     let (heads, groups) = (m.heads / t, m.kv_heads.div_ceil(t));
-    let (n, g, d) = (heads as u64, groups as u64, m.head_dim as u64);
-    let keys = local * 2 * g * d;
+    let (n, g, d) = (heads as u64, groups as u64, (m.head_dim + m.value_dim()) as u64);
+    let keys = local * g * d;
     let window = m.window.is_some() && m.local_layers.get(layer).copied().unwrap_or(false);
     let divide = heads.is_multiple_of(s.cp.size) && groups.is_multiple_of(s.cp.size);
     match (window, divide) {
@@ -284,7 +300,7 @@ fn attention(s: &Step, layer: usize, local: u64, e: u64) -> (u64, u64) {
         (false, _) => ((c - 1) * keys * e, (c - 2) * keys * e + (c - 1) * keys * 4),
         (true, false) => ((c - 1) * keys * e, (c - 1) * keys * (e + 4)),
         (true, true) => {
-            let one_way = (c - 1) * local * (2 * n + 2 * g) * d * e / c;
+            let one_way = (c - 1) * local * (n + g) * d * e / c;
             (one_way, one_way)
         }
     }

@@ -275,6 +275,65 @@ fn presets_can_be_changed_by_explicit_sizes() {
 }
 
 #[test]
+fn latent_attention_is_one_key() {
+    const LATENT: &str = "{ kv_lora_rank = 24, nope_dim = 16, rope_dim = 8, v_dim = 12 }";
+    let inline = add(&format!("{TINY}model.mla = {LATENT}\n")).unwrap();
+    let section = format!("{TINY}[model.mla]\nkv_lora_rank = 24\nnope_dim = 16\nrope_dim = 8\nv_dim = 12\n");
+    assert_eq!(inline.config, add(&section).unwrap().config);
+    let mut set = add(TINY).unwrap();
+    set.set(&format!("model.mla={LATENT}")).unwrap();
+    assert_eq!(inline.config, set.config);
+    let r = inline.resolve(None).unwrap();
+    let (m, latent) = (&r.model, r.model.mla.unwrap());
+    assert_eq!((m.head_dim, m.kv_heads, m.value_dim(), m.attn_sink), (24, 4, 12, false));
+    assert_eq!((latent.q_lora_rank, latent.norm_eps), (None, 1e-6));
+    let rope = m.rope(0).unwrap();
+    assert_eq!((rope.rotary_dim, rope.interleaved), (8, true));
+    assert_eq!(m.attn_scale, (1.0 / 24f64.sqrt()) as f32);
+    // What is written out reads back.
+    let text = r.config.to_toml();
+    assert!(
+        text.contains("\nmla = { kv_lora_rank = 24, nope_dim = 16, norm_eps = 1e-6, rope_dim = 8"),
+        "{text}"
+    );
+    assert_eq!(add(&text).unwrap().resolve(None).unwrap().model, r.model);
+    // From sizes alone, the width of heads is that of the key.
+    let sizes = "model.layers = 2\nmodel.hidden = 30\nmodel.heads = 4\nmodel.vocab = 256\ntrain.steps = 1\n\
+                 data.seq_len = 16\ndata.path = \"embedded\"\nmodel.attn_sink = true\n";
+    let m = add(&format!("{sizes}model.mla = {LATENT}\n")).unwrap().resolve(None).unwrap().model;
+    assert_eq!((m.head_dim, m.kv_heads, m.attn_sink), (24, 4, true));
+    for (text, words) in [
+        ("model.mla = 3", "expected a table such as { kv_lora_rank = 512"),
+        ("model.mla = { kv_lora_rank = 24 }", "expected a table"),
+        (
+            "model.mla = { kv_lora_rank = 24, nope_dim = 16, rope_dim = 8, v_dim = 12, x = 1 }",
+            "expected a table",
+        ),
+        (
+            "model.mla = { kv_lora_rank = 0, nope_dim = 16, rope_dim = 8, v_dim = 12 }",
+            "mla.kv_lora_rank is 0",
+        ),
+        ("model.mla = { kv_lora_rank = 8, nope_dim = 16, rope_dim = 7, v_dim = 12 }", "even number"),
+        ("model.mla = { kv_lora_rank = 8, nope_dim = 16, rope_dim = 8, v_dim = 300 }", "mla.v_dim is 300"),
+        (
+            "model.mla = { kv_lora_rank = 8, nope_dim = 16, rope_dim = 8, v_dim = 12, norm_eps = 0.0 }",
+            "norm_eps",
+        ),
+        (
+            &format!("model.mla = {LATENT}\nmodel.head_dim = 32"),
+            "model.head_dim: must be 24, nope_dim + rope_dim",
+        ),
+        (&format!("model.mla = {LATENT}\nmodel.kv_heads = 2"), "model.kv_heads: must be 4"),
+        (&format!("model.mla = {LATENT}\nmodel.qk_norm = true"), "norms of its own"),
+        (&format!("model.mla = {LATENT}\nmodel.positions = \"learned\""), "rotary"),
+        ("model.kv_lora_rank = 24", "here it is model.mla"),
+    ] {
+        let e = fails(&format!("{TINY}{text}\n"));
+        assert!(e.contains(words), "{text}: {e}");
+    }
+}
+
+#[test]
 fn impossible_combinations_are_refused_with_the_way_out() {
     let cases = [
         (

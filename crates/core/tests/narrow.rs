@@ -37,6 +37,11 @@ fn launches(r: Resolved) -> impl Fn(&str) -> usize {
     move |name: &str| profile.iter().filter(|(k, _)| **k == name).map(|(_, (calls, _))| *calls as usize).sum()
 }
 
+const LATENT: [&str; 2] = [
+    "model.mla={ q_lora_rank = 48, kv_lora_rank = 64, nope_dim = 32, rope_dim = 16, v_dim = 32 }",
+    "model.mla={ kv_lora_rank = 64, nope_dim = 32, rope_dim = 16, v_dim = 32 }",
+];
+
 const NARROW: [&str; 3] = ["gemm (output, fp8)", "gemm (input gradient, fp8)", "gemm (weight gradient, fp8)"];
 
 #[test]
@@ -54,6 +59,12 @@ fn every_product_a_recipe_names_is_narrow_and_none_falls_back() {
     assert_eq!(NARROW.map(&calls), [maps, maps, maps - (LAYERS - 1)]);
     let calls = launches(recipe(&[]));
     assert_eq!(NARROW.map(&calls), [0; 3]);
+    // Latent attention has four maps, or, with queries from the stream, as many.
+    for latent in LATENT {
+        let calls =
+            launches(recipe(&[latent, "model.head_dim=48", "model.kv_heads=4", "precision.scaling=current"]));
+        assert_eq!(NARROW.map(&calls), [6 * LAYERS; 3], "{latent}");
+    }
 }
 
 /// Relative distance of all gradients together.
@@ -80,6 +91,10 @@ fn gradients_of_a_whole_model_stay_near_those_of_bf16() {
         let apart = apart(&plain, &narrow);
         assert!(apart > 1e-3 && apart < most, "{scaling}: gradients {apart} apart");
     }
+    let latent = ["model.head_dim=48", "model.kv_heads=4", LATENT[0]];
+    let (plain, narrow) = (step(&latent), step(&[&latent[..], &["precision.scaling=current"]].concat()));
+    let apart = apart(&plain, &narrow);
+    assert!(apart > 1e-3 && apart < 0.125, "latent attention: gradients {apart} apart");
 }
 
 #[test]
@@ -88,6 +103,13 @@ fn what_cannot_work_is_refused_in_one_sentence() {
         (&["precision.scaling=current", "precision.dtype=f32"][..], "bf16"),
         (&["precision.scaling=delayed", "precision.except=first 1"], "delayed"),
         (&["precision.scaling=current", "model.ffn=250"], "multiples of 16"),
+        (
+            &[
+                "precision.scaling=current",
+                "model.mla={ kv_lora_rank = 24, nope_dim = 32, rope_dim = 16, v_dim = 32 }",
+            ],
+            "multiples of 16",
+        ),
         (
             &["precision.scaling=current", "precision.except=mlp.down:sideways"],
             "output, input_grad, weight_grad",

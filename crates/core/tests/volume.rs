@@ -143,6 +143,35 @@ fn context_parallel() {
     }
 }
 
+/// Narrow rows go into heads instead of the residual stream; sinks send nothing.
+#[test]
+fn latent_attention() {
+    const LATENT: [&str; 2] = [
+        "model.kv_heads=4",
+        "model.mla={ q_lora_rank = 16, kv_lora_rank = 32, nope_dim = 16, rope_dim = 16, v_dim = 16 }",
+    ];
+    const STREAM: [&str; 2] =
+        ["model.kv_heads=4", "model.mla={ kv_lora_rank = 16, nope_dim = 16, rope_dim = 16, v_dim = 16 }"];
+    for latent in [LATENT, STREAM] {
+        for layout in ["tp=2", "tp=4", "cp=2", "tp=2,cp=2", "tp=2,pp=2,dp=2"] {
+            equal(layout, &latent);
+        }
+        for more in [&["train.recompute=full"][..], &[BLOCKS], &[PARTS], &["precision.dtype=bf16"]] {
+            equal("tp=2", &[&latent[..], more].concat());
+        }
+        equal("tp=2,cp=2", &[&latent[..], &["model.window=8"]].concat());
+        for scaling in ["precision.scaling=current", "precision.scaling=delayed", "precision.scaling=block"] {
+            let set = [&latent[..], &["precision.dtype=bf16", "model.ffn=64", scaling]].concat();
+            equal("tp=2", &set);
+            equal("tp=2", &[&set[..], &["train.recompute=full"]].concat());
+        }
+    }
+    for layout in ["cp=2", "cp=4", "tp=2,cp=2"] {
+        let [with, without] = ["true", "false"].map(|on| equal(layout, &[&format!("model.attn_sink={on}")]));
+        assert_eq!(with["cp"], without["cp"], "{layout}");
+    }
+}
+
 /// Bytes travel as bytes where a tensor has one scale, and magnitudes beside them.
 #[test]
 fn eight_bit_products() {

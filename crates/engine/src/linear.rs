@@ -12,12 +12,16 @@ use ferrotron_tensor::{Result, Tensor, shape_error};
 ///
 /// Over tensor-parallel ranks it is split by rows (each rank makes its outputs of all tokens: its input is gathered)
 /// or by columns (each rank has its part of every sum: partial outputs are summed to the rank that holds the token).
+/// Replicated, each rank maps the tokens it holds and nothing moves; its weight gradient is of those tokens, and summed
+/// with those of the other ranks like that of a norm.
 pub struct Linear {
     pub(crate) weight: ParamId,
     pub(crate) bias: Option<ParamId>,
     out: usize,
     /// Split by columns?
     pub(crate) partial: bool,
+    /// Not split?
+    local: bool,
     /// Which of its products have narrow factors.
     eight: Option<Eight>,
     /// Its input is kept by somebody else anyway: a narrow copy is made in backward.
@@ -94,7 +98,13 @@ impl Linear {
         let bias = if bias { Some(d.declare(biases.collect())?) } else { None };
         let out = d.spec(weight).shape[0];
         let eight = d.narrow(weight, outputs);
-        Ok(Linear { weight, bias, out, partial, eight, keeps_input: false })
+        let local = split == Split::Replicated;
+        Ok(Linear { weight, bias, out, partial, local, eight, keeps_input: false })
+    }
+
+    /// Has it nothing to do with other ranks?
+    pub(crate) fn alone(&self, p: &Pass) -> bool {
+        self.local || p.rank.tp.size() == 1
     }
 
     /// Its input is kept by the caller, whatever the precision.
@@ -141,7 +151,7 @@ impl Linear {
             && !plain()?
         {
             let (y, saved) = self.forward_narrow(p, e, x, again)?;
-            if let Some(bias) = self.bias.filter(|_| self.partial && p.rank.tp.size() > 1) {
+            if let Some(bias) = self.bias.filter(|_| self.partial && !self.alone(p)) {
                 add_bias(p, p.weight(bias)?, &y)?;
             }
             return Ok((y, saved));
@@ -150,7 +160,7 @@ impl Linear {
         let saved = LinearSaved::of(x);
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
         let (x, f) = (&Side::rows_of(x), &Factor::output(w, bias));
-        if p.rank.tp.size() == 1 {
+        if self.alone(p) {
             return Ok((p.product(x, f)?, saved));
         }
         if !self.partial {
@@ -232,6 +242,9 @@ impl Linear {
             };
             let weight = WeightGrad::product(self.weight, all.memory(), &x);
             return Ok((dx, weight.and(self.bias_grad(dy))));
+        }
+        if self.alone(p) {
+            return Ok((p.product(rows, f)?, self.grads(dy, Arriving::here(Side::rows_of(&x)))));
         }
         // The input gradient first: it is waited for.
         let dx = p.sum_of_products(rows, f, "gradient of a layer's input")?;

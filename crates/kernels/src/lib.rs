@@ -14,6 +14,7 @@ mod gemm;
 pub mod grad_scaler;
 mod grouped;
 mod grouped8;
+mod latent;
 mod loss;
 mod measured;
 mod merge;
@@ -39,6 +40,7 @@ pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
 pub use grouped::{Grouped, GroupedGrad, GroupedKernels, Segments};
 pub use grouped8::{Grouped8, GroupedGrad8};
+pub use latent::LatentKernels;
 pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
 pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
@@ -65,6 +67,7 @@ pub trait Kernels:
     + RopeKernels
     + AttentionKernels
     + MergeKernels
+    + LatentKernels
     + MixKernels
     + EmbeddingKernels
     + LossKernels

@@ -55,12 +55,16 @@ impl RopeScaling {
         match *self {
             RopeScaling::Yarn { attention_factor: Some(given), .. } => given,
             RopeScaling::Yarn { factor, mscale, mscale_all_dim, .. } => {
-                let of = |m: f64| if factor <= 1.0 { 1.0 } else { 0.1 * m * libm::log(factor) + 1.0 };
-                of(mscale) / of(mscale_all_dim)
+                yarn_mscale(factor, mscale) / yarn_mscale(factor, mscale_all_dim)
             }
             _ => 1.0,
         }
     }
+}
+
+/// What YaRN multiplies by for wavelengths stretched by `factor`: `0.1·mscale·ln(factor) + 1`, or 1 where they are not.
+pub fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * mscale * libm::log(factor) + 1.0 }
 }
 
 /// Angle per position of each pair of channels: `rotary_dim / 2` frequencies, `θ^(−2i/rotary_dim)` before

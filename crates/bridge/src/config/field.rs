@@ -1,9 +1,9 @@
 //! One key of `config.json` ↔ one switch of the model.
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::family::{Absent, Field, Key};
 use crate::json::Object;
-use ferrotron_core::model::config::{Activation, ModelConfig};
+use ferrotron_core::model::config::{Activation, MlaConfig, ModelConfig};
 use serde_json::{Map, Value, json};
 
 /// `x^-1/2`, rounded once.
@@ -14,7 +14,7 @@ pub(super) fn inverse_sqrt(x: f64) -> f32 {
 impl Key {
     /// The spelling this object uses. A null counts only where it says something (soft caps).
     fn spelling(&self, o: &Object) -> Option<&'static str> {
-        let null_counts = matches!(self.absent, Absent::Cap(_));
+        let null_counts = matches!(self.absent, Absent::Cap(_) | Absent::Rank(_));
         self.names.iter().copied().find(|n| match o.map.get(*n) {
             Some(v) => null_counts || !v.is_null(),
             None => false,
@@ -47,6 +47,32 @@ impl Key {
             Field::AttentionBias => {
                 let on = self.flag(o, name)?;
                 (c.qkv_bias, c.proj_bias) = (on, on);
+            }
+            Field::QueryRank => {
+                let rank = match (name, self.absent) {
+                    (Some(n), _) => o.size(n)?,
+                    (None, Absent::Rank(rank)) => rank,
+                    _ => None,
+                };
+                latent(c).q_lora_rank = rank;
+            }
+            Field::KeyRank => latent(c).kv_lora_rank = self.size(o, name, c)?,
+            Field::NopeDim => latent(c).nope_dim = self.size(o, name, c)?,
+            Field::RopeDim => {
+                latent(c).rope_dim = self.size(o, name, c)?;
+                // What a query's width is made of has been read.
+                let m = *latent(c);
+                c.head_dim = m.nope_dim.saturating_add(m.rope_dim);
+                c.attn_scale = inverse_sqrt(c.head_dim as f64);
+            }
+            Field::ValueDim => latent(c).v_dim = self.size(o, name, c)?,
+            Field::QueryWidth | Field::RotaryWidth => {}
+            Field::DenseLayers => {
+                let dense = self.size(o, name, c)?;
+                if dense < c.layers {
+                    let what = format!("`{shown}` is {dense}, so that layers from there on have experts");
+                    return Err(Error::unsupported(o.origin, what));
+                }
             }
             Field::ScaleScores => {
                 if !self.flag(o, name)? {
@@ -154,6 +180,13 @@ impl Key {
             Field::AttnSoftcap => c.attn_softcap.map_or(Value::Null, real),
             Field::FinalSoftcap => c.final_softcap.map_or(Value::Null, real),
             Field::QueryScalar => query_scalar(c.attn_scale),
+            Field::QueryRank => c.mla.and_then(|m| m.q_lora_rank).map_or(Value::Null, |n| json!(n)),
+            Field::KeyRank => json!(c.mla.map_or(0, |m| m.kv_lora_rank)),
+            Field::NopeDim => json!(c.mla.map_or(0, |m| m.nope_dim)),
+            Field::RopeDim | Field::RotaryWidth => json!(c.mla.map_or(0, |m| m.rope_dim)),
+            Field::ValueDim => json!(c.mla.map_or(0, |m| m.v_dim)),
+            Field::QueryWidth => json!(c.head_dim),
+            Field::DenseLayers => json!(c.layers),
             Field::ScaleScores => json!(c.attn_scale == inverse_sqrt(c.head_dim as f64)),
             Field::Activation(tanh) => json!(match c.activation {
                 Activation::Silu => "silu",
@@ -162,6 +195,19 @@ impl Key {
             }),
         }
     }
+}
+
+/// The widths of latent attention, to be filled in. The norms of narrow rows have an eps of their own, whatever the
+/// model's.
+fn latent(c: &mut ModelConfig) -> &mut MlaConfig {
+    c.mla.get_or_insert(MlaConfig {
+        q_lora_rank: None,
+        kv_lora_rank: 0,
+        nope_dim: 0,
+        rope_dim: 0,
+        v_dim: 0,
+        norm_eps: 1e-6,
+    })
 }
 
 /// The shortest decimal that gives this f32 back: 1e-5 stays 1e-5.

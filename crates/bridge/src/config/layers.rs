@@ -21,8 +21,8 @@ const DEFAULT_PATTERN: usize = 6;
 
 /// Sets `window` and `local_layers`.
 pub(super) fn read(windows: &Windows, o: &Object, c: &mut ModelConfig) -> Result<()> {
-    let every_window = || match o.map.get("sliding_window") {
-        None => Ok(Some(4096)),
+    let every_window = |absent: usize| match o.map.get("sliding_window") {
+        None => Ok(Some(absent)),
         Some(_) => o.size("sliding_window"),
     };
     let (window, derived): (Option<usize>, Box<dyn Fn(usize) -> bool>) = match windows {
@@ -32,9 +32,9 @@ pub(super) fn read(windows: &Windows, o: &Object, c: &mut ModelConfig) -> Result
                 return Ok(());
             }
             let first = o.size("max_window_layers")?.unwrap_or(28);
-            (every_window()?, Box::new(move |i| i >= first))
+            (every_window(4096)?, Box::new(move |i| i >= first))
         }
-        Windows::Alternate => (every_window()?, Box::new(|i| i % 2 == 0)),
+        Windows::Alternate { window } => (every_window(*window)?, Box::new(|i| i % 2 == 0)),
         Windows::AllBut => {
             let mut pattern = DEFAULT_PATTERN;
             for key in PATTERNS {
@@ -46,7 +46,7 @@ pub(super) fn read(windows: &Windows, o: &Object, c: &mut ModelConfig) -> Result
                     break;
                 }
             }
-            (every_window()?, Box::new(move |i| (i + 1) % pattern != 0))
+            (every_window(4096)?, Box::new(move |i| (i + 1) % pattern != 0))
         }
     };
     // Checked before a list of that length is made.

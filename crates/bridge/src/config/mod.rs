@@ -37,8 +37,13 @@ impl HfConfig {
 
     /// Reads the text of a `config.json`; `origin` names it in errors.
     pub fn parse(text: &str, origin: &str) -> Result<HfConfig> {
+        let family = recognise(&parse_object(text, origin)?, origin)?;
+        HfConfig::parse_as(family, text, origin)
+    }
+
+    /// The same of a family that is known, whatever the text says of its class.
+    pub fn parse_as(family: &'static Family, text: &str, origin: &str) -> Result<HfConfig> {
         let map = parse_object(text, origin)?;
-        let family = recognise(&map, origin)?;
         let model = read_model(family, &Object { map: &map, origin, under: "" })?;
         Ok(HfConfig { family, model, text: text.into(), map, origin: origin.into() })
     }
@@ -336,6 +341,8 @@ fn blank() -> ModelConfig {
         local_layers: Vec::new(),
         attn_scale: 1.0,
         attn_softcap: None,
+        attn_sink: false,
+        mla: None,
         final_softcap: None,
         embed_scale: 1.0,
         tied: false,

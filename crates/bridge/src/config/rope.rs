@@ -4,21 +4,47 @@ use crate::error::{Error, Result};
 use crate::family::RopeStyle;
 use crate::json::{Object, show};
 use ferrotron_core::model::config::{ModelConfig, Positions, RopeConfig, RopeScaling};
+use ferrotron_kernels::rope_tables;
 use serde_json::{Map, Value, json};
 
 /// Keys this file reads.
-pub(super) const KEYS: &[&str] = &["rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq"];
+pub(super) const KEYS: &[&str] =
+    &["rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", INTERLEAVE];
+
+const INTERLEAVE: &str = "rope_interleave";
 
 /// Sets `positions` and `rope_local`.
 pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result<()> {
     match *style {
         RopeStyle::Learned => c.positions = Positions::Learned,
-        RopeStyle::Global { theta } => {
-            let theta = o.real("rope_theta")?.unwrap_or(theta);
-            c.positions = Positions::Rope(match described(o)? {
-                Some((map, under)) => one(&Object { map, under, ..*o }, theta, c)?,
-                None => plain(theta, c),
-            });
+        RopeStyle::Global { theta } => c.positions = Positions::Rope(global(o, theta, c)?),
+        RopeStyle::Described { theta } => {
+            if described(o)?.is_none() {
+                return Err(o.missing("rope_scaling"));
+            }
+            c.positions = Positions::Rope(global(o, theta, c)?);
+        }
+        RopeStyle::Latent { theta } => {
+            let interleaved = o.flag(INTERLEAVE)?.unwrap_or(true);
+            let rope = RopeConfig { interleaved, ..global(o, theta, c)? };
+            let given = match described(o)? {
+                Some((map, under)) => Object { map, under, ..*o }.real("mscale_all_dim")?.unwrap_or(0.0),
+                None => 0.0,
+            };
+            match rope.scaling {
+                RopeScaling::Yarn { factor, mscale_all_dim, .. } if given == mscale_all_dim => {
+                    let scale = rope_tables::yarn_mscale(factor, mscale_all_dim);
+                    c.attn_scale = (scale * scale / (c.head_dim as f64).sqrt()) as f32;
+                }
+                _ if given == 0.0 => {}
+                // It would scale the scores and not the positions.
+                _ => {
+                    let what =
+                        "`mscale_all_dim` without `mscale` beside it in a RoPE of type yarn is not supported";
+                    return Err(Error::unsupported(o.origin, what));
+                }
+            }
+            c.positions = Positions::Rope(rope);
         }
         RopeStyle::GlobalAndLocal { theta, local_theta } => {
             let theta = o.real("rope_theta")?.unwrap_or(theta);
@@ -47,6 +73,14 @@ pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result
     Ok(())
 }
 
+fn global(o: &Object, theta: f64, c: &ModelConfig) -> Result<RopeConfig> {
+    let theta = o.real("rope_theta")?.unwrap_or(theta);
+    match described(o)? {
+        Some((map, under)) => one(&Object { map, under, ..*o }, theta, c),
+        None => Ok(plain(theta, c)),
+    }
+}
+
 /// The object that describes RoPE, and how to name keys in it.
 fn described<'a>(o: &Object<'a>) -> Result<Option<(&'a Map<String, Value>, &'static str)>> {
     if let Some(map) = o.object("rope_parameters")? {
@@ -56,7 +90,8 @@ fn described<'a>(o: &Object<'a>) -> Result<Option<(&'a Map<String, Value>, &'sta
 }
 
 fn plain(theta: f64, c: &ModelConfig) -> RopeConfig {
-    RopeConfig { theta, rotary_dim: c.head_dim, interleaved: false, scaling: RopeScaling::None }
+    let rotary_dim = c.mla.map_or(c.head_dim, |m| m.rope_dim);
+    RopeConfig { theta, rotary_dim, interleaved: false, scaling: RopeScaling::None }
 }
 
 fn one(o: &Object, theta: f64, c: &ModelConfig) -> Result<RopeConfig> {
@@ -109,13 +144,16 @@ fn one(o: &Object, theta: f64, c: &ModelConfig) -> Result<RopeConfig> {
             return Err(Error::unsupported(o.origin, what));
         }
     };
-    Ok(RopeConfig { theta, rotary_dim: c.head_dim, interleaved: false, scaling })
+    Ok(RopeConfig { scaling, ..plain(theta, c) })
 }
 
 /// Writes RoPE in the spelling the object already uses; without one, in the older spelling, which every
 /// version of the reference reads.
 pub(super) fn write(style: &RopeStyle, c: &ModelConfig, map: &mut Map<String, Value>) {
     let Positions::Rope(global) = &c.positions else { return };
+    if matches!(style, RopeStyle::Latent { .. }) {
+        map.insert(INTERLEAVE.into(), json!(global.interleaved));
+    }
     let newer = map.get("rope_parameters").is_some_and(Value::is_object);
     let local = match style {
         RopeStyle::GlobalAndLocal { .. } => c.rope_local.as_ref(),

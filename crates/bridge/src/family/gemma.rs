@@ -13,7 +13,7 @@ pub static GEMMA2: Family = Family {
     model_type: "gemma2",
     keys: &[COMMON_KEYS, GEMMA2_KEYS],
     rope: RopeStyle::Global { theta: 1e4 },
-    windows: Windows::Alternate,
+    windows: Windows::Alternate { window: 4096 },
     refused: &[PARTIAL_ROTARY, BIDIRECTIONAL],
     facts: gemma_facts,
     prefix: "model.",

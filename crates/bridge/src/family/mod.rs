@@ -1,12 +1,16 @@
 //! The supported families: what their `config.json` says and where their tensors go, as tables that work in
 //! both directions.
 
+mod deepseek;
 mod gemma;
 mod gpt2;
+mod gpt_oss;
 mod llama;
 mod qwen;
 
+pub use deepseek::DEEPSEEK_V3;
 pub use gemma::{GEMMA2, GEMMA3};
+pub use gpt_oss::GPT_OSS;
 pub use gpt2::GPT2;
 pub use llama::LLAMA;
 pub use qwen::{QWEN2, QWEN3};
@@ -87,6 +91,17 @@ pub(crate) enum Field {
     QueryScalar,
     /// `attn_scale = 1` when false.
     ScaleScores,
+    /// Widths of latent attention.
+    QueryRank,
+    KeyRank,
+    NopeDim,
+    RopeDim,
+    ValueDim,
+    /// Written for readers that want them: channels of a query, and those of them with positions.
+    QueryWidth,
+    RotaryWidth,
+    /// Layers before the first with experts; all of them.
+    DenseLayers,
 }
 
 /// What a missing (or null) key means: the default of the family's class.
@@ -99,6 +114,10 @@ pub(crate) enum Absent {
     Word(&'static str),
     /// A soft cap: absent means this one, null means none.
     Cap(Option<f64>),
+    /// A width that may be none: absent means this one, null means none.
+    Rank(Option<usize>),
+    /// Nothing is read.
+    Derived,
     /// As many as query heads.
     Heads,
     /// hidden / heads
@@ -110,8 +129,22 @@ pub(crate) enum Absent {
 /// Where RoPE is described in `config.json`, and the base when it is not.
 pub(crate) enum RopeStyle {
     Learned,
-    Global { theta: f64 },
-    GlobalAndLocal { theta: f64, local_theta: f64 },
+    Global {
+        theta: f64,
+    },
+    /// The same, with a stretching that must be there: no version of the reference goes without.
+    Described {
+        theta: f64,
+    },
+    /// On the channels of latent attention, in pairs side by side unless `rope_interleave` says otherwise; `mscale_all_dim`
+    /// scales scores too.
+    Latent {
+        theta: f64,
+    },
+    GlobalAndLocal {
+        theta: f64,
+        local_theta: f64,
+    },
 }
 
 /// How layers with a sliding window are described when `layer_types` does not list them.
@@ -119,8 +152,10 @@ pub(crate) enum Windows {
     Never,
     /// Only with `use_sliding_window`, on layers from `max_window_layers` on.
     FromLayer,
-    /// Even layers.
-    Alternate,
+    /// Even layers, of so many tokens when that is not said.
+    Alternate {
+        window: usize,
+    },
     /// All but every sixth (`sliding_window_pattern`).
     AllBut,
 }

@@ -73,7 +73,10 @@ fn parts(
     let flops = m.flops_per_token(context as f64);
     let size = r.config.precision.dtype.dtype().size() as f64;
     let (h, f, l, v) = (m.hidden as f64, m.ffn as f64, m.layers as f64, m.vocab as f64);
-    let heads = ((m.heads + 2 * m.kv_heads) * m.head_dim) as f64;
+    let rotated = match &m.mla {
+        None => (m.heads + 2 * m.kv_heads) * m.head_dim,
+        Some(l) => (m.heads + 1) * l.rope_dim,
+    };
     let parameters = m.parameters() as f64;
     // Forward two products of scores, backward five: half of what is counted per token is not needed twice.
     let attention_forward = tokens * flops.attention / 3.0;
@@ -108,7 +111,7 @@ fn parts(
         (ATTENTION, attention),
         (NORMS, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
         (ACTIVATION, bytes(l * widths * tokens * f * size)),
-        (ROPE, bytes(rotates * 4.0 * tokens * heads * size)),
+        (ROPE, bytes(rotates * 4.0 * tokens * rotated as f64 * size)),
         (LOSS, bytes(3.0 * tokens * v * size)),
         (OPTIMIZER, bytes(update)),
         (OTHER, 0.0),
@@ -139,16 +142,12 @@ impl Narrow {
         if policy.recipe.is_none_or(|recipe| recipe.emulated()) {
             return sum;
         }
-        let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
         let up = if m.gated { 2 * m.ffn } else { m.ffn };
-        let maps: [(&[&str], usize, usize); 4] = [
-            (&["attn.q", "attn.k", "attn.v"], m.hidden, q + 2 * kv),
-            (&["attn.out"], q, m.hidden),
-            (&["mlp.gate", "mlp.up"], m.hidden, up),
-            (&["mlp.down"], m.ffn, m.hidden),
-        ];
+        let mut maps: Vec<(&[&str], usize, usize)> =
+            m.attention_maps().iter().map(|map| (map.names, map.input, map.output)).collect();
+        maps.extend([(&["mlp.gate", "mlp.up"][..], m.hidden, up), (&["mlp.down"], m.ffn, m.hidden)]);
         for layer in 0..m.layers {
-            for (names, i, o) in maps {
+            for &(names, i, o) in &maps {
                 let names: Vec<String> = names.iter().map(|n| format!("layers.{layer}.{n}")).collect();
                 let names: Vec<&str> = names.iter().map(String::as_str).collect();
                 let Some(e) = policy.of(&names) else { continue };

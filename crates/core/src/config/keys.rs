@@ -1,5 +1,6 @@
 //! Every key of a recipe, declared once: meaning, name, type, default, and what other systems call it.
 
+use super::Latent;
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     Count, Decay, Dispatch, Format, Graph, Keep, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder,
@@ -49,6 +50,11 @@ keys! {
         mlp_bias: Option<bool> = None, "add_bias_linear", "bias";
         /// Norm over each head of q and k before positions enter.
         qk_norm: Option<bool> = None, "qk_layernorm", "use_qk_norm";
+        /// A learned logit of each head beside its scores in the softmax.
+        attn_sink: Option<bool> = None, "softmax_type", "attention_sinks", "sinks", "learnable_softmax_offset";
+        /// Latent attention: keys and values from one narrow row of each token, heads of nope_dim + rope_dim channels for
+        /// queries and keys and of v_dim for values.
+        mla: Option<Latent> = None, "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim";
         /// How positions enter: rope or learned.
         positions: Option<PositionKind> = None, "position_embedding_type", "use_rotary_position_embeddings";
         /// Base of the rotary wavelengths; 10000 when neither a preset nor this says.

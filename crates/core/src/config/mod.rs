@@ -4,6 +4,7 @@
 //! [`Recipe::resolve`] derives what was left unset, says why, and refuses what cannot work.
 
 mod keys;
+mod latent;
 mod load;
 mod model;
 mod moe;
@@ -18,6 +19,7 @@ mod validate;
 mod write;
 
 pub use keys::*;
+pub use latent::Latent;
 pub use load::Recipe;
 pub use recipes::{Embedded, RECIPES};
 pub use resolve::{Derived, Plan, Resolved};

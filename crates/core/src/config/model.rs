@@ -1,10 +1,10 @@
 //! From the `[model]` section to an architecture.
 
 use super::resolve::Derivations;
-use super::{Config, KEYS, ModelSection, PositionKind, Recipe, nearest, write};
+use super::{Config, KEYS, Latent, ModelSection, PositionKind, Recipe, nearest, write};
 use crate::error::{Error, Result};
 use crate::model::config::{
-    Activation, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling,
+    Activation, MlaConfig, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling,
 };
 use crate::model::preset::PRESETS;
 
@@ -70,6 +70,7 @@ impl Recipe {
         put(&mut c.proj_bias, m.proj_bias);
         put(&mut c.mlp_bias, m.mlp_bias);
         put(&mut c.qk_norm, m.qk_norm);
+        put(&mut c.attn_sink, m.attn_sink);
         put(&mut c.tied, m.tied);
         put(&mut c.init_std, m.init_std.map(|x| x as f32));
         match (m.positions, &c.positions) {
@@ -78,6 +79,15 @@ impl Recipe {
             }
             (Some(PositionKind::Rope), Positions::Learned) => c.positions = plain_rope(c.head_dim),
             _ => {}
+        }
+        if let Some(mla) = m.mla.map(MlaConfig::from) {
+            // A folder's own says more than the key, such as its scale of scores.
+            if c.mla != Some(mla) {
+                c = c.with_mla(mla);
+            }
+            self.fits_latent(&c)?;
+        } else if c.mla.is_some() && m.heads.is_some() {
+            c.kv_heads = c.heads;
         }
         if let Some(theta) = m.rope_theta {
             match rope_mut(&mut c.positions) {
@@ -129,6 +139,10 @@ impl Recipe {
         let kv_heads = m.kv_heads.unwrap_or_else(|| derived.add("model.kv_heads", heads, "as model.heads"));
         let head_dim = match m.head_dim {
             Some(d) => d,
+            None if let Some(l) = m.mla => {
+                let width = l.nope_dim.saturating_add(l.rope_dim);
+                derived.add("model.head_dim", width, "nope_dim + rope_dim of model.mla")
+            }
             None if hidden % heads == 0 => derived.add("model.head_dim", hidden / heads, "hidden / heads"),
             None => {
                 let what = format!(
@@ -174,6 +188,8 @@ impl Recipe {
             local_layers: Vec::new(),
             attn_scale: scale(head_dim),
             attn_softcap: None,
+            attn_sink: false,
+            mla: None,
             final_softcap: None,
             embed_scale: 1.0,
             tied: false,
@@ -229,6 +245,8 @@ pub(super) fn section(from: &ModelSection, c: &ModelConfig) -> ModelSection {
         proj_bias: Some(c.proj_bias),
         mlp_bias: Some(c.mlp_bias),
         qk_norm: Some(c.qk_norm),
+        attn_sink: Some(c.attn_sink),
+        mla: c.mla.map(Latent::from),
         positions: Some(if rope.is_some() { PositionKind::Rope } else { PositionKind::Learned }),
         rope_theta: rope,
         window: c.window,
@@ -238,7 +256,7 @@ pub(super) fn section(from: &ModelSection, c: &ModelConfig) -> ModelSection {
 }
 
 /// The f64 that prints like `x`: 0.02 and not 0.019999999552965164.
-fn decimal(x: f32) -> f64 {
+pub(super) fn decimal(x: f32) -> f64 {
     x.to_string().parse().unwrap_or(f64::from(x))
 }
 

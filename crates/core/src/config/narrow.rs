@@ -3,6 +3,7 @@
 use super::resolve::Derivations;
 use super::{Config, Format, Master, Precision, Recipe, Resolved, Scaling, Weights};
 use crate::error::Result;
+use ferrotron_engine::Split;
 use ferrotron_engine::precision::{self, Method, Policy};
 use ferrotron_kernels::Delayed;
 
@@ -132,14 +133,20 @@ impl Recipe {
                  first and last out",
             );
         }
-        let heads = m.head_dim * m.heads / tp;
-        let keys = m.head_dim * (m.kv_heads / tp).max(1);
-        for (key, width) in [
-            ("model.hidden", m.hidden),
-            ("model.ffn", m.ffn / tp),
-            ("model.head_dim", heads),
-            ("model.head_dim", keys),
-        ] {
+        let mut widths = vec![("model.hidden", m.hidden), ("model.ffn", m.ffn / tp)];
+        match &m.mla {
+            None => {
+                let keys = m.head_dim * (m.kv_heads / tp).max(1);
+                widths.extend([("model.head_dim", m.head_dim * m.heads / tp), ("model.head_dim", keys)]);
+            }
+            Some(_) => widths.extend(m.attention_maps().iter().flat_map(|map| {
+                let share = |split: bool, n: usize| ("model.mla", if split { n / tp } else { n });
+                let (rows, columns) =
+                    (matches!(map.split, Split::Rows { .. }), matches!(map.split, Split::Columns { .. }));
+                [share(columns, map.input), share(rows, map.output)]
+            })),
+        }
+        for (key, width) in widths {
             if !width.is_multiple_of(WIDTH) {
                 let what = format!(
                     "8-bit products need widths that are multiples of {WIDTH} on every rank, and one is {width}; change \

@@ -10,6 +10,10 @@ pub(super) fn value(value: &toml::Value) -> String {
         toml::Value::Array(items) => {
             format!("[{}]", items.iter().map(self::value).collect::<Vec<_>>().join(", "))
         }
+        toml::Value::Table(table) => {
+            let entries = table.iter().map(|(key, v)| format!("{key} = {}", self::value(v)));
+            format!("{{ {} }}", entries.collect::<Vec<_>>().join(", "))
+        }
         other => other.to_string(),
     }
 }

@@ -98,6 +98,11 @@ impl Chunk {
         Ok(Chunk { embedding, layers, end, depth: c.layers as u32 })
     }
 
+    /// Its layers, in order.
+    pub(super) fn layers(&self) -> &[Layer] {
+        &self.layers
+    }
+
     /// Does it hold the end of the model?
     pub fn is_last(&self) -> bool {
         self.end.is_some()

@@ -52,6 +52,13 @@ pub struct ModelConfig {
     pub attn_scale: f32,
     /// `c * tanh(score / c)` on attention scores.
     pub attn_softcap: Option<f32>,
+    /// A learned logit of each head beside its scores in the softmax (GPT-OSS).
+    #[serde(default)]
+    pub attn_sink: bool,
+    /// Keys and values from one narrow row of each token (DeepSeek). Every head then has keys of its own (`kv_heads` is
+    /// `heads`), `head_dim` is a query's and a key's width, and `qkv_bias` is about the maps to narrow rows.
+    #[serde(default)]
+    pub mla: Option<MlaConfig>,
     /// `c * tanh(logit / c)` on the output logits.
     pub final_softcap: Option<f32>,
     /// Factor on embeddings after lookup (Gemma: sqrt(hidden)).
@@ -75,6 +82,24 @@ pub struct NormConfig {
     pub eps: f32,
     /// Gain is `1 + weight` (weights stored around zero).
     pub zero_centred: bool,
+}
+
+/// Multi-head latent attention.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MlaConfig {
+    /// Width of the narrow row that queries come from; none: they come from the residual stream.
+    pub q_lora_rank: Option<usize>,
+    /// Width of the narrow row that keys and values come from.
+    pub kv_lora_rank: usize,
+    /// Channels of a query or key without positions.
+    pub nope_dim: usize,
+    /// Channels with rotary positions, which all keys of a token share.
+    pub rope_dim: usize,
+    /// Channels of a value.
+    pub v_dim: usize,
+    /// Added to the mean square in the norms of narrow rows.
+    pub norm_eps: f32,
 }
 
 /// LayerNorm has a mean and a bias, RMSNorm neither.
@@ -115,7 +140,7 @@ pub enum Positions {
 pub struct RopeConfig {
     /// Base of the wavelengths.
     pub theta: f64,
-    /// Channels of each head that are rotated (the first ones).
+    /// Channels of each head that are rotated: the first ones, in latent attention the last.
     pub rotary_dim: usize,
     /// Pairs are (2i, 2i+1) instead of (i, i + rotary_dim/2).
     pub interleaved: bool,
@@ -124,6 +149,22 @@ pub struct RopeConfig {
 }
 
 impl ModelConfig {
+    /// The same model with latent attention: heads as wide as it says, positions on its channels in pairs side by side,
+    /// scores scaled by their width.
+    pub fn with_mla(mut self, mla: MlaConfig) -> ModelConfig {
+        self.head_dim = mla.nope_dim.saturating_add(mla.rope_dim);
+        self.kv_heads = self.heads;
+        self.attn_scale = (1.0 / (self.head_dim as f64).sqrt()) as f32;
+        let global = match &mut self.positions {
+            Positions::Rope(rope) => Some(rope),
+            Positions::Learned => None,
+        };
+        for rope in global.into_iter().chain(&mut self.rope_local) {
+            (rope.rotary_dim, rope.interleaved) = (mla.rope_dim, true);
+        }
+        ModelConfig { mla: Some(mla), ..self }
+    }
+
     /// Does layer `i` see only a window?
     pub fn is_local(&self, i: usize) -> bool {
         self.window.is_some() && self.local_layers.get(i).copied().unwrap_or(false)

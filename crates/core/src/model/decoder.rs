@@ -229,12 +229,7 @@ impl Decoder {
 
     /// Empty caches for `batch` sequences of up to `capacity` tokens.
     pub fn caches(&self, p: &Pass, batch: usize, capacity: usize) -> Result<Vec<KvCache>> {
-        let c = &self.config;
-        // Key heads are shared out, or, where there are fewer than ranks, shared by neighbours.
-        let heads = (c.kv_heads / p.rank.tp.size()).max(1);
-        (0..c.layers)
-            .map(|_| KvCache::new(&p.rank.compute, batch, capacity, heads, c.head_dim, p.dtype()))
-            .collect()
+        self.chunks.iter().flat_map(Chunk::layers).map(|layer| layer.cache(p, batch, capacity)).collect()
     }
 
     /// Logits `[batch, V]` of the last of the new tokens of each sequence, of the columns this rank holds; all tokens

@@ -8,10 +8,11 @@ use super::config::ModelConfig;
 /// FLOPs of training one token, by part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenFlops {
-    /// Projections to q, k, v and back: `6·L·[h·(Q + 2·g·d) + Q·h]` with `Q = n·d`.
+    /// Projections to q, k, v and back: `6·L·[h·(Q + 2·g·d) + Q·h]` with `Q = n·d`; latent ones
+    /// `6·L·[h·(r_q + r_kv + b) + r_q·n·(a + b) + r_kv·n·(a + v) + n·v·h]`, or with `h·n·(a + b)` for what has r_q.
     pub projections: f64,
     /// Scores and their use on values: `6·Q·a` per full layer, and
-    /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`.
+    /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`; where values have another width, Q is the mean of both.
     pub attention: f64,
     /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise; of a mixture, the experts that a token goes to.
     pub mlp: f64,
@@ -31,8 +32,8 @@ impl ModelConfig {
     /// lengths sᵢ, `length` is Σsᵢ²/Σsᵢ.
     pub fn flops_per_token(&self, length: f64) -> TokenFlops {
         let (h, l) = (self.hidden as f64, self.layers as f64);
-        let q = self.heads as f64 * self.head_dim as f64;
-        let kv = self.kv_heads as f64 * self.head_dim as f64;
+        let q = self.heads as f64 * (self.head_dim + self.value_dim()) as f64 / 2.0;
+        let maps: f64 = self.attention_maps().iter().map(|m| m.input as f64 * m.output as f64).sum();
         let local = (0..self.layers).filter(|&i| self.is_local(i)).count() as f64;
         let windowed = match self.window {
             Some(w) if (w as f64) < length => {
@@ -42,7 +43,7 @@ impl ModelConfig {
             _ => q * length,
         };
         TokenFlops {
-            projections: 6.0 * l * (h * (q + 2.0 * kv) + q * h),
+            projections: 6.0 * l * maps,
             attention: 6.0 * ((l - local) * q * length + local * windowed),
             mlp: self.ffn_flops(),
             logits: 6.0 * h * self.vocab as f64,
@@ -53,6 +54,7 @@ impl ModelConfig {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::model::config::MlaConfig;
 
     /// Published figures in GFLOP per token, to their last digit.
     #[test]
@@ -68,6 +70,27 @@ mod tests {
             let got = ModelConfig::preset(name).unwrap().flops_per_token(f64::from(length)).total() / 1e9;
             assert!((got - giga).abs() <= digit, "{name}: {got} instead of {giga}");
         }
+    }
+
+    /// The attention of DeepSeek-V3: its published 249.81 GFLOP per token at 4096 tokens, without prediction layers,
+    /// less three dense layers, 58 of 8 chosen experts and a shared one, and the output matrix.
+    #[test]
+    fn latent_attention_is_counted_as_published() {
+        let (h, n, length) = (7168usize, 128, 4096.0);
+        let c = ModelConfig { hidden: h, heads: n, layers: 61, ..ModelConfig::preset("tiny").unwrap() };
+        let c = c.with_mla(MlaConfig {
+            q_lora_rank: Some(1536),
+            kv_lora_rank: 512,
+            nope_dim: 128,
+            rope_dim: 64,
+            v_dim: 128,
+            norm_eps: 1e-6,
+        });
+        let got = c.flops_per_token(length);
+        let mlp = 6.0 * 3.0 * h as f64 * (3.0 * 18_432.0 + 58.0 * 9.0 * 2048.0);
+        let head = 6.0 * h as f64 * 129_280.0;
+        let total = (got.projections + got.attention + mlp + head) / 1e9;
+        assert!((total - 249.81).abs() <= 0.005, "{total}");
     }
 
     /// A window's formula against counting the visible pairs: every token of a sequence sees

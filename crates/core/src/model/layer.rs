@@ -4,7 +4,10 @@
 use super::config::{ModelConfig, NormKind};
 use super::ffn::{Ffn, FfnSaved};
 use super::moe::act_of;
-use ferrotron_engine::attention::{Attention, AttentionConfig, AttentionSaved, KvCache, Layout, RopeTable};
+use ferrotron_engine::attention::{
+    Attention, AttentionConfig, KvCache, LatentAttention, LatentConfig, Layout, RopeTable, SelfAttention,
+    SelfAttentionSaved,
+};
 use ferrotron_engine::moe::Moe;
 use ferrotron_engine::{
     Declarations, Hidden, Keep, Mlp, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
@@ -20,7 +23,7 @@ const AFTER_MLP: u32 = 2;
 pub struct Layer {
     index: u32,
     attn_norm: NormLayer,
-    attn: Attention,
+    attn: SelfAttention,
     attn_post: Option<NormLayer>,
     mlp_norm: NormLayer,
     mlp: Ffn,
@@ -33,7 +36,7 @@ pub struct LayerSaved {
     mlp: Option<FfnSaved>,
     mlp_norm: NormSaved,
     attn_post: Option<NormSaved>,
-    attn: Option<AttentionSaved>,
+    attn: Option<SelfAttentionSaved>,
     attn_norm: NormSaved,
 }
 
@@ -57,6 +60,61 @@ pub(super) fn norm_of(c: &ModelConfig) -> Norm {
     }
 }
 
+/// Declares the attention of layer `index` as `layers.<index>.attn.*`.
+fn attention(
+    d: &mut Declarations,
+    c: &ModelConfig,
+    index: usize,
+    std: (f32, f32),
+    rope: Option<RopeTable>,
+) -> Result<SelfAttention> {
+    let (name, local) = (format!("layers.{index}.attn"), c.window.filter(|_| c.is_local(index)));
+    let scores = Scores {
+        scale: c.attn_scale,
+        softcap: c.attn_softcap,
+        causal: true,
+        align: Align::TopLeft,
+        // A window of W lets a token see itself and W-1 before it.
+        left: local.map(|w| w.saturating_sub(1)),
+        right: None,
+    };
+    Ok(match &c.mla {
+        None => {
+            let config = AttentionConfig {
+                hidden: c.hidden,
+                heads: c.heads,
+                kv_heads: c.kv_heads,
+                head_dim: c.head_dim,
+                qkv_bias: c.qkv_bias,
+                out_bias: c.proj_bias,
+                scores,
+                qk_norm: c.qk_norm.then(|| norm_of(c)),
+                sink: c.attn_sink,
+                std,
+            };
+            SelfAttention::Plain(Attention::declare(d, &name, config, rope)?.into())
+        }
+        Some(m) => {
+            let config = LatentConfig {
+                hidden: c.hidden,
+                heads: c.heads,
+                q_rank: m.q_lora_rank,
+                kv_rank: m.kv_lora_rank,
+                nope: m.nope_dim,
+                rope: m.rope_dim,
+                v: m.v_dim,
+                norm: Norm { subtract_mean: false, eps: m.norm_eps, zero_centred: false },
+                down_bias: c.qkv_bias,
+                out_bias: c.proj_bias,
+                sink: c.attn_sink,
+                scores,
+                std,
+            };
+            SelfAttention::Latent(LatentAttention::declare(d, &name, config, rope)?.into())
+        }
+    })
+}
+
 impl Layer {
     /// Declares layer `index` as `layers.<index>.*`.
     pub fn declare(
@@ -69,34 +127,13 @@ impl Layer {
         let norm = norm_of(c);
         // Blocks write into the residual stream 2L times: smaller outputs keep its variance from growing.
         let std = (c.init_std, c.init_std / (2.0 * c.layers as f32).sqrt());
-        let local = c.window.filter(|_| c.is_local(index));
-        let scores = Scores {
-            scale: c.attn_scale,
-            softcap: c.attn_softcap,
-            causal: true,
-            align: Align::TopLeft,
-            // A window of W lets a token see itself and W-1 before it.
-            left: local.map(|w| w.saturating_sub(1)),
-            right: None,
-        };
-        let attention = AttentionConfig {
-            hidden: c.hidden,
-            heads: c.heads,
-            kv_heads: c.kv_heads,
-            head_dim: c.head_dim,
-            qkv_bias: c.qkv_bias,
-            out_bias: c.proj_bias,
-            scores,
-            qk_norm: c.qk_norm.then_some(norm),
-            std,
-        };
         let post = |d: &mut Declarations, kind: &str| {
             c.post_norms.then(|| NormLayer::declare(d, &format!("{name}.{kind}"), c.hidden, norm)).transpose()
         };
         Ok(Layer {
             index: index as u32,
             attn_norm: NormLayer::declare(d, &format!("{name}.attn_norm"), c.hidden, norm)?,
-            attn: Attention::declare(d, &format!("{name}.attn"), attention, rope)?,
+            attn: attention(d, c, index, std, rope)?,
             attn_post: post(d, "attn_post_norm")?,
             mlp_norm: NormLayer::declare(d, &format!("{name}.mlp_norm"), c.hidden, norm)?,
             mlp: match c.mixture(index) {
@@ -207,6 +244,11 @@ impl Layer {
         grads = grads.and(g);
         let (dx, g) = self.attn_norm.backward(p, s.attn_norm, &dn, Some(&dr))?;
         Ok((dx, grads.and(g)))
+    }
+
+    /// An empty cache for `batch` sequences of up to `capacity` tokens.
+    pub fn cache(&self, p: &Pass, batch: usize, capacity: usize) -> Result<KvCache> {
+        self.attn.cache(p, batch, capacity)
     }
 
     /// Forward of new tokens over remembered ones.

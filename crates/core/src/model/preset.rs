@@ -111,6 +111,8 @@ fn llama_like(sizes: [usize; 8], eps: f32, theta: f64) -> ModelConfig {
         local_layers: Vec::new(),
         attn_scale: inverse_sqrt(head_dim),
         attn_softcap: None,
+        attn_sink: false,
+        mla: None,
         final_softcap: None,
         embed_scale: 1.0,
         tied: false,

@@ -1,6 +1,7 @@
 //! Refusing an architecture that cannot be built, before anything is allocated for it.
 
-use super::config::{ModelConfig, Positions, RopeConfig, RopeScaling};
+use super::Map;
+use super::config::{MlaConfig, ModelConfig, Positions, RopeConfig, RopeScaling};
 
 /// Channels per head that the attention kernels take at most.
 pub const MAX_HEAD_DIM: usize = 256;
@@ -24,6 +25,9 @@ impl ModelConfig {
         self.check_layers(&mut bad);
         self.check_moe(&mut bad);
         self.check_positions(&mut bad);
+        if let Some(mla) = &self.mla {
+            self.check_latent(mla, &mut bad);
+        }
         // Only sane sizes can be multiplied.
         if bad.is_empty() && self.parameters_wide() > MAX_PARAMETERS {
             bad.push(format!("{} parameters are more than can be addressed", self.parameters_wide()));
@@ -106,6 +110,49 @@ impl ModelConfig {
         }
     }
 
+    fn check_latent(&self, m: &MlaConfig, bad: &mut Vec<String>) {
+        let sizes = [
+            ("q_lora_rank", m.q_lora_rank.unwrap_or(1), MAX_SIZE),
+            ("kv_lora_rank", m.kv_lora_rank, MAX_SIZE),
+            ("nope_dim", m.nope_dim, MAX_HEAD_DIM),
+            ("rope_dim", m.rope_dim, MAX_HEAD_DIM),
+            ("v_dim", m.v_dim, MAX_HEAD_DIM),
+        ];
+        for (name, size, most) in sizes {
+            if size == 0 || size > most {
+                bad.push(format!("mla.{name} is {size}, it must be 1 to {most}"));
+            }
+        }
+        if !(m.norm_eps.is_finite() && m.norm_eps > 0.0) {
+            bad.push(format!("mla.norm_eps is {}, it must be a positive number", m.norm_eps));
+        }
+        if m.nope_dim.checked_add(m.rope_dim) != Some(self.head_dim) {
+            bad.push(format!(
+                "head_dim is {}, it must be mla.nope_dim + mla.rope_dim ({} + {})",
+                self.head_dim, m.nope_dim, m.rope_dim
+            ));
+        }
+        if self.kv_heads != self.heads {
+            bad.push(format!(
+                "kv_heads is {}, but with mla all {} heads have keys of their own; leave it out",
+                self.kv_heads, self.heads
+            ));
+        }
+        if self.qk_norm {
+            bad.push("qk_norm is on, but mla has norms of its own; leave it out".into());
+        }
+        let ropes = match &self.positions {
+            Positions::Learned => {
+                bad.push("positions are learned vectors, but mla needs rotary ones".into());
+                return;
+            }
+            Positions::Rope(rope) => [Some(rope), self.rope_local.as_ref()],
+        };
+        if let Some(r) = ropes.into_iter().flatten().find(|r| r.rotary_dim != m.rope_dim) {
+            bad.push(format!("rotary_dim is {}, it must be mla.rope_dim ({})", r.rotary_dim, m.rope_dim));
+        }
+    }
+
     /// Trainable numbers of the model (a tied matrix counts once).
     pub fn parameters(&self) -> usize {
         usize::try_from(self.parameters_wide()).unwrap_or(usize::MAX)
@@ -114,13 +161,14 @@ impl ModelConfig {
     fn parameters_wide(&self) -> u128 {
         use super::config::NormKind::LayerNorm;
         let (h, d) = (self.hidden as u128, self.head_dim as u128);
-        let (q, kv) = (self.heads as u128 * d, self.kv_heads as u128 * d);
         let norm = if self.norm.kind == LayerNorm { 2 * h } else { h };
         let on = u128::from;
-        let attention = h * (q + 2 * kv)
-            + q * h
-            + on(self.qkv_bias) * (q + 2 * kv)
-            + on(self.proj_bias) * h
+        let maps = self.attention_maps();
+        let map = |m: &Map| m.output as u128 * (m.input as u128 + on(m.bias));
+        let narrow = self.mla.map_or(0, |m| m.q_lora_rank.unwrap_or(0) + m.kv_lora_rank) as u128;
+        let attention = maps.iter().map(map).sum::<u128>()
+            + narrow
+            + on(self.attn_sink) * self.heads as u128
             + on(self.qk_norm) * 2 * d;
         let blocks: u128 = (0..self.layers).map(|i| self.ffn_parameters(i)).sum();
         let layer = attention + norm * (2 + 2 * on(self.post_norms));

@@ -109,16 +109,18 @@ impl Need {
     pub fn activations(&self) -> usize {
         let m = &self.model;
         let size = self.dtype.size();
-        let (h, f, q) = (m.hidden, m.ffn, m.heads * m.head_dim);
-        let qkv =
-            (m.heads + 2 * m.kv_heads) * m.head_dim + if m.qk_norm { q + m.kv_heads * m.head_dim } else { 0 };
+        let (h, f) = (m.hidden, m.ffn);
         let inside = f * if m.gated { 2 } else { 1 };
-        let normed = if self.recompute.norm { 0 } else { h };
+        let normed = |n: usize| if self.recompute.norm { 0 } else { n };
         // The residual stream twice, then what each block keeps of its own.
-        let attention =
-            if self.recompute.attention { 0 } else { (qkv + q) * size + normed * self.inputs + 4 * m.heads };
+        let (qkv, narrow) = operands(m);
+        let heads = qkv + m.heads * m.value_dim();
+        let attention = match self.recompute.attention {
+            true => 0,
+            false => heads * size + normed(h + narrow) * self.inputs + 4 * m.heads,
+        };
         let act = if self.recompute.activation { 0 } else { f };
-        let mlp = if self.recompute.mlp { 0 } else { inside * size + (act + normed) * self.inputs };
+        let mlp = if self.recompute.mlp { 0 } else { inside * size + (act + normed(h)) * self.inputs };
         let post = if m.post_norms { 2 * h } else { 0 };
         let whole = (2 * h + post) * size + attention + mlp;
         let layers = if self.recompute.layer { m.layers * h * size + whole } else { m.layers * whole };
@@ -178,16 +180,24 @@ impl Need {
     }
 }
 
+/// Elements that attention keeps of a token to make q, k and v from, and outputs of norms between its maps.
+fn operands(m: &ModelConfig) -> (usize, usize) {
+    let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
+    match &m.mla {
+        None => (q + 2 * kv + if m.qk_norm { q + kv } else { 0 }, 0),
+        Some(l) => {
+            let narrow = l.q_lora_rank.unwrap_or(0) + l.kv_lora_rank;
+            (q + m.heads * (l.nope_dim + l.v_dim) + narrow + l.rope_dim, narrow)
+        }
+    }
+}
+
 /// Elements of the weights that are bytes under a policy.
 fn stored(m: &ModelConfig, policy: &Policy) -> usize {
-    let (q, kv) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
     let mlp: &[&str] = if m.gated { &["mlp.gate", "mlp.up"] } else { &["mlp.up"] };
-    let maps = [
-        (&["attn.q", "attn.k", "attn.v"][..], m.hidden * (q + 2 * kv)),
-        (&["attn.out"], q * m.hidden),
-        (mlp, mlp.len() * m.hidden * m.ffn),
-        (&["mlp.down"], m.ffn * m.hidden),
-    ];
+    let mut maps: Vec<(&[&str], usize)> =
+        m.attention_maps().iter().map(|map| (map.names, map.weights())).collect();
+    maps.extend([(mlp, mlp.len() * m.hidden * m.ffn), (&["mlp.down"][..], m.ffn * m.hidden)]);
     let of = |layer: usize, names: &[&str]| {
         let names: Vec<String> = names.iter().map(|n| format!("layers.{layer}.{n}")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
@@ -232,6 +242,7 @@ mod tests {
             &["train.recompute=full"],
             &["precision.dtype=f32"],
             &["optimizer.moments=bf16"],
+            &["model.mla={ q_lora_rank = 96, kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }"],
             &["optimizer.moments=fp8", "optimizer.master=remainder"],
             &["precision.scaling=current", "precision.weights=fp8", "precision.except=\"mlp.up:output\""],
         ] {
@@ -249,8 +260,9 @@ mod tests {
     #[test]
     fn weights_in_bytes_are_counted() {
         const FP8: [&str; 2] = ["precision.scaling=current", "precision.weights=fp8"];
-        for except in ["[]", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\""] {
-            for gated in ["model.gated=true", "model.gated=false"] {
+        for except in ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\""] {
+            let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
+            for gated in ["model.gated=true", "model.gated=false", latent] {
                 let mut recipe = work("tiny").unwrap();
                 let except = format!("precision.except={except}");
                 FP8.iter().chain(&[except.as_str(), gated]).for_each(|s| recipe.set(s).unwrap());

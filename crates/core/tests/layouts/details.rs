@@ -1,5 +1,6 @@
 //! Dropout, overlap and text.
 
+use super::attention::{LATENT, STREAM};
 use super::*;
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::parity::first_step;
@@ -85,9 +86,13 @@ fn text_is_that_of_one_rank() {
         assert!(all.windows(2).all(|w| w[0] == w[1]), "{layout}: ranks draw different text");
         all
     };
-    for set in
-        [&["model.init_std=0.3"][..], &["model.init_std=0.3", "model.tied=false", "model.qk_norm=true"]]
-    {
+    for set in [
+        &["model.init_std=0.3"][..],
+        &["model.init_std=0.3", "model.tied=false", "model.qk_norm=true"],
+        &["model.init_std=0.3", "model.attn_sink=true", "model.window=6"],
+        &["model.init_std=0.3", "model.kv_heads=4", LATENT],
+        &["model.init_std=0.3", "model.kv_heads=4", "model.attn_sink=true", STREAM],
+    ] {
         let one = one();
         let wanted = text(&one, set);
         assert!(wanted[0][1].windows(2).any(|w| w[0] != w[1]), "one token for ever: {wanted:?}");

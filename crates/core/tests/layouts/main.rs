@@ -4,6 +4,7 @@
 //! `FERROTRON_MATRIX=N` a sample of N cases, `FERROTRON_MATRIX_SEED` another sample.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod attention;
 mod checkpoints;
 mod details;
 mod matrix;

@@ -3,7 +3,9 @@
 
 use super::support::*;
 use ferrotron_core::config::{Module, Recompute, Resolved};
-use ferrotron_core::model::config::{Activation, ModelConfig, NormKind, Positions, RopeConfig, RopeScaling};
+use ferrotron_core::model::config::{
+    Activation, MlaConfig, ModelConfig, NormKind, Positions, RopeConfig, RopeScaling,
+};
 
 fn base() -> ModelConfig {
     recipe(&[]).model
@@ -11,6 +13,10 @@ fn base() -> ModelConfig {
 
 fn rope(theta: f64, rotary_dim: usize, interleaved: bool, scaling: RopeScaling) -> RopeConfig {
     RopeConfig { theta, rotary_dim, interleaved, scaling }
+}
+
+fn latent(q_lora_rank: Option<usize>) -> MlaConfig {
+    MlaConfig { q_lora_rank, kv_lora_rank: 12, nope_dim: 8, rope_dim: 4, v_dim: 6, norm_eps: 1e-6 }
 }
 
 /// Tiny models with the switches of the supported families.
@@ -56,7 +62,30 @@ pub fn families() -> Vec<(&'static str, ModelConfig)> {
         ..gemma2.clone()
     };
     gemma3.attn_scale = 0.25;
+    let yarn = RopeScaling::Yarn {
+        factor: 8.0,
+        original_max_positions: 16,
+        beta_fast: 32.0,
+        beta_slow: 1.0,
+        mscale: 1.0,
+        mscale_all_dim: 0.0,
+        truncate: false,
+        attention_factor: None,
+    };
+    // The attention of GPT-OSS and DeepSeek.
+    let gpt_oss = ModelConfig {
+        qkv_bias: true,
+        proj_bias: true,
+        attn_sink: true,
+        window: Some(5),
+        local_layers: vec![true, false],
+        positions: Positions::Rope(rope(1.5e5, 8, false, yarn)),
+        ..base()
+    };
+    let deepseek = base().with_mla(latent(Some(20)));
     vec![
+        ("gpt-oss", gpt_oss),
+        ("deepseek", deepseek),
         ("llama", llama),
         ("gpt2", gpt2),
         ("qwen2", qwen2),
@@ -104,6 +133,13 @@ fn switches() -> Vec<(&'static str, ModelConfig)> {
         ("llama3 rope", with(&|c| c.positions = Positions::Rope(rope(1e4, 8, false, llama3.clone())))),
         ("yarn rope", with(&|c| c.positions = Positions::Rope(rope(1e4, 8, false, yarn.clone())))),
         ("window 1", with(&|c| (c.window, c.local_layers) = (Some(1), vec![true, false]))),
+        ("sinks", with(&|c| c.attn_sink = true)),
+        ("latent, queries from the stream", base().with_mla(latent(None))),
+        (
+            "latent, biases, sinks",
+            ModelConfig { qkv_bias: true, proj_bias: true, attn_sink: true, ..base() }
+                .with_mla(latent(Some(20))),
+        ),
         ("post norms", with(&|c| c.post_norms = true)),
         ("softcaps", with(&|c| (c.attn_softcap, c.final_softcap) = (Some(2.0), Some(5.0)))),
         ("one layer, one head", with(&|c| (c.layers, c.heads, c.kv_heads, c.head_dim) = (1, 1, 1, 8))),

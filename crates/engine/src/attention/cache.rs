@@ -1,12 +1,10 @@
-//! Decoding with remembered keys and values.
+//! Keys and values that decoding remembers.
 
-use super::scores::blank;
-use super::{Attention, Layout, Projected};
-use crate::{Measured, Pass};
-use ferrotron_kernels::{Align, AttentionForward, Scores, Sequences};
+use super::Layout;
+use crate::Pass;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
 
-/// Keys and values of one layer for `batch` sequences, `[batch, capacity, g, d]` each.
+/// Keys `[batch, capacity, g, d_k]` and values `[batch, capacity, g, d_v]` of one layer for `batch` sequences.
 pub struct KvCache {
     k: Tensor,
     v: Tensor,
@@ -14,18 +12,17 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// An empty cache.
+    /// An empty cache for heads with so many channels of keys and of values.
     pub fn new(
         stream: &Stream,
         batch: usize,
         capacity: usize,
         kv_heads: usize,
-        head_dim: usize,
+        [d_k, d_v]: [usize; 2],
         dtype: DType,
     ) -> Result<KvCache> {
-        let make =
-            || Tensor::empty(stream, &[batch, capacity, kv_heads, head_dim], dtype, Category::Activations);
-        Ok(KvCache { k: make()?, v: make()?, len: 0 })
+        let make = |d| Tensor::empty(stream, &[batch, capacity, kv_heads, d], dtype, Category::Activations);
+        Ok(KvCache { k: make(d_k)?, v: make(d_v)?, len: 0 })
     }
 
     /// Tokens remembered.
@@ -37,52 +34,27 @@ impl KvCache {
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
-}
 
-impl Attention {
-    /// Attention of new tokens `x [batch·new, hidden]` over the cache and themselves; they join the cache. Of the rows
-    /// this rank holds, in and out, with its heads in the cache; `layout` is `batch` rows of `new` tokens.
-    pub fn decode(
-        &self,
-        p: &Pass,
-        x: impl Into<Measured>,
-        cache: &mut KvCache,
-        layout: &Layout,
-        positions: &Tensor,
-    ) -> Result<Tensor> {
-        let c = &self.config;
-        let (batch, capacity) = (cache.k.shape()[0], cache.k.shape()[1]);
-        let (tokens, d) = (layout.tokens(), c.head_dim);
+    /// Sequences, and new tokens of each; an error where there is no place for them.
+    pub(super) fn room(&self, layout: &Layout) -> Result<(usize, usize)> {
+        let (batch, capacity, tokens) = (self.k.shape()[0], self.k.shape()[1], layout.tokens());
         let new = tokens / batch.max(1);
-        if new * batch != tokens || cache.len + new > capacity {
+        if new * batch != tokens || self.len + new > capacity {
             return shape_error(
                 "decode",
-                format!(
-                    "{tokens} new tokens for {batch} sequences, {} of {capacity} places taken",
-                    cache.len
-                ),
+                format!("{tokens} new tokens for {batch} sequences, {} of {capacity} places taken", self.len),
             );
         }
-        let Projected { rotated, v, .. } = self.project(p, &x.into(), positions)?;
-        let (q, k) = self.q_and_k(&rotated)?;
-        let rows = |t: &Tensor, n: usize| t.narrow(0, 0, tokens)?.view(&[batch, new, n, d]);
-        let (k_slot, v_slot) = (cache.k.narrow(1, cache.len, new)?, cache.v.narrow(1, cache.len, new)?);
-        p.rank.kernels.copy(&p.rank.compute, &rows(&k, c.kv_heads)?, &k_slot)?;
-        p.rank.kernels.copy(&p.rank.compute, &rows(&v, c.kv_heads)?, &v_slot)?;
-        cache.len += new;
-        let heads = p.empty(&[rotated.shape()[0], c.heads * d])?;
-        blank(p, layout, &heads)?;
-        let lse = p.rank.activation(&[batch, c.heads, new], DType::F32)?;
-        let a = AttentionForward {
-            q: &rows(&q, c.heads)?,
-            k: &cache.k.narrow(1, 0, cache.len)?,
-            v: &cache.v.narrow(1, 0, cache.len)?,
-            sink: None,
-            out: &rows(&heads, c.heads)?,
-            lse: &lse,
-        };
-        let scores = Scores { align: Align::BottomRight, ..c.scores };
-        p.rank.kernels.attention_forward(&p.rank.compute, &scores, Sequences::Batch, &a)?;
-        Ok(self.out.forward(p, &heads)?.0)
+        Ok((batch, new))
+    }
+
+    /// Adds keys `[batch, new, g, d_k]` and values; all there are now.
+    pub(super) fn put(&mut self, p: &Pass, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
+        let new = k.shape()[1];
+        for (from, to) in [(k, &self.k), (v, &self.v)] {
+            p.rank.kernels.copy(&p.rank.compute, from, &to.narrow(1, self.len, new)?)?;
+        }
+        self.len += new;
+        Ok((self.k.narrow(1, 0, self.len)?, self.v.narrow(1, 0, self.len)?))
     }
 }

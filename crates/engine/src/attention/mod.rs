@@ -2,10 +2,14 @@
 
 mod cache;
 pub mod context;
+mod kind;
+mod latent;
 mod layout;
 mod scores;
 
 pub use cache::KvCache;
+pub use kind::{SelfAttention, SelfAttentionSaved};
+pub use latent::{LatentAttention, LatentConfig, LatentSaved};
 pub use layout::Layout;
 
 use crate::{
@@ -13,8 +17,8 @@ use crate::{
     WeightGrad,
 };
 use ferrotron_kernels::{Norm, Rope, RopeStyle, Scores};
-use ferrotron_tensor::{Result, Tensor, shape_error};
-use scores::{ScoresSaved, blank};
+use ferrotron_tensor::{Result, Tensor};
+use scores::{Backward, Seen, Softmax, blank};
 
 /// Sizes and switches of an attention block.
 #[derive(Clone, Debug)]
@@ -35,6 +39,8 @@ pub struct AttentionConfig {
     pub scores: Scores,
     /// Norm of each head of q and k before RoPE.
     pub qk_norm: Option<Norm>,
+    /// A learned logit of each head in the softmax's denominator.
+    pub sink: bool,
     /// Standard deviation of initial weights, and of the output projection's.
     pub std: (f32, f32),
 }
@@ -55,6 +61,7 @@ pub struct Attention {
     qkv: Linear,
     out: Linear,
     norms: Option<(NormLayer, NormLayer)>,
+    softmax: Softmax,
     config: AttentionConfig,
     rope: Option<RopeTable>,
 }
@@ -64,7 +71,7 @@ pub struct AttentionSaved {
     out_proj: LinearSaved,
     /// The heads' outputs, which the projection and the scores' backward both need.
     heads: SavedTensor,
-    scores: ScoresSaved,
+    scores: Seen<Operands>,
     norms: Option<(NormSaved, NormSaved)>,
     qkv: LinearSaved,
 }
@@ -79,6 +86,19 @@ impl Saved for AttentionSaved {
             k.tensors(f);
         }
         self.qkv.tensors(f);
+    }
+}
+
+/// q and k after norm and RoPE, and v: `[tokens, (n+2g)·d]`, or q and k only when they were normed.
+struct Operands {
+    rotated: SavedTensor,
+    v: SavedTensor,
+}
+
+impl Saved for Operands {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        f(&mut self.rotated);
+        f(&mut self.v);
     }
 }
 
@@ -105,7 +125,7 @@ struct Projected {
 }
 
 impl Attention {
-    /// Declares `<name>.{q,k,v,out}` and, with norms, `<name>.{q,k}_norm`.
+    /// Declares `<name>.{q,k,v,out}` and, with norms, `<name>.{q,k}_norm`, with a sink `<name>.sink`.
     pub fn declare(
         d: &mut Declarations,
         name: &str,
@@ -124,22 +144,14 @@ impl Attention {
             )),
             None => None,
         };
+        let sink = c.sink.then_some(c.std.0);
+        let softmax = Softmax::declare(d, name, c.scores, [c.heads, c.kv_heads], sink)?;
         let to_hidden = [(format!("{name}.out"), c.hidden)];
         let out = Linear::declare(d, nd, &to_hidden, c.out_bias, Split::Columns { unit: heads }, c.std.1)?
             .with_input_kept();
-        // From here on: the heads of this rank. Where there are fewer key heads than ranks, neighbours share one.
-        let (n, t) = (c.heads, d.place().size);
-        if !n.is_multiple_of(t) || !(c.kv_heads.is_multiple_of(t) || t.is_multiple_of(c.kv_heads)) {
-            return shape_error(
-                "attention",
-                format!(
-                    "{n} query and {} key heads do not divide over {t} ranks; take a tp that divides both",
-                    c.kv_heads
-                ),
-            );
-        }
-        let config = AttentionConfig { heads: n / t, kv_heads: (c.kv_heads / t).max(1), ..config };
-        Ok(Attention { qkv, out, norms, config, rope })
+        // From here on: the heads of this rank.
+        let config = AttentionConfig { heads: softmax.heads(), kv_heads: softmax.kv_heads(), ..config };
+        Ok(Attention { qkv, out, norms, softmax, config, rope })
     }
 
     /// Does it need the largest magnitude of its input?
@@ -156,14 +168,40 @@ impl Attention {
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<(Tensor, AttentionSaved)> {
-        let projected = self.project(p, &x.into(), positions)?;
+        let Projected { rotated, v, norms, qkv } = self.project(p, &x.into(), positions)?;
         let c = &self.config;
-        let heads = p.empty(&[projected.rotated.shape()[0], c.heads * c.head_dim])?;
-        blank(p, layout, &heads)?;
-        let scores = self.attend(p, layout, &projected, &heads)?;
+        let heads = p.empty(&[rotated.shape()[0], c.heads * c.head_dim])?;
+        let keep = || Operands { rotated: SavedTensor::activation(&rotated), v: SavedTensor::activation(&v) };
+        let [q, k, v] = &self.q_k_v(&rotated, &v)?;
+        let scores = self.softmax.forward(p, layout, [q, k, v], &heads, keep)?;
         let (y, out_proj) = self.out.forward(p, &heads)?;
         let heads = SavedTensor::activation(&heads);
-        Ok((y, AttentionSaved { out_proj, heads, scores, norms: projected.norms, qkv: projected.qkv }))
+        Ok((y, AttentionSaved { out_proj, heads, scores, norms, qkv }))
+    }
+
+    /// An empty cache of this rank's heads for `batch` sequences of up to `capacity` tokens.
+    pub fn cache(&self, p: &Pass, batch: usize, capacity: usize) -> Result<KvCache> {
+        let c = &self.config;
+        KvCache::new(&p.rank.compute, batch, capacity, c.kv_heads, [c.head_dim; 2], p.dtype())
+    }
+
+    /// Attention of new tokens `x [batch·new, hidden]` over the cache and themselves; they join the cache. Of the rows
+    /// this rank holds, in and out, with its heads in the cache; `layout` is `batch` rows of `new` tokens.
+    pub fn decode(
+        &self,
+        p: &Pass,
+        x: impl Into<Measured>,
+        cache: &mut KvCache,
+        layout: &Layout,
+        positions: &Tensor,
+    ) -> Result<Tensor> {
+        let c = &self.config;
+        cache.room(layout)?;
+        let Projected { rotated, v, .. } = self.project(p, &x.into(), positions)?;
+        let heads = p.empty(&[rotated.shape()[0], c.heads * c.head_dim])?;
+        let [q, k, v] = &self.q_k_v(&rotated, &v)?;
+        self.softmax.decode(p, layout, cache, [q, k, v], &heads)?;
+        Ok(self.out.forward(p, &heads)?.0)
     }
 
     fn project(&self, p: &Pass, x: &Measured, positions: &Tensor) -> Result<Projected> {
@@ -191,6 +229,12 @@ impl Attention {
         let q = t.narrow(1, 0, c.heads * d)?.view(&[tokens, c.heads, d])?;
         let k = t.narrow(1, c.heads * d, c.kv_heads * d)?.view(&[tokens, c.kv_heads, d])?;
         Ok((q, k))
+    }
+
+    /// The heads of all three.
+    fn q_k_v(&self, rotated: &Tensor, v: &Tensor) -> Result<[Tensor; 3]> {
+        let (q, k) = self.q_and_k(rotated)?;
+        Ok([q, k, v.view(&[v.shape()[0], self.config.kv_heads, self.config.head_dim])?])
     }
 
     /// RoPE on all q and k heads in one launch.
@@ -225,9 +269,12 @@ impl Attention {
         };
         blank(p, layout, &drotated)?;
         let dv = dqkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
-        self.attend_backward(p, layout, saved.scores, &heads, &dheads, (&drotated, &dv))?;
+        let [dq, dk, dv] = &self.q_k_v(&drotated, &dv)?;
+        let y = Backward { out: &heads, dout: &dheads, dqkv: [dq, dk, dv] };
+        let again = |kept: &Operands| self.q_k_v(&kept.rotated, &kept.v);
+        let sink_grad = self.softmax.backward(p, layout, saved.scores, &y, again)?;
         self.rotate(p, &drotated, positions, true)?;
-        let mut grads = out_grad;
+        let mut grads = out_grad.and(sink_grad);
         if let (Some((q_norm, k_norm)), Some((q_saved, k_saved))) = (&self.norms, saved.norms) {
             let (from, to) = (self.q_and_k(&drotated)?, self.q_and_k(&dqkv)?);
             grads = grads.and(q_norm.backward_into(p, q_saved, &from.0, None, &to.0)?);

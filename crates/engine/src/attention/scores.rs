@@ -1,140 +1,213 @@
 //! The scores, of whole sequences or of this rank's tokens of them.
 
 use super::context::{self, Context, ContextSaved, Gradients, Inputs};
-use super::{Attention, Layout, Projected};
-use crate::{Pass, Saved, SavedTensor};
-use ferrotron_kernels::{AttentionBackward, AttentionForward};
-use ferrotron_tensor::{DType, Result, Tensor};
+use super::{KvCache, Layout};
+use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use ferrotron_kernels::{Align, AttentionBackward, AttentionForward, Scores, Sequences};
+use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
-/// What backward needs of the scores.
+/// Softmax of the scores of heads times values: what every kind of attention ends in.
+pub(super) struct Softmax {
+    scores: Scores,
+    /// Query and key heads of this rank.
+    heads: usize,
+    kv_heads: usize,
+    /// `[heads]`: one more logit of each head in the denominator.
+    sink: Option<ParamId>,
+}
+
+/// What backward needs of the scores: of whole sequences whatever the module makes q, k and v from again.
 #[expect(clippy::large_enum_variant, reason = "handles of a few words, once a layer")]
-pub(super) enum ScoresSaved {
+pub(super) enum Seen<K> {
     /// Of whole sequences.
-    Whole {
-        /// q and k after norm and RoPE, and v: `[tokens, (n+2g)·d]`, or q and k only when they were normed.
-        rotated: SavedTensor,
-        v: SavedTensor,
-        lse: SavedTensor,
-    },
+    Whole { kept: K, lse: SavedTensor },
     /// Of this rank's tokens of them.
     Shared(ContextSaved),
 }
 
-impl Saved for ScoresSaved {
+impl<K: Saved> Saved for Seen<K> {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         match self {
-            ScoresSaved::Whole { rotated, v, lse } => [rotated, v, lse].into_iter().for_each(f),
-            ScoresSaved::Shared(saved) => saved.tensors(f),
+            Seen::Whole { kept, lse } => {
+                kept.tensors(f);
+                f(lse);
+            }
+            Seen::Shared(saved) => saved.tensors(f),
         }
     }
 }
 
-impl Attention {
-    /// Softmax of the scores times v, into `heads [tokens, n·d]`.
-    pub(super) fn attend(
+/// The output of the heads, its gradient, and where those of q, k and v go.
+pub(super) struct Backward<'a> {
+    /// `[rows, n·d_v]`
+    pub(super) out: &'a Tensor,
+    /// `[rows, n·d_v]`
+    pub(super) dout: &'a Tensor,
+    /// `[rows, heads, channels]` each; rows past those of sequences are left as they are.
+    pub(super) dqkv: [&'a Tensor; 3],
+}
+
+impl Softmax {
+    /// Of a model's query and key heads, of which this rank gets its share. With a sink of standard deviation `sink`,
+    /// declares `<name>.sink`.
+    pub(super) fn declare(
+        d: &mut Declarations,
+        name: &str,
+        scores: Scores,
+        [heads, kv_heads]: [usize; 2],
+        sink: Option<f32>,
+    ) -> Result<Softmax> {
+        let t = d.place().size;
+        // Where there are fewer key heads than ranks, neighbours share one.
+        if !heads.is_multiple_of(t) || !(kv_heads.is_multiple_of(t) || t.is_multiple_of(kv_heads)) {
+            return shape_error(
+                "attention",
+                format!(
+                    "{heads} query and {kv_heads} key heads do not divide over {t} ranks; take a tp that divides both"
+                ),
+            );
+        }
+        let part = |std| Part {
+            name: format!("{name}.sink"),
+            shape: vec![heads],
+            init: Init::Normal(std),
+            split: Split::Rows { unit: 1 },
+        };
+        let sink = sink.map(|std| d.declare(vec![part(std)])).transpose()?;
+        Ok(Softmax { scores, heads: heads / t, kv_heads: (kv_heads / t).max(1), sink })
+    }
+
+    /// Query heads of this rank.
+    pub(super) fn heads(&self) -> usize {
+        self.heads
+    }
+
+    /// Key heads of this rank.
+    pub(super) fn kv_heads(&self) -> usize {
+        self.kv_heads
+    }
+
+    /// From `q [rows, n, d_k]`, `k [rows, g, d_k]`, `v [rows, g, d_v]` to `out [rows, n·d_v]`, rows past those of
+    /// sequences zero.
+    pub(super) fn forward<K>(
         &self,
         p: &Pass,
         layout: &Layout,
-        x: &Projected,
-        heads: &Tensor,
-    ) -> Result<ScoresSaved> {
-        let c = &self.config;
-        let views = self.views(p, layout, &x.rotated, &x.v, heads)?;
+        qkv: [&Tensor; 3],
+        out: &Tensor,
+        keep: impl FnOnce() -> K,
+    ) -> Result<Seen<K>> {
+        blank(p, layout, out)?;
+        let sink = self.sink(p)?;
+        let [q, k, v] = &self.shaped(p, layout, qkv)?;
+        let out = &self.by_heads(p, layout, out)?;
         if p.rank.cp.size() > 1 {
-            let inputs = Inputs { q: &views.q, k: &views.k, v: &views.v, sink: None };
-            return Ok(ScoresSaved::Shared(self.context(p, layout)?.forward(&inputs, &views.out)?));
+            let inputs = Inputs { q, k, v, sink: sink.as_ref() };
+            return Ok(Seen::Shared(self.context(p, layout)?.forward(&inputs, out)?));
         }
-        let lse = p.rank.activation(&layout.lse_shape(c.heads), DType::F32)?;
+        let lse = p.rank.activation(&layout.lse_shape(self.heads), DType::F32)?;
+        let a = AttentionForward { q, k, v, sink: sink.as_ref(), out, lse: &lse };
+        p.rank.kernels.attention_forward(&p.rank.compute, &self.scores, layout.sequences(), &a)?;
+        Ok(Seen::Whole { kept: keep(), lse: SavedTensor::activation(&lse) })
+    }
+
+    /// Gradients of q, k and v, and of the sink; `again` makes q, k and v from what was kept.
+    pub(super) fn backward<K>(
+        &self,
+        p: &Pass,
+        layout: &Layout,
+        seen: Seen<K>,
+        y: &Backward,
+        again: impl FnOnce(&K) -> Result<[Tensor; 3]>,
+    ) -> Result<WeightGrad> {
+        let sink = self.sink(p)?;
+        let new = |_| p.rank.compute.zeros(&[self.heads], DType::F32, Category::Activations);
+        let dsink = self.sink.map(new).transpose()?;
+        let (sink, dsink) = (sink.as_ref(), dsink.as_ref());
+        let [dq, dk, dv] = &self.shaped(p, layout, y.dqkv)?;
+        let (out, dout) = (&self.by_heads(p, layout, y.out)?, &self.by_heads(p, layout, y.dout)?);
+        match seen {
+            Seen::Whole { kept, lse } => {
+                let [q, k, v] = again(&kept)?;
+                let [q, k, v] = &self.shaped(p, layout, [&q, &k, &v])?;
+                let forward = AttentionForward { q, k, v, sink, out, lse: &lse };
+                let a = AttentionBackward { forward, dout, dq, dk, dv, dsink };
+                p.rank.kernels.attention_backward(&p.rank.compute, &self.scores, layout.sequences(), &a)?;
+            }
+            Seen::Shared(saved) => {
+                let y = Gradients { out, dout, sink, dq, dk, dv, dsink };
+                self.context(p, layout)?.backward(saved, &y)?;
+            }
+        }
+        match self.sink.zip(dsink) {
+            // One row of sums.
+            Some((id, d)) => Ok(WeightGrad::columns(id, &d.view(&[1, self.heads])?)),
+            None => Ok(WeightGrad::default()),
+        }
+    }
+
+    /// Of new tokens `[tokens, heads, channels]` over the cache, which they join, into `out [rows, n·d_v]`; rows past
+    /// the tokens zero. `layout` is equal rows of new tokens.
+    pub(super) fn decode(
+        &self,
+        p: &Pass,
+        layout: &Layout,
+        cache: &mut KvCache,
+        [q, k, v]: [&Tensor; 3],
+        out: &Tensor,
+    ) -> Result<()> {
+        blank(p, layout, out)?;
+        let (batch, new) = cache.room(layout)?;
+        let rows = |t: &Tensor| t.narrow(0, 0, batch * new)?.view(&[batch, new, t.shape()[1], t.shape()[2]]);
+        let (keys, values) = cache.put(p, &rows(k)?, &rows(v)?)?;
+        let lse = p.rank.activation(&[batch, self.heads, new], DType::F32)?;
+        let (width, sink) = (out.shape()[1] / self.heads.max(1), self.sink(p)?);
         let a = AttentionForward {
-            q: &views.q,
-            k: &views.k,
-            v: &views.v,
-            sink: None,
-            out: &views.out,
+            q: &rows(q)?,
+            k: &keys,
+            v: &values,
+            sink: sink.as_ref(),
+            out: &rows(&out.view(&[out.shape()[0], self.heads, width])?)?,
             lse: &lse,
         };
-        p.rank.kernels.attention_forward(&p.rank.compute, &c.scores, layout.sequences(), &a)?;
-        Ok(ScoresSaved::Whole {
-            rotated: SavedTensor::activation(&x.rotated),
-            v: SavedTensor::activation(&x.v),
-            lse: SavedTensor::activation(&lse),
-        })
+        let scores = Scores { align: Align::BottomRight, ..self.scores };
+        p.rank.kernels.attention_forward(&p.rank.compute, &scores, Sequences::Batch, &a)
+    }
+
+    /// The sink as kernels take it.
+    fn sink(&self, p: &Pass) -> Result<Option<Tensor>> {
+        let Some(id) = self.sink else { return Ok(None) };
+        let weight = p.weight(id)?;
+        if weight.dtype() == DType::F32 {
+            return Ok(Some(weight.clone()));
+        }
+        let sink = p.rank.activation(weight.shape(), DType::F32)?;
+        p.rank.kernels.copy(&p.rank.compute, weight, &sink)?;
+        Ok(Some(sink))
     }
 
     /// How the ranks that share the sequences go about it.
     fn context<'a>(&'a self, p: &Pass<'a>, layout: &'a Layout) -> Result<Context<'a>> {
-        let c = &self.config;
-        let (variant, _) = context::choose(&c.scores, false, c.heads, c.kv_heads, p.rank.cp.size())?;
-        Context::new(p.rank, &c.scores, layout, variant)
+        let (variant, _) = context::choose(&self.scores, self.heads, self.kv_heads, p.rank.cp.size())?;
+        Context::new(p.rank, &self.scores, layout, variant)
     }
 
-    /// q, k, v and out of the tokens of the sequences; rows past them are padding.
-    fn views(&self, p: &Pass, layout: &Layout, rotated: &Tensor, v: &Tensor, out: &Tensor) -> Result<Views> {
-        let c = &self.config;
-        let real = |t: &Tensor| t.narrow(0, 0, held(p, layout));
-        let (rotated, v, out) = (&real(rotated)?, &real(v)?, &real(out)?);
-        let (q, k) = self.q_and_k(rotated)?;
-        let per_head = |t: &Tensor, n: usize| t.view(&[t.shape()[0], n, c.head_dim]);
-        let views = Views { q, k, v: per_head(v, c.kv_heads)?, out: per_head(out, c.heads)? };
-        if p.rank.cp.size() > 1 {
-            return Ok(views);
-        }
-        Ok(Views {
-            q: layout.shaped(&views.q)?,
-            k: layout.shaped(&views.k)?,
-            v: layout.shaped(&views.v)?,
-            out: layout.shaped(&views.out)?,
-        })
+    /// `[rows, heads, channels]` of the tokens of the sequences; rows past them are padding.
+    fn shaped(&self, p: &Pass, layout: &Layout, all: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+        let [q, k, v] = all.map(|t| {
+            let real = t.narrow(0, 0, held(p, layout))?;
+            if p.rank.cp.size() > 1 { Ok(real) } else { layout.shaped(&real) }
+        });
+        Ok([q?, k?, v?])
     }
 
-    /// From the gradient of `heads`, those of q and k (side by side) and of v.
-    pub(super) fn attend_backward(
-        &self,
-        p: &Pass,
-        layout: &Layout,
-        saved: ScoresSaved,
-        heads: &Tensor,
-        dheads: &Tensor,
-        (drotated, dv): (&Tensor, &Tensor),
-    ) -> Result<()> {
-        let g = self.views(p, layout, drotated, dv, dheads)?;
-        match saved {
-            ScoresSaved::Whole { rotated, v, lse } => {
-                let v = self.views(p, layout, &rotated, &v, heads)?;
-                let a = AttentionBackward {
-                    forward: AttentionForward {
-                        q: &v.q,
-                        k: &v.k,
-                        v: &v.v,
-                        sink: None,
-                        out: &v.out,
-                        lse: &lse,
-                    },
-                    dout: &g.out,
-                    dq: &g.q,
-                    dk: &g.k,
-                    dv: &g.v,
-                    dsink: None,
-                };
-                let scores = &self.config.scores;
-                p.rank.kernels.attention_backward(&p.rank.compute, scores, layout.sequences(), &a)
-            }
-            ScoresSaved::Shared(saved) => {
-                let context = self.context(p, layout)?;
-                let out = heads.narrow(0, 0, context.local())?.view(g.out.shape())?;
-                let (dq, dk, dv) = (&g.q, &g.k, &g.v);
-                let y = Gradients { out: &out, dout: &g.out, sink: None, dq, dk, dv, dsink: None };
-                context.backward(saved, &y)
-            }
-        }
+    /// The same of `[rows, n·d_v]`.
+    fn by_heads(&self, p: &Pass, layout: &Layout, t: &Tensor) -> Result<Tensor> {
+        let width = t.shape()[1] / self.heads.max(1);
+        let real = t.narrow(0, 0, held(p, layout))?;
+        let real = real.view(&[real.shape()[0], self.heads, width])?;
+        if p.rank.cp.size() > 1 { Ok(real) } else { layout.shaped(&real) }
     }
-}
-
-struct Views {
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
 }
 
 /// Rows of this rank that belong to sequences.

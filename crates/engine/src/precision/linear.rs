@@ -4,6 +4,7 @@
 //! |---|---|---|---|
 //! | one rank | everything | x → bytes both ways, `y = x·Wᵀ` | dy → bytes both ways, `dx = dy·W`, `dW = dyᵀ·x` |
 //! | rows of W | its tokens of x; all tokens of its channels of y | bytes of x travel on a ring | `dx` as partial sums; bytes of x are gathered again and turned |
+//! | all of W | its tokens of x and y | as one rank, on one scale | as one rank; weight gradients are summed later |
 //! | columns of W | all tokens of its channels of x; its tokens of y | partial sums | bytes of dy travel on a ring, and are turned for `dW` |
 //!
 //! With one scale for a tensor its ranks agree on it, so bytes are those of one rank. Scales of blocks along tokens do not
@@ -28,7 +29,7 @@ impl Linear {
         again: bool,
     ) -> Result<(Tensor, LinearSaved)> {
         const LABEL: &str = "input of a layer";
-        let (bias, alone) = (self.bias.map(|b| p.weight(b)).transpose()?, p.rank.tp.size() == 1);
+        let (bias, alone) = (self.bias.map(|b| p.weight(b)).transpose()?, self.alone(p));
         let gathered = !alone && !self.partial;
         let keeps = p.train && e.weight_grad && !again && !self.keeps_input;
         let uses = match gathered {
@@ -71,7 +72,7 @@ impl Linear {
         saved: LinearSaved,
         dy: &Measured,
     ) -> Result<(Tensor, WeightGrad)> {
-        let alone = p.rank.tp.size() == 1;
+        let alone = self.alone(p);
         let f = self.factor(p, e, Product::InputGrad)?;
         if self.partial && !alone {
             let (dx, dy_cols) = self.backward_gathered(p, e, &f, &dy.values)?;
@@ -90,7 +91,10 @@ impl Linear {
         let values = &dy.values;
         let made = p.narrow(self.weight, Role::Gradient, values, uses, amax.as_ref(), flat.as_ref())?;
         let rows = made.rows.unwrap_or_else(|| Side::rows_of(values));
-        let dx = p.sum_of_products(&rows, &f, "gradient of a layer's input")?;
+        let dx = match alone {
+            true => p.product(&rows, &f)?,
+            false => p.sum_of_products(&rows, &f, "gradient of a layer's input")?,
+        };
         let weight = self.weight_grad(p, e, made.cols.unwrap_or_else(|| Side::cols_of(values)), saved)?;
         let sums = taken.or_else(|| dy.sums.clone());
         Ok((dx, weight.and(self.bias_grad(&Measured { values: values.clone(), amax: None, sums }))))
@@ -126,7 +130,7 @@ impl Linear {
     fn weight_grad(&self, p: &Pass, e: Eight, dy: Side, saved: LinearSaved) -> Result<WeightGrad> {
         let amax = saved.amax.clone();
         let narrow = |x: &Tensor, uses| p.narrow(self.weight, Role::Input, x, uses, amax.as_deref(), None);
-        if p.rank.tp.size() == 1 || self.partial {
+        if self.alone(p) || self.partial {
             let cols = match saved.narrow {
                 Some(kept) => kept.side(),
                 None if e.weight_grad => narrow(&*saved.input()?, Uses::COLS)?.take_cols()?,

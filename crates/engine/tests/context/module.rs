@@ -2,7 +2,9 @@
 
 use super::ranks::{Grid, local, tokens};
 use super::support::{dot, host, move_saved, numbers, rounded, write};
-use ferrotron_engine::attention::{Attention, AttentionConfig, Layout, RopeTable};
+use ferrotron_engine::attention::{
+    Attention, AttentionConfig, LatentAttention, LatentConfig, Layout, RopeTable, SelfAttention,
+};
 use ferrotron_engine::{Declarations, GradBuffer, ParamId, Params, Part, Pass, Rank};
 use ferrotron_kernels::{Align, Norm, RopeStyle, Scores};
 use ferrotron_tensor::{Category, DType};
@@ -11,6 +13,7 @@ use std::collections::BTreeMap;
 const HIDDEN: usize = 16;
 const DIM: usize = 8;
 const PLACES: usize = 80;
+const NORM: Norm = Norm { subtract_mean: false, eps: 1e-5, zero_centred: false };
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -20,6 +23,9 @@ struct Case {
     qk_norm: bool,
     window: Option<usize>,
     softcap: Option<f32>,
+    sink: bool,
+    /// Keys and values from narrow rows; queries too, if so wide.
+    latent: Option<Option<usize>>,
     layout: Layout,
 }
 
@@ -33,6 +39,8 @@ fn cases() -> Vec<Case> {
         qk_norm: false,
         window: None,
         softcap: None,
+        sink: false,
+        latent: None,
         layout: packed.clone(),
     };
     vec![
@@ -40,8 +48,15 @@ fn cases() -> Vec<Case> {
         base.clone(),
         Case { kv_heads: 1, bias: true, qk_norm: true, softcap: Some(2.0), ..base.clone() },
         Case { kv_heads: 2, qk_norm: true, layout: rows.clone(), ..base.clone() },
+        Case { kv_heads: 2, bias: true, sink: true, ..base.clone() },
+        // Wide: of a few sums, one rank's error may be small by luck.
+        Case { latent: Some(Some(48)), bias: true, ..base.clone() },
+        Case { latent: Some(None), sink: true, layout: rows.clone(), ..base.clone() },
         // By heads, or gathered where they do not divide.
-        Case { kv_heads: 8, window: Some(6), bias: true, layout: rows, ..base.clone() },
+        Case { kv_heads: 8, window: Some(6), bias: true, layout: rows.clone(), ..base.clone() },
+        Case { kv_heads: 8, window: Some(6), sink: true, layout: rows, ..base.clone() },
+        Case { kv_heads: 2, window: Some(6), sink: true, ..base.clone() },
+        Case { latent: Some(Some(12)), window: Some(6), ..base.clone() },
         Case { kv_heads: 2, window: Some(6), qk_norm: true, softcap: Some(1.0), ..base },
     ]
 }
@@ -55,6 +70,46 @@ struct Result {
 }
 
 impl Case {
+    fn scores(&self) -> Scores {
+        Scores {
+            scale: 0.5,
+            softcap: self.softcap,
+            causal: true,
+            align: Align::TopLeft,
+            left: self.window.map(|w| w - 1),
+            right: None,
+        }
+    }
+
+    fn declare(&self, d: &mut Declarations, rank: &Rank) -> SelfAttention {
+        let (name, rope) = ("attn", Some(Case::table(rank)));
+        match self.latent {
+            None => SelfAttention::Plain(Attention::declare(d, name, self.config(), rope).unwrap().into()),
+            Some(q_rank) => {
+                let config = self.latent_config(q_rank);
+                SelfAttention::Latent(LatentAttention::declare(d, name, config, rope).unwrap().into())
+            }
+        }
+    }
+
+    fn latent_config(&self, q_rank: Option<usize>) -> LatentConfig {
+        LatentConfig {
+            hidden: HIDDEN,
+            heads: self.heads,
+            q_rank,
+            kv_rank: 10,
+            nope: 4,
+            rope: DIM,
+            v: 6,
+            norm: NORM,
+            down_bias: self.bias,
+            out_bias: self.bias,
+            sink: self.sink,
+            scores: self.scores(),
+            std: (0.1, 0.1),
+        }
+    }
+
     fn config(&self) -> AttentionConfig {
         AttentionConfig {
             hidden: HIDDEN,
@@ -63,15 +118,9 @@ impl Case {
             head_dim: DIM,
             qkv_bias: self.bias,
             out_bias: self.bias,
-            scores: Scores {
-                scale: 0.5,
-                softcap: self.softcap,
-                causal: true,
-                align: Align::TopLeft,
-                left: self.window.map(|w| w - 1),
-                right: None,
-            },
-            qk_norm: self.qk_norm.then_some(Norm { subtract_mean: false, eps: 1e-5, zero_centred: false }),
+            scores: self.scores(),
+            qk_norm: self.qk_norm.then_some(NORM),
+            sink: self.sink,
             std: (0.1, 0.1),
         }
     }
@@ -88,8 +137,8 @@ impl Case {
     /// The weights of a part, the same whoever asks.
     fn weights(part: &Part, dtype: DType) -> Vec<f64> {
         let seed = part.name.bytes().fold(7, |h: u64, b| h.wrapping_mul(31).wrapping_add(u64::from(b)));
-        let n = part.shape.iter().product();
-        rounded(dtype, numbers(seed, n).iter().map(|x| x * 0.6 + if n == DIM { 1.0 } else { 0.0 }).collect())
+        let (n, gain) = (part.shape.iter().product(), part.name.contains("norm"));
+        rounded(dtype, numbers(seed, n).iter().map(|x| x * 0.6 + if gain { 1.0 } else { 0.0 }).collect())
     }
 
     /// Computes in `dtype` with values that `values` can hold.
@@ -99,8 +148,7 @@ impl Case {
         let [x, dy] = [1, 2].map(|seed| rounded(values, numbers(seed, n * HIDDEN)));
         let parts = grid.run(|rank| {
             let mut d = Declarations::at(rank.place());
-            let attention =
-                Attention::declare(&mut d, "attn", self.config(), Some(Case::table(rank))).unwrap();
+            let attention = self.declare(&mut d, rank);
             let params = Params::allocate(rank, d.finish(), dtype).unwrap();
             for (t, spec) in params.values().iter().zip(params.specs()) {
                 let held = spec

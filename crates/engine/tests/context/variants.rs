@@ -43,8 +43,11 @@ fn cases() -> Vec<(Case, Vec<Variant>)> {
         (few.clone(), vec![Ring, AllGather]),
         (Case { window: Some(5), ..gqa.clone() }, vec![AllGather, AllToAll]),
         (Case { window: Some(40), softcap: Some(0.9), ..few.clone() }, vec![AllGather]),
-        (Case { sink: true, ..plain }, vec![AllToAll]),
-        (Case { sink: true, window: Some(7), softcap: Some(2.0), ..gqa }, vec![AllToAll]),
+        (Case { sink: true, ..plain }, vec![Ring, AllGather, AllToAll]),
+        (Case { sink: true, softcap: Some(1.5), ..gqa.clone() }, vec![Ring, AllGather, AllToAll]),
+        (Case { sink: true, window: Some(7), softcap: Some(2.0), ..gqa }, vec![AllGather, AllToAll]),
+        (Case { sink: true, ..few.clone() }, vec![Ring, AllGather]),
+        (Case { sink: true, window: Some(5), ..few.clone() }, vec![AllGather]),
         (Case { layout: Layout::Packed { offsets: vec![0, 0, 0] }, ..few }, vec![Ring, AllGather]),
     ]
 }
@@ -192,10 +195,10 @@ fn every_variant_is_attention() {
 #[test]
 fn models_choose() {
     let plain = cases()[0].0.clone();
-    let choice = |c: &Case, heads, kv_heads, ranks| choose(&scores(c), c.sink, heads, kv_heads, ranks);
+    let choice = |c: &Case, heads, kv_heads, ranks| choose(&scores(c), heads, kv_heads, ranks);
     let capped = Case { softcap: Some(30.0), ..plain.clone() };
     let window = Case { window: Some(4), ..plain.clone() };
-    let sink = Case { sink: true, ..window.clone() };
+    let sink = Case { sink: true, ..plain.clone() };
     for (case, heads, kv_heads, ranks, variant) in [
         (&plain, 8, 8, 4, Variant::Ring),
         (&plain, 3, 1, 4, Variant::Ring),
@@ -203,15 +206,13 @@ fn models_choose() {
         (&window, 8, 4, 4, Variant::AllToAll),
         (&window, 8, 2, 4, Variant::AllGather),
         (&window, 6, 4, 4, Variant::AllGather),
-        (&sink, 8, 2, 2, Variant::AllToAll),
+        (&sink, 8, 2, 4, Variant::Ring),
     ] {
         let (chosen, reason) = choice(case, heads, kv_heads, ranks).unwrap();
         assert_eq!(chosen, variant, "{case:?} {heads} {kv_heads} {ranks}: {reason}");
     }
-    let e = choice(&sink, 8, 2, 4).unwrap_err().to_string();
-    assert!(e.contains("cp=4") && e.contains("2 key heads") && e.contains("divides both"), "{e}");
     let open = Scores { causal: false, ..scores(&plain) };
-    let e = choose(&open, false, 8, 8, 2).unwrap_err().to_string();
+    let e = choose(&open, 8, 8, 2).unwrap_err().to_string();
     assert!(e.contains("cp=1"), "{e}");
 }
 
@@ -232,8 +233,7 @@ fn variants_refuse_what_they_cannot() {
         };
         for (error, part) in [
             (attempt(&s, Variant::Ring, 4, 4, None), "a ring knows no windows"),
-            (attempt(&open, Variant::Ring, 4, 4, Some(&sink)), "only all-to-all"),
-            (attempt(&open, Variant::AllGather, 4, 4, Some(&sink)), "only all-to-all"),
+            (attempt(&open, Variant::Ring, 4, 8, Some(&sink)), "for 8 heads"),
             (attempt(&open, Variant::AllToAll, 4, 3, None), "do not divide over 2"),
             (attempt(&open, Variant::Ring, 8, 4, None), "not 4 tokens"),
         ] {

@@ -2,7 +2,7 @@
 
 use super::support::*;
 use super::{linear, norm};
-use ferrotron_engine::attention::{Attention, AttentionConfig, KvCache, Layout, RopeTable};
+use ferrotron_engine::attention::{Attention, AttentionConfig, Layout, RopeTable};
 use ferrotron_engine::{Declarations, Rank};
 use ferrotron_kernels::{Align, Norm, RopeStyle, Scores};
 use ferrotron_tensor::{Category, DType};
@@ -16,6 +16,7 @@ pub struct Case {
     pub qk_norm: Option<Norm>,
     pub window: Option<usize>,
     pub softcap: Option<f32>,
+    pub sink: bool,
     pub rope: Option<(RopeStyle, usize)>,
     pub layout: Layout,
 }
@@ -31,6 +32,7 @@ pub fn plain() -> Case {
         qk_norm: None,
         window: None,
         softcap: None,
+        sink: false,
         rope: None,
         layout: Layout::Rows { count: 2, len: 5 },
     }
@@ -48,6 +50,9 @@ pub fn cases() -> Vec<Case> {
         Case { qk_norm: Some(norm::NORMS[0]), bias: true, rope: half, layout: packed.clone(), ..plain() },
         Case { window: Some(3), softcap: Some(1.5), ..plain() },
         Case { window: Some(1), rope: half, layout: packed.clone(), ..plain() },
+        Case { sink: true, ..plain() },
+        Case { heads: 4, kv_heads: 2, softcap: Some(1.5), sink: true, layout: packed.clone(), ..plain() },
+        Case { heads: 4, bias: true, sink: true, window: Some(3), rope: half, ..plain() },
         Case {
             heads: 4,
             kv_heads: 2,
@@ -55,6 +60,7 @@ pub fn cases() -> Vec<Case> {
             qk_norm: Some(norm::NORMS[2]),
             window: Some(2),
             softcap: Some(0.7),
+            sink: false,
             rope: pairs,
             layout: packed,
         },
@@ -79,6 +85,7 @@ impl Case {
                 right: None,
             },
             qk_norm: self.qk_norm,
+            sink: self.sink,
             std: (0.1, 0.1),
         }
     }
@@ -156,6 +163,7 @@ impl Case {
                 }
             }
         }
+        let sink = if self.sink { Some(next()) } else { None };
         for (t, place) in places.iter().enumerate() {
             for h in 0..n + g {
                 self.rotate(&mut qkv[t * width + h * d..][..d], place.1);
@@ -179,7 +187,7 @@ impl Case {
                     self.softcap.map_or(s, |c| f64::from(c) * (s / f64::from(c)).tanh())
                 };
                 let weights: Vec<f64> = seen.iter().map(|k| score(*k).exp()).collect();
-                let sum: f64 = weights.iter().sum();
+                let sum = weights.iter().sum::<f64>() + sink.map_or(0.0, |s| s[h].exp());
                 for (k, weight) in seen.iter().zip(&weights) {
                     for (o, v) in out[(t * n + h) * d..].iter_mut().zip(head(*k, n + g + kv)) {
                         *o += weight / sum * v;
@@ -241,7 +249,7 @@ fn a_cache_remembers() {
                     .collect()
             };
             for lengths in [&[5][..], &[1, 1, 1, 1, 1], &[2, 3], &[3, 1, 1]] {
-                let mut cache = KvCache::new(&s.rank.compute, 2, 5, case.kv_heads, DIM, dtype).unwrap();
+                let mut cache = attention.cache(&s.pass(), 2, 5).unwrap();
                 let mut start = 0;
                 for &len in lengths {
                     let new = s.upload(&portion(&x, start, len), &[2 * len, HIDDEN]);

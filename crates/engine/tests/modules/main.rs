@@ -6,6 +6,7 @@ mod attention;
 mod embedding;
 mod gradients;
 mod head;
+mod latent;
 mod linear;
 mod mlp;
 mod narrow;

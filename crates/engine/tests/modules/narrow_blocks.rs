@@ -54,6 +54,7 @@ fn declare(policy: &Policy, gated: bool) -> impl Fn(&mut Declarations, &Rank) ->
             out_bias: false,
             scores,
             qk_norm: None,
+            sink: false,
             std: (0.1, 0.1),
         };
         let name = |n: &str| format!("layers.0.{n}");

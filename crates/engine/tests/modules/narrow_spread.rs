@@ -103,6 +103,35 @@ fn narrow_maps_over_ranks_have_the_bytes_of_one() {
     }
 }
 
+/// A map that every rank has whole, each of its tokens: the bytes of one rank, nothing sent but magnitudes.
+#[test]
+fn narrow_maps_of_own_tokens_have_the_bytes_of_one() {
+    let map = Map::new(40, 36, &[16], true);
+    for recipe in [CURRENT, DELAYED] {
+        let build = build(Some(recipe), &[], &map, Split::Replicated);
+        let mut d = Declarations::default();
+        let rank = Rank::cpu(2, 1).unwrap();
+        let linear = build(&mut d, &rank);
+        let alone = Setup::on(rank, d, DType::BF16, 1, 0.04);
+        let [(x, xs), (dy, dys)] = map.operands(&alone, 1.0);
+        alone.params.eight().unwrap().begin_step(5, 1);
+        let one = narrow::run(&linear, &alone, &alone.pass(), &x, &dy);
+        for t in [2, 4] {
+            let ours = on_ranks(t, true, &alone, &build, |s, linear| {
+                s.params.eight().unwrap().begin_step(5, 1);
+                let (y, saved) = linear.forward(&s.pass(), &own_rows(s, &xs, map.input)).unwrap();
+                let (dx, grads) = linear.backward(&s.pass(), saved, &own_rows(s, &dys, map.out())).unwrap();
+                (join_rows(s, &y), join_rows(s, &dx), grads)
+            });
+            let what = format!("{recipe:?} tp={t}");
+            assert_eq!((&ours.0, &ours.1), (&one.0, &one.1), "{what}: bits of one rank");
+            for (ours, one) in ours.2.iter().zip(&one.2) {
+                close(&format!("{what}: weight gradients"), DType::F32, ours, one);
+            }
+        }
+    }
+}
+
 /// Ranks see different magnitudes and agree on the scales of the next step.
 #[test]
 fn delayed_scales_are_agreed_on() {

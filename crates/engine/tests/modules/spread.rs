@@ -2,7 +2,7 @@
 //! communication runs beside computation or in line with it.
 
 use super::support::*;
-use super::{attention, head, linear, mlp};
+use super::{attention, head, latent, linear, mlp};
 use ferrotron_comm::World;
 use ferrotron_engine::attention::{Attention, Layout};
 use ferrotron_engine::{Declarations, Head, Linear, Mlp, Params, Place, Rank, Split, Targets, WeightGrad};
@@ -130,8 +130,7 @@ fn check<M>(
 fn linears_over_ranks_are_their_twins() {
     for dtype in DTYPES {
         for (tokens, input, out, bias) in [(4, 8, 4, true), (12, 12, 20, false), (40, 36, 16, true)] {
-            for split in [Split::Rows { unit: 1 }, Split::Columns { unit: 1 }] {
-                let by_columns = matches!(split, Split::Columns { .. });
+            for split in [Split::Rows { unit: 1 }, Split::Columns { unit: 1 }, Split::Replicated] {
                 let build = |d: &mut Declarations, _: &Rank| {
                     Linear::declare(d, input, &[("w".into(), out)], bias, split, 0.1).unwrap()
                 };
@@ -143,15 +142,19 @@ fn linears_over_ranks_are_their_twins() {
                 let what = format!("linear {tokens}x{input}->{out} {split:?}");
                 check(&what, &s, (&xs, &dys), &twin, build, |s, linear| {
                     let p = &s.pass();
-                    if by_columns {
-                        let (y, saved) = linear.forward(p, &own_columns(s, &xs, input)).unwrap();
-                        let (dx, grads) = linear.backward(p, saved, &own_rows(s, &dys, out)).unwrap();
-                        (join_rows(s, &y), join_columns(s, &dx), grads)
-                    } else {
-                        let (y, saved) = linear.forward(p, &own_rows(s, &xs, input)).unwrap();
-                        let (dx, grads) = linear.backward(p, saved, &own_columns(s, &dys, out)).unwrap();
-                        (join_columns(s, &y), join_rows(s, &dx), grads)
-                    }
+                    let own = |columns: bool, v: &[f64], n| match columns {
+                        true => own_columns(s, v, n),
+                        false => own_rows(s, v, n),
+                    };
+                    let join = |columns: bool, t: &Tensor| match columns {
+                        true => join_columns(s, t),
+                        false => join_rows(s, t),
+                    };
+                    let inside = matches!(split, Split::Columns { .. });
+                    let outside = matches!(split, Split::Rows { .. });
+                    let (y, saved) = linear.forward(p, &own(inside, &xs, input)).unwrap();
+                    let (dx, grads) = linear.backward(p, saved, &own(outside, &dys, out)).unwrap();
+                    (join(outside, &y), join(inside, &dx), grads)
                 });
             }
         }
@@ -191,7 +194,7 @@ fn attention_over_ranks_is_its_twin() {
     let rope = Some((RopeStyle::Half, 4));
     let layout = Layout::Packed { offsets: vec![0, 3, 7] };
     let cases = [
-        attention::Case { heads: 4, kv_heads: 4, rope, ..attention::plain() },
+        attention::Case { heads: 4, kv_heads: 4, sink: true, rope, ..attention::plain() },
         // Key heads shared by neighbours, and a row of padding.
         attention::Case { heads: 4, kv_heads: 2, bias: true, rope, layout, ..attention::plain() },
     ];
@@ -211,6 +214,36 @@ fn attention_over_ranks_is_its_twin() {
                 let places = s.integers(&places);
                 let (y, saved) = attention.forward(p, &x, &case.layout, &places).unwrap();
                 let (dx, grads) = attention.backward(p, saved, &case.layout, &places, &dy).unwrap();
+                let real = |t: &Tensor| join_rows(s, t)[..tokens * hidden].to_vec();
+                (real(&y), real(&dx), grads)
+            });
+        }
+    }
+}
+
+#[test]
+fn latent_attention_over_ranks_is_its_twin() {
+    let hidden = latent::HIDDEN;
+    // Seven tokens: a row of padding.
+    let layout = Layout::Packed { offsets: vec![0, 3, 7] };
+    let cases = [
+        latent::Case { heads: 4, sink: true, ..latent::plain() },
+        latent::Case { heads: 4, q_rank: None, bias: true, layout, ..latent::plain() },
+    ];
+    for dtype in DTYPES {
+        for case in &cases {
+            let build = |d: &mut Declarations, rank: &Rank| case.declare(d, rank);
+            let (_, s) = case.build(dtype);
+            let tokens = case.tokens();
+            let (xs, dys) = (s.input(15, &[tokens, hidden]).1, s.input(25, &[tokens, hidden]).1);
+            let twin = |a: &[Vec<f64>]| case.twin(a);
+            check(&format!("{case:?}"), &s, (&xs, &dys), &twin, build, |s, block| {
+                let (p, x, dy) = (&s.pass(), own_rows(s, &xs, hidden), own_rows(s, &dys, hidden));
+                let mut places = case.positions();
+                places.resize(tokens.next_multiple_of(s.rank.tp.size()), 0);
+                let places = s.integers(&places);
+                let (y, saved) = block.forward(p, &x, &case.layout, &places).unwrap();
+                let (dx, grads) = block.backward(p, saved, &case.layout, &places, &dy).unwrap();
                 let real = |t: &Tensor| join_rows(s, t)[..tokens * hidden].to_vec();
                 (real(&y), real(&dx), grads)
             });

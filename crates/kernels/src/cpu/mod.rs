@@ -8,6 +8,7 @@ pub mod embedding;
 pub mod gemm;
 pub mod grad_norm;
 mod isa;
+pub mod latent;
 mod launch;
 pub mod loss;
 pub mod loss_reduction;

@@ -16,6 +16,7 @@ mod gemm;
 mod grad_norm;
 mod grouped;
 mod groups;
+mod latent;
 mod libraries;
 mod loss;
 mod measured;

@@ -292,6 +292,7 @@ pub const SOURCES: &[Source] = &[
         "activation",
         concat!(include_str!("measured.cuh"), include_str!("curves.cuh"), include_str!("activation.cu")),
     ),
+    source("latent", include_str!("latent.cu")),
     source("loss", include_str!("loss.cu")),
     source("merge", include_str!("merge.cu")),
     source(

@@ -8,6 +8,7 @@ mod gemm;
 mod grouped;
 mod grouped8;
 mod homes;
+mod latent;
 mod maps;
 mod measured;
 mod merge;

@@ -29,8 +29,11 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
             right: None,
         };
         let seen: f64 = (1..=z.seq).map(|t| t.min(window.unwrap_or(usize::MAX)) as f64).sum();
-        let flops = 4.0 * (z.batch * m.heads * m.head_dim) as f64 * seen;
-        let shape = format!("{}x{}x{}({})x{}", z.batch, z.seq, m.heads, m.kv_heads, m.head_dim);
+        let flops = 2.0 * (z.batch * m.heads * (m.head_dim + m.value_dim())) as f64 * seen;
+        let mut shape = format!("{}x{}x{}({})x{}", z.batch, z.seq, m.heads, m.kv_heads, m.head_dim);
+        if m.mla.is_some() {
+            shape += &format!("/{}", m.value_dim());
+        }
         for (kind, work) in [("forward", Work::Flops(flops)), ("backward", Work::Flops(2.5 * flops))] {
             let z = z.clone();
             out.push(case(format!("{name}.{kind}"), shape.clone(), work, move |rank| {
@@ -58,19 +61,19 @@ struct Heads {
 
 impl Heads {
     fn new(rank: &Rank, z: &Sizes) -> Result<Heads> {
-        let (n, g, d) = (z.model.heads, z.model.kv_heads, z.model.head_dim);
+        let (n, g, d, v) = (z.model.heads, z.model.kv_heads, z.model.head_dim, z.model.value_dim());
         let split = |t: Tensor| -> Result<[Tensor; 3]> {
-            let part = |start: usize, heads: usize| {
-                t.narrow(1, start * d, heads * d)?.view(&[z.batch, z.seq, heads, d])
+            let part = |start: usize, heads: usize, d: usize| {
+                t.narrow(1, start, heads * d)?.view(&[z.batch, z.seq, heads, d])
             };
-            Ok([part(0, n)?, part(n, g)?, part(n + g, g)?])
+            Ok([part(0, n, d)?, part(n * d, g, d)?, part((n + g) * d, g, v)?])
         };
-        let whole = [z.tokens, (n + 2 * g) * d];
+        let whole = [z.tokens, (n + g) * d + g * v];
         Ok(Heads {
             qkv: split(random(rank, &whole, z.dtype)?)?,
             dqkv: split(empty(rank, &whole, z.dtype)?)?,
-            out: empty(rank, &[z.batch, z.seq, n, d], z.dtype)?,
-            dout: random(rank, &[z.batch, z.seq, n, d], z.dtype)?,
+            out: empty(rank, &[z.batch, z.seq, n, v], z.dtype)?,
+            dout: random(rank, &[z.batch, z.seq, n, v], z.dtype)?,
             lse: empty(rank, &[z.batch, n, z.seq], DType::F32)?,
         })
     }

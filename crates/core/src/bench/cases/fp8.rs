@@ -43,16 +43,11 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
         return Vec::new();
     }
     let (m, t) = (&z.model, z.tokens);
-    let (nd, gd) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
     let up = if m.gated { 2 * m.ffn } else { m.ffn };
     let mut out = casts([t, m.ffn]);
     out.extend(measured([t, m.ffn], m.gated));
-    for (place, i, o) in [
-        ("qkv", m.hidden, nd + 2 * gd),
-        ("attn_out", nd, m.hidden),
-        ("mlp_up", m.hidden, up),
-        ("mlp_down", m.ffn, m.hidden),
-    ] {
+    let attention = m.attention_maps().into_iter().map(|map| (map.place, map.input, map.output));
+    for (place, i, o) in attention.chain([("mlp_up", m.hidden, up), ("mlp_down", m.ffn, m.hidden)]) {
         let flops = Work::Flops(2.0 * t as f64 * i as f64 * o as f64);
         for blocks in [false, true] {
             let (lines, tiles, back) = match blocks {

@@ -16,10 +16,10 @@ const MOST: usize = 1 << 26;
 /// Sizes of the parameters of layer after layer, up to [`MOST`] in all.
 fn parameters(z: &Sizes) -> Vec<usize> {
     let c = &z.model;
-    let (nd, gd) = (c.heads * c.head_dim, c.kv_heads * c.head_dim);
     let up = if c.gated { 2 * c.ffn } else { c.ffn };
-    let layer =
-        [c.hidden, c.hidden * (nd + 2 * gd), nd * c.hidden, c.hidden, c.hidden * up, c.ffn * c.hidden];
+    let mut layer = vec![c.hidden];
+    layer.extend(c.attention_maps().iter().map(|map| map.weights()));
+    layer.extend([c.hidden, c.hidden * up, c.ffn * c.hidden]);
     let all = std::iter::repeat_n(layer, c.layers).flatten().chain([c.vocab * c.hidden]);
     let mut left = MOST;
     all.map(|n| {

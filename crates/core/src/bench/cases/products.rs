@@ -8,17 +8,11 @@ use ferrotron_tensor::DType;
 /// `y = x·Wᵀ`, `dx = dy·W` and `dW = dyᵀ·x` of every linear map of a layer, and of the head.
 pub(super) fn cases(z: &Sizes) -> Vec<Case> {
     let (m, t, dtype) = (&z.model, z.tokens, z.dtype);
-    let (nd, gd) = (m.heads * m.head_dim, m.kv_heads * m.head_dim);
     let up = if m.gated { 2 * m.ffn } else { m.ffn };
-    let maps = [
-        ("qkv", m.hidden, nd + 2 * gd),
-        ("attn_out", nd, m.hidden),
-        ("mlp_up", m.hidden, up),
-        ("mlp_down", m.ffn, m.hidden),
-        ("head", m.hidden, m.vocab),
-    ];
+    let attention = m.attention_maps().into_iter().map(|map| (map.place, map.input, map.output));
+    let rest = [("mlp_up", m.hidden, up), ("mlp_down", m.ffn, m.hidden), ("head", m.hidden, m.vocab)];
     let mut out = Vec::new();
-    for (place, i, o) in maps {
+    for (place, i, o) in attention.chain(rest) {
         let flops = Work::Flops(2.0 * t as f64 * i as f64 * o as f64);
         // Operands as stored, which are transposed, the result and its type.
         let kinds = [

@@ -29,7 +29,7 @@ impl Context<'_> {
     pub(super) fn gather_forward(&self, x: &Inputs, out: &Tensor) -> Result<SavedTensor> {
         let widths = Widths::of(x.k, x.v);
         let (k, v) = widths.split(&self.gathered(&widths, x, "keys and values")?)?;
-        let mut joined = Joined::new(self, x.q, out)?;
+        let mut joined = Joined::new(self, x.q, x.sink, out)?;
         for late in [false, true] {
             joined.see(&self.plan.prefix(self.scores, late)?, &k, &v)?;
         }
@@ -41,7 +41,7 @@ impl Context<'_> {
         let widths = Widths::of(x.k, x.v);
         // Gathered again rather than kept: they are as large as all ranks' together.
         let (k, v) = widths.split(&self.gathered(&widths, x, "keys and values, again")?)?;
-        let mut gradients = Sums::new(self, x.q, y.out, lse, y.dout);
+        let mut gradients = Sums::new(self, x.q, lse, y);
         let mut sums = None;
         for late in [false, true] {
             let dkv = gradients.of(&self.plan.prefix(self.scores, late)?, &k, &v)?;

@@ -43,10 +43,18 @@ impl Shares {
         Ok([by_heads(q?, 0)?, by_heads(k?, 1)?, by_heads(v?, 2)?])
     }
 
-    /// `[tokens, n, d]` as `[ranks, tokens, n·d/ranks]`: what each rank gets.
-    fn by_rank(&self, t: &Tensor) -> Result<Tensor> {
+    /// `[tokens, n, d]` as `[ranks, tokens, n·d/ranks]`, what each rank gets, and `rows` of that shape alike. Heads with
+    /// something between them stay an axis of their own in both.
+    fn by_rank(&self, t: &Tensor, rows: &Tensor) -> Result<[Tensor; 2]> {
         let [tokens, n, d] = [t.shape()[0], t.shape()[1], t.shape()[2]];
-        t.view(&[tokens, self.ranks, n / self.ranks * d])?.transpose(0, 1)
+        let each = n / self.ranks;
+        match t.view(&[tokens, self.ranks, each * d]) {
+            Ok(t) => Ok([t.transpose(0, 1)?, rows.clone()]),
+            Err(_) => {
+                let rows = rows.view(&[self.ranks, tokens, each, d])?;
+                Ok([t.view(&[tokens, self.ranks, each, d])?.transpose(0, 1)?, rows])
+            }
+        }
     }
 }
 
@@ -82,7 +90,8 @@ impl Context<'_> {
         let shares = Shares::of([x.q, x.k, x.v], c);
         let sent = rank.activation(&[c, x.q.shape()[0], shares.row()], x.q.dtype())?;
         for (t, (at, width)) in [x.q, x.k, x.v].into_iter().zip(shares.columns()) {
-            rank.kernels.copy(s, &shares.by_rank(t)?, &sent.narrow(2, at, width)?)?;
+            let [from, to] = shares.by_rank(t, &sent.narrow(2, at, width)?)?;
+            rank.kernels.copy(s, &from, &to)?;
         }
         let qkv = self.to_heads(&sent, "heads of q, k and v")?;
         drop(sent);
@@ -100,7 +109,8 @@ impl Context<'_> {
             lse: &lse,
         };
         rank.kernels.attention_forward(s, self.scores, self.layout.sequences(), &a)?;
-        rank.kernels.copy(s, &self.to_tokens(&all, "outputs of heads")?, &shares.by_rank(out)?)?;
+        let [to, from] = shares.by_rank(out, &self.to_tokens(&all, "outputs of heads")?)?;
+        rank.kernels.copy(s, &from, &to)?;
         let keep = SavedTensor::activation;
         Ok(HeadsSaved { qkv: keep(&qkv), out: keep(&all), lse: keep(&lse) })
     }
@@ -111,7 +121,8 @@ impl Context<'_> {
         let [q, k, v] = shares.split(&saved.qkv)?;
         let (tokens, n, d) = (saved.qkv.shape()[0], q.shape()[1], v.shape()[2]);
         let sent = rank.activation(&[c, y.dout.shape()[0], n * d], y.dout.dtype())?;
-        rank.kernels.copy(s, &shares.by_rank(y.dout)?, &sent)?;
+        let [from, to] = shares.by_rank(y.dout, &sent)?;
+        rank.kernels.copy(s, &from, &to)?;
         let dout = self.to_heads(&sent, "gradients of outputs of heads")?;
         let dqkv = rank.activation(&[tokens, shares.row()], y.dout.dtype())?;
         let [dq, dk, dv] = shares.split(&dqkv)?;
@@ -136,7 +147,8 @@ impl Context<'_> {
         rank.kernels.attention_backward(s, self.scores, self.layout.sequences(), &a)?;
         let mine = self.to_tokens(&dqkv, "gradients of heads of q, k and v")?;
         for (t, (at, width)) in [y.dq, y.dk, y.dv].into_iter().zip(shares.columns()) {
-            rank.kernels.copy(s, &mine.narrow(2, at, width)?, &shares.by_rank(t)?)?;
+            let [to, from] = shares.by_rank(t, &mine.narrow(2, at, width)?)?;
+            rank.kernels.copy(s, &from, &to)?;
         }
         Ok(())
     }

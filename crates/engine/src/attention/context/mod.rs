@@ -44,33 +44,24 @@ pub enum Variant {
 ///
 /// | the model has | the variant |
 /// |---|---|
-/// | sinks | all-to-all: a sink belongs to a query's whole softmax, which no part of the keys can form |
 /// | a window | all-to-all, or all-gather where heads do not divide: on a ring most steps would see nothing |
-/// | neither | the ring; soft caps act on single scores and change nothing |
+/// | none | the ring; soft caps act on single scores, and a sink joins the first keys that a query sees: neither changes anything |
 pub fn choose(
     scores: &Scores,
-    sink: bool,
     heads: usize,
     kv_heads: usize,
     ranks: usize,
 ) -> Result<(Variant, &'static str)> {
-    let refuse = |what: String| Err(Error::Unsupported { op: "context parallelism", what });
     if !scores.causal || scores.align != Align::TopLeft {
-        return refuse("attention that is not causal would see padding; take cp=1".into());
+        let what = "attention that is not causal would see padding; take cp=1".into();
+        return Err(Error::Unsupported { op: "context parallelism", what });
     }
     let divide = heads.is_multiple_of(ranks) && kv_heads.is_multiple_of(ranks);
-    match (sink, scores.left.is_some(), divide) {
-        (true, _, true) => Ok((Variant::AllToAll, "sinks need whole sequences")),
-        (true, _, false) => refuse(format!(
-            "sinks need whole sequences, but {heads} query and {kv_heads} key heads of a tensor-parallel rank do not \
-             divide over cp={ranks}; take a cp (and tp) that divides both"
-        )),
-        (false, true, true) => Ok((Variant::AllToAll, "a window sees few keys, and the heads divide")),
-        (false, true, false) => {
-            Ok((Variant::AllGather, "a window sees few keys, but the heads do not divide"))
-        }
-        (false, false, _) => Ok((Variant::Ring, "every query sees all keys before it")),
-    }
+    Ok(match (scores.left.is_some(), divide) {
+        (true, true) => (Variant::AllToAll, "a window sees few keys, and the heads divide"),
+        (true, false) => (Variant::AllGather, "a window sees few keys, but the heads do not divide"),
+        (false, _) => (Variant::Ring, "every query sees all keys before it"),
+    })
 }
 
 /// Queries, keys and values of this rank's tokens.
@@ -211,8 +202,8 @@ impl<'a> Context<'a> {
         if self.variant == Variant::AllToAll && !(n.is_multiple_of(c) && g.is_multiple_of(c)) {
             return shape_error(OP, format!("{n} query and {g} key heads do not divide over {c} ranks"));
         }
-        if self.variant != Variant::AllToAll && sink.is_some() {
-            return shape_error(OP, "sinks need whole sequences: only all-to-all has them");
+        if sink.is_some_and(|s| s.shape() != [n]) {
+            return shape_error(OP, format!("a sink {sink:?} for {n} heads"));
         }
         if self.variant == Variant::Ring && (self.scores.left.is_some() || self.scores.right.is_some()) {
             return shape_error(OP, "a ring knows no windows: take all-to-all or all-gather");

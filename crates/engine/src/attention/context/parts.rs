@@ -1,7 +1,7 @@
 //! Attention over keys that come in parts: sums kept in f32.
 
-use super::Context;
 use super::plan::Block;
+use super::{Context, Gradients};
 use crate::Rank;
 use ferrotron_kernels::{AttentionBackward, AttentionForward};
 use ferrotron_tensor::{DType, Result, Tensor};
@@ -62,6 +62,8 @@ fn rounded(rank: &Rank, sums: &Tensor, dtype: DType) -> Result<Tensor> {
 pub(super) struct Joined<'a> {
     context: &'a Context<'a>,
     q: &'a Tensor,
+    /// What the first keys are joined by: it is in every query's softmax once.
+    sink: Option<&'a Tensor>,
     out: &'a Tensor,
     /// f32; `out` itself where that is f32.
     sum: Tensor,
@@ -71,25 +73,33 @@ pub(super) struct Joined<'a> {
 
 impl<'a> Joined<'a> {
     /// `q [tokens, n, d_k]` that has seen nothing; `out [tokens, n, d_v]` is contiguous.
-    pub(super) fn new(context: &'a Context<'a>, q: &'a Tensor, out: &'a Tensor) -> Result<Joined<'a>> {
+    pub(super) fn new(
+        context: &'a Context<'a>,
+        q: &'a Tensor,
+        sink: Option<&'a Tensor>,
+        out: &'a Tensor,
+    ) -> Result<Joined<'a>> {
         let rank = context.rank;
         let sum = match out.dtype() {
             DType::F32 => out.clone(),
             _ => rank.activation(out.shape(), DType::F32)?,
         };
         let lse = rank.activation(&q.shape()[..2], DType::F32)?;
-        Ok(Joined { context, q, out, sum, lse, fresh: true })
+        Ok(Joined { context, q, sink, out, sum, lse, fresh: true })
     }
 
-    /// The queries see more keys.
+    /// The queries see more keys. Every launch has all queries, those without keys among them: the first gives each its
+    /// sink, which from then on is a part of what was seen.
     pub(super) fn see(&mut self, block: &Block, k: &Tensor, v: &Tensor) -> Result<()> {
         let rank = self.context.rank;
         let (kernels, s) = (&rank.kernels, &rank.compute);
+        let fresh = std::mem::replace(&mut self.fresh, false);
+        let sink = self.sink.filter(|_| fresh);
         let run = |out: &Tensor, lse: &Tensor| {
-            let a = AttentionForward { q: self.q, k, v, sink: None, out, lse };
+            let a = AttentionForward { q: self.q, k, v, sink, out, lse };
             kernels.attention_forward(s, &block.scores, block.sequences(), &a)
         };
-        if std::mem::replace(&mut self.fresh, false) {
+        if fresh {
             run(self.out, &self.lse)?;
             return if self.sum.same_memory(self.out) {
                 Ok(())
@@ -120,6 +130,9 @@ pub(super) struct Sums<'a> {
     pub(super) out: &'a Tensor,
     pub(super) lse: &'a Tensor,
     pub(super) dout: &'a Tensor,
+    /// The sink and its gradient, until a part has added to it: it takes the same global sums as all other gradients, of
+    /// every query once.
+    sink: Option<(&'a Tensor, &'a Tensor)>,
     dq: Option<Tensor>,
 }
 
@@ -127,11 +140,11 @@ impl<'a> Sums<'a> {
     pub(super) fn new(
         context: &'a Context<'a>,
         q: &'a Tensor,
-        out: &'a Tensor,
         lse: &'a Tensor,
-        dout: &'a Tensor,
+        y: &Gradients<'a>,
     ) -> Sums<'a> {
-        Sums { context, q, out, lse, dout, dq: None }
+        let sink = y.sink.zip(y.dsink);
+        Sums { context, q, out: y.out, lse, dout: y.dout, sink, dq: None }
     }
 
     /// Packed gradients of some keys and values, in the type of the model; `dq` is added up inside.
@@ -141,13 +154,14 @@ impl<'a> Sums<'a> {
         let widths = Widths::of(k, v);
         let dkv = rank.activation(&[k.shape()[0], widths.row()], k.dtype())?;
         let (dk, dv) = widths.split(&dkv)?;
+        let (sink, dsink) = self.sink.take().unzip();
         let a = AttentionBackward {
-            forward: AttentionForward { q: self.q, k, v, sink: None, out: self.out, lse: self.lse },
+            forward: AttentionForward { q: self.q, k, v, sink, out: self.out, lse: self.lse },
             dout: self.dout,
             dq: &dq,
             dk: &dk,
             dv: &dv,
-            dsink: None,
+            dsink,
         };
         rank.kernels.attention_backward(&rank.compute, &block.scores, block.sequences(), &a)?;
         self.dq = Some(add(rank, self.dq.take(), dq)?);

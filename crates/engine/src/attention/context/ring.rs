@@ -59,7 +59,7 @@ impl Context<'_> {
         let widths = Widths::of(x.k, x.v);
         let mut here = widths.pack(rank, x.k, x.v)?;
         let mut spare: Option<Tensor> = None;
-        let mut joined = Joined::new(self, x.q, out)?;
+        let mut joined = Joined::new(self, x.q, x.sink, out)?;
         let neighbours = self.beside(true);
         for step in 0..c {
             let last = step + 1 == c;
@@ -90,7 +90,7 @@ impl Context<'_> {
         let (rank, c) = (self.rank, self.place.size);
         let widths = Widths::of(x.k, x.v);
         let neighbours = self.beside(false);
-        let mut gradients = Sums::new(self, x.q, y.out, &saved.lse, y.dout);
+        let mut gradients = Sums::new(self, x.q, &saved.lse, y);
         let mut here: Tensor = (*saved.last).clone();
         let mut sums: Option<Tensor> = None;
         for step in 0..c {

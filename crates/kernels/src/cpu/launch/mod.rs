@@ -7,6 +7,7 @@ mod elementwise;
 mod embedding;
 mod gemm;
 mod grouped;
+mod latent;
 mod loss;
 mod merge;
 mod mix;
