@@ -171,8 +171,12 @@ impl Layout {
                 model.expert_ffn,
             ),
         ];
+        if !moe && self.ep > 1 {
+            let what = "needs a mixture of experts, which this model is not; take ep=1";
+            return Err(Error::Invalid(format!("ep={} {what}", self.ep)));
+        }
         for (key, size, whole, what, legal) in rows {
-            if size == 0 || !whole.is_multiple_of(size) || (key == "ep" && !moe && size > 1) {
+            if size == 0 || !whole.is_multiple_of(size) {
                 let near = near(size, divisors(legal));
                 let take = if near.is_empty() { "1".into() } else { near };
                 return Err(Error::Invalid(format!(
