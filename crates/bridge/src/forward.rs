@@ -3,6 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
+use crate::logical::wanted_type;
 use crate::plan::Plan;
 use ferrotron_core::grid;
 use ferrotron_core::model::generate::to_host;
@@ -137,8 +138,10 @@ pub fn forward(
     let (part, mine) = rows_of(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
-    let source =
-        |name: &str| plan.read(name, dtype).map_err(|e| ferrotron_core::Error::Invalid(e.to_string()));
+    let source = |name: &str| {
+        let read = plan.read(name, wanted_type(name, dtype));
+        read.map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
+    };
     let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
     let logits = pass_over(&model, input, None, Aim::Logits)?;
     let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;
@@ -268,16 +271,16 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 /// Gradients of logical tensors as the tensors of the folder.
 fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
-    for t in hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())? {
-        let mut values = Vec::new();
+    let all = hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())?;
+    for t in all.into_iter().filter(|t| !t.is_buffer()) {
+        let mut values = vec![0f32; t.shape.iter().product()];
         for part in &t.parts {
-            let part = logical.get(&part.name).ok_or_else(|| Error::tensor(&part.name, "has no gradient"))?;
-            values.extend_from_slice(part);
-        }
-        if let ([rows, cols], true) = (&t.shape[..], t.transposed) {
-            // Stacked rows [cols, rows] of ours are columns of theirs.
-            let ours = values;
-            values = (0..rows * cols).map(|i| ours[(i % cols) * rows + i / cols]).collect();
+            let (name, shape) = (&part.tensor.name, &part.tensor.shape);
+            let of_part = logical.get(name).ok_or_else(|| Error::tensor(name, "has no gradient"))?;
+            let cols = shape.get(1).copied().unwrap_or(1);
+            for (i, x) in of_part.iter().enumerate() {
+                values[part.view.at(i / cols, i % cols)] = *x;
+            }
         }
         out.push((t.name, t.shape, values));
     }

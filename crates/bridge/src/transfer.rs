@@ -4,6 +4,7 @@ use crate::config::HfConfig;
 use crate::error::{Error, Result};
 use crate::export::{ExportOptions, Values, copy_companions, export};
 use crate::json::read_text;
+use crate::logical::wanted_type;
 use crate::open::{COMPANIONS, Found};
 use crate::plan::Plan;
 use crate::stored::PREFIX;
@@ -85,8 +86,8 @@ fn to_checkpoint(from: &Path, to: &Path, options: &TransferOptions) -> Result<Tr
     let family = plan.config().family().name.to_string();
     let weights = Weights::HuggingFace(Box::new(plan));
     let mut decls = Vec::new();
-    for t in weights.tensors() {
-        let dtype = options.dtype.map_or_else(|| weights.dtype(&t.name), Ok)?;
+    for t in weights.tensors().iter().chain(weights.buffers()) {
+        let dtype = stored_type(&weights, t.name.as_str(), options.dtype)?;
         let name = format!("{PREFIX}{}", t.name);
         decls.push((dtype, TensorDecl { name, dtype: dtype.into(), shape: t.shape.clone() }));
     }
@@ -94,8 +95,7 @@ fn to_checkpoint(from: &Path, to: &Path, options: &TransferOptions) -> Result<Tr
     let counter = Counter::new(&weights, options.progress);
     let source = |name: &str| {
         let logical = name.strip_prefix(PREFIX).unwrap_or(name);
-        let stored = || weights.dtype(logical).map_err(to_core);
-        let dtype = options.dtype.map_or_else(stored, Ok)?;
+        let dtype = stored_type(&weights, logical, options.dtype).map_err(to_core)?;
         let bytes = weights.read(logical, dtype).map_err(to_core)?;
         counter.add(bytes.len() / dtype.size());
         Ok(bytes)
@@ -176,6 +176,11 @@ fn to_hugging_face(from: &Path, to: &Path, options: &TransferOptions) -> Result<
         family: config.family().name.to_string(),
         tokenizer: to.join("tokenizer.json").is_file(),
     })
+}
+
+/// The type a tensor is stored in: the one asked for, else its own; what is no parameter is f32.
+fn stored_type(weights: &Weights, logical: &str, asked: Option<DType>) -> Result<DType> {
+    Ok(wanted_type(logical, asked.map_or_else(|| weights.dtype(logical), Ok)?))
 }
 
 /// The Hugging Face folder a run started from, if it is still there and of the same shape.
