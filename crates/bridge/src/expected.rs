@@ -60,20 +60,21 @@ pub(crate) fn hf_tensors(family: &Family, model: &ModelConfig, prefix: &str) -> 
     let mut used = vec![false; logical.len()];
     let mut out: Vec<(usize, HfTensor)> = Vec::new();
 
-    let mut apply = |rule: &Rule, name: String, layer: usize, experts: Range<usize>, blocks: Option<usize>| {
-        let mut parts = Vec::new();
-        for e in experts {
-            for p in rule.parts {
-                // A rule for something this model does not have (a bias, a head) does not hold.
-                let Some(&i) = by_name.get(fill(p, layer, e).as_str()) else { return };
-                parts.push(i);
+    let mut apply =
+        |rule: &Rule, name: String, layer: usize, experts: Range<usize>, blocks: Option<usize>| {
+            let mut parts = Vec::new();
+            for e in experts {
+                for p in rule.parts {
+                    // A rule for something this model does not have (a bias, a head) does not hold.
+                    let Some(&i) = by_name.get(fill(p, layer, e).as_str()) else { return };
+                    parts.push(i);
+                }
             }
-        }
-        let first = parts.iter().copied().min().unwrap_or_default();
-        parts.iter().for_each(|&i| used[i] = true);
-        let parts = parts.into_iter().map(|i| logical[i].clone()).collect();
-        out.push((first, put_together(name, parts, blocks, rule.weave)));
-    };
+            let first = parts.iter().copied().min().unwrap_or_default();
+            parts.iter().for_each(|&i| used[i] = true);
+            let parts = parts.into_iter().map(|i| logical[i].clone()).collect();
+            out.push((first, put_together(name, parts, blocks, rule.weave)));
+        };
     for rule in family.tensors.iter().copied().flatten() {
         let layers = if rule.hf.contains("{i}") { model.layers } else { 1 };
         let of_experts = rule.parts.iter().any(|p| p.contains("{e}"));

@@ -50,6 +50,8 @@ pub struct ForwardOutput {
     pub loss: Option<f32>,
     /// Name, shape and values of every gradient; empty without backward.
     pub gradients: Vec<Gradient>,
+    /// Layers with experts, and how many tokens each expert took; empty without backward.
+    pub loads: Vec<(usize, Vec<f32>)>,
 }
 
 /// Reads `input_ids` and, where present, `labels`, `position_ids`, `cu_seqlens` (i64 or i32).
@@ -152,6 +154,7 @@ pub fn forward(
         shape: vec![whole.batch, whole.sequence, config.vocab],
         loss: None,
         gradients: Vec::new(),
+        loads: Vec::new(),
     };
     let Some(labels) = input.labels.as_ref().map(|l| shift(l, input.sequence)) else {
         if backward {
@@ -177,6 +180,8 @@ pub fn forward(
         let values = logical_gradients(&model, &mut grads)?;
         let by_name = values.into_iter().map(|v| (v.name, v.values)).collect();
         out.gradients = gradients(plan, &by_name)?;
+        let counts = |(layer, load): (usize, Vec<i64>)| (layer, load.iter().map(|n| *n as f32).collect());
+        out.loads = model.expert_loads()?.into_iter().map(counts).collect();
     }
     Ok(out)
 }
@@ -287,13 +292,16 @@ fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gra
     Ok(out)
 }
 
-/// Writes `logits`, `loss` and `grad.<name>` as f32.
+/// Writes `logits`, `loss`, `grad.<name>` and, of layers with experts, `expert_load.<layer>` (tokens of each) as f32.
 pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
     let f32_type = FileDType::from(DType::F32);
     let mut tensors: Vec<(String, &[usize], &[f32])> = vec![("logits".into(), &out.shape, &out.logits)];
     let loss = out.loss.map(|l| [l]);
     tensors.extend(loss.as_ref().map(|l| ("loss".to_string(), &[][..], &l[..])));
     tensors.extend(out.gradients.iter().map(|(n, s, v)| (format!("grad.{n}"), &s[..], &v[..])));
+    let sizes: Vec<[usize; 1]> = out.loads.iter().map(|(_, load)| [load.len()]).collect();
+    let loads = out.loads.iter().zip(&sizes);
+    tensors.extend(loads.map(|((i, load), n)| (format!("expert_load.{i}"), &n[..], &load[..])));
     let decls: Vec<TensorDecl> = tensors
         .iter()
         .map(|(name, shape, _)| TensorDecl { name: name.clone(), dtype: f32_type, shape: shape.to_vec() })

@@ -35,7 +35,9 @@ pub fn logical_buffers(c: &ModelConfig) -> Vec<LogicalTensor> {
 /// Every parameter of a model, embedding first, head last.
 pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
     let mut out = Vec::new();
-    let mut push = |name: String, shape: &[usize]| out.push(LogicalTensor { name, shape: shape.to_vec(), buffer: false });
+    let mut push = |name: String, shape: &[usize]| {
+        out.push(LogicalTensor { name, shape: shape.to_vec(), buffer: false })
+    };
     let (h, f, d) = (c.hidden, c.ffn, c.head_dim);
     let (q, kv) = (c.heads * d, c.kv_heads * d);
     let norm_bias = c.norm.kind == NormKind::LayerNorm;

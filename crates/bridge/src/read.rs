@@ -34,9 +34,15 @@ pub(crate) struct Spot {
 pub(crate) enum Coding {
     Plain(DType),
     /// E4M3, times the scale of the block it is in; `[⌈rows/block⌉, ⌈cols/block⌉]` scales of some float type.
-    Fp8 { scales: Spot, dtype: DType, block: [usize; 2] },
+    Fp8 {
+        scales: Spot,
+        dtype: DType,
+        block: [usize; 2],
+    },
     /// Two E2M1 in a byte, the first in its low half, times the power of two of each 32 of a row.
-    Mxfp4 { scales: Spot },
+    Mxfp4 {
+        scales: Spot,
+    },
 }
 
 impl Coding {

@@ -61,13 +61,7 @@ impl Weave {
 }
 
 /// Copies `rows × cols` elements of `size` bytes (2 or 4) from one view to another.
-pub(crate) fn copy(
-    from: (&[u8], View),
-    to: (&mut [u8], View),
-    rows: usize,
-    cols: usize,
-    size: usize,
-) {
+pub(crate) fn copy(from: (&[u8], View), to: (&mut [u8], View), rows: usize, cols: usize, size: usize) {
     match size {
         2 => copy_as::<2>(from, to, rows, cols),
         _ => copy_as::<4>(from, to, rows, cols),

@@ -132,7 +132,8 @@ pub(super) fn settle(o: &Object, c: &mut ModelConfig) -> Result<()> {
         return Ok(());
     }
     if m.experts.saturating_mul(c.layers) > MOST {
-        let what = format!("{} experts in each of {} layers are more than any model has", m.experts, c.layers);
+        let what =
+            format!("{} experts in each of {} layers are more than any model has", m.experts, c.layers);
         return Err(Error::config(o.origin, what));
     }
     Ok(())

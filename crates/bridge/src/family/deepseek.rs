@@ -1,8 +1,8 @@
 //! DeepSeek-V3: latent attention, some dense layers, then many narrow experts in groups and one for all tokens.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix, PARTIAL_ROTARY, ROTARY_STRAYS,
-    Refused, RopeStyle, Rule, Windows, key, same,
+    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix,
+    PARTIAL_ROTARY, ROTARY_STRAYS, Refused, RopeStyle, Rule, Windows, key, same,
 };
 use crate::config::mixture;
 use ferrotron_core::model::moe::ScoreKind;

@@ -21,7 +21,8 @@ use crate::view::Weave;
 use ferrotron_core::model::config::ModelConfig;
 
 /// Every family, in the order in which one is chosen for a natively trained model.
-pub const FAMILIES: &[&Family] = &[&LLAMA, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &GPT2, &MIXTRAL, &QWEN3_MOE, &DEEPSEEK_V3, &GPT_OSS];
+pub const FAMILIES: &[&Family] =
+    &[&LLAMA, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &GPT2, &MIXTRAL, &QWEN3_MOE, &DEEPSEEK_V3, &GPT_OSS];
 
 /// One Hugging Face family.
 pub struct Family {

@@ -1,8 +1,8 @@
 //! Qwen2, Qwen2.5, Qwen3 and Qwen3 with experts.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix, PARTIAL_ROTARY,
-    QK_NORMS, ROTARY_STRAYS, RopeStyle, Windows, key,
+    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix,
+    PARTIAL_ROTARY, QK_NORMS, ROTARY_STRAYS, RopeStyle, Windows, key,
 };
 
 /// As Llama with biases on q, k, v, always.
