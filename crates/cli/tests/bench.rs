@@ -16,6 +16,8 @@ fn every_kernel_of_a_step_is_measured_against_its_ceiling() {
         for family in [
             "gemm.qkv.",
             "gemm.head.",
+            "experts.up.forward",
+            "experts.down.weight_grad",
             "attention.",
             "norm.",
             "rope",

@@ -42,7 +42,7 @@ tokens = 0
 ";
 
 /// The recipe of a layout, and the layout as it is run.
-pub fn recipe(layout: &Layout, set: &[String]) -> (Resolved, Layout) {
+fn recipe(layout: &Layout, set: &[String]) -> (Resolved, Layout) {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
     let dp = Grid::of(layout.clone()).unwrap().dp();
@@ -64,7 +64,7 @@ pub fn recipe(layout: &Layout, set: &[String]) -> (Resolved, Layout) {
     (resolved, layout)
 }
 
-pub fn one() -> Layout {
+fn one() -> Layout {
     Layout { dp: Some(1), ..Layout::default() }
 }
 
@@ -73,7 +73,7 @@ fn largest(x: &[f32]) -> f64 {
 }
 
 /// The first tensor that is not as wanted: in f32 every element within 1e-5 of the largest, in bf16 1e-2 in norm.
-pub fn difference(ours: &[LogicalValues], wanted: &[LogicalValues], bf16: bool) -> Option<String> {
+fn difference(ours: &[LogicalValues], wanted: &[LogicalValues], bf16: bool) -> Option<String> {
     if ours.len() != wanted.len() {
         return Some(format!("{} tensors instead of {}", ours.len(), wanted.len()));
     }

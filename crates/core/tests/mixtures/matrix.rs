@@ -120,7 +120,7 @@ fn whole() -> Vec<Case> {
                 let layout = Layout { tp, cp, pp, ep, etp: Some(etp), dp: Some(dp), ..Layout::default() };
                 if layout.world().is_ok_and(|n| n <= 16) && Grid::of(layout.clone()).is_ok() {
                     let n = out.len();
-                    let (zero, all_gather, overlap) = (n % 3, n / 3 % 3 == 0, n % 2 == 0);
+                    let (zero, all_gather, overlap) = (n % 3, (n / 3).is_multiple_of(3), n.is_multiple_of(2));
                     out.push(Case { variant, layout, zero, all_gather, overlap });
                 }
             }

@@ -1,7 +1,8 @@
 //! Tokens to the ranks that have their experts, and back.
 //!
 //! On the way there rows are copied, one copy for each choice (and, where ranks share an expert, one for each of those);
-//! on the way back they are summed, in the order of a token's choices. Backward is the same the other way round.
+//! on the way back they are summed, in the order of a token's choices. Backward is the same the other way round. Each way has
+//! two halves: rows are sent, and taken when they are needed.
 
 use super::exchange::Exchange;
 use super::experts::Rows;
@@ -10,10 +11,10 @@ use super::{Dispatcher, MoeShape, MoeTraining};
 use crate::Pass;
 use ferrotron_comm::Reduce;
 use ferrotron_kernels::RowMap;
-use ferrotron_tensor::{DType, Result, Tensor};
+use ferrotron_tensor::{DType, Event, Result, Tensor};
 
-/// Where the rows of a micro-batch went.
-pub(crate) enum Dispatched {
+/// Where the rows of a micro-batch go.
+pub(crate) enum Dispatch {
     /// To experts that are all here.
     Here(RowMap),
     /// Everywhere: this rank has all tokens.
@@ -24,6 +25,28 @@ pub(crate) enum Dispatched {
     },
     /// To the ranks that have them.
     Exchanged(Box<Exchange>),
+}
+
+/// Rows on their way.
+pub(crate) struct Arriving {
+    pub(super) to: Tensor,
+    /// When they are there, if that is not at once.
+    pub(super) done: Option<Event>,
+    /// What is sent lives until it has been.
+    pub(super) _from: Tensor,
+}
+
+impl Arriving {
+    /// Rows that are there.
+    fn here(t: Tensor) -> Arriving {
+        Arriving { to: t.clone(), done: None, _from: t }
+    }
+
+    /// The rows, for work on the compute stream.
+    fn take(self, p: &Pass) -> Result<Tensor> {
+        self.done.iter().try_for_each(|event| p.rank.compute.wait(event))?;
+        Ok(self.to)
+    }
 }
 
 /// How rows are laid out for experts.
@@ -55,55 +78,131 @@ impl Room {
     }
 }
 
-/// Rows of `x [T, h]` for the experts of this rank.
-pub(crate) fn there(
-    p: &Pass,
-    training: &MoeTraining,
-    room: Room,
-    routes: &Routes,
-    x: &Tensor,
-) -> Result<(Rows, Dispatched)> {
-    let group = &p.rank.experts;
-    if group.size() == 1 {
-        let rows = sorted(p, room, routes, x)?;
-        let map = rows.map.clone();
-        return Ok((rows, Dispatched::Here(map)));
-    }
-    match training.dispatcher {
-        Dispatcher::AllToAll => {
-            Exchange::there(p, room, routes, x).map(|(r, e)| (r, Dispatched::Exchanged(Box::new(e))))
-        }
-        Dispatcher::AllGather => {
-            let counts =
-                p.mix.map_or_else(|| vec![x.shape()[0]; group.size()], |m| m.input.rows_of_ranks.clone());
-            let all = |t: &Tensor, label| gather(p, t, &counts, label);
-            let routes = Routes {
-                index: all(&routes.index, "choices of tokens")?,
-                probs: all(&routes.probs, "probabilities of choices")?,
-            };
-            let x = all(x, "tokens for experts")?;
-            let rows = sorted(p, room, &routes, &x)?;
-            let map = rows.map.clone();
-            Ok((rows, Dispatched::Gathered { map, rows: counts }))
+impl Dispatch {
+    /// Who gets which rows, and the choices and probabilities of the tokens that this rank then has.
+    pub(super) fn plan(
+        p: &Pass,
+        training: &MoeTraining,
+        room: Room,
+        routes: &Routes,
+    ) -> Result<(Dispatch, Routes)> {
+        let (group, topk) = (&p.rank.experts, routes.index.shape()[1]);
+        let sorted = |routes: &Routes| -> Result<RowMap> {
+            let map = room.map(p, [routes.index.shape()[0], topk], room.experts[1], room.align)?;
+            p.rank.kernels.sort(&p.rank.compute, &routes.index, room.first, room.align, &map)?;
+            Ok(map)
+        };
+        match training.dispatcher {
+            _ if group.size() == 1 => Ok((Dispatch::Here(sorted(routes)?), routes.clone())),
+            Dispatcher::AllToAll => {
+                Ok((Dispatch::Exchanged(Box::new(Exchange::plan(p, room, routes)?)), routes.clone()))
+            }
+            Dispatcher::AllGather => {
+                let t = routes.index.shape()[0];
+                let rows = p.mix.map_or_else(|| vec![t; group.size()], |m| m.input.rows_of_ranks.clone());
+                let routes = Routes {
+                    index: gather(p, &routes.index, &rows, "choices of tokens")?,
+                    probs: gather(p, &routes.probs, &rows, "probabilities of choices")?,
+                };
+                Ok((Dispatch::Gathered { map: sorted(&routes)?, rows }, routes))
+            }
         }
     }
-}
 
-/// Sorted rows of the experts that are here.
-fn sorted(p: &Pass, room: Room, routes: &Routes, x: &Tensor) -> Result<Rows> {
-    let (k, s) = (&p.rank.kernels, &p.rank.compute);
-    let [t, topk] = [routes.index.shape()[0], routes.index.shape()[1]];
-    let map = room.map(p, [t, topk], room.experts[1], room.align)?;
-    k.sort(s, &routes.index, room.first, room.align, &map)?;
-    let n = map.source.numel();
-    let rows = Rows {
-        x: p.rank.activation(&[n, x.shape()[1]], x.dtype())?,
-        probs: p.rank.activation(&[n], DType::F32)?,
-        map,
-    };
-    k.spread_rows(s, x, &rows.map, &rows.x)?;
-    k.gather_values(s, &routes.probs, &rows.map.source, &rows.probs)?;
-    Ok(rows)
+    fn map(&self) -> &RowMap {
+        match self {
+            Dispatch::Here(map) | Dispatch::Gathered { map, .. } => map,
+            Dispatch::Exchanged(e) => e.map(),
+        }
+    }
+
+    /// Sends rows `x [T, w]` to experts: tokens, or the gradients of results.
+    pub(crate) fn send(&self, p: &Pass, x: &Tensor, label: &'static str) -> Result<Arriving> {
+        match self {
+            Dispatch::Here(_) => Ok(Arriving::here(x.clone())),
+            Dispatch::Gathered { rows, .. } => Ok(Arriving::here(gather(p, x, rows, label)?)),
+            Dispatch::Exchanged(e) => e.send_rows(p, x, label),
+        }
+    }
+
+    /// Sends the probabilities of choices to experts.
+    pub(crate) fn send_probs(&self, p: &Pass, routes: &Routes) -> Result<Arriving> {
+        match self {
+            Dispatch::Exchanged(e) => e.send_values(p, &routes.probs, "probabilities of choices"),
+            _ => Ok(Arriving::here(routes.probs.clone())),
+        }
+    }
+
+    /// Rows at the experts, sorted: `[N, w]`.
+    pub(crate) fn take(&self, p: &Pass, came: Arriving) -> Result<Tensor> {
+        let came = came.take(p)?;
+        match self {
+            Dispatch::Here(map) | Dispatch::Gathered { map, .. } => {
+                let out = p.rank.activation(&[map.source.numel(), came.shape()[1]], came.dtype())?;
+                p.rank.kernels.spread_rows(&p.rank.compute, &came, map, &out)?;
+                Ok(out)
+            }
+            Dispatch::Exchanged(e) => e.sorted(p, &came),
+        }
+    }
+
+    /// The same with the probabilities of their choices f32 `[N]`.
+    pub(crate) fn take_rows(&self, p: &Pass, x: Arriving, probs: Arriving) -> Result<Rows> {
+        let map = self.map().clone();
+        let probs = probs.take(p)?;
+        let probs = match self {
+            Dispatch::Here(_) | Dispatch::Gathered { .. } => {
+                let out = p.rank.activation(&[map.source.numel()], DType::F32)?;
+                p.rank.kernels.gather_values(&p.rank.compute, &probs, &map.source, &out)?;
+                out
+            }
+            Dispatch::Exchanged(e) => e.sorted(p, &probs)?.view(&[map.source.numel()])?,
+        };
+        Ok(Rows { x: self.take(p, x)?, probs, map })
+    }
+
+    /// Sends rows of experts `[N, w]` back: results, or the gradients of tokens.
+    pub(crate) fn send_back(&self, p: &Pass, y: &Tensor, label: &'static str) -> Result<Arriving> {
+        match self {
+            Dispatch::Here(_) => Ok(Arriving::here(y.clone())),
+            Dispatch::Gathered { map, rows } => {
+                Ok(Arriving::here(scatter(p, &summed(p, map, y)?, rows, label)?))
+            }
+            Dispatch::Exchanged(e) => e.send_back(p, y, label),
+        }
+    }
+
+    /// What came back, summed where its tokens are: `[T, w]`.
+    pub(crate) fn take_back(&self, p: &Pass, came: Arriving) -> Result<Tensor> {
+        let came = came.take(p)?;
+        match self {
+            Dispatch::Here(map) => summed(p, map, &came),
+            Dispatch::Gathered { .. } => Ok(came),
+            Dispatch::Exchanged(e) => e.summed(p, &came),
+        }
+    }
+
+    /// Sends gradients of probabilities f32 `[N]` back.
+    pub(crate) fn send_probs_back(&self, p: &Pass, dp: &Tensor) -> Result<Arriving> {
+        const LABEL: &str = "gradients of probabilities";
+        match self {
+            Dispatch::Here(_) => Ok(Arriving::here(dp.clone())),
+            Dispatch::Gathered { map, rows } => {
+                Ok(Arriving::here(scatter(p, &values(p, map, dp)?, rows, LABEL)?))
+            }
+            Dispatch::Exchanged(e) => e.send_back(p, &dp.view(&[dp.numel(), 1])?, LABEL),
+        }
+    }
+
+    /// Gradients of probabilities where the choices are: f32 `[T, k]`.
+    pub(crate) fn take_probs_back(&self, p: &Pass, came: Arriving) -> Result<Tensor> {
+        let came = came.take(p)?;
+        match self {
+            Dispatch::Here(map) => values(p, map, &came),
+            Dispatch::Gathered { .. } => Ok(came),
+            Dispatch::Exchanged(e) => e.summed_values(p, &came),
+        }
+    }
 }
 
 /// `[rows of this rank, w] → [rows of all, w]`
@@ -128,48 +227,9 @@ fn scatter(p: &Pass, t: &Tensor, rows: &[usize], label: &'static str) -> Result<
     Ok(mine)
 }
 
-impl Dispatched {
-    /// Results of experts `[N, w]` summed where their tokens are: `[T, w]`. Also backward of [`there`] for rows.
-    pub(crate) fn back(&self, p: &Pass, y: &Tensor) -> Result<Tensor> {
-        match self {
-            Dispatched::Here(map) => summed(p, map, y),
-            Dispatched::Gathered { map, rows } => scatter(p, &summed(p, map, y)?, rows, "results of experts"),
-            Dispatched::Exchanged(e) => e.back(p, y),
-        }
-    }
-
-    /// Backward of [`Dispatched::back`]: `[T, w] → [N, w]`.
-    pub(crate) fn there_again(&self, p: &Pass, dy: &Tensor) -> Result<Tensor> {
-        match self {
-            Dispatched::Here(map) => spread(p, map, dy),
-            Dispatched::Gathered { map, rows } => {
-                spread(p, map, &gather(p, dy, rows, "gradients for experts")?)
-            }
-            Dispatched::Exchanged(e) => e.there_again(p, dy),
-        }
-    }
-
-    /// Gradients of probabilities f32 `[N]` where the choices are: `[T, k]`.
-    pub(crate) fn probs_back(&self, p: &Pass, dp: &Tensor) -> Result<Tensor> {
-        match self {
-            Dispatched::Here(map) => values(p, map, dp),
-            Dispatched::Gathered { map, rows } => {
-                scatter(p, &values(p, map, dp)?, rows, "gradients of probabilities")
-            }
-            Dispatched::Exchanged(e) => e.probs_back(p, dp),
-        }
-    }
-}
-
 fn summed(p: &Pass, map: &RowMap, y: &Tensor) -> Result<Tensor> {
     let out = p.rank.activation(&[map.rows.shape()[0], y.shape()[1]], y.dtype())?;
     p.rank.kernels.sum_rows(&p.rank.compute, y, &map.rows, None, &out)?;
-    Ok(out)
-}
-
-fn spread(p: &Pass, map: &RowMap, dy: &Tensor) -> Result<Tensor> {
-    let out = p.rank.activation(&[map.source.numel(), dy.shape()[1]], dy.dtype())?;
-    p.rank.kernels.spread_rows(&p.rank.compute, dy, map, &out)?;
     Ok(out)
 }
 

@@ -18,7 +18,7 @@ pub use settings::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, M
 pub use state::{Counters, MixtureId, MixtureSpec, Mixtures};
 
 use crate::{Declarations, Measured, Pass, Saved, SavedTensor, WeightGrad};
-use dispatch::{Dispatched, Room};
+use dispatch::{Arriving, Dispatch, Room};
 use experts::{Experts, ExpertsSaved};
 use ferrotron_tensor::{Result, Tensor};
 use own::{OwnLinear, OwnSaved};
@@ -41,7 +41,7 @@ pub struct MoeSaved {
     shared: Option<SharedSaved>,
     latent: Option<(OwnSaved, OwnSaved)>,
     experts: ExpertsSaved,
-    dispatched: Dispatched,
+    dispatch: Dispatch,
     router: RouterSaved,
 }
 
@@ -57,6 +57,48 @@ impl Saved for MoeSaved {
         }
         self.router.tensors(f);
     }
+}
+
+/// A forward pass whose tokens are on their way to experts.
+pub struct Leaving {
+    x: Arriving,
+    probs: Arriving,
+    dispatch: Dispatch,
+    router: RouterSaved,
+    down: Option<OwnSaved>,
+    shared: Option<(Tensor, SharedSaved)>,
+}
+
+/// A forward pass whose results are on their way back.
+pub struct Returning {
+    y: Arriving,
+    experts: ExpertsSaved,
+    dispatch: Dispatch,
+    router: RouterSaved,
+    down: Option<OwnSaved>,
+    shared: Option<(Tensor, SharedSaved)>,
+}
+
+/// A backward pass whose gradients are on their way to experts.
+pub struct LeavingBack {
+    dy: Arriving,
+    experts: ExpertsSaved,
+    dispatch: Dispatch,
+    router: RouterSaved,
+    down: Option<OwnSaved>,
+    shared: Option<Tensor>,
+    grads: WeightGrad,
+}
+
+/// A backward pass whose gradients are on their way back.
+pub struct ReturningBack {
+    dx: Arriving,
+    dprobs: Arriving,
+    dispatch: Dispatch,
+    router: RouterSaved,
+    down: Option<OwnSaved>,
+    shared: Option<Tensor>,
+    grads: WeightGrad,
 }
 
 impl Moe {
@@ -92,36 +134,65 @@ impl Moe {
 
     /// `[rows, hidden] → [rows, hidden]`
     pub fn forward(&self, p: &Pass, x: impl Into<Measured>) -> Result<(Tensor, MoeSaved)> {
+        let leaving = self.leave(p, x)?;
+        let returning = self.work(p, leaving)?;
+        self.come_back(p, returning)
+    }
+
+    /// The first third of [`Moe::forward`]: tokens are sent. What they all share is computed meanwhile.
+    pub fn leave(&self, p: &Pass, x: impl Into<Measured>) -> Result<Leaving> {
         let x = x.into();
         let (routes, router) = self.router.forward(p, &x.values)?;
         let (inner, down) = match &self.latent {
             None => (x.values.clone(), None),
             Some((down, _)) => down.forward(p, &x.values).map(|(y, s)| (y, Some(s)))?,
         };
-        let (rows, dispatched) = dispatch::there(p, &self.training, self.room, &routes, &inner)?;
+        let (dispatch, routes) = Dispatch::plan(p, &self.training, self.room, &routes)?;
+        let sent = dispatch.send(p, &inner, "tokens for experts")?;
+        let probs = dispatch.send_probs(p, &routes)?;
+        let shared = self.shared.as_ref().map(|s| s.forward(p, &x)).transpose()?;
+        Ok(Leaving { x: sent, probs, dispatch, router, down, shared })
+    }
+
+    /// The second third: experts work, and results are sent back.
+    pub fn work(&self, p: &Pass, l: Leaving) -> Result<Returning> {
+        let Leaving { x, probs, dispatch, router, down, shared } = l;
+        let rows = dispatch.take_rows(p, x, probs)?;
         let (y, experts) = self.experts.forward(p, &rows)?;
         drop(rows);
-        let y = dispatched.back(p, &y)?;
+        let y = dispatch.send_back(p, &y, "results of experts")?;
+        Ok(Returning { y, experts, dispatch, router, down, shared })
+    }
+
+    /// The last third: results are summed.
+    pub fn come_back(&self, p: &Pass, r: Returning) -> Result<(Tensor, MoeSaved)> {
+        let Returning { y, experts, dispatch, router, down, shared } = r;
+        let y = dispatch.take_back(p, y)?;
         let (y, up) = match &self.latent {
             None => (y, None),
             Some((_, up)) => up.forward(p, &y).map(|(y, s)| (y, Some(s)))?,
         };
-        let (y, shared) = match &self.shared {
+        let (y, shared) = match shared {
             None => (y, None),
-            Some(shared) => {
-                let (z, saved) = shared.forward(p, &x)?;
+            Some((z, saved)) => {
                 let sum = p.empty(y.shape())?;
                 p.rank.kernels.add(&p.rank.compute, &y, &z, &sum)?;
                 (sum, Some(saved))
             }
         };
-        Ok((y, MoeSaved { shared, latent: down.zip(up), experts, dispatched, router }))
+        Ok((y, MoeSaved { shared, latent: down.zip(up), experts, dispatch, router }))
     }
 
     /// Gradient of the input.
     pub fn backward(&self, p: &Pass, saved: MoeSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
-        let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let MoeSaved { shared, latent, experts, dispatched, router } = saved;
+        let leaving = self.leave_back(p, saved, dy)?;
+        let returning = self.work_back(p, leaving)?;
+        self.come_back_back(p, returning)
+    }
+
+    /// The first third of [`Moe::backward`]: gradients of results are sent.
+    pub fn leave_back(&self, p: &Pass, saved: MoeSaved, dy: &Tensor) -> Result<LeavingBack> {
+        let MoeSaved { shared, latent, experts, dispatch, router } = saved;
         let mut grads = WeightGrad::default();
         let (down, up) = latent.unzip();
         let inner = match (&self.latent, up) {
@@ -132,24 +203,45 @@ impl Moe {
             }
             _ => dy.clone(),
         };
-        let rows = dispatched.there_again(p, &inner)?;
+        let sent = dispatch.send(p, &inner, "gradients for experts")?;
+        let shared = match (&self.shared, shared) {
+            (Some(shared), Some(saved)) => {
+                let (d, g) = shared.backward(p, saved, dy)?;
+                grads = grads.and(g);
+                Some(d)
+            }
+            _ => None,
+        };
+        Ok(LeavingBack { dy: sent, experts, dispatch, router, down, shared, grads })
+    }
+
+    /// The second third: back through the experts.
+    pub fn work_back(&self, p: &Pass, l: LeavingBack) -> Result<ReturningBack> {
+        let LeavingBack { dy, experts, dispatch, router, down, shared, grads } = l;
+        let rows = dispatch.take(p, dy)?;
         let (dx, dp, g) = self.experts.backward(p, experts, &rows)?;
         drop(rows);
+        let dprobs = dispatch.send_probs_back(p, &dp)?;
+        let dx = dispatch.send_back(p, &dx, "gradients of tokens")?;
+        Ok(ReturningBack { dx, dprobs, dispatch, router, down, shared, grads: grads.and(g) })
+    }
+
+    /// The last third: back through the router.
+    pub fn come_back_back(&self, p: &Pass, r: ReturningBack) -> Result<(Tensor, WeightGrad)> {
+        let (k, s) = (&p.rank.kernels, &p.rank.compute);
+        let ReturningBack { dx, dprobs, dispatch, router, down, shared, mut grads } = r;
+        let dprobs = dispatch.take_probs_back(p, dprobs)?;
+        let (from_router, g) = self.router.backward(p, router, &dprobs)?;
         grads = grads.and(g);
-        let dprobs = dispatched.probs_back(p, &dp)?;
-        let mut dx = dispatched.back(p, &dx)?;
+        let mut dx = dispatch.take_back(p, dx)?;
         if let (Some((map, _)), Some(down)) = (&self.latent, down) {
             let (d, g) = map.backward(p, down, &dx)?;
             grads = grads.and(g);
             dx = d;
         }
-        let (from_router, g) = self.router.backward(p, router, &dprobs)?;
-        grads = grads.and(g);
         k.add_assign(s, &dx, &from_router)?;
-        if let (Some(shared), Some(saved)) = (&self.shared, shared) {
-            let (d, g) = shared.backward(p, saved, dy)?;
-            grads = grads.and(g);
-            k.add_assign(s, &dx, &d)?;
+        if let Some(d) = &shared {
+            k.add_assign(s, &dx, d)?;
         }
         Ok((dx, grads))
     }

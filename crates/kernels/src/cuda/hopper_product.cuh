@@ -61,6 +61,7 @@
         }                                                                                                            \
     };
 template <int N> struct Product;
+template <int N, bool E5> struct Product8;
 PRODUCT(64, 32, 32, 33, 34, 35, 36, 37, 38)
 PRODUCT(80, 40, 40, 41, 42, 43, 44, 45, 46)
 PRODUCT(96, 48, 48, 49, 50, 51, 52, 53, 54)

@@ -231,6 +231,36 @@ pub const SOURCES: &[Source] = &[
             include_str!("grouped/hopper_grad.cu")
         ),
     ),
+    hopper(
+        "grouped_hopper8",
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_product8.cuh"),
+            include_str!("hopper_tiles.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_consume.cuh"),
+            include_str!("grouped/hopper8.cuh"),
+            include_str!("grouped/hopper8.cu")
+        ),
+    ),
+    hopper(
+        "grouped_hopper_grad8",
+        concat!(
+            include_str!("shared.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_product8.cuh"),
+            include_str!("hopper_tiles.cuh"),
+            include_str!("grouped/segments.cuh"),
+            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_consume.cuh"),
+            include_str!("grouped/hopper8.cuh"),
+            include_str!("grouped/hopper_grad8.cu")
+        ),
+    ),
     source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
     source("permute", include_str!("permute.cu")),
     source("permute_maps", include_str!("permute_maps.cu")),

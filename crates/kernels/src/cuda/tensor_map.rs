@@ -12,30 +12,46 @@ pub(super) struct TensorMap([u64; 16]);
 // The driver's has the same size, and the kernels read it where the driver put it.
 const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
 
-/// Channels of a box: 128 bytes, the width of the swizzle.
-const CHANNELS: u32 = 64;
+/// Bytes of a row of a box: the width of the swizzle.
+const WIDTH: u32 = 128;
 
 /// A view of bf16 with `sizes` `[channels, tokens, heads, batch]`, contiguous channels and the other axes' steps in
 /// elements, all of whose rows lie on 16-byte boundaries. A box has 64 channels of `rows` tokens of one head; what
 /// lies outside the tensor is read as 0.
 pub(super) fn tensor_map(address: u64, sizes: [usize; 4], steps: [usize; 3], rows: u32) -> Result<TensorMap> {
+    encode(sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address, sizes, steps, rows)
+}
+
+/// The same of bytes; a box has 128 of `rows` rows.
+pub(super) fn byte_map(address: u64, sizes: [usize; 4], steps: [usize; 3], rows: u32) -> Result<TensorMap> {
+    encode(sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, address, sizes, steps, rows)
+}
+
+fn encode(
+    kind: sys::CUtensorMapDataType,
+    bytes: u32,
+    address: u64,
+    sizes: [usize; 4],
+    steps: [usize; 3],
+    rows: u32,
+) -> Result<TensorMap> {
     const OP: &str = "tensor map";
     let dims = sizes.map(|n| n as u64);
     // The step of an axis with one element is never taken, but must be a legal one.
     let mut strides = [16u64; 3];
     for (i, stride) in strides.iter_mut().enumerate() {
         if sizes[i + 1] > 1 {
-            *stride = steps[i] as u64 * 2;
+            *stride = steps[i] as u64 * u64::from(bytes);
         }
     }
-    let (boxes, each) = ([CHANNELS, rows, 1, 1], [1u32; 4]);
+    let (boxes, each) = ([WIDTH / bytes, rows, 1, 1], [1u32; 4]);
     let mut map = TensorMap::default();
     // SAFETY: arrays of as many numbers as the rank says, and an aligned place for the map; the driver only writes
     // the map and checks the numbers. The address is used by kernels whose launch holds the tensor.
     let status = unsafe {
         sys::cuTensorMapEncodeTiled(
             std::ptr::from_mut(&mut map).cast(),
-            sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            kind,
             4,
             address as *mut c_void,
             dims.as_ptr(),

@@ -1,10 +1,11 @@
 //! Products of tokens sorted by expert.
 
+use super::fp8::bytes;
 use super::{Case, Sizes, case, empty, random};
 use crate::Result;
 use crate::bench::Work;
 use ferrotron_engine::Rank;
-use ferrotron_kernels::{Grouped, GroupedGrad, Segments};
+use ferrotron_kernels::{Bytes, Grouped, Grouped8, GroupedGrad, GroupedGrad8, Scaling, Segments};
 use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Experts, and those a token goes to.
@@ -37,6 +38,19 @@ fn segments(rank: &Rank, rows: usize, skewed: bool) -> Result<[Tensor; 2]> {
     }
     let up = |v: &[i32]| rank.compute.upload(v, &[v.len()], Category::Workspace);
     Ok([up(&offsets)?, up(&counts)?])
+}
+
+/// The same for equal loads, each starting at a multiple of 128, and how many rows there are with those between.
+fn aligned(rank: &Rank, rows: usize) -> Result<([Tensor; 2], usize)> {
+    let counts = load(rows, false);
+    let mut offsets = vec![0];
+    for n in &counts {
+        let end = offsets.last().copied().unwrap_or(0) + n;
+        offsets.push((end as u32).next_multiple_of(128) as i32);
+    }
+    let all = offsets.last().copied().unwrap_or(0) as usize;
+    let up = |v: &[i32]| rank.compute.upload(v, &[v.len()], Category::Workspace);
+    Ok(([up(&offsets)?, up(&counts)?], all))
 }
 
 /// Both maps of experts three eighths as wide as the model: `y = x·Wᵀ`, `dx = dy·W`, `dW (+)= dyᵀ·x`, with equal loads and
@@ -77,6 +91,56 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
                 }));
             }
         }
+        if dtype == DType::BF16 {
+            out.extend(narrow(place, rows, [i, o], flops));
+        }
+    }
+    out
+}
+
+/// The same of bytes, with equal loads: with one scale for a tensor (the output with fast sums, gradients of the output in
+/// E5M2) and with blocks.
+fn narrow(place: &'static str, rows: usize, [i, o]: [usize; 2], flops: Work) -> Vec<Case> {
+    let mut out = Vec::new();
+    for blocks in [false, true] {
+        let (lines, tiles, back) = match blocks {
+            true => (Scaling::Rows, Scaling::Tiles, DType::E4M3),
+            false => (Scaling::Tensor, Scaling::Tensor, DType::E5M2),
+        };
+        let name = |kind: &str| format!("fp8.experts{}.{place}.{kind}", if blocks { "_blocks" } else { "" });
+        for (kind, [k, n], format, fast) in
+            [("forward", [i, o], DType::E4M3, !blocks), ("input_grad", [o, i], back, false)]
+        {
+            let shape = format!("{EXPERTS}:{rows}x{k}x{n}");
+            out.push(case(name(kind), shape, flops, move |rank| {
+                let at = segments(rank, rows, false)?;
+                let x = bytes(rank, [rows, k], format, lines)?;
+                let mut w = bytes(rank, [EXPERTS * n, k], DType::E4M3, tiles)?;
+                if !blocks {
+                    let scale_inv =
+                        rank.compute.upload(&[0.01f32; EXPERTS], &[EXPERTS], Category::Workspace)?;
+                    w = Bytes { scale_inv, ..w };
+                }
+                let y = empty(rank, &[rows, n], DType::BF16)?;
+                Ok(Box::new(move |rank| {
+                    let segments = Segments { offsets: &at[0], counts: &at[1] };
+                    let g = Grouped8 { x: &x, w: &w, segments, y: &y, fast, name: "grouped (fp8)" };
+                    Ok(rank.kernels.grouped8(&rank.compute, &g)?)
+                }))
+            }));
+        }
+        let shape = format!("{EXPERTS}:{o}x{rows}x{i}");
+        out.push(case(name("weight_grad"), shape, flops, move |rank| {
+            let ([offsets, counts], columns) = aligned(rank, rows)?;
+            let dy = bytes(rank, [o, columns], back, lines)?;
+            let x = bytes(rank, [i, columns], DType::E4M3, lines)?;
+            let dw = empty(rank, &[EXPERTS, o, i], DType::F32)?;
+            Ok(Box::new(move |rank| {
+                let segments = Segments { offsets: &offsets, counts: &counts };
+                let g = GroupedGrad8 { dy: &dy, x: &x, segments, dw: (&dw, false), fast: false };
+                Ok(rank.kernels.grouped_grad8(&rank.compute, &g)?)
+            }))
+        }));
     }
     out
 }

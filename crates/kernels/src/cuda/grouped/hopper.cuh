@@ -8,8 +8,9 @@
 //
 // At 48 KiB (32 a block of a pair) for 128 x 256 x 64 x 2 operations, 640 TFLOP/s draw 7.5 (5.0) TB/s from the L2 cache.
 
-// What is multiplied: rows with matrices [n, k] (OUTPUT) or [k, n] (INPUT), or rows with rows, summed over (WEIGHT).
-enum GroupedKind { OUTPUT, INPUT, WEIGHT };
+// What is multiplied: rows with matrices [n, k] (OUTPUT) or [k, n] (INPUT), or rows with rows, summed over (WEIGHT). Of bytes:
+// rows with matrices [n, k] (OUTPUT8), or columns with columns, summed over (WEIGHT8).
+enum GroupedKind { OUTPUT, INPUT, WEIGHT, OUTPUT8, WEIGHT8 };
 
 extern __shared__ __align__(1024) u8 grouped_shared[];
 
@@ -20,6 +21,8 @@ struct alignas(64) GroupedMapped {
     u64 out;      // y bf16, or dw f32
     u64 bias;     // bf16 [E, width], or none
     u64 turns;    // WEIGHT: i32, zeros: how many slices of the sum are in dw, of each half of each tile
+    u64 a_scale;  // of bytes: f32
+    u64 b_scale;
     i64 row;      // steps of the result: from row to row, from matrix to matrix
     i64 matrix;
     i32 width;    // columns of the result
@@ -27,7 +30,9 @@ struct alignas(64) GroupedMapped {
     i32 length;   // OUTPUT, INPUT: of the sums
     i32 slice;    // WEIGHT: rows of a segment summed in one go, a multiple of 64
     i32 accumulate;
-    i32 spare[11];
+    i32 scaled;   // of bytes: 128 of them along the sum have a scale; or all (of a matrix of b)
+    i32 a_stride, b_stride;  // from a row of scales to the next
+    i32 spare[4];
 };
 static_assert(sizeof(GroupedMapped) == 384, "as in hopper.rs");
 
@@ -40,17 +45,26 @@ struct GroupedTile {
 };
 
 template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
-    static constexpr int BM = 128, BN = BN_, BK = 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
+    static constexpr bool EIGHT = KIND == OUTPUT8 || KIND == WEIGHT8, GRADIENT = KIND == WEIGHT || KIND == WEIGHT8;
+    // A step of the sum is 128 bytes.
+    static constexpr int BM = 128, BN = BN_, BK = EIGHT ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
     static constexpr int GROUP = 16 / BLOCKS;
-    static constexpr u32 A_BYTES = BM * BK * 2, B_BYTES = BN * BK * 2, STAGE = A_BYTES + B_BYTES;
+    static constexpr u32 A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
+    // Scales of the rows of a and of b.
+    static constexpr u32 SCALES = KIND == WEIGHT8 ? (BM + BN) * 4 : 0;
     static constexpr u32 TABLE_AT = 128, TABLE = 4 * (3 * MOST_SEGMENTS + 64);
-    static constexpr u32 TILES_AT = (TABLE_AT + TABLE + 1023) / 1024 * 1024, BYTES = TILES_AT + STAGES * STAGE;
+    static constexpr u32 TILES_AT = (TABLE_AT + TABLE + 1023) / 1024 * 1024, SCALES_AT = TILES_AT + STAGES * STAGE;
+    static constexpr u32 BYTES = SCALES_AT + STAGES * SCALES;
     static_assert(BYTES <= 227 * 1024 && 2 * STAGES * 8 <= TABLE_AT, "shared memory");
 
     static __device__ __forceinline__ u32 full(u32 base, u32 s) { return base + s * 8; }
     static __device__ __forceinline__ u32 free(u32 base, u32 s) { return base + (STAGES + s) * 8; }
     static __device__ __forceinline__ u32 a_at(u32 base, u32 s) { return base + TILES_AT + s * STAGE; }
     static __device__ __forceinline__ u32 b_at(u32 base, u32 s) { return a_at(base, s) + A_BYTES; }
+
+    static __device__ __forceinline__ const float* scales_at(u32 s) {
+        return reinterpret_cast<const float*>(grouped_shared + SCALES_AT + s * SCALES);
+    }
 
     // Of every segment: its first row, how many it has, and how many units (rows of tiles, or slices) come before it. Behind
     // the last segment's: all units, then 32 that nothing reaches.
@@ -65,7 +79,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
     };
 
     static __device__ __forceinline__ i32 units(const GroupedMapped& g, i32 rows) {
-        if constexpr (KIND == WEIGHT) {
+        if constexpr (GRADIENT) {
             // Without rows there are zeros to be written, or nothing.
             const i32 slices = (rows + g.slice - 1) / g.slice;
             return g.accumulate ? slices : max(slices, 1);
@@ -107,7 +121,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
             index += i32(gridDim.x) / BLOCKS;
             const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM * BLOCKS - 1) / (BM * BLOCKS);
             // Tiles of a unit.
-            const i32 each = KIND == WEIGHT ? down * across : across;
+            const i32 each = GRADIENT ? down * across : across;
             const i32 unit = index / each;
             if (unit >= uniform(befores()[g.segments.count])) return false;
             // The segment of the unit is the first that ends behind it.
@@ -121,7 +135,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
             t.first = uniform(firsts()[segment]);
             t.rows = uniform(lengths()[segment]);
             const i32 before = uniform(befores()[segment]), here = uniform(befores()[segment + 1]) - before;
-            if constexpr (KIND == WEIGHT) {
+            if constexpr (GRADIENT) {
                 t.slice = unit - before;
                 t.slices = here;
                 t.first += t.slice * g.slice;
@@ -159,6 +173,26 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         else tensor_load(to, g.b, bar, c, t, h, 0);
     }
 
+    // Of the rows of a tile, as many as there are, up to a multiple of four.
+    static __device__ __forceinline__ u32 a_scale_bytes(const GroupedMapped& g, const GroupedTile& t) {
+        return u32(max(min(BM, g.a_stride - t.m * BM), 0)) * 4;
+    }
+    static __device__ __forceinline__ u32 b_scale_bytes(const GroupedMapped& g, const GroupedTile& t) {
+        return u32(min(BN, g.b_stride - t.n * BN)) * 4;
+    }
+    static __device__ __forceinline__ u32 scale_bytes(const GroupedMapped& g, const GroupedTile& t) {
+        return KIND == WEIGHT8 && g.scaled ? a_scale_bytes(g, t) + b_scale_bytes(g, t) : 0;
+    }
+    static __device__ __forceinline__ void load_scales(const GroupedMapped& g, const GroupedTile& t, u32 stage, u32 bar,
+                                                       i32 block) {
+        if (!g.scaled) return;
+        const u32 to = shared_address(scales_at(stage)), bytes = a_scale_bytes(g, t);
+        const float* a = reinterpret_cast<const float*>(g.a_scale) + (i64(block) * g.a_stride + t.m * BM);
+        const float* b = reinterpret_cast<const float*>(g.b_scale) + (i64(block) * g.b_stride + t.n * BN);
+        if (bytes) bulk_load(to, a, bytes, bar);
+        bulk_load(to + BM * 4, b, b_scale_bytes(g, t), bar);
+    }
+
     // One warp: all its lanes count, one of them copies.
     static __device__ __forceinline__ void produce(const GroupedMapped& g, u32 base) {
         const bool one = (threadIdx.x & 31) == 0;
@@ -173,16 +207,20 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
                 if (one) {
                     const u32 bar = full(base, ring.stage), a = a_at(base, ring.stage), b = b_at(base, ring.stage);
                     const i32 k0 = block * BK;
-                    barrier_expect(bar, STAGE);
+                    barrier_expect(bar, STAGE + scale_bytes(g, t));
                     if constexpr (KIND == WEIGHT) {
 #pragma unroll
                         for (int c = 0; c < 2; c++)
                             tensor_load(a + c * BK * 128, g.a, bar, t.m * BM + c * 64, t.first + k0, 0, 0);
+                    } else if constexpr (KIND == WEIGHT8) {
+                        tensor_load(a, g.a, bar, t.first + k0, t.m * BM, 0, 0);
+                        load_scales(g, t, ring.stage, bar, (t.first + k0) / 128);
                     } else {
                         tensor_load(a, g.a, bar, k0, t.first + t.m * BM, 0, 0);
                     }
-                    if constexpr (KIND == OUTPUT) {
-                        load_b(b + rank * (B_BYTES / 2), g, bar, k0, t.n * BN + rank * (BN / 2), t.segment);
+                    if constexpr (KIND == OUTPUT || EIGHT) {
+                        load_b(b + rank * (B_BYTES / 2), g, bar, KIND == WEIGHT8 ? t.first + k0 : k0,
+                               t.n * BN + rank * (BN / 2), KIND == WEIGHT8 ? 0 : t.segment);
                     } else {
                         // Columns of 64; [64 rows of the sum, 64] each.
                         constexpr int COLUMNS = BN / 64 / BLOCKS;

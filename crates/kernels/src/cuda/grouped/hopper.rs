@@ -11,7 +11,7 @@ use crate::{Grouped, GroupedGrad};
 use ferrotron_tensor::{DType, Launch, Result, Tensor};
 
 /// Rows of a tile, and length of a step of the sums.
-const ROWS: usize = 128;
+pub(super) const ROWS: usize = 128;
 const STEP: usize = 64;
 /// Where the tiles start in shared memory: `TILES_AT` of hopper.cuh.
 const TILES_AT: usize = 13 << 10;
@@ -21,21 +21,26 @@ const SLICES: usize = 64;
 /// `GroupedMapped` of hopper.cuh.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Default)]
-struct Mapped {
-    a: TensorMap,
-    b: TensorMap,
-    segments: Segments,
-    out: u64,
-    bias: u64,
-    turns: u64,
-    row: i64,
-    matrix: i64,
-    width: i32,
-    height: i32,
-    length: i32,
-    slice: i32,
-    accumulate: i32,
-    spare: [i32; 11],
+pub(super) struct Mapped {
+    pub(super) a: TensorMap,
+    pub(super) b: TensorMap,
+    pub(super) segments: Segments,
+    pub(super) out: u64,
+    pub(super) bias: u64,
+    pub(super) turns: u64,
+    pub(super) a_scale: u64,
+    pub(super) b_scale: u64,
+    pub(super) row: i64,
+    pub(super) matrix: i64,
+    pub(super) width: i32,
+    pub(super) height: i32,
+    pub(super) length: i32,
+    pub(super) slice: i32,
+    pub(super) accumulate: i32,
+    pub(super) scaled: i32,
+    pub(super) a_stride: i32,
+    pub(super) b_stride: i32,
+    pub(super) spare: [i32; 4],
 }
 
 // The source says the same.
@@ -47,16 +52,18 @@ pub(super) enum What {
     Output,
     Input,
     Weight,
+    Output8,
+    Weight8,
 }
 
 /// `GROUPED_HOPPER(name, what, columns, stages)`, or `.._PAIR`.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kind {
-    kernel: Kernel,
+    pub(super) kernel: Kernel,
     pub(super) what: What,
     /// Columns of a tile.
-    columns: usize,
-    stages: usize,
+    pub(super) columns: usize,
+    pub(super) stages: usize,
     /// Blocks in clusters of two, whose tiles lie one below the other.
     pub(super) pair: bool,
 }
@@ -92,17 +99,18 @@ impl Kind {
         width.div_ceil(self.columns) * each
     }
 
-    fn blocks(&self) -> usize {
+    pub(super) fn blocks(&self) -> usize {
         if self.pair { 2 } else { 1 }
     }
 
     /// `BYTES` of hopper.cuh.
     fn shared(&self) -> u32 {
-        (TILES_AT + self.stages * (ROWS + self.columns) * STEP * 2) as u32
+        let scales = if self.what == What::Weight8 { 4 } else { 0 };
+        (TILES_AT + self.stages * (ROWS + self.columns) * (STEP * 2 + scales)) as u32
     }
 
     /// Queues it for at most so many tiles.
-    fn queue(&self, kernels: &CudaKernels, l: &Launch, tiles: usize, m: &Mapped) -> Result<()> {
+    pub(super) fn queue(&self, kernels: &CudaKernels, l: &Launch, tiles: usize, m: &Mapped) -> Result<()> {
         let most = kernels.multiprocessors() as usize / self.blocks();
         // Blocks that have no tile may still have rows to blank.
         let count = blocks(self.kernel.name, tiles.clamp(1, most.max(1)) * self.blocks(), 1)?;
@@ -119,7 +127,7 @@ fn choose(what: What, width: usize, paired: bool) -> Option<&'static Kind> {
 }
 
 /// Do all rows start on 16 bytes?
-fn whole(t: &Tensor, steps: &Steps) -> bool {
+pub(super) fn whole(t: &Tensor, steps: &Steps) -> bool {
     even(t, steps.row) && even(t, steps.matrix)
 }
 
@@ -159,8 +167,8 @@ impl GroupedGrad<'_> {
 }
 
 /// Rows that a weight gradient sums in one go: known from the sizes alone, so that sums are the same on every card.
-fn slice(z: &GroupedSizes) -> usize {
-    (z.rows / SLICES).clamp(1024, 8192).next_multiple_of(STEP)
+pub(super) fn slice(z: &GroupedSizes) -> usize {
+    (z.rows / SLICES).clamp(1024, 8192).next_multiple_of(2 * STEP)
 }
 
 /// How many turns the tiles of a weight gradient count, if any segment may be long enough to be cut.

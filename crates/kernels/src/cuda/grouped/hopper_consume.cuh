@@ -3,20 +3,25 @@
 // The second warpgroup starts each tile two steps behind the first, so that while one of them stores its results the other
 // has steps left to multiply.
 
-template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : GroupedLoad<KIND, BN_, STAGES_, PAIR> {
+// E5: bytes of the left operand are in E5M2.
+template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5 = false>
+struct GroupedHopper : GroupedLoad<KIND, BN_, STAGES_, PAIR> {
     using Load = GroupedLoad<KIND, BN_, STAGES_, PAIR>;
     static constexpr int BM = Load::BM, BN = Load::BN, BK = Load::BK, STAGES = Load::STAGES;
     static constexpr int THREADS = 384, LEAD = 2;
-    static constexpr int TA = KIND == WEIGHT, TB = KIND != OUTPUT;
+    static constexpr bool EIGHT = Load::EIGHT, GRADIENT = Load::GRADIENT;
+    static constexpr int TA = KIND == WEIGHT, TB = KIND == WEIGHT || KIND == INPUT;
 
-    // acc (+)= the product of a stage. Along the sum 16 numbers are 32 bytes of a row, or 16 rows.
+    // acc (+)= the product of a stage. Along the sum an instruction takes 32 bytes of a row, or 16 rows.
     static __device__ __forceinline__ void multiply(float (&c)[BN / 2], u32 a, u32 b, int more) {
         const u64 l = TA ? turned_operand(a, BK * 128) : rows_operand(a);
         const u64 r = TB ? turned_operand(b, BK * 128) : rows_operand(b);
 #pragma unroll
-        for (int i = 0; i < BK / 16; i++)
-            Product<BN>::template both<TA, TB>(c, l + ((i * (TA ? 2048 : 32)) >> 4), r + ((i * (TB ? 2048 : 32)) >> 4),
-                                               i > 0 ? 1 : more);
+        for (int i = 0; i < 4; i++) {
+            const u64 x = l + ((i * (TA ? 2048 : 32)) >> 4), y = r + ((i * (TB ? 2048 : 32)) >> 4);
+            if constexpr (EIGHT) Product8<BN, E5>::both(c, x, y, i > 0 ? 1 : more);
+            else Product<BN>::template both<TA, TB>(c, x, y, i > 0 ? 1 : more);
+        }
     }
 
     static __device__ __forceinline__ void let_go(u32 bar) {
@@ -29,7 +34,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
     }
 
     // In a longer sum the first warpgroup cannot come to its next tile before the second has come to this one.
-    static __device__ __forceinline__ bool apart(const GroupedTile& t) { return t.blocks >= 2 * STAGES; }
+    static __device__ __forceinline__ bool apart(const GroupedTile& t) { return t.blocks > STAGES; }
 
     // A tile of which this warpgroup has no row: the other has the matrix units to itself.
     static __device__ __forceinline__ void pass(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring) {
@@ -50,7 +55,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
                                                float (&c)[BN / 2]) {
         if (wg == 1 && apart(t)) named_sync(1, 256);
         // A sum over no rows is zero; others start with a product that does not look at what was there.
-        if constexpr (KIND == WEIGHT) {
+        if constexpr (GRADIENT) {
 #pragma unroll
             for (int i = 0; i < BN / 2; i++) c[i] = 0.0f;
         }
@@ -69,7 +74,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
                 }
             }
             products_begin();
-            multiply(c, a, b, KIND == WEIGHT || block > 0);
+            multiply(c, a, b, GRADIENT || block > 0);
             products_issued();
             products_done<1>();
             if (block > 0) let_go(Load::free(base, last));
@@ -79,7 +84,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
         }
         products_done<0>();
         pin(c);
-        if (KIND != WEIGHT || t.blocks > 0) let_go(Load::free(base, last));
+        if (!GRADIENT || t.blocks > 0) let_go(Load::free(base, last));
     }
 
     // A thread's first row of a tile; the other is 8 below.
@@ -89,9 +94,9 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
 
     // y = sums + bias, in the rows of the segment alone.
     static __device__ __forceinline__ void store_output(const GroupedMapped& g, const GroupedTile& t, int wg,
-                                                        float (&c)[BN / 2]) {
+                                                        float (&c)[BN / 2], float factor = 1.0f) {
         const i32 n0 = t.n * BN;
-        if (g.bias) {
+        if (!EIGHT && g.bias) {
             const bf16* bias = reinterpret_cast<const bf16*>(g.bias) + (i64(t.segment) * g.width + n0);
 #pragma unroll
             for (int j = 0; j < BN / 8; j++) {
@@ -107,7 +112,7 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
         }
         const i32 i = row_of(t, wg);
         bf16* row = reinterpret_cast<bf16*>(g.out) + ((t.first + i) * g.row + n0);
-        store_rows<BN>(c, i < t.rows ? row : nullptr, i + 8 < t.rows ? row + 8 * g.row : nullptr, 1.0f, 1.0f,
+        store_rows<BN>(c, i < t.rows ? row : nullptr, i + 8 < t.rows ? row + 8 * g.row : nullptr, factor, factor,
                        g.width - n0);
     }
 
@@ -166,24 +171,28 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
         }
     }
 
-    static __device__ __forceinline__ void consume(const GroupedMapped& g, u32 base) {
-        const int wg = warpgroup() - 1;
+    // The tiles of a consumer: `tile` makes and stores one.
+    template <class Tile>
+    static __device__ __forceinline__ void each_tile(const GroupedMapped& g, u32 base, int wg, Tile tile) {
         Ring<STAGES> ring;
         typename Load::Walk walk;
         GroupedTile t;
         while (walk.next(g, t)) {
-            if (t.m * BM + wg * 64 >= (KIND == WEIGHT ? g.height : t.rows)) {
-                pass(t, base, wg, ring);
-                continue;
-            }
-            float c[BN / 2];
-            sum(t, base, wg, ring, c);
-            if constexpr (KIND == WEIGHT) store_gradient(g, t, wg, c);
-            else store_output(g, t, wg, c);
+            if (t.m * BM + wg * 64 >= (GRADIENT ? g.height : t.rows)) pass(t, base, wg, ring);
+            else tile(t, ring);
         }
     }
+    static __device__ __forceinline__ void consume(const GroupedMapped& g, u32 base) {
+        const int wg = warpgroup() - 1;
+        each_tile(g, base, wg, [&](const GroupedTile& t, Ring<STAGES>& ring) {
+            float c[BN / 2];
+            sum(t, base, wg, ring, c);
+            if constexpr (GRADIENT) store_gradient(g, t, wg, c);
+            else store_output(g, t, wg, c);
+        });
+    }
 
-    static __device__ __forceinline__ void run(const GroupedMapped& g) {
+    template <class Consumer> static __device__ __forceinline__ void run(const GroupedMapped& g, Consumer consumer) {
         const u32 base = shared_address(grouped_shared);
         Load::init(base);
         Load::make_table(g);
@@ -193,15 +202,18 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedHopper : Grou
             fewer_registers<40>();
             const i32 warp = threadIdx.x >> 5;
             if (warp == 0) Load::produce(g, base);
-            else if constexpr (KIND != WEIGHT)
+            else if constexpr (!GRADIENT)
                 blank_gaps(typename Load::Table(), g.segments.count, g.segments.rows, reinterpret_cast<bf16*>(g.out), g.row,
                            g.width, true, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
         } else {
             more_registers<232>();
-            consume(g, base);
+            consumer(base);
         }
         // A block must be there as long as the other may bring it something.
         if constexpr (PAIR) cluster_sync();
+    }
+    static __device__ __forceinline__ void run(const GroupedMapped& g) {
+        run(g, [&](u32 base) { consume(g, base); });
     }
 };
 

@@ -2,16 +2,20 @@
 //! else in plain arithmetic.
 
 mod hopper;
+mod hopper8;
 mod plain;
 mod plain8;
 #[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod tests8;
 
 use super::CudaKernels;
 use crate::grouped::GroupedSizes;
 use crate::{Grouped, Grouped8, GroupedGrad, GroupedGrad8, GroupedKernels};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, read, shape_error, write};
 use hopper::{Kind, turns};
+use hopper8::Kind8;
 use plain::Segments;
 
 /// Offsets and counts are the launch's first two arguments.
@@ -52,6 +56,49 @@ impl CudaKernels {
             None => self.plain_grouped_grad(l, g, z, segments(l, z)?),
         })
     }
+
+    /// The same, of bytes.
+    fn queue_grouped8(&self, s: &Stream, g: &Grouped8, z: &GroupedSizes, kind: Option<&Kind8>) -> Result<()> {
+        let args = [
+            read(g.segments.offsets),
+            read(g.segments.counts),
+            read(&g.x.data),
+            read(&g.x.scale_inv),
+            read(&g.w.data),
+            read(&g.w.scale_inv),
+            write(g.y),
+        ];
+        s.launch(g.name, &args, |l| match kind {
+            Some(kind) => self.hopper_grouped8(l, g, z, segments(l, z)?, kind),
+            None => self.plain_grouped8(l, g, z, segments(l, z)?),
+        })
+    }
+
+    /// The same, of bytes.
+    fn queue_grouped_grad8(
+        &self,
+        s: &Stream,
+        g: &GroupedGrad8,
+        z: &GroupedSizes,
+        kind: Option<&Kind8>,
+    ) -> Result<()> {
+        let turns = kind.and_then(|kind| turns(&kind.kind, z));
+        let turns = turns.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
+        let mut args = vec![
+            read(g.segments.offsets),
+            read(g.segments.counts),
+            read(&g.dy.data),
+            read(&g.dy.scale_inv),
+            read(&g.x.data),
+            read(&g.x.scale_inv),
+            write(g.dw.0),
+        ];
+        args.extend(turns.as_ref().map(write));
+        s.launch(GroupedGrad8::NAME, &args, |l| match kind {
+            Some(kind) => self.hopper_grouped_grad8(l, g, z, segments(l, z)?, kind),
+            None => self.plain_grouped_grad8(l, g, z, segments(l, z)?),
+        })
+    }
 }
 
 impl GroupedKernels for CudaKernels {
@@ -76,16 +123,7 @@ impl GroupedKernels for CudaKernels {
         if z.rows * z.n == 0 {
             return Ok(());
         }
-        let args = [
-            read(g.segments.offsets),
-            read(g.segments.counts),
-            read(&g.x.data),
-            read(&g.x.scale_inv),
-            read(&g.w.data),
-            read(&g.w.scale_inv),
-            write(g.y),
-        ];
-        s.launch(g.name, &args, |l| self.plain_grouped8(l, g, &z, segments(l, &z)?))
+        self.queue_grouped8(s, g, &z, g.hopper(self, &z))
     }
 
     fn grouped_grad8(&self, s: &Stream, g: &GroupedGrad8) -> Result<()> {
@@ -93,15 +131,6 @@ impl GroupedKernels for CudaKernels {
         if z.segments * z.n * z.k == 0 {
             return Ok(());
         }
-        let args = [
-            read(g.segments.offsets),
-            read(g.segments.counts),
-            read(&g.dy.data),
-            read(&g.dy.scale_inv),
-            read(&g.x.data),
-            read(&g.x.scale_inv),
-            write(g.dw.0),
-        ];
-        s.launch(GroupedGrad8::NAME, &args, |l| self.plain_grouped_grad8(l, g, &z, segments(l, &z)?))
+        self.queue_grouped_grad8(s, g, &z, g.hopper(self, &z))
     }
 }

@@ -6,7 +6,7 @@ use crate::{Grouped, GroupedGrad, Segments};
 use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards};
 
 /// The card, where there is one. `FERROTRON_TEST_DEVICE=cuda` insists.
-fn card() -> Option<(CudaKernels, Stream)> {
+pub(super) fn card() -> Option<(CudaKernels, Stream)> {
     if cards().is_ok_and(|all| !all.is_empty()) {
         let device = Device::cuda(0, Threads::new(2).unwrap(), Watch::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
@@ -16,7 +16,7 @@ fn card() -> Option<(CudaKernels, Stream)> {
 }
 
 /// Small whole numbers, whose products and sums are exact in any order; NaN in rows of `[rows, width]` that are nobody's.
-fn numbers(seed: u64, rows: usize, width: usize, owned: impl Fn(usize) -> bool) -> Vec<f32> {
+pub(super) fn numbers(seed: u64, rows: usize, width: usize, owned: impl Fn(usize) -> bool) -> Vec<f32> {
     let mut x = seed | 1;
     let mut draw = |i: usize| {
         x = x.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -30,7 +30,7 @@ fn upload(s: &Stream, v: &[f32], shape: &[usize]) -> Tensor {
     s.upload(&v, shape, Category::Workspace).unwrap()
 }
 
-fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
+pub(super) fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
     let n = shape.iter().product();
     match dtype {
         DType::BF16 => s.upload(&vec![bf16::NAN; n], shape, Category::Workspace).unwrap(),
@@ -38,7 +38,7 @@ fn poisoned(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
     }
 }
 
-fn host(s: &Stream, t: &Tensor) -> Vec<f32> {
+pub(super) fn host(s: &Stream, t: &Tensor) -> Vec<f32> {
     match t.dtype() {
         DType::BF16 => s.download::<bf16>(t).unwrap().iter().map(|x| x.to_f32()).collect(),
         _ => s.download::<f32>(t).unwrap(),
@@ -57,6 +57,22 @@ fn layouts() -> Vec<(Vec<usize>, usize, usize)> {
     ]
 }
 
+/// Offsets and counts on the card, and whether each row is somebody's.
+pub(super) fn spread(s: &Stream, counts: &[usize], align: usize, behind: usize) -> ([Tensor; 2], Vec<bool>) {
+    let (mut at, mut offsets, mut owners) = (0, Vec::new(), Vec::new());
+    for n in counts {
+        offsets.push(at as i32);
+        owners.extend(at..at + n);
+        at = (at + n).next_multiple_of(align);
+    }
+    offsets.push(at as i32);
+    let mut owned = vec![false; at + behind];
+    owners.iter().for_each(|r| owned[*r] = true);
+    let lengths: Vec<i32> = counts.iter().map(|n| *n as i32).collect();
+    let up = |v: &[i32]| s.upload(v, &[v.len()], Category::Workspace).unwrap();
+    ([up(&offsets), up(&lengths)], owned)
+}
+
 #[test]
 fn every_kernel_makes_the_same() {
     let Some((k, s)) = card() else { return };
@@ -64,20 +80,9 @@ fn every_kernel_makes_the_same() {
         return;
     }
     for (counts, align, behind) in layouts() {
-        let (mut at, mut offsets, mut owners) = (0, Vec::new(), Vec::new());
-        for n in &counts {
-            offsets.push(at as i32);
-            owners.extend(at..at + n);
-            at = (at + n).next_multiple_of(align);
-        }
-        offsets.push(at as i32);
-        let (rows, e) = (at + behind, counts.len());
-        let mut owned = vec![false; rows];
-        owners.iter().for_each(|r| owned[*r] = true);
-        let lengths: Vec<i32> = counts.iter().map(|n| *n as i32).collect();
-        let offsets = s.upload(&offsets, &[e + 1], Category::Workspace).unwrap();
-        let lengths = s.upload(&lengths, &[e], Category::Workspace).unwrap();
-        let segments = Segments { offsets: &offsets, counts: &lengths };
+        let (at, owned) = spread(&s, &counts, align, behind);
+        let (rows, e) = (owned.len(), counts.len());
+        let segments = Segments { offsets: &at[0], counts: &at[1] };
         // Short sums and long ones, whose warpgroups start apart.
         for [depth, width] in [[8, 8], [64, 264], [200, 128], [1096, 392], [520, 1032]] {
             if e > 100 && depth * width > 100_000 {

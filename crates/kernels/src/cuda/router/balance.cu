@@ -60,18 +60,26 @@ template <int V, class T> __device__ __forceinline__ void balance(const BalanceA
     u32 count[V] = {};
     i32 current = -1;
     bool one = true;
-    auto flush = [&]() {
+    // Through shared memory, or the code for every one of V columns would be there twice.
+    auto put_down = [&]() {
 #pragma unroll
         for (int s = 0; s < V; s++) {
-            if (s * 32 + lane < a.experts) add_cell(a, i64(current) * a.experts + s * 32 + lane, sum[s], count[s]);
+            sums[warp][s * 32 + lane] = sum[s], counts[warp][s * 32 + lane] = count[s];
             sum[s] = 0.0f, count[s] = 0;
         }
+        __syncwarp();
+    };
+    auto flush = [&]() {
+#pragma unroll 1
+        for (i32 c = lane; c < a.experts; c += 32)
+            add_cell(a, i64(current) * a.experts + c, sums[warp][c], counts[warp][c]);
     };
 #pragma unroll 1
     for (i64 t = first; t < min(first + ROWS, a.tokens); t++) {
         const i32 segment = segment_of(a, t);
         if (segment < 0) continue;
         if (segment != current && current >= 0) {
+            put_down();
             flush();
             one = false;
         }
@@ -79,17 +87,17 @@ template <int V, class T> __device__ __forceinline__ void balance(const BalanceA
         float x[V], y[V];
         load_row(reinterpret_cast<const T*>(a.logits) + t * a.experts, a.experts, x);
         normalised(a.score, x, a.experts, y);
+#pragma unroll
+        for (int s = 0; s < V; s++) sum[s] += y[s];
         u32 key[V];
         keys_of(x, a.experts, key);
 #pragma unroll 1
         for (i32 j = 0; j < a.k; j++) take_best(key);
+        // What was taken has no key left.
 #pragma unroll
-        for (int s = 0; s < V; s++) {
-            sum[s] += y[s];
-            // What was taken has no key left.
-            if (key[s] == 0) count[s]++;
-        }
+        for (int s = 0; s < V; s++) count[s] += key[s] == 0;
     }
+    put_down();
     if (lane == 0) stayed[warp] = one ? current : -2;
     __syncthreads();
     i32 common = -1;
@@ -105,9 +113,6 @@ template <int V, class T> __device__ __forceinline__ void balance(const BalanceA
         return;
     }
     if (common < 0) return;
-#pragma unroll
-    for (int s = 0; s < V; s++) sums[warp][s * 32 + lane] = sum[s], counts[warp][s * 32 + lane] = count[s];
-    __syncthreads();
     for (i32 c = threadIdx.x; c < a.experts; c += Block<V>::threads) {
         float total = 0.0f;
         u32 times = 0;
