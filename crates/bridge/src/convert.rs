@@ -34,45 +34,6 @@ fn each<const A: usize, const B: usize>(from: &[u8], to: &mut [u8], f: impl Fn([
     }
 }
 
-/// Writes `rows × cols` elements of `size` bytes to `to` as `cols × rows`, into columns `at..at + rows` of a
-/// matrix that is `width` elements wide.
-pub(crate) fn transpose(
-    from: &[u8],
-    rows: usize,
-    cols: usize,
-    to: &mut [u8],
-    width: usize,
-    at: usize,
-    size: usize,
-) {
-    match size {
-        2 => transpose_as::<2>(from, rows, cols, to, width, at),
-        _ => transpose_as::<4>(from, rows, cols, to, width, at),
-    }
-}
-
-fn transpose_as<const N: usize>(
-    from: &[u8],
-    rows: usize,
-    cols: usize,
-    to: &mut [u8],
-    width: usize,
-    at: usize,
-) {
-    // Square tiles, so that neither side walks memory with a long stride for long.
-    const TILE: usize = 32;
-    let (from, to) = (from.as_chunks::<N>().0, to.as_chunks_mut::<N>().0);
-    for r0 in (0..rows).step_by(TILE) {
-        for c0 in (0..cols).step_by(TILE) {
-            for r in r0..rows.min(r0 + TILE) {
-                for c in c0..cols.min(c0 + TILE) {
-                    to[c * width + at + r] = from[r * cols + c];
-                }
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -108,24 +69,6 @@ mod tests {
                     convert(&half_way.to_le_bytes(), DType::F32, &mut rounded, narrow);
                     let even = if i % 2 == 0 { i } else { i + 1 };
                     assert_eq!(value(u16::from_le_bytes(rounded)), value(even), "{half_way}");
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn transposing_lands_where_it_should() {
-        for (rows, cols) in [(1, 1), (3, 5), (40, 33), (64, 100), (0, 4)] {
-            let from: Vec<u8> = (0..rows * cols).flat_map(|i| (i as u32).to_le_bytes()).collect();
-            let (width, at) = (rows + 7, 4);
-            let mut to = vec![0xff; cols * width * 4];
-            transpose(&from, rows, cols, &mut to, width, at, 4);
-            for c in 0..cols {
-                for r in 0..width {
-                    let got = u32::from_le_bytes(to[4 * (c * width + r)..][..4].try_into().unwrap());
-                    let want =
-                        if (at..at + rows).contains(&r) { ((r - at) * cols + c) as u32 } else { u32::MAX };
-                    assert_eq!(got, want);
                 }
             }
         }

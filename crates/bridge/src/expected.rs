@@ -2,53 +2,93 @@
 
 use crate::error::{Error, Result};
 use crate::family::{Family, HEAD, Rule};
-use crate::logical::{LogicalTensor, logical_tensors};
+use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
+use crate::view::{View, Weave};
 use ferrotron_core::model::config::ModelConfig;
 use std::collections::HashMap;
+use std::ops::Range;
 
-/// A Hugging Face tensor: the rows of `parts` one after the other, then transposed if `transposed`.
+/// A Hugging Face tensor and the parameters that share it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HfTensor {
     /// Its name in the files.
     pub name: String,
     /// Its shape in the files.
     pub shape: Vec<usize>,
-    /// The parameters it holds.
-    pub parts: Vec<LogicalTensor>,
-    /// Is it stored `[in, out]`?
-    pub transposed: bool,
+    /// The parameters it holds, block by block.
+    pub parts: Vec<HfPart>,
+    /// Experts whose parts make a block each, where all of them are in one tensor.
+    pub(crate) blocks: Option<usize>,
+    pub(crate) weave: Weave,
 }
 
-/// Every tensor of the model, in the model's own order. `prefix` is the family's or nothing.
+/// A parameter and where it lies.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct HfPart {
+    /// The parameter.
+    pub tensor: LogicalTensor,
+    /// Where its elements are.
+    pub view: View,
+}
+
+impl HfTensor {
+    /// Is it no parameter, but something else that belongs to the model?
+    pub fn is_buffer(&self) -> bool {
+        self.parts.iter().all(|p| p.tensor.buffer)
+    }
+
+    /// The parts of each block: one expert's, or all there are.
+    pub(crate) fn each_block(&self) -> impl Iterator<Item = &[HfPart]> {
+        self.parts.chunks((self.parts.len() / self.blocks.unwrap_or(1).max(1)).max(1))
+    }
+
+    /// The same tensors stored `[out, in]`.
+    pub(crate) fn straightened(&self) -> HfTensor {
+        let parts: Vec<LogicalTensor> = self.parts.iter().map(|p| p.tensor.clone()).collect();
+        let weave = Weave { transposed: false, ..self.weave };
+        put_together(self.name.clone(), parts, self.blocks, weave)
+    }
+}
+
+/// Every tensor of the model, in the model's own order, buffers last. `prefix` is the family's or nothing.
 pub(crate) fn hf_tensors(family: &Family, model: &ModelConfig, prefix: &str) -> Result<Vec<HfTensor>> {
-    let logical = logical_tensors(model);
-    let by_name: HashMap<&str, (usize, &LogicalTensor)> =
-        logical.iter().enumerate().map(|(i, t)| (t.name.as_str(), (i, t))).collect();
+    let mut logical = logical_tensors(model);
+    logical.extend(logical_buffers(model));
+    let by_name: HashMap<&str, usize> =
+        logical.iter().enumerate().map(|(i, t)| (t.name.as_str(), i)).collect();
+    let experts = model.moe.as_ref().map_or(0, |m| m.experts);
     let mut used = vec![false; logical.len()];
     let mut out: Vec<(usize, HfTensor)> = Vec::new();
 
-    let mut apply = |rule: &Rule, prefix: &str, layer: usize| {
-        let fill = |pattern: &str| pattern.replace("{i}", &layer.to_string());
-        let parts: Option<Vec<_>> =
-            rule.parts.iter().map(|p| by_name.get(fill(p).as_str()).copied()).collect();
-        // A rule for something this model does not have (a bias, a head) does not hold.
-        let Some(parts) = parts else { return };
-        let first = parts.iter().map(|&(i, _)| i).min().unwrap_or_default();
-        for &(i, _) in &parts {
-            used[i] = true;
-        }
-        let parts: Vec<LogicalTensor> = parts.into_iter().map(|(_, t)| t.clone()).collect();
-        let shape = stacked_shape(&parts, rule.transposed);
-        let name = format!("{prefix}{}", fill(rule.hf));
-        out.push((first, HfTensor { name, shape, parts, transposed: rule.transposed }));
-    };
+    let mut apply =
+        |rule: &Rule, name: String, layer: usize, experts: Range<usize>, blocks: Option<usize>| {
+            let mut parts = Vec::new();
+            for e in experts {
+                for p in rule.parts {
+                    // A rule for something this model does not have (a bias, a head) does not hold.
+                    let Some(&i) = by_name.get(fill(p, layer, e).as_str()) else { return };
+                    parts.push(i);
+                }
+            }
+            let first = parts.iter().copied().min().unwrap_or_default();
+            parts.iter().for_each(|&i| used[i] = true);
+            let parts = parts.into_iter().map(|i| logical[i].clone()).collect();
+            out.push((first, put_together(name, parts, blocks, rule.weave)));
+        };
     for rule in family.tensors.iter().copied().flatten() {
         let layers = if rule.hf.contains("{i}") { model.layers } else { 1 };
+        let of_experts = rule.parts.iter().any(|p| p.contains("{e}"));
         for i in 0..layers {
-            apply(rule, prefix, i);
+            let name = |e| format!("{prefix}{}", fill(rule.hf, i, e));
+            match (of_experts, rule.hf.contains("{e}")) {
+                (true, true) => (0..experts).for_each(|e| apply(rule, name(e), i, e..e + 1, None)),
+                (true, false) if experts > 0 => apply(rule, name(0), i, 0..experts, Some(experts)),
+                (true, false) => {}
+                (false, _) => apply(rule, name(0), i, 0..1, None),
+            }
         }
     }
-    apply(&HEAD, "", 0);
+    apply(&HEAD, HEAD.hf.into(), 0, 0..1, None);
 
     if let Some(t) = logical.iter().zip(&used).find_map(|(t, used)| (!used).then_some(t)) {
         return Err(Error::CannotExpress(format!("the family {} has no place for {}", family.name, t.name)));
@@ -57,15 +97,32 @@ pub(crate) fn hf_tensors(family: &Family, model: &ModelConfig, prefix: &str) -> 
     Ok(out.into_iter().map(|(_, t)| t).collect())
 }
 
-fn stacked_shape(parts: &[LogicalTensor], transposed: bool) -> Vec<usize> {
-    let mut shape = parts.first().map(|t| t.shape.clone()).unwrap_or_default();
-    if let Some(rows) = shape.first_mut() {
-        *rows = parts.iter().filter_map(|t| t.shape.first()).sum();
-    }
-    if transposed {
+fn fill(pattern: &str, layer: usize, expert: usize) -> String {
+    pattern.replace("{i}", &layer.to_string()).replace("{e}", &expert.to_string())
+}
+
+/// A tensor of `parts`: of so many experts in turn, or of all of them at once.
+pub(crate) fn put_together(
+    name: String,
+    parts: Vec<LogicalTensor>,
+    blocks: Option<usize>,
+    weave: Weave,
+) -> HfTensor {
+    let count = blocks.unwrap_or(1);
+    let cols = parts.first().and_then(|t| t.shape.get(1).copied());
+    let one = parts.iter().take(parts.len() / count.max(1));
+    let rows: Vec<usize> = one.map(|t| t.shape.first().copied().unwrap_or(1)).collect();
+    let mut shape = vec![rows.iter().sum()];
+    shape.extend(cols);
+    if weave.transposed {
         shape.reverse();
     }
-    shape
+    if let Some(blocks) = blocks {
+        shape.insert(0, blocks);
+    }
+    let views = (0..count).flat_map(|b| weave.views(&rows, cols.unwrap_or(1), b));
+    let parts = parts.into_iter().zip(views).map(|(tensor, view)| HfPart { tensor, view }).collect();
+    HfTensor { name, shape, parts, blocks, weave }
 }
 
 /// Does `name` match `pattern`, where `{i}` stands for a layer below `layers`?

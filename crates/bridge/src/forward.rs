@@ -3,6 +3,7 @@
 
 use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
+use crate::logical::wanted_type;
 use crate::plan::Plan;
 use ferrotron_core::grid;
 use ferrotron_core::model::generate::to_host;
@@ -49,6 +50,8 @@ pub struct ForwardOutput {
     pub loss: Option<f32>,
     /// Name, shape and values of every gradient; empty without backward.
     pub gradients: Vec<Gradient>,
+    /// Layers with experts, and how many tokens each expert took; empty without backward.
+    pub loads: Vec<(usize, Vec<f32>)>,
 }
 
 /// Reads `input_ids` and, where present, `labels`, `position_ids`, `cu_seqlens` (i64 or i32).
@@ -137,8 +140,10 @@ pub fn forward(
     let (part, mine) = rows_of(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
-    let source =
-        |name: &str| plan.read(name, dtype).map_err(|e| ferrotron_core::Error::Invalid(e.to_string()));
+    let source = |name: &str| {
+        let read = plan.read(name, wanted_type(name, dtype));
+        read.map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
+    };
     let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
     let logits = pass_over(&model, input, None, Aim::Logits)?;
     let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;
@@ -149,6 +154,7 @@ pub fn forward(
         shape: vec![whole.batch, whole.sequence, config.vocab],
         loss: None,
         gradients: Vec::new(),
+        loads: Vec::new(),
     };
     let Some(labels) = input.labels.as_ref().map(|l| shift(l, input.sequence)) else {
         if backward {
@@ -174,6 +180,8 @@ pub fn forward(
         let values = logical_gradients(&model, &mut grads)?;
         let by_name = values.into_iter().map(|v| (v.name, v.values)).collect();
         out.gradients = gradients(plan, &by_name)?;
+        let counts = |(layer, load): (usize, Vec<i64>)| (layer, load.iter().map(|n| *n as f32).collect());
+        out.loads = model.expert_loads()?.into_iter().map(counts).collect();
     }
     Ok(out)
 }
@@ -268,29 +276,32 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 /// Gradients of logical tensors as the tensors of the folder.
 fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
-    for t in hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())? {
-        let mut values = Vec::new();
+    let all = hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())?;
+    for t in all.into_iter().filter(|t| !t.is_buffer()) {
+        let mut values = vec![0f32; t.shape.iter().product()];
         for part in &t.parts {
-            let part = logical.get(&part.name).ok_or_else(|| Error::tensor(&part.name, "has no gradient"))?;
-            values.extend_from_slice(part);
-        }
-        if let ([rows, cols], true) = (&t.shape[..], t.transposed) {
-            // Stacked rows [cols, rows] of ours are columns of theirs.
-            let ours = values;
-            values = (0..rows * cols).map(|i| ours[(i % cols) * rows + i / cols]).collect();
+            let (name, shape) = (&part.tensor.name, &part.tensor.shape);
+            let of_part = logical.get(name).ok_or_else(|| Error::tensor(name, "has no gradient"))?;
+            let cols = shape.get(1).copied().unwrap_or(1);
+            for (i, x) in of_part.iter().enumerate() {
+                values[part.view.at(i / cols, i % cols)] = *x;
+            }
         }
         out.push((t.name, t.shape, values));
     }
     Ok(out)
 }
 
-/// Writes `logits`, `loss` and `grad.<name>` as f32.
+/// Writes `logits`, `loss`, `grad.<name>` and, of layers with experts, `expert_load.<layer>` (tokens of each) as f32.
 pub fn write_output(path: &Path, out: &ForwardOutput) -> Result<()> {
     let f32_type = FileDType::from(DType::F32);
     let mut tensors: Vec<(String, &[usize], &[f32])> = vec![("logits".into(), &out.shape, &out.logits)];
     let loss = out.loss.map(|l| [l]);
     tensors.extend(loss.as_ref().map(|l| ("loss".to_string(), &[][..], &l[..])));
     tensors.extend(out.gradients.iter().map(|(n, s, v)| (format!("grad.{n}"), &s[..], &v[..])));
+    let sizes: Vec<[usize; 1]> = out.loads.iter().map(|(_, load)| [load.len()]).collect();
+    let loads = out.loads.iter().zip(&sizes);
+    tensors.extend(loads.map(|((i, load), n)| (format!("expert_load.{i}"), &n[..], &load[..])));
     let decls: Vec<TensorDecl> = tensors
         .iter()
         .map(|(name, shape, _)| TensorDecl { name: name.clone(), dtype: f32_type, shape: shape.to_vec() })

@@ -1,6 +1,7 @@
 //! Our own names: one logical tensor per parameter, never fused, matrices `[out, in]`.
 
 use ferrotron_core::model::config::{ModelConfig, NormKind, Positions};
+use ferrotron_tensor::DType;
 
 /// A parameter of the model under its logical name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -9,12 +10,34 @@ pub struct LogicalTensor {
     pub name: String,
     /// `[out, in]` for matrices, `[n]` for gains and biases.
     pub shape: Vec<usize>,
+    /// Is it no parameter: f32 whatever the weights are, without a gradient?
+    pub buffer: bool,
+}
+
+impl LogicalTensor {
+    /// Elements.
+    pub fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// The element type a model wants a tensor in, if it computes in `dtype`: what is no parameter stays f32.
+pub(crate) fn wanted_type(logical: &str, dtype: DType) -> DType {
+    if logical.ends_with(".moe.expert_bias") { DType::F32 } else { dtype }
+}
+
+/// Every tensor of a model that is no parameter.
+pub fn logical_buffers(c: &ModelConfig) -> Vec<LogicalTensor> {
+    let buffers = ferrotron_core::model::logical_buffers(c).into_iter();
+    buffers.map(|p| LogicalTensor { name: p.name, shape: p.shape, buffer: true }).collect()
 }
 
 /// Every parameter of a model, embedding first, head last.
 pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
     let mut out = Vec::new();
-    let mut push = |name: String, shape: &[usize]| out.push(LogicalTensor { name, shape: shape.to_vec() });
+    let mut push = |name: String, shape: &[usize]| {
+        out.push(LogicalTensor { name, shape: shape.to_vec(), buffer: false })
+    };
     let (h, f, d) = (c.hidden, c.ffn, c.head_dim);
     let (q, kv) = (c.heads * d, c.kv_heads * d);
     let norm_bias = c.norm.kind == NormKind::LayerNorm;
@@ -72,11 +95,32 @@ pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
             norm(&mut push, "attn_post_norm");
         }
         norm(&mut push, "mlp_norm");
-        if c.gated {
-            linear(&mut push, "mlp.gate", f, h, c.mlp_bias);
+        let mlp = |push: &mut dyn FnMut(&str, &[usize]), name: &str, width, f, bias| {
+            if c.gated {
+                linear(push, &format!("{name}.gate"), f, width, bias);
+            }
+            linear(push, &format!("{name}.up"), f, width, bias);
+            linear(push, &format!("{name}.down"), width, f, bias);
+        };
+        match c.mixture(i) {
+            None => mlp(&mut push, "mlp", h, f, c.mlp_bias),
+            Some(m) => {
+                linear(&mut push, "moe.router", m.experts, h, m.router_bias);
+                if let Some(latent) = m.latent {
+                    linear(&mut push, "moe.latent_down", latent, h, false);
+                    linear(&mut push, "moe.latent_up", h, latent, false);
+                }
+                for e in 0..m.experts {
+                    mlp(&mut push, &format!("moe.experts.{e}"), m.latent.unwrap_or(h), m.ffn, m.bias);
+                }
+                if let Some(shared) = m.shared_ffn {
+                    mlp(&mut push, "moe.shared", h, shared, false);
+                    if m.shared_gate {
+                        linear(&mut push, "moe.shared_gate", 1, h, false);
+                    }
+                }
+            }
         }
-        linear(&mut push, "mlp.up", f, h, c.mlp_bias);
-        linear(&mut push, "mlp.down", h, f, c.mlp_bias);
         if c.post_norms {
             norm(&mut push, "mlp_post_norm");
         }

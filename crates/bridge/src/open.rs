@@ -2,6 +2,7 @@
 
 use crate::chat::{ChatTemplate, Message};
 use crate::error::{Error, Result};
+use crate::logical::wanted_type;
 use crate::tokenizer::Tokenizer;
 use crate::weights::{Place, Weights, find, to_core};
 use ferrotron_core::config::{Config, Recipe};
@@ -134,7 +135,7 @@ impl Found {
     /// Loads the weights in `dtype` for sequences of up to `positions` tokens, at most the model's own longest.
     pub fn load(&self, rank: Rank, dtype: DType, positions: usize) -> Result<Model> {
         let positions = positions.clamp(1, self.model().max_positions.max(1));
-        let source = |name: &str| self.weights.read(name, dtype).map_err(to_core);
+        let source = |name: &str| self.weights.read(name, wanted_type(name, dtype)).map_err(to_core);
         Ok(Model::load(rank, self.model(), positions, dtype, &Stages::default(), &source)?)
     }
 

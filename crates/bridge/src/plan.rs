@@ -1,15 +1,18 @@
 //! A folder of weights checked against its configuration, ready to be read tensor by tensor.
 
 use crate::config::HfConfig;
-use crate::convert::{convert, convertible, transpose};
+use crate::convert::convertible;
 use crate::error::{Error, Result};
-use crate::expected::{HfTensor, hf_tensors, matches};
+use crate::expected::{HfTensor, hf_tensors, matches, put_together};
 use crate::family::HEAD;
-use crate::logical::{LogicalTensor, logical_tensors};
+use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
 use crate::problems::Problem;
-use crate::shards::{Shard, Shards};
+use crate::quantised::{self, BLOCKS, SCALE_INV, SCALES};
+use crate::read::{Coding, Place, Spot, read};
+use crate::shards::Shards;
+use crate::view::Weave;
 use ferrotron_core::model::config::ModelConfig;
-use ferrotron_core::tensorfile::{TensorFile, TensorInfo};
+use ferrotron_core::tensorfile::{FileDType, TensorInfo};
 use ferrotron_tensor::DType;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -20,24 +23,10 @@ use std::path::{Path, PathBuf};
 pub(crate) enum Role {
     /// One or more parameters, or a second copy of one (the head in a file of a tied model).
     Parameters(HfTensor),
+    /// Numbers or scales of parameters that were stored in few bits; exported decoded.
+    Coded,
     /// Something no model needs; exported as it was.
     Stray,
-}
-
-/// Where a logical tensor's rows are.
-#[derive(Debug)]
-struct Place {
-    shard: usize,
-    hf: String,
-    dtype: DType,
-    transposed: bool,
-    /// Rows before it in the stack.
-    first_row: usize,
-    rows: usize,
-    /// Elements of one row (1 for vectors).
-    cols: usize,
-    /// Rows of the whole stack.
-    stack_rows: usize,
 }
 
 /// A Hugging Face folder whose every tensor has been accounted for: nothing missing, nothing unknown, shapes
@@ -51,10 +40,11 @@ pub struct Plan {
     roles: HashMap<String, Role>,
     places: HashMap<String, Place>,
     logical: Vec<LogicalTensor>,
+    buffers: Vec<LogicalTensor>,
 }
 
-/// Bytes read at once where a tensor passes through a buffer.
-const BUFFER: usize = 4 << 20;
+/// Every tensor of the files by name, with its file.
+type Found<'a> = HashMap<&'a str, (usize, &'a TensorInfo)>;
 
 impl Plan {
     /// Reads `config.json` of a folder and checks all its weight files against it.
@@ -73,30 +63,31 @@ impl Plan {
             && !shards.tensors().any(|(_, t)| t.name.starts_with(family.prefix));
         let prefix = if bare { "" } else { family.prefix };
 
-        let mut wanted: HashMap<String, HfTensor> =
-            hf_tensors(family, model, prefix)?.into_iter().map(|t| (t.name.clone(), t)).collect();
+        let mut found: Found = HashMap::new();
+        for (shard, file) in shards.files.iter().enumerate() {
+            for t in file.file.tensors() {
+                if found.insert(&t.name, (shard, t)).is_some() {
+                    problems.push(Problem::Wrong(t.name.clone(), "is in two files".into()));
+                }
+            }
+        }
         let mut roles = HashMap::new();
         let mut places = HashMap::new();
-        for (shard, found) in shards.files.iter().enumerate().flat_map(|(i, s)| with(i, s)) {
-            let role = if let Some(t) = wanted.remove(&found.name) {
-                check(found, &t, &mut problems);
-                place(shard, found, &t, &mut places);
-                Role::Parameters(t)
-            } else if roles.contains_key(&found.name) {
-                problems.push(Problem::Wrong(found.name.clone(), "is in two files".into()));
-                continue;
-            } else if let Some(copy) = tied_head(model, &found.name) {
-                check(found, &copy, &mut problems);
+        for t in hf_tensors(family, model, prefix)? {
+            locate(t, &found, config.weight_block(), (&mut roles, &mut places), &mut problems);
+        }
+        for (_, t) in shards.tensors().filter(|(_, t)| !roles.contains_key(&t.name)).collect::<Vec<_>>() {
+            let role = if let Some(copy) = tied_head(model, &t.name) {
+                check(t, &copy, &mut problems);
                 Role::Parameters(copy)
-            } else if is_stray(family.strays, found, prefix, model.layers) {
+            } else if is_stray(&config, t, prefix) {
                 Role::Stray
             } else {
-                problems.push(Problem::Unexpected(format!("{} {:?}", found.name, found.shape)));
+                problems.push(Problem::Unexpected(format!("{} {:?}", t.name, t.shape)));
                 continue;
             };
-            roles.insert(found.name.clone(), role);
+            roles.insert(t.name.clone(), role);
         }
-        problems.extend(wanted.into_values().map(|t| Problem::Missing(format!("{} {:?}", t.name, t.shape))));
         if !problems.is_empty() {
             problems.sort_by_key(|p| match p {
                 Problem::Missing(n) => (0, n.clone()),
@@ -105,8 +96,8 @@ impl Plan {
             });
             return Err(Error::Tensors { origin: dir.display().to_string(), problems });
         }
-        let logical = logical_tensors(model);
-        Ok(Plan { dir: dir.into(), config, prefix, shards, roles, places, logical })
+        let (logical, buffers) = (logical_tensors(model), logical_buffers(model));
+        Ok(Plan { dir: dir.into(), config, prefix, shards, roles, places, logical, buffers })
     }
 
     /// The folder.
@@ -124,9 +115,19 @@ impl Plan {
         &self.logical
     }
 
-    /// Element type of a parameter in the files.
+    /// What belongs to the model without being a parameter: f32, whatever the weights are.
+    pub fn buffers(&self) -> &[LogicalTensor] {
+        &self.buffers
+    }
+
+    /// Element type of a parameter in the files; bf16 where it is stored in fewer bits.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
-        Ok(self.place(logical)?.dtype)
+        Ok(self.place(logical)?.coding.dtype())
+    }
+
+    /// Is something stored in few bits, to be decoded when it is read?
+    pub fn is_quantised(&self) -> bool {
+        self.places.values().any(|p| !matches!(p.coding, Coding::Plain(_)))
     }
 
     /// Tensors that are of no use to a model and are kept for export only.
@@ -161,16 +162,8 @@ impl Plan {
             let what = format!("weights are read as f32, bf16 or f16, not as {dtype}");
             return Err(Error::tensor(logical, what));
         }
-        let rows = p.first_row + rows.start..p.first_row + rows.end;
         let mut out = zeros(logical, rows.len() * p.cols * dtype.size())?;
-        let Some(shard) = self.shards.files.get(p.shard) else {
-            return Err(Error::tensor(logical, "its file is gone"));
-        };
-        if p.transposed {
-            read_columns(&shard.file, p, rows, dtype, &mut out)?;
-        } else {
-            read_straight(&shard.file, p, rows, dtype, &mut out)?;
-        }
+        read(&self.shards, p, rows, dtype, &mut out)?;
         Ok(out)
     }
 
@@ -193,8 +186,54 @@ impl Plan {
     }
 }
 
-fn with(i: usize, s: &Shard) -> impl Iterator<Item = (usize, &TensorInfo)> {
-    s.file.tensors().iter().map(move |t| (i, t))
+/// Finds a tensor in the files, as it is or in few bits, and says where its parameters are.
+fn locate(
+    t: HfTensor,
+    found: &Found,
+    block: [usize; 2],
+    (roles, places): (&mut HashMap<String, Role>, &mut HashMap<String, Place>),
+    problems: &mut Vec<Problem>,
+) {
+    let beside = |suffix: &str| found.get(format!("{}{suffix}", t.name).as_str()).copied();
+    let mut coded = |name: &str| roles.insert(name.into(), Role::Coded);
+    if let Some((shard, values)) = found.get(t.name.as_str()).copied() {
+        let coding = if values.dtype == FileDType::E4M3 && !t.is_buffer() {
+            if let Some((_, scales)) = beside(SCALE_INV) {
+                coded(&scales.name);
+            }
+            if values.shape != t.shape {
+                check(values, &t, problems);
+            }
+            match quantised::fp8(&t, beside(SCALE_INV), block) {
+                Ok(coding) => Some(coding),
+                Err(how) => {
+                    problems.push(Problem::Wrong(t.name.clone(), how));
+                    None
+                }
+            }
+        } else {
+            check(values, &t, problems);
+            values.dtype.native().map(Coding::Plain)
+        };
+        if let Some(coding) = coding {
+            place(Spot { shard, name: values.name.clone() }, &coding, &t, places);
+        }
+        roles.insert(t.name.clone(), Role::Parameters(t));
+    } else if let Some((shard, values)) = beside(BLOCKS) {
+        let scales = beside(SCALES);
+        coded(&values.name);
+        if let Some((_, scales)) = scales {
+            coded(&scales.name);
+        }
+        // Decoded, they are [out, in], whatever the others are.
+        let straight = t.straightened();
+        match quantised::mxfp4(&straight, values, scales) {
+            Ok(coding) => place(Spot { shard, name: values.name.clone() }, &coding, &straight, places),
+            Err((name, how)) => problems.push(Problem::Wrong(name, how)),
+        }
+    } else {
+        problems.push(Problem::Missing(format!("{} {:?}", t.name, t.shape)));
+    }
 }
 
 fn check(found: &TensorInfo, wanted: &HfTensor, problems: &mut Vec<Problem>) {
@@ -212,79 +251,25 @@ fn check(found: &TensorInfo, wanted: &HfTensor, problems: &mut Vec<Problem>) {
 fn tied_head(model: &ModelConfig, name: &str) -> Option<HfTensor> {
     (model.tied && name == HEAD.hf).then(|| {
         let shape = vec![model.vocab, model.hidden];
-        let part = LogicalTensor { name: "embed.tokens".into(), shape: shape.clone() };
-        HfTensor { name: name.into(), shape, parts: vec![part], transposed: false }
+        let part = LogicalTensor { name: "embed.tokens".into(), shape, buffer: false };
+        put_together(name.into(), vec![part], None, Weave { transposed: false, woven: false })
     })
 }
 
-fn is_stray(strays: &[&str], found: &TensorInfo, prefix: &str, layers: usize) -> bool {
-    found.name.strip_prefix(prefix).is_some_and(|name| strays.iter().any(|p| matches(p, name, layers)))
+fn is_stray(config: &HfConfig, found: &TensorInfo, prefix: &str) -> bool {
+    let layers = config.model().layers;
+    let Some(name) = found.name.strip_prefix(prefix) else { return false };
+    config.family().strays.iter().any(|p| matches(p, name, layers))
+        || (layers..layers + config.further_layers()).any(|i| name.starts_with(&format!("layers.{i}.")))
 }
 
-fn place(shard: usize, found: &TensorInfo, t: &HfTensor, places: &mut HashMap<String, Place>) {
-    let Some(dtype) = found.dtype.native() else { return };
-    let stack_rows = t.parts.iter().filter_map(|p| p.shape.first()).sum();
-    let mut first_row = 0;
+fn place(values: Spot, coding: &Coding, t: &HfTensor, places: &mut HashMap<String, Place>) {
     for part in &t.parts {
-        let rows = part.shape.first().copied().unwrap_or(1);
-        let cols = part.shape.get(1).copied().unwrap_or(1);
-        let (hf, transposed) = (found.name.clone(), t.transposed);
-        let place = Place { shard, hf, dtype, transposed, first_row, rows, cols, stack_rows };
-        places.insert(part.name.clone(), place);
-        first_row += rows;
+        let rows = part.tensor.shape.first().copied().unwrap_or(1);
+        let cols = part.tensor.shape.get(1).copied().unwrap_or(1);
+        let (hf, values, coding) = (t.name.clone(), values.clone(), coding.clone());
+        places.insert(part.tensor.name.clone(), Place { hf, values, coding, view: part.view, rows, cols });
     }
-}
-
-/// Rows lie one after the other.
-fn read_straight(
-    file: &TensorFile,
-    p: &Place,
-    rows: Range<usize>,
-    dtype: DType,
-    out: &mut [u8],
-) -> Result<()> {
-    let start = (rows.start * p.cols * p.dtype.size()) as u64;
-    if p.dtype == dtype {
-        return Ok(file.read_range(&p.hf, start, out)?);
-    }
-    let per_buffer = BUFFER / p.dtype.size();
-    let mut buffer = vec![0u8; BUFFER.min(rows.len() * p.cols * p.dtype.size())];
-    for (i, chunk) in out.chunks_mut(per_buffer * dtype.size()).enumerate() {
-        let from = &mut buffer[..chunk.len() / dtype.size() * p.dtype.size()];
-        file.read_range(&p.hf, start + (i * BUFFER) as u64, from)?;
-        convert(from, p.dtype, chunk, dtype);
-    }
-    Ok(())
-}
-
-/// The file holds `[cols, stack_rows]`: our rows are some of its columns.
-fn read_columns(
-    file: &TensorFile,
-    p: &Place,
-    rows: Range<usize>,
-    dtype: DType,
-    out: &mut [u8],
-) -> Result<()> {
-    let (wide, size) = (p.stack_rows, p.dtype.size());
-    let n = rows.len();
-    let at_once = (BUFFER / (n * size).max(1)).clamp(1, p.cols.max(1));
-    let mut raw = vec![0u8; at_once * n * size];
-    let mut converted = vec![0u8; at_once * n * dtype.size()];
-    for c0 in (0..p.cols).step_by(at_once) {
-        let count = at_once.min(p.cols - c0);
-        let raw = &mut raw[..count * n * size];
-        if n == wide {
-            file.read_range(&p.hf, (c0 * wide * size) as u64, raw)?;
-        } else {
-            for (i, line) in raw.chunks_exact_mut((n * size).max(1)).enumerate() {
-                file.read_range(&p.hf, (((c0 + i) * wide + rows.start) * size) as u64, line)?;
-            }
-        }
-        let converted = &mut converted[..count * n * dtype.size()];
-        convert(raw, p.dtype, converted, dtype);
-        transpose(converted, count, n, out, p.cols, c0, dtype.size());
-    }
-    Ok(())
 }
 
 /// Memory for a tensor, or an error where there is none.

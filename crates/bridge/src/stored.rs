@@ -2,7 +2,7 @@
 
 use crate::convert::{convert, convertible};
 use crate::error::{Error, Result};
-use crate::logical::{LogicalTensor, logical_tensors};
+use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
 use crate::plan::zeros;
 use crate::problems::Problem;
 use ferrotron_core::checkpoint::{Loaded, load};
@@ -20,6 +20,7 @@ pub struct Stored {
     loaded: Loaded,
     model: ModelConfig,
     tensors: Vec<LogicalTensor>,
+    buffers: Vec<LogicalTensor>,
 }
 
 impl Stored {
@@ -27,10 +28,12 @@ impl Stored {
     pub fn open(path: &Path) -> Result<Stored> {
         let loaded = load(path)?;
         let model = model_of(&loaded)?;
-        let tensors = logical_tensors(&model);
+        let (tensors, buffers) = (logical_tensors(&model), logical_buffers(&model));
         let mut problems = Vec::new();
-        for t in &tensors {
+        for t in tensors.iter().chain(&buffers) {
             match loaded.get(&format!("{PREFIX}{}", t.name)) {
+                // What mixtures remember begins with zeros.
+                None if t.buffer => {}
                 None => problems.push(Problem::Missing(format!("{} {:?}", t.name, t.shape))),
                 Some(found) if found.shape != t.shape => problems.push(Problem::Wrong(
                     t.name.clone(),
@@ -48,7 +51,7 @@ impl Stored {
         if !problems.is_empty() {
             return Err(Error::Tensors { origin: path.display().to_string(), problems });
         }
-        Ok(Stored { loaded, model, tensors })
+        Ok(Stored { loaded, model, tensors, buffers })
     }
 
     /// The folder.
@@ -71,10 +74,16 @@ impl Stored {
         &self.tensors
     }
 
+    /// What belongs to the model without being a parameter.
+    pub fn buffers(&self) -> &[LogicalTensor] {
+        &self.buffers
+    }
+
     /// Element type of a parameter in the files.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
         let found = self.loaded.get(&format!("{PREFIX}{logical}")).and_then(|t| t.dtype.native());
         found
+            .or_else(|| self.absent(logical).map(|_| DType::F32))
             .ok_or_else(|| Error::tensor(logical, format!("{} has no such parameter", self.path().display())))
     }
 
@@ -85,6 +94,9 @@ impl Stored {
             let what = format!("weights are read as f32, bf16 or f16, not as {dtype}");
             return Err(Error::tensor(logical, what));
         }
+        if let Some(t) = self.absent(logical) {
+            return zeros(logical, t.elements() * dtype.size());
+        }
         let bytes = self.loaded.read(&format!("{PREFIX}{logical}"))?;
         if from == dtype {
             return Ok(bytes);
@@ -92,5 +104,11 @@ impl Stored {
         let mut out = zeros(logical, bytes.len() / from.size() * dtype.size())?;
         convert(&bytes, from, &mut out, dtype);
         Ok(out)
+    }
+
+    /// A buffer of the model that the checkpoint does not have.
+    fn absent(&self, logical: &str) -> Option<&LogicalTensor> {
+        let stored = self.loaded.get(&format!("{PREFIX}{logical}")).is_some();
+        self.buffers.iter().find(|t| !stored && t.name == logical)
     }
 }

@@ -1,17 +1,20 @@
 //! Hugging Face folder to checkpoint and back.
 
 use crate::config::HfConfig;
+use crate::convert::convert;
 use crate::error::{Error, Result};
 use crate::export::{ExportOptions, Values, copy_companions, export};
 use crate::json::read_text;
+use crate::logical::{LogicalTensor, logical_buffers, logical_tensors, wanted_type};
 use crate::open::{COMPANIONS, Found};
 use crate::plan::Plan;
 use crate::stored::PREFIX;
 use crate::tokenizer::byte_tokenizer_json;
 use crate::weights::{Place, Weights, find, to_core};
 use ferrotron_core::checkpoint::{Alone, write_alone};
+use ferrotron_core::model::upcycle::{Upcycle, Upcycled};
 use ferrotron_core::tensorfile::TensorDecl;
-use ferrotron_core::train::weights_only;
+use ferrotron_core::train::{to_f32, weights_only};
 use ferrotron_tensor::DType;
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -22,6 +25,8 @@ pub struct TransferOptions<'a> {
     pub dtype: Option<DType>,
     /// A Hugging Face folder whose names, files, `config.json` and tokenizer are followed.
     pub like: Option<&'a Path>,
+    /// Make a dense Hugging Face model one of experts on the way.
+    pub upcycle: Option<Upcycle>,
     /// Replace what is there.
     pub overwrite: bool,
     /// Told the elements done and the elements in all.
@@ -52,6 +57,10 @@ pub struct Transferred {
 pub fn transfer(from: &Path, to: &Path, options: &TransferOptions) -> Result<Transferred> {
     match find(from)? {
         Place::HuggingFace(dir) => to_checkpoint(&dir, to, options),
+        Place::Checkpoint { .. } if options.upcycle.is_some() => {
+            let what = "is a checkpoint; --upcycle makes a checkpoint of a Hugging Face folder, so convert it to one first";
+            Err(Error::config(&from.display().to_string(), what))
+        }
         Place::Checkpoint { .. } => to_hugging_face(from, to, options),
     }
 }
@@ -64,8 +73,9 @@ struct Counter<'a> {
 }
 
 impl Counter<'_> {
-    fn new<'a>(weights: &Weights, progress: &'a dyn Fn(u64, u64)) -> Counter<'a> {
-        let total = weights.tensors().iter().map(|t| t.shape.iter().product::<usize>() as u64).sum();
+    fn new<'a>(tensors: &[LogicalTensor], progress: &'a dyn Fn(u64, u64)) -> Counter<'a> {
+        let parameters = tensors.iter().filter(|t| !t.buffer);
+        let total = parameters.map(|t| t.elements() as u64).sum();
         progress(0, total);
         Counter { done: Cell::new(0), total, progress }
     }
@@ -84,19 +94,41 @@ fn to_checkpoint(from: &Path, to: &Path, options: &TransferOptions) -> Result<Tr
     let plan = Plan::open(from)?;
     let family = plan.config().family().name.to_string();
     let weights = Weights::HuggingFace(Box::new(plan));
+    let upcycled = options.upcycle.map(|how| how.of(weights.model())).transpose()?;
+    let model = upcycled.as_ref().map_or(weights.model(), Upcycled::model);
+    let mut tensors = logical_tensors(model);
+    tensors.extend(logical_buffers(model));
+    let dtype_of = |logical: &str| match &upcycled {
+        None => stored_type(&weights, logical, options.dtype),
+        // A new tensor is of the type of what it is made of, a router of the embedding's.
+        Some(u) => {
+            let origin = u.origin(logical);
+            stored_type(&weights, origin.as_deref().unwrap_or("embed.tokens"), options.dtype)
+        }
+    };
     let mut decls = Vec::new();
-    for t in weights.tensors() {
-        let dtype = options.dtype.map_or_else(|| weights.dtype(&t.name), Ok)?;
+    for t in &tensors {
+        let dtype = dtype_of(&t.name)?;
         let name = format!("{PREFIX}{}", t.name);
         decls.push((dtype, TensorDecl { name, dtype: dtype.into(), shape: t.shape.clone() }));
     }
     let bytes = decls.iter().map(|(d, t)| (t.shape.iter().product::<usize>() * d.size()) as u64).sum();
-    let counter = Counter::new(&weights, options.progress);
+    let counter = Counter::new(&tensors, options.progress);
     let source = |name: &str| {
         let logical = name.strip_prefix(PREFIX).unwrap_or(name);
-        let stored = || weights.dtype(logical).map_err(to_core);
-        let dtype = options.dtype.map_or_else(stored, Ok)?;
-        let bytes = weights.read(logical, dtype).map_err(to_core)?;
+        let dtype = dtype_of(logical).map_err(to_core)?;
+        let bytes = match &upcycled {
+            None => weights.read(logical, dtype).map_err(to_core)?,
+            Some(u) => {
+                let dense =
+                    |name: &str| to_f32(DType::F32, &weights.read(name, DType::F32).map_err(to_core)?);
+                let values: Vec<u8> =
+                    u.values(logical, &dense)?.iter().flat_map(|x| x.to_le_bytes()).collect();
+                let mut bytes = vec![0; values.len() / 4 * dtype.size()];
+                convert(&values, DType::F32, &mut bytes, dtype);
+                bytes
+            }
+        };
         counter.add(bytes.len() / dtype.size());
         Ok(bytes)
     };
@@ -110,9 +142,9 @@ fn to_checkpoint(from: &Path, to: &Path, options: &TransferOptions) -> Result<Tr
         };
         copy().map(|_| ()).map_err(to_core)
     };
-    let tensors: Vec<TensorDecl> = decls.into_iter().map(|(_, t)| t).collect();
-    let state = weights_only(weights.model())?;
-    let contents = Alone { step: 0, state, tensors: &tensors, source: &source, more: &more };
+    let declared: Vec<TensorDecl> = decls.into_iter().map(|(_, t)| t).collect();
+    let state = weights_only(model)?;
+    let contents = Alone { step: 0, state, tensors: &declared, source: &source, more: &more };
     write_alone(to, &contents, options.overwrite)?;
     Ok(Transferred {
         hugging_face: false,
@@ -150,7 +182,7 @@ fn to_hugging_face(from: &Path, to: &Path, options: &TransferOptions) -> Result<
         _ => None,
     };
     let more: Vec<(&str, &str)> = tokenizer.iter().map(|t| ("tokenizer.json", t.as_str())).collect();
-    let counter = Counter::new(&found.weights, options.progress);
+    let counter = Counter::new(found.weights.tensors(), options.progress);
     let source = |name: &str| {
         let dtype = found.weights.dtype(name)?;
         let bytes = found.weights.read(name, dtype)?;
@@ -176,6 +208,11 @@ fn to_hugging_face(from: &Path, to: &Path, options: &TransferOptions) -> Result<
         family: config.family().name.to_string(),
         tokenizer: to.join("tokenizer.json").is_file(),
     })
+}
+
+/// The type a tensor is stored in: the one asked for, else its own; what is no parameter is f32.
+fn stored_type(weights: &Weights, logical: &str, asked: Option<DType>) -> Result<DType> {
+    Ok(wanted_type(logical, asked.map_or_else(|| weights.dtype(logical), Ok)?))
 }
 
 /// The Hugging Face folder a run started from, if it is still there and of the same shape.

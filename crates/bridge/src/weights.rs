@@ -5,7 +5,7 @@ use crate::logical::LogicalTensor;
 use crate::plan::Plan;
 use crate::stored::Stored;
 use ferrotron_core::checkpoint::latest;
-use ferrotron_core::model::ModelConfig;
+use ferrotron_core::model::{ModelConfig, set_expert_biases};
 use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, to_f32};
 use ferrotron_tensor::DType;
 use std::path::{Path, PathBuf};
@@ -88,6 +88,14 @@ impl Weights {
         }
     }
 
+    /// What belongs to the model without being a parameter: f32, whatever the weights are.
+    pub fn buffers(&self) -> &[LogicalTensor] {
+        match self {
+            Weights::HuggingFace(plan) => plan.buffers(),
+            Weights::Checkpoint(stored) => stored.buffers(),
+        }
+    }
+
     /// Element type of a parameter in the files.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
         match self {
@@ -113,7 +121,9 @@ impl Weights {
 
     /// Puts the weights into a model that is about to be trained.
     pub fn fill(&self, trainer: &Trainer) -> ferrotron_core::Result<()> {
-        trainer.import(&|name| to_f32(DType::F32, &self.read(name, DType::F32).map_err(to_core)?))
+        let source = |name: &str| to_f32(DType::F32, &self.read(name, DType::F32).map_err(to_core)?);
+        trainer.import(&source)?;
+        set_expert_biases(&trainer.rank, &trainer.params, &source)
     }
 }
 

@@ -3,13 +3,16 @@
 
 mod support;
 
-use ferrotron_bridge::{Error, ExportOptions, HfConfig, Plan, Values, assemble, export, logical_tensors};
+use ferrotron_bridge::{
+    ExportOptions, HfConfig, LogicalTensor, Plan, Values, assemble, export, logical_buffers, logical_tensors,
+};
 use ferrotron_core::model::config::{ModelConfig, Positions, RopeScaling};
+use ferrotron_core::model::moe::{Clamp, ScoreKind};
 use ferrotron_core::tensorfile::TensorFile;
 use ferrotron_tensor::DType;
 use serde_json::Value;
 use std::path::Path;
-use support::{NOT_COVERED, cases, covered};
+use support::covered;
 
 fn config(dir: &Path, name: &str) -> HfConfig {
     HfConfig::from_file(&dir.join(name)).unwrap_or_else(|e| panic!("{e}"))
@@ -54,6 +57,24 @@ fn golden_hf_config_says_what_the_files_say() {
             original_max_positions: 32,
         };
         assert_eq!((rope.theta, &rope.scaling), (1e4, &scaling));
+    }
+    let moe = |name: &str| find(name).and_then(|c| c.moe);
+    if let Some(m) = moe("mixtral") {
+        assert_eq!((m.experts, m.topk, m.ffn, m.score), (4, 2, 64, ScoreKind::Softmax));
+        assert_eq!((m.layers, m.pre_softmax, m.shared_ffn), (vec![], false, None));
+    }
+    if let Some(m) = moe("qwen3_moe") {
+        assert_eq!((m.experts, m.topk, m.ffn, m.pre_softmax), (8, 2, 24, false));
+        assert_eq!(m.layers, [false, true, true]);
+    }
+    if let Some(m) = moe("deepseek_v3") {
+        assert_eq!((m.experts, m.topk, m.ffn, m.score), (8, 4, 24, ScoreKind::Sigmoid));
+        assert_eq!((m.groups, m.scale, m.expert_bias, m.shared_ffn), (Some([4, 2]), 2.5, true, Some(24)));
+        assert_eq!(m.layers, [false, true, true]);
+    }
+    if let Some(m) = moe("gpt_oss") {
+        assert_eq!((m.experts, m.topk, m.ffn, m.bias, m.router_bias), (4, 2, 32, true, true));
+        assert_eq!(m.clamp, Some(Clamp { limit: 7.0, alpha: 1.702, offset: 1.0 }));
     }
     if let Some(c) = find("gpt2") {
         assert_eq!((c.ffn, c.head_dim, c.kv_heads, c.gated), (192, 12, 4, false));
@@ -110,23 +131,11 @@ fn golden_hf_presets_roundtrip() {
 }
 
 #[test]
-fn golden_hf_experts_are_refused_by_name() {
-    for (dir, kind) in cases().into_iter().filter(|(_, k)| NOT_COVERED.contains(&k.as_str())) {
-        for file in ["config.json", "config_hub.json"] {
-            let e = HfConfig::from_file(&dir.join(file)).unwrap_err();
-            assert!(matches!(e, Error::Unsupported { .. }), "{kind}: {e}");
-            let e = e.to_string();
-            assert!(e.contains("mixture of experts") && e.contains("LlamaForCausalLM"), "{e}");
-        }
-        println!("not covered: {}", dir.display());
-    }
-}
-
-#[test]
 fn golden_hf_roundtrip_is_byte_equal() {
     for dir in covered() {
         let plan = Plan::open(&dir).unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(plan.tensors(), logical_tensors(plan.config().model()));
+        assert_eq!(plan.buffers(), logical_buffers(plan.config().model()));
         let out = tempfile::tempdir().unwrap();
         let to = out.path().join("model");
         let source = |name: &str| Ok(Values { dtype: DType::F32, bytes: plan.read(name, DType::F32)? });
@@ -152,25 +161,18 @@ fn golden_hf_gradients_can_be_put_together() {
     for dir in covered() {
         let plan = Plan::open(&dir).unwrap();
         let expected = TensorFile::open(&dir.join("expected.safetensors")).unwrap();
-        let tensors = plan.hf_tensors().unwrap();
+        let mut tensors = plan.hf_tensors().unwrap();
+        tensors.retain(|t| !t.is_buffer());
         let given = expected.tensors().iter().filter(|t| t.name.starts_with("grad.")).count();
         assert_eq!(given, tensors.len(), "{}", dir.display());
         for t in tensors {
             let name = format!("grad.{}", t.name);
             assert_eq!(expected.get(&name).unwrap().shape, t.shape);
-            // Slices of the file's tensor by definition.
             let whole = floats(&expected.read(&name).unwrap());
             let source = |logical: &str| {
-                let before = t.parts.iter().take_while(|p| p.name != logical);
-                let first: usize = before.map(|p| p.shape[0]).sum();
-                let part = t.parts.iter().find(|p| p.name == logical).unwrap();
-                let (rows, cols) = (part.shape[0], part.shape.get(1).copied().unwrap_or(1));
-                let at = |r: usize, c: usize| match t.transposed {
-                    true => whole[c * t.shape[1] + first + r],
-                    false => whole[(first + r) * cols + c],
-                };
-                let all = (0..rows).flat_map(|r| (0..cols).map(move |c| (r, c)));
-                let bytes = all.flat_map(|(r, c)| at(r, c).to_le_bytes()).collect();
+                let part = t.parts.iter().find(|p| p.tensor.name == logical).unwrap();
+                let all = elements(&part.tensor).map(|(r, c)| defined(&t.name, &t.shape, &part.tensor, r, c));
+                let bytes = all.flat_map(|i| whole[i].to_le_bytes()).collect();
                 Ok(Values { dtype: DType::F32, bytes })
             };
             assert_eq!(floats(&assemble(&t, DType::F32, &source).unwrap()), whole, "{name}");
@@ -185,23 +187,16 @@ fn golden_hf_logical_tensors_are_where_they_should_be() {
         let plan = Plan::open(&dir).unwrap();
         let bytes = std::fs::read(dir.join("model.safetensors")).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
-        for t in plan.tensors() {
+        for t in plan.tensors().iter().chain(plan.buffers()) {
             let hf = plan.hf_name(&t.name).unwrap();
             let whole = file.tensor(hf).unwrap();
             let number = |i: usize| f32::from_le_bytes(whole.data()[4 * i..4 * i + 4].try_into().unwrap());
             let ours: Vec<f32> = floats(&plan.read(&t.name, DType::F32).unwrap());
             let (rows, cols) = (t.shape[0], t.shape.get(1).copied().unwrap_or(1));
             assert_eq!(ours.len(), rows * cols);
-            // GPT-2: Conv1D is [in, out], c_attn is q, k, v side by side.
-            let conv = hf.contains(".c_") && hf.ends_with(".weight");
-            let third = [".attn.q.", ".attn.k.", ".attn.v."].iter().position(|p| t.name.contains(p));
-            let skip = if hf.contains("c_attn") { third.unwrap() * rows } else { 0 };
-            let wide = whole.shape().last().copied().unwrap();
-            for r in 0..rows {
-                for c in 0..cols {
-                    let want = if conv { number(c * wide + skip + r) } else { number((skip + r) * cols + c) };
-                    assert_eq!(ours[r * cols + c].to_bits(), want.to_bits(), "{hf} {r} {c}");
-                }
+            for (r, c) in elements(t) {
+                let want = number(defined(hf, whole.shape(), t, r, c));
+                assert_eq!(ours[r * cols + c].to_bits(), want.to_bits(), "{hf} {r} {c}");
             }
             // Slices are slices.
             let (a, b) = (rows / 3, rows - rows / 4);
@@ -209,6 +204,34 @@ fn golden_hf_logical_tensors_are_where_they_should_be() {
             assert_eq!(part, ours[a * cols..b * cols], "{hf}");
         }
     }
+}
+
+fn elements(t: &LogicalTensor) -> impl Iterator<Item = (usize, usize)> {
+    let (rows, cols) = (t.shape[0], t.shape.get(1).copied().unwrap_or(1));
+    (0..rows).flat_map(move |r| (0..cols).map(move |c| (r, c)))
+}
+
+/// Which element of the file's tensor is `(r, c)` of ours, by the definition of each family.
+fn defined(hf: &str, shape: &[usize], t: &LogicalTensor, r: usize, c: usize) -> usize {
+    let (rows, cols) = (t.shape[0], t.shape.get(1).copied().unwrap_or(1));
+    // GPT-OSS: [experts, in, out], gate on even and up on odd columns.
+    if let Some((_, kind)) = hf.split_once("mlp.experts.").filter(|(_, k)| !k.ends_with(".weight")) {
+        let expert = t.name.split_once(".experts.").unwrap().1.split('.').next().unwrap();
+        let (e, odd) = (expert.parse::<usize>().unwrap(), usize::from(t.name.contains(".up.")));
+        return match kind {
+            "gate_up_proj" => (e * shape[1] + c) * shape[2] + 2 * r + odd,
+            "gate_up_proj_bias" => e * shape[1] + 2 * r + odd,
+            "down_proj" => (e * shape[1] + c) * shape[2] + r,
+            "down_proj_bias" => e * shape[1] + r,
+            other => panic!("{other}"),
+        };
+    }
+    // GPT-2: Conv1D is [in, out], c_attn is q, k, v side by side.
+    let conv = hf.contains(".c_") && hf.ends_with(".weight");
+    let third = [".attn.q.", ".attn.k.", ".attn.v."].iter().position(|p| t.name.contains(p));
+    let skip = if hf.contains("c_attn") { third.unwrap() * rows } else { 0 };
+    let wide = shape.last().copied().unwrap();
+    if conv { c * wide + skip + r } else { (skip + r) * cols + c }
 }
 
 fn floats(bytes: &[u8]) -> Vec<f32> {

@@ -95,7 +95,7 @@ fn every_problem_is_listed_at_once() {
         "unexpected: model.layers.0.self_attn.q_norm.weight [16]",
         "unexpected: model.layers.7.self_attn.rotary_emb.inv_freq [8]",
         "model.layers.0.mlp.down_proj.weight: shape [96, 64], but the configuration needs [64, 96]",
-        "model.layers.1.mlp.gate_proj.weight: element type F8_E4M3",
+        "model.layers.1.mlp.gate_proj.weight: is F8_E4M3, but there is no model.layers.1.mlp.gate_proj.weight_scale_inv",
         "2 missing, 3 unexpected, 2 wrong",
     ] {
         assert!(text.contains(part), "{part} not in {text}");

@@ -1,6 +1,6 @@
 //! One key of `config.json` ↔ one switch of the model.
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::family::{Absent, Field, Key};
 use crate::json::Object;
 use ferrotron_core::model::config::{Activation, MlaConfig, ModelConfig};
@@ -67,13 +67,7 @@ impl Key {
             }
             Field::ValueDim => latent(c).v_dim = self.size(o, name, c)?,
             Field::QueryWidth | Field::RotaryWidth => {}
-            Field::DenseLayers => {
-                let dense = self.size(o, name, c)?;
-                if dense < c.layers {
-                    let what = format!("`{shown}` is {dense}, so that layers from there on have experts");
-                    return Err(Error::unsupported(o.origin, what));
-                }
-            }
+            Field::Mixture(mix) => super::experts::read(self, mix, name, o, c)?,
             Field::ScaleScores => {
                 if !self.flag(o, name)? {
                     c.attn_scale = 1.0;
@@ -105,7 +99,7 @@ impl Key {
         Ok(())
     }
 
-    fn size(&self, o: &Object, name: Option<&str>, c: &ModelConfig) -> Result<usize> {
+    pub(super) fn size(&self, o: &Object, name: Option<&str>, c: &ModelConfig) -> Result<usize> {
         if let Some(n) = name {
             return Ok(o.size(n)?.unwrap_or_default());
         }
@@ -128,7 +122,7 @@ impl Key {
         }
     }
 
-    fn real(&self, o: &Object, name: Option<&str>) -> Result<f64> {
+    pub(super) fn real(&self, o: &Object, name: Option<&str>) -> Result<f64> {
         match (name, self.absent) {
             (Some(n), _) => Ok(o.real(n)?.unwrap_or_default()),
             (None, Absent::Real(x)) => Ok(x),
@@ -145,7 +139,7 @@ impl Key {
         Ok(cap.map(|x| x as f32))
     }
 
-    fn flag(&self, o: &Object, name: Option<&str>) -> Result<bool> {
+    pub(super) fn flag(&self, o: &Object, name: Option<&str>) -> Result<bool> {
         match (name, self.absent) {
             (Some(n), _) => Ok(o.flag(n)?.unwrap_or_default()),
             (None, Absent::Flag(on)) => Ok(on),
@@ -186,7 +180,7 @@ impl Key {
             Field::RopeDim | Field::RotaryWidth => json!(c.mla.map_or(0, |m| m.rope_dim)),
             Field::ValueDim => json!(c.mla.map_or(0, |m| m.v_dim)),
             Field::QueryWidth => json!(c.head_dim),
-            Field::DenseLayers => json!(c.layers),
+            Field::Mixture(mix) => super::experts::value(mix, c),
             Field::ScaleScores => json!(c.attn_scale == inverse_sqrt(c.head_dim as f64)),
             Field::Activation(tanh) => json!(match c.activation {
                 Activation::Silu => "silu",
@@ -211,7 +205,7 @@ fn latent(c: &mut ModelConfig) -> &mut MlaConfig {
 }
 
 /// The shortest decimal that gives this f32 back: 1e-5 stays 1e-5.
-fn real(x: f32) -> Value {
+pub(super) fn real(x: f32) -> Value {
     x.to_string().parse::<f64>().map_or(Value::Null, |x| json!(x))
 }
 

@@ -10,13 +10,14 @@ use serde_json::{Map, Value, json};
 pub(super) const KEYS: &[&str] = &[
     "sliding_window",
     "layer_types",
-    "use_sliding_window",
+    USE,
     "max_window_layers",
     "sliding_window_pattern",
     "_sliding_window_pattern",
 ];
 
 const PATTERNS: [&str; 2] = ["sliding_window_pattern", "_sliding_window_pattern"];
+const USE: &str = "use_sliding_window";
 const DEFAULT_PATTERN: usize = 6;
 
 /// Sets `window` and `local_layers`.
@@ -28,11 +29,17 @@ pub(super) fn read(windows: &Windows, o: &Object, c: &mut ModelConfig) -> Result
     let (window, derived): (Option<usize>, Box<dyn Fn(usize) -> bool>) = match windows {
         Windows::Never => return Ok(()),
         Windows::FromLayer => {
-            if !o.flag("use_sliding_window")?.unwrap_or(false) {
+            if !o.flag(USE)?.unwrap_or(false) {
                 return Ok(());
             }
             let first = o.size("max_window_layers")?.unwrap_or(28);
             (every_window(4096)?, Box::new(move |i| i >= first))
+        }
+        Windows::Every { switch } => {
+            if *switch && !o.flag(USE)?.unwrap_or(false) {
+                return Ok(());
+            }
+            (o.size("sliding_window")?, Box::new(|_| true))
         }
         Windows::Alternate { window } => (every_window(*window)?, Box::new(|i| i % 2 == 0)),
         Windows::AllBut => {
@@ -91,12 +98,17 @@ pub(super) fn write(windows: &Windows, c: &ModelConfig, map: &mut Map<String, Va
         return;
     }
     let uses = c.window.is_some() && c.local_layers.contains(&true);
+    if matches!(windows, Windows::FromLayer | Windows::Every { switch: true }) {
+        map.insert(USE.into(), json!(uses));
+    }
     if matches!(windows, Windows::FromLayer) {
-        map.insert("use_sliding_window".into(), json!(uses));
         let first = (0..c.layers).find(|&i| c.is_local(i)).unwrap_or(c.layers);
         map.insert("max_window_layers".into(), json!(first));
     }
     map.insert("sliding_window".into(), c.window.map_or(Value::Null, |w| json!(w)));
+    if matches!(windows, Windows::Every { .. }) {
+        return;
+    }
     let types: Vec<&str> = (0..c.layers)
         .map(|i| if uses && c.is_local(i) { "sliding_attention" } else { "full_attention" })
         .collect();

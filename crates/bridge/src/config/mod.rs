@@ -1,12 +1,15 @@
 //! `config.json` ↔ [`ModelConfig`].
 
+mod experts;
 mod field;
 mod layers;
 mod rope;
 
+pub(crate) use experts::mixture;
+
 use crate::error::{Error, Result};
 use crate::expected::{HfTensor, hf_tensors};
-use crate::family::{FAMILIES, Family};
+use crate::family::{FAMILIES, Family, Field};
 use crate::json::{Object, parse_object, read_text, show};
 use ferrotron_core::model::config::{Activation, ModelConfig, NormConfig, NormKind, Positions};
 use ferrotron_tensor::DType;
@@ -151,6 +154,30 @@ impl HfConfig {
         config
     }
 
+    /// The blocks that FP8 weights have a scale each for: rows, columns.
+    pub(crate) fn weight_block(&self) -> [usize; 2] {
+        weight_block(&Object { map: &self.map, origin: &self.origin, under: "" }).unwrap_or([128, 128])
+    }
+
+    /// The same file for weights that are no longer stored in few bits; untouched if they never were. What further
+    /// layers it speaks of are not written with them.
+    pub(crate) fn decoded(&self) -> HfConfig {
+        let mut config = self.clone();
+        if config.map.remove(QUANTISATION).is_some() {
+            if config.map.contains_key(FURTHER) {
+                config.map.insert(FURTHER.into(), json!(0));
+            }
+            config.text = serde_json::to_string_pretty(&config.map).unwrap_or_default() + "\n";
+        }
+        config
+    }
+
+    /// Layers after the last, which predict further tokens: kept for export, otherwise passed over.
+    pub(crate) fn further_layers(&self) -> usize {
+        let layers = self.map.get(FURTHER).and_then(Value::as_u64);
+        layers.map_or(0, |n| n.min(64) as usize)
+    }
+
     /// The tensors this model has in Hugging Face's files, in the model's order.
     pub fn hf_tensors(&self) -> Result<Vec<HfTensor>> {
         hf_tensors(self.family, &self.model, self.family.prefix)
@@ -174,6 +201,9 @@ impl HfConfig {
     }
 }
 
+const QUANTISATION: &str = "quantization_config";
+const FURTHER: &str = "num_nextn_predict_layers";
+
 /// Keys that change nothing of what the model computes in training without dropout.
 const HARMLESS: &[&str] = &[
     "_attn_implementation_autoset",
@@ -181,20 +211,28 @@ const HARMLESS: &[&str] = &[
     "architectures",
     "attention_dropout",
     "attn_pdrop",
+    "auto_map",
+    "aux_loss_alpha",
     "bos_token_id",
     "cache_implementation",
     "dtype",
     "embd_pdrop",
+    "ep_size",
     "eos_token_id",
     "gradient_checkpointing",
+    "initial_context_length",
     "model_type",
     "n_ctx",
     "output_past",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
-    "quantization_config",
+    QUANTISATION,
+    FURTHER,
     "reorder_and_upcast_attn",
     "resid_pdrop",
+    "router_aux_loss_coef",
+    "seq_aux",
     "summary_activation",
     "summary_first_dropout",
     "summary_proj_to_labels",
@@ -207,7 +245,7 @@ const HARMLESS: &[&str] = &[
     "hidden_act",
 ];
 
-/// Classes that have experts, by the reference's name for them; others are found by their keys.
+/// Keys by which models with experts are known, whatever their class.
 const EXPERT_KEYS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
 
 fn recognise(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> {
@@ -232,13 +270,13 @@ fn recognise(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> 
     let name = class.or(o.text("model_type")?).unwrap_or_default();
     let supported = FAMILIES.iter().map(|f| f.architecture).collect::<Vec<_>>().join(", ");
     let experts = EXPERT_KEYS.iter().any(|k| o.get(k).is_some_and(|v| v.as_u64() != Some(0)));
-    if experts || name.contains("Moe") || name.contains("Mixtral") {
+    let knows = |f: &Family| f.keys.iter().copied().flatten().any(|k| matches!(k.field, Field::Mixture(_)));
+    if experts && !found.is_some_and(|f| knows(f)) {
         return Err(Error::unsupported(
             origin,
             format!(
-                "{} is a mixture of experts; version {} converts dense models only: {supported}",
-                show(&json!(name)),
-                env!("CARGO_PKG_VERSION")
+                "{} is a mixture of experts of a kind that is not supported; these are: {supported}",
+                show(&json!(name))
             ),
         ));
     }
@@ -251,12 +289,7 @@ fn recognise(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> 
 }
 
 fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
-    if let Some(q) = o.get("quantization_config") {
-        return Err(Error::unsupported(
-            o.origin,
-            format!("the weights are quantised ({}); convert a bf16 version of the model", show(q)),
-        ));
-    }
+    weight_block(o)?;
     for r in family.refused {
         let fine = match o.get(r.key) {
             None | Some(Value::Bool(false)) => true,
@@ -276,8 +309,34 @@ fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
     rope::read(&family.rope, o, &mut c)?;
     layers::read(&family.windows, o, &mut c)?;
     (family.facts)(&mut c);
+    experts::settle(o, &mut c)?;
     c.validate().map_err(|e| Error::config(o.origin, e.to_string()))?;
     Ok(c)
+}
+
+/// The blocks that FP8 weights have a scale each for. Other ways to store weights in few bits are refused.
+fn weight_block(o: &Object) -> Result<[usize; 2]> {
+    const DEFAULT: [usize; 2] = [128, 128];
+    let Some(map) = o.object(QUANTISATION)? else { return Ok(DEFAULT) };
+    let q = Object { map, under: "quantization_config.", ..*o };
+    let unknown = || {
+        let what = format!(
+            "the weights are quantised ({}); FP8 with scales of blocks and MXFP4 can be read, for others convert a bf16 version",
+            show(&json!(map))
+        );
+        Error::unsupported(o.origin, what)
+    };
+    match (q.text("quant_method")?, q.list("weight_block_size")?.map(|l| l.as_slice())) {
+        (Some("mxfp4"), _) => Ok(DEFAULT),
+        (Some("fp8"), Some([a, b])) => {
+            let size = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n > 0);
+            match (size(a), size(b)) {
+                (Some(a), Some(b)) => Ok([a, b]),
+                _ => Err(q.wrong("weight_block_size", "must be two numbers of at least 1")),
+            }
+        }
+        _ => Err(unknown()),
+    }
 }
 
 /// The configuration of `map`, if it says exactly `model`; otherwise the switches it cannot say.

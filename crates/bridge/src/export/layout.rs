@@ -59,6 +59,8 @@ pub(super) fn layout(config: &HfConfig, options: &ExportOptions) -> Result<Layou
         return Err(Error::CannotExpress(format!("weights are written as f32, bf16 or f16, not as {d}")));
     }
     let (files, old_index) = match options.reference {
+        // Decoded, tensors have other names, sizes and places.
+        Some(plan) if plan.is_quantised() => (fresh(config, options)?, None),
         Some(plan) => (like(plan, config, options.dtype)?, plan.shards().index.as_deref()),
         None => (fresh(config, options)?, None),
     };
@@ -92,8 +94,8 @@ fn like_file(plan: &Plan, shard: &Shard, dtype: Option<DType>) -> Result<OutFile
     for t in shard.file.tensors() {
         let Some(role) = plan.role(&t.name) else { continue };
         let dtype = match (role, dtype) {
-            (Role::Stray, _) | (_, None) => t.dtype,
-            (_, Some(d)) => FileDType::from(d),
+            (Role::Parameters(hf), Some(d)) if !hf.is_buffer() => FileDType::from(d),
+            _ => t.dtype,
         };
         changed |= dtype != t.dtype;
         tensors.push(OutTensor { name: t.name.clone(), dtype, shape: t.shape.clone(), role: role.clone() });
@@ -125,6 +127,7 @@ fn fresh(config: &HfConfig, options: &ExportOptions) -> Result<Vec<OutFile>> {
     let mut filled = 0;
     for t in hf_tensors(family, config.model(), family.prefix)? {
         let (name, shape) = (t.name.clone(), t.shape.clone());
+        let dtype = if t.is_buffer() { FileDType::from(DType::F32) } else { dtype };
         let t = OutTensor { name, dtype, shape, role: Role::Parameters(t) };
         let bytes = t.bytes();
         match shards.last_mut() {

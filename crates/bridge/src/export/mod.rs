@@ -71,8 +71,8 @@ pub fn export(
 ) -> Result<Exported> {
     let plan = layout(config, options)?;
     let folder = Folder::beside(out_dir, options.overwrite)?;
-    let retyped = options.dtype.map(|d| config.with_dtype(d));
-    folder.write("config.json", retyped.as_ref().unwrap_or(config).text().as_bytes())?;
+    let config = options.dtype.map_or_else(|| config.clone(), |d| config.with_dtype(d)).decoded();
+    folder.write("config.json", config.text().as_bytes())?;
     for file in &plan.files {
         write_file(&folder, file, source, options.reference)?;
     }
@@ -96,6 +96,7 @@ fn write_file(folder: &Folder, file: &OutFile, source: &Source, reference: Optio
         let Some(&t) = by_name.get(name.as_str()) else { continue };
         match &t.role {
             Role::Parameters(hf) => write_parameters(&mut out, t, hf, source)?,
+            Role::Coded => return Err(Error::tensor(&t.name, "is written decoded, under another name")),
             Role::Stray => match reference {
                 Some(plan) => copy_stray(&mut out, plan, t)?,
                 None => return Err(Error::tensor(&t.name, "no folder to copy it from")),

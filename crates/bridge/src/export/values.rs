@@ -2,11 +2,12 @@
 
 use super::Source;
 use super::layout::{Head, OutFile, OutTensor};
-use crate::convert::{convert, convertible, transpose};
+use crate::convert::{convert, convertible};
 use crate::error::{Error, Result};
 use crate::expected::HfTensor;
 use crate::logical::LogicalTensor;
 use crate::plan::{Plan, zeros};
+use crate::view::{View, copy};
 use ferrotron_core::tensorfile::{TensorDecl, TensorFileWriter};
 use ferrotron_tensor::DType;
 use std::fs::File;
@@ -131,30 +132,33 @@ fn emit(t: &HfTensor, dtype: DType, source: &Source, out: &mut dyn FnMut(&[u8]) 
     if !convertible(dtype) {
         return Err(Error::tensor(&t.name, format!("weights cannot be written as {dtype}")));
     }
-    if !t.transposed {
-        for part in &t.parts {
-            emit_rows(&fetch(part, source)?, dtype, out)?;
+    // One expert's at a time where the tensor holds all of them.
+    for (b, parts) in t.each_block().enumerate() {
+        if !t.weave.transposed && !t.weave.woven {
+            for part in parts {
+                emit_rows(&fetch(&part.tensor, source)?, dtype, out)?;
+            }
+            continue;
         }
-        return Ok(());
-    }
-    let [cols, width] = t.shape[..] else {
-        return Err(Error::tensor(&t.name, "only matrices can be transposed"));
-    };
-    let mut whole = zeros(&t.name, cols * width * dtype.size())?;
-    let rows_at_once = (BUFFER / (cols * dtype.size()).max(1)).max(1);
-    let mut buffer = Vec::new();
-    let mut at = 0;
-    for part in &t.parts {
-        let values = fetch(part, source)?;
-        for chunk in values.bytes.chunks((rows_at_once * cols * values.dtype.size()).max(1)) {
-            let rows = chunk.len() / (cols * values.dtype.size());
-            buffer.resize(rows * cols * dtype.size(), 0);
-            convert(chunk, values.dtype, &mut buffer, dtype);
-            transpose(&buffer, rows, cols, &mut whole, width, at, dtype.size());
-            at += rows;
+        let elements: usize = parts.iter().map(|p| p.tensor.elements()).sum();
+        let mut block = zeros(&t.name, elements * dtype.size())?;
+        let mut buffer = Vec::new();
+        for part in parts {
+            let values = fetch(&part.tensor, source)?;
+            let cols = part.tensor.shape.get(1).copied().unwrap_or(1);
+            let rows_at_once = (BUFFER / (cols * dtype.size()).max(1)).max(1);
+            let mut view = part.view.from(b * elements);
+            for chunk in values.bytes.chunks((rows_at_once * cols * values.dtype.size()).max(1)) {
+                let rows = chunk.len() / (cols * values.dtype.size()).max(1);
+                buffer.resize(rows * cols * dtype.size(), 0);
+                convert(chunk, values.dtype, &mut buffer, dtype);
+                copy((&buffer, View::whole(cols)), (&mut block, view), rows, cols, dtype.size());
+                view.offset += rows * view.row;
+            }
         }
+        out(&block)?;
     }
-    out(&whole)
+    Ok(())
 }
 
 /// Rows as they lie, converted piece by piece.

@@ -1,14 +1,14 @@
-//! DeepSeek-V3: what its dense layers are, and the attention of all of them.
-//!
-//! Not in the list of families that are opened until the layers with experts are: a configuration is read as this family
-//! by name ([`crate::HfConfig::parse_as`]), if all its layers are dense.
+//! DeepSeek-V3: latent attention, some dense layers, then many narrow experts in groups and one for all tokens.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, PARTIAL_ROTARY, ROTARY_STRAYS,
-    RopeStyle, Rule, Windows, key, same,
+    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix,
+    PARTIAL_ROTARY, ROTARY_STRAYS, Refused, RopeStyle, Rule, Windows, key, same,
 };
+use crate::config::mixture;
+use ferrotron_core::model::moe::ScoreKind;
 
-/// Latent attention: keys and values from a narrow row, rotary channels that all heads share.
+/// Keys and values from a narrow row, rotary channels that all heads share; experts chosen by sigmoids that a bias keeps
+/// in balance.
 pub static DEEPSEEK_V3: Family = Family {
     name: "DeepSeek-V3",
     architecture: "DeepseekV3ForCausalLM",
@@ -16,10 +16,13 @@ pub static DEEPSEEK_V3: Family = Family {
     keys: &[COMMON_KEYS, KEYS],
     rope: RopeStyle::Latent { theta: 1e4 },
     windows: Windows::Never,
-    refused: &[PARTIAL_ROTARY],
-    facts: |_| {},
+    refused: &[PARTIAL_ROTARY, SOME_LAYERS],
+    facts: |c| {
+        let m = mixture(c);
+        (m.score, m.expert_bias) = (ScoreKind::Sigmoid, true);
+    },
     prefix: "model.",
-    tensors: &[COMMON_TENSORS, LLAMA_NORMS, LATENT],
+    tensors: &[COMMON_TENSORS, LLAMA_NORMS, LATENT, EXPERT_TENSORS, SHARED],
     strays: ROTARY_STRAYS,
 };
 
@@ -36,7 +39,17 @@ const KEYS: &[Key] = &[
     key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
     key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(false)),
-    key(&["first_k_dense_replace"], Field::DenseLayers, Absent::Size(3)),
+    key(&["n_routed_experts"], Field::Mixture(Mix::Experts), Absent::Size(256)),
+    key(&["num_experts_per_tok"], Field::Mixture(Mix::TopK), Absent::Size(8)),
+    key(&["moe_intermediate_size"], Field::Mixture(Mix::Width), Absent::Size(2048)),
+    key(&["n_shared_experts"], Field::Mixture(Mix::Shared), Absent::Size(1)),
+    key(&["n_group"], Field::Mixture(Mix::Groups), Absent::Size(8)),
+    key(&["topk_group"], Field::Mixture(Mix::KeptGroups), Absent::Size(4)),
+    key(&["routed_scaling_factor"], Field::Mixture(Mix::Scale), Absent::Real(2.5)),
+    key(&["norm_topk_prob"], Field::Mixture(Mix::Normalised), Absent::Flag(true)),
+    key(&["scoring_func"], Field::Mixture(Mix::Word("sigmoid")), Absent::Derived),
+    key(&["topk_method"], Field::Mixture(Mix::Word("noaux_tc")), Absent::Derived),
+    key(&["first_k_dense_replace"], Field::Mixture(Mix::FirstDense), Absent::Size(3)),
 ];
 
 const LATENT: &[Rule] = &[
@@ -51,3 +64,13 @@ const LATENT: &[Rule] = &[
     same("layers.{i}.self_attn.o_proj.weight", &["layers.{i}.attn.o.weight"]),
     same("layers.{i}.self_attn.o_proj.bias", &["layers.{i}.attn.o.bias"]),
 ];
+
+const SHARED: &[Rule] = &[
+    same("layers.{i}.mlp.gate.e_score_correction_bias", &["layers.{i}.moe.expert_bias"]),
+    same("layers.{i}.mlp.shared_experts.gate_proj.weight", &["layers.{i}.moe.shared.gate.weight"]),
+    same("layers.{i}.mlp.shared_experts.up_proj.weight", &["layers.{i}.moe.shared.up.weight"]),
+    same("layers.{i}.mlp.shared_experts.down_proj.weight", &["layers.{i}.moe.shared.down.weight"]),
+];
+
+const SOME_LAYERS: Refused =
+    Refused { key: "moe_layer_freq", or_one: true, what: "experts in every n-th layer only" };

@@ -6,6 +6,7 @@ mod gemma;
 mod gpt2;
 mod gpt_oss;
 mod llama;
+mod mixtral;
 mod qwen;
 
 pub use deepseek::DEEPSEEK_V3;
@@ -13,12 +14,15 @@ pub use gemma::{GEMMA2, GEMMA3};
 pub use gpt_oss::GPT_OSS;
 pub use gpt2::GPT2;
 pub use llama::LLAMA;
-pub use qwen::{QWEN2, QWEN3};
+pub use mixtral::MIXTRAL;
+pub use qwen::{QWEN2, QWEN3, QWEN3_MOE};
 
+use crate::view::Weave;
 use ferrotron_core::model::config::ModelConfig;
 
 /// Every family, in the order in which one is chosen for a natively trained model.
-pub const FAMILIES: &[&Family] = &[&LLAMA, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &GPT2];
+pub const FAMILIES: &[&Family] =
+    &[&LLAMA, &QWEN2, &QWEN3, &GEMMA2, &GEMMA3, &GPT2, &MIXTRAL, &QWEN3_MOE, &DEEPSEEK_V3, &GPT_OSS];
 
 /// One Hugging Face family.
 pub struct Family {
@@ -100,8 +104,38 @@ pub(crate) enum Field {
     /// Written for readers that want them: channels of a query, and those of them with positions.
     QueryWidth,
     RotaryWidth,
-    /// Layers before the first with experts; all of them.
-    DenseLayers,
+    /// Something about experts.
+    Mixture(Mix),
+}
+
+/// What a key says about mixtures of experts.
+#[derive(Clone, Copy)]
+pub(crate) enum Mix {
+    Experts,
+    TopK,
+    /// Inside an expert.
+    Width,
+    /// Softmax scores over the chosen experts only, or over all.
+    OverChosen,
+    /// Sigmoid scores divided by the sum of the chosen.
+    Normalised,
+    /// Groups of experts, and how many of them are chosen from.
+    Groups,
+    KeptGroups,
+    Scale,
+    /// Experts that all tokens go to; one as wide as all of them.
+    Shared,
+    /// Layers before the first mixture.
+    FirstDense,
+    /// Every n-th layer is a mixture.
+    Step,
+    /// Layers that are none.
+    DenseList,
+    /// Bounds of both halves of an expert, and steepness of its sigmoid.
+    Limit,
+    Alpha,
+    /// A word that must be this one.
+    Word(&'static str),
 }
 
 /// What a missing (or null) key means: the default of the family's class.
@@ -152,6 +186,10 @@ pub(crate) enum Windows {
     Never,
     /// Only with `use_sliding_window`, on layers from `max_window_layers` on.
     FromLayer,
+    /// All layers have the window of `sliding_window`, if there is one and, where there is a switch, `use_sliding_window`.
+    Every {
+        switch: bool,
+    },
     /// Even layers, of so many tokens when that is not said.
     Alternate {
         window: usize,
@@ -167,13 +205,14 @@ pub(crate) struct Refused {
     pub what: &'static str,
 }
 
-/// The Hugging Face tensor `hf` is the rows of `parts` one after the other, then transposed if
-/// `transposed` (GPT-2 stores `[in, out]`). `{i}` is the layer. A rule holds for a model that has all its
+/// The Hugging Face tensor `hf` is the rows of `parts` one after the other, or taking turns where `woven`, then
+/// transposed if `transposed` (GPT-2 stores `[in, out]`). `{i}` is the layer, `{e}` the expert; where only the parts
+/// have an `{e}`, the tensor holds those of all experts, one after the other. A rule holds for a model that has all its
 /// parts.
 pub(crate) struct Rule {
     pub hf: &'static str,
     pub parts: &'static [&'static str],
-    pub transposed: bool,
+    pub weave: Weave,
 }
 
 pub(crate) const fn key(names: &'static [&'static str], field: Field, absent: Absent) -> Key {
@@ -181,11 +220,11 @@ pub(crate) const fn key(names: &'static [&'static str], field: Field, absent: Ab
 }
 
 pub(crate) const fn same(hf: &'static str, parts: &'static [&'static str]) -> Rule {
-    Rule { hf, parts, transposed: false }
+    Rule { hf, parts, weave: Weave { transposed: false, woven: false } }
 }
 
 pub(crate) const fn transposed(hf: &'static str, parts: &'static [&'static str]) -> Rule {
-    Rule { hf, parts, transposed: true }
+    Rule { hf, parts, weave: Weave { transposed: true, woven: false } }
 }
 
 /// The keys all families but GPT-2 share.
@@ -231,6 +270,14 @@ pub(crate) const QK_NORMS: &[Rule] = &[
     same("layers.{i}.self_attn.k_norm.weight", &["layers.{i}.attn.k_norm.weight"]),
 ];
 
+/// The router and an MLP for each expert, under Qwen's and DeepSeek's names.
+pub(crate) const EXPERT_TENSORS: &[Rule] = &[
+    same("layers.{i}.mlp.gate.weight", &["layers.{i}.moe.router.weight"]),
+    same("layers.{i}.mlp.experts.{e}.gate_proj.weight", &["layers.{i}.moe.experts.{e}.gate.weight"]),
+    same("layers.{i}.mlp.experts.{e}.up_proj.weight", &["layers.{i}.moe.experts.{e}.up.weight"]),
+    same("layers.{i}.mlp.experts.{e}.down_proj.weight", &["layers.{i}.moe.experts.{e}.down.weight"]),
+];
+
 /// The head, which stands outside the decoder and so has no prefix.
 pub(crate) const HEAD: Rule = same("lm_head.weight", &["head.weight"]);
 
@@ -242,4 +289,10 @@ pub(crate) const PARTIAL_ROTARY: Refused = Refused {
     key: "partial_rotary_factor",
     or_one: true,
     what: "RoPE on a part of each head, which this family's reference code does not have",
+};
+
+pub(crate) const NO_JITTER: Refused = Refused {
+    key: "router_jitter_noise",
+    or_one: false,
+    what: "noise before the router; set it to 0 (moe.jitter is the key of training)",
 };

@@ -1,8 +1,8 @@
-//! Qwen2, Qwen2.5 and dense Qwen3.
+//! Qwen2, Qwen2.5, Qwen3 and Qwen3 with experts.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, PARTIAL_ROTARY, QK_NORMS,
-    ROTARY_STRAYS, RopeStyle, Windows, key,
+    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix,
+    PARTIAL_ROTARY, QK_NORMS, ROTARY_STRAYS, RopeStyle, Windows, key,
 };
 
 /// As Llama with biases on q, k, v, always.
@@ -35,6 +35,21 @@ pub static QWEN3: Family = Family {
     strays: ROTARY_STRAYS,
 };
 
+/// As Qwen3 with many narrow experts in place of the MLP of all or some layers.
+pub static QWEN3_MOE: Family = Family {
+    name: "Qwen3-MoE",
+    architecture: "Qwen3MoeForCausalLM",
+    model_type: "qwen3_moe",
+    keys: &[COMMON_KEYS, QWEN3_MOE_KEYS],
+    rope: RopeStyle::Global { theta: 1e4 },
+    windows: Windows::Every { switch: true },
+    refused: &[PARTIAL_ROTARY],
+    facts: |c| c.qk_norm = true,
+    prefix: "model.",
+    tensors: &[COMMON_TENSORS, LLAMA_NORMS, QK_NORMS, EXPERT_TENSORS],
+    strays: ROTARY_STRAYS,
+};
+
 const QWEN2_KEYS: &[Key] = &[
     key(&["head_dim"], Field::HeadDim, Absent::HiddenPerHead),
     key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(32_768)),
@@ -49,4 +64,19 @@ const QWEN3_KEYS: &[Key] = &[
     key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
     key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(false)),
+];
+
+const QWEN3_MOE_KEYS: &[Key] = &[
+    key(&["intermediate_size"], Field::Ffn, Absent::Size(6144)),
+    key(&["head_dim"], Field::HeadDim, Absent::HiddenPerHead),
+    key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(32_768)),
+    key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
+    key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
+    key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(false)),
+    key(&["num_experts", "num_local_experts"], Field::Mixture(Mix::Experts), Absent::Size(128)),
+    key(&["num_experts_per_tok"], Field::Mixture(Mix::TopK), Absent::Size(8)),
+    key(&["moe_intermediate_size"], Field::Mixture(Mix::Width), Absent::Size(768)),
+    key(&["norm_topk_prob"], Field::Mixture(Mix::OverChosen), Absent::Flag(false)),
+    key(&["decoder_sparse_step"], Field::Mixture(Mix::Step), Absent::Size(1)),
+    key(&["mlp_only_layers"], Field::Mixture(Mix::DenseList), Absent::Derived),
 ];

@@ -311,7 +311,7 @@ impl Oracle<'_> {
         linear(&normed, self.w.get("lm_head.weight"), None, self.size("hidden_size"))
     }
 
-    /// Logits of a model of dense layers.
+    /// Logits of a model of dense layers, or of GPT-OSS's experts.
     pub fn dense(&self, ids: &[i32]) -> Vec<f64> {
         let latent = self.config["kv_lora_rank"].is_u64();
         let attention = |x: &[f64], i: usize| match latent {
@@ -319,8 +319,11 @@ impl Oracle<'_> {
             false => self.sink_attention(x, i),
         };
         let layers = self.size("num_hidden_layers");
-        let x =
-            (0..layers).fold(self.embed(ids), |x, i| self.layer(&x, i, &attention, &|x, i| self.mlp(x, i)));
+        let block = |x: &[f64], i: usize| match self.config["num_local_experts"].is_u64() {
+            true => self.experts(x, i),
+            false => self.mlp(x, i),
+        };
+        let x = (0..layers).fold(self.embed(ids), |x, i| self.layer(&x, i, &attention, &block));
         self.head(&x)
     }
 

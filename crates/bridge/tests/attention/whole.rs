@@ -1,4 +1,4 @@
-//! Whole models with dense layers: read, written, run and derived.
+//! Whole models, of latent attention with dense layers: read, written, run and derived.
 
 use super::oracle::{Oracle, Tensors};
 use super::support::Dice;
@@ -33,13 +33,14 @@ fn yarn(mscale: f64, mscale_all_dim: f64) -> Value {
            "beta_slow": 0.5, "mscale": mscale, "mscale_all_dim": mscale_all_dim})
 }
 
-/// Dense models of both families.
+/// Models of both families, those of DeepSeek without experts.
 fn models() -> Vec<(&'static str, Value)> {
     let gpt_oss = json!({
         "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "torch_dtype": "float32",
         "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 2, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 40, "max_position_embeddings": 64,
         "rms_norm_eps": 1e-5, "attention_bias": true, "tie_word_embeddings": false, "hidden_act": "silu",
+        "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0,
         "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"rope_type": "yarn", "rope_theta": 1.5e5, "factor": 8.0,
             "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false}

@@ -6,6 +6,7 @@ use crate::{format, output};
 use anyhow::Result;
 use ferrotron_bridge::transfer::{TransferOptions, transfer};
 use ferrotron_core::config::Precision;
+use ferrotron_core::model::upcycle::Upcycle;
 use ferrotron_tensor::human;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -18,13 +19,18 @@ The direction follows from what FROM is: a folder with config.json and .safetens
 checkpoint, or a run folder (its newest checkpoint), becomes a Hugging Face folder, with the names and tokenizer of the
 folder it was trained or converted from where that is known. TO must not exist unless --overwrite is given, and is only
 there once it is complete. A checkpoint made here holds weights and no run: `train --set model.hf=CHECKPOINT` starts one
-from it, `generate` writes with it.";
+from it, `generate` writes with it.
+
+--upcycle cuts every MLP of a dense model into `granularity` pieces and makes `experts` experts of them, copies of each
+other where there are more; tokens go to `topk` of them (two whole MLPs' worth unless given). With granularity=1 the new
+model computes what the dense one did, until training makes the copies different; with more, nearly.";
 
 const AFTER: &str = "\
 Examples:
   ferrotron convert models/Qwen3-0.6B qwen3.ckpt
   ferrotron convert runs/tiny exported
-  ferrotron convert runs/tuned exported --like models/Llama-3.2-1B    with the tokenizer and names of that folder";
+  ferrotron convert runs/tuned exported --like models/Llama-3.2-1B    with the tokenizer and names of that folder
+  ferrotron convert models/Qwen3-0.6B qwen3x8.ckpt --upcycle experts=8";
 
 /// What to convert.
 #[derive(Debug, clap::Args)]
@@ -40,6 +46,9 @@ pub struct Args {
     /// A Hugging Face folder to take the family's names, config.json and tokenizer from
     #[arg(long, value_name = "DIR")]
     pub like: Option<PathBuf>,
+    /// Make a dense Hugging Face model one of experts: experts=8,topk=2,granularity=1
+    #[arg(long, value_name = "KEY=N,...")]
+    pub upcycle: Option<Upcycle>,
     /// Replace TO if it exists
     #[arg(long)]
     pub overwrite: bool,
@@ -51,6 +60,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let options = TransferOptions {
         dtype: args.dtype.map(Precision::dtype),
         like: args.like.as_deref(),
+        upcycle: args.upcycle,
         overwrite: args.overwrite,
         progress: &|done, total| gauge.set(done, total),
     };

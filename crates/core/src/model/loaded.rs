@@ -29,7 +29,19 @@ impl Model {
         stages: &Stages,
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
-        let (decoder, specs) = Decoder::new(&rank, config, positions, stages, &Settings::default())?;
+        Model::load_with(rank, config, positions, dtype, (stages, &Settings::default()), source)
+    }
+
+    /// The same, told more.
+    pub fn load_with(
+        rank: Rank,
+        config: &ModelConfig,
+        positions: usize,
+        dtype: DType,
+        (stages, settings): (&Stages, &Settings),
+        source: &dyn Fn(&str) -> Result<Vec<u8>>,
+    ) -> Result<Model> {
+        let (decoder, specs) = Decoder::new(&rank, config, positions, stages, settings)?;
         let params = Params::allocate(&rank, specs, dtype)?.with_mixtures(&rank, decoder.mixtures())?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
@@ -77,6 +89,30 @@ impl Model {
         }
         let stages = rank.pp.all_gather_bytes(bytemuck::cast_slice(&out), "logits")?;
         Ok(stages.last().map_or(Vec::new(), |bytes| floats(bytes)))
+    }
+
+    /// Tokens that each expert of each mixture took in the passes for gradients so far, by layer: those of all ranks, on
+    /// every rank.
+    pub fn expert_loads(&self) -> Result<Vec<(usize, Vec<i64>)>> {
+        let rank = &self.rank;
+        let mut mine: Vec<(usize, Vec<i64>)> = Vec::new();
+        if let Some(mixtures) = self.params.mixtures() {
+            let load = mixtures.load(rank)?;
+            let load = rank.compute.download::<i64>(&load)?;
+            let width = load.len() / mixtures.specs().len().max(1);
+            for (spec, row) in mixtures.specs().iter().zip(load.chunks(width.max(1))) {
+                let layer = spec.name.split('.').nth(1).and_then(|n| n.parse().ok()).unwrap_or_default();
+                mine.push((layer, row[..spec.experts].to_vec()));
+            }
+        }
+        let broken = |e: serde_json::Error| crate::Error::Invalid(format!("loads of experts: {e}"));
+        let text = serde_json::to_vec(&mine).map_err(broken)?;
+        let mut all = Vec::new();
+        for part in rank.pp.all_gather_bytes(&text, "loads of experts")? {
+            all.extend(serde_json::from_slice::<Vec<(usize, Vec<i64>)>>(&part).map_err(broken)?);
+        }
+        all.sort();
+        Ok(all)
     }
 
     /// A pass without dropout.

@@ -11,6 +11,7 @@ mod loaded;
 mod maps;
 pub mod moe;
 pub mod preset;
+pub mod upcycle;
 pub mod validate;
 
 pub use chunk::{Chunk, ChunkSaved, Goal};

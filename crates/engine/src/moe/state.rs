@@ -130,6 +130,13 @@ impl Mixtures {
         all.into_iter().try_for_each(|t| s.zero(t))
     }
 
+    /// i64 `[n, E]`: choices of each expert since the step began, of all ranks' tokens. Every rank of a stage calls it.
+    pub fn load(&self, rank: &Rank) -> Result<Tensor> {
+        let load = copy(&rank.compute, &self.load)?;
+        rank.step.all_reduce(&rank.compute, &load, Reduce::Sum, "loads of experts")?;
+        Ok(load)
+    }
+
     /// A step has ended: biases and quantiles move by what all ranks have counted. Every rank of a stage calls it.
     pub fn end_step(&self, rank: &Rank, micro_batches: usize, how: &MoeTraining) -> Result<Counters> {
         let (s, k) = (&rank.compute, &rank.kernels);

@@ -1,0 +1,40 @@
+//! Mixtral.
+
+use super::{
+    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix, NO_JITTER, PARTIAL_ROTARY,
+    ROTARY_STRAYS, RopeStyle, Rule, Windows, key, same,
+};
+
+/// As Llama with experts as wide as its MLP in every layer, weighted by a softmax over the chosen.
+pub static MIXTRAL: Family = Family {
+    name: "Mixtral",
+    architecture: "MixtralForCausalLM",
+    model_type: "mixtral",
+    keys: &[COMMON_KEYS, KEYS],
+    rope: RopeStyle::Global { theta: 1e6 },
+    windows: Windows::Every { switch: false },
+    refused: &[PARTIAL_ROTARY, NO_JITTER],
+    facts: |_| {},
+    prefix: "model.",
+    tensors: &[COMMON_TENSORS, LLAMA_NORMS, EXPERTS],
+    strays: ROTARY_STRAYS,
+};
+
+const KEYS: &[Key] = &[
+    key(&["num_key_value_heads"], Field::KvHeads, Absent::Size(8)),
+    key(&["head_dim"], Field::HeadDim, Absent::HiddenPerHead),
+    key(&["max_position_embeddings"], Field::MaxPositions, Absent::Size(131_072)),
+    key(&["rms_norm_eps"], Field::NormEps, Absent::Real(1e-5)),
+    key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
+    key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(false)),
+    key(&["num_local_experts", "num_experts"], Field::Mixture(Mix::Experts), Absent::Size(8)),
+    key(&["num_experts_per_tok"], Field::Mixture(Mix::TopK), Absent::Size(2)),
+    key(&["intermediate_size"], Field::Mixture(Mix::Width), Absent::Required),
+];
+
+const EXPERTS: &[Rule] = &[
+    same("layers.{i}.block_sparse_moe.gate.weight", &["layers.{i}.moe.router.weight"]),
+    same("layers.{i}.block_sparse_moe.experts.{e}.w1.weight", &["layers.{i}.moe.experts.{e}.gate.weight"]),
+    same("layers.{i}.block_sparse_moe.experts.{e}.w3.weight", &["layers.{i}.moe.experts.{e}.up.weight"]),
+    same("layers.{i}.block_sparse_moe.experts.{e}.w2.weight", &["layers.{i}.moe.experts.{e}.down.weight"]),
+];

@@ -1,0 +1,181 @@
+//! A dense model made into one of experts: every group of experts is one of its MLPs, cut into pieces, and the router
+//! chooses among groups that are still equal.
+//!
+//! With g pieces to an MLP and E experts there are r = E/g groups. Expert e holds piece e mod g of the MLP: some rows of
+//! gate and up, the same columns of down. The router has r random rows, each g times in a row, so that tokens go to whole
+//! groups. What probabilities take away from the sum of pieces is α = g where they are a softmax over the chosen, and
+//! r·g²/k where it is over all experts, of which few are chosen; weights are scaled by α^⅓ (α^½ without a gate) to make
+//! up for it. With α = 1 the model computes what it did.
+
+use super::moe::{MoeConfig, ScoreKind};
+use super::{ModelConfig, logical_parts};
+use crate::{Error, Result};
+use ferrotron_engine::initial_values;
+
+/// What a dense model is to become.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Upcycle {
+    /// Experts of each layer (E).
+    pub experts: usize,
+    /// Experts of each token (k).
+    pub topk: usize,
+    /// Pieces that an MLP is cut into (g).
+    pub granularity: usize,
+    /// Are probabilities a softmax over all experts?
+    pub pre_softmax: bool,
+    /// Of the router's random rows.
+    pub seed: u64,
+}
+
+/// A dense model and the one it becomes.
+#[derive(Clone, Debug)]
+pub struct Upcycled {
+    how: Upcycle,
+    dense: ModelConfig,
+    model: ModelConfig,
+}
+
+impl Upcycle {
+    /// The model that `dense` becomes; or why it cannot.
+    pub fn of(self, dense: &ModelConfig) -> Result<Upcycled> {
+        let Upcycle { experts, topk, granularity: g, .. } = self;
+        let refuse = |what: String| Err(Error::Invalid(format!("upcycling: {what}")));
+        if dense.moe.is_some() {
+            return refuse("the model has experts already; give a dense one".into());
+        }
+        if dense.mlp_bias {
+            return refuse("the model's MLPs have biases, which pieces cannot share".into());
+        }
+        if g == 0 || !dense.ffn.is_multiple_of(g) {
+            return refuse(format!("granularity={g} does not divide the width {} of an MLP", dense.ffn));
+        }
+        if experts == 0 || !experts.is_multiple_of(g) {
+            return refuse(format!("experts={experts} is no multiple of granularity={g}"));
+        }
+        if topk == 0 || !topk.is_multiple_of(g) {
+            return refuse(format!(
+                "topk={topk} is no multiple of granularity={g}, so that tokens would not go to whole MLPs; use {}",
+                topk.max(1).next_multiple_of(g)
+            ));
+        }
+        let moe = MoeConfig {
+            experts,
+            topk,
+            ffn: dense.ffn / g,
+            layers: Vec::new(),
+            score: ScoreKind::Softmax,
+            pre_softmax: self.pre_softmax,
+            groups: None,
+            scale: 1.0,
+            expert_bias: false,
+            router_bias: false,
+            bias: false,
+            clamp: None,
+            latent: None,
+            shared_ffn: None,
+            shared_gate: false,
+        };
+        // No MLP is left to be as wide as it was.
+        let model = ModelConfig { moe: Some(moe), ffn: dense.ffn / g, ..dense.clone() };
+        model.validate().map_err(|e| Error::Invalid(format!("upcycling: {e}")))?;
+        Ok(Upcycled { how: self, dense: dense.clone(), model })
+    }
+}
+
+impl Upcycled {
+    /// The model with experts.
+    pub fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    /// What weights of experts are multiplied by.
+    pub fn scale(&self) -> f64 {
+        let Upcycle { experts, topk, granularity, pre_softmax, .. } = self.how;
+        let (g, k, r) = (granularity as f64, topk as f64, (experts / granularity.max(1)) as f64);
+        let alpha = if pre_softmax { r * g * g / k } else { g };
+        if self.dense.gated { alpha.cbrt() } else { alpha.sqrt() }
+    }
+
+    /// The dense tensor that a tensor of the new model is made of; none for routers.
+    pub fn origin(&self, name: &str) -> Option<String> {
+        match name.split_once(".moe.") {
+            None => Some(name.into()),
+            Some((layer, rest)) => {
+                let (_, kind) = rest.strip_prefix("experts.")?.split_once('.')?;
+                Some(format!("{layer}.mlp.{kind}"))
+            }
+        }
+    }
+
+    /// A logical tensor of the new model, row-major; `source` gives those of the dense one.
+    pub fn values(&self, name: &str, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<Vec<f32>> {
+        let (h, f, g) = (self.dense.hidden, self.dense.ffn, self.how.granularity);
+        let width = f / g;
+        let Some(origin) = self.origin(name) else { return self.router(name) };
+        let whole = source(&origin)?;
+        if origin == name {
+            return Ok(whole);
+        }
+        if whole.len() != f * h {
+            return Err(Error::Invalid(format!("{origin}: {} values for an MLP of {f}×{h}", whole.len())));
+        }
+        let expert = name.split_once(".experts.").and_then(|(_, rest)| rest.split('.').next()?.parse().ok());
+        let Some(expert) = expert.filter(|e: &usize| *e < self.how.experts) else {
+            return Err(Error::Invalid(format!("{name}: there is no such expert")));
+        };
+        let (first, scale) = (expert % g * width, self.scale());
+        let scaled = |x: &f32| (f64::from(*x) * scale) as f32;
+        Ok(match origin.ends_with(".down.weight") {
+            true => whole.chunks(f).flat_map(|row| &row[first..first + width]).map(scaled).collect(),
+            false => whole[first * h..(first + width) * h].iter().map(scaled).collect(),
+        })
+    }
+
+    /// Rows of the first r of a random router, g times each.
+    fn router(&self, name: &str) -> Result<Vec<f32>> {
+        let part = logical_parts(&self.model)?.into_iter().find(|p| p.name == name);
+        let part = part.ok_or_else(|| Error::Invalid(format!("{name}: the model has no such tensor")))?;
+        let (h, g) = (self.model.hidden, self.how.granularity);
+        let rows = initial_values(self.how.seed, &part, 0..self.how.experts / g * h);
+        Ok(rows.chunks(h).flat_map(|row| std::iter::repeat_n(row, g)).flatten().copied().collect())
+    }
+}
+
+impl std::str::FromStr for Upcycle {
+    type Err = String;
+
+    /// `experts=8,topk=2,granularity=1,pre_softmax=false,seed=0`; only experts must be there.
+    fn from_str(text: &str) -> std::result::Result<Upcycle, String> {
+        let mut given = Upcycle { experts: 0, topk: 0, granularity: 1, pre_softmax: false, seed: 0 };
+        for item in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
+            let (key, value) = item
+                .split_once('=')
+                .ok_or_else(|| format!("{item:?} is not key=value, such as experts=8"))?;
+            let number =
+                || value.parse::<usize>().map_err(|_| format!("{key} needs a whole number, not {value:?}"));
+            match key {
+                "experts" => given.experts = number()?,
+                "topk" => given.topk = number()?,
+                "granularity" => given.granularity = number()?,
+                "pre_softmax" => {
+                    given.pre_softmax =
+                        value.parse().map_err(|_| format!("{key} is true or false, not {value:?}"))?;
+                }
+                "seed" => given.seed = number()? as u64,
+                _ => {
+                    return Err(format!(
+                        "unknown key {key:?}; the keys are experts, topk, granularity, pre_softmax, seed"
+                    ));
+                }
+            }
+        }
+        if given.experts == 0 {
+            return Err("experts is missing: how many? such as experts=8".into());
+        }
+        if given.topk == 0 {
+            // Two MLPs for each token.
+            given.topk = 2 * given.granularity;
+        }
+        Ok(given)
+    }
+}

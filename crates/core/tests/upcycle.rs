@@ -1,0 +1,149 @@
+//! Dense models made into models of experts.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
+
+use ferrotron_core::model::generate::to_host;
+use ferrotron_core::model::upcycle::{Upcycle, Upcycled};
+use ferrotron_core::model::{Model, ModelConfig, Stages, logical_parts};
+use ferrotron_core::pipeline::{Aim, MicroBatch, Mode, Plan, execute};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::{Rank, initial_values};
+use ferrotron_tensor::DType;
+
+fn dense(gated: bool) -> ModelConfig {
+    let mut c = ModelConfig::preset("tiny").unwrap();
+    (c.layers, c.hidden, c.ffn, c.heads, c.kv_heads, c.head_dim, c.vocab) = (2, 32, 48, 4, 2, 8, 64);
+    c.attn_scale = (1.0 / 8f64.sqrt()) as f32;
+    if let ferrotron_core::model::config::Positions::Rope(rope) = &mut c.positions {
+        rope.rotary_dim = 8;
+    }
+    c.gated = gated;
+    c
+}
+
+/// Weights of the dense model: initial ones.
+fn weights(c: &ModelConfig, name: &str) -> Vec<f32> {
+    let part = logical_parts(c).unwrap().into_iter().find(|p| p.name == name).unwrap();
+    initial_values(7, &part, 0..part.shape.iter().product())
+}
+
+fn logits(c: &ModelConfig, source: &dyn Fn(&str) -> Vec<f32>) -> Vec<f32> {
+    let bytes = |name: &str| Ok(source(name).iter().flat_map(|x| x.to_le_bytes()).collect());
+    let model = Model::load(Rank::cpu(1, 1).unwrap(), c, 16, DType::F32, &Stages::default(), &bytes).unwrap();
+    let ids: Vec<i32> = (0..32).map(|i| i * 7 % 64).collect();
+    let schedule = Plan { mode: Mode::ForwardOnly, ..Plan::new(1, 1, 1) }.schedule().unwrap();
+    let mut load = |_| {
+        let input = model.decoder.input(&model.rank, &ids, None, Layout::Rows { count: 2, len: 16 })?;
+        Ok(MicroBatch { input, targets: None, dropout: None, part: None })
+    };
+    let out = execute(model.pass(), &model.decoder, &schedule, &mut load, Aim::Logits).unwrap();
+    to_host(&model.pass(), &out[0]).unwrap()
+}
+
+fn upcycled(text: &str, gated: bool) -> Upcycled {
+    text.parse::<Upcycle>().unwrap().of(&dense(gated)).unwrap_or_else(|e| panic!("{text}: {e}"))
+}
+
+/// The MLP by its definition, in f64, and the mixture: with α = 1 they are the same to the last bits of f64, whatever the
+/// router says.
+#[test]
+fn whole_copies_compute_what_the_dense_model_did() {
+    for (text, gated) in
+        [("experts=8", true), ("experts=4,topk=3", false), ("experts=2,topk=2,pre_softmax=true", true)]
+    {
+        let (u, c) = (upcycled(text, gated), dense(gated));
+        assert_eq!(u.scale(), 1.0);
+        let source = |name: &str| Ok(weights(&c, name));
+        for part in logical_parts(u.model()).unwrap().iter().filter(|p| p.name.contains(".experts.")) {
+            assert_eq!(u.values(&part.name, &source).unwrap(), weights(&c, &u.origin(&part.name).unwrap()));
+        }
+        let ours = logits(u.model(), &|name| u.values(name, &source).unwrap());
+        let theirs = logits(&c, &|name| weights(&c, name));
+        let most = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(most <= 1e-5, "{text}: {most}");
+    }
+}
+
+/// With pieces the scale passes through the curve of the gate, so that outputs are near.
+#[test]
+fn pieces_compute_nearly_what_the_dense_model_did() {
+    for (text, gated) in [
+        ("experts=8,granularity=2", true),
+        ("experts=8,granularity=4,topk=4", true),
+        ("experts=8,granularity=2,topk=4,pre_softmax=true", true),
+        ("experts=6,granularity=3,topk=3", false),
+    ] {
+        let (u, c) = (upcycled(text, gated), dense(gated));
+        let source = |name: &str| Ok(weights(&c, name));
+        let ours = logits(u.model(), &|name| u.values(name, &source).unwrap());
+        let theirs = logits(&c, &|name| weights(&c, name));
+        let most = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        assert!(most <= 1e-1, "{text}: {most}");
+        // Without the pieces in their places it would not be: all experts as the first.
+        let wrong = logits(u.model(), &|name| {
+            let first = name.find(".experts.").map(|i| {
+                let rest = name[i + 9..].split_once('.').unwrap().1;
+                format!("{}.experts.0.{rest}", &name[..i])
+            });
+            u.values(first.as_deref().unwrap_or(name), &source).unwrap()
+        });
+        let apart = |x: &[f32]| x.iter().zip(&theirs).map(|(a, b)| f64::from(a - b).powi(2)).sum::<f64>();
+        assert!(apart(&wrong) > 4.0 * apart(&ours), "{text}: {} {}", apart(&wrong), apart(&ours));
+    }
+}
+
+/// Pieces and routers by their definition.
+#[test]
+fn experts_are_pieces_of_mlps() {
+    let (u, c) = (upcycled("experts=8,granularity=2,topk=4,seed=3", true), dense(true));
+    let source = |name: &str| Ok(weights(&c, name));
+    let s = 2f64.cbrt();
+    assert_eq!(u.scale(), s);
+    let (up, down) = (weights(&c, "layers.1.mlp.up.weight"), weights(&c, "layers.1.mlp.down.weight"));
+    let scaled = |x: f32| (f64::from(x) * s) as f32;
+    for e in 0..8 {
+        let of = |kind: &str| u.values(&format!("layers.1.moe.experts.{e}.{kind}.weight"), &source).unwrap();
+        let first = e % 2 * 24;
+        let (ours, theirs) = (of("up"), of("down"));
+        for r in 0..24 {
+            for h in 0..32 {
+                assert_eq!(ours[r * 32 + h], scaled(up[(first + r) * 32 + h]));
+                assert_eq!(theirs[h * 24 + r], scaled(down[h * 48 + first + r]));
+            }
+        }
+    }
+    let router = u.values("layers.1.moe.router.weight", &source).unwrap();
+    let rows: Vec<&[f32]> = router.chunks(32).collect();
+    for pair in rows.chunks(2) {
+        assert_eq!(pair[0], pair[1]);
+    }
+    assert_ne!(rows[0], rows[2]);
+    assert_ne!(router, u.values("layers.0.moe.router.weight", &source).unwrap());
+    let r = "experts=8,granularity=2,topk=4,pre_softmax=true".parse::<Upcycle>().unwrap().of(&c).unwrap();
+    assert_eq!(r.scale(), 4f64.cbrt(), "4 groups · 2² / 4 choices");
+}
+
+#[test]
+fn what_cannot_be_is_refused() {
+    let refused = |text: &str, c: &ModelConfig| match text.parse::<Upcycle>() {
+        Err(e) => e,
+        Ok(u) => u.of(c).unwrap_err().to_string(),
+    };
+    let c = dense(true);
+    for (text, want) in [
+        ("", "experts is missing"),
+        ("experts=x", "whole number"),
+        ("expert=8", "unknown key"),
+        ("experts=8,granularity=5", "does not divide the width 48"),
+        ("experts=9,granularity=2", "no multiple of granularity"),
+        ("experts=8,granularity=2,topk=3", "use 4"),
+        ("experts=8,granularity=0", "does not divide"),
+        ("experts=2,topk=4", "topk"),
+        ("experts=8,topk=1", "pre_softmax"),
+    ] {
+        let e = refused(text, &c);
+        assert!(e.contains(want), "{text}: {e}");
+    }
+    let mixture = "experts=4".parse::<Upcycle>().unwrap().of(&c).unwrap().model().clone();
+    assert!(refused("experts=4", &mixture).contains("experts already"));
+    assert!(refused("experts=4", &ModelConfig { mlp_bias: true, ..c }).contains("biases"));
+}
