@@ -162,7 +162,10 @@ fn configuration_errors_point_at_the_line() {
         ("[train]\nstpes = 3\n", "bad.toml:2: train.stpes: unknown key; did you mean train.steps?"),
         ("[train]\nsteps = \"x\"\n", "bad.toml:2: train.steps: expected a whole number, found \"x\""),
         ("[train\n", "bad.toml:1: not valid TOML"),
-        ("model.preset = \"tiny\"\ntrain.steps = 3\n[parallel]\nep = 2\n", "bad.toml:4: parallel.ep: ep=2 needs a mixture"),
+        (
+            "model.preset = \"tiny\"\ntrain.steps = 3\n[parallel]\nep = 2\n",
+            "bad.toml:4: parallel.ep: ep=2 needs a mixture",
+        ),
     ];
     for (text, message) in cases {
         std::fs::write(&file, text).unwrap();

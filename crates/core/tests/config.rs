@@ -195,7 +195,9 @@ fn unknown_names_get_the_nearest_one_or_advice() {
     let e = add("# a\n[train]\nsteps = 1\nstpes = 2\n").unwrap_err();
     assert_eq!(one_sentence(&e), "r.toml:4: train.stpes: unknown key; did you mean train.steps?");
     let e = add("[optim]\nlr = 1\n").unwrap_err();
-    assert!(one_sentence(&e).starts_with("r.toml:1: optim: unknown section; the sections are model, data,"));
+    assert!(
+        one_sentence(&e).starts_with("r.toml:1: optim: unknown section; the sections are model, moe, data,")
+    );
     assert_eq!(e.hint(), Some("did you mean the section [optimizer]?"));
     let e = Recipe::open("tinny").unwrap_err();
     assert_eq!(e.hint(), Some("did you mean tiny?"));
