@@ -1,7 +1,6 @@
 //! The generated matrix: every legal layout of up to 16 ranks, with what may balance, bound or carry the load.
 
 use super::*;
-use ferrotron_core::data::source;
 use ferrotron_core::ranks::{PATIENCE, on_one_device, on_threads_with};
 use ferrotron_core::train::Trainer;
 use ferrotron_engine::Rank;
@@ -62,11 +61,11 @@ impl Case {
         let watch = Watch { order: self.overlap, ..Watch::default() };
         let work = |rank| {
             let rank = Rank { overlap: self.overlap, ..rank };
-            let sources = source::open(&resolved)?;
+            let data = Numbers::of(&resolved);
             let mut trainer = Trainer::new(rank, &resolved)?;
             // Uneven over two or more data-parallel ranks.
-            let evaluation = trainer.evaluate(&*sources.train, 3)?;
-            let report = trainer.train_step(&*sources.train)?;
+            let evaluation = trainer.evaluate(&data, 3)?;
+            let report = trainer.train_step(&data)?;
             let gradients = trainer.gradients()?;
             let tables = trainer.expert_tables()?;
             Ok(Made { loss: report.loss, evaluation, gradients, tables })
@@ -149,6 +148,9 @@ fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
         "whole" => all,
         n => sample(all, n.parse().unwrap_or(80), seed),
     };
+    if let Ok(part) = std::env::var("FERROTRON_MATRIX_ONLY") {
+        cases.retain(|c| c.name().contains(&part));
+    }
     // Cheap ones first: a mistake shows early.
     cases.sort_by_key(|c| c.layout.world().unwrap());
     let begin = Instant::now();
