@@ -30,6 +30,19 @@ fn golden_models_come_back_byte_for_byte() {
     }
 }
 
+/// Loss of the first step of a run that begins with `from`.
+fn first_loss(dir: &Path, from: &Path, out: &str) -> f64 {
+    let set = format!("model.hf={}", from.display());
+    let data = RECIPE.split("[data]").nth(1).unwrap();
+    let file = dir.join("from.toml");
+    std::fs::write(&file, format!("[data]{data}")).unwrap();
+    let out = dir.join(out);
+    ok(&["train", path(&file), "--out", path(&out), "--set", &set, "--steps", "1"]);
+    let log = std::fs::read_to_string(out.join("events.jsonl")).unwrap();
+    let step = log.lines().find(|l| l.contains("\"loss\"")).unwrap();
+    serde_json::from_str::<serde_json::Value>(step).unwrap()["loss"].as_f64().unwrap()
+}
+
 #[test]
 fn a_run_becomes_a_folder_and_a_new_run_starts_from_it() {
     let (dir, recipe, run) = trained(&[]);
@@ -44,20 +57,9 @@ fn a_run_becomes_a_folder_and_a_new_run_starts_from_it() {
         serde_json::from_str(&std::fs::read_to_string(half.join("config.json")).unwrap()).unwrap();
     assert_eq!(config["torch_dtype"], "bfloat16");
     // The same weights: a run from either begins with the same loss.
-    let first_loss = |from: &Path, out: &str| {
-        let set = format!("model.hf={}", from.display());
-        let text = std::fs::read_to_string(&recipe).unwrap();
-        let data = text.split("[data]").nth(1).unwrap();
-        let file = dir.path().join("from.toml");
-        std::fs::write(&file, format!("[data]{data}")).unwrap();
-        let out = dir.path().join(out);
-        ok(&["train", path(&file), "--out", path(&out), "--set", &set, "--steps", "1"]);
-        let log = std::fs::read_to_string(out.join("events.jsonl")).unwrap();
-        let step = log.lines().find(|l| l.contains("\"loss\"")).unwrap();
-        serde_json::from_str::<serde_json::Value>(step).unwrap()["loss"].clone()
-    };
+    let first_loss = |from: &Path, out: &str| first_loss(dir.path(), from, out);
     let losses = [first_loss(&hf, "a"), first_loss(&again, "b")];
-    assert!(losses[0].is_number() && losses[0] == losses[1], "{losses:?}");
+    assert_eq!(losses[0], losses[1]);
     // A run that started from a folder is exported with that folder's files.
     let back = dir.path().join("back");
     let v = json(&["convert", path(&dir.path().join("a")), path(&back)]);
@@ -69,6 +71,78 @@ fn a_run_becomes_a_folder_and_a_new_run_starts_from_it() {
     std::fs::rename(&again, &wrong).unwrap();
     let error = fails(&["train", path(&recipe), "--out", path(&dir.path().join("c"))], 1);
     assert!(error.contains("weights only") && error.contains("model.hf"), "{error}");
+}
+
+/// Runs with experts of the shapes of three families: exported, written with, trained on from, and back.
+#[test]
+fn runs_with_experts_become_folders_of_their_families() {
+    let families: [(&str, &[&str]); 3] = [
+        ("Mixtral", &["moe.experts=4", "moe.ffn=64"]),
+        ("Qwen3-MoE", &["moe.experts=4", "moe.ffn=16", "model.qk_norm=true", "moe.pre_softmax=true"]),
+        (
+            "DeepSeek-V3",
+            &[
+                "moe.experts=8",
+                "moe.topk=4",
+                "moe.ffn=16",
+                "moe.score=sigmoid",
+                "moe.expert_bias=true",
+                "moe.groups=[4,2]",
+                "moe.scale=2.5",
+                "moe.shared_ffn=32",
+                "model.mla={ kv_lora_rank = 12, nope_dim = 8, rope_dim = 4, v_dim = 8 }",
+            ],
+        ),
+    ];
+    for (family, set) in families {
+        let (dir, _, run) = trained(&[set, &["precision.dtype=f32"]].concat());
+        let [hf, again, back] = ["hf", "again", "back"].map(|n| dir.path().join(n));
+        let v = json(&["convert", path(&run), path(&hf)]);
+        assert_eq!(v["family"], family, "{v}");
+        ok(&["convert", path(&hf), path(&again)]);
+        ok(&["convert", path(&again), path(&back)]);
+        same(&hf.join("model.safetensors"), &back.join("model.safetensors"));
+        let text = |model: &Path| {
+            let args = [
+                "generate",
+                "--model",
+                path(model),
+                "--prompt",
+                "pub fn",
+                "--tokens",
+                "6",
+                "--temperature",
+                "0",
+            ];
+            json(&args)["text"].clone()
+        };
+        assert_eq!(text(&run), text(&hf), "{family}");
+        assert_eq!(text(&hf), text(&again), "{family}");
+        assert_eq!(first_loss(dir.path(), &hf, "a"), first_loss(dir.path(), &again, "b"), "{family}");
+    }
+}
+
+#[test]
+fn a_dense_folder_becomes_one_of_experts() {
+    let (dir, _, run) = trained(&["precision.dtype=f32"]);
+    let [hf, whole, pieces, mixtral] = ["hf", "whole", "pieces", "mixtral"].map(|n| dir.path().join(n));
+    let dense = json(&["convert", path(&run), path(&hf)]);
+    let v = json(&["convert", path(&hf), path(&whole), "--upcycle", "experts=4"]);
+    let (one, four) = (dense["parameters"].as_u64().unwrap(), v["parameters"].as_u64().unwrap());
+    assert_eq!(four - one, 3 * 3 * 32 * 64 + 4 * 32, "three further copies of an MLP, and a router");
+    ok(&["convert", path(&hf), path(&pieces), "--upcycle", "experts=4,granularity=2,topk=4"]);
+    let losses = [&hf, &whole, &pieces]
+        .map(|m| first_loss(dir.path(), m, m.file_name().unwrap().to_str().unwrap().to_uppercase().as_str()));
+    assert!((losses[0] - losses[1]).abs() < 1e-5 && (losses[0] - losses[2]).abs() < 1e-1, "{losses:?}");
+    assert_eq!(json(&["convert", path(&whole), path(&mixtral)])["family"], "Mixtral");
+    let error = fails(
+        &["convert", path(&hf), path(&dir.path().join("no")), "--upcycle", "experts=4,granularity=3"],
+        1,
+    );
+    assert!(error.contains("granularity=3"), "{error}");
+    let error = fails(&["convert", path(&run), path(&dir.path().join("no")), "--upcycle", "experts=4"], 1);
+    assert!(error.contains("--upcycle"), "{error}");
+    fails(&["convert", path(&hf), path(&dir.path().join("no")), "--upcycle", "granularity=3"], 2);
 }
 
 #[test]
