@@ -10,6 +10,9 @@ use ferrotron_engine::moe::{Balancing, Capacity, Chooser, Dispatcher, Forced, Ga
 /// Weight of a balancing loss that is given none.
 const COEFFICIENT: f64 = 0.01;
 
+/// The words of `moe.log`.
+const LOGGED: [&str; 7] = ["losses", "imbalance", "entropy", "dropped", "loads", "per_layer", "all"];
+
 /// What a word of `moe.balance` means.
 enum Means {
     Loss(Balancing),
@@ -107,6 +110,9 @@ impl Recipe {
         if choosers > 0 && m.balance.0.len() > 1 {
             return self
                 .refuse("moe.balance", "sinkhorn and quantile choose alone; name nothing beside them");
+        }
+        if let Some(word) = m.log.0.iter().find(|w| !LOGGED.contains(&w.as_str())) {
+            return self.refuse("moe.log", format!("{word:?} is none of {}", LOGGED.join(", ")));
         }
         let mixing = r.mixing();
         if matches!(mixing.chooser, Chooser::Quantiles { .. }) {
