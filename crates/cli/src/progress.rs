@@ -209,7 +209,10 @@ mod tests {
             "loss not a number"
         );
         let more = [("imbalance".to_string(), 1.337.into())].into();
-        assert_eq!(describe(&Step { more, memory: 1024, ..Step::default() }, 0, None), "loss 0.0000  imbalance 1.34  1.0 KiB");
+        assert_eq!(
+            describe(&Step { more, memory: 1024, ..Step::default() }, 0, None),
+            "loss 0.0000  imbalance 1.34  1.0 KiB"
+        );
         // A step beyond the total must not underflow.
         describe(&Step { step: 140, ..s }, 130, Some(0.5));
     }

@@ -63,7 +63,10 @@ pub(super) fn read(s: &Stream, specs: &[MixtureSpec], c: &Counters) -> Result<Ve
     let mixture = |(i, spec): (usize, &MixtureSpec)| Counted {
         layer: layer(&spec.name),
         load: load[i * width(load.len())..][..spec.experts].to_vec(),
-        losses: losses[i * width(losses.len())..][..Balancing::ALL.len()].iter().map(|x| x.to_bits()).collect(),
+        losses: losses[i * width(losses.len())..][..Balancing::ALL.len()]
+            .iter()
+            .map(|x| x.to_bits())
+            .collect(),
         z: [z[2 * i].to_bits(), z[2 * i + 1].to_bits()],
         dropped: dropped[i],
     };
@@ -186,10 +189,8 @@ mod tests {
 
     #[test]
     fn numbers_of_a_step_are_those_worked_out_by_hand() {
-        let all = [
-            counted(1, [4, 4, 4, 4], 0.25, [8.0, 4.0], 0),
-            counted(3, [8, 0, 4, 4], 0.75, [6.0, 1.0], 5),
-        ];
+        let all =
+            [counted(1, [4, 4, 4, 4], 0.25, [8.0, 4.0], 0), counted(3, [8, 0, 4, 4], 0.75, [6.0, 1.0], 5)];
         let balance = vec![(Balancing::Batch, 0.5), (Balancing::Global, 0.25)];
         let how = MoeTraining { balance, global_over_dp: true, z_loss: 0.1, ..MoeTraining::default() };
         let n = named(&all, &how, 2, words(&["all"]));

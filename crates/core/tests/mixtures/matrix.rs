@@ -2,9 +2,8 @@
 
 use super::*;
 use ferrotron_core::data::source;
-use ferrotron_core::ranks::{PATIENCE, on_one_device, on_threads_with};
+use ferrotron_core::ranks::{PATIENCE, on_one_device};
 use ferrotron_core::train::Trainer;
-use ferrotron_engine::Rank;
 use ferrotron_tensor::Watch;
 use std::collections::HashMap;
 use std::time::Instant;
