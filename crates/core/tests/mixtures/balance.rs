@@ -8,7 +8,7 @@ const STEPS: u64 = 200;
 /// Steps at the end that are looked at.
 const LAST: u64 = 50;
 
-/// The most loaded expert over the mean, of the worse of two layers, a mean over the last steps of a run.
+/// The most loaded expert over the mean in the last steps of a run, of the worse of two layers.
 fn imbalance(set: &[&str]) -> f64 {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
@@ -19,24 +19,36 @@ fn imbalance(set: &[&str]) -> f64 {
         "moe.ffn=32",
         "data.seq_len=32",
         "train.global_batch=16",
-        "train.micro_batch=16",
+        "train.micro_batch=8",
         "optimizer.lr=1e-2",
-        "moe.log=imbalance",
+        "moe.log=[\"imbalance\",\"loads\"]",
     ];
     run.iter().chain(set).for_each(|s| recipe.set(s).unwrap());
+    if let Ok(extra) = std::env::var("EXTRA") {
+        extra.split(';').filter(|s| !s.is_empty()).for_each(|s| recipe.set(s).unwrap());
+    }
     recipe.set(&format!("train.steps={STEPS}")).unwrap();
     let resolved = recipe.resolve(None).unwrap();
     let data = source::open(&resolved).unwrap().train;
     let mut trainer = Trainer::new(Rank::cpu(1, 1234).unwrap(), &resolved).unwrap();
-    let mut sum = 0.0;
+    let mut loads = vec![vec![0i64; 8]; 2];
+    let mut each = 0.0;
     for step in 0..STEPS {
         trainer.train_step(&*data).unwrap();
-        let seen = trainer.take_loads().unwrap()["imbalance"].as_f64().unwrap();
-        sum += if step >= STEPS - LAST { seen } else { 0.0 };
+        let seen = trainer.take_loads().unwrap();
+        if step < STEPS - LAST {
+            continue;
+        }
+        each += seen["imbalance"].as_f64().unwrap() / LAST as f64;
+        for (layer, sums) in loads.iter_mut().enumerate() {
+            let load = seen[&format!("moe/load_layer_{layer}")].as_array().unwrap();
+            sums.iter_mut().zip(load).for_each(|(sum, n)| *sum += n.as_i64().unwrap());
+        }
     }
-    let mean = sum / LAST as f64;
-    println!("{set:?}: {mean:.3}");
-    mean
+    let uneven = |l: &Vec<i64>| *l.iter().max().unwrap() as f64 * 8.0 / l.iter().sum::<i64>() as f64;
+    let worst = loads.iter().map(uneven).fold(0.0, f64::max);
+    println!("{set:?}: {worst:.3}, a mean of {each:.3} in each step");
+    worst
 }
 
 #[test]

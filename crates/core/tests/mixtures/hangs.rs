@@ -120,7 +120,10 @@ fn micro_batches_without_tokens_are_passes_like_others() {
     ];
     for (what, is_padding) in cases {
         let padded = move |inner| Box::new(Padded { inner, is_padding }) as Box<dyn Batches>;
-        for set in [&["moe.balance=[\"aux\",\"seq_aux\"]", "moe.z_loss=0.01"][..], &["moe.capacity=1.0"]] {
+        // The first within the capacity: probabilities of equal tokens at the start of a row are equal but for rounding, which
+        // differs between layouts.
+        let capacity = ["moe.capacity=1.0", "moe.keep=first"];
+        for set in [&["moe.balance=[\"aux\",\"seq_aux\"]", "moe.z_loss=0.01"][..], &capacity] {
             let wanted = steps("one", set, 1, &padded, &|_| Ok(())).remove(0);
             for at in ["ep=2", "tp=2,etp=1,ep=2"] {
                 near(&steps(at, set, 1, &padded, &|_| Ok(())), &wanted, &format!("{what}, {at}, {set:?}"));

@@ -90,6 +90,7 @@ pub fn keys(list: &[&str]) -> Vec<String> {
     list.iter().map(|s| s.to_string()).collect()
 }
 
+/// One rank.
 pub fn one() -> Layout {
     Layout { dp: Some(1), ..Layout::default() }
 }
