@@ -4,9 +4,17 @@ use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::train::Trainer;
 
+/// Loads over the last steps are counted together: a single step of 512 bytes is uneven by chance, and by how often
+/// each byte is in it (1.3 to 1.7 were seen where the sum is at 1.1).
 const STEPS: u64 = 200;
 /// Steps at the end that are looked at.
 const LAST: u64 = 50;
+/// Measured with balancing: 1.06 (biases), 1.08 (quantiles), 1.14 and 1.16 (losses over sequences and the step), 1.29 (over
+/// micro-batches), 1.37 (Sinkhorn). Without: 2.15, and 2.70 with sigmoid scores.
+const EVEN: f64 = 1.6;
+const UNEVEN: f64 = 1.9;
+/// The losses' weight: with a learning rate of 1e-2 and 200 steps the usual 0.01 comes too late.
+const WEIGHT: &str = "moe.coefficients=[0.05]";
 
 /// The most loaded expert over the mean in the last steps of a run, of the worse of two layers.
 fn imbalance(set: &[&str]) -> f64 {
@@ -24,9 +32,6 @@ fn imbalance(set: &[&str]) -> f64 {
         "moe.log=[\"imbalance\",\"loads\"]",
     ];
     run.iter().chain(set).for_each(|s| recipe.set(s).unwrap());
-    if let Ok(extra) = std::env::var("EXTRA") {
-        extra.split(';').filter(|s| !s.is_empty()).for_each(|s| recipe.set(s).unwrap());
-    }
     recipe.set(&format!("train.steps={STEPS}")).unwrap();
     let resolved = recipe.resolve(None).unwrap();
     let data = source::open(&resolved).unwrap().train;
@@ -52,38 +57,39 @@ fn imbalance(set: &[&str]) -> f64 {
 }
 
 #[test]
-fn aux() {
-    assert!(imbalance(&["moe.balance=aux"]) < 1.6);
+fn losses_over_micro_batches_keep_loads_even() {
+    assert!(imbalance(&["moe.balance=aux", WEIGHT]) < EVEN);
 }
 
 #[test]
-fn seq_aux() {
-    assert!(imbalance(&["moe.balance=seq_aux"]) < 1.6);
+fn losses_over_sequences_keep_loads_even() {
+    assert!(imbalance(&["moe.balance=seq_aux", WEIGHT]) < EVEN);
 }
 
 #[test]
-fn global_aux() {
-    assert!(imbalance(&["moe.balance=global_aux"]) < 1.6);
+fn losses_over_the_step_keep_loads_even() {
+    assert!(imbalance(&["moe.balance=global_aux", WEIGHT]) < EVEN);
 }
 
 #[test]
-fn expert_bias() {
+fn biases_of_choices_keep_loads_even() {
+    // Ten times the usual rate, for a tenth of the usual steps.
     let set = ["moe.score=sigmoid", "moe.expert_bias=true", "moe.bias_rate=1e-2"];
-    assert!(imbalance(&set) < 1.6);
+    assert!(imbalance(&set) < EVEN);
 }
 
 #[test]
-fn sinkhorn() {
-    assert!(imbalance(&["moe.balance=sinkhorn"]) < 1.6);
+fn sinkhorn_keeps_loads_even() {
+    assert!(imbalance(&["moe.balance=sinkhorn"]) < EVEN);
 }
 
 #[test]
-fn quantile() {
-    assert!(imbalance(&["moe.balance=quantile"]) < 1.6);
+fn quantiles_keep_loads_even() {
+    assert!(imbalance(&["moe.balance=quantile"]) < EVEN);
 }
 
 #[test]
 fn without_balancing_loads_are_clearly_less_even() {
-    assert!(imbalance(&[]) > 2.0);
-    assert!(imbalance(&["moe.score=sigmoid"]) > 2.0);
+    assert!(imbalance(&[]) > UNEVEN);
+    assert!(imbalance(&["moe.score=sigmoid"]) > UNEVEN);
 }
