@@ -145,6 +145,9 @@ fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
     if s.tflops > 0.0 {
         parts.push(format::tflops(s.tflops));
     }
+    if let Some(x) = s.more.get("imbalance").and_then(|x| x.as_f64()) {
+        parts.push(format!("imbalance {x:.2}"));
+    }
     if s.memory > 0 {
         parts.push(ferrotron_tensor::human(s.memory as usize));
     }
@@ -204,6 +207,11 @@ mod tests {
         assert_eq!(
             describe(&Step { step: 130, loss: f64::NAN, ..Step::default() }, 130, Some(0.5)),
             "loss not a number"
+        );
+        let more = [("imbalance".to_string(), 1.337.into())].into();
+        assert_eq!(
+            describe(&Step { more, memory: 1024, ..Step::default() }, 0, None),
+            "loss 0.0000  imbalance 1.34  1.0 KiB"
         );
         // A step beyond the total must not underflow.
         describe(&Step { step: 140, ..s }, 130, Some(0.5));

@@ -5,6 +5,7 @@
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -88,6 +89,9 @@ pub struct Step {
     /// Bytes that the first rank sent in the step, by group and kind of operation: `{"tp": {"all-gather": 4096}}`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub sent: BTreeMap<String, BTreeMap<String, u64>>,
+    /// Further numbers by name, which stand beside the others: loads of experts (`imbalance`), energy (`energy_j`).
+    #[serde(flatten)]
+    pub more: BTreeMap<String, Value>,
 }
 
 /// Validation data was looked at.

@@ -17,6 +17,7 @@ Examples:
   ferrotron bench train --work my.toml --steps 20
   ferrotron bench train --dtype f32 --json
   ferrotron bench train --work custom/L=4/d=1024/h=16/kv=4/hd=64/ffn=2816/V=32000/T=1536/B=3
+  ferrotron bench train --work moe-8l --forced       with and without even loads
   ferrotron bench kernels --filter gemm
   ferrotron bench comm --ranks 4                     how fast ranks talk";
 
@@ -61,6 +62,9 @@ pub struct Train {
     /// Pack each sequence with documents of so many tokens; attention starts anew at each
     #[arg(long, value_name = "TOKENS")]
     pub packed: Option<std::num::NonZeroUsize>,
+    /// Measure a mixture of experts with random, nearly even routing as well
+    #[arg(long)]
+    pub forced: bool,
     /// Peak TFLOP/s to count MFU against [default: measured by a large matrix product]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -131,6 +135,7 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     let (peak, source) = peak(args, &rank, dtype)?;
     let document = args.packed.map(usize::from);
     let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), document, global.begun)?;
+    let forced = forced(args, &rank, &resolved, global)?;
     let traced = traced(args, &rank, &resolved)?;
     let mfu = b.tflops() / peak;
     let categories: serde_json::Map<_, _> =
@@ -158,6 +163,15 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "first_step_s": b.first_step_s,
             "host_ms": b.host_least() * 1e3,
             "graph": b.graph,
+            "routing": b.routing.as_ref().map(|r| r.name()),
+            "loads": b.routing.as_ref().map(|r| &r.loads),
+            "forced": forced.as_ref().map(|f| serde_json::json!({
+                "step_ms": f.median() * 1e3,
+                "tok_s": f.tokens_per_s(),
+                "tflops": f.tflops(),
+                "mfu": f.tflops() / peak,
+                "loads": f.routing.as_ref().map(|r| &r.loads),
+            })),
             "steps": b.step_s.len(),
             "loss": b.loss,
             "roofline_ms": roofline_s * 1e3,
@@ -189,6 +203,14 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         vec!["start".into(), format::seconds(b.start_s)],
         vec!["first step".into(), format!("{} after the process began", format::seconds(b.first_step_s))],
     ];
+    if let Some(r) = &b.routing {
+        rows.push(vec!["routing".into(), routing(r)]);
+    }
+    if let Some((f, r)) = forced.as_ref().and_then(|f| Some((f, f.routing.as_ref()?))) {
+        let (ms, rate) = (f.median() * 1e3, format::thousands(f.tokens_per_s() as u64));
+        let text = format!("{ms:.1} ms, {rate} tokens/s, {:.3} TFLOP/s, routing {}", f.tflops(), routing(r));
+        rows.push(vec!["the same".into(), text]);
+    }
     if rank.device().card().is_some() {
         let (host, share) = (b.host_least() * 1e3, b.host_least() / b.median() * 1e2);
         rows.push(vec!["host".into(), format!("{host:.2} ms to give a step to the card ({share:.0} %)")]);
@@ -215,6 +237,27 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         output::print(&parts(&least, ceilings, &b))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The same work with random, nearly even routing, if that is asked for.
+fn forced(args: &Train, rank: &Rank, r: &Resolved, global: &Global) -> Result<Option<bench::TrainBench>> {
+    if !args.forced {
+        return Ok(None);
+    }
+    if r.model.moe.is_none() {
+        anyhow::bail!("--forced is about mixtures of experts, and {} has none; leave it out", args.work);
+    }
+    let mut even = r.clone();
+    even.config.moe.force = Some(0.0);
+    let document = args.packed.map(usize::from);
+    Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps.max(1), document, global.begun)?))
+}
+
+/// How tokens came to their experts, in words.
+fn routing(r: &bench::Routing) -> String {
+    let loads =
+        r.imbalance().map_or_else(String::new, |x| format!(" (most loaded expert {x:.2} x the mean)"));
+    format!("{}{loads}", r.name())
 }
 
 /// The type of compute, and of products where that is another.

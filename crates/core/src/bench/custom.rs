@@ -18,7 +18,11 @@ const SIZES: &[(&str, &[&str])] = &[
     ("V", &["model.vocab"]),
     ("T", &["data.seq_len", "model.max_positions"]),
     ("B", &["train.micro_batch", "train.global_batch"]),
+    ("experts", &["moe.experts"]),
+    ("topk", &["moe.topk"]),
 ];
+/// Those that need not be there.
+const OPTIONAL: &[&str] = &["B", "experts", "topk"];
 /// Switches, their defaults, and what each of their values means.
 const SWITCHES: &[(&str, bool, &[&str], &[&str])] = &[
     ("bias", false, &[], &["model.qkv_bias=true", "model.proj_bias=true", "model.mlp_bias=true"]),
@@ -49,7 +53,7 @@ pub(super) fn recipe(name: &str) -> Result<Recipe> {
             return Err(bad(format!("'{key}' is not one of {}", known.join(", "))));
         }
     }
-    if let Some((missing, _)) = SIZES.iter().find(|(k, _)| *k != "B" && !seen.contains(k)) {
+    if let Some((missing, _)) = SIZES.iter().find(|(k, _)| !OPTIONAL.contains(k) && !seen.contains(k)) {
         return Err(bad(format!("{missing}= is missing")));
     }
     if !batch {
@@ -80,6 +84,9 @@ mod tests {
         assert_eq!((m.layers, m.hidden, m.heads, m.kv_heads, m.head_dim), (3, 384, 4, 2, 96));
         assert_eq!((m.ffn, m.vocab, m.tied, m.gated, m.qkv_bias), (1000, 5003, true, true, true));
         assert_eq!((r.plan.seq_len, r.plan.micro_batch, r.config.train.global_batch), (1536, 3, 3));
+        let mixed = work("custom/L=2/d=64/h=2/kv=1/hd=32/ffn=48/V=256/T=64/experts=16/topk=4");
+        let moe = mixed.unwrap().resolve(None).unwrap().model.moe.unwrap();
+        assert_eq!((moe.experts, moe.topk, moe.ffn), (16, 4, 48));
         let plain = work("custom/L=1/d=64/h=1/kv=1/hd=64/ffn=128/V=256/T=64/rope=0/rms=0/swiglu=0");
         let m = plain.unwrap().resolve(None).unwrap().model;
         assert!(!m.gated && !m.tied && m.rope(0).is_none());

@@ -5,6 +5,7 @@ mod ceiling;
 mod comm;
 mod custom;
 mod kernels;
+mod mixtures;
 mod roofline;
 mod train;
 mod yardsticks;
@@ -13,5 +14,5 @@ pub use ceiling::{attention_ceiling, memory_ceiling, narrow_ceiling, product_cei
 pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, sizes};
 pub use kernels::{KernelBench, Work, kernels, names};
 pub use roofline::{Ceilings, Part, roofline};
-pub use train::{RandomTokens, TrainBench, observed, train};
+pub use train::{RandomTokens, Routing, TrainBench, observed, train};
 pub use yardsticks::work;

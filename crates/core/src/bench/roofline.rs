@@ -1,6 +1,7 @@
 //! The least time a training step can take, part by part: arithmetic over the speed of a large matrix product, bytes
 //! that must move once over the speed of memory. What a step took beside it shows where time is left.
 
+use super::mixtures::Mixtures;
 use super::train::TrainBench;
 use crate::config::{Master, OptimizerKind, Resolved};
 use ferrotron_tensor::Profile;
@@ -36,7 +37,34 @@ fn part_of(kernel: &str) -> &'static str {
         k if k.starts_with("gemm") => PRODUCTS,
         "quantise" | "amax" | "turn" | "emulate" | "delayed_update" => CASTS,
         k if k.starts_with("attention") => ATTENTION,
+        k if k.starts_with("grouped") => EXPERTS,
         "act_forward" | "act_backward" => ACTIVATION,
+        "act_weighted" | "act_weighted_backward" | "add_bias" | "add_bias_backward" => WEIGHTED,
+        "sort" | "spread_rows" | "gather_rows" | "gather_weighted" | "gather_values" | "sum_rows"
+        | "row_products" | "chunk_map" | "pad_map" => MOVED,
+        "top_k"
+        | "route"
+        | "route_backward"
+        | "balance"
+        | "balance_backward"
+        | "balance_weights"
+        | "z_loss"
+        | "z_loss_backward"
+        | "count_choices"
+        | "copy_choices"
+        | "drop_beyond"
+        | "sinkhorn"
+        | "quantiles"
+        | "gate_exact"
+        | "gate_exact_backward"
+        | "fill_normal_logits"
+        | "leave_out"
+        | "split_halves"
+        | "add_counts"
+        | "add_totals"
+        | "jitter"
+        | "update_bias"
+        | "update_quantiles" => ROUTER,
         "rope" => ROPE,
         "cross_entropy" => LOSS,
         "adam" | "sgd" | "clip_factor" | "square_sum" | "clip_from" => OPTIMIZER,
@@ -51,6 +79,10 @@ const CASTS: &str = "numbers to bytes";
 const ATTENTION: &str = "attention";
 const NORMS: &str = "residual and norms";
 const ACTIVATION: &str = "non-linearity";
+const EXPERTS: &str = "products of experts";
+const WEIGHTED: &str = "non-linearity of experts";
+const MOVED: &str = "rows to experts and back";
+const ROUTER: &str = "router";
 const ROPE: &str = "positions";
 const LOSS: &str = "loss";
 const OPTIMIZER: &str = "optimizer";
@@ -72,7 +104,8 @@ fn parts(
     let (m, tokens) = (&r.model, tokens as f64);
     let flops = m.flops_per_token(context as f64);
     let size = r.config.precision.dtype.dtype().size() as f64;
-    let (h, f, l, v) = (m.hidden as f64, m.ffn as f64, m.layers as f64, m.vocab as f64);
+    let (h, l, v) = (m.hidden as f64, m.layers as f64, m.vocab as f64);
+    let mix = Mixtures::of(m, tokens, size);
     let rotated = match &m.mla {
         None => (m.heads + 2 * m.kv_heads) * m.head_dim,
         Some(l) => (m.heads + 1) * l.rope_dim,
@@ -83,7 +116,8 @@ fn parts(
     let attention =
         attention_forward / (c.attention.0 * 1e12) + 2.5 * attention_forward / (c.attention.1 * 1e12);
     let narrow = Narrow::of(r, tokens);
-    let wide = tokens * (flops.projections + flops.mlp + flops.logits) - narrow.output - narrow.gradients;
+    let all = tokens * (flops.projections + flops.mlp + flops.logits) + mix.gates;
+    let wide = all - narrow.output - narrow.gradients - mix.experts;
     let products = wide / (c.product * 1e12);
     let (output, gradients) = c.narrow.unwrap_or((c.product, c.product));
     let eight = narrow.output / (output * 1e12) + narrow.gradients / (gradients * 1e12);
@@ -110,7 +144,11 @@ fn parts(
         (CASTS, bytes(narrow.bytes)),
         (ATTENTION, attention),
         (NORMS, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
-        (ACTIVATION, bytes(l * widths * tokens * f * size)),
+        (ACTIVATION, bytes(mix.dense * widths * tokens * size)),
+        (EXPERTS, mix.experts / (c.product * 1e12)),
+        (WEIGHTED, bytes(mix.weighted)),
+        (MOVED, bytes(mix.moved)),
+        (ROUTER, bytes(mix.routed)),
         (ROPE, bytes(rotates * 4.0 * tokens * rotated as f64 * size)),
         (LOSS, bytes(3.0 * tokens * v * size)),
         (OPTIMIZER, bytes(update)),
@@ -147,7 +185,9 @@ impl Narrow {
             m.attention_maps().iter().map(|map| (map.names, map.input, map.output)).collect();
         maps.extend([(&["mlp.gate", "mlp.up"][..], m.hidden, up), (&["mlp.down"], m.ffn, m.hidden)]);
         for layer in 0..m.layers {
-            for &(names, i, o) in &maps {
+            // Experts are counted apart.
+            let here = if m.mixture(layer).is_some() { maps.len() - 2 } else { maps.len() };
+            for &(names, i, o) in &maps[..here] {
                 let names: Vec<String> = names.iter().map(|n| format!("layers.{layer}.{n}")).collect();
                 let names: Vec<&str> = names.iter().map(String::as_str).collect();
                 let Some(e) = policy.of(&names) else { continue };
@@ -178,17 +218,40 @@ mod tests {
     /// Short sequences of narrow heads are slower.
     const SHORT: Ceilings = Ceilings { product: 620.0, attention: (331.0, 256.0), ..CEILINGS };
 
+    /// The ceilings of its products and attention, measured for its shapes.
+    const EXPERTS_ALONE: Ceilings = Ceilings { product: 609.0, attention: (543.0, 442.0), ..CEILINGS };
+
     #[test]
     fn floors_are_those_of_the_yardsticks() {
-        // Estimates made by hand for these ceilings: 217 and 116 ms.
-        for (name, tokens, c, ms) in
-            [("llama-8b-8l", 8192, CEILINGS, 217.0), ("gpt2-124m", 65_536, SHORT, 116.0)]
-        {
+        // Estimates made by hand for these ceilings: 217, 116 and 205 ms.
+        for (name, tokens, c, ms) in [
+            ("llama-8b-8l", 8192, CEILINGS, 217.0),
+            ("gpt2-124m", 65_536, SHORT, 116.0),
+            ("moe-8l", 16_384, EXPERTS_ALONE, 205.0),
+        ] {
             let r = work(name).unwrap().resolve(None).unwrap();
             let total: f64 =
                 parts(&r, (tokens, r.plan.seq_len), &Profile::new(), 1, c).iter().map(|p| p.floor_s).sum();
             assert!((total * 1e3 / ms - 1.0).abs() < 0.12, "{name}: {:.0} ms instead of {ms}", total * 1e3);
         }
+    }
+
+    #[test]
+    fn mixtures_count_the_experts_that_tokens_go_to() {
+        let r = work("moe-8l").unwrap().resolve(None).unwrap();
+        let parts = parts(&r, (16_384, 4096), &Profile::new(), 1, EXPERTS_ALONE);
+        let ms = |name: &str| parts.iter().find(|p| p.name == name).unwrap().floor_s * 1e3;
+        // 8 layers x 131072 rows x 3 matrices of 2048 x 768, six FLOPs each, at 609 TFLOP/s.
+        assert!((ms(EXPERTS) - 48.8).abs() < 0.1, "{}", ms(EXPERTS));
+        // 8 x 8 x 131072 x 768 and 8 x 4 x (131072 + 16384) x 2048 elements of two bytes at 4.27 TB/s.
+        assert!((ms(WEIGHTED) - 3.02).abs() < 0.01, "{}", ms(WEIGHTED));
+        assert!((ms(MOVED) - 4.53).abs() < 0.01, "{}", ms(MOVED));
+        assert!((ms(ROUTER) - 0.063).abs() < 0.001, "{}", ms(ROUTER));
+        assert!(!parts.iter().any(|p| p.name == ACTIVATION), "there is no MLP");
+        // All matrix products together are the model's, and those of the routers.
+        let flops = r.model.flops_per_token(4096.0);
+        let all = 16_384.0 * (flops.projections + flops.mlp + flops.logits + 6.0 * 8.0 * 2048.0 * 128.0);
+        assert!(((ms(EXPERTS) + ms(PRODUCTS)) * 609e9 / all - 1.0).abs() < 1e-9);
     }
 
     #[test]

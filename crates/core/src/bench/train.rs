@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::config::Resolved;
 use crate::data::{Batches, Row};
-use crate::train::{GraphChoice, Observer, Trainer};
+use crate::train::{GraphChoice, Named, Observer, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{MemoryReport, Profile};
@@ -74,6 +74,29 @@ pub struct TrainBench {
     pub graph: bool,
     /// Why, or why not.
     pub graph_choice: GraphChoice,
+    /// How tokens came to their experts; nothing without mixtures.
+    pub routing: Option<Routing>,
+}
+
+/// How tokens came to their experts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Routing {
+    /// At random, in place of the router's choices?
+    pub forced: bool,
+    /// Loads of the last step, by name.
+    pub loads: Named,
+}
+
+impl Routing {
+    /// In a word.
+    pub fn name(&self) -> &'static str {
+        if self.forced { "forced" } else { "learned" }
+    }
+
+    /// The most loaded expert over the mean, of the worst layer in the last step.
+    pub fn imbalance(&self) -> Option<f64> {
+        self.loads.get("imbalance")?.as_f64()
+    }
 }
 
 impl TrainBench {
@@ -146,6 +169,7 @@ pub fn train(
         one_done();
         (tokens, loss) = (report.tokens, report.loss);
     }
+    let loads = trainer.take_loads()?;
     let mut step_s =
         marks.windows(2).map(|w| Ok(w[1].since(&w[0])?.as_secs_f64())).collect::<Result<Vec<f64>>>()?;
     step_s.sort_by(f64::total_cmp);
@@ -163,6 +187,7 @@ pub fn train(
         loss,
         graph: trainer.steps_replayed() > 0 && trainer.step - trainer.steps_replayed() == launched,
         graph_choice: trainer.graph_choice(),
+        routing: r.model.moe.is_some().then_some(Routing { forced: r.config.moe.force.is_some(), loads }),
     })
 }
 

@@ -40,6 +40,19 @@ const YARDSTICKS: &[Yardstick] = &[
         ],
     },
     Yardstick {
+        name: "moe-8l",
+        recipe: "llama-1b",
+        changes: &[
+            "model.preset=qwen3-30b-a3b",
+            "model.layers=8",
+            "model.qk_norm=false",
+            "data.seq_len=4096",
+            "train.micro_batch=4",
+            "train.global_batch=4",
+            "optimizer.moments=bf16",
+        ],
+    },
+    Yardstick {
         name: "llama-8b",
         recipe: "llama-8b",
         changes: &["train.micro_batch=1", "train.global_batch=16"],

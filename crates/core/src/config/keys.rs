@@ -130,6 +130,9 @@ keys! {
         force: Option<f64> = None, "moe_router_force_load_balancing", "moe_router_force_biased";
         /// How tokens come to experts of other ranks.
         dispatcher: Dispatch = Dispatch::AllToAll, "moe_token_dispatcher_type", "moe_flex_dispatcher_backend";
+        /// What logged steps say of mixtures: "losses", "imbalance", "entropy", "dropped", "loads" (of every expert),
+        /// "per_layer" (the same of each layer), "all"; [] for nothing.
+        log: OneOrMany = OneOrMany(vec!["losses".into(), "imbalance".into()]), "moe_per_layer_logging", "moe_metrics";
     }
 
     /// What the model reads.
@@ -176,6 +179,8 @@ keys! {
         /// Give a whole step to the card as one CUDA graph, which is captured once and replayed to the same bits. auto
         /// does so for one rank on a card where giving it the launches takes more than a fifth of the step's time.
         graph: Graph = Graph::Auto, "cuda_graph", "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
+        /// Log the energy that the cards use in steps, evaluations and checkpoints left out.
+        energy: bool = false, "log_energy", "energy_monitor";
     }
 
     /// Loss on validation data while training.

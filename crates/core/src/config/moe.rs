@@ -4,11 +4,14 @@ use super::resolve::Derivations;
 use super::{Dispatch, Keep, MoeSection, Recipe, Resolved, RouterType, Scaling};
 use crate::error::Result;
 use crate::model::ModelConfig;
-use crate::model::moe::{MoeConfig, ScoreKind};
+use crate::model::moe::MoeConfig;
 use ferrotron_engine::moe::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, MoeTraining};
 
 /// Weight of a balancing loss that is given none.
 const COEFFICIENT: f64 = 0.01;
+
+/// The words of `moe.log`.
+const LOGGED: [&str; 7] = ["losses", "imbalance", "entropy", "dropped", "loads", "per_layer", "all"];
 
 /// What a word of `moe.balance` means.
 enum Means {
@@ -36,7 +39,7 @@ impl Recipe {
             let Some(experts) = m.experts else { return self.no_mixture_keys() };
             let ffn = m.ffn.unwrap_or_else(|| derived.add("moe.ffn", c.ffn, "as model.ffn"));
             let topk = m.topk.unwrap_or_else(|| derived.add("moe.topk", 2, "neither a preset nor this says"));
-            c.moe = Some(plain(experts, topk, ffn));
+            c.moe = Some(MoeConfig::plain(experts, topk, ffn));
         }
         let Some(moe) = &mut c.moe else { return Ok(()) };
         put(&mut moe.experts, m.experts);
@@ -107,6 +110,9 @@ impl Recipe {
         if choosers > 0 && m.balance.0.len() > 1 {
             return self
                 .refuse("moe.balance", "sinkhorn and quantile choose alone; name nothing beside them");
+        }
+        if let Some(word) = m.log.0.iter().find(|w| !LOGGED.contains(&w.as_str())) {
+            return self.refuse("moe.log", format!("{word:?} is none of {}", LOGGED.join(", ")));
         }
         let mixing = r.mixing();
         if matches!(mixing.chooser, Chooser::Quantiles { .. }) {
@@ -183,26 +189,6 @@ pub(super) fn section(from: &MoeSection, c: &ModelConfig) -> MoeSection {
         shared_ffn: m.shared_ffn,
         shared_gate: Some(m.shared_gate),
         ..from.clone()
-    }
-}
-
-fn plain(experts: usize, topk: usize, ffn: usize) -> MoeConfig {
-    MoeConfig {
-        experts,
-        topk,
-        ffn,
-        layers: Vec::new(),
-        score: ScoreKind::Softmax,
-        pre_softmax: false,
-        groups: None,
-        scale: 1.0,
-        expert_bias: false,
-        router_bias: false,
-        bias: false,
-        clamp: None,
-        latent: None,
-        shared_ffn: None,
-        shared_gate: false,
     }
 }
 

@@ -76,6 +76,27 @@ pub struct Clamp {
 }
 
 impl MoeConfig {
+    /// Every layer a mixture, with a softmax over the chosen.
+    pub fn plain(experts: usize, topk: usize, ffn: usize) -> MoeConfig {
+        MoeConfig {
+            experts,
+            topk,
+            ffn,
+            layers: Vec::new(),
+            score: ScoreKind::Softmax,
+            pre_softmax: false,
+            groups: None,
+            scale: 1.0,
+            expert_bias: false,
+            router_bias: false,
+            bias: false,
+            clamp: None,
+            latent: None,
+            shared_ffn: None,
+            shared_gate: false,
+        }
+    }
+
     /// Is layer `i` a mixture?
     pub fn is_mixture(&self, i: usize) -> bool {
         self.layers.is_empty() || self.layers.get(i).copied().unwrap_or(false)

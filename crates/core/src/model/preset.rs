@@ -1,6 +1,7 @@
 //! Published and yardstick architectures by name.
 
 use super::config::{Activation, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling};
+use super::moe::MoeConfig;
 
 /// Every name that [`ModelConfig::preset`] knows.
 pub const PRESETS: &[&str] = &[
@@ -15,6 +16,8 @@ pub const PRESETS: &[&str] = &[
     "qwen3-0.6b",
     "gemma2-2b",
     "gemma3-1b",
+    "mixtral-8x7b",
+    "qwen3-30b-a3b",
 ];
 
 impl ModelConfig {
@@ -71,6 +74,15 @@ impl ModelConfig {
                     qk_norm: true,
                     ..c
                 }
+            }
+            "mixtral-8x7b" => {
+                let c = llama_like([4096, 14_336, 32, 32, 8, 128, 32_000, 32_768], 1e-5, 1e6);
+                ModelConfig { moe: Some(MoeConfig::plain(8, 2, 14_336)), ..c }
+            }
+            "qwen3-30b-a3b" => {
+                let sizes = [2048, 6144, 48, 32, 4, 128, 151_936, 40_960];
+                let moe = Some(MoeConfig::plain(128, 8, 768));
+                ModelConfig { qk_norm: true, moe, ..llama_like(sizes, 1e-6, 1e6) }
             }
             _ => return None,
         })
@@ -169,6 +181,8 @@ mod tests {
             ("qwen3-0.6b", 596.05),
             ("gemma2-2b", 2614.34),
             ("gemma3-1b", 999.89),
+            ("mixtral-8x7b", 46_702.79),
+            ("qwen3-30b-a3b", 30_532.12),
         ];
         assert_eq!(sizes.map(|(name, _)| name), PRESETS);
         for (name, millions) in sizes {

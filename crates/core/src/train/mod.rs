@@ -1,7 +1,9 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
+mod energy;
 mod gather;
 mod inputs;
+mod loads;
 mod memory;
 mod micro_batch;
 mod mixtures;
@@ -13,6 +15,7 @@ mod statistics;
 mod trainer;
 
 pub use gather::all_stages;
+pub use loads::Named;
 pub use memory::Need;
 pub use micro_batch::{fetch, layout, targets, weighted};
 pub use replay::GraphChoice;

@@ -1,6 +1,7 @@
 //! A run and its folder: resume, steps, evaluation, checkpoints, events, and a clean end when asked to stop.
 
-use super::{Queued, StepReport, Trainer};
+use super::energy::Energy;
+use super::{Named, Queued, StepReport, Trainer};
 use crate::checkpoint::{self, Saver};
 use crate::config::Resolved;
 use crate::data::Batches;
@@ -65,6 +66,8 @@ pub struct Run {
     pub flops_per_token: f64,
     /// What this rank sent in the last step.
     pub sent: Traffic,
+    /// Of the cards, if it is measured.
+    energy: Option<Energy>,
     dir: PathBuf,
     /// Writes the folder: on the first rank only.
     keeper: Option<Keeper>,
@@ -107,8 +110,9 @@ impl Run {
         let keeper =
             saver.map(|saver| Run::keeper(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
+        let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
-        Ok(Run { trainer, resolved, flops_per_token, sent, dir, keeper })
+        Ok(Run { trainer, resolved, flops_per_token, sent, energy, dir, keeper })
     }
 
     fn saver(dir: &Path, resolved: &Resolved) -> Result<Saver> {
@@ -190,6 +194,7 @@ impl Run {
             rank.device().card().is_some() && rank.world.size() == 1 && !observer.wants_single_steps();
         let mut queued: Option<Queued> = None;
         let mut stopping = false;
+        self.energy.iter_mut().for_each(Energy::resume);
         let mut start = Instant::now();
         while queued.is_some() || self.trainer.step < total {
             let left = total - self.trainer.step + u64::from(queued.is_some());
@@ -211,9 +216,14 @@ impl Run {
             out.seconds += seconds;
             out.first.get_or_insert(start);
             out.loss = Some(report.loss);
+            self.energy.iter_mut().for_each(|e| e.step(report.tokens, seconds));
             let last = report.step == total;
             if last || report.step % c.train.log_every.max(1) == 0 {
-                self.emit(Event::Step(self.step_event(&report, seconds)), observer)?;
+                let mut more = self.trainer.take_loads()?;
+                if let Some(energy) = &mut self.energy {
+                    more.extend(energy.report(&self.trainer.rank)?);
+                }
+                self.emit(Event::Step(self.step_event(&report, seconds, more)), observer)?;
             }
             if let Some(seen) = self.trainer.take_statistics() {
                 self.emit(Event::Precision(seen), observer)?;
@@ -263,7 +273,9 @@ impl Run {
         let micro = self.resolved.plan.micro_batch as u64;
         let per_batch = (self.resolved.config.train.global_batch as u64).div_ceil(micro);
         let micro_batches = (batches * per_batch).max(1);
+        self.energy.iter_mut().for_each(Energy::pause);
         let loss = self.trainer.evaluate(data, micro_batches)?;
+        self.energy.iter_mut().for_each(Energy::resume);
         let tokens = micro_batches * micro * data.seq() as u64;
         self.emit(Event::Eval(events::Eval { step: self.trainer.step, loss, tokens }), observer)?;
         Ok(loss)
@@ -273,18 +285,23 @@ impl Run {
     fn save(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let start = Instant::now();
         // Every rank brings its share; the first one writes.
+        self.energy.iter_mut().for_each(Energy::pause);
         let snapshot = self.trainer.snapshot()?;
-        let Some(keeper) = &mut self.keeper else { return Ok(()) };
+        let Some(keeper) = &mut self.keeper else {
+            self.energy.iter_mut().for_each(Energy::resume);
+            return Ok(());
+        };
         let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
         let step = self.trainer.step;
         keeper.log.sync()?;
         keeper.saver.save(snapshot)?;
+        self.energy.iter_mut().for_each(Energy::resume);
         let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
         let seconds = start.elapsed().as_secs_f64();
         self.emit(Event::Checkpoint(events::Checkpoint { step, path, bytes, seconds }), observer)
     }
 
-    fn step_event(&self, r: &StepReport, seconds: f64) -> events::Step {
+    fn step_event(&self, r: &StepReport, seconds: f64, more: Named) -> events::Step {
         let rate = r.tokens as f64 / seconds.max(1e-9);
         events::Step {
             step: r.step,
@@ -298,6 +315,7 @@ impl Run {
             tflops: rate * self.flops_per_token / 1e12,
             memory: self.trainer.rank.device().memory().total_peak as u64,
             sent: self.sent.by_kind(),
+            more,
         }
     }
 }

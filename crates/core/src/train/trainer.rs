@@ -4,7 +4,7 @@ use super::memory::{Need, advise};
 use super::micro_batch::{InStep, fetch, read, upload};
 use super::replay::{Policy, Replayed, Watch};
 use super::statistics::{self, Seen};
-use super::{gather, state};
+use super::{gather, loads, state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::{Resolved, Scaling};
 use crate::data::Batches;
@@ -55,8 +55,12 @@ pub struct Trainer {
     stats_every: u64,
     /// What the last look saw.
     seen: Option<Precision>,
-    /// What the mixtures of the last step have counted.
+    /// What the mixtures of the last step that was begun are counting.
     counters: Option<Counters>,
+    /// What those of the last step that was ended counted.
+    pub(super) counted: Vec<loads::Counted>,
+    /// What of it is logged.
+    pub(super) wanted: loads::Wanted,
     delayed: bool,
     /// Steps of delayed scaling that only collect magnitudes.
     calibrate: u64,
@@ -86,6 +90,8 @@ pub struct Queued {
     watch: Option<Watch>,
     /// What its operands were like on this rank, where they were looked at.
     operands: Option<Vec<Seen>>,
+    /// What its mixtures count.
+    counters: Option<Counters>,
 }
 
 /// What a step reports.
@@ -153,6 +159,8 @@ impl Trainer {
             stats_every: r.config.precision.stats_every,
             seen: None,
             counters: None,
+            counted: Vec::new(),
+            wanted: loads::Wanted::of(&r.config.moe.log.0),
             delayed: r.config.precision.scaling == Scaling::Delayed,
             calibrate: r.config.precision.calibrate,
             scaled_steps: 0,
@@ -222,7 +230,8 @@ impl Trainer {
         self.tokens += tokens;
         let done = self.rank.compute.record()?;
         let (step, consumed, lr) = (self.step, self.tokens, rates.lr);
-        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done, watch, operands })
+        let counters = self.counters.take();
+        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done, watch, operands, counters })
     }
 
     /// Forward and backward of a step's micro-batches, which `load` brings: the loss of each, and in the buffer the
@@ -261,6 +270,9 @@ impl Trainer {
         s.wait(&q.done)?;
         let loss = q.losses.iter().map(|l| read(s, l)).sum::<Result<f64>>()?;
         let norm = read(s, &q.norm)?;
+        if let (Some(counters), Some(mixtures)) = (&q.counters, self.params.mixtures()) {
+            self.counted = loads::read(s, mixtures.specs(), counters)?;
+        }
         if let Some(watch) = &q.watch {
             self.policy.measured(watch, &q.done)?;
         }

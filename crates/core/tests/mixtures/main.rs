@@ -5,12 +5,18 @@
 //! name contains a text.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod balance;
+mod checkpoints;
+mod hangs;
 mod matrix;
+mod seen;
 
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::{Batches, Row};
 use ferrotron_core::grid::{Grid, Layout};
+use ferrotron_core::ranks::on_threads_with;
 use ferrotron_core::train::LogicalValues;
+use ferrotron_engine::Rank;
 
 /// Grouped heads, a dense layer first, experts that every layout of the matrix divides.
 const MODEL: &str = "
@@ -66,6 +72,27 @@ fn recipe(layout: &Layout, set: &[String]) -> (Resolved, Layout) {
     (resolved, layout)
 }
 
+/// The layout of a text.
+fn layout(text: &str) -> Layout {
+    let layout: Layout = text.parse().unwrap();
+    Layout { dp: layout.dp.or(Some(1)), ..layout }
+}
+
+/// What `work` makes on every rank, none of which waits long for another.
+fn run<T: Send>(
+    layout: &Layout,
+    work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
+) -> ferrotron_core::Result<Vec<T>> {
+    let patience = std::time::Duration::from_secs(20);
+    on_threads_with(layout, patience, Default::default(), || Ok(Rank::cpu(1, 1234)?), work)
+}
+
+/// Keys of a recipe.
+fn keys(list: &[&str]) -> Vec<String> {
+    list.iter().map(|s| s.to_string()).collect()
+}
+
+/// One rank.
 fn one() -> Layout {
     Layout { dp: Some(1), ..Layout::default() }
 }

@@ -1,9 +1,8 @@
 //! The generated matrix: every legal layout of up to 16 ranks, with what may balance, bound or carry the load.
 
 use super::*;
-use ferrotron_core::ranks::{PATIENCE, on_one_device, on_threads_with};
+use ferrotron_core::ranks::{PATIENCE, on_one_device};
 use ferrotron_core::train::Trainer;
-use ferrotron_engine::Rank;
 use ferrotron_tensor::Watch;
 use std::collections::HashMap;
 use std::time::Instant;

@@ -10,6 +10,7 @@ mod compile;
 mod copy;
 mod elementwise;
 mod embedding;
+mod energy;
 mod fastest;
 mod fused;
 mod gemm;
@@ -43,6 +44,7 @@ mod weighted;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, Usage};
+pub use energy::EnergyCounter;
 pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{Readiness, architecture};
 pub use sources::{SOURCES, Source};

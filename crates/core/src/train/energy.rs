@@ -1,0 +1,180 @@
+//! Energy that the cards of a run use in its steps. Evaluations and checkpoints do not count.
+
+use super::Named;
+use crate::{Error, Result};
+use ferrotron_engine::Rank;
+use ferrotron_kernels::cuda::EnergyCounter;
+use serde_json::{Value, json};
+
+/// Millijoules that a card has used since some time; none where it does not say.
+type Source = Box<dyn FnMut() -> Option<u64> + Send>;
+
+/// Counts while it is not paused.
+pub(super) struct Meter {
+    source: Source,
+    /// The counter when counting began, unless it is paused.
+    since: Option<u64>,
+    /// Of the lap so far.
+    lap: u64,
+    /// The card has fallen silent: what was counted of this lap is not all of it.
+    silent: bool,
+}
+
+impl Meter {
+    /// Counts from now on.
+    pub(super) fn new(source: Source) -> Meter {
+        let mut meter = Meter { source, since: None, lap: 0, silent: false };
+        meter.resume();
+        meter
+    }
+
+    /// What is used from now on belongs to no step. Nothing if it is paused already.
+    pub(super) fn pause(&mut self) {
+        let Some(since) = self.since.take() else { return };
+        match (self.source)() {
+            // A driver that was loaded anew starts from zero.
+            Some(now) => self.lap += now.saturating_sub(since),
+            None => self.silent = true,
+        }
+    }
+
+    /// Steps go on. Nothing if they never stopped.
+    pub(super) fn resume(&mut self) {
+        if self.since.is_none() {
+            self.since = (self.source)();
+            self.silent |= self.since.is_none();
+        }
+    }
+
+    /// Millijoules since the last lap; the next begins. None where the card said nothing for a part of it.
+    pub(super) fn lap(&mut self) -> Option<i64> {
+        let running = self.since.is_some() || self.silent;
+        self.pause();
+        let lap = (!self.silent).then_some(i64::try_from(self.lap).unwrap_or(i64::MAX));
+        (self.lap, self.silent) = (0, false);
+        if running {
+            self.resume();
+        }
+        lap
+    }
+}
+
+/// The energy of all cards of a run.
+pub(super) struct Energy {
+    meter: Meter,
+    /// Does another rank on the same card count for it?
+    other_counts: bool,
+    steps: u64,
+    tokens: u64,
+    seconds: f64,
+}
+
+impl Energy {
+    /// Every rank calls it.
+    pub(super) fn new(rank: &Rank) -> Result<Energy> {
+        let counter = EnergyCounter::open(rank.device());
+        let machine = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
+        let card = counter.as_ref().map(|c| format!("{machine}{}", c.bus_id())).unwrap_or_default();
+        let all = rank.world.all().all_gather_bytes(card.as_bytes(), "cards of all ranks")?;
+        let first = all.iter().position(|c| c == card.as_bytes());
+        let other_counts = !card.is_empty() && first.is_some_and(|i| i < rank.world.rank());
+        let source: Source = Box::new(move || counter.as_ref()?.millijoules());
+        Ok(Energy { meter: Meter::new(source), other_counts, steps: 0, tokens: 0, seconds: 0.0 })
+    }
+
+    pub(super) fn pause(&mut self) {
+        self.meter.pause();
+    }
+
+    pub(super) fn resume(&mut self) {
+        self.meter.resume();
+    }
+
+    /// A step was made.
+    pub(super) fn step(&mut self, tokens: u64, seconds: f64) {
+        self.steps += 1;
+        self.tokens += tokens;
+        self.seconds += seconds;
+    }
+
+    /// The mean of the steps since this was last asked, over all cards together. Every rank calls it.
+    pub(super) fn report(&mut self, rank: &Rank) -> Result<Named> {
+        let mine = self.meter.lap();
+        // A card that another rank counts adds nothing.
+        let mine = if self.other_counts { Some(0) } else { mine };
+        let broken = |e: serde_json::Error| Error::Invalid(format!("what ranks say of energy: {e}"));
+        let mut sum = Some(0i64);
+        let text = serde_json::to_vec(&mine).map_err(broken)?;
+        for told in rank.world.all().all_gather_bytes(&text, "energy of the steps")? {
+            let told: Option<i64> = serde_json::from_slice(&told).map_err(broken)?;
+            sum = sum.zip(told).map(|(a, b)| a.saturating_add(b));
+        }
+        let joules = sum.map(|mj| mj as f64 / 1e3);
+        let over = |by: f64| joules.filter(|_| by > 0.0).map_or(Value::Null, |j| json!(j / by));
+        let named = [
+            ("energy_j", over(self.steps as f64)),
+            ("energy_j_per_token", over(self.tokens as f64)),
+            ("power_w", over(self.seconds)),
+        ];
+        (self.steps, self.tokens, self.seconds) = (0, 0, 0.0);
+        Ok(named.map(|(name, x)| (name.to_string(), x)).into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A counter that says these, one after the other.
+    fn scripted(said: &[Option<u64>]) -> Meter {
+        let mut said = said.to_vec().into_iter();
+        Meter::new(Box::new(move || said.next().expect("asked too often")))
+    }
+
+    #[test]
+    fn laps_leave_out_pauses() {
+        let mut m = scripted(&[Some(100), Some(150), Some(150), Some(160), Some(900), Some(905), Some(905)]);
+        assert_eq!(m.lap(), Some(50));
+        // Ten until an evaluation begins, five after it has ended; 740 in between belong to no step.
+        m.pause();
+        m.pause();
+        m.resume();
+        m.resume();
+        assert_eq!(m.lap(), Some(15));
+    }
+
+    #[test]
+    fn a_lap_in_a_pause_ends_there_and_the_next_begins_with_resume() {
+        let mut m = scripted(&[Some(10), Some(20), Some(50), Some(57), Some(57)]);
+        m.pause();
+        assert_eq!(m.lap(), Some(10));
+        assert_eq!(m.lap(), Some(0));
+        m.resume();
+        assert_eq!(m.lap(), Some(7));
+    }
+
+    #[test]
+    fn silence_is_no_number_and_passes() {
+        let mut never = Meter::new(Box::new(|| None));
+        assert_eq!((never.lap(), never.lap()), (None, None));
+        // Silent at the end of the first lap, then back: the second lap begins in silence, the third is whole.
+        let mut m = scripted(&[Some(10), None, None, Some(40), Some(70), Some(70)]);
+        assert_eq!(m.lap(), None);
+        assert_eq!(m.lap(), None);
+        assert_eq!(m.lap(), Some(30));
+        // A counter that starts anew is not a negative energy.
+        let mut m = scripted(&[Some(1000), Some(3), Some(3), Some(8), Some(8)]);
+        assert_eq!((m.lap(), m.lap()), (Some(0), Some(5)));
+    }
+
+    #[test]
+    fn without_cards_there_is_no_number() {
+        let rank = Rank::cpu(1, 1).unwrap();
+        let mut e = Energy::new(&rank).unwrap();
+        e.step(10, 1.0);
+        let n = e.report(&rank).unwrap();
+        let names: Vec<&str> = n.keys().map(String::as_str).collect();
+        assert_eq!(names, ["energy_j", "energy_j_per_token", "power_w"]);
+        assert!(n.values().all(Value::is_null));
+    }
+}
