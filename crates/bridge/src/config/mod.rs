@@ -348,5 +348,6 @@ fn blank() -> ModelConfig {
         tied: false,
         init_std: 0.0,
         moe: None,
+        mtp: None,
     }
 }

@@ -123,7 +123,17 @@ impl Layer {
         index: usize,
         rope: Option<RopeTable>,
     ) -> Result<Layer> {
-        let name = format!("layers.{index}");
+        Layer::declare_as(d, c, &format!("layers.{index}"), index, rope)
+    }
+
+    /// Declares layer `index` as `<name>.*`.
+    pub(super) fn declare_as(
+        d: &mut Declarations,
+        c: &ModelConfig,
+        name: &str,
+        index: usize,
+        rope: Option<RopeTable>,
+    ) -> Result<Layer> {
         let norm = norm_of(c);
         // Blocks write into the residual stream 2L times: smaller outputs keep its variance from growing.
         let std = (c.init_std, c.init_std / (2.0 * c.layers as f32).sqrt());

@@ -298,6 +298,7 @@ impl Run {
             tflops: rate * self.flops_per_token / 1e12,
             memory: self.trainer.rank.device().memory().total_peak as u64,
             sent: self.sent.by_kind(),
+            losses: r.further.iter().zip(1..).map(|(x, d)| (format!("mtp_{d} loss"), *x)).collect(),
         }
     }
 }
