@@ -6,7 +6,7 @@ mod common;
 use common::{cases, flag, float, golden, json, text, uint};
 use ferrotron_core::Result;
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::data::{Batch, Batches, IGNORE};
+use ferrotron_core::data::{Batch, Batches, IGNORE, Row};
 use ferrotron_core::model::Goal;
 use ferrotron_core::tensorfile::TensorFile;
 use ferrotron_core::train::{Trainer, further_ahead};
@@ -23,6 +23,15 @@ struct Only(Batch, usize);
 impl Batches for Only {
     fn seq(&self) -> usize {
         self.1
+    }
+    fn samples(&self) -> u64 {
+        u64::MAX
+    }
+    fn resets(&self) -> bool {
+        self.0.cu_seqlens.is_some()
+    }
+    fn row(&self, _: u64, _: &mut Row) -> Result<()> {
+        panic!("only the whole batch is asked for")
     }
     fn batch(&self, _: u64, _: usize) -> Result<Batch> {
         Ok(self.0.clone())

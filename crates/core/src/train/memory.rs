@@ -248,6 +248,8 @@ mod tests {
             &[][..],
             &["train.recompute=full"],
             &["precision.dtype=f32"],
+            &["mtp.layers=2"],
+            &["mtp.layers=1", "train.recompute=full"],
             &["optimizer.moments=bf16"],
             &["model.mla={ q_lora_rank = 96, kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }"],
             &["optimizer.moments=fp8", "optimizer.master=remainder"],
@@ -267,9 +269,11 @@ mod tests {
     #[test]
     fn weights_in_bytes_are_counted() {
         const FP8: [&str; 2] = ["precision.scaling=current", "precision.weights=fp8"];
-        for except in ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\""] {
+        for except in
+            ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\"", "\"mtp\""]
+        {
             let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
-            for gated in ["model.gated=true", "model.gated=false", latent] {
+            for gated in ["model.gated=true", "model.gated=false", latent, "mtp.layers=2"] {
                 let mut recipe = work("tiny").unwrap();
                 let except = format!("precision.except={except}");
                 FP8.iter().chain(&[except.as_str(), gated]).for_each(|s| recipe.set(s).unwrap());

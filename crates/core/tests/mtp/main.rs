@@ -19,6 +19,7 @@ ffn = 48
 vocab = 259
 max_positions = 64
 qkv_bias = true
+tied = false
 [mtp]
 layers = 2
 factor = 0.3

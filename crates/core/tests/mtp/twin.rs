@@ -2,7 +2,7 @@
 
 use super::*;
 use ferrotron_core::Result;
-use ferrotron_core::data::{Batch, Batches, IGNORE};
+use ferrotron_core::data::{Batch, Batches, IGNORE, Row};
 use ferrotron_core::model::ModelConfig;
 use ferrotron_core::train::Trainer;
 use ferrotron_engine::Rank;
@@ -13,6 +13,15 @@ struct Only(Batch, usize);
 impl Batches for Only {
     fn seq(&self) -> usize {
         self.1
+    }
+    fn samples(&self) -> u64 {
+        u64::MAX
+    }
+    fn resets(&self) -> bool {
+        self.0.cu_seqlens.is_some()
+    }
+    fn row(&self, _: u64, _: &mut Row) -> Result<()> {
+        panic!("only the whole batch is asked for")
     }
     fn batch(&self, _: u64, _: usize) -> Result<Batch> {
         Ok(self.0.clone())
