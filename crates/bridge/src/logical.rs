@@ -1,6 +1,7 @@
 //! Our own names: one logical tensor per parameter, never fused, matrices `[out, in]`.
 
 use ferrotron_core::model::config::{ModelConfig, NormKind, Positions};
+use ferrotron_core::model::logical_parts;
 use ferrotron_tensor::DType;
 
 /// A parameter of the model under its logical name.
@@ -32,7 +33,7 @@ pub fn logical_buffers(c: &ModelConfig) -> Vec<LogicalTensor> {
     buffers.map(|p| LogicalTensor { name: p.name, shape: p.shape, buffer: true }).collect()
 }
 
-/// Every parameter of a model, embedding first, head last.
+/// Every parameter of a model: embedding, layers, head, and what predicts further tokens.
 pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
     let mut out = Vec::new();
     let mut push = |name: String, shape: &[usize]| {
@@ -132,18 +133,24 @@ pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
     if !c.tied {
         push("head.weight".into(), &[c.vocab, h]);
     }
+    // Layers that predict further tokens, as the model declares them.
+    let further = c.mtp.map(|_| logical_parts(c).unwrap_or_default()).unwrap_or_default();
+    let further = further.into_iter().filter(|p| p.name.starts_with("mtp."));
+    out.extend(further.map(|p| LogicalTensor { name: p.name, shape: p.shape, buffer: false }));
     out
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use ferrotron_core::model::MtpConfig;
     use ferrotron_core::model::preset::PRESETS;
 
     #[test]
     fn tensors_hold_every_parameter() {
         for name in PRESETS {
-            let c = ModelConfig::preset(name).unwrap();
+            let mut c = ModelConfig::preset(name).unwrap();
+            c.mtp = (c.layers % 2 == 0).then_some(MtpConfig { layers: 2, repeated: false });
             let tensors = logical_tensors(&c);
             let total: usize = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
             assert_eq!(total, c.parameters(), "{name}");

@@ -92,6 +92,9 @@ pub struct Step {
     /// Further numbers by name, which stand beside the others: loads of experts (`imbalance`), energy (`energy_j`).
     #[serde(flatten)]
     pub more: BTreeMap<String, Value>,
+    /// Other mean losses of the step, in nats: `{"mtp_1 loss": 5.2}` of predictions one token further ahead.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "all_or_nan")]
+    pub losses: BTreeMap<String, f64>,
 }
 
 /// Validation data was looked at.
@@ -205,6 +208,11 @@ impl Event {
 /// JSON has no not-a-number and no infinity; both are written as null.
 fn or_nan<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<f64, D::Error> {
     Ok(Option::<f64>::deserialize(d)?.unwrap_or(f64::NAN))
+}
+
+fn all_or_nan<'de, D: Deserializer<'de>>(d: D) -> std::result::Result<BTreeMap<String, f64>, D::Error> {
+    let all = BTreeMap::<String, Option<f64>>::deserialize(d)?;
+    Ok(all.into_iter().map(|(name, x)| (name, x.unwrap_or(f64::NAN))).collect())
 }
 
 /// One line of the log.

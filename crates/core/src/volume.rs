@@ -28,8 +28,11 @@
 //!   bytes travel as such, 1 byte each, where one scale holds for all of a tensor, whose largest magnitude in f32 ranks
 //!   agree on; with scales of blocks they travel as numbers. Delayed scaling agrees on three magnitudes of every map.
 //!   (What narrow products send over tp is not predicted.)
-//! - **ends**: the f32 gradient of a tied table, between the first and the last stage; with ZeRO of the rank's part of it.
+//! - **ends**: the f32 gradient of a table that the first and the last stage have (a tied embedding, or one that predictions
+//!   of further tokens look them up in); with ZeRO of the rank's part of it.
 //! - **dp**: the number of tokens, one f64. **model** (tp·pp ranks): the square of the norm, one f64.
+//! - Each of D predictions of further tokens is a layer with an embedding before it and a head behind it; it adds one f64 to
+//!   the number of tokens and to the loss. (What detached ones spare is not predicted, nor what mixtures send.)
 
 use crate::Result;
 use crate::model::ModelConfig;
@@ -146,7 +149,11 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     let (t, c) = (s.tp.size as u64, s.cp.size as u64);
     // Bytes that rows are shorter by where they travel as 8-bit numbers.
     let mut less = 0;
-    let blocks: Vec<usize> = s.stages.iter().flat_map(|stage| stage.layers.clone()).collect();
+    // Layers that predict further tokens are like others, and each has an embedding before it and a head behind it.
+    let further = |stage: &Stage| stage.mtp.clone().map(|d| s.model.layers + d).collect::<Vec<_>>();
+    let blocks: Vec<usize> =
+        s.stages.iter().flat_map(|stage| stage.layers.clone().chain(further(stage))).collect();
+    let numbers = 8 * (1 + s.model.mtp_depth() as u64);
     for batch in s.batches {
         let tokens = Tokens::new(batch, s.cp, s.tp.size)?;
         let rows = tokens.rows().len() as u64;
@@ -164,8 +171,9 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         let mlp = 5 * h + again(s.recompute.mlp) * 2 * h;
         add("tp", blocks.len() as u64 * (t - 1) * (rows / t) * (around_heads + mlp) * e);
         for stage in s.stages {
-            add("tp", if stage.embedding { 2 * moved } else { 0 });
-            add("tp", if stage.loss { 3 * moved + (t - 1) * rows * 16 } else { 0 });
+            let depth = stage.mtp.len() as u64;
+            add("tp", 2 * moved * (u64::from(stage.embedding) + depth));
+            add("tp", (3 * moved + (t - 1) * rows * 16) * (u64::from(stage.loss) + depth));
             // The first stage of all gets nothing from before it, the last gives nothing on.
             add("pp", if stage.loss { 0 } else { rows / t * h * e });
             add("back", if stage.embedding { 0 } else { rows / t * h * e });
@@ -227,9 +235,9 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         };
         add("copies", all_reduce(copies, 4 * magnitudes));
     }
-    add("copies", all_reduce(copies, 8));
-    add("dp", all_reduce(s.dp as u64, 8));
-    add("pp", all_reduce(s.pp as u64, 8));
+    add("copies", all_reduce(copies, numbers));
+    add("dp", all_reduce(s.dp as u64, numbers));
+    add("pp", all_reduce(s.pp as u64, numbers));
     // The norm.
     add("world", all_reduce(t * s.pp as u64 * copies, 8));
     Ok(out)
@@ -284,7 +292,9 @@ fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
     let magnitudes = u64::from(e.output || e.weight_grad) * passes + u64::from(e.input_grad || e.weight_grad);
     // Inputs of rows, gradients of the outputs of columns; a map of own tokens has neither of others.
     let width = if whole { 0 } else { part.shape[usize::from(!summed)] as u64 };
-    (bytes * width * u64::from(per_tensor), magnitudes * u64::from(current))
+    // A layer may be used repeatedly.
+    let uses = u64::from(spec.uses);
+    (uses * bytes * width * u64::from(per_tensor), uses * magnitudes * u64::from(current))
 }
 
 /// What the attention of a layer sends over cp, forward and backward.
@@ -293,7 +303,7 @@ fn attention(s: &Step, layer: usize, local: u64, e: u64) -> (u64, u64) {
     let (heads, groups) = (m.heads / t, m.kv_heads.div_ceil(t));
     let (n, g, d) = (heads as u64, groups as u64, (m.head_dim + m.value_dim()) as u64);
     let keys = local * g * d;
-    let window = m.window.is_some() && m.local_layers.get(layer).copied().unwrap_or(false);
+    let window = m.is_local(layer);
     let divide = heads.is_multiple_of(s.cp.size) && groups.is_multiple_of(s.cp.size);
     match (window, divide) {
         _ if c == 1 => (0, 0),

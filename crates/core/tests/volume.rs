@@ -172,6 +172,25 @@ fn latent_attention() {
     }
 }
 
+/// A layer, an embedding and a head more for each; tables that both ends of a pipeline have.
+#[test]
+fn predictions_of_further_tokens() {
+    for layout in ["tp=1", "tp=2", "dp=2", "cp=2", "pp=2", "pp=2,vp=2", "tp=2,cp=2", "tp=2,pp=2,dp=2"] {
+        for set in [
+            &["mtp.layers=2"][..],
+            &["mtp.layers=2", "mtp.repeated=true", "model.tied=false", "model.positions=learned"],
+            &["mtp.layers=1", "parallel.zero=2", "train.recompute=full", "precision.dtype=bf16"],
+        ] {
+            equal(layout, set);
+        }
+    }
+    let eight = ["precision.dtype=bf16", "model.head_dim=16", "model.ffn=64", "precision.scaling=current"];
+    equal("tp=2", &[&eight[..], &["mtp.layers=2", "mtp.repeated=true"]].concat());
+    equal("tp=2,pp=2", &[&eight[..], &["mtp.layers=2"]].concat());
+    let more = equal("pp=2", &["mtp.layers=1", "model.tied=false"]);
+    assert!(more.contains_key("ends") && !equal("pp=2", &["model.tied=false"]).contains_key("ends"));
+}
+
 /// Bytes travel as bytes where a tensor has one scale, and magnitudes beside them.
 #[test]
 fn eight_bit_products() {

@@ -55,6 +55,38 @@ impl Embedding {
         Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
     }
 
+    /// The same over a token table that is declared, which another module uses too; `<name>.positions` is declared.
+    pub fn over(
+        d: &mut Declarations,
+        tokens: ParamId,
+        name: &str,
+        positions: Option<usize>,
+        scale: f32,
+        std: f32,
+    ) -> Result<Embedding> {
+        let whole = d.spec(tokens).parts[0].shape.clone();
+        let (vocab, hidden) = (whole[0], whole[1]);
+        let first = d.spec(tokens).cuts[0].range.start;
+        let table = |rows| Part {
+            name: format!("{name}.positions"),
+            shape: vec![rows, hidden],
+            init: Init::Normal(std),
+            split: Split::Replicated,
+        };
+        let positions = positions.map(|rows| d.declare(vec![table(rows)])).transpose()?;
+        Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
+    }
+
+    /// The same tables, for another module that looks tokens up.
+    pub fn again(&self) -> Embedding {
+        Embedding { ..*self }
+    }
+
+    /// All its tables.
+    pub fn tables(&self) -> impl Iterator<Item = ParamId> + use<> {
+        [Some(self.tokens), self.positions].into_iter().flatten()
+    }
+
     /// `ids`, `positions` i32 `[tokens]` → `[tokens, hidden]`, of the rows this rank holds.
     pub fn forward(&self, p: &Pass, ids: &Tensor, positions: &Tensor) -> Result<(Tensor, EmbeddingSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);

@@ -238,6 +238,22 @@ impl Head {
         Ok(())
     }
 
+    /// The output matrix.
+    pub fn weight(&self) -> ParamId {
+        self.weight
+    }
+
+    /// Gradient of the hidden states alone: the output matrix gets none.
+    pub fn backward_input(&self, p: &Pass, saved: HeadSaved) -> Result<Tensor> {
+        match saved {
+            HeadSaved::Whole { dlogits, .. } => {
+                let f = Factor::input_grad(&self.even(p.rank, p.weight(self.weight)?)?);
+                p.sum_of_products(&Side::rows_of(&dlogits), &f, "gradient of hidden states")
+            }
+            HeadSaved::Chunked { dx, .. } => p.sum_rows(&dx, "gradient of hidden states"),
+        }
+    }
+
     /// Gradient of the hidden states.
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {

@@ -261,6 +261,21 @@ impl Declarations {
         self.specs[id.0].uses += 1;
     }
 
+    /// So many modules use a declared parameter.
+    pub fn set_uses(&mut self, id: ParamId, uses: u32) {
+        self.specs[id.0].uses = uses;
+    }
+
+    /// The parameters declared after the first `from`.
+    pub fn since(&self, from: usize) -> impl Iterator<Item = ParamId> + use<> {
+        (from..self.specs.len()).map(ParamId)
+    }
+
+    /// Parameters declared so far.
+    pub fn count(&self) -> usize {
+        self.specs.len()
+    }
+
     /// The first and the last stage of the pipeline both have the parameter; `mirror` on the one that has the copy.
     pub fn mark_tied(&mut self, id: ParamId, mirror: bool) {
         self.specs[id.0].tied_over_ends = true;

@@ -22,6 +22,9 @@ pub struct Pass<'a> {
     pub mix: Option<Mix<'a>>,
     /// Forward runs once more for backward: what was counted is not counted again.
     pub again: bool,
+    /// Uses of the same layer before this one, where a layer is used repeatedly: it draws as if it were so many layers
+    /// further on.
+    pub repeat: u32,
 }
 
 /// Dropout of one micro-batch. What is dropped depends on the seed, the step, the layer, the place in it and the
@@ -62,6 +65,7 @@ impl<'a> Pass<'a> {
             train: true,
             mix: None,
             again: false,
+            repeat: 0,
         }
     }
 
@@ -88,7 +92,7 @@ impl<'a> Pass<'a> {
     /// Applies dropout at a place of a layer, forward or backward: the mask depends on the place only.
     pub fn dropout(&self, layer: u32, site: u32, x: Tensor) -> Result<Tensor> {
         let Some(d) = self.dropout.filter(|d| d.p > 0.0) else { return Ok(x) };
-        let key = DropoutKey { seed: self.rank.seed, step: d.step, layer, site };
+        let key = DropoutKey { seed: self.rank.seed, step: d.step, layer: layer + self.repeat, site };
         let y = self.rank.activation(x.shape(), x.dtype())?;
         self.rank.kernels.dropout(&self.rank.compute, d.p, key, d.rows, &x, &y)?;
         Ok(y)

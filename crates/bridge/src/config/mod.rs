@@ -407,5 +407,6 @@ fn blank() -> ModelConfig {
         tied: false,
         init_std: 0.0,
         moe: None,
+        mtp: None,
     }
 }

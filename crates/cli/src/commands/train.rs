@@ -127,7 +127,7 @@ fn pipeline(resolved: &Resolved) -> Result<Option<String>> {
     if p.pp == 1 {
         return Ok(None);
     }
-    let placement = Stages { chunks: p.vp, text: p.stages.clone() }.place(resolved.model.layers, p.pp)?;
+    let placement = Stages { chunks: p.vp, text: p.stages.clone() }.place(&resolved.model, p.pp)?;
     let micro_batches = resolved.config.train.global_batch / (resolved.plan.micro_batch * p.dp);
     let mode = p.schedule.mode();
     let schedule = Plan { mode, ..Plan::new(p.pp, placement.vp(), micro_batches) }.schedule()?;

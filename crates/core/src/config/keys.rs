@@ -135,6 +135,18 @@ keys! {
         log: OneOrMany = OneOrMany(vec!["losses".into(), "imbalance".into()]), "moe_per_layer_logging", "moe_metrics";
     }
 
+    /// Prediction of more tokens than the next: layers after the decoder that are each given the next token, too.
+    mtp: MtpSection {
+        /// Tokens to predict besides the next, each with a layer of its own; 0 means none.
+        layers: usize = 0, "mtp_num_layers", "num_nextn_predict_layers", "num_mtp_layers";
+        /// Weight of the mean of their losses beside the model's own loss.
+        factor: f64 = 0.1, "mtp_loss_scaling_factor", "mtp_loss_coeff";
+        /// Use one layer for all of them.
+        repeated: bool = false, "mtp_use_repeated_layer";
+        /// Let them learn without teaching: decoder, embedding and output matrix get no gradient of them.
+        detach: bool = false, "mtp_detach_heads";
+    }
+
     /// What the model reads.
     data: DataSection {
         /// Prefix of a .bin/.idx pair made by `ferrotron data build`, a list of them, or "embedded" for the small

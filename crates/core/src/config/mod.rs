@@ -8,6 +8,7 @@ mod latent;
 mod load;
 mod model;
 mod moe;
+mod mtp;
 mod narrow;
 mod ramp;
 mod recipes;

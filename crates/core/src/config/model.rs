@@ -105,6 +105,7 @@ impl Recipe {
             }
         }
         self.mixtures(&mut c, derived)?;
+        self.predictions(&mut c)?;
         Ok(c)
     }
 
@@ -195,6 +196,7 @@ impl Recipe {
             tied: false,
             init_std: 0.02,
             moe: None,
+            mtp: None,
         })
     }
 

@@ -1,9 +1,9 @@
 //! Deriving what a recipe leaves open, with the reason for each value.
 
 use super::model::section;
-use super::moe;
 use super::ramp::Ramp;
 use super::{Config, Decay, Recipe, WeightDecayStyle, write};
+use super::{moe, mtp};
 use crate::error::{Error, Result};
 use crate::model::config::ModelConfig;
 use serde::Serialize;
@@ -88,6 +88,7 @@ impl Recipe {
         let mut c = self.config.clone();
         c.model = section(&self.config.model, &model);
         c.moe = moe::section(&self.config.moe, &model);
+        c.mtp = mtp::section(&self.config.mtp, &model);
         self.derive_data(&mut c, &model, &mut derived)?;
         self.derive_precision(&mut c, &mut derived);
         let plan = self.derive_lengths(&mut c, &mut derived)?;

@@ -25,6 +25,8 @@ impl Config {
             Some("with precision.scaling = \"nvfp4\", rounding depends on the number of the step")
         } else if self.moe.experts.is_some() {
             Some("mixtures of experts are told which rows are tokens in every step")
+        } else if self.mtp.layers > 0 {
+            Some("with mtp.layers, a step has more inputs and losses than one that is captured")
         } else {
             None
         }
@@ -255,12 +257,13 @@ impl Recipe {
             return self.refuse(key, e.to_string());
         }
         self.check_moe(r)?;
+        self.check_mtp(r)?;
         if c.optimizer.master == Master::Remainder && c.precision.dtype != Precision::Bf16 {
             let what = "a remainder completes bf16 weights; with precision.dtype = \"f32\" weights are their own masters, so leave it out";
             return self.refuse("optimizer.master", what);
         }
         let stages = Stages { chunks: c.parallel.vp, text: c.parallel.stages.clone() };
-        if let Err(e) = stages.place(m.layers, c.parallel.pp) {
+        if let Err(e) = stages.place(m, c.parallel.pp) {
             return self.refuse("parallel.stages", e.to_string());
         }
         let micro = plan.micro_batch * c.parallel.dp;

@@ -4,6 +4,8 @@
 use super::config::{ModelConfig, Positions};
 use super::decoder::Input;
 use super::layer::{Layer, LayerSaved, norm_of};
+use super::mtp::MtpTraining;
+use super::predictions::{Predictions, PredictionsSaved};
 use crate::pipeline::Stage;
 use ferrotron_engine::attention::{KvCache, RopeTable};
 use ferrotron_engine::{
@@ -20,6 +22,8 @@ pub struct Chunk {
     embedding: Option<Embedding>,
     layers: Vec<Layer>,
     end: Option<(NormLayer, Head)>,
+    /// Predictions of further tokens, on the last stage.
+    predictions: Option<Predictions>,
     /// Layers of the whole model.
     depth: u32,
 }
@@ -37,6 +41,7 @@ pub enum Goal<'a> {
 
 /// What backward needs of a chunk.
 pub struct ChunkSaved {
+    predictions: Option<PredictionsSaved>,
     end: Option<(HeadSaved, NormSaved)>,
     layers: Vec<Keep<LayerSaved>>,
     embedding: Option<EmbeddingSaved>,
@@ -44,6 +49,7 @@ pub struct ChunkSaved {
 
 impl Saved for ChunkSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.predictions.tensors(f);
         if let Some((head, norm)) = &mut self.end {
             head.tensors(f);
             norm.tensors(f);
@@ -53,9 +59,16 @@ impl Saved for ChunkSaved {
     }
 }
 
+impl ChunkSaved {
+    /// f32 `[D]`: `Σ weight·loss` of the predictions of further tokens, where they are here.
+    pub fn prediction_losses(&self) -> Option<&Tensor> {
+        self.predictions.as_ref().map(|p| &p.losses)
+    }
+}
+
 impl Chunk {
     /// Declares what `stage` holds. `rope` gives the table of a layer; `tokens` is the token table where a chunk before
-    /// this one on the same rank has declared it.
+    /// this one on the same rank has declared it; `mtp` says how predictions of further tokens are trained.
     pub(super) fn declare(
         d: &mut Declarations,
         c: &ModelConfig,
@@ -63,12 +76,17 @@ impl Chunk {
         rope: &mut dyn FnMut(usize) -> Result<Option<RopeTable>>,
         tokens: &mut Option<ParamId>,
         apart: bool,
+        mtp: MtpTraining,
     ) -> Result<Chunk> {
         let learned = (c.positions == Positions::Learned).then_some(c.max_positions);
         let embedding = if stage.embedding {
             let e = Embedding::declare(d, "embed", c.vocab, c.hidden, learned, c.embed_scale, c.init_std)?;
+            // The last stage has it too: as its output matrix, or to look further tokens up.
             if c.tied && apart {
                 d.mark_tied(e.tokens, false);
+            }
+            if c.mtp.is_some() && apart {
+                e.tables().for_each(|id| d.mark_tied(id, false));
             }
             *tokens = Some(e.tokens);
             Some(e)
@@ -95,7 +113,13 @@ impl Chunk {
         } else {
             None
         };
-        Ok(Chunk { embedding, layers, end, depth: c.layers as u32 })
+        let predictions = match (&end, c.mtp) {
+            (Some((_, head)), Some(m)) => {
+                Some(Predictions::declare(d, c, (m, mtp), rope, embedding.as_ref(), head)?)
+            }
+            _ => None,
+        };
+        Ok(Chunk { embedding, layers, end, predictions, depth: c.layers as u32 })
     }
 
     /// Its layers, in order.
@@ -123,6 +147,44 @@ impl Chunk {
         goal: Goal,
     ) -> Result<(Tensor, Option<ChunkSaved>)> {
         let train = matches!(goal, Goal::Train(_));
+        let (x, layers, embedding) = self.trunk(p, input, x, train)?;
+        let Some((norm, head)) = &self.end else {
+            let saved = ChunkSaved { predictions: None, end: None, layers, embedding };
+            return Ok((x.sum(p)?, train.then_some(saved)));
+        };
+        let (y, _, normed) = norm.forward_of(p, x, false)?;
+        let y = y.values;
+        let targets = match goal {
+            Goal::Logits => return Ok((head.logits(p, &y)?, None)),
+            Goal::Loss(t) | Goal::Train(t) => t,
+        };
+        let (rows, end) = head.loss(p, &y, targets, train)?;
+        let predictions = match &self.predictions {
+            Some(further) if train => Some(further.forward(p, input, head, &y)?),
+            _ => None,
+        };
+        let end = end.map(|head| (head, normed));
+        Ok((rows, train.then_some(ChunkSaved { predictions, end, layers, embedding })))
+    }
+
+    /// Logits `[tokens, V]` of each depth of the predictions of further tokens, of a chunk that is the whole model.
+    pub fn prediction_logits(&self, p: &Pass, input: &Input) -> Result<Vec<Tensor>> {
+        let (Some((norm, head)), Some(further)) = (&self.end, &self.predictions) else {
+            return Ok(Vec::new());
+        };
+        let (x, _, _) = self.trunk(p, input, None, false)?;
+        let (y, _, _) = norm.forward_of(p, x, false)?;
+        further.logits(p, input, head, &y.values)
+    }
+
+    /// Embedding and layers.
+    fn trunk(
+        &self,
+        p: &Pass,
+        input: &Input,
+        x: Option<Tensor>,
+        train: bool,
+    ) -> Result<(Hidden, Vec<Keep<LayerSaved>>, Option<EmbeddingSaved>)> {
         let (x, embedding) = match (&self.embedding, x) {
             (Some(e), None) => {
                 let (x, saved) = e.forward(p, &input.ids, &input.positions)?;
@@ -137,18 +199,7 @@ impl Chunk {
             layers.extend(train.then_some(saved));
             x = y;
         }
-        let Some((norm, head)) = &self.end else {
-            return Ok((x.sum(p)?, train.then_some(ChunkSaved { end: None, layers, embedding })));
-        };
-        let (y, _, normed) = norm.forward_of(p, x, false)?;
-        let y = y.values;
-        let targets = match goal {
-            Goal::Logits => return Ok((head.logits(p, &y)?, None)),
-            Goal::Loss(t) | Goal::Train(t) => t,
-        };
-        let (rows, end) = head.loss(p, &y, targets, train)?;
-        let end = end.map(|head| (head, normed));
-        Ok((rows, train.then_some(ChunkSaved { end, layers, embedding })))
+        Ok((x, layers, embedding))
     }
 
     /// From the gradient of the output (nothing at the end of the model: there the loss starts it) to that of the
@@ -164,8 +215,11 @@ impl Chunk {
     ) -> Result<Option<Tensor>> {
         let mut dx = match (&self.end, saved.end, dy) {
             (Some((norm, head)), Some((head_saved, norm_saved)), None) => {
-                let (dx, g) = head.backward(p, head_saved)?;
+                let (mut dx, g) = head.backward(p, head_saved)?;
                 put(g)?;
+                if let (Some(further), Some(saved)) = (&self.predictions, saved.predictions) {
+                    dx = further.backward(p, saved, input, head, dx, put)?;
+                }
                 let (dx, g) = norm.backward(p, norm_saved, &dx, None)?;
                 put(g)?;
                 dx

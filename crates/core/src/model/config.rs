@@ -1,6 +1,7 @@
 //! The architecture of a decoder as plain data. Every supported family is a setting of these switches.
 
 use super::moe::MoeConfig;
+use super::mtp::MtpConfig;
 pub use ferrotron_kernels::rope_tables::RopeScaling;
 use serde::{Deserialize, Serialize};
 
@@ -70,6 +71,9 @@ pub struct ModelConfig {
     /// Mixtures of experts in place of MLPs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moe: Option<MoeConfig>,
+    /// Layers that predict further tokens.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mtp: Option<MtpConfig>,
 }
 
 /// Kind and constants of a norm.
@@ -167,7 +171,7 @@ impl ModelConfig {
 
     /// Does layer `i` see only a window?
     pub fn is_local(&self, i: usize) -> bool {
-        self.window.is_some() && self.local_layers.get(i).copied().unwrap_or(false)
+        self.window.is_some() && self.local_layers.get(self.alike(i)).copied().unwrap_or(false)
     }
 
     /// RoPE of layer `i`, if the model uses it.

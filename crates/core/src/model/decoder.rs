@@ -2,11 +2,12 @@
 
 use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
+use super::mtp::MtpTraining;
 use crate::pipeline::{Placement, Split, Stage};
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
 use ferrotron_engine::moe::{MixInput, MixtureSpec, MoeTraining};
 use ferrotron_engine::precision::Policy;
-use ferrotron_engine::{Declarations, Init, ParamSpec, Part, Pass, Rank, Split as Shared, Tokens};
+use ferrotron_engine::{Declarations, Init, ParamSpec, Part, Pass, Rank, Split as Shared, Targets, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
@@ -21,6 +22,7 @@ pub struct Decoder {
     lanes: [Stream; 2],
     mixtures: Vec<MixtureSpec>,
     mixing: Arc<MoeTraining>,
+    mtp: MtpTraining,
 }
 
 /// What a model is told besides its architecture.
@@ -30,6 +32,8 @@ pub struct Settings {
     pub policy: Policy,
     /// How mixtures are trained.
     pub mixing: Arc<MoeTraining>,
+    /// How predictions of further tokens are trained.
+    pub mtp: MtpTraining,
 }
 
 /// How a model is cut into the stages of a pipeline.
@@ -48,26 +52,31 @@ impl Default for Stages {
 }
 
 impl Stages {
-    /// Which layers are where, over `pp` ranks.
-    pub fn place(&self, layers: usize, pp: usize) -> crate::Result<Placement> {
-        match &self.text {
-            None => Split::even(layers, pp, self.chunks).place(),
-            Some(text) => {
-                let placement = Placement::parse(text, pp, Some(layers))?;
-                if placement.stages().iter().any(|s| !s.mtp.is_empty()) {
-                    return Err(crate::Error::Invalid(format!(
-                        "the stages {text:?} have m, but this version has no prediction layers; leave m out"
-                    )));
-                }
-                if placement.vp() != self.chunks {
-                    let (found, wanted) = (placement.stages().len(), self.chunks * pp);
-                    return Err(crate::Error::Invalid(format!(
-                        "the stages {text:?} are {found}, where pp·vp = {wanted}; write {wanted}, or change vp"
-                    )));
-                }
-                Ok(placement)
-            }
+    /// Which layers of a model are where, over `pp` ranks. Layers that predict further tokens are on the last stage.
+    pub fn place(&self, model: &ModelConfig, pp: usize) -> crate::Result<Placement> {
+        let (layers, depth) = (model.layers, model.mtp_depth());
+        let Some(text) = &self.text else {
+            return Split { mtp: depth, ..Split::even(layers, pp, self.chunks) }.place();
+        };
+        let placement = Placement::parse(text, pp, Some(layers))?;
+        let refuse = |what: String| Err(crate::Error::Invalid(format!("the stages {text:?} {what}")));
+        let found: usize = placement.stages().iter().map(|s| s.mtp.len()).sum();
+        if found != depth {
+            return refuse(match depth {
+                0 => "have m, but mtp.layers is not set; leave m out".into(),
+                _ => format!("have {found} m for mtp.layers = {depth}; write {depth} m before L"),
+            });
         }
+        if placement.stages().iter().any(|s| !s.mtp.is_empty() && !s.loss) {
+            return refuse(
+                "have m apart from L; prediction layers live where the loss is, so write mL".into(),
+            );
+        }
+        if placement.vp() != self.chunks {
+            let (found, wanted) = (placement.stages().len(), self.chunks * pp);
+            return refuse(format!("are {found}, where pp·vp = {wanted}; write {wanted}, or change vp"));
+        }
+        Ok(placement)
     }
 }
 
@@ -85,6 +94,18 @@ pub struct Input {
     pub rows: usize,
     /// What mixtures are told of the rows.
     pub mix: Option<MixInput>,
+    /// What predictions of further tokens are given, for each depth; empty outside of training.
+    pub ahead: Vec<Ahead>,
+}
+
+/// The tokens some places further on, of the rows of an [`Input`].
+pub struct Ahead {
+    /// i32 `[rows]`: their ids, 0 behind the end of a document.
+    pub ids: Tensor,
+    /// i32 `[rows]`: their positions, likewise.
+    pub positions: Tensor,
+    /// What follows them.
+    pub targets: Targets,
 }
 
 impl Decoder {
@@ -97,7 +118,7 @@ impl Decoder {
         settings: &Settings,
     ) -> crate::Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
-        let placement = stages.place(c.layers, rank.pp.size())?;
+        let placement = stages.place(&c, rank.pp.size())?;
         let mut d = Declarations::of(rank).with_policy(settings.policy.clone()).with_mixing(&settings.mixing);
         // Layers with the same RoPE share one table.
         let mut tables: Vec<(RopeConfig, RopeTable)> = Vec::new();
@@ -113,13 +134,14 @@ impl Decoder {
         let (mut tokens, apart) = (None, rank.pp.size() > 1);
         let chunks = (0..placement.vp())
             .filter_map(|chunk| placement.at(rank.pp.rank(), chunk))
-            .map(|stage| Chunk::declare(&mut d, &c, stage, &mut table, &mut tokens, apart))
+            .map(|stage| Chunk::declare(&mut d, &c, stage, &mut table, &mut tokens, apart, settings.mtp))
             .collect::<Result<Vec<_>>>()?;
         let positions = if c.positions == Positions::Learned { c.max_positions } else { positions };
         let lane = |name| rank.device().stream(name).map(|s| s.of_rank(rank.world.rank()));
         let lanes = [lane("activations")?, lane("their gradients")?];
         let (mixtures, mixing) = (d.mixtures().to_vec(), settings.mixing.clone());
-        Ok((Decoder { config: c, placement, chunks, positions, lanes, mixtures, mixing }, d.finish()))
+        let mtp = settings.mtp;
+        Ok((Decoder { config: c, placement, chunks, positions, lanes, mixtures, mixing, mtp }, d.finish()))
     }
 
     /// This rank's mixtures.
@@ -130,6 +152,11 @@ impl Decoder {
     /// How mixtures are trained.
     pub fn mixing(&self) -> &MoeTraining {
         &self.mixing
+    }
+
+    /// How predictions of further tokens are trained.
+    pub fn mtp(&self) -> MtpTraining {
+        self.mtp
     }
 
     /// Which layers are where.
@@ -202,7 +229,7 @@ impl Decoder {
         let mix = self.config.moe.is_some();
         let mix = mix.then(|| MixInput::new(rank, &layout, &tokens, padding, self.mixing.dispatcher));
         let layout = tokens.layout().clone();
-        Ok(Input { ids, positions, layout, tokens, rows, mix: mix.transpose()? })
+        Ok(Input { ids, positions, layout, tokens, rows, mix: mix.transpose()?, ahead: Vec::new() })
     }
 
     /// Refuses ids and positions that the model has no place for, and lengths that do not agree.
@@ -251,21 +278,24 @@ impl Decoder {
 /// All logical tensors of a model, in the order of its parts.
 pub fn logical_parts(config: &ModelConfig) -> Result<Vec<Part>> {
     let mut d = Declarations::default();
-    let all = Stage { embedding: true, layers: 0..config.layers, loss: true, ..Stage::default() };
-    Chunk::declare(&mut d, config, &all, &mut |_| Ok(None), &mut None, false)?;
+    let all = Stage { embedding: true, layers: 0..config.layers, mtp: 0..config.mtp_depth(), loss: true };
+    Chunk::declare(&mut d, config, &all, &mut |_| Ok(None), &mut None, false, MtpTraining::default())?;
     Ok(d.finish().into_iter().flat_map(|s| s.parts).collect())
 }
 
 /// Tensors of a model that are no parameters: f32 `[E]` of each mixture that has a bias for choices.
 pub fn logical_buffers(config: &ModelConfig) -> Vec<Part> {
-    let part = |i: usize| Part {
-        name: format!("layers.{i}.moe.expert_bias"),
+    let part = |name: String| Part {
+        name: format!("{name}.moe.expert_bias"),
         shape: vec![config.moe.as_ref().map_or(0, |m| m.experts)],
         init: Init::Constant(0.0),
         split: Shared::Replicated,
     };
-    let has = |i: &usize| config.mixture(*i).is_some_and(|m| m.expert_bias);
-    (0..config.layers).filter(has).map(part).collect()
+    let has = |i: usize| config.mixture(i).is_some_and(|m| m.expert_bias);
+    let decoder = (0..config.layers).filter(|i| has(*i)).map(|i| format!("layers.{i}"));
+    let further =
+        (0..config.mtp_modules()).filter(|i| has(config.layers + i)).map(|i| format!("mtp.{i}.layer"));
+    decoder.chain(further).map(part).collect()
 }
 
 fn count_positions(layout: &Layout, tokens: usize) -> Vec<i32> {

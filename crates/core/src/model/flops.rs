@@ -9,14 +9,15 @@ use super::config::ModelConfig;
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenFlops {
     /// Projections to q, k, v and back: `6·L·[h·(Q + 2·g·d) + Q·h]` with `Q = n·d`; latent ones
-    /// `6·L·[h·(r_q + r_kv + b) + r_q·n·(a + b) + r_kv·n·(a + v) + n·v·h]`, or with `h·n·(a + b)` for what has r_q.
+    /// `6·L·[h·(r_q + r_kv + b) + r_q·n·(a + b) + r_kv·n·(a + v) + n·v·h]`, or with `h·n·(a + b)` for what has r_q;
+    /// and `6·2h·h` of each depth that predicts further tokens.
     pub projections: f64,
     /// Scores and their use on values: `6·Q·a` per full layer, and
     /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`; where values have another width, Q is the mean of both.
     pub attention: f64,
     /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise; of a mixture, the experts that a token goes to.
     pub mlp: f64,
-    /// Output matrix: `6·h·V`.
+    /// Output matrix: `6·h·V`, once more for each such depth. Their layers count like others.
     pub logits: f64,
 }
 
@@ -31,10 +32,11 @@ impl ModelConfig {
     /// FLOPs of training one token of sequences of `length` tokens. With packed sequences of unequal
     /// lengths sᵢ, `length` is Σsᵢ²/Σsᵢ.
     pub fn flops_per_token(&self, length: f64) -> TokenFlops {
-        let (h, l) = (self.hidden as f64, self.layers as f64);
+        let (h, depth) = (self.hidden as f64, self.mtp_depth());
+        let (l, ahead) = ((self.layers + depth) as f64, depth as f64);
         let q = self.heads as f64 * (self.head_dim + self.value_dim()) as f64 / 2.0;
         let maps: f64 = self.attention_maps().iter().map(|m| m.input as f64 * m.output as f64).sum();
-        let local = (0..self.layers).filter(|&i| self.is_local(i)).count() as f64;
+        let local = (0..self.layers + depth).filter(|&i| self.is_local(i)).count() as f64;
         let windowed = match self.window {
             Some(w) if (w as f64) < length => {
                 let w = w as f64;
@@ -43,10 +45,10 @@ impl ModelConfig {
             _ => q * length,
         };
         TokenFlops {
-            projections: 6.0 * l * maps,
+            projections: 6.0 * (l * maps + ahead * 2.0 * h * h),
             attention: 6.0 * ((l - local) * q * length + local * windowed),
             mlp: self.ffn_flops(),
-            logits: 6.0 * h * self.vocab as f64,
+            logits: 6.0 * h * self.vocab as f64 * (1.0 + ahead),
         }
     }
 }

@@ -60,15 +60,15 @@ pub(super) fn norm_of(c: &ModelConfig) -> Norm {
     }
 }
 
-/// Declares the attention of layer `index` as `layers.<index>.attn.*`.
+/// Declares the attention of layer `index` as `<name>.*`.
 fn attention(
     d: &mut Declarations,
     c: &ModelConfig,
-    index: usize,
+    (name, index): (&str, usize),
     std: (f32, f32),
     rope: Option<RopeTable>,
 ) -> Result<SelfAttention> {
-    let (name, local) = (format!("layers.{index}.attn"), c.window.filter(|_| c.is_local(index)));
+    let local = c.window.filter(|_| c.is_local(index));
     let scores = Scores {
         scale: c.attn_scale,
         softcap: c.attn_softcap,
@@ -92,7 +92,7 @@ fn attention(
                 sink: c.attn_sink,
                 std,
             };
-            SelfAttention::Plain(Attention::declare(d, &name, config, rope)?.into())
+            SelfAttention::Plain(Attention::declare(d, name, config, rope)?.into())
         }
         Some(m) => {
             let config = LatentConfig {
@@ -110,7 +110,7 @@ fn attention(
                 scores,
                 std,
             };
-            SelfAttention::Latent(LatentAttention::declare(d, &name, config, rope)?.into())
+            SelfAttention::Latent(LatentAttention::declare(d, name, config, rope)?.into())
         }
     })
 }
@@ -123,7 +123,17 @@ impl Layer {
         index: usize,
         rope: Option<RopeTable>,
     ) -> Result<Layer> {
-        let name = format!("layers.{index}");
+        Layer::declare_as(d, c, &format!("layers.{index}"), index, rope)
+    }
+
+    /// Declares layer `index` as `<name>.*`.
+    pub(super) fn declare_as(
+        d: &mut Declarations,
+        c: &ModelConfig,
+        name: &str,
+        index: usize,
+        rope: Option<RopeTable>,
+    ) -> Result<Layer> {
         let norm = norm_of(c);
         // Blocks write into the residual stream 2L times: smaller outputs keep its variance from growing.
         let std = (c.init_std, c.init_std / (2.0 * c.layers as f32).sqrt());
@@ -133,7 +143,7 @@ impl Layer {
         Ok(Layer {
             index: index as u32,
             attn_norm: NormLayer::declare(d, &format!("{name}.attn_norm"), c.hidden, norm)?,
-            attn: attention(d, c, index, std, rope)?,
+            attn: attention(d, c, (&format!("{name}.attn"), index), std, rope)?,
             attn_post: post(d, "attn_post_norm")?,
             mlp_norm: NormLayer::declare(d, &format!("{name}.mlp_norm"), c.hidden, norm)?,
             mlp: match c.mixture(index) {

@@ -127,10 +127,10 @@ pub(super) fn act_of(c: &ModelConfig) -> Act {
 impl ModelConfig {
     /// Is layer `i` a mixture?
     pub fn mixture(&self, i: usize) -> Option<&MoeConfig> {
-        self.moe.as_ref().filter(|m| m.is_mixture(i))
+        self.moe.as_ref().filter(|m| m.is_mixture(self.alike(i)))
     }
 
-    /// Layers that are mixtures.
+    /// Decoder layers that are mixtures.
     pub fn mixtures(&self) -> usize {
         (0..self.layers).filter(|i| self.mixture(*i).is_some()).count()
     }
@@ -241,6 +241,6 @@ impl ModelConfig {
                 matrices * width * m.ffn as f64 * m.topk as f64 + latent + shared
             }
         };
-        6.0 * (0..self.layers).map(of_layer).sum::<f64>()
+        6.0 * (0..self.layers + self.mtp_depth()).map(of_layer).sum::<f64>()
     }
 }

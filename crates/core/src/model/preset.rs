@@ -130,6 +130,7 @@ fn llama_like(sizes: [usize; 8], eps: f32, theta: f64) -> ModelConfig {
         tied: false,
         init_std: 0.02,
         moe: None,
+        mtp: None,
     }
 }
 

@@ -24,6 +24,7 @@ impl ModelConfig {
         self.check_constants(&mut bad);
         self.check_layers(&mut bad);
         self.check_moe(&mut bad);
+        self.check_mtp(&mut bad);
         self.check_positions(&mut bad);
         if let Some(mla) = &self.mla {
             self.check_latent(mla, &mut bad);
@@ -170,11 +171,13 @@ impl ModelConfig {
             + narrow
             + on(self.attn_sink) * self.heads as u128
             + on(self.qk_norm) * 2 * d;
-        let blocks: u128 = (0..self.layers).map(|i| self.ffn_parameters(i)).sum();
+        let all = self.layers + self.mtp_modules();
+        let blocks: u128 = (0..all).map(|i| self.ffn_parameters(i)).sum();
         let layer = attention + norm * (2 + 2 * on(self.post_norms));
+        let predictions = self.mtp_modules() as u128 * (2 * h * h + 3 * norm);
         let positions = on(matches!(self.positions, Positions::Learned)) * self.max_positions as u128 * h;
         let matrices = 1 + on(!self.tied);
-        self.layers as u128 * layer + blocks + self.vocab as u128 * h * matrices + positions + norm
+        all as u128 * layer + blocks + predictions + self.vocab as u128 * h * matrices + positions + norm
     }
 }
 

@@ -6,7 +6,7 @@
 
 use super::{Kind, Message, Op, Payload, Schedule, Step, Transfer};
 use crate::model::{Chunk, ChunkSaved, Decoder, Goal, Input};
-use crate::train::weighted;
+use crate::train::{weighted, with_further};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Lane};
 use ferrotron_engine::moe::Mix;
@@ -66,7 +66,7 @@ pub enum Aim<'a> {
     Logits,
     /// `Σ weight·loss` f32 `[1]` of each micro-batch, on the last stage.
     Loss,
-    /// The same, and gradients.
+    /// The same, behind it that of each prediction further ahead (f32 `[1 + D]`), and gradients.
     Train(&'a mut GradBuffer),
 }
 
@@ -198,14 +198,16 @@ impl Work<'_, '_> {
             Aim::Train(_) => Goal::Train(targets()?),
         };
         let (y, saved) = chunk.forward(&pass, &batch.input, x, goal)?;
-        self.kept.extend(saved.map(|s| (key, s)));
         if !chunk.is_last() {
+            self.kept.extend(saved.map(|s| (key, s)));
             return Ok(Some(y));
         }
+        let further = saved.as_ref().and_then(ChunkSaved::prediction_losses);
         self.results[key.1] = Some(match goal {
             Goal::Logits => y,
-            Goal::Loss(t) | Goal::Train(t) => weighted(pass.rank, &y, t)?,
+            Goal::Loss(t) | Goal::Train(t) => with_further(pass.rank, weighted(pass.rank, &y, t)?, further)?,
         });
+        self.kept.extend(saved.map(|s| (key, s)));
         Ok(None)
     }
 

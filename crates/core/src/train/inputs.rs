@@ -44,7 +44,8 @@ impl Inputs {
         let tokens = rank.tokens(&self.form.layout())?;
         let (ids, positions, layout) = (self.row(i, 0)?, self.row(i, 1)?, tokens.layout().clone());
         let targets = Targets { labels: self.row(i, 2)?, weights: self.row(i, 3)?.seen_as(DType::F32)? };
-        let input = Input { ids, positions, layout, tokens, rows: self.form.tokens, mix: None };
+        let input =
+            Input { ids, positions, layout, tokens, rows: self.form.tokens, mix: None, ahead: Vec::new() };
         Ok(MicroBatch { input, targets: Some(targets), dropout: None, part: None })
     }
 

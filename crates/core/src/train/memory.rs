@@ -123,10 +123,13 @@ impl Need {
         let mlp = if self.recompute.mlp { 0 } else { inside * size + (act + normed(h)) * self.inputs };
         let post = if m.post_norms { 2 * h } else { 0 };
         let whole = (2 * h + post) * size + attention + mlp;
-        let layers = if self.recompute.layer { m.layers * h * size + whole } else { m.layers * whole };
+        let (depth, all) = (m.mtp_depth(), m.layers + m.mtp_depth());
+        let layers = if self.recompute.layer { all * h * size + whole } else { all * whole };
+        // Of each prediction further ahead: its embedding, both halves of what is joined, its output, its logits.
+        let further = depth * (m.vocab + 5 * h) * size;
         // Logits become their own gradient; a few rows of the residual stream are in flight. The first stage of a
         // pipeline holds as many micro-batches as there are stages: what it has fewer of in layers it has more of in these.
-        self.micro_batch * self.seq / self.shared.tokens * (layers + m.vocab * size + 4 * h * size)
+        self.micro_batch * self.seq / self.shared.tokens * (layers + further + m.vocab * size + 4 * h * size)
     }
 
     fn total(&self) -> usize {
@@ -199,12 +202,16 @@ fn stored(m: &ModelConfig, policy: &Policy) -> usize {
         m.attention_maps().iter().map(|map| (map.names, map.weights())).collect();
     maps.extend([(mlp, mlp.len() * m.hidden * m.ffn), (&["mlp.down"][..], m.ffn * m.hidden)]);
     let of = |layer: usize, names: &[&str]| {
-        let names: Vec<String> = names.iter().map(|n| format!("layers.{layer}.{n}")).collect();
+        let layer = match layer.checked_sub(m.layers) {
+            None => format!("layers.{layer}"),
+            Some(d) => format!("mtp.{d}.layer"),
+        };
+        let names: Vec<String> = names.iter().map(|n| format!("{layer}.{n}")).collect();
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         policy.of(&names).is_some_and(|e| e.stored)
     };
     let layer = |i| maps.iter().filter(|(names, _)| of(i, names)).map(|(_, n)| n).sum::<usize>();
-    (0..m.layers).map(layer).sum()
+    (0..m.layers + m.mtp.map_or(0, |p| p.modules())).map(layer).sum()
 }
 
 /// An out-of-memory error with the way out; any other error as it is.
@@ -241,6 +248,8 @@ mod tests {
             &[][..],
             &["train.recompute=full"],
             &["precision.dtype=f32"],
+            &["mtp.layers=2"],
+            &["mtp.layers=1", "train.recompute=full"],
             &["optimizer.moments=bf16"],
             &["model.mla={ q_lora_rank = 96, kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }"],
             &["optimizer.moments=fp8", "optimizer.master=remainder"],
@@ -260,9 +269,11 @@ mod tests {
     #[test]
     fn weights_in_bytes_are_counted() {
         const FP8: [&str; 2] = ["precision.scaling=current", "precision.weights=fp8"];
-        for except in ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\""] {
+        for except in
+            ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\"", "\"mtp\""]
+        {
             let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
-            for gated in ["model.gated=true", "model.gated=false", latent] {
+            for gated in ["model.gated=true", "model.gated=false", latent, "mtp.layers=2"] {
                 let mut recipe = work("tiny").unwrap();
                 let except = format!("precision.except={except}");
                 FP8.iter().chain(&[except.as_str(), gated]).for_each(|s| recipe.set(s).unwrap());

@@ -1,5 +1,6 @@
 //! Micro-batches on their way to the device, and the numbers that come back.
 
+use super::ahead;
 use crate::Result;
 use crate::data::Batch;
 use crate::model::Decoder;
@@ -22,24 +23,27 @@ pub(super) struct InStep {
     pub(super) dropout: f32,
 }
 
-/// A micro-batch on the device; of a step, where it is one of training.
+/// A micro-batch on the device; of a step, where it is one of training. `weights`: of each label in the loss, and in the
+/// losses of predictions further ahead.
 pub(super) fn upload(
     rank: &Rank,
     decoder: &Decoder,
     batch: &Batch,
     seq: usize,
-    weight: f32,
+    weights: &[f32],
     step: Option<InStep>,
 ) -> Result<MicroBatch> {
     let (positions, layout) = (Some(&batch.positions[..]), layout(batch, seq)?);
-    let input = decoder.input_with(rank, &batch.tokens, positions, layout, batch.padding.as_deref())?;
+    let mut input = decoder.input_with(rank, &batch.tokens, positions, layout, batch.padding.as_deref())?;
     let (mut dropout, mut part) = (None, None);
     if let Some(s) = step.filter(|s| s.dropout > 0.0 || input.mix.is_some()) {
         let rows = token_numbers(rank, &input.tokens, s.first)?;
         dropout = (s.dropout > 0.0).then(|| Drops { p: s.dropout, step: s.step, rows: rows.clone() });
         part = Some(StepPart { step: s.step, rows, share: s.share });
     }
-    let targets = Some(targets(rank, &input.tokens, &batch.labels, weight)?);
+    let (own, further) = weights.split_first().map_or((1.0, &[][..]), |(own, rest)| (*own, rest));
+    input.ahead = ahead::upload(rank, decoder, batch, (seq, &input), further)?;
+    let targets = Some(targets(rank, &input.tokens, &batch.labels, own)?);
     Ok(MicroBatch { input, targets, dropout, part })
 }
 
@@ -76,11 +80,25 @@ pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> {
     Ok(sum)
 }
 
+/// That and, behind it, the sums of predictions further ahead, if there are any: f32 `[1 + D]`.
+pub(crate) fn with_further(rank: &Rank, own: Tensor, further: Option<&Tensor>) -> Result<Tensor> {
+    let Some(further) = further else { return Ok(own) };
+    let all = rank.activation(&[1 + further.numel()], DType::F32)?;
+    rank.compute.copy(&own, &all.narrow(0, 0, 1)?)?;
+    rank.compute.copy(further, &all.narrow(0, 1, further.numel())?)?;
+    Ok(all)
+}
+
 /// One number from the device. Waits for it, and for all work given before.
 pub fn fetch(rank: &Rank, t: &Tensor) -> Result<f64> {
     read(&rank.compute, t)
 }
 
 pub(super) fn read(s: &Stream, t: &Tensor) -> Result<f64> {
-    Ok(s.download::<f32>(t)?.iter().map(|x| f64::from(*x)).sum())
+    Ok(read_all(s, t)?.iter().sum())
+}
+
+/// All numbers of a tensor.
+pub(super) fn read_all(s: &Stream, t: &Tensor) -> Result<Vec<f64>> {
+    Ok(s.download::<f32>(t)?.iter().map(|x| f64::from(*x)).collect())
 }

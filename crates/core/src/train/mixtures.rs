@@ -40,9 +40,17 @@ pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
 pub(super) fn found<'a>(loaded: &'a Loaded, model: &ModelConfig) -> Vec<(&'a str, &'a [usize])> {
     let experts = model.moe.as_ref().map_or(0, |m| m.experts);
     let is_mixture = |name: &str| {
-        let layer = name.strip_prefix("model/layers.").and_then(|rest| rest.split_once(".moe."));
-        let number = |n: &str| n.parse().ok().filter(|i| model.mixture(*i).is_some());
-        layer.is_some_and(|(n, kind)| number(n).is_some() && [BIAS, QUANTILES].contains(&kind))
+        let Some((layer, kind)) = name.strip_prefix("model/").and_then(|rest| rest.split_once(".moe."))
+        else {
+            return false;
+        };
+        let number = |n: &str| n.parse::<usize>().ok();
+        let layer = match (layer.strip_prefix("layers."), layer.strip_prefix("mtp.")) {
+            (Some(n), _) => number(n),
+            (_, Some(n)) => n.strip_suffix(".layer").and_then(number).map(|d| model.layers + d),
+            _ => None,
+        };
+        layer.is_some_and(|i| model.mixture(i).is_some()) && [BIAS, QUANTILES].contains(&kind)
     };
     let tensors = loaded.tensors().filter(|t| is_mixture(&t.name) && t.shape == [experts]);
     tensors.map(|t| (t.name.as_str(), t.shape.as_slice())).collect()

@@ -1,5 +1,6 @@
 //! Training: the state of a run, its steps, and the run itself with its folder.
 
+mod ahead;
 mod energy;
 mod gather;
 mod inputs;
@@ -14,9 +15,11 @@ mod state;
 mod statistics;
 mod trainer;
 
+pub use ahead::upload as further_ahead;
 pub use gather::all_stages;
 pub use loads::Named;
 pub use memory::Need;
+pub(crate) use micro_batch::with_further;
 pub use micro_batch::{fetch, layout, targets, weighted};
 pub use replay::GraphChoice;
 pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};

@@ -316,6 +316,7 @@ impl Run {
             memory: self.trainer.rank.device().memory().total_peak as u64,
             sent: self.sent.by_kind(),
             more,
+            losses: r.further.iter().zip(1..).map(|(x, d)| (format!("mtp_{d} loss"), *x)).collect(),
         }
     }
 }

@@ -1,10 +1,10 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
 use super::memory::{Need, advise};
-use super::micro_batch::{InStep, fetch, read, upload};
+use super::micro_batch::{InStep, fetch, read, read_all, upload};
 use super::replay::{Policy, Replayed, Watch};
 use super::statistics::{self, Seen};
-use super::{gather, loads, state};
+use super::{ahead, gather, loads, state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::{Resolved, Scaling};
 use crate::data::Batches;
@@ -95,12 +95,14 @@ pub struct Queued {
 }
 
 /// What a step reports.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StepReport {
     /// Its number, from 1.
     pub step: u64,
     /// Mean loss over the tokens that have one.
     pub loss: f64,
+    /// The same of each prediction further ahead.
+    pub further: Vec<f64>,
     /// Global gradient norm before clipping. Where it is not finite, the step was left out.
     pub grad_norm: f64,
     /// Learning rate used.
@@ -123,7 +125,8 @@ impl Trainer {
     fn allocate(rank: Rank, r: &Resolved, policy: Policy) -> Result<Trainer> {
         let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
         let positions = r.plan.seq_len;
-        let settings = Settings { policy: narrow(&rank, r)?, mixing: Arc::new(r.mixing()) };
+        let settings =
+            Settings { policy: narrow(&rank, r)?, mixing: Arc::new(r.mixing()), mtp: r.predicting() };
         let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r), &settings)?;
         let dtype = r.config.precision.dtype.dtype();
         let copies = rank.copies.size().max(rank.expert_copies.size());
@@ -193,9 +196,14 @@ impl Trainer {
         let batches = (0..count)
             .map(|i| data.batch(self.samples + (i * ranks + turn) * micro as u64, micro))
             .collect::<Result<Vec<_>>>()?;
-        let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
-        let valid = sum(&self.rank.dp, &self.readback, valid, "tokens of the step")?;
-        let weight = 1.0 / valid.max(1.0) as f32;
+        let depth = self.decoder.config().mtp_depth();
+        let mut valid = vec![0.0; 1 + depth];
+        for batch in &batches {
+            let counts = ahead::labels(batch, data.seq(), depth)?;
+            valid.iter_mut().zip(counts).for_each(|(all, n)| *all += n);
+        }
+        let valid = sums(&self.rank.dp, &self.readback, valid, "tokens of the step")?;
+        let weights = ahead::weights(&valid, self.decoder.mtp().factor);
         let samples = micro as u64 * count * ranks;
         // Rates are those of the samples consumed including this step's: the first step already moves.
         let after = self.samples + samples;
@@ -204,7 +212,7 @@ impl Trainer {
         // Such steps are not like others: they are given launch by launch, and say nothing of how long others take.
         let (looks, collects) = (self.begin_look(), self.collect_magnitudes());
         let special = looks || collects;
-        let replayed = if special { None } else { self.replay(&batches, seq, weight, rates)? };
+        let replayed = if special { None } else { self.replay(&batches, seq, weights[0], rates)? };
         let (losses, norm) = match replayed {
             Some(made) => made,
             None => {
@@ -215,7 +223,7 @@ impl Trainer {
                     // The number of its first token in the step.
                     let first = (i as u64 * ranks + turn) * (micro * seq) as u64;
                     let step = InStep { step, first, share, dropout };
-                    upload(rank, decoder, &batches[i], seq, weight, Some(step))
+                    upload(rank, decoder, &batches[i], seq, &weights, Some(step))
                 })?;
                 let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
                 watch.iter_mut().for_each(Watch::given);
@@ -268,7 +276,10 @@ impl Trainer {
     pub fn end_step(&mut self, q: Queued) -> Result<StepReport> {
         let s = &self.readback;
         s.wait(&q.done)?;
-        let loss = q.losses.iter().map(|l| read(s, l)).sum::<Result<f64>>()?;
+        let mut losses = vec![0.0; 1 + self.decoder.config().mtp_depth()];
+        for made in &q.losses {
+            losses.iter_mut().zip(read_all(s, made)?).for_each(|(sum, x)| *sum += x);
+        }
         let norm = read(s, &q.norm)?;
         if let (Some(counters), Some(mixtures)) = (&q.counters, self.params.mixtures()) {
             self.counted = loads::read(s, mixtures.specs(), counters)?;
@@ -278,7 +289,10 @@ impl Trainer {
         }
         // Their memory may be used again now.
         self.rank.compute.wait(&s.record()?)?;
-        let loss = self.over_ranks(loss, "loss of the step")?;
+        let losses = self.over_ranks(losses, "loss of the step")?;
+        // Means of their own, without the factor they have in the gradient.
+        let factor = self.decoder.mtp().factor / self.decoder.config().mtp_depth().max(1) as f64;
+        let (loss, further) = (losses[0], losses[1..].iter().map(|x| x / factor).collect());
         let Queued { step, lr, tokens, samples, consumed, operands, .. } = q;
         if let Some(mine) = operands {
             self.seen = statistics::joined(&self.rank, self.decoder.config(), step, mine)?;
@@ -289,7 +303,7 @@ impl Trainer {
         if !goes_on && (!loss.is_finite() || !norm.is_finite()) {
             return Err(Error::Diverged { step, loss, grad_norm: norm });
         }
-        Ok(StepReport { step, loss, grad_norm: norm, lr, tokens, samples, consumed })
+        Ok(StepReport { step, loss, further, grad_norm: norm, lr, tokens, samples, consumed })
     }
 
     /// What the operands of 8-bit products were like in the last step that was ended, if it was one to look at them.
@@ -331,11 +345,11 @@ impl Trainer {
         Plan::new(placement.pp(), placement.vp(), micro_batches)
     }
 
-    /// A number of the last stage, summed over the ranks that have other tokens, on every rank.
-    fn over_ranks(&self, mine: f64, label: &'static str) -> Result<f64> {
-        let copies = sum(&self.rank.copies, &self.readback, mine, label)?;
+    /// Numbers of the last stage, summed over the ranks that have other tokens, on every rank.
+    fn over_ranks(&self, mine: Vec<f64>, label: &'static str) -> Result<Vec<f64>> {
+        let copies = sums(&self.rank.copies, &self.readback, mine, label)?;
         // All but the last stage bring nothing.
-        sum(&self.rank.pp, &self.readback, copies, label)
+        sums(&self.rank.pp, &self.readback, copies, label)
     }
 
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
@@ -359,7 +373,7 @@ impl Trainer {
         if !batches.is_empty() {
             let (rank, decoder) = (&self.rank, &self.decoder);
             let schedule = Plan { mode: Mode::ForwardOnly, ..self.plan_of(batches.len()) }.schedule()?;
-            let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), 1.0, None);
+            let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), &[1.0], None);
             let pass = Pass { train: false, ..Pass::new(rank, &self.params) };
             let sums = execute(pass, decoder, &schedule, &mut load, Aim::Loss)?;
             total = sums.iter().map(|l| fetch(rank, l)).sum::<Result<f64>>()?;
@@ -368,8 +382,9 @@ impl Trainer {
             eight.end_evaluation();
         }
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
-        let total = self.over_ranks(total, "evaluation")?;
-        Ok(total / sum(&self.rank.dp, &self.readback, valid, "tokens of an evaluation")?.max(1.0))
+        let total = self.over_ranks(vec![total], "evaluation")?[0];
+        let valid = sums(&self.rank.dp, &self.readback, vec![valid], "tokens of an evaluation")?[0];
+        Ok(total / valid.max(1.0))
     }
 
     /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.
@@ -460,12 +475,12 @@ fn narrow(rank: &Rank, r: &Resolved) -> Result<precision::Policy> {
     }
 }
 
-/// A number summed over the ranks of a group; counts are exact.
-fn sum(group: &Communicator, s: &Stream, mine: f64, label: &'static str) -> Result<f64> {
+/// Numbers summed over the ranks of a group; counts are exact.
+fn sums(group: &Communicator, s: &Stream, mine: Vec<f64>, label: &'static str) -> Result<Vec<f64>> {
     if group.size() == 1 {
         return Ok(mine);
     }
-    let t = s.upload(&[mine], &[1], Category::Communication)?;
+    let t = s.upload(&mine, &[mine.len()], Category::Communication)?;
     group.all_reduce(s, &t, Reduce::Sum, label)?;
-    Ok(s.download::<f64>(&t)?[0])
+    Ok(s.download::<f64>(&t)?)
 }

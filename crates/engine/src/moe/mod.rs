@@ -14,6 +14,7 @@ mod shared;
 mod state;
 
 pub use input::{Mix, MixInput, Order};
+pub use own::{OwnLinear, OwnSaved};
 pub use settings::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, MoeShape, MoeTraining};
 pub use state::{Counters, MixtureId, MixtureSpec, Mixtures};
 
@@ -21,7 +22,6 @@ use crate::{Declarations, Measured, Pass, Saved, SavedTensor, WeightGrad};
 use dispatch::{Arriving, Dispatch, Room};
 use experts::{Experts, ExpertsSaved};
 use ferrotron_tensor::{Result, Tensor};
-use own::{OwnLinear, OwnSaved};
 use router::{Router, RouterSaved};
 use shared::{Shared, SharedSaved};
 use std::sync::Arc;

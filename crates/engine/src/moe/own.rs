@@ -21,8 +21,8 @@ impl Saved for OwnSaved {
 }
 
 impl OwnLinear {
-    /// Declares `<name>.weight` `[out, input]`.
-    pub(super) fn declare(
+    /// Declares `<name>.weight` `[out, input]`, with initial values of standard deviation `std`.
+    pub fn declare(
         d: &mut Declarations,
         name: &str,
         input: usize,
@@ -39,7 +39,7 @@ impl OwnLinear {
     }
 
     /// `[rows, in] → [rows, out]`
-    pub(super) fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, OwnSaved)> {
+    pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, OwnSaved)> {
         let w = p.weight(self.weight)?;
         let y = p.empty(&[x.shape()[0], w.shape()[0]])?;
         let g = Gemm { a: x, trans_a: false, b: w, trans_b: true, bias: None, accumulate: false, c: &y };
@@ -48,7 +48,7 @@ impl OwnLinear {
     }
 
     /// `dx = dy·W`; later `dW = dyᵀ·x`.
-    pub(super) fn backward(&self, p: &Pass, saved: OwnSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
+    pub fn backward(&self, p: &Pass, saved: OwnSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         let dx = p.empty(saved.x.shape())?;
         let w = p.weight(self.weight)?;
         let g = Gemm { a: dy, trans_a: false, b: w, trans_b: false, bias: None, accumulate: false, c: &dx };

@@ -92,7 +92,7 @@ impl Router {
         let t = x.shape()[0];
         let index = p.rank.activation(&[t, self.topk], DType::I32)?;
         let probs = p.rank.activation(&[t, self.topk], DType::F32)?;
-        let again = if p.again { state.recall(self.id) } else { None };
+        let again = if p.again { state.recall(self.id, p.repeat) } else { None };
         if p.again && again.is_none() {
             return shape_error("router", "a pass is computed again that was not remembered");
         }
@@ -107,7 +107,8 @@ impl Router {
         };
         if p.train && !p.again && (p.recompute.layer || p.recompute.mlp) {
             let (weights, z) = (balance.weights.clone(), balance.z.clone());
-            state.remember(self.id, Decided { index: index.clone(), weights, z });
+            let repeat = p.repeat;
+            state.remember(self.id, Decided { index: index.clone(), weights, z, repeat });
         }
         let routes = self.within_capacity(p, state, Routes { index: index.clone(), probs })?;
         if p.train && !p.again {
@@ -190,7 +191,8 @@ impl Router {
     fn forced(&self, p: &Pass, logits: Tensor) -> Result<Tensor> {
         let (Some(forced), Some(mix)) = (self.training.forced, p.mix) else { return Ok(logits) };
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let key = DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer, site: FORCED };
+        let key =
+            DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer + p.repeat, site: FORCED };
         let random = p.rank.activation(logits.shape(), DType::F32)?;
         k.fill_normal_logits(s, key, mix.rows, &random)?;
         if let Forced::Biased(std) = forced {
@@ -211,7 +213,8 @@ impl Router {
     /// `x` times numbers near 1, or `x` itself.
     fn jittered(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
         let (true, Some(mix)) = (self.training.jitter > 0.0 && p.train, p.mix) else { return Ok(x.clone()) };
-        let key = DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer, site: JITTER };
+        let key =
+            DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer + p.repeat, site: JITTER };
         let y = p.empty(x.shape())?;
         p.rank.kernels.jitter(&p.rank.compute, self.training.jitter, key, mix.rows, x, &y)?;
         Ok(y)

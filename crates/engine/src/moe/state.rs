@@ -61,6 +61,8 @@ pub(crate) struct Decided {
     pub(crate) weights: Vec<Tensor>,
     /// Of the z-loss.
     pub(crate) z: Option<Tensor>,
+    /// Which of repeated uses it was.
+    pub(crate) repeat: u32,
 }
 
 /// The counters of a step, on the device, summed over all ranks that share its tokens.
@@ -113,9 +115,11 @@ impl Mixtures {
         self.decided()[id.0].push_back(decided);
     }
 
-    /// What the oldest pass decided that was not computed again yet.
-    pub(crate) fn recall(&self, id: MixtureId) -> Option<Decided> {
-        self.decided()[id.0].pop_front()
+    /// What the oldest pass decided that was not computed again yet, of those uses of the mixture.
+    pub(crate) fn recall(&self, id: MixtureId, repeat: u32) -> Option<Decided> {
+        let list = &mut self.decided()[id.0];
+        let oldest = list.iter().position(|d| d.repeat == repeat)?;
+        list.remove(oldest)
     }
 
     fn decided(&self) -> MutexGuard<'_, Vec<VecDeque<Decided>>> {

@@ -176,7 +176,7 @@ pub struct Policy {
     pub layers: usize,
     /// Layers at its start that are left alone.
     pub first: usize,
-    /// Layers at its end that are left alone.
+    /// Layers at its end that are left alone; with any, those that predict further tokens are too.
     pub last: usize,
     /// What else is.
     pub except: Vec<Exception>,
@@ -188,8 +188,18 @@ impl Policy {
     /// What holds for a map with these (stacked) logical outputs, such as `layers.3.attn.q`.
     pub fn of(&self, outputs: &[&str]) -> Option<Eight> {
         let recipe = self.recipe?;
-        let layer = outputs.first()?.strip_prefix("layers.")?.split('.').next()?.parse::<usize>().ok()?;
-        if layer < self.first || layer + self.last >= self.layers {
+        let first = outputs.first()?;
+        let number = |rest: &str| rest.split('.').next().and_then(|n| n.parse::<usize>().ok());
+        let alone = match (first.strip_prefix("layers."), first.strip_prefix("mtp.")) {
+            (Some(rest), _) => {
+                let layer = number(rest)?;
+                layer < self.first || layer + self.last >= self.layers
+            }
+            // Layers that predict further tokens come after the last.
+            (_, Some(_)) => self.last > 0,
+            _ => true,
+        };
+        if alone {
             return None;
         }
         let covers = |product| {
@@ -226,6 +236,13 @@ mod tests {
         let all: Vec<bool> = (0..6).map(|i| p.of(&[&format!("layers.{i}.mlp.down")]).is_some()).collect();
         assert_eq!(all, [false, true, true, true, false, false]);
         assert_eq!(p.of(&["head"]), None);
+        assert_eq!(p.of(&["mtp.0.layer.mlp.down"]), None);
+        let none_last = Policy { last: 0, ..policy(&["mtp.1", "mlp.up"]) };
+        let of = |name: &str| none_last.of(&[name]).is_some();
+        assert_eq!(
+            ["mtp.0.layer.mlp.down", "mtp.1.layer.mlp.down", "mtp.0.layer.mlp.up"].map(of),
+            [true, false, false]
+        );
         assert_eq!(Policy::default().of(&["layers.3.mlp.down"]), None);
     }
 

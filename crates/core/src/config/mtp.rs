@@ -1,0 +1,77 @@
+//! Prediction of further tokens: from the `[mtp]` section to an architecture and to how it is trained.
+
+use super::{Config, KEYS, MtpSection, Recipe, Resolved};
+use crate::error::Result;
+use crate::model::{ModelConfig, MtpConfig, MtpTraining};
+
+impl Recipe {
+    /// Lays the keys of `[mtp]` over an architecture.
+    pub(super) fn predictions(&self, c: &mut ModelConfig) -> Result<()> {
+        let m = &self.config.mtp;
+        match (m.layers, c.mtp) {
+            (0, None) => return self.no_prediction_keys(),
+            (0, Some(_)) => {}
+            (_, None) if self.config.model.hf.is_some() && self.config.model.preset.is_none() => {
+                let what = "the weights of model.hf have no prediction layers; leave the key out";
+                return self.refuse("mtp.layers", what);
+            }
+            (layers, Some(theirs)) if theirs != (MtpConfig { layers, repeated: m.repeated }) => {
+                let what = format!(
+                    "the weights of model.hf were made for mtp.layers = {} and mtp.repeated = {}; leave the keys out",
+                    theirs.layers, theirs.repeated
+                );
+                return self.refuse("mtp.layers", what);
+            }
+            (layers, _) => c.mtp = Some(MtpConfig { layers, repeated: m.repeated }),
+        }
+        if !(m.factor > 0.0 && m.factor.is_finite()) {
+            return self
+                .refuse("mtp.factor", "must be above 0; without mtp.layers nothing further is predicted");
+        }
+        Ok(())
+    }
+
+    /// Keys of `[mtp]` without layers mean a mistake.
+    fn no_prediction_keys(&self) -> Result<()> {
+        let default = Config::default();
+        let set = KEYS
+            .iter()
+            .filter(|k| k.section == "mtp")
+            .find(|k| self.config.get("mtp", k.name) != default.get("mtp", k.name));
+        match set {
+            None => Ok(()),
+            Some(key) => self.refuse(key.key, "nothing further is predicted; set mtp.layers as well"),
+        }
+    }
+
+    /// What cannot work together.
+    pub(super) fn check_mtp(&self, r: &Resolved) -> Result<()> {
+        let Some(m) = r.model.mtp else { return Ok(()) };
+        if m.layers >= r.plan.seq_len {
+            let what =
+                format!("no token has {} after it in a sequence of {}; use fewer", m.layers, r.plan.seq_len);
+            return self.refuse("mtp.layers", what);
+        }
+        let quantile = self.config.moe.balance.0.iter().any(|b| b == "quantile");
+        if m.repeated && m.layers > 1 && quantile && r.model.mixture(r.model.layers).is_some() {
+            let what = "a repeated mixture has one table of quantiles for all its uses; leave moe.balance = \"quantile\" or this out";
+            return self.refuse("mtp.repeated", what);
+        }
+        Ok(())
+    }
+}
+
+/// The `[mtp]` section that spells an architecture's predictions out.
+pub(super) fn section(from: &MtpSection, c: &ModelConfig) -> MtpSection {
+    match c.mtp {
+        None => from.clone(),
+        Some(m) => MtpSection { layers: m.layers, repeated: m.repeated, ..from.clone() },
+    }
+}
+
+impl Resolved {
+    /// How predictions of further tokens are trained.
+    pub fn predicting(&self) -> MtpTraining {
+        MtpTraining { factor: self.config.mtp.factor, detach: self.config.mtp.detach }
+    }
+}
