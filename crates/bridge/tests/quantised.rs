@@ -5,7 +5,7 @@ mod support;
 
 use ferrotron_bridge::{ExportOptions, HfConfig, Plan, Values, export};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFileWriter};
-use ferrotron_tensor::{DType, Float, bf16};
+use ferrotron_tensor::{DType, bf16};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -187,7 +187,7 @@ fn golden_shapes_of_mxfp4_decode_to_their_definition() {
     let decoded = |hf: &str, row: usize, c: usize, cols: usize| {
         let (codes, scales) = (&stored[&format!("{hf}_blocks")].2, &stored[&format!("{hf}_scales")].2);
         let byte = codes[(row * cols + c) / 2];
-        let nibble = if c % 2 == 0 { byte & 0xf } else { byte >> 4 };
+        let nibble = if c.is_multiple_of(2) { byte & 0xf } else { byte >> 4 };
         let value = TABLE[usize::from(nibble & 7)] * if nibble & 8 == 0 { 1.0 } else { -1.0 };
         (value * 2f64.powi(i32::from(scales[(row * cols + c) / 32]) - 127)) as f32
     };

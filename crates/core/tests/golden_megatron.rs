@@ -47,14 +47,14 @@ fn ints(file: &TensorFile, name: &str) -> Vec<i32> {
 /// The architecture and the losses of a `config.json`. A key that is not known here is a failure.
 fn configuration(json: &Value, dir: &Path) -> (ModelConfig, MoeTraining) {
     let mut c = ModelConfig::preset("tiny").unwrap();
-    let mut moe: Option<MoeConfig> = None;
+    let mut mixes = false;
     let mut mixing = MoeTraining::default();
     c.norm = NormConfig {
         kind: NormKind::RmsNorm,
         eps: json["layernorm_epsilon"].as_f64().unwrap() as f32,
         zero_centred: false,
     };
-    let mixture = MoeConfig {
+    let mut mixture = MoeConfig {
         experts: 0,
         topk: 0,
         ffn: 0,
@@ -75,7 +75,7 @@ fn configuration(json: &Value, dir: &Path) -> (ModelConfig, MoeTraining) {
     for (key, v) in sections.iter().flat_map(|s| s.as_object().unwrap()) {
         let size = || v.as_u64().unwrap() as usize;
         let real = || v.as_f64().unwrap() as f32;
-        let mut m = || moe.get_or_insert(mixture.clone());
+        let m = &mut mixture;
         match (key.as_str(), v.as_str(), v.as_bool()) {
             ("num_layers", ..) => c.layers = size(),
             ("hidden_size", ..) => c.hidden = size(),
@@ -84,12 +84,12 @@ fn configuration(json: &Value, dir: &Path) -> (ModelConfig, MoeTraining) {
             ("num_query_groups", ..) => c.kv_heads = size(),
             ("kv_channels", ..) => c.head_dim = size(),
             ("vocab_size", ..) => c.vocab = size(),
-            ("num_moe_experts", ..) => m().experts = size(),
-            ("moe_router_topk", ..) => m().topk = size(),
-            ("moe_ffn_hidden_size", ..) => m().ffn = size(),
-            ("moe_shared_expert_intermediate_size", ..) => m().shared_ffn = Some(size()),
+            ("num_moe_experts", ..) => (m.experts, mixes) = (size(), true),
+            ("moe_router_topk", ..) => m.topk = size(),
+            ("moe_ffn_hidden_size", ..) => m.ffn = size(),
+            ("moe_shared_expert_intermediate_size", ..) => m.shared_ffn = Some(size()),
             ("moe_layer_freq", ..) => {
-                m().layers = v.as_array().unwrap().iter().map(|x| x.as_u64() == Some(1)).collect();
+                m.layers = v.as_array().unwrap().iter().map(|x| x.as_u64() == Some(1)).collect();
             }
             ("moe_aux_loss_coeff", ..) => mixing.balance = vec![(Balancing::Batch, real())],
             ("moe_z_loss_coeff", ..) => mixing.z_loss = real(),
@@ -114,7 +114,7 @@ fn configuration(json: &Value, dir: &Path) -> (ModelConfig, MoeTraining) {
         interleaved: false,
         scaling: RopeScaling::None,
     });
-    (c.window, c.rope_local, c.max_positions, c.moe) = (None, None, 1024, moe);
+    (c.window, c.rope_local, c.max_positions, c.moe) = (None, None, 1024, mixes.then_some(mixture));
     c.local_layers.clear();
     c.validate().unwrap();
     (c, mixing)

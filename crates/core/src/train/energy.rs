@@ -127,7 +127,8 @@ mod tests {
 
     /// A counter that says these, one after the other.
     fn scripted(said: &[Option<u64>]) -> Meter {
-        let mut said = said.to_vec().into_iter();
+        let said: Vec<_> = said.to_vec();
+        let mut said = said.into_iter();
         Meter::new(Box::new(move || said.next().expect("asked too often")))
     }
 
