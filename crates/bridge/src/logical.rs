@@ -150,7 +150,7 @@ mod tests {
     fn tensors_hold_every_parameter() {
         for name in PRESETS {
             let mut c = ModelConfig::preset(name).unwrap();
-            c.mtp = (c.layers % 2 == 0).then_some(MtpConfig { layers: 2, repeated: false });
+            c.mtp = c.layers.is_multiple_of(2).then_some(MtpConfig { layers: 2, repeated: false });
             let tensors = logical_tensors(&c);
             let total: usize = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
             assert_eq!(total, c.parameters(), "{name}");
