@@ -258,6 +258,8 @@ fn run(case: &Case, dtype: DType, layout: &Ranks) -> Got {
         let logits = logits.first().map_or(Ok(Vec::new()), |l: &Tensor| to_host(&model.pass(), l))?;
         let logits = model.join_logits(&rows, &logits)?;
         let mut grads = GradBuffer::new(model.params.specs());
+        // What the pass before has counted is not this one's.
+        model.params.mixtures().map_or(Ok(()), |m| m.begin_step(&model.rank.compute))?;
         let losses = pass(Aim::Train(&mut grads), true)?;
         let loss = losses.iter().map(|l| fetch(&model.rank, l)).sum::<ferrotron_core::Result<f64>>()?;
         let (mut aux, mut z) = (Vec::new(), Vec::new());

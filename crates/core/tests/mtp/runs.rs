@@ -102,7 +102,11 @@ fn the_model_counts_its_weights() {
         &["mtp.layers=2"][..],
         &["mtp.repeated=true", "model.norm=layernorm"],
         &["moe.experts=4", "moe.shared_ffn=8", "model.tied=true"],
-        &["model.mla={ kv_lora_rank = 8, nope_dim = 8, rope_dim = 4, v_dim = 8 }", "model.qkv_bias=false"],
+        &[
+            "model.mla={ kv_lora_rank = 8, nope_dim = 8, rope_dim = 4, v_dim = 8 }",
+            "model.qkv_bias=false",
+            "model.kv_heads=4",
+        ],
     ] {
         let m = recipe(&one(), set).model;
         let parts = ferrotron_core::model::logical_parts(&m).unwrap();

@@ -129,7 +129,7 @@ impl Twin<'_> {
             let mut x: Rows = ids.iter().map(|id| self.embedded(*id)).collect();
             (0..self.m.layers).for_each(|i| self.layer(&format!("layers.{i}"), &mut x));
             let mut h: Rows = x.iter().map(|x| self.norm("final_norm", x)).collect();
-            for d in 0..=mtp.layers {
+            for (d, sum) in sums.iter_mut().enumerate() {
                 let ahead = |list: &[i32], fill: i32| -> Vec<i32> {
                     (0..*len).map(|t| list.get(t + d).copied().unwrap_or(fill)).collect()
                 };
@@ -144,7 +144,7 @@ impl Twin<'_> {
                     h.iter_mut().for_each(|h| *h = self.norm(&format!("{name}.norm"), h));
                 }
                 let (loss, n) = self.loss(&h, &ahead(labels, IGNORE));
-                sums[d] = (sums[d].0 + loss, sums[d].1 + n);
+                *sum = (sum.0 + loss, sum.1 + n);
             }
         }
         sums.into_iter().map(|(loss, n)| loss / n).collect()
