@@ -113,7 +113,8 @@ impl Batches for Padded {
 
 #[test]
 fn micro_batches_without_tokens_are_passes_like_others() {
-    let cases: [(&str, fn(u64) -> bool); 3] = [
+    type Chosen = fn(u64) -> bool;
+    let cases: [(&str, Chosen); 3] = [
         ("one of all", |i| i == 3),
         ("all of the second rank", |i| i % 2 == 1),
         ("the last half", |i| i >= 8),
