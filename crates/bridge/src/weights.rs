@@ -123,7 +123,12 @@ impl Weights {
     pub fn fill(&self, trainer: &Trainer) -> ferrotron_core::Result<()> {
         let source = |name: &str| to_f32(DType::F32, &self.read(name, DType::F32).map_err(to_core)?);
         trainer.import(&source)?;
-        set_expert_biases(&trainer.rank, &trainer.params, &source)
+        // A recipe may ask for biases that the weights never had: they begin with zeros.
+        set_expert_biases(&trainer.rank, &trainer.params, &|name| {
+            let known = self.buffers().iter().any(|t| t.name == name);
+            let experts = trainer.decoder.config().moe.as_ref().map_or(0, |m| m.experts);
+            if known { source(name) } else { Ok(vec![0.0; experts]) }
+        })
     }
 }
 

@@ -89,7 +89,7 @@ pub(super) fn read(key: &Key, mix: Mix, name: Option<&str>, o: &Object, c: &mut 
 
 /// The same as JSON.
 pub(super) fn value(mix: Mix, c: &ModelConfig) -> Value {
-    if let (Mix::Word(word), _) = (mix, ()) {
+    if let Mix::Word(word) = mix {
         return json!(word);
     }
     let dense: Vec<usize> = (0..c.layers).filter(|i| c.mixture(*i).is_none()).collect();

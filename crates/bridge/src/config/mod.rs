@@ -159,14 +159,16 @@ impl HfConfig {
         weight_block(&Object { map: &self.map, origin: &self.origin, under: "" }).unwrap_or([128, 128])
     }
 
-    /// The same file for weights that are no longer stored in few bits; untouched if they never were. What further
-    /// layers it speaks of are not written with them.
-    pub(crate) fn decoded(&self) -> HfConfig {
+    /// The same file for weights as they are written: no longer in few bits and, unless tensors are copied from where
+    /// they were, without further layers. Untouched if it says so already.
+    pub(crate) fn as_written(&self, copied: bool) -> HfConfig {
         let mut config = self.clone();
-        if config.map.remove(QUANTISATION).is_some() {
-            if config.map.contains_key(FURTHER) {
-                config.map.insert(FURTHER.into(), json!(0));
-            }
+        let mut changed = config.map.remove(QUANTISATION).is_some();
+        if !copied && self.further_layers() > 0 {
+            config.map.insert(FURTHER.into(), json!(0));
+            changed = true;
+        }
+        if changed {
             config.text = serde_json::to_string_pretty(&config.map).unwrap_or_default() + "\n";
         }
         config

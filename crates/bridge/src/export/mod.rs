@@ -71,7 +71,8 @@ pub fn export(
 ) -> Result<Exported> {
     let plan = layout(config, options)?;
     let folder = Folder::beside(out_dir, options.overwrite)?;
-    let config = options.dtype.map_or_else(|| config.clone(), |d| config.with_dtype(d)).decoded();
+    let config = options.dtype.map_or_else(|| config.clone(), |d| config.with_dtype(d));
+    let config = config.as_written(options.reference.is_some_and(|plan| !plan.is_quantised()));
     folder.write("config.json", config.text().as_bytes())?;
     for file in &plan.files {
         write_file(&folder, file, source, options.reference)?;
