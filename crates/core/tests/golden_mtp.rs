@@ -12,7 +12,7 @@ use ferrotron_core::tensorfile::TensorFile;
 use ferrotron_core::train::{Trainer, further_ahead};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Pass, Rank};
-use ferrotron_tensor::Tensor;
+use ferrotron_tensor::{Tensor, Watch};
 use std::collections::BTreeMap;
 
 const AREA: &str = "megatron-model";
@@ -149,7 +149,11 @@ fn check(name: &str, batch: usize, seq: usize) {
         |kind: &str| TensorFile::open(&golden(AREA).join(name).join(format!("{kind}.safetensors"))).unwrap();
     let (weights, expected) = (file("state_dict"), file("expected"));
     let resolved = recipe(&json(AREA, &format!("{name}/config.json")), batch, seq);
-    let mut trainer = Trainer::new(Rank::cpu(2, 1).unwrap(), &resolved).unwrap();
+    let rank = match std::env::var("FERROTRON_TEST_DEVICE").as_deref() {
+        Ok("cuda") => Rank::cuda(0, 1, 1, Watch::default()).unwrap().0,
+        _ => Rank::cpu(2, 1).unwrap(),
+    };
+    let mut trainer = Trainer::new(rank, &resolved).unwrap();
 
     let tensors = weights.tensors().iter();
     let all: BTreeMap<String, Vec<f32>> =

@@ -2,7 +2,7 @@
 
 use super::*;
 use ferrotron_core::data::source;
-use ferrotron_core::ranks::on_threads;
+use ferrotron_core::ranks::{PATIENCE, on_one_device, on_threads};
 use ferrotron_core::train::{LogicalValues, StepReport, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::Watch;
@@ -23,7 +23,16 @@ fn step(layout: &Layout, set: &[&str]) -> Made {
         Ok(Made { report, gradients: trainer.gradients()?, evaluation })
     };
     let watch = Watch { order: true, ..Watch::default() };
-    on_threads(layout, || Ok(Rank::cpu_watched(1, 1234, watch)?), work).unwrap().swap_remove(0)
+    let all = match on_a_card() {
+        true => on_one_device(layout, PATIENCE, &Rank::cuda(0, 1, 1234, watch).unwrap().0, work),
+        false => on_threads(layout, || Ok(Rank::cpu_watched(1, 1234, watch)?), work),
+    };
+    all.unwrap().swap_remove(0)
+}
+
+/// Are all ranks to share a card?
+fn on_a_card() -> bool {
+    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
 }
 
 fn same(what: &str, ours: &Made, wanted: &Made) {
