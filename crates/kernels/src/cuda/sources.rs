@@ -214,6 +214,7 @@ pub const SOURCES: &[Source] = &[
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
             include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_store.cuh"),
             include_str!("grouped/hopper_consume.cuh"),
             include_str!("grouped/hopper.cu")
         ),
@@ -227,6 +228,7 @@ pub const SOURCES: &[Source] = &[
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
             include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_store.cuh"),
             include_str!("grouped/hopper_consume.cuh"),
             include_str!("grouped/hopper_grad.cu")
         ),
@@ -241,6 +243,7 @@ pub const SOURCES: &[Source] = &[
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
             include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_store.cuh"),
             include_str!("grouped/hopper_consume.cuh"),
             include_str!("grouped/hopper8.cuh"),
             include_str!("grouped/hopper8.cu")
@@ -256,6 +259,7 @@ pub const SOURCES: &[Source] = &[
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
             include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_store.cuh"),
             include_str!("grouped/hopper_consume.cuh"),
             include_str!("grouped/hopper8.cuh"),
             include_str!("grouped/hopper_grad8.cu")

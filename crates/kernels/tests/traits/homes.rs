@@ -3,7 +3,7 @@
 use ferrotron_kernels::Kernels;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::cuda::CudaKernels;
-use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards};
+use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, Watch, bf16, cards};
 
 /// The types every kernel must take.
 pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
@@ -167,4 +167,12 @@ pub fn close(what: &str, dtype: DType, ours: &[f64], wanted: &[f64], slack: f64)
 
 pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// What a card's kernel finds wrong is heard when the host waits for it.
+pub fn refused(h: &Home, what: &str, result: Result<()>) {
+    match result.and_then(|()| h.s.synchronize()) {
+        Ok(()) => panic!("{}: {what} was accepted", h.name),
+        Err(e) => assert!(e.to_string().len() > 15 && !e.to_string().contains('\n'), "{what}: {e}"),
+    }
 }

@@ -5,14 +5,6 @@ use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::*;
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
-/// What a card's kernel finds wrong is heard when the host waits for it.
-fn refused(h: &Home, what: &str, result: Result<()>) {
-    match result.and_then(|()| h.s.synchronize()) {
-        Ok(()) => panic!("{}: {what} was accepted", h.name),
-        Err(e) => assert!(e.to_string().len() > 15 && !e.to_string().contains('\n'), "{what}: {e}"),
-    }
-}
-
 /// Zeros of a shape and type.
 fn z(h: &Home, dtype: DType, shape: &[usize]) -> Tensor {
     h.tensor(dtype, shape, &vec![0.0; shape.iter().product()])

@@ -245,30 +245,31 @@ fn losses_that_do_not_fit_are_refused() {
         let b = Balance { logits: &x, score: Score::Sigmoid, k: 2, segments: &st };
         let zs = s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
         let short = h.ids(&[0, 1]);
-        for (what, result) in [
-            ("a segment that is not", k.balance(s, &Balance { segments: &far, ..b }, &sums, &counts)),
-            (
-                "its weights",
-                k.balance_backward(s, &Balance { segments: &far, ..b }, &weights, &z(DType::F32, &[3, 4])),
-            ),
-            ("rows", k.balance(s, &Balance { segments: &short, ..b }, &sums, &counts)),
-            ("choices", k.balance(s, &Balance { k: 5, ..b }, &sums, &counts)),
-            ("no choices", k.balance(s, &Balance { k: 0, ..b }, &sums, &counts)),
-            ("counts", k.balance(s, &b, &sums, &i64s(&h, &[2, 3], &[0; 6]))),
-            ("small counts", k.balance(s, &b, &sums, &z(DType::I32, &[2, 4]))),
-            ("type of the gradient", k.balance_backward(s, &b, &weights, &narrow)),
-            (
-                "experts of weights",
-                k.balance_backward(s, &b, &z(DType::F32, &[2, 3]), &z(DType::F32, &[3, 4])),
-            ),
-            ("steps", k.balance_weights(s, 1.0, 2, &sums, &counts, Some(&sums), &weights, &one)),
-            ("loss", k.balance_weights(s, 1.0, 2, &sums, &counts, None, &weights, &z(DType::F32, &[2]))),
-            ("f32 sums", k.z_loss(s, &x, &st, &z(DType::F32, &[2]))),
-            ("rows of z", k.z_loss(s, &x, &short, &zs)),
-            ("gradient of z", k.z_loss_backward(s, 1.0, &zs, &x, &st, &narrow)),
-        ] {
-            let result = result.and_then(|()| s.synchronize());
-            assert!(result.is_err(), "{}: {what}", h.name);
-        }
+        refused(&h, "a segment that is not", k.balance(s, &Balance { segments: &far, ..b }, &sums, &counts));
+        refused(
+            &h,
+            "its weights",
+            k.balance_backward(s, &Balance { segments: &far, ..b }, &weights, &z(DType::F32, &[3, 4])),
+        );
+        refused(&h, "rows", k.balance(s, &Balance { segments: &short, ..b }, &sums, &counts));
+        refused(&h, "choices", k.balance(s, &Balance { k: 5, ..b }, &sums, &counts));
+        refused(&h, "no choices", k.balance(s, &Balance { k: 0, ..b }, &sums, &counts));
+        refused(&h, "counts", k.balance(s, &b, &sums, &i64s(&h, &[2, 3], &[0; 6])));
+        refused(&h, "small counts", k.balance(s, &b, &sums, &z(DType::I32, &[2, 4])));
+        refused(&h, "type of the gradient", k.balance_backward(s, &b, &weights, &narrow));
+        refused(
+            &h,
+            "experts of weights",
+            k.balance_backward(s, &b, &z(DType::F32, &[2, 3]), &z(DType::F32, &[3, 4])),
+        );
+        refused(&h, "steps", k.balance_weights(s, 1.0, 2, &sums, &counts, Some(&sums), &weights, &one));
+        refused(
+            &h,
+            "loss",
+            k.balance_weights(s, 1.0, 2, &sums, &counts, None, &weights, &z(DType::F32, &[2])),
+        );
+        refused(&h, "f32 sums", k.z_loss(s, &x, &st, &z(DType::F32, &[2])));
+        refused(&h, "rows of z", k.z_loss(s, &x, &short, &zs));
+        refused(&h, "gradient of z", k.z_loss_backward(s, 1.0, &zs, &x, &st, &narrow));
     }
 }

@@ -44,7 +44,8 @@ struct GroupedTile {
     i32 segment, m, n, first, rows, blocks, slice, slices;
 };
 
-template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
+template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
+    static constexpr int KIND = KIND_;
     static constexpr bool EIGHT = KIND == OUTPUT8 || KIND == WEIGHT8, GRADIENT = KIND == WEIGHT || KIND == WEIGHT8;
     // A step of the sum is 128 bytes.
     static constexpr int BM = 128, BN = BN_, BK = EIGHT ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
@@ -52,9 +53,11 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
     static constexpr u32 A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
     // Scales of the rows of a and of b.
     static constexpr u32 SCALES = KIND == WEIGHT8 ? (BM + BN) * 4 : 0;
-    static constexpr u32 TABLE_AT = 128, TABLE = 4 * (3 * MOST_SEGMENTS + 64);
-    static constexpr u32 TILES_AT = (TABLE_AT + TABLE + 1023) / 1024 * 1024, SCALES_AT = TILES_AT + STAGES * STAGE;
-    static constexpr u32 BYTES = SCALES_AT + STAGES * SCALES;
+    // Results on their way out of each consumer warp.
+    static constexpr u32 LEAVING = BN == 192 ? 1024 : 2048;
+    static constexpr u32 TABLE_AT = 128, TABLE = 4 * (3 * MOST_SEGMENTS + 64), LEAVING_AT = TABLE_AT + TABLE;
+    static constexpr u32 SCALES_AT = LEAVING_AT + 8 * LEAVING;
+    static constexpr u32 TILES_AT = (SCALES_AT + STAGES * SCALES + 1023) / 1024 * 1024, BYTES = TILES_AT + STAGES * STAGE;
     static_assert(BYTES <= 227 * 1024 && 2 * STAGES * 8 <= TABLE_AT, "shared memory");
 
     static __device__ __forceinline__ u32 full(u32 base, u32 s) { return base + s * 8; }
@@ -167,12 +170,6 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         }
     }
 
-    // The right operand's part `at` of `step`: of a pair, each block brings one half to both.
-    static __device__ __forceinline__ void load_b(u32 to, const GroupedMapped& g, u32 bar, i32 c, i32 t, i32 h) {
-        if constexpr (PAIR) tensor_load_pair(to, g.b, bar, c, t, h, 0);
-        else tensor_load(to, g.b, bar, c, t, h, 0);
-    }
-
     // Of the rows of a tile, as many as there are, up to a multiple of four.
     static __device__ __forceinline__ u32 a_scale_bytes(const GroupedMapped& g, const GroupedTile& t) {
         return u32(max(min(BM, g.a_stride - t.m * BM), 0)) * 4;
@@ -204,36 +201,44 @@ template <int KIND, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
 #pragma unroll 1
             for (i32 block = 0; block < t.blocks; block++) {
                 barrier_wait(free(base, ring.stage), ring.phase ^ 1);
-                if (one) {
-                    const u32 bar = full(base, ring.stage), a = a_at(base, ring.stage), b = b_at(base, ring.stage);
-                    const i32 k0 = block * BK;
-                    barrier_expect(bar, STAGE + scale_bytes(g, t));
-                    if constexpr (KIND == WEIGHT) {
-#pragma unroll
-                        for (int c = 0; c < 2; c++)
-                            tensor_load(a + c * BK * 128, g.a, bar, t.m * BM + c * 64, t.first + k0, 0, 0);
-                    } else if constexpr (KIND == WEIGHT8) {
-                        tensor_load(a, g.a, bar, t.first + k0, t.m * BM, 0, 0);
-                        load_scales(g, t, ring.stage, bar, (t.first + k0) / 128);
-                    } else {
-                        tensor_load(a, g.a, bar, k0, t.first + t.m * BM, 0, 0);
-                    }
-                    if constexpr (KIND == OUTPUT || EIGHT) {
-                        load_b(b + rank * (B_BYTES / 2), g, bar, KIND == WEIGHT8 ? t.first + k0 : k0,
-                               t.n * BN + rank * (BN / 2), KIND == WEIGHT8 ? 0 : t.segment);
-                    } else {
-                        // Columns of 64; [64 rows of the sum, 64] each.
-                        constexpr int COLUMNS = BN / 64 / BLOCKS;
-#pragma unroll
-                        for (int c = 0; c < COLUMNS; c++) {
-                            const i32 at = rank * COLUMNS + c;
-                            const i32 row = KIND == WEIGHT ? t.first + k0 : k0, matrix = KIND == WEIGHT ? 0 : t.segment;
-                            load_b(b + at * BK * 128, g, bar, t.n * BN + at * 64, row, matrix);
-                        }
-                    }
-                }
+                if (one) load(g, t, block, rank, base, ring.stage);
                 __syncwarp();
                 ring.next();
+            }
+        }
+    }
+
+    // Both operands of a step, and their scales. Of the right one's a pair's blocks each bring one half to both.
+    static __device__ __forceinline__ void load(const GroupedMapped& g, const GroupedTile& t, i32 block, i32 rank, u32 base,
+                                                u32 stage) {
+        const u32 bar = full(base, stage), a = a_at(base, stage), b = b_at(base, stage);
+        const i32 k0 = block * BK;
+        auto right = [&](u32 to, i32 c, i32 r, i32 matrix) {
+            if constexpr (PAIR) tensor_load_pair(to, g.b, bar, c, r, matrix, 0);
+            else tensor_load(to, g.b, bar, c, r, matrix, 0);
+        };
+        barrier_expect(bar, STAGE + scale_bytes(g, t));
+        if constexpr (KIND == WEIGHT) {
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                tensor_load(a + c * BK * 128, g.a, bar, t.m * BM + c * 64, t.first + k0, 0, 0);
+        } else if constexpr (KIND == WEIGHT8) {
+            tensor_load(a, g.a, bar, t.first + k0, t.m * BM, 0, 0);
+            load_scales(g, t, stage, bar, (t.first + k0) / 128);
+        } else {
+            tensor_load(a, g.a, bar, k0, t.first + t.m * BM, 0, 0);
+        }
+        if constexpr (KIND == OUTPUT || EIGHT) {
+            right(b + rank * (B_BYTES / 2), KIND == WEIGHT8 ? t.first + k0 : k0, t.n * BN + rank * (BN / 2),
+                  KIND == WEIGHT8 ? 0 : t.segment);
+        } else {
+            // Columns of 64; [64 rows of the sum, 64] each.
+            constexpr int COLUMNS = BN / 64 / BLOCKS;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                const i32 at = rank * COLUMNS + c;
+                const i32 row = KIND == WEIGHT ? t.first + k0 : k0, matrix = KIND == WEIGHT ? 0 : t.segment;
+                right(b + at * BK * 128, t.n * BN + at * 64, row, matrix);
             }
         }
     }

@@ -13,8 +13,8 @@ use ferrotron_tensor::{DType, Launch, Result, Tensor};
 /// Rows of a tile, and length of a step of the sums.
 pub(super) const ROWS: usize = 128;
 const STEP: usize = 64;
-/// Where the tiles start in shared memory: `TILES_AT` of hopper.cuh.
-const TILES_AT: usize = 13 << 10;
+/// What comes before the scales in shared memory, but for results on their way out: `LEAVING_AT` of hopper.cuh.
+const LEAVING_AT: usize = 128 + 4 * (3 * 1024 + 64);
 /// Rows of a segment that a weight gradient sums in one go: as many for all, so that few are left for the end.
 const SLICES: usize = 64;
 
@@ -106,7 +106,9 @@ impl Kind {
     /// `BYTES` of hopper.cuh.
     fn shared(&self) -> u32 {
         let scales = if self.what == What::Weight8 { 4 } else { 0 };
-        (TILES_AT + self.stages * (ROWS + self.columns) * (STEP * 2 + scales)) as u32
+        let leaving = if self.columns == 192 { 1024 } else { 2048 };
+        let lines = self.stages * (ROWS + self.columns);
+        ((LEAVING_AT + 8 * leaving + lines * scales).next_multiple_of(1024) + lines * STEP * 2) as u32
     }
 
     /// Queues it for at most so many tiles.

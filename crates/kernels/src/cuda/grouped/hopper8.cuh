@@ -2,9 +2,9 @@
 
 // FAST: sums stay in the matrix unit's registers. Otherwise each step of 128 along the sum is added to a sum in f32, times its
 // scales where it has its own.
-template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5, bool FAST>
-struct GroupedHopper8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
-    using Base = GroupedHopper<KIND, BN_, STAGES_, PAIR, E5>;
+template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5, bool FAST, int LEAD_ = 0>
+struct GroupedHopper8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5, LEAD_> {
+    using Base = GroupedHopper<KIND, BN_, STAGES_, PAIR, E5, LEAD_>;
     using Load = typename Base::Load;
     static constexpr int BM = Base::BM, BN = Base::BN, STAGES = Base::STAGES, LEAD = Base::LEAD;
 
@@ -99,14 +99,12 @@ struct GroupedHopper8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
             if (FAST || !g.scaled) {
                 left = *reinterpret_cast<const float*>(g.a_scale);
                 right = reinterpret_cast<const float*>(g.b_scale)[KIND == OUTPUT8 ? t.segment : 0];
-#pragma unroll
-                for (int i = 0; i < BN / 2; i++) c[i] *= left;
             }
             if constexpr (KIND == OUTPUT8) {
-                Base::store_output(g, t, wg, c, right);
+                Base::store_output(g, t, wg, c, left, right);
             } else {
 #pragma unroll
-                for (int i = 0; i < BN / 2; i++) c[i] *= right;
+                for (int i = 0; i < BN / 2; i++) c[i] = c[i] * left * right;
                 Base::store_gradient(g, t, wg, c);
             }
         });

@@ -4,11 +4,12 @@
 // has steps left to multiply.
 
 // E5: bytes of the left operand are in E5M2.
-template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5 = false>
-struct GroupedHopper : GroupedLoad<KIND, BN_, STAGES_, PAIR> {
+template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5 = false, int LEAD_ = 0>
+struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     using Load = GroupedLoad<KIND, BN_, STAGES_, PAIR>;
+    using Store = GroupedStore<Load>;
     static constexpr int BM = Load::BM, BN = Load::BN, BK = Load::BK, STAGES = Load::STAGES;
-    static constexpr int THREADS = 384, LEAD = 2;
+    static constexpr int LEAD = LEAD_;
     static constexpr bool EIGHT = Load::EIGHT, GRADIENT = Load::GRADIENT;
     static constexpr int TA = KIND == WEIGHT, TB = KIND == WEIGHT || KIND == INPUT;
 
@@ -34,7 +35,7 @@ struct GroupedHopper : GroupedLoad<KIND, BN_, STAGES_, PAIR> {
     }
 
     // In a longer sum the first warpgroup cannot come to its next tile before the second has come to this one.
-    static __device__ __forceinline__ bool apart(const GroupedTile& t) { return t.blocks > STAGES; }
+    static __device__ __forceinline__ bool apart(const GroupedTile& t) { return LEAD > 0 && t.blocks > STAGES; }
 
     // A tile of which this warpgroup has no row: the other has the matrix units to itself.
     static __device__ __forceinline__ void pass(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring) {
@@ -87,90 +88,6 @@ struct GroupedHopper : GroupedLoad<KIND, BN_, STAGES_, PAIR> {
         if (!GRADIENT || t.blocks > 0) let_go(Load::free(base, last));
     }
 
-    // A thread's first row of a tile; the other is 8 below.
-    static __device__ __forceinline__ i32 row_of(const GroupedTile& t, int wg) {
-        return t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
-    }
-
-    // y = sums + bias, in the rows of the segment alone.
-    static __device__ __forceinline__ void store_output(const GroupedMapped& g, const GroupedTile& t, int wg,
-                                                        float (&c)[BN / 2], float factor = 1.0f) {
-        const i32 n0 = t.n * BN;
-        if (!EIGHT && g.bias) {
-            const bf16* bias = reinterpret_cast<const bf16*>(g.bias) + (i64(t.segment) * g.width + n0);
-#pragma unroll
-            for (int j = 0; j < BN / 8; j++) {
-                const i32 column = j * 8 + (threadIdx.x & 3) * 2;
-                if (n0 + column < g.width) {
-                    const u32 two = *reinterpret_cast<const u32*>(bias + column);
-                    c[4 * j] += low_bf16(two);
-                    c[4 * j + 1] += high_bf16(two);
-                    c[4 * j + 2] += low_bf16(two);
-                    c[4 * j + 3] += high_bf16(two);
-                }
-            }
-        }
-        const i32 i = row_of(t, wg);
-        bf16* row = reinterpret_cast<bf16*>(g.out) + ((t.first + i) * g.row + n0);
-        store_rows<BN>(c, i < t.rows ? row : nullptr, i + 8 < t.rows ? row + 8 * g.row : nullptr, factor, factor,
-                       g.width - n0);
-    }
-
-    // dw = sums (+ dw). Slices of a long segment are added one after another, in order. Adding is the L2 cache's work: a
-    // number has one summand at a time, whose turn it is, so that the sum is the same every time.
-    static __device__ __forceinline__ void store_gradient(const GroupedMapped& g, const GroupedTile& t, int wg,
-                                                          float (&c)[BN / 2]) {
-        const i32 n0 = t.n * BN, i = row_of(t, wg), self = threadIdx.x & 127;
-        const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
-        i32* turn = reinterpret_cast<i32*>(g.turns) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
-        if (t.slice > 0) {
-            if (self == 0) wait_for(turn, t.slice);
-            named_sync(2 + wg, 128);
-        }
-        // Of two blocks of 8 columns, a pair of lanes has four neighbours of each: one takes these, one those.
-        const bool odd = threadIdx.x & 1;
-#pragma unroll
-        for (int x = 0; x < BN / 2; x += 8)
-#pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const float got = __shfl_xor_sync(~0u, odd ? c[x + e] : c[x + 4 + e], 1);
-                if (odd) c[x + e] = got;
-                else c[x + 4 + e] = got;
-            }
-        const i32 column = (odd ? 8 : 0) + (threadIdx.x & 2) * 2;
-        float* to = reinterpret_cast<float*>(g.out) + (t.segment * g.matrix + i * g.row + n0 + column);
-        const i32 width0 = i < g.height ? g.width - n0 - column : 0, width1 = i + 8 < g.height ? width0 : 0;
-        auto each = [&](auto put) {
-#pragma unroll
-            for (int x = 0; x < BN / 2; x += 8) {
-                if (x * 2 < width0) put(to + x * 2, c[x], c[x + 1], c[x + 4], c[x + 5]);
-                if (x * 2 < width1) put(to + 8 * g.row + x * 2, c[x + 2], c[x + 3], c[x + 6], c[x + 7]);
-            }
-        };
-        if (g.accumulate || t.slice > 0) each(add_four);
-        else each(store_four);
-        if (t.slice + 1 < t.slices) {
-            __threadfence();
-            named_sync(2 + wg, 128);
-            if (self == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
-        }
-    }
-    static __device__ __forceinline__ void store_four(float* to, float x, float y, float z, float w) {
-        *reinterpret_cast<float4*>(to) = make_float4(x, y, z, w);
-    }
-    static __device__ __forceinline__ void add_four(float* to, float x, float y, float z, float w) {
-        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(x), "f"(y), "f"(z), "f"(w)
-                     : "memory");
-    }
-    static __device__ __forceinline__ void wait_for(const i32* turn, i32 value) {
-        i32 now;
-        while (true) {
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-            if (now >= value) return;
-            __nanosleep(100);
-        }
-    }
-
     // The tiles of a consumer: `tile` makes and stores one.
     template <class Tile>
     static __device__ __forceinline__ void each_tile(const GroupedMapped& g, u32 base, int wg, Tile tile) {
@@ -187,8 +104,8 @@ struct GroupedHopper : GroupedLoad<KIND, BN_, STAGES_, PAIR> {
         each_tile(g, base, wg, [&](const GroupedTile& t, Ring<STAGES>& ring) {
             float c[BN / 2];
             sum(t, base, wg, ring, c);
-            if constexpr (GRADIENT) store_gradient(g, t, wg, c);
-            else store_output(g, t, wg, c);
+            if constexpr (GRADIENT) Store::store_gradient(g, t, wg, c);
+            else Store::store_output(g, t, wg, c);
         });
     }
 

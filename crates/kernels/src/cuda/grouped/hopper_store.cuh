@@ -1,0 +1,145 @@
+// Results of the Hopper grouped products, out of a warpgroup's registers.
+//
+// A warp has 16 rows of a tile, of which four lanes hold 8 columns of a row. Eight rows of 128 bytes at a time go through
+// shared memory, so that whole lines are written; in the meantime the copy engine and the other warpgroup work on.
+
+template <class Load> struct GroupedStore : Load {
+    static constexpr int BM = Load::BM, BN = Load::BN, BUFFERS = Load::LEAVING / 1024;
+    static constexpr bool EIGHT = Load::EIGHT;
+
+    // A thread's first row of a tile, as it holds sums; the other is 8 below.
+    static __device__ __forceinline__ i32 row_of(const GroupedTile& t, int wg) {
+        return t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
+    }
+
+    // Piece `p` of a warp's results: eight rows, of which the lane then has 16 bytes of row lane / 8 and of the one four below.
+    // `put(at)` stores what the lane holds of it at `at`, `take(q, x)` gets row 4·q + lane / 8's.
+    template <class Put, class Take> static __device__ __forceinline__ void piece(int p, int turn, Put put, Take take) {
+        const u32 at = shared_address(grouped_shared) + Load::LEAVING_AT + ((threadIdx.x >> 5) - 4) * Load::LEAVING +
+                       (p % BUFFERS) * 1024;
+        put(at);
+        __syncwarp();
+        const int row = (threadIdx.x & 31) >> 3, unit = threadIdx.x & 7;
+#pragma unroll
+        for (int q = 0; q < 2; q++) {
+            const int r = row + 4 * q;
+            uint4 x;
+            load16(at + r * 128 + ((unit ^ (turn == 1 ? r : (r & 3) << 1)) << 4), x.x, x.y, x.z, x.w);
+            take(q, x);
+        }
+        // The next piece but one, where there are two buffers, comes behind the next one's wait.
+        if (BUFFERS == 1) __syncwarp();
+    }
+
+    // y = sums · left · right + bias, in the rows of the segment alone.
+    static __device__ __forceinline__ void store_output(const GroupedMapped& g, const GroupedTile& t, int wg,
+                                                        float (&c)[BN / 2], float left = 1.0f, float right = 1.0f) {
+        const i32 n0 = t.n * BN, lane = threadIdx.x & 31;
+        if (!EIGHT && g.bias) {
+            const bf16* bias = reinterpret_cast<const bf16*>(g.bias) + (i64(t.segment) * g.width + n0);
+#pragma unroll
+            for (int j = 0; j < BN / 8; j++) {
+                const i32 column = j * 8 + (threadIdx.x & 3) * 2;
+                if (n0 + column < g.width) {
+                    const u32 two = *reinterpret_cast<const u32*>(bias + column);
+                    c[4 * j] += low_bf16(two);
+                    c[4 * j + 1] += high_bf16(two);
+                    c[4 * j + 2] += low_bf16(two);
+                    c[4 * j + 3] += high_bf16(two);
+                }
+            }
+        }
+        const i32 first = t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 3), below = t.rows - first;
+        const i32 width = g.width - n0 - (lane & 7) * 8;
+        bf16* to = reinterpret_cast<bf16*>(g.out) + ((t.first + first) * g.row + n0 + (lane & 7) * 8);
+        // Lane l says where row l % 8 of matrix l / 8 of four goes.
+        const u32 own = (lane & 7) * 128, unit = lane >> 3, turn = lane & 7;
+#pragma unroll
+        for (int p = 0; p < BN / 32; p++) {
+            const int n = p / 2 * 8, r = p & 1;
+            piece(
+                p, 1,
+                [&](u32 at) {
+#pragma unroll
+                    for (int j = 0; j < 8; j += 4) {
+                        u32 w[4];
+#pragma unroll
+                        for (int i = 0; i < 4; i++) {
+                            const int k = (n + j + i) * 4 + r * 2;
+                            w[i] = pack_bf16(c[k] * left * right, c[k + 1] * left * right);
+                        }
+                        stsm(at + own + (((unit + j) ^ turn) << 4), w[0], w[1], w[2], w[3]);
+                    }
+                },
+                [&](int q, uint4 x) {
+                    if (r * 8 + q * 4 < below && n * 8 < width)
+                        put16(to + (r * 8 + q * 4) * g.row + n * 8, x);
+                });
+        }
+    }
+
+    // dw = sums (+ dw). Slices of a long segment are added one after another, in order. Adding is the L2 cache's work: a
+    // number has one summand at a time, whose turn it is, so that the sum is the same every time.
+    static __device__ __forceinline__ void store_gradient(const GroupedMapped& g, const GroupedTile& t, int wg,
+                                                          float (&c)[BN / 2]) {
+        const i32 n0 = t.n * BN, self = threadIdx.x & 127, lane = threadIdx.x & 31;
+        const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
+        i32* turn = reinterpret_cast<i32*>(g.turns) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
+        if (t.slice > 0) {
+            if (self == 0) wait_for(turn, t.slice);
+            named_sync(2 + wg, 128);
+        }
+        const i32 first = t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 3), below = g.height - first;
+        const i32 width = g.width - n0 - (lane & 7) * 4;
+        float* to = reinterpret_cast<float*>(g.out) + (t.segment * g.matrix + first * g.row + n0 + (lane & 7) * 4);
+        const bool adds = g.accumulate || t.slice > 0;
+        // Four rows at a time are stored by half a warp: pairs of units of theirs lie apart.
+        const u32 own = (lane >> 2) * 128 + (lane & 1) * 8, unit = (lane & 2) >> 1, place = (lane >> 2 & 3) << 1;
+#pragma unroll
+        for (int p = 0; p < BN / 16; p++) {
+            const int n = p / 2 * 4, r = p & 1;
+            piece(
+                p, 2,
+                [&](u32 at) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        const int k = (n + j) * 4 + r * 2;
+                        store8(at + own + (((j * 2 + unit) ^ place) << 4), c[k], c[k + 1]);
+                    }
+                },
+                [&](int q, uint4 x) {
+                    if (r * 8 + q * 4 < below && n * 8 < width) {
+                        float* there = to + (r * 8 + q * 4) * g.row + n * 8;
+                        if (adds) add_four(there, x);
+                        else put16(there, x);
+                    }
+                });
+        }
+        if (t.slice + 1 < t.slices) {
+            __threadfence();
+            named_sync(2 + wg, 128);
+            if (self == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
+        }
+    }
+    // What goes past the caches' operands, which are read again soon.
+    static __device__ __forceinline__ void put16(void* to, uint4 x) {
+        asm volatile("st.global.cs.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                     : "memory");
+    }
+    static __device__ __forceinline__ void store8(u32 at, float x, float y) {
+        asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(at), "f"(x), "f"(y) : "memory");
+    }
+    static __device__ __forceinline__ void add_four(float* to, uint4 x) {
+        asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(to), "f"(__uint_as_float(x.x)),
+                     "f"(__uint_as_float(x.y)), "f"(__uint_as_float(x.z)), "f"(__uint_as_float(x.w))
+                     : "memory");
+    }
+    static __device__ __forceinline__ void wait_for(const i32* turn, i32 value) {
+        i32 now;
+        while (true) {
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+            if (now >= value) return;
+            __nanosleep(100);
+        }
+    }
+};
