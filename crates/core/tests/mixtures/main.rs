@@ -7,6 +7,7 @@
 
 mod balance;
 mod checkpoints;
+mod even;
 mod hangs;
 mod matrix;
 mod seen;

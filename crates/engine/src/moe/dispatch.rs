@@ -94,9 +94,10 @@ impl Dispatch {
         };
         match training.dispatcher {
             _ if group.size() == 1 => Ok((Dispatch::Here(sorted(routes)?), routes.clone())),
-            Dispatcher::AllToAll => {
-                Ok((Dispatch::Exchanged(Box::new(Exchange::plan(p, room, routes)?)), routes.clone()))
-            }
+            Dispatcher::AllToAll => Ok((
+                Dispatch::Exchanged(Box::new(Exchange::plan(p, training, room, routes)?)),
+                routes.clone(),
+            )),
             Dispatcher::AllGather => {
                 let t = routes.index.shape()[0];
                 let rows = p.mix.map_or_else(|| vec![t; group.size()], |m| m.input.rows_of_ranks.clone());

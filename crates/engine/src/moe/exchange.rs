@@ -6,10 +6,11 @@
 //!
 //! Rows travel on the communication stream: whoever has other work does it before he waits for them.
 
+use super::MoeTraining;
 use super::dispatch::{Arriving, Room};
 use super::router::Routes;
 use crate::Pass;
-use ferrotron_kernels::RowMap;
+use ferrotron_kernels::{RowMap, capacity};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 /// Where rows went.
@@ -25,8 +26,9 @@ pub(crate) struct Exchange {
 }
 
 impl Exchange {
-    /// Who gets which of the rows of `routes`. The host waits: it must know how much comes and goes.
-    pub(super) fn plan(p: &Pass, room: Room, routes: &Routes) -> Result<Exchange> {
+    /// Who gets which of the rows of `routes`. The host waits: it must know how much comes and goes, unless every expert gets
+    /// as many rows of each rank as its capacity there, and one.
+    pub(super) fn plan(p: &Pass, training: &MoeTraining, room: Room, routes: &Routes) -> Result<Exchange> {
         let (k, s, group) = (&p.rank.kernels, &p.rank.compute, &p.rank.experts);
         let [t, topk] = [routes.index.shape()[0], routes.index.shape()[1]];
         let (etp, [all, own]) = (p.rank.etp.size(), room.experts);
@@ -37,26 +39,29 @@ impl Exchange {
             k.copy_choices(s, &routes.index, own, etp, &wide)?;
             wide
         };
+        let even = training.capacity.filter(|c| p.train && c.pad && c.per_rank);
+        if let Some(c) = even {
+            let each = capacity(t, topk, all, c.factor) + 1;
+            let mut home =
+                room.map(p, [t + (all * etp).div_ceil(topk * etp), topk * etp], all * etp, each)?;
+            k.sort(s, &with_one_of_each(p, &index, all * etp)?, 0, each, &home)?;
+            home.rows = home.rows.narrow(0, 0, t)?;
+            let rows = vec![own * each; group.size()];
+            let counts = vec![each; own * group.size()];
+            let map = sorted_arrivals(p, room, &counts)?;
+            return Ok(Exchange { home, map, sent: rows.clone(), received: rows, etp });
+        }
         let home = room.map(p, [t, topk * etp], all * etp, 1)?;
         k.sort(s, &index, 0, 1, &home)?;
         let theirs = p.rank.activation(&[all * etp], DType::I32)?;
         group.all_to_all(s, &home.counts, &theirs, "tokens of each expert")?;
-        let sums = |t: &Tensor| -> Result<(Vec<usize>, Vec<i32>)> {
-            let counts = s.download::<i32>(t)?;
-            Ok((counts.chunks(own).map(|c| c.iter().sum::<i32>() as usize).collect(), counts))
+        let counts = |t: &Tensor| -> Result<Vec<usize>> {
+            Ok(s.download::<i32>(t)?.into_iter().map(|n| n as usize).collect())
         };
-        let (sent, _) = sums(&home.counts)?;
-        let (received, counts) = sums(&theirs)?;
-        let n: usize = received.iter().sum();
-        let ids: Vec<i32> = counts
-            .iter()
-            .enumerate()
-            .flat_map(|(i, c)| std::iter::repeat_n((i % own) as i32, *c as usize))
-            .collect();
-        let ids = s.upload(&ids, &[n, 1], Category::Activations)?;
-        let map = room.map(p, [n, 1], own, room.align)?;
-        k.sort(s, &ids, 0, room.align, &map)?;
-        Ok(Exchange { home, map, sent, received, etp })
+        let sums = |counts: &[usize]| counts.chunks(own).map(|c| c.iter().sum()).collect();
+        let (sent, came) = (sums(&counts(&home.counts)?), counts(&theirs)?);
+        let map = sorted_arrivals(p, room, &came)?;
+        Ok(Exchange { home, map, sent, received: sums(&came), etp })
     }
 
     /// Rows at the experts.
@@ -133,4 +138,27 @@ impl Exchange {
         let done = if rank.overlap { Some(s.record()?) } else { None };
         Ok(Arriving { to, done, _from: x })
     }
+}
+
+/// Where rows go that come from each rank for each expert here: `counts` of each expert, rank after rank.
+fn sorted_arrivals(p: &Pass, room: Room, counts: &[usize]) -> Result<RowMap> {
+    let (own, n) = (room.experts[1], counts.iter().sum());
+    let ids: Vec<i32> =
+        counts.iter().enumerate().flat_map(|(i, c)| std::iter::repeat_n((i % own) as i32, *c)).collect();
+    let ids = p.rank.compute.upload(&ids, &[n, 1], Category::Activations)?;
+    let map = room.map(p, [n, 1], own, room.align)?;
+    p.rank.kernels.sort(&p.rank.compute, &ids, 0, room.align, &map)?;
+    Ok(map)
+}
+
+/// Choices `[T, k]` and, behind them, one of each expert by no token: nobody is without rows then, so that all have as many once
+/// they are aligned to one more than any can have. Rows of such choices are zeros.
+fn with_one_of_each(p: &Pass, index: &Tensor, experts: usize) -> Result<Tensor> {
+    let ([t, k], s) = ([index.shape()[0], index.shape()[1]], &p.rank.compute);
+    let more = experts.div_ceil(k);
+    let all = p.rank.activation(&[t + more, k], DType::I32)?;
+    s.copy(index, &all.narrow(0, 0, t)?)?;
+    let ids: Vec<i32> = (0..more * k).map(|e| if e < experts { e as i32 } else { -1 }).collect();
+    s.copy(&s.upload(&ids, &[more, k], Category::Workspace)?, &all.narrow(0, t, more)?)?;
+    Ok(all)
 }
