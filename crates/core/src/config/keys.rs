@@ -133,6 +133,10 @@ keys! {
         /// What logged steps say of mixtures: "losses", "imbalance", "entropy", "dropped", "loads" (of every expert),
         /// "per_layer" (the same of each layer), "all"; [] for nothing.
         log: OneOrMany = OneOrMany(vec!["losses".into(), "imbalance".into()]), "moe_per_layer_logging", "moe_metrics";
+        /// Write the experts that every token of every step goes to into this folder.
+        record: Option<String> = None, "moe_router_trace";
+        /// Send tokens to the experts that stand in this folder, step by step, and not to those the router would choose.
+        replay: Option<String> = None, "moe_enable_routing_replay";
     }
 
     /// Prediction of more tokens than the next: layers after the decoder that are each given the next token, too.

@@ -9,6 +9,7 @@ mod memory;
 mod micro_batch;
 mod mixtures;
 mod replay;
+mod routing;
 mod run;
 mod scales;
 mod state;

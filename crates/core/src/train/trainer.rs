@@ -3,11 +3,12 @@
 use super::memory::{Need, advise};
 use super::micro_batch::{InStep, fetch, read, read_all, upload};
 use super::replay::{Policy, Replayed, Watch};
+use super::routing::Routing;
 use super::statistics::{self, Seen};
 use super::{ahead, gather, loads, state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::{Resolved, Scaling};
-use crate::data::Batches;
+use crate::data::{Batch, Batches};
 use crate::events::Precision;
 use crate::model::{Decoder, Settings, Stages};
 use crate::optimizer::{Kept, Optimizer, StepRates};
@@ -61,6 +62,7 @@ pub struct Trainer {
     pub(super) counted: Vec<loads::Counted>,
     /// What of it is logged.
     pub(super) wanted: loads::Wanted,
+    routing: Routing,
     delayed: bool,
     /// Steps of delayed scaling that only collect magnitudes.
     calibrate: u64,
@@ -164,6 +166,7 @@ impl Trainer {
             counters: None,
             counted: Vec::new(),
             wanted: loads::Wanted::of(&r.config.moe.log.0),
+            routing: Routing::new(r)?,
             delayed: r.config.precision.scaling == Scaling::Delayed,
             calibrate: r.config.precision.calibrate,
             scaled_steps: 0,
@@ -219,12 +222,16 @@ impl Trainer {
                 watch = if special { None } else { self.policy.watch(&self.rank.compute)? };
                 let (dropout, step) = (self.dropout, self.step);
                 let share = 1.0 / (count * ranks).max(1) as f32;
+                // The number of a micro-batch's first token in the step.
+                let first = |i: usize| (i as u64 * ranks + turn) * (micro * seq) as u64;
+                self.begin_routing(&batches, samples as usize * seq, &first)?;
                 let losses = self.passes(batches.len(), &mut |rank, decoder, i| {
-                    // The number of its first token in the step.
-                    let first = (i as u64 * ranks + turn) * (micro * seq) as u64;
-                    let step = InStep { step, first, share, dropout };
+                    let step = InStep { step, first: first(i), share, dropout };
                     upload(rank, decoder, &batches[i], seq, &weights, Some(step))
                 })?;
+                if let Some(mixtures) = self.params.mixtures() {
+                    self.routing.end(&self.rank, mixtures, step + 1)?;
+                }
                 let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
                 watch.iter_mut().for_each(Watch::given);
                 (losses, norm)
@@ -240,6 +247,20 @@ impl Trainer {
         let (step, consumed, lr) = (self.step, self.tokens, rates.lr);
         let counters = self.counters.take();
         Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done, watch, operands, counters })
+    }
+
+    /// Choices of experts that are recorded or replayed, of a step of `tokens` tokens.
+    fn begin_routing(&self, batches: &[Batch], tokens: usize, first: &dyn Fn(usize) -> u64) -> Result<()> {
+        let Some(mixtures) = self.params.mixtures().filter(|_| !self.routing.is_idle()) else {
+            return Ok(());
+        };
+        let mut needed = vec![false; tokens];
+        for (i, batch) in batches.iter().enumerate() {
+            let is_token = |t: usize| batch.padding.as_ref().is_none_or(|p| !p[t]);
+            let here = needed.iter_mut().skip(first(i) as usize).take(batch.tokens.len());
+            here.enumerate().for_each(|(t, n)| *n = is_token(t));
+        }
+        self.routing.begin(&self.rank, mixtures, self.step + 1, &needed)
     }
 
     /// Forward and backward of a step's micro-batches, which `load` brings: the loss of each, and in the buffer the

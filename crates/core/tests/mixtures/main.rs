@@ -10,6 +10,7 @@ mod checkpoints;
 mod even;
 mod hangs;
 mod matrix;
+mod replayed;
 mod seen;
 
 use ferrotron_core::config::{Recipe, Resolved};

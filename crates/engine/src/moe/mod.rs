@@ -8,6 +8,7 @@ mod experts;
 mod input;
 mod losses;
 mod own;
+mod replay;
 mod router;
 mod settings;
 mod shared;
@@ -15,6 +16,7 @@ mod state;
 
 pub use input::{Mix, MixInput, Order};
 pub use own::{OwnLinear, OwnSaved};
+pub use replay::{Choices, Use};
 pub use settings::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, MoeShape, MoeTraining};
 pub use state::{Counters, MixtureId, MixtureSpec, Mixtures};
 

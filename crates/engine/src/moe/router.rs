@@ -96,10 +96,14 @@ impl Router {
         if p.again && again.is_none() {
             return shape_error("router", "a pass is computed again that was not remembered");
         }
-        if let Some(decided) = &again {
-            s.copy(&decided.index, &index)?;
+        let given = match &again {
+            Some(decided) => s.copy(&decided.index, &index).map(|()| true)?,
+            None => state.take_given(p, self.id, &index)?,
+        };
+        self.choose(p, state, &logits, given, &index, &probs)?;
+        if again.is_none() {
+            k.leave_out(s, &p.segments(t)?, &index, &probs)?;
         }
-        self.choose(p, state, &logits, again.is_some(), &index, &probs)?;
         let balance = match again {
             Some(Decided { weights, z, .. }) => losses::BalanceSaved { weights, z },
             None if p.train => self.balance(p, state, &logits)?,
@@ -112,6 +116,7 @@ impl Router {
         }
         let routes = self.within_capacity(p, state, Routes { index: index.clone(), probs })?;
         if p.train && !p.again {
+            state.keep(p, self.id, &index);
             k.count_choices(s, &routes.index, &p.segments(t)?, &state.row(&state.load, self.id)?)?;
         }
         let saved = RouterSaved {
@@ -123,7 +128,7 @@ impl Router {
         Ok((routes, saved))
     }
 
-    /// Fills `index`, unless it is given, and `probs`. Rows that are no tokens choose nobody.
+    /// Fills `index`, unless it is given, and `probs`.
     fn choose(
         &self,
         p: &Pass,
@@ -156,8 +161,7 @@ impl Router {
             }
             Chooser::Quantiles { .. } => {}
         }
-        k.route(s, how, choice, logits, index, probs)?;
-        if given { Ok(()) } else { k.leave_out(s, &p.segments(logits.shape()[0])?, index, probs) }
+        k.route(s, how, choice, logits, index, probs)
     }
 
     /// The routing with the scores that probabilities come from.

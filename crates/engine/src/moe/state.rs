@@ -1,5 +1,6 @@
 //! What mixtures remember besides weights: the bias of choices, and counters of a step. All of it is on the device.
 
+use super::replay::Replay;
 use super::{Balancing, Chooser, MoeTraining};
 use crate::Rank;
 use ferrotron_comm::Reduce;
@@ -50,6 +51,7 @@ pub struct Mixtures {
     pub(crate) dropped: Tensor,
     /// Of each mixture, what forward decided and a second forward must not decide anew, oldest first.
     decided: Mutex<Vec<VecDeque<Decided>>>,
+    pub(super) replay: Mutex<Replay>,
 }
 
 /// What a forward pass decided.
@@ -96,6 +98,7 @@ impl Mixtures {
             dropped: zeros(&[n], DType::I64)?,
             specs,
             decided,
+            replay: Mutex::default(),
         }))
     }
 
