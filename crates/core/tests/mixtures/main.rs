@@ -9,6 +9,7 @@ mod balance;
 mod checkpoints;
 mod hangs;
 mod matrix;
+mod paired;
 mod seen;
 
 use ferrotron_core::config::{Recipe, Resolved};
