@@ -4,16 +4,19 @@
 use super::*;
 use ferrotron_core::ranks::{PATIENCE, on_one_device};
 use ferrotron_core::train::{Named, StepReport, Trainer};
+use ferrotron_core::volume::Traffic;
 use ferrotron_tensor::trace::{Kind, Trace};
 use ferrotron_tensor::{Device, Watch};
+use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// Reports and loads of two steps, then gradients, weights and tables.
+/// Reports and loads of two steps, then gradients, weights and tables; and bytes sent, by group and kind.
 #[derive(Debug, PartialEq)]
 struct Made {
     reports: Vec<StepReport>,
     loads: Vec<Named>,
     tensors: Vec<LogicalValues>,
+    sent: BTreeMap<String, BTreeMap<String, u64>>,
 }
 
 fn make(text: &str, schedule: &str, set: &[&str]) -> Vec<Made> {
@@ -30,10 +33,11 @@ fn make(text: &str, schedule: &str, set: &[&str]) -> Vec<Made> {
             reports.push(trainer.train_step(&data)?);
             loads.push(trainer.take_loads()?);
         }
+        let sent = Traffic::of(&trainer.rank).by_kind();
         let mut tensors = trainer.gradients()?;
         tensors.extend(trainer.weights()?);
         tensors.extend(trainer.expert_tables()?);
-        Ok(Made { reports, loads, tensors })
+        Ok(Made { reports, loads, tensors, sent })
     };
     if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
         let rank = Rank::cuda(0, 1, 1234, watch).unwrap().0;
@@ -51,6 +55,8 @@ fn bits(t: &LogicalValues) -> Vec<u32> {
 
 fn equal(text: &str, set: &[&str]) {
     let (plain, paired) = (make(text, "1f1b", set), make(text, "paired", set));
+    let exchanged = |m: &Made| m.sent.values().any(|group| group.contains_key("all-to-all"));
+    assert!(plain.iter().any(exchanged), "{text} {set:?}: {:?}", plain[0].sent);
     for (rank, (plain, paired)) in plain.iter().zip(&paired).enumerate() {
         let what = format!("{text} {set:?} rank {rank}");
         assert!(
@@ -60,6 +66,7 @@ fn equal(text: &str, set: &[&str]) {
         );
         assert_eq!(plain.reports, paired.reports, "{what}");
         assert_eq!(plain.loads, paired.loads, "{what}");
+        assert_eq!(plain.sent, paired.sent, "{what}");
         assert_eq!(plain.tensors.len(), paired.tensors.len(), "{what}");
         for (a, b) in plain.tensors.iter().zip(&paired.tensors) {
             assert_eq!((&a.name, bits(a)), (&b.name, bits(b)), "{what}");
@@ -107,7 +114,7 @@ fn every_kind_of_mixture_has_them_too() {
         &["parallel.zero=0", "parallel.overlap=false"],
         &["precision.dtype=bf16"],
         &["precision.dtype=bf16", "precision.scaling=delayed"],
-        &["precision.dtype=bf16", "precision.scaling=current", "precision.weights=fp8"],
+        &["precision.dtype=bf16", "precision.scaling=current", "precision.weights=fp8", "moe.shared_ffn=32"],
     ] {
         for text in ["ep=2", "pp=2,ep=2"] {
             equal(text, set);
@@ -180,8 +187,9 @@ fn rows_of_one_pass_travel_while_the_other_computes() {
         let rows: Vec<usize> =
             (0..paired.len()).filter(|i| !exchanges(&paired[*i..=*i]).is_empty()).collect();
         for between in rows.windows(2).map(|w| &paired[w[0]..w[1]]) {
-            let products =
-                between.iter().filter(|(kind, name)| *kind == Kind::Kernel && name.contains("gemm"));
+            let products = between.iter().filter(|(kind, name)| {
+                *kind == Kind::Kernel && ["gemm", "grouped"].iter().any(|p| name.contains(p))
+            });
             assert!(products.count() > 0, "{between:?}");
         }
     }
