@@ -325,6 +325,26 @@ mod tests {
     }
 
     #[test]
+    fn pairs_of_passes_keep_more_and_the_way_back_is_named() {
+        let moe = [
+            "moe.experts=8",
+            "parallel.dp=2",
+            "parallel.ep=2",
+            "train.micro_batch=64",
+            "train.global_batch=1024",
+        ];
+        let with = |more: &[&str]| need("llama-1b", &[&moe[..], more].concat());
+        let plain = with(&[]);
+        let paired = with(&["parallel.schedule=paired"]);
+        assert_eq!(paired.activations(), 2 * plain.activations());
+        let pipeline = ["parallel.pp=2", "parallel.vp=2"];
+        let chunks = with(&[&pipeline[..], &["parallel.schedule=paired"]].concat()).activations();
+        assert_eq!(chunks, with(&pipeline).activations() / 2 * 3);
+        let room = paired.fixed() + plain.activations() / 2 * 3;
+        assert!(paired.advice(room).contains("--set parallel.schedule=1f1b"), "{}", paired.advice(room));
+    }
+
+    #[test]
     fn the_cheapest_change_that_fits_is_named() {
         let need = need("llama-1b", &["train.micro_batch=64", "train.global_batch=64"]);
         let gib = |n: usize| n << 30;
