@@ -135,7 +135,7 @@ fn events(schedule: &Schedule, rank: usize) -> String {
         (Transfer::Receive(_), Payload::Gradient) => "rb",
     };
     let entry = |step: &Step| match step {
-        Step::Run(op) => op.to_string(),
+        Step::Run(_) | Step::Pair(..) => step.to_string(),
         Step::Exchange(all) => all.iter().map(word).collect::<Vec<_>>().join("+"),
     };
     schedule.ranks[rank].iter().map(entry).collect::<Vec<_>>().join(" ")

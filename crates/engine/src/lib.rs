@@ -21,6 +21,7 @@ mod saved;
 mod shard;
 mod spread;
 mod tokens;
+mod turns;
 
 pub use embedding::{Embedding, EmbeddingSaved};
 pub use grad::{GradBuffer, WeightGrad};
@@ -37,3 +38,4 @@ pub use rank::Rank;
 pub use saved::{Class, Saved, SavedTensor};
 pub use shard::{Cut, Place, Split};
 pub use tokens::Tokens;
+pub use turns::{at_once, in_turn, turn};

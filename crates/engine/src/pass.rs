@@ -112,14 +112,6 @@ impl<S> Keep<S> {
     pub fn new(recompute: bool, input: &Tensor, saved: S) -> Keep<S> {
         if recompute { Keep::Input(SavedTensor::activation(input)) } else { Keep::Whole(saved) }
     }
-
-    /// What backward needs, running `forward` again if it was dropped.
-    pub fn take(self, forward: impl FnOnce(&Tensor) -> Result<S>) -> Result<S> {
-        match self {
-            Keep::Whole(saved) => Ok(saved),
-            Keep::Input(x) => forward(&x),
-        }
-    }
 }
 
 impl<S: Saved> Saved for Keep<S> {

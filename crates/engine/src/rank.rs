@@ -16,6 +16,9 @@ pub struct Rank {
     pub compute: Stream,
     /// Where communication runs that computation does not wait for at once.
     pub comm: Stream,
+    /// Where rows travel to experts and back. What goes over [`Rank::comm`] is short and waited for soon: it must not stand
+    /// behind them.
+    pub travel: Stream,
     /// The kernels of the device.
     pub kernels: Arc<dyn Kernels>,
     /// All ranks of the run.
@@ -77,6 +80,7 @@ impl Rank {
         Ok(Rank {
             compute: device.stream("compute")?,
             comm: device.stream(COMMUNICATION)?,
+            travel: device.stream(COMMUNICATION)?,
             kernels,
             overlap: true,
             seed,

@@ -312,8 +312,8 @@ keys! {
         zero: usize = 1, "use_distributed_optimizer", "zero_stage", "zero_optimization", "data_parallel_sharding_strategy";
         /// Elements that are summed over ranks at once; unset means enough to keep a network busy.
         bucket: Option<u64> = None, "ddp_bucket_size", "bucket_size";
-        /// Order of work in a pipeline.
-        schedule: PipelineOrder = PipelineOrder::OneForwardOneBackward, "pipeline_parallel_schedule", "pipeline_schedule";
+        /// Order of forward and backward passes, in a pipeline and of one micro-batch beside another.
+        schedule: PipelineOrder = PipelineOrder::OneForwardOneBackward, "pipeline_parallel_schedule", "pipeline_schedule", "overlap_moe_expert_parallel_comm";
         /// Layers of each pipeline stage, such as "Ett|ttt|ttL"; unset means as even as possible.
         stages: Option<String> = None, "pipeline_model_parallel_layout";
         /// Communicate while computing where the two do not depend on each other. The results are the same bits.

@@ -1,7 +1,7 @@
 //! Mixtures of experts: from the `[moe]` section to an architecture and to how it is trained, and what cannot work.
 
 use super::resolve::Derivations;
-use super::{Dispatch, Keep, MoeSection, Recipe, Resolved, RouterType, Scaling};
+use super::{Dispatch, Keep, MoeSection, PipelineOrder, Recipe, Resolved, RouterType, Scaling};
 use crate::error::Result;
 use crate::model::ModelConfig;
 use crate::model::moe::MoeConfig;
@@ -88,6 +88,7 @@ impl Recipe {
     /// What cannot work together.
     pub(super) fn check_moe(&self, r: &Resolved) -> Result<()> {
         let m = &self.config.moe;
+        self.check_paired(r)?;
         let Some(moe) = &r.model.moe else { return Ok(()) };
         let mut losses = 0;
         let mut choosers = 0;
@@ -165,6 +166,23 @@ impl Recipe {
             );
         }
         Ok(())
+    }
+}
+
+impl Recipe {
+    /// Two passes in turn, where that hides nothing.
+    fn check_paired(&self, r: &Resolved) -> Result<()> {
+        let layout = r.config.parallel.layout();
+        let what = if self.config.parallel.schedule != PipelineOrder::Paired {
+            return Ok(());
+        } else if r.model.moe.is_none() || layout.ep * layout.etp() == 1 {
+            "hides what travels to experts on other ranks, and nothing does here; set parallel.ep to 2 or more, or use \"1f1b\""
+        } else if self.config.moe.dispatcher == Dispatch::AllGather {
+            "hides an all-to-all exchange; leave moe.dispatcher out, or use \"1f1b\""
+        } else {
+            return Ok(());
+        };
+        self.refuse("parallel.schedule", format!("\"paired\" {what}"))
     }
 }
 

@@ -10,7 +10,7 @@ use crate::pipeline::Stage;
 use ferrotron_engine::attention::{KvCache, RopeTable};
 use ferrotron_engine::{
     Declarations, Embedding, EmbeddingSaved, Head, HeadSaved, Hidden, Keep, NormLayer, NormSaved, ParamId,
-    Pass, Saved, SavedTensor, Targets, WeightGrad,
+    Pass, Saved, SavedTensor, Targets, WeightGrad, at_once,
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -146,8 +146,19 @@ impl Chunk {
         x: Option<Tensor>,
         goal: Goal,
     ) -> Result<(Tensor, Option<ChunkSaved>)> {
+        at_once(self.forward_in_turns(p, input, x, goal))
+    }
+
+    /// [`Chunk::forward`] beside another pass: see [`in_turn`](ferrotron_engine::in_turn).
+    pub async fn forward_in_turns(
+        &self,
+        p: &Pass<'_>,
+        input: &Input,
+        x: Option<Tensor>,
+        goal: Goal<'_>,
+    ) -> Result<(Tensor, Option<ChunkSaved>)> {
         let train = matches!(goal, Goal::Train(_));
-        let (x, layers, embedding) = self.trunk(p, input, x, train)?;
+        let (x, layers, embedding) = self.trunk(p, input, x, train).await?;
         let Some((norm, head)) = &self.end else {
             let saved = ChunkSaved { predictions: None, end: None, layers, embedding };
             return Ok((x.sum(p)?, train.then_some(saved)));
@@ -160,7 +171,7 @@ impl Chunk {
         };
         let (rows, end) = head.loss(p, &y, targets, train)?;
         let predictions = match &self.predictions {
-            Some(further) if train => Some(further.forward(p, input, head, &y)?),
+            Some(further) if train => Some(further.forward(p, input, head, &y).await?),
             _ => None,
         };
         let end = end.map(|head| (head, normed));
@@ -172,15 +183,15 @@ impl Chunk {
         let (Some((norm, head)), Some(further)) = (&self.end, &self.predictions) else {
             return Ok(Vec::new());
         };
-        let (x, _, _) = self.trunk(p, input, None, false)?;
+        let (x, _, _) = at_once(self.trunk(p, input, None, false))?;
         let (y, _, _) = norm.forward_of(p, x, false)?;
         further.logits(p, input, head, &y.values)
     }
 
     /// Embedding and layers.
-    fn trunk(
+    async fn trunk(
         &self,
-        p: &Pass,
+        p: &Pass<'_>,
         input: &Input,
         x: Option<Tensor>,
         train: bool,
@@ -195,7 +206,7 @@ impl Chunk {
         };
         let (mut x, mut layers) = (Hidden::of(x), Vec::with_capacity(self.layers.len()));
         for layer in &self.layers {
-            let (y, saved) = layer.forward(p, x, &input.layout, &input.positions)?;
+            let (y, saved) = layer.forward(p, x, &input.layout, &input.positions).await?;
             layers.extend(train.then_some(saved));
             x = y;
         }
@@ -213,12 +224,24 @@ impl Chunk {
         dy: Option<Tensor>,
         put: &mut dyn FnMut(WeightGrad) -> Result<()>,
     ) -> Result<Option<Tensor>> {
+        at_once(self.backward_in_turns(p, saved, input, dy, put))
+    }
+
+    /// [`Chunk::backward`] beside another pass: see [`in_turn`](ferrotron_engine::in_turn).
+    pub async fn backward_in_turns(
+        &self,
+        p: &Pass<'_>,
+        saved: ChunkSaved,
+        input: &Input,
+        dy: Option<Tensor>,
+        put: &mut dyn FnMut(WeightGrad) -> Result<()>,
+    ) -> Result<Option<Tensor>> {
         let mut dx = match (&self.end, saved.end, dy) {
             (Some((norm, head)), Some((head_saved, norm_saved)), None) => {
                 let (mut dx, g) = head.backward(p, head_saved)?;
                 put(g)?;
                 if let (Some(further), Some(saved)) = (&self.predictions, saved.predictions) {
-                    dx = further.backward(p, saved, input, head, dx, put)?;
+                    dx = further.backward(p, saved, input, head, dx, put).await?;
                 }
                 let (dx, g) = norm.backward(p, norm_saved, &dx, None)?;
                 put(g)?;
@@ -228,7 +251,7 @@ impl Chunk {
             _ => return shape_error("stage", "the last one starts from the loss, the others from gradients"),
         };
         for (layer, saved) in self.layers.iter().zip(saved.layers).rev() {
-            let (d, g) = layer.backward(p, saved, &input.layout, &input.positions, &dx)?;
+            let (d, g) = layer.backward(p, saved, &input.layout, &input.positions, &dx).await?;
             put(g)?;
             dx = d;
         }

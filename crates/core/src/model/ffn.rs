@@ -59,19 +59,19 @@ impl Ffn {
         }
     }
 
-    /// `[rows, hidden] → [rows, hidden]`
-    pub fn forward(&self, p: &Pass, x: impl Into<Measured>) -> Result<(Tensor, FfnSaved)> {
+    /// `[rows, hidden] → [rows, hidden]`, in turns.
+    pub async fn forward(&self, p: &Pass<'_>, x: impl Into<Measured>) -> Result<(Tensor, FfnSaved)> {
         Ok(match self {
             Ffn::Dense(m) => m.forward(p, x).map(|(y, s)| (y, FfnSaved::Dense(Box::new(s))))?,
-            Ffn::Mixture(m) => m.forward(p, x).map(|(y, s)| (y, FfnSaved::Mixture(Box::new(s))))?,
+            Ffn::Mixture(m) => m.forward(p, x).await.map(|(y, s)| (y, FfnSaved::Mixture(Box::new(s))))?,
         })
     }
 
-    /// Gradient of the input.
-    pub fn backward(&self, p: &Pass, saved: FfnSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
+    /// Gradient of the input, in turns.
+    pub async fn backward(&self, p: &Pass<'_>, saved: FfnSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         match (self, saved) {
             (Ffn::Dense(m), FfnSaved::Dense(s)) => m.backward(p, *s, dy),
-            (Ffn::Mixture(m), FfnSaved::Mixture(s)) => m.backward(p, *s, dy),
+            (Ffn::Mixture(m), FfnSaved::Mixture(s)) => m.backward(p, *s, dy).await,
             _ => ferrotron_tensor::shape_error("feed-forward", "what was kept is of another kind"),
         }
     }

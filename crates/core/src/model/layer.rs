@@ -10,7 +10,7 @@ use ferrotron_engine::attention::{
 };
 use ferrotron_engine::moe::Moe;
 use ferrotron_engine::{
-    Declarations, Hidden, Keep, Mlp, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad,
+    Declarations, Hidden, Keep, Mlp, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad, at_once,
 };
 use ferrotron_kernels::{Align, Norm, Scores};
 use ferrotron_tensor::{Result, Tensor};
@@ -167,22 +167,22 @@ impl Layer {
         })
     }
 
-    /// `[tokens, hidden] → [tokens, hidden]`
-    pub fn forward(
+    /// `[tokens, hidden] → [tokens, hidden]`, in turns.
+    pub async fn forward(
         &self,
-        p: &Pass,
+        p: &Pass<'_>,
         x: Hidden,
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<(Hidden, Keep<LayerSaved>)> {
-        let (y, x, saved) = self.run(p, x, layout, positions)?;
+        let (y, x, saved) = self.run(p, x, layout, positions).await?;
         Ok((y, Keep::new(p.recompute.layer, &x, saved)))
     }
 
     /// The output, the input as a whole, and what backward needs.
-    fn run(
+    async fn run(
         &self,
-        p: &Pass,
+        p: &Pass<'_>,
         x: Hidden,
         layout: &Layout,
         positions: &Tensor,
@@ -192,7 +192,7 @@ impl Layer {
         let (a, attn_post) = post_forward(p, &self.attn_post, a)?;
         let a = p.dropout(self.index, AFTER_ATTENTION, a)?;
         let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x, self.mlp.measures_input(p))?;
-        let (m, mut mlp) = self.mlp.forward(p, &normed)?;
+        let (m, mut mlp) = self.mlp.forward(p, &normed).await?;
         let (m, mlp_post) = post_forward(p, &self.mlp_post, m)?;
         let m = p.dropout(self.index, AFTER_MLP, m)?;
         if p.recompute.norm {
@@ -205,23 +205,27 @@ impl Layer {
         Ok((y, x, LayerSaved { mlp_post, mlp, mlp_norm, attn_post, attn, attn_norm }))
     }
 
-    /// Gradient of the input.
-    pub fn backward(
+    /// Gradient of the input, in turns.
+    pub async fn backward(
         &self,
-        p: &Pass,
+        p: &Pass<'_>,
         saved: Keep<LayerSaved>,
         layout: &Layout,
         positions: &Tensor,
         dy: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
         let once_more = p.once_more();
-        let s = saved.take(|x| Ok(self.run(&once_more, Hidden::of(x.clone()), layout, positions)?.2))?;
+        let s = match saved {
+            Keep::Whole(saved) => saved,
+            Keep::Input(x) => self.run(&once_more, Hidden::of((*x).clone()), layout, positions).await?.2,
+        };
         let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
         let (dm, mut grads) = post_backward(p, &self.mlp_post, s.mlp_post, dm)?;
         let mlp = match s.mlp {
             None => {
                 let measure = self.mlp.measures_input(p);
-                self.mlp.forward(&once_more, self.mlp_norm.again(p, &s.mlp_norm, measure)?)?.1
+                let normed = self.mlp_norm.again(p, &s.mlp_norm, measure)?;
+                self.mlp.forward(&once_more, normed).await?.1
             }
             Some(mut kept) => {
                 if p.recompute.norm && kept.lacks_input() {
@@ -230,7 +234,7 @@ impl Layer {
                 kept
             }
         };
-        let (dn, g) = self.mlp.backward(p, mlp, &dm)?;
+        let (dn, g) = self.mlp.backward(p, mlp, &dm).await?;
         grads = grads.and(g);
         let (dr, g) = self.mlp_norm.backward(p, s.mlp_norm, &dn, Some(dy))?;
         grads = grads.and(g);
@@ -274,7 +278,7 @@ impl Layer {
         let a = self.attn.decode(p, &normed, cache, layout, positions)?;
         let (a, _) = post_forward(p, &self.attn_post, a)?;
         let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x, self.mlp.measures_input(p))?;
-        let (m, _) = post_forward(p, &self.mlp_post, self.mlp.forward(p, &normed)?.0)?;
+        let (m, _) = post_forward(p, &self.mlp_post, at_once(self.mlp.forward(p, &normed))?.0)?;
         let y = p.empty(x.shape())?;
         p.rank.kernels.add(&p.rank.compute, &r, &m, &y)?;
         Ok(y)

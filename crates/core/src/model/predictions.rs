@@ -8,7 +8,7 @@ use ferrotron_engine::attention::RopeTable;
 use ferrotron_engine::moe::{OwnLinear, OwnSaved};
 use ferrotron_engine::{
     Declarations, Embedding, EmbeddingSaved, Head, HeadSaved, Hidden, Keep, NormLayer, NormSaved, Pass,
-    Saved, SavedTensor, WeightGrad,
+    Saved, SavedTensor, WeightGrad, at_once,
 };
 use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
@@ -113,7 +113,13 @@ impl Predictions {
 
     /// What depth `depth` makes of `h [rows, hidden]` of the depth before: its own, and what backward needs besides that
     /// of the head.
-    fn step(&self, p: &Pass, input: &Input, depth: usize, h: &Tensor) -> Result<(Tensor, DepthSaved)> {
+    async fn step(
+        &self,
+        p: &Pass<'_>,
+        input: &Input,
+        depth: usize,
+        h: &Tensor,
+    ) -> Result<(Tensor, DepthSaved)> {
         let (m, inner) = self.at(p, depth);
         let Some(Ahead { ids, positions, .. }) = input.ahead.get(depth) else {
             return shape_error("prediction", format!("tokens {} ahead are not given", depth + 1));
@@ -124,15 +130,15 @@ impl Predictions {
         let enorm = m.enorm.forward_into(p, &e, &both.narrow(1, 0, self.hidden)?)?;
         let hnorm = m.hnorm.forward_into(p, h, &both.narrow(1, self.hidden, self.hidden)?)?;
         let (x, eh) = m.eh.forward(p, &both)?;
-        let (y, layer) = m.layer.forward(&inner, Hidden::of(x), &input.layout, &input.positions)?;
+        let (y, layer) = m.layer.forward(&inner, Hidden::of(x), &input.layout, &input.positions).await?;
         let (y, _, norm) = m.norm.forward_of(p, y, false)?;
         Ok((y.values, DepthSaved { head: None, norm, layer, eh, hnorm, enorm, embedding }))
     }
 
-    /// Losses of all depths, from `h [rows, hidden]`, the decoder's output after its final norm.
-    pub(super) fn forward(
+    /// Losses of all depths, from `h [rows, hidden]`, the decoder's output after its final norm, in turns.
+    pub(super) async fn forward(
         &self,
-        p: &Pass,
+        p: &Pass<'_>,
         input: &Input,
         head: &Head,
         h: &Tensor,
@@ -141,7 +147,7 @@ impl Predictions {
         let mut depths = Vec::with_capacity(self.depth);
         let mut h = h.clone();
         for depth in 0..self.depth {
-            let (y, mut saved) = self.step(p, input, depth, &h)?;
+            let (y, mut saved) = self.step(p, input, depth, &h).await?;
             let targets = &input.ahead[depth].targets;
             let (rows, kept) = head.loss(p, &y, targets, true)?;
             let loss = losses.narrow(0, depth, 1)?;
@@ -158,16 +164,16 @@ impl Predictions {
         let mut h = h.clone();
         let mut out = Vec::with_capacity(self.depth);
         for depth in 0..self.depth {
-            h = self.step(p, input, depth, &h)?.0;
+            h = at_once(self.step(p, input, depth, &h))?.0;
             out.push(head.logits(p, &h)?);
         }
         Ok(out)
     }
 
-    /// The gradient of the decoder's output: `dh` of the model's own loss, and that of all depths.
-    pub(super) fn backward(
+    /// The gradient of the decoder's output: `dh` of the model's own loss, and that of all depths; in turns.
+    pub(super) async fn backward(
         &self,
-        p: &Pass,
+        p: &Pass<'_>,
         saved: PredictionsSaved,
         input: &Input,
         head: &Head,
@@ -184,7 +190,7 @@ impl Predictions {
                 0 => Some(dh.clone()),
                 _ => Some(self.of_loss(p, head, depths.last_mut(), put)?),
             };
-            dy = self.back(p, saved, input, depth, &dy, before.as_ref(), put)?;
+            dy = self.back(p, saved, input, depth, &dy, before.as_ref(), put).await?;
         }
         Ok(if self.detach { dh } else { dy })
     }
@@ -210,9 +216,9 @@ impl Predictions {
 
     /// Gradient of the output of the depth before, plus `before`, which its own loss gives it.
     #[allow(clippy::too_many_arguments)]
-    fn back(
+    async fn back(
         &self,
-        p: &Pass,
+        p: &Pass<'_>,
         saved: DepthSaved,
         input: &Input,
         depth: usize,
@@ -223,7 +229,7 @@ impl Predictions {
         let (m, inner) = self.at(p, depth);
         let (dy, g) = m.norm.backward(p, saved.norm, dy, None)?;
         put(g)?;
-        let (dx, g) = m.layer.backward(&inner, saved.layer, &input.layout, &input.positions, &dy)?;
+        let (dx, g) = m.layer.backward(&inner, saved.layer, &input.layout, &input.positions, &dy).await?;
         put(g)?;
         let (both, g) = m.eh.backward(p, saved.eh, &dx)?;
         put(g)?;

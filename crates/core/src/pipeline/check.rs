@@ -82,6 +82,13 @@ impl<'a> Walk<'a> {
     fn step(&mut self, step: &Step) -> Result<(), String> {
         match step {
             Step::Run(op) => self.run(*op),
+            Step::Pair(f, b) if (f.kind, b.kind) != (Kind::Forward, Kind::Backward) => {
+                Err("pairs other passes than a forward and a whole backward".into())
+            }
+            Step::Pair(f, b) if f.micro_batch == b.micro_batch => {
+                Err("pairs two passes of one micro-batch, of which one needs the other".into())
+            }
+            Step::Pair(f, b) => self.run(*f).and_then(|()| self.run(*b)),
             Step::Exchange(all) => all.iter().try_for_each(|transfer| match transfer {
                 Transfer::Send(m) => self.send(m),
                 Transfer::Receive(m) => self.receive(m),

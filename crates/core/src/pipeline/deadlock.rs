@@ -68,8 +68,8 @@ impl Run<'_> {
         let at = self.at[rank].compute;
         let passes = match self.schedule.ranks[rank].get(at) {
             None => return false,
-            Some(Step::Run(op)) => {
-                blocking || self.schedule.shape.needs(rank, *op).is_none_or(|m| self.arrived(rank, &m))
+            Some(step @ (Step::Run(_) | Step::Pair(..))) => {
+                blocking || self.needs(rank, step).all(|m| self.arrived(rank, &m))
             }
             Some(Step::Exchange(_)) if !blocking => true,
             Some(Step::Exchange(all)) => {
@@ -105,6 +105,12 @@ impl Run<'_> {
         }
     }
 
+    /// Messages without which a rank cannot compute what a step says.
+    fn needs(&self, rank: usize, step: &Step) -> impl Iterator<Item = Message> {
+        let shape = self.schedule.shape;
+        step.ops().filter_map(move |op| shape.needs(rank, op))
+    }
+
     fn is_through(&self, m: &Message) -> bool {
         self.reached.get(m) == Some(&[true; 2])
     }
@@ -133,7 +139,7 @@ impl Run<'_> {
         let Some(step) = self.waits(rank) else { return Ok(()) };
         let entry = &self.schedule.ranks[rank][step];
         let missing = match entry {
-            Step::Run(op) => self.schedule.shape.needs(rank, *op),
+            Step::Run(_) | Step::Pair(..) => self.needs(rank, entry).find(|m| !self.arrived(rank, m)),
             Step::Exchange(all) => all.iter().map(Transfer::message).find(|m| !self.is_through(m)),
         };
         let Some(m) = missing else {

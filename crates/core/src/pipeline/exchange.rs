@@ -20,6 +20,19 @@ impl Writer<'_> {
         self.steps.push(Step::Run(op));
     }
 
+    /// A backward and perhaps a forward, in turns if they may be.
+    fn beside(&mut self, forward: Option<Op>, backward: Op, paired: bool) {
+        match forward {
+            Some(f) if paired && f.micro_batch != backward.micro_batch => {
+                self.steps.push(Step::Pair(f, backward));
+            }
+            _ => {
+                forward.into_iter().for_each(|f| self.run(f));
+                self.run(backward);
+            }
+        }
+    }
+
     /// One group call of those that exist.
     fn exchange(&mut self, all: impl IntoIterator<Item = Option<Transfer>>) {
         let all: Vec<_> = all.into_iter().flatten().collect();
@@ -76,7 +89,8 @@ pub(super) fn plain(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> {
     Ok(ranks)
 }
 
-/// Interleaved 1F1B: after each pair of passes one group call with all that there is to send and to receive.
+/// Interleaved 1F1B: after each pair of passes one group call with all that there is to send and to receive. Paired 1F1B
+/// is the same with the passes of a pair in turns.
 pub(super) fn interleaved(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> {
     let table = interleaved_table(plan.micro_batches, plan.vp, plan.group()?);
     let forward: Vec<Op> =
@@ -85,7 +99,8 @@ pub(super) fn interleaved(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> 
     let mut ranks = Vec::with_capacity(plan.pp);
     for rank in 0..plan.pp {
         let mut w = Writer { shape, rank, steps: Vec::new() };
-        let warm = plan.warmup(rank, false)?;
+        let paired = plan.mode == Mode::Paired;
+        let warm = plan.warmup(rank, paired)?;
         let train = plan.mode != Mode::ForwardOnly;
         // What arrives during the exchange after the k-th pass. A rank's neighbour does the same pass one beat
         // earlier, so that is the input of the next pass; around the corner it is the P-1st pass before this one
@@ -118,8 +133,7 @@ pub(super) fn interleaved(plan: &Plan, shape: &Shape) -> Result<Vec<Vec<Step>>> 
         for (i, &b) in backward.iter().enumerate() {
             let k = warm.warmup + i;
             let forward = forward.get(k).copied();
-            forward.into_iter().for_each(|f| w.run(f));
-            w.run(b);
+            w.beside(forward, b, paired);
             let sent = forward.and_then(|f| w.send(f));
             let next = forward.and_then(|_| input(k));
             w.exchange([sent, w.send(b), next, gradient(i)]);

@@ -10,7 +10,7 @@ use crate::train::{weighted, with_further};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, Lane};
 use ferrotron_engine::moe::Mix;
-use ferrotron_engine::{Dropout, GradBuffer, Pass, Targets, WeightGrad};
+use ferrotron_engine::{Dropout, GradBuffer, Pass, Targets, WeightGrad, in_turn};
 use ferrotron_tensor::{Event, Tensor};
 use std::collections::HashMap;
 
@@ -47,6 +47,11 @@ pub struct Drops {
 }
 
 impl MicroBatch {
+    /// A pass over it.
+    fn pass<'m>(&'m self, pass: Pass<'m>) -> Pass<'m> {
+        Pass { dropout: self.dropout(), mix: self.mix(), ..pass }
+    }
+
     fn dropout(&self) -> Option<Dropout<'_>> {
         self.dropout.as_ref().map(|d| Dropout { p: d.p, step: d.step, rows: &d.rows })
     }
@@ -106,6 +111,7 @@ pub fn execute(
     for step in steps {
         match step {
             Step::Run(op) => work.run(*op)?,
+            Step::Pair(forward, backward) => work.pair(*forward, *backward)?,
             Step::Exchange(all) => work.exchange(all)?,
         }
     }
@@ -138,7 +144,14 @@ fn lost(what: impl std::fmt::Display) -> Error {
     Error::Invalid(format!("{what} is not there where the schedule uses it: a mistake in the schedule"))
 }
 
-impl Work<'_, '_> {
+/// An operation that has begun: its chunk, its micro-batch, and what came from another stage.
+struct Begun<'a> {
+    chunk: &'a Chunk,
+    batch: MicroBatch,
+    given: Option<Tensor>,
+}
+
+impl<'a> Work<'a, '_> {
     /// The micro-batch, brought to the device if this is its first use.
     fn batch(&mut self, m: usize) -> Result<&MicroBatch> {
         if self.batches[m].is_none() {
@@ -147,8 +160,9 @@ impl Work<'_, '_> {
         self.batches[m].as_ref().ok_or_else(|| lost(format!("micro-batch {m}")))
     }
 
-    fn run(&mut self, op: Op) -> Result<()> {
-        let (m, key) = (op.micro_batch, (op.chunk, op.micro_batch));
+    /// An operation begins, as soon as what it needs of another stage is there.
+    fn begin(&mut self, op: Op) -> Result<Begun<'a>> {
+        let m = op.micro_batch;
         let decoder = self.decoder;
         let chunk = decoder.chunks().get(op.chunk).ok_or_else(|| lost(format!("chunk {}", op.chunk)))?;
         let given = match self.schedule.shape.needs(self.me, op) {
@@ -162,10 +176,42 @@ impl Work<'_, '_> {
         self.batch(m)?;
         // Taken out while it is used, so that everything else can be.
         let batch = self.batches[m].take().ok_or_else(|| lost(format!("micro-batch {m}")))?;
+        Ok(Begun { chunk, batch, given })
+    }
+
+    /// An operation has ended with something for another stage.
+    fn end(&mut self, op: Op, batch: MicroBatch, made: Option<Tensor>) {
+        if let (Some(message), Some(tensor)) = (self.schedule.shape.makes(self.me, op), made) {
+            self.made.insert(message, tensor);
+        }
+        let m = op.micro_batch;
+        self.left[m] -= 1;
+        self.batches[m] = (self.left[m] > 0).then_some(batch);
+    }
+
+    fn run(&mut self, op: Op) -> Result<()> {
+        let Begun { chunk, batch, given } = self.begin(op)?;
+        let (key, pass) = ((op.chunk, op.micro_batch), batch.pass(self.pass));
         let made = match op.kind {
-            Kind::Forward => self.forward(chunk, key, &batch, given)?,
+            Kind::Forward => {
+                let goal = self.goal(&batch)?;
+                let out = chunk.forward(&pass, &batch.input, given, goal)?;
+                self.keep(chunk, key, goal, out)?
+            }
             Kind::Backward | Kind::BackwardInput => {
-                self.backward(chunk, key, &batch, given, op.kind == Kind::BackwardInput)?
+                let Aim::Train(grads) = &mut self.aim else { return Err(lost("a buffer for gradients")) };
+                let saved = self.kept.remove(&key).ok_or_else(|| lost("what forward kept"))?;
+                if op.kind == Kind::Backward {
+                    let mut put = |g: WeightGrad| g.run(pass.rank, grads);
+                    chunk.backward(&pass, saved, &batch.input, given, &mut put)?
+                } else {
+                    let later = self.later.entry(key).or_default();
+                    let mut put = |g| {
+                        later.push(g);
+                        Ok(())
+                    };
+                    chunk.backward(&pass, saved, &batch.input, given, &mut put)?
+                }
             }
             Kind::WeightGrad => {
                 let jobs = self.later.remove(&key).ok_or_else(|| lost(op))?;
@@ -175,62 +221,60 @@ impl Work<'_, '_> {
                 None
             }
         };
-        if let (Some(message), Some(tensor)) = (self.schedule.shape.makes(self.me, op), made) {
-            self.made.insert(message, tensor);
-        }
-        self.left[m] -= 1;
-        self.batches[m] = (self.left[m] > 0).then_some(batch);
+        self.end(op, batch, made);
         Ok(())
     }
 
-    fn forward(
-        &mut self,
-        chunk: &Chunk,
-        key: (usize, usize),
-        batch: &MicroBatch,
-        x: Option<Tensor>,
-    ) -> Result<Option<Tensor>> {
-        let pass = Pass { dropout: batch.dropout(), mix: batch.mix(), ..self.pass };
+    /// A forward and a backward in turns. The backward is first: what it sends travels beside the forward's attention.
+    fn pair(&mut self, forward: Op, backward: Op) -> Result<()> {
+        let (f, b) = (self.begin(forward)?, self.begin(backward)?);
+        let [key, back] = [forward, backward].map(|op| (op.chunk, op.micro_batch));
+        let (pass, pass_back) = (f.batch.pass(self.pass), b.batch.pass(self.pass));
+        let goal = self.goal(&f.batch)?;
+        let saved = self.kept.remove(&back).ok_or_else(|| lost("what forward kept"))?;
+        let Aim::Train(grads) = &mut self.aim else { return Err(lost("a buffer for gradients")) };
+        let mut put = |g: WeightGrad| g.run(pass_back.rank, grads);
+        let (dx, out) = in_turn(
+            b.chunk.backward_in_turns(&pass_back, saved, &b.batch.input, b.given, &mut put),
+            f.chunk.forward_in_turns(&pass, &f.batch.input, f.given, goal),
+        )?;
+        let y = self.keep(f.chunk, key, goal, out)?;
+        self.end(forward, f.batch, y);
+        self.end(backward, b.batch, dx);
+        Ok(())
+    }
+
+    /// What comes out at the end of the model.
+    fn goal<'m>(&self, batch: &'m MicroBatch) -> Result<Goal<'m>> {
         let targets = || batch.targets.as_ref().ok_or_else(|| lost("the labels of a micro-batch"));
-        let goal = match self.aim {
+        Ok(match self.aim {
             Aim::Logits => Goal::Logits,
             Aim::Loss => Goal::Loss(targets()?),
             Aim::Train(_) => Goal::Train(targets()?),
-        };
-        let (y, saved) = chunk.forward(&pass, &batch.input, x, goal)?;
-        if !chunk.is_last() {
-            self.kept.extend(saved.map(|s| (key, s)));
-            return Ok(Some(y));
-        }
-        let further = saved.as_ref().and_then(ChunkSaved::prediction_losses);
-        self.results[key.1] = Some(match goal {
-            Goal::Logits => y,
-            Goal::Loss(t) | Goal::Train(t) => with_further(pass.rank, weighted(pass.rank, &y, t)?, further)?,
-        });
-        self.kept.extend(saved.map(|s| (key, s)));
-        Ok(None)
+        })
     }
 
-    fn backward(
+    /// Puts what a forward made where it belongs; what is for the next stage is returned.
+    fn keep(
         &mut self,
         chunk: &Chunk,
         key: (usize, usize),
-        batch: &MicroBatch,
-        dy: Option<Tensor>,
-        put_off: bool,
+        goal: Goal,
+        (y, saved): (Tensor, Option<ChunkSaved>),
     ) -> Result<Option<Tensor>> {
-        let Aim::Train(grads) = &mut self.aim else { return Err(lost("a buffer for gradients")) };
-        let pass = Pass { dropout: batch.dropout(), mix: batch.mix(), ..self.pass };
-        let saved = self.kept.remove(&key).ok_or_else(|| lost("what forward kept"))?;
-        let later = if put_off { Some(self.later.entry(key).or_default()) } else { None };
-        let rank = pass.rank;
-        Ok(match later {
-            Some(later) => chunk.backward(&pass, saved, &batch.input, dy, &mut |g| {
-                later.push(g);
-                Ok(())
-            })?,
-            None => chunk.backward(&pass, saved, &batch.input, dy, &mut |g| g.run(rank, grads))?,
-        })
+        let rank = self.pass.rank;
+        let y = if chunk.is_last() {
+            let further = saved.as_ref().and_then(ChunkSaved::prediction_losses);
+            self.results[key.1] = Some(match goal {
+                Goal::Logits => y,
+                Goal::Loss(t) | Goal::Train(t) => with_further(rank, weighted(rank, &y, t)?, further)?,
+            });
+            None
+        } else {
+            Some(y)
+        };
+        self.kept.extend(saved.map(|s| (key, s)));
+        Ok(y)
     }
 
     /// Sends and receives all at once, each payload on its lane.

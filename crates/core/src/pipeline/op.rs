@@ -111,6 +111,9 @@ impl std::fmt::Display for Transfer {
 pub enum Step {
     /// Compute.
     Run(Op),
+    /// A forward and a backward of different micro-batches, in turns: each computes while rows of the other travel to
+    /// experts or back.
+    Pair(Op, Op),
     /// Start all of these at once, as one group call. Whether the rank waits here or only where it needs a result
     /// depends on the engine: [`Matching`](super::Matching).
     Exchange(Vec<Transfer>),
@@ -120,6 +123,7 @@ impl std::fmt::Display for Step {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         match self {
             Step::Run(op) => op.fmt(f),
+            Step::Pair(forward, backward) => write!(f, "{forward} beside {backward}"),
             Step::Exchange(all) => {
                 for (k, transfer) in all.iter().enumerate() {
                     write!(f, "{}{transfer}", if k == 0 { "" } else { " + " })?;
@@ -127,6 +131,18 @@ impl std::fmt::Display for Step {
                 Ok(())
             }
         }
+    }
+}
+
+impl Step {
+    /// What is computed, in this order where two are computed in turns.
+    pub fn ops(&self) -> impl Iterator<Item = Op> {
+        let (one, more) = match self {
+            Step::Run(op) => (Some(*op), None),
+            Step::Pair(forward, backward) => (Some(*forward), Some(*backward)),
+            Step::Exchange(_) => (None, None),
+        };
+        one.into_iter().chain(more)
     }
 }
 
@@ -205,9 +221,6 @@ pub struct Schedule {
 impl Schedule {
     /// A rank's computations without its messages.
     pub fn ops(&self, rank: usize) -> impl Iterator<Item = Op> {
-        self.ranks.get(rank).into_iter().flatten().filter_map(|step| match step {
-            Step::Run(op) => Some(*op),
-            Step::Exchange(_) => None,
-        })
+        self.ranks.get(rank).into_iter().flatten().flat_map(Step::ops)
     }
 }

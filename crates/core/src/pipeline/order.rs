@@ -43,12 +43,15 @@ impl Plan {
         }
     }
 
-    /// Warm-up of a rank. With `overlap` (expert exchange of one pass hidden under the other) one forward more comes
-    /// first.
+    /// Warm-up of a rank. With `overlap` (a forward and a backward in turns, each beside the other's rows on their way to
+    /// experts) one forward more comes first, so that the two are of different micro-batches; and as many as in an
+    /// interleaved order where a rank has one chunk: neighbours then work on one pair each at the same time, where one
+    /// would otherwise wait for what the other's pair makes.
     pub fn warmup(&self, rank: usize, overlap: bool) -> Result<Warmup> {
         let total = self.micro_batches * self.vp;
         let after = self.pp - 1 - rank.min(self.pp - 1);
         let warmup = match (self.vp, self.mode) {
+            (1, Mode::Paired) => 2 * after + 1,
             (1, _) => after,
             (_, Mode::ForwardOnly) => total,
             (v, _) => 2 * after + (v - 1) * self.group()? + usize::from(overlap),
@@ -70,7 +73,7 @@ impl Plan {
             return Ok(forward.collect());
         }
         let mut backward = self.backwards(table);
-        let warmup = self.warmup(rank, false)?.warmup;
+        let warmup = self.warmup(rank, self.mode == Mode::Paired)?.warmup;
         let mut ops = Vec::with_capacity(2 * table.len());
         for (k, op) in forward.enumerate() {
             ops.push(op);

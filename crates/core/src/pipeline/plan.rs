@@ -1,5 +1,7 @@
 //! From a few numbers to a schedule that has been checked.
 
+#[cfg(doc)]
+use super::op::Step;
 use super::{
     check::check,
     deadlock::Matching,
@@ -20,6 +22,9 @@ pub enum Mode {
     /// The same order, but weight gradients fill the gaps (ZB-H1). No rank holds more micro-batches than the first one
     /// does under [`Mode::Train`].
     ZeroBubble,
+    /// A forward and a backward of different micro-batches in turns, layer by layer ([`Step::Pair`]): what one sends to
+    /// experts travels while the other computes. More forwards come before the first backward.
+    Paired,
     /// No backward.
     ForwardOnly,
 }
@@ -30,6 +35,7 @@ impl PipelineOrder {
         match self {
             PipelineOrder::OneForwardOneBackward => Mode::Train,
             PipelineOrder::ZeroBubble => Mode::ZeroBubble,
+            PipelineOrder::Paired => Mode::Paired,
         }
     }
 }
@@ -91,7 +97,9 @@ impl Plan {
         let as_peer = self.mode != Mode::ZeroBubble && (vp == 1 || (pp > 1 && micro_batches >= pp));
         let (ranks, matching) = match self.transport {
             Transport::Eager => (exchange::eager(&shape, &ops), Matching::Tagged),
-            Transport::Batched if as_peer && vp == 1 => (exchange::plain(self, &shape)?, Matching::Blocking),
+            Transport::Batched if as_peer && vp == 1 && self.mode != Mode::Paired => {
+                (exchange::plain(self, &shape)?, Matching::Blocking)
+            }
             Transport::Batched if as_peer => (exchange::interleaved(self, &shape)?, Matching::Blocking),
             Transport::Batched => (exchange::timed(&shape, &ops, &self.costs)?, Matching::Blocking),
         };

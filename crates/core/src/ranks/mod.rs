@@ -59,6 +59,7 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
         tp,
         compute: rank.compute.of_rank(world.rank()),
         comm: rank.comm.of_rank(world.rank()),
+        travel: rank.travel.of_rank(world.rank()),
         ..rank
     })
 }

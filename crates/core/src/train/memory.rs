@@ -1,7 +1,7 @@
 //! How much memory a step needs, and the cheapest change that makes it fit.
 
 use super::state;
-use crate::config::{Master, Moments, OptimizerKind, Resolved};
+use crate::config::{Master, Moments, OptimizerKind, PipelineOrder, Resolved};
 use crate::model::ModelConfig;
 use crate::{Error, Result};
 use ferrotron_engine::precision::Policy;
@@ -26,6 +26,8 @@ pub struct Need {
     pub master: Master,
     /// What backward computes again.
     pub recompute: Recompute,
+    /// How many times as much is kept as in plain 1F1B: a fraction.
+    held: (usize, usize),
     /// Ranks that share the layers, their products, the tokens of a pass, and optimizer state.
     shared: Shared,
 }
@@ -66,6 +68,8 @@ impl Need {
             moments: (o.moments, if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
             master: o.master,
             recompute: state::recompute(&r.config.train.recompute),
+            // Of 1/(P·v) of the layers each, 2P + (v−1)·P micro-batches instead of some P·v.
+            held: if p.schedule == PipelineOrder::Paired { (p.vp + 1, p.vp) } else { (1, 1) },
         }
     }
 
@@ -129,7 +133,8 @@ impl Need {
         let further = depth * (m.vocab + 5 * h) * size;
         // Logits become their own gradient; a few rows of the residual stream are in flight. The first stage of a
         // pipeline holds as many micro-batches as there are stages: what it has fewer of in layers it has more of in these.
-        self.micro_batch * self.seq / self.shared.tokens * (layers + further + m.vocab * size + 4 * h * size)
+        let row = layers + further + m.vocab * size + 4 * h * size;
+        self.micro_batch * self.seq / self.shared.tokens * row * self.held.0 / self.held.1
     }
 
     fn total(&self) -> usize {
@@ -138,11 +143,15 @@ impl Need {
 
     /// Changes that save memory, the cheapest in time first, each with what to write.
     fn changes(&self) -> Vec<(String, Need)> {
+        let mut out = Vec::new();
+        if self.held.0 > self.held.1 {
+            out.push(("parallel.schedule=1f1b".to_string(), Need { held: (1, 1), ..self.clone() }));
+        }
         let halves =
             std::iter::successors(Some(self.micro_batch / 2), |n| Some(n / 2)).take_while(|n| *n > 0);
-        let mut out: Vec<(String, Need)> = halves
-            .map(|n| (format!("train.micro_batch={n}"), Need { micro_batch: n, ..self.clone() }))
-            .collect();
+        out.extend(
+            halves.map(|n| (format!("train.micro_batch={n}"), Need { micro_batch: n, ..self.clone() })),
+        );
         let (last, least) = out.last().cloned().unwrap_or((String::new(), self.clone()));
         let and = |change: &str| if last.is_empty() { change.into() } else { format!("{last} {change}") };
         let again = Recompute { norm: true, activation: true, ..self.recompute };
@@ -313,6 +322,26 @@ mod tests {
         }
         let words = need("tiny", &["optimizer.moments=fp8", "optimizer.master=remainder"]).per_parameter();
         assert_eq!(words, "10.06 bytes per parameter: weight 2, gradient 4, optimizer state 4.06");
+    }
+
+    #[test]
+    fn pairs_of_passes_keep_more_and_the_way_back_is_named() {
+        let moe = [
+            "moe.experts=8",
+            "parallel.dp=2",
+            "parallel.ep=2",
+            "train.micro_batch=64",
+            "train.global_batch=1024",
+        ];
+        let with = |more: &[&str]| need("llama-1b", &[&moe[..], more].concat());
+        let plain = with(&[]);
+        let paired = with(&["parallel.schedule=paired"]);
+        assert_eq!(paired.activations(), 2 * plain.activations());
+        let pipeline = ["parallel.pp=2", "parallel.vp=2"];
+        let chunks = with(&[&pipeline[..], &["parallel.schedule=paired"]].concat()).activations();
+        assert_eq!(chunks, with(&pipeline).activations() / 2 * 3);
+        let room = paired.fixed() + plain.activations() / 2 * 3;
+        assert!(paired.advice(room).contains("--set parallel.schedule=1f1b"), "{}", paired.advice(room));
     }
 
     #[test]

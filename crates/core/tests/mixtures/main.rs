@@ -10,6 +10,7 @@ mod checkpoints;
 mod even;
 mod hangs;
 mod matrix;
+mod paired;
 mod replayed;
 mod seen;
 

@@ -25,6 +25,7 @@ struct Case {
     zero: usize,
     all_gather: bool,
     overlap: bool,
+    paired: bool,
 }
 
 /// What a run made: loss, evaluation, gradients, and biases of choices after the step.
@@ -39,8 +40,8 @@ impl Case {
     fn name(&self) -> String {
         let how = if self.all_gather { "all_gather" } else { "all_to_all" };
         format!(
-            "{} {} zero={} {how} overlap={}",
-            self.layout, VARIANTS[self.variant].0, self.zero, self.overlap
+            "{} {} zero={} {how} overlap={} paired={}",
+            self.layout, VARIANTS[self.variant].0, self.zero, self.overlap, self.paired
         )
     }
 
@@ -52,6 +53,9 @@ impl Case {
         let mut set: Vec<String> = VARIANTS[self.variant].1.iter().map(|s| s.to_string()).collect();
         set.push(format!("parallel.zero={}", self.zero));
         set.push(format!("moe.dispatcher={}", if self.all_gather { "all_gather" } else { "all_to_all" }));
+        if self.paired {
+            set.push("parallel.schedule=paired".into());
+        }
         if VARIANTS[self.variant].0 == "global" {
             // One micro-batch a step: how many are counted together must not depend on the layout.
             set.push(format!("train.micro_batch={}", 16 / Grid::of(self.layout.clone())?.dp()));
@@ -119,7 +123,8 @@ fn whole() -> Vec<Case> {
                 if layout.world().is_ok_and(|n| n <= 16) && Grid::of(layout.clone()).is_ok() {
                     let n = out.len();
                     let (zero, all_gather, overlap) = (n % 3, (n / 3).is_multiple_of(3), n.is_multiple_of(2));
-                    out.push(Case { variant, layout, zero, all_gather, overlap });
+                    let paired = ep * etp > 1 && !all_gather && (n / 2).is_multiple_of(2);
+                    out.push(Case { variant, layout, zero, all_gather, overlap, paired });
                 }
             }
         }
@@ -156,7 +161,7 @@ fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
     let (mut references, mut wrong) = (HashMap::new(), Vec::new());
     for case in &cases {
         let reference = references.entry(case.variant).or_insert_with(|| {
-            Case { layout: one(), zero: 0, all_gather: false, ..case.clone() }.make().unwrap()
+            Case { layout: one(), zero: 0, all_gather: false, paired: false, ..case.clone() }.make().unwrap()
         });
         if let Some(what) = case.check(reference) {
             println!("{}: {what}", case.name());

@@ -11,7 +11,7 @@ use crate::oracle;
 prop_compose! {
     fn plan()(
         pp in 1usize..5, vp in 1usize..4, m in 1usize..9,
-        mode in prop::sample::select(vec![Mode::Train, Mode::ZeroBubble, Mode::ForwardOnly]),
+        mode in prop::sample::select(vec![Mode::Train, Mode::ZeroBubble, Mode::Paired, Mode::ForwardOnly]),
         transport in prop::sample::select(vec![Transport::Batched, Transport::Eager]),
     ) -> Plan {
         Plan { mode, transport, ..Plan::new(pp, vp, m) }
@@ -24,7 +24,7 @@ fn places(schedule: &Schedule) -> Vec<(usize, usize, Option<usize>)> {
     for (rank, steps) in schedule.ranks.iter().enumerate() {
         for (step, entry) in steps.iter().enumerate() {
             match entry {
-                Step::Run(_) => all.push((rank, step, None)),
+                Step::Run(_) | Step::Pair(..) => all.push((rank, step, None)),
                 Step::Exchange(group) => all.extend((0..group.len()).map(|k| (rank, step, Some(k)))),
             }
         }
@@ -113,7 +113,7 @@ fn a_deadlock_is_named() {
     let mut schedule = Plan::new(2, 1, 2).schedule().unwrap();
     for steps in &mut schedule.ranks {
         let apart = |step: &Step| match step {
-            Step::Run(_) => vec![step.clone()],
+            Step::Run(_) | Step::Pair(..) => vec![step.clone()],
             Step::Exchange(all) => all.iter().map(|t| Step::Exchange(vec![*t])).collect(),
         };
         *steps = steps.iter().flat_map(apart).collect();
@@ -150,6 +150,15 @@ fn faults_are_named() {
         "{early}"
     );
     assert!(with(&|s| drop(s.ranks.pop())).contains("has 1 lists"));
+    let pair = |f: &Step, b: &Step| match (f, b) {
+        (Step::Run(f), Step::Run(b)) => Step::Pair(*f, *b),
+        _ => unreachable!(),
+    };
+    // The last rank's backward needs the forward beside it; and two backwards are no pair.
+    let own = with(&|s| s.ranks[1][f1] = pair(&good.ranks[1][f1], &good.ranks[1][b1]));
+    assert!(own.contains("(F1.0 beside B1.0): pairs two passes of one micro-batch"), "{own}");
+    let kinds = with(&|s| s.ranks[1][b1] = pair(&good.ranks[1][b1], &good.ranks[1][b1]));
+    assert!(kinds.contains("(B1.0 beside B1.0): pairs other passes"), "{kinds}");
     // Two chunks exchanged at one end only.
     let eager = Plan { transport: Transport::Eager, ..Plan::new(2, 1, 4) }.schedule().unwrap();
     let mut crossed = eager.clone();

@@ -33,8 +33,10 @@ pub fn runs(schedule: &Schedule) -> bool {
         for (r, rank) in ranks.iter_mut().enumerate() {
             let Some(step) = schedule.ranks[r].get(rank.at) else { continue };
             match step {
-                Step::Run(op) => {
-                    if !run(schedule, rank, r, *op) {
+                Step::Run(_) | Step::Pair(..) => {
+                    // What a pair makes is not there before both are done.
+                    let ready = step.ops().all(|op| input(schedule, rank, r, op).is_some());
+                    if !ready || !step.ops().all(|op| run(schedule, rank, r, op)) {
                         return false;
                     }
                     rank.at += 1;
@@ -91,19 +93,25 @@ pub fn runs(schedule: &Schedule) -> bool {
     ended && ranks.iter().all(|rank| complete(schedule, &rank.ops))
 }
 
-fn run(schedule: &Schedule, rank: &mut Rank, r: usize, op: Op) -> bool {
+/// What an operation works on, if it is there.
+fn input(schedule: &Schedule, rank: &Rank, r: usize, op: Op) -> Option<Value> {
     let s = schedule.shape;
     let stage = op.chunk * s.pp + r;
     let key = |payload, stage| (payload, op.micro_batch, stage);
-    let input = match op.kind {
+    match op.kind {
         Kind::Forward if stage == 0 => Some(vec![op.micro_batch]),
         Kind::Forward => rank.values.get(&key(Payload::Activation, stage - 1)).cloned(),
         Kind::WeightGrad => rank.values.get(&key(Payload::Gradient, stage)).cloned(),
         _ if !rank.values.contains_key(&key(Payload::Activation, stage)) => None,
         _ if stage + 1 == s.pp * s.vp => rank.values.get(&key(Payload::Activation, stage)).cloned(),
         _ => rank.values.get(&key(Payload::Gradient, stage + 1)).cloned(),
-    };
-    let Some(mut value) = input else { return false };
+    }
+}
+
+fn run(schedule: &Schedule, rank: &mut Rank, r: usize, op: Op) -> bool {
+    let stage = op.chunk * schedule.shape.pp + r;
+    let key = |payload, stage| (payload, op.micro_batch, stage);
+    let Some(mut value) = input(schedule, rank, r, op) else { return false };
     value.push(stage);
     match op.kind {
         Kind::Forward => rank.values.insert(key(Payload::Activation, stage), value),

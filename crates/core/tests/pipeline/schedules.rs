@@ -1,10 +1,12 @@
 //! Over all small P, v and M.
 
-use ferrotron_core::pipeline::{Costs, Matching, Mode, Plan, Report, Schedule, Timeline, Transport, check};
+use ferrotron_core::pipeline::{
+    Costs, Matching, Mode, Plan, Report, Schedule, Step, Timeline, Transport, check,
+};
 
 use crate::oracle;
 
-const MODES: [Mode; 3] = [Mode::Train, Mode::ZeroBubble, Mode::ForwardOnly];
+const MODES: [Mode; 4] = [Mode::Train, Mode::ZeroBubble, Mode::Paired, Mode::ForwardOnly];
 
 fn plans() -> impl Iterator<Item = Plan> {
     let sizes = (1..=5).flat_map(|p| (1..=3).flat_map(move |v| (1..=11).map(move |m| (p, v, m))));
@@ -74,10 +76,76 @@ fn peaks_follow_the_formulas() {
                     assert!(report.peak_saved[r] <= formula(r), "{plan:?} rank {r}");
                     assert!(report.peak_live[r] <= formula(0), "{plan:?} rank {r}");
                 }
+                Mode::Paired => {
+                    // One more than interleaved, of which one chunk is a case here.
+                    let most = 2 * (p - r - 1) + (v - 1) * plan.group().unwrap() + 2;
+                    assert_eq!(report.peak_live[r], most.min(m * v), "{plan:?} rank {r}");
+                }
                 Mode::ForwardOnly => assert_eq!(report.peak_live[r], 0),
             }
         }
     }
+}
+
+/// Every forward after the warm-up has a backward beside it, of another micro-batch.
+#[test]
+fn pairs_are_as_many_as_can_be() {
+    for plan in plans().filter(|plan| plan.mode == Mode::Paired) {
+        let (p, v, m) = (plan.pp, plan.vp, plan.micro_batches);
+        if v > 1 && (p == 1 || m < p) {
+            continue;
+        }
+        let schedule = plan.schedule().unwrap();
+        for (rank, steps) in schedule.ranks.iter().enumerate() {
+            let pairs: Vec<String> =
+                steps.iter().filter(|s| matches!(s, Step::Pair(..))).map(Step::to_string).collect();
+            let remaining = plan.warmup(rank, true).unwrap().remaining;
+            assert_eq!(pairs.len(), remaining, "{plan:?} rank {rank}");
+            let first = (v == 1 && remaining > 0).then(|| format!("F{}.0 beside B0.0", 2 * (p - rank) - 1));
+            assert_eq!(pairs.first().filter(|_| v == 1).cloned(), first, "{plan:?} rank {rank}");
+        }
+    }
+}
+
+/// In the steady state all ranks work on a pair at the same time: pairs take no longer than their passes one by one.
+#[test]
+fn neighbours_do_not_wait_for_each_others_pairs() {
+    for (p, v, m) in [(1, 1, 4), (2, 1, 12), (4, 1, 24), (2, 2, 12), (4, 2, 24)] {
+        let schedule = Plan { mode: Mode::Paired, ..Plan::new(p, v, m) }.schedule().unwrap();
+        let plain = time(&Plan::new(p, v, m), &Costs::default()).makespan();
+        let paired = makespan_of_steps(&schedule);
+        assert!(paired <= plain + (3 * p) as f64, "{p} {v} {m}: {paired} after {plain}");
+    }
+}
+
+/// The time of a schedule whose pairs are done at their ends only: a forward takes 1, a backward 2, messages nothing.
+fn makespan_of_steps(schedule: &Schedule) -> f64 {
+    let mut at = vec![(0usize, 0.0f64); schedule.ranks.len()];
+    let mut sent = std::collections::HashMap::new();
+    loop {
+        let before = at.clone();
+        for (rank, steps) in schedule.ranks.iter().enumerate() {
+            while let Some(step) = steps.get(at[rank].0) {
+                let needed: Option<Vec<f64>> = step
+                    .ops()
+                    .filter_map(|op| schedule.shape.needs(rank, op))
+                    .map(|m| sent.get(&m).copied())
+                    .collect();
+                let Some(needed) = needed else { break };
+                let start = needed.into_iter().fold(at[rank].1, f64::max);
+                let cost: f64 = step.ops().map(|op| Costs::default().of(op.kind)).sum();
+                at[rank] = (at[rank].0 + 1, start + cost);
+                for m in step.ops().filter_map(|op| schedule.shape.makes(rank, op)) {
+                    sent.insert(m, start + cost);
+                }
+            }
+        }
+        if at == before {
+            break;
+        }
+    }
+    assert!(at.iter().zip(&schedule.ranks).all(|(at, steps)| at.0 == steps.len()));
+    at.iter().map(|a| a.1).fold(0.0, f64::max)
 }
 
 fn time(plan: &Plan, costs: &Costs) -> Timeline {

@@ -4,7 +4,7 @@
 //! expert. Where a ranks share an expert, each of them gets a copy, and what they send back are parts of a sum. There, rows
 //! are sorted once more: by expert, then by rank they came from, then by token.
 //!
-//! Rows travel on the communication stream: whoever has other work does it before he waits for them.
+//! Rows travel on a stream of their own: whoever has other work does it before he waits for them.
 
 use super::MoeTraining;
 use super::dispatch::{Arriving, Room};
@@ -130,7 +130,7 @@ impl Exchange {
         let to = p.rank.activation(&[received.iter().sum(), w], x.dtype())?;
         let elements = |rows: &[usize]| rows.iter().map(|n| n * w).collect::<Vec<_>>();
         let (rank, sent, received) = (p.rank, elements(sent), elements(received));
-        let s = if rank.overlap { &rank.comm } else { &rank.compute };
+        let s = if rank.overlap { &rank.travel } else { &rank.compute };
         if rank.overlap {
             s.wait(&rank.compute.record()?)?;
         }

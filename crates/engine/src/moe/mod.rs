@@ -20,7 +20,7 @@ pub use replay::{Choices, Use};
 pub use settings::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, MoeShape, MoeTraining};
 pub use state::{Counters, MixtureId, MixtureSpec, Mixtures};
 
-use crate::{Declarations, Measured, Pass, Saved, SavedTensor, WeightGrad};
+use crate::{Declarations, Measured, Pass, Saved, SavedTensor, WeightGrad, turn};
 use dispatch::{Arriving, Dispatch, Room};
 use experts::{Experts, ExpertsSaved};
 use ferrotron_tensor::{Result, Tensor};
@@ -62,7 +62,7 @@ impl Saved for MoeSaved {
 }
 
 /// A forward pass whose tokens are on their way to experts.
-pub struct Leaving {
+struct Leaving {
     x: Arriving,
     probs: Arriving,
     dispatch: Dispatch,
@@ -72,7 +72,7 @@ pub struct Leaving {
 }
 
 /// A forward pass whose results are on their way back.
-pub struct Returning {
+struct Returning {
     y: Arriving,
     experts: ExpertsSaved,
     dispatch: Dispatch,
@@ -82,7 +82,7 @@ pub struct Returning {
 }
 
 /// A backward pass whose gradients are on their way to experts.
-pub struct LeavingBack {
+struct LeavingBack {
     dy: Arriving,
     experts: ExpertsSaved,
     dispatch: Dispatch,
@@ -93,7 +93,7 @@ pub struct LeavingBack {
 }
 
 /// A backward pass whose gradients are on their way back.
-pub struct ReturningBack {
+struct ReturningBack {
     dx: Arriving,
     dprobs: Arriving,
     dispatch: Dispatch,
@@ -134,15 +134,17 @@ impl Moe {
         self.shared.as_ref().is_some_and(|s| s.measures_input(p))
     }
 
-    /// `[rows, hidden] → [rows, hidden]`
-    pub fn forward(&self, p: &Pass, x: impl Into<Measured>) -> Result<(Tensor, MoeSaved)> {
+    /// `[rows, hidden] → [rows, hidden]`. A turn ends whenever rows are on their way.
+    pub async fn forward(&self, p: &Pass<'_>, x: impl Into<Measured>) -> Result<(Tensor, MoeSaved)> {
         let leaving = self.leave(p, x)?;
+        turn().await;
         let returning = self.work(p, leaving)?;
+        turn().await;
         self.come_back(p, returning)
     }
 
     /// The first third of [`Moe::forward`]: tokens are sent. What they all share is computed meanwhile.
-    pub fn leave(&self, p: &Pass, x: impl Into<Measured>) -> Result<Leaving> {
+    fn leave(&self, p: &Pass, x: impl Into<Measured>) -> Result<Leaving> {
         let x = x.into();
         let (routes, router) = self.router.forward(p, &x.values)?;
         let (inner, down) = match &self.latent {
@@ -157,7 +159,7 @@ impl Moe {
     }
 
     /// The second third: experts work, and results are sent back.
-    pub fn work(&self, p: &Pass, l: Leaving) -> Result<Returning> {
+    fn work(&self, p: &Pass, l: Leaving) -> Result<Returning> {
         let Leaving { x, probs, dispatch, router, down, shared } = l;
         let rows = dispatch.take_rows(p, x, probs)?;
         let (y, experts) = self.experts.forward(p, &rows)?;
@@ -167,7 +169,7 @@ impl Moe {
     }
 
     /// The last third: results are summed.
-    pub fn come_back(&self, p: &Pass, r: Returning) -> Result<(Tensor, MoeSaved)> {
+    fn come_back(&self, p: &Pass, r: Returning) -> Result<(Tensor, MoeSaved)> {
         let Returning { y, experts, dispatch, router, down, shared } = r;
         let y = dispatch.take_back(p, y)?;
         let (y, up) = match &self.latent {
@@ -185,15 +187,17 @@ impl Moe {
         Ok((y, MoeSaved { shared, latent: down.zip(up), experts, dispatch, router }))
     }
 
-    /// Gradient of the input.
-    pub fn backward(&self, p: &Pass, saved: MoeSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
+    /// Gradient of the input. A turn ends whenever rows are on their way.
+    pub async fn backward(&self, p: &Pass<'_>, saved: MoeSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         let leaving = self.leave_back(p, saved, dy)?;
+        turn().await;
         let returning = self.work_back(p, leaving)?;
+        turn().await;
         self.come_back_back(p, returning)
     }
 
     /// The first third of [`Moe::backward`]: gradients of results are sent.
-    pub fn leave_back(&self, p: &Pass, saved: MoeSaved, dy: &Tensor) -> Result<LeavingBack> {
+    fn leave_back(&self, p: &Pass, saved: MoeSaved, dy: &Tensor) -> Result<LeavingBack> {
         let MoeSaved { shared, latent, experts, dispatch, router } = saved;
         let mut grads = WeightGrad::default();
         let (down, up) = latent.unzip();
@@ -218,7 +222,7 @@ impl Moe {
     }
 
     /// The second third: back through the experts.
-    pub fn work_back(&self, p: &Pass, l: LeavingBack) -> Result<ReturningBack> {
+    fn work_back(&self, p: &Pass, l: LeavingBack) -> Result<ReturningBack> {
         let LeavingBack { dy, experts, dispatch, router, down, shared, grads } = l;
         let rows = dispatch.take(p, dy)?;
         let (dx, dp, g) = self.experts.backward(p, experts, &rows)?;
@@ -229,7 +233,7 @@ impl Moe {
     }
 
     /// The last third: back through the router.
-    pub fn come_back_back(&self, p: &Pass, r: ReturningBack) -> Result<(Tensor, WeightGrad)> {
+    fn come_back_back(&self, p: &Pass, r: ReturningBack) -> Result<(Tensor, WeightGrad)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let ReturningBack { dx, dprobs, dispatch, router, down, shared, mut grads } = r;
         let dprobs = dispatch.take_probs_back(p, dprobs)?;
