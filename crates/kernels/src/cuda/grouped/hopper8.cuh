@@ -2,11 +2,11 @@
 
 // FAST: sums stay in the matrix unit's registers. Otherwise each step of 128 along the sum is added to a sum in f32, times its
 // scales where it has its own.
-template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5, bool FAST, int LEAD_ = 0>
-struct GroupedHopper8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5, LEAD_> {
-    using Base = GroupedHopper<KIND, BN_, STAGES_, PAIR, E5, LEAD_>;
+template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5, bool FAST>
+struct GroupedHopper8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
+    using Base = GroupedHopper<KIND, BN_, STAGES_, PAIR, E5>;
     using Load = typename Base::Load;
-    static constexpr int BM = Base::BM, BN = Base::BN, STAGES = Base::STAGES, LEAD = Base::LEAD;
+    static constexpr int BM = Base::BM, BN = Base::BN, STAGES = Base::STAGES;
 
     // Scales of a step of OUTPUT8: of a thread's two rows of x, and of 64 columns after another of w.
     struct Scales {
@@ -58,7 +58,6 @@ struct GroupedHopper8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5, LEAD_> {
                                                Ring<STAGES>& ring, float (&c)[BN / 2]) {
         Scales next;
         if (KIND == OUTPUT8 && g.scaled) fetch(g, t, wg, 0, next);
-        if (wg == 1 && Base::apart(t)) named_sync(1, 256);
 #pragma unroll
         for (int i = 0; i < BN / 2; i++) c[i] = 0.0f;
 #pragma unroll 1
@@ -69,7 +68,6 @@ struct GroupedHopper8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5, LEAD_> {
             products_begin();
             Base::multiply(p, Load::a_at(base, stage) + wg * 8192, Load::b_at(base, stage), 0);
             products_issued();
-            if (wg == 0 && block == LEAD - 1 && Base::apart(t)) named_arrive(1, 256);
             const Scales now = next;
             if (KIND == OUTPUT8 && g.scaled && block + 1 < t.blocks) fetch(g, t, wg, block + 1, next);
             products_done<0>();

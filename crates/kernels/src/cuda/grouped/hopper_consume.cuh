@@ -1,15 +1,11 @@
 // The consumers of the Hopper grouped products.
-//
-// The second warpgroup starts each tile two steps behind the first, so that while one of them stores its results the other
-// has steps left to multiply.
 
 // E5: bytes of the left operand are in E5M2.
-template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5 = false, int LEAD_ = 0>
+template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5 = false>
 struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     using Load = GroupedLoad<KIND, BN_, STAGES_, PAIR>;
     using Store = GroupedStore<Load>;
     static constexpr int BM = Load::BM, BN = Load::BN, BK = Load::BK, STAGES = Load::STAGES;
-    static constexpr int LEAD = LEAD_;
     static constexpr bool EIGHT = Load::EIGHT, GRADIENT = Load::GRADIENT;
     static constexpr int TA = KIND == WEIGHT, TB = KIND == WEIGHT || KIND == INPUT;
 
@@ -34,15 +30,8 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         }
     }
 
-    // In a longer sum the first warpgroup cannot come to its next tile before the second has come to this one.
-    static __device__ __forceinline__ bool apart(const GroupedTile& t) { return LEAD > 0 && t.blocks > STAGES; }
-
     // A tile of which this warpgroup has no row: the other has the matrix units to itself.
-    static __device__ __forceinline__ void pass(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring) {
-        if (apart(t)) {
-            if (wg == 1) named_sync(1, 256);
-            else named_arrive(1, 256);
-        }
+    static __device__ __forceinline__ void pass(const GroupedTile& t, u32 base, Ring<STAGES>& ring) {
 #pragma unroll 1
         for (i32 block = 0; block < t.blocks; block++) {
             barrier_wait(Load::full(base, ring.stage), ring.phase);
@@ -54,7 +43,6 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     // The sums of a tile.
     static __device__ __forceinline__ void sum(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring,
                                                float (&c)[BN / 2]) {
-        if (wg == 1 && apart(t)) named_sync(1, 256);
         // A sum over no rows is zero; others start with a product that does not look at what was there.
         if constexpr (GRADIENT) {
 #pragma unroll
@@ -81,7 +69,6 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
             if (block > 0) let_go(Load::free(base, last));
             last = stage;
             ring.next();
-            if (wg == 0 && block == LEAD - 1 && apart(t)) named_arrive(1, 256);
         }
         products_done<0>();
         pin(c);
@@ -95,7 +82,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         typename Load::Walk walk;
         GroupedTile t;
         while (walk.next(g, t)) {
-            if (t.m * BM + wg * 64 >= (GRADIENT ? g.height : t.rows)) pass(t, base, wg, ring);
+            if (t.m * BM + wg * 64 >= (GRADIENT ? g.height : t.rows)) pass(t, base, ring);
             else tile(t, ring);
         }
     }

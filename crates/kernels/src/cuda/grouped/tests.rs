@@ -83,7 +83,7 @@ fn every_kernel_makes_the_same() {
         let (at, owned) = spread(&s, &counts, align, behind);
         let (rows, e) = (owned.len(), counts.len());
         let segments = Segments { offsets: &at[0], counts: &at[1] };
-        // Short sums and long ones, whose warpgroups start apart.
+        // Short sums and long ones.
         for [depth, width] in [[8, 8], [64, 264], [200, 128], [1096, 392], [520, 1032]] {
             if e > 100 && depth * width > 100_000 {
                 continue;
