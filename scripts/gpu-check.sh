@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks beside PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start conformance comm layouts golden parity train kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start conformance comm layouts mixtures golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start conformance comm layouts golden parity train kill sanitizer bench}
+parts=${*:-start conformance comm layouts mixtures golden parity train kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -105,7 +105,7 @@ if has start; then
   row kernels-warm load_cold
   row kernels-damaged damaged_cache
 fi
-has conformance && row conformance tests traits && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
+has conformance && row conformance tests traits && row narrow env THREADS=1 "$here/tests/narrow" && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
 has comm && row ranks-on-one-card tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
 if has layouts; then
   row context-attention env THREADS=1 "$here/tests/context" --test-threads=1
@@ -114,6 +114,13 @@ if has layouts; then
   row trace-tp2 traced 2 parallel.tp=2
   row trace-dp2 traced 2 parallel.zero=1
 fi
+if has mixtures; then
+  row golden-router tests golden_router
+  row golden-permute tests golden_permute
+  row mixture-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/mixtures" --test-threads=1 --nocapture matrix
+  row mixture-pairs "$here/tests/mixtures" --test-threads=1 paired
+  row mixture-hangs "$here/tests/mixtures" --test-threads=1 hangs
+fi
 has golden && row golden-hf tests golden_hf
 has parity && row parity families
 has train && row train-replayed tests replay && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked
@@ -121,7 +128,7 @@ has kill && row kill-and-resume tests interruptions
 # cuBLASLt's own kernels are NVIDIA's to check for races.
 has sanitizer && row memcheck sanitize memcheck gemm "${families[@]}" && row racecheck sanitize racecheck "${families[@]}"
 if has bench; then
-  for pair in ${BENCH:-gpt2-124m:gpt2-bf16 llama-1b:llama1b-bf16 llama-8b-8l:llama8b8l-bf16}; do
+  for pair in ${BENCH:-gpt2-124m:gpt2-bf16 llama-1b:llama1b-bf16 llama-8b-8l:llama8b8l-bf16 moe-8l:moe8l-bf16}; do
     row "bench-${pair%%:*}" ours "${pair%%:*}"
     row "peer-${pair##*:}" peer "${pair##*:}" default
     row "peer-${pair##*:}-cudnn" peer "${pair##*:}" cudnn
