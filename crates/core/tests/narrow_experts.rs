@@ -210,6 +210,8 @@ fn at(layout: &str, changes: &[&str]) -> Outcome {
     set.push(format!("parallel.dp={dp}"));
     // The tokens of a micro-batch of one rank, over all ranks.
     set.push(format!("train.micro_batch={}", 4 / dp));
+    // A choice between experts may hang on the last bit of a logit: here nothing does.
+    set.push("moe.force=0".into());
     set.extend(changes.iter().map(|c| c.to_string()));
     let set: Vec<&str> = set.iter().map(String::as_str).collect();
     let r = recipe(&set);
@@ -225,13 +227,13 @@ fn at(layout: &str, changes: &[&str]) -> Outcome {
 #[test]
 fn layouts_give_what_one_rank_gives() {
     const MOST: f64 = 5e-2;
-    for (keys, of_experts) in [
-        // What is between the maps of experts has a scale of its rows on a rank alone, and rounds independently of other ranks';
-        // scales that are powers of two round alike.
-        (&["precision.scaling=current", "precision.except=[\"attn\", \"mlp\"]"][..], 2.0 * MOST),
-        (&["precision.scaling=current", "precision.power_of_two=true"], MOST),
-        (&["precision.scaling=delayed", "precision.except=[\"attn\", \"mlp\"]"], MOST),
-        (&["precision.scaling=block"], MOST),
+    for keys in [
+        // What is between the maps of experts has a scale of its rows on a rank alone.
+        &["precision.scaling=current", "precision.except=[\"attn\", \"mlp\"]"][..],
+        // Powers of two: maps of ranks with other tokens round alike.
+        &["precision.scaling=current", "precision.power_of_two=true"],
+        &["precision.scaling=delayed", "precision.except=[\"attn\", \"mlp\"]"],
+        &["precision.scaling=block"],
     ] {
         let one = at("tp=1", keys);
         for layout in ["ep=2", "ep=2,etp=2", "tp=2,ep=2,etp=1", "tp=2,ep=2,etp=2", "tp=2,etp=1", "cp=2,ep=2"]
@@ -245,10 +247,7 @@ fn layouts_give_what_one_rank_gives() {
                 let found = apart(&one, &ours);
                 let each = apart(&experts(&one), &experts(&ours));
                 println!("{what}: {found:.4}, experts {each:.4}");
-                assert!(
-                    found < MOST && each < of_experts,
-                    "{what}: gradients {found} apart, of experts {each}"
-                );
+                assert!(found < MOST && each < MOST, "{what}: gradients {found} apart, of experts {each}");
             }
         }
     }
