@@ -29,6 +29,19 @@ pub trait StackKernels {
 
     /// See [`QuantiseStack`].
     fn quantise_stack(&self, s: &Stream, q: &QuantiseStack) -> Result<()>;
+
+    /// [`StackKernels::amax_stack`] of the magnitudes that `q` goes by ([`Range::Amax`]), then
+    /// [`StackKernels::quantise_stack`].
+    fn measure_and_quantise_stack(&self, s: &Stream, q: &QuantiseStack) -> Result<()> {
+        if let Range::Amax { amax, .. } = q.range {
+            self.amax_stack(s, q.x, amax)?;
+        }
+        self.quantise_stack(s, q)
+    }
+
+    /// Each of `count` matrices `rows [count·n, k]` the other way round, `cols [count·k, n]`, byte by byte, and their scales: one
+    /// for each, f32 `[count]`, or those of tiles, where n and k are multiples of 128.
+    fn turn_stack(&self, s: &Stream, count: usize, rows: &Bytes, cols: &Bytes) -> Result<()>;
 }
 
 /// E, n, k of a stack.
@@ -59,6 +72,35 @@ pub(crate) fn amax_sizes(op: &'static str, x: &Tensor, amax: &Tensor) -> Result<
     Ok(found)
 }
 
+/// Is it the bytes of `count` matrices, `shape` in all?
+fn check_bytes(op: &'static str, count: usize, bytes: &Bytes, shape: [usize; 2]) -> Result<()> {
+    if bytes.scaling != Scaling::Tensor {
+        return bytes.check(op, shape);
+    }
+    each(op, &bytes.scale_inv, count)?;
+    let one = bytes.scale_inv.narrow(0, 0, count.min(1))?;
+    if count == 0 { Ok(()) } else { Bytes { scale_inv: one, ..bytes.clone() }.check(op, shape) }
+}
+
+/// Checks of [`StackKernels::turn_stack`]: gives n and k.
+pub(crate) fn turn_sizes(op: &'static str, count: usize, rows: &Bytes, cols: &Bytes) -> Result<[usize; 2]> {
+    let (n, k) = (cols.cols, rows.cols);
+    check_bytes(op, count, rows, [count * n, k])?;
+    check_bytes(op, count, cols, [count * k, n])?;
+    let tiles = rows.scaling == Scaling::Tiles;
+    if rows.scaling != cols.scaling || rows.scaling == Scaling::Rows || rows.data.dtype() != cols.data.dtype()
+    {
+        return shape_error(
+            op,
+            "both must be of one format, with one scale for each matrix or those of tiles",
+        );
+    }
+    if tiles && !(n.is_multiple_of(BLOCK) && k.is_multiple_of(BLOCK)) {
+        return shape_error(op, format!("matrices [{n}, {k}] do not divide into tiles of {BLOCK}"));
+    }
+    Ok([n, k])
+}
+
 impl QuantiseStack<'_> {
     /// Checks shapes, types and scales; gives E, n, k, how numbers share scales, and the format.
     pub(crate) fn check(&self, op: &'static str) -> Result<([usize; 3], Scaling, Option<DType>)> {
@@ -80,15 +122,7 @@ impl QuantiseStack<'_> {
             if bytes.scaling != scaling {
                 return shape_error(op, format!("{:?} scales from {:?}", bytes.scaling, self.range));
             }
-            if scaling == Scaling::Tensor {
-                each(op, &bytes.scale_inv, e)?;
-                let one = bytes.scale_inv.narrow(0, 0, e.min(1))?;
-                if e > 0 {
-                    Bytes { scale_inv: one, ..bytes.clone() }.check(op, shape)?;
-                }
-            } else {
-                bytes.check(op, shape)?;
-            }
+            check_bytes(op, e, bytes, shape)?;
             let found = bytes.data.dtype();
             if *format.get_or_insert(found) != found {
                 return shape_error(op, "both uses of a matrix have one format");

@@ -60,65 +60,94 @@ impl Pass<'_> {
     }
 
     /// The stacked weights `param` of experts, `[E, n, k]`, as factors `[E·n, k]`, and `[E·k, n]` along columns. They are narrowed
-    /// once until they change, where they are kept.
+    /// once until they change, where they are kept. Where not, backward turns the bytes that forward made.
     pub(crate) fn narrow_stack(&self, param: ParamId, shape: [usize; 3], uses: Uses) -> Result<Narrowed> {
-        let (state, recipe) = self.eight(param)?;
+        let (state, _) = self.eight(param)?;
         let mut kept: Kept = state.weights()[param.0].clone();
         let missing = Uses { rows: uses.rows && kept.rows.is_none(), cols: uses.cols && kept.cols.is_none() };
-        if missing != Uses::NONE {
-            let (s, k, w) = (&self.rank.compute, &self.rank.kernels, self.weight(param)?.view(&shape)?);
-            let source = match recipe.method {
-                Method::Current => {
-                    let amax = match kept.amax.take() {
-                        Some(amax) => amax,
-                        None => {
-                            let amax = s.zeros(&[shape[0]], DType::F32, Category::Workspace)?;
-                            k.amax_stack(s, &w, &amax)?;
-                            self.rank.etp.all_reduce(s, &amax, Reduce::Max, "magnitudes of experts")?;
-                            amax
-                        }
-                    };
-                    kept.amax = Some(amax.clone());
-                    Source::Amax(amax)
-                }
-                Method::Delayed { .. } => self.given(state, param, Role::Weight)?,
-                _ => Source::Blocks,
-            };
-            let keep = state.keeps(self.train);
-            let make = Uses {
-                rows: missing.rows || (keep && kept.rows.is_none()),
-                cols: missing.cols || (keep && self.train && kept.cols.is_none()),
-            };
-            let [count, n, k_] = shape;
-            let (format, scaling) = (recipe.format(Role::Weight), recipe.scaling(Role::Weight));
-            let memory = |wanted: bool, shape: [usize; 2]| -> Result<Option<Bytes>> {
-                wanted.then(|| stacked(self.rank, count, shape, format, scaling)).transpose()
-            };
-            let (rows, cols) = (memory(make.rows, [n, k_])?, memory(make.cols, [k_, n])?);
-            let range = match &source {
-                Source::Amax(amax) => Range::Amax { amax, pow2: recipe.pow2 },
-                Source::Given(scale, amax) => Range::Given { scale, amax },
-                Source::Blocks => Range::Blocks { pow2: recipe.pow2 },
-            };
-            k.quantise_stack(s, &QuantiseStack { x: &w, range, rows: rows.as_ref(), cols: cols.as_ref() })?;
-            if state.is_watched() {
-                let made = [&rows, &cols];
-                (0..count).try_for_each(|e| {
-                    let one = |b: &Option<Bytes>| -> Result<Option<Side>> {
-                        b.as_ref().map(|b| matrix(b, e, count).map(Side::Bytes)).transpose()
-                    };
-                    let made = Narrowed { rows: one(made[0])?, cols: one(made[1])? };
-                    state.note(self.rank, param, Role::Weight, &w.select(0, e)?, &made)
-                })?;
-            }
-            let stays = kept.clone();
-            kept.rows = kept.rows.or(rows.map(Side::Bytes));
-            kept.cols = kept.cols.or(cols.map(Side::Bytes));
-            if keep || self.train {
-                state.weights()[param.0] = if keep { kept.clone() } else { stays };
-            }
+        if missing == Uses::NONE {
+            return Ok(Narrowed { rows: kept.rows, cols: kept.cols });
+        }
+        let (keep, [count, n, k]) = (state.keeps(self.train), shape);
+        if let (false, Uses::COLS, Some(Side::Bytes(rows))) = (keep, missing, &kept.rows) {
+            let cols = stacked(self.rank, count, [k, n], rows.data.dtype(), rows.scaling)?;
+            self.rank.kernels.turn_stack(&self.rank.compute, count, rows, &cols)?;
+            // Nobody needs them any more.
+            state.weights()[param.0].rows = None;
+            return Ok(Narrowed { rows: None, cols: Some(Side::Bytes(cols)) });
+        }
+        let make = Uses {
+            rows: missing.rows || (keep && kept.rows.is_none()),
+            cols: missing.cols || (keep && self.train && kept.cols.is_none()),
+        };
+        let made = self.narrow_experts(param, shape, make, &mut kept.amax)?;
+        let later = self.train && self.params.specs()[param.0].eight.is_some_and(|e| e.input_grad);
+        let stays = Kept { rows: made.rows.clone().filter(|_| later), ..kept.clone() };
+        kept.rows = kept.rows.or(made.rows);
+        kept.cols = kept.cols.or(made.cols);
+        if keep || self.train {
+            state.weights()[param.0] = if keep { kept.clone() } else { stays };
         }
         Ok(Narrowed { rows: kept.rows, cols: kept.cols })
+    }
+
+    /// Makes bytes of stacked weights. `amax` f32 `[E]`: their largest magnitudes, if they are known, or then.
+    fn narrow_experts(
+        &self,
+        param: ParamId,
+        shape: [usize; 3],
+        make: Uses,
+        amax: &mut Option<Tensor>,
+    ) -> Result<Narrowed> {
+        let ((state, recipe), s, k) = (self.eight(param)?, &self.rank.compute, &self.rank.kernels);
+        let ([count, n, width], w) = (shape, self.weight(param)?.view(&shape)?);
+        let (mut measure, etp) = (false, &self.rank.etp);
+        let source = match recipe.method {
+            Method::Current => {
+                let known = match amax.take() {
+                    Some(known) => known,
+                    None => {
+                        let fresh = s.zeros(&[count], DType::F32, Category::Workspace)?;
+                        // Ranks that share experts agree before bytes are made.
+                        measure = etp.size() == 1;
+                        if !measure {
+                            k.amax_stack(s, &w, &fresh)?;
+                            etp.all_reduce(s, &fresh, Reduce::Max, "magnitudes of experts")?;
+                        }
+                        fresh
+                    }
+                };
+                *amax = Some(known.clone());
+                Source::Amax(known)
+            }
+            Method::Delayed { .. } => self.given(state, param, Role::Weight)?,
+            _ => Source::Blocks,
+        };
+        let (format, scaling) = (recipe.format(Role::Weight), recipe.scaling(Role::Weight));
+        let memory = |wanted: bool, shape: [usize; 2]| -> Result<Option<Bytes>> {
+            wanted.then(|| stacked(self.rank, count, shape, format, scaling)).transpose()
+        };
+        let (rows, cols) = (memory(make.rows, [n, width])?, memory(make.cols, [width, n])?);
+        let range = match &source {
+            Source::Amax(amax) => Range::Amax { amax, pow2: recipe.pow2 },
+            Source::Given(scale, amax) => Range::Given { scale, amax },
+            Source::Blocks => Range::Blocks { pow2: recipe.pow2 },
+        };
+        let q = QuantiseStack { x: &w, range, rows: rows.as_ref(), cols: cols.as_ref() };
+        match measure {
+            true => k.measure_and_quantise_stack(s, &q)?,
+            false => k.quantise_stack(s, &q)?,
+        }
+        if state.is_watched() {
+            for e in 0..count {
+                let one = |b: &Option<Bytes>| -> Result<Option<Side>> {
+                    b.as_ref().map(|b| matrix(b, e, count).map(Side::Bytes)).transpose()
+                };
+                let made = Narrowed { rows: one(&rows)?, cols: one(&cols)? };
+                state.note(self.rank, param, Role::Weight, &w.select(0, e)?, &made)?;
+            }
+        }
+        Ok(Narrowed { rows: rows.map(Side::Bytes), cols: cols.map(Side::Bytes) })
     }
 }
 

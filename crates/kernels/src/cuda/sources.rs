@@ -268,6 +268,7 @@ pub const SOURCES: &[Source] = &[
     source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
     source("permute", include_str!("permute.cu")),
     source("permute_maps", include_str!("permute_maps.cu")),
+    source("turn_stack", concat!(include_str!("quant/turn.cuh"), include_str!("quant/turn_stack.cu"))),
     source("permute_turned", concat!(include_str!("quant/turn.cuh"), include_str!("permute_turned.cu"))),
     source(
         "quantise",

@@ -94,6 +94,25 @@ fn matrices_of_a_stack_are_what_they_are_alone() {
                         let largest = most.iter().fold(1e-3f32, |m, x| m.max(*x));
                         same(&format!("{what} seen"), &host(&h, &seen), &[largest]);
                     }
+                    // Measured on the way, from what was there before.
+                    if let Range::Amax { .. } = range {
+                        let (rows, cols) = (
+                            memory(&h, count, [n, k], format, scaling),
+                            memory(&h, count, [k, n], format, scaling),
+                        );
+                        let found = each(&h, &vec![0f32; count]);
+                        let range = Range::Amax { amax: &found, pow2 };
+                        let q = QuantiseStack { x: &xt, range, rows: Some(&rows), cols: Some(&cols) };
+                        h.k.measure_and_quantise_stack(&h.s, &q).unwrap();
+                        same(&format!("{what} found"), &host(&h, &found), &most);
+                        check(&h, &format!("{what} measured rows"), &table, &rows, &all(false));
+                        check(&h, &format!("{what} measured cols"), &table, &cols, &all(true));
+                    }
+                    // The same bytes either way round.
+                    let turned = memory(&h, count, [k, n], format, scaling);
+                    h.k.turn_stack(&h.s, count, &rows, &turned).unwrap();
+                    assert_eq!(raw(&h, &turned), raw(&h, &cols), "{what} turned");
+                    same(&format!("{what} turned"), &host(&h, &turned.scale_inv), &host(&h, &cols.scale_inv));
                     for (r, c) in [(true, false), (false, true)] {
                         let (rows, cols) = (
                             memory(&h, count, [n, k], format, scaling),
@@ -143,6 +162,15 @@ fn stacks_that_do_not_fit_are_refused() {
             ),
         ] {
             assert!(h.k.quantise_stack(&h.s, &bad).is_err(), "{}: {what}", h.name);
+        }
+        for (what, count, rows, cols) in [
+            ("another count", 1, &rows, &cols),
+            ("not turned", 2, &rows, &rows),
+            ("two formats", 2, &rows, &other),
+            ("one scale", 2, &whole, &cols),
+            ("scales of tiles", 2, &tiles, &cols),
+        ] {
+            assert!(h.k.turn_stack(&h.s, count, rows, cols).is_err(), "{}: {what}", h.name);
         }
         assert!(h.k.amax_stack(&h.s, &x, &one).is_err(), "{}: one magnitude", h.name);
     }

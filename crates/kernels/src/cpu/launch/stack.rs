@@ -1,9 +1,9 @@
 use super::{CpuKernels, floats};
-use crate::cpu::quant::{Blocks, Format, Use, amax, formats, quantise_blocks, quantise_tensor};
+use crate::cpu::quant::{Blocks, Format, Use, amax, formats, quantise_blocks, quantise_tensor, turn};
 use crate::cpu::rows::Rows;
 use crate::quant::scale::ScaleRule;
-use crate::stack::amax_sizes;
-use crate::{ALIGN, QuantiseStack, Range, Scaling, StackKernels};
+use crate::stack::{amax_sizes, turn_sizes};
+use crate::{ALIGN, BLOCK, Bytes, QuantiseStack, Range, Scaling, StackKernels};
 use ferrotron_tensor::{Element, Float, Result, Stream, Tensor, read, write};
 
 impl StackKernels for CpuKernels {
@@ -61,6 +61,36 @@ impl StackKernels for CpuKernels {
                     stack.output::<F>(*how, q.range, (given, amax), scaling, data, scales)
                 }))
             })
+        })
+    }
+
+    fn turn_stack(&self, s: &Stream, count: usize, rows: &Bytes, cols: &Bytes) -> Result<()> {
+        const OP: &str = "turn_stack";
+        let [n, k] = turn_sizes(OP, count, rows, cols)?;
+        let args = [read(&rows.data), read(&rows.scale_inv), write(&cols.data), write(&cols.scale_inv)];
+        s.launch(OP, &args, |l| {
+            formats!(OP, rows.data.dtype(), F => {
+                let (from, to) = (l.slice::<F>(0)?, l.slice_mut::<F>(2)?);
+                let each = [n * k.next_multiple_of(ALIGN), k * n.next_multiple_of(ALIGN)];
+                for e in 0..count {
+                    turn::<F>(l.threads(), &from[e * each[0]..][..each[0]], &mut to[e * each[1]..][..each[1]], n, k);
+                }
+                Ok(())
+            })?;
+            let (from, to) = (l.slice::<f32>(1)?, l.slice_mut::<f32>(3)?);
+            if rows.scaling == Scaling::Tensor {
+                to.copy_from_slice(from);
+                return Ok(());
+            }
+            to.fill(0.0);
+            let (down, across) = (n / BLOCK, k / BLOCK);
+            let pitch = [across.next_multiple_of(4), down.next_multiple_of(4)];
+            for (e, (i, j)) in
+                (0..count).flat_map(|e| (0..down).flat_map(move |i| (0..across).map(move |j| (e, (i, j)))))
+            {
+                to[(e * across + j) * pitch[1] + i] = from[(e * down + i) * pitch[0] + j];
+            }
+            Ok(())
         })
     }
 }

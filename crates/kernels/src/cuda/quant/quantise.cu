@@ -3,6 +3,8 @@
 
 struct QuantiseArgs {
     u64 x, rows, cols, rows_scale, cols_scale, scale, amax, parts;
+    // How many blocks have measured their part of each matrix; zeros before.
+    u64 arrived;
     i64 r, c, stride;
     // Of a stack, from a matrix to the next: elements of x, bytes, scales, magnitudes.
     i64 x_step, rows_step, cols_step, rows_scales, cols_scales, amax_step;
@@ -12,7 +14,38 @@ struct QuantiseArgs {
 };
 
 // Which numbers share a scale.
-enum Sharing { ALL, LINES, TILES };
+enum Sharing { ALL, LINES, TILES, MEASURED };
+
+// As ALL, of magnitudes that are yet to be measured: the blocks of a matrix wait for each other with their numbers in hand, so
+// that these are read once. All of them are on the card at once if it has room for so many: it starts blocks in their order. One
+// that has waited for so many cycles, as beside many others at work, finds the magnitude by itself.
+constexpr i64 PATIENCE = 2000000;
+
+template <class T> __device__ __forceinline__ float magnitude_of_all(const QuantiseArgs& a, i64 matrix, u64 amax, float m, float* most) {
+    __shared__ bool there;
+    if (threadIdx.x == 0) {
+        raise(amax, __float_as_uint(m));
+        __threadfence();
+        u32* arrived = reinterpret_cast<u32*>(a.arrived) + matrix;
+        atomicAdd(arrived, 1u);
+        const i64 begin = clock64();
+        u32 seen;
+        do seen = *reinterpret_cast<volatile u32*>(arrived);
+        while (seen < gridDim.x && clock64() - begin < PATIENCE);
+        there = seen >= gridDim.x;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!there) {
+        const T* x = reinterpret_cast<const T*>(a.x) + matrix * a.x_step;
+#pragma unroll 1
+        for (i64 i = threadIdx.x; i < a.r * a.c; i += THREADS) m = fmaxf(m, fabsf(to_f32(x[i])));
+        m = fmaxf(block_max(m, most), 0.0f);
+        if (threadIdx.x == 0) raise(amax, __float_as_uint(m));
+        __syncthreads();
+    }
+    return *reinterpret_cast<volatile float*>(amax);
+}
 
 __device__ __forceinline__ i64 up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 
@@ -68,6 +101,23 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
     float* const rows_scale = reinterpret_cast<float*>(a.rows_scale) + matrix * a.rows_scales;
     float* const cols_scale = reinterpret_cast<float*>(a.cols_scale) + matrix * a.cols_scales;
     float scale = 1.0f;
+    if (S == MEASURED) {
+        float m = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) m = fmaxf(m, fabsf(v[i].at(j)));
+        m = fmaxf(block_max(m, most), 0.0f);
+        const float found = magnitude_of_all<T>(a, matrix, amax, m, most);
+        scale = scale_of(found, largest, a.pow2, __uint_as_float(Largest<float>::bits));
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            const float inverse = __fdiv_rn(1.0f, scale);
+            if (a.rows) *rows_scale = inverse;
+            if (a.cols) *cols_scale = inverse;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) forget(v[i]);
+    }
     if (S == ALL) {
         const bool given = a.scale;
         const float infinite = __uint_as_float(Largest<float>::bits);
@@ -223,3 +273,9 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
 QUANTISE(float, f32, 2)
 QUANTISE(bf16, bf16, 3)
 QUANTISE(f16, f16, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantise_measured_f32(const QuantiseArgs a) {
+    quantise<float, MEASURED>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 3) quantise_measured_bf16(const QuantiseArgs a) {
+    quantise<bf16, MEASURED>(a);
+}

@@ -21,6 +21,7 @@ pub(super) struct QuantiseArgs {
     pub(super) scale: u64,
     pub(super) amax: u64,
     pub(super) parts: u64,
+    pub(super) arrived: u64,
     pub(super) r: i64,
     pub(super) c: i64,
     pub(super) stride: i64,
