@@ -199,7 +199,8 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         add("tp", all_reduce(t, scales));
         add("copies", all_reduce(copies, scales));
     }
-    let agreed = maps.iter().filter(|m| m.recipe.method == Method::Current && (m.output || m.input_grad));
+    let shared = s.weights.iter().filter(|w| !w.experts).filter_map(|w| w.eight);
+    let agreed = shared.filter(|m| m.recipe.method == Method::Current && (m.output || m.input_grad));
     add("tp", agreed.count() as u64 * all_reduce(t, 4));
     let zero = if copies > 1 { s.zero } else { 0 };
     // Divided gradients are summed after every micro-batch.
@@ -280,7 +281,7 @@ fn into_heads(m: &ModelConfig) -> (u64, u64) {
 /// Channels of a row that travel as bytes for a map in a micro-batch, and how many magnitudes of its input and gradient
 /// ranks agree on.
 fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
-    let (Some(e), Some(part)) = (spec.eight, spec.parts.first()) else { return (0, 0) };
+    let (Some(e), Some(part), false) = (spec.eight, spec.parts.first(), spec.experts) else { return (0, 0) };
     let (per_tensor, current) = (e.recipe.per_tensor(), e.recipe.method == Method::Current);
     let (summed, whole) = (matches!(part.split, Split::Columns { .. }), part.split == Split::Replicated);
     let (attention, r) = (part.name.contains(".attn."), s.recompute);

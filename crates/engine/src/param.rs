@@ -187,6 +187,14 @@ impl Declarations {
         eight
     }
 
+    /// The same of experts' maps to these outputs, all experts alike: one product is of all of them. Their weights stay numbers.
+    pub(crate) fn narrow_experts(&mut self, weight: ParamId, outputs: &[String]) -> Option<Eight> {
+        let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
+        let eight = self.policy.of(&names).map(|e| Eight { stored: false, ..e });
+        self.specs[weight.0].eight = eight;
+        eight
+    }
+
     /// The rank's place.
     pub fn place(&self) -> Place {
         self.place

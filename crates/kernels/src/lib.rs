@@ -30,6 +30,7 @@ mod rope;
 pub mod rope_tables;
 mod router;
 mod row_bias;
+mod stack;
 mod weighted;
 
 pub use activation::{Act, ActivationKernels};
@@ -56,6 +57,7 @@ pub use router::{
     Balance, Choice, Groups, MAX_CHOICES, MAX_EXPERTS, RouterKernels, Routing, Score, capacity,
 };
 pub use row_bias::{RowBias, RowBiasKernels};
+pub use stack::{QuantiseStack, StackKernels};
 pub use weighted::WeightedKernels;
 
 /// Every kernel a device has.
@@ -80,6 +82,7 @@ pub trait Kernels:
     + PermuteKernels
     + WeightedKernels
     + RowBiasKernels
+    + StackKernels
     + Send
     + Sync
 {

@@ -1,6 +1,6 @@
 //! Kernels whose result is quantised next, with its largest magnitude taken on the way: one pass over memory less.
 
-use crate::{Act, ActivationKernels, Norm, NormForward, NormKernels, QuantKernels};
+use crate::{Act, ActivationKernels, Norm, NormForward, NormKernels, QuantKernels, WeightedKernels};
 use ferrotron_tensor::{Result, Stream, Tensor};
 
 /// A tensor without gaps as a matrix, its rows kept.
@@ -11,7 +11,7 @@ pub(crate) fn as_matrix(t: &Tensor) -> Result<Tensor> {
 
 /// Each is what its namesake does; then `amax[0] = max(amax[0], max |result|)`, of the result as it is stored. `amax`
 /// f32 `[1]`. The results are the namesake's bits, and the magnitude is [`QuantKernels::amax`]'s.
-pub trait MeasuredKernels: NormKernels + ActivationKernels + QuantKernels {
+pub trait MeasuredKernels: NormKernels + ActivationKernels + QuantKernels + WeightedKernels {
     /// The magnitude of `n.y`, a matrix.
     fn norm_forward_amax(&self, s: &Stream, norm: Norm, n: &NormForward, amax: &Tensor) -> Result<()> {
         self.norm_forward(s, norm, n)?;
@@ -60,5 +60,38 @@ pub trait MeasuredKernels: NormKernels + ActivationKernels + QuantKernels {
     ) -> Result<()> {
         self.act_backward(s, act, gated, x, dy, dx)?;
         self.amax(s, &as_matrix(dx)?, amax)
+    }
+
+    /// The magnitude of `y`.
+    fn act_weighted_amax(
+        &self,
+        s: &Stream,
+        act: Act,
+        gated: bool,
+        x: &Tensor,
+        p: &Tensor,
+        y: &Tensor,
+        amax: &Tensor,
+    ) -> Result<()> {
+        self.act_weighted(s, act, gated, x, p, y)?;
+        self.amax(s, y, amax)
+    }
+
+    /// The magnitude of `dx`.
+    fn act_weighted_backward_amax(
+        &self,
+        s: &Stream,
+        act: Act,
+        gated: bool,
+        x: &Tensor,
+        p: &Tensor,
+        live: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        dp: &Tensor,
+        amax: &Tensor,
+    ) -> Result<()> {
+        self.act_weighted_backward(s, act, gated, x, p, live, dy, dx, dp)?;
+        self.amax(s, dx, amax)
     }
 }

@@ -5,8 +5,9 @@
 //!
 //! Sizes of experts stay on the device: no kernel waits for the host. An index that points outside what it is for counts as -1.
 
+use crate::ALIGN;
 use crate::checks::{contiguous, dtypes};
-use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
+use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
 /// Where choices go. All memory is the caller's and written by [`PermuteKernels::sort`].
 #[derive(Clone, Debug)]
@@ -35,6 +36,10 @@ pub trait PermuteKernels {
         let k = spread_sizes("spread_rows", x, map, out)?.k;
         self.gather_rows(s, x, &map.source, k, out)
     }
+
+    /// [`PermuteKernels::spread_rows`] the other way round: `out[c, r] = x[source[r] / k, c]`, of bytes (E4M3 or E5M2). `x [T, h]`,
+    /// `out [c, N up to a multiple of 16]` for c ≤ h; zeros where `source[r]` is -1, and behind N.
+    fn turn_rows(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()>;
 
     /// `out[r] = weights[source[r]]·x[source[r] / k]`, zeros where `source[r]` is -1: the gradient of `x` in
     /// [`PermuteKernels::sum_rows`]. `x [T, h]` of out's type or f32, `weights` f32 `[T, k]`, `source` i32 `[N]`, `out [N, h]`.
@@ -177,6 +182,24 @@ pub(crate) fn spread_sizes(op: &'static str, x: &Tensor, map: &RowMap, out: &Ten
         return shape_error(op, format!("a map of {tokens} tokens for {:?}", x.shape()));
     }
     Ok(sizes)
+}
+
+/// Of `x [T, h]` and rows of a map turned, `out [c, N up to a multiple of 16]`.
+pub(crate) fn turn_sizes(op: &'static str, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<Sizes> {
+    let ([tokens, width], [t, k]) = (rows_of(op, "x", x)?, rows_of(op, "rows", &map.rows)?);
+    let ([c, pitch], rows) = (rows_of(op, "out", out)?, counted(op, map.source.numel())?);
+    contiguous(op, &[&map.source])?;
+    dtypes(op, DType::I32, &[&map.rows, &map.source])?;
+    if !matches!(x.dtype(), DType::E4M3 | DType::E5M2) {
+        return Err(Error::DType { op, found: x.dtype(), wanted: DType::E4M3 });
+    }
+    dtypes(op, x.dtype(), &[out])?;
+    if c > width || pitch != rows.next_multiple_of(ALIGN) || tokens != t || k == 0 {
+        let what = format!("a map of {t} tokens to {rows} rows turns {:?} into {:?}", x.shape(), out.shape());
+        return shape_error(op, what);
+    }
+    counted(op, tokens.saturating_mul(k))?;
+    Ok(Sizes { tokens, k, rows, width })
 }
 
 /// Of `x [T, h]`, `source [N]`, `weights [T, k]`, `out [N, h]`.

@@ -5,7 +5,7 @@ use super::{Config, Format, Master, Precision, Recipe, Resolved, Scaling, Weight
 use crate::error::Result;
 use ferrotron_engine::Split;
 use ferrotron_engine::precision::{self, Method, Policy};
-use ferrotron_kernels::Delayed;
+use ferrotron_kernels::{BLOCK, Delayed};
 
 /// Widths of products must be multiples of this.
 const WIDTH: usize = 16;
@@ -155,7 +155,37 @@ impl Recipe {
                 return self.refuse(key, what);
             }
         }
-        Ok(())
+        self.check_experts(r, &policy)
+    }
+
+    /// Refuses widths of experts that their narrow products cannot have.
+    fn check_experts(&self, r: &Resolved, policy: &Policy) -> Result<()> {
+        let (m, p) = (&r.model, &r.config.parallel);
+        let Some(moe) = &m.moe else { return Ok(()) };
+        let narrow = |layer: usize| {
+            let name = |what: &str| format!("layers.{layer}.moe.experts.{what}");
+            [name("up"), name("down")].iter().any(|n| policy.of(&[n]).is_some())
+        };
+        if !(0..m.layers).any(|i| moe.is_mixture(i) && narrow(i)) {
+            return Ok(());
+        }
+        let block = r.config.precision.scaling == Scaling::Block;
+        let (each, what) = if block { (BLOCK, "block scaling of") } else { (WIDTH, "8-bit products of") };
+        let input = match moe.latent {
+            Some(latent) => ("moe.latent", latent),
+            None => ("model.hidden", m.hidden),
+        };
+        let widths = [input, ("moe.ffn", moe.ffn / p.etp.unwrap_or(p.tp))];
+        match widths.into_iter().find(|(_, width)| !width.is_multiple_of(each)) {
+            None => Ok(()),
+            Some((key, width)) => self.refuse(
+                key,
+                format!(
+                    "{what} experts needs widths that are multiples of {each} on every rank, and one is {width}; change \
+                     the size, or set precision.except = \"experts\""
+                ),
+            ),
+        }
     }
 
     /// Refuses weights in bytes where there is nothing that takes them.

@@ -17,18 +17,43 @@ const SCALE: &str = "fp8.scale/";
 const HISTORY: &str = "fp8.history/";
 const ROLES: usize = Role::ALL.len();
 
-/// A linear map as people call it, by its stacked outputs: `layers.0.mlp.gate+up`.
+/// A linear map as people call it, by its stacked outputs: `layers.0.mlp.gate+up`. Of experts, all of them together, whichever a
+/// rank has: `layers.0.moe.experts.gate+up`.
 pub(super) fn module(spec: &ParamSpec) -> String {
     let plain = |name: &str| name.strip_suffix(".weight").unwrap_or(name).to_string();
-    let mut names = spec.parts.iter().map(|p| plain(&p.name));
+    let mut names: Vec<String> = spec.parts.iter().map(|p| plain(&p.name)).collect();
+    if spec.experts {
+        names.iter_mut().for_each(|name| *name = of_all_experts(name));
+        // Matrices of an expert are neighbours.
+        let each = names.iter().skip(1).position(|n| *n == names[0]).map_or(names.len(), |i| i + 1);
+        names.truncate(each);
+    }
+    let mut names = names.into_iter();
     let first = names.next().unwrap_or_default();
     let last = |name: String| name.rsplit('.').next().map(String::from).unwrap_or_default();
     names.fold(first, |all, name| format!("{all}+{}", last(name)))
 }
 
+/// `layers.0.moe.experts.7.up` without the number of the expert.
+fn of_all_experts(name: &str) -> String {
+    let mut parts: Vec<&str> = name.split('.').collect();
+    if let Some(at) = parts.iter().position(|p| *p == EXPERTS)
+        && parts.get(at + 1).is_some_and(|n| n.parse::<usize>().is_ok())
+    {
+        parts.remove(at + 1);
+    }
+    parts.join(".")
+}
+
+const EXPERTS: &str = "experts";
+
 /// Is it a module of a model with the logical tensors `parts`?
 fn is_module(name: &str, parts: &HashSet<&str>) -> bool {
     let (parent, outputs) = name.rsplit_once('.').unwrap_or(("", name));
+    let parent = match parent.rsplit('.').next() {
+        Some(EXPERTS) => format!("{parent}.0"),
+        _ => parent.to_string(),
+    };
     outputs.split('+').all(|output| parts.contains(format!("{parent}.{output}.weight").as_str()))
 }
 

@@ -8,9 +8,22 @@ use ferrotron_core::train::{CHECKPOINTS, Observer, Run};
 use std::path::Path;
 
 /// What differs in what is remembered besides weights.
-const KINDS: [(&str, &[&str]); 2] = [
+const KINDS: [(&str, &[&str]); 3] = [
     ("expert_bias", &["moe.score=sigmoid", "moe.expert_bias=true", "moe.groups=[4,2]"]),
     ("quantiles", &["moe.balance=quantile", "moe.quantile_keep=0.5"]),
+    // Scales of experts' operands, which all ranks share whichever experts they have.
+    (
+        "expert_bias",
+        &[
+            "moe.score=sigmoid",
+            "moe.expert_bias=true",
+            "precision.dtype=bf16",
+            "precision.scaling=delayed",
+            "precision.history=4",
+            "moe.ffn=32",
+            "moe.shared_ffn=32",
+        ],
+    ),
 ];
 
 struct StopAfter(u64, u64);

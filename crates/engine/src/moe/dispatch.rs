@@ -5,7 +5,7 @@
 //! two halves: rows are sent, and taken when they are needed.
 
 use super::exchange::Exchange;
-use super::experts::Rows;
+use super::experts::{Rows, Sent};
 use super::router::Routes;
 use super::{Dispatcher, MoeShape, MoeTraining};
 use crate::Pass;
@@ -43,7 +43,7 @@ impl Arriving {
     }
 
     /// The rows, for work on the compute stream.
-    fn take(self, p: &Pass) -> Result<Tensor> {
+    pub(super) fn take(self, p: &Pass) -> Result<Tensor> {
         self.done.iter().try_for_each(|event| p.rank.compute.wait(event))?;
         Ok(self.to)
     }
@@ -61,9 +61,9 @@ pub(crate) struct Room {
 }
 
 impl Room {
-    pub(super) fn of(d: &crate::Declarations, c: &MoeShape) -> Room {
+    pub(super) fn of(d: &crate::Declarations, c: &MoeShape, align: usize) -> Room {
         let own = d.experts().own(c.experts);
-        Room { experts: [c.experts, own.len()], first: own.start, align: 1 }
+        Room { experts: [c.experts, own.len()], first: own.start, align }
     }
 
     /// Memory for the map of choices `[t, k]` of experts `count`.
@@ -73,7 +73,7 @@ impl Room {
             offsets: ints(&[count + 1])?,
             counts: ints(&[count])?,
             rows: ints(&[t, k])?,
-            source: ints(&[t * k + count * (align - 1)])?,
+            source: ints(&[(t * k + count * (align - 1)).next_multiple_of(align)])?,
         })
     }
 }
@@ -134,21 +134,8 @@ impl Dispatch {
         }
     }
 
-    /// Rows at the experts, sorted: `[N, w]`.
-    pub(crate) fn take(&self, p: &Pass, came: Arriving) -> Result<Tensor> {
-        let came = came.take(p)?;
-        match self {
-            Dispatch::Here(map) | Dispatch::Gathered { map, .. } => {
-                let out = p.rank.activation(&[map.source.numel(), came.shape()[1]], came.dtype())?;
-                p.rank.kernels.spread_rows(&p.rank.compute, &came, map, &out)?;
-                Ok(out)
-            }
-            Dispatch::Exchanged(e) => e.sorted(p, &came),
-        }
-    }
-
-    /// The same with the probabilities of their choices f32 `[N]`.
-    pub(crate) fn take_rows(&self, p: &Pass, x: Arriving, probs: Arriving) -> Result<Rows> {
+    /// Rows where the experts are, as they came, with the probabilities of their choices f32 `[N]`, sorted.
+    pub(crate) fn take_rows(&self, p: &Pass, (x, sent): (Arriving, Sent), probs: Arriving) -> Result<Rows> {
         let map = self.map().clone();
         let probs = probs.take(p)?;
         let probs = match self {
@@ -159,7 +146,7 @@ impl Dispatch {
             }
             Dispatch::Exchanged(e) => e.sorted(p, &probs)?.view(&[map.source.numel()])?,
         };
-        Ok(Rows { x: self.take(p, x)?, probs, map })
+        Ok(Rows { x: x.take(p)?, sent, probs, map })
     }
 
     /// Sends rows of experts `[N, w]` back: results, or the gradients of tokens.

@@ -22,7 +22,7 @@ pub use state::{Counters, MixtureId, MixtureSpec, Mixtures};
 
 use crate::{Declarations, Measured, Pass, Saved, SavedTensor, WeightGrad, turn};
 use dispatch::{Arriving, Dispatch, Room};
-use experts::{Experts, ExpertsSaved};
+use experts::{Experts, ExpertsSaved, Sent};
 use ferrotron_tensor::{Result, Tensor};
 use router::{Router, RouterSaved};
 use shared::{Shared, SharedSaved};
@@ -63,7 +63,7 @@ impl Saved for MoeSaved {
 
 /// A forward pass whose tokens are on their way to experts.
 struct Leaving {
-    x: Arriving,
+    x: (Arriving, Sent),
     probs: Arriving,
     dispatch: Dispatch,
     router: RouterSaved,
@@ -83,7 +83,7 @@ struct Returning {
 
 /// A backward pass whose gradients are on their way to experts.
 struct LeavingBack {
-    dy: Arriving,
+    dy: (Arriving, Sent),
     experts: ExpertsSaved,
     dispatch: Dispatch,
     router: RouterSaved,
@@ -126,12 +126,14 @@ impl Moe {
             None => None,
             Some(ffn) => Some(Shared::declare(d, &format!("{name}.shared"), c, ffn)?),
         };
-        Ok(Moe { router, experts, latent, shared, room: Room::of(d, c), training })
+        let room = Room::of(d, c, experts.align());
+        Ok(Moe { router, experts, latent, shared, room, training })
     }
 
     /// Does it need the largest magnitude of its input?
     pub fn measures_input(&self, p: &Pass) -> bool {
-        self.shared.as_ref().is_some_and(|s| s.measures_input(p))
+        let experts = self.latent.is_none() && self.experts.measures_input(p);
+        experts || self.shared.as_ref().is_some_and(|s| s.measures_input(p))
     }
 
     /// `[rows, hidden] → [rows, hidden]`. A turn ends whenever rows are on their way.
@@ -148,11 +150,12 @@ impl Moe {
         let x = x.into();
         let (routes, router) = self.router.forward(p, &x.values)?;
         let (inner, down) = match &self.latent {
-            None => (x.values.clone(), None),
-            Some((down, _)) => down.forward(p, &x.values).map(|(y, s)| (y, Some(s)))?,
+            None => (x.clone(), None),
+            Some((down, _)) => down.forward(p, &x.values).map(|(y, s)| (Measured::from(&y), Some(s)))?,
         };
         let (dispatch, routes) = Dispatch::plan(p, &self.training, self.room, &routes)?;
-        let sent = dispatch.send(p, &inner, "tokens for experts")?;
+        let out = self.experts.send(p, &inner)?;
+        let sent = (dispatch.send(p, &out.rows, "tokens for experts")?, out.sent);
         let probs = dispatch.send_probs(p, &routes)?;
         let shared = self.shared.as_ref().map(|s| s.forward(p, &x)).transpose()?;
         Ok(Leaving { x: sent, probs, dispatch, router, down, shared })
@@ -162,8 +165,7 @@ impl Moe {
     fn work(&self, p: &Pass, l: Leaving) -> Result<Returning> {
         let Leaving { x, probs, dispatch, router, down, shared } = l;
         let rows = dispatch.take_rows(p, x, probs)?;
-        let (y, experts) = self.experts.forward(p, &rows)?;
-        drop(rows);
+        let (y, experts) = self.experts.forward(p, rows)?;
         let y = dispatch.send_back(p, &y, "results of experts")?;
         Ok(Returning { y, experts, dispatch, router, down, shared })
     }
@@ -209,7 +211,8 @@ impl Moe {
             }
             _ => dy.clone(),
         };
-        let sent = dispatch.send(p, &inner, "gradients for experts")?;
+        let out = self.experts.send_gradient(p, &inner)?;
+        let sent = (dispatch.send(p, &out.rows, "gradients for experts")?, out.sent);
         let shared = match (&self.shared, shared) {
             (Some(shared), Some(saved)) => {
                 let (d, g) = shared.backward(p, saved, dy)?;
@@ -224,9 +227,7 @@ impl Moe {
     /// The second third: back through the experts.
     fn work_back(&self, p: &Pass, l: LeavingBack) -> Result<ReturningBack> {
         let LeavingBack { dy, experts, dispatch, router, down, shared, grads } = l;
-        let rows = dispatch.take(p, dy)?;
-        let (dx, dp, g) = self.experts.backward(p, experts, &rows)?;
-        drop(rows);
+        let (dx, dp, g) = self.experts.backward(p, experts, (dy.0.take(p)?, dy.1))?;
         let dprobs = dispatch.send_probs_back(p, &dp)?;
         let dx = dispatch.send_back(p, &dx, "gradients of tokens")?;
         Ok(ReturningBack { dx, dprobs, dispatch, router, down, shared, grads: grads.and(g) })

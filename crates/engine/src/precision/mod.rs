@@ -1,6 +1,7 @@
 //! Precision as a policy: which products of a model are made of narrow factors, and what that needs.
 
 mod calibrate;
+mod experts;
 mod linear;
 mod operands;
 mod recipe;
@@ -9,6 +10,8 @@ mod state;
 mod stats;
 mod stored;
 
+pub(crate) use experts::Columns;
+pub(crate) use operands::Uses;
 pub use recipe::{Eight, Exception, Method, Policy, Product, Recipe, Role};
 pub(crate) use side::{Multiply, SavedSide, Side};
 pub use state::{DelayedState, EightState, Slot};

@@ -42,7 +42,7 @@ impl Narrowed {
 }
 
 /// Where the one scale of a tensor comes from, where there is one.
-enum Source {
+pub(super) enum Source {
     /// Its largest magnitude.
     Amax(Tensor),
     /// Earlier steps: scale, and where the magnitude is gathered.
@@ -124,7 +124,7 @@ impl Pass<'_> {
     }
 
     /// The scale of earlier steps. What passes without a backward see is no part of any step.
-    fn given(&self, state: &EightState, param: ParamId, role: Role) -> Result<Source> {
+    pub(super) fn given(&self, state: &EightState, param: ParamId, role: Role) -> Result<Source> {
         let Some((scale, amax)) = state.delayed().map(|d| d.of(param, role)).transpose()?.flatten() else {
             return shape_error("narrow", "there is no scale for it");
         };
@@ -132,7 +132,7 @@ impl Pass<'_> {
         Ok(Source::Given(scale, if self.train { amax } else { unseen()? }))
     }
 
-    fn eight(&self, param: ParamId) -> Result<(&EightState, Recipe)> {
+    pub(super) fn eight(&self, param: ParamId) -> Result<(&EightState, Recipe)> {
         match (self.params.eight(), self.params.specs()[param.0].eight) {
             (Some(state), Some(e)) => Ok((state, e.recipe)),
             _ => shape_error("narrow", "the parameter was not declared for it"),

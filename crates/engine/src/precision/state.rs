@@ -126,6 +126,11 @@ impl EightState {
         all
     }
 
+    /// Is it noted how well operands fit?
+    pub(super) fn is_watched(&self) -> bool {
+        lock(&self.watched).is_some()
+    }
+
     /// Notes how well an operand fits.
     pub(super) fn note(
         &self,

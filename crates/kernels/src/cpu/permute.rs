@@ -3,6 +3,7 @@
 use super::reduce::lane_dot;
 use super::rows::PIECE;
 use super::{Isa, multiversion};
+use crate::ALIGN;
 use ferrotron_tensor::{Element, Float, Threads};
 
 /// What a sort writes; as [`crate::RowMap`].
@@ -75,6 +76,24 @@ pub fn gather_rows<T: Element>(
             match within(*from, choices) {
                 Some(choice) => out.copy_from_slice(row(x, h, choice / k)),
                 None => out.fill(T::zeroed()),
+            }
+        }
+    });
+}
+
+/// `out[c, r] = x[source[r] / k, c]`, zeros for nobody and behind all rows: x is `[tokens, h]`, out is
+/// `[columns, N up to a multiple of 16]`.
+pub fn turn_rows(threads: &Threads, x: &[u8], h: usize, source: &[i32], k: usize, out: &mut [u8]) {
+    // Columns at a time: what is read of a line of x is used while it is near.
+    const TOGETHER: usize = 16;
+    let (pitch, choices) = (source.len().next_multiple_of(ALIGN), x.len().checked_div(h).unwrap_or(0) * k);
+    threads.chunks(out, TOGETHER * pitch, &|i, out| {
+        out.fill(0);
+        let (first, columns) = (i * TOGETHER, out.len() / pitch.max(1));
+        for (r, from) in source.iter().enumerate() {
+            if let Some(choice) = within(*from, choices) {
+                let from = &row(x, h, choice / k)[first..first + columns];
+                from.iter().enumerate().for_each(|(c, x)| out[c * pitch + r] = *x);
             }
         }
     });

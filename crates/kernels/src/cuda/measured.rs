@@ -69,4 +69,35 @@ impl MeasuredKernels for CudaKernels {
         }
         self.act_slope(s, (act, gated), [x, dy, dx], Some(amax))
     }
+
+    fn act_weighted_amax(
+        &self,
+        s: &Stream,
+        act: Act,
+        gated: bool,
+        x: &Tensor,
+        p: &Tensor,
+        y: &Tensor,
+        amax: &Tensor,
+    ) -> Result<()> {
+        one("act_weighted", amax)?;
+        self.weighted(s, (act, gated), [x, p, y], Some(amax))
+    }
+
+    fn act_weighted_backward_amax(
+        &self,
+        s: &Stream,
+        act: Act,
+        gated: bool,
+        x: &Tensor,
+        p: &Tensor,
+        live: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        dp: &Tensor,
+        amax: &Tensor,
+    ) -> Result<()> {
+        one("act_weighted_backward", amax)?;
+        self.weighted_slope(s, (act, gated), [x, p, live, dy], [dx, dp], Some(amax))
+    }
 }

@@ -5,7 +5,7 @@ use super::rows::{columns, per_access};
 use super::{CudaKernels, Kernel};
 use crate::checks::dtypes;
 use crate::permute::{
-    Sizes, check_choices, check_values, gather_sizes, spread_sizes, sum_sizes, weighted_sizes,
+    Sizes, check_choices, check_values, gather_sizes, spread_sizes, sum_sizes, turn_sizes, weighted_sizes,
 };
 use crate::{PermuteKernels, RowMap};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
@@ -35,6 +35,28 @@ struct MoveArgs {
     movers: u32,
     pad: u32,
 }
+
+/// As in permute_turned.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TurnRowsArgs {
+    x: u64,
+    source: u64,
+    out: u64,
+    width: i64,
+    pitch: i64,
+    n: i32,
+    columns: i32,
+    k: u32,
+    choices: u32,
+    across: u32,
+    wide: u32,
+    wide_out: u32,
+    pad: u32,
+}
+
+/// Rows and columns of a block of turn_rows.
+const TILE: usize = 128;
 
 impl MoveArgs {
     /// For rows of out or of tokens, `rows` of them, in chunks of 16 bytes of `dtype`.
@@ -128,6 +150,34 @@ impl PermuteKernels for CudaKernels {
             a.movers = a.blocks(OP, THREADS as usize)?;
             let clearers = blocks(OP, z.rows, THREADS as usize)?;
             let all = blocks(OP, a.movers as usize + clearers as usize, 1)?;
+            self.queue(l, kernel, line(all, THREADS), &a)
+        })
+    }
+
+    fn turn_rows(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
+        const OP: &str = "turn_rows";
+        let z = turn_sizes(OP, x, map, out)?;
+        let columns = out.shape()[0];
+        s.launch(OP, &[read(x), read(&map.source), write(out)], |l| {
+            let (from, to) = (l.address(0)?, l.address(2)?);
+            let across = blocks(OP, columns, TILE)?;
+            let a = TurnRowsArgs {
+                x: from,
+                source: l.address(1)?,
+                out: to,
+                width: z.width as i64,
+                pitch: out.shape()[1] as i64,
+                n: z.rows as i32,
+                columns: super::rows::columns(OP, columns)?,
+                k: z.k as u32,
+                choices: (z.tokens * z.k) as u32,
+                across: across.max(1),
+                wide: (from.is_multiple_of(8) && z.width.is_multiple_of(8)).into(),
+                wide_out: wide(&[to]).into(),
+                pad: 0,
+            };
+            let all = blocks(OP, z.rows.div_ceil(TILE) * across as usize, 1)?;
+            let kernel = Kernel { source: "permute_turned", name: "turn_rows" };
             self.queue(l, kernel, line(all, THREADS), &a)
         })
     }

@@ -268,11 +268,14 @@ pub const SOURCES: &[Source] = &[
     source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
     source("permute", include_str!("permute.cu")),
     source("permute_maps", include_str!("permute_maps.cu")),
+    source("turn_stack", concat!(include_str!("quant/turn.cuh"), include_str!("quant/turn_stack.cu"))),
+    source("permute_turned", concat!(include_str!("quant/turn.cuh"), include_str!("permute_turned.cu"))),
     source(
         "quantise",
         concat!(
             include_str!("measured.cuh"),
             include_str!("quant/common.cuh"),
+            include_str!("quant/turn.cuh"),
             include_str!("quant/quantise.cu")
         ),
     ),
@@ -312,7 +315,10 @@ pub const SOURCES: &[Source] = &[
     source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
     source("rope", include_str!("rope.cu")),
     source("row_bias", include_str!("row_bias.cu")),
-    source("weighted", concat!(include_str!("curves.cuh"), include_str!("weighted.cu"))),
+    source(
+        "weighted",
+        concat!(include_str!("curves.cuh"), include_str!("measured.cuh"), include_str!("weighted.cu")),
+    ),
     source("router_route", concat!(include_str!("router/common.cuh"), include_str!("router/route.cu"))),
     source("router_balance", concat!(include_str!("router/common.cuh"), include_str!("router/balance.cu"))),
     source("router_z_loss", concat!(include_str!("router/common.cuh"), include_str!("router/z_loss.cu"))),

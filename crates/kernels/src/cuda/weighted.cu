@@ -4,6 +4,8 @@
 struct WeightedArgs {
     // live i32 [rows], p and dp f32 [rows]
     u64 x, p, live, dy, out, dp;
+    // Raised to the largest magnitude of what is written, if there is one.
+    u64 amax;
     i64 rows;
     i32 width;
     u32 act, wide;
@@ -13,13 +15,14 @@ struct WeightedArgs {
 constexpr int THREADS = 256;
 
 // y = p·act(x₁)·gate(x₂), one chunk to a thread; a weight of 0 does not look at x.
-template <class T, class Curve, bool GATED> __device__ __forceinline__ void forward(const WeightedArgs& a) {
+template <class T, class Curve, bool GATED, bool MEASURE> __device__ __forceinline__ void forward(const WeightedArgs& a) {
     constexpr int V = Wide<T>::count;
     const u32 per_row = u32(a.width + V - 1) / V, i = blockIdx.x * THREADS + threadIdx.x;
     const i64 row = i / per_row;
-    if (row >= a.rows) return;
+    const bool mine = row < a.rows;
+    if (!MEASURE && !mine) return;
     const i32 at = i32(i % per_row) * V;
-    const float p = reinterpret_cast<const float*>(a.p)[row];
+    const float p = mine ? reinterpret_cast<const float*>(a.p)[row] : 0.0f;
     Packed<T> y = {};
     if (p != 0.0f) {
         const Curve curve(a);
@@ -33,26 +36,29 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ void forw
         for (int c = 0; c < V; c++) v[c] = p * (GATED ? curve.value(v[c]) * curve.gate(u[c]) : curve.value(v[c]));
         y = pack(v);
     }
-    put(reinterpret_cast<T*>(a.out) + row * a.width, at, a.width, a.wide, y);
+    if (mine) put(reinterpret_cast<T*>(a.out) + row * a.width, at, a.width, a.wide, y);
+    // Past the end of a row are zeros: x is 0 there, and with it the value of every curve.
+    if (MEASURE) raise_together(a.amax, largest(0.0f, y));
 }
 
 // With q = p·dy: dx₁ = act'(x₁)·gate(x₂)·q, dx₂ = act(x₁)·gate'(x₂)·q, dp = Σ act(x₁)·gate(x₂)·dy. A warp to a row.
-template <class T, class Curve, bool GATED> __device__ __forceinline__ void backward(const WeightedArgs& a) {
+template <class T, class Curve, bool GATED, bool MEASURE> __device__ __forceinline__ void backward(const WeightedArgs& a) {
     constexpr int V = Wide<T>::count;
     const u32 lane = threadIdx.x & 31;
     const i64 row = i64(blockIdx.x) * (THREADS / 32) + (threadIdx.x >> 5);
-    if (row >= a.rows) return;
+    const bool mine = row < a.rows;
+    if (!MEASURE && !mine) return;
     const Curve curve(a);
     const i64 place = row * (GATED ? 2 : 1) * a.width;
     T* dx = reinterpret_cast<T*>(a.out) + place;
-    float sum = 0.0f;
-    if (reinterpret_cast<const i32*>(a.live)[row] < 0) {
+    float sum = 0.0f, most = 0.0f;
+    if (mine && reinterpret_cast<const i32*>(a.live)[row] < 0) {
         const Packed<T> zero = {};
         for (i32 at = lane * V; at < a.width; at += 32 * V) {
             put(dx, at, a.width, a.wide, zero);
             if (GATED) put(dx + a.width, at, a.width, a.wide, zero);
         }
-    } else {
+    } else if (mine) {
         const float p = reinterpret_cast<const float*>(a.p)[row];
         const T* x = reinterpret_cast<const T*>(a.x) + place;
         const T* dy = reinterpret_cast<const T*>(a.dy) + row * a.width;
@@ -80,25 +86,33 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ void back
                     v[c] = slope * q;
                 }
             }
-            put(dx, at, a.width, a.wide, pack(v));
-            if (GATED) put(dx + a.width, at, a.width, a.wide, pack(u));
+            first = pack(v);
+            put(dx, at, a.width, a.wide, first);
+            if (GATED) put(dx + a.width, at, a.width, a.wide, second = pack(u));
+            if (MEASURE) most = largest(most, first);
+            if (MEASURE && GATED) most = largest(most, second);
         }
     }
     sum = warp_sum(sum);
-    if (lane == 0) reinterpret_cast<float*>(a.dp)[row] = sum;
+    if (mine && lane == 0) reinterpret_cast<float*>(a.dp)[row] = sum;
+    if (MEASURE) raise_together(a.amax, most);
 }
 
-#define KERNEL(FULL_NAME, PASS, T, GATED)                                                                          \
-    extern "C" __global__ void __launch_bounds__(THREADS) FULL_NAME(const WeightedArgs a) {                        \
-        if (a.act == GELU_TANH) PASS<T, GeluTanh<T>, GATED>(a);                                                    \
-        else if (a.act == GELU_ERF) PASS<T, GeluErf<T>, GATED>(a);                                                 \
-        else if (a.act == SILU) PASS<T, Silu<T>, GATED>(a);                                                        \
-        else if (GATED) PASS<T, ClampedSilu<T>, true>(a);                                                          \
+#define KERNEL(FULL_NAME, PASS, T, GATED, MEASURE, ...)                                                            \
+    extern "C" __global__ void __launch_bounds__(__VA_ARGS__) FULL_NAME(const WeightedArgs a) {                    \
+        if (a.act == GELU_TANH) PASS<T, GeluTanh<T>, GATED, MEASURE>(a);                                           \
+        else if (a.act == GELU_ERF) PASS<T, GeluErf<T>, GATED, MEASURE>(a);                                        \
+        else if (a.act == SILU) PASS<T, Silu<T>, GATED, MEASURE>(a);                                               \
+        else if (GATED) PASS<T, ClampedSilu<T>, true, MEASURE>(a);                                                 \
     }
 #define KERNELS(T, NAME)                                                                                           \
-    KERNEL(weighted_plain_##NAME, forward, T, false)                                                               \
-    KERNEL(weighted_gated_##NAME, forward, T, true)                                                                \
-    KERNEL(weighted_plain_backward_##NAME, backward, T, false)                                                     \
-    KERNEL(weighted_gated_backward_##NAME, backward, T, true)
+    KERNEL(weighted_plain_##NAME, forward, T, false, false, THREADS)                                               \
+    KERNEL(weighted_gated_##NAME, forward, T, true, false, THREADS)                                                \
+    KERNEL(weighted_plain_backward_##NAME, backward, T, false, false, THREADS)                                     \
+    KERNEL(weighted_gated_backward_##NAME, backward, T, true, false, THREADS)                                      \
+    KERNEL(weighted_plain_amax_##NAME, forward, T, false, true, THREADS)                                           \
+    KERNEL(weighted_gated_amax_##NAME, forward, T, true, true, THREADS)                                            \
+    KERNEL(weighted_plain_backward_amax_##NAME, backward, T, false, true, THREADS, 4)                              \
+    KERNEL(weighted_gated_backward_amax_##NAME, backward, T, true, true, THREADS, 4)
 KERNELS(float, f32)
 KERNELS(bf16, bf16)

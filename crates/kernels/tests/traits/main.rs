@@ -30,6 +30,7 @@ mod router_losses;
 mod router_oracle;
 mod row_bias;
 mod shards;
+mod stack;
 mod tables;
 mod weighted;
 

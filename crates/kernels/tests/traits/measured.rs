@@ -59,6 +59,39 @@ fn activations_are_measured_as_they_are_stored() {
 }
 
 #[test]
+fn weighted_activations_are_measured_as_they_are_stored() {
+    everywhere(|h, dtype| {
+        for (rows, f) in [(0, 8), (1, 1), (3, 5), (7, 64), (33, 1000), (64, 768)] {
+            for gated in [false, true] {
+                let wide = if gated { 2 * f } else { f };
+                for (kind, from) in KINDS {
+                    let what = format!("{} {dtype} {rows}x{f} gated {gated} kind {kind}", h.name);
+                    let x = h.tensor(dtype, &[rows, wide], &spoiled(numbers(dtype, 1, rows * wide), kind));
+                    let p = h.tensor(DType::F32, &[rows], &numbers(DType::F32, 5, rows));
+                    let live: Vec<i32> = (0..rows).map(|r| if r % 4 == 1 { -1 } else { r as i32 }).collect();
+                    let live = h.ids(&live);
+                    let (y, plain) = (h.poisoned(dtype, &[rows, f]), h.poisoned(dtype, &[rows, f]));
+                    let most = amax(h, from);
+                    h.k.act_weighted(&h.s, Act::Silu, gated, &x, &p, &plain).unwrap();
+                    h.k.act_weighted_amax(&h.s, Act::Silu, gated, &x, &p, &y, &most).unwrap();
+                    check(h, &what, &y, &plain, from, &most);
+                    let dy = h.tensor(dtype, &[rows, f], &spoiled(numbers(dtype, 2, rows * f), kind));
+                    let (dx, plain) = (h.poisoned(dtype, &[rows, wide]), h.poisoned(dtype, &[rows, wide]));
+                    let dps = [(); 2].map(|()| h.poisoned(DType::F32, &[rows]));
+                    let (most, act) = (amax(h, from), Act::GeluTanh);
+                    h.k.act_weighted_backward(&h.s, act, gated, &x, &p, &live, &dy, &plain, &dps[0]).unwrap();
+                    h.k.act_weighted_backward_amax(&h.s, act, gated, &x, &p, &live, &dy, &dx, &dps[1], &most)
+                        .unwrap();
+                    check(h, &what, &dx, &plain, from, &most);
+                    let bits = |t: &Tensor| -> Vec<u64> { h.host(t).iter().map(|x| x.to_bits()).collect() };
+                    assert!(kind > 0 || bits(&dps[0]) == bits(&dps[1]), "{what}: other gradients of weights");
+                }
+            }
+        }
+    });
+}
+
+#[test]
 fn norms_are_measured_as_they_are_stored() {
     everywhere(|h, dtype| {
         for (rows, width) in

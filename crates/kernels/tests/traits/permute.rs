@@ -299,6 +299,60 @@ fn bytes_move_as_they_are() {
     }
 }
 
+/// Turned rows are the rows of the same map, turned; some of their columns may be left out.
+#[test]
+fn turned_rows_are_those_that_follow_their_choices() {
+    for h in homes() {
+        for (tokens, k, experts, align, width) in [
+            (0usize, 2, 3, 128, 16usize),
+            (1, 1, 1, 1, 1),
+            (9, 2, 4, 16, 19),
+            (40, 2, 4, 128, 48),
+            (129, 5, 7, 1, 130),
+            (300, 3, 5, 128, 272),
+        ] {
+            let index = choices(1, 5, tokens * k, 2, experts);
+            let n = tokens * k + experts * (align - 1) + 2;
+            let map = fresh(&h, &[tokens, k], experts, n);
+            h.k.sort(&h.s, &ints(&h, &[tokens, k], &index), 2, align, &map).unwrap();
+            let source = plan(&index, 2, experts, align, n).source;
+            let (pitch, part) = (n.next_multiple_of(16), width.div_ceil(2));
+            for (shift, columns) in [(0, width), (3, width), (0, part), (8, part)] {
+                let what = format!("{} {tokens}x{k}x{width} {columns} columns shifted {shift}", h.name);
+                let x: Vec<E5m2> =
+                    draws(4, shift + tokens * width, 0, 256).iter().map(|b| E5m2(*b as u8)).collect();
+                let place = |v: &[E5m2], shape: &[usize]| {
+                    let all = h.s.upload(v, &[v.len()], Category::Workspace).unwrap();
+                    all.narrow(0, shift, v.len() - shift).unwrap().view(shape).unwrap()
+                };
+                let out = place(&vec![E5m2(0x5a); shift + columns * pitch], &[columns, pitch]);
+                h.k.turn_rows(&h.s, &place(&x, &[tokens, width]), &map, &out).unwrap();
+                let value = |at: usize| match source.get(at % pitch) {
+                    None | Some(-1) => E5m2(0),
+                    Some(s) => x[shift + *s as usize / k * width + at / pitch],
+                };
+                let want: Vec<E5m2> = (0..columns * pitch).map(value).collect();
+                assert_eq!(h.s.download::<E5m2>(&out).unwrap(), want, "{what}");
+            }
+            let zeros = |dtype, shape: &[usize]| h.s.zeros(shape, dtype, Category::Workspace).unwrap();
+            let x = zeros(DType::E4M3, &[tokens, width]);
+            for (what, x, out) in [
+                ("more columns", &x, zeros(DType::E4M3, &[width + 1, pitch])),
+                ("another format", &x, zeros(DType::E5M2, &[width, pitch])),
+                ("more rows", &x, zeros(DType::E4M3, &[width, pitch + 16])),
+                (
+                    "more tokens",
+                    &zeros(DType::E4M3, &[tokens + 1, width]),
+                    zeros(DType::E4M3, &[width, pitch]),
+                ),
+                ("numbers", &zeros(DType::F32, &[tokens, width]), zeros(DType::F32, &[width, pitch])),
+            ] {
+                assert!(h.k.turn_rows(&h.s, x, &map, &out).is_err(), "{}: {what}", h.name);
+            }
+        }
+    }
+}
+
 #[test]
 fn values_follow_their_choices() {
     for h in homes() {

@@ -18,6 +18,7 @@ mod quant;
 mod rope;
 mod router;
 mod row_bias;
+mod stack;
 mod weighted;
 
 use super::Isa;

@@ -1,9 +1,11 @@
 use super::{CpuKernels, floats};
 use crate::cpu::permute::{
     Sorted, chunk_map, gather_rows, gather_values, gather_weighted, pad_map, row_products, sort, sum_rows,
+    turn_rows,
 };
 use crate::permute::{
-    check_choices, check_values, chunk_sizes, gather_sizes, pad_sizes, sort_sizes, sum_sizes, weighted_sizes,
+    check_choices, check_values, chunk_sizes, gather_sizes, pad_sizes, sort_sizes, sum_sizes, turn_sizes,
+    weighted_sizes,
 };
 use crate::{PermuteKernels, RowMap};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
@@ -54,6 +56,17 @@ impl PermuteKernels for CpuKernels {
                 DType::E5M2 => gather_rows::<E5m2>(t, l.slice(0)?, h, source, k, l.slice_mut(2)?),
                 found => return Err(Error::DType { op: OP, found, wanted: DType::F32 }),
             }
+            Ok(())
+        })
+    }
+
+    fn turn_rows(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
+        const OP: &str = "turn_rows";
+        let z = turn_sizes(OP, x, map, out)?;
+        // Bytes are bytes.
+        let (x, out) = (x.as_bytes()?, out.as_bytes()?);
+        s.launch(OP, &[read(&x), read(&map.source), write(&out)], |l| {
+            turn_rows(l.threads(), l.slice(0)?, z.width, l.slice(1)?, z.k, l.slice_mut(2)?);
             Ok(())
         })
     }

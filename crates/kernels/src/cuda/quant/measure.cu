@@ -10,6 +10,8 @@ struct AmaxArgs {
     i64 rows, width, stride;
     // Width of the last row: a tensor without gaps is taken as rows of any width.
     i64 last;
+    // Of a stack, from a matrix to the next; each has a magnitude of its own.
+    i64 step;
     u32 across;
     u32 wide;
 };
@@ -19,7 +21,7 @@ template <class T> __device__ __forceinline__ void amax(const AmaxArgs& a) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 column = (i64(blockIdx.x % a.across) * 32 + lane) * 8;
     const i64 first = i64(blockIdx.x / a.across) * (WARPS * AHEAD);
-    const T* x = reinterpret_cast<const T*>(a.x) + first * a.stride + column;
+    const T* x = reinterpret_cast<const T*>(a.x) + blockIdx.y * a.step + first * a.stride + column;
     float m = 0.0f;
     auto take = [&](const Eight<T>& e) {
 #pragma unroll
@@ -44,7 +46,7 @@ template <class T> __device__ __forceinline__ void amax(const AmaxArgs& a) {
             }
         }
     }
-    raise_together(a.amax, m);
+    raise_together(a.amax + blockIdx.y * sizeof(float), m);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) amax_f32(const AmaxArgs a) { amax<float>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) amax_bf16(const AmaxArgs a) { amax<bf16>(a); }

@@ -1,10 +1,12 @@
 //! Largest magnitudes, and the scales of delayed scaling.
 
 use super::input;
+use super::stack::stacked;
 use crate::Delayed;
 use crate::cuda::groups::{blocks, line, wide};
-use crate::cuda::{CudaKernels, Kernel};
+use crate::cuda::{CudaKernels, Grid, Kernel};
 use crate::quant::check::{check_delayed, matrix, one};
+use crate::stack::amax_sizes;
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 /// As in measure.cu: columns and rows of a block.
@@ -24,6 +26,7 @@ struct AmaxArgs {
     width: i64,
     stride: i64,
     last: i64,
+    step: i64,
     across: u32,
     wide: u32,
 }
@@ -68,11 +71,41 @@ impl CudaKernels {
                 width: width as i64,
                 stride: stride as i64,
                 last: last as i64,
+                step: 0,
                 across,
                 wide: (wide(&[from]) && even).into(),
             };
             let all = blocks(OP, rows.div_ceil(DOWN) * across as usize, 1)?;
             self.queue(l, kernel, line(all, THREADS), &args)
+        })
+    }
+
+    /// The largest magnitude of each of `count` matrices of `n` elements that lie back to back.
+    pub(super) fn queue_amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
+        const OP: &str = "amax_stack";
+        let [count, n, k] = amax_sizes(OP, x, amax)?;
+        let kernel = input!(OP, x.dtype(), "quant_measure", "amax")?;
+        let n = n * k;
+        if count * n == 0 {
+            return Ok(());
+        }
+        let rows = n.div_ceil(ACROSS);
+        s.launch(OP, &[read(x), write(amax)], |l| {
+            let from = l.address(0)?;
+            let even = count == 1 || (n * x.dtype().size()).is_multiple_of(16);
+            let args = AmaxArgs {
+                x: from,
+                amax: l.address(1)?,
+                rows: rows as i64,
+                width: ACROSS as i64,
+                stride: ACROSS as i64,
+                last: (n - (rows - 1) * ACROSS) as i64,
+                step: n as i64,
+                across: 1,
+                wide: (wide(&[from]) && even).into(),
+            };
+            let all = [blocks(OP, rows, DOWN)?, stacked(OP, count)?, 1];
+            self.queue(l, kernel, Grid { blocks: all, threads: THREADS, shared: 0 }, &args)
         })
     }
 

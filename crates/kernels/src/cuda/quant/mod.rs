@@ -4,6 +4,7 @@ mod gemm8;
 mod measure;
 mod plain;
 mod quantise;
+mod stack;
 #[cfg(test)]
 mod tests;
 

@@ -1,31 +1,53 @@
 // Bytes of x and of xᵀ from one read of x. One block: a tile of 128 × 128, of which a thread has 8 × 8 numbers: it turns
 // its bytes in registers, and shared memory brings those of one column together.
 
-constexpr int THREADS = 256;
-constexpr int TILE = 128;
-// 8-byte units of a column of a tile.
-constexpr int UNITS = TILE / 8;
-
 struct QuantiseArgs {
     u64 x, rows, cols, rows_scale, cols_scale, scale, amax, parts;
+    // How many blocks have measured their part of each matrix; zeros before.
+    u64 arrived;
     i64 r, c, stride;
+    // Of a stack, from a matrix to the next: elements of x, bytes, scales, magnitudes.
+    i64 x_step, rows_step, cols_step, rows_scales, cols_scales, amax_step;
     u32 across;
     u32 e5m2, pow2;
     u32 wide, wide_rows, wide_cols;
 };
 
 // Which numbers share a scale.
-enum Sharing { ALL, LINES, TILES };
+enum Sharing { ALL, LINES, TILES, MEASURED };
+
+// As ALL, of magnitudes that are yet to be measured: the blocks of a matrix wait for each other with their numbers in hand, so
+// that these are read once. All of them are on the card at once if it has room for so many: it starts blocks in their order. One
+// that has waited for so many cycles, as beside many others at work, finds the magnitude by itself.
+constexpr i64 PATIENCE = 2000000;
+
+template <class T> __device__ __forceinline__ float magnitude_of_all(const QuantiseArgs& a, i64 matrix, u64 amax, float m, float* most) {
+    __shared__ bool there;
+    if (threadIdx.x == 0) {
+        raise(amax, __float_as_uint(m));
+        __threadfence();
+        u32* arrived = reinterpret_cast<u32*>(a.arrived) + matrix;
+        atomicAdd(arrived, 1u);
+        const i64 begin = clock64();
+        u32 seen;
+        do seen = *reinterpret_cast<volatile u32*>(arrived);
+        while (seen < gridDim.x && clock64() - begin < PATIENCE);
+        there = seen >= gridDim.x;
+        __threadfence();
+    }
+    __syncthreads();
+    if (!there) {
+        const T* x = reinterpret_cast<const T*>(a.x) + matrix * a.x_step;
+#pragma unroll 1
+        for (i64 i = threadIdx.x; i < a.r * a.c; i += THREADS) m = fmaxf(m, fabsf(to_f32(x[i])));
+        m = fmaxf(block_max(m, most), 0.0f);
+        if (threadIdx.x == 0) raise(amax, __float_as_uint(m));
+        __syncthreads();
+    }
+    return *reinterpret_cast<volatile float*>(amax);
+}
 
 __device__ __forceinline__ i64 up(i64 n, i64 to) { return (n + to - 1) / to * to; }
-
-// Four words of four bytes, turned.
-__device__ __forceinline__ void turn(u32& a, u32& b, u32& c, u32& d) {
-    u32 ab = __byte_perm(a, b, 0x5140), ab2 = __byte_perm(a, b, 0x7362);
-    u32 cd = __byte_perm(c, d, 0x5140), cd2 = __byte_perm(c, d, 0x7362);
-    a = __byte_perm(ab, cd, 0x5410), b = __byte_perm(ab, cd, 0x7632);
-    c = __byte_perm(ab2, cd2, 0x5410), d = __byte_perm(ab2, cd2, 0x7632);
-}
 
 // The largest of each of eight rows over the 16 lanes that share them, the rows dealt out: the lane's own is returned,
 // and is row (lane >> 1) & 7.
@@ -50,11 +72,12 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
     const int tx = threadIdx.x & 15, ty = threadIdx.x >> 4, warp = threadIdx.x >> 5;
     // From the end: what was measured, or made, last is still in the cache.
     const u32 block = gridDim.x - 1 - blockIdx.x;
+    const i64 matrix = gridDim.y - 1 - blockIdx.y;
     const i64 tile_c = i64(block % a.across) * TILE, tile_r = i64(block / a.across) * TILE;
     const i64 col = tile_c + 8 * tx, row = tile_r + 8 * ty;
 
     Eight<T> v[8];
-    const T* x = reinterpret_cast<const T*>(a.x) + row * a.stride + col;
+    const T* x = reinterpret_cast<const T*>(a.x) + matrix * a.x_step + row * a.stride + col;
     if (a.wide && tile_c + TILE <= a.c && tile_r + TILE <= a.r) {
 #pragma unroll
         for (int i = 0; i < 8; i++) v[i] = *reinterpret_cast<const Eight<T>*>(x + i * a.stride);
@@ -74,16 +97,36 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
     }
 
     const float largest = largest_of(a.e5m2);
+    const u64 amax = a.amax + matrix * a.amax_step * sizeof(float);
+    float* const rows_scale = reinterpret_cast<float*>(a.rows_scale) + matrix * a.rows_scales;
+    float* const cols_scale = reinterpret_cast<float*>(a.cols_scale) + matrix * a.cols_scales;
     float scale = 1.0f;
+    if (S == MEASURED) {
+        float m = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+#pragma unroll
+            for (int j = 0; j < 8; j++) m = fmaxf(m, fabsf(v[i].at(j)));
+        m = fmaxf(block_max(m, most), 0.0f);
+        const float found = magnitude_of_all<T>(a, matrix, amax, m, most);
+        scale = scale_of(found, largest, a.pow2, __uint_as_float(Largest<float>::bits));
+        if (blockIdx.x == 0 && threadIdx.x == 0) {
+            const float inverse = __fdiv_rn(1.0f, scale);
+            if (a.rows) *rows_scale = inverse;
+            if (a.cols) *cols_scale = inverse;
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) forget(v[i]);
+    }
     if (S == ALL) {
         const bool given = a.scale;
         const float infinite = __uint_as_float(Largest<float>::bits);
         scale = given ? *reinterpret_cast<const float*>(a.scale)
-                      : scale_of(*reinterpret_cast<const float*>(a.amax), largest, a.pow2, infinite);
+                      : scale_of(*reinterpret_cast<const float*>(amax), largest, a.pow2, infinite);
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             const float inverse = __fdiv_rn(1.0f, scale);
-            if (a.rows) *reinterpret_cast<float*>(a.rows_scale) = inverse;
-            if (a.cols) *reinterpret_cast<float*>(a.cols_scale) = inverse;
+            if (a.rows) *rows_scale = inverse;
+            if (a.cols) *cols_scale = inverse;
         }
     }
     if (S == TILES || (S == ALL && a.scale && a.amax)) {
@@ -93,7 +136,7 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
 #pragma unroll
             for (int j = 0; j < 8; j++) m = fmaxf(m, fabsf(v[i].at(j)));
         m = fmaxf(block_max(m, most), 0.0f);
-        if (S == ALL && threadIdx.x == 0) raise(a.amax, __float_as_uint(m));
+        if (S == ALL && threadIdx.x == 0) raise(amax, __float_as_uint(m));
         if (S == TILES) {
             scale = scale_of(m, largest, a.pow2, __uint_as_float(Largest<T>::bits));
             const float inverse = __fdiv_rn(1.0f, scale);
@@ -103,12 +146,12 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
             if (a.rows && threadIdx.x < 4) {
                 const i64 pitch = up(a.across, 4), at = tc + threadIdx.x;
                 if (threadIdx.x == 0 || (tc == a.across - 1 && at < pitch))
-                    reinterpret_cast<float*>(a.rows_scale)[tr * pitch + at] = threadIdx.x ? 0.0f : inverse;
+                    rows_scale[tr * pitch + at] = threadIdx.x ? 0.0f : inverse;
             }
             if (a.cols && threadIdx.x < 4) {
                 const i64 pitch = up(down, 4), at = tr + threadIdx.x;
                 if (threadIdx.x == 0 || (tr == down - 1 && at < pitch))
-                    reinterpret_cast<float*>(a.cols_scale)[tc * pitch + at] = threadIdx.x ? 0.0f : inverse;
+                    cols_scale[tc * pitch + at] = threadIdx.x ? 0.0f : inverse;
             }
         }
     }
@@ -147,7 +190,7 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
             scales[!of_rows][line] = s;
             const i64 n = of_rows ? a.r : a.c, pitch = up(n, 4), at = (of_rows ? tile_r : tile_c) + line;
             const i64 block = (of_rows ? tile_c : tile_r) / TILE;
-            float* to = reinterpret_cast<float*>(of_rows ? a.rows_scale : a.cols_scale) + block * pitch;
+            float* to = (of_rows ? rows_scale : cols_scale) + block * pitch;
             if (at < pitch) to[at] = at < n ? __fdiv_rn(1.0f, s) : 0.0f;
         }
         __syncthreads();
@@ -171,7 +214,7 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
     u32 low[8], high[8];
     if (S != LINES || a.rows) {
         const i64 pitch = up(a.c, 16);
-        u8* to = reinterpret_cast<u8*>(a.rows) + row * pitch + col;
+        u8* to = reinterpret_cast<u8*>(a.rows) + matrix * a.rows_step + row * pitch + col;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const float s = S == LINES ? scales[0][8 * ty + i] : scale;
@@ -203,38 +246,12 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
                 high[i] = encode(a.e5m2, f[4], f[5], f[6], f[7]);
             }
         }
-        turn(low[0], low[1], low[2], low[3]);
-        turn(low[4], low[5], low[6], low[7]);
-        turn(high[0], high[1], high[2], high[3]);
-        turn(high[4], high[5], high[6], high[7]);
-        // Unit ty of a column lies at ty ^ tx: 16 lanes that write a unit of as many columns meet no bank twice.
-#pragma unroll
-        for (int j = 0; j < 8; j++) {
-            uint2 eight = j < 4 ? uint2{low[j], low[j + 4]} : uint2{high[j - 4], high[j]};
-            tile[(8 * tx + j) * UNITS + (ty ^ tx)] = eight;
-        }
+        put_turned(tile, low, high, tx, ty);
     }
     if (!a.cols && !a.parts) return;
     __syncthreads();
-    if (a.cols) {
-        const i64 pitch = up(a.r, 16);
-#pragma unroll
-        for (int k = 0; k < TILE * UNITS / 2 / THREADS; k++) {
-            const int task = k * THREADS + threadIdx.x, column = task / 8, pair = task % 8, swap = column / 8;
-            uint4 q = reinterpret_cast<const uint4*>(tile)[column * (UNITS / 2) + (pair ^ (swap >> 1))];
-            if (swap & 1) q = {q.z, q.w, q.x, q.y};
-            const i64 at = tile_r + 16 * pair;
-            if (tile_c + column >= a.c || at >= pitch) continue;
-            u8* to = reinterpret_cast<u8*>(a.cols) + (tile_c + column) * pitch + at;
-            if (a.wide_cols) {
-                *reinterpret_cast<uint4*>(to) = q;
-            } else {
-#pragma unroll
-                for (int j = 0; j < 16; j++)
-                    to[j] = u8((j < 4 ? q.x : j < 8 ? q.y : j < 12 ? q.z : q.w) >> 8 * (j & 3));
-            }
-        }
-    }
+    if (a.cols)
+        store_turned(tile, reinterpret_cast<u8*>(a.cols) + matrix * a.cols_step, tile_c, tile_r, a.c, up(a.r, 16), a.wide_cols);
     if (a.parts && threadIdx.x < TILE && tile_c + threadIdx.x < a.c) {
         float sum = 0.0f;
 #pragma unroll
@@ -256,3 +273,9 @@ template <class T, Sharing S> __device__ __forceinline__ void quantise(const Qua
 QUANTISE(float, f32, 2)
 QUANTISE(bf16, bf16, 3)
 QUANTISE(f16, f16, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, 2) quantise_measured_f32(const QuantiseArgs a) {
+    quantise<float, MEASURED>(a);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, 3) quantise_measured_bf16(const QuantiseArgs a) {
+    quantise<bf16, MEASURED>(a);
+}

@@ -8,28 +8,36 @@ use crate::{BLOCK, Bytes, Quantise, Range, Scaling};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
 
 /// As in quantise.cu.
-const THREADS: u32 = 256;
+pub(super) const THREADS: u32 = 256;
 
 #[repr(C)]
-#[derive(Clone, Copy)]
-struct QuantiseArgs {
-    x: u64,
-    rows: u64,
-    cols: u64,
-    rows_scale: u64,
-    cols_scale: u64,
-    scale: u64,
-    amax: u64,
-    parts: u64,
-    r: i64,
-    c: i64,
-    stride: i64,
-    across: u32,
-    e5m2: u32,
-    pow2: u32,
-    wide: u32,
-    wide_rows: u32,
-    wide_cols: u32,
+#[derive(Clone, Copy, Default)]
+pub(super) struct QuantiseArgs {
+    pub(super) x: u64,
+    pub(super) rows: u64,
+    pub(super) cols: u64,
+    pub(super) rows_scale: u64,
+    pub(super) cols_scale: u64,
+    pub(super) scale: u64,
+    pub(super) amax: u64,
+    pub(super) parts: u64,
+    pub(super) arrived: u64,
+    pub(super) r: i64,
+    pub(super) c: i64,
+    pub(super) stride: i64,
+    /// Of a stack: see quantise.cu.
+    pub(super) x_step: i64,
+    pub(super) rows_step: i64,
+    pub(super) cols_step: i64,
+    pub(super) rows_scales: i64,
+    pub(super) cols_scales: i64,
+    pub(super) amax_step: i64,
+    pub(super) across: u32,
+    pub(super) e5m2: u32,
+    pub(super) pow2: u32,
+    pub(super) wide: u32,
+    pub(super) wide_rows: u32,
+    pub(super) wide_cols: u32,
 }
 
 /// Places of a launch's arguments.
@@ -44,7 +52,7 @@ struct Places {
 }
 
 /// The kernel of a scaling.
-fn kernel(op: &'static str, input: DType, scaling: Scaling) -> Result<Kernel> {
+pub(super) fn kernel(op: &'static str, input: DType, scaling: Scaling) -> Result<Kernel> {
     match scaling {
         Scaling::Tensor => input!(op, input, "quantise", "quantise_all"),
         Scaling::Rows => input!(op, input, "quantise", "quantise_lines"),
@@ -123,6 +131,7 @@ impl CudaKernels {
                 wide: (wide(&[from]) && even).into(),
                 wide_rows: wide(&[rows]).into(),
                 wide_cols: wide(&[cols]).into(),
+                ..QuantiseArgs::default()
             };
             // Of an empty matrix there is still the scale.
             let all = match (r * c, scaling) {

@@ -1,0 +1,169 @@
+//! Bytes of a stack of matrices, and of each of them transposed.
+
+use super::quantise::{QuantiseArgs, THREADS, kernel};
+use crate::cuda::groups::{blocks, wide};
+use crate::cuda::{CudaKernels, Grid, Kernel, typed};
+use crate::stack::turn_sizes;
+use crate::{ALIGN, BLOCK, Bytes, QuantiseStack, Range, Scaling, StackKernels};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
+
+/// As in turn_stack.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct TurnStackArgs {
+    from: u64,
+    to: u64,
+    scale: u64,
+    to_scale: u64,
+    r: i64,
+    c: i64,
+    across: u32,
+    tiles: u32,
+    wide: u32,
+    wide_to: u32,
+}
+
+/// Matrices of a stack as blocks along the second axis of a grid.
+pub(super) fn stacked(op: &'static str, count: usize) -> Result<u32> {
+    match u16::try_from(count) {
+        Ok(n) => Ok(n.into()),
+        Err(_) => shape_error(op, format!("{count} matrices are more than a card can be asked for at once")),
+    }
+}
+
+impl StackKernels for CudaKernels {
+    fn amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
+        self.queue_amax_stack(s, x, amax)
+    }
+
+    fn quantise_stack(&self, s: &Stream, q: &QuantiseStack) -> Result<()> {
+        self.queue_stack(s, q, false)
+    }
+
+    fn measure_and_quantise_stack(&self, s: &Stream, q: &QuantiseStack) -> Result<()> {
+        let ([_, n, k], ..) = q.check("quantise_stack")?;
+        let tiles = n.div_ceil(BLOCK) * k.div_ceil(BLOCK);
+        // Room for all blocks of a matrix at once, and for others beside them.
+        let once = (1..=2 * self.multiprocessors() as usize).contains(&tiles);
+        if once && matches!(q.range, Range::Amax { .. }) {
+            return self.queue_stack(s, q, true);
+        }
+        if let Range::Amax { amax, .. } = q.range {
+            self.amax_stack(s, q.x, amax)?;
+        }
+        self.quantise_stack(s, q)
+    }
+
+    fn turn_stack(&self, s: &Stream, count: usize, rows: &Bytes, cols: &Bytes) -> Result<()> {
+        const OP: &str = "turn_stack";
+        let [n, k] = turn_sizes(OP, count, rows, cols)?;
+        if count == 0 {
+            return Ok(());
+        }
+        let args = [read(&rows.data), read(&rows.scale_inv), write(&cols.data), write(&cols.scale_inv)];
+        s.launch(OP, &args, |l| {
+            let (from, to) = (l.address(0)?, l.address(2)?);
+            let across = blocks(OP, k, BLOCK)?.max(1);
+            let a = TurnStackArgs {
+                from,
+                to,
+                scale: l.address(1)?,
+                to_scale: l.address(3)?,
+                r: n as i64,
+                c: k as i64,
+                across,
+                tiles: (rows.scaling == Scaling::Tiles).into(),
+                wide: from.is_multiple_of(8).into(),
+                wide_to: wide(&[to]).into(),
+            };
+            // Of empty matrices there are still the scales.
+            let tiles = blocks(OP, n.div_ceil(BLOCK).max(1) * across as usize, 1)?;
+            let grid = Grid { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
+            self.queue(l, Kernel { source: "turn_stack", name: "turn_stack" }, grid, &a)
+        })
+    }
+}
+
+impl CudaKernels {
+    /// With `measure`, magnitudes are found on the way.
+    fn queue_stack(&self, s: &Stream, q: &QuantiseStack, measure: bool) -> Result<()> {
+        const OP: &str = "quantise_stack";
+        let ([count, n, k], scaling, format) = q.check(OP)?;
+        if count == 0 {
+            return Ok(());
+        }
+        let arrived = measure.then(|| s.zeros(&[count], DType::I32, Category::Workspace)).transpose()?;
+        let mut args = vec![read(q.x)];
+        let (mut scale, mut amax, mut pow2) = (None, None, false);
+        match q.range {
+            Range::Amax { amax: found, pow2: wanted } => {
+                (amax, pow2) = (Some(args.len()), wanted);
+                args.push(if measure { write(found) } else { read(found) });
+            }
+            Range::Given { scale: given, amax: most } => {
+                (scale, amax) = (Some(args.len()), Some(args.len() + 1));
+                args.extend([read(given), write(most)]);
+            }
+            Range::Blocks { pow2: wanted } => pow2 = wanted,
+        }
+        // Bytes, and their scales behind them.
+        let mut places = [None; 2];
+        for (place, bytes) in places.iter_mut().zip([q.rows, q.cols]) {
+            if let Some(bytes) = bytes {
+                *place = Some(args.len());
+                args.extend([write(&bytes.data), write(&bytes.scale_inv)]);
+            }
+        }
+        let waiting = arrived.as_ref().map(|t| {
+            args.push(write(t));
+            args.len() - 1
+        });
+        let kernel = match measure {
+            true => typed!(OP, q.x.dtype(), "quantise", "quantise_measured")?,
+            false => kernel(OP, q.x.dtype(), scaling)?,
+        };
+        let scales = |r: usize, c: usize| match scaling {
+            Scaling::Tensor => 1,
+            _ => scaling.scales(r, c).iter().product::<usize>() as i64,
+        };
+        s.launch(OP, &args, |l| {
+            let address = |place: Option<usize>, after: usize| place.map_or(Ok(0), |i| l.address(i + after));
+            let (x, rows, cols) = (l.address(0)?, address(places[0], 0)?, address(places[1], 0)?);
+            let size = q.x.dtype().size();
+            let even = (k * size).is_multiple_of(16) || (n <= 1 && count == 1);
+            let a = QuantiseArgs {
+                x,
+                rows,
+                cols,
+                rows_scale: address(places[0], 1)?,
+                cols_scale: address(places[1], 1)?,
+                scale: address(scale, 0)?,
+                amax: address(amax, 0)?,
+                arrived: address(waiting, 0)?,
+                r: n as i64,
+                c: k as i64,
+                stride: k as i64,
+                x_step: (n * k) as i64,
+                rows_step: (n * k.next_multiple_of(ALIGN)) as i64,
+                cols_step: (k * n.next_multiple_of(ALIGN)) as i64,
+                rows_scales: scales(n, k),
+                cols_scales: scales(k, n),
+                amax_step: matches!(q.range, Range::Amax { .. }).into(),
+                across: blocks(OP, k, BLOCK)?.max(1),
+                e5m2: (format == Some(DType::E5M2)).into(),
+                pow2: pow2.into(),
+                wide: (wide(&[x]) && even).into(),
+                wide_rows: wide(&[rows]).into(),
+                wide_cols: wide(&[cols]).into(),
+                ..QuantiseArgs::default()
+            };
+            // Of empty matrices there are still the scales.
+            let tiles = match (n * k, scaling) {
+                (0, Scaling::Tensor) => 1,
+                _ => blocks(OP, n.div_ceil(BLOCK) * k.div_ceil(BLOCK), 1)?,
+            };
+            let grid = Grid { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
+            self.queue(l, kernel, grid, &a)
+        })
+    }
+}
