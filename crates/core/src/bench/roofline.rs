@@ -35,13 +35,14 @@ fn part_of(kernel: &str) -> &'static str {
     match kernel {
         k if k.starts_with("gemm") && k.ends_with("fp8)") => NARROW,
         k if k.starts_with("gemm") => PRODUCTS,
-        "quantise" | "amax" | "turn" | "emulate" | "delayed_update" => CASTS,
+        "quantise" | "amax" | "turn" | "emulate" | "delayed_update" | "quantise_stack" | "amax_stack"
+        | "turn_stack" => CASTS,
         k if k.starts_with("attention") => ATTENTION,
         k if k.starts_with("grouped") => EXPERTS,
         "act_forward" | "act_backward" => ACTIVATION,
         "act_weighted" | "act_weighted_backward" | "add_bias" | "add_bias_backward" => WEIGHTED,
-        "sort" | "spread_rows" | "gather_rows" | "gather_weighted" | "gather_values" | "sum_rows"
-        | "row_products" | "chunk_map" | "pad_map" => MOVED,
+        "sort" | "spread_rows" | "turn_rows" | "gather_rows" | "gather_weighted" | "gather_values"
+        | "sum_rows" | "row_products" | "chunk_map" | "pad_map" => MOVED,
         "top_k"
         | "route"
         | "route_backward"
@@ -121,6 +122,9 @@ fn parts(
     let products = wide / (c.product * 1e12);
     let (output, gradients) = c.narrow.unwrap_or((c.product, c.product));
     let eight = narrow.output / (output * 1e12) + narrow.gradients / (gradients * 1e12);
+    let of_experts = (mix.experts - narrow.experts.0 - narrow.experts.1) / (c.product * 1e12)
+        + narrow.experts.0 / (output * 1e12)
+        + narrow.experts.1 / (gradients * 1e12);
     let bytes = |n: f64| n / (c.memory * 1e9);
     let norms = if m.post_norms { 4.0 } else { 2.0 };
     let widths = if m.gated { 3.0 + 5.0 } else { 2.0 + 3.0 };
@@ -145,7 +149,7 @@ fn parts(
         (ATTENTION, attention),
         (NORMS, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
         (ACTIVATION, bytes(mix.dense * widths * tokens * size)),
-        (EXPERTS, mix.experts / (c.product * 1e12)),
+        (EXPERTS, of_experts),
         (WEIGHTED, bytes(mix.weighted)),
         (MOVED, bytes(mix.moved)),
         (ROUTER, bytes(mix.routed)),
@@ -169,6 +173,8 @@ struct Narrow {
     output: f64,
     /// FLOPs of gradients of inputs and weights.
     gradients: f64,
+    /// Both of experts, which are no part of the others.
+    experts: (f64, f64),
     /// Bytes moved to make factors: every operand is read once and written for each of its uses.
     bytes: f64,
 }
@@ -184,7 +190,28 @@ impl Narrow {
         let mut maps: Vec<(&[&str], usize, usize)> =
             m.attention_maps().iter().map(|map| (map.names, map.input, map.output)).collect();
         maps.extend([(&["mlp.gate", "mlp.up"][..], m.hidden, up), (&["mlp.down"], m.ffn, m.hidden)]);
+        let number = |b: bool| f64::from(u8::from(b));
+        // Two bytes read, and one written for each use.
+        let uses = |a: bool, b: bool| if a || b { 2.0 + number(a) + number(b) } else { 0.0 };
         for layer in 0..m.layers {
+            if let Some(x) = m.mixture(layer) {
+                let width = x.latent.unwrap_or(m.hidden) as f64;
+                let inner = x.ffn as f64 * if m.gated { 2.0 } else { 1.0 };
+                let rows = tokens * x.topk as f64;
+                // The side that faces the tokens is narrowed before they are copied.
+                for (what, i, o, [ri, ro]) in
+                    [("up", width, inner, [tokens, rows]), ("down", x.ffn as f64, width, [rows, tokens])]
+                {
+                    let name = format!("layers.{layer}.moe.experts.{what}");
+                    let Some(e) = policy.of(&[&name]) else { continue };
+                    let flops = 2.0 * rows * i * o;
+                    sum.experts.0 += flops * number(e.output);
+                    sum.experts.1 += flops * (number(e.input_grad) + number(e.weight_grad));
+                    sum.bytes += ri * i * uses(e.output, e.weight_grad)
+                        + ro * o * uses(e.input_grad, e.weight_grad)
+                        + x.experts as f64 * i * o * uses(e.output, e.input_grad);
+                }
+            }
             // Experts are counted apart.
             let here = if m.mixture(layer).is_some() { maps.len() - 2 } else { maps.len() };
             for &(names, i, o) in &maps[..here] {
@@ -193,11 +220,8 @@ impl Narrow {
                 let Some(e) = policy.of(&names) else { continue };
                 let (i, o) = (i as f64, o as f64);
                 let flops = 2.0 * tokens * i * o;
-                let number = |b: bool| f64::from(u8::from(b));
                 sum.output += flops * number(e.output);
                 sum.gradients += flops * (number(e.input_grad) + number(e.weight_grad));
-                // Two bytes read, and one written for each use.
-                let uses = |a: bool, b: bool| if a || b { 2.0 + number(a) + number(b) } else { 0.0 };
                 sum.bytes += tokens * i * uses(e.output, e.weight_grad)
                     + tokens * o * uses(e.input_grad, e.weight_grad)
                     + i * o * uses(e.output, e.input_grad);
@@ -265,6 +289,29 @@ mod tests {
         let total: f64 = parts.iter().map(|p| p.floor_s * 1e3).sum();
         assert!((total / 168.0 - 1.0).abs() < 0.05, "{total} ms");
         assert!(parts.iter().any(|p| p.name == CASTS && p.floor_s > 1e-3));
+    }
+
+    #[test]
+    fn narrow_experts_have_it_too() {
+        let floors = |set: &[&str]| -> Vec<Part> {
+            let mut recipe = work("moe-8l").unwrap();
+            set.iter().for_each(|s| recipe.set(s).unwrap());
+            let r = recipe.resolve(None).unwrap();
+            let c = Ceilings { narrow: Some((1218.0, 1218.0)), ..EXPERTS_ALONE };
+            super::parts(&r, (16_384, 4096), &Profile::new(), 1, c)
+        };
+        let ms =
+            |parts: &[Part], name| parts.iter().find(|p| p.name == name).map_or(0.0, |p| p.floor_s * 1e3);
+        let (all, none) = (
+            floors(&["precision.scaling=current"]),
+            floors(&["precision.scaling=current", "precision.except=experts"]),
+        );
+        assert!((ms(&all, EXPERTS) - 24.4).abs() < 0.1, "{}", ms(&all, EXPERTS));
+        assert!((ms(&none, EXPERTS) - 48.8).abs() < 0.1, "{}", ms(&none, EXPERTS));
+        // 8 layers: four bytes for each weight, tokens twice, 131072 rows of 768 and of 1536, at 4.27 TB/s.
+        let bytes = 8.0 * 4.0 * (128.0 * 3.0 * 2048.0 * 768.0 + 2.0 * 16_384.0 * 2048.0 + 131_072.0 * 2304.0);
+        let casts = ms(&all, CASTS) - ms(&none, CASTS);
+        assert!((casts - bytes / 4270e6).abs() < 0.01, "{casts}");
     }
 
     #[test]

@@ -43,8 +43,9 @@ impl StackKernels for CudaKernels {
     fn measure_and_quantise_stack(&self, s: &Stream, q: &QuantiseStack) -> Result<()> {
         let ([_, n, k], ..) = q.check("quantise_stack")?;
         let tiles = n.div_ceil(BLOCK) * k.div_ceil(BLOCK);
-        // Room for all blocks of a matrix at once, and for others beside them.
-        let once = (1..=2 * self.multiprocessors() as usize).contains(&tiles);
+        // Room for all blocks of a matrix at once, and for others beside them: three fit, or two of f32.
+        let beside = if q.x.dtype() == DType::F32 { 1 } else { 2 };
+        let once = (1..=beside * self.multiprocessors() as usize).contains(&tiles);
         if once && matches!(q.range, Range::Amax { .. }) {
             return self.queue_stack(s, q, true);
         }
