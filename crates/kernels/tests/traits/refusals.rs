@@ -3,7 +3,7 @@
 use super::homes::*;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::*;
-use ferrotron_tensor::{Category, DType, Result, Tensor};
+use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Zeros of a shape and type.
 fn z(h: &Home, dtype: DType, shape: &[usize]) -> Tensor {
