@@ -14,8 +14,8 @@
 //!   backward all of them the other way and the first once more. Once a step: an all-reduce
 //!   of the f32 gradient of every weight that all ranks hold, an all-gather of that of key heads that some share.
 //!   With 8-bit products of one scale per tensor, rows that become bytes before they travel are 1 byte per element instead
-//!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps; sums are
-//!   not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map input and gradient of every
+//!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps, and into a
+//!   narrow head, twice; sums are not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map input and gradient of every
 //!   micro-batch (the input again where its block is computed again) and the weight once a step. Delayed scaling has one
 //!   all-reduce of 3·4 bytes for each map a step, over tp and over copies. Scales of blocks do not travel.
 //! - **cp** (c ranks): with L = padded tokens / c and K = L·g·(d_k + d_v) keys and values of the rank's g heads, a layer sends on
@@ -284,7 +284,9 @@ fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
     let (per_tensor, current) = (e.recipe.per_tensor(), e.recipe.method == Method::Current);
     let (summed, whole) = (matches!(part.split, Split::Columns { .. }), part.split == Split::Replicated);
     let (attention, r) = (part.name.contains(".attn."), s.recompute);
-    let passes = 1 + u64::from(r.layer || if attention { r.attention } else { r.mlp });
+    let again = r.layer || if attention { r.attention } else { r.mlp };
+    // The head is computed once.
+    let passes = 1 + u64::from(again && part.name.starts_with("layers."));
     let bytes = match summed {
         true => u64::from(e.input_grad && e.weight_grad),
         false => u64::from(e.output) * passes + u64::from(e.weight_grad),

@@ -229,5 +229,12 @@ fn eight_bit_products() {
         ] {
             equal("tp=2", &set(&[&[scaling], more].concat()));
         }
+        const HEAD: [&str; 2] = ["precision.head=true", "model.vocab=256"];
+        for more in
+            [&[][..], &["train.recompute=full"], &["model.tied=false"], &["precision.except=head:output"]]
+        {
+            equal("tp=2", &set(&[&HEAD[..], &[scaling], more].concat()));
+        }
+        equal("tp=2,pp=2", &set(&[&HEAD[..], &[scaling]].concat()));
     }
 }

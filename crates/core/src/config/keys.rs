@@ -261,6 +261,8 @@ keys! {
         /// What weights of 8-bit products are between steps: bf16, from which bytes are made in every step, or fp8, the
         /// bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
         weights: Weights = Weights::Bf16, "fp8_param", "fp8_param_gather", "fp8_params", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
+        /// The output matrix is narrow, too, as precision.scaling says; without it stays in precision.dtype.
+        head: bool = false, "fp8_head", "fp8_lm_head", "fp8_output_layer", "fp8_output_proj";
         /// Formats: hybrid (gradients in E5M2) or e4m3; derived from the scaling.
         format: Option<Format> = None, "fp8_format", "fp8_mode";
         /// Round scales down to powers of two; derived from the scaling.

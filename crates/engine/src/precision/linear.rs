@@ -136,7 +136,7 @@ impl Linear {
                 None if e.weight_grad => narrow(&*saved.input()?, Uses::COLS)?.take_cols()?,
                 None => Side::cols_of(&*saved.input()?),
             };
-            return Ok(WeightGrad::sides(self.weight, dy, cols));
+            return Ok(WeightGrad::sides(self.weight, dy.first_rows(self.outputs())?, cols));
         }
         let rows = match saved.narrow {
             Some(kept) => kept.side(),
@@ -158,7 +158,15 @@ impl Linear {
     }
 
     /// The weight as the right-hand side of a product.
-    fn factor<'a>(&self, p: &Pass<'a>, e: Eight, product: Product) -> Result<Factor<'a>> {
+    pub(crate) fn factor<'a>(&self, p: &Pass<'a>, e: Eight, product: Product) -> Result<Factor<'a>> {
+        let f = self.odd_factor(p, e, product)?;
+        if self.outputs().is_multiple_of(self.even) {
+            return Ok(f);
+        }
+        Ok(Factor { w: f.w.padded(p.rank, product, self.outputs().next_multiple_of(self.even))?, ..f })
+    }
+
+    fn odd_factor<'a>(&self, p: &Pass<'a>, e: Eight, product: Product) -> Result<Factor<'a>> {
         Ok(match product {
             Product::Output if e.output => Factor {
                 w: p.narrow_weight(self.weight, Uses::ROWS)?.take_rows()?,

@@ -1,6 +1,7 @@
 //! Precision as a policy: which products of a model are made of narrow factors, and what that needs.
 
 mod calibrate;
+mod head;
 mod linear;
 mod operands;
 mod recipe;

@@ -89,6 +89,42 @@ impl Side {
         Ok(self.with(self.memory().narrow(0, start, len)?))
     }
 
+    /// The first rows. Scales of rows must be those of all of them.
+    pub(crate) fn first_rows(self, rows: usize) -> Result<Side> {
+        if rows == self.rows() {
+            return Ok(self);
+        }
+        match self {
+            Side::Values { t, trans } => {
+                Ok(Side::Values { t: t.narrow(usize::from(trans), 0, rows)?, trans })
+            }
+            bytes => bytes.narrow(0, rows),
+        }
+    }
+
+    /// A weight `[out, in]` as if it had more outputs, which are zeros: a factor of `product`.
+    pub(crate) fn padded(self, rank: &Rank, product: Product, out: usize) -> Result<Side> {
+        // Transposed bytes are padded as they are.
+        if let (Side::Bytes(b), Product::InputGrad) = (&self, product) {
+            return match b.data.shape()[1] == out {
+                true => Ok(Side::Bytes(Bytes { cols: out, ..b.clone() })),
+                false => shape_error("padded weight", "bytes are padded to multiples of 16"),
+            };
+        }
+        let (s, t) = (&rank.compute, self.memory());
+        let [rows, width] = [t.shape()[0], t.shape()[1]];
+        let padded = rank.activation(&[out, width], t.dtype())?;
+        s.copy(t, &padded.narrow(0, 0, rows)?)?;
+        s.zero(&padded.narrow(0, rows, out - rows)?)?;
+        // Scales of tiles are as many, if the padding is less than a tile and ends with one.
+        match &self {
+            Side::Bytes(b) if b.scaling.scales(out, width) != b.scaling.scales(rows, width) => {
+                shape_error("padded weight", "its scales do not cover the padding")
+            }
+            _ => Ok(self.with(padded)),
+        }
+    }
+
     /// `c [m, n] = self [m, k] · otherᵀ [n, k]`, and what `how` says.
     pub(crate) fn times(&self, rank: &Rank, other: &Side, how: Multiply, c: &Tensor) -> Result<()> {
         let (s, Multiply { bias, accumulate, fast, .. }) = (&rank.compute, how);
