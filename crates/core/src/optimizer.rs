@@ -7,6 +7,7 @@ use crate::config::{Master, Moments};
 use crate::{Error, Result};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
+use ferrotron_engine::precision::Made;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, draw_initial};
 use ferrotron_kernels::{Adam, Order, Sgd, Update, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
@@ -169,7 +170,7 @@ impl Optimizer {
                 rank.kernels.copy(&rank.compute, master, &self.weight(params, i)?)?;
             }
         }
-        self.gather(rank, params)?;
+        self.gather(rank, params, false)?;
         Ok(params.settle(rank)?)
     }
 
@@ -188,12 +189,12 @@ impl Optimizer {
     }
 
     /// Makes bytes of masters for weights that are bytes, and brings all weights to all ranks, in the order in which forward
-    /// uses them; it waits for each bucket at its first use.
-    fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
+    /// uses them; it waits for each bucket at its first use. `made`: what narrow products need was left by the step.
+    fn gather(&self, rank: &Rank, params: &Params, made: bool) -> Result<()> {
         if let Some(eight) = params.eight() {
             eight.weights_changed();
         }
-        params.store(rank, self.placement, &self.pieces, self.masters.pieces())?;
+        params.store(rank, self.placement, &self.pieces, self.masters.pieces(), made)?;
         if self.placement == Placement::Replicate {
             return Ok(());
         }
@@ -277,6 +278,14 @@ impl Optimizer {
         let grads = (0..weights.len())
             .map(|i| Ok(grads.piece(rank, ParamId(i))?.1))
             .collect::<Result<Vec<Tensor>>>()?;
+        // Adam looks at new weights for narrow products while it has them in hand.
+        let looks = matches!(self.rule, Rule::Adam(_));
+        let made = (0..weights.len())
+            .map(|i| if looks { Ok(params.made(ParamId(i), &self.pieces[i].inside)?) } else { Ok(None) })
+            .collect::<Result<Vec<Option<Made>>>>()?;
+        if looks {
+            params.begin_update(rank, &self.scalars)?;
+        }
         let update = |i: usize| Update {
             master: &self.masters.pieces()[i],
             weight: (narrow && !params.specs()[i].stored()).then(|| &weights[i]),
@@ -285,6 +294,7 @@ impl Optimizer {
             second: self.moments.get(1).map(|m| m.moment(i)),
             lr_mult: 1.0,
             wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
+            narrow: made[i].as_ref().map(Made::new_weight),
         };
         let list: Vec<Update> =
             (0..weights.len()).filter(|i| !self.pieces[*i].inside.is_empty()).map(update).collect();
@@ -292,7 +302,7 @@ impl Optimizer {
             Rule::Adam(adam) => k.adam(s, adam, &self.scalars, &list)?,
             Rule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
         }
-        self.gather(rank, params)?;
+        self.gather(rank, params, looks)?;
         // A copy: the next step overwrites the buffer.
         let norm = Tensor::empty(s, &[1], DType::F32, Category::Workspace)?;
         s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?, &norm)?;

@@ -16,7 +16,7 @@
 //!   With 8-bit products of one scale per tensor, rows that become bytes before they travel are 1 byte per element instead
 //!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps, and into a
 //!   narrow head, twice; sums are not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map input and gradient of every
-//!   micro-batch (the input again where its block is computed again) and the weight once a step. Delayed scaling has one
+//!   micro-batch (the input again where its block is computed again), and by one of all weights once a step. Delayed scaling has one
 //!   all-reduce of 3·4 bytes for each map a step, over tp and over copies. Scales of blocks do not travel.
 //! - **cp** (c ranks): with L = padded tokens / c and K = L·g·(d_k + d_v) keys and values of the rank's g heads, a layer sends on
 //!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
@@ -25,8 +25,8 @@
 //! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank, padding included; with ZeRO-1 a
 //!   reduce-scatter of those, an all-gather of weights and the square of the norm, one f64. ZeRO-2 has a reduce-scatter for
 //!   every micro-batch (and as often the sums over tp that are otherwise once a step). The loss is one f64. Weights that are
-//!   bytes travel as such, 1 byte each, where one scale holds for all of a tensor, whose largest magnitude in f32 ranks
-//!   agree on; with scales of blocks they travel as numbers. Delayed scaling agrees on three magnitudes of every map.
+//!   bytes travel as such, 1 byte each, where one scale holds for all of a tensor; with scales of blocks they travel as
+//!   numbers. With current scaling and ZeRO, ranks agree on the largest magnitude in f32 of every weight of narrow products. Delayed scaling agrees on three magnitudes of every map.
 //!   (What narrow products send over tp is not predicted.)
 //! - **ends**: the f32 gradient of a table that the first and the last stage have (a tied embedding, or one that predictions
 //!   of further tokens look them up in); with ZeRO of the rank's part of it.
@@ -200,7 +200,7 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         add("copies", all_reduce(copies, scales));
     }
     let agreed = maps.iter().filter(|m| m.recipe.method == Method::Current && (m.output || m.input_grad));
-    add("tp", agreed.count() as u64 * all_reduce(t, 4));
+    add("tp", all_reduce(t, 4 * agreed.count() as u64));
     let zero = if copies > 1 { s.zero } else { 0 };
     // Divided gradients are summed after every micro-batch.
     let rounds = if zero > 1 { s.batches.len() as u64 } else { 1 };
@@ -229,8 +229,7 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     if let Some(recipe) = s.weights.iter().find_map(|w| w.eight).map(|e| e.recipe) {
         let count = |f: fn(&ParamSpec) -> bool| s.weights.iter().filter(|w| f(w)).count() as u64;
         let magnitudes = match recipe.method {
-            // Whatever weights are.
-            Method::Current if zero > 0 => count(ParamSpec::stored),
+            Method::Current if zero > 0 => count(|w| w.eight.is_some_and(|e| e.output || e.input_grad)),
             _ => 0,
         };
         add("copies", all_reduce(copies, 4 * magnitudes));

@@ -2,6 +2,7 @@
 
 use crate::checks::{dtypes, same_contiguous};
 use crate::moments::BLOCK;
+use crate::quant::check::one;
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
 /// Entries of the step-scalar buffer (f32): what changes from step to step is read from device memory, so
@@ -119,6 +120,30 @@ pub struct Update<'a> {
     pub lr_mult: f32,
     /// Factor on the weight decay.
     pub wd_mult: f32,
+    /// What narrow products need of the new weight; of Adam.
+    pub narrow: Option<NewWeight<'a>>,
+}
+
+/// What narrow products need of a new weight, made in the pass that makes it. The weight is the master rounded to bf16,
+/// whether there is a copy of it or not.
+#[derive(Clone, Copy)]
+pub struct NewWeight<'a> {
+    /// f32 `[1]`: becomes the larger of itself and the weight's largest magnitude; NaN is passed over.
+    pub amax: &'a Tensor,
+    /// The weight as bytes. They are made in a step that changes nothing, too, and its magnitude with them: the scale may
+    /// be a new one.
+    pub bytes: Option<NewBytes<'a>>,
+}
+
+/// Bytes under a scale that is known, as [`crate::Range::Given`] makes them.
+#[derive(Clone, Copy)]
+pub struct NewBytes<'a> {
+    /// E4M3, as many as the master has elements.
+    pub data: &'a Tensor,
+    /// f32 `[1]`
+    pub scale: &'a Tensor,
+    /// f32 `[1]`: gets its inverse, if there is any element.
+    pub scale_inv: &'a Tensor,
 }
 
 /// Optimizers and the norms they need.
@@ -150,6 +175,9 @@ pub trait OptimKernels {
     /// Counts a step, unless `scalars[GRAD_NORM]` is not finite: `scalars[STEPS_DONE]` is what `counter` (f64, see
     /// [`counter`]) held, `scalars[BIAS1]` and `[BIAS2]` are `1 − βᵗ` with this step.
     fn count_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()>;
+
+    /// Zeros f32 `numbers`, unless `scalars[GRAD_NORM]` is not finite: before a step that measures.
+    fn clear_for_step(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()>;
 
     /// Rounds f32 values into a moment: to nearest, f16 and u8 under new scales.
     fn pack_moment(&self, s: &Stream, order: Order, values: &Tensor, moment: Moment) -> Result<()>;
@@ -208,7 +236,19 @@ pub(crate) fn check_update(op: &'static str, u: &Update, two: bool) -> Result<()
     if u.second.is_some() != two || u.second.is_some_and(|m| m.values.dtype() != u.first.values.dtype()) {
         return shape_error(op, "Adam needs two moments of one type, SGD one momentum");
     }
-    Ok(())
+    let Some(narrow) = &u.narrow else { return Ok(()) };
+    if !two {
+        return shape_error(op, "only Adam measures new weights");
+    }
+    one(op, narrow.amax)?;
+    let Some(bytes) = &narrow.bytes else { return Ok(()) };
+    if split {
+        return shape_error(op, "bytes are made of whole masters");
+    }
+    one(op, bytes.scale)?;
+    one(op, bytes.scale_inv)?;
+    dtypes(op, DType::E4M3, &[bytes.data])?;
+    same_contiguous(op, &[u.master, bytes.data])
 }
 
 /// The counter of steps.
@@ -217,6 +257,12 @@ pub(crate) fn check_counter(op: &'static str, t: &Tensor) -> Result<()> {
         return shape_error(op, format!("a counter of steps is {} f64 numbers, not {t:?}", counter::COUNT));
     }
     Ok(())
+}
+
+/// What a step raises magnitudes in.
+pub(crate) fn check_numbers(op: &'static str, t: &Tensor) -> Result<()> {
+    same_contiguous(op, &[t])?;
+    dtypes(op, DType::F32, &[t])
 }
 
 /// Halves of masters.

@@ -3,6 +3,7 @@
 mod calibrate;
 mod head;
 mod linear;
+mod made;
 mod operands;
 mod recipe;
 mod side;
@@ -10,6 +11,7 @@ mod state;
 mod stats;
 mod stored;
 
+pub use made::Made;
 pub use recipe::{Eight, Exception, Method, Policy, Product, Recipe, Role};
 pub(crate) use side::{Multiply, SavedSide, Side};
 pub use state::{DelayedState, EightState, Slot};

@@ -67,6 +67,18 @@ extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a)
     s[CLIP] = !a.limited || factor >= 1.0 ? 1.0f : float(factor);
 }
 
+struct ClearArgs {
+    u64 scalars, numbers;
+    i64 n;
+};
+
+// Zeros, for a step that is made to raise them.
+extern "C" __global__ void __launch_bounds__(THREADS) clear_for_step(const ClearArgs a) {
+    if (!is_number(reinterpret_cast<const float*>(a.scalars)[GRAD_NORM])) return;
+    const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (at < a.n) reinterpret_cast<float*>(a.numbers)[at] = 0.0f;
+}
+
 struct CountArgs {
     u64 counter, scalars;
     float beta1, beta2;

@@ -2,12 +2,14 @@ use super::grad_norm::{clip, kernel};
 use super::groups::{blocks, line};
 use super::{CudaKernels, Kernel};
 use crate::checks::dtypes;
-use crate::optim::{check_counter, check_halves, check_scalars, check_square, check_update, check_values};
+use crate::optim::{
+    check_counter, check_halves, check_numbers, check_scalars, check_square, check_update, check_values,
+};
 use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update};
 use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// As in optim_list.cuh: tensors of a launch, elements of a block.
-const LIST: usize = 48;
+const LIST: usize = 36;
 const UPDATES: usize = 4096;
 const THREADS: u32 = 256;
 
@@ -21,6 +23,10 @@ struct Entry {
     first_scales: u64,
     second: u64,
     second_scales: u64,
+    amax: u64,
+    bytes: u64,
+    scale: u64,
+    scale_inv: u64,
     n: i64,
     lr_mult: f32,
     wd_mult: f32,
@@ -61,6 +67,14 @@ struct CountArgs {
     scalars: u64,
     beta1: f32,
     beta2: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ClearArgs {
+    scalars: u64,
+    numbers: u64,
+    n: i64,
 }
 
 /// Values, codes, scales; or master, high, low.
@@ -163,6 +177,12 @@ fn each_portion(
                 let second = u.second.map(|m| (m.values, m.scales));
                 let rest = [u.weight, u.first.scales, second.map(|m| m.0), second.and_then(|m| m.1)];
                 args.extend(rest.into_iter().flatten().map(write));
+                if let Some(n) = &u.narrow {
+                    args.push(write(n.amax));
+                    args.extend(
+                        n.bytes.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]),
+                    );
+                }
             }
             s.launch(op, &args, |l| {
                 let (mut at, mut p) = (1, Portion::new());
@@ -175,6 +195,7 @@ fn each_portion(
                 };
                 for u in portion {
                     let n = u.grad.numel();
+                    let bytes = u.narrow.is_some_and(|n| n.bytes.is_some());
                     let entry = Entry {
                         master: next(true)?,
                         grad: next(true)?,
@@ -183,6 +204,10 @@ fn each_portion(
                         first_scales: next(u.first.scales.is_some())?,
                         second: next(u.second.is_some())?,
                         second_scales: next(u.second.is_some_and(|m| m.scales.is_some()))?,
+                        amax: next(u.narrow.is_some())?,
+                        bytes: next(bytes)?,
+                        scale: next(bytes)?,
+                        scale_inv: next(bytes)?,
                         n: n as i64,
                         lr_mult: u.lr_mult,
                         wd_mult: u.wd_mult,
@@ -214,7 +239,11 @@ impl OptimKernels for CudaKernels {
                 decoupled: a.decoupled.into(),
                 pad: 0,
             };
-            let kernel: Result<Kernel> = steps!(OP, kept, "adam", "adam_packed", "adam");
+            let takes = p.list.iter().any(|e| e.amax != 0);
+            let kernel: Result<Kernel> = match takes {
+                true => steps!(OP, kept, "adam_taken", "adam_packed_taken", "adam_taken"),
+                false => steps!(OP, kept, "adam", "adam_packed", "adam"),
+            };
             self.queue(l, kernel?, line(p.blocks, THREADS), &args)
         })
     }
@@ -280,6 +309,18 @@ impl OptimKernels for CudaKernels {
             let [beta1, beta2] = betas;
             let args = CountArgs { counter: l.address(0)?, scalars: l.address(1)?, beta1, beta2 };
             self.queue(l, kernel(OP), line(1, 1), &args)
+        })
+    }
+
+    fn clear_for_step(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()> {
+        const OP: &str = "clear_for_step";
+        check_scalars(OP, scalars)?;
+        dtypes(OP, DType::F32, &[scalars])?;
+        check_numbers(OP, numbers)?;
+        let n = numbers.numel();
+        s.launch(OP, &[read(scalars), write(numbers)], |l| {
+            let args = ClearArgs { scalars: l.address(0)?, numbers: l.address(1)?, n: n as i64 };
+            self.queue(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
         })
     }
 

@@ -171,6 +171,34 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     source(
+        "adam_taken",
+        concat!(
+            include_str!("groups.cuh"),
+            include_str!("optim.cuh"),
+            include_str!("moments.cuh"),
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("optim_list.cuh"),
+            include_str!("adam.cuh"),
+            include_str!("adam_taken.cuh"),
+            include_str!("adam_taken.cu")
+        ),
+    ),
+    source(
+        "adam_packed_taken",
+        concat!(
+            include_str!("groups.cuh"),
+            include_str!("optim.cuh"),
+            include_str!("moments.cuh"),
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("optim_list.cuh"),
+            include_str!("adam.cuh"),
+            include_str!("adam_taken.cuh"),
+            include_str!("adam_packed_taken.cu")
+        ),
+    ),
+    source(
         "sgd",
         concat!(
             include_str!("groups.cuh"),

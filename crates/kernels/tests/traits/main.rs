@@ -31,6 +31,7 @@ mod router_oracle;
 mod row_bias;
 mod shards;
 mod tables;
+mod taken;
 mod weighted;
 
 #[path = "../rows/golden.rs"]

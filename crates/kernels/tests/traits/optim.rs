@@ -65,6 +65,7 @@ fn updates<'a>(v: &[Values], t: &'a [Tensors], weights: bool, second: bool) -> V
             second: second.then(|| (&t.second).into()),
             lr_mult: v.lr_mult,
             wd_mult: v.wd_mult,
+            narrow: None,
         })
         .collect()
 }
