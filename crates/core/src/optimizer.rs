@@ -1,6 +1,7 @@
 //! The optimizer: master weights, moments, and one step over all of them.
 
 mod blocks;
+mod loss_scale;
 mod state;
 
 use crate::config::{Master, Moments};
@@ -11,6 +12,7 @@ use ferrotron_engine::precision::Made;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, draw_initial};
 use ferrotron_kernels::{Adam, Order, Sgd, Update, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
+pub use loss_scale::{LossScale, SavedScale};
 use state::Kind;
 pub use state::State;
 use std::ops::Range;
@@ -22,6 +24,18 @@ pub enum Rule {
     Adam(Adam),
     /// SGD with momentum.
     Sgd(Sgd),
+}
+
+/// What comes of a step, f32: a run of the step scalars.
+pub mod outcome {
+    use ferrotron_kernels::scalars;
+
+    /// The global gradient norm before clipping.
+    pub const NORM: usize = 0;
+    /// The factor that was on the loss; 0 where there is none.
+    pub const LOSS_SCALE: usize = scalars::LOSS_SCALE - scalars::GRAD_NORM;
+    /// Numbers in all.
+    pub const COUNT: usize = LOSS_SCALE + 1;
 }
 
 /// How state is kept.
@@ -45,6 +59,8 @@ pub struct Optimizer {
     decays: Vec<bool>,
     scalars: Tensor,
     max_norm: Option<f32>,
+    /// Of the loss whose gradients come.
+    loss_scale: Option<LossScale>,
     /// Steps made, and powers of the betas: only the device knows in time whether a step was made.
     counter: Tensor,
 }
@@ -107,10 +123,21 @@ impl Optimizer {
             decays: params.specs().iter().map(|p| p.decays()).collect(),
             scalars: zeros(scalars::COUNT, DType::F32)?,
             max_norm,
+            loss_scale: None,
             counter: zeros(counter::COUNT, DType::F64)?,
         };
         optimizer.set_steps(rank, 0)?;
         Ok(optimizer)
+    }
+
+    /// For gradients of a loss that is scaled.
+    pub fn with_loss_scale(self, loss_scale: Option<LossScale>) -> Optimizer {
+        Optimizer { loss_scale, ..self }
+    }
+
+    /// The factor on the loss, if there is one.
+    pub fn loss_scale(&self) -> Option<&LossScale> {
+        self.loss_scale.as_ref()
     }
 
     /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
@@ -255,8 +282,8 @@ impl Optimizer {
         }
     }
 
-    /// One step with the gradients, summed over ranks; the global gradient norm before clipping f32 `[1]`, on the
-    /// device. Where it is not finite, nothing has changed.
+    /// One step with the gradients, summed over ranks; what came of it on the device ([`outcome`]): the global gradient
+    /// norm before clipping, and the loss scale. Where the norm is not finite, nothing has changed.
     pub fn step(&self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<Tensor> {
         rank.compute.write_to(&self.scalars, &self.scalar_values(rates))?;
         self.apply(rank, params, grads)
@@ -271,7 +298,13 @@ impl Optimizer {
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
         k.square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
         rank.world.all().all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
+        if let Some(scale) = &self.loss_scale {
+            scale.unscale(rank, &square)?;
+        }
         k.clip_from(s, &square, self.max_norm, &self.scalars)?;
+        if let Some(scale) = &self.loss_scale {
+            scale.update(rank, &self.scalars)?;
+        }
         k.count_step(s, self.betas(), &self.counter, &self.scalars)?;
         let narrow = params.dtype() != DType::F32;
         let weights = self.weights(params)?;
@@ -304,9 +337,9 @@ impl Optimizer {
         }
         self.gather(rank, params, looks)?;
         // A copy: the next step overwrites the buffer.
-        let norm = Tensor::empty(s, &[1], DType::F32, Category::Workspace)?;
-        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?, &norm)?;
-        Ok(norm)
+        let came = Tensor::empty(s, &[outcome::COUNT], DType::F32, Category::Workspace)?;
+        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &came)?;
+        Ok(came)
     }
 
     /// How many elements of the summed gradients of the whole model are zero. Every rank calls it; it is slow.

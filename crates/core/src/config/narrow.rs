@@ -107,6 +107,7 @@ impl Recipe {
                 "there are no 8-bit operands to look at: set precision.scaling, or leave this out",
             );
         }
+        self.check_loss_scale(r)?;
         self.check_weights(r)?;
         self.check_head(r, &policy)?;
         if policy.recipe.is_none() {

@@ -17,6 +17,8 @@ pub enum Param<'a> {
     Master(&'a mut [f32]),
     /// Master and bf16 copy, rounded to nearest even.
     Copied(&'a mut [f32], &'a mut [bf16]),
+    /// Master and f16 copy, rounded to nearest even.
+    Half(&'a mut [f32], &'a mut [f16]),
     /// The master is bf16 weight and i16 remainder together ([`split_master`]).
     Split(&'a mut [bf16], &'a mut [i16]),
 }
@@ -48,7 +50,7 @@ pub enum State<'a> {
 impl<'a> Param<'a> {
     fn len(&self) -> usize {
         match self {
-            Param::Master(p) | Param::Copied(p, _) => p.len(),
+            Param::Master(p) | Param::Copied(p, _) | Param::Half(p, _) => p.len(),
             Param::Split(p, _) => p.len(),
         }
     }
@@ -57,6 +59,7 @@ impl<'a> Param<'a> {
         match self {
             Param::Master(p) => p.len(),
             Param::Copied(_, w) => w.len(),
+            Param::Half(_, w) => w.len(),
             Param::Split(_, r) => r.len(),
         }
     }
@@ -65,6 +68,7 @@ impl<'a> Param<'a> {
         match self {
             Param::Master(p) => Param::Master(front(p, n)),
             Param::Copied(p, w) => Param::Copied(front(p, n), front(w, n)),
+            Param::Half(p, w) => Param::Half(front(p, n), front(w, n)),
             Param::Split(p, r) => Param::Split(front(p, n), front(r, n)),
         }
     }
@@ -275,6 +279,10 @@ pub(super) fn over_master(
                 narrow(isa, &p[range.clone()], &mut w[range.clone()]);
                 take(range.clone(), &w[range]);
             }
+            Param::Half(p, w) => {
+                update(range.clone(), &mut p[range.clone()]);
+                narrow(isa, &p[range.clone()], &mut w[range]);
+            }
             Param::Split(high, low) => {
                 let master = &mut scratch[..range.len()];
                 join(isa, &high[range.clone()], &low[range.clone()], master);
@@ -287,9 +295,9 @@ pub(super) fn over_master(
 }
 
 multiversion! {
-    fn narrow(p: &[f32], w: &mut [bf16]) {
+    fn narrow<T: Float>(p: &[f32], w: &mut [T]) {
         for (w, p) in w.iter_mut().zip(p) {
-            *w = <bf16 as Float>::from_f32(*p);
+            *w = T::from_f32(*p);
         }
     }
 }

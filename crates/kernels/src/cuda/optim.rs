@@ -1,9 +1,12 @@
 use super::grad_norm::{clip, kernel};
 use super::groups::{blocks, line};
+use super::sources::half_of;
 use super::{CudaKernels, Kernel};
-use crate::checks::dtypes;
+use crate::checks::{dtypes, same_contiguous};
+use crate::grad_scaler::ScalerConfig;
 use crate::optim::{
-    check_counter, check_halves, check_numbers, check_scalars, check_square, check_update, check_values,
+    check_counter, check_halves, check_numbers, check_scalars, check_scaler, check_square, check_update,
+    check_values,
 };
 use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update};
 use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
@@ -71,6 +74,28 @@ struct CountArgs {
 
 #[repr(C)]
 #[derive(Clone, Copy)]
+struct ScaleArgs {
+    state: u64,
+    x: u64,
+    out: u64,
+    n: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ScalerArgs {
+    state: u64,
+    scalars: u64,
+    least: f32,
+    growth: f32,
+    backoff: f32,
+    interval: u32,
+    hysteresis: i32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
 struct ClearArgs {
     scalars: u64,
     numbers: u64,
@@ -107,17 +132,24 @@ impl<T: Copy + Default, const N: usize> Portion<T, N> {
     }
 }
 
-/// How parameters of a launch are kept: the type of their moments, and whether masters are in halves.
-type Kept = (DType, bool);
+/// How parameters of a launch are kept: the type of their moments, whether masters are in halves, and whether there are f16
+/// copies of them.
+type Kept = (DType, bool, bool);
 
 fn kept(u: &Update) -> Kept {
-    (u.first.values.dtype(), u.master.dtype() == DType::I16)
+    let half = u.weight.is_some_and(|w| w.dtype() == DType::F16);
+    (u.first.values.dtype(), u.master.dtype() == DType::I16, half)
+}
+
+/// The kernel of a source for parameters kept so.
+fn of_copies(kernel: Kernel, (_, _, half): Kept) -> Kernel {
+    if half { Kernel { source: half_of(kernel.source), ..kernel } } else { kernel }
 }
 
 /// The kernel of a rule for parameters kept so.
 macro_rules! steps {
     ($op:expr, $kept:expr, $plain:literal, $packed:literal, $name:literal) => {
-        match $kept {
+        match ($kept.0, $kept.1) {
             (DType::F32, false) => Ok(Kernel { source: $plain, name: concat!($name, "_f32") }),
             (DType::F32, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_f32") }),
             (DType::BF16, false) => Ok(Kernel { source: $plain, name: concat!($name, "_bf16") }),
@@ -244,7 +276,7 @@ impl OptimKernels for CudaKernels {
                 true => steps!(OP, kept, "adam_taken", "adam_packed_taken", "adam_taken"),
                 false => steps!(OP, kept, "adam", "adam_packed", "adam"),
             };
-            self.queue(l, kernel?, line(p.blocks, THREADS), &args)
+            self.queue(l, of_copies(kernel?, kept), line(p.blocks, THREADS), &args)
         })
     }
 
@@ -262,7 +294,7 @@ impl OptimKernels for CudaKernels {
                 nesterov: rule.nesterov.into(),
             };
             let kernel: Result<Kernel> = steps!(OP, kept, "sgd", "sgd", "sgd");
-            self.queue(l, kernel?, line(p.blocks, THREADS), &args)
+            self.queue(l, of_copies(kernel?, kept), line(p.blocks, THREADS), &args)
         })
     }
 
@@ -308,6 +340,54 @@ impl OptimKernels for CudaKernels {
         s.launch(OP, &[write(counter), write(scalars)], |l| {
             let [beta1, beta2] = betas;
             let args = CountArgs { counter: l.address(0)?, scalars: l.address(1)?, beta1, beta2 };
+            self.queue(l, kernel(OP), line(1, 1), &args)
+        })
+    }
+
+    fn scale_loss(&self, s: &Stream, state: &Tensor, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "scale_loss";
+        check_scaler(OP, state)?;
+        same_contiguous(OP, &[x, out])?;
+        dtypes(OP, DType::F32, &[x, out])?;
+        let n = x.numel();
+        s.launch(OP, &[read(state), read(x), write(out)], |l| {
+            let args = ScaleArgs { state: l.address(0)?, x: l.address(1)?, out: l.address(2)?, n: n as i64 };
+            self.queue(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
+        })
+    }
+
+    fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()> {
+        const OP: &str = "unscale_square";
+        check_scaler(OP, state)?;
+        check_square(OP, square)?;
+        s.launch(OP, &[read(state), write(square)], |l| {
+            let args = ScaleArgs { state: l.address(0)?, x: 0, out: l.address(1)?, n: 1 };
+            self.queue(l, kernel(OP), line(1, 1), &args)
+        })
+    }
+
+    fn update_scaler(
+        &self,
+        s: &Stream,
+        config: ScalerConfig,
+        state: &Tensor,
+        scalars: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "update_scaler";
+        check_scaler(OP, state)?;
+        check_scalars(OP, scalars)?;
+        dtypes(OP, DType::F32, &[scalars])?;
+        s.launch(OP, &[write(state), write(scalars)], |l| {
+            let args = ScalerArgs {
+                state: l.address(0)?,
+                scalars: l.address(1)?,
+                least: config.min,
+                growth: config.growth,
+                backoff: config.backoff,
+                interval: config.growth_interval,
+                hysteresis: config.hysteresis,
+                pad: 0,
+            };
             self.queue(l, kernel(OP), line(1, 1), &args)
         })
     }

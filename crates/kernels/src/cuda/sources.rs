@@ -14,6 +14,45 @@ pub struct Source {
     pub may_spill: &'static [&'static str],
     /// The only architecture it is for, if it uses instructions of one.
     pub only: Option<&'static str>,
+    /// Is it compiled with f16 numbers in the place of bf16?
+    pub half: bool,
+}
+
+/// Sources that there are of f16, too: their own names, and as such. They are compiled when one is first asked for.
+const HALVES: &[(&str, &str)] = &[
+    ("activation", "activation.half"),
+    ("adam", "adam.half"),
+    ("adam_packed", "adam_packed.half"),
+    ("attention_backward_keys", "attention_backward_keys.half"),
+    ("attention_backward_queries", "attention_backward_queries.half"),
+    ("attention_forward", "attention_forward.half"),
+    ("attention_rows", "attention_rows.half"),
+    ("columns", "columns.half"),
+    ("elementwise", "elementwise.half"),
+    ("embedding", "embedding.half"),
+    ("latent", "latent.half"),
+    ("loss", "loss.half"),
+    ("merge", "merge.half"),
+    ("norm_backward", "norm_backward.half"),
+    ("norm_forward", "norm_forward.half"),
+    ("product", "product.half"),
+    ("rope", "rope.half"),
+    ("sgd", "sgd.half"),
+];
+
+/// The same sources with f16 numbers.
+pub fn halves() -> impl Iterator<Item = Source> {
+    HALVES.iter().filter_map(|(plain, name)| {
+        let found = SOURCES.iter().find(|s| s.name == *plain)?;
+        // One register, however many there are.
+        let may_spill: &[&str] = if *plain == "activation" { &["gated_backward"] } else { found.may_spill };
+        Some(Source { name, half: true, may_spill, ..*found })
+    })
+}
+
+/// The name of a source with f16 numbers; its own where there is none.
+pub(super) fn half_of(source: &'static str) -> &'static str {
+    HALVES.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, half)| half)
 }
 
 impl Source {
@@ -24,12 +63,12 @@ impl Source {
 }
 
 const fn source(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: None }
+    Source { name, text, may_spill: &[], only: None, half: false }
 }
 
 /// A source for Hopper's own instructions.
 const fn hopper(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: Some("sm_90a") }
+    Source { name, text, may_spill: &[], only: Some("sm_90a"), half: false }
 }
 
 /// All of them.

@@ -9,6 +9,7 @@ mod grouped;
 mod grouped8;
 mod homes;
 mod latent;
+mod loss_scale;
 mod maps;
 mod measured;
 mod merge;

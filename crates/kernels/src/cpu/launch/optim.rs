@@ -1,13 +1,16 @@
 use super::{CpuKernels, same_contiguous};
+use crate::checks::dtypes;
 use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
 use crate::cpu::optim::{AdamFactors, UpdateSlices, adam, adam_left_out, sgd};
 use crate::cpu::optim_list::{self, Grad, Param, State, Taken};
 use crate::cpu::optim_packed::{pack_nearest, unpack};
+use crate::grad_scaler::ScalerConfig;
 use crate::moments::{First8, First16, Second8, Second16, seed};
 use crate::optim::{
-    check_counter, check_halves, check_numbers, check_scalars, check_square, check_update, check_values,
+    check_counter, check_halves, check_numbers, check_scalars, check_scaler, check_square, check_update,
+    check_values,
 };
-use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
+use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars, scaler};
 use ferrotron_tensor::{Arg, DType, Error, Float, Launch, Result, Stream, Tensor, bf16, read, write};
 
 /// A launch names at most 64 arguments: this many updates of up to seven tensors each, or of eleven.
@@ -52,6 +55,9 @@ fn each_portion(
                 let param = match (u.master.dtype(), u.weight) {
                     (DType::I16, _) => Param::Split(l.slice_mut(at())?, l.slice_mut(master)?),
                     (_, None) => Param::Master(l.slice_mut(master)?),
+                    (_, Some(w)) if w.dtype() == DType::F16 => {
+                        Param::Half(l.slice_mut(master)?, l.slice_mut(at())?)
+                    }
                     (_, Some(_)) => Param::Copied(l.slice_mut(master)?, l.slice_mut(at())?),
                 };
                 let first = state(l, &mut at, Some(u.first))?;
@@ -187,6 +193,51 @@ impl OptimKernels for CpuKernels {
                 count[power] *= f64::from(beta);
                 out[bias] = (1.0 - count[power]) as f32;
             }
+            Ok(())
+        })
+    }
+
+    fn scale_loss(&self, s: &Stream, state: &Tensor, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "scale_loss";
+        check_scaler(OP, state)?;
+        same_contiguous(OP, &[x, out])?;
+        dtypes(OP, DType::F32, &[x, out])?;
+        s.launch(OP, &[read(state), read(x), write(out)], |l| {
+            let scale = l.slice::<f64>(0)?[scaler::SCALE] as f32;
+            let pairs = l.slice_mut::<f32>(2)?.iter_mut().zip(l.slice::<f32>(1)?);
+            pairs.for_each(|(out, x)| *out = x * scale);
+            Ok(())
+        })
+    }
+
+    fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()> {
+        const OP: &str = "unscale_square";
+        check_scaler(OP, state)?;
+        check_square(OP, square)?;
+        s.launch(OP, &[read(state), write(square)], |l| {
+            let scale = l.slice::<f64>(0)?[scaler::SCALE];
+            l.slice_mut::<f64>(1)?[0] /= scale * scale;
+            Ok(())
+        })
+    }
+
+    fn update_scaler(
+        &self,
+        s: &Stream,
+        config: ScalerConfig,
+        state: &Tensor,
+        scalars: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "update_scaler";
+        check_scaler(OP, state)?;
+        check_scalars(OP, scalars)?;
+        s.launch(OP, &[write(state), write(scalars)], |l| {
+            let (state, out) = (l.slice_mut::<f64>(0)?, l.slice_mut::<f32>(1)?);
+            let mut now = scaler::from(config, state);
+            out[scalars::LOSS_SCALE] = now.scale;
+            out[scalars::CLIP] *= now.inverse();
+            now.update(!out[scalars::GRAD_NORM].is_finite());
+            state.copy_from_slice(&scaler::of(&now));
             Ok(())
         })
     }
