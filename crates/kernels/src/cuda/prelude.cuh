@@ -31,23 +31,23 @@ template <class T> __device__ __forceinline__ T from_f32(float x);
 template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
 // Round to nearest even; NaN stays NaN, and what is beyond all numbers is infinite.
 #ifdef HALF
-#define SHORT "f16"
+#define NUMBER "f16"
 // Instances that have nothing to do with f16.
 #define NOT_OF_HALF(...)
 #else
-#define SHORT "bf16"
+#define NUMBER "bf16"
 #define NOT_OF_HALF(...) __VA_ARGS__
 #endif
 template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) {
     bf16 y;
-    asm("cvt.rn." SHORT ".f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    asm("cvt.rn." NUMBER ".f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
 // Two numbers in one register: `low` first in memory.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
-    asm("cvt.rn." SHORT "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    asm("cvt.rn." NUMBER "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
 #ifdef HALF
