@@ -1,7 +1,7 @@
 //! Every CUDA source compiles, on a machine without a GPU too.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-use ferrotron_kernels::cuda::{Compiler, SOURCES, Source, halves};
+use ferrotron_kernels::cuda::{Compiler, SOURCES, Source, Variant, variants};
 
 /// The compiler, or nothing where there is none; in CI it must be there.
 fn compiler() -> Option<Compiler> {
@@ -33,11 +33,12 @@ fn every_source_compiles_for_hopper() {
     compiles_for("sm_90a", SOURCES.iter().copied());
 }
 
-/// For one architecture: what other numbers change has nothing to do with it, and compiling takes time.
+/// For one architecture: what they change has nothing to do with it, and compiling takes time.
 #[test]
-fn every_source_of_f16_compiles() {
-    assert!(halves().count() > 10 && halves().all(|s| s.half));
-    compiles_for("sm_90a", halves());
+fn every_variant_compiles() {
+    let count = |v| variants().filter(|s| s.variant == v).count();
+    assert!(count(Variant::Half) > 10 && count(Variant::Narrow) == 4 && count(Variant::Plain) == 0);
+    compiles_for("sm_90a", variants());
 }
 
 #[test]
@@ -48,7 +49,8 @@ fn every_source_compiles_for_the_oldest_card() {
 #[test]
 fn a_broken_source_is_an_error_with_its_line() {
     let Some(compiler) = compiler() else { return };
-    let broken = Source { name: "broken", text: "\nnonsense;\n", may_spill: &[], only: None, half: false };
+    let broken =
+        Source { name: "broken", text: "\nnonsense;\n", may_spill: &[], only: None, variant: Variant::Plain };
     let error = compiler.compile(&broken, "sm_90a").unwrap_err().to_string();
     assert!(error.contains("broken.cu(2)"), "{error}");
 }

@@ -47,7 +47,7 @@ pub use compile::{Compiled, Compiler, Usage};
 pub use energy::EnergyCounter;
 pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{Readiness, architecture};
-pub use sources::{SOURCES, Source, halves};
+pub use sources::{SOURCES, Source, Variant, variants};
 
 use ferrotron_tensor::{Device, Error, Launch, Result};
 use modules::Modules;

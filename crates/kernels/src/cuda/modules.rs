@@ -1,7 +1,7 @@
 //! Kernels made ready: compiled or taken from the cache, loaded onto the card, found by name.
 
 use super::compile::Compiler;
-use super::sources::{SOURCES, Source, halves};
+use super::sources::{SOURCES, Source, variants};
 use super::{Grid, Kernel, cache};
 use cudarc::driver::sys::{self, CUresult};
 use ferrotron_tensor::{CardInfo, Error, Launch, Result};
@@ -81,14 +81,14 @@ impl Modules {
         Ok(Modules { modules: RwLock::new(modules), arch, functions: RwLock::default(), readiness })
     }
 
-    /// A module; those of f16 are made ready now. The context of the card is current wherever kernels are queued.
+    /// A module; variants are made ready now. The context of the card is current wherever kernels are queued.
     fn module(&self, kernel: Kernel) -> Result<sys::CUmodule> {
         let known =
             || self.modules.read().unwrap_or_else(PoisonError::into_inner).get(kernel.source).copied();
         if let Some(module) = known() {
             return Ok(module);
         }
-        let Some(source) = halves().find(|s| s.name == kernel.source) else {
+        let Some(source) = variants().find(|s| s.name == kernel.source) else {
             let what = format!("there is no {}.cu for this card", kernel.source);
             return Err(Error::Cuda { op: kernel.name, what });
         };

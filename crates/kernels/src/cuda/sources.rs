@@ -14,11 +14,33 @@ pub struct Source {
     pub may_spill: &'static [&'static str],
     /// The only architecture it is for, if it uses instructions of one.
     pub only: Option<&'static str>,
-    /// Is it compiled with f16 numbers in the place of bf16?
-    pub half: bool,
+    /// What differs from the text itself.
+    pub variant: Variant,
 }
 
-/// Sources that there are of f16, too: their own names, and as such. They are compiled when one is first asked for.
+/// What a source is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Variant {
+    /// As it is written.
+    Plain,
+    /// With f16 numbers in the place of bf16.
+    Half,
+    /// With weights of values, in attention, rounded to eight bits.
+    Narrow,
+}
+
+impl Variant {
+    /// What comes before the text.
+    pub(super) fn start(self) -> &'static str {
+        match self {
+            Variant::Plain => "",
+            Variant::Half => "#define HALF\n",
+            Variant::Narrow => "#define NARROW\n",
+        }
+    }
+}
+
+/// Sources that there are of f16, too: their own names, and as such. Variants are compiled when one is first asked for.
 const HALVES: &[(&str, &str)] = &[
     ("activation", "activation.half"),
     ("adam", "adam.half"),
@@ -40,14 +62,31 @@ const HALVES: &[(&str, &str)] = &[
     ("sgd", "sgd.half"),
 ];
 
-/// The same sources with f16 numbers.
-pub fn halves() -> impl Iterator<Item = Source> {
-    HALVES.iter().filter_map(|(plain, name)| {
-        let found = SOURCES.iter().find(|s| s.name == *plain)?;
-        // One register, however many there are.
-        let may_spill: &[&str] = if *plain == "activation" { &["gated_backward"] } else { found.may_spill };
-        Some(Source { name, half: true, may_spill, ..*found })
+/// Those of attention whose weights may have eight bits, likewise.
+const NARROW: &[(&str, &str)] = &[
+    ("attention_forward", "attention_forward.narrow"),
+    ("attention_hopper_forward", "attention_hopper_forward.narrow"),
+    ("attention_hopper_forward_wide", "attention_hopper_forward_wide.narrow"),
+    ("attention_plain", "attention_plain.narrow"),
+];
+
+/// The same sources compiled for something else.
+pub fn variants() -> impl Iterator<Item = Source> {
+    let both = [(HALVES, Variant::Half), (NARROW, Variant::Narrow)];
+    both.into_iter().flat_map(|(list, variant)| {
+        list.iter().filter_map(move |(plain, name)| {
+            let found = SOURCES.iter().find(|s| s.name == *plain)?;
+            // One register, however many there are.
+            let may_spill: &[&str] =
+                if *plain == "activation" { &["gated_backward"] } else { found.may_spill };
+            Some(Source { name, variant, may_spill, ..*found })
+        })
     })
+}
+
+/// The name of a source of attention with weights of eight bits.
+pub(super) fn narrow_of(source: &'static str) -> &'static str {
+    NARROW.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, narrow)| narrow)
 }
 
 /// The name of a source with f16 numbers; its own where there is none.
@@ -63,12 +102,12 @@ impl Source {
 }
 
 const fn source(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: None, half: false }
+    Source { name, text, may_spill: &[], only: None, variant: Variant::Plain }
 }
 
 /// A source for Hopper's own instructions.
 const fn hopper(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: Some("sm_90a"), half: false }
+    Source { name, text, may_spill: &[], only: Some("sm_90a"), variant: Variant::Plain }
 }
 
 /// All of them.

@@ -447,6 +447,7 @@ fn attention() {
             align: Align::TopLeft,
             left: None,
             right: None,
+            fp8: false,
         };
         let (q, k, v) = (f(&[2, 5, 4, 8]), f(&[2, 6, 2, 8]), f(&[2, 6, 2, 8]));
         let (out, lse) = (f(&[2, 5, 4, 8]), f(&[2, 4, 5]));

@@ -127,6 +127,21 @@ __device__ __forceinline__ float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, fast_exp2(x * (2.0f * LOG2_E)) + 1.0f);
 }
 
+// A weight of a value, which is at most 1. Where NARROW is defined it is the nearest number of E4M3 of scale 256: adding
+// 1.5·2^20 times its power of two leaves it three digits behind the first; the smallest number that has all of them is
+// 2^-14, below which steps stay. NaN stays NaN. Then maxima may not lag, or weights would be above 1.
+#ifdef NARROW
+#define MAY_LAG(x) 0.0f
+__device__ __forceinline__ float weight_of(float x) {
+    const float shift = __uint_as_float(max(__float_as_uint(x) & 0x7f800000u, 0x38800000u)) * 1572864.0f;
+    return __fsub_rn(__fadd_rn(x, shift), shift);
+}
+#else
+#define MAY_LAG(x) x
+__device__ __forceinline__ float weight_of(float x) { return x; }
+#endif
+__device__ __forceinline__ u32 pack_weights(float low, float high) { return pack_bf16(weight_of(low), weight_of(high)); }
+
 // A tile [ROWS, D] of bf16 in shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, whose
 // 16-byte chunks c sit at c ^ (row % 8), so that eight rows of one chunk fall on different banks.
 // Rows from `rows` on and channels from `channels` on become 0.
