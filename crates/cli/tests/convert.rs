@@ -37,7 +37,8 @@ fn first_loss(dir: &Path, from: &Path, out: &str) -> f64 {
     let file = dir.join("from.toml");
     std::fs::write(&file, format!("[data]{data}")).unwrap();
     let out = dir.join(out);
-    ok(&["train", path(&file), "--out", path(&out), "--set", &set, "--steps", "1"]);
+    let f32 = "precision.dtype=f32";
+    ok(&["train", path(&file), "--out", path(&out), "--set", &set, "--set", f32, "--steps", "1"]);
     let log = std::fs::read_to_string(out.join("events.jsonl")).unwrap();
     let step = log.lines().find(|l| l.contains("\"loss\"")).unwrap();
     serde_json::from_str::<serde_json::Value>(step).unwrap()["loss"].as_f64().unwrap()
@@ -51,11 +52,13 @@ fn a_run_becomes_a_folder_and_a_new_run_starts_from_it() {
     assert_eq!((&v["family"], &v["tokenizer"]), (&"Llama".into(), &true.into()), "{v}");
     assert_eq!(names(&hf), ["config.json", "model.safetensors", "tokenizer.json"]);
     ok(&["convert", path(&hf), path(&again)]);
-    let small = json(&["convert", path(&run), path(&half), "--dtype", "bf16"]);
-    assert_eq!(small["bytes"].as_u64().unwrap() * 2, v["bytes"].as_u64().unwrap());
-    let config: serde_json::Value =
-        serde_json::from_str(&std::fs::read_to_string(half.join("config.json")).unwrap()).unwrap();
-    assert_eq!(config["torch_dtype"], "bfloat16");
+    for (dtype, word) in [("f16", "float16"), ("bf16", "bfloat16")] {
+        let small = json(&["convert", path(&run), path(&half), "--dtype", dtype, "--overwrite"]);
+        assert_eq!(small["bytes"].as_u64().unwrap() * 2, v["bytes"].as_u64().unwrap());
+        let config: serde_json::Value =
+            serde_json::from_str(&std::fs::read_to_string(half.join("config.json")).unwrap()).unwrap();
+        assert_eq!(config["torch_dtype"], word);
+    }
     // The same weights: a run from either begins with the same loss.
     let first_loss = |from: &Path, out: &str| first_loss(dir.path(), from, out);
     let losses = [first_loss(&hf, "a"), first_loss(&again, "b")];
@@ -186,6 +189,6 @@ fn what_cannot_be_converted_is_named() {
     assert!(error.contains("--like"), "{error}");
     let error = fails(&["convert", path(&model), path(&dir.path().join("step-00000007"))], 1);
     assert!(error.contains("another step"), "{error}");
-    fails(&["convert", path(&run), path(&to), "--dtype", "f16"], 2);
+    fails(&["convert", path(&run), path(&to), "--dtype", "f8"], 2);
     assert!(!to.exists());
 }

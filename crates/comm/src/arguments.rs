@@ -42,7 +42,8 @@ impl<'a> Checks<'a> {
 
     /// Of a type that is summed.
     pub(crate) fn reducible(self, t: &Tensor) -> Result<Checks<'a>> {
-        let ok = matches!(t.dtype(), DType::F32 | DType::BF16 | DType::F64 | DType::I32 | DType::I64);
+        let ok =
+            matches!(t.dtype(), DType::F32 | DType::BF16 | DType::F16 | DType::F64 | DType::I32 | DType::I64);
         self.refuse(ok, || format!("{} can't be reduced; convert to f32, bf16, f64, i32 or i64", t.dtype()))
     }
 

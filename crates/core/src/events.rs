@@ -71,6 +71,10 @@ pub struct Step {
     /// Global gradient norm before clipping.
     #[serde(deserialize_with = "or_nan")]
     pub grad_norm: f64,
+    /// Factor that was on the loss of f16 training; loss and norm are without it. Where the norm is not finite the step was
+    /// left out, and the scale may fall.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<f64>,
     /// Sequences in the step.
     #[serde(default)]
     pub batch: u64,

@@ -1,15 +1,18 @@
 //! The optimizer: master weights, moments, and one step over all of them.
 
 mod blocks;
+mod loss_scale;
 mod state;
 
 use crate::config::{Master, Moments};
 use crate::{Error, Result};
 use ferrotron_comm::Reduce;
 use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
+use ferrotron_engine::precision::Made;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, draw_initial};
 use ferrotron_kernels::{Adam, Order, Sgd, Update, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
+pub use loss_scale::{LossScale, SavedScale};
 use state::Kind;
 pub use state::State;
 use std::ops::Range;
@@ -21,6 +24,18 @@ pub enum Rule {
     Adam(Adam),
     /// SGD with momentum.
     Sgd(Sgd),
+}
+
+/// What comes of a step, f32: a run of the step scalars.
+pub mod outcome {
+    use ferrotron_kernels::scalars;
+
+    /// The global gradient norm before clipping.
+    pub const NORM: usize = 0;
+    /// The factor that was on the loss; 0 where there is none.
+    pub const LOSS_SCALE: usize = scalars::LOSS_SCALE - scalars::GRAD_NORM;
+    /// Numbers in all.
+    pub const COUNT: usize = LOSS_SCALE + 1;
 }
 
 /// How state is kept.
@@ -44,6 +59,8 @@ pub struct Optimizer {
     decays: Vec<bool>,
     scalars: Tensor,
     max_norm: Option<f32>,
+    /// Of the loss whose gradients come.
+    loss_scale: Option<LossScale>,
     /// Steps made, and powers of the betas: only the device knows in time whether a step was made.
     counter: Tensor,
 }
@@ -106,10 +123,21 @@ impl Optimizer {
             decays: params.specs().iter().map(|p| p.decays()).collect(),
             scalars: zeros(scalars::COUNT, DType::F32)?,
             max_norm,
+            loss_scale: None,
             counter: zeros(counter::COUNT, DType::F64)?,
         };
         optimizer.set_steps(rank, 0)?;
         Ok(optimizer)
+    }
+
+    /// For gradients of a loss that is scaled.
+    pub fn with_loss_scale(self, loss_scale: Option<LossScale>) -> Optimizer {
+        Optimizer { loss_scale, ..self }
+    }
+
+    /// The factor on the loss, if there is one.
+    pub fn loss_scale(&self) -> Option<&LossScale> {
+        self.loss_scale.as_ref()
     }
 
     /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
@@ -169,7 +197,7 @@ impl Optimizer {
                 rank.kernels.copy(&rank.compute, master, &self.weight(params, i)?)?;
             }
         }
-        self.gather(rank, params)?;
+        self.gather(rank, params, false)?;
         Ok(params.settle(rank)?)
     }
 
@@ -188,12 +216,12 @@ impl Optimizer {
     }
 
     /// Makes bytes of masters for weights that are bytes, and brings all weights to all ranks, in the order in which forward
-    /// uses them; it waits for each bucket at its first use.
-    fn gather(&self, rank: &Rank, params: &Params) -> Result<()> {
+    /// uses them; it waits for each bucket at its first use. `made`: what narrow products need was left by the step.
+    fn gather(&self, rank: &Rank, params: &Params, made: bool) -> Result<()> {
         if let Some(eight) = params.eight() {
             eight.weights_changed();
         }
-        params.store(rank, self.placement, &self.pieces, self.masters.pieces())?;
+        params.store(rank, self.placement, &self.pieces, self.masters.pieces(), made)?;
         if self.placement == Placement::Replicate {
             return Ok(());
         }
@@ -254,8 +282,8 @@ impl Optimizer {
         }
     }
 
-    /// One step with the gradients, summed over ranks; the global gradient norm before clipping f32 `[1]`, on the
-    /// device. Where it is not finite, nothing has changed.
+    /// One step with the gradients, summed over ranks; what came of it on the device ([`outcome`]): the global gradient
+    /// norm before clipping, and the loss scale. Where the norm is not finite, nothing has changed.
     pub fn step(&self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<Tensor> {
         rank.compute.write_to(&self.scalars, &self.scalar_values(rates))?;
         self.apply(rank, params, grads)
@@ -270,13 +298,27 @@ impl Optimizer {
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
         k.square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
         rank.world.all().all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
+        if let Some(scale) = &self.loss_scale {
+            scale.unscale(rank, &square)?;
+        }
         k.clip_from(s, &square, self.max_norm, &self.scalars)?;
+        if let Some(scale) = &self.loss_scale {
+            scale.update(rank, &self.scalars)?;
+        }
         k.count_step(s, self.betas(), &self.counter, &self.scalars)?;
         let narrow = params.dtype() != DType::F32;
         let weights = self.weights(params)?;
         let grads = (0..weights.len())
             .map(|i| Ok(grads.piece(rank, ParamId(i))?.1))
             .collect::<Result<Vec<Tensor>>>()?;
+        // Adam looks at new weights for narrow products while it has them in hand.
+        let looks = matches!(self.rule, Rule::Adam(_));
+        let made = (0..weights.len())
+            .map(|i| if looks { Ok(params.made(ParamId(i), &self.pieces[i].inside)?) } else { Ok(None) })
+            .collect::<Result<Vec<Option<Made>>>>()?;
+        if looks {
+            params.begin_update(rank, &self.scalars)?;
+        }
         let update = |i: usize| Update {
             master: &self.masters.pieces()[i],
             weight: (narrow && !params.specs()[i].stored()).then(|| &weights[i]),
@@ -285,6 +327,7 @@ impl Optimizer {
             second: self.moments.get(1).map(|m| m.moment(i)),
             lr_mult: 1.0,
             wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
+            narrow: made[i].as_ref().map(Made::new_weight),
         };
         let list: Vec<Update> =
             (0..weights.len()).filter(|i| !self.pieces[*i].inside.is_empty()).map(update).collect();
@@ -292,11 +335,11 @@ impl Optimizer {
             Rule::Adam(adam) => k.adam(s, adam, &self.scalars, &list)?,
             Rule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
         }
-        self.gather(rank, params)?;
+        self.gather(rank, params, looks)?;
         // A copy: the next step overwrites the buffer.
-        let norm = Tensor::empty(s, &[1], DType::F32, Category::Workspace)?;
-        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, 1)?, &norm)?;
-        Ok(norm)
+        let came = Tensor::empty(s, &[outcome::COUNT], DType::F32, Category::Workspace)?;
+        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &came)?;
+        Ok(came)
     }
 
     /// How many elements of the summed gradients of the whole model are zero. Every rank calls it; it is slow.

@@ -14,10 +14,12 @@
 //!   backward all of them the other way and the first once more. Once a step: an all-reduce
 //!   of the f32 gradient of every weight that all ranks hold, an all-gather of that of key heads that some share.
 //!   With 8-bit products of one scale per tensor, rows that become bytes before they travel are 1 byte per element instead
-//!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps; sums are
-//!   not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map input and gradient of every
-//!   micro-batch (the input again where its block is computed again) and the weight once a step. Delayed scaling has one
-//!   all-reduce of 3·4 bytes for each map a step, over tp and over copies. Scales of blocks do not travel.
+//!   of e: into q, k, v and the MLP, those two once more, and gradients into the backward of the two other maps, and into a
+//!   narrow head, twice; sums are not. Current scaling agrees on every magnitude by an all-reduce of 4 bytes: of each map
+//!   input and gradient of every micro-batch (the input again where its block is computed again), and by one of all weights
+//!   once a step. Delayed scaling has one all-reduce of 3·4 bytes for each map a step, over tp and over copies. With scales of
+//!   blocks, rows that go forward are bytes, too, with 4 bytes of scale for each 128; inputs once more are where a rank has a
+//!   multiple of 128 rows, and gradients then travel as two kinds of bytes, in place of numbers of as many.
 //! - **cp** (c ranks): with L = padded tokens / c and K = L·g·(d_k + d_v) keys and values of the rank's g heads, a layer sends on
 //!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
 //!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(n+g)·(d_k + d_v)·e each way.
@@ -25,8 +27,9 @@
 //! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank, padding included; with ZeRO-1 a
 //!   reduce-scatter of those, an all-gather of weights and the square of the norm, one f64. ZeRO-2 has a reduce-scatter for
 //!   every micro-batch (and as often the sums over tp that are otherwise once a step). The loss is one f64. Weights that are
-//!   bytes travel as such, 1 byte each, where one scale holds for all of a tensor, whose largest magnitude in f32 ranks
-//!   agree on; with scales of blocks they travel as numbers. Delayed scaling agrees on three magnitudes of every map.
+//!   bytes travel as such, 1 byte each, where one scale holds for all of a tensor; with scales of blocks they travel as
+//!   numbers. With current scaling and ZeRO, ranks agree on the largest magnitude in f32 of every weight of narrow products.
+//!   Delayed scaling agrees on three magnitudes of every map.
 //!   (What narrow products send over tp is not predicted.)
 //! - **ends**: the f32 gradient of a table that the first and the last stage have (a tied embedding, or one that predictions
 //!   of further tokens look them up in); with ZeRO of the rank's part of it.
@@ -40,7 +43,7 @@ use crate::pipeline::Stage;
 use ferrotron_comm::{Communicator, Kind, Volume};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::flat::{Bucket, Placement, Plan, Shelf, Span};
-use ferrotron_engine::precision::{Method, Role};
+use ferrotron_engine::precision::{Eight, Method, Role};
 use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Split, Tokens};
 use ferrotron_tensor::DType;
 use std::collections::BTreeMap;
@@ -160,9 +163,10 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         let local = tokens.layout().tokens() as u64 / c;
         let moved = (t - 1) * (rows / t) * h * e;
         for spec in s.weights.iter().filter(|_| t > 1) {
-            let (channels, magnitudes) = narrow(s, spec);
+            let (channels, magnitudes) = narrow(s, spec, rows / t);
             less += (t - 1) * (rows / t) * channels * (e - 1);
             add("tp", magnitudes * all_reduce(t, 4));
+            add("tp", (t - 1) * scales(s, spec, rows / t));
         }
         let again = |on: bool| u64::from(on || s.recompute.layer);
         // Channels of a row that a layer moves: into and out of the MLP, the other way backward, the input once more.
@@ -201,7 +205,7 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     }
     let shared = s.weights.iter().filter(|w| !w.experts).filter_map(|w| w.eight);
     let agreed = shared.filter(|m| m.recipe.method == Method::Current && (m.output || m.input_grad));
-    add("tp", agreed.count() as u64 * all_reduce(t, 4));
+    add("tp", all_reduce(t, 4 * agreed.count() as u64));
     let zero = if copies > 1 { s.zero } else { 0 };
     // Divided gradients are summed after every micro-batch.
     let rounds = if zero > 1 { s.batches.len() as u64 } else { 1 };
@@ -230,8 +234,7 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     if let Some(recipe) = s.weights.iter().find_map(|w| w.eight).map(|e| e.recipe) {
         let count = |f: fn(&ParamSpec) -> bool| s.weights.iter().filter(|w| f(w)).count() as u64;
         let magnitudes = match recipe.method {
-            // Whatever weights are.
-            Method::Current if zero > 0 => count(ParamSpec::stored),
+            Method::Current if zero > 0 => count(|w| w.eight.is_some_and(|e| e.output || e.input_grad)),
             _ => 0,
         };
         add("copies", all_reduce(copies, 4 * magnitudes));
@@ -278,24 +281,66 @@ fn into_heads(m: &ModelConfig) -> (u64, u64) {
     ((all + shared) as u64, (2 * all + shared) as u64)
 }
 
+/// A narrow map over ranks.
+struct Map {
+    e: Eight,
+    /// Are its outputs partial sums?
+    summed: bool,
+    /// Channels of what is gathered for it: its input, or the gradient of its partial output; none of own tokens.
+    width: u64,
+    /// How often it is computed in a micro-batch.
+    passes: u64,
+    /// A layer may be used repeatedly.
+    uses: u64,
+}
+
+fn map(s: &Step, spec: &ParamSpec) -> Option<Map> {
+    let (Some(e), Some(part), false) = (spec.eight, spec.parts.first(), spec.experts) else { return None };
+    let (summed, whole) = (matches!(part.split, Split::Columns { .. }), part.split == Split::Replicated);
+    let width = if whole { 0 } else { part.shape[usize::from(!summed)] as u64 };
+    let (attention, r) = (part.name.contains(".attn."), s.recompute);
+    let again = r.layer || if attention { r.attention } else { r.mlp };
+    // The head is computed once, and its table has other uses.
+    let head = !part.name.starts_with("layers.") && !part.name.starts_with("mtp.");
+    let uses = if head { 1 + s.model.mtp_depth() as u64 } else { u64::from(spec.uses) };
+    Some(Map { e, summed, width, passes: 1 + u64::from(again && !head), uses })
+}
+
+/// Bytes of the scales of blocks that travel with what a rank has `rows` of, for a map in a micro-batch: of rows, and of
+/// columns where blocks of tokens are the rank's own. There two bytes of an element of a gradient travel in place of the two
+/// of a number, one for each product.
+fn scales(s: &Step, spec: &ParamSpec, rows: u64) -> u64 {
+    let Some(Map { e, summed, width, passes, uses }) = map(s, spec).filter(|m| m.e.recipe.per_block()) else {
+        return 0;
+    };
+    let of_rows = 4 * width.div_ceil(128) * rows.next_multiple_of(4);
+    let of_cols = 4 * (rows / 128) * width.next_multiple_of(4);
+    let own = rows.is_multiple_of(128);
+    uses * match summed {
+        true if own && e.input_grad && e.weight_grad => of_rows + of_cols,
+        true => 0,
+        false => {
+            u64::from(e.output) * passes * of_rows + if own { u64::from(e.weight_grad) * of_cols } else { 0 }
+        }
+    }
+}
+
 /// Channels of a row that travel as bytes for a map in a micro-batch, and how many magnitudes of its input and gradient
 /// ranks agree on.
-fn narrow(s: &Step, spec: &ParamSpec) -> (u64, u64) {
-    let (Some(e), Some(part), false) = (spec.eight, spec.parts.first(), spec.experts) else { return (0, 0) };
+fn narrow(s: &Step, spec: &ParamSpec, rows: u64) -> (u64, u64) {
+    let Some(Map { e, summed, width, passes, uses }) = map(s, spec) else { return (0, 0) };
     let (per_tensor, current) = (e.recipe.per_tensor(), e.recipe.method == Method::Current);
-    let (summed, whole) = (matches!(part.split, Split::Columns { .. }), part.split == Split::Replicated);
-    let (attention, r) = (part.name.contains(".attn."), s.recompute);
-    let passes = 1 + u64::from(r.layer || if attention { r.attention } else { r.mlp });
+    // Blocks along tokens travel as bytes where they are a rank's own.
+    let own = e.recipe.per_block() && rows.is_multiple_of(128);
     let bytes = match summed {
-        true => u64::from(e.input_grad && e.weight_grad),
-        false => u64::from(e.output) * passes + u64::from(e.weight_grad),
+        true => u64::from(per_tensor && e.input_grad && e.weight_grad),
+        false => {
+            u64::from((per_tensor || e.recipe.per_block()) && e.output) * passes
+                + u64::from((per_tensor || own) && e.weight_grad)
+        }
     };
     let magnitudes = u64::from(e.output || e.weight_grad) * passes + u64::from(e.input_grad || e.weight_grad);
-    // Inputs of rows, gradients of the outputs of columns; a map of own tokens has neither of others.
-    let width = if whole { 0 } else { part.shape[usize::from(!summed)] as u64 };
-    // A layer may be used repeatedly.
-    let uses = u64::from(spec.uses);
-    (uses * bytes * width * u64::from(per_tensor), uses * magnitudes * u64::from(current))
+    (uses * bytes * width, uses * magnitudes * u64::from(current))
 }
 
 /// What the attention of a layer sends over cp, forward and backward.

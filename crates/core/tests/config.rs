@@ -138,6 +138,8 @@ fn set_parses_values_by_type() {
         ("generate.prompt=Once upon = a time", "prompt = \"Once upon = a time\""),
         ("generate.prompt=a\nb = 2", "prompt = \"\"\"\na\nb = 2\"\"\""),
         ("model.activation=gelu_tanh", "activation = \"gelu_tanh\""),
+        ("precision.loss_scale=65536", "loss_scale = 65536.0"),
+        ("precision.loss_scale=[65536, 500]", "loss_scale = [65536.0, 500]"),
     ];
     for (set, line) in ok {
         let mut r = Recipe::default();
@@ -155,7 +157,10 @@ fn set_parses_values_by_type() {
             "--set: train.tokens: expected a whole number such as 20000000, 2e7 or \"20M\", found \"20MB\"",
         ),
         ("optimizer.lr=nan", "--set: optimizer.lr: expected a number, found NaN, which is not finite"),
-        ("precision.dtype=fp16", "--set: precision.dtype: expected one of \"f32\", \"bf16\", found \"fp16\""),
+        (
+            "precision.dtype=fp16",
+            "--set: precision.dtype: expected one of \"f32\", \"bf16\", \"f16\", found \"fp16\"",
+        ),
         ("optimizer.betas=[0.9]", "--set: optimizer.betas: expected a list of 2 numbers, found [0.9]"),
         (
             "train.recompute=mpl",

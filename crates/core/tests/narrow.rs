@@ -52,7 +52,27 @@ fn every_product_a_recipe_names_is_narrow_and_none_falls_back() {
         // The output matrix alone stays.
         assert_eq!((calls("gemm (output)"), calls("gemm (weight gradient)")), (1, 1), "{scaling}");
         assert_eq!(calls("gemm (slow fp8)"), 0, "{scaling}");
+        // Or does not.
+        for more in [&[][..], &["model.tied=true"], &["model.vocab=259"], &["precision.weights=fp8"]] {
+            if scaling == "block" && more.contains(&"model.vocab=259") {
+                continue;
+            }
+            let scaling = format!("precision.scaling={scaling}");
+            let set = [&[scaling.as_str(), "precision.head=true"], more].concat();
+            let calls = launches(recipe(&set));
+            assert_eq!(NARROW.map(&calls), [4 * LAYERS + 1; 3], "{set:?}");
+            let wide =
+                ["gemm (output)", "gemm (input gradient)", "gemm (weight gradient)", "gemm (slow fp8)"];
+            assert_eq!(wide.map(&calls), [0; 4], "{set:?}");
+        }
     }
+    let calls = launches(recipe(&[
+        "precision.scaling=current",
+        "precision.head=true",
+        "precision.except=head:output",
+    ]));
+    assert_eq!(NARROW.map(&calls), [4 * LAYERS, 4 * LAYERS + 1, 4 * LAYERS + 1]);
+    assert_eq!(calls("gemm (output)"), 1);
     let except = r#"precision.except=["first 1", "mlp.down", "attn.out:weight_grad"]"#;
     let calls = launches(recipe(&["precision.scaling=current", except]));
     let maps = 3 * (LAYERS - 1);
@@ -84,8 +104,17 @@ fn gradients_of_a_whole_model_stay_near_those_of_bf16() {
     let plain = step(&[]);
     // One value of E4M3 is off by a 27th part at most, of E5M2 by twice that: what a product of two makes of it, and three
     // layers of that one after the other. NVFP4 has one bit of mantissa.
-    for (scaling, most) in [("current", 0.125), ("block", 0.125), ("mxfp8", 0.125), ("nvfp4", 0.5)] {
-        let narrow = step(&[&format!("precision.scaling={scaling}")]);
+    for (scaling, head, most) in [
+        ("current", false, 0.125),
+        ("block", false, 0.125),
+        ("mxfp8", false, 0.125),
+        ("nvfp4", false, 0.5),
+        ("current", true, 0.125),
+        ("delayed", true, 0.125),
+        ("block", true, 0.125),
+        ("mxfp8", true, 0.125),
+    ] {
+        let narrow = step(&[&format!("precision.scaling={scaling}"), &format!("precision.head={head}")]);
         let (a, b) = (plain.loss.unwrap(), narrow.loss.unwrap());
         assert!((a - b).abs() < 0.01 * a, "{scaling}: loss {a} and {b}");
         let apart = apart(&plain, &narrow);
@@ -115,6 +144,12 @@ fn what_cannot_work_is_refused_in_one_sentence() {
             "output, input_grad, weight_grad",
         ),
         (&["precision.except=mlp.down"], "precision.scaling"),
+        (&["precision.head=true"], "precision.scaling"),
+        (&["precision.scaling=block", "precision.head=true", "model.vocab=259"], "multiple of 16"),
+        (
+            &["precision.scaling=current", "precision.head=true", "model.vocab=272", "parallel.tp=2"],
+            "multiple of 32",
+        ),
         (&["precision.scaling=delayed", "precision.history=0"], "at least 1"),
     ] {
         let mut r = Recipe::named("tiny").unwrap();

@@ -139,6 +139,11 @@ fn replayed_steps_have_the_bits_of_launched_ones() {
     let bf16: &[&str] = &["precision.dtype=bf16", "optimizer.moments=bf16"];
     let cases: &[(&str, Vec<&str>)] = &[
         ("fp8, current", [bf16, &["precision.scaling=current"]].concat()),
+        ("f16", vec!["precision.dtype=f16", "precision.loss_scale=[256, 7]"]),
+        (
+            "fp8 head",
+            [bf16, &["precision.scaling=current", "precision.head=true", "train.micro_batch=2"]].concat(),
+        ),
         ("fp8, delayed", [bf16, &["precision.scaling=delayed", "train.micro_batch=2"]].concat()),
         ("fp8, block", [bf16, &["precision.scaling=block"]].concat()),
         ("weights in bytes", [bf16, &["precision.scaling=current", "precision.weights=fp8"]].concat()),

@@ -116,6 +116,29 @@ fn twenty_steps_are_the_same_bits() {
     equal("tp=1", 20, &[SCALINGS[0], "optimizer.kind=sgd", "optimizer.lr=0.5"]);
 }
 
+/// The output matrix, too: its own is bytes, a table that is looked up in is not.
+#[test]
+fn an_output_matrix_in_bytes_is_the_same_bits() {
+    const HEAD: [&str; 2] = ["precision.head=true", "model.vocab=288"];
+    for scaling in SCALINGS {
+        for tied in ["model.tied=false", "model.tied=true"] {
+            let set = [&HEAD[..], &[scaling, tied]].concat();
+            equal("tp=1", 6, &set);
+            equal("dp=2", 6, &[&set[..], &["parallel.zero=1"]].concat());
+            equal("tp=2,pp=2", 6, &set);
+            let set = [&set[..], &["precision.weights=fp8"]].concat();
+            let stored = run("tp=1", &set, |rank, resolved| {
+                let t = Trainer::new(rank, &resolved)?;
+                let specs = t.params.specs();
+                Ok(specs.iter().filter(|s| s.stored()).map(|s| s.parts[0].name.clone()).collect::<Vec<_>>())
+            });
+            assert_eq!(stored[0].contains(&"head.weight".to_string()), tied == "model.tied=false", "{set:?}");
+            assert!(!stored[0].contains(&"embed.tokens".to_string()));
+        }
+    }
+    equal("tp=1", 6, &[SCALINGS[0], "precision.head=true"]);
+}
+
 #[test]
 fn every_layout_has_the_same_bits() {
     for scaling in SCALINGS {

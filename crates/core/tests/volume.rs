@@ -46,7 +46,8 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
         let chunks = (0..placement.vp()).filter_map(|c| placement.at(rank.pp.rank(), c).cloned());
         let stages: Vec<_> = chunks.collect();
         let count = BATCH / MICRO / rank.dp.size();
-        let batches = vec![attention::Layout::Rows { count: MICRO, len: SEQ }; count];
+        let len = resolved.plan.seq_len;
+        let batches = vec![attention::Layout::Rows { count: MICRO, len }; count];
         let step = Step {
             model: &resolved.model,
             tp: Place { rank: rank.tp.rank(), size: rank.tp.size() },
@@ -210,9 +211,9 @@ fn eight_bit_products() {
         for layout in ["tp=2", "tp=4", "tp=2,dp=2", "tp=2,pp=2", "tp=2,cp=2", "dp=2", "cp=2,dp=2"] {
             let sent = equal(layout, &set(&[scaling]));
             if layout == "tp=2" {
-                let per_tensor = scaling.contains("current") || scaling.contains("delayed");
-                assert_eq!(sent["tp"] < none(layout), per_tensor, "{scaling}");
-                assert!(per_tensor || sent["tp"] == none(layout), "{scaling}");
+                let bytes = ["current", "delayed", "block"].iter().any(|s| scaling.contains(s));
+                assert_eq!(sent["tp"] < none(layout), bytes, "{scaling}");
+                assert!(bytes || sent["tp"] == none(layout), "{scaling}");
             }
         }
         for more in [
@@ -229,5 +230,28 @@ fn eight_bit_products() {
         ] {
             equal("tp=2", &set(&[&[scaling], more].concat()));
         }
+        const HEAD: [&str; 2] = ["precision.head=true", "model.vocab=256"];
+        for more in
+            [&[][..], &["train.recompute=full"], &["model.tied=false"], &["precision.except=head:output"]]
+        {
+            equal("tp=2", &set(&[&HEAD[..], &[scaling], more].concat()));
+        }
+        equal("tp=2,pp=2", &set(&[&HEAD[..], &[scaling]].concat()));
+        equal("tp=2", &set(&[&HEAD[..], &[scaling, "mtp.layers=2"]].concat()));
+    }
+    // Ranks with whole blocks of tokens: their columns are bytes, too.
+    const LONG: [&str; 3] = ["precision.scaling=block", "data.seq_len=128", "model.max_positions=128"];
+    let numbers = equal("tp=2", &set(&LONG[1..]))["tp"];
+    let bytes = equal("tp=2", &set(&LONG))["tp"];
+    assert!((bytes as f64) < 0.9 * numbers as f64, "{bytes} {numbers}");
+    for more in [
+        &["train.recompute=full"][..],
+        &["parallel.overlap=false"],
+        &["precision.except=mlp.down:weight_grad"],
+        &["precision.except=attn.out:input_grad"],
+        &["precision.except=mlp.up:output"],
+        &["precision.head=true", "model.vocab=256"],
+    ] {
+        equal("tp=2", &set(&[&LONG[..], more].concat()));
     }
 }

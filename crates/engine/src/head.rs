@@ -5,28 +5,34 @@
 //! logits of all tokens are too much, rows go through in chunks: forward forms the gradient of the hidden
 //! states chunk by chunk and throws the logits away, and the weight gradient forms them once more.
 
+use crate::linear::LinearSaved;
 use crate::overlap::{Factor, weight_product};
-use crate::precision::Side;
-use crate::{Declarations, Init, ParamId, Part, Pass, Rank, Saved, SavedTensor, Split, WeightGrad};
+use crate::precision::{Eight, Role, Side};
+use crate::{Declarations, Init, Measured, ParamId, Part, Pass, Rank, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{CrossEntropy, Gemm, ShardLogits, Smoothing};
-use ferrotron_tensor::{DType, Result, Tensor};
+use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
 /// Rows of the weight of a whole vocabulary on a card are a multiple of this in products.
 const EVEN: usize = 64;
 
 /// `[tokens, hidden] → logits [tokens, V] → loss`
+#[derive(Clone)]
 pub struct Head {
-    weight: ParamId,
-    /// First row of the weight that this rank holds, and rows in all.
+    pub(crate) weight: ParamId,
+    /// First row of the weight that this rank holds, how many, and rows in all.
     first: usize,
+    pub(crate) rows: usize,
     vocab: usize,
     softcap: Option<f32>,
     /// Targets are softened by this.
     pub smoothing: Smoothing,
     /// Rows at a time; all at once if there are no more.
     pub chunk: usize,
-    /// Rows of the weight in products are a multiple of this, the last of them zeros; unset means of 64 on a card.
+    /// Rows of the weight in products are a multiple of this, the last of them zeros; unset means of 64 on a card, of 16
+    /// where factors are bytes.
     pub even: Option<usize>,
+    /// Which of its products have narrow factors.
+    pub(crate) eight: Option<Eight>,
 }
 
 /// Labels and row weights of a batch, on the device.
@@ -56,6 +62,13 @@ pub enum HeadSaved {
         /// To form the logits' gradient again.
         targets: Box<Targets>,
     },
+    /// As [`HeadSaved::Whole`], with what a narrow map keeps of the hidden states.
+    Narrow {
+        /// `[tokens, V]`
+        dlogits: SavedTensor,
+        /// Of the hidden states.
+        x: Box<LinearSaved>,
+    },
 }
 
 impl Saved for HeadSaved {
@@ -63,6 +76,10 @@ impl Saved for HeadSaved {
         let (a, b) = match self {
             HeadSaved::Whole { dlogits, x } => (dlogits, x),
             HeadSaved::Chunked { dx, x, .. } => (dx, x),
+            HeadSaved::Narrow { dlogits, x } => {
+                f(dlogits);
+                return x.tensors(f);
+            }
         };
         f(a);
         f(b);
@@ -84,7 +101,7 @@ impl Head {
             None => Head::declare_as(d, &format!("{name}.weight"), vocab, hidden, softcap, std, false),
             Some(id) => {
                 d.share(id);
-                Ok(Head::of(d, id, vocab, softcap))
+                Ok(Head::of(d, id, vocab, softcap, true))
             }
         }
     }
@@ -109,16 +126,30 @@ impl Head {
         if mirror {
             d.mark_tied(weight, true);
         }
-        Ok(Head::of(d, weight, vocab, softcap))
+        Ok(Head::of(d, weight, vocab, softcap, mirror))
     }
 
-    fn of(d: &Declarations, weight: ParamId, vocab: usize, softcap: Option<f32>) -> Head {
-        let first = d.spec(weight).cuts[0].range.start;
-        Head { weight, first, vocab, softcap, smoothing: Smoothing::None, chunk: usize::MAX, even: None }
+    /// `table`: whether the weight is looked up in, too.
+    fn of(d: &mut Declarations, weight: ParamId, vocab: usize, softcap: Option<f32>, table: bool) -> Head {
+        let eight = d.narrow_head(weight, table);
+        let spec = d.spec(weight);
+        let (first, rows) = (spec.cuts[0].range.start, spec.shape[0]);
+        let (smoothing, chunk, even) = (Smoothing::None, usize::MAX, None);
+        Head { weight, first, rows, vocab, softcap, smoothing, chunk, even, eight }
     }
 
     /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
-    pub fn logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
+    pub fn logits(&self, p: &Pass, x: impl Into<Measured>) -> Result<Tensor> {
+        let x = &x.into();
+        if let Some((map, e)) = self.map(p, &x.values)? {
+            let (z, _) = map.forward_narrow(p, e, x, true)?;
+            self.cap(p.rank, &z)?;
+            return self.shown(p, &z);
+        }
+        self.plain_logits(p, &x.values)
+    }
+
+    fn plain_logits(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
         let f = Factor::output(p.weight(self.weight)?, None);
         let (z, _) = p.product_of_all_rows(&Side::rows_of(x), &f, false, "hidden states")?;
         self.cap(p.rank, &z)?;
@@ -127,6 +158,9 @@ impl Head {
 
     /// The same of rows that every rank has.
     pub fn logits_of(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
+        if let Some(map) = self.map(p, x)? {
+            return self.logits_narrow(p, map, x);
+        }
         self.some_logits(p.rank, p.weight(self.weight)?, x)
     }
 
@@ -155,7 +189,7 @@ impl Head {
         Ok(padded)
     }
 
-    fn cap(&self, rank: &Rank, z: &Tensor) -> Result<()> {
+    pub(crate) fn cap(&self, rank: &Rank, z: &Tensor) -> Result<()> {
         self.softcap.map_or(Ok(()), |cap| rank.kernels.softcap_forward(&rank.compute, cap, z))
     }
 
@@ -163,10 +197,15 @@ impl Head {
     pub fn loss(
         &self,
         p: &Pass,
-        x: &Tensor,
+        x: impl Into<Measured>,
         targets: &Targets,
         train: bool,
     ) -> Result<(Tensor, Option<HeadSaved>)> {
+        let x = &x.into();
+        if let Some(map) = self.map(p, &x.values)? {
+            return self.loss_narrow(p, map, x, targets, train);
+        }
+        let x = &x.values;
         let x_saved = SavedTensor::activation(x);
         let tokens = x.shape()[0] * p.rank.tp.size();
         let rows = p.rank.activation(&[tokens], DType::F32)?;
@@ -174,7 +213,7 @@ impl Head {
             let alone = p.rank.tp.size() == 1;
             let z = match alone {
                 true => self.some_logits(p.rank, &self.even(p.rank, p.weight(self.weight)?)?, x)?,
-                false => self.logits(p, x)?,
+                false => self.plain_logits(p, x)?,
             };
             self.row_loss(p.rank, &z, targets, &rows, train)?;
             let saved = HeadSaved::Whole { dlogits: SavedTensor::activation(&z), x: x_saved };
@@ -201,7 +240,14 @@ impl Head {
     }
 
     /// The loss of rows with logits `z`, and (with `train`) their gradient in place of the logits.
-    fn row_loss(&self, rank: &Rank, z: &Tensor, t: &Targets, rows: &Tensor, train: bool) -> Result<()> {
+    pub(crate) fn row_loss(
+        &self,
+        rank: &Rank,
+        z: &Tensor,
+        t: &Targets,
+        rows: &Tensor,
+        train: bool,
+    ) -> Result<()> {
         // The derivative of the cap needs the capped logits, which the loss overwrites.
         let capped = match self.softcap.filter(|_| train) {
             Some(cap) => {
@@ -251,13 +297,19 @@ impl Head {
                 p.sum_of_products(&Side::rows_of(&dlogits), &f, "gradient of hidden states")
             }
             HeadSaved::Chunked { dx, .. } => p.sum_rows(&dx, "gradient of hidden states"),
+            narrow @ HeadSaved::Narrow { .. } => Ok(self.backward(p, narrow)?.0),
         }
     }
 
     /// Gradient of the hidden states.
     pub fn backward(&self, p: &Pass, saved: HeadSaved) -> Result<(Tensor, WeightGrad)> {
         match saved {
+            HeadSaved::Narrow { dlogits, x } => match self.eight {
+                Some(e) => self.backward_narrow(p, e, &dlogits, *x),
+                None => shape_error("head", "it is narrow in forward alone"),
+            },
             HeadSaved::Whole { dlogits, x } => {
+                p.collects(self.weight, Role::Gradient, &dlogits)?;
                 let w = p.weight(self.weight)?;
                 let f = Factor::input_grad(&self.even(p.rank, w)?);
                 let dx = p.sum_of_products(&Side::rows_of(&dlogits), &f, "gradient of hidden states")?;
@@ -271,15 +323,7 @@ impl Head {
                 let x = p.arriving_rows(&Side::rows_of(&x), "hidden states, again")?;
                 // The weight as it is now: the optimizer may not have run when this does.
                 let w = self.even(p.rank, p.weight(self.weight)?)?;
-                let me = Head {
-                    weight: self.weight,
-                    first: self.first,
-                    vocab: self.vocab,
-                    softcap: self.softcap,
-                    smoothing: self.smoothing,
-                    chunk: self.chunk,
-                    even: self.even,
-                };
+                let me = self.clone();
                 let grads = WeightGrad::other(self.weight, move |rank, grad, mut accumulate| {
                     let rows = x.ready()?;
                     let x = rows.memory();

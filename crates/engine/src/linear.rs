@@ -26,6 +26,8 @@ pub struct Linear {
     eight: Option<Eight>,
     /// Its input is kept by somebody else anyway: a narrow copy is made in backward.
     pub(crate) keeps_input: bool,
+    /// Outputs are a multiple of this in products, the last of them zeros.
+    pub(crate) even: usize,
 }
 
 /// The input, unless its owner can make it again.
@@ -99,7 +101,13 @@ impl Linear {
         let out = d.spec(weight).shape[0];
         let eight = d.narrow(weight, outputs);
         let local = split == Split::Replicated;
-        Ok(Linear { weight, bias, out, partial, local, eight, keeps_input: false })
+        Ok(Linear { weight, bias, out, partial, local, eight, keeps_input: false, even: 1 })
+    }
+
+    /// The map to `out` channels of a weight that somebody else declared, split by rows.
+    pub(crate) fn of_rows(weight: ParamId, out: usize, eight: Eight, even: usize) -> Linear {
+        let (bias, partial, local, keeps_input) = (None, false, false, false);
+        Linear { weight, bias, out, partial, local, eight: Some(eight), keeps_input, even }
     }
 
     /// Has it nothing to do with other ranks?

@@ -160,9 +160,9 @@ impl Pass<'_> {
                 None => pair[hop % 2].clone(),
             };
             let (to, from) = ((me + 1) % t, (me + t - 1) % t);
-            let there = self.beside(before, |s| {
-                Ok(tp.exchange(s, &[(to, held.memory())], &[(from, next.memory())], label)?)
-            })?;
+            let sends: Vec<_> = held.moves().map(|t| (to, t)).collect();
+            let receives: Vec<_> = next.moves().map(|t| (from, t)).collect();
+            let there = self.beside(before, |s| Ok(tp.exchange(s, &sends, &receives, label)?))?;
             self.wait(there)?;
             held = next;
         }

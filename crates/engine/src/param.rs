@@ -195,6 +195,13 @@ impl Declarations {
         eight
     }
 
+    /// What the policy says of the output matrix. A table that is looked up in as well stays numbers.
+    pub(crate) fn narrow_head(&mut self, weight: ParamId, table: bool) -> Option<Eight> {
+        let eight = self.policy.of(&["head"]).map(|e| Eight { stored: e.stored && !table, ..e });
+        self.specs[weight.0].eight = eight;
+        eight
+    }
+
     /// The rank's place.
     pub fn place(&self) -> Place {
         self.place

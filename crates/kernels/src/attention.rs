@@ -26,6 +26,10 @@ pub struct Scores {
     pub left: Option<usize>,
     /// Keys at most this far after it.
     pub right: Option<usize>,
+    /// Forward, `exp(score − the largest so far)`, which is at most 1, is rounded to E4M3 of scale 256 before it meets the
+    /// values: as matrix units that multiply bytes want it. The sum of them all, and so `lse`, is that of what was not
+    /// rounded. Backward knows nothing of it. Not with f16.
+    pub fp8: bool,
 }
 
 /// Which tokens see each other.

@@ -2,7 +2,7 @@
 
 use crate::cpu::attention::{Align as PlanAlign, AttentionShape, Span};
 use crate::{Align, AttentionBackward, AttentionForward, Scores, Sequences};
-use ferrotron_tensor::{Result, Tensor, shape_error};
+use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
 /// Element steps of batch, token and head, whether or not there is a batch axis.
 pub(crate) fn strides(t: &Tensor) -> Result<[usize; 3]> {
@@ -42,6 +42,9 @@ pub(crate) fn plan(scores: &Scores, sequences: Sequences, f: &AttentionForward) 
             ),
         )
     };
+    if scores.fp8 && !matches!(f.q.dtype(), DType::F32 | DType::BF16) {
+        return Err(Error::DType { op: OP, found: f.q.dtype(), wanted: DType::BF16 });
+    }
     // [batch, tokens, heads, channels] of each, batch 1 where there is no such axis.
     let dims = |t: &Tensor| match t.shape() {
         [b, t, h, d] => Some([*b, *t, *h, *d]),
@@ -109,6 +112,7 @@ pub(crate) fn plan(scores: &Scores, sequences: Sequences, f: &AttentionForward) 
             Align::BottomRight => PlanAlign::BottomRight,
         },
         window: (scores.left, scores.right),
+        fp8: scores.fp8,
         lse_head,
         lse_token,
     };

@@ -47,7 +47,9 @@ pub use measured::MeasuredKernels;
 pub use merge::MergeKernels;
 pub use mix::MixKernels;
 pub use norm::{Norm, NormBackward, NormForward, NormKernels};
-pub use optim::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
+pub use optim::{
+    Adam, Moment, NewBytes, NewWeight, OptimKernels, Order, Sgd, Update, counter, scalars, scaler,
+};
 pub use permute::{PermuteKernels, RowMap};
 pub use quant::micro::{Along, Emulated};
 pub use quant::stats::QuantStats;

@@ -25,7 +25,7 @@ pub(crate) fn check_merge(
     part_lse: &Tensor,
 ) -> Result<[usize; 2]> {
     dtypes(op, DType::F32, &[out, lse, part_lse])?;
-    if !matches!(part.dtype(), DType::F32 | DType::BF16) {
+    if !matches!(part.dtype(), DType::F32 | DType::BF16 | DType::F16) {
         return Err(Error::DType { op, found: part.dtype(), wanted: DType::F32 });
     }
     let alike = out.shape() == part.shape() && lse.shape() == part_lse.shape();

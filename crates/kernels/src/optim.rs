@@ -1,7 +1,9 @@
 //! Optimizer steps over lists of tensors.
 
 use crate::checks::{dtypes, same_contiguous};
+use crate::grad_scaler::ScalerConfig;
 use crate::moments::BLOCK;
+use crate::quant::check::one;
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
 /// Entries of the step-scalar buffer (f32): what changes from step to step is read from device memory, so
@@ -22,6 +24,8 @@ pub mod scalars {
     pub const GRAD_NORM: usize = 5;
     /// Zero on the first step (SGD starts its momentum from the gradient).
     pub const STEPS_DONE: usize = 6;
+    /// Factor that was on the loss, where there is one.
+    pub const LOSS_SCALE: usize = 7;
     /// Entries in all.
     pub const COUNT: usize = 8;
 }
@@ -51,6 +55,37 @@ pub mod counter {
             power
         };
         [steps as f64, power(betas[0]), power(betas[1])]
+    }
+}
+
+/// Entries of the state of a loss scale (f64), which stays on the device for the same reason. What they mean is in
+/// [`crate::grad_scaler`].
+pub mod scaler {
+    use crate::grad_scaler::{DynamicScaler, ScalerConfig};
+
+    /// The factor on the loss.
+    pub const SCALE: usize = 0;
+    /// Good steps since the last overflow or growth.
+    pub const GROWTH: usize = 1;
+    /// Overflows left.
+    pub const HYSTERESIS: usize = 2;
+    /// Entries in all.
+    pub const COUNT: usize = 3;
+
+    /// As numbers.
+    pub fn of(s: &DynamicScaler) -> [f64; COUNT] {
+        [f64::from(s.scale), f64::from(s.growth_tracker), f64::from(s.hysteresis_tracker)]
+    }
+
+    /// From numbers.
+    pub fn from(config: ScalerConfig, state: &[f64]) -> DynamicScaler {
+        let at = |i: usize| state.get(i).copied().unwrap_or_default();
+        DynamicScaler {
+            config,
+            scale: at(SCALE) as f32,
+            growth_tracker: at(GROWTH) as u32,
+            hysteresis_tracker: at(HYSTERESIS) as i32,
+        }
     }
 }
 
@@ -107,7 +142,7 @@ pub struct Update<'a> {
     /// f32: the parameter the arithmetic is on. Or i16: the low halves of these f32, whose high halves are `weight`,
     /// one more where the low half is negative.
     pub master: &'a Tensor,
-    /// bf16 copy to write in the same pass, where the model computes in bf16.
+    /// bf16 or f16 copy to write in the same pass, where the model computes in that.
     pub weight: Option<&'a Tensor>,
     /// f32 gradient.
     pub grad: &'a Tensor,
@@ -119,6 +154,30 @@ pub struct Update<'a> {
     pub lr_mult: f32,
     /// Factor on the weight decay.
     pub wd_mult: f32,
+    /// What narrow products need of the new weight; of Adam.
+    pub narrow: Option<NewWeight<'a>>,
+}
+
+/// What narrow products need of a new weight, made in the pass that makes it. The weight is the master rounded to bf16,
+/// whether there is a copy of it or not.
+#[derive(Clone, Copy)]
+pub struct NewWeight<'a> {
+    /// f32 `[1]`: becomes the larger of itself and the weight's largest magnitude; NaN is passed over.
+    pub amax: &'a Tensor,
+    /// The weight as bytes. They are made in a step that changes nothing, too, and its magnitude with them: the scale may
+    /// be a new one.
+    pub bytes: Option<NewBytes<'a>>,
+}
+
+/// Bytes under a scale that is known, as [`crate::Range::Given`] makes them.
+#[derive(Clone, Copy)]
+pub struct NewBytes<'a> {
+    /// E4M3, as many as the master has elements.
+    pub data: &'a Tensor,
+    /// f32 `[1]`
+    pub scale: &'a Tensor,
+    /// f32 `[1]`: gets its inverse, if there is any element.
+    pub scale_inv: &'a Tensor,
 }
 
 /// Optimizers and the norms they need.
@@ -150,6 +209,21 @@ pub trait OptimKernels {
     /// Counts a step, unless `scalars[GRAD_NORM]` is not finite: `scalars[STEPS_DONE]` is what `counter` (f64, see
     /// [`counter`]) held, `scalars[BIAS1]` and `[BIAS2]` are `1 − βᵗ` with this step.
     fn count_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()>;
+
+    /// `out = x` times the loss scale; f32, contiguous. `state` as [`scaler`] says.
+    fn scale_loss(&self, s: &Stream, state: &Tensor, x: &Tensor, out: &Tensor) -> Result<()>;
+
+    /// `square[0] /= scale²`: the sum of squares of gradients whose loss was scaled, f64 `[1]`.
+    fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()>;
+
+    /// After [`OptimKernels::clip_from`]: `scalars[LOSS_SCALE]` is the scale, `scalars[CLIP]` is divided by it, so that
+    /// gradients are unscaled where they are clipped, and the scale moves: [`crate::grad_scaler::DynamicScaler::update`],
+    /// with an overflow where `scalars[GRAD_NORM]` is not finite.
+    fn update_scaler(&self, s: &Stream, config: ScalerConfig, state: &Tensor, scalars: &Tensor)
+    -> Result<()>;
+
+    /// Zeros f32 `numbers`, unless `scalars[GRAD_NORM]` is not finite: before a step that measures.
+    fn clear_for_step(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()>;
 
     /// Rounds f32 values into a moment: to nearest, f16 and u8 under new scales.
     fn pack_moment(&self, s: &Stream, order: Order, values: &Tensor, moment: Moment) -> Result<()>;
@@ -197,6 +271,8 @@ pub(crate) fn check_update(op: &'static str, u: &Update, two: bool) -> Result<()
         dtypes(op, DType::F32, &[u.master])?;
     }
     match u.weight {
+        // Halves complete bf16, and so do narrow products.
+        Some(w) if w.dtype() == DType::F16 && !split && u.narrow.is_none() => {}
         Some(w) => dtypes(op, DType::BF16, &[w])?,
         None if split => return shape_error(op, "low halves of masters need the weights, their high halves"),
         None => {}
@@ -208,7 +284,19 @@ pub(crate) fn check_update(op: &'static str, u: &Update, two: bool) -> Result<()
     if u.second.is_some() != two || u.second.is_some_and(|m| m.values.dtype() != u.first.values.dtype()) {
         return shape_error(op, "Adam needs two moments of one type, SGD one momentum");
     }
-    Ok(())
+    let Some(narrow) = &u.narrow else { return Ok(()) };
+    if !two {
+        return shape_error(op, "only Adam measures new weights");
+    }
+    one(op, narrow.amax)?;
+    let Some(bytes) = &narrow.bytes else { return Ok(()) };
+    if split {
+        return shape_error(op, "bytes are made of whole masters");
+    }
+    one(op, bytes.scale)?;
+    one(op, bytes.scale_inv)?;
+    dtypes(op, DType::E4M3, &[bytes.data])?;
+    same_contiguous(op, &[u.master, bytes.data])
 }
 
 /// The counter of steps.
@@ -217,6 +305,23 @@ pub(crate) fn check_counter(op: &'static str, t: &Tensor) -> Result<()> {
         return shape_error(op, format!("a counter of steps is {} f64 numbers, not {t:?}", counter::COUNT));
     }
     Ok(())
+}
+
+/// The state of a loss scale.
+pub(crate) fn check_scaler(op: &'static str, t: &Tensor) -> Result<()> {
+    if t.shape() != [scaler::COUNT] || t.dtype() != DType::F64 || !t.is_contiguous() {
+        return shape_error(
+            op,
+            format!("the state of a loss scale is {} f64 numbers, not {t:?}", scaler::COUNT),
+        );
+    }
+    Ok(())
+}
+
+/// What a step raises magnitudes in.
+pub(crate) fn check_numbers(op: &'static str, t: &Tensor) -> Result<()> {
+    same_contiguous(op, &[t])?;
+    dtypes(op, DType::F32, &[t])
 }
 
 /// Halves of masters.

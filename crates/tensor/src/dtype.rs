@@ -136,13 +136,27 @@ impl Float for bf16 {
 }
 
 impl Float for f16 {
+    /// Branch-free, as [`Float::from_f32`]. Without its sign, the exponent counts from another place: a power of two puts
+    /// that right, for denormals too.
     #[inline(always)]
     fn to_f32(self) -> f32 {
-        f16::to_f32(self)
+        let bits = u32::from(self.to_bits());
+        let magnitude = (bits & 0x7fff) << 13;
+        let number = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
+        // Beyond all numbers: infinity, or what is none.
+        let number = if bits & 0x7c00 == 0x7c00 { magnitude | 0x7f80_0000 } else { number };
+        f32::from_bits(number | (bits & 0x8000) << 16)
     }
     #[inline(always)]
     fn from_f32(x: f32) -> f16 {
-        f16::from_f32(x)
+        let bits = x.to_bits();
+        let magnitude = bits & 0x7fff_ffff;
+        let normal = (magnitude + 0xfff + (magnitude >> 13 & 1)).wrapping_sub(112 << 23) >> 13;
+        // Below 2^-14 all are multiples of 2^-24, which is the last place of 0.5: adding that rounds to it.
+        let small = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
+        let number = if magnitude < 0x3880_0000 { small } else { normal.min(0x7c00) };
+        let number = if magnitude > 0x7f80_0000 { 0x7e00 | (magnitude >> 13 & 0x3ff) } else { number };
+        f16::from_bits((number | (bits >> 16 & 0x8000)) as u16)
     }
 }
 
@@ -171,6 +185,26 @@ impl Float for E5m2 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn f16_matches_half_for_every_number_and_around_every_tie() {
+        for bits in 0..=u16::MAX {
+            let h = f16::from_bits(bits);
+            let (ours, theirs) = (Float::to_f32(h), f16::to_f32(h));
+            assert!(ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()), "{bits:#x}");
+            // The number itself, half a unit on and their neighbours; and all f32 with these upper bits.
+            for lo in [0u32, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 0x2fff, 0x3000, 0x3001] {
+                for x in [
+                    f32::from_bits(ours.to_bits().wrapping_add(lo)),
+                    f32::from_bits(u32::from(bits) << 16 | lo),
+                ] {
+                    let (ours, theirs) = (<f16 as Float>::from_f32(x), f16::from_f32(x));
+                    let same = ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan());
+                    assert!(same, "{x:?} {:#x}: {ours} {theirs}", x.to_bits());
+                }
+            }
+        }
+    }
 
     #[test]
     fn bf16_rounding_matches_half_for_every_upper_half_and_tie() {

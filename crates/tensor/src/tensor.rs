@@ -164,6 +164,22 @@ impl Tensor {
         })
     }
 
+    /// The memory as 4-byte words: a flat i32 view of a contiguous tensor that begins and ends with whole ones.
+    pub fn as_words(&self) -> Result<Tensor> {
+        let bytes = self.as_bytes()?;
+        if !bytes.offset.is_multiple_of(4) || !bytes.numel().is_multiple_of(4) {
+            return shape_error("as_words", format!("{:?} of {} is not whole words", self.shape, self.dtype));
+        }
+        let shape = Dims::new(&[bytes.numel() / 4])?;
+        Ok(Tensor {
+            offset: bytes.offset / 4,
+            shape,
+            strides: shape.row_major(),
+            dtype: DType::I32,
+            buffer: bytes.buffer,
+        })
+    }
+
     /// The same memory as elements of another type of the same size.
     pub fn seen_as(&self, dtype: DType) -> Result<Tensor> {
         if dtype.size() != self.dtype.size() {

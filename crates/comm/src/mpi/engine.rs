@@ -9,7 +9,7 @@ use crate::engine::{Engine, Job, Letter, Met, Trouble};
 use crate::notice::Notice;
 use crate::post::{Post, Topic};
 use crate::threads::sums::Reducible;
-use ferrotron_tensor::{Arg, DType, Launch, Stream, Tensor, bf16, read, shape_error, write};
+use ferrotron_tensor::{Arg, DType, Launch, Stream, Tensor, bf16, f16, read, shape_error, write};
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -116,6 +116,7 @@ impl Engine for MpiEngine {
                 _ if t.numel() == 0 => Ok(()),
                 DType::F32 => self.reduce::<f32>(s, job, deadline),
                 DType::BF16 => self.reduce::<bf16>(s, job, deadline),
+                DType::F16 => self.reduce::<f16>(s, job, deadline),
                 DType::F64 => self.reduce::<f64>(s, job, deadline),
                 DType::I32 => self.reduce::<i32>(s, job, deadline),
                 DType::I64 => self.reduce::<i64>(s, job, deadline),

@@ -28,6 +28,7 @@ fn number(dtype: DType) -> ferrotron_tensor::Result<c_int> {
     match dtype {
         DType::I32 => Ok(2),
         DType::I64 => Ok(4),
+        DType::F16 => Ok(6),
         DType::F32 => Ok(7),
         DType::F64 => Ok(8),
         DType::BF16 => Ok(9),

@@ -3,11 +3,11 @@
 use crate::Reduce;
 use crate::engine::Trouble;
 use ferrotron_tensor::{
-    Category, DType, DeviceKind, Element, Float, Result, Stream, Tensor, bf16, read, shape_error, write,
+    Category, DType, DeviceKind, Element, Float, Result, Stream, Tensor, bf16, f16, read, shape_error, write,
 };
 use std::sync::Arc;
 
-/// A kernel `acc = acc ∘ x` on a card, on contiguous tensors of f32 or bf16 in any combination; it computes in
+/// A kernel `acc = acc ∘ x` on a card, on contiguous tensors of f32 and bf16, or of f32 and f16, in any combination; it computes in
 /// f32 and rounds once to the type of `acc`.
 pub type Add = Arc<dyn Fn(&Stream, &Tensor, &Tensor) -> Result<()> + Send + Sync>;
 
@@ -37,9 +37,10 @@ pub(super) fn reduce(
         Reduce::Max => &arithmetic.max,
     };
     match (kernel, out.dtype()) {
-        (Some(add), DType::F32 | DType::BF16) if !on_host => on_card(s, add, sources, out, op)?,
+        (Some(add), DType::F32 | DType::BF16 | DType::F16) if !on_host => on_card(s, add, sources, out, op)?,
         (_, DType::F32) => by_host::<f32>(s, sources, out, op)?,
         (_, DType::BF16) => by_host::<bf16>(s, sources, out, op)?,
+        (_, DType::F16) => by_host::<f16>(s, sources, out, op)?,
         (_, DType::F64) => by_host::<f64>(s, sources, out, op)?,
         (_, DType::I32) => by_host::<i32>(s, sources, out, op)?,
         (_, DType::I64) => by_host::<i64>(s, sources, out, op)?,
@@ -48,7 +49,7 @@ pub(super) fn reduce(
     Ok(())
 }
 
-/// bf16 sums need an f32 accumulator; everything else accumulates in place (maxima are exact).
+/// Sums of bf16 and f16 need an f32 accumulator; everything else accumulates in place (maxima are exact).
 fn on_card(s: &Stream, add: &Add, sources: &[Tensor], out: &Tensor, op: Reduce) -> Result<()> {
     if out.dtype() == DType::F32 || op == Reduce::Max {
         for (i, x) in sources.iter().enumerate() {
@@ -128,6 +129,7 @@ macro_rules! float {
 float!(f32, f32, std::convert::identity, std::convert::identity);
 float!(f64, f64, std::convert::identity, std::convert::identity);
 float!(bf16, f32, Float::to_f32, <bf16 as Float>::from_f32);
+float!(f16, f32, Float::to_f32, <f16 as Float>::from_f32);
 
 macro_rules! integer {
     ($t:ty) => {

@@ -4,6 +4,7 @@
 use super::mixtures::Mixtures;
 use super::train::TrainBench;
 use crate::config::{Master, OptimizerKind, Resolved};
+use ferrotron_engine::precision::Eight;
 use ferrotron_tensor::Profile;
 
 /// Speeds of the device, measured in the same run.
@@ -217,17 +218,26 @@ impl Narrow {
             for &(names, i, o) in &maps[..here] {
                 let names: Vec<String> = names.iter().map(|n| format!("layers.{layer}.{n}")).collect();
                 let names: Vec<&str> = names.iter().map(String::as_str).collect();
-                let Some(e) = policy.of(&names) else { continue };
-                let (i, o) = (i as f64, o as f64);
-                let flops = 2.0 * tokens * i * o;
-                sum.output += flops * number(e.output);
-                sum.gradients += flops * (number(e.input_grad) + number(e.weight_grad));
-                sum.bytes += tokens * i * uses(e.output, e.weight_grad)
-                    + tokens * o * uses(e.input_grad, e.weight_grad)
-                    + i * o * uses(e.output, e.input_grad);
+                sum.add(policy.of(&names), tokens, i, o);
             }
         }
+        sum.add(policy.of(&["head"]), tokens, m.hidden, m.vocab);
         sum
+    }
+
+    /// A map from i to o channels.
+    fn add(&mut self, e: Option<Eight>, tokens: f64, i: usize, o: usize) {
+        let Some(e) = e else { return };
+        let (i, o) = (i as f64, o as f64);
+        let flops = 2.0 * tokens * i * o;
+        let number = |b: bool| f64::from(u8::from(b));
+        self.output += flops * number(e.output);
+        self.gradients += flops * (number(e.input_grad) + number(e.weight_grad));
+        // Two bytes read, and one written for each use.
+        let uses = |a: bool, b: bool| if a || b { 2.0 + number(a) + number(b) } else { 0.0 };
+        self.bytes += tokens * i * uses(e.output, e.weight_grad)
+            + tokens * o * uses(e.input_grad, e.weight_grad)
+            + i * o * uses(e.output, e.input_grad);
     }
 }
 

@@ -1,11 +1,11 @@
 //! Every key of a recipe, declared once: meaning, name, type, default, and what other systems call it.
 
-use super::Latent;
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     Count, Decay, Dispatch, Format, Graph, Keep, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder,
     PositionKind, Precision, Recompute, RouterType, Scaling, Split, WeightDecayStyle, Weights, WsdStyle,
 };
+use super::{Latent, LossScale};
 use crate::model::config::{Activation, NormKind};
 use crate::model::moe::ScoreKind;
 use serde::{Deserialize, Serialize};
@@ -259,12 +259,17 @@ keys! {
     precision: PrecisionSection {
         /// Element type of weights and activations in compute.
         dtype: Precision = Precision::Bf16, "params_dtype", "torch_dtype", "mixed_precision", "bf16", "fp16", "fp32", "autocast_dtype", "pipeline_dtype";
+        /// Factor on the loss that f16 training begins with. It halves after steps whose gradients are no numbers, which are
+        /// left out (one is forgiven), down to 1, and doubles after 1000 good ones, or as many as stand behind it: [65536, 500].
+        loss_scale: LossScale = LossScale::default(), "initial_loss_scale", "init_scale", "min_loss_scale", "hysteresis", "loss_scale_window", "growth_interval", "scale_window";
         /// Eight-bit products of the layers' linear maps, and how numbers are scaled into range: none, current (the fastest
         /// to trust), delayed, block, and mxfp8 and nvfp4, which are emulated.
         scaling: Scaling = Scaling::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";
         /// What weights of 8-bit products are between steps: bf16, from which bytes are made in every step, or fp8, the
         /// bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
         weights: Weights = Weights::Bf16, "fp8_param", "fp8_param_gather", "fp8_params", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
+        /// The output matrix is narrow, too, as precision.scaling says; without it stays in precision.dtype.
+        head: bool = false, "fp8_head", "fp8_lm_head", "fp8_output_layer", "fp8_output_proj";
         /// Formats: hybrid (gradients in E5M2) or e4m3; derived from the scaling.
         format: Option<Format> = None, "fp8_format", "fp8_mode";
         /// Round scales down to powers of two; derived from the scaling.

@@ -6,6 +6,7 @@
 mod keys;
 mod latent;
 mod load;
+mod loss_scale;
 mod model;
 mod moe;
 mod mtp;
@@ -22,6 +23,7 @@ mod write;
 pub use keys::*;
 pub use latent::Latent;
 pub use load::Recipe;
+pub use loss_scale::LossScale;
 pub use recipes::{Embedded, RECIPES};
 pub use resolve::{Derived, Plan, Resolved};
 pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};

@@ -45,7 +45,7 @@ impl Config {
         let hybrid = p.format == Some(Format::Hybrid);
         let recipe = precision::Recipe { method, hybrid, pow2: p.power_of_two.unwrap_or(false) };
         let stored = p.weights == Weights::Fp8;
-        let mut policy = Policy { recipe: Some(recipe), layers, stored, ..Policy::default() };
+        let mut policy = Policy { recipe: Some(recipe), layers, head: p.head, stored, ..Policy::default() };
         parse_except(&p.except.0, &mut policy)?;
         Ok(policy)
     }
@@ -107,7 +107,9 @@ impl Recipe {
                 "there are no 8-bit operands to look at: set precision.scaling, or leave this out",
             );
         }
+        self.check_loss_scale(r)?;
         self.check_weights(r)?;
+        self.check_head(r, &policy)?;
         if policy.recipe.is_none() {
             return match p.except.0.is_empty() {
                 true => Ok(()),
@@ -186,6 +188,28 @@ impl Recipe {
                 ),
             ),
         }
+    }
+
+    /// Refuses an output matrix in 8 bits where matrix units have no such product of it.
+    fn check_head(&self, r: &Resolved, policy: &Policy) -> Result<()> {
+        let (p, tp, vocab) = (&r.config.precision, r.config.parallel.tp, r.model.vocab);
+        let Some(recipe) = policy.recipe.filter(|_| p.head) else {
+            let nothing = "there are no narrow products: set precision.scaling, or leave this out";
+            return if p.head { self.refuse("precision.head", nothing) } else { Ok(()) };
+        };
+        if recipe.emulated() || vocab.is_multiple_of(WIDTH * tp) {
+            return Ok(());
+        }
+        // One rank pads the vocabulary; columns of other ranks would follow on the padding, and blocks of gradients too.
+        let what = match tp {
+            1 if recipe.per_tensor() => return Ok(()),
+            1 => format!("blocks of an output matrix need a vocabulary that is a multiple of {WIDTH}"),
+            _ => format!("over {tp} ranks it needs a vocabulary that is a multiple of {}", WIDTH * tp),
+        };
+        self.refuse(
+            "precision.head",
+            format!("{what}, and it is {vocab}; set another model.vocab, or leave this out"),
+        )
     }
 
     /// Refuses weights in bytes where there is nothing that takes them.

@@ -53,10 +53,6 @@ const ELSEWHERE: &[(&[&str], &str)] = &[
         "every view reads events.jsonl in the run folder; leave it out",
     ),
     (
-        &["loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"],
-        "bf16 and f32 need no loss scaling; leave it out",
-    ),
-    (
         &["lora", "peft", "lora_rank", "lora_alpha", "lora_r"],
         "LoRA is not in this version; model.hf fine-tunes every weight",
     ),

@@ -61,6 +61,8 @@ choice! {
         F32 = "f32",
         /// bf16 compute; master weights and gradient sums stay f32.
         Bf16 = "bf16",
+        /// f16 compute under a loss scale; master weights and gradient sums stay f32.
+        F16 = "f16",
     }
 }
 
@@ -70,6 +72,7 @@ impl Precision {
         match self {
             Precision::F32 => ferrotron_tensor::DType::F32,
             Precision::Bf16 => ferrotron_tensor::DType::BF16,
+            Precision::F16 => ferrotron_tensor::DType::F16,
         }
     }
 }

@@ -259,7 +259,7 @@ impl Recipe {
         self.check_moe(r)?;
         self.check_mtp(r)?;
         if c.optimizer.master == Master::Remainder && c.precision.dtype != Precision::Bf16 {
-            let what = "a remainder completes bf16 weights; with precision.dtype = \"f32\" weights are their own masters, so leave it out";
+            let what = "a remainder completes bf16 weights; weights in f32 are their own masters, and f16 has other digits, so leave it out";
             return self.refuse("optimizer.master", what);
         }
         let stages = Stages { chunks: c.parallel.vp, text: c.parallel.stages.clone() };

@@ -163,15 +163,14 @@ impl Chunk {
             let saved = ChunkSaved { predictions: None, end: None, layers, embedding };
             return Ok((x.sum(p)?, train.then_some(saved)));
         };
-        let (y, _, normed) = norm.forward_of(p, x, false)?;
-        let y = y.values;
+        let (y, _, normed) = norm.forward_of(p, x, head.measures_input(p))?;
         let targets = match goal {
             Goal::Logits => return Ok((head.logits(p, &y)?, None)),
             Goal::Loss(t) | Goal::Train(t) => t,
         };
         let (rows, end) = head.loss(p, &y, targets, train)?;
         let predictions = match &self.predictions {
-            Some(further) if train => Some(further.forward(p, input, head, &y).await?),
+            Some(further) if train => Some(further.forward(p, input, head, &y.values).await?),
             _ => None,
         };
         let end = end.map(|head| (head, normed));

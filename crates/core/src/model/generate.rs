@@ -5,7 +5,7 @@ use crate::{Error, Result};
 use ferrotron_engine::Pass;
 use ferrotron_engine::attention::Layout;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_tensor::{DType, Tensor, bf16};
+use ferrotron_tensor::{DType, Tensor, bf16, f16};
 
 /// How the next token is chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -154,6 +154,7 @@ fn all_agree(pass: &Pass, mine: bool) -> Result<bool> {
 /// Float values of a tensor on the host as f32.
 pub fn to_host(pass: &Pass, t: &Tensor) -> Result<Vec<f32>> {
     Ok(match t.dtype() {
+        DType::F16 => pass.rank.compute.download::<f16>(t)?.into_iter().map(f32::from).collect(),
         DType::BF16 => pass.rank.compute.download::<bf16>(t)?.into_iter().map(f32::from).collect(),
         _ => pass.rank.compute.download::<f32>(t)?,
     })

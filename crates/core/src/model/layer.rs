@@ -77,6 +77,7 @@ fn attention(
         // A window of W lets a token see itself and W-1 before it.
         left: local.map(|w| w.saturating_sub(1)),
         right: None,
+        fp8: false,
     };
     Ok(match &c.mla {
         None => {

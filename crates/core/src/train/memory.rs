@@ -20,6 +20,8 @@ pub struct Need {
     stored: usize,
     /// Bytes of an element of what linear maps keep of their inputs.
     inputs: usize,
+    /// Bytes of what is made of a logit's gradient for products.
+    logits: usize,
     /// How moments are kept, and how many there are.
     pub moments: (Moments, usize),
     /// How master weights are kept.
@@ -64,6 +66,12 @@ impl Need {
             inputs: match r.policy().recipe {
                 Some(recipe) if !recipe.emulated() => 1,
                 _ => r.config.precision.dtype.dtype().size(),
+            },
+            logits: match r.policy().of(&["head"]) {
+                // Rounded numbers, or bytes, of each way it is used.
+                Some(e) if e.recipe.emulated() => 2 * r.config.precision.dtype.dtype().size(),
+                Some(_) => 2,
+                None => 0,
             },
             moments: (o.moments, if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
             master: o.master,
@@ -133,7 +141,7 @@ impl Need {
         let further = depth * (m.vocab + 5 * h) * size;
         // Logits become their own gradient; a few rows of the residual stream are in flight. The first stage of a
         // pipeline holds as many micro-batches as there are stages: what it has fewer of in layers it has more of in these.
-        let row = layers + further + m.vocab * size + 4 * h * size;
+        let row = layers + further + m.vocab * (size + self.logits) + 4 * h * size;
         self.micro_batch * self.seq / self.shared.tokens * row * self.held.0 / self.held.1
     }
 
@@ -220,7 +228,10 @@ fn stored(m: &ModelConfig, policy: &Policy) -> usize {
         policy.of(&names).is_some_and(|e| e.stored)
     };
     let layer = |i| maps.iter().filter(|(names, _)| of(i, names)).map(|(_, n)| n).sum::<usize>();
-    (0..m.layers + m.mtp.map_or(0, |p| p.modules())).map(layer).sum()
+    // A table that is looked up in as well stays numbers.
+    let head = policy.of(&["head"]).is_some_and(|e| e.stored && !m.tied);
+    let layers = (0..m.layers + m.mtp.map_or(0, |p| p.modules())).map(layer).sum::<usize>();
+    layers + if head { m.vocab * m.hidden } else { 0 }
 }
 
 /// An out-of-memory error with the way out; any other error as it is.
@@ -263,6 +274,7 @@ mod tests {
             &["model.mla={ q_lora_rank = 96, kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }"],
             &["optimizer.moments=fp8", "optimizer.master=remainder"],
             &["precision.scaling=current", "precision.weights=fp8", "precision.except=\"mlp.up:output\""],
+            &["precision.scaling=current", "precision.head=true"],
         ] {
             let mut recipe = work("tiny").unwrap();
             set.iter().for_each(|s| recipe.set(s).unwrap());
@@ -282,10 +294,13 @@ mod tests {
             ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\"", "\"mtp\""]
         {
             let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
-            for gated in ["model.gated=true", "model.gated=false", latent, "mtp.layers=2"] {
+            const HEADS: [&str; 2] = ["precision.head=true", "model.tied=true"];
+            for gated in ["model.gated=true", "model.gated=false", latent, "mtp.layers=2", HEADS[0], HEADS[1]]
+            {
                 let mut recipe = work("tiny").unwrap();
                 let except = format!("precision.except={except}");
-                FP8.iter().chain(&[except.as_str(), gated]).for_each(|s| recipe.set(s).unwrap());
+                let head = if gated == "model.tied=true" { "precision.head=true" } else { gated };
+                FP8.iter().chain(&[except.as_str(), gated, head]).for_each(|s| recipe.set(s).unwrap());
                 let r = recipe.resolve(None).unwrap();
                 let trainer = crate::train::Trainer::new(Rank::cpu(1, 0).unwrap(), &r).unwrap();
                 let stored = trainer.params.specs().iter().filter(|s| s.stored());

@@ -8,7 +8,7 @@ use super::Trainer;
 use super::inputs::Inputs;
 use crate::config::{Config, Graph as Wish};
 use crate::data::Batch;
-use crate::optimizer::StepRates;
+use crate::optimizer::{StepRates, outcome};
 use crate::{Error, Result};
 use ferrotron_engine::Rank;
 use ferrotron_engine::attention::Layout;
@@ -213,7 +213,7 @@ pub(super) struct Replayed {
     form: Form,
     graph: Graph,
     inputs: Inputs,
-    /// f32 `[micro-batches + 1]`: losses and the gradient norm.
+    /// f32 `[outcome::COUNT + micro-batches]`: what came of the step, and losses.
     results: Tensor,
 }
 
@@ -234,8 +234,8 @@ impl Trainer {
         self.policy.is_open() || (pays && self.replayed.is_none())
     }
 
-    /// Gives a step to the card as a graph, capturing it first if it is time: its losses and norm. Nothing where it is
-    /// to be given launch by launch.
+    /// Gives a step to the card as a graph, capturing it first if it is time: its losses and what came of it. Nothing where
+    /// it is to be given launch by launch.
     pub(super) fn replay(
         &mut self,
         batches: &[Batch],
@@ -269,13 +269,15 @@ impl Trainer {
     fn capture(&mut self, form: Form) -> Result<Replayed> {
         let s = self.rank.compute.clone();
         let inputs = Inputs::new(&self.rank, form)?;
-        let results = Tensor::empty(&s, &[form.micro_batches + 1], DType::F32, Category::Workspace)?;
+        let words = outcome::COUNT + form.micro_batches;
+        let results = Tensor::empty(&s, &[words], DType::F32, Category::Workspace)?;
         let graph = s.capture(|| -> Result<()> {
             s.copy(&inputs.scalars()?, self.optimizer.scalars())?;
             let losses = self.passes(form.micro_batches, &mut |rank, _, i| inputs.micro_batch(rank, i))?;
-            let norm = self.optimizer.apply(&self.rank, &self.params, &self.grads)?;
-            for (i, number) in losses.iter().chain([&norm]).enumerate() {
-                s.copy(number, &results.narrow(0, i, 1)?)?;
+            let came = self.optimizer.apply(&self.rank, &self.params, &self.grads)?;
+            s.copy(&came, &results.narrow(0, 0, outcome::COUNT)?)?;
+            for (i, number) in losses.iter().enumerate() {
+                s.copy(number, &results.narrow(0, outcome::COUNT + i, 1)?)?;
             }
             Ok(())
         })?;
@@ -297,9 +299,9 @@ impl Trainer {
         let out = Tensor::empty(s, step.results.shape(), DType::F32, Category::Workspace)?;
         s.copy(&step.results, &out)?;
         self.policy.replayed += 1;
-        let number = |i: usize| Ok(out.narrow(0, i, 1)?);
-        let losses = (0..step.form.micro_batches).map(number).collect::<Result<_>>()?;
-        Ok((losses, number(step.form.micro_batches)?))
+        let loss = |i: usize| Ok(out.narrow(0, outcome::COUNT + i, 1)?);
+        let losses = (0..step.form.micro_batches).map(loss).collect::<Result<_>>()?;
+        Ok((losses, out.narrow(0, 0, outcome::COUNT)?))
     }
 }
 

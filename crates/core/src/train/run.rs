@@ -309,6 +309,7 @@ impl Run {
             tokens: r.consumed,
             lr: r.lr,
             grad_norm: r.grad_norm,
+            loss_scale: r.loss_scale,
             batch: r.samples,
             seconds,
             tokens_per_s: rate,

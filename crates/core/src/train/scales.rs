@@ -1,7 +1,7 @@
 //! Scales of delayed scaling in checkpoints. They belong to modules and roles, not to ranks: all ranks that share a stage
 //! have the same, so any layout loads what any other has saved.
 //!
-//! Of each narrow map, named by its outputs (`layers.0.attn.q+k+v`): `fp8.scale/<module>` f32 `[3]` and
+//! Of each narrow map, named by its outputs (`layers.0.attn.q+k+v`; a tied output matrix is `embed.tokens`): `fp8.scale/<module>` f32 `[3]` and
 //! `fp8.history/<module>` f32 `[steps, 3]`, in the order input, weight, gradient. A module without them was not narrow
 //! under delayed scaling, and begins with fresh ones; what nobody asks for is passed over.
 
@@ -49,6 +49,10 @@ const EXPERTS: &str = "experts";
 
 /// Is it a module of a model with the logical tensors `parts`?
 fn is_module(name: &str, parts: &HashSet<&str>) -> bool {
+    // The output matrix is `head`, or the table it shares.
+    if name == "head" || name == "embed.tokens" {
+        return parts.contains(name) || parts.contains(format!("{name}.weight").as_str());
+    }
     let (parent, outputs) = name.rsplit_once('.').unwrap_or(("", name));
     let parent = match parent.rsplit('.').next() {
         Some(EXPERTS) => format!("{parent}.0"),

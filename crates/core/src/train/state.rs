@@ -4,7 +4,7 @@ use super::{Trainer, gather, mixtures, scales};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::model::{ModelConfig, logical_parts};
-use crate::optimizer::Rule;
+use crate::optimizer::{Rule, SavedScale};
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_engine::Recompute;
@@ -110,6 +110,9 @@ struct State {
     /// Steps under delayed scaling, its calibration included.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     scaled_steps: Option<u64>,
+    /// Of f16 training.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    loss_scale: Option<SavedScale>,
 }
 
 pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
@@ -130,6 +133,7 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
         weight_decay: t.wd.clone(),
         batch: t.batches.clone(),
         scaled_steps: t.is_delayed().then_some(t.scaled_steps),
+        loss_scale: t.optimizer.loss_scale().map(|s| s.saved(&t.rank)).transpose()?,
     };
     let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
     Ok(Snapshot { step: t.step, state, items })
@@ -226,6 +230,13 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         }
     }
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
+    if let Some(scale) = t.optimizer.loss_scale() {
+        let sound = |s: &SavedScale| s.scale.is_finite() && s.scale > 0.0;
+        if state.loss_scale.is_some_and(|s| !sound(&s)) {
+            return Err(Error::damaged(loaded.path(), "its loss scale is not above 0"));
+        }
+        scale.restore(&t.rank, state.loss_scale)?;
+    }
     scales::restore(t, loaded)?;
     mixtures::restore(t, loaded)?;
     t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);

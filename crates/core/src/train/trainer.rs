@@ -1,7 +1,7 @@
 //! A model in training: one step, evaluation, and the state that makes it resume to the same bits.
 
 use super::memory::{Need, advise};
-use super::micro_batch::{InStep, fetch, read, read_all, upload};
+use super::micro_batch::{InStep, fetch, read_all, upload};
 use super::replay::{Policy, Replayed, Watch};
 use super::routing::Routing;
 use super::statistics::{self, Seen};
@@ -11,7 +11,7 @@ use crate::config::{Resolved, Scaling};
 use crate::data::{Batch, Batches};
 use crate::events::Precision;
 use crate::model::{Decoder, Settings, Stages};
-use crate::optimizer::{Kept, Optimizer, StepRates};
+use crate::optimizer::{Kept, LossScale, Optimizer, StepRates, outcome};
 use crate::pipeline::{Aim, MicroBatch, Mode, Plan, Schedule, execute};
 use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
 use crate::{Error, Result};
@@ -19,7 +19,7 @@ use ferrotron_comm::{Communicator, Reduce};
 use ferrotron_engine::flat::{Scheme, bucket_elements};
 use ferrotron_engine::moe::Counters;
 use ferrotron_engine::{GradBuffer, Params, Part, Pass, Rank, Recompute, precision};
-use ferrotron_kernels::IGNORE;
+use ferrotron_kernels::{IGNORE, scalars};
 use ferrotron_tensor::{Category, Event, Stream, Tensor};
 use std::ops::Range;
 use std::sync::Arc;
@@ -82,7 +82,8 @@ pub struct Trainer {
 pub struct Queued {
     step: u64,
     losses: Vec<Tensor>,
-    norm: Tensor,
+    /// See [`outcome`].
+    came: Tensor,
     lr: f64,
     tokens: u64,
     samples: u64,
@@ -107,6 +108,8 @@ pub struct StepReport {
     pub further: Vec<f64>,
     /// Global gradient norm before clipping. Where it is not finite, the step was left out.
     pub grad_norm: f64,
+    /// The factor that was on the loss, where there is one; loss and norm are without it.
+    pub loss_scale: Option<f64>,
     /// Learning rate used.
     pub lr: f64,
     /// Tokens in the step.
@@ -139,7 +142,8 @@ impl Trainer {
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
         let kept = Kept { moments: r.config.optimizer.moments, master: r.config.optimizer.master };
         let rule = state::rule(&r.config.optimizer);
-        let optimizer = Optimizer::new(&rank, &params, scheme, rule, kept, clip)?;
+        let loss_scale = r.config.loss_scale().map(|c| LossScale::new(&rank, c)).transpose()?;
+        let optimizer = Optimizer::new(&rank, &params, scheme, rule, kept, clip)?.with_loss_scale(loss_scale);
         optimizer.initialise(&rank, &params)?;
         let grads = GradBuffer::of(&params, scheme);
         let (lr, wd, batches) = state::schedules(r)?;
@@ -216,7 +220,7 @@ impl Trainer {
         let (looks, collects) = (self.begin_look(), self.collect_magnitudes());
         let special = looks || collects;
         let replayed = if special { None } else { self.replay(&batches, seq, weights[0], rates)? };
-        let (losses, norm) = match replayed {
+        let (losses, came) = match replayed {
             Some(made) => made,
             None => {
                 watch = if special { None } else { self.policy.watch(&self.rank.compute)? };
@@ -232,9 +236,9 @@ impl Trainer {
                 if let Some(mixtures) = self.params.mixtures() {
                     self.routing.end(&self.rank, mixtures, step + 1)?;
                 }
-                let norm = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
+                let came = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
                 watch.iter_mut().for_each(Watch::given);
-                (losses, norm)
+                (losses, came)
             }
         };
         let operands = looks.then(|| statistics::end_look(&self.params));
@@ -246,7 +250,7 @@ impl Trainer {
         let done = self.rank.compute.record()?;
         let (step, consumed, lr) = (self.step, self.tokens, rates.lr);
         let counters = self.counters.take();
-        Ok(Queued { step, losses, norm, lr, tokens, samples, consumed, done, watch, operands, counters })
+        Ok(Queued { step, losses, came, lr, tokens, samples, consumed, done, watch, operands, counters })
     }
 
     /// Choices of experts that are recorded or replayed, of a step of `tokens` tokens.
@@ -280,7 +284,17 @@ impl Trainer {
         }
         let (rank, decoder) = (&self.rank, &self.decoder);
         let pass = Pass { recompute: self.recompute, ..Pass::new(rank, &self.params) };
-        let mut load = |i: usize| load(rank, decoder, i);
+        let scale = self.optimizer.loss_scale();
+        let mut load = |i: usize| {
+            let mut batch = load(rank, decoder, i)?;
+            let further = batch.input.ahead.iter_mut().map(|a| &mut a.targets);
+            for targets in batch.targets.iter_mut().chain(further) {
+                if let Some(scale) = scale {
+                    targets.weights = scale.weights(rank, &targets.weights)?;
+                }
+            }
+            Ok(batch)
+        };
         let losses = execute(pass, decoder, &schedule, &mut load, Aim::Train(&mut self.grads))?;
         self.schedule = Some(schedule);
         self.grads.reduce(&self.rank)?;
@@ -301,7 +315,12 @@ impl Trainer {
         for made in &q.losses {
             losses.iter_mut().zip(read_all(s, made)?).for_each(|(sum, x)| *sum += x);
         }
-        let norm = read(s, &q.norm)?;
+        let came = s.download::<f32>(&q.came)?;
+        let [norm, scale] = [outcome::NORM, outcome::LOSS_SCALE].map(|i| f64::from(came[i]));
+        let scale = self.optimizer.loss_scale().map(|s| (scale, f64::from(s.config().min)));
+        if let Some((scale, _)) = scale {
+            losses.iter_mut().for_each(|loss| *loss /= scale);
+        }
         if let (Some(counters), Some(mixtures)) = (&q.counters, self.params.mixtures()) {
             self.counted = loads::read(s, mixtures.specs(), counters)?;
         }
@@ -318,13 +337,17 @@ impl Trainer {
         if let Some(mine) = operands {
             self.seen = statistics::joined(&self.rank, self.decoder.config(), step, mine)?;
         }
-        // The device has changed nothing where the norm is no number, so the run may go on; but not forever.
-        self.skipped = if norm.is_finite() { 0 } else { self.skipped + 1 };
-        let goes_on = self.skips && (1..SKIPS).contains(&self.skipped);
+        // The device has changed nothing where the norm is no number, so the run may go on; but not forever. A loss scale
+        // that can fall further is to blame before anything else is.
+        let to_blame = scale.is_none_or(|(scale, least)| scale <= least);
+        self.skipped = if norm.is_finite() { 0 } else { self.skipped + u64::from(to_blame) };
+        let left_out = !norm.is_finite() && (self.skips || scale.is_some());
+        let goes_on = left_out && self.skipped < SKIPS;
         if !goes_on && (!loss.is_finite() || !norm.is_finite()) {
             return Err(Error::Diverged { step, loss, grad_norm: norm });
         }
-        Ok(StepReport { step, loss, further, grad_norm: norm, lr, tokens, samples, consumed })
+        let loss_scale = scale.map(|(scale, _)| scale);
+        Ok(StepReport { step, loss, further, grad_norm: norm, loss_scale, lr, tokens, samples, consumed })
     }
 
     /// What the operands of 8-bit products were like in the last step that was ended, if it was one to look at them.
@@ -444,9 +467,14 @@ pub struct LogicalValues {
 }
 
 impl Trainer {
-    /// Gradients of the last step by logical name, before clipping; an error before the first step.
+    /// Gradients of the last step by logical name, before clipping and without a loss scale; an error before the first step.
     pub fn gradients(&self) -> Result<Vec<LogicalValues>> {
-        self.logical(&self.grads.gathered(&self.rank)?)
+        let mut all = self.logical(&self.grads.gathered(&self.rank)?)?;
+        if self.optimizer.loss_scale().is_some() {
+            let scale = self.rank.compute.download::<f32>(self.optimizer.scalars())?[scalars::LOSS_SCALE];
+            all.iter_mut().flat_map(|t| &mut t.values).for_each(|x| *x /= scale);
+        }
+        Ok(all)
     }
 
     /// How many elements of the gradients of the last step are zero; each counts once. Every rank calls it.

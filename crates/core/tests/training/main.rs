@@ -4,6 +4,7 @@
 mod architectures;
 mod bits;
 mod data;
+mod half;
 mod moments;
 mod passes;
 mod scales;

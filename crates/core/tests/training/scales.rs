@@ -63,14 +63,21 @@ fn under(layout: &str, r: &Resolved, from: Option<&checkpoint::Loaded>, n: usize
     on_threads(&layout, make, work).unwrap().swap_remove(0).unwrap()
 }
 
-fn in_layout(layout: &str) -> Resolved {
+fn in_layout(layout: &str, more: &[&str]) -> Resolved {
     let keys: Vec<String> = layout.split(',').map(|k| format!("parallel.{k}")).collect();
-    delayed(&keys.iter().map(String::as_str).collect::<Vec<_>>())
+    delayed(&keys.iter().map(String::as_str).chain(more.iter().copied()).collect::<Vec<_>>())
 }
 
 #[test]
 fn a_resumed_run_has_the_bits_of_one_that_went_on() {
-    for set in [&[][..], &["precision.calibrate=5"], &["precision.history=1"], &["train.micro_batch=4"]] {
+    for set in [
+        &[][..],
+        &["precision.calibrate=5"],
+        &["precision.history=1"],
+        &["train.micro_batch=4"],
+        &["precision.head=true"],
+        &["precision.head=true", "model.tied=true", "precision.calibrate=5"],
+    ] {
         let dir = tempfile::tempdir().unwrap();
         let r = delayed(set);
         let mut whole = trainer(&r);
@@ -83,11 +90,14 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
         assert!(a == b, "{set:?}: other state");
         // Two maps in each of attention and MLP, two layers; scales have left their first value.
         let all = scales(&a);
-        assert_eq!(all.len(), 2 * 4 * 2, "{all:?}");
         let names = ["attn.out", "attn.q+k+v", "mlp.down", "mlp.gate+up"];
-        let wanted = ["history", "scale"]
-            .iter()
-            .flat_map(|kind| (0..2).flat_map(move |l| names.map(|n| format!("fp8.{kind}/layers.{l}.{n}"))));
+        let mut maps: Vec<String> = (0..2).flat_map(|l| names.map(|n| format!("layers.{l}.{n}"))).collect();
+        if set.contains(&"precision.head=true") {
+            let tied = set.contains(&"model.tied=true");
+            maps.insert(0, if tied { "embed.tokens" } else { "head" }.into());
+        }
+        let wanted =
+            ["history", "scale"].iter().flat_map(|kind| maps.iter().map(move |m| format!("fp8.{kind}/{m}")));
         assert_eq!(all.iter().map(|a| a.0.clone()).collect::<Vec<_>>(), wanted.collect::<Vec<_>>());
         for (name, shape, values) in &all {
             let history = name.starts_with("fp8.history/");
@@ -103,6 +113,19 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
 
 #[test]
 fn every_layout_saves_and_loads_the_same_scales() {
+    same_in_layouts(&[]);
+}
+
+/// A tied table is on the first and the last stage, and its scales on the last.
+#[test]
+fn every_layout_knows_the_scales_of_the_head() {
+    const HEAD: [&str; 2] = ["precision.head=true", "model.vocab=64"];
+    same_in_layouts(&[&HEAD[..], &["model.tied=true"]].concat());
+    same_in_layouts(&HEAD);
+}
+
+fn same_in_layouts(more: &[&str]) {
+    let in_layout = |layout| in_layout(layout, more);
     let layouts = ["dp=1", "tp=2", "pp=2,dp=2", "cp=2", "tp=2,pp=2"];
     let one = under("dp=1", &in_layout("dp=1"), None, 1);
     for from in layouts {

@@ -7,15 +7,17 @@
 //! | all of W | its tokens of x and y | as one rank, on one scale | as one rank; weight gradients are summed later |
 //! | columns of W | all tokens of its channels of x; its tokens of y | partial sums | bytes of dy travel on a ring, and are turned for `dW` |
 //!
-//! With one scale for a tensor its ranks agree on it, so bytes are those of one rank. Scales of blocks along tokens do not
-//! survive a gather: there numbers travel and become bytes where all of them are.
+//! With one scale for a tensor its ranks agree on it, so bytes are those of one rank. Blocks along channels are a row's own:
+//! bytes and scales of rows travel. Blocks along tokens, of columns, are a rank's own where it has a multiple of 128 tokens:
+//! then their bytes and scales travel, each rank's beside the next's. Where not, and for what is emulated, numbers travel and
+//! become bytes where all of them are.
 
 use super::operands::{Uses, narrow_blocks};
 use super::{Eight, Multiply, Product, Role, SavedSide, Side};
 use crate::linear::{Linear, LinearSaved};
 use crate::overlap::Factor;
 use crate::{Measured, Pass, Rank, SavedTensor, WeightGrad};
-use ferrotron_kernels::{Bytes, Scaling};
+use ferrotron_kernels::{BLOCK, Bytes, Scaling};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 impl Linear {
@@ -34,8 +36,9 @@ impl Linear {
         let keeps = p.train && e.weight_grad && !again && !self.keeps_input;
         let uses = match gathered {
             false => Uses { rows: e.output, cols: keeps },
-            // Columns of gathered rows are made when all rows are there. Bytes of rows are half of the numbers, and travel
-            // in half the time, now and again in backward; scales of blocks do not survive a gather.
+            // Columns of gathered rows are made when all rows are there, unless their blocks are this rank's own. Bytes of
+            // rows are half of the numbers, and travel in half the time, now and again in backward.
+            true if e.recipe.per_block() => Uses { rows: e.output, cols: keeps && own_blocks(&x.values) },
             true => Uses { rows: e.recipe.per_tensor() && (e.output || keeps), cols: false },
         };
         let amax = self.measures_input(p).then(|| p.agreed(x)).transpose()?;
@@ -59,7 +62,7 @@ impl Linear {
                 }
             }
         };
-        let narrow = if gathered { made.rows } else { made.cols };
+        let narrow = if gathered && e.recipe.per_tensor() { made.rows } else { made.cols };
         let whole = || LinearSaved { amax: amax.as_ref().map(SavedTensor::small), ..LinearSaved::of(x) };
         Ok((y, narrow.filter(|_| keeps).map_or_else(whole, |side| LinearSaved::narrow(&side))))
     }
@@ -119,8 +122,19 @@ impl Linear {
             };
             return Ok((dx, cols));
         }
-        let all = p.all_rows(dy, LABEL)?;
         let uses = Uses { rows: true, cols: e.weight_grad };
+        if e.recipe.per_block() && e.weight_grad && own_blocks(dy) {
+            let made = p.narrow(self.weight, Role::Gradient, dy, uses, None, None)?;
+            let cols = made.cols.clone();
+            let (dx, _) = p.product_of_all_rows(&made.take_rows()?, f, false, LABEL)?;
+            let Some(Side::Bytes(mine)) = cols else {
+                return shape_error(LABEL, "its columns were not made");
+            };
+            let data = p.all_rows(&mine.data, "columns of a gradient")?;
+            let scales = p.all_rows(&mine.scale_inv, "scales of a gradient")?;
+            return Ok((dx, Side::Bytes(Pass::join_cols(p.rank, &mine, &data, &scales)?)));
+        }
+        let all = p.all_rows(dy, LABEL)?;
         let made = p.narrow(self.weight, Role::Gradient, &all, uses, None, None)?;
         let cols = made.cols.clone().unwrap_or_else(|| Side::cols_of(&all));
         Ok((p.product(&made.take_rows()?, f)?, cols))
@@ -136,7 +150,19 @@ impl Linear {
                 None if e.weight_grad => narrow(&*saved.input()?, Uses::COLS)?.take_cols()?,
                 None => Side::cols_of(&*saved.input()?),
             };
-            return Ok(WeightGrad::sides(self.weight, dy, cols));
+            return Ok(WeightGrad::sides(self.weight, dy.first_rows(self.outputs())?, cols));
+        }
+        if e.recipe.per_block() && e.weight_grad {
+            let mine = match &saved.narrow {
+                Some(kept) => Some(kept.side()),
+                None => match &saved.x {
+                    Some(x) if own_blocks(x) => Some(narrow(x, Uses::COLS)?.take_cols()?),
+                    _ => None,
+                },
+            };
+            if let Some(Side::Bytes(mine)) = mine {
+                return self.weight_grad_of_parts(p, dy, mine);
+            }
         }
         let rows = match saved.narrow {
             Some(kept) => kept.side(),
@@ -157,8 +183,28 @@ impl Linear {
         }))
     }
 
+    /// `dW = dyᵀ·x`, from the columns of `dy` and this rank's columns of `x`, whose blocks are its own.
+    fn weight_grad_of_parts(&self, p: &Pass, dy: Side, mine: Bytes) -> Result<WeightGrad> {
+        let data = p.arriving_rows(&Side::rows_of(&mine.data), "input of a layer, again")?;
+        let scales = p.arriving_rows(&Side::rows_of(&mine.scale_inv), "scales of an input, again")?;
+        Ok(WeightGrad::other(self.weight, move |rank, grad, accumulate| {
+            let (data, scales) = (data.ready()?, scales.ready()?);
+            let cols = Pass::join_cols(rank, &mine, data.memory(), scales.memory())?;
+            let how = Multiply { product: Product::WeightGrad, bias: None, accumulate, fast: false };
+            dy.times(rank, &Side::Bytes(cols), how, grad)
+        }))
+    }
+
     /// The weight as the right-hand side of a product.
-    fn factor<'a>(&self, p: &Pass<'a>, e: Eight, product: Product) -> Result<Factor<'a>> {
+    pub(crate) fn factor<'a>(&self, p: &Pass<'a>, e: Eight, product: Product) -> Result<Factor<'a>> {
+        let f = self.odd_factor(p, e, product)?;
+        if self.outputs().is_multiple_of(self.even) {
+            return Ok(f);
+        }
+        Ok(Factor { w: f.w.padded(p.rank, product, self.outputs().next_multiple_of(self.even))?, ..f })
+    }
+
+    fn odd_factor<'a>(&self, p: &Pass<'a>, e: Eight, product: Product) -> Result<Factor<'a>> {
         Ok(match product {
             Product::Output if e.output => Factor {
                 w: p.narrow_weight(self.weight, Uses::ROWS)?.take_rows()?,
@@ -174,6 +220,11 @@ impl Linear {
             _ => Factor::input_grad(p.weight(self.weight)?),
         })
     }
+}
+
+/// Are blocks along the tokens of `x [tokens, n]`, of which other ranks have more, all its own?
+fn own_blocks(x: &Tensor) -> bool {
+    x.shape()[0].is_multiple_of(BLOCK)
 }
 
 /// Rows as the factor along their columns: numbers as they are, bytes turned round. One scale holds for all of them.

@@ -2,7 +2,9 @@
 
 mod calibrate;
 mod experts;
+mod head;
 mod linear;
+mod made;
 mod operands;
 mod recipe;
 mod side;
@@ -11,6 +13,7 @@ mod stats;
 mod stored;
 
 pub(crate) use experts::Columns;
+pub use made::Made;
 pub(crate) use operands::Uses;
 pub use recipe::{Eight, Exception, Method, Policy, Product, Recipe, Role};
 pub(crate) use side::{Multiply, SavedSide, Side};

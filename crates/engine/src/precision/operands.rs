@@ -96,7 +96,9 @@ impl Pass<'_> {
         if missing != Uses::NONE {
             let source = match recipe.method {
                 Method::Current => {
-                    let amax = kept.amax.take().map_or_else(|| self.agreed(&Measured::from(w)), Ok)?;
+                    let known = state.magnitudes().map(|m| m.known(param)).transpose()?.flatten();
+                    let amax = known.or(kept.amax.take());
+                    let amax = amax.map_or_else(|| self.agreed(&Measured::from(w)), Ok)?;
                     kept.amax = Some(amax.clone());
                     Source::Amax(amax)
                 }

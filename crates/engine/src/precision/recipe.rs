@@ -80,6 +80,11 @@ impl Recipe {
         matches!(self.method, Method::Current | Method::Delayed { .. })
     }
 
+    /// Do 128 values along a row share a scale, so that a rank narrows its rows as all of them would be?
+    pub fn per_block(&self) -> bool {
+        self.method == Method::Block
+    }
+
     /// Is the largest magnitude of an operand needed before it is narrowed?
     pub fn measures(&self) -> bool {
         self.method == Method::Current
@@ -180,12 +185,14 @@ pub struct Policy {
     pub last: usize,
     /// What else is.
     pub except: Vec<Exception>,
+    /// The output matrix is narrow, too: the map to `head`.
+    pub head: bool,
     /// Weights that are in narrow products alone are bytes between steps, too.
     pub stored: bool,
 }
 
 impl Policy {
-    /// What holds for a map with these (stacked) logical outputs, such as `layers.3.attn.q`.
+    /// What holds for a map with these (stacked) logical outputs, such as `layers.3.attn.q` or `head`.
     pub fn of(&self, outputs: &[&str]) -> Option<Eight> {
         let recipe = self.recipe?;
         let first = outputs.first()?;
@@ -197,7 +204,7 @@ impl Policy {
             }
             // Layers that predict further tokens come after the last.
             (_, Some(_)) => self.last > 0,
-            _ => true,
+            _ => !(self.head && *first == "head"),
         };
         if alone {
             return None;
@@ -227,7 +234,7 @@ mod tests {
     fn policy(except: &[&str]) -> Policy {
         let recipe = Recipe { method: Method::Current, hybrid: true, pow2: false };
         let except = except.iter().map(|e| e.parse().unwrap()).collect();
-        Policy { recipe: Some(recipe), layers: 6, first: 1, last: 2, except, stored: false }
+        Policy { recipe: Some(recipe), layers: 6, first: 1, last: 2, except, head: false, stored: false }
     }
 
     #[test]
@@ -236,6 +243,10 @@ mod tests {
         let all: Vec<bool> = (0..6).map(|i| p.of(&[&format!("layers.{i}.mlp.down")]).is_some()).collect();
         assert_eq!(all, [false, true, true, true, false, false]);
         assert_eq!(p.of(&["head"]), None);
+        let with_head = Policy { head: true, ..policy(&["head:weight_grad"]) };
+        let e = with_head.of(&["head"]).unwrap();
+        assert_eq!((e.output, e.input_grad, e.weight_grad), (true, true, false));
+        assert_eq!(with_head.of(&["embed.tokens"]), None);
         assert_eq!(p.of(&["mtp.0.layer.mlp.down"]), None);
         let none_last = Policy { last: 0, ..policy(&["mtp.1", "mlp.up"]) };
         let of = |name: &str| none_last.of(&[name]).is_some();

@@ -2,8 +2,8 @@
 
 use super::Product;
 use crate::{Pass, Rank, Saved, SavedTensor};
-use ferrotron_kernels::{Bytes, Gemm, Gemm8, Scaling};
-use ferrotron_tensor::{Result, Tensor, shape_error};
+use ferrotron_kernels::{BLOCK, Bytes, Gemm, Gemm8, Scaling};
+use ferrotron_tensor::{Category, Result, Tensor, shape_error};
 
 /// A factor `[r, k]`, contracted along k.
 #[derive(Clone, Debug)]
@@ -51,12 +51,26 @@ impl Side {
         }
     }
 
-    /// What moves between ranks: rows of numbers or of bytes. The scale of a whole tensor is known to all.
+    /// What moves between ranks: rows of numbers or of bytes. The scale of a whole tensor is known to all; those of blocks
+    /// are [`Side::scales`].
     pub(crate) fn memory(&self) -> &Tensor {
         match self {
             Side::Values { t, .. } => t,
             Side::Bytes(b) => &b.data,
         }
+    }
+
+    /// Scales that move with the memory.
+    pub(crate) fn scales(&self) -> Option<&Tensor> {
+        match self {
+            Side::Bytes(b) if b.scaling == Scaling::Rows => Some(&b.scale_inv),
+            _ => None,
+        }
+    }
+
+    /// Everything that moves.
+    pub(crate) fn moves(&self) -> impl Iterator<Item = &Tensor> {
+        std::iter::once(self.memory()).chain(self.scales())
     }
 
     /// Rows back to back with one scale or none: pieces of them are factors too.
@@ -77,6 +91,11 @@ impl Side {
 
     /// Memory for so many rows of the same kind.
     pub(crate) fn empty_like(&self, rank: &Rank, rows: usize) -> Result<Side> {
+        if let (Side::Bytes(b), Some(_)) = (self, self.scales()) {
+            let (s, format) = (&rank.compute, b.data.dtype());
+            let made = Bytes::empty(s, [rows, b.cols], format, b.scaling, Category::Activations)?;
+            return Ok(Side::Bytes(made));
+        }
         let t = self.memory();
         Ok(self.with(rank.activation(&[rows, t.shape()[1]], t.dtype())?))
     }
@@ -87,6 +106,42 @@ impl Side {
             return shape_error("rows of a factor", "its scales do not divide by rows");
         }
         Ok(self.with(self.memory().narrow(0, start, len)?))
+    }
+
+    /// The first rows. Scales of rows must be those of all of them.
+    pub(crate) fn first_rows(self, rows: usize) -> Result<Side> {
+        if rows == self.rows() {
+            return Ok(self);
+        }
+        match self {
+            Side::Values { t, trans } => {
+                Ok(Side::Values { t: t.narrow(usize::from(trans), 0, rows)?, trans })
+            }
+            bytes => bytes.narrow(0, rows),
+        }
+    }
+
+    /// A weight `[out, in]` as if it had more outputs, which are zeros: a factor of `product`.
+    pub(crate) fn padded(self, rank: &Rank, product: Product, out: usize) -> Result<Side> {
+        // Transposed bytes are padded as they are.
+        if let (Side::Bytes(b), Product::InputGrad) = (&self, product) {
+            return match b.data.shape()[1] == out {
+                true => Ok(Side::Bytes(Bytes { cols: out, ..b.clone() })),
+                false => shape_error("padded weight", "bytes are padded to multiples of 16"),
+            };
+        }
+        let (s, t) = (&rank.compute, self.memory());
+        let [rows, width] = [t.shape()[0], t.shape()[1]];
+        let padded = rank.activation(&[out, width], t.dtype())?;
+        s.copy(t, &padded.narrow(0, 0, rows)?)?;
+        s.zero(&padded.narrow(0, rows, out - rows)?)?;
+        // Scales of tiles are as many, if the padding is less than a tile and ends with one.
+        match &self {
+            Side::Bytes(b) if b.scaling.scales(out, width) != b.scaling.scales(rows, width) => {
+                shape_error("padded weight", "its scales do not cover the padding")
+            }
+            _ => Ok(self.with(padded)),
+        }
     }
 
     /// `c [m, n] = self [m, k] · otherᵀ [n, k]`, and what `how` says.
@@ -120,7 +175,36 @@ impl Product {
 impl Pass<'_> {
     /// All rows of a factor, from every rank's.
     pub(crate) fn all_rows_of(&self, x: &Side, label: &'static str) -> Result<Side> {
-        Ok(x.with(self.all_rows(x.memory(), label)?))
+        let (Side::Bytes(b), Some(mine), true) = (x, x.scales(), self.rank.tp.size() > 1) else {
+            return Ok(x.with(self.all_rows(x.memory(), label)?));
+        };
+        // Scales of a block lie across all rows: those of each rank go to their places.
+        let (m, blocks, all) = (b.rows(), mine.shape()[0], self.all_rows(mine, label)?);
+        let side = x.empty_like(self.rank, m * self.rank.tp.size())?;
+        let side = side.with(self.all_rows(&b.data, label)?);
+        if let Some(scales) = side.scales() {
+            self.rank.compute.zero(scales)?;
+            for r in 0..self.rank.tp.size() {
+                let from = all.narrow(0, r * blocks, blocks)?.narrow(1, 0, m)?;
+                self.rank.kernels.copy(&self.rank.compute, &from, &scales.narrow(1, r * m, m)?)?;
+            }
+        }
+        Ok(side)
+    }
+
+    /// Columns of all rows, contracted along tokens, from what each rank has made of its own: `[k, n/t]` with scales of
+    /// blocks that no rank shares, of which each brought the bytes and scales that have arrived here, `[t·k, n/t]` and
+    /// `[t·blocks, k]`.
+    pub(crate) fn join_cols(rank: &Rank, mine: &Bytes, data: &Tensor, scales: &Tensor) -> Result<Bytes> {
+        let (s, t, [k, m]) = (&rank.compute, rank.tp.size(), [mine.rows(), mine.cols]);
+        let all = Bytes::empty(s, [k, t * m], mine.data.dtype(), mine.scaling, Category::Activations)?;
+        if all.scale_inv.shape() != scales.shape() || !m.is_multiple_of(BLOCK) {
+            return shape_error("columns of all rows", "ranks share blocks");
+        }
+        // In words: each row of bytes is of whole blocks.
+        let (from, to) = (data.as_words()?.view(&[t, k, m / 4])?, all.data.as_words()?.view(&[k, t, m / 4])?);
+        rank.kernels.copy(s, &from.transpose(0, 1)?, &to)?;
+        Ok(Bytes { scale_inv: scales.clone(), ..all })
     }
 }
 

@@ -1,5 +1,6 @@
 //! What eight-bit products remember between passes: the scales of delayed scaling, and weights that are already bytes.
 
+use super::made::Magnitudes;
 use super::operands::Narrowed;
 use super::stats::{OperandStats, measure};
 use super::{Eight, Method, Recipe, Role, Side};
@@ -22,6 +23,8 @@ pub struct Slot {
 /// The memory of a model's eight-bit products.
 pub struct EightState {
     delayed: Option<DelayedState>,
+    /// Of weights, under current scaling.
+    magnitudes: Option<Magnitudes>,
     /// By parameter.
     weights: Mutex<Vec<Kept>>,
     counters: Mutex<Counters>,
@@ -48,7 +51,7 @@ pub struct DelayedState {
     largest: Tensor,
     /// f32 `[n]`, where weights are bytes between steps: their magnitudes when these were made, which is before the step that
     /// they belong to; zero for everything else.
-    early: Option<Tensor>,
+    pub(super) early: Option<Tensor>,
 }
 
 /// f32 numbers zeroed at once, each given out once.
@@ -98,9 +101,10 @@ impl EightState {
             Method::Delayed { history, .. } => Some(DelayedState::new(rank, specs, recipe, history)?),
             _ => None,
         };
+        let magnitudes = Magnitudes::new(rank, specs, recipe.method)?;
         let weights = Mutex::new(vec![Kept::default(); specs.len()]);
         let (counters, zeros, watched, collecting) = Default::default();
-        Ok(Some(EightState { delayed, weights, counters, zeros, watched, collecting }))
+        Ok(Some(EightState { delayed, magnitudes, weights, counters, zeros, watched, collecting }))
     }
 
     /// From now on, products stay in full width and steps only collect how large operands are, for the scales of later
@@ -140,7 +144,7 @@ impl EightState {
         x: &Tensor,
         made: &Narrowed,
     ) -> Result<()> {
-        if lock(&self.watched).is_none() {
+        if !self.is_watched() {
             return Ok(());
         }
         let (found, slot) = (measure(rank, x, made)?, Slot { param, role });
@@ -158,24 +162,32 @@ impl EightState {
     pub fn begin_step(&self, step: u64, micro_batches: usize) {
         let keep = if micro_batches > 1 { Keep::Training } else { Keep::Nothing };
         *lock(&self.counters) = Counters { keep, draws: step << 32 };
-        self.weights_changed();
+        self.drop_bytes();
     }
 
     /// Passes without a backward begin, between which weights stay what they are: they are kept as bytes until a step
     /// begins or [`EightState::end_evaluation`] is called.
     pub fn begin_evaluation(&self) {
         lock(&self.counters).keep = Keep::Everything;
-        self.weights_changed();
+        self.drop_bytes();
     }
 
     /// Those passes are over: nothing of weights stays.
     pub fn end_evaluation(&self) {
         lock(&self.counters).keep = Keep::Nothing;
-        self.weights_changed();
+        self.drop_bytes();
     }
 
-    /// Weights have changed.
+    /// Weights have changed: nothing is known of them.
     pub fn weights_changed(&self) {
+        if let Some(m) = &self.magnitudes {
+            m.forget();
+        }
+        self.drop_bytes();
+    }
+
+    /// Nothing that was made of weights stays.
+    fn drop_bytes(&self) {
         lock(&self.weights).iter_mut().for_each(|kept| *kept = Kept::default());
         *lock(&self.zeros) = None;
     }
@@ -200,6 +212,11 @@ impl EightState {
     /// Scales of earlier steps, if the recipe has any.
     pub fn delayed(&self) -> Option<&DelayedState> {
         self.delayed.as_ref()
+    }
+
+    /// Largest magnitudes of weights, if the recipe needs them.
+    pub(super) fn magnitudes(&self) -> Option<&Magnitudes> {
+        self.magnitudes.as_ref()
     }
 
     pub(super) fn weights(&self) -> MutexGuard<'_, Vec<Kept>> {

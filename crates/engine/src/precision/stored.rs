@@ -7,7 +7,6 @@ use super::operands::Narrowed;
 use super::{EightState, Method, Recipe, Role, Side};
 use crate::flat::{Piece, Placement, Plan, Shelf};
 use crate::{ParamId, ParamSpec, Params, Place, Rank};
-use ferrotron_comm::Reduce;
 use ferrotron_kernels::{ALIGN, Bytes, Quantise, Range, Scaling};
 use ferrotron_tensor::{Category, DType, Error, Result, Tensor, shape_error};
 
@@ -77,23 +76,30 @@ impl Stored {
 }
 
 impl Params {
-    /// Makes the bytes of what this rank has of each weight that is bytes, of its f32 `masters`, flat, which are `pieces`
-    /// of the parameters. One weight at a time is in the model's type. Every rank calls it, [`Params::gather`] follows.
+    /// Finds out what narrow products need of new weights, and makes the bytes of what this rank has of each weight that is
+    /// bytes: of its f32 `masters`, flat, which are `pieces` of the parameters. One weight at a time is in the model's type.
+    /// `made`: the step that made the weights left what [`Params::made`] says. Every rank calls it, [`Params::gather`]
+    /// follows.
     pub fn store(
         &self,
         rank: &Rank,
         placement: Placement,
         pieces: &[Piece],
         masters: &[Tensor],
+        made: bool,
     ) -> Result<()> {
         let (stored, s, k) = (self.stored(), &rank.compute, &rank.kernels);
-        let (Some(recipe), Some(state)) = (stored.recipe, self.eight()) else { return Ok(()) };
-        let amaxes = match recipe.method {
-            Method::Current => Some(self.magnitudes(rank, placement, masters)?),
-            _ => None,
-        };
-        for (n, (id, bytes)) in stored.all().enumerate() {
+        let Some(state) = self.eight() else { return Ok(()) };
+        self.measure(rank, state, placement, pieces, masters, made)?;
+        let Some(recipe) = stored.recipe else { return Ok(()) };
+        let bytes_made = made && matches!(recipe.method, Method::Delayed { .. });
+        for (id, bytes) in stored.all() {
             let (piece, master) = (&pieces[id.0], &masters[id.0]);
+            // A rank that has nothing of a weight still learns its scale.
+            let made = bytes_made && master.numel() > 0;
+            if made && !state.is_watched() {
+                continue;
+            }
             let value = Tensor::empty(s, master.shape(), self.dtype(), Category::Workspace)?;
             if master.numel() > 0 {
                 k.copy(s, master, &value)?;
@@ -117,41 +123,26 @@ impl Params {
                 Some(delayed) => delayed.of_stored(id)?,
                 None => None,
             };
-            let amax = amaxes.as_ref().map(|all| all.narrow(0, n, 1)).transpose()?;
+            let amax = state.magnitudes().map(|m| m.known(id)).transpose()?.flatten();
             let range = match (&amax, &given) {
                 (Some(amax), _) => Range::Amax { amax, pow2: recipe.pow2 },
                 (_, Some((scale, amax))) => {
-                    s.zero(amax)?;
+                    if !made {
+                        s.zero(amax)?;
+                    }
                     Range::Given { scale, amax }
                 }
                 _ => Range::Blocks { pow2: recipe.pow2 },
             };
-            // A rank that has nothing of a weight still learns its scale.
-            k.quantise(s, &Quantise { x: &x, range, rows: Some(&rows), cols: None, sums: None })?;
+            if !made {
+                k.quantise(s, &Quantise { x: &x, range, rows: Some(&rows), cols: None, sums: None })?;
+            }
             if x.numel() > 0 {
                 let made = Narrowed { rows: Some(Side::Bytes(rows)), cols: None };
                 state.note(rank, id, Role::Weight, &x, &made)?;
             }
         }
         Ok(())
-    }
-
-    /// The largest magnitude of every weight that is bytes, f32 `[weights]`, on which all ranks that have parts of it agree.
-    fn magnitudes(&self, rank: &Rank, placement: Placement, masters: &[Tensor]) -> Result<Tensor> {
-        let (s, k, count) = (&rank.compute, &rank.kernels, self.stored().all().count());
-        let all = s.zeros(&[count], DType::F32, Category::Communication)?;
-        for (n, (id, _)) in self.stored().all().enumerate().filter(|(_, (id, _))| masters[id.0].numel() > 0) {
-            k.amax(s, &matrix(&masters[id.0])?, &all.narrow(0, n, 1)?)?;
-        }
-        if placement != Placement::Replicate {
-            rank.copies.all_reduce(s, &all, Reduce::Max, "magnitudes of weights of copies")?;
-        }
-        rank.tp.all_reduce(s, &all, Reduce::Max, "magnitudes of weights")?;
-        // Rounding keeps order: the largest of rounded numbers is the largest, rounded.
-        let rounded = Tensor::empty(s, &[count], self.dtype(), Category::Workspace)?;
-        k.copy(s, &all, &rounded)?;
-        k.copy(s, &rounded, &all)?;
-        Ok(all)
     }
 
     /// All of a weight, flat, from the parts of ranks.
@@ -200,7 +191,7 @@ impl EightState {
 }
 
 /// A flat tensor as rows of equal length, as long as they may be.
-fn matrix(flat: &Tensor) -> Result<Tensor> {
+pub(super) fn matrix(flat: &Tensor) -> Result<Tensor> {
     let n = flat.numel();
     let width = if n == 0 { ALIGN } else { 1 << n.trailing_zeros().min(WIDTH.trailing_zeros()) };
     if width < ALIGN {

@@ -78,6 +78,7 @@ impl Case {
             align: Align::TopLeft,
             left: self.window.map(|w| w - 1),
             right: None,
+            fp8: false,
         }
     }
 

@@ -25,7 +25,15 @@ const D_V: usize = 4;
 
 fn scores(c: &Case) -> Scores {
     let left = c.window.map(|w| w - 1);
-    Scores { scale: 0.6, softcap: c.softcap, causal: true, align: Align::TopLeft, left, right: None }
+    Scores {
+        scale: 0.6,
+        softcap: c.softcap,
+        causal: true,
+        align: Align::TopLeft,
+        left,
+        right: None,
+        fp8: false,
+    }
 }
 
 fn cases() -> Vec<(Case, Vec<Variant>)> {
@@ -79,6 +87,7 @@ impl Case {
             causal: true,
             align: CpuAlign::TopLeft,
             window: (s.left, None),
+            fp8: false,
             lse_head: 1,
             lse_token: 1,
         };

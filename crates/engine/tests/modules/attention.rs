@@ -83,6 +83,7 @@ impl Case {
                 align: Align::TopLeft,
                 left: self.window.map(|w| w - 1),
                 right: None,
+                fp8: false,
             },
             qk_norm: self.qk_norm,
             sink: self.sink,

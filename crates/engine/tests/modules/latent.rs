@@ -73,6 +73,7 @@ impl Case {
                 align: Align::TopLeft,
                 left: self.window.map(|w| w - 1),
                 right: None,
+                fp8: false,
             },
             std: (0.1, 0.1),
         }

@@ -11,6 +11,7 @@ mod linear;
 mod mlp;
 mod narrow;
 mod narrow_blocks;
+mod narrow_head;
 mod narrow_oracle;
 mod narrow_spread;
 mod narrow_state;

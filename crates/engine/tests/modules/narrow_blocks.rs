@@ -44,6 +44,7 @@ fn declare(policy: &Policy, gated: bool) -> impl Fn(&mut Declarations, &Rank) ->
             align: Align::TopLeft,
             left: None,
             right: None,
+            fp8: false,
         };
         let config = AttentionConfig {
             hidden: HIDDEN,

@@ -64,6 +64,10 @@ fn narrow_maps_over_ranks_have_the_bytes_of_one() {
         } else {
             Map::new(132, 64, &[256], true)
         });
+        // Tokens of whole blocks on 2 and on 4 ranks: blocks of columns are a rank's own.
+        if recipe.method == Method::Block {
+            maps.extend([Map::new(512, 36, &[64], true), Map::new(512, 160, &[36], false)]);
+        }
         for map in maps {
             for split in [ROWS, COLUMNS] {
                 let build = build(Some(recipe), &[], &map, split);

@@ -4,10 +4,10 @@ use ferrotron_engine::{
     Declarations, GradBuffer, ParamId, Params, Pass, Rank, Saved, SavedTensor, WeightGrad,
 };
 use ferrotron_tensor::fp8::{E4m3, E5m2};
-use ferrotron_tensor::{Category, DType, Element, Tensor, bf16};
+use ferrotron_tensor::{Category, DType, Element, Tensor, bf16, f16};
 
 /// The types modules compute in.
-pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
 /// Numbers in (-1, 1) from a seed (SplitMix64).
 pub fn numbers(seed: u64, n: usize) -> Vec<f64> {
@@ -26,6 +26,7 @@ pub fn numbers(seed: u64, n: usize) -> Vec<f64> {
 pub fn rounded(dtype: DType, values: Vec<f64>) -> Vec<f64> {
     let round = |x: f64| match dtype {
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
+        DType::F16 => f16::from_f32(x as f32).to_f64(),
         _ => f64::from(x as f32),
     };
     values.into_iter().map(round).collect()
@@ -137,6 +138,9 @@ pub fn write(rank: &Rank, t: &Tensor, values: &[f64]) {
         DType::BF16 => {
             rank.compute.write_to(t, &values.iter().map(|x| bf16::from_f32(*x as f32)).collect::<Vec<_>>())
         }
+        DType::F16 => {
+            rank.compute.write_to(t, &values.iter().map(|x| f16::from_f32(*x as f32)).collect::<Vec<_>>())
+        }
         other => panic!("{other}"),
     }
     .unwrap();
@@ -145,6 +149,7 @@ pub fn write(rank: &Rank, t: &Tensor, values: &[f64]) {
 pub fn host(rank: &Rank, t: &Tensor) -> Vec<f64> {
     match t.dtype() {
         DType::F32 => rank.compute.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
+        DType::F16 => rank.compute.download::<f16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect(),
         DType::BF16 => rank.compute.download::<bf16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect(),
         other => panic!("{other}"),
     }
@@ -183,7 +188,11 @@ pub fn close(what: &str, dtype: DType, ours: &[f64], theirs: &[f64]) {
     let size = dot(theirs, theirs).sqrt();
     let relative = dot(&apart, &apart).sqrt() / size.max(1e-3);
     // A module rounds a handful of times on the way.
-    let most = if dtype == DType::F32 { 3e-6 } else { 1.5e-2 };
+    let most = match dtype {
+        DType::F32 => 3e-6,
+        DType::F16 => 2e-3,
+        _ => 1.5e-2,
+    };
     assert!(relative <= most, "{what}: {relative:.2e} apart, more than {most:.0e}");
 }
 
@@ -203,6 +212,7 @@ pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize 
         let copy = match s.dtype() {
             DType::F32 => copied::<f32>(rank, s),
             DType::BF16 => copied::<bf16>(rank, s),
+            DType::F16 => copied::<f16>(rank, s),
             DType::I32 => copied::<i32>(rank, s),
             DType::E4M3 => copied::<E4m3>(rank, s),
             DType::E5M2 => copied::<E5m2>(rank, s),

@@ -1,6 +1,6 @@
 //! Adam and SGD over lists of tensors: f32 arithmetic on the f32 master, every copy written in the same pass.
 
-use super::optim_list::{Grad, Param, Piece, State, cut, over_master};
+use super::optim_list::{Grad, Param, Piece, State, Taken, cut, over_master, raise};
 use super::optim_packed::{one_moment, two_moments};
 use super::{Isa, multiversion};
 use crate::moments::{First8, First16, Second8, Second16};
@@ -22,6 +22,8 @@ pub struct UpdateSlices<'a> {
     pub lr: f32,
     /// Weight decay of this tensor.
     pub weight_decay: f32,
+    /// What is taken of the new weight; by Adam.
+    pub taken: Option<Taken<'a>>,
 }
 
 /// Factors of an Adam step that all tensors share.
@@ -88,11 +90,11 @@ impl AdamFactors {
 /// One Adam step on every tensor, with `g` the scaled gradient (plus `wd·p` when not decoupled):
 /// `m = β1·m + (1−β1)·g`, `v = β2·v + ((1−β2)·g)·g`, `p −= lr·((m/c1)/(√(v/c2) + ε) [+ wd·p])`.
 pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateSlices<'_>>) -> Result<()> {
-    let mut pieces = cut("adam", list, true)?;
+    let (mut pieces, amaxes) = cut("adam", list, true)?;
     threads.chunks(&mut pieces, 1, &|_, pieces| {
-        for Piece { param, grad, first, second, lr, weight_decay } in pieces {
+        for Piece { param, taking, grad, first, second, lr, weight_decay } in pieces {
             let (lr, wd) = (*lr, *weight_decay);
-            over_master(isa, param, |range, p| {
+            over_master(isa, param, taking, |range, p| {
                 let (grad, r) = (grad.part(range.clone()), range);
                 match (&mut *first, &mut *second) {
                     (State::F32(m), State::F32(v)) => {
@@ -119,6 +121,22 @@ pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateS
             });
         }
     });
+    raise(&pieces, amaxes);
+    Ok(())
+}
+
+/// What a step that changes nothing makes: bytes of weights as they are, and their magnitudes.
+pub fn adam_left_out(threads: &Threads, isa: Isa, list: Vec<UpdateSlices<'_>>) -> Result<()> {
+    let list = list.into_iter().filter(|u| u.taken.as_ref().is_some_and(|t| t.bytes.is_some())).collect();
+    let (mut pieces, amaxes) = cut("adam", list, true)?;
+    threads.chunks(&mut pieces, 1, &|_, pieces| {
+        for Piece { param, taking, .. } in pieces {
+            if let Some(taking) = taking {
+                taking.again(isa, param);
+            }
+        }
+    });
+    raise(&pieces, amaxes);
     Ok(())
 }
 
@@ -200,7 +218,7 @@ pub fn sgd(
     seed: u32,
     list: Vec<UpdateSlices<'_>>,
 ) -> Result<()> {
-    let mut pieces = cut("sgd", list, false)?;
+    let (mut pieces, _) = cut("sgd", list, false)?;
     let f = SgdFactors {
         momentum: if first_step { 0.0 } else { sgd.momentum },
         new: if first_step { 1.0 } else { 1.0 - sgd.dampening },
@@ -211,7 +229,7 @@ pub fn sgd(
     threads.chunks(&mut pieces, 1, &|_, pieces| {
         for Piece { param, grad, first, lr, weight_decay, .. } in pieces {
             let (lr, wd) = (*lr, *weight_decay);
-            over_master(isa, param, |r, p| {
+            over_master(isa, param, &mut None, |r, p| {
                 let grad = grad.part(r.clone());
                 match &mut *first {
                     State::None => match grad {

@@ -1,9 +1,11 @@
 //! What an optimizer step works on, cut into pieces, and the two forms a master weight is kept in.
 
 use super::optim::UpdateSlices;
+use super::quant::{amax_row, encode_row};
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
 use crate::moments::BLOCK;
+use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{Float, Result, bf16, f16, shape_error};
 use std::mem::take;
 use std::ops::Range;
@@ -15,6 +17,8 @@ pub enum Param<'a> {
     Master(&'a mut [f32]),
     /// Master and bf16 copy, rounded to nearest even.
     Copied(&'a mut [f32], &'a mut [bf16]),
+    /// Master and f16 copy, rounded to nearest even.
+    Half(&'a mut [f32], &'a mut [f16]),
     /// The master is bf16 weight and i16 remainder together ([`split_master`]).
     Split(&'a mut [bf16], &'a mut [i16]),
 }
@@ -46,7 +50,7 @@ pub enum State<'a> {
 impl<'a> Param<'a> {
     fn len(&self) -> usize {
         match self {
-            Param::Master(p) | Param::Copied(p, _) => p.len(),
+            Param::Master(p) | Param::Copied(p, _) | Param::Half(p, _) => p.len(),
             Param::Split(p, _) => p.len(),
         }
     }
@@ -55,6 +59,7 @@ impl<'a> Param<'a> {
         match self {
             Param::Master(p) => p.len(),
             Param::Copied(_, w) => w.len(),
+            Param::Half(_, w) => w.len(),
             Param::Split(_, r) => r.len(),
         }
     }
@@ -63,6 +68,7 @@ impl<'a> Param<'a> {
         match self {
             Param::Master(p) => Param::Master(front(p, n)),
             Param::Copied(p, w) => Param::Copied(front(p, n), front(w, n)),
+            Param::Half(p, w) => Param::Half(front(p, n), front(w, n)),
             Param::Split(p, r) => Param::Split(front(p, n), front(r, n)),
         }
     }
@@ -123,9 +129,48 @@ fn front<'a, T>(slice: &mut &'a mut [T], n: usize) -> &'a mut [T] {
     head
 }
 
+/// What is taken of a weight while it is made.
+#[derive(Debug)]
+pub struct Taken<'a> {
+    /// Becomes the larger of itself and the weight's largest magnitude.
+    pub amax: &'a mut f32,
+    /// Gets its bytes under a scale, of which the last gets the inverse.
+    pub bytes: Option<(&'a mut [E4m3], f32, &'a mut f32)>,
+}
+
+/// The same of a piece.
+pub(super) struct Taking<'a> {
+    /// Which tensor of the list it is of.
+    pub of: usize,
+    /// The pattern of the largest magnitude so far.
+    pub most: u32,
+    bytes: Option<(&'a mut [E4m3], f32)>,
+}
+
+impl Taking<'_> {
+    /// Elements `range` of the piece are `w`.
+    fn take(&mut self, isa: Isa, range: Range<usize>, w: &[bf16]) {
+        self.most = self.most.max(amax_row(isa, w));
+        if let Some((data, scale)) = &mut self.bytes {
+            encode_row(isa, w, *scale, &mut data[range]);
+        }
+    }
+
+    /// Takes of a parameter that stays what it is.
+    pub(super) fn again(&mut self, isa: Isa, param: &Param<'_>) {
+        let (Param::Master(p) | Param::Copied(p, _)) = param else { return };
+        let mut scratch = [bf16::ZERO; CACHED];
+        for (i, p) in p.chunks(CACHED).enumerate() {
+            narrow(isa, p, &mut scratch[..p.len()]);
+            self.take(isa, i * CACHED..i * CACHED + p.len(), &scratch[..p.len()]);
+        }
+    }
+}
+
 /// A piece of one tensor of the list.
 pub(super) struct Piece<'a> {
     pub param: Param<'a>,
+    pub taking: Option<Taking<'a>>,
     pub grad: Grad<'a>,
     pub first: State<'a>,
     pub second: State<'a>,
@@ -138,9 +183,9 @@ pub(super) fn cut<'a>(
     op: &'static str,
     list: Vec<UpdateSlices<'a>>,
     two_moments: bool,
-) -> Result<Vec<Piece<'a>>> {
-    let mut pieces = Vec::new();
-    for UpdateSlices { mut param, grad, mut first, mut second, lr, weight_decay } in list {
+) -> Result<(Vec<Piece<'a>>, Vec<Option<&'a mut f32>>)> {
+    let (mut pieces, mut amaxes) = (Vec::new(), Vec::new());
+    for UpdateSlices { mut param, grad, mut first, mut second, lr, weight_decay, taken } in list {
         let len = param.len();
         check_len(op, "weight", param.other_len(), len)?;
         check_len(op, "gradient", grad.len(), len)?;
@@ -160,9 +205,24 @@ pub(super) fn cut<'a>(
         if !fits {
             return shape_error(op, "Adam needs two moments of one type, SGD one momentum or none");
         }
+        let (of, takes) = (amaxes.len(), taken.is_some());
+        let (amax, bytes) = taken.map_or((None, None), |t| (Some(t.amax), t.bytes));
+        amaxes.push(amax);
+        let mut bytes = match bytes {
+            Some((data, scale, inverse)) => {
+                check_len(op, "bytes", data.len(), len)?;
+                if len > 0 {
+                    *inverse = 1.0 / scale;
+                }
+                Some((data, scale))
+            }
+            None => None,
+        };
         for start in (0..len).step_by(PIECE) {
             let n = PIECE.min(len - start);
+            let bytes = bytes.as_mut().map(|(data, scale)| (front(data, n), *scale));
             pieces.push(Piece {
+                taking: takes.then_some(Taking { of, most: 0, bytes }),
                 param: param.front(n),
                 grad: grad.part(start..start + n),
                 first: first.front(n),
@@ -172,21 +232,54 @@ pub(super) fn cut<'a>(
             });
         }
     }
-    Ok(pieces)
+    Ok((pieces, amaxes))
+}
+
+/// Raises magnitudes by what pieces found; the largest is the same in any order.
+pub(super) fn raise(pieces: &[Piece], mut amaxes: Vec<Option<&mut f32>>) {
+    for t in pieces.iter().filter_map(|p| p.taking.as_ref()) {
+        if let Some(amax) = &mut amaxes[t.of] {
+            **amax = amax.max(f32::from_bits(t.most));
+        }
+    }
 }
 
 /// Elements updated at once, so that the copies are made from cache.
 pub(super) const CACHED: usize = 2048;
 
 /// Run `update(range, master)` over blocks of a piece, with its other copies read before and written after.
-pub(super) fn over_master(isa: Isa, param: &mut Param<'_>, mut update: impl FnMut(Range<usize>, &mut [f32])) {
+pub(super) fn over_master(
+    isa: Isa,
+    param: &mut Param<'_>,
+    taking: &mut Option<Taking>,
+    mut update: impl FnMut(Range<usize>, &mut [f32]),
+) {
     let len = param.len();
     let mut scratch = [0f32; CACHED];
+    let takes = taking.is_some();
+    let mut take = |range: Range<usize>, w: &[bf16]| {
+        if let Some(taking) = taking.as_mut() {
+            taking.take(isa, range, w);
+        }
+    };
+    let mut rounded = [bf16::ZERO; CACHED];
     for start in (0..len).step_by(CACHED) {
         let range = start..(start + CACHED).min(len);
         match param {
-            Param::Master(p) => update(range.clone(), &mut p[range]),
+            Param::Master(p) => {
+                update(range.clone(), &mut p[range.clone()]);
+                if takes {
+                    let w = &mut rounded[..range.len()];
+                    narrow(isa, &p[range.clone()], w);
+                    take(range, w);
+                }
+            }
             Param::Copied(p, w) => {
+                update(range.clone(), &mut p[range.clone()]);
+                narrow(isa, &p[range.clone()], &mut w[range.clone()]);
+                take(range.clone(), &w[range]);
+            }
+            Param::Half(p, w) => {
                 update(range.clone(), &mut p[range.clone()]);
                 narrow(isa, &p[range.clone()], &mut w[range]);
             }
@@ -194,16 +287,17 @@ pub(super) fn over_master(isa: Isa, param: &mut Param<'_>, mut update: impl FnMu
                 let master = &mut scratch[..range.len()];
                 join(isa, &high[range.clone()], &low[range.clone()], master);
                 update(range.clone(), master);
-                split(isa, master, &mut high[range.clone()], &mut low[range]);
+                split(isa, master, &mut high[range.clone()], &mut low[range.clone()]);
+                take(range.clone(), &high[range]);
             }
         }
     }
 }
 
 multiversion! {
-    fn narrow(p: &[f32], w: &mut [bf16]) {
+    fn narrow<T: Float>(p: &[f32], w: &mut [T]) {
         for (w, p) in w.iter_mut().zip(p) {
-            *w = <bf16 as Float>::from_f32(*p);
+            *w = T::from_f32(*p);
         }
     }
 }

@@ -120,12 +120,12 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ float bac
     KERNEL(act_backward_##NAME, backward, T, false)                                                               \
     KERNEL(gated_backward_##NAME, backward, T, true)
 
-KERNELS(float, f32)
+NOT_OF_HALF(KERNELS(float, f32))
 KERNELS(bf16, bf16)
-MEASURED(act_forward_amax, forward, bf16, false)
-MEASURED(gated_forward_amax, forward, bf16, true)
-MEASURED(act_backward_amax, backward, bf16, false)
-MEASURED(gated_backward_amax, backward, bf16, true)
+NOT_OF_HALF(MEASURED(act_forward_amax, forward, bf16, false))
+NOT_OF_HALF(MEASURED(gated_forward_amax, forward, bf16, true))
+NOT_OF_HALF(MEASURED(act_backward_amax, backward, bf16, false))
+NOT_OF_HALF(MEASURED(gated_backward_amax, backward, bf16, true))
 
 // dx = act'(x)·dy of rows [rows, width], and f32 [parts, width] at `amax`: the sums of its columns, as it is stored, over
 // part_rows rows each. A block has 32 lanes of V columns; the rows of its part are dealt out to its warps.
@@ -221,5 +221,5 @@ __device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)
         else if (a.act == GELU_ERF) backward_columns<T, GeluErf<T>>(a, sums);                                     \
         else backward_columns<T, Silu<T>>(a, sums);                                                               \
     }
-COLUMNS(float, f32)
+NOT_OF_HALF(COLUMNS(float, f32))
 COLUMNS(bf16, bf16)

@@ -27,9 +27,22 @@ template <bool INVERSES> __device__ __forceinline__ void adam_element(const Adam
     p = __fsub_rn(p, __fmul_rn(f.lr, update));
 }
 
-template <class P, class A, class B> __device__ __forceinline__ void adam(const AdamArgs& a) {
+// What is taken of weights while they are made: nothing.
+struct Nothing {
+    static constexpr bool wanted = false;
+    __device__ __forceinline__ Nothing(const Entry&, bool) {}
+    template <class P, int N> __device__ __forceinline__ void take(i64, const Group<float, N>&) {}
+    template <class P> __device__ __forceinline__ void take_one(i64, float) {}
+    __device__ __forceinline__ void raise(const Entry&) const {}
+    template <class P> static __device__ __forceinline__ void left_out(const AdamArgs&) {}
+};
+
+template <class P, class A, class B, class T> __device__ __forceinline__ void adam(const AdamArgs& a) {
     const float* s = reinterpret_cast<const float*>(a.scalars);
-    if (!is_number(s[GRAD_NORM])) return;
+    if (!is_number(s[GRAD_NORM])) {
+        T::template left_out<P>(a);
+        return;
+    }
     const int index = entry_of(a, blockIdx.x);
     const Entry& e = a.list[index];
     float wd = __fmul_rn(s[WEIGHT_DECAY], e.wd_mult);
@@ -42,7 +55,8 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
     const A first(e.first, e.first_scales);
     const B second(e.second, e.second_scales);
     const float* grad = reinterpret_cast<const float*>(e.grad);
-    bool wide = ((e.master | e.weight | e.grad | e.first | e.second) & 15) == 0;
+    T taken(e, blockIdx.x == a.start[index]);
+    bool wide = ((e.master | e.weight | e.grad | e.first | e.second | (T::wanted ? e.bytes : 0)) & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
     if (!wide || base + UPDATES > e.n) {
         // Few blocks: those at an end. Whole warps stay together.
@@ -54,11 +68,13 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
                 x = masters.get(at), m = first.get(at), v = second.get(at);
                 adam_element<A::packed>(f, x, grad[at], m, v);
                 masters.set(at, x);
+                taken.template take_one<P>(at, x);
             }
             u32 dice = A::packed ? dice_of(seed, x, m) : 0;
             first.set(at, there, m, dice);
             second.set(at, there, v, turned(dice));
         }
+        taken.raise(e);
         return;
     }
     constexpr int N = A::N, AHEAD = 2;
@@ -87,6 +103,7 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
                 adam_element<A::packed>(f, x.at[i], g[u].at[i], y[i], z[i]);
             }
             masters.store(at, x);
+            taken.template take<P>(at, x);
             float scale1 = first.settle(at, y), scale2 = second.settle(at, z);
             Group<typename A::Code, N> c;
             Group<typename B::Code, N> d;
@@ -100,4 +117,5 @@ template <class P, class A, class B> __device__ __forceinline__ void adam(const 
             second.store(at, d);
         }
     }
+    taken.raise(e);
 }

@@ -131,6 +131,7 @@ fn check(op: &'static str, status: cublasStatus_t) -> Result<()> {
 fn kind(t: DType) -> sys::cudaDataType_t {
     match t {
         DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
         DType::E4M3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
         DType::E5M2 => sys::cudaDataType_t::CUDA_R_8F_E5M2,
         _ => sys::cudaDataType_t::CUDA_R_32F,

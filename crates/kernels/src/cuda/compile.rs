@@ -78,13 +78,15 @@ impl Compiler {
     /// What decides the result: text, options and compiler.
     pub(super) fn key(&self, source: &Source, arch: &str) -> Vec<u8> {
         let (major, minor) = self.version;
-        format!("NVRTC {major}.{minor} {:?}\n{PRELUDE}\n{}", options(arch), source.text).into_bytes()
+        let start = source.variant.start();
+        format!("NVRTC {major}.{minor} {:?}\n{start}{PRELUDE}\n{}", options(arch), source.text).into_bytes()
     }
 
     /// Machine code of one source for an architecture such as `sm_90a`.
     pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled> {
         let nul = |e: std::ffi::NulError| Error::Cuda { op: "kernel source", what: e.to_string() };
-        let text = format!("{PRELUDE}\n#line 1 \"{}.cu\"\n{}", source.name, source.text);
+        let text =
+            format!("{}{PRELUDE}\n#line 1 \"{}.cu\"\n{}", source.variant.start(), source.name, source.text);
         let (text, name) = (CString::new(text).map_err(nul)?, CString::new("prelude.cuh").map_err(nul)?);
         let options =
             options(arch).into_iter().map(CString::new).collect::<Result<Vec<_>, _>>().map_err(nul)?;

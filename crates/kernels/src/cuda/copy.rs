@@ -108,7 +108,7 @@ impl CudaKernels {
     /// `out = x` of one type, in one launch.
     pub(super) fn copy_same(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "copy";
-        if !matches!(x.dtype(), DType::F32 | DType::BF16 | DType::I32) {
+        if !matches!(x.dtype(), DType::F32 | DType::BF16 | DType::F16 | DType::I32) {
             return Err(Error::DType { op: OP, found: x.dtype(), wanted: DType::F32 });
         }
         let strides = strides(x, out)?;

@@ -153,24 +153,24 @@ template <class T> __device__ __forceinline__ void softcap_backward(const MapArg
 
 #define MAP(name, body)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS) name(const MapArgs p) { body(p); }
-MAP(add_f32, add<float>)
+NOT_OF_HALF(MAP(add_f32, add<float>))
 MAP(add_bf16, add<bf16>)
 // The type of y, then that of x.
-MAP(add_assign_f32_f32, (add_assign<float, float>))
+NOT_OF_HALF(MAP(add_assign_f32_f32, (add_assign<float, float>)))
 MAP(add_assign_f32_bf16, (add_assign<bf16, float>))
 MAP(add_assign_bf16_f32, (add_assign<float, bf16>))
 MAP(add_assign_bf16_bf16, (add_assign<bf16, bf16>))
-MAP(scale_f32, scale<float>)
+NOT_OF_HALF(MAP(scale_f32, scale<float>))
 MAP(scale_bf16, scale<bf16>)
-MAP(cast_f32_bf16, (cast<float, bf16>))
-MAP(cast_bf16_f32, (cast<bf16, float>))
-MAP(cast_f32_f16, (cast<float, f16>))
-MAP(cast_f16_f32, (cast<f16, float>))
-MAP(cast_f16_bf16, (cast<f16, bf16>))
-MAP(cast_bf16_f16, (cast<bf16, f16>))
-MAP(softcap_forward_f32, softcap_forward<float>)
+NOT_OF_HALF(MAP(cast_f32_bf16, (cast<float, bf16>)))
+NOT_OF_HALF(MAP(cast_bf16_f32, (cast<bf16, float>)))
+NOT_OF_HALF(MAP(cast_f32_f16, (cast<float, f16>)))
+NOT_OF_HALF(MAP(cast_f16_f32, (cast<f16, float>)))
+NOT_OF_HALF(MAP(cast_f16_bf16, (cast<f16, bf16>)))
+NOT_OF_HALF(MAP(cast_bf16_f16, (cast<bf16, f16>)))
+NOT_OF_HALF(MAP(softcap_forward_f32, softcap_forward<float>))
 MAP(softcap_forward_bf16, softcap_forward<bf16>)
-MAP(softcap_backward_f32, softcap_backward<float>)
+NOT_OF_HALF(MAP(softcap_backward_f32, softcap_backward<float>))
 MAP(softcap_backward_bf16, softcap_backward<bf16>)
 
 struct DropoutArgs {

@@ -74,7 +74,13 @@ impl ElementwiseKernels for CudaKernels {
     fn add_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()> {
         const OP: &str = "add_assign";
         same_contiguous(OP, &[x, y])?;
+        let half = |name| Kernel { source: "elementwise.half", name };
         let kernel = match y.dtype() {
+            DType::F16 if x.dtype() == DType::F32 => half("add_assign_bf16_f32"),
+            DType::F16 if x.dtype() == DType::F16 => half("add_assign_bf16_bf16"),
+            DType::BF16 if x.dtype() == DType::F16 => {
+                return Err(Error::DType { op: OP, found: DType::BF16, wanted: DType::F16 });
+            }
             DType::F32 => typed!(OP, x.dtype(), "elementwise", "add_assign_f32")?,
             DType::BF16 => typed!(OP, x.dtype(), "elementwise", "add_assign_bf16")?,
             found => return Err(Error::DType { op: OP, found, wanted: DType::F32 }),

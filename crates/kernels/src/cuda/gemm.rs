@@ -37,15 +37,15 @@ impl GemmKernels for CudaKernels {
     fn gemm(&self, s: &Stream, g: &Gemm) -> Result<()> {
         let sizes = g.sizes()?;
         let input = g.a.dtype();
-        if !matches!(input, DType::F32 | DType::BF16) {
+        if !matches!(input, DType::F32 | DType::BF16 | DType::F16) {
             return Err(Error::DType { op: "gemm", found: input, wanted: DType::BF16 });
         }
         if sizes.m == 0 || sizes.n == 0 {
             return Ok(());
         }
-        // A bf16 result is rounded once here. The library rounds the product before it adds what is there, and
+        // A narrow result is rounded once here. The library rounds the product before it adds what is there, and
         // before it adds a bias where rows are off 16 bytes: those are ours.
-        let onto = g.accumulate && (g.bias.is_some() || g.c.dtype() == DType::BF16);
+        let onto = g.accumulate && (g.bias.is_some() || g.c.dtype() != DType::F32);
         if sizes.k > 0 && !onto && (g.bias.is_none() || g.even(&sizes)) {
             let epilogue = if g.bias.is_some() { Epilogue::Bias } else { Epilogue::None };
             let (bias, accumulate) = (g.bias.map(read), g.accumulate);

@@ -67,6 +67,67 @@ extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a)
     s[CLIP] = !a.limited || factor >= 1.0 ? 1.0f : float(factor);
 }
 
+struct ScaleArgs {
+    u64 state, x, out;
+    i64 n;
+};
+
+// out = x times the loss scale.
+extern "C" __global__ void __launch_bounds__(THREADS) scale_loss(const ScaleArgs a) {
+    const float scale = float(reinterpret_cast<const double*>(a.state)[SCALE]);
+    const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (at < a.n) reinterpret_cast<float*>(a.out)[at] = __fmul_rn(reinterpret_cast<const float*>(a.x)[at], scale);
+}
+
+// One number: the sum of squares without the scale.
+extern "C" __global__ void unscale_square(const ScaleArgs a) {
+    const double scale = reinterpret_cast<const double*>(a.state)[SCALE];
+    double* square = reinterpret_cast<double*>(a.out);
+    *square = __ddiv_rn(*square, __dmul_rn(scale, scale));
+}
+
+struct ScalerArgs {
+    u64 state, scalars;
+    float least, growth, backoff;
+    u32 interval;
+    i32 hysteresis;
+    u32 pad;
+};
+
+// The scale after a step: grad_scaler.rs.
+extern "C" __global__ void update_scaler(const ScalerArgs a) {
+    double* state = reinterpret_cast<double*>(a.state);
+    float* s = reinterpret_cast<float*>(a.scalars);
+    const float scale = float(state[SCALE]);
+    s[LOSS_SCALE] = scale;
+    s[CLIP] = __fmul_rn(s[CLIP], __fdiv_rn(1.0f, scale));
+    if (!is_number(s[GRAD_NORM])) {
+        const i32 left = max(i32(state[HYSTERESIS]), -0x7fffffff) - 1;
+        state[GROWTH] = 0.0;
+        state[HYSTERESIS] = double(left);
+        if (left <= 0) state[SCALE] = double(fmaxf(__fmul_rn(scale, a.backoff), a.least));
+        return;
+    }
+    const u32 good = u32(state[GROWTH]) + 1;
+    const bool grows = good >= a.interval;
+    state[GROWTH] = grows ? 0.0 : double(good);
+    if (!grows) return;
+    state[HYSTERESIS] = double(a.hysteresis);
+    state[SCALE] = double(__fmul_rn(scale, a.growth));
+}
+
+struct ClearArgs {
+    u64 scalars, numbers;
+    i64 n;
+};
+
+// Zeros, for a step that is made to raise them.
+extern "C" __global__ void __launch_bounds__(THREADS) clear_for_step(const ClearArgs a) {
+    if (!is_number(reinterpret_cast<const float*>(a.scalars)[GRAD_NORM])) return;
+    const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
+    if (at < a.n) reinterpret_cast<float*>(a.numbers)[at] = 0.0f;
+}
+
 struct CountArgs {
     u64 counter, scalars;
     float beta1, beta2;

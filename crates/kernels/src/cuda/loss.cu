@@ -310,5 +310,5 @@ extern "C" __global__ void __launch_bounds__(256) cross_entropy_shard_loss(const
         shard_gradient<T>(a);                                                                                     \
     }
 
-KERNELS(float, f32)
+NOT_OF_HALF(KERNELS(float, f32))
 KERNELS(bf16, bf16)

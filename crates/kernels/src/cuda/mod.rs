@@ -47,7 +47,7 @@ pub use compile::{Compiled, Compiler, Usage};
 pub use energy::EnergyCounter;
 pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{Readiness, architecture};
-pub use sources::{SOURCES, Source};
+pub use sources::{SOURCES, Source, Variant, variants};
 
 use ferrotron_tensor::{Device, Error, Launch, Result};
 use modules::Modules;
@@ -120,7 +120,8 @@ impl CudaKernels {
     }
 }
 
-/// The f32 or bf16 instance of a kernel: `typed!(OP, dtype, "norm", "norm_forward")`.
+/// The instance of a kernel for f32, bf16 or f16: `typed!(OP, dtype, "norm", "norm_forward")`. That for f16 is the bf16 one
+/// of the source compiled with f16 numbers.
 macro_rules! typed {
     ($op:expr, $dtype:expr, $source:literal, $name:literal) => {
         match $dtype {
@@ -129,6 +130,9 @@ macro_rules! typed {
             }
             ferrotron_tensor::DType::BF16 => {
                 Ok($crate::cuda::Kernel { source: $source, name: concat!($name, "_bf16") })
+            }
+            ferrotron_tensor::DType::F16 => {
+                Ok($crate::cuda::Kernel { source: concat!($source, ".half"), name: concat!($name, "_bf16") })
             }
             found => {
                 Err(ferrotron_tensor::Error::DType { op: $op, found, wanted: ferrotron_tensor::DType::F32 })

@@ -1,7 +1,7 @@
 //! Kernels made ready: compiled or taken from the cache, loaded onto the card, found by name.
 
 use super::compile::Compiler;
-use super::sources::{SOURCES, Source};
+use super::sources::{SOURCES, Source, variants};
 use super::{Grid, Kernel, cache};
 use cudarc::driver::sys::{self, CUresult};
 use ferrotron_tensor::{CardInfo, Error, Launch, Result};
@@ -23,7 +23,8 @@ const UNASKED: u32 = 32 << 10;
 
 /// Loaded modules and the functions found in them so far.
 pub(super) struct Modules {
-    modules: HashMap<&'static str, sys::CUmodule>,
+    modules: RwLock<HashMap<&'static str, sys::CUmodule>>,
+    arch: String,
     functions: RwLock<HashMap<(&'static str, &'static str), Function>>,
     readiness: Readiness,
 }
@@ -75,17 +76,35 @@ impl Modules {
         for (name, made) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
             let (code, cached) = made?;
             *(if cached { &mut readiness.cached } else { &mut readiness.compiled }) += 1;
-            let mut module = std::ptr::null_mut();
-            // SAFETY: a whole cubin (compiled here, or checked by the cache); the context is current.
-            check("load kernels", unsafe { sys::cuModuleLoadData(&mut module, code.as_ptr().cast()) })?;
-            modules.insert(name, module);
+            modules.insert(name, loaded(&code)?);
         }
-        Ok(Modules { modules, functions: RwLock::default(), readiness })
+        Ok(Modules { modules: RwLock::new(modules), arch, functions: RwLock::default(), readiness })
+    }
+
+    /// A module; variants are made ready now. The context of the card is current wherever kernels are queued.
+    fn module(&self, kernel: Kernel) -> Result<sys::CUmodule> {
+        let known =
+            || self.modules.read().unwrap_or_else(PoisonError::into_inner).get(kernel.source).copied();
+        if let Some(module) = known() {
+            return Ok(module);
+        }
+        let Some(source) = variants().find(|s| s.name == kernel.source) else {
+            let what = format!("there is no {}.cu for this card", kernel.source);
+            return Err(Error::Cuda { op: kernel.name, what });
+        };
+        let mut modules = self.modules.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(source.name) {
+            return Ok(*module);
+        }
+        let (code, _) = make(&Compiler::open()?, &source, &self.arch, cache::folder().as_deref())?;
+        let module = loaded(&code)?;
+        modules.insert(source.name, module);
+        Ok(module)
     }
 
     /// Is there this source?
     pub(super) fn has(&self, source: &str) -> bool {
-        self.modules.contains_key(source)
+        self.modules.read().unwrap_or_else(PoisonError::into_inner).contains_key(source)
     }
 
     pub(super) fn readiness(&self) -> Readiness {
@@ -133,7 +152,7 @@ impl Modules {
         }
         let missing =
             || Error::Cuda { op: kernel.name, what: format!("{}.cu has no such kernel", kernel.source) };
-        let module = *self.modules.get(kernel.source).ok_or_else(missing)?;
+        let module = self.module(kernel)?;
         let name = CString::new(kernel.name).map_err(|_| missing())?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: a loaded module and a name; then a function of it.
@@ -150,6 +169,14 @@ impl Modules {
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
         Ok(raw)
     }
+}
+
+/// A module of a whole cubin, compiled here or checked by the cache, in the current context.
+fn loaded(code: &[u8]) -> Result<sys::CUmodule> {
+    let mut module = std::ptr::null_mut();
+    // SAFETY: a whole cubin; the context is current.
+    check("load kernels", unsafe { sys::cuModuleLoadData(&mut module, code.as_ptr().cast()) })?;
+    Ok(module)
 }
 
 fn make(

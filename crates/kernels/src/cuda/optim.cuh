@@ -18,8 +18,10 @@ template <class A> __device__ __forceinline__ int entry_of(const A& p, u32 block
 }
 
 // Places in the buffer of step scalars, and in the counter of steps.
-enum { LR = 0, WEIGHT_DECAY = 1, BIAS1 = 2, BIAS2 = 3, CLIP = 4, GRAD_NORM = 5, STEPS_DONE = 6 };
+enum { LR = 0, WEIGHT_DECAY = 1, BIAS1 = 2, BIAS2 = 3, CLIP = 4, GRAD_NORM = 5, STEPS_DONE = 6, LOSS_SCALE = 7 };
 enum { STEPS = 0, POWER1 = 1, POWER2 = 2 };
+// In the state of a loss scale.
+enum { SCALE = 0, GROWTH = 1, HYSTERESIS = 2 };
 
 // Neither infinite nor NaN.
 __device__ __forceinline__ bool is_number(float x) { return (__float_as_uint(x) & 0x7f800000u) != 0x7f800000u; }

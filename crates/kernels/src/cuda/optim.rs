@@ -1,13 +1,18 @@
 use super::grad_norm::{clip, kernel};
 use super::groups::{blocks, line};
+use super::sources::half_of;
 use super::{CudaKernels, Kernel};
-use crate::checks::dtypes;
-use crate::optim::{check_counter, check_halves, check_scalars, check_square, check_update, check_values};
+use crate::checks::{dtypes, same_contiguous};
+use crate::grad_scaler::ScalerConfig;
+use crate::optim::{
+    check_counter, check_halves, check_numbers, check_scalars, check_scaler, check_square, check_update,
+    check_values,
+};
 use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update};
 use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// As in optim_list.cuh: tensors of a launch, elements of a block.
-const LIST: usize = 48;
+const LIST: usize = 36;
 const UPDATES: usize = 4096;
 const THREADS: u32 = 256;
 
@@ -21,6 +26,10 @@ struct Entry {
     first_scales: u64,
     second: u64,
     second_scales: u64,
+    amax: u64,
+    bytes: u64,
+    scale: u64,
+    scale_inv: u64,
     n: i64,
     lr_mult: f32,
     wd_mult: f32,
@@ -63,6 +72,36 @@ struct CountArgs {
     beta2: f32,
 }
 
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ScaleArgs {
+    state: u64,
+    x: u64,
+    out: u64,
+    n: i64,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ScalerArgs {
+    state: u64,
+    scalars: u64,
+    least: f32,
+    growth: f32,
+    backoff: f32,
+    interval: u32,
+    hysteresis: i32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ClearArgs {
+    scalars: u64,
+    numbers: u64,
+    n: i64,
+}
+
 /// Values, codes, scales; or master, high, low.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -93,17 +132,24 @@ impl<T: Copy + Default, const N: usize> Portion<T, N> {
     }
 }
 
-/// How parameters of a launch are kept: the type of their moments, and whether masters are in halves.
-type Kept = (DType, bool);
+/// How parameters of a launch are kept: the type of their moments, whether masters are in halves, and whether there are f16
+/// copies of them.
+type Kept = (DType, bool, bool);
 
 fn kept(u: &Update) -> Kept {
-    (u.first.values.dtype(), u.master.dtype() == DType::I16)
+    let half = u.weight.is_some_and(|w| w.dtype() == DType::F16);
+    (u.first.values.dtype(), u.master.dtype() == DType::I16, half)
+}
+
+/// The kernel of a source for parameters kept so.
+fn of_copies(kernel: Kernel, (_, _, half): Kept) -> Kernel {
+    if half { Kernel { source: half_of(kernel.source), ..kernel } } else { kernel }
 }
 
 /// The kernel of a rule for parameters kept so.
 macro_rules! steps {
     ($op:expr, $kept:expr, $plain:literal, $packed:literal, $name:literal) => {
-        match $kept {
+        match ($kept.0, $kept.1) {
             (DType::F32, false) => Ok(Kernel { source: $plain, name: concat!($name, "_f32") }),
             (DType::F32, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_f32") }),
             (DType::BF16, false) => Ok(Kernel { source: $plain, name: concat!($name, "_bf16") }),
@@ -163,6 +209,12 @@ fn each_portion(
                 let second = u.second.map(|m| (m.values, m.scales));
                 let rest = [u.weight, u.first.scales, second.map(|m| m.0), second.and_then(|m| m.1)];
                 args.extend(rest.into_iter().flatten().map(write));
+                if let Some(n) = &u.narrow {
+                    args.push(write(n.amax));
+                    args.extend(
+                        n.bytes.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]),
+                    );
+                }
             }
             s.launch(op, &args, |l| {
                 let (mut at, mut p) = (1, Portion::new());
@@ -175,6 +227,7 @@ fn each_portion(
                 };
                 for u in portion {
                     let n = u.grad.numel();
+                    let bytes = u.narrow.is_some_and(|n| n.bytes.is_some());
                     let entry = Entry {
                         master: next(true)?,
                         grad: next(true)?,
@@ -183,6 +236,10 @@ fn each_portion(
                         first_scales: next(u.first.scales.is_some())?,
                         second: next(u.second.is_some())?,
                         second_scales: next(u.second.is_some_and(|m| m.scales.is_some()))?,
+                        amax: next(u.narrow.is_some())?,
+                        bytes: next(bytes)?,
+                        scale: next(bytes)?,
+                        scale_inv: next(bytes)?,
                         n: n as i64,
                         lr_mult: u.lr_mult,
                         wd_mult: u.wd_mult,
@@ -214,8 +271,12 @@ impl OptimKernels for CudaKernels {
                 decoupled: a.decoupled.into(),
                 pad: 0,
             };
-            let kernel: Result<Kernel> = steps!(OP, kept, "adam", "adam_packed", "adam");
-            self.queue(l, kernel?, line(p.blocks, THREADS), &args)
+            let takes = p.list.iter().any(|e| e.amax != 0);
+            let kernel: Result<Kernel> = match takes {
+                true => steps!(OP, kept, "adam_taken", "adam_packed_taken", "adam_taken"),
+                false => steps!(OP, kept, "adam", "adam_packed", "adam"),
+            };
+            self.queue(l, of_copies(kernel?, kept), line(p.blocks, THREADS), &args)
         })
     }
 
@@ -233,7 +294,7 @@ impl OptimKernels for CudaKernels {
                 nesterov: rule.nesterov.into(),
             };
             let kernel: Result<Kernel> = steps!(OP, kept, "sgd", "sgd", "sgd");
-            self.queue(l, kernel?, line(p.blocks, THREADS), &args)
+            self.queue(l, of_copies(kernel?, kept), line(p.blocks, THREADS), &args)
         })
     }
 
@@ -280,6 +341,66 @@ impl OptimKernels for CudaKernels {
             let [beta1, beta2] = betas;
             let args = CountArgs { counter: l.address(0)?, scalars: l.address(1)?, beta1, beta2 };
             self.queue(l, kernel(OP), line(1, 1), &args)
+        })
+    }
+
+    fn scale_loss(&self, s: &Stream, state: &Tensor, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "scale_loss";
+        check_scaler(OP, state)?;
+        same_contiguous(OP, &[x, out])?;
+        dtypes(OP, DType::F32, &[x, out])?;
+        let n = x.numel();
+        s.launch(OP, &[read(state), read(x), write(out)], |l| {
+            let args = ScaleArgs { state: l.address(0)?, x: l.address(1)?, out: l.address(2)?, n: n as i64 };
+            self.queue(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
+        })
+    }
+
+    fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()> {
+        const OP: &str = "unscale_square";
+        check_scaler(OP, state)?;
+        check_square(OP, square)?;
+        s.launch(OP, &[read(state), write(square)], |l| {
+            let args = ScaleArgs { state: l.address(0)?, x: 0, out: l.address(1)?, n: 1 };
+            self.queue(l, kernel(OP), line(1, 1), &args)
+        })
+    }
+
+    fn update_scaler(
+        &self,
+        s: &Stream,
+        config: ScalerConfig,
+        state: &Tensor,
+        scalars: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "update_scaler";
+        check_scaler(OP, state)?;
+        check_scalars(OP, scalars)?;
+        dtypes(OP, DType::F32, &[scalars])?;
+        s.launch(OP, &[write(state), write(scalars)], |l| {
+            let args = ScalerArgs {
+                state: l.address(0)?,
+                scalars: l.address(1)?,
+                least: config.min,
+                growth: config.growth,
+                backoff: config.backoff,
+                interval: config.growth_interval,
+                hysteresis: config.hysteresis,
+                pad: 0,
+            };
+            self.queue(l, kernel(OP), line(1, 1), &args)
+        })
+    }
+
+    fn clear_for_step(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()> {
+        const OP: &str = "clear_for_step";
+        check_scalars(OP, scalars)?;
+        dtypes(OP, DType::F32, &[scalars])?;
+        check_numbers(OP, numbers)?;
+        let n = numbers.numel();
+        s.launch(OP, &[read(scalars), write(numbers)], |l| {
+            let args = ClearArgs { scalars: l.address(0)?, numbers: l.address(1)?, n: n as i64 };
+            self.queue(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
         })
     }
 

@@ -2,16 +2,19 @@
 
 // Elements of a tensor one block updates.
 constexpr int UPDATES = 16 * THREADS;
-constexpr int LIST = 48;
+constexpr int LIST = 36;
 
 struct Entry {
     u64 master, weight, grad, first, first_scales, second, second_scales;
+    // What narrow products need of the new weight; 0 where they need nothing.
+    u64 amax, bytes, scale, scale_inv;
     i64 n;
     float lr_mult, wd_mult;
 };
 
 // Masters f32, with a bf16 copy where there is one.
 struct WholeMaster {
+    static constexpr bool whole = true;
     float* master;
     bf16* weight;
     template <int N> struct Raw {
@@ -19,7 +22,7 @@ struct WholeMaster {
     };
     __device__ __forceinline__ WholeMaster(const Entry& e)
         : master(reinterpret_cast<float*>(e.master)), weight(reinterpret_cast<bf16*>(e.weight)) {}
-    template <int N> __device__ __forceinline__ Raw<N> load(i64 at) const { return {whole<N>(master, at)}; }
+    template <int N> __device__ __forceinline__ Raw<N> load(i64 at) const { return {::whole<N>(master, at)}; }
     template <int N> static __device__ __forceinline__ float open(const Raw<N>& raw, int i) { return raw.p.at[i]; }
     template <int N> __device__ __forceinline__ void store(i64 at, const Group<float, N>& p) const {
         put_whole(master, at, p);
@@ -29,6 +32,8 @@ struct WholeMaster {
         for (int i = 0; i < N; i++) w.at[i] = from_f32<bf16>(p.at[i]);
         put_whole(weight, at, w);
     }
+    // The weight of a master, whether there is a copy of it or not.
+    static __device__ __forceinline__ float weight_of(float p) { return to_f32(from_f32<bf16>(p)); }
     __device__ __forceinline__ float get(i64 at) const { return master[at]; }
     __device__ __forceinline__ void set(i64 at, float p) const {
         master[at] = p;
@@ -38,6 +43,7 @@ struct WholeMaster {
 
 // Masters in two halves, the high one the weight.
 struct SplitMaster {
+    static constexpr bool whole = false;
     u16* low;
     bf16* high;
     template <int N> struct Raw {
@@ -47,7 +53,7 @@ struct SplitMaster {
     __device__ __forceinline__ SplitMaster(const Entry& e)
         : low(reinterpret_cast<u16*>(e.master)), high(reinterpret_cast<bf16*>(e.weight)) {}
     template <int N> __device__ __forceinline__ Raw<N> load(i64 at) const {
-        return {whole<N>(high, at), whole<N>(low, at)};
+        return {::whole<N>(high, at), ::whole<N>(low, at)};
     }
     template <int N> static __device__ __forceinline__ float open(const Raw<N>& raw, int i) {
         return join({raw.high.at[i], raw.low.at[i]});
@@ -63,6 +69,7 @@ struct SplitMaster {
         put_whole(high, at, h);
         put_whole(low, at, l);
     }
+    static __device__ __forceinline__ float weight_of(float p) { return to_f32(split_of(p).high); }
     __device__ __forceinline__ float get(i64 at) const { return join({high[at], low[at]}); }
     __device__ __forceinline__ void set(i64 at, float p) const {
         Halves x = split_of(p);

@@ -10,31 +10,53 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-// A bf16 number: the upper half of an f32.
+// A bf16 number: the upper half of an f32. Where HALF is defined all of them are f16 numbers: so every source is one of f16
+// kernels, too, under the names of the bf16 ones.
 struct alignas(2) bf16 {
     u16 bits;
 };
 
 __device__ __forceinline__ float to_f32(float x) { return x; }
+#ifdef HALF
+__device__ __forceinline__ float to_f32(bf16 x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+#else
 __device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+#endif
 
 template <class T> __device__ __forceinline__ T from_f32(float x);
 template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
-// Round to nearest even; NaN stays NaN.
+// Round to nearest even; NaN stays NaN, and what is beyond all numbers is infinite.
+#ifdef HALF
+#define NUMBER "f16"
+// Instances that have nothing to do with f16.
+#define NOT_OF_HALF(...)
+#else
+#define NUMBER "bf16"
+#define NOT_OF_HALF(...) __VA_ARGS__
+#endif
 template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) {
     bf16 y;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    asm("cvt.rn." NUMBER ".f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
 // Two numbers in one register: `low` first in memory.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    asm("cvt.rn." NUMBER "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
+#ifdef HALF
+__device__ __forceinline__ float low_bf16(u32 pair) { return to_f32(bf16{u16(pair)}); }
+__device__ __forceinline__ float high_bf16(u32 pair) { return to_f32(bf16{u16(pair >> 16)}); }
+#else
 __device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+#endif
 
 // Elements of T in one 16-byte access.
 template <class T> struct Wide {

@@ -34,7 +34,9 @@ impl CudaKernels {
             (DType::F32, DType::F32) => "product_f32",
             (DType::BF16, DType::BF16) => "product_bf16",
             (DType::BF16, DType::F32) => "product_bf16_f32",
-            (DType::F32 | DType::BF16, found) => {
+            (DType::F16, DType::F16) => "product_bf16",
+            (DType::F16, DType::F32) => "product_bf16_f32",
+            (DType::F32 | DType::BF16 | DType::F16, found) => {
                 return Err(Error::DType { op: "gemm", found, wanted: DType::F32 });
             }
             (found, _) => return Err(Error::DType { op: "gemm", found, wanted: DType::F32 }),
@@ -57,6 +59,7 @@ impl CudaKernels {
         };
         let tiles = z.m.div_ceil(SIDE) * z.n.div_ceil(SIDE);
         let grid = line(blocks("gemm", tiles, 1)?, THREADS);
-        self.queue(l, Kernel { source: "product", name }, grid, &args)
+        let source = if g.a.dtype() == DType::F16 { "product.half" } else { "product" };
+        self.queue(l, Kernel { source, name }, grid, &args)
     }
 }

@@ -209,5 +209,5 @@ template <class T> __device__ __forceinline__ void rope_across_long(const RopeAr
         rope_across_long<T>(a);                                                                                   \
     }
 
-KERNELS(float, f32)
+NOT_OF_HALF(KERNELS(float, f32))
 KERNELS(bf16, bf16)

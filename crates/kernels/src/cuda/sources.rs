@@ -14,6 +14,84 @@ pub struct Source {
     pub may_spill: &'static [&'static str],
     /// The only architecture it is for, if it uses instructions of one.
     pub only: Option<&'static str>,
+    /// What differs from the text itself.
+    pub variant: Variant,
+}
+
+/// What a source is compiled for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Variant {
+    /// As it is written.
+    Plain,
+    /// With f16 numbers in the place of bf16.
+    Half,
+    /// With weights of values, in attention, rounded to eight bits.
+    Narrow,
+}
+
+impl Variant {
+    /// What comes before the text.
+    pub(super) fn start(self) -> &'static str {
+        match self {
+            Variant::Plain => "",
+            Variant::Half => "#define HALF\n",
+            Variant::Narrow => "#define NARROW\n",
+        }
+    }
+}
+
+/// Sources that there are of f16, too: their own names, and as such. Variants are compiled when one is first asked for.
+const HALVES: &[(&str, &str)] = &[
+    ("activation", "activation.half"),
+    ("adam", "adam.half"),
+    ("adam_packed", "adam_packed.half"),
+    ("attention_backward_keys", "attention_backward_keys.half"),
+    ("attention_backward_queries", "attention_backward_queries.half"),
+    ("attention_forward", "attention_forward.half"),
+    ("attention_rows", "attention_rows.half"),
+    ("columns", "columns.half"),
+    ("elementwise", "elementwise.half"),
+    ("embedding", "embedding.half"),
+    ("latent", "latent.half"),
+    ("loss", "loss.half"),
+    ("merge", "merge.half"),
+    ("norm_backward", "norm_backward.half"),
+    ("norm_forward", "norm_forward.half"),
+    ("product", "product.half"),
+    ("rope", "rope.half"),
+    ("sgd", "sgd.half"),
+];
+
+/// Those of attention whose weights may have eight bits, likewise.
+const NARROW: &[(&str, &str)] = &[
+    ("attention_forward", "attention_forward.narrow"),
+    ("attention_hopper_forward", "attention_hopper_forward.narrow"),
+    ("attention_hopper_forward_wide", "attention_hopper_forward_wide.narrow"),
+    ("attention_plain", "attention_plain.narrow"),
+];
+
+/// The same sources compiled for something else.
+pub fn variants() -> impl Iterator<Item = Source> {
+    let both = [(HALVES, Variant::Half), (NARROW, Variant::Narrow)];
+    both.into_iter().flat_map(|(list, variant)| {
+        list.iter().filter_map(move |(plain, name)| {
+            let found = SOURCES.iter().find(|s| s.name == *plain)?;
+            // One register, however many there are.
+            let may_spill: &[&str] =
+                if *plain == "activation" { &["gated_backward"] } else { found.may_spill };
+            Some(Source { name, variant, may_spill, ..*found })
+        })
+    })
+}
+
+/// The name of a source of attention with weights of eight bits.
+pub(super) fn narrow_of(source: &'static str) -> &'static str {
+    NARROW.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, narrow)| narrow)
+}
+
+/// The name of a source with f16 numbers; its own where there is none.
+pub(super) fn half_of(source: &'static str) -> &'static str {
+    HALVES.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, half)| half)
 }
 
 impl Source {
@@ -24,12 +102,12 @@ impl Source {
 }
 
 const fn source(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: None }
+    Source { name, text, may_spill: &[], only: None, variant: Variant::Plain }
 }
 
 /// A source for Hopper's own instructions.
 const fn hopper(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: Some("sm_90a") }
+    Source { name, text, may_spill: &[], only: Some("sm_90a"), variant: Variant::Plain }
 }
 
 /// All of them.
@@ -168,6 +246,34 @@ pub const SOURCES: &[Source] = &[
             include_str!("optim_list.cuh"),
             include_str!("adam.cuh"),
             include_str!("adam_packed.cu")
+        ),
+    ),
+    source(
+        "adam_taken",
+        concat!(
+            include_str!("groups.cuh"),
+            include_str!("optim.cuh"),
+            include_str!("moments.cuh"),
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("optim_list.cuh"),
+            include_str!("adam.cuh"),
+            include_str!("adam_taken.cuh"),
+            include_str!("adam_taken.cu")
+        ),
+    ),
+    source(
+        "adam_packed_taken",
+        concat!(
+            include_str!("groups.cuh"),
+            include_str!("optim.cuh"),
+            include_str!("moments.cuh"),
+            include_str!("measured.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("optim_list.cuh"),
+            include_str!("adam.cuh"),
+            include_str!("adam_taken.cuh"),
+            include_str!("adam_packed_taken.cu")
         ),
     ),
     source(

@@ -100,6 +100,7 @@ fn read(case: &Value, tensors: &SafeTensors<'_>) -> Golden {
             other => panic!("{name}: unknown align {other:?}"),
         },
         window: (bound(0), bound(1)),
+        fp8: false,
         lse_head: 1,
         lse_token: heads,
     };

@@ -18,6 +18,7 @@ fn plain(r: &mut Random, tokens: usize, causal: bool) -> Case {
         causal,
         align: Align::BottomRight,
         window: (None, None),
+        fp8: false,
         lse_head: 0,
         lse_token: 0,
     };

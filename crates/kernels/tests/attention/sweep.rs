@@ -103,6 +103,7 @@ impl Case {
             causal: r.chance(60),
             align: r.pick(&[Align::TopLeft, Align::BottomRight]),
             window,
+            fp8: false,
             lse_head: 0,
             lse_token: 0,
         };

@@ -76,6 +76,7 @@ fn torch(golden: &Golden) {
                             second: if kind == "sgd" { State::None } else { State::F32(&mut second) },
                             lr: lrs[step] as f32,
                             weight_decay: wd,
+                            taken: None,
                         };
                         match kind {
                             "adamw" | "adam" => {
@@ -184,6 +185,7 @@ fn fused_case(golden: &Golden, case: &Value, decoupled: bool) {
                     second: if bf16_moments { State::Bf16(&mut v16) } else { State::F32(&mut v32) },
                     lr: *lr as f32,
                     weight_decay: number(case, "weight_decay") as f32,
+                    taken: None,
                 };
                 let factors = AdamFactors::transformer_engine(settings, step as u64 + 1);
                 adam(threads, isa, factors, vec![one]).unwrap();

@@ -35,6 +35,7 @@ fn adam_matches_f64_on_a_mixed_list() {
                     second: State::F32(v),
                     lr: lr(i),
                     weight_decay: wd(i),
+                    taken: None,
                 });
                 adam(threads, isa, factors, list.collect()).unwrap();
             }
@@ -77,6 +78,7 @@ fn split_masters_step_like_whole_ones() {
             second: State::Bf16(v),
             lr: 1e-3,
             weight_decay: 0.1,
+            taken: None,
         };
         adam(threads, isa, AdamFactors::transformer_engine(settings, 1), vec![one]).unwrap();
     };
@@ -129,6 +131,7 @@ fn sgd_matches_f64() {
                         second: State::None,
                         lr: 0.1,
                         weight_decay: 0.01,
+                        taken: None,
                     };
                     sgd(threads, isa, how, step == 0, 0.5, 0, vec![one]).unwrap();
                 }
@@ -163,7 +166,7 @@ fn lists_that_do_not_fit_are_errors() {
     let g = [1f32; 4];
     fn refused(threads: &Threads, isa: Isa, param: Param, grad: Grad, first: State, second: State) -> bool {
         let factors = AdamFactors::torch(0.9, 0.95, 1e-8, true, 1);
-        let one = UpdateSlices { param, grad, first, second, lr: 0.1, weight_decay: 0.0 };
+        let one = UpdateSlices { param, grad, first, second, lr: 0.1, weight_decay: 0.0, taken: None };
         adam(threads, isa, factors, vec![one]).is_err()
     }
     let t = &threads;

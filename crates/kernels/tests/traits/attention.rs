@@ -112,7 +112,7 @@ fn near(what: &str, dtype: DType, ours: &[f64], wanted: &[f64]) {
 }
 
 fn scores(causal: bool, softcap: Option<f32>, left: Option<usize>, align: Align) -> Scores {
-    Scores { scale: 0.6, softcap, causal, align, left, right: None }
+    Scores { scale: 0.6, softcap, causal, align, left, right: None, fp8: false }
 }
 
 fn shape(s: &Scores, z: &Sizes) -> AttentionShape {
@@ -126,6 +126,7 @@ fn shape(s: &Scores, z: &Sizes) -> AttentionShape {
         causal: s.causal,
         align: if s.align == Align::TopLeft { CpuAlign::TopLeft } else { CpuAlign::BottomRight },
         window: (s.left, s.right),
+        fp8: s.fp8,
         lse_head: 1,
         lse_token: 1,
     }

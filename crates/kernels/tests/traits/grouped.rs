@@ -87,7 +87,7 @@ fn turned(w: &[f64], e: usize, n: usize, k: usize) -> Vec<f64> {
 
 #[test]
 fn every_segment_meets_its_own_matrix() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (turn, l) in layouts().iter().enumerate() {
             let (segments, experts) = (l.on(h), l.counts.len());
             let segments = Segments { offsets: &segments[0], counts: &segments[1] };
@@ -162,7 +162,7 @@ fn check_gradient(h: &Home, dtype: DType, l: &Layout, [k, n]: [usize; 2], framed
 
 #[test]
 fn every_segment_has_a_gradient_of_its_own() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (turn, l) in layouts().iter().enumerate() {
             for (at, widths) in WIDTHS.into_iter().enumerate() {
                 if l.counts.len() > 8 && widths[0] * widths[1] > 8000 {
@@ -180,7 +180,7 @@ fn every_segment_has_a_gradient_of_its_own() {
 /// One segment has most of the rows, more than are summed in one go.
 #[test]
 fn a_long_segment_is_summed_in_order() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         let l = Layout::new(&[70, 6400, 0, 2049, 300], 1, 9);
         for (accumulate, widths) in [(false, [264, 136]), (true, [72, 264])] {
             check_gradient(h, dtype, &l, widths, false, accumulate);
@@ -191,7 +191,7 @@ fn a_long_segment_is_summed_in_order() {
 /// Sums of nothing.
 #[test]
 fn without_a_sum_there_is_only_the_bias() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         let l = Layout::new(&[3, 0, 2], 4, 1);
         let segments = l.on(h);
         let segments = Segments { offsets: &segments[0], counts: &segments[1] };
@@ -211,7 +211,7 @@ fn without_a_sum_there_is_only_the_bias() {
 
 #[test]
 fn segments_that_do_not_fit_are_refused() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         let make = |shape: &[usize]| h.poisoned(dtype, shape);
         let l = Layout::new(&[2, 3], 1, 0);
         let [offsets, counts] = l.on(h);

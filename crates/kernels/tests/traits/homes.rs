@@ -3,10 +3,13 @@
 use ferrotron_kernels::Kernels;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::cuda::CudaKernels;
-use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, Watch, bf16, cards};
+use ferrotron_tensor::{Category, DType, Device, Result, Stream, Tensor, Threads, Watch, bf16, cards, f16};
 
 /// The types every kernel must take.
-pub const DTYPES: [DType; 2] = [DType::F32, DType::BF16];
+pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// The types that kernels of mixtures must take: they have losses of their own, on which no loss scale is.
+pub const OF_MIXTURES: [DType; 2] = [DType::F32, DType::BF16];
 
 /// A device with its kernels.
 pub struct Home {
@@ -52,6 +55,15 @@ pub fn everywhere(test: impl Fn(&Home, DType)) {
     }
 }
 
+/// The same with the types of mixtures.
+pub fn in_mixtures(test: impl Fn(&Home, DType)) {
+    for home in homes() {
+        for dtype in OF_MIXTURES {
+            test(&home, dtype);
+        }
+    }
+}
+
 /// A view inside a larger buffer of nonsense: reading outside it poisons results, writing outside it is seen.
 pub struct Framed {
     whole: Tensor,
@@ -68,6 +80,10 @@ impl Home {
             }
             DType::BF16 => {
                 let v: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x as f32)).collect();
+                up(self.s.upload(&v, shape, Category::Workspace))
+            }
+            DType::F16 => {
+                let v: Vec<f16> = values.iter().map(|x| f16::from_f32(*x as f32)).collect();
                 up(self.s.upload(&v, shape, Category::Workspace))
             }
             DType::I32 => {
@@ -117,6 +133,7 @@ impl Home {
         match t.dtype() {
             DType::F32 => self.s.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
             DType::BF16 => self.s.download::<bf16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect(),
+            DType::F16 => self.s.download::<f16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect(),
             DType::I32 => self.s.download::<i32>(t).unwrap().into_iter().map(f64::from).collect(),
             other => panic!("{other}"),
         }
@@ -147,13 +164,18 @@ pub fn numbers(dtype: DType, seed: u64, n: usize) -> Vec<f64> {
 pub fn rounded(dtype: DType, x: f64) -> f64 {
     match dtype {
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
+        DType::F16 => f16::from_f32(x as f32).to_f64(),
         _ => f64::from(x as f32),
     }
 }
 
 /// Half a unit in the last place of 1.
 pub fn eps(dtype: DType) -> f64 {
-    if dtype == DType::BF16 { 2f64.powi(-8) } else { 2f64.powi(-24) }
+    match dtype {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        _ => 2f64.powi(-24),
+    }
 }
 
 /// One rounding to the type of the result, and `slack` for f32 arithmetic before it.

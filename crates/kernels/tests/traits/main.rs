@@ -3,12 +3,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod attention;
+mod attention_fp8;
 mod fused;
 mod gemm;
 mod grouped;
 mod grouped8;
 mod homes;
 mod latent;
+mod loss_scale;
 mod maps;
 mod measured;
 mod merge;
@@ -32,6 +34,7 @@ mod row_bias;
 mod shards;
 mod stack;
 mod tables;
+mod taken;
 mod weighted;
 
 #[path = "../rows/golden.rs"]

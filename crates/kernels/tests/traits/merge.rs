@@ -87,6 +87,7 @@ fn parts_make_the_whole() {
             align: Align::TopLeft,
             left: None,
             right: None,
+            fp8: false,
         };
         let run = |sequences: Sequences, keys: usize| {
             let out = h.poisoned(dtype, &[tokens, heads, d]);

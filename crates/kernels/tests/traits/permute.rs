@@ -152,7 +152,7 @@ fn cases(h: &Home, test: impl Fn(&Case, usize)) {
 
 #[test]
 fn rows_follow_their_choices() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         cases(h, |c, shift| {
             let what = format!("{} {dtype} {}x{}x{} shifted {shift}", h.name, c.tokens, c.k, c.width);
             let x = numbers(dtype, 1, c.tokens * c.width);
@@ -186,7 +186,7 @@ fn rows_follow_their_choices() {
 
 #[test]
 fn rows_are_summed_by_token() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         cases(h, |c, shift| {
             // Rows of nobody hold anything.
             let nobody = |i: usize| c.plan.source[i / c.width] < 0;
@@ -375,7 +375,7 @@ fn values_follow_their_choices() {
 /// What points nowhere is nobody's, and reads nothing.
 #[test]
 fn indices_outside_count_as_none() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         let x = h.tensor(dtype, &[3, 2], &numbers(dtype, 1, 6));
         let wild = h.ids(&[i32::MIN, -2, 6, i32::MAX]);
         let out = h.poisoned(dtype, &[4, 2]);

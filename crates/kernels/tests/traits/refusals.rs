@@ -15,7 +15,7 @@ fn column(h: &Home, dtype: DType, n: usize) -> Tensor {
     z(h, dtype, &[n, 2]).select(1, 0).unwrap()
 }
 
-use DType::{BF16, F16, F32, I32, I64};
+use DType::{BF16, F32, I32, I64};
 
 #[test]
 fn products() {
@@ -111,7 +111,7 @@ fn maps() {
         refused(
             &h,
             "act half floats",
-            k.act_forward(s, Act::Silu, false, &z(&h, F16, &[4]), &z(&h, F16, &[4])),
+            k.act_forward(s, Act::Silu, false, &z(&h, I32, &[4]), &z(&h, I32, &[4])),
         );
         refused(
             &h,
@@ -342,6 +342,7 @@ fn optimizers() {
             second: Some((&v).into()),
             lr_mult: 1.0,
             wd_mult: 1.0,
+            narrow: None,
         };
         let go = |what: &str, u: Update| {
             let one = [u];
@@ -369,6 +370,27 @@ fn optimizers() {
         for (what, scales) in [("too many scales", &two), ("wide scales", &wide)] {
             go(what, Update { first: coded(Some(scales)), second: Some(coded(Some(scales))), ..base() });
         }
+        let (amax, e4m3, e5m2) = (f(1), z(&h, DType::E4M3, &[4]), z(&h, DType::E5M2, &[4]));
+        let few = z(&h, DType::E4M3, &[3]);
+        let taken = |amax, data, scale, scale_inv| {
+            Some(NewWeight { amax, bytes: Some(NewBytes { data, scale, scale_inv }) })
+        };
+        for (what, narrow) in [
+            ("many magnitudes", taken(&p, &e4m3, &wide, &wide)),
+            ("bytes of another format", taken(&amax, &e5m2, &wide, &wide)),
+            ("too few bytes", taken(&amax, &few, &wide, &wide)),
+            ("many scales", taken(&amax, &e4m3, &p, &wide)),
+            ("many inverse scales", taken(&amax, &e4m3, &wide, &p)),
+        ] {
+            go(what, Update { narrow, ..base() });
+        }
+        let measured =
+            Update { second: None, narrow: Some(NewWeight { amax: &amax, bytes: None }), ..base() };
+        refused(&h, "a measuring SGD", h.k.sgd(&h.s, sgd, &scalars_t, &[measured]));
+        let (low, high) = (z(&h, DType::I16, &[4]), z(&h, BF16, &[4]));
+        let halves =
+            Update { master: &low, weight: Some(&high), narrow: taken(&amax, &e4m3, &wide, &amax), ..base() };
+        refused(&h, "bytes of halves", h.k.adam(&h.s, adam, &scalars_t, &[halves]));
         go("scales of f32", Update { first: Moment { values: &m, scales: Some(&scale) }, ..base() });
         go("half a master", Update { master: &z(&h, DType::I16, &[4]), ..base() });
         refused(&h, "codes without scales", h.k.pack_moment(&h.s, Order::First, &g, coded(None)));
@@ -417,6 +439,7 @@ fn attention() {
             align: Align::TopLeft,
             left: None,
             right: None,
+            fp8: false,
         };
         let (q, k, v) = (f(&[2, 5, 4, 8]), f(&[2, 6, 2, 8]), f(&[2, 6, 2, 8]));
         let (out, lse) = (f(&[2, 5, 4, 8]), f(&[2, 4, 5]));

@@ -61,7 +61,7 @@ fn check_probs(
 
 #[test]
 fn the_best_are_chosen() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (experts, k, groups) in SIZES {
             for (&n, seed) in tokens(experts).iter().zip(1..) {
                 let x = logits(dtype, seed + experts as u64, n, experts, false);
@@ -109,7 +109,7 @@ fn the_best_are_chosen() {
 
 #[test]
 fn a_choice_may_be_given_and_have_gaps() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (experts, k, n) in [(4, 2, 15), (7, 1, 3), (64, 6, 129), (256, 8, 70), (1000, 32, 5)] {
             let x = logits(dtype, 5, n, experts, true);
             // Some rows have no choice at all.
@@ -257,7 +257,7 @@ fn random_logits_are_those_of_their_row_anywhere() {
 
 #[test]
 fn the_gate_in_f64_is_rounded_once() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (n, experts, width) in
             [(0, 4, 8), (1, 1, 1), (5, 7, 130), (129, 8, 33), (70, 64, 257), (33, 130, 64)]
         {

@@ -109,7 +109,7 @@ fn biases_move_towards_balance() {
 
 #[test]
 fn quantiles_are_values_of_columns() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (n, k, experts) in
             [(0, 1, 4), (4, 1, 4), (15, 2, 3), (64, 3, 8), (128, 8, 64), (1000, 2, 8), (65, 8, 130)]
         {
@@ -169,7 +169,7 @@ fn balanced(x: &[f64], n: usize, experts: usize) -> Vec<f64> {
 
 #[test]
 fn sinkhorn_balances() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (n, experts) in [(1, 1), (3, 4), (15, 7), (129, 8), (1000, 64), (70, 130), (33, 1024)] {
             let x: Vec<f64> =
                 numbers(DType::F32, 2, n * experts).iter().map(|x| rounded(dtype, 3.0 * x)).collect();

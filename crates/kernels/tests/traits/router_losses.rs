@@ -62,7 +62,7 @@ fn gradients_of_balance_are_differences() {
 
 #[test]
 fn balance_is_of_segments() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (experts, k) in SIZES {
             for (i, &n) in tokens(experts).iter().enumerate() {
                 for kind in 0..4 {
@@ -115,7 +115,7 @@ fn balance_is_of_segments() {
 /// A row of NaN makes sums NaN; one NaN makes those of its score, or of all.
 #[test]
 fn balance_of_nan_is_nan() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for score in SCORES {
             let x = [0.0, 1.0, f64::NAN, 2.0, 0.0, 1.0, 2.0, 3.0];
             let (lt, st) = (h.tensor(dtype, &[2, 4], &x), h.ids(&[0, 1]));
@@ -162,7 +162,7 @@ fn weights_of_balance() {
 
 #[test]
 fn z_loss_is_of_rows_that_count() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (experts, _) in SIZES {
             for &n in tokens(experts) {
                 for kind in 0..4 {

@@ -7,7 +7,7 @@ use ferrotron_tensor::{DType, Tensor};
 
 #[test]
 fn biases_are_added_and_get_their_gradients() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for (choices, experts, align) in [
             (0, 1, 1),
             (1, 4, 16),
@@ -91,7 +91,7 @@ fn biases_are_added_and_get_their_gradients() {
 
 #[test]
 fn biases_that_do_not_fit_are_refused() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
         let other = if dtype == DType::F32 { DType::BF16 } else { DType::F32 };
         let (f, i) = (DType::F32, DType::I32);

@@ -207,6 +207,7 @@ fn infinite_logits_in_shards() {
     let labels: Vec<i32> = rows.iter().map(|(_, label)| *label).collect();
     let weights = vec![1.0; rows.len()];
     everywhere(|h, dtype| {
+        let z: Vec<f64> = z.iter().map(|x| rounded(dtype, *x)).collect();
         let p = Problem {
             dtype,
             framed: true,

@@ -25,7 +25,7 @@ fn slope(f: &dyn Fn(f64) -> f64, x: f64) -> f64 {
 
 #[test]
 fn weights_multiply_rows_and_get_their_gradients() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         for ((act, gated), (rows, f)) in
             forms().flat_map(|a| [(0, 8), (1, 1), (7, 19), (5, 64), (33, 300), (3, 1030)].map(|z| (a, z)))
         {
@@ -85,7 +85,7 @@ fn weights_multiply_rows_and_get_their_gradients() {
 /// A weight of zero is not a missing row: it gets a gradient; infinities of other rows stay theirs.
 #[test]
 fn rows_without_weight_have_a_gradient() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         let x = h.tensor(dtype, &[2, 4], &[0.5, 1.0, 2.0, -1.0, f64::INFINITY, 1.0, 1.0, f64::NAN]);
         let (p, live) = (h.tensor(DType::F32, &[2], &[0.0, 1.0]), ints(h, &[2], &[0, 1]));
         let y = h.poisoned(dtype, &[2, 2]);
@@ -104,7 +104,7 @@ fn rows_without_weight_have_a_gradient() {
 
 #[test]
 fn weights_that_do_not_fit_are_refused() {
-    everywhere(|h, dtype| {
+    in_mixtures(|h, dtype| {
         let z =
             |dtype, shape: &[usize]| -> Tensor { h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]) };
         let (x, p, y) = (z(dtype, &[4, 6]), z(DType::F32, &[4]), z(dtype, &[4, 3]));

@@ -27,6 +27,7 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
             align: Align::TopLeft,
             left: window.map(|w| w.saturating_sub(1)),
             right: None,
+            fp8: false,
         };
         let seen: f64 = (1..=z.seq).map(|t| t.min(window.unwrap_or(usize::MAX)) as f64).sum();
         let flops = 2.0 * (z.batch * m.heads * (m.head_dim + m.value_dim())) as f64 * seen;

@@ -6,7 +6,7 @@ use crate::bench::Work;
 use crate::config::{Master, Moments, OptimizerKind};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::moments::BLOCK;
-use ferrotron_kernels::{Adam, Moment, Sgd, Update, scalars};
+use ferrotron_kernels::{Adam, Moment, NewBytes, NewWeight, Sgd, Update, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Large models are measured on a part of their parameters, as many as this: beyond the caches it makes no
@@ -51,10 +51,37 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
             let each = master_bytes + 4.0 + count * 2.0 * moments.bytes();
             let (sizes, z) = (sizes.clone(), z.clone());
             let work = Work::Bytes(each * n as f64);
-            out.push(case(kind, shape.clone(), work, move |rank| step(rank, &z, (moments, master), &sizes)));
+            let how = How { moments, master, takes: Takes::Nothing };
+            out.push(case(kind, shape.clone(), work, move |rank| step(rank, &z, how, &sizes)));
+        }
+    }
+    // What narrow products need of weights beside: nothing more is read, and a byte written, or not, in place of two.
+    for (kind, takes, weight) in [("measured", Takes::Amax, 2.0), ("bytes", Takes::Bytes, 1.0)] {
+        if halves && z.optimizer != OptimizerKind::Sgd {
+            let (sizes, z) = (sizes.clone(), z.clone());
+            let how = How { moments: Moments::F32, master: Master::F32, takes };
+            let work = Work::Bytes((3.0 * 2.0 * 4.0 + 4.0 + weight) * n as f64);
+            let kind = format!("adam.f32.{kind}");
+            out.push(case(kind, shape.clone(), work, move |rank| step(rank, &z, how, &sizes)));
         }
     }
     out
+}
+
+/// What is taken of new weights.
+#[derive(Clone, Copy, PartialEq)]
+enum Takes {
+    Nothing,
+    Amax,
+    /// In place of the weights.
+    Bytes,
+}
+
+#[derive(Clone, Copy)]
+struct How {
+    moments: Moments,
+    master: Master,
+    takes: Takes,
 }
 
 fn grad_norm(sizes: &[usize], shape: &str) -> Case {
@@ -76,6 +103,8 @@ struct Parameter {
     grad: Tensor,
     first: (Tensor, Option<Tensor>),
     second: Option<(Tensor, Option<Tensor>)>,
+    /// Largest magnitude; bytes, scale and inverse scale.
+    taken: Option<(Tensor, Option<[Tensor; 3]>)>,
 }
 
 fn moment(m: &(Tensor, Option<Tensor>)) -> Moment<'_> {
@@ -92,11 +121,20 @@ impl Parameter {
             second: self.second.as_ref().map(moment),
             lr_mult: 1.0,
             wd_mult: 1.0,
+            narrow: self.taken.as_ref().map(|(amax, bytes)| NewWeight {
+                amax,
+                bytes: bytes.as_ref().map(|[data, scale, scale_inv]| NewBytes { data, scale, scale_inv }),
+            }),
         }
     }
 }
 
-fn step(rank: &Rank, z: &Sizes, (moments, master): (Moments, Master), sizes: &[usize]) -> Result<Run> {
+fn one(rank: &Rank) -> Result<Tensor> {
+    Ok(rank.compute.upload(&[1f32], &[1], Category::Workspace)?)
+}
+
+fn step(rank: &Rank, z: &Sizes, how: How, sizes: &[usize]) -> Result<Run> {
+    let How { moments, master, takes } = how;
     let sgd = z.optimizer == OptimizerKind::Sgd;
     let split = master == Master::Remainder;
     let zeros = |n: usize, dtype| rank.compute.zeros(&[n], dtype, Category::Workspace);
@@ -108,10 +146,22 @@ fn step(rank: &Rank, z: &Sizes, (moments, master): (Moments, Master), sizes: &[u
     let parameter = |n: &usize| -> Result<Parameter> {
         Ok(Parameter {
             master: if split { zeros(*n, DType::I16)? } else { random(rank, &[*n], DType::F32)? },
-            weight: if z.dtype == DType::F32 { None } else { Some(random(rank, &[*n], z.dtype)?) },
+            weight: match z.dtype {
+                DType::F32 => None,
+                _ if takes == Takes::Bytes => None,
+                dtype => Some(random(rank, &[*n], dtype)?),
+            },
             grad: random(rank, &[*n], DType::F32)?,
             first: moment(*n)?,
             second: if sgd { None } else { Some(moment(*n)?) },
+            taken: match takes {
+                Takes::Nothing => None,
+                Takes::Amax => Some((zeros(1, DType::F32)?, None)),
+                Takes::Bytes => {
+                    let bytes = [zeros(*n, DType::E4M3)?, one(rank)?, zeros(1, DType::F32)?];
+                    Some((zeros(1, DType::F32)?, Some(bytes)))
+                }
+            },
         })
     };
     let all: Vec<Parameter> = sizes.iter().map(parameter).collect::<Result<_>>()?;

@@ -189,6 +189,7 @@ mod tests {
             align: Align::TopLeft,
             left: None,
             right: None,
+            fp8: false,
         };
         for size in [2, 4] {
             let layout = layout.padded(2 * size).unwrap();

@@ -187,6 +187,9 @@ fn attend<T: Float, E: Engine>(
                     keys: rows,
                 };
                 softmax::absorb(isa, scores, s, &block.sight, &mut block.past);
+                if shape.fp8 {
+                    softmax::narrow(isa, &mut s[..rows * QUERIES]);
+                }
                 if !block.fresh && block.past.moved() {
                     let out = &mut out[block.at * dv * QUERIES..][..dv * QUERIES];
                     softmax::scale_lanes(isa, out, &block.past.shrink);

@@ -91,6 +91,7 @@ mod tests {
             causal,
             align,
             window,
+            fp8: false,
             lse_head: 0,
             lse_token: 1,
         };

@@ -98,6 +98,8 @@ pub struct AttentionShape {
     pub align: Align,
     /// Keys visible before and after the diagonal; `None` is unbounded.
     pub window: (Option<usize>, Option<usize>),
+    /// Forward, `exp(s - largest so far)` is rounded to E4M3 of scale 256 before it meets values.
+    pub fp8: bool,
     /// Stride between heads in the log-sum-exp buffer.
     pub lse_head: usize,
     /// Stride between queries in the log-sum-exp buffer.

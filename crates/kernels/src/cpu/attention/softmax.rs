@@ -94,6 +94,27 @@ fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
 }
 
 leveled! {
+    /// Weights between 0 and 1 to the nearest numbers of E4M3 of scale 256, ties to even; NaN stays.
+    pub(super) fn narrow(s: &mut [f32]) = narrow_body;
+}
+
+#[inline(always)]
+fn narrow_body<const FMA: bool>(s: &mut [f32]) {
+    for x in s {
+        *x = narrow_one(*x);
+    }
+}
+
+/// Adding 1.5·2^20 times the power of two of a number leaves it three digits behind the first; the smallest that has
+/// all of them is 2^-14, below which steps stay.
+#[inline(always)]
+fn narrow_one(x: f32) -> f32 {
+    let power = f32::from_bits((x.to_bits() & 0x7f80_0000).max(0x3880_0000));
+    let shift = power * 1_572_864.0;
+    (x + shift) - shift
+}
+
+leveled! {
     /// Backward of one block: `s` holds products and becomes probabilities, `dp` holds `dout·v` and becomes the
     /// gradient of `q·k` before the scale. `lse` (times log2 e) and `delta = Σ dout·out` are per query.
     pub(super) fn differentiate(

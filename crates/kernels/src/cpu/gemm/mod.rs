@@ -19,7 +19,7 @@ pub(crate) mod transpose;
 mod vector;
 
 use super::Isa;
-use ferrotron_tensor::{Float, Threads, bf16};
+use ferrotron_tensor::{Float, Threads, bf16, f16};
 
 /// Sizes and layout of a product `C[m, n] = op(A)·op(B)`. All matrices are row-major; leading strides are in
 /// elements and may be larger than a row.
@@ -84,6 +84,25 @@ pub fn gemm_f32(
     if isa > Isa::Portable && shape.m * shape.n * shape.k > 0 {
         return library::run(threads, shape, a, b, bias, accumulate, c);
     }
+    vector::run(threads, isa, driver::Job::new(shape, a, b, bias, accumulate, c));
+}
+
+/// As [`gemm_f32`] with f16 operands; C is f16 (rounded once, at the end) or f32.
+///
+/// # Panics
+/// If a slice is shorter than the shape says, or a stride shorter than its row.
+pub fn gemm_f16<C: Float>(
+    threads: &Threads,
+    isa: Isa,
+    shape: GemmShape,
+    a: &[f16],
+    b: &[f16],
+    bias: Option<&[f16]>,
+    accumulate: bool,
+    c: &mut [C],
+) {
+    shape.check(a.len(), b.len(), bias.map(<[f16]>::len), c.len());
+    // The matrix unit multiplies bf16, which has fewer digits.
     vector::run(threads, isa, driver::Job::new(shape, a, b, bias, accumulate, c));
 }
 

@@ -61,6 +61,7 @@ impl ElementwiseKernels for CpuKernels {
         s.launch(OP, &[read(x), write(out)], |l| match x.dtype() {
             DType::F32 => e::copy_rows::<f32>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
             DType::BF16 => e::copy_rows::<bf16>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
+            DType::F16 => e::copy_rows::<f16>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
             DType::I32 => e::copy_rows::<i32>(l.threads(), l.slice(0)?, from, l.slice_mut(1)?, to),
             found => Err(Error::DType { op: OP, found, wanted: DType::F32 }),
         })

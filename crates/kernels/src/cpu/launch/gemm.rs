@@ -1,7 +1,7 @@
 use super::CpuKernels;
-use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f32};
+use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f16, gemm_f32};
 use crate::{Gemm, GemmKernels};
-use ferrotron_tensor::{DType, Error, Result, Stream, bf16, read, write};
+use ferrotron_tensor::{DType, Error, Result, Stream, bf16, f16, read, write};
 
 impl GemmKernels for CpuKernels {
     fn gemm(&self, s: &Stream, g: &Gemm) -> Result<()> {
@@ -47,6 +47,15 @@ impl GemmKernels for CpuKernels {
                         gemm_bf16::<bf16>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
                     } else {
                         gemm_bf16::<f32>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                    }
+                }
+                (DType::F16, out) => {
+                    let (a, b) = (l.slice::<f16>(0)?, l.slice::<f16>(1)?);
+                    let bias = bias.map(|_| l.slice(3)).transpose()?;
+                    if out == DType::F16 {
+                        gemm_f16::<f16>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
+                    } else {
+                        gemm_f16::<f32>(t, isa, shape, a, b, bias, g.accumulate, l.slice_mut(2)?);
                     }
                 }
                 (found, _) => return Err(Error::DType { op: "gemm", found, wanted: DType::F32 }),

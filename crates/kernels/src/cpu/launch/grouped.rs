@@ -1,11 +1,11 @@
 use super::{CpuKernels, floats};
 use crate::cpu::Isa;
-use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f32};
+use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f16, gemm_f32};
 use crate::cpu::quant;
 use crate::cpu::rows::Rows;
 use crate::grouped::GroupedSizes;
 use crate::{BLOCK, Bytes, Grouped, Grouped8, GroupedGrad, GroupedGrad8, GroupedKernels, Scaling};
-use ferrotron_tensor::{Float, Launch, Result, Stream, Threads, bf16, read, shape_error, write};
+use ferrotron_tensor::{Float, Launch, Result, Stream, Threads, bf16, f16, read, shape_error, write};
 use std::ops::Range;
 
 /// Types with products, of their own type and in f32.
@@ -63,6 +63,23 @@ impl Factor for bf16 {
     }
     fn gradient(t: &Threads, isa: Isa, z: GemmShape, a: &[bf16], b: &[bf16], add: bool, c: &mut [f32]) {
         gemm_bf16(t, isa, z, a, b, None, add, c);
+    }
+}
+
+impl Factor for f16 {
+    fn output(
+        t: &Threads,
+        isa: Isa,
+        z: GemmShape,
+        a: &[f16],
+        b: &[f16],
+        bias: Option<&[f16]>,
+        c: &mut [f16],
+    ) {
+        gemm_f16(t, isa, z, a, b, bias, false, c);
+    }
+    fn gradient(t: &Threads, isa: Isa, z: GemmShape, a: &[f16], b: &[f16], add: bool, c: &mut [f32]) {
+        gemm_f16(t, isa, z, a, b, None, add, c);
     }
 }
 

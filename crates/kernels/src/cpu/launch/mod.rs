@@ -62,6 +62,10 @@ macro_rules! floats {
                 type $T = ferrotron_tensor::bf16;
                 $body
             }
+            ferrotron_tensor::DType::F16 => {
+                type $T = ferrotron_tensor::f16;
+                $body
+            }
             found => {
                 Err(ferrotron_tensor::Error::DType { op: $op, found, wanted: ferrotron_tensor::DType::F32 })
             }

@@ -1,18 +1,24 @@
 use super::{CpuKernels, same_contiguous};
+use crate::checks::dtypes;
 use crate::cpu::grad_norm::{NormType, clip_factor, norm_total};
-use crate::cpu::optim::{AdamFactors, UpdateSlices, adam, sgd};
-use crate::cpu::optim_list::{self, Grad, Param, State};
+use crate::cpu::optim::{AdamFactors, UpdateSlices, adam, adam_left_out, sgd};
+use crate::cpu::optim_list::{self, Grad, Param, State, Taken};
 use crate::cpu::optim_packed::{pack_nearest, unpack};
+use crate::grad_scaler::ScalerConfig;
 use crate::moments::{First8, First16, Second8, Second16, seed};
-use crate::optim::{check_counter, check_halves, check_scalars, check_square, check_update, check_values};
-use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars};
+use crate::optim::{
+    check_counter, check_halves, check_numbers, check_scalars, check_scaler, check_square, check_update,
+    check_values,
+};
+use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update, counter, scalars, scaler};
 use ferrotron_tensor::{Arg, DType, Error, Float, Launch, Result, Stream, Tensor, bf16, read, write};
 
-/// A launch names at most 64 arguments: this many updates of up to seven tensors each.
+/// A launch names at most 64 arguments: this many updates of up to seven tensors each, or of eleven.
 const AT_ONCE: usize = 9;
+const AT_ONCE_TAKEN: usize = 5;
 
-/// Runs `step` over the list in portions, with the step scalars and slices of each update; not at all where gradients
-/// are no numbers. `two`: whether there are second moments.
+/// Runs `step` over the list in portions, with the step scalars and slices of each update. Where gradients are no
+/// numbers, what is left out is said by `step`. `two`: whether there are second moments.
 fn each_portion(
     s: &Stream,
     op: &'static str,
@@ -23,7 +29,8 @@ fn each_portion(
 ) -> Result<()> {
     check_scalars(op, scalars)?;
     list.iter().try_for_each(|u| check_update(op, u, two))?;
-    for portion in list.chunks(AT_ONCE) {
+    let taken = list.iter().any(|u| u.narrow.is_some());
+    for portion in list.chunks(if taken { AT_ONCE_TAKEN } else { AT_ONCE }) {
         let mut args: Vec<Arg> = vec![read(scalars)];
         for u in portion {
             args.extend([write(u.master), read(u.grad)]);
@@ -32,12 +39,13 @@ fn each_portion(
                 args.push(write(m.values));
                 args.extend(m.scales.map(write));
             }
+            if let Some(n) = &u.narrow {
+                args.push(write(n.amax));
+                args.extend(n.bytes.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]));
+            }
         }
         s.launch(op, &args, |l| {
             let values = l.slice::<f32>(0)?;
-            if !values[scalars::GRAD_NORM].is_finite() {
-                return Ok(());
-            }
             let mut next = 1..args.len();
             let mut at = || next.next().unwrap_or_default();
             let mut slices = Vec::with_capacity(portion.len());
@@ -47,13 +55,29 @@ fn each_portion(
                 let param = match (u.master.dtype(), u.weight) {
                     (DType::I16, _) => Param::Split(l.slice_mut(at())?, l.slice_mut(master)?),
                     (_, None) => Param::Master(l.slice_mut(master)?),
+                    (_, Some(w)) if w.dtype() == DType::F16 => {
+                        Param::Half(l.slice_mut(master)?, l.slice_mut(at())?)
+                    }
                     (_, Some(_)) => Param::Copied(l.slice_mut(master)?, l.slice_mut(at())?),
                 };
                 let first = state(l, &mut at, Some(u.first))?;
                 let second = state(l, &mut at, u.second)?;
+                let taken = match &u.narrow {
+                    None => None,
+                    Some(n) => Some(Taken {
+                        amax: &mut l.slice_mut(at())?[0],
+                        bytes: match n.bytes {
+                            None => None,
+                            Some(_) => {
+                                let (data, scale) = (l.slice_mut(at())?, l.slice::<f32>(at())?[0]);
+                                Some((data, scale, &mut l.slice_mut(at())?[0]))
+                            }
+                        },
+                    }),
+                };
                 let lr = values[scalars::LR] * u.lr_mult;
                 let weight_decay = values[scalars::WEIGHT_DECAY] * u.wd_mult;
-                slices.push(UpdateSlices { param, grad, first, second, lr, weight_decay });
+                slices.push(UpdateSlices { param, grad, first, second, lr, weight_decay, taken });
             }
             step(l, values, slices)
         })?;
@@ -82,6 +106,9 @@ fn write_clip(square: f64, max_norm: Option<f32>, out: &mut [f32]) {
 impl OptimKernels for CpuKernels {
     fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[Update]) -> Result<()> {
         each_portion(s, "adam", scalars, list, true, |l, values, slices| {
+            if !values[scalars::GRAD_NORM].is_finite() {
+                return adam_left_out(l.threads(), self.isa, slices);
+            }
             let factors = AdamFactors {
                 beta1: a.beta1,
                 new1: 1.0 - a.beta1,
@@ -100,6 +127,9 @@ impl OptimKernels for CpuKernels {
 
     fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[Update]) -> Result<()> {
         each_portion(s, "sgd", scalars, list, false, |l, values, slices| {
+            if !values[scalars::GRAD_NORM].is_finite() {
+                return Ok(());
+            }
             let done = values[scalars::STEPS_DONE];
             sgd(l.threads(), self.isa, rule, done == 0.0, values[scalars::CLIP], seed(done), slices)
         })
@@ -162,6 +192,63 @@ impl OptimKernels for CpuKernels {
             for ((power, bias), beta) in powers.into_iter().zip(betas) {
                 count[power] *= f64::from(beta);
                 out[bias] = (1.0 - count[power]) as f32;
+            }
+            Ok(())
+        })
+    }
+
+    fn scale_loss(&self, s: &Stream, state: &Tensor, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "scale_loss";
+        check_scaler(OP, state)?;
+        same_contiguous(OP, &[x, out])?;
+        dtypes(OP, DType::F32, &[x, out])?;
+        s.launch(OP, &[read(state), read(x), write(out)], |l| {
+            let scale = l.slice::<f64>(0)?[scaler::SCALE] as f32;
+            let pairs = l.slice_mut::<f32>(2)?.iter_mut().zip(l.slice::<f32>(1)?);
+            pairs.for_each(|(out, x)| *out = x * scale);
+            Ok(())
+        })
+    }
+
+    fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()> {
+        const OP: &str = "unscale_square";
+        check_scaler(OP, state)?;
+        check_square(OP, square)?;
+        s.launch(OP, &[read(state), write(square)], |l| {
+            let scale = l.slice::<f64>(0)?[scaler::SCALE];
+            l.slice_mut::<f64>(1)?[0] /= scale * scale;
+            Ok(())
+        })
+    }
+
+    fn update_scaler(
+        &self,
+        s: &Stream,
+        config: ScalerConfig,
+        state: &Tensor,
+        scalars: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "update_scaler";
+        check_scaler(OP, state)?;
+        check_scalars(OP, scalars)?;
+        s.launch(OP, &[write(state), write(scalars)], |l| {
+            let (state, out) = (l.slice_mut::<f64>(0)?, l.slice_mut::<f32>(1)?);
+            let mut now = scaler::from(config, state);
+            out[scalars::LOSS_SCALE] = now.scale;
+            out[scalars::CLIP] *= now.inverse();
+            now.update(!out[scalars::GRAD_NORM].is_finite());
+            state.copy_from_slice(&scaler::of(&now));
+            Ok(())
+        })
+    }
+
+    fn clear_for_step(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()> {
+        const OP: &str = "clear_for_step";
+        check_scalars(OP, scalars)?;
+        check_numbers(OP, numbers)?;
+        s.launch(OP, &[read(scalars), write(numbers)], |l| {
+            if l.slice::<f32>(0)?[scalars::GRAD_NORM].is_finite() {
+                l.slice_mut::<f32>(1)?.fill(0.0);
             }
             Ok(())
         })

@@ -9,20 +9,7 @@ use crate::quant::check::{check_delayed, check_turn, matrix, one};
 use crate::quant::micro::Emulated;
 use crate::quant::scale::ScaleRule;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
-use ferrotron_tensor::{DType, Element, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
-
-/// Picks the Rust type of what is quantised: f32, bf16 or f16.
-macro_rules! inputs {
-    ($op:expr, $dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            DType::F16 => {
-                type $T = ferrotron_tensor::f16;
-                $body
-            }
-            other => floats!($op, other, $T => $body),
-        }
-    };
-}
+use ferrotron_tensor::{Element, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
 
 impl crate::MeasuredKernels for CpuKernels {}
 
@@ -32,7 +19,7 @@ impl QuantKernels for CpuKernels {
         let rows = matrix(OP, x)?;
         one(OP, most)?;
         s.launch(OP, &[read(x), write(most)], |l| {
-            let found = inputs!(OP, x.dtype(), T => amax::<T>(l.threads(), self.isa, l.slice(0)?, rows))?;
+            let found = floats!(OP, x.dtype(), T => amax::<T>(l.threads(), self.isa, l.slice(0)?, rows))?;
             let most = &mut l.slice_mut::<f32>(1)?[0];
             *most = most.max(found);
             Ok(())
@@ -60,7 +47,7 @@ impl QuantKernels for CpuKernels {
             }
         }
         s.launch(OP, &args, |l| {
-            inputs!(OP, q.x.dtype(), T => {
+            floats!(OP, q.x.dtype(), T => {
                 let job = Job::<T> { isa: self.isa, x: l.slice(0)?, rows, range };
                 if let Some((at, accumulate)) = sums {
                     column_sum(l.threads(), self.isa, job.x, rows, l.slice_mut(at)?, accumulate)?;
@@ -147,7 +134,7 @@ impl QuantKernels for CpuKernels {
             return shape_error(OP, format!("{x:?} into {out:?}, which must be like it and contiguous"));
         }
         s.launch(OP, &[read(x), write(out)], |l| {
-            inputs!(OP, x.dtype(), T =>
+            floats!(OP, x.dtype(), T =>
                 emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))
         })
     }

@@ -33,7 +33,7 @@ pub fn amax<T: Float>(threads: &Threads, isa: Isa, x: &[T], rows: Rows) -> Resul
 
 multiversion! {
     /// The pattern of the largest magnitude.
-    pub(super) fn amax_row<T: Float>(x: &[T]) -> u32 {
+    pub(crate) fn amax_row<T: Float>(x: &[T]) -> u32 {
         let mut most = 0;
         for x in x {
             most = most.max(magnitude(x.to_f32()));

@@ -16,6 +16,7 @@ mod quantise;
 mod tile;
 
 pub use amax::amax;
+pub(crate) use amax::amax_row;
 pub use delayed::delayed_update;
 pub use dequantise::{decode, dequantise, turn};
 pub use emulate::emulate;
@@ -27,4 +28,4 @@ pub use nvfp4::{
 pub use product::{Factor, Part, product};
 pub use quantise::{Blocks, Use, quantise_blocks, quantise_tensor};
 pub use tile::Format;
-pub(crate) use tile::formats;
+pub(crate) use tile::{encode_row, formats};

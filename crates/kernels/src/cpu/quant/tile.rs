@@ -73,7 +73,7 @@ pub(crate) use formats;
 
 multiversion! {
     /// `out = round(x·scale)`, one scale for all.
-    pub(super) fn encode_row<F: Format, T: Float>(x: &[T], scale: f32, out: &mut [F]) {
+    pub(crate) fn encode_row<F: Format, T: Float>(x: &[T], scale: f32, out: &mut [F]) {
         let out: &mut [u8] = bytemuck::cast_slice_mut(out);
         for (out, x) in out.iter_mut().zip(x) {
             *out = F::code(x.to_f32() * scale);

@@ -102,7 +102,7 @@ __device__ __forceinline__ void ldsm_turned(u32 (&r)[4], u32 at) {
 // (g+8, t+8) and their right neighbours, b holds (t, g), (t+8, g) and their lower ones, c as a's first two.
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32." NUMBER "." NUMBER ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
@@ -126,6 +126,21 @@ __device__ __forceinline__ float fast_exp2(float x) {
 __device__ __forceinline__ float fast_tanh(float x) {
     return 1.0f - __fdividef(2.0f, fast_exp2(x * (2.0f * LOG2_E)) + 1.0f);
 }
+
+// A weight of a value, which is at most 1. Where NARROW is defined it is the nearest number of E4M3 of scale 256: adding
+// 1.5·2^20 times its power of two leaves it three digits behind the first; the smallest number that has all of them is
+// 2^-14, below which steps stay. NaN stays NaN. Then maxima may not lag, or weights would be above 1.
+#ifdef NARROW
+#define MAY_LAG(x) 0.0f
+__device__ __forceinline__ float weight_of(float x) {
+    const float shift = __uint_as_float(max(__float_as_uint(x) & 0x7f800000u, 0x38800000u)) * 1572864.0f;
+    return __fsub_rn(__fadd_rn(x, shift), shift);
+}
+#else
+#define MAY_LAG(x) x
+__device__ __forceinline__ float weight_of(float x) { return x; }
+#endif
+__device__ __forceinline__ u32 pack_weights(float low, float high) { return pack_bf16(weight_of(low), weight_of(high)); }
 
 // A tile [ROWS, D] of bf16 in shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, whose
 // 16-byte chunks c sit at c ^ (row % 8), so that eight rows of one chunk fall on different banks.

@@ -154,8 +154,8 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     for (int m = 0; m < MT; m++)
 #pragma unroll
                         for (int h = 0; h < 4; h++)
-                            x[m][h] = pack_bf16(s[m][2 * k + (h >> 1)][(h & 1) * 2],
-                                                s[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
+                            x[m][h] = pack_weights(s[m][2 * k + (h >> 1)][(h & 1) * 2],
+                                                   s[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
 #pragma unroll
                     for (int n = 0; n < DV / 16; n++) {
                         u32 y[4];

@@ -7,6 +7,7 @@ use super::hopper_kinds::{Forward, Kind, OWN_NAMES, kind};
 use super::hopper_sections::{BLOCKS, CACHE, section, shared_section};
 use super::job::{Args, Job, blocks};
 use super::tables::Items;
+use crate::cuda::sources::narrow_of;
 use crate::cuda::tensor_map::{TensorMap, tensor_map};
 use crate::cuda::{CudaKernels, Grid, Kernel};
 use ferrotron_tensor::{DType, Launch, Result};
@@ -175,7 +176,9 @@ impl Hopper {
         }
         let grid =
             Grid { blocks: [total.min(BLOCKS) as u32, 1, 1], threads: f.threads(), shared: f.shared() };
-        kernels.queue(l, f.kernel, grid, &m)
+        let Kernel { source, name } = f.kernel;
+        let source = if shape.fp8 { narrow_of(source) } else { source };
+        kernels.queue(l, Kernel { source, name }, grid, &m)
     }
 
     fn space(&self, job: &Job) -> Space {

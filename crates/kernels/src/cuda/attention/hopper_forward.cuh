@@ -14,7 +14,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
     static constexpr u32 Q_BYTES = Load::Q_BYTES, K_BYTES = Load::K_BYTES, V_BYTES = Load::V_BYTES;
     static constexpr u32 Q_AT = Load::Q_AT, K_AT = Load::K_AT, V_AT = Load::V_AT;
     // Maxima may lag by this much (of log2): sums are brought to a new maximum only when it pays.
-    static constexpr float LAG = 8.0f;
+    static constexpr float LAG = MAY_LAG(8.0f);
 
     // s = q·kᵀ
     static __device__ __forceinline__ void scores(float (&s)[BN / 2], u32 q, u32 k) {
@@ -22,7 +22,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
     }
     static __device__ __forceinline__ void pack(u32 (&p)[BN / 4], const float (&s)[BN / 2]) {
 #pragma unroll
-        for (int i = 0; i < BN / 4; i++) p[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < BN / 4; i++) p[i] = pack_weights(s[2 * i], s[2 * i + 1]);
     }
 
     // A thread's first query.

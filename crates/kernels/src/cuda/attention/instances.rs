@@ -2,6 +2,7 @@
 //! source.
 
 use crate::cuda::Kernel;
+use crate::cuda::sources::half_of;
 use ferrotron_tensor::{DType, Error, Result, shape_error};
 
 /// One kernel instance.
@@ -147,10 +148,16 @@ const F32: [(usize, usize, Instance); 3] = [
 pub(super) fn instance(op: &'static str, dtype: DType, d_qk: usize, d_v: usize) -> Result<Instance> {
     let all: &[(usize, usize, Instance)] = match dtype {
         DType::F32 => &F32,
-        DType::BF16 => &BF16,
+        DType::BF16 | DType::F16 => &BF16,
         found => return Err(Error::DType { op, found, wanted: DType::BF16 }),
     };
     match all.iter().find(|(q, v, _)| d_qk <= *q && d_v <= *v) {
+        // Those of f16 are the same, of the sources compiled with f16 numbers.
+        Some((.., i)) if dtype == DType::F16 => {
+            let half =
+                |s: Step| Step { kernel: Kernel { source: half_of(s.kernel.source), ..s.kernel }, ..s };
+            Ok(Instance { forward: half(i.forward), keys: half(i.keys), queries: half(i.queries) })
+        }
         Some((.., instance)) => Ok(*instance),
         None => shape_error(
             op,

@@ -12,6 +12,7 @@ mod job;
 mod kept;
 mod tables;
 
+use super::sources::narrow_of;
 use super::{CudaKernels, Grid, Kernel, typed};
 use crate::attention_plan::gradients;
 use crate::checks::dtypes;
@@ -33,7 +34,10 @@ impl AttentionKernels for CudaKernels {
     ) -> Result<()> {
         const OP: &str = "attention_forward";
         let mut job = job(OP, scores, sequences, f)?;
-        let step = job.instance.forward;
+        let mut step = job.instance.forward;
+        if scores.fp8 {
+            step.kernel.source = narrow_of(step.kernel.source);
+        }
         let blank = typed!(OP, f.q.dtype(), "attention_rows", "attention_blank")?;
         let hopper = hopper(self, &job, f.q.dtype());
         let items = job.items(&self.tables, s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;

@@ -136,7 +136,7 @@ template <int D, int TILE> struct Plain {
 #pragma unroll
                 for (int c = 0; c < C; c++) {
                     const float e = exp2f(s[r][c] - origin);
-                    probs[(y * R + r) * LS + x + 16 * c] = e;
+                    probs[(y * R + r) * LS + x + 16 * c] = weight_of(e);
                     total += e;
                 }
                 sum[r] = fmaf(sum[r], shrink, total);

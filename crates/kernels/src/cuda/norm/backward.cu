@@ -241,7 +241,7 @@ template <class T, bool LAYER> __device__ __forceinline__ void backward_long_par
 
 typedef float f32_t;
 typedef bf16 bf16_t;
-BACKWARD_ALL(rms, false, f32)
+NOT_OF_HALF(BACKWARD_ALL(rms, false, f32))
 BACKWARD_ALL(rms, false, bf16)
-BACKWARD_ALL(layer, true, f32)
+NOT_OF_HALF(BACKWARD_ALL(layer, true, f32))
 BACKWARD_ALL(layer, true, bf16)

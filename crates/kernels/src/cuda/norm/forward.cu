@@ -232,9 +232,10 @@ __device__ __forceinline__ void forward_long(const ForwardArgs& a) {
 
 typedef float f32_t;
 typedef bf16 bf16_t;
-FORWARD_ALL(f32)
+NOT_OF_HALF(FORWARD_ALL(f32))
 FORWARD_ALL(bf16)
 
+#ifndef HALF
 #define MEASURED(CHUNKS, STAGES)                                                                                       \
     extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_amax(const ForwardArgs a) {                      \
         forward<bf16, CHUNKS, false, STAGES, true>(a);                                                                 \
@@ -252,3 +253,4 @@ extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_amax(const Forwa
 extern "C" __global__ void __launch_bounds__(1024, 1) add_norm_long_amax(const ForwardArgs a) {
     forward_long<bf16, true, true>(a);
 }
+#endif
