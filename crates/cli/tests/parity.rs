@@ -135,6 +135,23 @@ fn eight_bit_products_agree_on_any_layout() {
     }
 }
 
+/// Heads and stages have the same scales and tiles; ranks that share sequences meet keys in another order.
+#[test]
+fn attention_in_eight_bits_agrees_on_any_layout() {
+    let (_dir, recipe) = folder();
+    let base = [&["--recipe", path(&recipe)][..], &NARROW, &["--set", "precision.also=attention"]].concat();
+    let one = "cpu,bf16,micro_batch=1";
+    for layout in ["tp=2", "pp=2", "cp=2"] {
+        let other = format!("{one},{layout}");
+        let sides = [one, &other, "--set", "parallel.zero=1"];
+        let room: &[&str] = if layout == "cp=2" { &["--tolerance", "5e-2"] } else { &[] };
+        verdict(&[&sides[..], &base, room].concat(), 0);
+    }
+    let [a, b] = ["threads=1", "threads=3"].map(|t| format!("{one},{t}"));
+    let v = verdict(&[&[a.as_str(), &b][..], &base].concat(), 0);
+    assert_eq!(v["identical"], v["tensors"]);
+}
+
 #[test]
 fn eight_bit_products_agree_with_bf16_within_their_bounds_and_not_within_less() {
     let (_dir, recipe) = folder();

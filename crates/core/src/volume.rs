@@ -23,6 +23,7 @@
 //! - **cp** (c ranks): with L = padded tokens / c and K = L·g·(d_k + d_v) keys and values of the rank's g heads, a layer sends on
 //!   a ring (c−1)·K·e forward, (c−2)·K·e + (c−1)·K·4 backward (gradients travel in f32, own keys do not); gathered
 //!   (c−1)·K·e forward, and backward that and (c−1)·K·4; by heads (c−1)/c·L·(n+g)·(d_k + d_v)·e each way.
+//! - Attention in 8 bits agrees on magnitudes of q, k and v by an all-reduce of 3·4 bytes a layer over tp, and one over cp.
 //! - **pp**: (N/t)·h·e for each micro-batch and stage boundary, forward; the same on **back** for gradients.
 //! - **copies** (dp·cp ranks): an all-reduce of all f32 gradients of the rank, padding included; with ZeRO-1 a
 //!   reduce-scatter of those, an all-gather of weights and the square of the norm, one f64. ZeRO-2 has a reduce-scatter for
@@ -43,7 +44,7 @@ use crate::pipeline::Stage;
 use ferrotron_comm::{Communicator, Kind, Volume};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::flat::{Bucket, Placement, Plan, Shelf, Span};
-use ferrotron_engine::precision::{Eight, Method, Role};
+use ferrotron_engine::precision::{Eight, Method, Policy, Role};
 use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Split, Tokens};
 use ferrotron_tensor::DType;
 use std::collections::BTreeMap;
@@ -132,6 +133,8 @@ pub struct Step<'a> {
     pub dtype: DType,
     /// What is computed again in backward.
     pub recompute: Recompute,
+    /// What is narrow.
+    pub policy: &'a Policy,
     /// What this rank holds of the weights.
     pub weights: &'a [ParamSpec],
     /// How their gradients lie in buckets, padding included.
@@ -184,8 +187,16 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         }
         for layer in &blocks {
             let (forward, backward) = attention(s, *layer, local, e);
-            let twice = s.recompute.layer || s.recompute.attention;
-            add("cp", forward * (1 + u64::from(twice)) + backward);
+            let passes = 1 + u64::from(s.recompute.layer || s.recompute.attention);
+            add("cp", forward * passes + backward);
+            let name = match layer.checked_sub(s.model.layers) {
+                None => format!("layers.{layer}.attn"),
+                Some(d) => format!("mtp.{}.layer.attn", d.min(s.model.mtp.map_or(0, |m| m.modules() - 1))),
+            };
+            if s.policy.narrows_attention(&name) {
+                add("tp", passes * all_reduce(t, 12));
+                add("cp", passes * all_reduce(c, 12));
+            }
         }
     }
     if let Some(tp) = out.get_mut("tp") {

@@ -89,7 +89,7 @@ fn magnitudes_left_by_the_optimizer_are_those_of_passes() {
         &["optimizer.moments=bf16"],
         &["optimizer.moments=fp8", "optimizer.master=remainder"],
         &["optimizer.kind=sgd", "optimizer.lr=0.3"],
-        &["precision.head=true", "model.tied=true"],
+        &["precision.also=head", "model.tied=true"],
         &["precision.except=[\"mlp.down:output\", \"attn.out\"]", "precision.power_of_two=true"],
         &["train.recompute=full"],
     ] {
@@ -104,7 +104,7 @@ fn ranks_agree_on_what_the_optimizer_left() {
             equal(layout, &[zero]);
         }
     }
-    equal("dp=4", &["parallel.zero=1", "precision.head=true", "parallel.overlap=false"]);
+    equal("dp=4", &["parallel.zero=1", "precision.also=head", "parallel.overlap=false"]);
     equal("tp=2,dp=2", &["parallel.zero=1", "optimizer.master=remainder", "optimizer.moments=bf16"]);
 }
 

@@ -58,7 +58,7 @@ fn every_product_a_recipe_names_is_narrow_and_none_falls_back() {
                 continue;
             }
             let scaling = format!("precision.scaling={scaling}");
-            let set = [&[scaling.as_str(), "precision.head=true"], more].concat();
+            let set = [&[scaling.as_str(), "precision.also=head"], more].concat();
             let calls = launches(recipe(&set));
             assert_eq!(NARROW.map(&calls), [4 * LAYERS + 1; 3], "{set:?}");
             let wide =
@@ -68,7 +68,7 @@ fn every_product_a_recipe_names_is_narrow_and_none_falls_back() {
     }
     let calls = launches(recipe(&[
         "precision.scaling=current",
-        "precision.head=true",
+        "precision.also=head",
         "precision.except=head:output",
     ]));
     assert_eq!(NARROW.map(&calls), [4 * LAYERS, 4 * LAYERS + 1, 4 * LAYERS + 1]);
@@ -104,26 +104,37 @@ fn gradients_of_a_whole_model_stay_near_those_of_bf16() {
     let plain = step(&[]);
     // One value of E4M3 is off by a 27th part at most, of E5M2 by twice that: what a product of two makes of it, and three
     // layers of that one after the other. NVFP4 has one bit of mantissa.
-    for (scaling, head, most) in [
-        ("current", false, 0.125),
-        ("block", false, 0.125),
-        ("mxfp8", false, 0.125),
-        ("nvfp4", false, 0.5),
-        ("current", true, 0.125),
-        ("delayed", true, 0.125),
-        ("block", true, 0.125),
-        ("mxfp8", true, 0.125),
+    for (scaling, also, most) in [
+        ("current", "[]", 0.125),
+        ("block", "[]", 0.125),
+        ("mxfp8", "[]", 0.125),
+        ("nvfp4", "[]", 0.5),
+        ("current", "head", 0.125),
+        ("delayed", "head", 0.125),
+        ("block", "head", 0.125),
+        ("mxfp8", "head", 0.125),
+        ("none", "attention", 0.05),
+        ("current", "[\"head\", \"attention\"]", 0.125),
+        ("delayed", "attention", 0.125),
     ] {
-        let narrow = step(&[&format!("precision.scaling={scaling}"), &format!("precision.head={head}")]);
+        let narrow = step(&[&format!("precision.scaling={scaling}"), &format!("precision.also={also}")]);
         let (a, b) = (plain.loss.unwrap(), narrow.loss.unwrap());
         assert!((a - b).abs() < 0.01 * a, "{scaling}: loss {a} and {b}");
-        let apart = apart(&plain, &narrow);
-        assert!(apart > 1e-3 && apart < most, "{scaling}: gradients {apart} apart");
+        let off = apart(&plain, &narrow);
+        assert!(off > 1e-3 && off < most, "{scaling} {also}: gradients {off} apart");
     }
     let latent = ["model.head_dim=48", "model.kv_heads=4", LATENT[0]];
     let (plain, narrow) = (step(&latent), step(&[&latent[..], &["precision.scaling=current"]].concat()));
-    let apart = apart(&plain, &narrow);
-    assert!(apart > 1e-3 && apart < 0.125, "latent attention: gradients {apart} apart");
+    let off = apart(&plain, &narrow);
+    assert!(off > 1e-3 && off < 0.125, "latent attention: gradients {off} apart");
+    let off = apart(&plain, &step(&[&latent[..], &["precision.also=attention"]].concat()));
+    assert!(off > 1e-3 && off < 0.05, "latent attention in 8 bits: gradients {off} apart");
+    // What is excepted, and what is computed again, changes nothing.
+    let attention = step(&["precision.also=attention"]);
+    let same = |a: &Outcome, b: &Outcome| a.loss == b.loss && apart(a, b) == 0.0;
+    assert!(same(&attention, &step(&["precision.also=attention", "train.recompute=full"])));
+    assert!(same(&step(&[]), &step(&["precision.also=attention", "precision.except=attn.scores"])));
+    assert!(!same(&attention, &step(&["precision.also=attention", "precision.except=last 1"])));
 }
 
 #[test]
@@ -144,10 +155,12 @@ fn what_cannot_work_is_refused_in_one_sentence() {
             "output, input_grad, weight_grad",
         ),
         (&["precision.except=mlp.down"], "precision.scaling"),
-        (&["precision.head=true"], "precision.scaling"),
-        (&["precision.scaling=block", "precision.head=true", "model.vocab=259"], "multiple of 16"),
+        (&["precision.also=head"], "precision.scaling"),
+        (&["precision.also=attention", "precision.dtype=f16"], "bf16"),
+        (&["precision.also=norms"], "\"head\", \"attention\""),
+        (&["precision.scaling=block", "precision.also=head", "model.vocab=259"], "multiple of 16"),
         (
-            &["precision.scaling=current", "precision.head=true", "model.vocab=272", "parallel.tp=2"],
+            &["precision.scaling=current", "precision.also=head", "model.vocab=272", "parallel.tp=2"],
             "multiple of 32",
         ),
         (&["precision.scaling=delayed", "precision.history=0"], "at least 1"),

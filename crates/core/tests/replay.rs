@@ -140,9 +140,10 @@ fn replayed_steps_have_the_bits_of_launched_ones() {
     let cases: &[(&str, Vec<&str>)] = &[
         ("fp8, current", [bf16, &["precision.scaling=current"]].concat()),
         ("f16", vec!["precision.dtype=f16", "precision.loss_scale=[256, 7]"]),
+        ("fp8 attention", [bf16, &["precision.also=attention"]].concat()),
         (
             "fp8 head",
-            [bf16, &["precision.scaling=current", "precision.head=true", "train.micro_batch=2"]].concat(),
+            [bf16, &["precision.scaling=current", "precision.also=head", "train.micro_batch=2"]].concat(),
         ),
         ("fp8, delayed", [bf16, &["precision.scaling=delayed", "train.micro_batch=2"]].concat()),
         ("fp8, block", [bf16, &["precision.scaling=block"]].concat()),

@@ -119,7 +119,7 @@ fn twenty_steps_are_the_same_bits() {
 /// The output matrix, too: its own is bytes, a table that is looked up in is not.
 #[test]
 fn an_output_matrix_in_bytes_is_the_same_bits() {
-    const HEAD: [&str; 2] = ["precision.head=true", "model.vocab=288"];
+    const HEAD: [&str; 2] = ["precision.also=head", "model.vocab=288"];
     for scaling in SCALINGS {
         for tied in ["model.tied=false", "model.tied=true"] {
             let set = [&HEAD[..], &[scaling, tied]].concat();
@@ -136,7 +136,7 @@ fn an_output_matrix_in_bytes_is_the_same_bits() {
             assert!(!stored[0].contains(&"embed.tokens".to_string()));
         }
     }
-    equal("tp=1", 6, &[SCALINGS[0], "precision.head=true"]);
+    equal("tp=1", 6, &[SCALINGS[0], "precision.also=head"]);
 }
 
 #[test]

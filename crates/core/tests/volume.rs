@@ -65,6 +65,7 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
                 activation: set.contains(&PARTS),
                 norm: set.contains(&PARTS),
             },
+            policy: &resolved.policy(),
             weights: trainer.params.specs(),
             zero: resolved.config.parallel.zero,
             plan: trainer.params.plan(),
@@ -230,7 +231,7 @@ fn eight_bit_products() {
         ] {
             equal("tp=2", &set(&[&[scaling], more].concat()));
         }
-        const HEAD: [&str; 2] = ["precision.head=true", "model.vocab=256"];
+        const HEAD: [&str; 2] = ["precision.also=head", "model.vocab=256"];
         for more in
             [&[][..], &["train.recompute=full"], &["model.tied=false"], &["precision.except=head:output"]]
         {
@@ -239,6 +240,13 @@ fn eight_bit_products() {
         equal("tp=2,pp=2", &set(&[&HEAD[..], &[scaling]].concat()));
         equal("tp=2", &set(&[&HEAD[..], &[scaling, "mtp.layers=2"]].concat()));
     }
+    const ATTENTION: [&str; 2] = ["precision.also=attention", "precision.except=layers.0.attn.scores"];
+    for layout in ["tp=2", "cp=2", "tp=2,cp=2,pp=2", "tp=4"] {
+        equal(layout, &set(&ATTENTION[..1]));
+        equal(layout, &set(&ATTENTION));
+        equal(layout, &set(&[ATTENTION[0], "train.recompute=full", "precision.scaling=current"]));
+    }
+    equal("tp=2,cp=2", &set(&[ATTENTION[0], "mtp.layers=2", BLOCKS]));
     // Ranks with whole blocks of tokens: their columns are bytes, too.
     const LONG: [&str; 3] = ["precision.scaling=block", "data.seq_len=128", "model.max_positions=128"];
     let numbers = equal("tp=2", &set(&LONG[1..]))["tp"];
@@ -250,7 +258,7 @@ fn eight_bit_products() {
         &["precision.except=mlp.down:weight_grad"],
         &["precision.except=attn.out:input_grad"],
         &["precision.except=mlp.up:output"],
-        &["precision.head=true", "model.vocab=256"],
+        &["precision.also=head", "model.vocab=256"],
     ] {
         equal("tp=2", &set(&[&LONG[..], more].concat()));
     }

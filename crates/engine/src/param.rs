@@ -202,6 +202,11 @@ impl Declarations {
         eight
     }
 
+    /// Does the policy have forward attention of a module in eight bits?
+    pub(crate) fn narrow_attention(&self, name: &str) -> bool {
+        self.policy.narrows_attention(name)
+    }
+
     /// The rank's place.
     pub fn place(&self) -> Place {
         self.place

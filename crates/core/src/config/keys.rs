@@ -2,8 +2,9 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Count, Decay, Dispatch, Format, Graph, Keep, Master, Moments, OneOrMany, OptimizerKind, PipelineOrder,
-    PositionKind, Precision, Recompute, RouterType, Scaling, Split, WeightDecayStyle, Weights, WsdStyle,
+    Also, Count, Decay, Dispatch, Format, Graph, Keep, Master, Moments, OneOrMany, OptimizerKind,
+    PipelineOrder, PositionKind, Precision, Recompute, RouterType, Scaling, Split, WeightDecayStyle, Weights,
+    WsdStyle,
 };
 use super::{Latent, LossScale};
 use crate::model::config::{Activation, NormKind};
@@ -268,8 +269,9 @@ keys! {
         /// What weights of 8-bit products are between steps: bf16, from which bytes are made in every step, or fp8, the
         /// bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
         weights: Weights = Weights::Bf16, "fp8_param", "fp8_param_gather", "fp8_params", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
-        /// The output matrix is narrow, too, as precision.scaling says; without it stays in precision.dtype.
-        head: bool = false, "fp8_head", "fp8_lm_head", "fp8_output_layer", "fp8_output_proj";
+        /// What is narrow besides the layers' linear maps: "head", the output matrix, as precision.scaling says; "attention",
+        /// forward, with q, k, v and the weights of values in E4M3, which is emulated.
+        also: Also = Also::default(), "head", "attention", "fp8_head", "fp8_lm_head", "fp8_output_layer", "fp8_output_proj", "fp8_attention", "fp8_dpa", "fp8_mha", "fp8_dot_product_attention", "fp8_multi_head_attention";
         /// Formats: hybrid (gradients in E5M2) or e4m3; derived from the scaling.
         format: Option<Format> = None, "fp8_format", "fp8_mode";
         /// Round scales down to powers of two; derived from the scaling.

@@ -1,6 +1,7 @@
 //! Low-precision products: from keys to the policy that modules consult, and what cannot work.
 
 use super::resolve::Derivations;
+use super::types::Beside;
 use super::{Config, Format, Master, Precision, Recipe, Resolved, Scaling, Weights};
 use crate::error::Result;
 use ferrotron_engine::Split;
@@ -30,8 +31,10 @@ impl Config {
     /// Which products of a model of so many layers are narrow, and how; or what is wrong with precision.except.
     fn policy(&self, layers: usize) -> std::result::Result<Policy, String> {
         let p = &self.precision;
+        let mut policy = Policy { layers, attention: p.also.has(Beside::Attention), ..Policy::default() };
+        parse_except(&p.except.0, &mut policy)?;
         let method = match p.scaling {
-            Scaling::None => return Ok(Policy::default()),
+            Scaling::None => return Ok(policy),
             Scaling::Current => Method::Current,
             Scaling::Delayed => Method::Delayed {
                 // The largest of one step is the most recent.
@@ -45,9 +48,7 @@ impl Config {
         let hybrid = p.format == Some(Format::Hybrid);
         let recipe = precision::Recipe { method, hybrid, pow2: p.power_of_two.unwrap_or(false) };
         let stored = p.weights == Weights::Fp8;
-        let mut policy = Policy { recipe: Some(recipe), layers, head: p.head, stored, ..Policy::default() };
-        parse_except(&p.except.0, &mut policy)?;
-        Ok(policy)
+        Ok(Policy { recipe: Some(recipe), head: p.also.has(Beside::Head), stored, ..policy })
     }
 }
 
@@ -62,6 +63,11 @@ impl Recipe {
     /// Keys that depend on the scaling.
     pub(super) fn derive_precision(&self, c: &mut Config, derived: &mut Derivations) {
         let p = &mut c.precision;
+        if p.also.has(Beside::Attention) {
+            let reason = "emulated: products are bf16 ones of numbers rounded to E4M3, to see what that does and not for speed; \
+                          backward is bf16";
+            derived.add("precision.also", Beside::Attention, reason);
+        }
         if p.scaling == Scaling::None {
             return;
         }
@@ -110,8 +116,13 @@ impl Recipe {
         self.check_loss_scale(r)?;
         self.check_weights(r)?;
         self.check_head(r, &policy)?;
+        if policy.attention && p.dtype != Precision::Bf16 {
+            let what =
+                "attention in 8 bits stands beside bf16; set precision.dtype = \"bf16\", or leave it out";
+            return self.refuse("precision.also", what);
+        }
         if policy.recipe.is_none() {
-            return match p.except.0.is_empty() {
+            return match p.except.0.is_empty() || policy.attention {
                 true => Ok(()),
                 false => self.refuse(
                     "precision.except",
@@ -193,9 +204,11 @@ impl Recipe {
     /// Refuses an output matrix in 8 bits where matrix units have no such product of it.
     fn check_head(&self, r: &Resolved, policy: &Policy) -> Result<()> {
         let (p, tp, vocab) = (&r.config.precision, r.config.parallel.tp, r.model.vocab);
-        let Some(recipe) = policy.recipe.filter(|_| p.head) else {
-            let nothing = "there are no narrow products: set precision.scaling, or leave this out";
-            return if p.head { self.refuse("precision.head", nothing) } else { Ok(()) };
+        let head = p.also.has(Beside::Head);
+        let Some(recipe) = policy.recipe.filter(|_| head) else {
+            let nothing =
+                "there are no narrow products of maps: set precision.scaling, or leave \"head\" out";
+            return if head { self.refuse("precision.also", nothing) } else { Ok(()) };
         };
         if recipe.emulated() || vocab.is_multiple_of(WIDTH * tp) {
             return Ok(());
@@ -207,8 +220,8 @@ impl Recipe {
             _ => format!("over {tp} ranks it needs a vocabulary that is a multiple of {}", WIDTH * tp),
         };
         self.refuse(
-            "precision.head",
-            format!("{what}, and it is {vocab}; set another model.vocab, or leave this out"),
+            "precision.also",
+            format!("{what} for \"head\", and it is {vocab}; set another model.vocab, or leave it out"),
         )
     }
 

@@ -128,6 +128,40 @@ choice! {
 }
 
 choice! {
+    /// What may be in eight bits besides the linear maps of layers.
+    Beside {
+        /// The output matrix, as precision.scaling says.
+        Head = "head",
+        /// Forward attention.
+        Attention = "attention",
+    }
+}
+
+/// A list of [`Beside`].
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Also(pub Vec<Beside>);
+
+impl Also {
+    /// Is this one of them?
+    pub fn has(&self, which: Beside) -> bool {
+        self.0.contains(&which)
+    }
+}
+
+impl<'de> Deserialize<'de> for Also {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        let list = OneOrMany::deserialize(d)?.0;
+        list.iter().map(|x| x.parse().map_err(D::Error::custom)).collect::<Result<_, _>>().map(Also)
+    }
+}
+
+impl KeyType for Also {
+    fn expects() -> String {
+        format!("{} or a list of them", Beside::expects())
+    }
+}
+
+choice! {
     /// What weights of 8-bit products are between steps.
     Weights {
         /// Numbers in precision.dtype.

@@ -274,7 +274,8 @@ mod tests {
             &["model.mla={ q_lora_rank = 96, kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }"],
             &["optimizer.moments=fp8", "optimizer.master=remainder"],
             &["precision.scaling=current", "precision.weights=fp8", "precision.except=\"mlp.up:output\""],
-            &["precision.scaling=current", "precision.head=true"],
+            &["precision.scaling=current", "precision.also=head"],
+            &["precision.also=attention"],
         ] {
             let mut recipe = work("tiny").unwrap();
             set.iter().for_each(|s| recipe.set(s).unwrap());
@@ -294,12 +295,12 @@ mod tests {
             ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\"", "\"mtp\""]
         {
             let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
-            const HEADS: [&str; 2] = ["precision.head=true", "model.tied=true"];
+            const HEADS: [&str; 2] = ["precision.also=head", "model.tied=true"];
             for gated in ["model.gated=true", "model.gated=false", latent, "mtp.layers=2", HEADS[0], HEADS[1]]
             {
                 let mut recipe = work("tiny").unwrap();
                 let except = format!("precision.except={except}");
-                let head = if gated == "model.tied=true" { "precision.head=true" } else { gated };
+                let head = if gated == "model.tied=true" { "precision.also=head" } else { gated };
                 FP8.iter().chain(&[except.as_str(), gated, head]).for_each(|s| recipe.set(s).unwrap());
                 let r = recipe.resolve(None).unwrap();
                 let trainer = crate::train::Trainer::new(Rank::cpu(1, 0).unwrap(), &r).unwrap();

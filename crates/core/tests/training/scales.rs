@@ -75,8 +75,8 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
         &["precision.calibrate=5"],
         &["precision.history=1"],
         &["train.micro_batch=4"],
-        &["precision.head=true"],
-        &["precision.head=true", "model.tied=true", "precision.calibrate=5"],
+        &["precision.also=head"],
+        &["precision.also=head", "model.tied=true", "precision.calibrate=5"],
     ] {
         let dir = tempfile::tempdir().unwrap();
         let r = delayed(set);
@@ -92,7 +92,7 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
         let all = scales(&a);
         let names = ["attn.out", "attn.q+k+v", "mlp.down", "mlp.gate+up"];
         let mut maps: Vec<String> = (0..2).flat_map(|l| names.map(|n| format!("layers.{l}.{n}"))).collect();
-        if set.contains(&"precision.head=true") {
+        if set.contains(&"precision.also=head") {
             let tied = set.contains(&"model.tied=true");
             maps.insert(0, if tied { "embed.tokens" } else { "head" }.into());
         }
@@ -119,7 +119,7 @@ fn every_layout_saves_and_loads_the_same_scales() {
 /// A tied table is on the first and the last stage, and its scales on the last.
 #[test]
 fn every_layout_knows_the_scales_of_the_head() {
-    const HEAD: [&str; 2] = ["precision.head=true", "model.vocab=64"];
+    const HEAD: [&str; 2] = ["precision.also=head", "model.vocab=64"];
     same_in_layouts(&[&HEAD[..], &["model.tied=true"]].concat());
     same_in_layouts(&HEAD);
 }

@@ -5,6 +5,7 @@ pub mod context;
 mod kind;
 mod latent;
 mod layout;
+mod narrow;
 mod scores;
 
 pub use cache::KvCache;

@@ -1,7 +1,7 @@
 //! The scores, of whole sequences or of this rank's tokens of them.
 
 use super::context::{self, Context, ContextSaved, Gradients, Inputs};
-use super::{KvCache, Layout};
+use super::{KvCache, Layout, narrow};
 use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
 use ferrotron_kernels::{Align, AttentionBackward, AttentionForward, Scores, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
@@ -19,8 +19,8 @@ pub(super) struct Softmax {
 /// What backward needs of the scores: of whole sequences whatever the module makes q, k and v from again.
 #[expect(clippy::large_enum_variant, reason = "handles of a few words, once a layer")]
 pub(super) enum Seen<K> {
-    /// Of whole sequences.
-    Whole { kept: K, lse: SavedTensor },
+    /// Of whole sequences; with the magnitudes that q, k and v were rounded by, if they were.
+    Whole { kept: K, lse: SavedTensor, magnitudes: Option<SavedTensor> },
     /// Of this rank's tokens of them.
     Shared(ContextSaved),
 }
@@ -28,9 +28,10 @@ pub(super) enum Seen<K> {
 impl<K: Saved> Saved for Seen<K> {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         match self {
-            Seen::Whole { kept, lse } => {
+            Seen::Whole { kept, lse, magnitudes } => {
                 kept.tensors(f);
                 f(lse);
+                magnitudes.iter_mut().for_each(f);
             }
             Seen::Shared(saved) => saved.tensors(f),
         }
@@ -74,6 +75,7 @@ impl Softmax {
             split: Split::Rows { unit: 1 },
         };
         let sink = sink.map(|std| d.declare(vec![part(std)])).transpose()?;
+        let scores = Scores { fp8: scores.fp8 || d.narrow_attention(name), ..scores };
         Ok(Softmax { scores, heads: heads / t, kv_heads: (kv_heads / t).max(1), sink })
     }
 
@@ -99,7 +101,11 @@ impl Softmax {
     ) -> Result<Seen<K>> {
         blank(p, layout, out)?;
         let sink = self.sink(p)?;
-        let [q, k, v] = &self.shaped(p, layout, qkv)?;
+        let magnitudes = match self.scores.fp8 {
+            true => Some(narrow::magnitudes(p, self.real(p, layout, qkv)?.each_ref())?),
+            false => None,
+        };
+        let [q, k, v] = &self.operands(p, layout, qkv, magnitudes.as_ref())?;
         let out = &self.by_heads(p, layout, out)?;
         if p.rank.cp.size() > 1 {
             let inputs = Inputs { q, k, v, sink: sink.as_ref() };
@@ -108,7 +114,8 @@ impl Softmax {
         let lse = p.rank.activation(&layout.lse_shape(self.heads), DType::F32)?;
         let a = AttentionForward { q, k, v, sink: sink.as_ref(), out, lse: &lse };
         p.rank.kernels.attention_forward(&p.rank.compute, &self.scores, layout.sequences(), &a)?;
-        Ok(Seen::Whole { kept: keep(), lse: SavedTensor::activation(&lse) })
+        let magnitudes = magnitudes.as_ref().map(SavedTensor::activation);
+        Ok(Seen::Whole { kept: keep(), lse: SavedTensor::activation(&lse), magnitudes })
     }
 
     /// Gradients of q, k and v, and of the sink; `again` makes q, k and v from what was kept.
@@ -127,9 +134,9 @@ impl Softmax {
         let [dq, dk, dv] = &self.shaped(p, layout, y.dqkv)?;
         let (out, dout) = (&self.by_heads(p, layout, y.out)?, &self.by_heads(p, layout, y.dout)?);
         match seen {
-            Seen::Whole { kept, lse } => {
-                let [q, k, v] = again(&kept)?;
-                let [q, k, v] = &self.shaped(p, layout, [&q, &k, &v])?;
+            Seen::Whole { kept, lse, magnitudes } => {
+                let qkv = again(&kept)?;
+                let [q, k, v] = &self.operands(p, layout, qkv.each_ref(), magnitudes.as_deref())?;
                 let forward = AttentionForward { q, k, v, sink, out, lse: &lse };
                 let a = AttentionBackward { forward, dout, dq, dk, dv, dsink };
                 p.rank.kernels.attention_backward(&p.rank.compute, &self.scores, layout.sequences(), &a)?;
@@ -170,7 +177,8 @@ impl Softmax {
             out: &rows(&out.view(&[out.shape()[0], self.heads, width])?)?,
             lse: &lse,
         };
-        let scores = Scores { align: Align::BottomRight, ..self.scores };
+        // What one token is rounded by would be another scale at every step.
+        let scores = Scores { align: Align::BottomRight, fp8: false, ..self.scores };
         p.rank.kernels.attention_forward(&p.rank.compute, &scores, Sequences::Batch, &a)
     }
 
@@ -190,6 +198,26 @@ impl Softmax {
     fn context<'a>(&'a self, p: &Pass<'a>, layout: &'a Layout) -> Result<Context<'a>> {
         let (variant, _) = context::choose(&self.scores, self.heads, self.kv_heads, p.rank.cp.size())?;
         Context::new(p.rank, &self.scores, layout, variant)
+    }
+
+    /// The rows of sequences.
+    fn real(&self, p: &Pass, layout: &Layout, all: [&Tensor; 3]) -> Result<[Tensor; 3]> {
+        let [q, k, v] = all.map(|t| t.narrow(0, 0, held(p, layout)));
+        Ok([q?, k?, v?])
+    }
+
+    /// q, k and v as kernels take them, rounded where there are magnitudes to do so by.
+    fn operands(
+        &self,
+        p: &Pass,
+        layout: &Layout,
+        qkv: [&Tensor; 3],
+        magnitudes: Option<&Tensor>,
+    ) -> Result<[Tensor; 3]> {
+        let Some(magnitudes) = magnitudes else { return self.shaped(p, layout, qkv) };
+        let real = self.real(p, layout, qkv)?;
+        let rounded = narrow::rounded(p, real.each_ref(), magnitudes)?;
+        self.shaped(p, layout, rounded.each_ref())
     }
 
     /// `[rows, heads, channels]` of the tokens of the sequences; rows past them are padding.

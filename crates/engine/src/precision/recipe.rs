@@ -187,6 +187,8 @@ pub struct Policy {
     pub except: Vec<Exception>,
     /// The output matrix is narrow, too: the map to `head`.
     pub head: bool,
+    /// Forward attention has q, k, v and the weights of values in E4M3, whatever the recipe.
+    pub attention: bool,
     /// Weights that are in narrow products alone are bytes between steps, too.
     pub stored: bool,
 }
@@ -195,18 +197,9 @@ impl Policy {
     /// What holds for a map with these (stacked) logical outputs, such as `layers.3.attn.q` or `head`.
     pub fn of(&self, outputs: &[&str]) -> Option<Eight> {
         let recipe = self.recipe?;
-        let first = outputs.first()?;
-        let number = |rest: &str| rest.split('.').next().and_then(|n| n.parse::<usize>().ok());
-        let alone = match (first.strip_prefix("layers."), first.strip_prefix("mtp.")) {
-            (Some(rest), _) => {
-                let layer = number(rest)?;
-                layer < self.first || layer + self.last >= self.layers
-            }
-            // Layers that predict further tokens come after the last.
-            (_, Some(_)) => self.last > 0,
-            _ => !(self.head && *first == "head"),
-        };
-        if alone {
+        let first = *outputs.first()?;
+        let narrow = if first == "head" { self.head } else { self.has_layer_of(first) };
+        if !narrow {
             return None;
         }
         let covers = |product| {
@@ -225,6 +218,24 @@ impl Policy {
             stored,
         })
     }
+
+    /// Is forward attention of a module, such as `layers.3.attn`, in eight bits? In exceptions it is `layers.3.attn.scores`.
+    pub fn narrows_attention(&self, name: &str) -> bool {
+        let scores = format!("{name}.scores");
+        let excepted = |e: &Exception| e.product.is_none() && e.covers(&scores);
+        self.attention && self.has_layer_of(name) && !self.except.iter().any(excepted)
+    }
+
+    /// Is a module in a layer that is not left alone?
+    fn has_layer_of(&self, name: &str) -> bool {
+        let number = |rest: &str| rest.split('.').next().and_then(|n| n.parse::<usize>().ok());
+        match (name.strip_prefix("layers."), name.strip_prefix("mtp.")) {
+            (Some(rest), _) => number(rest).is_some_and(|i| i >= self.first && i + self.last < self.layers),
+            // Layers that predict further tokens come after the last.
+            (_, Some(_)) => self.last == 0,
+            _ => false,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -234,7 +245,7 @@ mod tests {
     fn policy(except: &[&str]) -> Policy {
         let recipe = Recipe { method: Method::Current, hybrid: true, pow2: false };
         let except = except.iter().map(|e| e.parse().unwrap()).collect();
-        Policy { recipe: Some(recipe), layers: 6, first: 1, last: 2, except, head: false, stored: false }
+        Policy { recipe: Some(recipe), layers: 6, first: 1, last: 2, except, ..Policy::default() }
     }
 
     #[test]
@@ -247,6 +258,14 @@ mod tests {
         let e = with_head.of(&["head"]).unwrap();
         assert_eq!((e.output, e.input_grad, e.weight_grad), (true, true, false));
         assert_eq!(with_head.of(&["embed.tokens"]), None);
+        let attention = Policy { attention: true, recipe: None, ..policy(&["layers.3", "mlp:output"]) };
+        let all: Vec<bool> =
+            (0..6).map(|i| attention.narrows_attention(&format!("layers.{i}.attn"))).collect();
+        assert_eq!(all, [false, true, true, false, false, false]);
+        let excepted = Policy { attention: true, last: 0, ..policy(&["layers.2.attn.scores", "attn.q"]) };
+        let of = |name: &str| excepted.narrows_attention(name);
+        assert_eq!(["layers.2.attn", "layers.3.attn", "mtp.0.layer.attn"].map(of), [false, true, true]);
+        assert!(!p.narrows_attention("layers.2.attn"));
         assert_eq!(p.of(&["mtp.0.layer.mlp.down"]), None);
         let none_last = Policy { last: 0, ..policy(&["mtp.1", "mlp.up"]) };
         let of = |name: &str| none_last.of(&[name]).is_some();

@@ -40,7 +40,7 @@ pub fn recipes() -> Vec<Recipe> {
 /// The recipe for all of two layers but where `except` says.
 pub fn policy(recipe: Recipe, except: &[&str]) -> Policy {
     let except = except.iter().map(|e| e.parse::<Exception>().unwrap()).collect();
-    Policy { recipe: Some(recipe), layers: 2, first: 0, last: 0, except, head: false, stored: false }
+    Policy { recipe: Some(recipe), layers: 2, first: 0, last: 0, except, ..Policy::default() }
 }
 
 /// A matrix `[r, c]` cut into equal parts that are narrowed apart from each other, as ranks do.
