@@ -30,6 +30,12 @@ struct ShardArgs {
 };
 
 #define INFINITY_F __int_as_float(0x7f800000)
+// Two of −∞ in sixteen bits each.
+#ifdef HALF
+#define TWO_NEGATIVE_INFINITIES 0xfc00fc00u
+#else
+#define TWO_NEGATIVE_INFINITIES 0xff80ff80u
+#endif
 
 // eˣ for x <= 0. What is rounded to bf16 needs no more than the hardware's power of two of a rounded product.
 template <class T> __device__ __forceinline__ float exponential(float x);
@@ -119,7 +125,7 @@ template <class T> __device__ __forceinline__ Running<T> statistics(const T* row
             const i32 chunk = c + k * blockDim.x;
             // −∞ counts for nothing.
 #pragma unroll
-            for (int w = 0; w < 4; w++) held[k].word[w] = sizeof(T) == 2 ? 0xff80ff80u : 0xff800000u;
+            for (int w = 0; w < 4; w++) held[k].word[w] = sizeof(T) == 2 ? TWO_NEGATIVE_INFINITIES : 0xff800000u;
             if (chunk < cut.last) {
                 held[k] = *reinterpret_cast<const Packed<T>*>(row + cut.start(chunk));
                 present++;

@@ -18,7 +18,8 @@ fn sums_and_factors() {
             h.k.add(&h.s, &at, &bt, &out).unwrap();
             let sum: Vec<f64> = a.iter().zip(&b).map(|(a, b)| a + b).collect();
             close(&what, dtype, &h.host(&out), &sum, 1e-12);
-            for to in DTYPES {
+            // The two types of sixteen bits never meet.
+            for to in DTYPES.into_iter().filter(|to| *to == dtype || [*to, dtype].contains(&DType::F32)) {
                 let x = h.tensor(to, &[n], &a);
                 h.k.add_assign(&h.s, &x, &bt).unwrap();
                 close(
