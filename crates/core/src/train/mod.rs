@@ -15,6 +15,7 @@ mod scales;
 mod state;
 mod statistics;
 mod trainer;
+mod values;
 
 pub use ahead::upload as further_ahead;
 pub use gather::all_stages;
@@ -25,4 +26,5 @@ pub use micro_batch::{fetch, layout, targets, weighted};
 pub use replay::GraphChoice;
 pub use run::{CHECKPOINTS, CONFIG, FirstWeights, Observer, Outcome, Run};
 pub use state::{model_of, to_f32, weights_only};
-pub use trainer::{LogicalValues, Queued, StepReport, Trainer};
+pub use trainer::{Queued, StepReport, Trainer};
+pub use values::LogicalValues;

@@ -1,0 +1,71 @@
+//! Weights and gradients by their logical names, on the host.
+
+use super::{Trainer, gather};
+use crate::{Error, Result};
+use ferrotron_engine::Part;
+use ferrotron_kernels::scalars;
+use ferrotron_tensor::Tensor;
+use std::ops::Range;
+
+/// A logical tensor on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub struct LogicalValues {
+    /// Its name, such as `layers.0.attn.q.weight`.
+    pub name: String,
+    /// Its shape.
+    pub shape: Vec<usize>,
+    /// Row-major.
+    pub values: Vec<f32>,
+}
+
+impl Trainer {
+    /// Puts a value of every logical tensor in place: `source(name)` gives f32 values in row-major order.
+    pub fn import(&self, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<()> {
+        let values = |part: &Part, runs: &[Range<usize>]| {
+            let whole = source(&part.name)?;
+            if whole.len() != part.shape.iter().product::<usize>() {
+                let what = format!("{}: {} values for {:?}", part.name, whole.len(), part.shape);
+                return Err(Error::Invalid(what));
+            }
+            Ok(runs.iter().flat_map(|r| whole[r.clone()].iter().copied()).collect())
+        };
+        self.optimizer.fill(&self.rank, &self.params, &values)
+    }
+
+    /// Gradients of the last step by logical name, before clipping and without a loss scale; an error before the first step.
+    pub fn gradients(&self) -> Result<Vec<LogicalValues>> {
+        let mut all = self.logical(&self.grads.gathered(&self.rank)?)?;
+        if self.optimizer.loss_scale().is_some() {
+            let scale = self.rank.compute.download::<f32>(self.optimizer.scalars())?[scalars::LOSS_SCALE];
+            all.iter_mut().flat_map(|t| &mut t.values).for_each(|x| *x /= scale);
+        }
+        Ok(all)
+    }
+
+    /// How many elements of the gradients of the last step are zero; each counts once. Every rank calls it.
+    pub fn zero_gradients(&self) -> Result<u64> {
+        self.optimizer.zero_gradients(&self.rank, &self.grads)
+    }
+
+    /// Master weights by logical name.
+    pub fn weights(&self) -> Result<Vec<LogicalValues>> {
+        self.logical(&self.optimizer.gathered(&self.rank, &self.params)?)
+    }
+
+    /// f32 tensors, one per parameter, cut into logical ones.
+    fn logical(&self, tensors: &[Tensor]) -> Result<Vec<LogicalValues>> {
+        let mut out = Vec::new();
+        for (spec, tensor) in self.params.specs().iter().zip(tensors) {
+            let values: Vec<f32> = self.rank.compute.download(tensor)?;
+            for (part, _, r) in spec.held() {
+                let (name, shape) = (part.name.clone(), part.shape.clone());
+                out.push(LogicalValues {
+                    name,
+                    shape,
+                    values: self.rank.join(spec.experts, part, 1, &values[r])?,
+                });
+            }
+        }
+        gather::all_stages(&self.rank, self.decoder.config(), out)
+    }
+}
