@@ -23,12 +23,16 @@ pub(super) struct Routing {
 }
 
 impl Routing {
-    /// As the recipe says. The folder to record in is made.
+    /// As the recipe says. The folder to record in is made, that to replay must be there.
     pub(super) fn new(r: &Resolved) -> Result<Routing> {
         let path = |p: &Option<String>| p.as_ref().map(PathBuf::from);
         let made = Routing { record: path(&r.config.moe.record), replay: path(&r.config.moe.replay) };
         if let Some(folder) = &made.record {
             std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+        }
+        if let Some(folder) = made.replay.as_ref().filter(|f| !f.is_dir()) {
+            let what = "moe.replay names no folder of choices; moe.record makes one, or leave it out".into();
+            return Err(Error::Missing { path: folder.clone(), what });
         }
         Ok(made)
     }

@@ -99,6 +99,7 @@ fn choices_that_do_not_fit_are_refused() {
         &|f| (0..2).for_each(|r| std::fs::remove_file(file(f, r)).unwrap()),
         &[],
     );
+    refused("names no folder", &|f| std::fs::remove_dir_all(f).unwrap(), &[]);
     refused("chose expert", &|_| (), &["moe.experts=4".into()]);
     refused("where each token has 3", &|_| (), &["moe.topk=3".into()]);
 }
