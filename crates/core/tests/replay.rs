@@ -140,6 +140,7 @@ fn replayed_steps_have_the_bits_of_launched_ones() {
     let cases: &[(&str, Vec<&str>)] = &[
         ("fp8, current", [bf16, &["precision.scaling=current"]].concat()),
         ("f16", vec!["precision.dtype=f16", "precision.loss_scale=[256, 7]"]),
+        ("mxfp8", [bf16, &["precision.scaling=mxfp8"]].concat()),
         ("fp8 attention", [bf16, &["precision.also=attention"]].concat()),
         (
             "fp8 head",

@@ -199,7 +199,7 @@ pub trait QuantKernels {
     ) -> Result<()>;
 
     /// `out [r, c]`, contiguous and of x's type: `x [r, c]` (f32, bf16 or f16) rounded to a format no kernel here
-    /// multiplies, and back. Where a home has nothing of its own the host does it.
+    /// multiplies, and back: the same bits on every home. Where one has nothing of its own the host does it.
     fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
         micro::emulate_over_host(s, how, x, out)
     }

@@ -394,6 +394,15 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     source(
+        "quant_emulate",
+        concat!(
+            include_str!("measured.cuh"),
+            include_str!("philox.cuh"),
+            include_str!("quant/common.cuh"),
+            include_str!("quant/emulate.cu")
+        ),
+    ),
+    source(
         "quant_plain",
         concat!(
             include_str!("quant/common.cuh"),

@@ -4,6 +4,7 @@
 use super::check::matrix;
 use crate::cpu::Isa;
 use crate::cpu::quant::emulate as on_host;
+use crate::cpu::rows::Rows;
 use crate::philox::RandomStream;
 use ferrotron_tensor::{DType, Element, Error, Float, Result, Stream, Tensor, bf16, f16, shape_error};
 
@@ -54,14 +55,20 @@ impl Emulated {
     }
 }
 
+/// Can `x` be rounded into `out` so? The rows of `x`.
+pub(crate) fn check(op: &'static str, how: Emulated, x: &Tensor, out: &Tensor) -> Result<Rows> {
+    how.check(op)?;
+    let rows = matrix(op, x)?;
+    if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
+        return shape_error(op, format!("{x:?} into {out:?}, which must be like it and contiguous"));
+    }
+    Ok(rows)
+}
+
 /// The emulation of a home without a kernel for it: over the host and back.
 pub(crate) fn emulate_over_host(s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
     const OP: &str = "emulate";
-    how.check(OP)?;
-    let rows = matrix(OP, x)?;
-    if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
-        return shape_error(OP, format!("{x:?} into {out:?}, which must be like it and contiguous"));
-    }
+    let rows = check(OP, how, x, out)?;
     fn run<T: Float + Element>(
         s: &Stream,
         how: Emulated,
@@ -71,7 +78,7 @@ pub(crate) fn emulate_over_host(s: &Stream, how: Emulated, x: &Tensor, out: &Ten
     ) -> Result<()> {
         let values = s.download::<T>(x)?;
         let mut rounded = vec![T::zeroed(); values.len()];
-        let dense = crate::cpu::rows::Rows::dense(r, c);
+        let dense = Rows::dense(r, c);
         s.launch(OP, &[], |l| on_host(l.threads(), Isa::detect(), how, &values, dense, &mut rounded))?;
         s.write_to(out, &rounded)
     }

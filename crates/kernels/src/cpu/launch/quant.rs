@@ -6,10 +6,10 @@ use crate::cpu::quant::{Format, formats, turn};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
 use crate::quant::check::{check_delayed, check_turn, matrix, one};
-use crate::quant::micro::Emulated;
+use crate::quant::micro::{self, Emulated};
 use crate::quant::scale::ScaleRule;
 use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
-use ferrotron_tensor::{Element, Float, Launch, Result, Stream, Tensor, read, shape_error, write};
+use ferrotron_tensor::{Element, Float, Launch, Result, Stream, Tensor, read, write};
 
 impl crate::MeasuredKernels for CpuKernels {}
 
@@ -129,10 +129,7 @@ impl QuantKernels for CpuKernels {
 
     fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "emulate";
-        let rows = matrix(OP, x)?;
-        if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
-            return shape_error(OP, format!("{x:?} into {out:?}, which must be like it and contiguous"));
-        }
+        let rows = micro::check(OP, how, x, out)?;
         s.launch(OP, &[read(x), write(out)], |l| {
             floats!(OP, x.dtype(), T =>
                 emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))

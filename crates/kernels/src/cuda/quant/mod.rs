@@ -1,5 +1,6 @@
 //! Eight-bit matrices: quantised by our own kernels, multiplied by cuBLASLt.
 
+mod emulate;
 mod gemm8;
 mod measure;
 mod plain;
@@ -9,7 +10,7 @@ mod stack;
 mod tests;
 
 use super::CudaKernels;
-use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise};
+use crate::{Bytes, Delayed, Emulated, Gemm8, QuantKernels, Quantise};
 use ferrotron_tensor::{Result, Stream, Tensor};
 pub(super) use plain::Matrix;
 
@@ -57,5 +58,9 @@ impl QuantKernels for CudaKernels {
         scale: &Tensor,
     ) -> Result<()> {
         self.queue_delayed_update(s, how, history, reduced, largest, scale)
+    }
+
+    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+        self.queue_emulate(s, how, x, out)
     }
 }

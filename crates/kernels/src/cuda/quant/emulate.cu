@@ -1,0 +1,219 @@
+// MXFP8 and NVFP4 by emulation: numbers are rounded to the format and back, as cpu/quant/{mxfp8,nvfp4,hadamard}.rs do it,
+// bit for bit. A block of threads has a tile of 32 x 32 numbers, in which whole blocks of numbers share their scales.
+
+constexpr int SIDE = 32;
+constexpr int THREADS = 256;
+constexpr int EACH = SIDE * SIDE / THREADS;
+// Blocks of numbers in a tile, at most: 16 numbers each along an axis.
+constexpr int MOST = SIDE * SIDE / 16;
+
+struct EmulateArgs {
+    u64 x, out;
+    u64 amax;  // f32 [1], of all numbers, turned ones where they are turned: NVFP4 alone
+    i64 r, c, stride;
+    i64 pitch;  // numbers of a row, padding included: number (i, j) has the random byte i·pitch + j
+    RandomStream stream;
+    u32 across;         // tiles
+    u32 down, along;    // log2 of a block's rows and columns
+    u32 four;           // NVFP4, or else MXFP8
+    u32 e5m2;
+    u32 hadamard;       // every 16 numbers are turned: 1 along rows, 2 along columns
+    u32 stochastic;
+    u32 pad;
+};
+
+template <> __device__ __forceinline__ f16 from_f32<f16>(float x) {
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+
+struct Shared {
+    float tile[SIDE][SIDE + 1];
+    u32 most[MOST];
+    float factor[MOST], scale[MOST];
+};
+
+// 2^(code - 127).
+__device__ __forceinline__ float power_of(u32 code) { return __uint_as_float(code == 0 ? 0x400000u : code << 23); }
+
+// The smallest code of a power of two that is no less than x ≥ 0, as far as there is one.
+__device__ __forceinline__ u32 power_above(float x) {
+    const u32 bits = __float_as_uint(x), exponent = bits >> 23, mantissa = bits & 0x7fffffu;
+    const bool up = exponent == 0 ? mantissa > 0x400000u : mantissa != 0 && exponent < 0xfe;
+    return min(exponent + (up ? 1u : 0u), 0xfeu);
+}
+
+// Steps of E2M1 around a magnitude.
+__device__ __forceinline__ float step_at(float x) { return x < 2.0f ? 0.5f : x < 4.0f ? 1.0f : 2.0f; }
+// The nearest number of E2M1, the even code of two; of what is no number the largest.
+__device__ __forceinline__ float four_bits(float x) {
+    if (x != x) return 6.0f;
+    const float y = fminf(fabsf(x), 6.0f), step = step_at(y);
+    return copysignf(rintf(__fdiv_rn(y, step)) * step, x);
+}
+// One of the two around it: what a random part of the step brings it up to.
+__device__ __forceinline__ float four_bits_randomly(float x, u32 byte) {
+    if (x != x) return 6.0f;
+    const float y = fminf(fabsf(x), 6.0f);
+    const float moved = __fadd_rn(y, __fmul_rn(float(byte) * 0.00390625f, step_at(y))), step = step_at(moved);
+    return copysignf(fminf(floorf(__fdiv_rn(moved, step)) * step, 6.0f), x);
+}
+
+// The fixed signs, one bit each.
+__device__ __forceinline__ float sign_of(int i) { return 0xd7e8u >> i & 1 ? -1.0f : 1.0f; }
+
+// Sixteen numbers, `step` apart, turned by Sylvester's matrix over 4 after the signs, or before them on the way back.
+__device__ __forceinline__ void turn16(float* x, int step, bool back) {
+    float v[16];
+#pragma unroll
+    for (int i = 0; i < 16; i++) v[i] = back ? x[i * step] : x[i * step] * sign_of(i);
+#pragma unroll
+    for (int half = 1; half < 16; half *= 2)
+#pragma unroll
+        for (int i = 0; i < 16; i++)
+            if (!(i & half)) {
+                const float a = v[i], b = v[i + half];
+                v[i] = __fadd_rn(a, b);
+                v[i + half] = __fsub_rn(a, b);
+            }
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i * step] = v[i] * (back ? 0.25f * sign_of(i) : 0.25f);
+}
+__device__ __forceinline__ void turn_tile(Shared& s, u32 way, int t, bool back) {
+    if (t >= MOST) return;
+    if (way == 1)
+        turn16(&s.tile[t >> 1][(t & 1) * 16], 1, back);
+    else
+        turn16(&s.tile[(t & 1) * 16][t >> 1], SIDE + 1, back);
+}
+
+// Where a thread's numbers are.
+struct Spot {
+    i64 row, column;
+    int i, j;
+    __device__ __forceinline__ Spot(const EmulateArgs& a, u32 block, int t, int k) {
+        i = t / SIDE + k * (THREADS / SIDE), j = t % SIDE;
+        row = i64(block / a.across) * SIDE + i, column = i64(block % a.across) * SIDE + j;
+    }
+    __device__ __forceinline__ bool inside(const EmulateArgs& a) const { return row < a.r && column < a.c; }
+    // The block of numbers it is in.
+    __device__ __forceinline__ int block(const EmulateArgs& a) const {
+        return (i >> a.down) * (SIDE >> a.along) + (j >> a.along);
+    }
+};
+
+template <class T> __device__ __forceinline__ void load_tile(const EmulateArgs& a, Shared& s, u32 block, int t) {
+    if (t < MOST) s.most[t] = 0;
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const Spot p(a, block, t, k);
+        s.tile[p.i][p.j] =
+            p.inside(a) ? to_f32(reinterpret_cast<const T*>(a.x)[p.row * a.stride + p.column]) : 0.0f;
+    }
+}
+// The pattern of a magnitude; NaN is passed over.
+__device__ __forceinline__ u32 magnitude(float x) {
+    const u32 bits = __float_as_uint(x) & 0x7fffffffu;
+    return bits > 0x7f800000u ? 0u : bits;
+}
+__device__ __forceinline__ void measure_blocks(const EmulateArgs& a, Shared& s, u32 block, int t) {
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const Spot p(a, block, t, k);
+        const u32 m = magnitude(s.tile[p.i][p.j]);
+        if (m > 0) atomicMax(&s.most[p.block(a)], m);
+    }
+}
+__device__ __forceinline__ void make_scales(const EmulateArgs& a, Shared& s, int t) {
+    if (t >= MOST) return;
+    const float amax = __uint_as_float(s.most[t]), greatest = __uint_as_float(0x7f7fffffu);
+    if (!a.four) {
+        const u32 code = power_above(__fmul_rn(amax, __fdiv_rn(1.0f, largest_of(a.e5m2))));
+        s.factor[t] = power_of(254 - code);
+        s.scale[t] = power_of(code);
+        return;
+    }
+    const float all = *reinterpret_cast<const float*>(a.amax);
+    float global = fminf(__fdiv_rn(448.0f * 6.0f, all), greatest);
+    if (all == 0.0f || global == 0.0f) global = 1.0f;
+    const float wanted = __fmul_rn(amax, __fmul_rn(global, 1.0f / 6.0f));
+    const float own = decode(0, encode(0, wanted, 0.0f, 0.0f, 0.0f) & 0xffu);
+    const float scale = __fmul_rn(own, __fdiv_rn(1.0f, global));
+    s.factor[t] = fminf(__fdiv_rn(1.0f, scale), greatest);
+    s.scale[t] = scale;
+}
+__device__ __forceinline__ void round_tile(const EmulateArgs& a, Shared& s, u32 block, int t) {
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const Spot p(a, block, t, k);
+        const int b = p.block(a);
+        const float x = __fmul_rn(s.tile[p.i][p.j], s.factor[b]);
+        float y;
+        if (!a.four) {
+            y = decode(a.e5m2, encode(a.e5m2, x, 0.0f, 0.0f, 0.0f) & 0xffu);
+        } else if (!a.stochastic) {
+            y = four_bits(x);
+        } else {
+            const u64 at = u64(p.row * a.pitch + p.column);
+            u32 words[4];
+            philox(a.stream, at / 16, words);
+            const u32 low = at & 4 ? words[1] : words[0], high = at & 4 ? words[3] : words[2];
+            y = four_bits_randomly(x, (at & 8 ? high : low) >> (at % 4 * 8) & 0xffu);
+        }
+        s.tile[p.i][p.j] = __fmul_rn(y, s.scale[b]);
+    }
+}
+template <class T> __device__ __forceinline__ void store_tile(const EmulateArgs& a, Shared& s, u32 block, int t) {
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const Spot p(a, block, t, k);
+        if (p.inside(a)) reinterpret_cast<T*>(a.out)[p.row * a.c + p.column] = from_f32<T>(s.tile[p.i][p.j]);
+    }
+}
+
+template <class T> __device__ __forceinline__ void emulate(const EmulateArgs& a) {
+    __shared__ Shared s;
+    const int t = threadIdx.x;
+    load_tile<T>(a, s, blockIdx.x, t);
+    __syncthreads();
+    if (a.hadamard) {
+        turn_tile(s, a.hadamard, t, false);
+        __syncthreads();
+    }
+    measure_blocks(a, s, blockIdx.x, t);
+    __syncthreads();
+    make_scales(a, s, t);
+    __syncthreads();
+    round_tile(a, s, blockIdx.x, t);
+    if (a.hadamard) {
+        __syncthreads();
+        turn_tile(s, a.hadamard, t, true);
+        __syncthreads();
+    }
+    store_tile<T>(a, s, blockIdx.x, t);
+}
+
+// The largest magnitude of what turning makes.
+template <class T> __device__ __forceinline__ void turned_amax(const EmulateArgs& a) {
+    __shared__ Shared s;
+    const int t = threadIdx.x;
+    load_tile<T>(a, s, blockIdx.x, t);
+    __syncthreads();
+    turn_tile(s, a.hadamard, t, false);
+    __syncthreads();
+    float m = 0.0f;
+#pragma unroll
+    for (int k = 0; k < EACH; k++) {
+        const Spot p(a, blockIdx.x, t, k);
+        m = fmaxf(m, fabsf(s.tile[p.i][p.j]));
+    }
+    raise_together(a.amax, m);
+}
+
+#define EMULATE(T, NAME)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(THREADS) emulate_##NAME(const EmulateArgs a) { emulate<T>(a); } \
+    extern "C" __global__ void __launch_bounds__(THREADS) turned_amax_##NAME(const EmulateArgs a) { turned_amax<T>(a); }
+EMULATE(float, f32)
+EMULATE(bf16, bf16)
+EMULATE(f16, f16)

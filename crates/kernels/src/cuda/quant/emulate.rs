@@ -1,0 +1,98 @@
+//! Emulated formats on the card: the mirror of emulate.cu.
+
+use super::input;
+use crate::cuda::groups::{blocks, line};
+use crate::cuda::{CudaKernels, Kernel};
+use crate::philox::RandomStream;
+use crate::quant::micro::{self, Along, Emulated};
+use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
+
+/// As in emulate.cu: rows and columns of a tile, threads, and numbers that are turned together.
+const SIDE: usize = 32;
+const THREADS: u32 = 256;
+const TURNED: usize = 16;
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct EmulateArgs {
+    x: u64,
+    out: u64,
+    amax: u64,
+    r: i64,
+    c: i64,
+    stride: i64,
+    pitch: i64,
+    key: [u32; 2],
+    lane: [u32; 2],
+    across: u32,
+    down: u32,
+    along: u32,
+    four: u32,
+    e5m2: u32,
+    hadamard: u32,
+    stochastic: u32,
+    pad: u32,
+}
+
+/// log2 of the rows and columns of a block of `2^n` numbers, or of `2^n x 2^n`.
+fn block(n: u32, along: Along, square: bool) -> [u32; 2] {
+    let of = |axis| if square || along == axis { n } else { 0 };
+    [of(Along::Cols), of(Along::Rows)]
+}
+
+impl CudaKernels {
+    pub(super) fn queue_emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "emulate";
+        let view = micro::check(OP, how, x, out)?;
+        let [r, c] = [view.outer, view.width];
+        if r * c == 0 {
+            return Ok(());
+        }
+        let mut args = EmulateArgs {
+            r: r as i64,
+            c: c as i64,
+            stride: view.outer_stride as i64,
+            ..EmulateArgs::default()
+        };
+        // Padding that is turned has random bytes of its own.
+        let (mut pitch, mut amax) = (c, None);
+        match how {
+            Emulated::Mxfp8 { format, along, square } => {
+                [args.down, args.along] = block(5, along, square);
+                args.e5m2 = (format == DType::E5M2).into();
+            }
+            Emulated::Nvfp4 { along, square, hadamard, stochastic } => {
+                [args.down, args.along] = block(4, along, square);
+                (args.four, args.stochastic) = (1, stochastic.is_some().into());
+                if let Some(RandomStream { key, lane }) = stochastic {
+                    (args.key, args.lane) = (key, lane);
+                }
+                if hadamard {
+                    args.hadamard = if along == Along::Rows { 1 } else { 2 };
+                    if along == Along::Rows {
+                        pitch = c.next_multiple_of(TURNED);
+                    }
+                }
+                amax = Some(s.zeros(&[1], DType::F32, Category::Workspace)?);
+            }
+        }
+        args.pitch = pitch as i64;
+        args.across = blocks(OP, c, SIDE)?;
+        let grid = line(blocks(OP, r.div_ceil(SIDE) * args.across as usize, 1)?, THREADS);
+        if let Some(amax) = amax.as_ref().filter(|_| args.hadamard == 0) {
+            self.queue_amax(s, x, amax)?;
+        }
+        let kernel: Result<Kernel> = input!(OP, x.dtype(), "quant_emulate", "emulate");
+        let measure: Result<Kernel> = input!(OP, x.dtype(), "quant_emulate", "turned_amax");
+        let (kernel, measure) = (kernel?, measure?);
+        let all = [Some(read(x)), Some(write(out)), amax.as_ref().map(write)];
+        s.launch(OP, &all.into_iter().flatten().collect::<Vec<_>>(), |l: &Launch| {
+            (args.x, args.out) = (l.address(0)?, l.address(1)?);
+            args.amax = if amax.is_some() { l.address(2)? } else { 0 };
+            if args.hadamard != 0 {
+                self.queue(l, measure, grid, &args)?;
+            }
+            self.queue(l, kernel, grid, &args)
+        })
+    }
+}
