@@ -1,7 +1,7 @@
 //! Measuring single kernels at the shapes a model gives them.
 
 use super::cases::{Case, cases};
-use super::ceiling::{memory_ceiling, product_ceiling, seconds};
+use super::ceiling::{in_line, memory_ceiling, product_ceiling};
 use crate::Result;
 use crate::config::Resolved;
 use ferrotron_engine::Rank;
@@ -109,7 +109,7 @@ fn time(rank: &Rank, case: &Case, budget: f64) -> Result<(usize, f64, f64)> {
     let begin = Instant::now();
     let mut times = Vec::new();
     while times.len() < 3 || (begin.elapsed().as_secs_f64() < budget && times.len() < 100_000) {
-        times.push(seconds(rank, || run(rank))?);
+        in_line(rank, &mut times, || run(rank))?;
     }
     let calls = times.len();
     // The clock may not see a call on an empty tensor.
