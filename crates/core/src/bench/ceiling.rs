@@ -7,7 +7,7 @@ use crate::config::Resolved;
 use ferrotron_engine::Rank;
 use ferrotron_engine::precision::Role;
 use ferrotron_kernels::{Gemm, Gemm8};
-use ferrotron_tensor::{Category, DType};
+use ferrotron_tensor::{Category, DType, Tensor};
 use std::time::Instant;
 
 /// Seconds of calls of `work` on the device's own clock, added to `times`. On a card there are several in line, as in a
@@ -43,8 +43,13 @@ pub(super) fn sustained(rank: &Rank, mut work: impl FnMut() -> Result<()>) -> Re
         }
         in_line(rank, &mut times, &mut work)?;
     }
+    Ok(median(times))
+}
+
+/// The middle one of some seconds; the clock may not see a call on an empty tensor.
+pub(super) fn median(mut times: Vec<f64>) -> f64 {
     times.sort_by(f64::total_cmp);
-    Ok(times[times.len() / 2].max(1e-9))
+    times[times.len() / 2].max(1e-9)
 }
 
 /// TFLOP/s that a large matrix product of random numbers keeps up.
@@ -104,24 +109,42 @@ pub fn attention_ceiling(rank: &Rank, r: &Resolved, context: usize) -> Result<(f
     Ok(rates.into())
 }
 
-/// GB/s of memory, read and write counted, when `bytes` are moved in all: the faster of a copy and of a pass in
-/// place, best of several. (A copy also fetches what it is about to overwrite; a pass in place does not.) What
-/// fits in a cache moves at the speed of that cache, which is the ceiling of a kernel that touches as much.
-pub fn memory_ceiling(rank: &Rank, bytes: usize) -> Result<f64> {
-    const ROW: usize = 1024;
-    let rows = (bytes / 2 / DType::F32.size() / ROW).max(1);
-    let (s, k) = (&rank.compute, &rank.kernels);
-    let from = s.zeros(&[rows, ROW], DType::F32, Category::Workspace)?;
-    let to = s.zeros(&[rows, ROW], DType::F32, Category::Workspace)?;
-    let mut best = f64::MAX;
-    for copy in [true, false] {
-        // Long enough that small ones are more than one glance at the clock.
-        let (begin, mut times) = (Instant::now(), Vec::new());
-        while times.len() < 8 || (begin.elapsed().as_secs_f64() < 0.02 && times.len() < 10_000) {
-            let pass = || if copy { k.copy(s, &from, &to) } else { k.scale(s, &from, 1.0) };
-            in_line(rank, &mut times, || Ok(pass()?))?;
-        }
-        best = times.into_iter().fold(best, f64::min);
+/// Ways to move memory, the least that a kernel which touches as many bytes has to do. What fits in a cache moves at the
+/// speed of that cache, which is the ceiling of such a kernel.
+pub(super) struct Moves {
+    from: Tensor,
+    to: Tensor,
+}
+
+impl Moves {
+    /// Ways to move `bytes` in all, read and write counted.
+    pub(super) fn of(rank: &Rank, bytes: usize) -> Result<Moves> {
+        const ROW: usize = 1024;
+        let shape = [(bytes / 2 / DType::F32.size() / ROW).max(1), ROW];
+        let make = || rank.compute.zeros(&shape, DType::F32, Category::Workspace);
+        Ok(Moves { from: make()?, to: make()? })
     }
-    Ok((2 * rows * ROW * DType::F32.size()) as f64 / best.max(1e-9) / 1e9)
+
+    /// Bytes that a call of either way reads and writes.
+    pub(super) fn bytes(&self) -> f64 {
+        (2 * self.from.numel() * DType::F32.size()) as f64
+    }
+
+    /// A copy; it also fetches what it is about to overwrite.
+    pub(super) fn copy(&self, rank: &Rank) -> Result<()> {
+        Ok(rank.kernels.copy(&rank.compute, &self.from, &self.to)?)
+    }
+
+    /// A pass in place, which does not.
+    pub(super) fn in_place(&self, rank: &Rank) -> Result<()> {
+        Ok(rank.kernels.scale(&rank.compute, &self.from, 1.0)?)
+    }
+}
+
+/// GB/s of memory that the faster way to move `bytes` keeps up.
+pub fn memory_ceiling(rank: &Rank, bytes: usize) -> Result<f64> {
+    let moves = Moves::of(rank, bytes)?;
+    let copy = sustained(rank, || moves.copy(rank))?;
+    let in_place = sustained(rank, || moves.in_place(rank))?;
+    Ok(moves.bytes() / copy.min(in_place) / 1e9)
 }

@@ -1,12 +1,10 @@
 //! Measuring single kernels at the shapes a model gives them.
 
 use super::cases::{Case, cases};
-use super::ceiling::{in_line, memory_ceiling, product_ceiling};
+use super::ceiling::{Moves, in_line, median, product_ceiling};
 use crate::Result;
 use crate::config::Resolved;
 use ferrotron_engine::Rank;
-use ferrotron_tensor::DType;
-use std::collections::BTreeMap;
 use std::time::Instant;
 
 /// What one call of a kernel does.
@@ -65,11 +63,20 @@ pub fn kernels(
     done: &mut dyn FnMut(&KernelBench),
 ) -> Result<Vec<KernelBench>> {
     let dtype = r.config.precision.dtype.dtype();
-    let mut ceilings = Ceilings { product: None, memory: BTreeMap::new() };
+    let mut product = None;
     let mut out = Vec::new();
     for case in cases(r).into_iter().filter(|c| c.name.contains(filter)) {
-        let ceiling = ceilings.of(rank, dtype, case.work)?;
-        let (calls, seconds, host_s) = time(rank, &case, budget)?;
+        let moves = match case.work {
+            Work::Flops(_) => None,
+            Work::Bytes(bytes) => Some(Moves::of(rank, bytes as usize)?),
+        };
+        let timed = time(rank, &case, moves.as_ref(), budget)?;
+        let ceiling = match (moves, product) {
+            (Some(moves), _) => moves.bytes() / timed.moved / 1e9,
+            (None, Some(known)) => known,
+            (None, None) => *product.insert(product_ceiling(rank, dtype)? * 1e3),
+        };
+        let Timed { calls, seconds, host_s, .. } = timed;
         let Case { name, shape, work, .. } = case;
         let measured = KernelBench { name, shape, work, calls, seconds, host_s, ceiling };
         done(&measured);
@@ -78,44 +85,32 @@ pub fn kernels(
     Ok(out)
 }
 
-/// Ceilings, each measured when it is first needed.
-struct Ceilings {
-    product: Option<f64>,
-    memory: BTreeMap<usize, f64>,
+struct Timed {
+    calls: usize,
+    /// Medians: of calls on the device and on the host, and of the faster way to move memory.
+    seconds: f64,
+    host_s: f64,
+    moved: f64,
 }
 
-impl Ceilings {
-    fn of(&mut self, rank: &Rank, dtype: DType, work: Work) -> Result<f64> {
-        Ok(match (work, self.product) {
-            (Work::Flops(_), Some(known)) => known,
-            (Work::Flops(_), None) => *self.product.insert(product_ceiling(rank, dtype)? * 1e3),
-            (Work::Bytes(bytes), _) => match self.memory.get(&(bytes as usize)) {
-                Some(known) => *known,
-                None => {
-                    let measured = memory_ceiling(rank, bytes as usize)?;
-                    self.memory.insert(bytes as usize, measured);
-                    measured
-                }
-            },
-        })
-    }
-}
-
-/// Calls, and the medians of their seconds on the device and on the host.
-fn time(rank: &Rank, case: &Case, budget: f64) -> Result<(usize, f64, f64)> {
+/// Times a kernel and, in turn with it, moving as much memory: a card's clocks change within a tenth of a second.
+fn time(rank: &Rank, case: &Case, moves: Option<&Moves>, budget: f64) -> Result<Timed> {
     let mut run = (case.prepare)(rank)?;
     // The first call pages memory in, and chooses between ways to do it.
     run(rank)?;
     let begin = Instant::now();
-    let mut times = Vec::new();
+    let (mut times, mut copies, mut in_place) = (Vec::new(), Vec::new(), Vec::new());
     while times.len() < 3 || (begin.elapsed().as_secs_f64() < budget && times.len() < 100_000) {
         in_line(rank, &mut times, || run(rank))?;
+        if let Some(moves) = moves {
+            in_line(rank, &mut copies, || moves.copy(rank))?;
+            in_line(rank, &mut in_place, || moves.in_place(rank))?;
+        }
     }
-    let calls = times.len();
-    // The clock may not see a call on an empty tensor.
-    let device = median(times).max(1e-9);
+    let (calls, seconds) = (times.len(), median(times));
+    let moved = if moves.is_some() { median(copies).min(median(in_place)) } else { 0.0 };
     if rank.device().card().is_none() {
-        return Ok((calls, device, device));
+        return Ok(Timed { calls, seconds, host_s: seconds, moved });
     }
     // One after the other, as in a step: a host that has just waited for the card is slower.
     rank.compute.synchronize()?;
@@ -126,10 +121,5 @@ fn time(rank: &Rank, case: &Case, budget: f64) -> Result<(usize, f64, f64)> {
         host.push(start.elapsed().as_secs_f64());
     }
     rank.compute.synchronize()?;
-    Ok((calls, device, median(host)))
-}
-
-fn median(mut all: Vec<f64>) -> f64 {
-    all.sort_by(f64::total_cmp);
-    all[all.len() / 2]
+    Ok(Timed { calls, seconds, host_s: median(host), moved })
 }
