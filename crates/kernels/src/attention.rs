@@ -90,6 +90,21 @@ pub trait AttentionKernels {
         a: &AttentionForward,
     ) -> Result<()>;
 
+    /// The forward pass where `scores.fp8`, of q, k and v that are rounded to E4M3 first, each under the largest power of two
+    /// that keeps its largest magnitude, of f32 `magnitudes [3]`, in range; products are of bytes. Their sums may keep fewer
+    /// digits than f32 has. False, and nothing is done, where a home has no kernel for that: then round q, k and v, and
+    /// call [`AttentionKernels::attention_forward`].
+    fn attention_of_bytes(
+        &self,
+        _s: &Stream,
+        _scores: &Scores,
+        _sequences: Sequences,
+        _a: &AttentionForward,
+        _magnitudes: &Tensor,
+    ) -> Result<bool> {
+        Ok(false)
+    }
+
     /// See [`AttentionBackward`].
     fn attention_backward(
         &self,

@@ -105,17 +105,26 @@ impl Softmax {
             true => Some(narrow::magnitudes(p, self.real(p, layout, qkv)?.each_ref())?),
             false => None,
         };
-        let [q, k, v] = &self.operands(p, layout, qkv, magnitudes.as_ref())?;
-        let out = &self.by_heads(p, layout, out)?;
+        let (sink, out) = (sink.as_ref(), &self.by_heads(p, layout, out)?);
+        let (s, kernels, sequences) = (&p.rank.compute, &p.rank.kernels, layout.sequences());
+        let rounded = || self.operands(p, layout, qkv, magnitudes.as_ref());
         if p.rank.cp.size() > 1 {
-            let inputs = Inputs { q, k, v, sink: sink.as_ref() };
-            return Ok(Seen::Shared(self.context(p, layout)?.forward(&inputs, out)?));
+            let [q, k, v] = &rounded()?;
+            return Ok(Seen::Shared(self.context(p, layout)?.forward(&Inputs { q, k, v, sink }, out)?));
         }
-        let lse = p.rank.activation(&layout.lse_shape(self.heads), DType::F32)?;
-        let a = AttentionForward { q, k, v, sink: sink.as_ref(), out, lse: &lse };
-        p.rank.kernels.attention_forward(&p.rank.compute, &self.scores, layout.sequences(), &a)?;
+        let lse = &p.rank.activation(&layout.lse_shape(self.heads), DType::F32)?;
+        let done = match &magnitudes {
+            Some(m) => {
+                let qkv = self.shaped(p, layout, qkv)?;
+                kernels.attention_of_bytes(s, &self.scores, sequences, &pass(&qkv, sink, out, lse), m)?
+            }
+            None => false,
+        };
+        if !done {
+            kernels.attention_forward(s, &self.scores, sequences, &pass(&rounded()?, sink, out, lse))?;
+        }
         let magnitudes = magnitudes.as_ref().map(SavedTensor::activation);
-        Ok(Seen::Whole { kept: keep(), lse: SavedTensor::activation(&lse), magnitudes })
+        Ok(Seen::Whole { kept: keep(), lse: SavedTensor::activation(lse), magnitudes })
     }
 
     /// Gradients of q, k and v, and of the sink; `again` makes q, k and v from what was kept.
@@ -236,6 +245,15 @@ impl Softmax {
         let real = real.view(&[real.shape()[0], self.heads, width])?;
         if p.rank.cp.size() > 1 { Ok(real) } else { layout.shaped(&real) }
     }
+}
+
+fn pass<'a>(
+    [q, k, v]: &'a [Tensor; 3],
+    sink: Option<&'a Tensor>,
+    out: &'a Tensor,
+    lse: &'a Tensor,
+) -> AttentionForward<'a> {
+    AttentionForward { q, k, v, sink, out, lse }
 }
 
 /// Rows of this rank that belong to sequences.

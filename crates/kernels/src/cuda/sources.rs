@@ -161,9 +161,30 @@ pub const SOURCES: &[Source] = &[
             include_str!("hopper_product.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_softmax.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
             include_str!("attention/hopper_forward.cuh"),
             include_str!("attention/hopper_forward.cu")
+        ),
+    ),
+    hopper(
+        "attention_bytes",
+        concat!(
+            // Maxima of scores do not lag.
+            "#define NARROW\n",
+            include_str!("quant/common.cuh"),
+            include_str!("shared.cuh"),
+            include_str!("attention/common.cuh"),
+            include_str!("hopper.cuh"),
+            include_str!("hopper_product.cuh"),
+            include_str!("hopper_product8.cuh"),
+            include_str!("hopper_tiles.cuh"),
+            include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_softmax.cuh"),
+            include_str!("attention/hopper_forward_load.cuh"),
+            include_str!("attention/hopper_bytes.cu"),
+            include_str!("attention/hopper_bytes.cuh"),
+            include_str!("attention/hopper_bytes_forward.cu")
         ),
     ),
     hopper(
@@ -175,6 +196,7 @@ pub const SOURCES: &[Source] = &[
             include_str!("hopper_product.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
+            include_str!("attention/hopper_softmax.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
             include_str!("attention/hopper_forward.cuh"),
             include_str!("attention/hopper_forward_wide.cu")

@@ -6,17 +6,18 @@ use ferrotron_kernels::{Align, AttentionBackward, AttentionForward, Scores, Sequ
 use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{DType, Float, Tensor};
 
-struct Sizes {
-    tq: usize,
-    tk: usize,
-    n: usize,
-    g: usize,
-    d: usize,
-    dv: usize,
+#[derive(Clone, Copy, Debug)]
+pub struct Sizes {
+    pub tq: usize,
+    pub tk: usize,
+    pub n: usize,
+    pub g: usize,
+    pub d: usize,
+    pub dv: usize,
 }
 
 impl Sizes {
-    fn shapes(&self) -> [[usize; 4]; 4] {
+    pub fn shapes(&self) -> [[usize; 4]; 4] {
         let &Sizes { tq, tk, n, g, d, dv } = self;
         [[1, tq, n, d], [1, tk, g, d], [1, tk, g, dv], [1, tq, n, dv]]
     }
@@ -34,28 +35,38 @@ fn narrow(p: f64) -> (f64, f64) {
 }
 
 /// What comes of a query: output, what rounding may turn around in it, `Σ p·|v| / Σ p` of its channels, and lse.
-struct Row {
-    out: Vec<f64>,
+pub struct Row {
+    pub out: Vec<f64>,
     slack: Vec<f64>,
-    weight: Vec<f64>,
-    lse: f64,
+    pub weight: Vec<f64>,
+    pub lse: f64,
 }
 
 /// Query `i` of a head, of weights that are rounded, or not.
-fn row(z: &Sizes, s: &Scores, [q, k, v]: [&[f64]; 3], (head, i): (usize, usize), sink: Option<f64>) -> Row {
+pub fn row(
+    z: &Sizes,
+    s: &Scores,
+    [q, k, v]: [&[f64]; 3],
+    (head, i): (usize, usize),
+    sink: Option<f64>,
+) -> Row {
     let (from, kv) = ((i * z.n + head) * z.d, head / (z.n / z.g));
-    let seen = (i + 1 + z.tk).saturating_sub(z.tq).min(z.tk);
+    let at = i as isize + if s.align == Align::BottomRight { z.tk as isize - z.tq as isize } else { 0 };
+    let seen = |j: &usize| {
+        let ahead = *j as isize - at;
+        (!s.causal || ahead <= 0) && s.left.is_none_or(|left| -ahead <= left as isize)
+    };
     let score = |j: usize| {
         let x = f64::from(s.scale) * dot(&q[from..][..z.d], &k[(j * z.g + kv) * z.d..][..z.d]);
         s.softcap.map_or(x, |c| f64::from(c) * (x / f64::from(c)).tanh())
     };
-    let all: Vec<f64> = (0..seen).map(score).collect();
-    let most = all.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let sum: f64 = all.iter().map(|x| (x - most).exp()).sum();
+    let all: Vec<(usize, f64)> = (0..z.tk).filter(seen).map(|j| (j, score(j))).collect();
+    let most = all.iter().fold(f64::NEG_INFINITY, |m, (_, x)| m.max(*x));
+    let sum: f64 = all.iter().map(|(_, x)| (x - most).exp()).sum();
     let total = sum + sink.map_or(0.0, |x| (x - most).exp());
     let mut r =
         Row { out: vec![0.0; z.dv], slack: vec![0.0; z.dv], weight: vec![0.0; z.dv], lse: most + total.ln() };
-    for (j, x) in all.iter().enumerate() {
+    for (j, x) in all {
         let p = (x - most).exp();
         let (rounded, may) = if s.fp8 { narrow(p) } else { (p, 0.0) };
         for (c, v) in v[(j * z.g + kv) * z.dv..][..z.dv].iter().enumerate() {

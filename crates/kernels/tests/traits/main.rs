@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod attention;
+mod attention_bytes;
 mod attention_fp8;
 mod fused;
 mod gemm;

@@ -47,6 +47,13 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
                 }))
             }));
         }
+        if z.dtype == DType::BF16 {
+            let (z, scores) = (z.clone(), Scores { fp8: true, ..scores });
+            out.push(case(format!("fp8.{name}.forward"), shape, Work::Flops(flops), move |rank| {
+                let (heads, magnitudes) = (Heads::new(rank, &z)?, empty(rank, &[3], DType::F32)?);
+                Ok(Box::new(move |rank| heads.narrow(rank, &scores, &magnitudes)))
+            }));
+        }
     }
     out
 }
@@ -86,6 +93,19 @@ impl Heads {
 
     fn forward(&self, rank: &Rank, scores: &Scores) -> Result<()> {
         Ok(rank.kernels.attention_forward(&rank.compute, scores, Sequences::Batch, &self.operands())?)
+    }
+
+    /// Forward with products of bytes, where there are such; largest magnitudes and casts are counted.
+    fn narrow(&self, rank: &Rank, scores: &Scores, magnitudes: &Tensor) -> Result<()> {
+        let (k, s) = (&rank.kernels, &rank.compute);
+        for (i, t) in self.qkv.iter().enumerate() {
+            let [batch, tokens, heads, d] = [0, 1, 2, 3].map(|axis| t.shape()[axis]);
+            k.amax(s, &t.view(&[batch * tokens, heads * d])?, &magnitudes.narrow(0, i, 1)?)?;
+        }
+        match k.attention_of_bytes(s, scores, Sequences::Batch, &self.operands(), magnitudes)? {
+            true => Ok(()),
+            false => self.forward(rank, scores),
+        }
     }
 
     fn backward(&self, rank: &Rank, scores: &Scores) -> Result<()> {

@@ -21,12 +21,12 @@ const BACKWARD_VIEWS: u32 = 0xff;
 /// `Mapped` of hopper_common.cuh.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Default)]
-struct Mapped {
+pub(super) struct Mapped {
     /// q, k, v, dout.
-    maps: [TensorMap; 4],
+    pub(super) maps: [TensorMap; 4],
     args: Args,
     sums: u64,
-    bounds: u64,
+    pub(super) bounds: u64,
     next: u64,
     total: i32,
     section: i32,
@@ -41,6 +41,42 @@ struct Mapped {
 
 // The source says the same.
 const _: () = assert!(size_of::<Mapped>() == 1024);
+
+impl Mapped {
+    /// Arguments for tiles of `rows` queries or keys of `heads`, and how many tiles there are.
+    pub(super) fn over(
+        job: &Job,
+        l: &Launch,
+        heads: usize,
+        (len, rows): (i32, usize),
+        items: Option<(usize, &Items)>,
+    ) -> Result<(Mapped, usize)> {
+        let mut m = Mapped { args: job.args, ..Mapped::default() };
+        let pairs = job.pairs(heads);
+        let tiles = match items {
+            _ if job.packed => job.table(l, items, true, &mut m.args)?,
+            _ => (len as usize).div_ceil(rows),
+        };
+        let total = blocks(tiles * pairs)? as i32;
+        m.args.tiles = tiles as i32;
+        (m.total, m.whole, m.pairs, m.section) = (total, total, pairs as i32, pairs as i32);
+        [m.k_from, m.k_to] = job.inside[1].map(|x| x as i32);
+        Ok((m, tiles * pairs))
+    }
+
+    /// Has heads take their turns in sections whose keys and values, of so many bytes each, stay in the cache.
+    pub(super) fn in_sections(&mut self, job: &Job, bytes: usize) -> Result<()> {
+        let (shape, pairs, tiles) = (&job.shape, self.pairs as usize, self.args.tiles as usize);
+        let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes);
+        if part < pairs {
+            // Every section starts with a round of the blocks.
+            let whole = (part * tiles).next_multiple_of(BLOCKS);
+            (self.section, self.whole) = (part as i32, whole as i32);
+            self.total = blocks(pairs.div_ceil(part) * whole)? as i32;
+        }
+        Ok(())
+    }
+}
 
 /// The kernels for a job.
 #[derive(Clone, Copy, Debug)]
@@ -129,30 +165,6 @@ impl Hopper {
         [self.kind.backward.keys, ROWS]
     }
 
-    /// Arguments for tiles of `rows` queries or keys of `heads`, and how many tiles there are.
-    fn tiles(
-        &self,
-        job: &Job,
-        l: &Launch,
-        heads: usize,
-        (len, rows): (i32, usize),
-        items: Option<(usize, &Items)>,
-    ) -> Result<(Mapped, usize)> {
-        let mut m = Mapped { args: job.args, ..Mapped::default() };
-        let pairs = job.pairs(heads);
-        let tiles = match items {
-            _ if job.packed => job.table(l, items, true, &mut m.args)?,
-            _ => (len as usize).div_ceil(rows),
-        };
-        let total = blocks(tiles * pairs)? as i32;
-        m.args.tiles = tiles as i32;
-        (m.total, m.whole, m.pairs, m.section) = (total, total, pairs as i32, pairs as i32);
-        m.padded = self.padded as i32;
-        m.chunks = self.chunks as i32;
-        [m.k_from, m.k_to] = job.inside[1].map(|x| x as i32);
-        Ok((m, tiles * pairs))
-    }
-
     /// Queues the forward kernel; `items` is the argument with the table of query tiles.
     pub(super) fn forward(
         &self,
@@ -162,18 +174,10 @@ impl Hopper {
         items: Option<(usize, &Items)>,
     ) -> Result<()> {
         let (shape, a, f) = (&job.shape, &job.args, &self.forward);
-        let (mut m, total) = self.tiles(job, l, shape.heads, (a.q_len, f.rows()), items)?;
+        let (mut m, total) = Mapped::over(job, l, shape.heads, (a.q_len, f.rows()), items)?;
         m.maps =
             [self.map(job, 0, f.rows())?, self.map(job, 1, f.keys)?, self.map(job, 2, f.keys)?, m.maps[3]];
-        let (pairs, tiles) = (job.pairs(shape.heads), m.args.tiles as usize);
-        let bytes = job.tokens[1] * (shape.d_qk + shape.d_v) * 2;
-        let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes);
-        if part < pairs {
-            // Every section starts with a round of the blocks.
-            let whole = (part * tiles).next_multiple_of(BLOCKS);
-            (m.section, m.whole) = (part as i32, whole as i32);
-            m.total = blocks(pairs.div_ceil(part) * whole)? as i32;
-        }
+        m.in_sections(job, job.tokens[1] * (shape.d_qk + shape.d_v) * 2)?;
         let grid =
             Grid { blocks: [total.min(BLOCKS) as u32, 1, 1], threads: f.threads(), shared: f.shared() };
         let Kernel { source, name } = f.kernel;
@@ -209,14 +213,16 @@ impl Hopper {
         let (start, space) = (l.address(scratch)?, self.space(job));
         let named = |m: Mapped| {
             let at = |n: usize| start + n as u64 * 4;
-            let mut m = Mapped { sums: start, bounds: at(space.bounds), next: at(space.next), ..m };
+            let (bounds, next) = (at(space.bounds), at(space.next));
+            let (padded, chunks) = (self.padded as i32, self.chunks as i32);
+            let mut m = Mapped { sums: start, bounds, next, padded, chunks, ..m };
             m.args.weights = at(space.rows);
             m
         };
-        let (m, row_tiles) = self.tiles(job, l, shape.heads, (a.q_len, ROWS), queries)?;
+        let (m, row_tiles) = Mapped::over(job, l, shape.heads, (a.q_len, ROWS), queries)?;
         let by_row = named(m);
         let kind = &self.kind.backward;
-        let (m, key_tiles) = self.tiles(job, l, shape.kv_heads, (a.k_len, kind.keys), keys)?;
+        let (m, key_tiles) = Mapped::over(job, l, shape.kv_heads, (a.k_len, kind.keys), keys)?;
         let mut by_key = named(m);
         by_key.maps = [
             self.map(job, 0, kind.queries)?,

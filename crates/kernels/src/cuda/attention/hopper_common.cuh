@@ -4,7 +4,8 @@ struct alignas(64) Mapped {
     Attention a;
     u64 sums;     // i32 [batch, heads, padded, channels]: gradients of queries in fixed point, tile by tile in the
                   // order of the accumulators that they come from
-    u64 bounds;   // f32 [batch, kv heads, chunks, 2]: largest |k| and largest |v|² of 256 tokens
+    u64 bounds;   // f32 [batch, kv heads, chunks, 2]: largest |k| and largest |v|² of 256 tokens; forward of bytes: f32 [3],
+                  // largest |q|, |k| and |v|
     u64 next;     // i32: how many tiles have been taken
     i32 total;    // tiles of all heads
     i32 section;  // (batch, head) pairs whose tiles are taken together, so that what they share stays in the L2 cache

@@ -10,12 +10,11 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, bool CAP>
 struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
     using Load = HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q>;
     using Bars = typename Load::Bars;
+    using Softmax = HopperSoftmax<DV, BN, CAP, 0>;
+    using Load::free;
     static constexpr int BM = Load::BM, V_COLUMNS = Load::V_COLUMNS;
     static constexpr u32 Q_BYTES = Load::Q_BYTES, K_BYTES = Load::K_BYTES, V_BYTES = Load::V_BYTES;
     static constexpr u32 Q_AT = Load::Q_AT, K_AT = Load::K_AT, V_AT = Load::V_AT;
-    // Maxima may lag by this much (of log2): sums are brought to a new maximum only when it pays.
-    static constexpr float LAG = MAY_LAG(8.0f);
-
     // s = q·kᵀ
     static __device__ __forceinline__ void scores(float (&s)[BN / 2], u32 q, u32 k) {
         rows_product<BN, DQ>(s, q, BM * 128, k, BN * 128);
@@ -23,71 +22,6 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
     static __device__ __forceinline__ void pack(u32 (&p)[BN / 4], const float (&s)[BN / 2]) {
 #pragma unroll
         for (int i = 0; i < BN / 4; i++) p[i] = pack_weights(s[2 * i], s[2 * i + 1]);
-    }
-
-    // A thread's first query.
-    static __device__ __forceinline__ i32 row_of(i32 w0, int self) {
-        return w0 + ((self >> 5) & 3) * 16 + ((self & 31) >> 2);
-    }
-    static __device__ __forceinline__ void free(u32 bar) {
-        if ((thread() & 31) == 0) barrier_arrive(bar);
-    }
-
-    struct Rows {
-        float top[2], sum[2];
-    };
-    // Scores to powers, with the queries' maxima and sums; `shrink` is what earlier sums are to be multiplied with,
-    // if the result says so. w0: first query of the warpgroup.
-    static __device__ __forceinline__ bool soften(const Attention& a, const Place& p, i32 tile, i32 w0,
-                                                  float (&s)[BN / 2], Rows& rows, float (&shrink)[2]) {
-        if constexpr (CAP) {
-#pragma unroll
-            for (int i = 0; i < BN / 2; i++) s[i] = a.outer * fast_tanh(a.inner * s[i]);
-        }
-        const i32 k0 = tile * BN, w1 = min(w0 + 63, p.q_len - 1);
-        if (k0 < p.lo(a, w1) || k0 + BN - 1 > p.hi(a, w0)) {
-            const i32 self = thread(), t = (self & 3) * 2, i0 = row_of(w0, self);
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const i32 lo = p.lo(a, i0 + r * 8) - k0 - t, hi = p.hi(a, i0 + r * 8) - k0 - t;
-#pragma unroll
-                for (int n = 0; n < BN / 8; n++)
-#pragma unroll
-                    for (int e = 0; e < 2; e++)
-                        if (n * 8 + e < lo || n * 8 + e > hi) s[n * 4 + r * 2 + e] = NEG_INF;
-            }
-        }
-        bool moved = false;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            float x = s[r * 2], y = s[r * 2 + 1];
-#pragma unroll
-            for (int n = 1; n < BN / 8; n++) {
-                x = fmaxf(x, s[n * 4 + r * 2]);
-                y = fmaxf(y, s[n * 4 + r * 2 + 1]);
-            }
-            x = fmaxf(x, y);
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-            x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-            const float old = rows.top[r];
-            const bool up = (x - old) * a.factor > LAG;
-            x = up ? x : old;
-            moved |= up;
-            // While a query has seen nothing its maximum is -inf, which must not meet another -inf.
-            const float origin = x == NEG_INF ? 0.0f : x * a.factor;
-            shrink[r] = up ? fast_exp2(old * a.factor - origin) : 1.0f;
-            rows.top[r] = x;
-            float total = 0.0f, other = 0.0f;
-#pragma unroll
-            for (int n = 0; n < BN / 8; n++) {
-                s[n * 4 + r * 2] = fast_exp2(fmaf(s[n * 4 + r * 2], a.factor, -origin));
-                s[n * 4 + r * 2 + 1] = fast_exp2(fmaf(s[n * 4 + r * 2 + 1], a.factor, -origin));
-                total += s[n * 4 + r * 2];
-                other += s[n * 4 + r * 2 + 1];
-            }
-            rows.sum[r] = fmaf(rows.sum[r], shrink[r], total + other);
-        }
-        return __any_sync(~0u, moved);
     }
 
     static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
@@ -105,7 +39,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
             Load::bounds(a, p);
             const i32 w0 = p.first + wg * 64;
             float o[DV / 2];
-            Rows rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
+            typename Softmax::Rows rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
             if (p.from < p.to) {
                 const u32 q_at = base + Q_AT + q.stage * Q_BYTES + wg * 8192;
                 const i32 w1 = min(w0 + 63, p.q_len - 1);
@@ -142,7 +76,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                     pin(s);
                     free(bars.k_free(k.stage));
                     k.next();
-                    soften(a, p, mine, w0, s, rows, shrink);
+                    Softmax::soften(a, p, mine, w0, s, rows, shrink, a.factor);
                     pack(x, s);
                 }
                 int add = 0;
@@ -165,7 +99,7 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                     pin(s);
                     free(bars.k_free(k.stage));
                     k.next();
-                    const bool moved = soften(a, p, tile, w0, s, rows, shrink);
+                    const bool moved = Softmax::soften(a, p, tile, w0, s, rows, shrink, a.factor);
                     settle(rows.sum[0] + rows.sum[1]);
                     products_done<0>();
                     pin(o);
@@ -196,58 +130,11 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                 asm volatile("" : "+r"(round));
                 p = tile_place(m, tile_of(m, round), a.heads, BM, true);
             }
-            // The sink is one more score that no value belongs to.
-            const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
-            const i32 self = thread(), i0 = row_of(w0, self);
-            bf16* row[2];
-            float share[2];
-            u32 keep[2];
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const i32 i = i0 + r * 8;
-                float total = rows.sum[r], lse;
-                total += __shfl_xor_sync(~0u, total, 1);
-                total += __shfl_xor_sync(~0u, total, 2);
-                conclude(rows.top[r] == NEG_INF ? NEG_INF : rows.top[r] * a.factor, total, sink, lse, share[r]);
-                row[r] = nullptr;
-                if (i < p.q_len) {
-                    if ((self & 3) == 0)
-                        reinterpret_cast<float*>(a.lse)[p.batch * a.lse_batch + p.head * a.lse_head +
-                                                        (p.q_start + i) * a.lse_token] = lse;
-                    row[r] = a.out.row<bf16>(p.batch, p.q_start + i, p.head);
-                }
-                // A query that sees no key: whatever came from masked ones, or nowhere, is not its own.
-                keep[r] = p.lo(a, i) > p.hi(a, i) ? 0u : ~0u;
-            }
-            store_rows<DV>(o, row[0], row[1], share[0], share[1], a.d_v, keep[0], keep[1]);
+            Softmax::finish(a, p, w0, o, rows, a.factor, 1.0f);
         }
     }
 
-    static __device__ __forceinline__ void run(const Mapped& m) {
-        const u32 base = shared_address(attention_shared);
-        const Bars bars = {base};
-        if (threadIdx.x == 0) {
-            for (int s = 0; s < Q; s++) {
-                barrier_init(bars.q_full(s), 1);
-                barrier_init(bars.q_free(s), WGS * 4);
-            }
-            for (int s = 0; s < STAGES; s++) {
-                barrier_init(bars.k_full(s), 1);
-                barrier_init(bars.v_full(s), 1);
-                barrier_init(bars.k_free(s), WGS * 4);
-                barrier_init(bars.v_free(s), WGS * 4);
-            }
-            barrier_init_done();
-        }
-        __syncthreads();
-        if (threadIdx.x < 128) {
-            fewer_registers<WGS == 2 ? (DV > 128 ? 24 : 40) : WGS == 3 ? 32 : 24>();
-            if (threadIdx.x == 0) Load::produce(m, base, bars);
-        } else {
-            more_registers<WGS == 2 ? (DV > 128 ? 240 : 232) : WGS == 3 ? 160 : 112>();
-            consume(m, base, bars);
-        }
-    }
+    static __device__ __forceinline__ void run(const Mapped& m) { forward_block<HopperForward, WGS, STAGES, Q, DV>(m); }
 };
 
 // Channels of keys and of values, warpgroups, keys of a tile, tiles of keys, tiles of queries, soft cap.

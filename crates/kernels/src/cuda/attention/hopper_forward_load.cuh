@@ -1,15 +1,17 @@
-// The producer of the Hopper forward kernel: what lies where in shared memory, and which tiles are copied there when.
+// The producer of the Hopper forward kernels: what lies where in shared memory, and which tiles are copied there when.
 
-// Q: tiles of queries in shared memory.
-template <int DQ, int DV, int WGS, int BN, int STAGES, int Q> struct HopperForwardLoad {
-    static constexpr int BM = WGS * 64, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
+// Q: tiles of queries in shared memory. WIDTH: channels of a column of 128 bytes, 64 of bf16; or 128 of bytes, and then
+// values lie turned, [channel, token].
+template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> struct HopperForwardLoad {
+    static constexpr bool TURNED = WIDTH == 128;
+    static constexpr int BM = WGS * 64, COLUMNS = (DQ + WIDTH - 1) / WIDTH, V_COLUMNS = (DV + WIDTH - 1) / WIDTH;
     // One block a multiprocessor: the producer is a warpgroup that hands its registers to the others. Two blocks: a
     // warp behind the others.
     static constexpr int THREADS = (WGS + 1) * 128;
-    static constexpr u32 Q_BYTES = BM * COLUMNS * 128, K_BYTES = BN * COLUMNS * 128, V_BYTES = BN * V_COLUMNS * 128;
+    static constexpr u32 Q_BYTES = BM * COLUMNS * 128, K_BYTES = BN * COLUMNS * 128, V_BYTES = TURNED ? DV * 128 : BN * V_COLUMNS * 128;
     static constexpr u32 Q_AT = 1024, K_AT = Q_AT + Q * Q_BYTES, V_AT = K_AT + STAGES * K_BYTES;
     static constexpr u32 BYTES = V_AT + STAGES * V_BYTES;
-    static_assert(BYTES <= 227 * 1024, "shared memory");
+    static_assert(BYTES <= 227 * 1024 && (!TURNED || (BN == 128 && DQ <= 128 && DV <= 128)), "shared memory");
 
     static __device__ __forceinline__ void bounds(const Attention& a, Place& p) {
         p.from = p.lo(a, p.first) / BN;
@@ -43,7 +45,7 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q> struct HopperForwa
                 barrier_expect(bars.k_full(k.stage), K_BYTES);
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++)
-                    tensor_load(base + K_AT + k.stage * K_BYTES + c * BN * 128, m.k, bars.k_full(k.stage), c * 64,
+                    tensor_load(base + K_AT + k.stage * K_BYTES + c * BN * 128, m.k, bars.k_full(k.stage), c * WIDTH,
                                 p.k_start + tile * BN, p.kv_head, p.batch);
                 k.next();
             };
@@ -51,7 +53,7 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q> struct HopperForwa
             barrier_expect(bars.q_full(q.stage), Q_BYTES);
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++)
-                tensor_load(base + Q_AT + q.stage * Q_BYTES + c * BM * 128, m.q, bars.q_full(q.stage), c * 64,
+                tensor_load(base + Q_AT + q.stage * Q_BYTES + c * BM * 128, m.q, bars.q_full(q.stage), c * WIDTH,
                             p.q_start + p.first, p.head, p.batch);
             q.next();
             keys(p.to - 1);
@@ -60,12 +62,47 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q> struct HopperForwa
                 if (tile > p.from) keys(tile - 1);
                 barrier_wait(bars.v_free(v.stage), v.phase ^ 1);
                 barrier_expect(bars.v_full(v.stage), V_BYTES);
+                if constexpr (TURNED) {
+                    tensor_load(base + V_AT + v.stage * V_BYTES, m.v, bars.v_full(v.stage), tile * BN, 0, p.kv_head, p.batch);
+                } else {
 #pragma unroll
-                for (int c = 0; c < V_COLUMNS; c++)
-                    tensor_load(base + V_AT + v.stage * V_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * 64,
-                                p.k_start + tile * BN, p.kv_head, p.batch);
+                    for (int c = 0; c < V_COLUMNS; c++)
+                        tensor_load(base + V_AT + v.stage * V_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * WIDTH,
+                                    p.k_start + tile * BN, p.kv_head, p.batch);
+                }
                 v.next();
             }
         }
     }
+
+    static __device__ __forceinline__ void free(u32 bar) {
+        if ((thread() & 31) == 0) barrier_arrive(bar);
+    }
 };
+
+// A block of a forward kernel K: its barriers, and who does what.
+template <class K, int WGS, int STAGES, int Q, int DV> __device__ __forceinline__ void forward_block(const Mapped& m) {
+    const u32 base = shared_address(attention_shared);
+    const typename K::Bars bars = {base};
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < Q; s++) {
+            barrier_init(bars.q_full(s), 1);
+            barrier_init(bars.q_free(s), WGS * 4);
+        }
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(bars.k_full(s), 1);
+            barrier_init(bars.v_full(s), 1);
+            barrier_init(bars.k_free(s), WGS * 4);
+            barrier_init(bars.v_free(s), WGS * 4);
+        }
+        barrier_init_done();
+    }
+    __syncthreads();
+    if (threadIdx.x < 128) {
+        fewer_registers<WGS == 2 ? (DV > 128 ? 24 : 40) : WGS == 3 ? 32 : 24>();
+        if (threadIdx.x == 0) K::produce(m, base, bars);
+    } else {
+        more_registers<WGS == 2 ? (DV > 128 ? 240 : 232) : WGS == 3 ? 160 : 112>();
+        K::consume(m, base, bars);
+    }
+}

@@ -4,6 +4,7 @@
 //! `hopper.rs`. Elsewhere backward is deterministic without atomics: a row kernel for
 //! `Σ dout·out`, one over tiles of keys for dk and dv, one over tiles of queries for dq.
 
+mod bytes;
 mod hopper;
 mod hopper_kinds;
 mod hopper_sections;
@@ -57,6 +58,17 @@ impl AttentionKernels for CudaKernels {
                 _ => job.queue(self, l, &step, Side::Query, table),
             }
         })
+    }
+
+    fn attention_of_bytes(
+        &self,
+        s: &Stream,
+        scores: &Scores,
+        sequences: Sequences,
+        f: &AttentionForward,
+        magnitudes: &Tensor,
+    ) -> Result<bool> {
+        self.queue_attention_of_bytes(s, scores, sequences, f, magnitudes)
     }
 
     fn attention_backward(

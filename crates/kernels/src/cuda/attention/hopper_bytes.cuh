@@ -1,0 +1,105 @@
+// Forward pass of bytes for Hopper: q, k and v in E4M3 under one scale each, from which hopper_bytes.cu makes them, weights of values
+// in E4M3 of scale 256. Blocks as in hopper_forward.cuh. The matrix unit keeps about 14 bits of a sum of bytes, so the products of
+// every tile of keys are sums of their own, which are added up in f32. Those take the registers that would let products of a
+// warpgroup run beside its softmax; the other warpgroups' do.
+
+template <int D, int WGS, int STAGES, int Q> struct HopperBytes : HopperForwardLoad<D, D, WGS, 128, STAGES, Q, 128> {
+    static constexpr int BN = 128, LIFT = 8;
+    using Load = HopperForwardLoad<D, D, WGS, BN, STAGES, Q, 128>;
+    using Bars = typename Load::Bars;
+    using Softmax = HopperSoftmax<D, BN, false, LIFT>;
+    using Load::free;
+
+    // s = q·kᵀ
+    static __device__ __forceinline__ void scores(float (&s)[BN / 2], u32 q, u32 k) {
+        const u64 l = rows_operand(q), r = rows_operand(k);
+#pragma unroll
+        for (int i = 0; i < D / 32; i++) Product8<BN, false>::both(s, l + i * 2, r + i * 2, i > 0);
+    }
+    // Thread t of four has keys 8·n + 2·t and the next of a query: as left operands those are four neighbours, so values lie in
+    // the order that makes them so (`slot_of` in hopper_bytes.cu).
+    static __device__ __forceinline__ void pack(u32 (&p)[BN / 8], const float (&s)[BN / 2]) {
+#pragma unroll
+        for (int i = 0; i < BN / 8; i++) {
+            const int at = i / 4 * 16 + (i & 1) * 2 + (i & 2) * 4;
+            p[i] = encode(0, s[at], s[at + 1], s[at + 4], s[at + 5]);
+        }
+    }
+    // t = p·v of one tile
+    static __device__ __forceinline__ void values(float (&t)[D / 2], const u32 (&p)[BN / 8], u32 v) {
+        const u64 r = rows_operand(v);
+#pragma unroll
+        for (int i = 0; i < BN / 32; i++)
+            Product8<D, false>::left(t, p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3], r + i * 2, i > 0);
+    }
+
+    static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
+        const Attention& a = m.a;
+        const int wg = warpgroup() - 1;
+        const float factor = a.factor * unit_of(m.bounds, 0) * unit_of(m.bounds, 1);
+        Ring<STAGES> k, v;
+        Ring<Q> q;
+        const i32 n = rounds(m.total);
+        if (wg == WGS - 1) named_arrive(1, 256);
+#pragma unroll 1
+        for (i32 round = 0; round < n; round++) {
+            const i32 index = tile_of(m, round);
+            if (index < 0) continue;
+            Spot p = tile_place(m, index, a.heads, Load::BM, true);
+            Load::bounds(a, p);
+            const i32 w0 = p.first + wg * 64;
+            float o[D / 2] = {};
+            typename Softmax::Rows rows = {{NEG_INF, NEG_INF}, {0.0f, 0.0f}};
+            if (p.from < p.to) {
+                const u32 q_at = base + Load::Q_AT + q.stage * Load::Q_BYTES + wg * 8192;
+                const i32 w1 = min(w0 + 63, p.q_len - 1);
+                const i32 mine = w1 < w0 ? p.from : min(max(p.hi(a, w1) / BN, p.from), p.to - 1);
+                barrier_wait(bars.q_full(q.stage), q.phase);
+#pragma unroll 1
+                for (i32 tile = p.to - 1; tile >= p.from; tile--) {
+                    barrier_wait(bars.k_full(k.stage), k.phase);
+                    named_sync(1 + wg, 256);
+                    float s[BN / 2];
+                    // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
+                    if (tile <= mine) {
+                        products_begin();
+                        scores(s, q_at, base + Load::K_AT + k.stage * Load::K_BYTES);
+                        products_issued();
+                        products_done<0>();
+                        pin(s);
+                    }
+                    named_arrive(1 + (wg + 1) % WGS, 256);
+                    free(bars.k_free(k.stage));
+                    k.next();
+                    if (tile <= mine) {
+                        float shrink[2];
+                        u32 x[BN / 8];
+                        if (Softmax::soften(a, p, tile, w0, s, rows, shrink, factor)) {
+#pragma unroll
+                            for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
+                        }
+                        pack(x, s);
+                        float t[D / 2];
+                        barrier_wait(bars.v_full(v.stage), v.phase);
+                        products_begin();
+                        values(t, x, base + Load::V_AT + v.stage * Load::V_BYTES);
+                        products_issued();
+                        products_done<0>();
+                        pin(t);
+#pragma unroll
+                        for (int i = 0; i < D / 2; i++) o[i] += t[i];
+                    } else {
+                        barrier_wait(bars.v_full(v.stage), v.phase);
+                    }
+                    free(bars.v_free(v.stage));
+                    v.next();
+                }
+                free(bars.q_free(q.stage));
+                q.next();
+            }
+            Softmax::finish(a, p, w0, o, rows, factor, unit_of(m.bounds, 2) * (1.0f / (1 << LIFT)));
+        }
+    }
+
+    static __device__ __forceinline__ void run(const Mapped& m) { forward_block<HopperBytes, WGS, STAGES, Q, D>(m); }
+};
