@@ -270,7 +270,7 @@ keys! {
         /// bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
         weights: Weights = Weights::Bf16, "fp8_param", "fp8_param_gather", "fp8_params", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
         /// What is narrow besides the layers' linear maps: "head", the output matrix, as precision.scaling says; "attention",
-        /// forward, with q, k, v and the weights of values in E4M3, which is emulated.
+        /// forward, with q, k, v and the weights of values in E4M3, which only Hopper cards do without emulation.
         also: Also = Also::default(), "head", "attention", "fp8_head", "fp8_lm_head", "fp8_output_layer", "fp8_output_proj", "fp8_attention", "fp8_dpa", "fp8_mha", "fp8_dot_product_attention", "fp8_multi_head_attention";
         /// Formats: hybrid (gradients in E5M2) or e4m3; derived from the scaling.
         format: Option<Format> = None, "fp8_format", "fp8_mode";

@@ -1,6 +1,6 @@
-//! q, k and v of attention in eight bits: each is rounded to E4M3 under one scale, and from there on computed with as it is
-//! in the model's type. Scales are powers of two, so that this holds bytes without rounding again: what comes out is what
-//! matrix units that multiply bytes would be given.
+//! q, k and v of attention in eight bits: each is rounded to E4M3 under one scale. Where no matrix unit multiplies bytes
+//! (`attention_of_bytes`), and backward, they are computed with in the model's type: scales are powers of two, so that this holds
+//! bytes without rounding again, and what comes out is what matrix units would be given.
 
 use crate::Pass;
 use ferrotron_comm::Reduce;

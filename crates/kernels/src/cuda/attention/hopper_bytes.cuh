@@ -1,7 +1,6 @@
 // Forward pass of bytes for Hopper: q, k and v in E4M3 under one scale each, from which hopper_bytes.cu makes them, weights of values
-// in E4M3 of scale 256. Blocks as in hopper_forward.cuh. The matrix unit keeps about 14 bits of a sum of bytes, so the products of
-// every tile of keys are sums of their own, which are added up in f32. Those take the registers that would let products of a
-// warpgroup run beside its softmax; the other warpgroups' do.
+// in E4M3 of scale 256. Blocks and turns as in hopper_forward.cuh. The matrix unit keeps about 14 bits of a sum of bytes, so the
+// products of every tile of keys are sums of their own, which are added up in f32.
 
 template <int D, int WGS, int STAGES, int Q> struct HopperBytes : HopperForwardLoad<D, D, WGS, 128, STAGES, Q, 128> {
     static constexpr int BN = 128, LIFT = 8;
@@ -55,47 +54,76 @@ template <int D, int WGS, int STAGES, int Q> struct HopperBytes : HopperForwardL
                 const i32 w1 = min(w0 + 63, p.q_len - 1);
                 const i32 mine = w1 < w0 ? p.from : min(max(p.hi(a, w1) / BN, p.from), p.to - 1);
                 barrier_wait(bars.q_full(q.stage), q.phase);
+                // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
 #pragma unroll 1
-                for (i32 tile = p.to - 1; tile >= p.from; tile--) {
+                for (i32 tile = p.to - 1; tile > mine; tile--) {
                     barrier_wait(bars.k_full(k.stage), k.phase);
-                    named_sync(1 + wg, 256);
-                    float s[BN / 2];
-                    // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
-                    if (tile <= mine) {
-                        products_begin();
-                        scores(s, q_at, base + Load::K_AT + k.stage * Load::K_BYTES);
-                        products_issued();
-                        products_done<0>();
-                        pin(s);
-                    }
-                    named_arrive(1 + (wg + 1) % WGS, 256);
                     free(bars.k_free(k.stage));
                     k.next();
-                    if (tile <= mine) {
-                        float shrink[2];
-                        u32 x[BN / 8];
-                        if (Softmax::soften(a, p, tile, w0, s, rows, shrink, factor)) {
-#pragma unroll
-                            for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
-                        }
-                        pack(x, s);
-                        float t[D / 2];
-                        barrier_wait(bars.v_full(v.stage), v.phase);
-                        products_begin();
-                        values(t, x, base + Load::V_AT + v.stage * Load::V_BYTES);
-                        products_issued();
-                        products_done<0>();
-                        pin(t);
-#pragma unroll
-                        for (int i = 0; i < D / 2; i++) o[i] += t[i];
-                    } else {
-                        barrier_wait(bars.v_full(v.stage), v.phase);
-                    }
+                    barrier_wait(bars.v_full(v.stage), v.phase);
                     free(bars.v_free(v.stage));
                     v.next();
+                    named_sync(1 + wg, 256);
+                    named_arrive(1 + (wg + 1) % WGS, 256);
+                }
+                u32 x[BN / 8];
+                float shrink[2], t[D / 2];
+                {
+                    float s[BN / 2];
+                    barrier_wait(bars.k_full(k.stage), k.phase);
+                    products_begin();
+                    scores(s, q_at, base + Load::K_AT + k.stage * Load::K_BYTES);
+                    products_issued();
+                    products_done<0>();
+                    pin(s);
+                    free(bars.k_free(k.stage));
+                    k.next();
+                    Softmax::soften(a, p, mine, w0, s, rows, shrink, factor);
+                    pack(x, s);
+                }
+#pragma unroll 1
+                for (i32 tile = mine - 1; tile >= p.from; tile--) {
+                    float s[BN / 2];
+                    barrier_wait(bars.k_full(k.stage), k.phase);
+                    named_sync(1 + wg, 256);
+                    products_begin();
+                    scores(s, q_at, base + Load::K_AT + k.stage * Load::K_BYTES);
+                    products_issued();
+                    barrier_wait(bars.v_full(v.stage), v.phase);
+                    values(t, x, base + Load::V_AT + v.stage * Load::V_BYTES);
+                    products_issued();
+                    named_arrive(1 + (wg + 1) % WGS, 256);
+                    products_done<1>();
+                    pin(s);
+                    free(bars.k_free(k.stage));
+                    k.next();
+                    const bool moved = Softmax::soften(a, p, tile, w0, s, rows, shrink, factor);
+                    settle(rows.sum[0] + rows.sum[1]);
+                    products_done<0>();
+                    pin(t);
+                    pin(x);
+                    free(bars.v_free(v.stage));
+                    v.next();
+                    pack(x, s);
+#pragma unroll
+                    for (int i = 0; i < D / 2; i++) o[i] += t[i];
+                    if (moved) {
+#pragma unroll
+                        for (int i = 0; i < D / 2; i++) o[i] *= shrink[(i >> 1) & 1];
+                    }
                 }
                 free(bars.q_free(q.stage));
                 q.next();
+                barrier_wait(bars.v_full(v.stage), v.phase);
+                products_begin();
+                values(t, x, base + Load::V_AT + v.stage * Load::V_BYTES);
+                products_issued();
+                products_done<0>();
+                pin(t);
+                free(bars.v_free(v.stage));
+                v.next();
+#pragma unroll
+                for (int i = 0; i < D / 2; i++) o[i] += t[i];
             }
             Softmax::finish(a, p, w0, o, rows, factor, unit_of(m.bounds, 2) * (1.0f / (1 << LIFT)));
         }
