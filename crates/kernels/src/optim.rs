@@ -354,5 +354,5 @@ pub(crate) fn check_scalars(op: &'static str, t: &Tensor) -> Result<()> {
             format!("the buffer of step scalars is {:?}, not [{}]", t.shape(), scalars::COUNT),
         );
     }
-    Ok(())
+    dtypes(op, DType::F32, &[t])
 }

@@ -28,8 +28,4 @@ pub use recipes::{Embedded, RECIPES};
 pub use resolve::{Derived, Plan, Resolved};
 pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};
 pub use table::{KeyInfo, KeyType, SectionInfo};
-pub use types::{
-    Count, Decay, Dispatch, Format, Graph, Keep, Master, Module, Moments, OneOrMany, OptimizerKind,
-    PipelineOrder, PositionKind, Precision, Recompute, RouterType, Scaling, Split, WeightDecayStyle, Weights,
-    WsdStyle,
-};
+pub use types::*;

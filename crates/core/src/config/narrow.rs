@@ -1,8 +1,7 @@
 //! Low-precision products: from keys to the policy that modules consult, and what cannot work.
 
 use super::resolve::Derivations;
-use super::types::Beside;
-use super::{Config, Format, Master, Precision, Recipe, Resolved, Scaling, Weights};
+use super::{Beside, Config, Format, Master, Precision, Recipe, Resolved, Scaling, Weights};
 use crate::error::Result;
 use ferrotron_engine::Split;
 use ferrotron_engine::precision::{self, Method, Policy};

@@ -1,7 +1,6 @@
 //! f16 training: loss scales begin high, fall, grow and resume; the model learns what it learns in bf16.
 
 use super::support::*;
-use ferrotron_core::checkpoint::{self, Saver};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::events::Event;
 use ferrotron_core::grid::Layout;
@@ -91,12 +90,9 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
         let r = half(set);
         let mut whole = trainer(&r);
         steps(&mut whole, n);
-        let mut saver = Saver::new(dir.path(), None).unwrap();
-        saver.save(whole.snapshot().unwrap()).unwrap();
-        saver.finish().unwrap();
-        let loaded = checkpoint::load(&dir.path().join(checkpoint::folder_name(n as u64))).unwrap();
-        let saved = loaded.state()["loss_scale"].clone();
-        assert!(saved["scale"].as_f64().unwrap() >= 1.0, "{saved}");
+        let loaded = saved(dir.path(), whole.snapshot().unwrap());
+        let scale = loaded.state()["loss_scale"].clone();
+        assert!(scale["scale"].as_f64().unwrap() >= 1.0, "{scale}");
         let mut resumed = trainer(&r);
         resumed.restore(&loaded).unwrap();
         let after = steps(&mut whole, 24);
@@ -117,7 +113,7 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
 #[test]
 fn layouts_agree_on_the_scale() {
     let go = |layout: &str, zero: &str| {
-        let keys: Vec<String> = layout.split(',').map(|k| format!("parallel.{k}")).collect();
+        let keys = layout_keys(layout);
         let set: Vec<&str> = keys.iter().map(String::as_str).chain([zero]).collect();
         let r = half(&set);
         let layout: Layout = layout.parse().unwrap();

@@ -1,5 +1,6 @@
 //! Recipes, data and runs small enough for many of them.
 
+use ferrotron_core::checkpoint::{self, Saver, Snapshot};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::{Batches, Row};
 use ferrotron_core::events::Event;
@@ -116,7 +117,7 @@ pub fn run(
 
 /// The files of the newest checkpoint of a run, by name.
 pub fn newest(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
-    let path = ferrotron_core::checkpoint::latest(&dir.join("checkpoints")).unwrap().expect("no checkpoint");
+    let path = checkpoint::latest(&dir.join("checkpoints")).unwrap().expect("no checkpoint");
     let mut out = BTreeMap::new();
     for entry in std::fs::read_dir(&path).unwrap() {
         let file = entry.unwrap().path();
@@ -124,6 +125,20 @@ pub fn newest(dir: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
     }
     assert!(out.len() >= 3);
     out
+}
+
+/// A snapshot as it is read back once it is saved in `dir`.
+pub fn saved(dir: &Path, snapshot: Snapshot) -> checkpoint::Loaded {
+    let step = snapshot.step;
+    let mut saver = Saver::new(dir, None).unwrap();
+    saver.save(snapshot).unwrap();
+    saver.finish().unwrap();
+    checkpoint::load(&dir.join(checkpoint::folder_name(step))).unwrap()
+}
+
+/// The keys of a layout such as `tp=2,dp=2`.
+pub fn layout_keys(layout: &str) -> Vec<String> {
+    layout.split(',').map(|k| format!("parallel.{k}")).collect()
 }
 
 /// Losses of the steps among some events.

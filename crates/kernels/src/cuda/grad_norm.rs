@@ -1,7 +1,6 @@
 //! The joint norm of gradients.
 
-use super::groups::line;
-use super::optim::Portion;
+use super::groups::{Portion, line};
 use super::{CudaKernels, Kernel};
 use crate::checks::{dtypes, same_contiguous};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};

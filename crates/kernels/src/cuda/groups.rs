@@ -20,3 +20,25 @@ pub(super) fn wide(addresses: &[u64]) -> bool {
 pub(super) fn line(blocks: u32, threads: u32) -> Grid {
     Grid { blocks: [blocks, 1, 1], threads, shared: 0 }
 }
+
+/// Tensors of one launch, and where their blocks begin.
+pub(super) struct Portion<T, const N: usize> {
+    pub(super) list: [T; N],
+    pub(super) start: [u32; N],
+    pub(super) count: u32,
+    pub(super) blocks: u32,
+}
+
+impl<T: Copy + Default, const N: usize> Portion<T, N> {
+    pub(super) fn new() -> Self {
+        Portion { list: [T::default(); N], start: [0; N], count: 0, blocks: 0 }
+    }
+
+    pub(super) fn push(&mut self, op: &'static str, item: T, n: usize, each: usize) -> Result<()> {
+        let at = self.count as usize;
+        (self.list[at], self.start[at]) = (item, self.blocks);
+        self.count += 1;
+        self.blocks = blocks(op, self.blocks as usize + n.div_ceil(each), 1)?;
+        Ok(())
+    }
+}

@@ -1,0 +1,140 @@
+//! What a `config.json` says: its family, and the architecture in its keys.
+
+use super::{QUANTISATION, experts, layers, rope};
+use crate::error::{Error, Result};
+use crate::family::{FAMILIES, Family, Field};
+use crate::json::{Object, show};
+use ferrotron_core::model::config::{Activation, ModelConfig, NormConfig, NormKind, Positions};
+use serde_json::{Map, Value, json};
+
+/// Keys by which models with experts are known, whatever their class.
+const EXPERT_KEYS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
+
+/// The family of a file, by its class or else its type of model.
+pub(super) fn recognise(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> {
+    let o = Object { map, origin, under: "" };
+    let class = match o.list("architectures")?.map(|l| l.as_slice()) {
+        Some([first, ..]) => {
+            Some(first.as_str().ok_or_else(|| o.mistyped("architectures", first, "a list of strings"))?)
+        }
+        _ => None,
+    };
+    let found = match class {
+        Some(class) => FAMILIES.iter().find(|f| f.architecture == class),
+        None => match o.text("model_type")? {
+            Some(kind) => FAMILIES.iter().find(|f| f.model_type == kind),
+            None => {
+                return Err(
+                    o.wrong("architectures", "and `model_type` are both missing: which model is this?")
+                );
+            }
+        },
+    };
+    let name = class.or(o.text("model_type")?).unwrap_or_default();
+    let supported = FAMILIES.iter().map(|f| f.architecture).collect::<Vec<_>>().join(", ");
+    let experts = EXPERT_KEYS.iter().any(|k| o.get(k).is_some_and(|v| v.as_u64() != Some(0)));
+    let knows = |f: &Family| f.keys.iter().copied().flatten().any(|k| matches!(k.field, Field::Mixture(_)));
+    if experts && !found.is_some_and(|f| knows(f)) {
+        return Err(Error::unsupported(
+            origin,
+            format!(
+                "{} is a mixture of experts of a kind that is not supported; these are: {supported}",
+                show(&json!(name))
+            ),
+        ));
+    }
+    found.copied().ok_or_else(|| {
+        Error::unsupported(
+            origin,
+            format!("architecture {} is not supported; these are: {supported}", show(&json!(name))),
+        )
+    })
+}
+
+/// The architecture that a file of a family describes.
+pub(super) fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
+    weight_block(o)?;
+    for r in family.refused {
+        let fine = match o.get(r.key) {
+            None | Some(Value::Bool(false)) => true,
+            Some(v) => v.as_f64().is_some_and(|x| x == 0.0 || (r.or_one && x == 1.0)),
+        };
+        if !fine {
+            return Err(Error::unsupported(
+                o.origin,
+                format!("`{}` asks for {}, which is not supported", r.key, r.what),
+            ));
+        }
+    }
+    let mut c = blank();
+    for key in family.keys.iter().copied().flatten() {
+        key.read(o, &mut c)?;
+    }
+    rope::read(&family.rope, o, &mut c)?;
+    layers::read(&family.windows, o, &mut c)?;
+    (family.facts)(&mut c);
+    experts::settle(o, &mut c)?;
+    c.validate().map_err(|e| Error::config(o.origin, e.to_string()))?;
+    Ok(c)
+}
+
+/// The blocks that FP8 weights have a scale each for. Other ways to store weights in few bits are refused.
+pub(super) fn weight_block(o: &Object) -> Result<[usize; 2]> {
+    const DEFAULT: [usize; 2] = [128, 128];
+    let Some(map) = o.object(QUANTISATION)? else { return Ok(DEFAULT) };
+    let q = Object { map, under: "quantization_config.", ..*o };
+    let unknown = || {
+        let what = format!(
+            "the weights are quantised ({}); FP8 with scales of blocks and MXFP4 can be read, for others convert a bf16 version",
+            show(&json!(map))
+        );
+        Error::unsupported(o.origin, what)
+    };
+    match (q.text("quant_method")?, q.list("weight_block_size")?.map(|l| l.as_slice())) {
+        (Some("mxfp4"), _) => Ok(DEFAULT),
+        (Some("fp8"), Some([a, b])) => {
+            let size = |v: &Value| v.as_u64().and_then(|n| usize::try_from(n).ok()).filter(|n| *n > 0);
+            match (size(a), size(b)) {
+                (Some(a), Some(b)) => Ok([a, b]),
+                _ => Err(q.wrong("weight_block_size", "must be two numbers of at least 1")),
+            }
+        }
+        _ => Err(unknown()),
+    }
+}
+
+/// A decoder with nothing special, to be filled in.
+fn blank() -> ModelConfig {
+    ModelConfig {
+        layers: 0,
+        hidden: 0,
+        ffn: 0,
+        heads: 0,
+        kv_heads: 0,
+        head_dim: 0,
+        vocab: 0,
+        max_positions: 0,
+        norm: NormConfig { kind: NormKind::RmsNorm, eps: 0.0, zero_centred: false },
+        activation: Activation::Silu,
+        gated: true,
+        qkv_bias: false,
+        proj_bias: false,
+        mlp_bias: false,
+        qk_norm: false,
+        post_norms: false,
+        positions: Positions::Learned,
+        rope_local: None,
+        window: None,
+        local_layers: Vec::new(),
+        attn_scale: 1.0,
+        attn_softcap: None,
+        attn_sink: false,
+        mla: None,
+        final_softcap: None,
+        embed_scale: 1.0,
+        tied: false,
+        init_std: 0.0,
+        moe: None,
+        mtp: None,
+    }
+}

@@ -1,0 +1,104 @@
+//! Values that may be written in several ways: lists, large counts, shares.
+
+use crate::config::KeyType;
+use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
+
+/// A list of texts that may be written as one text.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct OneOrMany(pub Vec<String>);
+
+impl<'de> Deserialize<'de> for OneOrMany {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            One(String),
+            Many(Vec<String>),
+        }
+        Ok(OneOrMany(match Form::deserialize(d)? {
+            Form::One(text) => vec![text],
+            Form::Many(list) => list,
+        }))
+    }
+}
+
+impl KeyType for OneOrMany {
+    fn expects() -> String {
+        "text or a list of texts".into()
+    }
+}
+
+/// A large count: `20_000_000_000`, `2e10` or `"20B"` (K, M, B, T are powers of a thousand).
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
+pub struct Count(pub u64);
+
+impl<'de> Deserialize<'de> for Count {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            Whole(u64),
+            Real(f64),
+            Text(String),
+        }
+        let (x, unit) = match Form::deserialize(d)? {
+            Form::Whole(n) => return Ok(Count(n)),
+            Form::Real(x) => (x, 1.0),
+            Form::Text(text) => {
+                let text = text.trim().replace('_', "");
+                let (digits, unit) = match text.char_indices().next_back() {
+                    Some((i, 'K' | 'k')) => (&text[..i], 1e3),
+                    Some((i, 'M' | 'm')) => (&text[..i], 1e6),
+                    Some((i, 'B' | 'b')) => (&text[..i], 1e9),
+                    Some((i, 'T' | 't')) => (&text[..i], 1e12),
+                    _ => (text.as_str(), 1.0),
+                };
+                (digits.trim().parse::<f64>().map_err(D::Error::custom)?, unit)
+            }
+        };
+        let value = x * unit;
+        // Above 2^53 a float no longer holds every whole number.
+        if value.fract() != 0.0 || !(0.0..=9_007_199_254_740_992.0).contains(&value) {
+            return Err(D::Error::custom("not a whole number"));
+        }
+        Ok(Count(value as u64))
+    }
+}
+
+impl KeyType for Count {
+    fn expects() -> String {
+        "a whole number such as 20000000, 2e7 or \"20M\"".into()
+    }
+}
+
+/// Shares of training, validation and test data; any scale. Written as a list or as `"99,1,0"`.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct Split(pub [f64; 3]);
+
+impl<'de> Deserialize<'de> for Split {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged)]
+        enum Form {
+            List(Vec<f64>),
+            Text(String),
+        }
+        let list = match Form::deserialize(d)? {
+            Form::List(list) => list,
+            Form::Text(text) => text
+                .split([',', '/'])
+                .map(|part| part.trim().parse::<f64>().map_err(D::Error::custom))
+                .collect::<Result<_, _>>()?,
+        };
+        if list.is_empty() || list.len() > 3 || list.iter().any(|x| !x.is_finite()) {
+            return Err(D::Error::custom("up to three shares"));
+        }
+        Ok(Split(std::array::from_fn(|i| list.get(i).copied().unwrap_or(0.0))))
+    }
+}
+
+impl KeyType for Split {
+    fn expects() -> String {
+        "shares of training, validation and test data such as [99, 1, 0]".into()
+    }
+}

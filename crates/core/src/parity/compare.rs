@@ -1,0 +1,191 @@
+//! Both sides, tensor by tensor, with a verdict for each.
+
+use super::bounds::Allowed;
+use super::{Bounds, Kind, Outcome};
+use crate::train::LogicalValues;
+use serde::Serialize;
+use std::collections::{HashMap, HashSet};
+
+/// One tensor of both sides.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Compared {
+    /// What it is.
+    pub kind: Kind,
+    /// Its name.
+    pub name: String,
+    /// Elements.
+    pub elements: usize,
+    /// Largest absolute difference; infinite where a value is missing or no number.
+    pub max_abs: f64,
+    /// `‖a − b‖ / ‖a‖`
+    pub relative: f64,
+    /// Are all bits equal?
+    pub identical: bool,
+    /// The relative error that would still be agreement; 0: the same bits.
+    pub allowed: f64,
+    /// The verdict.
+    pub agrees: bool,
+}
+
+/// Compares two outcomes: one entry per tensor of either side, the worst (relative to what is allowed) first.
+pub fn compare(a: &Outcome, b: &Outcome, bounds: &Bounds) -> Vec<Compared> {
+    let allowed = Allowed::new(a, bounds);
+    let mut out = Vec::new();
+    if a.loss.is_some() || b.loss.is_some() {
+        let [x, y] = [a, b].map(|o| o.loss.into_iter().collect::<Vec<_>>());
+        let identical = a.loss.map(f64::to_bits) == b.loss.map(f64::to_bits);
+        let distance = bounds.loss * a.loss.unwrap_or(0.0).abs();
+        out.push(judge(Kind::Loss, "loss", &x, &y, identical, distance));
+    }
+    let mut kinds: Vec<Kind> = a.tensors.iter().chain(&b.tensors).map(|t| t.0).collect();
+    kinds.sort();
+    kinds.dedup();
+    for kind in kinds {
+        let (ours, theirs) = (a.of(kind), b.of(kind));
+        let by_name: HashMap<&str, &LogicalValues> = theirs.iter().map(|t| (t.name.as_str(), *t)).collect();
+        for t in &ours {
+            let other = by_name.get(t.name.as_str()).map_or(&[][..], |o| &o.values);
+            let distance = allowed.distance(kind, &t.name, &t.values);
+            out.push(compare_values(kind, &t.name, &t.values, other, distance));
+        }
+        let known: HashSet<&str> = ours.iter().map(|t| t.name.as_str()).collect();
+        for t in theirs.iter().filter(|t| !known.contains(t.name.as_str())) {
+            out.push(compare_values(kind, &t.name, &[], &t.values, 0.0));
+        }
+    }
+    let badness = |c: &Compared| match c.relative / c.allowed {
+        _ if c.relative == 0.0 => 0.0,
+        ratio if ratio.is_nan() => f64::INFINITY,
+        ratio => ratio,
+    };
+    out.sort_by(|x, y| {
+        let verdict = x.agrees.cmp(&y.agrees);
+        verdict.then(badness(y).total_cmp(&badness(x))).then_with(|| x.name.cmp(&y.name))
+    });
+    out
+}
+
+fn compare_values(kind: Kind, name: &str, a: &[f32], b: &[f32], distance: f64) -> Compared {
+    let identical = a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits());
+    let wide = |v: &[f32]| v.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
+    judge(kind, name, &wide(a), &wide(b), identical, distance)
+}
+
+fn judge(kind: Kind, name: &str, a: &[f64], b: &[f64], identical: bool, allowed: f64) -> Compared {
+    let (mut max_abs, mut distance, mut norm) = (0f64, 0f64, 0f64);
+    for (x, y) in a.iter().zip(b) {
+        let d = if x == y { 0.0 } else { (x - y).abs() };
+        // A NaN compares false with everything and would pass for no difference.
+        max_abs = if d.is_nan() { f64::INFINITY } else { max_abs.max(d) };
+        distance += d * d;
+        norm += x * x;
+    }
+    let comparable = a.len() == b.len() && max_abs.is_finite() && distance.is_finite() && norm.is_finite();
+    let (distance, norm) = (distance.sqrt(), norm.sqrt());
+    let relative = match (comparable, distance > 0.0) {
+        (false, _) => f64::INFINITY,
+        (true, false) => 0.0,
+        (true, true) => distance / norm,
+    };
+    let agrees = if allowed == 0.0 { identical } else { comparable && distance <= allowed };
+    let max_abs = if a.len() == b.len() { max_abs } else { f64::INFINITY };
+    let elements = a.len().max(b.len());
+    let allowed = if allowed == 0.0 { 0.0 } else { allowed / norm };
+    Compared { kind, name: name.into(), elements, max_abs, relative, identical, allowed, agrees }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn outcome(loss: f64, gradient: &[f32]) -> Outcome {
+        let t = LogicalValues { name: "w".into(), shape: vec![gradient.len()], values: gradient.to_vec() };
+        Outcome { loss: Some(loss), lr: 0.0, tensors: vec![(Kind::Gradient, vec![t])] }
+    }
+
+    fn verdict(a: &[f32], b: &[f32], bound: f64) -> Compared {
+        let rows = compare(&outcome(1.0, a), &outcome(1.0, b), &Bounds::all(bound));
+        rows.into_iter().find(|r| r.kind == Kind::Gradient).unwrap()
+    }
+
+    #[test]
+    fn errors_are_what_the_definitions_say() {
+        let c = verdict(&[3.0, 4.0], &[3.0, 4.5], 0.11);
+        assert_eq!((c.max_abs, c.relative, c.agrees, c.identical), (0.5, 0.1, true, false));
+        assert!(!verdict(&[3.0, 4.0], &[3.0, 4.5], 0.09).agrees);
+        assert!(verdict(&[0.0; 3], &[0.0; 3], 0.1).agrees);
+        assert_eq!(verdict(&[0.0], &[1e-30], 0.1).relative, f64::INFINITY);
+    }
+
+    #[test]
+    fn a_bound_of_zero_means_the_same_bits() {
+        assert!(verdict(&[1.0, -2.0], &[1.0, -2.0], 0.0).agrees);
+        let c = verdict(&[0.0], &[-0.0], 0.0);
+        assert!(!c.agrees && c.max_abs == 0.0);
+        assert!(!verdict(&[1.0], &[1.0 + f32::EPSILON], 0.0).agrees);
+    }
+
+    /// A gradient that is zero but for rounding, and what Adam makes of it.
+    #[test]
+    fn noise_is_measured_against_the_other_gradients() {
+        let tensor = |name: &str, values: &[f32]| LogicalValues {
+            name: name.into(),
+            shape: vec![values.len()],
+            values: values.to_vec(),
+        };
+        let outcome = |noise: f32, bias: f32| Outcome {
+            loss: None,
+            lr: 1e-3,
+            tensors: vec![
+                (Kind::Gradient, vec![tensor("w", &[1.0; 100]), tensor("b", &[noise; 4])]),
+                (Kind::Weight, vec![tensor("b", &[bias; 4])]),
+            ],
+        };
+        let agree =
+            |a: Outcome, b: Outcome, bounds: Bounds| compare(&a, &b, &bounds).iter().all(|c| c.agrees);
+        assert!(agree(outcome(1e-9, 1e-3), outcome(-1e-9, -1e-3), Bounds::F32));
+        assert!(!agree(outcome(1e-3, 1e-3), outcome(-1e-3, 1e-3), Bounds::F32), "no noise of f32");
+        assert!(agree(outcome(1e-3, 1e-3), outcome(-1e-3, -1e-3), Bounds::BF16));
+        assert!(
+            !agree(outcome(1.0, 1e-3), outcome(1.0, -1e-3), Bounds::BF16),
+            "equal gradients, other signs"
+        );
+        assert!(
+            !agree(outcome(1e-9, 1e-3), outcome(1e-9, -2e-3), Bounds::F32),
+            "further than a step reaches"
+        );
+    }
+
+    #[test]
+    fn numbers_that_are_none_never_agree() {
+        for (a, b) in [(f32::NAN, f32::NAN), (1.0, f32::NAN), (f32::NAN, 1.0), (1.0, f32::INFINITY)] {
+            let c = verdict(&[a, 1.0], &[b, 1.0], 1e9);
+            assert!(!c.agrees && c.relative == f64::INFINITY, "{a} {b}: {c:?}");
+        }
+        let nan = compare(&outcome(f64::NAN, &[]), &outcome(1.0, &[]), &Bounds::BF16);
+        assert!(nan.iter().any(|c| c.kind == Kind::Loss && !c.agrees));
+    }
+
+    #[test]
+    fn what_one_side_lacks_is_a_difference() {
+        let none = Outcome { loss: Some(1.0), ..Outcome::default() };
+        for (a, b) in [(outcome(1.0, &[1.0]), none.clone()), (none.clone(), outcome(1.0, &[1.0]))] {
+            let rows = compare(&a, &b, &Bounds::BF16);
+            assert_eq!((rows.len(), rows[0].name.as_str(), rows[0].agrees), (2, "w", false));
+        }
+        assert!(!verdict(&[1.0, 2.0], &[1.0], 0.5).agrees);
+    }
+
+    #[test]
+    fn the_worst_comes_first() {
+        let mut a = outcome(1.0, &[1.0, 1.0]);
+        let mut b = outcome(1.0, &[1.0, 1.05]);
+        let named = |name: &str, x: f32| LogicalValues { name: name.into(), shape: vec![1], values: vec![x] };
+        a.tensors.push((Kind::Gradient, vec![named("z", 1.0), named("y", 2.0)]));
+        b.tensors.push((Kind::Gradient, vec![named("y", 2.0), named("z", 1.5)]));
+        let rows = compare(&a, &b, &Bounds::all(0.1));
+        let names: Vec<_> = rows.iter().map(|r| r.name.as_str()).collect();
+        assert_eq!(names, ["z", "w", "loss", "y"]);
+        assert_eq!(rows.iter().map(|r| r.agrees).collect::<Vec<_>>(), [false, true, true, true]);
+    }
+}

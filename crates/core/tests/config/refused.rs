@@ -1,0 +1,86 @@
+//! Combinations that cannot work are refused with the way out.
+
+use super::{TINY, fails};
+
+#[test]
+fn impossible_combinations_are_refused_with_the_way_out() {
+    let cases = [
+        (
+            "parallel.ep = 2",
+            "r.toml:3: parallel.ep: ep=2 needs a mixture of experts, which this model is not; take ep=1",
+        ),
+        ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
+        ("parallel.vp = 2", "r.toml:3: parallel.vp: needs a pipeline"),
+        ("parallel.stages = \"Et|L\"", "parallel.stages"),
+        ("parallel.zero = 3", "r.toml:3: parallel.zero: must be 0, 1 or 2"),
+        ("parallel.tp = 3", "parallel.tp: tp=3 does not divide"),
+        (
+            "train.micro_batch = 5",
+            "r.toml:3: train.micro_batch: 5 does not divide train.global_batch = 32; change one",
+        ),
+        ("data.seq_len = 257", "r.toml:3: data.seq_len: 257 tokens are longer than the model's 256"),
+        ("data.seq_len = 0", "at least 1"),
+        ("model.kv_heads = 3", "r.toml:3: model.kv_heads: 3 key/value heads do not divide 4"),
+        ("model.head_dim = 33", "even number of channels"),
+        ("model.heads = 0", "model.heads: 0 is too small"),
+        ("model.layers = 99999999", "too large"),
+        ("model.window = 0", "a token sees itself"),
+        ("model.vocab = 100\ndata.path = \"embedded\"", "256 bytes"),
+        ("data.eod = 256", "outside the vocabulary"),
+        ("data.weights = [1, 2]", "2 weights for 0 paths"),
+        ("data.path = [\"a\", \"embedded\"]", "stands alone"),
+        ("data.split = [0, 1, 0]", "above 0"),
+        ("eval.every = 5\ndata.split = [1, 0, 0]", "no validation data"),
+        ("eval.every = 5\neval.batches = 0", "r.toml:4: eval.batches: 0 is too small"),
+        ("optimizer.lr = 0", "above 0"),
+        ("optimizer.min_lr = 1", "between 0 and optimizer.lr"),
+        ("optimizer.betas = [0.9, 1.0]", "below 1"),
+        ("optimizer.clip = -1", "0 means no clipping"),
+        ("schedule.warmup = 10", "r.toml:3: schedule.warmup: 10 steps of warm-up leave none"),
+        ("schedule.decay = \"wsd\"\nschedule.wsd_steps = 10", "do not fit"),
+        ("train.ramp = [3, 2, 10]", "do not lead from 3 to"),
+        ("train.ramp = [64, 2, 10]", "above train.global_batch"),
+        ("train.ramp = [8, 8, 0]", "at least 1"),
+        ("train.ramp = [8, 8, 10]\ntrain.micro_batch = 16", "multiples of train.micro_batch"),
+        ("dropout.hidden = 1.0", "below 1"),
+        (
+            "train.graph = \"on\"\ndropout.hidden = 0.1",
+            "r.toml:3: train.graph: steps cannot be replayed: with dropout.hidden",
+        ),
+        ("train.graph = \"on\"\ndata.reset_at_documents = true", "with data.reset_at_documents"),
+        ("train.graph = \"on\"\nparallel.dp = 2", "several ranks"),
+        ("train.graph = \"maybe\"", "expected one of \"auto\", \"on\", \"off\", found \"maybe\""),
+        ("generate.tokens = 256", "ask for fewer"),
+        ("generate.top_p = 0", "at most 1"),
+        ("train.global_batch = 99999999999999", "too large"),
+        ("optimizer.master = \"bf16\"", "expected one of \"f32\", \"remainder\", found \"bf16\""),
+        ("precision.master = \"f32\"", "optimizer.master"),
+        ("optimizer.moments = \"fp4\"", "expected one of \"f32\", \"bf16\", \"f16\", \"fp8\""),
+        ("optimizer.master = \"remainder\"\nprecision.dtype = \"f32\"", "their own masters"),
+        ("precision.weights = \"fp8\"", "precision.weights: weights in bytes need 8-bit products"),
+        ("precision.weights = \"fp8\"\nprecision.scaling = \"mxfp8\"", "emulated"),
+        ("precision.weights = \"fp8\"\nprecision.scaling = \"nvfp4\"", "emulated"),
+        (
+            "precision.weights = \"fp8\"\nprecision.scaling = \"current\"\noptimizer.master = \"remainder\"",
+            "a remainder completes bf16 weights",
+        ),
+        ("precision.fp8_param_gather = true", "precision.weights"),
+        ("model.rope_theta = 0", "above 0"),
+        ("model.norm_eps = 1e-60", "above 0"),
+    ];
+    for (line, part) in cases {
+        let text = fails(&format!("{TINY}{line}\n"));
+        assert!(text.contains(part), "{line}: {text}");
+    }
+    assert!(fails("").contains("no model: set model.preset"));
+    assert!(fails("model.layers = 2").contains("set model.hidden, model.heads, model.vocab as well"));
+    assert!(fails("model.preset = \"tiny\"").contains("train.steps (or --steps) or train.tokens"));
+    assert!(fails("model.preset = \"llama-1b\"\ntrain.steps = 1").contains("no data: set data.path"));
+    assert!(fails("model.preset = \"tinny\"").contains("no preset is called \"tinny\""));
+    assert!(
+        fails(
+            "model.preset = \"tiny\"\nmodel.positions = \"learned\"\nmodel.rope_theta = 1.0\ntrain.steps = 1"
+        )
+        .contains("positions are learned")
+    );
+}

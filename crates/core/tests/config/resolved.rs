@@ -1,0 +1,166 @@
+//! What recipes resolve to: derived values, presets, the embedded ones.
+
+use super::{TINY, add, fails, one_sentence};
+use ferrotron_core::config::*;
+
+#[test]
+fn every_recipe_resolves_and_its_resolution_is_stable() {
+    for r in RECIPES {
+        assert!(r.summary().len() > 20, "{}", r.name);
+        let mut recipe = Recipe::named(r.name).unwrap();
+        if recipe.config.data.path.0.is_empty() {
+            recipe.set("data.path=corpus_text_document").unwrap();
+        }
+        let hf = Recipe::named("llama-1b").unwrap().model_config(None).unwrap();
+        if r.name == "finetune-hf" {
+            recipe.set("model.hf=/models/llama").unwrap();
+        }
+        let resolved = recipe.resolve(Some(&hf)).unwrap_or_else(|e| panic!("{}: {e}", r.name));
+        let text = resolved.config.to_toml();
+
+        let again = add(&text).unwrap().resolve(Some(&hf)).unwrap();
+        assert_eq!(again.config, resolved.config, "{}", r.name);
+        assert_eq!(again.model, resolved.model, "{}", r.name);
+        assert_eq!(again.plan, resolved.plan, "{}", r.name);
+        assert_eq!(again.config.to_toml(), text, "{}", r.name);
+        assert!(again.derived.is_empty(), "{}: {:?}", r.name, again.derived);
+
+        // The same through serde alone.
+        let plain: Config = toml::from_str(&text).unwrap();
+        assert_eq!(plain, resolved.config);
+        let json: Config = serde_json::from_str(&serde_json::to_string(&resolved.config).unwrap()).unwrap();
+        assert_eq!(json, resolved.config);
+    }
+}
+
+#[test]
+fn the_default_recipe_is_the_yardstick() {
+    assert_eq!(RECIPES[0].name, "tiny");
+    let r = Recipe::named("tiny").unwrap().resolve(None).unwrap();
+    let m = &r.model;
+    assert_eq!((m.layers, m.hidden, m.heads, m.head_dim, m.ffn, m.vocab), (4, 256, 4, 64, 768, 256));
+    assert!(m.tied && m.gated);
+    assert_eq!((r.config.train.global_batch, r.plan.seq_len, r.plan.micro_batch), (16, 256, 16));
+    assert_eq!(r.config.precision.dtype, Precision::Bf16);
+    assert_eq!(r.config.checkpoint.every, 50);
+    assert_eq!(r.plan.tokens, 120 * 16 * 256);
+    // A short trial of it must not need another key changed.
+    for steps in [1, 2, 5, 11] {
+        let mut short = Recipe::named("tiny").unwrap();
+        short.put_key("train.steps", steps).unwrap();
+        assert_eq!(short.resolve(None).unwrap().plan.steps, steps as u64);
+    }
+}
+
+#[test]
+fn derived_values_come_with_reasons() {
+    let r =
+        add("[model]\nlayers = 2\nhidden = 96\nheads = 3\nvocab = 256\n[train]\ntokens = 100_000\n").unwrap();
+    let r = r.resolve(None).unwrap();
+    let get = |key: &str| r.derived.iter().find(|d| d.key == key).map(|d| d.value.as_str());
+    assert_eq!(get("model.kv_heads"), Some("3"));
+    assert_eq!(get("model.head_dim"), Some("32"));
+    assert_eq!(get("model.ffn"), Some("256"));
+    assert_eq!(get("data.path"), Some("[\"embedded\"]"));
+    assert_eq!(get("data.seq_len"), Some("1024"));
+    assert_eq!(get("train.micro_batch"), Some("4"));
+    // 32 x 1024 tokens a step.
+    assert_eq!(get("train.steps"), Some("4"));
+    assert_eq!(get("optimizer.min_lr"), Some("3e-5"));
+    assert_eq!(get("schedule.decay_steps"), Some("4"));
+    assert!(r.derived.iter().all(|d| d.reason.len() > 5));
+    assert_eq!(r.model.attn_scale, (1.0 / 32f64.sqrt()) as f32);
+}
+
+#[test]
+fn lengths_in_samples_follow_the_batch_ramp() {
+    let text = "[train]\nsteps = 10\nglobal_batch = 8\nramp = [2, 2, 12]\n[schedule]\nwarmup = 3\ndecay = \"wsd\"\nwsd_steps = 2\n[model]\npreset = \"tiny\"\n";
+    let p = add(text).unwrap().resolve(None).unwrap().plan;
+    // Levels of 4 samples: batches 2 2 4 6 | 8 8 8 8 8 8.
+    let batches = [2, 2, 4, 6, 8, 8, 8, 8, 8, 8];
+    assert_eq!(p.samples, batches.iter().sum::<u64>());
+    assert_eq!(p.warmup_samples, 8);
+    assert_eq!((p.decay_samples, p.wsd_samples), (p.samples, 16));
+    assert_eq!(p.micro_batch, 2);
+    assert_eq!(p.tokens, p.samples * 256);
+}
+
+#[test]
+fn presets_can_be_changed_by_explicit_sizes() {
+    let model = |text: &str| add(&format!("{TINY}{text}")).unwrap().model_config(None).unwrap();
+    let m = model("model.layers = 2\nmodel.head_dim = 32\nmodel.window = 16\nmodel.tied = false\n");
+    assert_eq!((m.layers, m.head_dim, m.window, m.tied), (2, 32, Some(16), false));
+    assert_eq!(m.local_layers, vec![true; 2]);
+    assert_eq!(m.rope(0).unwrap().rotary_dim, 32);
+    assert_eq!(m.attn_scale, (1.0 / 32f64.sqrt()) as f32);
+    let m =
+        model("model.positions = \"learned\"\nmodel.norm = \"layernorm\"\nmodel.activation = \"gelu_erf\"\n");
+    assert!(m.rope(0).is_none());
+    let hf = Recipe::named("qwen3-0.6b").unwrap().model_config(None).unwrap();
+    let e = add("model.hf = \"d\"\nmodel.layers = 3\ntrain.steps = 1\ndata.path = \"x\"")
+        .unwrap()
+        .resolve(Some(&hf));
+    assert_eq!(
+        one_sentence(&e.unwrap_err()),
+        "r.toml:2: model.layers: the weights of model.hf were made for 28; leave the key out"
+    );
+}
+
+#[test]
+fn latent_attention_is_one_key() {
+    const LATENT: &str = "{ kv_lora_rank = 24, nope_dim = 16, rope_dim = 8, v_dim = 12 }";
+    let inline = add(&format!("{TINY}model.mla = {LATENT}\n")).unwrap();
+    let section = format!("{TINY}[model.mla]\nkv_lora_rank = 24\nnope_dim = 16\nrope_dim = 8\nv_dim = 12\n");
+    assert_eq!(inline.config, add(&section).unwrap().config);
+    let mut set = add(TINY).unwrap();
+    set.set(&format!("model.mla={LATENT}")).unwrap();
+    assert_eq!(inline.config, set.config);
+    let r = inline.resolve(None).unwrap();
+    let (m, latent) = (&r.model, r.model.mla.unwrap());
+    assert_eq!((m.head_dim, m.kv_heads, m.value_dim(), m.attn_sink), (24, 4, 12, false));
+    assert_eq!((latent.q_lora_rank, latent.norm_eps), (None, 1e-6));
+    let rope = m.rope(0).unwrap();
+    assert_eq!((rope.rotary_dim, rope.interleaved), (8, true));
+    assert_eq!(m.attn_scale, (1.0 / 24f64.sqrt()) as f32);
+    // What is written out reads back.
+    let text = r.config.to_toml();
+    assert!(
+        text.contains("\nmla = { kv_lora_rank = 24, nope_dim = 16, norm_eps = 1e-6, rope_dim = 8"),
+        "{text}"
+    );
+    assert_eq!(add(&text).unwrap().resolve(None).unwrap().model, r.model);
+    // From sizes alone, the width of heads is that of the key.
+    let sizes = "model.layers = 2\nmodel.hidden = 30\nmodel.heads = 4\nmodel.vocab = 256\ntrain.steps = 1\n\
+                 data.seq_len = 16\ndata.path = \"embedded\"\nmodel.attn_sink = true\n";
+    let m = add(&format!("{sizes}model.mla = {LATENT}\n")).unwrap().resolve(None).unwrap().model;
+    assert_eq!((m.head_dim, m.kv_heads, m.attn_sink), (24, 4, true));
+    for (text, words) in [
+        ("model.mla = 3", "expected a table such as { kv_lora_rank = 512"),
+        ("model.mla = { kv_lora_rank = 24 }", "expected a table"),
+        (
+            "model.mla = { kv_lora_rank = 24, nope_dim = 16, rope_dim = 8, v_dim = 12, x = 1 }",
+            "expected a table",
+        ),
+        (
+            "model.mla = { kv_lora_rank = 0, nope_dim = 16, rope_dim = 8, v_dim = 12 }",
+            "mla.kv_lora_rank is 0",
+        ),
+        ("model.mla = { kv_lora_rank = 8, nope_dim = 16, rope_dim = 7, v_dim = 12 }", "even number"),
+        ("model.mla = { kv_lora_rank = 8, nope_dim = 16, rope_dim = 8, v_dim = 300 }", "mla.v_dim is 300"),
+        (
+            "model.mla = { kv_lora_rank = 8, nope_dim = 16, rope_dim = 8, v_dim = 12, norm_eps = 0.0 }",
+            "norm_eps",
+        ),
+        (
+            &format!("model.mla = {LATENT}\nmodel.head_dim = 32"),
+            "model.head_dim: must be 24, nope_dim + rope_dim",
+        ),
+        (&format!("model.mla = {LATENT}\nmodel.kv_heads = 2"), "model.kv_heads: must be 4"),
+        (&format!("model.mla = {LATENT}\nmodel.qk_norm = true"), "norms of its own"),
+        (&format!("model.mla = {LATENT}\nmodel.positions = \"learned\""), "rotary"),
+        ("model.kv_lora_rank = 24", "here it is model.mla"),
+    ] {
+        let e = fails(&format!("{TINY}{text}\n"));
+        assert!(e.contains(words), "{text}: {e}");
+    }
+}

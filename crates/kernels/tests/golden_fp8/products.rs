@@ -1,0 +1,86 @@
+//! Products of quantised factors.
+
+use super::files::{Tensors, json};
+use super::host::{Host, Input};
+use ferrotron_kernels::cpu::quant::{Grid, MX_BLOCK, mxfp8_dequantise};
+use ferrotron_kernels::{Along, Gemm8, QuantKernels, Quantise, Range, Scaling};
+use ferrotron_tensor::fp8::E4m3;
+use ferrotron_tensor::{DType, Threads};
+
+#[test]
+fn golden_products() {
+    let (j, t) = (json("quantize.json"), Tensors::read("gemm.safetensors"));
+    let cases = j["gemm"].as_array().expect("gemm");
+    assert!(!cases.is_empty());
+    for case in cases {
+        let name = case["name"].as_str().unwrap();
+        let (a, [m, k]) = Input::read(&t, &format!("{name}/a"), None);
+        let (b, [n, _]) = Input::read(&t, &format!("{name}/b"), None);
+        let kinds = t.left(&format!("{name}/"));
+        assert!(!kinds.is_empty(), "{name} has no results");
+        for full in kinds {
+            let wanted = t.f32(&full).unwrap();
+            for h in Host::all() {
+                let make = |x: &Input, shape: [usize; 2], format: DType, scaling: Scaling| {
+                    let (xt, out) = (x.tensor(&h, shape), h.bytes(shape, format, scaling));
+                    let amax = h.up(&[0f32], &[1]);
+                    h.k.amax(&h.s, &xt, &amax).unwrap();
+                    let range = match scaling {
+                        Scaling::Tensor => Range::Amax { amax: &amax, pow2: false },
+                        _ => Range::Blocks { pow2: true },
+                    };
+                    let q = Quantise { x: &xt, range, rows: Some(&out), cols: None, sums: None };
+                    h.k.quantise(&h.s, &q).unwrap();
+                    out
+                };
+                let product = |fa, sa, fb, sb| {
+                    let (a, b) = (make(&a, [m, k], fa, sa), make(&b, [n, k], fb, sb));
+                    let c = h.up(&vec![f32::NAN; m * n], &[m, n]);
+                    let g = Gemm8 {
+                        a: &a,
+                        b: &b,
+                        bias: None,
+                        accumulate: false,
+                        fast: false,
+                        name: "gemm8",
+                        c: &c,
+                    };
+                    h.k.gemm8(&h.s, &g).unwrap();
+                    h.f32(&c)
+                };
+                let e4 = DType::E4M3;
+                let ours = match full.rsplit_once('/').unwrap().1 {
+                    "current" => product(e4, Scaling::Tensor, DType::E5M2, Scaling::Tensor),
+                    "block_1d2d" => product(e4, Scaling::Rows, e4, Scaling::Tiles),
+                    "block_1d1d" => product(e4, Scaling::Rows, e4, Scaling::Rows),
+                    "mxfp8" => {
+                        let (a, b) = (mx_values(&h, &a, [m, k]), mx_values(&h, &b, [n, k]));
+                        let dot = |i: usize, j: usize| {
+                            let pairs = a[i * k..][..k].iter().zip(&b[j * k..][..k]);
+                            pairs.map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>() as f32
+                        };
+                        (0..m * n).map(|i| dot(i / n, i % n)).collect()
+                    }
+                    other => panic!("unknown product {other}"),
+                };
+                for (row, (ours, wanted)) in ours.chunks(n).zip(wanted.chunks(n)).enumerate() {
+                    let norm = wanted.iter().map(|w| f64::from(*w).powi(2)).sum::<f64>().sqrt();
+                    for (o, w) in ours.iter().zip(wanted) {
+                        let off = (f64::from(*o) - f64::from(*w)).abs();
+                        assert!(off <= 1e-5 * norm, "{full} {:?} row {row}: {o} {w}", h.isa);
+                    }
+                }
+            }
+        }
+    }
+    t.all_known();
+}
+
+fn mx_values(h: &Host, x: &Input, shape: [usize; 2]) -> Vec<f32> {
+    let grid = Grid::new(shape, MX_BLOCK, Along::Rows, false);
+    let (codes, scales) = x.mxfp8(h.isa, grid, DType::E4M3);
+    let codes: Vec<E4m3> = codes.into_iter().map(E4m3).collect();
+    let mut out = vec![0f32; codes.len()];
+    mxfp8_dequantise(&Threads::new(1).unwrap(), h.isa, grid, &codes, &scales, &mut out).unwrap();
+    out
+}

@@ -1,0 +1,223 @@
+//! The one door to memory: [`Stream::launch`], its arguments, and what a kernel sees of them.
+
+use crate::checker::Access;
+use crate::cuda::Queue;
+use crate::{Element, Error, Result, Stream, Tensor, Threads, shape_error};
+use std::sync::Arc;
+
+/// An argument of a launch and what the kernel does with it.
+#[derive(Clone, Copy)]
+pub struct Arg<'a> {
+    tensor: &'a Tensor,
+    access: Use,
+}
+
+#[derive(Clone, Copy, PartialEq)]
+enum Use {
+    Read,
+    Write,
+}
+
+/// The kernel only reads `t`.
+pub fn read(t: &Tensor) -> Arg<'_> {
+    Arg { tensor: t, access: Use::Read }
+}
+
+/// The kernel writes `t` (and may read it).
+pub fn write(t: &Tensor) -> Arg<'_> {
+    Arg { tensor: t, access: Use::Write }
+}
+
+/// What a running kernel sees of its arguments. Alive only inside the launch.
+pub struct Launch<'a> {
+    op: &'static str,
+    args: &'a [Arg<'a>],
+    threads: &'a Threads,
+    /// The driver's stream, on a card.
+    pub(crate) queue: Option<&'a Queue>,
+    /// Written arguments already given out as slices: one `&mut` each.
+    given: std::cell::Cell<u64>,
+}
+
+impl Stream {
+    /// Runs `kernel` on `args`. Every kernel, copy and collective passes here: the kinds of the arguments say
+    /// what is touched, which gives the checker its facts and the kernel its right to the memory. Arguments
+    /// that are written must not overlap others.
+    pub fn launch<'a>(
+        &'a self,
+        op: &'static str,
+        args: &'a [Arg<'a>],
+        kernel: impl FnOnce(&Launch<'a>) -> Result<()>,
+    ) -> Result<()> {
+        let device = &self.device().inner;
+        if let Some(arg) = args.iter().position(|a| !Arc::ptr_eq(&a.tensor.buffer.device, device)) {
+            return Err(Error::OtherDevice { op, arg });
+        }
+        for (i, a) in args.iter().enumerate().filter(|(_, a)| a.access == Use::Write) {
+            let clash = args.iter().enumerate().find(|(j, b)| i != *j && a.tensor.overlaps(b.tensor));
+            if let Some((j, _)) = clash {
+                return Err(Error::Overlap { op, a: i, b: j });
+            }
+        }
+        device.check(|c| {
+            let time = c.tick(self.id());
+            args.iter().filter(|a| a.tensor.numel() > 0).try_for_each(|a| {
+                let access = Access {
+                    stream: self.id(),
+                    stream_name: self.name(),
+                    label: op,
+                    write: a.access == Use::Write,
+                    bytes: a.tensor.byte_range(),
+                    buffer: a.tensor.buffer.id,
+                    time,
+                };
+                c.access(a.tensor.buffer.block_id(), access)
+            })
+        })?;
+        let _borrow = Borrow::take(op, args)?;
+        let queue = self.queue();
+        if let Some(queue) = queue {
+            queue.card().enter()?;
+        }
+        let launch = Launch { op, args, threads: &device.threads, queue, given: Default::default() };
+        device.timed(op, self, || kernel(&launch))
+    }
+}
+
+impl<'a> Launch<'a> {
+    /// The name of the kernel.
+    pub fn op(&self) -> &'static str {
+        self.op
+    }
+
+    /// The compute pool.
+    pub fn threads(&self) -> &'a Threads {
+        self.threads
+    }
+
+    /// The driver's stream to queue a kernel on; its context is current.
+    pub fn cuda_stream(&self) -> Result<cudarc::driver::sys::CUstream> {
+        self.on_card().map(Queue::raw)
+    }
+
+    /// Address of the first element of argument `i` on the card.
+    pub fn address(&self, i: usize) -> Result<u64> {
+        self.on_card()?;
+        let start = self.start(i)?;
+        Ok(start as u64)
+    }
+
+    /// Address of the word to which kernels write what they find wrong.
+    pub fn fault(&self) -> Result<u64> {
+        self.on_card().map(|q| q.card().fault_address())
+    }
+
+    fn on_card(&self) -> Result<&'a Queue> {
+        let what = || "a CUDA kernel on a stream of the host".to_string();
+        self.queue.ok_or_else(|| Error::Unsupported { op: self.op, what: what() })
+    }
+
+    /// Elements of argument `i` from its first to its last, gaps of a strided view included.
+    pub fn slice<T: Element>(&self, i: usize) -> Result<&'a [T]> {
+        let (ptr, len) = self.pointer::<T>(i)?;
+        if self.args[i].access == Use::Write {
+            return shape_error(self.op, format!("argument {i} is written; take it as slice_mut"));
+        }
+        // SAFETY: `pointer` checked the type and the bounds; blocks are initialised and aligned; no other
+        // thread writes the buffer (borrow count), and no argument of this launch that overlaps is written.
+        Ok(unsafe { std::slice::from_raw_parts(ptr, len) })
+    }
+
+    /// The same for an argument declared written. Refused where another argument lies in the gaps of this
+    /// one (interleaved views): such kernels use [`Launch::pointer_mut`] and touch their own elements only.
+    pub fn slice_mut<T: Element>(&self, i: usize) -> Result<&'a mut [T]> {
+        let (ptr, len) = self.pointer_mut::<T>(i)?;
+        let bit = 1u64.checked_shl(i as u32).unwrap_or(0);
+        if self.given.replace(self.given.get() | bit) & bit != 0 || bit == 0 {
+            return shape_error(self.op, format!("argument {i} was taken before"));
+        }
+        let mine = self.args[i].tensor;
+        let (a, gaps) = (mine.byte_range(), !mine.is_contiguous());
+        let other = self.args.iter().enumerate().find(|(j, b)| {
+            let r = b.tensor.byte_range();
+            *j != i && Arc::ptr_eq(&mine.buffer, &b.tensor.buffer) && a.start < r.end && r.start < a.end
+        });
+        if let (Some((j, _)), true) = (other, gaps) {
+            return Err(Error::Overlap { op: self.op, a: i, b: j });
+        }
+        // SAFETY: type and bounds checked by `pointer`; the launch holds the buffer exclusively and no other
+        // argument reaches into this range, and it is given out once.
+        Ok(unsafe { std::slice::from_raw_parts_mut(ptr, len) })
+    }
+
+    /// Address and element count (first to last) of an argument declared written.
+    pub fn pointer_mut<T: Element>(&self, i: usize) -> Result<(*mut T, usize)> {
+        if self.args.get(i).is_none_or(|a| a.access != Use::Write) {
+            return shape_error(self.op, format!("argument {i} is not declared written"));
+        }
+        self.pointer(i)
+    }
+
+    fn pointer<T: Element>(&self, i: usize) -> Result<(*mut T, usize)> {
+        let tensor = self.argument(i)?;
+        if tensor.dtype() != T::DTYPE {
+            return Err(Error::DType { op: self.op, found: tensor.dtype(), wanted: T::DTYPE });
+        }
+        if self.queue.is_some() {
+            let what = "a CPU kernel on a stream of a card".to_string();
+            return Err(Error::Unsupported { op: self.op, what });
+        }
+        Ok((self.start(i)? as *mut T, tensor.span()))
+    }
+
+    fn argument(&self, i: usize) -> Result<&'a Tensor> {
+        match self.args.get(i) {
+            Some(arg) => Ok(arg.tensor),
+            None => shape_error(self.op, format!("there is no argument {i}")),
+        }
+    }
+
+    /// Address of argument `i`, all of which lies inside its buffer.
+    fn start(&self, i: usize) -> Result<usize> {
+        let tensor = self.argument(i)?;
+        let range = tensor.byte_range();
+        if range.end > tensor.buffer.bytes {
+            return shape_error(self.op, format!("argument {i} {tensor:?} reaches past its buffer"));
+        }
+        Ok(tensor.buffer.address() + range.start)
+    }
+}
+
+/// Holds the borrow of every distinct buffer of a launch.
+struct Borrow<'a> {
+    held: Vec<(&'a Tensor, bool)>,
+}
+
+impl<'a> Borrow<'a> {
+    fn take(op: &'static str, args: &'a [Arg<'a>]) -> Result<Borrow<'a>> {
+        let mut borrow = Borrow { held: Vec::with_capacity(args.len()) };
+        for (i, a) in args.iter().enumerate() {
+            let same = |b: &Arg| Arc::ptr_eq(&a.tensor.buffer, &b.tensor.buffer);
+            if args[..i].iter().any(same) {
+                continue;
+            }
+            let writes = args[i..].iter().any(|b| same(b) && b.access == Use::Write);
+            if !a.tensor.buffer.try_borrow(writes) {
+                return Err(Error::Race(format!(
+                    "'{op}' uses argument {i} {:?} while another thread is inside a kernel that writes it",
+                    a.tensor
+                )));
+            }
+            borrow.held.push((a.tensor, writes));
+        }
+        Ok(borrow)
+    }
+}
+
+impl Drop for Borrow<'_> {
+    fn drop(&mut self) {
+        for (t, writes) in &self.held {
+            t.buffer.release(*writes);
+        }
+    }
+}

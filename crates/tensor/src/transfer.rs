@@ -1,0 +1,99 @@
+//! Values between host and device, copies and zeros.
+
+use crate::{Category, DType, Element, Result, Stream, Tensor, read, shape_error, write};
+
+impl Stream {
+    /// Copies host values into a new tensor.
+    pub fn upload<T: Element>(&self, values: &[T], shape: &[usize], category: Category) -> Result<Tensor> {
+        let t = Tensor::empty(self, shape, T::DTYPE, category)?;
+        self.write_to(&t, values)?;
+        Ok(t)
+    }
+
+    /// Copies host values into a contiguous tensor.
+    pub fn write_to<T: Element>(&self, t: &Tensor, values: &[T]) -> Result<()> {
+        if !t.is_contiguous() || t.numel() != values.len() {
+            return shape_error("upload", format!("{} values into {:?}", values.len(), t));
+        }
+        let args = [write(t)];
+        self.launch("upload", &args, |l| match l.queue {
+            None => {
+                l.slice_mut::<T>(0)?.copy_from_slice(values);
+                Ok(())
+            }
+            // SAFETY: the argument is written, contiguous and as long as the values.
+            Some(q) => unsafe { q.card().upload(q, bytemuck::cast_slice(values), l.address(0)?) },
+        })
+    }
+
+    /// Copies the elements of one contiguous tensor to another of the same type and number on this device. The
+    /// two must not overlap.
+    pub fn copy(&self, from: &Tensor, to: &Tensor) -> Result<()> {
+        if from.dtype() != to.dtype() || from.numel() != to.numel() {
+            return shape_error("copy", format!("{from:?} into {to:?}"));
+        }
+        let (from, to) = (from.as_bytes()?, to.as_bytes()?);
+        self.launch("copy", &[read(&from), write(&to)], |l| match l.queue {
+            None => {
+                l.slice_mut::<u8>(1)?.copy_from_slice(l.slice::<u8>(0)?);
+                Ok(())
+            }
+            // SAFETY: both are arguments of that many bytes, the second is written, and they do not overlap.
+            Some(queue) => unsafe { queue.card().copy(queue, l.address(0)?, l.address(1)?, to.numel()) },
+        })
+    }
+
+    /// Copies a tensor to the host, in row-major order whatever its strides, and waits for it.
+    pub fn download<T: Element>(&self, t: &Tensor) -> Result<Vec<T>> {
+        let args = [read(t)];
+        let mut out = Vec::with_capacity(t.numel());
+        self.launch("download", &args, |l| {
+            let fetched;
+            let data = match l.queue {
+                None => l.slice::<T>(0)?,
+                Some(queue) => {
+                    let mut host = vec![T::zeroed(); t.span()];
+                    // SAFETY: the argument's elements from its first to its last, which `address` checked.
+                    unsafe {
+                        queue.card().download(queue, l.address(0)?, bytemuck::cast_slice_mut(&mut host))?
+                    };
+                    fetched = host;
+                    &fetched
+                }
+            };
+            gather(data, t.shape(), t.strides(), &mut out);
+            Ok(())
+        })?;
+        Ok(out)
+    }
+
+    /// A new tensor of zeros.
+    pub fn zeros(&self, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
+        let t = Tensor::empty(self, shape, dtype, category)?;
+        self.zero(&t)?;
+        Ok(t)
+    }
+
+    /// Sets all bytes of a contiguous tensor to zero.
+    pub fn zero(&self, t: &Tensor) -> Result<()> {
+        let bytes = t.as_bytes()?;
+        self.launch("zero", &[write(&bytes)], |l| match l.queue {
+            None => {
+                l.slice_mut::<u8>(0)?.fill(0);
+                Ok(())
+            }
+            // SAFETY: the argument is written, and of that many bytes.
+            Some(queue) => unsafe { queue.card().zero(queue, l.address(0)?, bytes.numel()) },
+        })
+    }
+}
+
+fn gather<T: Copy>(data: &[T], shape: &[usize], strides: &[usize], out: &mut Vec<T>) {
+    match (shape, strides) {
+        ([n], [1]) => out.extend_from_slice(&data[..*n]),
+        ([n, rest @ ..], [s, inner @ ..]) => {
+            (0..*n).filter(|_| !rest.contains(&0)).for_each(|i| gather(&data[i * s..], rest, inner, out));
+        }
+        _ => out.push(data[0]),
+    }
+}
