@@ -59,6 +59,8 @@ pub struct ParamSpec {
     pub eight: Option<Eight>,
     /// It belongs to experts: its copies, and the ranks that share it, are those of the expert grid.
     pub experts: bool,
+    /// Matrices that lie one after another along its first axis, each with scales of its own: as many as experts here.
+    pub matrices: usize,
 }
 
 impl ParamSpec {
@@ -91,6 +93,13 @@ impl ParamSpec {
             })
             .filter(|(_, runs)| !runs.is_empty())
             .collect()
+    }
+
+    /// Shape `[n, k]` of each of its matrices.
+    pub fn matrix(&self) -> [usize; 2] {
+        let rows = self.shape.first().copied().unwrap_or(1);
+        let each = rows / self.matrices.max(1);
+        [each, self.shape.iter().skip(1).product()]
     }
 
     /// Is it kept as bytes, and not as numbers?
@@ -187,11 +196,13 @@ impl Declarations {
         eight
     }
 
-    /// The same of experts' maps to these outputs, all experts alike: one product is of all of them. Their weights stay numbers.
+    /// The same of experts' maps to these outputs, all experts alike: one product is of all of them. Each has a matrix of its
+    /// own, of as many parts as there are outputs.
     pub(crate) fn narrow_experts(&mut self, weight: ParamId, outputs: &[String]) -> Option<Eight> {
         let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
-        let eight = self.policy.of(&names).map(|e| Eight { stored: false, ..e });
-        self.specs[weight.0].eight = eight;
+        let (spec, eight) = (&mut self.specs[weight.0], self.policy.of(&names));
+        spec.eight = eight;
+        spec.matrices = spec.parts.len() / outputs.len().max(1);
         eight
     }
 
@@ -256,6 +267,7 @@ impl Declarations {
             tied_over_ends: false,
             eight: None,
             experts,
+            matrices: 1,
         });
         Ok(ParamId(self.specs.len() - 1))
     }
