@@ -214,11 +214,7 @@ fn operands(m: &ModelConfig) -> (usize, usize) {
 
 /// Elements of the weights that are bytes under a policy.
 fn stored(m: &ModelConfig, policy: &Policy) -> usize {
-    let mlp: &[&str] = if m.gated { &["mlp.gate", "mlp.up"] } else { &["mlp.up"] };
-    let mut maps: Vec<(&[&str], usize)> =
-        m.attention_maps().iter().map(|map| (map.names, map.weights())).collect();
-    maps.extend([(mlp, mlp.len() * m.hidden * m.ffn), (&["mlp.down"][..], m.ffn * m.hidden)]);
-    let of = |layer: usize, names: &[&str]| {
+    let stored = |layer: usize, names: &[String]| {
         let layer = match layer.checked_sub(m.layers) {
             None => format!("layers.{layer}"),
             Some(d) => format!("mtp.{d}.layer"),
@@ -227,10 +223,30 @@ fn stored(m: &ModelConfig, policy: &Policy) -> usize {
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         policy.of(&names).is_some_and(|e| e.stored)
     };
-    let layer = |i| maps.iter().filter(|(names, _)| of(i, names)).map(|(_, n)| n).sum::<usize>();
+    let ups: &[&str] = if m.gated { &["gate", "up"] } else { &["up"] };
+    // Two maps between widths, so many times.
+    let mlp = |layer, name: &str, [width, f]: [usize; 2], times: usize| {
+        let names = |of: &[&str]| of.iter().map(|n| format!("{name}.{n}")).collect::<Vec<_>>();
+        [ups, &["down"]]
+            .iter()
+            .map(|of| if stored(layer, &names(of)) { of.len() * width * f * times } else { 0 })
+            .sum::<usize>()
+    };
+    let ffn = |i| match m.mixture(i) {
+        None => mlp(i, "mlp", [m.hidden, m.ffn], 1),
+        Some(x) => {
+            mlp(i, "moe.experts", [x.latent.unwrap_or(m.hidden), x.ffn], x.experts)
+                + x.shared_ffn.map_or(0, |f| mlp(i, "moe.shared", [m.hidden, f], 1))
+        }
+    };
+    let attention = |i| -> usize {
+        let names = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
+        m.attention_maps().iter().filter(|map| stored(i, &names(map.names))).map(|map| map.weights()).sum()
+    };
     // A table that is looked up in as well stays numbers.
     let head = policy.of(&["head"]).is_some_and(|e| e.stored && !m.tied);
-    let layers = (0..m.layers + m.mtp.map_or(0, |p| p.modules())).map(layer).sum::<usize>();
+    let all = m.layers + m.mtp.map_or(0, |p| p.modules());
+    let layers = (0..all).map(|i| attention(i) + ffn(i)).sum::<usize>();
     layers + if head { m.vocab * m.hidden } else { 0 }
 }
 
@@ -291,12 +307,20 @@ mod tests {
     #[test]
     fn weights_in_bytes_are_counted() {
         const FP8: [&str; 2] = ["precision.scaling=current", "precision.weights=fp8"];
-        for except in
-            ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\"", "\"mtp\""]
-        {
+        for except in [
+            "[]",
+            "\"attn.q\"",
+            "\"layers.1\"",
+            "[\"up:output\", \"first 1\"]",
+            "\"attn.v\"",
+            "\"mtp\"",
+            "\"experts\"",
+        ] {
             let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
             const HEADS: [&str; 2] = ["precision.also=head", "model.tied=true"];
-            for gated in ["model.gated=true", "model.gated=false", latent, "mtp.layers=2", HEADS[0], HEADS[1]]
+            const MIXTURE: &str = "moe={ experts = 4, topk = 2, ffn = 32, shared_ffn = 48, dense = [0] }";
+            for gated in
+                ["model.gated=true", "model.gated=false", latent, "mtp.layers=2", HEADS[0], HEADS[1], MIXTURE]
             {
                 let mut recipe = work("tiny").unwrap();
                 let except = format!("precision.except={except}");
