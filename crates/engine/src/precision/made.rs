@@ -64,6 +64,12 @@ impl Magnitudes {
     }
 }
 
+/// Has a rank all of its experts' masters, which nobody shares with it? Then it measures weights as it makes bytes of them.
+pub(super) fn has_whole_experts(rank: &Rank, placement: Placement) -> bool {
+    let whole = placement == Placement::Replicate || rank.expert_copies.size() == 1;
+    whole && rank.etp.size() == 1
+}
+
 /// Where an optimizer leaves what is needed of a new weight.
 pub struct Made {
     amax: Tensor,
@@ -148,8 +154,11 @@ impl Params {
             self.round(rank, &m.all)?;
         }
         if let Some(experts) = &m.experts {
-            self.measure_experts(rank, m, placement, (pieces, masters))?;
-            self.round(rank, experts)?;
+            s.zero(experts)?;
+            if !has_whole_experts(rank, placement) {
+                self.measure_experts(rank, m, placement, (pieces, masters))?;
+                self.round(rank, experts)?;
+            }
         }
         m.known.store(true, Ordering::Relaxed);
         Ok(())
@@ -164,7 +173,8 @@ impl Params {
         k.copy(s, &rounded, all)
     }
 
-    /// Largest magnitudes of the masters of experts' weights that are bytes, on which all ranks agree that have parts of them.
+    /// Largest magnitudes of the masters of experts' weights that are bytes, on which all ranks agree that have parts of them;
+    /// zeros before.
     fn measure_experts(
         &self,
         rank: &Rank,
@@ -173,7 +183,6 @@ impl Params {
         (pieces, masters): (&[Piece], &[Tensor]),
     ) -> Result<()> {
         let (Some(all), s, k) = (&m.experts, &rank.compute, &rank.kernels) else { return Ok(()) };
-        s.zero(all)?;
         for (i, spec) in self.specs().iter().enumerate().filter(|(_, spec)| spec.experts) {
             let (Some(amax), [n, c]) = (m.of(ParamId(i), spec)?, spec.matrix()) else { continue };
             for run in runs(&pieces[i].inside, n * c, usize::MAX) {

@@ -1,6 +1,7 @@
 //! Bytes of new weights, made of the optimizer's masters after a step.
 
 use super::experts::matrices;
+use super::made::has_whole_experts;
 use super::operands::{Narrowed, Source};
 use super::pieces::{Run, matrix, runs};
 use super::{EightState, Method, Recipe, Role, Side};
@@ -72,7 +73,8 @@ impl New<'_> {
 
 impl Params {
     /// Finds out what narrow products need of new weights, and makes the bytes of what this rank has of each weight that is
-    /// bytes: of its f32 `masters`, flat, which are `pieces` of the parameters. One weight at a time is in the model's type.
+    /// bytes: of its f32 `masters`, flat, which are `pieces` of the parameters. One matrix at a time is in the model's type, or
+    /// some experts'.
     /// `made`: the step that made the weights left what [`Params::made`] says. Every rank calls it, [`Params::gather`]
     /// follows.
     pub fn store(
@@ -130,7 +132,11 @@ impl Params {
                 _ if new.made => {}
                 true => {
                     let x = &x.view(&[run.matrices.len(), n, c])?;
-                    k.quantise_stack(s, &QuantiseStack { x, range, rows: Some(&rows), cols: None })?;
+                    let q = QuantiseStack { x, range, rows: Some(&rows), cols: None };
+                    match has_whole_experts(rank, new.placement) {
+                        true => k.measure_and_quantise_stack(s, &q)?,
+                        false => k.quantise_stack(s, &q)?,
+                    }
                 }
                 false => {
                     k.quantise(s, &Quantise { x: &x, range, rows: Some(&rows), cols: None, sums: None })?
