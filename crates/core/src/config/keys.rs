@@ -266,8 +266,8 @@ keys! {
         /// Eight-bit products of the layers' linear maps, and how numbers are scaled into range: none, current (the fastest
         /// to trust), delayed, block, and mxfp8 and nvfp4, which are emulated.
         scaling: Scaling = Scaling::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";
-        /// What weights of 8-bit products are between steps: bf16, from which bytes are made in every step, or fp8, the
-        /// bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
+        /// What weights of 8-bit products, those of experts too, are between steps: bf16, from which bytes are made in every
+        /// step, or fp8, the bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
         weights: Weights = Weights::Bf16, "fp8_param", "fp8_param_gather", "fp8_params", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
         /// What is narrow besides the layers' linear maps: "head", the output matrix, as precision.scaling says; "attention",
         /// forward, with q, k, v and the weights of values in E4M3, which only Hopper cards do without emulation.

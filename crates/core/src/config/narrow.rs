@@ -3,6 +3,7 @@
 use super::resolve::Derivations;
 use super::{Beside, Config, Format, Master, Precision, Recipe, Resolved, Scaling, Weights};
 use crate::error::Result;
+use crate::train::weights_in_bytes;
 use ferrotron_engine::Split;
 use ferrotron_engine::precision::{self, Method, Policy};
 use ferrotron_kernels::{BLOCK, Delayed};
@@ -113,7 +114,7 @@ impl Recipe {
             );
         }
         self.check_loss_scale(r)?;
-        self.check_weights(r)?;
+        self.check_weights(r, &policy)?;
         self.check_head(r, &policy)?;
         if policy.attention && p.dtype != Precision::Bf16 {
             let what =
@@ -225,7 +226,7 @@ impl Recipe {
     }
 
     /// Refuses weights in bytes where there is nothing that takes them.
-    fn check_weights(&self, r: &Resolved) -> Result<()> {
+    fn check_weights(&self, r: &Resolved, policy: &Policy) -> Result<()> {
         let p = &r.config.precision;
         let what = match p.scaling {
             _ if p.weights == Weights::Bf16 => return Ok(()),
@@ -238,6 +239,9 @@ impl Recipe {
             }
             _ if p.calibrate > 0 => {
                 "calibration computes in bf16 weights, and these are bytes; leave precision.calibrate or this out"
+            }
+            _ if weights_in_bytes(&r.model, policy) == 0 => {
+                "no weight is in 8-bit products alone, so none would be bytes; shorten precision.except, or leave this out"
             }
             _ => return Ok(()),
         };

@@ -62,7 +62,7 @@ impl Need {
             seq: r.plan.seq_len,
             micro_batch: r.plan.micro_batch,
             dtype: r.config.precision.dtype.dtype(),
-            stored: stored(&r.model, &r.policy()),
+            stored: weights_in_bytes(&r.model, &r.policy()),
             inputs: match r.policy().recipe {
                 Some(recipe) if !recipe.emulated() => 1,
                 _ => r.config.precision.dtype.dtype().size(),
@@ -213,12 +213,8 @@ fn operands(m: &ModelConfig) -> (usize, usize) {
 }
 
 /// Elements of the weights that are bytes under a policy.
-fn stored(m: &ModelConfig, policy: &Policy) -> usize {
-    let mlp: &[&str] = if m.gated { &["mlp.gate", "mlp.up"] } else { &["mlp.up"] };
-    let mut maps: Vec<(&[&str], usize)> =
-        m.attention_maps().iter().map(|map| (map.names, map.weights())).collect();
-    maps.extend([(mlp, mlp.len() * m.hidden * m.ffn), (&["mlp.down"][..], m.ffn * m.hidden)]);
-    let of = |layer: usize, names: &[&str]| {
+pub(crate) fn weights_in_bytes(m: &ModelConfig, policy: &Policy) -> usize {
+    let stored = |layer: usize, names: &[String]| {
         let layer = match layer.checked_sub(m.layers) {
             None => format!("layers.{layer}"),
             Some(d) => format!("mtp.{d}.layer"),
@@ -227,11 +223,34 @@ fn stored(m: &ModelConfig, policy: &Policy) -> usize {
         let names: Vec<&str> = names.iter().map(String::as_str).collect();
         policy.of(&names).is_some_and(|e| e.stored)
     };
-    let layer = |i| maps.iter().filter(|(names, _)| of(i, names)).map(|(_, n)| n).sum::<usize>();
+    let ups: &[&str] = if m.gated { &["gate", "up"] } else { &["up"] };
+    // Two maps between widths, so many times.
+    let mlp = |layer, name: &str, [width, f]: [usize; 2], times: usize| {
+        let names = |of: &[&str]| of.iter().map(|n| format!("{name}.{n}")).collect::<Vec<_>>();
+        let of = |maps: &[&str]| match stored(layer, &names(maps)) {
+            true => maps.len().saturating_mul(width).saturating_mul(f).saturating_mul(times),
+            false => 0,
+        };
+        of(ups).saturating_add(of(&["down"]))
+    };
+    let ffn = |i| match m.mixture(i) {
+        None => mlp(i, "mlp", [m.hidden, m.ffn], 1),
+        Some(x) => {
+            let shared = x.shared_ffn.map_or(0, |f| mlp(i, "moe.shared", [m.hidden, f], 1));
+            mlp(i, "moe.experts", [x.latent.unwrap_or(m.hidden), x.ffn], x.experts).saturating_add(shared)
+        }
+    };
+    let attention = |i| -> usize {
+        let names = |names: &[&str]| names.iter().map(|n| n.to_string()).collect::<Vec<_>>();
+        let maps = m.attention_maps();
+        let bytes = maps.iter().filter(|map| stored(i, &names(map.names))).map(|map| map.weights());
+        bytes.fold(0, usize::saturating_add)
+    };
     // A table that is looked up in as well stays numbers.
     let head = policy.of(&["head"]).is_some_and(|e| e.stored && !m.tied);
-    let layers = (0..m.layers + m.mtp.map_or(0, |p| p.modules())).map(layer).sum::<usize>();
-    layers + if head { m.vocab * m.hidden } else { 0 }
+    let all = m.layers + m.mtp.map_or(0, |p| p.modules());
+    let layers = (0..all).flat_map(|i| [attention(i), ffn(i)]).fold(0, usize::saturating_add);
+    layers.saturating_add(if head { m.vocab.saturating_mul(m.hidden) } else { 0 })
 }
 
 /// An out-of-memory error with the way out; any other error as it is.
@@ -291,22 +310,36 @@ mod tests {
     #[test]
     fn weights_in_bytes_are_counted() {
         const FP8: [&str; 2] = ["precision.scaling=current", "precision.weights=fp8"];
-        for except in
-            ["[]", "\"attn.q\"", "\"layers.1\"", "[\"mlp.up:output\", \"first 1\"]", "\"attn.v\"", "\"mtp\""]
-        {
+        for except in [
+            "[]",
+            "\"attn.q\"",
+            "\"layers.1\"",
+            "[\"up:output\", \"first 1\"]",
+            "\"attn.v\"",
+            "\"mtp\"",
+            "\"experts\"",
+        ] {
             let latent = "model.mla={ kv_lora_rank = 64, nope_dim = 48, rope_dim = 32, v_dim = 48 }";
             const HEADS: [&str; 2] = ["precision.also=head", "model.tied=true"];
-            for gated in ["model.gated=true", "model.gated=false", latent, "mtp.layers=2", HEADS[0], HEADS[1]]
-            {
+            const MIXTURE: [&str; 5] =
+                ["moe.experts=4", "moe.topk=2", "moe.ffn=32", "moe.shared_ffn=48", "moe.dense=[0]"];
+            for set in [
+                &["model.gated=true"][..],
+                &["model.gated=false"],
+                &[latent],
+                &["mtp.layers=2"],
+                &HEADS[..1],
+                &HEADS,
+                &MIXTURE,
+            ] {
                 let mut recipe = work("tiny").unwrap();
                 let except = format!("precision.except={except}");
-                let head = if gated == "model.tied=true" { "precision.also=head" } else { gated };
-                FP8.iter().chain(&[except.as_str(), gated, head]).for_each(|s| recipe.set(s).unwrap());
+                FP8.iter().chain(&[except.as_str()]).chain(set).for_each(|s| recipe.set(s).unwrap());
                 let r = recipe.resolve(None).unwrap();
                 let trainer = crate::train::Trainer::new(Rank::cpu(1, 0).unwrap(), &r).unwrap();
                 let stored = trainer.params.specs().iter().filter(|s| s.stored());
                 let counted: usize = stored.map(|s| s.numel()).sum();
-                assert_eq!(Need::of(&r).stored, counted, "{except} {gated}");
+                assert_eq!(Need::of(&r).stored, counted, "{except} {set:?}");
                 assert!(counted > 0);
             }
         }

@@ -21,6 +21,7 @@ pub use ahead::upload as further_ahead;
 pub use gather::all_stages;
 pub use loads::Named;
 pub use memory::Need;
+pub(crate) use memory::weights_in_bytes;
 pub(crate) use micro_batch::with_further;
 pub use micro_batch::{fetch, layout, targets, weighted};
 pub use replay::GraphChoice;

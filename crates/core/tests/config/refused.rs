@@ -59,6 +59,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
         ("optimizer.master = \"remainder\"\nprecision.dtype = \"f32\"", "their own masters"),
         ("precision.weights = \"fp8\"", "precision.weights: weights in bytes need 8-bit products"),
         ("precision.weights = \"fp8\"\nprecision.scaling = \"mxfp8\"", "emulated"),
+        (
+            "precision.weights = \"fp8\"\nprecision.scaling = \"block\"\nprecision.except = [\"attn\", \"mlp:output\"]",
+            "precision.weights: no weight is in 8-bit products alone",
+        ),
         ("precision.weights = \"fp8\"\nprecision.scaling = \"nvfp4\"", "emulated"),
         (
             "precision.weights = \"fp8\"\nprecision.scaling = \"current\"\noptimizer.master = \"remainder\"",

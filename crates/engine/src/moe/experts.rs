@@ -252,7 +252,7 @@ impl Experts {
         let (x, kept, _) = self.sorted(p, (self.up, Role::Input), (x, &sent, &map), uses(up, true))?;
         let h = p.empty(&[n, self.inner()])?;
         let bias = self.bias(p, self.up_bias, self.inner())?;
-        p.collects(self.up, Role::Weight, p.weight(self.up)?)?;
+        p.collects_weight(self.up)?;
         let (w, fast) = self.factor(p, (self.up, up), [self.inner(), self.width], Product::Output)?;
         let how = Multiply { product: Product::Output, bias: bias.as_ref(), accumulate: false, fast };
         x.times_each(p.rank, &w, segments, how, &h)?;
@@ -266,7 +266,7 @@ impl Experts {
         let cols = made.cols.unwrap_or_else(|| Side::cols_of(&a.values));
         let a = made.rows.unwrap_or_else(|| Side::rows_of(&a.values));
         let y = p.empty(&[n, self.width])?;
-        p.collects(self.down, Role::Weight, p.weight(self.down)?)?;
+        p.collects_weight(self.down)?;
         let (w, fast) = self.factor(p, (self.down, down), [self.width, self.ffn], Product::Output)?;
         let how = Multiply { product: Product::Output, bias: None, accumulate: false, fast };
         a.times_each(p.rank, &w, segments, how, &y)?;

@@ -16,4 +16,12 @@ impl Pass<'_> {
         }
         Ok(true)
     }
+    /// The same of the weight itself.
+    pub(crate) fn collects_weight(&self, param: ParamId) -> Result<bool> {
+        // One that is bytes is never asked for: who keeps bytes collects nothing.
+        match self.params.eight().is_some_and(|s| s.is_collecting()) {
+            true => self.collects(param, Role::Weight, self.weight(param)?),
+            false => Ok(false),
+        }
+    }
 }

@@ -63,15 +63,20 @@ impl Pass<'_> {
     /// once until they change, where they are kept. Where not, backward turns the bytes that forward made.
     pub(crate) fn narrow_stack(&self, param: ParamId, shape: [usize; 3], uses: Uses) -> Result<Narrowed> {
         let (state, _) = self.eight(param)?;
+        if let Some(bytes) = self.params.stored().weight(param) {
+            self.params.await_weight(self.rank, param)?;
+            let turn = || turn_each(self.rank, shape, bytes);
+            let cols = uses.cols.then(|| state.turned(self.train, param, turn)).transpose()?;
+            return Ok(Narrowed { rows: Some(Side::Bytes(bytes.clone())), cols });
+        }
         let mut kept: Kept = state.weights()[param.0].clone();
         let missing = Uses { rows: uses.rows && kept.rows.is_none(), cols: uses.cols && kept.cols.is_none() };
         if missing == Uses::NONE {
             return Ok(Narrowed { rows: kept.rows, cols: kept.cols });
         }
-        let (keep, [count, n, k]) = (state.keeps(self.train), shape);
+        let keep = state.keeps(self.train);
         if let (false, Uses::COLS, Some(Side::Bytes(rows))) = (keep, missing, &kept.rows) {
-            let cols = stacked(self.rank, count, [k, n], rows.data.dtype(), rows.scaling)?;
-            self.rank.kernels.turn_stack(&self.rank.compute, count, rows, &cols)?;
+            let cols = turn_each(self.rank, shape, rows)?;
             // Nobody needs them any more.
             state.weights()[param.0].rows = None;
             return Ok(Narrowed { rows: None, cols: Some(Side::Bytes(cols)) });
@@ -141,7 +146,7 @@ impl Pass<'_> {
         if state.is_watched() {
             for e in 0..count {
                 let one = |b: &Option<Bytes>| -> Result<Option<Side>> {
-                    b.as_ref().map(|b| matrix(b, e, count).map(Side::Bytes)).transpose()
+                    b.as_ref().map(|b| matrices(b, e..e + 1, count).map(Side::Bytes)).transpose()
                 };
                 let made = Narrowed { rows: one(&rows)?, cols: one(&cols)? };
                 state.note(self.rank, param, Role::Weight, &w.select(0, e)?, &made)?;
@@ -161,9 +166,19 @@ fn stacked(rank: &Rank, count: usize, [r, c]: [usize; 2], format: DType, scaling
     })
 }
 
-/// One of `count` matrices.
-fn matrix(b: &Bytes, e: usize, count: usize) -> Result<Bytes> {
-    let part = |t: &Tensor| t.narrow(0, e * (t.shape()[0] / count), t.shape()[0] / count);
+/// Each of a stack of matrices `[E, n, k]` in bytes the other way round.
+fn turn_each(rank: &Rank, [count, n, k]: [usize; 3], rows: &Bytes) -> Result<Bytes> {
+    let cols = stacked(rank, count, [k, n], rows.data.dtype(), rows.scaling)?;
+    rank.kernels.turn_stack(&rank.compute, count, rows, &cols)?;
+    Ok(cols)
+}
+
+/// Some of `count` matrices.
+pub(super) fn matrices(b: &Bytes, which: std::ops::Range<usize>, count: usize) -> Result<Bytes> {
+    let part = |t: &Tensor| {
+        let each = t.shape()[0] / count;
+        t.narrow(0, which.start * each, which.len() * each)
+    };
     Ok(Bytes { data: part(&b.data)?, scale_inv: part(&b.scale_inv)?, ..b.clone() })
 }
 

@@ -2,7 +2,7 @@
 //! once more. Current scaling needs the largest magnitude of each; delayed scaling knows its scale beforehand, and weights
 //! that are bytes are made bytes of in the optimizer's own pass.
 
-use super::stored::matrix;
+use super::pieces::{matrix, runs};
 use super::{EightState, Method};
 use crate::flat::{Piece, Placement};
 use crate::{ParamId, ParamSpec, Params, Rank};
@@ -16,7 +16,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 pub(super) struct Magnitudes {
     /// f32 `[weights]`, on which all ranks have agreed that have parts of them.
     all: Tensor,
-    /// By parameter.
+    /// f32 `[matrices]` of experts' weights that are bytes; others are looked at when they are narrowed.
+    experts: Option<Tensor>,
+    /// By parameter, in one or the other.
     places: Vec<Option<usize>>,
     /// Are they those of the weights as they are now?
     known: AtomicBool,
@@ -28,21 +30,27 @@ impl Magnitudes {
         if method != Method::Current {
             return Ok(None);
         }
-        let mut count = 0;
+        let [mut count, mut of_experts] = [0; 2];
         let place = |spec: &ParamSpec| {
-            // Experts have a magnitude each, and look themselves.
-            let used = !spec.experts && spec.eight.is_some_and(|e| e.output || e.input_grad);
-            count += usize::from(used);
-            used.then_some(count.wrapping_sub(1))
+            let (used, next, len) = match spec.experts {
+                true => (spec.stored(), &mut of_experts, spec.matrices),
+                false => (spec.eight.is_some_and(|e| e.output || e.input_grad), &mut count, 1),
+            };
+            used.then(|| std::mem::replace(next, *next + len))
         };
         let places = specs.iter().map(place).collect();
-        let all = rank.compute.zeros(&[count], DType::F32, Category::Parameters)?;
-        Ok(Some(Magnitudes { all, places, known: AtomicBool::new(false) }))
+        let zeros = |n| rank.compute.zeros(&[n], DType::F32, Category::Parameters);
+        let experts = (of_experts > 0).then(|| zeros(of_experts)).transpose()?;
+        Ok(Some(Magnitudes { all: zeros(count)?, experts, places, known: AtomicBool::new(false) }))
     }
 
-    /// That of a weight, f32 `[1]`, whether it is known or not.
-    fn of(&self, id: ParamId) -> Result<Option<Tensor>> {
-        self.places[id.0].map(|at| self.all.narrow(0, at, 1)).transpose()
+    /// Those of the matrices of a weight, f32 `[matrices]`, whether they are known or not.
+    fn of(&self, id: ParamId, spec: &ParamSpec) -> Result<Option<Tensor>> {
+        let Some(at) = self.places[id.0] else { return Ok(None) };
+        match (spec.experts, &self.experts) {
+            (true, experts) => experts.as_ref().map(|all| all.narrow(0, at, spec.matrices)).transpose(),
+            (false, _) => self.all.narrow(0, at, 1).map(Some),
+        }
     }
 
     /// Nobody knows them any more.
@@ -50,10 +58,16 @@ impl Magnitudes {
         self.known.store(false, Ordering::Relaxed);
     }
 
-    /// That of a weight, if it is known.
-    pub(super) fn known(&self, id: ParamId) -> Result<Option<Tensor>> {
-        if self.known.load(Ordering::Relaxed) { self.of(id) } else { Ok(None) }
+    /// Those of a weight, if they are known.
+    pub(super) fn known(&self, id: ParamId, spec: &ParamSpec) -> Result<Option<Tensor>> {
+        if self.known.load(Ordering::Relaxed) { self.of(id, spec) } else { Ok(None) }
     }
+}
+
+/// Has a rank all of its experts' masters, which nobody shares with it? Then it measures weights as it makes bytes of them.
+pub(super) fn has_whole_experts(rank: &Rank, placement: Placement) -> bool {
+    let whole = placement == Placement::Replicate || rank.expert_copies.size() == 1;
+    whole && rank.etp.size() == 1
 }
 
 /// Where an optimizer leaves what is needed of a new weight.
@@ -88,14 +102,19 @@ impl Params {
     pub fn made(&self, id: ParamId, inside: &Range<usize>) -> Result<Option<Made>> {
         let Some(state) = self.eight() else { return Ok(None) };
         if let Some(m) = state.magnitudes() {
-            return Ok(m.of(id)?.map(|amax| Made { amax, bytes: None }));
+            // Experts have a magnitude each, and are measured afterwards.
+            let spec = &self.specs()[id.0];
+            let amax = if spec.experts { None } else { m.of(id, spec)? };
+            return Ok(amax.map(|amax| Made { amax, bytes: None }));
         }
         let (Some(bytes), Some(delayed)) = (self.stored().weight(id), state.delayed()) else {
             return Ok(None);
         };
         let Some((scale, amax)) = delayed.of_stored(id)? else { return Ok(None) };
         let data = bytes.data.view(&[bytes.data.numel()])?.narrow(0, inside.start, inside.len())?;
-        Ok(Some(Made { amax, bytes: Some([data, scale, bytes.scale_inv.clone()]) }))
+        // Of experts, who share one, the first; the others follow.
+        let scale_inv = bytes.scale_inv.narrow(0, 0, 1)?;
+        Ok(Some(Made { amax, bytes: Some([data, scale, scale_inv]) }))
     }
 
     /// Largest magnitudes of all weights, of which the optimizer may have `made` those of this rank's `pieces`. Every rank
@@ -114,8 +133,9 @@ impl Params {
         if !made {
             s.zero(&m.all)?;
             for (i, piece) in pieces.iter().enumerate().filter(|(_, p)| !p.inside.is_empty()) {
-                let Some(amax) = m.of(ParamId(i))? else { continue };
-                let weight = match self.specs()[i].stored() {
+                let spec = &self.specs()[i];
+                let Some(amax) = m.of(ParamId(i), spec)?.filter(|_| !spec.experts) else { continue };
+                let weight = match spec.stored() {
                     true => masters[i].clone(),
                     false => {
                         let w = &self.values()[i];
@@ -131,12 +151,53 @@ impl Params {
         }
         rank.tp.all_reduce(s, &m.all, Reduce::Max, "magnitudes of weights")?;
         if !made {
-            // Of masters: rounding keeps order, so the largest of rounded numbers is the largest, rounded.
-            let rounded = Tensor::empty(s, m.all.shape(), self.dtype(), Category::Workspace)?;
-            k.copy(s, &m.all, &rounded)?;
-            k.copy(s, &rounded, &m.all)?;
+            self.round(rank, &m.all)?;
+        }
+        if let Some(experts) = &m.experts {
+            s.zero(experts)?;
+            if !has_whole_experts(rank, placement) {
+                self.measure_experts(rank, m, placement, (pieces, masters))?;
+                self.round(rank, experts)?;
+            }
         }
         m.known.store(true, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Magnitudes of masters as those of weights: rounding keeps order, so the largest of rounded numbers is the largest,
+    /// rounded.
+    fn round(&self, rank: &Rank, all: &Tensor) -> Result<()> {
+        let (s, k) = (&rank.compute, &rank.kernels);
+        let rounded = Tensor::empty(s, all.shape(), self.dtype(), Category::Workspace)?;
+        k.copy(s, all, &rounded)?;
+        k.copy(s, &rounded, all)
+    }
+
+    /// Largest magnitudes of the masters of experts' weights that are bytes, on which all ranks agree that have parts of them;
+    /// zeros before.
+    fn measure_experts(
+        &self,
+        rank: &Rank,
+        m: &Magnitudes,
+        placement: Placement,
+        (pieces, masters): (&[Piece], &[Tensor]),
+    ) -> Result<()> {
+        let (Some(all), s, k) = (&m.experts, &rank.compute, &rank.kernels) else { return Ok(()) };
+        for (i, spec) in self.specs().iter().enumerate().filter(|(_, spec)| spec.experts) {
+            let (Some(amax), [n, c]) = (m.of(ParamId(i), spec)?, spec.matrix()) else { continue };
+            for run in runs(&pieces[i].inside, n * c, usize::MAX) {
+                let x =
+                    masters[i].narrow(0, run.elements.start - pieces[i].inside.start, run.elements.len())?;
+                let amax = amax.narrow(0, run.matrices.start, run.matrices.len())?;
+                match run.whole {
+                    true => k.amax_stack(s, &x.view(&[run.matrices.len(), n, c])?, &amax)?,
+                    false => k.amax(s, &matrix(&x)?, &amax)?,
+                }
+            }
+        }
+        if placement != Placement::Replicate {
+            rank.expert_copies.all_reduce(s, all, Reduce::Max, "magnitudes of experts' weights of copies")?;
+        }
+        Ok(rank.etp.all_reduce(s, all, Reduce::Max, "magnitudes of experts' weights")?)
     }
 }

@@ -6,10 +6,12 @@ mod head;
 mod linear;
 mod made;
 mod operands;
+mod pieces;
 mod recipe;
 mod side;
 mod state;
 mod stats;
+mod store;
 mod stored;
 
 pub(crate) use experts::Columns;

@@ -1,6 +1,7 @@
 //! Making narrow factors of the operands of a linear map.
 
 use super::state::{EightState, Kept};
+use super::stored::turn;
 use super::{Method, Recipe, Role, Side};
 use crate::{Measured, ParamId, Pass, Rank};
 use ferrotron_kernels::philox::RandomStream;
@@ -87,7 +88,8 @@ impl Pass<'_> {
         let (state, recipe) = self.eight(param)?;
         if let Some(bytes) = self.params.stored().weight(param) {
             self.params.await_weight(self.rank, param)?;
-            let cols = uses.cols.then(|| state.turned(self.rank, self.train, param, bytes)).transpose()?;
+            let cols =
+                uses.cols.then(|| state.turned(self.train, param, || turn(self.rank, bytes))).transpose()?;
             return Ok(Narrowed { rows: Some(Side::Bytes(bytes.clone())), cols });
         }
         let w = self.weight(param)?;
@@ -96,7 +98,7 @@ impl Pass<'_> {
         if missing != Uses::NONE {
             let source = match recipe.method {
                 Method::Current => {
-                    let known = state.magnitudes().map(|m| m.known(param)).transpose()?.flatten();
+                    let known = state.known(param, &self.params.specs()[param.0])?;
                     let amax = known.or(kept.amax.take());
                     let amax = amax.map_or_else(|| self.agreed(&Measured::from(w)), Ok)?;
                     kept.amax = Some(amax.clone());

@@ -219,6 +219,11 @@ impl EightState {
         self.magnitudes.as_ref()
     }
 
+    /// Those of the matrices of a weight, f32 `[matrices]`, if they are known.
+    pub(super) fn known(&self, param: ParamId, spec: &ParamSpec) -> Result<Option<Tensor>> {
+        self.magnitudes.as_ref().map_or(Ok(None), |m| m.known(param, spec))
+    }
+
     pub(super) fn weights(&self) -> MutexGuard<'_, Vec<Kept>> {
         lock(&self.weights)
     }
