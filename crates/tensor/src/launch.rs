@@ -117,14 +117,17 @@ impl<'a> Launch<'a> {
         self.queue.ok_or_else(|| Error::Unsupported { op: self.op, what: what() })
     }
 
-    /// Elements of argument `i` from its first to its last, gaps of a strided view included.
+    /// Elements of argument `i` from its first to its last, gaps of a strided view included. Refused where an argument that
+    /// is written lies in those gaps.
     pub fn slice<T: Element>(&self, i: usize) -> Result<&'a [T]> {
         let (ptr, len) = self.pointer::<T>(i)?;
         if self.args[i].access == Use::Write {
             return shape_error(self.op, format!("argument {i} is written; take it as slice_mut"));
         }
+        self.refuse_in_gaps(i, |other| other.access == Use::Write)?;
         // SAFETY: `pointer` checked the type and the bounds; blocks are initialised and aligned; no other
-        // thread writes the buffer (borrow count), and no argument of this launch that overlaps is written.
+        // thread writes the buffer (borrow count), and no argument of this launch that is written has elements
+        // among these, gaps included.
         Ok(unsafe { std::slice::from_raw_parts(ptr, len) })
     }
 
@@ -136,18 +139,26 @@ impl<'a> Launch<'a> {
         if self.given.replace(self.given.get() | bit) & bit != 0 || bit == 0 {
             return shape_error(self.op, format!("argument {i} was taken before"));
         }
-        let mine = self.args[i].tensor;
-        let (a, gaps) = (mine.byte_range(), !mine.is_contiguous());
-        let other = self.args.iter().enumerate().find(|(j, b)| {
-            let r = b.tensor.byte_range();
-            *j != i && Arc::ptr_eq(&mine.buffer, &b.tensor.buffer) && a.start < r.end && r.start < a.end
-        });
-        if let (Some((j, _)), true) = (other, gaps) {
-            return Err(Error::Overlap { op: self.op, a: i, b: j });
-        }
+        self.refuse_in_gaps(i, |_| true)?;
         // SAFETY: type and bounds checked by `pointer`; the launch holds the buffer exclusively and no other
         // argument reaches into this range, and it is given out once.
         Ok(unsafe { std::slice::from_raw_parts_mut(ptr, len) })
+    }
+
+    /// Refuses argument `i` as a slice where one of the `others` lies in its gaps; overlaps of elements were refused before.
+    fn refuse_in_gaps(&self, i: usize, others: impl Fn(&Arg) -> bool) -> Result<()> {
+        let mine = self.args[i].tensor;
+        let a = mine.byte_range();
+        let other = (0..self.args.len()).find(|&j| {
+            let b = &self.args[j];
+            let r = b.tensor.byte_range();
+            let same = Arc::ptr_eq(&mine.buffer, &b.tensor.buffer);
+            j != i && others(b) && same && a.start < r.end && r.start < a.end
+        });
+        match other {
+            Some(j) if !mine.is_contiguous() => Err(Error::Overlap { op: self.op, a: i, b: j }),
+            _ => Ok(()),
+        }
     }
 
     /// Address and element count (first to last) of an argument declared written.

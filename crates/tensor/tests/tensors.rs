@@ -66,7 +66,14 @@ fn launches_refuse_overlap_wrong_types_and_undeclared_writes() {
     s.launch("columns", &[read(&left), write(&right)], |l| {
         assert!(l.slice_mut::<i32>(1).is_err(), "its gaps hold the other argument");
         assert!(l.pointer_mut::<i32>(1).is_ok() && l.pointer_mut::<i32>(0).is_err());
+        assert!(matches!(l.slice::<i32>(0), Err(Error::Overlap { a: 0, b: 1, .. })), "so do its own");
         assert!(matches!(l.slice::<f32>(0), Err(Error::DType { .. })));
+        Ok(())
+    })
+    .unwrap();
+    let inside = right.narrow(0, 0, 1).unwrap();
+    s.launch("a row", &[read(&left), write(&inside)], |l| {
+        assert!(l.slice_mut::<i32>(1).is_ok() && l.slice::<i32>(0).is_err(), "what is written lies in a gap");
         Ok(())
     })
     .unwrap();
