@@ -240,7 +240,7 @@ impl Recipe {
             _ if p.calibrate > 0 => {
                 "calibration computes in bf16 weights, and these are bytes; leave precision.calibrate or this out"
             }
-            _ if weights_in_bytes(&r.model, policy) == 0 => {
+            _ if weights_in_bytes(&r.model, policy).sum() == 0 => {
                 "no weight is in 8-bit products alone, so none would be bytes; shorten precision.except, or leave this out"
             }
             _ => return Ok(()),
