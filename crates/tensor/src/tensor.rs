@@ -211,9 +211,11 @@ impl Tensor {
         }
         // Modulo a step that divides all larger ones, a view covers one range; the ranges may lie apart.
         self.dtype == other.dtype
-            && self.strides.iter().any(|step| match (self.residues(*step), other.residues(*step)) {
-                (Some(x), Some(y)) => x.end <= y.start || y.end <= x.start,
-                _ => false,
+            && self.strides.iter().chain(other.strides.iter()).any(|step| {
+                match (self.residues(*step), other.residues(*step)) {
+                    (Some(x), Some(y)) => x.end <= y.start || y.end <= x.start,
+                    _ => false,
+                }
             })
     }
 

@@ -77,6 +77,8 @@ fn launches_refuse_overlap_wrong_types_and_undeclared_writes() {
         Ok(())
     })
     .unwrap();
+    // Whichever of them is written.
+    s.launch("a row", &[read(&inside), write(&left)], |_| Ok(())).unwrap();
     let rows = counting(&s, &[2, 3, 8]);
     let heads = |start, n| rows.narrow(2, start, 2 * n).unwrap().view(&[2, 3, n, 2]).unwrap();
     s.launch("heads", &[write(&heads(0, 2)), write(&heads(4, 1)), write(&heads(6, 1))], |_| Ok(())).unwrap();

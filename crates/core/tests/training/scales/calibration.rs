@@ -41,9 +41,11 @@ fn calibration_ends_with_good_scales() {
     assert_ne!(plain.train_step(&RULE).unwrap().loss, ours.train_step(&RULE).unwrap().loss);
     // Collected by several ranks, the same but for the order of sums.
     let once = |layout| scales(&under(layout, &in_layout(layout, &["precision.calibrate=3"]), None, 1));
-    for (a, b) in once("tp=2,dp=2").iter().zip(&once("dp=1")) {
+    let (ranks, one) = (once("tp=2,dp=2"), once("dp=1"));
+    assert_eq!(ranks.len(), one.len());
+    for (a, b) in ranks.iter().zip(&one) {
         let near = a.2.iter().zip(&b.2).all(|(x, y)| (x - y).abs() <= 0.05 * y.abs());
-        assert!(a.0 == b.0 && near, "{a:?} and {b:?}");
+        assert!(a.0 == b.0 && a.2.len() == b.2.len() && near, "{a:?} and {b:?}");
     }
 }
 
