@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks beside PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start conformance comm layouts mixtures golden parity train kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start conformance precision comm layouts mixtures golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start conformance comm layouts mixtures golden parity train kill sanitizer bench}
+parts=${*:-start conformance precision comm layouts mixtures golden parity train kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -104,7 +104,7 @@ if has start; then
   row kernels-warm load_cold
   row kernels-damaged damaged_cache
 fi
-has conformance && row conformance tests traits && row narrow env THREADS=1 "$here/tests/narrow" && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
+has conformance && row conformance tests traits && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
 has comm && row ranks-on-one-card tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
 if has layouts; then
   row context-attention env THREADS=1 "$here/tests/context" --test-threads=1
@@ -112,6 +112,9 @@ if has layouts; then
   row layouts-bf16 same_as_one tp=2 pp=2 cp=2 dp=2 tp=2,cp=2 tp=2,pp=2,dp=2
   row trace-tp2 traced 2 parallel.tp=2
   row trace-dp2 traced 2 parallel.zero=1
+fi
+if has precision; then # 8-bit products, and weights kept in bytes
+  for part in narrow narrow_experts made stored stored_experts; do row "$part" "$here/tests/$part" --test-threads=2; done
 fi
 if has mixtures; then
   row golden-router tests golden_router
