@@ -114,7 +114,7 @@ if has layouts; then
   row trace-dp2 traced 2 parallel.zero=1
 fi
 if has precision; then # 8-bit products, and weights kept in bytes
-  for part in narrow narrow_experts made stored stored_experts; do row "$part" "$here/tests/$part" --test-threads=2; done
+  for part in narrow narrow_experts made stored_experts; do row "$part" "$here/tests/$part" --test-threads=2; done
 fi
 if has mixtures; then
   row golden-router tests golden_router

@@ -11,7 +11,8 @@ use ferrotron_tensor::{Category, DType, Tensor};
 use std::time::Instant;
 
 /// Seconds of calls of `work` on the device's own clock, added to `times`. On a card there are several in line, as in a
-/// step: of a call that finds the card idle the clock counts the host's way to it as well, some microseconds.
+/// step: of a call that finds the card idle the clock counts the host's way to it as well, some microseconds. (So it does
+/// of kernels that take less time than giving them to the card.)
 pub(super) fn in_line(rank: &Rank, times: &mut Vec<f64>, mut work: impl FnMut() -> Result<()>) -> Result<()> {
     let calls = if rank.device().card().is_some() { 8 } else { 1 };
     let mut marks = vec![rank.compute.record()?];
@@ -88,11 +89,13 @@ pub fn narrow_ceiling(rank: &Rank, r: &Resolved) -> Result<Option<(f64, f64)>> {
 pub fn attention_ceiling(rank: &Rank, r: &Resolved, context: usize) -> Result<(f64, f64)> {
     let m = &r.model;
     let local = (0..m.layers).filter(|i| m.is_local(*i)).count();
+    let narrow = r.policy().attention;
     let mut rates = [0.0; 2];
     for (rate, kind) in rates.iter_mut().zip(["forward", "backward"]) {
         let (mut all, mut took) = (0.0, 0.0);
         for case in cases_of(r, context) {
-            let (true, Work::Flops(flops)) = (case.name.starts_with("attention"), case.work) else {
+            let name = if narrow && kind == "forward" { "fp8.attention" } else { "attention" };
+            let (true, Work::Flops(flops)) = (case.name.starts_with(name), case.work) else {
                 continue;
             };
             if !case.name.ends_with(kind) {

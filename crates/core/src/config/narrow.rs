@@ -64,8 +64,8 @@ impl Recipe {
     pub(super) fn derive_precision(&self, c: &mut Config, derived: &mut Derivations) {
         let p = &mut c.precision;
         if p.also.has(Beside::Attention) {
-            let reason = "forward in E4M3: products of bytes on Hopper, for heads of up to 128 channels and sequences that are \
-                          not packed; else emulated, to see what that does and not for speed; backward is bf16";
+            let reason = "forward in E4M3: products of bytes on Hopper, for heads of up to 128 channels (a multiple of 16) without \
+                          soft cap, packing or parallel.cp; else emulated, to see what that does and not for speed; backward is bf16";
             derived.add("precision.also", Beside::Attention, reason);
         }
         if p.scaling == Scaling::None {

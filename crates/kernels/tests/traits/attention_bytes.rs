@@ -23,7 +23,7 @@ struct Case {
     batch: usize,
     scores: Scores,
     sink: bool,
-    /// q, k and v are views of one buffer, which starts this many numbers late.
+    /// Rows of q, k and v lie this many numbers apart, and start so much late.
     late: usize,
 }
 
@@ -156,13 +156,26 @@ fn long_sums_keep_their_digits() {
 #[test]
 fn what_cannot_be_attended_to_so_is_left_alone() {
     for h in homes() {
-        let z = Sizes { tq: 40, tk: 40, n: 2, g: 1, d: 24, dv: 24 };
-        let [q, k, v, o] = z.shapes().map(|s| h.tensor(DType::BF16, &s, &vec![0.5; s.iter().product()]));
-        let lse = h.poisoned(DType::F32, &[1, 2, 40]);
-        let magnitudes = h.tensor(DType::F32, &[3], &[0.5; 3]);
-        let a = AttentionForward { q: &q, k: &k, v: &v, sink: None, out: &o, lse: &lse };
-        let s = scores(24);
-        assert!(!h.k.attention_of_bytes(&h.s, &s, Sequences::Batch, &a, &magnitudes).unwrap(), "channels");
-        assert!(h.host(&o).iter().all(|x| *x == 0.5));
+        let left_alone = |dtype, d: usize, s: &Scores, sequences: Sequences, what: &str| {
+            let z = Sizes { tq: 40, tk: 40, n: 2, g: 1, d, dv: d };
+            let batch = matches!(sequences, Sequences::Batch);
+            let [q, k, v, o] = z.shapes().map(|shape| {
+                let shape = if batch { &shape[..] } else { &shape[1..] };
+                h.tensor(dtype, shape, &vec![0.5; shape.iter().product()])
+            });
+            let lse = h.poisoned(DType::F32, if batch { &[1, 2, 40] } else { &[40, 2] });
+            let magnitudes = h.tensor(DType::F32, &[3], &[0.5; 3]);
+            let a = AttentionForward { q: &q, k: &k, v: &v, sink: None, out: &o, lse: &lse };
+            assert!(!h.k.attention_of_bytes(&h.s, s, sequences, &a, &magnitudes).unwrap(), "{what}");
+            assert!(h.host(&o).iter().all(|x| *x == 0.5), "{what}");
+        };
+        let (bf16, s) = (DType::BF16, scores(64));
+        left_alone(bf16, 24, &s, Sequences::Batch, "channels");
+        left_alone(bf16, 144, &s, Sequences::Batch, "many channels");
+        left_alone(DType::F32, 64, &s, Sequences::Batch, "f32");
+        left_alone(bf16, 64, &Scores { softcap: Some(5.0), ..s }, Sequences::Batch, "a soft cap");
+        left_alone(bf16, 64, &Scores { fp8: false, ..s }, Sequences::Batch, "whole numbers");
+        let offsets = [0, 17, 40];
+        left_alone(bf16, 64, &s, Sequences::Packed { q: &offsets, k: &offsets }, "packed sequences");
     }
 }

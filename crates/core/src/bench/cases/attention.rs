@@ -95,7 +95,8 @@ impl Heads {
         Ok(rank.kernels.attention_forward(&rank.compute, scores, Sequences::Batch, &self.operands())?)
     }
 
-    /// Forward with products of bytes, where there are such; largest magnitudes and casts are counted.
+    /// Forward with products of bytes, largest magnitudes and casts counted; where there are none, with rounded weights of
+    /// values alone.
     fn narrow(&self, rank: &Rank, scores: &Scores, magnitudes: &Tensor) -> Result<()> {
         let (k, s) = (&rank.kernels, &rank.compute);
         for (i, t) in self.qkv.iter().enumerate() {

@@ -4,10 +4,11 @@ use super::hopper::Mapped;
 use super::hopper_sections::BLOCKS;
 use super::job::{Job, blocks, job};
 use crate::attention_plan::strides;
+use crate::checks::dtypes;
 use crate::cuda::tensor_map::byte_map;
 use crate::cuda::{CudaKernels, Grid, Kernel};
 use crate::{AttentionForward, Scores, Sequences};
-use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
 
 const OP: &str = "attention_of_bytes";
 /// Keys of a tile.
@@ -63,6 +64,9 @@ struct BytesArgs {
     wide: u32,
 }
 
+// The source says the same.
+const _: () = assert!(size_of::<BytesArgs>() == 168);
+
 /// Do rows of a `[batch, tokens, heads, channels]` view lie on 16-byte boundaries?
 fn aligned(t: &Tensor) -> bool {
     let steps = t.shape().iter().zip(t.strides()).take(3);
@@ -73,6 +77,7 @@ fn aligned(t: &Tensor) -> bool {
 fn instance(kernels: &CudaKernels, job: &Job, f: &AttentionForward) -> Option<&'static Instance> {
     let (shape, a) = (&job.shape, &job.args);
     let fits = f.q.dtype() == DType::BF16
+        && shape.fp8
         && !job.packed
         && shape.softcap.is_none()
         && shape.scale > 0.0
@@ -100,6 +105,13 @@ impl CudaKernels {
         magnitudes: &Tensor,
     ) -> Result<bool> {
         let mut job = job(OP, scores, sequences, f)?;
+        dtypes(OP, DType::F32, &[magnitudes])?;
+        if magnitudes.shape() != [3] || !magnitudes.is_contiguous() {
+            return shape_error(
+                OP,
+                format!("magnitudes {magnitudes:?} of q, k and v must be contiguous [3]"),
+            );
+        }
         let Some(instance) = instance(self, &job, f) else { return Ok(false) };
         let (shape, batches) = (job.shape, job.args.batches as usize);
         let ([q_tokens, k_tokens], heads) = (job.tokens, [shape.heads, shape.kv_heads]);

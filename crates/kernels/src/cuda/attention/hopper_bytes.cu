@@ -1,4 +1,4 @@
-// q, k and v of attention to bytes, and the kernels that attend to those.
+// q, k and v of attention to bytes, for the kernels of hopper_bytes.cuh.
 
 // What one of tensor i's bytes is worth: scales are powers of two that its largest magnitude, number i at `most`, gives.
 __device__ __forceinline__ float unit_of(u64 most, int i) {
@@ -16,6 +16,8 @@ struct BytesArgs {
     i32 pitch;      // tokens of a row of v8: a multiple of 128
     u32 wide;       // rows of q, k, v that lie on 16-byte boundaries: bits
 };
+
+static_assert(sizeof(BytesArgs) == 168, "as in bytes.rs");
 
 // Sixteen numbers of a row.
 __device__ __forceinline__ uint4 sixteen(const bf16* from, bool wide, float scale) {

@@ -1,6 +1,7 @@
 // Arguments of the Hopper attention kernels and the order in which persistent blocks take their tiles.
 struct alignas(64) Mapped {
-    TensorMap q, k, v, dout;  // boxes [64 channels, tile's tokens, 1, 1] of (channel, token, head, batch)
+    TensorMap q, k, v, dout;  // boxes [64 channels, tile's tokens, 1, 1] of (channel, token, head, batch); of bytes 128 wide, and
+                              // v's of (token, channel, head, batch)
     Attention a;
     u64 sums;     // i32 [batch, heads, padded, channels]: gradients of queries in fixed point, tile by tile in the
                   // order of the accumulators that they come from

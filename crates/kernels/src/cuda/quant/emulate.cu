@@ -22,6 +22,8 @@ struct EmulateArgs {
     u32 pad;
 };
 
+static_assert(sizeof(EmulateArgs) == 104, "as in emulate.rs");
+
 template <> __device__ __forceinline__ f16 from_f32<f16>(float x) {
     f16 y;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));

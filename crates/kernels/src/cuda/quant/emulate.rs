@@ -34,6 +34,9 @@ struct EmulateArgs {
     pad: u32,
 }
 
+// The source says the same.
+const _: () = assert!(size_of::<EmulateArgs>() == 104);
+
 /// log2 of the rows and columns of a block of `2^n` numbers, or of `2^n x 2^n`.
 fn block(n: u32, along: Along, square: bool) -> [u32; 2] {
     let of = |axis| if square || along == axis { n } else { 0 };
