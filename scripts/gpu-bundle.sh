@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=${1:-target/gpu-bundle}
-tests=(ferrotron-kernels:traits ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-comm:threads ferrotron-comm:lib ferrotron-engine:context ferrotron-core:layouts ferrotron-core:replay ferrotron-core:narrow ferrotron-core:narrow_experts ferrotron-core:made ferrotron-core:stored_experts ferrotron-core:mixtures ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
+tests=(ferrotron-kernels:conformance ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-comm:threads ferrotron-comm:lib ferrotron-engine:context ferrotron-core:layouts ferrotron-core:cuda_graph ferrotron-core:fp8 ferrotron-core:fp8_moe ferrotron-core:fp8_weight_cast ferrotron-core:fp8_params_moe ferrotron-core:moe ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
 
 cargo build --release --locked -p ferrotron-cli
 rm -rf "$out"

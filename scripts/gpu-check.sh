@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # Runs a bundle (scripts/gpu-bundle.sh) on a GPU host: conformance, golden vectors, parity with the CPU, training,
 # interruptions, the sanitizer and benchmarks beside PyTorch. Prints one table and a verdict; logs go to a folder.
-# Usage: check.sh [LOGS] [PART...]      parts: start conformance precision comm layouts mixtures golden parity train kill sanitizer bench (default: all)
+# Usage: check.sh [LOGS] [PART...]      parts: start conformance precision comm layouts moe golden parity train kill sanitizer bench (default: all)
 set -uo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 logs=${1:-$here/logs}
 shift || true
-parts=${*:-start conformance precision comm layouts mixtures golden parity train kill sanitizer bench}
+parts=${*:-start conformance precision comm layouts moe golden parity train kill sanitizer bench}
 mkdir -p "$logs"
 export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
@@ -61,7 +61,7 @@ sanitize() { # TOOL FILTER...: one process per filter, side by side (the tool lo
   local tool=$1 bad=0 family pids=()
   shift
   for family in "$@"; do
-    compute-sanitizer --tool "$tool" --error-exitcode 9 "$here/tests/traits" --test-threads=1 "$family" \
+    compute-sanitizer --tool "$tool" --error-exitcode 9 "$here/tests/conformance" --test-threads=1 "$family" \
       >"$logs/$tool-${family//::/-}.log" 2>&1 &
     pids+=($!)
   done
@@ -104,7 +104,7 @@ if has start; then
   row kernels-warm load_cold
   row kernels-damaged damaged_cache
 fi
-has conformance && row conformance tests traits && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/traits" --test-threads=8
+has conformance && row conformance tests conformance && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/conformance" --test-threads=8
 has comm && row ranks-on-one-card tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
 if has layouts; then
   row context-attention env THREADS=1 "$here/tests/context" --test-threads=1
@@ -114,14 +114,14 @@ if has layouts; then
   row trace-dp2 traced 2 parallel.zero=1
 fi
 if has precision; then # 8-bit products, and weights kept in bytes
-  for part in narrow narrow_experts made stored_experts; do row "$part" "$here/tests/$part" --test-threads=2; done
+  for part in fp8 fp8_moe fp8_weight_cast fp8_params_moe; do row "$part" "$here/tests/$part" --test-threads=2; done
 fi
-if has mixtures; then
+if has moe; then
   row golden-router tests golden_router
   row golden-permute tests golden_permute
-  row mixture-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/mixtures" --test-threads=1 --nocapture matrix
-  row mixture-pairs "$here/tests/mixtures" --test-threads=1 paired
-  row mixture-hangs "$here/tests/mixtures" --test-threads=1 hangs
+  row moe-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/moe" --test-threads=1 --nocapture matrix
+  row mixture-pairs "$here/tests/moe" --test-threads=1 paired
+  row mixture-hangs "$here/tests/moe" --test-threads=1 hangs
 fi
 has golden && row golden-hf tests golden_hf
 has parity && row parity families

@@ -5,4 +5,4 @@
 # Usage: scripts/matrix.sh [CASES]     (default: all of them)
 set -euo pipefail
 cd "$(dirname "$0")/.."
-FERROTRON_MATRIX="${1:-whole}" cargo test --locked -p ferrotron-core --test layouts --test mixtures matrix -- --nocapture
+FERROTRON_MATRIX="${1:-whole}" cargo test --locked -p ferrotron-core --test layouts --test moe matrix -- --nocapture

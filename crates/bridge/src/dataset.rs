@@ -1,10 +1,10 @@
 //! Text files to a `.bin/.idx` pair: the tokenizer and the builder of the crate below brought together.
 
 use crate::error::{Error, Result};
-use crate::open::tokenizer_at;
+use crate::model_source::tokenizer_at;
 use crate::tokenizer::Tokenizer;
 use crate::weights::to_core;
-use ferrotron_core::data::{BuildSummary, Format, IndexedDataset, Input, TokenType, build_all};
+use ferrotron_core::data::{BuildSummary, IndexedDataset, Input, TextFormat, TokenType, build_all};
 use std::path::{Path, PathBuf};
 
 /// What to build from what.
@@ -36,7 +36,7 @@ pub enum Eod {
 
 /// What was built.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Built {
+pub struct DatasetSummary {
     /// Documents, tokens, bytes.
     pub summary: BuildSummary,
     /// One more than the largest id there can be.
@@ -48,7 +48,7 @@ pub struct Built {
 }
 
 /// The two files of a pair.
-pub fn pair(prefix: &Path) -> [PathBuf; 2] {
+pub fn pair_paths(prefix: &Path) -> [PathBuf; 2] {
     [".bin", ".idx"].map(|ending| {
         let mut name = prefix.as_os_str().to_owned();
         name.push(ending);
@@ -57,8 +57,8 @@ pub fn pair(prefix: &Path) -> [PathBuf; 2] {
 }
 
 /// Builds the pair; it appears only when complete. `progress` is told the bytes read and the bytes in all.
-pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Built> {
-    let there = pair(options.prefix).into_iter().find(|p| p.exists());
+pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<DatasetSummary> {
+    let there = pair_paths(options.prefix).into_iter().find(|p| p.exists());
     if let (Some(path), false) = (there, options.overwrite) {
         let what = "already exists; choose another --output or say --overwrite".into();
         return Err(Error::Output { path, what });
@@ -84,14 +84,14 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Bu
     let tokenize = |text: &str| tokenizer.encode(text).map_err(to_core);
     let summary = build_all(&inputs, &tokenize, eod, vocab, options.prefix, progress)?;
     let token_type = IndexedDataset::open(options.prefix)?.token_type();
-    Ok(Built { summary, vocab, eod, token_type })
+    Ok(DatasetSummary { summary, vocab, eod, token_type })
 }
 
 fn input(path: &Path, field: &str) -> Input {
     let ending = path.extension().and_then(|e| e.to_str()).unwrap_or_default().to_ascii_lowercase();
     let format = match ending.as_str() {
-        "jsonl" | "ndjson" => Format::JsonLines { key: field.into() },
-        _ => Format::Whole,
+        "jsonl" | "ndjson" => TextFormat::JsonLines { key: field.into() },
+        _ => TextFormat::Whole,
     };
     Input { path: path.into(), format }
 }

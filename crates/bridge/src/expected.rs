@@ -3,7 +3,7 @@
 use crate::error::{Error, Result};
 use crate::family::{Family, HEAD, Rule};
 use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
-use crate::view::{View, Weave};
+use crate::view::{FusedLayout, View};
 use ferrotron_core::model::config::ModelConfig;
 use std::collections::HashMap;
 use std::ops::Range;
@@ -19,7 +19,7 @@ pub struct HfTensor {
     pub parts: Vec<HfPart>,
     /// Experts whose parts make a block each, where all of them are in one tensor.
     pub(crate) blocks: Option<usize>,
-    pub(crate) weave: Weave,
+    pub(crate) layout: FusedLayout,
 }
 
 /// A parameter and where it lies.
@@ -43,10 +43,10 @@ impl HfTensor {
     }
 
     /// The same tensors stored `[out, in]`.
-    pub(crate) fn straightened(&self) -> HfTensor {
+    pub(crate) fn untransposed(&self) -> HfTensor {
         let parts: Vec<LogicalTensor> = self.parts.iter().map(|p| p.tensor.clone()).collect();
-        let weave = Weave { transposed: false, ..self.weave };
-        put_together(self.name.clone(), parts, self.blocks, weave)
+        let layout = FusedLayout { transposed: false, ..self.layout };
+        fuse(self.name.clone(), parts, self.blocks, layout)
     }
 }
 
@@ -73,7 +73,7 @@ pub(crate) fn hf_tensors(family: &Family, model: &ModelConfig, prefix: &str) -> 
             let first = parts.iter().copied().min().unwrap_or_default();
             parts.iter().for_each(|&i| used[i] = true);
             let parts = parts.into_iter().map(|i| logical[i].clone()).collect();
-            out.push((first, put_together(name, parts, blocks, rule.weave)));
+            out.push((first, fuse(name, parts, blocks, rule.layout)));
         };
     for rule in family.tensors.iter().copied().flatten() {
         let layers = if rule.hf.contains("{i}") { model.layers } else { 1 };
@@ -102,11 +102,11 @@ fn fill(pattern: &str, layer: usize, expert: usize) -> String {
 }
 
 /// A tensor of `parts`: of so many experts in turn, or of all of them at once.
-pub(crate) fn put_together(
+pub(crate) fn fuse(
     name: String,
     parts: Vec<LogicalTensor>,
     blocks: Option<usize>,
-    weave: Weave,
+    layout: FusedLayout,
 ) -> HfTensor {
     let count = blocks.unwrap_or(1);
     let cols = parts.first().and_then(|t| t.shape.get(1).copied());
@@ -114,15 +114,15 @@ pub(crate) fn put_together(
     let rows: Vec<usize> = one.map(|t| t.shape.first().copied().unwrap_or(1)).collect();
     let mut shape = vec![rows.iter().sum()];
     shape.extend(cols);
-    if weave.transposed {
+    if layout.transposed {
         shape.reverse();
     }
     if let Some(blocks) = blocks {
         shape.insert(0, blocks);
     }
-    let views = (0..count).flat_map(|b| weave.views(&rows, cols.unwrap_or(1), b));
+    let views = (0..count).flat_map(|b| layout.views(&rows, cols.unwrap_or(1), b));
     let parts = parts.into_iter().zip(views).map(|(tensor, view)| HfPart { tensor, view }).collect();
-    HfTensor { name, shape, parts, blocks, weave }
+    HfTensor { name, shape, parts, blocks, layout }
 }
 
 /// Does `name` match `pattern`, where `{i}` stands for a layer below `layers`?

@@ -3,15 +3,15 @@
 
 use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
-use crate::logical::wanted_type;
-use crate::plan::Plan;
+use crate::hf_checkpoint::HfCheckpoint;
+use crate::logical::load_dtype;
 use ferrotron_core::grid;
 use ferrotron_core::model::generate::to_host;
-use ferrotron_core::model::{Model, Stages};
-use ferrotron_core::parity::{Kind, Outcome};
-use ferrotron_core::pipeline::{Aim, MicroBatch, Mode, Plan as Schedules, execute};
+use ferrotron_core::model::{Model, PipelineLayout};
+use ferrotron_core::parity::{Outcome, TensorKind};
+use ferrotron_core::pipeline::{MicroBatch, PipelinePlan, ScheduleKind, StepMode, execute};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
-use ferrotron_core::train::{LogicalValues, all_stages, fetch, targets};
+use ferrotron_core::train::{LogicalValues, gather_all_stages, read_scalar, upload_targets};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
@@ -103,7 +103,7 @@ pub fn read_input(path: &Path) -> Result<ForwardInput> {
 
 /// The rows of a data-parallel rank: every `ranks`-th, from `rank` on. A rank without rows gets the first one, whose
 /// labels do not count.
-fn rows_of(input: &ForwardInput, rank: usize, ranks: usize) -> (ForwardInput, Vec<usize>) {
+fn rank_rows(input: &ForwardInput, rank: usize, ranks: usize) -> (ForwardInput, Vec<usize>) {
     let mine: Vec<usize> = (rank..input.batch).step_by(ranks).collect();
     let taken = if mine.is_empty() { vec![0] } else { mine.clone() };
     let pick = |x: &[i32]| -> Vec<i32> {
@@ -127,28 +127,28 @@ fn rows_of(input: &ForwardInput, rank: usize, ranks: usize) -> (ForwardInput, Ve
 /// Loads the folder's weights in `dtype` and runs one pass, with gradients if `backward`. Every rank returns the whole.
 pub fn forward(
     rank: Rank,
-    plan: &Plan,
+    checkpoint: &HfCheckpoint,
     dtype: DType,
-    stages: &Stages,
+    stages: &PipelineLayout,
     input: &ForwardInput,
     backward: bool,
 ) -> Result<ForwardOutput> {
-    let config = plan.config().model();
-    let layout = grid::Layout { tp: rank.tp.size(), ..grid::Layout::default() };
+    let config = checkpoint.config().model();
+    let layout = grid::RankLayout { tp: rank.tp.size(), ..grid::RankLayout::default() };
     layout.check_model(&grid::ModelSizes::of(config))?;
     let whole = input;
-    let (part, mine) = rows_of(whole, rank.dp.rank(), rank.dp.size());
+    let (part, mine) = rank_rows(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;
     let longest = input.positions.iter().flatten().max().map_or(0, |p| *p as usize + 1);
     let source = |name: &str| {
-        let read = plan.read(name, wanted_type(name, dtype));
+        let read = checkpoint.read(name, load_dtype(name, dtype));
         read.map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
     };
     let model = Model::load(rank, config, longest.max(input.sequence), dtype, stages, &source)?;
-    let logits = pass_over(&model, input, None, Aim::Logits)?;
+    let logits = run_pass(&model, input, None, StepMode::Logits)?;
     let logits = logits.first().map_or(Ok(Vec::new()), |l| to_host(&model.pass(), l))?;
     let logits = model.join_logits(&layout_of(input), &logits)?;
-    let logits = join_rows(&model.rank, whole, &mine, &logits, config.vocab)?;
+    let logits = gather_rows(&model.rank, whole, &mine, &logits, config.vocab)?;
     let mut out = ForwardOutput {
         logits,
         shape: vec![whole.batch, whole.sequence, config.vocab],
@@ -172,36 +172,41 @@ pub fn forward(
     let valid = all.iter().filter(|l| **l != IGNORE).count();
     let labels = Some((&labels[..], 1.0 / valid.max(1) as f32));
     let mut grads = GradBuffer::new(model.params.specs());
-    let aim = if backward { Aim::Train(&mut grads) } else { Aim::Loss };
-    let losses = pass_over(&model, input, labels, aim)?;
-    let mine = losses.iter().map(|l| fetch(&model.rank, l)).sum::<ferrotron_core::Result<f64>>()?;
-    out.loss = Some(over_ranks(&model.rank, mine)?);
+    let aim = if backward { StepMode::Train(&mut grads) } else { StepMode::Loss };
+    let losses = run_pass(&model, input, labels, aim)?;
+    let mine = losses.iter().map(|l| read_scalar(&model.rank, l)).sum::<ferrotron_core::Result<f64>>()?;
+    out.loss = Some(sum_over_ranks(&model.rank, mine)?);
     if backward {
         let values = logical_gradients(&model, &mut grads)?;
         let by_name = values.into_iter().map(|v| (v.name, v.values)).collect();
-        out.gradients = gradients(plan, &by_name)?;
+        out.gradients = hf_gradients(checkpoint, &by_name)?;
         let counts = |(layer, load): (usize, Vec<i64>)| (layer, load.iter().map(|n| *n as f32).collect());
-        out.loads = model.expert_loads()?.into_iter().map(counts).collect();
+        out.loads = model.tokens_per_expert()?.into_iter().map(counts).collect();
     }
     Ok(out)
 }
 
 /// One pass of all rows as one micro-batch, through all stages; what the last stage has of it.
-fn pass_over(
+fn run_pass(
     model: &Model,
     input: &ForwardInput,
     labels: Option<(&[i32], f32)>,
-    aim: Aim,
+    aim: StepMode,
 ) -> Result<Vec<Tensor>> {
     let placement = model.decoder.placement();
-    let mode = if matches!(aim, Aim::Train(_)) { Mode::Train } else { Mode::ForwardOnly };
-    let schedule = Schedules { mode, ..Schedules::new(placement.pp(), placement.vp(), 1) }.schedule()?;
+    let mode = if matches!(aim, StepMode::Train(_)) {
+        ScheduleKind::OneForwardOneBackward
+    } else {
+        ScheduleKind::ForwardOnly
+    };
+    let schedule =
+        PipelinePlan { kind: mode, ..PipelinePlan::new(placement.pp(), placement.vp(), 1) }.schedule()?;
     let mut load = |_| {
         let positions = input.positions.as_deref();
         let input = model.decoder.input(&model.rank, &input.ids, positions, layout_of(input))?;
-        let on_device = |(labels, weight)| targets(&model.rank, &input.tokens, labels, weight);
+        let on_device = |(labels, weight)| upload_targets(&model.rank, &input.tokens, labels, weight);
         let targets = labels.map(on_device).transpose()?;
-        Ok(MicroBatch { input, targets, dropout: None, part: None })
+        Ok(MicroBatch { input, targets, dropout: None, position: None })
     };
     Ok(execute(model.pass(), &model.decoder, &schedule, &mut load, aim)?)
 }
@@ -222,15 +227,15 @@ fn logical_gradients(model: &Model, grads: &mut GradBuffer) -> Result<Vec<Logica
         let values: Vec<f32> =
             model.rank.compute.download(&grads.get(ParamId(i)).map_err(tensor)?).map_err(tensor)?;
         for (part, _, r) in spec.held() {
-            let values = model.rank.join(spec.experts, part, 1, &values[r]).map_err(tensor)?;
+            let values = model.rank.gather_tensor(spec.experts, part, 1, &values[r]).map_err(tensor)?;
             out.push(LogicalValues { name: part.name.clone(), shape: part.shape.clone(), values });
         }
     }
-    Ok(all_stages(&model.rank, model.decoder.config(), out)?)
+    Ok(gather_all_stages(&model.rank, model.decoder.config(), out)?)
 }
 
 /// Logits of all rows, from every data-parallel rank's.
-fn join_rows(
+fn gather_rows(
     rank: &Rank,
     input: &ForwardInput,
     mine: &[usize],
@@ -255,9 +260,9 @@ fn join_rows(
 }
 
 /// The loss over all rows, from every rank's of the last stage.
-fn over_ranks(rank: &Rank, mine: f64) -> Result<f32> {
+fn sum_over_ranks(rank: &Rank, mine: f64) -> Result<f32> {
     let mut sum = mine;
-    for group in [&rank.copies, &rank.pp] {
+    for group in [&rank.dp_cp_group, &rank.pp] {
         let all = group.all_gather_bytes(&sum.to_le_bytes(), "loss").map_err(comm)?;
         sum = all.iter().map(|b| f64::from_le_bytes(b.as_slice().try_into().unwrap_or_default())).sum();
     }
@@ -274,9 +279,9 @@ fn shift(labels: &[i32], sequence: usize) -> Vec<i32> {
 }
 
 /// Gradients of logical tensors as the tensors of the folder.
-fn gradients(plan: &Plan, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
+fn hf_gradients(checkpoint: &HfCheckpoint, logical: &HashMap<String, Vec<f32>>) -> Result<Vec<Gradient>> {
     let mut out = Vec::new();
-    let all = hf_tensors(plan.config().family(), plan.config().model(), plan.prefix())?;
+    let all = hf_tensors(checkpoint.config().family(), checkpoint.config().model(), checkpoint.prefix())?;
     for t in all.into_iter().filter(|t| !t.is_buffer()) {
         let mut values = vec![0f32; t.shape.iter().product()];
         for part in &t.parts {
@@ -324,7 +329,7 @@ impl From<ForwardOutput> for Outcome {
         Outcome {
             loss: out.loss.map(f64::from),
             lr: 0.0,
-            tensors: vec![(Kind::Logits, vec![logits]), (Kind::Gradient, gradients)],
+            tensors: vec![(TensorKind::Logits, vec![logits]), (TensorKind::Gradient, gradients)],
         }
     }
 }

@@ -23,7 +23,7 @@ impl LogicalTensor {
 }
 
 /// The element type a model wants a tensor in, if it computes in `dtype`: what is no parameter stays f32.
-pub(crate) fn wanted_type(logical: &str, dtype: DType) -> DType {
+pub(crate) fn load_dtype(logical: &str, dtype: DType) -> DType {
     if logical.ends_with(".moe.expert_bias") { DType::F32 } else { dtype }
 }
 
@@ -103,7 +103,7 @@ pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
             linear(push, &format!("{name}.up"), f, width, bias);
             linear(push, &format!("{name}.down"), width, f, bias);
         };
-        match c.mixture(i) {
+        match c.moe_layer(i) {
             None => mlp(&mut push, "mlp", h, f, c.mlp_bias),
             Some(m) => {
                 linear(&mut push, "moe.router", m.experts, h, m.router_bias);
@@ -150,7 +150,7 @@ mod tests {
     fn tensors_hold_every_parameter() {
         for name in PRESETS {
             let mut c = ModelConfig::preset(name).unwrap();
-            c.mtp = c.layers.is_multiple_of(2).then_some(MtpConfig { layers: 2, repeated: false });
+            c.mtp = c.layers.is_multiple_of(2).then_some(MtpConfig { layers: 2, shared_layer: false });
             let tensors = logical_tensors(&c);
             let total: usize = tensors.iter().map(|t| t.shape.iter().product::<usize>()).sum();
             assert_eq!(total, c.parameters(), "{name}");

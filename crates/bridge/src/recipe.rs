@@ -1,7 +1,7 @@
 //! Recipes that name Hugging Face folders, checkpoints or tokenizers, resolved.
 
 use crate::error::Result;
-use crate::open::{COMPANIONS, tokenizer_at};
+use crate::model_source::{COMPANIONS, tokenizer_at};
 use crate::weights::Weights;
 use ferrotron_core::config::{Recipe, Resolved};
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Where a parameter lies inside a tensor of the files, as plain numbers: stacked, turned, woven and one of many experts
+//! Where a parameter lies inside a tensor of the files, as plain numbers: stacked, turned, interleaved and one of many experts
 //! are all offsets and strides.
 
 /// Element `(r, c)` of a parameter is element `offset + r·row + c·col` of the tensor that holds it.
@@ -14,7 +14,7 @@ pub struct View {
 
 impl View {
     /// A matrix that is all there is, of that many columns.
-    pub fn whole(cols: usize) -> View {
+    pub fn contiguous(cols: usize) -> View {
         View { offset: 0, row: cols, col: 1 }
     }
 
@@ -29,21 +29,21 @@ impl View {
     }
 
     /// Do the elements lie one after the other, rows of that many columns?
-    pub(crate) fn is_straight(&self, cols: usize) -> bool {
+    pub(crate) fn is_contiguous(&self, cols: usize) -> bool {
         self.row == cols && self.col == 1
     }
 }
 
 /// How the parameters of one block of a tensor lie: one expert's, or all there are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Weave {
+pub(crate) struct FusedLayout {
     /// Is the block `[in, out]`?
     pub transposed: bool,
     /// Do rows of the parts take turns?
-    pub woven: bool,
+    pub interleaved: bool,
 }
 
-impl Weave {
+impl FusedLayout {
     /// Views of parts of `rows[p]` rows and `cols` columns each, in block `block` of the tensor.
     pub fn views(self, rows: &[usize], cols: usize, block: usize) -> Vec<View> {
         let total: usize = rows.iter().sum();
@@ -52,7 +52,7 @@ impl Weave {
         let mut first = 0;
         let mut out = Vec::with_capacity(rows.len());
         for (p, n) in rows.iter().enumerate() {
-            let (at, step) = if self.woven { (p, rows.len()) } else { (first, 1) };
+            let (at, step) = if self.interleaved { (p, rows.len()) } else { (first, 1) };
             out.push(View { offset: base + at * row, row: row * step, col });
             first += n;
         }
@@ -93,13 +93,13 @@ mod tests {
         let (rows, cols, blocks) = ([3usize, 3], 5usize, 2);
         let total: usize = rows.iter().sum();
         for transposed in [false, true] {
-            for woven in [false, true] {
+            for interleaved in [false, true] {
                 let mut seen = vec![0; blocks * total * cols];
                 for block in 0..blocks {
-                    let views = Weave { transposed, woven }.views(&rows, cols, block);
+                    let views = FusedLayout { transposed, interleaved }.views(&rows, cols, block);
                     for (p, view) in views.iter().enumerate() {
                         for r in 0..rows[p] {
-                            let row = if woven { 2 * r + p } else { 3 * p + r };
+                            let row = if interleaved { 2 * r + p } else { 3 * p + r };
                             for c in 0..cols {
                                 let inside = if transposed { c * total + row } else { row * cols + c };
                                 assert_eq!(view.at(r, c), block * total * cols + inside);
@@ -112,7 +112,7 @@ mod tests {
             }
         }
         // Unequal parts one after the other.
-        let views = Weave { transposed: true, woven: false }.views(&[4, 1, 2], 3, 0);
+        let views = FusedLayout { transposed: true, interleaved: false }.views(&[4, 1, 2], 3, 0);
         assert_eq!(views[2], View { offset: 5, row: 1, col: 7 });
     }
 
@@ -122,7 +122,7 @@ mod tests {
             let from: Vec<u8> = (0..rows * cols).flat_map(|i| (i as u32).to_le_bytes()).collect();
             let view = View { offset: 4, row: 2, col: 2 * rows + 7 };
             let mut to = vec![0xff; (4 + cols * view.col) * 4];
-            copy((&from, View::whole(cols)), (&mut to, view), rows, cols, 4);
+            copy((&from, View::contiguous(cols)), (&mut to, view), rows, cols, 4);
             let at = |i: usize| u32::from_le_bytes(to[4 * i..4 * i + 4].try_into().unwrap());
             let filled = (0..to.len() / 4).filter(|i| at(*i) != u32::MAX).count();
             assert_eq!(filled, rows * cols);
@@ -132,7 +132,7 @@ mod tests {
                 }
             }
             let mut back = vec![0; from.len()];
-            copy((&to, view), (&mut back, View::whole(cols)), rows, cols, 4);
+            copy((&to, view), (&mut back, View::contiguous(cols)), rows, cols, 4);
             assert_eq!(back, from);
         }
     }

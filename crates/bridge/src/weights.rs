@@ -1,9 +1,9 @@
 //! The weights of a model, wherever they are: a Hugging Face folder, a checkpoint or a run folder.
 
 use crate::error::{Error, Result};
+use crate::hf_checkpoint::HfCheckpoint;
 use crate::logical::LogicalTensor;
-use crate::plan::Plan;
-use crate::stored::Stored;
+use crate::native_checkpoint::NativeCheckpoint;
 use ferrotron_core::checkpoint::latest;
 use ferrotron_core::model::{ModelConfig, set_expert_biases};
 use ferrotron_core::train::{CHECKPOINTS, CONFIG, Trainer, to_f32};
@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 
 /// Where a model is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Place {
+pub enum ModelLocation {
     /// A folder with `config.json` and `.safetensors` files.
     HuggingFace(PathBuf),
     /// A checkpoint, and the folder of the run it belongs to, if it does.
@@ -25,19 +25,19 @@ pub enum Place {
 }
 
 /// Says what a folder is; of a run, the newest checkpoint.
-pub fn find(path: &Path) -> Result<Place> {
+pub fn locate_model(path: &Path) -> Result<ModelLocation> {
     let wrong = |what: &str| Err(Error::config(&path.display().to_string(), what));
     if path.join("manifest.json").is_file() {
         let run = path.parent().filter(|p| p.ends_with(CHECKPOINTS)).and_then(Path::parent);
         let run = run.filter(|r| r.join(CONFIG).is_file()).map(Path::to_path_buf);
-        return Ok(Place::Checkpoint { folder: path.into(), run });
+        return Ok(ModelLocation::Checkpoint { folder: path.into(), run });
     }
     if path.join("config.json").is_file() {
-        return Ok(Place::HuggingFace(path.into()));
+        return Ok(ModelLocation::HuggingFace(path.into()));
     }
     if path.join(CHECKPOINTS).is_dir() || path.join(CONFIG).is_file() {
         return match latest(&path.join(CHECKPOINTS))? {
-            Some(folder) => Ok(Place::Checkpoint { folder, run: Some(path.into()) }),
+            Some(folder) => Ok(ModelLocation::Checkpoint { folder, run: Some(path.into()) }),
             None => wrong("is a run without a checkpoint; train on until one is saved (checkpoint.every)"),
         };
     }
@@ -53,54 +53,56 @@ pub fn find(path: &Path) -> Result<Place> {
 #[derive(Debug)]
 pub enum Weights {
     /// Of a Hugging Face folder.
-    HuggingFace(Box<Plan>),
+    HuggingFace(Box<HfCheckpoint>),
     /// Of a checkpoint.
-    Checkpoint(Box<Stored>),
+    Checkpoint(Box<NativeCheckpoint>),
 }
 
 impl Weights {
     /// Opens and checks a Hugging Face folder, a checkpoint or the newest checkpoint of a run folder.
     pub fn open(path: &Path) -> Result<Weights> {
-        Weights::at(&find(path)?)
+        Weights::at(&locate_model(path)?)
     }
 
-    /// Opens and checks what [`find`] found.
-    pub fn at(place: &Place) -> Result<Weights> {
+    /// Opens and checks what [`locate_model`] found.
+    pub fn at(place: &ModelLocation) -> Result<Weights> {
         Ok(match place {
-            Place::HuggingFace(dir) => Weights::HuggingFace(Box::new(Plan::open(dir)?)),
-            Place::Checkpoint { folder, .. } => Weights::Checkpoint(Box::new(Stored::open(folder)?)),
+            ModelLocation::HuggingFace(dir) => Weights::HuggingFace(Box::new(HfCheckpoint::open(dir)?)),
+            ModelLocation::Checkpoint { folder, .. } => {
+                Weights::Checkpoint(Box::new(NativeCheckpoint::open(folder)?))
+            }
         })
     }
 
     /// The architecture.
     pub fn model(&self) -> &ModelConfig {
         match self {
-            Weights::HuggingFace(plan) => plan.config().model(),
-            Weights::Checkpoint(stored) => stored.model(),
+            Weights::HuggingFace(checkpoint) => checkpoint.config().model(),
+            Weights::Checkpoint(native) => native.model(),
         }
     }
 
     /// Every parameter under its logical name, in the model's order.
     pub fn tensors(&self) -> &[LogicalTensor] {
         match self {
-            Weights::HuggingFace(plan) => plan.tensors(),
-            Weights::Checkpoint(stored) => stored.tensors(),
+            Weights::HuggingFace(checkpoint) => checkpoint.tensors(),
+            Weights::Checkpoint(native) => native.tensors(),
         }
     }
 
     /// What belongs to the model without being a parameter: f32, whatever the weights are.
     pub fn buffers(&self) -> &[LogicalTensor] {
         match self {
-            Weights::HuggingFace(plan) => plan.buffers(),
-            Weights::Checkpoint(stored) => stored.buffers(),
+            Weights::HuggingFace(checkpoint) => checkpoint.buffers(),
+            Weights::Checkpoint(native) => native.buffers(),
         }
     }
 
     /// Element type of a parameter in the files.
     pub fn dtype(&self, logical: &str) -> Result<DType> {
         match self {
-            Weights::HuggingFace(plan) => plan.dtype(logical),
-            Weights::Checkpoint(stored) => stored.dtype(logical),
+            Weights::HuggingFace(checkpoint) => checkpoint.dtype(logical),
+            Weights::Checkpoint(native) => native.dtype(logical),
         }
     }
 
@@ -114,8 +116,8 @@ impl Weights {
     /// One parameter as little-endian `dtype` (f32, bf16 or f16), row-major.
     pub fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
         match self {
-            Weights::HuggingFace(plan) => plan.read(logical, dtype),
-            Weights::Checkpoint(stored) => stored.read(logical, dtype),
+            Weights::HuggingFace(checkpoint) => checkpoint.read(logical, dtype),
+            Weights::Checkpoint(native) => native.read(logical, dtype),
         }
     }
 

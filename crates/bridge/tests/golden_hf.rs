@@ -4,10 +4,11 @@
 mod support;
 
 use ferrotron_bridge::{
-    ExportOptions, HfConfig, LogicalTensor, Plan, Values, assemble, export, logical_buffers, logical_tensors,
+    ExportOptions, HfCheckpoint, HfConfig, LogicalTensor, TensorData, assemble, export, logical_buffers,
+    logical_tensors,
 };
 use ferrotron_core::model::config::{ModelConfig, Positions, RopeScaling};
-use ferrotron_core::model::moe::{Clamp, ScoreKind};
+use ferrotron_core::model::moe_config::{Clamp, ScoreKind};
 use ferrotron_core::tensorfile::TensorFile;
 use ferrotron_tensor::DType;
 use serde_json::Value;
@@ -133,12 +134,12 @@ fn golden_hf_presets_roundtrip() {
 #[test]
 fn golden_hf_roundtrip_is_byte_equal() {
     for dir in covered() {
-        let plan = Plan::open(&dir).unwrap_or_else(|e| panic!("{e}"));
+        let plan = HfCheckpoint::open(&dir).unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(plan.tensors(), logical_tensors(plan.config().model()));
         assert_eq!(plan.buffers(), logical_buffers(plan.config().model()));
         let out = tempfile::tempdir().unwrap();
         let to = out.path().join("model");
-        let source = |name: &str| Ok(Values { dtype: DType::F32, bytes: plan.read(name, DType::F32)? });
+        let source = |name: &str| Ok(TensorData { dtype: DType::F32, bytes: plan.read(name, DType::F32)? });
         let options = ExportOptions { reference: Some(&plan), ..Default::default() };
         let done = export(&to, plan.config(), &source, &options).unwrap_or_else(|e| panic!("{e}"));
         assert_eq!(done.files, ["model.safetensors"]);
@@ -159,7 +160,7 @@ fn golden_hf_roundtrip_is_byte_equal() {
 #[test]
 fn golden_hf_gradients_can_be_put_together() {
     for dir in covered() {
-        let plan = Plan::open(&dir).unwrap();
+        let plan = HfCheckpoint::open(&dir).unwrap();
         let expected = TensorFile::open(&dir.join("expected.safetensors")).unwrap();
         let mut tensors = plan.hf_tensors().unwrap();
         tensors.retain(|t| !t.is_buffer());
@@ -173,7 +174,7 @@ fn golden_hf_gradients_can_be_put_together() {
                 let part = t.parts.iter().find(|p| p.tensor.name == logical).unwrap();
                 let all = elements(&part.tensor).map(|(r, c)| defined(&t.name, &t.shape, &part.tensor, r, c));
                 let bytes = all.flat_map(|i| whole[i].to_le_bytes()).collect();
-                Ok(Values { dtype: DType::F32, bytes })
+                Ok(TensorData { dtype: DType::F32, bytes })
             };
             assert_eq!(floats(&assemble(&t, DType::F32, &source).unwrap()), whole, "{name}");
         }
@@ -184,7 +185,7 @@ fn golden_hf_gradients_can_be_put_together() {
 #[test]
 fn golden_hf_logical_tensors_are_where_they_should_be() {
     for dir in covered() {
-        let plan = Plan::open(&dir).unwrap();
+        let plan = HfCheckpoint::open(&dir).unwrap();
         let bytes = std::fs::read(dir.join("model.safetensors")).unwrap();
         let file = safetensors::SafeTensors::deserialize(&bytes).unwrap();
         for t in plan.tensors().iter().chain(plan.buffers()) {

@@ -6,7 +6,7 @@ mod support;
 use ferrotron_bridge::{Error, Tokenizer};
 use serde_json::{Value, json};
 use std::collections::HashMap;
-use support::Dice;
+use support::SeededRng;
 
 /// Byte → character of byte-level vocabularies, by the published recipe.
 fn alphabet() -> Vec<char> {
@@ -121,7 +121,7 @@ fn load(v: &Value) -> Tokenizer {
     Tokenizer::from_json(&v.to_string(), "tokenizer.json").unwrap_or_else(|e| panic!("{e}"))
 }
 
-fn random_text(dice: &mut Dice) -> String {
+fn random_text(dice: &mut SeededRng) -> String {
     let n = dice.below(40);
     (0..n)
         .map(|_| match dice.below(5) {
@@ -135,7 +135,7 @@ fn random_text(dice: &mut Dice) -> String {
 #[test]
 fn encodes_as_the_definition_says() {
     let t = load(&file(false));
-    let mut dice = Dice(3);
+    let mut dice = SeededRng(3);
     let random: Vec<String> = (0..500).map(|_| random_text(&mut dice)).collect();
     for text in SAMPLES.iter().copied().chain(random.iter().map(String::as_str)) {
         let ids = t.encode(text).unwrap();
@@ -178,7 +178,7 @@ fn special_tokens_frame_and_hide() {
 
 #[test]
 fn streams_give_whole_characters_and_the_same_text() {
-    let mut dice = Dice(4);
+    let mut dice = SeededRng(4);
     for t in [load(&file(false)), load(&file(true)), Tokenizer::bytes()] {
         for _ in 0..300 {
             let text = random_text(&mut dice);
@@ -285,12 +285,12 @@ fn damaged_files_are_errors() {
         assert!(matches!(e, Error::Tokenizer { .. }));
         assert!(e.to_string().contains(want), "{text}: {e}");
     }
-    let mut dice = Dice(5);
+    let mut dice = SeededRng(5);
     let mut refused = 0;
     for use_regex in [false, true] {
         let good = file(use_regex).to_string().into_bytes();
         for _ in 0..1500 {
-            let Ok(bad) = String::from_utf8(dice.injure(&good)) else { continue };
+            let Ok(bad) = String::from_utf8(dice.corrupt(&good)) else { continue };
             match Tokenizer::from_json(&bad, "tokenizer.json") {
                 Ok(t) => {
                     for text in SAMPLES {
@@ -310,6 +310,6 @@ fn damaged_files_are_errors() {
 fn ranks_can_share_one() {
     fn shareable<T: Send + Sync>() {}
     shareable::<Tokenizer>();
-    shareable::<ferrotron_bridge::Plan>();
+    shareable::<ferrotron_bridge::HfCheckpoint>();
     shareable::<ferrotron_bridge::ChatTemplate>();
 }

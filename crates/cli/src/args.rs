@@ -52,10 +52,10 @@ pub struct Global {
     pub trace: bool,
     /// Seconds that a rank waits for another before the run ends with an error that names it
     #[arg(long, global = true, value_name = "SECONDS", default_value_t = 600, value_parser = clap::value_parser!(u64).range(1..))]
-    pub patience: u64,
+    pub timeout: u64,
     /// When the process began.
     #[arg(skip = Instant::now())]
-    pub begun: Instant,
+    pub started: Instant,
     /// This process's part of a job, where a launcher started it.
     #[arg(skip)]
     pub launch: Arc<Launch>,

@@ -1,7 +1,7 @@
 //! Layouts (`tp=2,pp=2`) and the two sides of a comparison (`bf16,threads=1`) as written on the command line.
 
 use crate::args::Device;
-use ferrotron_core::config::{Precision, Scaling, nearest};
+use ferrotron_core::config::{Precision, QuantRecipe, nearest};
 use ferrotron_core::grid;
 use std::str::FromStr;
 
@@ -53,9 +53,9 @@ impl Layout {
     }
 
     /// As the grid of ranks wants it.
-    pub fn grid(&self) -> grid::Layout {
+    pub fn grid(&self) -> grid::RankLayout {
         let one = |n: Option<usize>| n.unwrap_or(1);
-        grid::Layout {
+        grid::RankLayout {
             tp: one(self.tp),
             cp: one(self.cp),
             pp: one(self.pp),
@@ -63,7 +63,7 @@ impl Layout {
             dp: self.dp,
             ep: one(self.ep),
             etp: self.etp,
-            ..grid::Layout::default()
+            ..grid::RankLayout::default()
         }
     }
 }
@@ -83,7 +83,7 @@ impl FromStr for Layout {
 
 /// One side of a comparison.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Side {
+pub struct ParitySide {
     /// Element type; the recipe's unless given.
     pub dtype: Option<Precision>,
     /// Device; the command's unless given.
@@ -91,7 +91,7 @@ pub struct Side {
     /// CPU threads; the command's unless given.
     pub threads: Option<usize>,
     /// Scaling of 8-bit products; the recipe's unless given.
-    pub fp8: Option<Scaling>,
+    pub fp8: Option<QuantRecipe>,
     /// Sequences per pass; the recipe's unless given.
     pub micro_batch: Option<usize>,
     /// The layout.
@@ -100,10 +100,10 @@ pub struct Side {
     pub text: String,
 }
 
-impl FromStr for Side {
+impl FromStr for ParitySide {
     type Err = String;
-    fn from_str(text: &str) -> Result<Side, String> {
-        let mut side = Side { text: text.into(), ..Side::default() };
+    fn from_str(text: &str) -> Result<ParitySide, String> {
+        let mut side = ParitySide { text: text.into(), ..ParitySide::default() };
         for item in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
             let (key, value) = match item.split_once('=') {
                 Some((key, value)) => (key.trim(), value.trim()),
@@ -116,7 +116,7 @@ impl FromStr for Side {
             match key {
                 "dtype" => side.dtype = Some(value.parse()?),
                 "device" => side.device = Some(value.parse()?),
-                "fp8" => side.fp8 = Some(value.parse()?),
+                "fp8" => side.fp8 = Some(format!("fp8-{value}").parse().or_else(|_| value.parse())?),
                 "threads" => side.threads = Some(number()?),
                 "micro_batch" => side.micro_batch = Some(number()?),
                 _ if LAYOUT_KEYS.contains(&key) => side.layout.put(key, value)?,
@@ -150,14 +150,14 @@ mod tests {
 
     #[test]
     fn sides() {
-        let s: Side = "bf16,threads=1,tp=2".parse().unwrap();
+        let s: ParitySide = "bf16,threads=1,tp=2".parse().unwrap();
         assert_eq!((s.dtype, s.threads, s.layout.tp), (Some(Precision::Bf16), Some(1), Some(2)));
-        assert_eq!("cpu".parse::<Side>().unwrap().device, Some(Device::Cpu));
-        assert_eq!("dtype=f32,micro_batch=2".parse::<Side>().unwrap().micro_batch, Some(2));
-        assert_eq!("bf16,fp8=block".parse::<Side>().unwrap().fp8, Some(Scaling::Block));
-        assert!("fp8=yes".parse::<Side>().is_err());
-        assert!("fp16".parse::<Side>().unwrap_err().contains("f32, bf16"));
-        assert!("thread=1".parse::<Side>().unwrap_err().contains("did you mean threads?"));
-        assert!("dtype=fp16".parse::<Side>().is_err());
+        assert_eq!("cpu".parse::<ParitySide>().unwrap().device, Some(Device::Cpu));
+        assert_eq!("dtype=f32,micro_batch=2".parse::<ParitySide>().unwrap().micro_batch, Some(2));
+        assert_eq!("bf16,fp8=block".parse::<ParitySide>().unwrap().fp8, Some(QuantRecipe::Fp8Block));
+        assert!("fp8=yes".parse::<ParitySide>().is_err());
+        assert!("fp16".parse::<ParitySide>().unwrap_err().contains("f32, bf16"));
+        assert!("thread=1".parse::<ParitySide>().unwrap_err().contains("did you mean threads?"));
+        assert!("dtype=fp16".parse::<ParitySide>().is_err());
     }
 }

@@ -6,8 +6,8 @@ mod format;
 mod layout;
 mod machine;
 mod output;
-mod place;
 mod progress;
+mod ranks;
 mod signal;
 mod trace;
 
@@ -17,12 +17,12 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 fn main() -> ExitCode {
-    let begun = Instant::now();
+    let started = Instant::now();
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) => return output::usage(&e),
     };
-    let global = Global { begun, ..cli.global };
+    let global = Global { started, ..cli.global };
     let result = match cli.command {
         Command::Train(args) => commands::train::run(args, &global),
         Command::Forward(args) => commands::forward::run(args, &global),

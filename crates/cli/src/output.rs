@@ -12,30 +12,30 @@ pub const USAGE: u8 = 2;
 
 /// A command line that cannot be carried out, beyond what the parser sees.
 #[derive(Debug)]
-pub struct Usage {
+pub struct UsageError {
     what: String,
     hint: Option<String>,
 }
 
-impl Usage {
+impl UsageError {
     /// One sentence that says what to change.
-    pub fn new(what: impl Into<String>) -> Usage {
-        Usage { what: what.into(), hint: None }
+    pub fn new(what: impl Into<String>) -> UsageError {
+        UsageError { what: what.into(), hint: None }
     }
 
     /// With a hint beside it.
-    pub fn hint(self, hint: impl Into<String>) -> Usage {
-        Usage { hint: Some(hint.into()), ..self }
+    pub fn hint(self, hint: impl Into<String>) -> UsageError {
+        UsageError { hint: Some(hint.into()), ..self }
     }
 }
 
-impl std::fmt::Display for Usage {
+impl std::fmt::Display for UsageError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(&self.what)
     }
 }
 
-impl std::error::Error for Usage {}
+impl std::error::Error for UsageError {}
 
 /// Writes text to standard output. A reader that went away (`| head`) is no failure.
 pub fn print(text: &str) -> anyhow::Result<()> {
@@ -76,7 +76,7 @@ pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
     let (hint, code) = match core {
         Some(e @ ferrotron_core::Error::Config { .. }) => (e.hint(), USAGE),
         Some(e) => (e.hint(), FAILED),
-        None => match error.downcast_ref::<Usage>() {
+        None => match error.downcast_ref::<UsageError>() {
             Some(usage) => (usage.hint.as_deref(), USAGE),
             None => (None, FAILED),
         },
@@ -87,7 +87,8 @@ pub fn failure(error: &anyhow::Error, global: &Global) -> ExitCode {
 
 fn report(what: &str, hint: Option<&str>, json: bool) {
     // Of many processes, each says who it is.
-    let rank = ferrotron_core::ranks::Job::detect().ok().flatten().filter(|j| j.size > 1).map(|j| j.rank);
+    let rank =
+        ferrotron_core::ranks::LaunchEnv::detect().ok().flatten().filter(|j| j.size > 1).map(|j| j.rank);
     let what = &rank.map_or_else(|| what.to_string(), |r| format!("rank {r}: {what}"));
     let text = if json {
         format!("{}\n", serde_json::json!({ "error": what, "hint": hint }))

@@ -95,16 +95,16 @@ impl Progress {
 }
 
 /// How far a long job is: a bar on a terminal, a line now and then elsewhere, nothing with `--json`.
-pub struct Gauge {
+pub struct JobProgress {
     what: &'static str,
     bar: Option<ProgressBar>,
     quiet: bool,
     last: Cell<Instant>,
 }
 
-impl Gauge {
+impl JobProgress {
     /// A job described by `what` ("reading", "writing").
-    pub fn new(global: &Global, what: &'static str) -> Gauge {
+    pub fn new(global: &Global, what: &'static str) -> JobProgress {
         let bar = (!global.json && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
             let style = ProgressStyle::with_template("{bar:24} {percent} %  {msg}, {eta} left")
@@ -113,7 +113,7 @@ impl Gauge {
             bar.set_message(what);
             bar
         });
-        Gauge { what, bar, quiet: global.json, last: Cell::new(Instant::now()) }
+        JobProgress { what, bar, quiet: global.json, last: Cell::new(Instant::now()) }
     }
 
     /// `done` of `total` are done.
@@ -129,7 +129,7 @@ impl Gauge {
     }
 }
 
-impl Drop for Gauge {
+impl Drop for JobProgress {
     fn drop(&mut self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
@@ -149,7 +149,7 @@ fn describe(s: &Step, total: u64, pace: Option<f64>) -> String {
         parts.push(format!("imbalance {x:.2}"));
     }
     if s.memory > 0 {
-        parts.push(ferrotron_tensor::human(s.memory as usize));
+        parts.push(ferrotron_tensor::format_bytes(s.memory as usize));
     }
     if let Some(pace) = pace.filter(|_| s.step < total) {
         parts.push(format!("{} left", format::seconds(pace * (total - s.step) as f64)));
@@ -162,7 +162,7 @@ fn note(event: &Event) -> Option<String> {
         Event::Eval(e) => Some(format!("step {}  validation loss {}", e.step, format::loss(e.loss))),
         Event::Precision(p) => worst(p),
         Event::Checkpoint(c) => {
-            let (size, time) = (ferrotron_tensor::human(c.bytes as usize), format::seconds(c.seconds));
+            let (size, time) = (ferrotron_tensor::format_bytes(c.bytes as usize), format::seconds(c.seconds));
             Some(format!("step {}  saved {} ({size}, {time})", c.step, c.path))
         }
         Event::RunEnd(e) if e.ending == Ending::Interrupted => {

@@ -1,14 +1,14 @@
 //! `--trace`: a timeline of a few steps, and what it says about kernels and communication.
 
 use crate::args::Global;
-use crate::{output, place};
+use crate::{output, ranks};
 use anyhow::Result;
 use ferrotron_core::data::Batches;
 use ferrotron_core::events::Event;
 use ferrotron_core::train::{Observer, Outcome, Run};
 use ferrotron_core::{Error, Result as Core};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::trace::{Cover, KernelTime, Trace};
+use ferrotron_tensor::trace::{Coverage, KernelTime, Trace};
 use serde_json::{Value, json};
 use std::path::{Path, PathBuf};
 
@@ -17,7 +17,7 @@ const LINES: usize = 20;
 
 /// What to trace.
 #[derive(Clone, Debug, clap::Args)]
-pub struct Timeline {
+pub struct TraceArgs {
     /// Write a timeline of the last steps: every kernel and collective of every rank, for ui.perfetto.dev
     #[arg(long, value_name = "FILE.json")]
     pub trace: Option<PathBuf>,
@@ -26,10 +26,10 @@ pub struct Timeline {
     pub trace_steps: u64,
 }
 
-impl Timeline {
+impl TraceArgs {
     /// The options of every command, with devices made for a trace if there is to be one. A file that cannot be
     /// written is found here, not at the end of a run.
-    pub fn place(&self, global: &Global) -> Result<Global> {
+    pub fn with_tracing(&self, global: &Global) -> Result<Global> {
         if let Some(file) = self.trace.as_ref().filter(|_| global.launch.leads()) {
             std::fs::File::create(file).map_err(|e| Error::io_doing(file, "write the trace", e))?;
         }
@@ -46,24 +46,24 @@ impl Timeline {
         observer: &mut dyn Observer,
     ) -> Core<(Outcome, Option<Summary>)> {
         let Some(file) = &self.trace else { return Ok((run.train(data, eval, observer)?, None)) };
-        let outcome = run.train(data, eval, &mut self.around(observer))?;
-        let summary = finish(&run.trainer.rank, file).map_err(place::told)?;
+        let outcome = run.train(data, eval, &mut self.step_tracer(observer))?;
+        let summary = write_trace(&run.trainer.rank, file).map_err(ranks::to_core_error)?;
         Ok((outcome, summary))
     }
 
     /// An observer that also starts and stops the trace.
-    pub fn around<'a>(&self, inner: &'a mut dyn Observer) -> Around<'a> {
-        Around { inner, steps: self.trace_steps }
+    pub fn step_tracer<'a>(&self, inner: &'a mut dyn Observer) -> StepTracer<'a> {
+        StepTracer { inner, steps: self.trace_steps }
     }
 }
 
 /// Traces steps, and nothing between them: no evaluation, no checkpoint.
-pub struct Around<'a> {
+pub struct StepTracer<'a> {
     inner: &'a mut dyn Observer,
     steps: u64,
 }
 
-impl Observer for Around<'_> {
+impl Observer for StepTracer<'_> {
     fn event(&mut self, event: &Event) {
         self.inner.event(event);
     }
@@ -96,9 +96,9 @@ impl Observer for Around<'_> {
 }
 
 /// Nothing to show and nobody to ask to stop.
-pub struct Silent;
+pub struct NullObserver;
 
-impl Observer for Silent {
+impl Observer for NullObserver {
     fn event(&mut self, _: &Event) {}
     fn stop(&self) -> bool {
         false
@@ -106,7 +106,7 @@ impl Observer for Silent {
 }
 
 /// Collects the traces of all ranks; the first writes them and gets the tables.
-pub fn finish(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
+pub fn write_trace(rank: &Rank, file: &Path) -> Result<Option<Summary>> {
     let all = rank.world.all();
     // Ranks that share a device share its trace: whoever takes it first has all of it.
     let mine = serde_json::to_vec(&rank.device().take_trace()?)?;
@@ -159,8 +159,8 @@ impl Summary {
             out += "\n";
             out += &output::table(&[
                 heads.map(String::from).to_vec(),
-                line("in all, with waiting", o.spans),
-                line("moving data", o.busy),
+                line("in all, with waiting", o.collectives),
+                line("moving data", o.transfers),
             ]);
         }
         out
@@ -173,7 +173,7 @@ impl Summary {
                 .map(|k| json!({ "name": k.name, "calls": k.calls, "ms": k.seconds * 1e3 }))
                 .collect()
         };
-        let cover = |c: Cover| json!({ "ms": c.total * 1e3, "under_own_compute_ms": c.own * 1e3, "under_any_compute_ms": c.any * 1e3 });
+        let cover = |c: Coverage| json!({ "ms": c.total * 1e3, "under_own_compute_ms": c.same_rank * 1e3, "under_any_compute_ms": c.any_rank * 1e3 });
         let overlap = self.trace.overlap();
         json!({
             "file": self.file,
@@ -181,7 +181,7 @@ impl Summary {
             "ranks": self.trace.ranks().len(),
             "kernels": times(self.trace.by_kernel()),
             "collectives": times(self.trace.by_collective()),
-            "communication": { "spans": cover(overlap.spans), "busy": cover(overlap.busy) },
+            "communication": { "spans": cover(overlap.collectives), "busy": cover(overlap.transfers) },
         })
     }
 }
@@ -203,7 +203,12 @@ fn table(what: &str, times: &[KernelTime]) -> String {
     output::table(&rows)
 }
 
-fn line(name: &str, c: Cover) -> Vec<String> {
+fn line(name: &str, c: Coverage) -> Vec<String> {
     let part = |s: f64, share: f64| format!("{:.2} ms ({:.0} %)", s * 1e3, share * 1e2);
-    vec![name.into(), format!("{:.2}", c.total * 1e3), part(c.own, c.own_share()), part(c.any, c.any_share())]
+    vec![
+        name.into(),
+        format!("{:.2}", c.total * 1e3),
+        part(c.same_rank, c.same_rank_fraction()),
+        part(c.any_rank, c.any_rank_fraction()),
+    ]
 }

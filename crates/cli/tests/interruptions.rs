@@ -7,14 +7,14 @@ mod support;
 use std::path::Path;
 use std::process::Command;
 use std::time::{Duration, Instant};
-use support::{Dice, Ended, ferrotron, files, losses, recipe, rounds, run, wait};
+use support::{Finished, SeededRng, ferrotron, files, losses, recipe, rounds, run, wait};
 
 /// Arguments of one training command.
 fn train(recipe: &Path, out: &Path) -> Vec<String> {
     ["train", recipe.to_str().unwrap(), "--out", out.to_str().unwrap()].map(String::from).to_vec()
 }
 
-fn finished(e: &Ended) {
+fn finished(e: &Finished) {
     assert_eq!(e.code, Some(0), "{}", e.err);
     assert!(!e.err.contains("panicked"), "{}", e.err);
 }
@@ -41,7 +41,7 @@ fn killed_at_any_moment_it_ends_the_same() {
     finished(&run(&train(&recipe, &whole)));
     let length = start.elapsed();
     assert_eq!(losses(&whole).len(), STEPS);
-    let mut dice = Dice(20_240_711);
+    let mut dice = SeededRng(20_240_711);
     let rounds = rounds(6);
     let mut kills = 0;
     // A machine that has become faster sees fewer kills in a round: then there are more rounds.
@@ -156,7 +156,7 @@ fn a_second_process_is_kept_out() {
     let child = ferrotron(&train(&recipe, &out)).spawn().unwrap();
     wait_for_steps(&out, 1);
     let e = run(&train(&recipe, &out));
-    support::one_sentence(&e, "a second process");
+    support::assert_one_sentence_error(&e, "a second process");
     signal("INT", child.id());
     finished(&wait(child));
 }

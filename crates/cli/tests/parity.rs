@@ -136,7 +136,7 @@ fn eight_bit_products_agree_on_any_layout() {
             let rescaled = scaling == "current" && layout == "cp=2";
             assert_eq!(v["bounds"]["gradient"], if rescaled { 1e-1 } else { 5e-2 });
             if rescaled {
-                let pow2 = ["--set", "precision.power_of_two=true"];
+                let pow2 = ["--set", "precision.pow2_scales=true"];
                 assert_eq!(verdict(&[&sides[..], &base, &pow2].concat(), 0)["bounds"]["gradient"], 5e-2);
             }
         }
@@ -151,7 +151,8 @@ fn eight_bit_products_agree_on_any_layout() {
 #[test]
 fn attention_in_eight_bits_agrees_on_any_layout() {
     let (_dir, recipe) = folder();
-    let base = [&["--recipe", path(&recipe)][..], &NARROW, &["--set", "precision.also=attention"]].concat();
+    let base =
+        [&["--recipe", path(&recipe)][..], &NARROW, &["--set", "precision.fp8_attention=true"]].concat();
     let one = "cpu,bf16,micro_batch=1";
     for layout in ["tp=2", "pp=2", "cp=2"] {
         let other = format!("{one},{layout}");

@@ -1,10 +1,10 @@
 //! One rank's membership of a group, and the collectives.
 
-use crate::engine::{Engine, Hub, Job, Met};
-use crate::notice::{Detail, Kind, Notice};
-use crate::recorder::Progress;
-use crate::volume::{self, Meter};
-use crate::{Error, Reduce, Result, Volume, World, watchdog};
+use crate::backend::{Collective, Descriptors, GroupBackend, JobBackend};
+use crate::flight_recorder::OpStatus;
+use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
+use crate::volume::{self, VolumeMeter};
+use crate::{Error, ReduceOp, Result, Volume, World, watchdog};
 use ferrotron_tensor::trace::{self, Span};
 use ferrotron_tensor::{Stream, Tensor};
 use std::collections::HashMap;
@@ -19,24 +19,24 @@ use std::time::{Duration, Instant};
 /// job is over: every further call on every rank fails too.
 #[derive(Clone)]
 pub struct Communicator {
-    pub(crate) core: Arc<Core>,
+    pub(crate) core: Arc<CommunicatorInner>,
 }
 
-pub(crate) struct Core {
+pub(crate) struct CommunicatorInner {
     pub(crate) name: &'static str,
     /// Number of the group: all ranks make the same groups in the same order.
     pub(crate) index: u64,
     pub(crate) rank: usize,
     pub(crate) ranks: Vec<usize>,
     /// None in a group of one.
-    pub(crate) engine: Option<Arc<dyn Engine>>,
-    pub(crate) hub: Arc<dyn Hub>,
-    pub(crate) patience: Duration,
+    pub(crate) engine: Option<Arc<dyn GroupBackend>>,
+    pub(crate) job_backend: Arc<dyn JobBackend>,
+    pub(crate) timeout: Duration,
     /// Held during a call: those of one rank on one group come one at a time.
     pub(crate) counters: Mutex<Counters>,
-    pub(crate) meter: Meter,
+    pub(crate) meter: VolumeMeter,
     /// Of all groups of this rank.
-    pub(crate) world_meter: Arc<Meter>,
+    pub(crate) world_meter: Arc<VolumeMeter>,
 }
 
 /// Sequence numbers.
@@ -87,27 +87,28 @@ impl Communicator {
 
     /// Returns when all ranks have called it. Orders hosts, not streams.
     pub fn barrier(&self, label: &'static str) -> Result<()> {
-        self.collective(None, self.notice(Kind::Barrier, label), Job::Barrier, 0)
+        self.collective(None, self.descriptor(OpKind::Barrier, label), Collective::Barrier, 0)
     }
 
     /// `t = Σ over ranks of t` (or the maximum), in place, the same bits on every rank. f32, f64, i32, i64;
     /// bf16 is summed in f32 and rounded once.
-    pub fn all_reduce(&self, s: &Stream, t: &Tensor, op: Reduce, label: &'static str) -> Result<()> {
-        let notice = self.notice(Kind::AllReduce, label).of(t, true).with(Detail::Reduce(op as u64));
-        self.check(&notice, |c| c.whole(s, t)?.reducible(t))?;
+    pub fn all_reduce(&self, s: &Stream, t: &Tensor, op: ReduceOp, label: &'static str) -> Result<()> {
+        let descriptor =
+            self.descriptor(OpKind::AllReduce, label).of(t, true).with(Detail::Reduce(op as u64));
+        self.check(&descriptor, |c| c.whole(s, t)?.reducible(t))?;
         let sent = volume::all_reduce(self.size(), t.bytes());
-        self.collective(Some(s), notice, Job::AllReduce { t, op }, sent)
+        self.collective(Some(s), descriptor, Collective::AllReduce { t, op }, sent)
     }
 
     /// `all` = every rank's `mine` back to back: `all [n·count]`, `mine [count]`. `mine` may be its own place
     /// in `all`.
     pub fn all_gather(&self, s: &Stream, mine: &Tensor, all: &Tensor, label: &'static str) -> Result<()> {
-        let notice = self.notice(Kind::AllGather, label).of(mine, true);
-        self.check(&notice, |c| {
+        let descriptor = self.descriptor(OpKind::AllGather, label).of(mine, true);
+        self.check(&descriptor, |c| {
             c.whole(s, mine)?.whole(s, all)?.times(mine, all, self.size())?.place(mine, all, self.rank())
         })?;
         let sent = (self.size() as u64 - 1) * mine.bytes() as u64;
-        self.collective(Some(s), notice, Job::AllGather { mine, all, counts: None }, sent)
+        self.collective(Some(s), descriptor, Collective::AllGather { mine, all, counts: None }, sent)
     }
 
     /// The same with `counts[r]` elements from rank r; the list is the same on all ranks.
@@ -119,16 +120,16 @@ impl Communicator {
         counts: &[usize],
         label: &'static str,
     ) -> Result<()> {
-        let notice =
-            self.notice(Kind::AllGather, label).of(mine, false).with(Detail::Counts(numbers(counts)));
-        self.check(&notice, |c| {
+        let descriptor =
+            self.descriptor(OpKind::AllGather, label).of(mine, false).with(Detail::Counts(numbers(counts)));
+        self.check(&descriptor, |c| {
             c.whole(s, mine)?.whole(s, all)?.counts(self.size(), counts, all)?;
             c.elements("mine", mine, counts[self.rank()])?;
             c.place_at(mine, all, counts[..self.rank()].iter().sum())
         })?;
         let size = mine.dtype().size();
         let sent = volume::all_gather(self.rank(), counts.iter().map(|n| n * size));
-        self.collective(Some(s), notice, Job::AllGather { mine, all, counts: Some(counts) }, sent)
+        self.collective(Some(s), descriptor, Collective::AllGather { mine, all, counts: Some(counts) }, sent)
     }
 
     /// `mine` = this rank's part of n equal parts of the sum (or maximum) of `all` over ranks: `all [n·count]`,
@@ -139,26 +140,27 @@ impl Communicator {
         s: &Stream,
         all: &Tensor,
         mine: &Tensor,
-        op: Reduce,
+        op: ReduceOp,
         label: &'static str,
     ) -> Result<()> {
-        let notice = self.notice(Kind::ReduceScatter, label).of(mine, true).with(Detail::Reduce(op as u64));
-        self.check(&notice, |c| {
+        let descriptor =
+            self.descriptor(OpKind::ReduceScatter, label).of(mine, true).with(Detail::Reduce(op as u64));
+        self.check(&descriptor, |c| {
             c.whole(s, mine)?.whole(s, all)?.reducible(all)?.times(mine, all, self.size())?;
             c.place(mine, all, self.rank())
         })?;
         let sent = (self.size() as u64 - 1) * mine.bytes() as u64;
-        self.collective(Some(s), notice, Job::ReduceScatter { all, mine, op }, sent)
+        self.collective(Some(s), descriptor, Collective::ReduceScatter { all, mine, op }, sent)
     }
 
     /// Part p of n equal parts of `from` goes to rank p; part p of `to` comes from rank p.
     pub fn all_to_all(&self, s: &Stream, from: &Tensor, to: &Tensor, label: &'static str) -> Result<()> {
-        let notice = self.notice(Kind::AllToAll, label).of(from, true);
-        self.check(&notice, |c| {
+        let descriptor = self.descriptor(OpKind::AllToAll, label).of(from, true);
+        self.check(&descriptor, |c| {
             c.whole(s, from)?.whole(s, to)?.apart(from, to)?.shared(from, to, self.size())
         })?;
         let sent = (from.bytes() - from.bytes() / self.size()) as u64;
-        self.collective(Some(s), notice, Job::AllToAll { from, to, counts: None }, sent)
+        self.collective(Some(s), descriptor, Collective::AllToAll { from, to, counts: None }, sent)
     }
 
     /// The same with `sent[p]` elements for rank p and `received[p]` from it.
@@ -172,77 +174,89 @@ impl Communicator {
         label: &'static str,
     ) -> Result<()> {
         let pairs = Detail::Pairs { sent: numbers(sent), received: numbers(received) };
-        let notice = self.notice(Kind::AllToAll, label).of(from, false).with(pairs);
-        self.check(&notice, |c| {
+        let descriptor = self.descriptor(OpKind::AllToAll, label).of(from, false).with(pairs);
+        self.check(&descriptor, |c| {
             c.whole(s, from)?.whole(s, to)?.apart(from, to)?.same_type(from, to)?;
             c.counts(self.size(), sent, from)?.counts(self.size(), received, to)
         })?;
         let bytes = ((from.numel() - sent[self.rank()]) * from.dtype().size()) as u64;
-        self.collective(Some(s), notice, Job::AllToAll { from, to, counts: Some((sent, received)) }, bytes)
+        self.collective(
+            Some(s),
+            descriptor,
+            Collective::AllToAll { from, to, counts: Some((sent, received)) },
+            bytes,
+        )
     }
 
     /// `t` = that of `root`, a rank of the group.
     pub fn broadcast(&self, s: &Stream, t: &Tensor, root: usize, label: &'static str) -> Result<()> {
-        let notice = self.notice(Kind::Broadcast, label).of(t, true).with(Detail::Root(root as u64));
-        self.check(&notice, |c| c.whole(s, t)?.peer(root, self.size()))?;
+        let descriptor =
+            self.descriptor(OpKind::Broadcast, label).of(t, true).with(Detail::Root(root as u64));
+        self.check(&descriptor, |c| c.whole(s, t)?.peer(root, self.size()))?;
         let sent = volume::broadcast(self.rank(), self.size(), root, t.bytes());
-        self.collective(Some(s), notice, Job::Broadcast { t, root }, sent)
+        self.collective(Some(s), descriptor, Collective::Broadcast { t, root }, sent)
     }
 
-    pub(crate) fn notice(&self, kind: Kind, label: &'static str) -> Notice {
-        Notice::new(self.core.name, kind, label)
+    pub(crate) fn descriptor(&self, kind: OpKind, label: &'static str) -> OpDescriptor {
+        OpDescriptor::new(self.core.name, kind, label)
     }
 
     pub(crate) fn counters(&self) -> MutexGuard<'_, Counters> {
         self.core.counters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn collective(&self, s: Option<&Stream>, notice: Notice, job: Job, sent: u64) -> Result<()> {
-        let run = |engine: &dyn Engine, deadline| match s {
-            Some(s) if !matches!(job, Job::Barrier) => engine.run(s, &job, deadline),
+    fn collective(
+        &self,
+        s: Option<&Stream>,
+        descriptor: OpDescriptor,
+        job: Collective,
+        sent: u64,
+    ) -> Result<()> {
+        let run = |engine: &dyn GroupBackend, deadline| match s {
+            Some(s) if !matches!(job, Collective::Barrier) => engine.run(s, &job, deadline),
             _ => Ok(()),
         };
         match s {
             Some(s) if self.core.engine.is_none() => alone(s, &job)?,
             _ => {}
         }
-        self.meet_and(s, notice, &job, run, |()| sent)
+        self.meet_and(s, descriptor, &job, run, |()| sent)
     }
 
     /// One collective: compare, move, record, count. `run` is not called in a group of one.
     pub(crate) fn meet_and<T: Default>(
         &self,
         s: Option<&Stream>,
-        mut notice: Notice,
-        job: &Job,
-        run: impl FnOnce(&dyn Engine, Instant) -> Result<T, crate::engine::Trouble>,
+        mut descriptor: OpDescriptor,
+        job: &Collective,
+        run: impl FnOnce(&dyn GroupBackend, Instant) -> Result<T, crate::backend::OpError>,
         sent: impl FnOnce(&T) -> u64,
     ) -> Result<T> {
         let core = &*self.core;
-        let kind = notice.kind;
+        let kind = descriptor.kind;
         let mut out = T::default();
         if let Some(engine) = &core.engine {
-            let _span = s.map(|s| self.span(s, &notice)).transpose()?;
+            let _span = s.map(|s| self.span(s, &descriptor)).transpose()?;
             let mut counters = self.counters();
-            notice.sequence = counters.collectives;
+            descriptor.sequence = counters.collectives;
             counters.collectives += 1;
-            let notice = Arc::new(notice);
-            let recorder = core.hub.recorder();
-            let number = recorder.begin(notice.clone());
+            let descriptor = Arc::new(descriptor);
+            let recorder = core.job_backend.recorder();
+            let number = recorder.begin(descriptor.clone());
             let start = Instant::now();
-            let give_up = |t| watchdog::give_up(&*core.hub, &core.ranks, &notice, start.elapsed(), t);
-            let agreed = match engine.meet(s, &notice, job, watchdog::deadline(core.patience)) {
-                Ok(Met::All(brought)) => {
-                    watchdog::compare(&core.ranks, &brought).inspect_err(|e| watchdog::tell(&*core.hub, e))
-                }
-                Ok(Met::Same) => Ok(()),
+            let give_up =
+                |t| watchdog::give_up(&*core.job_backend, &core.ranks, &descriptor, start.elapsed(), t);
+            let agreed = match engine.meet(s, &descriptor, job, watchdog::deadline(core.timeout)) {
+                Ok(Descriptors::PerRank(brought)) => watchdog::compare(&core.ranks, &brought)
+                    .inspect_err(|e| watchdog::tell(&*core.job_backend, e)),
+                Ok(Descriptors::AllEqual) => Ok(()),
                 Err(t) => Err(give_up(t)),
             };
             let done = agreed.and_then(|()| {
-                recorder.set(number, Progress::Moves);
-                run(&**engine, watchdog::deadline(core.patience)).map_err(give_up)
+                recorder.set(number, OpStatus::Running);
+                run(&**engine, watchdog::deadline(core.timeout)).map_err(give_up)
             });
-            recorder.set(number, if done.is_ok() { Progress::Done } else { Progress::Failed });
+            recorder.set(number, if done.is_ok() { OpStatus::Done } else { OpStatus::Failed });
             out = done?;
         }
         self.count(kind, sent(&out));
@@ -250,12 +264,16 @@ impl Communicator {
     }
 
     /// Shows a call in a trace of its stream.
-    pub(crate) fn span(&self, s: &Stream, notice: &Notice) -> Result<Span> {
-        let (group, label) = (self.name(), &notice.label);
-        Ok(s.span(trace::Kind::Collective, notice.kind.name(), format_args!("{group}: '{label}'"))?)
+    pub(crate) fn span(&self, s: &Stream, descriptor: &OpDescriptor) -> Result<Span> {
+        let (group, label) = (self.name(), &descriptor.label);
+        Ok(s.span(
+            trace::ActivityKind::Collective,
+            descriptor.kind.name(),
+            format_args!("{group}: '{label}'"),
+        )?)
     }
 
-    pub(crate) fn count(&self, kind: Kind, bytes: u64) {
+    pub(crate) fn count(&self, kind: OpKind, bytes: u64) {
         self.core.meter.add(kind, bytes);
         self.core.world_meter.add(kind, bytes);
     }
@@ -263,19 +281,22 @@ impl Communicator {
     /// Tells the others if this rank's arguments are wrong, so that they do not wait for it.
     pub(crate) fn failed(&self, error: Error) -> Error {
         if self.core.engine.is_some() {
-            watchdog::tell(&*self.core.hub, &error);
+            watchdog::tell(&*self.core.job_backend, &error);
         }
         error
     }
 }
 
 /// A collective of one rank.
-fn alone(s: &Stream, job: &Job) -> Result<()> {
+fn alone(s: &Stream, job: &Collective) -> Result<()> {
     let (from, to) = match job {
-        Job::AllGather { mine, all, .. } => (mine, all),
-        Job::ReduceScatter { all, mine, .. } => (all, mine),
-        Job::AllToAll { from, to, .. } => (from, to),
-        Job::Barrier | Job::AllReduce { .. } | Job::Broadcast { .. } | Job::Bytes(_) => return Ok(()),
+        Collective::AllGather { mine, all, .. } => (mine, all),
+        Collective::ReduceScatter { all, mine, .. } => (all, mine),
+        Collective::AllToAll { from, to, .. } => (from, to),
+        Collective::Barrier
+        | Collective::AllReduce { .. }
+        | Collective::Broadcast { .. }
+        | Collective::AllGatherBytes(_) => return Ok(()),
     };
     if from.numel() > 0 && !from.same_memory(to) {
         s.copy(from, to)?;

@@ -72,7 +72,7 @@ pub enum Error {
     },
     /// The library below failed.
     #[error("{call}: {what}")]
-    Engine {
+    Backend {
         /// The operation.
         call: String,
         /// What the library said.

@@ -9,42 +9,42 @@
 //! host, `nccl` are processes with a card each. Sums are added in the order of ranks, the same bits on all
 //! engines, except NCCL's, which have an order of their own.
 
-mod arguments;
-mod circle;
+mod backend;
 mod communicator;
-mod engine;
+mod control;
 mod error;
-mod job;
-mod messages;
+mod flight_recorder;
+mod launch_env;
 mod mpi;
 mod nccl;
-mod notice;
-mod post;
+mod op_descriptor;
+mod op_encoding;
 mod process;
-mod recorder;
+mod process_group;
+mod send_recv;
 mod shared_library;
-mod tcp;
+mod tcp_control;
 mod threads;
+mod validate;
 mod volume;
 mod watchdog;
-mod wire;
 mod world;
 
 pub use communicator::Communicator;
 pub use error::{Error, Result};
-pub use job::{Job, Launcher};
-pub use messages::Lane;
+pub use flight_recorder::{OpRecord, OpStatus};
+pub use launch_env::{LaunchEnv, Launcher};
 pub use mpi::mpi_version;
 pub use nccl::nccl_version;
-pub use notice::Kind;
-pub use recorder::{Note, Progress};
-pub use threads::{Add, Arithmetic};
+pub use op_descriptor::OpKind;
+pub use send_recv::SendRecv;
+pub use threads::{ReduceKernel, ReduceKernels};
 pub use volume::Volume;
 pub use world::World;
 
 /// How the values of ranks become one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Reduce {
+pub enum ReduceOp {
     /// Their sum, added in the order of ranks where the engine allows it.
     Sum,
     /// The largest; a NaN stays a NaN.

@@ -5,10 +5,10 @@
 //! after, every process is ended.
 
 use crate::Result;
-use crate::engine::{Failure, Trouble};
-use crate::notice::Notice;
-use crate::post::{Post, Topic};
-use crate::recorder::{Note, Progress, Recorder};
+use crate::backend::{FailureReport, OpError};
+use crate::control::{ControlTransport, Topic};
+use crate::flight_recorder::{FlightRecorder, OpRecord, OpStatus};
+use crate::op_descriptor::OpDescriptor;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -25,21 +25,21 @@ const FORCE: Duration = Duration::from_secs(6);
 /// One rank that is a process.
 pub(crate) struct Process {
     shared: Arc<Shared>,
-    patience: Duration,
+    timeout: Duration,
     answers: Option<std::thread::JoinHandle<()>>,
 }
 
 struct Shared {
-    post: Arc<dyn Post>,
-    recorder: Arc<Recorder>,
-    failure: Mutex<Option<(Failure, Instant)>>,
+    post: Arc<dyn ControlTransport>,
+    recorder: Arc<FlightRecorder>,
+    failure: Mutex<Option<(FailureReport, Instant)>>,
     /// The last call each rank was heard of.
     heard: Mutex<Vec<Option<(String, Instant)>>>,
     over: AtomicBool,
 }
 
 impl Process {
-    pub(crate) fn new(post: Arc<dyn Post>, patience: Duration) -> Result<Process> {
+    pub(crate) fn new(post: Arc<dyn ControlTransport>, timeout: Duration) -> Result<Process> {
         let heard = Mutex::new(vec![None; post.size()]);
         let shared = Arc::new(Shared {
             post,
@@ -52,32 +52,32 @@ impl Process {
         let spawned =
             std::thread::Builder::new().name("comm answers".into()).spawn(move || other.answer_questions());
         let answers = spawned.map_err(|e| crate::Error::Launch(format!("no thread for answers: {e}")))?;
-        Ok(Process { shared, patience, answers: Some(answers) })
+        Ok(Process { shared, timeout, answers: Some(answers) })
     }
 
-    pub(crate) fn post(&self) -> &dyn Post {
+    pub(crate) fn post(&self) -> &dyn ControlTransport {
         &*self.shared.post
     }
 
-    pub(crate) fn recorder(&self) -> &Arc<Recorder> {
+    pub(crate) fn recorder(&self) -> &Arc<FlightRecorder> {
         &self.shared.recorder
     }
 
     /// The first failure known here.
-    pub(crate) fn told(&self) -> Option<Failure> {
+    pub(crate) fn failure(&self) -> Option<FailureReport> {
         self.shared.failed().map(|(failure, _)| failure)
     }
 
     /// An error if the job is over.
-    pub(crate) fn alive(&self) -> Result<(), Trouble> {
-        match self.told() {
+    pub(crate) fn alive(&self) -> Result<(), OpError> {
+        match self.failure() {
             None => Ok(()),
-            told => Err(Trouble::Absent { missing: vec![], ended: vec![], told }),
+            failure => Err(OpError::RanksMissing { missing: vec![], ended: vec![], failure }),
         }
     }
 
     /// Tells everybody of this rank's failure.
-    pub(crate) fn fail(&self, failure: Failure) {
+    pub(crate) fn fail(&self, failure: FailureReport) {
         if self.shared.note(failure.clone()) {
             let text = encode_failure(&failure);
             let post = self.post();
@@ -89,15 +89,15 @@ impl Process {
     }
 
     /// Remembers that `rank` (of the job) came to this call.
-    pub(crate) fn hear(&self, rank: usize, notice: &Notice) {
+    pub(crate) fn hear(&self, rank: usize, descriptor: &OpDescriptor) {
         let mut heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(place) = heard.get_mut(rank) {
-            *place = Some((notice.to_string(), Instant::now()));
+            *place = Some((descriptor.to_string(), Instant::now()));
         }
     }
 
     /// The last operations of `rank`: its own account, or what was last heard of it.
-    pub(crate) fn notes(&self, rank: usize) -> Option<Vec<Note>> {
+    pub(crate) fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
         let post = self.post();
         if rank == post.rank() {
             return Some(self.recorder().notes());
@@ -116,7 +116,7 @@ impl Process {
         let heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
         let (call, at) = heard.get(rank)?.clone()?;
         let call = format!("{call}, then did not answer any more: last heard of");
-        Some(vec![Note { call, progress: Progress::Done, age: at.elapsed() }])
+        Some(vec![OpRecord { call, progress: OpStatus::Done, age: at.elapsed() }])
     }
 
     /// Waits until `ready` gives something. `missing` says for whom it waits (numbers in the group, and in
@@ -124,22 +124,22 @@ impl Process {
     pub(crate) fn wait<T>(
         &self,
         deadline: Instant,
-        mut ready: impl FnMut() -> Result<Option<T>, Trouble>,
+        mut ready: impl FnMut() -> Result<Option<T>, OpError>,
         missing: impl Fn() -> Vec<(usize, usize)>,
-    ) -> Result<T, Trouble> {
+    ) -> Result<T, OpError> {
         let mut idle = 0;
         loop {
             if let Some(found) = ready()? {
                 return Ok(found);
             }
             let late = Instant::now() >= deadline;
-            let told = self.told();
-            let waiting = if late || told.is_some() || idle % 64 == 63 { missing() } else { Vec::new() };
+            let failure = self.failure();
+            let waiting = if late || failure.is_some() || idle % 64 == 63 { missing() } else { Vec::new() };
             let ended: Vec<(usize, bool)> =
                 waiting.iter().filter(|(_, r)| self.post().gone(*r)).map(|(g, _)| (*g, false)).collect();
-            if late || told.is_some() || !ended.is_empty() {
+            if late || failure.is_some() || !ended.is_empty() {
                 let missing = waiting.into_iter().map(|(group, _)| group).collect();
-                return Err(Trouble::Absent { missing, ended, told });
+                return Err(OpError::RanksMissing { missing, ended, failure });
             }
             self.post().pause(idle);
             idle += 1;
@@ -152,9 +152,9 @@ impl Drop for Process {
         let post = &*self.shared.post;
         if std::thread::panicking() {
             let reason = "it panicked".to_string();
-            self.fail(Failure { rank: post.rank(), stall: false, reason });
+            self.fail(FailureReport { rank: post.rank(), stall: false, reason });
         }
-        if self.told().is_none() {
+        if self.failure().is_none() {
             for to in (0..post.size()).filter(|r| *r != post.rank()) {
                 let _ = post.send(to, Topic::GOODBYE, Vec::new());
             }
@@ -163,7 +163,7 @@ impl Drop for Process {
                 left.retain(|r| post.take(*r, Topic::GOODBYE).is_none() && !post.gone(*r));
                 Ok(left.is_empty().then_some(()))
             };
-            if self.wait(Instant::now() + self.patience, ready, Vec::new).is_ok() {
+            if self.wait(Instant::now() + self.timeout, ready, Vec::new).is_ok() {
                 self.shared.over.store(true, Ordering::Release);
                 if let Some(answers) = self.answers.take() {
                     let _ = answers.join();
@@ -171,7 +171,7 @@ impl Drop for Process {
                 return post.close();
             }
             let reason = "the other ranks did not come to the end of the job".to_string();
-            self.fail(Failure { rank: post.rank(), stall: true, reason });
+            self.fail(FailureReport { rank: post.rank(), stall: true, reason });
         }
         // The launcher ends the job when the first process goes; the others should have had their say.
         if let Some((_, at)) = self.shared.failed() {
@@ -181,12 +181,12 @@ impl Drop for Process {
 }
 
 impl Shared {
-    fn failed(&self) -> Option<(Failure, Instant)> {
+    fn failed(&self) -> Option<(FailureReport, Instant)> {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Keeps the first failure; says whether this is it.
-    fn note(&self, failure: Failure) -> bool {
+    fn note(&self, failure: FailureReport) -> bool {
         let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
         let new = first.is_none();
         first.get_or_insert((failure, Instant::now()));
@@ -214,24 +214,28 @@ impl Shared {
     }
 }
 
-fn encode_failure(failure: &Failure) -> Vec<u8> {
+fn encode_failure(failure: &FailureReport) -> Vec<u8> {
     let mut text = vec![u8::from(failure.stall)];
     text.extend(failure.reason.as_bytes());
     text
 }
 
-fn decode_failure(rank: usize, text: &[u8]) -> Failure {
+fn decode_failure(rank: usize, text: &[u8]) -> FailureReport {
     let stall = text.first() == Some(&1);
-    Failure { rank, stall, reason: String::from_utf8_lossy(text.get(1..).unwrap_or_default()).into_owned() }
+    FailureReport {
+        rank,
+        stall,
+        reason: String::from_utf8_lossy(text.get(1..).unwrap_or_default()).into_owned(),
+    }
 }
 
-const PROGRESS: [Progress; 4] = [Progress::Waits, Progress::Moves, Progress::Done, Progress::Failed];
+const STATUSES: [OpStatus; 4] = [OpStatus::Waiting, OpStatus::Running, OpStatus::Done, OpStatus::Failed];
 
 /// Notes as (progress, age in milliseconds, length, text) each.
-fn encode_notes(notes: &[Note]) -> Vec<u8> {
+fn encode_notes(notes: &[OpRecord]) -> Vec<u8> {
     let mut out = Vec::new();
     for n in notes {
-        out.push(PROGRESS.iter().position(|p| *p == n.progress).unwrap_or(0) as u8);
+        out.push(STATUSES.iter().position(|p| *p == n.progress).unwrap_or(0) as u8);
         out.extend((n.age.as_millis() as u64).to_le_bytes());
         out.extend((n.call.len() as u64).to_le_bytes());
         out.extend(n.call.as_bytes());
@@ -239,15 +243,15 @@ fn encode_notes(notes: &[Note]) -> Vec<u8> {
     out
 }
 
-fn decode_notes(mut bytes: &[u8]) -> Option<Vec<Note>> {
+fn decode_notes(mut bytes: &[u8]) -> Option<Vec<OpRecord>> {
     let mut notes = Vec::new();
     while !bytes.is_empty() {
         let (head, rest) = bytes.split_at_checked(17)?;
         let number = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
         let (text, rest) = rest.split_at_checked(usize::try_from(number(9)?).ok()?)?;
-        let progress = *PROGRESS.get(usize::from(head[0]))?;
+        let progress = *STATUSES.get(usize::from(head[0]))?;
         let call = String::from_utf8_lossy(text).into_owned();
-        notes.push(Note { call, progress, age: Duration::from_millis(number(1)?) });
+        notes.push(OpRecord { call, progress, age: Duration::from_millis(number(1)?) });
         bytes = rest;
     }
     Some(notes)
@@ -260,10 +264,12 @@ mod tests {
 
     #[test]
     fn notes_travel_and_rubbish_is_refused() {
-        let notes: Vec<Note> = PROGRESS
+        let notes: Vec<OpRecord> = STATUSES
             .iter()
-            .map(|p| Note {
-                call: format!("a call ü {p:?}"), progress: *p, age: Duration::from_millis(1234)
+            .map(|p| OpRecord {
+                call: format!("a call ü {p:?}"),
+                progress: *p,
+                age: Duration::from_millis(1234),
             })
             .collect();
         let bytes = encode_notes(&notes);

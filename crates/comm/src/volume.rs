@@ -5,24 +5,24 @@
 //! a rank of an all-gather passes on everything but the part of its right neighbour. A broadcast goes along a
 //! chain from the root: all but the last rank send B.
 
-use crate::notice::Kind;
+use crate::op_descriptor::OpKind;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Calls and bytes sent by this rank, by kind of operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Volume {
-    entries: [(u64, u64); Kind::ALL.len()],
+    entries: [(u64, u64); OpKind::ALL.len()],
 }
 
 impl Volume {
     /// Calls of a kind.
-    pub fn calls(&self, kind: Kind) -> u64 {
+    pub fn calls(&self, kind: OpKind) -> u64 {
         self.entries[kind as usize].0
     }
 
     /// Bytes sent by calls of a kind.
-    pub fn bytes(&self, kind: Kind) -> u64 {
+    pub fn bytes(&self, kind: OpKind) -> u64 {
         self.entries[kind as usize].1
     }
 
@@ -43,7 +43,7 @@ impl Volume {
 
 impl fmt::Display for Volume {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let used: Vec<String> = Kind::ALL
+        let used: Vec<String> = OpKind::ALL
             .iter()
             .filter(|k| self.calls(**k) > 0)
             .map(|k| format!("{} {} B in {}", k.name(), self.bytes(*k), self.calls(*k)))
@@ -54,12 +54,12 @@ impl fmt::Display for Volume {
 
 /// Counts as calls are made.
 #[derive(Default)]
-pub(crate) struct Meter {
-    entries: [(AtomicU64, AtomicU64); Kind::ALL.len()],
+pub(crate) struct VolumeMeter {
+    entries: [(AtomicU64, AtomicU64); OpKind::ALL.len()],
 }
 
-impl Meter {
-    pub(crate) fn add(&self, kind: Kind, bytes: u64) {
+impl VolumeMeter {
+    pub(crate) fn add(&self, kind: OpKind, bytes: u64) {
         let (calls, sum) = &self.entries[kind as usize];
         calls.fetch_add(1, Relaxed);
         sum.fetch_add(bytes, Relaxed);

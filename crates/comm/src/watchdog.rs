@@ -1,56 +1,62 @@
 //! What a call that could not take place reports: who is missing and what they did last.
 
 use crate::Error;
-use crate::engine::{Failure, Hub, Trouble};
-use crate::notice::Notice;
-use crate::recorder::{Note, Progress};
+use crate::backend::{FailureReport, JobBackend, OpError};
+use crate::flight_recorder::{OpRecord, OpStatus};
+use crate::op_descriptor::OpDescriptor;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Now and `patience` more; a month is as good as for ever.
-pub(crate) fn deadline(patience: Duration) -> Instant {
-    Instant::now() + patience.min(Duration::from_secs(30 * 24 * 3600))
+pub(crate) fn deadline(timeout: Duration) -> Instant {
+    Instant::now() + timeout.min(Duration::from_secs(30 * 24 * 3600))
 }
 
 /// The error of `call` on this rank, printed if other ranks did not come, and told to the other ranks.
 pub(crate) fn give_up(
-    hub: &dyn Hub,
+    job_backend: &dyn JobBackend,
     ranks: &[usize],
-    call: &Notice,
+    call: &OpDescriptor,
     waited: Duration,
-    trouble: Trouble,
+    error: OpError,
 ) -> Error {
-    let error = explain(hub, ranks, call, waited, trouble);
+    let error = explain(job_backend, ranks, call, waited, error);
     if matches!(error, Error::Stall { .. } | Error::Ended { .. }) {
         // The one thing this crate prints: whoever owns the error may itself be stuck or be one of many.
         eprintln!("ferrotron: {error}");
     }
-    tell(hub, &error);
+    tell(job_backend, &error);
     error
 }
 
 /// Lets the other ranks give up too.
-pub(crate) fn tell(hub: &dyn Hub, error: &Error) {
+pub(crate) fn tell(job_backend: &dyn JobBackend, error: &Error) {
     let stall = matches!(error, Error::Stall { .. } | Error::Ended { .. });
-    hub.fail(Failure { rank: hub.rank(), stall, reason: error.to_string() });
+    job_backend.fail(FailureReport { rank: job_backend.rank(), stall, reason: error.to_string() });
 }
 
-fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trouble: Trouble) -> Error {
-    let rank = hub.rank();
+fn explain(
+    job_backend: &dyn JobBackend,
+    ranks: &[usize],
+    call: &OpDescriptor,
+    waited: Duration,
+    error: OpError,
+) -> Error {
+    let rank = job_backend.rank();
     let global = |r: usize| ranks.get(r).copied().unwrap_or(r);
-    match trouble {
-        Trouble::Absent { missing, ended, told } => {
+    match error {
+        OpError::RanksMissing { missing, ended, failure } => {
             let missing: Vec<usize> = missing.into_iter().map(global).collect();
             // A report of another kind of failure is the cause; so is that of a rank waited for here, and any
             // if all have come here.
-            if let Some(Failure { rank: by, reason, .. }) =
-                told.filter(|f| !f.stall || missing.is_empty() || missing.contains(&f.rank))
+            if let Some(FailureReport { rank: by, reason, .. }) =
+                failure.filter(|f| !f.stall || missing.is_empty() || missing.contains(&f.rank))
             {
                 return Error::Abandoned { rank, call: call.to_string(), by, reason };
             }
             if ended.is_empty() {
-                let missing: Vec<_> = missing.into_iter().map(|r| (r, hub.notes(r))).collect();
-                if let Some(Failure { rank: by, reason, .. }) = cause(hub, &missing) {
+                let missing: Vec<_> = missing.into_iter().map(|r| (r, job_backend.notes(r))).collect();
+                if let Some(FailureReport { rank: by, reason, .. }) = cause(job_backend, &missing) {
                     return Error::Abandoned { rank, call: call.to_string(), by, reason };
                 }
                 let missing = missing.into_iter().map(|(r, notes)| (r, last(notes))).collect();
@@ -60,19 +66,19 @@ fn explain(hub: &dyn Hub, ranks: &[usize], call: &Notice, waited: Duration, trou
             let ended = ended
                 .into_iter()
                 .map(|(r, panicked)| {
-                    (global(r), format!("{}; {}", how(panicked), last(hub.notes(global(r)))))
+                    (global(r), format!("{}; {}", how(panicked), last(job_backend.notes(global(r)))))
                 })
                 .collect();
             Error::Ended { rank, call: call.to_string(), ended }
         }
-        Trouble::Differs { peer, mine, theirs } => Error::Mismatch {
+        OpError::Mismatch { peer, mine, theirs } => Error::Mismatch {
             rank,
             call: mine.to_string(),
             other: global(peer),
             other_call: theirs.to_string(),
         },
-        Trouble::Broken { what } => Error::Engine { call: call.to_string(), what },
-        Trouble::Tensor(e) => Error::Tensor(e),
+        OpError::Backend { what } => Error::Backend { call: call.to_string(), what },
+        OpError::Tensor(e) => Error::Tensor(e),
     }
 }
 
@@ -81,17 +87,17 @@ const FIRST_WORD: Duration = Duration::from_millis(2000);
 
 /// Why those who are missing do not come, if they wait for somebody else: the report of whoever is nearer to the cause,
 /// which is due at any moment.
-fn cause(hub: &dyn Hub, missing: &[(usize, Option<Vec<Note>>)]) -> Option<Failure> {
-    let waits = |notes: &Option<Vec<Note>>| {
+fn cause(job_backend: &dyn JobBackend, missing: &[(usize, Option<Vec<OpRecord>>)]) -> Option<FailureReport> {
+    let waits = |notes: &Option<Vec<OpRecord>>| {
         let last = notes.as_ref().and_then(|notes| notes.last().map(|n| n.progress));
-        matches!(last, Some(Progress::Waits | Progress::Moves | Progress::Failed))
+        matches!(last, Some(OpStatus::Waiting | OpStatus::Running | OpStatus::Failed))
     };
     if !missing.iter().any(|(_, notes)| waits(notes)) {
         return None;
     }
     let until = Instant::now() + FIRST_WORD;
     loop {
-        let heard = hub.failure().filter(|f| f.rank != hub.rank());
+        let heard = job_backend.failure().filter(|f| f.rank != job_backend.rank());
         if heard.is_some() || Instant::now() >= until {
             return heard;
         }
@@ -99,7 +105,7 @@ fn cause(hub: &dyn Hub, missing: &[(usize, Option<Vec<Note>>)]) -> Option<Failur
     }
 }
 
-fn last(notes: Option<Vec<Note>>) -> String {
+fn last(notes: Option<Vec<OpRecord>>) -> String {
     match notes {
         None => "what it did last is unknown".to_string(),
         Some(notes) => notes.last().map_or("it has called nothing yet".to_string(), |n| format!("it {n}")),
@@ -108,7 +114,7 @@ fn last(notes: Option<Vec<Note>>) -> String {
 
 /// Compares what all ranks brought. The same two ranks are named on every rank: one that does what most do,
 /// and the first that does not fit.
-pub(crate) fn compare(ranks: &[usize], brought: &[Arc<Notice>]) -> Result<(), Error> {
+pub(crate) fn compare(ranks: &[usize], brought: &[Arc<OpDescriptor>]) -> Result<(), Error> {
     let conflict = |a: usize, b: usize| brought[a].conflict(a, &brought[b], b);
     let n = brought.len();
     let fits = |a: usize| (0..n).filter(|b| !conflict(a, *b)).count();

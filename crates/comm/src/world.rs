@@ -1,11 +1,11 @@
 //! All ranks of the job, and the groups made of them.
 
-use crate::communicator::{Communicator, Core};
-use crate::engine::{Engine, Failure, Hub};
-use crate::notice::{Kind, Notice};
-use crate::threads::{self, Arithmetic};
-use crate::volume::Meter;
-use crate::{Error, Note, Result, Volume, watchdog};
+use crate::backend::{FailureReport, GroupBackend, JobBackend};
+use crate::communicator::{Communicator, CommunicatorInner};
+use crate::op_descriptor::{OpDescriptor, OpKind};
+use crate::threads::{self, ReduceKernels};
+use crate::volume::VolumeMeter;
+use crate::{Error, OpRecord, Result, Volume, watchdog};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -13,58 +13,65 @@ use std::time::{Duration, Instant};
 /// [`Communicator`] made from it are dropped, the rank has left, and others that wait for it give up.
 #[derive(Clone)]
 pub struct World {
-    hub: Arc<dyn Hub>,
+    job_backend: Arc<dyn JobBackend>,
     all: Communicator,
-    patience: Duration,
+    timeout: Duration,
     /// Groups made so far. Held while one is made.
     groups: Arc<Mutex<u64>>,
-    meter: Arc<Meter>,
+    meter: Arc<VolumeMeter>,
 }
 
 impl World {
     /// A job of one rank.
     pub fn solo() -> World {
-        let hub = threads::hubs(1, Arithmetic::default()).swap_remove(0);
-        World::assemble(hub.0, hub.1, Duration::ZERO)
+        let job_backend = threads::backends(1, ReduceKernels::default()).swap_remove(0);
+        World::assemble(job_backend.0, job_backend.1, Duration::ZERO)
     }
 
     /// A job of `size` ranks as threads of this process, one for each. A rank that waits longer than
     /// `patience` for another gives up with an error that names it. Tensors are on the host.
-    pub fn threads(size: usize, patience: Duration) -> Vec<World> {
-        World::threads_with(size, patience, Arithmetic::default())
+    pub fn threads(size: usize, timeout: Duration) -> Vec<World> {
+        World::threads_with_kernels(size, timeout, ReduceKernels::default())
     }
 
     /// The same with kernels for sums of tensors on a card, which all ranks then share as one `Device`.
-    pub fn threads_with(size: usize, patience: Duration, arithmetic: Arithmetic) -> Vec<World> {
-        let hubs = threads::hubs(size.max(1), arithmetic);
-        hubs.into_iter().map(|(hub, engine)| World::assemble(hub, engine, patience)).collect()
+    pub fn threads_with_kernels(size: usize, timeout: Duration, kernels: ReduceKernels) -> Vec<World> {
+        let backends = threads::backends(size.max(1), kernels);
+        backends
+            .into_iter()
+            .map(|(job_backend, engine)| World::assemble(job_backend, engine, timeout))
+            .collect()
     }
 
     /// A job over another engine: makes the group of all ranks.
-    pub(crate) fn start(hub: Arc<dyn Hub>, patience: Duration) -> Result<World> {
-        let ranks: Vec<usize> = (0..hub.size()).collect();
+    pub(crate) fn start(job_backend: Arc<dyn JobBackend>, timeout: Duration) -> Result<World> {
+        let ranks: Vec<usize> = (0..job_backend.size()).collect();
         let engine = match ranks.len() {
             1 => None,
-            _ => make(&*hub, 0, "world", &ranks, patience)?,
+            _ => make(&*job_backend, 0, "world", &ranks, timeout)?,
         };
-        Ok(World::assemble(hub, engine, patience))
+        Ok(World::assemble(job_backend, engine, timeout))
     }
 
-    fn assemble(hub: Arc<dyn Hub>, engine: Option<Arc<dyn Engine>>, patience: Duration) -> World {
-        let meter = Arc::new(Meter::default());
-        let ranks = (0..hub.size()).collect();
-        let all = join(&hub, (0, "world"), ranks, hub.rank(), engine, patience, &meter);
-        World { hub, all, patience, groups: Arc::new(Mutex::new(1)), meter }
+    fn assemble(
+        job_backend: Arc<dyn JobBackend>,
+        engine: Option<Arc<dyn GroupBackend>>,
+        timeout: Duration,
+    ) -> World {
+        let meter = Arc::new(VolumeMeter::default());
+        let ranks = (0..job_backend.size()).collect();
+        let all = join(&job_backend, (0, "world"), ranks, job_backend.rank(), engine, timeout, &meter);
+        World { job_backend, all, timeout, groups: Arc::new(Mutex::new(1)), meter }
     }
 
     /// This rank's number.
     pub fn rank(&self) -> usize {
-        self.hub.rank()
+        self.job_backend.rank()
     }
 
     /// How many ranks there are.
     pub fn size(&self) -> usize {
-        self.hub.size()
+        self.job_backend.size()
     }
 
     /// The group of all ranks.
@@ -77,7 +84,7 @@ impl World {
     pub fn group(&self, name: &'static str, ranks: &[usize]) -> Result<Option<Communicator>> {
         let refuse = |what: String| {
             let error = Error::Group { name: name.to_string(), ranks: ranks.to_vec(), what };
-            watchdog::tell(&*self.hub, &error);
+            watchdog::tell(&*self.job_backend, &error);
             Err(error)
         };
         if let Some(r) = ranks.iter().find(|r| **r >= self.size()) {
@@ -91,16 +98,28 @@ impl World {
         *groups += 1;
         let engine = match ranks.len() {
             0 | 1 => None,
-            _ => make(&*self.hub, index, name, ranks, self.patience)?,
+            _ => make(&*self.job_backend, index, name, ranks, self.timeout)?,
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
-        Ok(Some(join(&self.hub, (index, name), ranks.to_vec(), rank, engine, self.patience, &self.meter)))
+        Ok(Some(join(
+            &self.job_backend,
+            (index, name),
+            ranks.to_vec(),
+            rank,
+            engine,
+            self.timeout,
+            &self.meter,
+        )))
     }
 
     /// This rank has failed for a reason of its own: the others need not wait for it. Their calls fail with that reason.
-    pub fn give_up(&self, reason: &str) {
+    pub fn abort(&self, reason: &str) {
         if self.size() > 1 {
-            self.hub.fail(Failure { rank: self.rank(), stall: false, reason: reason.to_string() });
+            self.job_backend.fail(FailureReport {
+                rank: self.rank(),
+                stall: false,
+                reason: reason.to_string(),
+            });
         }
     }
 
@@ -110,46 +129,46 @@ impl World {
     }
 
     /// The flight recorder: the last operations of every rank, oldest first, as known here; `None` is unknown.
-    pub fn recorder(&self) -> Vec<Option<Vec<Note>>> {
-        (0..self.size()).map(|r| self.hub.notes(r)).collect()
+    pub fn flight_recorder(&self) -> Vec<Option<Vec<OpRecord>>> {
+        (0..self.size()).map(|r| self.job_backend.notes(r)).collect()
     }
 }
 
 fn make(
-    hub: &dyn Hub,
+    job_backend: &dyn JobBackend,
     index: u64,
     name: &'static str,
     ranks: &[usize],
-    patience: Duration,
-) -> Result<Option<Arc<dyn Engine>>> {
+    timeout: Duration,
+) -> Result<Option<Arc<dyn GroupBackend>>> {
     let start = Instant::now();
-    hub.group(index, name, ranks, watchdog::deadline(patience)).map_err(|trouble| {
-        let mut call = Notice::new(name, Kind::Barrier, "new group");
+    job_backend.group(index, name, ranks, watchdog::deadline(timeout)).map_err(|error| {
+        let mut call = OpDescriptor::new(name, OpKind::Barrier, "new group");
         call.sequence = index;
-        let everyone: Vec<usize> = (0..hub.size()).collect();
-        watchdog::give_up(hub, &everyone, &call, start.elapsed(), trouble)
+        let everyone: Vec<usize> = (0..job_backend.size()).collect();
+        watchdog::give_up(job_backend, &everyone, &call, start.elapsed(), error)
     })
 }
 
 fn join(
-    hub: &Arc<dyn Hub>,
+    job_backend: &Arc<dyn JobBackend>,
     (index, name): (u64, &'static str),
     ranks: Vec<usize>,
     rank: usize,
-    engine: Option<Arc<dyn Engine>>,
-    patience: Duration,
-    world_meter: &Arc<Meter>,
+    engine: Option<Arc<dyn GroupBackend>>,
+    timeout: Duration,
+    world_meter: &Arc<VolumeMeter>,
 ) -> Communicator {
-    let core = Core {
+    let core = CommunicatorInner {
         name,
         index,
         rank,
         ranks,
         engine,
-        hub: hub.clone(),
-        patience,
+        job_backend: job_backend.clone(),
+        timeout,
         counters: Mutex::default(),
-        meter: Meter::default(),
+        meter: VolumeMeter::default(),
         world_meter: world_meter.clone(),
     };
     Communicator { core: Arc::new(core) }

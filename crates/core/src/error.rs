@@ -63,7 +63,7 @@ pub enum Error {
     Schedule {
         /// The pipeline rank.
         rank: usize,
-        /// Place in the rank's list, from 0.
+        /// GroupRank in the rank's list, from 0.
         step: usize,
         /// What stands there.
         operation: String,

@@ -4,22 +4,22 @@ mod blocks;
 mod loss_scale;
 mod state;
 
-use crate::config::{Master, Moments};
+use crate::config::{MasterDtype, StateDtype};
 use crate::{Error, Result};
-use ferrotron_comm::Reduce;
-use ferrotron_engine::flat::{Piece, Placement, Scheme, place};
-use ferrotron_engine::precision::Made;
+use ferrotron_comm::ReduceOp;
+use ferrotron_engine::data_parallel::{ParamShard, Placement, ShardingStrategy, group_rank};
+use ferrotron_engine::quant::Precomputed;
 use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, draw_initial};
-use ferrotron_kernels::{Adam, Order, Sgd, Update, counter, scalars};
+use ferrotron_kernels::{Adam, MomentOrder, ParamUpdate, Sgd, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
-pub use loss_scale::{LossScale, SavedScale};
-use state::Kind;
-pub use state::State;
+pub use loss_scale::{LossScale, SavedLossScale};
+pub use state::OptimizerState;
+use state::StateKind;
 use std::ops::Range;
 
 /// The update rule and its constants.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Rule {
+pub enum UpdateRule {
     /// Adam or AdamW.
     Adam(Adam),
     /// SGD with momentum.
@@ -40,22 +40,22 @@ pub mod outcome {
 
 /// How state is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Kept {
+pub struct StateDtypes {
     /// Of moments.
-    pub moments: Moments,
+    pub moments: StateDtype,
     /// Of the f32 masters of bf16 weights.
-    pub master: Master,
+    pub master: MasterDtype,
 }
 
 /// State of the optimizer, of what this rank has under a placement. Weights that the model computes with in f32 are
 /// their own masters.
 pub struct Optimizer {
-    rule: Rule,
+    rule: UpdateRule,
     placement: Placement,
     /// What this rank has of each parameter, in order of declaration; of some it may be nothing.
-    pieces: Vec<Piece>,
-    masters: State,
-    moments: Vec<State>,
+    pieces: Vec<ParamShard>,
+    masters: OptimizerState,
+    moments: Vec<OptimizerState>,
     decays: Vec<bool>,
     scalars: Tensor,
     max_norm: Option<f32>,
@@ -83,35 +83,37 @@ impl Optimizer {
     pub fn new(
         rank: &Rank,
         params: &Params,
-        scheme: Scheme,
-        rule: Rule,
-        kept: Kept,
+        scheme: ShardingStrategy,
+        rule: UpdateRule,
+        dtypes: StateDtypes,
         max_norm: Option<f32>,
     ) -> Result<Optimizer> {
         let placement = scheme.optimizer;
         let piece = |(i, spec): (usize, &ParamSpec)| {
-            params.plan().piece(ParamId(i), placement, place(rank.copies_of(spec.experts)))
+            params.plan().piece(ParamId(i), placement, group_rank(rank.dp_group(spec.experts)))
         };
-        let pieces: Vec<Piece> = params.specs().iter().enumerate().map(piece).collect();
-        if matches!(kept.moments, Moments::F16 | Moments::Fp8) {
+        let pieces: Vec<ParamShard> = params.specs().iter().enumerate().map(piece).collect();
+        if matches!(dtypes.moments, StateDtype::F16 | StateDtype::Fp8) {
             blocks::check(params.specs(), &pieces)?;
         }
-        if kept.master == Master::Remainder && params.specs().iter().any(|s| s.stored()) {
-            let what = "optimizer.master: a remainder completes a bf16 weight, and weights that are bytes have none; use \"f32\"";
+        if dtypes.master == MasterDtype::Remainder && params.specs().iter().any(|s| s.fp8_resident()) {
+            let what = "optimizer.master_dtype: a remainder completes a bf16 weight, and weights that are bytes have none; use \"f32\"";
             return Err(Error::Invalid(what.into()));
         }
-        let new = |name, kind, dtype| State::new((name, kind), rank, params, placement, dtype, &pieces);
-        let masters = match (params.dtype(), kept.master) {
-            (DType::F32, _) => State::in_weights("model", rank, params, placement, &pieces)?,
-            (_, Master::F32) => new("model", Kind::Masters, DType::F32)?,
-            (_, Master::Remainder) => new("model", Kind::Remainders, DType::I16)?,
+        let new =
+            |name, kind, dtype| OptimizerState::new((name, kind), rank, params, placement, dtype, &pieces);
+        let masters = match (params.dtype(), dtypes.master) {
+            (DType::F32, _) => OptimizerState::in_weights("model", rank, params, placement, &pieces)?,
+            (_, MasterDtype::F32) => new("model", StateKind::Masters, DType::F32)?,
+            (_, MasterDtype::Remainder) => new("model", StateKind::Remainders, DType::I16)?,
         };
-        let names: &[(&'static str, Order)] = match rule {
-            Rule::Adam(_) => &[("adam.m", Order::First), ("adam.v", Order::Second)],
-            Rule::Sgd(_) => &[("sgd.momentum", Order::First)],
+        let names: &[(&'static str, MomentOrder)] = match rule {
+            UpdateRule::Adam(_) => &[("adam.m", MomentOrder::First), ("adam.v", MomentOrder::Second)],
+            UpdateRule::Sgd(_) => &[("sgd.momentum", MomentOrder::First)],
         };
-        let moment =
-            |(name, order): &(&'static str, Order)| new(name, Kind::Moment(*order), kept.moments.dtype());
+        let moment = |(name, order): &(&'static str, MomentOrder)| {
+            new(name, StateKind::Moment(*order), dtypes.moments.dtype())
+        };
         let moments = names.iter().map(moment).collect::<Result<_>>()?;
         let zeros = |n, dtype| rank.compute.zeros(&[n], dtype, Category::Optimizer);
         let optimizer = Optimizer {
@@ -142,25 +144,25 @@ impl Optimizer {
 
     /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
     pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
-        params.settle(rank)?;
+        params.wait_params(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
-            let (master, mut at) = (self.wide_master(rank, i)?, 0);
-            for (part, runs) in spec.runs(&self.pieces[i].inside) {
+            let (master, mut at) = (self.master_f32(rank, i)?, 0);
+            for (part, runs) in spec.runs(&self.pieces[i].param_range) {
                 let n = runs.iter().map(Range::len).sum();
                 draw_initial(rank, part, &runs, &master.narrow(0, at, n)?)?;
                 at += n;
             }
             self.masters.put(rank, &self.weight(params, i)?, i, &master)?;
         }
-        self.publish(rank, params)
+        self.sync_params(rank, params)
     }
 
-    /// Where f32 values of a parameter's masters are put before [`State::put`] takes them: in place where masters are
+    /// Where f32 values of a parameter's masters are put before [`OptimizerState::put`] takes them: in place where masters are
     /// f32, else in memory of their own.
-    fn wide_master(&self, rank: &Rank, i: usize) -> Result<Tensor> {
+    fn master_f32(&self, rank: &Rank, i: usize) -> Result<Tensor> {
         let piece = &self.masters.pieces()[i];
         match self.masters.kind() {
-            Kind::Remainders => {
+            StateKind::Remainders => {
                 Ok(Tensor::empty(&rank.compute, piece.shape(), DType::F32, Category::Workspace)?)
             }
             _ => Ok(piece.clone()),
@@ -169,36 +171,43 @@ impl Optimizer {
 
     /// Fills masters with `values` of the logical tensors, and the model's weights from them.
     pub fn fill(&self, rank: &Rank, params: &Params, values: &Values) -> Result<()> {
-        params.settle(rank)?;
+        params.wait_params(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
-            let mut held = Vec::with_capacity(self.pieces[i].inside.len());
-            for (part, runs) in spec.runs(&self.pieces[i].inside) {
+            let mut held = Vec::with_capacity(self.pieces[i].param_range.len());
+            for (part, runs) in spec.runs(&self.pieces[i].param_range) {
                 held.extend(values(part, &runs)?);
             }
             self.put(rank, params, &self.masters, i, &held)?;
         }
-        self.publish(rank, params)
+        self.sync_params(rank, params)
     }
 
     /// Puts f32 values into what this rank has of a parameter of `state`, rounded to how it is kept. After masters,
     /// [`Optimizer::publish`].
-    pub fn put(&self, rank: &Rank, params: &Params, state: &State, i: usize, values: &[f32]) -> Result<()> {
+    pub fn put(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        state: &OptimizerState,
+        i: usize,
+        values: &[f32],
+    ) -> Result<()> {
         let wide = rank.compute.upload(values, &[values.len()], Category::Workspace)?;
         state.put(rank, &self.weight(params, i)?, i, &wide)
     }
 
     /// Rounds every master into the model's weight and brings weights to all ranks. Every rank calls it.
-    pub fn publish(&self, rank: &Rank, params: &Params) -> Result<()> {
-        params.settle(rank)?;
+    pub fn sync_params(&self, rank: &Rank, params: &Params) -> Result<()> {
+        params.wait_params(rank)?;
         // The high halves of masters are the weights already.
-        if params.dtype() != DType::F32 && self.masters.kind() == Kind::Masters {
-            let numbers = |(i, _): &(usize, &Tensor)| !params.specs()[*i].stored();
+        if params.dtype() != DType::F32 && self.masters.kind() == StateKind::Masters {
+            let numbers = |(i, _): &(usize, &Tensor)| !params.specs()[*i].fp8_resident();
             for (i, master) in self.masters.pieces().iter().enumerate().filter(numbers) {
                 rank.kernels.copy(&rank.compute, master, &self.weight(params, i)?)?;
             }
         }
-        self.gather(rank, params, false)?;
-        Ok(params.settle(rank)?)
+        self.all_gather_params(rank, params, false)?;
+        Ok(params.wait_params(rank)?)
     }
 
     /// This rank's pieces of the model's weights.
@@ -208,8 +217,8 @@ impl Optimizer {
 
     /// One of them; nothing of a weight that is bytes.
     fn weight(&self, params: &Params, i: usize) -> Result<Tensor> {
-        let (inside, value) = (&self.pieces[i].inside, &params.values()[i]);
-        if params.specs()[i].stored() {
+        let (inside, value) = (&self.pieces[i].param_range, &params.values()[i]);
+        if params.specs()[i].fp8_resident() {
             return Ok(value.clone());
         }
         Ok(value.view(&[value.numel()])?.narrow(0, inside.start, inside.len())?)
@@ -217,37 +226,37 @@ impl Optimizer {
 
     /// Makes bytes of masters for weights that are bytes, and brings all weights to all ranks, in the order in which forward
     /// uses them; it waits for each bucket at its first use. `made`: what narrow products need was left by the step.
-    fn gather(&self, rank: &Rank, params: &Params, made: bool) -> Result<()> {
-        if let Some(eight) = params.eight() {
-            eight.weights_changed();
+    fn all_gather_params(&self, rank: &Rank, params: &Params, made: bool) -> Result<()> {
+        if let Some(quant) = params.quant() {
+            quant.weights_changed();
         }
-        params.store(rank, self.placement, &self.pieces, self.masters.pieces(), made)?;
+        params.quantize_params(rank, self.placement, &self.pieces, self.masters.pieces(), made)?;
         if self.placement == Placement::Replicate {
             return Ok(());
         }
-        let s = rank.beside()?;
+        let s = rank.dp_comm_stream()?;
         for bucket in (0..params.plan().buckets().len()).rev() {
             params.gather(rank, bucket, self.placement, s)?;
-            if rank.beside_compute() {
-                params.arrives(bucket, s.record()?);
+            if rank.overlaps_dp_comm() {
+                params.set_pending(bucket, s.record()?);
             }
         }
         Ok(())
     }
 
     /// Masters and moments: what checkpoints hold, by name.
-    pub fn states(&self) -> Vec<&State> {
+    pub fn states(&self) -> Vec<&OptimizerState> {
         std::iter::once(&self.masters).chain(&self.moments).collect()
     }
 
     /// What this rank has of each parameter, in order of declaration.
-    pub fn pieces(&self) -> &[Piece] {
+    pub fn pieces(&self) -> &[ParamShard] {
         &self.pieces
     }
 
     /// Master weights f32 in order of declaration, gathered where ranks divide them. Every rank calls it.
     pub fn gathered(&self, rank: &Rank, params: &Params) -> Result<Vec<Tensor>> {
-        params.settle(rank)?;
+        params.wait_params(rank)?;
         let mut buckets = Vec::new();
         for bucket in 0..params.plan().buckets().len() {
             buckets.push(self.masters.gathered(rank, params, self.placement, bucket)?);
@@ -260,8 +269,14 @@ impl Optimizer {
     }
 
     /// A state's bucket whole, flat, as it is saved. Every rank calls it.
-    pub fn bucket(&self, rank: &Rank, params: &Params, state: &State, bucket: usize) -> Result<Tensor> {
-        params.settle(rank)?;
+    pub fn bucket(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        state: &OptimizerState,
+        bucket: usize,
+    ) -> Result<Tensor> {
+        params.wait_params(rank)?;
         state.gathered(rank, params, self.placement, bucket)
     }
 
@@ -272,85 +287,91 @@ impl Optimizer {
 
     /// Continues from `steps` steps.
     pub fn set_steps(&self, rank: &Rank, steps: u64) -> Result<()> {
-        Ok(rank.compute.write_to(&self.counter, &counter::after(steps, self.betas()))?)
+        Ok(rank.compute.upload_into(&self.counter, &counter::after(steps, self.betas()))?)
     }
 
     fn betas(&self) -> [f32; 2] {
         match self.rule {
-            Rule::Adam(a) => [a.beta1, a.beta2],
-            Rule::Sgd(_) => [0.0; 2],
+            UpdateRule::Adam(a) => [a.beta1, a.beta2],
+            UpdateRule::Sgd(_) => [0.0; 2],
         }
     }
 
     /// One step with the gradients, summed over ranks; what came of it on the device ([`outcome`]): the global gradient
     /// norm before clipping, and the loss scale. Where the norm is not finite, nothing has changed.
     pub fn step(&self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<Tensor> {
-        rank.compute.write_to(&self.scalars, &self.scalar_values(rates))?;
+        rank.compute.upload_into(&self.scalars, &self.scalar_values(rates))?;
         self.apply(rank, params, grads)
     }
 
     /// What a step does on the device: all it is told is in [`Optimizer::scalars`], so that it can be replayed.
     pub(crate) fn apply(&self, rank: &Rank, params: &Params, grads: &GradBuffer) -> Result<Tensor> {
         let (k, s) = (&rank.kernels, &rank.compute);
-        params.settle(rank)?;
+        params.wait_params(rank)?;
         // Every element of the model is counted by one rank; the squares of all make the norm of the whole.
         let counted = grads.counted(rank)?;
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
-        k.square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
-        rank.world.all().all_reduce(s, &square, Reduce::Sum, "gradient norm")?;
+        k.grad_square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
+        rank.world.all().all_reduce(s, &square, ReduceOp::Sum, "gradient norm")?;
         if let Some(scale) = &self.loss_scale {
             scale.unscale(rank, &square)?;
         }
-        k.clip_from(s, &square, self.max_norm, &self.scalars)?;
+        k.clip_factor_from_square_sum(s, &square, self.max_norm, &self.scalars)?;
         if let Some(scale) = &self.loss_scale {
             scale.update(rank, &self.scalars)?;
         }
-        k.count_step(s, self.betas(), &self.counter, &self.scalars)?;
+        k.advance_step(s, self.betas(), &self.counter, &self.scalars)?;
         let narrow = params.dtype() != DType::F32;
         let weights = self.weights(params)?;
         let grads = (0..weights.len())
             .map(|i| Ok(grads.piece(rank, ParamId(i))?.1))
             .collect::<Result<Vec<Tensor>>>()?;
         // Adam looks at new weights for narrow products while it has them in hand.
-        let looks = matches!(self.rule, Rule::Adam(_));
+        let looks = matches!(self.rule, UpdateRule::Adam(_));
         let made = (0..weights.len())
-            .map(|i| if looks { Ok(params.made(ParamId(i), &self.pieces[i].inside)?) } else { Ok(None) })
-            .collect::<Result<Vec<Option<Made>>>>()?;
+            .map(|i| {
+                if looks {
+                    Ok(params.precomputed(ParamId(i), &self.pieces[i].param_range)?)
+                } else {
+                    Ok(None)
+                }
+            })
+            .collect::<Result<Vec<Option<Precomputed>>>>()?;
         if looks {
             params.begin_update(rank, &self.scalars)?;
         }
-        let update = |i: usize| Update {
+        let update = |i: usize| ParamUpdate {
             master: &self.masters.pieces()[i],
-            weight: (narrow && !params.specs()[i].stored()).then(|| &weights[i]),
+            weight: (narrow && !params.specs()[i].fp8_resident()).then(|| &weights[i]),
             grad: &grads[i],
             first: self.moments[0].moment(i),
             second: self.moments.get(1).map(|m| m.moment(i)),
             lr_mult: 1.0,
             wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
-            narrow: made[i].as_ref().map(Made::new_weight),
+            narrow: made[i].as_ref().map(Precomputed::kernel_outputs),
         };
-        let list: Vec<Update> =
-            (0..weights.len()).filter(|i| !self.pieces[*i].inside.is_empty()).map(update).collect();
+        let list: Vec<ParamUpdate> =
+            (0..weights.len()).filter(|i| !self.pieces[*i].param_range.is_empty()).map(update).collect();
         match self.rule {
-            Rule::Adam(adam) => k.adam(s, adam, &self.scalars, &list)?,
-            Rule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
+            UpdateRule::Adam(adam) => k.adam(s, adam, &self.scalars, &list)?,
+            UpdateRule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
         }
-        self.gather(rank, params, looks)?;
+        self.all_gather_params(rank, params, looks)?;
         // A copy: the next step overwrites the buffer.
-        let came = Tensor::empty(s, &[outcome::COUNT], DType::F32, Category::Workspace)?;
-        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &came)?;
-        Ok(came)
+        let outcome = Tensor::empty(s, &[outcome::COUNT], DType::F32, Category::Workspace)?;
+        s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &outcome)?;
+        Ok(outcome)
     }
 
     /// How many elements of the summed gradients of the whole model are zero. Every rank calls it; it is slow.
-    pub fn zero_gradients(&self, rank: &Rank, grads: &GradBuffer) -> Result<u64> {
+    pub fn count_zero_grads(&self, rank: &Rank, grads: &GradBuffer) -> Result<u64> {
         let s = &rank.compute;
         let mut zeros = 0;
         for g in grads.counted(rank)? {
             zeros += s.download::<f32>(&g)?.iter().filter(|x| **x == 0.0).count();
         }
         let zeros = s.upload(&[zeros as i64], &[1], Category::Communication)?;
-        rank.world.all().all_reduce(s, &zeros, Reduce::Sum, "zeros")?;
+        rank.world.all().all_reduce(s, &zeros, ReduceOp::Sum, "zeros")?;
         Ok(s.download::<i64>(&zeros)?[0] as u64)
     }
 

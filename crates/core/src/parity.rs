@@ -1,22 +1,22 @@
 //! One training step under two settings, compared tensor by tensor.
 
-mod bounds;
 mod compare;
+mod tolerance;
 
-pub use bounds::{Bounds, update_distance};
-pub use compare::{Compared, compare};
+pub use compare::{Comparison, compare};
+pub use tolerance::{Tolerance, update_distance};
 
 use crate::Result;
-use crate::config::{Resolved, Scaling, Weights};
+use crate::config::{QuantRecipe, Resolved};
 use crate::data::source;
-use crate::train::{FirstWeights, LogicalValues, Trainer};
+use crate::train::{InitialWeights, LogicalValues, Trainer};
 use ferrotron_engine::Rank;
 use serde::Serialize;
 
 /// What a compared tensor is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Kind {
+pub enum TensorKind {
     /// The loss of the step.
     Loss,
     /// Outputs of the model.
@@ -27,14 +27,14 @@ pub enum Kind {
     Weight,
 }
 
-impl Kind {
+impl TensorKind {
     /// For people.
     pub fn name(self) -> &'static str {
         match self {
-            Kind::Loss => "loss",
-            Kind::Logits => "logits",
-            Kind::Gradient => "gradient",
-            Kind::Weight => "weight",
+            TensorKind::Loss => "loss",
+            TensorKind::Logits => "logits",
+            TensorKind::Gradient => "gradient",
+            TensorKind::Weight => "weight",
         }
     }
 }
@@ -47,42 +47,47 @@ pub struct Outcome {
     /// Learning rate of the step; 0 where there was no update.
     pub lr: f64,
     /// Tensors of each kind.
-    pub tensors: Vec<(Kind, Vec<LogicalValues>)>,
+    pub tensors: Vec<(TensorKind, Vec<LogicalValues>)>,
 }
 
 impl Outcome {
-    fn of(&self, kind: Kind) -> Vec<&LogicalValues> {
+    fn tensors_of(&self, kind: TensorKind) -> Vec<&LogicalValues> {
         self.tensors.iter().filter(|t| t.0 == kind).flat_map(|t| &t.1).collect()
     }
 }
 
-/// The first training step of a recipe. `first_weights` fills the model where the recipe starts from given ones. Delayed
-/// scaling has the scales that collecting magnitudes in this same step leads to: without any it would say nothing.
-pub fn first_step(rank: Rank, resolved: &Resolved, first_weights: Option<&FirstWeights>) -> Result<Outcome> {
+/// The first training step of a recipe. `initial_weights` fills the model where the recipe starts from given ones. Delayed
+/// scaling has the scales that calibrating magnitudes in this same step leads to: without any it would say nothing.
+pub fn first_step(
+    rank: Rank,
+    resolved: &Resolved,
+    initial_weights: Option<&InitialWeights>,
+) -> Result<Outcome> {
     let sources = source::open(resolved)?;
     let fresh = |resolved: &Resolved| -> Result<Trainer> {
         let trainer = Trainer::new(rank.clone(), resolved)?;
-        first_weights.map_or(Ok(()), |fill| fill(&trainer))?;
+        initial_weights.map_or(Ok(()), |fill| fill(&trainer))?;
         Ok(trainer)
     };
-    let scales = match resolved.config.precision.scaling == Scaling::Delayed {
+    let scales = match resolved.config.precision.recipe == QuantRecipe::Fp8Delayed {
         true => {
-            let mut collecting = resolved.clone();
-            collecting.config.precision.calibrate = 1;
-            collecting.config.precision.weights = Weights::Bf16;
-            let mut trainer = fresh(&collecting)?;
+            let mut calibrating = resolved.clone();
+            calibrating.config.precision.calibrate = 1;
+            calibrating.config.precision.fp8_params = false;
+            let mut trainer = fresh(&calibrating)?;
             trainer.train_step(&*sources.train)?;
             trainer.scales()?
         }
         false => None,
     };
-    let mut collected = resolved.clone();
-    collected.config.precision.calibrate = 0;
-    let mut trainer = fresh(&collected)?;
+    let mut calibrated = resolved.clone();
+    calibrated.config.precision.calibrate = 0;
+    let mut trainer = fresh(&calibrated)?;
     if let Some(scales) = scales {
         trainer.set_scales(&scales)?;
     }
     let report = trainer.train_step(&*sources.train)?;
-    let tensors = vec![(Kind::Gradient, trainer.gradients()?), (Kind::Weight, trainer.weights()?)];
+    let tensors =
+        vec![(TensorKind::Gradient, trainer.gradients()?), (TensorKind::Weight, trainer.weights()?)];
     Ok(Outcome { loss: Some(report.loss), lr: report.lr, tensors })
 }

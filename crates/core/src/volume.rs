@@ -41,11 +41,11 @@
 use crate::Result;
 use crate::model::ModelConfig;
 use crate::pipeline::Stage;
-use ferrotron_comm::{Communicator, Kind, Volume};
+use ferrotron_comm::{Communicator, OpKind, Volume};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::flat::{Bucket, Placement, Plan, Shelf, Span};
-use ferrotron_engine::precision::{Eight, Method, Policy, Role};
-use ferrotron_engine::{ParamSpec, Place, Rank, Recompute, Split, Tokens};
+use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement, Span};
+use ferrotron_engine::quant::{LinearQuant, Method, Policy, Role};
+use ferrotron_engine::{GroupRank, ParamSpec, Rank, Recompute, Split, Tokens};
 use ferrotron_tensor::DType;
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -67,15 +67,15 @@ impl Traffic {
             ("tp", &rank.tp),
             ("cp", &rank.cp),
             ("pp", &rank.pp),
-            ("back", &rank.back),
+            ("back", &rank.pp_backward_group),
             ("dp", &rank.dp),
-            ("copies", &rank.copies),
-            ("ends", &rank.ends),
-            ("batch", &rank.batch),
-            ("step", &rank.step),
-            ("experts", &rank.experts),
+            ("copies", &rank.dp_cp_group),
+            ("ends", &rank.embedding_group),
+            ("batch", &rank.tp_cp_group),
+            ("step", &rank.tp_dp_cp_group),
+            ("experts", &rank.etp_ep_group),
             ("etp", &rank.etp),
-            ("expert copies", &rank.expert_copies),
+            ("expert copies", &rank.expert_dp_group),
             ("world", &world),
         ];
         // A group that is the same as another is that one, and counted there.
@@ -97,7 +97,7 @@ impl Traffic {
     /// The same by kind of operation, `{"tp": {"all-gather": 4096}}`.
     pub fn by_kind(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
         let kinds = |v: &Volume| -> BTreeMap<String, u64> {
-            let all = Kind::ALL.iter().map(|k| (k.name().to_string(), v.bytes(*k)));
+            let all = OpKind::ALL.iter().map(|k| (k.name().to_string(), v.bytes(*k)));
             all.filter(|(_, bytes)| *bytes > 0).collect()
         };
         let all = self.groups.iter().map(|(name, v)| (name.to_string(), kinds(v)));
@@ -112,17 +112,17 @@ impl Traffic {
 
 /// Sizes of a training step, as one rank sees it.
 #[derive(Clone, Copy)]
-pub struct Step<'a> {
+pub struct StepShape<'a> {
     /// The architecture.
     pub model: &'a ModelConfig,
     /// The rank among those that share every layer.
-    pub tp: Place,
+    pub tp: GroupRank,
     /// The rank among those that share every sequence.
-    pub cp: Place,
+    pub cp: GroupRank,
     /// Ranks that have other sequences.
     pub dp: usize,
     /// The rank's number among those with equal weights.
-    pub copy: usize,
+    pub dp_cp_rank: usize,
     /// Ranks of a pipeline.
     pub pp: usize,
     /// What this rank holds of the layers: its stages, one for each chunk.
@@ -138,13 +138,13 @@ pub struct Step<'a> {
     /// What this rank holds of the weights.
     pub weights: &'a [ParamSpec],
     /// How their gradients lie in buckets, padding included.
-    pub plan: &'a Plan,
+    pub plan: &'a BucketPlan,
     /// What `copies` divide among them: 0 nothing, 1 optimizer state, 2 gradients too.
     pub zero: usize,
 }
 
 /// What this rank sends in the step; see the module's formulas. Groups that send nothing are absent.
-pub fn predict(s: &Step) -> Result<ByGroup> {
+pub fn predict(s: &StepShape) -> Result<ByGroup> {
     let mut out = ByGroup::new();
     let mut add = |group: &'static str, bytes: u64| {
         if bytes > 0 {
@@ -154,7 +154,7 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
     let (h, e) = (s.model.hidden as u64, s.dtype.size() as u64);
     let (t, c) = (s.tp.size as u64, s.cp.size as u64);
     // Bytes that rows are shorter by where they travel as 8-bit numbers.
-    let mut less = 0;
+    let mut fp8_savings = 0;
     // Layers that predict further tokens are like others, and each has an embedding before it and a head behind it.
     let further = |stage: &Stage| stage.mtp.clone().map(|d| s.model.layers + d).collect::<Vec<_>>();
     let blocks: Vec<usize> =
@@ -167,13 +167,13 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         let moved = (t - 1) * (rows / t) * h * e;
         for spec in s.weights.iter().filter(|_| t > 1) {
             let (channels, magnitudes) = narrow(s, spec, rows / t);
-            less += (t - 1) * (rows / t) * channels * (e - 1);
+            fp8_savings += (t - 1) * (rows / t) * channels * (e - 1);
             add("tp", magnitudes * all_reduce(t, 4));
             add("tp", (t - 1) * scales(s, spec, rows / t));
         }
         let again = |on: bool| u64::from(on || s.recompute.layer);
         // Channels of a row that a layer moves: into and out of the MLP, the other way backward, the input once more.
-        let (forward, backward) = into_heads(s.model);
+        let (forward, backward) = attention_input_channels(s.model);
         let around_heads = (1 + again(s.recompute.attention)) * (forward + h) + backward + h;
         let mlp = 5 * h + again(s.recompute.mlp) * 2 * h;
         add("tp", blocks.len() as u64 * (t - 1) * (rows / t) * (around_heads + mlp) * e);
@@ -193,14 +193,14 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
                 None => format!("layers.{layer}.attn"),
                 Some(d) => format!("mtp.{}.layer.attn", d.min(s.model.mtp.map_or(0, |m| m.modules() - 1))),
             };
-            if s.policy.narrows_attention(&name) {
+            if s.policy.quantizes_attention(&name) {
                 add("tp", passes * all_reduce(t, 12));
                 add("cp", passes * all_reduce(c, 12));
             }
         }
     }
     if let Some(tp) = out.get_mut("tp") {
-        *tp -= less;
+        *tp -= fp8_savings;
     }
     let mut add = |group: &'static str, bytes: u64| {
         if bytes > 0 {
@@ -208,14 +208,14 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
         }
     };
     let copies = c * s.dp as u64;
-    let maps: Vec<_> = s.weights.iter().filter_map(|w| w.eight).collect();
+    let maps: Vec<_> = s.weights.iter().filter_map(|w| w.quant).collect();
     if maps.iter().any(|m| matches!(m.recipe.method, Method::Delayed { .. })) {
         let scales = 4 * (Role::ALL.len() * maps.len()) as u64;
         add("tp", all_reduce(t, scales));
         add("copies", all_reduce(copies, scales));
     }
-    let shared = s.weights.iter().filter(|w| !w.experts).filter_map(|w| w.eight);
-    let agreed = shared.filter(|m| m.recipe.method == Method::Current && (m.output || m.input_grad));
+    let shared = s.weights.iter().filter(|w| !w.experts).filter_map(|w| w.quant);
+    let agreed = shared.filter(|m| m.recipe.method == Method::Current && (m.fprop || m.dgrad));
     add("tp", all_reduce(t, 4 * agreed.count() as u64));
     let zero = if copies > 1 { s.zero } else { 0 };
     // Divided gradients are summed after every micro-batch.
@@ -237,15 +237,15 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
             "copies",
             match zero {
                 0 => all_reduce(copies, 4 * held),
-                _ => (copies - 1) * part * 4 * rounds + gathered(s, bucket, copies as usize),
+                _ => (copies - 1) * part * 4 * rounds + param_gather_bytes(s, bucket, copies as usize),
             },
         );
-        add("ends", if bucket.tied_over_ends && s.pp > 1 { all_reduce(2, 4 * held) } else { 0 });
+        add("ends", if bucket.tied_across_stages && s.pp > 1 { all_reduce(2, 4 * held) } else { 0 });
     }
-    if let Some(recipe) = s.weights.iter().find_map(|w| w.eight).map(|e| e.recipe) {
+    if let Some(recipe) = s.weights.iter().find_map(|w| w.quant).map(|e| e.recipe) {
         let count = |f: fn(&ParamSpec) -> bool| s.weights.iter().filter(|w| f(w)).count() as u64;
         let magnitudes = match recipe.method {
-            Method::Current if zero > 0 => count(|w| w.eight.is_some_and(|e| e.output || e.input_grad)),
+            Method::Current if zero > 0 => count(|w| w.quant.is_some_and(|e| e.fprop || e.dgrad)),
             _ => 0,
         };
         add("copies", all_reduce(copies, 4 * magnitudes));
@@ -259,22 +259,22 @@ pub fn predict(s: &Step) -> Result<ByGroup> {
 }
 
 /// What bringing a bucket's weights from their owners to all `n` copies sends: everything but what the next rank has.
-fn gathered(s: &Step, bucket: &Bucket, n: usize) -> u64 {
-    let shelf = Shelf::new(bucket, |id| s.weights[id.0].stored());
-    let others = (0..n).filter(|r| *r != (s.copy + 1) % n);
-    let part = |rank| bucket.held(Placement::Flat, Place { rank, size: n });
+fn param_gather_bytes(s: &StepShape, bucket: &Bucket, n: usize) -> u64 {
+    let shelf = BucketSplit::new(bucket, |id| s.weights[id.0].fp8_resident());
+    let others = (0..n).filter(|r| *r != (s.dp_cp_rank + 1) % n);
+    let part = |rank| bucket.held(Placement::Flat, GroupRank { rank, size: n });
     let sum = |f: &dyn Fn(&Range<usize>) -> usize| others.clone().map(|r| f(&part(r))).sum::<usize>();
-    let numbers = sum(&|r| shelf.others(r).len()) * s.dtype.size();
+    let numbers = sum(&|r| shelf.rest(r).len()) * s.dtype.size();
     // With scales of blocks, the numbers of each weight without the gaps between them.
     let inside = |span: &Span, r: &Range<usize>| {
         span.range.end.min(r.end).saturating_sub(span.range.start.max(r.start)) * s.dtype.size()
     };
-    let apart = |span: &Span| match s.weights[span.param.0].eight {
-        Some(e) if e.stored && !e.recipe.per_tensor() => sum(&|r| inside(span, r)),
+    let apart = |span: &Span| match s.weights[span.param.0].quant {
+        Some(e) if e.fp8_resident && !e.recipe.per_tensor() => sum(&|r| inside(span, r)),
         _ => 0,
     };
     let blocks: usize = bucket.spans.iter().map(apart).sum();
-    let bytes = if blocks > 0 { blocks } else { sum(&|r| shelf.apart(r).len()) };
+    let bytes = if blocks > 0 { blocks } else { sum(&|r| shelf.separate(r).len()) };
     (numbers + bytes) as u64
 }
 
@@ -284,7 +284,7 @@ fn all_reduce(n: u64, bytes: u64) -> u64 {
 }
 
 /// Channels of a row that travel into the heads of attention: forward, and backward as gradients and once more.
-fn into_heads(m: &ModelConfig) -> (u64, u64) {
+fn attention_input_channels(m: &ModelConfig) -> (u64, u64) {
     let (all, shared) = match &m.mla {
         None => (m.hidden, 0),
         Some(l) => (l.q_lora_rank.unwrap_or(m.hidden) + l.kv_lora_rank, l.rope_dim),
@@ -294,7 +294,7 @@ fn into_heads(m: &ModelConfig) -> (u64, u64) {
 
 /// A narrow map over ranks.
 struct Map {
-    e: Eight,
+    e: LinearQuant,
     /// Are its outputs partial sums?
     summed: bool,
     /// Channels of what is gathered for it: its input, or the gradient of its partial output; none of own tokens.
@@ -305,8 +305,8 @@ struct Map {
     uses: u64,
 }
 
-fn map(s: &Step, spec: &ParamSpec) -> Option<Map> {
-    let (Some(e), Some(part), false) = (spec.eight, spec.parts.first(), spec.experts) else { return None };
+fn map(s: &StepShape, spec: &ParamSpec) -> Option<Map> {
+    let (Some(e), Some(part), false) = (spec.quant, spec.parts.first(), spec.experts) else { return None };
     let (summed, whole) = (matches!(part.split, Split::Columns { .. }), part.split == Split::Replicated);
     let width = if whole { 0 } else { part.shape[usize::from(!summed)] as u64 };
     let (attention, r) = (part.name.contains(".attn."), s.recompute);
@@ -320,7 +320,7 @@ fn map(s: &Step, spec: &ParamSpec) -> Option<Map> {
 /// Bytes of the scales of blocks that travel with what a rank has `rows` of, for a map in a micro-batch: of rows, and of
 /// columns where blocks of tokens are the rank's own. There two bytes of an element of a gradient travel in place of the two
 /// of a number, one for each product.
-fn scales(s: &Step, spec: &ParamSpec, rows: u64) -> u64 {
+fn scales(s: &StepShape, spec: &ParamSpec, rows: u64) -> u64 {
     let Some(Map { e, summed, width, passes, uses }) = map(s, spec).filter(|m| m.e.recipe.per_block()) else {
         return 0;
     };
@@ -328,34 +328,32 @@ fn scales(s: &Step, spec: &ParamSpec, rows: u64) -> u64 {
     let of_cols = 4 * (rows / 128) * width.next_multiple_of(4);
     let own = rows.is_multiple_of(128);
     uses * match summed {
-        true if own && e.input_grad && e.weight_grad => of_rows + of_cols,
+        true if own && e.dgrad && e.wgrad => of_rows + of_cols,
         true => 0,
-        false => {
-            u64::from(e.output) * passes * of_rows + if own { u64::from(e.weight_grad) * of_cols } else { 0 }
-        }
+        false => u64::from(e.fprop) * passes * of_rows + if own { u64::from(e.wgrad) * of_cols } else { 0 },
     }
 }
 
 /// Channels of a row that travel as bytes for a map in a micro-batch, and how many magnitudes of its input and gradient
 /// ranks agree on.
-fn narrow(s: &Step, spec: &ParamSpec, rows: u64) -> (u64, u64) {
+fn narrow(s: &StepShape, spec: &ParamSpec, rows: u64) -> (u64, u64) {
     let Some(Map { e, summed, width, passes, uses }) = map(s, spec) else { return (0, 0) };
     let (per_tensor, current) = (e.recipe.per_tensor(), e.recipe.method == Method::Current);
     // Blocks along tokens travel as bytes where they are a rank's own.
     let own = e.recipe.per_block() && rows.is_multiple_of(128);
     let bytes = match summed {
-        true => u64::from(per_tensor && e.input_grad && e.weight_grad),
+        true => u64::from(per_tensor && e.dgrad && e.wgrad),
         false => {
-            u64::from((per_tensor || e.recipe.per_block()) && e.output) * passes
-                + u64::from((per_tensor || own) && e.weight_grad)
+            u64::from((per_tensor || e.recipe.per_block()) && e.fprop) * passes
+                + u64::from((per_tensor || own) && e.wgrad)
         }
     };
-    let magnitudes = u64::from(e.output || e.weight_grad) * passes + u64::from(e.input_grad || e.weight_grad);
+    let magnitudes = u64::from(e.fprop || e.wgrad) * passes + u64::from(e.dgrad || e.wgrad);
     (uses * bytes * width, uses * magnitudes * u64::from(current))
 }
 
 /// What the attention of a layer sends over cp, forward and backward.
-fn attention(s: &Step, layer: usize, local: u64, e: u64) -> (u64, u64) {
+fn attention(s: &StepShape, layer: usize, local: u64, e: u64) -> (u64, u64) {
     let (c, t, m) = (s.cp.size as u64, s.tp.size, s.model);
     let (heads, groups) = (m.heads / t, m.kv_heads.div_ceil(t));
     let (n, g, d) = (heads as u64, groups as u64, (m.head_dim + m.value_dim()) as u64);

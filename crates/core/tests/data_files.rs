@@ -254,10 +254,10 @@ fn bytes(text: &str) -> ferrotron_core::Result<Vec<u32>> {
 fn text_and_json_lines_become_documents() {
     let folder = tempfile::tempdir().unwrap();
     let (input, out) = (folder.path().join("in"), folder.path().join("out"));
-    let key = || Format::JsonLines { key: "text".into() };
+    let key = || TextFormat::JsonLines { key: "text".into() };
     let json = "\u{feff}{\"text\": \"one\", \"id\": 1}\n\n{\"text\": \"\"}\r\n{\"x\": [], \"text\": \"tw\\u00f6\\n\"}";
     for (content, format, expected, skipped) in [
-        ("one\n\ntw\u{f6}\r\nthree", Format::Text, vec!["one", "tw\u{f6}", "three"], 1),
+        ("one\n\ntw\u{f6}\r\nthree", TextFormat::Text, vec!["one", "tw\u{f6}", "three"], 1),
         (json, key(), vec!["one", "tw\u{f6}\n"], 2),
     ] {
         fs::write(&input, content).unwrap();
@@ -275,9 +275,9 @@ fn text_and_json_lines_become_documents() {
     }
     let kept = fs::read(out.with_extension("bin")).unwrap();
     for (content, format, says) in [
-        (&b"ok\n\xff\n"[..], Format::Text, "line 2"),
-        (b"", Format::Text, "no document"),
-        (b"\n\n", Format::Text, "no document"),
+        (&b"ok\n\xff\n"[..], TextFormat::Text, "line 2"),
+        (b"", TextFormat::Text, "no document"),
+        (b"\n\n", TextFormat::Text, "no document"),
         (b"{\"text\": 1}", key(), "not a string"),
         (b"{\"text\": \"a\"}\n{\"txet\": \"a\"}", key(), "txet"),
         (b"{\"text\": \"a\"", key(), "line 1"),
@@ -288,13 +288,13 @@ fn text_and_json_lines_become_documents() {
         assert!(error.contains(says), "{error}");
     }
     fs::write(&input, "a").unwrap();
-    assert!(build(&input, &Format::Text, &bytes, None, 50, &out, &|_, _| {}).is_err());
-    assert!(build(&input, &Format::Text, &bytes, Some(256), 256, &out, &|_, _| {}).is_err());
+    assert!(build(&input, &TextFormat::Text, &bytes, None, 50, &out, &|_, _| {}).is_err());
+    assert!(build(&input, &TextFormat::Text, &bytes, Some(256), 256, &out, &|_, _| {}).is_err());
     let refuse = |_: &str| Err(Error::Invalid("no".into()));
-    assert!(build(&input, &Format::Text, &refuse, None, 256, &out, &|_, _| {}).is_err());
+    assert!(build(&input, &TextFormat::Text, &refuse, None, 256, &out, &|_, _| {}).is_err());
     let nowhere = folder.path().join("missing/out");
-    assert!(build(&input, &Format::Text, &bytes, None, 256, &nowhere, &|_, _| {}).is_err());
-    assert!(build(&nowhere, &Format::Text, &bytes, None, 256, &out, &|_, _| {}).is_err());
+    assert!(build(&input, &TextFormat::Text, &bytes, None, 256, &nowhere, &|_, _| {}).is_err());
+    assert!(build(&nowhere, &TextFormat::Text, &bytes, None, 256, &out, &|_, _| {}).is_err());
     // Failures leave what was there, and no litter.
     assert_eq!(fs::read(out.with_extension("bin")).unwrap(), kept);
     assert_eq!(entries(folder.path()), ["in", "out.bin", "out.idx"]);
@@ -312,7 +312,7 @@ fn whole_files_become_documents() {
     let input = |(i, content): (usize, &&str)| {
         let path = folder.path().join(format!("in{i}"));
         fs::write(&path, content).unwrap();
-        Input { path, format: Format::Whole }
+        Input { path, format: TextFormat::Whole }
     };
     let inputs: Vec<Input> = contents.iter().enumerate().map(input).collect();
     let pieces = Cell::new(0);

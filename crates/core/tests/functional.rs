@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::data::{Format, build, source};
+use ferrotron_core::data::{TextFormat, build, source};
 use ferrotron_core::events::{self, Event};
 use ferrotron_core::ranks::on_threads_with;
 use ferrotron_core::train::{LogicalValues, Observer, Run};
@@ -53,7 +53,7 @@ fn run(r: &Resolved, dir: &Path, stop: Option<u64>) -> Made {
             let t = &run.trainer;
             // Before anything is gathered for the test itself.
             let peak = t.rank.device().memory().total_peak as u64;
-            Ok((t.zero_gradients()?, peak, [t.weights()?, t.expert_tables()?]))
+            Ok((t.count_zero_grads()?, peak, [t.weights()?, t.expert_tables()?]))
         },
     );
     let (zero_gradients, peak_memory, state) = all.unwrap().remove(0);
@@ -69,7 +69,7 @@ fn run(r: &Resolved, dir: &Path, stop: Option<u64>) -> Made {
 fn fixed_text(prefix: &Path) {
     let license = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../LICENSE"));
     let bytes = |text: &str| Ok(text.bytes().map(u32::from).collect());
-    build(license, &Format::Text, &bytes, Some(0), 256, prefix, &|_, _| {}).unwrap();
+    build(license, &TextFormat::Text, &bytes, Some(0), 256, prefix, &|_, _| {}).unwrap();
 }
 
 /// A case: what is wrong with it.

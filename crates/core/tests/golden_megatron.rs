@@ -1,15 +1,15 @@
 //! Whole models of Megatron Core: logits, loss, the losses of routers, every gradient, on one rank and under layouts.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
-use ferrotron_core::grid::Layout as Ranks;
-use ferrotron_core::model::{Model, ModelConfig, MoeConfig, Settings, Stages};
-use ferrotron_core::model::{config::*, generate::to_host, moe::ScoreKind};
-use ferrotron_core::pipeline::{Aim, MicroBatch, Mode, Plan, execute};
+use ferrotron_core::grid::RankLayout as Ranks;
+use ferrotron_core::model::{Model, ModelConfig, ModelOptions, MoeConfig, PipelineLayout};
+use ferrotron_core::model::{config::*, generate::to_host, moe_config::ScoreKind};
+use ferrotron_core::pipeline::{MicroBatch, PipelinePlan, ScheduleKind, StepMode, execute};
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::tensorfile::TensorFile;
-use ferrotron_core::train::{LogicalValues, all_stages, fetch, targets};
+use ferrotron_core::train::{LogicalValues, gather_all_stages, read_scalar, upload_targets};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::moe::{Balancing, MoeTraining};
+use ferrotron_engine::moe::{AuxLossKind, MoeTraining};
 use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{DType, Tensor};
@@ -91,7 +91,7 @@ fn configuration(json: &Value, dir: &Path) -> (ModelConfig, MoeTraining) {
             ("moe_layer_freq", ..) => {
                 m.layers = v.as_array().unwrap().iter().map(|x| x.as_u64() == Some(1)).collect();
             }
-            ("moe_aux_loss_coeff", ..) => mixing.balance = vec![(Balancing::Batch, real())],
+            ("moe_aux_loss_coeff", ..) => mixing.balance = vec![(AuxLossKind::Batch, real())],
             ("moe_z_loss_coeff", ..) => mixing.z_loss = real(),
             ("share_embeddings_and_output_weights", _, Some(tied)) => c.tied = tied,
             ("gated_linear_unit", _, Some(gated)) => c.gated = gated,
@@ -233,8 +233,9 @@ fn run(case: &Case, dtype: DType, layout: &Ranks) -> Got {
             }
             Ok(bytes)
         };
-        let settings = Settings { mixing: Arc::new(case.mixing.clone()), ..Settings::default() };
-        let stages = Stages { chunks: layout.vp, text: None };
+        let settings =
+            ModelOptions { moe_training: Arc::new(case.mixing.clone()), ..ModelOptions::default() };
+        let stages = PipelineLayout { vp: layout.vp, layout: None };
         let model = Model::load_with(rank, &case.model, seq, dtype, (&stages, &settings), &source)?;
         let (ids, mask) = (ints(e, "input_ids"), floats(e, "loss_mask"));
         let labels: Vec<i32> =
@@ -242,31 +243,32 @@ fn run(case: &Case, dtype: DType, layout: &Ranks) -> Got {
         assert!(mask.iter().all(|m| *m == 0.0 || *m == 1.0), "a mask of fractions");
         let weight = 1.0 / mask.iter().sum::<f32>();
         let rows = Layout::Rows { count: batch, len: seq };
-        let pass = |aim: Aim, train: bool| {
+        let pass = |aim: StepMode, train: bool| {
             let place = model.decoder.placement();
-            let mode = if train { Mode::Train } else { Mode::ForwardOnly };
-            let schedule = Plan { mode, ..Plan::new(place.pp(), place.vp(), 1) }.schedule()?;
+            let mode = if train { ScheduleKind::OneForwardOneBackward } else { ScheduleKind::ForwardOnly };
+            let schedule =
+                PipelinePlan { kind: mode, ..PipelinePlan::new(place.pp(), place.vp(), 1) }.schedule()?;
             let mut load = |_| {
                 let input = model.decoder.input(&model.rank, &ids, None, rows.clone())?;
                 let targets =
-                    train.then(|| targets(&model.rank, &input.tokens, &labels, weight)).transpose()?;
-                Ok(MicroBatch { input, targets, dropout: None, part: None })
+                    train.then(|| upload_targets(&model.rank, &input.tokens, &labels, weight)).transpose()?;
+                Ok(MicroBatch { input, targets, dropout: None, position: None })
             };
             execute(model.pass(), &model.decoder, &schedule, &mut load, aim)
         };
-        let logits = pass(Aim::Logits, false)?;
+        let logits = pass(StepMode::Logits, false)?;
         let logits = logits.first().map_or(Ok(Vec::new()), |l: &Tensor| to_host(&model.pass(), l))?;
         let logits = model.join_logits(&rows, &logits)?;
         let mut grads = GradBuffer::new(model.params.specs());
         // What the pass before has counted is not this one's.
-        model.params.mixtures().map_or(Ok(()), |m| m.begin_step(&model.rank.compute))?;
-        let losses = pass(Aim::Train(&mut grads), true)?;
-        let loss = losses.iter().map(|l| fetch(&model.rank, l)).sum::<ferrotron_core::Result<f64>>()?;
+        model.params.moe().map_or(Ok(()), |m| m.begin_step(&model.rank.compute))?;
+        let losses = pass(StepMode::Train(&mut grads), true)?;
+        let loss = losses.iter().map(|l| read_scalar(&model.rank, l)).sum::<ferrotron_core::Result<f64>>()?;
         let (mut aux, mut z) = (Vec::new(), Vec::new());
-        if let Some(mixtures) = model.params.mixtures() {
+        if let Some(mixtures) = model.params.moe() {
             let counted = mixtures.end_step(&model.rank, 1, &case.mixing)?;
             let of_kinds = model.rank.compute.download::<f32>(&counted.losses)?;
-            aux = of_kinds.chunks(Balancing::ALL.len()).map(|c| c[0] / case.mixing.balance[0].1).collect();
+            aux = of_kinds.chunks(AuxLossKind::ALL.len()).map(|c| c[0] / case.mixing.balance[0].1).collect();
             z = model.rank.compute.download::<f64>(&counted.z)?.chunks(2).map(|c| c[0] / c[1]).collect();
         }
         grads.reduce(&model.rank)?;
@@ -274,11 +276,11 @@ fn run(case: &Case, dtype: DType, layout: &Ranks) -> Got {
         for (i, spec) in model.params.specs().iter().enumerate().filter(|(_, spec)| !spec.mirror) {
             let values: Vec<f32> = model.rank.compute.download(&grads.get(ParamId(i))?)?;
             for (part, _, r) in spec.held() {
-                let values = model.rank.join(spec.experts, part, 1, &values[r])?;
+                let values = model.rank.gather_tensor(spec.experts, part, 1, &values[r])?;
                 mine.push(LogicalValues { name: part.name.clone(), shape: part.shape.clone(), values });
             }
         }
-        let all = all_stages(&model.rank, &case.model, mine)?;
+        let all = gather_all_stages(&model.rank, &case.model, mine)?;
         let gradients = all.into_iter().map(|v| (v.name, v.values)).collect();
         Ok(Got { logits, loss, aux, z, gradients })
     };
@@ -344,7 +346,7 @@ fn golden_megatron_on_one_rank() {
         let json = std::fs::read_to_string(folder().join(&case.name).join("config.json")).unwrap();
         let json: Value = serde_json::from_str(&json).unwrap();
         let mixtures: Vec<usize> =
-            (0..case.model.layers).filter(|i| case.model.mixture(*i).is_some()).collect();
+            (0..case.model.layers).filter(|i| case.model.moe_layer(*i).is_some()).collect();
         let mut total = got.loss;
         if let Some((_, coefficient)) = case.mixing.balance.first() {
             let logged = floats(&case.expected, "logged.load_balancing_loss");

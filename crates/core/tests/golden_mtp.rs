@@ -7,12 +7,12 @@ use common::{cases, flag, float, golden, json, text, uint};
 use ferrotron_core::Result;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::{Batch, Batches, IGNORE, Row};
-use ferrotron_core::model::Goal;
+use ferrotron_core::model::ForwardMode;
 use ferrotron_core::tensorfile::TensorFile;
-use ferrotron_core::train::{Trainer, further_ahead};
+use ferrotron_core::train::{Trainer, upload_mtp_inputs};
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{Pass, Rank};
-use ferrotron_tensor::{Tensor, Watch};
+use ferrotron_engine::{Rank, StepContext};
+use ferrotron_tensor::{Instrumentation, Tensor};
 use std::collections::BTreeMap;
 
 const AREA: &str = "megatron-model";
@@ -72,7 +72,7 @@ fn recipe(config: &serde_json::Value, batch: usize, seq: usize) -> Resolved {
             "num_query_groups" => format!("model.kv_heads={}", uint(value)),
             "kv_channels" => format!("model.head_dim={}", uint(value)),
             "mtp_num_layers" => format!("mtp.layers={}", uint(value)),
-            "mtp_loss_scaling_factor" => format!("mtp.factor={}", float(value)),
+            "mtp_loss_scaling_factor" => format!("mtp.loss_weight={}", float(value)),
             "gated_linear_unit" => format!("model.gated={}", flag(value)),
             "add_bias_linear" => format!("model.mlp_bias={}", flag(value)),
             "vocab_size" => format!("model.vocab={}", uint(value)),
@@ -150,7 +150,7 @@ fn check(name: &str, batch: usize, seq: usize) {
     let (weights, expected) = (file("state_dict"), file("expected"));
     let resolved = recipe(&json(AREA, &format!("{name}/config.json")), batch, seq);
     let rank = match std::env::var("FERROTRON_TEST_DEVICE").as_deref() {
-        Ok("cuda") => Rank::cuda(0, 1, 1, Watch::default()).unwrap().0,
+        Ok("cuda") => Rank::cuda(0, 1, 1, Instrumentation::default()).unwrap().0,
         _ => Rank::cpu(2, 1).unwrap(),
     };
     let mut trainer = Trainer::new(rank, &resolved).unwrap();
@@ -167,16 +167,17 @@ fn check(name: &str, batch: usize, seq: usize) {
     let made = Batch { tokens: ids, labels, positions, cu_seqlens: None, padding: None };
 
     // Logits.
-    let (rank, pass) = (&trainer.rank, Pass { train: false, ..Pass::new(&trainer.rank, &trainer.params) });
+    let (rank, pass) =
+        (&trainer.rank, StepContext { train: false, ..StepContext::new(&trainer.rank, &trainer.params) });
     let rows = Layout::Rows { count: batch, len: seq };
     let mut input = trainer.decoder.input(rank, &made.tokens, None, rows).unwrap();
     let depth = resolved.model.mtp_depth();
-    input.ahead = further_ahead(rank, &trainer.decoder, &made, (seq, &input), &vec![1.0; depth]).unwrap();
+    input.mtp = upload_mtp_inputs(rank, &trainer.decoder, &made, (seq, &input), &vec![1.0; depth]).unwrap();
     let chunk = &trainer.decoder.chunks()[0];
     let read = |t: &Tensor| rank.compute.download::<f32>(t).unwrap();
-    let (logits, _) = chunk.forward(&pass, &input, None, Goal::Logits).unwrap();
+    let (logits, _) = chunk.forward(&pass, &input, None, ForwardMode::Logits).unwrap();
     near("logits", &read(&logits), &floats(&expected, "logits"), 2e-4, 2e-4);
-    let further = chunk.prediction_logits(&pass, &input).unwrap();
+    let further = chunk.mtp_logits(&pass, &input).unwrap();
     assert_eq!(further.len(), depth);
     for (d, logits) in further.iter().enumerate() {
         near("mtp logits", &read(logits), &floats(&expected, &format!("mtp_logits.{d}")), 2e-4, 2e-4);
@@ -187,8 +188,8 @@ fn check(name: &str, batch: usize, seq: usize) {
     let wanted = floats(&expected, "loss")[0];
     assert!((report.loss - f64::from(wanted)).abs() < 2e-5, "{} instead of {wanted}", report.loss);
     let logged = floats(&expected, "logged.mtp_loss");
-    assert_eq!(report.further.len(), logged.len());
-    for (a, b) in report.further.iter().zip(&logged) {
+    assert_eq!(report.mtp_losses.len(), logged.len());
+    for (a, b) in report.mtp_losses.iter().zip(&logged) {
         assert!((a - f64::from(*b)).abs() < 2e-5, "{a} instead of {b}");
     }
     let gradients = trainer.gradients().unwrap();

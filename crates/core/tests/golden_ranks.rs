@@ -4,7 +4,7 @@
 mod common;
 
 use common::{assert_known_files, cases, flag, json, list, text, uint};
-use ferrotron_core::grid::{Grid, Layout};
+use ferrotron_core::grid::{Grid, RankLayout};
 use serde_json::Value;
 
 #[test]
@@ -21,7 +21,7 @@ fn ranks(v: &Value) -> Vec<usize> {
 }
 
 fn grid(case: &Value) -> ferrotron_core::Result<Grid> {
-    let layout = Layout {
+    let layout = RankLayout {
         tp: size(case, "tp"),
         cp: size(case, "cp"),
         pp: size(case, "pp"),
@@ -30,7 +30,7 @@ fn grid(case: &Value) -> ferrotron_core::Result<Grid> {
         order: text(&case["order"]).into(),
         instances: case["dist_opt_instances"].as_u64().unwrap_or(1) as usize,
         cp_levels: if case["hcp"].is_null() { vec![] } else { ranks(&case["hcp"]) },
-        ..Layout::default()
+        ..RankLayout::default()
     };
     Grid::new(layout, size(case, "world_size"))
 }

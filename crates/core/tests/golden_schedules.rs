@@ -6,8 +6,8 @@ mod common;
 use common::{assert_known_files, cases, flag, float, json, list, text, uint};
 use ferrotron_core::{
     pipeline::{
-        Costs, Matching, Mode, Payload, Placement, Plan, Schedule, Split, Stage, Step, Timeline, Transfer,
-        check, interleaved_table,
+        Costs, LayerPlacement, LayerSplit, Matching, Payload, PipelinePlan, Schedule, ScheduleKind,
+        ScheduleStep, Stage, Timeline, Transfer, check, interleaved_table,
     },
     schedule::{BatchSchedule, Decay, GroupOverride, LrSchedule, Rampup, WdIncrease, WdSchedule, WsdDecay},
 };
@@ -116,12 +116,13 @@ fn golden_schedules_microbatches() {
     }
 }
 
-fn plan(case: &Value) -> Plan {
+fn plan(case: &Value) -> PipelinePlan {
     let count = |key: &str| case[key].as_u64().map(|n| n as usize);
-    let mut plan = Plan::new(count("pp").unwrap(), count("vpp").unwrap_or(1), count("microbatches").unwrap());
+    let mut plan =
+        PipelinePlan::new(count("pp").unwrap(), count("vpp").unwrap_or(1), count("microbatches").unwrap());
     plan.group_size = count("group_size");
     if case["forward_only"].as_bool().unwrap_or(false) {
-        plan.mode = Mode::ForwardOnly;
+        plan.kind = ScheduleKind::ForwardOnly;
     }
     plan
 }
@@ -134,9 +135,9 @@ fn events(schedule: &Schedule, rank: usize) -> String {
         (Transfer::Receive(_), Payload::Activation) => "rf",
         (Transfer::Receive(_), Payload::Gradient) => "rb",
     };
-    let entry = |step: &Step| match step {
-        Step::Run(_) | Step::Pair(..) => step.to_string(),
-        Step::Exchange(all) => all.iter().map(word).collect::<Vec<_>>().join("+"),
+    let entry = |step: &ScheduleStep| match step {
+        ScheduleStep::Run(_) | ScheduleStep::Pair(..) => step.to_string(),
+        ScheduleStep::Exchange(all) => all.iter().map(word).collect::<Vec<_>>().join("+"),
     };
     schedule.ranks[rank].iter().map(entry).collect::<Vec<_>>().join(" ")
 }
@@ -186,7 +187,7 @@ fn golden_schedules_pipeline_rejected() {
 fn golden_schedules_layers() {
     for case in cases(&json("schedules", "layers.json"), "cases") {
         let name = text(&case["name"]);
-        let mut split = Split::even(uint(&case["num_layers"]) as usize, 1, 1);
+        let mut split = LayerSplit::even(uint(&case["num_layers"]) as usize, 1, 1);
         for (key, value) in case.as_object().unwrap() {
             let count = || uint(value) as usize;
             match key.as_str() {
@@ -232,7 +233,7 @@ fn contents(stage: &Stage) -> Vec<&'static str> {
 fn golden_schedules_layouts() {
     for case in cases(&json("schedules", "layers.json"), "layouts") {
         let (layout, pp) = (text(&case["layout"]), uint(&case["pp"]) as usize);
-        let placement = Placement::parse(layout, pp, None);
+        let placement = LayerPlacement::parse(layout, pp, None);
         if case["rejected"].as_bool().unwrap_or(false) {
             let error = placement.expect_err(layout).to_string();
             assert!(error.contains("; write "), "{error} gives no way out");

@@ -1,7 +1,7 @@
 //! Rank grids: what holds for every layout, and what is said of illegal ones.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
 
-use ferrotron_core::grid::{Axis, Grid, Layout, ModelSizes, RULES};
+use ferrotron_core::grid::{Axis, Grid, ModelSizes, RULES, RankLayout};
 use proptest::prelude::*;
 
 fn size() -> impl Strategy<Value = usize> {
@@ -13,8 +13,8 @@ prop_compose! {
         tp in size(), cp in size(), pp in size(), ep in size(),
         etp in prop::option::of(size()), dp in prop::option::of(size()),
         order in prop::sample::select(vec!["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "pp-tp-cp-ep-dp", "tp-dp-cp-ep-pp", "dp-tp-ep-cp-pp"]),
-    ) -> Layout {
-        Layout { tp, cp, pp, ep, etp, dp, order: order.into(), ..Layout::default() }
+    ) -> RankLayout {
+        RankLayout { tp, cp, pp, ep, etp, dp, order: order.into(), ..RankLayout::default() }
     }
 }
 
@@ -50,7 +50,7 @@ proptest! {
     /// Legal is what divides; and the worlds that a refusal names are legal.
     #[test]
     fn refusals_name_legal_worlds(layout in layout(), world in 1usize..64) {
-        let layout = Layout { dp: None, order: "tp-cp-ep-dp-pp".into(), ..layout };
+        let layout = RankLayout { dp: None, order: "tp-cp-ep-dp-pp".into(), ..layout };
         let (dense, expert) = (layout.tp * layout.cp * layout.pp, layout.etp() * layout.ep * layout.pp);
         let divides = world % dense == 0 && world % expert == 0;
         match Grid::new(layout.clone(), world) {
@@ -93,53 +93,55 @@ proptest! {
 
     #[test]
     fn layouts_are_read_as_written(layout in layout()) {
-        let again: Layout = layout.to_string().parse().unwrap();
+        let again: RankLayout = layout.to_string().parse().unwrap();
         prop_assert_eq!(again.world().unwrap(), layout.world().unwrap());
         prop_assert_eq!((again.tp, again.cp, again.pp, again.ep, again.etp(), again.order),
             (layout.tp, layout.cp, layout.pp, layout.ep, layout.etp(), layout.order));
     }
 }
 
-fn refusal(layout: Layout, world: usize) -> String {
+fn refusal(layout: RankLayout, world: usize) -> String {
     Grid::new(layout, world).unwrap_err().to_string()
 }
 
 #[test]
 fn refusals_say_what_to_change() {
-    let l = Layout::default;
+    let l = RankLayout::default;
     let cases = [
         (
-            refusal(Layout { tp: 4, ..l() }, 6),
+            refusal(RankLayout { tp: 4, ..l() }, 6),
             "6 ranks do not divide by tp·cp·pp = 4·1·1 = 4; take 4 or 8 ranks, or tp=3 or 6",
         ),
         (
-            refusal(Layout { tp: 2, ep: 8, ..l() }, 8),
+            refusal(RankLayout { tp: 2, ep: 8, ..l() }, 8),
             "8 ranks do not divide by etp·ep·pp = 2·8·1 = 16; take 16 ranks, or etp=1, or ep=4",
         ),
-        (refusal(Layout { vp: 2, ..l() }, 1), "vp=2 needs a pipeline; set vp=1, or pp=2 or more"),
+        (refusal(RankLayout { vp: 2, ..l() }, 1), "vp=2 needs a pipeline; set vp=1, or pp=2 or more"),
         (
-            refusal(Layout { tp: 2, dp: Some(3), ..l() }, 8),
+            refusal(RankLayout { tp: 2, dp: Some(3), ..l() }, 8),
             "tp=2,dp=3 does not make 8 ranks; take 6 ranks or dp=4",
         ),
         (
-            refusal(Layout { tp: 2, order: "cp-dp-pp".into(), ..l() }, 8),
+            refusal(RankLayout { tp: 2, order: "cp-dp-pp".into(), ..l() }, 8),
             "the order \"cp-dp-pp\" leaves out tp, which is 2 here; add tp, as in tp-cp-ep-dp-pp",
         ),
         (
-            refusal(Layout { order: "tp-xp".into(), ..l() }, 1),
+            refusal(RankLayout { order: "tp-xp".into(), ..l() }, 1),
             "the order \"tp-xp\": \"xp\" is no axis; the axes are tp, cp, ep, dp and pp",
         ),
         (
-            refusal(Layout { instances: 3, ..l() }, 8),
+            refusal(RankLayout { instances: 3, ..l() }, 8),
             "3 optimizer instances must divide the 8 ranks of dp·cp and the 8 expert copies; take 2 or 4",
         ),
     ];
     for (ours, expected) in cases {
         assert_eq!(ours, expected);
     }
-    for bad in
-        [Layout { tp: 0, ..l() }, Layout { dp: Some(0), ..l() }, Layout { pp: usize::MAX, ep: 2, ..l() }]
-    {
+    for bad in [
+        RankLayout { tp: 0, ..l() },
+        RankLayout { dp: Some(0), ..l() },
+        RankLayout { pp: usize::MAX, ep: 2, ..l() },
+    ] {
         refusal(bad, 8);
     }
     refusal(l(), 0);
@@ -149,28 +151,28 @@ fn refusals_say_what_to_change() {
 
 #[test]
 fn layout_strings() {
-    let layout: Layout = "tp=2, pp=2,ep=4,etp=1".parse().unwrap();
+    let layout: RankLayout = "tp=2, pp=2,ep=4,etp=1".parse().unwrap();
     assert_eq!((layout.tp, layout.pp, layout.ep, layout.etp, layout.dp), (2, 2, 4, Some(1), None));
     assert_eq!(layout.world().unwrap(), 8, "lcm(4, 8)");
-    assert_eq!("tp=2,cp=2,dp=3".parse::<Layout>().unwrap().world().unwrap(), 12);
+    assert_eq!("tp=2,cp=2,dp=3".parse::<RankLayout>().unwrap().world().unwrap(), 12);
     // Expert ranks that the dense part does not need become data-parallel ranks.
     assert_eq!(Grid::of("ep=4".parse().unwrap()).unwrap().dp(), 4);
     for bad in ["tp", "tp=0", "tp=x", "xp=2", "tp=2,tp=2", "tp=-1", "=3"] {
-        assert!(bad.parse::<Layout>().is_err(), "{bad}");
+        assert!(bad.parse::<RankLayout>().is_err(), "{bad}");
     }
 }
 
 #[test]
 fn models_must_divide() {
     let model = ModelSizes { heads: 12, ffn: 32, experts: 8, expert_ffn: 16, ..ModelSizes::default() };
-    let check = |l: Layout| l.check_model(&model).map_err(|e| e.to_string());
-    assert_eq!(check(Layout { tp: 4, ep: 8, ..Layout::default() }), Ok(()));
+    let check = |l: RankLayout| l.check_model(&model).map_err(|e| e.to_string());
+    assert_eq!(check(RankLayout { tp: 4, ep: 8, ..RankLayout::default() }), Ok(()));
     assert_eq!(
-        check(Layout { tp: 3, ..Layout::default() }).unwrap_err(),
+        check(RankLayout { tp: 3, ..RankLayout::default() }).unwrap_err(),
         "tp=3 does not divide the 32 MLP columns of the model; take tp=2 or 4"
     );
     assert_eq!(
-        check(Layout { ep: 3, ..Layout::default() }).unwrap_err(),
+        check(RankLayout { ep: 3, ..RankLayout::default() }).unwrap_err(),
         "ep=3 does not divide the 8 experts of the model; take ep=2 or 4"
     );
 }
@@ -178,7 +180,7 @@ fn models_must_divide() {
 /// The worked example of two grids over 16 ranks.
 #[test]
 fn worked_example() {
-    let layout = Layout { tp: 2, cp: 2, pp: 2, ep: 4, etp: Some(1), ..Layout::default() };
+    let layout = RankLayout { tp: 2, cp: 2, pp: 2, ep: 4, etp: Some(1), ..RankLayout::default() };
     let grid = Grid::new(layout, 16).unwrap();
     assert_eq!(grid.groups("tp-pp").unwrap()[1], [2, 3, 10, 11]);
     assert_eq!(grid.groups("mp").unwrap(), grid.groups("pp-tp").unwrap(), "tokens have no order");

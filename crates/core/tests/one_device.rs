@@ -3,13 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::grid::Layout;
+use ferrotron_core::grid::RankLayout;
 use ferrotron_core::parity::{Outcome, first_step};
-use ferrotron_core::ranks::{PATIENCE, on_one_device, on_threads};
+use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device, on_threads};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::Watch;
+use ferrotron_tensor::Instrumentation;
 
-fn recipe(layout: &Layout) -> Resolved {
+fn recipe(layout: &RankLayout) -> Resolved {
     let mut recipe = Recipe::named("tiny").unwrap();
     let model = "[model]\nlayers = 2\nhidden = 32\nheads = 4\nkv_heads = 2\nffn = 48\nvocab = 259\nmax_positions = 64\n\
                  [data]\npath = \"embedded\"\nseq_len = 16\n[train]\nglobal_batch = 8\nmicro_batch = 1\n\
@@ -22,10 +22,10 @@ fn recipe(layout: &Layout) -> Resolved {
 
 /// With `FERROTRON_TEST_DEVICE=cuda` on the first card, whose sums are then those of its kernels.
 fn device() -> Rank {
-    let watch = Watch { order: true, ..Watch::default() };
+    let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
     match std::env::var("FERROTRON_TEST_DEVICE") {
         Ok(home) if home == "cuda" => Rank::cuda(0, 1, 1234, watch).unwrap().0,
-        _ => Rank::cpu_watched(1, 1234, watch).unwrap(),
+        _ => Rank::cpu_instrumented(1, 1234, watch).unwrap(),
     }
 }
 
@@ -37,18 +37,18 @@ fn ranks_that_share_a_device_give_the_same_bits() {
     };
     let shared = device();
     for (tp, dp) in [(2, 1), (1, 2), (2, 2), (4, 1)] {
-        let layout = Layout { tp, dp: Some(dp), ..Layout::default() };
+        let layout = RankLayout { tp, dp: Some(dp), ..RankLayout::default() };
         let resolved = recipe(&layout);
         let one = |rank| first_step(rank, &resolved, None);
-        let together = on_one_device(&layout, PATIENCE, &shared, one).unwrap();
+        let together = on_one_device(&layout, DEFAULT_TIMEOUT, &shared, one).unwrap();
         let ranks = layout.world().unwrap();
         assert_eq!(together.len(), ranks);
         // Whoever has a card compares with the same card.
-        if shared.device().card().is_none() {
+        if shared.device().gpu().is_none() {
             let apart = on_threads(&layout, || Ok(Rank::cpu(1, 1234)?), one).unwrap();
             assert_eq!(bits(&together[0]), bits(&apart[0]), "{layout}");
         }
-        let again = on_one_device(&layout, PATIENCE, &shared, one).unwrap();
+        let again = on_one_device(&layout, DEFAULT_TIMEOUT, &shared, one).unwrap();
         for other in together[1..].iter().chain(&again) {
             assert_eq!(bits(other), bits(&together[0]), "{layout}");
         }

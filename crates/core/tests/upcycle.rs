@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 use ferrotron_core::model::generate::to_host;
-use ferrotron_core::model::upcycle::{Upcycle, Upcycled};
-use ferrotron_core::model::{Model, ModelConfig, Stages, logical_parts};
-use ferrotron_core::pipeline::{Aim, MicroBatch, Mode, Plan, execute};
+use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
+use ferrotron_core::model::{Model, ModelConfig, PipelineLayout, logical_parts};
+use ferrotron_core::pipeline::{MicroBatch, PipelinePlan, ScheduleKind, StepMode, execute};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Rank, initial_values};
 use ferrotron_tensor::DType;
@@ -28,19 +28,21 @@ fn weights(c: &ModelConfig, name: &str) -> Vec<f32> {
 
 fn logits(c: &ModelConfig, source: &dyn Fn(&str) -> Vec<f32>) -> Vec<f32> {
     let bytes = |name: &str| Ok(source(name).iter().flat_map(|x| x.to_le_bytes()).collect());
-    let model = Model::load(Rank::cpu(1, 1).unwrap(), c, 16, DType::F32, &Stages::default(), &bytes).unwrap();
+    let model =
+        Model::load(Rank::cpu(1, 1).unwrap(), c, 16, DType::F32, &PipelineLayout::default(), &bytes).unwrap();
     let ids: Vec<i32> = (0..32).map(|i| i * 7 % 64).collect();
-    let schedule = Plan { mode: Mode::ForwardOnly, ..Plan::new(1, 1, 1) }.schedule().unwrap();
+    let schedule =
+        PipelinePlan { kind: ScheduleKind::ForwardOnly, ..PipelinePlan::new(1, 1, 1) }.schedule().unwrap();
     let mut load = |_| {
         let input = model.decoder.input(&model.rank, &ids, None, Layout::Rows { count: 2, len: 16 })?;
-        Ok(MicroBatch { input, targets: None, dropout: None, part: None })
+        Ok(MicroBatch { input, targets: None, dropout: None, position: None })
     };
-    let out = execute(model.pass(), &model.decoder, &schedule, &mut load, Aim::Logits).unwrap();
+    let out = execute(model.pass(), &model.decoder, &schedule, &mut load, StepMode::Logits).unwrap();
     to_host(&model.pass(), &out[0]).unwrap()
 }
 
 fn upcycled(text: &str, gated: bool) -> Upcycled {
-    text.parse::<Upcycle>().unwrap().of(&dense(gated)).unwrap_or_else(|e| panic!("{text}: {e}"))
+    text.parse::<UpcycleConfig>().unwrap().apply(&dense(gated)).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
 /// The MLP by its definition, in f64, and the mixture: with α = 1 they are the same to the last bits of f64, whatever the
@@ -54,7 +56,10 @@ fn whole_copies_compute_what_the_dense_model_did() {
         assert_eq!(u.scale(), 1.0);
         let source = |name: &str| Ok(weights(&c, name));
         for part in logical_parts(u.model()).unwrap().iter().filter(|p| p.name.contains(".experts.")) {
-            assert_eq!(u.values(&part.name, &source).unwrap(), weights(&c, &u.origin(&part.name).unwrap()));
+            assert_eq!(
+                u.values(&part.name, &source).unwrap(),
+                weights(&c, &u.source_name(&part.name).unwrap())
+            );
         }
         let ours = logits(u.model(), &|name| u.values(name, &source).unwrap());
         let theirs = logits(&c, &|name| weights(&c, name));
@@ -118,15 +123,19 @@ fn experts_are_pieces_of_mlps() {
     }
     assert_ne!(rows[0], rows[2]);
     assert_ne!(router, u.values("layers.0.moe.router.weight", &source).unwrap());
-    let r = "experts=8,granularity=2,topk=4,pre_softmax=true".parse::<Upcycle>().unwrap().of(&c).unwrap();
+    let r = "experts=8,granularity=2,topk=4,pre_softmax=true"
+        .parse::<UpcycleConfig>()
+        .unwrap()
+        .apply(&c)
+        .unwrap();
     assert_eq!(r.scale(), 4f64.cbrt(), "4 groups · 2² / 4 choices");
 }
 
 #[test]
 fn what_cannot_be_is_refused() {
-    let refused = |text: &str, c: &ModelConfig| match text.parse::<Upcycle>() {
+    let refused = |text: &str, c: &ModelConfig| match text.parse::<UpcycleConfig>() {
         Err(e) => e,
-        Ok(u) => u.of(c).unwrap_err().to_string(),
+        Ok(u) => u.apply(c).unwrap_err().to_string(),
     };
     let c = dense(true);
     for (text, want) in [
@@ -143,7 +152,7 @@ fn what_cannot_be_is_refused() {
         let e = refused(text, &c);
         assert!(e.contains(want), "{text}: {e}");
     }
-    let mixture = "experts=4".parse::<Upcycle>().unwrap().of(&c).unwrap().model().clone();
+    let mixture = "experts=4".parse::<UpcycleConfig>().unwrap().apply(&c).unwrap().model().clone();
     assert!(refused("experts=4", &mixture).contains("experts already"));
     assert!(refused("experts=4", &ModelConfig { mlp_bias: true, ..c }).contains("biases"));
 }

@@ -3,11 +3,11 @@
 
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
-use ferrotron_core::grid::Layout;
+use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::Trainer;
-use ferrotron_core::volume::{ByGroup, Step, Traffic, predict};
-use ferrotron_engine::{Place, Rank, Recompute, attention};
+use ferrotron_core::volume::{ByGroup, StepShape, Traffic, predict};
+use ferrotron_engine::{GroupRank, Rank, Recompute, attention};
 
 const SEQ: usize = 24;
 const MICRO: usize = 2;
@@ -15,7 +15,7 @@ const BATCH: usize = 16;
 const BLOCKS: &str = "train.recompute=[\"attention\", \"mlp\"]";
 const PARTS: &str = "train.recompute=[\"norm\", \"activation\"]";
 
-fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
+fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     let mut recipe = Recipe::named("tiny").unwrap();
     let model = format!(
         "[model]\nlayers = 4\nhidden = 32\nheads = 4\nkv_heads = 2\nffn = 48\nvocab = 259\nmax_positions = 64\n\
@@ -33,8 +33,8 @@ fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
 }
 
 /// Checks every rank; gives back what the first one sends.
-fn equal(layout: &str, set: &[&str]) -> ByGroup {
-    let layout: Layout = layout.parse().unwrap();
+fn check_volume(layout: &str, set: &[&str]) -> ByGroup {
+    let layout: RankLayout = layout.parse().unwrap();
     let resolved = recipe(&layout, set);
     let work = |rank: Rank| {
         let sources = source::open(&resolved)?;
@@ -48,12 +48,12 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
         let count = BATCH / MICRO / rank.dp.size();
         let len = resolved.plan.seq_len;
         let batches = vec![attention::Layout::Rows { count: MICRO, len }; count];
-        let step = Step {
+        let step = StepShape {
             model: &resolved.model,
-            tp: Place { rank: rank.tp.rank(), size: rank.tp.size() },
-            cp: Place { rank: rank.cp.rank(), size: rank.cp.size() },
+            tp: GroupRank { rank: rank.tp.rank(), size: rank.tp.size() },
+            cp: GroupRank { rank: rank.cp.rank(), size: rank.cp.size() },
             dp: rank.dp.size(),
-            copy: rank.copies.rank(),
+            dp_cp_rank: rank.dp_cp_group.rank(),
             pp: rank.pp.size(),
             stages: &stages,
             batches: &batches,
@@ -80,45 +80,45 @@ fn equal(layout: &str, set: &[&str]) -> ByGroup {
 #[test]
 fn tensor_and_data_parallel() {
     for layout in ["tp=1", "tp=2", "tp=4", "dp=2", "dp=4", "tp=2,dp=2", "tp=4,dp=2"] {
-        equal(layout, &[]);
+        check_volume(layout, &[]);
     }
-    equal("tp=2,dp=2", &["precision.dtype=bf16"]);
-    equal("tp=2", &["parallel.overlap=false"]);
-    equal("tp=2", &["train.recompute=full"]);
-    equal("tp=2", &["model.tied=false", "model.positions=learned"]);
+    check_volume("tp=2,dp=2", &["precision.dtype=bf16"]);
+    check_volume("tp=2", &["parallel.overlap=false"]);
+    check_volume("tp=2", &["train.recompute=full"]);
+    check_volume("tp=2", &["model.tied=false", "model.positions=learned"]);
 }
 
 #[test]
-fn divided_optimizer_state_and_gradients() {
+fn zero_1_and_2() {
     for zero in ["parallel.zero=1", "parallel.zero=2"] {
         for layout in ["tp=2", "dp=2", "dp=4", "tp=2,dp=2", "cp=2,dp=2", "pp=2,dp=2", "tp=2,pp=2,dp=2"] {
-            equal(layout, &[zero]);
+            check_volume(layout, &[zero]);
         }
-        equal("tp=4,dp=2", &[zero, "precision.dtype=bf16"]);
+        check_volume("tp=4,dp=2", &[zero, "precision.dtype=bf16"]);
     }
     // State alone moves what an all-reduce moves where weights are f32; gradients come once for each micro-batch.
     let [none, state, gradients] =
-        [0, 1, 2].map(|z| equal("dp=2", &[&format!("parallel.zero={z}")])["copies"]);
+        [0, 1, 2].map(|z| check_volume("dp=2", &[&format!("parallel.zero={z}")])["copies"]);
     assert!(state - none < 64 && gradients > 2 * state, "{none} {state} {gradients}");
 }
 
 /// Weights in bytes are gathered as such.
 #[test]
-fn weights_in_bytes() {
+fn fp8_params() {
     const SIZES: [&str; 3] = ["precision.dtype=bf16", "model.hidden=64", "model.ffn=144"];
-    for scaling in ["current", "delayed", "block"] {
-        let scaling = format!("precision.scaling={scaling}");
+    for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
+        let scaling = format!("precision.recipe={scaling}");
         let sent = ["bf16", "fp8"].map(|weights| {
-            let weights = format!("precision.weights={weights}");
+            let weights = format!("precision.fp8_params={weights}");
             let set = [&SIZES[..], &[&scaling, &weights]].concat();
-            equal("dp=2", &set);
-            equal("pp=2,dp=2", &[&set[..], &["parallel.zero=2", "parallel.bucket=20000"]].concat());
-            equal("cp=2,dp=2", &[&set[..], &["parallel.zero=1"]].concat());
-            equal("dp=4", &[&set[..], &["parallel.zero=1", "parallel.bucket=9000"]].concat())["copies"]
+            check_volume("dp=2", &set);
+            check_volume("pp=2,dp=2", &[&set[..], &["parallel.zero=2", "parallel.bucket=20000"]].concat());
+            check_volume("cp=2,dp=2", &[&set[..], &["parallel.zero=1"]].concat());
+            check_volume("dp=4", &[&set[..], &["parallel.zero=1", "parallel.bucket=9000"]].concat())["copies"]
         });
         let less = 1.0 - sent[1] as f64 / sent[0] as f64;
         // Of 4 + 2 bytes a parameter nearly one.
-        let wanted = if scaling.contains("block") { -0.01..0.01 } else { 0.12..0.17 };
+        let wanted = if scaling.contains("fp8-block") { -0.01..0.01 } else { 0.12..0.17 };
         assert!(wanted.contains(&less), "{scaling}: {less} less");
     }
 }
@@ -126,22 +126,26 @@ fn weights_in_bytes() {
 #[test]
 fn pipelines() {
     for layout in ["pp=2", "pp=4", "pp=2,vp=2", "tp=2,pp=2", "pp=2,dp=2", "tp=2,pp=2,dp=2"] {
-        equal(layout, &[]);
+        check_volume(layout, &[]);
     }
-    equal("pp=2", &["model.tied=false"]);
-    equal("pp=2", &["parallel.schedule=zero-bubble"]);
-    equal("tp=2,pp=2", &["precision.dtype=bf16"]);
+    check_volume("pp=2", &["model.tied=false"]);
+    check_volume("pp=2", &["parallel.schedule=zero-bubble"]);
+    check_volume("tp=2,pp=2", &["precision.dtype=bf16"]);
 }
 
 #[test]
 fn context_parallel() {
     for layout in ["cp=2", "cp=4", "tp=2,cp=2", "cp=2,dp=2", "cp=2,pp=2", "tp=2,cp=2,pp=2"] {
-        equal(layout, &[]);
+        check_volume(layout, &[]);
     }
-    equal("cp=2", &["precision.dtype=bf16"]);
+    check_volume("cp=2", &["precision.dtype=bf16"]);
     // A window: by heads where they divide, gathered where not.
     for layout in ["cp=2", "cp=4", "tp=2,cp=2"] {
-        assert_ne!(equal(layout, &["model.window=8"])["cp"], equal(layout, &[])["cp"], "{layout}");
+        assert_ne!(
+            check_volume(layout, &["model.window=8"])["cp"],
+            check_volume(layout, &[])["cp"],
+            "{layout}"
+        );
     }
 }
 
@@ -156,63 +160,66 @@ fn latent_attention() {
         ["model.kv_heads=4", "model.mla={ kv_lora_rank = 16, nope_dim = 16, rope_dim = 16, v_dim = 16 }"];
     for latent in [LATENT, STREAM] {
         for layout in ["tp=2", "tp=4", "cp=2", "tp=2,cp=2", "tp=2,pp=2,dp=2"] {
-            equal(layout, &latent);
+            check_volume(layout, &latent);
         }
         for more in [&["train.recompute=full"][..], &[BLOCKS], &[PARTS], &["precision.dtype=bf16"]] {
-            equal("tp=2", &[&latent[..], more].concat());
+            check_volume("tp=2", &[&latent[..], more].concat());
         }
-        equal("tp=2,cp=2", &[&latent[..], &["model.window=8"]].concat());
-        for scaling in ["precision.scaling=current", "precision.scaling=delayed", "precision.scaling=block"] {
+        check_volume("tp=2,cp=2", &[&latent[..], &["model.window=8"]].concat());
+        for scaling in
+            ["precision.recipe=fp8-current", "precision.recipe=fp8-delayed", "precision.recipe=fp8-block"]
+        {
             let set = [&latent[..], &["precision.dtype=bf16", "model.ffn=64", scaling]].concat();
-            equal("tp=2", &set);
-            equal("tp=2", &[&set[..], &["train.recompute=full"]].concat());
+            check_volume("tp=2", &set);
+            check_volume("tp=2", &[&set[..], &["train.recompute=full"]].concat());
         }
     }
     for layout in ["cp=2", "cp=4", "tp=2,cp=2"] {
-        let [with, without] = ["true", "false"].map(|on| equal(layout, &[&format!("model.attn_sink={on}")]));
+        let [with, without] =
+            ["true", "false"].map(|on| check_volume(layout, &[&format!("model.attn_sink={on}")]));
         assert_eq!(with["cp"], without["cp"], "{layout}");
     }
 }
 
 /// A layer, an embedding and a head more for each; tables that both ends of a pipeline have.
 #[test]
-fn predictions_of_further_tokens() {
+fn multi_token_prediction() {
     for layout in ["tp=1", "tp=2", "dp=2", "cp=2", "pp=2", "pp=2,vp=2", "tp=2,cp=2", "tp=2,pp=2,dp=2"] {
         for set in [
             &["mtp.layers=2"][..],
-            &["mtp.layers=2", "mtp.repeated=true", "model.tied=false", "model.positions=learned"],
+            &["mtp.layers=2", "mtp.shared_layer=true", "model.tied=false", "model.positions=learned"],
             &["mtp.layers=1", "parallel.zero=2", "train.recompute=full", "precision.dtype=bf16"],
         ] {
-            equal(layout, set);
+            check_volume(layout, set);
         }
     }
-    let eight = ["precision.dtype=bf16", "model.head_dim=16", "model.ffn=64", "precision.scaling=current"];
-    equal("tp=2", &[&eight[..], &["mtp.layers=2", "mtp.repeated=true"]].concat());
-    equal("tp=2,pp=2", &[&eight[..], &["mtp.layers=2"]].concat());
-    let more = equal("pp=2", &["mtp.layers=1", "model.tied=false"]);
-    assert!(more.contains_key("ends") && !equal("pp=2", &["model.tied=false"]).contains_key("ends"));
+    let eight = ["precision.dtype=bf16", "model.head_dim=16", "model.ffn=64", "precision.recipe=fp8-current"];
+    check_volume("tp=2", &[&eight[..], &["mtp.layers=2", "mtp.shared_layer=true"]].concat());
+    check_volume("tp=2,pp=2", &[&eight[..], &["mtp.layers=2"]].concat());
+    let more = check_volume("pp=2", &["mtp.layers=1", "model.tied=false"]);
+    assert!(more.contains_key("ends") && !check_volume("pp=2", &["model.tied=false"]).contains_key("ends"));
 }
 
 /// Bytes travel as bytes where a tensor has one scale, and magnitudes beside them.
 #[test]
-fn eight_bit_products() {
+fn fp8_gemms() {
     let set = |more: &[&'static str]| {
         let base = ["precision.dtype=bf16", "model.head_dim=16", "model.ffn=64"];
         [&base[..], more].concat()
     };
-    let none = |layout: &str| equal(layout, &set(&[]))["tp"];
-    for scaling in ["current", "delayed", "block", "mxfp8", "nvfp4"] {
+    let none = |layout: &str| check_volume(layout, &set(&[]))["tp"];
+    for scaling in ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"] {
         let scaling: &'static str = match scaling {
-            "current" => "precision.scaling=current",
-            "delayed" => "precision.scaling=delayed",
-            "block" => "precision.scaling=block",
-            "mxfp8" => "precision.scaling=mxfp8",
-            _ => "precision.scaling=nvfp4",
+            "fp8-current" => "precision.recipe=fp8-current",
+            "fp8-delayed" => "precision.recipe=fp8-delayed",
+            "fp8-block" => "precision.recipe=fp8-block",
+            "mxfp8" => "precision.recipe=mxfp8",
+            _ => "precision.recipe=nvfp4",
         };
         for layout in ["tp=2", "tp=4", "tp=2,dp=2", "tp=2,pp=2", "tp=2,cp=2", "dp=2", "cp=2,dp=2"] {
-            let sent = equal(layout, &set(&[scaling]));
+            let sent = check_volume(layout, &set(&[scaling]));
             if layout == "tp=2" {
-                let bytes = ["current", "delayed", "block"].iter().any(|s| scaling.contains(s));
+                let bytes = ["fp8-current", "fp8-delayed", "fp8-block"].iter().any(|s| scaling.contains(s));
                 assert_eq!(sent["tp"] < none(layout), bytes, "{scaling}");
                 assert!(bytes || sent["tp"] == none(layout), "{scaling}");
             }
@@ -222,44 +229,44 @@ fn eight_bit_products() {
             &[BLOCKS],
             &[PARTS],
             &["parallel.overlap=false"],
-            &["precision.except=mlp.down"],
-            &["precision.except=attn.q:output"],
-            &["precision.except=mlp.up:weight_grad"],
-            &["precision.except=mlp.down:weight_grad"],
-            &["precision.except=mlp.down:input_grad"],
-            &["precision.except=attn.out:output"],
+            &["precision.skip=mlp.down"],
+            &["precision.skip=attn.q:output"],
+            &["precision.skip=mlp.up:weight_grad"],
+            &["precision.skip=mlp.down:weight_grad"],
+            &["precision.skip=mlp.down:input_grad"],
+            &["precision.skip=attn.out:output"],
         ] {
-            equal("tp=2", &set(&[&[scaling], more].concat()));
+            check_volume("tp=2", &set(&[&[scaling], more].concat()));
         }
-        const HEAD: [&str; 2] = ["precision.also=head", "model.vocab=256"];
+        const HEAD: [&str; 2] = ["precision.fp8_lm_head=true", "model.vocab=256"];
         for more in
-            [&[][..], &["train.recompute=full"], &["model.tied=false"], &["precision.except=head:output"]]
+            [&[][..], &["train.recompute=full"], &["model.tied=false"], &["precision.skip=head:output"]]
         {
-            equal("tp=2", &set(&[&HEAD[..], &[scaling], more].concat()));
+            check_volume("tp=2", &set(&[&HEAD[..], &[scaling], more].concat()));
         }
-        equal("tp=2,pp=2", &set(&[&HEAD[..], &[scaling]].concat()));
-        equal("tp=2", &set(&[&HEAD[..], &[scaling, "mtp.layers=2"]].concat()));
+        check_volume("tp=2,pp=2", &set(&[&HEAD[..], &[scaling]].concat()));
+        check_volume("tp=2", &set(&[&HEAD[..], &[scaling, "mtp.layers=2"]].concat()));
     }
-    const ATTENTION: [&str; 2] = ["precision.also=attention", "precision.except=layers.0.attn.scores"];
+    const ATTENTION: [&str; 2] = ["precision.fp8_attention=true", "precision.skip=layers.0.attn.scores"];
     for layout in ["tp=2", "cp=2", "tp=2,cp=2,pp=2", "tp=4"] {
-        equal(layout, &set(&ATTENTION[..1]));
-        equal(layout, &set(&ATTENTION));
-        equal(layout, &set(&[ATTENTION[0], "train.recompute=full", "precision.scaling=current"]));
+        check_volume(layout, &set(&ATTENTION[..1]));
+        check_volume(layout, &set(&ATTENTION));
+        check_volume(layout, &set(&[ATTENTION[0], "train.recompute=full", "precision.recipe=fp8-current"]));
     }
-    equal("tp=2,cp=2", &set(&[ATTENTION[0], "mtp.layers=2", BLOCKS]));
+    check_volume("tp=2,cp=2", &set(&[ATTENTION[0], "mtp.layers=2", BLOCKS]));
     // Ranks with whole blocks of tokens: their columns are bytes, too.
-    const LONG: [&str; 3] = ["precision.scaling=block", "data.seq_len=128", "model.max_positions=128"];
-    let numbers = equal("tp=2", &set(&LONG[1..]))["tp"];
-    let bytes = equal("tp=2", &set(&LONG))["tp"];
+    const LONG: [&str; 3] = ["precision.recipe=fp8-block", "data.seq_len=128", "model.max_positions=128"];
+    let numbers = check_volume("tp=2", &set(&LONG[1..]))["tp"];
+    let bytes = check_volume("tp=2", &set(&LONG))["tp"];
     assert!((bytes as f64) < 0.9 * numbers as f64, "{bytes} {numbers}");
     for more in [
         &["train.recompute=full"][..],
         &["parallel.overlap=false"],
-        &["precision.except=mlp.down:weight_grad"],
-        &["precision.except=attn.out:input_grad"],
-        &["precision.except=mlp.up:output"],
-        &["precision.also=head", "model.vocab=256"],
+        &["precision.skip=mlp.down:weight_grad"],
+        &["precision.skip=attn.out:input_grad"],
+        &["precision.skip=mlp.up:output"],
+        &["precision.fp8_lm_head=true", "model.vocab=256"],
     ] {
-        equal("tp=2", &set(&[&LONG[..], more].concat()));
+        check_volume("tp=2", &set(&[&LONG[..], more].concat()));
     }
 }

@@ -5,11 +5,11 @@
 use ferrotron_core::Result;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
-use ferrotron_core::grid::Layout;
+use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{LogicalValues, Observer, Run, Trainer};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::{Category, Watch};
+use ferrotron_tensor::{Category, Instrumentation};
 
 /// Grouped heads, biases, a vocabulary that nothing divides, norms that clip, and many small buckets.
 const MODEL: &str = "
@@ -53,8 +53,8 @@ struct Case {
 }
 
 impl Case {
-    fn layout(&self) -> Layout {
-        Layout { tp: self.tp, cp: self.cp, pp: self.pp, dp: Some(self.dp), ..Layout::default() }
+    fn layout(&self) -> RankLayout {
+        RankLayout { tp: self.tp, cp: self.cp, pp: self.pp, dp: Some(self.dp), ..RankLayout::default() }
     }
 
     fn recipe(&self) -> Resolved {
@@ -72,7 +72,11 @@ impl Case {
     fn run<T: Send>(&self, work: impl Fn(Rank, Resolved) -> Result<T> + Sync) -> Vec<T> {
         let resolved = self.recipe();
         let make = || {
-            let rank = Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?;
+            let rank = Rank::cpu_instrumented(
+                1,
+                1234,
+                Instrumentation { race_check: true, ..Instrumentation::default() },
+            )?;
             Ok(Rank { overlap: self.overlap, ..rank })
         };
         on_threads(&self.layout(), make, |rank| work(rank, resolved.clone()))
@@ -104,7 +108,7 @@ fn made(case: &Case) -> Made {
         let eval = trainer.evaluate(&*sources.train, 4)?;
         let gradients = trainer.gradients()?;
         let zeros = gradients.iter().flat_map(|g| &g.values).filter(|x| **x == 0.0).count();
-        assert_eq!(trainer.zero_gradients()?, zeros as u64, "{case:?}: zeros are counted once");
+        assert_eq!(trainer.count_zero_grads()?, zeros as u64, "{case:?}: zeros are counted once");
         // An embedding of its own has no gradient for tokens that are in no batch.
         assert!(zeros > 32 || !case.set.contains(&"model.tied=false"), "{case:?}: {zeros} zeros");
         Ok(Made { losses, eval, first, gradients, weights: trainer.weights()? })
@@ -145,9 +149,10 @@ const LAYOUTS: [(usize, usize); 7] = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2
 /// divided gradients add up in another order.
 #[test]
 fn dividing_changes_no_bit() {
-    for set in
-        [&["model.tied=true"][..], &["model.tied=false", "optimizer.moments=bf16", "precision.dtype=bf16"]]
-    {
+    for set in [
+        &["model.tied=true"][..],
+        &["model.tied=false", "optimizer.state_dtype=bf16", "precision.dtype=bf16"],
+    ] {
         for (tp, dp) in LAYOUTS {
             let case = |zero, overlap| Case { tp, cp: 1, pp: 1, dp, zero, overlap, set };
             let plain = made(&case(0, false));
@@ -175,8 +180,8 @@ fn dividing_packed_moments_changes_no_bit() {
     const SIZES: [&str; 4] =
         ["model.hidden=64", "model.ffn=64", "model.qkv_bias=false", "precision.dtype=bf16"];
     for kept in [
-        ["optimizer.moments=fp8", "optimizer.master=remainder"],
-        ["optimizer.moments=f16", "optimizer.clip=1"],
+        ["optimizer.state_dtype=fp8", "optimizer.master_dtype=remainder"],
+        ["optimizer.state_dtype=f16", "optimizer.clip=1"],
     ] {
         let set: &'static [&'static str] = Vec::leak([&SIZES[..], &kept].concat());
         for (tp, dp) in [(1, 2), (1, 3), (2, 1), (2, 2)] {
@@ -192,7 +197,8 @@ fn dividing_packed_moments_changes_no_bit() {
 /// A layout that cuts a block is refused in a sentence that names the tensor.
 #[test]
 fn cut_blocks_are_refused() {
-    let case = Case { tp: 2, cp: 1, pp: 1, dp: 1, zero: 0, overlap: true, set: &["optimizer.moments=fp8"] };
+    let case =
+        Case { tp: 2, cp: 1, pp: 1, dp: 1, zero: 0, overlap: true, set: &["optimizer.state_dtype=fp8"] };
     let refused = case.run(|rank, resolved| match Trainer::new(rank, &resolved) {
         Err(e) => Ok(e.to_string()),
         Ok(_) => Ok("accepted".into()),

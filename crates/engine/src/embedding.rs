@@ -1,8 +1,8 @@
 //! Token and position embeddings.
 
-use crate::overlap::Arriving;
-use crate::precision::Side;
-use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use crate::quant::GemmOperand;
+use crate::tensor_parallel::InFlight;
+use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
 use ferrotron_tensor::{Result, Tensor};
 
 /// `scale·tokens[id] (+ positions[pos])`
@@ -51,7 +51,7 @@ impl Embedding {
         };
         let tokens = table("tokens", vocab, Split::Rows { unit: 1 })?;
         let positions = positions.map(|n| table("positions", n, Split::Replicated)).transpose()?;
-        let first = d.spec(tokens).cuts[0].range.start;
+        let first = d.spec(tokens).shards[0].range.start;
         Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
     }
 
@@ -66,7 +66,7 @@ impl Embedding {
     ) -> Result<Embedding> {
         let whole = d.spec(tokens).parts[0].shape.clone();
         let (vocab, hidden) = (whole[0], whole[1]);
-        let first = d.spec(tokens).cuts[0].range.start;
+        let first = d.spec(tokens).shards[0].range.start;
         let table = |rows| Part {
             name: format!("{name}.positions"),
             shape: vec![rows, hidden],
@@ -78,7 +78,7 @@ impl Embedding {
     }
 
     /// The same tables, for another module that looks tokens up.
-    pub fn again(&self) -> Embedding {
+    pub fn share(&self) -> Embedding {
         Embedding { ..*self }
     }
 
@@ -88,16 +88,21 @@ impl Embedding {
     }
 
     /// `ids`, `positions` i32 `[tokens]` → `[tokens, hidden]`, of the rows this rank holds.
-    pub fn forward(&self, p: &Pass, ids: &Tensor, positions: &Tensor) -> Result<(Tensor, EmbeddingSaved)> {
+    pub fn forward(
+        &self,
+        p: &StepContext,
+        ids: &Tensor,
+        positions: &Tensor,
+    ) -> Result<(Tensor, EmbeddingSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let y = p.empty(&[ids.numel(), self.hidden])?;
         let table = p.weight(self.tokens)?;
         k.embedding_forward(s, ids, table, self.first, self.vocab, self.scale, false, &y)?;
-        let y = p.sum_rows(&y, "embeddings")?;
+        let y = p.reduce_scatter(&y, "embeddings")?;
         let positions = match self.positions {
             None => None,
             Some(table) => {
-                let (table, mine) = (p.weight(table)?, p.own_rows(positions)?);
+                let (table, mine) = (p.weight(table)?, p.local_rows(positions)?);
                 k.embedding_forward(s, &mine, table, 0, table.shape()[0], 1.0, true, &y)?;
                 Some(SavedTensor::small(&mine))
             }
@@ -106,19 +111,19 @@ impl Embedding {
     }
 
     /// Only weights have gradients here.
-    pub fn backward(&self, p: &Pass, saved: EmbeddingSaved, dy: &Tensor) -> Result<WeightGrad> {
-        let lookup = |param, ids: &Tensor, dy: Arriving, first, vocab, scale| {
+    pub fn backward(&self, p: &StepContext, saved: EmbeddingSaved, dy: &Tensor) -> Result<WeightGrad> {
+        let lookup = |param, ids: &Tensor, dy: InFlight, first, vocab, scale| {
             let ids = ids.clone();
-            WeightGrad::other(param, move |rank, grad, accumulate| {
+            WeightGrad::deferred(param, move |rank, grad, accumulate| {
                 let (k, dy) = (&rank.kernels, dy.ready()?);
                 k.embedding_backward(&rank.compute, &ids, dy.memory(), first, vocab, scale, accumulate, grad)
             })
         };
-        let all = p.arriving_rows(&Side::rows_of(dy), "gradient of embeddings")?;
+        let all = p.begin_all_gather(&GemmOperand::rowwise(dy), "gradient of embeddings")?;
         let grads = lookup(self.tokens, &saved.ids, all, self.first, self.vocab, self.scale);
         Ok(match (self.positions, &saved.positions) {
             (Some(table), Some(pos)) => {
-                let dy = Arriving::here(Side::rows_of(dy));
+                let dy = InFlight::ready_now(GemmOperand::rowwise(dy));
                 grads.and(lookup(table, pos, dy, 0, p.weight(table)?.shape()[0], 1.0))
             }
             _ => grads,

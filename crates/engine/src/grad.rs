@@ -1,18 +1,18 @@
 //! Gradients of weights: the buffer they gather in, and the work that puts them there.
 
-use crate::flat::{Placement, Plan, Scheme, bucket_elements};
-use crate::precision::{Multiply, Product, Side};
+use crate::data_parallel::{BucketPlan, Placement, ShardingStrategy, bucket_elements};
+use crate::quant::{GemmOperand, GemmOptions, LinearGemm};
 use crate::{ParamId, ParamSpec, Params, Rank};
-use ferrotron_kernels::{Gemm, LinearGrad};
+use ferrotron_kernels::{Gemm, LinearWgrad};
 use ferrotron_tensor::{Category, DType, Error, Event, Result, Tensor};
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-/// f32 gradients of all parameters, in the buckets of a [`Plan`]. Memory is taken when the first gradient of a bucket
+/// f32 gradients of all parameters, in the buckets of a [`BucketPlan`]. Memory is taken when the first gradient of a bucket
 /// arrives. When the last has, the bucket is summed over ranks, beside the rest of backward where that is wanted.
 pub struct GradBuffer {
-    pub(crate) plan: Arc<Plan>,
-    pub(crate) scheme: Scheme,
+    pub(crate) plan: Arc<BucketPlan>,
+    pub(crate) scheme: ShardingStrategy,
     pub(crate) specs: Vec<ParamSpec>,
     slots: Vec<Slot>,
     pub(crate) buckets: Vec<Memory>,
@@ -50,16 +50,16 @@ pub(crate) struct InFlight {
 impl GradBuffer {
     /// Buffers for a model that no other rank has a copy of, or only whole copies; no memory yet.
     pub fn new(specs: &[ParamSpec]) -> GradBuffer {
-        let plan = Arc::new(Plan::new(specs, [1; 2], bucket_elements(1)));
-        GradBuffer::over(plan, specs.to_vec(), Scheme::REPLICATED)
+        let plan = Arc::new(BucketPlan::new(specs, [1; 2], bucket_elements(1)));
+        GradBuffer::over(plan, specs.to_vec(), ShardingStrategy::REPLICATED)
     }
 
     /// Buffers with the buckets of `params`, divided as `scheme` says; no memory yet.
-    pub fn of(params: &Params, scheme: Scheme) -> GradBuffer {
+    pub fn of(params: &Params, scheme: ShardingStrategy) -> GradBuffer {
         GradBuffer::over(params.plan().clone(), params.specs().to_vec(), scheme)
     }
 
-    fn over(plan: Arc<Plan>, specs: Vec<ParamSpec>, scheme: Scheme) -> GradBuffer {
+    fn over(plan: Arc<BucketPlan>, specs: Vec<ParamSpec>, scheme: ShardingStrategy) -> GradBuffer {
         let slots = vec![Slot { arrived: 0, fresh: true }; specs.len()];
         let buckets = plan.buckets().iter().map(|_| Memory::default()).collect();
         let (micro_batches, begun, in_flight) = (None, 0, VecDeque::new());
@@ -87,7 +87,7 @@ impl GradBuffer {
 
     /// Times that every bucket is summed over ranks in a step.
     pub(crate) fn rounds(&self) -> usize {
-        if self.scheme.grad.is_whole() { 1 } else { self.micro_batches.unwrap_or(1).max(1) }
+        if self.scheme.grad.is_full_size() { 1 } else { self.micro_batches.unwrap_or(1).max(1) }
     }
 
     /// This rank's own gradients of a bucket.
@@ -110,7 +110,7 @@ impl GradBuffer {
 
     fn ready(&mut self, rank: &Rank, id: ParamId) -> Result<()> {
         self.slots[id.0].arrived += 1;
-        if self.micro_batches.is_some() { self.sum_ready(rank, false) } else { Ok(()) }
+        if self.micro_batches.is_some() { self.reduce_ready(rank, false) } else { Ok(()) }
     }
 
     /// Has every use of the parameter contributed in so many micro-batches?
@@ -169,26 +169,26 @@ struct Job {
 
 enum Work {
     /// `dyᵀ·x`
-    Product { dy: Tensor, x: Tensor },
+    Gemm { dy: Tensor, x: Tensor },
     /// `dyᵀ·x`, and the column sums of `dy` for the bias.
     Linear { dy: Tensor, x: Tensor, bias: ParamId },
     /// The product of two factors.
-    Sides(Box<[Side; 2]>),
+    QuantizedGemm(Box<[GemmOperand; 2]>),
     /// Column sums of `dy`.
-    Columns { dy: Tensor },
+    ColumnSums { dy: Tensor },
     /// Anything else: writes or adds into the gradient it is given.
-    Other(Deferred),
+    Deferred(Deferred),
 }
 
 impl WeightGrad {
     /// `weight [out, in]` gets `dyᵀ·x` from `dy [tokens, out]` and `x [tokens, in]`.
-    pub(crate) fn product(param: ParamId, dy: &Tensor, x: &Tensor) -> WeightGrad {
-        WeightGrad::one(param, Work::Product { dy: dy.clone(), x: x.clone() })
+    pub(crate) fn gemm(param: ParamId, dy: &Tensor, x: &Tensor) -> WeightGrad {
+        WeightGrad::one(param, Work::Gemm { dy: dy.clone(), x: x.clone() })
     }
 
     /// `weight [out, in]` gets the product of `dyᵀ [out, tokens]` and `xᵀ [in, tokens]`, both contracted over tokens.
-    pub(crate) fn sides(param: ParamId, dy: Side, x: Side) -> WeightGrad {
-        WeightGrad::one(param, Work::Sides(Box::new([dy, x])))
+    pub(crate) fn quantized_gemm(param: ParamId, dy: GemmOperand, x: GemmOperand) -> WeightGrad {
+        WeightGrad::one(param, Work::QuantizedGemm(Box::new([dy, x])))
     }
 
     /// `weight [out, in]` gets `dyᵀ·x` and `bias [out]` the column sums of `dy`.
@@ -197,21 +197,21 @@ impl WeightGrad {
     }
 
     /// `bias [out]` gets the column sums of `dy [tokens, out]`, or of partial sums f32 `[parts, out]`.
-    pub(crate) fn columns(param: ParamId, dy: &Tensor) -> WeightGrad {
-        WeightGrad::one(param, Work::Columns { dy: dy.clone() })
+    pub(crate) fn column_sums(param: ParamId, dy: &Tensor) -> WeightGrad {
+        WeightGrad::one(param, Work::ColumnSums { dy: dy.clone() })
     }
 
     /// Work of another kind: called with the gradient's memory and whether to add to it.
-    pub(crate) fn other(
+    pub(crate) fn deferred(
         param: ParamId,
         work: impl FnOnce(&Rank, &Tensor, bool) -> Result<()> + Send + 'static,
     ) -> WeightGrad {
-        WeightGrad::one(param, Work::Other(Box::new(work)))
+        WeightGrad::one(param, Work::Deferred(Box::new(work)))
     }
 
     /// A gradient that is there already, f32.
-    pub(crate) fn made(param: ParamId, sums: Tensor) -> WeightGrad {
-        WeightGrad::other(param, move |rank, grad, accumulate| {
+    pub(crate) fn computed(param: ParamId, sums: Tensor) -> WeightGrad {
+        WeightGrad::deferred(param, move |rank, grad, accumulate| {
             let sums = sums.view(grad.shape())?;
             match accumulate {
                 true => rank.kernels.add_assign(&rank.compute, grad, &sums),
@@ -236,26 +236,26 @@ impl WeightGrad {
             let (grad, accumulate) = grads.main_grad(rank, param)?;
             let (k, s) = (&rank.kernels, &rank.compute);
             match work {
-                Work::Product { dy, x } => k.gemm(
+                Work::Gemm { dy, x } => k.gemm(
                     s,
                     &Gemm { a: &dy, trans_a: true, b: &x, trans_b: false, bias: None, accumulate, c: &grad },
                 )?,
                 Work::Linear { dy, x, bias } => {
                     let (sums, onto) = grads.main_grad(rank, bias)?;
                     let (dw, db) = ((&grad, accumulate), (&sums, onto));
-                    k.linear_grad(s, &LinearGrad { dy: &dy, x: &x, dw, db })?;
+                    k.linear_wgrad(s, &LinearWgrad { dy: &dy, x: &x, dw, db })?;
                     drop((dy, x));
                     grads.ready(rank, param)?;
                     grads.ready(rank, bias)?;
                     continue;
                 }
-                Work::Sides(sides) => {
+                Work::QuantizedGemm(sides) => {
                     let [dy, x] = *sides;
-                    let how = Multiply { product: Product::WeightGrad, bias: None, accumulate, fast: false };
-                    dy.times(rank, &x, how, &grad)?;
+                    let how = GemmOptions { product: LinearGemm::Wgrad, bias: None, accumulate, fast: false };
+                    dy.gemm(rank, &x, how, &grad)?;
                 }
-                Work::Columns { dy } => k.column_sum(s, &dy, accumulate, &grad)?,
-                Work::Other(f) => f(rank, &grad, accumulate)?,
+                Work::ColumnSums { dy } => k.column_sum(s, &dy, accumulate, &grad)?,
+                Work::Deferred(f) => f(rank, &grad, accumulate)?,
             }
             grads.ready(rank, param)?;
         }

@@ -2,40 +2,40 @@
 //! that and returns the gradient of the input and a [`WeightGrad`], which is run now or later.
 
 pub mod attention;
+pub mod data_parallel;
 mod embedding;
-pub mod flat;
 mod grad;
-mod head;
+mod interleave;
 mod linear;
-mod measured;
+mod lm_head;
 mod mlp;
 pub mod moe;
 mod norm;
-mod overlap;
 mod param;
-mod pass;
-pub mod precision;
+pub mod quant;
 mod rank;
 mod reduce;
 mod saved;
+mod sequence_parallel;
 mod shard;
-mod spread;
+mod step_context;
+mod tensor_parallel;
 mod tokens;
-mod turns;
+mod with_amax;
 
 pub use embedding::{Embedding, EmbeddingSaved};
 pub use grad::{GradBuffer, WeightGrad};
-pub use head::{Head, HeadSaved, Targets};
+pub use interleave::{interleave, run_to_completion, yield_now};
 pub use linear::{Linear, LinearSaved};
-pub use measured::Measured;
+pub use lm_head::{LmHead, LmHeadSaved, Targets};
 pub use mlp::{Mlp, MlpSaved};
-pub use norm::{Hidden, NormLayer, NormSaved};
+pub use norm::{HiddenStates, NormLayer, NormSaved};
 pub use param::{
-    Declarations, ExpertPlace, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_values,
+    Declarations, ExpertParallelRank, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_values,
 };
-pub use pass::{Dropout, Keep, Pass, Recompute};
 pub use rank::Rank;
-pub use saved::{Class, Saved, SavedTensor};
-pub use shard::{Cut, Place, Split};
+pub use saved::{OffloadClass, Saved, SavedTensor};
+pub use shard::{GroupRank, Shard, Split};
+pub use step_context::{Checkpointed, Dropout, Recompute, StepContext};
 pub use tokens::Tokens;
-pub use turns::{at_once, in_turn, turn};
+pub use with_amax::WithAmax;

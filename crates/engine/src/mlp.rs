@@ -1,6 +1,8 @@
 //! The feed-forward block: up, non-linearity (gated or not), down.
 
-use crate::{Declarations, Linear, LinearSaved, Measured, Pass, Saved, SavedTensor, Split, WeightGrad};
+use crate::{
+    Declarations, Linear, LinearSaved, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
+};
 use ferrotron_kernels::Act;
 use ferrotron_tensor::{Result, Tensor};
 
@@ -30,13 +32,13 @@ impl Saved for MlpSaved {
 
 impl MlpSaved {
     /// Drops the block's input, which the caller can make again.
-    pub fn forget_input(&mut self) {
-        self.up.forget();
+    pub fn drop_input(&mut self) {
+        self.up.drop_input();
     }
 
     /// Puts the input back.
-    pub fn remember_input(&mut self, x: &Tensor) {
-        self.up.remember(x);
+    pub fn restore_input(&mut self, x: &Tensor) {
+        self.up.restore_input(x);
     }
 }
 
@@ -72,39 +74,39 @@ impl Mlp {
     }
 
     /// Does it need the largest magnitude of its input?
-    pub fn measures_input(&self, p: &Pass) -> bool {
-        self.up.measures_input(p)
+    pub fn needs_input_amax(&self, p: &StepContext) -> bool {
+        self.up.needs_input_amax(p)
     }
 
     /// `[tokens, hidden] → [tokens, hidden]`
-    pub fn forward(&self, p: &Pass, x: impl Into<Measured>) -> Result<(Tensor, MlpSaved)> {
-        let (x, measure) = (x.into(), self.down.measures_input(p));
+    pub fn forward(&self, p: &StepContext, x: impl Into<WithAmax>) -> Result<(Tensor, MlpSaved)> {
+        let (x, measure) = (x.into(), self.down.needs_input_amax(p));
         let (h, a, up) = if self.gated {
-            let (h, up) = self.up.forward_or_again(p, &x, p.recompute.norm)?;
+            let (h, up) = self.up.forward_recomputable(p, &x, p.recompute.norm)?;
             let a = p.act_forward(self.act, true, &h, self.ffn, measure)?;
             (h, a, up)
         } else {
-            self.up.forward_then(p, self.act, &x, measure)?
+            self.up.forward_act(p, self.act, &x, measure)?
         };
-        let (y, mut down) = self.down.forward_or_again(p, &a, p.recompute.activation)?;
+        let (y, mut down) = self.down.forward_recomputable(p, &a, p.recompute.activation)?;
         if p.recompute.activation {
-            down.forget();
+            down.drop_input();
         }
         Ok((y, MlpSaved { down, h: SavedTensor::activation(&h), up }))
     }
 
     /// Gradient of the input.
-    pub fn backward(&self, p: &Pass, saved: MlpSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
+    pub fn backward(&self, p: &StepContext, saved: MlpSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         let mut down = saved.down;
-        if down.is_forgotten() {
-            down.remember(&p.act_forward(self.act, self.gated, &saved.h, self.ffn, false)?.values);
+        if down.is_input_dropped() {
+            down.restore_input(&p.act_forward(self.act, self.gated, &saved.h, self.ffn, false)?.values);
         }
-        let wanted = self.up.wanted_of_gradient();
+        let extras = self.up.grad_extras();
         let (dh, down_grad) = if self.gated {
             let (da, grad) = self.down.backward(p, down, dy)?;
-            (p.act_backward(self.act, true, &saved.h, &da, wanted)?, grad)
+            (p.act_backward(self.act, true, &saved.h, &da, extras)?, grad)
         } else {
-            self.down.backward_through(p, down, self.act, &saved.h, dy, wanted)?
+            self.down.backward_act(p, down, self.act, &saved.h, dy, extras)?
         };
         let (dx, up_grad) = self.up.backward(p, saved.up, &dh)?;
         Ok((dx, down_grad.and(up_grad)))

@@ -1,6 +1,8 @@
 //! LayerNorm and RMSNorm as modules.
 
-use crate::{Declarations, Init, Measured, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use crate::{
+    Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
+};
 use ferrotron_kernels::{Norm, NormBackward, NormForward};
 use ferrotron_tensor::{DType, Result, Tensor};
 
@@ -27,26 +29,26 @@ impl Saved for NormSaved {
     }
 }
 
-/// Hidden states `x + more` `[tokens, hidden]`: a layer leaves its last sum to the norm that comes next, which forms
+/// HiddenStates states `x + more` `[tokens, hidden]`: a layer leaves its last sum to the norm that comes next, which forms
 /// it on its way.
-pub struct Hidden {
+pub struct HiddenStates {
     /// What there is.
     pub x: Tensor,
     /// What is still to be added.
-    pub more: Option<Tensor>,
+    pub pending: Option<Tensor>,
 }
 
-impl Hidden {
+impl HiddenStates {
     /// States that are complete.
-    pub fn of(x: Tensor) -> Hidden {
-        Hidden { x, more: None }
+    pub fn of(x: Tensor) -> HiddenStates {
+        HiddenStates { x, pending: None }
     }
 
     /// The sum, formed now.
-    pub fn sum(self, p: &Pass) -> Result<Tensor> {
-        let Some(more) = self.more else { return Ok(self.x) };
+    pub fn sum(self, p: &StepContext) -> Result<Tensor> {
+        let Some(pending) = self.pending else { return Ok(self.x) };
         let y = p.empty(self.x.shape())?;
-        p.rank.kernels.add(&p.rank.compute, &self.x, &more, &y)?;
+        p.rank.kernels.add(&p.rank.compute, &self.x, &pending, &y)?;
         Ok(y)
     }
 }
@@ -69,21 +71,26 @@ impl NormLayer {
     }
 
     /// Norm of `x [tokens, h]`, or of each head of a `[tokens, heads, d]` view, into `y` of that shape.
-    pub fn forward_into(&self, p: &Pass, x: &Tensor, y: &Tensor) -> Result<NormSaved> {
+    pub fn forward_into(&self, p: &StepContext, x: &Tensor, y: &Tensor) -> Result<NormSaved> {
         self.run(p, x, y, |k, s, n| k.norm_forward(s, self.norm, n))
     }
 
     /// Norm of `x`.
-    pub fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Tensor, NormSaved)> {
+    pub fn forward(&self, p: &StepContext, x: &Tensor) -> Result<(Tensor, NormSaved)> {
         let y = p.empty(x.shape())?;
         let saved = self.forward_into(p, x, &y)?;
         Ok((y, saved))
     }
 
     /// Norm of `x [tokens, h]`, with its largest magnitude if `measure` says so.
-    pub fn forward_measured(&self, p: &Pass, x: &Tensor, measure: bool) -> Result<(Measured, NormSaved)> {
-        let mut y = Measured::from(&p.empty(x.shape())?);
-        y.amax = measure.then(|| p.magnitude()).transpose()?;
+    pub fn forward_with_amax(
+        &self,
+        p: &StepContext,
+        x: &Tensor,
+        measure: bool,
+    ) -> Result<(WithAmax, NormSaved)> {
+        let mut y = WithAmax::from(&p.empty(x.shape())?);
+        y.amax = measure.then(|| p.zero_amax()).transpose()?;
         let saved = self.run(p, x, &y.values, |k, s, n| match &y.amax {
             Some(amax) => k.norm_forward_amax(s, self.norm, n, amax),
             None => k.norm_forward(s, self.norm, n),
@@ -95,13 +102,13 @@ impl NormLayer {
     /// with its largest magnitude if `measure` says so.
     pub fn add_forward(
         &self,
-        p: &Pass,
+        p: &StepContext,
         x: &Tensor,
         residual: &Tensor,
         measure: bool,
-    ) -> Result<(Measured, Tensor, NormSaved)> {
-        let (mut y, sum) = (Measured::from(&p.empty(x.shape())?), p.empty(x.shape())?);
-        y.amax = measure.then(|| p.magnitude()).transpose()?;
+    ) -> Result<(WithAmax, Tensor, NormSaved)> {
+        let (mut y, sum) = (WithAmax::from(&p.empty(x.shape())?), p.empty(x.shape())?);
+        y.amax = measure.then(|| p.zero_amax()).transpose()?;
         let mut saved = self.run(p, x, &y.values, |k, s, n| match &y.amax {
             Some(amax) => k.add_norm_forward_amax(s, self.norm, residual, &sum, n, amax),
             None => k.add_norm_forward(s, self.norm, residual, &sum, n),
@@ -111,21 +118,26 @@ impl NormLayer {
     }
 
     /// The same of a sum that may not have been formed yet.
-    pub fn forward_of(&self, p: &Pass, x: Hidden, measure: bool) -> Result<(Measured, Tensor, NormSaved)> {
-        match x.more {
-            Some(more) => self.add_forward(p, &more, &x.x, measure),
-            None => self.forward_measured(p, &x.x, measure).map(|(y, saved)| (y, x.x, saved)),
+    pub fn forward_pending(
+        &self,
+        p: &StepContext,
+        x: HiddenStates,
+        measure: bool,
+    ) -> Result<(WithAmax, Tensor, NormSaved)> {
+        match x.pending {
+            Some(pending) => self.add_forward(p, &pending, &x.x, measure),
+            None => self.forward_with_amax(p, &x.x, measure).map(|(y, saved)| (y, x.x, saved)),
         }
     }
 
     /// The output again, from what was saved.
-    pub fn again(&self, p: &Pass, saved: &NormSaved, measure: bool) -> Result<Measured> {
-        Ok(self.forward_measured(p, &saved.x, measure)?.0)
+    pub fn recompute(&self, p: &StepContext, saved: &NormSaved, measure: bool) -> Result<WithAmax> {
+        Ok(self.forward_with_amax(p, &saved.x, measure)?.0)
     }
 
     fn run(
         &self,
-        p: &Pass,
+        p: &StepContext,
         x: &Tensor,
         y: &Tensor,
         kernel: impl FnOnce(
@@ -156,7 +168,7 @@ impl NormLayer {
     /// Gradient of the input, plus `residual` (a gradient that reaches the input by another way).
     pub fn backward(
         &self,
-        p: &Pass,
+        p: &StepContext,
         saved: NormSaved,
         dy: &Tensor,
         residual: Option<&Tensor>,
@@ -169,13 +181,13 @@ impl NormLayer {
     /// The same into memory the caller has.
     pub fn backward_into(
         &self,
-        p: &Pass,
+        p: &StepContext,
         saved: NormSaved,
         dy: &Tensor,
         residual: Option<&Tensor>,
         dx: &Tensor,
     ) -> Result<WeightGrad> {
-        let parts = p.rank.kernels.norm_parts(dx.dtype(), dx.numel() / self.width.max(1), self.width);
+        let parts = p.rank.kernels.norm_partials(dx.dtype(), dx.numel() / self.width.max(1), self.width);
         let sums = || p.rank.activation(&[parts, self.width], DType::F32);
         let (dgamma, dbeta) = (sums()?, self.beta.map(|_| sums()).transpose()?);
         let n = NormBackward {
@@ -190,9 +202,9 @@ impl NormLayer {
             dbeta: dbeta.as_ref(),
         };
         p.rank.kernels.norm_backward(&p.rank.compute, self.norm, &n)?;
-        let grads = WeightGrad::columns(self.gamma, &dgamma);
+        let grads = WeightGrad::column_sums(self.gamma, &dgamma);
         Ok(match (self.beta, dbeta) {
-            (Some(id), Some(g)) => grads.and(WeightGrad::columns(id, &g)),
+            (Some(id), Some(g)) => grads.and(WeightGrad::column_sums(id, &g)),
             _ => grads,
         })
     }

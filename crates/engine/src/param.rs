@@ -5,9 +5,9 @@ mod declare;
 mod initial;
 mod params;
 
-use crate::precision::Eight;
-use crate::{Cut, Split};
-pub use declare::{Declarations, ExpertPlace};
+use crate::quant::LinearQuant;
+use crate::{Shard, Split};
+pub use declare::{Declarations, ExpertParallelRank};
 pub use initial::{draw_initial, initial_values};
 pub use params::Params;
 use std::ops::Range;
@@ -44,7 +44,7 @@ pub struct ParamSpec {
     /// Logical tensors, in order.
     pub parts: Vec<Part>,
     /// What is held of each.
-    pub cuts: Vec<Cut>,
+    pub shards: Vec<Shard>,
     /// Shape of what is held.
     pub shape: Vec<usize>,
     /// Modules that use it: its gradient is ready after that many contributions.
@@ -54,9 +54,9 @@ pub struct ParamSpec {
     /// A second copy of a parameter that another stage of the pipeline has: counted and saved there.
     pub mirror: bool,
     /// The first and the last stage of the pipeline have it, and its gradient is the sum of both.
-    pub tied_over_ends: bool,
+    pub tied_across_stages: bool,
     /// Which products with it have narrow factors.
-    pub eight: Option<Eight>,
+    pub quant: Option<LinearQuant>,
     /// It belongs to experts: its copies, and the ranks that share it, are those of the expert grid.
     pub experts: bool,
     /// Matrices that lie one after another along its first axis, each with scales of its own: as many as experts here.
@@ -75,8 +75,8 @@ impl ParamSpec {
     }
 
     /// The parts, what is held of each, and where that is inside the parameter.
-    pub fn held(&self) -> impl Iterator<Item = (&Part, &Cut, Range<usize>)> {
-        self.parts.iter().zip(&self.cuts).scan(0, |start, (p, cut)| {
+    pub fn held(&self) -> impl Iterator<Item = (&Part, &Shard, Range<usize>)> {
+        self.parts.iter().zip(&self.shards).scan(0, |start, (p, cut)| {
             let range = *start..*start + cut.shape(&p.shape).iter().product::<usize>();
             *start = range.end;
             Some((p, cut, range))
@@ -103,8 +103,8 @@ impl ParamSpec {
     }
 
     /// Is it kept as bytes, and not as numbers?
-    pub fn stored(&self) -> bool {
-        self.eight.is_some_and(|e| e.stored)
+    pub fn fp8_resident(&self) -> bool {
+        self.quant.is_some_and(|e| e.fp8_resident)
     }
 
     /// Has every rank all of it?

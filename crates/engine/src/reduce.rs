@@ -1,38 +1,44 @@
 //! Gradients of a step summed over the ranks that share weights or data, and whole tensors from the shares of ranks.
 
 use crate::attention::Layout;
-use crate::flat::{FlatBuffer, Piece, Placement, place};
+use crate::data_parallel::{FlatBuffer, ParamShard, Placement, group_rank};
 use crate::grad::InFlight;
-use crate::{GradBuffer, ParamId, Part, Place, Rank, Tokens};
-use ferrotron_comm::Reduce;
+use crate::{GradBuffer, GroupRank, ParamId, Part, Rank, Tokens};
+use ferrotron_comm::ReduceOp;
 use ferrotron_tensor::{Category, DType, Element, Error, Result, Stream, Tensor};
 
 impl Rank {
     /// This rank's place among those that share every layer.
-    pub fn place(&self) -> Place {
-        Place { rank: self.tp.rank(), size: self.tp.size() }
+    pub fn place(&self) -> GroupRank {
+        GroupRank { rank: self.tp.rank(), size: self.tp.size() }
     }
 
     /// Which tokens of a batch this rank has.
     pub fn tokens(&self, layout: &Layout) -> Result<Tokens> {
-        let cp = Place { rank: self.cp.rank(), size: self.cp.size() };
+        let cp = GroupRank { rank: self.cp.rank(), size: self.cp.size() };
         Tokens::new(layout, cp, self.tp.size())
     }
 
     /// A logical tensor whole, from what every rank holds of it, on every rank. `held` is row-major, each element
     /// being `size` values: 1, or its bytes. `experts`: those that share experts have it, not those that share layers.
-    pub fn join<T: Element>(&self, experts: bool, part: &Part, size: usize, held: &[T]) -> Result<Vec<T>> {
-        let sharers = self.sharers(experts);
-        if sharers.size() == 1 {
+    pub fn gather_tensor<T: Element>(
+        &self,
+        experts: bool,
+        part: &Part,
+        size: usize,
+        held: &[T],
+    ) -> Result<Vec<T>> {
+        let tp_group = self.tp_group(experts);
+        if tp_group.size() == 1 {
             return Ok(held.to_vec());
         }
-        let all = sharers.all_gather_bytes(bytemuck::cast_slice(held), "a whole tensor")?;
+        let all = tp_group.all_gather_bytes(bytemuck::cast_slice(held), "a whole tensor")?;
         let shape: Vec<usize> = part.shape.iter().copied().chain([size]).collect();
         let mut whole = vec![T::zeroed(); shape.iter().product()];
         for (rank, bytes) in all.iter().enumerate() {
             let values: Vec<T> =
                 bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
-            part.cut(Place { rank, size: sharers.size() }).put(&shape, &values, &mut whole);
+            part.cut(GroupRank { rank, size: tp_group.size() }).put(&shape, &values, &mut whole);
         }
         Ok(whole)
     }
@@ -48,24 +54,24 @@ const SMALL: usize = 1 << 16;
 
 impl Rank {
     /// Where communication with copies of this rank goes, after the work given to the compute stream so far.
-    pub fn beside(&self) -> Result<&Stream> {
-        if !self.beside_compute() {
+    pub fn dp_comm_stream(&self) -> Result<&Stream> {
+        if !self.overlaps_dp_comm() {
             return Ok(&self.compute);
         }
-        self.comm.wait(&self.compute.record()?)?;
-        Ok(&self.comm)
+        self.comm_stream.wait(&self.compute.record()?)?;
+        Ok(&self.comm_stream)
     }
 
     /// Is that another stream than the compute stream?
-    pub fn beside_compute(&self) -> bool {
-        self.overlap && self.copies.size().max(self.expert_copies.size()) > 1
+    pub fn overlaps_dp_comm(&self) -> bool {
+        self.overlap && self.dp_cp_group.size().max(self.expert_dp_group.size()) > 1
     }
 }
 
 impl GradBuffer {
     /// Begins the sums over ranks of buckets that are complete, all remaining ones with `all`. They come in one order
     /// on every rank, whatever is ready first, and as many on every rank, whether or not anything was written.
-    pub(crate) fn sum_ready(&mut self, rank: &Rank, all: bool) -> Result<()> {
+    pub(crate) fn reduce_ready(&mut self, rank: &Rank, all: bool) -> Result<()> {
         let (buckets, rounds) = (self.buckets.len(), self.rounds());
         while self.begun < buckets * rounds {
             let (round, bucket) = (self.begun / buckets, self.begun % buckets);
@@ -75,27 +81,27 @@ impl GradBuffer {
             if !all && !complete(bucket) {
                 break;
             }
-            self.sum(rank, bucket, round)?;
+            self.reduce_bucket(rank, bucket, round)?;
             self.begun += 1;
         }
         Ok(())
     }
 
     /// One bucket: summed over ranks that hold the same weights but saw other tokens or heads, then over copies.
-    fn sum(&mut self, rank: &Rank, bucket: usize, round: usize) -> Result<()> {
+    fn reduce_bucket(&mut self, rank: &Rank, bucket: usize, round: usize) -> Result<()> {
         const LABEL: &str = "gradients";
-        let divided = !self.scheme.grad.is_whole();
+        let divided = !self.scheme.grad.is_full_size();
         let whole = self.whole(rank, bucket)?;
         self.complete(rank, bucket, divided)?;
-        self.sum_shared(rank, bucket, &whole)?;
-        let copies = rank.copies_of(self.plan.buckets()[bucket].experts);
-        let me = place(copies);
+        self.reduce_over_tp(rank, bucket, &whole)?;
+        let copies = rank.dp_group(self.plan.buckets()[bucket].experts);
+        let me = group_rank(copies);
         let own = FlatBuffer::of(&self.plan, bucket, Placement::Partial, &whole);
         if !divided {
-            let to = own.seen_as(self.scheme.optimizer, me)?;
-            own.redistribute(rank, copies, &to, rank.beside()?, LABEL)?;
-            if rank.beside_compute() {
-                self.in_flight.push_back(InFlight { done: rank.comm.record()?, _memory: None });
+            let to = own.view_as(self.scheme.optimizer, me)?;
+            own.redistribute(rank, copies, &to, rank.dp_comm_stream()?, LABEL)?;
+            if rank.overlaps_dp_comm() {
+                self.in_flight.push_back(InFlight { done: rank.comm_stream.record()?, _memory: None });
             }
             return Ok(());
         }
@@ -107,19 +113,19 @@ impl GradBuffer {
                 self.buckets[bucket].part.insert(new.memory().clone()).clone()
             }
         };
-        let s = rank.beside()?;
+        let s = rank.dp_comm_stream()?;
         if round == 0 {
             let to = FlatBuffer::of(&self.plan, bucket, self.scheme.grad, &part);
             own.redistribute(rank, copies, &to, s, LABEL)?;
         } else {
             // Into its own place in the memory of this round, never onto what is to be added to.
-            let to = own.seen_as(self.scheme.grad, me)?;
+            let to = own.view_as(self.scheme.grad, me)?;
             own.redistribute(rank, copies, &to, s, LABEL)?;
             rank.kernels.add_assign(s, &part, to.memory())?;
         }
         self.buckets[bucket].whole = None;
-        if rank.beside_compute() {
-            self.in_flight.push_back(InFlight { done: rank.comm.record()?, _memory: Some(whole) });
+        if rank.overlaps_dp_comm() {
+            self.in_flight.push_back(InFlight { done: rank.comm_stream.record()?, _memory: Some(whole) });
             while self.in_flight.len() > IN_FLIGHT {
                 self.wait_for_oldest(rank)?;
             }
@@ -132,9 +138,9 @@ impl GradBuffer {
     }
 
     /// Sums over the ranks that share layers, where they hold the same.
-    fn sum_shared(&self, rank: &Rank, bucket: usize, whole: &Tensor) -> Result<()> {
-        let sharers = rank.sharers(self.plan.buckets()[bucket].experts);
-        let (here, s) = (place(sharers), &rank.compute);
+    fn reduce_over_tp(&self, rank: &Rank, bucket: usize, whole: &Tensor) -> Result<()> {
+        let tp_group = rank.tp_group(self.plan.buckets()[bucket].experts);
+        let (here, s) = (group_rank(tp_group), &rank.compute);
         if here.size == 1 {
             return Ok(());
         }
@@ -146,12 +152,12 @@ impl GradBuffer {
                 if holders.len() == here.size && share.numel() < SMALL {
                     small.push(share);
                 } else if holders.len() == here.size {
-                    sharers.all_reduce(s, &share, Reduce::Sum, "gradients of replicated weights")?;
+                    tp_group.all_reduce(s, &share, ReduceOp::Sum, "gradients of replicated weights")?;
                 } else if part.shared(here.size) {
                     // Some ranks hold the same heads: each adds up those of its own.
                     let n = share.numel();
                     let all = Tensor::empty(s, &[here.size, n], DType::F32, Category::Communication)?;
-                    sharers.all_gather(s, &share, &all, "gradients of shared heads")?;
+                    tp_group.all_gather(s, &share, &all, "gradients of shared heads")?;
                     s.zero(&share)?;
                     for holder in holders {
                         rank.kernels.add_assign(s, &share, &all.select(0, holder)?)?;
@@ -166,22 +172,27 @@ impl GradBuffer {
         let joint = Tensor::empty(s, &[sizes.iter().sum()], DType::F32, Category::Communication)?;
         let place_of = |i: usize| joint.narrow(0, sizes[..i].iter().sum(), sizes[i]);
         small.iter().enumerate().try_for_each(|(i, share)| s.copy(share, &place_of(i)?))?;
-        sharers.all_reduce(s, &joint, Reduce::Sum, "gradients of replicated weights")?;
+        tp_group.all_reduce(s, &joint, ReduceOp::Sum, "gradients of replicated weights")?;
         small.iter().enumerate().try_for_each(|(i, share)| s.copy(&place_of(i)?, share))
     }
 
     /// Ends the step's sums. Afterwards every rank has, of what its optimizer needs, the gradient of the whole batch:
     /// the same bits on every rank that holds a weight.
     pub fn reduce(&mut self, rank: &Rank) -> Result<()> {
-        self.sum_ready(rank, true)?;
+        self.reduce_ready(rank, true)?;
         while !self.in_flight.is_empty() {
             self.wait_for_oldest(rank)?;
         }
         // The same part on both ends: a tied parameter is alone in its bucket.
         for bucket in 0..self.buckets.len() {
-            if self.plan.buckets()[bucket].tied_over_ends {
+            if self.plan.buckets()[bucket].tied_across_stages {
                 let part = self.local(rank, bucket)?;
-                rank.ends.all_reduce(&rank.compute, &part, Reduce::Sum, "gradient of tied embeddings")?;
+                rank.embedding_group.all_reduce(
+                    &rank.compute,
+                    &part,
+                    ReduceOp::Sum,
+                    "gradient of tied embeddings",
+                )?;
             }
         }
         Ok(())
@@ -194,8 +205,8 @@ impl GradBuffer {
             (_, Some(part)) => Ok(part.clone()),
             (Some(whole), None) => {
                 let own = FlatBuffer::of(&self.plan, bucket, Placement::Partial, whole);
-                let copies = rank.copies_of(self.plan.buckets()[bucket].experts);
-                Ok(own.seen_as(self.scheme.optimizer, place(copies))?.memory().clone())
+                let copies = rank.dp_group(self.plan.buckets()[bucket].experts);
+                Ok(own.view_as(self.scheme.optimizer, group_rank(copies))?.memory().clone())
             }
             (None, None) => {
                 let what = "no backward pass has run yet".into();
@@ -205,27 +216,28 @@ impl GradBuffer {
     }
 
     /// What this rank has of a parameter's summed gradient, flat.
-    pub fn piece(&self, rank: &Rank, id: ParamId) -> Result<(Piece, Tensor)> {
-        let copies = rank.copies_of(self.specs[id.0].experts);
-        let piece = self.plan.piece(id, self.scheme.optimizer, place(copies));
-        let local = self.local(rank, piece.bucket)?.narrow(0, piece.local.start, piece.local.len())?;
+    pub fn piece(&self, rank: &Rank, id: ParamId) -> Result<(ParamShard, Tensor)> {
+        let copies = rank.dp_group(self.specs[id.0].experts);
+        let piece = self.plan.piece(id, self.scheme.optimizer, group_rank(copies));
+        let local =
+            self.local(rank, piece.bucket)?.narrow(0, piece.local_range.start, piece.local_range.len())?;
         Ok((piece, local))
     }
 
     /// The gradients that this rank counts in the norm: every element of the model is counted by one rank of the world.
     pub fn counted(&self, rank: &Rank) -> Result<Vec<Tensor>> {
         let mut out = Vec::new();
-        let whole = self.scheme.optimizer.is_whole();
+        let whole = self.scheme.optimizer.is_full_size();
         for (i, spec) in self.specs.iter().enumerate().filter(|(_, s)| !s.mirror) {
-            if whole && rank.copies_of(spec.experts).rank() > 0 {
+            if whole && rank.dp_group(spec.experts).rank() > 0 {
                 continue;
             }
-            let here = place(rank.sharers(spec.experts));
+            let here = group_rank(rank.tp_group(spec.experts));
             let (piece, values) = self.piece(rank, ParamId(i))?;
             for (part, _, r) in spec.held() {
-                let (start, end) = (r.start.max(piece.inside.start), r.end.min(piece.inside.end));
+                let (start, end) = (r.start.max(piece.param_range.start), r.end.min(piece.param_range.end));
                 if start < end && part.holders(here).start == here.rank {
-                    out.push(values.narrow(0, start - piece.inside.start, end - start)?);
+                    out.push(values.narrow(0, start - piece.param_range.start, end - start)?);
                 }
             }
         }
@@ -242,9 +254,10 @@ impl GradBuffer {
                 buckets.push(mine);
                 continue;
             }
-            let copies = rank.copies_of(self.plan.buckets()[bucket].experts);
+            let copies = rank.dp_group(self.plan.buckets()[bucket].experts);
             let kind = (DType::F32, Category::Workspace);
-            let all = FlatBuffer::empty(&self.plan, bucket, Placement::Replicate, place(copies), kind, s)?;
+            let all =
+                FlatBuffer::empty(&self.plan, bucket, Placement::Replicate, group_rank(copies), kind, s)?;
             mine.redistribute(rank, copies, &all, s, "whole gradients")?;
             buckets.push(all);
         }

@@ -8,7 +8,7 @@ use ferrotron_tensor::Tensor;
 
 /// May a saved tensor be moved to other memory between forward and backward?
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Class {
+pub enum OffloadClass {
     /// An activation: large, worth moving.
     Activation,
     /// Statistics and indices: small, or needed at once; left where they are.
@@ -20,18 +20,18 @@ pub enum Class {
 pub struct SavedTensor {
     tensor: Tensor,
     /// Whether it may be moved.
-    pub class: Class,
+    pub class: OffloadClass,
 }
 
 impl SavedTensor {
     /// An activation.
     pub fn activation(tensor: &Tensor) -> SavedTensor {
-        SavedTensor { tensor: tensor.clone(), class: Class::Activation }
+        SavedTensor { tensor: tensor.clone(), class: OffloadClass::Activation }
     }
 
     /// A small tensor.
     pub fn small(tensor: &Tensor) -> SavedTensor {
-        SavedTensor { tensor: tensor.clone(), class: Class::Small }
+        SavedTensor { tensor: tensor.clone(), class: OffloadClass::Small }
     }
 
     /// Puts other memory with the same contents in its place.
@@ -48,7 +48,7 @@ impl std::ops::Deref for SavedTensor {
 }
 
 /// Shows every tensor in the order in which backward first reads them. Two modules may save one allocation:
-/// [`Tensor::allocation`] tells.
+/// [`Tensor::allocation_id`] tells.
 pub trait Saved {
     /// Calls `f` with each tensor.
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor));

@@ -6,16 +6,16 @@ use std::ops::Range;
 
 /// A rank's place among the ranks that share every layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct GroupRank {
     /// Its number.
     pub rank: usize,
     /// How many there are.
     pub size: usize,
 }
 
-impl Place {
+impl GroupRank {
     /// Nobody to share with.
-    pub const ALONE: Place = Place { rank: 0, size: 1 };
+    pub const SINGLE: GroupRank = GroupRank { rank: 0, size: 1 };
 }
 
 /// How tensor-parallel ranks may share a logical tensor.
@@ -31,14 +31,14 @@ pub enum Split {
     },
     /// The same along axis 1.
     Columns {
-        /// Columns that stay together.
+        /// WgradOperand that stay together.
         unit: usize,
     },
 }
 
 /// Part of a logical tensor: a range of one axis, everything of the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cut {
+pub struct Shard {
     /// The axis.
     pub axis: usize,
     /// What is held of it.
@@ -46,7 +46,7 @@ pub struct Cut {
 }
 
 /// The units of `count` that rank `p` holds.
-fn units(count: usize, p: Place) -> Range<usize> {
+fn units(count: usize, p: GroupRank) -> Range<usize> {
     if count >= p.size {
         // As even as possible from the front: the last ranks may have less, or nothing.
         let each = count.div_ceil(p.size);
@@ -58,15 +58,17 @@ fn units(count: usize, p: Place) -> Range<usize> {
 
 impl Part {
     /// What rank `p` holds.
-    pub fn cut(&self, p: Place) -> Cut {
+    pub fn cut(&self, p: GroupRank) -> Shard {
         let (axis, unit) = match self.split {
-            Split::Replicated => return Cut { axis: 0, range: 0..self.shape.first().copied().unwrap_or(1) },
+            Split::Replicated => {
+                return Shard { axis: 0, range: 0..self.shape.first().copied().unwrap_or(1) };
+            }
             Split::Rows { unit } => (0, unit.max(1)),
             Split::Columns { unit } => (1, unit.max(1)),
         };
         let size = self.shape.get(axis).copied().unwrap_or(1);
         let u = units(size / unit, p);
-        Cut { axis, range: u.start * unit..u.end * unit }
+        Shard { axis, range: u.start * unit..u.end * unit }
     }
 
     /// Do some, but not all, of `size` ranks hold the same?
@@ -80,15 +82,15 @@ impl Part {
     }
 
     /// Ranks of `p.size` that hold the same as `p`, itself included.
-    pub fn holders(&self, p: Place) -> Range<usize> {
+    pub fn holders(&self, p: GroupRank) -> Range<usize> {
         let mine = self.cut(p);
-        let same = |rank: &usize| self.cut(Place { rank: *rank, ..p }) == mine;
+        let same = |rank: &usize| self.cut(GroupRank { rank: *rank, ..p }) == mine;
         let first = (0..p.size).find(same).unwrap_or(p.rank);
         first..first + (first..p.size).take_while(same).count()
     }
 }
 
-impl Cut {
+impl Shard {
     /// Shape of what is held of a tensor of `shape`.
     pub fn shape(&self, shape: &[usize]) -> Vec<usize> {
         let mut out = shape.to_vec();
@@ -152,7 +154,7 @@ mod tests {
                 let whole: Vec<usize> = (0..120).collect();
                 let mut joined = vec![usize::MAX; 120];
                 for rank in 0..size {
-                    let place = Place { rank, size };
+                    let place = GroupRank { rank, size };
                     let cut = p.cut(place);
                     assert!(p.holders(place).contains(&rank));
                     cut.put(&p.shape, &cut.take(&p.shape, &whole), &mut joined);
@@ -167,7 +169,7 @@ mod tests {
         let whole: Vec<usize> = (0..120).collect();
         for split in [Split::Replicated, Split::Rows { unit: 3 }, Split::Columns { unit: 2 }] {
             let p = part(&[12, 10], split);
-            let cut = p.cut(Place { rank: 1, size: 3 });
+            let cut = p.cut(GroupRank { rank: 1, size: 3 });
             let held = cut.take(&p.shape, &whole);
             for start in 0..=held.len() {
                 for end in start..=held.len() {
@@ -182,15 +184,15 @@ mod tests {
     #[test]
     fn few_heads_are_shared_by_neighbours() {
         let p = part(&[2 * 16, 8], Split::Rows { unit: 16 });
-        let held = |rank| p.cut(Place { rank, size: 4 }).range;
+        let held = |rank| p.cut(GroupRank { rank, size: 4 }).range;
         assert_eq!([held(0), held(1), held(2), held(3)], [0..16, 0..16, 16..32, 16..32]);
-        assert_eq!(p.holders(Place { rank: 3, size: 4 }), 2..4);
+        assert_eq!(p.holders(GroupRank { rank: 3, size: 4 }), 2..4);
     }
 
     #[test]
     fn a_vocabulary_that_does_not_divide_is_short_at_the_end() {
         let p = part(&[10, 4], Split::Rows { unit: 1 });
-        let sizes: Vec<usize> = (0..4).map(|rank| p.cut(Place { rank, size: 4 }).range.len()).collect();
+        let sizes: Vec<usize> = (0..4).map(|rank| p.cut(GroupRank { rank, size: 4 }).range.len()).collect();
         assert_eq!(sizes, [3, 3, 3, 1]);
     }
 }

@@ -4,7 +4,7 @@
 //! 2c−1−r, one after the other, of each sequence in turn. An early chunk sees few keys and a late one many: so paired,
 //! all ranks have the same work. Rows past the last sequence make the number divide over tensor-parallel ranks.
 
-use crate::Place;
+use crate::GroupRank;
 use crate::attention::Layout;
 use ferrotron_tensor::{Result, shape_error};
 
@@ -20,7 +20,7 @@ pub struct Tokens {
 impl Tokens {
     /// Of a batch of sequences, over the ranks of `cp`, for `tp` ranks that share every layer. Alone, every token is
     /// its own row.
-    pub fn new(layout: &Layout, cp: Place, tp: usize) -> Result<Tokens> {
+    pub fn new(layout: &Layout, cp: GroupRank, tp: usize) -> Result<Tokens> {
         let whole = layout.tokens();
         layout.check(whole)?;
         if cp.rank >= cp.size || tp == 0 {

@@ -4,7 +4,7 @@ use ferrotron_tensor::{Result, Stream, Tensor};
 
 /// Where the causal diagonal and windows start when there are more keys than queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Align {
+pub enum MaskAlign {
     /// Query 0 sits at key 0.
     TopLeft,
     /// The last query sits at the last key (decoding with a cache).
@@ -13,7 +13,7 @@ pub enum Align {
 
 /// Which scores count, and how they are formed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Scores {
+pub struct AttentionParams {
     /// Factor on q·k.
     pub scale: f32,
     /// `c·tanh(score/c)` before masking.
@@ -21,7 +21,7 @@ pub struct Scores {
     /// No key after the query.
     pub causal: bool,
     /// Meaning of positions when lengths differ.
-    pub align: Align,
+    pub align: MaskAlign,
     /// Keys at most this far before the query.
     pub left: Option<usize>,
     /// Keys at most this far after it.
@@ -85,7 +85,7 @@ pub trait AttentionKernels {
     fn attention_forward(
         &self,
         s: &Stream,
-        scores: &Scores,
+        scores: &AttentionParams,
         sequences: Sequences,
         a: &AttentionForward,
     ) -> Result<()>;
@@ -94,10 +94,10 @@ pub trait AttentionKernels {
     /// that keeps its largest magnitude, of f32 `magnitudes [3]`, in range; products are of bytes. Their sums may keep fewer
     /// digits than f32 has. False, and nothing is done, where a home has no kernel for that: then round q, k and v, and
     /// call [`AttentionKernels::attention_forward`].
-    fn attention_of_bytes(
+    fn attention_fp8(
         &self,
         _s: &Stream,
-        _scores: &Scores,
+        _scores: &AttentionParams,
         _sequences: Sequences,
         _a: &AttentionForward,
         _magnitudes: &Tensor,
@@ -109,7 +109,7 @@ pub trait AttentionKernels {
     fn attention_backward(
         &self,
         s: &Stream,
-        scores: &Scores,
+        scores: &AttentionParams,
         sequences: Sequences,
         a: &AttentionBackward,
     ) -> Result<()>;

@@ -1,7 +1,7 @@
 //! Checks and layout of attention's arguments, the same for every home of the kernels.
 
-use crate::cpu::attention::{Align as PlanAlign, AttentionShape, Span};
-use crate::{Align, AttentionBackward, AttentionForward, Scores, Sequences};
+use crate::cpu::attention::{AttentionShape, MaskAlign as PlanAlign, Span};
+use crate::{AttentionBackward, AttentionForward, AttentionParams, MaskAlign, Sequences};
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
 /// Element steps of batch, token and head, whether or not there is a batch axis.
@@ -27,7 +27,7 @@ pub(crate) struct Plan {
 }
 
 /// Checks that the tensors of a forward pass belong together and lays out its sequences.
-pub(crate) fn plan(scores: &Scores, sequences: Sequences, f: &AttentionForward) -> Result<Plan> {
+pub(crate) fn plan(scores: &AttentionParams, sequences: Sequences, f: &AttentionForward) -> Result<Plan> {
     const OP: &str = "attention";
     let bad = || {
         shape_error(
@@ -108,8 +108,8 @@ pub(crate) fn plan(scores: &Scores, sequences: Sequences, f: &AttentionForward) 
         softcap: scores.softcap,
         causal: scores.causal,
         align: match scores.align {
-            Align::TopLeft => PlanAlign::TopLeft,
-            Align::BottomRight => PlanAlign::BottomRight,
+            MaskAlign::TopLeft => PlanAlign::TopLeft,
+            MaskAlign::BottomRight => PlanAlign::BottomRight,
         },
         window: (scores.left, scores.right),
         fp8: scores.fp8,

@@ -6,7 +6,7 @@ use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
 /// Key of a dropout mask: what makes two masks different.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DropoutKey {
+pub struct RngKey {
     /// Seed of the run.
     pub seed: u64,
     /// Step of the run.
@@ -19,7 +19,7 @@ pub struct DropoutKey {
 
 /// Normal values of a stream, row by row: row r has the values from `first + r·stride` on.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct NormalRuns {
+pub struct NormalFill {
     /// Where they come from.
     pub stream: RandomStream,
     /// The number of the first one.
@@ -30,7 +30,7 @@ pub struct NormalRuns {
     pub std: f64,
 }
 
-impl NormalRuns {
+impl NormalFill {
     /// The number of the first value of row `r`.
     pub(crate) fn start(&self, r: usize) -> u64 {
         self.first.wrapping_add(self.stride.wrapping_mul(r as u64))
@@ -66,19 +66,11 @@ pub trait ElementwiseKernels {
     /// `y = x·mask/(1−p)` over `x`, `y` `[rows, n]`; `rows` i32 `[rows]` has the number of each row among all rows of
     /// the step. Element c of row r is dropped by word `r·n + c` of the stream of `key`, wherever the row is computed.
     /// The backward pass is the same map on gradients: nothing is saved.
-    fn dropout(
-        &self,
-        s: &Stream,
-        p: f32,
-        key: DropoutKey,
-        rows: &Tensor,
-        x: &Tensor,
-        y: &Tensor,
-    ) -> Result<()>;
+    fn dropout(&self, s: &Stream, p: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()>;
 
     /// `out[r, c] = std·z`, z being standard normal value `first + r·stride + c` of the stream; `out [rows, n]` f32,
     /// contiguous. The same bits on every device: [`crate::philox::RandomStream::normal`] is the definition.
-    fn normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()>;
+    fn normal(&self, s: &Stream, runs: NormalFill, out: &Tensor) -> Result<()>;
 }
 
 /// Rows, columns and row stride of a sum over `x [rows, n]` into contiguous `sums [n]`.

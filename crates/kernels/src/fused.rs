@@ -34,13 +34,13 @@ pub struct LinearActBackward<'a> {
     pub h: &'a Tensor,
     /// `[rows, n]`, contiguous.
     pub dh: &'a Tensor,
-    /// f32 `[parts, n]`: gets parts of the column sums of `dh`, see [`FusedKernels::act_backward_columns`].
+    /// f32 `[parts, n]`: gets parts of the column sums of `dh`, see [`FusedKernels::act_backward_dbias`].
     pub sums: Option<&'a Tensor>,
 }
 
 /// `dw (+)= dyᵀ·x`, `db (+)= Σ_r dy[r]`; `dy [rows, n]`, `x [rows, k]`, `dw` f32 `[n, k]`, `db` f32 `[n]`.
 #[derive(Clone, Copy)]
-pub struct LinearGrad<'a> {
+pub struct LinearWgrad<'a> {
     /// `[rows, n]`
     pub dy: &'a Tensor,
     /// `[rows, k]`
@@ -65,7 +65,7 @@ impl<'a> LinearActBackward<'a> {
     }
 }
 
-impl<'a> LinearGrad<'a> {
+impl<'a> LinearWgrad<'a> {
     /// The product, into `c`.
     pub(crate) fn product(&self, c: &'a Tensor) -> Gemm<'a> {
         let accumulate = self.dw.1;
@@ -99,19 +99,19 @@ pub trait FusedKernels: GemmKernels + ActivationKernels + ElementwiseKernels {
         let dy = Tensor::empty(s, f.h.shape(), f.h.dtype(), Category::Activations)?;
         self.gemm(s, &f.product(&dy))?;
         match f.sums {
-            Some(sums) => self.act_backward_columns(s, f.act, f.h, &dy, f.dh, sums),
+            Some(sums) => self.act_backward_dbias(s, f.act, f.h, &dy, f.dh, sums),
             None => self.act_backward(s, f.act, false, f.h, &dy, f.dh),
         }
     }
 
-    /// Parts of the sums that [`FusedKernels::act_backward_columns`] leaves; they depend on the shape only.
-    fn act_parts(&self, _dtype: DType, _rows: usize, _n: usize) -> usize {
+    /// Parts of the sums that [`FusedKernels::act_backward_dbias`] leaves; they depend on the shape only.
+    fn act_partials(&self, _dtype: DType, _rows: usize, _n: usize) -> usize {
         1
     }
 
     /// [`ActivationKernels::act_backward`] of a plain non-linearity of `x [rows, n]`; and `sums`, f32 `[parts, n]`, get
     /// the column sums of `dx` as it is stored, each of some rows.
-    fn act_backward_columns(
+    fn act_backward_dbias(
         &self,
         s: &Stream,
         act: Act,
@@ -125,8 +125,8 @@ pub trait FusedKernels: GemmKernels + ActivationKernels + ElementwiseKernels {
         self.column_sum(s, dx, false, &sums.view(&[n])?)
     }
 
-    /// See [`LinearGrad`].
-    fn linear_grad(&self, s: &Stream, f: &LinearGrad) -> Result<()> {
+    /// See [`LinearWgrad`].
+    fn linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
         self.gemm(s, &f.product(f.dw.0))?;
         self.column_sum(s, f.dy, f.db.1, f.db.0)
     }

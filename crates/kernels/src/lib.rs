@@ -3,88 +3,94 @@
 
 mod activation;
 mod attention;
+mod attention_merge;
 mod attention_plan;
 mod checks;
 pub mod cpu;
+mod cross_entropy;
 pub mod cuda;
 mod elementwise;
 mod embedding;
+mod fp8_grouped_gemm;
 mod fused;
 mod gemm;
 pub mod grad_scaler;
-mod grouped;
-mod grouped8;
-mod latent;
-mod loss;
-mod measured;
-mod merge;
-mod mix;
+mod grouped_bias;
+mod grouped_gemm;
+mod mla;
+mod moe;
 pub mod moments;
 mod norm;
 mod normal;
-mod optim;
-mod permute;
+mod optimizer;
+mod permutation;
 pub mod philox;
 pub mod quant;
+mod quantize_stack;
 mod rope;
 pub mod rope_tables;
 mod router;
-mod row_bias;
-mod stack;
-mod weighted;
+mod weighted_activation;
+mod with_amax;
 
 pub use activation::{Act, ActivationKernels};
-pub use attention::{Align, AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
-pub use elementwise::{DropoutKey, ElementwiseKernels, NormalRuns};
-pub use embedding::EmbeddingKernels;
-pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearGrad};
-pub use gemm::{Gemm, GemmKernels, GemmSizes};
-pub use grouped::{Grouped, GroupedGrad, GroupedKernels, Segments};
-pub use grouped8::{Grouped8, GroupedGrad8};
-pub use latent::LatentKernels;
-pub use loss::{CrossEntropy, IGNORE, LossKernels, ShardLogits, Smoothing};
-pub use measured::MeasuredKernels;
-pub use merge::MergeKernels;
-pub use mix::MixKernels;
-pub use norm::{Norm, NormBackward, NormForward, NormKernels};
-pub use optim::{
-    Adam, Moment, NewBytes, NewWeight, OptimKernels, Order, Sgd, Update, counter, scalars, scaler,
+pub use attention::{
+    AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, MaskAlign, Sequences,
 };
-pub use permute::{PermuteKernels, RowMap};
-pub use quant::micro::{Along, Emulated};
+pub use attention_merge::AttentionMergeKernels;
+pub use cross_entropy::{CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelLogits};
+pub use elementwise::{ElementwiseKernels, NormalFill, RngKey};
+pub use embedding::EmbeddingKernels;
+pub use fp8_grouped_gemm::{Fp8GroupedGemm, Fp8GroupedWgrad};
+pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearWgrad};
+pub use gemm::{Gemm, GemmKernels, GemmSizes};
+pub use grouped_bias::{GroupedBias, GroupedBiasKernels};
+pub use grouped_gemm::{GroupedGemm, GroupedGemmKernels, GroupedWgrad, Segments};
+pub use mla::MlaKernels;
+pub use moe::MoeKernels;
+pub use norm::{Norm, NormBackward, NormForward, NormKernels};
+pub use optimizer::{
+    Adam, Fp8DataOut, Fp8WeightOut, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter,
+    scalars, scaler,
+};
+pub use permutation::{PermutationKernels, RowMap};
+pub use quant::microscaling::{BlockAxis, EmulatedFormat};
 pub use quant::stats::QuantStats;
-pub use quant::{ALIGN, BLOCK, Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range, Scaling};
+pub use quant::{
+    ALIGN, BLOCK, DelayedScaling, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize, ScaleSource, ScalingMode,
+};
+pub use quantize_stack::{QuantizeStack, QuantizeStackKernels};
 pub use rope::{Rope, RopeKernels, RopeStyle};
 pub use router::{
-    Balance, Choice, Groups, MAX_CHOICES, MAX_EXPERTS, RouterKernels, Routing, Score, capacity,
+    AuxLoss, ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterKernels, RouterParams, ScoreFunction,
+    capacity,
 };
-pub use row_bias::{RowBias, RowBiasKernels};
-pub use stack::{QuantiseStack, StackKernels};
-pub use weighted::WeightedKernels;
+pub use weighted_activation::WeightedActivationKernels;
+pub use with_amax::WithAmaxKernels;
 
 /// Every kernel a device has.
 pub trait Kernels:
     GemmKernels
-    + GroupedKernels
+    + GroupedGemmKernels
     + NormKernels
     + ActivationKernels
     + RopeKernels
     + AttentionKernels
-    + MergeKernels
-    + LatentKernels
-    + MixKernels
+    + AttentionMergeKernels
+    + MlaKernels
+    + MoeKernels
     + EmbeddingKernels
-    + LossKernels
-    + OptimKernels
+    + CrossEntropyKernels
+    + OptimizerKernels
     + ElementwiseKernels
     + FusedKernels
     + QuantKernels
-    + MeasuredKernels
+    + WithAmaxKernels
     + RouterKernels
-    + PermuteKernels
-    + WeightedKernels
-    + RowBiasKernels
-    + StackKernels
+    + PermutationKernels
+    + WeightedActivationKernels
+    + GroupedBiasKernels
+    + QuantizeStackKernels
     + Send
     + Sync
 {

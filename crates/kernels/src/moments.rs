@@ -73,19 +73,19 @@ macro_rules! format {
 
 format! {
     /// First moments in 8 bits: E4M3, largest 448.
-    First8: u8, 3, 7, 0x7e, 0x80, false, |c| u32::from(c), |b| b as u8
+    FirstMoment8: u8, 3, 7, 0x7e, 0x80, false, |c| u32::from(c), |b| b as u8
 }
 format! {
     /// Second moments in 8 bits: five exponent bits, three of mantissa, no sign; largest 1.875·2¹⁶.
-    Second8: u8, 3, 15, 0xff, 0, true, |c| u32::from(c), |b| b as u8
+    SecondMoment8: u8, 3, 15, 0xff, 0, true, |c| u32::from(c), |b| b as u8
 }
 format! {
     /// First moments in 16 bits: f16.
-    First16: f16, 10, 15, 0x7bff, 0x8000, false, |c| u32::from(c.to_bits()), |b| f16::from_bits(b as u16)
+    FirstMoment16: f16, 10, 15, 0x7bff, 0x8000, false, |c| u32::from(c.to_bits()), |b| f16::from_bits(b as u16)
 }
 format! {
     /// Second moments in 16 bits: f16 without sign.
-    Second16: f16, 10, 15, 0x7bff, 0, true, |c| u32::from(c.to_bits()), |b| f16::from_bits(b as u16)
+    SecondMoment16: f16, 10, 15, 0x7bff, 0, true, |c| u32::from(c.to_bits()), |b| f16::from_bits(b as u16)
 }
 
 /// A block's scale, from the largest magnitude in it.

@@ -49,7 +49,7 @@ pub struct NormBackward<'a> {
     pub residual: Option<&'a Tensor>,
     /// Gradient of the input.
     pub dx: &'a Tensor,
-    /// f32 `[parts, h]`, parts as [`NormKernels::norm_parts`] says: `Σ dy·ŷ` is the sum of its rows.
+    /// f32 `[parts, h]`, parts as [`NormKernels::norm_partials`] says: `Σ dy·ŷ` is the sum of its rows.
     pub dgamma: &'a Tensor,
     /// The same of `Σ dy`.
     pub dbeta: Option<&'a Tensor>,
@@ -113,7 +113,7 @@ pub trait NormKernels: super::ElementwiseKernels {
     /// Partial sums that [`NormBackward`] leaves of the gradient of a gain, for so many rows of type `dtype`. Whoever
     /// gathers gradients adds them up with [`column_sum`](super::ElementwiseKernels::column_sum), which it needs anyway
     /// to add to what is there.
-    fn norm_parts(&self, dtype: DType, rows: usize, width: usize) -> usize;
+    fn norm_partials(&self, dtype: DType, rows: usize, width: usize) -> usize;
 
     /// See [`NormBackward`].
     fn norm_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()>;

@@ -1,7 +1,7 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011). Value `i` of a stream is a function of the
 //! stream and `i` alone, so every layout of a tensor over ranks draws the same values.
 
-use crate::DropoutKey;
+use crate::RngKey;
 use crate::normal::pair;
 
 /// Ten rounds of Philox on one counter.
@@ -51,16 +51,16 @@ impl RandomStream {
     }
 
     /// The mask of one dropout.
-    pub fn dropout(key: DropoutKey) -> RandomStream {
+    pub fn dropout(key: RngKey) -> RandomStream {
         RandomStream::of_step(key, DOMAIN_DROPOUT)
     }
 
     /// The random logits of one router.
-    pub fn routing(key: DropoutKey) -> RandomStream {
+    pub fn routing(key: RngKey) -> RandomStream {
         RandomStream::of_step(key, DOMAIN_ROUTING)
     }
 
-    fn of_step(key: DropoutKey, domain: u32) -> RandomStream {
+    fn of_step(key: RngKey, domain: u32) -> RandomStream {
         let [step, step_high] = halves(key.step);
         let [a, b, c, d] = philox4x32([step, step_high, key.layer, key.site], halves(key.seed));
         let [a, b, c, d] = philox4x32([c, d, domain, 0], [a, b]);

@@ -1,16 +1,16 @@
 //! Eight-bit matrices: bringing values into their range, and multiplying them.
 //!
-//! A product contracts the last axis of both factors, so a matrix is quantised once for each way it is used: as it is
+//! A product contracts the last axis of both factors, so a matrix is quantized once for each way it is used: as it is
 //! stored, and transposed. Both are made from the same high-precision values, never from each other (one scale for a
 //! whole tensor or a whole tile makes them the same bytes either way).
 
 pub(crate) mod check;
-pub mod micro;
+pub mod microscaling;
 pub mod scale;
 pub mod stats;
 
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
-use micro::Emulated;
+use microscaling::EmulatedFormat;
 use stats::QuantStats;
 
 /// Values that share a scale where they do not all do.
@@ -20,51 +20,51 @@ pub const ALIGN: usize = 16;
 
 /// Which values of a matrix `[r, c]`, contracted along c, share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Scaling {
+pub enum ScalingMode {
     /// All. Scales f32 `[1]`.
-    Tensor,
+    PerTensor,
     /// 128 along c. Scales f32 `[⌈c/128⌉, r up to a multiple of 4]`.
-    Rows,
+    Block1x128,
     /// Tiles of 128 x 128. Scales f32 `[⌈r/128⌉, ⌈c/128⌉ up to a multiple of 4]`.
-    Tiles,
+    Block128x128,
 }
 
-impl Scaling {
+impl ScalingMode {
     /// Shape of the scales of a matrix `[r, c]`.
     pub fn scales(self, r: usize, c: usize) -> Vec<usize> {
         match self {
-            Scaling::Tensor => vec![1],
-            Scaling::Rows => vec![c.div_ceil(BLOCK), r.next_multiple_of(4)],
-            Scaling::Tiles => vec![r.div_ceil(BLOCK), c.div_ceil(BLOCK).next_multiple_of(4)],
+            ScalingMode::PerTensor => vec![1],
+            ScalingMode::Block1x128 => vec![c.div_ceil(BLOCK), r.next_multiple_of(4)],
+            ScalingMode::Block128x128 => vec![r.div_ceil(BLOCK), c.div_ceil(BLOCK).next_multiple_of(4)],
         }
     }
 }
 
 /// A factor of a product: a matrix `[r, c]` in bytes, contracted along c.
 #[derive(Clone, Debug)]
-pub struct Bytes {
+pub struct Fp8Tensor {
     /// E4M3 or E5M2 `[r, c up to a multiple of 16]`, contiguous; zeros behind c.
     pub data: Tensor,
-    /// f32: what a byte's value is multiplied by to be the number again; see [`Scaling::scales`]. Padding is zero.
+    /// f32: what a byte's value is multiplied by to be the number again; see [`ScalingMode::scales`]. Padding is zero.
     pub scale_inv: Tensor,
     /// Which values share a scale.
-    pub scaling: Scaling,
+    pub scaling: ScalingMode,
     /// c.
     pub cols: usize,
 }
 
-impl Bytes {
+impl Fp8Tensor {
     /// Memory for a matrix `[r, c]`.
     pub fn empty(
         s: &Stream,
         [r, c]: [usize; 2],
         format: DType,
-        scaling: Scaling,
+        scaling: ScalingMode,
         category: Category,
-    ) -> Result<Bytes> {
+    ) -> Result<Fp8Tensor> {
         let data = Tensor::empty(s, &[r, c.next_multiple_of(ALIGN)], format, category)?;
         let scale_inv = Tensor::empty(s, &scaling.scales(r, c), DType::F32, category)?;
-        Ok(Bytes { data, scale_inv, scaling, cols: c })
+        Ok(Fp8Tensor { data, scale_inv, scaling, cols: c })
     }
 
     /// r.
@@ -102,7 +102,7 @@ impl Bytes {
 
 /// Where scales come from.
 #[derive(Clone, Copy, Debug)]
-pub enum Range<'a> {
+pub enum ScaleSource<'a> {
     /// One scale, from the largest magnitude f32 `[1]`, already measured (and agreed on by ranks).
     Amax {
         /// f32 `[1]`
@@ -124,29 +124,29 @@ pub enum Range<'a> {
     },
 }
 
-/// Quantises `x [r, c]` (f32, bf16 or f16; contiguous rows of any stride), once read, into up to two factors.
+/// Quantizes `x [r, c]` (f32, bf16 or f16; contiguous rows of any stride), once read, into up to two factors.
 #[derive(Clone, Copy, Debug)]
-pub struct Quantise<'a> {
+pub struct Quantize<'a> {
     /// `[r, c]`
     pub x: &'a Tensor,
     /// Where scales come from.
-    pub range: Range<'a>,
+    pub range: ScaleSource<'a>,
     /// `x` as it is stored: `[r, c]`.
-    pub rows: Option<&'a Bytes>,
+    pub rows: Option<&'a Fp8Tensor>,
     /// `xᵀ`: `[c, r]`.
-    pub cols: Option<&'a Bytes>,
+    pub cols: Option<&'a Fp8Tensor>,
     /// f32 `[c]`: the column sums of `x` itself (the gradient of a bias), and whether to add to what is there.
     pub sums: Option<(&'a Tensor, bool)>,
 }
 
 /// `c = a·bᵀ (+ bias) (+ c)` of `a [m, k]`, `b [n, k]` in bytes; `c [m, n]` bf16 or f32, `bias [n]` in bf16.
-/// At most one factor is in E5M2, at most one has [`Scaling::Tiles`].
+/// At most one factor is in E5M2, at most one has [`ScalingMode::Block128x128`].
 #[derive(Clone, Copy, Debug)]
-pub struct Gemm8<'a> {
+pub struct Fp8Gemm<'a> {
     /// `[m, k]`
-    pub a: &'a Bytes,
+    pub a: &'a Fp8Tensor,
     /// `[n, k]`
-    pub b: &'a Bytes,
+    pub b: &'a Fp8Tensor,
     /// `[n]`
     pub bias: Option<&'a Tensor>,
     /// Add to what `c` (f32) holds.
@@ -161,7 +161,7 @@ pub struct Gemm8<'a> {
 
 /// One scale of delayed scaling after a step; see [`QuantKernels::delayed_update`].
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Delayed {
+pub struct DelayedScaling {
     /// Powers of two left free above the largest magnitude.
     pub margin: i32,
     /// Take the newest magnitude instead of the largest of the history.
@@ -173,17 +173,17 @@ pub trait QuantKernels {
     /// `amax[0] = max(amax[0], max |x|)` over a matrix; NaN is passed over. `amax` f32 `[1]`.
     fn amax(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()>;
 
-    /// See [`Quantise`]: `byte = round(x·scale)`, to nearest even, beyond the largest to the largest, NaN stays.
-    fn quantise(&self, s: &Stream, q: &Quantise) -> Result<()>;
+    /// See [`Quantize`]: `byte = round(x·scale)`, to nearest even, beyond the largest to the largest, NaN stays.
+    fn quantize(&self, s: &Stream, q: &Quantize) -> Result<()>;
 
     /// `out [r, c]` (f32 or bf16) `= value·scale_inv`.
-    fn dequantise(&self, s: &Stream, q: &Bytes, out: &Tensor) -> Result<()>;
+    fn dequantize(&self, s: &Stream, q: &Fp8Tensor, out: &Tensor) -> Result<()>;
 
     /// `out [c, r]`: `q [r, c]` the other way round, byte by byte. Both have one scale for everything.
-    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()>;
+    fn fp8_transpose(&self, s: &Stream, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<()>;
 
-    /// See [`Gemm8`].
-    fn gemm8(&self, s: &Stream, g: &Gemm8) -> Result<()>;
+    /// See [`Fp8Gemm`].
+    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()>;
 
     /// The end of a step of delayed scaling, of n tensors at once: `history` f32 `[len, n]`, `scale` f32 `[n]`;
     /// `largest` f32 `[n]`: the biggest number of each one's format; `reduced` f32 `[n]`: row 0 after ranks agreed (the row
@@ -191,7 +191,7 @@ pub trait QuantKernels {
     fn delayed_update(
         &self,
         s: &Stream,
-        how: Delayed,
+        how: DelayedScaling,
         history: &Tensor,
         reduced: &Tensor,
         largest: &Tensor,
@@ -200,13 +200,13 @@ pub trait QuantKernels {
 
     /// `out [r, c]`, contiguous and of x's type: `x [r, c]` (f32, bf16 or f16) rounded to a format no kernel here
     /// multiplies, and back: the same bits on every home. Where one has nothing of its own the host does it.
-    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
-        micro::emulate_over_host(s, how, x, out)
+    fn emulate(&self, s: &Stream, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<()> {
+        microscaling::emulate_over_host(s, how, x, out)
     }
 
     /// How well `x [r, c]` fits the bytes that were made of it, `q [r, c]`, or `[c, r]` if they are `turned`. The host
     /// waits for it. Where a home has nothing of its own the host does it.
-    fn quant_stats(&self, s: &Stream, x: &Tensor, q: &Bytes, turned: bool) -> Result<QuantStats> {
+    fn quant_stats(&self, s: &Stream, x: &Tensor, q: &Fp8Tensor, turned: bool) -> Result<QuantStats> {
         stats::over_host(self, s, x, q, turned)
     }
 }

@@ -5,17 +5,17 @@
 //! Among equal values the smaller index comes first, and NaN after everything. Every score grows with its logit, so without a
 //! bias the order of experts is the order of logits, whatever rounding does to scores: the same on every device.
 //!
-//! At most [`MAX_EXPERTS`] experts and [`MAX_CHOICES`] choices.
+//! At most [`MAX_EXPERTS`] experts and [`MAX_TOPK`] choices.
 
 pub(crate) mod check;
 
-use crate::DropoutKey;
+use crate::RngKey;
 use ferrotron_tensor::{Result, Stream, Tensor};
 
 /// Most experts of a layer.
 pub const MAX_EXPERTS: usize = 1024;
 /// Most choices of a token.
-pub const MAX_CHOICES: usize = 32;
+pub const MAX_TOPK: usize = 32;
 
 /// Choices that each of `experts` keeps: `⌈tokens·k/experts · factor⌉`, at most one of each token.
 pub fn capacity(tokens: usize, k: usize, experts: usize, factor: f64) -> usize {
@@ -26,9 +26,9 @@ pub fn capacity(tokens: usize, k: usize, experts: usize, factor: f64) -> usize {
 
 /// From logits to scores, and from the scores of the chosen to probabilities.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Score {
+pub enum ScoreFunction {
     /// Chosen by logits; probabilities are the softmax over the chosen logits.
-    SoftmaxOfChosen,
+    SoftmaxAfterTopK,
     /// Chosen by, and probabilities are, the softmax over all logits; not normalised again.
     Softmax,
     /// `σ(x)`, divided by the sum over the chosen (+ 1e-20) where k > 1.
@@ -39,7 +39,7 @@ pub enum Score {
 
 /// Choice among the best groups of experts only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Groups {
+pub struct GroupLimit {
     /// Groups of E / count neighbours.
     pub count: usize,
     /// Groups that stay: those whose best k / keep selection scores (bias included) have the largest sums.
@@ -48,20 +48,20 @@ pub struct Groups {
 
 /// How tokens are routed.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Routing {
+pub struct RouterParams {
     /// Scores and probabilities.
-    pub score: Score,
+    pub score: ScoreFunction,
     /// Limits the choice.
-    pub groups: Option<Groups>,
+    pub groups: Option<GroupLimit>,
     /// Factor on probabilities.
     pub scale: f32,
 }
 
 /// Who chooses.
 #[derive(Clone, Copy, Debug)]
-pub enum Choice<'a> {
+pub enum ExpertChoice<'a> {
     /// The best scores plus `bias` f32 `[E]`, which probabilities do not see.
-    Best {
+    TopK {
         /// f32 `[E]`
         bias: Option<&'a Tensor>,
     },
@@ -69,13 +69,13 @@ pub enum Choice<'a> {
     Given,
 }
 
-/// Statistics of a balancing loss over the rows of each segment; see [`RouterKernels::balance`].
+/// Statistics of a balancing loss over the rows of each segment; see [`RouterKernels::aux_loss_stats`].
 #[derive(Clone, Copy, Debug)]
-pub struct Balance<'a> {
+pub struct AuxLoss<'a> {
     /// `[T, E]`
     pub logits: &'a Tensor,
     /// Scores over all experts: a softmax for both kinds of it, otherwise divided by the row's sum (+ 1e-20).
-    pub score: Score,
+    pub score: ScoreFunction,
     /// Best scores of a row that count.
     pub k: usize,
     /// i32 `[T]`: a row's segment, below S; negative where it does not count.
@@ -92,8 +92,8 @@ pub trait RouterKernels {
     fn route(
         &self,
         s: &Stream,
-        how: Routing,
-        choice: Choice,
+        how: RouterParams,
+        choice: ExpertChoice,
         logits: &Tensor,
         index: &Tensor,
         probs: &Tensor,
@@ -107,7 +107,7 @@ pub trait RouterKernels {
     fn route_backward(
         &self,
         s: &Stream,
-        how: Routing,
+        how: RouterParams,
         logits: &Tensor,
         index: &Tensor,
         dprobs: &Tensor,
@@ -116,18 +116,18 @@ pub trait RouterKernels {
 
     /// `sums` f32 `[S, E]` = column sums of the scores, `counts` i64 `[S, E]` = how often an expert is among a row's k best;
     /// both overwritten, over the rows of each segment. Neither bias nor groups play a part.
-    fn balance(&self, s: &Stream, b: &Balance, sums: &Tensor, counts: &Tensor) -> Result<()>;
+    fn aux_loss_stats(&self, s: &Stream, b: &AuxLoss, sums: &Tensor, counts: &Tensor) -> Result<()>;
 
     /// `dlogits +=` the gradient of `Σ_t Σ_e weights[segment(t), e]·score[t, e]`; `weights` f32 `[S, E]`. Nothing where a logit
     /// is -inf.
-    fn balance_backward(&self, s: &Stream, b: &Balance, weights: &Tensor, dlogits: &Tensor) -> Result<()>;
+    fn aux_loss_backward(&self, s: &Stream, b: &AuxLoss, weights: &Tensor, dlogits: &Tensor) -> Result<()>;
 
     /// With N = Σcounts/(k·S), the mean number of rows of a segment: `weights[s, e] = factor·E/(k·N²)·counts[s, e]` (0 where N
     /// is 0), and `loss` f32 `[1] += Σ weights·sums`. `counts` may have been summed over ranks, and carry a divisor: they are
     /// `counts / steps` where `steps` f32 `[1]` is given (a running mean), and so is N. A mean over segments (the loss of
     /// sequences) is the caller's: factor / S.
     #[allow(clippy::too_many_arguments)]
-    fn balance_weights(
+    fn aux_loss_weights(
         &self,
         s: &Stream,
         factor: f32,
@@ -155,13 +155,13 @@ pub trait RouterKernels {
     ) -> Result<()>;
 
     /// `counts` i64 `[E] +=` choices of each expert on rows whose segment is not negative.
-    fn count_choices(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()>;
+    fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()>;
 
     /// Lets each expert keep `capacity` of its choices, the most probable (`by_probability`; smaller row first among equals)
     /// or those of the first rows; the others become -1 with probability 0. `index`, `probs` in place.
     /// `dropped` i64 `[1] +=` their number.
     #[allow(clippy::too_many_arguments)]
-    fn drop_beyond(
+    fn drop_over_capacity(
         &self,
         s: &Stream,
         capacity: usize,
@@ -173,7 +173,7 @@ pub trait RouterKernels {
     ) -> Result<()>;
 
     /// `bias[e] += rate·sign(mean(counts) - counts[e])`; `counts` i64 `[E]` then 0.
-    fn update_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()>;
+    fn update_expert_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()>;
 
     /// Sinkhorn's balanced matrix of `C = exp(logits)`, f32 `[T, E]`: from `d1 = 1` on
     /// ```text
@@ -195,11 +195,11 @@ pub trait RouterKernels {
     ) -> Result<()>;
 
     /// `logits` f32 `[T, E] = x·wᵀ`, sums in f64; `x [T, h]`, `w [E, h]` of one type. The gate of a router in fp64.
-    fn gate_exact(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()>;
+    fn gate_f64(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()>;
 
     /// `dx = dlogits·w` (of x's type, overwritten) and `dw` f32 `[E, h] (+)= dlogitsᵀ·x`, sums in f64; `dlogits` f32 `[T, E]`.
     #[allow(clippy::too_many_arguments)]
-    fn gate_exact_backward(
+    fn gate_f64_backward(
         &self,
         s: &Stream,
         x: &Tensor,
@@ -213,5 +213,5 @@ pub trait RouterKernels {
     /// Logits of forced balance: `logits` f32 `[T, E]`, element e of row r being standard normal value `rows[r]·E + e` of the
     /// stream of `key` ([`crate::philox::RandomStream::routing`]). `rows` i32 `[T]` has the number of each row among all rows of
     /// the step, so that values depend on no layout. The same bits on every device.
-    fn fill_normal_logits(&self, s: &Stream, key: DropoutKey, rows: &Tensor, logits: &Tensor) -> Result<()>;
+    fn fill_normal_logits(&self, s: &Stream, key: RngKey, rows: &Tensor, logits: &Tensor) -> Result<()>;
 }

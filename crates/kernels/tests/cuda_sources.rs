@@ -37,7 +37,7 @@ fn every_source_compiles_for_hopper() {
 #[test]
 fn every_variant_compiles() {
     let count = |v| variants().filter(|s| s.variant == v).count();
-    assert!(count(Variant::Half) > 10 && count(Variant::Narrow) == 4 && count(Variant::Plain) == 0);
+    assert!(count(Variant::F16) > 10 && count(Variant::Fp8Probs) == 4 && count(Variant::Base) == 0);
     compiles_for("sm_90a", variants());
 }
 
@@ -50,7 +50,7 @@ fn every_source_compiles_for_the_oldest_card() {
 fn a_broken_source_is_an_error_with_its_line() {
     let Some(compiler) = compiler() else { return };
     let broken =
-        Source { name: "broken", text: "\nnonsense;\n", may_spill: &[], only: None, variant: Variant::Plain };
+        Source { name: "broken", text: "\nnonsense;\n", may_spill: &[], only: None, variant: Variant::Base };
     let error = compiler.compile(&broken, "sm_90a").unwrap_err().to_string();
     assert!(error.contains("broken.cu(2)"), "{error}");
 }

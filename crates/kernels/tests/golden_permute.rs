@@ -1,13 +1,13 @@
 //! Golden vectors of permutations: every case and tensor of `permute` in the folder FERROTRON_GOLDEN names, on every home.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[path = "traits/homes.rs"]
+#[path = "conformance/devices.rs"]
 #[allow(dead_code)]
-mod homes;
+mod devices;
 
+use devices::{TestDevice, devices};
 use ferrotron_kernels::RowMap;
 use ferrotron_tensor::{Category, DType, Tensor, bf16};
-use homes::{Home, homes};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
 use std::cell::RefCell;
@@ -65,19 +65,19 @@ impl Of<'_> {
     }
 
     /// Rows on the device, with rows of nonsense behind until there are `n`.
-    fn rows(&self, h: &Home, name: &str, n: usize) -> Tensor {
+    fn rows(&self, h: &TestDevice, name: &str, n: usize) -> Tensor {
         let (dtype, mut shape, mut values) = self.get(name);
         let width: usize = shape[1..].iter().product();
         (shape[0], _) = (n, values.resize(n * width, f64::NAN));
         h.tensor(dtype, &shape, &values)
     }
 
-    fn same(&self, h: &Home, name: &str, ours: &[f64]) {
+    fn same(&self, h: &TestDevice, name: &str, ours: &[f64]) {
         let wanted = self.values(name);
         assert_eq!(ours, &wanted[..], "{} {}/{name}", h.name, self.case);
     }
 
-    fn near(&self, h: &Home, name: &str, ours: &[f64], (atol, rtol): (f64, f64)) {
+    fn near(&self, h: &TestDevice, name: &str, ours: &[f64], (atol, rtol): (f64, f64)) {
         let wanted = self.values(name);
         assert_eq!(ours.len(), wanted.len(), "{} {}/{name}", h.name, self.case);
         for (i, (o, w)) in ours.iter().zip(&wanted).enumerate() {
@@ -126,7 +126,7 @@ impl Choices {
         dense
     }
 
-    fn sorted(&self, h: &Home, align: usize) -> RowMap {
+    fn sorted(&self, h: &TestDevice, align: usize) -> RowMap {
         let ints = |shape: &[usize], v: &[i32]| h.s.upload(v, shape, Category::Workspace).unwrap();
         let n = self.index.len() + self.experts * (align - 1);
         let junk = |n: usize| ints(&[n], &vec![-7; n]);
@@ -137,13 +137,13 @@ impl Choices {
             rows: ints(&shape, &vec![-7; self.index.len()]),
             source: junk(n),
         };
-        h.k.sort(&h.s, &ints(&shape, &self.index), 0, align, &map).unwrap();
+        h.k.sort_by_expert(&h.s, &ints(&shape, &self.index), 0, align, &map).unwrap();
         map
     }
 }
 
 /// Rows on the device to numbers, the first `n` of them; those behind are zeros.
-fn first_rows(h: &Home, t: &Tensor, n: usize) -> Vec<f64> {
+fn first_rows(h: &TestDevice, t: &Tensor, n: usize) -> Vec<f64> {
     let width: usize = t.shape()[1..].iter().product();
     let mut all = h.host(t);
     assert!(all[n * width..].iter().all(|x| *x == 0.0), "rows of nobody");
@@ -151,11 +151,11 @@ fn first_rows(h: &Home, t: &Tensor, n: usize) -> Vec<f64> {
     all
 }
 
-fn ints(h: &Home, t: &Tensor) -> Vec<f64> {
+fn ints(h: &TestDevice, t: &Tensor) -> Vec<f64> {
     h.s.download::<i32>(t).unwrap().into_iter().map(f64::from).collect()
 }
 
-fn mask(h: &Home, case: &Value, t: Of) {
+fn mask(h: &TestDevice, case: &Value, t: Of) {
     let dtype = match case["dtype"].as_str().unwrap() {
         "f32" => DType::F32,
         "bf16" => DType::BF16,
@@ -184,14 +184,14 @@ fn mask(h: &Home, case: &Value, t: Of) {
     h.k.gather_rows(&h.s, &x, &map.source, c.k, &permuted).unwrap();
     t.same(h, "permuted", &first_rows(h, &permuted, n));
     let permuted = empty(dtype, &[all, width]);
-    h.k.spread_rows(&h.s, &x, &map, &permuted).unwrap();
+    h.k.moe_permute(&h.s, &x, &map, &permuted).unwrap();
     t.same(h, "permuted", &first_rows(h, &permuted, n));
     let probs = h.tensor(DType::F32, &[c.tokens, c.k], &c.chosen(&t.values("probs")));
     let permuted_probs = empty(DType::F32, &[all]);
     h.k.gather_values(&h.s, &probs, &map.source, &permuted_probs).unwrap();
     t.same(h, "permuted_probs", &first_rows(h, &permuted_probs, n));
     let d_tokens = empty(dtype, &[c.tokens, width]);
-    h.k.sum_rows(&h.s, &t.rows(h, "d_permuted", all), &map.rows, None, &d_tokens).unwrap();
+    h.k.moe_unpermute(&h.s, &t.rows(h, "d_permuted", all), &map.rows, None, &d_tokens).unwrap();
     t.near(h, "d_tokens", &h.host(&d_tokens), near);
     let d_probs = empty(DType::F32, &[c.tokens, c.k]);
     h.k.gather_values(&h.s, &t.rows(h, "d_permuted_probs", all), &map.rows, &d_probs).unwrap();
@@ -200,7 +200,7 @@ fn mask(h: &Home, case: &Value, t: Of) {
     // unpermute
     let (un_in, dy) = (t.rows(h, "un_in", all), t.rows(h, "un_d_out", c.tokens));
     let un_out = empty(dtype, &[c.tokens, width]);
-    h.k.sum_rows(&h.s, &un_in, &map.rows, None, &un_out).unwrap();
+    h.k.moe_unpermute(&h.s, &un_in, &map.rows, None, &un_out).unwrap();
     let un_out = h.host(&un_out);
     // The peer adds up in the type of the rows, we in f32: with bf16 the exact sums are what to meet.
     if case["kind"] == "mask" {
@@ -214,13 +214,13 @@ fn mask(h: &Home, case: &Value, t: Of) {
     h.k.gather_rows(&h.s, &dy, &map.source, c.k, &un_d_in).unwrap();
     t.near(h, "un_d_in", &first_rows(h, &un_d_in, n), (1e-6, 1e-5));
     let unp_out = empty(dtype, &[c.tokens, width]);
-    h.k.sum_rows(&h.s, &un_in, &map.rows, Some(&probs), &unp_out).unwrap();
+    h.k.moe_unpermute(&h.s, &un_in, &map.rows, Some(&probs), &unp_out).unwrap();
     t.near(h, "unp_out", &h.host(&unp_out), weighted_near);
     let unp_d_in = empty(dtype, &[all, width]);
-    h.k.gather_weighted(&h.s, &dy, &map.source, &probs, &unp_d_in).unwrap();
+    h.k.moe_unpermute_backward(&h.s, &dy, &map.source, &probs, &unp_d_in).unwrap();
     t.near(h, "unp_d_in", &first_rows(h, &unp_d_in, n), weighted_near);
     let unp_d_probs = empty(DType::F32, &[c.tokens, c.k]);
-    h.k.row_products(&h.s, &un_in, &map.rows, &dy, &unp_d_probs).unwrap();
+    h.k.moe_unpermute_dprobs(&h.s, &un_in, &map.rows, &dy, &unp_d_probs).unwrap();
     t.near(h, "unp_d_probs", &c.dense(&h.host(&unp_d_probs)), weighted_near);
 
     if case["kind"] == "drop_and_pad" {
@@ -231,7 +231,7 @@ fn mask(h: &Home, case: &Value, t: Of) {
     padded(h, count("align"), t, (&c, &x, &probs));
 }
 
-fn padded(h: &Home, align: usize, t: Of, (c, x, probs): (&Choices, &Tensor, &Tensor)) {
+fn padded(h: &TestDevice, align: usize, t: Of, (c, x, probs): (&Choices, &Tensor, &Tensor)) {
     let map = c.sorted(h, align);
     let (all, width) = (map.source.numel(), x.shape()[1]);
     let offsets = ints(h, &map.offsets);
@@ -239,19 +239,19 @@ fn padded(h: &Home, align: usize, t: Of, (c, x, probs): (&Choices, &Tensor, &Ten
     t.same(h, "padded_tokens_per_expert", &per_expert);
     let n = offsets[c.experts] as usize;
     let rows = h.poisoned(x.dtype(), &[all, width]);
-    h.k.spread_rows(&h.s, x, &map, &rows).unwrap();
+    h.k.moe_permute(&h.s, x, &map, &rows).unwrap();
     t.same(h, "padded", &first_rows(h, &rows, n));
     let values = h.poisoned(DType::F32, &[all]);
     h.k.gather_values(&h.s, probs, &map.source, &values).unwrap();
     t.same(h, "padded_probs", &first_rows(h, &values, n));
     let dense: Vec<u8> = t.values("map").iter().map(|x| *x as u8).collect();
     let dense = h.s.upload(&dense, &[c.tokens, c.experts], Category::Workspace).unwrap();
-    h.k.pad_map(&h.s, align, &dense).unwrap();
+    h.k.pad_routing_map(&h.s, align, &dense).unwrap();
     let filled: Vec<f64> = h.s.download::<u8>(&dense).unwrap().into_iter().map(f64::from).collect();
     t.same(h, "map_padded", &filled);
 }
 
-fn chunk_sort(h: &Home, case: &Value, t: Of) {
+fn chunk_sort(h: &TestDevice, case: &Value, t: Of) {
     assert_eq!(case["dtype"], "f32", "{}", t.case);
     let list = |name: &str| -> Vec<i32> {
         case[name].as_array().unwrap().iter().map(|n| n.as_i64().unwrap() as i32).collect()
@@ -278,7 +278,7 @@ fn golden_permutations() {
     let json: Value = serde_json::from_slice(&file("permute.json")).unwrap();
     let cases = json["cases"].as_array().expect("cases");
     assert!(!cases.is_empty(), "no cases");
-    for h in homes() {
+    for h in devices() {
         let bytes = file("permute.safetensors");
         let names = SafeTensors::deserialize(&bytes).unwrap().names().iter().map(|s| s.to_string()).collect();
         let all = Tensors { bytes, open: RefCell::new(names) };

@@ -1,23 +1,23 @@
 //! Golden vectors of the router: every file and case of `router` in the folder FERROTRON_GOLDEN names, on every home.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-#[path = "rows/golden.rs"]
+#[path = "conformance/devices.rs"]
+#[allow(dead_code)]
+mod devices;
+#[path = "cpu/golden.rs"]
 #[allow(dead_code)]
 mod golden;
-#[path = "traits/homes.rs"]
-#[allow(dead_code)]
-mod homes;
 
-use ferrotron_kernels::{Balance, Choice, Gemm, Groups, Routing, Score, capacity};
+use devices::{TestDevice, devices};
+use ferrotron_kernels::{AuxLoss, ExpertChoice, Gemm, GroupLimit, RouterParams, ScoreFunction, capacity};
 use ferrotron_tensor::{Category, DType, Tensor, bf16};
 use golden::{Golden, bf16_ulps, count, number, text};
-use homes::{Home, homes};
 use safetensors::Dtype;
 use serde_json::Value;
 
 /// Tensors of one case on one home.
 struct Case<'a> {
-    h: &'a Home,
+    h: &'a TestDevice,
     g: &'a Golden,
     json: &'a Value,
     name: String,
@@ -66,13 +66,13 @@ impl Case<'_> {
     }
 }
 
-fn score(case: &Value) -> Score {
+fn score(case: &Value) -> ScoreFunction {
     let before = case.get("pre_softmax").is_some_and(|p| p.as_bool().expect("pre_softmax"));
     match text(case, "score_function") {
-        "softmax" if before => Score::Softmax,
-        "softmax" => Score::SoftmaxOfChosen,
-        "sigmoid" => Score::Sigmoid,
-        "sqrtsoftplus" => Score::SqrtSoftplus,
+        "softmax" if before => ScoreFunction::Softmax,
+        "softmax" => ScoreFunction::SoftmaxAfterTopK,
+        "sigmoid" => ScoreFunction::Sigmoid,
+        "sqrtsoftplus" => ScoreFunction::SqrtSoftplus,
         other => panic!("unknown score function {other}"),
     }
 }
@@ -107,7 +107,14 @@ fn index_of(map: &[bool], k: usize, experts: usize) -> Vec<f64> {
 }
 
 /// Probabilities of a choice, dense, against the case; then the gradient of logits.
-fn probabilities(c: &Case, how: Routing, logits: &Tensor, index: &Tensor, probs: &Tensor, room: [f64; 4]) {
+fn probabilities(
+    c: &Case,
+    how: RouterParams,
+    logits: &Tensor,
+    index: &Tensor,
+    probs: &Tensor,
+    room: [f64; 4],
+) {
     let (experts, k) = (logits.shape()[1], index.shape()[1]);
     let chosen = c.h.host(index);
     let (map, p) = dense(&chosen, &c.h.host(probs), k, experts);
@@ -129,14 +136,14 @@ fn top_k(c: &Case) {
     };
     let groups = c.json["num_groups"]
         .is_number()
-        .then(|| Groups { count: count(c.json, "num_groups"), keep: count(c.json, "group_topk") });
+        .then(|| GroupLimit { count: count(c.json, "num_groups"), keep: count(c.json, "group_topk") });
     let scale = c.json["scaling_factor"].as_f64().unwrap_or(1.0);
-    let how = Routing { score: score(c.json), groups, scale: scale as f32 };
+    let how = RouterParams { score: score(c.json), groups, scale: scale as f32 };
     let logits = c.upload(dtype, "logits");
     let bias = c.json["expert_bias"].as_bool().unwrap().then(|| c.upload(DType::F32, "expert_bias"));
     let shape = [logits.shape()[0], k];
     let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
-    let choice = Choice::Best { bias: bias.as_ref() };
+    let choice = ExpertChoice::TopK { bias: bias.as_ref() };
     c.h.k.route(&c.h.s, how, choice, &logits, &index, &probs).unwrap();
     probabilities(c, how, &logits, &index, &probs, room.map(|r| r * scale));
 }
@@ -150,9 +157,9 @@ fn sinkhorn(c: &Case) {
     let shape = [logits.shape()[0], k];
     let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
     c.h.k.top_k(&c.h.s, &balanced, None, &index).unwrap();
-    let score = if k == 1 { Score::Sigmoid } else { Score::Softmax };
-    let how = Routing { score, groups: None, scale: 1.0 };
-    c.h.k.route(&c.h.s, how, Choice::Given, &logits, &index, &probs).unwrap();
+    let score = if k == 1 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
+    let how = RouterParams { score, groups: None, scale: 1.0 };
+    c.h.k.route(&c.h.s, how, ExpertChoice::Given, &logits, &index, &probs).unwrap();
     probabilities(c, how, &logits, &index, &probs, [1e-6, 1e-5, 1e-6, 1e-5]);
 }
 
@@ -171,7 +178,7 @@ fn drop(c: &Case) {
     let probs = gathered(&chosen, &c.values("probs_in"), k, experts);
     let probs = c.h.tensor(DType::F32, &[tokens, k], &probs);
     let dropped = c.i64s(1);
-    c.h.k.drop_beyond(&c.h.s, keep, experts, by_probability, &index, &probs, &dropped).unwrap();
+    c.h.k.drop_over_capacity(&c.h.s, keep, experts, by_probability, &index, &probs, &dropped).unwrap();
     let (map, p) = dense(&c.h.host(&index), &c.h.host(&probs), k, experts);
     // Padding to the capacity adds choices of probability 0, which have no place in an index.
     let stable = c.map("stable_map");
@@ -217,8 +224,8 @@ fn auxiliary(c: &Case) {
         let shape = [segments, experts];
         let (sums, weights) = (c.h.poisoned(DType::F32, &shape), c.h.poisoned(DType::F32, &shape));
         let counts = s.upload(&vec![-7i64; segments * experts], &shape, Category::Workspace).unwrap();
-        let b = Balance { logits: &logits, score: score(c.json), k, segments: &of_rows };
-        k_.balance(s, &b, &sums, &counts).unwrap();
+        let b = AuxLoss { logits: &logits, score: score(c.json), k, segments: &of_rows };
+        k_.aux_loss_stats(s, &b, &sums, &counts).unwrap();
         let wanted = c.g.i64(&c.at("tokens_per_expert"));
         assert_eq!(s.download::<i64>(&counts).unwrap(), wanted, "{}", c.what("counts"));
         let mut columns = vec![0.0; segments * experts];
@@ -228,8 +235,8 @@ fn auxiliary(c: &Case) {
         c.near("sums", &c.h.host(&sums), &columns, 1e-6, 1e-5);
         let loss = c.h.tensor(DType::F32, &[1], &[0.0]);
         let factor = (coeff / segments as f64) as f32;
-        k_.balance_weights(s, factor, k, &sums, &counts, None, &weights, &loss).unwrap();
-        k_.balance_backward(s, &b, &weights, &dlogits).unwrap();
+        k_.aux_loss_weights(s, factor, k, &sums, &counts, None, &weights, &loss).unwrap();
+        k_.aux_loss_backward(s, &b, &weights, &dlogits).unwrap();
         c.h.host(&loss)[0]
     };
     c.near("loss", &[loss], &c.values("loss"), 1e-6, 1e-5);
@@ -241,12 +248,12 @@ fn random(c: &Case) {
     let logits = c.upload(DType::F32, "random_logits");
     let shape = [logits.shape()[0], count(c.json, "topk")];
     let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
-    let how = Routing { score: score(c.json), groups: None, scale: 1.0 };
-    c.h.k.route(&c.h.s, how, Choice::Best { bias: None }, &logits, &index, &probs).unwrap();
+    let how = RouterParams { score: score(c.json), groups: None, scale: 1.0 };
+    c.h.k.route(&c.h.s, how, ExpertChoice::TopK { bias: None }, &logits, &index, &probs).unwrap();
     probabilities(c, how, &logits, &index, &probs, [1e-6, 1e-5, 1e-6, 1e-5]);
     let d = c.upload(DType::F32, "dlogits");
     let (dx, dw) = (c.h.poisoned(DType::F32, x.shape()), c.h.poisoned(DType::F32, w.shape()));
-    c.h.k.gate_exact_backward(&c.h.s, &x, &w, &d, &dx, &dw, false).unwrap();
+    c.h.k.gate_f64_backward(&c.h.s, &x, &w, &d, &dx, &dw, false).unwrap();
     c.near("dx", &c.h.host(&dx), &c.values("dx"), 1e-6, 1e-5);
     c.near("dw", &c.h.host(&dw), &c.values("dw"), 1e-6, 1e-5);
 }
@@ -270,8 +277,8 @@ fn gate(c: &Case) {
     match text(c.json, "router_dtype") {
         "f64" => {
             assert!(bias.is_none(), "{}", c.what("a bias in f64"));
-            k.gate_exact(s, &x, &w, &logits).unwrap();
-            k.gate_exact_backward(s, &x, &w, &d, &dx, &dw, false).unwrap();
+            k.gate_f64(s, &x, &w, &logits).unwrap();
+            k.gate_f64_backward(s, &x, &w, &d, &dx, &dw, false).unwrap();
         }
         "f32" => {
             // As a layer does it: the factors of the gradients are widened first, what comes out is rounded once.
@@ -314,7 +321,7 @@ fn quantile(c: &Case) {
     c.near("beta_local", &c.h.host(&estimate), &c.values("beta_local"), 1e-6, 1e-5);
 }
 
-fn bias_updates(h: &Home, g: &Golden) {
+fn bias_updates(h: &TestDevice, g: &Golden) {
     let updates = g.json["bias_updates"].as_array().expect("bias_updates");
     assert!(!updates.is_empty());
     for u in updates {
@@ -325,7 +332,7 @@ fn bias_updates(h: &Home, g: &Golden) {
         let n = counts.len();
         let counts = h.s.upload(&counts, &[n], Category::Workspace).unwrap();
         let bias = h.tensor(DType::F32, &[n], &list("bias"));
-        h.k.update_bias(&h.s, number(u, "rate") as f32, &counts, &bias).unwrap();
+        h.k.update_expert_bias(&h.s, number(u, "rate") as f32, &counts, &bias).unwrap();
         let room = |(o, w): (&f64, &f64)| (o - w).abs() <= 1e-7;
         assert!(h.host(&bias).iter().zip(&list("updated")).all(room), "{}: {u}", h.name);
         assert_eq!(h.s.download::<i64>(&counts).unwrap(), vec![0; n]);
@@ -352,7 +359,7 @@ fn golden_router() {
     let mut names: Vec<String> =
         names.map(|p| p.file_stem().unwrap().to_str().unwrap().to_string()).collect();
     names.sort();
-    let homes = homes();
+    let homes = devices();
     let mut seen = 0;
     for name in &names {
         let g = Golden::open("router", name);

@@ -5,11 +5,11 @@
 //! reserved for the graph's life. Between two replays nothing in them is needed: they are lent to other work on the
 //! stream, whose order keeps the two apart, and the graph may be replayed only while none is lent.
 
-use crate::buffer::{Block, Pool, Shelves};
+use crate::buffer::{Block, MemoryPool, SizeClasses};
 use std::collections::HashMap;
 
 /// Smaller blocks are not lent: they may be kept over a replay (a loss that is yet to be read), and are soon had anew.
-const LENT: usize = 1 << 20;
+const LEND_MIN_BYTES: usize = 1 << 20;
 
 /// Blocks of one capture.
 pub(crate) struct Arena {
@@ -32,14 +32,15 @@ impl Arena {
     /// A block for work that is captured.
     pub(crate) fn take(&mut self, class: usize, fresh: impl FnOnce() -> Option<Block>) -> Option<Block> {
         let mut block = self.free.get_mut(&class).and_then(Vec::pop).or_else(fresh)?;
-        block.home = Some(self.id);
+        block.arena = Some(self.id);
         self.out += 1;
         Some(block)
     }
 
     /// A block for other work between replays.
     pub(crate) fn lend(&mut self, class: usize) -> Option<Block> {
-        let block = self.free.get_mut(&class).filter(|_| class >= LENT && !self.open).and_then(Vec::pop)?;
+        let block =
+            self.free.get_mut(&class).filter(|_| class >= LEND_MIN_BYTES && !self.open).and_then(Vec::pop)?;
         self.out += 1;
         Some(block)
     }
@@ -54,10 +55,10 @@ impl Arena {
     }
 }
 
-impl Pool {
+impl MemoryPool {
     /// From now on the stream's memory comes from a new arena: its free blocks, and new ones.
     pub(crate) fn open_arena(&self, id: u64, stream: u32) {
-        let Shelves { free, arenas } = &mut *self.lock();
+        let SizeClasses { free, arenas } = &mut *self.lock();
         let own = free.extract_if(|(s, _), _| *s == stream).map(|((_, class), blocks)| (class, blocks));
         arenas.push(Arena { id, stream, free: own.collect(), out: 0, open: true, lost: false });
     }
@@ -65,8 +66,8 @@ impl Pool {
     /// The capture is over: what it did not touch is free again, the rest is reserved. Refused, with the reason, where
     /// memory of the capture is still in use or memory from before it no longer is; the arena is then dissolved.
     pub(crate) fn seal_arena(&self, id: u64) -> Result<(), &'static str> {
-        let mut shelves = self.lock();
-        let Shelves { free, arenas } = &mut *shelves;
+        let mut classes = self.lock();
+        let SizeClasses { free, arenas } = &mut *classes;
         let Some(arena) = arenas.iter_mut().find(|a| a.id == id) else { return Err("its arena is gone") };
         let why = match arena {
             Arena { lost: true, .. } => "it gives back memory that it did not take",
@@ -74,13 +75,13 @@ impl Pool {
             _ => {
                 arena.open = false;
                 for (class, blocks) in &mut arena.free {
-                    let untouched = blocks.extract_if(.., |b| b.home.is_none());
+                    let untouched = blocks.extract_if(.., |b| b.arena.is_none());
                     free.entry((arena.stream, *class)).or_default().extend(untouched);
                 }
                 return Ok(());
             }
         };
-        drop(shelves);
+        drop(classes);
         self.dissolve_arena(id);
         Err(why)
     }
@@ -92,10 +93,10 @@ impl Pool {
 
     /// The graph is gone, or was never made: its memory is free like any other. What is still in use follows.
     pub(crate) fn dissolve_arena(&self, id: u64) {
-        let Shelves { free, arenas } = &mut *self.lock();
+        let SizeClasses { free, arenas } = &mut *self.lock();
         for arena in arenas.extract_if(.., |a| a.id == id) {
             for (class, mut blocks) in arena.free {
-                blocks.iter_mut().for_each(|b| b.home = None);
+                blocks.iter_mut().for_each(|b| b.arena = None);
                 free.entry((arena.stream, class)).or_default().append(&mut blocks);
             }
         }

@@ -5,7 +5,7 @@
 //! been waited for before; the checker finds the place where it was not.
 
 use crate::arena::Arena;
-use crate::cuda::{self, Card};
+use crate::cuda::{self, CudaContext};
 use crate::device::DeviceInner;
 use crate::{Category, Error, Result};
 use std::alloc::Layout;
@@ -24,15 +24,15 @@ pub(crate) struct Block {
     /// Stays with the memory over reuse: the checker keeps history by it.
     pub(crate) id: u64,
     /// The arena it belongs to.
-    pub(crate) home: Option<u64>,
+    pub(crate) arena: Option<u64>,
     /// The card it is on; none is the host.
-    card: Option<Arc<Card>>,
+    context: Option<Arc<CudaContext>>,
 }
 
 impl Block {
-    pub(crate) fn new(card: Option<&Arc<Card>>, bytes: usize, id: u64) -> Option<Block> {
-        let address = match card {
-            Some(card) => cuda::allocate(card, bytes)? as usize,
+    pub(crate) fn new(context: Option<&Arc<CudaContext>>, bytes: usize, id: u64) -> Option<Block> {
+        let address = match context {
+            Some(context) => cuda::allocate(context, bytes)? as usize,
             None => {
                 let layout = Layout::from_size_align(bytes, ALIGN).ok()?;
                 // SAFETY: size classes are at least one line long.
@@ -40,14 +40,14 @@ impl Block {
                 (!ptr.is_null()).then_some(ptr as usize)?
             }
         };
-        Some(Block { address, bytes, id, home: None, card: card.cloned() })
+        Some(Block { address, bytes, id, arena: None, context: context.cloned() })
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        match (&self.card, Layout::from_size_align(self.bytes, ALIGN)) {
-            (Some(card), _) => cuda::free(card, self.address as u64),
+        match (&self.context, Layout::from_size_align(self.bytes, ALIGN)) {
+            (Some(context), _) => cuda::free(context, self.address as u64),
             // SAFETY: allocated in `new` with this very layout and not freed since.
             (None, Ok(layout)) => unsafe { std::alloc::dealloc(self.address as *mut u8, layout) },
             // The layout was valid when the block was made.
@@ -58,25 +58,25 @@ impl Drop for Block {
 
 /// Free blocks, and the arenas of captured work.
 #[derive(Default)]
-pub(crate) struct Pool {
-    shelves: Mutex<Shelves>,
+pub(crate) struct MemoryPool {
+    classes: Mutex<SizeClasses>,
 }
 
 #[derive(Default)]
-pub(crate) struct Shelves {
+pub(crate) struct SizeClasses {
     /// By stream and size class.
     pub(crate) free: HashMap<(u32, usize), Vec<Block>>,
     pub(crate) arenas: Vec<Arena>,
 }
 
-impl Pool {
+impl MemoryPool {
     /// A free block of the stream, or new memory. When there is none left, free blocks of other sizes and
     /// streams go back to the system first; not while work is captured, which must not wait for the device.
     pub(crate) fn take(&self, device: &DeviceInner, stream: u32, bytes: usize) -> Option<Block> {
         let class = size_class(bytes);
-        let fresh = || Block::new(device.card.as_ref(), class, device.next_id());
+        let fresh = || Block::new(device.context.as_ref(), class, device.next_id());
         let reused = {
-            let Shelves { free, arenas } = &mut *self.lock();
+            let SizeClasses { free, arenas } = &mut *self.lock();
             if let Some(arena) = arenas.iter_mut().find(|a| a.is_open() && a.stream == stream) {
                 return arena.take(class, fresh);
             }
@@ -90,12 +90,12 @@ impl Pool {
     }
 
     fn give(&self, stream: u32, mut block: Block) {
-        let Shelves { free, arenas } = &mut *self.lock();
-        if let Some(arena) = arenas.iter_mut().find(|a| block.home == Some(a.id)) {
+        let SizeClasses { free, arenas } = &mut *self.lock();
+        if let Some(arena) = arenas.iter_mut().find(|a| block.arena == Some(a.id)) {
             return arena.give(block);
         }
         arenas.iter_mut().filter(|a| a.is_open() && a.stream == stream).for_each(Arena::lost);
-        block.home = None;
+        block.arena = None;
         free.entry((stream, block.bytes)).or_default().push(block);
     }
 
@@ -105,8 +105,8 @@ impl Pool {
         drop(blocks);
     }
 
-    pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, Shelves> {
-        self.shelves.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn lock(&self) -> std::sync::MutexGuard<'_, SizeClasses> {
+        self.classes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

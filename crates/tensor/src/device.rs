@@ -1,10 +1,10 @@
 //! Devices: where memory lives and kernels run.
 
-use crate::buffer::Pool;
-use crate::checker::Checker;
-use crate::clock::At;
-use crate::cuda::{Card, CardInfo, Queue};
-use crate::memory::Account;
+use crate::buffer::MemoryPool;
+use crate::cuda::{CudaContext, CudaStream, GpuInfo};
+use crate::memory::MemoryAccount;
+use crate::race_checker::RaceChecker;
+use crate::timestamp::Timestamp;
 use crate::trace::{Trace, Tracer};
 use crate::{Error, MemoryReport, Result, Stream, Threads};
 use std::collections::BTreeMap;
@@ -26,11 +26,11 @@ pub enum DeviceKind {
 
 /// What a device notes about every launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Watch {
+pub struct Instrumentation {
     /// Check the order of memory accesses (vector clocks over streams and events).
-    pub order: bool,
+    pub race_check: bool,
     /// Add up the time of each kernel.
-    pub time: bool,
+    pub kernel_times: bool,
     /// Note when each launch ran and on which stream, while a trace is under way: [`Device::start_trace`].
     pub trace: bool,
 }
@@ -46,18 +46,18 @@ pub struct Device {
 
 pub(crate) struct DeviceInner {
     /// The card; none is the host.
-    pub(crate) card: Option<Arc<Card>>,
+    pub(crate) context: Option<Arc<CudaContext>>,
     pub(crate) threads: Threads,
-    pub(crate) pool: Pool,
-    pub(crate) account: Account,
-    checker: Option<Mutex<Checker>>,
+    pub(crate) pool: MemoryPool,
+    pub(crate) account: MemoryAccount,
+    checker: Option<Mutex<RaceChecker>>,
     /// What is noted of launches, if anything is.
-    watching: Option<Box<Watching>>,
+    recorders: Option<Box<Recorders>>,
     ids: AtomicU64,
     streams: AtomicU32,
 }
 
-struct Watching {
+struct Recorders {
     profile: Option<Mutex<Timings>>,
     tracer: Option<Tracer>,
 }
@@ -66,7 +66,7 @@ struct Watching {
 #[derive(Default)]
 struct Timings {
     done: Profile,
-    queued: Vec<(&'static str, At, At)>,
+    queued: Vec<(&'static str, Timestamp, Timestamp)>,
 }
 
 impl Timings {
@@ -88,17 +88,17 @@ impl DeviceInner {
         stream: &Stream,
         f: impl FnOnce() -> Result<()>,
     ) -> Result<()> {
-        let Some(watching) = &self.watching else { return f() };
-        let tracer = watching.tracer.as_ref().filter(|t| t.is_on());
-        if watching.profile.is_none() && tracer.is_none() {
+        let Some(recorders) = &self.recorders else { return f() };
+        let tracer = recorders.tracer.as_ref().filter(|t| t.is_on());
+        if recorders.profile.is_none() && tracer.is_none() {
             return f();
         }
-        let start = At::now(stream.queue())?;
+        let start = Timestamp::now(stream.cuda())?;
         f()?;
-        let end = At::now(stream.queue())?;
-        if let Some(profile) = &watching.profile {
+        let end = Timestamp::now(stream.cuda())?;
+        if let Some(profile) = &recorders.profile {
             let mut timings = profile.lock().unwrap_or_else(PoisonError::into_inner);
-            match stream.queue() {
+            match stream.cuda() {
                 None => timings.add(op, end.since(&start)?),
                 Some(_) => timings.queued.push((op, start.clone(), end.clone())),
             }
@@ -111,11 +111,11 @@ impl DeviceInner {
 
     /// What notes launches, while a trace is under way.
     pub(crate) fn tracer(&self) -> Option<&Tracer> {
-        self.watching.as_ref()?.tracer.as_ref().filter(|t| t.is_on())
+        self.recorders.as_ref()?.tracer.as_ref().filter(|t| t.is_on())
     }
 
     /// Run `f` on the checker, if there is one.
-    pub(crate) fn check(&self, f: impl FnOnce(&mut Checker) -> Result<(), String>) -> Result<()> {
+    pub(crate) fn check(&self, f: impl FnOnce(&mut RaceChecker) -> Result<(), String>) -> Result<()> {
         match &self.checker {
             None => Ok(()),
             Some(c) => f(&mut c.lock().unwrap_or_else(PoisonError::into_inner)).map_err(Error::Race),
@@ -126,32 +126,32 @@ impl DeviceInner {
 impl Device {
     /// The host's cores.
     pub fn cpu(threads: Threads) -> Device {
-        Device::cpu_watched(threads, Watch::default())
+        Device::cpu_instrumented(threads, Instrumentation::default())
     }
 
     /// The host's cores under observation.
-    pub fn cpu_watched(threads: Threads, watch: Watch) -> Device {
+    pub fn cpu_instrumented(threads: Threads, watch: Instrumentation) -> Device {
         Device::new(None, threads, watch)
     }
 
-    /// Card `ordinal`; `threads` do what is left to the host.
-    pub fn cuda(ordinal: usize, threads: Threads, watch: Watch) -> Result<Device> {
-        Ok(Device::new(Some(Arc::new(Card::open(ordinal)?)), threads, watch))
+    /// CudaContext `ordinal`; `threads` do what is left to the host.
+    pub fn cuda(ordinal: usize, threads: Threads, watch: Instrumentation) -> Result<Device> {
+        Ok(Device::new(Some(Arc::new(CudaContext::open(ordinal)?)), threads, watch))
     }
 
-    fn new(card: Option<Arc<Card>>, threads: Threads, watch: Watch) -> Device {
-        let checker = watch.order.then(Mutex::default);
-        let watching = (watch.time || watch.trace).then(|| {
-            let profile = watch.time.then(Mutex::default);
-            Box::new(Watching { profile, tracer: watch.trace.then(Tracer::default) })
+    fn new(context: Option<Arc<CudaContext>>, threads: Threads, watch: Instrumentation) -> Device {
+        let checker = watch.race_check.then(Mutex::default);
+        let recorders = (watch.kernel_times || watch.trace).then(|| {
+            let profile = watch.kernel_times.then(Mutex::default);
+            Box::new(Recorders { profile, tracer: watch.trace.then(Tracer::default) })
         });
         let inner = DeviceInner {
-            card,
+            context,
             threads,
-            pool: Pool::default(),
-            account: Account::default(),
+            pool: MemoryPool::default(),
+            account: MemoryAccount::default(),
             checker,
-            watching,
+            recorders,
             ids: AtomicU64::new(1),
             streams: AtomicU32::new(0),
         };
@@ -160,20 +160,20 @@ impl Device {
 
     /// What kind of processor it is.
     pub fn kind(&self) -> DeviceKind {
-        match &self.inner.card {
+        match &self.inner.context {
             None => DeviceKind::Cpu,
-            Some(card) => DeviceKind::Cuda { ordinal: card.info.ordinal },
+            Some(context) => DeviceKind::Cuda { ordinal: context.info.ordinal },
         }
     }
 
     /// What the card is, if it is one.
-    pub fn card(&self) -> Option<&CardInfo> {
-        self.inner.card.as_ref().map(|c| &c.info)
+    pub fn gpu(&self) -> Option<&GpuInfo> {
+        self.inner.context.as_ref().map(|c| &c.info)
     }
 
     /// Free and total bytes of the card's memory, as the driver sees them.
-    pub fn card_memory(&self) -> Result<Option<(usize, usize)>> {
-        self.inner.card.as_ref().map(|c| c.memory()).transpose()
+    pub fn gpu_memory(&self) -> Result<Option<(usize, usize)>> {
+        self.inner.context.as_ref().map(|c| c.memory()).transpose()
     }
 
     /// The host's compute pool: where CPU kernels run.
@@ -183,8 +183,8 @@ impl Device {
 
     /// A new queue of work.
     pub fn stream(&self, name: &'static str) -> Result<Stream> {
-        let queue = self.inner.card.as_ref().map(Queue::new).transpose()?.map(Arc::new);
-        Ok(Stream::new(self.clone(), self.inner.streams.fetch_add(1, Relaxed), name, queue))
+        let cuda = self.inner.context.as_ref().map(CudaStream::new).transpose()?.map(Arc::new);
+        Ok(Stream::new(self.clone(), self.inner.streams.fetch_add(1, Relaxed), name, cuda))
     }
 
     /// Live and peak bytes by category.
@@ -194,7 +194,7 @@ impl Device {
 
     /// Calls and time by kernel since the last call, if time is watched. Waits for kernels under way.
     pub fn take_profile(&self) -> Result<Profile> {
-        let profile = self.inner.watching.as_ref().and_then(|w| w.profile.as_ref());
+        let profile = self.inner.recorders.as_ref().and_then(|w| w.profile.as_ref());
         let Some(profile) = profile else { return Ok(Profile::new()) };
         let mut timings = std::mem::take(&mut *profile.lock().unwrap_or_else(PoisonError::into_inner));
         for (op, start, end) in std::mem::take(&mut timings.queued) {
@@ -204,8 +204,8 @@ impl Device {
     }
 
     /// Is anything noted of launches: their order, time or trace?
-    pub fn is_watched(&self) -> bool {
-        self.inner.checker.is_some() || self.inner.watching.is_some()
+    pub fn is_instrumented(&self) -> bool {
+        self.inner.checker.is_some() || self.inner.recorders.is_some()
     }
 
     /// Was it made to be traced?
@@ -214,9 +214,9 @@ impl Device {
     }
 
     /// Notes every launch on every stream from now on, on the device's own clock. Goes on with a trace that was
-    /// paused. Nothing unless the device was made with [`Watch::trace`].
+    /// paused. Nothing unless the device was made with [`Instrumentation::trace`].
     pub fn start_trace(&self) -> Result<()> {
-        self.tracer().map_or(Ok(()), |t| t.start(self.inner.card.as_ref()))
+        self.tracer().map_or(Ok(()), |t| t.start(self.inner.context.as_ref()))
     }
 
     /// Leaves launches out of the trace until it is started again.
@@ -230,7 +230,7 @@ impl Device {
     }
 
     fn tracer(&self) -> Option<&Tracer> {
-        self.inner.watching.as_ref()?.tracer.as_ref()
+        self.inner.recorders.as_ref()?.tracer.as_ref()
     }
 
     /// Hands cached free memory back to the system.

@@ -1,13 +1,13 @@
 //! Work of a stream captured once and replayed: hundreds of launches for the price of one.
 
-use crate::cuda::Recorded;
+use crate::cuda::GraphExec;
 use crate::{Error, Result, Stream};
 
 /// Captured work. It runs on the memory it was captured with: tensors from before the capture, which its owner keeps
 /// alive and in place, and an arena of its own for what was allocated inside.
 pub struct Graph {
     stream: Stream,
-    work: Recorded,
+    work: GraphExec,
     arena: u64,
 }
 
@@ -21,16 +21,16 @@ impl Stream {
     pub fn capture<E: From<Error>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         const OP: &str = "capture";
         let refuse = |what: &str| E::from(Error::Unsupported { op: OP, what: what.into() });
-        let Some(queue) = self.queue() else { return Err(refuse("the host runs work at once; use a card")) };
-        if self.device().is_watched() {
+        let Some(cuda) = self.cuda() else { return Err(refuse("the host runs work at once; use a card")) };
+        if self.device().is_instrumented() {
             return Err(refuse("launches are watched one by one; leave out --check, --profile and --trace"));
         }
         let inner = &self.device().inner;
         let arena = inner.next_id();
-        queue.begin_capture()?;
+        cuda.begin_capture()?;
         inner.pool.open_arena(arena, self.id());
         let done = work();
-        let ended = queue.end_capture(done.is_ok());
+        let ended = cuda.end_capture(done.is_ok());
         let made = done.and_then(|()| {
             let work = ended?.ok_or_else(|| refuse("nothing was captured"))?;
             Ok(Graph { stream: self.clone(), work, arena })
@@ -56,8 +56,8 @@ impl Graph {
 
     /// Queues all of it, after the work given to its stream so far. An error unless it is ready.
     pub fn replay(&self) -> Result<()> {
-        match self.stream.queue() {
-            Some(queue) if self.is_ready() => queue.replay(&self.work),
+        match self.stream.cuda() {
+            Some(cuda) if self.is_ready() => cuda.replay(&self.work),
             _ => Err(Error::Unsupported { op: "replay", what: "its memory is in use".into() }),
         }
     }
@@ -71,7 +71,7 @@ impl Graph {
 impl Drop for Graph {
     fn drop(&mut self) {
         // The driver must not lose a graph that still runs.
-        self.stream.queue().inspect(|q| q.drain());
+        self.stream.cuda().inspect(|q| q.drain());
         self.stream.device().inner.pool.dissolve_arena(self.arena);
     }
 }

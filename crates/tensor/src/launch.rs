@@ -1,7 +1,7 @@
 //! The one door to memory: [`Stream::launch`], its arguments, and what a kernel sees of them.
 
-use crate::checker::Access;
-use crate::cuda::Queue;
+use crate::cuda::CudaStream;
+use crate::race_checker::Access;
 use crate::{Element, Error, Result, Stream, Tensor, Threads, shape_error};
 use std::sync::Arc;
 
@@ -9,23 +9,23 @@ use std::sync::Arc;
 #[derive(Clone, Copy)]
 pub struct Arg<'a> {
     tensor: &'a Tensor,
-    access: Use,
+    access: AccessKind,
 }
 
 #[derive(Clone, Copy, PartialEq)]
-enum Use {
+enum AccessKind {
     Read,
     Write,
 }
 
 /// The kernel only reads `t`.
 pub fn read(t: &Tensor) -> Arg<'_> {
-    Arg { tensor: t, access: Use::Read }
+    Arg { tensor: t, access: AccessKind::Read }
 }
 
 /// The kernel writes `t` (and may read it).
 pub fn write(t: &Tensor) -> Arg<'_> {
-    Arg { tensor: t, access: Use::Write }
+    Arg { tensor: t, access: AccessKind::Write }
 }
 
 /// What a running kernel sees of its arguments. Alive only inside the launch.
@@ -34,9 +34,9 @@ pub struct Launch<'a> {
     args: &'a [Arg<'a>],
     threads: &'a Threads,
     /// The driver's stream, on a card.
-    pub(crate) queue: Option<&'a Queue>,
+    pub(crate) cuda: Option<&'a CudaStream>,
     /// Written arguments already given out as slices: one `&mut` each.
-    given: std::cell::Cell<u64>,
+    slices_taken: std::cell::Cell<u64>,
 }
 
 impl Stream {
@@ -53,7 +53,7 @@ impl Stream {
         if let Some(arg) = args.iter().position(|a| !Arc::ptr_eq(&a.tensor.buffer.device, device)) {
             return Err(Error::OtherDevice { op, arg });
         }
-        for (i, a) in args.iter().enumerate().filter(|(_, a)| a.access == Use::Write) {
+        for (i, a) in args.iter().enumerate().filter(|(_, a)| a.access == AccessKind::Write) {
             let clash = args.iter().enumerate().find(|(j, b)| i != *j && a.tensor.overlaps(b.tensor));
             if let Some((j, _)) = clash {
                 return Err(Error::Overlap { op, a: i, b: j });
@@ -66,7 +66,7 @@ impl Stream {
                     stream: self.id(),
                     stream_name: self.name(),
                     label: op,
-                    write: a.access == Use::Write,
+                    write: a.access == AccessKind::Write,
                     bytes: a.tensor.byte_range(),
                     buffer: a.tensor.buffer.id,
                     time,
@@ -75,11 +75,11 @@ impl Stream {
             })
         })?;
         let _borrow = Borrow::take(op, args)?;
-        let queue = self.queue();
-        if let Some(queue) = queue {
-            queue.card().enter()?;
+        let cuda = self.cuda();
+        if let Some(cuda) = cuda {
+            cuda.context().enter()?;
         }
-        let launch = Launch { op, args, threads: &device.threads, queue, given: Default::default() };
+        let launch = Launch { op, args, threads: &device.threads, cuda, slices_taken: Default::default() };
         device.timed(op, self, || kernel(&launch))
     }
 }
@@ -97,34 +97,34 @@ impl<'a> Launch<'a> {
 
     /// The driver's stream to queue a kernel on; its context is current.
     pub fn cuda_stream(&self) -> Result<cudarc::driver::sys::CUstream> {
-        self.on_card().map(Queue::raw)
+        self.require_cuda().map(CudaStream::raw)
     }
 
     /// Address of the first element of argument `i` on the card.
     pub fn address(&self, i: usize) -> Result<u64> {
-        self.on_card()?;
+        self.require_cuda()?;
         let start = self.start(i)?;
         Ok(start as u64)
     }
 
     /// Address of the word to which kernels write what they find wrong.
     pub fn fault(&self) -> Result<u64> {
-        self.on_card().map(|q| q.card().fault_address())
+        self.require_cuda().map(|q| q.context().fault_address())
     }
 
-    fn on_card(&self) -> Result<&'a Queue> {
+    fn require_cuda(&self) -> Result<&'a CudaStream> {
         let what = || "a CUDA kernel on a stream of the host".to_string();
-        self.queue.ok_or_else(|| Error::Unsupported { op: self.op, what: what() })
+        self.cuda.ok_or_else(|| Error::Unsupported { op: self.op, what: what() })
     }
 
     /// Elements of argument `i` from its first to its last, gaps of a strided view included. Refused where an argument that
     /// is written lies in those gaps.
     pub fn slice<T: Element>(&self, i: usize) -> Result<&'a [T]> {
         let (ptr, len) = self.pointer::<T>(i)?;
-        if self.args[i].access == Use::Write {
+        if self.args[i].access == AccessKind::Write {
             return shape_error(self.op, format!("argument {i} is written; take it as slice_mut"));
         }
-        self.refuse_in_gaps(i, |other| other.access == Use::Write)?;
+        self.refuse_in_gaps(i, |other| other.access == AccessKind::Write)?;
         // SAFETY: `pointer` checked the type and the bounds; blocks are initialised and aligned; no other
         // thread writes the buffer (borrow count), and no argument of this launch that is written has elements
         // among these, gaps included.
@@ -136,7 +136,7 @@ impl<'a> Launch<'a> {
     pub fn slice_mut<T: Element>(&self, i: usize) -> Result<&'a mut [T]> {
         let (ptr, len) = self.pointer_mut::<T>(i)?;
         let bit = 1u64.checked_shl(i as u32).unwrap_or(0);
-        if self.given.replace(self.given.get() | bit) & bit != 0 || bit == 0 {
+        if self.slices_taken.replace(self.slices_taken.get() | bit) & bit != 0 || bit == 0 {
             return shape_error(self.op, format!("argument {i} was taken before"));
         }
         self.refuse_in_gaps(i, |_| true)?;
@@ -163,7 +163,7 @@ impl<'a> Launch<'a> {
 
     /// Address and element count (first to last) of an argument declared written.
     pub fn pointer_mut<T: Element>(&self, i: usize) -> Result<(*mut T, usize)> {
-        if self.args.get(i).is_none_or(|a| a.access != Use::Write) {
+        if self.args.get(i).is_none_or(|a| a.access != AccessKind::Write) {
             return shape_error(self.op, format!("argument {i} is not declared written"));
         }
         self.pointer(i)
@@ -174,7 +174,7 @@ impl<'a> Launch<'a> {
         if tensor.dtype() != T::DTYPE {
             return Err(Error::DType { op: self.op, found: tensor.dtype(), wanted: T::DTYPE });
         }
-        if self.queue.is_some() {
+        if self.cuda.is_some() {
             let what = "a CPU kernel on a stream of a card".to_string();
             return Err(Error::Unsupported { op: self.op, what });
         }
@@ -212,7 +212,7 @@ impl<'a> Borrow<'a> {
             if args[..i].iter().any(same) {
                 continue;
             }
-            let writes = args[i..].iter().any(|b| same(b) && b.access == Use::Write);
+            let writes = args[i..].iter().any(|b| same(b) && b.access == AccessKind::Write);
             if !a.tensor.buffer.try_borrow(writes) {
                 return Err(Error::Race(format!(
                     "'{op}' uses argument {i} {:?} while another thread is inside a kernel that writes it",

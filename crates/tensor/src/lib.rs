@@ -3,8 +3,6 @@
 
 mod arena;
 mod buffer;
-mod checker;
-mod clock;
 mod cuda;
 mod device;
 mod dtype;
@@ -13,22 +11,24 @@ pub mod fp8;
 mod graph;
 mod launch;
 mod memory;
+mod race_checker;
 mod shape;
 mod stream;
 mod tensor;
-mod threads;
+mod thread_pool;
+mod timestamp;
 pub mod trace;
 mod transfer;
 
-pub use cuda::{CardInfo, DRIVER as CUDA_DRIVER, cards};
-pub use device::{Device, DeviceKind, Profile, Watch};
+pub use cuda::{DRIVER as CUDA_DRIVER, GpuInfo, gpus};
+pub use device::{Device, DeviceKind, Instrumentation, Profile};
 pub use dtype::{DType, Element, Float};
 pub use error::{Error, Result, shape_error};
 pub use graph::Graph;
 pub use half::{bf16, f16};
 pub use launch::{Arg, Launch, read, write};
-pub use memory::{Category, MemoryReport, human};
+pub use memory::{Category, MemoryReport, format_bytes};
 pub use shape::{Dims, MAX_RANK};
 pub use stream::{Event, Stream};
 pub use tensor::Tensor;
-pub use threads::Threads;
+pub use thread_pool::Threads;

@@ -45,14 +45,14 @@ impl Category {
 
 /// Live and peak bytes, by category and in all.
 #[derive(Debug, Default)]
-pub(crate) struct Account {
+pub(crate) struct MemoryAccount {
     now: [AtomicUsize; 6],
     peak: [AtomicUsize; 6],
     total_now: AtomicUsize,
     total_peak: AtomicUsize,
 }
 
-impl Account {
+impl MemoryAccount {
     pub(crate) fn take(&self, category: Category, bytes: usize) {
         let i = category as usize;
         self.peak[i].fetch_max(self.now[i].fetch_add(bytes, Relaxed) + bytes, Relaxed);
@@ -91,14 +91,26 @@ impl std::fmt::Display for MemoryReport {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         writeln!(f, "{:<14} {:>12} {:>12}", "memory", "now", "peak")?;
         for (i, c) in Category::ALL.iter().enumerate().filter(|(i, _)| self.peak[*i] > 0) {
-            writeln!(f, "{:<14} {:>12} {:>12}", c.name(), human(self.now[i]), human(self.peak[i]))?;
+            writeln!(
+                f,
+                "{:<14} {:>12} {:>12}",
+                c.name(),
+                format_bytes(self.now[i]),
+                format_bytes(self.peak[i])
+            )?;
         }
-        write!(f, "{:<14} {:>12} {:>12}", "in all", human(self.total_now), human(self.total_peak))
+        write!(
+            f,
+            "{:<14} {:>12} {:>12}",
+            "in all",
+            format_bytes(self.total_now),
+            format_bytes(self.total_peak)
+        )
     }
 }
 
 /// Bytes for people: `1.5 GiB`.
-pub fn human(bytes: usize) -> String {
+pub fn format_bytes(bytes: usize) -> String {
     let (mut x, mut unit) = (bytes as f64, "B");
     for next in ["KiB", "MiB", "GiB", "TiB"] {
         if x < 1024.0 {

@@ -1,9 +1,9 @@
 //! Streams and events: what work waits for.
 
-use crate::checker::Clock;
-use crate::clock::At;
-use crate::cuda::Queue;
-use crate::trace::{Kind, Span};
+use crate::cuda::CudaStream;
+use crate::race_checker::VectorClock;
+use crate::timestamp::Timestamp;
+use crate::trace::{ActivityKind, Span};
 use crate::{Device, Result};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
@@ -19,7 +19,7 @@ pub struct Stream {
     /// The rank that uses it, for traces.
     rank: usize,
     /// The driver's stream, on a card.
-    queue: Option<Arc<Queue>>,
+    cuda: Option<Arc<CudaStream>>,
     /// Spans of collectives that are open on it, counted while traced.
     collectives: Arc<AtomicU32>,
 }
@@ -27,8 +27,8 @@ pub struct Stream {
 /// A point in a stream's work that another stream can wait for.
 #[derive(Clone)]
 pub struct Event {
-    clock: Clock,
-    at: At,
+    clock: VectorClock,
+    at: Timestamp,
 }
 
 impl Event {
@@ -39,8 +39,8 @@ impl Event {
 }
 
 impl Stream {
-    pub(crate) fn new(device: Device, id: u32, name: &'static str, queue: Option<Arc<Queue>>) -> Stream {
-        Stream { device, id, name, rank: 0, queue, collectives: Arc::default() }
+    pub(crate) fn new(device: Device, id: u32, name: &'static str, cuda: Option<Arc<CudaStream>>) -> Stream {
+        Stream { device, id, name, rank: 0, cuda, collectives: Arc::default() }
     }
 
     /// The device it belongs to.
@@ -49,11 +49,11 @@ impl Stream {
     }
 
     /// The same stream, known in traces as one of `rank`.
-    pub fn of_rank(self, rank: usize) -> Stream {
+    pub fn with_rank(self, rank: usize) -> Stream {
         Stream { rank, ..self }
     }
 
-    /// The rank that uses it; 0 unless [`Stream::of_rank`] said another.
+    /// The rank that uses it; 0 unless [`Stream::with_rank`] said another.
     pub fn rank(&self) -> usize {
         self.rank
     }
@@ -71,8 +71,8 @@ impl Stream {
         self.name
     }
 
-    pub(crate) fn queue(&self) -> Option<&Queue> {
-        self.queue.as_deref()
+    pub(crate) fn cuda(&self) -> Option<&CudaStream> {
+        self.cuda.as_deref()
     }
 
     pub(crate) fn in_collective(&self) -> bool {
@@ -89,21 +89,21 @@ impl Stream {
 
     /// Gives a name to the work given to this stream until the span is dropped; spans nest. Without a trace under
     /// way this is nothing, and `detail` is not even written out.
-    pub fn span(&self, kind: Kind, name: &'static str, detail: std::fmt::Arguments) -> Result<Span> {
+    pub fn span(&self, kind: ActivityKind, name: &'static str, detail: std::fmt::Arguments) -> Result<Span> {
         match self.device.inner.tracer() {
-            None => Ok(Span::NONE),
+            None => Ok(Span::DISABLED),
             Some(_) => Span::open(self, kind, name, detail.to_string()),
         }
     }
 
     /// A point after all work given so far.
     pub fn record(&self) -> Result<Event> {
-        let mut clock = Clock::new();
+        let mut clock = VectorClock::new();
         self.device.inner.check(|c| {
             clock = c.record(self.id);
             Ok(())
         })?;
-        Ok(Event { clock, at: At::now(self.queue())? })
+        Ok(Event { clock, at: Timestamp::now(self.cuda())? })
     }
 
     /// Work given from now on happens after `event`. The host does not wait.
@@ -112,14 +112,14 @@ impl Stream {
             c.wait(self.id, &event.clock);
             Ok(())
         })?;
-        match (&self.queue, &event.at) {
-            (Some(queue), At::Card(moment)) => queue.wait(moment),
+        match (&self.cuda, &event.at) {
+            (Some(cuda), Timestamp::Cuda(event)) => cuda.wait(event),
             _ => Ok(()),
         }
     }
 
     /// Blocks the host until all work given so far is done, and says what kernels found wrong.
     pub fn synchronize(&self) -> Result<()> {
-        self.queue.as_ref().map_or(Ok(()), |q| q.synchronize())
+        self.cuda.as_ref().map_or(Ok(()), |q| q.synchronize())
     }
 }

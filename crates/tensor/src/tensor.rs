@@ -69,7 +69,7 @@ impl Tensor {
     }
 
     /// Identity of the memory: views of one allocation have one id.
-    pub fn allocation(&self) -> u64 {
+    pub fn allocation_id(&self) -> u64 {
         self.buffer.id
     }
 
@@ -165,10 +165,13 @@ impl Tensor {
     }
 
     /// The memory as 4-byte words: a flat i32 view of a contiguous tensor that begins and ends with whole ones.
-    pub fn as_words(&self) -> Result<Tensor> {
+    pub fn as_i32_words(&self) -> Result<Tensor> {
         let bytes = self.as_bytes()?;
         if !bytes.offset.is_multiple_of(4) || !bytes.numel().is_multiple_of(4) {
-            return shape_error("as_words", format!("{:?} of {} is not whole words", self.shape, self.dtype));
+            return shape_error(
+                "as_i32_words",
+                format!("{:?} of {} is not whole words", self.shape, self.dtype),
+            );
         }
         let shape = Dims::new(&[bytes.numel() / 4])?;
         Ok(Tensor {
@@ -181,9 +184,12 @@ impl Tensor {
     }
 
     /// The same memory as elements of another type of the same size.
-    pub fn seen_as(&self, dtype: DType) -> Result<Tensor> {
+    pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
         if dtype.size() != self.dtype.size() {
-            return shape_error("seen_as", format!("{} elements are not of the size of {dtype}", self.dtype));
+            return shape_error(
+                "view_dtype",
+                format!("{} elements are not of the size of {dtype}", self.dtype),
+            );
         }
         Ok(Tensor { dtype, ..self.clone() })
     }

@@ -6,23 +6,23 @@ impl Stream {
     /// Copies host values into a new tensor.
     pub fn upload<T: Element>(&self, values: &[T], shape: &[usize], category: Category) -> Result<Tensor> {
         let t = Tensor::empty(self, shape, T::DTYPE, category)?;
-        self.write_to(&t, values)?;
+        self.upload_into(&t, values)?;
         Ok(t)
     }
 
     /// Copies host values into a contiguous tensor.
-    pub fn write_to<T: Element>(&self, t: &Tensor, values: &[T]) -> Result<()> {
+    pub fn upload_into<T: Element>(&self, t: &Tensor, values: &[T]) -> Result<()> {
         if !t.is_contiguous() || t.numel() != values.len() {
             return shape_error("upload", format!("{} values into {:?}", values.len(), t));
         }
         let args = [write(t)];
-        self.launch("upload", &args, |l| match l.queue {
+        self.launch("upload", &args, |l| match l.cuda {
             None => {
                 l.slice_mut::<T>(0)?.copy_from_slice(values);
                 Ok(())
             }
             // SAFETY: the argument is written, contiguous and as long as the values.
-            Some(q) => unsafe { q.card().upload(q, bytemuck::cast_slice(values), l.address(0)?) },
+            Some(q) => unsafe { q.context().upload(q, bytemuck::cast_slice(values), l.address(0)?) },
         })
     }
 
@@ -33,13 +33,13 @@ impl Stream {
             return shape_error("copy", format!("{from:?} into {to:?}"));
         }
         let (from, to) = (from.as_bytes()?, to.as_bytes()?);
-        self.launch("copy", &[read(&from), write(&to)], |l| match l.queue {
+        self.launch("copy", &[read(&from), write(&to)], |l| match l.cuda {
             None => {
                 l.slice_mut::<u8>(1)?.copy_from_slice(l.slice::<u8>(0)?);
                 Ok(())
             }
             // SAFETY: both are arguments of that many bytes, the second is written, and they do not overlap.
-            Some(queue) => unsafe { queue.card().copy(queue, l.address(0)?, l.address(1)?, to.numel()) },
+            Some(cuda) => unsafe { cuda.context().copy(cuda, l.address(0)?, l.address(1)?, to.numel()) },
         })
     }
 
@@ -49,13 +49,13 @@ impl Stream {
         let mut out = Vec::with_capacity(t.numel());
         self.launch("download", &args, |l| {
             let fetched;
-            let data = match l.queue {
+            let data = match l.cuda {
                 None => l.slice::<T>(0)?,
-                Some(queue) => {
+                Some(cuda) => {
                     let mut host = vec![T::zeroed(); t.span()];
                     // SAFETY: the argument's elements from its first to its last, which `address` checked.
                     unsafe {
-                        queue.card().download(queue, l.address(0)?, bytemuck::cast_slice_mut(&mut host))?
+                        cuda.context().download(cuda, l.address(0)?, bytemuck::cast_slice_mut(&mut host))?
                     };
                     fetched = host;
                     &fetched
@@ -77,13 +77,13 @@ impl Stream {
     /// Sets all bytes of a contiguous tensor to zero.
     pub fn zero(&self, t: &Tensor) -> Result<()> {
         let bytes = t.as_bytes()?;
-        self.launch("zero", &[write(&bytes)], |l| match l.queue {
+        self.launch("zero", &[write(&bytes)], |l| match l.cuda {
             None => {
                 l.slice_mut::<u8>(0)?.fill(0);
                 Ok(())
             }
             // SAFETY: the argument is written, and of that many bytes.
-            Some(queue) => unsafe { queue.card().zero(queue, l.address(0)?, bytes.numel()) },
+            Some(cuda) => unsafe { cuda.context().zero(cuda, l.address(0)?, bytes.numel()) },
         })
     }
 }

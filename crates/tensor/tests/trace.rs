@@ -1,13 +1,16 @@
 //! Traces: what is noted, that nothing is without one, and the sums against counting nanosecond by nanosecond.
 #![allow(clippy::unwrap_used)]
 
-use ferrotron_tensor::trace::{Activity, Kind, Trace};
+use ferrotron_tensor::trace::{Activity, ActivityKind, Trace};
 use ferrotron_tensor::*;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
 fn device(trace: bool) -> Device {
-    Device::cpu_watched(Threads::new(1).unwrap(), Watch { trace, ..Watch::default() })
+    Device::cpu_instrumented(
+        Threads::new(1).unwrap(),
+        Instrumentation { trace, ..Instrumentation::default() },
+    )
 }
 
 fn work(s: &Stream, op: &'static str, ms: u64) {
@@ -31,15 +34,16 @@ impl std::fmt::Display for Loud<'_> {
 #[test]
 fn launches_and_spans_are_noted_where_they_ran() {
     let d = device(true);
-    let (compute, comm) = (d.stream("compute").unwrap(), d.stream("communication").unwrap().of_rank(3));
+    let (compute, comm) = (d.stream("compute").unwrap(), d.stream("communication").unwrap().with_rank(3));
     work(&compute, "before", 1);
     d.start_trace().unwrap();
     work(&compute, "gemm", 2);
     {
-        let _step = compute.span(Kind::Region, "step", format_args!("")).unwrap();
+        let _step = compute.span(ActivityKind::Region, "step", format_args!("")).unwrap();
         work(&compute, "norm", 1);
         {
-            let _all = compute.span(Kind::Collective, "all-reduce", format_args!("{}: 'x'", "tp")).unwrap();
+            let _all =
+                compute.span(ActivityKind::Collective, "all-reduce", format_args!("{}: 'x'", "tp")).unwrap();
             work(&compute, "copy", 1);
             work(&comm, "copy", 1);
         }
@@ -47,7 +51,7 @@ fn launches_and_spans_are_noted_where_they_ran() {
     }
     d.pause_trace();
     work(&compute, "unseen", 1);
-    drop(compute.span(Kind::Region, "unseen", format_args!("")).unwrap());
+    drop(compute.span(ActivityKind::Region, "unseen", format_args!("")).unwrap());
     d.start_trace().unwrap();
     work(&comm, "later", 1);
     let t = d.take_trace().unwrap();
@@ -55,8 +59,8 @@ fn launches_and_spans_are_noted_where_they_ran() {
     assert!(d.take_trace().unwrap().is_empty());
 
     let kinds: Vec<_> =
-        t.activities.iter().map(|a| (a.name.as_str(), a.kind, a.inside, a.rank, a.stream)).collect();
-    use Kind::*;
+        t.activities.iter().map(|a| (a.name.as_str(), a.kind, a.in_collective, a.rank, a.stream)).collect();
+    use ActivityKind::*;
     let wanted = [
         ("gemm", Kernel, false, 0, 0),
         ("norm", Kernel, false, 0, 0),
@@ -83,7 +87,7 @@ fn launches_and_spans_are_noted_where_they_ran() {
         t.by_kernel().into_iter().map(|k| (k.name, (k.calls, (k.seconds * 1e9).round() as u64))).collect();
     assert_eq!(by.keys().collect::<Vec<_>>(), ["gemm", "norm"]);
     let sum = |name| -> u64 {
-        let of = |a: &&Activity| a.name == name && a.kind == Kernel && !a.inside;
+        let of = |a: &&Activity| a.name == name && a.kind == Kernel && !a.in_collective;
         t.activities.iter().filter(of).map(|a| a.end - a.start).sum()
     };
     assert_eq!(by["gemm"], (2, sum("gemm")));
@@ -98,24 +102,24 @@ fn nothing_is_noted_unless_asked() {
     let s = d.stream("compute").unwrap();
     let said = std::cell::Cell::new(0);
     d.start_trace().unwrap();
-    drop(s.span(Kind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
+    drop(s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
     work(&s, "gemm", 0);
     assert!(d.take_trace().unwrap().is_empty() && !d.is_traced());
     assert_eq!(said.get(), 0);
 
     let d = device(true);
     let s = d.stream("compute").unwrap();
-    drop(s.span(Kind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
+    drop(s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
     assert_eq!(said.get(), 0, "not started yet");
     d.start_trace().unwrap();
-    drop(s.span(Kind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
+    drop(s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
     assert_eq!((said.get(), d.take_trace().unwrap().activities.len()), (1, 1));
 }
 
 #[test]
 fn profile_and_trace_agree() {
-    let watch = Watch { time: true, trace: true, ..Watch::default() };
-    let d = Device::cpu_watched(Threads::new(1).unwrap(), watch);
+    let watch = Instrumentation { kernel_times: true, trace: true, ..Instrumentation::default() };
+    let d = Device::cpu_instrumented(Threads::new(1).unwrap(), watch);
     let s = d.stream("compute").unwrap();
     d.start_trace().unwrap();
     (0..5).for_each(|_| work(&s, "gemm", 1));
@@ -143,8 +147,13 @@ fn random(dice: &mut Dice) -> Trace {
         activities.push(Activity {
             name: ["gemm", "a \"b\"", "c\\d\n\u{1}é"][dice.below(3) as usize].into(),
             detail: String::new(),
-            kind: [Kind::Kernel, Kind::Kernel, Kind::Collective, Kind::Region][dice.below(4) as usize],
-            inside: dice.below(4) == 0,
+            kind: [
+                ActivityKind::Kernel,
+                ActivityKind::Kernel,
+                ActivityKind::Collective,
+                ActivityKind::Region,
+            ][dice.below(4) as usize],
+            in_collective: dice.below(4) == 0,
             rank: dice.below(3) as usize,
             stream: stream as u32,
             stream_name: streams[stream].into(),
@@ -152,7 +161,7 @@ fn random(dice: &mut Dice) -> Trace {
             end: start + dice.below(60),
         });
     }
-    Trace { began: dice.below(50), activities }
+    Trace { start_unix_ns: dice.below(50), activities }
 }
 
 #[test]
@@ -167,11 +176,14 @@ fn overlap_is_what_counting_says() {
         };
         // By their meaning, not by the functions under test.
         let aside = |a: &Activity| ["communication", "staging"].contains(&a.stream_name.as_str());
-        let compute = |a: &Activity| a.kind == Kind::Kernel && !a.inside && !aside(a);
+        let compute = |a: &Activity| a.kind == ActivityKind::Kernel && !a.in_collective && !aside(a);
         let comm = |a: &Activity| {
-            a.kind == Kind::Collective || (a.kind == Kind::Kernel && a.stream_name == "communication")
+            a.kind == ActivityKind::Collective
+                || (a.kind == ActivityKind::Kernel && a.stream_name == "communication")
         };
-        let moves = |a: &Activity| a.kind == Kind::Kernel && (a.inside || a.stream_name == "communication");
+        let moves = |a: &Activity| {
+            a.kind == ActivityKind::Kernel && (a.in_collective || a.stream_name == "communication")
+        };
         let count = |which: &dyn Fn(&Activity) -> bool| {
             let mut n = [0u32; 3];
             for rank in 0..3 {
@@ -184,8 +196,8 @@ fn overlap_is_what_counting_says() {
             n
         };
         let o = t.overlap();
-        for (cover, wanted) in [(o.spans, count(&comm)), (o.busy, count(&moves))] {
-            let ns = [cover.total, cover.own, cover.any].map(|s| (s * 1e9).round() as u32);
+        for (cover, wanted) in [(o.collectives, count(&comm)), (o.transfers, count(&moves))] {
+            let ns = [cover.total, cover.same_rank, cover.any_rank].map(|s| (s * 1e9).round() as u32);
             assert_eq!(ns, wanted);
             covered += wanted[1];
         }
@@ -199,7 +211,7 @@ fn shares_of_a_known_picture() {
         name: "x".into(),
         detail: String::new(),
         kind,
-        inside: false,
+        in_collective: false,
         rank,
         stream: 0,
         stream_name: stream.into(),
@@ -207,17 +219,17 @@ fn shares_of_a_known_picture() {
         end,
     };
     let t = Trace {
-        began: 0,
+        start_unix_ns: 0,
         activities: vec![
-            a(Kind::Collective, 0, "communication", 0, 100),
-            a(Kind::Kernel, 0, "compute", 50, 80),
-            a(Kind::Kernel, 1, "compute", 70, 200),
+            a(ActivityKind::Collective, 0, "communication", 0, 100),
+            a(ActivityKind::Kernel, 0, "compute", 50, 80),
+            a(ActivityKind::Kernel, 1, "compute", 70, 200),
         ],
     };
-    let spans = t.overlap().spans;
-    assert_eq!([spans.total, spans.own, spans.any], [100e-9, 30e-9, 50e-9]);
-    assert_eq!([spans.own_share(), spans.any_share()], [0.3, 0.5]);
-    assert_eq!(Trace::default().overlap().spans.own_share(), 1.0);
+    let spans = t.overlap().collectives;
+    assert_eq!([spans.total, spans.same_rank, spans.any_rank], [100e-9, 30e-9, 50e-9]);
+    assert_eq!([spans.same_rank_fraction(), spans.any_rank_fraction()], [0.3, 0.5]);
+    assert_eq!(Trace::default().overlap().collectives.same_rank_fraction(), 1.0);
 }
 
 #[test]
@@ -265,7 +277,10 @@ fn merged_traces_share_a_clock() {
     for _ in 0..50 {
         let all = [random(&mut dice), random(&mut dice), random(&mut dice)];
         let absolute = |t: &Trace| -> Vec<(u64, u64, String)> {
-            t.activities.iter().map(|a| (t.began + a.start, t.began + a.end, a.name.clone())).collect()
+            t.activities
+                .iter()
+                .map(|a| (t.start_unix_ns + a.start, t.start_unix_ns + a.end, a.name.clone()))
+                .collect()
         };
         let wanted: Vec<_> = all.iter().flat_map(absolute).collect();
         let merged = Trace::merge(all);

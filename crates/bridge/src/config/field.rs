@@ -67,7 +67,7 @@ impl Key {
             }
             Field::ValueDim => latent(c).v_dim = self.size(o, name, c)?,
             Field::QueryWidth | Field::RotaryWidth => {}
-            Field::Mixture(mix) => super::experts::read(self, mix, name, o, c)?,
+            Field::Moe(mix) => super::moe::read(self, mix, name, o, c)?,
             Field::ScaleScores => {
                 if !self.flag(o, name)? {
                     c.attn_scale = 1.0;
@@ -180,7 +180,7 @@ impl Key {
             Field::RopeDim | Field::RotaryWidth => json!(c.mla.map_or(0, |m| m.rope_dim)),
             Field::ValueDim => json!(c.mla.map_or(0, |m| m.v_dim)),
             Field::QueryWidth => json!(c.head_dim),
-            Field::Mixture(mix) => super::experts::value(mix, c),
+            Field::Moe(mix) => super::moe::value(mix, c),
             Field::ScaleScores => json!(c.attn_scale == inverse_sqrt(c.head_dim as f64)),
             Field::Activation(tanh) => json!(match c.activation {
                 Activation::Silu => "silu",

@@ -1,13 +1,13 @@
 //! `config.json` ↔ [`ModelConfig`].
 
-mod experts;
 mod field;
-mod layers;
+mod moe;
 mod read;
 mod rope;
+mod sliding_window;
 mod write;
 
-pub(crate) use experts::mixture;
+pub(crate) use moe::moe_config;
 
 use crate::error::Result;
 use crate::expected::{HfTensor, hf_tensors};
@@ -15,7 +15,7 @@ use crate::family::Family;
 use crate::json::{Object, parse_object, read_text};
 use ferrotron_core::model::config::ModelConfig;
 use ferrotron_tensor::DType;
-use read::{read_model, recognise, weight_block};
+use read::{detect_family, read_model, weight_block};
 use serde_json::{Map, Value};
 use std::path::Path;
 
@@ -43,7 +43,7 @@ impl HfConfig {
 
     /// Reads the text of a `config.json`; `origin` names it in errors.
     pub fn parse(text: &str, origin: &str) -> Result<HfConfig> {
-        let family = recognise(&parse_object(text, origin)?, origin)?;
+        let family = detect_family(&parse_object(text, origin)?, origin)?;
         HfConfig::parse_as(family, text, origin)
     }
 
@@ -91,8 +91,8 @@ impl HfConfig {
     }
 
     /// Layers after the last, which predict further tokens: kept for export, otherwise passed over.
-    pub(crate) fn further_layers(&self) -> usize {
-        let layers = self.map.get(FURTHER).and_then(Value::as_u64);
+    pub(crate) fn mtp_layers(&self) -> usize {
+        let layers = self.map.get(MTP_LAYERS).and_then(Value::as_u64);
         layers.map_or(0, |n| n.min(64) as usize)
     }
 
@@ -111,7 +111,7 @@ impl HfConfig {
         let known = |k: &str| {
             HARMLESS.contains(&k)
                 || rope::KEYS.contains(&k)
-                || layers::KEYS.contains(&k)
+                || sliding_window::KEYS.contains(&k)
                 || self.family.refused.iter().any(|r| r.key == k)
                 || self.family.keys.iter().copied().flatten().any(|key| key.names.contains(&k))
         };
@@ -119,8 +119,8 @@ impl HfConfig {
     }
 }
 
-const QUANTISATION: &str = "quantization_config";
-const FURTHER: &str = "num_nextn_predict_layers";
+const QUANTIZATION: &str = "quantization_config";
+const MTP_LAYERS: &str = "num_nextn_predict_layers";
 
 /// Keys that change nothing of what the model computes in training without dropout.
 const HARMLESS: &[&str] = &[
@@ -145,8 +145,8 @@ const HARMLESS: &[&str] = &[
     "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
-    QUANTISATION,
-    FURTHER,
+    QUANTIZATION,
+    MTP_LAYERS,
     "reorder_and_upcast_attn",
     "resid_pdrop",
     "router_aux_loss_coef",

@@ -1,6 +1,6 @@
 //! What a `config.json` says: its family, and the architecture in its keys.
 
-use super::{QUANTISATION, experts, layers, rope};
+use super::{QUANTIZATION, moe, rope, sliding_window};
 use crate::error::{Error, Result};
 use crate::family::{FAMILIES, Family, Field};
 use crate::json::{Object, show};
@@ -11,7 +11,7 @@ use serde_json::{Map, Value, json};
 const EXPERT_KEYS: &[&str] = &["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"];
 
 /// The family of a file, by its class or else its type of model.
-pub(super) fn recognise(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> {
+pub(super) fn detect_family(map: &Map<String, Value>, origin: &str) -> Result<&'static Family> {
     let o = Object { map, origin, under: "" };
     let class = match o.list("architectures")?.map(|l| l.as_slice()) {
         Some([first, ..]) => {
@@ -33,7 +33,7 @@ pub(super) fn recognise(map: &Map<String, Value>, origin: &str) -> Result<&'stat
     let name = class.or(o.text("model_type")?).unwrap_or_default();
     let supported = FAMILIES.iter().map(|f| f.architecture).collect::<Vec<_>>().join(", ");
     let experts = EXPERT_KEYS.iter().any(|k| o.get(k).is_some_and(|v| v.as_u64() != Some(0)));
-    let knows = |f: &Family| f.keys.iter().copied().flatten().any(|k| matches!(k.field, Field::Mixture(_)));
+    let knows = |f: &Family| f.keys.iter().copied().flatten().any(|k| matches!(k.field, Field::Moe(_)));
     if experts && !found.is_some_and(|f| knows(f)) {
         return Err(Error::unsupported(
             origin,
@@ -71,9 +71,9 @@ pub(super) fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
         key.read(o, &mut c)?;
     }
     rope::read(&family.rope, o, &mut c)?;
-    layers::read(&family.windows, o, &mut c)?;
-    (family.facts)(&mut c);
-    experts::settle(o, &mut c)?;
+    sliding_window::read(&family.windows, o, &mut c)?;
+    (family.fixed)(&mut c);
+    moe::normalize(o, &mut c)?;
     c.validate().map_err(|e| Error::config(o.origin, e.to_string()))?;
     Ok(c)
 }
@@ -81,7 +81,7 @@ pub(super) fn read_model(family: &Family, o: &Object) -> Result<ModelConfig> {
 /// The blocks that FP8 weights have a scale each for. Other ways to store weights in few bits are refused.
 pub(super) fn weight_block(o: &Object) -> Result<[usize; 2]> {
     const DEFAULT: [usize; 2] = [128, 128];
-    let Some(map) = o.object(QUANTISATION)? else { return Ok(DEFAULT) };
+    let Some(map) = o.object(QUANTIZATION)? else { return Ok(DEFAULT) };
     let q = Object { map, under: "quantization_config.", ..*o };
     let unknown = || {
         let what = format!(

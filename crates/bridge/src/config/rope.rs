@@ -18,13 +18,13 @@ pub(super) fn read(style: &RopeStyle, o: &Object, c: &mut ModelConfig) -> Result
     match *style {
         RopeStyle::Learned => c.positions = Positions::Learned,
         RopeStyle::Global { theta } => c.positions = Positions::Rope(global(o, theta, c)?),
-        RopeStyle::Described { theta } => {
+        RopeStyle::RequiredScaling { theta } => {
             if described(o)?.is_none() {
                 return Err(o.missing("rope_scaling"));
             }
             c.positions = Positions::Rope(global(o, theta, c)?);
         }
-        RopeStyle::Latent { theta } => {
+        RopeStyle::Mla { theta } => {
             let interleaved = o.flag(INTERLEAVE)?.unwrap_or(true);
             let rope = RopeConfig { interleaved, ..global(o, theta, c)? };
             let given = match described(o)? {
@@ -151,7 +151,7 @@ fn one(o: &Object, theta: f64, c: &ModelConfig) -> Result<RopeConfig> {
 /// version of the reference reads.
 pub(super) fn write(style: &RopeStyle, c: &ModelConfig, map: &mut Map<String, Value>) {
     let Positions::Rope(global) = &c.positions else { return };
-    if matches!(style, RopeStyle::Latent { .. }) {
+    if matches!(style, RopeStyle::Mla { .. }) {
         map.insert(INTERLEAVE.into(), json!(global.interleaved));
     }
     let newer = map.get("rope_parameters").is_some_and(Value::is_object);

@@ -1,7 +1,7 @@
 //! A `config.json` for a model: a new one, or the one that was read with what has changed.
 
 use super::read::read_model;
-use super::{FURTHER, HfConfig, QUANTISATION, layers, rope};
+use super::{HfConfig, MTP_LAYERS, QUANTIZATION, rope, sliding_window};
 use crate::error::{Error, Result};
 use crate::family::{FAMILIES, Family};
 use crate::json::{Object, show};
@@ -25,7 +25,7 @@ impl HfConfig {
                 key.write(model, &mut map);
             }
             rope::write(&family.rope, model, &mut map);
-            layers::write(&family.windows, model, &mut map);
+            sliding_window::write(&family.windows, model, &mut map);
             match from_map(family, map, model, "config.json") {
                 Ok(config) => return Ok(config),
                 Err(differences) => {
@@ -59,7 +59,7 @@ impl HfConfig {
         }
         let layout = |c: &ModelConfig| (c.layers, c.window, c.local_layers.clone());
         if layout(model) != layout(&self.model) {
-            layers::write(&self.family.windows, model, &mut map);
+            sliding_window::write(&self.family.windows, model, &mut map);
         }
         from_map(self.family, map, model, &self.origin).map_err(|differences| {
             Error::CannotExpress(format!(
@@ -85,9 +85,9 @@ impl HfConfig {
     /// they were, without further layers. Untouched if it says so already.
     pub(crate) fn as_written(&self, copied: bool) -> HfConfig {
         let mut config = self.clone();
-        let mut changed = config.map.remove(QUANTISATION).is_some();
-        if !copied && self.further_layers() > 0 {
-            config.map.insert(FURTHER.into(), json!(0));
+        let mut changed = config.map.remove(QUANTIZATION).is_some();
+        if !copied && self.mtp_layers() > 0 {
+            config.map.insert(MTP_LAYERS.into(), json!(0));
             changed = true;
         }
         if changed {

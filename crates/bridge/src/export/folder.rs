@@ -5,38 +5,38 @@ use std::fs::{self, File};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// A folder in the making, beside the place where it will be. Dropped before it is published, it is removed.
-pub(super) struct Folder {
-    making: PathBuf,
-    wanted: PathBuf,
+/// A folder in the staging, beside the place where it will be. Dropped before it is published, it is removed.
+pub(super) struct StagedFolder {
+    staging: PathBuf,
+    target: PathBuf,
     overwrite: bool,
     published: bool,
 }
 
-impl Folder {
+impl StagedFolder {
     /// With `overwrite`, a Hugging Face folder may be there and is replaced; anything else never is.
-    pub fn beside(wanted: &Path, overwrite: bool) -> Result<Folder> {
-        if let Ok(mut entries) = fs::read_dir(wanted) {
-            if entries.next().is_some() && !(overwrite && wanted.join("config.json").is_file()) {
+    pub fn create(target: &Path, overwrite: bool) -> Result<StagedFolder> {
+        if let Ok(mut entries) = fs::read_dir(target) {
+            if entries.next().is_some() && !(overwrite && target.join("config.json").is_file()) {
                 let what = match overwrite {
                     false => "already exists and is not empty; choose another folder or remove it",
                     true => {
                         "is not a Hugging Face folder, so it is not replaced; choose another folder or remove it"
                     }
                 };
-                return Err(Error::Output { path: wanted.into(), what: what.into() });
+                return Err(Error::Output { path: target.into(), what: what.into() });
             }
-        } else if wanted.symlink_metadata().is_ok() {
+        } else if target.symlink_metadata().is_ok() {
             let what = "already exists and is not a folder; choose another name".into();
-            return Err(Error::Output { path: wanted.into(), what });
+            return Err(Error::Output { path: target.into(), what });
         }
-        let Some(name) = wanted.file_name() else {
+        let Some(name) = target.file_name() else {
             return Err(Error::Output {
-                path: wanted.into(),
+                path: target.into(),
                 what: "is not the name of a new folder".into(),
             });
         };
-        let parent = match wanted.parent() {
+        let parent = match target.parent() {
             Some(p) if !p.as_os_str().is_empty() => p,
             _ => Path::new("."),
         };
@@ -47,22 +47,24 @@ impl Folder {
             let mut partial = std::ffi::OsString::from(".");
             partial.push(name);
             partial.push(format!(".partial-{}-{attempt}", std::process::id()));
-            let making = parent.join(partial);
-            match fs::create_dir(&making) {
-                Ok(()) => return Ok(Folder { making, wanted: wanted.into(), overwrite, published: false }),
+            let staging = parent.join(partial);
+            match fs::create_dir(&staging) {
+                Ok(()) => {
+                    return Ok(StagedFolder { staging, target: target.into(), overwrite, published: false });
+                }
                 Err(e) if e.kind() == std::io::ErrorKind::AlreadyExists && attempt < 1000 => attempt += 1,
-                Err(e) => return Err(Error::io(&making, "create", e)),
+                Err(e) => return Err(Error::io(&staging, "create", e)),
             }
         }
     }
 
     /// Where files go while it is made.
     pub fn dir(&self) -> &Path {
-        &self.making
+        &self.staging
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
-        self.making.join(name)
+        self.staging.join(name)
     }
 
     /// Writes and syncs a small file.
@@ -75,37 +77,37 @@ impl Folder {
 
     /// Makes the folder appear under its name.
     pub fn publish(mut self) -> Result<()> {
-        sync_dir(&self.making)?;
+        sync_dir(&self.staging)?;
         // What is replaced goes aside first and comes back should its successor not arrive.
-        let aside = self.making.with_extension("replaced");
-        let replaces = self.overwrite && self.wanted.is_dir();
+        let aside = self.staging.with_extension("replaced");
+        let replaces = self.overwrite && self.target.is_dir();
         if replaces {
-            fs::rename(&self.wanted, &aside).map_err(|e| Error::io(&self.wanted, "replace", e))?;
-        } else if self.wanted.is_dir() {
-            fs::remove_dir(&self.wanted).map_err(|e| Error::io(&self.wanted, "replace", e))?;
+            fs::rename(&self.target, &aside).map_err(|e| Error::io(&self.target, "replace", e))?;
+        } else if self.target.is_dir() {
+            fs::remove_dir(&self.target).map_err(|e| Error::io(&self.target, "replace", e))?;
         }
-        fs::rename(&self.making, &self.wanted).map_err(|e| {
+        fs::rename(&self.staging, &self.target).map_err(|e| {
             if replaces {
-                drop(fs::rename(&aside, &self.wanted));
+                drop(fs::rename(&aside, &self.target));
             }
-            Error::io(&self.wanted, "rename into place", e)
+            Error::io(&self.target, "rename into place", e)
         })?;
         self.published = true;
         if replaces {
             fs::remove_dir_all(&aside).map_err(|e| Error::io(&aside, "remove", e))?;
         }
-        match self.wanted.parent() {
+        match self.target.parent() {
             Some(p) if !p.as_os_str().is_empty() => sync_dir(p),
             _ => sync_dir(Path::new(".")),
         }
     }
 }
 
-impl Drop for Folder {
+impl Drop for StagedFolder {
     fn drop(&mut self) {
         if !self.published {
             // Nothing can be done about a folder that will not go; the error that led here is the one to report.
-            let _ = fs::remove_dir_all(&self.making);
+            let _ = fs::remove_dir_all(&self.staging);
         }
     }
 }

@@ -1,24 +1,24 @@
 //! Writing a Hugging Face folder: all of it or nothing.
 
 mod folder;
-mod layout;
-mod values;
+mod sharding;
+mod write_tensor;
 
 use crate::config::HfConfig;
 use crate::error::{Error, Result};
-use crate::plan::{Plan, Role};
+use crate::hf_checkpoint::{HfCheckpoint, Role};
 use crate::shards::INDEX;
 use ferrotron_tensor::DType;
-use folder::Folder;
+use folder::StagedFolder;
 pub(crate) use folder::copy_companions;
-use layout::{OutFile, OutTensor, layout};
+use sharding::{OutFile, OutTensor, plan_shards};
 use std::collections::HashMap;
 use std::path::Path;
-use values::{ShardWriter, copy_stray, write_parameters};
-pub use values::{Values, assemble};
+use write_tensor::{ShardWriter, copy_unused, write_parameters};
+pub use write_tensor::{TensorData, assemble};
 
 /// Gives the values of one parameter under its logical name, row-major, in any float type.
-pub type Source<'a> = dyn Fn(&str) -> Result<Values> + 'a;
+pub type TensorSource<'a> = dyn Fn(&str) -> Result<TensorData> + 'a;
 
 /// How to write a folder.
 #[derive(Clone, Copy, Debug)]
@@ -29,7 +29,7 @@ pub struct ExportOptions<'a> {
     /// The reference's files are kept as they are cut.
     pub max_shard_bytes: u64,
     /// The folder the model came from: same names, order, files and headers, and its tokenizer files.
-    pub reference: Option<&'a Plan>,
+    pub reference: Option<&'a HfCheckpoint>,
     /// A folder whose tokenizer files are copied; the reference's unless given.
     pub companions: Option<&'a Path>,
     /// Further files by name (a tokenizer for a natively trained model, say).
@@ -53,7 +53,7 @@ impl Default for ExportOptions<'_> {
 
 /// What was written.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Exported {
+pub struct ExportSummary {
     /// Weight files, in order.
     pub files: Vec<String>,
     /// Bytes of all tensors.
@@ -66,13 +66,13 @@ pub struct Exported {
 pub fn export(
     out_dir: &Path,
     config: &HfConfig,
-    source: &Source,
+    source: &TensorSource,
     options: &ExportOptions,
-) -> Result<Exported> {
-    let plan = layout(config, options)?;
-    let folder = Folder::beside(out_dir, options.overwrite)?;
+) -> Result<ExportSummary> {
+    let plan = plan_shards(config, options)?;
+    let folder = StagedFolder::create(out_dir, options.overwrite)?;
     let config = options.dtype.map_or_else(|| config.clone(), |d| config.with_dtype(d));
-    let config = config.as_written(options.reference.is_some_and(|plan| !plan.is_quantised()));
+    let config = config.as_written(options.reference.is_some_and(|plan| !plan.is_quantized()));
     folder.write("config.json", config.text().as_bytes())?;
     for file in &plan.files {
         write_file(&folder, file, source, options.reference)?;
@@ -80,26 +80,34 @@ pub fn export(
     if let Some(index) = &plan.index {
         folder.write(INDEX, index.as_bytes())?;
     }
-    if let Some(from) = options.companions.or(options.reference.map(Plan::dir)) {
+    if let Some(from) = options.companions.or(options.reference.map(HfCheckpoint::dir)) {
         copy_companions(from, folder.dir())?;
     }
     for (name, text) in options.more {
         folder.write(name, text.as_bytes())?;
     }
     folder.publish()?;
-    Ok(Exported { files: plan.files.into_iter().map(|f| f.name).collect(), tensor_bytes: plan.tensor_bytes })
+    Ok(ExportSummary {
+        files: plan.files.into_iter().map(|f| f.name).collect(),
+        tensor_bytes: plan.tensor_bytes,
+    })
 }
 
-fn write_file(folder: &Folder, file: &OutFile, source: &Source, reference: Option<&Plan>) -> Result<()> {
+fn write_file(
+    folder: &StagedFolder,
+    file: &OutFile,
+    source: &TensorSource,
+    reference: Option<&HfCheckpoint>,
+) -> Result<()> {
     let mut out = ShardWriter::create(&folder.path(&file.name), file)?;
     let by_name: HashMap<&str, &OutTensor> = file.tensors.iter().map(|t| (t.name.as_str(), t)).collect();
     for name in out.order(file) {
         let Some(&t) = by_name.get(name.as_str()) else { continue };
         match &t.role {
             Role::Parameters(hf) => write_parameters(&mut out, t, hf, source)?,
-            Role::Coded => return Err(Error::tensor(&t.name, "is written decoded, under another name")),
-            Role::Stray => match reference {
-                Some(plan) => copy_stray(&mut out, plan, t)?,
+            Role::Quantized => return Err(Error::tensor(&t.name, "is written decoded, under another name")),
+            Role::Unused => match reference {
+                Some(plan) => copy_unused(&mut out, plan, t)?,
                 None => return Err(Error::tensor(&t.name, "no folder to copy it from")),
             },
         }

@@ -1,11 +1,11 @@
 //! DeepSeek-V3: latent attention, some dense layers, then many narrow experts in groups and one for all tokens.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix,
-    PARTIAL_ROTARY, ROTARY_STRAYS, Refused, RopeStyle, Rule, Windows, key, same,
+    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField,
+    PARTIAL_ROTARY, Refused, RopeStyle, Rule, SlidingWindows, UNUSED_ROTARY, key, same,
 };
-use crate::config::mixture;
-use ferrotron_core::model::moe::ScoreKind;
+use crate::config::moe_config;
+use ferrotron_core::model::moe_config::ScoreKind;
 
 /// Keys and values from a narrow row, rotary channels that all heads share; experts chosen by sigmoids that a bias keeps
 /// in balance.
@@ -14,16 +14,16 @@ pub static DEEPSEEK_V3: Family = Family {
     architecture: "DeepseekV3ForCausalLM",
     model_type: "deepseek_v3",
     keys: &[COMMON_KEYS, KEYS],
-    rope: RopeStyle::Latent { theta: 1e4 },
-    windows: Windows::Never,
+    rope: RopeStyle::Mla { theta: 1e4 },
+    windows: SlidingWindows::Never,
     refused: &[PARTIAL_ROTARY, SOME_LAYERS],
-    facts: |c| {
-        let m = mixture(c);
+    fixed: |c| {
+        let m = moe_config(c);
         (m.score, m.expert_bias) = (ScoreKind::Sigmoid, true);
     },
     prefix: "model.",
-    tensors: &[COMMON_TENSORS, LLAMA_NORMS, LATENT, EXPERT_TENSORS, SHARED],
-    strays: ROTARY_STRAYS,
+    tensors: &[COMMON_TENSORS, LLAMA_NORMS, MLA_TENSORS, EXPERT_TENSORS, SHARED],
+    unused: UNUSED_ROTARY,
 };
 
 const KEYS: &[Key] = &[
@@ -39,20 +39,20 @@ const KEYS: &[Key] = &[
     key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
     key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(false)),
-    key(&["n_routed_experts"], Field::Mixture(Mix::Experts), Absent::Size(256)),
-    key(&["num_experts_per_tok"], Field::Mixture(Mix::TopK), Absent::Size(8)),
-    key(&["moe_intermediate_size"], Field::Mixture(Mix::Width), Absent::Size(2048)),
-    key(&["n_shared_experts"], Field::Mixture(Mix::Shared), Absent::Size(1)),
-    key(&["n_group"], Field::Mixture(Mix::Groups), Absent::Size(8)),
-    key(&["topk_group"], Field::Mixture(Mix::KeptGroups), Absent::Size(4)),
-    key(&["routed_scaling_factor"], Field::Mixture(Mix::Scale), Absent::Real(2.5)),
-    key(&["norm_topk_prob"], Field::Mixture(Mix::Normalised), Absent::Flag(true)),
-    key(&["scoring_func"], Field::Mixture(Mix::Word("sigmoid")), Absent::Derived),
-    key(&["topk_method"], Field::Mixture(Mix::Word("noaux_tc")), Absent::Derived),
-    key(&["first_k_dense_replace"], Field::Mixture(Mix::FirstDense), Absent::Size(3)),
+    key(&["n_routed_experts"], Field::Moe(MoeField::Experts), Absent::Size(256)),
+    key(&["num_experts_per_tok"], Field::Moe(MoeField::TopK), Absent::Size(8)),
+    key(&["moe_intermediate_size"], Field::Moe(MoeField::ExpertFfn), Absent::Size(2048)),
+    key(&["n_shared_experts"], Field::Moe(MoeField::SharedExperts), Absent::Size(1)),
+    key(&["n_group"], Field::Moe(MoeField::Groups), Absent::Size(8)),
+    key(&["topk_group"], Field::Moe(MoeField::TopkGroup), Absent::Size(4)),
+    key(&["routed_scaling_factor"], Field::Moe(MoeField::RouteScale), Absent::Real(2.5)),
+    key(&["norm_topk_prob"], Field::Moe(MoeField::NormalizeSigmoid), Absent::Flag(true)),
+    key(&["scoring_func"], Field::Moe(MoeField::MustBe("sigmoid")), Absent::Derived),
+    key(&["topk_method"], Field::Moe(MoeField::MustBe("noaux_tc")), Absent::Derived),
+    key(&["first_k_dense_replace"], Field::Moe(MoeField::FirstKDense), Absent::Size(3)),
 ];
 
-const LATENT: &[Rule] = &[
+const MLA_TENSORS: &[Rule] = &[
     same("layers.{i}.self_attn.q_a_proj.weight", &["layers.{i}.attn.q_a.weight"]),
     same("layers.{i}.self_attn.q_a_proj.bias", &["layers.{i}.attn.q_a.bias"]),
     same("layers.{i}.self_attn.q_a_layernorm.weight", &["layers.{i}.attn.q_a_norm.weight"]),

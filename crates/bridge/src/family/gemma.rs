@@ -1,8 +1,8 @@
 //! Gemma 2 and Gemma 3 (text).
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, PARTIAL_ROTARY, QK_NORMS, ROTARY_STRAYS,
-    Refused, RopeStyle, Rule, Windows, key, same,
+    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, PARTIAL_ROTARY, QK_NORMS, Refused, RopeStyle,
+    Rule, SlidingWindows, UNUSED_ROTARY, key, same,
 };
 use ferrotron_core::model::config::ModelConfig;
 
@@ -13,12 +13,12 @@ pub static GEMMA2: Family = Family {
     model_type: "gemma2",
     keys: &[COMMON_KEYS, GEMMA2_KEYS],
     rope: RopeStyle::Global { theta: 1e4 },
-    windows: Windows::Alternate { window: 4096 },
+    windows: SlidingWindows::Alternate { window: 4096 },
     refused: &[PARTIAL_ROTARY, BIDIRECTIONAL],
-    facts: gemma_facts,
+    fixed: gemma_fixed,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, GEMMA_NORMS],
-    strays: ROTARY_STRAYS,
+    unused: UNUSED_ROTARY,
 };
 
 /// Norms on q and k, five local layers to a global one, a RoPE base for each kind.
@@ -28,18 +28,18 @@ pub static GEMMA3: Family = Family {
     model_type: "gemma3_text",
     keys: &[COMMON_KEYS, GEMMA3_KEYS],
     rope: RopeStyle::GlobalAndLocal { theta: 1e6, local_theta: 1e4 },
-    windows: Windows::AllBut,
+    windows: SlidingWindows::AllBut,
     refused: &[PARTIAL_ROTARY, BIDIRECTIONAL],
-    facts: |c| {
-        gemma_facts(c);
+    fixed: |c| {
+        gemma_fixed(c);
         c.qk_norm = true;
     },
     prefix: "model.",
     tensors: &[COMMON_TENSORS, GEMMA_NORMS, QK_NORMS],
-    strays: ROTARY_STRAYS,
+    unused: UNUSED_ROTARY,
 };
 
-fn gemma_facts(c: &mut ModelConfig) {
+fn gemma_fixed(c: &mut ModelConfig) {
     c.norm.zero_centred = true;
     c.post_norms = true;
     c.embed_scale = (c.hidden as f64).sqrt() as f32;

@@ -1,6 +1,6 @@
 //! GPT-2.
 
-use super::{Absent, Family, Field, Key, Refused, RopeStyle, Rule, Windows, key, same, transposed};
+use super::{Absent, Family, Field, Key, Refused, RopeStyle, Rule, SlidingWindows, key, same, transposed};
 use ferrotron_core::model::config::NormKind;
 
 /// LayerNorm, learned positions, biases everywhere, matrices stored `[in, out]` and q, k, v in one.
@@ -10,7 +10,7 @@ pub static GPT2: Family = Family {
     model_type: "gpt2",
     keys: &[KEYS],
     rope: RopeStyle::Learned,
-    windows: Windows::Never,
+    windows: SlidingWindows::Never,
     refused: &[
         Refused { key: "add_cross_attention", or_one: false, what: "cross-attention" },
         Refused {
@@ -19,14 +19,14 @@ pub static GPT2: Family = Family {
             what: "another attention scale in every layer",
         },
     ],
-    facts: |c| {
+    fixed: |c| {
         c.norm.kind = NormKind::LayerNorm;
         c.gated = false;
         (c.qkv_bias, c.proj_bias, c.mlp_bias) = (true, true, true);
     },
     prefix: "transformer.",
     tensors: &[TENSORS],
-    strays: &["h.{i}.attn.bias", "h.{i}.attn.masked_bias"],
+    unused: &["h.{i}.attn.bias", "h.{i}.attn.masked_bias"],
 };
 
 const KEYS: &[Key] = &[

@@ -1,8 +1,8 @@
 //! Llama 3 and 3.x (and every model published under its class).
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, PARTIAL_ROTARY, ROTARY_STRAYS,
-    RopeStyle, Windows, key,
+    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, PARTIAL_ROTARY, RopeStyle,
+    SlidingWindows, UNUSED_ROTARY, key,
 };
 
 /// RMSNorm, SwiGLU, RoPE; no biases unless asked for.
@@ -12,12 +12,12 @@ pub static LLAMA: Family = Family {
     model_type: "llama",
     keys: &[COMMON_KEYS, KEYS],
     rope: RopeStyle::Global { theta: 1e4 },
-    windows: Windows::Never,
+    windows: SlidingWindows::Never,
     refused: &[PARTIAL_ROTARY],
-    facts: |_| {},
+    fixed: |_| {},
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS],
-    strays: ROTARY_STRAYS,
+    unused: UNUSED_ROTARY,
 };
 
 const KEYS: &[Key] = &[

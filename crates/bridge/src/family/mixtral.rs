@@ -1,8 +1,8 @@
 //! Mixtral.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix, NO_JITTER, PARTIAL_ROTARY,
-    ROTARY_STRAYS, RopeStyle, Rule, Windows, key, same,
+    Absent, COMMON_KEYS, COMMON_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField, NO_JITTER,
+    PARTIAL_ROTARY, RopeStyle, Rule, SlidingWindows, UNUSED_ROTARY, key, same,
 };
 
 /// As Llama with experts as wide as its MLP in every layer, weighted by a softmax over the chosen.
@@ -12,12 +12,12 @@ pub static MIXTRAL: Family = Family {
     model_type: "mixtral",
     keys: &[COMMON_KEYS, KEYS],
     rope: RopeStyle::Global { theta: 1e6 },
-    windows: Windows::Every { switch: false },
+    windows: SlidingWindows::Every { switch: false },
     refused: &[PARTIAL_ROTARY, NO_JITTER],
-    facts: |_| {},
+    fixed: |_| {},
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, EXPERTS],
-    strays: ROTARY_STRAYS,
+    unused: UNUSED_ROTARY,
 };
 
 const KEYS: &[Key] = &[
@@ -27,9 +27,9 @@ const KEYS: &[Key] = &[
     key(&["rms_norm_eps"], Field::NormEps, Absent::Real(1e-5)),
     key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(false)),
-    key(&["num_local_experts", "num_experts"], Field::Mixture(Mix::Experts), Absent::Size(8)),
-    key(&["num_experts_per_tok"], Field::Mixture(Mix::TopK), Absent::Size(2)),
-    key(&["intermediate_size"], Field::Mixture(Mix::Width), Absent::Required),
+    key(&["num_local_experts", "num_experts"], Field::Moe(MoeField::Experts), Absent::Size(8)),
+    key(&["num_experts_per_tok"], Field::Moe(MoeField::TopK), Absent::Size(2)),
+    key(&["intermediate_size"], Field::Moe(MoeField::ExpertFfn), Absent::Required),
 ];
 
 const EXPERTS: &[Rule] = &[

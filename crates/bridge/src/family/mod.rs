@@ -17,7 +17,7 @@ pub use llama::LLAMA;
 pub use mixtral::MIXTRAL;
 pub use qwen::{QWEN2, QWEN3, QWEN3_MOE};
 
-use crate::view::Weave;
+use crate::view::FusedLayout;
 use ferrotron_core::model::config::ModelConfig;
 
 /// Every family, in the order in which one is chosen for a natively trained model.
@@ -37,17 +37,17 @@ pub struct Family {
     /// Where RoPE is described.
     pub(crate) rope: RopeStyle,
     /// Where sliding windows are described.
-    pub(crate) windows: Windows,
+    pub(crate) windows: SlidingWindows,
     /// Keys that must say "no", because we do not have what they switch on.
     pub(crate) refused: &'static [Refused],
     /// What no key says because it is true of the whole family.
-    pub(crate) facts: fn(&mut ModelConfig),
+    pub(crate) fixed: fn(&mut ModelConfig),
     /// What stands before every tensor name except the head's. Files of the bare decoder lack it.
     pub(crate) prefix: &'static str,
     /// Where the tensors go.
     pub(crate) tensors: &'static [&'static [Rule]],
     /// Tensors that old files carry and nobody needs (without the prefix): kept for export as they are.
-    pub(crate) strays: &'static [&'static str],
+    pub(crate) unused: &'static [&'static str],
 }
 
 impl std::fmt::Debug for Family {
@@ -105,37 +105,37 @@ pub(crate) enum Field {
     QueryWidth,
     RotaryWidth,
     /// Something about experts.
-    Mixture(Mix),
+    Moe(MoeField),
 }
 
 /// What a key says about mixtures of experts.
 #[derive(Clone, Copy)]
-pub(crate) enum Mix {
+pub(crate) enum MoeField {
     Experts,
     TopK,
     /// Inside an expert.
-    Width,
+    ExpertFfn,
     /// Softmax scores over the chosen experts only, or over all.
-    OverChosen,
+    NormTopkProb,
     /// Sigmoid scores divided by the sum of the chosen.
-    Normalised,
+    NormalizeSigmoid,
     /// Groups of experts, and how many of them are chosen from.
     Groups,
-    KeptGroups,
-    Scale,
+    TopkGroup,
+    RouteScale,
     /// Experts that all tokens go to; one as wide as all of them.
-    Shared,
+    SharedExperts,
     /// Layers before the first mixture.
-    FirstDense,
+    FirstKDense,
     /// Every n-th layer is a mixture.
-    Step,
+    SparseStep,
     /// Layers that are none.
-    DenseList,
+    MlpOnlyLayers,
     /// Bounds of both halves of an expert, and steepness of its sigmoid.
-    Limit,
-    Alpha,
+    SwigluLimit,
+    SwigluAlpha,
     /// A word that must be this one.
-    Word(&'static str),
+    MustBe(&'static str),
 }
 
 /// What a missing (or null) key means: the default of the family's class.
@@ -167,12 +167,12 @@ pub(crate) enum RopeStyle {
         theta: f64,
     },
     /// The same, with a stretching that must be there: no version of the reference goes without.
-    Described {
+    RequiredScaling {
         theta: f64,
     },
     /// On the channels of latent attention, in pairs side by side unless `rope_interleave` says otherwise; `mscale_all_dim`
     /// scales scores too.
-    Latent {
+    Mla {
         theta: f64,
     },
     GlobalAndLocal {
@@ -182,7 +182,7 @@ pub(crate) enum RopeStyle {
 }
 
 /// How layers with a sliding window are described when `layer_types` does not list them.
-pub(crate) enum Windows {
+pub(crate) enum SlidingWindows {
     Never,
     /// Only with `use_sliding_window`, on layers from `max_window_layers` on.
     FromLayer,
@@ -212,7 +212,7 @@ pub(crate) struct Refused {
 pub(crate) struct Rule {
     pub hf: &'static str,
     pub parts: &'static [&'static str],
-    pub weave: Weave,
+    pub layout: FusedLayout,
 }
 
 pub(crate) const fn key(names: &'static [&'static str], field: Field, absent: Absent) -> Key {
@@ -220,11 +220,11 @@ pub(crate) const fn key(names: &'static [&'static str], field: Field, absent: Ab
 }
 
 pub(crate) const fn same(hf: &'static str, parts: &'static [&'static str]) -> Rule {
-    Rule { hf, parts, weave: Weave { transposed: false, woven: false } }
+    Rule { hf, parts, layout: FusedLayout { transposed: false, interleaved: false } }
 }
 
 pub(crate) const fn transposed(hf: &'static str, parts: &'static [&'static str]) -> Rule {
-    Rule { hf, parts, weave: Weave { transposed: true, woven: false } }
+    Rule { hf, parts, layout: FusedLayout { transposed: true, interleaved: false } }
 }
 
 /// The keys all families but GPT-2 share.
@@ -282,7 +282,7 @@ pub(crate) const EXPERT_TENSORS: &[Rule] = &[
 pub(crate) const HEAD: Rule = same("lm_head.weight", &["head.weight"]);
 
 /// Frequencies that old exporters stored as if they were weights.
-pub(crate) const ROTARY_STRAYS: &[&str] =
+pub(crate) const UNUSED_ROTARY: &[&str] =
     &["layers.{i}.self_attn.rotary_emb.inv_freq", "rotary_emb.inv_freq"];
 
 pub(crate) const PARTIAL_ROTARY: Refused = Refused {

@@ -1,8 +1,8 @@
 //! Qwen2, Qwen2.5, Qwen3 and Qwen3 with experts.
 
 use super::{
-    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, Mix,
-    PARTIAL_ROTARY, QK_NORMS, ROTARY_STRAYS, RopeStyle, Windows, key,
+    Absent, COMMON_KEYS, COMMON_TENSORS, EXPERT_TENSORS, Family, Field, Key, LLAMA_NORMS, MoeField,
+    PARTIAL_ROTARY, QK_NORMS, RopeStyle, SlidingWindows, UNUSED_ROTARY, key,
 };
 
 /// As Llama with biases on q, k, v, always.
@@ -12,12 +12,12 @@ pub static QWEN2: Family = Family {
     model_type: "qwen2",
     keys: &[COMMON_KEYS, QWEN2_KEYS],
     rope: RopeStyle::Global { theta: 1e4 },
-    windows: Windows::FromLayer,
+    windows: SlidingWindows::FromLayer,
     refused: &[PARTIAL_ROTARY],
-    facts: |c| c.qkv_bias = true,
+    fixed: |c| c.qkv_bias = true,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS],
-    strays: ROTARY_STRAYS,
+    unused: UNUSED_ROTARY,
 };
 
 /// As Llama with norms on each head of q and k.
@@ -27,12 +27,12 @@ pub static QWEN3: Family = Family {
     model_type: "qwen3",
     keys: &[COMMON_KEYS, QWEN3_KEYS],
     rope: RopeStyle::Global { theta: 1e4 },
-    windows: Windows::FromLayer,
+    windows: SlidingWindows::FromLayer,
     refused: &[PARTIAL_ROTARY],
-    facts: |c| c.qk_norm = true,
+    fixed: |c| c.qk_norm = true,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, QK_NORMS],
-    strays: ROTARY_STRAYS,
+    unused: UNUSED_ROTARY,
 };
 
 /// As Qwen3 with many narrow experts in place of the MLP of all or some layers.
@@ -42,12 +42,12 @@ pub static QWEN3_MOE: Family = Family {
     model_type: "qwen3_moe",
     keys: &[COMMON_KEYS, QWEN3_MOE_KEYS],
     rope: RopeStyle::Global { theta: 1e4 },
-    windows: Windows::Every { switch: true },
+    windows: SlidingWindows::Every { switch: true },
     refused: &[PARTIAL_ROTARY],
-    facts: |c| c.qk_norm = true,
+    fixed: |c| c.qk_norm = true,
     prefix: "model.",
     tensors: &[COMMON_TENSORS, LLAMA_NORMS, QK_NORMS, EXPERT_TENSORS],
-    strays: ROTARY_STRAYS,
+    unused: UNUSED_ROTARY,
 };
 
 const QWEN2_KEYS: &[Key] = &[
@@ -73,10 +73,10 @@ const QWEN3_MOE_KEYS: &[Key] = &[
     key(&["hidden_act"], Field::Activation("gelu_pytorch_tanh"), Absent::Word("silu")),
     key(&["attention_bias"], Field::AttentionBias, Absent::Flag(false)),
     key(&["tie_word_embeddings"], Field::Tied, Absent::Flag(false)),
-    key(&["num_experts", "num_local_experts"], Field::Mixture(Mix::Experts), Absent::Size(128)),
-    key(&["num_experts_per_tok"], Field::Mixture(Mix::TopK), Absent::Size(8)),
-    key(&["moe_intermediate_size"], Field::Mixture(Mix::Width), Absent::Size(768)),
-    key(&["norm_topk_prob"], Field::Mixture(Mix::OverChosen), Absent::Flag(false)),
-    key(&["decoder_sparse_step"], Field::Mixture(Mix::Step), Absent::Size(1)),
-    key(&["mlp_only_layers"], Field::Mixture(Mix::DenseList), Absent::Derived),
+    key(&["num_experts", "num_local_experts"], Field::Moe(MoeField::Experts), Absent::Size(128)),
+    key(&["num_experts_per_tok"], Field::Moe(MoeField::TopK), Absent::Size(8)),
+    key(&["moe_intermediate_size"], Field::Moe(MoeField::ExpertFfn), Absent::Size(768)),
+    key(&["norm_topk_prob"], Field::Moe(MoeField::NormTopkProb), Absent::Flag(false)),
+    key(&["decoder_sparse_step"], Field::Moe(MoeField::SparseStep), Absent::Size(1)),
+    key(&["mlp_only_layers"], Field::Moe(MoeField::MlpOnlyLayers), Absent::Derived),
 ];

@@ -1,10 +1,10 @@
 //! Text ↔ token ids: a Hugging Face `tokenizer.json`, or plain bytes.
 
-mod bytes;
+mod byte_level;
 mod file;
 mod stream;
 
-pub use bytes::byte_tokenizer_json;
+pub use byte_level::byte_tokenizer_json;
 pub(crate) use file::token_text;
 pub use stream::TextStream;
 
@@ -15,7 +15,7 @@ use tokenizers::pipeline::{EncodeOptions, Override, PipelineTokenizer};
 
 /// Text to ids and back.
 pub struct Tokenizer {
-    kind: Kind,
+    kind: TokenizerKind,
     origin: String,
     vocab_size: usize,
     /// Special tokens by their text.
@@ -24,7 +24,7 @@ pub struct Tokenizer {
     eos: Vec<u32>,
 }
 
-enum Kind {
+enum TokenizerKind {
     /// Ids are bytes.
     Bytes,
     File(Box<PipelineTokenizer>),
@@ -40,7 +40,14 @@ impl Tokenizer {
     /// The built-in one: 256 ids, each a byte of UTF-8.
     pub fn bytes() -> Tokenizer {
         let (origin, specials) = ("byte tokenizer".into(), Vec::new());
-        Tokenizer { kind: Kind::Bytes, origin, vocab_size: 256, specials, bos: None, eos: Vec::new() }
+        Tokenizer {
+            kind: TokenizerKind::Bytes,
+            origin,
+            vocab_size: 256,
+            specials,
+            bos: None,
+            eos: Vec::new(),
+        }
     }
 
     /// `tokenizer.json` of a folder, with the beginning and end tokens that its other files name.
@@ -71,7 +78,7 @@ impl Tokenizer {
             tokenizers::from_json(&value.to_string()).map_err(|e| e.to_string())
         });
         Ok(Tokenizer {
-            kind: Kind::File(Box::new(built.map_err(wrong)?)),
+            kind: TokenizerKind::File(Box::new(built.map_err(wrong)?)),
             origin: origin.into(),
             vocab_size: checked.vocab_size,
             specials: checked.specials,
@@ -111,7 +118,7 @@ impl Tokenizer {
     }
 
     fn encode_as(&self, text: &str, add_special_tokens: bool) -> Result<Vec<u32>> {
-        let Kind::File(inner) = &self.kind else { return Ok(text.bytes().map(u32::from).collect()) };
+        let TokenizerKind::File(inner) = &self.kind else { return Ok(text.bytes().map(u32::from).collect()) };
         let options = EncodeOptions {
             add_special_tokens,
             encode_special_tokens: false,
@@ -137,12 +144,14 @@ impl Tokenizer {
 
     fn decode_as(&self, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         match &self.kind {
-            Kind::Bytes => {
+            TokenizerKind::Bytes => {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::File(inner) => guard(|| inner.decode(ids, skip_special_tokens).map_err(|e| e.to_string()))
-                .map_err(|what| self.wrong(what)),
+            TokenizerKind::File(inner) => {
+                guard(|| inner.decode(ids, skip_special_tokens).map_err(|e| e.to_string()))
+                    .map_err(|what| self.wrong(what))
+            }
         }
     }
 

@@ -1,6 +1,6 @@
 //! Text as it is generated: whole characters only.
 
-use super::{Kind, Tokenizer};
+use super::{Tokenizer, TokenizerKind};
 use crate::error::Result;
 
 /// Turns ids into text one by one. A character whose bytes are spread over several ids comes out with its last
@@ -25,9 +25,9 @@ impl<'a> TextStream<'a> {
 
     /// The text that `id` completes; empty while a character is in the making.
     pub fn push(&mut self, id: u32) -> Result<String> {
-        if matches!(self.tokenizer.kind, Kind::Bytes) {
+        if matches!(self.tokenizer.kind, TokenizerKind::Bytes) {
             self.bytes.extend(u8::try_from(id).ok());
-            return Ok(self.whole_characters());
+            return Ok(self.complete_characters());
         }
         self.ids.push(id);
         let (before, text) = self.texts()?;
@@ -46,7 +46,7 @@ impl<'a> TextStream<'a> {
 
     /// What is left at the end: an incomplete character as U+FFFD.
     pub fn finish(self) -> Result<String> {
-        if matches!(self.tokenizer.kind, Kind::Bytes) {
+        if matches!(self.tokenizer.kind, TokenizerKind::Bytes) {
             return Ok(String::from_utf8_lossy(&self.bytes).into_owned());
         }
         let (before, text) = self.texts()?;
@@ -57,7 +57,7 @@ impl<'a> TextStream<'a> {
         Ok((self.tokenizer.decode(&self.ids[..self.shown])?, self.tokenizer.decode(&self.ids)?))
     }
 
-    fn whole_characters(&mut self) -> String {
+    fn complete_characters(&mut self) -> String {
         let mut text = String::new();
         loop {
             match std::str::from_utf8(&self.bytes) {

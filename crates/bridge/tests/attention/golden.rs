@@ -102,7 +102,7 @@ fn golden_hf_config_of_latent_attention() {
         assert_eq!(new.model().moe, None);
         let mut some = serde_json::from_str::<Value>(new.text()).unwrap();
         some["first_k_dense_replace"] = json!(1);
-        assert!(parse(&some).model().mixture(1).is_some());
+        assert!(parse(&some).model().moe_layer(1).is_some());
     }
 }
 

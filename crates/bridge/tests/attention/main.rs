@@ -2,9 +2,9 @@
 //! its definition, which is itself held against golden vectors.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
+mod full_model;
 mod golden;
 mod oracle;
-mod whole;
 
 #[path = "../support/mod.rs"]
 mod support;

@@ -48,9 +48,9 @@ pub fn covered() -> Vec<PathBuf> {
 }
 
 /// A small generator for seeded tests (SplitMix64).
-pub struct Dice(pub u64);
+pub struct SeededRng(pub u64);
 
-impl Dice {
+impl SeededRng {
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -63,8 +63,8 @@ impl Dice {
         (self.next() % n.max(1) as u64) as usize
     }
 
-    /// One injury to a file: flipped, cut, repeated, removed or overwritten bytes, or another number.
-    pub fn injure(&mut self, good: &[u8]) -> Vec<u8> {
+    /// One corruption to a file: flipped, cut, repeated, removed or overwritten bytes, or another number.
+    pub fn corrupt(&mut self, good: &[u8]) -> Vec<u8> {
         let mut bad = good.to_vec();
         let at = self.below(good.len());
         match self.below(7) {

@@ -1,14 +1,14 @@
 //! `bench`: the yardsticks.
 
 use crate::args::Global;
-use crate::place;
+use crate::ranks;
 use crate::trace;
 use crate::{format, output};
 use anyhow::Result;
 use ferrotron_core::bench;
-use ferrotron_core::config::{Precision, Resolved, Scaling};
+use ferrotron_core::config::{Precision, QuantRecipe, Resolved};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::{Category, Watch, human};
+use ferrotron_tensor::{Category, Instrumentation, format_bytes};
 use std::process::ExitCode;
 
 const AFTER: &str = "\
@@ -17,7 +17,7 @@ Examples:
   ferrotron bench train --work my.toml --steps 20
   ferrotron bench train --dtype f32 --json
   ferrotron bench train --work custom/L=4/d=1024/h=16/kv=4/hd=64/ffn=2816/V=32000/T=1536/B=3
-  ferrotron bench train --work moe-8l --forced       with and without even loads
+  ferrotron bench train --work moe-8l --force-balance       with and without even loads
   ferrotron bench kernels --filter gemm
   ferrotron bench comm --ranks 4                     how fast ranks talk";
 
@@ -64,7 +64,7 @@ pub struct Train {
     pub packed: Option<std::num::NonZeroUsize>,
     /// Measure a mixture of experts with random, nearly even routing as well
     #[arg(long)]
-    pub forced: bool,
+    pub force_balance: bool,
     /// Peak TFLOP/s to count MFU against [default: measured by a large matrix product]
     #[arg(long, value_name = "TFLOPS")]
     pub peak: Option<f64>,
@@ -73,13 +73,13 @@ pub struct Train {
     pub set: Vec<String>,
     /// A timeline of steps.
     #[command(flatten)]
-    pub trace: trace::Timeline,
+    pub trace: trace::TraceArgs,
 }
 
 /// What the ceiling of memory is measured on: far more than any cache holds, on a card long enough to begin and end in no
 /// time.
 fn memory_bytes(rank: &Rank) -> usize {
-    if rank.device().card().is_some() { 4 << 30 } else { 1 << 30 }
+    if rank.device().gpu().is_some() { 4 << 30 } else { 1 << 30 }
 }
 
 /// Single kernels.
@@ -113,7 +113,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 
 /// The work, with what the command line says laid over it.
 pub(super) fn resolve(work: &str, set: &[String], dtype: Option<Precision>) -> Result<Resolved> {
-    let mut recipe = bench::work(work)?;
+    let mut recipe = bench::workload(work)?;
     for assignment in set {
         recipe.set(assignment)?;
     }
@@ -129,13 +129,16 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
     if resolved.config.parallel.layout().world()? != 1 || global.launch.job()?.is_some() {
         let what = "bench train measures one rank; leave parallel.* and the launcher out, or look at several ranks with \
                     train --trace and bench comm";
-        return Err(output::Usage::new(what).into());
+        return Err(output::UsageError::new(what).into());
     }
-    let rank = args.trace.place(global)?.rank(1234, Watch { time: args.profile, ..Watch::default() })?;
+    let rank = args
+        .trace
+        .with_tracing(global)?
+        .rank(1234, Instrumentation { kernel_times: args.profile, ..Instrumentation::default() })?;
     let (peak, source) = peak(args, &rank, dtype)?;
     let document = args.packed.map(usize::from);
-    let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), document, global.begun)?;
-    let forced = forced(args, &rank, &resolved, global)?;
+    let b = bench::train(rank.clone(), &resolved, args.warmup, args.steps.max(1), document, global.started)?;
+    let forced = train_force_balanced(args, &rank, &resolved, global)?;
     let traced = traced(args, &rank, &resolved)?;
     let mfu = b.tflops() / peak;
     let categories: serde_json::Map<_, _> =
@@ -147,10 +150,10 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             least.iter().map(|p| (p.name.into(), (p.floor_s * 1e3).into())).collect();
         output::print_json(&serde_json::json!({
             "work": args.work,
-            "device": place::name(&rank),
+            "device": ranks::device_name(&rank),
             "threads": rank.device().threads().count(),
             "dtype": dtype.name(),
-            "scaling": resolved.config.precision.scaling.name(),
+            "scaling": resolved.config.precision.recipe.name(),
             "step_ms": b.median() * 1e3,
             "tok_s": b.tokens_per_s(),
             "best_tok_s": b.tokens as f64 / b.step_s[0],
@@ -178,8 +181,8 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
             "of_roofline": roofline_s / b.median(),
             "roofline_ms_by_part": by_part,
             "ceilings": {
-                "product_tflops": ceilings.product,
-                "narrow_tflops": ceilings.narrow.map(|(output, gradients)| [output, gradients]),
+                "product_tflops": ceilings.gemm,
+                "narrow_tflops": ceilings.fp8_gemm.map(|(output, gradients)| [output, gradients]),
                 "attention_tflops": [ceilings.attention.0, ceilings.attention.1],
                 "memory_gb_s": ceilings.memory,
             },
@@ -211,21 +214,21 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
         let text = format!("{ms:.1} ms, {rate} tokens/s, {:.3} TFLOP/s, routing {}", f.tflops(), routing(r));
         rows.push(vec!["the same".into(), text]);
     }
-    if rank.device().card().is_some() {
+    if rank.device().gpu().is_some() {
         let (host, share) = (b.host_least() * 1e3, b.host_least() / b.median() * 1e2);
         rows.push(vec!["host".into(), format!("{host:.2} ms to give a step to the card ({share:.0} %)")]);
         let how = if b.graph { "replayed" } else { "launched one by one" };
-        rows.push(vec!["steps".into(), format!("{how} ({})", b.graph_choice.reason)]);
+        rows.push(vec!["steps".into(), format!("{how} ({})", b.cuda_graph_decision.reason)]);
     }
     for (c, bytes) in Category::ALL.iter().zip(b.memory.peak).filter(|(_, bytes)| *bytes > 0) {
-        rows.push(vec![format!("peak {}", c.name()), human(bytes)]);
+        rows.push(vec![format!("peak {}", c.name()), format_bytes(bytes)]);
     }
-    rows.push(vec!["peak in all".into(), human(b.memory.total_peak)]);
+    rows.push(vec!["peak in all".into(), format_bytes(b.memory.total_peak)]);
     output::print(&format!(
         "{} in {} on {}\n{}",
         args.work,
-        narrowed(&resolved),
-        place::full_name(&rank),
+        precision_text(&resolved),
+        ranks::device_description(&rank),
         output::table(&rows)
     ))?;
     if let Some(traced) = traced {
@@ -240,31 +243,39 @@ fn train(args: &Train, global: &Global) -> Result<ExitCode> {
 }
 
 /// The same work with random, nearly even routing, if that is asked for.
-fn forced(args: &Train, rank: &Rank, r: &Resolved, global: &Global) -> Result<Option<bench::TrainBench>> {
-    if !args.forced {
+fn train_force_balanced(
+    args: &Train,
+    rank: &Rank,
+    r: &Resolved,
+    global: &Global,
+) -> Result<Option<bench::TrainBench>> {
+    if !args.force_balance {
         return Ok(None);
     }
     if r.model.moe.is_none() {
-        anyhow::bail!("--forced is about mixtures of experts, and {} has none; leave it out", args.work);
+        anyhow::bail!(
+            "--force-balance is about mixtures of experts, and {} has none; leave it out",
+            args.work
+        );
     }
     let mut even = r.clone();
-    even.config.moe.force = Some(0.0);
+    even.config.moe.force_balance = Some(0.0);
     let document = args.packed.map(usize::from);
-    Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps.max(1), document, global.begun)?))
+    Ok(Some(bench::train(rank.clone(), &even, args.warmup, args.steps.max(1), document, global.started)?))
 }
 
 /// How tokens came to their experts, in words.
-fn routing(r: &bench::Routing) -> String {
+fn routing(r: &bench::RoutingReport) -> String {
     let loads =
         r.imbalance().map_or_else(String::new, |x| format!(" (most loaded expert {x:.2} x the mean)"));
     format!("{}{loads}", r.name())
 }
 
 /// The type of compute, and of products where that is another.
-fn narrowed(r: &Resolved) -> String {
+fn precision_text(r: &Resolved) -> String {
     let p = &r.config.precision;
-    match p.scaling {
-        Scaling::None => p.dtype.name().into(),
+    match p.recipe {
+        QuantRecipe::None => p.dtype.name().into(),
         scaling => format!("{} with {} scaling in the layers", p.dtype.name(), scaling.name()),
     }
 }
@@ -274,22 +285,28 @@ fn roofline(
     rank: &Rank,
     resolved: &Resolved,
     b: &bench::TrainBench,
-) -> Result<(Vec<bench::Part>, bench::Ceilings)> {
-    let product = bench::product_ceiling(rank, resolved.config.precision.dtype.dtype())?;
+) -> Result<(Vec<bench::RooflinePart>, bench::Ceilings)> {
+    let product = bench::gemm_ceiling(rank, resolved.config.precision.dtype.dtype())?;
     let memory = bench::memory_ceiling(rank, memory_bytes(rank))?;
     let attention = bench::attention_ceiling(rank, resolved, b.context)?;
-    let narrow = bench::narrow_ceiling(rank, resolved)?;
-    let ceilings = bench::Ceilings { product, narrow, attention, memory };
+    let narrow = bench::fp8_gemm_ceiling(rank, resolved)?;
+    let ceilings = bench::Ceilings { gemm: product, fp8_gemm: narrow, attention, memory };
     Ok((bench::roofline(resolved, b, ceilings), ceilings))
 }
 
 /// Steps for the timeline, apart from the timed ones, which a trace would slow down.
 fn traced(args: &Train, rank: &Rank, resolved: &Resolved) -> Result<Option<trace::Summary>> {
     let Some(file) = &args.trace.trace else { return Ok(None) };
-    let mut silent = trace::Silent;
-    let mut around = args.trace.around(&mut silent);
-    bench::observed(rank.clone(), resolved, args.warmup, args.trace.trace_steps as usize, &mut around)?;
-    trace::finish(rank, file)
+    let mut silent = trace::NullObserver;
+    let mut tracer = args.trace.step_tracer(&mut silent);
+    bench::train_with_observer(
+        rank.clone(),
+        resolved,
+        args.warmup,
+        args.trace.trace_steps as usize,
+        &mut tracer,
+    )?;
+    trace::write_trace(rank, file)
 }
 
 /// TFLOP/s that MFU is counted against, and where the figure is from.
@@ -297,19 +314,19 @@ fn peak(args: &Train, rank: &Rank, dtype: Precision) -> Result<(f64, String)> {
     // Dense bf16 by the vendor's datasheet, counted whatever the precision, as everybody does.
     const HOPPER: f64 = 989.0;
     let hopper =
-        rank.device().card().is_some_and(|c| ["H100", "H200", "GH200"].iter().any(|n| c.name.contains(n)));
+        rank.device().gpu().is_some_and(|c| ["H100", "H200", "GH200"].iter().any(|n| c.name.contains(n)));
     Ok(match args.peak {
         Some(peak) => (peak, String::new()),
         None if hopper => (HOPPER, ", the card's dense bf16 peak by its datasheet".into()),
         None => {
-            let n = bench::product_size(rank);
-            (bench::product_ceiling(rank, dtype.dtype())?, format!(", a {n}x{n}x{n} product measured here"))
+            let n = bench::gemm_ceiling_size(rank);
+            (bench::gemm_ceiling(rank, dtype.dtype())?, format!(", a {n}x{n}x{n} product measured here"))
         }
     })
 }
 
 /// Time by part beside the least it can take.
-fn parts(parts: &[bench::Part], c: bench::Ceilings, b: &bench::TrainBench) -> String {
+fn parts(parts: &[bench::RooflinePart], c: bench::Ceilings, b: &bench::TrainBench) -> String {
     let mut rows = vec![["part", "least ms", "ms", "of the least"].map(String::from).to_vec()];
     let line = |name: &str, least: f64, took: f64| {
         let share =
@@ -318,15 +335,15 @@ fn parts(parts: &[bench::Part], c: bench::Ceilings, b: &bench::TrainBench) -> St
     };
     rows.extend(parts.iter().map(|p| line(p.name, p.floor_s, p.measured_s)));
     rows.push(line("step", parts.iter().map(|p| p.floor_s).sum(), b.median()));
-    let digits = if c.product < 10.0 { 2 } else { 0 };
-    let narrow = c.narrow.map_or_else(String::new, |(output, gradients)| {
+    let digits = if c.gemm < 10.0 { 2 } else { 0 };
+    let narrow = c.fp8_gemm.map_or_else(String::new, |(output, gradients)| {
         format!(" ({output:.digits$} and {gradients:.digits$} in eight bits)")
     });
     format!(
         "\n{}\nleast: {:.digits$} TFLOP/s of products{narrow}, {:.digits$} and {:.digits$} of attention, {:.0} GB/s of memory, \
          each kept up alone in this run\n",
         output::table(&rows),
-        c.product,
+        c.gemm,
         c.attention.0,
         c.attention.1,
         c.memory

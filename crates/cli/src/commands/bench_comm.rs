@@ -1,13 +1,13 @@
 //! `bench comm`: how fast ranks talk.
 
 use crate::args::Global;
-use crate::{output, place};
+use crate::{output, ranks};
 use anyhow::Result;
 use ferrotron_core::bench::{COLLECTIVES, CommBench, FORMULA, comm, sizes};
 use ferrotron_core::config::Precision;
-use ferrotron_core::grid::Layout;
+use ferrotron_core::grid::RankLayout;
 use ferrotron_engine::Rank;
-use ferrotron_tensor::human;
+use ferrotron_tensor::format_bytes;
 use std::process::ExitCode;
 
 /// The long help.
@@ -49,15 +49,15 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: &Args, global: &Global) -> Result<ExitCode> {
-    let ranks = global.ranks(args.ranks)?.unwrap_or(2);
+    let ranks = global.world_size(args.ranks)?.unwrap_or(2);
     let collectives: Vec<_> = COLLECTIVES.into_iter().filter(|k| k.name().contains(&args.filter)).collect();
     if collectives.is_empty() {
         let names = COLLECTIVES.map(|k| k.name()).join(", ");
         let what = format!("--filter {:?} fits none of {names}", args.filter);
-        return Err(output::Usage::new(what).into());
+        return Err(output::UsageError::new(what).into());
     }
     let dtypes = args.dtype.map_or(vec![Precision::F32, Precision::Bf16], |d| vec![d]);
-    let layout = Layout { dp: Some(ranks), ..Layout::default() };
+    let layout = RankLayout { dp: Some(ranks), ..RankLayout::default() };
     let one = |rank: Rank| {
         let mut rows = Vec::new();
         for kind in &collectives {
@@ -67,9 +67,9 @@ pub fn run(args: &Args, global: &Global) -> Result<ExitCode> {
                 }
             }
         }
-        Ok((place::full_name(&rank), rank.device().card().is_some(), rows))
+        Ok((ranks::device_description(&rank), rank.device().gpu().is_some(), rows))
     };
-    let (device, card, rows) = place::run(global, &layout, 0, one)?.swap_remove(0);
+    let (device, card, rows) = ranks::run(global, &layout, 0, one)?.swap_remove(0);
     if !global.launch.leads() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -99,7 +99,7 @@ fn table(rows: &[CommBench]) -> String {
         vec![
             r.collective.to_string(),
             r.dtype.to_string(),
-            human(r.bytes),
+            format_bytes(r.bytes),
             short(r.seconds),
             format!("{:.3}", r.algorithm),
             format!("{:.3}", r.bus),

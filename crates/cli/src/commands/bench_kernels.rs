@@ -2,28 +2,28 @@
 
 use super::bench::{Kernels, resolve};
 use crate::args::Global;
-use crate::output::{self, Usage};
-use crate::place;
+use crate::output::{self, UsageError};
+use crate::ranks;
 use anyhow::Result;
-use ferrotron_core::bench::{KernelBench, Work, kernels, names, product_size};
-use ferrotron_tensor::Watch;
+use ferrotron_core::bench::{KernelBench, KernelWork, gemm_ceiling_size, kernels, names};
+use ferrotron_tensor::Instrumentation;
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
 /// Runs the command.
 pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
     if !(args.seconds >= 0.0 && args.seconds.is_finite()) {
-        return Err(Usage::new(format!("--seconds {} must be 0 or more", args.seconds)).into());
+        return Err(UsageError::new(format!("--seconds {} must be 0 or more", args.seconds)).into());
     }
     let resolved = resolve(&args.work, &args.set, args.dtype)?;
     let chosen = names(&resolved, &args.filter);
     if chosen.is_empty() {
         let what = format!("no kernel of {} has {:?} in its name", args.work, args.filter);
         let all = names(&resolved, "").join(", ");
-        return Err(Usage::new(what).hint(format!("the kernels are {all}")).into());
+        return Err(UsageError::new(what).hint(format!("the kernels are {all}")).into());
     }
     let dtype = resolved.config.precision.dtype;
-    let rank = global.rank(1234, Watch::default())?;
+    let rank = global.rank(1234, Instrumentation::default())?;
     let threads = rank.device().threads().count();
     let live = !global.json && std::io::stderr().is_terminal();
     let mut count = 0;
@@ -40,7 +40,7 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
     if global.json {
         output::print_json(&serde_json::json!({
             "work": args.work,
-            "device": place::name(&rank),
+            "device": ranks::device_name(&rank),
             "threads": threads,
             "dtype": dtype.name(),
             "kernels": measured.iter().map(json).collect::<Vec<_>>(),
@@ -60,14 +60,14 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
             format!("{:.1}", k.host_s * 1e6),
         ]
     }));
-    let product = measured.iter().find(|k| matches!(k.work, Work::Flops(_)));
+    let product = measured.iter().find(|k| matches!(k.work, KernelWork::Flops(_)));
     let product = product.map_or(String::new(), |k| format!(" ({:.0} GFLOP/s)", k.ceiling));
-    let n = product_size(&rank);
+    let n = gemm_ceiling_size(&rank);
     output::print(&format!(
         "{} in {} on {}, one micro-batch; medians\n\n{}\n{}",
         args.work,
         dtype.name(),
-        place::full_name(&rank),
+        ranks::device_description(&rank),
         output::table(&rows),
         format_args!(
             "ceilings, measured here: GFLOP/s against a product of {n}x{n}x{n}{product}, GB/s against moving as many bytes\n"
@@ -78,13 +78,13 @@ pub fn run(args: &Kernels, global: &Global) -> Result<ExitCode> {
 
 fn unit(k: &KernelBench) -> &'static str {
     match k.work {
-        Work::Flops(_) => "GFLOP/s",
-        Work::Bytes(_) => "GB/s",
+        KernelWork::Flops(_) => "GFLOP/s",
+        KernelWork::Bytes(_) => "GB/s",
     }
 }
 
 fn json(k: &KernelBench) -> serde_json::Value {
-    let (Work::Flops(work) | Work::Bytes(work)) = k.work;
+    let (KernelWork::Flops(work) | KernelWork::Bytes(work)) = k.work;
     serde_json::json!({
         "name": k.name,
         "shape": k.shape,

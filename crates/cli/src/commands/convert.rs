@@ -1,13 +1,13 @@
 //! `convert`: Hugging Face folder to checkpoint and back.
 
 use crate::args::Global;
-use crate::progress::Gauge;
+use crate::progress::JobProgress;
 use crate::{format, output};
 use anyhow::Result;
-use ferrotron_bridge::transfer::{TransferOptions, transfer};
+use ferrotron_bridge::conversion::{ConvertOptions, convert};
 use ferrotron_core::config::Precision;
-use ferrotron_core::model::upcycle::Upcycle;
-use ferrotron_tensor::human;
+use ferrotron_core::model::upcycle::UpcycleConfig;
+use ferrotron_tensor::format_bytes;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -48,7 +48,7 @@ pub struct Args {
     pub like: Option<PathBuf>,
     /// Make a dense Hugging Face model one of experts: experts=8,topk=2,granularity=1
     #[arg(long, value_name = "KEY=N,...")]
-    pub upcycle: Option<Upcycle>,
+    pub upcycle: Option<UpcycleConfig>,
     /// Replace TO if it exists
     #[arg(long)]
     pub overwrite: bool,
@@ -56,15 +56,15 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    let gauge = Gauge::new(global, "converting");
-    let options = TransferOptions {
+    let gauge = JobProgress::new(global, "converting");
+    let options = ConvertOptions {
         dtype: args.dtype.map(Precision::dtype),
         like: args.like.as_deref(),
         upcycle: args.upcycle,
         overwrite: args.overwrite,
         progress: &|done, total| gauge.set(done, total),
     };
-    let done = transfer(&args.from, &args.to, &options)?;
+    let done = convert(&args.from, &args.to, &options)?;
     drop(gauge);
     if global.json {
         output::print_json(&serde_json::json!({
@@ -88,7 +88,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         args.to.display(),
         done.family,
         format::count(done.parameters),
-        human(done.bytes as usize),
+        format_bytes(done.bytes as usize),
     ))?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,11 +1,11 @@
 //! `data build`: text to token files.
 
 use crate::args::Global;
-use crate::progress::Gauge;
+use crate::progress::JobProgress;
 use crate::{format, output};
 use anyhow::Result;
-use ferrotron_bridge::dataset::{DatasetOptions, Eod, build, pair};
-use ferrotron_tensor::human;
+use ferrotron_bridge::dataset::{DatasetOptions, Eod, build, pair_paths};
+use ferrotron_tensor::format_bytes;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -69,7 +69,7 @@ pub struct Build {
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let Command::Build(args) = args.command;
-    let gauge = Gauge::new(global, "tokenizing");
+    let gauge = JobProgress::new(global, "tokenizing");
     let options = DatasetOptions {
         inputs: &args.input,
         prefix: &args.output,
@@ -88,7 +88,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let (seconds, s) = (begin.elapsed().as_secs_f64(), built.summary);
     if global.json {
         output::print_json(&serde_json::json!({
-            "files": pair(&args.output),
+            "files": pair_paths(&args.output),
             "documents": s.documents,
             "skipped": s.skipped,
             "tokens": s.tokens,
@@ -100,7 +100,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
-    let [bin, idx] = pair(&args.output);
+    let [bin, idx] = pair_paths(&args.output);
     let skipped = match s.skipped {
         0 => String::new(),
         n => format!(" ({} empty ones left out)", format::thousands(n)),
@@ -111,7 +111,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         row("tokens", format!("{} as {}", format::thousands(s.tokens), built.token_type.name())),
         row("vocabulary", format::thousands(built.vocab.into())),
         row("end of document", built.eod.map_or("none".into(), |id| id.to_string())),
-        row("read", format!("{} in {}", human(s.bytes as usize), format::seconds(seconds))),
+        row("read", format!("{} in {}", format_bytes(s.bytes as usize), format::seconds(seconds))),
     ];
     output::print(&format!("{} and {}\n{}", bin.display(), idx.display(), output::table(&rows)))?;
     Ok(ExitCode::SUCCESS)

@@ -6,7 +6,7 @@ use crate::machine::{Cpu, Disk, Libraries, Memory};
 use crate::output;
 use anyhow::Result;
 use ferrotron_kernels::cpu::Isa;
-use ferrotron_tensor::{CardInfo, cards, human};
+use ferrotron_tensor::{GpuInfo, format_bytes, gpus};
 use serde::Serialize;
 use std::process::ExitCode;
 
@@ -48,8 +48,8 @@ struct Gpu {
     driver: String,
 }
 
-impl From<CardInfo> for Gpu {
-    fn from(c: CardInfo) -> Gpu {
+impl From<GpuInfo> for Gpu {
+    fn from(c: GpuInfo) -> Gpu {
         Gpu {
             name: c.name,
             memory: c.memory,
@@ -64,7 +64,7 @@ impl From<CardInfo> for Gpu {
 pub fn run(_args: Args, global: &Global) -> Result<ExitCode> {
     let cpu = Cpu::look();
     let libraries = Libraries::look();
-    let (gpus, no_gpu) = match cards() {
+    let (gpus, no_gpu) = match gpus() {
         Ok(all) => (all.into_iter().map(Gpu::from).collect(), None),
         Err(why) => (Vec::new(), Some(why.to_string())),
     };
@@ -101,12 +101,17 @@ fn page(r: &Report) -> String {
         row("memory", memory(&r.memory), room(&r.memory)),
     ];
     if let Some(disk) = &r.disk {
-        let found = format!("{} free of {}", human(disk.free as usize), human(disk.total as usize));
+        let found =
+            format!("{} free of {}", format_bytes(disk.free as usize), format_bytes(disk.total as usize));
         rows.push(row("disk here", found, "a checkpoint is about 12 bytes per parameter".into()));
     }
     for (i, gpu) in r.gpus.iter().enumerate() {
-        let found =
-            format!("{}, {}, compute capability {}", gpu.name, human(gpu.memory), gpu.compute_capability);
+        let found = format!(
+            "{}, {}, compute capability {}",
+            gpu.name,
+            format_bytes(gpu.memory),
+            gpu.compute_capability
+        );
         rows.push(row(&format!("cuda:{i}"), found, fits(gpu.memory as u64)));
     }
     match (r.gpus.first(), &r.no_gpu) {
@@ -148,7 +153,7 @@ fn instructions(isa: Isa) -> &'static str {
 fn memory(m: &Memory) -> String {
     match (m.available, m.total) {
         (Some(available), Some(total)) => {
-            format!("{} free of {}", human(available as usize), human(total as usize))
+            format!("{} free of {}", format_bytes(available as usize), format_bytes(total as usize))
         }
         _ => "unknown".into(),
     }

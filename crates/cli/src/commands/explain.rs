@@ -1,7 +1,7 @@
 //! `explain`: what a recipe's key means.
 
 use crate::args::Global;
-use crate::output::{self, Usage};
+use crate::output::{self, UsageError};
 use anyhow::Result;
 use ferrotron_core::config::{KEYS, KeyInfo, SECTIONS, Suggestion, suggest, suggest_section};
 use ferrotron_core::model::preset::PRESETS;
@@ -37,7 +37,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     if !section.is_empty() {
         return list(&section, global);
     }
-    let unknown = Usage::new(format!("there is no key {key:?}; `ferrotron explain` lists every key"));
+    let unknown = UsageError::new(format!("there is no key {key:?}; `ferrotron explain` lists every key"));
     match suggest(&key) {
         Suggestion::Known(name) => match KeyInfo::find(name) {
             Some(info) => one(info, Some(&key), global),

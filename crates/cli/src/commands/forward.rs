@@ -2,11 +2,11 @@
 
 use crate::args::Global;
 use crate::layout::Layout;
-use crate::{output, place};
+use crate::{output, ranks};
 use anyhow::Result;
-use ferrotron_bridge::{Plan, forward};
+use ferrotron_bridge::{HfCheckpoint, forward};
 use ferrotron_core::config::Precision;
-use ferrotron_core::model::Stages;
+use ferrotron_core::model::PipelineLayout;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
@@ -54,15 +54,15 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    let plan = Plan::open(&args.model)?;
+    let checkpoint = HfCheckpoint::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
     let layout = args.layout.grid();
-    let stages = Stages { chunks: layout.vp, text: None };
+    let stages = PipelineLayout { vp: layout.vp, layout: None };
     let one = |rank| {
-        forward::forward(rank, &plan, args.dtype.dtype(), &stages, &input, args.backward)
-            .map_err(|e| place::told(e.into()))
+        forward::forward(rank, &checkpoint, args.dtype.dtype(), &stages, &input, args.backward)
+            .map_err(|e| ranks::to_core_error(e.into()))
     };
-    let mut all = place::run(global, &layout, 0, one)?;
+    let mut all = ranks::run(global, &layout, 0, one)?;
     let out = all.swap_remove(0);
     if !global.launch.leads() {
         return Ok(ExitCode::SUCCESS);

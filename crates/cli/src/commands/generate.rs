@@ -2,10 +2,10 @@
 
 use crate::args::Global;
 use crate::layout::Layout;
-use crate::output::{self, Usage};
-use crate::{format, place};
+use crate::output::{self, UsageError};
+use crate::{format, ranks};
 use anyhow::Result;
-use ferrotron_bridge::{Found, Text, TextStream};
+use ferrotron_bridge::{ModelSource, TextIo, TextStream};
 use ferrotron_core::config::Precision;
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_engine::Rank;
@@ -74,15 +74,15 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         top_p: args.top_p as f32,
         seed: args.seed,
     };
-    sampling.check().map_err(|e| Usage::new(e.to_string()))?;
+    sampling.check().map_err(|e| UsageError::new(e.to_string()))?;
     let prompt = read_prompt(&args.prompt)?;
-    let found = Found::open(&args.model)?;
+    let found = ModelSource::open(&args.model)?;
     let text = found.text(args.tokenizer.as_deref())?;
     let ids = text.prompt(&prompt, args.chat)?;
     let dtype = args.dtype.map_or_else(|| found.dtype(), Precision::dtype);
     let layout = args.layout.grid();
     if layout.world()? != layout.tp {
-        return Err(Usage::new("text is made one token at a time; only tp can share the work").into());
+        return Err(UsageError::new("text is made one token at a time; only tp can share the work").into());
     }
     let one = |rank: Rank| -> Result<(Vec<i32>, String, f64)> {
         let first = rank.world.rank() == 0;
@@ -96,7 +96,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         let seconds = begin.elapsed().as_secs_f64();
         Ok((new, writer.finish()?, seconds))
     };
-    let all = place::run(global, &layout, args.seed, |rank| one(rank).map_err(place::told))?;
+    let all = ranks::run(global, &layout, args.seed, |rank| one(rank).map_err(ranks::to_core_error))?;
     if !global.launch.leads() {
         return Ok(ExitCode::SUCCESS);
     }
@@ -137,7 +137,7 @@ fn read_prompt(prompt: &str) -> Result<String> {
     }
     let mut text = String::new();
     let read = std::io::stdin().read_to_string(&mut text);
-    read.map_err(|e| Usage::new(format!("the prompt on standard input cannot be read: {e}")))?;
+    read.map_err(|e| UsageError::new(format!("the prompt on standard input cannot be read: {e}")))?;
     Ok(text)
 }
 
@@ -153,7 +153,7 @@ struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    fn new(text: &'a Text, show: bool) -> Writer<'a> {
+    fn new(text: &'a TextIo, show: bool) -> Writer<'a> {
         let terminal = std::io::stdout().is_terminal();
         Writer { stream: text.tokenizer.stream(), text: String::new(), show, terminal, error: None }
     }

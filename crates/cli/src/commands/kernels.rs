@@ -3,8 +3,10 @@
 use crate::args::{Device, Global};
 use crate::output;
 use anyhow::Result;
-use ferrotron_kernels::cuda::{Compiler, CudaKernels, Readiness, SOURCES, Source, Usage, architecture};
-use ferrotron_tensor::{Threads, Watch, cards};
+use ferrotron_kernels::cuda::{
+    Compiler, CudaKernels, KernelCacheStats, KernelResources, SOURCES, Source, architecture,
+};
+use ferrotron_tensor::{Instrumentation, Threads, gpus};
 use serde::Serialize;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -46,7 +48,7 @@ struct Row {
     spilling: Vec<String>,
     error: Option<String>,
     #[serde(skip)]
-    each: Vec<Usage>,
+    each: Vec<KernelResources>,
 }
 
 /// Runs the command.
@@ -55,7 +57,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         return load(global);
     }
     let compiler = Compiler::open()?;
-    let card = cards().ok().and_then(|all| all.first().map(architecture));
+    let card = gpus().ok().and_then(|all| all.first().map(architecture));
     let arch = args.arch.clone().or(card).unwrap_or_else(|| "sm_90a".into());
     let rows: Vec<Row> =
         SOURCES.iter().filter(|s| s.is_for(&arch)).map(|s| compile(&compiler, s, &arch)).collect();
@@ -70,9 +72,10 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 
 fn load(global: &Global) -> Result<ExitCode> {
     let ordinal = if let Device::Cuda(n) = global.device { n } else { 0 };
-    let device = ferrotron_tensor::Device::cuda(ordinal, Threads::new(global.threads)?, Watch::default())?;
+    let device =
+        ferrotron_tensor::Device::cuda(ordinal, Threads::new(global.threads)?, Instrumentation::default())?;
     let begin = Instant::now();
-    let Readiness { compiled, cached } = CudaKernels::load(&device)?.readiness();
+    let KernelCacheStats { compiled, cached } = CudaKernels::load(&device)?.cache_stats();
     let seconds = begin.elapsed().as_secs_f64();
     if global.json {
         output::print_json(
@@ -92,7 +95,8 @@ fn compile(compiler: &Compiler, source: &Source, arch: &str) -> Row {
         Ok(compiled) => (compiled.kernels, None),
         Err(e) => (Vec::new(), Some(e.to_string())),
     };
-    let spills = |u: &&Usage| u.spills > 0 && !source.may_spill.iter().any(|s| u.name.starts_with(s));
+    let spills =
+        |u: &&KernelResources| u.spills > 0 && !source.may_spill.iter().any(|s| u.name.starts_with(s));
     Row {
         source: source.name,
         seconds: begin.elapsed().as_secs_f64(),

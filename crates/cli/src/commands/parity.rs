@@ -1,15 +1,15 @@
 //! `parity`: the same step twice, compared tensor by tensor.
 
 use crate::args::Global;
-use crate::layout::Side;
-use crate::output::{self, Usage};
+use crate::layout::ParitySide;
+use crate::output::{self, UsageError};
 use anyhow::Result;
-use ferrotron_bridge::{Plan, forward};
-use ferrotron_core::config::{Precision, Recipe, Scaling};
-use ferrotron_core::model::Stages;
+use ferrotron_bridge::{HfCheckpoint, forward};
+use ferrotron_core::config::{Precision, QuantRecipe, Recipe};
+use ferrotron_core::model::PipelineLayout;
 
-use ferrotron_core::grid::{Grid, Layout};
-use ferrotron_core::parity::{Bounds, Compared, Outcome, compare, first_step};
+use ferrotron_core::grid::{Grid, RankLayout};
+use ferrotron_core::parity::{Comparison, Outcome, Tolerance, compare, first_step};
 use ferrotron_core::train::Trainer;
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DeviceKind;
@@ -46,9 +46,9 @@ Examples:
 #[command(after_help = AFTER)]
 pub struct Args {
     /// One side, such as f32 or threads=1
-    pub a: Side,
+    pub a: ParitySide,
     /// The other side
-    pub b: Side,
+    pub b: ParitySide,
     /// The recipe whose first step is made
     #[arg(long, value_name = "RECIPE or FILE.toml", default_value = "tiny", conflicts_with = "model")]
     pub recipe: String,
@@ -72,12 +72,12 @@ const SHOWN: usize = 12;
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let [a, b] = [side(&args, &args.a, global)?, side(&args, &args.b, global)?];
-    let bounds = match args.tolerance {
-        Some(x) if x >= 0.0 => Bounds::all(x),
-        Some(x) => return Err(Usage::new(format!("--tolerance {x} must be 0 or more")).into()),
-        None => bounds(&a, &b),
+    let tolerance = match args.tolerance {
+        Some(x) if x >= 0.0 => Tolerance::all(x),
+        Some(x) => return Err(UsageError::new(format!("--tolerance {x} must be 0 or more")).into()),
+        None => tolerance(&a, &b),
     };
-    let rows = compare(&a.outcome, &b.outcome, &bounds);
+    let rows = compare(&a.outcome, &b.outcome, &tolerance);
     let differ = rows.iter().filter(|r| !r.agrees).count();
     let agree = differ == 0;
     if !global.launch.leads() {
@@ -91,7 +91,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
             "different": differ,
             "identical": rows.iter().filter(|r| r.identical).count(),
             "loss": [a.outcome.loss, b.outcome.loss],
-            "bounds": bounds,
+            "tolerance": tolerance,
             "report": rows,
         }))?;
     } else {
@@ -101,10 +101,10 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
 }
 
 /// One side, done.
-struct Done {
+struct SideResult {
     outcome: Outcome,
     dtype: Precision,
-    scaling: Scaling,
+    scaling: QuantRecipe,
     /// Are its scales powers of two?
     pow2: bool,
     cp: usize,
@@ -113,7 +113,7 @@ struct Done {
     ranks: usize,
 }
 
-fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
+fn side(args: &Args, side: &ParitySide, global: &Global) -> Result<SideResult> {
     let place = Global {
         device: side.device.unwrap_or(global.device),
         threads: side.threads.unwrap_or(global.threads),
@@ -130,7 +130,7 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
         recipe.put_key("precision.dtype", dtype.name())?;
     }
     if let Some(scaling) = side.fp8 {
-        recipe.put_key("precision.scaling", scaling.to_string())?;
+        recipe.put_key("precision.recipe", scaling.to_string())?;
     }
     if let Some(n) = side.micro_batch {
         recipe.put_key("train.micro_batch", i64::try_from(n).unwrap_or(i64::MAX))?;
@@ -145,7 +145,7 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     if let Some(job) = global.launch.job()?.filter(|_| !alone) {
         let given = recipe.is_set("parallel.dp");
         let layout = recipe.config.parallel.layout();
-        let layout = Layout { dp: layout.dp.filter(|_| given), ..layout };
+        let layout = RankLayout { dp: layout.dp.filter(|_| given), ..layout };
         let dp = Grid::new(layout, job.size)?.dp();
         recipe.put_key("parallel.dp", i64::try_from(dp).unwrap_or(i64::MAX))?;
     }
@@ -155,73 +155,86 @@ fn side(args: &Args, side: &Side, global: &Global) -> Result<Done> {
     let one = |rank: Rank| Ok((rank.device().kind(), first_step(rank, &resolved, Some(&fill))?));
     let (seed, ranks) = (resolved.config.train.seed, layout.world()?);
     let mut all = if ranks == 1 {
-        crate::place::alone(&place, seed, one)?
+        crate::ranks::run_single(&place, seed, one)?
     } else {
-        crate::place::run(&place, &layout, seed, one)?
+        crate::ranks::run(&place, &layout, seed, one)?
     };
     let (device, outcome) = all.swap_remove(0);
     let (precision, micro_batch) = (&resolved.config.precision, resolved.plan.micro_batch);
-    let (dtype, scaling, pow2) = (precision.dtype, precision.scaling, precision.power_of_two == Some(true));
-    Ok(Done { outcome, dtype, scaling, pow2, cp: layout.cp, micro_batch, device, ranks })
+    let (dtype, scaling, pow2) = (precision.dtype, precision.recipe, precision.pow2_scales == Some(true));
+    Ok(SideResult { outcome, dtype, scaling, pow2, cp: layout.cp, micro_batch, device, ranks })
 }
 
 /// Forward and backward of a Hugging Face folder: no update, so no weights to compare.
-fn folder(model: &Path, input: &Path, side: &Side, place: &Global) -> Result<Done> {
+fn folder(model: &Path, input: &Path, side: &ParitySide, place: &Global) -> Result<SideResult> {
     if side.micro_batch.is_some() {
-        return Err(Usage::new("micro_batch is for recipes; with --model the input is one batch").into());
+        return Err(UsageError::new("micro_batch is for recipes; with --model the input is one batch").into());
     }
     if side.fp8.is_some() {
-        return Err(Usage::new("fp8 is for recipes; take --recipe finetune-hf --set model.hf=DIR").into());
+        return Err(
+            UsageError::new("fp8 is for recipes; take --recipe finetune-hf --set model.hf=DIR").into()
+        );
     }
-    let (dtype, scaling) = (side.dtype.unwrap_or(Precision::F32), Scaling::None);
-    let plan = Plan::open(model)?;
+    let (dtype, scaling) = (side.dtype.unwrap_or(Precision::F32), QuantRecipe::None);
+    let checkpoint = HfCheckpoint::open(model)?;
     let input = forward::read_input(input)?;
     let backward = input.labels.is_some();
     let layout = side.layout.grid();
     let one = |rank: Rank| {
         let kind = rank.device().kind();
-        let stages = Stages { chunks: layout.vp, text: None };
-        let out = forward::forward(rank, &plan, dtype.dtype(), &stages, &input, backward);
-        Ok((kind, out.map_err(|e| crate::place::told(e.into()))?))
+        let stages = PipelineLayout { vp: layout.vp, layout: None };
+        let out = forward::forward(rank, &checkpoint, dtype.dtype(), &stages, &input, backward);
+        Ok((kind, out.map_err(|e| crate::ranks::to_core_error(e.into()))?))
     };
     let mut all = match layout.world()? {
-        1 => crate::place::alone(place, 0, one)?,
-        _ => crate::place::run(place, &layout, 0, one)?,
+        1 => crate::ranks::run_single(place, 0, one)?,
+        _ => crate::ranks::run(place, &layout, 0, one)?,
     };
     let (device, outcome) = all.swap_remove(0);
     let ranks = layout.world()?;
     let outcome = outcome.into();
-    Ok(Done { outcome, dtype, scaling, pow2: false, cp: layout.cp, micro_batch: input.batch, device, ranks })
+    Ok(SideResult {
+        outcome,
+        dtype,
+        scaling,
+        pow2: false,
+        cp: layout.cp,
+        micro_batch: input.batch,
+        device,
+        ranks,
+    })
 }
 
 /// Is everything summed in the same order?
-fn same(a: &Done, b: &Done) -> bool {
+fn same(a: &SideResult, b: &SideResult) -> bool {
     a.micro_batch == b.micro_batch && a.device == b.device && a.ranks == 1 && b.ranks == 1
 }
 
 /// Has a tensor of activations other tokens on both sides, and so another largest magnitude?
-fn other_tensors(a: &Done, b: &Done) -> bool {
+fn other_tensors(a: &SideResult, b: &SideResult) -> bool {
     (a.micro_batch, a.cp) != (b.micro_batch, b.cp)
 }
 
 /// What counts as agreement where nobody says: equal arithmetic gives equal bits.
-fn bounds(a: &Done, b: &Done) -> Bounds {
+fn tolerance(a: &SideResult, b: &SideResult) -> Tolerance {
     match (a.dtype, b.dtype) {
-        _ if a.scaling != b.scaling => match [a, b].iter().any(|s| s.scaling == Scaling::Nvfp4) {
-            true => Bounds::FOUR_BITS,
-            false => Bounds::EIGHT_BITS,
+        _ if a.scaling != b.scaling => match [a, b].iter().any(|s| s.scaling == QuantRecipe::Nvfp4) {
+            true => Tolerance::FP4,
+            false => Tolerance::FP8,
         },
-        (x, y) if x == y && same(a, b) => Bounds::EXACT,
-        _ if a.scaling == Scaling::Current && !(a.pow2 && b.pow2) && other_tensors(a, b) => Bounds::RESCALED,
-        _ if a.scaling != Scaling::None => Bounds::SCALED,
+        (x, y) if x == y && same(a, b) => Tolerance::EXACT,
+        _ if a.scaling == QuantRecipe::Fp8Current && !(a.pow2 && b.pow2) && other_tensors(a, b) => {
+            Tolerance::FP8_OTHER_SCALES
+        }
+        _ if a.scaling != QuantRecipe::None => Tolerance::FP8_SAME_SCALES,
         // Two devices round intermediate results to bf16 at their own places.
-        (Precision::F32, Precision::F32) => Bounds::F32,
-        (x, y) if x == y && a.device == b.device && a.ranks == b.ranks => Bounds::F32,
-        _ => Bounds::BF16,
+        (Precision::F32, Precision::F32) => Tolerance::F32,
+        (x, y) if x == y && a.device == b.device && a.ranks == b.ranks => Tolerance::F32,
+        _ => Tolerance::BF16,
     }
 }
 
-fn report(args: &Args, rows: &[Compared], sides: [&Done; 2]) -> String {
+fn report(args: &Args, rows: &[Comparison], sides: [&SideResult; 2]) -> String {
     let work = match &args.model {
         Some(model) => format!("one pass of {}", model.display()),
         None => format!("the first step of {}", args.recipe),
@@ -243,7 +256,7 @@ fn report(args: &Args, rows: &[Compared], sides: [&Done; 2]) -> String {
 }
 
 /// The worst tensors as a table.
-fn worst(rows: &[Compared]) -> String {
+fn worst(rows: &[Comparison]) -> String {
     let number = |x: f64| if x == 0.0 { "0".to_string() } else { format!("{x:.1e}") };
     let head = ["", "", "relative error", "allowed", "largest", ""].map(String::from).to_vec();
     let mut table = vec![head];

@@ -3,7 +3,7 @@
 use crate::args::Global;
 use crate::output;
 use anyhow::Result;
-use ferrotron_core::config::{Embedded, RECIPES, Recipe};
+use ferrotron_core::config::{EmbeddedRecipe, RECIPES, Recipe};
 use serde_json::json;
 use std::process::ExitCode;
 
@@ -24,7 +24,7 @@ pub struct Args {
 
 /// Runs the command.
 pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
-    let as_json = |r: &Embedded| json!({ "name": r.name, "summary": r.summary(), "toml": r.text });
+    let as_json = |r: &EmbeddedRecipe| json!({ "name": r.name, "summary": r.summary(), "toml": r.text });
     match args.name {
         Some(name) => {
             // The error for an unknown name is the one `train` gives.

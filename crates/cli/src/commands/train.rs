@@ -2,21 +2,21 @@
 
 use crate::args::Global;
 use crate::format;
-use crate::output::{self, Usage};
-use crate::place;
+use crate::output::{self, UsageError};
 use crate::progress::Progress;
-use crate::signal::Stop;
+use crate::ranks;
+use crate::signal::StopFlag;
 use crate::trace;
 use anyhow::Result;
-use ferrotron_core::config::{Derived, Graph, Recipe, Resolved};
+use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved};
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
-use ferrotron_core::grid::{Grid, Layout};
-use ferrotron_core::model::Stages;
+use ferrotron_core::grid::{Grid, RankLayout};
+use ferrotron_core::model::PipelineLayout;
 use ferrotron_core::model::generate::{Sampling, generate};
-use ferrotron_core::pipeline::{Costs, Plan, Timeline};
-use ferrotron_core::train::{Need, Observer, Run, Trainer};
-use ferrotron_engine::Pass;
+use ferrotron_core::pipeline::{Costs, PipelinePlan, Timeline};
+use ferrotron_core::train::{MemoryEstimate, Observer, Run, Trainer};
+use ferrotron_engine::StepContext;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Instant;
@@ -33,7 +33,7 @@ Several ranks: parallel.tp of them share every layer, parallel.cp every sequence
 the rest, parallel.dp, have other data. They are threads of this process, on the CPU or sharing one card; or the processes
 that a launcher started, one rank each: mpirun (CPU, or one card each), srun, or RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR
 and MASTER_PORT as torchrun sets them. parallel.dp then follows from their number. A rank that does not come to where the
-others wait for it is named after --patience seconds, and the run ends; the newest checkpoint is whole.";
+others wait for it is named after --timeout seconds, and the run ends; the newest checkpoint is whole.";
 
 const AFTER: &str = "\
 Examples:
@@ -78,7 +78,7 @@ pub struct Args {
     pub dry_run: bool,
     /// A timeline of steps.
     #[command(flatten)]
-    pub trace: trace::Timeline,
+    pub trace: trace::TraceArgs,
 }
 
 impl Args {
@@ -94,12 +94,12 @@ impl Args {
         if !self.data.is_empty() {
             recipe.put_key("data.path", self.data.clone())?;
         }
-        if let Some(ranks) = global.ranks(self.ranks)? {
+        if let Some(ranks) = global.world_size(self.ranks)? {
             let given = recipe.is_set("parallel.dp");
             let parallel = &recipe.config.parallel;
-            let layout = Layout { dp: given.then_some(parallel.dp), ..parallel.layout() };
+            let layout = RankLayout { dp: given.then_some(parallel.dp), ..parallel.layout() };
             // Refuses what does not make so many ranks, with what would.
-            let grid = Grid::new(layout, ranks).map_err(|e| Usage::new(e.to_string()))?;
+            let grid = Grid::new(layout, ranks).map_err(|e| UsageError::new(e.to_string()))?;
             recipe.put_key("parallel.dp", i64::try_from(grid.dp()).unwrap_or(i64::MAX))?;
         }
         Ok(recipe)
@@ -127,10 +127,11 @@ fn pipeline(resolved: &Resolved) -> Result<Option<String>> {
     if p.pp == 1 {
         return Ok(None);
     }
-    let placement = Stages { chunks: p.vp, text: p.stages.clone() }.place(&resolved.model, p.pp)?;
+    let placement = PipelineLayout { vp: p.vp, layout: p.stages.clone() }.place(&resolved.model, p.pp)?;
     let micro_batches = resolved.config.train.global_batch / (resolved.plan.micro_batch * p.dp);
-    let mode = p.schedule.mode();
-    let schedule = Plan { mode, ..Plan::new(p.pp, placement.vp(), micro_batches) }.schedule()?;
+    let mode = p.schedule.schedule_kind();
+    let schedule =
+        PipelinePlan { kind: mode, ..PipelinePlan::new(p.pp, placement.vp(), micro_batches) }.schedule()?;
     let drawing = Timeline::new(&schedule, &Costs::default())?.draw(120);
     Ok(Some(format!("stages: {placement}\n{drawing}")))
 }
@@ -147,7 +148,7 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
             "config": resolved.config,
             "plan": resolved.plan,
             "derived": resolved.derived,
-            "optimizer_bytes_per_parameter": Need::of(resolved).optimizer_bytes(),
+            "optimizer_bytes_per_parameter": MemoryEstimate::of(resolved).optimizer_bytes(),
         }))?;
     } else {
         let p = &resolved.plan;
@@ -157,7 +158,7 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
             format::thousands(p.steps),
             format::count(p.samples),
             format::count(p.tokens),
-            Need::of(resolved).per_parameter(),
+            MemoryEstimate::of(resolved).bytes_per_parameter(),
             derived(resolved).lines().map(|l| format!("# {l}\n")).collect::<String>(),
         ))?;
         if let Some(drawing) = pipeline(resolved)? {
@@ -175,11 +176,11 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         return show(&args, &recipe, &resolved, global);
     }
     let out = args.out(&recipe);
-    let stop = Stop::listen()?;
+    let stop = StopFlag::listen()?;
     let layout = resolved.config.parallel.layout();
     let fill = |t: &Trainer| first.as_ref().map_or(Ok(()), |weights| weights.fill(t));
     let seed = resolved.config.train.seed;
-    place::run(&args.trace.place(global)?, &layout, seed, |rank| {
+    ranks::run(&args.trace.with_tracing(global)?, &layout, seed, |rank| {
         let lead = rank.world.rank() == 0;
         // The others look at the folder after the first has opened it.
         if args.fresh && lead {
@@ -187,25 +188,25 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
         }
         let run = Run::open(rank, resolved.clone(), &out, Some(&fill))?;
         match lead {
-            true => lead_run(&args, &recipe, run, stop.clone(), global).map_err(place::told),
-            false => follow(&args, run, stop.clone()),
+            true => train_lead_rank(&args, &recipe, run, stop.clone(), global).map_err(ranks::to_core_error),
+            false => train_other_rank(&args, run, stop.clone()),
         }
     })?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// The work of a rank that shows nothing.
-fn follow(args: &Args, mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
-    struct Silent(Stop);
-    impl Observer for Silent {
+fn train_other_rank(args: &Args, mut run: Run, stop: StopFlag) -> ferrotron_core::Result<()> {
+    struct SilentObserver(StopFlag);
+    impl Observer for SilentObserver {
         fn event(&mut self, _: &Event) {}
         fn stop(&self) -> bool {
-            self.0.asked()
+            self.0.requested()
         }
     }
     let sources = source::open(&run.resolved)?;
     let (outcome, _) =
-        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut Silent(stop))?;
+        args.trace.train(&mut run, &*sources.train, sources.eval.as_deref(), &mut SilentObserver(stop))?;
     if outcome.finished {
         sample(&run)?;
     }
@@ -213,7 +214,13 @@ fn follow(args: &Args, mut run: Run, stop: Stop) -> ferrotron_core::Result<()> {
 }
 
 /// The work of the first rank, which shows it.
-fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Global) -> Result<()> {
+fn train_lead_rank(
+    args: &Args,
+    recipe: &Recipe,
+    mut run: Run,
+    stop: StopFlag,
+    global: &Global,
+) -> Result<()> {
     let begin = Instant::now();
     let sources = source::open(&run.resolved)?;
     let done = run.trainer.step;
@@ -242,7 +249,7 @@ fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Glo
             recipe,
             &run,
             &outcome,
-            global.begun,
+            global.started,
             text.as_deref(),
         ))?;
     }
@@ -252,7 +259,7 @@ fn lead_run(args: &Args, recipe: &Recipe, mut run: Run, stop: Stop, global: &Glo
 /// Progress on the screen, and the flag that Ctrl-C raises.
 struct View {
     progress: Progress,
-    stop: Stop,
+    stop: StopFlag,
 }
 
 impl Observer for View {
@@ -260,7 +267,7 @@ impl Observer for View {
         self.progress.event(event);
     }
     fn stop(&self) -> bool {
-        self.stop.asked()
+        self.stop.requested()
     }
 }
 
@@ -272,7 +279,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
         version: env!("CARGO_PKG_VERSION").into(),
         steps: run.resolved.plan.steps,
         parameters: run.resolved.model.parameters() as u64,
-        device: place::name(&run.trainer.rank),
+        device: ranks::device_name(&run.trainer.rank),
         threads: device.threads().count() as u64,
         dtype: run.resolved.config.precision.dtype.name().into(),
         flops_per_token: run.flops_per_token,
@@ -290,17 +297,17 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             start.dtype,
             format::thousands(p.steps),
             format::count(run.resolved.config.train.global_batch as u64 * p.seq_len as u64),
-            place::full_name(&run.trainer.rank),
+            ranks::device_description(&run.trainer.rank),
             run.dir().display(),
         );
         if first == 0 {
-            eprintln!("{}", Need::of(&run.resolved).per_parameter());
+            eprintln!("{}", MemoryEstimate::of(&run.resolved).bytes_per_parameter());
             let mut resolved = run.resolved.clone();
             // What only the device decides.
-            let choice = run.trainer.graph_choice();
-            if device.card().is_some() && resolved.config.train.graph == Graph::Auto {
+            let choice = run.trainer.cuda_graph_decision();
+            if device.gpu().is_some() && resolved.config.train.cuda_graph == CudaGraphMode::Auto {
                 let value = format!("\"{}\"", choice.value);
-                resolved.derived.push(Derived { key: "train.graph", value, reason: choice.reason });
+                resolved.derived.push(Derived { key: "train.cuda_graph", value, reason: choice.reason });
             }
             eprint!("{}", derived(&resolved));
         }
@@ -329,7 +336,7 @@ fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
         seed: run.resolved.config.train.seed,
     };
     let t = &run.trainer;
-    let pass = Pass::new(&t.rank, &t.params);
+    let pass = StepContext::new(&t.rank, &t.params);
     let out = generate(&t.decoder, &pass, &ids, g.tokens as usize, sampling, &[], &mut |_| true)?;
     let bytes: Vec<u8> = out.iter().map(|id| *id as u8).collect();
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))

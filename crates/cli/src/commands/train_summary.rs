@@ -6,7 +6,7 @@ use crate::output;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::data::synthetic;
 use ferrotron_core::train::{Outcome, Run};
-use ferrotron_tensor::human;
+use ferrotron_tensor::format_bytes;
 use std::time::Instant;
 
 /// The closing text.
@@ -15,7 +15,7 @@ pub fn text(
     recipe: &Recipe,
     run: &Run,
     outcome: &Outcome,
-    begun: Instant,
+    started: Instant,
     sample: Option<&str>,
 ) -> String {
     let mut out = String::new();
@@ -56,24 +56,26 @@ pub fn text(
         );
     }
     if let Some(first) = outcome.first {
-        row("first step", format!("{} after the start", format::seconds((first - begun).as_secs_f64())));
+        row("first step", format!("{} after the start", format::seconds((first - started).as_secs_f64())));
     }
-    if run.trainer.rank.device().card().is_some() && outcome.steps > 0 {
-        let (replayed, choice) = (run.trainer.steps_replayed(), run.trainer.graph_choice());
+    if run.trainer.rank.device().gpu().is_some() && outcome.steps > 0 {
+        let (replayed, choice) = (run.trainer.steps_replayed(), run.trainer.cuda_graph_decision());
         let of = format!("{} of {}", format::thousands(replayed), format::thousands(outcome.steps));
-        row("replayed", format!("{of} steps, train.graph {} ({})", choice.value, choice.reason));
+        row("replayed", format!("{of} steps, train.cuda_graph {} ({})", choice.value, choice.reason));
     }
     let sent = run.sent.total();
     if sent > 0 {
         let groups = run.sent.by_kind().into_iter().map(|(group, kinds)| {
-            let kinds: Vec<String> =
-                kinds.iter().map(|(kind, bytes)| format!("{kind} {}", human(*bytes as usize))).collect();
+            let kinds: Vec<String> = kinds
+                .iter()
+                .map(|(kind, bytes)| format!("{kind} {}", format_bytes(*bytes as usize)))
+                .collect();
             format!("\n    {group}: {}", kinds.join(", "))
         });
         let each = groups.collect::<String>();
-        row("communication", format!("{} sent per step by rank 0{each}", human(sent as usize)));
+        row("communication", format!("{} sent per step by rank 0{each}", format_bytes(sent as usize)));
     }
-    row("peak memory", human(run.trainer.rank.device().memory().total_peak));
+    row("peak memory", format_bytes(run.trainer.rank.device().memory().total_peak));
     row("run folder", run.dir().display().to_string());
     out += &format!("\n{}", output::table(&rows));
     let dir = run.dir().display();

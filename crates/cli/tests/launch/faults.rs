@@ -4,11 +4,11 @@
 
 use super::support::{files, losses, run};
 use super::{mpi, recipe, text};
-use ferrotron_comm::Reduce;
+use ferrotron_comm::ReduceOp;
 use ferrotron_core::config::Recipe;
 use ferrotron_core::data::source;
 use ferrotron_core::events::Event;
-use ferrotron_core::grid::Layout;
+use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::Launch;
 use ferrotron_core::train::{Observer, Run};
 use ferrotron_engine::Rank;
@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 const STEPS: usize = 60;
 /// How long ranks wait for each other.
-const PATIENCE: u64 = 3;
+const TIMEOUT: u64 = 3;
 /// After that, time for the last words and for `mpirun` to end everybody.
 const END: f64 = 15.0;
 /// The rank that does not do its part.
@@ -46,9 +46,9 @@ impl Scene {
     }
 
     fn train(&self) -> mpi::Job {
-        let patience = PATIENCE.to_string();
+        let timeout = TIMEOUT.to_string();
         let out = self.out();
-        let args = ["train", text(&self.recipe), "--out", text(&out), "--patience", &patience];
+        let args = ["train", text(&self.recipe), "--out", text(&out), "--timeout", &timeout];
         mpi::ferrotron(4, &[], &[&args[..], &["--set", "parallel.tp=2"]].concat())
     }
 
@@ -68,7 +68,7 @@ impl Scene {
     /// It ended badly, in time; going on from there ends as an undisturbed run does.
     fn ended(&self, o: &mpi::Outcome) {
         assert!(o.code != Some(0), "{}", o.text);
-        assert!(o.seconds < 30.0 + PATIENCE as f64 + END, "it took {:.1} s:\n{}", o.seconds, o.text);
+        assert!(o.seconds < 30.0 + TIMEOUT as f64 + END, "it took {:.1} s:\n{}", o.seconds, o.text);
         assert!(!o.text.contains("panicked"), "{}", o.text);
         let stood = files(&self.out().join("checkpoints"));
         assert!(!stood.is_empty());
@@ -100,7 +100,7 @@ fn a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint() {
     let begin = Instant::now();
     signal("-KILL", job.process(BAD));
     let o = job.wait(Duration::from_secs(90));
-    assert!(begin.elapsed().as_secs_f64() < PATIENCE as f64 + END, "{}", o.text);
+    assert!(begin.elapsed().as_secs_f64() < TIMEOUT as f64 + END, "{}", o.text);
     // Open MPI itself sees it, says so and ends the others.
     assert!(o.text.lines().any(|l| l.contains("rank 2") && l.contains("signal 9")), "{}", o.text);
     scene.ended(&o);
@@ -118,7 +118,7 @@ fn a_rank_that_stands_still_is_named_by_every_other() {
     signal("-STOP", job.process(BAD));
     let o = job.wait(Duration::from_secs(90));
     let took = begin.elapsed().as_secs_f64();
-    assert!(took > PATIENCE as f64 - 0.5 && took < PATIENCE as f64 + END, "{took:.1} s:\n{}", o.text);
+    assert!(took > TIMEOUT as f64 - 0.5 && took < TIMEOUT as f64 + END, "{took:.1} s:\n{}", o.text);
     // Those that wait for it name it; those that wait for these hear of it, or name them and what they wait for.
     assert!((0..4).any(|r| o.says(r, &["ferrotron: stalled", "rank 2 ("])), "{}", o.text);
     for rank in [0, 1, 3] {
@@ -171,9 +171,9 @@ fn worker() {
     let resolved = recipe.resolve(None).unwrap();
     let launch = Launch::default();
     let job = launch.job().unwrap().unwrap();
-    let layout = Layout { tp: 2, dp: Some(2), ..Layout::default() };
+    let layout = RankLayout { tp: 2, dp: Some(2), ..RankLayout::default() };
     let make = || Ok(Rank::cpu(1, resolved.config.train.seed)?);
-    let done = launch.run(&job, &layout, Duration::from_secs(PATIENCE), make, |rank| {
+    let done = launch.run(&job, &layout, Duration::from_secs(TIMEOUT), make, |rank| {
         let bad = rank.world.rank() == BAD;
         let mut run = Run::open(rank.clone(), resolved.clone(), Path::new(&out), None)?;
         let sources = source::open(&resolved)?;
@@ -204,12 +204,12 @@ impl Observer for Faulty<'_> {
         let _ = match *fault {
             "another shape" => {
                 let wrong = s.zeros(&[3], DType::I32, Category::Communication).unwrap();
-                rank.world.all().all_reduce(s, &wrong, Reduce::Max, "stop")
+                rank.world.all().all_reduce(s, &wrong, ReduceOp::Max, "stop")
             }
             // Goes on with the next step instead.
             _ => {
                 let tokens = s.zeros(&[1], DType::F64, Category::Communication).unwrap();
-                rank.dp.all_reduce(s, &tokens, Reduce::Sum, "tokens of the step")
+                rank.dp.all_reduce(s, &tokens, ReduceOp::Sum, "tokens of the step")
             }
         };
         false

@@ -43,7 +43,7 @@ pub fn ferrotron<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Command {
 
 /// How a command ended.
 #[derive(Debug)]
-pub struct Ended {
+pub struct Finished {
     /// The exit code; none after a signal.
     pub code: Option<i32>,
     pub out: String,
@@ -51,7 +51,7 @@ pub struct Ended {
 }
 
 /// Waits for a command, but not for ever.
-pub fn wait(mut child: Child) -> Ended {
+pub fn wait(mut child: Child) -> Finished {
     let start = Instant::now();
     let pipes = (child.stdout.take().unwrap(), child.stderr.take().unwrap());
     let read = |mut pipe: Box<dyn std::io::Read + Send>| {
@@ -75,19 +75,19 @@ pub fn wait(mut child: Child) -> Ended {
         std::thread::sleep(pause);
         pause = (pause * 2).min(Duration::from_millis(5));
     };
-    Ended { code: status.code(), out: out.join().unwrap(), err: err.join().unwrap() }
+    Finished { code: status.code(), out: out.join().unwrap(), err: err.join().unwrap() }
 }
 
 /// Runs a command to its end.
-pub fn run<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Ended {
+pub fn run<A: AsRef<std::ffi::OsStr>>(args: &[A]) -> Finished {
     wait(ferrotron(args).spawn().unwrap())
 }
 
 /// A failure as users may meet one: a code other than 0, one sentence (and perhaps a hint), and no trace of the
 /// program's insides.
-pub fn one_sentence(e: &Ended, what: &str) {
+pub fn assert_one_sentence_error(e: &Finished, what: &str) {
     assert!(matches!(e.code, Some(1 | 2)), "{what}: {e:?}");
-    quiet(e, what);
+    assert_no_internals(e, what);
     // Progress may come first; what is said last is the error.
     let lines: Vec<&str> = e.err.lines().collect();
     let at = lines.iter().position(|l| l.starts_with("error: ")).unwrap_or_else(|| panic!("{what}: {e:?}"));
@@ -98,7 +98,7 @@ pub fn one_sentence(e: &Ended, what: &str) {
 }
 
 /// Nothing of the program's insides shows, whatever the end.
-pub fn quiet(e: &Ended, what: &str) {
+pub fn assert_no_internals(e: &Finished, what: &str) {
     for word in ["panicked", "RUST_BACKTRACE", "overflow", "called `", "src/"] {
         assert!(!e.err.contains(word), "{what}: {}", e.err);
     }
@@ -143,9 +143,9 @@ pub fn losses(run: &Path) -> Vec<(u64, String)> {
 }
 
 /// A seeded generator (SplitMix64).
-pub struct Dice(pub u64);
+pub struct SeededRng(pub u64);
 
-impl Dice {
+impl SeededRng {
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
@@ -158,8 +158,8 @@ impl Dice {
         (self.next() % n.max(1) as u64) as usize
     }
 
-    /// One injury: a flipped bit, a cut, bytes added, removed or overwritten; and its name.
-    pub fn injure(&mut self, good: &[u8]) -> (&'static str, Vec<u8>) {
+    /// One corruption: a flipped bit, a cut, bytes added, removed or overwritten; and its name.
+    pub fn corrupt(&mut self, good: &[u8]) -> (&'static str, Vec<u8>) {
         let mut bad = good.to_vec();
         let at = self.below(good.len());
         let piece: Vec<u8> = (0..1 + self.below(16)).map(|_| self.next() as u8).collect();

@@ -1,10 +1,10 @@
 //! Sums that do not depend on the number of processes that made them: every element is reduced in one place,
 //! in the order of ranks, and rounded once.
 
-use super::transfer::Lane;
-use crate::Reduce;
-use crate::engine::Trouble;
-use crate::threads::sums::{Reducible, fold};
+use super::transfer::GroupTransfer;
+use crate::ReduceOp;
+use crate::backend::OpError;
+use crate::threads::reduce::{Reducible, fold};
 use std::ops::Range;
 use std::time::Instant;
 
@@ -22,20 +22,20 @@ fn part(len: usize, n: usize, r: usize) -> Range<usize> {
 
 /// `t` = reduction over ranks.
 pub(super) fn all_reduce<T: Reducible>(
-    lane: &Lane,
+    transfer: &GroupTransfer,
     t: &mut [T],
-    op: Reduce,
+    op: ReduceOp,
     deadline: Instant,
-) -> Result<(), Trouble> {
-    let (n, me) = (lane.circle.ranks.len(), lane.circle.me);
+) -> Result<(), OpError> {
+    let (n, me) = (transfer.group.ranks.len(), transfer.group.me);
     if t.len() <= SMALL {
-        let theirs = swap(lane, &vec![&*t; n], t.len(), deadline)?;
+        let theirs = swap(transfer, &vec![&*t; n], t.len(), deadline)?;
         let own = t.to_vec();
         fold(t, &slices(&theirs, &own, me), op);
         return Ok(());
     }
     let parts: Vec<Range<usize>> = (0..n).map(|r| part(t.len(), n, r)).collect();
-    reduce_parts(lane, t, &parts, op, deadline)?;
+    reduce_parts(transfer, t, &parts, op, deadline)?;
     let mut rest = &mut *t;
     let mut mine: &[T] = &[];
     let mut others: Vec<(usize, &mut [u8])> = Vec::with_capacity(n);
@@ -47,36 +47,36 @@ pub(super) fn all_reduce<T: Reducible>(
             false => others.push((r, bytemuck::cast_slice_mut(this))),
         }
     }
-    let sends: Vec<_> = lane.circle.others().map(|r| (r, bytemuck::cast_slice(mine))).collect();
-    lane.transfer(&sends, &mut others, deadline)
+    let sends: Vec<_> = transfer.group.others().map(|r| (r, bytemuck::cast_slice(mine))).collect();
+    transfer.run(&sends, &mut others, deadline)
 }
 
 /// Part `me` of n equal parts of `all` = reduction over ranks.
 pub(super) fn reduce_scatter<T: Reducible>(
-    lane: &Lane,
+    transfer: &GroupTransfer,
     all: &mut [T],
-    op: Reduce,
+    op: ReduceOp,
     deadline: Instant,
-) -> Result<(), Trouble> {
-    let n = lane.circle.ranks.len();
+) -> Result<(), OpError> {
+    let n = transfer.group.ranks.len();
     let parts: Vec<Range<usize>> = (0..n).map(|r| all.len() / n * r..all.len() / n * (r + 1)).collect();
-    reduce_parts(lane, all, &parts, op, deadline)
+    reduce_parts(transfer, all, &parts, op, deadline)
 }
 
 /// The same when `all` is only read and `mine` is elsewhere.
 pub(super) fn reduce_scatter_into<T: Reducible>(
-    lane: &Lane,
+    transfer: &GroupTransfer,
     all: &[T],
     mine: &mut [T],
-    op: Reduce,
+    op: ReduceOp,
     deadline: Instant,
-) -> Result<(), Trouble> {
+) -> Result<(), OpError> {
     let len = mine.len();
-    let me = lane.circle.me;
+    let me = transfer.group.me;
     segments(len, |seg| {
         let seg = within(&seg, len);
         let sent: Vec<&[T]> = all.chunks(len).map(|part| &part[seg.clone()]).collect();
-        let theirs = swap(lane, &sent, seg.len(), deadline)?;
+        let theirs = swap(transfer, &sent, seg.len(), deadline)?;
         fold(&mut mine[seg], &slices(&theirs, sent[me], me), op);
         Ok(())
     })
@@ -84,17 +84,17 @@ pub(super) fn reduce_scatter_into<T: Reducible>(
 
 /// Reduces in place, at rank r, part r of `t`.
 fn reduce_parts<T: Reducible>(
-    lane: &Lane,
+    transfer: &GroupTransfer,
     t: &mut [T],
     parts: &[Range<usize>],
-    op: Reduce,
+    op: ReduceOp,
     deadline: Instant,
-) -> Result<(), Trouble> {
-    let me = lane.circle.me;
+) -> Result<(), OpError> {
+    let me = transfer.group.me;
     let longest = parts.iter().map(Range::len).max().unwrap_or(0);
     segments(longest, |seg| {
         let sent: Vec<&[T]> = parts.iter().map(|p| &t[p.clone()][within(&seg, p.len())]).collect();
-        let theirs = swap(lane, &sent, sent[me].len(), deadline)?;
+        let theirs = swap(transfer, &sent, sent[me].len(), deadline)?;
         let own = sent[me].to_vec();
         let out = &mut t[parts[me].clone()][within(&seg, parts[me].len())];
         fold(out, &slices(&theirs, &own, me), op);
@@ -103,7 +103,7 @@ fn reduce_parts<T: Reducible>(
 }
 
 /// Calls `step` for pieces of `len` elements.
-fn segments(len: usize, mut step: impl FnMut(Range<usize>) -> Result<(), Trouble>) -> Result<(), Trouble> {
+fn segments(len: usize, mut step: impl FnMut(Range<usize>) -> Result<(), OpError>) -> Result<(), OpError> {
     (0..len).step_by(SEGMENT).try_for_each(|start| step(start..start + SEGMENT))
 }
 
@@ -114,22 +114,22 @@ fn within(segment: &Range<usize>, len: usize) -> Range<usize> {
 
 /// Sends `sent[r]` to rank r and gets `len` elements from each; this rank's own place stays empty.
 fn swap<T: Reducible>(
-    lane: &Lane,
+    transfer: &GroupTransfer,
     sent: &[&[T]],
     len: usize,
     deadline: Instant,
-) -> Result<Vec<Vec<T>>, Trouble> {
-    let me = lane.circle.me;
+) -> Result<Vec<Vec<T>>, OpError> {
+    let me = transfer.group.me;
     let mut theirs: Vec<Vec<T>> =
         (0..sent.len()).map(|r| vec![T::zeroed(); if r == me { 0 } else { len }]).collect();
-    let sends: Vec<_> = lane.circle.others().map(|r| (r, bytemuck::cast_slice(sent[r]))).collect();
+    let sends: Vec<_> = transfer.group.others().map(|r| (r, bytemuck::cast_slice(sent[r]))).collect();
     let mut receives = receives(&mut theirs, me);
-    match lane.transfer(&sends, &mut receives, deadline) {
+    match transfer.run(&sends, &mut receives, deadline) {
         Ok(()) => Ok(theirs),
-        Err(trouble) => {
+        Err(error) => {
             // MPI may still write here.
             std::mem::forget(theirs);
-            Err(trouble)
+            Err(error)
         }
     }
 }

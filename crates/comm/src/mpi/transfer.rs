@@ -1,35 +1,35 @@
 //! Bytes of tensors between ranks: everything is posted at once, then waited for without holding a core.
 
-use super::library::{Handle, Mpi};
-use super::mail::Comm;
-use crate::circle::Circle;
-use crate::engine::Trouble;
+use super::control::Comm;
+use super::ffi::{Handle, Mpi};
+use crate::backend::OpError;
+use crate::process_group::ProcessGroup;
 use ferrotron_tensor::Tensor;
 use std::time::Instant;
 
 /// MPI counts in 32 bits: longer messages are cut into pieces of this many bytes.
 pub(super) const PIECE: usize = 1 << 30;
 
-/// The lane of a group.
-pub(super) struct Lane<'a> {
+/// The transfer of a group.
+pub(super) struct GroupTransfer<'a> {
     pub(super) mpi: &'static Mpi,
     pub(super) comm: Comm,
-    pub(super) circle: &'a Circle,
+    pub(super) group: &'a ProcessGroup,
     /// Messages of one tag between two ranks arrive in the order sent.
     pub(super) tag: i32,
     /// The memory's owners, kept for ever if the call ends while MPI still uses it.
     pub(super) owners: &'a [&'a Tensor],
 }
 
-impl Lane<'_> {
+impl GroupTransfer<'_> {
     /// Sends and receives everything (by rank in the group; nothing goes to this rank itself) and returns when
     /// all is done.
-    pub(super) fn transfer(
+    pub(super) fn run(
         &self,
         sends: &[(usize, &[u8])],
         receives: &mut [(usize, &mut [u8])],
         deadline: Instant,
-    ) -> Result<(), Trouble> {
+    ) -> Result<(), OpError> {
         let mut pending: Vec<(usize, Handle)> = Vec::with_capacity(sends.len() + receives.len());
         let done =
             self.post(sends, receives, &mut pending).and_then(|()| self.finish(&mut pending, deadline));
@@ -46,8 +46,8 @@ impl Lane<'_> {
         sends: &[(usize, &[u8])],
         receives: &mut [(usize, &mut [u8])],
         pending: &mut Vec<(usize, Handle)>,
-    ) -> Result<(), Trouble> {
-        let rank = |peer: usize| self.circle.ranks[peer];
+    ) -> Result<(), OpError> {
+        let rank = |peer: usize| self.group.ranks[peer];
         for (from, bytes) in receives.iter_mut() {
             for piece in bytes.chunks_mut(PIECE) {
                 let (at, len) = (piece.as_mut_ptr(), piece.len());
@@ -66,9 +66,9 @@ impl Lane<'_> {
         Ok(())
     }
 
-    fn finish(&self, pending: &mut Vec<(usize, Handle)>, deadline: Instant) -> Result<(), Trouble> {
+    fn finish(&self, pending: &mut Vec<(usize, Handle)>, deadline: Instant) -> Result<(), OpError> {
         let pending = std::cell::RefCell::new(pending);
-        self.circle.process.wait(
+        self.group.process.wait(
             deadline,
             || {
                 let mut pending = pending.borrow_mut();
@@ -86,7 +86,7 @@ impl Lane<'_> {
                 let mut peers: Vec<usize> = pending.borrow().iter().map(|(peer, _)| *peer).collect();
                 peers.sort_unstable();
                 peers.dedup();
-                peers.into_iter().map(|p| (p, self.circle.ranks[p])).collect()
+                peers.into_iter().map(|p| (p, self.group.ranks[p])).collect()
             },
         )
     }

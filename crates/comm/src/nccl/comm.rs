@@ -1,8 +1,8 @@
 //! One communicator of NCCL: set-up, errors and end. Communicators are non-blocking, so that a rank that never
 //! comes can be given up on.
 
-use super::library::{Comm, Config, IN_PROGRESS, NO_COLOR, Nccl, SUCCESS, UniqueId};
-use crate::engine::Trouble;
+use super::ffi::{Comm, Config, IN_PROGRESS, NO_COLOR, Nccl, SUCCESS, UniqueId};
+use crate::backend::OpError;
 use crate::process::Process;
 use ferrotron_tensor::Stream;
 use std::ffi::c_int;
@@ -36,7 +36,7 @@ impl NcclComm {
         s: &Stream,
         id: UniqueId,
         deadline: Instant,
-    ) -> Result<Arc<NcclComm>, Trouble> {
+    ) -> Result<Arc<NcclComm>, OpError> {
         let (size, rank) = (process.post().size() as c_int, process.post().rank() as c_int);
         let mut raw = std::ptr::null_mut();
         let mut code = SUCCESS;
@@ -62,7 +62,7 @@ impl NcclComm {
         s: &Stream,
         place: Option<usize>,
         deadline: Instant,
-    ) -> Result<Option<Arc<NcclComm>>, Trouble> {
+    ) -> Result<Option<Arc<NcclComm>>, OpError> {
         let color = if place.is_some() { 0 } else { NO_COLOR };
         // Leaked: NCCL may write there until the split has settled, which it may never do.
         let raw: *mut Comm = Box::leak(Box::new(std::ptr::null_mut()));
@@ -94,7 +94,7 @@ impl NcclComm {
     }
 
     /// Waits until the call that returned `code` has been taken up (not until it is done on the card).
-    pub(super) fn settle(&self, call: &'static str, code: c_int, deadline: Instant) -> Result<(), Trouble> {
+    pub(super) fn settle(&self, call: &'static str, code: c_int, deadline: Instant) -> Result<(), OpError> {
         if code == SUCCESS {
             return Ok(());
         }
@@ -107,9 +107,11 @@ impl NcclComm {
             SUCCESS => Ok(Some(())),
             code => Err(self.nccl.error(call, code).into()),
         };
-        self.process.wait(deadline, ready, others).map_err(|trouble| match trouble {
+        self.process.wait(deadline, ready, others).map_err(|error| match error {
             // NCCL does not say who is missing.
-            Trouble::Absent { told, .. } => Trouble::Absent { missing: vec![], ended: vec![], told },
+            OpError::RanksMissing { failure, .. } => {
+                OpError::RanksMissing { missing: vec![], ended: vec![], failure }
+            }
             other => other,
         })
     }
@@ -133,14 +135,16 @@ impl NcclComm {
     }
 
     /// The handle for a call.
-    pub(super) fn raw(&self) -> Result<Comm, Trouble> {
+    pub(super) fn raw(&self) -> Result<Comm, OpError> {
         match self.aborted.load(Ordering::Acquire) {
-            true => Err(Trouble::Absent { missing: vec![], ended: vec![], told: self.process.told() }),
+            true => {
+                Err(OpError::RanksMissing { missing: vec![], ended: vec![], failure: self.process.failure() })
+            }
             false => Ok(self.raw.0),
         }
     }
 
-    /// Ends what is on the card's streams, so that hosts that wait for it wake up.
+    /// RankBackends what is on the card's streams, so that hosts that wait for it wake up.
     pub(super) fn abort(&self) {
         if !self.raw.0.is_null() && !self.aborted.swap(true, Ordering::AcqRel) {
             // SAFETY: live until here, and never used again.
@@ -154,7 +158,7 @@ impl Drop for NcclComm {
         if self.raw.0.is_null() || self.aborted.load(Ordering::Acquire) {
             return;
         }
-        if self.process.told().is_none() && !std::thread::panicking() {
+        if self.process.failure().is_none() && !std::thread::panicking() {
             // SAFETY: live, and not used by anybody else any more.
             let mut code = unsafe { (self.nccl.finalize)(self.raw.0) };
             let deadline = Instant::now() + FAREWELL;

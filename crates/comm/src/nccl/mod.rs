@@ -8,31 +8,31 @@
 //! A send waits on the stream for its receiver (not on the host): what two ranks send each other in both
 //! directions at once belongs in one `exchange`.
 
+mod backend;
 mod comm;
-mod engine;
-mod library;
+mod ffi;
 #[cfg(test)]
 mod tests;
 
-use crate::circle::Circle;
-use crate::engine::{Engine, Failure, Hub, Trouble};
-use crate::job::{Job, Launcher};
-use crate::post::{Post, Topic};
+use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
+use crate::control::{ControlTransport, Topic};
+use crate::flight_recorder::{FlightRecorder, OpRecord};
+use crate::launch_env::{LaunchEnv, Launcher};
 use crate::process::Process;
-use crate::recorder::{Note, Recorder};
-use crate::tcp::TcpPost;
+use crate::process_group::ProcessGroup;
+use crate::tcp_control::TcpControl;
 use crate::{Error, Result, World};
+use backend::NcclGroupBackend;
 use comm::NcclComm;
-use engine::NcclEngine;
 use ferrotron_tensor::{Device, Stream};
-use library::{IN_PROGRESS, Nccl, SUCCESS, UniqueId};
+use ffi::{IN_PROGRESS, Nccl, SUCCESS, UniqueId};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// How often the communicators are asked for errors in the background.
 const LOOK: Duration = Duration::from_millis(100);
 
-struct NcclHub {
+struct NcclJobBackend {
     nccl: &'static Nccl,
     process: Arc<Process>,
     world: Arc<NcclComm>,
@@ -45,57 +45,57 @@ struct NcclHub {
 type Watched = Mutex<Vec<Weak<NcclComm>>>;
 
 impl World {
-    /// The job that the environment describes (see [`Job::detect`]), one process for each card, over NCCL;
+    /// The job that the environment describes (see [`LaunchEnv::detect`]), one process for each card, over NCCL;
     /// alone if it describes none. `device` is this process's card. A rank that waits longer than `patience`
     /// for another gives up with an error that names it, and the whole job then ends.
-    pub fn nccl(device: &Device, patience: Duration) -> Result<World> {
-        let hub = NcclHub::join(device, Job::detect()?, patience)?;
-        World::start(Arc::new(hub), patience)
+    pub fn nccl(device: &Device, timeout: Duration) -> Result<World> {
+        let job_backend = NcclJobBackend::join(device, LaunchEnv::detect()?, timeout)?;
+        World::start(Arc::new(job_backend), timeout)
     }
 }
 
 /// Version of the NCCL that would be used, or why there is none.
 pub fn nccl_version() -> Result<String> {
-    Nccl::open()?.version().map(library::dotted)
+    Nccl::open()?.version().map(ffi::dotted)
 }
 
 /// Small messages between the ranks of a job.
-fn post(job: Option<Job>, patience: Duration) -> Result<Arc<dyn Post>> {
+fn post(job: Option<LaunchEnv>, timeout: Duration) -> Result<Arc<dyn ControlTransport>> {
     match job {
-        None => Ok(Arc::new(TcpPost::meet(0, 1, "", patience)?)),
-        Some(Job { launcher: Launcher::Mpi, .. }) => crate::mpi::post(),
-        Some(Job { rank, size: 1, .. }) => Ok(Arc::new(TcpPost::meet(rank, 1, "", patience)?)),
-        Some(Job { rank, size, meeting: Some(at), .. }) => {
-            Ok(Arc::new(TcpPost::meet(rank, size, &at, patience)?))
+        None => Ok(Arc::new(TcpControl::meet(0, 1, "", timeout)?)),
+        Some(LaunchEnv { launcher: Launcher::Mpi, .. }) => crate::mpi::post(),
+        Some(LaunchEnv { rank, size: 1, .. }) => Ok(Arc::new(TcpControl::meet(rank, 1, "", timeout)?)),
+        Some(LaunchEnv { rank, size, rendezvous: Some(at), .. }) => {
+            Ok(Arc::new(TcpControl::meet(rank, size, &at, timeout)?))
         }
-        Some(Job { .. }) => {
+        Some(LaunchEnv { .. }) => {
             let what = "set MASTER_ADDR (and MASTER_PORT) to where rank 0 can be reached, on all ranks";
             Err(Error::Launch(what.to_string()))
         }
     }
 }
 
-impl NcclHub {
-    fn join(device: &Device, job: Option<Job>, patience: Duration) -> Result<NcclHub> {
+impl NcclJobBackend {
+    fn join(device: &Device, job: Option<LaunchEnv>, timeout: Duration) -> Result<NcclJobBackend> {
         let nccl = Nccl::open()?;
         let stream = device.stream("nccl")?;
-        let process = Arc::new(Process::new(post(job, patience)?, patience)?);
-        let deadline = Instant::now() + patience;
-        let world = meet(nccl, &process, &stream, deadline).map_err(|trouble| {
-            let what = match trouble {
-                Trouble::Broken { what } => what,
-                Trouble::Tensor(error) => return Error::Tensor(error),
-                Trouble::Absent { told: Some(told), .. } => {
-                    format!("rank {} failed: {}", told.rank, told.reason)
+        let process = Arc::new(Process::new(post(job, timeout)?, timeout)?);
+        let deadline = Instant::now() + timeout;
+        let world = meet(nccl, &process, &stream, deadline).map_err(|error| {
+            let what = match error {
+                OpError::Backend { what } => what,
+                OpError::Tensor(error) => return Error::Tensor(error),
+                OpError::RanksMissing { failure: Some(failure), .. } => {
+                    format!("rank {} failed: {}", failure.rank, failure.reason)
                 }
-                _ => format!("not all ranks came within {:.1} s", patience.as_secs_f64()),
+                _ => format!("not all ranks came within {:.1} s", timeout.as_secs_f64()),
             };
-            process.fail(Failure { rank: process.post().rank(), stall: false, reason: what.clone() });
-            Error::Engine { call: "setting up NCCL".into(), what }
+            process.fail(FailureReport { rank: process.post().rank(), stall: false, reason: what.clone() });
+            Error::Backend { call: "setting up NCCL".into(), what }
         })?;
         let comms = Arc::new(Mutex::new(vec![Arc::downgrade(&world)]));
         watch(&comms, &process)?;
-        Ok(NcclHub { nccl, process, world, stream, comms })
+        Ok(NcclJobBackend { nccl, process, world, stream, comms })
     }
 }
 
@@ -105,7 +105,7 @@ fn meet(
     process: &Arc<Process>,
     s: &Stream,
     deadline: Instant,
-) -> Result<Arc<NcclComm>, Trouble> {
+) -> Result<Arc<NcclComm>, OpError> {
     let (post, topic) = (process.post(), Topic::bytes(0));
     let id = if post.rank() == 0 {
         let id = nccl.unique_id()?;
@@ -114,7 +114,7 @@ fn meet(
     } else {
         let bytes = process.wait(deadline, || Ok(post.take(0, topic)), || vec![(0, 0)])?;
         let what = || "rank 0 sent something else than NCCL's unique id".to_string();
-        UniqueId(bytes.try_into().map_err(|_| Trouble::Broken { what: what() })?)
+        UniqueId(bytes.try_into().map_err(|_| OpError::Backend { what: what() })?)
     };
     NcclComm::new(nccl, process, s, id, deadline)
 }
@@ -134,9 +134,9 @@ fn watch(comms: &Arc<Watched>, process: &Arc<Process>) -> Result<()> {
                 code => Some(c.error(code).to_string()),
             });
             if let Some(reason) = bad {
-                process.fail(Failure { rank: process.post().rank(), stall: false, reason });
+                process.fail(FailureReport { rank: process.post().rank(), stall: false, reason });
             }
-            if process.told().is_some() {
+            if process.failure().is_some() {
                 return live.iter().for_each(|c| c.abort());
             }
             drop((live, comms, process));
@@ -147,7 +147,7 @@ fn watch(comms: &Arc<Watched>, process: &Arc<Process>) -> Result<()> {
     spawned.map(drop).map_err(|e| Error::Launch(format!("no thread to watch NCCL: {e}")))
 }
 
-impl Hub for NcclHub {
+impl JobBackend for NcclJobBackend {
     fn rank(&self) -> usize {
         self.process.post().rank()
     }
@@ -162,30 +162,30 @@ impl Hub for NcclHub {
         name: &'static str,
         ranks: &[usize],
         deadline: Instant,
-    ) -> Result<Option<Arc<dyn Engine>>, Trouble> {
-        let circle = Circle::new(&self.process, index, name, ranks, deadline)?;
+    ) -> Result<Option<Arc<dyn GroupBackend>>, OpError> {
+        let group = ProcessGroup::new(&self.process, index, name, ranks, deadline)?;
         let comm = match index {
             0 => Some(self.world.clone()),
-            _ => self.world.split(&self.stream, circle.as_ref().map(|c| c.me), deadline)?,
+            _ => self.world.split(&self.stream, group.as_ref().map(|c| c.me), deadline)?,
         };
-        let (Some(circle), Some(comm)) = (circle, comm) else { return Ok(None) };
+        let (Some(group), Some(comm)) = (group, comm) else { return Ok(None) };
         self.comms.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(&comm));
-        Ok(Some(Arc::new(NcclEngine { nccl: self.nccl, comm, circle })))
+        Ok(Some(Arc::new(NcclGroupBackend { nccl: self.nccl, comm, group })))
     }
 
-    fn fail(&self, failure: Failure) {
+    fn fail(&self, failure: FailureReport) {
         self.process.fail(failure);
     }
 
-    fn failure(&self) -> Option<Failure> {
-        self.process.told()
+    fn failure(&self) -> Option<FailureReport> {
+        self.process.failure()
     }
 
-    fn recorder(&self) -> &Arc<Recorder> {
+    fn recorder(&self) -> &Arc<FlightRecorder> {
         self.process.recorder()
     }
 
-    fn notes(&self, rank: usize) -> Option<Vec<Note>> {
+    fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
         self.process.notes(rank)
     }
 }

@@ -3,14 +3,14 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use super::*;
-use crate::Reduce;
-use crate::engine::{Job as Op, Letter};
-use crate::notice::{Detail, Kind, Notice};
-use ferrotron_tensor::{Category, DType, Tensor, Threads, Watch, bf16};
+use crate::ReduceOp;
+use crate::backend::{Collective, P2pOp};
+use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
+use ferrotron_tensor::{Category, DType, Instrumentation, Tensor, Threads, bf16};
 
 fn card() -> Option<Device> {
     let found = Nccl::open().map_err(|e| e.to_string()).and_then(|_| {
-        let device = Device::cuda(0, Threads::new(1).unwrap(), Watch::default());
+        let device = Device::cuda(0, Threads::new(1).unwrap(), Instrumentation::default());
         device.map_err(|e| e.to_string())
     });
     match found {
@@ -27,12 +27,12 @@ fn card() -> Option<Device> {
 fn one_rank_alone() {
     let Some(device) = card() else { return };
     eprintln!("NCCL {}", nccl_version().unwrap());
-    let hub = NcclHub::join(&device, None, Duration::from_secs(60)).unwrap();
-    assert_eq!((hub.rank(), hub.size()), (0, 1));
+    let job_backend = NcclJobBackend::join(&device, None, Duration::from_secs(60)).unwrap();
+    assert_eq!((job_backend.rank(), job_backend.size()), (0, 1));
     let deadline = || Instant::now() + Duration::from_secs(60);
-    let world = hub.group(0, "world", &[0], deadline()).unwrap().unwrap();
-    let split = hub.group(1, "split", &[0], deadline()).unwrap().unwrap();
-    assert!(hub.group(2, "nobody", &[], deadline()).unwrap().is_none());
+    let world = job_backend.group(0, "world", &[0], deadline()).unwrap().unwrap();
+    let split = job_backend.group(1, "split", &[0], deadline()).unwrap().unwrap();
+    assert!(job_backend.group(2, "nobody", &[], deadline()).unwrap().is_none());
     let s = device.stream("compute").unwrap();
     for engine in [world, split] {
         let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
@@ -40,13 +40,13 @@ fn one_rank_alone() {
         let up = || s.upload(&values, &[1000], Category::Communication).unwrap();
         let empty = || s.zeros(&[1000], DType::F32, Category::Communication).unwrap();
         let (x, y, half) = (up(), empty(), s.upload(&small, &[1000], Category::Communication).unwrap());
-        let notice = Notice::new("world", Kind::Barrier, "step");
-        assert!(engine.meet(Some(&s), &notice, &Op::Barrier, deadline()).is_ok());
-        let run = |job: Op| engine.run(&s, &job, deadline()).unwrap();
-        for op in [Reduce::Sum, Reduce::Max] {
-            run(Op::AllReduce { t: &x, op });
-            run(Op::AllReduce { t: &half, op });
-            run(Op::ReduceScatter { all: &x, mine: &x, op });
+        let descriptor = OpDescriptor::new("world", OpKind::Barrier, "step");
+        assert!(engine.meet(Some(&s), &descriptor, &Collective::Barrier, deadline()).is_ok());
+        let run = |job: Collective| engine.run(&s, &job, deadline()).unwrap();
+        for op in [ReduceOp::Sum, ReduceOp::Max] {
+            run(Collective::AllReduce { t: &x, op });
+            run(Collective::AllReduce { t: &half, op });
+            run(Collective::ReduceScatter { all: &x, mine: &x, op });
         }
         assert_eq!(s.download::<f32>(&x).unwrap(), values);
         assert_eq!(s.download::<bf16>(&half).unwrap(), small);
@@ -55,21 +55,22 @@ fn one_rank_alone() {
             job(&y);
             assert_eq!(s.download::<f32>(&y).unwrap(), values);
         };
-        check(&|y| run(Op::ReduceScatter { all: &x, mine: y, op: Reduce::Sum }));
-        check(&|y| run(Op::AllGather { mine: &x, all: y, counts: None }));
-        check(&|y| run(Op::AllGather { mine: &x, all: y, counts: Some(&[1000]) }));
-        check(&|y| run(Op::AllToAll { from: &x, to: y, counts: None }));
-        check(&|y| run(Op::AllToAll { from: &x, to: y, counts: Some((&[1000], &[1000])) }));
-        run(Op::AllGather { mine: &x, all: &x, counts: None });
-        run(Op::AllGather { mine: &x, all: &x, counts: Some(&[1000]) });
-        run(Op::Broadcast { t: &x, root: 0 });
+        check(&|y| run(Collective::ReduceScatter { all: &x, mine: y, op: ReduceOp::Sum }));
+        check(&|y| run(Collective::AllGather { mine: &x, all: y, counts: None }));
+        check(&|y| run(Collective::AllGather { mine: &x, all: y, counts: Some(&[1000]) }));
+        check(&|y| run(Collective::AllToAll { from: &x, to: y, counts: None }));
+        check(&|y| run(Collective::AllToAll { from: &x, to: y, counts: Some((&[1000], &[1000])) }));
+        run(Collective::AllGather { mine: &x, all: &x, counts: None });
+        run(Collective::AllGather { mine: &x, all: &x, counts: Some(&[1000]) });
+        run(Collective::Broadcast { t: &x, root: 0 });
         assert_eq!(s.download::<f32>(&x).unwrap(), values);
-        let letter = |t| {
-            let notice = Notice::new("world", Kind::Message, "to itself").with(Detail::Route(0, 0));
-            [Letter { peer: 0, tensor: t, notice }]
+        let op = |t| {
+            let descriptor =
+                OpDescriptor::new("world", OpKind::SendRecv, "to itself").with(Detail::Route(0, 0));
+            [P2pOp { peer: 0, tensor: t, descriptor }]
         };
-        engine.post(&s, &letter(&x), deadline()).unwrap();
-        engine.collect(&s, &letter(&x), &letter(&y), deadline()).unwrap();
+        engine.post(&s, &op(&x), deadline()).unwrap();
+        engine.collect(&s, &op(&x), &op(&y), deadline()).unwrap();
         assert_eq!(s.download::<f32>(&y).unwrap(), values);
         assert_eq!(engine.bytes(b"mine", deadline()).unwrap(), [b"mine"]);
     }
@@ -79,12 +80,12 @@ fn one_rank_alone() {
 fn a_world_of_one_card() {
     let Some(device) = card() else { return };
     let world = World::start(
-        Arc::new(NcclHub::join(&device, None, Duration::from_secs(60)).unwrap()),
+        Arc::new(NcclJobBackend::join(&device, None, Duration::from_secs(60)).unwrap()),
         Duration::from_secs(60),
     )
     .unwrap();
     let s = device.stream("compute").unwrap();
     let x = s.upload(&[1f32, 2.0], &[2], Category::Communication).unwrap();
-    world.all().all_reduce(&s, &x, Reduce::Sum, "alone").unwrap();
+    world.all().all_reduce(&s, &x, ReduceOp::Sum, "alone").unwrap();
     assert_eq!(s.download::<f32>(&x).unwrap(), [1.0, 2.0]);
 }

@@ -7,33 +7,33 @@
 //! operations, a sender never waits for its receivers, tensors on the host and on a card take the same way,
 //! and the access checker sees every step of it.
 
-mod engine;
-mod meeting;
-mod parcel;
-pub(crate) mod sums;
+mod backend;
+pub(crate) mod reduce;
+mod staging;
+mod thread_group;
 
-use crate::engine::{Engine, Failure, Hub, Trouble};
-use crate::recorder::{Note, Recorder};
-use engine::ThreadEngine;
-use meeting::Meeting;
-use parcel::Staging;
+use crate::backend::{FailureReport, GroupBackend, JobBackend, OpError};
+use crate::flight_recorder::{FlightRecorder, OpRecord};
+use backend::ThreadGroupBackend;
+use staging::Staging;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
+use thread_group::ThreadGroup;
 
-pub use sums::{Add, Arithmetic};
+pub use reduce::{ReduceKernel, ReduceKernels};
 
 /// What all ranks share.
-pub(crate) struct Hall {
-    seats: Vec<Seat>,
-    groups: Mutex<Vec<Made>>,
-    failed: OnceLock<Failure>,
-    arithmetic: Arithmetic,
+pub(crate) struct SharedJob {
+    slots: Vec<RankSlot>,
+    groups: Mutex<Vec<GroupEntry>>,
+    failed: OnceLock<FailureReport>,
+    kernels: ReduceKernels,
 }
 
-struct Seat {
+struct RankSlot {
     state: AtomicU8,
-    recorder: Arc<Recorder>,
+    recorder: Arc<FlightRecorder>,
 }
 
 /// States of a seat.
@@ -42,17 +42,17 @@ const LEFT: u8 = 1;
 const PANICKED: u8 = 2;
 
 /// A group that some rank asked for.
-struct Made {
+struct GroupEntry {
     index: u64,
     by: usize,
     name: &'static str,
-    meeting: Arc<Meeting>,
+    group: Arc<ThreadGroup>,
 }
 
-impl Hall {
+impl SharedJob {
     /// Has a rank of the job ended, and by a panic?
     pub(crate) fn ended(&self, rank: usize) -> Option<bool> {
-        match self.seats.get(rank).map(|s| s.state.load(Ordering::SeqCst)) {
+        match self.slots.get(rank).map(|s| s.state.load(Ordering::SeqCst)) {
             Some(LEFT) => Some(false),
             Some(PANICKED) => Some(true),
             _ => None,
@@ -60,62 +60,62 @@ impl Hall {
     }
 
     /// The first failure reported.
-    pub(crate) fn failed(&self) -> Option<&Failure> {
+    pub(crate) fn failed(&self) -> Option<&FailureReport> {
         self.failed.get()
     }
 
-    fn groups(&self) -> std::sync::MutexGuard<'_, Vec<Made>> {
+    fn groups(&self) -> std::sync::MutexGuard<'_, Vec<GroupEntry>> {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Everyone who waits looks again.
     fn wake(&self) {
-        let meetings: Vec<Arc<Meeting>> = self.groups().iter().map(|g| g.meeting.clone()).collect();
-        meetings.iter().for_each(|m| m.wake());
+        let groups: Vec<Arc<ThreadGroup>> = self.groups().iter().map(|g| g.group.clone()).collect();
+        groups.iter().for_each(|m| m.wake());
     }
 }
 
 /// One rank's end. Dropped when the rank ends, by whatever way.
-struct ThreadHub {
-    hall: Arc<Hall>,
+struct ThreadJobBackend {
+    job: Arc<SharedJob>,
     rank: usize,
     staging: Arc<Staging>,
 }
 
 /// A rank's end of the job and of the group of all ranks.
-type Ends = (Arc<dyn Hub>, Option<Arc<dyn Engine>>);
+type RankBackends = (Arc<dyn JobBackend>, Option<Arc<dyn GroupBackend>>);
 
 /// The ends of all ranks, and of their common group if they are more than one.
-pub(crate) fn hubs(size: usize, arithmetic: Arithmetic) -> Vec<Ends> {
-    let seat = || Seat { state: AtomicU8::new(TAKEN), recorder: Arc::default() };
-    let all = Arc::new(Meeting::new((0..size).collect()));
-    let hall = Arc::new(Hall {
-        seats: (0..size).map(|_| seat()).collect(),
-        groups: Mutex::new(vec![Made { index: 0, by: 0, name: "world", meeting: all.clone() }]),
+pub(crate) fn backends(size: usize, kernels: ReduceKernels) -> Vec<RankBackends> {
+    let slot = || RankSlot { state: AtomicU8::new(TAKEN), recorder: Arc::default() };
+    let all = Arc::new(ThreadGroup::new((0..size).collect()));
+    let job = Arc::new(SharedJob {
+        slots: (0..size).map(|_| slot()).collect(),
+        groups: Mutex::new(vec![GroupEntry { index: 0, by: 0, name: "world", group: all.clone() }]),
         failed: OnceLock::new(),
-        arithmetic,
+        kernels,
     });
     let end = |rank: usize| {
-        let hub = ThreadHub { hall: hall.clone(), rank, staging: Arc::default() };
-        let engine = (size > 1).then(|| hub.engine(&all, rank));
-        (Arc::new(hub) as Arc<dyn Hub>, engine)
+        let job_backend = ThreadJobBackend { job: job.clone(), rank, staging: Arc::default() };
+        let engine = (size > 1).then(|| job_backend.engine(&all, rank));
+        (Arc::new(job_backend) as Arc<dyn JobBackend>, engine)
     };
     (0..size).map(end).collect()
 }
 
-impl ThreadHub {
-    fn engine(&self, meeting: &Arc<Meeting>, rank: usize) -> Arc<dyn Engine> {
-        Arc::new(ThreadEngine::new(self.hall.clone(), meeting.clone(), rank, self.staging.clone()))
+impl ThreadJobBackend {
+    fn engine(&self, group: &Arc<ThreadGroup>, rank: usize) -> Arc<dyn GroupBackend> {
+        Arc::new(ThreadGroupBackend::new(self.job.clone(), group.clone(), rank, self.staging.clone()))
     }
 }
 
-impl Hub for ThreadHub {
+impl JobBackend for ThreadJobBackend {
     fn rank(&self) -> usize {
         self.rank
     }
 
     fn size(&self) -> usize {
-        self.hall.seats.len()
+        self.job.slots.len()
     }
 
     /// Nobody waits: the first rank makes the group, the others find it.
@@ -125,16 +125,16 @@ impl Hub for ThreadHub {
         name: &'static str,
         ranks: &[usize],
         _deadline: Instant,
-    ) -> Result<Option<Arc<dyn Engine>>, Trouble> {
-        if let Some(failure) = self.hall.failed() {
-            let told = Some(failure.clone());
-            return Err(Trouble::Absent { missing: vec![], ended: vec![], told });
+    ) -> Result<Option<Arc<dyn GroupBackend>>, OpError> {
+        if let Some(failure) = self.job.failed() {
+            let failure = Some(failure.clone());
+            return Err(OpError::RanksMissing { missing: vec![], ended: vec![], failure });
         }
-        let mut groups = self.hall.groups();
-        let meeting = match groups.iter().find(|g| g.index == index) {
-            Some(made) if made.name != name || made.meeting.ranks() != ranks => {
-                let (by, theirs) = (made.by, made.meeting.ranks());
-                return Err(Trouble::Broken {
+        let mut groups = self.job.groups();
+        let group = match groups.iter().find(|g| g.index == index) {
+            Some(made) if made.name != name || made.group.ranks() != ranks => {
+                let (by, theirs) = (made.by, made.group.ranks());
+                return Err(OpError::Backend {
                     what: format!(
                         "rank {} makes group {index} as {name} of {ranks:?}, rank {by} as {} of {theirs:?}; \
                          all ranks must make the same groups in the same order",
@@ -142,39 +142,39 @@ impl Hub for ThreadHub {
                     ),
                 });
             }
-            Some(made) => made.meeting.clone(),
+            Some(made) => made.group.clone(),
             None => {
-                let meeting = Arc::new(Meeting::new(ranks.to_vec()));
-                groups.push(Made { index, by: self.rank, name, meeting: meeting.clone() });
-                meeting
+                let group = Arc::new(ThreadGroup::new(ranks.to_vec()));
+                groups.push(GroupEntry { index, by: self.rank, name, group: group.clone() });
+                group
             }
         };
-        Ok(ranks.iter().position(|r| *r == self.rank).map(|rank| self.engine(&meeting, rank)))
+        Ok(ranks.iter().position(|r| *r == self.rank).map(|rank| self.engine(&group, rank)))
     }
 
-    fn fail(&self, failure: Failure) {
-        if self.hall.failed.set(failure).is_ok() {
-            self.hall.wake();
+    fn fail(&self, failure: FailureReport) {
+        if self.job.failed.set(failure).is_ok() {
+            self.job.wake();
         }
     }
 
-    fn failure(&self) -> Option<Failure> {
-        self.hall.failed().cloned()
+    fn failure(&self) -> Option<FailureReport> {
+        self.job.failed().cloned()
     }
 
-    fn recorder(&self) -> &Arc<Recorder> {
-        &self.hall.seats[self.rank].recorder
+    fn recorder(&self) -> &Arc<FlightRecorder> {
+        &self.job.slots[self.rank].recorder
     }
 
-    fn notes(&self, rank: usize) -> Option<Vec<Note>> {
-        self.hall.seats.get(rank).map(|s| s.recorder.notes())
+    fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
+        self.job.slots.get(rank).map(|s| s.recorder.notes())
     }
 }
 
-impl Drop for ThreadHub {
+impl Drop for ThreadJobBackend {
     fn drop(&mut self) {
         let state = if std::thread::panicking() { PANICKED } else { LEFT };
-        self.hall.seats[self.rank].state.store(state, Ordering::SeqCst);
-        self.hall.wake();
+        self.job.slots[self.rank].state.store(state, Ordering::SeqCst);
+        self.job.wake();
     }
 }

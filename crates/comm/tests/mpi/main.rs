@@ -4,14 +4,14 @@
 
 mod operations;
 
-use ferrotron_comm::{Reduce, World};
+use ferrotron_comm::{ReduceOp, World};
 use ferrotron_tensor::{Category, DType, Device, Stream, Threads};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const SCENARIO: &str = "FERROTRON_TEST_SCENARIO";
 /// How long ranks wait for each other in the scenarios where one does not come.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 /// After that, time for the last words and for `mpirun` to end everybody.
 const END: Duration = Duration::from_secs(20);
 
@@ -89,8 +89,8 @@ fn play(scenario: &str, options: &[&str], limit: Duration) -> Option<Outcome> {
 #[ignore = "started by mpirun"]
 fn worker() {
     let Ok(scenario) = std::env::var(SCENARIO) else { return };
-    let patience = if scenario.starts_with("good") { Duration::from_secs(60) } else { PATIENCE };
-    let world = World::mpi(patience).unwrap();
+    let timeout = if scenario.starts_with("good") { Duration::from_secs(60) } else { TIMEOUT };
+    let world = World::mpi(timeout).unwrap();
     let s = Device::cpu(Threads::new(1).unwrap()).stream("compute").unwrap();
     let (rank, all) = (world.rank(), world.all());
     all.barrier("start").unwrap();
@@ -117,7 +117,7 @@ fn worker() {
             let t = s.zeros(&[len], DType::U8, Category::Communication).unwrap();
             let places = [0, (1 << 30) - 2, (1 << 31) - 2, len - 4].map(|at| t.narrow(0, at, 4).unwrap());
             if rank == 1 {
-                places.iter().for_each(|p| s.write_to(p, &[1u8, 2, 3, 4]).unwrap());
+                places.iter().for_each(|p| s.upload_into(p, &[1u8, 2, 3, 4]).unwrap());
             }
             all.broadcast(&s, &t, 1, "much").unwrap();
             assert!(places.iter().all(|p| s.download::<u8>(p).unwrap() == [1, 2, 3, 4]));
@@ -134,12 +134,12 @@ fn worker() {
         "another shape" => {
             let len = if rank == 2 { 5 } else { 4 };
             let t = s.zeros(&[len], DType::F32, Category::Communication).unwrap();
-            ends(all.all_reduce(&s, &t, Reduce::Sum, "gradients"));
+            ends(all.all_reduce(&s, &t, ReduceOp::Sum, "gradients"));
         }
         "skipped" => {
             let t = s.zeros(&[4], DType::F32, Category::Communication).unwrap();
             if rank != 3 {
-                ends(all.all_reduce(&s, &t, Reduce::Sum, "gradients"));
+                ends(all.all_reduce(&s, &t, ReduceOp::Sum, "gradients"));
             }
             ends(all.barrier("step"));
         }
@@ -170,7 +170,7 @@ fn worker() {
                 // The signal goes to another thread first, which stops this one as soon as it has a core:
                 // until then, not a step further.
                 signal("-STOP");
-                std::thread::sleep(PATIENCE + END);
+                std::thread::sleep(TIMEOUT + END);
             }
             ends(all.barrier("never"));
         }
@@ -193,7 +193,7 @@ fn worker() {
         }
         "late" => {
             if rank == 1 {
-                std::thread::sleep(PATIENCE + END);
+                std::thread::sleep(TIMEOUT + END);
             }
             ends(all.barrier("never"));
         }
@@ -263,9 +263,9 @@ fn threads_give_the_same_answers() {
 
 /// A scenario that must end badly, and in time.
 fn bad(scenario: &str) -> Option<Outcome> {
-    let o = play(scenario, &[], PATIENCE + END + Duration::from_secs(20))?;
+    let o = play(scenario, &[], TIMEOUT + END + Duration::from_secs(20))?;
     assert!(!o.success, "{}", o.text);
-    let limit = (PATIENCE + END).as_secs_f64();
+    let limit = (TIMEOUT + END).as_secs_f64();
     assert!(o.seconds < limit, "it took {:.1} s:\n{}", o.seconds, o.text);
     Some(o)
 }
@@ -315,7 +315,7 @@ fn a_killed_rank_ends_the_job() {
 #[test]
 fn a_stopped_rank_is_named_on_every_other() {
     let Some(o) = bad("stopped") else { return };
-    assert!(o.seconds > PATIENCE.as_secs_f64());
+    assert!(o.seconds > TIMEOUT.as_secs_f64());
     for rank in [0, 2, 3] {
         let waited = format!("rank {rank} waited");
         let words = ["ferrotron: stalled", &waited, "'never'", "rank 1 (it did barrier 'before'"];

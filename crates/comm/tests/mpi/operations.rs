@@ -1,6 +1,6 @@
 //! Every operation against its definition, for the ranks of any world: each rank knows what all of them bring.
 
-use ferrotron_comm::{Communicator, Lane, Reduce, World};
+use ferrotron_comm::{Communicator, ReduceOp, SendRecv, World};
 use ferrotron_tensor::{Category, DType, Element, Float, Stream, Tensor, bf16};
 
 /// Values whose sums depend on the order of addition and on where they are rounded.
@@ -74,13 +74,13 @@ fn lanes(world: &World, s: &Stream) {
         let mine = up(s, &of::<f32>(me, len));
         let [a, b] = [0, 1].map(|_| s.zeros(&[len], DType::F32, Category::Communication).unwrap());
         let mut lanes = [
-            Lane { group: &right, stream: s, sends: &[(next, &mine)], receives: &[(last, &a)] },
-            Lane { group: &left, stream: s, sends: &[(last, &mine)], receives: &[(next, &b)] },
+            SendRecv { group: &right, stream: s, sends: &[(next, &mine)], receives: &[(last, &a)] },
+            SendRecv { group: &left, stream: s, sends: &[(last, &mine)], receives: &[(next, &b)] },
         ];
         if me % 2 == 1 {
             lanes.reverse();
         }
-        Communicator::exchange_all(&lanes, "both rings").unwrap();
+        Communicator::send_recv_batch(&lanes, "both rings").unwrap();
         assert_eq!(s.download::<f32>(&a).unwrap(), of::<f32>(last, len));
         assert_eq!(s.download::<f32>(&b).unwrap(), of::<f32>(next, len));
     }
@@ -115,14 +115,14 @@ pub fn long(g: &Communicator, s: &Stream) {
         })
         .collect();
     let t = up(s, &of::<bf16>(g.rank(), len));
-    g.all_reduce(s, &t, Reduce::Sum, "long").unwrap();
+    g.all_reduce(s, &t, ReduceOp::Sum, "long").unwrap();
     let got = s.download::<bf16>(&t).unwrap();
     assert!(got.iter().enumerate().all(|(i, x)| *x == expect[i % 4099]));
 
     let len = (1 << 20) + 77;
     let all = up(s, &of::<bf16>(g.rank(), len * n));
     let mine = s.zeros(&[len], DType::BF16, Category::Communication).unwrap();
-    g.reduce_scatter(s, &all, &mine, Reduce::Sum, "long").unwrap();
+    g.reduce_scatter(s, &all, &mine, ReduceOp::Sum, "long").unwrap();
     let got = s.download::<bf16>(&mine).unwrap();
     assert!(got.iter().enumerate().all(|(i, x)| *x == expect[(g.rank() * len + i) % 4099]));
 }
@@ -130,12 +130,12 @@ pub fn long(g: &Communicator, s: &Stream) {
 /// The same on every rank, so that a sum is in the order of the group's ranks.
 fn reductions<T: Case>(g: &Communicator, s: &Stream, len: usize) {
     let n = g.size();
-    let rounds = [(Reduce::Sum, "sum"), (Reduce::Max, "max")];
+    let rounds = [(ReduceOp::Sum, "sum"), (ReduceOp::Max, "max")];
     for (op, label) in rounds {
         let expect = |len: usize| -> Vec<T> {
             let all: Vec<Vec<T>> = (0..n).map(|r| of::<T>(r, len)).collect();
             let column = |i: usize| all.iter().map(|x| x[i]).collect::<Vec<T>>();
-            let reduce = |c: Vec<T>| if op == Reduce::Sum { T::sum(&c) } else { T::max(&c) };
+            let reduce = |c: Vec<T>| if op == ReduceOp::Sum { T::sum(&c) } else { T::max(&c) };
             (0..len).map(|i| reduce(column(i))).collect()
         };
         let t = up(s, &of::<T>(g.rank(), len));
@@ -193,13 +193,13 @@ fn uneven(g: &Communicator, s: &Stream) {
     let count = |from: usize, to: usize| (from * 3 + to * 5) % 7 * 400;
     let sent: Vec<usize> = (0..n).map(|p| count(me, p)).collect();
     let received: Vec<usize> = (0..n).map(|p| count(p, me)).collect();
-    let parcel = |from: usize, to: usize| -> Vec<i32> {
+    let staged = |from: usize, to: usize| -> Vec<i32> {
         (0..count(from, to)).map(|i| (from * 1000 + to * 100_000 + i) as i32).collect()
     };
-    let from: Vec<i32> = (0..n).flat_map(|p| parcel(me, p)).collect();
+    let from: Vec<i32> = (0..n).flat_map(|p| staged(me, p)).collect();
     let to = s.zeros(&[received.iter().sum()], DType::I32, Category::Communication).unwrap();
     g.all_to_all_v(s, &up(s, &from), &sent, &to, &received, "uneven").unwrap();
-    assert_eq!(s.download::<i32>(&to).unwrap(), (0..n).flat_map(|p| parcel(p, me)).collect::<Vec<_>>());
+    assert_eq!(s.download::<i32>(&to).unwrap(), (0..n).flat_map(|p| staged(p, me)).collect::<Vec<_>>());
 }
 
 /// Rings in both directions, long enough that MPI does not buffer them, and sends before anybody receives.
@@ -209,7 +209,7 @@ fn messages(g: &Communicator, s: &Stream) {
     for len in [1, 100_000] {
         let mine = up(s, &of::<f32>(me, len));
         let [a, b] = [0, 1].map(|_| s.zeros(&[len], DType::F32, Category::Communication).unwrap());
-        g.exchange(s, &[(next, &mine), (last, &mine)], &[(next, &b), (last, &a)], "ring").unwrap();
+        g.send_recv(s, &[(next, &mine), (last, &mine)], &[(next, &b), (last, &a)], "ring").unwrap();
         assert_eq!(s.download::<f32>(&a).unwrap(), of::<f32>(last, len));
         assert_eq!(s.download::<f32>(&b).unwrap(), of::<f32>(next, len));
         for k in 0..3 {
@@ -227,7 +227,7 @@ fn messages(g: &Communicator, s: &Stream) {
 fn maxima_keep_nan(g: &Communicator, s: &Stream) {
     let mine = if g.rank() == g.size() - 1 { [f32::NAN, 1.0] } else { [2.0, f32::NEG_INFINITY] };
     let t = up(s, &mine);
-    g.all_reduce(s, &t, Reduce::Max, "nan").unwrap();
+    g.all_reduce(s, &t, ReduceOp::Max, "nan").unwrap();
     let got = s.download::<f32>(&t).unwrap();
     assert!(got[0].is_nan() && got[1] == 1.0, "{got:?}");
 }

@@ -1,7 +1,7 @@
 //! What goes wrong is found in time, by everyone, and called by its name.
 
 use crate::support::*;
-use ferrotron_comm::{Error, Progress, Reduce, Result, World};
+use ferrotron_comm::{Error, OpStatus, ReduceOp, Result, World};
 use ferrotron_tensor::Stream;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
@@ -20,12 +20,12 @@ fn all_fail(n: usize, f: impl Fn(World, Stream) -> Result<()> + Sync) -> Vec<Err
 
 fn all_fail_within(
     n: usize,
-    patience: u64,
+    timeout: u64,
     limit: u64,
     f: impl Fn(World, Stream) -> Result<()> + Sync,
 ) -> Vec<Error> {
     let start = Instant::now();
-    let results = on_ranks(n, patience, f);
+    let results = on_ranks(n, timeout, f);
     assert!(start.elapsed() < Duration::from_millis(limit), "took {:?}", start.elapsed());
     results.into_iter().map(Result::unwrap_err).collect()
 }
@@ -42,7 +42,7 @@ fn names(errors: &[Error], call: &str, other_call: &str) {
 fn another_shape() {
     let errors = all_fail(4, |world, s| {
         let t = blank::<f32>(&s, if world.rank() == 2 { 6 } else { 5 });
-        world.all().all_reduce(&s, &t, Reduce::Sum, "loss")
+        world.all().all_reduce(&s, &t, ReduceOp::Sum, "loss")
     });
     names(&errors, "all-reduce 'loss' (group world, number 0, f32 [5], sum)", "f32 [6]");
 }
@@ -56,7 +56,7 @@ fn another_type_reduction_or_root() {
     });
     names(&errors, "f32 [5], from 1", "i32 [5], from 1");
     let errors = all_fail(4, |world, s| {
-        let op = if world.rank() == 2 { Reduce::Max } else { Reduce::Sum };
+        let op = if world.rank() == 2 { ReduceOp::Max } else { ReduceOp::Sum };
         world.all().all_reduce(&s, &blank::<f32>(&s, 5), op, "loss")
     });
     names(&errors, "sum", "maximum");
@@ -74,7 +74,7 @@ fn another_operation() {
         g.barrier("start")?;
         match g.rank() {
             2 => g.broadcast(&s, &t, 0, "weights"),
-            _ => g.all_reduce(&s, &t, Reduce::Sum, "weights"),
+            _ => g.all_reduce(&s, &t, ReduceOp::Sum, "weights"),
         }
     });
     names(
@@ -89,7 +89,7 @@ fn labels_in_another_order() {
     let errors = all_fail(3, |world, s| {
         let (g, t) = (world.all(), blank::<f32>(&s, 5));
         let labels = if g.rank() == 2 { ["b", "a"] } else { ["a", "b"] };
-        labels.into_iter().try_for_each(|l| g.all_reduce(&s, &t, Reduce::Sum, l))
+        labels.into_iter().try_for_each(|l| g.all_reduce(&s, &t, ReduceOp::Sum, l))
     });
     names(&errors, "'a'", "'b'");
 }
@@ -98,11 +98,11 @@ fn labels_in_another_order() {
 fn a_skipped_collective() {
     let errors = all_fail(4, |world, s| {
         let (g, t) = (world.all(), blank::<f32>(&s, 5));
-        g.all_reduce(&s, &t, Reduce::Sum, "first")?;
+        g.all_reduce(&s, &t, ReduceOp::Sum, "first")?;
         if g.rank() != 2 {
-            g.all_reduce(&s, &t, Reduce::Sum, "second")?;
+            g.all_reduce(&s, &t, ReduceOp::Sum, "second")?;
         }
-        g.all_reduce(&s, &t, Reduce::Sum, "third")
+        g.all_reduce(&s, &t, ReduceOp::Sum, "third")
     });
     names(&errors, "'second' (group world, number 1", "'third' (group world, number 1");
 }
@@ -150,7 +150,7 @@ fn a_stalled_rank_is_named_by_everyone_with_what_it_did_last() {
         let job = scope.spawn(|| {
             on_ranks(4, SHORT, |world, s| {
                 let (g, t) = (world.all(), blank::<f32>(&s, 5));
-                g.all_reduce(&s, &t, Reduce::Sum, "gradients").unwrap();
+                g.all_reduce(&s, &t, ReduceOp::Sum, "gradients").unwrap();
                 if g.rank() == 1 {
                     drop(gate.lock());
                     *late.lock().unwrap() = Some(g.barrier("too late").unwrap_err());
@@ -167,11 +167,11 @@ fn a_stalled_rank_is_named_by_everyone_with_what_it_did_last() {
                     last.contains("did all-reduce 'gradients' (group world, number 0, f32 [5], sum)"),
                     "{e}"
                 );
-                let notes = world.recorder();
+                let notes = world.flight_recorder();
                 let notes = notes[g.rank()].as_ref().unwrap();
                 assert_eq!(
                     notes.iter().map(|n| n.progress).collect::<Vec<_>>(),
-                    [Progress::Done, Progress::Failed]
+                    [OpStatus::Done, OpStatus::Failed]
                 );
             })
         });
@@ -223,7 +223,7 @@ fn a_rank_that_leaves_is_named_at_once() {
     let start = Instant::now();
     let results = on_ranks(3, LONG, |world, s| {
         let (g, t) = (world.all(), blank::<f32>(&s, 5));
-        g.all_reduce(&s, &t, Reduce::Sum, "last words").unwrap();
+        g.all_reduce(&s, &t, ReduceOp::Sum, "last words").unwrap();
         if g.rank() == 0 { Ok(()) } else { g.barrier("meet") }
     });
     assert!(start.elapsed() < Duration::from_millis(LONG / 4));
@@ -271,7 +271,7 @@ fn what_was_complete_before_somebody_left_counts() {
                 dawdle(round as u64);
             }
             g.send(&s, &t, (g.rank() + 1) % 4, "parting").unwrap();
-            g.all_reduce(&s, &t, Reduce::Sum, "last").unwrap();
+            g.all_reduce(&s, &t, ReduceOp::Sum, "last").unwrap();
             assert_eq!(s.download::<i32>(&t).unwrap(), [4]);
             if g.rank().is_multiple_of(2) {
                 g.receive(&s, &t, (g.rank() + 3) % 4, "parting").unwrap();

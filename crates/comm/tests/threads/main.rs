@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod failures;
-mod messages;
 mod operations;
-mod order;
+mod race_checker;
+mod send_recv;
 mod support;
 mod trace;
 mod volumes;

@@ -1,7 +1,7 @@
 //! Every operation against its definition.
 
 use crate::support::*;
-use ferrotron_comm::{Arithmetic, Communicator, Error, Reduce, World};
+use ferrotron_comm::{Communicator, Error, ReduceKernels, ReduceOp, World};
 use ferrotron_tensor::{Category, Device, Float, Stream, Tensor, Threads, bf16};
 
 /// Bits of a tensor.
@@ -59,19 +59,19 @@ macro_rules! integers {
 }
 integers!(i32, i64);
 
-fn reduced<T: Reduced>(n: usize, len: usize, op: Reduce) -> Vec<T> {
+fn reduced<T: Reduced>(n: usize, len: usize, op: ReduceOp) -> Vec<T> {
     let all: Vec<Vec<T>> = (0..n).map(|r| values(r, len)).collect();
     (0..len)
         .map(|i| {
             let column: Vec<T> = all.iter().map(|v| v[i]).collect();
-            if op == Reduce::Sum { T::sum(&column) } else { T::max(&column) }
+            if op == ReduceOp::Sum { T::sum(&column) } else { T::max(&column) }
         })
         .collect()
 }
 
 fn reductions<T: Reduced>(g: &Communicator, s: &Stream) {
     let (n, me) = (g.size(), g.rank());
-    for op in [Reduce::Sum, Reduce::Max] {
+    for op in [ReduceOp::Sum, ReduceOp::Max] {
         for len in [0, 1, 5, 1000, 512 * n, 512 * n + 3] {
             let t = tensor(s, &values::<T>(me, len));
             g.all_reduce(s, &t, op, "all").unwrap();
@@ -101,12 +101,12 @@ fn moves<T: Sample>(g: &Communicator, s: &Stream) {
         assert_eq!(s.download::<T>(&all).unwrap(), all_of(&counts));
         let all = blank::<T>(s, n * len);
         let place = all.narrow(0, me * len, len).unwrap();
-        s.write_to(&place, &values::<T>(me, len)).unwrap();
+        s.upload_into(&place, &values::<T>(me, len)).unwrap();
         g.all_gather(s, &place, &all, "gather in place").unwrap();
         assert_eq!(s.download::<T>(&all).unwrap(), all_of(&counts));
 
         let (from, to) = (tensor(s, &values::<T>(me, n * len)), blank::<T>(s, n * len));
-        g.all_to_all(s, &from, &to, "turn").unwrap();
+        g.all_to_all(s, &from, &to, "fp8_transpose").unwrap();
         let expect: Vec<T> =
             (0..n).flat_map(|r| values::<T>(r, n * len)[me * len..(me + 1) * len].to_vec()).collect();
         assert_eq!(s.download::<T>(&to).unwrap(), expect);
@@ -170,7 +170,7 @@ fn every_operation_equals_its_definition_for_one_to_eight_ranks() {
 #[test]
 fn wide_numbers_reduce_too_and_ranks_may_have_a_device_each() {
     let devices: Vec<Device> = (0..3).map(|_| Device::cpu(Threads::new(1).unwrap())).collect();
-    on_devices(&devices, LONG, Arithmetic::default(), |world, s| {
+    on_devices(&devices, LONG, ReduceKernels::default(), |world, s| {
         reductions::<f64>(&world.all(), &s);
         reductions::<i64>(&world.all(), &s);
         everything(world, s);
@@ -179,7 +179,7 @@ fn wide_numbers_reduce_too_and_ranks_may_have_a_device_each() {
 
 #[test]
 fn a_card_without_kernels_sums_on_the_host() {
-    on_devices(&vec![device(); 3], LONG, Arithmetic::default(), everything);
+    on_devices(&vec![device(); 3], LONG, ReduceKernels::default(), everything);
 }
 
 #[test]
@@ -188,7 +188,7 @@ fn a_rank_alone_needs_no_job() {
     everything(World::solo(), device.stream("compute").unwrap());
     let (g, s) = (Communicator::solo(), device.stream("compute").unwrap());
     let (a, b) = (tensor(&s, &[1f32, 2.0]), blank::<f32>(&s, 2));
-    g.exchange(&s, &[(0, &a)], &[(0, &b)], "to itself").unwrap();
+    g.send_recv(&s, &[(0, &a)], &[(0, &b)], "to itself").unwrap();
     assert_eq!(s.download::<f32>(&b).unwrap(), [1.0, 2.0]);
     assert!(matches!(g.receive(&s, &b, 0, "nothing sent"), Err(Error::Argument { .. })));
 }
@@ -198,7 +198,7 @@ fn maxima_keep_nans() {
     for at in 0..3 {
         let all = on_ranks(3, LONG, |world, s| {
             let t = tensor(&s, &[if world.rank() == at { f32::NAN } else { 1.0 }]);
-            world.all().all_reduce(&s, &t, Reduce::Max, "max").unwrap();
+            world.all().all_reduce(&s, &t, ReduceOp::Max, "max").unwrap();
             s.download::<f32>(&t).unwrap()[0]
         });
         assert!(all.iter().all(|x| x.is_nan()));
@@ -215,10 +215,10 @@ fn the_same_bits_whoever_comes_first() {
             for step in 0..4 {
                 let t = tensor(&s, &values::<f32>(me + step, 512 * 6 + 1 + step));
                 dawdle(seed * 100 + (me * 7 + step) as u64);
-                g.all_reduce(&s, &t, Reduce::Sum, "sum").unwrap();
+                g.all_reduce(&s, &t, ReduceOp::Sum, "sum").unwrap();
                 let (all, mine) = (tensor(&s, &values::<bf16>(me + step, 600)), blank::<bf16>(&s, 100));
                 dawdle(seed * 200 + (me * 5 + step) as u64);
-                g.reduce_scatter(&s, &all, &mine, Reduce::Sum, "part").unwrap();
+                g.reduce_scatter(&s, &all, &mine, ReduceOp::Sum, "part").unwrap();
                 out.extend([bits(&s, &t), bits(&s, &mine)]);
             }
             out
@@ -244,11 +244,11 @@ fn arguments_that_do_not_fit_are_refused_with_the_way_out() {
             .unwrap()
     };
     let flat = |s: &Stream, n: usize| blank::<f32>(s, n);
-    refused(&|g, s| g.all_reduce(s, &strided(s), Reduce::Sum, "x"), "not contiguous; copy it first");
+    refused(&|g, s| g.all_reduce(s, &strided(s), ReduceOp::Sum, "x"), "not contiguous; copy it first");
     refused(&|g, s| g.broadcast(s, &strided(s), 0, "x"), "not contiguous");
     refused(&|g, s| g.all_gather(s, &strided(s), &flat(s, 48), "x"), "not contiguous");
     refused(&|g, s| g.all_gather(s, &flat(s, 24), &strided(s), "x"), "not contiguous");
-    refused(&|g, s| g.reduce_scatter(s, &strided(s), &flat(s, 12), Reduce::Sum, "x"), "not contiguous");
+    refused(&|g, s| g.reduce_scatter(s, &strided(s), &flat(s, 12), ReduceOp::Sum, "x"), "not contiguous");
     refused(&|g, s| g.all_to_all(s, &strided(s), &flat(s, 24), "x"), "not contiguous");
     refused(&|g, s| g.send(s, &strided(s), 1, "x"), "not contiguous");
     refused(&|g, s| g.all_gather(s, &flat(s, 5), &flat(s, 9), "x"), "2 times");
@@ -256,7 +256,7 @@ fn arguments_that_do_not_fit_are_refused_with_the_way_out() {
     refused(&|g, s| g.all_gather_v(s, &flat(s, 2), &flat(s, 5), &[2, 2], "x"), "do not add up");
     refused(&|g, s| g.all_gather_v(s, &flat(s, 2), &flat(s, 2), &[2], "x"), "1 counts for 2 ranks");
     refused(&|g, s| g.broadcast(s, &flat(s, 2), 2, "x"), "no rank 2");
-    refused(&|g, s| g.all_reduce(s, &blank::<u8>(s, 2), Reduce::Sum, "x"), "u8 can't be reduced");
+    refused(&|g, s| g.all_reduce(s, &blank::<u8>(s, 2), ReduceOp::Sum, "x"), "u8 can't be reduced");
     refused(&|g, s| g.all_gather(s, &blank::<i32>(s, 2), &flat(s, 4), "x"), "different types");
     let one = |s: &Stream| flat(s, 8);
     refused(
@@ -274,5 +274,5 @@ fn arguments_that_do_not_fit_are_refused_with_the_way_out() {
         "own place",
     );
     let other = Device::cpu(Threads::new(1).unwrap()).stream("elsewhere").unwrap();
-    refused(&|g, s| g.all_reduce(&other, &flat(s, 2), Reduce::Sum, "x"), "another device");
+    refused(&|g, s| g.all_reduce(&other, &flat(s, 2), ReduceOp::Sum, "x"), "another device");
 }

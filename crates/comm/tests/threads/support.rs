@@ -1,8 +1,8 @@
 //! Ranks on threads, values to send, delays.
 
-use ferrotron_comm::{Add, Arithmetic, World};
+use ferrotron_comm::{ReduceKernel, ReduceKernels, World};
 use ferrotron_tensor::{
-    Category, DType, Device, Element, Float, Result, Stream, Tensor, Threads, Watch, bf16,
+    Category, DType, Device, Element, Float, Instrumentation, Result, Stream, Tensor, Threads, bf16,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,33 +11,33 @@ pub const LONG: u64 = 60_000;
 
 /// Runs `f` on `n` ranks that share a device with the access checker on; patience in milliseconds. The device
 /// is the host, or with `FERROTRON_TEST_DEVICE=cuda` the first card.
-pub fn on_ranks<T: Send>(n: usize, patience: u64, f: impl Fn(World, Stream) -> T + Sync) -> Vec<T> {
-    on_devices(&vec![device(); n], patience, by_hand(), f)
+pub fn on_ranks<T: Send>(n: usize, timeout: u64, f: impl Fn(World, Stream) -> T + Sync) -> Vec<T> {
+    on_devices(&vec![device(); n], timeout, by_hand(), f)
 }
 
 /// The device under test.
 pub fn device() -> Device {
-    watched(Watch { order: true, ..Watch::default() })
+    watched(Instrumentation { race_check: true, ..Instrumentation::default() })
 }
 
 /// The same under other observation.
-pub fn watched(watch: Watch) -> Device {
+pub fn watched(watch: Instrumentation) -> Device {
     let threads = Threads::new(1).unwrap();
     match std::env::var("FERROTRON_TEST_DEVICE") {
         Ok(home) if home == "cuda" => Device::cuda(0, threads, watch).unwrap(),
-        _ => Device::cpu_watched(threads, watch),
+        _ => Device::cpu_instrumented(threads, watch),
     }
 }
 
 /// The same with a device for each rank, and other kernels. A rank that panics fails the test.
 pub fn on_devices<T: Send>(
     devices: &[Device],
-    patience: u64,
-    arithmetic: Arithmetic,
+    timeout: u64,
+    kernels: ReduceKernels,
     f: impl Fn(World, Stream) -> T + Sync,
 ) -> Vec<T> {
     std::thread::scope(|scope| {
-        let worlds = World::threads_with(devices.len(), Duration::from_millis(patience), arithmetic);
+        let worlds = World::threads_with_kernels(devices.len(), Duration::from_millis(timeout), kernels);
         let start = |(world, device): (World, &Device)| {
             let (f, stream) = (&f, device.stream("compute").unwrap());
             scope.spawn(move || f(world, stream))
@@ -48,27 +48,27 @@ pub fn on_devices<T: Send>(
 }
 
 /// Stand-ins for the kernels of a card, which this crate has not.
-pub fn by_hand() -> Arithmetic {
+pub fn by_hand() -> ReduceKernels {
     fn floats(s: &Stream, t: &Tensor) -> Result<Vec<f32>> {
         match t.dtype() {
             DType::BF16 => Ok(s.download::<bf16>(t)?.into_iter().map(Float::to_f32).collect()),
             _ => s.download::<f32>(t),
         }
     }
-    fn kernel(f: fn(f32, f32) -> f32) -> Option<Add> {
+    fn kernel(f: fn(f32, f32) -> f32) -> Option<ReduceKernel> {
         Some(Arc::new(move |s: &Stream, acc: &Tensor, x: &Tensor| {
             let pairs = floats(s, acc)?.into_iter().zip(floats(s, x)?);
             let result: Vec<f32> = pairs.map(|(a, x)| f(a, x)).collect();
             match acc.dtype() {
                 DType::BF16 => {
-                    s.write_to(acc, &result.into_iter().map(<bf16 as Float>::from_f32).collect::<Vec<_>>())
+                    s.upload_into(acc, &result.into_iter().map(<bf16 as Float>::from_f32).collect::<Vec<_>>())
                 }
-                _ => s.write_to(acc, &result),
+                _ => s.upload_into(acc, &result),
             }
         }))
     }
     let max = |a: f32, x: f32| if x > a || x.is_nan() { x } else { a };
-    Arithmetic { add: kernel(|a, x| a + x), max: kernel(max) }
+    ReduceKernels { add: kernel(|a, x| a + x), max: kernel(max) }
 }
 
 /// A mix of bits.

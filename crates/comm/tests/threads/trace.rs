@@ -1,26 +1,26 @@
 //! Calls show up in a trace as what they are, on the stream and rank they were given.
 
 use crate::support::*;
-use ferrotron_comm::{Lane, Reduce};
-use ferrotron_tensor::trace::{Kind, Trace};
-use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch};
+use ferrotron_comm::{ReduceOp, SendRecv};
+use ferrotron_tensor::trace::{ActivityKind, Trace};
+use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads};
 
 const RANKS: usize = 3;
 
-const WATCH: Watch = Watch { trace: true, order: true, time: false };
+const WATCH: Instrumentation = Instrumentation { trace: true, race_check: true, kernel_times: false };
 
 fn host() -> Device {
-    Device::cpu_watched(Threads::new(1).unwrap(), WATCH)
+    Device::cpu_instrumented(Threads::new(1).unwrap(), WATCH)
 }
 
 fn everything(devices: &[Device]) -> Trace {
     devices.iter().for_each(|d| d.start_trace().unwrap());
     on_devices(devices, LONG, by_hand(), |world, s: Stream| {
         let (me, g) = (world.rank(), world.all());
-        let s = s.of_rank(me);
-        let comm = s.device().stream("communication").unwrap().of_rank(me);
+        let s = s.with_rank(me);
+        let comm = s.device().stream("communication").unwrap().with_rank(me);
         let t = s.zeros(&[5000], DType::F32, Category::Activations).unwrap();
-        g.all_reduce(&s, &t, Reduce::Sum, "loss").unwrap();
+        g.all_reduce(&s, &t, ReduceOp::Sum, "loss").unwrap();
         let all = Tensor::empty(&s, &[RANKS * 5000], DType::F32, Category::Activations).unwrap();
         comm.wait(&s.record().unwrap()).unwrap();
         g.all_gather(&comm, &t, &all, "weights").unwrap();
@@ -28,8 +28,8 @@ fn everything(devices: &[Device]) -> Trace {
         let (next, before) = ((me + 1) % RANKS, (me + RANKS - 1) % RANKS);
         let got = Tensor::empty(&s, &[5000], DType::F32, Category::Activations).unwrap();
         let (sends, receives) = ([(next, &t)], [(before, &got)]);
-        let lane = Lane { group: &g, stream: &s, sends: &sends, receives: &receives };
-        ferrotron_comm::Communicator::exchange_all(&[lane], "hidden").unwrap();
+        let lane = SendRecv { group: &g, stream: &s, sends: &sends, receives: &receives };
+        ferrotron_comm::Communicator::send_recv_batch(&[lane], "hidden").unwrap();
         s.zero(&got).unwrap();
         g.barrier("end").unwrap();
     });
@@ -39,7 +39,7 @@ fn everything(devices: &[Device]) -> Trace {
 fn check(t: &Trace, on_host: bool) {
     for rank in 0..RANKS {
         let of = |kind| t.activities.iter().filter(move |a| a.rank == rank && a.kind == kind);
-        let spans: Vec<_> = of(Kind::Collective)
+        let spans: Vec<_> = of(ActivityKind::Collective)
             .map(|a| (a.name.as_str(), a.detail.as_str(), a.stream_name.as_str()))
             .collect();
         let wanted = [
@@ -49,27 +49,29 @@ fn check(t: &Trace, on_host: bool) {
         ];
         assert_eq!(spans, wanted, "rank {rank}");
         // Two fills are computation; everything else on streams of the rank is inside a collective.
-        let outside: Vec<_> =
-            of(Kind::Kernel).filter(|a| !a.inside && a.stream_name != "staging").map(|a| &a.name).collect();
+        let outside: Vec<_> = of(ActivityKind::Kernel)
+            .filter(|a| !a.in_collective && a.stream_name != "staging")
+            .map(|a| &a.name)
+            .collect();
         assert_eq!(outside, ["zero", "zero"], "rank {rank}");
-        for k in of(Kind::Kernel).filter(|a| a.inside) {
+        for k in of(ActivityKind::Kernel).filter(|a| a.in_collective) {
             let around = |s: &&ferrotron_tensor::trace::Activity| {
                 s.stream == k.stream && s.start <= k.start && k.end <= s.end
             };
-            assert_eq!(of(Kind::Collective).filter(around).count(), 1, "{k:?}");
+            assert_eq!(of(ActivityKind::Collective).filter(around).count(), 1, "{k:?}");
         }
     }
     let o = t.overlap();
-    assert!(o.busy.total > 0.0 && o.busy.total <= o.spans.total, "{o:?}");
+    assert!(o.transfers.total > 0.0 && o.transfers.total <= o.collectives.total, "{o:?}");
     if on_host {
         // A rank does one thing at a time there.
-        assert_eq!((o.busy.own, o.spans.own), (0.0, 0.0));
+        assert_eq!((o.transfers.same_rank, o.collectives.same_rank), (0.0, 0.0));
     }
 }
 
 #[test]
 fn ranks_of_one_device_and_of_several() {
     let shared = watched(WATCH);
-    check(&everything(&vec![shared.clone(); RANKS]), shared.card().is_none());
+    check(&everything(&vec![shared.clone(); RANKS]), shared.gpu().is_none());
     check(&everything(&[host(), host(), host()]), true);
 }

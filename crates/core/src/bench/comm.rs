@@ -1,15 +1,21 @@
 //! How fast ranks talk: every collective, from small to large.
 
 use crate::Result;
-use ferrotron_comm::{Communicator, Kind, Reduce};
+use ferrotron_comm::{Communicator, OpKind, ReduceOp};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, DType, Tensor};
 use serde::Serialize;
 use std::time::Instant;
 
 /// The collectives that are measured. A message goes round a ring: every rank sends one and receives one.
-pub const COLLECTIVES: [Kind; 6] =
-    [Kind::AllReduce, Kind::AllGather, Kind::ReduceScatter, Kind::AllToAll, Kind::Broadcast, Kind::Message];
+pub const COLLECTIVES: [OpKind; 6] = [
+    OpKind::AllReduce,
+    OpKind::AllGather,
+    OpKind::ReduceScatter,
+    OpKind::AllToAll,
+    OpKind::Broadcast,
+    OpKind::SendRecv,
+];
 
 /// What [`CommBench::bus`] is, in words.
 pub const FORMULA: &str = "algorithm GB/s = bytes / time, bytes of the whole tensor (of one rank's for all-reduce, \
@@ -26,11 +32,11 @@ pub struct CommBench {
     pub dtype: DType,
     /// Bytes of the whole tensor.
     pub bytes: usize,
-    /// Of one call: the median over rounds, of the slowest rank.
+    /// Of one call: the median over rounds, of the max_over_ranks rank.
     pub seconds: f64,
     /// `bytes / seconds`, in GB/s.
     pub algorithm: f64,
-    /// What the slowest link carries if the algorithm is a ring, in GB/s; see [`FORMULA`].
+    /// What the max_over_ranks link carries if the algorithm is a ring, in GB/s; see [`FORMULA`].
     pub bus: f64,
 }
 
@@ -44,77 +50,77 @@ pub fn sizes(largest: usize) -> Vec<usize> {
 }
 
 /// Measures one collective over all ranks, which call it together; about `seconds` long. The same result on every rank.
-pub fn comm(rank: &Rank, kind: Kind, dtype: DType, bytes: usize, seconds: f64) -> Result<CommBench> {
+pub fn comm(rank: &Rank, kind: OpKind, dtype: DType, bytes: usize, seconds: f64) -> Result<CommBench> {
     const ROUNDS: usize = 5;
     let all = rank.world.all();
     let n = all.size();
-    let work = Work::new(rank, &all, kind, dtype, bytes)?;
+    let bench = CollectiveBench::new(rank, &all, kind, dtype, bytes)?;
     // The first call sets up connections, the second tells how many make a round.
-    work.call()?;
-    let one = slowest(&all, work.time(1)?)?;
+    bench.call()?;
+    let one = max_over_ranks(&all, bench.time(1)?)?;
     let calls = ((seconds / ROUNDS as f64 / one.max(1e-9)) as usize).clamp(1, 10_000);
     let mut rounds = Vec::with_capacity(ROUNDS);
     for _ in 0..ROUNDS {
-        rounds.push(slowest(&all, work.time(calls)? / calls as f64)?);
+        rounds.push(max_over_ranks(&all, bench.time(calls)? / calls as f64)?);
     }
     rounds.sort_by(f64::total_cmp);
     let (seconds, share) = (rounds[ROUNDS / 2], (n as f64 - 1.0) / n as f64);
     let factor = match kind {
-        Kind::AllReduce => 2.0 * share,
-        Kind::AllGather | Kind::ReduceScatter | Kind::AllToAll => share,
+        OpKind::AllReduce => 2.0 * share,
+        OpKind::AllGather | OpKind::ReduceScatter | OpKind::AllToAll => share,
         _ => 1.0,
     };
-    let bytes = work.whole.bytes();
+    let bytes = bench.whole.bytes();
     let algorithm = bytes as f64 / seconds / 1e9;
     Ok(CommBench { collective: kind.name(), dtype, bytes, seconds, algorithm, bus: algorithm * factor })
 }
 
 /// The largest of what all ranks measured.
-fn slowest(all: &Communicator, mine: f64) -> Result<f64> {
+fn max_over_ranks(all: &Communicator, mine: f64) -> Result<f64> {
     let times = all.all_gather_bytes(&mine.to_le_bytes(), "measured time")?;
     let number = |b: &Vec<u8>| b.as_slice().try_into().map_or(f64::NAN, f64::from_le_bytes);
     Ok(times.iter().map(number).fold(0.0, f64::max))
 }
 
-struct Work<'a> {
+struct CollectiveBench<'a> {
     rank: &'a Rank,
     all: &'a Communicator,
-    kind: Kind,
+    kind: OpKind,
     /// `[n · count]`
     whole: Tensor,
     /// `[count]`, or as long as the whole for collectives between equals.
     other: Tensor,
 }
 
-impl<'a> Work<'a> {
+impl<'a> CollectiveBench<'a> {
     fn new(
         rank: &'a Rank,
         all: &'a Communicator,
-        kind: Kind,
+        kind: OpKind,
         dtype: DType,
         bytes: usize,
-    ) -> Result<Work<'a>> {
+    ) -> Result<CollectiveBench<'a>> {
         let n = all.size();
         let count = (bytes / dtype.size() / n).max(1);
-        let part = matches!(kind, Kind::AllGather | Kind::ReduceScatter);
+        let part = matches!(kind, OpKind::AllGather | OpKind::ReduceScatter);
         let zeros = |len: usize| rank.compute.zeros(&[len], dtype, Category::Communication);
         let (whole, other) = (zeros(n * count)?, zeros(if part { count } else { n * count })?);
-        Ok(Work { rank, all, kind, whole, other })
+        Ok(CollectiveBench { rank, all, kind, whole, other })
     }
 
     fn call(&self) -> Result<()> {
         const LABEL: &str = "bench";
         let (s, all, n) = (&self.rank.compute, self.all, self.all.size());
         match self.kind {
-            Kind::AllReduce => all.all_reduce(s, &self.whole, Reduce::Sum, LABEL)?,
-            Kind::AllGather => all.all_gather(s, &self.other, &self.whole, LABEL)?,
-            Kind::ReduceScatter => all.reduce_scatter(s, &self.whole, &self.other, Reduce::Sum, LABEL)?,
-            Kind::AllToAll => all.all_to_all(s, &self.whole, &self.other, LABEL)?,
-            Kind::Broadcast => all.broadcast(s, &self.whole, 0, LABEL)?,
-            Kind::Barrier => all.barrier(LABEL)?,
-            Kind::Message | Kind::Bytes => {
+            OpKind::AllReduce => all.all_reduce(s, &self.whole, ReduceOp::Sum, LABEL)?,
+            OpKind::AllGather => all.all_gather(s, &self.other, &self.whole, LABEL)?,
+            OpKind::ReduceScatter => all.reduce_scatter(s, &self.whole, &self.other, ReduceOp::Sum, LABEL)?,
+            OpKind::AllToAll => all.all_to_all(s, &self.whole, &self.other, LABEL)?,
+            OpKind::Broadcast => all.broadcast(s, &self.whole, 0, LABEL)?,
+            OpKind::Barrier => all.barrier(LABEL)?,
+            OpKind::SendRecv | OpKind::AllGatherBytes => {
                 let (next, last) = ((all.rank() + 1) % n, (all.rank() + n - 1) % n);
-                all.exchange(s, &[(next, &self.whole)], &[(last, &self.other)], LABEL)?;
+                all.send_recv(s, &[(next, &self.whole)], &[(last, &self.other)], LABEL)?;
             }
         }
         Ok(())

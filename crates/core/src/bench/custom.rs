@@ -65,7 +65,7 @@ pub(super) fn recipe(name: &str) -> Result<Recipe> {
     }
     // Nothing is generated, and the sizes above may be too small for it.
     for assignment in
-        ["data.path=embedded", "optimizer.moments=bf16", "precision.dtype=bf16", "generate.tokens=0"]
+        ["data.path=embedded", "optimizer.state_dtype=bf16", "precision.dtype=bf16", "generate.tokens=0"]
     {
         recipe.set(assignment)?;
     }
@@ -74,20 +74,20 @@ pub(super) fn recipe(name: &str) -> Result<Recipe> {
 
 #[cfg(test)]
 mod tests {
-    use crate::bench::work;
+    use crate::bench::workload;
 
     #[test]
     fn a_line_says_it_all() {
         let name = "custom/L=3/d=384/h=4/kv=2/hd=96/ffn=1000/V=5003/T=1536/B=3/bias=1/tied=1";
-        let r = work(name).unwrap().resolve(None).unwrap();
+        let r = workload(name).unwrap().resolve(None).unwrap();
         let m = &r.model;
         assert_eq!((m.layers, m.hidden, m.heads, m.kv_heads, m.head_dim), (3, 384, 4, 2, 96));
         assert_eq!((m.ffn, m.vocab, m.tied, m.gated, m.qkv_bias), (1000, 5003, true, true, true));
         assert_eq!((r.plan.seq_len, r.plan.micro_batch, r.config.train.global_batch), (1536, 3, 3));
-        let mixed = work("custom/L=2/d=64/h=2/kv=1/hd=32/ffn=48/V=256/T=64/experts=16/topk=4");
+        let mixed = workload("custom/L=2/d=64/h=2/kv=1/hd=32/ffn=48/V=256/T=64/experts=16/topk=4");
         let moe = mixed.unwrap().resolve(None).unwrap().model.moe.unwrap();
         assert_eq!((moe.experts, moe.topk, moe.ffn), (16, 4, 48));
-        let plain = work("custom/L=1/d=64/h=1/kv=1/hd=64/ffn=128/V=256/T=64/rope=0/rms=0/swiglu=0");
+        let plain = workload("custom/L=1/d=64/h=1/kv=1/hd=64/ffn=128/V=256/T=64/rope=0/rms=0/swiglu=0");
         let m = plain.unwrap().resolve(None).unwrap().model;
         assert!(!m.gated && !m.tied && m.rope(0).is_none());
     }
@@ -99,7 +99,7 @@ mod tests {
             ("custom/L=1/depth=2", "'depth' is not one of"),
             ("custom/L", "key=value"),
         ] {
-            let error = work(name).map(|_| ()).unwrap_err().to_string();
+            let error = workload(name).map(|_| ()).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         }
     }

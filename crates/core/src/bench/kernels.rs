@@ -1,7 +1,7 @@
 //! Measuring single kernels at the shapes a model gives them.
 
-use super::cases::{Case, cases};
-use super::ceiling::{Moves, in_line, median, product_ceiling};
+use super::cases::{KernelCase, cases};
+use super::ceiling::{MemoryProbe, gemm_ceiling, median, time_back_to_back};
 use crate::Result;
 use crate::config::Resolved;
 use ferrotron_engine::Rank;
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 /// What one call of a kernel does.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub enum Work {
+pub enum KernelWork {
     /// Multiplications and additions; counted against a large matrix product.
     Flops(f64),
     /// Bytes that have to be read or written once; counted against moving as many.
@@ -24,7 +24,7 @@ pub struct KernelBench {
     /// The sizes, for people.
     pub shape: String,
     /// Work of one call.
-    pub work: Work,
+    pub work: KernelWork,
     /// Timed calls.
     pub calls: usize,
     /// Median seconds of a call.
@@ -38,7 +38,7 @@ pub struct KernelBench {
 impl KernelBench {
     /// GFLOP/s or GB/s.
     pub fn rate(&self) -> f64 {
-        let (Work::Flops(x) | Work::Bytes(x)) = self.work;
+        let (KernelWork::Flops(x) | KernelWork::Bytes(x)) = self.work;
         x / self.seconds / 1e9
     }
 
@@ -67,17 +67,17 @@ pub fn kernels(
     let mut out = Vec::new();
     for case in cases(r).into_iter().filter(|c| c.name.contains(filter)) {
         let moves = match case.work {
-            Work::Flops(_) => None,
-            Work::Bytes(bytes) => Some(Moves::of(rank, bytes as usize)?),
+            KernelWork::Flops(_) => None,
+            KernelWork::Bytes(bytes) => Some(MemoryProbe::of(rank, bytes as usize)?),
         };
         let timed = time(rank, &case, moves.as_ref(), budget)?;
         let ceiling = match (moves, product) {
             (Some(moves), _) => moves.bytes() / timed.moved / 1e9,
             (None, Some(known)) => known,
-            (None, None) => *product.insert(product_ceiling(rank, dtype)? * 1e3),
+            (None, None) => *product.insert(gemm_ceiling(rank, dtype)? * 1e3),
         };
         let Timed { calls, seconds, host_s, .. } = timed;
-        let Case { name, shape, work, .. } = case;
+        let KernelCase { name, shape, work, .. } = case;
         let measured = KernelBench { name, shape, work, calls, seconds, host_s, ceiling };
         done(&measured);
         out.push(measured);
@@ -94,22 +94,22 @@ struct Timed {
 }
 
 /// Times a kernel and, in turn with it, moving as much memory: a card's clocks change within a tenth of a second.
-fn time(rank: &Rank, case: &Case, moves: Option<&Moves>, budget: f64) -> Result<Timed> {
+fn time(rank: &Rank, case: &KernelCase, moves: Option<&MemoryProbe>, budget: f64) -> Result<Timed> {
     let mut run = (case.prepare)(rank)?;
     // The first call pages memory in, and chooses between ways to do it.
     run(rank)?;
     let begin = Instant::now();
     let (mut times, mut copies, mut in_place) = (Vec::new(), Vec::new(), Vec::new());
     while times.len() < 3 || (begin.elapsed().as_secs_f64() < budget && times.len() < 100_000) {
-        in_line(rank, &mut times, || run(rank))?;
+        time_back_to_back(rank, &mut times, || run(rank))?;
         if let Some(moves) = moves {
-            in_line(rank, &mut copies, || moves.copy(rank))?;
-            in_line(rank, &mut in_place, || moves.in_place(rank))?;
+            time_back_to_back(rank, &mut copies, || moves.copy(rank))?;
+            time_back_to_back(rank, &mut in_place, || moves.in_place(rank))?;
         }
     }
     let (calls, seconds) = (times.len(), median(times));
     let moved = if moves.is_some() { median(copies).min(median(in_place)) } else { 0.0 };
-    if rank.device().card().is_none() {
+    if rank.device().gpu().is_none() {
         return Ok(Timed { calls, seconds, host_s: seconds, moved });
     }
     // One after the other, as in a step: a host that has just waited for the card is slower.

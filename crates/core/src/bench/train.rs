@@ -3,7 +3,7 @@
 use crate::Result;
 use crate::config::Resolved;
 use crate::data::{Batches, Row};
-use crate::train::{GraphChoice, Named, Observer, Trainer};
+use crate::train::{CudaGraphDecision, Observer, StepMetrics, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{MemoryReport, Profile};
@@ -73,21 +73,21 @@ pub struct TrainBench {
     /// Was every timed step replayed as a graph?
     pub graph: bool,
     /// Why, or why not.
-    pub graph_choice: GraphChoice,
+    pub cuda_graph_decision: CudaGraphDecision,
     /// How tokens came to their experts; nothing without mixtures.
-    pub routing: Option<Routing>,
+    pub routing: Option<RoutingReport>,
 }
 
 /// How tokens came to their experts.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Routing {
+pub struct RoutingReport {
     /// At random, in place of the router's choices?
     pub forced: bool,
     /// Loads of the last step, by name.
-    pub loads: Named,
+    pub loads: StepMetrics,
 }
 
-impl Routing {
+impl RoutingReport {
     /// In a word.
     pub fn name(&self) -> &'static str {
         if self.forced { "forced" } else { "learned" }
@@ -105,7 +105,7 @@ impl TrainBench {
         self.step_s.get(self.step_s.len() / 2).copied().unwrap_or(f64::NAN)
     }
 
-    /// Least seconds in which the host gave a step to the device: with nothing queued before it. Later steps also wait
+    /// Least seconds in which the host gave a step to the device: with nothing in_flight before it. Later steps also wait
     /// for room in the card's queue.
     pub fn host_least(&self) -> f64 {
         self.host_s.first().copied().unwrap_or(f64::NAN)
@@ -123,7 +123,7 @@ impl TrainBench {
 }
 
 /// Steps after which it is known whether steps are replayed on a card.
-const SETTLED: usize = 4;
+const GRAPH_DECIDED: usize = 4;
 
 /// Times `steps` optimizer steps after `warmup` untimed ones, on random tokens; packed into documents of so many tokens
 /// if that is given. The process started at `begun`.
@@ -139,39 +139,39 @@ pub fn train(
     let data = RandomTokens::of(r, document);
     let mut trainer = Trainer::new(rank, r)?;
     let mut first_step_s = None;
-    let mut one_done = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
+    let mut note_first_step = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
     // Timed steps are all of one kind: whether they are replayed is seen before. As many come before them either way.
-    let least = if trainer.rank.device().card().is_some() { SETTLED } else { 0 };
-    let settles = |t: &Trainer| t.graph_is_open() && t.step < 2 * SETTLED as u64;
-    while trainer.step < warmup.max(least) as u64 || settles(&trainer) {
+    let least = if trainer.rank.device().gpu().is_some() { GRAPH_DECIDED } else { 0 };
+    let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step < 2 * GRAPH_DECIDED as u64;
+    while trainer.step < warmup.max(least) as u64 || graph_undecided(&trainer) {
         trainer.train_step(&data)?;
-        one_done();
+        note_first_step();
     }
     let launched = trainer.step - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
     // As a run does it: every step is given to the device before the loss of the one before is read.
     let (mut host_s, mut tokens, mut loss) = (Vec::with_capacity(steps), 0, f64::NAN);
-    let mut marks = vec![trainer.rank.compute.record()?];
+    let mut events = vec![trainer.rank.compute.record()?];
     let mut last = None;
     for _ in 0..steps {
         let begin = Instant::now();
-        let queued = trainer.begin_step(&data)?;
+        let in_flight = trainer.begin_step(&data)?;
         host_s.push(begin.elapsed().as_secs_f64());
-        marks.push(trainer.rank.compute.record()?);
-        if let Some(last) = last.replace(queued) {
+        events.push(trainer.rank.compute.record()?);
+        if let Some(last) = last.replace(in_flight) {
             trainer.end_step(last)?;
-            one_done();
+            note_first_step();
         }
     }
     if let Some(last) = last {
         let report = trainer.end_step(last)?;
-        one_done();
+        note_first_step();
         (tokens, loss) = (report.tokens, report.loss);
     }
-    let loads = trainer.take_loads()?;
+    let loads = trainer.take_moe_metrics()?;
     let mut step_s =
-        marks.windows(2).map(|w| Ok(w[1].since(&w[0])?.as_secs_f64())).collect::<Result<Vec<f64>>>()?;
+        events.windows(2).map(|w| Ok(w[1].since(&w[0])?.as_secs_f64())).collect::<Result<Vec<f64>>>()?;
     step_s.sort_by(f64::total_cmp);
     host_s.sort_by(f64::total_cmp);
     Ok(TrainBench {
@@ -186,13 +186,17 @@ pub fn train(
         profile: trainer.rank.device().take_profile()?,
         loss,
         graph: trainer.steps_replayed() > 0 && trainer.step - trainer.steps_replayed() == launched,
-        graph_choice: trainer.graph_choice(),
-        routing: r.model.moe.is_some().then_some(Routing { forced: r.config.moe.force.is_some(), loads }),
+        cuda_graph_decision: trainer.cuda_graph_decision(),
+        routing: r
+            .model
+            .moe
+            .is_some()
+            .then_some(RoutingReport { forced: r.config.moe.force_balance.is_some(), loads }),
     })
 }
 
 /// Makes `steps` optimizer steps on random tokens that `observer` hears of, after `warmup` that it does not.
-pub fn observed(
+pub fn train_with_observer(
     rank: Rank,
     r: &Resolved,
     warmup: usize,

@@ -20,13 +20,13 @@ const YARDSTICKS: &[Yardstick] = &[
             "model.vocab=50304",
             "train.micro_batch=64",
             "train.global_batch=64",
-            "optimizer.moments=bf16",
+            "optimizer.state_dtype=bf16",
         ],
     },
     Yardstick {
         name: "llama-1b",
         recipe: "llama-1b",
-        changes: &["train.micro_batch=4", "train.global_batch=4", "optimizer.moments=bf16"],
+        changes: &["train.micro_batch=4", "train.global_batch=4", "optimizer.state_dtype=bf16"],
     },
     Yardstick {
         name: "llama-8b-8l",
@@ -36,7 +36,7 @@ const YARDSTICKS: &[Yardstick] = &[
             "train.micro_batch=1",
             "train.global_batch=1",
             "train.recompute=none",
-            "optimizer.moments=bf16",
+            "optimizer.state_dtype=bf16",
         ],
     },
     Yardstick {
@@ -49,7 +49,7 @@ const YARDSTICKS: &[Yardstick] = &[
             "data.seq_len=4096",
             "train.micro_batch=4",
             "train.global_batch=4",
-            "optimizer.moments=bf16",
+            "optimizer.state_dtype=bf16",
         ],
     },
     Yardstick {
@@ -60,7 +60,7 @@ const YARDSTICKS: &[Yardstick] = &[
 ];
 
 /// The yardstick of that name, a `custom/…` shape, or else the recipe or file.
-pub fn work(name: &str) -> Result<Recipe> {
+pub fn workload(name: &str) -> Result<Recipe> {
     if name.starts_with(custom::PREFIX) {
         return custom::recipe(name);
     }

@@ -25,12 +25,12 @@ pub struct Difference {
     /// Its name.
     pub name: String,
     /// In what way.
-    pub kind: Kind,
+    pub kind: DifferenceKind,
 }
 
 /// How a tensor differs.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Kind {
+pub enum DifferenceKind {
     /// Only the first checkpoint has it.
     OnlyFirst,
     /// Only the second checkpoint has it.
@@ -60,10 +60,10 @@ impl std::fmt::Display for Difference {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let name = &self.name;
         match &self.kind {
-            Kind::OnlyFirst => write!(f, "{name}: only in the first"),
-            Kind::OnlySecond => write!(f, "{name}: only in the second"),
-            Kind::Form(a, b) => write!(f, "{name}: {a} in the first, {b} in the second"),
-            Kind::Values { count, max_abs, at } => {
+            DifferenceKind::OnlyFirst => write!(f, "{name}: only in the first"),
+            DifferenceKind::OnlySecond => write!(f, "{name}: only in the second"),
+            DifferenceKind::Form(a, b) => write!(f, "{name}: {a} in the first, {b} in the second"),
+            DifferenceKind::Values { count, max_abs, at } => {
                 write!(f, "{name}: {count} elements differ, by at most {max_abs:e} (element {at})")
             }
         }
@@ -81,16 +81,17 @@ pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     compare_json(a.state(), b.state(), "", &mut out.state);
     for ta in a.tensors() {
         let kind = match b.get(&ta.name) {
-            None => Some(Kind::OnlyFirst),
+            None => Some(DifferenceKind::OnlyFirst),
             Some(tb) if (ta.dtype, &ta.shape) != (tb.dtype, &tb.shape) => {
-                Some(Kind::Form(form(ta), form(tb)))
+                Some(DifferenceKind::Form(form(ta), form(tb)))
             }
             Some(_) => compare_values(&a, &b, ta)?,
         };
         out.tensors.extend(kind.map(|kind| Difference { name: ta.name.clone(), kind }));
     }
     let only_second = b.tensors().filter(|t| a.get(&t.name).is_none());
-    out.tensors.extend(only_second.map(|t| Difference { name: t.name.clone(), kind: Kind::OnlySecond }));
+    out.tensors
+        .extend(only_second.map(|t| Difference { name: t.name.clone(), kind: DifferenceKind::OnlySecond }));
     out.tensors.sort_by(|x, y| x.name.cmp(&y.name));
     Ok(out)
 }
@@ -99,7 +100,7 @@ fn form(t: &TensorInfo) -> String {
     format!("{} {:?}", t.dtype, t.shape)
 }
 
-fn compare_values(a: &Loaded, b: &Loaded, info: &TensorInfo) -> Result<Option<Kind>> {
+fn compare_values(a: &Loaded, b: &Loaded, info: &TensorInfo) -> Result<Option<DifferenceKind>> {
     const PIECE: u64 = 1 << 20; // a multiple of every element size
     let (mut xs, mut ys) = (vec![0u8; PIECE as usize], vec![0u8; PIECE as usize]);
     let width = usize::try_from(info.dtype.bits() / 8).unwrap_or(1).max(1);
@@ -121,7 +122,7 @@ fn compare_values(a: &Loaded, b: &Loaded, info: &TensorInfo) -> Result<Option<Ki
         }
         start += n as u64;
     }
-    Ok((count > 0).then_some(Kind::Values { count, max_abs, at }))
+    Ok((count > 0).then_some(DifferenceKind::Values { count, max_abs, at }))
 }
 
 /// |x − y| of two elements given as little-endian bytes.

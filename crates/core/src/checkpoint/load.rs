@@ -2,7 +2,7 @@
 
 use super::folder;
 use super::manifest::{self, Manifest};
-use super::together::{self, Word};
+use super::parallel_verify::{self, RankCheck};
 use crate::error::{Error, Result};
 use crate::tensorfile::{TensorFile, TensorInfo};
 use ferrotron_comm::Communicator;
@@ -39,7 +39,7 @@ pub struct BytesRead {
 
 /// What [`verify`] found.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
+pub struct VerifyReport {
     /// Steps done.
     pub step: u64,
     /// Data files.
@@ -55,21 +55,21 @@ pub struct Report {
 /// is damaged, the error says what and, where there is one, which older checkpoint could be used instead; that
 /// choice is the caller's.
 pub fn load(path: &Path) -> Result<Loaded> {
-    load_together(path, &Communicator::solo())
+    load_parallel(path, &Communicator::solo())
 }
 
 /// [`load`] by all ranks of a group at once, which share the reading: of every file each rank checks the bytes
 /// whose turn it is, and the ranks' checksums join to the file's. What one rank finds wrong is an error on all. The
 /// folder must be the same one for all ranks (on several hosts: a shared file system).
-pub fn load_together(path: &Path, group: &Communicator) -> Result<Loaded> {
+pub fn load_parallel(path: &Path, group: &Communicator) -> Result<Loaded> {
     let (opened, mine) = match inspect(path, group.rank(), group.size()) {
         Ok((opened, word)) => (Ok(opened), word),
         Err(e) => {
-            let word = Word::Failed(e.to_string());
+            let word = RankCheck::Failed(e.to_string());
             (Err(e), word)
         }
     };
-    let words = together::exchange(&mine, group)?;
+    let words = parallel_verify::exchange(&mine, group)?;
     // Its own error first: the finder's sentence is the most exact.
     opened.and_then(|opened| opened.finish(&words)).map_err(|e| with_older(path, e))
 }
@@ -86,9 +86,9 @@ fn with_older(path: &Path, e: Error) -> Error {
 }
 
 /// Check a checkpoint as [`load`] does and say what it holds.
-pub fn verify(path: &Path) -> Result<Report> {
+pub fn verify(path: &Path) -> Result<VerifyReport> {
     let loaded = load(path)?;
-    Ok(Report {
+    Ok(VerifyReport {
         step: loaded.step,
         files: loaded.files.len(),
         tensors: loaded.index.len(),
@@ -142,7 +142,7 @@ impl Loaded {
         BytesRead {
             headers: self.files.iter().map(TensorFile::header_bytes).sum(),
             checked: self.checked,
-            tensors: self.files.iter().map(TensorFile::bytes_given).sum(),
+            tensors: self.files.iter().map(TensorFile::bytes_delivered).sum(),
         }
     }
 
@@ -198,7 +198,7 @@ pub(super) struct Opened {
 }
 
 /// Checks everything that takes no reading of tensors, and rank `part` of `of`'s bytes of every file.
-pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, Word)> {
+pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, RankCheck)> {
     let (manifest, sum) = read_manifest(path)?;
     // A renamed folder would resume at one step with the data of another.
     if let Some(step) = path.file_name().and_then(folder::step_of).filter(|&s| s != manifest.step) {
@@ -212,20 +212,20 @@ pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, Wo
         let file = path.join(name);
         check_size(&file, shard.bytes)?;
         let opened = TensorFile::open(&file)?;
-        let mine = together::stripe(opened.bytes(), part, of);
+        let mine = parallel_verify::stripe(opened.bytes(), part, of);
         checked += mine.end - mine.start;
         stripes.push(opened.crc32c(mine)?);
         files.push(opened);
     }
-    let word = Word::Checked { manifest: sum, stripes };
+    let word = RankCheck::Checked { manifest: sum, stripes };
     Ok((Opened { path: path.to_path_buf(), manifest, files, checked }, word))
 }
 
 impl Opened {
     /// The checkpoint, if what all ranks say makes it whole and its tensors are those the manifest lists.
-    pub(super) fn finish(self, words: &[Word]) -> Result<Loaded> {
+    pub(super) fn finish(self, words: &[RankCheck]) -> Result<Loaded> {
         let Opened { path, manifest, files, checked } = self;
-        let sums = together::join(&path, words, files.iter().map(TensorFile::bytes))?;
+        let sums = parallel_verify::join(&path, words, files.iter().map(TensorFile::bytes))?;
         for ((file, shard), sum) in files.iter().zip(manifest.files.values()).zip(sums) {
             let (found, want) = (manifest::hex(sum), &shard.crc32c);
             if found != *want {

@@ -10,25 +10,25 @@
 //! A checkpoint holds what it is given and nothing else (no time, host or path), in an order that depends on the
 //! names only: equal snapshots give equal bytes. It is written to `.tmp-step-…`, synced, and renamed, so a
 //! folder called `step-…` is complete. Tensors keep their full logical shape; a rank reads the bytes
-//! it owns with [`Loaded::read_runs`], and ranks share the check of the whole with [`load_together`].
+//! it owns with [`Loaded::read_runs`], and ranks share the check of the whole with [`load_parallel`].
 
-mod alone;
 mod canonical;
 mod compare;
 mod folder;
 mod load;
 mod manifest;
+mod parallel_verify;
 mod saver;
+mod single_file;
 #[cfg(test)]
 mod tests;
-mod together;
 mod write;
 
-pub use alone::{Alone, write_alone};
-pub use compare::{Comparison, Difference, Kind, compare};
+pub use compare::{Comparison, Difference, DifferenceKind, compare};
 pub use folder::{latest, list, name as folder_name};
-pub use load::{BytesRead, Loaded, Report, load, load_together, verify};
+pub use load::{BytesRead, Loaded, VerifyReport, load, load_parallel, verify};
 pub use saver::Saver;
+pub use single_file::{SingleFile, write_single_file};
 
 use ferrotron_tensor::DType;
 

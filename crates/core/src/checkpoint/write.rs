@@ -18,7 +18,7 @@ pub(super) const SHARD_BYTES: u64 = 4 << 30;
 pub(super) type Source<'a> = dyn Fn(&str) -> Result<Cow<'a, [u8]>> + 'a;
 
 /// A data file to be: its name and its tensors.
-type Plan<'a> = Vec<(String, Vec<&'a TensorDecl>)>;
+type ShardPlan<'a> = Vec<(String, Vec<&'a TensorDecl>)>;
 
 /// Write the snapshot as a checkpoint of `dir` and return its folder. If anything fails, what was written so
 /// far is removed and the checkpoints already there stay as they are.
@@ -33,11 +33,11 @@ pub(super) fn write(dir: &Path, snapshot: &Snapshot, shard_bytes: u64) -> Result
     let source = |name: &str| Ok(Cow::Borrowed(by_name.get(name).copied().unwrap_or_default()));
     let plan = plan(&decls, shard_bytes)?;
     let fill = |temporary: &Path| fill(temporary, snapshot.step, snapshot.state.clone(), &plan, &source);
-    whole_or_nothing(dir, &folder::name(snapshot.step), &fill)
+    write_atomically(dir, &folder::name(snapshot.step), &fill)
 }
 
 /// Fills a temporary folder of `dir` and gives it its name, or removes it again.
-pub(super) fn whole_or_nothing(
+pub(super) fn write_atomically(
     dir: &Path,
     name: &str,
     fill: &dyn Fn(&Path) -> Result<()>,
@@ -52,14 +52,14 @@ pub(super) fn whole_or_nothing(
 }
 
 /// Which tensor goes where: "model/…" apart from the rest, each group in the order of names, cut by size.
-pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<Plan<'_>> {
+pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<ShardPlan<'_>> {
     let mut sorted: Vec<&TensorDecl> = decls.iter().collect();
     sorted.sort_by(|a, b| a.name.cmp(&b.name));
     if let Some(twice) = sorted.windows(2).find(|w| w[0].name == w[1].name) {
         return Err(Error::Invalid(format!("checkpoint: tensor {:?} is there twice", twice[0].name)));
     }
     let (model, rest): (Vec<_>, Vec<_>) = sorted.into_iter().partition(|i| i.name.starts_with("model/"));
-    let mut plan = Plan::new();
+    let mut plan = ShardPlan::new();
     for (group, items) in [("model", model), ("optimizer", rest)] {
         let mut shards: Vec<Vec<&TensorDecl>> = Vec::new();
         let mut room = 0u64;
@@ -92,7 +92,7 @@ pub(super) fn fill(
     temporary: &Path,
     step: u64,
     state: Value,
-    plan: &Plan<'_>,
+    plan: &ShardPlan<'_>,
     source: &Source<'_>,
 ) -> Result<()> {
     let mut files = BTreeMap::new();

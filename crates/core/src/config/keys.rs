@@ -2,13 +2,13 @@
 
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
-    Also, Count, Decay, Dispatch, Format, Graph, Keep, Master, Moments, OneOrMany, OptimizerKind,
-    PipelineOrder, PositionKind, Precision, Recompute, RouterType, Scaling, Split, WeightDecayStyle, Weights,
-    WsdStyle,
+    Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype, OneOrMany,
+    OptimizerKind, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision,
+    StateDtype, WeightDecayStyle, WsdStyle,
 };
-use super::{Latent, LossScale};
+use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
-use crate::model::moe::ScoreKind;
+use crate::model::moe_config::ScoreKind;
 use serde::{Deserialize, Serialize};
 
 keys! {
@@ -55,7 +55,7 @@ keys! {
         attn_sink: Option<bool> = None, "softmax_type", "attention_sinks", "sinks", "learnable_softmax_offset";
         /// Latent attention: keys and values from one narrow row of each token, heads of nope_dim + rope_dim channels for
         /// queries and keys and of v_dim for values.
-        mla: Option<Latent> = None, "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim";
+        mla: Option<MlaDims> = None, "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim";
         /// How positions enter: rope or learned.
         positions: Option<PositionKind> = None, "position_embedding_type", "use_rotary_position_embeddings";
         /// Base of the rotary wavelengths; 10000 when neither a preset nor this says.
@@ -78,17 +78,17 @@ keys! {
         /// Width inside an expert (of one half when gated); derived as model.ffn.
         ffn: Option<usize> = None, "moe_ffn_hidden_size", "moe_intermediate_size";
         /// Every how many layers are a mixture, from the first on.
-        every: Option<usize> = None, "moe_layer_freq", "decoder_sparse_step";
+        layer_freq: Option<usize> = None, "moe_layer_freq", "decoder_sparse_step";
         /// Layers (from 0) that keep their MLP all the same.
-        dense: Option<Vec<usize>> = None, "first_k_dense_replace", "mlp_only_layers";
+        dense_layers: Option<Vec<usize>> = None, "first_k_dense_replace", "mlp_only_layers";
         /// From logits to scores: softmax, sigmoid or sqrt_softplus.
-        score: Option<ScoreKind> = None, "moe_router_score_function", "scoring_func";
+        score_function: Option<ScoreKind> = None, "moe_router_score_function", "scoring_func";
         /// Take the softmax over all experts, and not over the chosen ones.
         pre_softmax: Option<bool> = None, "moe_router_pre_softmax";
         /// Choose among the best groups of neighbouring experts only: [groups, groups kept].
         groups: Option<[usize; 2]> = None, "moe_router_num_groups", "moe_router_group_topk", "n_group", "topk_group";
         /// Factor on the probabilities of choices.
-        scale: Option<f64> = None, "moe_router_topk_scaling_factor", "routed_scaling_factor";
+        route_scale: Option<f64> = None, "moe_router_topk_scaling_factor", "routed_scaling_factor";
         /// Add to each expert's scores, for the choice alone, a bias that follows its load.
         expert_bias: Option<bool> = None, "moe_router_enable_expert_bias";
         /// Bias of the router.
@@ -115,22 +115,22 @@ keys! {
         /// Multiply the router's input by numbers from 1 - jitter to 1 + jitter.
         jitter: f64 = 0.0, "moe_input_jitter_eps", "router_jitter_noise";
         /// Type of the router's logits: model (that of the model), f32 or f64.
-        router_dtype: RouterType = RouterType::F32, "moe_router_dtype";
+        router_dtype: RouterPrecision = RouterPrecision::F32, "moe_router_dtype";
         /// Step by which biases of choices follow the load.
         bias_rate: f64 = 1e-3, "moe_router_bias_update_rate", "bias_update_speed";
         /// Tokens that an expert takes at most, as a multiple of the mean load; unset means all that come.
         capacity: Option<f64> = None, "moe_expert_capacity_factor", "capacity_factor";
         /// Which tokens stay within the capacity: the most probable, or the first.
-        keep: Keep = Keep::Probable, "moe_token_drop_policy";
+        drop_policy: DropPolicy = DropPolicy::Probable, "moe_token_drop_policy";
         /// Give every expert as many rows as its capacity, of zeros where it has fewer tokens.
-        pad: bool = false, "moe_pad_expert_input_to_capacity";
+        pad_to_capacity: bool = false, "moe_pad_expert_input_to_capacity";
         /// Bound the tokens of each rank, as Megatron Core does, and not those of the micro-batch: results then depend on
         /// the layout.
         capacity_per_rank: bool = false, "moe_capacity_per_rank";
         /// Route at random, for measurements: 0 to nearly even loads, more to uneven ones.
-        force: Option<f64> = None, "moe_router_force_load_balancing", "moe_router_force_biased";
+        force_balance: Option<f64> = None, "moe_router_force_load_balancing", "moe_router_force_biased";
         /// How tokens come to experts of other ranks.
-        dispatcher: Dispatch = Dispatch::AllToAll, "moe_token_dispatcher_type", "moe_flex_dispatcher_backend";
+        dispatcher: DispatcherType = DispatcherType::AllToAll, "moe_token_dispatcher_type", "moe_flex_dispatcher_backend";
         /// What logged steps say of mixtures: "losses", "imbalance", "entropy", "dropped", "loads" (of every expert),
         /// "per_layer" (the same of each layer), "all"; [] for nothing.
         log: OneOrMany = OneOrMany(vec!["losses".into(), "imbalance".into()]), "moe_per_layer_logging", "moe_metrics";
@@ -145,9 +145,9 @@ keys! {
         /// Tokens to predict besides the next, each with a layer of its own; 0 means none.
         layers: usize = 0, "mtp_num_layers", "num_nextn_predict_layers", "num_mtp_layers";
         /// Weight of the mean of their losses beside the model's own loss.
-        factor: f64 = 0.1, "mtp_loss_scaling_factor", "mtp_loss_coeff";
+        loss_weight: f64 = 0.1, "mtp_loss_scaling_factor", "mtp_loss_coeff";
         /// Use one layer for all of them.
-        repeated: bool = false, "mtp_use_repeated_layer";
+        shared_layer: bool = false, "mtp_use_repeated_layer";
         /// Let them learn without teaching: decoder, embedding and output matrix get no gradient of them.
         detach: bool = false, "mtp_detach_heads";
     }
@@ -162,7 +162,7 @@ keys! {
         /// Tokenizer of the data: a folder or a tokenizer.json. Unset means a byte is a token.
         tokenizer: Option<String> = None, "tokenizer_model", "tokenizer_type", "tokenizer_name_or_path", "vocab_file";
         /// Shares of documents for training, validation and test.
-        split: Split = Split([99.0, 1.0, 0.0]), "train_val_test_split";
+        split: DataSplit = DataSplit([99.0, 1.0, 0.0]), "train_val_test_split";
         /// Tokens per sequence; derived as the model's longest, at most 4096.
         seq_len: Option<usize> = None, "seq_length", "sequence_length", "max_length", "max_seq_length", "context_length", "encoder_seq_length";
         /// Restart positions and attention where a new document begins inside a sequence.
@@ -195,7 +195,7 @@ keys! {
         recompute: Recompute = Recompute::None, "recompute_granularity", "recompute_modules", "recompute_activations", "recompute_method", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing";
         /// Give a whole step to the card as one CUDA graph, which is captured once and replayed to the same bits. auto
         /// does so for one rank on a card where giving it the launches takes more than a fifth of the step's time.
-        graph: Graph = Graph::Auto, "cuda_graph", "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
+        cuda_graph: CudaGraphMode = CudaGraphMode::Auto, "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
         /// Log the energy that the cards use in steps, evaluations and checkpoints left out.
         energy: bool = false, "log_energy", "energy_monitor";
     }
@@ -229,9 +229,9 @@ keys! {
         /// Largest global gradient norm; 0 means no clipping.
         clip: f64 = 1.0, "clip_grad", "grad_clip", "max_grad_norm", "gradient_clip_val", "max_norm", "gradient_clipping";
         /// How the optimizer's moments are kept: f32, bf16, or f16 and fp8 with a scale for each 32 elements.
-        moments: Moments = Moments::F32, "exp_avg_dtype", "exp_avg_sq_dtype", "state_dtype", "moment_dtype";
+        state_dtype: StateDtype = StateDtype::F32, "exp_avg_dtype", "exp_avg_sq_dtype", "moment_dtype";
         /// How the f32 weights of the optimizer are kept: f32, or as the remainder that bf16 weights lack.
-        master: Master = Master::F32, "main_params_dtype", "master_weights", "master_dtype", "store_param_remainders", "use_precision_aware_optimizer";
+        master_dtype: MasterDtype = MasterDtype::F32, "main_params_dtype", "master_weights", "store_param_remainders", "use_precision_aware_optimizer";
         /// Leave out steps whose gradients are not finite, up to ten in a row, in place of ending the run.
         skip_nonfinite: bool = false, "skip_nan", "skip_nonfinite_grads", "ignore_nan_grads";
     }
@@ -263,30 +263,32 @@ keys! {
         /// Factor on the loss that f16 training begins with. It halves after steps whose gradients are no numbers, which are
         /// left out (one is forgiven), down to 1, and doubles after 1000 good ones, or as many as stand behind it: [65536, 500].
         loss_scale: LossScale = LossScale::default(), "initial_loss_scale", "init_scale", "min_loss_scale", "hysteresis", "loss_scale_window", "growth_interval", "scale_window";
-        /// Eight-bit products of the layers' linear maps, and how numbers are scaled into range: none, current (the fastest
+        /// LinearQuant-bit products of the layers' linear maps, and how numbers are scaled into range: none, current (the fastest
         /// to trust), delayed, block, and mxfp8 and nvfp4, which are emulated.
-        scaling: Scaling = Scaling::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";
+        recipe: QuantRecipe = QuantRecipe::None, "fp8", "fp8_recipe", "enable_fp8", "fp8_scaling", "float8", "fp4", "fp4_recipe", "nvfp4", "mxfp8", "quantization";
         /// What weights of 8-bit products, those of experts too, are between steps: bf16, from which bytes are made in every
         /// step, or fp8, the bytes alone. The same bits of everything, and 1 byte a parameter instead of 2.
-        weights: Weights = Weights::Bf16, "fp8_param", "fp8_param_gather", "fp8_params", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
-        /// What is narrow besides the layers' linear maps: "head", the output matrix, as precision.scaling says; "attention",
-        /// forward, with q, k, v and the weights of values in E4M3, which only Hopper cards do without emulation.
-        also: Also = Also::default(), "head", "attention", "fp8_head", "fp8_lm_head", "fp8_output_layer", "fp8_output_proj", "fp8_attention", "fp8_dpa", "fp8_mha", "fp8_dot_product_attention", "fp8_multi_head_attention";
+        fp8_params: bool = false, "fp8_param", "fp8_param_gather", "fp8_primary_weights", "fp8_model_init", "quantized_model_init", "enable_fsdp_float8_all_gather";
+        /// Run the LM head's GEMMs in FP8 as well, by precision.recipe.
+        fp8_lm_head: bool = false, "head", "fp8_head", "fp8_output_layer", "fp8_output_proj";
+        /// Quantize q, k, v and the softmax probabilities to E4M3 in the forward attention; only Hopper has kernels for it,
+        /// other devices emulate it.
+        fp8_attention: bool = false, "attention", "fp8_dpa", "fp8_mha", "fp8_dot_product_attention", "fp8_multi_head_attention";
         /// Formats: hybrid (gradients in E5M2) or e4m3; derived from the scaling.
-        format: Option<Format> = None, "fp8_format", "fp8_mode";
+        format: Option<Fp8Format> = None, "fp8_format", "fp8_mode";
         /// Round scales down to powers of two; derived from the scaling.
-        power_of_two: Option<bool> = None, "force_pow_2_scales", "round_scales_to_power_of_2";
+        pow2_scales: Option<bool> = None, "force_pow_2_scales", "round_scales_to_power_of_2";
         /// Powers of two that delayed scaling leaves free above the largest magnitude.
         margin: u32 = 0, "fp8_margin";
         /// Steps whose largest magnitude delayed scaling goes by; 1 takes the most recent.
-        history: usize = 1024, "fp8_amax_history_len", "amax_history_len", "fp8_amax_compute_algo", "amax_compute_algo";
+        amax_history: usize = 1024, "fp8_amax_history_len", "amax_history_len", "fp8_amax_compute_algo", "amax_compute_algo";
         /// Steps at the start of delayed scaling whose products stay in precision.dtype while magnitudes are collected.
         calibrate: u64 = 0, "fp8_calibration_steps", "calibration_steps", "calibrating";
         /// Steps between looks at how well operands fit their formats, for the log; such a step is slow. 0 means never.
         stats_every: u64 = 0, "log_fp8_stats_interval", "fp8_stats_interval", "tensor_inspect_interval";
         /// What stays in precision.dtype: "first 1" and "last 1" layers, modules by parts of their names ("mlp.down",
         /// "layers.3"), one product of one ("attn.out:weight_grad"; output, input_grad, weight_grad).
-        except: OneOrMany = OneOrMany::default(), "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_wgrad", "filter_fqns";
+        skip: OneOrMany = OneOrMany::default(), "first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16", "fp8_wgrad", "filter_fqns";
     }
 
     /// Saved states to resume from.
@@ -320,7 +322,7 @@ keys! {
         /// Elements that are summed over ranks at once; unset means enough to keep a network busy.
         bucket: Option<u64> = None, "ddp_bucket_size", "bucket_size";
         /// Order of forward and backward passes, in a pipeline and of one micro-batch beside another.
-        schedule: PipelineOrder = PipelineOrder::OneForwardOneBackward, "pipeline_parallel_schedule", "pipeline_schedule", "overlap_moe_expert_parallel_comm";
+        schedule: PipelineSchedule = PipelineSchedule::OneForwardOneBackward, "pipeline_parallel_schedule", "pipeline_schedule", "overlap_moe_expert_parallel_comm";
         /// Layers of each pipeline stage, such as "Ett|ttt|ttL"; unset means as even as possible.
         stages: Option<String> = None, "pipeline_model_parallel_layout";
         /// Communicate while computing where the two do not depend on each other. The results are the same bits.

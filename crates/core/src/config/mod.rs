@@ -4,13 +4,13 @@
 //! [`Recipe::resolve`] derives what was left unset, says why, and refuses what cannot work.
 
 mod keys;
-mod latent;
 mod load;
 mod loss_scale;
+mod mla;
 mod model;
 mod moe;
 mod mtp;
-mod narrow;
+mod precision;
 mod ramp;
 mod recipes;
 mod resolve;
@@ -21,11 +21,11 @@ mod validate;
 mod write;
 
 pub use keys::*;
-pub use latent::Latent;
 pub use load::Recipe;
 pub use loss_scale::LossScale;
-pub use recipes::{Embedded, RECIPES};
-pub use resolve::{Derived, Plan, Resolved};
+pub use mla::MlaDims;
+pub use recipes::{EmbeddedRecipe, RECIPES};
+pub use resolve::{Derived, Resolved, RunPlan};
 pub use suggest::{Suggestion, distance, nearest, suggest, suggest_section};
 pub use table::{KeyInfo, KeyType, SectionInfo};
 pub use types::*;

@@ -1,7 +1,7 @@
 //! From the `[model]` section to an architecture.
 
 use super::resolve::Derivations;
-use super::{Config, KEYS, Latent, ModelSection, PositionKind, Recipe, nearest, write};
+use super::{Config, KEYS, MlaDims, ModelSection, PositionKind, Recipe, nearest, write};
 use crate::error::{Error, Result};
 use crate::model::config::{
     Activation, MlaConfig, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling,
@@ -85,7 +85,7 @@ impl Recipe {
             if c.mla != Some(mla) {
                 c = c.with_mla(mla);
             }
-            self.fits_latent(&c)?;
+            self.fits_mla(&c)?;
         } else if c.mla.is_some() && m.heads.is_some() {
             c.kv_heads = c.heads;
         }
@@ -104,8 +104,8 @@ impl Recipe {
                 c.local_layers = vec![true; c.layers.min(MAX_LAYERS)];
             }
         }
-        self.mixtures(&mut c, derived)?;
-        self.predictions(&mut c)?;
+        self.apply_moe(&mut c, derived)?;
+        self.apply_mtp(&mut c)?;
         Ok(c)
     }
 
@@ -248,7 +248,7 @@ pub(super) fn section(from: &ModelSection, c: &ModelConfig) -> ModelSection {
         mlp_bias: Some(c.mlp_bias),
         qk_norm: Some(c.qk_norm),
         attn_sink: Some(c.attn_sink),
-        mla: c.mla.map(Latent::from),
+        mla: c.mla.map(MlaDims::from),
         positions: Some(if rope.is_some() { PositionKind::Rope } else { PositionKind::Learned }),
         rope_theta: rope,
         window: c.window,

@@ -1,11 +1,15 @@
 //! Mixtures of experts: from the `[moe]` section to an architecture and to how it is trained, and what cannot work.
 
 use super::resolve::Derivations;
-use super::{Dispatch, Keep, MoeSection, PipelineOrder, Recipe, Resolved, RouterType, Scaling};
+use super::{
+    DispatcherType, DropPolicy, MoeSection, PipelineSchedule, QuantRecipe, Recipe, Resolved, RouterPrecision,
+};
 use crate::error::Result;
 use crate::model::ModelConfig;
-use crate::model::moe::MoeConfig;
-use ferrotron_engine::moe::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, MoeTraining};
+use crate::model::moe_config::MoeConfig;
+use ferrotron_engine::moe::{
+    AuxLossKind, Capacity, Dispatcher, ForcedRouting, MoeTraining, RouterDtype, RoutingMethod,
+};
 
 /// Weight of a balancing loss that is given none.
 const COEFFICIENT: f64 = 0.01;
@@ -14,29 +18,29 @@ const COEFFICIENT: f64 = 0.01;
 const LOGGED: [&str; 7] = ["losses", "imbalance", "entropy", "dropped", "loads", "per_layer", "all"];
 
 /// What a word of `moe.balance` means.
-enum Means {
-    Loss(Balancing),
+enum BalancingWord {
+    Loss(AuxLossKind),
     Sinkhorn,
     Quantile,
 }
 
-fn means(word: &str) -> Option<Means> {
+fn balancing_word(word: &str) -> Option<BalancingWord> {
     Some(match word {
-        "aux" => Means::Loss(Balancing::Batch),
-        "seq_aux" => Means::Loss(Balancing::Sequence),
-        "global_aux" => Means::Loss(Balancing::Global),
-        "sinkhorn" => Means::Sinkhorn,
-        "quantile" => Means::Quantile,
+        "aux" => BalancingWord::Loss(AuxLossKind::Batch),
+        "seq_aux" => BalancingWord::Loss(AuxLossKind::Sequence),
+        "global_aux" => BalancingWord::Loss(AuxLossKind::Global),
+        "sinkhorn" => BalancingWord::Sinkhorn,
+        "quantile" => BalancingWord::Quantile,
         _ => return None,
     })
 }
 
 impl Recipe {
     /// Lays the keys of `[moe]` over an architecture.
-    pub(super) fn mixtures(&self, c: &mut ModelConfig, derived: &mut Derivations) -> Result<()> {
+    pub(super) fn apply_moe(&self, c: &mut ModelConfig, derived: &mut Derivations) -> Result<()> {
         let m = &self.config.moe;
         if c.moe.is_none() {
-            let Some(experts) = m.experts else { return self.no_mixture_keys() };
+            let Some(experts) = m.experts else { return self.reject_moe_keys() };
             let ffn = m.ffn.unwrap_or_else(|| derived.add("moe.ffn", c.ffn, "as model.ffn"));
             let topk = m.topk.unwrap_or_else(|| derived.add("moe.topk", 2, "neither a preset nor this says"));
             c.moe = Some(MoeConfig::plain(experts, topk, ffn));
@@ -45,9 +49,9 @@ impl Recipe {
         put(&mut moe.experts, m.experts);
         put(&mut moe.topk, m.topk);
         put(&mut moe.ffn, m.ffn);
-        put(&mut moe.score, m.score);
+        put(&mut moe.score, m.score_function);
         put(&mut moe.pre_softmax, m.pre_softmax);
-        put(&mut moe.scale, m.scale.map(|x| x as f32));
+        put(&mut moe.scale, m.route_scale.map(|x| x as f32));
         put(&mut moe.expert_bias, m.expert_bias);
         put(&mut moe.router_bias, m.router_bias);
         put(&mut moe.bias, m.bias);
@@ -55,15 +59,17 @@ impl Recipe {
         moe.groups = m.groups.or(moe.groups);
         moe.latent = m.latent.or(moe.latent);
         moe.shared_ffn = m.shared_ffn.or(moe.shared_ffn);
-        if m.every.is_some() || m.dense.is_some() {
-            let (every, dense) = (m.every.unwrap_or(1), m.dense.clone().unwrap_or_default());
+        if m.layer_freq.is_some() || m.dense_layers.is_some() {
+            let (every, dense) = (m.layer_freq.unwrap_or(1), m.dense_layers.clone().unwrap_or_default());
             if every == 0 {
-                return self.refuse("moe.every", "must be at least 1, which means every layer");
+                return self.refuse("moe.layer_freq", "must be at least 1, which means every layer");
             }
             let layers = c.layers.min(super::model::MAX_LAYERS);
             if let Some(far) = dense.iter().find(|i| **i >= layers) {
-                return self
-                    .refuse("moe.dense", format!("there is no layer {far}; the last is {}", layers - 1));
+                return self.refuse(
+                    "moe.dense_layers",
+                    format!("there is no layer {far}; the last is {}", layers - 1),
+                );
             }
             moe.layers = (0..layers).map(|i| i % every == 0 && !dense.contains(&i)).collect();
         }
@@ -73,7 +79,7 @@ impl Recipe {
     }
 
     /// Keys of `[moe]` without experts mean a mistake.
-    fn no_mixture_keys(&self) -> Result<()> {
+    fn reject_moe_keys(&self) -> Result<()> {
         let default = super::Config::default();
         let set = super::KEYS
             .iter()
@@ -93,8 +99,8 @@ impl Recipe {
         let mut losses = 0;
         let mut choosers = 0;
         for word in &m.balance.0 {
-            match means(word) {
-                Some(Means::Loss(_)) => losses += 1,
+            match balancing_word(word) {
+                Some(BalancingWord::Loss(_)) => losses += 1,
                 Some(_) => choosers += 1,
                 None if word == "none" => {}
                 None => {
@@ -115,8 +121,8 @@ impl Recipe {
         if let Some(word) = m.log.0.iter().find(|w| !LOGGED.contains(&w.as_str())) {
             return self.refuse("moe.log", format!("{word:?} is none of {}", LOGGED.join(", ")));
         }
-        let mixing = r.mixing();
-        if matches!(mixing.chooser, Chooser::Quantiles { .. }) {
+        let mixing = r.moe_training();
+        if matches!(mixing.routing_method, RoutingMethod::Quantiles { .. }) {
             let tokens = r.plan.micro_batch * r.plan.seq_len;
             if moe.groups.is_some() {
                 return self.refuse("moe.balance", "quantile has no groups of experts; leave moe.groups out");
@@ -145,8 +151,8 @@ impl Recipe {
         if m.capacity.is_some_and(|c| c <= 0.0) {
             return self.refuse("moe.capacity", "must be above 0; leave it out to take all tokens");
         }
-        if m.pad && m.capacity.is_none() {
-            return self.refuse("moe.pad", "pads to a capacity; set moe.capacity");
+        if m.pad_to_capacity && m.capacity.is_none() {
+            return self.refuse("moe.pad_to_capacity", "pads to a capacity; set moe.capacity");
         }
         for (key, x) in [("moe.z_loss", m.z_loss), ("moe.jitter", m.jitter), ("moe.bias_rate", m.bias_rate)] {
             if x < 0.0 {
@@ -156,13 +162,13 @@ impl Recipe {
         if m.jitter >= 1.0 {
             return self.refuse("moe.jitter", "must be below 1");
         }
-        if m.force.is_some_and(|x| x < 0.0) {
-            return self.refuse("moe.force", "must be 0 or more: the deviation of experts' loads");
+        if m.force_balance.is_some_and(|x| x < 0.0) {
+            return self.refuse("moe.force_balance", "must be 0 or more: the deviation of experts' loads");
         }
-        if matches!(r.config.precision.scaling, Scaling::Mxfp8 | Scaling::Nvfp4) {
+        if matches!(r.config.precision.recipe, QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4) {
             return self.refuse(
-                "precision.scaling",
-                "experts have FP8 or bf16 products; use current, delayed, block or none",
+                "precision.recipe",
+                "experts have FP8 or bf16 products; use fp8-current, fp8-delayed, fp8-block or none",
             );
         }
         Ok(())
@@ -173,11 +179,11 @@ impl Recipe {
     /// Two passes in turn, where that hides nothing.
     fn check_paired(&self, r: &Resolved) -> Result<()> {
         let layout = r.config.parallel.layout();
-        let what = if self.config.parallel.schedule != PipelineOrder::Paired {
+        let what = if self.config.parallel.schedule != PipelineSchedule::Paired {
             return Ok(());
         } else if r.model.moe.is_none() || layout.ep * layout.etp() == 1 {
             "hides what travels to experts on other ranks, and nothing does here; set parallel.ep to 2 or more, or use \"1f1b\""
-        } else if self.config.moe.dispatcher == Dispatch::AllGather {
+        } else if self.config.moe.dispatcher == DispatcherType::AllGather {
             "hides an all-to-all exchange; leave moe.dispatcher out, or use \"1f1b\""
         } else {
             return Ok(());
@@ -189,17 +195,17 @@ impl Recipe {
 /// The `[moe]` section that spells the mixtures of an architecture out, as far as keys go.
 pub(super) fn section(from: &MoeSection, c: &ModelConfig) -> MoeSection {
     let Some(m) = &c.moe else { return from.clone() };
-    let dense: Vec<usize> = (0..c.layers).filter(|i| !m.is_mixture(*i)).collect();
+    let dense: Vec<usize> = (0..c.layers).filter(|i| !m.is_moe_layer(*i)).collect();
     MoeSection {
         experts: Some(m.experts),
         topk: Some(m.topk),
         ffn: Some(m.ffn),
-        every: Some(1),
-        dense: Some(dense),
-        score: Some(m.score),
+        layer_freq: Some(1),
+        dense_layers: Some(dense),
+        score_function: Some(m.score),
         pre_softmax: Some(m.pre_softmax),
         groups: m.groups,
-        scale: Some(m.scale.to_string().parse().unwrap_or(f64::from(m.scale))),
+        route_scale: Some(m.scale.to_string().parse().unwrap_or(f64::from(m.scale))),
         expert_bias: Some(m.expert_bias),
         router_bias: Some(m.router_bias),
         bias: Some(m.bias),
@@ -218,47 +224,51 @@ fn put<T>(place: &mut T, value: Option<T>) {
 
 impl Resolved {
     /// How mixtures are trained. What is wrong with the keys was refused before.
-    pub fn mixing(&self) -> MoeTraining {
+    pub fn moe_training(&self) -> MoeTraining {
         training(&self.config.moe)
     }
 }
 
 fn training(m: &MoeSection) -> MoeTraining {
-    let mut chooser = Chooser::Scores;
+    let mut routing_method = RoutingMethod::Scores;
     let mut balance = Vec::new();
     for word in &m.balance.0 {
-        match means(word) {
-            Some(Means::Loss(kind)) => {
+        match balancing_word(word) {
+            Some(BalancingWord::Loss(kind)) => {
                 let weight = m.coefficients.get(balance.len()).copied().unwrap_or(COEFFICIENT);
                 balance.push((kind, weight as f32));
             }
-            Some(Means::Sinkhorn) => chooser = Chooser::Sinkhorn,
-            Some(Means::Quantile) => chooser = Chooser::Quantiles { keep: m.quantile_keep as f32 },
+            Some(BalancingWord::Sinkhorn) => routing_method = RoutingMethod::Sinkhorn,
+            Some(BalancingWord::Quantile) => {
+                routing_method = RoutingMethod::Quantiles { keep: m.quantile_keep as f32 }
+            }
             None => {}
         }
     }
     MoeTraining {
         balance,
         global_over_dp: m.global_over_dp,
-        chooser,
+        routing_method,
         z_loss: m.z_loss as f32,
         jitter: m.jitter as f32,
-        gate: match m.router_dtype {
-            RouterType::Model => GateType::Model,
-            RouterType::F32 => GateType::F32,
-            RouterType::F64 => GateType::F64,
+        router_dtype: match m.router_dtype {
+            RouterPrecision::Model => RouterDtype::Model,
+            RouterPrecision::F32 => RouterDtype::F32,
+            RouterPrecision::F64 => RouterDtype::F64,
         },
         capacity: m.capacity.map(|factor| Capacity {
             factor,
-            by_probability: m.keep == Keep::Probable,
-            pad: m.pad,
+            by_probability: m.drop_policy == DropPolicy::Probable,
+            pad: m.pad_to_capacity,
             per_rank: m.capacity_per_rank,
         }),
         bias_rate: m.bias_rate as f32,
-        forced: m.force.map(|x| if x == 0.0 { Forced::Even } else { Forced::Biased(x as f32) }),
+        forced_routing: m
+            .force_balance
+            .map(|x| if x == 0.0 { ForcedRouting::Even } else { ForcedRouting::Biased(x as f32) }),
         dispatcher: match m.dispatcher {
-            Dispatch::AllToAll => Dispatcher::AllToAll,
-            Dispatch::AllGather => Dispatcher::AllGather,
+            DispatcherType::AllToAll => Dispatcher::AllToAll,
+            DispatcherType::AllGather => Dispatcher::AllGather,
         },
     }
 }

@@ -6,33 +6,35 @@ use crate::model::{ModelConfig, MtpConfig, MtpTraining};
 
 impl Recipe {
     /// Lays the keys of `[mtp]` over an architecture.
-    pub(super) fn predictions(&self, c: &mut ModelConfig) -> Result<()> {
+    pub(super) fn apply_mtp(&self, c: &mut ModelConfig) -> Result<()> {
         let m = &self.config.mtp;
         match (m.layers, c.mtp) {
-            (0, None) => return self.no_prediction_keys(),
+            (0, None) => return self.reject_mtp_keys(),
             (0, Some(_)) => {}
             (_, None) if self.config.model.hf.is_some() && self.config.model.preset.is_none() => {
                 let what = "the weights of model.hf have no prediction layers; leave the key out";
                 return self.refuse("mtp.layers", what);
             }
-            (layers, Some(theirs)) if theirs != (MtpConfig { layers, repeated: m.repeated }) => {
+            (layers, Some(theirs)) if theirs != (MtpConfig { layers, shared_layer: m.shared_layer }) => {
                 let what = format!(
-                    "the weights of model.hf were made for mtp.layers = {} and mtp.repeated = {}; leave the keys out",
-                    theirs.layers, theirs.repeated
+                    "the weights of model.hf were made for mtp.layers = {} and mtp.shared_layer = {}; leave the keys out",
+                    theirs.layers, theirs.shared_layer
                 );
                 return self.refuse("mtp.layers", what);
             }
-            (layers, _) => c.mtp = Some(MtpConfig { layers, repeated: m.repeated }),
+            (layers, _) => c.mtp = Some(MtpConfig { layers, shared_layer: m.shared_layer }),
         }
-        if !(m.factor > 0.0 && m.factor.is_finite()) {
-            return self
-                .refuse("mtp.factor", "must be above 0; without mtp.layers nothing further is predicted");
+        if !(m.loss_weight > 0.0 && m.loss_weight.is_finite()) {
+            return self.refuse(
+                "mtp.loss_weight",
+                "must be above 0; without mtp.layers nothing further is predicted",
+            );
         }
         Ok(())
     }
 
     /// Keys of `[mtp]` without layers mean a mistake.
-    fn no_prediction_keys(&self) -> Result<()> {
+    fn reject_mtp_keys(&self) -> Result<()> {
         let default = Config::default();
         let set = KEYS
             .iter()
@@ -53,9 +55,9 @@ impl Recipe {
             return self.refuse("mtp.layers", what);
         }
         let quantile = self.config.moe.balance.0.iter().any(|b| b == "quantile");
-        if m.repeated && m.layers > 1 && quantile && r.model.mixture(r.model.layers).is_some() {
+        if m.shared_layer && m.layers > 1 && quantile && r.model.moe_layer(r.model.layers).is_some() {
             let what = "a repeated mixture has one table of quantiles for all its uses; leave moe.balance = \"quantile\" or this out";
-            return self.refuse("mtp.repeated", what);
+            return self.refuse("mtp.shared_layer", what);
         }
         Ok(())
     }
@@ -65,13 +67,13 @@ impl Recipe {
 pub(super) fn section(from: &MtpSection, c: &ModelConfig) -> MtpSection {
     match c.mtp {
         None => from.clone(),
-        Some(m) => MtpSection { layers: m.layers, repeated: m.repeated, ..from.clone() },
+        Some(m) => MtpSection { layers: m.layers, shared_layer: m.shared_layer, ..from.clone() },
     }
 }
 
 impl Resolved {
     /// How predictions of further tokens are trained.
-    pub fn predicting(&self) -> MtpTraining {
-        MtpTraining { factor: self.config.mtp.factor, detach: self.config.mtp.detach }
+    pub fn mtp_training(&self) -> MtpTraining {
+        MtpTraining { loss_weight: self.config.mtp.loss_weight, detach: self.config.mtp.detach }
     }
 }

@@ -2,14 +2,14 @@
 
 /// A recipe inside the program.
 #[derive(Clone, Copy, Debug)]
-pub struct Embedded {
+pub struct EmbeddedRecipe {
     /// Its name.
     pub name: &'static str,
     /// The whole TOML file.
     pub text: &'static str,
 }
 
-impl Embedded {
+impl EmbeddedRecipe {
     /// The first comment line: what the recipe is for.
     pub fn summary(&self) -> &'static str {
         self.text.lines().next().unwrap_or_default().trim_start_matches('#').trim()
@@ -19,8 +19,8 @@ impl Embedded {
 macro_rules! recipes {
     ($($name:literal),+ $(,)?) => {
         /// Every recipe inside the program; the first is what `train` does without an argument.
-        pub const RECIPES: &[Embedded] = &[ $(
-            Embedded { name: $name, text: include_str!(concat!("recipes/", $name, ".toml")) },
+        pub const RECIPES: &[EmbeddedRecipe] = &[ $(
+            EmbeddedRecipe { name: $name, text: include_str!(concat!("recipes/", $name, ".toml")) },
         )+ ];
     };
 }

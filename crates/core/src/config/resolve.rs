@@ -45,14 +45,14 @@ pub struct Resolved {
     /// The architecture.
     pub model: ModelConfig,
     /// The derived lengths, as plain numbers.
-    pub plan: Plan,
+    pub plan: RunPlan,
     /// What was derived and why, in the order it was derived.
     pub derived: Vec<Derived>,
 }
 
 /// The lengths of a run. Schedules count samples (sequences), so their lengths are given in samples.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Plan {
+pub struct RunPlan {
     /// Optimizer steps.
     pub steps: u64,
     /// Sequences over the whole run.
@@ -152,7 +152,7 @@ impl Recipe {
         }
     }
 
-    fn derive_lengths(&self, c: &mut Config, derived: &mut Derivations) -> Result<Plan> {
+    fn derive_lengths(&self, c: &mut Config, derived: &mut Derivations) -> Result<RunPlan> {
         self.derive_ranks(c, derived);
         let seq_len = c.data.seq_len.unwrap_or(LONGEST_DERIVED).max(1);
         let ramp = Ramp::new(c.train.global_batch as u64, c.train.ramp);
@@ -227,7 +227,7 @@ impl Recipe {
         };
         let samples = ramp.samples_after(steps);
         let decay_samples = ramp.samples_after(decay);
-        Ok(Plan {
+        Ok(RunPlan {
             steps,
             samples,
             tokens: samples.saturating_mul(seq_len as u64),

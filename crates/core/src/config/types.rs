@@ -5,12 +5,13 @@ mod precision;
 mod training;
 mod written;
 
-pub use architecture::{Dispatch, Keep, PositionKind, RouterType};
-pub use precision::{Also, Beside, Format, Master, Moments, Precision, Scaling, Weights};
+pub use architecture::{DispatcherType, DropPolicy, PositionKind, RouterPrecision};
+pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
-    Decay, Graph, Module, OptimizerKind, PipelineOrder, Recompute, WeightDecayStyle, WsdStyle,
+    CudaGraphMode, Decay, OptimizerKind, PipelineSchedule, Recompute, RecomputeModule, WeightDecayStyle,
+    WsdStyle,
 };
-pub use written::{Count, OneOrMany, Split};
+pub use written::{Count, DataSplit, OneOrMany};
 
 /// A key with a fixed list of values.
 macro_rules! choice {

@@ -1,10 +1,10 @@
 //! Refusing what cannot work, each in one sentence that says what to change.
 
 use super::model::MAX_LAYERS;
-use super::{Config, Decay, Graph, Master, Precision, Recipe, Resolved, Scaling};
+use super::{Config, CudaGraphMode, Decay, MasterDtype, Precision, QuantRecipe, Recipe, Resolved};
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
-use crate::model::Stages;
+use crate::model::PipelineLayout;
 use crate::model::config::{ModelConfig, Positions};
 
 /// Far above any real run, and small enough that no product of lengths overflows later.
@@ -13,7 +13,7 @@ const MAX_SIZE: usize = 1 << 24;
 
 impl Config {
     /// Why steps of this recipe cannot be captured and replayed, whatever the device.
-    pub fn no_graph(&self) -> Option<&'static str> {
+    pub fn cuda_graph_blocker(&self) -> Option<&'static str> {
         let p = &self.parallel;
         if p.tp * p.cp * p.pp * p.dp * p.ep * p.etp.unwrap_or(1) > 1 {
             Some("several ranks meet on the host in every step")
@@ -21,8 +21,8 @@ impl Config {
             Some("with dropout.hidden, launches depend on the number of the step")
         } else if self.data.reset_at_documents {
             Some("with data.reset_at_documents, launches depend on where documents begin")
-        } else if self.precision.scaling == Scaling::Nvfp4 {
-            Some("with precision.scaling = \"nvfp4\", rounding depends on the number of the step")
+        } else if self.precision.recipe == QuantRecipe::Nvfp4 {
+            Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
         } else if self.moe.experts.is_some() {
             Some("mixtures of experts are told which rows are tokens in every step")
         } else if self.mtp.layers > 0 {
@@ -258,11 +258,11 @@ impl Recipe {
         }
         self.check_moe(r)?;
         self.check_mtp(r)?;
-        if c.optimizer.master == Master::Remainder && c.precision.dtype != Precision::Bf16 {
+        if c.optimizer.master_dtype == MasterDtype::Remainder && c.precision.dtype != Precision::Bf16 {
             let what = "a remainder completes bf16 weights; weights in f32 are their own masters, and f16 has other digits, so leave it out";
-            return self.refuse("optimizer.master", what);
+            return self.refuse("optimizer.master_dtype", what);
         }
-        let stages = Stages { chunks: c.parallel.vp, text: c.parallel.stages.clone() };
+        let stages = PipelineLayout { vp: c.parallel.vp, layout: c.parallel.stages.clone() };
         if let Err(e) = stages.place(m, c.parallel.pp) {
             return self.refuse("parallel.stages", e.to_string());
         }
@@ -300,8 +300,8 @@ impl Recipe {
         }
         self.check_schedule(r)?;
         self.check_precision(r)?;
-        if let (Graph::On, Some(why)) = (c.train.graph, c.no_graph()) {
-            return self.refuse("train.graph", format!("steps cannot be replayed: {why}; leave it out"));
+        if let (CudaGraphMode::On, Some(why)) = (c.train.cuda_graph, c.cuda_graph_blocker()) {
+            return self.refuse("train.cuda_graph", format!("steps cannot be replayed: {why}; leave it out"));
         }
         if c.generate.tokens >= m.max_positions as u64 {
             let what = format!(

@@ -16,7 +16,7 @@ const LONGEST_SEQUENCE: u64 = 1 << 30;
 
 /// Where the documents of a file begin and end.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum TextFormat {
     /// The file is a document. Above 8 MiB it is tokenized in pieces that end with a line.
     Whole,
     /// A line is a document.
@@ -34,7 +34,7 @@ pub struct Input {
     /// Where it is.
     pub path: PathBuf,
     /// How it is cut into documents.
-    pub format: Format,
+    pub format: TextFormat,
 }
 
 /// What was built.
@@ -53,7 +53,7 @@ pub struct BuildSummary {
 /// Tokenizes one file; see [`build_all`].
 pub fn build(
     input: &Path,
-    format: &Format,
+    format: &TextFormat,
     tokenize: &dyn Fn(&str) -> Result<Vec<u32>>,
     eod: Option<u32>,
     vocab: u32,
@@ -95,7 +95,7 @@ pub fn build_all(
     progress(0, total);
     for input in inputs {
         match input.format {
-            Format::Whole => builder.whole(&input.path)?,
+            TextFormat::Whole => builder.whole_file(&input.path)?,
             _ => builder.lines(&input.path, &input.format)?,
         }
     }
@@ -123,7 +123,7 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     /// One document per line.
-    fn lines(&mut self, path: &Path, format: &Format) -> Result<()> {
+    fn lines(&mut self, path: &Path, format: &TextFormat) -> Result<()> {
         let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(Error::io(path))?);
         let (mut line, mut number) = (Vec::new(), 0u64);
         loop {
@@ -149,7 +149,7 @@ impl Builder<'_> {
     }
 
     /// One document in all.
-    fn whole(&mut self, path: &Path) -> Result<()> {
+    fn whole_file(&mut self, path: &Path) -> Result<()> {
         let mut file = File::open(path).map_err(Error::io(path))?;
         let (mut held, mut at) = (Vec::with_capacity(PIECE), 0u64);
         loop {
@@ -211,8 +211,8 @@ impl Builder<'_> {
 }
 
 /// The document on a line.
-fn document(line: &str, format: &Format) -> Result<String, String> {
-    let Format::JsonLines { key } = format else { return Ok(line.to_owned()) };
+fn document(line: &str, format: &TextFormat) -> Result<String, String> {
+    let TextFormat::JsonLines { key } = format else { return Ok(line.to_owned()) };
     if line.trim().is_empty() {
         return Ok(String::new());
     }

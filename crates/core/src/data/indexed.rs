@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use super::TokenType;
-use super::map::MappedFile;
+use super::mmap::MappedFile;
 use crate::{Error, Result};
 
 pub(crate) const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";

@@ -71,7 +71,7 @@ impl Documents for Vec<Vec<i64>> {
 
 /// `length` inputs of a document from `offset` on, with the labels one further.
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct DocumentSlice {
     document: u32,
     offset: u32,
     length: u32,
@@ -82,7 +82,7 @@ pub struct Packed {
     documents: Box<dyn Documents>,
     seq: usize,
     vocab: u32,
-    pieces: Vec<Piece>,
+    pieces: Vec<DocumentSlice>,
     /// Row r holds pieces `rows[r] .. rows[r + 1]`.
     rows: Vec<u32>,
 }
@@ -104,7 +104,7 @@ impl Packed {
             let inputs = documents.length(document as usize)?.saturating_sub(1);
             let inputs = u32::try_from(inputs).map_err(|_| too_big())?;
             for offset in (0..inputs).step_by(seq) {
-                packer.place(Piece { document, offset, length: (inputs - offset).min(seq as u32) });
+                packer.place(DocumentSlice { document, offset, length: (inputs - offset).min(seq as u32) });
             }
         }
         let packed = packer.finish();
@@ -127,21 +127,21 @@ impl Packed {
 }
 
 /// A row under construction.
-struct Open {
+struct OpenRow {
     number: usize,
     room: u32,
-    pieces: Vec<Piece>,
+    pieces: Vec<DocumentSlice>,
 }
 
 /// Best fit over a bounded number of open rows.
 struct Packer {
     seq: u32,
-    open: Vec<Open>,
-    closed: Vec<Vec<Piece>>,
+    open: Vec<OpenRow>,
+    closed: Vec<Vec<DocumentSlice>>,
 }
 
 impl Packer {
-    fn place(&mut self, piece: Piece) {
+    fn place(&mut self, piece: DocumentSlice) {
         let fits = self.open.iter_mut().filter(|o| o.room >= piece.length);
         if let Some(best) = fits.min_by_key(|o| o.room) {
             best.room -= piece.length;
@@ -155,7 +155,7 @@ impl Packer {
             self.closed[row.number] = row.pieces;
         }
         // A row keeps the place of its opening, whenever it is closed.
-        self.open.push(Open {
+        self.open.push(OpenRow {
             number: self.closed.len(),
             room: self.seq - piece.length,
             pieces: vec![piece],
@@ -163,7 +163,7 @@ impl Packer {
         self.closed.push(Vec::new());
     }
 
-    fn finish(mut self) -> Vec<Vec<Piece>> {
+    fn finish(mut self) -> Vec<Vec<DocumentSlice>> {
         for row in self.open {
             self.closed[row.number] = row.pieces;
         }

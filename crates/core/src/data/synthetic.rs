@@ -5,7 +5,7 @@
 //! of ½. The letters are upper case and the separator is rare elsewhere, so that a model trained on this
 //! and on ordinary text need not find out first which of the two it is reading.
 
-use super::stream::splitmix;
+use super::token_stream::splitmix;
 
 /// After each byte, what may follow and in how many of eight cases.
 const CHAIN: [(u8, &[(u8, u32)]); 15] = [

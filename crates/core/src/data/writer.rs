@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Read};
 use std::path::{Path, PathBuf};
 
 use super::indexed::{MAGIC, VERSION, beside};
-use super::spool::Spool;
+use super::temp_file::TempFile;
 use super::{IndexedDataset, TokenType};
 use crate::{Error, Result};
 
@@ -16,10 +16,10 @@ use crate::{Error, Result};
 pub struct IndexedWriter {
     idx_path: PathBuf,
     bin_path: PathBuf,
-    bin: Spool,
-    lengths: Spool,
-    documents: Spool,
-    modes: Option<Spool>,
+    bin: TempFile,
+    lengths: TempFile,
+    documents: TempFile,
+    modes: Option<TempFile>,
     token_type: TokenType,
     sequences: u64,
     bounds: u64,
@@ -34,11 +34,11 @@ impl IndexedWriter {
     pub fn create(prefix: impl AsRef<Path>, token_type: TokenType, multimodal: bool) -> Result<Self> {
         let idx_path = beside(prefix.as_ref(), ".idx");
         let bin_path = beside(prefix.as_ref(), ".bin");
-        let part = |name| Spool::create(&beside(prefix.as_ref(), name));
+        let part = |name| TempFile::create(&beside(prefix.as_ref(), name));
         let mut documents = part(".documents")?;
         documents.write(&0i64.to_le_bytes())?;
         Ok(Self {
-            bin: Spool::create(&bin_path)?,
+            bin: TempFile::create(&bin_path)?,
             lengths: part(".lengths")?,
             documents,
             modes: if multimodal { Some(part(".modes")?) } else { None },
@@ -141,7 +141,7 @@ impl IndexedWriter {
 
     /// Completes both files and puts them in place.
     pub fn finish(mut self) -> Result<()> {
-        let mut idx = Spool::create(&self.idx_path)?;
+        let mut idx = TempFile::create(&self.idx_path)?;
         idx.write(MAGIC)?;
         idx.write(&VERSION.to_le_bytes())?;
         idx.write(&[self.token_type.code()])?;

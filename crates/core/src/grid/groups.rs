@@ -4,7 +4,7 @@ use super::axes::Axis::{self, Cp, Dp, Ep, Pp, Tp};
 
 /// Which of the two grids a group is taken from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Of {
+pub enum GridKind {
     /// tp, cp, dp, pp.
     Dense,
     /// etp, ep, edp, pp.
@@ -13,7 +13,7 @@ pub enum Of {
 
 /// What is made of the lists in which a rule's axes vary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Part {
+pub enum GroupMembers {
     /// Taken as they are.
     Whole,
     /// The first and the last rank of each: the two holders of a tied embedding.
@@ -30,47 +30,47 @@ pub enum Part {
 
 /// A named group.
 #[derive(Clone, Copy, Debug)]
-pub struct Rule {
+pub struct GroupRule {
     /// What it is called.
     pub name: &'static str,
     /// The grid.
-    pub of: Of,
+    pub grid: GridKind,
     /// The axes that vary inside.
     pub axes: &'static [Axis],
     /// What is made of the lists.
-    pub part: Part,
+    pub members: GroupMembers,
 }
 
-const fn rule(name: &'static str, of: Of, axes: &'static [Axis], part: Part) -> Rule {
-    Rule { name, of, axes, part }
+const fn rule(name: &'static str, grid: GridKind, axes: &'static [Axis], members: GroupMembers) -> GroupRule {
+    GroupRule { name, grid, axes, members }
 }
 
 /// All named groups, in the sequence in which communicators are made: that is collective, so every rank walks the
 /// same table.
-pub const RULES: &[Rule] = &[
-    rule("dp-cp", Of::Dense, &[Dp, Cp], Part::Whole),
-    rule("dp", Of::Dense, &[Dp], Part::Whole),
-    rule("intra-dp-cp", Of::Dense, &[Dp, Cp], Part::WithinInstance),
-    rule("cp", Of::Dense, &[Cp], Part::Whole),
-    rule("tp-pp", Of::Dense, &[Tp, Pp], Part::Whole),
-    rule("tp", Of::Dense, &[Tp], Part::Whole),
-    rule("pp", Of::Dense, &[Pp], Part::Whole),
-    rule("embd", Of::Dense, &[Pp], Part::Ends),
-    rule("pos-embd", Of::Dense, &[Pp], Part::First),
-    rule("tp-dp-cp", Of::Dense, &[Tp, Dp, Cp], Part::Whole),
-    rule("tp-dp", Of::Dense, &[Tp, Dp], Part::Whole),
-    rule("tp-cp", Of::Dense, &[Tp, Cp], Part::Whole),
-    rule("ep", Of::Expert, &[Ep], Part::Whole),
-    rule("etp", Of::Expert, &[Tp], Part::Whole),
-    rule("etp-ep", Of::Expert, &[Tp, Ep], Part::Whole),
-    rule("etp-ep-pp", Of::Expert, &[Tp, Ep, Pp], Part::Whole),
-    rule("edp", Of::Expert, &[Dp], Part::Whole),
-    rule("intra-edp", Of::Expert, &[Dp], Part::WithinInstance),
-    rule("inter-edp", Of::Expert, &[Dp], Part::AcrossInstances),
-    rule("instance", Of::Expert, &[Tp, Ep, Pp], Part::JoinedInstance),
+pub const RULES: &[GroupRule] = &[
+    rule("dp-cp", GridKind::Dense, &[Dp, Cp], GroupMembers::Whole),
+    rule("dp", GridKind::Dense, &[Dp], GroupMembers::Whole),
+    rule("intra-dp-cp", GridKind::Dense, &[Dp, Cp], GroupMembers::WithinInstance),
+    rule("cp", GridKind::Dense, &[Cp], GroupMembers::Whole),
+    rule("tp-pp", GridKind::Dense, &[Tp, Pp], GroupMembers::Whole),
+    rule("tp", GridKind::Dense, &[Tp], GroupMembers::Whole),
+    rule("pp", GridKind::Dense, &[Pp], GroupMembers::Whole),
+    rule("embd", GridKind::Dense, &[Pp], GroupMembers::Ends),
+    rule("pos-embd", GridKind::Dense, &[Pp], GroupMembers::First),
+    rule("tp-dp-cp", GridKind::Dense, &[Tp, Dp, Cp], GroupMembers::Whole),
+    rule("tp-dp", GridKind::Dense, &[Tp, Dp], GroupMembers::Whole),
+    rule("tp-cp", GridKind::Dense, &[Tp, Cp], GroupMembers::Whole),
+    rule("ep", GridKind::Expert, &[Ep], GroupMembers::Whole),
+    rule("etp", GridKind::Expert, &[Tp], GroupMembers::Whole),
+    rule("etp-ep", GridKind::Expert, &[Tp, Ep], GroupMembers::Whole),
+    rule("etp-ep-pp", GridKind::Expert, &[Tp, Ep, Pp], GroupMembers::Whole),
+    rule("edp", GridKind::Expert, &[Dp], GroupMembers::Whole),
+    rule("intra-edp", GridKind::Expert, &[Dp], GroupMembers::WithinInstance),
+    rule("inter-edp", GridKind::Expert, &[Dp], GroupMembers::AcrossInstances),
+    rule("instance", GridKind::Expert, &[Tp, Ep, Pp], GroupMembers::JoinedInstance),
 ];
 
-impl Part {
+impl GroupMembers {
     /// The groups of this part out of `lists`, for `instances` optimizer instances.
     pub(super) fn of(self, lists: Vec<Vec<usize>>, instances: usize) -> Vec<Vec<usize>> {
         let cut = |list: &Vec<usize>, level| {
@@ -78,18 +78,18 @@ impl Part {
             hierarchical(list, &[within, instances], level)
         };
         match self {
-            Part::Whole => lists,
-            Part::Ends => lists
+            GroupMembers::Whole => lists,
+            GroupMembers::Ends => lists
                 .into_iter()
                 .map(|l| match l[..] {
                     [first, .., last] => vec![first, last],
                     _ => l,
                 })
                 .collect(),
-            Part::First => lists.into_iter().map(|l| l.into_iter().take(1).collect()).collect(),
-            Part::WithinInstance => lists.iter().flat_map(|l| cut(l, 0)).collect(),
-            Part::AcrossInstances => lists.iter().flat_map(|l| cut(l, 1)).collect(),
-            Part::JoinedInstance => lists
+            GroupMembers::First => lists.into_iter().map(|l| l.into_iter().take(1).collect()).collect(),
+            GroupMembers::WithinInstance => lists.iter().flat_map(|l| cut(l, 0)).collect(),
+            GroupMembers::AcrossInstances => lists.iter().flat_map(|l| cut(l, 1)).collect(),
+            GroupMembers::JoinedInstance => lists
                 .chunks((lists.len() / instances).max(1))
                 .map(|part| {
                     let mut ranks = part.concat();

@@ -4,9 +4,9 @@ use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// Sizes of all kinds of parallelism. `Layout { tp: 2, ..Layout::default() }`, or parsed from `tp=2,pp=2`.
+/// Sizes of all kinds of parallelism. `RankLayout { tp: 2, ..RankLayout::default() }`, or parsed from `tp=2,pp=2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layout {
+pub struct RankLayout {
     /// Tensor-parallel ranks.
     pub tp: usize,
     /// Context-parallel ranks.
@@ -15,7 +15,7 @@ pub struct Layout {
     pub pp: usize,
     /// Chunks of layers per pipeline rank.
     pub vp: usize,
-    /// Copies of the smallest world that holds the other sizes, see [`Layout::world`]; `None` takes as many as the
+    /// Copies of the smallest world that holds the other sizes, see [`RankLayout::world`]; `None` takes as many as the
     /// world holds. The dense data-parallel size is [`Grid::dp`](super::Grid::dp).
     pub dp: Option<usize>,
     /// Expert-parallel ranks.
@@ -33,9 +33,9 @@ pub struct Layout {
 /// The usual order.
 pub const ORDER: &str = "tp-cp-ep-dp-pp";
 
-impl Default for Layout {
-    fn default() -> Layout {
-        Layout {
+impl Default for RankLayout {
+    fn default() -> RankLayout {
+        RankLayout {
             tp: 1,
             cp: 1,
             pp: 1,
@@ -50,7 +50,7 @@ impl Default for Layout {
     }
 }
 
-impl Layout {
+impl RankLayout {
     /// Tensor-parallel ranks inside an expert.
     pub fn etp(&self) -> usize {
         self.etp.unwrap_or(self.tp)
@@ -83,19 +83,19 @@ impl Layout {
 
 impl crate::config::ParallelSection {
     /// The layout that a recipe asks for, whose `parallel.dp` holds the experts.
-    pub fn layout(&self) -> Layout {
+    pub fn layout(&self) -> RankLayout {
         let (tp, cp, pp, vp, ep, etp) = (self.tp, self.cp, self.pp, self.vp, self.ep, self.etp);
-        let layout = Layout { tp, cp, pp, vp, ep, etp, ..Layout::default() };
+        let layout = RankLayout { tp, cp, pp, vp, ep, etp, ..RankLayout::default() };
         // parallel.dp is that of the dense grid.
         let dp = match layout.smallest() {
             Ok(least) => tp.saturating_mul(cp).saturating_mul(pp).saturating_mul(self.dp) / least,
             Err(_) => self.dp,
         };
-        Layout { dp: Some(dp), ..layout }
+        RankLayout { dp: Some(dp), ..layout }
     }
 }
 
-impl std::fmt::Display for Layout {
+impl std::fmt::Display for RankLayout {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         let mut parts = vec![];
         let dp = self.dp.unwrap_or(1);
@@ -119,12 +119,12 @@ impl std::fmt::Display for Layout {
     }
 }
 
-impl FromStr for Layout {
+impl FromStr for RankLayout {
     type Err = Error;
 
     /// Reads `tp=2,pp=2`; keys tp, cp, pp, vp, dp, ep, etp and order.
-    fn from_str(text: &str) -> Result<Layout> {
-        let mut layout = Layout::default();
+    fn from_str(text: &str) -> Result<RankLayout> {
+        let mut layout = RankLayout::default();
         let mut seen = Vec::new();
         for part in text.split(',').map(str::trim).filter(|p| !p.is_empty()) {
             let wrong = |why: &str| Error::Invalid(format!("layout {text:?}: {part:?} {why}"));

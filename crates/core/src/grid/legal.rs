@@ -2,11 +2,11 @@
 
 use super::{
     axes::{Axes, Axis},
-    layout::{Layout, ORDER, gcd},
+    layout::{ORDER, RankLayout, gcd},
 };
 use crate::{Error, Result};
 
-type Field = (&'static str, fn(&Layout) -> usize, fn(&mut Layout, usize));
+type Field = (&'static str, fn(&RankLayout) -> usize, fn(&mut RankLayout, usize));
 
 /// The sizes that may be changed to make a layout fit a world.
 const FIELDS: [Field; 5] = [
@@ -35,7 +35,7 @@ pub struct ModelSizes {
 }
 
 /// What is wrong with a layout; a way out is found afterwards where the sizes are at fault.
-enum Wrong {
+enum LayoutError {
     /// The world does not divide by this product of fields.
     World(&'static str, [usize; 3], usize),
     /// `dp` and the world contradict each other.
@@ -44,36 +44,36 @@ enum Wrong {
 }
 
 /// Both grids, or one sentence with what is wrong and what to change.
-pub(super) fn grids(layout: &Layout, world: usize) -> Result<(Axes, Axes)> {
+pub(super) fn grids(layout: &RankLayout, world: usize) -> Result<(Axes, Axes)> {
     let least = layout.smallest()?;
     build(layout, world).map_err(|wrong| {
         Error::Invalid(match wrong {
-            Wrong::World(name, keys, unit) => {
+            LayoutError::World(name, keys, unit) => {
                 let sizes = keys.map(|k| FIELDS[k].1(layout).to_string()).join("·");
                 let (worlds, sizes_near) = (near_worlds(world, least), near_sizes(layout, world, &keys));
                 format!("{world} ranks do not divide by {name} = {sizes} = {unit}; take {worlds}{sizes_near}")
             }
-            Wrong::Copies if world.is_multiple_of(least) => {
+            LayoutError::Copies if world.is_multiple_of(least) => {
                 let fits = world / least;
                 format!("{layout} does not make {world} ranks; take {} or dp={fits}", needs(layout))
             }
-            Wrong::Copies => {
+            LayoutError::Copies => {
                 let near = near_sizes(layout, world, &[0, 1, 2, 3]);
                 format!("{layout} does not make {world} ranks; take {}{near}", needs(layout))
             }
-            Wrong::Other(what) => what,
+            LayoutError::Other(what) => what,
         })
     })
 }
 
-fn needs(layout: &Layout) -> String {
+fn needs(layout: &RankLayout) -> String {
     layout.world().map_or("a smaller dp".into(), |n| format!("{n} ranks"))
 }
 
 /// Without advice, so that advice can be sought with it.
-fn build(layout: &Layout, world: usize) -> Result<(Axes, Axes), Wrong> {
-    let other = |what: String| Err(Wrong::Other(what));
-    let least = layout.smallest().map_err(|e| Wrong::Other(e.to_string()))?;
+fn build(layout: &RankLayout, world: usize) -> Result<(Axes, Axes), LayoutError> {
+    let other = |what: String| Err(LayoutError::Other(what));
+    let least = layout.smallest().map_err(|e| LayoutError::Other(e.to_string()))?;
     if world == 0 || layout.vp == 0 || layout.instances == 0 || layout.dp == Some(0) {
         return other(format!("{layout} on {world} ranks: every size must be at least 1; 1 means not split"));
     }
@@ -83,16 +83,16 @@ fn build(layout: &Layout, world: usize) -> Result<(Axes, Axes), Wrong> {
     let dense = layout.tp * layout.cp * layout.pp;
     let expert = layout.etp() * layout.ep * layout.pp;
     if !world.is_multiple_of(dense) {
-        return Err(Wrong::World("tp·cp·pp", [0, 1, 2], dense));
+        return Err(LayoutError::World("tp·cp·pp", [0, 1, 2], dense));
     }
     if !world.is_multiple_of(expert) {
-        return Err(Wrong::World("etp·ep·pp", [4, 3, 2], expert));
+        return Err(LayoutError::World("etp·ep·pp", [4, 3, 2], expert));
     }
     if layout.dp.is_some_and(|dp| least.checked_mul(dp) != Some(world)) {
-        return Err(Wrong::Copies);
+        return Err(LayoutError::Copies);
     }
     let (dp, edp) = (world / dense, world / expert);
-    let order = Axis::list(&layout.order, "the order").map_err(|e| Wrong::Other(e.to_string()))?;
+    let order = Axis::list(&layout.order, "the order").map_err(|e| LayoutError::Other(e.to_string()))?;
     let axes = |tp, cp, ep, dp| {
         let size = |axis| match axis {
             Axis::Tp => tp,
@@ -103,7 +103,7 @@ fn build(layout: &Layout, world: usize) -> Result<(Axes, Axes), Wrong> {
         };
         Axes::new(&order, size).map_err(|axis| {
             let (order, name, n) = (&layout.order, axis.name(), size(axis));
-            Wrong::Other(format!(
+            LayoutError::Other(format!(
                 "the order {order:?} leaves out {name}, which is {n} here; add {name}, as in {ORDER}"
             ))
         })
@@ -130,12 +130,12 @@ fn build(layout: &Layout, world: usize) -> Result<(Axes, Axes), Wrong> {
     Ok((dense, expert))
 }
 
-fn check_instances(layout: &Layout, copies: usize, edp: usize) -> Result<(), Wrong> {
+fn check_instances(layout: &RankLayout, copies: usize, edp: usize) -> Result<(), LayoutError> {
     let (n, both) = (layout.instances, gcd(copies, edp));
     if both.is_multiple_of(n) {
         return Ok(());
     }
-    Err(Wrong::Other(format!(
+    Err(LayoutError::Other(format!(
         "{n} optimizer instances must divide the {copies} ranks of dp·cp and the {edp} expert copies; take {}",
         near(n, divisors(both))
     )))
@@ -147,13 +147,13 @@ impl ModelSizes {
         let (heads, kv_heads, vocab) = (m.heads, m.kv_heads, m.vocab);
         let shared = m.moe.as_ref().and_then(|e| e.shared_ffn);
         // Where no layer has an MLP, its width is of no interest.
-        let ffn = if m.mixtures() == m.layers { shared.unwrap_or(0) } else { m.ffn };
+        let ffn = if m.moe_layer_count() == m.layers { shared.unwrap_or(0) } else { m.ffn };
         let (experts, expert_ffn) = m.moe.as_ref().map_or((0, 0), |e| (e.experts, e.ffn));
         ModelSizes { heads, kv_heads, ffn, vocab, experts, expert_ffn }
     }
 }
 
-impl Layout {
+impl RankLayout {
     /// Refuses a layout whose tensor or expert ranks do not divide the model's heads, widths or experts. Fewer
     /// key/value heads than ranks are legal: they are replicated.
     pub fn check_model(&self, model: &ModelSizes) -> Result<()> {
@@ -215,7 +215,7 @@ fn near_worlds(world: usize, least: usize) -> String {
 }
 
 /// ", or tp=3 or 6, or pp=…": for each of some fields the nearest legal values, the other fields as they are.
-fn near_sizes(layout: &Layout, world: usize, keys: &[usize]) -> String {
+fn near_sizes(layout: &RankLayout, world: usize, keys: &[usize]) -> String {
     let mut out = String::new();
     for &key in keys {
         let (name, get, set) = FIELDS[key];

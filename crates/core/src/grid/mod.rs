@@ -4,8 +4,8 @@
 //! parallelism may span tensor, context and data ranks ("folding"). Both have the same pipelines.
 //!
 //! ```
-//! use ferrotron_core::grid::{Grid, Layout};
-//! let grid = Grid::new(Layout { tp: 2, cp: 2, pp: 2, ..Layout::default() }, 16)?;
+//! use ferrotron_core::grid::{Grid, RankLayout};
+//! let grid = Grid::new(RankLayout { tp: 2, cp: 2, pp: 2, ..RankLayout::default() }, 16)?;
 //! assert_eq!(grid.dp(), 2);
 //! assert_eq!(grid.groups("dp-cp")?[1], [1, 3, 5, 7]);
 //! assert_eq!(grid.group("embd", 9)?, Some(vec![1, 9]));
@@ -18,8 +18,8 @@ mod layout;
 mod legal;
 
 pub use axes::{Axes, Axis};
-pub use groups::{Of, Part, RULES, Rule, hierarchical};
-pub use layout::{Layout, ORDER};
+pub use groups::{GridKind, GroupMembers, GroupRule, RULES, hierarchical};
+pub use layout::{ORDER, RankLayout};
 pub use legal::ModelSizes;
 
 use crate::{Error, Result};
@@ -33,7 +33,7 @@ pub struct Coordinates {
     pub cp: usize,
     /// Data, in the dense grid.
     pub dp: usize,
-    /// Place among the `dp·cp` ranks that share dense parameters; cp is fast in the usual order.
+    /// GroupRank among the `dp·cp` ranks that share dense parameters; cp is fast in the usual order.
     pub dp_cp: usize,
     /// Pipeline.
     pub pp: usize,
@@ -48,7 +48,7 @@ pub struct Coordinates {
 /// A legal layout over a world of ranks. Plain numbers: nothing here communicates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grid {
-    layout: Layout,
+    layout: RankLayout,
     world: usize,
     dense: Axes,
     expert: Axes,
@@ -57,19 +57,19 @@ pub struct Grid {
 impl Grid {
     /// The grids of a layout over `world` ranks. An illegal one is refused in a sentence with the nearest legal
     /// sizes.
-    pub fn new(layout: Layout, world: usize) -> Result<Grid> {
+    pub fn new(layout: RankLayout, world: usize) -> Result<Grid> {
         let (dense, expert) = legal::grids(&layout, world)?;
         Ok(Grid { layout, world, dense, expert })
     }
 
-    /// The grid of a layout over the world that it makes, [`Layout::world`].
-    pub fn of(layout: Layout) -> Result<Grid> {
+    /// The grid of a layout over the world that it makes, [`RankLayout::world`].
+    pub fn of(layout: RankLayout) -> Result<Grid> {
         let world = layout.world()?;
         Grid::new(layout, world)
     }
 
     /// The layout.
-    pub fn layout(&self) -> &Layout {
+    pub fn layout(&self) -> &RankLayout {
         &self.layout
     }
 
@@ -131,12 +131,12 @@ impl Grid {
     }
 
     /// The groups of one rule of the table.
-    pub fn groups_of(&self, rule: &Rule) -> Vec<Vec<usize>> {
-        let grid = match rule.of {
-            Of::Dense => &self.dense,
-            Of::Expert => &self.expert,
+    pub fn groups_of(&self, rule: &GroupRule) -> Vec<Vec<usize>> {
+        let grid = match rule.grid {
+            GridKind::Dense => &self.dense,
+            GridKind::Expert => &self.expert,
         };
-        rule.part.of(grid.groups(rule.axes), self.layout.instances)
+        rule.members.of(grid.groups(rule.axes), self.layout.instances)
     }
 
     /// The group of that name in which `rank` is; `None` where it is in none, as most are in no `embd`.

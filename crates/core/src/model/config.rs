@@ -1,7 +1,7 @@
 //! The architecture of a decoder as plain data. Every supported family is a setting of these switches.
 
-use super::moe::MoeConfig;
-use super::mtp::MtpConfig;
+use super::moe_config::MoeConfig;
+use super::mtp_config::MtpConfig;
 pub use ferrotron_kernels::rope_tables::RopeScaling;
 use serde::{Deserialize, Serialize};
 
@@ -68,7 +68,7 @@ pub struct ModelConfig {
     pub tied: bool,
     /// Standard deviation of initial weights.
     pub init_std: f32,
-    /// Mixtures of experts in place of MLPs.
+    /// MoeState of experts in place of MLPs.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub moe: Option<MoeConfig>,
     /// Layers that predict further tokens.
@@ -171,7 +171,7 @@ impl ModelConfig {
 
     /// Does layer `i` see only a window?
     pub fn is_local(&self, i: usize) -> bool {
-        self.window.is_some() && self.local_layers.get(self.alike(i)).copied().unwrap_or(false)
+        self.window.is_some() && self.local_layers.get(self.template_layer(i)).copied().unwrap_or(false)
     }
 
     /// RoPE of layer `i`, if the model uses it.

@@ -2,12 +2,14 @@
 
 use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
-use super::mtp::MtpTraining;
-use crate::pipeline::{Placement, Split, Stage};
+use super::mtp_config::MtpTraining;
+use crate::pipeline::{LayerPlacement, LayerSplit, Stage};
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
-use ferrotron_engine::moe::{MixInput, MixtureSpec, MoeTraining};
-use ferrotron_engine::precision::Policy;
-use ferrotron_engine::{Declarations, Init, ParamSpec, Part, Pass, Rank, Split as Shared, Targets, Tokens};
+use ferrotron_engine::moe::{MoeInput, MoeLayerSpec, MoeTraining};
+use ferrotron_engine::quant::Policy;
+use ferrotron_engine::{
+    Declarations, Init, ParamSpec, Part, Rank, Split as Shared, StepContext, Targets, Tokens,
+};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
@@ -16,49 +18,49 @@ use std::sync::Arc;
 /// A decoder-only transformer, or this rank's stages of one.
 pub struct Decoder {
     config: ModelConfig,
-    placement: Placement,
+    placement: LayerPlacement,
     chunks: Vec<Chunk>,
     positions: usize,
-    lanes: [Stream; 2],
-    mixtures: Vec<MixtureSpec>,
-    mixing: Arc<MoeTraining>,
+    p2p_streams: [Stream; 2],
+    moe_layers: Vec<MoeLayerSpec>,
+    moe_training: Arc<MoeTraining>,
     mtp: MtpTraining,
 }
 
 /// What a model is told besides its architecture.
 #[derive(Clone, Debug, Default)]
-pub struct Settings {
+pub struct ModelOptions {
     /// Which products are narrow.
     pub policy: Policy,
-    /// How mixtures are trained.
-    pub mixing: Arc<MoeTraining>,
+    /// How moe_layers are trained.
+    pub moe_training: Arc<MoeTraining>,
     /// How predictions of further tokens are trained.
     pub mtp: MtpTraining,
 }
 
 /// How a model is cut into the stages of a pipeline.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Stages {
-    /// Stages per rank.
-    pub chunks: usize,
-    /// Layers of each stage, as [`Placement::parse`] reads it; none: as even as possible.
-    pub text: Option<String>,
+pub struct PipelineLayout {
+    /// PipelineLayout per rank.
+    pub vp: usize,
+    /// Layers of each stage, as [`LayerPlacement::parse`] reads it; none: as even as possible.
+    pub layout: Option<String>,
 }
 
-impl Default for Stages {
-    fn default() -> Stages {
-        Stages { chunks: 1, text: None }
+impl Default for PipelineLayout {
+    fn default() -> PipelineLayout {
+        PipelineLayout { vp: 1, layout: None }
     }
 }
 
-impl Stages {
+impl PipelineLayout {
     /// Which layers of a model are where, over `pp` ranks. Layers that predict further tokens are on the last stage.
-    pub fn place(&self, model: &ModelConfig, pp: usize) -> crate::Result<Placement> {
+    pub fn place(&self, model: &ModelConfig, pp: usize) -> crate::Result<LayerPlacement> {
         let (layers, depth) = (model.layers, model.mtp_depth());
-        let Some(text) = &self.text else {
-            return Split { mtp: depth, ..Split::even(layers, pp, self.chunks) }.place();
+        let Some(text) = &self.layout else {
+            return LayerSplit { mtp: depth, ..LayerSplit::even(layers, pp, self.vp) }.place();
         };
-        let placement = Placement::parse(text, pp, Some(layers))?;
+        let placement = LayerPlacement::parse(text, pp, Some(layers))?;
         let refuse = |what: String| Err(crate::Error::Invalid(format!("the stages {text:?} {what}")));
         let found: usize = placement.stages().iter().map(|s| s.mtp.len()).sum();
         if found != depth {
@@ -72,8 +74,8 @@ impl Stages {
                 "have m apart from L; prediction layers live where the loss is, so write mL".into(),
             );
         }
-        if placement.vp() != self.chunks {
-            let (found, wanted) = (placement.stages().len(), self.chunks * pp);
+        if placement.vp() != self.vp {
+            let (found, wanted) = (placement.stages().len(), self.vp * pp);
             return refuse(format!("are {found}, where pp·vp = {wanted}; write {wanted}, or change vp"));
         }
         Ok(placement)
@@ -92,14 +94,14 @@ pub struct Input {
     pub tokens: Tokens,
     /// Rows of the residual stream on this rank: its share of those above among tensor-parallel ranks.
     pub rows: usize,
-    /// What mixtures are told of the rows.
-    pub mix: Option<MixInput>,
+    /// What moe_layers are told of the rows.
+    pub moe: Option<MoeInput>,
     /// What predictions of further tokens are given, for each depth; empty outside of training.
-    pub ahead: Vec<Ahead>,
+    pub mtp: Vec<MtpInput>,
 }
 
 /// The tokens some places further on, of the rows of an [`Input`].
-pub struct Ahead {
+pub struct MtpInput {
     /// i32 `[rows]`: their ids, 0 behind the end of a document.
     pub ids: Tensor,
     /// i32 `[rows]`: their positions, likewise.
@@ -114,12 +116,14 @@ impl Decoder {
         rank: &Rank,
         config: &ModelConfig,
         positions: usize,
-        stages: &Stages,
-        settings: &Settings,
+        layout: &PipelineLayout,
+        options: &ModelOptions,
     ) -> crate::Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
-        let placement = stages.place(&c, rank.pp.size())?;
-        let mut d = Declarations::of(rank).with_policy(settings.policy.clone()).with_mixing(&settings.mixing);
+        let placement = layout.place(&c, rank.pp.size())?;
+        let mut d = Declarations::of(rank)
+            .with_policy(options.policy.clone())
+            .with_moe_training(&options.moe_training);
         // Layers with the same RoPE share one table.
         let mut tables: Vec<(RopeConfig, RopeTable)> = Vec::new();
         let mut table = |layer: usize| -> Result<Option<RopeTable>> {
@@ -131,27 +135,30 @@ impl Decoder {
             tables.push((rope.clone(), table.clone()));
             Ok(Some(table))
         };
-        let (mut tokens, apart) = (None, rank.pp.size() > 1);
+        let (mut tokens, pipelined) = (None, rank.pp.size() > 1);
         let chunks = (0..placement.vp())
             .filter_map(|chunk| placement.at(rank.pp.rank(), chunk))
-            .map(|stage| Chunk::declare(&mut d, &c, stage, &mut table, &mut tokens, apart, settings.mtp))
+            .map(|stage| Chunk::declare(&mut d, &c, stage, &mut table, &mut tokens, pipelined, options.mtp))
             .collect::<Result<Vec<_>>>()?;
         let positions = if c.positions == Positions::Learned { c.max_positions } else { positions };
-        let lane = |name| rank.device().stream(name).map(|s| s.of_rank(rank.world.rank()));
-        let lanes = [lane("activations")?, lane("their gradients")?];
-        let (mixtures, mixing) = (d.mixtures().to_vec(), settings.mixing.clone());
-        let mtp = settings.mtp;
-        Ok((Decoder { config: c, placement, chunks, positions, lanes, mixtures, mixing, mtp }, d.finish()))
+        let p2p_stream = |name| rank.device().stream(name).map(|s| s.with_rank(rank.world.rank()));
+        let p2p_streams = [p2p_stream("activations")?, p2p_stream("their gradients")?];
+        let (moe_layers, moe_training) = (d.moe_layers().to_vec(), options.moe_training.clone());
+        let mtp = options.mtp;
+        Ok((
+            Decoder { config: c, placement, chunks, positions, p2p_streams, moe_layers, moe_training, mtp },
+            d.finish(),
+        ))
     }
 
-    /// This rank's mixtures.
-    pub fn mixtures(&self) -> &[MixtureSpec] {
-        &self.mixtures
+    /// This rank's moe_layers.
+    pub fn moe_layers(&self) -> &[MoeLayerSpec] {
+        &self.moe_layers
     }
 
-    /// How mixtures are trained.
-    pub fn mixing(&self) -> &MoeTraining {
-        &self.mixing
+    /// How moe_layers are trained.
+    pub fn moe_training(&self) -> &MoeTraining {
+        &self.moe_training
     }
 
     /// How predictions of further tokens are trained.
@@ -160,7 +167,7 @@ impl Decoder {
     }
 
     /// Which layers are where.
-    pub fn placement(&self) -> &Placement {
+    pub fn placement(&self) -> &LayerPlacement {
         &self.placement
     }
 
@@ -175,8 +182,8 @@ impl Decoder {
     }
 
     /// Streams for messages to later and to earlier stages.
-    pub(crate) fn lanes(&self) -> &[Stream; 2] {
-        &self.lanes
+    pub(crate) fn p2p_streams(&self) -> &[Stream; 2] {
+        &self.p2p_streams
     }
 
     /// The architecture.
@@ -200,7 +207,7 @@ impl Decoder {
         self.input_with(rank, ids, positions, layout, None)
     }
 
-    /// The same, with `padding` that says of each token whether it only fills a place: mixtures send it to no expert.
+    /// The same, with `padding` that says of each token whether it only fills a place: moe_layers send it to no expert.
     pub fn input_with(
         &self,
         rank: &Rank,
@@ -209,13 +216,13 @@ impl Decoder {
         layout: Layout,
         padding: Option<&[bool]>,
     ) -> Result<Input> {
-        let counted;
+        let default;
         let positions = match positions {
             Some(p) => p,
             None => {
                 layout.check(ids.len())?;
-                counted = count_positions(&layout, ids.len());
-                &counted
+                default = default_positions(&layout, ids.len());
+                &default
             }
         };
         self.check_input(ids, positions, &layout)?;
@@ -226,10 +233,10 @@ impl Decoder {
         };
         let (ids, positions) = (upload(ids)?, upload(positions)?);
         let rows = ids.numel() / rank.tp.size();
-        let mix = self.config.moe.is_some();
-        let mix = mix.then(|| MixInput::new(rank, &layout, &tokens, padding, self.mixing.dispatcher));
+        let moe = self.config.moe.is_some();
+        let moe = moe.then(|| MoeInput::new(rank, &layout, &tokens, padding, self.moe_training.dispatcher));
         let layout = tokens.layout().clone();
-        Ok(Input { ids, positions, layout, tokens, rows, mix: mix.transpose()?, ahead: Vec::new() })
+        Ok(Input { ids, positions, layout, tokens, rows, moe: moe.transpose()?, mtp: Vec::new() })
     }
 
     /// Refuses ids and positions that the model has no place for, and lengths that do not agree.
@@ -255,13 +262,13 @@ impl Decoder {
     }
 
     /// Empty caches for `batch` sequences of up to `capacity` tokens.
-    pub fn caches(&self, p: &Pass, batch: usize, capacity: usize) -> Result<Vec<KvCache>> {
+    pub fn caches(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<Vec<KvCache>> {
         self.chunks.iter().flat_map(Chunk::layers).map(|layer| layer.cache(p, batch, capacity)).collect()
     }
 
     /// Logits `[batch, V]` of the last of the new tokens of each sequence, of the columns this rank holds; all tokens
     /// join the caches.
-    pub fn decode(&self, p: &Pass, input: &Input, caches: &mut [KvCache]) -> Result<Tensor> {
+    pub fn decode(&self, p: &StepContext, input: &Input, caches: &mut [KvCache]) -> Result<Tensor> {
         let (Layout::Rows { count, .. }, [whole]) = (&input.layout, &self.chunks[..]) else {
             return shape_error("decode", "sequences of equal length on one stage are needed");
         };
@@ -291,14 +298,13 @@ pub fn logical_buffers(config: &ModelConfig) -> Vec<Part> {
         init: Init::Constant(0.0),
         split: Shared::Replicated,
     };
-    let has = |i: usize| config.mixture(i).is_some_and(|m| m.expert_bias);
+    let has = |i: usize| config.moe_layer(i).is_some_and(|m| m.expert_bias);
     let decoder = (0..config.layers).filter(|i| has(*i)).map(|i| format!("layers.{i}"));
-    let further =
-        (0..config.mtp_modules()).filter(|i| has(config.layers + i)).map(|i| format!("mtp.{i}.layer"));
-    decoder.chain(further).map(part).collect()
+    let mtp = (0..config.mtp_modules()).filter(|i| has(config.layers + i)).map(|i| format!("mtp.{i}.layer"));
+    decoder.chain(mtp).map(part).collect()
 }
 
-fn count_positions(layout: &Layout, tokens: usize) -> Vec<i32> {
+fn default_positions(layout: &Layout, tokens: usize) -> Vec<i32> {
     match layout {
         Layout::Rows { len, .. } => (0..tokens).map(|i| (i % len) as i32).collect(),
         Layout::Packed { offsets } => offsets.windows(2).flat_map(|w| 0..w[1] - w[0]).collect(),

@@ -35,7 +35,7 @@ impl ModelConfig {
         let (h, depth) = (self.hidden as f64, self.mtp_depth());
         let (l, ahead) = ((self.layers + depth) as f64, depth as f64);
         let q = self.heads as f64 * (self.head_dim + self.value_dim()) as f64 / 2.0;
-        let maps: f64 = self.attention_maps().iter().map(|m| m.input as f64 * m.output as f64).sum();
+        let maps: f64 = self.attention_linears().iter().map(|m| m.input as f64 * m.output as f64).sum();
         let local = (0..self.layers + depth).filter(|&i| self.is_local(i)).count() as f64;
         let windowed = match self.window {
             Some(w) if (w as f64) < length => {

@@ -2,7 +2,7 @@
 
 use super::Decoder;
 use crate::{Error, Result};
-use ferrotron_engine::Pass;
+use ferrotron_engine::StepContext;
 use ferrotron_engine::attention::Layout;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{DType, Tensor, bf16, f16};
@@ -33,7 +33,7 @@ impl Sampling {
     }
 
     /// The token drawn from `logits` at the `n`-th draw.
-    pub fn choose(&self, logits: &[f32], n: u64) -> usize {
+    pub fn sample(&self, logits: &[f32], n: u64) -> usize {
         let best = (0..logits.len()).fold(0, |b, i| if logits[i] > logits[b] { i } else { b });
         if self.temperature == 0.0 || logits.is_empty() {
             return best;
@@ -50,16 +50,16 @@ impl Sampling {
             .map(|i| ((f64::from(logits[*i]) - top) / f64::from(self.temperature)).exp())
             .collect();
         let total: f64 = weights.iter().sum();
-        let mut kept = 0.0;
+        let mut cumulative = 0.0;
         let mut count = weights.len();
         for (i, w) in weights.iter().enumerate() {
-            kept += w;
-            if kept >= total * f64::from(self.top_p) {
+            cumulative += w;
+            if cumulative >= total * f64::from(self.top_p) {
                 count = i + 1;
                 break;
             }
         }
-        let mut left = f64::from(RandomStream::named(self.seed, "sampling").uniform(n)) * kept;
+        let mut left = f64::from(RandomStream::named(self.seed, "sampling").uniform(n)) * cumulative;
         for (i, w) in order.iter().zip(&weights).take(count) {
             left -= w;
             if left < 0.0 {
@@ -75,7 +75,7 @@ impl Sampling {
 /// the same tokens; it ends for all when `on_token` ends it for one.
 pub fn generate(
     decoder: &Decoder,
-    pass: &Pass,
+    pass: &StepContext,
     prompt: &[i32],
     max_new: usize,
     sampling: Sampling,
@@ -84,36 +84,36 @@ pub fn generate(
 ) -> Result<Vec<i32>> {
     sampling.check()?;
     // Weights stay what they are, and nothing here is part of a training step.
-    let pass = &Pass { train: false, ..*pass };
-    let eight = pass.params.eight();
-    if let Some(eight) = eight {
-        eight.begin_evaluation();
+    let pass = &StepContext { train: false, ..*pass };
+    let quant = pass.params.quant();
+    if let Some(quant) = quant {
+        quant.begin_evaluation();
     }
-    let made = continue_prompt(decoder, pass, prompt, max_new, sampling, stop, on_token);
-    if let Some(eight) = eight {
-        eight.end_evaluation();
+    let output = continue_prompt(decoder, pass, prompt, max_new, sampling, stop, on_token);
+    if let Some(quant) = quant {
+        quant.end_evaluation();
     }
-    made
+    output
 }
 
 fn continue_prompt(
     decoder: &Decoder,
-    pass: &Pass,
+    pass: &StepContext,
     prompt: &[i32],
     max_new: usize,
     sampling: Sampling,
     stop: &[i32],
     on_token: &mut dyn FnMut(i32) -> bool,
 ) -> Result<Vec<i32>> {
-    let room = decoder.max_positions();
-    if prompt.is_empty() || prompt.len() >= room {
+    let max_positions = decoder.max_positions();
+    if prompt.is_empty() || prompt.len() >= max_positions {
         return Err(Error::Invalid(format!(
-            "a prompt of {} tokens cannot be continued by a model of {room} positions; give between 1 and {}",
+            "a prompt of {} tokens cannot be continued by a model of {max_positions} positions; give between 1 and {}",
             prompt.len(),
-            room.saturating_sub(1)
+            max_positions.saturating_sub(1)
         )));
     }
-    let max_new = max_new.min(room - prompt.len());
+    let max_new = max_new.min(max_positions - prompt.len());
     let mut caches = decoder.caches(pass, 1, prompt.len() + max_new)?;
     let mut out = Vec::with_capacity(max_new);
     let mut next: Vec<i32> = prompt.to_vec();
@@ -122,10 +122,10 @@ fn continue_prompt(
         let positions: Vec<i32> = (at..at + next.len()).map(|p| p as i32).collect();
         let rows = Layout::Rows { count: 1, len: next.len() };
         let input = decoder.input(pass.rank, &next, Some(&positions), rows)?;
-        let logits = all_columns(pass, to_host(pass, &decoder.decode(pass, &input, &mut caches)?)?)?;
-        let token = sampling.choose(&logits, n as u64) as i32;
+        let logits = gather_logits(pass, to_host(pass, &decoder.decode(pass, &input, &mut caches)?)?)?;
+        let token = sampling.sample(&logits, n as u64) as i32;
         out.push(token);
-        if stop.contains(&token) || !all_agree(pass, on_token(token))? {
+        if stop.contains(&token) || !all_continue(pass, on_token(token))? {
             break;
         }
         next = vec![token];
@@ -134,7 +134,7 @@ fn continue_prompt(
 }
 
 /// One row of logits from every rank's columns of it.
-fn all_columns(pass: &Pass, mine: Vec<f32>) -> Result<Vec<f32>> {
+fn gather_logits(pass: &StepContext, mine: Vec<f32>) -> Result<Vec<f32>> {
     if pass.rank.tp.size() == 1 {
         return Ok(mine);
     }
@@ -143,7 +143,7 @@ fn all_columns(pass: &Pass, mine: Vec<f32>) -> Result<Vec<f32>> {
 }
 
 /// Does every rank want to go on?
-fn all_agree(pass: &Pass, mine: bool) -> Result<bool> {
+fn all_continue(pass: &StepContext, mine: bool) -> Result<bool> {
     if pass.rank.tp.size() == 1 {
         return Ok(mine);
     }
@@ -152,7 +152,7 @@ fn all_agree(pass: &Pass, mine: bool) -> Result<bool> {
 }
 
 /// Float values of a tensor on the host as f32.
-pub fn to_host(pass: &Pass, t: &Tensor) -> Result<Vec<f32>> {
+pub fn to_host(pass: &StepContext, t: &Tensor) -> Result<Vec<f32>> {
     Ok(match t.dtype() {
         DType::F16 => pass.rank.compute.download::<f16>(t)?.into_iter().map(f32::from).collect(),
         DType::BF16 => pass.rank.compute.download::<bf16>(t)?.into_iter().map(f32::from).collect(),
@@ -168,7 +168,7 @@ mod tests {
 
     fn frequencies(s: Sampling, logits: &[f32]) -> Vec<f64> {
         let mut counts = vec![0.0; logits.len()];
-        (0..20_000).for_each(|n| counts[s.choose(logits, n)] += 1.0 / 20_000.0);
+        (0..20_000).for_each(|n| counts[s.sample(logits, n)] += 1.0 / 20_000.0);
         counts
     }
 
@@ -187,7 +187,7 @@ mod tests {
     #[test]
     fn cold_top_k_and_top_p_cut_the_tail() {
         let logits = [1.0f32, 3.0, 2.0, 3.0];
-        assert_eq!(Sampling { temperature: 0.0, ..PLAIN }.choose(&logits, 5), 1, "ties to the lower id");
+        assert_eq!(Sampling { temperature: 0.0, ..PLAIN }.sample(&logits, 5), 1, "ties to the lower id");
         let k = frequencies(Sampling { top_k: 2, ..PLAIN }, &logits);
         assert!(k[0] == 0.0 && k[2] == 0.0 && (k[1] - 0.5).abs() < 0.02);
         let p = frequencies(Sampling { top_p: 0.5, ..PLAIN }, &[5.0, 0.0, 0.0]);

@@ -2,17 +2,18 @@
 //! where the family has them.
 
 use super::config::{ModelConfig, NormKind};
-use super::ffn::{Ffn, FfnSaved};
-use super::moe::act_of;
+use super::feed_forward::{FeedForward, FeedForwardSaved};
+use super::moe_config::act_of;
 use ferrotron_engine::attention::{
-    Attention, AttentionConfig, KvCache, LatentAttention, LatentConfig, Layout, RopeTable, SelfAttention,
+    Attention, AttentionConfig, KvCache, Layout, MlaConfig, MultiLatentAttention, RopeTable, SelfAttention,
     SelfAttentionSaved,
 };
 use ferrotron_engine::moe::Moe;
 use ferrotron_engine::{
-    Declarations, Hidden, Keep, Mlp, NormLayer, NormSaved, Pass, Saved, SavedTensor, WeightGrad, at_once,
+    Checkpointed, Declarations, HiddenStates, Mlp, NormLayer, NormSaved, Saved, SavedTensor, StepContext,
+    WeightGrad, run_to_completion,
 };
-use ferrotron_kernels::{Align, Norm, Scores};
+use ferrotron_kernels::{AttentionParams, MaskAlign, Norm};
 use ferrotron_tensor::{Result, Tensor};
 
 /// Places where dropout acts.
@@ -26,14 +27,14 @@ pub struct Layer {
     attn: SelfAttention,
     attn_post: Option<NormLayer>,
     mlp_norm: NormLayer,
-    mlp: Ffn,
+    mlp: FeedForward,
     mlp_post: Option<NormLayer>,
 }
 
 /// What backward needs; blocks that are computed again are absent.
 pub struct LayerSaved {
     mlp_post: Option<NormSaved>,
-    mlp: Option<FfnSaved>,
+    mlp: Option<FeedForwardSaved>,
     mlp_norm: NormSaved,
     attn_post: Option<NormSaved>,
     attn: Option<SelfAttentionSaved>,
@@ -69,11 +70,11 @@ fn attention(
     rope: Option<RopeTable>,
 ) -> Result<SelfAttention> {
     let local = c.window.filter(|_| c.is_local(index));
-    let scores = Scores {
+    let scores = AttentionParams {
         scale: c.attn_scale,
         softcap: c.attn_softcap,
         causal: true,
-        align: Align::TopLeft,
+        align: MaskAlign::TopLeft,
         // A window of W lets a token see itself and W-1 before it.
         left: local.map(|w| w.saturating_sub(1)),
         right: None,
@@ -93,10 +94,10 @@ fn attention(
                 sink: c.attn_sink,
                 std,
             };
-            SelfAttention::Plain(Attention::declare(d, name, config, rope)?.into())
+            SelfAttention::MultiHead(Attention::declare(d, name, config, rope)?.into())
         }
         Some(m) => {
-            let config = LatentConfig {
+            let config = MlaConfig {
                 hidden: c.hidden,
                 heads: c.heads,
                 q_rank: m.q_lora_rank,
@@ -111,7 +112,7 @@ fn attention(
                 scores,
                 std,
             };
-            SelfAttention::Latent(LatentAttention::declare(d, name, config, rope)?.into())
+            SelfAttention::Mla(MultiLatentAttention::declare(d, name, config, rope)?.into())
         }
     })
 }
@@ -147,12 +148,12 @@ impl Layer {
             attn: attention(d, c, (&format!("{name}.attn"), index), std, rope)?,
             attn_post: post(d, "attn_post_norm")?,
             mlp_norm: NormLayer::declare(d, &format!("{name}.mlp_norm"), c.hidden, norm)?,
-            mlp: match c.mixture(index) {
+            mlp: match c.moe_layer(index) {
                 Some(m) => {
                     let shape = c.moe_shape(m, std);
-                    Ffn::Mixture(Box::new(Moe::declare(d, &format!("{name}.moe"), index as u32, &shape)?))
+                    FeedForward::Moe(Box::new(Moe::declare(d, &format!("{name}.moe"), index as u32, &shape)?))
                 }
-                None => Ffn::Dense(Mlp::declare(
+                None => FeedForward::Dense(Mlp::declare(
                     d,
                     &format!("{name}.mlp"),
                     c.hidden,
@@ -171,68 +172,70 @@ impl Layer {
     /// `[tokens, hidden] → [tokens, hidden]`, in turns.
     pub async fn forward(
         &self,
-        p: &Pass<'_>,
-        x: Hidden,
+        p: &StepContext<'_>,
+        x: HiddenStates,
         layout: &Layout,
         positions: &Tensor,
-    ) -> Result<(Hidden, Keep<LayerSaved>)> {
+    ) -> Result<(HiddenStates, Checkpointed<LayerSaved>)> {
         let (y, x, saved) = self.run(p, x, layout, positions).await?;
-        Ok((y, Keep::new(p.recompute.layer, &x, saved)))
+        Ok((y, Checkpointed::new(p.recompute.layer, &x, saved)))
     }
 
     /// The output, the input as a whole, and what backward needs.
     async fn run(
         &self,
-        p: &Pass<'_>,
-        x: Hidden,
+        p: &StepContext<'_>,
+        x: HiddenStates,
         layout: &Layout,
         positions: &Tensor,
-    ) -> Result<(Hidden, Tensor, LayerSaved)> {
-        let (normed, x, attn_norm) = self.attn_norm.forward_of(p, x, self.attn.measures_input(p))?;
+    ) -> Result<(HiddenStates, Tensor, LayerSaved)> {
+        let (normed, x, attn_norm) = self.attn_norm.forward_pending(p, x, self.attn.needs_input_amax(p))?;
         let (a, mut attn) = self.attn.forward(p, &normed, layout, positions)?;
         let (a, attn_post) = post_forward(p, &self.attn_post, a)?;
         let a = p.dropout(self.index, AFTER_ATTENTION, a)?;
-        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x, self.mlp.measures_input(p))?;
+        let (normed, r, mlp_norm) = self.mlp_norm.add_forward(p, &a, &x, self.mlp.needs_input_amax(p))?;
         let (m, mut mlp) = self.mlp.forward(p, &normed).await?;
         let (m, mlp_post) = post_forward(p, &self.mlp_post, m)?;
         let m = p.dropout(self.index, AFTER_MLP, m)?;
         if p.recompute.norm {
-            attn.forget_input();
-            mlp.forget_input();
+            attn.drop_input();
+            mlp.drop_input();
         }
         let attn = (!p.recompute.attention).then_some(attn);
         let mlp = (!p.recompute.mlp).then_some(mlp);
-        let y = Hidden { x: r, more: Some(m) };
+        let y = HiddenStates { x: r, pending: Some(m) };
         Ok((y, x, LayerSaved { mlp_post, mlp, mlp_norm, attn_post, attn, attn_norm }))
     }
 
     /// Gradient of the input, in turns.
     pub async fn backward(
         &self,
-        p: &Pass<'_>,
-        saved: Keep<LayerSaved>,
+        p: &StepContext<'_>,
+        saved: Checkpointed<LayerSaved>,
         layout: &Layout,
         positions: &Tensor,
         dy: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
-        let once_more = p.once_more();
+        let recompute = p.for_recompute();
         let s = match saved {
-            Keep::Whole(saved) => saved,
-            Keep::Input(x) => self.run(&once_more, Hidden::of((*x).clone()), layout, positions).await?.2,
+            Checkpointed::Full(saved) => saved,
+            Checkpointed::Input(x) => {
+                self.run(&recompute, HiddenStates::of((*x).clone()), layout, positions).await?.2
+            }
         };
         let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
         let (dm, mut grads) = post_backward(p, &self.mlp_post, s.mlp_post, dm)?;
         let mlp = match s.mlp {
             None => {
-                let measure = self.mlp.measures_input(p);
-                let normed = self.mlp_norm.again(p, &s.mlp_norm, measure)?;
-                self.mlp.forward(&once_more, normed).await?.1
+                let measure = self.mlp.needs_input_amax(p);
+                let normed = self.mlp_norm.recompute(p, &s.mlp_norm, measure)?;
+                self.mlp.forward(&recompute, normed).await?.1
             }
-            Some(mut kept) => {
-                if p.recompute.norm && kept.lacks_input() {
-                    kept.remember_input(&self.mlp_norm.again(p, &s.mlp_norm, false)?.values);
+            Some(mut saved) => {
+                if p.recompute.norm && saved.needs_input() {
+                    saved.restore_input(&self.mlp_norm.recompute(p, &s.mlp_norm, false)?.values);
                 }
-                kept
+                saved
             }
         };
         let (dn, g) = self.mlp.backward(p, mlp, &dm).await?;
@@ -244,15 +247,15 @@ impl Layer {
         grads = grads.and(g);
         let attn = match s.attn {
             None => {
-                let measure = self.attn.measures_input(p);
-                let normed = self.attn_norm.again(p, &s.attn_norm, measure)?;
+                let measure = self.attn.needs_input_amax(p);
+                let normed = self.attn_norm.recompute(p, &s.attn_norm, measure)?;
                 self.attn.forward(p, &normed, layout, positions)?.1
             }
-            Some(mut kept) => {
+            Some(mut saved) => {
                 if p.recompute.norm {
-                    kept.remember_input(&self.attn_norm.again(p, &s.attn_norm, false)?.values);
+                    saved.restore_input(&self.attn_norm.recompute(p, &s.attn_norm, false)?.values);
                 }
-                kept
+                saved
             }
         };
         let (dn, g) = self.attn.backward(p, attn, layout, positions, &da)?;
@@ -262,31 +265,31 @@ impl Layer {
     }
 
     /// An empty cache for `batch` sequences of up to `capacity` tokens.
-    pub fn cache(&self, p: &Pass, batch: usize, capacity: usize) -> Result<KvCache> {
+    pub fn cache(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<KvCache> {
         self.attn.cache(p, batch, capacity)
     }
 
     /// Forward of new tokens over remembered ones.
     pub fn decode(
         &self,
-        p: &Pass,
+        p: &StepContext,
         x: &Tensor,
         cache: &mut KvCache,
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<Tensor> {
-        let (normed, _) = self.attn_norm.forward_measured(p, x, self.attn.measures_input(p))?;
+        let (normed, _) = self.attn_norm.forward_with_amax(p, x, self.attn.needs_input_amax(p))?;
         let a = self.attn.decode(p, &normed, cache, layout, positions)?;
         let (a, _) = post_forward(p, &self.attn_post, a)?;
-        let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x, self.mlp.measures_input(p))?;
-        let (m, _) = post_forward(p, &self.mlp_post, at_once(self.mlp.forward(p, &normed))?.0)?;
+        let (normed, r, _) = self.mlp_norm.add_forward(p, &a, x, self.mlp.needs_input_amax(p))?;
+        let (m, _) = post_forward(p, &self.mlp_post, run_to_completion(self.mlp.forward(p, &normed))?.0)?;
         let y = p.empty(x.shape())?;
         p.rank.kernels.add(&p.rank.compute, &r, &m, &y)?;
         Ok(y)
     }
 }
 
-fn post_forward(p: &Pass, norm: &Option<NormLayer>, x: Tensor) -> Result<(Tensor, Option<NormSaved>)> {
+fn post_forward(p: &StepContext, norm: &Option<NormLayer>, x: Tensor) -> Result<(Tensor, Option<NormSaved>)> {
     match norm {
         None => Ok((x, None)),
         Some(n) => n.forward(p, &x).map(|(y, s)| (y, Some(s))),
@@ -294,7 +297,7 @@ fn post_forward(p: &Pass, norm: &Option<NormLayer>, x: Tensor) -> Result<(Tensor
 }
 
 fn post_backward(
-    p: &Pass,
+    p: &StepContext,
     norm: &Option<NormLayer>,
     saved: Option<NormSaved>,
     dy: Tensor,

@@ -1,10 +1,10 @@
 //! A model with weights, for everything but training.
 
-use super::{Decoder, ModelConfig, Settings, Stages};
+use super::{Decoder, ModelConfig, ModelOptions, PipelineLayout};
 use crate::Result;
 use crate::train::to_f32;
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{Params, Pass, Place, Rank, Tokens};
+use ferrotron_engine::{GroupRank, Params, Rank, StepContext, Tokens};
 use ferrotron_tensor::{DType, shape_error};
 
 /// A decoder and its weights on one rank.
@@ -26,10 +26,10 @@ impl Model {
         config: &ModelConfig,
         positions: usize,
         dtype: DType,
-        stages: &Stages,
+        layout: &PipelineLayout,
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
-        Model::load_with(rank, config, positions, dtype, (stages, &Settings::default()), source)
+        Model::load_with(rank, config, positions, dtype, (layout, &ModelOptions::default()), source)
     }
 
     /// The same, told more.
@@ -38,11 +38,11 @@ impl Model {
         config: &ModelConfig,
         positions: usize,
         dtype: DType,
-        (stages, settings): (&Stages, &Settings),
+        (layout, options): (&PipelineLayout, &ModelOptions),
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
-        let (decoder, specs) = Decoder::new(&rank, config, positions, stages, settings)?;
-        let params = Params::allocate(&rank, specs, dtype)?.with_mixtures(&rank, decoder.mixtures())?;
+        let (decoder, specs) = Decoder::new(&rank, config, positions, layout, options)?;
+        let params = Params::allocate(&rank, specs, dtype)?.with_moe(&rank, decoder.moe_layers())?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
             for (part, cut, range) in spec.held() {
@@ -54,7 +54,7 @@ impl Model {
                 }
                 let data = cut.take(&shape, &data);
                 let slot = bytes.narrow(0, range.start * dtype.size(), data.len())?;
-                rank.compute.write_to(&slot, &data)?;
+                rank.compute.upload_into(&slot, &data)?;
             }
         }
         set_expert_biases(&rank, &params, &|name| to_f32(DType::F32, &source(name)?))?;
@@ -84,7 +84,7 @@ impl Model {
         let size = rank.cp.size();
         let all = rank.cp.all_gather_bytes(bytemuck::cast_slice(&rows), "rows of logits")?;
         for (at, bytes) in all.iter().enumerate().filter(|_| some > 0) {
-            let tokens = Tokens::new(layout, Place { rank: at, size }, rank.tp.size())?;
+            let tokens = Tokens::new(layout, GroupRank { rank: at, size }, rank.tp.size())?;
             tokens.put(&floats(bytes), vocab, &mut out)?;
         }
         let stages = rank.pp.all_gather_bytes(bytemuck::cast_slice(&out), "logits")?;
@@ -93,11 +93,11 @@ impl Model {
 
     /// Tokens that each expert of each mixture took in the passes for gradients so far, by layer: those of all ranks, on
     /// every rank.
-    pub fn expert_loads(&self) -> Result<Vec<(usize, Vec<i64>)>> {
+    pub fn tokens_per_expert(&self) -> Result<Vec<(usize, Vec<i64>)>> {
         let rank = &self.rank;
         let mut mine: Vec<(usize, Vec<i64>)> = Vec::new();
-        if let Some(mixtures) = self.params.mixtures() {
-            let load = mixtures.load(rank)?;
+        if let Some(mixtures) = self.params.moe() {
+            let load = mixtures.tokens_per_expert(rank)?;
             let load = rank.compute.download::<i64>(&load)?;
             let width = load.len() / mixtures.specs().len().max(1);
             for (spec, row) in mixtures.specs().iter().zip(load.chunks(width.max(1))) {
@@ -116,8 +116,8 @@ impl Model {
     }
 
     /// A pass without dropout.
-    pub fn pass(&self) -> Pass<'_> {
-        Pass::new(&self.rank, &self.params)
+    pub fn pass(&self) -> StepContext<'_> {
+        StepContext::new(&self.rank, &self.params)
     }
 }
 
@@ -127,10 +127,10 @@ pub fn set_expert_biases(
     params: &Params,
     source: &dyn Fn(&str) -> Result<Vec<f32>>,
 ) -> Result<()> {
-    let Some(mixtures) = params.mixtures() else { return Ok(()) };
-    for (i, spec) in mixtures.specs().iter().enumerate().filter(|(_, m)| m.correction) {
+    let Some(mixtures) = params.moe() else { return Ok(()) };
+    for (i, spec) in mixtures.specs().iter().enumerate().filter(|(_, m)| m.expert_bias) {
         let values = source(&format!("{}.expert_bias", spec.name))?;
-        rank.compute.write_to(&mixtures.bias.narrow(0, i, 1)?, &values)?;
+        rank.compute.upload_into(&mixtures.expert_bias.narrow(0, i, 1)?, &values)?;
     }
     Ok(())
 }

@@ -1,73 +1,292 @@
-//! Multi-token prediction in an architecture: layers after the decoder that predict tokens further ahead.
-//!
-//! With h₀ the decoder's output after its final norm, depth d = 1..D looks at the token d places ahead:
-//! `h_d = norm(layer(W_eh·[enorm(emb(id of the token d ahead)); hnorm(h_{d−1})]))`, and the model's own output matrix
-//! turns h_d into a prediction of the token after that one. Embedding and output matrix are those of the model.
-//!
-//! Names count from 0: `mtp.<d−1>.{enorm,hnorm,eh,norm}.weight` and `mtp.<d−1>.layer.*`, with the parts of a decoder
-//! layer. Numbers of layers go on where the decoder's end: layer `L + d − 1`, of the kind of the decoder's last.
+//! The modules that predict further tokens; [`super::mtp`] has the maths.
 
-use super::config::ModelConfig;
-use serde::{Deserialize, Serialize};
+use super::config::{ModelConfig, Positions};
+use super::decoder::{Input, MtpInput};
+use super::layer::{Layer, LayerSaved, norm_of};
+use super::mtp_config::{MtpConfig, MtpTraining};
+use ferrotron_engine::attention::RopeTable;
+use ferrotron_engine::moe::{ReplicatedLinear, ReplicatedSaved};
+use ferrotron_engine::{
+    Checkpointed, Declarations, Embedding, EmbeddingSaved, HiddenStates, LmHead, LmHeadSaved, NormLayer,
+    NormSaved, Saved, SavedTensor, StepContext, WeightGrad, run_to_completion,
+};
+use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
-/// Layers that predict further tokens.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct MtpConfig {
-    /// Tokens predicted besides the next (D).
-    pub layers: usize,
-    /// Is one module used for all of them?
-    #[serde(default)]
-    pub repeated: bool,
+/// GroupRank of the dropout after the embedding of a depth: that of a layer one further on, where a layer has none.
+const AFTER_EMBEDDING: u32 = 0;
+
+/// All depths.
+pub(super) struct MtpBlock {
+    embedding: Embedding,
+    /// One for each depth, or one for all.
+    layers: Vec<MtpLayer>,
+    depth: usize,
+    hidden: usize,
+    /// Layers of the decoder.
+    decoder_layers: u32,
+    detach: bool,
 }
 
-impl MtpConfig {
-    /// Modules with weights of their own.
-    pub fn modules(&self) -> usize {
-        if self.repeated { 1 } else { self.layers }
+struct MtpLayer {
+    enorm: NormLayer,
+    hnorm: NormLayer,
+    eh: ReplicatedLinear,
+    layer: Layer,
+    norm: NormLayer,
+}
+
+/// What backward needs of one depth.
+struct MtpLayerSaved {
+    head: Option<LmHeadSaved>,
+    norm: NormSaved,
+    layer: Checkpointed<LayerSaved>,
+    eh: ReplicatedSaved,
+    hnorm: NormSaved,
+    enorm: NormSaved,
+    embedding: EmbeddingSaved,
+}
+
+impl Saved for MtpLayerSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.head.tensors(f);
+        self.norm.tensors(f);
+        self.layer.tensors(f);
+        self.eh.tensors(f);
+        self.hnorm.tensors(f);
+        self.enorm.tensors(f);
+        self.embedding.tensors(f);
     }
 }
 
-/// How they are trained.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct MtpTraining {
-    /// Weight of the mean of their losses beside the model's own loss.
-    pub factor: f64,
-    /// Do decoder, embedding and output matrix get no gradient of them?
-    pub detach: bool,
+/// What backward needs of all.
+pub(super) struct MtpBlockSaved {
+    depths: Vec<MtpLayerSaved>,
+    /// f32 `[D]`: `Σ weight·loss` of each depth.
+    pub(super) losses: Tensor,
 }
 
-impl Default for MtpTraining {
-    fn default() -> MtpTraining {
-        MtpTraining { factor: 0.1, detach: false }
+impl Saved for MtpBlockSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        self.depths.iter_mut().rev().for_each(|d| d.tensors(f));
     }
 }
 
-/// Depths beyond this are refused.
-const MOST: usize = 64;
-
-impl ModelConfig {
-    /// Tokens predicted besides the next (D).
-    pub fn mtp_depth(&self) -> usize {
-        self.mtp.map_or(0, |m| m.layers)
-    }
-
-    /// Prediction modules with weights of their own.
-    pub(super) fn mtp_modules(&self) -> usize {
-        self.mtp.map_or(0, |m| m.modules())
-    }
-
-    /// The decoder layer that layer `i` is like: itself; the last, for layers that come after it.
-    pub(super) fn alike(&self, i: usize) -> usize {
-        i.min(self.layers.saturating_sub(1))
-    }
-
-    /// What is wrong with the prediction layers, one sentence each.
-    pub(super) fn check_mtp(&self, bad: &mut Vec<String>) {
-        if let Some(m) = &self.mtp
-            && !(1..=MOST).contains(&m.layers)
-        {
-            bad.push(format!("mtp.layers is {}, it must be 1 to {MOST}; leave it out for none", m.layers));
+impl MtpBlock {
+    /// Declares the modules as `mtp.<d>.*`. `own` is the model's embedding where this chunk has it; elsewhere its
+    /// tables are declared once more, or shared with `head` where that has the same one.
+    pub(super) fn declare(
+        d: &mut Declarations,
+        c: &ModelConfig,
+        (mtp, training): (MtpConfig, MtpTraining),
+        rope: &mut dyn FnMut(usize) -> Result<Option<RopeTable>>,
+        embedding: Option<&Embedding>,
+        head: &LmHead,
+    ) -> Result<MtpBlock> {
+        let depth = mtp.layers as u32;
+        // How often each module's gradients reach what the model shares with them.
+        let uses = if training.detach { 0 } else { depth };
+        let add = |d: &mut Declarations, id, more| d.set_uses(id, d.spec(id).uses + more);
+        add(d, head.weight(), uses);
+        let embedding = match embedding {
+            Some(e) => {
+                e.tables().for_each(|id| add(d, id, uses));
+                e.share()
+            }
+            None => declare_mirror(d, c, head, uses)?,
+        };
+        let first = d.count();
+        let layers = (0..mtp.modules())
+            .map(|i| MtpLayer::declare(d, c, i, rope(c.layers + i)?))
+            .collect::<Result<Vec<_>>>()?;
+        if mtp.shared_layer {
+            d.since(first).for_each(|id| d.set_uses(id, depth));
         }
+        let (depth, hidden, decoder_layers) = (mtp.layers, c.hidden, c.layers as u32);
+        Ok(MtpBlock { embedding, layers, depth, hidden, decoder_layers, detach: training.detach })
     }
+
+    /// The module of a depth, and the pass as it sees it.
+    fn at<'a>(&self, p: &StepContext<'a>, depth: usize) -> (&MtpLayer, StepContext<'a>) {
+        let own = depth.min(self.layers.len() - 1);
+        (&self.layers[own], StepContext { repeat: (depth - own) as u32, ..*p })
+    }
+
+    /// What depth `depth` makes of `h [rows, hidden]` of the depth before: its own, and what backward needs besides that
+    /// of the head.
+    async fn layer_forward(
+        &self,
+        p: &StepContext<'_>,
+        input: &Input,
+        depth: usize,
+        h: &Tensor,
+    ) -> Result<(Tensor, MtpLayerSaved)> {
+        let (m, inner) = self.at(p, depth);
+        let Some(MtpInput { ids, positions, .. }) = input.mtp.get(depth) else {
+            return shape_error("prediction", format!("tokens {} ahead are not given", depth + 1));
+        };
+        let (e, embedding) = self.embedding.forward(p, ids, positions)?;
+        let e = p.dropout(self.decoder_layers + depth as u32 + 1, AFTER_EMBEDDING, e)?;
+        let both = p.empty(&[h.shape()[0], 2 * self.hidden])?;
+        let enorm = m.enorm.forward_into(p, &e, &both.narrow(1, 0, self.hidden)?)?;
+        let hnorm = m.hnorm.forward_into(p, h, &both.narrow(1, self.hidden, self.hidden)?)?;
+        let (x, eh) = m.eh.forward(p, &both)?;
+        let (y, layer) =
+            m.layer.forward(&inner, HiddenStates::of(x), &input.layout, &input.positions).await?;
+        let (y, _, norm) = m.norm.forward_pending(p, y, false)?;
+        Ok((y.values, MtpLayerSaved { head: None, norm, layer, eh, hnorm, enorm, embedding }))
+    }
+
+    /// Losses of all depths, from `h [rows, hidden]`, the decoder's output after its final norm, in turns.
+    pub(super) async fn forward(
+        &self,
+        p: &StepContext<'_>,
+        input: &Input,
+        head: &LmHead,
+        h: &Tensor,
+    ) -> Result<MtpBlockSaved> {
+        let losses = p.rank.activation(&[self.depth], DType::F32)?;
+        let mut depths = Vec::with_capacity(self.depth);
+        let mut h = h.clone();
+        for depth in 0..self.depth {
+            let (y, mut saved) = self.layer_forward(p, input, depth, &h).await?;
+            let targets = &input.mtp[depth].targets;
+            let (rows, head_saved) = head.loss(p, &y, targets, true)?;
+            let loss = losses.narrow(0, depth, 1)?;
+            p.rank.kernels.dot(&p.rank.compute, &rows, &targets.weights, &loss)?;
+            saved.head = head_saved;
+            depths.push(saved);
+            h = y;
+        }
+        Ok(MtpBlockSaved { depths, losses })
+    }
+
+    /// Logits `[tokens, V]` of every depth, of the columns this rank holds.
+    pub(super) fn logits(
+        &self,
+        p: &StepContext,
+        input: &Input,
+        head: &LmHead,
+        h: &Tensor,
+    ) -> Result<Vec<Tensor>> {
+        let mut h = h.clone();
+        let mut out = Vec::with_capacity(self.depth);
+        for depth in 0..self.depth {
+            h = run_to_completion(self.layer_forward(p, input, depth, &h))?.0;
+            out.push(head.logits(p, &h)?);
+        }
+        Ok(out)
+    }
+
+    /// The gradient of the decoder's output: `dh` of the model's own loss, and that of all depths; in turns.
+    pub(super) async fn backward(
+        &self,
+        p: &StepContext<'_>,
+        saved: MtpBlockSaved,
+        input: &Input,
+        head: &LmHead,
+        dh: Tensor,
+        put: &mut dyn FnMut(WeightGrad) -> Result<()>,
+    ) -> Result<Tensor> {
+        let mut depths = saved.depths;
+        // Of the last depth's output; then of the one before, with what flows back from behind it.
+        let mut dy = self.loss_backward(p, head, depths.last_mut(), put)?;
+        while let Some(saved) = depths.pop() {
+            let depth = depths.len();
+            let before = match depth {
+                0 if self.detach => None,
+                0 => Some(dh.clone()),
+                _ => Some(self.loss_backward(p, head, depths.last_mut(), put)?),
+            };
+            dy = self.layer_backward(p, saved, input, depth, &dy, before.as_ref(), put).await?;
+        }
+        Ok(if self.detach { dh } else { dy })
+    }
+
+    /// Gradient of a depth's output from its own loss.
+    fn loss_backward(
+        &self,
+        p: &StepContext,
+        head: &LmHead,
+        saved: Option<&mut MtpLayerSaved>,
+        put: &mut dyn FnMut(WeightGrad) -> Result<()>,
+    ) -> Result<Tensor> {
+        let Some(head_saved) = saved.and_then(|s| s.head.take()) else {
+            return shape_error("prediction", "its loss was not head_saved");
+        };
+        if self.detach {
+            return head.backward_input(p, head_saved);
+        }
+        let (dy, g) = head.backward(p, head_saved)?;
+        put(g)?;
+        Ok(dy)
+    }
+
+    /// Gradient of the output of the depth before, plus `before`, which its own loss gives it.
+    #[allow(clippy::too_many_arguments)]
+    async fn layer_backward(
+        &self,
+        p: &StepContext<'_>,
+        saved: MtpLayerSaved,
+        input: &Input,
+        depth: usize,
+        dy: &Tensor,
+        before: Option<&Tensor>,
+        put: &mut dyn FnMut(WeightGrad) -> Result<()>,
+    ) -> Result<Tensor> {
+        let (m, inner) = self.at(p, depth);
+        let (dy, g) = m.norm.backward(p, saved.norm, dy, None)?;
+        put(g)?;
+        let (dx, g) = m.layer.backward(&inner, saved.layer, &input.layout, &input.positions, &dy).await?;
+        put(g)?;
+        let (both, g) = m.eh.backward(p, saved.eh, &dx)?;
+        put(g)?;
+        let (dh, g) = m.hnorm.backward(p, saved.hnorm, &both.narrow(1, self.hidden, self.hidden)?, before)?;
+        put(g)?;
+        let (de, g) = m.enorm.backward(p, saved.enorm, &both.narrow(1, 0, self.hidden)?, None)?;
+        put(g)?;
+        if !self.detach {
+            let de = p.dropout(self.decoder_layers + depth as u32 + 1, AFTER_EMBEDDING, de)?;
+            put(self.embedding.backward(p, saved.embedding, &de)?)?;
+        }
+        Ok(dh)
+    }
+}
+
+impl MtpLayer {
+    fn declare(d: &mut Declarations, c: &ModelConfig, i: usize, rope: Option<RopeTable>) -> Result<MtpLayer> {
+        let norm = |d: &mut Declarations, kind: &str| {
+            NormLayer::declare(d, &format!("mtp.{i}.{kind}"), c.hidden, norm_of(c))
+        };
+        Ok(MtpLayer {
+            enorm: norm(d, "enorm")?,
+            hnorm: norm(d, "hnorm")?,
+            eh: ReplicatedLinear::declare(d, &format!("mtp.{i}.eh"), 2 * c.hidden, c.hidden, c.init_std)?,
+            layer: Layer::declare_as(d, c, &format!("mtp.{i}.layer"), c.layers + i, rope)?,
+            norm: norm(d, "norm")?,
+        })
+    }
+}
+
+/// The tables of the first stage once more, used `uses` times here.
+fn declare_mirror(d: &mut Declarations, c: &ModelConfig, head: &LmHead, uses: u32) -> Result<Embedding> {
+    let learned = (c.positions == Positions::Learned).then_some(c.max_positions);
+    let (embedding, new) = match c.tied {
+        // The head's copy of the table.
+        true => {
+            let e = Embedding::over(d, head.weight(), "embed", learned, c.embed_scale, c.init_std)?;
+            d.set_uses(e.tokens, d.spec(e.tokens).uses + uses);
+            let new = e.tables().skip(1).collect::<Vec<_>>();
+            (e, new)
+        }
+        false => {
+            let e = Embedding::declare(d, "embed", c.vocab, c.hidden, learned, c.embed_scale, c.init_std)?;
+            let new = e.tables().collect();
+            (e, new)
+        }
+    };
+    for id in new {
+        d.set_uses(id, uses);
+        d.mark_tied_across_stages(id, true);
+    }
+    Ok(embedding)
 }

@@ -1,7 +1,7 @@
 //! Published and yardstick architectures by name.
 
 use super::config::{Activation, ModelConfig, NormConfig, NormKind, Positions, RopeConfig, RopeScaling};
-use super::moe::MoeConfig;
+use super::moe_config::MoeConfig;
 
 /// Every name that [`ModelConfig::preset`] knows.
 pub const PRESETS: &[&str] = &[

@@ -2,19 +2,19 @@
 //! chooses among groups that are still equal.
 //!
 //! With g pieces to an MLP and E experts there are r = E/g groups. Expert e holds piece e mod g of the MLP: some rows of
-//! gate and up, the same columns of down. The router has r random rows, each g times in a row, so that tokens go to whole
+//! gate and up, the same columns of down. The router has r random rows, each g times in a row, so that tokens go to values
 //! groups. What probabilities take away from the sum of pieces is α = g where they are a softmax over the chosen, and
 //! r·g²/k where it is over all experts, of which few are chosen; weights are scaled by α^⅓ (α^½ without a gate) to make
 //! up for it. With α = 1 the model computes what it did.
 
-use super::moe::{MoeConfig, ScoreKind};
+use super::moe_config::{MoeConfig, ScoreKind};
 use super::{ModelConfig, logical_parts};
 use crate::{Error, Result};
 use ferrotron_engine::initial_values;
 
 /// What a dense model is to become.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Upcycle {
+pub struct UpcycleConfig {
     /// Experts of each layer (E).
     pub experts: usize,
     /// Experts of each token (k).
@@ -30,15 +30,15 @@ pub struct Upcycle {
 /// A dense model and the one it becomes.
 #[derive(Clone, Debug)]
 pub struct Upcycled {
-    how: Upcycle,
+    config: UpcycleConfig,
     dense: ModelConfig,
     model: ModelConfig,
 }
 
-impl Upcycle {
+impl UpcycleConfig {
     /// The model that `dense` becomes; or why it cannot.
-    pub fn of(self, dense: &ModelConfig) -> Result<Upcycled> {
-        let Upcycle { experts, topk, granularity: g, .. } = self;
+    pub fn apply(self, dense: &ModelConfig) -> Result<Upcycled> {
+        let UpcycleConfig { experts, topk, granularity: g, .. } = self;
         let refuse = |what: String| Err(Error::Invalid(format!("upcycling: {what}")));
         if dense.moe.is_some() {
             return refuse("the model has experts already; give a dense one".into());
@@ -54,7 +54,7 @@ impl Upcycle {
         }
         if topk == 0 || !topk.is_multiple_of(g) {
             return refuse(format!(
-                "topk={topk} is no multiple of granularity={g}, so that tokens would not go to whole MLPs; use {}",
+                "topk={topk} is no multiple of granularity={g}, so that tokens would not go to values MLPs; use {}",
                 topk.max(1).next_multiple_of(g)
             ));
         }
@@ -78,7 +78,7 @@ impl Upcycle {
         // No MLP is left to be as wide as it was.
         let model = ModelConfig { moe: Some(moe), ffn: dense.ffn / g, ..dense.clone() };
         model.validate().map_err(|e| Error::Invalid(format!("upcycling: {e}")))?;
-        Ok(Upcycled { how: self, dense: dense.clone(), model })
+        Ok(Upcycled { config: self, dense: dense.clone(), model })
     }
 }
 
@@ -90,14 +90,14 @@ impl Upcycled {
 
     /// What weights of experts are multiplied by.
     pub fn scale(&self) -> f64 {
-        let Upcycle { experts, topk, granularity, pre_softmax, .. } = self.how;
+        let UpcycleConfig { experts, topk, granularity, pre_softmax, .. } = self.config;
         let (g, k, r) = (granularity as f64, topk as f64, (experts / granularity.max(1)) as f64);
         let alpha = if pre_softmax { r * g * g / k } else { g };
         if self.dense.gated { alpha.cbrt() } else { alpha.sqrt() }
     }
 
     /// The dense tensor that a tensor of the new model is made of; none for routers.
-    pub fn origin(&self, name: &str) -> Option<String> {
+    pub fn source_name(&self, name: &str) -> Option<String> {
         match name.split_once(".moe.") {
             None => Some(name.into()),
             Some((layer, rest)) => {
@@ -109,59 +109,62 @@ impl Upcycled {
 
     /// A logical tensor of the new model, row-major; `source` gives those of the dense one.
     pub fn values(&self, name: &str, source: &dyn Fn(&str) -> Result<Vec<f32>>) -> Result<Vec<f32>> {
-        let (h, f, g) = (self.dense.hidden, self.dense.ffn, self.how.granularity);
+        let (h, f, g) = (self.dense.hidden, self.dense.ffn, self.config.granularity);
         let width = f / g;
-        let Some(origin) = self.origin(name) else { return self.router(name) };
-        let whole = source(&origin)?;
-        if origin == name {
-            return Ok(whole);
+        let Some(source_name) = self.source_name(name) else { return self.router_weight(name) };
+        let values = source(&source_name)?;
+        if source_name == name {
+            return Ok(values);
         }
-        if whole.len() != f * h {
-            return Err(Error::Invalid(format!("{origin}: {} values for an MLP of {f}×{h}", whole.len())));
+        if values.len() != f * h {
+            return Err(Error::Invalid(format!(
+                "{source_name}: {} values for an MLP of {f}×{h}",
+                values.len()
+            )));
         }
         let expert = name.split_once(".experts.").and_then(|(_, rest)| rest.split('.').next()?.parse().ok());
-        let Some(expert) = expert.filter(|e: &usize| *e < self.how.experts) else {
+        let Some(expert) = expert.filter(|e: &usize| *e < self.config.experts) else {
             return Err(Error::Invalid(format!("{name}: there is no such expert")));
         };
         let (first, scale) = (expert % g * width, self.scale());
         let scaled = |x: &f32| (f64::from(*x) * scale) as f32;
-        Ok(match origin.ends_with(".down.weight") {
-            true => whole.chunks(f).flat_map(|row| &row[first..first + width]).map(scaled).collect(),
-            false => whole[first * h..(first + width) * h].iter().map(scaled).collect(),
+        Ok(match source_name.ends_with(".down.weight") {
+            true => values.chunks(f).flat_map(|row| &row[first..first + width]).map(scaled).collect(),
+            false => values[first * h..(first + width) * h].iter().map(scaled).collect(),
         })
     }
 
     /// Rows of the first r of a random router, g times each.
-    fn router(&self, name: &str) -> Result<Vec<f32>> {
+    fn router_weight(&self, name: &str) -> Result<Vec<f32>> {
         let part = logical_parts(&self.model)?.into_iter().find(|p| p.name == name);
         let part = part.ok_or_else(|| Error::Invalid(format!("{name}: the model has no such tensor")))?;
-        let (h, g) = (self.model.hidden, self.how.granularity);
-        let rows = initial_values(self.how.seed, &part, 0..self.how.experts / g * h);
+        let (h, g) = (self.model.hidden, self.config.granularity);
+        let rows = initial_values(self.config.seed, &part, 0..self.config.experts / g * h);
         Ok(rows.chunks(h).flat_map(|row| std::iter::repeat_n(row, g)).flatten().copied().collect())
     }
 }
 
-impl std::str::FromStr for Upcycle {
+impl std::str::FromStr for UpcycleConfig {
     type Err = String;
 
     /// `experts=8,topk=2,granularity=1,pre_softmax=false,seed=0`; only experts must be there.
-    fn from_str(text: &str) -> std::result::Result<Upcycle, String> {
-        let mut given = Upcycle { experts: 0, topk: 0, granularity: 1, pre_softmax: false, seed: 0 };
+    fn from_str(text: &str) -> std::result::Result<UpcycleConfig, String> {
+        let mut config = UpcycleConfig { experts: 0, topk: 0, granularity: 1, pre_softmax: false, seed: 0 };
         for item in text.split(',').map(str::trim).filter(|s| !s.is_empty()) {
             let (key, value) = item
                 .split_once('=')
                 .ok_or_else(|| format!("{item:?} is not key=value, such as experts=8"))?;
             let number =
-                || value.parse::<usize>().map_err(|_| format!("{key} needs a whole number, not {value:?}"));
+                || value.parse::<usize>().map_err(|_| format!("{key} needs a values number, not {value:?}"));
             match key {
-                "experts" => given.experts = number()?,
-                "topk" => given.topk = number()?,
-                "granularity" => given.granularity = number()?,
+                "experts" => config.experts = number()?,
+                "topk" => config.topk = number()?,
+                "granularity" => config.granularity = number()?,
                 "pre_softmax" => {
-                    given.pre_softmax =
+                    config.pre_softmax =
                         value.parse().map_err(|_| format!("{key} is true or false, not {value:?}"))?;
                 }
-                "seed" => given.seed = number()? as u64,
+                "seed" => config.seed = number()? as u64,
                 _ => {
                     return Err(format!(
                         "unknown key {key:?}; the keys are experts, topk, granularity, pre_softmax, seed"
@@ -169,13 +172,13 @@ impl std::str::FromStr for Upcycle {
                 }
             }
         }
-        if given.experts == 0 {
+        if config.experts == 0 {
             return Err("experts is missing: how many? such as experts=8".into());
         }
-        if given.topk == 0 {
+        if config.topk == 0 {
             // Two MLPs for each token.
-            given.topk = 2 * given.granularity;
+            config.topk = 2 * config.granularity;
         }
-        Ok(given)
+        Ok(config)
     }
 }

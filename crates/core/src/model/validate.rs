@@ -1,6 +1,6 @@
 //! Refusing an architecture that cannot be built, before anything is allocated for it.
 
-use super::Map;
+use super::LinearInfo;
 use super::config::{MlaConfig, ModelConfig, Positions, RopeConfig, RopeScaling};
 
 /// Channels per head that the attention kernels take at most.
@@ -30,8 +30,8 @@ impl ModelConfig {
             self.check_latent(mla, &mut bad);
         }
         // Only sane sizes can be multiplied.
-        if bad.is_empty() && self.parameters_wide() > MAX_PARAMETERS {
-            bad.push(format!("{} parameters are more than can be addressed", self.parameters_wide()));
+        if bad.is_empty() && self.parameter_count_u128() > MAX_PARAMETERS {
+            bad.push(format!("{} parameters are more than can be addressed", self.parameter_count_u128()));
         }
         if bad.is_empty() { Ok(()) } else { Err(InvalidModel(bad)) }
     }
@@ -156,16 +156,16 @@ impl ModelConfig {
 
     /// Trainable numbers of the model (a tied matrix counts once).
     pub fn parameters(&self) -> usize {
-        usize::try_from(self.parameters_wide()).unwrap_or(usize::MAX)
+        usize::try_from(self.parameter_count_u128()).unwrap_or(usize::MAX)
     }
 
-    fn parameters_wide(&self) -> u128 {
+    fn parameter_count_u128(&self) -> u128 {
         use super::config::NormKind::LayerNorm;
         let (h, d) = (self.hidden as u128, self.head_dim as u128);
         let norm = if self.norm.kind == LayerNorm { 2 * h } else { h };
         let on = u128::from;
-        let maps = self.attention_maps();
-        let map = |m: &Map| m.output as u128 * (m.input as u128 + on(m.bias));
+        let maps = self.attention_linears();
+        let map = |m: &LinearInfo| m.output as u128 * (m.input as u128 + on(m.bias));
         let narrow = self.mla.map_or(0, |m| m.q_lora_rank.unwrap_or(0) + m.kv_lora_rank) as u128;
         let attention = maps.iter().map(map).sum::<u128>()
             + narrow

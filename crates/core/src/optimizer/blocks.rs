@@ -7,20 +7,20 @@
 
 use crate::{Error, Result};
 use ferrotron_engine::ParamSpec;
-use ferrotron_engine::flat::Piece;
+use ferrotron_engine::data_parallel::ParamShard;
 use ferrotron_kernels::moments::BLOCK;
 
 /// Checks what this rank has of each parameter.
-pub(super) fn check(specs: &[ParamSpec], pieces: &[Piece]) -> Result<()> {
+pub(super) fn check(specs: &[ParamSpec], pieces: &[ParamShard]) -> Result<()> {
     for (spec, piece) in specs.iter().zip(pieces) {
-        let mut at = piece.inside.start;
-        for (part, runs) in spec.runs(&piece.inside) {
+        let mut at = piece.param_range.start;
+        for (part, runs) in spec.runs(&piece.param_range) {
             for run in runs {
                 let fits = |n: usize| n.is_multiple_of(BLOCK);
                 let end = at + run.len();
                 if !fits(run.start) || !fits(at) || !(fits(end) || end == spec.numel()) {
                     return Err(Error::Invalid(format!(
-                        "optimizer.moments: a rank has elements {run:?} of {}, which cut a block of {BLOCK} that share a scale; use \"bf16\", or sizes and a parallel.tp whose parts are multiples of {BLOCK}",
+                        "optimizer.state_dtype: a rank has elements {run:?} of {}, which cut a block of {BLOCK} that share a scale; use \"bf16\", or sizes and a parallel.tp whose parts are multiples of {BLOCK}",
                         part.name
                     )));
                 }

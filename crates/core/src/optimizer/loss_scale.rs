@@ -18,7 +18,7 @@ pub struct LossScale {
 
 /// The same as checkpoints hold it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub struct SavedScale {
+pub struct SavedLossScale {
     /// The factor on the loss.
     pub scale: f32,
     /// Steps since it last moved, or would have.
@@ -58,13 +58,13 @@ impl LossScale {
     }
 
     /// For a checkpoint. Waits for the device.
-    pub fn saved(&self, rank: &Rank) -> Result<SavedScale> {
+    pub fn saved(&self, rank: &Rank) -> Result<SavedLossScale> {
         let s = scaler::from(self.config, &rank.compute.download::<f64>(&self.state)?);
-        Ok(SavedScale { scale: s.scale, good_steps: s.growth_tracker, hysteresis: s.hysteresis_tracker })
+        Ok(SavedLossScale { scale: s.scale, good_steps: s.growth_tracker, hysteresis: s.hysteresis_tracker })
     }
 
     /// From a checkpoint; from the start where it has none.
-    pub fn restore(&self, rank: &Rank, saved: Option<SavedScale>) -> Result<()> {
+    pub fn restore(&self, rank: &Rank, saved: Option<SavedLossScale>) -> Result<()> {
         let start = DynamicScaler::new(self.config);
         let s = saved.map_or(start, |s| DynamicScaler {
             scale: s.scale,
@@ -72,6 +72,6 @@ impl LossScale {
             hysteresis_tracker: s.hysteresis,
             ..start
         });
-        Ok(rank.compute.write_to(&self.state, &scaler::of(&s))?)
+        Ok(rank.compute.upload_into(&self.state, &scaler::of(&s))?)
     }
 }

@@ -1,17 +1,17 @@
 //! One kind of state of the optimizer: what a rank has of every bucket, and of every parameter in it.
 
 use crate::Result;
-use ferrotron_engine::flat::{FlatBuffer, Piece, Placement, place};
+use ferrotron_engine::data_parallel::{FlatBuffer, ParamShard, Placement, group_rank};
 use ferrotron_engine::{Params, Rank};
 use ferrotron_kernels::moments::BLOCK;
-use ferrotron_kernels::{Moment, Order};
+use ferrotron_kernels::{Moment, MomentOrder};
 use ferrotron_tensor::{Category, DType, Tensor};
 use std::ops::Range;
 
 /// Master weights, or a moment.
-pub struct State {
+pub struct OptimizerState {
     name: &'static str,
-    kind: Kind,
+    kind: StateKind,
     dtype: DType,
     buckets: Vec<Tensor>,
     pieces: Vec<Tensor>,
@@ -21,39 +21,39 @@ pub struct State {
 
 /// What its elements mean.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum StateKind {
     /// f32 weights.
     Masters,
     /// The low halves of f32 weights, whose high halves are the model's.
     Remainders,
     /// A moment.
-    Moment(Order),
+    Moment(MomentOrder),
 }
 
-impl State {
+impl OptimizerState {
     /// New memory, zeros.
     pub(super) fn new(
-        (name, kind): (&'static str, Kind),
+        (name, kind): (&'static str, StateKind),
         rank: &Rank,
         params: &Params,
         placement: Placement,
         dtype: DType,
-        pieces: &[Piece],
-    ) -> Result<State> {
+        pieces: &[ParamShard],
+    ) -> Result<OptimizerState> {
         let lengths = || {
             let buckets = params.plan().buckets().iter();
-            buckets.map(|b| b.held(placement, place(rank.copies_of(b.experts))).len())
+            buckets.map(|b| b.held(placement, group_rank(rank.dp_group(b.experts))).len())
         };
         let zeros = |len, dtype| Ok(rank.compute.zeros(&[len], dtype, Category::Optimizer)?);
         let buckets = lengths().map(|n| zeros(n, dtype)).collect::<Result<_>>()?;
-        let mut state = State::over((name, kind), dtype, buckets, pieces)?;
+        let mut state = OptimizerState::over((name, kind), dtype, buckets, pieces)?;
         if matches!(dtype, DType::F16 | DType::U8) {
             // Parts of ranks, and parameters in them, begin at multiples of a block.
             let blocks = |r: &Range<usize>| r.start / BLOCK..r.end.div_ceil(BLOCK);
             let scales: Vec<Tensor> =
                 lengths().map(|n| zeros(n.div_ceil(BLOCK), DType::U8)).collect::<Result<_>>()?;
-            let view = |p: &Piece| {
-                let r = blocks(&p.local);
+            let view = |p: &ParamShard| {
+                let r = blocks(&p.local_range);
                 Ok(scales[p.bucket].narrow(0, r.start, r.len())?)
             };
             let views = pieces.iter().map(view).collect::<Result<_>>()?;
@@ -68,25 +68,25 @@ impl State {
         rank: &Rank,
         params: &Params,
         placement: Placement,
-        pieces: &[Piece],
-    ) -> Result<State> {
+        pieces: &[ParamShard],
+    ) -> Result<OptimizerState> {
         let part = |b: usize| {
-            let copies = rank.copies_of(params.plan().buckets()[b].experts);
-            Ok(params.bucket(b)?.seen_as(placement, place(copies))?.memory().clone())
+            let copies = rank.dp_group(params.plan().buckets()[b].experts);
+            Ok(params.bucket(b)?.view_as(placement, group_rank(copies))?.memory().clone())
         };
         let buckets = (0..params.plan().buckets().len()).map(part).collect::<Result<_>>()?;
-        State::over((name, Kind::Masters), params.dtype(), buckets, pieces)
+        OptimizerState::over((name, StateKind::Masters), params.dtype(), buckets, pieces)
     }
 
     fn over(
-        (name, kind): (&'static str, Kind),
+        (name, kind): (&'static str, StateKind),
         dtype: DType,
         buckets: Vec<Tensor>,
-        pieces: &[Piece],
-    ) -> Result<State> {
-        let view = |p: &Piece| buckets[p.bucket].narrow(0, p.local.start, p.local.len());
+        pieces: &[ParamShard],
+    ) -> Result<OptimizerState> {
+        let view = |p: &ParamShard| buckets[p.bucket].narrow(0, p.local_range.start, p.local_range.len());
         let pieces = pieces.iter().map(view).collect::<Result<_, _>>()?;
-        Ok(State { name, kind, dtype, buckets, pieces, scales: None })
+        Ok(OptimizerState { name, kind, dtype, buckets, pieces, scales: None })
     }
 
     /// Its name in checkpoints: `model`, `adam.m`.
@@ -96,19 +96,19 @@ impl State {
 
     /// Master weights, in whatever way?
     pub fn is_masters(&self) -> bool {
-        !matches!(self.kind, Kind::Moment(_))
+        !matches!(self.kind, StateKind::Moment(_))
     }
 
     /// Its type in checkpoints, which hold every value exactly: masters f32 however they are kept, moments bf16 where
     /// all of their values are.
     pub fn saved(&self) -> DType {
         match (self.kind, self.dtype) {
-            (Kind::Moment(_), DType::BF16 | DType::U8) => DType::BF16,
+            (StateKind::Moment(_), DType::BF16 | DType::U8) => DType::BF16,
             _ => DType::F32,
         }
     }
 
-    pub(super) fn kind(&self) -> Kind {
+    pub(super) fn kind(&self) -> StateKind {
         self.kind
     }
 
@@ -129,10 +129,10 @@ impl State {
             return Ok(());
         }
         match self.kind {
-            Kind::Masters if values.same_memory(&self.pieces[i]) => {}
-            Kind::Masters => s.copy(values, &self.pieces[i])?,
-            Kind::Remainders => k.split_master(s, values, weight, &self.pieces[i])?,
-            Kind::Moment(order) => k.pack_moment(s, order, values, self.moment(i))?,
+            StateKind::Masters if values.same_memory(&self.pieces[i]) => {}
+            StateKind::Masters => s.copy(values, &self.pieces[i])?,
+            StateKind::Remainders => k.split_master(s, values, weight, &self.pieces[i])?,
+            StateKind::Moment(order) => k.pack_moment(s, order, values, self.moment(i))?,
         }
         Ok(())
     }
@@ -140,18 +140,18 @@ impl State {
     /// What this rank has of a bucket, as it is saved.
     fn part(&self, rank: &Rank, params: &Params, placement: Placement, bucket: usize) -> Result<Tensor> {
         let (k, s, held) = (&rank.kernels, &rank.compute, &self.buckets[bucket]);
-        let copies = rank.copies_of(params.plan().buckets()[bucket].experts);
+        let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
         if self.dtype == self.saved() {
             return Ok(held.clone());
         }
         let wide = Tensor::empty(s, held.shape(), DType::F32, Category::Workspace)?;
         match self.kind {
-            Kind::Moment(order) => {
+            StateKind::Moment(order) => {
                 let scales = self.scales.as_ref().map(|s| &s.0[bucket]);
                 k.unpack_moment(s, order, Moment { values: held, scales }, &wide)?;
             }
             _ => {
-                let weights = params.bucket(bucket)?.seen_as(placement, place(copies))?;
+                let weights = params.bucket(bucket)?.view_as(placement, group_rank(copies))?;
                 k.join_master(s, weights.memory(), held, &wide)?;
             }
         }
@@ -176,8 +176,8 @@ impl State {
         if placement == Placement::Replicate {
             return Ok(part);
         }
-        let copies = rank.copies_of(params.plan().buckets()[bucket].experts);
-        let (me, kind) = (place(copies), (self.saved(), Category::Workspace));
+        let copies = rank.dp_group(params.plan().buckets()[bucket].experts);
+        let (me, kind) = (group_rank(copies), (self.saved(), Category::Workspace));
         let all = FlatBuffer::empty(params.plan(), bucket, Placement::Replicate, me, kind, &rank.compute)?;
         mine.redistribute(rank, copies, &all, &rank.compute, "whole state")?;
         Ok(all.memory().clone())

@@ -1,16 +1,16 @@
 //! Both sides, tensor by tensor, with a verdict for each.
 
-use super::bounds::Allowed;
-use super::{Bounds, Kind, Outcome};
+use super::tolerance::AllowedDistances;
+use super::{Outcome, TensorKind, Tolerance};
 use crate::train::LogicalValues;
 use serde::Serialize;
 use std::collections::{HashMap, HashSet};
 
 /// One tensor of both sides.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Compared {
+pub struct Comparison {
     /// What it is.
-    pub kind: Kind,
+    pub kind: TensorKind,
     /// Its name.
     pub name: String,
     /// Elements.
@@ -28,32 +28,33 @@ pub struct Compared {
 }
 
 /// Compares two outcomes: one entry per tensor of either side, the worst (relative to what is allowed) first.
-pub fn compare(a: &Outcome, b: &Outcome, bounds: &Bounds) -> Vec<Compared> {
-    let allowed = Allowed::new(a, bounds);
+pub fn compare(a: &Outcome, b: &Outcome, tolerance: &Tolerance) -> Vec<Comparison> {
+    let allowed = AllowedDistances::new(a, tolerance);
     let mut out = Vec::new();
     if a.loss.is_some() || b.loss.is_some() {
         let [x, y] = [a, b].map(|o| o.loss.into_iter().collect::<Vec<_>>());
         let identical = a.loss.map(f64::to_bits) == b.loss.map(f64::to_bits);
-        let distance = bounds.loss * a.loss.unwrap_or(0.0).abs();
-        out.push(judge(Kind::Loss, "loss", &x, &y, identical, distance));
+        let distance = tolerance.loss * a.loss.unwrap_or(0.0).abs();
+        out.push(judge(TensorKind::Loss, "loss", &x, &y, identical, distance));
     }
-    let mut kinds: Vec<Kind> = a.tensors.iter().chain(&b.tensors).map(|t| t.0).collect();
+    let mut kinds: Vec<TensorKind> = a.tensors.iter().chain(&b.tensors).map(|t| t.0).collect();
     kinds.sort();
     kinds.dedup();
     for kind in kinds {
-        let (ours, theirs) = (a.of(kind), b.of(kind));
-        let by_name: HashMap<&str, &LogicalValues> = theirs.iter().map(|t| (t.name.as_str(), *t)).collect();
-        for t in &ours {
+        let (a_tensors, b_tensors) = (a.tensors_of(kind), b.tensors_of(kind));
+        let by_name: HashMap<&str, &LogicalValues> =
+            b_tensors.iter().map(|t| (t.name.as_str(), *t)).collect();
+        for t in &a_tensors {
             let other = by_name.get(t.name.as_str()).map_or(&[][..], |o| &o.values);
             let distance = allowed.distance(kind, &t.name, &t.values);
             out.push(compare_values(kind, &t.name, &t.values, other, distance));
         }
-        let known: HashSet<&str> = ours.iter().map(|t| t.name.as_str()).collect();
-        for t in theirs.iter().filter(|t| !known.contains(t.name.as_str())) {
+        let known: HashSet<&str> = a_tensors.iter().map(|t| t.name.as_str()).collect();
+        for t in b_tensors.iter().filter(|t| !known.contains(t.name.as_str())) {
             out.push(compare_values(kind, &t.name, &[], &t.values, 0.0));
         }
     }
-    let badness = |c: &Compared| match c.relative / c.allowed {
+    let badness = |c: &Comparison| match c.relative / c.allowed {
         _ if c.relative == 0.0 => 0.0,
         ratio if ratio.is_nan() => f64::INFINITY,
         ratio => ratio,
@@ -65,13 +66,13 @@ pub fn compare(a: &Outcome, b: &Outcome, bounds: &Bounds) -> Vec<Compared> {
     out
 }
 
-fn compare_values(kind: Kind, name: &str, a: &[f32], b: &[f32], distance: f64) -> Compared {
+fn compare_values(kind: TensorKind, name: &str, a: &[f32], b: &[f32], distance: f64) -> Comparison {
     let identical = a.len() == b.len() && a.iter().zip(b).all(|(x, y)| x.to_bits() == y.to_bits());
-    let wide = |v: &[f32]| v.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
-    judge(kind, name, &wide(a), &wide(b), identical, distance)
+    let to_f64 = |v: &[f32]| v.iter().map(|x| f64::from(*x)).collect::<Vec<_>>();
+    judge(kind, name, &to_f64(a), &to_f64(b), identical, distance)
 }
 
-fn judge(kind: Kind, name: &str, a: &[f64], b: &[f64], identical: bool, allowed: f64) -> Compared {
+fn judge(kind: TensorKind, name: &str, a: &[f64], b: &[f64], identical: bool, allowed: f64) -> Comparison {
     let (mut max_abs, mut distance, mut norm) = (0f64, 0f64, 0f64);
     for (x, y) in a.iter().zip(b) {
         let d = if x == y { 0.0 } else { (x - y).abs() };
@@ -91,7 +92,7 @@ fn judge(kind: Kind, name: &str, a: &[f64], b: &[f64], identical: bool, allowed:
     let max_abs = if a.len() == b.len() { max_abs } else { f64::INFINITY };
     let elements = a.len().max(b.len());
     let allowed = if allowed == 0.0 { 0.0 } else { allowed / norm };
-    Compared { kind, name: name.into(), elements, max_abs, relative, identical, allowed, agrees }
+    Comparison { kind, name: name.into(), elements, max_abs, relative, identical, allowed, agrees }
 }
 
 #[cfg(test)]
@@ -100,12 +101,12 @@ mod tests {
 
     fn outcome(loss: f64, gradient: &[f32]) -> Outcome {
         let t = LogicalValues { name: "w".into(), shape: vec![gradient.len()], values: gradient.to_vec() };
-        Outcome { loss: Some(loss), lr: 0.0, tensors: vec![(Kind::Gradient, vec![t])] }
+        Outcome { loss: Some(loss), lr: 0.0, tensors: vec![(TensorKind::Gradient, vec![t])] }
     }
 
-    fn verdict(a: &[f32], b: &[f32], bound: f64) -> Compared {
-        let rows = compare(&outcome(1.0, a), &outcome(1.0, b), &Bounds::all(bound));
-        rows.into_iter().find(|r| r.kind == Kind::Gradient).unwrap()
+    fn verdict(a: &[f32], b: &[f32], bound: f64) -> Comparison {
+        let rows = compare(&outcome(1.0, a), &outcome(1.0, b), &Tolerance::all(bound));
+        rows.into_iter().find(|r| r.kind == TensorKind::Gradient).unwrap()
     }
 
     #[test]
@@ -137,21 +138,22 @@ mod tests {
             loss: None,
             lr: 1e-3,
             tensors: vec![
-                (Kind::Gradient, vec![tensor("w", &[1.0; 100]), tensor("b", &[noise; 4])]),
-                (Kind::Weight, vec![tensor("b", &[bias; 4])]),
+                (TensorKind::Gradient, vec![tensor("w", &[1.0; 100]), tensor("b", &[noise; 4])]),
+                (TensorKind::Weight, vec![tensor("b", &[bias; 4])]),
             ],
         };
-        let agree =
-            |a: Outcome, b: Outcome, bounds: Bounds| compare(&a, &b, &bounds).iter().all(|c| c.agrees);
-        assert!(agree(outcome(1e-9, 1e-3), outcome(-1e-9, -1e-3), Bounds::F32));
-        assert!(!agree(outcome(1e-3, 1e-3), outcome(-1e-3, 1e-3), Bounds::F32), "no noise of f32");
-        assert!(agree(outcome(1e-3, 1e-3), outcome(-1e-3, -1e-3), Bounds::BF16));
+        let agree = |a: Outcome, b: Outcome, tolerance: Tolerance| {
+            compare(&a, &b, &tolerance).iter().all(|c| c.agrees)
+        };
+        assert!(agree(outcome(1e-9, 1e-3), outcome(-1e-9, -1e-3), Tolerance::F32));
+        assert!(!agree(outcome(1e-3, 1e-3), outcome(-1e-3, 1e-3), Tolerance::F32), "no noise of f32");
+        assert!(agree(outcome(1e-3, 1e-3), outcome(-1e-3, -1e-3), Tolerance::BF16));
         assert!(
-            !agree(outcome(1.0, 1e-3), outcome(1.0, -1e-3), Bounds::BF16),
+            !agree(outcome(1.0, 1e-3), outcome(1.0, -1e-3), Tolerance::BF16),
             "equal gradients, other signs"
         );
         assert!(
-            !agree(outcome(1e-9, 1e-3), outcome(1e-9, -2e-3), Bounds::F32),
+            !agree(outcome(1e-9, 1e-3), outcome(1e-9, -2e-3), Tolerance::F32),
             "further than a step reaches"
         );
     }
@@ -162,15 +164,15 @@ mod tests {
             let c = verdict(&[a, 1.0], &[b, 1.0], 1e9);
             assert!(!c.agrees && c.relative == f64::INFINITY, "{a} {b}: {c:?}");
         }
-        let nan = compare(&outcome(f64::NAN, &[]), &outcome(1.0, &[]), &Bounds::BF16);
-        assert!(nan.iter().any(|c| c.kind == Kind::Loss && !c.agrees));
+        let nan = compare(&outcome(f64::NAN, &[]), &outcome(1.0, &[]), &Tolerance::BF16);
+        assert!(nan.iter().any(|c| c.kind == TensorKind::Loss && !c.agrees));
     }
 
     #[test]
     fn what_one_side_lacks_is_a_difference() {
         let none = Outcome { loss: Some(1.0), ..Outcome::default() };
         for (a, b) in [(outcome(1.0, &[1.0]), none.clone()), (none.clone(), outcome(1.0, &[1.0]))] {
-            let rows = compare(&a, &b, &Bounds::BF16);
+            let rows = compare(&a, &b, &Tolerance::BF16);
             assert_eq!((rows.len(), rows[0].name.as_str(), rows[0].agrees), (2, "w", false));
         }
         assert!(!verdict(&[1.0, 2.0], &[1.0], 0.5).agrees);
@@ -181,9 +183,9 @@ mod tests {
         let mut a = outcome(1.0, &[1.0, 1.0]);
         let mut b = outcome(1.0, &[1.0, 1.05]);
         let named = |name: &str, x: f32| LogicalValues { name: name.into(), shape: vec![1], values: vec![x] };
-        a.tensors.push((Kind::Gradient, vec![named("z", 1.0), named("y", 2.0)]));
-        b.tensors.push((Kind::Gradient, vec![named("y", 2.0), named("z", 1.5)]));
-        let rows = compare(&a, &b, &Bounds::all(0.1));
+        a.tensors.push((TensorKind::Gradient, vec![named("z", 1.0), named("y", 2.0)]));
+        b.tensors.push((TensorKind::Gradient, vec![named("y", 2.0), named("z", 1.5)]));
+        let rows = compare(&a, &b, &Tolerance::all(0.1));
         let names: Vec<_> = rows.iter().map(|r| r.name.as_str()).collect();
         assert_eq!(names, ["z", "w", "loss", "y"]);
         assert_eq!(rows.iter().map(|r| r.agrees).collect::<Vec<_>>(), [false, true, true, true]);

@@ -4,14 +4,14 @@ use std::collections::{HashMap, HashSet};
 
 use super::{
     deadlock::{self, Matching},
-    exchange::all_messages,
-    op::{Kind, Message, Op, Payload, Schedule, Shape, Step, Transfer},
+    op::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleShape, ScheduleStep, Transfer},
+    p2p::all_messages,
 };
 use crate::{Error, Result};
 
 /// What a proven schedule will need.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
+pub struct ScheduleReport {
     /// Per rank the most micro-batches (times chunks) between their forward and the end of their backward, weight
     /// gradient included.
     pub peak_live: Vec<usize>,
@@ -27,7 +27,7 @@ pub struct Report {
 /// micro-batch order (so that every layout sums alike), that every message is sent once and received once, in the same
 /// order at both ends, and that no rank waits for ever under `matching`. The error names rank and operation of the
 /// first fault.
-pub fn check(schedule: &Schedule, matching: Matching) -> Result<Report> {
+pub fn check(schedule: &Schedule, matching: Matching) -> Result<ScheduleReport> {
     let shape = &schedule.shape;
     if schedule.ranks.len() != shape.pp {
         return Err(Error::Invalid(format!(
@@ -36,7 +36,8 @@ pub fn check(schedule: &Schedule, matching: Matching) -> Result<Report> {
             schedule.ranks.len()
         )));
     }
-    let mut report = Report { peak_live: vec![], peak_saved: vec![], peak_weights: vec![], messages: 0 };
+    let mut report =
+        ScheduleReport { peak_live: vec![], peak_saved: vec![], peak_weights: vec![], messages: 0 };
     for (rank, steps) in schedule.ranks.iter().enumerate() {
         let mut walk = Walk::new(shape, rank);
         for (step, entry) in steps.iter().enumerate() {
@@ -59,9 +60,9 @@ pub(super) fn fault(rank: usize, step: usize, entry: &dyn std::fmt::Display, wha
 
 /// One rank's list, walked alone.
 struct Walk<'a> {
-    shape: &'a Shape,
+    shape: &'a ScheduleShape,
     rank: usize,
-    done: HashSet<Op>,
+    done: HashSet<PipelineOp>,
     sent: HashSet<Message>,
     received: HashSet<Message>,
     /// Per chunk the micro-batch whose weight gradient is next.
@@ -73,56 +74,56 @@ struct Walk<'a> {
 }
 
 impl<'a> Walk<'a> {
-    fn new(shape: &'a Shape, rank: usize) -> Walk<'a> {
+    fn new(shape: &'a ScheduleShape, rank: usize) -> Walk<'a> {
         let next_weight = vec![0; shape.vp];
         let (done, sent, received) = Default::default();
         Walk { shape, rank, done, sent, received, next_weight, counts: [0; 3], peaks: [0; 3] }
     }
 
-    fn step(&mut self, step: &Step) -> Result<(), String> {
+    fn step(&mut self, step: &ScheduleStep) -> Result<(), String> {
         match step {
-            Step::Run(op) => self.run(*op),
-            Step::Pair(f, b) if (f.kind, b.kind) != (Kind::Forward, Kind::Backward) => {
+            ScheduleStep::Run(op) => self.run(*op),
+            ScheduleStep::Pair(f, b) if (f.kind, b.kind) != (OpKind::Forward, OpKind::Backward) => {
                 Err("pairs other passes than a forward and a whole backward".into())
             }
-            Step::Pair(f, b) if f.micro_batch == b.micro_batch => {
+            ScheduleStep::Pair(f, b) if f.micro_batch == b.micro_batch => {
                 Err("pairs two passes of one micro-batch, of which one needs the other".into())
             }
-            Step::Pair(f, b) => self.run(*f).and_then(|()| self.run(*b)),
-            Step::Exchange(all) => all.iter().try_for_each(|transfer| match transfer {
+            ScheduleStep::Pair(f, b) => self.run(*f).and_then(|()| self.run(*b)),
+            ScheduleStep::Exchange(all) => all.iter().try_for_each(|transfer| match transfer {
                 Transfer::Send(m) => self.send(m),
                 Transfer::Receive(m) => self.receive(m),
             }),
         }
     }
 
-    fn has(&self, kind: Kind, op: Op) -> bool {
-        self.done.contains(&Op { kind, ..op })
+    fn has(&self, kind: OpKind, op: PipelineOp) -> bool {
+        self.done.contains(&PipelineOp { kind, ..op })
     }
 
-    fn has_input_gradient(&self, op: Op) -> bool {
-        self.has(Kind::Backward, op) || self.has(Kind::BackwardInput, op)
+    fn has_input_gradient(&self, op: PipelineOp) -> bool {
+        self.has(OpKind::Backward, op) || self.has(OpKind::BackwardInput, op)
     }
 
-    fn run(&mut self, op: Op) -> Result<(), String> {
+    fn run(&mut self, op: PipelineOp) -> Result<(), String> {
         let shape = self.shape;
         if op.micro_batch >= shape.micro_batches || op.chunk >= shape.vp {
             return Err(format!("there are {} micro-batches and {} chunks", shape.micro_batches, shape.vp));
         }
-        let input = matches!(op.kind, Kind::Backward | Kind::BackwardInput);
+        let input = matches!(op.kind, OpKind::Backward | OpKind::BackwardInput);
         if self.done.contains(&op) || (input && self.has_input_gradient(op)) {
             return Err("runs a second time".into());
         }
-        if op.kind != Kind::Forward && shape.forward_only {
+        if op.kind != OpKind::Forward && shape.forward_only {
             return Err("is a backward in a schedule without".into());
         }
-        if input && !self.has(Kind::Forward, op) {
+        if input && !self.has(OpKind::Forward, op) {
             return Err("runs before its forward".into());
         }
-        if op.kind == Kind::WeightGrad && !self.has(Kind::BackwardInput, op) {
+        if op.kind == OpKind::WeightGrad && !self.has(OpKind::BackwardInput, op) {
             return Err("runs before its input gradient".into());
         }
-        match shape.needs(self.rank, op) {
+        match shape.input_message(self.rank, op) {
             Some(m) if !self.received.contains(&m) => {
                 return Err(format!("runs before the rank receives the {m}"));
             }
@@ -131,7 +132,7 @@ impl<'a> Walk<'a> {
             }
             _ => {}
         }
-        if matches!(op.kind, Kind::Backward | Kind::WeightGrad) {
+        if matches!(op.kind, OpKind::Backward | OpKind::WeightGrad) {
             let next = &mut self.next_weight[op.chunk];
             if *next != op.micro_batch {
                 return Err(format!("adds its weight gradient out of turn; micro-batch {next} is next"));
@@ -144,23 +145,25 @@ impl<'a> Walk<'a> {
     }
 
     /// With one rank a stage's neighbours are its own.
-    fn neighbour_is_done(&self, op: Op) -> bool {
+    fn neighbour_is_done(&self, op: PipelineOp) -> bool {
         let one = self.shape.pp == 1;
         match op.kind {
-            Kind::Forward if one && op.chunk > 0 => self.has(Kind::Forward, Op { chunk: op.chunk - 1, ..op }),
-            Kind::Backward | Kind::BackwardInput if one && op.chunk + 1 < self.shape.vp => {
-                self.has_input_gradient(Op { chunk: op.chunk + 1, ..op })
+            OpKind::Forward if one && op.chunk > 0 => {
+                self.has(OpKind::Forward, PipelineOp { chunk: op.chunk - 1, ..op })
+            }
+            OpKind::Backward | OpKind::BackwardInput if one && op.chunk + 1 < self.shape.vp => {
+                self.has_input_gradient(PipelineOp { chunk: op.chunk + 1, ..op })
             }
             _ => true,
         }
     }
 
-    fn count(&mut self, kind: Kind) {
+    fn count(&mut self, kind: OpKind) {
         match kind {
-            Kind::Forward => self.counts[0] += 1,
-            Kind::BackwardInput => self.counts[1] += 1,
-            Kind::WeightGrad => self.counts[2] += 1,
-            Kind::Backward => {
+            OpKind::Forward => self.counts[0] += 1,
+            OpKind::BackwardInput => self.counts[1] += 1,
+            OpKind::WeightGrad => self.counts[2] += 1,
+            OpKind::Backward => {
                 self.counts[1] += 1;
                 self.counts[2] += 1;
             }
@@ -177,9 +180,9 @@ impl<'a> Walk<'a> {
     fn send(&mut self, m: &Message) -> Result<(), String> {
         self.known(m, m.from)?;
         let chunk = m.stage / self.shape.pp;
-        let op = Op { kind: Kind::Forward, micro_batch: m.micro_batch, chunk };
+        let op = PipelineOp { kind: OpKind::Forward, micro_batch: m.micro_batch, chunk };
         let made = match m.payload {
-            Payload::Activation => self.has(Kind::Forward, op),
+            Payload::Activation => self.has(OpKind::Forward, op),
             Payload::Gradient => self.has_input_gradient(op),
         };
         if !made {
@@ -203,15 +206,15 @@ impl<'a> Walk<'a> {
     fn complete(&self) -> Result<(), String> {
         for chunk in 0..self.shape.vp {
             for micro_batch in 0..self.shape.micro_batches {
-                let op = |kind| Op { kind, micro_batch, chunk };
-                let missing = if !self.has(Kind::Forward, op(Kind::Forward)) {
-                    Kind::Forward
+                let op = |kind| PipelineOp { kind, micro_batch, chunk };
+                let missing = if !self.has(OpKind::Forward, op(OpKind::Forward)) {
+                    OpKind::Forward
                 } else if self.shape.forward_only {
                     continue;
-                } else if !self.has_input_gradient(op(Kind::Forward)) {
-                    Kind::Backward
+                } else if !self.has_input_gradient(op(OpKind::Forward)) {
+                    OpKind::Backward
                 } else if self.next_weight[chunk] <= micro_batch {
-                    Kind::WeightGrad
+                    OpKind::WeightGrad
                 } else {
                     continue;
                 };
@@ -238,7 +241,7 @@ fn same_order(schedule: &Schedule) -> Result<usize> {
     let mut count = 0;
     for steps in &schedule.ranks {
         for (step, entry) in steps.iter().enumerate() {
-            let Step::Exchange(all) = entry else { continue };
+            let ScheduleStep::Exchange(all) = entry else { continue };
             for transfer in all {
                 let m = transfer.message();
                 let end = usize::from(matches!(transfer, Transfer::Receive(_)));

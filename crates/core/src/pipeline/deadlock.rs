@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use super::{
     check::fault,
-    op::{Message, Payload, Schedule, Step, Transfer},
+    op::{Message, Payload, Schedule, ScheduleStep, Transfer},
 };
 use crate::Result;
 
@@ -68,11 +68,11 @@ impl Run<'_> {
         let at = self.at[rank].compute;
         let passes = match self.schedule.ranks[rank].get(at) {
             None => return false,
-            Some(step @ (Step::Run(_) | Step::Pair(..))) => {
+            Some(step @ (ScheduleStep::Run(_) | ScheduleStep::Pair(..))) => {
                 blocking || self.needs(rank, step).all(|m| self.arrived(rank, &m))
             }
-            Some(Step::Exchange(_)) if !blocking => true,
-            Some(Step::Exchange(all)) => {
+            Some(ScheduleStep::Exchange(_)) if !blocking => true,
+            Some(ScheduleStep::Exchange(all)) => {
                 self.reach(all);
                 all.iter().all(|t| self.is_through(&t.message()))
             }
@@ -85,7 +85,7 @@ impl Run<'_> {
     fn advance_comm(&mut self, rank: usize) -> bool {
         let At { compute, comm } = self.at[rank];
         let Some(step) = self.schedule.ranks[rank].get(comm) else { return false };
-        if let Step::Exchange(all) = step {
+        if let ScheduleStep::Exchange(all) = step {
             if compute < comm && all.iter().any(|t| matches!(t, Transfer::Send(_))) {
                 return false;
             }
@@ -106,9 +106,9 @@ impl Run<'_> {
     }
 
     /// Messages without which a rank cannot compute what a step says.
-    fn needs(&self, rank: usize, step: &Step) -> impl Iterator<Item = Message> {
+    fn needs(&self, rank: usize, step: &ScheduleStep) -> impl Iterator<Item = Message> {
         let shape = self.schedule.shape;
-        step.ops().filter_map(move |op| shape.needs(rank, op))
+        step.ops().filter_map(move |op| shape.input_message(rank, op))
     }
 
     fn is_through(&self, m: &Message) -> bool {
@@ -123,7 +123,7 @@ impl Run<'_> {
                 || self.schedule.ranks[rank][..self.at[rank].comm]
                     .iter()
                     .rev()
-                    .any(|s| matches!(s, Step::Exchange(all) if all.iter().any(is_it))))
+                    .any(|s| matches!(s, ScheduleStep::Exchange(all) if all.iter().any(is_it))))
     }
 
     /// The entry of a rank's list that does not pass.
@@ -139,8 +139,10 @@ impl Run<'_> {
         let Some(step) = self.waits(rank) else { return Ok(()) };
         let entry = &self.schedule.ranks[rank][step];
         let missing = match entry {
-            Step::Run(_) | Step::Pair(..) => self.needs(rank, entry).find(|m| !self.arrived(rank, m)),
-            Step::Exchange(all) => all.iter().map(Transfer::message).find(|m| !self.is_through(m)),
+            ScheduleStep::Run(_) | ScheduleStep::Pair(..) => {
+                self.needs(rank, entry).find(|m| !self.arrived(rank, m))
+            }
+            ScheduleStep::Exchange(all) => all.iter().map(Transfer::message).find(|m| !self.is_through(m)),
         };
         let Some(m) = missing else {
             return Err(fault(rank, step, entry, "never comes to its turn".into()));

@@ -3,16 +3,16 @@
 //! `E` embedding, `t` decoder layer, `m` multi-token-prediction layer, `L` loss, `|` between stages, `*n` repeats the
 //! letter or the parentheses before it, commas are for the eye.
 
-use super::placement::{Placement, Stage};
+use super::layer_split::{LayerPlacement, Stage};
 use crate::{Error, Result};
 
 /// More letters than any model has layers and stages.
 const MOST: usize = 1 << 16;
 
-impl Placement {
+impl LayerPlacement {
     /// Reads a layout string for `pp` ranks. The number of stages gives the chunks per rank; `layers` is the model's
     /// number of decoder layers where it is known.
-    pub fn parse(text: &str, pp: usize, layers: Option<usize>) -> Result<Placement> {
+    pub fn parse(text: &str, pp: usize, layers: Option<usize>) -> Result<LayerPlacement> {
         let refuse = |what: String| Error::Invalid(format!("the layout {text:?} {what}"));
         let letters = expand(text).map_err(refuse)?;
         let mut stages = Vec::new();
@@ -20,7 +20,7 @@ impl Placement {
         for part in letters.split(|c| *c == '|') {
             stages.push(stage(part, stages.len(), &mut decoders, &mut mtps).map_err(refuse)?);
         }
-        let placement = Placement { pp, stages };
+        let placement = LayerPlacement { pp, stages };
         placement.check(layers).map_err(refuse)?;
         Ok(placement)
     }
@@ -142,7 +142,7 @@ fn expand(text: &str) -> Result<Vec<char>, String> {
     }
 }
 
-impl std::fmt::Display for Placement {
+impl std::fmt::Display for LayerPlacement {
     /// The layout string, without repeats of stages.
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         for (k, stage) in self.stages.iter().enumerate() {

@@ -2,12 +2,12 @@
 
 /// What is done with a micro-batch on one stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Kind {
+pub enum OpKind {
     /// Forward.
     Forward,
     /// Whole backward: input gradient, and weight gradient right after it.
     Backward,
-    /// Gradient of the stage's input only; a [`Kind::WeightGrad`] follows some time.
+    /// Gradient of the stage's input only; a [`OpKind::WeightGrad`] follows some time.
     BackwardInput,
     /// Gradient of the stage's weights.
     WeightGrad,
@@ -16,28 +16,28 @@ pub enum Kind {
 /// One computation of a rank. Written `F3.1`: forward of micro-batch 3 on the rank's chunk 1; `B` backward, `I` input
 /// gradient, `W` weight gradient.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Op {
+pub struct PipelineOp {
     /// What is done.
-    pub kind: Kind,
+    pub kind: OpKind,
     /// The micro-batch, from 0.
     pub micro_batch: usize,
     /// The chunk of layers of this rank, from 0.
     pub chunk: usize,
 }
 
-impl Kind {
+impl OpKind {
     /// One letter.
     pub fn letter(self) -> char {
         match self {
-            Kind::Forward => 'F',
-            Kind::Backward => 'B',
-            Kind::BackwardInput => 'I',
-            Kind::WeightGrad => 'W',
+            OpKind::Forward => 'F',
+            OpKind::Backward => 'B',
+            OpKind::BackwardInput => 'I',
+            OpKind::WeightGrad => 'W',
         }
     }
 }
 
-impl std::fmt::Display for Op {
+impl std::fmt::Display for PipelineOp {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         write!(f, "{}{}.{}", self.kind.letter(), self.micro_batch, self.chunk)
     }
@@ -108,23 +108,23 @@ impl std::fmt::Display for Transfer {
 
 /// One entry of a rank's list.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Step {
+pub enum ScheduleStep {
     /// Compute.
-    Run(Op),
+    Run(PipelineOp),
     /// A forward and a backward of different micro-batches, in turns: each computes while rows of the other travel to
     /// experts or back.
-    Pair(Op, Op),
+    Pair(PipelineOp, PipelineOp),
     /// Start all of these at once, as one group call. Whether the rank waits here or only where it needs a result
     /// depends on the engine: [`Matching`](super::Matching).
     Exchange(Vec<Transfer>),
 }
 
-impl std::fmt::Display for Step {
+impl std::fmt::Display for ScheduleStep {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         match self {
-            Step::Run(op) => op.fmt(f),
-            Step::Pair(forward, backward) => write!(f, "{forward} beside {backward}"),
-            Step::Exchange(all) => {
+            ScheduleStep::Run(op) => op.fmt(f),
+            ScheduleStep::Pair(forward, backward) => write!(f, "{forward} beside {backward}"),
+            ScheduleStep::Exchange(all) => {
                 for (k, transfer) in all.iter().enumerate() {
                     write!(f, "{}{transfer}", if k == 0 { "" } else { " + " })?;
                 }
@@ -134,13 +134,13 @@ impl std::fmt::Display for Step {
     }
 }
 
-impl Step {
+impl ScheduleStep {
     /// What is computed, in this order where two are computed in turns.
-    pub fn ops(&self) -> impl Iterator<Item = Op> {
+    pub fn ops(&self) -> impl Iterator<Item = PipelineOp> {
         let (one, more) = match self {
-            Step::Run(op) => (Some(*op), None),
-            Step::Pair(forward, backward) => (Some(*forward), Some(*backward)),
-            Step::Exchange(_) => (None, None),
+            ScheduleStep::Run(op) => (Some(*op), None),
+            ScheduleStep::Pair(forward, backward) => (Some(*forward), Some(*backward)),
+            ScheduleStep::Exchange(_) => (None, None),
         };
         one.into_iter().chain(more)
     }
@@ -148,7 +148,7 @@ impl Step {
 
 /// How much there is to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct ScheduleShape {
     /// Pipeline ranks P.
     pub pp: usize,
     /// Chunks per rank v.
@@ -159,7 +159,7 @@ pub struct Shape {
     pub forward_only: bool,
 }
 
-impl Shape {
+impl ScheduleShape {
     /// All stages.
     pub fn stages(&self) -> usize {
         self.pp * self.vp
@@ -187,11 +187,11 @@ impl Shape {
     }
 
     /// The message that must have arrived before `rank` may run `op`.
-    pub fn needs(&self, rank: usize, op: Op) -> Option<Message> {
+    pub fn input_message(&self, rank: usize, op: PipelineOp) -> Option<Message> {
         let stage = self.stage(rank, op.chunk);
         match op.kind {
-            Kind::Forward => self.message(Payload::Activation, op.micro_batch, stage.checked_sub(1)?),
-            Kind::Backward | Kind::BackwardInput if stage + 1 < self.stages() => {
+            OpKind::Forward => self.message(Payload::Activation, op.micro_batch, stage.checked_sub(1)?),
+            OpKind::Backward | OpKind::BackwardInput if stage + 1 < self.stages() => {
                 self.message(Payload::Gradient, op.micro_batch, stage + 1)
             }
             _ => None,
@@ -199,12 +199,14 @@ impl Shape {
     }
 
     /// The message that `op` on `rank` makes possible.
-    pub fn makes(&self, rank: usize, op: Op) -> Option<Message> {
+    pub fn output_message(&self, rank: usize, op: PipelineOp) -> Option<Message> {
         let stage = self.stage(rank, op.chunk);
         match op.kind {
-            Kind::Forward => self.message(Payload::Activation, op.micro_batch, stage),
-            Kind::Backward | Kind::BackwardInput => self.message(Payload::Gradient, op.micro_batch, stage),
-            Kind::WeightGrad => None,
+            OpKind::Forward => self.message(Payload::Activation, op.micro_batch, stage),
+            OpKind::Backward | OpKind::BackwardInput => {
+                self.message(Payload::Gradient, op.micro_batch, stage)
+            }
+            OpKind::WeightGrad => None,
         }
     }
 }
@@ -213,14 +215,14 @@ impl Shape {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
     /// How much there is to do.
-    pub shape: Shape,
+    pub shape: ScheduleShape,
     /// Per pipeline rank its steps.
-    pub ranks: Vec<Vec<Step>>,
+    pub ranks: Vec<Vec<ScheduleStep>>,
 }
 
 impl Schedule {
     /// A rank's computations without its messages.
-    pub fn ops(&self, rank: usize) -> impl Iterator<Item = Op> {
-        self.ranks.get(rank).into_iter().flatten().flat_map(Step::ops)
+    pub fn ops(&self, rank: usize) -> impl Iterator<Item = PipelineOp> {
+        self.ranks.get(rank).into_iter().flatten().flat_map(ScheduleStep::ops)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::op::{Kind, Op, Schedule, Shape};
+use super::op::{OpKind, PipelineOp, Schedule, ScheduleShape};
 use crate::{Error, Result};
 
 /// Time of each operation on one chunk, in any unit. A whole backward takes `input + weight`.
@@ -25,12 +25,12 @@ impl Default for Costs {
 
 impl Costs {
     /// Time of one operation.
-    pub fn of(&self, kind: Kind) -> f64 {
+    pub fn of(&self, kind: OpKind) -> f64 {
         match kind {
-            Kind::Forward => self.forward,
-            Kind::Backward => self.input + self.weight,
-            Kind::BackwardInput => self.input,
-            Kind::WeightGrad => self.weight,
+            OpKind::Forward => self.forward,
+            OpKind::Backward => self.input + self.weight,
+            OpKind::BackwardInput => self.input,
+            OpKind::WeightGrad => self.weight,
         }
     }
 
@@ -43,32 +43,32 @@ impl Costs {
 }
 
 /// When forwards and backwards of all stages ended, as far as known.
-pub(super) struct After {
-    shape: Shape,
+pub(super) struct ReadyTimes {
+    shape: ScheduleShape,
     forward: Vec<Option<f64>>,
     input: Vec<Option<f64>>,
 }
 
-impl After {
-    pub(super) fn new(pp: usize, vp: usize, micro_batches: usize) -> After {
+impl ReadyTimes {
+    pub(super) fn new(pp: usize, vp: usize, micro_batches: usize) -> ReadyTimes {
         let none = vec![None; pp * vp * micro_batches];
-        let shape = Shape { pp, vp, micro_batches, forward_only: false };
-        After { shape, forward: none.clone(), input: none }
+        let shape = ScheduleShape { pp, vp, micro_batches, forward_only: false };
+        ReadyTimes { shape, forward: none.clone(), input: none }
     }
 
-    fn slot(&self, stage: usize, op: Op) -> usize {
+    fn slot(&self, stage: usize, op: PipelineOp) -> usize {
         stage * self.shape.micro_batches + op.micro_batch
     }
 
     /// When everything that `op` needs has ended; `None` while part of it has not begun.
-    pub(super) fn ready(&self, rank: usize, op: Op) -> Option<f64> {
+    pub(super) fn ready(&self, rank: usize, op: PipelineOp) -> Option<f64> {
         let stage = self.shape.stage(rank, op.chunk);
         let of = |times: &[Option<f64>], stage| times.get(self.slot(stage, op)).copied().flatten();
         match op.kind {
-            Kind::Forward if stage == 0 => Some(0.0),
-            Kind::Forward => of(&self.forward, stage - 1),
-            Kind::WeightGrad => of(&self.input, stage),
-            Kind::Backward | Kind::BackwardInput => {
+            OpKind::Forward if stage == 0 => Some(0.0),
+            OpKind::Forward => of(&self.forward, stage - 1),
+            OpKind::WeightGrad => of(&self.input, stage),
+            OpKind::Backward | OpKind::BackwardInput => {
                 let own = of(&self.forward, stage)?;
                 if stage + 1 == self.shape.stages() {
                     Some(own)
@@ -81,12 +81,12 @@ impl After {
 
     /// Notes the end of an operation. Of a whole backward the end counts for the stage before, as the weight
     /// gradient runs inside it.
-    pub(super) fn finish(&mut self, rank: usize, op: Op, end: f64) {
+    pub(super) fn finish(&mut self, rank: usize, op: PipelineOp, end: f64) {
         let slot = self.slot(self.shape.stage(rank, op.chunk), op);
         let times = match op.kind {
-            Kind::Forward => &mut self.forward,
-            Kind::Backward | Kind::BackwardInput => &mut self.input,
-            Kind::WeightGrad => return,
+            OpKind::Forward => &mut self.forward,
+            OpKind::Backward | OpKind::BackwardInput => &mut self.input,
+            OpKind::WeightGrad => return,
         };
         if let Some(time) = times.get_mut(slot) {
             *time = Some(end);
@@ -96,9 +96,9 @@ impl After {
 
 /// An operation in time.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Span {
+pub struct TimelineSpan {
     /// The operation.
-    pub op: Op,
+    pub op: PipelineOp,
     /// When it starts.
     pub start: f64,
     /// When it ends.
@@ -109,31 +109,32 @@ pub struct Span {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timeline {
     /// Per rank its operations.
-    pub ranks: Vec<Vec<Span>>,
-    shape: Shape,
+    pub ranks: Vec<Vec<TimelineSpan>>,
+    shape: ScheduleShape,
     unit: f64,
 }
 
 impl Timeline {
     /// The time of a schedule's operations; messages cost nothing.
     pub fn new(schedule: &Schedule, costs: &Costs) -> Result<Timeline> {
-        let ops: Vec<Vec<Op>> = (0..schedule.ranks.len()).map(|r| schedule.ops(r).collect()).collect();
+        let ops: Vec<Vec<PipelineOp>> =
+            (0..schedule.ranks.len()).map(|r| schedule.ops(r).collect()).collect();
         Timeline::of(schedule.shape, &ops, costs)
     }
 
-    pub(super) fn of(shape: Shape, ops: &[Vec<Op>], costs: &Costs) -> Result<Timeline> {
+    pub(super) fn of(shape: ScheduleShape, ops: &[Vec<PipelineOp>], costs: &Costs) -> Result<Timeline> {
         costs.check()?;
-        let mut after = After::new(shape.pp, shape.vp, shape.micro_batches);
-        let mut ranks: Vec<Vec<Span>> = vec![Vec::new(); ops.len()];
+        let mut after = ReadyTimes::new(shape.pp, shape.vp, shape.micro_batches);
+        let mut ranks: Vec<Vec<TimelineSpan>> = vec![Vec::new(); ops.len()];
         loop {
             let before: usize = ranks.iter().map(Vec::len).sum();
             for (rank, spans) in ranks.iter_mut().enumerate() {
                 while let Some(&op) = ops[rank].get(spans.len())
                     && let Some(ready) = after.ready(rank, op)
                 {
-                    let start = spans.last().map_or(ready, |s: &Span| s.end.max(ready));
+                    let start = spans.last().map_or(ready, |s: &TimelineSpan| s.end.max(ready));
                     let end = start + costs.of(op.kind);
-                    spans.push(Span { op, start, end });
+                    spans.push(TimelineSpan { op, start, end });
                     after.finish(rank, op, end);
                 }
             }
@@ -175,7 +176,7 @@ impl Timeline {
     /// One line per rank. An operation is a letter, the micro-batch and, with several chunks, the chunk as a small
     /// letter, drawn out with `-` for as long as it takes; dots are idle time. Lines stop at `width` columns.
     pub fn draw(&self, width: usize) -> String {
-        let label = |op: Op| {
+        let label = |op: PipelineOp| {
             let chunk = match (self.shape.vp, op.chunk) {
                 (1, _) => String::new(),
                 (2..=26, c) => char::from(b'a' + c as u8).to_string(),
@@ -185,7 +186,7 @@ impl Timeline {
         };
         let cell = 1 + self.ranks.iter().flatten().map(|s| label(s.op).len()).max().unwrap_or(1);
         let column = |time: f64| (time / self.unit * cell as f64).round() as usize;
-        let Shape { pp, vp, micro_batches, .. } = self.shape;
+        let ScheduleShape { pp, vp, micro_batches, .. } = self.shape;
         let mut out = format!(
             "P={pp} v={vp} M={micro_batches}: time {}, bubble {:.1} % of it ({:.1} % of the work)\n",
             self.makespan(),

@@ -3,33 +3,33 @@
 use std::collections::VecDeque;
 
 use super::{
-    op::{Kind, Op},
-    plan::{Mode, Plan},
-    timeline::{After, Costs},
+    op::{OpKind, PipelineOp},
+    schedule::{PipelinePlan, ScheduleKind},
+    timeline::{Costs, ReadyTimes},
 };
 use crate::{Error, Result};
 
 struct Rank<'a> {
     /// Forwards and backwards still to come, their order fixed.
-    base: &'a [Op],
+    base: &'a [PipelineOp],
     /// Weight gradients that can run.
-    pending: VecDeque<Op>,
+    pending: VecDeque<PipelineOp>,
     /// Micro-batches (times chunks) whose saved values are not yet free.
     live: usize,
     free_at: f64,
-    done: Vec<Op>,
+    done: Vec<PipelineOp>,
 }
 
 /// Splits every backward of `orders` into input gradient and weight gradient. Forwards and input gradients keep their
 /// order. A weight gradient runs where the rank would wait anyway, at the end, or as soon as one more forward would
 /// hold more than the first rank's share of plain training.
-pub(super) fn split(plan: &Plan, orders: &[Vec<Op>]) -> Result<Vec<Vec<Op>>> {
-    let plain = Plan { mode: Mode::Train, ..plan.clone() };
+pub(super) fn split(plan: &PipelinePlan, orders: &[Vec<PipelineOp>]) -> Result<Vec<Vec<PipelineOp>>> {
+    let plain = PipelinePlan { kind: ScheduleKind::OneForwardOneBackward, ..plan.clone() };
     let first = plain.warmup(0, false)?;
     let most = (first.warmup + 1).min(first.total);
     let costs = &plan.costs;
-    let base: Vec<Vec<Op>> = orders.iter().map(|ops| ops.iter().map(input_only).collect()).collect();
-    let mut after = After::new(plan.pp, plan.vp, plan.micro_batches);
+    let base: Vec<Vec<PipelineOp>> = orders.iter().map(|ops| ops.iter().map(input_only).collect()).collect();
+    let mut after = ReadyTimes::new(plan.pp, plan.vp, plan.micro_batches);
     let mut ranks: Vec<Rank> = base
         .iter()
         .map(|base| Rank { base, pending: VecDeque::new(), live: 0, free_at: 0.0, done: Vec::new() })
@@ -53,19 +53,19 @@ pub(super) fn split(plan: &Plan, orders: &[Vec<Op>]) -> Result<Vec<Vec<Op>>> {
     Ok(ranks.into_iter().map(|rank| rank.done).collect())
 }
 
-fn input_only(op: &Op) -> Op {
+fn input_only(op: &PipelineOp) -> PipelineOp {
     match op.kind {
-        Kind::Backward => Op { kind: Kind::BackwardInput, ..*op },
+        OpKind::Backward => PipelineOp { kind: OpKind::BackwardInput, ..*op },
         _ => *op,
     }
 }
 
 impl Rank<'_> {
     /// What this rank does next and when, or `None` while it depends on something that nobody has started.
-    fn next(&self, rank: usize, most: usize, costs: &Costs, after: &After) -> Option<(f64, Op)> {
+    fn next(&self, rank: usize, most: usize, costs: &Costs, after: &ReadyTimes) -> Option<(f64, PipelineOp)> {
         let weight = self.pending.front().map(|op| (self.free_at, *op));
         let Some(&op) = self.base.first() else { return weight };
-        if op.kind == Kind::Forward && self.live >= most && weight.is_some() {
+        if op.kind == OpKind::Forward && self.live >= most && weight.is_some() {
             return weight;
         }
         match after.ready(rank, op) {
@@ -76,18 +76,18 @@ impl Rank<'_> {
         }
     }
 
-    fn act(&mut self, op: Op, end: f64) {
+    fn act(&mut self, op: PipelineOp, end: f64) {
         self.free_at = end;
         self.done.push(op);
         match op.kind {
-            Kind::WeightGrad => {
+            OpKind::WeightGrad => {
                 self.pending.pop_front();
                 self.live -= 1;
                 return;
             }
-            Kind::Forward => self.live += 1,
-            Kind::Backward | Kind::BackwardInput => {
-                self.pending.push_back(Op { kind: Kind::WeightGrad, ..op });
+            OpKind::Forward => self.live += 1,
+            OpKind::Backward | OpKind::BackwardInput => {
+                self.pending.push_back(PipelineOp { kind: OpKind::WeightGrad, ..op });
             }
         }
         self.base = &self.base[1..];

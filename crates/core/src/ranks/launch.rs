@@ -1,9 +1,9 @@
 //! Ranks as processes: what a launcher (`mpirun`, `srun`, torchrun's variables) made of this process.
 
 use super::as_member;
-use crate::grid::{Grid, Layout};
+use crate::grid::{Grid, RankLayout};
 use crate::{Error, Result};
-use ferrotron_comm::{Job, Launcher, World};
+use ferrotron_comm::{LaunchEnv, Launcher, World};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::DeviceKind;
 use std::sync::{Mutex, PoisonError};
@@ -25,33 +25,33 @@ struct Joined {
 impl Launch {
     /// This process's place among those that a launcher started; `None` where it was started alone, and for a job of
     /// one.
-    pub fn job(&self) -> Result<Option<Job>> {
-        Ok(Job::detect()?.filter(|job| job.size > 1))
+    pub fn job(&self) -> Result<Option<LaunchEnv>> {
+        Ok(LaunchEnv::detect()?.filter(|job| job.size > 1))
     }
 
     /// Does this process show results and write files? The first of a job does.
     pub fn leads(&self) -> bool {
-        Job::detect().ok().flatten().is_none_or(|job| job.rank == 0)
+        LaunchEnv::detect().ok().flatten().is_none_or(|job| job.rank == 0)
     }
 
     /// Runs `work` as this process's rank of `job`, on the device of the rank that `make` makes. A layout that does not
     /// make the job's number of ranks is refused with the nearest legal one.
     pub fn run<T>(
         &self,
-        job: &Job,
-        layout: &Layout,
-        patience: Duration,
+        job: &LaunchEnv,
+        layout: &RankLayout,
+        timeout: Duration,
         make: impl FnOnce() -> Result<Rank>,
         work: impl FnOnce(Rank) -> Result<T>,
     ) -> Result<T> {
         let grid = Grid::new(layout.clone(), job.size)?;
         let rank = make()?;
-        let world = self.world(job, &rank, patience)?;
+        let world = self.world(job, &rank, timeout)?;
         as_member(&world, &grid, || Ok(rank), work)
     }
 
     /// The job's world, joined with the device of `rank`.
-    pub fn world(&self, job: &Job, rank: &Rank, patience: Duration) -> Result<World> {
+    pub fn world(&self, job: &LaunchEnv, rank: &Rank, timeout: Duration) -> Result<World> {
         let kind = rank.device().kind();
         let mut joined = self.joined.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(j) = &*joined {
@@ -63,8 +63,8 @@ impl Launch {
             return Ok(j.world.clone());
         }
         let world = match kind {
-            DeviceKind::Cpu => on_host(job, patience)?,
-            DeviceKind::Cuda { .. } => World::nccl(rank.device(), patience)?,
+            DeviceKind::Cpu => on_host(job, timeout)?,
+            DeviceKind::Cuda { .. } => World::nccl(rank.device(), timeout)?,
         };
         *joined = Some(Joined { world: world.clone(), kind });
         Ok(world)
@@ -72,13 +72,13 @@ impl Launch {
 }
 
 /// MPI, whoever started the processes. It must have heard of the same job.
-fn on_host(job: &Job, patience: Duration) -> Result<World> {
-    let world = World::mpi(patience)?;
+fn on_host(job: &LaunchEnv, timeout: Duration) -> Result<World> {
+    let world = World::mpi(timeout)?;
     if (world.rank(), world.size()) == (job.rank, job.size) {
         return Ok(world);
     }
     let said = match job.launcher {
-        Launcher::Variables => "RANK and WORLD_SIZE say",
+        Launcher::Torchrun => "RANK and WORLD_SIZE say",
         Launcher::Slurm => "Slurm says",
         Launcher::Mpi => "the environment says",
     };

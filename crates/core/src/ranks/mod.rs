@@ -3,10 +3,10 @@
 
 mod launch;
 
-pub use ferrotron_comm::{Arithmetic, Job, Launcher};
+pub use ferrotron_comm::{LaunchEnv, Launcher, ReduceKernels};
 pub use launch::Launch;
 
-use crate::grid::{Grid, Layout};
+use crate::grid::{Grid, RankLayout};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, World};
 use ferrotron_engine::Rank;
@@ -15,7 +15,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 /// How long a rank waits for another before the run ends with an error that names it.
-pub const PATIENCE: Duration = Duration::from_secs(600);
+pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// Gives a rank its groups in the grid. Every rank of the world calls it.
 pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
@@ -30,7 +30,7 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
         Ok(found)
     };
     let dp = mine("dp", "dp")?;
-    let copies = mine("copies", "dp-cp")?;
+    let dp_cp_group = mine("copies", "dp-cp")?;
     let cp = mine("cp", "cp")?;
     let tp = mine("tp", "tp")?;
     // Where a group is one of those above on every rank, it is that one.
@@ -46,20 +46,20 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
     Ok(Rank {
         world: world.clone(),
         pp: mine("pp", "pp")?,
-        back: mine("back", "pp")?,
-        ends: mine("ends", "embd")?,
-        batch: or("batch", "tp-cp", &[(&tp, "tp"), (&cp, "cp")])?,
-        step: or("step", "tp-dp-cp", &[(&tp, "tp"), (&copies, "dp-cp")])?,
-        experts: or("experts", "etp-ep", &[(&tp, "tp")])?,
+        pp_backward_group: mine("back", "pp")?,
+        embedding_group: mine("ends", "embd")?,
+        tp_cp_group: or("batch", "tp-cp", &[(&tp, "tp"), (&cp, "cp")])?,
+        tp_dp_cp_group: or("step", "tp-dp-cp", &[(&tp, "tp"), (&dp_cp_group, "dp-cp")])?,
+        etp_ep_group: or("experts", "etp-ep", &[(&tp, "tp")])?,
         etp: or("etp", "etp", &[(&tp, "tp")])?,
-        expert_copies: or("expert copies", "edp", &[(&copies, "dp-cp")])?,
+        expert_dp_group: or("expert copies", "edp", &[(&dp_cp_group, "dp-cp")])?,
         dp,
-        copies,
+        dp_cp_group,
         cp,
         tp,
-        compute: rank.compute.of_rank(world.rank()),
-        comm: rank.comm.of_rank(world.rank()),
-        travel: rank.travel.of_rank(world.rank()),
+        compute: rank.compute.with_rank(world.rank()),
+        comm_stream: rank.comm_stream.with_rank(world.rank()),
+        dispatch_stream: rank.dispatch_stream.with_rank(world.rank()),
         ..rank
     })
 }
@@ -70,35 +70,35 @@ const MOST: usize = 256;
 /// Runs `work` on every rank of a layout, each on a thread of its own, and returns what each made. `make` gives each
 /// thread its device. Where ranks fail, the error is that of the first that failed for a reason of its own.
 pub fn on_threads<T: Send>(
-    layout: &Layout,
+    layout: &RankLayout,
     make: impl Fn() -> Result<Rank> + Sync,
     work: impl Fn(Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
-    on_threads_with(layout, PATIENCE, Arithmetic::default(), make, work)
+    on_threads_with(layout, DEFAULT_TIMEOUT, ReduceKernels::default(), make, work)
 }
 
 /// The same with all ranks on the device of `rank`, each with streams of its own: several ranks on one card.
 pub fn on_one_device<T: Send>(
-    layout: &Layout,
-    patience: Duration,
+    layout: &RankLayout,
+    timeout: Duration,
     rank: &Rank,
     work: impl Fn(Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let make = || Ok(Rank::alone(rank.device(), rank.kernels.clone(), rank.seed)?);
-    on_threads_with(layout, patience, arithmetic(&rank.kernels), make, work)
+    on_threads_with(layout, timeout, arithmetic(&rank.kernels), make, work)
 }
 
 /// Sums over ranks that share a card, by its kernels. Maxima are of single numbers: the host makes them.
-fn arithmetic(kernels: &Arc<dyn Kernels>) -> Arithmetic {
+fn arithmetic(kernels: &Arc<dyn Kernels>) -> ReduceKernels {
     let kernels = kernels.clone();
-    Arithmetic { add: Some(Arc::new(move |s, acc, x| kernels.add_assign(s, acc, x))), max: None }
+    ReduceKernels { add: Some(Arc::new(move |s, acc, x| kernels.add_assign(s, acc, x))), max: None }
 }
 
 /// [`on_threads`] with what it takes for granted: how long a rank waits for another, and how a card adds.
 pub fn on_threads_with<T: Send>(
-    layout: &Layout,
-    patience: Duration,
-    arithmetic: Arithmetic,
+    layout: &RankLayout,
+    timeout: Duration,
+    arithmetic: ReduceKernels,
     make: impl Fn() -> Result<Rank> + Sync,
     work: impl Fn(Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
@@ -111,7 +111,7 @@ pub fn on_threads_with<T: Send>(
         let (n, what) = (grid.world(), "are too many for one process; use at most");
         return Err(Error::Invalid(format!("{n} ranks as threads {what} {MOST}")));
     }
-    let worlds = World::threads_with(grid.world(), patience, arithmetic);
+    let worlds = World::threads_with_kernels(grid.world(), timeout, arithmetic);
     let done: Vec<Result<T>> = std::thread::scope(|scope| {
         let run = &run;
         let threads: Vec<_> = worlds.into_iter().map(|w| scope.spawn(move || run(w))).collect();
@@ -150,7 +150,7 @@ fn as_member<T>(
     let done = make().and_then(|rank| join(rank, world, grid)).and_then(work);
     done.inspect_err(|e| {
         if !heard(e) {
-            world.give_up(&e.to_string());
+            world.abort(&e.to_string());
         }
     })
 }

@@ -103,7 +103,7 @@ impl TensorFile {
     }
 
     /// Bytes of tensors read so far, those of checksums not counted.
-    pub fn bytes_given(&self) -> u64 {
+    pub fn bytes_delivered(&self) -> u64 {
         self.given.load(Relaxed)
     }
 

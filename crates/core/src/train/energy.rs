@@ -1,6 +1,6 @@
 //! Energy that the cards of a run use in its steps. Evaluations and checkpoints do not count.
 
-use super::Named;
+use super::StepMetrics;
 use crate::{Error, Result};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::cuda::EnergyCounter;
@@ -98,7 +98,7 @@ impl Energy {
     }
 
     /// The mean of the steps since this was last asked, over all cards together. Every rank calls it.
-    pub(super) fn report(&mut self, rank: &Rank) -> Result<Named> {
+    pub(super) fn report(&mut self, rank: &Rank) -> Result<StepMetrics> {
         let mine = self.meter.lap();
         // A card that another rank counts adds nothing.
         let mine = if self.other_counts { Some(0) } else { mine };

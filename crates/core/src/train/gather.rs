@@ -11,22 +11,22 @@ use ferrotron_tensor::{Category, DType, Tensor};
 use std::collections::HashMap;
 
 /// Logical tensors of all stages and experts in the order of the model, on every rank.
-pub fn all_stages(
+pub fn gather_all_stages(
     rank: &Rank,
     model: &ModelConfig,
     mut mine: Vec<LogicalValues>,
 ) -> Result<Vec<LogicalValues>> {
     // Experts first: then the ranks of every pipeline have all of their stages.
-    for group in [&rank.experts, &rank.pp] {
-        if group.size() > 1 && (group.name() == rank.pp.name() || rank.expert_place().size > 1) {
-            mine = together(group, model, mine)?;
+    for group in [&rank.etp_ep_group, &rank.pp] {
+        if group.size() > 1 && (group.name() == rank.pp.name() || rank.expert_parallel_rank().size > 1) {
+            mine = gather_group(group, model, mine)?;
         }
     }
     Ok(mine)
 }
 
 /// What the ranks of a group have, in the order of the model.
-fn together(
+fn gather_group(
     group: &Communicator,
     model: &ModelConfig,
     mine: Vec<LogicalValues>,
@@ -52,12 +52,12 @@ fn together(
 }
 
 /// What each stage says, on every rank, in the order of stages.
-pub(super) fn of_stages(rank: &Rank, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
+pub(super) fn all_gather_stages(rank: &Rank, mine: &[u8]) -> Result<Vec<Vec<u8>>> {
     Ok(rank.pp.all_gather_bytes(mine, "what stages say")?)
 }
 
 /// The items of all ranks on the first of the world; elsewhere, a rank's own. One tensor travels at a time.
-pub(super) fn on_first_rank(rank: &Rank, mut mine: Vec<Item>) -> Result<Vec<Item>> {
+pub(super) fn gather_to_first_rank(rank: &Rank, mut mine: Vec<Item>) -> Result<Vec<Item>> {
     let (s, world) = (&rank.compute, rank.world.all());
     if world.size() == 1 {
         return Ok(mine);

@@ -1,10 +1,10 @@
 //! Micro-batches on their way to the device, and the numbers that come back.
 
-use super::ahead;
+use super::mtp;
 use crate::Result;
 use crate::data::Batch;
 use crate::model::Decoder;
-use crate::pipeline::{Drops, MicroBatch, StepPart};
+use crate::pipeline::{DropoutRows, MicroBatch, StepPosition};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Rank, Targets, Tokens};
 use ferrotron_kernels::IGNORE;
@@ -12,7 +12,7 @@ use ferrotron_tensor::{Category, DType, Stream, Tensor};
 
 /// A micro-batch in its step.
 #[derive(Clone, Copy)]
-pub(super) struct InStep {
+pub(super) struct MicroBatchPosition {
     /// Step of the run.
     pub(super) step: u64,
     /// The number of its first token in the step.
@@ -31,24 +31,24 @@ pub(super) fn upload(
     batch: &Batch,
     seq: usize,
     weights: &[f32],
-    step: Option<InStep>,
+    step: Option<MicroBatchPosition>,
 ) -> Result<MicroBatch> {
-    let (positions, layout) = (Some(&batch.positions[..]), layout(batch, seq)?);
+    let (positions, layout) = (Some(&batch.positions[..]), sequence_layout(batch, seq)?);
     let mut input = decoder.input_with(rank, &batch.tokens, positions, layout, batch.padding.as_deref())?;
-    let (mut dropout, mut part) = (None, None);
-    if let Some(s) = step.filter(|s| s.dropout > 0.0 || input.mix.is_some()) {
-        let rows = token_numbers(rank, &input.tokens, s.first)?;
-        dropout = (s.dropout > 0.0).then(|| Drops { p: s.dropout, step: s.step, rows: rows.clone() });
-        part = Some(StepPart { step: s.step, rows, share: s.share });
+    let (mut dropout, mut position) = (None, None);
+    if let Some(s) = step.filter(|s| s.dropout > 0.0 || input.moe.is_some()) {
+        let rows = token_indices(rank, &input.tokens, s.first)?;
+        dropout = (s.dropout > 0.0).then(|| DropoutRows { p: s.dropout, step: s.step, rows: rows.clone() });
+        position = Some(StepPosition { step: s.step, rows, share: s.share });
     }
     let (own, further) = weights.split_first().map_or((1.0, &[][..]), |(own, rest)| (*own, rest));
-    input.ahead = ahead::upload(rank, decoder, batch, (seq, &input), further)?;
-    let targets = Some(targets(rank, &input.tokens, &batch.labels, own)?);
-    Ok(MicroBatch { input, targets, dropout, part })
+    input.mtp = mtp::upload(rank, decoder, batch, (seq, &input), further)?;
+    let targets = Some(upload_targets(rank, &input.tokens, &batch.labels, own)?);
+    Ok(MicroBatch { input, targets, dropout, position })
 }
 
 /// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
-pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
+pub fn sequence_layout(batch: &Batch, seq: usize) -> Result<Layout> {
     Ok(match &batch.cu_seqlens {
         Some(offsets) => Layout::Packed { offsets: offsets.clone() },
         None => Layout::Rows { count: batch.tokens.len() / seq.max(1), len: seq },
@@ -56,7 +56,7 @@ pub fn layout(batch: &Batch, seq: usize) -> Result<Layout> {
 }
 
 /// Labels and row weights of this rank's tokens on the device: `weight` where there is a label.
-pub fn targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
+pub fn upload_targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
     let labels = tokens.take(labels, IGNORE)?;
     let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
     Ok(Targets {
@@ -66,7 +66,7 @@ pub fn targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Res
 }
 
 /// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
-fn token_numbers(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
+fn token_indices(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
     let n = tokens.rows().len() / rank.tp.size();
     let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
     let numbers: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
@@ -74,14 +74,14 @@ fn token_numbers(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
 }
 
 /// `Σ weight·loss` f32 `[1]`, on the device.
-pub fn weighted(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> {
+pub fn weighted_loss(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> {
     let sum = rank.activation(&[1], DType::F32)?;
     rank.kernels.dot(&rank.compute, rows, &t.weights, &sum)?;
     Ok(sum)
 }
 
 /// That and, behind it, the sums of predictions further ahead, if there are any: f32 `[1 + D]`.
-pub(crate) fn with_further(rank: &Rank, own: Tensor, further: Option<&Tensor>) -> Result<Tensor> {
+pub(crate) fn with_mtp_losses(rank: &Rank, own: Tensor, further: Option<&Tensor>) -> Result<Tensor> {
     let Some(further) = further else { return Ok(own) };
     let all = rank.activation(&[1 + further.numel()], DType::F32)?;
     rank.compute.copy(&own, &all.narrow(0, 0, 1)?)?;
@@ -90,7 +90,7 @@ pub(crate) fn with_further(rank: &Rank, own: Tensor, further: Option<&Tensor>) -
 }
 
 /// One number from the device. Waits for it, and for all work given before.
-pub fn fetch(rank: &Rank, t: &Tensor) -> Result<f64> {
+pub fn read_scalar(rank: &Rank, t: &Tensor) -> Result<f64> {
     read(&rank.compute, t)
 }
 

@@ -1,14 +1,14 @@
 //! A run and its folder: resume, steps, evaluation, checkpoints, events, and a clean end when asked to stop.
 
 use super::energy::Energy;
-use super::{Named, Queued, StepReport, Trainer};
+use super::{InFlightStep, StepMetrics, StepReport, Trainer};
 use crate::checkpoint::{self, Saver};
 use crate::config::Resolved;
 use crate::data::Batches;
 use crate::events::{self, Event, EventLog};
 use crate::volume::Traffic;
 use crate::{Error, Result};
-use ferrotron_comm::Reduce;
+use ferrotron_comm::ReduceOp;
 use ferrotron_engine::Rank;
 use ferrotron_tensor::Category;
 use std::path::{Path, PathBuf};
@@ -35,7 +35,7 @@ pub trait Observer {
 }
 
 /// Fills the weights of a fresh model.
-pub type FirstWeights<'a> = dyn Fn(&Trainer) -> Result<()> + 'a;
+pub type InitialWeights<'a> = dyn Fn(&Trainer) -> Result<()> + 'a;
 
 /// How a run ended.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -70,11 +70,11 @@ pub struct Run {
     energy: Option<Energy>,
     dir: PathBuf,
     /// Writes the folder: on the first rank only.
-    keeper: Option<Keeper>,
+    writer: Option<RunFolderWriter>,
 }
 
 /// What writes into a run's folder.
-struct Keeper {
+struct RunFolderWriter {
     log: EventLog,
     saver: Saver,
 }
@@ -86,12 +86,12 @@ pub const CONFIG: &str = "config.toml";
 
 impl Run {
     /// Opens the run in `dir`: continues from its newest checkpoint if there is one, else starts fresh.
-    /// `first_weights` fills a fresh model (a Hugging Face folder), else declared initial values are used.
+    /// `initial_weights` fills a fresh model (a Hugging Face folder), else declared initial values are used.
     pub fn open(
         rank: Rank,
         resolved: Resolved,
         dir: &Path,
-        first_weights: Option<&FirstWeights>,
+        initial_weights: Option<&InitialWeights>,
     ) -> Result<Run> {
         let first = rank.world.rank() == 0;
         let together = rank.world.all();
@@ -103,16 +103,16 @@ impl Run {
         let mut trainer = Trainer::new(rank, &resolved)?;
         let latest = checkpoint::latest(&checkpoints)?;
         match &latest {
-            Some(path) => trainer.restore(&checkpoint::load_together(path, &together)?)?,
-            None => first_weights.map_or(Ok(()), |fill| fill(&trainer))?,
+            Some(path) => trainer.restore(&checkpoint::load_parallel(path, &together)?)?,
+            None => initial_weights.map_or(Ok(()), |fill| fill(&trainer))?,
         }
         wait("the checkpoint is read")?;
-        let keeper =
-            saver.map(|saver| Run::keeper(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
+        let writer =
+            saver.map(|saver| Run::writer(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
-        Ok(Run { trainer, resolved, flops_per_token, sent, energy, dir, keeper })
+        Ok(Run { trainer, resolved, flops_per_token, sent, energy, dir, writer })
     }
 
     fn saver(dir: &Path, resolved: &Resolved) -> Result<Saver> {
@@ -122,13 +122,13 @@ impl Run {
         Saver::new(&dir.join(CHECKPOINTS), keep)
     }
 
-    fn keeper(
+    fn writer(
         dir: &Path,
         saver: Saver,
         resolved: &Resolved,
         latest: &Option<PathBuf>,
         step: u64,
-    ) -> Result<Keeper> {
+    ) -> Result<RunFolderWriter> {
         let log = dir.join(events::FILE_NAME);
         let log = match latest {
             Some(_) => {
@@ -139,7 +139,7 @@ impl Run {
         };
         let path = dir.join(CONFIG);
         std::fs::write(&path, resolved.config.to_toml()).map_err(|e| Error::io_doing(&path, "write", e))?;
-        Ok(Keeper { log, saver })
+        Ok(RunFolderWriter { log, saver })
     }
 
     /// Throws away what a folder holds of a run: checkpoints, log and resolved recipe. Other files stay.
@@ -163,8 +163,8 @@ impl Run {
 
     /// Logs an event and tells the observer.
     pub fn emit(&mut self, event: Event, observer: &mut dyn Observer) -> Result<()> {
-        if let Some(keeper) = &mut self.keeper {
-            keeper.log.write(&event)?;
+        if let Some(writer) = &mut self.writer {
+            writer.log.write(&event)?;
             observer.event(&event);
         }
         Ok(())
@@ -190,9 +190,8 @@ impl Run {
         };
         // One rank on a card gets the next step before the loss of this one is read: it never waits for the host.
         let rank = &self.trainer.rank;
-        let ahead =
-            rank.device().card().is_some() && rank.world.size() == 1 && !observer.wants_single_steps();
-        let mut queued: Option<Queued> = None;
+        let ahead = rank.device().gpu().is_some() && rank.world.size() == 1 && !observer.wants_single_steps();
+        let mut queued: Option<InFlightStep> = None;
         let mut stopping = false;
         self.energy.iter_mut().for_each(Energy::resume);
         let mut start = Instant::now();
@@ -219,7 +218,7 @@ impl Run {
             self.energy.iter_mut().for_each(|e| e.step(report.tokens, seconds));
             let last = report.step == total;
             if last || report.step % c.train.log_every.max(1) == 0 {
-                let mut more = self.trainer.take_loads()?;
+                let mut more = self.trainer.take_moe_metrics()?;
                 if let Some(energy) = &mut self.energy {
                     more.extend(energy.report(&self.trainer.rank)?);
                 }
@@ -251,8 +250,8 @@ impl Run {
                 start = Instant::now();
             }
         }
-        if let Some(keeper) = &mut self.keeper {
-            keeper.saver.finish()?;
+        if let Some(writer) = &mut self.writer {
+            writer.saver.finish()?;
         }
         Ok(out)
     }
@@ -265,7 +264,7 @@ impl Run {
         }
         let asked = rank.compute.upload(&[i32::from(mine)], &[1], Category::Communication)?;
         let all = rank.world.all();
-        all.all_reduce(&rank.compute, &asked, Reduce::Max, "stop")?;
+        all.all_reduce(&rank.compute, &asked, ReduceOp::Max, "stop")?;
         Ok(rank.compute.download::<i32>(&asked)?[0] != 0)
     }
 
@@ -287,21 +286,21 @@ impl Run {
         // Every rank brings its share; the first one writes.
         self.energy.iter_mut().for_each(Energy::pause);
         let snapshot = self.trainer.snapshot()?;
-        let Some(keeper) = &mut self.keeper else {
+        let Some(writer) = &mut self.writer else {
             self.energy.iter_mut().for_each(Energy::resume);
             return Ok(());
         };
         let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
         let step = self.trainer.step;
-        keeper.log.sync()?;
-        keeper.saver.save(snapshot)?;
+        writer.log.sync()?;
+        writer.saver.save(snapshot)?;
         self.energy.iter_mut().for_each(Energy::resume);
         let path = format!("{CHECKPOINTS}/{}", checkpoint::folder_name(step));
         let seconds = start.elapsed().as_secs_f64();
         self.emit(Event::Checkpoint(events::Checkpoint { step, path, bytes, seconds }), observer)
     }
 
-    fn step_event(&self, r: &StepReport, seconds: f64, more: Named) -> events::Step {
+    fn step_event(&self, r: &StepReport, seconds: f64, more: StepMetrics) -> events::Step {
         let rate = r.tokens as f64 / seconds.max(1e-9);
         events::Step {
             step: r.step,
@@ -317,7 +316,7 @@ impl Run {
             memory: self.trainer.rank.device().memory().total_peak as u64,
             sent: self.sent.by_kind(),
             more,
-            losses: r.further.iter().zip(1..).map(|(x, d)| (format!("mtp_{d} loss"), *x)).collect(),
+            losses: r.mtp_losses.iter().zip(1..).map(|(x, d)| (format!("mtp_{d} loss"), *x)).collect(),
         }
     }
 }

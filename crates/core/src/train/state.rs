@@ -1,10 +1,10 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
-use super::{Trainer, gather, mixtures, scales};
+use super::{Trainer, fp8_scales, gather, moe_state};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
 use crate::model::{ModelConfig, logical_parts};
-use crate::optimizer::{Rule, SavedScale};
+use crate::optimizer::{SavedLossScale, UpdateRule};
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
 use ferrotron_engine::Recompute;
@@ -12,29 +12,31 @@ use ferrotron_kernels::{Adam, Sgd};
 use ferrotron_tensor::{DType, bf16};
 use serde::{Deserialize, Serialize};
 
-pub(super) fn rule(o: &OptimizerSection) -> Rule {
+pub(super) fn rule(o: &OptimizerSection) -> UpdateRule {
     let adam = |decoupled| {
         let [beta1, beta2] = o.betas.map(|b| b as f32);
-        Rule::Adam(Adam { beta1, beta2, eps: o.eps as f32, decoupled })
+        UpdateRule::Adam(Adam { beta1, beta2, eps: o.eps as f32, decoupled })
     };
     match o.kind {
         OptimizerKind::AdamW => adam(true),
         OptimizerKind::Adam => adam(false),
-        OptimizerKind::Sgd => Rule::Sgd(Sgd { momentum: o.momentum as f32, dampening: 0.0, nesterov: false }),
+        OptimizerKind::Sgd => {
+            UpdateRule::Sgd(Sgd { momentum: o.momentum as f32, dampening: 0.0, nesterov: false })
+        }
     }
 }
 
 pub(super) fn recompute(r: &config::Recompute) -> Recompute {
-    use config::Module;
+    use config::RecomputeModule;
     match r {
         config::Recompute::None => Recompute::default(),
         config::Recompute::Full => Recompute { layer: true, ..Recompute::default() },
         config::Recompute::Modules(list) => Recompute {
             layer: false,
-            attention: list.contains(&Module::Attention),
-            mlp: list.contains(&Module::Mlp),
-            activation: list.contains(&Module::Activation),
-            norm: list.contains(&Module::Norm),
+            attention: list.contains(&RecomputeModule::Attention),
+            mlp: list.contains(&RecomputeModule::Mlp),
+            activation: list.contains(&RecomputeModule::Activation),
+            norm: list.contains(&RecomputeModule::Norm),
         },
     }
 }
@@ -112,7 +114,7 @@ struct State {
     scaled_steps: Option<u64>,
     /// Of f16 training.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    loss_scale: Option<SavedScale>,
+    loss_scale: Option<SavedLossScale>,
 }
 
 pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
@@ -120,9 +122,9 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     for state in t.optimizer.states() {
         items.extend(logical_state(t, state)?);
     }
-    items.extend(scales::items(t)?);
-    items.extend(mixtures::items(t)?);
-    let items = gather::on_first_rank(&t.rank, items)?;
+    items.extend(fp8_scales::items(t)?);
+    items.extend(moe_state::items(t)?);
+    let items = gather::gather_to_first_rank(&t.rank, items)?;
     let state = State {
         samples: t.samples,
         tokens: t.tokens,
@@ -141,21 +143,22 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
 
 /// Every logical tensor of one kind of state, whole, on the first rank of those that share it; nothing elsewhere. One
 /// bucket is gathered at a time.
-fn logical_state(t: &Trainer, state: &crate::optimizer::State) -> Result<Vec<Item>> {
+fn logical_state(t: &Trainer, state: &crate::optimizer::OptimizerState) -> Result<Vec<Item>> {
     let (specs, plan, size) = (t.params.specs(), t.params.plan(), state.saved().size());
     let mut items = Vec::new();
     // Buckets and what is in them are in reverse order of declaration.
     for (b, bucket) in plan.buckets().iter().enumerate().rev() {
         let whole = t.optimizer.bucket(&t.rank, &t.params, state, b)?;
-        if t.rank.copies_of(bucket.experts).rank() > 0 {
+        if t.rank.dp_group(bucket.experts).rank() > 0 {
             continue;
         }
         for span in bucket.spans.iter().rev().filter(|s| !specs[s.param.0].mirror) {
             let tensor = whole.narrow(0, span.range.start, span.range.len())?;
             let bytes: Vec<u8> = t.rank.compute.download(&tensor.as_bytes()?)?;
             for (part, _, r) in specs[span.param.0].held() {
-                let bytes = t.rank.join(bucket.experts, part, size, &bytes[r.start * size..r.end * size])?;
-                if t.rank.sharers(bucket.experts).rank() == 0 {
+                let bytes =
+                    t.rank.gather_tensor(bucket.experts, part, size, &bytes[r.start * size..r.end * size])?;
+                if t.rank.tp_group(bucket.experts).rank() == 0 {
                     let name = format!("{}/{}", state.name(), part.name);
                     items.push(Item { name, dtype: state.saved(), shape: part.shape.clone(), bytes });
                 }
@@ -201,25 +204,25 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     // Names, shapes and types of everything before the first byte is used. Moments may have been kept in another way:
     // what is saved are numbers, and these are rounded to how this run keeps them.
     let parts = logical_parts(t.decoder.config())?;
-    let dtype = |state: &crate::optimizer::State, name: &str| {
+    let dtype = |state: &crate::optimizer::OptimizerState, name: &str| {
         let found = loaded.get(name).and_then(|t| t.dtype.native()).filter(|_| !state.is_masters());
         found.filter(|d| matches!(d, DType::F32 | DType::BF16)).unwrap_or(state.saved())
     };
-    let name = |state: &crate::optimizer::State, part: &str| format!("{}/{part}", state.name());
+    let name = |state: &crate::optimizer::OptimizerState, part: &str| format!("{}/{part}", state.name());
     let expected: Vec<_> = states
         .iter()
         .flat_map(|state| parts.iter().map(|p| (name(state, &p.name), *state, &p.shape)))
         .map(|(name, state, shape)| (dtype(state, &name), name, shape))
         .collect();
     let names = parts.iter().map(|p| p.name.as_str()).collect();
-    let found = scales::check(loaded, &names)?;
-    let tables = mixtures::found(loaded, t.decoder.config());
+    let found = fp8_scales::check(loaded, &names)?;
+    let tables = moe_state::found(loaded, t.decoder.config());
     let found = found.iter().chain(&tables).map(|(n, s)| (*n, DType::F32, *s));
     loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())).chain(found))?;
     for state in states {
         for (i, (spec, piece)) in t.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
-            let mut values = Vec::with_capacity(piece.inside.len());
-            for (part, runs) in spec.runs(&piece.inside) {
+            let mut values = Vec::with_capacity(piece.param_range.len());
+            for (part, runs) in spec.runs(&piece.param_range) {
                 let name = name(state, &part.name);
                 let dtype = dtype(state, &name);
                 let runs: Vec<_> =
@@ -231,18 +234,18 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     }
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
     if let Some(scale) = t.optimizer.loss_scale() {
-        let sound = |s: &SavedScale| s.scale.is_finite() && s.scale > 0.0;
+        let sound = |s: &SavedLossScale| s.scale.is_finite() && s.scale > 0.0;
         if state.loss_scale.is_some_and(|s| !sound(&s)) {
             return Err(Error::damaged(loaded.path(), "its loss scale is not above 0"));
         }
         scale.restore(&t.rank, state.loss_scale)?;
     }
-    scales::restore(t, loaded)?;
-    mixtures::restore(t, loaded)?;
+    fp8_scales::restore(t, loaded)?;
+    moe_state::restore(t, loaded)?;
     t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);
     (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
     // At the very end: weights that are bytes are made with the scales that are there.
-    t.optimizer.publish(&t.rank, &t.params)
+    t.optimizer.sync_params(&t.rank, &t.params)
 }
 
 /// f32 values of little-endian bytes of a float type.

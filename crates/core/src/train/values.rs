@@ -43,8 +43,8 @@ impl Trainer {
     }
 
     /// How many elements of the gradients of the last step are zero; each counts once. Every rank calls it.
-    pub fn zero_gradients(&self) -> Result<u64> {
-        self.optimizer.zero_gradients(&self.rank, &self.grads)
+    pub fn count_zero_grads(&self) -> Result<u64> {
+        self.optimizer.count_zero_grads(&self.rank, &self.grads)
     }
 
     /// Master weights by logical name.
@@ -62,10 +62,10 @@ impl Trainer {
                 out.push(LogicalValues {
                     name,
                     shape,
-                    values: self.rank.join(spec.experts, part, 1, &values[r])?,
+                    values: self.rank.gather_tensor(spec.experts, part, 1, &values[r])?,
                 });
             }
         }
-        gather::all_stages(&self.rank, self.decoder.config(), out)
+        gather::gather_all_stages(&self.rank, self.decoder.config(), out)
     }
 }

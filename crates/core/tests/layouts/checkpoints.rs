@@ -20,7 +20,7 @@ impl Observer for StopAfter {
 }
 
 /// Trains in a folder until `stop`, and gives back all weights.
-fn train(layout: &Layout, dir: &Path, stop: u64) -> Vec<LogicalValues> {
+fn train(layout: &RankLayout, dir: &Path, stop: u64) -> Vec<LogicalValues> {
     let resolved = recipe(layout, &["checkpoint.keep=0"]);
     run(layout, |rank| {
         let sources = source::open(&resolved)?;
@@ -32,7 +32,7 @@ fn train(layout: &Layout, dir: &Path, stop: u64) -> Vec<LogicalValues> {
 }
 
 /// Opens the run of a folder and saves it again elsewhere, as it is.
-fn save_again(layout: &Layout, dir: &Path, to: &Path) {
+fn save_again(layout: &RankLayout, dir: &Path, to: &Path) {
     let resolved = recipe(layout, &["checkpoint.keep=0"]);
     let snapshot = run(layout, |rank| {
         let first = rank.world.rank() == 0;

@@ -5,8 +5,8 @@ use super::*;
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::parity::first_step;
 use ferrotron_core::train::Trainer;
-use ferrotron_engine::Pass;
-use ferrotron_tensor::Watch;
+use ferrotron_engine::StepContext;
+use ferrotron_tensor::Instrumentation;
 
 /// What is dropped depends on the token, not on where or with how many others it is computed.
 #[test]
@@ -38,10 +38,16 @@ fn overlap_changes_nothing_and_is_ordered() {
         (4, &["train.recompute=full", "model.tied=true"]),
         (2, &["train.recompute=[\"norm\", \"activation\"]", "data.reset_at_documents=true"]),
     ] {
-        let layout = Layout { tp, dp: Some(2), ..Layout::default() };
+        let layout = RankLayout { tp, dp: Some(2), ..RankLayout::default() };
         let resolved = recipe(&layout, set);
         let step = |overlap| {
-            let make = || Ok(Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?);
+            let make = || {
+                Ok(Rank::cpu_instrumented(
+                    1,
+                    1234,
+                    Instrumentation { race_check: true, ..Instrumentation::default() },
+                )?)
+            };
             let work = |rank| first_step(Rank { overlap, ..rank }, &resolved, None);
             on_threads(&layout, make, work).unwrap().swap_remove(0)
         };
@@ -56,14 +62,20 @@ fn overlap_changes_nothing_and_is_ordered() {
 /// Prompts of lengths that no number of ranks divides, key heads shared by neighbours, columns of logits apart.
 #[test]
 fn text_is_that_of_one_rank() {
-    let text = |layout: &Layout, set: &[&str]| {
+    let text = |layout: &RankLayout, set: &[&str]| {
         let resolved = recipe(layout, set);
         let all = on_threads(
             layout,
-            || Ok(Rank::cpu_watched(1, 1234, Watch { order: true, ..Watch::default() })?),
+            || {
+                Ok(Rank::cpu_instrumented(
+                    1,
+                    1234,
+                    Instrumentation { race_check: true, ..Instrumentation::default() },
+                )?)
+            },
             |rank| {
                 let trainer = Trainer::new(rank, &resolved)?;
-                let pass = Pass::new(&trainer.rank, &trainer.params);
+                let pass = StepContext::new(&trainer.rank, &trainer.params);
                 let cold = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 3 };
                 let warm = Sampling { temperature: 1.0, ..cold };
                 let first = trainer.rank.world.rank() == 0;
@@ -97,7 +109,7 @@ fn text_is_that_of_one_rank() {
         let wanted = text(&one, set);
         assert!(wanted[0][1].windows(2).any(|w| w[0] != w[1]), "one token for ever: {wanted:?}");
         for tp in [2, 4] {
-            let layout = Layout { tp, ..one.clone() };
+            let layout = RankLayout { tp, ..one.clone() };
             assert_eq!(text(&layout, set)[0], wanted[0], "{layout}");
         }
     }

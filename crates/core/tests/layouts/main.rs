@@ -11,7 +11,7 @@ mod matrix;
 mod steps;
 
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::grid::Layout;
+use ferrotron_core::grid::RankLayout;
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::LogicalValues;
 use ferrotron_engine::Rank;
@@ -43,7 +43,7 @@ dtype = \"f32\"
 tokens = 0
 ";
 
-fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
+fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
     let sizes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("vp", layout.vp)];
@@ -54,18 +54,18 @@ fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
     recipe.resolve(None).unwrap()
 }
 
-fn one() -> Layout {
-    Layout { dp: Some(1), ..Layout::default() }
+fn one() -> RankLayout {
+    RankLayout { dp: Some(1), ..RankLayout::default() }
 }
 
-fn layout(text: &str) -> Layout {
-    let layout: Layout = text.parse().unwrap();
-    Layout { dp: layout.dp.or(Some(1)), ..layout }
+fn layout(text: &str) -> RankLayout {
+    let layout: RankLayout = text.parse().unwrap();
+    RankLayout { dp: layout.dp.or(Some(1)), ..layout }
 }
 
 /// What `work` makes on the first rank.
 fn run<T: Send>(
-    layout: &Layout,
+    layout: &RankLayout,
     work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
 ) -> ferrotron_core::Result<T> {
     Ok(on_threads(layout, || Ok(Rank::cpu(1, 1234)?), work)?.swap_remove(0))

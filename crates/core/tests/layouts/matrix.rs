@@ -2,10 +2,10 @@
 
 use super::*;
 use ferrotron_core::data::source;
-use ferrotron_core::parity::{Kind, Outcome};
-use ferrotron_core::ranks::{PATIENCE, on_one_device};
+use ferrotron_core::parity::{Outcome, TensorKind};
+use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device};
 use ferrotron_core::train::Trainer;
-use ferrotron_tensor::Watch;
+use ferrotron_tensor::Instrumentation;
 use std::collections::HashMap;
 use std::time::Instant;
 
@@ -20,7 +20,7 @@ struct Variant {
 #[derive(Clone, Debug)]
 struct Case {
     variant: Variant,
-    layout: Layout,
+    layout: RankLayout,
     zero: usize,
     zero_bubble: bool,
     overlap: bool,
@@ -61,20 +61,20 @@ impl Case {
         let resolved = self.recipe();
         let ranks = self.layout.world()?;
         // Everything that overlaps is watched: an access that no event orders is an error.
-        let watch = Watch { order: self.overlap, ..Watch::default() };
+        let watch = Instrumentation { race_check: self.overlap, ..Instrumentation::default() };
         let work = |rank| {
             let rank = Rank { overlap: self.overlap, ..rank };
             let sources = source::open(&resolved)?;
             let mut trainer = Trainer::new(rank, &resolved)?;
             let before = trainer.evaluate(&*sources.train, 3)?;
             let report = trainer.train_step(&*sources.train)?;
-            let gradients = vec![(Kind::Gradient, trainer.gradients()?)];
+            let gradients = vec![(TensorKind::Gradient, trainer.gradients()?)];
             Ok((Outcome { loss: Some(report.loss), lr: report.lr, tensors: gradients }, before))
         };
         let all = if on_a_card() {
-            on_one_device(&self.layout, PATIENCE, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
+            on_one_device(&self.layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
         } else {
-            on_threads(&self.layout, || Ok(Rank::cpu_watched(1, 1234, watch)?), work)?
+            on_threads(&self.layout, || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work)?
         };
         assert_eq!(all.len(), ranks);
         let first = all.into_iter().next();
@@ -114,7 +114,7 @@ fn whole() -> Vec<Case> {
         for vp in if pp > 1 { &[1, 2][..] } else { &[1] } {
             for zero_bubble in if pp > 1 { &yes_no[..] } else { &[false] } {
                 for zero in if cp * dp > 1 { &[0, 1, 2][..] } else { &[0] } {
-                    let layout = Layout { tp, cp, pp, vp: *vp, dp: Some(dp), ..Layout::default() };
+                    let layout = RankLayout { tp, cp, pp, vp: *vp, dp: Some(dp), ..RankLayout::default() };
                     // Half of the cases without overlap, mixed over everything else.
                     let overlap = (out.len() / 2 + out.len()).is_multiple_of(2);
                     out.push(Case { variant, layout, zero: *zero, zero_bubble: *zero_bubble, overlap });

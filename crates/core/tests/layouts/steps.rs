@@ -4,7 +4,7 @@ use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::train::Trainer;
 
-fn losses(layout: &Layout, set: &[&str]) -> Vec<f64> {
+fn losses(layout: &RankLayout, set: &[&str]) -> Vec<f64> {
     let resolved = recipe(layout, set);
     run(layout, |rank| {
         let sources = source::open(&resolved)?;

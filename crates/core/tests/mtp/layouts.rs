@@ -2,10 +2,10 @@
 
 use super::*;
 use ferrotron_core::data::source;
-use ferrotron_core::ranks::{PATIENCE, on_one_device, on_threads};
+use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device, on_threads};
 use ferrotron_core::train::{LogicalValues, StepReport, Trainer};
 use ferrotron_engine::Rank;
-use ferrotron_tensor::Watch;
+use ferrotron_tensor::Instrumentation;
 
 struct Made {
     report: StepReport,
@@ -13,7 +13,7 @@ struct Made {
     evaluation: f64,
 }
 
-fn step(layout: &Layout, set: &[&str]) -> Made {
+fn step(layout: &RankLayout, set: &[&str]) -> Made {
     let resolved = recipe(layout, set);
     let work = |rank| {
         let sources = source::open(&resolved)?;
@@ -22,10 +22,10 @@ fn step(layout: &Layout, set: &[&str]) -> Made {
         let report = trainer.train_step(&*sources.train)?;
         Ok(Made { report, gradients: trainer.gradients()?, evaluation })
     };
-    let watch = Watch { order: true, ..Watch::default() };
+    let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
     let all = match on_a_card() {
-        true => on_one_device(layout, PATIENCE, &Rank::cuda(0, 1, 1234, watch).unwrap().0, work),
-        false => on_threads(layout, || Ok(Rank::cpu_watched(1, 1234, watch)?), work),
+        true => on_one_device(layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, watch).unwrap().0, work),
+        false => on_threads(layout, || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work),
     };
     all.unwrap().swap_remove(0)
 }
@@ -40,8 +40,8 @@ fn same(what: &str, ours: &Made, wanted: &Made) {
         |kind: &str, a: f64, b: f64| assert!((a / b - 1.0).abs() < 1e-6, "{what}: {kind} {a} instead of {b}");
     near("loss", ours.report.loss, wanted.report.loss);
     near("evaluation", ours.evaluation, wanted.evaluation);
-    assert_eq!(ours.report.further.len(), wanted.report.further.len(), "{what}");
-    for (a, b) in ours.report.further.iter().zip(&wanted.report.further) {
+    assert_eq!(ours.report.mtp_losses.len(), wanted.report.mtp_losses.len(), "{what}");
+    for (a, b) in ours.report.mtp_losses.iter().zip(&wanted.report.mtp_losses) {
         near("further loss", *a, *b);
     }
     assert_eq!(ours.gradients.len(), wanted.gradients.len(), "{what}");
@@ -60,14 +60,14 @@ fn losses_and_gradients_are_those_of_one_rank() {
     let variants: [&[&str]; 6] = [
         &["data.reset_at_documents=true"],
         &["model.tied=true"],
-        &["mtp.repeated=true", "data.reset_at_documents=true", "model.tied=false"],
+        &["mtp.shared_layer=true", "data.reset_at_documents=true", "model.tied=false"],
         &["mtp.detach=true"],
-        &["dropout.hidden=0.1", "mtp.repeated=true"],
+        &["dropout.hidden=0.1", "mtp.shared_layer=true"],
         &["model.positions=learned", "model.tied=true", "train.recompute=full"],
     ];
     for set in variants {
         let wanted = step(&one(), set);
-        assert_eq!(wanted.report.further.len(), 2);
+        assert_eq!(wanted.report.mtp_losses.len(), 2);
         for text in ["tp=2", "cp=2", "dp=2", "pp=2", "pp=2,vp=2", "tp=2,cp=2", "tp=2,pp=2,dp=2"] {
             same(&format!("{text} {set:?}"), &step(&layout(text), set), &wanted);
         }
@@ -99,9 +99,9 @@ fn so_they_are_with_divided_state_and_other_schedules() {
 fn detached_heads_only_learn() {
     let with = step(&one(), &[]);
     let detached = step(&one(), &["mtp.detach=true"]);
-    let without = step(&one(), &["mtp.layers=0", "mtp.factor=0.1"]);
+    let without = step(&one(), &["mtp.layers=0", "mtp.loss_weight=0.1"]);
     assert_eq!(detached.report.loss, without.report.loss);
-    assert_eq!(detached.report.further, with.report.further);
+    assert_eq!(detached.report.mtp_losses, with.report.mtp_losses);
     let mut heads = 0;
     for g in &detached.gradients {
         let wanted = match g.name.starts_with("mtp.") {
@@ -125,11 +125,11 @@ fn detached_heads_only_learn() {
 /// What a repeated layer decided at each depth is what it decides there when computed again.
 #[test]
 fn what_is_computed_again_is_the_same_to_the_bit() {
-    let set = ["moe.experts=4", "moe.ffn=16", "mtp.repeated=true", "moe.balance=aux"];
+    let set = ["moe.experts=4", "moe.ffn=16", "mtp.shared_layer=true", "moe.balance=aux"];
     let wanted = step(&one(), &set);
     for recompute in ["train.recompute=full", "train.recompute=[\"mlp\", \"attention\"]"] {
         let ours = step(&one(), &[&set[..], &[recompute]].concat());
-        assert_eq!(ours.report.further, wanted.report.further);
+        assert_eq!(ours.report.mtp_losses, wanted.report.mtp_losses);
         for (o, w) in ours.gradients.iter().zip(&wanted.gradients) {
             assert_eq!(o, w, "{recompute}");
         }

@@ -2,11 +2,11 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod layouts;
+mod reference;
 mod runs;
-mod twin;
 
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::grid::Layout;
+use ferrotron_core::grid::RankLayout;
 
 /// Grouped heads, biases somewhere, a vocabulary that no layout divides.
 const MODEL: &str = "
@@ -22,7 +22,7 @@ qkv_bias = true
 tied = false
 [mtp]
 layers = 2
-factor = 0.3
+loss_weight = 0.3
 [data]
 path = \"embedded\"
 seq_len = 16
@@ -38,7 +38,7 @@ dtype = \"f32\"
 tokens = 0
 ";
 
-fn build(layout: &Layout, set: &[&str]) -> Recipe {
+fn build(layout: &RankLayout, set: &[&str]) -> Recipe {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
     let sizes =
@@ -50,15 +50,15 @@ fn build(layout: &Layout, set: &[&str]) -> Recipe {
     recipe
 }
 
-fn recipe(layout: &Layout, set: &[&str]) -> Resolved {
+fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     build(layout, set).resolve(None).unwrap()
 }
 
-fn layout(text: &str) -> Layout {
-    let layout: Layout = text.parse().unwrap();
-    Layout { dp: layout.dp.or(Some(1)), ..layout }
+fn layout(text: &str) -> RankLayout {
+    let layout: RankLayout = text.parse().unwrap();
+    RankLayout { dp: layout.dp.or(Some(1)), ..layout }
 }
 
-fn one() -> Layout {
+fn one() -> RankLayout {
     layout("tp=1")
 }

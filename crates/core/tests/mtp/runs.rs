@@ -25,7 +25,7 @@ impl Observer for StopAfter<'_> {
 
 /// Trains in a folder until `stop`: all weights, and the steps' losses by name.
 fn train(
-    layout: &Layout,
+    layout: &RankLayout,
     set: &[&str],
     dir: &Path,
     stop: u64,
@@ -48,7 +48,7 @@ fn train(
 
 #[test]
 fn a_resumed_run_ends_with_the_same_bits() {
-    for (text, set) in [("tp=1", &["mtp.repeated=true"][..]), ("pp=2,dp=2", &["dropout.hidden=0.1"])] {
+    for (text, set) in [("tp=1", &["mtp.shared_layer=true"][..]), ("pp=2,dp=2", &["dropout.hidden=0.1"])] {
         let layout = layout(text);
         let [whole, parts] = [(), ()].map(|()| tempfile::tempdir().unwrap());
         let (wanted, losses) = train(&layout, set, whole.path(), 100);
@@ -69,8 +69,8 @@ fn a_mixture_predicts_further_tokens() {
     let set = [
         "moe.experts=4",
         "moe.ffn=24",
-        "moe.dense=[0]",
-        "moe.score=sigmoid",
+        "moe.dense_layers=[0]",
+        "moe.score_function=sigmoid",
         "moe.expert_bias=true",
         "moe.balance=aux",
         "mtp.layers=1",
@@ -100,7 +100,7 @@ fn a_mixture_predicts_further_tokens() {
 fn the_model_counts_its_weights() {
     for set in [
         &["mtp.layers=2"][..],
-        &["mtp.repeated=true", "model.norm=layernorm"],
+        &["mtp.shared_layer=true", "model.norm=layernorm"],
         &["moe.experts=4", "moe.shared_ffn=8", "model.tied=true"],
         &[
             "model.mla={ kv_lora_rank = 8, nope_dim = 8, rope_dim = 4, v_dim = 8 }",
@@ -126,11 +126,11 @@ fn what_cannot_work_is_refused_in_one_sentence() {
     refused("pp=2", &["parallel.stages=Ettm|mtL"], "t");
     refused("pp=2", &["parallel.stages=Ett|tL"], "write 2 m before L");
     refused("pp=4", &["parallel.stages=Et|tt|mm|L"], "write mL");
-    refused("pp=2", &["parallel.stages=Ett|tmL", "mtp.layers=0", "mtp.factor=0.1"], "leave m out");
+    refused("pp=2", &["parallel.stages=Ett|tmL", "mtp.layers=0", "mtp.loss_weight=0.1"], "leave m out");
     refused("tp=1", &["mtp.layers=0"], "mtp.layers");
-    refused("tp=1", &["mtp.factor=0"], "above 0");
+    refused("tp=1", &["mtp.loss_weight=0"], "above 0");
     refused("tp=1", &["mtp.layers=16"], "16");
-    refused("tp=1", &["train.graph=on"], "mtp.layers");
+    refused("tp=1", &["train.cuda_graph=on"], "mtp.layers");
     let same = recipe(&layout("pp=2"), &["parallel.stages=Ett|tmmL"]);
     assert_eq!(same.model.mtp_depth(), 2);
     // What a run's folder says resolves to the same.

@@ -2,7 +2,7 @@
 
 use ferrotron_core::{
     Error,
-    pipeline::{Matching, Mode, Plan, Schedule, Step, Transport, check},
+    pipeline::{Matching, PipelinePlan, Schedule, ScheduleKind, ScheduleStep, Transport, check},
 };
 use proptest::prelude::*;
 
@@ -11,10 +11,10 @@ use crate::oracle;
 prop_compose! {
     fn plan()(
         pp in 1usize..5, vp in 1usize..4, m in 1usize..9,
-        mode in prop::sample::select(vec![Mode::Train, Mode::ZeroBubble, Mode::Paired, Mode::ForwardOnly]),
+        mode in prop::sample::select(vec![ScheduleKind::OneForwardOneBackward, ScheduleKind::ZeroBubble, ScheduleKind::Paired, ScheduleKind::ForwardOnly]),
         transport in prop::sample::select(vec![Transport::Batched, Transport::Eager]),
-    ) -> Plan {
-        Plan { mode, transport, ..Plan::new(pp, vp, m) }
+    ) -> PipelinePlan {
+        PipelinePlan { kind: mode, transport, ..PipelinePlan::new(pp, vp, m) }
     }
 }
 
@@ -24,8 +24,8 @@ fn places(schedule: &Schedule) -> Vec<(usize, usize, Option<usize>)> {
     for (rank, steps) in schedule.ranks.iter().enumerate() {
         for (step, entry) in steps.iter().enumerate() {
             match entry {
-                Step::Run(_) | Step::Pair(..) => all.push((rank, step, None)),
-                Step::Exchange(group) => all.extend((0..group.len()).map(|k| (rank, step, Some(k)))),
+                ScheduleStep::Run(_) | ScheduleStep::Pair(..) => all.push((rank, step, None)),
+                ScheduleStep::Exchange(group) => all.extend((0..group.len()).map(|k| (rank, step, Some(k)))),
             }
         }
     }
@@ -61,9 +61,9 @@ proptest! {
                 doubled.ranks[rank].insert(to + 1, again);
             }
             Some(k) => {
-                let Step::Exchange(group) = &mut dropped.ranks[rank][step] else { unreachable!() };
+                let ScheduleStep::Exchange(group) = &mut dropped.ranks[rank][step] else { unreachable!() };
                 let transfer = group.remove(k);
-                let Step::Exchange(group) = &mut doubled.ranks[rank][step] else { unreachable!() };
+                let ScheduleStep::Exchange(group) = &mut doubled.ranks[rank][step] else { unreachable!() };
                 group.push(transfer);
             }
         }
@@ -75,7 +75,7 @@ proptest! {
     #[test]
     fn a_swap_is_refused_exactly_if_it_goes_wrong(plan in plan(), rank in any::<prop::sample::Index>(),
         a in any::<prop::sample::Index>(), b in any::<prop::sample::Index>(), near in any::<bool>()) {
-        let plan = Plan { transport: Transport::Batched, ..plan };
+        let plan = PipelinePlan { transport: Transport::Batched, ..plan };
         let mut schedule = plan.schedule().unwrap();
         let steps = &mut schedule.ranks[rank.index(plan.pp)];
         let a = a.index(steps.len());
@@ -88,15 +88,15 @@ proptest! {
     /// The same for entries of different ranks, where only the two together are wrong.
     #[test]
     fn split_group_calls_are_refused_exactly_if_they_go_wrong(plan in plan(), pick in any::<prop::sample::Index>(), turn in any::<bool>()) {
-        let mut schedule = Plan { transport: Transport::Batched, ..plan }.schedule().unwrap();
+        let mut schedule = PipelinePlan { transport: Transport::Batched, ..plan }.schedule().unwrap();
         let groups: Vec<(usize, usize)> = places(&schedule).iter().filter(|p| p.2 == Some(1)).map(|p| (p.0, p.1)).collect();
         prop_assume!(!groups.is_empty());
         let (rank, step) = groups[pick.index(groups.len())];
-        let Step::Exchange(all) = schedule.ranks[rank].remove(step) else { unreachable!() };
+        let ScheduleStep::Exchange(all) = schedule.ranks[rank].remove(step) else { unreachable!() };
         for transfer in all {
             let at = if turn { step } else { step + 1 };
             let at = at.min(schedule.ranks[rank].len());
-            schedule.ranks[rank].insert(at, Step::Exchange(vec![transfer]));
+            schedule.ranks[rank].insert(at, ScheduleStep::Exchange(vec![transfer]));
         }
         let verdict = check(&schedule, Matching::Blocking);
         prop_assert_eq!(verdict.is_ok(), oracle::runs(&schedule), "{:?}", verdict);
@@ -110,11 +110,11 @@ fn text(schedule: &Schedule, matching: Matching) -> String {
 /// Sending before receiving on both sides: fine if nobody waits for sends, a deadlock if they do.
 #[test]
 fn a_deadlock_is_named() {
-    let mut schedule = Plan::new(2, 1, 2).schedule().unwrap();
+    let mut schedule = PipelinePlan::new(2, 1, 2).schedule().unwrap();
     for steps in &mut schedule.ranks {
-        let apart = |step: &Step| match step {
-            Step::Run(_) | Step::Pair(..) => vec![step.clone()],
-            Step::Exchange(all) => all.iter().map(|t| Step::Exchange(vec![*t])).collect(),
+        let apart = |step: &ScheduleStep| match step {
+            ScheduleStep::Run(_) | ScheduleStep::Pair(..) => vec![step.clone()],
+            ScheduleStep::Exchange(all) => all.iter().map(|t| ScheduleStep::Exchange(vec![*t])).collect(),
         };
         *steps = steps.iter().flat_map(apart).collect();
     }
@@ -129,7 +129,7 @@ fn a_deadlock_is_named() {
 
 #[test]
 fn faults_are_named() {
-    let good = Plan::new(2, 1, 3).schedule().unwrap();
+    let good = PipelinePlan::new(2, 1, 3).schedule().unwrap();
     let with = |change: &dyn Fn(&mut Schedule)| {
         let mut schedule = good.clone();
         change(&mut schedule);
@@ -150,8 +150,8 @@ fn faults_are_named() {
         "{early}"
     );
     assert!(with(&|s| drop(s.ranks.pop())).contains("has 1 lists"));
-    let pair = |f: &Step, b: &Step| match (f, b) {
-        (Step::Run(f), Step::Run(b)) => Step::Pair(*f, *b),
+    let pair = |f: &ScheduleStep, b: &ScheduleStep| match (f, b) {
+        (ScheduleStep::Run(f), ScheduleStep::Run(b)) => ScheduleStep::Pair(*f, *b),
         _ => unreachable!(),
     };
     // The last rank's backward needs the forward beside it; and two backwards are no pair.
@@ -160,7 +160,8 @@ fn faults_are_named() {
     let kinds = with(&|s| s.ranks[1][b1] = pair(&good.ranks[1][b1], &good.ranks[1][b1]));
     assert!(kinds.contains("(B1.0 beside B1.0): pairs other passes"), "{kinds}");
     // Two chunks exchanged at one end only.
-    let eager = Plan { transport: Transport::Eager, ..Plan::new(2, 1, 4) }.schedule().unwrap();
+    let eager =
+        PipelinePlan { transport: Transport::Eager, ..PipelinePlan::new(2, 1, 4) }.schedule().unwrap();
     let mut crossed = eager.clone();
     let receives: Vec<usize> = (0..crossed.ranks[1].len())
         .filter(|&k| crossed.ranks[1][k].to_string().starts_with("receive"))

@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, VecDeque};
 
-use ferrotron_core::pipeline::{Kind, Op, Payload, Schedule, Step, Transfer};
+use ferrotron_core::pipeline::{OpKind, Payload, PipelineOp, Schedule, ScheduleStep, Transfer};
 
 type Value = Vec<usize>;
 /// By (from, to, payload): who sent it at which step, and the value.
@@ -18,7 +18,7 @@ struct Rank {
     open: Vec<(usize, usize, Payload, (usize, usize))>,
     /// What is there to be used, by (payload, micro-batch, stage that made it).
     values: HashMap<(Payload, usize, usize), Value>,
-    ops: Vec<Op>,
+    ops: Vec<PipelineOp>,
 }
 
 /// Whether the schedule runs to its end with every operation once, on the right values, and weight gradients of each
@@ -33,7 +33,7 @@ pub fn runs(schedule: &Schedule) -> bool {
         for (r, rank) in ranks.iter_mut().enumerate() {
             let Some(step) = schedule.ranks[r].get(rank.at) else { continue };
             match step {
-                Step::Run(_) | Step::Pair(..) => {
+                ScheduleStep::Run(_) | ScheduleStep::Pair(..) => {
                     // What a pair makes is not there before both are done.
                     let ready = step.ops().all(|op| input(schedule, rank, r, op).is_some());
                     if !ready || !step.ops().all(|op| run(schedule, rank, r, op)) {
@@ -42,7 +42,7 @@ pub fn runs(schedule: &Schedule) -> bool {
                     rank.at += 1;
                     moved = true;
                 }
-                Step::Exchange(all) => {
+                ScheduleStep::Exchange(all) => {
                     if !rank.posted {
                         rank.posted = true;
                         moved = true;
@@ -94,38 +94,38 @@ pub fn runs(schedule: &Schedule) -> bool {
 }
 
 /// What an operation works on, if it is there.
-fn input(schedule: &Schedule, rank: &Rank, r: usize, op: Op) -> Option<Value> {
+fn input(schedule: &Schedule, rank: &Rank, r: usize, op: PipelineOp) -> Option<Value> {
     let s = schedule.shape;
     let stage = op.chunk * s.pp + r;
     let key = |payload, stage| (payload, op.micro_batch, stage);
     match op.kind {
-        Kind::Forward if stage == 0 => Some(vec![op.micro_batch]),
-        Kind::Forward => rank.values.get(&key(Payload::Activation, stage - 1)).cloned(),
-        Kind::WeightGrad => rank.values.get(&key(Payload::Gradient, stage)).cloned(),
+        OpKind::Forward if stage == 0 => Some(vec![op.micro_batch]),
+        OpKind::Forward => rank.values.get(&key(Payload::Activation, stage - 1)).cloned(),
+        OpKind::WeightGrad => rank.values.get(&key(Payload::Gradient, stage)).cloned(),
         _ if !rank.values.contains_key(&key(Payload::Activation, stage)) => None,
         _ if stage + 1 == s.pp * s.vp => rank.values.get(&key(Payload::Activation, stage)).cloned(),
         _ => rank.values.get(&key(Payload::Gradient, stage + 1)).cloned(),
     }
 }
 
-fn run(schedule: &Schedule, rank: &mut Rank, r: usize, op: Op) -> bool {
+fn run(schedule: &Schedule, rank: &mut Rank, r: usize, op: PipelineOp) -> bool {
     let stage = op.chunk * schedule.shape.pp + r;
     let key = |payload, stage| (payload, op.micro_batch, stage);
     let Some(mut value) = input(schedule, rank, r, op) else { return false };
     value.push(stage);
     match op.kind {
-        Kind::Forward => rank.values.insert(key(Payload::Activation, stage), value),
-        Kind::WeightGrad => None,
+        OpKind::Forward => rank.values.insert(key(Payload::Activation, stage), value),
+        OpKind::WeightGrad => None,
         _ => rank.values.insert(key(Payload::Gradient, stage), value),
     };
     rank.ops.push(op);
     true
 }
 
-fn complete(schedule: &Schedule, ops: &[Op]) -> bool {
+fn complete(schedule: &Schedule, ops: &[PipelineOp]) -> bool {
     let s = schedule.shape;
     (0..s.vp).all(|chunk| {
-        let of = |kinds: &[Kind]| -> Vec<usize> {
+        let of = |kinds: &[OpKind]| -> Vec<usize> {
             ops.iter()
                 .filter(|o| o.chunk == chunk && kinds.contains(&o.kind))
                 .map(|o| o.micro_batch)
@@ -137,8 +137,8 @@ fn complete(schedule: &Schedule, ops: &[Op]) -> bool {
             list
         };
         let backward = if s.forward_only { vec![] } else { all.clone() };
-        sorted(of(&[Kind::Forward])) == all
-            && sorted(of(&[Kind::Backward, Kind::BackwardInput])) == backward
-            && of(&[Kind::Backward, Kind::WeightGrad]) == backward
+        sorted(of(&[OpKind::Forward])) == all
+            && sorted(of(&[OpKind::Backward, OpKind::BackwardInput])) == backward
+            && of(&[OpKind::Backward, OpKind::WeightGrad]) == backward
     })
 }

@@ -1,6 +1,6 @@
 //! Layers on stages.
 
-use ferrotron_core::pipeline::{Placement, Split};
+use ferrotron_core::pipeline::{LayerPlacement, LayerSplit};
 use proptest::prelude::*;
 
 proptest! {
@@ -8,7 +8,7 @@ proptest! {
     fn every_layer_lives_once_and_shares_are_even(
         layers in 0usize..40, pp in 1usize..9, vp in 1usize..5, count_embedding: bool, count_loss: bool, mtp in 0usize..3,
     ) {
-        let split = Split { count_embedding, count_loss, mtp, ..Split::even(layers, pp, vp) };
+        let split = LayerSplit { count_embedding, count_loss, mtp, ..LayerSplit::even(layers, pp, vp) };
         let placement = split.place().unwrap();
         let stages = placement.stages();
         prop_assert_eq!((placement.pp(), placement.vp(), stages.len()), (pp, vp, pp * vp));
@@ -26,13 +26,13 @@ proptest! {
             prop_assert!(placement.at(rank, chunk).unwrap().layers.contains(&layer));
         }
         prop_assert_eq!(placement.home(layers), None);
-        let again = Placement::parse(&placement.to_string(), pp, Some(layers)).unwrap();
+        let again = LayerPlacement::parse(&placement.to_string(), pp, Some(layers)).unwrap();
         prop_assert_eq!(again, placement);
     }
 
     #[test]
     fn ends_get_what_was_asked(first in 0usize..6, last in 0usize..6, rest in 0usize..20, pp in 3usize..7, vp in 1usize..4) {
-        let split = Split { first: Some(first), last: Some(last), ..Split::even(first + last + rest, pp, vp) };
+        let split = LayerSplit { first: Some(first), last: Some(last), ..LayerSplit::even(first + last + rest, pp, vp) };
         let placement = split.place().unwrap();
         let of = |rank| (0..vp).map(|c| placement.at(rank, c).unwrap().layers.len()).sum::<usize>();
         prop_assert_eq!([of(0), of(pp - 1)], [first, last]);
@@ -44,7 +44,7 @@ proptest! {
 
     #[test]
     fn no_text_panics(text in "[EtmL|()*,0-9 x]{0,24}", pp in 0usize..5) {
-        if let Ok(placement) = Placement::parse(&text, pp, None) {
+        if let Ok(placement) = LayerPlacement::parse(&text, pp, None) {
             prop_assert!(placement.stages().len() % pp == 0);
         }
     }
@@ -52,7 +52,7 @@ proptest! {
 
 #[test]
 fn what_does_not_divide_goes_to_the_middle() {
-    let text = |layers, pp, vp| Split::even(layers, pp, vp).place().unwrap().to_string();
+    let text = |layers, pp, vp| LayerSplit::even(layers, pp, vp).place().unwrap().to_string();
     assert_eq!(text(10, 4, 1), "Ett|ttt|ttt|ttL");
     assert_eq!(text(2, 4, 1), "E|t|t|L");
     assert_eq!(text(5, 2, 2), "Et|tt|t|tL");
@@ -61,12 +61,12 @@ fn what_does_not_divide_goes_to_the_middle() {
 
 #[test]
 fn layout_strings() {
-    let placement = Placement::parse("Et*3|(tt|)*29,m|L", 16, Some(61)).unwrap();
+    let placement = LayerPlacement::parse("Et*3|(tt|)*29,m|L", 16, Some(61)).unwrap();
     assert_eq!((placement.vp(), placement.layers()), (2, 61));
     assert_eq!(placement.at(14, 1).unwrap().mtp, 0..1);
     assert_eq!(placement.at(2, 0).unwrap().layers, 5..7);
     assert!(placement.at(16, 0).is_none());
-    assert_eq!(Placement::parse("E((t|)*2,t|)*2L", 1, None).unwrap().to_string(), "Et|t|t|t|t|t|L");
+    assert_eq!(LayerPlacement::parse("E((t|)*2,t|)*2L", 1, None).unwrap().to_string(), "Et|t|t|t|t|t|L");
     for (bad, pp, says) in [
         ("Et|tL", 3, "write 3"),
         ("t|tL", 2, "E once"),
@@ -88,23 +88,23 @@ fn layout_strings() {
         ("E(((t*999)*999)*999)L", 1, "longer"),
         ("", 1, "E once"),
     ] {
-        let error = Placement::parse(bad, pp, None).expect_err(bad).to_string();
+        let error = LayerPlacement::parse(bad, pp, None).expect_err(bad).to_string();
         assert!(error.contains(says), "{bad}: {error}");
     }
-    assert!(Placement::parse("Et|tL", 2, Some(3)).unwrap_err().to_string().contains("write 3 t"));
+    assert!(LayerPlacement::parse("Et|tL", 2, Some(3)).unwrap_err().to_string().contains("write 3 t"));
 }
 
 #[test]
 fn contradictory_splits_are_refused() {
-    let even = |layers, pp, vp| Split::even(layers, pp, vp);
+    let even = |layers, pp, vp| LayerSplit::even(layers, pp, vp);
     for split in [
         even(4, 0, 1),
         even(4, 1, 0),
         even(4, usize::MAX, 2),
-        Split { first: Some(3), ..even(4, 1, 1) },
-        Split { first: Some(3), last: Some(2), ..even(4, 4, 1) },
-        Split { first: Some(1), last: Some(2), ..even(4, 2, 1) },
-        Split { first: Some(1), count_loss: true, ..even(8, 4, 1) },
+        LayerSplit { first: Some(3), ..even(4, 1, 1) },
+        LayerSplit { first: Some(3), last: Some(2), ..even(4, 4, 1) },
+        LayerSplit { first: Some(1), last: Some(2), ..even(4, 2, 1) },
+        LayerSplit { first: Some(1), count_loss: true, ..even(8, 4, 1) },
     ] {
         assert!(split.place().is_err(), "{split:?}");
     }

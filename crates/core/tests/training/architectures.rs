@@ -2,7 +2,7 @@
 //! keep less for the backward pass is time, not a single bit.
 
 use super::support::*;
-use ferrotron_core::config::{Module, Recompute, Resolved};
+use ferrotron_core::config::{Recompute, RecomputeModule, Resolved};
 use ferrotron_core::model::config::{
     Activation, MlaConfig, ModelConfig, NormKind, Positions, RopeConfig, RopeScaling,
 };
@@ -184,10 +184,11 @@ fn both_kinds_of_adam_and_sgd_learn() {
 fn recomputing_gives_the_same_bits() {
     let mut choices = vec![Recompute::Full];
     for bits in 1..16 {
-        let list = Module::ALL.iter().enumerate().filter(|(i, _)| bits >> i & 1 == 1).map(|(_, m)| *m);
+        let list =
+            RecomputeModule::ALL.iter().enumerate().filter(|(i, _)| bits >> i & 1 == 1).map(|(_, m)| *m);
         choices.push(Recompute::Modules(list.collect()));
     }
-    assert_eq!(Module::ALL.len(), 4);
+    assert_eq!(RecomputeModule::ALL.len(), 4);
     for (name, model) in families() {
         for dtype in ["f32", "bf16"] {
             let state = |recompute: Recompute| {

@@ -4,8 +4,8 @@ use super::support::*;
 use ferrotron_core::checkpoint;
 use ferrotron_core::data::Batches;
 use ferrotron_core::train::{Run, Trainer};
-use ferrotron_engine::{Dropout, Part, Pass, Rank, initial_values};
-use ferrotron_tensor::{DType, Watch};
+use ferrotron_engine::{Dropout, Part, Rank, StepContext, initial_values};
+use ferrotron_tensor::{DType, Instrumentation};
 
 /// Nothing of the base model cuts a block of 32, without this either: it makes sizes unlike each other.
 const BLOCKS: &str = "model.ffn=96";
@@ -17,16 +17,21 @@ fn settings() -> Vec<(&'static str, Vec<&'static str>)> {
         ("bf16, dropout", vec!["precision.dtype=bf16", "dropout.hidden=0.2"]),
         (
             "bf16 moments, accumulation",
-            vec!["precision.dtype=bf16", "optimizer.moments=bf16", "train.micro_batch=1"],
+            vec!["precision.dtype=bf16", "optimizer.state_dtype=bf16", "train.micro_batch=1"],
         ),
         (
             "fp8 moments, remainders",
-            vec!["precision.dtype=bf16", "optimizer.moments=fp8", "optimizer.master=remainder", BLOCKS],
+            vec![
+                "precision.dtype=bf16",
+                "optimizer.state_dtype=fp8",
+                "optimizer.master_dtype=remainder",
+                BLOCKS,
+            ],
         ),
-        ("f16 moments", vec!["optimizer.moments=f16", BLOCKS]),
+        ("f16 moments", vec!["optimizer.state_dtype=f16", BLOCKS]),
         (
             "sgd, fp8 momentum",
-            vec!["optimizer.kind=sgd", "optimizer.lr=0.1", "optimizer.moments=fp8", BLOCKS],
+            vec!["optimizer.kind=sgd", "optimizer.lr=0.1", "optimizer.state_dtype=fp8", BLOCKS],
         ),
         (
             "sgd, ramp",
@@ -115,10 +120,10 @@ fn a_checkpoint_of_another_run_is_refused() {
 
 #[test]
 fn training_is_ordered_under_the_access_checker() {
-    let watch = Watch { order: true, ..Watch::default() };
+    let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
     for changes in [&["dropout.hidden=0.1"][..], &["precision.dtype=bf16", "train.recompute=full"]] {
         let r = recipe(changes);
-        let rank = Rank::cpu_watched(2, r.config.train.seed, watch).unwrap();
+        let rank = Rank::cpu_instrumented(2, r.config.train.seed, watch).unwrap();
         let mut t = Trainer::new(rank, &r).unwrap();
         for _ in 0..3 {
             t.train_step(&RULE).unwrap();
@@ -157,7 +162,7 @@ fn dropout_is_a_function_of_its_key() {
         let numbers =
             t.rank.compute.upload(&numbers, &[rows], ferrotron_tensor::Category::Activations).unwrap();
         let dropout = Some(Dropout { p: 0.25, step, rows: &numbers });
-        let pass = Pass { dropout, ..Pass::new(&t.rank, &t.params) };
+        let pass = StepContext { dropout, ..StepContext::new(&t.rank, &t.params) };
         t.rank.compute.download(&pass.dropout(layer, site, ones.clone()).unwrap()).unwrap()
     };
     let first = mask(3, 1, 2, 1);

@@ -4,9 +4,9 @@
 mod architectures;
 mod bits;
 mod data;
-mod half;
-mod moments;
-mod passes;
-mod scales;
+mod f16;
+mod forward_backward;
+mod fp8_scales;
+mod optimizer_state;
+mod ranks;
 mod support;
-mod together;

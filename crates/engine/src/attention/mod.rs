@@ -1,25 +1,25 @@
 //! Self-attention: projections, optional norms of q and k, RoPE, scores, output projection.
 
-mod cache;
-pub mod context;
-mod kind;
-mod latent;
+pub mod context_parallel;
+mod core_attention;
+mod fp8;
+mod kv_cache;
 mod layout;
-mod narrow;
-mod scores;
+mod mla;
+mod self_attention;
 
-pub use cache::KvCache;
-pub use kind::{SelfAttention, SelfAttentionSaved};
-pub use latent::{LatentAttention, LatentConfig, LatentSaved};
+pub use kv_cache::KvCache;
 pub use layout::Layout;
+pub use mla::{MlaConfig, MlaSaved, MultiLatentAttention};
+pub use self_attention::{SelfAttention, SelfAttentionSaved};
 
 use crate::{
-    Declarations, Linear, LinearSaved, Measured, NormLayer, NormSaved, Pass, Saved, SavedTensor, Split,
-    WeightGrad,
+    Declarations, Linear, LinearSaved, NormLayer, NormSaved, Saved, SavedTensor, Split, StepContext,
+    WeightGrad, WithAmax,
 };
-use ferrotron_kernels::{Norm, Rope, RopeStyle, Scores};
+use core_attention::{CoreAttention, CoreAttentionGrads, CoreAttentionSaved, zero_padding};
+use ferrotron_kernels::{AttentionParams, Norm, Rope, RopeStyle};
 use ferrotron_tensor::{Result, Tensor};
-use scores::{Backward, Seen, Softmax, blank};
 
 /// Sizes and switches of an attention block.
 #[derive(Clone, Debug)]
@@ -37,10 +37,10 @@ pub struct AttentionConfig {
     /// Bias of the output projection.
     pub out_bias: bool,
     /// Scale, cap, mask.
-    pub scores: Scores,
+    pub scores: AttentionParams,
     /// Norm of each head of q and k before RoPE.
     pub qk_norm: Option<Norm>,
-    /// A learned logit of each head in the softmax's denominator.
+    /// A learned logit of each head in the core's denominator.
     pub sink: bool,
     /// Standard deviation of initial weights, and of the output projection's.
     pub std: (f32, f32),
@@ -62,7 +62,7 @@ pub struct Attention {
     qkv: Linear,
     out: Linear,
     norms: Option<(NormLayer, NormLayer)>,
-    softmax: Softmax,
+    core: CoreAttention,
     config: AttentionConfig,
     rope: Option<RopeTable>,
 }
@@ -72,7 +72,7 @@ pub struct AttentionSaved {
     out_proj: LinearSaved,
     /// The heads' outputs, which the projection and the scores' backward both need.
     heads: SavedTensor,
-    scores: Seen<Operands>,
+    scores: CoreAttentionSaved<Operands>,
     norms: Option<(NormSaved, NormSaved)>,
     qkv: LinearSaved,
 }
@@ -105,13 +105,13 @@ impl Saved for Operands {
 
 impl AttentionSaved {
     /// Drops the block's input, which the caller can make again.
-    pub fn forget_input(&mut self) {
-        self.qkv.forget();
+    pub fn drop_input(&mut self) {
+        self.qkv.drop_input();
     }
 
     /// Puts the input back.
-    pub fn remember_input(&mut self, x: &Tensor) {
-        self.qkv.remember(x);
+    pub fn restore_input(&mut self, x: &Tensor) {
+        self.qkv.restore_input(x);
     }
 }
 
@@ -146,26 +146,26 @@ impl Attention {
             None => None,
         };
         let sink = c.sink.then_some(c.std.0);
-        let softmax = Softmax::declare(d, name, c.scores, [c.heads, c.kv_heads], sink)?;
+        let core = CoreAttention::declare(d, name, c.scores, [c.heads, c.kv_heads], sink)?;
         let to_hidden = [(format!("{name}.out"), c.hidden)];
         let out = Linear::declare(d, nd, &to_hidden, c.out_bias, Split::Columns { unit: heads }, c.std.1)?
-            .with_input_kept();
+            .with_input_saved_by_caller();
         // From here on: the heads of this rank.
-        let config = AttentionConfig { heads: softmax.heads(), kv_heads: softmax.kv_heads(), ..config };
-        Ok(Attention { qkv, out, norms, softmax, config, rope })
+        let config = AttentionConfig { heads: core.heads(), kv_heads: core.kv_heads(), ..config };
+        Ok(Attention { qkv, out, norms, core, config, rope })
     }
 
     /// Does it need the largest magnitude of its input?
-    pub fn measures_input(&self, p: &Pass) -> bool {
-        self.qkv.measures_input(p)
+    pub fn needs_input_amax(&self, p: &StepContext) -> bool {
+        self.qkv.needs_input_amax(p)
     }
 
     /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`; of the tokens this rank holds (see
     /// [`crate::Tokens`]), while `layout` describes the whole sequences.
     pub fn forward(
         &self,
-        p: &Pass,
-        x: impl Into<Measured>,
+        p: &StepContext,
+        x: impl Into<WithAmax>,
         layout: &Layout,
         positions: &Tensor,
     ) -> Result<(Tensor, AttentionSaved)> {
@@ -174,14 +174,14 @@ impl Attention {
         let heads = p.empty(&[rotated.shape()[0], c.heads * c.head_dim])?;
         let keep = || Operands { rotated: SavedTensor::activation(&rotated), v: SavedTensor::activation(&v) };
         let [q, k, v] = &self.q_k_v(&rotated, &v)?;
-        let scores = self.softmax.forward(p, layout, [q, k, v], &heads, keep)?;
+        let scores = self.core.forward(p, layout, [q, k, v], &heads, keep)?;
         let (y, out_proj) = self.out.forward(p, &heads)?;
         let heads = SavedTensor::activation(&heads);
         Ok((y, AttentionSaved { out_proj, heads, scores, norms, qkv }))
     }
 
     /// An empty cache of this rank's heads for `batch` sequences of up to `capacity` tokens.
-    pub fn cache(&self, p: &Pass, batch: usize, capacity: usize) -> Result<KvCache> {
+    pub fn cache(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<KvCache> {
         let c = &self.config;
         KvCache::new(&p.rank.compute, batch, capacity, c.kv_heads, [c.head_dim; 2], p.dtype())
     }
@@ -190,8 +190,8 @@ impl Attention {
     /// this rank holds, in and out, with its heads in the cache; `layout` is `batch` rows of `new` tokens.
     pub fn decode(
         &self,
-        p: &Pass,
-        x: impl Into<Measured>,
+        p: &StepContext,
+        x: impl Into<WithAmax>,
         cache: &mut KvCache,
         layout: &Layout,
         positions: &Tensor,
@@ -201,13 +201,13 @@ impl Attention {
         let Projected { rotated, v, .. } = self.project(p, &x.into(), positions)?;
         let heads = p.empty(&[rotated.shape()[0], c.heads * c.head_dim])?;
         let [q, k, v] = &self.q_k_v(&rotated, &v)?;
-        self.softmax.decode(p, layout, cache, [q, k, v], &heads)?;
+        self.core.decode(p, layout, cache, [q, k, v], &heads)?;
         Ok(self.out.forward(p, &heads)?.0)
     }
 
-    fn project(&self, p: &Pass, x: &Measured, positions: &Tensor) -> Result<Projected> {
+    fn project(&self, p: &StepContext, x: &WithAmax, positions: &Tensor) -> Result<Projected> {
         let c = &self.config;
-        let (qkv, saved) = self.qkv.forward_or_again(p, x, p.recompute.norm)?;
+        let (qkv, saved) = self.qkv.forward_recomputable(p, x, p.recompute.norm)?;
         let (tokens, d) = (qkv.shape()[0], c.head_dim);
         let v = qkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
         let (rotated, norms) = match &self.norms {
@@ -239,7 +239,7 @@ impl Attention {
     }
 
     /// RoPE on all q and k heads in one launch.
-    fn rotate(&self, p: &Pass, rotated: &Tensor, positions: &Tensor, inverse: bool) -> Result<()> {
+    fn rotate(&self, p: &StepContext, rotated: &Tensor, positions: &Tensor, inverse: bool) -> Result<()> {
         let Some(table) = &self.rope else { return Ok(()) };
         let c = &self.config;
         let n = c.heads + c.kv_heads;
@@ -251,7 +251,7 @@ impl Attention {
     /// Gradient of the input.
     pub fn backward(
         &self,
-        p: &Pass,
+        p: &StepContext,
         saved: AttentionSaved,
         layout: &Layout,
         positions: &Tensor,
@@ -262,18 +262,18 @@ impl Attention {
         let (dheads, out_grad) = self.out.backward(p, saved.out_proj, dy)?;
         let (tokens, d) = (dheads.shape()[0], c.head_dim);
         let dqkv = p.empty(&[tokens, (c.heads + 2 * c.kv_heads) * d])?;
-        blank(p, layout, &dqkv)?;
+        zero_padding(p, layout, &dqkv)?;
         // With norms in between, dq and dk first go to memory of their own.
         let drotated = match &self.norms {
             None => dqkv.clone(),
             Some(_) => p.empty(&[tokens, (c.heads + c.kv_heads) * d])?,
         };
-        blank(p, layout, &drotated)?;
+        zero_padding(p, layout, &drotated)?;
         let dv = dqkv.narrow(1, (c.heads + c.kv_heads) * d, c.kv_heads * d)?;
         let [dq, dk, dv] = &self.q_k_v(&drotated, &dv)?;
-        let y = Backward { out: &heads, dout: &dheads, dqkv: [dq, dk, dv] };
-        let again = |kept: &Operands| self.q_k_v(&kept.rotated, &kept.v);
-        let sink_grad = self.softmax.backward(p, layout, saved.scores, &y, again)?;
+        let y = CoreAttentionGrads { out: &heads, dout: &dheads, dqkv: [dq, dk, dv] };
+        let recompute = |kept: &Operands| self.q_k_v(&kept.rotated, &kept.v);
+        let sink_grad = self.core.backward(p, layout, saved.scores, &y, recompute)?;
         self.rotate(p, &drotated, positions, true)?;
         let mut grads = out_grad.and(sink_grad);
         if let (Some((q_norm, k_norm)), Some((q_saved, k_saved))) = (&self.norms, saved.norms) {

@@ -1,33 +1,33 @@
 //! A bound on the tokens of each expert.
 
 use super::Capacity;
-use super::router::Routes;
-use super::state::{MixtureId, Mixtures};
-use crate::Pass;
+use super::router::TopK;
+use super::state::{MoeLayerId, MoeState};
+use crate::StepContext;
 use ferrotron_kernels::capacity;
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 /// Leaves each expert so many of the choices of a micro-batch, or of this rank.
 pub(super) fn apply(
-    p: &Pass,
-    state: &Mixtures,
-    id: MixtureId,
+    p: &StepContext,
+    state: &MoeState,
+    id: MoeLayerId,
     c: Capacity,
     experts: usize,
-    routes: Routes,
-) -> Result<Routes> {
+    topk_routes: TopK,
+) -> Result<TopK> {
     let (k, s) = (&p.rank.kernels, &p.rank.compute);
-    let [t, topk] = [routes.index.shape()[0], routes.index.shape()[1]];
-    let (index, probs) = (copy(p, &routes.index)?, copy(p, &routes.probs)?);
+    let [t, topk] = [topk_routes.index.shape()[0], topk_routes.index.shape()[1]];
+    let (index, probs) = (copy(p, &topk_routes.index)?, copy(p, &topk_routes.probs)?);
     // A pass that is computed again has been counted.
     let fresh = s.zeros(&[1], DType::I64, Category::Workspace)?;
     let row = state.row(&state.dropped, id)?;
-    let dropped = if p.again { &fresh } else { &row };
-    let (group, tokens) = (&p.rank.batch, p.mix.map_or(t, |m| m.input.tokens));
+    let dropped = if p.recomputing { &fresh } else { &row };
+    let (group, tokens) = (&p.rank.tp_cp_group, p.moe.map_or(t, |m| m.input.tokens));
     if c.per_rank || group.size() == 1 {
         let bound = capacity(if c.per_rank { t } else { tokens }, topk, experts, c.factor);
-        k.drop_beyond(s, bound, experts, c.by_probability, &index, &probs, dropped)?;
-        return Ok(Routes { index, probs });
+        k.drop_over_capacity(s, bound, experts, c.by_probability, &index, &probs, dropped)?;
+        return Ok(TopK { index, probs });
     }
     // Choices of all ranks that share the micro-batch, in the order of its tokens; each keeps its own.
     let gather = |mine: &Tensor| -> Result<Tensor> {
@@ -36,7 +36,7 @@ pub(super) fn apply(
         Ok(all)
     };
     let (all_index, all_probs) = (gather(&index)?, gather(&probs)?);
-    let Some(order) = p.mix.and_then(|m| m.input.order.as_ref()) else {
+    let Some(order) = p.moe.and_then(|m| m.input.order.as_ref()) else {
         return shape_error("capacity", "ranks share a micro-batch that nobody has described");
     };
     let (sorted_index, sorted_probs) = (
@@ -44,19 +44,19 @@ pub(super) fn apply(
         p.rank.activation(all_probs.shape(), DType::F32)?,
     );
     // Numbers of four bytes, whatever they mean.
-    let bits = |t: &Tensor| t.seen_as(DType::F32);
+    let bits = |t: &Tensor| t.view_dtype(DType::F32);
     k.gather_rows(s, &bits(&all_index)?, &order.to_tokens, 1, &bits(&sorted_index)?)?;
     k.gather_rows(s, &all_probs, &order.to_tokens, 1, &sorted_probs)?;
     // Every rank sees all drops; one counts them.
     let dropped = if group.rank() == 0 { dropped } else { &fresh };
     let bound = capacity(tokens, topk, experts, c.factor);
-    k.drop_beyond(s, bound, experts, c.by_probability, &sorted_index, &sorted_probs, dropped)?;
+    k.drop_over_capacity(s, bound, experts, c.by_probability, &sorted_index, &sorted_probs, dropped)?;
     k.gather_rows(s, &bits(&sorted_index)?, &order.mine, 1, &bits(&index)?)?;
     k.gather_rows(s, &sorted_probs, &order.mine, 1, &probs)?;
-    Ok(Routes { index, probs })
+    Ok(TopK { index, probs })
 }
 
-fn copy(p: &Pass, t: &Tensor) -> Result<Tensor> {
+fn copy(p: &StepContext, t: &Tensor) -> Result<Tensor> {
     let new = p.rank.activation(t.shape(), t.dtype())?;
     p.rank.compute.copy(t, &new)?;
     Ok(new)

@@ -1,49 +1,51 @@
 //! A mixture of experts in place of an MLP: a router sends each token to k of E experts, and their results come back,
 //! weighted by the probabilities of the choices.
 
+mod all_to_all;
+mod aux_loss;
+mod batch;
 mod capacity;
-mod dispatch;
-mod exchange;
+mod config;
 mod experts;
-mod input;
-mod losses;
-mod own;
 mod replay;
+mod replicated_linear;
 mod router;
-mod settings;
-mod shared;
+mod shared_expert;
 mod state;
+mod token_dispatcher;
 
-pub use input::{Mix, MixInput, Order};
-pub use own::{OwnLinear, OwnSaved};
-pub use replay::{Choices, Use};
-pub use settings::{Balancing, Capacity, Chooser, Dispatcher, Forced, GateType, MoeShape, MoeTraining};
-pub use state::{Counters, MixtureId, MixtureSpec, Mixtures};
+pub use batch::{MoeBatch, MoeInput, TokenOrder};
+pub use config::{
+    AuxLossKind, Capacity, Dispatcher, ForcedRouting, MoeShape, MoeTraining, RouterDtype, RoutingMethod,
+};
+pub use replay::{LayerUse, RoutingTrace};
+pub use replicated_linear::{ReplicatedLinear, ReplicatedSaved};
+pub use state::{MoeCounters, MoeLayerId, MoeLayerSpec, MoeState};
 
-use crate::{Declarations, Measured, Pass, Saved, SavedTensor, WeightGrad, turn};
-use dispatch::{Arriving, Dispatch, Room};
-use experts::{Experts, ExpertsSaved, Sent};
+use crate::{Declarations, Saved, SavedTensor, StepContext, WeightGrad, WithAmax, yield_now};
+use experts::{Experts, ExpertsSaved, RowScales};
 use ferrotron_tensor::{Result, Tensor};
 use router::{Router, RouterSaved};
-use shared::{Shared, SharedSaved};
+use shared_expert::{SharedExpert, SharedExpertSaved};
 use std::sync::Arc;
+use token_dispatcher::{ExpertLayout, InFlight, TokenDispatch};
 
 /// Router, experts, and what all tokens share.
 pub struct Moe {
     router: Router,
     experts: Experts,
-    latent: Option<(OwnLinear, OwnLinear)>,
-    shared: Option<Shared>,
-    room: Room,
+    latent: Option<(ReplicatedLinear, ReplicatedLinear)>,
+    shared: Option<SharedExpert>,
+    layout: ExpertLayout,
     training: Arc<MoeTraining>,
 }
 
 /// What backward needs.
 pub struct MoeSaved {
-    shared: Option<SharedSaved>,
-    latent: Option<(OwnSaved, OwnSaved)>,
+    shared: Option<SharedExpertSaved>,
+    latent: Option<(ReplicatedSaved, ReplicatedSaved)>,
     experts: ExpertsSaved,
-    dispatch: Dispatch,
+    dispatch: TokenDispatch,
     router: RouterSaved,
 }
 
@@ -62,43 +64,43 @@ impl Saved for MoeSaved {
 }
 
 /// A forward pass whose tokens are on their way to experts.
-struct Leaving {
-    x: (Arriving, Sent),
-    probs: Arriving,
-    dispatch: Dispatch,
+struct Dispatched {
+    x: (InFlight, RowScales),
+    probs: InFlight,
+    dispatch: TokenDispatch,
     router: RouterSaved,
-    down: Option<OwnSaved>,
-    shared: Option<(Tensor, SharedSaved)>,
+    down: Option<ReplicatedSaved>,
+    shared: Option<(Tensor, SharedExpertSaved)>,
 }
 
 /// A forward pass whose results are on their way back.
-struct Returning {
-    y: Arriving,
+struct ExpertsDone {
+    y: InFlight,
     experts: ExpertsSaved,
-    dispatch: Dispatch,
+    dispatch: TokenDispatch,
     router: RouterSaved,
-    down: Option<OwnSaved>,
-    shared: Option<(Tensor, SharedSaved)>,
+    down: Option<ReplicatedSaved>,
+    shared: Option<(Tensor, SharedExpertSaved)>,
 }
 
 /// A backward pass whose gradients are on their way to experts.
-struct LeavingBack {
-    dy: (Arriving, Sent),
+struct DispatchedBackward {
+    dy: (InFlight, RowScales),
     experts: ExpertsSaved,
-    dispatch: Dispatch,
+    dispatch: TokenDispatch,
     router: RouterSaved,
-    down: Option<OwnSaved>,
+    down: Option<ReplicatedSaved>,
     shared: Option<Tensor>,
     grads: WeightGrad,
 }
 
 /// A backward pass whose gradients are on their way back.
-struct ReturningBack {
-    dx: Arriving,
-    dprobs: Arriving,
-    dispatch: Dispatch,
+struct ExpertsDoneBackward {
+    dx: InFlight,
+    dprobs: InFlight,
+    dispatch: TokenDispatch,
     router: RouterSaved,
-    down: Option<OwnSaved>,
+    down: Option<ReplicatedSaved>,
     shared: Option<Tensor>,
     grads: WeightGrad,
 }
@@ -106,74 +108,74 @@ struct ReturningBack {
 impl Moe {
     /// Declares `<name>.router`, `<name>.experts.<e>`, and perhaps `<name>.shared` and the maps of a latent width.
     pub fn declare(d: &mut Declarations, name: &str, layer: u32, c: &MoeShape) -> Result<Moe> {
-        let training = d.mixing().clone();
-        let id = d.mixture(MixtureSpec {
+        let training = d.moe_training().clone();
+        let id = d.moe_layer(MoeLayerSpec {
             name: name.into(),
             experts: c.experts,
-            correction: c.correction,
-            quantiles: matches!(training.chooser, Chooser::Quantiles { .. }),
+            expert_bias: c.expert_bias,
+            quantiles: matches!(training.routing_method, RoutingMethod::Quantiles { .. }),
         });
         let router = Router::declare(d, &format!("{name}.router"), layer, c, id, &training)?;
         let latent = match c.latent {
             None => None,
             Some(l) => Some((
-                OwnLinear::declare(d, &format!("{name}.latent_down"), c.hidden, l, c.std.0)?,
-                OwnLinear::declare(d, &format!("{name}.latent_up"), l, c.hidden, c.std.1)?,
+                ReplicatedLinear::declare(d, &format!("{name}.latent_down"), c.hidden, l, c.std.0)?,
+                ReplicatedLinear::declare(d, &format!("{name}.latent_up"), l, c.hidden, c.std.1)?,
             )),
         };
         let experts = Experts::declare(d, &format!("{name}.experts"), c)?;
         let shared = match c.shared {
             None => None,
-            Some(ffn) => Some(Shared::declare(d, &format!("{name}.shared"), c, ffn)?),
+            Some(ffn) => Some(SharedExpert::declare(d, &format!("{name}.shared"), c, ffn)?),
         };
-        let room = Room::of(d, c, experts.align());
-        Ok(Moe { router, experts, latent, shared, room, training })
+        let layout = ExpertLayout::of(d, c, experts.align());
+        Ok(Moe { router, experts, latent, shared, layout, training })
     }
 
     /// Does it need the largest magnitude of its input?
-    pub fn measures_input(&self, p: &Pass) -> bool {
-        let experts = self.latent.is_none() && self.experts.measures_input(p);
-        experts || self.shared.as_ref().is_some_and(|s| s.measures_input(p))
+    pub fn needs_input_amax(&self, p: &StepContext) -> bool {
+        let experts = self.latent.is_none() && self.experts.needs_input_amax(p);
+        experts || self.shared.as_ref().is_some_and(|s| s.needs_input_amax(p))
     }
 
     /// `[rows, hidden] → [rows, hidden]`. A turn ends whenever rows are on their way.
-    pub async fn forward(&self, p: &Pass<'_>, x: impl Into<Measured>) -> Result<(Tensor, MoeSaved)> {
-        let leaving = self.leave(p, x)?;
-        turn().await;
-        let returning = self.work(p, leaving)?;
-        turn().await;
-        self.come_back(p, returning)
+    pub async fn forward(&self, p: &StepContext<'_>, x: impl Into<WithAmax>) -> Result<(Tensor, MoeSaved)> {
+        let leaving = self.dispatch(p, x)?;
+        yield_now().await;
+        let returning = self.expert_forward(p, leaving)?;
+        yield_now().await;
+        self.combine(p, returning)
     }
 
     /// The first third of [`Moe::forward`]: tokens are sent. What they all share is computed meanwhile.
-    fn leave(&self, p: &Pass, x: impl Into<Measured>) -> Result<Leaving> {
+    fn dispatch(&self, p: &StepContext, x: impl Into<WithAmax>) -> Result<Dispatched> {
         let x = x.into();
-        let (routes, router) = self.router.forward(p, &x.values)?;
+        let (topk_routes, router) = self.router.forward(p, &x.values)?;
         let (inner, down) = match &self.latent {
             None => (x.clone(), None),
-            Some((down, _)) => down.forward(p, &x.values).map(|(y, s)| (Measured::from(&y), Some(s)))?,
+            Some((down, _)) => down.forward(p, &x.values).map(|(y, s)| (WithAmax::from(&y), Some(s)))?,
         };
-        let (dispatch, routes) = Dispatch::plan(p, &self.training, self.room, &routes)?;
+        let (dispatch, topk_routes) = TokenDispatch::plan(p, &self.training, self.layout, &topk_routes)?;
         let out = self.experts.send(p, &inner)?;
         let sent = (dispatch.send(p, &out.rows, "tokens for experts")?, out.sent);
-        let probs = dispatch.send_probs(p, &routes)?;
+        let probs = dispatch.send_probs(p, &topk_routes)?;
         let shared = self.shared.as_ref().map(|s| s.forward(p, &x)).transpose()?;
-        Ok(Leaving { x: sent, probs, dispatch, router, down, shared })
+        Ok(Dispatched { x: sent, probs, dispatch, router, down, shared })
     }
 
     /// The second third: experts work, and results are sent back.
-    fn work(&self, p: &Pass, l: Leaving) -> Result<Returning> {
-        let Leaving { x, probs, dispatch, router, down, shared } = l;
+    fn expert_forward(&self, p: &StepContext, l: Dispatched) -> Result<ExpertsDone> {
+        let Dispatched { x, probs, dispatch, router, down, shared } = l;
         let rows = dispatch.take_rows(p, x, probs)?;
         let (y, experts) = self.experts.forward(p, rows)?;
-        let y = dispatch.send_back(p, &y, "results of experts")?;
-        Ok(Returning { y, experts, dispatch, router, down, shared })
+        let y = dispatch.send_combine(p, &y, "results of experts")?;
+        Ok(ExpertsDone { y, experts, dispatch, router, down, shared })
     }
 
     /// The last third: results are summed.
-    fn come_back(&self, p: &Pass, r: Returning) -> Result<(Tensor, MoeSaved)> {
-        let Returning { y, experts, dispatch, router, down, shared } = r;
-        let y = dispatch.take_back(p, y)?;
+    fn combine(&self, p: &StepContext, r: ExpertsDone) -> Result<(Tensor, MoeSaved)> {
+        let ExpertsDone { y, experts, dispatch, router, down, shared } = r;
+        let y = dispatch.take_combined(p, y)?;
         let (y, up) = match &self.latent {
             None => (y, None),
             Some((_, up)) => up.forward(p, &y).map(|(y, s)| (y, Some(s)))?,
@@ -190,16 +192,21 @@ impl Moe {
     }
 
     /// Gradient of the input. A turn ends whenever rows are on their way.
-    pub async fn backward(&self, p: &Pass<'_>, saved: MoeSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
-        let leaving = self.leave_back(p, saved, dy)?;
-        turn().await;
-        let returning = self.work_back(p, leaving)?;
-        turn().await;
-        self.come_back_back(p, returning)
+    pub async fn backward(
+        &self,
+        p: &StepContext<'_>,
+        saved: MoeSaved,
+        dy: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        let leaving = self.dispatch_backward(p, saved, dy)?;
+        yield_now().await;
+        let returning = self.expert_backward(p, leaving)?;
+        yield_now().await;
+        self.combine_backward(p, returning)
     }
 
     /// The first third of [`Moe::backward`]: gradients of results are sent.
-    fn leave_back(&self, p: &Pass, saved: MoeSaved, dy: &Tensor) -> Result<LeavingBack> {
+    fn dispatch_backward(&self, p: &StepContext, saved: MoeSaved, dy: &Tensor) -> Result<DispatchedBackward> {
         let MoeSaved { shared, latent, experts, dispatch, router } = saved;
         let mut grads = WeightGrad::default();
         let (down, up) = latent.unzip();
@@ -221,26 +228,26 @@ impl Moe {
             }
             _ => None,
         };
-        Ok(LeavingBack { dy: sent, experts, dispatch, router, down, shared, grads })
+        Ok(DispatchedBackward { dy: sent, experts, dispatch, router, down, shared, grads })
     }
 
     /// The second third: back through the experts.
-    fn work_back(&self, p: &Pass, l: LeavingBack) -> Result<ReturningBack> {
-        let LeavingBack { dy, experts, dispatch, router, down, shared, grads } = l;
+    fn expert_backward(&self, p: &StepContext, l: DispatchedBackward) -> Result<ExpertsDoneBackward> {
+        let DispatchedBackward { dy, experts, dispatch, router, down, shared, grads } = l;
         let (dx, dp, g) = self.experts.backward(p, experts, (dy.0.take(p)?, dy.1))?;
-        let dprobs = dispatch.send_probs_back(p, &dp)?;
-        let dx = dispatch.send_back(p, &dx, "gradients of tokens")?;
-        Ok(ReturningBack { dx, dprobs, dispatch, router, down, shared, grads: grads.and(g) })
+        let dprobs = dispatch.send_dprobs(p, &dp)?;
+        let dx = dispatch.send_combine(p, &dx, "gradients of tokens")?;
+        Ok(ExpertsDoneBackward { dx, dprobs, dispatch, router, down, shared, grads: grads.and(g) })
     }
 
     /// The last third: back through the router.
-    fn come_back_back(&self, p: &Pass, r: ReturningBack) -> Result<(Tensor, WeightGrad)> {
+    fn combine_backward(&self, p: &StepContext, r: ExpertsDoneBackward) -> Result<(Tensor, WeightGrad)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let ReturningBack { dx, dprobs, dispatch, router, down, shared, mut grads } = r;
-        let dprobs = dispatch.take_probs_back(p, dprobs)?;
+        let ExpertsDoneBackward { dx, dprobs, dispatch, router, down, shared, mut grads } = r;
+        let dprobs = dispatch.take_dprobs(p, dprobs)?;
         let (from_router, g) = self.router.backward(p, router, &dprobs)?;
         grads = grads.and(g);
-        let mut dx = dispatch.take_back(p, dx)?;
+        let mut dx = dispatch.take_combined(p, dx)?;
         if let (Some((map, _)), Some(down)) = (&self.latent, down) {
             let (d, g) = map.backward(p, down, &dx)?;
             grads = grads.and(g);

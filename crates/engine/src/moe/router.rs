@@ -1,14 +1,14 @@
 //! The router: which experts each token goes to.
 
-use super::state::{Decided, MixtureId, Mixtures};
-use super::{Chooser, Forced, GateType, MoeShape, MoeTraining, losses};
-use crate::{Declarations, Init, ParamId, Part, Pass, Saved, SavedTensor, Split, WeightGrad};
+use super::state::{MoeLayerId, MoeState, SavedRouting};
+use super::{ForcedRouting, MoeShape, MoeTraining, RouterDtype, RoutingMethod, aux_loss};
+use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{Choice, DropoutKey, Gemm, NormalRuns, Routing, Score};
+use ferrotron_kernels::{ExpertChoice, Gemm, NormalFill, RngKey, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 use std::sync::Arc;
 
-/// Place of the router's random numbers among those of a layer.
+/// GroupRank of the router's random numbers among those of a layer.
 const JITTER: u32 = 16;
 const FORCED: u32 = 17;
 
@@ -19,15 +19,15 @@ pub struct Router {
     layer: u32,
     experts: usize,
     topk: usize,
-    routing: Routing,
-    correction: bool,
-    id: MixtureId,
+    routing: RouterParams,
+    expert_bias: bool,
+    id: MoeLayerId,
     training: Arc<MoeTraining>,
 }
 
 /// The choices of each token.
 #[derive(Clone)]
-pub(crate) struct Routes {
+pub(crate) struct TopK {
     /// i32 `[T, k]`: experts, -1 for none.
     pub(crate) index: Tensor,
     /// f32 `[T, k]`
@@ -39,15 +39,15 @@ pub struct RouterSaved {
     /// What the gate was applied to.
     x: SavedTensor,
     logits: SavedTensor,
-    /// Choices before any were dropped.
-    chosen: SavedTensor,
-    balance: losses::BalanceSaved,
+    /// RoutingTrace before any were dropped.
+    index: SavedTensor,
+    balance: aux_loss::BalanceSaved,
 }
 
 impl Saved for RouterSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         f(&mut self.logits);
-        f(&mut self.chosen);
+        f(&mut self.index);
         f(&mut self.x);
     }
 }
@@ -59,7 +59,7 @@ impl Router {
         name: &str,
         layer: u32,
         c: &MoeShape,
-        id: MixtureId,
+        id: MoeLayerId,
         training: &Arc<MoeTraining>,
     ) -> Result<Router> {
         let part = |kind: &str, shape: Vec<usize>, init| Part {
@@ -77,62 +77,67 @@ impl Router {
             experts: c.experts,
             topk: c.topk,
             routing: c.routing,
-            correction: c.correction,
+            expert_bias: c.expert_bias,
             id,
             training: training.clone(),
         })
     }
 
-    /// Choices of the rows `x [T, h]`.
-    pub(crate) fn forward(&self, p: &Pass, x: &Tensor) -> Result<(Routes, RouterSaved)> {
+    /// RoutingTrace of the rows `x [T, h]`.
+    pub(crate) fn forward(&self, p: &StepContext, x: &Tensor) -> Result<(TopK, RouterSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let state = p.mixtures()?;
-        let x = self.jittered(p, x)?;
-        let logits = self.forced(p, self.gate(p, &x)?)?;
+        let state = p.moe_state()?;
+        let x = self.jitter(p, x)?;
+        let logits = self.force_routing(p, self.gate(p, &x)?)?;
         let t = x.shape()[0];
         let index = p.rank.activation(&[t, self.topk], DType::I32)?;
         let probs = p.rank.activation(&[t, self.topk], DType::F32)?;
-        let again = if p.again { state.recall(self.id, p.repeat) } else { None };
-        if p.again && again.is_none() {
+        let again = if p.recomputing { state.recall(self.id, p.repeat) } else { None };
+        if p.recomputing && again.is_none() {
             return shape_error("router", "a pass is computed again that was not remembered");
         }
         let given = match &again {
             Some(decided) => s.copy(&decided.index, &index).map(|()| true)?,
-            None => state.take_given(p, self.id, &index)?,
+            None => state.replayed_routing(p, self.id, &index)?,
         };
-        self.choose(p, state, &logits, given, &index, &probs)?;
+        self.select_experts(p, state, &logits, given, &index, &probs)?;
         if again.is_none() {
-            k.leave_out(s, &p.segments(t)?, &index, &probs)?;
+            k.mask_padding(s, &p.segments(t)?, &index, &probs)?;
         }
         let balance = match again {
-            Some(Decided { weights, z, .. }) => losses::BalanceSaved { weights, z },
+            Some(SavedRouting { weights, z, .. }) => aux_loss::BalanceSaved { weights, z },
             None if p.train => self.balance(p, state, &logits)?,
-            None => losses::BalanceSaved::default(),
+            None => aux_loss::BalanceSaved::default(),
         };
-        if p.train && !p.again && (p.recompute.layer || p.recompute.mlp) {
+        if p.train && !p.recomputing && (p.recompute.layer || p.recompute.mlp) {
             let (weights, z) = (balance.weights.clone(), balance.z.clone());
             let repeat = p.repeat;
-            state.remember(self.id, Decided { index: index.clone(), weights, z, repeat });
+            state.remember(self.id, SavedRouting { index: index.clone(), weights, z, repeat });
         }
-        let routes = self.within_capacity(p, state, Routes { index: index.clone(), probs })?;
-        if p.train && !p.again {
-            state.keep(p, self.id, &index);
-            k.count_choices(s, &routes.index, &p.segments(t)?, &state.row(&state.load, self.id)?)?;
+        let topk_routes = self.drop_over_capacity(p, state, TopK { index: index.clone(), probs })?;
+        if p.train && !p.recomputing {
+            state.record(p, self.id, &index);
+            k.count_tokens(
+                s,
+                &topk_routes.index,
+                &p.segments(t)?,
+                &state.row(&state.tokens_per_expert, self.id)?,
+            )?;
         }
         let saved = RouterSaved {
             x: SavedTensor::activation(&x),
             logits: SavedTensor::small(&logits),
-            chosen: SavedTensor::small(&index),
+            index: SavedTensor::small(&index),
             balance,
         };
-        Ok((routes, saved))
+        Ok((topk_routes, saved))
     }
 
     /// Fills `index`, unless it is given, and `probs`.
-    fn choose(
+    fn select_experts(
         &self,
-        p: &Pass,
-        state: &Mixtures,
+        p: &StepContext,
+        state: &MoeState,
         logits: &Tensor,
         given: bool,
         index: &Tensor,
@@ -140,49 +145,53 @@ impl Router {
     ) -> Result<()> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let mut how = self.routing;
-        let mut choice = if given { Choice::Given } else { Choice::Best { bias: None } };
-        let bias = state.row(&state.bias, self.id)?;
-        match self.training.chooser {
-            Chooser::Scores if self.correction && !given => choice = Choice::Best { bias: Some(&bias) },
-            Chooser::Scores => {}
-            Chooser::Sinkhorn => {
-                how.score = if self.topk == 1 { Score::Sigmoid } else { Score::Softmax };
+        let mut choice = if given { ExpertChoice::Given } else { ExpertChoice::TopK { bias: None } };
+        let bias = state.row(&state.expert_bias, self.id)?;
+        match self.training.routing_method {
+            RoutingMethod::Scores if self.expert_bias && !given => {
+                choice = ExpertChoice::TopK { bias: Some(&bias) }
+            }
+            RoutingMethod::Scores => {}
+            RoutingMethod::Sinkhorn => {
+                how.score = if self.topk == 1 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
                 if p.train && !given {
                     let even = p.rank.activation(logits.shape(), DType::F32)?;
                     k.sinkhorn(s, logits, &even)?;
                     k.top_k(s, &even, None, index)?;
-                    choice = Choice::Given;
+                    choice = ExpertChoice::Given;
                 }
             }
-            Chooser::Quantiles { .. } if !given => {
+            RoutingMethod::Quantiles { .. } if !given => {
                 let beta = state.row(&state.quantiles, self.id)?;
                 k.top_k(s, logits, Some(&beta), index)?;
-                choice = Choice::Given;
+                choice = ExpertChoice::Given;
             }
-            Chooser::Quantiles { .. } => {}
+            RoutingMethod::Quantiles { .. } => {}
         }
         k.route(s, how, choice, logits, index, probs)
     }
 
     /// The routing with the scores that probabilities come from.
-    fn how(&self) -> Routing {
-        match self.training.chooser {
-            Chooser::Sinkhorn if self.topk == 1 => Routing { score: Score::Sigmoid, ..self.routing },
-            Chooser::Sinkhorn => Routing { score: Score::Softmax, ..self.routing },
+    fn score_routing(&self) -> RouterParams {
+        match self.training.routing_method {
+            RoutingMethod::Sinkhorn if self.topk == 1 => {
+                RouterParams { score: ScoreFunction::Sigmoid, ..self.routing }
+            }
+            RoutingMethod::Sinkhorn => RouterParams { score: ScoreFunction::Softmax, ..self.routing },
             _ => self.routing,
         }
     }
 
     /// Logits `[T, E]`.
-    fn gate(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
+    fn gate(&self, p: &StepContext, x: &Tensor) -> Result<Tensor> {
         let (k, s, t) = (&p.rank.kernels, &p.rank.compute, x.shape()[0]);
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
-        let dtype = if self.training.gate == GateType::Model { p.dtype() } else { DType::F32 };
+        let dtype = if self.training.router_dtype == RouterDtype::Model { p.dtype() } else { DType::F32 };
         let logits = p.rank.activation(&[t, self.experts], dtype)?;
-        if self.training.gate == GateType::F64 {
-            k.gate_exact(s, x, w, &logits)?;
+        if self.training.router_dtype == RouterDtype::F64 {
+            k.gate_f64(s, x, w, &logits)?;
             if let Some(bias) = bias {
-                k.add_row(s, bias, &logits)?;
+                k.add_router_bias(s, bias, &logits)?;
             }
             return Ok(logits);
         }
@@ -192,20 +201,19 @@ impl Router {
     }
 
     /// Other logits in place of the router's, for measurements.
-    fn forced(&self, p: &Pass, logits: Tensor) -> Result<Tensor> {
-        let (Some(forced), Some(mix)) = (self.training.forced, p.mix) else { return Ok(logits) };
+    fn force_routing(&self, p: &StepContext, logits: Tensor) -> Result<Tensor> {
+        let (Some(forced), Some(moe)) = (self.training.forced_routing, p.moe) else { return Ok(logits) };
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let key =
-            DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer + p.repeat, site: FORCED };
+        let key = RngKey { seed: p.rank.seed, step: moe.step, layer: self.layer + p.repeat, site: FORCED };
         let random = p.rank.activation(logits.shape(), DType::F32)?;
-        k.fill_normal_logits(s, key, mix.rows, &random)?;
-        if let Forced::Biased(std) = forced {
+        k.fill_normal_logits(s, key, moe.rows, &random)?;
+        if let ForcedRouting::Biased(std) = forced {
             // One number an expert, the same in all steps.
             let stream = RandomStream::named(p.rank.seed, &format!("layers.{}.forced", self.layer));
             let bias = table(p, &[1, self.experts], DType::F32)?;
-            let runs = NormalRuns { stream, first: 0, stride: 0, std: f64::from(std) };
+            let runs = NormalFill { stream, first: 0, stride: 0, std: f64::from(std) };
             k.normal(s, runs, &bias)?;
-            k.add_row(s, &bias.view(&[self.experts])?, &random)?;
+            k.add_router_bias(s, &bias.view(&[self.experts])?, &random)?;
         }
         if logits.dtype() == DType::F32 {
             return Ok(random);
@@ -215,67 +223,74 @@ impl Router {
     }
 
     /// `x` times numbers near 1, or `x` itself.
-    fn jittered(&self, p: &Pass, x: &Tensor) -> Result<Tensor> {
-        let (true, Some(mix)) = (self.training.jitter > 0.0 && p.train, p.mix) else { return Ok(x.clone()) };
-        let key =
-            DropoutKey { seed: p.rank.seed, step: mix.step, layer: self.layer + p.repeat, site: JITTER };
+    fn jitter(&self, p: &StepContext, x: &Tensor) -> Result<Tensor> {
+        let (true, Some(moe)) = (self.training.jitter > 0.0 && p.train, p.moe) else { return Ok(x.clone()) };
+        let key = RngKey { seed: p.rank.seed, step: moe.step, layer: self.layer + p.repeat, site: JITTER };
         let y = p.empty(x.shape())?;
-        p.rank.kernels.jitter(&p.rank.compute, self.training.jitter, key, mix.rows, x, &y)?;
+        p.rank.kernels.jitter(&p.rank.compute, self.training.jitter, key, moe.rows, x, &y)?;
         Ok(y)
     }
 
     /// Statistics of the balancing losses and the z-loss.
-    fn balance(&self, p: &Pass, state: &Mixtures, logits: &Tensor) -> Result<losses::BalanceSaved> {
-        let of = losses::Of { score: self.how().score, topk: self.topk, experts: self.experts };
-        losses::forward(p, state, self.id, &self.training, of, logits)
+    fn balance(&self, p: &StepContext, state: &MoeState, logits: &Tensor) -> Result<aux_loss::BalanceSaved> {
+        let of = aux_loss::RouterDims {
+            score: self.score_routing().score,
+            topk: self.topk,
+            experts: self.experts,
+        };
+        aux_loss::forward(p, state, self.id, &self.training, of, logits)
     }
 
     /// Drops choices beyond the capacity.
-    fn within_capacity(&self, p: &Pass, state: &Mixtures, routes: Routes) -> Result<Routes> {
-        let Some(c) = self.training.capacity.filter(|_| p.train) else { return Ok(routes) };
-        super::capacity::apply(p, state, self.id, c, self.experts, routes)
+    fn drop_over_capacity(&self, p: &StepContext, state: &MoeState, topk_routes: TopK) -> Result<TopK> {
+        let Some(c) = self.training.capacity.filter(|_| p.train) else { return Ok(topk_routes) };
+        super::capacity::apply(p, state, self.id, c, self.experts, topk_routes)
     }
 
     /// Gradient of the input from that of the probabilities, f32 `[T, k]`.
     pub(crate) fn backward(
         &self,
-        p: &Pass,
+        p: &StepContext,
         saved: RouterSaved,
         dprobs: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let RouterSaved { x, logits, chosen, balance } = saved;
+        let RouterSaved { x, logits, index, balance } = saved;
         let dlogits = p.rank.activation(logits.shape(), logits.dtype())?;
-        k.route_backward(s, self.how(), &logits, &chosen, dprobs, &dlogits)?;
-        let of = losses::Of { score: self.how().score, topk: self.topk, experts: self.experts };
-        losses::backward(p, &self.training, of, balance, &logits, &dlogits)?;
+        k.route_backward(s, self.score_routing(), &logits, &index, dprobs, &dlogits)?;
+        let of = aux_loss::RouterDims {
+            score: self.score_routing().score,
+            topk: self.topk,
+            experts: self.experts,
+        };
+        aux_loss::backward(p, &self.training, of, balance, &logits, &dlogits)?;
         let w = p.weight(self.weight)?;
         let dx = p.empty(x.shape())?;
         let plain = |a: &Tensor, b: &Tensor, c: &Tensor| {
             k.gemm(s, &Gemm { a, trans_a: false, b, trans_b: false, bias: None, accumulate: false, c })
         };
-        let mut grads = match (self.training.gate, dlogits.dtype() == p.dtype()) {
-            (GateType::F64, _) => {
+        let mut grads = match (self.training.router_dtype, dlogits.dtype() == p.dtype()) {
+            (RouterDtype::F64, _) => {
                 let sums = table(p, w.shape(), DType::F32)?;
-                k.gate_exact_backward(s, &x, w, &dlogits, &dx, &sums, false)?;
-                WeightGrad::made(self.weight, sums)
+                k.gate_f64_backward(s, &x, w, &dlogits, &dx, &sums, false)?;
+                WeightGrad::computed(self.weight, sums)
             }
             (_, true) => {
                 plain(&dlogits, w, &dx)?;
-                WeightGrad::product(self.weight, &dlogits, &x)
+                WeightGrad::gemm(self.weight, &dlogits, &x)
             }
             (_, false) => {
                 // f32 gradients as the sum of two bf16 numbers: products of bf16 then keep 16 bits of them.
                 let [t, e] = [dlogits.shape()[0], self.experts];
                 let halves = p.empty(&[t, 2 * e])?;
-                k.split_halves(s, &dlogits, &halves)?;
+                k.split_bf16x2(s, &dlogits, &halves)?;
                 let twice = p.empty(&[2 * e, w.shape()[1]])?;
                 s.copy(w, &twice.narrow(0, 0, e)?)?;
                 s.copy(w, &twice.narrow(0, e, e)?)?;
                 plain(&halves, &twice, &dx)?;
                 let half = |i| halves.narrow(1, i * e, e);
                 let (high, low, x) = (half(0)?, half(1)?, (*x).clone());
-                WeightGrad::other(self.weight, move |rank, grad, accumulate| {
+                WeightGrad::deferred(self.weight, move |rank, grad, accumulate| {
                     let product = |dy: &Tensor, accumulate| {
                         let g = Gemm {
                             a: dy,
@@ -294,14 +309,14 @@ impl Router {
             }
         };
         if let Some(bias) = self.bias {
-            grads = grads.and(WeightGrad::columns(bias, &dlogits));
+            grads = grads.and(WeightGrad::column_sums(bias, &dlogits));
         }
-        let dx = self.jittered(p, &dx)?;
+        let dx = self.jitter(p, &dx)?;
         Ok((dx, grads))
     }
 }
 
 /// New memory for a table of numbers of a step.
-pub(super) fn table(p: &Pass, shape: &[usize], dtype: DType) -> Result<Tensor> {
+pub(super) fn table(p: &StepContext, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Tensor::empty(&p.rank.compute, shape, dtype, Category::Workspace)
 }

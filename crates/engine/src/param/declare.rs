@@ -1,9 +1,9 @@
 //! Declarations of a model's parameters, collected while it is put together.
 
 use super::{ParamId, ParamSpec, Part};
-use crate::moe::{MixtureId, MixtureSpec, MoeTraining};
-use crate::precision::{Eight, Policy};
-use crate::{Cut, Place, Rank};
+use crate::moe::{MoeLayerId, MoeLayerSpec, MoeTraining};
+use crate::quant::{LinearQuant, Policy};
+use crate::{GroupRank, Rank, Shard};
 use ferrotron_tensor::{Result, shape_error};
 use std::collections::HashSet;
 use std::ops::Range;
@@ -13,25 +13,26 @@ use std::sync::Arc;
 pub struct Declarations {
     specs: Vec<ParamSpec>,
     names: HashSet<String>,
-    place: Place,
-    experts: ExpertPlace,
+    place: GroupRank,
+    experts: ExpertParallelRank,
     policy: Policy,
-    mixtures: Vec<MixtureSpec>,
-    mixing: Arc<MoeTraining>,
+    moe_layers: Vec<MoeLayerSpec>,
+    moe_training: Arc<MoeTraining>,
 }
 
 /// Which experts a rank has, and what of them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ExpertPlace {
+pub struct ExpertParallelRank {
     /// Ranks that share the experts among them, whole ones.
-    pub ep: Place,
+    pub ep: GroupRank,
     /// Ranks that share each expert.
-    pub etp: Place,
+    pub etp: GroupRank,
 }
 
-impl ExpertPlace {
+impl ExpertParallelRank {
     /// All of all.
-    pub const ALONE: ExpertPlace = ExpertPlace { ep: Place::ALONE, etp: Place::ALONE };
+    pub const SINGLE: ExpertParallelRank =
+        ExpertParallelRank { ep: GroupRank::SINGLE, etp: GroupRank::SINGLE };
 
     /// The experts of `count` that are here.
     pub fn own(&self, count: usize) -> Range<usize> {
@@ -42,29 +43,29 @@ impl ExpertPlace {
 
 impl Default for Declarations {
     fn default() -> Declarations {
-        Declarations::at(Place::ALONE)
+        Declarations::at(GroupRank::SINGLE)
     }
 }
 
 impl Declarations {
     /// For a rank that holds its share of every parameter.
-    pub fn at(place: Place) -> Declarations {
+    pub fn at(place: GroupRank) -> Declarations {
         Declarations {
             specs: Vec::new(),
             names: HashSet::new(),
             place,
-            experts: ExpertPlace::ALONE,
+            experts: ExpertParallelRank::SINGLE,
             policy: Policy::default(),
-            mixtures: Vec::new(),
-            mixing: Arc::default(),
+            moe_layers: Vec::new(),
+            moe_training: Arc::default(),
         }
     }
 
     /// For a rank of a grid.
     pub fn of(rank: &Rank) -> Declarations {
-        let etp = Place { rank: rank.etp.rank(), size: rank.etp.size() };
+        let etp = GroupRank { rank: rank.etp.rank(), size: rank.etp.size() };
         Declarations {
-            experts: ExpertPlace { ep: rank.expert_place(), etp },
+            experts: ExpertParallelRank { ep: rank.expert_parallel_rank(), etp },
             ..Declarations::at(rank.place())
         }
     }
@@ -75,52 +76,57 @@ impl Declarations {
     }
 
     /// With mixtures that are trained so.
-    pub fn with_mixing(self, mixing: &Arc<MoeTraining>) -> Declarations {
-        Declarations { mixing: mixing.clone(), ..self }
+    pub fn with_moe_training(self, moe_training: &Arc<MoeTraining>) -> Declarations {
+        Declarations { moe_training: moe_training.clone(), ..self }
     }
 
     /// How mixtures are trained.
-    pub(crate) fn mixing(&self) -> &Arc<MoeTraining> {
-        &self.mixing
+    pub(crate) fn moe_training(&self) -> &Arc<MoeTraining> {
+        &self.moe_training
     }
 
     /// What the policy says of a map to these outputs (logical name, channels), which is noted at its weight.
-    pub(crate) fn narrow(&mut self, weight: ParamId, outputs: &[(String, usize)]) -> Option<Eight> {
+    pub(crate) fn quantize_linear(
+        &mut self,
+        weight: ParamId,
+        outputs: &[(String, usize)],
+    ) -> Option<LinearQuant> {
         let names: Vec<&str> = outputs.iter().map(|(name, _)| name.as_str()).collect();
-        let eight = self.policy.of(&names);
-        self.specs[weight.0].eight = eight;
-        eight
+        let quant = self.policy.of(&names);
+        self.specs[weight.0].quant = quant;
+        quant
     }
 
     /// The same of experts' maps to these outputs, all experts alike: one product is of all of them. Each has a matrix of its
     /// own, of as many parts as there are outputs.
-    pub(crate) fn narrow_experts(&mut self, weight: ParamId, outputs: &[String]) -> Option<Eight> {
+    pub(crate) fn quantize_experts(&mut self, weight: ParamId, outputs: &[String]) -> Option<LinearQuant> {
         let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
-        let (spec, eight) = (&mut self.specs[weight.0], self.policy.of(&names));
-        spec.eight = eight;
+        let (spec, quant) = (&mut self.specs[weight.0], self.policy.of(&names));
+        spec.quant = quant;
         spec.matrices = spec.parts.len() / outputs.len().max(1);
-        eight
+        quant
     }
 
     /// What the policy says of the output matrix. A table that is looked up in as well stays numbers.
-    pub(crate) fn narrow_head(&mut self, weight: ParamId, table: bool) -> Option<Eight> {
-        let eight = self.policy.of(&["head"]).map(|e| Eight { stored: e.stored && !table, ..e });
-        self.specs[weight.0].eight = eight;
-        eight
+    pub(crate) fn quantize_lm_head(&mut self, weight: ParamId, table: bool) -> Option<LinearQuant> {
+        let quant =
+            self.policy.of(&["head"]).map(|e| LinearQuant { fp8_resident: e.fp8_resident && !table, ..e });
+        self.specs[weight.0].quant = quant;
+        quant
     }
 
-    /// Does the policy have forward attention of a module in eight bits?
-    pub(crate) fn narrow_attention(&self, name: &str) -> bool {
-        self.policy.narrows_attention(name)
+    /// Does the policy have forward attention of a module in quant bits?
+    pub(crate) fn quantizes_attention(&self, name: &str) -> bool {
+        self.policy.quantizes_attention(name)
     }
 
     /// The rank's place.
-    pub fn place(&self) -> Place {
+    pub fn place(&self) -> GroupRank {
         self.place
     }
 
     /// Where the rank's experts are.
-    pub fn experts(&self) -> ExpertPlace {
+    pub fn experts(&self) -> ExpertParallelRank {
         self.experts
     }
 
@@ -134,15 +140,15 @@ impl Declarations {
         self.declare_at(self.experts.etp, true, parts)
     }
 
-    fn declare_at(&mut self, place: Place, experts: bool, parts: Vec<Part>) -> Result<ParamId> {
+    fn declare_at(&mut self, place: GroupRank, experts: bool, parts: Vec<Part>) -> Result<ParamId> {
         let Some(mut shape) = parts.first().map(|p| p.shape.clone()).filter(|s| !s.is_empty()) else {
             return shape_error("declare", "a parameter needs a part with at least one axis");
         };
         if parts.iter().any(|p| p.shape.len() != shape.len() || p.shape[1..] != shape[1..]) {
             return shape_error("declare", format!("parts do not stack: {parts:?}"));
         }
-        let cuts: Vec<Cut> = parts.iter().map(|p| p.cut(place)).collect();
-        let local: Vec<Vec<usize>> = parts.iter().zip(&cuts).map(|(p, c)| c.shape(&p.shape)).collect();
+        let shards: Vec<Shard> = parts.iter().map(|p| p.cut(place)).collect();
+        let local: Vec<Vec<usize>> = parts.iter().zip(&shards).map(|(p, c)| c.shape(&p.shape)).collect();
         if local.iter().any(|s| s[1..] != local[0][1..]) {
             return shape_error("declare", format!("shares do not stack: {parts:?}"));
         }
@@ -151,17 +157,17 @@ impl Declarations {
         if let Some(twice) = parts.iter().find(|p| !self.names.insert(p.name.clone())) {
             return shape_error("declare", format!("'{}' is declared twice", twice.name));
         }
-        let most = Place { rank: 0, ..place };
+        let most = GroupRank { rank: 0, ..place };
         let widest = parts.iter().map(|p| p.cut(most).shape(&p.shape).iter().product::<usize>()).sum();
         self.specs.push(ParamSpec {
             parts,
-            cuts,
+            shards,
             shape,
             uses: 1,
             widest,
             mirror: false,
-            tied_over_ends: false,
-            eight: None,
+            tied_across_stages: false,
+            quant: None,
             experts,
             matrices: 1,
         });
@@ -174,14 +180,14 @@ impl Declarations {
     }
 
     /// Declares a mixture, which has state besides its parameters.
-    pub fn mixture(&mut self, spec: MixtureSpec) -> MixtureId {
-        self.mixtures.push(spec);
-        MixtureId(self.mixtures.len() - 1)
+    pub fn moe_layer(&mut self, spec: MoeLayerSpec) -> MoeLayerId {
+        self.moe_layers.push(spec);
+        MoeLayerId(self.moe_layers.len() - 1)
     }
 
     /// The mixtures declared, in order.
-    pub fn mixtures(&self) -> &[MixtureSpec] {
-        &self.mixtures
+    pub fn moe_layers(&self) -> &[MoeLayerSpec] {
+        &self.moe_layers
     }
 
     /// One more module uses a declared parameter.
@@ -205,8 +211,8 @@ impl Declarations {
     }
 
     /// The first and the last stage of the pipeline both have the parameter; `mirror` on the one that has the copy.
-    pub fn mark_tied(&mut self, id: ParamId, mirror: bool) {
-        self.specs[id.0].tied_over_ends = true;
+    pub fn mark_tied_across_stages(&mut self, id: ParamId, mirror: bool) {
+        self.specs[id.0].tied_across_stages = true;
         self.specs[id.0].mirror = mirror;
     }
 

@@ -2,7 +2,7 @@
 
 use super::{Init, Part};
 use crate::Rank;
-use ferrotron_kernels::NormalRuns;
+use ferrotron_kernels::NormalFill;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Result, Tensor};
 use std::ops::Range;
@@ -20,13 +20,13 @@ pub fn initial_values(seed: u64, part: &Part, range: Range<usize>) -> Vec<f32> {
 pub fn draw_initial(rank: &Rank, part: &Part, runs: &[Range<usize>], out: &Tensor) -> Result<()> {
     let s = &rank.compute;
     let std = match part.init {
-        Init::Constant(c) => return s.write_to(out, &vec![c; out.numel()]),
+        Init::Constant(c) => return s.upload_into(out, &vec![c; out.numel()]),
         Init::Normal(std) => f64::from(std),
     };
     let stream = RandomStream::named(rank.seed, &part.name);
     let (mut at, mut rest) = (0, runs);
     while let Some((run, stride, rows)) = alike(rest) {
-        let values = NormalRuns { stream, first: run.start as u64, stride: stride as u64, std };
+        let values = NormalFill { stream, first: run.start as u64, stride: stride as u64, std };
         let n = rows * run.len();
         rank.kernels.normal(s, values, &out.narrow(0, at, n)?.view(&[rows, run.len()])?)?;
         (at, rest) = (at + n, &rest[rows..]);
@@ -47,7 +47,7 @@ fn alike(runs: &[Range<usize>]) -> Option<(&Range<usize>, usize, usize)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Place, Split};
+    use crate::{GroupRank, Split};
     use ferrotron_tensor::{Category, DType};
 
     /// Whatever a rank holds of a tensor, cut by columns or in the middle of rows, it draws the values of the whole.
@@ -63,7 +63,7 @@ mod tests {
             for init in [Init::Normal(0.02), Init::Constant(1.5)] {
                 let part = Part { name: "w".into(), shape: vec![9, 10], init, split };
                 let whole = initial_values(5, &part, 0..90);
-                let cut = part.cut(Place { rank: 1, size: 2 });
+                let cut = part.cut(GroupRank { rank: 1, size: 2 });
                 let held = cut.take(&part.shape, &whole);
                 for share in [0..held.len(), 0..0, 3..4, 3..held.len() - 2, 5..12] {
                     let runs = cut.runs_within(&part.shape, share.clone());

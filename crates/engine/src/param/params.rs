@@ -1,10 +1,10 @@
 //! The weights of a model in memory.
 
 use super::{ParamId, ParamSpec};
-use crate::flat::{FlatBuffer, Placement, Plan, Shelf, bucket_elements, place};
-use crate::moe::{MixtureSpec, Mixtures};
-use crate::precision::{EightState, Stored};
-use crate::{Place, Rank};
+use crate::data_parallel::{BucketPlan, BucketSplit, FlatBuffer, Placement, bucket_elements, group_rank};
+use crate::moe::{MoeLayerSpec, MoeState};
+use crate::quant::{Fp8Params, QuantState};
+use crate::{GroupRank, Rank};
 use ferrotron_tensor::{Category, DType, Error, Event, Result, Stream, Tensor, shape_error};
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,49 +13,49 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// bytes instead, in buckets of their own.
 pub struct Params {
     specs: Vec<ParamSpec>,
-    plan: Arc<Plan>,
+    plan: Arc<BucketPlan>,
     /// What of each bucket is numbers, and what is not.
-    shelves: Vec<Shelf>,
+    splits: Vec<BucketSplit>,
     buckets: Vec<Tensor>,
     values: Vec<Tensor>,
-    stored: Stored,
+    fp8_params: Fp8Params,
     dtype: DType,
-    eight: Option<EightState>,
-    mixtures: Option<Mixtures>,
+    quant: Option<QuantState>,
+    moe: Option<MoeState>,
     /// Of each bucket that is being gathered: when it is there.
-    arriving: Mutex<Vec<Option<Event>>>,
+    pending: Mutex<Vec<Option<Event>>>,
 }
 
 impl Params {
     /// Memory for all parameters, zeros.
     pub fn allocate(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType) -> Result<Params> {
-        Params::in_buckets(rank, specs, dtype, bucket_elements(rank.copies.size()))
+        Params::in_buckets(rank, specs, dtype, bucket_elements(rank.dp_cp_group.size()))
     }
 
     /// The same in buckets that close at `target` elements.
     pub fn in_buckets(rank: &Rank, specs: Vec<ParamSpec>, dtype: DType, target: usize) -> Result<Params> {
-        if dtype != DType::BF16 && specs.iter().any(|s| s.eight.is_some()) {
+        if dtype != DType::BF16 && specs.iter().any(|s| s.quant.is_some()) {
             let what = format!("narrow products in a model of {dtype}; have it compute in bf16");
             return Err(Error::Unsupported { op: "parameters", what });
         }
-        let copies = [rank.copies.size(), rank.expert_copies.size()];
-        let plan = Arc::new(Plan::new(&specs, copies, target));
-        let shelf = |b| Shelf::new(b, |id| specs[id.0].stored());
-        let shelves: Vec<Shelf> = plan.buckets().iter().map(shelf).collect();
+        let copies = [rank.dp_cp_group.size(), rank.expert_dp_group.size()];
+        let plan = Arc::new(BucketPlan::new(&specs, copies, target));
+        let split = |b| BucketSplit::new(b, |id| specs[id.0].fp8_resident());
+        let splits: Vec<BucketSplit> = plan.buckets().iter().map(split).collect();
         let zeros = |len| rank.compute.zeros(&[len], dtype, Category::Parameters);
-        let buckets: Vec<Tensor> = shelves.iter().map(|s| zeros(s.lengths()[1])).collect::<Result<_>>()?;
+        let buckets: Vec<Tensor> = splits.iter().map(|s| zeros(s.lengths()[1])).collect::<Result<_>>()?;
         let view = |(i, spec): (usize, &ParamSpec)| {
             let (bucket, range) = plan.slot(ParamId(i));
-            let range = shelves[bucket].others(&range);
+            let range = splits[bucket].rest(&range);
             let value = buckets[bucket].narrow(0, range.start, range.len())?;
-            if spec.stored() { Ok(value) } else { value.view(&spec.shape) }
+            if spec.fp8_resident() { Ok(value) } else { value.view(&spec.shape) }
         };
         let values = specs.iter().enumerate().map(view).collect::<Result<_>>()?;
-        let arriving = Mutex::new(vec![None; buckets.len()]);
-        let eight = EightState::new(rank, &specs)?;
-        let stored = Stored::new(rank, &specs, &plan, &shelves)?;
-        let mixtures = None;
-        Ok(Params { specs, plan, shelves, buckets, values, stored, dtype, eight, mixtures, arriving })
+        let pending = Mutex::new(vec![None; buckets.len()]);
+        let quant = QuantState::new(rank, &specs)?;
+        let fp8_params = Fp8Params::new(rank, &specs, &plan, &splits)?;
+        let moe = None;
+        Ok(Params { specs, plan, splits, buckets, values, fp8_params, dtype, quant, moe, pending })
     }
 
     /// The type the model computes in.
@@ -64,52 +64,52 @@ impl Params {
     }
 
     /// What narrow products remember, if there are any.
-    pub fn eight(&self) -> Option<&EightState> {
-        self.eight.as_ref()
+    pub fn quant(&self) -> Option<&QuantState> {
+        self.quant.as_ref()
     }
 
     /// With state for the mixtures declared beside the parameters.
-    pub fn with_mixtures(self, rank: &Rank, specs: &[MixtureSpec]) -> Result<Params> {
-        Ok(Params { mixtures: Mixtures::new(&rank.compute, specs.to_vec())?, ..self })
+    pub fn with_moe(self, rank: &Rank, specs: &[MoeLayerSpec]) -> Result<Params> {
+        Ok(Params { moe: MoeState::new(&rank.compute, specs.to_vec())?, ..self })
     }
 
     /// What mixtures remember, if there are any here.
-    pub fn mixtures(&self) -> Option<&Mixtures> {
-        self.mixtures.as_ref()
+    pub fn moe(&self) -> Option<&MoeState> {
+        self.moe.as_ref()
     }
 
     /// The weight, for work on the compute stream, which waits until it is there.
     pub fn weight(&self, rank: &Rank, id: ParamId) -> Result<&Tensor> {
-        if self.specs[id.0].stored() {
+        if self.specs[id.0].fp8_resident() {
             return shape_error("weight", "it is kept as bytes, which only narrow products take");
         }
-        self.await_weight(rank, id)?;
+        self.wait_weight(rank, id)?;
         Ok(&self.values[id.0])
     }
 
     /// Makes the compute stream wait until a weight is there.
-    pub(crate) fn await_weight(&self, rank: &Rank, id: ParamId) -> Result<()> {
-        let arriving = self.arriving()[self.plan.slot(id).0].take();
-        arriving.map_or(Ok(()), |event| rank.compute.wait(&event))
+    pub(crate) fn wait_weight(&self, rank: &Rank, id: ParamId) -> Result<()> {
+        let pending = self.pending()[self.plan.slot(id).0].take();
+        pending.map_or(Ok(()), |event| rank.compute.wait(&event))
     }
 
     /// The weights that are bytes.
-    pub(crate) fn stored(&self) -> &Stored {
-        &self.stored
+    pub(crate) fn fp8_params(&self) -> &Fp8Params {
+        &self.fp8_params
     }
 
     /// Makes the compute stream wait for all weights: before anything but a pass of the model uses them.
-    pub fn settle(&self, rank: &Rank) -> Result<()> {
-        self.arriving().iter_mut().filter_map(Option::take).try_for_each(|event| rank.compute.wait(&event))
+    pub fn wait_params(&self, rank: &Rank) -> Result<()> {
+        self.pending().iter_mut().filter_map(Option::take).try_for_each(|event| rank.compute.wait(&event))
     }
 
     /// A bucket will be whole after `event`; passes wait for it at its first use.
-    pub fn arrives(&self, bucket: usize, event: Event) {
-        self.arriving()[bucket] = Some(event);
+    pub fn set_pending(&self, bucket: usize, event: Event) {
+        self.pending()[bucket] = Some(event);
     }
 
-    fn arriving(&self) -> MutexGuard<'_, Vec<Option<Event>>> {
-        self.arriving.lock().unwrap_or_else(PoisonError::into_inner)
+    fn pending(&self) -> MutexGuard<'_, Vec<Option<Event>>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The declarations.
@@ -118,13 +118,13 @@ impl Params {
     }
 
     /// How parameters lie in buckets.
-    pub fn plan(&self) -> &Arc<Plan> {
+    pub fn plan(&self) -> &Arc<BucketPlan> {
         &self.plan
     }
 
     /// All weights of a bucket; an error where some of them are bytes.
     pub fn bucket(&self, bucket: usize) -> Result<FlatBuffer> {
-        if !self.shelves[bucket].is_plain() {
+        if !self.splits[bucket].is_uniform() {
             return shape_error("weights", "some are kept as bytes; take the optimizer's masters");
         }
         Ok(FlatBuffer::of(&self.plan, bucket, Placement::Replicate, &self.buckets[bucket]))
@@ -134,26 +134,26 @@ impl Params {
     /// it. Weights that are bytes travel as bytes, if a part of them is all that a rank made.
     pub fn gather(&self, rank: &Rank, bucket: usize, placement: Placement, s: &Stream) -> Result<()> {
         const LABEL: &str = "weights";
-        let (shelf, group) = (&self.shelves[bucket], rank.copies_of(self.plan.buckets()[bucket].experts));
-        if shelf.is_plain() {
+        let (split, group) = (&self.splits[bucket], rank.dp_group(self.plan.buckets()[bucket].experts));
+        if split.is_uniform() {
             let all = self.bucket(bucket)?;
-            return all.seen_as(placement, place(group))?.redistribute(rank, group, &all, s, LABEL);
+            return all.view_as(placement, group_rank(group))?.redistribute(rank, group, &all, s, LABEL);
         }
-        let held = |rank| self.plan.buckets()[bucket].held(placement, Place { rank, size: group.size() });
+        let held = |rank| self.plan.buckets()[bucket].held(placement, GroupRank { rank, size: group.size() });
         let gather = |memory: &Tensor, part: &dyn Fn(usize) -> Range<usize>| {
             let counts: Vec<usize> = (0..group.size()).map(|r| part(r).len()).collect();
             let mine = part(group.rank());
             let mine = memory.narrow(0, mine.start, mine.len())?;
             group.all_gather_v(s, &mine, memory, &counts, LABEL)
         };
-        gather(&self.buckets[bucket], &|r| shelf.others(&held(r)))?;
-        if let Some(bytes) = self.stored.travelling(bucket)? {
-            gather(&bytes, &|r| shelf.apart(&held(r)))?;
+        gather(&self.buckets[bucket], &|r| split.rest(&held(r)))?;
+        if let Some(bytes) = self.fp8_params.gathered_memory(bucket)? {
+            gather(&bytes, &|r| split.separate(&held(r)))?;
         }
         Ok(())
     }
 
-    /// All weights in order of declaration, nothing of those that are bytes; see [`Params::settle`].
+    /// All weights in order of declaration, nothing of those that are bytes; see [`Params::wait_params`].
     pub fn values(&self) -> &[Tensor] {
         &self.values
     }

@@ -1,16 +1,16 @@
-use crate::flat::{Placement, Scheme};
+use crate::data_parallel::{Placement, ShardingStrategy};
 use crate::{Declarations, GradBuffer, Init, ParamId, ParamSpec, Params, Part, Rank, Split, WeightGrad};
 use ferrotron_comm::World;
-use ferrotron_tensor::{Category, DType, Watch};
+use ferrotron_tensor::{Category, DType, Instrumentation};
 use std::time::Duration;
 
 const SIZES: [usize; 4] = [70, 5, 130, 64];
-const SCHEMES: [Scheme; 3] = {
+const SCHEMES: [ShardingStrategy; 3] = {
     use Placement::{Flat, Partial, Replicate, TensorAtomic};
     [
-        Scheme { param: Replicate, grad: Partial, optimizer: Flat },
-        Scheme { param: Replicate, grad: Flat, optimizer: Flat },
-        Scheme { param: Replicate, grad: TensorAtomic, optimizer: TensorAtomic },
+        ShardingStrategy { param: Replicate, grad: Partial, optimizer: Flat },
+        ShardingStrategy { param: Replicate, grad: Flat, optimizer: Flat },
+        ShardingStrategy { param: Replicate, grad: TensorAtomic, optimizer: TensorAtomic },
     ]
 };
 
@@ -22,7 +22,7 @@ fn specs(tied: Option<bool>) -> Vec<ParamSpec> {
         d.declare(vec![Part { name, shape, init: Init::Constant(0.0), split: Split::Replicated }]).unwrap();
     }
     if let Some(mirror) = tied {
-        d.mark_tied(ParamId(0), mirror);
+        d.mark_tied_across_stages(ParamId(0), mirror);
     }
     d.finish()
 }
@@ -34,7 +34,12 @@ fn each_rank(copies: usize, ends: usize, work: impl Fn(&Rank) + Sync) {
         for world in worlds {
             let work = &work;
             scope.spawn(move || {
-                let rank = Rank::cpu_watched(1, 0, Watch { order: true, ..Watch::default() }).unwrap();
+                let rank = Rank::cpu_instrumented(
+                    1,
+                    0,
+                    Instrumentation { race_check: true, ..Instrumentation::default() },
+                )
+                .unwrap();
                 let mine = |name, groups: Vec<Vec<usize>>| {
                     let joined = groups.iter().filter_map(|g| world.group(name, g).unwrap());
                     joined.collect::<Vec<_>>().swap_remove(0)
@@ -43,7 +48,12 @@ fn each_rank(copies: usize, ends: usize, work: impl Fn(&Rank) + Sync) {
                 let pairs = (0..copies).map(|c| (0..ends).map(|e| e * copies + c).collect()).collect();
                 let (copies, ends) = (mine("copies", stages), mine("ends", pairs));
                 for overlap in [false, true] {
-                    work(&Rank { overlap, copies: copies.clone(), ends: ends.clone(), ..rank.clone() });
+                    work(&Rank {
+                        overlap,
+                        dp_cp_group: copies.clone(),
+                        embedding_group: ends.clone(),
+                        ..rank.clone()
+                    });
                 }
             });
         }
@@ -58,7 +68,7 @@ fn value(param: usize, micro: usize, who: usize, i: usize) -> f32 {
 fn contribute(rank: &Rank, grads: &mut GradBuffer, param: usize, micro: usize, who: usize) {
     let values: Vec<f32> = (0..SIZES[param]).map(|i| value(param, micro, who, i)).collect();
     let t = rank.compute.upload(&values, &[1, values.len()], Category::Activations).unwrap();
-    WeightGrad::columns(ParamId(param), &t).run(rank, grads).unwrap();
+    WeightGrad::column_sums(ParamId(param), &t).run(rank, grads).unwrap();
 }
 
 fn check(rank: &Rank, grads: &GradBuffer, what: &str, want: impl Fn(usize, usize) -> f32) {
@@ -76,10 +86,10 @@ fn interleaved_micro_batches_add_up() {
     const MICRO: usize = 3;
     for copies in [1, 2, 3] {
         each_rank(copies, 1, |rank| {
-            for scheme in [Scheme::REPLICATED].into_iter().chain(SCHEMES) {
+            for scheme in [ShardingStrategy::REPLICATED].into_iter().chain(SCHEMES) {
                 let params = Params::in_buckets(rank, specs(None), DType::F32, 100).unwrap();
                 let mut grads = GradBuffer::of(&params, scheme);
-                let me = rank.copies.rank();
+                let me = rank.dp_cp_group.rank();
                 for step in 0..2 {
                     grads.begin_step(MICRO);
                     // The last parameter is two micro-batches ahead; nobody uses the second.
@@ -96,7 +106,7 @@ fn interleaved_micro_batches_add_up() {
                     check(rank, &grads, &format!("{scheme:?} over {copies} step {step}"), sum);
                     // A use too many is not lost in silence.
                     let t = rank.compute.zeros(&[1, SIZES[3]], DType::F32, Category::Activations).unwrap();
-                    assert!(WeightGrad::columns(ParamId(3), &t).run(rank, &mut grads).is_err());
+                    assert!(WeightGrad::column_sums(ParamId(3), &t).run(rank, &mut grads).is_err());
                 }
             }
         });
@@ -107,8 +117,8 @@ fn interleaved_micro_batches_add_up() {
 #[test]
 fn tied_gradients_are_those_of_both_ends() {
     each_rank(2, 2, |rank| {
-        let (me, end) = (rank.copies.rank(), rank.ends.rank());
-        for scheme in [Scheme::REPLICATED].into_iter().chain(SCHEMES) {
+        let (me, end) = (rank.dp_cp_group.rank(), rank.embedding_group.rank());
+        for scheme in [ShardingStrategy::REPLICATED].into_iter().chain(SCHEMES) {
             let params = Params::in_buckets(rank, specs(Some(end == 1)), DType::F32, 100).unwrap();
             let mut grads = GradBuffer::of(&params, scheme);
             grads.begin_step(1);
@@ -120,7 +130,7 @@ fn tied_gradients_are_those_of_both_ends() {
             };
             check(rank, &grads, &format!("{scheme:?}"), sum);
             let counted: usize = grads.counted(rank).unwrap().iter().map(|t| t.numel()).sum();
-            let all = rank.copies.all_gather_bytes(&counted.to_le_bytes(), "counted").unwrap();
+            let all = rank.dp_cp_group.all_gather_bytes(&counted.to_le_bytes(), "counted").unwrap();
             let all =
                 all.iter().map(|b| usize::from_le_bytes(b[..8].try_into().unwrap())).collect::<Vec<_>>();
             let total: usize = SIZES.iter().skip(end).sum();

@@ -4,7 +4,7 @@ use super::support::*;
 use super::{linear, norm};
 use ferrotron_engine::attention::{Attention, AttentionConfig, Layout, RopeTable};
 use ferrotron_engine::{Declarations, Rank};
-use ferrotron_kernels::{Align, Norm, RopeStyle, Scores};
+use ferrotron_kernels::{AttentionParams, MaskAlign, Norm, RopeStyle};
 use ferrotron_tensor::{Category, DType};
 
 /// One setting of the block's switches.
@@ -76,11 +76,11 @@ impl Case {
             head_dim: DIM,
             qkv_bias: self.bias,
             out_bias: self.bias,
-            scores: Scores {
+            scores: AttentionParams {
                 scale: 0.8,
                 softcap: self.softcap,
                 causal: true,
-                align: Align::TopLeft,
+                align: MaskAlign::TopLeft,
                 left: self.window.map(|w| w - 1),
                 right: None,
                 fp8: false,
@@ -144,13 +144,13 @@ impl Case {
     }
 
     /// The block by its definition: every token looks at every other, and the mask decides.
-    pub fn twin(&self, arrays: &[Vec<f64>]) -> Vec<f64> {
+    pub fn reference(&self, arrays: &[Vec<f64>]) -> Vec<f64> {
         let (n, g, d) = (self.heads, self.kv_heads, DIM);
         let mut rest = arrays[1..].iter().map(|a| &a[..]);
         let mut next = || rest.next().unwrap();
         let (w, b) = (next(), if self.bias { Some(next()) } else { None });
         let width = (n + 2 * g) * d;
-        let mut qkv = linear::twin(&arrays[0], w, b, width);
+        let mut qkv = linear::reference(&arrays[0], w, b, width);
         let places = self.places();
         if let Some(norm) = self.qk_norm {
             let mut gains = || (next(), if norm.subtract_mean { Some(next()) } else { None });
@@ -158,7 +158,7 @@ impl Case {
                 for t in 0..places.len() {
                     for h in range.clone() {
                         let at = t * width + h * d;
-                        let y = norm::twin(norm, &qkv[at..at + d], gain.0, gain.1);
+                        let y = norm::reference(norm, &qkv[at..at + d], gain.0, gain.1);
                         qkv[at..at + d].copy_from_slice(&y);
                     }
                 }
@@ -197,7 +197,7 @@ impl Case {
             }
         }
         let (w, b) = (next(), if self.bias { Some(next()) } else { None });
-        linear::twin(&out, w, b, HIDDEN)
+        linear::reference(&out, w, b, HIDDEN)
     }
 }
 
@@ -213,7 +213,7 @@ fn attention_is_its_twin() {
             let (y, saved) = attention.forward(&s.pass(), &x, &case.layout, &positions).unwrap();
             let (dx, work) = attention.backward(&s.pass(), saved, &case.layout, &positions, &dy).unwrap();
             let ours = (s.host(&y), s.host(&dx), s.gradients(work));
-            s.compare(&format!("{case:?}"), &|a: &[Vec<f64>]| case.twin(a), &xs, &dys, ours);
+            s.compare(&format!("{case:?}"), &|a: &[Vec<f64>]| case.reference(a), &xs, &dys, ours);
         }
     }
 }

@@ -4,7 +4,7 @@ use super::support::*;
 use ferrotron_engine::{Declarations, Linear, Split};
 
 /// `x [tokens, in]`, `w [out, in]`, `b [out]`.
-pub fn twin(x: &[f64], w: &[f64], b: Option<&[f64]>, out: usize) -> Vec<f64> {
+pub fn reference(x: &[f64], w: &[f64], b: Option<&[f64]>, out: usize) -> Vec<f64> {
     let input = w.len() / out;
     x.chunks(input)
         .flat_map(|row| (0..out).map(|o| dot(row, &w[o * input..(o + 1) * input]) + b.map_or(0.0, |b| b[o])))
@@ -31,7 +31,7 @@ fn linear_is_its_twin() {
             let (y, saved) = linear.forward(&s.pass(), &x).unwrap();
             let (dx, work) = linear.backward(&s.pass(), saved, &dy).unwrap();
             let ours = (s.host(&y), s.host(&dx), s.gradients(work));
-            let f = |a: &[Vec<f64>]| twin(&a[0], &a[1], a.get(2).map(|b| &b[..]), out);
+            let f = |a: &[Vec<f64>]| reference(&a[0], &a[1], a.get(2).map(|b| &b[..]), out);
             s.compare(&format!("linear {tokens}x{input}->{outputs:?}"), &f, &xs, &dys, ours);
         }
     }

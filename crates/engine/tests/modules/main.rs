@@ -4,17 +4,17 @@
 
 mod attention;
 mod embedding;
+mod fp8;
+mod fp8_layers;
+mod fp8_lm_head;
+mod fp8_oracle;
+mod fp8_state;
+mod fp8_tensor_parallel;
 mod gradients;
-mod head;
-mod latent;
 mod linear;
+mod lm_head;
+mod mla;
 mod mlp;
-mod narrow;
-mod narrow_blocks;
-mod narrow_head;
-mod narrow_oracle;
-mod narrow_spread;
-mod narrow_state;
 mod norm;
-mod spread;
 mod support;
+mod tensor_parallel;

@@ -2,7 +2,7 @@
 
 use super::linear;
 use super::support::*;
-use ferrotron_engine::{Declarations, Mlp, Pass, Recompute};
+use ferrotron_engine::{Declarations, Mlp, Recompute, StepContext};
 use ferrotron_kernels::Act;
 
 /// The non-linearity, plain.
@@ -51,22 +51,22 @@ fn mlps_are_their_twins() {
                         [_, up, down] => (up, None, down, None),
                         _ => panic!("{} arrays", v.len()),
                     };
-                    let h = linear::twin(&v[0], up, b1, if is_gated { 2 * ffn } else { ffn });
+                    let h = linear::reference(&v[0], up, b1, if is_gated { 2 * ffn } else { ffn });
                     let h: Vec<f64> = if is_gated {
                         h.chunks(2 * ffn).flat_map(|r| (0..ffn).map(|i| gated(a, r[i], r[ffn + i]))).collect()
                     } else {
                         h.iter().map(|x| act(a, *x)).collect()
                     };
-                    linear::twin(&h, down, b2, hidden)
+                    linear::reference(&h, down, b2, hidden)
                 };
                 let what = format!("{a:?}, gated {is_gated}, bias {bias}");
-                let run = |p: &Pass| {
+                let run = |p: &StepContext| {
                     let (y, saved) = mlp.forward(p, &x).unwrap();
                     let (dx, work) = mlp.backward(p, saved, &dy).unwrap();
                     (s.host(&y), s.host(&dx), s.gradients(work))
                 };
                 let kept = run(&s.pass());
-                let again = run(&Pass {
+                let again = run(&StepContext {
                     recompute: Recompute { activation: true, ..Recompute::default() },
                     ..s.pass()
                 });

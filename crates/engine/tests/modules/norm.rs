@@ -11,7 +11,7 @@ pub const NORMS: [Norm; 3] = [
 ];
 
 /// The norm of each row of `gamma.len()`, by its definition.
-pub fn twin(norm: Norm, x: &[f64], gamma: &[f64], beta: Option<&[f64]>) -> Vec<f64> {
+pub fn reference(norm: Norm, x: &[f64], gamma: &[f64], beta: Option<&[f64]>) -> Vec<f64> {
     let n = gamma.len();
     let mut out = Vec::with_capacity(x.len());
     for row in x.chunks(n) {
@@ -27,7 +27,7 @@ pub fn twin(norm: Norm, x: &[f64], gamma: &[f64], beta: Option<&[f64]>) -> Vec<f
 }
 
 fn of(norm: Norm) -> impl Fn(&[Vec<f64>]) -> Vec<f64> {
-    move |a| twin(norm, &a[0], &a[1], a.get(2).map(|b| &b[..]))
+    move |a| reference(norm, &a[0], &a[1], a.get(2).map(|b| &b[..]))
 }
 
 #[test]
@@ -44,7 +44,7 @@ fn norms_are_their_twins() {
                 let (y, saved) = layer.forward(&s.pass(), &x).unwrap();
                 // What was saved is enough to make the output again, bit for bit.
                 assert_eq!(
-                    s.host(&layer.again(&s.pass(), &saved, false).unwrap().values),
+                    s.host(&layer.recompute(&s.pass(), &saved, false).unwrap().values),
                     s.host(&y),
                     "{what}"
                 );

@@ -1,7 +1,7 @@
 //! Values, twins and comparisons.
 
 use ferrotron_engine::{
-    Declarations, GradBuffer, ParamId, Params, Pass, Rank, Saved, SavedTensor, WeightGrad,
+    Declarations, GradBuffer, ParamId, Params, Rank, Saved, SavedTensor, StepContext, WeightGrad,
 };
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Element, Tensor, bf16, f16};
@@ -58,8 +58,8 @@ impl Setup {
         Setup { rank, params, weights }
     }
 
-    pub fn pass(&self) -> Pass<'_> {
-        Pass::new(&self.rank, &self.params)
+    pub fn pass(&self) -> StepContext<'_> {
+        StepContext::new(&self.rank, &self.params)
     }
 
     pub fn buffer(&self) -> GradBuffer {
@@ -134,12 +134,12 @@ impl Setup {
 
 pub fn write(rank: &Rank, t: &Tensor, values: &[f64]) {
     match t.dtype() {
-        DType::F32 => rank.compute.write_to(t, &values.iter().map(|x| *x as f32).collect::<Vec<_>>()),
+        DType::F32 => rank.compute.upload_into(t, &values.iter().map(|x| *x as f32).collect::<Vec<_>>()),
         DType::BF16 => {
-            rank.compute.write_to(t, &values.iter().map(|x| bf16::from_f32(*x as f32)).collect::<Vec<_>>())
+            rank.compute.upload_into(t, &values.iter().map(|x| bf16::from_f32(*x as f32)).collect::<Vec<_>>())
         }
         DType::F16 => {
-            rank.compute.write_to(t, &values.iter().map(|x| f16::from_f32(*x as f32)).collect::<Vec<_>>())
+            rank.compute.upload_into(t, &values.iter().map(|x| f16::from_f32(*x as f32)).collect::<Vec<_>>())
         }
         other => panic!("{other}"),
     }
@@ -205,10 +205,10 @@ fn copied<T: Element>(rank: &Rank, t: &Tensor) -> Tensor {
 /// Moves everything saved to other memory, as an offload engine does, after making the old contents useless where
 /// nobody else can need them. Returns how many tensors there were.
 pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize {
-    let weights: Vec<u64> = params.values().iter().map(Tensor::allocation).collect();
+    let weights: Vec<u64> = params.values().iter().map(Tensor::allocation_id).collect();
     let mut count = 0;
     saved.tensors(&mut |s: &mut SavedTensor| {
-        assert!(!weights.contains(&s.allocation()), "a parameter is saved: {:?}", **s);
+        assert!(!weights.contains(&s.allocation_id()), "a parameter is saved: {:?}", **s);
         let copy = match s.dtype() {
             DType::F32 => copied::<f32>(rank, s),
             DType::BF16 => copied::<bf16>(rank, s),

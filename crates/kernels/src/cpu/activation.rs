@@ -153,7 +153,7 @@ pub(super) use with_curve;
 /// `y = act(x)`, any shape.
 pub fn activation<T: Float>(threads: &Threads, isa: Isa, act: Act, x: &[T], y: &mut [T]) -> Result<()> {
     check_len("activation", "y", y.len(), x.len())?;
-    threads.chunks(y, PIECE, &|i, y| {
+    threads.parallel_chunks(y, PIECE, &|i, y| {
         let x = &x[i * PIECE..][..y.len()];
         with_curve!(act, curve => forward(isa, curve, x, y));
     });
@@ -171,7 +171,7 @@ pub fn activation_backward<T: Float>(
 ) -> Result<()> {
     check_len("activation_backward", "dy", dy.len(), x.len())?;
     check_len("activation_backward", "dx", dx.len(), x.len())?;
-    threads.chunks(dx, PIECE, &|i, dx| {
+    threads.parallel_chunks(dx, PIECE, &|i, dx| {
         let (x, dy) = (&x[i * PIECE..][..dx.len()], &dy[i * PIECE..][..dx.len()]);
         with_curve!(act, curve => backward(isa, curve, x, dy, dx));
     });
@@ -184,7 +184,7 @@ pub fn gated<T: Float>(threads: &Threads, isa: Isa, act: Act, f: usize, x: &[T],
     check_len("gated activation", "y", y.len(), rows * f)?;
     check_len("gated activation", "x", x.len(), 2 * y.len())?;
     let piece = (PIECE / f.max(1)).max(1) * f;
-    threads.chunks(y, piece, &|i, y| {
+    threads.parallel_chunks(y, piece, &|i, y| {
         let x = &x[2 * i * piece..][..2 * y.len()];
         with_curve!(act, curve => gated_forward(isa, curve, f, x, y));
     });
@@ -206,7 +206,7 @@ pub fn gated_backward<T: Float>(
     check_len("gated activation backward", "x", x.len(), 2 * dy.len())?;
     check_len("gated activation backward", "dx", dx.len(), x.len())?;
     let piece = (PIECE / f.max(1)).max(1) * f;
-    threads.chunks(dx, 2 * piece, &|i, dx| {
+    threads.parallel_chunks(dx, 2 * piece, &|i, dx| {
         let (x, dy) = (&x[2 * i * piece..][..dx.len()], &dy[i * piece..][..dx.len() / 2]);
         with_curve!(act, curve => gated_back(isa, curve, f, x, dy, dx));
     });

@@ -8,7 +8,7 @@ use ferrotron_tensor::{Element, Float, Result, Threads};
 /// `y = x` in another element type, rounded to nearest even.
 pub fn cast<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D]) -> Result<()> {
     check_len("cast", "y", y.len(), x.len())?;
-    threads.chunks(y, PIECE, &|i, y| {
+    threads.parallel_chunks(y, PIECE, &|i, y| {
         let x = &x[i * PIECE..][..y.len()];
         if S::DTYPE == D::DTYPE {
             // Not through f32: keeps every bit of f64, and of NaN.
@@ -32,7 +32,7 @@ multiversion! {
 pub fn add<T: Float>(threads: &Threads, isa: Isa, a: &[T], b: &[T], y: &mut [T]) -> Result<()> {
     check_len("add", "b", b.len(), a.len())?;
     check_len("add", "y", y.len(), a.len())?;
-    threads.chunks(y, PIECE, &|i, y| {
+    threads.parallel_chunks(y, PIECE, &|i, y| {
         add_piece(isa, &a[i * PIECE..][..y.len()], &b[i * PIECE..][..y.len()], y);
     });
     Ok(())
@@ -49,7 +49,7 @@ multiversion! {
 /// `y += x`, rounded to the type of `y`: with f32 `y` the accumulation into a main gradient.
 pub fn accumulate<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D]) -> Result<()> {
     check_len("accumulate", "y", y.len(), x.len())?;
-    threads.chunks(y, PIECE, &|i, y| accumulate_piece(isa, &x[i * PIECE..][..y.len()], y));
+    threads.parallel_chunks(y, PIECE, &|i, y| accumulate_piece(isa, &x[i * PIECE..][..y.len()], y));
     Ok(())
 }
 
@@ -66,7 +66,7 @@ pub fn add_bias<T: Float>(threads: &Threads, isa: Isa, bias: &[T], y: &mut [T]) 
     let width = bias.len();
     check_len("add_bias", "y", y.len(), y.len() / width.max(1) * width)?;
     let piece = (PIECE / width.max(1)).max(1) * width;
-    threads.chunks(y, piece, &|_, y| {
+    threads.parallel_chunks(y, piece, &|_, y| {
         y.chunks_mut(width).for_each(|row| accumulate_piece(isa, bias, row));
     });
     Ok(())
@@ -74,7 +74,7 @@ pub fn add_bias<T: Float>(threads: &Threads, isa: Isa, bias: &[T], y: &mut [T]) 
 
 /// `x *= factor`
 pub fn scale<T: Float>(threads: &Threads, isa: Isa, x: &mut [T], factor: f32) {
-    threads.chunks(x, PIECE, &|_, x| scale_piece(isa, x, factor));
+    threads.parallel_chunks(x, PIECE, &|_, x| scale_piece(isa, x, factor));
 }
 
 multiversion! {
@@ -87,12 +87,12 @@ multiversion! {
 
 /// `x = value`
 pub fn fill<T: Element>(threads: &Threads, x: &mut [T], value: T) {
-    threads.chunks(x, PIECE, &|_, x| x.fill(value));
+    threads.parallel_chunks(x, PIECE, &|_, x| x.fill(value));
 }
 
 /// `x = c·tanh(x/c)`, in place.
 pub fn softcap<T: Float>(threads: &Threads, isa: Isa, cap: f32, x: &mut [T]) {
-    threads.chunks(x, PIECE, &|_, x| softcap_piece(isa, cap, x));
+    threads.parallel_chunks(x, PIECE, &|_, x| softcap_piece(isa, cap, x));
 }
 
 multiversion_fma! {
@@ -112,7 +112,8 @@ pub fn softcap_backward<T: Float>(
     dy: &mut [T],
 ) -> Result<()> {
     check_len("softcap_backward", "dy", dy.len(), y.len())?;
-    threads.chunks(dy, PIECE, &|i, dy| softcap_back_piece(isa, cap, &y[i * PIECE..][..dy.len()], dy));
+    threads
+        .parallel_chunks(dy, PIECE, &|i, dy| softcap_back_piece(isa, cap, &y[i * PIECE..][..dy.len()], dy));
     Ok(())
 }
 
@@ -138,7 +139,7 @@ pub fn cast_rows<S: Float, D: Float>(
     y_rows.check_like("cast_rows", "y", y.len(), &x_rows)?;
     let grain = x_rows.grain();
     let mut pieces: Vec<_> = x_rows.cut(x, grain).zip(y_rows.cut_mut(y, grain)).collect();
-    threads.chunks(&mut pieces, 1, &|i, pieces| {
+    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
         for (x, y) in pieces {
             for row in 0..x_rows.piece(i * grain, grain).count() {
                 cast_piece(isa, x_rows.row(x, row), y_rows.row_mut(y, row));
@@ -160,7 +161,7 @@ pub fn copy_rows<T: Element>(
     y_rows.check_like("copy_rows", "y", y.len(), &x_rows)?;
     let grain = x_rows.grain();
     let mut pieces: Vec<_> = x_rows.cut(x, grain).zip(y_rows.cut_mut(y, grain)).collect();
-    threads.chunks(&mut pieces, 1, &|i, pieces| {
+    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
         for (x, y) in pieces {
             for row in 0..x_rows.piece(i * grain, grain).count() {
                 y_rows.row_mut(y, row).copy_from_slice(x_rows.row(x, row));
@@ -183,7 +184,7 @@ pub fn transpose<T: Element>(
 ) -> Result<()> {
     check_len("transpose", "x", x.len(), rows * columns)?;
     check_len("transpose", "y", y.len(), rows * columns)?;
-    threads.chunks(y, TILE * rows, &|i, y| {
+    threads.parallel_chunks(y, TILE * rows, &|i, y| {
         let first = i * TILE;
         for top in (0..rows).step_by(TILE) {
             let bottom = (top + TILE).min(rows);

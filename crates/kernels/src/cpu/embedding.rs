@@ -20,7 +20,7 @@ pub fn embedding<T: Float, I: Id>(
     let width = width("embedding", threads, ids, y.len(), table.len(), shard)?;
     check_len("embedding", "table", table.len(), shard.len * width)?;
     let rows = (PIECE / width.max(1)).max(1);
-    threads.chunks(y, rows * width, &|i, y| {
+    threads.parallel_chunks(y, rows * width, &|i, y| {
         gather(isa, &ids[i * rows..][..y.len() / width], table, shard, scale, add, y);
     });
     Ok(())
@@ -85,7 +85,7 @@ pub fn embedding_backward<T: Float, I: Id>(
     let (starts, tokens) = by_id(ids, shard);
     // Small pieces: some ids are far more frequent than others.
     let rows = (PIECE / 4 / width).max(1);
-    threads.chunks(dtable, rows * width, &|i, dtable| {
+    threads.parallel_chunks(dtable, rows * width, &|i, dtable| {
         scatter(isa, &starts[i * rows..], &tokens, dy, width, scale, accumulate, dtable);
     });
     Ok(())

@@ -30,10 +30,10 @@ impl NormType {
 pub fn norm_total<T: Float>(threads: &Threads, isa: Isa, kind: NormType, list: &[&[T]]) -> f64 {
     let pieces: Vec<&[T]> = list.iter().flat_map(|x| x.chunks(PIECE)).collect();
     let mut parts = vec![0f64; pieces.len()];
-    threads.chunks(&mut parts, 1, &|i, part| {
+    threads.parallel_chunks(&mut parts, 1, &|i, part| {
         part[0] = match kind {
             NormType::L1 => absolute_sum(isa, pieces[i]),
-            NormType::L2 => square_sum(isa, pieces[i]),
+            NormType::L2 => grad_square_sum(isa, pieces[i]),
             NormType::Max => f64::from(absolute_max(isa, pieces[i])),
         };
     });
@@ -53,7 +53,7 @@ pub fn clip_factor(norm: f64, max_norm: f64) -> f32 {
 pub fn scale_and_check<T: Float>(threads: &Threads, isa: Isa, list: Vec<&mut [T]>, factor: f32) -> bool {
     let mut pieces: Vec<(&mut [T], bool)> =
         list.into_iter().flat_map(|x| x.chunks_mut(PIECE)).map(|x| (x, false)).collect();
-    threads.chunks(&mut pieces, 1, &|_, pieces| {
+    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for (x, bad) in pieces {
             *bad = scale_piece(isa, x, factor);
         }
@@ -65,7 +65,7 @@ pub fn scale_and_check<T: Float>(threads: &Threads, isa: Isa, list: Vec<&mut [T]
 pub fn count_zeros<T: Float>(threads: &Threads, isa: Isa, list: &[&[T]]) -> usize {
     let pieces: Vec<&[T]> = list.iter().flat_map(|x| x.chunks(PIECE)).collect();
     let mut parts = vec![0usize; pieces.len()];
-    threads.chunks(&mut parts, 1, &|i, part| part[0] = zeros(isa, pieces[i]) as usize);
+    threads.parallel_chunks(&mut parts, 1, &|i, part| part[0] = zeros(isa, pieces[i]) as usize);
     parts.iter().sum()
 }
 
@@ -81,7 +81,7 @@ fn fold(lanes: [f64; LANES]) -> f64 {
 }
 
 multiversion! {
-    fn square_sum<T: Float>(x: &[T]) -> f64 {
+    fn grad_square_sum<T: Float>(x: &[T]) -> f64 {
         let mut lanes = [0f64; LANES];
         let (blocks, rest) = x.as_chunks::<LANES>();
         for block in blocks {

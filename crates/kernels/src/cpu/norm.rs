@@ -109,7 +109,7 @@ fn run<T: Float, W: Float>(
         .zip(rstd.chunks_mut(rows))
         .map(|((x, y), rstd)| (x, y, means.next().unwrap_or_default(), rstd))
         .collect();
-    threads.chunks(&mut pieces, 1, &|_, piece| {
+    threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
         for (x, y, mean, rstd) in piece {
             norm_rows(isa, x, x_rows, &gain, &bias, affine.eps, centred, y, y_rows, mean, rstd);
         }
@@ -187,7 +187,7 @@ fn run_add<T: Float, W: Float>(
         .zip(rstd.chunks_mut(rows))
         .map(|(((x, res), (sum, y)), rstd)| (x, res, sum, y, means.next().unwrap_or_default(), rstd))
         .collect();
-    threads.chunks(&mut pieces, 1, &|_, piece| {
+    threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
         for (x, residual, sum, y, mean, rstd) in piece {
             add_norm_rows(isa, x, residual, sum, &gain, &bias, affine.eps, centred, y, mean, rstd);
         }

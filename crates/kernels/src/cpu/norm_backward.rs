@@ -105,7 +105,7 @@ pub fn norm_backward<T: Float, W: Float>(
             dbeta: betas.next().unwrap_or_default(),
         })
         .collect();
-    threads.chunks(&mut pieces, 1, &|_, pieces| {
+    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         let mut scratch = vec![0f32; width];
         for piece in pieces {
             backward_rows(isa, piece, x_rows, dx_rows, &gain, &mut scratch);

@@ -2,14 +2,14 @@
 
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
-use crate::NormalRuns;
+use crate::NormalFill;
 use crate::normal::pair;
 use crate::philox::{RandomStream, philox4x32};
 use ferrotron_tensor::{Float, Result, Threads, shape_error};
 
 /// `out[r, c] = std·z`, with z the normal value `first + r·stride + c` of the stream; out `[rows, width]`.
-pub fn fill_normal(threads: &Threads, isa: Isa, runs: NormalRuns, width: usize, out: &mut [f32]) {
-    threads.chunks(out, PIECE, &|piece, out| {
+pub fn fill_normal(threads: &Threads, isa: Isa, runs: NormalFill, width: usize, out: &mut [f32]) {
+    threads.parallel_chunks(out, PIECE, &|piece, out| {
         let (mut at, mut done) = (piece * PIECE, 0);
         while done < out.len() {
             let (row, column) = (at / width, at % width);
@@ -32,7 +32,7 @@ pub fn fill_normal_rows(
 ) -> Result<()> {
     check_len("fill_normal_logits", "logits", out.len(), rows.len() * width)?;
     let piece = (PIECE / width.max(1)).max(1);
-    threads.chunks(out, piece * width, &|i, out| {
+    threads.parallel_chunks(out, piece * width, &|i, out| {
         for (row, out) in rows[i * piece..].iter().zip(out.chunks_mut(width.max(1))) {
             draw_normal(isa, stream, u64::from(*row as u32) * width as u64, 1.0, out);
         }
@@ -81,7 +81,7 @@ pub fn dropout<T: Float>(
     let threshold = (f64::from(p) * 4_294_967_296.0) as u64;
     let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
     let piece = (PIECE / width.max(1)).max(1);
-    threads.chunks(y, piece * width, &|i, y| {
+    threads.parallel_chunks(y, piece * width, &|i, y| {
         for (row, y) in y.chunks_mut(width).enumerate() {
             let row = i * piece + row;
             let first = u64::from(rows[row] as u32) * width as u64;

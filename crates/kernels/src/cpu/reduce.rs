@@ -16,13 +16,13 @@ pub(super) fn part_grain(rows: &Rows) -> usize {
 /// `out (+)= Σ parts` over `[pieces, width]`, in order of the pieces.
 pub(super) fn sum_parts(threads: &Threads, isa: Isa, parts: &[f32], out: &mut [f32], accumulate: bool) {
     let width = out.len();
-    threads.chunks(out, PIECE, &|i, out| {
+    threads.parallel_chunks(out, PIECE, &|i, out| {
         let mut total = vec![0f32; out.len()];
         for part in parts.chunks(width.max(1)) {
-            add_row(isa, &part[i * PIECE..][..total.len()], &mut total);
+            add_router_bias(isa, &part[i * PIECE..][..total.len()], &mut total);
         }
         if accumulate {
-            add_row(isa, &total, out);
+            add_router_bias(isa, &total, out);
         } else {
             out.copy_from_slice(&total);
         }
@@ -44,11 +44,11 @@ pub fn column_sum<T: Float>(
     let mut parts = vec![0f32; rows.outer.div_ceil(grain) * rows.width];
     if !parts.is_empty() {
         let mut pieces: Vec<_> = rows.cut(x, grain).zip(parts.chunks_mut(rows.width)).collect();
-        threads.chunks(&mut pieces, 1, &|i, pieces| {
+        threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
             for (x, part) in pieces {
                 let view = rows.piece(i * grain, grain);
                 for row in 0..view.count() {
-                    add_row(isa, view.row(x, row), part);
+                    add_router_bias(isa, view.row(x, row), part);
                 }
             }
         });
@@ -61,7 +61,7 @@ pub fn column_sum<T: Float>(
 pub fn dot(threads: &Threads, isa: Isa, a: &[f32], b: &[f32]) -> Result<f32> {
     super::rows::check_len("dot", "b", b.len(), a.len())?;
     let mut parts = vec![0f32; a.len().div_ceil(PIECE)];
-    threads.chunks(&mut parts, 1, &|i, part| {
+    threads.parallel_chunks(&mut parts, 1, &|i, part| {
         let (from, to) = (i * PIECE, ((i + 1) * PIECE).min(a.len()));
         part[0] = dot_piece(isa, &a[from..to], &b[from..to]);
     });
@@ -91,7 +91,7 @@ multiversion! {
 }
 
 multiversion! {
-    fn add_row<T: Float>(x: &[T], sum: &mut [f32]) {
+    fn add_router_bias<T: Float>(x: &[T], sum: &mut [f32]) {
         for (sum, x) in sum.iter_mut().zip(x) {
             *sum += x.to_f32();
         }

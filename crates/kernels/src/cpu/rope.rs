@@ -34,7 +34,7 @@ pub fn rope<T: Float, I: Id>(
     check_ids(threads, "rope", positions, cos.len() / half, None)?;
     let grain = heads.grain();
     let mut pieces: Vec<_> = heads.cut_mut(x, grain).zip(positions.chunks(grain)).collect();
-    threads.chunks(&mut pieces, 1, &|_, pieces| {
+    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         let mut scratch = vec![0f32; 2 * half];
         for (x, positions) in pieces {
             rotate(isa, x, heads, cos, sin, half, positions, style, inverse, &mut scratch);

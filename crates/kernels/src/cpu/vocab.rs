@@ -60,7 +60,7 @@ pub fn check_ids<I: Id>(
         let id = (*id).into();
         !(0..total as i64).contains(&id) && Some(id) != ignore
     };
-    threads.ranges(ids.len(), 4 * PIECE, &|range| {
+    threads.parallel_ranges(ids.len(), 4 * PIECE, &|range| {
         if let Some(at) = ids[range.clone()].iter().position(bad) {
             first.fetch_min(range.start + at, Ordering::Relaxed);
         }

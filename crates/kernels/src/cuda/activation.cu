@@ -4,7 +4,7 @@
 struct ActArgs {
     u64 x, dy, out, amax;
     i64 rows, width;
-    u32 act, wide;
+    u32 act, vectorized;
     float limit, alpha, offset;
     u32 part_rows;
 };
@@ -14,7 +14,7 @@ template <class T, bool GATED> struct Chunk {
     i64 row, at;
     bool live;
     __device__ __forceinline__ Chunk(const ActArgs& a) {
-        const i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x, per_row = (a.width + Wide<T>::count - 1) / Wide<T>::count;
+        const i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x, per_row = (a.width + VecWidth<T>::count - 1) / VecWidth<T>::count;
         live = i < a.rows * per_row;
         if (!GATED) {
             row = 0;
@@ -24,16 +24,16 @@ template <class T, bool GATED> struct Chunk {
             row = u32(i) / u32(per_row);
             at = u32(i) % u32(per_row);
         }
-        at *= Wide<T>::count;
+        at *= VecWidth<T>::count;
     }
     // Columns left in the row, so far as this chunk needs to know.
-    __device__ __forceinline__ i32 left(const ActArgs& a) const { return min(a.width - at, i64(Wide<T>::count)); }
+    __device__ __forceinline__ i32 left(const ActArgs& a) const { return min(a.width - at, i64(VecWidth<T>::count)); }
 };
 
 // The largest magnitude of the first `left` numbers.
-template <class T> __device__ __forceinline__ float measured(const Packed<T>& p, i32 left) {
-    constexpr int V = Wide<T>::count;
-    if (left >= V) return largest(0.0f, p);
+template <class T> __device__ __forceinline__ float chunk_amax(const Packed<T>& p, i32 left) {
+    constexpr int V = VecWidth<T>::count;
+    if (left >= V) return packed_amax(0.0f, p);
     float v[V], m = 0.0f;
     unpack(p, v);
 #pragma unroll
@@ -43,27 +43,27 @@ template <class T> __device__ __forceinline__ float measured(const Packed<T>& p,
 
 // Both return the largest magnitude of what they wrote; who does not look at it does not pay for it.
 template <class T, class Curve, bool GATED> __device__ __forceinline__ float forward(const ActArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     const Chunk<T, GATED> c(a);
     if (!c.live) return 0.0f;
     const Curve curve(a);
     const i32 left = c.left(a);
     const T* x = reinterpret_cast<const T*>(a.x) + c.row * (GATED ? 2 : 1) * a.width + c.at;
-    Packed<T> first = fetch(x, 0, left, a.wide), second;
-    if (GATED) second = fetch(x + a.width, 0, left, a.wide);
+    Packed<T> first = load_guarded(x, 0, left, a.vectorized), second;
+    if (GATED) second = load_guarded(x + a.width, 0, left, a.vectorized);
     float v[V], u[V];
     unpack(first, v);
     if (GATED) unpack(second, u);
 #pragma unroll
     for (int i = 0; i < V; i++) v[i] = GATED ? curve.value(v[i]) * curve.gate(u[i]) : curve.value(v[i]);
     const Packed<T> y = pack(v);
-    put(reinterpret_cast<T*>(a.out) + c.row * a.width + c.at, 0, left, a.wide, y);
-    return measured(y, left);
+    store_guarded(reinterpret_cast<T*>(a.out) + c.row * a.width + c.at, 0, left, a.vectorized, y);
+    return chunk_amax(y, left);
 }
 
 // dx = act'(x)·dy; gated: dx₁ = act'(x₁)·gate(x₂)·dy, dx₂ = act(x₁)·gate'(x₂)·dy.
 template <class T, class Curve, bool GATED> __device__ __forceinline__ float backward(const ActArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     const Chunk<T, GATED> c(a);
     if (!c.live) return 0.0f;
     const Curve curve(a);
@@ -71,9 +71,9 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ float bac
     const i64 place = c.row * (GATED ? 2 : 1) * a.width + c.at;
     const T* x = reinterpret_cast<const T*>(a.x) + place;
     T* dx = reinterpret_cast<T*>(a.out) + place;
-    Packed<T> first = fetch(x, 0, left, a.wide), second;
-    if (GATED) second = fetch(x + a.width, 0, left, a.wide);
-    Packed<T> back = fetch(reinterpret_cast<const T*>(a.dy) + c.row * a.width + c.at, 0, left, a.wide);
+    Packed<T> first = load_guarded(x, 0, left, a.vectorized), second;
+    if (GATED) second = load_guarded(x + a.width, 0, left, a.vectorized);
+    Packed<T> back = load_guarded(reinterpret_cast<const T*>(a.dy) + c.row * a.width + c.at, 0, left, a.vectorized);
     float v[V], u[V], dy[V];
     unpack(first, v);
     if (GATED) unpack(second, u);
@@ -89,12 +89,12 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ float bac
         }
     }
     const Packed<T> first_dx = pack(v);
-    put(dx, 0, left, a.wide, first_dx);
-    float m = measured(first_dx, left);
+    store_guarded(dx, 0, left, a.vectorized, first_dx);
+    float m = chunk_amax(first_dx, left);
     if (GATED) {
         const Packed<T> second_dx = pack(u);
-        put(dx + a.width, 0, left, a.wide, second_dx);
-        m = fmaxf(m, measured(second_dx, left));
+        store_guarded(dx + a.width, 0, left, a.vectorized, second_dx);
+        m = fmaxf(m, chunk_amax(second_dx, left));
     }
     return m;
 }
@@ -108,10 +108,10 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ float bac
 
 #define KERNEL(FULL_NAME, PASS, T, GATED)                                                                         \
     extern "C" __global__ void __launch_bounds__(256) FULL_NAME(const ActArgs a) { BY_ACT(PASS, T, GATED) (void)m; }
-#define MEASURED(FULL_NAME, PASS, T, GATED)                                                                       \
+#define WITH_AMAX(FULL_NAME, PASS, T, GATED)                                                                       \
     extern "C" __global__ void __launch_bounds__(256) FULL_NAME(const ActArgs a) {                                \
         BY_ACT(PASS, T, GATED)                                                                                    \
-        raise_together(a.amax, m);                                                                                \
+        block_atomic_amax(a.amax, m);                                                                                \
     }
 
 #define KERNELS(T, NAME)                                                                                          \
@@ -120,12 +120,12 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ float bac
     KERNEL(act_backward_##NAME, backward, T, false)                                                               \
     KERNEL(gated_backward_##NAME, backward, T, true)
 
-NOT_OF_HALF(KERNELS(float, f32))
+NOT_F16(KERNELS(float, f32))
 KERNELS(bf16, bf16)
-NOT_OF_HALF(MEASURED(act_forward_amax, forward, bf16, false))
-NOT_OF_HALF(MEASURED(gated_forward_amax, forward, bf16, true))
-NOT_OF_HALF(MEASURED(act_backward_amax, backward, bf16, false))
-NOT_OF_HALF(MEASURED(gated_backward_amax, backward, bf16, true))
+NOT_F16(WITH_AMAX(act_forward_amax, forward, bf16, false))
+NOT_F16(WITH_AMAX(gated_forward_amax, forward, bf16, true))
+NOT_F16(WITH_AMAX(act_backward_amax, backward, bf16, false))
+NOT_F16(WITH_AMAX(gated_backward_amax, backward, bf16, true))
 
 // dx = act'(x)·dy of rows [rows, width], and f32 [parts, width] at `amax`: the sums of its columns, as it is stored, over
 // part_rows rows each. A block has 32 lanes of V columns; the rows of its part are dealt out to its warps.
@@ -134,7 +134,7 @@ constexpr int COLUMN_WARPS = 8;
 constexpr int COLUMN_AHEAD = 4;
 
 template <class T, class Curve> struct ColumnSlopes {
-    static constexpr int V = Wide<T>::count;
+    static constexpr int V = VecWidth<T>::count;
     const Curve curve;
     const T *x, *dy;
     T* dx;
@@ -184,19 +184,19 @@ template <class T, class Curve> struct ColumnSlopes {
 #pragma unroll 1
         for (; r < last; r += COLUMN_WARPS) {
             const i64 at = r * width;
-            put(dx + at, 0, left, false, one(fetch(x + at, 0, left, false), fetch(dy + at, 0, left, false)));
+            store_guarded(dx + at, 0, left, false, one(load_guarded(x + at, 0, left, false), load_guarded(dy + at, 0, left, false)));
         }
     }
 };
 
 template <class T, class Curve>
-__device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)[32 * Wide<T>::count]) {
-    constexpr int V = Wide<T>::count;
+__device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)[32 * VecWidth<T>::count]) {
+    constexpr int V = VecWidth<T>::count;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 column = (i64(blockIdx.x) * 32 + lane) * V, first = i64(blockIdx.y) * a.part_rows;
     const i64 last = first + a.part_rows < a.rows ? first + a.part_rows : a.rows;
     ColumnSlopes<T, Curve> slopes(a, column);
-    if (a.wide && column + V <= a.width) slopes.whole(first + warp, last, a.width);
+    if (a.vectorized && column + V <= a.width) slopes.whole(first + warp, last, a.width);
     else if (column < a.width) slopes.some(first + warp, last, a.width, i32(min(a.width - column, i64(V))));
     // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
 #pragma unroll
@@ -216,10 +216,10 @@ __device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)
 
 #define COLUMNS(T, NAME)                                                                                          \
     extern "C" __global__ void __launch_bounds__(32 * COLUMN_WARPS, 3) act_backward_columns_##NAME(const ActArgs a) { \
-        __shared__ float sums[COLUMN_WARPS][32 * Wide<T>::count];                                                 \
+        __shared__ float sums[COLUMN_WARPS][32 * VecWidth<T>::count];                                                 \
         if (a.act == GELU_TANH) backward_columns<T, GeluTanh<T>>(a, sums);                                        \
         else if (a.act == GELU_ERF) backward_columns<T, GeluErf<T>>(a, sums);                                     \
         else backward_columns<T, Silu<T>>(a, sums);                                                               \
     }
-NOT_OF_HALF(COLUMNS(float, f32))
+NOT_F16(COLUMNS(float, f32))
 COLUMNS(bf16, bf16)

@@ -1,5 +1,5 @@
-use super::rows::{blocks, columns, per_access};
-use super::{CudaKernels, Grid, Kernel, typed};
+use super::row_grid::{blocks, columns, vec_width};
+use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::activation::width;
 use crate::checks::{dtypes, same_contiguous};
 use crate::{Act, ActivationKernels};
@@ -20,7 +20,7 @@ struct ActArgs {
     rows: i64,
     width: i64,
     act: u32,
-    wide: u32,
+    vectorized: u32,
     limit: f32,
     alpha: f32,
     offset: f32,
@@ -51,7 +51,7 @@ impl ActArgs {
             rows,
             width,
             act: code,
-            wide: 0,
+            vectorized: 0,
             limit,
             alpha,
             offset,
@@ -62,11 +62,12 @@ impl ActArgs {
     /// 16-byte accesses where the addresses and, gated, the halves allow them.
     fn align(&mut self, dtype: DType, gated: bool) {
         let bases = (self.x | self.dy | self.out).is_multiple_of(16);
-        self.wide = u32::from(bases && (!gated || (self.width as usize).is_multiple_of(per_access(dtype))));
+        self.vectorized =
+            u32::from(bases && (!gated || (self.width as usize).is_multiple_of(vec_width(dtype))));
     }
 
-    fn grid(&self, op: &'static str, dtype: DType) -> Result<Grid> {
-        let chunks = self.rows as usize * (self.width as usize).div_ceil(per_access(dtype));
+    fn grid(&self, op: &'static str, dtype: DType) -> Result<LaunchConfig> {
+        let chunks = self.rows as usize * (self.width as usize).div_ceil(vec_width(dtype));
         // A thread counts chunks in 32 bits: 64 GiB of them, more than any card has room for three times.
         if u32::try_from(chunks).is_err() {
             return shape_error(
@@ -74,7 +75,7 @@ impl ActArgs {
                 format!("{} x {} elements are too many; use smaller batches", self.rows, self.width),
             );
         }
-        Ok(Grid { blocks: [blocks(op, chunks.div_ceil(256))?, 1, 1], threads: 256, shared: 0 })
+        Ok(LaunchConfig { blocks: [blocks(op, chunks.div_ceil(256))?, 1, 1], threads: 256, shared: 0 })
     }
 }
 
@@ -103,7 +104,7 @@ impl CudaKernels {
             (a.x, a.out) = (l.address(0)?, l.address(1)?);
             a.align(dtype, gated);
             a.amax = amax.map_or(Ok(0), |_| l.address(2))?;
-            self.queue(l, kernel, a.grid(OP, dtype)?, &a)
+            self.launch_kernel(l, kernel, a.grid(OP, dtype)?, &a)
         })
     }
 
@@ -131,7 +132,7 @@ impl CudaKernels {
             (a.x, a.dy, a.out) = (l.address(0)?, l.address(1)?, l.address(2)?);
             a.align(dtype, gated);
             a.amax = amax.map_or(Ok(0), |_| l.address(3))?;
-            self.queue(l, kernel, a.grid(OP, dtype)?, &a)
+            self.launch_kernel(l, kernel, a.grid(OP, dtype)?, &a)
         })
     }
 }
@@ -158,7 +159,7 @@ impl CudaKernels {
         same_contiguous(OP, &[x, dx])?;
         dtypes(OP, dtype, &[dy, dx])?;
         dtypes(OP, DType::F32, &[sums])?;
-        let kernel = typed!(OP, dtype, "activation", "act_backward_columns")?;
+        let kernel = typed!(OP, dtype, "activation", "act_backward_dbias")?;
         let [rows, n] = [x.shape()[0], columns(OP, x.shape()[1])? as usize];
         let (each, count) = parts(rows);
         s.launch(OP, &[read(x), read(dy), write(dx), write(sums)], |l| {
@@ -168,9 +169,9 @@ impl CudaKernels {
             a.part_rows = each as u32;
             // Rows lie one after another: all of them start as the first does, or none needs to.
             a.align(dtype, true);
-            let across = blocks(OP, n.div_ceil(32 * per_access(dtype)))?;
-            let grid = Grid { blocks: [across, count as u32, 1], threads: 256, shared: 0 };
-            self.queue(l, kernel, grid, &a)
+            let across = blocks(OP, n.div_ceil(32 * vec_width(dtype)))?;
+            let grid = LaunchConfig { blocks: [across, count as u32, 1], threads: 256, shared: 0 };
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 }

@@ -2,9 +2,9 @@
 
 #define ADAM(NAME, MASTER, MOMENT, BLOCKS)                                \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)         \
-        adam_##NAME(const __grid_constant__ AdamArgs a) { adam<MASTER, MOMENT, MOMENT, Nothing>(a); }
-ADAM(f32, WholeMaster, Plain<float>, 3)
-ADAM(bf16, WholeMaster, Plain<bf16>, 3)
+        adam_##NAME(const __grid_constant__ AdamArgs a) { adam<MASTER, MOMENT, MOMENT, NoQuantizedWeight>(a); }
+ADAM(f32, F32Master, PlainMoment<float>, 3)
+ADAM(bf16, F32Master, PlainMoment<bf16>, 3)
 // Three blocks would leave it too few registers.
-ADAM(split_f32, SplitMaster, Plain<float>, 2)
-ADAM(split_bf16, SplitMaster, Plain<bf16>, 3)
+ADAM(split_f32, SplitMaster, PlainMoment<float>, 2)
+ADAM(split_bf16, SplitMaster, PlainMoment<bf16>, 3)

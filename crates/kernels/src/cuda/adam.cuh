@@ -1,7 +1,7 @@
 // One step of Adam.
 
 struct AdamArgs {
-    Entry list[LIST];
+    TensorEntry list[LIST];
     u64 scalars;
     u32 start[LIST];
     u32 count;
@@ -28,23 +28,23 @@ template <bool INVERSES> __device__ __forceinline__ void adam_element(const Adam
 }
 
 // What is taken of weights while they are made: nothing.
-struct Nothing {
+struct NoQuantizedWeight {
     static constexpr bool wanted = false;
-    __device__ __forceinline__ Nothing(const Entry&, bool) {}
-    template <class P, int N> __device__ __forceinline__ void take(i64, const Group<float, N>&) {}
+    __device__ __forceinline__ NoQuantizedWeight(const TensorEntry&, bool) {}
+    template <class P, int N> __device__ __forceinline__ void take(i64, const Vec<float, N>&) {}
     template <class P> __device__ __forceinline__ void take_one(i64, float) {}
-    __device__ __forceinline__ void raise(const Entry&) const {}
-    template <class P> static __device__ __forceinline__ void left_out(const AdamArgs&) {}
+    __device__ __forceinline__ void atomic_amax(const TensorEntry&) const {}
+    template <class P> static __device__ __forceinline__ void requantize_unchanged(const AdamArgs&) {}
 };
 
 template <class P, class A, class B, class T> __device__ __forceinline__ void adam(const AdamArgs& a) {
     const float* s = reinterpret_cast<const float*>(a.scalars);
     if (!is_number(s[GRAD_NORM])) {
-        T::template left_out<P>(a);
+        T::template requantize_unchanged<P>(a);
         return;
     }
     const int index = entry_of(a, blockIdx.x);
-    const Entry& e = a.list[index];
+    const TensorEntry& e = a.list[index];
     float wd = __fmul_rn(s[WEIGHT_DECAY], e.wd_mult);
     AdamFactors f = {a.beta1,  a.new1,  a.beta2, a.new2,
                      a.eps,    s[BIAS1], s[BIAS2], s[CLIP],
@@ -56,9 +56,9 @@ template <class P, class A, class B, class T> __device__ __forceinline__ void ad
     const B second(e.second, e.second_scales);
     const float* grad = reinterpret_cast<const float*>(e.grad);
     T taken(e, blockIdx.x == a.start[index]);
-    bool wide = ((e.master | e.weight | e.grad | e.first | e.second | (T::wanted ? e.bytes : 0)) & 15) == 0;
+    bool vectorized = ((e.master | e.weight | e.grad | e.first | e.second | (T::wanted ? e.bytes : 0)) & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
-    if (!wide || base + UPDATES > e.n) {
+    if (!vectorized || base + UPDATES > e.n) {
         // Few blocks: those at an end. Whole warps stay together.
         for (i64 from = base; from < min(base + UPDATES, e.n); from += THREADS) {
             i64 at = from + threadIdx.x;
@@ -72,30 +72,30 @@ template <class P, class A, class B, class T> __device__ __forceinline__ void ad
             }
             u32 dice = A::packed ? dice_of(seed, x, m) : 0;
             first.set(at, there, m, dice);
-            second.set(at, there, v, turned(dice));
+            second.set(at, there, v, rotate16(dice));
         }
-        taken.raise(e);
+        taken.atomic_amax(e);
         return;
     }
     constexpr int N = A::N, AHEAD = 2;
 #pragma unroll 1
     for (int k = 0; k < UPDATES / (N * THREADS); k += AHEAD) {
         typename P::template Raw<N> p[AHEAD];
-        Group<float, N> g[AHEAD];
+        Vec<float, N> g[AHEAD];
         typename A::Raw m[AHEAD];
         typename B::Raw v[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
             p[u] = masters.template load<N>(at);
-            g[u] = whole<N>(grad, at);
+            g[u] = load_vec<N>(grad, at);
             m[u] = first.load(at);
             v[u] = second.load(at);
         }
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
-            Group<float, N> x;
+            Vec<float, N> x;
             float y[N], z[N];
 #pragma unroll
             for (int i = 0; i < N; i++) {
@@ -105,17 +105,17 @@ template <class P, class A, class B, class T> __device__ __forceinline__ void ad
             masters.store(at, x);
             taken.template take<P>(at, x);
             float scale1 = first.settle(at, y), scale2 = second.settle(at, z);
-            Group<typename A::Code, N> c;
-            Group<typename B::Code, N> d;
+            Vec<typename A::Code, N> c;
+            Vec<typename B::Code, N> d;
 #pragma unroll
             for (int i = 0; i < N; i++) {
                 u32 dice = A::packed ? dice_of(seed, x.at[i], y[i]) : 0;
                 c.at[i] = A::code(y[i], scale1, dice);
-                d.at[i] = B::code(z[i], scale2, turned(dice));
+                d.at[i] = B::code(z[i], scale2, rotate16(dice));
             }
             first.store(at, c);
             second.store(at, d);
         }
     }
-    taken.raise(e);
+    taken.atomic_amax(e);
 }

@@ -57,32 +57,32 @@ pub(super) fn store(folder: &Path, name: &str, arch: &str, key: &[u8], code: &[u
 }
 
 /// The choice made for `key`, if it is there and whole.
-pub(super) fn recall(folder: &Path, name: &str, key: &[u8]) -> Option<Vec<u8>> {
-    decode(&std::fs::read(choice(folder, name, key)).ok()?, key)
+pub(super) fn load_choice(folder: &Path, name: &str, key: &[u8]) -> Option<Vec<u8>> {
+    decode(&std::fs::read(choice_path(folder, name, key)).ok()?, key)
 }
 
-fn choice(folder: &Path, name: &str, key: &[u8]) -> PathBuf {
+fn choice_path(folder: &Path, name: &str, key: &[u8]) -> PathBuf {
     folder.join(format!("{name}-{:08x}.choice", crc32c::crc32c(key)))
 }
 
 /// Settles on `value` for `key`, unless another was settled on before, and gives the one that stands. None where it
 /// cannot be kept: then another run could choose otherwise.
-pub(super) fn settle(folder: &Path, name: &str, key: &[u8], value: &[u8]) -> Option<Vec<u8>> {
-    let to = choice(folder, name, key);
+pub(super) fn store_choice(folder: &Path, name: &str, key: &[u8], value: &[u8]) -> Option<Vec<u8>> {
+    let to = choice_path(folder, name, key);
     let aside = to.with_extension(format!("{}-{:?}.part", std::process::id(), std::thread::current().id()));
     let write = || {
         std::fs::create_dir_all(folder)?;
         std::fs::write(&aside, encode(key, value))?;
         // A link takes no other's place: of several that choose at once the first stands, whole.
         match std::fs::hard_link(&aside, &to) {
-            Err(_) if recall(folder, name, key).is_none() => std::fs::rename(&aside, &to),
+            Err(_) if load_choice(folder, name, key).is_none() => std::fs::rename(&aside, &to),
             _ => std::fs::remove_file(&aside),
         }
     };
     if write().is_err() {
         let _ = std::fs::remove_file(&aside);
     }
-    recall(folder, name, key)
+    load_choice(folder, name, key)
 }
 
 #[cfg(test)]
@@ -122,24 +122,27 @@ mod tests {
     fn the_first_choice_stands() {
         let folder = tempfile::tempdir().unwrap();
         let at = folder.path().join("made when needed");
-        assert_eq!(recall(&at, "product", b"key"), None);
-        assert_eq!(settle(&at, "product", b"key", b"one").as_deref(), Some(b"one".as_slice()));
-        assert_eq!(settle(&at, "product", b"key", b"two").as_deref(), Some(b"one".as_slice()));
-        assert_eq!(settle(&at, "product", b"other", b"two").as_deref(), Some(b"two".as_slice()));
-        assert_eq!(recall(&at, "product", b"key").as_deref(), Some(b"one".as_slice()));
+        assert_eq!(load_choice(&at, "gemm", b"key"), None);
+        assert_eq!(store_choice(&at, "gemm", b"key", b"one").as_deref(), Some(b"one".as_slice()));
+        assert_eq!(store_choice(&at, "gemm", b"key", b"two").as_deref(), Some(b"one".as_slice()));
+        assert_eq!(store_choice(&at, "gemm", b"other", b"two").as_deref(), Some(b"two".as_slice()));
+        assert_eq!(load_choice(&at, "gemm", b"key").as_deref(), Some(b"one".as_slice()));
         assert_eq!(std::fs::read_dir(&at).unwrap().count(), 2, "nothing is left lying about");
     }
 
     #[test]
     fn a_damaged_choice_is_made_anew() {
         let folder = tempfile::tempdir().unwrap();
-        settle(folder.path(), "product", b"key", b"one").unwrap();
-        let file = choice(folder.path(), "product", b"key");
+        store_choice(folder.path(), "gemm", b"key", b"one").unwrap();
+        let file = choice_path(folder.path(), "gemm", b"key");
         let whole = std::fs::read(&file).unwrap();
         for damage in [&whole[..whole.len() - 1], b"", &whole[1..]] {
             std::fs::write(&file, damage).unwrap();
-            assert_eq!(recall(folder.path(), "product", b"key"), None);
-            assert_eq!(settle(folder.path(), "product", b"key", b"two").as_deref(), Some(b"two".as_slice()));
+            assert_eq!(load_choice(folder.path(), "gemm", b"key"), None);
+            assert_eq!(
+                store_choice(folder.path(), "gemm", b"key", b"two").as_deref(),
+                Some(b"two".as_slice())
+            );
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
@@ -148,7 +151,7 @@ mod tests {
     fn all_who_choose_at_once_agree() {
         let folder = tempfile::tempdir().unwrap();
         let all: Vec<_> = std::thread::scope(|s| {
-            let each = |i: u8| settle(folder.path(), "product", b"key", &[i; 40]).unwrap();
+            let each = |i: u8| store_choice(folder.path(), "gemm", b"key", &[i; 40]).unwrap();
             let threads: Vec<_> = (0..8).map(|i| s.spawn(move || each(i))).collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         });
@@ -159,7 +162,7 @@ mod tests {
     fn where_nothing_can_be_kept_nothing_is_settled() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
-        std::fs::write(&file, b"in the way").unwrap();
-        assert_eq!(settle(&file, "product", b"key", b"one"), None);
+        std::fs::write(&file, b"in the algorithm").unwrap();
+        assert_eq!(store_choice(&file, "gemm", b"key", b"one"), None);
     }
 }

@@ -12,12 +12,12 @@ pub struct Compiled {
     /// Machine code to load.
     pub cubin: Vec<u8>,
     /// Its kernels.
-    pub kernels: Vec<Usage>,
+    pub kernels: Vec<KernelResources>,
 }
 
 /// What a kernel needs.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct KernelResources {
     /// Its name.
     pub name: String,
     /// Registers of a thread.
@@ -78,7 +78,7 @@ impl Compiler {
     /// What decides the result: text, options and compiler.
     pub(super) fn key(&self, source: &Source, arch: &str) -> Vec<u8> {
         let (major, minor) = self.version;
-        let start = source.variant.start();
+        let start = source.variant.defines();
         format!("NVRTC {major}.{minor} {:?}\n{start}{PRELUDE}\n{}", options(arch), source.text).into_bytes()
     }
 
@@ -86,7 +86,7 @@ impl Compiler {
     pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled> {
         let nul = |e: std::ffi::NulError| Error::Cuda { op: "kernel source", what: e.to_string() };
         let text =
-            format!("{}{PRELUDE}\n#line 1 \"{}.cu\"\n{}", source.variant.start(), source.name, source.text);
+            format!("{}{PRELUDE}\n#line 1 \"{}.cu\"\n{}", source.variant.defines(), source.name, source.text);
         let (text, name) = (CString::new(text).map_err(nul)?, CString::new("prelude.cuh").map_err(nul)?);
         let options =
             options(arch).into_iter().map(CString::new).collect::<Result<Vec<_>, _>>().map_err(nul)?;
@@ -146,16 +146,16 @@ fn log(program: &Program) -> Result<String> {
 }
 
 /// Reads the assembler's report: for every kernel a line with its name, then its spills, then its registers.
-fn usage(log: &str) -> Vec<Usage> {
+fn usage(log: &str) -> Vec<KernelResources> {
     let number_before = |line: &str, what: &str| -> usize {
         let head = line.split(what).next().filter(|h| h.len() < line.len());
         head.and_then(|h| h.split_whitespace().last()).and_then(|n| n.parse().ok()).unwrap_or(0)
     };
-    let mut all: Vec<Usage> = Vec::new();
+    let mut all: Vec<KernelResources> = Vec::new();
     for line in log.lines() {
         if let Some((_, rest)) = line.split_once("Compiling entry function '") {
             let name = rest.split('\'').next().unwrap_or_default().to_string();
-            all.push(Usage { name, ..Usage::default() });
+            all.push(KernelResources { name, ..KernelResources::default() });
         } else if let Some(last) = all.last_mut() {
             if line.contains("spill stores") {
                 last.spills =

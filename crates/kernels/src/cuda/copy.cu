@@ -5,18 +5,18 @@ constexpr int UNROLL = 4;
 
 __device__ __forceinline__ i64 unit_of(int u) { return (i64(blockIdx.x) * UNROLL + u) * THREADS + threadIdx.x; }
 
-struct BytesArgs {
+struct CopyArgs {
     u64 from, to;
     i64 n;
-    u32 wide;
+    u32 vectorized;
     u32 pad;
 };
 
 // n bytes.
-extern "C" __global__ void __launch_bounds__(THREADS) copy_bytes(const BytesArgs p) {
+extern "C" __global__ void __launch_bounds__(THREADS) copy_bytes(const CopyArgs p) {
     const u8* from = reinterpret_cast<const u8*>(p.from);
     u8* to = reinterpret_cast<u8*>(p.to);
-    if (p.wide && (i64(blockIdx.x) + 1) * (16 * UNROLL * THREADS) <= p.n) {
+    if (p.vectorized && (i64(blockIdx.x) + 1) * (16 * UNROLL * THREADS) <= p.n) {
         uint4 x[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) x[u] = reinterpret_cast<const uint4*>(from)[unit_of(u)];

@@ -1,6 +1,6 @@
 //! Copies of one type: bytes where both sides are contiguous, else by strides, in pieces as large as they allow.
 
-use super::groups::{blocks, line, wide};
+use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
 
@@ -61,11 +61,11 @@ impl StridedArgs {
     pub(super) fn new(axes: &[Axis], element: usize, from: u64, to: u64) -> (StridedArgs, usize) {
         let even = |elements: usize| (elements * element).is_multiple_of(16);
         let (last, leading) = axes.split_last().unwrap_or((&Axis { size: 1, from: 1, to: 1 }, &[]));
-        let wide = (from | to).is_multiple_of(16)
+        let vectorized = (from | to).is_multiple_of(16)
             && (last.from, last.to) == (1, 1)
             && even(last.size)
             && leading.iter().all(|a| even(a.from) && even(a.to));
-        let unit = if wide { 16 } else { element };
+        let unit = if vectorized { 16 } else { element };
         let per_unit = unit / element;
         let mut args = StridedArgs {
             from,
@@ -96,11 +96,11 @@ const UNROLL: usize = 4;
 
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct BytesArgs {
+struct CopyArgs {
     from: u64,
     to: u64,
     n: i64,
-    wide: u32,
+    vectorized: u32,
     pad: u32,
 }
 
@@ -118,9 +118,9 @@ impl CudaKernels {
             let (from, to) = (l.address(0)?, l.address(1)?);
             if x.is_contiguous() && out.is_contiguous() {
                 let grid = line(blocks(OP, x.bytes(), 16 * moved)?, THREADS);
-                let wide = wide(&[from, to]).into();
-                let args = BytesArgs { from, to, n: x.bytes() as i64, wide, pad: 0 };
-                return self.queue(l, kernel("copy_bytes"), grid, &args);
+                let vectorized = aligned16(&[from, to]).into();
+                let args = CopyArgs { from, to, n: x.bytes() as i64, vectorized, pad: 0 };
+                return self.launch_kernel(l, kernel("copy_bytes"), grid, &args);
             }
             let (args, unit) = StridedArgs::new(&strides, x.dtype().size(), from, to);
             let name = match unit {
@@ -128,7 +128,7 @@ impl CudaKernels {
                 4 => "copy_strided_4",
                 _ => "copy_strided_16",
             };
-            self.queue(l, kernel(name), line(blocks(OP, args.count as usize, moved)?, THREADS), &args)
+            self.launch_kernel(l, kernel(name), line(blocks(OP, args.count as usize, moved)?, THREADS), &args)
         })
     }
 }

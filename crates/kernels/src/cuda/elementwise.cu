@@ -30,34 +30,34 @@ struct MapArgs {
     u64 a, b, out;
     i64 n;
     float factor;
-    u32 wide;
+    u32 vectorized;
 };
 
 // Is this block's share whole, and can it be read in groups?
-template <int N> __device__ __forceinline__ bool whole_block(i64 n, bool wide) {
-    return wide && (i64(blockIdx.x) + 1) * (UNROLL * THREADS * N) <= n;
+template <int N> __device__ __forceinline__ bool full_block(i64 n, bool vectorized) {
+    return vectorized && (i64(blockIdx.x) + 1) * (UNROLL * THREADS * N) <= n;
 }
 
 // out = f(a): f(values of one group, index of the first).
 template <int N, class A, class D, class F>
-__device__ __forceinline__ void map_group(const Group<A, N>& x, D* out, i64 at, i64 n, bool wide, F f) {
+__device__ __forceinline__ void map_group(const Vec<A, N>& x, D* out, i64 at, i64 n, bool vectorized, F f) {
     float v[N];
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = to_f32(x.at[i]);
     f(v, at);
-    Group<D, N> y;
+    Vec<D, N> y;
 #pragma unroll
     for (int i = 0; i < N; i++) y.at[i] = from_f32<D>(v[i]);
-    put<N>(out, at, n, wide, y);
+    store_guarded<N>(out, at, n, vectorized, y);
 }
-template <class A, class D, class F> __device__ __forceinline__ void map(u64 from, u64 to, i64 n, bool wide, F f) {
+template <class A, class D, class F> __device__ __forceinline__ void map(u64 from, u64 to, i64 n, bool vectorized, F f) {
     constexpr int N = group_of<A, D>();
     const A* a = reinterpret_cast<const A*>(from);
     D* out = reinterpret_cast<D*>(to);
-    if (whole_block<N>(n, wide)) {
-        Group<A, N> x[UNROLL];
+    if (full_block<N>(n, vectorized)) {
+        Vec<A, N> x[UNROLL];
 #pragma unroll
-        for (int u = 0; u < UNROLL; u++) x[u] = whole<N>(a, group_start<N>(u));
+        for (int u = 0; u < UNROLL; u++) x[u] = load_vec<N>(a, group_start<N>(u));
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) map_group<N>(x[u], out, group_start<N>(u), n, true, f);
         return;
@@ -65,31 +65,31 @@ template <class A, class D, class F> __device__ __forceinline__ void map(u64 fro
 #pragma unroll 1
     for (int u = 0; u < UNROLL; u++) {
         i64 at = group_start<N>(u);
-        if (at < n) map_group<N>(fetch<N>(a, at, n, wide), out, at, n, wide, f);
+        if (at < n) map_group<N>(load_guarded<N>(a, at, n, vectorized), out, at, n, vectorized, f);
     }
 }
 
 // out = f(a, b), element by element; out is of the type of a.
 template <int N, class A, class B, class F>
-__device__ __forceinline__ void map2_group(const Group<A, N>& x, const Group<B, N>& y, A* out, i64 at, i64 n, bool wide,
+__device__ __forceinline__ void map2_group(const Vec<A, N>& x, const Vec<B, N>& y, A* out, i64 at, i64 n, bool vectorized,
                                            F f) {
-    Group<A, N> z;
+    Vec<A, N> z;
 #pragma unroll
     for (int i = 0; i < N; i++) z.at[i] = from_f32<A>(f(to_f32(x.at[i]), to_f32(y.at[i])));
-    put<N>(out, at, n, wide, z);
+    store_guarded<N>(out, at, n, vectorized, z);
 }
 template <class A, class B, class F> __device__ __forceinline__ void map2(const MapArgs& p, F f) {
     constexpr int N = group_of<A, B>();
     const A* a = reinterpret_cast<const A*>(p.a);
     const B* b = reinterpret_cast<const B*>(p.b);
     A* out = reinterpret_cast<A*>(p.out);
-    if (whole_block<N>(p.n, p.wide)) {
-        Group<A, N> x[UNROLL];
-        Group<B, N> y[UNROLL];
+    if (full_block<N>(p.n, p.vectorized)) {
+        Vec<A, N> x[UNROLL];
+        Vec<B, N> y[UNROLL];
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) {
-            x[u] = whole<N>(a, group_start<N>(u));
-            y[u] = whole<N>(b, group_start<N>(u));
+            x[u] = load_vec<N>(a, group_start<N>(u));
+            y[u] = load_vec<N>(b, group_start<N>(u));
         }
 #pragma unroll
         for (int u = 0; u < UNROLL; u++) map2_group<N>(x[u], y[u], out, group_start<N>(u), p.n, true, f);
@@ -99,7 +99,7 @@ template <class A, class B, class F> __device__ __forceinline__ void map2(const 
     for (int u = 0; u < UNROLL; u++) {
         i64 at = group_start<N>(u);
         if (at >= p.n) break;
-        map2_group<N>(fetch<N>(a, at, p.n, p.wide), fetch<N>(b, at, p.n, p.wide), out, at, p.n, p.wide, f);
+        map2_group<N>(load_guarded<N>(a, at, p.n, p.vectorized), load_guarded<N>(b, at, p.n, p.vectorized), out, at, p.n, p.vectorized, f);
     }
 }
 
@@ -129,16 +129,16 @@ template <class X, class Y> __device__ __forceinline__ void add_assign(const Map
 }
 template <class T> __device__ __forceinline__ void scale(const MapArgs& p) {
     float factor = p.factor;
-    map<T, T>(p.a, p.out, p.n, p.wide, [=](auto& v, i64) {
+    map<T, T>(p.a, p.out, p.n, p.vectorized, [=](auto& v, i64) {
         for (float& x : v) x *= factor;
     });
 }
 template <class S, class D> __device__ __forceinline__ void cast(const MapArgs& p) {
-    map<S, D>(p.a, p.out, p.n, p.wide, [](auto&, i64) {});
+    map<S, D>(p.a, p.out, p.n, p.vectorized, [](auto&, i64) {});
 }
 template <class T> __device__ __forceinline__ void softcap_forward(const MapArgs& p) {
     float cap = p.factor;
-    map<T, T>(p.a, p.out, p.n, p.wide, [=](auto& v, i64) {
+    map<T, T>(p.a, p.out, p.n, p.vectorized, [=](auto& v, i64) {
         for (float& x : v) x = cap * tanh_of(x / cap);
     });
 }
@@ -153,24 +153,24 @@ template <class T> __device__ __forceinline__ void softcap_backward(const MapArg
 
 #define MAP(name, body)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS) name(const MapArgs p) { body(p); }
-NOT_OF_HALF(MAP(add_f32, add<float>))
+NOT_F16(MAP(add_f32, add<float>))
 MAP(add_bf16, add<bf16>)
 // The type of y, then that of x.
-NOT_OF_HALF(MAP(add_assign_f32_f32, (add_assign<float, float>)))
+NOT_F16(MAP(add_assign_f32_f32, (add_assign<float, float>)))
 MAP(add_assign_f32_bf16, (add_assign<bf16, float>))
 MAP(add_assign_bf16_f32, (add_assign<float, bf16>))
 MAP(add_assign_bf16_bf16, (add_assign<bf16, bf16>))
-NOT_OF_HALF(MAP(scale_f32, scale<float>))
+NOT_F16(MAP(scale_f32, scale<float>))
 MAP(scale_bf16, scale<bf16>)
-NOT_OF_HALF(MAP(cast_f32_bf16, (cast<float, bf16>)))
-NOT_OF_HALF(MAP(cast_bf16_f32, (cast<bf16, float>)))
-NOT_OF_HALF(MAP(cast_f32_f16, (cast<float, f16>)))
-NOT_OF_HALF(MAP(cast_f16_f32, (cast<f16, float>)))
-NOT_OF_HALF(MAP(cast_f16_bf16, (cast<f16, bf16>)))
-NOT_OF_HALF(MAP(cast_bf16_f16, (cast<bf16, f16>)))
-NOT_OF_HALF(MAP(softcap_forward_f32, softcap_forward<float>))
+NOT_F16(MAP(cast_f32_bf16, (cast<float, bf16>)))
+NOT_F16(MAP(cast_bf16_f32, (cast<bf16, float>)))
+NOT_F16(MAP(cast_f32_f16, (cast<float, f16>)))
+NOT_F16(MAP(cast_f16_f32, (cast<f16, float>)))
+NOT_F16(MAP(cast_f16_bf16, (cast<f16, bf16>)))
+NOT_F16(MAP(cast_bf16_f16, (cast<bf16, f16>)))
+NOT_F16(MAP(softcap_forward_f32, softcap_forward<float>))
 MAP(softcap_forward_bf16, softcap_forward<bf16>)
-NOT_OF_HALF(MAP(softcap_backward_f32, softcap_backward<float>))
+NOT_F16(MAP(softcap_backward_f32, softcap_backward<float>))
 MAP(softcap_backward_bf16, softcap_backward<bf16>)
 
 struct DropoutArgs {
@@ -179,7 +179,7 @@ struct DropoutArgs {
     RandomStream stream;
     float scale;
     u32 threshold;
-    u32 wide;
+    u32 vectorized;
     u32 pad;
 };
 
@@ -207,7 +207,7 @@ template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p)
         }
         return;
     }
-    map<T, T>(p.x, p.y, p.n, p.wide, [&](auto& v, i64 at) {
+    map<T, T>(p.x, p.y, p.n, p.vectorized, [&](auto& v, i64 at) {
         constexpr int N = sizeof(v) / sizeof(float);
 #pragma unroll
         for (int part = 0; part < N / 4; part++) {

@@ -1,9 +1,9 @@
-use super::groups::{blocks, line, wide};
+use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
 use crate::elementwise::check_dropout;
 use crate::philox::RandomStream;
-use crate::{DropoutKey, ElementwiseKernels, NormalRuns};
+use crate::{ElementwiseKernels, NormalFill, RngKey};
 use ferrotron_tensor::{DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// As in elementwise.cu.
@@ -24,7 +24,7 @@ struct MapArgs {
     out: u64,
     n: i64,
     factor: f32,
-    wide: u32,
+    vectorized: u32,
 }
 
 #[repr(C)]
@@ -39,7 +39,7 @@ struct DropoutArgs {
     lane: [u32; 2],
     scale: f32,
     threshold: u32,
-    wide: u32,
+    vectorized: u32,
     pad: u32,
 }
 
@@ -54,8 +54,8 @@ impl CudaKernels {
         size: usize,
         factor: f32,
     ) -> Result<()> {
-        let args = MapArgs { a, b, out, n: n as i64, factor, wide: wide(&[a, b, out]).into() };
-        self.queue(l, kernel, line(blocks(l.op(), n, GROUPS * (16 / size))?, THREADS), &args)
+        let args = MapArgs { a, b, out, n: n as i64, factor, vectorized: aligned16(&[a, b, out]).into() };
+        self.launch_kernel(l, kernel, line(blocks(l.op(), n, GROUPS * (16 / size))?, THREADS), &args)
     }
 }
 
@@ -74,7 +74,7 @@ impl ElementwiseKernels for CudaKernels {
     fn add_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()> {
         const OP: &str = "add_assign";
         same_contiguous(OP, &[x, y])?;
-        let half = |name| Kernel { source: "elementwise.half", name };
+        let half = |name| Kernel { source: "elementwise.f16", name };
         let kernel = match y.dtype() {
             DType::F16 if x.dtype() == DType::F32 => half("add_assign_bf16_f32"),
             DType::F16 if x.dtype() == DType::F16 => half("add_assign_bf16_bf16"),
@@ -123,11 +123,11 @@ impl ElementwiseKernels for CudaKernels {
     }
 
     fn column_sum(&self, s: &Stream, x: &Tensor, accumulate: bool, sums: &Tensor) -> Result<()> {
-        self.queue_column_sum(s, x, accumulate, sums)
+        self.launch_column_sum(s, x, accumulate, sums)
     }
 
     fn dot(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
-        self.queue_dot(s, a, b, out)
+        self.launch_dot(s, a, b, out)
     }
 
     fn softcap_forward(&self, s: &Stream, cap: f32, x: &Tensor) -> Result<()> {
@@ -151,15 +151,7 @@ impl ElementwiseKernels for CudaKernels {
         })
     }
 
-    fn dropout(
-        &self,
-        s: &Stream,
-        p: f32,
-        key: DropoutKey,
-        rows: &Tensor,
-        x: &Tensor,
-        y: &Tensor,
-    ) -> Result<()> {
+    fn dropout(&self, s: &Stream, p: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
         const OP: &str = "dropout";
         same_contiguous(OP, &[x, y])?;
         let width = check_dropout(p, rows, x)? as i64;
@@ -179,15 +171,15 @@ impl ElementwiseKernels for CudaKernels {
                 scale: 1.0 / (1.0 - p),
                 // Dropped words are those below p·2³², which is below 2³² for every p < 1.
                 threshold: (f64::from(p) * 4_294_967_296.0) as u32,
-                wide: wide(&[from, to]).into(),
+                vectorized: aligned16(&[from, to]).into(),
                 pad: 0,
             };
             let grid = line(blocks(OP, x.numel(), GROUPS * (16 / x.dtype().size()))?, THREADS);
-            self.queue(l, kernel, grid, &args)
+            self.launch_kernel(l, kernel, grid, &args)
         })
     }
 
-    fn normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()> {
-        self.queue_normal(s, runs, out)
+    fn normal(&self, s: &Stream, runs: NormalFill, out: &Tensor) -> Result<()> {
+        self.launch_normal(s, runs, out)
     }
 }

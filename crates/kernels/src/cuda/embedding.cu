@@ -12,13 +12,13 @@ struct ForwardArgs {
     i64 width, vocab, first, local;
     float scale;
     u32 add;
-    u32 wide;
+    u32 vectorized;
     u32 pad;
 };
 
 // Block t: y[t] = scale·table[ids[t] − first] (+ y[t]), as if the rows that are not here were zero.
 template <class T> __device__ __forceinline__ void embedding_forward(const ForwardArgs& p) {
-    constexpr int N = Wide<T>::count;
+    constexpr int N = VecWidth<T>::count;
     i64 t = blockIdx.x;
     i64 id = reinterpret_cast<const i32*>(p.ids)[t];
     if (id < 0 || id >= p.vocab) {
@@ -29,22 +29,22 @@ template <class T> __device__ __forceinline__ void embedding_forward(const Forwa
     id -= p.first;
     if (id < 0 || id >= p.local) {
         if (p.add) return;
-        Group<T, N> zero = {};
+        Vec<T, N> zero = {};
         for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N)
-            put<N>(y, at, p.width, p.wide, zero);
+            store_guarded<N>(y, at, p.width, p.vectorized, zero);
         return;
     }
     const T* row = reinterpret_cast<const T*>(p.table) + id * p.width;
 #pragma unroll 2
     for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N) {
-        Group<T, N> x = fetch<N>(row, at, p.width, p.wide), old = {};
-        if (p.add) old = fetch<N>(y, at, p.width, p.wide);
+        Vec<T, N> x = load_guarded<N>(row, at, p.width, p.vectorized), old = {};
+        if (p.add) old = load_guarded<N>(y, at, p.width, p.vectorized);
 #pragma unroll
         for (int i = 0; i < N; i++) {
             float v = __fmul_rn(to_f32(x.at[i]), p.scale);
             x.at[i] = from_f32<T>(p.add ? __fadd_rn(v, to_f32(old.at[i])) : v);
         }
-        put<N>(y, at, p.width, p.wide, x);
+        store_guarded<N>(y, at, p.width, p.vectorized, x);
     }
 }
 extern "C" __global__ void __launch_bounds__(256) embedding_forward_f32(const ForwardArgs p) {
@@ -168,7 +168,7 @@ struct SumArgs {
     i64 n, local, width;
     float scale;
     u32 accumulate;
-    u32 wide;
+    u32 vectorized;
     u32 pad;
 };
 
@@ -193,9 +193,9 @@ extern "C" __global__ void __launch_bounds__(256) embedding_clear(const SumArgs 
     const u32* starts = reinterpret_cast<const u32*>(p.starts);
     if (starts[v] != starts[v + 1]) return;
     float* row = reinterpret_cast<float*>(p.dtable) + v * p.width;
-    Group<float, 4> zero = {};
+    Vec<float, 4> zero = {};
 #pragma unroll 4
-    for (i64 at = (threadIdx.x & 31) * 4; at < p.width; at += 128) put<4>(row, at, p.width, p.wide, zero);
+    for (i64 at = (threadIdx.x & 31) * 4; at < p.width; at += 128) store_guarded<4>(row, at, p.width, p.vectorized, zero);
 }
 
 // Of the first chunks of long runs, and of their later chunks, at most one each begins within CHUNK places: a run
@@ -205,7 +205,7 @@ __device__ __forceinline__ i64 part_of(i64 place, bool first) { return place / C
 
 // Block i: the sum over the chunk that begins at place i, if one does.
 template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& p) {
-    constexpr int N = Wide<T>::count;
+    constexpr int N = VecWidth<T>::count;
     constexpr int AHEAD = 4;
     __shared__ i64 tokens[CHUNK];
     i64 place = blockIdx.x;
@@ -222,13 +222,13 @@ template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& 
     float* out = single ? reinterpret_cast<float*>(p.dtable) + id * p.width
                         : reinterpret_cast<float*>(p.parts) + part_of(place, place == start) * p.width;
     for (i64 at = i64(threadIdx.x) * N; at < p.width; at += i64(blockDim.x) * N) {
-        Group<float, N> sum = {};
-        if (single && p.accumulate) sum = fetch<N>(out, at, p.width, p.wide);
+        Vec<float, N> sum = {};
+        if (single && p.accumulate) sum = load_guarded<N>(out, at, p.width, p.vectorized);
         int i = 0;
         for (; i + AHEAD <= count; i += AHEAD) {
-            Group<T, N> x[AHEAD];
+            Vec<T, N> x[AHEAD];
 #pragma unroll
-            for (int k = 0; k < AHEAD; k++) x[k] = fetch<N>(dy + tokens[i + k] * p.width, at, p.width, p.wide);
+            for (int k = 0; k < AHEAD; k++) x[k] = load_guarded<N>(dy + tokens[i + k] * p.width, at, p.width, p.vectorized);
 #pragma unroll
             for (int k = 0; k < AHEAD; k++)
 #pragma unroll
@@ -236,11 +236,11 @@ template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& 
                     sum.at[j] = __fadd_rn(sum.at[j], __fmul_rn(p.scale, to_f32(x[k].at[j])));
         }
         for (; i < count; i++) {
-            Group<T, N> x = fetch<N>(dy + tokens[i] * p.width, at, p.width, p.wide);
+            Vec<T, N> x = load_guarded<N>(dy + tokens[i] * p.width, at, p.width, p.vectorized);
 #pragma unroll
             for (int j = 0; j < N; j++) sum.at[j] = __fadd_rn(sum.at[j], __fmul_rn(p.scale, to_f32(x.at[j])));
         }
-        put<N>(out, at, p.width, p.wide, sum);
+        store_guarded<N>(out, at, p.width, p.vectorized, sum);
     }
 }
 extern "C" __global__ void __launch_bounds__(256) embedding_sum_f32(const SumArgs p) { embedding_sum<float>(p); }

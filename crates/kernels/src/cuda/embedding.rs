@@ -1,5 +1,5 @@
-use super::groups::{blocks, line, wide};
-use super::{CudaKernels, Grid, Kernel, typed};
+use super::grid::{aligned16, blocks, line};
+use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::EmbeddingKernels;
 use crate::checks::dtypes;
 use crate::embedding::check_rows;
@@ -24,7 +24,7 @@ struct ForwardArgs {
     local: i64,
     scale: f32,
     add: u32,
-    wide: u32,
+    vectorized: u32,
     pad: u32,
 }
 
@@ -59,7 +59,7 @@ struct SumArgs {
     width: i64,
     scale: f32,
     accumulate: u32,
-    wide: u32,
+    vectorized: u32,
     pad: u32,
 }
 
@@ -68,7 +68,7 @@ fn kernel(name: &'static str) -> Kernel {
 }
 
 /// A block for each of `rows` rows of `width`, `group` elements to a thread.
-fn row_blocks(op: &'static str, rows: usize, width: usize, group: usize) -> Result<Grid> {
+fn row_blocks(op: &'static str, rows: usize, width: usize, group: usize) -> Result<LaunchConfig> {
     let threads = width.div_ceil(group).next_multiple_of(32).clamp(32, THREADS as usize) as u32;
     Ok(line(blocks(op, rows, 1)?, threads))
 }
@@ -104,10 +104,10 @@ impl EmbeddingKernels for CudaKernels {
                 local: local as i64,
                 scale,
                 add: add.into(),
-                wide: (width.is_multiple_of(group) && wide(&[from, to])).into(),
+                vectorized: (width.is_multiple_of(group) && aligned16(&[from, to])).into(),
                 pad: 0,
             };
-            self.queue(l, kernel, row_blocks(OP, tokens, width, group)?, &args)
+            self.launch_kernel(l, kernel, row_blocks(OP, tokens, width, group)?, &args)
         })
     }
 
@@ -165,18 +165,28 @@ impl EmbeddingKernels for CudaKernels {
                 width: width as i64,
                 scale,
                 accumulate: accumulate.into(),
-                wide: (width.is_multiple_of(group) && wide(&[dy_at, dtable_at, parts])).into(),
+                vectorized: (width.is_multiple_of(group) && aligned16(&[dy_at, dtable_at, parts])).into(),
                 pad: 0,
             };
-            self.queue(l, kernel("embedding_starts"), line(blocks(OP, local + 1, 256)?, THREADS), &args)?;
+            self.launch_kernel(
+                l,
+                kernel("embedding_starts"),
+                line(blocks(OP, local + 1, 256)?, THREADS),
+                &args,
+            )?;
             if !accumulate {
-                self.queue(l, kernel("embedding_clear"), line(blocks(OP, local, 8)?, THREADS), &args)?;
+                self.launch_kernel(
+                    l,
+                    kernel("embedding_clear"),
+                    line(blocks(OP, local, 8)?, THREADS),
+                    &args,
+                )?;
             }
-            self.queue(l, sum, row_blocks(OP, tokens, width, group)?, &args)?;
+            self.launch_kernel(l, sum, row_blocks(OP, tokens, width, group)?, &args)?;
             if tokens > CHUNK {
                 let columns = blocks(OP, width, THREADS as usize)?;
-                let grid = Grid { blocks: [chunks as u32, columns, 1], threads: THREADS, shared: 0 };
-                self.queue(l, kernel("embedding_join"), grid, &args)?;
+                let grid = LaunchConfig { blocks: [chunks as u32, columns, 1], threads: THREADS, shared: 0 };
+                self.launch_kernel(l, kernel("embedding_join"), grid, &args)?;
             }
             Ok(())
         })
@@ -217,8 +227,8 @@ impl CudaKernels {
                 first: (pass == 0).into(),
             };
             let grid = line(blocks(l.op(), tokens, TILE)?, THREADS);
-            self.queue(l, kernel("embedding_count"), grid, &args)?;
-            self.queue(l, kernel("embedding_sort"), grid, &args)?;
+            self.launch_kernel(l, kernel("embedding_count"), grid, &args)?;
+            self.launch_kernel(l, kernel("embedding_sort"), grid, &args)?;
             from = to;
         }
         Ok(from)

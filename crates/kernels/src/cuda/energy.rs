@@ -28,7 +28,7 @@ unsafe impl Send for EnergyCounter {}
 impl EnergyCounter {
     /// That of a device. Nothing where it is no card, the library is absent, or the card has no such counter.
     pub fn open(device: &Device) -> Option<EnergyCounter> {
-        let bus_id = bus_id(device.card()?.ordinal)?;
+        let bus_id = bus_id(device.gpu()?.ordinal)?;
         let library = library()?;
         // SAFETY: these are the functions' types by NVML's header.
         let (init, by_bus_id, total) = unsafe {

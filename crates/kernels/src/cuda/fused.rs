@@ -3,10 +3,10 @@
 
 use super::CudaKernels;
 use super::activation::parts;
-use super::blas::Epilogue;
-use super::gemm::even;
-use super::plans::Operands;
-use crate::fused::{LinearAct, LinearGrad, check_parts};
+use super::cublaslt::Epilogue;
+use super::gemm::rows_aligned16;
+use super::gemm_cache::Operands;
+use crate::fused::{LinearAct, LinearWgrad, check_parts};
 use crate::{Act, ActivationKernels, ElementwiseKernels, FusedKernels, GemmKernels};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 
@@ -24,23 +24,23 @@ impl FusedKernels for CudaKernels {
         let g = f.product(f.y);
         let z = g.sizes()?;
         let known = f.act == Act::GeluTanh && alike(&[f.y, f.h]) && f.x.dtype() == DType::BF16;
-        if known && z.m * z.n * z.k > 0 && g.even(&z) && even(f.h, z.n) {
+        if known && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) && rows_aligned16(f.h, z.n) {
             let epilogue = Epilogue::Gelu { bias: f.bias.is_some(), ld: z.n };
-            let (bias, beside) = (f.bias.map(read), Some(write(f.h)));
-            let o = Operands { a: g.a, b: g.b, c: g.c, bias, beside, scales: None, accumulate: false };
+            let (bias, aux) = (f.bias.map(read), Some(write(f.h)));
+            let o = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales: None, accumulate: false };
             let key = g.key(z, epilogue, Some(f.h));
-            if self.plans.product(s, "gemm (output, gelu)", key, &o, Some(&apart))? {
+            if self.gemm_cache.gemm(s, "gemm (output, gelu)", key, &o, Some(&apart))? {
                 return Ok(());
             }
         }
         apart(f.y)
     }
 
-    fn act_parts(&self, _dtype: DType, rows: usize, _n: usize) -> usize {
+    fn act_partials(&self, _dtype: DType, rows: usize, _n: usize) -> usize {
         parts(rows).1
     }
 
-    fn act_backward_columns(
+    fn act_backward_dbias(
         &self,
         s: &Stream,
         act: Act,
@@ -53,13 +53,13 @@ impl FusedKernels for CudaKernels {
         self.act_slope_columns(s, act, [x, dy, dx], sums)
     }
 
-    fn linear_grad(&self, s: &Stream, f: &LinearGrad) -> Result<()> {
+    fn linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
         let ((dw, _), (db, onto)) = (f.dw, f.db);
         let g = f.product(dw);
         let z = g.sizes()?;
         let fits = db.shape() == [z.m] && db.is_contiguous();
         let known = fits && [dw, db].iter().all(|t| t.dtype() == DType::F32) && f.dy.dtype() == DType::BF16;
-        if known && z.m * z.n * z.k > 0 && g.even(&z) {
+        if known && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) {
             // The library overwrites.
             let sums = match onto || db.alignment() < 16 {
                 true => Tensor::empty(s, &[z.m], DType::F32, Category::Workspace)?,
@@ -74,12 +74,12 @@ impl FusedKernels for CudaKernels {
                 b: g.b,
                 c: g.c,
                 bias: Some(write(&sums)),
-                beside: None,
+                aux: None,
                 scales: None,
                 accumulate: g.accumulate,
             };
-            let key = g.key(z, Epilogue::ColumnSums, Some(&sums));
-            if self.plans.product(s, "gemm (weight gradient, bias)", key, &o, Some(&apart))? {
+            let key = g.key(z, Epilogue::BiasGrad, Some(&sums));
+            if self.gemm_cache.gemm(s, "gemm (weight gradient, bias)", key, &o, Some(&apart))? {
                 return match (sums.same_memory(db), onto) {
                     (true, _) => Ok(()),
                     (false, true) => self.add_assign(s, db, &sums),

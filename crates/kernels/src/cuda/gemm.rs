@@ -2,34 +2,33 @@
 //! alignments, mixed types), or rounds twice, our own plain kernel does.
 
 use super::CudaKernels;
-use super::blas::{Epilogue, Key};
-use super::plans::Operands;
+use super::cublaslt::{Epilogue, GemmKey};
+use super::gemm_cache::Operands;
 use crate::{Gemm, GemmKernels, GemmSizes};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, write};
 
 /// Do rows of `t` start on 16 bytes?
-pub(super) fn even(t: &Tensor, ld: usize) -> bool {
+pub(super) fn rows_aligned16(t: &Tensor, ld: usize) -> bool {
     t.alignment() >= 16 && (ld * t.dtype().size()).is_multiple_of(16)
 }
 
 impl Gemm<'_> {
     /// What the way to make it depends on.
-    pub(super) fn key(&self, sizes: GemmSizes, epilogue: Epilogue, beside: Option<&Tensor>) -> Key {
-        Key {
+    pub(super) fn key(&self, sizes: GemmSizes, epilogue: Epilogue, aux: Option<&Tensor>) -> GemmKey {
+        GemmKey {
             sizes,
             trans: [self.trans_a, self.trans_b],
             types: [self.a.dtype(), self.c.dtype()],
             epilogue,
-            align: [Some(self.a), Some(self.b), Some(self.c), beside]
-                .map(|t| t.map_or(256, Tensor::alignment)),
-            eight: None,
+            align: [Some(self.a), Some(self.b), Some(self.c), aux].map(|t| t.map_or(256, Tensor::alignment)),
+            fp8: None,
         }
     }
 
     /// Does every row of every operand start on 16 bytes?
-    pub(super) fn even(&self, z: &GemmSizes) -> bool {
+    pub(super) fn rows_aligned16(&self, z: &GemmSizes) -> bool {
         let matrices = [(self.a, z.lda), (self.b, z.ldb), (self.c, z.ldc)];
-        matrices.iter().all(|(t, ld)| even(t, *ld)) && self.bias.is_none_or(|t| t.alignment() >= 16)
+        matrices.iter().all(|(t, ld)| rows_aligned16(t, *ld)) && self.bias.is_none_or(|t| t.alignment() >= 16)
     }
 }
 
@@ -46,17 +45,17 @@ impl GemmKernels for CudaKernels {
         // A narrow result is rounded once here. The library rounds the product before it adds what is there, and
         // before it adds a bias where rows are off 16 bytes: those are ours.
         let onto = g.accumulate && (g.bias.is_some() || g.c.dtype() != DType::F32);
-        if sizes.k > 0 && !onto && (g.bias.is_none() || g.even(&sizes)) {
+        if sizes.k > 0 && !onto && (g.bias.is_none() || g.rows_aligned16(&sizes)) {
             let epilogue = if g.bias.is_some() { Epilogue::Bias } else { Epilogue::None };
             let (bias, accumulate) = (g.bias.map(read), g.accumulate);
-            let (beside, scales) = (None, None);
-            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, beside, scales, accumulate };
-            if self.plans.product(s, g.name(), g.key(sizes, epilogue, g.bias), &operands, None)? {
+            let (aux, scales) = (None, None);
+            let operands = Operands { a: g.a, b: g.b, c: g.c, bias, aux, scales, accumulate };
+            if self.gemm_cache.gemm(s, g.name(), g.key(sizes, epilogue, g.bias), &operands, None)? {
                 return Ok(());
             }
         }
         let args = [read(g.a), read(g.b), write(g.c), read(g.bias.unwrap_or(g.a))];
         let count = if g.bias.is_some() { 4 } else { 3 };
-        s.launch(g.name(), &args[..count], |l| self.product(l, g, &sizes))
+        s.launch(g.name(), &args[..count], |l| self.generic_gemm(l, g, &sizes))
     }
 }

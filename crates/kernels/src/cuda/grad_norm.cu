@@ -21,12 +21,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_
     const int index = entry_of(a, blockIdx.x);
     const Slice& e = a.list[index];
     const float* x = reinterpret_cast<const float*>(e.x);
-    bool wide = (e.x & 15) == 0;
+    bool vectorized = (e.x & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * PART;
     double sum = 0.0;
 #pragma unroll 4
     for (int k = 0; k < PART / (4 * THREADS); k++) {
-        Group<float, 4> g = fetch<4>(x, base + (k * THREADS + threadIdx.x) * 4, e.n, wide);
+        Vec<float, 4> g = load_guarded<4>(x, base + (k * THREADS + threadIdx.x) * 4, e.n, vectorized);
 #pragma unroll
         for (int i = 0; i < 4; i++) sum = fma(double(g.at[i]), double(g.at[i]), sum);
     }
@@ -122,7 +122,7 @@ struct ClearArgs {
 };
 
 // Zeros, for a step that is made to raise them.
-extern "C" __global__ void __launch_bounds__(THREADS) clear_for_step(const ClearArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) reset_amax(const ClearArgs a) {
     if (!is_number(reinterpret_cast<const float*>(a.scalars)[GRAD_NORM])) return;
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (at < a.n) reinterpret_cast<float*>(a.numbers)[at] = 0.0f;
@@ -134,7 +134,7 @@ struct CountArgs {
 };
 
 // Counts a step whose gradients are numbers. Rounded one by one: 1 - p*b in one would be other bits than the CPU's.
-extern "C" __global__ void count_step(const CountArgs a) {
+extern "C" __global__ void advance_step(const CountArgs a) {
     double* count = reinterpret_cast<double*>(a.counter);
     float* s = reinterpret_cast<float*>(a.scalars);
     if (!is_number(s[GRAD_NORM])) return;

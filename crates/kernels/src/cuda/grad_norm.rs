@@ -1,6 +1,6 @@
 //! The joint norm of gradients.
 
-use super::groups::{Portion, line};
+use super::grid::{LaunchList, line};
 use super::{CudaKernels, Kernel};
 use crate::checks::{dtypes, same_contiguous};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
@@ -69,7 +69,7 @@ impl CudaKernels {
             let (mut done, mut rest) =
                 (0u64, grads.iter().enumerate().filter(|(_, g)| g.numel() > 0).peekable());
             while rest.peek().is_some() {
-                let mut p = Portion::<Slice, GRADS>::new();
+                let mut p = LaunchList::<Slice, GRADS>::new();
                 for (i, g) in rest.by_ref().take(GRADS) {
                     p.push(op, Slice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
                 }
@@ -80,7 +80,7 @@ impl CudaKernels {
                     count: p.count,
                     pad: 0,
                 };
-                self.queue(l, kernel("square_parts"), line(p.blocks, THREADS), &args)?;
+                self.launch_kernel(l, kernel("square_parts"), line(p.blocks, THREADS), &args)?;
                 done += u64::from(p.blocks);
             }
             end(l, parts, total)

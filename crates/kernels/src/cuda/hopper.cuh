@@ -10,21 +10,21 @@ struct alignas(64) TensorMap {
     u64 word[16];
 };
 
-__device__ __forceinline__ void barrier_init(u32 bar, u32 count) {
+__device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
-__device__ __forceinline__ void barrier_init_done() {
+__device__ __forceinline__ void mbarrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
-__device__ __forceinline__ void barrier_expect(u32 bar, u32 bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(u32 bar, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(u32 bar) {
+__device__ __forceinline__ void mbarrier_arrive(u32 bar) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 // At this barrier's twin in a block of the cluster.
-__device__ __forceinline__ void barrier_arrive_at(u32 bar, u32 block) {
+__device__ __forceinline__ void mbarrier_arrive_remote(u32 bar, u32 block) {
     asm volatile(
         "{\n"
         ".reg .b32 there;\n"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
 }
 // Until the phase of this parity is over.
-__device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
     asm volatile(
         "{\n"
         ".reg .pred p;\n"
@@ -58,7 +58,7 @@ __device__ __forceinline__ void barrier_wait(u32 bar, u32 parity) {
         : "memory");
 }
 // A box at (channel, token, head, batch).
-__device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4,%5,%6}], [%2];" ::
             "r"(to),
@@ -66,7 +66,7 @@ __device__ __forceinline__ void tensor_load(u32 to, const TensorMap& map, u32 ba
         : "memory");
 }
 // The same to this place in both blocks of a cluster of two; each one's barrier hears of what came to it.
-__device__ __forceinline__ void tensor_load_pair(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, u32 bar, i32 c, i32 t, i32 h, i32 b) {
     asm volatile(
         "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
         "[%1, {%3,%4,%5,%6}], [%2], %7;" ::"r"(to),
@@ -74,52 +74,52 @@ __device__ __forceinline__ void tensor_load_pair(u32 to, const TensorMap& map, u
         : "memory");
 }
 // `bytes` contiguous ones (a multiple of 16).
-__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 bar) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                  "l"(from), "r"(bytes), "r"(bar)
                  : "memory");
 }
 // What was stored to shared memory, before the tensor cores or the copy engine read it.
-__device__ __forceinline__ void async_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-__device__ __forceinline__ void named_sync(int id, int threads) {
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-__device__ __forceinline__ void named_arrive(int id, int threads) {
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-template <int N> __device__ __forceinline__ void more_registers() {
+template <int N> __device__ __forceinline__ void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(N));
 }
-template <int N> __device__ __forceinline__ void fewer_registers() {
+template <int N> __device__ __forceinline__ void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N));
 }
 // Four 8x8 matrices to shared memory, lanes as in `ldsm`.
-__device__ __forceinline__ void stsm(u32 at, u32 x, u32 y, u32 z, u32 w) {
+__device__ __forceinline__ void stmatrix(u32 at, u32 x, u32 y, u32 z, u32 w) {
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(x), "r"(y), "r"(z),
                  "r"(w)
                  : "memory");
 }
 
 // Registers may be read by products from here on.
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_issued() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // Until all but N groups are done.
-template <int N> __device__ __forceinline__ void products_done() {
+template <int N> __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
 }
 // Keeps the compiler from moving what it does with an accumulator past this point.
-template <int N> __device__ __forceinline__ void pin(float (&x)[N]) {
+template <int N> __device__ __forceinline__ void fence_operand(float (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(x[i])::"memory");
 }
-template <int N> __device__ __forceinline__ void pin(u32 (&x)[N]) {
+template <int N> __device__ __forceinline__ void fence_operand(u32 (&x)[N]) {
 #pragma unroll
     for (int i = 0; i < N; i++) asm volatile("" : "+r"(x[i])::"memory");
 }
 
 // Keeps the assembler from drawing a wait for products before arithmetic that is meant to run beside them, by ending
 // its basic block with a jump that depends on the arithmetic's result: `x`, which is never negative.
-__device__ __forceinline__ void settle(float x) {
+__device__ __forceinline__ void schedule_fence(float x) {
     asm volatile(
         "{\n"
         ".reg .pred p, q;\n"
@@ -138,10 +138,10 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 __device__ __forceinline__ int warpgroup() { return uniform(int(threadIdx.x >> 7)); }
 
 // A tile whose rows run along the sum (swizzled columns of 64 channels, sum over channels): 8 rows are 1024 bytes.
-__device__ __forceinline__ u64 rows_operand(u32 at) {
+__device__ __forceinline__ u64 desc_k_major(u32 at) {
     return u64((at & 0x3ffff) >> 4) | u64(1) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }
 // A tile that is summed over its rows: the next 64 channels lie `column` bytes on, the next 8 rows 1024.
-__device__ __forceinline__ u64 turned_operand(u32 at, u32 column) {
+__device__ __forceinline__ u64 desc_mn_major(u32 at, u32 column) {
     return u64((at & 0x3ffff) >> 4) | u64(column >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
 }

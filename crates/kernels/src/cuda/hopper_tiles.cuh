@@ -9,7 +9,7 @@ template <int STAGES> struct Ring {
 };
 
 // Lane t of four holds word j of row chunk j as its part t; afterwards it holds all four parts of chunk t.
-__device__ __forceinline__ void turn_quad(u32 (&w)[4]) {
+__device__ __forceinline__ void transpose_quad(u32 (&w)[4]) {
     const bool odd = threadIdx.x & 1, high = threadIdx.x & 2;
 #pragma unroll
     for (int j = 0; j < 4; j += 2) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, 
 #pragma unroll
             for (int j = 0; j < 4; j++)
                 w[j] = pack_bf16(c[(n + j) * 4 + r * 2] * f, c[(n + j) * 4 + r * 2 + 1] * f) & (r ? keep1 : keep0);
-            turn_quad(w);
+            transpose_quad(w);
             if (row && (n + t) * 8 < channels)
                 *reinterpret_cast<uint4*>(row + (n + t) * 8) = make_uint4(w[0], w[1], w[2], w[3]);
         }
@@ -50,10 +50,10 @@ __device__ __forceinline__ void store_rows(const float (&c)[N / 2], bf16* row0, 
 
 // Zeroes the rows of a tile [ROWS, 64·COLUMNS] from `rows` on: what lies there belongs to others and may be NaN.
 // Called by every warpgroup that reads the tile, `self` counting its 128 threads.
-template <int ROWS, int COLUMNS> __device__ __forceinline__ void blank_rows(u32 at, i32 rows, int self) {
+template <int ROWS, int COLUMNS> __device__ __forceinline__ void zero_rows(u32 at, i32 rows, int self) {
     for (i32 x = max(rows, 0) * 8 + self; x < ROWS * 8; x += 128) {
 #pragma unroll
-        for (int c = 0; c < COLUMNS; c++) store16(at + c * ROWS * 128 + x * 16, 0, 0, 0, 0);
+        for (int c = 0; c < COLUMNS; c++) st_shared_v4(at + c * ROWS * 128 + x * 16, 0, 0, 0, 0);
     }
-    async_fence();
+    fence_proxy_async();
 }

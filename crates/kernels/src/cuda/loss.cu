@@ -31,10 +31,10 @@ struct ShardArgs {
 
 #define INFINITY_F __int_as_float(0x7f800000)
 // Two of −∞ in sixteen bits each.
-#ifdef HALF
-#define TWO_NEGATIVE_INFINITIES 0xfc00fc00u
+#ifdef ELEMENT_F16
+#define NEG_INF_PAIR 0xfc00fc00u
 #else
-#define TWO_NEGATIVE_INFINITIES 0xff80ff80u
+#define NEG_INF_PAIR 0xff80ff80u
 #endif
 
 // eˣ for x <= 0. What is rounded to bf16 needs no more than the hardware's power of two of a rounded product.
@@ -62,7 +62,7 @@ __device__ __forceinline__ double block_sum(double x, double* shared) {
 // The first `count` columns of a row as aligned 16-byte chunks [first, last) and what is left at both ends: chunk c
 // starts at column c·V − skew. Rows of odd length are aligned differently each.
 template <class T> struct Cut {
-    static constexpr int V = Wide<T>::count;
+    static constexpr int V = VecWidth<T>::count;
     i32 skew, first, last, head, tail, count;
     __device__ __forceinline__ Cut(const T* row, i32 count) : count(count) {
         skew = i32(reinterpret_cast<u64>(row) & 15) / i32(sizeof(T));
@@ -107,7 +107,7 @@ template <class T> struct Running {
 #define AT_ONCE 4
 
 template <class T> __device__ __forceinline__ Running<T> statistics(const T* row, i32 vocab, bool with_sum) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     Running<T> seen;
     const Cut<T> cut(row, vocab);
     const i32 end = cut.end();
@@ -125,7 +125,7 @@ template <class T> __device__ __forceinline__ Running<T> statistics(const T* row
             const i32 chunk = c + k * blockDim.x;
             // −∞ counts for nothing.
 #pragma unroll
-            for (int w = 0; w < 4; w++) held[k].word[w] = sizeof(T) == 2 ? TWO_NEGATIVE_INFINITIES : 0xff800000u;
+            for (int w = 0; w < 4; w++) held[k].word[w] = sizeof(T) == 2 ? NEG_INF_PAIR : 0xff800000u;
             if (chunk < cut.last) {
                 held[k] = *reinterpret_cast<const Packed<T>*>(row + cut.start(chunk));
                 present++;
@@ -166,7 +166,7 @@ template <class T, class Args>
 __device__ __forceinline__ void gradient(
     const Args& a, i32 present, T* row, i32 label, float max, float factor, float w
 ) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     const Cut<T> cut(row, present);
     auto slope = [&](float x, i32 column) {
         const float p = factor * exponential<T>(x - max) - a.off;
@@ -224,7 +224,7 @@ __device__ __forceinline__ RowStats row_stats(const T* row, i32 present, i32 lab
     return s;
 }
 
-template <class T, bool GRADIENT> __device__ __forceinline__ void cross_entropy(const LossArgs& a) {
+template <class T, bool WGRAD_OP> __device__ __forceinline__ void cross_entropy(const LossArgs& a) {
     const i64 r = blockIdx.x;
     T* row = reinterpret_cast<T*>(a.logits) + r * a.stride;
     float* loss = reinterpret_cast<float*>(a.loss) + r;
@@ -234,12 +234,12 @@ template <class T, bool GRADIENT> __device__ __forceinline__ void cross_entropy(
             if (label != IGNORE) fault(a.fault, FAULT_LABEL);
             *loss = 0.0f;
         }
-        if (GRADIENT) fill_zero(row, a.width);
+        if (WGRAD_OP) fill_zero(row, a.width);
         return;
     }
     const RowStats s = row_stats(row, a.vocab, label, a.spread != 0.0f);
     if (threadIdx.x == 0) *loss = loss_of(a, s);
-    if (GRADIENT) gradient(a, a.vocab, row, label, s.max, 1.0f / s.sum, reinterpret_cast<const float*>(a.weights)[r]);
+    if (WGRAD_OP) gradient(a, a.vocab, row, label, s.max, 1.0f / s.sum, reinterpret_cast<const float*>(a.weights)[r]);
 }
 
 // Whether row r counts; a label that no rank can have is reported.
@@ -316,5 +316,5 @@ extern "C" __global__ void __launch_bounds__(256) cross_entropy_shard_loss(const
         shard_gradient<T>(a);                                                                                     \
     }
 
-NOT_OF_HALF(KERNELS(float, f32))
+NOT_F16(KERNELS(float, f32))
 KERNELS(bf16, bf16)

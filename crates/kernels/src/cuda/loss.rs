@@ -1,7 +1,7 @@
-use super::rows::{blocks, columns, per_access};
-use super::{CudaKernels, Grid, Kernel, typed};
+use super::row_grid::{blocks, columns, vec_width};
+use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::cpu::{rows::Rows, vocab::Shard};
-use crate::{CrossEntropy, LossKernels, ShardLogits, Smoothing};
+use crate::{CrossEntropy, CrossEntropyKernels, LabelSmoothing, VocabParallelLogits};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
 #[repr(C)]
@@ -66,13 +66,13 @@ impl ShardArgs {
 
 /// A block for each row: four chunks to a thread at once, up to 512 threads. From the width alone, as the order of
 /// sums is.
-fn block_per_row(op: &'static str, rows: &Rows, dtype: DType) -> Result<Grid> {
-    let chunks = rows.width.div_ceil(per_access(dtype));
+fn block_per_row(op: &'static str, rows: &Rows, dtype: DType) -> Result<LaunchConfig> {
+    let chunks = rows.width.div_ceil(vec_width(dtype));
     let threads = (chunks.div_ceil(4).next_multiple_of(32)).clamp(32, 512) as u32;
-    Ok(Grid { blocks: [blocks(op, rows.count())?, 1, 1], threads, shared: 0 })
+    Ok(LaunchConfig { blocks: [blocks(op, rows.count())?, 1, 1], threads, shared: 0 })
 }
 
-impl LossKernels for CudaKernels {
+impl CrossEntropyKernels for CudaKernels {
     fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()> {
         const OP: &str = "cross_entropy";
         let rows = c.check(OP)?;
@@ -98,11 +98,11 @@ impl LossKernels for CudaKernels {
                 spread,
                 off,
             };
-            self.queue(l, kernel, grid, &a)
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 
-    fn cross_entropy_stats(&self, s: &Stream, x: &ShardLogits, stats: &Tensor) -> Result<()> {
+    fn cross_entropy_stats(&self, s: &Stream, x: &VocabParallelLogits, stats: &Tensor) -> Result<()> {
         const OP: &str = "cross_entropy_stats";
         let (rows, shard) = x.check_stats(OP, stats)?;
         let dtype = x.logits.dtype();
@@ -116,30 +116,30 @@ impl LossKernels for CudaKernels {
                 fault: l.fault()?,
                 ..a
             };
-            self.queue(l, kernel, grid, &a)
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 
-    fn cross_entropy_shard(
+    fn vocab_parallel_cross_entropy(
         &self,
         s: &Stream,
-        x: &ShardLogits,
+        x: &VocabParallelLogits,
         all: &Tensor,
         weights: &Tensor,
-        smoothing: Smoothing,
+        smoothing: LabelSmoothing,
         loss: &Tensor,
         gradient: bool,
     ) -> Result<()> {
-        const OP: &str = "cross_entropy_shard";
+        const OP: &str = "vocab_parallel_cross_entropy";
         let (rows, shard, ranks) = x.check_all(OP, all, weights, loss)?;
         let dtype = x.logits.dtype();
-        let with_gradient = typed!(OP, dtype, "loss", "cross_entropy_shard")?;
+        let with_gradient = typed!(OP, dtype, "loss", "vocab_parallel_cross_entropy")?;
         let (kernel, grid) = match gradient {
             true => (with_gradient, block_per_row(OP, &rows, dtype)?),
             false => {
                 let blocks = [blocks(OP, rows.count().div_ceil(256))?, 1, 1];
                 let kernel = Kernel { source: "loss", name: "cross_entropy_shard_loss" };
-                (kernel, Grid { blocks, threads: 256, shared: 0 })
+                (kernel, LaunchConfig { blocks, threads: 256, shared: 0 })
             }
         };
         let (spread, off) = smoothing.target(shard.total);
@@ -155,7 +155,7 @@ impl LossKernels for CudaKernels {
                 fault: l.fault()?,
                 ..a
             };
-            self.queue(l, kernel, grid, &a)
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 }

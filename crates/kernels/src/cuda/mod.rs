@@ -3,64 +3,64 @@
 
 mod activation;
 mod attention;
-mod blas;
+mod attention_merge;
+mod autotune;
 mod cache;
-mod columns;
 mod compile;
 mod copy;
+mod cublaslt;
 mod elementwise;
 mod embedding;
 mod energy;
-mod fastest;
 mod fused;
 mod gemm;
+mod gemm_cache;
+#[cfg(test)]
+mod gemm_tests;
+mod generic_gemm;
 mod grad_norm;
+mod grid;
 mod grouped;
-mod groups;
-mod latent;
 mod libraries;
 mod loss;
-mod measured;
-mod merge;
-mod mix;
+mod mla_keys;
 mod modules;
+mod moe_elementwise;
 mod moments;
+mod multi_tensor;
 mod norm;
-mod normal;
 mod optim;
-mod optim_list;
 mod permute;
 mod permute_maps;
-mod plans;
-mod product;
 mod quant;
+mod random_normal;
+mod reduce;
 mod rope;
 mod router;
 mod row_bias;
-mod rows;
+mod row_grid;
 mod sources;
 mod tensor_map;
-#[cfg(test)]
-mod ways;
-mod weighted;
+mod weighted_activation;
+mod with_amax;
 
 pub use cache::folder as cache_folder;
-pub use compile::{Compiled, Compiler, Usage};
+pub use compile::{Compiled, Compiler, KernelResources};
 pub use energy::EnergyCounter;
 pub use libraries::{NvidiaLibrary, folders as library_folders};
-pub use modules::{Readiness, architecture};
+pub use modules::{KernelCacheStats, architecture};
 pub use sources::{SOURCES, Source, Variant, variants};
 
 use ferrotron_tensor::{Device, Error, Launch, Result};
+use gemm_cache::GemmCache;
 use modules::Modules;
-use plans::Plans;
 
 /// The kernels of a card.
 pub struct CudaKernels {
     modules: Modules,
-    plans: Plans,
+    gemm_cache: GemmCache,
     /// Tables of tiles of packed sequences.
-    tables: attention::Tables,
+    tables: attention::TileTables,
     multiprocessors: u32,
 }
 
@@ -75,7 +75,7 @@ pub(crate) struct Kernel {
 
 /// How many threads run a kernel.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Grid {
+pub(crate) struct LaunchConfig {
     /// Blocks along x, y, z.
     pub(crate) blocks: [u32; 3],
     /// Threads of a block.
@@ -87,22 +87,22 @@ pub(crate) struct Grid {
 impl CudaKernels {
     /// Makes the kernels of a CUDA device ready: from the cache, or compiled now.
     pub fn load(device: &Device) -> Result<CudaKernels> {
-        let Some(card) = device.card() else {
+        let Some(card) = device.gpu() else {
             return Err(Error::NoCuda("the device is the CPU".into()));
         };
         // A stream makes the card's context current on this thread.
         let _stream = device.stream("loading")?;
         Ok(CudaKernels {
             modules: Modules::load(card)?,
-            plans: Plans::open(card)?,
+            gemm_cache: GemmCache::open(card)?,
             tables: Default::default(),
             multiprocessors: card.multiprocessors,
         })
     }
 
     /// How many sources were compiled, how many were in the cache.
-    pub fn readiness(&self) -> Readiness {
-        self.modules.readiness()
+    pub fn cache_stats(&self) -> KernelCacheStats {
+        self.modules.cache_stats()
     }
 
     /// Multiprocessors of the card.
@@ -117,8 +117,14 @@ impl CudaKernels {
 
     /// Queues a kernel on the launch's stream with one struct of arguments, laid out as the source's. A grid with
     /// a zero does nothing.
-    pub(crate) fn queue<A: Copy>(&self, l: &Launch, kernel: Kernel, grid: Grid, args: &A) -> Result<()> {
-        self.modules.queue(l, kernel, grid, args)
+    pub(crate) fn launch_kernel<A: Copy>(
+        &self,
+        l: &Launch,
+        kernel: Kernel,
+        grid: LaunchConfig,
+        args: &A,
+    ) -> Result<()> {
+        self.modules.launch_kernel(l, kernel, grid, args)
     }
 }
 
@@ -134,7 +140,7 @@ macro_rules! typed {
                 Ok($crate::cuda::Kernel { source: $source, name: concat!($name, "_bf16") })
             }
             ferrotron_tensor::DType::F16 => {
-                Ok($crate::cuda::Kernel { source: concat!($source, ".half"), name: concat!($name, "_bf16") })
+                Ok($crate::cuda::Kernel { source: concat!($source, ".f16"), name: concat!($name, "_bf16") })
             }
             found => {
                 Err(ferrotron_tensor::Error::DType { op: $op, found, wanted: ferrotron_tensor::DType::F32 })

@@ -2,16 +2,16 @@
 
 use super::compile::Compiler;
 use super::sources::{SOURCES, Source, variants};
-use super::{Grid, Kernel, cache};
+use super::{Kernel, LaunchConfig, cache};
 use cudarc::driver::sys::{self, CUresult};
-use ferrotron_tensor::{CardInfo, Error, Launch, Result};
+use ferrotron_tensor::{Error, GpuInfo, Launch, Result};
 use std::collections::HashMap;
 use std::ffi::{CString, c_void};
 use std::sync::{Mutex, PoisonError, RwLock};
 
 /// How the kernels were made ready.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Readiness {
+pub struct KernelCacheStats {
     /// Sources compiled now.
     pub compiled: usize,
     /// Sources found in the cache.
@@ -19,14 +19,14 @@ pub struct Readiness {
 }
 
 /// Dynamic shared memory that every kernel has without being asked: of 48 KiB, what its own variables leave.
-const UNASKED: u32 = 32 << 10;
+const DEFAULT_SHARED: u32 = 32 << 10;
 
 /// Loaded modules and the functions found in them so far.
 pub(super) struct Modules {
     modules: RwLock<HashMap<&'static str, sys::CUmodule>>,
     arch: String,
     functions: RwLock<HashMap<(&'static str, &'static str), Function>>,
-    readiness: Readiness,
+    cache_stats: KernelCacheStats,
 }
 
 #[derive(Clone, Copy)]
@@ -42,7 +42,7 @@ unsafe impl Send for Modules {}
 unsafe impl Sync for Modules {}
 
 /// The architecture a card's kernels are compiled for; `a` opens Hopper's own instructions.
-pub fn architecture(card: &CardInfo) -> String {
+pub fn architecture(card: &GpuInfo) -> String {
     let (major, minor) = card.capability;
     format!("sm_{major}{minor}{}", if (major, minor) == (9, 0) { "a" } else { "" })
 }
@@ -56,7 +56,7 @@ fn check(op: &'static str, status: CUresult) -> Result<()> {
 
 impl Modules {
     /// Makes every source ready for a card whose context is current.
-    pub(super) fn load(card: &CardInfo) -> Result<Modules> {
+    pub(super) fn load(card: &GpuInfo) -> Result<Modules> {
         let arch = architecture(card);
         let compiler = Compiler::open()?;
         let folder = cache::folder();
@@ -72,13 +72,13 @@ impl Modules {
         };
         let workers = std::thread::available_parallelism().map_or(1, usize::from).min(SOURCES.len().max(1));
         std::thread::scope(|s| (0..workers).for_each(|_| drop(s.spawn(work))));
-        let (mut modules, mut readiness) = (HashMap::new(), Readiness::default());
+        let (mut modules, mut cache_stats) = (HashMap::new(), KernelCacheStats::default());
         for (name, made) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
             let (code, cached) = made?;
-            *(if cached { &mut readiness.cached } else { &mut readiness.compiled }) += 1;
+            *(if cached { &mut cache_stats.cached } else { &mut cache_stats.compiled }) += 1;
             modules.insert(name, loaded(&code)?);
         }
-        Ok(Modules { modules: RwLock::new(modules), arch, functions: RwLock::default(), readiness })
+        Ok(Modules { modules: RwLock::new(modules), arch, functions: RwLock::default(), cache_stats })
     }
 
     /// A module; variants are made ready now. The context of the card is current wherever kernels are queued.
@@ -107,12 +107,18 @@ impl Modules {
         self.modules.read().unwrap_or_else(PoisonError::into_inner).contains_key(source)
     }
 
-    pub(super) fn readiness(&self) -> Readiness {
-        self.readiness
+    pub(super) fn cache_stats(&self) -> KernelCacheStats {
+        self.cache_stats
     }
 
-    /// Queues a kernel; see [`super::CudaKernels::queue`].
-    pub(super) fn queue<A: Copy>(&self, l: &Launch, kernel: Kernel, grid: Grid, args: &A) -> Result<()> {
+    /// Queues a kernel; see [`super::CudaKernels::launch_kernel`].
+    pub(super) fn launch_kernel<A: Copy>(
+        &self,
+        l: &Launch,
+        kernel: Kernel,
+        grid: LaunchConfig,
+        args: &A,
+    ) -> Result<()> {
         if grid.blocks.contains(&0) || grid.threads == 0 {
             return Ok(());
         }
@@ -160,12 +166,12 @@ impl Modules {
             if sys::cuModuleGetFunction(&mut raw, module, name.as_ptr()) != CUresult::CUDA_SUCCESS {
                 return Err(missing());
             }
-            if shared > UNASKED {
+            if shared > DEFAULT_SHARED {
                 let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 check(kernel.name, sys::cuFuncSetAttribute(raw, which, shared as i32))?;
             }
         }
-        let function = Function { raw, shared: shared.max(UNASKED) };
+        let function = Function { raw, shared: shared.max(DEFAULT_SHARED) };
         self.functions.write().unwrap_or_else(PoisonError::into_inner).insert(key, function);
         Ok(raw)
     }

@@ -27,9 +27,9 @@ constexpr int BLOCK = 32;
 __device__ __forceinline__ float power_of_two(u32 biased) { return __uint_as_float(biased << 23); }
 
 // k + 127 of the least scale that brings `largest` into range.
-template <class F> __device__ __forceinline__ u32 scale_of(float largest) {
+template <class F> __device__ __forceinline__ u32 scale_of(float packed_amax) {
     constexpr u32 top = F::LARGEST << (23 - F::MANTISSA), above = 0x7fffff - (top & 0x7fffff);
-    i32 k = i32((__float_as_uint(largest) + above) >> 23) - i32(top >> 23) - 127 + i32(F::BIAS);
+    i32 k = i32((__float_as_uint(packed_amax) + above) >> 23) - i32(top >> 23) - 127 + i32(F::BIAS);
     return u32(min(max(k, -100), 120) + 127);
 }
 __device__ __forceinline__ float inverse_of(u32 scale) { return power_of_two(254 - scale); }
@@ -61,9 +61,9 @@ template <class F> __device__ __forceinline__ u32 pack_nearest(float x, float in
 }
 
 __device__ __forceinline__ u32 seed_of(float steps_done) { return __float_as_uint(steps_done) * 0x9e3779b1u; }
-__device__ __forceinline__ u32 turned(u32 x) { return __funnelshift_l(x, x, 16); }
+__device__ __forceinline__ u32 rotate16(u32 x) { return __funnelshift_l(x, x, 16); }
 __device__ __forceinline__ u32 dice_of(u32 seed, float master, float momentum) {
-    u32 h = (__float_as_uint(master) ^ turned(__float_as_uint(momentum)) ^ seed) * 0x85ebca6bu;
+    u32 h = (__float_as_uint(master) ^ rotate16(__float_as_uint(momentum)) ^ seed) * 0x85ebca6bu;
     return (h ^ (h >> 16)) * 0xc2b2ae35u;
 }
 

@@ -1,9 +1,9 @@
 //! Moments in the ways they are kept, and masters in halves, from f32 and back.
 
-use super::groups::{blocks, line};
+use super::grid::{blocks, line};
 use super::{CudaKernels, Kernel};
-use crate::optim::{check_halves, check_values};
-use crate::{Moment, Order};
+use crate::optimizer::{check_halves, check_values};
+use crate::{Moment, MomentOrder};
 use ferrotron_tensor::{Arg, DType, Error, Result, Stream, Tensor, read, write};
 
 const THREADS: u32 = 256;
@@ -11,7 +11,7 @@ const THREADS: u32 = 256;
 /// Values, codes, scales; or master, high, low.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct ThreeArgs {
+struct MomentArgs {
     three: [u64; 3],
     n: i64,
 }
@@ -22,10 +22,10 @@ macro_rules! moments {
         match ($moment.values.dtype(), $order) {
             (DType::F32, _) => Ok(concat!($name, "_f32")),
             (DType::BF16, _) => Ok(concat!($name, "_bf16")),
-            (DType::F16, Order::First) => Ok(concat!($name, "_first_f16")),
-            (DType::F16, Order::Second) => Ok(concat!($name, "_second_f16")),
-            (DType::U8, Order::First) => Ok(concat!($name, "_first_fp8")),
-            (DType::U8, Order::Second) => Ok(concat!($name, "_second_fp8")),
+            (DType::F16, MomentOrder::First) => Ok(concat!($name, "_first_f16")),
+            (DType::F16, MomentOrder::Second) => Ok(concat!($name, "_second_f16")),
+            (DType::U8, MomentOrder::First) => Ok(concat!($name, "_first_fp8")),
+            (DType::U8, MomentOrder::Second) => Ok(concat!($name, "_second_fp8")),
             (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
         }
         .map(|name| Kernel { source: "moments", name })
@@ -37,7 +37,7 @@ impl CudaKernels {
     pub(super) fn pack_values(
         &self,
         s: &Stream,
-        order: Order,
+        order: MomentOrder,
         values: &Tensor,
         moment: Moment,
     ) -> Result<()> {
@@ -52,7 +52,7 @@ impl CudaKernels {
     pub(super) fn unpack_values(
         &self,
         s: &Stream,
-        order: Order,
+        order: MomentOrder,
         moment: Moment,
         values: &Tensor,
     ) -> Result<()> {
@@ -64,7 +64,7 @@ impl CudaKernels {
     }
 
     /// A master as the two halves of its bits.
-    pub(super) fn split_halves(
+    pub(super) fn split_bf16x2(
         &self,
         s: &Stream,
         master: &Tensor,
@@ -100,7 +100,7 @@ impl CudaKernels {
                 *at = l.address(i)?;
             }
             let grid = line(blocks(op, n, THREADS as usize)?, THREADS);
-            self.queue(l, kernel, grid, &ThreeArgs { three, n: n as i64 })
+            self.launch_kernel(l, kernel, grid, &MomentArgs { three, n: n as i64 })
         })
     }
 }

@@ -2,11 +2,11 @@
 
 use super::CudaKernels;
 use super::grad_norm::{clip, kernel};
-use super::groups::{blocks, line};
+use super::grid::{blocks, line};
 use crate::checks::{dtypes, same_contiguous};
 use crate::grad_scaler::ScalerConfig;
-use crate::optim::{check_counter, check_numbers, check_scalars, check_scaler, check_square};
-use crate::{Adam, Moment, OptimKernels, Order, Sgd, Update};
+use crate::optimizer::{check_counter, check_numbers, check_scalars, check_scaler, check_square};
+use crate::{Adam, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
 const THREADS: u32 = 256;
@@ -50,12 +50,12 @@ struct ClearArgs {
     n: i64,
 }
 
-impl OptimKernels for CudaKernels {
-    fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[Update]) -> Result<()> {
+impl OptimizerKernels for CudaKernels {
+    fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
         self.adam_list(s, a, scalars, list)
     }
 
-    fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[Update]) -> Result<()> {
+    fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
         self.sgd_list(s, rule, scalars, list)
     }
 
@@ -69,36 +69,47 @@ impl OptimKernels for CudaKernels {
         const OP: &str = "clip_factor";
         check_scalars(OP, scalars)?;
         self.squares(s, OP, grads, scalars, |l, parts, n| {
-            self.queue(l, kernel("clip_factor"), line(1, 1024), &clip(parts, l.address(0)?, n, max_norm))
+            self.launch_kernel(
+                l,
+                kernel("clip_factor"),
+                line(1, 1024),
+                &clip(parts, l.address(0)?, n, max_norm),
+            )
         })
     }
 
-    fn square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()> {
-        const OP: &str = "square_sum";
+    fn grad_square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()> {
+        const OP: &str = "grad_square_sum";
         check_square(OP, square)?;
         self.squares(s, OP, grads, square, |l, parts, n| {
-            self.queue(l, kernel("square_total"), line(1, 1024), &clip(parts, l.address(0)?, n, None))
+            self.launch_kernel(l, kernel("square_total"), line(1, 1024), &clip(parts, l.address(0)?, n, None))
         })
     }
 
-    fn clip_from(&self, s: &Stream, square: &Tensor, max_norm: Option<f32>, scalars: &Tensor) -> Result<()> {
-        const OP: &str = "clip_from";
+    fn clip_factor_from_square_sum(
+        &self,
+        s: &Stream,
+        square: &Tensor,
+        max_norm: Option<f32>,
+        scalars: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "clip_factor_from_square_sum";
         check_square(OP, square)?;
         check_scalars(OP, scalars)?;
         s.launch(OP, &[write(scalars), read(square)], |l| {
             let args = clip(l.address(1)?, l.address(0)?, 1, max_norm);
-            self.queue(l, kernel("clip_factor"), line(1, 1024), &args)
+            self.launch_kernel(l, kernel("clip_factor"), line(1, 1024), &args)
         })
     }
 
-    fn count_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()> {
-        const OP: &str = "count_step";
+    fn advance_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()> {
+        const OP: &str = "advance_step";
         check_counter(OP, counter)?;
         check_scalars(OP, scalars)?;
         s.launch(OP, &[write(counter), write(scalars)], |l| {
             let [beta1, beta2] = betas;
             let args = CountArgs { counter: l.address(0)?, scalars: l.address(1)?, beta1, beta2 };
-            self.queue(l, kernel(OP), line(1, 1), &args)
+            self.launch_kernel(l, kernel(OP), line(1, 1), &args)
         })
     }
 
@@ -110,7 +121,7 @@ impl OptimKernels for CudaKernels {
         let n = x.numel();
         s.launch(OP, &[read(state), read(x), write(out)], |l| {
             let args = ScaleArgs { state: l.address(0)?, x: l.address(1)?, out: l.address(2)?, n: n as i64 };
-            self.queue(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
+            self.launch_kernel(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
         })
     }
 
@@ -120,7 +131,7 @@ impl OptimKernels for CudaKernels {
         check_square(OP, square)?;
         s.launch(OP, &[read(state), write(square)], |l| {
             let args = ScaleArgs { state: l.address(0)?, x: 0, out: l.address(1)?, n: 1 };
-            self.queue(l, kernel(OP), line(1, 1), &args)
+            self.launch_kernel(l, kernel(OP), line(1, 1), &args)
         })
     }
 
@@ -145,31 +156,31 @@ impl OptimKernels for CudaKernels {
                 hysteresis: config.hysteresis,
                 pad: 0,
             };
-            self.queue(l, kernel(OP), line(1, 1), &args)
+            self.launch_kernel(l, kernel(OP), line(1, 1), &args)
         })
     }
 
-    fn clear_for_step(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()> {
-        const OP: &str = "clear_for_step";
+    fn reset_amax(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()> {
+        const OP: &str = "reset_amax";
         check_scalars(OP, scalars)?;
         check_numbers(OP, numbers)?;
         let n = numbers.numel();
         s.launch(OP, &[read(scalars), write(numbers)], |l| {
             let args = ClearArgs { scalars: l.address(0)?, numbers: l.address(1)?, n: n as i64 };
-            self.queue(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
+            self.launch_kernel(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
         })
     }
 
-    fn pack_moment(&self, s: &Stream, order: Order, values: &Tensor, moment: Moment) -> Result<()> {
+    fn pack_moment(&self, s: &Stream, order: MomentOrder, values: &Tensor, moment: Moment) -> Result<()> {
         self.pack_values(s, order, values, moment)
     }
 
-    fn unpack_moment(&self, s: &Stream, order: Order, moment: Moment, values: &Tensor) -> Result<()> {
+    fn unpack_moment(&self, s: &Stream, order: MomentOrder, moment: Moment, values: &Tensor) -> Result<()> {
         self.unpack_values(s, order, moment, values)
     }
 
     fn split_master(&self, s: &Stream, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()> {
-        self.split_halves(s, master, high, low)
+        self.split_bf16x2(s, master, high, low)
     }
 
     fn join_master(&self, s: &Stream, high: &Tensor, low: &Tensor, master: &Tensor) -> Result<()> {

@@ -9,16 +9,16 @@ struct MoveArgs {
     // Rows of x; choices of all tokens; rows of out, where a map says which. An index outside, as -1, is at least as large.
     u32 from, choices, n;
     // Rows start and end with whole chunks. Blocks that move tokens; those behind them clear rows of nobody.
-    u32 wide, movers, pad;
+    u32 vectorized, movers, pad;
 };
 
 constexpr int THREADS = 256;
 
 // 16 bytes as they lie in memory, at element `at`.
-template <class E> __device__ __forceinline__ Packed<E> chunk(const E* from, i64 at) {
+template <class E> __device__ __forceinline__ Packed<E> load_chunk(const E* from, i64 at) {
     return *reinterpret_cast<const Packed<E>*>(from + at);
 }
-template <class E> __device__ __forceinline__ void put_chunk(E* to, i64 at, const Packed<E>& p) {
+template <class E> __device__ __forceinline__ void store_chunk(E* to, i64 at, const Packed<E>& p) {
     *reinterpret_cast<Packed<E>*>(to + at) = p;
 }
 
@@ -27,7 +27,7 @@ constexpr int AHEAD = 4;
 
 // out[r] = x[source[r] / k], zeros for nobody.
 template <class E> __device__ __forceinline__ void gather_rows(const MoveArgs& a) {
-    constexpr int N = Wide<E>::count;
+    constexpr int N = VecWidth<E>::count;
     const E* x = reinterpret_cast<const E*>(a.x);
     E* out = reinterpret_cast<E*>(a.out);
     const i32* source = reinterpret_cast<const i32*>(a.source);
@@ -37,7 +37,7 @@ template <class E> __device__ __forceinline__ void gather_rows(const MoveArgs& a
         const u32 choice = i < a.chunks ? u32(source[i / a.per_row]) : ~0u;
         return choice < a.choices ? choice / a.k : ~0u;
     };
-    if (a.wide) {
+    if (a.vectorized) {
         u32 row[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) row[u] = row_of(first + u * THREADS);
@@ -45,12 +45,12 @@ template <class E> __device__ __forceinline__ void gather_rows(const MoveArgs& a
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             p[u] = {};
-            if (row[u] != ~0u) p[u] = chunk(x, i64(row[u]) * a.width + (first + u * THREADS) % a.per_row * N);
+            if (row[u] != ~0u) p[u] = load_chunk(x, i64(row[u]) * a.width + (first + u * THREADS) % a.per_row * N);
         }
         // Rows of whole chunks lie as they are numbered.
 #pragma unroll
         for (int u = 0; u < AHEAD; u++)
-            if (first + u * THREADS < a.chunks) put_chunk(out, i64(first + u * THREADS) * N, p[u]);
+            if (first + u * THREADS < a.chunks) store_chunk(out, i64(first + u * THREADS) * N, p[u]);
         return;
     }
 #pragma unroll 1
@@ -73,7 +73,7 @@ constexpr int TOGETHER = 8;
 
 // Rows of nobody become zeros: a warp looks at 32 sources.
 template <class E> __device__ __forceinline__ void clear_rows(const MoveArgs& a) {
-    constexpr int N = Wide<E>::count;
+    constexpr int N = VecWidth<E>::count;
     const i32 lane = threadIdx.x & 31;
     const u32 first = (blockIdx.x - a.movers) * THREADS + (threadIdx.x - lane);
     const bool mine = first + lane < a.n;
@@ -81,8 +81,8 @@ template <class E> __device__ __forceinline__ void clear_rows(const MoveArgs& a)
     u32 nobody = __ballot_sync(~0u, mine && choice >= a.choices);
     for (; nobody != 0; nobody &= nobody - 1) {
         E* row = reinterpret_cast<E*>(a.out) + i64(first + __ffs(nobody) - 1) * a.width;
-        if (a.wide) {
-            for (i32 at = lane * N; at < a.width; at += 32 * N) put_chunk(row, at, Packed<E>{});
+        if (a.vectorized) {
+            for (i32 at = lane * N; at < a.width; at += 32 * N) store_chunk(row, at, Packed<E>{});
         } else {
             for (i32 at = lane; at < a.width; at += 32) row[at] = E{};
         }
@@ -90,8 +90,8 @@ template <class E> __device__ __forceinline__ void clear_rows(const MoveArgs& a)
 }
 
 // out[rows[t, j]] = x[t]; rows whose source is nobody become zeros.
-template <class E> __device__ __forceinline__ void spread_rows(const MoveArgs& a) {
-    constexpr int N = Wide<E>::count;
+template <class E> __device__ __forceinline__ void moe_permute(const MoveArgs& a) {
+    constexpr int N = VecWidth<E>::count;
     if (blockIdx.x >= a.movers) {
         clear_rows<E>(a);
         return;
@@ -103,15 +103,15 @@ template <class E> __device__ __forceinline__ void spread_rows(const MoveArgs& a
     const E* x = reinterpret_cast<const E*>(a.x) + i64(t) * a.width;
     E* out = reinterpret_cast<E*>(a.out);
     const i32* rows = reinterpret_cast<const i32*>(a.rows) + i64(t) * a.k;
-    if (a.wide) {
-        const Packed<E> p = chunk(x, at);
+    if (a.vectorized) {
+        const Packed<E> p = load_chunk(x, at);
         for (u32 j = 0; j < a.k; j += TOGETHER) {
             u32 row[TOGETHER];
 #pragma unroll
             for (int u = 0; u < TOGETHER; u++) row[u] = j + u < a.k ? u32(rows[j + u]) : ~0u;
 #pragma unroll
             for (int u = 0; u < TOGETHER; u++)
-                if (row[u] < a.n) put_chunk(out, i64(row[u]) * a.width + at, p);
+                if (row[u] < a.n) store_chunk(out, i64(row[u]) * a.width + at, p);
         }
         return;
     }
@@ -124,36 +124,36 @@ template <class E> __device__ __forceinline__ void spread_rows(const MoveArgs& a
     }
 }
 #define SPREAD(E, NAME)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS) spread_rows_##NAME(const MoveArgs a) { spread_rows<E>(a); }
+    extern "C" __global__ void __launch_bounds__(THREADS) spread_rows_##NAME(const MoveArgs a) { moe_permute<E>(a); }
 SPREAD(u32, 4)
 SPREAD(u16, 2)
 SPREAD(u8, 1)
 
 // N numbers of a row from `at` as f32, one or two chunks; 0 past the end.
-template <class T, int N> __device__ __forceinline__ void numbers(const T* row, i32 at, i32 width, bool wide, float (&to)[N]) {
-    constexpr int V = Wide<T>::count;
+template <class T, int N> __device__ __forceinline__ void numbers(const T* row, i32 at, i32 width, bool vectorized, float (&to)[N]) {
+    constexpr int V = VecWidth<T>::count;
 #pragma unroll
     for (int half = 0; half < N / V; half++) {
         float v[V];
-        unpack(fetch(row, at + half * V, width, wide), v);
+        unpack(load_guarded(row, at + half * V, width, vectorized), v);
 #pragma unroll
         for (int c = 0; c < V; c++) to[half * V + c] = v[c];
     }
 }
-template <class T, int N> __device__ __forceinline__ void put_numbers(T* row, i32 at, i32 width, bool wide, const float (&from)[N]) {
-    constexpr int V = Wide<T>::count;
+template <class T, int N> __device__ __forceinline__ void put_numbers(T* row, i32 at, i32 width, bool vectorized, const float (&from)[N]) {
+    constexpr int V = VecWidth<T>::count;
 #pragma unroll
     for (int half = 0; half < N / V; half++) {
         float v[V];
 #pragma unroll
         for (int c = 0; c < V; c++) v[c] = from[half * V + c];
-        put(row, at + half * V, width, wide, pack(v));
+        store_guarded(row, at + half * V, width, vectorized, pack(v));
     }
 }
 
 // out[r] = weights[source[r]]·x[source[r] / k], zeros for nobody.
-template <class X, class O> __device__ __forceinline__ void gather_weighted(const MoveArgs& a) {
-    constexpr int N = Wide<O>::count;
+template <class X, class O> __device__ __forceinline__ void moe_unpermute_backward(const MoveArgs& a) {
+    constexpr int N = VecWidth<O>::count;
     const u32 i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.chunks) return;
     const u32 r = i / a.per_row, choice = u32(reinterpret_cast<const i32*>(a.source)[r]);
@@ -161,15 +161,15 @@ template <class X, class O> __device__ __forceinline__ void gather_weighted(cons
     float v[N] = {};
     if (choice < a.choices) {
         const float weight = reinterpret_cast<const float*>(a.weights)[choice];
-        numbers(reinterpret_cast<const X*>(a.x) + i64(choice / a.k) * a.width, at, a.width, a.wide, v);
+        numbers(reinterpret_cast<const X*>(a.x) + i64(choice / a.k) * a.width, at, a.width, a.vectorized, v);
 #pragma unroll
         for (int c = 0; c < N; c++) v[c] *= weight;
     }
-    put_numbers(reinterpret_cast<O*>(a.out) + i64(r) * a.width, at, a.width, a.wide, v);
+    put_numbers(reinterpret_cast<O*>(a.out) + i64(r) * a.width, at, a.width, a.vectorized, v);
 }
 #define WEIGHTED(X, O, NAME)                                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS) gather_weighted_##NAME(const MoveArgs a) {               \
-        gather_weighted<X, O>(a);                                                                                  \
+        moe_unpermute_backward<X, O>(a);                                                                                  \
     }
 WEIGHTED(float, float, f32)
 WEIGHTED(bf16, bf16, bf16)
@@ -177,7 +177,7 @@ WEIGHTED(float, bf16, mixed)
 
 // One row more of a sum: weight·x, or x.
 template <bool WEIGHED, class X, int N>
-__device__ __forceinline__ void add_row(float (&sum)[N], const Packed<X>& p, float weight) {
+__device__ __forceinline__ void add_router_bias(float (&sum)[N], const Packed<X>& p, float weight) {
     float v[N];
     unpack(p, v);
 #pragma unroll
@@ -185,8 +185,8 @@ __device__ __forceinline__ void add_row(float (&sum)[N], const Packed<X>& p, flo
 }
 
 // out[t] = Σ_j x[rows[t, j]]·(weights[t, j]), in the order of j.
-template <class X, class O, bool WEIGHED> __device__ __forceinline__ void sum_rows(const MoveArgs& a) {
-    constexpr int N = Wide<X>::count;
+template <class X, class O, bool WEIGHED> __device__ __forceinline__ void moe_unpermute(const MoveArgs& a) {
+    constexpr int N = VecWidth<X>::count;
     const u32 i = blockIdx.x * THREADS + threadIdx.x;
     if (i >= a.chunks) return;
     const u32 t = i / a.per_row;
@@ -195,7 +195,7 @@ template <class X, class O, bool WEIGHED> __device__ __forceinline__ void sum_ro
     const i32* rows = reinterpret_cast<const i32*>(a.rows) + i64(t) * a.k;
     const float* weights = reinterpret_cast<const float*>(a.weights) + i64(t) * a.k;
     float sum[N] = {};
-    if (a.wide) {
+    if (a.vectorized) {
         for (u32 j = 0; j < a.k; j += TOGETHER) {
             u32 row[TOGETHER];
             Packed<X> p[TOGETHER];
@@ -203,25 +203,25 @@ template <class X, class O, bool WEIGHED> __device__ __forceinline__ void sum_ro
             for (int u = 0; u < TOGETHER; u++) row[u] = j + u < a.k ? u32(rows[j + u]) : ~0u;
 #pragma unroll
             for (int u = 0; u < TOGETHER; u++)
-                if (row[u] < a.from) p[u] = chunk(x, i64(row[u]) * a.width + at);
+                if (row[u] < a.from) p[u] = load_chunk(x, i64(row[u]) * a.width + at);
 #pragma unroll
             for (int u = 0; u < TOGETHER; u++)
-                if (row[u] < a.from) add_row<WEIGHED>(sum, p[u], WEIGHED ? weights[j + u] : 1.0f);
+                if (row[u] < a.from) add_router_bias<WEIGHED>(sum, p[u], WEIGHED ? weights[j + u] : 1.0f);
         }
     } else {
 #pragma unroll 1
         for (u32 j = 0; j < a.k; j++) {
             const u32 row = u32(rows[j]);
             if (row >= a.from) continue;
-            add_row<WEIGHED>(sum, fetch(x + i64(row) * a.width, at, a.width, false), WEIGHED ? weights[j] : 1.0f);
+            add_router_bias<WEIGHED>(sum, load_guarded(x + i64(row) * a.width, at, a.width, false), WEIGHED ? weights[j] : 1.0f);
         }
     }
-    put_numbers(reinterpret_cast<O*>(a.out) + i64(t) * a.width, at, a.width, a.wide, sum);
+    put_numbers(reinterpret_cast<O*>(a.out) + i64(t) * a.width, at, a.width, a.vectorized, sum);
 }
 #define SUM(X, O, NAME)                                                                                            \
     extern "C" __global__ void __launch_bounds__(THREADS) sum_rows_##NAME(const MoveArgs a) {                   \
-        if (a.weights) sum_rows<X, O, true>(a);                                                                    \
-        else sum_rows<X, O, false>(a);                                                                             \
+        if (a.weights) moe_unpermute<X, O, true>(a);                                                                    \
+        else moe_unpermute<X, O, false>(a);                                                                             \
     }
 SUM(float, float, f32)
 SUM(bf16, bf16, bf16)
@@ -229,8 +229,8 @@ SUM(bf16, float, mixed)
 
 // out[t, j] = <x[rows[t, j]], dy[t]>. A warp has TOGETHER choices of a token; its lanes have the chunks of their rows in turn.
 // dy lies at `source`; `chunks` counts warps.
-template <class X, class D> __device__ __forceinline__ void row_products(const MoveArgs& a) {
-    constexpr int N = Wide<X>::count;
+template <class X, class D> __device__ __forceinline__ void moe_unpermute_dprobs(const MoveArgs& a) {
+    constexpr int N = VecWidth<X>::count;
     const i32 lane = threadIdx.x & 31;
     const u32 groups = (a.k + TOGETHER - 1) / TOGETHER, unit = blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5);
     if (unit >= a.chunks) return;
@@ -246,20 +246,20 @@ template <class X, class D> __device__ __forceinline__ void row_products(const M
     for (i32 at = lane * N; at < a.width; at += 32 * N) {
         float d[N];
         Packed<X> p[TOGETHER];
-        if (a.wide) {
+        if (a.vectorized) {
 #pragma unroll
             for (int u = 0; u < TOGETHER; u++) {
                 p[u] = {};
-                if (row[u] < a.from) p[u] = chunk(x, i64(row[u]) * a.width + at);
+                if (row[u] < a.from) p[u] = load_chunk(x, i64(row[u]) * a.width + at);
             }
         } else {
 #pragma unroll
             for (int u = 0; u < TOGETHER; u++) {
                 p[u] = {};
-                if (row[u] < a.from) p[u] = fetch(x + i64(row[u]) * a.width, at, a.width, false);
+                if (row[u] < a.from) p[u] = load_guarded(x + i64(row[u]) * a.width, at, a.width, false);
             }
         }
-        numbers(dy, at, a.width, a.wide, d);
+        numbers(dy, at, a.width, a.vectorized, d);
 #pragma unroll
         for (int u = 0; u < TOGETHER; u++) {
             float v[N];
@@ -278,7 +278,7 @@ template <class X, class D> __device__ __forceinline__ void row_products(const M
 }
 #define PRODUCTS(X, D, NAME)                                                                                       \
     extern "C" __global__ void __launch_bounds__(THREADS) row_products_##NAME(const MoveArgs a) {               \
-        row_products<X, D>(a);                                                                                     \
+        moe_unpermute_dprobs<X, D>(a);                                                                                     \
     }
 PRODUCTS(float, float, f32)
 PRODUCTS(bf16, bf16, bf16)

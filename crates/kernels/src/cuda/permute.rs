@@ -1,13 +1,13 @@
 //! Rows that move between tokens and experts.
 
-use super::groups::{blocks, line, wide};
-use super::rows::{columns, per_access};
+use super::grid::{aligned16, blocks, line};
+use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, Kernel};
 use crate::checks::dtypes;
-use crate::permute::{
+use crate::permutation::{
     Sizes, check_choices, check_values, gather_sizes, spread_sizes, sum_sizes, turn_sizes, weighted_sizes,
 };
-use crate::{PermuteKernels, RowMap};
+use crate::{PermutationKernels, RowMap};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
 
 /// As in permute.cu.
@@ -31,7 +31,7 @@ struct MoveArgs {
     from: u32,
     choices: u32,
     n: u32,
-    wide: u32,
+    vectorized: u32,
     movers: u32,
     pad: u32,
 }
@@ -39,7 +39,7 @@ struct MoveArgs {
 /// As in permute_turned.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct TurnRowsArgs {
+struct TransposeRowsArgs {
     x: u64,
     source: u64,
     out: u64,
@@ -50,18 +50,18 @@ struct TurnRowsArgs {
     k: u32,
     choices: u32,
     across: u32,
-    wide: u32,
-    wide_out: u32,
+    vectorized: u32,
+    vectorized_out: u32,
     pad: u32,
 }
 
-/// Rows and columns of a block of turn_rows.
+/// Rows and columns of a block of moe_permute_transposed.
 const TILE: usize = 128;
 
 impl MoveArgs {
     /// For rows of out or of tokens, `rows` of them, in chunks of 16 bytes of `dtype`.
     fn new(op: &'static str, z: Sizes, dtype: DType, rows: usize) -> Result<MoveArgs> {
-        let per_row = z.width.div_ceil(per_access(dtype));
+        let per_row = z.width.div_ceil(vec_width(dtype));
         // A block counts on past the last chunk.
         let chunks = match i32::try_from(rows.saturating_mul(per_row)) {
             Ok(chunks) => chunks as u32,
@@ -85,8 +85,8 @@ impl MoveArgs {
 
     /// 16-byte accesses, where rows are whole chunks and addresses allow them.
     fn align(mut self, dtype: DType, addresses: &[u64]) -> MoveArgs {
-        let whole = (self.width as usize).is_multiple_of(per_access(dtype));
-        self.wide = u32::from(whole && wide(addresses));
+        let whole = (self.width as usize).is_multiple_of(vec_width(dtype));
+        self.vectorized = u32::from(whole && aligned16(addresses));
         self
     }
 
@@ -121,8 +121,15 @@ macro_rules! mixed {
     };
 }
 
-impl PermuteKernels for CudaKernels {
-    fn sort(&self, s: &Stream, index: &Tensor, first: usize, align: usize, map: &RowMap) -> Result<()> {
+impl PermutationKernels for CudaKernels {
+    fn sort_by_expert(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        first: usize,
+        align: usize,
+        map: &RowMap,
+    ) -> Result<()> {
         self.sort_choices(s, index, first, align, map)
     }
 
@@ -135,14 +142,14 @@ impl PermuteKernels for CudaKernels {
             let (x, source, out) = (l.address(0)?, l.address(1)?, l.address(2)?);
             let a = MoveArgs { x, source, out, ..MoveArgs::new(OP, z, dtype, z.rows)? };
             let a = a.align(dtype, &[x, out]);
-            self.queue(l, kernel, line(a.blocks(OP, AHEAD * THREADS as usize)?, THREADS), &a)
+            self.launch_kernel(l, kernel, line(a.blocks(OP, AHEAD * THREADS as usize)?, THREADS), &a)
         })
     }
 
-    fn spread_rows(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
-        const OP: &str = "spread_rows";
+    fn moe_permute(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
+        const OP: &str = "moe_permute";
         let (z, dtype) = (spread_sizes(OP, x, map, out)?, x.dtype());
-        let kernel = sized!(OP, dtype, "spread_rows")?;
+        let kernel = sized!(OP, dtype, "moe_permute")?;
         s.launch(OP, &[read(x), read(&map.source), read(&map.rows), write(out)], |l| {
             let (x, source, rows, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
             let a = MoveArgs { x, source, rows, out, ..MoveArgs::new(OP, z, dtype, z.tokens)? };
@@ -150,39 +157,39 @@ impl PermuteKernels for CudaKernels {
             a.movers = a.blocks(OP, THREADS as usize)?;
             let clearers = blocks(OP, z.rows, THREADS as usize)?;
             let all = blocks(OP, a.movers as usize + clearers as usize, 1)?;
-            self.queue(l, kernel, line(all, THREADS), &a)
+            self.launch_kernel(l, kernel, line(all, THREADS), &a)
         })
     }
 
-    fn turn_rows(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
-        const OP: &str = "turn_rows";
+    fn moe_permute_transposed(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
+        const OP: &str = "moe_permute_transposed";
         let z = turn_sizes(OP, x, map, out)?;
         let columns = out.shape()[0];
         s.launch(OP, &[read(x), read(&map.source), write(out)], |l| {
             let (from, to) = (l.address(0)?, l.address(2)?);
             let across = blocks(OP, columns, TILE)?;
-            let a = TurnRowsArgs {
+            let a = TransposeRowsArgs {
                 x: from,
                 source: l.address(1)?,
                 out: to,
                 width: z.width as i64,
                 pitch: out.shape()[1] as i64,
                 n: z.rows as i32,
-                columns: super::rows::columns(OP, columns)?,
+                columns: super::row_grid::columns(OP, columns)?,
                 k: z.k as u32,
                 choices: (z.tokens * z.k) as u32,
                 across: across.max(1),
-                wide: (from.is_multiple_of(8) && z.width.is_multiple_of(8)).into(),
-                wide_out: wide(&[to]).into(),
+                vectorized: (from.is_multiple_of(8) && z.width.is_multiple_of(8)).into(),
+                vectorized_out: aligned16(&[to]).into(),
                 pad: 0,
             };
             let all = blocks(OP, z.rows.div_ceil(TILE) * across as usize, 1)?;
-            let kernel = Kernel { source: "permute_turned", name: "turn_rows" };
-            self.queue(l, kernel, line(all, THREADS), &a)
+            let kernel = Kernel { source: "permute_transposed", name: "transpose_rows" };
+            self.launch_kernel(l, kernel, line(all, THREADS), &a)
         })
     }
 
-    fn gather_weighted(
+    fn moe_unpermute_backward(
         &self,
         s: &Stream,
         x: &Tensor,
@@ -190,18 +197,18 @@ impl PermuteKernels for CudaKernels {
         weights: &Tensor,
         out: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "gather_weighted";
+        const OP: &str = "moe_unpermute_backward";
         let (z, dtype) = (weighted_sizes(OP, x, source, weights, out)?, out.dtype());
-        let kernel = mixed!(OP, dtype, x.dtype(), "gather_weighted")?;
+        let kernel = mixed!(OP, dtype, x.dtype(), "moe_unpermute_backward")?;
         s.launch(OP, &[read(x), read(source), read(weights), write(out)], |l| {
             let (x, source, weights, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
             let a = MoveArgs { x, source, weights, out, ..MoveArgs::new(OP, z, dtype, z.rows)? };
             let a = a.align(dtype, &[x, out]);
-            self.queue(l, kernel, line(a.blocks(OP, THREADS as usize)?, THREADS), &a)
+            self.launch_kernel(l, kernel, line(a.blocks(OP, THREADS as usize)?, THREADS), &a)
         })
     }
 
-    fn sum_rows(
+    fn moe_unpermute(
         &self,
         s: &Stream,
         x: &Tensor,
@@ -209,31 +216,38 @@ impl PermuteKernels for CudaKernels {
         weights: Option<&Tensor>,
         out: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "sum_rows";
+        const OP: &str = "moe_unpermute";
         let (z, dtype) = (sum_sizes(OP, x, rows, out)?, x.dtype());
         weights.map_or(Ok(()), |w| check_choices(OP, z, w))?;
-        let kernel = mixed!(OP, dtype, out.dtype(), "sum_rows")?;
+        let kernel = mixed!(OP, dtype, out.dtype(), "moe_unpermute")?;
         let args = [read(x), read(rows), write(out), read(weights.unwrap_or(rows))];
         s.launch(OP, &args, |l| {
             let (x, rows, out) = (l.address(0)?, l.address(1)?, l.address(2)?);
             let weights = weights.map_or(Ok(0), |_| l.address(3))?;
             let a = MoveArgs { x, rows, weights, out, ..MoveArgs::new(OP, z, dtype, z.tokens)? };
             let a = MoveArgs { from: z.rows as u32, ..a.align(dtype, &[x, out]) };
-            self.queue(l, kernel, line(a.blocks(OP, THREADS as usize)?, THREADS), &a)
+            self.launch_kernel(l, kernel, line(a.blocks(OP, THREADS as usize)?, THREADS), &a)
         })
     }
 
-    fn row_products(&self, s: &Stream, x: &Tensor, rows: &Tensor, dy: &Tensor, out: &Tensor) -> Result<()> {
-        const OP: &str = "row_products";
+    fn moe_unpermute_dprobs(
+        &self,
+        s: &Stream,
+        x: &Tensor,
+        rows: &Tensor,
+        dy: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "moe_unpermute_dprobs";
         let (z, dtype) = (sum_sizes(OP, x, rows, dy)?, x.dtype());
         check_choices(OP, z, out)?;
-        let kernel = mixed!(OP, dtype, dy.dtype(), "row_products")?;
+        let kernel = mixed!(OP, dtype, dy.dtype(), "moe_unpermute_dprobs")?;
         s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {
             let (x, rows, dy, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
             let a = MoveArgs { x, rows, source: dy, out, ..MoveArgs::new(OP, z, dtype, 0)? };
             let chunks = (z.tokens * z.k.div_ceil(TOGETHER)) as u32;
             let a = MoveArgs { from: z.rows as u32, chunks, ..a.align(dtype, &[x, dy]) };
-            self.queue(l, kernel, line(a.blocks(OP, THREADS as usize / 32)?, THREADS), &a)
+            self.launch_kernel(l, kernel, line(a.blocks(OP, THREADS as usize / 32)?, THREADS), &a)
         })
     }
 
@@ -251,7 +265,7 @@ impl PermuteKernels for CudaKernels {
                 ..MoveArgs::default()
             };
             let kernel = Kernel { source: "permute", name: "gather_values" };
-            self.queue(l, kernel, line(blocks(OP, n, THREADS as usize)?, THREADS), &a)
+            self.launch_kernel(l, kernel, line(blocks(OP, n, THREADS as usize)?, THREADS), &a)
         })
     }
 
@@ -266,7 +280,7 @@ impl PermuteKernels for CudaKernels {
         self.map_chunks(s, [sizes, order], [source, back])
     }
 
-    fn pad_map(&self, s: &Stream, align: usize, map: &Tensor) -> Result<()> {
+    fn pad_routing_map(&self, s: &Stream, align: usize, map: &Tensor) -> Result<()> {
         self.fill_map(s, align, map)
     }
 }

@@ -1,9 +1,9 @@
 //! Maps of rows on a card: the sort of choices, chunks in another order, dense maps.
 
-use super::groups::{blocks, line};
-use super::{CudaKernels, Grid, Kernel};
+use super::grid::{blocks, line};
+use super::{CudaKernels, Kernel, LaunchConfig};
 use crate::RowMap;
-use crate::permute::{chunk_sizes, pad_sizes, sort_sizes};
+use crate::permutation::{chunk_sizes, pad_sizes, sort_sizes};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
 
 /// As in permute_maps.cu.
@@ -75,7 +75,7 @@ impl CudaKernels {
         align: usize,
         map: &RowMap,
     ) -> Result<()> {
-        const OP: &str = "sort";
+        const OP: &str = "sort_by_expert";
         let [choices, experts] = sort_sizes(OP, index, align, map)?;
         if experts > MAX_EXPERTS {
             return shape_error(
@@ -106,19 +106,19 @@ impl CudaKernels {
                 align: multiple(align),
                 pad: 0,
             };
-            let grid = |blocks: usize, threads, words: usize| Grid {
+            let grid = |blocks: usize, threads, words: usize| LaunchConfig {
                 blocks: [blocks as u32, 1, 1],
                 threads,
                 shared: 4 * words as u32,
             };
             if experts > 0 {
-                self.queue(l, kernel("sort_count"), grid(tiles, THREADS, experts), &a)?;
-                self.queue(l, kernel("sort_scan"), grid(experts.div_ceil(32), 1024, 0), &a)?;
+                self.launch_kernel(l, kernel("sort_count"), grid(tiles, THREADS, experts), &a)?;
+                self.launch_kernel(l, kernel("sort_scan"), grid(experts.div_ceil(32), 1024, 0), &a)?;
             }
             // Few choices of many experts leave many rows to mark.
             let markers = n.div_ceil(4096).min(64);
             let words = (WARPS + 1) * experts;
-            self.queue(l, kernel("sort_place"), grid(tiles.max(markers), THREADS, words), &a)
+            self.launch_kernel(l, kernel("sort_place"), grid(tiles.max(markers), THREADS, words), &a)
         })
     }
 
@@ -146,13 +146,13 @@ impl CudaKernels {
                 count,
                 pad: 0,
             };
-            self.queue(l, kernel("chunk_starts"), line(1, 1024), &a)?;
-            self.queue(l, kernel("chunk_rows"), line(blocks(OP, n, THREADS as usize)?, THREADS), &a)
+            self.launch_kernel(l, kernel("chunk_starts"), line(1, 1024), &a)?;
+            self.launch_kernel(l, kernel("chunk_rows"), line(blocks(OP, n, THREADS as usize)?, THREADS), &a)
         })
     }
 
     pub(super) fn fill_map(&self, s: &Stream, align: usize, map: &Tensor) -> Result<()> {
-        const OP: &str = "pad_map";
+        const OP: &str = "pad_routing_map";
         let [tokens, experts] = pad_sizes(OP, align, map)?;
         let tiles = tokens.div_ceil(PAD_ROWS);
         let across = experts.div_ceil(32);
@@ -169,9 +169,9 @@ impl CudaKernels {
                 align: multiple(align),
                 tile_count: tiles as u32,
             };
-            let grid = Grid { blocks: [tiles as u32, across as u32, 1], threads: THREADS, shared: 0 };
-            self.queue(l, kernel("pad_count"), grid, &a)?;
-            self.queue(l, kernel("pad_fill"), grid, &a)
+            let grid = LaunchConfig { blocks: [tiles as u32, across as u32, 1], threads: THREADS, shared: 0 };
+            self.launch_kernel(l, kernel("pad_count"), grid, &a)?;
+            self.launch_kernel(l, kernel("pad_fill"), grid, &a)
         })
     }
 }

@@ -17,7 +17,7 @@ struct alignas(2) bf16 {
 };
 
 __device__ __forceinline__ float to_f32(float x) { return x; }
-#ifdef HALF
+#ifdef ELEMENT_F16
 __device__ __forceinline__ float to_f32(bf16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
@@ -30,27 +30,27 @@ __device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float(u32(x.b
 template <class T> __device__ __forceinline__ T from_f32(float x);
 template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
 // Round to nearest even; NaN stays NaN, and what is beyond all numbers is infinite.
-#ifdef HALF
-#define NUMBER "f16"
+#ifdef ELEMENT_F16
+#define ELEMENT_PTX "f16"
 // Instances that have nothing to do with f16.
-#define NOT_OF_HALF(...)
+#define NOT_F16(...)
 #else
-#define NUMBER "bf16"
-#define NOT_OF_HALF(...) __VA_ARGS__
+#define ELEMENT_PTX "bf16"
+#define NOT_F16(...) __VA_ARGS__
 #endif
 template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) {
     bf16 y;
-    asm("cvt.rn." NUMBER ".f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    asm("cvt.rn." ELEMENT_PTX ".f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
 // Two numbers in one register: `low` first in memory.
 __device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 r;
-    asm("cvt.rn." NUMBER "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    asm("cvt.rn." ELEMENT_PTX "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
-#ifdef HALF
+#ifdef ELEMENT_F16
 __device__ __forceinline__ float low_bf16(u32 pair) { return to_f32(bf16{u16(pair)}); }
 __device__ __forceinline__ float high_bf16(u32 pair) { return to_f32(bf16{u16(pair >> 16)}); }
 #else
@@ -59,24 +59,24 @@ __device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pa
 #endif
 
 // Elements of T in one 16-byte access.
-template <class T> struct Wide {
+template <class T> struct VecWidth {
     static constexpr int count = 16 / sizeof(T);
 };
 
 // One 16-byte access as f32 values. The address must be a multiple of 16.
-template <class T> struct alignas(16) Vector {
-    T at[Wide<T>::count];
+template <class T> struct alignas(16) AlignedVec {
+    T at[VecWidth<T>::count];
 };
-template <class T> __device__ __forceinline__ void load(const T* from, float (&to)[Wide<T>::count]) {
-    Vector<T> v = *reinterpret_cast<const Vector<T>*>(from);
+template <class T> __device__ __forceinline__ void load(const T* from, float (&to)[VecWidth<T>::count]) {
+    AlignedVec<T> v = *reinterpret_cast<const AlignedVec<T>*>(from);
 #pragma unroll
-    for (int i = 0; i < Wide<T>::count; i++) to[i] = to_f32(v.at[i]);
+    for (int i = 0; i < VecWidth<T>::count; i++) to[i] = to_f32(v.at[i]);
 }
-template <class T> __device__ __forceinline__ void store(T* to, const float (&from)[Wide<T>::count]) {
-    Vector<T> v;
+template <class T> __device__ __forceinline__ void store(T* to, const float (&from)[VecWidth<T>::count]) {
+    AlignedVec<T> v;
 #pragma unroll
-    for (int i = 0; i < Wide<T>::count; i++) v.at[i] = from_f32<T>(from[i]);
-    *reinterpret_cast<Vector<T>*>(to) = v;
+    for (int i = 0; i < VecWidth<T>::count; i++) v.at[i] = from_f32<T>(from[i]);
+    *reinterpret_cast<AlignedVec<T>*>(to) = v;
 }
 
 // 16 bytes as they lie in memory: what waits in registers takes no more of them than it must.
@@ -105,7 +105,7 @@ __device__ __forceinline__ Packed<bf16> pack(const float (&from)[8]) {
 }
 
 // Makes the compiler forget what it knows of these registers, or it keeps the unpacked values beside them.
-template <class T> __device__ __forceinline__ void forget(Packed<T>& p) {
+template <class T> __device__ __forceinline__ void opaque(Packed<T>& p) {
     asm volatile("" : "+r"(p.word[0]), "+r"(p.word[1]), "+r"(p.word[2]), "+r"(p.word[3]));
 }
 
@@ -121,18 +121,18 @@ __device__ __forceinline__ void shift_in(Packed<bf16>& p, bf16 x) {
 }
 __device__ __forceinline__ float first_of(const Packed<float>& p) { return __uint_as_float(p.word[0]); }
 __device__ __forceinline__ bf16 first_of(const Packed<bf16>& p) { return {u16(p.word[0])}; }
-template <class T> __device__ __forceinline__ Packed<T> fetch(const T* row, i32 at, i32 width, bool wide) {
-    constexpr int V = Wide<T>::count;
-    if (wide && at + V <= width) return *reinterpret_cast<const Packed<T>*>(row + at);
+template <class T> __device__ __forceinline__ Packed<T> load_guarded(const T* row, i32 at, i32 width, bool vectorized) {
+    constexpr int V = VecWidth<T>::count;
+    if (vectorized && at + V <= width) return *reinterpret_cast<const Packed<T>*>(row + at);
     Packed<T> p = {};
 #pragma unroll 1
     for (int i = 0; i < V; i++) shift_in(p, at + i < width ? row[at + i] : T{0});
     return p;
 }
 // The same for writing; nothing is written beyond the end.
-template <class T> __device__ __forceinline__ void put(T* row, i32 at, i32 width, bool wide, Packed<T> p) {
-    constexpr int V = Wide<T>::count;
-    if (wide && at + V <= width) {
+template <class T> __device__ __forceinline__ void store_guarded(T* row, i32 at, i32 width, bool vectorized, Packed<T> p) {
+    constexpr int V = VecWidth<T>::count;
+    if (vectorized && at + V <= width) {
         *reinterpret_cast<Packed<T>*>(row + at) = p;
         return;
     }

@@ -1,7 +1,7 @@
 // Rotary position embedding, in place on heads: (u, v) → (u·cos a − v·sin a, v·cos a + u·sin a).
 // A token whose position is outside the tables is reported and left as it is.
 
-enum Flag : u32 { INVERSE = 1, WIDE = 2, WIDE_TABLES = 4 };
+enum Flag : u32 { INVERSE = 1, VECTORIZED = 2, VECTORIZED_TABLES = 4 };
 
 struct RopeArgs {
     u64 x, cos, sin, positions, fault;
@@ -36,14 +36,14 @@ __device__ __forceinline__ i64 divide(i64 n, i32 by, i32& rest) {
 }
 
 // Four numbers of a row of `width`: 8 or 16 bytes.
-template <class T> __device__ __forceinline__ void read4(const T* row, i32 at, i32 width, bool wide, float (&to)[4]);
+template <class T> __device__ __forceinline__ void read4(const T* row, i32 at, i32 width, bool vectorized, float (&to)[4]);
 template <>
-__device__ __forceinline__ void read4<float>(const float* row, i32 at, i32 width, bool wide, float (&to)[4]) {
-    unpack(fetch(row, at, width, wide), to);
+__device__ __forceinline__ void read4<float>(const float* row, i32 at, i32 width, bool vectorized, float (&to)[4]) {
+    unpack(load_guarded(row, at, width, vectorized), to);
 }
 template <>
-__device__ __forceinline__ void read4<bf16>(const bf16* row, i32 at, i32 width, bool wide, float (&to)[4]) {
-    if (wide && at + 4 <= width) {
+__device__ __forceinline__ void read4<bf16>(const bf16* row, i32 at, i32 width, bool vectorized, float (&to)[4]) {
+    if (vectorized && at + 4 <= width) {
         const u64 four = *reinterpret_cast<const u64*>(row + at);
         to[0] = low_bf16(u32(four)), to[1] = high_bf16(u32(four));
         to[2] = low_bf16(u32(four >> 32)), to[3] = high_bf16(u32(four >> 32));
@@ -53,14 +53,14 @@ __device__ __forceinline__ void read4<bf16>(const bf16* row, i32 at, i32 width, 
     for (int i = 0; i < 4; i++) to[i] = at + i < width ? to_f32(row[at + i]) : 0.0f;
 }
 template <class T>
-__device__ __forceinline__ void write4(T* row, i32 at, i32 width, bool wide, const float (&from)[4]);
+__device__ __forceinline__ void write4(T* row, i32 at, i32 width, bool vectorized, const float (&from)[4]);
 template <>
-__device__ __forceinline__ void write4<float>(float* row, i32 at, i32 width, bool wide, const float (&from)[4]) {
-    put(row, at, width, wide, pack(from));
+__device__ __forceinline__ void write4<float>(float* row, i32 at, i32 width, bool vectorized, const float (&from)[4]) {
+    store_guarded(row, at, width, vectorized, pack(from));
 }
 template <>
-__device__ __forceinline__ void write4<bf16>(bf16* row, i32 at, i32 width, bool wide, const float (&from)[4]) {
-    if (wide && at + 4 <= width) {
+__device__ __forceinline__ void write4<bf16>(bf16* row, i32 at, i32 width, bool vectorized, const float (&from)[4]) {
+    if (vectorized && at + 4 <= width) {
         *reinterpret_cast<u64*>(row + at) =
             u64(pack_bf16(from[0], from[1])) | u64(pack_bf16(from[2], from[3])) << 32;
         return;
@@ -75,7 +75,7 @@ __device__ __forceinline__ void write4<bf16>(bf16* row, i32 at, i32 width, bool 
 // A thread has V pairs of up to HEADS heads of a token: cos and sin are read once for them, and all loads are on
 // their way together. PAIRS: channels 2i and 2i + 1 turn together, else i and i + half.
 template <class T, bool PAIRS> __device__ __forceinline__ void rope(const RopeArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     i32 chunk, group;
     i64 token = divide(i64(blockIdx.x) * blockDim.x + threadIdx.x, a.chunks, chunk);
     token = divide(token, a.groups, group);
@@ -83,7 +83,7 @@ template <class T, bool PAIRS> __device__ __forceinline__ void rope(const RopeAr
     const i32 p = position(a, token);
     if (p < 0) return;
     const i32 at = chunk * V;
-    const bool wide = a.flags & WIDE;
+    const bool vectorized = a.flags & VECTORIZED;
     T* base = reinterpret_cast<T*>(a.x) + token * a.token_stride + i64(group) * HEADS * a.head_stride;
     const i32 heads = min(a.heads - group * HEADS, HEADS);
 
@@ -92,19 +92,19 @@ template <class T, bool PAIRS> __device__ __forceinline__ void rope(const RopeAr
     for (int h = 0; h < HEADS; h++) {
         if (h >= heads) continue;
         const T* x = base + h * a.head_stride;
-        first[h] = PAIRS ? fetch(x, 2 * at, 2 * a.half, wide) : fetch(x, at, a.half, wide);
-        second[h] = PAIRS ? fetch(x, 2 * at + V, 2 * a.half, wide) : fetch(x + a.half, at, a.half, wide);
+        first[h] = PAIRS ? load_guarded(x, 2 * at, 2 * a.half, vectorized) : load_guarded(x, at, a.half, vectorized);
+        second[h] = PAIRS ? load_guarded(x, 2 * at + V, 2 * a.half, vectorized) : load_guarded(x + a.half, at, a.half, vectorized);
     }
     float c[V], s[V];
     const i64 table = i64(p) * a.half;
 #pragma unroll
     for (int i = 0; i < V; i += 4) {
         float four[4];
-        const bool wide_tables = a.flags & WIDE_TABLES;
-        unpack(fetch(reinterpret_cast<const float*>(a.cos) + table, at + i, a.half, wide_tables), four);
+        const bool vectorized_tables = a.flags & VECTORIZED_TABLES;
+        unpack(load_guarded(reinterpret_cast<const float*>(a.cos) + table, at + i, a.half, vectorized_tables), four);
 #pragma unroll
         for (int j = 0; j < 4; j++) c[i + j] = four[j];
-        unpack(fetch(reinterpret_cast<const float*>(a.sin) + table, at + i, a.half, wide_tables), four);
+        unpack(load_guarded(reinterpret_cast<const float*>(a.sin) + table, at + i, a.half, vectorized_tables), four);
 #pragma unroll
         for (int j = 0; j < 4; j++) s[i + j] = a.flags & INVERSE ? -four[j] : four[j];
     }
@@ -126,11 +126,11 @@ template <class T, bool PAIRS> __device__ __forceinline__ void rope(const RopeAr
         }
         T* x = base + h * a.head_stride;
         if (PAIRS) {
-            put(x, 2 * at, 2 * a.half, wide, pack(u));
-            put(x, 2 * at + V, 2 * a.half, wide, pack(v));
+            store_guarded(x, 2 * at, 2 * a.half, vectorized, pack(u));
+            store_guarded(x, 2 * at + V, 2 * a.half, vectorized, pack(v));
         } else {
-            put(x, at, a.half, wide, pack(u));
-            put(x + a.half, at, a.half, wide, pack(v));
+            store_guarded(x, at, a.half, vectorized, pack(u));
+            store_guarded(x + a.half, at, a.half, vectorized, pack(v));
         }
     }
 }
@@ -144,22 +144,22 @@ template <class T> __device__ __forceinline__ void rope_across(const RopeArgs& a
         divide(i64(blockIdx.x) * (blockDim.x / a.lanes) + threadIdx.x / a.lanes, a.heads, head);
     const i32 p = token < a.tokens ? position(a, token) : -1;
     const i32 at = lane * 4;
-    const bool live = p >= 0 && at < a.half, wide = a.flags & WIDE, inverse = a.flags & INVERSE;
+    const bool live = p >= 0 && at < a.half, vectorized = a.flags & VECTORIZED, inverse = a.flags & INVERSE;
     T* x = reinterpret_cast<T*>(a.x) + token * a.token_stride + head * a.head_stride;
     // Between memory and arithmetic, pairs are (u₀, v₀, u₁, v₁), (u₂, ...), halves are (u₀ ... u₃), (v₀ ...).
     float one[4], two[4], u[4], v[4];
     if (live) {
         float c[4], s[4];
         const i64 table = i64(p) * a.half;
-        const bool wide_tables = a.flags & WIDE_TABLES;
-        unpack(fetch(reinterpret_cast<const float*>(a.cos) + table, at, a.half, wide_tables), c);
-        unpack(fetch(reinterpret_cast<const float*>(a.sin) + table, at, a.half, wide_tables), s);
+        const bool vectorized_tables = a.flags & VECTORIZED_TABLES;
+        unpack(load_guarded(reinterpret_cast<const float*>(a.cos) + table, at, a.half, vectorized_tables), c);
+        unpack(load_guarded(reinterpret_cast<const float*>(a.sin) + table, at, a.half, vectorized_tables), s);
         if (inverse) {
-            read4(x, at, a.half, wide, u);
-            read4(x + a.half, at, a.half, wide, v);
+            read4(x, at, a.half, vectorized, u);
+            read4(x + a.half, at, a.half, vectorized, v);
         } else {
-            read4(x, 2 * at, 2 * a.half, wide, one);
-            read4(x, 2 * at + 4, 2 * a.half, wide, two);
+            read4(x, 2 * at, 2 * a.half, vectorized, one);
+            read4(x, 2 * at + 4, 2 * a.half, vectorized, two);
             u[0] = one[0], v[0] = one[1], u[1] = one[2], v[1] = one[3];
             u[2] = two[0], v[2] = two[1], u[3] = two[2], v[3] = two[3];
         }
@@ -171,11 +171,11 @@ template <class T> __device__ __forceinline__ void rope_across(const RopeArgs& a
     if (inverse) {
         one[0] = u[0], one[1] = v[0], one[2] = u[1], one[3] = v[1];
         two[0] = u[2], two[1] = v[2], two[2] = u[3], two[3] = v[3];
-        write4(x, 2 * at, 2 * a.half, wide, one);
-        write4(x, 2 * at + 4, 2 * a.half, wide, two);
+        write4(x, 2 * at, 2 * a.half, vectorized, one);
+        write4(x, 2 * at + 4, 2 * a.half, vectorized, two);
     } else {
-        write4(x, at, a.half, wide, u);
-        write4(x + a.half, at, a.half, wide, v);
+        write4(x, at, a.half, vectorized, u);
+        write4(x + a.half, at, a.half, vectorized, v);
     }
 }
 
@@ -209,5 +209,5 @@ template <class T> __device__ __forceinline__ void rope_across_long(const RopeAr
         rope_across_long<T>(a);                                                                                   \
     }
 
-NOT_OF_HALF(KERNELS(float, f32))
+NOT_F16(KERNELS(float, f32))
 KERNELS(bf16, bf16)

@@ -1,11 +1,11 @@
-use super::rows::{blocks, columns, per_access, wide};
-use super::{CudaKernels, Grid, typed};
+use super::row_grid::{blocks, columns, rows_aligned16, vec_width};
+use super::{CudaKernels, LaunchConfig, typed};
 use crate::{Rope, RopeKernels, RopeStyle};
 use ferrotron_tensor::{Result, Stream, read, shape_error, write};
 
 const INVERSE: u32 = 1;
-const WIDE: u32 = 2;
-const WIDE_TABLES: u32 = 4;
+const VECTORIZED: u32 = 2;
+const VECTORIZED_TABLES: u32 = 4;
 
 /// Heads a thread turns by the cosines and sines it has read; as in rope.cu.
 const HEADS: usize = 4;
@@ -42,7 +42,7 @@ impl RopeKernels for CudaKernels {
         let dtype = r.x.dtype();
         // Chunks of pairs in a head, lanes to a head, and how halves must be divisible for wide accesses.
         let across = r.style == RopeStyle::PairsToHalves;
-        let chunk = if across { 4 } else { per_access(dtype) };
+        let chunk = if across { 4 } else { vec_width(dtype) };
         let chunks = half.div_ceil(chunk);
         let groups = heads.inner.div_ceil(HEADS);
         let lanes = chunks.next_power_of_two() as u32;
@@ -69,7 +69,7 @@ impl RopeKernels for CudaKernels {
         if half == 0 || heads.elements() == 0 {
             return Ok(());
         }
-        let grid = Grid { blocks: [blocks(OP, work)?, 1, 1], threads, shared };
+        let grid = LaunchConfig { blocks: [blocks(OP, work)?, 1, 1], threads, shared };
         let (places, half_i32) = (columns(OP, r.cos.numel() / half)?, columns(OP, half)?);
         let heads_i32 = columns(OP, heads.inner)?;
         s.launch(OP, &[write(r.x), read(r.cos), read(r.sin), read(r.positions)], |l| {
@@ -93,13 +93,13 @@ impl RopeKernels for CudaKernels {
             };
             // The second half starts `half` channels on; interleaved pairs have no second half.
             let split = r.style == RopeStyle::Interleaved || half.is_multiple_of(chunk);
-            if split && wide(dtype, &[(a.x, heads)]) {
-                a.flags |= WIDE;
+            if split && rows_aligned16(dtype, &[(a.x, heads)]) {
+                a.flags |= VECTORIZED;
             }
             if (a.cos | a.sin).is_multiple_of(16) && half.is_multiple_of(4) {
-                a.flags |= WIDE_TABLES;
+                a.flags |= VECTORIZED_TABLES;
             }
-            self.queue(l, kernel, grid, &a)
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 }

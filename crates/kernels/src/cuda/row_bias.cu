@@ -7,7 +7,7 @@ struct BiasArgs {
     u64 dbias, parts;
     i64 rows;
     i32 width;
-    u32 experts, wide, accumulate, part_rows, pad;
+    u32 experts, vectorized, accumulate, part_rows, pad;
 };
 
 constexpr int THREADS = 256;
@@ -38,7 +38,7 @@ __device__ __forceinline__ i32 own_row(const BiasArgs& a, i64& row) {
 
 // y[r] += weights[r]·bias[e]
 template <class T> __device__ __forceinline__ void add_bias(const BiasArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     i64 row;
     const i32 e = own_row(a, row);
     if (e < 0) return;
@@ -48,8 +48,8 @@ template <class T> __device__ __forceinline__ void add_bias(const BiasArgs& a) {
 #pragma unroll 1
     for (i32 at = (threadIdx.x & 31) * V; at < a.width; at += 64 * V) {
         const i32 next = at + 32 * V;
-        Packed<T> p[2] = {fetch(y, at, a.width, a.wide), {}}, q[2] = {fetch(bias, at, a.width, a.wide), {}};
-        if (next < a.width) p[1] = fetch(y, next, a.width, a.wide), q[1] = fetch(bias, next, a.width, a.wide);
+        Packed<T> p[2] = {load_guarded(y, at, a.width, a.vectorized), {}}, q[2] = {load_guarded(bias, at, a.width, a.vectorized), {}};
+        if (next < a.width) p[1] = load_guarded(y, next, a.width, a.vectorized), q[1] = load_guarded(bias, next, a.width, a.vectorized);
 #pragma unroll
         for (int u = 0; u < 2; u++) {
             float v[V], b[V];
@@ -57,14 +57,14 @@ template <class T> __device__ __forceinline__ void add_bias(const BiasArgs& a) {
             unpack(q[u], b);
 #pragma unroll
             for (int c = 0; c < V; c++) v[c] = fmaf(weight, b[c], v[c]);
-            if (u == 0 || next < a.width) put(y, u ? next : at, a.width, a.wide, pack(v));
+            if (u == 0 || next < a.width) store_guarded(y, u ? next : at, a.width, a.vectorized, pack(v));
         }
     }
 }
 
 // dweights[r] += <dy[r], bias[e]>
 template <class T> __device__ __forceinline__ void weight_gradient(const BiasArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     i64 row;
     const i32 e = own_row(a, row);
     if (e < 0) return;
@@ -74,8 +74,8 @@ template <class T> __device__ __forceinline__ void weight_gradient(const BiasArg
 #pragma unroll 2
     for (i32 at = (threadIdx.x & 31) * V; at < a.width; at += 32 * V) {
         float d[V], b[V];
-        unpack(fetch(dy, at, a.width, a.wide), d);
-        unpack(fetch(bias, at, a.width, a.wide), b);
+        unpack(load_guarded(dy, at, a.width, a.vectorized), d);
+        unpack(load_guarded(bias, at, a.width, a.vectorized), b);
 #pragma unroll
         for (int c = 0; c < V; c++) sum = fmaf(d[c], b[c], sum);
     }
@@ -88,8 +88,8 @@ constexpr int AHEAD = 4;
 
 // Block (b, c): the sums of weights[r]·dy[r] over rows b·part_rows.. in the columns of c, for each segment e that has rows there,
 // to row b + e of `parts`. Parts and segments both ascend, so that no two pairs of them have one sum.
-template <class T> __device__ __forceinline__ void bias_parts(const BiasArgs& a, float (*sums)[32 * Wide<T>::count]) {
-    constexpr int V = Wide<T>::count;
+template <class T> __device__ __forceinline__ void bias_parts(const BiasArgs& a, float (*sums)[32 * VecWidth<T>::count]) {
+    constexpr int V = VecWidth<T>::count;
     const i32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i32 base = i32(blockIdx.y) * 32 * V, at = base + lane * V;
     const i64 begin = i64(blockIdx.x) * a.part_rows, end = min(begin + a.part_rows, a.rows);
@@ -109,7 +109,7 @@ template <class T> __device__ __forceinline__ void bias_parts(const BiasArgs& a,
             for (int c = 0; c < V; c++) sum[c] = fmaf(weight, d[c], sum[c]);
         };
         i64 r = first + warp;
-        if (a.wide && at + V <= a.width) {
+        if (a.vectorized && at + V <= a.width) {
             for (; r + (AHEAD - 1) * WARPS < last; r += AHEAD * WARPS) {
                 Packed<T> p[AHEAD];
                 float weight[AHEAD];
@@ -124,7 +124,7 @@ template <class T> __device__ __forceinline__ void bias_parts(const BiasArgs& a,
         }
         if (at < a.width) {
 #pragma unroll 1
-            for (; r < last; r += WARPS) add(fetch(dy + r * a.width, at, a.width, a.wide), weights[r]);
+            for (; r < last; r += WARPS) add(load_guarded(dy + r * a.width, at, a.width, a.vectorized), weights[r]);
         }
         // Column i of lane l at i·32 + l: no two lanes of a warp in one bank.
 #pragma unroll
@@ -163,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_bias_join(const BiasAr
         weight_gradient<T>(a);                                                                                     \
     }                                                                                                              \
     extern "C" __global__ void __launch_bounds__(THREADS) row_bias_parts_##NAME(const BiasArgs a) {                \
-        __shared__ float sums[WARPS][32 * Wide<T>::count];                                                         \
+        __shared__ float sums[WARPS][32 * VecWidth<T>::count];                                                         \
         bias_parts<T>(a, sums);                                                                                    \
     }
 KERNELS(float, f32)

@@ -1,10 +1,10 @@
 //! A weighted bias of rows by segment.
 
-use super::groups::{blocks, line, wide};
-use super::rows::{columns, per_access};
-use super::{CudaKernels, Grid, Kernel, typed};
-use crate::row_bias::{gradient_sizes, sizes};
-use crate::{RowBias, RowBiasKernels};
+use super::grid::{aligned16, blocks, line};
+use super::row_grid::{columns, vec_width};
+use super::{CudaKernels, Kernel, LaunchConfig, typed};
+use crate::grouped_bias::{gradient_sizes, sizes};
+use crate::{GroupedBias, GroupedBiasKernels};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
 
 const THREADS: u32 = 256;
@@ -28,7 +28,7 @@ struct BiasArgs {
     rows: i64,
     width: i32,
     experts: u32,
-    wide: u32,
+    vectorized: u32,
     accumulate: u32,
     part_rows: u32,
     pad: u32,
@@ -38,7 +38,7 @@ impl BiasArgs {
     /// Of a launch whose first arguments are the segments, the bias, the weights and the rows.
     fn new(op: &'static str, l: &Launch, dtype: DType, [rows, n, experts]: [usize; 3]) -> Result<BiasArgs> {
         let (bias, y) = (l.address(2)?, l.address(4)?);
-        let whole = n.is_multiple_of(per_access(dtype));
+        let whole = n.is_multiple_of(vec_width(dtype));
         Ok(BiasArgs {
             offsets: l.address(0)?,
             counts: l.address(1)?,
@@ -51,7 +51,7 @@ impl BiasArgs {
             rows: rows as i64,
             width: columns(op, n)?,
             experts: experts as u32,
-            wide: u32::from(whole && wide(&[bias, y])),
+            vectorized: u32::from(whole && aligned16(&[bias, y])),
             accumulate: 0,
             part_rows: 0,
             pad: 0,
@@ -60,35 +60,35 @@ impl BiasArgs {
 }
 
 /// A grid of two axes, of which the second is short.
-fn plane(op: &'static str, x: usize, y: usize) -> Result<Grid> {
+fn plane(op: &'static str, x: usize, y: usize) -> Result<LaunchConfig> {
     if y > 65535 {
         return shape_error(op, format!("{y} blocks across are more than a card takes; rows are too long"));
     }
-    Ok(Grid { blocks: [blocks(op, x, 1)?, y as u32, 1], threads: THREADS, shared: 0 })
+    Ok(LaunchConfig { blocks: [blocks(op, x, 1)?, y as u32, 1], threads: THREADS, shared: 0 })
 }
 
-impl RowBiasKernels for CudaKernels {
-    fn add_bias(&self, s: &Stream, b: &RowBias, y: &Tensor) -> Result<()> {
-        const OP: &str = "add_bias";
+impl GroupedBiasKernels for CudaKernels {
+    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()> {
+        const OP: &str = "grouped_bias";
         let z = sizes(OP, b, y)?;
         let kernel = typed!(OP, y.dtype(), "row_bias", "row_bias_add")?;
         let args =
             [read(b.segments.offsets), read(b.segments.counts), read(b.bias), read(b.weights), write(y)];
         s.launch(OP, &args, |l| {
             let a = BiasArgs::new(OP, l, y.dtype(), z)?;
-            self.queue(l, kernel, line(blocks(OP, z[0], WARPS)?, THREADS), &a)
+            self.launch_kernel(l, kernel, line(blocks(OP, z[0], WARPS)?, THREADS), &a)
         })
     }
 
-    fn add_bias_backward(
+    fn grouped_bias_backward(
         &self,
         s: &Stream,
-        b: &RowBias,
+        b: &GroupedBias,
         dy: &Tensor,
         (dbias, accumulate): (&Tensor, bool),
         dweights: Option<&Tensor>,
     ) -> Result<()> {
-        const OP: &str = "add_bias_backward";
+        const OP: &str = "grouped_bias_backward";
         let z = gradient_sizes(OP, b, dy, dbias, dweights)?;
         let ([rows, n, experts], dtype) = (z, dy.dtype());
         let sums = typed!(OP, dtype, "row_bias", "row_bias_parts")?;
@@ -110,12 +110,12 @@ impl RowBiasKernels for CudaKernels {
             let mut a = BiasArgs::new(OP, l, dtype, z)?;
             (a.dbias, a.parts) = (l.address(5)?, l.address(6)?);
             (a.accumulate, a.part_rows) = (accumulate.into(), each as u32);
-            self.queue(l, sums, plane(OP, count, n.div_ceil(32 * per_access(dtype)))?, &a)?;
+            self.launch_kernel(l, sums, plane(OP, count, n.div_ceil(32 * vec_width(dtype)))?, &a)?;
             let join = Kernel { source: "row_bias", name: "row_bias_join" };
-            self.queue(l, join, plane(OP, experts, n.div_ceil(THREADS as usize))?, &a)?;
+            self.launch_kernel(l, join, plane(OP, experts, n.div_ceil(THREADS as usize))?, &a)?;
             if dweights.is_some() {
                 a.dweights = l.address(7)?;
-                self.queue(l, products, line(blocks(OP, rows, WARPS)?, THREADS), &a)?;
+                self.launch_kernel(l, products, line(blocks(OP, rows, WARPS)?, THREADS), &a)?;
             }
             Ok(())
         })

@@ -1,7 +1,7 @@
 // One step of gradient descent with momentum.
 
 struct SgdArgs {
-    Entry list[LIST];
+    TensorEntry list[LIST];
     u64 scalars;
     u32 start[LIST];
     u32 count;
@@ -13,7 +13,7 @@ template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a
     const float* s = reinterpret_cast<const float*>(a.scalars);
     if (!is_number(s[GRAD_NORM])) return;
     const int index = entry_of(a, blockIdx.x);
-    const Entry& e = a.list[index];
+    const TensorEntry& e = a.list[index];
     float lr = __fmul_rn(s[LR], e.lr_mult), wd = __fmul_rn(s[WEIGHT_DECAY], e.wd_mult), clip = s[CLIP];
     bool starts = s[STEPS_DONE] == 0.0f;
     u32 seed = seed_of(s[STEPS_DONE]);
@@ -30,9 +30,9 @@ template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a
         x = __fsub_rn(x, __fmul_rn(lr, __fadd_rn(__fmul_rn(lead, d), __fmul_rn(share, now))));
         return now;
     };
-    bool wide = ((e.master | e.weight | e.grad | e.first) & 15) == 0;
+    bool vectorized = ((e.master | e.weight | e.grad | e.first) & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
-    if (!wide || base + UPDATES > e.n) {
+    if (!vectorized || base + UPDATES > e.n) {
         for (i64 from = base; from < min(base + UPDATES, e.n); from += THREADS) {
             i64 at = from + threadIdx.x;
             bool there = at < e.n;
@@ -50,19 +50,19 @@ template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a
 #pragma unroll 1
     for (int k = 0; k < UPDATES / (N * THREADS); k += AHEAD) {
         typename P::template Raw<N> p[AHEAD];
-        Group<float, N> g[AHEAD];
+        Vec<float, N> g[AHEAD];
         typename A::Raw b[AHEAD];
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
             p[u] = masters.template load<N>(at);
-            g[u] = whole<N>(grad, at);
+            g[u] = load_vec<N>(grad, at);
             b[u] = first.load(at);
         }
 #pragma unroll
         for (int u = 0; u < AHEAD; u++) {
             i64 at = base + ((k + u) * THREADS + threadIdx.x) * N;
-            Group<float, N> x;
+            Vec<float, N> x;
             float y[N];
 #pragma unroll
             for (int i = 0; i < N; i++) {
@@ -71,7 +71,7 @@ template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a
             }
             masters.store(at, x);
             float scale = first.settle(at, y);
-            Group<typename A::Code, N> c;
+            Vec<typename A::Code, N> c;
 #pragma unroll
             for (int i = 0; i < N; i++)
                 c.at[i] = A::code(y[i], scale, A::packed ? dice_of(seed, x.at[i], y[i]) : 0);
@@ -82,10 +82,10 @@ template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a
 
 #define SGD(NAME, MOMENT)                                                 \
     extern "C" __global__ void __launch_bounds__(THREADS)                 \
-        sgd_##NAME(const __grid_constant__ SgdArgs a) { sgd<WholeMaster, MOMENT>(a); } \
+        sgd_##NAME(const __grid_constant__ SgdArgs a) { sgd<F32Master, MOMENT>(a); } \
     extern "C" __global__ void __launch_bounds__(THREADS)                 \
         sgd_split_##NAME(const __grid_constant__ SgdArgs a) { sgd<SplitMaster, MOMENT>(a); }
-SGD(f32, Plain<float>)
-SGD(bf16, Plain<bf16>)
-SGD(f16, Coded<First16>)
-SGD(fp8, Coded<First8>)
+SGD(f32, PlainMoment<float>)
+SGD(bf16, PlainMoment<bf16>)
+SGD(f16, BlockScaled<First16>)
+SGD(fp8, BlockScaled<First8>)

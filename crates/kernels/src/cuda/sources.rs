@@ -22,57 +22,57 @@ pub struct Source {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Variant {
     /// As it is written.
-    Plain,
+    Base,
     /// With f16 numbers in the place of bf16.
-    Half,
+    F16,
     /// With weights of values, in attention, rounded to eight bits.
-    Narrow,
+    Fp8Probs,
 }
 
 impl Variant {
     /// What comes before the text.
-    pub(super) fn start(self) -> &'static str {
+    pub(super) fn defines(self) -> &'static str {
         match self {
-            Variant::Plain => "",
-            Variant::Half => "#define HALF\n",
-            Variant::Narrow => "#define NARROW\n",
+            Variant::Base => "",
+            Variant::F16 => "#define ELEMENT_F16\n",
+            Variant::Fp8Probs => "#define FP8_PROBS\n",
         }
     }
 }
 
 /// Sources that there are of f16, too: their own names, and as such. Variants are compiled when one is first asked for.
-const HALVES: &[(&str, &str)] = &[
-    ("activation", "activation.half"),
-    ("adam", "adam.half"),
-    ("adam_packed", "adam_packed.half"),
-    ("attention_backward_keys", "attention_backward_keys.half"),
-    ("attention_backward_queries", "attention_backward_queries.half"),
-    ("attention_forward", "attention_forward.half"),
-    ("attention_rows", "attention_rows.half"),
-    ("columns", "columns.half"),
-    ("elementwise", "elementwise.half"),
-    ("embedding", "embedding.half"),
-    ("latent", "latent.half"),
-    ("loss", "loss.half"),
-    ("merge", "merge.half"),
-    ("norm_backward", "norm_backward.half"),
-    ("norm_forward", "norm_forward.half"),
-    ("product", "product.half"),
-    ("rope", "rope.half"),
-    ("sgd", "sgd.half"),
+const F16_SOURCES: &[(&str, &str)] = &[
+    ("activation", "activation.f16"),
+    ("adam", "adam.f16"),
+    ("adam_packed", "adam_packed.f16"),
+    ("attention_backward_keys", "attention_backward_keys.f16"),
+    ("attention_backward_queries", "attention_backward_queries.f16"),
+    ("attention_forward", "attention_forward.f16"),
+    ("attention_preprocess", "attention_preprocess.f16"),
+    ("reduce", "reduce.f16"),
+    ("elementwise", "elementwise.f16"),
+    ("embedding", "embedding.f16"),
+    ("mla_keys", "mla_keys.f16"),
+    ("loss", "loss.f16"),
+    ("attention_merge", "attention_merge.f16"),
+    ("norm_backward", "norm_backward.f16"),
+    ("norm_forward", "norm_forward.f16"),
+    ("gemm", "gemm.f16"),
+    ("rope", "rope.f16"),
+    ("sgd", "sgd.f16"),
 ];
 
 /// Those of attention whose weights may have eight bits, likewise.
-const NARROW: &[(&str, &str)] = &[
-    ("attention_forward", "attention_forward.narrow"),
-    ("attention_hopper_forward", "attention_hopper_forward.narrow"),
-    ("attention_hopper_forward_wide", "attention_hopper_forward_wide.narrow"),
-    ("attention_plain", "attention_plain.narrow"),
+const FP8_SOURCES: &[(&str, &str)] = &[
+    ("attention_forward", "attention_forward.fp8"),
+    ("attention_hopper_forward", "attention_hopper_forward.fp8"),
+    ("attention_hopper_forward_wide", "attention_hopper_forward_wide.fp8"),
+    ("attention_generic", "attention_generic.fp8"),
 ];
 
 /// The same sources compiled for something else.
 pub fn variants() -> impl Iterator<Item = Source> {
-    let both = [(HALVES, Variant::Half), (NARROW, Variant::Narrow)];
+    let both = [(F16_SOURCES, Variant::F16), (FP8_SOURCES, Variant::Fp8Probs)];
     both.into_iter().flat_map(|(list, variant)| {
         list.iter().filter_map(move |(plain, name)| {
             let found = SOURCES.iter().find(|s| s.name == *plain)?;
@@ -85,13 +85,13 @@ pub fn variants() -> impl Iterator<Item = Source> {
 }
 
 /// The name of a source of attention with weights of eight bits.
-pub(super) fn narrow_of(source: &'static str) -> &'static str {
-    NARROW.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, narrow)| narrow)
+pub(super) fn fp8_source(source: &'static str) -> &'static str {
+    FP8_SOURCES.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, narrow)| narrow)
 }
 
 /// The name of a source with f16 numbers; its own where there is none.
-pub(super) fn half_of(source: &'static str) -> &'static str {
-    HALVES.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, half)| half)
+pub(super) fn f16_source(source: &'static str) -> &'static str {
+    F16_SOURCES.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, half)| half)
 }
 
 impl Source {
@@ -102,12 +102,12 @@ impl Source {
 }
 
 const fn source(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: None, variant: Variant::Plain }
+    Source { name, text, may_spill: &[], only: None, variant: Variant::Base }
 }
 
 /// A source for Hopper's own instructions.
 const fn hopper(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: Some("sm_90a"), variant: Variant::Plain }
+    Source { name, text, may_spill: &[], only: Some("sm_90a"), variant: Variant::Base }
 }
 
 /// All of them.
@@ -115,7 +115,7 @@ pub const SOURCES: &[Source] = &[
     source(
         "attention_forward",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("attention/forward.cu")
         ),
@@ -123,7 +123,7 @@ pub const SOURCES: &[Source] = &[
     source(
         "attention_backward_keys",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("attention/backward_keys.cu")
         ),
@@ -131,34 +131,34 @@ pub const SOURCES: &[Source] = &[
     source(
         "attention_backward_queries",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("attention/backward_queries.cu")
         ),
     ),
     source(
-        "attention_plain",
+        "attention_generic",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/plain.cu")
+            include_str!("attention/generic.cu")
         ),
     ),
     source(
-        "attention_rows",
+        "attention_preprocess",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
-            include_str!("attention/rows.cu")
+            include_str!("attention/backward_preprocess.cu")
         ),
     ),
     hopper(
         "attention_hopper_forward",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
+            include_str!("wgmma.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_softmax.cuh"),
@@ -168,32 +168,32 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     hopper(
-        "attention_bytes",
+        "attention_fp8",
         concat!(
             // Maxima of scores do not lag.
-            "#define NARROW\n",
+            "#define FP8_PROBS\n",
             include_str!("quant/common.cuh"),
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
-            include_str!("hopper_product8.cuh"),
+            include_str!("wgmma.cuh"),
+            include_str!("wgmma_fp8.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_softmax.cuh"),
             include_str!("attention/hopper_forward_load.cuh"),
-            include_str!("attention/hopper_bytes.cu"),
-            include_str!("attention/hopper_bytes.cuh"),
-            include_str!("attention/hopper_bytes_forward.cu")
+            include_str!("attention/hopper_fp8_quantize.cu"),
+            include_str!("attention/hopper_fp8.cuh"),
+            include_str!("attention/hopper_fp8_forward.cu")
         ),
     ),
     hopper(
         "attention_hopper_forward_wide",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
+            include_str!("wgmma.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_softmax.cuh"),
@@ -205,10 +205,10 @@ pub const SOURCES: &[Source] = &[
     hopper(
         "attention_hopper_backward",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
+            include_str!("wgmma.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
@@ -216,45 +216,45 @@ pub const SOURCES: &[Source] = &[
         ),
     ),
     hopper(
-        "attention_hopper_wide",
+        "attention_hopper_backward_wide",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
+            include_str!("wgmma.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
             include_str!("attention/hopper_backward_load.cuh"),
-            include_str!("attention/hopper_wide.cuh"),
-            include_str!("attention/hopper_wide.cu")
+            include_str!("attention/hopper_backward_wide.cuh"),
+            include_str!("attention/hopper_backward_wide.cu")
         ),
     ),
     hopper(
-        "attention_hopper_rows",
+        "attention_hopper_preprocess",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("attention/common.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
+            include_str!("wgmma.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("attention/hopper_common.cuh"),
-            include_str!("attention/hopper_rows.cu")
+            include_str!("attention/hopper_backward_preprocess.cu")
         ),
     ),
-    source("columns", concat!(include_str!("groups.cuh"), include_str!("columns.cu"))),
+    source("reduce", concat!(include_str!("vec.cuh"), include_str!("reduce.cu"))),
     source("copy", include_str!("copy.cu")),
     source(
         "elementwise",
-        concat!(include_str!("groups.cuh"), include_str!("philox.cuh"), include_str!("elementwise.cu")),
+        concat!(include_str!("vec.cuh"), include_str!("philox.cuh"), include_str!("elementwise.cu")),
     ),
-    source("embedding", concat!(include_str!("groups.cuh"), include_str!("embedding.cu"))),
+    source("embedding", concat!(include_str!("vec.cuh"), include_str!("embedding.cu"))),
     source(
         "adam",
         concat!(
-            include_str!("groups.cuh"),
+            include_str!("vec.cuh"),
             include_str!("optim.cuh"),
             include_str!("moments.cuh"),
-            include_str!("optim_list.cuh"),
+            include_str!("multi_tensor.cuh"),
             include_str!("adam.cuh"),
             include_str!("adam.cu")
         ),
@@ -262,199 +262,201 @@ pub const SOURCES: &[Source] = &[
     source(
         "adam_packed",
         concat!(
-            include_str!("groups.cuh"),
+            include_str!("vec.cuh"),
             include_str!("optim.cuh"),
             include_str!("moments.cuh"),
-            include_str!("optim_list.cuh"),
+            include_str!("multi_tensor.cuh"),
             include_str!("adam.cuh"),
             include_str!("adam_packed.cu")
         ),
     ),
     source(
-        "adam_taken",
+        "adam_quantize",
         concat!(
-            include_str!("groups.cuh"),
+            include_str!("vec.cuh"),
             include_str!("optim.cuh"),
             include_str!("moments.cuh"),
-            include_str!("measured.cuh"),
+            include_str!("amax.cuh"),
             include_str!("quant/common.cuh"),
-            include_str!("optim_list.cuh"),
+            include_str!("multi_tensor.cuh"),
             include_str!("adam.cuh"),
-            include_str!("adam_taken.cuh"),
-            include_str!("adam_taken.cu")
+            include_str!("adam_quantize.cuh"),
+            include_str!("adam_quantize.cu")
         ),
     ),
     source(
-        "adam_packed_taken",
+        "adam_packed_quantize",
         concat!(
-            include_str!("groups.cuh"),
+            include_str!("vec.cuh"),
             include_str!("optim.cuh"),
             include_str!("moments.cuh"),
-            include_str!("measured.cuh"),
+            include_str!("amax.cuh"),
             include_str!("quant/common.cuh"),
-            include_str!("optim_list.cuh"),
+            include_str!("multi_tensor.cuh"),
             include_str!("adam.cuh"),
-            include_str!("adam_taken.cuh"),
-            include_str!("adam_packed_taken.cu")
+            include_str!("adam_quantize.cuh"),
+            include_str!("adam_packed_quantize.cu")
         ),
     ),
     source(
         "sgd",
         concat!(
-            include_str!("groups.cuh"),
+            include_str!("vec.cuh"),
             include_str!("optim.cuh"),
             include_str!("moments.cuh"),
-            include_str!("optim_list.cuh"),
+            include_str!("multi_tensor.cuh"),
             include_str!("sgd.cu")
         ),
     ),
     source(
         "grad_norm",
-        concat!(include_str!("groups.cuh"), include_str!("optim.cuh"), include_str!("grad_norm.cu")),
+        concat!(include_str!("vec.cuh"), include_str!("optim.cuh"), include_str!("grad_norm.cu")),
     ),
     source(
         "moments",
         concat!(include_str!("optim.cuh"), include_str!("moments.cuh"), include_str!("moments.cu")),
     ),
     source(
-        "grouped_plain",
+        "grouped_generic",
         concat!(
-            include_str!("product.cuh"),
+            include_str!("gemm_tile.cuh"),
             include_str!("grouped/segments.cuh"),
-            include_str!("grouped/plain.cu")
+            include_str!("grouped/generic.cu")
         ),
     ),
     source(
-        "grouped_plain8",
+        "grouped_generic_fp8",
         concat!(
             include_str!("quant/common.cuh"),
             include_str!("quant/matrix.cuh"),
             include_str!("grouped/segments.cuh"),
-            include_str!("grouped/plain8.cu")
+            include_str!("grouped/generic_fp8.cu")
         ),
     ),
     hopper(
         "grouped_hopper",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
+            include_str!("wgmma.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_load.cuh"),
             include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_consume.cuh"),
+            include_str!("grouped/hopper_mainloop.cuh"),
             include_str!("grouped/hopper.cu")
         ),
     ),
     hopper(
-        "grouped_hopper_grad",
+        "grouped_hopper_wgrad",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
+            include_str!("wgmma.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_load.cuh"),
             include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_consume.cuh"),
-            include_str!("grouped/hopper_grad.cu")
+            include_str!("grouped/hopper_mainloop.cuh"),
+            include_str!("grouped/hopper_wgrad.cu")
         ),
     ),
     hopper(
-        "grouped_hopper8",
+        "grouped_hopper_fp8",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
-            include_str!("hopper_product8.cuh"),
+            include_str!("wgmma.cuh"),
+            include_str!("wgmma_fp8.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_load.cuh"),
             include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_consume.cuh"),
-            include_str!("grouped/hopper8.cuh"),
-            include_str!("grouped/hopper8.cu")
+            include_str!("grouped/hopper_mainloop.cuh"),
+            include_str!("grouped/hopper_fp8.cuh"),
+            include_str!("grouped/hopper_fp8.cu")
         ),
     ),
     hopper(
-        "grouped_hopper_grad8",
+        "grouped_hopper_wgrad_fp8",
         concat!(
-            include_str!("shared.cuh"),
+            include_str!("shared_memory.cuh"),
             include_str!("hopper.cuh"),
-            include_str!("hopper_product.cuh"),
-            include_str!("hopper_product8.cuh"),
+            include_str!("wgmma.cuh"),
+            include_str!("wgmma_fp8.cuh"),
             include_str!("hopper_tiles.cuh"),
             include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper.cuh"),
+            include_str!("grouped/hopper_load.cuh"),
             include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_consume.cuh"),
-            include_str!("grouped/hopper8.cuh"),
-            include_str!("grouped/hopper_grad8.cu")
+            include_str!("grouped/hopper_mainloop.cuh"),
+            include_str!("grouped/hopper_fp8.cuh"),
+            include_str!("grouped/hopper_wgrad_fp8.cu")
         ),
     ),
-    source("product", concat!(include_str!("product.cuh"), include_str!("product.cu"))),
+    source("gemm", concat!(include_str!("gemm_tile.cuh"), include_str!("gemm.cu"))),
     source("permute", include_str!("permute.cu")),
     source("permute_maps", include_str!("permute_maps.cu")),
-    source("turn_stack", concat!(include_str!("quant/turn.cuh"), include_str!("quant/turn_stack.cu"))),
-    source("permute_turned", concat!(include_str!("quant/turn.cuh"), include_str!("permute_turned.cu"))),
     source(
-        "quantise",
+        "transpose_stack",
+        concat!(include_str!("quant/transpose.cuh"), include_str!("quant/transpose_stack.cu")),
+    ),
+    source(
+        "permute_transposed",
+        concat!(include_str!("quant/transpose.cuh"), include_str!("permute_transposed.cu")),
+    ),
+    source(
+        "quantize",
         concat!(
-            include_str!("measured.cuh"),
+            include_str!("amax.cuh"),
             include_str!("quant/common.cuh"),
-            include_str!("quant/turn.cuh"),
-            include_str!("quant/quantise.cu")
+            include_str!("quant/transpose.cuh"),
+            include_str!("quant/quantize.cu")
         ),
     ),
     source(
-        "quant_measure",
-        concat!(
-            include_str!("measured.cuh"),
-            include_str!("quant/common.cuh"),
-            include_str!("quant/measure.cu")
-        ),
+        "quant_amax",
+        concat!(include_str!("amax.cuh"), include_str!("quant/common.cuh"), include_str!("quant/amax.cu")),
     ),
     source(
         "quant_emulate",
         concat!(
-            include_str!("measured.cuh"),
+            include_str!("amax.cuh"),
             include_str!("philox.cuh"),
             include_str!("quant/common.cuh"),
             include_str!("quant/emulate.cu")
         ),
     ),
     source(
-        "quant_plain",
+        "quant_generic",
         concat!(
             include_str!("quant/common.cuh"),
             include_str!("quant/matrix.cuh"),
-            include_str!("quant/plain.cu")
+            include_str!("quant/generic.cu")
         ),
     ),
     source(
         "activation",
-        concat!(include_str!("measured.cuh"), include_str!("curves.cuh"), include_str!("activation.cu")),
+        concat!(include_str!("amax.cuh"), include_str!("activation.cuh"), include_str!("activation.cu")),
     ),
-    source("latent", include_str!("latent.cu")),
+    source("mla_keys", include_str!("mla_keys.cu")),
     source("loss", include_str!("loss.cu")),
-    source("merge", include_str!("merge.cu")),
+    source("attention_merge", include_str!("attention_merge.cu")),
     source(
         "norm_forward",
-        concat!(
-            include_str!("measured.cuh"),
-            include_str!("norm/common.cuh"),
-            include_str!("norm/forward.cu")
-        ),
+        concat!(include_str!("amax.cuh"), include_str!("norm/common.cuh"), include_str!("norm/forward.cu")),
     ),
     source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
-    source("mix", concat!(include_str!("philox.cuh"), include_str!("mix.cu"))),
-    source("normal", concat!(include_str!("philox.cuh"), include_str!("normal.cu"))),
+    source("moe_elementwise", concat!(include_str!("philox.cuh"), include_str!("moe_elementwise.cu"))),
+    source("random_normal", concat!(include_str!("philox.cuh"), include_str!("random_normal.cu"))),
     source("rope", include_str!("rope.cu")),
     source("row_bias", include_str!("row_bias.cu")),
     source(
-        "weighted",
-        concat!(include_str!("curves.cuh"), include_str!("measured.cuh"), include_str!("weighted.cu")),
+        "weighted_activation",
+        concat!(
+            include_str!("activation.cuh"),
+            include_str!("amax.cuh"),
+            include_str!("weighted_activation.cu")
+        ),
     ),
     source("router_route", concat!(include_str!("router/common.cuh"), include_str!("router/route.cu"))),
     source("router_balance", concat!(include_str!("router/common.cuh"), include_str!("router/balance.cu"))),

@@ -23,7 +23,12 @@ pub(super) fn tensor_map(address: u64, sizes: [usize; 4], steps: [usize; 3], row
 }
 
 /// The same of bytes; a box has 128 of `rows` rows.
-pub(super) fn byte_map(address: u64, sizes: [usize; 4], steps: [usize; 3], rows: u32) -> Result<TensorMap> {
+pub(super) fn fp8_tensor_map(
+    address: u64,
+    sizes: [usize; 4],
+    steps: [usize; 3],
+    rows: u32,
+) -> Result<TensorMap> {
     encode(sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, address, sizes, steps, rows)
 }
 

@@ -1,6 +1,6 @@
 //! What the 8-bit kernels accept, the same in every home.
 
-use super::{Bytes, Gemm8, Quantise, Range, Scaling};
+use super::{Fp8Gemm, Fp8Tensor, Quantize, ScaleSource, ScalingMode};
 use crate::checks::{dtypes, rows_of};
 use crate::cpu::rows::Rows;
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
@@ -23,7 +23,7 @@ pub(crate) fn matrix(op: &'static str, t: &Tensor) -> Result<Rows> {
     Ok(Rows { outer: r, inner: 1, width: c, ..rows })
 }
 
-impl Quantise<'_> {
+impl Quantize<'_> {
     /// Shapes, types, and scales that fit where they come from. Gives the rows of `x` and the format.
     pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, Option<DType>)> {
         let x = matrix(op, self.x)?;
@@ -35,8 +35,8 @@ impl Quantise<'_> {
         let mut format = None;
         for (bytes, shape) in outputs.into_iter().flatten() {
             bytes.check(op, shape)?;
-            let whole = bytes.scaling == Scaling::Tensor;
-            if whole == matches!(self.range, Range::Blocks { .. }) {
+            let whole = bytes.scaling == ScalingMode::PerTensor;
+            if whole == matches!(self.range, ScaleSource::Blocks { .. }) {
                 let what = format!("{:?} scales from {:?}", bytes.scaling, self.range);
                 return shape_error(op, what);
             }
@@ -46,9 +46,9 @@ impl Quantise<'_> {
             }
         }
         match self.range {
-            Range::Amax { amax, .. } => one(op, amax)?,
-            Range::Given { scale, amax } => [scale, amax].into_iter().try_for_each(|t| one(op, t))?,
-            Range::Blocks { .. } => {}
+            ScaleSource::Amax { amax, .. } => one(op, amax)?,
+            ScaleSource::Given { scale, amax } => [scale, amax].into_iter().try_for_each(|t| one(op, t))?,
+            ScaleSource::Blocks { .. } => {}
         }
         if let Some((sums, _)) = self.sums {
             dtypes(op, DType::F32, &[sums])?;
@@ -60,24 +60,24 @@ impl Quantise<'_> {
     }
 }
 
-impl Gemm8<'_> {
+impl Fp8Gemm<'_> {
     /// Checks shapes, types and scales; gives `m, n, k`.
     pub(crate) fn check(&self, op: &'static str) -> Result<[usize; 3]> {
         let (a, b) = (self.a, self.b);
         let [m, n, k] = [a.rows(), b.rows(), a.cols];
         a.check(op, [m, k])?;
         b.check(op, [n, k])?;
-        let pair = |f: fn(&Bytes) -> bool| f(a) && f(b);
+        let pair = |f: fn(&Fp8Tensor) -> bool| f(a) && f(b);
         if pair(|x| x.data.dtype() == DType::E5M2) {
             return shape_error(
                 op,
                 "both factors in e5m2: no matrix unit takes that; have one of them in e4m3",
             );
         }
-        if pair(|x| x.scaling == Scaling::Tiles) {
+        if pair(|x| x.scaling == ScalingMode::Block128x128) {
             return shape_error(op, "both factors scaled by tiles: have one of them scaled by rows");
         }
-        if (a.scaling == Scaling::Tensor) != (b.scaling == Scaling::Tensor) {
+        if (a.scaling == ScalingMode::PerTensor) != (b.scaling == ScalingMode::PerTensor) {
             return shape_error(op, "one factor with one scale, the other with many: scale both alike");
         }
         let c = matrix(op, self.c)?;
@@ -127,12 +127,15 @@ pub(crate) fn check_delayed(
     }
 }
 
-/// Checks of [`crate::QuantKernels::turn`]: gives `[r, c]`.
-pub(crate) fn check_turn(op: &'static str, q: &Bytes, out: &Bytes) -> Result<[usize; 2]> {
+/// Checks of [`crate::QuantKernels::fp8_transpose`]: gives `[r, c]`.
+pub(crate) fn check_turn(op: &'static str, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<[usize; 2]> {
     let (r, c) = (q.rows(), q.cols);
     q.check(op, [r, c])?;
     out.check(op, [c, r])?;
-    if q.scaling != Scaling::Tensor || out.scaling != Scaling::Tensor || q.data.dtype() != out.data.dtype() {
+    if q.scaling != ScalingMode::PerTensor
+        || out.scaling != ScalingMode::PerTensor
+        || q.data.dtype() != out.data.dtype()
+    {
         return shape_error(op, "both must be of one format with one scale");
     }
     Ok([r, c])

@@ -2,7 +2,7 @@
 
 use super::check::matrix;
 use super::scale::largest;
-use super::{Bytes, QuantKernels, Scaling};
+use super::{Fp8Tensor, QuantKernels, ScalingMode};
 use crate::BLOCK;
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, bf16, f16};
 
@@ -100,7 +100,7 @@ pub(super) fn over_host<K: QuantKernels + ?Sized>(
     k: &K,
     s: &Stream,
     x: &Tensor,
-    q: &Bytes,
+    q: &Fp8Tensor,
     turned: bool,
 ) -> Result<QuantStats> {
     const OP: &str = "quant_stats";
@@ -109,13 +109,13 @@ pub(super) fn over_host<K: QuantKernels + ?Sized>(
     let [qr, qc] = if turned { [c, r] } else { [r, c] };
     q.check(OP, [qr, qc])?;
     let back = Tensor::empty(s, &[qr, qc], DType::F32, Category::Workspace)?;
-    k.dequantise(s, q, &back)?;
+    k.dequantize(s, q, &back)?;
     let (x, back) = (numbers(s, x)?, s.download::<f32>(&back)?);
     let (inverse, shape) = (s.download::<f32>(&q.scale_inv)?, q.scaling.scales(qr, qc));
     let of = |i: usize, j: usize| match q.scaling {
-        Scaling::Tensor => inverse[0],
-        Scaling::Rows => inverse[j / BLOCK * shape[1] + i],
-        Scaling::Tiles => inverse[i / BLOCK * shape[1] + j / BLOCK],
+        ScalingMode::PerTensor => inverse[0],
+        ScalingMode::Block1x128 => inverse[j / BLOCK * shape[1] + i],
+        ScalingMode::Block128x128 => inverse[i / BLOCK * shape[1] + j / BLOCK],
     };
     // A scale is rounded, so the largest magnitude itself may come out a little above the largest number.
     let most = f64::from(largest(OP, q.data.dtype())?) * (1.0 + 4.0 * f64::from(f32::EPSILON));

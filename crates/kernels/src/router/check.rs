@@ -1,6 +1,6 @@
 //! Checks of a router's arguments that every home makes alike.
 
-use super::{Balance, Choice, Groups, MAX_CHOICES, MAX_EXPERTS, Routing};
+use super::{AuxLoss, ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams};
 use crate::checks::dtypes;
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
@@ -37,7 +37,7 @@ fn experts(op: &'static str, experts: usize) -> Result<()> {
 }
 
 fn choices(op: &'static str, sizes: Sizes) -> Result<Sizes> {
-    let (k, most) = (sizes.k, sizes.experts.min(MAX_CHOICES));
+    let (k, most) = (sizes.k, sizes.experts.min(MAX_TOPK));
     if k == 0 || k > most {
         return shape_error(
             op,
@@ -91,8 +91,8 @@ pub(crate) fn top_k(
 }
 
 /// Do the groups fit the experts and choices?
-fn groups(op: &'static str, groups: Option<Groups>, sizes: Sizes) -> Result<()> {
-    let Some(Groups { count, keep }) = groups else { return Ok(()) };
+fn groups(op: &'static str, groups: Option<GroupLimit>, sizes: Sizes) -> Result<()> {
+    let Some(GroupLimit { count, keep }) = groups else { return Ok(()) };
     let (e, k) = (sizes.experts, sizes.k);
     let whole = count > 0 && keep > 0 && keep <= count && e.is_multiple_of(count) && k.is_multiple_of(keep);
     if !whole || k / keep > e / count {
@@ -109,15 +109,15 @@ fn groups(op: &'static str, groups: Option<Groups>, sizes: Sizes) -> Result<()> 
 
 pub(crate) fn route(
     op: &'static str,
-    how: Routing,
-    choice: Choice,
+    how: RouterParams,
+    choice: ExpertChoice,
     logits: &Tensor,
     index: &Tensor,
     probs: &Tensor,
 ) -> Result<Sizes> {
     let sizes = chosen(op, logits, index)?;
     exactly(op, "probabilities", probs, DType::F32, index.shape())?;
-    if let Choice::Best { bias } = choice {
+    if let ExpertChoice::TopK { bias } = choice {
         groups(op, how.groups, sizes)?;
         bias.map_or(Ok(()), |b| exactly(op, "the bias", b, DType::F32, &[sizes.experts]))?;
     }
@@ -138,7 +138,7 @@ pub(crate) fn route_backward(
 }
 
 /// Sizes of a balancing loss, and its segments as the rows of `of` `[S, E]`.
-pub(crate) fn balance(op: &'static str, b: &Balance, of: &Tensor) -> Result<(Sizes, usize)> {
+pub(crate) fn balance(op: &'static str, b: &AuxLoss, of: &Tensor) -> Result<(Sizes, usize)> {
     let [tokens, experts] = logits(op, b.logits)?;
     exactly(op, "segments", b.segments, DType::I32, &[tokens])?;
     let segments = of.shape().first().copied().unwrap_or(0);
@@ -157,7 +157,7 @@ pub(crate) fn statistics(op: &'static str, sums: &Tensor, counts: &Tensor) -> Re
     Ok([segments, e])
 }
 
-pub(crate) fn balance_weights(
+pub(crate) fn aux_loss_weights(
     op: &'static str,
     k: usize,
     [sums, counts, weights, loss]: [&Tensor; 4],
@@ -186,7 +186,7 @@ pub(crate) fn z_loss(
     Ok([tokens, experts])
 }
 
-pub(crate) fn count_choices(
+pub(crate) fn count_tokens(
     op: &'static str,
     choice: &Tensor,
     segments: &Tensor,
@@ -200,7 +200,7 @@ pub(crate) fn count_choices(
     Ok(Sizes { tokens, experts: e, k })
 }
 
-pub(crate) fn drop_beyond(
+pub(crate) fn drop_over_capacity(
     op: &'static str,
     e: usize,
     choice: &Tensor,
@@ -215,7 +215,7 @@ pub(crate) fn drop_beyond(
 }
 
 /// Experts of counts i64 and bias f32 `[E]`.
-pub(crate) fn update_bias(op: &'static str, counts: &Tensor, bias: &Tensor) -> Result<usize> {
+pub(crate) fn update_expert_bias(op: &'static str, counts: &Tensor, bias: &Tensor) -> Result<usize> {
     let e = bias.shape().first().copied().unwrap_or(0);
     experts(op, e)?;
     exactly(op, "the bias", bias, DType::F32, &[e])?;

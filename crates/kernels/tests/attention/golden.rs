@@ -3,7 +3,7 @@
 use crate::launch::{Inputs, Layout, close, compare, launch, rounded};
 use crate::oracle::{Answer, Dense};
 use ferrotron_kernels::cpu::Isa;
-use ferrotron_kernels::cpu::attention::{Align, AttentionShape, Span};
+use ferrotron_kernels::cpu::attention::{AttentionShape, MaskAlign, Span};
 use ferrotron_tensor::{Float, Threads, bf16};
 use safetensors::{Dtype, SafeTensors};
 use serde_json::Value;
@@ -95,8 +95,8 @@ fn read(case: &Value, tensors: &SafeTensors<'_>) -> Golden {
         softcap: case.get("softcap").and_then(Value::as_f64).map(|c| c as f32),
         causal: case["causal"].as_bool().expect("causal"),
         align: match case["align"].as_str() {
-            Some("top_left") => Align::TopLeft,
-            Some("bottom_right") => Align::BottomRight,
+            Some("top_left") => MaskAlign::TopLeft,
+            Some("bottom_right") => MaskAlign::BottomRight,
             other => panic!("{name}: unknown align {other:?}"),
         },
         window: (bound(0), bound(1)),

@@ -4,7 +4,9 @@ use crate::launch::{Inputs, Layout, launch, lse_strides};
 use crate::oracle::{Answer, Dense};
 use crate::sweep::{Case, Random};
 use ferrotron_kernels::cpu::Isa;
-use ferrotron_kernels::cpu::attention::{Align, AttentionShape, Heads, HeadsMut, Span, backward, forward};
+use ferrotron_kernels::cpu::attention::{
+    AttentionShape, Heads, HeadsMut, MaskAlign, Span, backward, forward,
+};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 fn plain(r: &mut Random, tokens: usize, causal: bool) -> Case {
@@ -16,7 +18,7 @@ fn plain(r: &mut Random, tokens: usize, causal: bool) -> Case {
         scale: 0.25,
         softcap: None,
         causal,
-        align: Align::BottomRight,
+        align: MaskAlign::BottomRight,
         window: (None, None),
         fp8: false,
         lse_head: 0,

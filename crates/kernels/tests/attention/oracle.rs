@@ -1,6 +1,6 @@
 //! Attention by definition: every score of every pair, in f64.
 
-use ferrotron_kernels::cpu::attention::{Align, AttentionShape, Span};
+use ferrotron_kernels::cpu::attention::{AttentionShape, MaskAlign, Span};
 
 /// A dense `[batch, tokens, heads, channels]` tensor.
 #[derive(Clone, Debug, Default)]
@@ -40,8 +40,8 @@ pub struct Answer {
 
 pub fn sees(shape: &AttentionShape, span: &Span, i: usize, j: usize) -> bool {
     let off = match shape.align {
-        Align::TopLeft => 0,
-        Align::BottomRight => span.k_len as i64 - span.q_len as i64,
+        MaskAlign::TopLeft => 0,
+        MaskAlign::BottomRight => span.k_len as i64 - span.q_len as i64,
     };
     let (i, j) = (i as i64 + off, j as i64);
     shape.window.0.is_none_or(|l| j >= i - l as i64)

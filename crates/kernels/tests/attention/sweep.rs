@@ -3,7 +3,7 @@
 use crate::launch::{Inputs, Layout, UNTOUCHED, compare, launch, lse_strides, rounded};
 use crate::oracle::{Answer, Dense, attention};
 use ferrotron_kernels::cpu::Isa;
-use ferrotron_kernels::cpu::attention::{Align, AttentionShape, Span};
+use ferrotron_kernels::cpu::attention::{AttentionShape, MaskAlign, Span};
 use ferrotron_tensor::{Float, Threads, bf16};
 
 /// SplitMix64.
@@ -101,7 +101,7 @@ impl Case {
             scale: (d_qk as f32).sqrt().recip() * r.pick(&[1.0, 1.0, 0.5, 2.0]),
             softcap: r.chance(25).then(|| r.pick(&[0.5, 2.0, 30.0])),
             causal: r.chance(60),
-            align: r.pick(&[Align::TopLeft, Align::BottomRight]),
+            align: r.pick(&[MaskAlign::TopLeft, MaskAlign::BottomRight]),
             window,
             fp8: false,
             lse_head: 0,
@@ -226,7 +226,7 @@ fn split_sequences_agree_with_the_oracle() {
         case.shape.heads = 2;
         case.shape.kv_heads = 1;
         (case.shape.d_qk, case.shape.d_v) = (16, 8);
-        (case.shape.causal, case.shape.window, case.shape.align) = (causal, window, Align::BottomRight);
+        (case.shape.causal, case.shape.window, case.shape.align) = (causal, window, MaskAlign::BottomRight);
         (case.shape.scale, case.shape.softcap) = (0.25, None);
         lse_strides(&mut case.shape);
         case.spans = vec![Span { batch: 0, q_start: 0, q_len, k_start: 0, k_len, lse_base: 0 }];

@@ -3,7 +3,7 @@
 use super::files::{Tensors, format_of, json, same, same_codes};
 use super::host::Host;
 use ferrotron_kernels::quant::scale::{ScaleRule, largest, power_of_two};
-use ferrotron_kernels::{Delayed, QuantKernels};
+use ferrotron_kernels::{DelayedScaling, QuantKernels};
 use ferrotron_tensor::fp8::{E2m1, E4m3, E5m2, E8m0};
 use ferrotron_tensor::{DType, bf16, f16};
 use serde_json::Value;
@@ -104,7 +104,7 @@ fn golden_delayed() {
             "most_recent" => true,
             other => panic!("{name}: unknown algo {other}"),
         };
-        let how = Delayed { margin: margin as i32, most_recent };
+        let how = DelayedScaling { margin: margin as i32, most_recent };
         let together = case["with_reduction"].as_bool().unwrap();
         let top = largest("test", format_of(case["format"].as_str().unwrap())).unwrap();
         let get = |what: &str| t.f32(&format!("{name}/{what}")).unwrap_or_else(|| panic!("{name}/{what}"));

@@ -1,11 +1,11 @@
 //! The host with its kernels, and inputs in their own types.
 
 use super::files::Tensors;
-use ferrotron_kernels::cpu::quant::{Blocks, Grid, Use, mxfp8_quantise, quantise_blocks};
+use ferrotron_kernels::cpu::quant::{Blocks, Orientation, SmallBlocks, mxfp8_quantize, quantize_blocks};
 use ferrotron_kernels::cpu::rows::Rows;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::quant::scale::{ScaleRule, largest};
-use ferrotron_kernels::{ALIGN, Bytes, Scaling};
+use ferrotron_kernels::{ALIGN, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::fp8::{E4m3, E5m2, E8m0};
 use ferrotron_tensor::{Category, DType, Device, Element, Float, Stream, Tensor, Threads, bf16, f16};
 use safetensors::Dtype;
@@ -31,12 +31,12 @@ impl Host {
         self.s.download(t).unwrap()
     }
 
-    pub fn bytes(&self, shape: [usize; 2], format: DType, scaling: Scaling) -> Bytes {
-        Bytes::empty(&self.s, shape, format, scaling, Category::Workspace).unwrap()
+    pub fn bytes(&self, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
+        Fp8Tensor::empty(&self.s, shape, format, scaling, Category::Workspace).unwrap()
     }
 
     /// The codes without their padding, which must be zero.
-    pub fn codes(&self, b: &Bytes) -> Vec<u8> {
+    pub fn codes(&self, b: &Fp8Tensor) -> Vec<u8> {
         let raw: Vec<u8> = self.s.download(&b.data.as_bytes().unwrap()).unwrap();
         let mut out = Vec::new();
         for row in raw.chunks(b.cols.next_multiple_of(ALIGN).max(1)) {
@@ -85,14 +85,14 @@ impl Input {
         }
     }
 
-    /// Quantised without the trait, which has no smallest magnitude.
+    /// Quantized without the trait, which has no smallest magnitude.
     pub fn blocks(
         &self,
         h: &Host,
-        how: Use,
+        how: Orientation,
         shape: [usize; 2],
         format: DType,
-        scaling: Scaling,
+        scaling: ScalingMode,
         pow2: bool,
         eps: f32,
     ) -> (Vec<u8>, Vec<f32>) {
@@ -103,7 +103,7 @@ impl Input {
         }
     }
 
-    pub fn mxfp8(&self, isa: Isa, grid: Grid, format: DType) -> (Vec<u8>, Vec<E8m0>) {
+    pub fn mxfp8(&self, isa: Isa, grid: SmallBlocks, format: DType) -> (Vec<u8>, Vec<E8m0>) {
         match self {
             Input::F32(x) => mxfp8(isa, x, grid, format),
             Input::BF16(x) => mxfp8(isa, x, grid, format),
@@ -115,27 +115,27 @@ impl Input {
 fn with_eps<T: Float>(
     h: &Host,
     x: &[T],
-    how: Use,
+    how: Orientation,
     [r, c]: [usize; 2],
     format: DType,
-    scaling: Scaling,
+    scaling: ScalingMode,
     pow2: bool,
     eps: f32,
 ) -> (Vec<u8>, Vec<f32>) {
     let rule = ScaleRule { eps, ..ScaleRule::block(largest("test", format).unwrap(), pow2, T::DTYPE) };
-    let [m, n] = if how == Use::Rows { [r, c] } else { [c, r] };
+    let [m, n] = if how == Orientation::Rows { [r, c] } else { [c, r] };
     let (width, blocks) = (n.next_multiple_of(ALIGN), Blocks { scaling, rule });
     let mut scales = vec![f32::NAN; scaling.scales(m, n).iter().product()];
     let (threads, rows) = (Threads::new(2).unwrap(), Rows::dense(r, c));
     let codes: Vec<u8> = match format {
         DType::E4M3 => {
             let mut q = vec![E4m3(0xff); m * width];
-            quantise_blocks(&threads, h.isa, how, x, rows, blocks, &mut q, &mut scales).unwrap();
+            quantize_blocks(&threads, h.isa, how, x, rows, blocks, &mut q, &mut scales).unwrap();
             q.iter().map(|q| q.0).collect()
         }
         _ => {
             let mut q = vec![E5m2(0xff); m * width];
-            quantise_blocks(&threads, h.isa, how, x, rows, blocks, &mut q, &mut scales).unwrap();
+            quantize_blocks(&threads, h.isa, how, x, rows, blocks, &mut q, &mut scales).unwrap();
             q.iter().map(|q| q.0).collect()
         }
     };
@@ -143,16 +143,16 @@ fn with_eps<T: Float>(
     (unpadded, scales)
 }
 
-fn mxfp8<T: Float>(isa: Isa, x: &[T], grid: Grid, format: DType) -> (Vec<u8>, Vec<E8m0>) {
+fn mxfp8<T: Float>(isa: Isa, x: &[T], grid: SmallBlocks, format: DType) -> (Vec<u8>, Vec<E8m0>) {
     let mut scales = vec![E8m0(7); grid.blocks().iter().product()];
     let (threads, rows) = (Threads::new(2).unwrap(), Rows::dense(grid.r, grid.c));
     if format == DType::E4M3 {
         let mut codes = vec![E4m3(0xff); x.len()];
-        mxfp8_quantise(&threads, isa, grid, x, rows, &mut codes, &mut scales).unwrap();
+        mxfp8_quantize(&threads, isa, grid, x, rows, &mut codes, &mut scales).unwrap();
         (codes.iter().map(|q| q.0).collect(), scales)
     } else {
         let mut codes = vec![E5m2(0xff); x.len()];
-        mxfp8_quantise(&threads, isa, grid, x, rows, &mut codes, &mut scales).unwrap();
+        mxfp8_quantize(&threads, isa, grid, x, rows, &mut codes, &mut scales).unwrap();
         (codes.iter().map(|q| q.0).collect(), scales)
     }
 }

@@ -5,4 +5,4 @@ mod files;
 mod formats;
 mod host;
 mod products;
-mod quantise;
+mod quantize;

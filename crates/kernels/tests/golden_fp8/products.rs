@@ -1,9 +1,9 @@
-//! Products of quantised factors.
+//! Products of quantized factors.
 
 use super::files::{Tensors, json};
 use super::host::{Host, Input};
-use ferrotron_kernels::cpu::quant::{Grid, MX_BLOCK, mxfp8_dequantise};
-use ferrotron_kernels::{Along, Gemm8, QuantKernels, Quantise, Range, Scaling};
+use ferrotron_kernels::cpu::quant::{MX_BLOCK, SmallBlocks, mxfp8_dequantize};
+use ferrotron_kernels::{BlockAxis, Fp8Gemm, QuantKernels, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{DType, Threads};
 
@@ -21,38 +21,38 @@ fn golden_products() {
         for full in kinds {
             let wanted = t.f32(&full).unwrap();
             for h in Host::all() {
-                let make = |x: &Input, shape: [usize; 2], format: DType, scaling: Scaling| {
+                let make = |x: &Input, shape: [usize; 2], format: DType, scaling: ScalingMode| {
                     let (xt, out) = (x.tensor(&h, shape), h.bytes(shape, format, scaling));
                     let amax = h.up(&[0f32], &[1]);
                     h.k.amax(&h.s, &xt, &amax).unwrap();
                     let range = match scaling {
-                        Scaling::Tensor => Range::Amax { amax: &amax, pow2: false },
-                        _ => Range::Blocks { pow2: true },
+                        ScalingMode::PerTensor => ScaleSource::Amax { amax: &amax, pow2: false },
+                        _ => ScaleSource::Blocks { pow2: true },
                     };
-                    let q = Quantise { x: &xt, range, rows: Some(&out), cols: None, sums: None };
-                    h.k.quantise(&h.s, &q).unwrap();
+                    let q = Quantize { x: &xt, range, rows: Some(&out), cols: None, sums: None };
+                    h.k.quantize(&h.s, &q).unwrap();
                     out
                 };
                 let product = |fa, sa, fb, sb| {
                     let (a, b) = (make(&a, [m, k], fa, sa), make(&b, [n, k], fb, sb));
                     let c = h.up(&vec![f32::NAN; m * n], &[m, n]);
-                    let g = Gemm8 {
+                    let g = Fp8Gemm {
                         a: &a,
                         b: &b,
                         bias: None,
                         accumulate: false,
                         fast: false,
-                        name: "gemm8",
+                        name: "fp8_gemm",
                         c: &c,
                     };
-                    h.k.gemm8(&h.s, &g).unwrap();
+                    h.k.fp8_gemm(&h.s, &g).unwrap();
                     h.f32(&c)
                 };
                 let e4 = DType::E4M3;
                 let ours = match full.rsplit_once('/').unwrap().1 {
-                    "current" => product(e4, Scaling::Tensor, DType::E5M2, Scaling::Tensor),
-                    "block_1d2d" => product(e4, Scaling::Rows, e4, Scaling::Tiles),
-                    "block_1d1d" => product(e4, Scaling::Rows, e4, Scaling::Rows),
+                    "current" => product(e4, ScalingMode::PerTensor, DType::E5M2, ScalingMode::PerTensor),
+                    "block_1d2d" => product(e4, ScalingMode::Block1x128, e4, ScalingMode::Block128x128),
+                    "block_1d1d" => product(e4, ScalingMode::Block1x128, e4, ScalingMode::Block1x128),
                     "mxfp8" => {
                         let (a, b) = (mx_values(&h, &a, [m, k]), mx_values(&h, &b, [n, k]));
                         let dot = |i: usize, j: usize| {
@@ -77,10 +77,10 @@ fn golden_products() {
 }
 
 fn mx_values(h: &Host, x: &Input, shape: [usize; 2]) -> Vec<f32> {
-    let grid = Grid::new(shape, MX_BLOCK, Along::Rows, false);
+    let grid = SmallBlocks::new(shape, MX_BLOCK, BlockAxis::Rows, false);
     let (codes, scales) = x.mxfp8(h.isa, grid, DType::E4M3);
     let codes: Vec<E4m3> = codes.into_iter().map(E4m3).collect();
     let mut out = vec![0f32; codes.len()];
-    mxfp8_dequantise(&Threads::new(1).unwrap(), h.isa, grid, &codes, &scales, &mut out).unwrap();
+    mxfp8_dequantize(&Threads::new(1).unwrap(), h.isa, grid, &codes, &scales, &mut out).unwrap();
     out
 }

@@ -1,27 +1,27 @@
 //! Graphs of the driver: work of a queue, captured once and launched whole.
 
-use super::{Card, Queue, check};
+use super::{CudaContext, CudaStream, check};
 use crate::Result;
 use cudarc::driver::sys::{self, CUresult};
 use std::sync::Arc;
 
 /// Captured work, ready to be launched.
-pub(crate) struct Recorded {
-    card: Arc<Card>,
+pub(crate) struct GraphExec {
+    context: Arc<CudaContext>,
     raw: sys::CUgraphExec,
     /// Kernels, copies and fills in it.
     pub(crate) nodes: usize,
 }
 
 // SAFETY: the driver's handles may be used from any thread.
-unsafe impl Send for Recorded {}
+unsafe impl Send for GraphExec {}
 // SAFETY: as above; launches only read it.
-unsafe impl Sync for Recorded {}
+unsafe impl Sync for GraphExec {}
 
-impl Queue {
+impl CudaStream {
     /// What is queued from now on is noted, not run.
     pub(crate) fn begin_capture(&self) -> Result<()> {
-        self.card().enter()?;
+        self.context().enter()?;
         // Relaxed: memory is allocated meanwhile, which is no work of the queue.
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
         // SAFETY: a live stream.
@@ -31,10 +31,10 @@ impl Queue {
     }
 
     /// Ends the capture; what was noted, unless `keep` is false.
-    pub(crate) fn end_capture(&self, keep: bool) -> Result<Option<Recorded>> {
+    pub(crate) fn end_capture(&self, keep: bool) -> Result<Option<GraphExec>> {
         const OP: &str = "end a capture";
         self.set_capturing(false);
-        self.card().enter()?;
+        self.context().enter()?;
         let (mut graph, mut raw, mut nodes) = (std::ptr::null_mut(), std::ptr::null_mut(), 0);
         // SAFETY: a live stream and places for handles and a number; the graph is destroyed once, after its use.
         let status = unsafe {
@@ -56,20 +56,20 @@ impl Queue {
             return Ok(None);
         }
         check(OP, status)?;
-        Ok(Some(Recorded { card: self.shared_card().clone(), raw, nodes }))
+        Ok(Some(GraphExec { context: self.shared_context().clone(), raw, nodes }))
     }
 
     /// Queues all of it.
-    pub(crate) fn replay(&self, work: &Recorded) -> Result<()> {
-        self.card().enter()?;
+    pub(crate) fn replay(&self, work: &GraphExec) -> Result<()> {
+        self.context().enter()?;
         // SAFETY: live handles; whoever captured it vouches for the memory.
         check("replay", unsafe { sys::cuGraphLaunch(work.raw, self.raw()) })
     }
 }
 
-impl Drop for Recorded {
+impl Drop for GraphExec {
     fn drop(&mut self) {
-        if self.card.enter().is_ok() {
+        if self.context.enter().is_ok() {
             // SAFETY: made in `end_capture`; its owner waited for the last launch.
             let _ = unsafe { sys::cuGraphExecDestroy(self.raw) };
         }

@@ -1,14 +1,14 @@
 //! Memory of a card, and pinned host memory through which bytes travel to and from it.
 
-use super::{Card, Moment, Queue, check};
+use super::{CudaContext, CudaEvent, CudaStream, check};
 use crate::Result;
 use cudarc::driver::sys::{self, CUresult};
 use std::collections::VecDeque;
 use std::sync::{Mutex, PoisonError};
 
 /// Device memory, or nothing where it does not fit.
-pub(crate) fn allocate(card: &Card, bytes: usize) -> Option<u64> {
-    card.enter().ok()?;
+pub(crate) fn allocate(context: &CudaContext, bytes: usize) -> Option<u64> {
+    context.enter().ok()?;
     let mut address = 0;
     // SAFETY: a place for an address; the context is current.
     let status = unsafe { sys::cuMemAlloc_v2(&mut address, bytes.max(1)) };
@@ -16,8 +16,8 @@ pub(crate) fn allocate(card: &Card, bytes: usize) -> Option<u64> {
 }
 
 /// Gives memory back. Waits for the card.
-pub(crate) fn free(card: &Card, address: u64) {
-    if card.enter().is_ok() {
+pub(crate) fn free(context: &CudaContext, address: u64) {
+    if context.enter().is_ok() {
         // SAFETY: an address from `allocate` that nobody holds any more.
         let _ = unsafe { sys::cuMemFree_v2(address) };
     }
@@ -39,7 +39,7 @@ pub(super) fn mapped_word() -> Result<(usize, u64)> {
 struct Slot {
     host: usize,
     bytes: usize,
-    used: Option<Moment>,
+    used: Option<CudaEvent>,
 }
 
 /// Pinned pieces, reused when their last copy is done.
@@ -59,7 +59,8 @@ impl Staging {
     fn take(&self, bytes: usize) -> Result<Slot> {
         let size = if bytes <= SMALL { SMALL } else { LARGE };
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let idle = slots.iter().position(|s| s.bytes == size && s.used.as_ref().is_none_or(Moment::passed));
+        let idle =
+            slots.iter().position(|s| s.bytes == size && s.used.as_ref().is_none_or(CudaEvent::passed));
         if let Some(at) = idle {
             return Ok(slots.swap_remove(at));
         }
@@ -68,7 +69,7 @@ impl Staging {
             Some(at) if slots.iter().filter(|s| s.bytes == size).count() >= MOST => {
                 let slot = slots.remove(at);
                 drop(slots);
-                slot.used.as_ref().map_or(Ok(()), Moment::wait)?;
+                slot.used.as_ref().map_or(Ok(()), CudaEvent::wait)?;
                 Ok(slot)
             }
             _ => {
@@ -85,13 +86,13 @@ impl Staging {
     }
 }
 
-impl Card {
+impl CudaContext {
     /// Queues a copy of `from` to device memory. `from` may change as soon as this returns.
     ///
     /// # Safety
     /// `to` is valid for writes of that length by work on `queue`.
-    pub(crate) unsafe fn upload(&self, queue: &Queue, from: &[u8], to: u64) -> Result<()> {
-        queue.outside_capture("copy to the card")?;
+    pub(crate) unsafe fn upload(&self, cuda: &CudaStream, from: &[u8], to: u64) -> Result<()> {
+        cuda.outside_capture("copy to the card")?;
         for (i, part) in from.chunks(LARGE).enumerate() {
             let mut slot = self.staging.take(part.len())?;
             // SAFETY: the slot is idle and large enough; the caller vouches for the device side.
@@ -100,10 +101,10 @@ impl Card {
                 let to = to + (i * LARGE) as u64;
                 check(
                     "copy to the card",
-                    sys::cuMemcpyHtoDAsync_v2(to, slot.host as _, part.len(), queue.raw()),
+                    sys::cuMemcpyHtoDAsync_v2(to, slot.host as _, part.len(), cuda.raw()),
                 )?;
             }
-            slot.used = Some(Moment::record(queue)?);
+            slot.used = Some(CudaEvent::record(cuda)?);
             self.staging.give(slot);
         }
         Ok(())
@@ -113,11 +114,11 @@ impl Card {
     ///
     /// # Safety
     /// `from` is valid for reads of that length by work on `queue`.
-    pub(crate) unsafe fn download(&self, queue: &Queue, from: u64, to: &mut [u8]) -> Result<()> {
-        queue.outside_capture("copy from the card")?;
+    pub(crate) unsafe fn download(&self, cuda: &CudaStream, from: u64, to: &mut [u8]) -> Result<()> {
+        cuda.outside_capture("copy from the card")?;
         let mut under_way: VecDeque<(Slot, &mut [u8])> = VecDeque::new();
         let finish = |(slot, part): (Slot, &mut [u8])| -> Result<()> {
-            slot.used.as_ref().map_or(Ok(()), Moment::wait)?;
+            slot.used.as_ref().map_or(Ok(()), CudaEvent::wait)?;
             // SAFETY: the copy into the slot is done; the slot is at least as long as the part.
             unsafe { std::ptr::copy_nonoverlapping(slot.host as *const u8, part.as_mut_ptr(), part.len()) };
             self.staging.give(slot);
@@ -130,9 +131,9 @@ impl Card {
             let mut slot = self.staging.take(part.len())?;
             let from = from + (i * LARGE) as u64;
             // SAFETY: the slot is idle and large enough; the caller vouches for the device side.
-            let status = unsafe { sys::cuMemcpyDtoHAsync_v2(slot.host as _, from, part.len(), queue.raw()) };
+            let status = unsafe { sys::cuMemcpyDtoHAsync_v2(slot.host as _, from, part.len(), cuda.raw()) };
             check("copy from the card", status)?;
-            slot.used = Some(Moment::record(queue)?);
+            slot.used = Some(CudaEvent::record(cuda)?);
             under_way.push_back((slot, part));
         }
         under_way.into_iter().try_for_each(finish)?;
@@ -143,23 +144,23 @@ impl Card {
     ///
     /// # Safety
     /// `from` and `to` are valid for reads and writes of that length by work on `queue`, and do not overlap.
-    pub(crate) unsafe fn copy(&self, queue: &Queue, from: u64, to: u64, bytes: usize) -> Result<()> {
+    pub(crate) unsafe fn copy(&self, cuda: &CudaStream, from: u64, to: u64, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        check("copy on the card", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, queue.raw()) })
+        check("copy on the card", unsafe { sys::cuMemcpyDtoDAsync_v2(to, from, bytes, cuda.raw()) })
     }
 
     /// Queues zeros.
     ///
     /// # Safety
     /// `at` is valid for writes of that length by work on `queue`.
-    pub(crate) unsafe fn zero(&self, queue: &Queue, at: u64, bytes: usize) -> Result<()> {
+    pub(crate) unsafe fn zero(&self, cuda: &CudaStream, at: u64, bytes: usize) -> Result<()> {
         if bytes == 0 {
             return Ok(());
         }
         // SAFETY: the caller's promise.
-        check("zero", unsafe { sys::cuMemsetD8Async(at, 0, bytes, queue.raw()) })
+        check("zero", unsafe { sys::cuMemsetD8Async(at, 0, bytes, cuda.raw()) })
     }
 }

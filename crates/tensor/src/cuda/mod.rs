@@ -1,15 +1,15 @@
 //! The CUDA device: the driver opened at run time, its context, and what the rest of the crate asks of it.
 //!
-//! Nothing here is linked: the binary starts on machines without a driver, and [`Card::open`] says what was
+//! Nothing here is linked: the binary starts on machines without a driver, and [`CudaContext::open`] says what was
 //! looked for. `unsafe` is the driver's C interface; every call happens with the card's context current.
 
 mod graph;
 mod memory;
-mod queue;
+mod stream;
 
-pub(crate) use graph::Recorded;
+pub(crate) use graph::GraphExec;
 pub(crate) use memory::{allocate, free};
-pub(crate) use queue::{Moment, Queue};
+pub(crate) use stream::{CudaEvent, CudaStream};
 
 use crate::{Error, Result};
 use cudarc::driver::sys::{self, CUresult};
@@ -21,7 +21,7 @@ pub const DRIVER: &str = "libcuda.so, libcuda.so.1";
 
 /// What a card is.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CardInfo {
+pub struct GpuInfo {
     /// Number of the card, as in `cuda:N`.
     pub ordinal: usize,
     /// Its name.
@@ -37,8 +37,8 @@ pub struct CardInfo {
 }
 
 /// A card with its context.
-pub(crate) struct Card {
-    pub(crate) info: CardInfo,
+pub(crate) struct CudaContext {
+    pub(crate) info: GpuInfo,
     context: sys::CUcontext,
     staging: Staging,
     /// A word that kernels write when they meet what only they can see: (host address, device address).
@@ -46,9 +46,9 @@ pub(crate) struct Card {
 }
 
 // SAFETY: the driver's handles may be used from any thread, with the context made current there.
-unsafe impl Send for Card {}
+unsafe impl Send for CudaContext {}
 // SAFETY: as above; the staging area has its own lock.
-unsafe impl Sync for Card {}
+unsafe impl Sync for CudaContext {}
 
 /// Turns a driver status into an error that names the call.
 pub(crate) fn check(op: &'static str, status: CUresult) -> Result<()> {
@@ -84,7 +84,7 @@ fn start() -> Result<u32> {
 }
 
 /// The cards of this machine. An error says why there are none.
-pub fn cards() -> Result<Vec<CardInfo>> {
+pub fn gpus() -> Result<Vec<GpuInfo>> {
     let driver = start()?;
     let mut count = 0;
     // SAFETY: a place for a number.
@@ -92,7 +92,7 @@ pub fn cards() -> Result<Vec<CardInfo>> {
     (0..count.max(0) as usize).map(|ordinal| describe(ordinal, driver)).collect()
 }
 
-fn describe(ordinal: usize, driver: u32) -> Result<CardInfo> {
+fn describe(ordinal: usize, driver: u32) -> Result<GpuInfo> {
     use sys::CUdevice_attribute as A;
     let (mut device, mut name, mut memory) = (0, [0; 256], 0);
     // SAFETY: places for what is asked, the name's with its length.
@@ -114,13 +114,13 @@ fn describe(ordinal: usize, driver: u32) -> Result<CardInfo> {
     let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
     // SAFETY: the driver ended the name with a zero within the array.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
-    Ok(CardInfo { ordinal, name, capability, multiprocessors, memory, driver })
+    Ok(GpuInfo { ordinal, name, capability, multiprocessors, memory, driver })
 }
 
-impl Card {
-    /// Card `ordinal` with its context.
-    pub(crate) fn open(ordinal: usize) -> Result<Card> {
-        let all = cards()?;
+impl CudaContext {
+    /// CudaContext `ordinal` with its context.
+    pub(crate) fn open(ordinal: usize) -> Result<CudaContext> {
+        let all = gpus()?;
         let Some(info) = all.get(ordinal).cloned() else {
             return Err(Error::NoCuda(match all.len() {
                 0 => "the NVIDIA driver is there, but it sees no card".into(),
@@ -140,7 +140,7 @@ impl Card {
             check("context", sys::cuDevicePrimaryCtxRetain(&mut context, device))?;
             check("context", sys::cuCtxSetCurrent(context))?;
         }
-        Ok(Card { info, context, staging: Staging::default(), fault: memory::mapped_word()? })
+        Ok(CudaContext { info, context, staging: Staging::default(), fault: memory::mapped_word()? })
     }
 
     /// Makes the context current on this thread. Every use of the driver starts with it.

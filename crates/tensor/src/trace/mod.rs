@@ -1,13 +1,13 @@
 //! What ran when, on every stream of a device.
 //!
-//! A device made with [`crate::Watch::trace`] notes every launch between [`crate::Device::start_trace`] and
+//! A device made with [`crate::Instrumentation::trace`] notes every launch between [`crate::Device::start_trace`] and
 //! [`crate::Device::take_trace`], and the spans laid around launches with [`Stream::span`].
 
 mod overlap;
 mod record;
 mod report;
 
-pub use overlap::{Cover, Overlap};
+pub use overlap::{Coverage, Overlap};
 pub use record::Span;
 pub(crate) use record::Tracer;
 pub use report::KernelTime;
@@ -25,11 +25,11 @@ pub const STAGING: &str = "staging";
 
 /// What an entry of a trace is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub enum Kind {
+pub enum ActivityKind {
     /// One launch: a kernel or a copy.
     Kernel,
     /// A collective or message: from the stream reaching it to the stream being past it, time spent waiting for
-    /// other ranks included. Its copies and sums are [`Kind::Kernel`]s inside it.
+    /// other ranks included. Its copies and sums are [`ActivityKind::Kernel`]s inside it.
     Collective,
     /// Any other stretch of work that was given a name.
     Region,
@@ -43,9 +43,9 @@ pub struct Activity {
     /// More about it: group and label of a collective.
     pub detail: String,
     /// What it is.
-    pub kind: Kind,
+    pub kind: ActivityKind,
     /// A kernel launched as part of a collective.
-    pub inside: bool,
+    pub in_collective: bool,
     /// The rank whose stream it is.
     pub rank: usize,
     /// Number of the stream on its device.
@@ -61,8 +61,8 @@ pub struct Activity {
 /// Everything noted between a start and a take, in the order it was given to streams.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trace {
-    /// When it began: nanoseconds since 1970 by the host's clock.
-    pub began: u64,
+    /// When it start_unix_ns: nanoseconds since 1970 by the host's clock.
+    pub start_unix_ns: u64,
     /// What ran.
     pub activities: Vec<Activity>,
 }
@@ -71,14 +71,14 @@ impl Trace {
     /// Traces of several devices or processes as one, on the clock of their hosts.
     pub fn merge(traces: impl IntoIterator<Item = Trace>) -> Trace {
         let mut traces: Vec<Trace> = traces.into_iter().filter(|t| !t.activities.is_empty()).collect();
-        let began = traces.iter().map(|t| t.began).min().unwrap_or(0);
+        let start_unix_ns = traces.iter().map(|t| t.start_unix_ns).min().unwrap_or(0);
         for t in &mut traces {
-            let later = t.began - began;
+            let later = t.start_unix_ns - start_unix_ns;
             for a in &mut t.activities {
                 (a.start, a.end) = (a.start.saturating_add(later), a.end.saturating_add(later));
             }
         }
-        Trace { began, activities: traces.into_iter().flat_map(|t| t.activities).collect() }
+        Trace { start_unix_ns, activities: traces.into_iter().flat_map(|t| t.activities).collect() }
     }
 
     /// Is there nothing in it?

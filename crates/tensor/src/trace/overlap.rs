@@ -1,28 +1,28 @@
 //! How much of one kind of work lies under another.
 
-use super::{Activity, COMMUNICATION, Kind, STAGING, Trace};
+use super::{Activity, ActivityKind, COMMUNICATION, STAGING, Trace};
 use std::collections::{BTreeMap, BTreeSet};
 
 /// Seconds of something, each rank's own counted, and what of them lies under something else.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub struct Cover {
+pub struct Coverage {
     /// Seconds in all.
     pub total: f64,
     /// Under work of the same rank.
-    pub own: f64,
+    pub same_rank: f64,
     /// Under work of any rank.
-    pub any: f64,
+    pub any_rank: f64,
 }
 
-impl Cover {
+impl Coverage {
     /// The share under work of the same rank; 1 where there is nothing to cover.
-    pub fn own_share(&self) -> f64 {
-        if self.total > 0.0 { self.own / self.total } else { 1.0 }
+    pub fn same_rank_fraction(&self) -> f64 {
+        if self.total > 0.0 { self.same_rank / self.total } else { 1.0 }
     }
 
     /// The share under work of any rank; 1 where there is nothing to cover.
-    pub fn any_share(&self) -> f64 {
-        if self.total > 0.0 { self.any / self.total } else { 1.0 }
+    pub fn any_rank_fraction(&self) -> f64 {
+        if self.total > 0.0 { self.any_rank / self.total } else { 1.0 }
     }
 }
 
@@ -30,30 +30,30 @@ impl Cover {
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Overlap {
     /// Collectives as a whole, waiting for other ranks included, and anything else on communication streams.
-    pub spans: Cover,
+    pub collectives: Coverage,
     /// Only while bytes move or are summed: the kernels inside collectives or on communication streams.
-    pub busy: Cover,
+    pub transfers: Coverage,
 }
 
 impl Activity {
     /// A kernel that is no part of communication.
     pub fn is_compute(&self) -> bool {
         let aside = self.stream_name == COMMUNICATION || self.stream_name == STAGING;
-        self.kind == Kind::Kernel && !self.inside && !aside
+        self.kind == ActivityKind::Kernel && !self.in_collective && !aside
     }
 
     /// A collective, or a kernel on a communication stream.
     pub fn is_communication(&self) -> bool {
         match self.kind {
-            Kind::Collective => true,
-            Kind::Kernel => self.stream_name == COMMUNICATION,
-            Kind::Region => false,
+            ActivityKind::Collective => true,
+            ActivityKind::Kernel => self.stream_name == COMMUNICATION,
+            ActivityKind::Region => false,
         }
     }
 
     /// A kernel that moves or sums data of ranks.
     pub fn is_transfer(&self) -> bool {
-        self.kind == Kind::Kernel && (self.inside || self.stream_name == COMMUNICATION)
+        self.kind == ActivityKind::Kernel && (self.in_collective || self.stream_name == COMMUNICATION)
     }
 }
 
@@ -61,14 +61,14 @@ impl Trace {
     /// Communication under computation.
     pub fn overlap(&self) -> Overlap {
         Overlap {
-            spans: self.cover(Activity::is_communication, Activity::is_compute),
-            busy: self.cover(Activity::is_transfer, Activity::is_compute),
+            collectives: self.coverage(Activity::is_communication, Activity::is_compute),
+            transfers: self.coverage(Activity::is_transfer, Activity::is_compute),
         }
     }
 
     /// The time during which a rank has something of `what`, and how much of it has something of `under`. Moments
     /// with several of them at once count once for each rank.
-    pub fn cover(&self, what: impl Fn(&Activity) -> bool, under: impl Fn(&Activity) -> bool) -> Cover {
+    pub fn coverage(&self, what: impl Fn(&Activity) -> bool, under: impl Fn(&Activity) -> bool) -> Coverage {
         let collect = |which: &dyn Fn(&Activity) -> bool| {
             let mut by_rank: BTreeMap<usize, Vec<(u64, u64)>> = BTreeMap::new();
             for a in self.activities.iter().filter(|a| which(a)) {
@@ -86,8 +86,8 @@ impl Trace {
             ns[1] += common(&mine, &own);
             ns[2] += common(&mine, &everyone);
         }
-        let [total, own, any] = ns.map(|n| n as f64 / 1e9);
-        Cover { total, own, any }
+        let [total, same_rank, any_rank] = ns.map(|n| n as f64 / 1e9);
+        Coverage { total, same_rank, any_rank }
     }
 
     /// The ranks that did something.

@@ -1,8 +1,8 @@
 //! Noting launches and spans while they are given to streams.
 
-use super::{Activity, Kind, Trace};
-use crate::clock::At;
-use crate::cuda::{Card, Queue};
+use super::{Activity, ActivityKind, Trace};
+use crate::cuda::{CudaContext, CudaStream};
+use crate::timestamp::Timestamp;
 use crate::{Result, Stream};
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -18,19 +18,19 @@ pub(crate) struct Tracer {
 #[derive(Default)]
 struct Notes {
     /// The point times are counted from, and the host's clock then.
-    origin: Option<(At, u64)>,
+    origin: Option<(Timestamp, u64)>,
     records: Vec<Record>,
 }
 
 struct Record {
     name: &'static str,
     detail: String,
-    kind: Kind,
-    inside: bool,
+    kind: ActivityKind,
+    in_collective: bool,
     /// Rank, number and name.
     stream: (usize, u32, &'static str),
-    start: At,
-    end: At,
+    start: Timestamp,
+    end: Timestamp,
 }
 
 impl Tracer {
@@ -39,13 +39,13 @@ impl Tracer {
     }
 
     /// Notes from now on; goes on with a trace that was paused.
-    pub(crate) fn start(&self, card: Option<&Arc<Card>>) -> Result<()> {
+    pub(crate) fn start(&self, context: Option<&Arc<CudaContext>>) -> Result<()> {
         let mut notes = self.notes();
         if notes.origin.is_none() {
-            let queue = card.map(Queue::new).transpose()?;
-            let at = At::now(queue.as_ref())?;
+            let cuda = context.map(CudaStream::new).transpose()?;
+            let at = Timestamp::now(cuda.as_ref())?;
             // The host's clock is read when the card is there, not when it was asked.
-            queue.map_or(Ok(()), |q| q.synchronize())?;
+            cuda.map_or(Ok(()), |q| q.synchronize())?;
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             notes.origin = Some((at, u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)));
         }
@@ -58,23 +58,31 @@ impl Tracer {
     }
 
     /// Notes a launch.
-    pub(crate) fn launch(&self, op: &'static str, stream: &Stream, start: At, end: At) {
-        self.note(stream, Kind::Kernel, (op, String::new()), start, end);
+    pub(crate) fn launch(&self, op: &'static str, stream: &Stream, start: Timestamp, end: Timestamp) {
+        self.note(stream, ActivityKind::Kernel, (op, String::new()), start, end);
     }
 
-    fn note(&self, s: &Stream, kind: Kind, (name, detail): (&'static str, String), start: At, end: At) {
-        let inside = kind == Kind::Kernel && s.in_collective();
+    fn note(
+        &self,
+        s: &Stream,
+        kind: ActivityKind,
+        (name, detail): (&'static str, String),
+        start: Timestamp,
+        end: Timestamp,
+    ) {
+        let in_collective = kind == ActivityKind::Kernel && s.in_collective();
         let stream = (s.rank(), s.id(), s.name());
-        self.notes().records.push(Record { name, detail, kind, inside, stream, start, end });
+        self.notes().records.push(Record { name, detail, kind, in_collective, stream, start, end });
     }
 
     /// Ends the trace and gives it out. Waits for what is under way.
     pub(crate) fn take(&self) -> Result<Trace> {
         self.pause();
         let Notes { origin, records } = std::mem::take(&mut *self.notes());
-        let Some((origin, began)) = origin else { return Ok(Trace::default()) };
-        let since =
-            |at: &At| -> Result<u64> { Ok(u64::try_from(at.since(&origin)?.as_nanos()).unwrap_or(u64::MAX)) };
+        let Some((origin, start_unix_ns)) = origin else { return Ok(Trace::default()) };
+        let since = |at: &Timestamp| -> Result<u64> {
+            Ok(u64::try_from(at.since(&origin)?.as_nanos()).unwrap_or(u64::MAX))
+        };
         let activity = |r: Record| -> Result<Activity> {
             let (rank, stream, stream_name) = r.stream;
             let start = since(&r.start)?;
@@ -82,7 +90,7 @@ impl Tracer {
                 name: r.name.into(),
                 detail: r.detail,
                 kind: r.kind,
-                inside: r.inside,
+                in_collective: r.in_collective,
                 rank,
                 stream,
                 stream_name: stream_name.into(),
@@ -90,7 +98,7 @@ impl Tracer {
                 end: since(&r.end)?.max(start),
             })
         };
-        Ok(Trace { began, activities: records.into_iter().map(activity).collect::<Result<_>>()? })
+        Ok(Trace { start_unix_ns, activities: records.into_iter().map(activity).collect::<Result<_>>()? })
     }
 
     fn notes(&self) -> MutexGuard<'_, Notes> {
@@ -106,34 +114,34 @@ pub struct Span {
 
 struct Open {
     stream: Stream,
-    kind: Kind,
+    kind: ActivityKind,
     name: &'static str,
     detail: String,
-    start: At,
+    start: Timestamp,
 }
 
 impl Span {
     /// Begins on a stream whose device is tracing.
-    pub(crate) fn open(s: &Stream, kind: Kind, name: &'static str, detail: String) -> Result<Span> {
-        let start = At::now(s.queue())?;
-        if kind == Kind::Collective {
+    pub(crate) fn open(s: &Stream, kind: ActivityKind, name: &'static str, detail: String) -> Result<Span> {
+        let start = Timestamp::now(s.cuda())?;
+        if kind == ActivityKind::Collective {
             s.enter_collective();
         }
         Ok(Span { open: Some(Box::new(Open { stream: s.clone(), kind, name, detail, start })) })
     }
 
-    pub(crate) const NONE: Span = Span { open: None };
+    pub(crate) const DISABLED: Span = Span { open: None };
 }
 
 impl Drop for Span {
     fn drop(&mut self) {
         let Some(open) = self.open.take() else { return };
         let Open { stream, kind, name, detail, start } = *open;
-        if kind == Kind::Collective {
+        if kind == ActivityKind::Collective {
             stream.leave_collective();
         }
         // A card that can record no event any more is reported by the next launch.
-        if let (Some(tracer), Ok(end)) = (stream.device().inner.tracer(), At::now(stream.queue())) {
+        if let (Some(tracer), Ok(end)) = (stream.device().inner.tracer(), Timestamp::now(stream.cuda())) {
             tracer.note(&stream, kind, (name, detail), start, end);
         }
     }

@@ -1,6 +1,6 @@
 //! A trace for people: a timeline in the browser, and tables.
 
-use super::{Activity, Kind, Trace};
+use super::{Activity, ActivityKind, Trace};
 use std::collections::BTreeMap;
 use std::fmt;
 
@@ -23,7 +23,7 @@ impl Trace {
 
     /// Time by collective, group and label, most first.
     pub fn by_collective(&self) -> Vec<KernelTime> {
-        self.by(|a| (a.kind == Kind::Collective).then(|| format!("{} {}", a.name, a.detail)))
+        self.by(|a| (a.kind == ActivityKind::Collective).then(|| format!("{} {}", a.name, a.detail)))
     }
 
     fn by(&self, name: impl Fn(&Activity) -> Option<String>) -> Vec<KernelTime> {
@@ -58,7 +58,9 @@ impl Trace {
         }
         let mut order: Vec<&Activity> = self.activities.iter().collect();
         // What contains others comes before them.
-        order.sort_by_key(|a| (a.rank, a.stream, a.start, std::cmp::Reverse(a.end), a.kind == Kind::Kernel));
+        order.sort_by_key(|a| {
+            (a.rank, a.stream, a.start, std::cmp::Reverse(a.end), a.kind == ActivityKind::Kernel)
+        });
         events.extend(order.into_iter().map(event));
         format!("{{\"displayTimeUnit\":\"ms\",\"traceEvents\":[\n{}\n]}}\n", events.join(",\n"))
     }
@@ -90,10 +92,10 @@ fn about(what: &str, rank: usize, stream: u32, name: &str) -> String {
 
 fn event(a: &Activity) -> String {
     let category = match a.kind {
-        Kind::Kernel if a.inside => "transfer",
-        Kind::Kernel => "kernel",
-        Kind::Collective => "collective",
-        Kind::Region => "region",
+        ActivityKind::Kernel if a.in_collective => "transfer",
+        ActivityKind::Kernel => "kernel",
+        ActivityKind::Collective => "collective",
+        ActivityKind::Region => "region",
     };
     let name = match a.detail.as_str() {
         "" => a.name.clone(),

@@ -1,10 +1,10 @@
-//! Eight-bit products, and what makes bytes of their factors.
+//! LinearQuant-bit products, and what makes bytes of their factors.
 
-use super::{Case, Sizes, case, empty, random};
+use super::{KernelCase, Sizes, case, empty, random};
 use crate::Result;
-use crate::bench::Work;
+use crate::bench::KernelWork;
 use ferrotron_engine::Rank;
-use ferrotron_kernels::{Act, Bytes, Gemm8, Quantise, Range, Scaling};
+use ferrotron_kernels::{Act, Fp8Gemm, Fp8Tensor, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Category, DType};
 
 /// Bytes of random numbers `[r, c]`.
@@ -12,24 +12,24 @@ pub(in crate::bench) fn bytes(
     rank: &Rank,
     shape: [usize; 2],
     format: DType,
-    scaling: Scaling,
-) -> Result<Bytes> {
+    scaling: ScalingMode,
+) -> Result<Fp8Tensor> {
     let s = &rank.compute;
-    let out = Bytes::empty(s, shape, format, scaling, Category::Workspace)?;
+    let out = Fp8Tensor::empty(s, shape, format, scaling, Category::Workspace)?;
     let (x, amax) = (random(rank, &shape, DType::BF16)?, empty(rank, &[1], DType::F32)?);
     rank.kernels.amax(s, &x, &amax)?;
     let range = match scaling {
-        Scaling::Tensor => Range::Amax { amax: &amax, pow2: false },
-        _ => Range::Blocks { pow2: true },
+        ScalingMode::PerTensor => ScaleSource::Amax { amax: &amax, pow2: false },
+        _ => ScaleSource::Blocks { pow2: true },
     };
-    let q = Quantise { x: &x, range, rows: Some(&out), cols: None, sums: None };
-    rank.kernels.quantise(s, &q)?;
+    let q = Quantize { x: &x, range, rows: Some(&out), cols: None, sums: None };
+    rank.kernels.quantize(s, &q)?;
     Ok(out)
 }
 
 /// Which scale a cast uses.
 #[derive(Clone, Copy, PartialEq)]
-enum Way {
+enum CastScale {
     Amax,
     Given,
     Rows,
@@ -38,21 +38,22 @@ enum Way {
 
 /// The casts of the widest activation, and the products of every linear map of a layer: with one scale for a tensor
 /// (the output with fast sums, gradients of the output in E5M2) and with blocks.
-pub(super) fn cases(z: &Sizes) -> Vec<Case> {
+pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     if z.dtype != DType::BF16 {
         return Vec::new();
     }
     let (m, t) = (&z.model, z.tokens);
     let up = if m.gated { 2 * m.ffn } else { m.ffn };
     let mut out = casts([t, m.ffn]);
-    out.extend(measured([t, m.ffn], m.gated));
-    let attention = m.attention_maps().into_iter().map(|map| (map.place, map.input, map.output));
+    out.extend(activations_with_amax([t, m.ffn], m.gated));
+    let attention =
+        m.attention_linears().into_iter().map(|linear| (linear.label, linear.input, linear.output));
     for (place, i, o) in attention.chain([("mlp_up", m.hidden, up), ("mlp_down", m.ffn, m.hidden)]) {
-        let flops = Work::Flops(2.0 * t as f64 * i as f64 * o as f64);
+        let flops = KernelWork::Flops(2.0 * t as f64 * i as f64 * o as f64);
         for blocks in [false, true] {
             let (lines, tiles, back) = match blocks {
-                true => (Scaling::Rows, Scaling::Tiles, DType::E4M3),
-                false => (Scaling::Tensor, Scaling::Tensor, DType::E5M2),
+                true => (ScalingMode::Block1x128, ScalingMode::Block128x128, DType::E4M3),
+                false => (ScalingMode::PerTensor, ScalingMode::PerTensor, DType::E5M2),
             };
             // Factors, contracted along their second axis, and the type of the result.
             let kinds = [
@@ -69,8 +70,8 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
                     Ok(Box::new(move |rank| {
                         let fast = kind == "forward" && !blocks;
                         let (bias, accumulate, name) = (None, false, "gemm (fp8)");
-                        let g = Gemm8 { a: &a, b: &b, bias, accumulate, fast, name, c: &c };
-                        Ok(rank.kernels.gemm8(&rank.compute, &g)?)
+                        let g = Fp8Gemm { a: &a, b: &b, bias, accumulate, fast, name, c: &c };
+                        Ok(rank.kernels.fp8_gemm(&rank.compute, &g)?)
                     }))
                 }));
             }
@@ -79,58 +80,59 @@ pub(super) fn cases(z: &Sizes) -> Vec<Case> {
     out
 }
 
-fn casts([r, c]: [usize; 2]) -> Vec<Case> {
+fn casts([r, c]: [usize; 2]) -> Vec<KernelCase> {
     let shape = format!("{r}x{c}");
     let n = (r * c) as f64;
-    let mut out = vec![case("fp8.amax", shape.clone(), Work::Bytes(2.0 * n), move |rank| {
+    let mut out = vec![case("fp8.amax", shape.clone(), KernelWork::Bytes(2.0 * n), move |rank| {
         let (x, amax) = (random(rank, &[r, c], DType::BF16)?, empty(rank, &[1], DType::F32)?);
         Ok(Box::new(move |rank| Ok(rank.kernels.amax(&rank.compute, &x, &amax)?)))
     })];
-    for (name, way, columns, sums) in [
-        ("rows", Way::Amax, false, false),
-        ("rows_cols", Way::Amax, true, false),
-        ("given", Way::Given, true, false),
-        ("given_sums", Way::Given, true, true),
-        ("blocks", Way::Rows, true, false),
-        ("tiles", Way::Tiles, true, false),
+    for (name, scale_from, columns, sums) in [
+        ("rows", CastScale::Amax, false, false),
+        ("rows_cols", CastScale::Amax, true, false),
+        ("given", CastScale::Given, true, false),
+        ("given_sums", CastScale::Given, true, true),
+        ("blocks", CastScale::Rows, true, false),
+        ("tiles", CastScale::Tiles, true, false),
     ] {
-        let work = Work::Bytes(if columns { 4.0 * n } else { 3.0 * n });
-        out.push(case(format!("fp8.quantise.{name}"), shape.clone(), work, move |rank| {
+        let work = KernelWork::Bytes(if columns { 4.0 * n } else { 3.0 * n });
+        out.push(case(format!("fp8.quantize.{name}"), shape.clone(), work, move |rank| {
             let s = &rank.compute;
-            let scaling = match way {
-                Way::Amax | Way::Given => Scaling::Tensor,
-                Way::Rows => Scaling::Rows,
-                Way::Tiles => Scaling::Tiles,
+            let scaling = match scale_from {
+                CastScale::Amax | CastScale::Given => ScalingMode::PerTensor,
+                CastScale::Rows => ScalingMode::Block1x128,
+                CastScale::Tiles => ScalingMode::Block128x128,
             };
-            let make = |shape| Bytes::empty(s, shape, DType::E4M3, scaling, Category::Workspace);
+            let make = |shape| Fp8Tensor::empty(s, shape, DType::E4M3, scaling, Category::Workspace);
             let (rows, cols) = (make([r, c])?, make([c, r])?);
             let x = random(rank, &[r, c], DType::BF16)?;
             let (scale, amax) = (random(rank, &[1], DType::F32)?, empty(rank, &[1], DType::F32)?);
             rank.kernels.amax(s, &x, &amax)?;
             let total = empty(rank, &[c], DType::F32)?;
             Ok(Box::new(move |rank| {
-                let range = match way {
-                    Way::Amax => Range::Amax { amax: &amax, pow2: false },
-                    Way::Given => Range::Given { scale: &scale, amax: &amax },
-                    Way::Rows | Way::Tiles => Range::Blocks { pow2: true },
+                let range = match scale_from {
+                    CastScale::Amax => ScaleSource::Amax { amax: &amax, pow2: false },
+                    CastScale::Given => ScaleSource::Given { scale: &scale, amax: &amax },
+                    CastScale::Rows | CastScale::Tiles => ScaleSource::Blocks { pow2: true },
                 };
                 let (cols, sums) = (columns.then_some(&cols), sums.then_some((&total, false)));
-                let q = Quantise { x: &x, range, rows: Some(&rows), cols, sums };
-                Ok(rank.kernels.quantise(&rank.compute, &q)?)
+                let q = Quantize { x: &x, range, rows: Some(&rows), cols, sums };
+                Ok(rank.kernels.quantize(&rank.compute, &q)?)
             }))
         }));
     }
     out
 }
 
-/// Activations that are measured on the way; `activation.*` is without.
-fn measured([r, f]: [usize; 2], gated: bool) -> Vec<Case> {
-    let wide = if gated { 2 * f } else { f };
+/// Activations that are measured on the scale_from; `activation.*` is without.
+fn activations_with_amax([r, f]: [usize; 2], gated: bool) -> Vec<KernelCase> {
+    let up_width = if gated { 2 * f } else { f };
     let act = if gated { Act::Silu } else { Act::GeluTanh };
     let one = |name: &str, numbers: usize, back: bool| {
-        let work = Work::Bytes(2.0 * (r * numbers) as f64);
-        case(format!("fp8.activation.{name}"), format!("{r}x{wide}"), work, move |rank| {
-            let (x, dx) = (random(rank, &[r, wide], DType::BF16)?, empty(rank, &[r, wide], DType::BF16)?);
+        let work = KernelWork::Bytes(2.0 * (r * numbers) as f64);
+        case(format!("fp8.activation.{name}"), format!("{r}x{up_width}"), work, move |rank| {
+            let (x, dx) =
+                (random(rank, &[r, up_width], DType::BF16)?, empty(rank, &[r, up_width], DType::BF16)?);
             let (y, amax) = (random(rank, &[r, f], DType::BF16)?, empty(rank, &[1], DType::F32)?);
             Ok(Box::new(move |rank| {
                 let (k, s) = (&rank.kernels, &rank.compute);
@@ -142,5 +144,5 @@ fn measured([r, f]: [usize; 2], gated: bool) -> Vec<Case> {
             }))
         })
     };
-    vec![one("forward", wide + f, false), one("backward", 2 * wide + f, true)]
+    vec![one("forward", up_width + f, false), one("backward", 2 * up_width + f, true)]
 }

@@ -1,18 +1,18 @@
 //! The kernels of a training step, at the shapes one micro-batch of a recipe gives them.
 
 mod attention;
-mod experts;
 mod fp8;
+mod gemm;
+mod grouped_gemm;
+mod memory_bound;
 mod optimizer;
-mod products;
-mod rows;
 
-use super::kernels::Work;
+use super::kernels::KernelWork;
 use crate::Result;
 use crate::config::{OptimizerKind, Resolved};
 use crate::model::ModelConfig;
 use ferrotron_engine::Rank;
-use ferrotron_kernels::NormalRuns;
+use ferrotron_kernels::NormalFill;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Category, DType, Tensor};
 pub(super) use fp8::bytes;
@@ -21,20 +21,20 @@ type Run = Box<dyn FnMut(&Rank) -> Result<()>>;
 type Prepare = Box<dyn Fn(&Rank) -> Result<Run>>;
 
 /// A kernel with its sizes; nothing is allocated before `prepare`.
-pub(super) struct Case {
+pub(super) struct KernelCase {
     pub name: String,
     pub shape: String,
-    pub work: Work,
+    pub work: KernelWork,
     pub prepare: Prepare,
 }
 
 fn case(
     name: impl Into<String>,
     shape: impl Into<String>,
-    work: Work,
+    work: KernelWork,
     prepare: impl Fn(&Rank) -> Result<Run> + 'static,
-) -> Case {
-    Case { name: name.into(), shape: shape.into(), work, prepare: Box::new(prepare) }
+) -> KernelCase {
+    KernelCase { name: name.into(), shape: shape.into(), work, prepare: Box::new(prepare) }
 }
 
 /// Sizes of a micro-batch.
@@ -49,12 +49,12 @@ struct Sizes {
 }
 
 /// Every kernel, in the order of a training step.
-pub(super) fn cases(r: &Resolved) -> Vec<Case> {
+pub(super) fn cases(r: &Resolved) -> Vec<KernelCase> {
     cases_of(r, r.plan.seq_len)
 }
 
 /// The same with as many tokens in documents of `seq`.
-pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
+pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<KernelCase> {
     let tokens = r.plan.micro_batch * r.plan.seq_len;
     let batch = tokens / seq.max(1);
     let z = Sizes {
@@ -66,11 +66,11 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
         model: r.model.clone(),
     };
     [
-        products::cases(&z),
-        experts::cases(&z),
+        gemm::cases(&z),
+        grouped_gemm::cases(&z),
         fp8::cases(&z),
         attention::cases(&z),
-        rows::cases(&z),
+        memory_bound::cases(&z),
         optimizer::cases(&z),
     ]
     .into_iter()
@@ -81,16 +81,16 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<Case> {
 /// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on. Large
 /// tensors repeat them.
 pub(super) fn random(rank: &Rank, shape: &[usize], dtype: DType) -> Result<Tensor> {
-    const MOST: usize = 1 << 24;
+    const MAX_DISTINCT: usize = 1 << 24;
     let n: usize = shape.iter().product();
-    let wide = Tensor::empty(&rank.compute, &[1, n.min(MOST)], DType::F32, Category::Workspace)?;
-    let runs = NormalRuns { stream: RandomStream::named(1, "bench"), first: 0, stride: 0, std: 1.0 };
-    rank.kernels.normal(&rank.compute, runs, &wide)?;
-    let wide = wide.select(0, 0)?;
+    let normals = Tensor::empty(&rank.compute, &[1, n.min(MAX_DISTINCT)], DType::F32, Category::Workspace)?;
+    let runs = NormalFill { stream: RandomStream::named(1, "bench"), first: 0, stride: 0, std: 1.0 };
+    rank.kernels.normal(&rank.compute, runs, &normals)?;
+    let normals = normals.select(0, 0)?;
     let all = Tensor::empty(&rank.compute, &[n], dtype, Category::Workspace)?;
-    for start in (0..n).step_by(MOST) {
-        let len = MOST.min(n - start);
-        rank.kernels.copy(&rank.compute, &wide.narrow(0, 0, len)?, &all.narrow(0, start, len)?)?;
+    for start in (0..n).step_by(MAX_DISTINCT) {
+        let len = MAX_DISTINCT.min(n - start);
+        rank.kernels.copy(&rank.compute, &normals.narrow(0, 0, len)?, &all.narrow(0, start, len)?)?;
     }
     Ok(all.view(shape)?)
 }

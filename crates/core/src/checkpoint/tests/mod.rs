@@ -2,7 +2,7 @@
 
 mod crash;
 mod damage;
-mod together;
+mod parallel;
 
 use super::*;
 use crate::error::Error;
@@ -91,7 +91,7 @@ fn what_was_saved_is_loaded() {
     assert_eq!(latest(&dir).unwrap(), Some(path.clone()));
     assert_holds(&path, &first);
     let bytes = files(&path).iter().filter(|(n, _)| n.ends_with("s")).map(|(_, b)| b.len() as u64).sum();
-    assert_eq!(verify(&path).unwrap(), Report { step: 120, files: 2, tensors: 9, bytes });
+    assert_eq!(verify(&path).unwrap(), VerifyReport { step: 120, files: 2, tensors: 9, bytes });
 
     // Steps beyond eight digits are still ordered by number.
     let late = snapshot(123_456_789, 2);
@@ -215,14 +215,14 @@ fn comparison_names_what_differs() {
     two.items[3].shape = vec![0, 8];
     two.items[8].name = "mask2".into();
     let found = compare(&save(a.path(), &three), &save(b.path(), &two)).unwrap();
-    let values = |count, max_abs, at| Kind::Values { count, max_abs, at };
+    let values = |count, max_abs, at| DifferenceKind::Values { count, max_abs, at };
     let want = [
         ("adam.m/embedding", values(21, f64::INFINITY, 0)),
         ("count", values(1, 1.0, 0)),
-        ("mask", Kind::OnlyFirst),
-        ("mask2", Kind::OnlySecond),
+        ("mask", DifferenceKind::OnlyFirst),
+        ("mask2", DifferenceKind::OnlySecond),
         ("model/layers.0.q", values(3, 1.0, 9)),
-        ("model/none", Kind::Form("F16 [0, 9]".into(), "F16 [0, 8]".into())),
+        ("model/none", DifferenceKind::Form("F16 [0, 9]".into(), "F16 [0, 8]".into())),
     ];
     let want: Vec<_> = want.into_iter().map(|(name, kind)| Difference { name: name.into(), kind }).collect();
     assert_eq!(found.tensors, want);

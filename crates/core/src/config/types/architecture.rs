@@ -3,7 +3,7 @@
 use super::{choice, one_of};
 use crate::config::KeyType;
 use crate::model::config::{Activation, NormKind};
-use crate::model::moe::ScoreKind;
+use crate::model::moe_config::ScoreKind;
 
 choice! {
     /// How positions enter the model.
@@ -17,7 +17,7 @@ choice! {
 
 choice! {
     /// The type of a router's logits.
-    RouterType {
+    RouterPrecision {
         /// That of the model.
         Model = "model",
         /// f32.
@@ -29,7 +29,7 @@ choice! {
 
 choice! {
     /// Which tokens stay within an expert's capacity.
-    Keep {
+    DropPolicy {
         /// Those whose choice is most probable.
         Probable = "probable",
         /// The first.
@@ -39,7 +39,7 @@ choice! {
 
 choice! {
     /// How tokens come to experts of other ranks.
-    Dispatch {
+    DispatcherType {
         /// Each rank gets the tokens of its experts.
         AllToAll = "all_to_all",
         /// Each rank gets all tokens.

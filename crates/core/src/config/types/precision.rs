@@ -1,9 +1,7 @@
 //! What numbers are computed and kept in.
 
-use super::{OneOrMany, choice};
-use crate::config::KeyType;
+use super::choice;
 use ferrotron_tensor::DType;
-use serde::{Deserialize, Deserializer, Serialize, de::Error as _};
 
 choice! {
     /// The element type of weights and activations in compute.
@@ -30,15 +28,15 @@ impl Precision {
 
 choice! {
     /// How factors of products are brought into eight bits or fewer.
-    Scaling {
+    QuantRecipe {
         /// Not at all.
         None = "none",
         /// FP8, one scale per tensor, from its own largest magnitude.
-        Current = "current",
+        Fp8Current = "fp8-current",
         /// FP8, one scale per tensor, from those of earlier steps.
-        Delayed = "delayed",
+        Fp8Delayed = "fp8-delayed",
         /// FP8, one scale per 128 values (activations, gradients) and per 128 x 128 (weights).
-        Block = "block",
+        Fp8Block = "fp8-block",
         /// FP8, one power of two per 32 values; emulated.
         Mxfp8 = "mxfp8",
         /// Four bits, one scale per 16 values; emulated.
@@ -47,52 +45,8 @@ choice! {
 }
 
 choice! {
-    /// What may be in eight bits besides the linear maps of layers.
-    Beside {
-        /// The output matrix, as precision.scaling says.
-        Head = "head",
-        /// Forward attention.
-        Attention = "attention",
-    }
-}
-
-/// A list of [`Beside`].
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
-pub struct Also(pub Vec<Beside>);
-
-impl Also {
-    /// Is this one of them?
-    pub fn has(&self, which: Beside) -> bool {
-        self.0.contains(&which)
-    }
-}
-
-impl<'de> Deserialize<'de> for Also {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        let list = OneOrMany::deserialize(d)?.0;
-        list.iter().map(|x| x.parse().map_err(D::Error::custom)).collect::<Result<_, _>>().map(Also)
-    }
-}
-
-impl KeyType for Also {
-    fn expects() -> String {
-        format!("{} or a list of them", Beside::expects())
-    }
-}
-
-choice! {
-    /// What weights of 8-bit products are between steps.
-    Weights {
-        /// Numbers in precision.dtype.
-        Bf16 = "bf16",
-        /// Bytes and their scale, nothing else.
-        Fp8 = "fp8",
-    }
-}
-
-choice! {
     /// Which of the two 8-bit formats is used where.
-    Format {
+    Fp8Format {
         /// Gradients in E5M2, everything else in E4M3.
         Hybrid = "hybrid",
         /// Everything in E4M3.
@@ -102,7 +56,7 @@ choice! {
 
 choice! {
     /// How the f32 weights that the optimizer works on are kept.
-    Master {
+    MasterDtype {
         /// As they are, beside the weights the model computes with: 4 bytes a parameter.
         F32 = "f32",
         /// As the 16 bits that a bf16 weight lacks: 2 bytes a parameter, the same f32 together. The weight is then the
@@ -113,7 +67,7 @@ choice! {
 
 choice! {
     /// How the optimizer's moments are kept; its arithmetic is f32.
-    Moments {
+    StateDtype {
         /// Single precision.
         F32 = "f32",
         /// bf16, rounded to nearest.
@@ -125,22 +79,22 @@ choice! {
     }
 }
 
-impl Moments {
+impl StateDtype {
     /// As tensors know it.
     pub const fn dtype(self) -> DType {
         match self {
-            Moments::F32 => DType::F32,
-            Moments::Bf16 => DType::BF16,
-            Moments::F16 => DType::F16,
-            Moments::Fp8 => DType::U8,
+            StateDtype::F32 => DType::F32,
+            StateDtype::Bf16 => DType::BF16,
+            StateDtype::F16 => DType::F16,
+            StateDtype::Fp8 => DType::U8,
         }
     }
 
     /// Bytes of an element, scales included.
     pub fn bytes(self) -> f64 {
         let scales = match self {
-            Moments::F32 | Moments::Bf16 => 0.0,
-            Moments::F16 | Moments::Fp8 => 1.0 / ferrotron_kernels::moments::BLOCK as f64,
+            StateDtype::F32 | StateDtype::Bf16 => 0.0,
+            StateDtype::F16 | StateDtype::Fp8 => 1.0 / ferrotron_kernels::moments::BLOCK as f64,
         };
         self.dtype().size() as f64 + scales
     }

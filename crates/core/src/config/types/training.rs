@@ -60,7 +60,7 @@ choice! {
 
 choice! {
     /// Whether whole steps are captured once and replayed.
-    Graph {
+    CudaGraphMode {
         /// Where that is possible and pays.
         Auto = "auto",
         /// Always; refused where it is not possible.
@@ -72,7 +72,7 @@ choice! {
 
 choice! {
     /// The order of work in a pipeline.
-    PipelineOrder {
+    PipelineSchedule {
         /// One forward, one backward in turn; interleaved where a rank has several chunks of layers.
         OneForwardOneBackward = "1f1b",
         /// The same, with weight gradients put off to where a rank would wait.
@@ -85,7 +85,7 @@ choice! {
 
 choice! {
     /// A part of a layer that recomputation can drop and run again in the backward pass.
-    Module {
+    RecomputeModule {
         /// The norms.
         Norm = "norm",
         /// The attention core: scores, softmax, weighted sum.
@@ -105,7 +105,7 @@ pub enum Recompute {
     /// Every layer keeps its input only.
     Full,
     /// These parts of every layer.
-    Modules(Vec<Module>),
+    Modules(Vec<RecomputeModule>),
 }
 
 impl Serialize for Recompute {
@@ -137,7 +137,7 @@ impl KeyType for Recompute {
     fn expects() -> String {
         format!(
             "\"none\", \"full\" or a list of \"{}\"",
-            Module::ALL.iter().map(|m| m.name()).collect::<Vec<_>>().join("\", \"")
+            RecomputeModule::ALL.iter().map(|m| m.name()).collect::<Vec<_>>().join("\", \"")
         )
     }
 }

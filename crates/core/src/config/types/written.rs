@@ -73,9 +73,9 @@ impl KeyType for Count {
 
 /// Shares of training, validation and test data; any scale. Written as a list or as `"99,1,0"`.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub struct Split(pub [f64; 3]);
+pub struct DataSplit(pub [f64; 3]);
 
-impl<'de> Deserialize<'de> for Split {
+impl<'de> Deserialize<'de> for DataSplit {
     fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]
@@ -93,11 +93,11 @@ impl<'de> Deserialize<'de> for Split {
         if list.is_empty() || list.len() > 3 || list.iter().any(|x| !x.is_finite()) {
             return Err(D::Error::custom("up to three shares"));
         }
-        Ok(Split(std::array::from_fn(|i| list.get(i).copied().unwrap_or(0.0))))
+        Ok(DataSplit(std::array::from_fn(|i| list.get(i).copied().unwrap_or(0.0))))
     }
 }
 
-impl KeyType for Split {
+impl KeyType for DataSplit {
     fn expects() -> String {
         "shares of training, validation and test data such as [99, 1, 0]".into()
     }

@@ -7,12 +7,12 @@
 //! A piece of work is one key head of one sequence, or every n-th chunk of its keys where there are too few heads to
 //! keep a machine busy; then the chunks' shares of `dq` are kept apart in f32 and added in order at the end.
 
+use super::block_gemm::{self, Engine, Kind, Left, Plain, Right};
 use super::check::{self, Side};
-use super::engine::{self, Engine, Kind, Left, Plain, Right};
-use super::lanes::Sight;
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
-use super::softmax::{self, Scores};
+use super::softmax::{self, ScoreBlock};
+use super::softmax_state::Sight;
 use super::tiles::{accumulate, dot, narrow};
 use super::transpose::transpose;
 use super::{AttentionShape, Heads, HeadsMut, KEYS, QUERIES, Span, padded};
@@ -64,9 +64,9 @@ pub fn backward<T: Float>(
     let mut delta = vec![0.0f32; rows];
     let job = Job { isa, shape, q, k, v, out, dout, lse, sink, dq, dk, dv };
     deltas(threads, &job, spans, &mut delta, dsink);
-    match engine::best::<T>(isa) {
+    match block_gemm::best::<T>(isa) {
         #[cfg(target_arch = "x86_64")]
-        Kind::Matrix => run::<T, super::matrix::Matrix>(threads, &job, spans, &delta),
+        Kind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job, spans, &delta),
         Kind::Plain => run::<T, Plain>(threads, &job, spans, &delta),
     }
     Ok(())
@@ -118,7 +118,7 @@ fn deltas<T: Float>(
             pieces.push(Piece { span, head, delta, dsink: 0.0 });
         }
     }
-    threads.chunks(&mut pieces, 1, &|_, piece| {
+    threads.parallel_chunks(&mut pieces, 1, &|_, piece| {
         for Piece { span, head, delta, dsink } in piece {
             let sink = job.sink.map(|s| s[*head]);
             for (i, delta) in delta.iter_mut().enumerate() {
@@ -227,7 +227,7 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>, spans: &[Span],
         }
     }
     let pool = Pool::new(|| Scratch::<E>::new(shape));
-    threads.chunks(&mut pieces, 1, &|_, pieces| {
+    threads.parallel_chunks(&mut pieces, 1, &|_, pieces| {
         for piece in pieces {
             pool.with(|scratch| differentiate::<T, E>(job, piece, scratch));
         }
@@ -239,7 +239,7 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>, spans: &[Span],
         if share(span) > 0 {
             let (parts, per_head) = (parts(span), span.q_len * d);
             let shares = &shares[from..from + size(span)];
-            threads.ranges(shape.heads * span.q_len, QUERIES, &|rows| {
+            threads.parallel_ranges(shape.heads * span.q_len, QUERIES, &|rows| {
                 let mut sum = vec![0.0f32; d];
                 for row in rows {
                     let (head, i) = (row / span.q_len, row % span.q_len);
@@ -367,7 +367,7 @@ fn queries_of<T: Float, E: Engine>(
         let v = Left { data: &x.v[b * KEYS * dv..][..KEYS * dv], ld: dv };
         let right = Right { data: &x.dout_turned, rows: dv, cols: QUERIES };
         engine.multiply((rows, dv, lanes), v, right, &mut x.dp, QUERIES, false);
-        let scores = Scores {
+        let scores = ScoreBlock {
             scale: shape.scale,
             softcap: shape.softcap,
             masked: cover == Cover::Part || rows != keys.len() || lanes != count,

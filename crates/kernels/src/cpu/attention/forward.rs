@@ -1,12 +1,12 @@
 //! The forward pass: a piece of work is up to 256 queries of one head of one sequence, which meet the keys they
 //! see block by block with an online softmax.
 
+use super::block_gemm::{self, Engine, Kind, Left, Plain, Right};
 use super::check::{self, Side};
-use super::engine::{self, Engine, Kind, Left, Plain, Right};
-use super::lanes::{Past, Sight};
 use super::mask::{Cover, Mask};
 use super::scratch::{Buffer, Pool};
-use super::softmax::{self, Scores};
+use super::softmax::{self, ScoreBlock};
+use super::softmax_state::{Past, Sight};
 use super::tiles::narrow;
 use super::transpose::transpose;
 use super::{AttentionShape, Heads, HeadsMut, KEYS, QUERIES, Span, padded};
@@ -47,9 +47,9 @@ pub fn forward<T: Float>(
     // strides a caller chose could make two queries share an element.
     let lse = unsafe { std::slice::from_raw_parts(lse.as_mut_ptr().cast::<AtomicU32>(), lse.len()) };
     let job = Job { isa, shape, spans, q, k, v, sink, out, lse };
-    match engine::best::<T>(isa) {
+    match block_gemm::best::<T>(isa) {
         #[cfg(target_arch = "x86_64")]
-        Kind::Matrix => run::<T, super::matrix::Matrix>(threads, &job),
+        Kind::Matrix => run::<T, super::block_gemm_amx::Matrix>(threads, &job),
         Kind::Plain => run::<T, Plain>(threads, &job),
     }
     Ok(())
@@ -106,7 +106,7 @@ fn run<T: Float, E: Engine>(threads: &Threads, job: &Job<'_, T>) {
         }
     }
     let pool = Pool::new(|| Scratch::<E>::new(job.shape));
-    threads.each(pieces.len(), &|i| {
+    threads.parallel_for(pieces.len(), &|i| {
         let (span, head, queries) = &pieces[i];
         pool.with(|scratch| attend::<T, E>(job, span, *head, queries, scratch));
     });
@@ -179,7 +179,7 @@ fn attend<T: Float, E: Engine>(
             }
             for (block, s) in some.iter_mut().flatten().zip(s.iter_mut()).filter(|(b, _)| b.sees()) {
                 let ragged = rows != keys.len() || block.lanes() != block.queries.len();
-                let scores = Scores {
+                let scores = ScoreBlock {
                     scale: shape.scale,
                     softcap: shape.softcap,
                     masked: block.cover == Cover::Part || ragged,

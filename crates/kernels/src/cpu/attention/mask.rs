@@ -1,6 +1,6 @@
 //! Who sees whom.
 
-use super::{Align, AttentionShape, QUERIES, Span};
+use super::{AttentionShape, MaskAlign, QUERIES, Span};
 use std::ops::Range;
 
 /// How much of a block of scores is visible.
@@ -29,8 +29,8 @@ impl Mask {
         let bound = |n: usize| i64::try_from(n).unwrap_or(i64::MAX / 4).min(i64::MAX / 4);
         let (left, right) = (shape.window.0.map(bound), shape.window.1.map(bound));
         let off = match shape.align {
-            Align::TopLeft => 0,
-            Align::BottomRight => bound(span.k_len) - bound(span.q_len),
+            MaskAlign::TopLeft => 0,
+            MaskAlign::BottomRight => bound(span.k_len) - bound(span.q_len),
         };
         let right = if shape.causal { Some(right.map_or(0, |r| r.min(0))) } else { right };
         Mask { off, left, right, k_len: bound(span.k_len) }
@@ -100,13 +100,13 @@ mod tests {
         for (q_len, k_len) in [(1, 1), (7, 7), (5, 11), (11, 5), (3, 0)] {
             for (causal, align, window) in windows
                 .iter()
-                .flat_map(|w| [(false, Align::TopLeft, *w), (true, Align::TopLeft, *w)])
-                .flat_map(|(c, _, w)| [(c, Align::TopLeft, w), (c, Align::BottomRight, w)])
+                .flat_map(|w| [(false, MaskAlign::TopLeft, *w), (true, MaskAlign::TopLeft, *w)])
+                .flat_map(|(c, _, w)| [(c, MaskAlign::TopLeft, w), (c, MaskAlign::BottomRight, w)])
             {
                 let span = Span { batch: 0, q_start: 0, q_len, k_start: 0, k_len, lse_base: 0 };
                 let shape = shape(causal, align, window);
                 let mask = Mask::new(&shape, &span);
-                let off = if align == Align::TopLeft { 0 } else { k_len as i64 - q_len as i64 };
+                let off = if align == MaskAlign::TopLeft { 0 } else { k_len as i64 - q_len as i64 };
                 let sees = |i: usize, j: usize| {
                     let (i, j) = (i as i64 + off, j as i64);
                     window.0.is_none_or(|l| j >= i - l as i64)

@@ -14,19 +14,19 @@
 //! The cut depends on the problem only and every sum has a fixed order: the number of threads changes no bit.
 
 mod backward;
+mod block_gemm;
+#[cfg(target_arch = "x86_64")]
+mod block_gemm_amx;
+mod block_gemm_vector;
 mod check;
-mod engine;
 mod forward;
-mod lanes;
-mod levels;
 mod mask;
 mod math;
-#[cfg(target_arch = "x86_64")]
-mod matrix;
-mod product;
+mod multiversion_fma;
 mod rounding;
 mod scratch;
 mod softmax;
+mod softmax_state;
 mod tiles;
 mod transpose;
 mod view;
@@ -50,7 +50,7 @@ const fn padded(n: usize) -> usize {
 
 /// Where the diagonal that causal masks and windows count from starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Align {
+pub enum MaskAlign {
     /// Query 0 sits on key 0: `off = 0`.
     TopLeft,
     /// The last query sits on the last key: `off = k_len - q_len`.
@@ -77,7 +77,7 @@ pub struct Span {
 }
 
 /// What is computed. Query `i` sees key `j` iff `i + off - left <= j <= i + off + right`, with `off` from
-/// [`Align`], the bounds from `window`, and `right` at most 0 when `causal`.
+/// [`MaskAlign`], the bounds from `window`, and `right` at most 0 when `causal`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionShape {
     /// Query heads.
@@ -95,7 +95,7 @@ pub struct AttentionShape {
     /// No key after the diagonal.
     pub causal: bool,
     /// Where the diagonal starts when there are more or fewer keys than queries.
-    pub align: Align,
+    pub align: MaskAlign,
     /// Keys visible before and after the diagonal; `None` is unbounded.
     pub window: (Option<usize>, Option<usize>),
     /// Forward, `exp(s - largest so far)` is rounded to E4M3 of scale 256 before it meets values.

@@ -1,10 +1,10 @@
 //! The element-wise half of attention, over one block of scores held transposed: `[keys, QUERIES]`, a key a row and
-//! a query a lane. Scores are taken times log2 e, so that every exponential is a power of two.
+//! a query a lane. ScoreBlock are taken times log2 e, so that every exponential is a power of two.
 
 use super::QUERIES;
-use super::lanes::{Past, Sight};
-use super::levels::leveled;
 use super::math::{exp2, exp2_any, fma, ln, tanh};
+use super::multiversion_fma::leveled;
+use super::softmax_state::{Past, Sight};
 use std::f32::consts::{LN_2, LOG2_E};
 
 /// Queries worked on together: enough for two of the widest vectors.
@@ -12,7 +12,7 @@ const GROUP: usize = 32;
 
 /// What turns a product `q·k` into a score.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Scores {
+pub(super) struct ScoreBlock {
     /// The scale.
     pub scale: f32,
     /// The soft cap, if any.
@@ -28,11 +28,11 @@ pub(super) struct Scores {
 leveled! {
     /// Online softmax over one more block: `s` holds products and becomes `exp(score - max)`, 0 where invisible.
     /// `past` takes up the new maxima and sums, and says by how much what was summed before must shrink.
-    pub(super) fn absorb(scores: Scores, s: &mut [f32], sight: &Sight, past: &mut Past) = absorb_body;
+    pub(super) fn absorb(scores: ScoreBlock, s: &mut [f32], sight: &Sight, past: &mut Past) = absorb_body;
 }
 
 #[inline(always)]
-fn absorb_body<const FMA: bool>(scores: Scores, s: &mut [f32], sight: &Sight, past: &mut Past) {
+fn absorb_body<const FMA: bool>(scores: ScoreBlock, s: &mut [f32], sight: &Sight, past: &mut Past) {
     match (scores.masked, scores.softcap.is_some()) {
         (false, false) => absorb_as::<FMA, false, false>(scores, s, sight, past),
         (false, true) => absorb_as::<FMA, false, true>(scores, s, sight, past),
@@ -43,7 +43,7 @@ fn absorb_body<const FMA: bool>(scores: Scores, s: &mut [f32], sight: &Sight, pa
 
 #[inline(always)]
 fn absorb_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
-    scores: Scores,
+    scores: ScoreBlock,
     s: &mut [f32],
     sight: &Sight,
     past: &mut Past,
@@ -118,13 +118,13 @@ leveled! {
     /// Backward of one block: `s` holds products and becomes probabilities, `dp` holds `dout·v` and becomes the
     /// gradient of `q·k` before the scale. `lse` (times log2 e) and `delta = Σ dout·out` are per query.
     pub(super) fn differentiate(
-        scores: Scores, s: &mut [f32], dp: &mut [f32], sight: &Sight, lse: &[f32], delta: &[f32],
+        scores: ScoreBlock, s: &mut [f32], dp: &mut [f32], sight: &Sight, lse: &[f32], delta: &[f32],
     ) = differentiate_body;
 }
 
 #[inline(always)]
 fn differentiate_body<const FMA: bool>(
-    scores: Scores,
+    scores: ScoreBlock,
     s: &mut [f32],
     dp: &mut [f32],
     sight: &Sight,
@@ -141,7 +141,7 @@ fn differentiate_body<const FMA: bool>(
 
 #[inline(always)]
 fn differentiate_as<const FMA: bool, const MASKED: bool, const CAP: bool>(
-    scores: Scores,
+    scores: ScoreBlock,
     s: &mut [f32],
     dp: &mut [f32],
     sight: &Sight,

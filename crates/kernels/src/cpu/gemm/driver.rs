@@ -5,9 +5,9 @@
 //! stays in the first-level cache while the panels stream by from the second.
 
 use super::GemmShape;
-use super::plan::Plan;
+use super::epilogue::Finished;
 use super::scratch::{PIECE, SHARED};
-use super::store::Finished;
+use super::tiling::Plan;
 use crate::cpu::Isa;
 use ferrotron_tensor::{Float, Threads};
 use std::marker::PhantomData;
@@ -166,7 +166,7 @@ pub(super) fn run<T: Float, C: Float, K: Block<T>>(threads: &Threads, block: &K,
         let count = plan.slab.min(all - first);
         let pieces = |packed: Option<Panels<K::Packed>>| {
             let across = count.div_ceil(plan.panels);
-            threads.each(m.div_ceil(plan.rows) * across, &|p| {
+            threads.parallel_for(m.div_ceil(plan.rows) * across, &|p| {
                 let (row, col) = (p / across * plan.rows, first + p % across * plan.panels);
                 let rows = row..(row + plan.rows).min(m);
                 let cols = col..(col + plan.panels).min(first + count);
@@ -180,7 +180,7 @@ pub(super) fn run<T: Float, C: Float, K: Block<T>>(threads: &Threads, block: &K,
         SHARED.with(|s| {
             s.with(count * plan.k * TILE * size, |packed| {
                 let packed = Panels { at: packed.cast::<K::Packed>(), first, stride: plan.k * TILE };
-                threads.ranges(k, plan.pack, &|part| {
+                threads.parallel_ranges(k, plan.pack, &|part| {
                     let (from, n) = (job.b().part(part.start, first * TILE), n.min((first + count) * TILE));
                     let out = packed.panel(first, part.start);
                     let mut right = block.right(from, part.len(), n - first * TILE, out, packed.stride);

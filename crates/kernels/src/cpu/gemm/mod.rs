@@ -10,10 +10,10 @@
 #[cfg(target_arch = "x86_64")]
 mod amx;
 mod driver;
-mod library;
-mod plan;
+mod epilogue;
+mod gemm_crate;
 mod scratch;
-mod store;
+mod tiling;
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod transpose;
 mod vector;
@@ -82,7 +82,7 @@ pub fn gemm_f32(
 ) {
     shape.check(a.len(), b.len(), bias.map(<[f32]>::len), c.len());
     if isa > Isa::Portable && shape.m * shape.n * shape.k > 0 {
-        return library::run(threads, shape, a, b, bias, accumulate, c);
+        return gemm_crate::run(threads, shape, a, b, bias, accumulate, c);
     }
     vector::run(threads, isa, driver::Job::new(shape, a, b, bias, accumulate, c));
 }

@@ -22,7 +22,7 @@ thread_local! {
 impl Slot {
     /// Calls `work` with at least `bytes` bytes, aligned to 64, whose contents are arbitrary.
     pub(super) fn with<R>(&self, bytes: usize, work: impl FnOnce(*mut u8) -> R) -> R {
-        // Taken out while in use, so that a nested call would get a buffer of its own.
+        // Fp8WeightSlices out while in use, so that a nested call would get a buffer of its own.
         let mut lines = self.0.take();
         let need = bytes.div_ceil(64);
         if lines.len() < need {

@@ -1,7 +1,7 @@
 use super::{CpuKernels, floats};
 use crate::attention_plan::{Plan, gradients, plan, strides};
 use crate::cpu::attention::{self as a, Heads, HeadsMut};
-use crate::{AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
+use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, Sequences};
 use ferrotron_tensor::{Element, Launch, Result, Stream, Tensor, read, write};
 
 fn heads<'a, T: Element>(l: &Launch<'a>, i: usize, t: &Tensor) -> Result<Heads<'a, T>> {
@@ -38,7 +38,7 @@ impl AttentionKernels for CpuKernels {
     fn attention_forward(
         &self,
         s: &Stream,
-        scores: &Scores,
+        scores: &AttentionParams,
         sequences: Sequences,
         f: &AttentionForward,
     ) -> Result<()> {
@@ -62,7 +62,7 @@ impl AttentionKernels for CpuKernels {
     fn attention_backward(
         &self,
         s: &Stream,
-        scores: &Scores,
+        scores: &AttentionParams,
         sequences: Sequences,
         b: &AttentionBackward,
     ) -> Result<()> {

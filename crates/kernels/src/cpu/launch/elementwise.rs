@@ -4,7 +4,7 @@ use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
 use crate::elementwise::{check_columns, check_dropout, check_normal, check_one};
 use crate::philox::RandomStream;
-use crate::{DropoutKey, ElementwiseKernels, NormalRuns};
+use crate::{ElementwiseKernels, NormalFill, RngKey};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, write};
 
 impl ElementwiseKernels for CpuKernels {
@@ -107,15 +107,7 @@ impl ElementwiseKernels for CpuKernels {
         })
     }
 
-    fn dropout(
-        &self,
-        s: &Stream,
-        p: f32,
-        key: DropoutKey,
-        rows: &Tensor,
-        x: &Tensor,
-        y: &Tensor,
-    ) -> Result<()> {
+    fn dropout(&self, s: &Stream, p: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
         same_contiguous("dropout", &[x, y])?;
         let width = check_dropout(p, rows, x)?;
         let stream = RandomStream::dropout(key);
@@ -126,7 +118,7 @@ impl ElementwiseKernels for CpuKernels {
         })
     }
 
-    fn normal(&self, s: &Stream, runs: NormalRuns, out: &Tensor) -> Result<()> {
+    fn normal(&self, s: &Stream, runs: NormalFill, out: &Tensor) -> Result<()> {
         let [_, width] = check_normal(out)?;
         s.launch("normal", &[write(out)], |l| {
             let out = l.slice_mut::<f32>(0)?;

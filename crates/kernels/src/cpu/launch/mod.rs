@@ -3,23 +3,23 @@
 
 mod activation;
 mod attention;
+mod attention_merge;
+mod cross_entropy;
 mod elementwise;
 mod embedding;
 mod gemm;
-mod grouped;
-mod latent;
-mod loss;
-mod merge;
-mod mix;
+mod grouped_bias;
+mod grouped_gemm;
+mod mla;
+mod moe;
 mod norm;
-mod optim;
-mod permute;
+mod optimizer;
+mod permutation;
 mod quant;
+mod quantize_stack;
 mod rope;
 mod router;
-mod row_bias;
-mod stack;
-mod weighted;
+mod weighted_activation;
 
 use super::Isa;
 use crate::checks::{rows_of, same_contiguous};

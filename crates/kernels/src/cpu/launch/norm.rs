@@ -58,7 +58,7 @@ impl NormKernels for CpuKernels {
         })
     }
 
-    fn norm_parts(&self, _dtype: DType, _rows: usize, _width: usize) -> usize {
+    fn norm_partials(&self, _dtype: DType, _rows: usize, _width: usize) -> usize {
         1
     }
 

@@ -1,17 +1,18 @@
 use super::{CpuKernels, floats};
 use crate::cpu::quant::{
-    Blocks, Factor, Use, amax, delayed_update, dequantise, emulate, product, quantise_blocks, quantise_tensor,
+    Blocks, Fp8Operand, Orientation, amax, delayed_update, dequantize, emulate, product, quantize_blocks,
+    quantize_tensor,
 };
 use crate::cpu::quant::{Format, formats, turn};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
 use crate::quant::check::{check_delayed, check_turn, matrix, one};
-use crate::quant::micro::{self, Emulated};
+use crate::quant::microscaling::{self, EmulatedFormat};
 use crate::quant::scale::ScaleRule;
-use crate::{Bytes, Delayed, Gemm8, QuantKernels, Quantise, Range};
+use crate::{DelayedScaling, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize, ScaleSource};
 use ferrotron_tensor::{Element, Float, Launch, Result, Stream, Tensor, read, write};
 
-impl crate::MeasuredKernels for CpuKernels {}
+impl crate::WithAmaxKernels for CpuKernels {}
 
 impl QuantKernels for CpuKernels {
     fn amax(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
@@ -26,8 +27,8 @@ impl QuantKernels for CpuKernels {
         })
     }
 
-    fn quantise(&self, s: &Stream, q: &Quantise) -> Result<()> {
-        const OP: &str = "quantise";
+    fn quantize(&self, s: &Stream, q: &Quantize) -> Result<()> {
+        const OP: &str = "quantize";
         let (rows, format) = q.check(OP)?;
         let mut args = vec![read(q.x)];
         let mut add = |arg| {
@@ -35,13 +36,15 @@ impl QuantKernels for CpuKernels {
             args.len() - 1
         };
         let range = match q.range {
-            Range::Amax { amax, pow2 } => From::Amax { amax: add(read(amax)), pow2 },
-            Range::Given { scale, amax } => From::Given { scale: add(read(scale)), amax: add(write(amax)) },
-            Range::Blocks { pow2 } => From::Blocks { pow2 },
+            ScaleSource::Amax { amax, pow2 } => From::Amax { amax: add(read(amax)), pow2 },
+            ScaleSource::Given { scale, amax } => {
+                From::Given { scale: add(read(scale)), amax: add(write(amax)) }
+            }
+            ScaleSource::Blocks { pow2 } => From::Blocks { pow2 },
         };
         let sums = q.sums.map(|(sums, accumulate)| (add(write(sums)), accumulate));
         let mut outputs = Vec::new();
-        for (how, bytes) in [(Use::Rows, q.rows), (Use::Cols, q.cols)] {
+        for (how, bytes) in [(Orientation::Rows, q.rows), (Orientation::Cols, q.cols)] {
             if let Some(bytes) = bytes {
                 outputs.push((how, bytes, add(write(&bytes.data)), add(write(&bytes.scale_inv))));
             }
@@ -64,20 +67,20 @@ impl QuantKernels for CpuKernels {
         })
     }
 
-    fn dequantise(&self, s: &Stream, q: &Bytes, out: &Tensor) -> Result<()> {
-        const OP: &str = "dequantise";
+    fn dequantize(&self, s: &Stream, q: &Fp8Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "dequantize";
         let rows = matrix(OP, out)?;
         q.check(OP, [rows.outer, rows.width])?;
         s.launch(OP, &[read(&q.data), read(&q.scale_inv), write(out)], |l| {
             formats!(OP, q.data.dtype(), F => floats!(OP, out.dtype(), T => {
                 let (data, scales) = (l.slice::<F>(0)?, l.slice(1)?);
-                dequantise::<F, T>(l.threads(), self.isa, data, scales, q.scaling, l.slice_mut(2)?, rows)
+                dequantize::<F, T>(l.threads(), self.isa, data, scales, q.scaling, l.slice_mut(2)?, rows)
             }))
         })
     }
 
-    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()> {
-        const OP: &str = "turn";
+    fn fp8_transpose(&self, s: &Stream, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<()> {
+        const OP: &str = "fp8_transpose";
         let [r, c] = check_turn(OP, q, out)?;
         let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
         s.launch(OP, &args, |l| {
@@ -90,8 +93,8 @@ impl QuantKernels for CpuKernels {
         })
     }
 
-    fn gemm8(&self, s: &Stream, g: &Gemm8) -> Result<()> {
-        const OP: &str = "gemm8";
+    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
+        const OP: &str = "fp8_gemm";
         let [m, n, k] = g.check(OP)?;
         let rows = matrix(OP, g.c)?;
         let mut args =
@@ -99,8 +102,8 @@ impl QuantKernels for CpuKernels {
         args.extend(g.bias.map(read));
         s.launch(g.name, &args, |l| {
             let isa = self.isa;
-            let a = Factor::argument(l, isa, 0, g.a.data.dtype(), g.a.scaling, [m, k])?;
-            let b = Factor::argument(l, isa, 2, g.b.data.dtype(), g.b.scaling, [n, k])?;
+            let a = Fp8Operand::argument(l, isa, 0, g.a.data.dtype(), g.a.scaling, [m, k])?;
+            let b = Fp8Operand::argument(l, isa, 2, g.b.data.dtype(), g.b.scaling, [n, k])?;
             let bias = g.bias.map(|_| l.slice(5)).transpose()?;
             floats!(OP, g.c.dtype(), C =>
                 product::<C>(l.threads(), isa, a.whole(), b.whole(), k, bias, g.accumulate, l.slice_mut(4)?, rows))
@@ -110,7 +113,7 @@ impl QuantKernels for CpuKernels {
     fn delayed_update(
         &self,
         s: &Stream,
-        how: Delayed,
+        how: DelayedScaling,
         history: &Tensor,
         reduced: &Tensor,
         largest: &Tensor,
@@ -127,9 +130,9 @@ impl QuantKernels for CpuKernels {
         })
     }
 
-    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+    fn emulate(&self, s: &Stream, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "emulate";
-        let rows = micro::check(OP, how, x, out)?;
+        let rows = microscaling::check(OP, how, x, out)?;
         s.launch(OP, &[read(x), write(out)], |l| {
             floats!(OP, x.dtype(), T =>
                 emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))
@@ -137,7 +140,7 @@ impl QuantKernels for CpuKernels {
     }
 }
 
-/// [`Range`], with arguments of the launch for tensors.
+/// [`ScaleSource`], with arguments of the launch for tensors.
 #[derive(Clone, Copy)]
 enum From {
     Amax { amax: usize, pow2: bool },
@@ -145,7 +148,7 @@ enum From {
     Blocks { pow2: bool },
 }
 
-/// What is quantised.
+/// What is quantized.
 struct Job<'a, T> {
     isa: crate::cpu::Isa,
     x: &'a [T],
@@ -158,8 +161,8 @@ impl<T: Float> Job<'_, T> {
     fn output<F: Format + Element>(
         &self,
         l: &Launch,
-        how: Use,
-        bytes: &Bytes,
+        how: Orientation,
+        bytes: &Fp8Tensor,
         data: usize,
         scale_inv: usize,
     ) -> Result<()> {
@@ -171,10 +174,10 @@ impl<T: Float> Job<'_, T> {
             From::Blocks { pow2 } => {
                 let rule = ScaleRule::block(F::LARGEST, pow2, T::DTYPE);
                 let blocks = Blocks { scaling: bytes.scaling, rule };
-                return quantise_blocks(threads, isa, how, self.x, self.rows, blocks, data, scale_inv);
+                return quantize_blocks(threads, isa, how, self.x, self.rows, blocks, data, scale_inv);
             }
         };
         scale_inv.fill(1.0 / scale);
-        quantise_tensor(threads, isa, how, self.x, self.rows, scale, data)
+        quantize_tensor(threads, isa, how, self.x, self.rows, scale, data)
     }
 }

@@ -3,7 +3,7 @@ use crate::cpu::random::fill_normal_rows;
 use crate::cpu::router as r;
 use crate::philox::RandomStream;
 use crate::router::check;
-use crate::{Balance, Choice, DropoutKey, RouterKernels, Routing};
+use crate::{AuxLoss, ExpertChoice, RngKey, RouterKernels, RouterParams};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 impl RouterKernels for CpuKernels {
@@ -20,8 +20,8 @@ impl RouterKernels for CpuKernels {
     fn route(
         &self,
         s: &Stream,
-        how: Routing,
-        choice: Choice,
+        how: RouterParams,
+        choice: ExpertChoice,
         logits: &Tensor,
         index: &Tensor,
         probs: &Tensor,
@@ -29,8 +29,8 @@ impl RouterKernels for CpuKernels {
         const OP: &str = "route";
         let z = check::route(OP, how, choice, logits, index, probs)?;
         let (given, bias) = match choice {
-            Choice::Given => (true, None),
-            Choice::Best { bias } => (false, bias),
+            ExpertChoice::Given => (true, None),
+            ExpertChoice::TopK { bias } => (false, bias),
         };
         let chosen = if given { read(index) } else { write(index) };
         s.launch(OP, &[read(logits), chosen, write(probs), read(bias.unwrap_or(logits))], |l| {
@@ -52,7 +52,7 @@ impl RouterKernels for CpuKernels {
     fn route_backward(
         &self,
         s: &Stream,
-        how: Routing,
+        how: RouterParams,
         logits: &Tensor,
         index: &Tensor,
         dprobs: &Tensor,
@@ -67,8 +67,8 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn balance(&self, s: &Stream, b: &Balance, sums: &Tensor, counts: &Tensor) -> Result<()> {
-        const OP: &str = "balance";
+    fn aux_loss_stats(&self, s: &Stream, b: &AuxLoss, sums: &Tensor, counts: &Tensor) -> Result<()> {
+        const OP: &str = "aux_loss_stats";
         let (z, _) = check::balance(OP, b, sums)?;
         check::statistics(OP, sums, counts)?;
         s.launch(OP, &[read(b.logits), read(b.segments), write(sums), write(counts)], |l| {
@@ -80,20 +80,20 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn balance_backward(&self, s: &Stream, b: &Balance, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
-        const OP: &str = "balance_backward";
+    fn aux_loss_backward(&self, s: &Stream, b: &AuxLoss, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
+        const OP: &str = "aux_loss_backward";
         let (z, _) = check::balance(OP, b, weights)?;
         check::exactly(OP, "gradients of logits", dlogits, b.logits.dtype(), b.logits.shape())?;
         s.launch(OP, &[read(b.logits), read(b.segments), read(weights), write(dlogits)], |l| {
             floats!(OP, b.logits.dtype(), T => {
                 let (logits, segments) = (l.slice::<T>(0)?, l.slice(1)?);
                 let of = r::Statistics { logits, segments, experts: z.experts, k: z.k, score: b.score };
-                r::balance_backward(l.threads(), of, l.slice(2)?, l.slice_mut(3)?)
+                r::aux_loss_backward(l.threads(), of, l.slice(2)?, l.slice_mut(3)?)
             })
         })
     }
 
-    fn balance_weights(
+    fn aux_loss_weights(
         &self,
         s: &Stream,
         factor: f32,
@@ -104,13 +104,14 @@ impl RouterKernels for CpuKernels {
         weights: &Tensor,
         loss: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "balance_weights";
-        let [_, experts] = check::balance_weights(OP, k, [sums, counts, weights, loss], steps)?;
+        const OP: &str = "aux_loss_weights";
+        let [_, experts] = check::aux_loss_weights(OP, k, [sums, counts, weights, loss], steps)?;
         let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
         s.launch(OP, &args, |l| {
             let steps = steps.map(|_| l.slice::<f32>(4)).transpose()?.map(|s| s[0]);
             let (sums, counts, weights) = (l.slice(0)?, l.slice(1)?, l.slice_mut(2)?);
-            l.slice_mut::<f32>(3)?[0] += r::balance_weights(factor, k, experts, sums, counts, steps, weights);
+            l.slice_mut::<f32>(3)?[0] +=
+                r::aux_loss_weights(factor, k, experts, sums, counts, steps, weights);
             Ok(())
         })
     }
@@ -148,15 +149,15 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn count_choices(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
-        const OP: &str = "count_choices";
-        let z = check::count_choices(OP, index, segments, counts)?;
+    fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
+        const OP: &str = "count_tokens";
+        let z = check::count_tokens(OP, index, segments, counts)?;
         s.launch(OP, &[read(index), read(segments), write(counts)], |l| {
-            r::count_choices(l.slice(0)?, z.k, l.slice(1)?, l.slice_mut(2)?)
+            r::count_tokens(l.slice(0)?, z.k, l.slice(1)?, l.slice_mut(2)?)
         })
     }
 
-    fn drop_beyond(
+    fn drop_over_capacity(
         &self,
         s: &Stream,
         capacity: usize,
@@ -166,21 +167,21 @@ impl RouterKernels for CpuKernels {
         probs: &Tensor,
         dropped: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "drop_beyond";
-        check::drop_beyond(OP, experts, index, probs, dropped)?;
+        const OP: &str = "drop_over_capacity";
+        check::drop_over_capacity(OP, experts, index, probs, dropped)?;
         s.launch(OP, &[write(index), write(probs), write(dropped)], |l| {
             let (index, probs) = (l.slice_mut(0)?, l.slice_mut(1)?);
-            let n = r::drop_beyond(l.threads(), capacity, experts, by_probability, index, probs)?;
+            let n = r::drop_over_capacity(l.threads(), capacity, experts, by_probability, index, probs)?;
             l.slice_mut::<i64>(2)?[0] += n;
             Ok(())
         })
     }
 
-    fn update_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
-        const OP: &str = "update_bias";
-        check::update_bias(OP, counts, bias)?;
+    fn update_expert_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
+        const OP: &str = "update_expert_bias";
+        check::update_expert_bias(OP, counts, bias)?;
         s.launch(OP, &[write(counts), write(bias)], |l| {
-            r::update_bias(rate, l.slice_mut(0)?, l.slice_mut(1)?);
+            r::update_expert_bias(rate, l.slice_mut(0)?, l.slice_mut(1)?);
             Ok(())
         })
     }
@@ -214,8 +215,8 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn gate_exact(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
-        const OP: &str = "gate_exact";
+    fn gate_f64(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
+        const OP: &str = "gate_f64";
         let [_, experts, h] = check::gate(OP, x, w, logits)?;
         s.launch(OP, &[read(x), read(w), write(logits)], |l| {
             floats!(OP, x.dtype(), T => {
@@ -226,7 +227,7 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn gate_exact_backward(
+    fn gate_f64_backward(
         &self,
         s: &Stream,
         x: &Tensor,
@@ -236,7 +237,7 @@ impl RouterKernels for CpuKernels {
         dw: &Tensor,
         accumulate: bool,
     ) -> Result<()> {
-        const OP: &str = "gate_exact_backward";
+        const OP: &str = "gate_f64_backward";
         let [_, experts, h] = check::gate_backward(OP, x, w, dlogits, dx, dw)?;
         s.launch(OP, &[read(x), read(w), read(dlogits), write(dx), write(dw)], |l| {
             floats!(OP, x.dtype(), T => {
@@ -248,7 +249,7 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn fill_normal_logits(&self, s: &Stream, key: DropoutKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
+    fn fill_normal_logits(&self, s: &Stream, key: RngKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
         const OP: &str = "fill_normal_logits";
         let [_, experts] = check::normal(OP, rows, logits)?;
         let stream = RandomStream::routing(key);

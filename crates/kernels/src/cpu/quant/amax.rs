@@ -20,7 +20,7 @@ pub fn amax<T: Float>(threads: &Threads, isa: Isa, x: &[T], rows: Rows) -> Resul
     let grain = rows.grain();
     let mut parts = vec![0u32; rows.outer.div_ceil(grain)];
     let mut pieces: Vec<_> = rows.cut(x, grain).zip(&mut parts).collect();
-    threads.chunks(&mut pieces, 1, &|i, pieces| {
+    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
         for (x, most) in pieces {
             let view = rows.piece(i * grain, grain);
             for row in 0..view.count() {

@@ -1,6 +1,6 @@
 //! Scales from the magnitudes of earlier steps.
 
-use crate::Delayed;
+use crate::DelayedScaling;
 use crate::cpu::rows::check_len;
 use ferrotron_tensor::{Result, shape_error};
 
@@ -8,7 +8,7 @@ use ferrotron_tensor::{Result, shape_error};
 ///
 /// A tensor that saw nothing in this step keeps its scale and its history: weights that were not cast again.
 pub fn delayed_update(
-    how: Delayed,
+    how: DelayedScaling,
     history: &mut [f32],
     reduced: Option<&[f32]>,
     largest: &[f32],

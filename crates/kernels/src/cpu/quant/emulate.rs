@@ -1,13 +1,13 @@
 //! Numbers rounded to a format and back.
 
-use super::grid::Grid;
+use super::encode::formats;
 use super::hadamard::{TURNED, turn, turn_back};
-use super::mxfp8::{MX_BLOCK, mxfp8_dequantise, mxfp8_quantise};
-use super::nvfp4::{NV_BLOCK, nvfp4_dequantise, nvfp4_quantise};
-use super::tile::formats;
+use super::mxfp8::{MX_BLOCK, mxfp8_dequantize, mxfp8_quantize};
+use super::nvfp4::{NV_BLOCK, nvfp4_dequantize, nvfp4_quantize};
+use super::small_blocks::SmallBlocks;
 use crate::cpu::Isa;
 use crate::cpu::rows::{Rows, check_len};
-use crate::quant::micro::Emulated;
+use crate::quant::microscaling::EmulatedFormat;
 use ferrotron_tensor::fp8::{E2m1, E4m3, E8m0};
 use ferrotron_tensor::{Float, Result, Threads};
 
@@ -15,7 +15,7 @@ use ferrotron_tensor::{Float, Result, Threads};
 pub fn emulate<T: Float>(
     threads: &Threads,
     isa: Isa,
-    how: Emulated,
+    how: EmulatedFormat,
     x: &[T],
     x_rows: Rows,
     out: &mut [T],
@@ -26,25 +26,25 @@ pub fn emulate<T: Float>(
     check_len(OP, "out", out.len(), x_rows.elements())?;
     let shape = [x_rows.outer, x_rows.width];
     match how {
-        Emulated::Mxfp8 { format, along, square } => formats!(OP, format, F => {
-            let grid = Grid::new(shape, MX_BLOCK, along, square);
+        EmulatedFormat::Mxfp8 { format, along, square } => formats!(OP, format, F => {
+            let grid = SmallBlocks::new(shape, MX_BLOCK, along, square);
             let mut codes = vec![<F as Float>::from_f32(0.0); out.len()];
             let mut scales = vec![E8m0(0); grid.blocks().iter().product()];
-            mxfp8_quantise(threads, isa, grid, x, x_rows, &mut codes, &mut scales)?;
-            mxfp8_dequantise(threads, isa, grid, &codes, &scales, out)
+            mxfp8_quantize(threads, isa, grid, x, x_rows, &mut codes, &mut scales)?;
+            mxfp8_dequantize(threads, isa, grid, &codes, &scales, out)
         }),
-        Emulated::Nvfp4 { along, square, hadamard, stochastic } => {
+        EmulatedFormat::Nvfp4 { along, square, hadamard, stochastic } => {
             if !hadamard {
-                let grid = Grid::new(shape, NV_BLOCK, along, square);
+                let grid = SmallBlocks::new(shape, NV_BLOCK, along, square);
                 return there_and_back(threads, isa, grid, stochastic, x, x_rows, out);
             }
             let (turned, wide) = turn(threads, isa, along, x, x_rows);
-            let grid = Grid::new(wide, NV_BLOCK, along, false);
+            let grid = SmallBlocks::new(wide, NV_BLOCK, along, false);
             let mut rounded = vec![0f32; turned.len()];
             let rows = Rows::dense(wide[0], wide[1]);
             there_and_back(threads, isa, grid, stochastic, &turned, rows, &mut rounded)?;
             turn_back(threads, isa, along, wide, &mut rounded);
-            threads.chunks(out, TURNED * shape[1], &|i, out| {
+            threads.parallel_chunks(out, TURNED * shape[1], &|i, out| {
                 let rows = rounded[i * TURNED * wide[1]..].chunks(wide[1]).zip(out.chunks_mut(shape[1]));
                 for (from, to) in rows {
                     to.iter_mut().zip(from).for_each(|(to, from)| *to = T::from_f32(*from));
@@ -58,7 +58,7 @@ pub fn emulate<T: Float>(
 fn there_and_back<T: Float>(
     threads: &Threads,
     isa: Isa,
-    grid: Grid,
+    grid: SmallBlocks,
     stochastic: Option<crate::philox::RandomStream>,
     x: &[T],
     x_rows: Rows,
@@ -66,6 +66,6 @@ fn there_and_back<T: Float>(
 ) -> Result<()> {
     let mut codes = vec![E2m1(0); out.len()];
     let mut scales = vec![E4m3(0); grid.blocks().iter().product()];
-    let global = nvfp4_quantise(threads, isa, grid, stochastic, x, x_rows, &mut codes, &mut scales)?;
-    nvfp4_dequantise(threads, isa, grid, &codes, &scales, global, out)
+    let global = nvfp4_quantize(threads, isa, grid, stochastic, x, x_rows, &mut codes, &mut scales)?;
+    nvfp4_dequantize(threads, isa, grid, &codes, &scales, global, out)
 }

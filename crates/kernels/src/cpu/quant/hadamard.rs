@@ -2,7 +2,7 @@
 
 use crate::cpu::rows::Rows;
 use crate::cpu::{Isa, multiversion};
-use crate::quant::micro::Along;
+use crate::quant::microscaling::BlockAxis;
 use ferrotron_tensor::{Float, Threads};
 
 /// Numbers turned together.
@@ -16,33 +16,33 @@ pub const SIGNS: [f32; TURNED] =
 pub fn turn<T: Float>(
     threads: &Threads,
     isa: Isa,
-    along: Along,
+    along: BlockAxis,
     x: &[T],
     rows: Rows,
 ) -> (Vec<f32>, [usize; 2]) {
     let (r, c) = (rows.outer, rows.width);
     let shape = match along {
-        Along::Rows => [r, c.next_multiple_of(TURNED)],
-        Along::Cols => [r.next_multiple_of(TURNED), c],
+        BlockAxis::Rows => [r, c.next_multiple_of(TURNED)],
+        BlockAxis::Cols => [r.next_multiple_of(TURNED), c],
     };
     let mut out = vec![0f32; shape[0] * shape[1]];
-    threads.chunks(&mut out, TURNED * shape[1], &|i, band| {
+    threads.parallel_chunks(&mut out, TURNED * shape[1], &|i, band| {
         for (at, to) in band.chunks_mut(shape[1]).enumerate().filter(|(at, _)| i * TURNED + at < r) {
             to.iter_mut().zip(rows.row(x, i * TURNED + at)).for_each(|(to, x)| *to = x.to_f32());
         }
         match along {
-            Along::Rows => along_rows(isa, band, false),
-            Along::Cols => along_columns(isa, band, shape[1], false),
+            BlockAxis::Rows => along_rows(isa, band, false),
+            BlockAxis::Cols => along_columns(isa, band, shape[1], false),
         }
     });
     (out, shape)
 }
 
 /// Back: `signs∘(H·v)`, in place. H is its own inverse.
-pub fn turn_back(threads: &Threads, isa: Isa, along: Along, [_, c]: [usize; 2], x: &mut [f32]) {
-    threads.chunks(x, TURNED * c, &|_, band| match along {
-        Along::Rows => along_rows(isa, band, true),
-        Along::Cols => along_columns(isa, band, c, true),
+pub fn turn_back(threads: &Threads, isa: Isa, along: BlockAxis, [_, c]: [usize; 2], x: &mut [f32]) {
+    threads.parallel_chunks(x, TURNED * c, &|_, band| match along {
+        BlockAxis::Rows => along_rows(isa, band, true),
+        BlockAxis::Cols => along_columns(isa, band, c, true),
     });
 }
 

@@ -5,27 +5,27 @@
 
 mod amax;
 mod delayed;
-mod dequantise;
+mod dequantize;
 mod emulate;
-mod grid;
+mod encode;
+mod fp8_gemm;
 pub mod hadamard;
 mod mxfp8;
 mod nvfp4;
-mod product;
-mod quantise;
-mod tile;
+mod quantize;
+mod small_blocks;
 
 pub use amax::amax;
 pub(crate) use amax::amax_row;
 pub use delayed::delayed_update;
-pub use dequantise::{decode, dequantise, turn};
+pub use dequantize::{decode, dequantize, turn};
 pub use emulate::emulate;
-pub use grid::Grid;
-pub use mxfp8::{MX_BLOCK, mxfp8_dequantise, mxfp8_quantise, swizzle};
+pub use encode::Format;
+pub(crate) use encode::{encode_row, formats};
+pub use fp8_gemm::{Fp8Operand, Fp8OperandRows, product};
+pub use mxfp8::{MX_BLOCK, mxfp8_dequantize, mxfp8_quantize, swizzle};
 pub use nvfp4::{
-    NV_BLOCK, block_scale, global_scale, nvfp4_dequantise, nvfp4_quantise, pack, round_randomly,
+    NV_BLOCK, block_scale, global_scale, nvfp4_dequantize, nvfp4_quantize, pack, round_randomly,
 };
-pub use product::{Factor, Part, product};
-pub use quantise::{Blocks, Use, quantise_blocks, quantise_tensor};
-pub use tile::Format;
-pub(crate) use tile::{encode_row, formats};
+pub use quantize::{Blocks, Orientation, quantize_blocks, quantize_tensor};
+pub use small_blocks::SmallBlocks;

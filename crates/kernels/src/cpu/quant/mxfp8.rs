@@ -1,7 +1,7 @@
 //! MXFP8: E4M3 or E5M2 with a power of two for every 32 numbers.
 
-use super::grid::{Grid, nearest};
-use super::tile::Format;
+use super::encode::Format;
+use super::small_blocks::{SmallBlocks, nearest};
 use crate::cpu::Isa;
 use crate::cpu::rows::Rows;
 use crate::quant::scale::power_of_two;
@@ -13,10 +13,10 @@ pub const MX_BLOCK: usize = 32;
 
 /// `codes [r, c] = round(x/scale)`, `scales` one for each block of the grid. Both uses are made from `x`, and neither
 /// is stored transposed.
-pub fn mxfp8_quantise<F: Format, T: Float>(
+pub fn mxfp8_quantize<F: Format, T: Float>(
     threads: &Threads,
     isa: Isa,
-    grid: Grid,
+    grid: SmallBlocks,
     x: &[T],
     x_rows: Rows,
     codes: &mut [F],
@@ -26,19 +26,19 @@ pub fn mxfp8_quantise<F: Format, T: Float>(
         let scale = power_of_two(amax, F::LARGEST);
         (scale, scale.reciprocal())
     };
-    grid.quantise(threads, isa, x, x_rows, codes, scales, &scale, &nearest::<F, T>(isa))
+    grid.quantize(threads, isa, x, x_rows, codes, scales, &scale, &nearest::<F, T>(isa))
 }
 
 /// `out [r, c] = value·scale`.
-pub fn mxfp8_dequantise<F: Format, T: Float>(
+pub fn mxfp8_dequantize<F: Format, T: Float>(
     threads: &Threads,
     isa: Isa,
-    grid: Grid,
+    grid: SmallBlocks,
     codes: &[F],
     scales: &[E8m0],
     out: &mut [T],
 ) -> Result<()> {
-    grid.dequantise(threads, isa, codes, scales, &|s| s.decode(), out)
+    grid.dequantize(threads, isa, codes, scales, &|s| s.decode(), out)
 }
 
 /// Scales `[r, c]` as matrix units read them: zero-padded to multiples of 128 and 4, in tiles of 128 x 4 one after

@@ -1,7 +1,7 @@
 //! NVFP4: E2M1 with an E4M3 scale for every 16 numbers and one f32 scale for all.
 
 use super::amax::amax;
-use super::grid::{Grid, nearest};
+use super::small_blocks::{SmallBlocks, nearest};
 use crate::cpu::Isa;
 use crate::cpu::rows::Rows;
 use crate::philox::RandomStream;
@@ -25,10 +25,10 @@ pub fn block_scale(amax: f32, global: f32) -> (E4m3, f32) {
 
 /// `codes [r, c]` (one a byte), `scales` one for each block of the grid; gives the global scale. With `stochastic`
 /// number `i` is rounded by byte `i` of the stream, otherwise to the nearest.
-pub fn nvfp4_quantise<T: Float>(
+pub fn nvfp4_quantize<T: Float>(
     threads: &Threads,
     isa: Isa,
-    grid: Grid,
+    grid: SmallBlocks,
     stochastic: Option<RandomStream>,
     x: &[T],
     x_rows: Rows,
@@ -49,24 +49,24 @@ pub fn nvfp4_quantise<T: Float>(
         }
     };
     match stochastic {
-        Some(_) => grid.quantise(threads, isa, x, x_rows, codes, scales, &scale, &randomly)?,
-        None => grid.quantise(threads, isa, x, x_rows, codes, scales, &scale, &nearest::<E2m1, T>(isa))?,
+        Some(_) => grid.quantize(threads, isa, x, x_rows, codes, scales, &scale, &randomly)?,
+        None => grid.quantize(threads, isa, x, x_rows, codes, scales, &scale, &nearest::<E2m1, T>(isa))?,
     }
     Ok(global)
 }
 
 /// `out [r, c] = value·scale/global`.
-pub fn nvfp4_dequantise<T: Float>(
+pub fn nvfp4_dequantize<T: Float>(
     threads: &Threads,
     isa: Isa,
-    grid: Grid,
+    grid: SmallBlocks,
     codes: &[E2m1],
     scales: &[E4m3],
     global: f32,
     out: &mut [T],
 ) -> Result<()> {
     let inverse = 1.0 / global;
-    grid.dequantise(threads, isa, codes, scales, &|s| s.decode() * inverse, out)
+    grid.dequantize(threads, isa, codes, scales, &|s| s.decode() * inverse, out)
 }
 
 /// One of the two values around `x`, the upper of the magnitudes where `random/256` is at least what is missing to it.

@@ -39,7 +39,7 @@ pub fn gate<T: Float>(
     [experts, h]: [usize; 2],
     logits: &mut [f32],
 ) {
-    threads.chunks(logits, experts, &|t, logits| {
+    threads.parallel_chunks(logits, experts, &|t, logits| {
         for (e, logit) in logits.iter_mut().enumerate() {
             *logit = dot(isa, &x[t * h..][..h], &w[e * h..][..h]) as f32;
         }
@@ -55,7 +55,7 @@ pub fn gate_dx<T: Float>(
     [experts, h]: [usize; 2],
     dx: &mut [T],
 ) {
-    threads.chunks(dx, h, &|t, dx| {
+    threads.parallel_chunks(dx, h, &|t, dx| {
         let mut sum = vec![0f64; h];
         for (e, d) in dlogits[t * experts..][..experts].iter().enumerate() {
             add_times(isa, &mut sum, f64::from(*d), &w[e * h..][..h]);
@@ -74,7 +74,7 @@ pub fn gate_dw<T: Float>(
     dw: &mut [f32],
     accumulate: bool,
 ) {
-    threads.chunks(dw, h, &|e, dw| {
+    threads.parallel_chunks(dw, h, &|e, dw| {
         let mut sum = vec![0f64; h];
         for (d, x) in dlogits.iter().skip(e).step_by(experts).zip(x.chunks(h.max(1))) {
             add_times(isa, &mut sum, f64::from(*d), x);

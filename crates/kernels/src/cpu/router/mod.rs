@@ -1,23 +1,23 @@
 //! The router's arithmetic on slices. Rows are tokens; work is cut into pieces of rows whose size follows from the number of
 //! experts.
 
-mod balance;
-mod choose;
-mod drop;
+mod aux_loss;
+mod capacity;
 mod gate;
 mod probs;
 mod quantile;
 mod scores;
 mod sinkhorn;
+mod top_k;
 mod z_loss;
 
-pub use balance::{Statistics, balance, balance_backward, balance_weights, update_bias};
-pub use choose::{choose, top_k};
-pub use drop::{count_choices, drop_beyond};
+pub use aux_loss::{Statistics, aux_loss_backward, aux_loss_weights, balance, update_expert_bias};
+pub use capacity::{count_tokens, drop_over_capacity};
 pub use gate::{gate, gate_dw, gate_dx};
 pub use probs::{probabilities, probabilities_backward};
 pub use quantile::quantiles;
 pub use sinkhorn::sinkhorn;
+pub use top_k::{choose, top_k};
 pub use z_loss::{z_loss, z_loss_backward};
 
 use super::rows::PIECE;

@@ -2,7 +2,7 @@
 
 use super::scores::{EPS, softmax, unless_excluded};
 use super::{check_below, grain, take_row};
-use crate::{Routing, Score};
+use crate::{RouterParams, ScoreFunction};
 use ferrotron_tensor::{Float, Result, Threads};
 
 /// The chosen of a row: slots and experts, without those that are none.
@@ -11,20 +11,20 @@ fn chosen(index: &[i32]) -> impl Iterator<Item = (usize, usize)> + Clone {
 }
 
 /// `p [k]` = probabilities of the chosen, not yet scaled; `y [E]` is scratch.
-fn row(score: Score, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]) {
+fn row(score: ScoreFunction, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]) {
     p.fill(0.0);
     match score {
-        Score::Softmax => {
+        ScoreFunction::Softmax => {
             softmax(x, y);
             chosen(index).for_each(|(slot, e)| p[slot] = y[e]);
         }
-        Score::SoftmaxOfChosen => {
+        ScoreFunction::SoftmaxAfterTopK => {
             let most = chosen(index).fold(f32::NEG_INFINITY, |m, (_, e)| m.max(x[e]));
             chosen(index).for_each(|(slot, e)| p[slot] = (x[e] - most).exp());
             let sum: f32 = p.iter().sum();
             chosen(index).for_each(|(slot, _)| p[slot] /= sum);
         }
-        Score::Sigmoid | Score::SqrtSoftplus => {
+        ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus => {
             chosen(index).for_each(|(slot, e)| p[slot] = score.alone(x[e]));
             if index.len() > 1 {
                 let sum = p.iter().sum::<f32>() + EPS;
@@ -37,7 +37,7 @@ fn row(score: Score, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]) {
 /// `probs [T, k]` of the choice `index [T, k]` among `logits [T, E]`.
 pub fn probabilities<T: Float>(
     threads: &Threads,
-    how: Routing,
+    how: RouterParams,
     logits: &[T],
     experts: usize,
     k: usize,
@@ -46,7 +46,7 @@ pub fn probabilities<T: Float>(
 ) -> Result<()> {
     check_below("route", "expert", index, experts)?;
     let rows = grain(experts);
-    threads.chunks(probs, rows * k, &|piece, probs| {
+    threads.parallel_chunks(probs, rows * k, &|piece, probs| {
         let (mut x, mut y) = (vec![0f32; experts], vec![0f32; experts]);
         for (t, probs) in probs.chunks_mut(k).enumerate() {
             let t = piece * rows + t;
@@ -60,7 +60,7 @@ pub fn probabilities<T: Float>(
 
 /// `dx [E]` from `g [k]`, the gradients of unscaled probabilities; `y [E]` and `p [k]` are scratch.
 fn row_backward(
-    score: Score,
+    score: ScoreFunction,
     x: &[f32],
     index: &[i32],
     g: &[f32],
@@ -70,21 +70,21 @@ fn row_backward(
 ) {
     dx.fill(0.0);
     match score {
-        Score::Softmax => {
+        ScoreFunction::Softmax => {
             softmax(x, y);
             let mean: f32 = chosen(index).map(|(slot, e)| g[slot] * y[e]).sum();
             chosen(index).for_each(|(slot, e)| dx[e] += g[slot]);
             dx.iter_mut().zip(y).for_each(|(d, y)| *d = *y * (*d - mean));
         }
-        Score::SoftmaxOfChosen => {
+        ScoreFunction::SoftmaxAfterTopK => {
             row(score, x, index, y, p);
             let mean: f32 = chosen(index).map(|(slot, _)| g[slot] * p[slot]).sum();
             chosen(index).for_each(|(slot, e)| dx[e] += p[slot] * (g[slot] - mean));
         }
-        Score::Sigmoid | Score::SqrtSoftplus if index.len() == 1 => {
+        ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus if index.len() == 1 => {
             chosen(index).for_each(|(slot, e)| dx[e] += g[slot] * score.slope(x[e]));
         }
-        Score::Sigmoid | Score::SqrtSoftplus => {
+        ScoreFunction::Sigmoid | ScoreFunction::SqrtSoftplus => {
             let sum = chosen(index).map(|(_, e)| score.alone(x[e])).sum::<f32>() + EPS;
             let mean: f32 = chosen(index).map(|(slot, e)| g[slot] * (score.alone(x[e]) / sum)).sum();
             chosen(index).for_each(|(slot, e)| dx[e] += (g[slot] - mean) / sum * score.slope(x[e]));
@@ -97,7 +97,7 @@ fn row_backward(
 #[allow(clippy::too_many_arguments)]
 pub fn probabilities_backward<T: Float>(
     threads: &Threads,
-    how: Routing,
+    how: RouterParams,
     logits: &[T],
     experts: usize,
     k: usize,
@@ -107,7 +107,7 @@ pub fn probabilities_backward<T: Float>(
 ) -> Result<()> {
     check_below("route_backward", "expert", index, experts)?;
     let rows = grain(experts);
-    threads.chunks(dlogits, rows * experts, &|piece, dlogits| {
+    threads.parallel_chunks(dlogits, rows * experts, &|piece, dlogits| {
         let (mut x, mut y, mut dx) = (vec![0f32; experts], vec![0f32; experts], vec![0f32; experts]);
         let (mut g, mut p) = (vec![0f32; k], vec![0f32; k]);
         for (t, dlogits) in dlogits.chunks_mut(experts).enumerate() {

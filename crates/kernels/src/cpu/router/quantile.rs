@@ -1,6 +1,6 @@
 //! Quantile balancing.
 
-use super::choose::{best, key, number, order};
+use super::top_k::{best, key, number, order};
 use super::{grain, take_row};
 use ferrotron_tensor::{Float, Threads};
 
@@ -20,7 +20,7 @@ pub fn quantiles<T: Float>(
     if alpha.is_empty() {
         return;
     }
-    threads.chunks(&mut alpha, rows, &|piece, alpha| {
+    threads.parallel_chunks(&mut alpha, rows, &|piece, alpha| {
         let (mut x, mut keys) = (vec![0f32; experts], Vec::with_capacity(experts));
         for (t, alpha) in alpha.iter_mut().enumerate() {
             take_row(logits, piece * rows + t, &mut x);
@@ -30,7 +30,7 @@ pub fn quantiles<T: Float>(
             *alpha = best(&mut keys, k + 1).last().map_or(0.0, |key| x[number(*key)]);
         }
     });
-    threads.chunks(estimate, 1, &|e, estimate| {
+    threads.parallel_chunks(estimate, 1, &|e, estimate| {
         let column = logits.iter().skip(e).step_by(experts).zip(&alpha);
         let mut values: Vec<f32> = column.map(|(x, a)| x.to_f32() - a).collect();
         let (_, value, _) = values.select_nth_unstable_by(place, |a, b| order(*b).cmp(&order(*a)));

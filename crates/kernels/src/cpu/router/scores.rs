@@ -1,6 +1,6 @@
 //! Scores of logits and their derivatives.
 
-use crate::Score;
+use crate::ScoreFunction;
 
 /// What keeps a sum of scores from 0.
 pub(super) const EPS: f32 = 1e-20;
@@ -12,31 +12,31 @@ pub(super) fn sigmoid(x: f32) -> (f32, f32) {
     if x >= 0.0 { (large, small) } else { (small, large) }
 }
 
-impl Score {
+impl ScoreFunction {
     /// Is it a softmax, over all or over the chosen?
     pub(super) fn is_softmax(self) -> bool {
-        matches!(self, Score::SoftmaxOfChosen | Score::Softmax)
+        matches!(self, ScoreFunction::SoftmaxAfterTopK | ScoreFunction::Softmax)
     }
 
     /// The score of a logit by itself; the logit where the score is a softmax.
     pub(super) fn alone(self, x: f32) -> f32 {
         match self {
-            Score::SoftmaxOfChosen | Score::Softmax => x,
-            Score::Sigmoid => sigmoid(x).0,
-            Score::SqrtSoftplus if x > 20.0 => x.sqrt(),
-            Score::SqrtSoftplus => x.exp().ln_1p().sqrt(),
+            ScoreFunction::SoftmaxAfterTopK | ScoreFunction::Softmax => x,
+            ScoreFunction::Sigmoid => sigmoid(x).0,
+            ScoreFunction::SqrtSoftplus if x > 20.0 => x.sqrt(),
+            ScoreFunction::SqrtSoftplus => x.exp().ln_1p().sqrt(),
         }
     }
 
-    /// The derivative of [`Score::alone`].
+    /// The derivative of [`ScoreFunction::alone`].
     pub(super) fn slope(self, x: f32) -> f32 {
         match self {
-            Score::SoftmaxOfChosen | Score::Softmax => 1.0,
-            Score::Sigmoid => {
+            ScoreFunction::SoftmaxAfterTopK | ScoreFunction::Softmax => 1.0,
+            ScoreFunction::Sigmoid => {
                 let (y, rest) = sigmoid(x);
                 y * rest
             }
-            Score::SqrtSoftplus => {
+            ScoreFunction::SqrtSoftplus => {
                 let up = if x > 20.0 { 1.0 } else { sigmoid(x).0 };
                 up / (2.0 * self.alone(x) + EPS)
             }
@@ -58,7 +58,7 @@ pub(super) fn softmax(x: &[f32], y: &mut [f32]) {
 }
 
 /// Scores over all experts for a balancing loss: a softmax, or each divided by their sum. Gives that sum (1 for a softmax).
-pub(super) fn normalised(score: Score, x: &[f32], y: &mut [f32]) -> f32 {
+pub(super) fn normalised(score: ScoreFunction, x: &[f32], y: &mut [f32]) -> f32 {
     if score.is_softmax() {
         softmax(x, y);
         return 1.0;

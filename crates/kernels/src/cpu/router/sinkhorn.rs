@@ -10,7 +10,7 @@ const ROUNDS: usize = 10_000;
 /// `out [T, E] = d1·exp(logits)·d0`; see [`crate::RouterKernels::sinkhorn`]. Factors are f32, their sums f64.
 pub fn sinkhorn<T: Float>(threads: &Threads, logits: &[T], experts: usize, out: &mut [f32]) {
     let (tokens, rows) = (out.len() / experts, grain(experts));
-    threads.chunks(out, rows * experts, &|piece, out| {
+    threads.parallel_chunks(out, rows * experts, &|piece, out| {
         let from = &logits[piece * rows * experts..];
         out.iter_mut().zip(from).for_each(|(c, x)| *c = x.to_f32().exp());
     });
@@ -19,7 +19,7 @@ pub fn sinkhorn<T: Float>(threads: &Threads, logits: &[T], experts: usize, out: 
     for _ in 0..ROUNDS {
         let mut parts = vec![0f64; tokens.div_ceil(rows) * experts];
         let mut pieces: Vec<_> = d0.chunks_mut(rows).zip(parts.chunks_mut(experts)).collect();
-        threads.chunks(&mut pieces, 1, &|piece, pieces| {
+        threads.parallel_chunks(&mut pieces, 1, &|piece, pieces| {
             for (d0, part) in pieces {
                 let rows = cost[piece * rows * experts..].chunks(experts);
                 for (d0, row) in d0.iter_mut().zip(rows) {
@@ -42,7 +42,7 @@ pub fn sinkhorn<T: Float>(threads: &Threads, logits: &[T], experts: usize, out: 
             break;
         }
     }
-    threads.chunks(out, rows * experts, &|piece, out| {
+    threads.parallel_chunks(out, rows * experts, &|piece, out| {
         for (row, d0) in out.chunks_mut(experts).zip(&d0[piece * rows..]) {
             row.iter_mut().zip(&d1).for_each(|(c, d1)| *c = d1 * *c * d0);
         }

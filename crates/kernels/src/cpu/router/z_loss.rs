@@ -8,7 +8,7 @@ use ferrotron_tensor::{Float, Threads};
 pub fn z_loss<T: Float>(threads: &Threads, logits: &[T], segments: &[i32], experts: usize) -> [f64; 2] {
     let rows = grain(experts);
     let mut parts = vec![[0f64; 2]; segments.len().div_ceil(rows)];
-    threads.chunks(&mut parts, 1, &|piece, part| {
+    threads.parallel_chunks(&mut parts, 1, &|piece, part| {
         let mut x = vec![0f32; experts];
         for t in (piece * rows..segments.len().min((piece + 1) * rows)).filter(|t| segments[*t] >= 0) {
             take_row(logits, t, &mut x);
@@ -30,7 +30,7 @@ pub fn z_loss_backward<T: Float>(
     dlogits: &mut [T],
 ) {
     let rows = grain(experts);
-    threads.chunks(dlogits, rows * experts, &|piece, dlogits| {
+    threads.parallel_chunks(dlogits, rows * experts, &|piece, dlogits| {
         let mut x = vec![0f32; experts];
         for (t, dlogits) in dlogits.chunks_mut(experts).enumerate() {
             let t = piece * rows + t;

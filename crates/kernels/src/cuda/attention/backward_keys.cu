@@ -14,9 +14,9 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
     static_assert(STAGE % 128 == 0, "tiles start on 128 bytes");
     static_assert(PARTS == 1 || (CQ % 64 == 0 && CV % 64 == 0), "parts start on 128 bytes");
 
-    static __device__ __forceinline__ void run(const Attention& a) {
+    static __device__ __forceinline__ void run(const AttentionArgs& a) {
         const int part = blockIdx.x % PARTS;
-        const Place& p = keys_place(a, blockIdx.x / PARTS, BN, BM);
+        const Place& p = key_tile(a, blockIdx.x / PARTS, BN, BM);
         const u32 base = shared_address(attention_shared) + PLACE;
 
         float dk[MT][CQ / 8][4], dv[MT][CV / 8][4];
@@ -34,44 +34,44 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
 
         // Tiles are counted through all heads of the group, and take turns in two places.
         auto place_of = [&](i32 turn) { return base + K_BYTES + V_BYTES + u32(turn & 1) * STAGE; };
-        auto fetch = [&](i32 turn) {
+        auto load_guarded = [&](i32 turn) {
             const u32 at = place_of(turn);
             const i32 tiles = p.to - p.from, head = p.head * a.group + turn / tiles;
             const i32 q0 = (p.from + turn % tiles) * BM, rows = p.q_len - q0;
             load_tile<BM, DQ, THREADS>(at, a.q.row<bf16>(p.batch, p.q_start + q0, head), a.q.token, rows, a.d_qk,
-                                       a.wide & W_Q);
+                                       a.vectorized & W_Q);
             load_tile<BM, DV, THREADS>(at + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + q0, head), a.dout.token,
-                                       rows, a.d_v, a.wide & W_DOUT);
-            const int self = thread();
+                                       rows, a.d_v, a.vectorized & W_DOUT);
+            const int self = tid();
             if (self < 2 * BM) {
                 const i32 i = self % BM;
                 const bool there = i < rows;
                 const float* x = reinterpret_cast<const float*>(self < BM ? a.weights : a.delta) +
                                  ((i64(p.batch) * a.heads + head) * a.tokens + p.q_start + q0);
-                copy4(at + Q_BYTES + D_BYTES + self * 4, there ? x + i : x, there ? 4 : 0);
+                cp_async_4(at + Q_BYTES + D_BYTES + self * 4, there ? x + i : x, there ? 4 : 0);
             }
         };
 
         if (p.from < p.to) {
             load_tile<BN, DQ, THREADS>(base, a.k.row<bf16>(p.batch, p.k_start + p.first, p.head), a.k.token,
-                                       p.k_len - p.first, a.d_qk, a.wide & W_K);
+                                       p.k_len - p.first, a.d_qk, a.vectorized & W_K);
             load_tile<BN, DV, THREADS>(base + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + p.first, p.head), a.v.token,
-                                       p.k_len - p.first, a.d_v, a.wide & W_V);
-            fetch(0);
-            copies_issued();
+                                       p.k_len - p.first, a.d_v, a.vectorized & W_V);
+            load_guarded(0);
+            cp_async_commit();
         }
 #pragma unroll 1
         for (i32 turn = 0; turn < (p.to - p.from) * a.group; turn++) {
-            copies_arrived();
+            cp_async_wait_all();
             __syncthreads();
             if (turn + 1 < (p.to - p.from) * a.group) {
-                fetch(turn + 1);
-                copies_issued();
+                load_guarded(turn + 1);
+                cp_async_commit();
             }
             const u32 at = place_of(turn);
             const i32 q0 = (p.from + turn % (p.to - p.from)) * BM;
             // Queries that see some of this warp's keys, `near..=far`.
-            const int self = thread(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
+            const int self = tid(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
             const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.k_len) - 1;
             const i32 near = w0 - p.off - a.right, far = w1 < w0 ? -1 : w1 - p.off + a.left;
             if (q0 > far || q0 + BM <= near) continue;  // nobody here sees this warp's keys
@@ -84,16 +84,16 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
 #pragma unroll
                     for (int e = 0; e < 4; e++) s[m][n][e] = dp[m][n][e] = 0.0f;
             {
-                const u32 k_at = left_at<DQ>(base, lane, warp * MT * 16), q_at = right_at<DQ>(at, lane);
+                const u32 k_at = a_fragment<DQ>(base, lane, warp * MT * 16), q_at = b_fragment<DQ>(at, lane);
 #pragma unroll
                 for (int k = 0; k < DQ / 16; k++) {
                     u32 x[MT][4];
 #pragma unroll
-                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(k_at, k) + m * 16 * DQ * 2);
+                    for (int m = 0; m < MT; m++) ldmatrix(x[m], k_step(k_at, k) + m * 16 * DQ * 2);
 #pragma unroll
                     for (int n = 0; n < BM / 16; n++) {
                         u32 y[4];
-                        ldsm(y, step_to(q_at, k) + n * 16 * DQ * 2);
+                        ldmatrix(y, k_step(q_at, k) + n * 16 * DQ * 2);
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             mma(s[m][2 * n], x[m], y[0], y[1]);
@@ -103,17 +103,17 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                 }
             }
             {
-                const u32 v_at = left_at<DV>(base + K_BYTES, lane, warp * MT * 16);
-                const u32 d_at = right_at<DV>(at + Q_BYTES, lane);
+                const u32 v_at = a_fragment<DV>(base + K_BYTES, lane, warp * MT * 16);
+                const u32 d_at = b_fragment<DV>(at + Q_BYTES, lane);
 #pragma unroll
                 for (int k = 0; k < DV / 16; k++) {
                     u32 x[MT][4];
 #pragma unroll
-                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(v_at, k) + m * 16 * DV * 2);
+                    for (int m = 0; m < MT; m++) ldmatrix(x[m], k_step(v_at, k) + m * 16 * DV * 2);
 #pragma unroll
                     for (int n = 0; n < BM / 16; n++) {
                         u32 y[4];
-                        ldsm(y, step_to(d_at, k) + n * 16 * DV * 2);
+                        ldmatrix(y, k_step(d_at, k) + n * 16 * DV * 2);
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             mma(dp[m][2 * n], x[m], y[0], y[1]);
@@ -169,7 +169,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                     }
             }
             {
-                const u32 d_at = turned_at<DV>(at + Q_BYTES, lane) + part * (CV * 2);
+                const u32 d_at = b_fragment_trans<DV>(at + Q_BYTES, lane) + part * (CV * 2);
 #pragma unroll
                 for (int k = 0; k < BM / 16; k++) {
                     u32 x[MT][4];
@@ -182,7 +182,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
 #pragma unroll
                     for (int n = 0; n < CV / 16; n++) {
                         u32 y[4];
-                        ldsm_turned(y, step_to(d_at, n) + k * 16 * DV * 2);
+                        ldmatrix_trans(y, k_step(d_at, n) + k * 16 * DV * 2);
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             mma(dv[m][2 * n], x[m], y[0], y[1]);
@@ -192,7 +192,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                 }
             }
             {
-                const u32 q_at = turned_at<DQ>(at, lane) + part * (CQ * 2);
+                const u32 q_at = b_fragment_trans<DQ>(at, lane) + part * (CQ * 2);
 #pragma unroll
                 for (int k = 0; k < BM / 16; k++) {
                     u32 x[MT][4];
@@ -205,7 +205,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
 #pragma unroll
                     for (int n = 0; n < CQ / 16; n++) {
                         u32 y[4];
-                        ldsm_turned(y, step_to(q_at, n) + k * 16 * DQ * 2);
+                        ldmatrix_trans(y, k_step(q_at, n) + k * 16 * DQ * 2);
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             mma(dk[m][2 * n], x[m], y[0], y[1]);
@@ -216,7 +216,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
             }
         }
 
-        const int end = thread(), g = (end & 31) >> 2, t = (end & 3) * 2;
+        const int end = tid(), g = (end & 31) >> 2, t = (end & 3) * 2;
         const i32 w0 = p.first + (end >> 5) * (MT * 16);
 #pragma unroll
         for (int m = 0; m < MT; m++)
@@ -227,18 +227,18 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                 bf16* row = a.dk.row<bf16>(p.batch, p.k_start + j, p.head);
 #pragma unroll
                 for (int n = 0; n < CQ / 8; n++)
-                    store_pair(row, part * CQ + n * 8 + t, a.d_qk, a.wide & W_DK, dk[m][n][r * 2] * a.scale,
+                    store_pair(row, part * CQ + n * 8 + t, a.d_qk, a.vectorized & W_DK, dk[m][n][r * 2] * a.scale,
                                dk[m][n][r * 2 + 1] * a.scale);
                 row = a.dv.row<bf16>(p.batch, p.k_start + j, p.head);
 #pragma unroll
                 for (int n = 0; n < CV / 8; n++)
-                    store_pair(row, part * CV + n * 8 + t, a.d_v, a.wide & W_DV, dv[m][n][r * 2], dv[m][n][r * 2 + 1]);
+                    store_pair(row, part * CV + n * 8 + t, a.d_v, a.vectorized & W_DV, dv[m][n][r * 2], dv[m][n][r * 2 + 1]);
             }
     }
 };
 
 #define KEYS(NAME, DQ, DV, MT, BM, WARPS, PARTS, BLOCKS)                                                         \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ Attention a) { \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ AttentionArgs a) { \
         Keys<DQ, DV, MT, BM, WARPS, PARTS>::run(a);                                                              \
     }
 

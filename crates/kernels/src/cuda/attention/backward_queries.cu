@@ -7,30 +7,30 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
     static constexpr int K_BYTES = BN * DQ * 2, V_BYTES = BN * DV * 2;
     static constexpr int STAGE = K_BYTES + V_BYTES, BYTES = PLACE + Q_BYTES + D_BYTES + 2 * STAGE;
 
-    static __device__ __forceinline__ void run(const Attention& a) {
-        const Place& p = queries_place(a, BM, BN);
+    static __device__ __forceinline__ void run(const AttentionArgs& a) {
+        const Place& p = query_tile(a, BM, BN);
         const u32 base = shared_address(attention_shared) + PLACE;
 
         // Tiles take turns in two places.
         auto place_of = [&](i32 tile) { return base + Q_BYTES + D_BYTES + u32((tile ^ p.from) & 1) * STAGE; };
-        auto fetch = [&](i32 tile) {
+        auto load_guarded = [&](i32 tile) {
             const u32 at = place_of(tile);
             const i32 k0 = tile * BN;
             load_tile<BN, DQ, THREADS>(at, a.k.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.k.token,
-                                       p.k_len - k0, a.d_qk, a.wide & W_K);
+                                       p.k_len - k0, a.d_qk, a.vectorized & W_K);
             load_tile<BN, DV, THREADS>(at + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.v.token,
-                                       p.k_len - k0, a.d_v, a.wide & W_V);
+                                       p.k_len - k0, a.d_v, a.vectorized & W_V);
         };
         if (p.from < p.to) {
             load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,
-                                       p.q_len - p.first, a.d_qk, a.wide & W_Q);
+                                       p.q_len - p.first, a.d_qk, a.vectorized & W_Q);
             load_tile<BM, DV, THREADS>(base + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + p.first, p.head),
-                                       a.dout.token, p.q_len - p.first, a.d_v, a.wide & W_DOUT);
-            fetch(p.from);
-            copies_issued();
+                                       a.dout.token, p.q_len - p.first, a.d_v, a.vectorized & W_DOUT);
+            load_guarded(p.from);
+            cp_async_commit();
         }
 
-        const int begin = thread();
+        const int begin = tid();
         const i32 row0 = p.first + (begin >> 5) * (MT * 16) + ((begin & 31) >> 2);
         float weights[MT][2], delta[MT][2], dq[MT][DQ / 8][4];
 #pragma unroll
@@ -51,15 +51,15 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
 
 #pragma unroll 1
         for (i32 tile = p.from; tile < p.to; tile++) {
-            copies_arrived();
+            cp_async_wait_all();
             __syncthreads();
             if (tile + 1 < p.to) {
-                fetch(tile + 1);
-                copies_issued();
+                load_guarded(tile + 1);
+                cp_async_commit();
             }
             const i32 k0 = tile * BN;
             // Keys that some of this warp's queries see, `near..=far`, and keys that all of them see.
-            const int self = thread(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
+            const int self = tid(), lane = self & 31, warp = self >> 5, g = lane >> 2, t = (lane & 3) * 2;
             const i32 w0 = p.first + warp * (MT * 16), w1 = min(w0 + MT * 16, p.q_len) - 1;
             const i32 near = p.lo(a, w0), far = w1 < w0 ? -1 : p.hi(a, w1);
             if (k0 > far || k0 + BN <= near) continue;
@@ -73,16 +73,16 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
 #pragma unroll
                     for (int e = 0; e < 4; e++) s[m][n][e] = dp[m][n][e] = 0.0f;
             {
-                const u32 q_at = left_at<DQ>(base, lane, warp * MT * 16), k_at = right_at<DQ>(at, lane);
+                const u32 q_at = a_fragment<DQ>(base, lane, warp * MT * 16), k_at = b_fragment<DQ>(at, lane);
 #pragma unroll
                 for (int k = 0; k < DQ / 16; k++) {
                     u32 x[MT][4];
 #pragma unroll
-                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(q_at, k) + m * 16 * DQ * 2);
+                    for (int m = 0; m < MT; m++) ldmatrix(x[m], k_step(q_at, k) + m * 16 * DQ * 2);
 #pragma unroll
                     for (int n = 0; n < BN / 16; n++) {
                         u32 y[4];
-                        ldsm(y, step_to(k_at, k) + n * 16 * DQ * 2);
+                        ldmatrix(y, k_step(k_at, k) + n * 16 * DQ * 2);
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             mma(s[m][2 * n], x[m], y[0], y[1]);
@@ -92,17 +92,17 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                 }
             }
             {
-                const u32 d_at = left_at<DV>(base + Q_BYTES, lane, warp * MT * 16);
-                const u32 v_at = right_at<DV>(at + K_BYTES, lane);
+                const u32 d_at = a_fragment<DV>(base + Q_BYTES, lane, warp * MT * 16);
+                const u32 v_at = b_fragment<DV>(at + K_BYTES, lane);
 #pragma unroll
                 for (int k = 0; k < DV / 16; k++) {
                     u32 x[MT][4];
 #pragma unroll
-                    for (int m = 0; m < MT; m++) ldsm(x[m], step_to(d_at, k) + m * 16 * DV * 2);
+                    for (int m = 0; m < MT; m++) ldmatrix(x[m], k_step(d_at, k) + m * 16 * DV * 2);
 #pragma unroll
                     for (int n = 0; n < BN / 16; n++) {
                         u32 y[4];
-                        ldsm(y, step_to(v_at, k) + n * 16 * DV * 2);
+                        ldmatrix(y, k_step(v_at, k) + n * 16 * DV * 2);
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             mma(dp[m][2 * n], x[m], y[0], y[1]);
@@ -148,7 +148,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                     }
             }
             {
-                const u32 k_at = turned_at<DQ>(at, lane);
+                const u32 k_at = b_fragment_trans<DQ>(at, lane);
 #pragma unroll
                 for (int k = 0; k < BN / 16; k++) {
                     u32 x[MT][4];
@@ -161,7 +161,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
 #pragma unroll
                     for (int n = 0; n < DQ / 16; n++) {
                         u32 y[4];
-                        ldsm_turned(y, step_to(k_at, n) + k * 16 * DQ * 2);
+                        ldmatrix_trans(y, k_step(k_at, n) + k * 16 * DQ * 2);
 #pragma unroll
                         for (int m = 0; m < MT; m++) {
                             mma(dq[m][2 * n], x[m], y[0], y[1]);
@@ -172,7 +172,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
             }
         }
 
-        const int end = thread(), g = (end & 31) >> 2, c0 = (end & 3) * 2;
+        const int end = tid(), g = (end & 31) >> 2, c0 = (end & 3) * 2;
 #pragma unroll
         for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -185,14 +185,14 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                 for (int n = 0; n < DQ / 8; n++) {
                     const float x = blind ? 0.0f : dq[m][n][r * 2] * a.scale;
                     const float y = blind ? 0.0f : dq[m][n][r * 2 + 1] * a.scale;
-                    store_pair(row, n * 8 + c0, a.d_qk, a.wide & W_DQ, x, y);
+                    store_pair(row, n * 8 + c0, a.d_qk, a.vectorized & W_DQ, x, y);
                 }
             }
     }
 };
 
 #define QUERIES(NAME, DQ, DV, MT, BN, WARPS, BLOCKS)                                                             \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ Attention a) { \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ AttentionArgs a) { \
         Queries<DQ, DV, MT, BN, WARPS>::run(a);                                                                  \
     }
 

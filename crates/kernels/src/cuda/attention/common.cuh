@@ -25,7 +25,7 @@ struct Item {
 enum Aligned : u32 { W_Q = 1, W_K = 2, W_V = 4, W_OUT = 8, W_DOUT = 16, W_DQ = 32, W_DK = 64, W_DV = 128 };
 
 // Arguments of every attention kernel; views and addresses a kernel has no use for are 0.
-struct Attention {
+struct AttentionArgs {
     View q, k, v, out, dout, dq, dk, dv;
     u64 lse;  // f32
     i64 lse_batch, lse_head, lse_token;
@@ -37,25 +37,25 @@ struct Attention {
     i32 batches, heads, group, d_qk, d_v;
     i32 q_len, k_len, tiles;  // of each batch entry, where there are no items
     i32 left, right, bottom;  // window (unbounded: 1 << 29); diagonal ends at the last key
-    u32 wide;
+    u32 vectorized;
     float scale;
     // A product x becomes a score times log2 e: outer·tanh(inner·x) with a soft cap, inner·x where outer is 0.
     float inner, outer;
     // The same in the forward softmax, which takes maxima of the products: 1 where they are mapped before.
     float factor;
 };
-static_assert(sizeof(Attention) == 416, "as in mod.rs");
+static_assert(sizeof(AttentionArgs) == 416, "as in mod.rs");
 
 // Where a block of threads works. Heads run fastest, so that heads that share keys run side by side.
 struct Place {
     i32 batch, head, kv_head, q_start, q_len, k_start, k_len, first, off;
     i32 from, to;  // tiles of the other side to meet
     // First and last key that query i sees; none when the first is greater.
-    __device__ __forceinline__ i32 lo(const Attention& a, i32 i) const { return max(i + off - a.left, 0); }
-    __device__ __forceinline__ i32 hi(const Attention& a, i32 i) const { return min(i + off + a.right, k_len - 1); }
+    __device__ __forceinline__ i32 lo(const AttentionArgs& a, i32 i) const { return max(i + off - a.left, 0); }
+    __device__ __forceinline__ i32 hi(const AttentionArgs& a, i32 i) const { return min(i + off + a.right, k_len - 1); }
 };
 
-__device__ __forceinline__ Place place(const Attention& a, i32 block, i32 heads, i32 size, bool reversed) {
+__device__ __forceinline__ Place place(const AttentionArgs& a, i32 block, i32 heads, i32 size, bool reversed) {
     Place p;
     p.head = block % heads;
     i32 rest = block / heads;
@@ -86,13 +86,13 @@ __device__ __forceinline__ Place place(const Attention& a, i32 block, i32 heads,
 
 // Four 8x8 matrices; lane l names row l % 8 of matrix l / 8. Register m: row lane / 4, columns 2·(lane % 4) and
 // the next, of matrix m; transposed: the two rows of that column pair.
-__device__ __forceinline__ void ldsm(u32 (&r)[4], u32 at) {
+__device__ __forceinline__ void ldmatrix(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at)
                  : "memory");
 }
-__device__ __forceinline__ void ldsm_turned(u32 (&r)[4], u32 at) {
+__device__ __forceinline__ void ldmatrix_trans(u32 (&r)[4], u32 at) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(at)
@@ -102,19 +102,19 @@ __device__ __forceinline__ void ldsm_turned(u32 (&r)[4], u32 at) {
 // (g+8, t+8) and their right neighbours, b holds (t, g), (t+8, g) and their lower ones, c as a's first two.
 __device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32." NUMBER "." NUMBER ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k16.row.col.f32." ELEMENT_PTX "." ELEMENT_PTX ".f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 // 16 bytes to shared memory, of which the first `bytes` are read and the others are 0.
-__device__ __forceinline__ void copy16(u32 to, const void* from, u32 bytes) {
+__device__ __forceinline__ void cp_async_16(u32 to, const void* from, u32 bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy4(u32 to, const void* from, u32 bytes) {
+__device__ __forceinline__ void cp_async_4(u32 to, const void* from, u32 bytes) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copies_issued() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void copies_arrived() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 __device__ __forceinline__ float fast_exp2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -130,33 +130,33 @@ __device__ __forceinline__ float fast_tanh(float x) {
 // A weight of a value, which is at most 1. Where NARROW is defined it is the nearest number of E4M3 of scale 256: adding
 // 1.5·2^20 times its power of two leaves it three digits behind the first; the smallest number that has all of them is
 // 2^-14, below which steps stay. NaN stays NaN. Then maxima may not lag, or weights would be above 1.
-#ifdef NARROW
-#define MAY_LAG(x) 0.0f
-__device__ __forceinline__ float weight_of(float x) {
+#ifdef FP8_PROBS
+#define RESCALE_THRESHOLD(x) 0.0f
+__device__ __forceinline__ float round_prob(float x) {
     const float shift = __uint_as_float(max(__float_as_uint(x) & 0x7f800000u, 0x38800000u)) * 1572864.0f;
     return __fsub_rn(__fadd_rn(x, shift), shift);
 }
 #else
-#define MAY_LAG(x) x
-__device__ __forceinline__ float weight_of(float x) { return x; }
+#define RESCALE_THRESHOLD(x) x
+__device__ __forceinline__ float round_prob(float x) { return x; }
 #endif
-__device__ __forceinline__ u32 pack_weights(float low, float high) { return pack_bf16(weight_of(low), weight_of(high)); }
+__device__ __forceinline__ u32 pack_probs(float low, float high) { return pack_bf16(round_prob(low), round_prob(high)); }
 
 // A tile [ROWS, D] of bf16 in shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, whose
 // 16-byte chunks c sit at c ^ (row % 8), so that eight rows of one chunk fall on different banks.
 // Rows from `rows` on and channels from `channels` on become 0.
 template <int ROWS, int D, int THREADS>
-__device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i32 rows, i32 channels, bool wide) {
+__device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i32 rows, i32 channels, bool vectorized) {
     constexpr int CHUNKS = D / 8;
     static_assert(ROWS * CHUNKS % THREADS == 0, "whole rounds only");
-    const int self = thread();
-    if (wide) {
+    const int self = tid();
+    if (vectorized) {
 #pragma unroll
         for (int n = 0; n < ROWS * CHUNKS / THREADS; n++) {
             int at = n * THREADS + self, row = at / CHUNKS, c = at % CHUNKS;
             int bytes = row < rows ? min(max((channels - c * 8) * 2, 0), 16) : 0;
             const bf16* p = bytes > 0 ? from + (row * step + c * 8) : from;
-            copy16(to + row * (D * 2) + ((c ^ (row & 7)) << 4), p, u32(bytes));
+            cp_async_16(to + row * (D * 2) + ((c ^ (row & 7)) << 4), p, u32(bytes));
         }
     } else {
 #pragma unroll 1
@@ -166,7 +166,7 @@ __device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i3
 #pragma unroll
             for (int e = 0; e < 8; e++)
                 x[e] = row < rows && c * 8 + e < channels ? from[row * step + c * 8 + e].bits : 0;
-            store16(to + row * (D * 2) + ((c ^ (row & 7)) << 4), x[0] | x[1] << 16, x[2] | x[3] << 16,
+            st_shared_v4(to + row * (D * 2) + ((c ^ (row & 7)) << 4), x[0] | x[1] << 16, x[2] | x[3] << 16,
                     x[4] | x[5] << 16, x[6] | x[7] << 16);
         }
     }
@@ -174,23 +174,23 @@ __device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i3
 
 // Lane's address of the matrices of a tile's left operand (rows = m, channels = k): row 0, chunk 0.
 // Chunk 2·k of the same row is at `step_to(address, k)`.
-template <int D> __device__ __forceinline__ u32 left_at(u32 tile, int lane, int row) {
+template <int D> __device__ __forceinline__ u32 a_fragment(u32 tile, int lane, int row) {
     return tile + (row + (lane & 15)) * (D * 2) + (((lane >> 4) ^ (lane & 7)) << 4);
 }
 // The same for a right operand stored [n, k]: two blocks of 8 n, 16 k.
-template <int D> __device__ __forceinline__ u32 right_at(u32 tile, int lane) {
+template <int D> __device__ __forceinline__ u32 b_fragment(u32 tile, int lane) {
     return tile + ((lane & 7) + (lane >> 4) * 8) * (D * 2) + ((((lane >> 3) & 1) ^ (lane & 7)) << 4);
 }
 // The same for a right operand stored [k, n], loaded turned: 16 k, two blocks of 8 n.
-template <int D> __device__ __forceinline__ u32 turned_at(u32 tile, int lane) {
+template <int D> __device__ __forceinline__ u32 b_fragment_trans(u32 tile, int lane) {
     return tile + (lane & 15) * (D * 2) + (((lane >> 4) ^ (lane & 7)) << 4);
 }
 // 32·k bytes along the row, through the swizzle: bits 5 and 6 of the address are its own, tiles being aligned to 128.
-__device__ __forceinline__ u32 step_to(u32 at, int k) { return (at ^ ((k & 3) << 5)) + (k >> 2) * 128; }
+__device__ __forceinline__ u32 k_step(u32 at, int k) { return (at ^ ((k & 3) << 5)) + (k >> 2) * 128; }
 
 // Two neighbouring channels of a row.
-__device__ __forceinline__ void store_pair(bf16* row, i32 c, i32 channels, bool wide, float x, float y) {
-    if (wide && c + 1 < channels) {
+__device__ __forceinline__ void store_pair(bf16* row, i32 c, i32 channels, bool vectorized, float x, float y) {
+    if (vectorized && c + 1 < channels) {
         *reinterpret_cast<u32*>(row + c) = pack_bf16(x, y);
     } else {
         if (c < channels) row[c] = from_f32<bf16>(x);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void store_pair(bf16* row, i32 c, i32 channels, bool 
 
 // After the last key: the log-sum-exp of a query, and the factor that turns its weighted sum of values into its output,
 // from the largest score and the sum of powers (and the sink) times log2 e.
-__device__ __forceinline__ void conclude(float most, float sum, float sink, float& lse, float& share) {
+__device__ __forceinline__ void finalize_softmax(float most, float sum, float sink, float& lse, float& share) {
     const float top = sink > most ? sink : most;
     // No key, or only scores of -inf, and no sink: nothing to see, unless it is NaN.
     const bool nothing = top == NEG_INF;
@@ -217,7 +217,7 @@ extern __shared__ __align__(128) u8 attention_shared[];
 // after PLACE bytes.
 constexpr int PLACE = 128;
 // `rows` queries and the tiles of `size` keys they see.
-__device__ __forceinline__ const Place& queries_place(const Attention& a, i32 rows, i32 size) {
+__device__ __forceinline__ const Place& query_tile(const AttentionArgs& a, i32 rows, i32 size) {
     if (threadIdx.x == 0) {
         Place p = place(a, blockIdx.x, a.heads, rows, true);
         p.from = p.lo(a, p.first) / size;
@@ -229,7 +229,7 @@ __device__ __forceinline__ const Place& queries_place(const Attention& a, i32 ro
     return *reinterpret_cast<const Place*>(attention_shared);
 }
 // `rows` keys and the tiles of `size` queries that see them.
-__device__ __forceinline__ const Place& keys_place(const Attention& a, i32 block, i32 rows, i32 size) {
+__device__ __forceinline__ const Place& key_tile(const AttentionArgs& a, i32 block, i32 rows, i32 size) {
     if (threadIdx.x == 0) {
         Place p = place(a, block, a.heads / a.group, rows, false);
         const i32 last = min(p.first + rows, p.k_len) - 1;

@@ -3,13 +3,13 @@
 //! Backward: bounds of keys and values, then numbers of each query, then one kernel for dk, dv and the sums of dq in
 //! fixed point, then dq. Where there are enough heads, a block has all keys of one and needs neither bounds nor sums.
 
-use super::hopper_kinds::{Forward, Kind, OWN_NAMES, kind};
-use super::hopper_sections::{BLOCKS, CACHE, section, shared_section};
-use super::job::{Args, Job, blocks};
-use super::tables::Items;
-use crate::cuda::sources::narrow_of;
+use super::hopper_scheduler::{BLOCKS, CACHE, section, shared_section};
+use super::hopper_variants::{Forward, KernelVariant, PER_HEAD_KERNELS, variant};
+use super::problem::{AttentionArgs, AttentionProblem, blocks};
+use super::tile_table::TileTable;
+use crate::cuda::sources::fp8_source;
 use crate::cuda::tensor_map::{TensorMap, tensor_map};
-use crate::cuda::{CudaKernels, Grid, Kernel};
+use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use ferrotron_tensor::{DType, Launch, Result};
 
 /// Rows of what is done for each query, and of what scratch space is made of.
@@ -18,13 +18,13 @@ const ROWS: usize = 128;
 const FORWARD_VIEWS: u32 = 0x0f;
 const BACKWARD_VIEWS: u32 = 0xff;
 
-/// `Mapped` of hopper_common.cuh.
+/// `HopperArgs` of hopper_common.cuh.
 #[repr(C, align(64))]
 #[derive(Clone, Copy, Default)]
-pub(super) struct Mapped {
+pub(super) struct HopperArgs {
     /// q, k, v, dout.
     pub(super) maps: [TensorMap; 4],
-    args: Args,
+    args: AttentionArgs,
     sums: u64,
     pub(super) bounds: u64,
     next: u64,
@@ -40,33 +40,33 @@ pub(super) struct Mapped {
 }
 
 // The source says the same.
-const _: () = assert!(size_of::<Mapped>() == 1024);
+const _: () = assert!(size_of::<HopperArgs>() == 1024);
 
-impl Mapped {
+impl HopperArgs {
     /// Arguments for tiles of `rows` queries or keys of `heads`, and how many tiles there are.
     pub(super) fn over(
-        job: &Job,
+        problem: &AttentionProblem,
         l: &Launch,
         heads: usize,
         (len, rows): (i32, usize),
-        items: Option<(usize, &Items)>,
-    ) -> Result<(Mapped, usize)> {
-        let mut m = Mapped { args: job.args, ..Mapped::default() };
-        let pairs = job.pairs(heads);
+        items: Option<(usize, &TileTable)>,
+    ) -> Result<(HopperArgs, usize)> {
+        let mut m = HopperArgs { args: problem.args, ..HopperArgs::default() };
+        let pairs = problem.pairs(heads);
         let tiles = match items {
-            _ if job.packed => job.table(l, items, true, &mut m.args)?,
+            _ if problem.packed => problem.table(l, items, true, &mut m.args)?,
             _ => (len as usize).div_ceil(rows),
         };
         let total = blocks(tiles * pairs)? as i32;
         m.args.tiles = tiles as i32;
         (m.total, m.whole, m.pairs, m.section) = (total, total, pairs as i32, pairs as i32);
-        [m.k_from, m.k_to] = job.inside[1].map(|x| x as i32);
+        [m.k_from, m.k_to] = problem.inside[1].map(|x| x as i32);
         Ok((m, tiles * pairs))
     }
 
     /// Has heads take their turns in sections whose keys and values, of so many bytes each, stay in the cache.
-    pub(super) fn in_sections(&mut self, job: &Job, bytes: usize) -> Result<()> {
-        let (shape, pairs, tiles) = (&job.shape, self.pairs as usize, self.args.tiles as usize);
+    pub(super) fn tile_in_sections(&mut self, problem: &AttentionProblem, bytes: usize) -> Result<()> {
+        let (shape, pairs, tiles) = (&problem.shape, self.pairs as usize, self.args.tiles as usize);
         let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes);
         if part < pairs {
             // Every section starts with a round of the blocks.
@@ -81,7 +81,7 @@ impl Mapped {
 /// The kernels for a job.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Hopper {
-    kind: &'static Kind,
+    variant: &'static KernelVariant,
     forward: Forward,
     /// A block has all keys of a head.
     own: bool,
@@ -99,59 +99,60 @@ struct Space {
 }
 
 /// The kernels for a job, if they can do it once its views turn out to be aligned.
-pub(super) fn hopper(kernels: &CudaKernels, job: &Job, dtype: DType) -> Option<Hopper> {
-    let (shape, a) = (&job.shape, &job.args);
-    let kind = kind(shape.d_qk, shape.d_v, shape.softcap.is_some())?;
+pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: DType) -> Option<Hopper> {
+    let (shape, a) = (&problem.shape, &problem.args);
+    let variant = variant(shape.d_qk, shape.d_v, shape.softcap.is_some())?;
     let fits = dtype == DType::BF16
         && shape.d_qk.is_multiple_of(8)
         && shape.d_v.is_multiple_of(8)
         && shape.scale > 0.0
         && shape.heads > 0
         && a.batches > 0
-        && job.tokens.iter().all(|n| *n > 0)
+        && problem.tokens.iter().all(|n| *n > 0)
         && kernels.has("attention_hopper_forward");
     if !fits {
         return None;
     }
-    let tokens = job.tokens[0];
-    let (pairs, group) = (job.pairs(shape.kv_heads), shape.heads / shape.kv_heads);
+    let tokens = problem.tokens[0];
+    let (pairs, group) = (problem.pairs(shape.kv_heads), shape.heads / shape.kv_heads);
     // Packed sequences each start on a tile of their own.
-    let padded = if job.packed { tokens / ROWS + job.spans.len() + 1 } else { tokens.div_ceil(ROWS) } * ROWS;
-    let own = !job.packed
-        && kind.width == 64
+    let padded =
+        if problem.packed { tokens / ROWS + problem.spans.len() + 1 } else { tokens.div_ceil(ROWS) } * ROWS;
+    let own = !problem.packed
+        && variant.width == 64
         // The blocks are all busy to the end, nearly; what they keep stays in the cache.
         && pairs.div_ceil(BLOCKS) * BLOCKS * 10 <= pairs * 11
-        && BLOCKS.min(pairs) * group * padded * kind.width * 4 <= CACHE
+        && BLOCKS.min(pairs) * group * padded * variant.width * 4 <= CACHE
         // All queries see some key.
         && (a.bottom == 0 || a.k_len >= a.q_len)
         && (shape.window.0.is_none() || a.k_len >= a.q_len);
-    let chunks = (job.inside[1][1] - job.inside[1][0]).div_ceil(ROWS);
-    let forward = match kind.short {
-        Some((below, short)) if job.reach() < below => short,
-        _ => kind.forward,
+    let chunks = (problem.inside[1][1] - problem.inside[1][0]).div_ceil(ROWS);
+    let forward = match variant.short {
+        Some((below, short)) if problem.reach() < below => short,
+        _ => variant.forward,
     };
-    Some(Hopper { kind, forward, own, padded, chunks })
+    Some(Hopper { variant, forward, own, padded, chunks })
 }
 
 impl Hopper {
     /// Can these kernels read and write the views?
-    pub(super) fn forward_fits(&self, job: &Job) -> bool {
-        job.args.wide & FORWARD_VIEWS == FORWARD_VIEWS
+    pub(super) fn forward_fits(&self, problem: &AttentionProblem) -> bool {
+        problem.args.vectorized & FORWARD_VIEWS == FORWARD_VIEWS
     }
 
     /// The same for the backward pass.
-    pub(super) fn backward_fits(&self, job: &Job) -> bool {
-        job.args.wide & BACKWARD_VIEWS == BACKWARD_VIEWS
+    pub(super) fn backward_fits(&self, problem: &AttentionProblem) -> bool {
+        problem.args.vectorized & BACKWARD_VIEWS == BACKWARD_VIEWS
     }
 
     /// A map of view `at` for tiles of `rows` tokens.
-    fn map(&self, job: &Job, at: usize, rows: usize) -> Result<TensorMap> {
-        let shape = &job.shape;
+    fn map(&self, problem: &AttentionProblem, at: usize, rows: usize) -> Result<TensorMap> {
+        let shape = &problem.shape;
         let keys = at == 1 || at == 2;
         let channels = if at < 2 { shape.d_qk } else { shape.d_v };
         let heads = if keys { shape.kv_heads } else { shape.heads };
-        let (address, [batch, token, head]) = job.args.view(at);
-        let sizes = [channels, job.tokens[usize::from(keys)], heads, job.args.batches as usize];
+        let (address, [batch, token, head]) = problem.args.view(at);
+        let sizes = [channels, problem.tokens[usize::from(keys)], heads, problem.args.batches as usize];
         tensor_map(address, sizes, [token, head, batch], rows as u32)
     }
 
@@ -162,41 +163,49 @@ impl Hopper {
 
     /// Keys of a backward pass's tiles, and queries of what is done for each.
     pub(super) fn backward_rows(&self) -> [usize; 2] {
-        [self.kind.backward.keys, ROWS]
+        [self.variant.backward.keys, ROWS]
     }
 
     /// Queues the forward kernel; `items` is the argument with the table of query tiles.
     pub(super) fn forward(
         &self,
         kernels: &CudaKernels,
-        job: &Job,
+        problem: &AttentionProblem,
         l: &Launch,
-        items: Option<(usize, &Items)>,
+        items: Option<(usize, &TileTable)>,
     ) -> Result<()> {
-        let (shape, a, f) = (&job.shape, &job.args, &self.forward);
-        let (mut m, total) = Mapped::over(job, l, shape.heads, (a.q_len, f.rows()), items)?;
-        m.maps =
-            [self.map(job, 0, f.rows())?, self.map(job, 1, f.keys)?, self.map(job, 2, f.keys)?, m.maps[3]];
-        m.in_sections(job, job.tokens[1] * (shape.d_qk + shape.d_v) * 2)?;
-        let grid =
-            Grid { blocks: [total.min(BLOCKS) as u32, 1, 1], threads: f.threads(), shared: f.shared() };
+        let (shape, a, f) = (&problem.shape, &problem.args, &self.forward);
+        let (mut m, total) = HopperArgs::over(problem, l, shape.heads, (a.q_len, f.rows()), items)?;
+        m.maps = [
+            self.map(problem, 0, f.rows())?,
+            self.map(problem, 1, f.keys)?,
+            self.map(problem, 2, f.keys)?,
+            m.maps[3],
+        ];
+        m.tile_in_sections(problem, problem.tokens[1] * (shape.d_qk + shape.d_v) * 2)?;
+        let grid = LaunchConfig {
+            blocks: [total.min(BLOCKS) as u32, 1, 1],
+            threads: f.threads(),
+            shared: f.shared(),
+        };
         let Kernel { source, name } = f.kernel;
-        let source = if shape.fp8 { narrow_of(source) } else { source };
-        kernels.queue(l, Kernel { source, name }, grid, &m)
+        let source = if shape.fp8 { fp8_source(source) } else { source };
+        kernels.launch_kernel(l, Kernel { source, name }, grid, &m)
     }
 
-    fn space(&self, job: &Job) -> Space {
-        let (pairs, heads) = (job.pairs(job.shape.kv_heads), job.pairs(job.shape.heads));
-        let sums =
-            if self.own { BLOCKS.min(pairs) * heads / pairs } else { heads } * self.padded * self.kind.width;
+    fn space(&self, problem: &AttentionProblem) -> Space {
+        let (pairs, heads) = (problem.pairs(problem.shape.kv_heads), problem.pairs(problem.shape.heads));
+        let sums = if self.own { BLOCKS.min(pairs) * heads / pairs } else { heads }
+            * self.padded
+            * self.variant.width;
         let bounds = sums + heads * self.padded * 3;
         let next = bounds + (pairs * self.chunks * 2).next_multiple_of(4);
         Space { rows: sums, bounds, next, all: next + 4 }
     }
 
     /// How many f32 of scratch space the backward pass needs.
-    pub(super) fn scratch(&self, job: &Job) -> usize {
-        self.space(job).all
+    pub(super) fn scratch(&self, problem: &AttentionProblem) -> usize {
+        self.space(problem).all
     }
 
     /// Queues the backward kernels; `scratch` is the argument with the scratch space, `keys` and `queries` those with
@@ -204,55 +213,55 @@ impl Hopper {
     pub(super) fn backward(
         &self,
         kernels: &CudaKernels,
-        job: &Job,
+        problem: &AttentionProblem,
         l: &Launch,
         scratch: usize,
-        [keys, queries]: [Option<(usize, &Items)>; 2],
+        [keys, queries]: [Option<(usize, &TileTable)>; 2],
     ) -> Result<()> {
-        let (shape, a) = (&job.shape, &job.args);
-        let (start, space) = (l.address(scratch)?, self.space(job));
-        let named = |m: Mapped| {
+        let (shape, a) = (&problem.shape, &problem.args);
+        let (start, space) = (l.address(scratch)?, self.space(problem));
+        let named = |m: HopperArgs| {
             let at = |n: usize| start + n as u64 * 4;
             let (bounds, next) = (at(space.bounds), at(space.next));
             let (padded, chunks) = (self.padded as i32, self.chunks as i32);
-            let mut m = Mapped { sums: start, bounds, next, padded, chunks, ..m };
+            let mut m = HopperArgs { sums: start, bounds, next, padded, chunks, ..m };
             m.args.weights = at(space.rows);
             m
         };
-        let (m, row_tiles) = Mapped::over(job, l, shape.heads, (a.q_len, ROWS), queries)?;
+        let (m, row_tiles) = HopperArgs::over(problem, l, shape.heads, (a.q_len, ROWS), queries)?;
         let by_row = named(m);
-        let kind = &self.kind.backward;
-        let (m, key_tiles) = Mapped::over(job, l, shape.kv_heads, (a.k_len, kind.keys), keys)?;
+        let variant = &self.variant.backward;
+        let (m, key_tiles) = HopperArgs::over(problem, l, shape.kv_heads, (a.k_len, variant.keys), keys)?;
         let mut by_key = named(m);
         by_key.maps = [
-            self.map(job, 0, kind.queries)?,
-            self.map(job, 1, kind.keys)?,
-            self.map(job, 2, kind.keys)?,
-            self.map(job, 4, kind.queries)?,
+            self.map(problem, 0, variant.queries)?,
+            self.map(problem, 1, variant.keys)?,
+            self.map(problem, 2, variant.keys)?,
+            self.map(problem, 4, variant.queries)?,
         ];
-        let pairs = job.pairs(shape.kv_heads);
+        let pairs = problem.pairs(shape.kv_heads);
         let tiles = by_key.args.tiles.max(1);
         by_key.section = shared_section(pairs, tiles as usize) as i32;
         by_key.whole = by_key.section * tiles;
 
-        let rows = |name| Kernel { source: "attention_hopper_rows", name };
-        let each = |n: usize| Ok(Grid { blocks: [blocks(n)?, 1, 1], threads: 256, shared: 0 });
-        let ([bounds, mut prepare, finish], mut kernel) = (self.kind.rows, kind.kernel);
+        let rows = |name| Kernel { source: "attention_hopper_preprocess", name };
+        let each = |n: usize| Ok(LaunchConfig { blocks: [blocks(n)?, 1, 1], threads: 256, shared: 0 });
+        let ([bounds, mut prepare, finish], mut kernel) = (self.variant.rows, variant.kernel);
         if self.own {
-            [prepare, kernel.name] = OWN_NAMES;
+            [prepare, kernel.name] = PER_HEAD_KERNELS;
         }
         if !self.own {
-            kernels.queue(l, rows(bounds), each(pairs * self.chunks)?, &by_key)?;
+            kernels.launch_kernel(l, rows(bounds), each(pairs * self.chunks)?, &by_key)?;
         }
-        kernels.queue(l, rows(prepare), each(row_tiles)?, &by_row)?;
-        let grid = Grid {
+        kernels.launch_kernel(l, rows(prepare), each(row_tiles)?, &by_row)?;
+        let grid = LaunchConfig {
             blocks: [BLOCKS.min(if self.own { pairs } else { key_tiles }) as u32, 1, 1],
             threads: 384,
-            shared: kind.shared(),
+            shared: variant.shared(),
         };
-        kernels.queue(l, kernel, grid, &by_key)?;
+        kernels.launch_kernel(l, kernel, grid, &by_key)?;
         if !self.own {
-            kernels.queue(l, rows(finish), each(row_tiles)?, &by_row)?;
+            kernels.launch_kernel(l, rows(finish), each(row_tiles)?, &by_row)?;
         }
         Ok(())
     }

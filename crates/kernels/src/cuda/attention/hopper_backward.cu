@@ -11,8 +11,8 @@
 // wait for each other.
 
 // SHORT: gradients of scores are made of the powers as they were rounded for dv, which needs fewer registers.
-template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBackwardLoad<D, D, BM, 128, 3, OWN, 0> {
-    using Load = HopperBackwardLoad<D, D, BM, 128, 3, OWN, 0>;
+template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : HopperBackwardLoad<D, D, BM, 128, 3, PER_HEAD, 0> {
+    using Load = HopperBackwardLoad<D, D, BM, 128, 3, PER_HEAD, 0>;
     using Bars = typename Load::Bars;
     static constexpr int BN = Load::BN, STAGES = Load::STAGES, COLUMNS = Load::COLUMNS, NS = BM / 2, ND = D / 2;
     static constexpr u32 Q_BYTES = Load::Q_BYTES, DS_BYTES = Load::DS_BYTES;
@@ -24,26 +24,26 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
 
     // acc = x[64, D]·y[BM, D]ᵀ
     static __device__ __forceinline__ void scores(float (&s)[NS], u32 x, u32 y) {
-        rows_product<BM, D>(s, x, BN * 128, y, BM * 128);
+        wgmma_abt<BM, D>(s, x, BN * 128, y, BM * 128);
     }
     // acc[64, 64] = ds[BN, 64]ᵀ·k[BN, 64]
-    static __device__ __forceinline__ void queries(float (&c)[32], u32 ds, u32 k) { turned_product<64, BN>(c, ds, k); }
+    static __device__ __forceinline__ void queries(float (&c)[32], u32 ds, u32 k) { wgmma_atb<64, BN>(c, ds, k); }
 
     // Adds this warpgroup's part of dq to the sums of all blocks.
     static __device__ __forceinline__ void flush(float (&dq)[32], float step0, float step1, i32* to, int wg) {
-        add_sums(part<16>(dq[0]), step0, step1, to);
+        atomic_add_fixed_point(part<16>(dq[0]), step0, step1, to);
         // Of 96 channels the second warpgroup has 32.
         if (D > 64 && D < 128 && wg) return;
-        add_sums(part<16>(dq[16]), step0, step1, to + 16 * 128);
+        atomic_add_fixed_point(part<16>(dq[16]), step0, step1, to + 16 * 128);
     }
 
     // With OWN this block has all keys of the head: it keeps what it has of dq so far in its own scratch, where every
     // thread finds what it left there, and writes dq when the last of the keys have been seen.
-    struct Owned {
+    struct DqAccumulator {
         float4* scratch;
         i32 q0, head;
         bool begins, ends;
-        __device__ __forceinline__ void fetch(float4 (&before)[8]) const {
+        __device__ __forceinline__ void load_guarded(float4 (&before)[8]) const {
 #pragma unroll
             for (int j = 0; j < 8; j++) before[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
             if (!begins) {
@@ -51,9 +51,9 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                 for (int j = 0; j < 8; j++) before[j] = scratch[j * 128];
             }
         }
-        __device__ __forceinline__ void flush(const Mapped& m, const Spot& p, float (&dq)[32], const float4 (&before)[8],
+        __device__ __forceinline__ void flush(const HopperArgs& m, const HopperTile& p, float (&dq)[32], const float4 (&before)[8],
                                               int wg) const {
-            const Attention& a = m.a;
+            const AttentionArgs& a = m.a;
 #pragma unroll
             for (int j = 0; j < 8; j++) {
                 dq[4 * j] += before[j].x;
@@ -75,24 +75,24 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
         }
     };
 
-    static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
-        const Attention& a = m.a;
+    static __device__ __forceinline__ void consume(const HopperArgs& m, u32 base, Bars bars) {
+        const AttentionArgs& a = m.a;
         const int wg = warpgroup() - 1, self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
         const bool first_lane = lane == 0;
         Ring<STAGES> ring;
         u32 kv_phase = 0, count = 0;
-        Owned own;
+        DqAccumulator own;
         const i32 n = Load::total(m);
         typename Load::Slots slot;
         for (i32 index = 0;; index++) {
-            if constexpr (!OWN) {
-                barrier_wait(bars.tile_full(slot.stage), slot.phase);
+            if constexpr (!PER_HEAD) {
+                mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
                 index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
-                if (first_lane) barrier_arrive(bars.tile_free(slot.stage));
+                if (first_lane) mbarrier_arrive(bars.tile_free(slot.stage));
                 slot.next();
             }
             if (index >= n) break;
-            const Spot p = Load::place(m, index);
+            const HopperTile p = Load::place(m, index);
             const i32 w0 = p.first + wg * 64;
             float dk[ND], dv[ND];
 #pragma unroll
@@ -100,12 +100,12 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
             if (p.from < p.to) {
                 const u32 k_at = base + K_AT, v_at = base + V_AT;
                 const u32 dq_k = k_at + (W == 128 ? wg * BN * 128 : 0), dq_ds = W == 128 ? 0 : wg * BN * 128;
-                barrier_wait(bars.kv_full(), kv_phase);
+                mbarrier_wait(bars.kv_full(), kv_phase);
                 kv_phase ^= 1;
                 if (a.items && p.k_len - p.first < BN) {
-                    blank_rows<BN, COLUMNS>(k_at, p.k_len - p.first, self);
-                    blank_rows<BN, COLUMNS>(v_at, p.k_len - p.first, self);
-                    named_sync(1 + wg, 128);
+                    zero_rows<BN, COLUMNS>(k_at, p.k_len - p.first, self);
+                    zero_rows<BN, COLUMNS>(v_at, p.k_len - p.first, self);
+                    named_barrier_sync(1 + wg, 128);
                 }
                 float step0 = 0.0f, step1 = 0.0f;
                 i32* to = nullptr;
@@ -120,24 +120,24 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                     const i32 q0 = tile * BM;
                     float s[NS], dp[NS], dq[32];
                     u32 x[NS / 2], y[NS / 2];
-                    barrier_wait(bars.q_full(stage), ring.phase);
+                    mbarrier_wait(bars.q_full(stage), ring.phase);
                     const bool foreign = a.items && p.q_len - q0 < BM;
                     if (foreign) {
-                        blank_rows<BM, COLUMNS>(q_at, p.q_len - q0, self);
-                        named_sync(1 + wg, 128);
+                        zero_rows<BM, COLUMNS>(q_at, p.q_len - q0, self);
+                        named_barrier_sync(1 + wg, 128);
                     }
-                    products_begin();
+                    wgmma_fence();
                     scores(s, k_at + wg * 8192, q_at);
-                    products_issued();
-                    barrier_wait(bars.o_full(stage), ring.phase);
+                    wgmma_commit();
+                    mbarrier_wait(bars.o_full(stage), ring.phase);
                     if (foreign) {
-                        blank_rows<BM, COLUMNS>(o_at, p.q_len - q0, self);
-                        named_sync(1 + wg, 128);
+                        zero_rows<BM, COLUMNS>(o_at, p.q_len - q0, self);
+                        named_barrier_sync(1 + wg, 128);
                     }
                     scores(dp, v_at + wg * 8192, o_at);
-                    products_issued();
-                    products_done<1>();
-                    pin(s);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    fence_operand(s);
 
                     // p = exp(s - lse)
                     const int t = (lane & 3) * 2;
@@ -166,11 +166,11 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                     }
 #pragma unroll
                     for (int i = 0; i < NS / 2; i++) x[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
-                    products_begin();
-                    sum_product<D, BM>(dv, x, o_at, add);
-                    products_issued();
-                    products_done<1>();
-                    pin(dp);
+                    wgmma_fence();
+                    wgmma_ab<D, BM>(dv, x, o_at, add);
+                    wgmma_commit();
+                    wgmma_wait<1>();
+                    fence_operand(dp);
 
                     // ds = p·(dp - delta)
                     const float4* deltas = reinterpret_cast<const float4*>(Load::rows_of(stage, 1)) + (lane & 3);
@@ -187,40 +187,40 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
 #pragma unroll
                     for (int i = 0; i < NS / 2; i++) y[i] = pack_bf16(dp[2 * i], dp[2 * i + 1]);
                     const u32 side = count & 1, turned = side ^ 1;
-                    barrier_wait(bars.ds_free(side), ((count >> 1) & 1) ^ 1);
+                    mbarrier_wait(bars.ds_free(side), ((count >> 1) & 1) ^ 1);
                     {
                         const int row = wg * 64 + warp * 16 + (lane & 15);
                         const u32 at = base + DS_AT + side * DS_BYTES + row * 128;
 #pragma unroll
                         for (int i = 0; i < BM / 16; i++) {
                             const int chunk = 2 * i + (lane >> 4);
-                            stsm(at + (i >> 2) * BN * 128 + (((chunk & 7) ^ (row & 7)) << 4), y[4 * i], y[4 * i + 1],
+                            stmatrix(at + (i >> 2) * BN * 128 + (((chunk & 7) ^ (row & 7)) << 4), y[4 * i], y[4 * i + 1],
                                  y[4 * i + 2], y[4 * i + 3]);
                         }
-                        async_fence();
+                        fence_proxy_async();
                         __syncwarp();
-                        if (first_lane) barrier_arrive(bars.ds_full(side));
+                        if (first_lane) mbarrier_arrive(bars.ds_full(side));
                     }
-                    if (add) barrier_wait(bars.ds_full(turned), ((count - 1) >> 1) & 1);
-                    products_begin();
+                    if (add) mbarrier_wait(bars.ds_full(turned), ((count - 1) >> 1) & 1);
+                    wgmma_fence();
                     // On the first turn this multiplies what nobody will look at: a branch here costs more.
                     queries(dq, base + DS_AT + turned * DS_BYTES + dq_ds, dq_k);
-                    products_issued();
-                    sum_product<D, BM>(dk, y, q_at, add);
-                    products_issued();
+                    wgmma_commit();
+                    wgmma_ab<D, BM>(dk, y, q_at, add);
+                    wgmma_commit();
                     float4 kept[8];
-                    if (OWN) own.fetch(kept);
-                    products_done<1>();
-                    pin(dv);
-                    pin(x);
-                    pin(dq);
-                    if (first_lane) barrier_arrive(bars.o_free(stage));
+                    if (PER_HEAD) own.load_guarded(kept);
+                    wgmma_wait<1>();
+                    fence_operand(dv);
+                    fence_operand(x);
+                    fence_operand(dq);
+                    if (first_lane) mbarrier_arrive(bars.o_free(stage));
                     if (add) {
-                        if (first_lane) barrier_arrive(bars.ds_free(turned));
-                        if constexpr (OWN) own.flush(m, p, dq, kept, wg);
+                        if (first_lane) mbarrier_arrive(bars.ds_free(turned));
+                        if constexpr (PER_HEAD) own.flush(m, p, dq, kept, wg);
                         else flush(dq, step0, step1, to, wg);
                     }
-                    if constexpr (OWN) {
+                    if constexpr (PER_HEAD) {
                         own.scratch = reinterpret_cast<float4*>(m.sums) +
                                       ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (W / 4) +
                                       wg * 1024 + self;
@@ -238,27 +238,27 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
                     add = 1;
                     count++;
                     if (++head == (p.head + 1) * a.group) head = p.head * a.group, tile += step;
-                    products_done<0>();
-                    pin(dk);
-                    pin(y);
-                    if (first_lane) barrier_arrive(bars.q_free(stage));
+                    wgmma_wait<0>();
+                    fence_operand(dk);
+                    fence_operand(y);
+                    if (first_lane) mbarrier_arrive(bars.q_free(stage));
                     ring.next();
                 }
                 const u32 before = count - 1;
                 float dq[32];
-                barrier_wait(bars.ds_full(before & 1), (before >> 1) & 1);
-                products_begin();
+                mbarrier_wait(bars.ds_full(before & 1), (before >> 1) & 1);
+                wgmma_fence();
                 queries(dq, base + DS_AT + (before & 1) * DS_BYTES + dq_ds, dq_k);
-                products_issued();
+                wgmma_commit();
                 float4 kept[8];
-                if (OWN) own.fetch(kept);
-                products_done<0>();
-                pin(dq);
+                if (PER_HEAD) own.load_guarded(kept);
+                wgmma_wait<0>();
+                fence_operand(dq);
                 if (first_lane) {
-                    barrier_arrive(bars.ds_free(before & 1));
-                    barrier_arrive(bars.kv_free());
+                    mbarrier_arrive(bars.ds_free(before & 1));
+                    mbarrier_arrive(bars.kv_free());
                 }
-                if constexpr (OWN) own.flush(m, p, dq, kept, wg);
+                if constexpr (PER_HEAD) own.flush(m, p, dq, kept, wg);
                 else flush(dq, step0, step1, to, wg);
             }
             bf16 *k_row[2], *v_row[2];
@@ -273,28 +273,28 @@ template <int D, int BM, bool SHORT, bool OWN> struct HopperBackward : HopperBac
         }
     }
 
-    static __device__ __forceinline__ void run(const Mapped& m) {
+    static __device__ __forceinline__ void run(const HopperArgs& m) {
         const u32 base = shared_address(attention_shared);
         const Bars bars = {base};
         if (threadIdx.x == 0) Load::init(bars);
         __syncthreads();
         if (threadIdx.x < 128) {
-            fewer_registers<24>();
+            setmaxnreg_dec<24>();
             if (threadIdx.x < 32) Load::produce(m, base, bars);
             else if (threadIdx.x < 64) Load::choose(m, bars);
         } else {
-            more_registers<240>();
+            setmaxnreg_inc<240>();
             consume(m, base, bars);
         }
     }
 };
 
-#define HOPPER_BACKWARD(NAME, D, BM, SHORT, OWN)                                                      \
-    extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ Mapped m) {     \
-        HopperBackward<D, BM, SHORT, OWN>::run(m);                                                    \
+#define HOPPER_BACKWARD(NAME, D, BM, SHORT, PER_HEAD)                                                      \
+    extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ HopperArgs m) {     \
+        HopperBackward<D, BM, SHORT, PER_HEAD>::run(m);                                                    \
     }
 
 HOPPER_BACKWARD(attention_hopper_backward_64_bf16, 64, 128, true, false)
-HOPPER_BACKWARD(attention_hopper_backward_own_64_bf16, 64, 128, true, true)
+HOPPER_BACKWARD(attention_hopper_backward_per_head_64_bf16, 64, 128, true, true)
 HOPPER_BACKWARD(attention_hopper_backward_96_bf16, 96, 64, false, false)
 HOPPER_BACKWARD(attention_hopper_backward_128_bf16, 128, 64, false, false)

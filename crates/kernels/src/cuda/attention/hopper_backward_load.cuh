@@ -4,7 +4,7 @@
 // Heads of up to DQ channels of queries and keys and DV of values, BM queries and BN keys of a tile, STAGES tiles of
 // queries. OWN: a block has all keys of a head. Besides gradients of scores there are two places of PASSED bytes for what
 // warpgroups hand to each other.
-template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> struct HopperBackwardLoad {
+template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSED> struct HopperBackwardLoad {
     static constexpr int BN = BN_, STAGES = STAGES_, COLUMNS = (DQ + 63) / 64, V_COLUMNS = (DV + 63) / 64;
     static constexpr u32 K_BYTES = BN * COLUMNS * 128, V_BYTES = BN * V_COLUMNS * 128;
     static constexpr u32 Q_BYTES = BM * COLUMNS * 128, O_BYTES = BM * V_COLUMNS * 128;
@@ -15,7 +15,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> st
     static constexpr u32 BYTES = PASSED_AT + 2 * PASSED;
     static_assert(BYTES <= 227 * 1024, "shared memory");
 
-    static __device__ __forceinline__ void bounds(const Attention& a, Spot& p) {
+    static __device__ __forceinline__ void bounds(const AttentionArgs& a, HopperTile& p) {
         const i32 last = min(p.first + BN, p.k_len) - 1;
         p.from = max(p.first - p.off - a.right, 0) / BM;
         p.to = (min(last - p.off + a.left, p.q_len - 1) + BM) / BM;
@@ -43,10 +43,10 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> st
 
     // Place of a tile. With OWN a block takes all tiles of a key head, one after another, and `index` counts them;
     // otherwise blocks take the next tile when they are done with one: who takes which does not show in the results.
-    static __device__ __forceinline__ Spot place(const Mapped& m, i32 index) {
+    static __device__ __forceinline__ HopperTile place(const HopperArgs& m, i32 index) {
         const i32 heads = m.a.heads / m.a.group;
-        Spot p;
-        if constexpr (OWN) {
+        HopperTile p;
+        if constexpr (PER_HEAD) {
             const i32 turn = index / m.a.tiles, pair = turn * i32(gridDim.x) + i32(blockIdx.x);
             p.batch = pair / heads;
             p.head = p.kv_head = pair - p.batch * heads;
@@ -56,7 +56,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> st
             p.first = (index - turn * m.a.tiles) * BN;
             p.off = m.a.bottom ? p.k_len - p.q_len : 0;
         } else {
-            p = tile_place(m, index, heads, BN, false);
+            p = hopper_tile(m, index, heads, BN, false);
         }
         bounds(m.a, p);
         return p;
@@ -64,31 +64,31 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> st
     // Blocks that start together go through the queries from the last to the first, those that take their places as
     // they end from the first to the last: with a diagonal, blocks of the same head then meet the same queries at
     // the same time, and find them in the L2 cache. 128 is about the number of blocks, and the same on every card.
-    static __device__ __forceinline__ bool downwards(i32 index) { return !OWN && (index / 128) % 2 == 0; }
-    static __device__ __forceinline__ i32 total(const Mapped& m) {
+    static __device__ __forceinline__ bool downwards(i32 index) { return !PER_HEAD && (index / 128) % 2 == 0; }
+    static __device__ __forceinline__ i32 total(const HopperArgs& m) {
         const i32 blocks = gridDim.x, self = blockIdx.x;
-        return OWN ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
+        return PER_HEAD ? (m.pairs - self + blocks - 1) / blocks * m.a.tiles : m.total;
     }
 
     // All barriers; as many warps as said let go of what they have read: keys, tiles of queries, gradients of scores.
     static __device__ __forceinline__ void init(Bars bars) {
-        barrier_init(bars.kv_full(), 1);
-        barrier_init(bars.kv_free(), 8);
+        mbarrier_init(bars.kv_full(), 1);
+        mbarrier_init(bars.kv_free(), 8);
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(bars.q_full(s), 1);
-            barrier_init(bars.o_full(s), 1);
-            barrier_init(bars.q_free(s), 8);
-            barrier_init(bars.o_free(s), 8);
+            mbarrier_init(bars.q_full(s), 1);
+            mbarrier_init(bars.o_full(s), 1);
+            mbarrier_init(bars.q_free(s), 8);
+            mbarrier_init(bars.o_free(s), 8);
         }
         for (int s = 0; s < 2; s++) {
-            barrier_init(bars.ds_full(s), PASSED ? 4 : 8);
-            barrier_init(bars.ds_free(s), 8);
-            barrier_init(bars.tile_full(s), 1);
-            barrier_init(bars.tile_free(s), OWN ? 1 : 9);
-            barrier_init(bars.passed_full(s), 4);
-            barrier_init(bars.passed_free(s), 4);
+            mbarrier_init(bars.ds_full(s), PASSED ? 4 : 8);
+            mbarrier_init(bars.ds_free(s), 8);
+            mbarrier_init(bars.tile_full(s), 1);
+            mbarrier_init(bars.tile_free(s), PER_HEAD ? 1 : 9);
+            mbarrier_init(bars.passed_full(s), 4);
+            mbarrier_init(bars.passed_free(s), 4);
         }
-        barrier_init_done();
+        mbarrier_init_fence();
     }
 
     // What the producer must know of a tile: it has no registers to work it out.
@@ -96,27 +96,27 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> st
         i32 index, batch, head, key, query, row, from, to;
     };
     static_assert(sizeof(Load) == 32, "two in 64 bytes");
-    static __device__ __forceinline__ Load load_of(const Mapped& m, i32 index) {
-        const Spot p = place(m, index);
+    static __device__ __forceinline__ Load load_of(const HopperArgs& m, i32 index) {
+        const HopperTile p = place(m, index);
         return {index, p.batch, p.head, p.k_start + p.first, p.q_start, p.row, p.from, p.to};
     }
     // A tile is taken when the producer is done with the one before, no earlier, or long tiles would wait behind long
     // ones; with OWN it is known whose they are.
-    using Slots = Ring<OWN ? 2 : 1>;
+    using Slots = Ring<PER_HEAD ? 2 : 1>;
     static __device__ __forceinline__ volatile Load* slot_at(u32 slot) {
         return reinterpret_cast<volatile Load*>(attention_shared + TILES_AT) + slot;
     }
 
     // Another warp beside the producer takes tiles: from the counter, or with OWN one after another.
-    static __device__ __forceinline__ void choose(const Mapped& m, Bars bars) {
+    static __device__ __forceinline__ void choose(const HopperArgs& m, Bars bars) {
         const bool one = (threadIdx.x & 31) == 0;
         const i32 n = total(m);
         Slots slot;
         i32 index = -1;
         do {
-            barrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
+            mbarrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
             index++;
-            if (!OWN && one) index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
+            if (!PER_HEAD && one) index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
             index = __shfl_sync(~0u, index, 0);
             if (one) {
                 volatile Load* to = slot_at(slot.stage);
@@ -126,35 +126,35 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> st
                     to->batch = x.batch, to->head = x.head, to->key = x.key, to->query = x.query;
                     to->row = x.row, to->from = x.from, to->to = x.to;
                 }
-                barrier_arrive(bars.tile_full(slot.stage));
+                mbarrier_arrive(bars.tile_full(slot.stage));
             }
             slot.next();
         } while (index < n);
     }
 
     // One warp: all its lanes count, one of them copies.
-    static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
-        const Attention& a = m.a;
+    static __device__ __forceinline__ void produce(const HopperArgs& m, u32 base, Bars bars) {
+        const AttentionArgs& a = m.a;
         const bool one = (threadIdx.x & 31) == 0;
         Ring<STAGES> ring;
         Slots slot;
         u32 kv_phase = 0;
         while (true) {
-            barrier_wait(bars.tile_full(slot.stage), slot.phase);
+            mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
             const volatile Load* p = slot_at(slot.stage);
             if (p->index >= total(m)) break;
             i32 left = p->to - p->from;
             if (left > 0) {
-                barrier_wait(bars.kv_free(), kv_phase ^ 1);
+                mbarrier_wait(bars.kv_free(), kv_phase ^ 1);
                 kv_phase ^= 1;
                 if (one) {
-                    barrier_expect(bars.kv_full(), K_BYTES + V_BYTES);
+                    mbarrier_arrive_expect_tx(bars.kv_full(), K_BYTES + V_BYTES);
 #pragma unroll
                     for (int c = 0; c < COLUMNS; c++)
-                        tensor_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                        tma_load(base + K_AT + c * BN * 128, m.k, bars.kv_full(), c * 64, p->key, p->head, p->batch);
 #pragma unroll
                     for (int c = 0; c < V_COLUMNS; c++)
-                        tensor_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
+                        tma_load(base + V_AT + c * BN * 128, m.v, bars.kv_full(), c * 64, p->key, p->head, p->batch);
                 }
             }
             const i32 step = downwards(p->index) ? -BM : BM;
@@ -165,30 +165,30 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool OWN, int PASSED> st
 #pragma unroll 1
                 for (i32 n = 0; n < a.group; n++) {
                     const u32 s = ring.stage;
-                    barrier_wait(bars.q_free(s), ring.phase ^ 1);
+                    mbarrier_wait(bars.q_free(s), ring.phase ^ 1);
                     if (one) {
-                        barrier_expect(bars.q_full(s), Q_BYTES + 3 * ROW_BYTES);
+                        mbarrier_arrive_expect_tx(bars.q_full(s), Q_BYTES + 3 * ROW_BYTES);
 #pragma unroll
                         for (int c = 0; c < COLUMNS; c++)
-                            tensor_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
+                            tma_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
                                         p->query + token, head + n, p->batch);
                         const i64 row = i64(p->batch * a.heads + head + n) * m.padded + (p->row + token);
-                        bulk_load(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.weights) + row * 3,
+                        bulk_copy(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.weights) + row * 3,
                                   3 * ROW_BYTES, bars.q_full(s));
                     }
-                    barrier_wait(bars.o_free(s), ring.phase ^ 1);
+                    mbarrier_wait(bars.o_free(s), ring.phase ^ 1);
                     if (one) {
-                        barrier_expect(bars.o_full(s), O_BYTES);
+                        mbarrier_arrive_expect_tx(bars.o_full(s), O_BYTES);
 #pragma unroll
                         for (int c = 0; c < V_COLUMNS; c++)
-                            tensor_load(base + O_AT + s * O_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
+                            tma_load(base + O_AT + s * O_BYTES + c * BM * 128, m.dout, bars.o_full(s), c * 64,
                                         p->query + token, head + n, p->batch);
                     }
                     ring.next();
                 }
             }
             __syncwarp();
-            if (one) barrier_arrive(bars.tile_free(slot.stage));
+            if (one) mbarrier_arrive(bars.tile_free(slot.stage));
             slot.next();
         }
     }

@@ -1,8 +1,8 @@
 // Arguments of the Hopper attention kernels and the order in which persistent blocks take their tiles.
-struct alignas(64) Mapped {
+struct alignas(64) HopperArgs {
     TensorMap q, k, v, dout;  // boxes [64 channels, tile's tokens, 1, 1] of (channel, token, head, batch); of bytes 128 wide, and
                               // v's of (token, channel, head, batch)
-    Attention a;
+    AttentionArgs a;
     u64 sums;     // i32 [batch, heads, padded, channels]: gradients of queries in fixed point, tile by tile in the
                   // order of the accumulators that they come from
     u64 bounds;   // f32 [batch, kv heads, chunks, 2]: largest |k| and largest |v|² of 256 tokens; forward of bytes: f32 [3],
@@ -18,11 +18,11 @@ struct alignas(64) Mapped {
     i32 whole;    // numbers of a section's tiles: as many as they are, or whole rounds of the blocks
     i32 spare[10];
 };
-static_assert(sizeof(Mapped) == 1024, "as in hopper.rs");
+static_assert(sizeof(HopperArgs) == 1024, "as in hopper.rs");
 
 // Tile `round` of this block. Tiles are sorted from long to short, and every other round runs backwards, so that the
 // blocks' shares of the work come out alike. Where a section does not end with a round there is no tile: -1.
-__device__ __forceinline__ i32 tile_of(const Mapped& m, i32 round) {
+__device__ __forceinline__ i32 tile_of(const HopperArgs& m, i32 round) {
     const i32 blocks = gridDim.x, self = blockIdx.x;
     const i32 x = round * blocks + ((round & 1) ? blocks - 1 - self : self);
     const i32 part = x / m.whole, here = min(m.section, m.pairs - part * m.section);
@@ -32,13 +32,13 @@ __device__ __forceinline__ i32 tile_of(const Mapped& m, i32 round) {
 __device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x) - 1) / i32(gridDim.x); }
 
 // A place, and the row of `sums` and its like where the sequence's queries start.
-struct Spot : Place {
+struct HopperTile : Place {
     i32 row;
 };
 // `a.tiles` of every pair: of packed sequences, which are one batch entry, those of the table.
-__device__ __forceinline__ Spot tile_place(const Mapped& m, i32 index, i32 heads, i32 size, bool reversed) {
-    const Attention& a = m.a;
-    Spot p;
+__device__ __forceinline__ HopperTile hopper_tile(const HopperArgs& m, i32 index, i32 heads, i32 size, bool reversed) {
+    const AttentionArgs& a = m.a;
+    HopperTile p;
     p.row = 0;
     const i32 part = index / m.whole, rest = index - part * m.whole;
     const i32 here = min(m.section, m.pairs - part * m.section);
@@ -67,7 +67,7 @@ __device__ __forceinline__ Spot tile_place(const Mapped& m, i32 index, i32 heads
 }
 
 // Adds rows of dq, which came from an accumulator, to the sums of all blocks, in fixed point.
-template <int N> __device__ __forceinline__ void add_sums(const float (&dq)[N], float step0, float step1, i32* to) {
+template <int N> __device__ __forceinline__ void atomic_add_fixed_point(const float (&dq)[N], float step0, float step1, i32* to) {
 #pragma unroll
     for (int i = 0; i < N; i++)
         asm volatile("red.relaxed.gpu.global.add.s32 [%0], %1;" ::"l"(to + i * 128),

@@ -17,25 +17,25 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
     static constexpr u32 Q_AT = Load::Q_AT, K_AT = Load::K_AT, V_AT = Load::V_AT;
     // s = q·kᵀ
     static __device__ __forceinline__ void scores(float (&s)[BN / 2], u32 q, u32 k) {
-        rows_product<BN, DQ>(s, q, BM * 128, k, BN * 128);
+        wgmma_abt<BN, DQ>(s, q, BM * 128, k, BN * 128);
     }
     static __device__ __forceinline__ void pack(u32 (&p)[BN / 4], const float (&s)[BN / 2]) {
 #pragma unroll
-        for (int i = 0; i < BN / 4; i++) p[i] = pack_weights(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < BN / 4; i++) p[i] = pack_probs(s[2 * i], s[2 * i + 1]);
     }
 
-    static __device__ __forceinline__ void consume(const Mapped& m, u32 base, Bars bars) {
-        const Attention& a = m.a;
+    static __device__ __forceinline__ void consume(const HopperArgs& m, u32 base, Bars bars) {
+        const AttentionArgs& a = m.a;
         const int wg = warpgroup() - 1;
         Ring<STAGES> k, v;
         Ring<Q> q;
         const i32 n = rounds(m.total);
-        if (wg == WGS - 1) named_arrive(1, 256);
+        if (wg == WGS - 1) named_barrier_arrive(1, 256);
 #pragma unroll 1
         for (i32 round = 0; round < n; round++) {
             const i32 index = tile_of(m, round);
             if (index < 0) continue;
-            Spot p = tile_place(m, index, a.heads, BM, true);
+            HopperTile p = hopper_tile(m, index, a.heads, BM, true);
             Load::bounds(a, p);
             const i32 w0 = p.first + wg * 64;
             float o[DV / 2];
@@ -48,62 +48,62 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                 // Values past the end of a packed sequence are another's.
                 auto blank = [&](i32 tile) {
                     if (a.items && p.k_len - tile * BN < BN) {
-                        blank_rows<BN, V_COLUMNS>(base + V_AT + v.stage * V_BYTES, p.k_len - tile * BN, thread() & 127);
-                        named_sync(8 + wg, 128);
+                        zero_rows<BN, V_COLUMNS>(base + V_AT + v.stage * V_BYTES, p.k_len - tile * BN, tid() & 127);
+                        named_barrier_sync(8 + wg, 128);
                     }
                 };
-                barrier_wait(bars.q_full(q.stage), q.phase);
+                mbarrier_wait(bars.q_full(q.stage), q.phase);
                 // Tiles that none of this warpgroup's queries see: it only lets them go, and its turns.
 #pragma unroll 1
                 for (i32 tile = p.to - 1; tile > mine; tile--) {
-                    barrier_wait(bars.k_full(k.stage), k.phase);
+                    mbarrier_wait(bars.k_full(k.stage), k.phase);
                     free(bars.k_free(k.stage));
                     k.next();
-                    barrier_wait(bars.v_full(v.stage), v.phase);
+                    mbarrier_wait(bars.v_full(v.stage), v.phase);
                     free(bars.v_free(v.stage));
                     v.next();
-                    named_sync(1 + wg, 256);
-                    named_arrive(1 + (wg + 1) % WGS, 256);
+                    named_barrier_sync(1 + wg, 256);
+                    named_barrier_arrive(1 + (wg + 1) % WGS, 256);
                 }
                 u32 x[BN / 4];
                 {
                     float s[BN / 2];
-                    barrier_wait(bars.k_full(k.stage), k.phase);
-                    products_begin();
+                    mbarrier_wait(bars.k_full(k.stage), k.phase);
+                    wgmma_fence();
                     scores(s, q_at, base + K_AT + k.stage * K_BYTES);
-                    products_issued();
-                    products_done<0>();
-                    pin(s);
+                    wgmma_commit();
+                    wgmma_wait<0>();
+                    fence_operand(s);
                     free(bars.k_free(k.stage));
                     k.next();
-                    Softmax::soften(a, p, mine, w0, s, rows, shrink, a.factor);
+                    Softmax::online_softmax(a, p, mine, w0, s, rows, shrink, a.factor);
                     pack(x, s);
                 }
                 int add = 0;
 #pragma unroll 1
                 for (i32 tile = mine - 1; tile >= p.from; tile--) {
                     float s[BN / 2];
-                    barrier_wait(bars.k_full(k.stage), k.phase);
-                    named_sync(1 + wg, 256);
-                    products_begin();
-                    pin(o);
+                    mbarrier_wait(bars.k_full(k.stage), k.phase);
+                    named_barrier_sync(1 + wg, 256);
+                    wgmma_fence();
+                    fence_operand(o);
                     scores(s, q_at, base + K_AT + k.stage * K_BYTES);
-                    products_issued();
-                    barrier_wait(bars.v_full(v.stage), v.phase);
+                    wgmma_commit();
+                    mbarrier_wait(bars.v_full(v.stage), v.phase);
                     blank(tile + 1);
-                    sum_product<DV, BN>(o, x, base + V_AT + v.stage * V_BYTES, add);
+                    wgmma_ab<DV, BN>(o, x, base + V_AT + v.stage * V_BYTES, add);
                     add = 1;
-                    products_issued();
-                    named_arrive(1 + (wg + 1) % WGS, 256);
-                    products_done<1>();
-                    pin(s);
+                    wgmma_commit();
+                    named_barrier_arrive(1 + (wg + 1) % WGS, 256);
+                    wgmma_wait<1>();
+                    fence_operand(s);
                     free(bars.k_free(k.stage));
                     k.next();
-                    const bool moved = Softmax::soften(a, p, tile, w0, s, rows, shrink, a.factor);
-                    settle(rows.sum[0] + rows.sum[1]);
-                    products_done<0>();
-                    pin(o);
-                    pin(x);
+                    const bool moved = Softmax::online_softmax(a, p, tile, w0, s, rows, shrink, a.factor);
+                    schedule_fence(rows.sum[0] + rows.sum[1]);
+                    wgmma_wait<0>();
+                    fence_operand(o);
+                    fence_operand(x);
                     free(bars.v_free(v.stage));
                     v.next();
                     pack(x, s);
@@ -114,32 +114,32 @@ struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {
                 }
                 free(bars.q_free(q.stage));
                 q.next();
-                barrier_wait(bars.v_full(v.stage), v.phase);
+                mbarrier_wait(bars.v_full(v.stage), v.phase);
                 blank(p.from);
-                products_begin();
-                pin(o);
-                sum_product<DV, BN>(o, x, base + V_AT + v.stage * V_BYTES, add);
-                products_issued();
-                products_done<0>();
-                pin(o);
+                wgmma_fence();
+                fence_operand(o);
+                wgmma_ab<DV, BN>(o, x, base + V_AT + v.stage * V_BYTES, add);
+                wgmma_commit();
+                wgmma_wait<0>();
+                fence_operand(o);
                 free(bars.v_free(v.stage));
                 v.next();
             }
             if constexpr (DV > 128) {
                 // Worked out again, or it would take registers all along.
                 asm volatile("" : "+r"(round));
-                p = tile_place(m, tile_of(m, round), a.heads, BM, true);
+                p = hopper_tile(m, tile_of(m, round), a.heads, BM, true);
             }
             Softmax::finish(a, p, w0, o, rows, a.factor, 1.0f);
         }
     }
 
-    static __device__ __forceinline__ void run(const Mapped& m) { forward_block<HopperForward, WGS, STAGES, Q, DV>(m); }
+    static __device__ __forceinline__ void run(const HopperArgs& m) { forward_block<HopperForward, WGS, STAGES, Q, DV>(m); }
 };
 
 // Channels of keys and of values, warpgroups, keys of a tile, tiles of keys, tiles of queries, soft cap.
 #define HOPPER_FORWARD(NAME, ...)                                                                              \
     extern "C" __global__ void __launch_bounds__(HopperForward<__VA_ARGS__>::THREADS, 1)                        \
-        NAME(const __grid_constant__ Mapped m) {                                                               \
+        NAME(const __grid_constant__ HopperArgs m) {                                                               \
         HopperForward<__VA_ARGS__>::run(m);                                                                    \
     }

@@ -13,7 +13,7 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> st
     static constexpr u32 BYTES = V_AT + STAGES * V_BYTES;
     static_assert(BYTES <= 227 * 1024 && (!TURNED || (BN == 128 && DQ <= 128 && DV <= 128)), "shared memory");
 
-    static __device__ __forceinline__ void bounds(const Attention& a, Place& p) {
+    static __device__ __forceinline__ void bounds(const AttentionArgs& a, Place& p) {
         p.from = p.lo(a, p.first) / BN;
         p.to = (p.hi(a, min(p.first + BM, p.q_len) - 1) + BN) / BN;
     }
@@ -28,8 +28,8 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> st
         __device__ __forceinline__ u32 v_free(u32 s) const { return base + 32 + (3 * STAGES + s) * 8; }
     };
 
-    static __device__ __forceinline__ void produce(const Mapped& m, u32 base, Bars bars) {
-        const Attention& a = m.a;
+    static __device__ __forceinline__ void produce(const HopperArgs& m, u32 base, Bars bars) {
+        const AttentionArgs& a = m.a;
         Ring<STAGES> k, v;
         Ring<Q> q;
         const i32 n = rounds(m.total);
@@ -37,37 +37,37 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> st
         for (i32 round = 0; round < n; round++) {
             const i32 index = tile_of(m, round);
             if (index < 0) continue;
-            Spot p = tile_place(m, index, a.heads, BM, true);
+            HopperTile p = hopper_tile(m, index, a.heads, BM, true);
             bounds(a, p);
             if (p.from >= p.to) continue;
             auto keys = [&](i32 tile) {
-                barrier_wait(bars.k_free(k.stage), k.phase ^ 1);
-                barrier_expect(bars.k_full(k.stage), K_BYTES);
+                mbarrier_wait(bars.k_free(k.stage), k.phase ^ 1);
+                mbarrier_arrive_expect_tx(bars.k_full(k.stage), K_BYTES);
 #pragma unroll
                 for (int c = 0; c < COLUMNS; c++)
-                    tensor_load(base + K_AT + k.stage * K_BYTES + c * BN * 128, m.k, bars.k_full(k.stage), c * WIDTH,
+                    tma_load(base + K_AT + k.stage * K_BYTES + c * BN * 128, m.k, bars.k_full(k.stage), c * WIDTH,
                                 p.k_start + tile * BN, p.kv_head, p.batch);
                 k.next();
             };
-            barrier_wait(bars.q_free(q.stage), q.phase ^ 1);
-            barrier_expect(bars.q_full(q.stage), Q_BYTES);
+            mbarrier_wait(bars.q_free(q.stage), q.phase ^ 1);
+            mbarrier_arrive_expect_tx(bars.q_full(q.stage), Q_BYTES);
 #pragma unroll
             for (int c = 0; c < COLUMNS; c++)
-                tensor_load(base + Q_AT + q.stage * Q_BYTES + c * BM * 128, m.q, bars.q_full(q.stage), c * WIDTH,
+                tma_load(base + Q_AT + q.stage * Q_BYTES + c * BM * 128, m.q, bars.q_full(q.stage), c * WIDTH,
                             p.q_start + p.first, p.head, p.batch);
             q.next();
             keys(p.to - 1);
 #pragma unroll 1
             for (i32 tile = p.to - 1; tile >= p.from; tile--) {
                 if (tile > p.from) keys(tile - 1);
-                barrier_wait(bars.v_free(v.stage), v.phase ^ 1);
-                barrier_expect(bars.v_full(v.stage), V_BYTES);
+                mbarrier_wait(bars.v_free(v.stage), v.phase ^ 1);
+                mbarrier_arrive_expect_tx(bars.v_full(v.stage), V_BYTES);
                 if constexpr (TURNED) {
-                    tensor_load(base + V_AT + v.stage * V_BYTES, m.v, bars.v_full(v.stage), tile * BN, 0, p.kv_head, p.batch);
+                    tma_load(base + V_AT + v.stage * V_BYTES, m.v, bars.v_full(v.stage), tile * BN, 0, p.kv_head, p.batch);
                 } else {
 #pragma unroll
                     for (int c = 0; c < V_COLUMNS; c++)
-                        tensor_load(base + V_AT + v.stage * V_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * WIDTH,
+                        tma_load(base + V_AT + v.stage * V_BYTES + c * BN * 128, m.v, bars.v_full(v.stage), c * WIDTH,
                                     p.k_start + tile * BN, p.kv_head, p.batch);
                 }
                 v.next();
@@ -76,33 +76,33 @@ template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, int WIDTH = 64> st
     }
 
     static __device__ __forceinline__ void free(u32 bar) {
-        if ((thread() & 31) == 0) barrier_arrive(bar);
+        if ((tid() & 31) == 0) mbarrier_arrive(bar);
     }
 };
 
 // A block of a forward kernel K: its barriers, and who does what.
-template <class K, int WGS, int STAGES, int Q, int DV> __device__ __forceinline__ void forward_block(const Mapped& m) {
+template <class K, int WGS, int STAGES, int Q, int DV> __device__ __forceinline__ void forward_block(const HopperArgs& m) {
     const u32 base = shared_address(attention_shared);
     const typename K::Bars bars = {base};
     if (threadIdx.x == 0) {
         for (int s = 0; s < Q; s++) {
-            barrier_init(bars.q_full(s), 1);
-            barrier_init(bars.q_free(s), WGS * 4);
+            mbarrier_init(bars.q_full(s), 1);
+            mbarrier_init(bars.q_free(s), WGS * 4);
         }
         for (int s = 0; s < STAGES; s++) {
-            barrier_init(bars.k_full(s), 1);
-            barrier_init(bars.v_full(s), 1);
-            barrier_init(bars.k_free(s), WGS * 4);
-            barrier_init(bars.v_free(s), WGS * 4);
+            mbarrier_init(bars.k_full(s), 1);
+            mbarrier_init(bars.v_full(s), 1);
+            mbarrier_init(bars.k_free(s), WGS * 4);
+            mbarrier_init(bars.v_free(s), WGS * 4);
         }
-        barrier_init_done();
+        mbarrier_init_fence();
     }
     __syncthreads();
     if (threadIdx.x < 128) {
-        fewer_registers<WGS == 2 ? (DV > 128 ? 24 : 40) : WGS == 3 ? 32 : 24>();
+        setmaxnreg_dec<WGS == 2 ? (DV > 128 ? 24 : 40) : WGS == 3 ? 32 : 24>();
         if (threadIdx.x == 0) K::produce(m, base, bars);
     } else {
-        more_registers<WGS == 2 ? (DV > 128 ? 240 : 232) : WGS == 3 ? 160 : 112>();
+        setmaxnreg_inc<WGS == 2 ? (DV > 128 ? 240 : 232) : WGS == 3 ? 160 : 112>();
         K::consume(m, base, bars);
     }
 }

@@ -4,7 +4,7 @@
 // LIFT: powers are held times 2^LIFT.
 template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
     // Maxima may lag by this much (of log2): sums are brought to a new maximum only when it pays.
-    static constexpr float LAG = MAY_LAG(8.0f);
+    static constexpr float LAG = RESCALE_THRESHOLD(8.0f);
 
     // A thread's first query.
     static __device__ __forceinline__ i32 row_of(i32 w0, int self) {
@@ -16,7 +16,7 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
     };
     // Scores, of which `factor` makes those times log2 e, to powers, with the queries' maxima and sums;
     // `shrink` is what earlier sums are to be multiplied with, if the result says so. w0: first query of the warpgroup.
-    static __device__ __forceinline__ bool soften(const Attention& a, const Place& p, i32 tile, i32 w0,
+    static __device__ __forceinline__ bool online_softmax(const AttentionArgs& a, const Place& p, i32 tile, i32 w0,
                                                   float (&s)[BN / 2], Rows& rows, float (&shrink)[2], float factor) {
         if constexpr (CAP) {
 #pragma unroll
@@ -24,7 +24,7 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
         }
         const i32 k0 = tile * BN, w1 = min(w0 + 63, p.q_len - 1);
         if (k0 < p.lo(a, w1) || k0 + BN - 1 > p.hi(a, w0)) {
-            const i32 self = thread(), t = (self & 3) * 2, i0 = row_of(w0, self);
+            const i32 self = tid(), t = (self & 3) * 2, i0 = row_of(w0, self);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const i32 lo = p.lo(a, i0 + r * 8) - k0 - t, hi = p.hi(a, i0 + r * 8) - k0 - t;
@@ -70,11 +70,11 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
     }
 
     // lse and output of this thread's queries, from sums `o` in units of `unit`.
-    static __device__ __forceinline__ void finish(const Attention& a, const Spot& p, i32 w0, const float (&o)[DV / 2],
+    static __device__ __forceinline__ void finish(const AttentionArgs& a, const HopperTile& p, i32 w0, const float (&o)[DV / 2],
                                                   const Rows& rows, float factor, float unit) {
         // The sink is one more score that no value belongs to.
         const float sink = a.sink ? reinterpret_cast<const float*>(a.sink)[p.head] * LOG2_E : NEG_INF;
-        const i32 self = thread(), i0 = row_of(w0, self);
+        const i32 self = tid(), i0 = row_of(w0, self);
         bf16* row[2];
         float share[2];
         u32 keep[2];
@@ -84,7 +84,7 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
             float total = rows.sum[r], lse;
             total += __shfl_xor_sync(~0u, total, 1);
             total += __shfl_xor_sync(~0u, total, 2);
-            conclude(rows.top[r] == NEG_INF ? NEG_INF : rows.top[r] * factor, total * (1.0f / (1 << LIFT)), sink, lse,
+            finalize_softmax(rows.top[r] == NEG_INF ? NEG_INF : rows.top[r] * factor, total * (1.0f / (1 << LIFT)), sink, lse,
                      share[r]);
             share[r] *= unit;
             row[r] = nullptr;

@@ -2,7 +2,7 @@
 //! source.
 
 use crate::cuda::Kernel;
-use crate::cuda::sources::half_of;
+use crate::cuda::sources::f16_source;
 use ferrotron_tensor::{DType, Error, Result, shape_error};
 
 /// One kernel instance.
@@ -83,7 +83,7 @@ const fn plain(names: [&'static str; 3], d: usize, tile: usize) -> Instance {
 }
 
 const fn simple(name: &'static str, rows: usize, shared: usize) -> Step {
-    let kernel = Kernel { source: "attention_plain", name };
+    let kernel = Kernel { source: "attention_generic", name };
     Step { kernel, rows, parts: 1, threads: 128, shared: shared as u32 }
 }
 
@@ -155,7 +155,7 @@ pub(super) fn instance(op: &'static str, dtype: DType, d_qk: usize, d_v: usize) 
         // Those of f16 are the same, of the sources compiled with f16 numbers.
         Some((.., i)) if dtype == DType::F16 => {
             let half =
-                |s: Step| Step { kernel: Kernel { source: half_of(s.kernel.source), ..s.kernel }, ..s };
+                |s: Step| Step { kernel: Kernel { source: f16_source(s.kernel.source), ..s.kernel }, ..s };
             Ok(Instance { forward: half(i.forward), keys: half(i.keys), queries: half(i.queries) })
         }
         Some((.., instance)) => Ok(*instance),
@@ -210,7 +210,9 @@ mod tests {
             assert_eq!(i.queries.shared as usize, PLACE + 2 * (i.queries.rows + 2 * streamed) * (dq + dv));
         }
         for (d, _, i) in F32 {
-            assert!(include_str!("plain.cu").contains(&format!("PLAIN({d}, {})", i.forward.rows)));
+            assert!(
+                include_str!("generic.cu").contains(&format!("GENERIC_ATTENTION({d}, {})", i.forward.rows))
+            );
         }
     }
 }

@@ -4,77 +4,78 @@
 //! `hopper.rs`. Elsewhere backward is deterministic without atomics: a row kernel for
 //! `Σ dout·out`, one over tiles of keys for dk and dv, one over tiles of queries for dq.
 
-mod bytes;
 mod hopper;
-mod hopper_kinds;
-mod hopper_sections;
+mod hopper_fp8;
+mod hopper_scheduler;
+mod hopper_variants;
 mod instances;
-mod job;
-mod kept;
-mod tables;
+mod lru_cache;
+mod problem;
+mod tile_table;
 
-use super::sources::narrow_of;
-use super::{CudaKernels, Grid, Kernel, typed};
+use super::sources::fp8_source;
+use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::attention_plan::gradients;
 use crate::checks::dtypes;
-use crate::{AttentionBackward, AttentionForward, AttentionKernels, Scores, Sequences};
+use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 use hopper::hopper;
 use instances::Instance;
-use job::{blocks, job, one_each};
-use tables::Side;
-pub(super) use tables::Tables;
+use problem::{blocks, one_each, problem};
+use tile_table::Side;
+pub(super) use tile_table::TileTables;
 
 impl AttentionKernels for CudaKernels {
     fn attention_forward(
         &self,
         s: &Stream,
-        scores: &Scores,
+        scores: &AttentionParams,
         sequences: Sequences,
         f: &AttentionForward,
     ) -> Result<()> {
         const OP: &str = "attention_forward";
-        let mut job = job(OP, scores, sequences, f)?;
-        let mut step = job.instance.forward;
+        let mut problem = problem(OP, scores, sequences, f)?;
+        let mut step = problem.instance.forward;
         if scores.fp8 {
-            step.kernel.source = narrow_of(step.kernel.source);
+            step.kernel.source = fp8_source(step.kernel.source);
         }
-        let blank = typed!(OP, f.q.dtype(), "attention_rows", "attention_blank")?;
-        let hopper = hopper(self, &job, f.q.dtype());
-        let items = job.items(&self.tables, s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
+        let blank = typed!(OP, f.q.dtype(), "attention_preprocess", "attention_zero_gaps")?;
+        let hopper = hopper(self, &problem, f.q.dtype());
+        let items =
+            problem.items(&self.tables, s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
         let mut args = vec![read(f.q), read(f.k), read(f.v), write(f.out), write(f.lse)];
         args.extend(f.sink.map(read));
         let table = items.as_ref().map(|t| (args.len(), t));
         args.extend(items.as_ref().map(|t| read(&t.table)));
         s.launch(OP, &args, |l| {
             for (i, t) in [f.q, f.k, f.v, f.out].into_iter().enumerate() {
-                job.view(l, i, t, i)?;
+                problem.view(l, i, t, i)?;
             }
-            job.args.lse = l.address(4)?;
-            job.args.sink = f.sink.map_or(Ok(0), |_| l.address(5))?;
-            job.blank(self, l, blank, 3, f.out, Side::Query)?;
+            problem.args.lse = l.address(4)?;
+            problem.args.sink = f.sink.map_or(Ok(0), |_| l.address(5))?;
+            problem.blank(self, l, blank, 3, f.out, Side::Query)?;
             match hopper {
-                Some(h) if h.forward_fits(&job) => h.forward(self, &job, l, table),
-                _ => job.queue(self, l, &step, Side::Query, table),
+                Some(h) if h.forward_fits(&problem) => h.forward(self, &problem, l, table),
+                _ => problem.launch_kernel(self, l, &step, Side::Query, table),
             }
         })
     }
 
-    fn attention_of_bytes(
+    fn attention_fp8(
         &self,
         s: &Stream,
-        scores: &Scores,
+        scores: &AttentionParams,
         sequences: Sequences,
         f: &AttentionForward,
         magnitudes: &Tensor,
     ) -> Result<bool> {
-        self.queue_attention_of_bytes(s, scores, sequences, f, magnitudes)
+        self.launch_attention_fp8(s, scores, sequences, f, magnitudes)
     }
 
     fn attention_backward(
         &self,
         s: &Stream,
-        scores: &Scores,
+        scores: &AttentionParams,
         sequences: Sequences,
         b: &AttentionBackward,
     ) -> Result<()> {
@@ -82,30 +83,30 @@ impl AttentionKernels for CudaKernels {
         // The argument with the Hopper kernels' scratch space.
         const SPACE: usize = 11;
         let f = &b.forward;
-        let mut job = job(OP, scores, sequences, f)?;
+        let mut problem = problem(OP, scores, sequences, f)?;
         gradients(b)?;
         dtypes(OP, f.q.dtype(), &[b.dout, b.dq, b.dk, b.dv])?;
         if let Some(dsink) = b.dsink {
             dtypes(OP, DType::F32, &[dsink])?;
-            one_each(OP, &job.shape, "the sink's gradient", dsink)?;
+            one_each(OP, &problem.shape, "the sink's gradient", dsink)?;
         }
-        let Instance { keys, queries, .. } = job.instance;
-        let blank = typed!(OP, f.q.dtype(), "attention_rows", "attention_blank")?;
-        let delta = typed!(OP, f.q.dtype(), "attention_rows", "attention_delta")?;
-        let rows = job.args.batches as usize * job.args.tokens as usize * job.shape.heads;
+        let Instance { keys, queries, .. } = problem.instance;
+        let blank = typed!(OP, f.q.dtype(), "attention_preprocess", "attention_zero_gaps")?;
+        let delta = typed!(OP, f.q.dtype(), "attention_preprocess", "attention_delta")?;
+        let rows = problem.args.batches as usize * problem.args.tokens as usize * problem.shape.heads;
         let scratch = [(); 2].map(|()| Tensor::empty(s, &[rows], DType::F32, Category::Workspace));
         let [weights, deltas] = scratch;
         let (weights, deltas) = (weights?, deltas?);
-        let hopper = hopper(self, &job, f.q.dtype());
-        let space = hopper.map_or(0, |h| h.scratch(&job));
+        let hopper = hopper(self, &problem, f.q.dtype());
+        let space = hopper.map_or(0, |h| h.scratch(&problem));
         let space = Tensor::empty(s, &[space], DType::F32, Category::Workspace)?;
         let [key_rows, query_rows] = match hopper.map(|h| h.backward_rows()) {
             Some(rows) => rows.map(Some),
             None => [None; 2],
         };
         let tables = [
-            job.items(&self.tables, s, keys.rows, key_rows, Side::Key)?,
-            job.items(&self.tables, s, queries.rows, query_rows, Side::Query)?,
+            problem.items(&self.tables, s, keys.rows, key_rows, Side::Key)?,
+            problem.items(&self.tables, s, queries.rows, query_rows, Side::Query)?,
         ];
 
         let views = [f.q, f.k, f.v, f.out, b.dout, b.dq, b.dk, b.dv];
@@ -128,33 +129,36 @@ impl AttentionKernels for CudaKernels {
         });
         s.launch(OP, &args, |l| {
             for (i, t) in views.into_iter().enumerate() {
-                job.view(l, i, t, i)?;
+                problem.view(l, i, t, i)?;
             }
-            job.args.lse = l.address(8)?;
-            job.args.weights = l.address(9)?;
-            job.args.delta = l.address(10)?;
-            job.args.sink = sink.map_or(Ok(0), |i| l.address(i))?;
-            job.args.dsink = dsink.map_or(Ok(0), |i| l.address(i))?;
+            problem.args.lse = l.address(8)?;
+            problem.args.weights = l.address(9)?;
+            problem.args.delta = l.address(10)?;
+            problem.args.sink = sink.map_or(Ok(0), |i| l.address(i))?;
+            problem.args.dsink = dsink.map_or(Ok(0), |i| l.address(i))?;
             for (at, t, side) in [(5, b.dq, Side::Query), (6, b.dk, Side::Key), (7, b.dv, Side::Key)] {
-                job.blank(self, l, blank, at, t, side)?;
+                problem.blank(self, l, blank, at, t, side)?;
             }
-            let inside = (job.inside[0][1] - job.inside[0][0]) * job.args.batches as usize * job.shape.heads;
+            let inside = (problem.inside[0][1] - problem.inside[0][0])
+                * problem.args.batches as usize
+                * problem.shape.heads;
             // Eight threads a row.
-            let grid = Grid { blocks: [blocks(inside.div_ceil(32))?, 1, 1], threads: 256, shared: 0 };
-            let hopper = hopper.filter(|h| h.backward_fits(&job));
+            let grid = LaunchConfig { blocks: [blocks(inside.div_ceil(32))?, 1, 1], threads: 256, shared: 0 };
+            let hopper = hopper.filter(|h| h.backward_fits(&problem));
             if hopper.is_none() || dsink.is_some() {
-                self.queue(l, delta, grid, &job.args)?;
+                self.launch_kernel(l, delta, grid, &problem.args)?;
             }
             if dsink.is_some() {
-                let kernel = Kernel { source: "attention_rows", name: "attention_sink_f32" };
-                let grid = Grid { blocks: [blocks(job.shape.heads)?, 1, 1], threads: 256, shared: 0 };
-                self.queue(l, kernel, grid, &job.args)?;
+                let kernel = Kernel { source: "attention_preprocess", name: "attention_dsink_f32" };
+                let grid =
+                    LaunchConfig { blocks: [blocks(problem.shape.heads)?, 1, 1], threads: 256, shared: 0 };
+                self.launch_kernel(l, kernel, grid, &problem.args)?;
             }
             if let Some(h) = hopper {
-                return h.backward(self, &job, l, SPACE, [key_table, query_table]);
+                return h.backward(self, &problem, l, SPACE, [key_table, query_table]);
             }
-            job.queue(self, l, &keys, Side::Key, key_table)?;
-            job.queue(self, l, &queries, Side::Query, query_table)
+            problem.launch_kernel(self, l, &keys, Side::Key, key_table)?;
+            problem.launch_kernel(self, l, &queries, Side::Query, query_table)
         })
     }
 }

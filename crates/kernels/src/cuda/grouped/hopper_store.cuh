@@ -4,8 +4,8 @@
 // shared memory, so that whole lines are written; in the meantime the copy engine and the other warpgroup work on.
 
 template <class Load> struct GroupedStore : Load {
-    static constexpr int BM = Load::BM, BN = Load::BN, BUFFERS = Load::LEAVING / 1024;
-    static constexpr bool EIGHT = Load::EIGHT;
+    static constexpr int BM = Load::BM, BN = Load::BN, BUFFERS = Load::STAGING / 1024;
+    static constexpr bool FP8 = Load::FP8;
 
     // A thread's first row of a tile, as it holds sums; the other is 8 below.
     static __device__ __forceinline__ i32 row_of(const GroupedTile& t, int wg) {
@@ -14,17 +14,17 @@ template <class Load> struct GroupedStore : Load {
 
     // Piece `p` of a warp's results: eight rows, of which the lane then has 16 bytes of row lane / 8 and of the one four below.
     // `put(at)` stores what the lane holds of it at `at`, `take(q, x)` gets row 4·q + lane / 8's.
-    template <class Put, class Take> static __device__ __forceinline__ void piece(int p, int turn, Put put, Take take) {
-        const u32 at = shared_address(grouped_shared) + Load::LEAVING_AT + ((threadIdx.x >> 5) - 4) * Load::LEAVING +
+    template <class Put, class Take> static __device__ __forceinline__ void piece(int p, int turn, Put store_guarded, Take take) {
+        const u32 at = shared_address(grouped_shared) + Load::STAGING_AT + ((threadIdx.x >> 5) - 4) * Load::STAGING +
                        (p % BUFFERS) * 1024;
-        put(at);
+        store_guarded(at);
         __syncwarp();
         const int row = (threadIdx.x & 31) >> 3, unit = threadIdx.x & 7;
 #pragma unroll
         for (int q = 0; q < 2; q++) {
             const int r = row + 4 * q;
             uint4 x;
-            load16(at + r * 128 + ((unit ^ (turn == 1 ? r : (r & 3) << 1)) << 4), x.x, x.y, x.z, x.w);
+            ld_shared_v4(at + r * 128 + ((unit ^ (turn == 1 ? r : (r & 3) << 1)) << 4), x.x, x.y, x.z, x.w);
             take(q, x);
         }
         // The next piece but one, where there are two buffers, comes behind the next one's wait.
@@ -32,10 +32,10 @@ template <class Load> struct GroupedStore : Load {
     }
 
     // y = sums · left · right + bias, in the rows of the segment alone.
-    static __device__ __forceinline__ void store_output(const GroupedMapped& g, const GroupedTile& t, int wg,
+    static __device__ __forceinline__ void store_output(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
                                                         float (&c)[BN / 2], float left = 1.0f, float right = 1.0f) {
         const i32 n0 = t.n * BN, lane = threadIdx.x & 31;
-        if (!EIGHT && g.bias) {
+        if (!FP8 && g.bias) {
             const bf16* bias = reinterpret_cast<const bf16*>(g.bias) + (i64(t.segment) * g.width + n0);
 #pragma unroll
             for (int j = 0; j < BN / 8; j++) {
@@ -68,7 +68,7 @@ template <class Load> struct GroupedStore : Load {
                             const int k = (n + j + i) * 4 + r * 2;
                             w[i] = pack_bf16(c[k] * left * right, c[k + 1] * left * right);
                         }
-                        stsm(at + own + (((unit + j) ^ turn) << 4), w[0], w[1], w[2], w[3]);
+                        stmatrix(at + own + (((unit + j) ^ turn) << 4), w[0], w[1], w[2], w[3]);
                     }
                 },
                 [&](int q, uint4 x) {
@@ -80,14 +80,14 @@ template <class Load> struct GroupedStore : Load {
 
     // dw = sums (+ dw). Slices of a long segment are added one after another, in order. Adding is the L2 cache's work: a
     // number has one summand at a time, whose turn it is, so that the sum is the same every time.
-    static __device__ __forceinline__ void store_gradient(const GroupedMapped& g, const GroupedTile& t, int wg,
+    static __device__ __forceinline__ void store_gradient(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
                                                           float (&c)[BN / 2]) {
         const i32 n0 = t.n * BN, self = threadIdx.x & 127, lane = threadIdx.x & 31;
         const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
         i32* turn = reinterpret_cast<i32*>(g.turns) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
         if (t.slice > 0) {
             if (self == 0) wait_for(turn, t.slice);
-            named_sync(2 + wg, 128);
+            named_barrier_sync(2 + wg, 128);
         }
         const i32 first = t.m * BM + wg * 64 + (threadIdx.x >> 5 & 3) * 16 + (lane >> 3), below = g.height - first;
         const i32 width = g.width - n0 - (lane & 7) * 4;
@@ -117,7 +117,7 @@ template <class Load> struct GroupedStore : Load {
         }
         if (t.slice + 1 < t.slices) {
             __threadfence();
-            named_sync(2 + wg, 128);
+            named_barrier_sync(2 + wg, 128);
             if (self == 0) asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(turn), "r"(t.slice + 1) : "memory");
         }
     }

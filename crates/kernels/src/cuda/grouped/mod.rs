@@ -1,22 +1,22 @@
 //! Products of segments of rows, each with a matrix of its own: by the matrix units where they can reach the operands, or
 //! else in plain arithmetic.
 
+mod generic;
+mod generic_fp8;
 mod hopper;
-mod hopper8;
-mod plain;
-mod plain8;
+mod hopper_fp8;
 #[cfg(test)]
 mod tests;
 #[cfg(test)]
-mod tests8;
+mod tests_fp8;
 
 use super::CudaKernels;
-use crate::grouped::GroupedSizes;
-use crate::{Grouped, Grouped8, GroupedGrad, GroupedGrad8, GroupedKernels};
+use crate::grouped_gemm::GroupedSizes;
+use crate::{Fp8GroupedGemm, Fp8GroupedWgrad, GroupedGemm, GroupedGemmKernels, GroupedWgrad};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, read, shape_error, write};
-use hopper::{Kind, turns};
-use hopper8::Kind8;
-use plain::Segments;
+use generic::Segments;
+use hopper::{KernelVariant, turns};
+use hopper_fp8::Fp8KernelVariant;
 
 /// Offsets and counts are the launch's first two arguments.
 fn segments(l: &Launch, z: &GroupedSizes) -> Result<Segments> {
@@ -28,37 +28,49 @@ fn segments(l: &Launch, z: &GroupedSizes) -> Result<Segments> {
 
 impl CudaKernels {
     /// By a kernel for Hopper, or in plain arithmetic.
-    fn queue_grouped(&self, s: &Stream, g: &Grouped, z: &GroupedSizes, kind: Option<&Kind>) -> Result<()> {
+    fn launch_grouped(
+        &self,
+        s: &Stream,
+        g: &GroupedGemm,
+        z: &GroupedSizes,
+        variant: Option<&KernelVariant>,
+    ) -> Result<()> {
         let mut args =
             vec![read(g.segments.offsets), read(g.segments.counts), read(g.x), read(g.w), write(g.y)];
         args.extend(g.bias.map(read));
-        s.launch(g.name(), &args, |l| match kind {
-            Some(kind) => self.hopper_grouped(l, g, z, segments(l, z)?, kind),
-            None => self.plain_grouped(l, g, z, segments(l, z)?),
+        s.launch(g.name(), &args, |l| match variant {
+            Some(variant) => self.hopper_grouped(l, g, z, segments(l, z)?, variant),
+            None => self.generic_grouped(l, g, z, segments(l, z)?),
         })
     }
 
     /// The same.
-    fn queue_grouped_grad(
+    fn launch_grouped_wgrad(
         &self,
         s: &Stream,
-        g: &GroupedGrad,
+        g: &GroupedWgrad,
         z: &GroupedSizes,
-        kind: Option<&Kind>,
+        variant: Option<&KernelVariant>,
     ) -> Result<()> {
         let mut args =
             vec![read(g.segments.offsets), read(g.segments.counts), read(g.dy), read(g.x), write(g.dw.0)];
-        let turns = kind.and_then(|kind| turns(kind, z));
+        let turns = variant.and_then(|variant| turns(variant, z));
         let turns = turns.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
         args.extend(turns.as_ref().map(write));
-        s.launch(GroupedGrad::NAME, &args, |l| match kind {
-            Some(kind) => self.hopper_grouped_grad(l, g, z, segments(l, z)?, kind),
-            None => self.plain_grouped_grad(l, g, z, segments(l, z)?),
+        s.launch(GroupedWgrad::NAME, &args, |l| match variant {
+            Some(variant) => self.hopper_grouped_wgrad(l, g, z, segments(l, z)?, variant),
+            None => self.generic_grouped_wgrad(l, g, z, segments(l, z)?),
         })
     }
 
     /// The same, of bytes.
-    fn queue_grouped8(&self, s: &Stream, g: &Grouped8, z: &GroupedSizes, kind: Option<&Kind8>) -> Result<()> {
+    fn launch_grouped_fp8(
+        &self,
+        s: &Stream,
+        g: &Fp8GroupedGemm,
+        z: &GroupedSizes,
+        variant: Option<&Fp8KernelVariant>,
+    ) -> Result<()> {
         let args = [
             read(g.segments.offsets),
             read(g.segments.counts),
@@ -68,21 +80,21 @@ impl CudaKernels {
             read(&g.w.scale_inv),
             write(g.y),
         ];
-        s.launch(g.name, &args, |l| match kind {
-            Some(kind) => self.hopper_grouped8(l, g, z, segments(l, z)?, kind),
-            None => self.plain_grouped8(l, g, z, segments(l, z)?),
+        s.launch(g.name, &args, |l| match variant {
+            Some(variant) => self.hopper_grouped_fp8(l, g, z, segments(l, z)?, variant),
+            None => self.generic_grouped_fp8(l, g, z, segments(l, z)?),
         })
     }
 
     /// The same, of bytes.
-    fn queue_grouped_grad8(
+    fn launch_grouped_wgrad_fp8(
         &self,
         s: &Stream,
-        g: &GroupedGrad8,
+        g: &Fp8GroupedWgrad,
         z: &GroupedSizes,
-        kind: Option<&Kind8>,
+        variant: Option<&Fp8KernelVariant>,
     ) -> Result<()> {
-        let turns = kind.and_then(|kind| turns(&kind.kind, z));
+        let turns = variant.and_then(|variant| turns(&variant.variant, z));
         let turns = turns.map(|n| s.zeros(&[n], DType::I32, Category::Workspace)).transpose()?;
         let mut args = vec![
             read(g.segments.offsets),
@@ -94,43 +106,43 @@ impl CudaKernels {
             write(g.dw.0),
         ];
         args.extend(turns.as_ref().map(write));
-        s.launch(GroupedGrad8::NAME, &args, |l| match kind {
-            Some(kind) => self.hopper_grouped_grad8(l, g, z, segments(l, z)?, kind),
-            None => self.plain_grouped_grad8(l, g, z, segments(l, z)?),
+        s.launch(Fp8GroupedWgrad::NAME, &args, |l| match variant {
+            Some(variant) => self.hopper_grouped_wgrad_fp8(l, g, z, segments(l, z)?, variant),
+            None => self.generic_grouped_wgrad_fp8(l, g, z, segments(l, z)?),
         })
     }
 }
 
-impl GroupedKernels for CudaKernels {
-    fn grouped(&self, s: &Stream, g: &Grouped) -> Result<()> {
+impl GroupedGemmKernels for CudaKernels {
+    fn grouped_gemm(&self, s: &Stream, g: &GroupedGemm) -> Result<()> {
         let z = g.sizes()?;
         if z.rows * z.n == 0 {
             return Ok(());
         }
-        self.queue_grouped(s, g, &z, g.hopper(self, &z))
+        self.launch_grouped(s, g, &z, g.hopper(self, &z))
     }
 
-    fn grouped_grad(&self, s: &Stream, g: &GroupedGrad) -> Result<()> {
+    fn grouped_wgrad(&self, s: &Stream, g: &GroupedWgrad) -> Result<()> {
         let z = g.sizes()?;
         if z.segments * z.n * z.k == 0 {
             return Ok(());
         }
-        self.queue_grouped_grad(s, g, &z, g.hopper(self, &z))
+        self.launch_grouped_wgrad(s, g, &z, g.hopper(self, &z))
     }
 
-    fn grouped8(&self, s: &Stream, g: &Grouped8) -> Result<()> {
+    fn fp8_grouped_gemm(&self, s: &Stream, g: &Fp8GroupedGemm) -> Result<()> {
         let z = g.sizes()?;
         if z.rows * z.n == 0 {
             return Ok(());
         }
-        self.queue_grouped8(s, g, &z, g.hopper(self, &z))
+        self.launch_grouped_fp8(s, g, &z, g.hopper(self, &z))
     }
 
-    fn grouped_grad8(&self, s: &Stream, g: &GroupedGrad8) -> Result<()> {
+    fn fp8_grouped_wgrad(&self, s: &Stream, g: &Fp8GroupedWgrad) -> Result<()> {
         let z = g.sizes()?;
         if z.segments * z.n * z.k == 0 {
             return Ok(());
         }
-        self.queue_grouped_grad8(s, g, &z, g.hopper(self, &z))
+        self.launch_grouped_wgrad_fp8(s, g, &z, g.hopper(self, &z))
     }
 }

@@ -16,7 +16,7 @@ struct Segments {
 // Zeroes `width` numbers of each row that is nobody's: warp `self` of `warps`. `Of` knows segments, as above. In 16-byte stores
 // where `wide` says that rows are aligned and `width` is whole.
 template <class T, class Of>
-__device__ __forceinline__ void blank_gaps(const Of& z, i32 count, i32 rows, T* y, i64 step, i32 width, bool wide, i32 self,
+__device__ __forceinline__ void zero_gaps(const Of& z, i32 count, i32 rows, T* y, i64 step, i32 width, bool vectorized, i32 self,
                                            i32 warps) {
     const i32 lane = threadIdx.x & 31;
     // What comes before segment e, or behind the last.
@@ -25,8 +25,8 @@ __device__ __forceinline__ void blank_gaps(const Of& z, i32 count, i32 rows, T* 
         const i32 end = e < count ? z.first(e) : rows;
         for (i32 r = from + self; r < end; r += warps) {
             T* row = y + r * step;
-            if (wide) {
-                for (i32 c = lane * Wide<T>::count; c < width; c += 32 * Wide<T>::count)
+            if (vectorized) {
+                for (i32 c = lane * VecWidth<T>::count; c < width; c += 32 * VecWidth<T>::count)
                     *reinterpret_cast<uint4*>(row + c) = make_uint4(0, 0, 0, 0);
             } else {
                 for (i32 c = lane; c < width; c += 32) row[c] = from_f32<T>(0.0f);

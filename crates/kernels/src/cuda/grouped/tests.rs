@@ -1,14 +1,14 @@
 //! Every kernel for Hopper, not only the one that would be chosen, makes what plain arithmetic makes, on a card.
 
-use super::hopper::{KINDS, What};
+use super::hopper::{GroupedOp, VARIANTS};
 use crate::cuda::CudaKernels;
-use crate::{Grouped, GroupedGrad, Segments};
-use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards};
+use crate::{GroupedGemm, GroupedWgrad, Segments};
+use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus};
 
 /// The card, where there is one. `FERROTRON_TEST_DEVICE=cuda` insists.
 pub(super) fn card() -> Option<(CudaKernels, Stream)> {
-    if cards().is_ok_and(|all| !all.is_empty()) {
-        let device = Device::cuda(0, Threads::new(2).unwrap(), Watch::default()).unwrap();
+    if gpus().is_ok_and(|all| !all.is_empty()) {
+        let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
     }
     assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no card");
@@ -74,7 +74,7 @@ pub(super) fn spread(s: &Stream, counts: &[usize], align: usize, behind: usize) 
 }
 
 #[test]
-fn every_kernel_makes_the_same() {
+fn every_variant_matches_the_generic_kernel() {
     let Some((k, s)) = card() else { return };
     if !k.has("grouped_hopper") {
         return;
@@ -93,34 +93,34 @@ fn every_kernel_makes_the_same() {
             let w = numbers(3, e * width, depth, |_| true);
             let bias = upload(&s, &numbers(4, e, width, |_| true), &[e, width]);
             let old = numbers(5, e * width, depth, |_| true);
-            for kind in &KINDS {
-                let what = format!("{kind:?} {counts:?} {rows} rows, {depth} x {width}");
-                if kind.what == What::Weight {
+            for variant in &VARIANTS {
+                let what = format!("{variant:?} {counts:?} {rows} rows, {depth} x {width}");
+                if variant.op == GroupedOp::Wgrad {
                     for accumulate in [false, true] {
-                        let run = |kind| {
+                        let run = |variant| {
                             let shape = [e, width, depth];
                             let dw = match accumulate {
                                 true => s.upload(&old, &shape, Category::Workspace).unwrap(),
                                 false => poisoned(&s, DType::F32, &shape),
                             };
-                            let g = GroupedGrad { dy: &dy, x: &x, segments, dw: (&dw, accumulate) };
-                            k.queue_grouped_grad(&s, &g, &g.sizes().unwrap(), kind).unwrap();
+                            let g = GroupedWgrad { dy: &dy, x: &x, segments, dw: (&dw, accumulate) };
+                            k.launch_grouped_wgrad(&s, &g, &g.sizes().unwrap(), variant).unwrap();
                             host(&s, &dw)
                         };
-                        assert!(run(Some(kind)) == run(None), "{what} accumulate {accumulate}");
+                        assert!(run(Some(variant)) == run(None), "{what} accumulate {accumulate}");
                     }
                     continue;
                 }
-                let as_stored = kind.what == What::Input;
+                let as_stored = variant.op == GroupedOp::Dgrad;
                 let w = upload(&s, &w, &if as_stored { [e, depth, width] } else { [e, width, depth] });
                 for bias in [None, Some(&bias)] {
-                    let run = |kind| {
+                    let run = |variant| {
                         let y = poisoned(&s, DType::BF16, &[rows, width]);
-                        let g = Grouped { x: &x, w: &w, as_stored, segments, bias, y: &y };
-                        k.queue_grouped(&s, &g, &g.sizes().unwrap(), kind).unwrap();
+                        let g = GroupedGemm { x: &x, w: &w, as_stored, segments, bias, y: &y };
+                        k.launch_grouped(&s, &g, &g.sizes().unwrap(), variant).unwrap();
                         host(&s, &y)
                     };
-                    assert!(run(Some(kind)) == run(None), "{what} bias {}", bias.is_some());
+                    assert!(run(Some(variant)) == run(None), "{what} bias {}", bias.is_some());
                 }
             }
         }

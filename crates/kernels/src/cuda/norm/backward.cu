@@ -15,7 +15,7 @@ template <class T>
 __device__ __forceinline__ void add_products(
     Pair& sums, const Packed<T>& x, const Packed<T>& dy, const Packed<T>& gamma, float one, float mean, float r
 ) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     float xs[V], dys[V], gs[V];
     unpack(x, xs);
     unpack(dy, dys);
@@ -34,7 +34,7 @@ __device__ __forceinline__ Packed<T> input_gradient(
     const Packed<T>& x, const Packed<T>& dy, const Packed<T>& gamma, float one, float mean, float r, Pair means,
     bool add, const Packed<T>& residual
 ) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     float xs[V], dys[V], gs[V], more[V];
     unpack(x, xs);
     unpack(dy, dys);
@@ -51,7 +51,7 @@ __device__ __forceinline__ Packed<T> input_gradient(
 
 template <class T, int CHUNKS, bool LAYER, int STAGES>
 __device__ __forceinline__ void backward(const BackwardArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     __shared__ Pair shared[2][32];
     const u32 lanes = a.lanes, team = threadIdx.x / lanes, lane = threadIdx.x - team * lanes;
     const u32 teams = blockDim.x / lanes;
@@ -59,7 +59,7 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
     Ring<T, 3, CHUNKS, STAGES> ring;
     auto column = [&](int c) { return i32(c * lanes + lane) * V; };
     auto has = [&](int c) { return column(c) < a.width; };
-    auto ask = [&](i64 row) {
+    auto prefetch = [&](i64 row) {
         if (row < a.rows) {
             const Place p = place(row, a.inner);
             const T* x = reinterpret_cast<const T*>(a.x) + p.start(a.x_outer, a.x_inner);
@@ -68,12 +68,12 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
                 if (!has(c)) continue;
-                ring.ask(0, c, x + column(c));
-                ring.ask(1, c, dy + column(c));
-                if (a.residual) ring.ask(2, c, residual + column(c));
+                ring.prefetch(0, c, x + column(c));
+                ring.prefetch(1, c, dy + column(c));
+                if (a.residual) ring.prefetch(2, c, residual + column(c));
             }
         }
-        ring.asked();
+        ring.commit();
     };
     float mean = 0.0f, r = 0.0f, next_mean = 0.0f, next_r = 0.0f;
     auto read_statistics = [&](i64 row) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; s++) {
         ring.next();
-        ask(row + s * step);
+        prefetch(row + s * step);
     }
     ring.stage = 0;
     read_statistics(row);
@@ -96,7 +96,7 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         gamma[c] = {};
-        if (has(c)) gamma[c] = piece<T>(a.gamma, column(c));
+        if (has(c)) gamma[c] = load_chunk<T>(a.gamma, column(c));
     }
     // All teams of a block take equally many turns, the last ones perhaps without a row: they meet in the sums.
     u32 turn = 0;
@@ -113,7 +113,7 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
             x[c] = ring.take(0, c), dy[c] = ring.take(1, c);
             if (a.residual) residual[c] = ring.take(2, c);
         }
-        ask(row + (STAGES - 1) * step);
+        prefetch(row + (STAGES - 1) * step);
         ring.next();
         Pair sums = {0.0f, 0.0f};
 #pragma unroll
@@ -130,14 +130,14 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
         }
         sums = team_sums(sums, lanes, team, shared[turn] + (team * lanes >> 5));
 #pragma unroll
-        for (int c = 0; c < CHUNKS; c++) forget(x[c]), forget(dy[c]), forget(gamma[c]);
+        for (int c = 0; c < CHUNKS; c++) opaque(x[c]), opaque(dy[c]), opaque(gamma[c]);
         const Pair means = {LAYER ? sums.x / float(a.width) : 0.0f, sums.y / float(a.width)};
         if (!live) continue;
         const i64 to = place(row, a.inner).start(a.dx_outer, a.dx_inner);
 #pragma unroll
         for (int c = 0; c < CHUNKS; c++)
             if (has(c))
-                put_piece(
+                store_chunk(
                     a.dx, to + column(c),
                     input_gradient(x[c], dy[c], gamma[c], a.one, mean, r, means, a.residual != 0, residual[c])
                 );
@@ -173,18 +173,18 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
 template <class T>
 __device__ __forceinline__ void read_row(const BackwardArgs& a, i64 row, i32 at, Packed<T>& x, Packed<T>& dy) {
     const Place p = place(row, a.inner);
-    const bool wide = a.flags & WIDE;
-    x = fetch(reinterpret_cast<const T*>(a.x) + p.start(a.x_outer, a.x_inner), at, a.width, wide);
-    dy = fetch(reinterpret_cast<const T*>(a.dy) + p.start(a.dy_outer, a.dy_inner), at, a.width, wide);
+    const bool vectorized = a.flags & VECTORIZED;
+    x = load_guarded(reinterpret_cast<const T*>(a.x) + p.start(a.x_outer, a.x_inner), at, a.width, vectorized);
+    dy = load_guarded(reinterpret_cast<const T*>(a.dy) + p.start(a.dy_outer, a.dy_inner), at, a.width, vectorized);
 }
 
 // dx of any rows, a block to each.
 template <class T, bool LAYER> __device__ __forceinline__ void backward_long(const BackwardArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     __shared__ Pair shared[32];
     const i64 row = blockIdx.x;
     const i32 first = threadIdx.x * V, step = blockDim.x * V;
-    const bool wide = a.flags & WIDE, wide_gain = a.flags & WIDE_GAIN;
+    const bool vectorized = a.flags & VECTORIZED, vectorized_gain = a.flags & VECTORIZED_GAIN;
     const T* gamma = reinterpret_cast<const T*>(a.gamma);
     const float mean = LAYER ? reinterpret_cast<const float*>(a.mean)[row] : 0.0f;
     const float r = reinterpret_cast<const float*>(a.rstd)[row];
@@ -192,16 +192,16 @@ template <class T, bool LAYER> __device__ __forceinline__ void backward_long(con
     Packed<T> x, dy, residual = {};
     for (i32 at = first; at < a.width; at += step) {
         read_row(a, row, at, x, dy);
-        add_products(sums, x, dy, fetch(gamma, at, a.width, wide_gain), a.one, mean, r);
+        add_products(sums, x, dy, load_guarded(gamma, at, a.width, vectorized_gain), a.one, mean, r);
     }
     sums = team_sums(sums, blockDim.x, 0, shared);
     const Pair means = {LAYER ? sums.x / float(a.width) : 0.0f, sums.y / float(a.width)};
     const i64 to = place(row, a.inner).start(a.dx_outer, a.dx_inner);
     for (i32 at = first; at < a.width; at += step) {
         read_row(a, row, at, x, dy);
-        if (a.residual) residual = fetch(reinterpret_cast<const T*>(a.residual) + to, at, a.width, wide);
-        Packed<T> g = fetch(gamma, at, a.width, wide_gain);
-        put(reinterpret_cast<T*>(a.dx) + to, at, a.width, wide,
+        if (a.residual) residual = load_guarded(reinterpret_cast<const T*>(a.residual) + to, at, a.width, vectorized);
+        Packed<T> g = load_guarded(gamma, at, a.width, vectorized_gain);
+        store_guarded(reinterpret_cast<T*>(a.dx) + to, at, a.width, vectorized,
             input_gradient(x, dy, g, a.one, mean, r, means, a.residual != 0, residual));
     }
 }
@@ -241,7 +241,7 @@ template <class T, bool LAYER> __device__ __forceinline__ void backward_long_par
 
 typedef float f32_t;
 typedef bf16 bf16_t;
-NOT_OF_HALF(BACKWARD_ALL(rms, false, f32))
+NOT_F16(BACKWARD_ALL(rms, false, f32))
 BACKWARD_ALL(rms, false, bf16)
-NOT_OF_HALF(BACKWARD_ALL(layer, true, f32))
+NOT_F16(BACKWARD_ALL(layer, true, f32))
 BACKWARD_ALL(layer, true, bf16)

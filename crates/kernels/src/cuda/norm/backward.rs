@@ -1,11 +1,11 @@
-use super::{Teams, WIDE, WIDE_GAIN, optional, threads_of_long};
-use crate::cuda::rows::{blocks, columns, wide};
-use crate::cuda::{CudaKernels, Grid, Kernel, typed};
+use super::{Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_of_long};
+use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
+use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::{Norm, NormBackward};
 use ferrotron_tensor::{DType, Result, Stream, read, write};
 
 /// Pieces of a row a thread holds at most, and threads of a block.
-const MOST: usize = 3;
+const MAX_CHUNKS: usize = 3;
 const THREADS: usize = 512;
 /// Blocks at most, each of which leaves a part: they fill a card of 132 multiprocessors. As many on any card: the
 /// order of sums depends on it.
@@ -39,7 +39,7 @@ struct BackwardArgs {
 
 /// Parts of the gradient of a gain: blocks that share the rows, each as many.
 pub(super) fn groups(dtype: DType, rows: usize, width: usize) -> usize {
-    let teams = Teams::of(dtype, width, MOST, THREADS).map_or(1, |t| t.count);
+    let teams = Teams::of(dtype, width, MAX_CHUNKS, THREADS).map_or(1, |t| t.count);
     let all = rows.div_ceil(teams);
     all.div_ceil(all.div_ceil(PARTS).max(1))
 }
@@ -72,7 +72,7 @@ fn long(op: &'static str, dtype: DType, layer: bool) -> Result<[Kernel; 2]> {
 }
 
 impl CudaKernels {
-    pub(super) fn queue_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()> {
+    pub(super) fn launch_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()> {
         const OP: &str = "norm_backward";
         let dtype = n.x.dtype();
         let [x_rows, dy_rows, dx_rows] = n.check(OP, norm, |rows, width| groups(dtype, rows, width))?;
@@ -115,25 +115,33 @@ impl CudaKernels {
                 flags: 0,
                 one: if norm.zero_centred { 1.0 } else { 0.0 },
             };
-            if wide(dtype, &[(a.x, x_rows), (a.dy, dy_rows), (a.dx, dx_rows), (a.residual, dx_rows)]) {
-                a.flags |= WIDE;
+            if rows_aligned16(
+                dtype,
+                &[(a.x, x_rows), (a.dy, dy_rows), (a.dx, dx_rows), (a.residual, dx_rows)],
+            ) {
+                a.flags |= VECTORIZED;
             }
             if a.gamma.is_multiple_of(16) {
-                a.flags |= WIDE_GAIN;
+                a.flags |= VECTORIZED_GAIN;
             }
-            let aligned = a.flags & (WIDE | WIDE_GAIN) == WIDE | WIDE_GAIN;
-            let Some(teams) = Teams::of(dtype, x_rows.width, MOST, THREADS).filter(|_| aligned) else {
+            let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
+            let Some(teams) = Teams::of(dtype, x_rows.width, MAX_CHUNKS, THREADS).filter(|_| aligned) else {
                 let threads = threads_of_long(dtype, x_rows.width);
-                self.queue(l, general, Grid { blocks: [blocks(OP, rows)?, 1, 1], threads, shared: 0 }, &a)?;
+                self.launch_kernel(
+                    l,
+                    general,
+                    LaunchConfig { blocks: [blocks(OP, rows)?, 1, 1], threads, shared: 0 },
+                    &a,
+                )?;
                 let across = blocks(OP, x_rows.width.div_ceil(256))?;
-                let grid = Grid { blocks: [across, groups, 1], threads: 256, shared: 0 };
-                return self.queue(l, general_parts, grid, &a);
+                let grid = LaunchConfig { blocks: [across, groups, 1], threads: 256, shared: 0 };
+                return self.launch_kernel(l, general_parts, grid, &a);
             };
             let (kernel, stages) = held(OP, dtype, norm.subtract_mean, teams.pieces)?;
             a.lanes = teams.lanes as u32;
             let shared = teams.ring(stages, 3) as u32;
-            let grid = Grid { blocks: [groups, 1, 1], threads: teams.threads() as u32, shared };
-            self.queue(l, kernel, grid, &a)
+            let grid = LaunchConfig { blocks: [groups, 1, 1], threads: teams.threads() as u32, shared };
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 }

@@ -10,7 +10,7 @@
 // All that needs rows of whole, aligned pieces. Other rows, and those too wide for registers, have kernels that read
 // a row again for each of its sums.
 
-enum Flag : u32 { CENTRED = 1, WIDE = 2, WIDE_GAIN = 4 };
+enum Flag : u32 { CENTRED = 1, VECTORIZED = 2, VECTORIZED_GAIN = 4 };
 
 // Row `r` of groups of `inner` rows, found once for all views.
 struct Place {
@@ -56,10 +56,10 @@ __device__ __forceinline__ Pair team_sums(Pair p, u32 lanes, u32 team, Pair* sha
     return p;
 }
 
-template <class T> __device__ __forceinline__ Packed<T> piece(u64 base, i64 at) {
+template <class T> __device__ __forceinline__ Packed<T> load_chunk(u64 base, i64 at) {
     return *reinterpret_cast<const Packed<T>*>(reinterpret_cast<const T*>(base) + at);
 }
-template <class T> __device__ __forceinline__ void put_piece(u64 base, i64 at, const Packed<T>& p) {
+template <class T> __device__ __forceinline__ void store_chunk(u64 base, i64 at, const Packed<T>& p) {
     *reinterpret_cast<Packed<T>*>(reinterpret_cast<T*>(base) + at) = p;
 }
 
@@ -72,11 +72,11 @@ template <class T, int TENSORS, int CHUNKS, int STAGES> struct Ring {
         return waiting + ((stage * TENSORS + tensor) * CHUNKS + c) * blockDim.x + threadIdx.x;
     }
     // Into the stage that was used last; `next` moves on.
-    __device__ __forceinline__ void ask(int tensor, int c, const T* from) const {
+    __device__ __forceinline__ void prefetch(int tensor, int c, const T* from) const {
         const u32 to = u32(__cvta_generic_to_shared(slot(stage == 0 ? STAGES - 1 : stage - 1, tensor, c)));
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
     }
-    __device__ __forceinline__ static void asked() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+    __device__ __forceinline__ static void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
     // Waits until the oldest is here.
     __device__ __forceinline__ static void wait() {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");

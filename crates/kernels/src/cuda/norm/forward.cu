@@ -11,9 +11,9 @@ struct ForwardArgs {
 // Σ (x − µ)² of the first `count` columns of a chunk, in order.
 template <class T>
 __device__ __forceinline__ void add_squares(
-    float& total, const Packed<T>& x, float mean, i32 count = Wide<T>::count
+    float& total, const Packed<T>& x, float mean, i32 count = VecWidth<T>::count
 ) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     float v[V];
     unpack(x, v);
 #pragma unroll
@@ -24,7 +24,7 @@ __device__ __forceinline__ void add_squares(
 }
 
 template <class T> __device__ __forceinline__ void add_all(float& total, const Packed<T>& x) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     float v[V];
     unpack(x, v);
 #pragma unroll
@@ -33,7 +33,7 @@ template <class T> __device__ __forceinline__ void add_all(float& total, const P
 
 // x + residual, rounded to the element type: what is stored is what is normalised.
 template <class T> __device__ __forceinline__ Packed<T> added(const Packed<T>& x, const Packed<T>& residual) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     float v[V], r[V];
     unpack(x, v);
     unpack(residual, r);
@@ -47,7 +47,7 @@ template <class T>
 __device__ __forceinline__ Packed<T> normal(
     const Packed<T>& x, const Packed<T>& gamma, const Packed<T>& beta, float mean, float r, float one, bool bias
 ) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     float v[V], g[V], b[V];
     unpack(x, v);
     unpack(gamma, g);
@@ -61,7 +61,7 @@ __device__ __forceinline__ Packed<T> normal(
     return pack(v);
 }
 
-__device__ __forceinline__ void keep_statistics(const ForwardArgs& a, i64 row, float mean, float r) {
+__device__ __forceinline__ void store_statistics(const ForwardArgs& a, i64 row, float mean, float r) {
     if (a.mean) reinterpret_cast<float*>(a.mean)[row] = mean;
     reinterpret_cast<float*>(a.rstd)[row] = r;
 }
@@ -69,9 +69,9 @@ __device__ __forceinline__ void keep_statistics(const ForwardArgs& a, i64 row, f
 // ADD: sum = x + residual first; x, residual and sum are laid out alike. Many short blocks are faster then, few that
 // stay otherwise: the one wants few registers, the other few instructions, so what is unpacked is kept or not.
 // MEASURED: the largest magnitude of y, too.
-template <class T, int CHUNKS, bool ADD, int STAGES, bool MEASURED = false>
+template <class T, int CHUNKS, bool ADD, int STAGES, bool WITH_AMAX = false>
 __device__ __forceinline__ void forward(const ForwardArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     // For both sums of a row, and for the next row's.
     __shared__ Pair shared[2][2][32];
     const u32 lanes = a.lanes, team = threadIdx.x / lanes, lane = threadIdx.x - team * lanes;
@@ -81,23 +81,23 @@ __device__ __forceinline__ void forward(const ForwardArgs& a) {
     Ring<T, ADD ? 2 : 1, CHUNKS, STAGES> ring;
     auto column = [&](int c) { return i32(c * lanes + lane) * V; };
     auto has = [&](int c) { return column(c) < a.width; };
-    auto ask = [&](i64 row) {
+    auto prefetch = [&](i64 row) {
         if (row < a.rows) {
             const i64 from = place(row, a.inner).start(a.x_outer, a.x_inner);
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
                 if (!has(c)) continue;
-                ring.ask(0, c, reinterpret_cast<const T*>(a.x) + from + column(c));
-                if (ADD) ring.ask(1, c, reinterpret_cast<const T*>(a.residual) + from + column(c));
+                ring.prefetch(0, c, reinterpret_cast<const T*>(a.x) + from + column(c));
+                if (ADD) ring.prefetch(1, c, reinterpret_cast<const T*>(a.residual) + from + column(c));
             }
         }
-        ring.asked();
+        ring.commit();
     };
     i64 row = i64(blockIdx.x) * teams + team;
 #pragma unroll 1
     for (int s = 0; s < STAGES - 1; s++) {
         ring.next();
-        ask(row + s * step);
+        prefetch(row + s * step);
     }
     ring.stage = 0;
 
@@ -105,8 +105,8 @@ __device__ __forceinline__ void forward(const ForwardArgs& a) {
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         gamma[c] = beta[c] = {};
-        if (has(c)) gamma[c] = piece<T>(a.gamma, column(c));
-        if (has(c) && a.beta) beta[c] = piece<T>(a.beta, column(c));
+        if (has(c)) gamma[c] = load_chunk<T>(a.gamma, column(c));
+        if (has(c) && a.beta) beta[c] = load_chunk<T>(a.beta, column(c));
     }
     // All teams of a block take equally many turns, the last ones perhaps without a row: they meet in the sums.
     u32 turn = 0;
@@ -124,12 +124,12 @@ __device__ __forceinline__ void forward(const ForwardArgs& a) {
             held[c] = ring.take(0, c);
             if (ADD) held[c] = added(held[c], ring.take(1, c));
         }
-        ask(row + (STAGES - 1) * step);
+        prefetch(row + (STAGES - 1) * step);
         ring.next();
         if (ADD && live) {
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++)
-                if (has(c)) put_piece(a.sum, from + column(c), held[c]);
+                if (has(c)) store_chunk(a.sum, from + column(c), held[c]);
         }
         Pair sums = {0.0f, 0.0f};
         float mean = 0.0f;
@@ -139,7 +139,7 @@ __device__ __forceinline__ void forward(const ForwardArgs& a) {
             mean = team_sums(sums, lanes, team, shared[turn][0] + (team * lanes >> 5)).x / float(a.width);
             if (ADD) {
 #pragma unroll
-                for (int c = 0; c < CHUNKS; c++) forget(held[c]);
+                for (int c = 0; c < CHUNKS; c++) opaque(held[c]);
             }
         }
         sums = {0.0f, 0.0f};
@@ -148,7 +148,7 @@ __device__ __forceinline__ void forward(const ForwardArgs& a) {
             if (has(c)) add_squares(sums.x, held[c], mean);
         if (ADD) {
 #pragma unroll
-            for (int c = 0; c < CHUNKS; c++) forget(held[c]), forget(gamma[c]), forget(beta[c]);
+            for (int c = 0; c < CHUNKS; c++) opaque(held[c]), opaque(gamma[c]), opaque(beta[c]);
         }
         sums = team_sums(sums, lanes, team, shared[turn][1] + (team * lanes >> 5));
         const float r = 1.0f / sqrtf(sums.x / float(a.width) + a.eps);
@@ -158,57 +158,57 @@ __device__ __forceinline__ void forward(const ForwardArgs& a) {
         for (int c = 0; c < CHUNKS; c++)
             if (has(c)) {
                 const Packed<T> y = normal(held[c], gamma[c], beta[c], mean, r, a.one, a.beta != 0);
-                put_piece(a.y, to + column(c), y);
-                if (MEASURED) most = largest(most, y);
+                store_chunk(a.y, to + column(c), y);
+                if (WITH_AMAX) most = packed_amax(most, y);
             }
-        if (lane == 0) keep_statistics(a, row, mean, r);
+        if (lane == 0) store_statistics(a, row, mean, r);
     }
-    if (MEASURED) raise_together(a.amax, most);
+    if (WITH_AMAX) block_atomic_amax(a.amax, most);
 }
 
 // Any row, a block to each: read once for each sum and once more for the result.
-template <class T, bool ADD, bool MEASURED = false>
+template <class T, bool ADD, bool WITH_AMAX = false>
 __device__ __forceinline__ void forward_long(const ForwardArgs& a) {
-    constexpr int V = Wide<T>::count;
+    constexpr int V = VecWidth<T>::count;
     __shared__ float shared[32];
     const i64 row = blockIdx.x;
     const i32 first = threadIdx.x * V, step = blockDim.x * V;
     const Place p = place(row, a.inner);
     const i64 from = p.start(a.x_outer, a.x_inner);
-    const bool wide = a.flags & WIDE, wide_gain = a.flags & WIDE_GAIN;
+    const bool vectorized = a.flags & VECTORIZED, vectorized_gain = a.flags & VECTORIZED_GAIN;
     const T* x = reinterpret_cast<const T*>(a.x) + from;
     if (ADD) {
         const T* residual = reinterpret_cast<const T*>(a.residual) + from;
         T* sum = reinterpret_cast<T*>(a.sum) + from;
         for (i32 at = first; at < a.width; at += step)
-            put(sum, at, a.width, wide, added(fetch(x, at, a.width, wide), fetch(residual, at, a.width, wide)));
+            store_guarded(sum, at, a.width, vectorized, added(load_guarded(x, at, a.width, vectorized), load_guarded(residual, at, a.width, vectorized)));
         // Each thread reads what it wrote itself.
         x = sum;
     }
     float mean = 0.0f, squares = 0.0f;
     if (a.flags & CENTRED) {
         float total = 0.0f;
-        for (i32 at = first; at < a.width; at += step) add_all(total, fetch(x, at, a.width, wide));
+        for (i32 at = first; at < a.width; at += step) add_all(total, load_guarded(x, at, a.width, vectorized));
         mean = block_sum(total, shared) / float(a.width);
     }
     for (i32 at = first; at < a.width; at += step)
-        add_squares(squares, fetch(x, at, a.width, wide), mean, a.width - at);
+        add_squares(squares, load_guarded(x, at, a.width, vectorized), mean, a.width - at);
     const float r = 1.0f / sqrtf(block_sum(squares, shared) / float(a.width) + a.eps);
     T* y = reinterpret_cast<T*>(a.y) + p.start(a.y_outer, a.y_inner);
     float most = 0.0f;
     for (i32 at = first; at < a.width; at += step) {
-        Packed<T> g = fetch(reinterpret_cast<const T*>(a.gamma), at, a.width, wide_gain), b = {};
-        if (a.beta) b = fetch(reinterpret_cast<const T*>(a.beta), at, a.width, wide_gain);
-        const Packed<T> z = normal(fetch(x, at, a.width, wide), g, b, mean, r, a.one, a.beta != 0);
-        put(y, at, a.width, wide, z);
-        if (!MEASURED) continue;
+        Packed<T> g = load_guarded(reinterpret_cast<const T*>(a.gamma), at, a.width, vectorized_gain), b = {};
+        if (a.beta) b = load_guarded(reinterpret_cast<const T*>(a.beta), at, a.width, vectorized_gain);
+        const Packed<T> z = normal(load_guarded(x, at, a.width, vectorized), g, b, mean, r, a.one, a.beta != 0);
+        store_guarded(y, at, a.width, vectorized, z);
+        if (!WITH_AMAX) continue;
         float v[V];
         unpack(z, v);
 #pragma unroll
         for (int i = 0; i < V; i++) most = at + i < a.width ? fmaxf(most, fabsf(v[i])) : most;
     }
-    if (threadIdx.x == 0) keep_statistics(a, row, mean, r);
-    if (MEASURED) raise_together(a.amax, most);
+    if (threadIdx.x == 0) store_statistics(a, row, mean, r);
+    if (WITH_AMAX) block_atomic_amax(a.amax, most);
 }
 
 #define FORWARD(T, CHUNKS, STAGES)                                                                                     \
@@ -232,21 +232,21 @@ __device__ __forceinline__ void forward_long(const ForwardArgs& a) {
 
 typedef float f32_t;
 typedef bf16 bf16_t;
-NOT_OF_HALF(FORWARD_ALL(f32))
+NOT_F16(FORWARD_ALL(f32))
 FORWARD_ALL(bf16)
 
-#ifndef HALF
-#define MEASURED(CHUNKS, STAGES)                                                                                       \
+#ifndef ELEMENT_F16
+#define WITH_AMAX(CHUNKS, STAGES)                                                                                       \
     extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_amax(const ForwardArgs a) {                      \
         forward<bf16, CHUNKS, false, STAGES, true>(a);                                                                 \
     }                                                                                                                  \
     extern "C" __global__ void __launch_bounds__(512) add_norm_##CHUNKS##_amax(const ForwardArgs a) {                  \
         forward<bf16, CHUNKS, true, STAGES, true>(a);                                                                  \
     }
-MEASURED(1, 4)
-MEASURED(2, 4)
-MEASURED(3, 3)
-MEASURED(4, 3)
+WITH_AMAX(1, 4)
+WITH_AMAX(2, 4)
+WITH_AMAX(3, 3)
+WITH_AMAX(4, 3)
 extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_amax(const ForwardArgs a) {
     forward_long<bf16, false, true>(a);
 }

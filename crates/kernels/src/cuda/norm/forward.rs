@@ -1,12 +1,12 @@
-use super::{CENTRED, Teams, WIDE, WIDE_GAIN, optional, threads_of_long};
+use super::{CENTRED, Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_of_long};
 use crate::cpu::rows::Rows;
-use crate::cuda::rows::{blocks, columns, wide};
-use crate::cuda::{CudaKernels, Grid, Kernel, typed};
+use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
+use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::{Norm, NormForward};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
 /// Pieces of a row a thread holds at most.
-const MOST: usize = 4;
+const MAX_CHUNKS: usize = 4;
 /// Multiprocessors of the card that the numbers below were found on. Other numbers change no result.
 const PROCESSORS: usize = 132;
 
@@ -93,7 +93,7 @@ fn long(op: &'static str, dtype: DType, add: bool) -> Result<Kernel> {
 }
 
 /// The kernel that takes the largest magnitude as well, of one for bf16.
-fn measured(kernel: Kernel, wanted: bool) -> Kernel {
+fn with_amax(kernel: Kernel, wanted: bool) -> Kernel {
     let name = match kernel.name {
         name if !wanted => name,
         "norm_1_bf16" => "norm_1_amax",
@@ -112,11 +112,11 @@ fn measured(kernel: Kernel, wanted: bool) -> Kernel {
 }
 
 impl CudaKernels {
-    pub(super) fn queue_forward(&self, s: &Stream, f: &Forward) -> Result<()> {
+    pub(super) fn launch_forward(&self, s: &Stream, f: &Forward) -> Result<()> {
         let Forward { op, norm, n, x_rows, y_rows, fused, amax } = *f;
         let (dtype, rows) = (n.x.dtype(), x_rows.count());
         let width = columns(op, x_rows.width)?;
-        let general = measured(long(op, dtype, fused.is_some())?, amax.is_some());
+        let general = with_amax(long(op, dtype, fused.is_some())?, amax.is_some());
         if x_rows.elements() == 0 {
             return Ok(());
         }
@@ -154,29 +154,29 @@ impl CudaKernels {
                 one: if norm.zero_centred { 1.0 } else { 0.0 },
                 unused: 0,
             };
-            if wide(dtype, &[(a.x, x_rows), (a.y, y_rows), (a.residual, x_rows), (a.sum, x_rows)]) {
-                a.flags |= WIDE;
+            if rows_aligned16(dtype, &[(a.x, x_rows), (a.y, y_rows), (a.residual, x_rows), (a.sum, x_rows)]) {
+                a.flags |= VECTORIZED;
             }
             if (a.gamma | a.beta).is_multiple_of(16) {
-                a.flags |= WIDE_GAIN;
+                a.flags |= VECTORIZED_GAIN;
             }
             let add = fused.is_some();
-            let teams = Teams::of(dtype, x_rows.width, MOST, threads(dtype, x_rows.width, add));
-            let aligned = a.flags & (WIDE | WIDE_GAIN) == WIDE | WIDE_GAIN;
+            let teams = Teams::of(dtype, x_rows.width, MAX_CHUNKS, threads(dtype, x_rows.width, add));
+            let aligned = a.flags & (VECTORIZED | VECTORIZED_GAIN) == VECTORIZED | VECTORIZED_GAIN;
             let Some(teams) = teams.filter(|_| aligned) else {
                 let threads = threads_of_long(dtype, x_rows.width);
-                let grid = Grid { blocks: [blocks(op, rows)?, 1, 1], threads, shared: 0 };
-                return self.queue(l, general, grid, &a);
+                let grid = LaunchConfig { blocks: [blocks(op, rows)?, 1, 1], threads, shared: 0 };
+                return self.launch_kernel(l, general, grid, &a);
             };
             let (kernel, stages) = held(op, dtype, add, teams.pieces)?;
-            let kernel = measured(kernel, amax.is_some());
+            let kernel = with_amax(kernel, amax.is_some());
             a.lanes = teams.lanes as u32;
-            let grid = Grid {
+            let grid = LaunchConfig {
                 blocks: [blocks(op, count(teams, rows, add))?, 1, 1],
                 threads: teams.threads() as u32,
                 shared: teams.ring(stages, if add { 2 } else { 1 }) as u32,
             };
-            self.queue(l, kernel, grid, &a)
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 }

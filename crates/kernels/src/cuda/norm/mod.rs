@@ -3,15 +3,15 @@
 mod backward;
 mod forward;
 
-use super::rows::per_access;
+use super::row_grid::vec_width;
 use crate::cpu::rows::Rows;
 use crate::{Norm, NormBackward, NormForward, NormKernels};
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor};
 
 /// As in common.cuh.
 const CENTRED: u32 = 1;
-const WIDE: u32 = 2;
-const WIDE_GAIN: u32 = 4;
+const VECTORIZED: u32 = 2;
+const VECTORIZED_GAIN: u32 = 4;
 
 /// The threads of a block, in teams that have a row each, every thread with so many 16-byte pieces of it. Follows from
 /// the width alone.
@@ -26,11 +26,11 @@ impl Teams {
     /// Teams in blocks of about `threads`, of up to `most` pieces a thread; none where rows are too wide for that, or
     /// do not consist of whole pieces.
     fn of(dtype: DType, width: usize, most: usize, threads: usize) -> Option<Teams> {
-        let per_access = per_access(dtype);
-        if width == 0 || !width.is_multiple_of(per_access) {
+        let vec_width = vec_width(dtype);
+        if width == 0 || !width.is_multiple_of(vec_width) {
             return None;
         }
-        let all = width / per_access;
+        let all = width / vec_width;
         let lanes = |pieces: usize| match all.div_ceil(pieces) {
             // Heads: several share a warp.
             few @ ..=16 if pieces == 1 => few.next_power_of_two(),
@@ -57,7 +57,7 @@ impl Teams {
 
 /// Threads of a block that reads a row of `width` again and again.
 fn threads_of_long(dtype: DType, width: usize) -> u32 {
-    width.div_ceil(per_access(dtype)).next_multiple_of(32).min(1024) as u32
+    width.div_ceil(vec_width(dtype)).next_multiple_of(32).min(1024) as u32
 }
 
 /// An argument that may be absent: its address, or 0.
@@ -71,7 +71,7 @@ impl super::CudaKernels {
         const OP: &str = "norm_forward";
         let [x_rows, y_rows] = crate::checks::rows_of(OP, [n.x, n.y])?;
         n.check(OP, norm, x_rows.count(), x_rows.width)?;
-        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused: None, amax })
+        self.launch_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused: None, amax })
     }
 
     /// The same of `sum = n.x + residual`.
@@ -97,7 +97,7 @@ impl super::CudaKernels {
         }
         let (x_rows, y_rows) = (Rows::dense(count, width), Rows::dense(count, width));
         let fused = Some([residual, sum]);
-        self.queue_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused, amax })
+        self.launch_forward(s, &forward::Forward { op: OP, norm, n, x_rows, y_rows, fused, amax })
     }
 }
 
@@ -117,12 +117,12 @@ impl NormKernels for super::CudaKernels {
         self.add_norm(s, norm, [residual, sum], n, None)
     }
 
-    fn norm_parts(&self, dtype: DType, rows: usize, width: usize) -> usize {
+    fn norm_partials(&self, dtype: DType, rows: usize, width: usize) -> usize {
         backward::groups(dtype, rows, width)
     }
 
     fn norm_backward(&self, s: &Stream, norm: Norm, n: &NormBackward) -> Result<()> {
-        self.queue_backward(s, norm, n)
+        self.launch_backward(s, norm, n)
     }
 }
 
@@ -135,7 +135,7 @@ mod tests {
         for dtype in [DType::F32, DType::BF16] {
             for width in 1..20_000 {
                 let Some(t) = Teams::of(dtype, width, 3, 512) else { continue };
-                let all = width / per_access(dtype);
+                let all = width / vec_width(dtype);
                 assert!(t.lanes * t.pieces >= all, "{width}: {t:?}");
                 assert!(t.lanes.is_multiple_of(32) || (t.lanes.is_power_of_two() && t.lanes < 32));
                 // Warps are whole, and so many barriers exist.

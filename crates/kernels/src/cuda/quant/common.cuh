@@ -11,33 +11,33 @@ __device__ __forceinline__ float to_f32(f16 x) {
 }
 
 // The largest finite number of a type.
-template <class T> struct Largest;
-template <> struct Largest<float> {
+template <class T> struct MaxFinite;
+template <> struct MaxFinite<float> {
     static constexpr u32 bits = 0x7f7fffffu;
 };
-template <> struct Largest<bf16> {
+template <> struct MaxFinite<bf16> {
     static constexpr u32 bits = 0x7f7f0000u;
 };
-template <> struct Largest<f16> {
+template <> struct MaxFinite<f16> {
     static constexpr u32 bits = 0x477fe000u;
 };
 
 // The largest numbers of E4M3 and E5M2.
-__device__ __forceinline__ float largest_of(u32 e5m2) { return e5m2 ? 57344.0f : 448.0f; }
+__device__ __forceinline__ float fp8_max(u32 e5m2) { return e5m2 ? 57344.0f : 448.0f; }
 
 // What brings numbers of magnitude up to `amax` into a format: largest/amax. `instead` of infinity; 1 where there is
 // nothing to go by. A division as IEEE has it: every home finds the same bits.
-__device__ __forceinline__ float scale_of(float amax, float largest, u32 pow2, float instead) {
+__device__ __forceinline__ float scale_of(float amax, float packed_amax, u32 pow2, float instead) {
     const float infinity = __uint_as_float(0x7f800000u);
     if (!(amax > 0.0f) || amax == infinity) return 1.0f;
-    float s = __fdiv_rn(largest, amax);
+    float s = __fdiv_rn(packed_amax, amax);
     if (s == infinity) s = instead;
     return pow2 ? __uint_as_float(__float_as_uint(s) & 0xff800000u) : s;
 }
 
 // One number in M bits of mantissa with exponent bias B, for cards without an instruction for it: to nearest even,
 // what is beyond `most` becomes that, NaN stays.
-template <int M, int B> __device__ __forceinline__ u32 encode_slowly(float x, float most) {
+template <int M, int B> __device__ __forceinline__ u32 encode_fp8_software(float x, float most) {
     const u32 sign = __float_as_uint(x) >> 24 & 0x80u;
     if (x != x) return sign | 0x7fu;
     const float y = fminf(fabsf(x), most);
@@ -50,15 +50,15 @@ template <int M, int B> __device__ __forceinline__ u32 encode_slowly(float x, fl
 }
 
 // Four numbers as bytes, the first lowest.
-__device__ __forceinline__ u32 encode_slowly(u32 e5m2, float x, float y, float z, float w) {
+__device__ __forceinline__ u32 encode_fp8_software(u32 e5m2, float x, float y, float z, float w) {
     const float v[4] = {x, y, z, w};
     u32 out = 0;
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        out |= (e5m2 ? encode_slowly<2, 15>(v[i], 57344.0f) : encode_slowly<3, 7>(v[i], 448.0f)) << 8 * i;
+        out |= (e5m2 ? encode_fp8_software<2, 15>(v[i], 57344.0f) : encode_fp8_software<3, 7>(v[i], 448.0f)) << 8 * i;
     return out;
 }
-__device__ __forceinline__ u32 encode(u32 e5m2, float x, float y, float z, float w) {
+__device__ __forceinline__ u32 encode_fp8(u32 e5m2, float x, float y, float z, float w) {
 #if __CUDA_ARCH__ >= 890
     u16 low, high;
     if (e5m2) {
@@ -70,39 +70,39 @@ __device__ __forceinline__ u32 encode(u32 e5m2, float x, float y, float z, float
     }
     return u32(low) | u32(high) << 16;
 #else
-    return encode_slowly(e5m2, x, y, z, w);
+    return encode_fp8_software(e5m2, x, y, z, w);
 #endif
 }
 
 // A byte's number. Both formats are halves with fewer bits; E4M3's exponent counts from another place, and its only
 // NaN is not where a half has one.
-__device__ __forceinline__ float decode(u32 e5m2, u32 byte) {
+__device__ __forceinline__ float decode_fp8(u32 e5m2, u32 byte) {
     if (e5m2) return to_f32(f16{u16(byte << 8)});
     const float y = to_f32(f16{u16((byte & 0x80u) << 8 | (byte & 0x7fu) << 7)}) * 256.0f;
     return (byte & 0x7fu) == 0x7fu ? __uint_as_float(0x7fc00000u) : y;
 }
 
 // Eight neighbours of a row, as they lie in memory: registers hold nothing unpacked for longer than it is used.
-template <class T> struct alignas(16) Eight {
+template <class T> struct alignas(16) Pack8 {
     static constexpr int WORDS = 2 * sizeof(T);
     u32 word[WORDS];
     __device__ __forceinline__ float at(int i) const;
     // Puts number i, of bits all zero so far.
-    __device__ __forceinline__ void put(int i, T x);
+    __device__ __forceinline__ void store_guarded(int i, T x);
 };
-template <> __device__ __forceinline__ float Eight<float>::at(int i) const { return __uint_as_float(word[i]); }
-template <> __device__ __forceinline__ float Eight<bf16>::at(int i) const {
+template <> __device__ __forceinline__ float Pack8<float>::at(int i) const { return __uint_as_float(word[i]); }
+template <> __device__ __forceinline__ float Pack8<bf16>::at(int i) const {
     return i & 1 ? high_bf16(word[i / 2]) : low_bf16(word[i / 2]);
 }
-template <> __device__ __forceinline__ float Eight<f16>::at(int i) const {
+template <> __device__ __forceinline__ float Pack8<f16>::at(int i) const {
     return to_f32(f16{u16(i & 1 ? word[i / 2] >> 16 : word[i / 2])});
 }
-template <> __device__ __forceinline__ void Eight<float>::put(int i, float x) { word[i] = __float_as_uint(x); }
-template <> __device__ __forceinline__ void Eight<bf16>::put(int i, bf16 x) {
+template <> __device__ __forceinline__ void Pack8<float>::store_guarded(int i, float x) { word[i] = __float_as_uint(x); }
+template <> __device__ __forceinline__ void Pack8<bf16>::store_guarded(int i, bf16 x) {
     word[i / 2] |= u32(x.bits) << 16 * (i & 1);
 }
-template <> __device__ __forceinline__ void Eight<f16>::put(int i, f16 x) { word[i / 2] |= u32(x.bits) << 16 * (i & 1); }
-template <class T> __device__ __forceinline__ void forget(Eight<T>& e) {
+template <> __device__ __forceinline__ void Pack8<f16>::store_guarded(int i, f16 x) { word[i / 2] |= u32(x.bits) << 16 * (i & 1); }
+template <class T> __device__ __forceinline__ void opaque(Pack8<T>& e) {
 #pragma unroll
-    for (int i = 0; i < Eight<T>::WORDS; i++) asm volatile("" : "+r"(e.word[i]));
+    for (int i = 0; i < Pack8<T>::WORDS; i++) asm volatile("" : "+r"(e.word[i]));
 }

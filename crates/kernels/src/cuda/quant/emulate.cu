@@ -49,13 +49,13 @@ __device__ __forceinline__ u32 power_above(float x) {
 // Steps of E2M1 around a magnitude.
 __device__ __forceinline__ float step_at(float x) { return x < 2.0f ? 0.5f : x < 4.0f ? 1.0f : 2.0f; }
 // The nearest number of E2M1, the even code of two; of what is no number the largest.
-__device__ __forceinline__ float four_bits(float x) {
+__device__ __forceinline__ float round_e2m1(float x) {
     if (x != x) return 6.0f;
     const float y = fminf(fabsf(x), 6.0f), step = step_at(y);
     return copysignf(rintf(__fdiv_rn(y, step)) * step, x);
 }
 // One of the two around it: what a random part of the step brings it up to.
-__device__ __forceinline__ float four_bits_randomly(float x, u32 byte) {
+__device__ __forceinline__ float round_e2m1_stochastic(float x, u32 byte) {
     if (x != x) return 6.0f;
     const float y = fminf(fabsf(x), 6.0f);
     const float moved = __fadd_rn(y, __fmul_rn(float(byte) * 0.00390625f, step_at(y))), step = step_at(moved);
@@ -66,7 +66,7 @@ __device__ __forceinline__ float four_bits_randomly(float x, u32 byte) {
 __device__ __forceinline__ float sign_of(int i) { return 0xd7e8u >> i & 1 ? -1.0f : 1.0f; }
 
 // Sixteen numbers, `step` apart, turned by Sylvester's matrix over 4 after the signs, or before them on the way back.
-__device__ __forceinline__ void turn16(float* x, int step, bool back) {
+__device__ __forceinline__ void hadamard16(float* x, int step, bool back) {
     float v[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) v[i] = back ? x[i * step] : x[i * step] * sign_of(i);
@@ -82,19 +82,19 @@ __device__ __forceinline__ void turn16(float* x, int step, bool back) {
 #pragma unroll
     for (int i = 0; i < 16; i++) x[i * step] = v[i] * (back ? 0.25f * sign_of(i) : 0.25f);
 }
-__device__ __forceinline__ void turn_tile(Shared& s, u32 way, int t, bool back) {
+__device__ __forceinline__ void hadamard_tile(Shared& s, u32 way, int t, bool back) {
     if (t >= MOST) return;
     if (way == 1)
-        turn16(&s.tile[t >> 1][(t & 1) * 16], 1, back);
+        hadamard16(&s.tile[t >> 1][(t & 1) * 16], 1, back);
     else
-        turn16(&s.tile[(t & 1) * 16][t >> 1], SIDE + 1, back);
+        hadamard16(&s.tile[(t & 1) * 16][t >> 1], SIDE + 1, back);
 }
 
 // Where a thread's numbers are.
-struct Spot {
+struct HopperTile {
     i64 row, column;
     int i, j;
-    __device__ __forceinline__ Spot(const EmulateArgs& a, u32 block, int t, int k) {
+    __device__ __forceinline__ HopperTile(const EmulateArgs& a, u32 block, int t, int k) {
         i = t / SIDE + k * (THREADS / SIDE), j = t % SIDE;
         row = i64(block / a.across) * SIDE + i, column = i64(block % a.across) * SIDE + j;
     }
@@ -109,7 +109,7 @@ template <class T> __device__ __forceinline__ void load_tile(const EmulateArgs& 
     if (t < MOST) s.most[t] = 0;
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const Spot p(a, block, t, k);
+        const HopperTile p(a, block, t, k);
         s.tile[p.i][p.j] =
             p.inside(a) ? to_f32(reinterpret_cast<const T*>(a.x)[p.row * a.stride + p.column]) : 0.0f;
     }
@@ -122,7 +122,7 @@ __device__ __forceinline__ u32 magnitude(float x) {
 __device__ __forceinline__ void measure_blocks(const EmulateArgs& a, Shared& s, u32 block, int t) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const Spot p(a, block, t, k);
+        const HopperTile p(a, block, t, k);
         const u32 m = magnitude(s.tile[p.i][p.j]);
         if (m > 0) atomicMax(&s.most[p.block(a)], m);
     }
@@ -131,7 +131,7 @@ __device__ __forceinline__ void make_scales(const EmulateArgs& a, Shared& s, int
     if (t >= MOST) return;
     const float amax = __uint_as_float(s.most[t]), greatest = __uint_as_float(0x7f7fffffu);
     if (!a.four) {
-        const u32 code = power_above(__fmul_rn(amax, __fdiv_rn(1.0f, largest_of(a.e5m2))));
+        const u32 code = power_above(__fmul_rn(amax, __fdiv_rn(1.0f, fp8_max(a.e5m2))));
         s.factor[t] = power_of(254 - code);
         s.scale[t] = power_of(code);
         return;
@@ -140,7 +140,7 @@ __device__ __forceinline__ void make_scales(const EmulateArgs& a, Shared& s, int
     float global = fminf(__fdiv_rn(448.0f * 6.0f, all), greatest);
     if (all == 0.0f || global == 0.0f) global = 1.0f;
     const float wanted = __fmul_rn(amax, __fmul_rn(global, 1.0f / 6.0f));
-    const float own = decode(0, encode(0, wanted, 0.0f, 0.0f, 0.0f) & 0xffu);
+    const float own = decode_fp8(0, encode_fp8(0, wanted, 0.0f, 0.0f, 0.0f) & 0xffu);
     const float scale = __fmul_rn(own, __fdiv_rn(1.0f, global));
     s.factor[t] = fminf(__fdiv_rn(1.0f, scale), greatest);
     s.scale[t] = scale;
@@ -148,20 +148,20 @@ __device__ __forceinline__ void make_scales(const EmulateArgs& a, Shared& s, int
 __device__ __forceinline__ void round_tile(const EmulateArgs& a, Shared& s, u32 block, int t) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const Spot p(a, block, t, k);
+        const HopperTile p(a, block, t, k);
         const int b = p.block(a);
         const float x = __fmul_rn(s.tile[p.i][p.j], s.factor[b]);
         float y;
         if (!a.four) {
-            y = decode(a.e5m2, encode(a.e5m2, x, 0.0f, 0.0f, 0.0f) & 0xffu);
+            y = decode_fp8(a.e5m2, encode_fp8(a.e5m2, x, 0.0f, 0.0f, 0.0f) & 0xffu);
         } else if (!a.stochastic) {
-            y = four_bits(x);
+            y = round_e2m1(x);
         } else {
             const u64 at = u64(p.row * a.pitch + p.column);
             u32 words[4];
             philox(a.stream, at / 16, words);
             const u32 low = at & 4 ? words[1] : words[0], high = at & 4 ? words[3] : words[2];
-            y = four_bits_randomly(x, (at & 8 ? high : low) >> (at % 4 * 8) & 0xffu);
+            y = round_e2m1_stochastic(x, (at & 8 ? high : low) >> (at % 4 * 8) & 0xffu);
         }
         s.tile[p.i][p.j] = __fmul_rn(y, s.scale[b]);
     }
@@ -169,7 +169,7 @@ __device__ __forceinline__ void round_tile(const EmulateArgs& a, Shared& s, u32 
 template <class T> __device__ __forceinline__ void store_tile(const EmulateArgs& a, Shared& s, u32 block, int t) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const Spot p(a, block, t, k);
+        const HopperTile p(a, block, t, k);
         if (p.inside(a)) reinterpret_cast<T*>(a.out)[p.row * a.c + p.column] = from_f32<T>(s.tile[p.i][p.j]);
     }
 }
@@ -180,7 +180,7 @@ template <class T> __device__ __forceinline__ void emulate(const EmulateArgs& a)
     load_tile<T>(a, s, blockIdx.x, t);
     __syncthreads();
     if (a.hadamard) {
-        turn_tile(s, a.hadamard, t, false);
+        hadamard_tile(s, a.hadamard, t, false);
         __syncthreads();
     }
     measure_blocks(a, s, blockIdx.x, t);
@@ -190,32 +190,32 @@ template <class T> __device__ __forceinline__ void emulate(const EmulateArgs& a)
     round_tile(a, s, blockIdx.x, t);
     if (a.hadamard) {
         __syncthreads();
-        turn_tile(s, a.hadamard, t, true);
+        hadamard_tile(s, a.hadamard, t, true);
         __syncthreads();
     }
     store_tile<T>(a, s, blockIdx.x, t);
 }
 
 // The largest magnitude of what turning makes.
-template <class T> __device__ __forceinline__ void turned_amax(const EmulateArgs& a) {
+template <class T> __device__ __forceinline__ void hadamard_amax(const EmulateArgs& a) {
     __shared__ Shared s;
     const int t = threadIdx.x;
     load_tile<T>(a, s, blockIdx.x, t);
     __syncthreads();
-    turn_tile(s, a.hadamard, t, false);
+    hadamard_tile(s, a.hadamard, t, false);
     __syncthreads();
     float m = 0.0f;
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const Spot p(a, blockIdx.x, t, k);
+        const HopperTile p(a, blockIdx.x, t, k);
         m = fmaxf(m, fabsf(s.tile[p.i][p.j]));
     }
-    raise_together(a.amax, m);
+    block_atomic_amax(a.amax, m);
 }
 
 #define EMULATE(T, NAME)                                                                                         \
     extern "C" __global__ void __launch_bounds__(THREADS) emulate_##NAME(const EmulateArgs a) { emulate<T>(a); } \
-    extern "C" __global__ void __launch_bounds__(THREADS) turned_amax_##NAME(const EmulateArgs a) { turned_amax<T>(a); }
+    extern "C" __global__ void __launch_bounds__(THREADS) turned_amax_##NAME(const EmulateArgs a) { hadamard_amax<T>(a); }
 EMULATE(float, f32)
 EMULATE(bf16, bf16)
 EMULATE(f16, f16)

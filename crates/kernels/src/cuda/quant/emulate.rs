@@ -1,10 +1,10 @@
 //! Emulated formats on the card: the mirror of emulate.cu.
 
 use super::input;
-use crate::cuda::groups::{blocks, line};
+use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel};
 use crate::philox::RandomStream;
-use crate::quant::micro::{self, Along, Emulated};
+use crate::quant::microscaling::{self, BlockAxis, EmulatedFormat};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
 
 /// As in emulate.cu: rows and columns of a tile, threads, and numbers that are turned together.
@@ -38,15 +38,21 @@ struct EmulateArgs {
 const _: () = assert!(size_of::<EmulateArgs>() == 104);
 
 /// log2 of the rows and columns of a block of `2^n` numbers, or of `2^n x 2^n`.
-fn block(n: u32, along: Along, square: bool) -> [u32; 2] {
+fn block(n: u32, along: BlockAxis, square: bool) -> [u32; 2] {
     let of = |axis| if square || along == axis { n } else { 0 };
-    [of(Along::Cols), of(Along::Rows)]
+    [of(BlockAxis::Cols), of(BlockAxis::Rows)]
 }
 
 impl CudaKernels {
-    pub(super) fn queue_emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
+    pub(super) fn launch_emulate(
+        &self,
+        s: &Stream,
+        how: EmulatedFormat,
+        x: &Tensor,
+        out: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "emulate";
-        let view = micro::check(OP, how, x, out)?;
+        let view = microscaling::check(OP, how, x, out)?;
         let [r, c] = [view.outer, view.width];
         if r * c == 0 {
             return Ok(());
@@ -60,19 +66,19 @@ impl CudaKernels {
         // Padding that is turned has random bytes of its own.
         let (mut pitch, mut amax) = (c, None);
         match how {
-            Emulated::Mxfp8 { format, along, square } => {
+            EmulatedFormat::Mxfp8 { format, along, square } => {
                 [args.down, args.along] = block(5, along, square);
                 args.e5m2 = (format == DType::E5M2).into();
             }
-            Emulated::Nvfp4 { along, square, hadamard, stochastic } => {
+            EmulatedFormat::Nvfp4 { along, square, hadamard, stochastic } => {
                 [args.down, args.along] = block(4, along, square);
                 (args.four, args.stochastic) = (1, stochastic.is_some().into());
                 if let Some(RandomStream { key, lane }) = stochastic {
                     (args.key, args.lane) = (key, lane);
                 }
                 if hadamard {
-                    args.hadamard = if along == Along::Rows { 1 } else { 2 };
-                    if along == Along::Rows {
+                    args.hadamard = if along == BlockAxis::Rows { 1 } else { 2 };
+                    if along == BlockAxis::Rows {
                         pitch = c.next_multiple_of(TURNED);
                     }
                 }
@@ -83,7 +89,7 @@ impl CudaKernels {
         args.across = blocks(OP, c, SIDE)?;
         let grid = line(blocks(OP, r.div_ceil(SIDE) * args.across as usize, 1)?, THREADS);
         if let Some(amax) = amax.as_ref().filter(|_| args.hadamard == 0) {
-            self.queue_amax(s, x, amax)?;
+            self.launch_amax(s, x, amax)?;
         }
         let kernel: Result<Kernel> = input!(OP, x.dtype(), "quant_emulate", "emulate");
         let measure: Result<Kernel> = input!(OP, x.dtype(), "quant_emulate", "turned_amax");
@@ -93,9 +99,9 @@ impl CudaKernels {
             (args.x, args.out) = (l.address(0)?, l.address(1)?);
             args.amax = if amax.is_some() { l.address(2)? } else { 0 };
             if args.hadamard != 0 {
-                self.queue(l, measure, grid, &args)?;
+                self.launch_kernel(l, measure, grid, &args)?;
             }
-            self.queue(l, kernel, grid, &args)
+            self.launch_kernel(l, kernel, grid, &args)
         })
     }
 }

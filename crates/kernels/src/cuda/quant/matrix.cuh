@@ -37,7 +37,7 @@ __device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const Part
         const i64 row = x.first + first + i, deep = k0 + p;
         float v = 0.0f;
         if (row < x.end && deep < k)
-            v = decode(x.all.e5m2, reinterpret_cast<const u8*>(x.all.data)[row * x.all.pitch() + deep]) *
+            v = decode_fp8(x.all.e5m2, reinterpret_cast<const u8*>(x.all.data)[row * x.all.pitch() + deep]) *
                 x.all.scale_at(row, deep);
         tile[p][i] = v;
     }
@@ -46,7 +46,7 @@ __device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const Part
 // One block: the tile of SIDE × SIDE of c = a·bᵀ over columns `from` to `to` that starts at (row0, column0); each element is one
 // sum, in order.
 template <class C>
-__device__ __forceinline__ void product_tile(const Part& a, const Part& b, i64 from, i64 to, i64 row0, i64 column0, C* c,
+__device__ __forceinline__ void gemm_tile(const Part& a, const Part& b, i64 from, i64 to, i64 row0, i64 column0, C* c,
                                              i64 ldc, const bf16* bias, bool accumulate) {
     __shared__ float left[DEEP][PITCH], right[DEEP][PITCH];
     const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;

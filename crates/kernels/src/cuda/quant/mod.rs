@@ -1,20 +1,20 @@
-//! Eight-bit matrices: quantised by our own kernels, multiplied by cuBLASLt.
+//! Eight-bit matrices: quantized by our own kernels, multiplied by cuBLASLt.
 
+mod amax;
 mod emulate;
-mod gemm8;
-mod measure;
-mod plain;
-mod quantise;
+mod fp8_gemm;
+mod generic;
+mod quantize;
 mod stack;
 #[cfg(test)]
 mod tests;
 
 use super::CudaKernels;
-use crate::{Bytes, Delayed, Emulated, Gemm8, QuantKernels, Quantise};
+use crate::{DelayedScaling, EmulatedFormat, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize};
 use ferrotron_tensor::{Result, Stream, Tensor};
-pub(super) use plain::Matrix;
+pub(super) use generic::Matrix;
 
-/// The instance of a kernel for f32, bf16 or f16: `input!(OP, dtype, "quant_measure", "amax")`.
+/// The instance of a kernel for f32, bf16 or f16: `input!(OP, dtype, "quant_amax", "amax")`.
 macro_rules! input {
     ($op:expr, $dtype:expr, $source:literal, $name:literal) => {
         match $dtype {
@@ -29,38 +29,38 @@ use input;
 
 impl QuantKernels for CudaKernels {
     fn amax(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
-        self.queue_amax(s, x, amax)
+        self.launch_amax(s, x, amax)
     }
 
-    fn quantise(&self, s: &Stream, q: &Quantise) -> Result<()> {
-        self.queue_quantise(s, q)
+    fn quantize(&self, s: &Stream, q: &Quantize) -> Result<()> {
+        self.launch_quantize(s, q)
     }
 
-    fn dequantise(&self, s: &Stream, q: &Bytes, out: &Tensor) -> Result<()> {
-        self.queue_dequantise(s, q, out)
+    fn dequantize(&self, s: &Stream, q: &Fp8Tensor, out: &Tensor) -> Result<()> {
+        self.launch_dequantize(s, q, out)
     }
 
-    fn turn(&self, s: &Stream, q: &Bytes, out: &Bytes) -> Result<()> {
-        self.queue_turn(s, q, out)
+    fn fp8_transpose(&self, s: &Stream, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<()> {
+        self.launch_transpose(s, q, out)
     }
 
-    fn gemm8(&self, s: &Stream, g: &Gemm8) -> Result<()> {
-        self.queue_gemm8(s, g)
+    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
+        self.launch_fp8_gemm(s, g)
     }
 
     fn delayed_update(
         &self,
         s: &Stream,
-        how: Delayed,
+        how: DelayedScaling,
         history: &Tensor,
         reduced: &Tensor,
         largest: &Tensor,
         scale: &Tensor,
     ) -> Result<()> {
-        self.queue_delayed_update(s, how, history, reduced, largest, scale)
+        self.launch_delayed_update(s, how, history, reduced, largest, scale)
     }
 
-    fn emulate(&self, s: &Stream, how: Emulated, x: &Tensor, out: &Tensor) -> Result<()> {
-        self.queue_emulate(s, how, x, out)
+    fn emulate(&self, s: &Stream, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<()> {
+        self.launch_emulate(s, how, x, out)
     }
 }

@@ -1,16 +1,16 @@
 //! Bytes of a stack of matrices, and of each of them transposed.
 
-use super::quantise::{QuantiseArgs, THREADS, kernel};
-use crate::cuda::groups::{blocks, wide};
-use crate::cuda::{CudaKernels, Grid, Kernel, typed};
-use crate::stack::turn_sizes;
-use crate::{ALIGN, BLOCK, Bytes, QuantiseStack, Range, Scaling, StackKernels};
+use super::quantize::{QuantizeArgs, THREADS, kernel};
+use crate::cuda::grid::{aligned16, blocks};
+use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
+use crate::quantize_stack::turn_sizes;
+use crate::{ALIGN, BLOCK, Fp8Tensor, QuantizeStack, QuantizeStackKernels, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
 
-/// As in turn_stack.cu.
+/// As in transpose_stack.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct TurnStackArgs {
+struct TransposeStackArgs {
     from: u64,
     to: u64,
     scale: u64,
@@ -19,8 +19,8 @@ struct TurnStackArgs {
     c: i64,
     across: u32,
     tiles: u32,
-    wide: u32,
-    wide_to: u32,
+    vectorized: u32,
+    vectorized_to: u32,
 }
 
 /// Matrices of a stack as blocks along the second axis of a grid.
@@ -31,32 +31,32 @@ pub(super) fn stacked(op: &'static str, count: usize) -> Result<u32> {
     }
 }
 
-impl StackKernels for CudaKernels {
+impl QuantizeStackKernels for CudaKernels {
     fn amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
-        self.queue_amax_stack(s, x, amax)
+        self.launch_amax_stack(s, x, amax)
     }
 
-    fn quantise_stack(&self, s: &Stream, q: &QuantiseStack) -> Result<()> {
-        self.queue_stack(s, q, false)
+    fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+        self.launch_quantize_stack(s, q, false)
     }
 
-    fn measure_and_quantise_stack(&self, s: &Stream, q: &QuantiseStack) -> Result<()> {
-        let ([_, n, k], ..) = q.check("quantise_stack")?;
+    fn amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+        let ([_, n, k], ..) = q.check("quantize_stack")?;
         let tiles = n.div_ceil(BLOCK) * k.div_ceil(BLOCK);
         // Room for all blocks of a matrix at once, and for others beside them: three fit, or two of f32.
-        let beside = if q.x.dtype() == DType::F32 { 1 } else { 2 };
-        let once = (1..=beside * self.multiprocessors() as usize).contains(&tiles);
-        if once && matches!(q.range, Range::Amax { .. }) {
-            return self.queue_stack(s, q, true);
+        let aux = if q.x.dtype() == DType::F32 { 1 } else { 2 };
+        let once = (1..=aux * self.multiprocessors() as usize).contains(&tiles);
+        if once && matches!(q.range, ScaleSource::Amax { .. }) {
+            return self.launch_quantize_stack(s, q, true);
         }
-        if let Range::Amax { amax, .. } = q.range {
+        if let ScaleSource::Amax { amax, .. } = q.range {
             self.amax_stack(s, q.x, amax)?;
         }
-        self.quantise_stack(s, q)
+        self.quantize_stack(s, q)
     }
 
-    fn turn_stack(&self, s: &Stream, count: usize, rows: &Bytes, cols: &Bytes) -> Result<()> {
-        const OP: &str = "turn_stack";
+    fn transpose_stack(&self, s: &Stream, count: usize, rows: &Fp8Tensor, cols: &Fp8Tensor) -> Result<()> {
+        const OP: &str = "transpose_stack";
         let [n, k] = turn_sizes(OP, count, rows, cols)?;
         if count == 0 {
             return Ok(());
@@ -65,7 +65,7 @@ impl StackKernels for CudaKernels {
         s.launch(OP, &args, |l| {
             let (from, to) = (l.address(0)?, l.address(2)?);
             let across = blocks(OP, k, BLOCK)?.max(1);
-            let a = TurnStackArgs {
+            let a = TransposeStackArgs {
                 from,
                 to,
                 scale: l.address(1)?,
@@ -73,22 +73,22 @@ impl StackKernels for CudaKernels {
                 r: n as i64,
                 c: k as i64,
                 across,
-                tiles: (rows.scaling == Scaling::Tiles).into(),
-                wide: from.is_multiple_of(8).into(),
-                wide_to: wide(&[to]).into(),
+                tiles: (rows.scaling == ScalingMode::Block128x128).into(),
+                vectorized: from.is_multiple_of(8).into(),
+                vectorized_to: aligned16(&[to]).into(),
             };
             // Of empty matrices there are still the scales.
             let tiles = blocks(OP, n.div_ceil(BLOCK).max(1) * across as usize, 1)?;
-            let grid = Grid { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
-            self.queue(l, Kernel { source: "turn_stack", name: "turn_stack" }, grid, &a)
+            let grid = LaunchConfig { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
+            self.launch_kernel(l, Kernel { source: "transpose_stack", name: "transpose_stack" }, grid, &a)
         })
     }
 }
 
 impl CudaKernels {
     /// With `measure`, magnitudes are found on the way.
-    fn queue_stack(&self, s: &Stream, q: &QuantiseStack, measure: bool) -> Result<()> {
-        const OP: &str = "quantise_stack";
+    fn launch_quantize_stack(&self, s: &Stream, q: &QuantizeStack, measure: bool) -> Result<()> {
+        const OP: &str = "quantize_stack";
         let ([count, n, k], scaling, format) = q.check(OP)?;
         if count == 0 {
             return Ok(());
@@ -97,15 +97,15 @@ impl CudaKernels {
         let mut args = vec![read(q.x)];
         let (mut scale, mut amax, mut pow2) = (None, None, false);
         match q.range {
-            Range::Amax { amax: found, pow2: wanted } => {
+            ScaleSource::Amax { amax: found, pow2: wanted } => {
                 (amax, pow2) = (Some(args.len()), wanted);
                 args.push(if measure { write(found) } else { read(found) });
             }
-            Range::Given { scale: given, amax: most } => {
+            ScaleSource::Given { scale: given, amax: most } => {
                 (scale, amax) = (Some(args.len()), Some(args.len() + 1));
                 args.extend([read(given), write(most)]);
             }
-            Range::Blocks { pow2: wanted } => pow2 = wanted,
+            ScaleSource::Blocks { pow2: wanted } => pow2 = wanted,
         }
         // Bytes, and their scales behind them.
         let mut places = [None; 2];
@@ -120,11 +120,11 @@ impl CudaKernels {
             args.len() - 1
         });
         let kernel = match measure {
-            true => typed!(OP, q.x.dtype(), "quantise", "quantise_measured")?,
+            true => typed!(OP, q.x.dtype(), "quantize", "quantize_with_amax")?,
             false => kernel(OP, q.x.dtype(), scaling)?,
         };
         let scales = |r: usize, c: usize| match scaling {
-            Scaling::Tensor => 1,
+            ScalingMode::PerTensor => 1,
             _ => scaling.scales(r, c).iter().product::<usize>() as i64,
         };
         s.launch(OP, &args, |l| {
@@ -132,7 +132,7 @@ impl CudaKernels {
             let (x, rows, cols) = (l.address(0)?, address(places[0], 0)?, address(places[1], 0)?);
             let size = q.x.dtype().size();
             let even = (k * size).is_multiple_of(16) || (n <= 1 && count == 1);
-            let a = QuantiseArgs {
+            let a = QuantizeArgs {
                 x,
                 rows,
                 cols,
@@ -149,22 +149,22 @@ impl CudaKernels {
                 cols_step: (k * n.next_multiple_of(ALIGN)) as i64,
                 rows_scales: scales(n, k),
                 cols_scales: scales(k, n),
-                amax_step: matches!(q.range, Range::Amax { .. }).into(),
+                amax_step: matches!(q.range, ScaleSource::Amax { .. }).into(),
                 across: blocks(OP, k, BLOCK)?.max(1),
                 e5m2: (format == Some(DType::E5M2)).into(),
                 pow2: pow2.into(),
-                wide: (wide(&[x]) && even).into(),
-                wide_rows: wide(&[rows]).into(),
-                wide_cols: wide(&[cols]).into(),
-                ..QuantiseArgs::default()
+                vectorized: (aligned16(&[x]) && even).into(),
+                vectorized_rows: aligned16(&[rows]).into(),
+                vectorized_cols: aligned16(&[cols]).into(),
+                ..QuantizeArgs::default()
             };
             // Of empty matrices there are still the scales.
             let tiles = match (n * k, scaling) {
-                (0, Scaling::Tensor) => 1,
+                (0, ScalingMode::PerTensor) => 1,
                 _ => blocks(OP, n.div_ceil(BLOCK) * k.div_ceil(BLOCK), 1)?,
             };
-            let grid = Grid { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
-            self.queue(l, kernel, grid, &a)
+            let grid = LaunchConfig { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
+            self.launch_kernel(l, kernel, grid, &a)
         })
     }
 }

@@ -1,15 +1,17 @@
 //! Every way the library knows to multiply bytes must give the product; and what a layer's products cost.
 
 use crate::cuda::CudaKernels;
-use crate::cuda::blas::{Addresses, Form};
+use crate::cuda::cublaslt::{GemmPointers, MatmulDesc};
 use crate::quant::check::matrix;
-use crate::{Bytes, Gemm, Gemm8, GemmKernels, QuantKernels, Quantise, Range, Scaling};
+use crate::{Fp8Gemm, Fp8Tensor, Gemm, GemmKernels, QuantKernels, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
-use ferrotron_tensor::{Category, DType, Device, Stream, Tensor, Threads, Watch, bf16, cards, read, write};
+use ferrotron_tensor::{
+    Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
+};
 
 fn card() -> Option<(CudaKernels, Stream)> {
-    if cards().is_ok_and(|all| !all.is_empty()) {
-        let device = Device::cuda(0, Threads::new(2).unwrap(), Watch::default()).unwrap();
+    if gpus().is_ok_and(|all| !all.is_empty()) {
+        let device = Device::cuda(0, Threads::new(2).unwrap(), Instrumentation::default()).unwrap();
         return Some((CudaKernels::load(&device).unwrap(), device.stream("compute").unwrap()));
     }
     assert!(std::env::var("FERROTRON_TEST_DEVICE").is_err(), "there is no card");
@@ -27,29 +29,29 @@ fn numbers(seed: u64, rows: usize, cols: usize) -> Vec<bf16> {
     (0..rows * cols).map(&mut one).collect()
 }
 
-fn bytes(s: &Stream, shape: [usize; 2], format: DType, scaling: Scaling) -> Bytes {
-    Bytes::empty(s, shape, format, scaling, Category::Workspace).unwrap()
+fn bytes(s: &Stream, shape: [usize; 2], format: DType, scaling: ScalingMode) -> Fp8Tensor {
+    Fp8Tensor::empty(s, shape, format, scaling, Category::Workspace).unwrap()
 }
 
 fn filled(s: &Stream, dtype: DType, shape: &[usize]) -> Tensor {
     s.zeros(shape, dtype, Category::Workspace).unwrap()
 }
 
-fn quantised(k: &CudaKernels, s: &Stream, x: &Tensor, format: DType, scaling: Scaling) -> Bytes {
+fn quantized(k: &CudaKernels, s: &Stream, x: &Tensor, format: DType, scaling: ScalingMode) -> Fp8Tensor {
     let shape = [x.shape()[0], x.shape()[1]];
     let out = bytes(s, shape, format, scaling);
     let amax = filled(s, DType::F32, &[1]);
     k.amax(s, x, &amax).unwrap();
     let range = match scaling {
-        Scaling::Tensor => Range::Amax { amax: &amax, pow2: false },
-        _ => Range::Blocks { pow2: false },
+        ScalingMode::PerTensor => ScaleSource::Amax { amax: &amax, pow2: false },
+        _ => ScaleSource::Blocks { pow2: false },
     };
-    k.quantise(s, &Quantise { x, range, rows: Some(&out), cols: None, sums: None }).unwrap();
+    k.quantize(s, &Quantize { x, range, rows: Some(&out), cols: None, sums: None }).unwrap();
     out
 }
 
 /// The numbers that bytes stand for, by definition.
-fn decoded(s: &Stream, b: &Bytes) -> Vec<f64> {
+fn decoded(s: &Stream, b: &Fp8Tensor) -> Vec<f64> {
     let values: Vec<f64> = match b.data.dtype() {
         DType::E4M3 => s.download::<E4m3>(&b.data).unwrap().iter().map(|x| f64::from(x.decode())).collect(),
         _ => s.download::<E5m2>(&b.data).unwrap().iter().map(|x| f64::from(x.decode())).collect(),
@@ -57,9 +59,9 @@ fn decoded(s: &Stream, b: &Bytes) -> Vec<f64> {
     let scales = s.download::<f32>(&b.scale_inv).unwrap();
     let (pitch, width) = (b.data.shape()[1], b.scale_inv.shape().last().copied().unwrap());
     let scale = |r: usize, c: usize| match b.scaling {
-        Scaling::Tensor => scales[0],
-        Scaling::Rows => scales[c / 128 * width + r],
-        Scaling::Tiles => scales[r / 128 * width + c / 128],
+        ScalingMode::PerTensor => scales[0],
+        ScalingMode::Block1x128 => scales[c / 128 * width + r],
+        ScalingMode::Block128x128 => scales[r / 128 * width + c / 128],
     };
     (0..b.rows() * b.cols)
         .map(|i| {
@@ -70,9 +72,9 @@ fn decoded(s: &Stream, b: &Bytes) -> Vec<f64> {
 }
 
 /// Each way of the library, twice, beside the plain sum; `fast` sums are only so exact.
-fn check(k: &CudaKernels, s: &Stream, g: &Gemm8, name: &str) {
+fn check(k: &CudaKernels, s: &Stream, g: &Fp8Gemm, name: &str) {
     let (a, b) = (decoded(s, g.a), decoded(s, g.b));
-    let [m, n, deep] = g.check("gemm8").unwrap();
+    let [m, n, deep] = g.check("fp8_gemm").unwrap();
     let bias: Vec<f64> =
         g.bias.map_or(vec![0.0; n], |t| s.download::<bf16>(t).unwrap().iter().map(|x| x.to_f64()).collect());
     let host = |t: &Tensor| -> Vec<f64> {
@@ -81,13 +83,14 @@ fn check(k: &CudaKernels, s: &Stream, g: &Gemm8, name: &str) {
             _ => s.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
         }
     };
-    let key = g.key([m, n, deep], matrix("gemm8", g.c).unwrap().outer_stride);
-    let form = Form::new(&key).unwrap();
-    let all = k.plans.library().algorithms(&key, &form).unwrap();
+    let key = g.key([m, n, deep], matrix("fp8_gemm", g.c).unwrap().outer_stride);
+    let desc = MatmulDesc::new(&key).unwrap();
+    let all = k.gemm_cache.library().algorithms(&key, &desc).unwrap();
     assert!(!all.is_empty(), "{name}: the library refuses");
     let (mut worst, mut failed) = (0f64, 0);
-    for way in &all {
-        let scratch = Tensor::empty(s, &[way.workspace.max(1)], DType::U8, Category::Workspace).unwrap();
+    for algorithm in &all {
+        let scratch =
+            Tensor::empty(s, &[algorithm.workspace.max(1)], DType::U8, Category::Workspace).unwrap();
         let run = || {
             s.zero(g.c).unwrap();
             let mut args = vec![
@@ -102,8 +105,8 @@ fn check(k: &CudaKernels, s: &Stream, g: &Gemm8, name: &str) {
             let done = s.launch("gemm", &args, |l| {
                 let [a, b, c, workspace, sa, sb] = [0, 1, 2, 3, 4, 5].map(|i| l.address(i).unwrap());
                 let bias = g.bias.map_or(0, |_| l.address(6).unwrap());
-                let at = Addresses { a, b, c, bias, beside: 0, scales: [sa, sb], workspace };
-                k.plans.library().run(l, &form, way, &at, g.accumulate)
+                let at = GemmPointers { a, b, c, bias, aux: 0, scales: [sa, sb], workspace };
+                k.gemm_cache.library().run(l, &desc, algorithm, &at, g.accumulate)
             });
             done.map(|()| host(g.c))
         };
@@ -111,7 +114,7 @@ fn check(k: &CudaKernels, s: &Stream, g: &Gemm8, name: &str) {
             failed += 1;
             continue;
         };
-        assert!(once == run().unwrap(), "{name}: two runs of one way differ");
+        assert!(once == run().unwrap(), "{name}: two runs of one algorithm differ");
         for (i, ours) in once.iter().enumerate() {
             let (row, column) = (&a[i / n * deep..][..deep], &b[i % n * deep..][..deep]);
             let wanted: f64 = row.iter().zip(column).map(|(x, y)| x * y).sum::<f64>() + bias[i % n];
@@ -122,15 +125,15 @@ fn check(k: &CudaKernels, s: &Stream, g: &Gemm8, name: &str) {
             worst = worst.max(if ours.is_finite() { (ours - wanted).abs() / room } else { f64::INFINITY });
         }
     }
-    println!("{name}: {} ways, {failed} fail, at most {worst:.3} of the room", all.len());
+    println!("{name}: {} algorithms, {failed} fail, at most {worst:.3} of the room", all.len());
     assert!(worst <= 1.0 && failed < all.len(), "{name}: {worst}");
 }
 
 #[test]
-fn every_way_multiplies_bytes() {
+fn every_algorithm_multiplies_fp8() {
     let Some((k, s)) = card() else { return };
     use DType::{BF16, E4M3, E5M2, F32};
-    use Scaling::{Rows, Tensor as Whole, Tiles};
+    use ScalingMode::{Block1x128 as Rows, Block128x128 as Tiles, PerTensor as Whole};
     let (m, n, deep) = (272, 400, 528);
     let x = s.upload(&numbers(1, m, deep), &[m, deep], Category::Workspace).unwrap();
     let y = s.upload(&numbers(2, n, deep), &[n, deep], Category::Workspace).unwrap();
@@ -146,10 +149,10 @@ fn every_way_multiplies_bytes() {
         (E4M3, E4M3, Rows, Rows, F32, false, true, false),
         (E5M2, E4M3, Rows, Rows, F32, false, false, false),
     ] {
-        let (a, b) = (quantised(&k, &s, &x, fa, sa), quantised(&k, &s, &y, fb, sb));
+        let (a, b) = (quantized(&k, &s, &x, fa, sa), quantized(&k, &s, &y, fb, sb));
         let c = filled(&s, out, &[m, n]);
         let bias = with.then_some(&bias);
-        let g = Gemm8 { a: &a, b: &b, bias, accumulate, fast, name: "gemm", c: &c };
+        let g = Fp8Gemm { a: &a, b: &b, bias, accumulate, fast, name: "gemm", c: &c };
         check(
             &k,
             &s,
@@ -178,14 +181,14 @@ struct Map {
 }
 
 struct Pair {
-    rows: Bytes,
-    cols: Bytes,
+    rows: Fp8Tensor,
+    cols: Fp8Tensor,
 }
 
 /// Prints what the linear maps of a layer of a GPT of 5B cost: hidden 4096, 15872 tokens.
 #[test]
 #[ignore = "prints times"]
-fn what_a_layer_costs() {
+fn bench_fp8_layer() {
     let Some((k, s)) = card() else { return };
     let tokens = 15872;
     let maps = [("qkv", 4096, 12288), ("proj", 4096, 4096), ("fc1", 4096, 16384), ("fc2", 16384, 4096)];
@@ -241,13 +244,13 @@ fn what_a_layer_costs() {
             Recipe::Current => {
                 s.zero(&amax).unwrap();
                 k.amax(&s, x, &amax).unwrap();
-                Range::Amax { amax: &amax, pow2: false }
+                ScaleSource::Amax { amax: &amax, pow2: false }
             }
-            Recipe::Delayed => Range::Given { scale: &scale, amax: &amax },
-            Recipe::Block => Range::Blocks { pow2: true },
+            Recipe::Delayed => ScaleSource::Given { scale: &scale, amax: &amax },
+            Recipe::Block => ScaleSource::Blocks { pow2: true },
         };
-        let q = Quantise { x, range, rows: Some(&p.rows), cols: Some(&p.cols), sums: None };
-        k.quantise(&s, &q).unwrap();
+        let q = Quantize { x, range, rows: Some(&p.rows), cols: Some(&p.cols), sums: None };
+        k.quantize(&s, &q).unwrap();
     };
     let eight = |m: &Map, [x, w, dy]: [&Pair; 3], which: usize, fast: bool| {
         let (a, b, c, name) = [
@@ -255,7 +258,7 @@ fn what_a_layer_costs() {
             (&dy.rows, &w.cols, &m.dx, "gemm (input gradient, fp8)"),
             (&dy.cols, &x.cols, &m.dw, "gemm (weight gradient, fp8)"),
         ][which];
-        k.gemm8(&s, &Gemm8 { a, b, bias: None, accumulate: false, fast: fast && which == 0, name, c })
+        k.fp8_gemm(&s, &Fp8Gemm { a, b, bias: None, accumulate: false, fast: fast && which == 0, name, c })
             .unwrap();
     };
     let flops = |i: usize| 2.0 * tokens as f64 * maps[i].1 as f64 * maps[i].2 as f64 / 1e9;
@@ -268,8 +271,11 @@ fn what_a_layer_costs() {
     println!("bf16: {base:.2} ms a layer, {:.0} TFLOP/s", (0..4).map(flops).sum::<f64>() * 3.0 / base);
     for recipe in [Recipe::Current, Recipe::Delayed, Recipe::Block] {
         let block = recipe == Recipe::Block;
-        let (lines, tiles) =
-            if block { (Scaling::Rows, Scaling::Tiles) } else { (Scaling::Tensor, Scaling::Tensor) };
+        let (lines, tiles) = if block {
+            (ScalingMode::Block1x128, ScalingMode::Block128x128)
+        } else {
+            (ScalingMode::PerTensor, ScalingMode::PerTensor)
+        };
         let gradients = if block { DType::E4M3 } else { DType::E5M2 };
         let pairs: Vec<[Pair; 3]> = all
             .iter()
@@ -303,7 +309,7 @@ fn what_a_layer_costs() {
         });
         let again = best(&whole);
         println!(
-            "{recipe:?}: {layer:.2} ms a layer ({products:.2} products, {all_casts:.2} casts): {:.2} x, {:.2} x beside bf16 just after ({again:.2} ms)",
+            "{recipe:?}: {layer:.2} ms a layer ({products:.2} products, {all_casts:.2} casts): {:.2} x, {:.2} x aux bf16 just after ({again:.2} ms)",
             base / layer,
             again / layer
         );

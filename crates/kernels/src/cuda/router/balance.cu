@@ -123,7 +123,7 @@ template <int V, class T> __device__ __forceinline__ void balance(const BalanceA
 }
 ROUTER_KERNELS(balance, balance, BalanceArgs)
 
-template <int V, class T> __device__ __forceinline__ void balance_backward(const BalanceArgs& a) {
+template <int V, class T> __device__ __forceinline__ void aux_loss_backward(const BalanceArgs& a) {
     const i32 lane = threadIdx.x & 31;
     const i64 t = i64(blockIdx.x) * Block<V>::warps + (threadIdx.x >> 5);
     if (t >= a.tokens) return;
@@ -151,4 +151,4 @@ template <int V, class T> __device__ __forceinline__ void balance_backward(const
         out[s * 32 + lane] = from_f32<T>(old[s] + d);
     }
 }
-ROUTER_KERNELS(balance_backward, balance_backward, BalanceArgs)
+ROUTER_KERNELS(aux_loss_backward, aux_loss_backward, BalanceArgs)

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(256) counts_clear(const CountArgs a
 }
 
 // A thread has a row.
-extern "C" __global__ void __launch_bounds__(256) count_choices(const CountArgs a) {
+extern "C" __global__ void __launch_bounds__(256) count_tokens(const CountArgs a) {
     __shared__ u32 bins[1024];
     for (i32 e = threadIdx.x; e < a.experts; e += 256) bins[e] = 0;
     __syncthreads();
@@ -44,7 +44,7 @@ struct DropArgs {
 
 // A block has an expert. Entries (token·k + slot) of it are met in order; without probabilities those beyond the capacity go at
 // once, otherwise they are listed first.
-extern "C" __global__ void __launch_bounds__(WIDE) drop_beyond(const DropArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) drop_over_capacity(const DropArgs a) {
     __shared__ u32 shared[32];
     const i32 expert = blockIdx.x;
     i32* index = reinterpret_cast<i32*>(a.index);
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(WIDE) drop_beyond(const DropArgs a)
     u32* list = reinterpret_cast<u32*>(a.list) + before;
     u32 seen = 0, more;
 #pragma unroll 1
-    for (i64 base = 0; base < a.entries; base += 4 * WIDE) {
+    for (i64 base = 0; base < a.entries; base += 4 * BLOCK_THREADS) {
         const i64 from = base + 4 * i64(threadIdx.x);
         bool hit[4];
         u32 hits = 0;
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(WIDE) drop_beyond(const DropArgs a)
     const u32 last = select(n, capacity - 1, [&](i64 i) { return order(probs[list[i]]); }, left);
     seen = 0;
 #pragma unroll 1
-    for (i64 base = 0; base < n; base += WIDE) {
+    for (i64 base = 0; base < n; base += BLOCK_THREADS) {
         const i64 i = base + threadIdx.x;
         const u32 key = i < n ? order(probs[list[i]]) : 0;
         const u32 rank = seen + block_scan(i < n && key == last, shared, more);
@@ -119,20 +119,20 @@ struct WeightsArgs {
 };
 
 // One block. In f64 as on the CPU: counts go to millions, and are squared.
-extern "C" __global__ void __launch_bounds__(WIDE) balance_weights(const WeightsArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(const WeightsArgs a) {
     __shared__ i64 whole[32];
     __shared__ double parts[32];
     const i64* counts = reinterpret_cast<const i64*>(a.counts);
     const float* sums = reinterpret_cast<const float*>(a.sums);
     float* weights = reinterpret_cast<float*>(a.weights);
     i64 total = 0;
-    for (i64 i = threadIdx.x; i < a.cells; i += WIDE) total += counts[i];
+    for (i64 i = threadIdx.x; i < a.cells; i += BLOCK_THREADS) total += counts[i];
     total = block_total(total, whole);
     const double steps = a.steps ? double(*reinterpret_cast<const float*>(a.steps)) : 1.0, k = double(a.k);
     const double mean = double(total) / steps / (k * double(a.count));
     const double each = double(a.factor) * double(a.experts) / (k * mean * mean);
     double loss = 0.0;
-    for (i64 i = threadIdx.x; i < a.cells; i += WIDE) {
+    for (i64 i = threadIdx.x; i < a.cells; i += BLOCK_THREADS) {
         const double weight = mean == 0.0 ? 0.0 : each * (double(counts[i]) / steps);
         weights[i] = float(weight);
         loss += weight * double(sums[i]);
@@ -148,7 +148,7 @@ struct BiasArgs {
 };
 
 // One block, a thread for each expert. Whole numbers are compared: a mean would be rounded.
-extern "C" __global__ void __launch_bounds__(WIDE) update_bias(const BiasArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_expert_bias(const BiasArgs a) {
     __shared__ i64 whole[32];
     const bool mine = i32(threadIdx.x) < a.experts;
     i64* counts = reinterpret_cast<i64*>(a.counts);

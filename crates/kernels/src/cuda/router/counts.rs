@@ -1,7 +1,7 @@
 //! Choices counted and dropped, and what follows from counts.
 
-use super::WIDE;
-use crate::cuda::groups::{blocks, line};
+use super::BLOCK_THREADS;
+use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel};
 use crate::router::check;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
@@ -61,15 +61,15 @@ fn kernel(name: &'static str) -> Kernel {
 }
 
 impl CudaKernels {
-    pub(super) fn queue_count_choices(
+    pub(super) fn launch_count_choices(
         &self,
         s: &Stream,
         index: &Tensor,
         segments: &Tensor,
         counts: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "count_choices";
-        let z = check::count_choices(OP, index, segments, counts)?;
+        const OP: &str = "count_tokens";
+        let z = check::count_tokens(OP, index, segments, counts)?;
         s.launch(OP, &[read(index), read(segments), write(counts)], |l| {
             let args = CountArgs {
                 index: l.address(0)?,
@@ -80,11 +80,11 @@ impl CudaKernels {
                 experts: z.experts as i32,
                 k: z.k as i32,
             };
-            self.queue(l, kernel("count_choices"), line(blocks(OP, z.tokens, 256)?, 256), &args)
+            self.launch_kernel(l, kernel("count_tokens"), line(blocks(OP, z.tokens, 256)?, 256), &args)
         })
     }
 
-    pub(super) fn queue_drop_beyond(
+    pub(super) fn launch_drop_beyond(
         &self,
         s: &Stream,
         capacity: usize,
@@ -92,8 +92,8 @@ impl CudaKernels {
         by_probability: bool,
         [index, probs, dropped]: [&Tensor; 3],
     ) -> Result<()> {
-        const OP: &str = "drop_beyond";
-        let z = check::drop_beyond(OP, experts, index, probs, dropped)?;
+        const OP: &str = "drop_over_capacity";
+        let z = check::drop_over_capacity(OP, experts, index, probs, dropped)?;
         let entries = index.numel();
         if i32::try_from(entries).is_err() {
             return shape_error(OP, format!("{entries} choices are too many to sort"));
@@ -114,8 +114,8 @@ impl CudaKernels {
                 experts: experts as i32,
                 k: z.k as i32,
             };
-            self.queue(l, kernel("counts_clear"), line(blocks(OP, experts, 256)?, 256), &count)?;
-            self.queue(l, kernel("count_choices"), line(blocks(OP, z.tokens, 256)?, 256), &count)?;
+            self.launch_kernel(l, kernel("counts_clear"), line(blocks(OP, experts, 256)?, 256), &count)?;
+            self.launch_kernel(l, kernel("count_tokens"), line(blocks(OP, z.tokens, 256)?, 256), &count)?;
             let args = DropArgs {
                 index: l.address(0)?,
                 probs: l.address(1)?,
@@ -128,11 +128,16 @@ impl CudaKernels {
                 by_probability: by_probability.into(),
                 pad: 0,
             };
-            self.queue(l, kernel("drop_beyond"), line(blocks(OP, experts, 1)?, WIDE), &args)
+            self.launch_kernel(
+                l,
+                kernel("drop_over_capacity"),
+                line(blocks(OP, experts, 1)?, BLOCK_THREADS),
+                &args,
+            )
         })
     }
 
-    pub(super) fn queue_balance_weights(
+    pub(super) fn launch_balance_weights(
         &self,
         s: &Stream,
         factor: f32,
@@ -140,8 +145,8 @@ impl CudaKernels {
         [sums, counts, weights, loss]: [&Tensor; 4],
         steps: Option<&Tensor>,
     ) -> Result<()> {
-        const OP: &str = "balance_weights";
-        let [segments, experts] = check::balance_weights(OP, k, [sums, counts, weights, loss], steps)?;
+        const OP: &str = "aux_loss_weights";
+        let [segments, experts] = check::aux_loss_weights(OP, k, [sums, counts, weights, loss], steps)?;
         let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
         s.launch(OP, &args, |l| {
             let args = WeightsArgs {
@@ -156,22 +161,22 @@ impl CudaKernels {
                 count: segments as i32,
                 factor,
             };
-            self.queue(l, kernel("balance_weights"), line(1, WIDE), &args)
+            self.launch_kernel(l, kernel("aux_loss_weights"), line(1, BLOCK_THREADS), &args)
         })
     }
 
-    pub(super) fn queue_update_bias(
+    pub(super) fn launch_update_bias(
         &self,
         s: &Stream,
         rate: f32,
         counts: &Tensor,
         bias: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "update_bias";
-        let experts = check::update_bias(OP, counts, bias)?;
+        const OP: &str = "update_expert_bias";
+        let experts = check::update_expert_bias(OP, counts, bias)?;
         s.launch(OP, &[write(counts), write(bias)], |l| {
             let args = BiasArgs { counts: l.address(0)?, bias: l.address(1)?, experts: experts as i32, rate };
-            self.queue(l, kernel("update_bias"), line(1, WIDE), &args)
+            self.launch_kernel(l, kernel("update_expert_bias"), line(1, BLOCK_THREADS), &args)
         })
     }
 }

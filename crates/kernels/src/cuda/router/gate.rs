@@ -1,7 +1,7 @@
 //! The gate of a router in f64.
 
-use crate::cuda::groups::blocks;
-use crate::cuda::{CudaKernels, Grid, Kernel, typed};
+use crate::cuda::grid::blocks;
+use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::router::check;
 use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, write};
 
@@ -36,10 +36,11 @@ struct Product {
 }
 
 impl CudaKernels {
-    fn queue_product(&self, l: &Launch, kernel: Kernel, p: Product) -> Result<()> {
+    fn launch_product(&self, l: &Launch, kernel: Kernel, p: Product) -> Result<()> {
         let [m, n, k] = p.sizes;
         let across = blocks(l.op(), n, TILE)?;
-        let grid = Grid { blocks: [blocks(l.op(), m, TILE)?, across, 1], threads: THREADS, shared: 0 };
+        let grid =
+            LaunchConfig { blocks: [blocks(l.op(), m, TILE)?, across, 1], threads: THREADS, shared: 0 };
         let args = GateArgs {
             a: p.a.0,
             b: p.b.0,
@@ -54,26 +55,30 @@ impl CudaKernels {
             accumulate: p.accumulate.into(),
             pad: 0,
         };
-        self.queue(l, kernel, grid, &args)
+        self.launch_kernel(l, kernel, grid, &args)
     }
 
-    pub(super) fn queue_gate(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
-        const OP: &str = "gate_exact";
+    pub(super) fn launch_gate(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
+        const OP: &str = "gate_f64";
         let [tokens, experts, h] = check::gate(OP, x, w, logits)?;
         let kernel = typed!(OP, x.dtype(), "router_gate", "gate_logits")?;
         s.launch(OP, &[read(x), read(w), write(logits)], |l| {
             let (a, b, c) = ((l.address(0)?, [h, 1]), (l.address(1)?, [h, 1]), l.address(2)?);
-            self.queue_product(l, kernel, Product { a, b, c, sizes: [tokens, experts, h], accumulate: false })
+            self.launch_product(
+                l,
+                kernel,
+                Product { a, b, c, sizes: [tokens, experts, h], accumulate: false },
+            )
         })
     }
 
-    pub(super) fn queue_gate_backward(
+    pub(super) fn launch_gate_backward(
         &self,
         s: &Stream,
         [x, w, dlogits, dx, dw]: [&Tensor; 5],
         accumulate: bool,
     ) -> Result<()> {
-        const OP: &str = "gate_exact_backward";
+        const OP: &str = "gate_f64_backward";
         let [tokens, experts, h] = check::gate_backward(OP, x, w, dlogits, dx, dw)?;
         let to_x = typed!(OP, x.dtype(), "router_gate", "gate_dx")?;
         let to_w = typed!(OP, x.dtype(), "router_gate", "gate_dw")?;
@@ -81,9 +86,9 @@ impl CudaKernels {
             let d = l.address(2)?;
             let (a, b, c) = ((d, [experts, 1]), (l.address(1)?, [1, h]), l.address(3)?);
             let sizes = [tokens, h, experts];
-            self.queue_product(l, to_x, Product { a, b, c, sizes, accumulate: false })?;
+            self.launch_product(l, to_x, Product { a, b, c, sizes, accumulate: false })?;
             let (a, b, c) = ((d, [1, experts]), (l.address(0)?, [1, h]), l.address(4)?);
-            self.queue_product(l, to_w, Product { a, b, c, sizes: [experts, h, tokens], accumulate })
+            self.launch_product(l, to_w, Product { a, b, c, sizes: [experts, h, tokens], accumulate })
         })
     }
 }

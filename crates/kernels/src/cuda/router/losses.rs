@@ -1,8 +1,8 @@
 //! Balancing losses and the z-loss.
 
 use super::{code, row_blocks, sized};
-use crate::Balance;
-use crate::cuda::groups::{blocks, line};
+use crate::AuxLoss;
+use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel};
 use crate::router::check;
 use crate::router::check::Sizes;
@@ -33,7 +33,7 @@ struct BalanceArgs {
 }
 
 impl BalanceArgs {
-    fn new(b: &Balance, z: Sizes, segments: usize) -> BalanceArgs {
+    fn new(b: &AuxLoss, z: Sizes, segments: usize) -> BalanceArgs {
         // The sum of a column over all rows, each at most 1 and a rounding, stays below 2⁶³.
         let bits = usize::BITS - z.tokens.leading_zeros();
         BalanceArgs {
@@ -68,14 +68,14 @@ fn balance_kernel(name: &'static str) -> Kernel {
 }
 
 impl CudaKernels {
-    pub(super) fn queue_balance(
+    pub(super) fn launch_balance(
         &self,
         s: &Stream,
-        b: &Balance,
+        b: &AuxLoss,
         sums: &Tensor,
         counts: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "balance";
+        const OP: &str = "aux_loss_stats";
         let (z, segments) = check::balance(OP, b, sums)?;
         check::statistics(OP, sums, counts)?;
         let kernel = sized!(OP, b.logits.dtype(), z.experts, "router_balance", "balance")?;
@@ -95,23 +95,23 @@ impl CudaKernels {
                 ..BalanceArgs::new(b, z, segments)
             };
             let each = line(blocks(OP, cells, 256)?, 256);
-            self.queue(l, balance_kernel("balance_clear"), each, &args)?;
-            self.queue(l, kernel, row_blocks(OP, z.tokens, z.experts, ROWS)?, &args)?;
-            self.queue(l, balance_kernel("balance_total"), each, &args)
+            self.launch_kernel(l, balance_kernel("balance_clear"), each, &args)?;
+            self.launch_kernel(l, kernel, row_blocks(OP, z.tokens, z.experts, ROWS)?, &args)?;
+            self.launch_kernel(l, balance_kernel("balance_total"), each, &args)
         })
     }
 
-    pub(super) fn queue_balance_backward(
+    pub(super) fn launch_balance_backward(
         &self,
         s: &Stream,
-        b: &Balance,
+        b: &AuxLoss,
         weights: &Tensor,
         dlogits: &Tensor,
     ) -> Result<()> {
-        const OP: &str = "balance_backward";
+        const OP: &str = "aux_loss_backward";
         let (z, segments) = check::balance(OP, b, weights)?;
         check::exactly(OP, "gradients of logits", dlogits, b.logits.dtype(), b.logits.shape())?;
-        let kernel = sized!(OP, b.logits.dtype(), z.experts, "router_balance", "balance_backward")?;
+        let kernel = sized!(OP, b.logits.dtype(), z.experts, "router_balance", "aux_loss_backward")?;
         s.launch(OP, &[read(b.logits), read(b.segments), read(weights), write(dlogits)], |l| {
             let args = BalanceArgs {
                 logits: l.address(0)?,
@@ -121,11 +121,11 @@ impl CudaKernels {
                 fault: l.fault()?,
                 ..BalanceArgs::new(b, z, segments)
             };
-            self.queue(l, kernel, row_blocks(OP, z.tokens, z.experts, 1)?, &args)
+            self.launch_kernel(l, kernel, row_blocks(OP, z.tokens, z.experts, 1)?, &args)
         })
     }
 
-    pub(super) fn queue_z_loss(
+    pub(super) fn launch_z_loss(
         &self,
         s: &Stream,
         logits: &Tensor,
@@ -150,12 +150,17 @@ impl CudaKernels {
                 experts: experts as i32,
                 factor: 0.0,
             };
-            self.queue(l, kernel, grid, &args)?;
-            self.queue(l, Kernel { source: "router_z_loss", name: "z_loss_total" }, line(1, 512), &args)
+            self.launch_kernel(l, kernel, grid, &args)?;
+            self.launch_kernel(
+                l,
+                Kernel { source: "router_z_loss", name: "z_loss_total" },
+                line(1, 512),
+                &args,
+            )
         })
     }
 
-    pub(super) fn queue_z_loss_backward(
+    pub(super) fn launch_z_loss_backward(
         &self,
         s: &Stream,
         factor: f32,
@@ -179,7 +184,7 @@ impl CudaKernels {
                 experts: experts as i32,
                 factor,
             };
-            self.queue(l, kernel, row_blocks(OP, tokens, experts, 1)?, &args)
+            self.launch_kernel(l, kernel, row_blocks(OP, tokens, experts, 1)?, &args)
         })
     }
 }

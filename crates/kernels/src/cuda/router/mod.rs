@@ -6,9 +6,9 @@ mod losses;
 mod route;
 mod sinkhorn;
 
-use super::{CudaKernels, Grid};
-use crate::cuda::groups::{blocks, line};
-use crate::{Balance, Choice, DropoutKey, RouterKernels, Routing, Score};
+use super::{CudaKernels, LaunchConfig};
+use crate::cuda::grid::{blocks, line};
+use crate::{AuxLoss, ExpertChoice, RngKey, RouterKernels, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Result, Stream, Tensor};
 
 /// The instance of a kernel for the type and number of experts: `sized!(OP, dtype, experts, "router_route", "route")`.
@@ -31,7 +31,7 @@ macro_rules! sized {
 use sized;
 
 /// Threads of a block whose threads share one list of experts or values, as in select.cuh.
-const WIDE: u32 = 1024;
+const BLOCK_THREADS: u32 = 1024;
 
 /// Warps of a block, as in common.cuh.
 fn warps(experts: usize) -> usize {
@@ -39,58 +39,58 @@ fn warps(experts: usize) -> usize {
 }
 
 /// Blocks for `tokens` rows, `rows` to a warp.
-fn row_blocks(op: &'static str, tokens: usize, experts: usize, rows: usize) -> Result<Grid> {
+fn row_blocks(op: &'static str, tokens: usize, experts: usize, rows: usize) -> Result<LaunchConfig> {
     Ok(line(blocks(op, tokens, warps(experts) * rows)?, 32 * warps(experts) as u32))
 }
 
 /// As in common.cuh.
-fn code(score: Score) -> i32 {
+fn code(score: ScoreFunction) -> i32 {
     match score {
-        Score::SoftmaxOfChosen => 0,
-        Score::Softmax => 1,
-        Score::Sigmoid => 2,
-        Score::SqrtSoftplus => 3,
+        ScoreFunction::SoftmaxAfterTopK => 0,
+        ScoreFunction::Softmax => 1,
+        ScoreFunction::Sigmoid => 2,
+        ScoreFunction::SqrtSoftplus => 3,
     }
 }
 
 impl RouterKernels for CudaKernels {
     fn top_k(&self, s: &Stream, scores: &Tensor, minus: Option<&Tensor>, index: &Tensor) -> Result<()> {
-        self.queue_top_k(s, scores, minus, index)
+        self.launch_top_k(s, scores, minus, index)
     }
 
     fn route(
         &self,
         s: &Stream,
-        how: Routing,
-        choice: Choice,
+        how: RouterParams,
+        choice: ExpertChoice,
         logits: &Tensor,
         index: &Tensor,
         probs: &Tensor,
     ) -> Result<()> {
-        self.queue_route(s, how, choice, logits, index, probs)
+        self.launch_route(s, how, choice, logits, index, probs)
     }
 
     fn route_backward(
         &self,
         s: &Stream,
-        how: Routing,
+        how: RouterParams,
         logits: &Tensor,
         index: &Tensor,
         dprobs: &Tensor,
         dlogits: &Tensor,
     ) -> Result<()> {
-        self.queue_route_backward(s, how, logits, index, dprobs, dlogits)
+        self.launch_route_backward(s, how, logits, index, dprobs, dlogits)
     }
 
-    fn balance(&self, s: &Stream, b: &Balance, sums: &Tensor, counts: &Tensor) -> Result<()> {
-        self.queue_balance(s, b, sums, counts)
+    fn aux_loss_stats(&self, s: &Stream, b: &AuxLoss, sums: &Tensor, counts: &Tensor) -> Result<()> {
+        self.launch_balance(s, b, sums, counts)
     }
 
-    fn balance_backward(&self, s: &Stream, b: &Balance, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
-        self.queue_balance_backward(s, b, weights, dlogits)
+    fn aux_loss_backward(&self, s: &Stream, b: &AuxLoss, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
+        self.launch_balance_backward(s, b, weights, dlogits)
     }
 
-    fn balance_weights(
+    fn aux_loss_weights(
         &self,
         s: &Stream,
         factor: f32,
@@ -101,11 +101,11 @@ impl RouterKernels for CudaKernels {
         weights: &Tensor,
         loss: &Tensor,
     ) -> Result<()> {
-        self.queue_balance_weights(s, factor, k, [sums, counts, weights, loss], steps)
+        self.launch_balance_weights(s, factor, k, [sums, counts, weights, loss], steps)
     }
 
     fn z_loss(&self, s: &Stream, logits: &Tensor, segments: &Tensor, sums: &Tensor) -> Result<()> {
-        self.queue_z_loss(s, logits, segments, sums)
+        self.launch_z_loss(s, logits, segments, sums)
     }
 
     fn z_loss_backward(
@@ -117,14 +117,14 @@ impl RouterKernels for CudaKernels {
         segments: &Tensor,
         dlogits: &Tensor,
     ) -> Result<()> {
-        self.queue_z_loss_backward(s, factor, rows, logits, segments, dlogits)
+        self.launch_z_loss_backward(s, factor, rows, logits, segments, dlogits)
     }
 
-    fn count_choices(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
-        self.queue_count_choices(s, index, segments, counts)
+    fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
+        self.launch_count_choices(s, index, segments, counts)
     }
 
-    fn drop_beyond(
+    fn drop_over_capacity(
         &self,
         s: &Stream,
         capacity: usize,
@@ -134,15 +134,15 @@ impl RouterKernels for CudaKernels {
         probs: &Tensor,
         dropped: &Tensor,
     ) -> Result<()> {
-        self.queue_drop_beyond(s, capacity, experts, by_probability, [index, probs, dropped])
+        self.launch_drop_beyond(s, capacity, experts, by_probability, [index, probs, dropped])
     }
 
-    fn update_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
-        self.queue_update_bias(s, rate, counts, bias)
+    fn update_expert_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
+        self.launch_update_bias(s, rate, counts, bias)
     }
 
     fn sinkhorn(&self, s: &Stream, logits: &Tensor, out: &Tensor) -> Result<()> {
-        self.queue_sinkhorn(s, logits, out)
+        self.launch_sinkhorn(s, logits, out)
     }
 
     fn quantiles(
@@ -153,14 +153,14 @@ impl RouterKernels for CudaKernels {
         beta: &Tensor,
         estimate: &Tensor,
     ) -> Result<()> {
-        self.queue_quantiles(s, k, logits, beta, estimate)
+        self.launch_quantiles(s, k, logits, beta, estimate)
     }
 
-    fn gate_exact(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
-        self.queue_gate(s, x, w, logits)
+    fn gate_f64(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
+        self.launch_gate(s, x, w, logits)
     }
 
-    fn gate_exact_backward(
+    fn gate_f64_backward(
         &self,
         s: &Stream,
         x: &Tensor,
@@ -170,10 +170,10 @@ impl RouterKernels for CudaKernels {
         dw: &Tensor,
         accumulate: bool,
     ) -> Result<()> {
-        self.queue_gate_backward(s, [x, w, dlogits, dx, dw], accumulate)
+        self.launch_gate_backward(s, [x, w, dlogits, dx, dw], accumulate)
     }
 
-    fn fill_normal_logits(&self, s: &Stream, key: DropoutKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
-        self.queue_normal_rows(s, key, rows, logits)
+    fn fill_normal_logits(&self, s: &Stream, key: RngKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
+        self.launch_normal_rows(s, key, rows, logits)
     }
 }

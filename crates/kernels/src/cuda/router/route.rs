@@ -4,7 +4,7 @@ use super::{code, row_blocks, sized};
 use crate::cuda::CudaKernels;
 use crate::router::check;
 use crate::router::check::Sizes;
-use crate::{Choice, Routing};
+use crate::{ExpertChoice, RouterParams};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 #[repr(C)]
@@ -39,7 +39,7 @@ struct RouteArgs {
 }
 
 impl RouteArgs {
-    fn new(how: Routing, z: Sizes) -> RouteArgs {
+    fn new(how: RouterParams, z: Sizes) -> RouteArgs {
         RouteArgs {
             logits: 0,
             index: 0,
@@ -61,7 +61,7 @@ impl RouteArgs {
 }
 
 impl CudaKernels {
-    pub(super) fn queue_top_k(
+    pub(super) fn launch_top_k(
         &self,
         s: &Stream,
         scores: &Tensor,
@@ -86,15 +86,15 @@ impl CudaKernels {
                 experts: z.experts as i32,
                 k: z.k as i32,
             };
-            self.queue(l, kernel, grid, &args)
+            self.launch_kernel(l, kernel, grid, &args)
         })
     }
 
-    pub(super) fn queue_route(
+    pub(super) fn launch_route(
         &self,
         s: &Stream,
-        how: Routing,
-        choice: Choice,
+        how: RouterParams,
+        choice: ExpertChoice,
         logits: &Tensor,
         index: &Tensor,
         probs: &Tensor,
@@ -102,8 +102,8 @@ impl CudaKernels {
         const OP: &str = "route";
         let z = check::route(OP, how, choice, logits, index, probs)?;
         let (given, bias) = match choice {
-            Choice::Given => (true, None),
-            Choice::Best { bias } => (false, bias),
+            ExpertChoice::Given => (true, None),
+            ExpertChoice::TopK { bias } => (false, bias),
         };
         let kernel = sized!(OP, logits.dtype(), z.experts, "router_route", "route")?;
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
@@ -118,14 +118,14 @@ impl CudaKernels {
                 given: given.into(),
                 ..RouteArgs::new(how, z)
             };
-            self.queue(l, kernel, grid, &args)
+            self.launch_kernel(l, kernel, grid, &args)
         })
     }
 
-    pub(super) fn queue_route_backward(
+    pub(super) fn launch_route_backward(
         &self,
         s: &Stream,
-        how: Routing,
+        how: RouterParams,
         logits: &Tensor,
         index: &Tensor,
         dprobs: &Tensor,
@@ -144,7 +144,7 @@ impl CudaKernels {
                 fault: l.fault()?,
                 ..RouteArgs::new(how, z)
             };
-            self.queue(l, kernel, grid, &args)
+            self.launch_kernel(l, kernel, grid, &args)
         })
     }
 }

@@ -1,6 +1,6 @@
 // Ranks and order statistics over a block of 1024 threads.
 
-constexpr int WIDE = 1024;
+constexpr int BLOCK_THREADS = 1024;
 
 // Σ of x over the threads before this one, and over all; `shared`: 32 words.
 __device__ __forceinline__ u32 block_scan(u32 x, u32* shared, u32& total) {
@@ -37,7 +37,7 @@ template <class Get> __device__ __forceinline__ u32 select(i64 n, u32 place, Get
         if (threadIdx.x < 256) bins[threadIdx.x] = 0;
         __syncthreads();
 #pragma unroll 4
-        for (i64 i = threadIdx.x; i < n; i += WIDE) {
+        for (i64 i = threadIdx.x; i < n; i += BLOCK_THREADS) {
             const u32 key = get(i);
             if ((key & mask) == prefix) atomicAdd(&bins[key >> shift & 255], 1u);
         }

@@ -9,7 +9,7 @@ struct SinkhornArgs {
 };
 
 // d1 = 1, and it is not done. One block.
-extern "C" __global__ void __launch_bounds__(WIDE) sinkhorn_begin(const SinkhornArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) sinkhorn_begin(const SinkhornArgs a) {
     if (i32(threadIdx.x) < a.experts) reinterpret_cast<float*>(a.d1)[threadIdx.x] = 1.0f;
     if (threadIdx.x == 0) *reinterpret_cast<i32*>(a.done) = 0;
 }
@@ -53,7 +53,7 @@ template <int V, class T> __device__ __forceinline__ void sinkhorn_rows(const Si
 ROUTER_KERNELS(sinkhorn_rows, sinkhorn_rows, SinkhornArgs)
 
 // d1 from the parts, and whether it has stopped moving. One block.
-extern "C" __global__ void __launch_bounds__(WIDE) sinkhorn_columns(const SinkhornArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) sinkhorn_columns(const SinkhornArgs a) {
     __shared__ double moved[32];
     if (*reinterpret_cast<const i32*>(a.done)) return;
     const i32 e = threadIdx.x;
@@ -130,5 +130,5 @@ template <class T> __device__ __forceinline__ void quantile_columns(const Quanti
     const u32 key = select(a.tokens, a.place, [&](i64 t) { return order(to_f32(x[t * a.experts]) - alpha[t]); }, left);
     if (threadIdx.x == 0) reinterpret_cast<float*>(a.estimate)[blockIdx.x] += unordered(key);
 }
-extern "C" __global__ void __launch_bounds__(WIDE) quantile_columns_f32(const QuantileArgs a) { quantile_columns<float>(a); }
-extern "C" __global__ void __launch_bounds__(WIDE) quantile_columns_bf16(const QuantileArgs a) { quantile_columns<bf16>(a); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) quantile_columns_f32(const QuantileArgs a) { quantile_columns<float>(a); }
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) quantile_columns_bf16(const QuantileArgs a) { quantile_columns<bf16>(a); }

@@ -1,7 +1,7 @@
 //! Sinkhorn's balanced matrix, and quantile balancing.
 
-use super::{WIDE, row_blocks, sized, warps};
-use crate::cuda::groups::{blocks, line};
+use super::{BLOCK_THREADS, row_blocks, sized, warps};
+use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel, typed};
 use crate::router::check;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
@@ -47,7 +47,7 @@ fn kernel(name: &'static str) -> Kernel {
 }
 
 impl CudaKernels {
-    pub(super) fn queue_sinkhorn(&self, s: &Stream, logits: &Tensor, out: &Tensor) -> Result<()> {
+    pub(super) fn launch_sinkhorn(&self, s: &Stream, logits: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "sinkhorn";
         let [tokens, experts] = check::sinkhorn(OP, logits, out)?;
         if tokens == 0 {
@@ -79,14 +79,14 @@ impl CudaKernels {
                     pad: 0,
                 };
                 if batch == 0 {
-                    self.queue(l, kernel("sinkhorn_begin"), line(1, WIDE), &args)?;
+                    self.launch_kernel(l, kernel("sinkhorn_begin"), line(1, BLOCK_THREADS), &args)?;
                 }
                 for _ in 0..BATCH {
-                    self.queue(l, step, grid, &args)?;
-                    self.queue(l, kernel("sinkhorn_columns"), line(1, WIDE), &args)?;
+                    self.launch_kernel(l, step, grid, &args)?;
+                    self.launch_kernel(l, kernel("sinkhorn_columns"), line(1, BLOCK_THREADS), &args)?;
                 }
                 // Written each time: few need a second look.
-                self.queue(l, last, row_blocks(OP, tokens, experts, 1)?, &args)
+                self.launch_kernel(l, last, row_blocks(OP, tokens, experts, 1)?, &args)
             })?;
             if s.download::<i32>(&done)?.first() == Some(&1) {
                 break;
@@ -95,7 +95,7 @@ impl CudaKernels {
         Ok(())
     }
 
-    pub(super) fn queue_quantiles(
+    pub(super) fn launch_quantiles(
         &self,
         s: &Stream,
         k: usize,
@@ -125,8 +125,8 @@ impl CudaKernels {
                 place: place as u32,
                 pad: 0,
             };
-            self.queue(l, rows, grid, &args)?;
-            self.queue(l, columns, line(blocks(OP, z.experts, 1)?, WIDE), &args)
+            self.launch_kernel(l, rows, grid, &args)?;
+            self.launch_kernel(l, columns, line(blocks(OP, z.experts, 1)?, BLOCK_THREADS), &args)
         })
     }
 }

@@ -1,0 +1,224 @@
+//! Hugging Face folder to checkpoint and back.
+
+use crate::cast::cast;
+use crate::config::HfConfig;
+use crate::error::{Error, Result};
+use crate::export::{ExportOptions, TensorData, copy_companions, export};
+use crate::hf_checkpoint::HfCheckpoint;
+use crate::json::read_text;
+use crate::logical::{LogicalTensor, load_dtype, logical_buffers, logical_tensors};
+use crate::model_source::{COMPANIONS, ModelSource};
+use crate::native_checkpoint::PREFIX;
+use crate::tokenizer::byte_tokenizer_json;
+use crate::weights::{ModelLocation, Weights, locate_model, to_core};
+use ferrotron_core::checkpoint::{SingleFile, write_single_file};
+use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
+use ferrotron_core::tensorfile::TensorDecl;
+use ferrotron_core::train::{to_f32, weights_only};
+use ferrotron_tensor::DType;
+use std::cell::Cell;
+use std::path::{Path, PathBuf};
+
+/// How to convert.
+pub struct ConvertOptions<'a> {
+    /// Element type to store weights in; none means as they are (or as in `like`).
+    pub dtype: Option<DType>,
+    /// A Hugging Face folder whose names, files, `config.json` and tokenizer are followed.
+    pub like: Option<&'a Path>,
+    /// Make a dense Hugging Face model one of experts on the way.
+    pub upcycle: Option<UpcycleConfig>,
+    /// Replace what is there.
+    pub overwrite: bool,
+    /// Told the elements done and the elements in all.
+    pub progress: &'a dyn Fn(u64, u64),
+}
+
+/// What was converted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Converted {
+    /// Is it a Hugging Face folder now (or a checkpoint)?
+    pub hugging_face: bool,
+    /// The folder that was read.
+    pub from: PathBuf,
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// Bytes of weights written.
+    pub bytes: u64,
+    /// The folder whose names and tokenizer were followed.
+    pub like: Option<PathBuf>,
+    /// The Hugging Face family.
+    pub family: String,
+    /// Is there a tokenizer with it?
+    pub tokenizer: bool,
+}
+
+/// Converts `from` (a Hugging Face folder to a checkpoint; a checkpoint, or a run's newest, to a Hugging Face
+/// folder) into the new folder `to`, which appears whole or not at all. Memory: one tensor.
+pub fn convert(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
+    match locate_model(from)? {
+        ModelLocation::HuggingFace(dir) => to_checkpoint(&dir, to, options),
+        ModelLocation::Checkpoint { .. } if options.upcycle.is_some() => {
+            let what = "is a checkpoint; --upcycle makes a checkpoint of a Hugging Face folder, so convert it to one first";
+            Err(Error::config(&from.display().to_string(), what))
+        }
+        ModelLocation::Checkpoint { .. } => to_hugging_face(from, to, options),
+    }
+}
+
+/// Counts elements as tensors go by.
+struct Counter<'a> {
+    done: Cell<u64>,
+    total: u64,
+    progress: &'a dyn Fn(u64, u64),
+}
+
+impl Counter<'_> {
+    fn new<'a>(tensors: &[LogicalTensor], progress: &'a dyn Fn(u64, u64)) -> Counter<'a> {
+        let parameters = tensors.iter().filter(|t| !t.buffer);
+        let total = parameters.map(|t| t.elements() as u64).sum();
+        progress(0, total);
+        Counter { done: Cell::new(0), total, progress }
+    }
+
+    fn add(&self, elements: usize) {
+        self.done.set(self.done.get() + elements as u64);
+        (self.progress)(self.done.get().min(self.total), self.total);
+    }
+}
+
+fn to_checkpoint(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
+    if options.like.is_some() {
+        let what = "--like is for writing a Hugging Face folder; this one becomes a checkpoint";
+        return Err(Error::config(&from.display().to_string(), what));
+    }
+    let checkpoint = HfCheckpoint::open(from)?;
+    let family = checkpoint.config().family().name.to_string();
+    let weights = Weights::HuggingFace(Box::new(checkpoint));
+    let upcycled = options.upcycle.map(|how| how.apply(weights.model())).transpose()?;
+    let model = upcycled.as_ref().map_or(weights.model(), Upcycled::model);
+    let mut tensors = logical_tensors(model);
+    tensors.extend(logical_buffers(model));
+    let dtype_of = |logical: &str| match &upcycled {
+        None => target_dtype(&weights, logical, options.dtype),
+        // A new tensor is of the type of what it is made of, a router of the embedding's.
+        Some(u) => {
+            let origin = u.source_name(logical);
+            target_dtype(&weights, origin.as_deref().unwrap_or("embed.tokens"), options.dtype)
+        }
+    };
+    let mut decls = Vec::new();
+    for t in &tensors {
+        let dtype = dtype_of(&t.name)?;
+        let name = format!("{PREFIX}{}", t.name);
+        decls.push((dtype, TensorDecl { name, dtype: dtype.into(), shape: t.shape.clone() }));
+    }
+    let bytes = decls.iter().map(|(d, t)| (t.shape.iter().product::<usize>() * d.size()) as u64).sum();
+    let counter = Counter::new(&tensors, options.progress);
+    let source = |name: &str| {
+        let logical = name.strip_prefix(PREFIX).unwrap_or(name);
+        let dtype = dtype_of(logical).map_err(to_core)?;
+        let bytes = match &upcycled {
+            None => weights.read(logical, dtype).map_err(to_core)?,
+            Some(u) => {
+                let dense =
+                    |name: &str| to_f32(DType::F32, &weights.read(name, DType::F32).map_err(to_core)?);
+                let values: Vec<u8> =
+                    u.values(logical, &dense)?.iter().flat_map(|x| x.to_le_bytes()).collect();
+                let mut bytes = vec![0; values.len() / 4 * dtype.size()];
+                cast(&values, DType::F32, &mut bytes, dtype);
+                bytes
+            }
+        };
+        counter.add(bytes.len() / dtype.size());
+        Ok(bytes)
+    };
+    let more = |folder: &Path| {
+        let own = folder.join(COMPANIONS);
+        let copy = || {
+            std::fs::create_dir(&own).map_err(|e| Error::io(&own, "create", e))?;
+            copy_companions(from, &own)?;
+            let (config, there) = (from.join("config.json"), own.join("config.json"));
+            std::fs::copy(&config, &there).map_err(|e| Error::io(&config, "copy", e))
+        };
+        copy().map(|_| ()).map_err(to_core)
+    };
+    let declared: Vec<TensorDecl> = decls.into_iter().map(|(_, t)| t).collect();
+    let state = weights_only(model)?;
+    let contents = SingleFile { step: 0, state, tensors: &declared, source: &source, more: &more };
+    write_single_file(to, &contents, options.overwrite)?;
+    Ok(Converted {
+        hugging_face: false,
+        from: from.into(),
+        parameters: counter.total,
+        bytes,
+        like: None,
+        family,
+        tokenizer: from.join("tokenizer.json").is_file(),
+    })
+}
+
+fn to_hugging_face(from: &Path, to: &Path, options: &ConvertOptions) -> Result<Converted> {
+    let found = ModelSource::open(from)?;
+    let model = found.model();
+    let common = found.weights.common_dtype().unwrap_or(DType::F32);
+    let reference = match options.like {
+        Some(like) => Some(HfCheckpoint::open(like)?),
+        None => origin_checkpoint(&found),
+    };
+    let companions = found.companions();
+    let config = match (&reference, &companions) {
+        (Some(checkpoint), _) => checkpoint.config().with_model(model)?,
+        (None, Some(dir)) if dir.join("config.json").is_file() => {
+            // Of another family or shape: the file says nothing about this model.
+            let said = HfConfig::from_dir(dir).and_then(|c| c.with_model(model));
+            said.or_else(|_| HfConfig::from_model(model, options.dtype.unwrap_or(common)))?
+        }
+        _ => HfConfig::from_model(model, options.dtype.unwrap_or(common))?,
+    };
+    let tokenizer = match found.tokenizer_path() {
+        _ if reference.is_some() => None,
+        Some(file) if file.is_file() => Some(read_text(&file)?),
+        None if found.reads_bytes() && model.vocab >= 256 => Some(byte_tokenizer_json()),
+        _ => None,
+    };
+    let more: Vec<(&str, &str)> = tokenizer.iter().map(|t| ("tokenizer.json", t.as_str())).collect();
+    let counter = Counter::new(found.weights.tensors(), options.progress);
+    let source = |name: &str| {
+        let dtype = found.weights.dtype(name)?;
+        let bytes = found.weights.read(name, dtype)?;
+        counter.add(bytes.len() / dtype.size());
+        Ok(TensorData { dtype, bytes })
+    };
+    let out = ExportOptions {
+        // As in the reference, where there is one.
+        dtype: options.dtype.or(if reference.is_some() { None } else { Some(common) }),
+        reference: reference.as_ref(),
+        companions: companions.as_deref().filter(|_| reference.is_none()),
+        more: &more,
+        overwrite: options.overwrite,
+        ..ExportOptions::default()
+    };
+    let exported = export(to, &config, &source, &out)?;
+    Ok(Converted {
+        hugging_face: true,
+        from: found.folder().into(),
+        parameters: counter.total,
+        bytes: exported.tensor_bytes,
+        like: reference.map(|p| p.dir().into()),
+        family: config.family().name.to_string(),
+        tokenizer: to.join("tokenizer.json").is_file(),
+    })
+}
+
+/// The type a tensor is stored in: the one asked for, else its own; what is no parameter is f32.
+fn target_dtype(weights: &Weights, logical: &str, asked: Option<DType>) -> Result<DType> {
+    Ok(load_dtype(logical, asked.map_or_else(|| weights.dtype(logical), Ok)?))
+}
+
+/// The Hugging Face folder a run started from, if it is still there and of the same shape.
+fn origin_checkpoint(found: &ModelSource) -> Option<HfCheckpoint> {
+    let dir = PathBuf::from(found.config.as_ref()?.model.hf.as_ref()?);
+    let checkpoint = HfCheckpoint::open(&dir).ok()?;
+    let same = crate::logical_tensors(checkpoint.config().model()) == found.weights.tensors();
+    (same && checkpoint.config().with_model(found.model()).is_ok()).then_some(checkpoint)
+}

@@ -1,0 +1,188 @@
+//! A model with everything needed to write text with it: weights, tokenizer, ends, chat template.
+
+use crate::chat::{ChatTemplate, Message};
+use crate::error::{Error, Result};
+use crate::logical::load_dtype;
+use crate::tokenizer::Tokenizer;
+use crate::weights::{ModelLocation, Weights, locate_model, to_core};
+use ferrotron_core::config::{Config, Recipe};
+use ferrotron_core::model::{Model, ModelConfig, PipelineLayout};
+use ferrotron_core::train::CONFIG;
+use ferrotron_engine::Rank;
+use ferrotron_tensor::DType;
+use std::path::{Path, PathBuf};
+
+/// Inside a converted checkpoint: what the Hugging Face folder had beside its weights.
+pub(crate) const COMPANIONS: &str = "hf";
+
+/// A model that has been found and checked; nothing of it is in memory yet.
+#[derive(Debug)]
+pub struct ModelSource {
+    /// Where it is.
+    pub place: ModelLocation,
+    /// Its weights.
+    pub weights: Weights,
+    /// The recipe of the run it comes from, if it does.
+    pub config: Option<Config>,
+}
+
+/// TextIo in and out of a model.
+#[derive(Debug)]
+pub struct TextIo {
+    /// TextIo to ids and back.
+    pub tokenizer: Tokenizer,
+    /// What a text can start from when there is none: a beginning-of-text, an end of the text before, a new line.
+    pub start: Option<i32>,
+    /// Ids that end a text.
+    pub stop: Vec<i32>,
+    /// The model's chat template, if it has one.
+    pub chat: Option<ChatTemplate>,
+}
+
+impl ModelSource {
+    /// Finds and checks a Hugging Face folder, a checkpoint, or the newest checkpoint of a run folder.
+    pub fn open(path: &Path) -> Result<ModelSource> {
+        let place = locate_model(path)?;
+        let weights = Weights::at(&place)?;
+        let config = match &place {
+            ModelLocation::Checkpoint { run: Some(run), .. } if run.join(CONFIG).is_file() => {
+                Some(Recipe::read(&run.join(CONFIG))?.config)
+            }
+            _ => None,
+        };
+        Ok(ModelSource { place, weights, config })
+    }
+
+    /// The architecture.
+    pub fn model(&self) -> &ModelConfig {
+        self.weights.model()
+    }
+
+    /// The element type it was trained in: bf16 where that is known, otherwise f32, which holds every other.
+    pub fn dtype(&self) -> DType {
+        let known = match (&self.weights, &self.config) {
+            (_, Some(config)) => Some(config.precision.dtype.dtype()),
+            (Weights::HuggingFace(checkpoint), _) => {
+                checkpoint.config().dtype().or(self.weights.common_dtype())
+            }
+            _ => self.weights.common_dtype(),
+        };
+        if known == Some(DType::BF16) { DType::BF16 } else { DType::F32 }
+    }
+
+    /// The folder or file its tokenizer is in: its own, the one converted with it, or the one its recipe names.
+    pub fn tokenizer_path(&self) -> Option<PathBuf> {
+        let with_tokenizer = |dir: &PathBuf| dir.join("tokenizer.json").is_file();
+        match (&self.place, &self.config) {
+            (ModelLocation::HuggingFace(dir), _) => Some(dir.clone()),
+            (ModelLocation::Checkpoint { folder, .. }, config) => {
+                let named = config.as_ref().and_then(|c| c.data.tokenizer.as_ref()).map(PathBuf::from);
+                let first = config.as_ref().and_then(|c| c.model.hf.as_ref()).map(PathBuf::from);
+                let first = first.into_iter().flat_map(|dir| [dir.join(COMPANIONS), dir]);
+                let mut own = std::iter::once(folder.join(COMPANIONS)).chain(first).filter(with_tokenizer);
+                named.or_else(|| own.next())
+            }
+        }
+    }
+
+    /// The folder that has what belongs to the model beside its weights, if there is one.
+    pub(crate) fn companions(&self) -> Option<PathBuf> {
+        let own = self.folder().join(COMPANIONS);
+        if own.is_dir() { Some(own) } else { self.tokenizer_path().filter(|p| p.is_dir()) }
+    }
+
+    /// Does the model read bytes: by its recipe, or, where that does not say, by the size of its vocabulary?
+    pub fn reads_bytes(&self) -> bool {
+        let recipe = self.config.as_ref().is_some_and(|c| c.data.tokenizer.is_none() && c.model.hf.is_none());
+        self.tokenizer_path().is_none() && (recipe || self.model().vocab == 256)
+    }
+
+    /// Tokenizer, ends and chat template, from `given` or wherever the model says.
+    pub fn text(&self, given: Option<&Path>) -> Result<TextIo> {
+        let eod = self.config.as_ref().and_then(|c| c.data.eod);
+        let path = match given {
+            Some(path) => Some(path.to_path_buf()),
+            None if self.reads_bytes() => None,
+            None => Some(self.tokenizer_path().ok_or_else(|| self.no_tokenizer())?),
+        };
+        let Some(path) = path else {
+            let stop = vec![eod.unwrap_or(0) as i32];
+            return Ok(TextIo {
+                tokenizer: Tokenizer::bytes(),
+                start: Some(i32::from(b'\n')),
+                stop,
+                chat: None,
+            });
+        };
+        let tokenizer = tokenizer_at(&path)?;
+        let dir = if path.is_dir() { Some(path.as_path()) } else { path.parent() };
+        let chat = dir.map(ChatTemplate::from_dir).transpose()?.flatten();
+        let inside = |id: &u32| (*id as usize) < self.model().vocab;
+        let mut stop: Vec<u32> = tokenizer.eos().iter().copied().chain(eod).filter(inside).collect();
+        stop.dedup();
+        let line = || tokenizer.encode("\n").ok().and_then(|ids| ids.first().copied()).filter(inside);
+        let start = tokenizer.bos().filter(inside).or(stop.first().copied()).or_else(line);
+        let stop = stop.into_iter().map(|id| id as i32).collect();
+        Ok(TextIo { start: start.map(|id| id as i32), stop, chat, tokenizer })
+    }
+
+    fn no_tokenizer(&self) -> Error {
+        let what = match self.config.as_ref().and_then(|c| c.model.hf.as_ref()) {
+            Some(hf) => format!("began as {hf}, where there is no tokenizer now; give one with --tokenizer"),
+            None => "does not say which tokenizer it was made with; give one with --tokenizer".into(),
+        };
+        Error::Tokenizer { origin: self.folder().display().to_string(), what }
+    }
+
+    /// Loads the weights in `dtype` for sequences of up to `positions` tokens, at most the model's own longest.
+    pub fn load(&self, rank: Rank, dtype: DType, positions: usize) -> Result<Model> {
+        let positions = positions.clamp(1, self.model().max_positions.max(1));
+        let source = |name: &str| self.weights.read(name, load_dtype(name, dtype)).map_err(to_core);
+        Ok(Model::load(rank, self.model(), positions, dtype, &PipelineLayout::default(), &source)?)
+    }
+
+    /// The folder the weights are in.
+    pub fn folder(&self) -> &Path {
+        match &self.place {
+            ModelLocation::HuggingFace(dir) | ModelLocation::Checkpoint { folder: dir, .. } => dir,
+        }
+    }
+}
+
+impl TextIo {
+    /// The ids a model is to continue: of the text, of a user's message in the model's chat template, or, where
+    /// there is no text, what a text starts from.
+    pub fn prompt(&self, text: &str, chat: bool) -> Result<Vec<i32>> {
+        let wrong = |what: &str| Err(Error::Chat(what.into()));
+        let ids = if chat {
+            let Some(template) = &self.chat else {
+                return wrong("this model has none; leave --chat out and write the prompt as it was taught");
+            };
+            let message = Message { role: "user".into(), content: text.into() };
+            self.tokenizer.encode(&template.render(&[message], true)?)?
+        } else if text.is_empty() {
+            Vec::new()
+        } else {
+            self.tokenizer.encode_framed(text)?
+        };
+        match (ids.is_empty(), self.start) {
+            (true, Some(start)) => Ok(vec![start]),
+            (true, None) => {
+                let what = "has no token that begins a text, and the prompt is empty; give a prompt".into();
+                Err(Error::Tokenizer { origin: "the tokenizer".into(), what })
+            }
+            (false, _) => Ok(ids.into_iter().map(|id| id as i32).collect()),
+        }
+    }
+}
+
+/// A tokenizer by the folder of its `tokenizer.json`, or by a file of that format.
+pub fn tokenizer_at(path: &Path) -> Result<Tokenizer> {
+    // The neighbours of a tokenizer.json say where texts begin and end.
+    match path.parent().filter(|_| path.is_file() && path.ends_with("tokenizer.json")) {
+        Some(dir) if dir.as_os_str().is_empty() => Tokenizer::from_dir(Path::new(".")),
+        Some(dir) => Tokenizer::from_dir(dir),
+        None if path.is_file() => Tokenizer::from_file(path),
+        None => Tokenizer::from_dir(path),
+    }
+}

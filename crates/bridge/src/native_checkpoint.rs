@@ -1,0 +1,114 @@
+//! The weights of a native checkpoint.
+
+use crate::cast::{cast, is_castable};
+use crate::error::{Error, Result};
+use crate::hf_checkpoint::zeros;
+use crate::logical::{LogicalTensor, logical_buffers, logical_tensors};
+use crate::problems::Problem;
+use ferrotron_core::checkpoint::{Loaded, load};
+use ferrotron_core::model::ModelConfig;
+use ferrotron_core::train::model_of;
+use ferrotron_tensor::DType;
+use std::path::Path;
+
+/// Weights in a checkpoint are called this and their logical name.
+pub(crate) const PREFIX: &str = "model/";
+
+/// A checkpoint whose every byte has been checked and which holds every parameter of its model.
+#[derive(Debug)]
+pub struct NativeCheckpoint {
+    loaded: Loaded,
+    model: ModelConfig,
+    tensors: Vec<LogicalTensor>,
+    buffers: Vec<LogicalTensor>,
+}
+
+impl NativeCheckpoint {
+    /// Opens a checkpoint folder, of a run or converted.
+    pub fn open(path: &Path) -> Result<NativeCheckpoint> {
+        let loaded = load(path)?;
+        let model = model_of(&loaded)?;
+        let (tensors, buffers) = (logical_tensors(&model), logical_buffers(&model));
+        let mut problems = Vec::new();
+        for t in tensors.iter().chain(&buffers) {
+            match loaded.get(&format!("{PREFIX}{}", t.name)) {
+                // What mixtures remember begins with zeros.
+                None if t.buffer => {}
+                None => problems.push(Problem::Missing(format!("{} {:?}", t.name, t.shape))),
+                Some(found) if found.shape != t.shape => problems.push(Problem::Wrong(
+                    t.name.clone(),
+                    format!("shape {:?}, but the model needs {:?}", found.shape, t.shape),
+                )),
+                Some(found) if !found.dtype.native().is_some_and(is_castable) => {
+                    problems.push(Problem::Wrong(
+                        t.name.clone(),
+                        format!("element type {} cannot be read as weights", found.dtype),
+                    ))
+                }
+                Some(_) => {}
+            }
+        }
+        if !problems.is_empty() {
+            return Err(Error::Tensors { origin: path.display().to_string(), problems });
+        }
+        Ok(NativeCheckpoint { loaded, model, tensors, buffers })
+    }
+
+    /// The folder.
+    pub fn path(&self) -> &Path {
+        self.loaded.path()
+    }
+
+    /// Steps done when it was written.
+    pub fn step(&self) -> u64 {
+        self.loaded.step()
+    }
+
+    /// The architecture.
+    pub fn model(&self) -> &ModelConfig {
+        &self.model
+    }
+
+    /// Every parameter under its logical name, in the model's order.
+    pub fn tensors(&self) -> &[LogicalTensor] {
+        &self.tensors
+    }
+
+    /// What belongs to the model without being a parameter.
+    pub fn buffers(&self) -> &[LogicalTensor] {
+        &self.buffers
+    }
+
+    /// Element type of a parameter in the files.
+    pub fn dtype(&self, logical: &str) -> Result<DType> {
+        let found = self.loaded.get(&format!("{PREFIX}{logical}")).and_then(|t| t.dtype.native());
+        found
+            .or_else(|| self.absent(logical).map(|_| DType::F32))
+            .ok_or_else(|| Error::tensor(logical, format!("{} has no such parameter", self.path().display())))
+    }
+
+    /// One parameter as little-endian `dtype` (f32, bf16 or f16), row-major.
+    pub fn read(&self, logical: &str, dtype: DType) -> Result<Vec<u8>> {
+        let from = self.dtype(logical)?;
+        if !is_castable(dtype) {
+            let what = format!("weights are read as f32, bf16 or f16, not as {dtype}");
+            return Err(Error::tensor(logical, what));
+        }
+        if let Some(t) = self.absent(logical) {
+            return zeros(logical, t.elements() * dtype.size());
+        }
+        let bytes = self.loaded.read(&format!("{PREFIX}{logical}"))?;
+        if from == dtype {
+            return Ok(bytes);
+        }
+        let mut out = zeros(logical, bytes.len() / from.size() * dtype.size())?;
+        cast(&bytes, from, &mut out, dtype);
+        Ok(out)
+    }
+
+    /// A buffer of the model that the checkpoint does not have.
+    fn absent(&self, logical: &str) -> Option<&LogicalTensor> {
+        let stored = self.loaded.get(&format!("{PREFIX}{logical}")).is_some();
+        self.buffers.iter().find(|t| !stored && t.name == logical)
+    }
+}

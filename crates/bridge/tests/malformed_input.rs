@@ -1,0 +1,194 @@
+//! Damaged and malicious files give errors, never panics, and never take the machine's memory.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
+
+mod support;
+
+use ferrotron_bridge::{Error, ExportOptions, HfCheckpoint, HfConfig, TensorData, export};
+use ferrotron_tensor::DType;
+use support::{SeededRng, copy_dir, covered};
+
+#[test]
+fn corrupt_configurations() {
+    let mut dice = SeededRng(1);
+    let (mut refused, mut total) = (0, 0);
+    for dir in covered() {
+        for file in ["config.json", "config_hub.json"] {
+            let good = std::fs::read(dir.join(file)).unwrap();
+            for _ in 0..1500 {
+                let bad = dice.corrupt(&good);
+                total += 1;
+                let Ok(text) = String::from_utf8(bad) else { continue };
+                match HfConfig::parse(&text, "config.json") {
+                    Ok(config) => {
+                        // Whatever is accepted can be built and written again.
+                        config.model().validate().unwrap();
+                        let again = HfConfig::parse(config.text(), "again").unwrap();
+                        assert_eq!(again.model(), config.model());
+                        HfConfig::from_model(config.model(), DType::F32)
+                            .map(|c| assert_eq!(c.model(), config.model()))
+                            .ok();
+                    }
+                    Err(e) => {
+                        refused += 1;
+                        let e = e.to_string();
+                        assert!(e.contains("config.json") && e.len() < 2000, "{e}");
+                    }
+                }
+            }
+        }
+    }
+    assert!(refused > total / 4, "{refused} of {total} refused");
+}
+
+#[test]
+fn values_that_cannot_be() {
+    let dir = covered().into_iter().find(|d| d.ends_with("llama_gqa_llama3rope")).unwrap();
+    let text = std::fs::read_to_string(dir.join("config_hub.json")).unwrap();
+    let edits = [
+        ("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 0", "layers is 0"),
+        (
+            "\"num_hidden_layers\": 2",
+            "\"num_hidden_layers\": -2",
+            "`num_hidden_layers` must be a whole number",
+        ),
+        (
+            "\"num_hidden_layers\": 2",
+            "\"num_hidden_layers\": 2.5",
+            "`num_hidden_layers` must be a whole number",
+        ),
+        ("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1e30", "`num_hidden_layers` must be"),
+        ("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 999999999999", "layers is 999999999999"),
+        ("\"num_hidden_layers\": 2,", "", "`num_hidden_layers` is missing"),
+        (
+            "\"hidden_size\": 64",
+            "\"hidden_size\": \"64\"",
+            "`hidden_size` must be a whole number, not \"64\"",
+        ),
+        ("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", "not a multiple of kv_heads"),
+        ("\"num_key_value_heads\": 2", "\"num_key_value_heads\": 0", "kv_heads is 0"),
+        ("\"num_attention_heads\": 4", "\"num_attention_heads\": 0", "heads is 0"),
+        ("\"head_dim\": 16", "\"head_dim\": 512", "head_dim is 512"),
+        ("\"head_dim\": 16", "\"head_dim\": 15", "rotary_dim is 15"),
+        ("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": -1", "norm.eps is -1"),
+        ("\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e-60", "norm.eps is 0"),
+        (
+            "\"hidden_act\": \"silu\"",
+            "\"hidden_act\": \"relu\"",
+            "`hidden_act` is \"relu\", which is not supported",
+        ),
+        ("\"rope_theta\": 10000.0", "\"rope_theta\": 0", "rope.theta is 0"),
+        ("\"rope_theta\": 10000.0", "\"rope_theta\": 1e999", "not valid JSON"),
+        (
+            "\"llama3\"",
+            "\"longrope\"",
+            "RoPE type \"longrope\" is not supported (default, linear, llama3 and yarn",
+        ),
+        ("\"factor\": 8.0,", "", "`rope_scaling.factor` is missing"),
+        ("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": 0", "must be true or false"),
+        (
+            "LlamaForCausalLM",
+            "PhiForCausalLM",
+            "\"PhiForCausalLM\" is not supported; these are: LlamaForCausalLM",
+        ),
+        ("\"mlp_bias\"", "\"quantization_config\": {\"bits\": 4}, \"mlp_bias\"", "quantised"),
+        ("\"mlp_bias\"", "\"num_local_experts\": 8, \"mlp_bias\"", "mixture of experts"),
+        ("\"mlp_bias\"", "\"partial_rotary_factor\": 0.5, \"mlp_bias\"", "`partial_rotary_factor` asks for"),
+    ];
+    for (from, to, want) in edits {
+        let bad = text.replacen(from, to, 1);
+        assert_ne!(bad, text, "{from} is not in the file");
+        let e = HfConfig::parse(&bad, "config.json").unwrap_err().to_string();
+        assert!(e.contains(want), "{to}: {e}");
+    }
+    for (text, want) in [
+        ("", "not valid JSON"),
+        ("[]", "must be a JSON object, not a list"),
+        ("{}", "`architectures` and `model_type` are both missing"),
+        ("{\"architectures\": [3]}", "`architectures` must be a list of strings"),
+        ("{\"architectures\": \"LlamaForCausalLM\"}", "`architectures` must be a list"),
+        ("{\"model_type\": \"llama\"}", "`num_hidden_layers` is missing"),
+    ] {
+        let e = HfConfig::parse(text, "config.json").unwrap_err().to_string();
+        assert!(e.contains(want), "{text}: {e}");
+    }
+    let deep = "[".repeat(100_000);
+    assert!(HfConfig::parse(&deep, "config.json").is_err());
+    let many = text.replacen("\"num_hidden_layers\": 2", "\"num_hidden_layers\": 60000", 1);
+    assert!(HfConfig::parse(&many, "config.json").is_err());
+}
+
+/// Harmless surprises are accepted.
+#[test]
+fn unknown_keys_are_kept() {
+    let dir = covered().into_iter().find(|d| d.ends_with("llama_tied")).unwrap();
+    let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
+    let more = text.replacen('{', "{\"my_note\": [1, 2], \"head_dim\": null, ", 1).replacen(
+        "\"head_dim\": 16,",
+        "",
+        1,
+    );
+    let config = HfConfig::parse(&more, "config.json").unwrap();
+    assert_eq!(config.unknown_keys(), ["my_note"]);
+    let mut model = config.model().clone();
+    model.vocab = 200;
+    let written = config.with_model(&model).unwrap();
+    assert!(written.text().contains("my_note"));
+    assert_eq!(HfConfig::parse(written.text(), "again").unwrap().model(), &model);
+    let mut model = config.model().clone();
+    model.qk_norm = true;
+    let e = config.with_model(&model).unwrap_err().to_string();
+    assert!(e.contains("Llama cannot say qk_norm = true"), "{e}");
+    model.final_softcap = Some(30.0);
+    let e = HfConfig::from_model(&model, DType::F32).unwrap_err().to_string();
+    assert!(e.contains("no Hugging Face family") && e.contains("final_softcap"), "{e}");
+}
+
+#[test]
+fn corrupt_weights_and_indices() {
+    let mut dice = SeededRng(2);
+    for name in ["gpt2", "llama_tied"] {
+        let from = covered().into_iter().find(|d| d.ends_with(name)).unwrap();
+        let plan = HfCheckpoint::open(&from).unwrap();
+        let out = tempfile::tempdir().unwrap();
+        let source = |n: &str| Ok(TensorData { dtype: DType::F32, bytes: plan.read(n, DType::F32)? });
+        let cut = out.path().join("cut");
+        let options = ExportOptions { max_shard_bytes: 100_000, ..Default::default() };
+        let files = export(&cut, plan.config(), &source, &options).unwrap().files;
+        let one = out.path().join("one");
+        copy_dir(&from, &one);
+        for (dir, file, rounds) in [
+            (&one, "model.safetensors", 1000),
+            (&cut, files[1].as_str(), 500),
+            (&cut, "model.safetensors.index.json", 1500),
+            (&one, "config.json", 500),
+        ] {
+            let good = std::fs::read(dir.join(file)).unwrap();
+            let mut refused = 0;
+            // Most of a weight file is numbers, in which nothing can be wrong: injure its header.
+            let header = match file.ends_with("safetensors") {
+                true => 8 + u64::from_le_bytes(good[..8].try_into().unwrap()) as usize,
+                false => good.len(),
+            };
+            for _ in 0..rounds {
+                let mut bad = dice.corrupt(&good[..header]);
+                bad.extend_from_slice(&good[header..]);
+                std::fs::write(dir.join(file), &bad).unwrap();
+                match HfCheckpoint::open(dir) {
+                    Ok(plan) => {
+                        for t in plan.tensors() {
+                            plan.read(&t.name, DType::BF16).unwrap();
+                        }
+                    }
+                    Err(e) => {
+                        refused += 1;
+                        assert!(!e.to_string().is_empty());
+                        assert!(!matches!(e, Error::Chat(_)));
+                    }
+                }
+            }
+            std::fs::write(dir.join(file), &good).unwrap();
+            HfCheckpoint::open(dir).unwrap();
+            assert!(refused > rounds / 4, "{file}: {refused} of {rounds} refused");
+        }
+    }
+}

@@ -1,0 +1,173 @@
+//! Where a command computes: the CPU, or the card it found or was to_core_error.
+
+use crate::args::{Device, Global};
+use crate::output::UsageError;
+use anyhow::Result;
+use ferrotron_core::grid::RankLayout;
+use ferrotron_core::ranks::{LaunchEnv, ReduceKernels, on_one_device, on_threads_with};
+use ferrotron_engine::Rank;
+use ferrotron_kernels::cpu::Isa;
+use ferrotron_kernels::cuda::{KernelCacheStats, cache_folder};
+use ferrotron_tensor::{Instrumentation, gpus};
+use std::time::{Duration, Instant};
+
+impl Global {
+    /// A rank where `--device` says. `auto` is the first card if there is one that works.
+    pub fn rank(&self, seed: u64, watch: Instrumentation) -> Result<Rank> {
+        let watch = Instrumentation {
+            race_check: self.check || watch.race_check,
+            trace: self.trace || watch.trace,
+            ..watch
+        };
+        match self.device {
+            Device::Cpu => Ok(Rank::cpu_instrumented(self.threads, seed, watch)?),
+            Device::Cuda(ordinal) => self.card(ordinal, seed, watch),
+            Device::Auto if gpus().is_ok_and(|all| !all.is_empty()) => {
+                self.card(0, seed, watch).or_else(|why| {
+                    eprintln!("warning: there is a GPU, but it cannot be used: {why:#}");
+                    Ok(Rank::cpu_instrumented(self.threads, seed, watch)?)
+                })
+            }
+            Device::Auto => Ok(Rank::cpu_instrumented(self.threads, seed, watch)?),
+        }
+    }
+
+    /// How many ranks there are to be, where `--ranks` or a launcher says so; not where they contradict each other.
+    pub fn world_size(&self, asked: Option<usize>) -> Result<Option<usize>> {
+        match (asked, self.launch.job()?) {
+            (Some(n), Some(job)) if n != job.size => {
+                let what = format!("--ranks {n}, but a launcher started {} processes", job.size);
+                Err(UsageError::new(format!("{what}, one rank each; leave --ranks out")).into())
+            }
+            (_, Some(job)) => Ok(Some(job.size)),
+            (asked, None) => Ok(asked),
+        }
+    }
+
+    /// The rank of a process of a job: on the card of its local number, or on its share of the host's cores.
+    fn job_rank(&self, job: &LaunchEnv, seed: u64) -> Result<Rank> {
+        let gpu_count = || gpus().map_or(0, |all| all.len());
+        let card = match self.device {
+            Device::Cpu => None,
+            Device::Auto if gpu_count() == 0 => None,
+            // A launcher that shows each process one card has chosen it already.
+            Device::Auto | Device::Cuda(0) => Some(if gpu_count() == 1 { 0 } else { job.local_rank }),
+            Device::Cuda(n) if n == job.local_rank => Some(n),
+            Device::Cuda(n) => {
+                let what = format!(
+                    "--device cuda:{n}: a process of a job takes the card of its local rank, here {}; say --device cuda",
+                    job.local_rank
+                );
+                return Err(UsageError::new(what).into());
+            }
+        };
+        let watch =
+            Instrumentation { race_check: self.check, trace: self.trace, ..Instrumentation::default() };
+        match card {
+            Some(n) if n >= gpu_count() => Err(UsageError::new(format!(
+                "rank {} is number {n} on its host (from 0), which has {} cards; start one process for each card, or say \
+                 --device cpu",
+                job.rank,
+                gpu_count()
+            ))
+            .into()),
+            Some(n) => self.card(n, seed, watch),
+            None => {
+                let cores = std::thread::available_parallelism().map_or(1, usize::from);
+                let threads =
+                    if self.threads == 0 { (cores / job.local_size).max(1) } else { self.threads };
+                Ok(Rank::cpu_instrumented(threads, seed, watch)?)
+            }
+        }
+    }
+
+    fn card(&self, ordinal: usize, seed: u64, watch: Instrumentation) -> Result<Rank> {
+        let begin = Instant::now();
+        let (rank, KernelCacheStats { compiled, cached }) = Rank::cuda(ordinal, self.threads, seed, watch)?;
+        if compiled > 0 && !self.json && self.launch.leads() {
+            let kept = cache_folder().map_or(String::new(), |f| format!("; kept in {}", f.display()));
+            let seconds = begin.elapsed().as_secs_f64();
+            let all = compiled + cached;
+            eprintln!("compiled {compiled} of {all} kernel sources for this card in {seconds:.1} s{kept}");
+        }
+        Ok(rank)
+    }
+}
+
+/// Runs `work` on this process's ranks of the layout: on its one rank of a job that a launcher started, else on all of
+/// them as threads. Returns what each made.
+pub fn run<T: Send>(
+    global: &Global,
+    layout: &RankLayout,
+    seed: u64,
+    work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
+) -> Result<Vec<T>> {
+    let timeout = Duration::from_secs(global.timeout);
+    if let Some(job) = global.launch.job()? {
+        let make = || global.job_rank(&job, seed).map_err(to_core_error);
+        return Ok(vec![global.launch.run(&job, layout, timeout, make, work)?]);
+    }
+    let ranks = layout.world()?;
+    if ranks == 1 {
+        return run_single(global, seed, work);
+    }
+    let cuda = match global.device {
+        Device::Cpu => false,
+        Device::Cuda(_) => true,
+        Device::Auto => gpus().is_ok_and(|all| !all.is_empty()),
+    };
+    if cuda {
+        let first = global.rank(seed, Instrumentation::default())?;
+        if first.device().gpu().is_some() {
+            return Ok(on_one_device(layout, timeout, &first, work)?);
+        }
+    }
+    // Compute threads are shared out.
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let all = if global.threads == 0 { cores } else { global.threads };
+    let watch =
+        Instrumentation { race_check: global.check, trace: global.trace, ..Instrumentation::default() };
+    let make = || Ok(Rank::cpu_instrumented((all / ranks).max(1), seed, watch)?);
+    Ok(on_threads_with(layout, timeout, ReduceKernels::default(), make, work)?)
+}
+
+/// Runs `work` on one rank that has nobody to talk to, whatever started this process.
+pub fn run_single<T>(
+    global: &Global,
+    seed: u64,
+    work: impl Fn(Rank) -> ferrotron_core::Result<T>,
+) -> Result<Vec<T>> {
+    // A rank made here says what it has to say before work begins, with all that is known of an error.
+    Ok(vec![work(global.rank(seed, Instrumentation::default())?)?])
+}
+
+/// An error of presentation as one of the run.
+pub fn to_core_error(e: anyhow::Error) -> ferrotron_core::Error {
+    match e.downcast::<ferrotron_core::Error>() {
+        Ok(e) => e,
+        Err(e) => ferrotron_core::Error::Invalid(format!("{e:#}")),
+    }
+}
+
+/// The device of a rank as people know it: `CPU (AMX)`, `cuda:0 (NVIDIA H200)`.
+pub fn device_name(rank: &Rank) -> String {
+    match rank.device().gpu() {
+        Some(card) => format!("cuda:{} ({})", card.ordinal, card.name),
+        None => format!("CPU ({})", Isa::detect().name()),
+    }
+}
+
+/// The same with what decides its speed: `CPU (AMX) x 8 threads`.
+pub fn device_description(rank: &Rank) -> String {
+    let sizes = [("tp", &rank.tp), ("cp", &rank.cp), ("pp", &rank.pp), ("dp", &rank.dp)];
+    let sizes: Vec<String> =
+        sizes.iter().filter(|(_, g)| g.size() > 1).map(|(name, g)| format!("{name}={}", g.size())).collect();
+    let ranks = match rank.world.size() {
+        1 => String::new(),
+        n => format!("{n} ranks ({}) on ", sizes.join(", ")),
+    };
+    match rank.device().gpu() {
+        Some(_) => format!("{ranks}{}", device_name(rank)),
+        None => format!("{ranks}{} x {} threads", device_name(rank), rank.device().threads().count()),
+    }
+}

@@ -1,0 +1,222 @@
+//! The calls of one rank on one group of processes.
+
+use super::control::{Comm, MpiControl};
+use super::ffi::Mpi;
+use super::reduce;
+use super::transfer::{GroupTransfer, PIECE};
+use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp};
+use crate::control::{ControlTransport, Topic};
+use crate::op_descriptor::OpDescriptor;
+use crate::process_group::ProcessGroup;
+use crate::threads::reduce::Reducible;
+use ferrotron_tensor::{Arg, DType, Launch, Stream, Tensor, bf16, f16, read, shape_error, write};
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(super) struct MpiGroupBackend {
+    pub(super) mpi: &'static Mpi,
+    pub(super) post: Arc<MpiControl>,
+    /// Where tensors travel.
+    pub(super) comm: Comm,
+    pub(super) group: ProcessGroup,
+    /// Messages between two ranks have the next one.
+    pub(super) tag: i32,
+}
+
+type Done<T = ()> = Result<T, OpError>;
+
+impl MpiGroupBackend {
+    fn transfer<'a>(&'a self, owners: &'a [&'a Tensor]) -> GroupTransfer<'a> {
+        GroupTransfer { mpi: self.mpi, comm: self.comm, group: &self.group, tag: self.tag, owners }
+    }
+
+    fn reduce<T: Reducible>(&self, s: &Stream, job: &Collective, deadline: Instant) -> Done {
+        match job {
+            Collective::AllReduce { t, op } => launch(s, "all-reduce", &[write(t)], |l| {
+                reduce::all_reduce::<T>(&self.transfer(&[t]), l.slice_mut(0)?, *op, deadline)
+            }),
+            Collective::ReduceScatter { all, mine, op } if all.overlaps(mine) => {
+                launch(s, "reduce-scatter", &[write(all)], |l| {
+                    reduce::reduce_scatter::<T>(&self.transfer(&[all]), l.slice_mut(0)?, *op, deadline)
+                })
+            }
+            Collective::ReduceScatter { all, mine, op } => {
+                launch(s, "reduce-scatter", &[read(all), write(mine)], |l| {
+                    let owners = [*all, *mine];
+                    let (from, to) = (l.slice(0)?, l.slice_mut(1)?);
+                    reduce::reduce_scatter_into::<T>(&self.transfer(&owners), from, to, *op, deadline)
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// In place: this rank's part is there already.
+    fn gather(&self, s: &Stream, all: &Tensor, counts: &[usize], deadline: Instant) -> Done {
+        let bytes = all.as_bytes()?;
+        launch(s, "all-gather", &[write(&bytes)], |l| {
+            let mut parts = split(l.slice_mut::<u8>(0)?, &scaled(counts, all));
+            let mine = std::mem::take(&mut parts[self.group.me]);
+            let sends: Vec<(usize, &[u8])> = self.group.others().map(|r| (r, &*mine)).collect();
+            let mut receives: Vec<_> = parts.into_iter().enumerate().collect();
+            self.transfer(&[all]).run(&sends, &mut receives, deadline)
+        })
+    }
+
+    fn all_to_all(
+        &self,
+        s: &Stream,
+        (from, to): (&Tensor, &Tensor),
+        (sent, received): (&[usize], &[usize]),
+        deadline: Instant,
+    ) -> Done {
+        let (f, t) = (from.as_bytes()?, to.as_bytes()?);
+        let me = self.group.me;
+        launch(s, "all-to-all", &[read(&f), write(&t)], |l| {
+            let mut parts = split(l.slice_mut::<u8>(1)?, &scaled(received, to));
+            let mut rest = l.slice::<u8>(0)?;
+            let mut sends = Vec::with_capacity(sent.len());
+            for (r, len) in scaled(sent, from).into_iter().enumerate() {
+                let (part, after) = rest.split_at(len);
+                rest = after;
+                sends.push((r, part));
+            }
+            let own = std::mem::take(&mut parts[me]);
+            own.copy_from_slice(sends.remove(me).1);
+            let mut receives: Vec<_> = parts.into_iter().enumerate().collect();
+            self.transfer(&[from, to]).run(&sends, &mut receives, deadline)
+        })
+    }
+
+    fn broadcast(&self, s: &Stream, t: &Tensor, root: usize, deadline: Instant) -> Done {
+        let bytes = t.as_bytes()?;
+        match root == self.group.me {
+            true => launch(s, "broadcast", &[read(&bytes)], |l| {
+                let data = l.slice::<u8>(0)?;
+                let sends: Vec<(usize, &[u8])> = self.group.others().map(|r| (r, data)).collect();
+                self.transfer(&[t]).run(&sends, &mut [], deadline)
+            }),
+            false => launch(s, "broadcast", &[write(&bytes)], |l| {
+                self.transfer(&[t]).run(&[], &mut [(root, l.slice_mut::<u8>(0)?)], deadline)
+            }),
+        }
+    }
+}
+
+impl GroupBackend for MpiGroupBackend {
+    fn meet(
+        &self,
+        _: Option<&Stream>,
+        descriptor: &OpDescriptor,
+        _: &Collective,
+        deadline: Instant,
+    ) -> Done<Descriptors> {
+        self.group.meet(descriptor, deadline)
+    }
+
+    fn run(&self, s: &Stream, job: &Collective, deadline: Instant) -> Done {
+        let n = self.group.ranks.len();
+        match job {
+            Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
+            Collective::AllReduce { t, .. } | Collective::ReduceScatter { mine: t, .. } => match t.dtype() {
+                _ if t.numel() == 0 => Ok(()),
+                DType::F32 => self.reduce::<f32>(s, job, deadline),
+                DType::BF16 => self.reduce::<bf16>(s, job, deadline),
+                DType::F16 => self.reduce::<f16>(s, job, deadline),
+                DType::F64 => self.reduce::<f64>(s, job, deadline),
+                DType::I32 => self.reduce::<i32>(s, job, deadline),
+                DType::I64 => self.reduce::<i64>(s, job, deadline),
+                other => Ok(shape_error("reduce", format!("{other} can't be reduced"))?),
+            },
+            Collective::AllGather { mine, all, counts } => {
+                let equal = vec![all.numel() / n; n];
+                let counts = counts.unwrap_or(&equal);
+                if mine.numel() > 0 && !mine.overlaps(all) {
+                    let start = counts[..self.group.me].iter().sum();
+                    s.copy(mine, &all.view(&[all.numel()])?.narrow(0, start, mine.numel())?)?;
+                }
+                self.gather(s, all, counts, deadline)
+            }
+            Collective::AllToAll { from, to, counts } => {
+                let equal = vec![from.numel() / n; n];
+                self.all_to_all(s, (from, to), counts.unwrap_or((&equal, &equal)), deadline)
+            }
+            Collective::Broadcast { t, root } => self.broadcast(s, t, *root, deadline),
+        }
+    }
+
+    fn post(&self, s: &Stream, sends: &[P2pOp], _deadline: Instant) -> Done {
+        self.group.process.alive()?;
+        let topic = Topic::ops(self.group.index);
+        for op in sends {
+            let to = self.group.ranks[op.peer];
+            let bytes = s.download::<u8>(&op.tensor.as_bytes()?)?;
+            self.post.send(to, topic, op.descriptor.encode())?;
+            self.post.ship(self.comm, to, self.tag + 1, bytes, PIECE)?;
+        }
+        Ok(())
+    }
+
+    fn collect(&self, s: &Stream, _sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
+        let (me, topic) = (self.group.me, Topic::ops(self.group.index));
+        for op in receives {
+            let (peer, from) = (op.peer, self.group.ranks[op.peer]);
+            let text = self.group.process.wait(
+                deadline,
+                || Ok(self.post.take(from, topic)),
+                || vec![(peer, from)],
+            )?;
+            let theirs = self.group.decode(peer, &text)?;
+            if op.descriptor.conflict(me, &theirs, peer) {
+                let mine = Box::new(op.descriptor.clone());
+                return Err(OpError::Mismatch { peer, mine, theirs: Box::new(theirs) });
+            }
+            let bytes = op.tensor.as_bytes()?;
+            launch(s, "receive", &[write(&bytes)], |l| {
+                let owners = [op.tensor];
+                let transfer = GroupTransfer { tag: self.tag + 1, ..self.transfer(&owners) };
+                transfer.run(&[], &mut [(peer, l.slice_mut::<u8>(0)?)], deadline)
+            })?;
+        }
+        Ok(())
+    }
+
+    fn bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
+        self.group.bytes(mine, deadline)
+    }
+}
+
+/// [`Stream::launch`] of something that may end with more than an error of tensors.
+fn launch<'a>(
+    s: &'a Stream,
+    op: &'static str,
+    args: &'a [Arg<'a>],
+    kernel: impl FnOnce(&Launch<'a>) -> Done,
+) -> Done {
+    let mut error = None;
+    s.launch(op, args, |l| match kernel(l) {
+        Err(OpError::Tensor(error)) => Err(error),
+        Err(other) => {
+            error = Some(other);
+            Ok(())
+        }
+        Ok(()) => Ok(()),
+    })?;
+    error.map_or(Ok(()), Err)
+}
+
+/// Counts of elements as counts of bytes.
+fn scaled(counts: &[usize], t: &Tensor) -> Vec<usize> {
+    counts.iter().map(|c| c * t.dtype().size()).collect()
+}
+
+/// Parts of these lengths, from the start.
+fn split<'a>(mut bytes: &'a mut [u8], lengths: &[usize]) -> Vec<&'a mut [u8]> {
+    let mut parts = Vec::with_capacity(lengths.len());
+    for len in lengths {
+        let (part, rest) = bytes.split_at_mut(*len);
+        parts.push(part);
+        bytes = rest;
+    }
+    parts
+}

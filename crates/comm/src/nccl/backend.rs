@@ -1,0 +1,247 @@
+//! The calls of one rank on one group over NCCL: queued on the given stream, not waited for.
+
+use super::comm::NcclComm;
+use super::ffi::{Comm, CudaStream, IN_PROGRESS, Nccl, SUCCESS};
+use crate::ReduceOp;
+use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp};
+use crate::control::Topic;
+use crate::op_descriptor::OpDescriptor;
+use crate::process_group::ProcessGroup;
+use ferrotron_tensor::{Arg, DType, Launch, Stream, Tensor, read, shape_error, write};
+use std::ffi::{c_int, c_void};
+use std::sync::Arc;
+use std::time::Instant;
+
+pub(super) struct NcclGroupBackend {
+    pub(super) nccl: &'static Nccl,
+    pub(super) comm: Arc<NcclComm>,
+    pub(super) group: ProcessGroup,
+}
+
+type Done<T = ()> = Result<T, OpError>;
+
+/// `ncclUint8`: what is only moved is bytes.
+const BYTES: c_int = 1;
+
+/// NCCL's number of a type that it can reduce.
+fn number(dtype: DType) -> ferrotron_tensor::Result<c_int> {
+    match dtype {
+        DType::I32 => Ok(2),
+        DType::I64 => Ok(4),
+        DType::F16 => Ok(6),
+        DType::F32 => Ok(7),
+        DType::F64 => Ok(8),
+        DType::BF16 => Ok(9),
+        other => shape_error("reduce", format!("{other} can't be reduced")),
+    }
+}
+
+fn operation(op: ReduceOp) -> c_int {
+    match op {
+        ReduceOp::Sum => 0,
+        ReduceOp::Max => 2,
+    }
+}
+
+/// Addresses and the stream of a call.
+struct Call<'a, 'b> {
+    launch: &'b Launch<'a>,
+    comm: Comm,
+    stream: CudaStream,
+}
+
+impl Call<'_, '_> {
+    fn at(&self, arg: usize, byte: usize) -> ferrotron_tensor::Result<*mut c_void> {
+        Ok((self.launch.address(arg)? + byte as u64) as *mut c_void)
+    }
+}
+
+/// A part of an argument for or from one rank: (argument, first byte, bytes).
+type Part = (usize, usize, usize);
+
+impl NcclGroupBackend {
+    /// Queues one operation of NCCL. `queue` returns its code.
+    fn call<'a>(
+        &self,
+        s: &'a Stream,
+        op: &'static str,
+        args: &'a [Arg<'a>],
+        deadline: Instant,
+        queue: impl FnOnce(&Call) -> ferrotron_tensor::Result<c_int>,
+    ) -> Done {
+        let comm = self.comm.raw()?;
+        // A split of this communicator may still be under way in the background, though it was waited for.
+        self.comm.settle(op, IN_PROGRESS, deadline)?;
+        let mut code = SUCCESS;
+        s.launch(op, args, |l| {
+            let stream: CudaStream = l.cuda_stream()?.cast();
+            code = queue(&Call { launch: l, comm, stream })?;
+            Ok(())
+        })?;
+        self.comm.settle(op, code, deadline)
+    }
+
+    /// Sends and receives all at once: (rank of the group, part of an argument).
+    fn swap(
+        &self,
+        c: &Call,
+        sends: &[(usize, Part)],
+        receives: &[(usize, Part)],
+    ) -> ferrotron_tensor::Result<c_int> {
+        let n = self.nccl;
+        // Addresses first: between start and end nothing may go wrong by us.
+        let resolve = |list: &[(usize, Part)]| -> ferrotron_tensor::Result<Vec<(c_int, *mut c_void, usize)>> {
+            let some = list.iter().filter(|(_, part)| part.2 > 0);
+            some.map(|(peer, (arg, start, len))| Ok((*peer as c_int, c.at(*arg, *start)?, *len))).collect()
+        };
+        let (sends, receives) = (resolve(sends)?, resolve(receives)?);
+        // SAFETY: the parts lie inside arguments of the launch, declared read or written as used; the
+        // communicator is live and used by this thread only.
+        unsafe {
+            let mut codes = vec![(n.group_start)()];
+            for (peer, at, len) in sends {
+                codes.push((n.send)(at, len, BYTES, peer, c.comm, c.stream));
+            }
+            for (peer, at, len) in receives {
+                codes.push((n.receive)(at, len, BYTES, peer, c.comm, c.stream));
+            }
+            let end = (n.group_end)();
+            Ok(codes.into_iter().find(|c| *c != SUCCESS && *c != IN_PROGRESS).unwrap_or(end))
+        }
+    }
+
+    fn gather(
+        &self,
+        s: &Stream,
+        (mine, all): (&Tensor, &Tensor),
+        counts: Option<&[usize]>,
+        deadline: Instant,
+    ) -> Done {
+        let size = all.dtype().size();
+        let (me, n) = (self.group.me, self.group.ranks.len());
+        let starts = starts(counts, all.numel() / n, n, size);
+        // `mine` inside `all` is no argument of its own: arguments that are written overlap no others.
+        let inside = mine.overlaps(all);
+        let args = if inside { vec![write(all)] } else { vec![write(all), read(mine)] };
+        let own: Part = if inside { (0, starts[me], mine.bytes()) } else { (1, 0, mine.bytes()) };
+        self.call(s, "all-gather", &args, deadline, |c| match counts {
+            // SAFETY: `all` has n times the bytes of `mine`; NCCL allows `mine` to be its own part of it.
+            None => Ok(unsafe {
+                let (from, to) = (c.at(own.0, own.1)?, c.at(0, 0)?);
+                (self.nccl.all_gather)(from, to, mine.bytes(), BYTES, c.comm, c.stream)
+            }),
+            Some(_) => {
+                let peers = |r: &usize| *r != me || !inside;
+                let sends: Vec<(usize, Part)> = (0..n).filter(peers).map(|r| (r, own)).collect();
+                let part = |r: usize| (r, (0, starts[r], starts[r + 1] - starts[r]));
+                let receives: Vec<(usize, Part)> = (0..n).filter(peers).map(part).collect();
+                self.swap(c, &sends, &receives)
+            }
+        })
+    }
+}
+
+/// First byte of every rank's part, and the end.
+fn starts(counts: Option<&[usize]>, equal: usize, n: usize, size: usize) -> Vec<usize> {
+    let mut at = 0;
+    let mut out = vec![0];
+    for r in 0..n {
+        at += counts.map_or(equal, |c| c[r]) * size;
+        out.push(at);
+    }
+    out
+}
+
+impl GroupBackend for NcclGroupBackend {
+    fn meet(
+        &self,
+        _: Option<&Stream>,
+        descriptor: &OpDescriptor,
+        _: &Collective,
+        deadline: Instant,
+    ) -> Done<Descriptors> {
+        self.group.meet(descriptor, deadline)
+    }
+
+    fn run(&self, s: &Stream, job: &Collective, deadline: Instant) -> Done {
+        let (nccl, n, me) = (self.nccl, self.group.ranks.len(), self.group.me);
+        match job {
+            Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
+            Collective::AllReduce { t, .. } | Collective::Broadcast { t, .. } if t.numel() == 0 => Ok(()),
+            Collective::ReduceScatter { mine, .. } if mine.numel() == 0 => Ok(()),
+            Collective::AllGather { all, .. } if all.numel() == 0 => Ok(()),
+            Collective::AllReduce { t, op } => self.call(s, "all-reduce", &[write(t)], deadline, |c| {
+                let (at, dtype, op) = (c.at(0, 0)?, number(t.dtype())?, operation(*op));
+                // SAFETY: in place on the whole of a contiguous tensor of that type.
+                Ok(unsafe { (nccl.all_reduce)(at, at, t.numel(), dtype, op, c.comm, c.stream) })
+            }),
+            Collective::ReduceScatter { all, mine, op } => {
+                let inside = mine.overlaps(all);
+                let args = if inside { vec![write(all)] } else { vec![read(all), write(mine)] };
+                self.call(s, "reduce-scatter", &args, deadline, |c| {
+                    let to = if inside { c.at(0, me * mine.bytes())? } else { c.at(1, 0)? };
+                    let (from, dtype, op) = (c.at(0, 0)?, number(mine.dtype())?, operation(*op));
+                    // SAFETY: `all` has n times the elements of `mine`, which may be its own part of it.
+                    Ok(unsafe { (nccl.reduce_scatter)(from, to, mine.numel(), dtype, op, c.comm, c.stream) })
+                })
+            }
+            Collective::AllGather { mine, all, counts } => self.gather(s, (mine, all), *counts, deadline),
+            Collective::AllToAll { from, to, counts } => {
+                let (size, equal) = (from.dtype().size(), from.numel() / n);
+                let sent = starts(counts.map(|c| c.0), equal, n, size);
+                let received = starts(counts.map(|c| c.1), equal, n, size);
+                let parts = |arg: usize, starts: &[usize]| -> Vec<(usize, Part)> {
+                    (0..n).map(|r| (r, (arg, starts[r], starts[r + 1] - starts[r]))).collect()
+                };
+                self.call(s, "all-to-all", &[read(from), write(to)], deadline, |c| {
+                    self.swap(c, &parts(0, &sent), &parts(1, &received))
+                })
+            }
+            Collective::Broadcast { t, root } => {
+                let args = if *root == me { [read(t)] } else { [write(t)] };
+                self.call(s, "broadcast", &args, deadline, |c| {
+                    let (at, root) = (c.at(0, 0)?, *root as c_int);
+                    // SAFETY: the whole of a contiguous tensor; the root's is only read.
+                    Ok(unsafe { (nccl.broadcast)(at, at, t.bytes(), BYTES, root, c.comm, c.stream) })
+                })
+            }
+        }
+    }
+
+    /// Only the notices: NCCL wants sends and receives of a stream in one group.
+    fn post(&self, _: &Stream, sends: &[P2pOp], _: Instant) -> Done {
+        self.group.process.alive()?;
+        let (post, topic) = (self.group.process.post(), Topic::ops(self.group.index));
+        for op in sends {
+            post.send(self.group.ranks[op.peer], topic, op.descriptor.encode())?;
+        }
+        Ok(())
+    }
+
+    fn collect(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
+        let (post, topic) = (self.group.process.post(), Topic::ops(self.group.index));
+        for op in receives {
+            let (peer, from) = (op.peer, self.group.ranks[op.peer]);
+            let missing = || vec![(peer, from)];
+            let text = self.group.process.wait(deadline, || Ok(post.take(from, topic)), missing)?;
+            let theirs = self.group.decode(peer, &text)?;
+            if op.descriptor.conflict(self.group.me, &theirs, peer) {
+                let mine = Box::new(op.descriptor.clone());
+                return Err(OpError::Mismatch { peer, mine, theirs: Box::new(theirs) });
+            }
+        }
+        let args: Vec<Arg> =
+            sends.iter().map(|l| read(l.tensor)).chain(receives.iter().map(|l| write(l.tensor))).collect();
+        let part = |first: usize, ops: &[P2pOp]| -> Vec<(usize, Part)> {
+            let all = ops.iter().enumerate();
+            all.map(|(i, l)| (l.peer, (first + i, 0, l.tensor.bytes()))).collect()
+        };
+        self.call(s, "exchange", &args, deadline, |c| {
+            self.swap(c, &part(0, sends), &part(sends.len(), receives))
+        })
+    }
+
+    fn bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
+        self.group.bytes(mine, deadline)
+    }
+}

@@ -1,0 +1,137 @@
+//! Meetings of processes: every rank sends its notice to every other of the group, so that whoever does not
+//! come is known by name.
+
+use crate::backend::{Descriptors, OpError};
+use crate::control::Topic;
+use crate::op_descriptor::OpDescriptor;
+use crate::process::Process;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// A group whose ranks are processes.
+pub(crate) struct ProcessGroup {
+    pub(crate) process: Arc<Process>,
+    /// Number of the group.
+    pub(crate) index: u64,
+    /// Ranks in the job, in the order of the group.
+    pub(crate) ranks: Vec<usize>,
+    /// This rank's place in them.
+    pub(crate) me: usize,
+}
+
+impl ProcessGroup {
+    /// Makes group `index`; all ranks of the job call it. Compares what the ranks think its members are, each
+    /// with the rank before it: if not all agree, somebody sees it.
+    pub(crate) fn new(
+        process: &Arc<Process>,
+        index: u64,
+        name: &str,
+        ranks: &[usize],
+        deadline: Instant,
+    ) -> Result<Option<ProcessGroup>, OpError> {
+        process.alive()?;
+        let post = process.post();
+        let (here, size) = (post.rank(), post.size());
+        if size > 1 {
+            let mine = format!("number {index}, '{name}' of {ranks:?}");
+            let before = (here + size - 1) % size;
+            post.send((here + 1) % size, Topic::making(index), mine.clone().into_bytes())?;
+            let theirs = process.wait(
+                deadline,
+                || Ok(post.take(before, Topic::making(index))),
+                || vec![(before, before)],
+            )?;
+            if theirs != mine.as_bytes() {
+                let theirs = String::from_utf8_lossy(&theirs);
+                let what = format!(
+                    "rank {here} makes group {mine}, rank {before} makes group {theirs}; all ranks must make the same groups in the same order"
+                );
+                return Err(OpError::Backend { what });
+            }
+        }
+        let me = ranks.iter().position(|r| *r == here);
+        Ok(me.map(|me| ProcessGroup { process: process.clone(), index, ranks: ranks.to_vec(), me }))
+    }
+
+    /// Ranks of the group other than this one, as numbers in it.
+    pub(crate) fn others(&self) -> impl Iterator<Item = usize> + use<> {
+        let me = self.me;
+        (0..self.ranks.len()).filter(move |r| *r != me)
+    }
+
+    /// Sends `mine` to all and waits for one message from each: in the order of ranks, this one's own empty.
+    pub(crate) fn gather(
+        &self,
+        topic: Topic,
+        mine: &[u8],
+        deadline: Instant,
+    ) -> Result<Vec<Vec<u8>>, OpError> {
+        self.process.alive()?;
+        let post = self.process.post();
+        for to in self.others() {
+            post.send(self.ranks[to], topic, mine.to_vec())?;
+        }
+        let mut came: Vec<Option<Vec<u8>>> = vec![None; self.ranks.len()];
+        came[self.me] = Some(Vec::new());
+        // Both closures look at what came.
+        let came = std::cell::RefCell::new(came);
+        self.process.wait(
+            deadline,
+            || {
+                let mut came = came.borrow_mut();
+                for (place, rank) in came.iter_mut().zip(&self.ranks) {
+                    if place.is_none() {
+                        *place = post.take(*rank, topic);
+                    }
+                }
+                Ok(came.iter().all(Option::is_some).then_some(()))
+            },
+            || {
+                let missing = |(i, c): (usize, &Option<Vec<u8>>)| c.is_none().then(|| (i, self.ranks[i]));
+                came.borrow().iter().enumerate().filter_map(missing).collect()
+            },
+        )?;
+        Ok(came.into_inner().into_iter().flatten().collect())
+    }
+
+    /// [`crate::backend::GroupBackend::meet`].
+    pub(crate) fn meet(&self, descriptor: &OpDescriptor, deadline: Instant) -> Result<Descriptors, OpError> {
+        let mine = descriptor.encode();
+        let all = self.gather(Topic::meeting(self.index), &mine, deadline)?;
+        let same = self.others().all(|r| all[r] == mine);
+        if same && !descriptor.pairwise() {
+            self.others().for_each(|r| self.process.hear(self.ranks[r], descriptor));
+            return Ok(Descriptors::AllEqual);
+        }
+        let mut descriptors = Vec::with_capacity(all.len());
+        for (r, bytes) in all.iter().enumerate() {
+            let theirs = if r == self.me { descriptor.clone() } else { self.decode(r, bytes)? };
+            descriptors.push(Arc::new(theirs));
+        }
+        Ok(Descriptors::PerRank(descriptors))
+    }
+
+    /// [`crate::backend::GroupBackend::bytes`].
+    pub(crate) fn bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError> {
+        let mut all = self.gather(Topic::bytes(self.index), mine, deadline)?;
+        all[self.me] = mine.to_vec();
+        Ok(all)
+    }
+
+    /// A notice from rank `from` of the group.
+    pub(crate) fn decode(&self, from: usize, bytes: &[u8]) -> Result<OpDescriptor, OpError> {
+        let rank = self.ranks[from];
+        let descriptor = OpDescriptor::decode(bytes).ok_or_else(|| {
+            let what = format!("rank {rank} sends something unreadable; do all ranks run the same program?");
+            OpError::Backend { what }
+        })?;
+        self.process.hear(rank, &descriptor);
+        Ok(descriptor)
+    }
+}
+
+impl From<crate::Error> for OpError {
+    fn from(error: crate::Error) -> OpError {
+        OpError::Backend { what: error.to_string() }
+    }
+}

@@ -1,0 +1,228 @@
+//! Messages between two ranks, and host bytes for all.
+
+use crate::backend::{Collective, OpError, P2pOp};
+use crate::communicator::{Counters, Direction};
+use crate::flight_recorder::OpStatus;
+use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
+use crate::{Communicator, Result, volume, watchdog};
+use ferrotron_tensor::trace::Span;
+use ferrotron_tensor::{Stream, Tensor};
+use std::sync::{Arc, MutexGuard};
+use std::time::Instant;
+
+/// Messages of one group on one stream; see [`Communicator::send_recv_batch`].
+#[derive(Clone, Copy)]
+pub struct SendRecv<'a> {
+    /// The group whose ranks are named below.
+    pub group: &'a Communicator,
+    /// Where tensors are read and written.
+    pub stream: &'a Stream,
+    /// (rank of the group, contiguous tensor).
+    pub sends: &'a [(usize, &'a Tensor)],
+    /// The same.
+    pub receives: &'a [(usize, &'a Tensor)],
+}
+
+/// A lane with the descriptions of its messages.
+struct Batch<'a> {
+    group: &'a Communicator,
+    stream: &'a Stream,
+    sends: Vec<P2pOp<'a>>,
+    receives: Vec<P2pOp<'a>>,
+}
+
+impl<'a> Batch<'a> {
+    fn new(lane: &SendRecv<'a>, label: &'static str) -> Result<Batch<'a>> {
+        let SendRecv { group, stream, sends, receives } = *lane;
+        let me = group.rank();
+        let op = |peer: usize, (from, to): (usize, usize), tensor: &'a Tensor| {
+            let route = Detail::Route(from as u64, to as u64);
+            P2pOp {
+                peer,
+                tensor,
+                descriptor: group.descriptor(OpKind::SendRecv, label).of(tensor, true).with(route),
+            }
+        };
+        let sends = sends.iter().map(|(p, t)| op(*p, (me, *p), t)).collect();
+        let receives = receives.iter().map(|(p, t)| op(*p, (*p, me), t)).collect();
+        let batch = Batch { group, stream, sends, receives };
+        for l in batch.sends.iter().chain(&batch.receives) {
+            group.check(&l.descriptor, |c| c.whole(stream, l.tensor)?.peer(l.peer, group.size()))?;
+        }
+        Ok(batch)
+    }
+
+    /// What is received overlaps nothing else.
+    fn apart(all: &[Batch]) -> Result<()> {
+        let sent: Vec<&P2pOp> = all.iter().flat_map(|b| &b.sends).collect();
+        let received: Vec<(&Batch, &P2pOp)> =
+            all.iter().flat_map(|b| b.receives.iter().map(move |l| (b, l))).collect();
+        for (i, (b, l)) in received.iter().enumerate() {
+            let others = sent.iter().copied().chain(received[..i].iter().map(|(_, o)| *o));
+            others
+                .into_iter()
+                .try_for_each(|o| b.group.check(&l.descriptor, |c| c.apart(l.tensor, o.tensor)))?;
+        }
+        Ok(())
+    }
+
+    /// Messages of a group count by direction and peer.
+    fn number(&mut self, counters: &mut Counters) {
+        let mut next = |direction, l: &mut P2pOp| {
+            let next = counters.messages.entry((direction, l.peer)).or_default();
+            l.descriptor.sequence = *next;
+            *next += 1;
+        };
+        self.sends.iter_mut().for_each(|l| next(Direction::Out, l));
+        self.receives.iter_mut().for_each(|l| next(Direction::In, l));
+    }
+}
+
+/// A batch under way, in the recorder until it is done or failed.
+struct Open<'a, 'b> {
+    batch: &'b Batch<'a>,
+    /// Of several messages the recorder shows the first that is waited for.
+    first: Option<Arc<OpDescriptor>>,
+    number: u64,
+    start: Instant,
+    state: OpStatus,
+    /// Shows it in a trace.
+    span: Option<Span>,
+}
+
+impl<'a, 'b> Open<'a, 'b> {
+    fn begin(batch: &'b Batch<'a>) -> Result<Open<'a, 'b>> {
+        let first = batch.receives.first().or(batch.sends.first()).map(|l| Arc::new(l.descriptor.clone()));
+        let number = first.clone().map_or(0, |n| batch.group.core.job_backend.recorder().begin(n));
+        let mut open =
+            Open { batch, first, number, start: Instant::now(), state: OpStatus::Failed, span: None };
+        if let Some(first) = &open.first {
+            open.span = Some(batch.group.span(batch.stream, first)?);
+        }
+        Ok(open)
+    }
+
+    fn run(
+        &mut self,
+        half: impl FnOnce(&dyn crate::backend::GroupBackend, &Batch) -> Result<(), OpError>,
+    ) -> Result<()> {
+        let (core, batch) = (&*self.batch.group.core, self.batch);
+        let (Some(engine), Some(first)) = (&core.engine, &self.first) else { return Ok(()) };
+        half(&**engine, batch).map_err(|t| {
+            // Say which of several messages is missing.
+            let late = |peer: usize| batch.receives.iter().find(|l| l.peer == peer).map(|l| &l.descriptor);
+            let call = match &t {
+                OpError::RanksMissing { missing, .. } => missing.first().and_then(|p| late(*p)),
+                _ => None,
+            };
+            watchdog::give_up(&*core.job_backend, &core.ranks, call.unwrap_or(first), self.start.elapsed(), t)
+        })
+    }
+
+    fn done(&mut self) {
+        self.state = OpStatus::Done;
+        self.span = None;
+        let group = self.batch.group;
+        for l in self.batch.sends.iter().filter(|l| l.peer != group.rank()) {
+            group.count(OpKind::SendRecv, l.tensor.bytes() as u64);
+        }
+    }
+}
+
+impl Drop for Open<'_, '_> {
+    fn drop(&mut self) {
+        self.batch.group.core.job_backend.recorder().set(self.number, self.state);
+    }
+}
+
+impl Communicator {
+    /// Sends `t` to rank `to` of the group. Does not wait for the receiver.
+    pub fn send(&self, s: &Stream, t: &Tensor, to: usize, label: &'static str) -> Result<()> {
+        self.send_recv(s, &[(to, t)], &[], label)
+    }
+
+    /// Receives `t` from rank `from` of the group, which sends the same shape, type and label.
+    pub fn receive(&self, s: &Stream, t: &Tensor, from: usize, label: &'static str) -> Result<()> {
+        self.send_recv(s, &[], &[(from, t)], label)
+    }
+
+    /// Sends and receives all at once: (rank of the group, tensor). The order of the lists does not matter
+    /// between ranks; several messages from one rank to another arrive in the order sent. Only the ranks named
+    /// take part. Tensors received overlap nothing else of the call.
+    pub fn send_recv(
+        &self,
+        s: &Stream,
+        sends: &[(usize, &Tensor)],
+        receives: &[(usize, &Tensor)],
+        label: &'static str,
+    ) -> Result<()> {
+        Communicator::send_recv_batch(&[SendRecv { group: self, stream: s, sends, receives }], label)
+    }
+
+    /// Several exchanges at once, each on its own group and stream; groups may come more than once. The order of
+    /// lanes does not matter between ranks either, and a rank may have fewer of them than another: everything that
+    /// is sent on any lane is on its way before the first thing is waited for.
+    pub fn send_recv_batch(lanes: &[SendRecv], label: &'static str) -> Result<()> {
+        let mut batches = lanes.iter().map(|lane| Batch::new(lane, label)).collect::<Result<Vec<_>>>()?;
+        Batch::apart(&batches)?;
+        batches.retain(|b| !b.sends.is_empty() || !b.receives.is_empty());
+        for b in batches.extract_if(.., |b| b.group.core.engine.is_none()) {
+            b.group.to_itself(b.stream, &b.sends, &b.receives)?;
+        }
+        // Ranks take groups in one order: an engine may have to connect two ranks when they first meet in one.
+        batches.sort_by_key(|b| b.group.core.index);
+        let mut held: Vec<(u64, MutexGuard<Counters>)> = Vec::new();
+        for b in &mut batches {
+            let core = &b.group.core;
+            if held.last().is_none_or(|(index, _)| *index != core.index) {
+                held.push((core.index, b.group.counters()));
+            }
+            if let Some((_, counters)) = held.last_mut() {
+                b.number(counters);
+            }
+        }
+        let mut open = batches.iter().map(Open::begin).collect::<Result<Vec<_>>>()?;
+        for o in &mut open {
+            let deadline = watchdog::deadline(o.batch.group.core.timeout);
+            o.run(|e, b| e.post(b.stream, &b.sends, deadline))?;
+        }
+        for o in &mut open {
+            let deadline = watchdog::deadline(o.batch.group.core.timeout);
+            o.run(|e, b| e.collect(b.stream, &b.sends, &b.receives, deadline))?;
+            o.done();
+        }
+        Ok(())
+    }
+
+    /// Messages of a group of one.
+    fn to_itself(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp]) -> Result<()> {
+        let paired = sends.len() == receives.len()
+            && sends.iter().zip(receives).all(|(a, b)| !a.descriptor.conflict(0, &b.descriptor, 0));
+        if !paired {
+            let call = sends.first().or(receives.first()).map_or(String::new(), |l| l.descriptor.to_string());
+            let what =
+                "a rank alone sends to itself: in one exchange, with as many sends as receives of the \
+                        same shapes"
+                    .to_string();
+            return Err(crate::Error::Argument { call, what });
+        }
+        sends.iter().zip(receives).try_for_each(|(a, b)| Ok(s.copy(a.tensor, b.tensor)?))
+    }
+
+    /// Host bytes of any length from every rank, in the order of ranks.
+    pub fn all_gather_bytes(&self, mine: &[u8], label: &'static str) -> Result<Vec<Vec<u8>>> {
+        let descriptor: OpDescriptor = self.descriptor(OpKind::AllGatherBytes, label);
+        if self.core.engine.is_none() {
+            self.count(OpKind::AllGatherBytes, 0);
+            return Ok(vec![mine.to_vec()]);
+        }
+        let rank = self.rank();
+        self.meet_and(
+            None,
+            descriptor,
+            &Collective::AllGatherBytes(mine),
+            |engine, deadline| engine.bytes(mine, deadline),
+            |all: &Vec<Vec<u8>>| volume::all_gather(rank, all.iter().map(Vec::len)),
+        )
+    }
+}

@@ -1,0 +1,310 @@
+//! Small messages between the processes of a job over TCP: rank 0 listens, every other rank keeps one
+//! connection to it, and it passes messages on. Carries what host code must agree on (NCCL's unique id, what
+//! each rank is about to call, metadata), never tensors.
+
+use crate::control::{ControlTransport, Mailbox, Topic};
+use crate::{Error, Result};
+use std::collections::{BTreeSet, HashMap};
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// First bytes of a greeting: whatever else knocks at the port is sent away.
+const MAGIC: &[u8; 8] = b"ferro-01";
+/// Longest message: what comes from the network must not decide how much memory is taken.
+const MAX_MESSAGE_BYTES: usize = 1 << 28;
+/// How long a stranger at the port may stay silent, and how long a peer may refuse to take bytes.
+const GREETING: Duration = Duration::from_secs(2);
+const WRITE: Duration = Duration::from_secs(30);
+/// Topic of rank 0's word that a rank has gone.
+const GONE: Topic = Topic(u64::MAX);
+
+/// This rank's end.
+pub(crate) struct TcpControl {
+    rank: usize,
+    size: usize,
+    connections: Arc<Connections>,
+}
+
+struct Connections {
+    /// Connections by rank: all of them at rank 0, only that to rank 0 elsewhere.
+    out: HashMap<usize, Mutex<TcpStream>>,
+    mail: Mutex<Inbox>,
+    arrived: Condvar,
+}
+
+#[derive(Default)]
+struct Inbox {
+    boxes: Mailbox,
+    gone: BTreeSet<usize>,
+}
+
+impl TcpControl {
+    /// Meets all ranks at `meeting` (`host:port`), where rank 0 listens. Gives up after `patience`.
+    pub(crate) fn meet(rank: usize, size: usize, rendezvous: &str, timeout: Duration) -> Result<TcpControl> {
+        let deadline = Instant::now() + timeout;
+        let out = match (rank, size) {
+            (_, 1) => HashMap::new(),
+            (0, _) => listen(size, rendezvous, deadline)?,
+            _ => HashMap::from([(0, connect(rank, size, rendezvous, deadline)?)]),
+        };
+        let mut readers = Vec::new();
+        for (peer, stream) in &out {
+            let _ = stream.set_nodelay(true);
+            let copy = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(Some(WRITE)));
+            readers.push((*peer, copy.and_then(|()| stream.try_clone()).map_err(|e| failed(rendezvous, e))?));
+        }
+        let out = out.into_iter().map(|(peer, stream)| (peer, Mutex::new(stream))).collect();
+        let connections = Arc::new(Connections { out, mail: Mutex::default(), arrived: Condvar::new() });
+        for (peer, stream) in readers {
+            let connections = connections.clone();
+            let name = format!("tcp from rank {peer}");
+            let spawned =
+                std::thread::Builder::new().name(name).spawn(move || connections.read(rank, peer, stream));
+            spawned.map_err(|e| failed(rendezvous, e))?;
+        }
+        Ok(TcpControl { rank, size, connections })
+    }
+}
+
+impl ControlTransport for TcpControl {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn size(&self) -> usize {
+        self.size
+    }
+
+    fn send(&self, to: usize, topic: Topic, bytes: Vec<u8>) -> Result<()> {
+        if bytes.len() > MAX_MESSAGE_BYTES {
+            let what = format!("a message of {} bytes is too long", bytes.len());
+            return Err(Error::Backend { call: "TCP".into(), what });
+        }
+        self.connections.pass(self.rank, self.rank, to, topic, bytes);
+        Ok(())
+    }
+
+    fn take(&self, from: usize, topic: Topic) -> Option<Vec<u8>> {
+        self.connections.mail().boxes.take(from, topic)
+    }
+
+    fn pause(&self, idle: u32) {
+        let mail = self.connections.mail();
+        // The first waits are short, because something may have come between the look and the wait.
+        let wait = Duration::from_micros(200 << idle.min(6));
+        drop(self.connections.arrived.wait_timeout(mail, wait));
+    }
+
+    fn gone(&self, rank: usize) -> bool {
+        self.connections.mail().gone.contains(&rank)
+    }
+
+    fn close(&self) {}
+
+    fn abort(&self) {
+        self.connections.shut();
+    }
+}
+
+impl Drop for TcpControl {
+    fn drop(&mut self) {
+        // Others may still talk to each other through rank 0: it leaves last, but not much later than now.
+        if self.rank == 0 {
+            let deadline = Instant::now() + Duration::from_secs(5);
+            let mut mail = self.connections.mail();
+            while mail.gone.len() + 1 < self.size && Instant::now() < deadline {
+                let wait = Duration::from_millis(50);
+                mail = self
+                    .connections
+                    .arrived
+                    .wait_timeout(mail, wait)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+            }
+        }
+        self.connections.shut();
+    }
+}
+
+impl Connections {
+    fn shut(&self) {
+        for stream in self.out.values() {
+            let _ = stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
+        }
+    }
+
+    fn mail(&self) -> MutexGuard<'_, Inbox> {
+        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Delivers here or sends on. What can't be sent is dropped: its receiver is marked as gone.
+    fn pass(&self, here: usize, from: usize, to: usize, topic: Topic, bytes: Vec<u8>) {
+        if to == here {
+            let mut mail = self.mail();
+            if topic == GONE {
+                mail.gone.insert(from);
+            } else {
+                mail.boxes.put(from, topic, bytes);
+            }
+            return self.arrived.notify_all();
+        }
+        // Only rank 0 knows everybody.
+        let Some((next, stream)) =
+            self.out.get(&to).map(|s| (to, s)).or_else(|| Some((0, self.out.get(&0)?)))
+        else {
+            return;
+        };
+        let mut frame = Vec::with_capacity(20 + bytes.len());
+        frame.extend([from as u32, to as u32, bytes.len() as u32].iter().flat_map(|x| x.to_le_bytes()));
+        frame.extend(topic.0.to_le_bytes());
+        frame.extend(&bytes);
+        let mut stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
+        if stream.write_all(&frame).is_err() {
+            // Half a frame may be out: nothing sensible can follow it.
+            let _ = stream.shutdown(Shutdown::Both);
+            drop(stream);
+            self.mail().gone.insert(next);
+            self.arrived.notify_all();
+        }
+    }
+
+    /// Reads what `peer` sends until it goes.
+    fn read(&self, here: usize, peer: usize, mut stream: TcpStream) {
+        let mut head = [0u8; 20];
+        while stream.read_exact(&mut head).is_ok() {
+            let word =
+                |i: usize| u32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]) as usize;
+            let (from, to, len) = (word(0), word(4), word(8));
+            let topic = Topic(word(12) as u64 | (word(16) as u64) << 32);
+            let mut bytes = vec![0; len.min(MAX_MESSAGE_BYTES)];
+            if len > MAX_MESSAGE_BYTES || stream.read_exact(&mut bytes).is_err() {
+                break;
+            }
+            self.pass(here, from, to, topic, bytes);
+        }
+        self.mail().gone.insert(peer);
+        self.arrived.notify_all();
+        if here == 0 {
+            self.out.keys().filter(|r| **r != peer).for_each(|r| self.pass(0, peer, *r, GONE, Vec::new()));
+        }
+    }
+}
+
+fn failed(rendezvous: &str, error: std::io::Error) -> Error {
+    Error::Launch(format!("TCP at {rendezvous}: {error}"))
+}
+
+/// Rank 0's part: waits until every other rank has said hello, then welcomes all of them.
+fn listen(size: usize, rendezvous: &str, deadline: Instant) -> Result<HashMap<usize, TcpStream>> {
+    let address = resolve(rendezvous)?;
+    // Any of this host's addresses may be the one the others see, except where only this host is meant.
+    let any: std::net::IpAddr = match address.is_ipv4() {
+        true => std::net::Ipv4Addr::UNSPECIFIED.into(),
+        false => std::net::Ipv6Addr::UNSPECIFIED.into(),
+    };
+    let host = if address.ip().is_loopback() { address.ip() } else { any };
+    let listener = TcpListener::bind((host, address.port())).map_err(|e| {
+        let port = address.port();
+        Error::Launch(format!(
+            "rank 0 can't listen at port {port}: {e}; choose another one by MASTER_PORT on all ranks"
+        ))
+    })?;
+    listener.set_nonblocking(true).map_err(|e| failed(rendezvous, e))?;
+    let mut met: HashMap<usize, TcpStream> = HashMap::new();
+    let error = loop {
+        if met.len() + 1 == size {
+            break None;
+        }
+        match listener.accept() {
+            Ok((stream, _)) => match greeting(&stream) {
+                Some((rank, n)) if n != size || rank == 0 || rank >= size => {
+                    met.entry(usize::MAX).or_insert(stream);
+                    break Some(format!(
+                        "a process came as rank {rank} of {n}, but rank 0 was told of {size} ranks"
+                    ));
+                }
+                Some((rank, _)) if met.contains_key(&rank) => {
+                    met.insert(usize::MAX, stream);
+                    break Some(format!("two processes came as rank {rank}; each needs its own RANK"));
+                }
+                Some((rank, _)) => drop(met.insert(rank, stream)),
+                None => {}
+            },
+            Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < deadline => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(e) if e.kind() == ErrorKind::WouldBlock => {
+                let missing: Vec<usize> = (1..size).filter(|r| !met.contains_key(r)).collect();
+                break Some(format!("rank(s) {missing:?} did not come to {rendezvous} in time"));
+            }
+            Err(e) => break Some(format!("rank 0 can't accept connections at {rendezvous}: {e}")),
+        }
+    };
+    let answer = error.as_deref().unwrap_or_default();
+    for stream in met.values_mut() {
+        let mut text = (answer.len() as u32).to_le_bytes().to_vec();
+        text.extend(answer.as_bytes());
+        let _ = stream.write_all(&text);
+    }
+    match error {
+        None => Ok(met),
+        Some(text) => Err(Error::Launch(text)),
+    }
+}
+
+/// What a newcomer says of itself, if it is one of ours.
+fn greeting(mut stream: &TcpStream) -> Option<(usize, usize)> {
+    stream.set_nonblocking(false).ok()?;
+    stream.set_read_timeout(Some(GREETING)).ok()?;
+    let mut text = [0u8; 16];
+    stream.read_exact(&mut text).ok()?;
+    let word = |i: usize| u32::from_le_bytes([text[i], text[i + 1], text[i + 2], text[i + 3]]) as usize;
+    (text[..8] == MAGIC[..]).then(|| (word(8), word(12)))
+}
+
+/// The others' part: knocks until rank 0 opens, says hello and waits for the welcome.
+fn connect(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Result<TcpStream> {
+    let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    loop {
+        let error = match resolve(rendezvous).map(|a| TcpStream::connect_timeout(&a, left())) {
+            Ok(Ok(mut stream)) => {
+                let mut hello = MAGIC.to_vec();
+                hello.extend([rank as u32, size as u32].iter().flat_map(|x| x.to_le_bytes()));
+                let (mut len, mut text) = ([0u8; 4], Vec::new());
+                // Rank 0 answers when all have come or its own time is over: a little later than ours at most.
+                let answer = stream
+                    .set_read_timeout(Some(left() + GREETING))
+                    .and_then(|()| stream.write_all(&hello))
+                    .and_then(|()| stream.read_exact(&mut len))
+                    .and_then(|()| {
+                        text.resize((u32::from_le_bytes(len) as usize).min(4096), 0);
+                        stream.read_exact(&mut text)
+                    });
+                match answer {
+                    Ok(()) if text.is_empty() => return Ok(stream),
+                    Ok(()) => return Err(Error::Launch(String::from_utf8_lossy(&text).into_owned())),
+                    Err(e) => format!("it answers, but not as a rank 0 of this job ({e})"),
+                }
+            }
+            Ok(Err(e)) => e.to_string(),
+            Err(e) => e.to_string(),
+        };
+        if Instant::now() >= deadline {
+            let text = format!(
+                "rank {rank} can't reach rank 0 at {rendezvous}: {error}; check MASTER_ADDR and MASTER_PORT"
+            );
+            return Err(Error::Launch(text));
+        }
+        std::thread::sleep(left().min(Duration::from_millis(100)));
+    }
+}
+
+fn resolve(rendezvous: &str) -> Result<std::net::SocketAddr> {
+    let found = rendezvous.to_socket_addrs().map_err(|e| failed(rendezvous, e))?.next();
+    found.ok_or_else(|| Error::Launch(format!("'{rendezvous}' has no address")))
+}
+
+#[cfg(test)]
+mod tests;

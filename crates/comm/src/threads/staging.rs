@@ -1,0 +1,120 @@
+//! Parcels: what a rank sends, in memory that nobody writes again and that is freed when all have read it.
+
+use crate::backend::OpError;
+use ferrotron_tensor::trace::STAGING;
+use ferrotron_tensor::{Category, DType, DeviceKind, Event, Result, Stream, Tensor, read};
+use std::sync::{Mutex, PoisonError};
+
+/// A rank's staging streams, one for each device it uses: no work runs on them, but memory for parcels belongs
+/// to them, so that it is used again only after its readers.
+#[derive(Default)]
+pub(super) struct Staging {
+    streams: Mutex<Vec<Stream>>,
+}
+
+impl Staging {
+    fn stream(&self, beside: &Stream) -> Result<Stream> {
+        let device = beside.device();
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(s) = streams.iter().find(|s| s.device() == device) {
+            return Ok(s.clone());
+        }
+        let stream = device.stream(STAGING)?.with_rank(beside.rank());
+        streams.push(stream.clone());
+        Ok(stream)
+    }
+
+    /// A parcel of a new tensor that `fill` writes on `s`.
+    pub(super) fn pack(
+        &self,
+        s: &Stream,
+        count: usize,
+        dtype: DType,
+        fill: impl FnOnce(&Tensor) -> Result<(), OpError>,
+    ) -> Result<StagedBuffer, OpError> {
+        let home = self.stream(s)?;
+        let contents = Tensor::empty(&home, &[count], dtype, Category::Communication)?;
+        // The memory may have been a parcel before, whose readers the home stream waits for.
+        s.wait(&home.record()?)?;
+        fill(&contents)?;
+        Ok(StagedBuffer { contents, ready: s.record()?, home, readers: Mutex::default() })
+    }
+
+    /// A parcel with the elements of `t`.
+    pub(super) fn copy(&self, s: &Stream, t: &Tensor) -> Result<StagedBuffer, OpError> {
+        self.pack(s, t.numel(), t.dtype(), |to| Ok(s.copy(t, to)?))
+    }
+}
+
+/// Staged elements, flat.
+pub(super) struct StagedBuffer {
+    contents: Tensor,
+    /// The contents are there.
+    ready: Event,
+    home: Stream,
+    /// When those on the same device who read it are done.
+    readers: Mutex<Vec<Event>>,
+}
+
+impl StagedBuffer {
+    /// Ranks on the host may have a `Device` each; those on a card share one.
+    fn is_near(&self, s: &Stream) -> Result<bool, OpError> {
+        let same = self.home.device() == s.device();
+        let both_host = [self.home.device(), s.device()].iter().all(|d| d.kind() == DeviceKind::Cpu);
+        if same || both_host {
+            return Ok(same);
+        }
+        let what = format!(
+            "ranks as threads bring tensors of {:?} and of {:?}; give all ranks of a process streams of the \
+             very same Device",
+            self.home.device(),
+            s.device()
+        );
+        Err(OpError::Backend { what })
+    }
+
+    /// Copies elements `start..` of the parcel into contiguous `to`, on stream `s`.
+    pub(super) fn deliver(&self, s: &Stream, start: usize, to: &Tensor) -> Result<(), OpError> {
+        if to.numel() == 0 {
+            return Ok(());
+        }
+        let part = self.contents.narrow(0, start, to.numel())?;
+        if self.is_near(s)? {
+            s.wait(&self.ready)?;
+            return Ok(s.copy(&part, to)?);
+        }
+        self.home.wait(&self.ready)?;
+        let (part, to) = (part.as_bytes()?, to.as_bytes()?);
+        Ok(self.home.launch("copy", &[read(&part)], |l| s.upload_into(&to, l.slice::<u8>(0)?))?)
+    }
+
+    /// Elements `start..start + len` for a kernel on stream `s`: the parcel's own memory, or a copy if that is
+    /// of another device.
+    pub(super) fn open(&self, s: &Stream, start: usize, len: usize) -> Result<Tensor, OpError> {
+        if self.is_near(s)? {
+            s.wait(&self.ready)?;
+            return Ok(self.contents.narrow(0, start, len)?);
+        }
+        let copy = Tensor::empty(s, &[len], self.contents.dtype(), Category::Communication)?;
+        self.deliver(s, start, &copy)?;
+        Ok(copy)
+    }
+
+    /// Work on `s` before `done` has read it.
+    pub(super) fn was_read(&self, s: &Stream, done: &Event) {
+        // Events order streams of one device; on the host all is done already.
+        if self.home.device() == s.device() {
+            self.readers.lock().unwrap_or_else(PoisonError::into_inner).push(done.clone());
+        }
+    }
+}
+
+impl Drop for StagedBuffer {
+    fn drop(&mut self) {
+        // The memory goes back to the home stream after this. A wait fails only if the card is lost.
+        let readers = self.readers.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for event in readers.iter().chain([&self.ready]) {
+            let _ = self.home.wait(event);
+        }
+    }
+}

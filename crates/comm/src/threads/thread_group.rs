@@ -1,0 +1,159 @@
+//! Where the ranks of one group meet: rounds that all take part in, and mail between two.
+
+use super::SharedJob;
+use super::staging::StagedBuffer;
+use crate::backend::OpError;
+use crate::op_descriptor::OpDescriptor;
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+/// What a rank brings to a round.
+#[derive(Default)]
+pub(super) struct Contribution {
+    pub(super) descriptor: Option<Arc<OpDescriptor>>,
+    pub(super) staged: Option<Arc<StagedBuffer>>,
+    pub(super) bytes: Vec<u8>,
+}
+
+/// What all ranks brought, in the order of ranks.
+pub(super) type Contributions = Arc<Vec<Contribution>>;
+
+/// A message under way.
+pub(super) struct P2pMessage {
+    pub(super) descriptor: OpDescriptor,
+    /// Nothing where there are no elements.
+    pub(super) staged: Option<Arc<StagedBuffer>>,
+}
+
+pub(super) struct ThreadGroup {
+    ranks: Vec<usize>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Number of the first round in `rounds`. A fast rank is at most one round ahead of a slow one.
+    first: u64,
+    rounds: VecDeque<Round>,
+    mail: HashMap<(usize, usize), VecDeque<P2pMessage>>,
+}
+
+struct Round {
+    brought: Vec<Option<Contribution>>,
+    full: Option<Contributions>,
+    taken: usize,
+}
+
+impl ThreadGroup {
+    pub(super) fn new(ranks: Vec<usize>) -> ThreadGroup {
+        ThreadGroup { ranks, state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// The ranks, as numbers in the job.
+    pub(super) fn ranks(&self) -> &[usize] {
+        &self.ranks
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Everyone here looks again. Taking the lock makes sure that nobody is between looking and sleeping.
+    pub(super) fn wake(&self) {
+        drop(self.lock());
+        self.changed.notify_all();
+    }
+
+    /// Brings something to a round and takes what all brought. Each rank counts its own rounds.
+    pub(super) fn swap(
+        &self,
+        job: &SharedJob,
+        rank: usize,
+        round: u64,
+        brought: Contribution,
+        deadline: Instant,
+    ) -> Result<Contributions, OpError> {
+        let n = self.ranks.len();
+        let mut state = self.lock();
+        let at = |s: &State| (round - s.first) as usize;
+        while state.rounds.len() <= at(&state) {
+            let brought = (0..n).map(|_| None).collect();
+            state.rounds.push_back(Round { brought, full: None, taken: 0 });
+        }
+        if job.failed().is_some() {
+            let came = &state.rounds[at(&state)].brought;
+            return Err(self.absent(job, (0..n).filter(|r| *r != rank && came[*r].is_none()).collect()));
+        }
+        let i = at(&state);
+        let here = &mut state.rounds[i];
+        here.brought[rank] = Some(brought);
+        if here.brought.iter().all(Option::is_some) {
+            here.full = Some(Arc::new(here.brought.iter_mut().filter_map(Option::take).collect()));
+            self.changed.notify_all();
+        }
+        let full = |s: &mut State| s.rounds[at(s)].full.clone();
+        let missing = |s: &State| {
+            let brought = &s.rounds[at(s)].brought;
+            (0..n).filter(|r| brought[*r].is_none()).collect()
+        };
+        let (mut state, table) = self.wait(job, state, deadline, full, missing)?;
+        let i = at(&state);
+        state.rounds[i].taken += 1;
+        // Rounds end in order: whoever takes the last of one was in all before.
+        while state.rounds.front().is_some_and(|r| r.taken == n) {
+            state.rounds.pop_front();
+            state.first += 1;
+        }
+        Ok(table)
+    }
+
+    /// Puts a message where its receiver finds it.
+    pub(super) fn post(&self, from: usize, to: usize, mail: P2pMessage) {
+        self.lock().mail.entry((from, to)).or_default().push_back(mail);
+        self.changed.notify_all();
+    }
+
+    /// Takes the next message from a rank.
+    pub(super) fn collect(
+        &self,
+        job: &SharedJob,
+        from: usize,
+        to: usize,
+        deadline: Instant,
+    ) -> Result<P2pMessage, OpError> {
+        let next = |s: &mut State| s.mail.get_mut(&(from, to)).and_then(VecDeque::pop_front);
+        self.wait(job, self.lock(), deadline, next, |_| vec![from]).map(|(_, mail)| mail)
+    }
+
+    /// Sleeps until there is something to take, or no hope for it.
+    fn wait<'a, T>(
+        &self,
+        job: &SharedJob,
+        mut state: MutexGuard<'a, State>,
+        deadline: Instant,
+        mut take: impl FnMut(&mut State) -> Option<T>,
+        missing: impl Fn(&State) -> Vec<usize>,
+    ) -> Result<(MutexGuard<'a, State>, T), OpError> {
+        loop {
+            // Before all else: what is complete counts, even if somebody has left or failed since.
+            if let Some(found) = take(&mut state) {
+                return Ok((state, found));
+            }
+            let missing = missing(&state);
+            let left = deadline.saturating_duration_since(Instant::now());
+            let hopeless = || missing.iter().any(|r| job.ended(self.ranks[*r]).is_some());
+            if left.is_zero() || job.failed().is_some() || hopeless() {
+                return Err(self.absent(job, missing));
+            }
+            state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Why the missing are missing, as far as known.
+    fn absent(&self, job: &SharedJob, missing: Vec<usize>) -> OpError {
+        let ended = missing.iter().filter_map(|r| Some((*r, job.ended(self.ranks[*r])?))).collect();
+        OpError::RanksMissing { missing, ended, failure: job.failed().cloned() }
+    }
+}

@@ -1,0 +1,41 @@
+//! Matrix products.
+
+use super::{KernelCase, Sizes, case, empty, random};
+use crate::bench::KernelWork;
+use ferrotron_kernels::Gemm;
+use ferrotron_tensor::DType;
+
+/// `y = x·Wᵀ`, `dx = dy·W` and `dW = dyᵀ·x` of every linear map of a layer, and of the head.
+pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
+    let (m, t, dtype) = (&z.model, z.tokens, z.dtype);
+    let up = if m.gated { 2 * m.ffn } else { m.ffn };
+    let attention =
+        m.attention_linears().into_iter().map(|linear| (linear.label, linear.input, linear.output));
+    let rest = [("mlp_up", m.hidden, up), ("mlp_down", m.ffn, m.hidden), ("head", m.hidden, m.vocab)];
+    let mut out = Vec::new();
+    for (place, i, o) in attention.chain(rest) {
+        let flops = KernelWork::Flops(2.0 * t as f64 * i as f64 * o as f64);
+        // Operands as stored, which are transposed, the result and its type.
+        let kinds = [
+            ("forward", [[t, i], [o, i], [t, o]], (false, true), dtype),
+            ("input_grad", [[t, o], [o, i], [t, i]], (false, false), dtype),
+            ("weight_grad", [[t, o], [t, i], [o, i]], (true, false), DType::F32),
+        ];
+        for (kind, [a, b, c], (trans_a, trans_b), result) in kinds {
+            let shape = match kind {
+                "forward" => format!("{t}x{i}x{o}"),
+                "input_grad" => format!("{t}x{o}x{i}"),
+                _ => format!("{o}x{t}x{i}"),
+            };
+            out.push(case(format!("gemm.{place}.{kind}"), shape, flops, move |rank| {
+                let (a, b) = (random(rank, &a, dtype)?, random(rank, &b, dtype)?);
+                let c = empty(rank, &c, result)?;
+                Ok(Box::new(move |rank| {
+                    let g = Gemm { a: &a, trans_a, b: &b, trans_b, bias: None, accumulate: false, c: &c };
+                    Ok(rank.kernels.gemm(&rank.compute, &g)?)
+                }))
+            }));
+        }
+    }
+    out
+}

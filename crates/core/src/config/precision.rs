@@ -1,0 +1,251 @@
+//! Low-precision products: from keys to the policy that modules consult, and what cannot work.
+
+use super::resolve::Derivations;
+use super::{Config, Fp8Format, MasterDtype, Precision, QuantRecipe, Recipe, Resolved};
+use crate::error::Result;
+use crate::train::fp8_weight_counts;
+use ferrotron_engine::Split;
+use ferrotron_engine::quant::{self, Method, Policy};
+use ferrotron_kernels::{BLOCK, DelayedScaling};
+
+/// Widths of products must be multiples of this.
+const WIDTH: usize = 16;
+
+/// What is left alone: layers at the ends by `first 1` and `last 2`, everything else by name.
+fn parse_skip(list: &[String], policy: &mut Policy) -> std::result::Result<(), String> {
+    for text in list {
+        let ends = [("first ", &mut policy.first), ("last ", &mut policy.last)];
+        let end =
+            ends.into_iter().find_map(|(word, end)| Some((text.trim().strip_prefix(word)?.trim(), end)));
+        match end {
+            Some((count, end)) => {
+                *end = count.parse().map_err(|_| format!("'{text}': write such as \"first 1\""))?;
+            }
+            None => policy.except.push(text.trim().parse()?),
+        }
+    }
+    Ok(())
+}
+
+impl Config {
+    /// Which products of a model of so many layers are narrow, and how; or what is wrong with precision.skip.
+    fn policy(&self, layers: usize) -> std::result::Result<Policy, String> {
+        let p = &self.precision;
+        let mut policy = Policy { layers, attention: p.fp8_attention, ..Policy::default() };
+        parse_skip(&p.skip.0, &mut policy)?;
+        let method = match p.recipe {
+            QuantRecipe::None => return Ok(policy),
+            QuantRecipe::Fp8Current => Method::Current,
+            QuantRecipe::Fp8Delayed => Method::Delayed {
+                // The largest of one step is the most recent.
+                update: DelayedScaling { margin: p.margin.min(64) as i32, most_recent: p.amax_history == 1 },
+                history: p.amax_history,
+            },
+            QuantRecipe::Fp8Block => Method::Block,
+            QuantRecipe::Mxfp8 => Method::Mxfp8,
+            QuantRecipe::Nvfp4 => Method::Nvfp4,
+        };
+        let hybrid = p.format == Some(Fp8Format::Hybrid);
+        let recipe = quant::Recipe { method, hybrid, pow2: p.pow2_scales.unwrap_or(false) };
+        let stored = p.fp8_params;
+        Ok(Policy { recipe: Some(recipe), head: p.fp8_lm_head, fp8_resident: stored, ..policy })
+    }
+}
+
+impl Resolved {
+    /// Which products are narrow, and how. What is wrong with the keys was refused before.
+    pub fn policy(&self) -> Policy {
+        self.config.policy(self.model.layers).unwrap_or_default()
+    }
+}
+
+impl Recipe {
+    /// Keys that depend on the scaling.
+    pub(super) fn derive_precision(&self, c: &mut Config, derived: &mut Derivations) {
+        let p = &mut c.precision;
+        if p.fp8_attention {
+            let reason = "forward in E4M3: products of bytes on Hopper, for heads of up to 128 channels (a multiple of 16) without \
+                          soft cap, packing or parallel.cp; else emulated, to see what that does and not for speed; backward is bf16";
+            derived.add("precision.fp8_attention", true, reason);
+        }
+        if p.recipe == QuantRecipe::None {
+            return;
+        }
+        let per_tensor = matches!(p.recipe, QuantRecipe::Fp8Current | QuantRecipe::Fp8Delayed);
+        if p.format.is_none() {
+            let (value, reason) = match per_tensor {
+                true => (Fp8Format::Hybrid, "gradients need range more than digits: E5M2, the rest E4M3"),
+                false => (Fp8Format::E4m3, "small blocks need digits more than range"),
+            };
+            p.format = Some(derived.add("precision.format", value, reason));
+        }
+        if p.pow2_scales.is_none() {
+            let (value, reason) = match p.recipe {
+                QuantRecipe::Fp8Block => (true, "scaling by a power of two is exact"),
+                _ => (false, "one scale for a whole tensor uses all of the format's range"),
+            };
+            p.pow2_scales = Some(derived.add("precision.pow2_scales", value, reason));
+        }
+        if matches!(p.recipe, QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4) {
+            let reason = "emulated: products are bf16 ones of numbers rounded to the format, for Blackwell's numerics \
+                          and not for speed";
+            derived.add("precision.recipe", p.recipe, reason);
+        }
+    }
+
+    /// Refuses what cannot work with narrow products.
+    pub(super) fn check_precision(&self, r: &Resolved) -> Result<()> {
+        let (p, m, tp) = (&r.config.precision, &r.model, r.config.parallel.tp);
+        let policy = match r.config.policy(m.layers) {
+            Ok(policy) => policy,
+            Err(what) => return self.refuse("precision.skip", what),
+        };
+        if p.calibrate > 0 && p.recipe != QuantRecipe::Fp8Delayed {
+            return self.refuse(
+                "precision.calibrate",
+                "only delayed scaling begins with scales of earlier steps; set precision.recipe = \"fp8-delayed\", or leave \
+                 this out",
+            );
+        }
+        if p.stats_every > 0 && p.recipe == QuantRecipe::None {
+            return self.refuse(
+                "precision.stats_every",
+                "there are no 8-bit operands to look at: set precision.recipe, or leave this out",
+            );
+        }
+        self.check_loss_scale(r)?;
+        self.check_weights(r, &policy)?;
+        self.check_head(r, &policy)?;
+        if policy.attention && p.dtype != Precision::Bf16 {
+            let what =
+                "attention in 8 bits stands beside bf16; set precision.dtype = \"bf16\", or leave it out";
+            return self.refuse("precision.fp8_attention", what);
+        }
+        if policy.recipe.is_none() {
+            return match p.skip.0.is_empty() || policy.attention {
+                true => Ok(()),
+                false => self.refuse(
+                    "precision.skip",
+                    "there is nothing to except: set precision.recipe, or leave this out",
+                ),
+            };
+        }
+        if p.dtype != Precision::Bf16 {
+            return self.refuse(
+                "precision.recipe",
+                "8-bit products stand beside bf16; set precision.dtype = \"bf16\", or precision.recipe = \"none\"",
+            );
+        }
+        if p.amax_history == 0 {
+            return self.refuse("precision.amax_history", "must be at least 1 step");
+        }
+        if p.recipe == QuantRecipe::Fp8Delayed && (policy.first > 0 || policy.last > 0) {
+            return self.refuse(
+                "precision.skip",
+                "delayed scaling keeps its scales for all layers alike; take precision.recipe = \"fp8-current\", or leave \
+                 first and last out",
+            );
+        }
+        let mut widths = vec![("model.hidden", m.hidden), ("model.ffn", m.ffn / tp)];
+        match &m.mla {
+            None => {
+                let keys = m.head_dim * (m.kv_heads / tp).max(1);
+                widths.extend([("model.head_dim", m.head_dim * m.heads / tp), ("model.head_dim", keys)]);
+            }
+            Some(_) => widths.extend(m.attention_linears().iter().flat_map(|map| {
+                let share = |split: bool, n: usize| ("model.mla", if split { n / tp } else { n });
+                let (rows, columns) =
+                    (matches!(map.split, Split::Rows { .. }), matches!(map.split, Split::Columns { .. }));
+                [share(columns, map.input), share(rows, map.output)]
+            })),
+        }
+        for (key, width) in widths {
+            if !width.is_multiple_of(WIDTH) {
+                let what = format!(
+                    "8-bit products need widths that are multiples of {WIDTH} on every rank, and one is {width}; change \
+                     the size, or except the maps with precision.skip"
+                );
+                return self.refuse(key, what);
+            }
+        }
+        self.check_experts(r, &policy)
+    }
+
+    /// Refuses widths of experts that their narrow products cannot have.
+    fn check_experts(&self, r: &Resolved, policy: &Policy) -> Result<()> {
+        let (m, p) = (&r.model, &r.config.parallel);
+        let Some(moe) = &m.moe else { return Ok(()) };
+        let narrow = |layer: usize| {
+            let name = |what: &str| format!("layers.{layer}.moe.experts.{what}");
+            [name("up"), name("down")].iter().any(|n| policy.of(&[n]).is_some())
+        };
+        if !(0..m.layers).any(|i| moe.is_moe_layer(i) && narrow(i)) {
+            return Ok(());
+        }
+        let block = r.config.precision.recipe == QuantRecipe::Fp8Block;
+        let (each, what) = if block { (BLOCK, "block scaling of") } else { (WIDTH, "8-bit products of") };
+        let input = match moe.latent {
+            Some(latent) => ("moe.latent", latent),
+            None => ("model.hidden", m.hidden),
+        };
+        let widths = [input, ("moe.ffn", moe.ffn / p.etp.unwrap_or(p.tp))];
+        match widths.into_iter().find(|(_, width)| !width.is_multiple_of(each)) {
+            None => Ok(()),
+            Some((key, width)) => self.refuse(
+                key,
+                format!(
+                    "{what} experts needs widths that are multiples of {each} on every rank, and one is {width}; change \
+                     the size, or set precision.skip = \"experts\""
+                ),
+            ),
+        }
+    }
+
+    /// Refuses an output matrix in 8 bits where matrix units have no such product of it.
+    fn check_head(&self, r: &Resolved, policy: &Policy) -> Result<()> {
+        let (p, tp, vocab) = (&r.config.precision, r.config.parallel.tp, r.model.vocab);
+        let head = p.fp8_lm_head;
+        let Some(recipe) = policy.recipe.filter(|_| head) else {
+            let nothing = "there are no narrow products of maps: set precision.recipe, or leave this out";
+            return if head { self.refuse("precision.fp8_lm_head", nothing) } else { Ok(()) };
+        };
+        if recipe.emulated() || vocab.is_multiple_of(WIDTH * tp) {
+            return Ok(());
+        }
+        // One rank pads the vocabulary; columns of other ranks would follow on the padding, and blocks of gradients too.
+        let what = match tp {
+            1 if recipe.per_tensor() => return Ok(()),
+            1 => format!("blocks of an output matrix need a vocabulary that is a multiple of {WIDTH}"),
+            _ => format!("over {tp} ranks it needs a vocabulary that is a multiple of {}", WIDTH * tp),
+        };
+        self.refuse(
+            "precision.fp8_lm_head",
+            format!("{what} for this, and it is {vocab}; set another model.vocab, or leave it out"),
+        )
+    }
+
+    /// Refuses weights in bytes where there is nothing that takes them.
+    fn check_weights(&self, r: &Resolved, policy: &Policy) -> Result<()> {
+        let p = &r.config.precision;
+        let what = match p.recipe {
+            _ if !p.fp8_params => return Ok(()),
+            QuantRecipe::None => {
+                "weights in bytes need 8-bit products; set precision.recipe, or leave this out"
+            }
+            QuantRecipe::Mxfp8 | QuantRecipe::Nvfp4 => {
+                "emulated products are made of bf16 weights; take precision.recipe = \"fp8-current\", or leave this out"
+            }
+            _ if r.config.optimizer.master_dtype == MasterDtype::Remainder => {
+                "a remainder completes bf16 weights, and these are bytes; set optimizer.master_dtype = \"f32\", or leave this out"
+            }
+            _ if p.calibrate > 0 => {
+                "calibration computes in bf16 weights, and these are bytes; leave precision.calibrate or this out"
+            }
+            _ if fp8_weight_counts(&r.model, policy).sum() == 0 => {
+                "no weight is in 8-bit products alone, so none would be bytes; shorten precision.skip, or leave this out"
+            }
+            _ => return Ok(()),
+        };
+        self.refuse("precision.fp8_params", what)
+    }
+}

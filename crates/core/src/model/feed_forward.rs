@@ -1,0 +1,91 @@
+//! What stands between the second norm of a layer and its residual: an MLP, or a mixture of experts.
+
+use ferrotron_engine::moe::{Moe, MoeSaved};
+use ferrotron_engine::{Mlp, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
+use ferrotron_tensor::{Result, Tensor};
+
+/// The feed-forward block of a layer.
+pub enum FeedForward {
+    /// One MLP for all tokens.
+    Dense(Mlp),
+    /// Some of many for each.
+    Moe(Box<Moe>),
+}
+
+/// What backward needs.
+pub enum FeedForwardSaved {
+    /// Of an MLP.
+    Dense(Box<MlpSaved>),
+    /// Of a mixture.
+    Moe(Box<MoeSaved>),
+}
+
+impl Saved for FeedForwardSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        match self {
+            FeedForwardSaved::Dense(s) => s.tensors(f),
+            FeedForwardSaved::Moe(s) => s.tensors(f),
+        }
+    }
+}
+
+impl FeedForwardSaved {
+    /// Drops the block's input, which the caller can make again. A mixture keeps it.
+    pub fn drop_input(&mut self) {
+        if let FeedForwardSaved::Dense(s) = self {
+            s.drop_input();
+        }
+    }
+
+    /// Was the input dropped, so that it must be put back?
+    pub fn needs_input(&self) -> bool {
+        matches!(self, FeedForwardSaved::Dense(_))
+    }
+
+    /// Puts the input back.
+    pub fn restore_input(&mut self, x: &Tensor) {
+        if let FeedForwardSaved::Dense(s) = self {
+            s.restore_input(x);
+        }
+    }
+}
+
+impl FeedForward {
+    /// Does it need the largest magnitude of its input?
+    pub fn needs_input_amax(&self, p: &StepContext) -> bool {
+        match self {
+            FeedForward::Dense(m) => m.needs_input_amax(p),
+            FeedForward::Moe(m) => m.needs_input_amax(p),
+        }
+    }
+
+    /// `[rows, hidden] → [rows, hidden]`, in turns.
+    pub async fn forward(
+        &self,
+        p: &StepContext<'_>,
+        x: impl Into<WithAmax>,
+    ) -> Result<(Tensor, FeedForwardSaved)> {
+        Ok(match self {
+            FeedForward::Dense(m) => {
+                m.forward(p, x).map(|(y, s)| (y, FeedForwardSaved::Dense(Box::new(s))))?
+            }
+            FeedForward::Moe(m) => {
+                m.forward(p, x).await.map(|(y, s)| (y, FeedForwardSaved::Moe(Box::new(s))))?
+            }
+        })
+    }
+
+    /// Gradient of the input, in turns.
+    pub async fn backward(
+        &self,
+        p: &StepContext<'_>,
+        saved: FeedForwardSaved,
+        dy: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        match (self, saved) {
+            (FeedForward::Dense(m), FeedForwardSaved::Dense(s)) => m.backward(p, *s, dy),
+            (FeedForward::Moe(m), FeedForwardSaved::Moe(s)) => m.backward(p, *s, dy).await,
+            _ => ferrotron_tensor::shape_error("feed-forward", "what was kept is of another kind"),
+        }
+    }
+}

@@ -1,0 +1,246 @@
+//! MoeState of experts in an architecture, as plain data.
+
+use super::config::{Activation, ModelConfig};
+use ferrotron_engine::moe::MoeShape;
+use ferrotron_kernels::{Act, GroupLimit, RouterParams, ScoreFunction};
+use serde::{Deserialize, Serialize};
+
+/// The mixtures that stand in place of MLPs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MoeConfig {
+    /// Experts of a layer (E).
+    pub experts: usize,
+    /// Experts of each token (k).
+    pub topk: usize,
+    /// Width inside an expert, of one half when gated.
+    pub ffn: usize,
+    /// Which layers are mixtures; empty when all are. Otherwise one entry per layer.
+    #[serde(default)]
+    pub layers: Vec<bool>,
+    /// From logits to scores.
+    pub score: ScoreKind,
+    /// Are softmax scores those over all experts, and not only over the chosen?
+    #[serde(default)]
+    pub pre_softmax: bool,
+    /// Groups of neighbouring experts, of which only the best few are chosen from: [groups, kept].
+    #[serde(default)]
+    pub groups: Option<[usize; 2]>,
+    /// Factor on probabilities.
+    pub scale: f32,
+    /// Is a bias that follows the load added to scores for the choice?
+    #[serde(default)]
+    pub expert_bias: bool,
+    /// Does the router have a bias?
+    #[serde(default)]
+    pub router_bias: bool,
+    /// Do experts have biases?
+    #[serde(default)]
+    pub bias: bool,
+    /// Bounds on both halves of a gated expert (GPT-OSS).
+    #[serde(default)]
+    pub clamp: Option<Clamp>,
+    /// Width that experts work in, if it is not that of the residual stream.
+    #[serde(default)]
+    pub latent: Option<usize>,
+    /// Width inside the expert that every token goes to.
+    #[serde(default)]
+    pub shared_ffn: Option<usize>,
+    /// Is that expert weighted by a gate?
+    #[serde(default)]
+    pub shared_gate: bool,
+}
+
+/// From logits to scores.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScoreKind {
+    /// exp(x) over a sum.
+    Softmax,
+    /// 1 / (1 + exp(-x))
+    Sigmoid,
+    /// √log(1 + exp(x))
+    SqrtSoftplus,
+}
+
+/// `min(g, limit)·σ(alpha·min(g, limit))·(clamp(u, ±limit) + offset)`
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Clamp {
+    /// Bound of both halves.
+    pub limit: f32,
+    /// Steepness of the sigmoid.
+    pub alpha: f32,
+    /// Added to the linear half.
+    pub offset: f32,
+}
+
+impl MoeConfig {
+    /// Every layer a mixture, with a softmax over the chosen.
+    pub fn plain(experts: usize, topk: usize, ffn: usize) -> MoeConfig {
+        MoeConfig {
+            experts,
+            topk,
+            ffn,
+            layers: Vec::new(),
+            score: ScoreKind::Softmax,
+            pre_softmax: false,
+            groups: None,
+            scale: 1.0,
+            expert_bias: false,
+            router_bias: false,
+            bias: false,
+            clamp: None,
+            latent: None,
+            shared_ffn: None,
+            shared_gate: false,
+        }
+    }
+
+    /// Is layer `i` a mixture?
+    pub fn is_moe_layer(&self, i: usize) -> bool {
+        self.layers.is_empty() || self.layers.get(i).copied().unwrap_or(false)
+    }
+
+    /// As the router knows it.
+    pub fn routing(&self) -> RouterParams {
+        let score = match self.score {
+            ScoreKind::Softmax if self.pre_softmax => ScoreFunction::Softmax,
+            ScoreKind::Softmax => ScoreFunction::SoftmaxAfterTopK,
+            ScoreKind::Sigmoid => ScoreFunction::Sigmoid,
+            ScoreKind::SqrtSoftplus => ScoreFunction::SqrtSoftplus,
+        };
+        let groups = self.groups.map(|[count, keep]| GroupLimit { count, keep });
+        RouterParams { score, groups, scale: self.scale }
+    }
+}
+
+/// The non-linearity of a model's MLPs.
+pub(super) fn act_of(c: &ModelConfig) -> Act {
+    match c.activation {
+        Activation::GeluTanh => Act::GeluTanh,
+        Activation::GeluErf => Act::GeluErf,
+        Activation::Silu => Act::Silu,
+    }
+}
+
+impl ModelConfig {
+    /// Is layer `i` a mixture?
+    pub fn moe_layer(&self, i: usize) -> Option<&MoeConfig> {
+        self.moe.as_ref().filter(|m| m.is_moe_layer(self.template_layer(i)))
+    }
+
+    /// Decoder layers that are mixtures.
+    pub fn moe_layer_count(&self) -> usize {
+        (0..self.layers).filter(|i| self.moe_layer(*i).is_some()).count()
+    }
+
+    /// A mixture as the engine knows it; `std`: of initial weights, and of those that write into the residual stream.
+    pub(super) fn moe_shape(&self, m: &MoeConfig, std: (f32, f32)) -> MoeShape {
+        let clamped = |c: Clamp| Act::ClampedSilu { limit: c.limit, alpha: c.alpha, offset: c.offset };
+        MoeShape {
+            hidden: self.hidden,
+            ffn: m.ffn,
+            experts: m.experts,
+            topk: m.topk,
+            routing: m.routing(),
+            router_bias: m.router_bias,
+            bias: m.bias,
+            expert_bias: m.expert_bias,
+            act: m.clamp.map_or_else(|| act_of(self), clamped),
+            gated: self.gated,
+            latent: m.latent,
+            shared: m.shared_ffn,
+            shared_gate: m.shared_gate,
+            std,
+        }
+    }
+
+    /// What is wrong with the mixtures, one sentence each.
+    pub(super) fn check_moe(&self, bad: &mut Vec<String>) {
+        const MAX_SIZE: usize = 1 << 20;
+        let Some(m) = &self.moe else { return };
+        for (name, size) in [("moe.experts", m.experts), ("moe.topk", m.topk), ("moe.ffn", m.ffn)] {
+            if size == 0 || size > MAX_SIZE {
+                bad.push(format!("{name} is {size}, it must be 1 to {MAX_SIZE}"));
+            }
+        }
+        for (name, size) in [("moe.latent", m.latent), ("moe.shared_ffn", m.shared_ffn)] {
+            if size == Some(0) {
+                bad.push(format!("{name} is 0; leave it out where there is none"));
+            }
+        }
+        if m.topk > m.experts {
+            bad.push(format!("moe.topk ({}) is more than the {} experts there are", m.topk, m.experts));
+        }
+        if !m.layers.is_empty() && m.layers.len() != self.layers {
+            let (found, layers) = (m.layers.len(), self.layers);
+            bad.push(format!(
+                "moe.layers has {found} entries for {layers} layers; give one per layer, or none"
+            ));
+        }
+        if m.topk == 1 && m.score == ScoreKind::Softmax && !m.pre_softmax {
+            bad.push(
+                "moe.topk = 1 with a softmax over the chosen is always 1, and the router learns nothing; set moe.pre_softmax = true"
+                    .into(),
+            );
+        }
+        if m.expert_bias && m.score == ScoreKind::Softmax {
+            bad.push("moe.expert_bias needs moe.score_function = \"sigmoid\" or \"sqrt_softplus\"".into());
+        }
+        if !(m.scale.is_finite() && m.scale > 0.0) {
+            bad.push(format!("moe.route_scale is {}, it must be a positive number", m.scale));
+        }
+        if let Some([groups, keep]) = m.groups {
+            let fits = groups > 0
+                && keep > 0
+                && m.experts.is_multiple_of(groups)
+                && m.topk.is_multiple_of(keep)
+                && keep <= groups
+                && m.topk / keep <= m.experts / groups;
+            if !fits {
+                bad.push(format!(
+                    "moe.groups = [{groups}, {keep}]: {groups} must divide the {} experts, {keep} the {} choices, and each kept \
+                     group must have as many experts as are chosen of it",
+                    m.experts, m.topk
+                ));
+            }
+        }
+        if m.clamp.is_some() && !self.gated {
+            bad.push("moe.clamp is for gated experts; set model.gated = true".into());
+        }
+        if m.shared_gate && m.shared_ffn.is_none() {
+            bad.push("moe.shared_gate weights a shared expert; set moe.shared_ffn".into());
+        }
+    }
+
+    /// Parameters of layer `i`'s feed-forward block.
+    pub(super) fn ffn_parameters(&self, i: usize) -> u128 {
+        let (h, branches) = (self.hidden as u128, if self.gated { 2 } else { 1 });
+        let mlp = |width: u128, f: u128, bias: bool| {
+            (branches + 1) * width * f + if bias { branches * f + width } else { 0 }
+        };
+        let Some(m) = self.moe_layer(i) else { return mlp(h, self.ffn as u128, self.mlp_bias) };
+        let (e, width) = (m.experts as u128, m.latent.map_or(h, |l| l as u128));
+        let router = e * h + if m.router_bias { e } else { 0 };
+        let latent = m.latent.map_or(0, |l| 2 * h * l as u128);
+        let shared = m.shared_ffn.map_or(0, |f| mlp(h, f as u128, false)) + if m.shared_gate { h } else { 0 };
+        e * mlp(width, m.ffn as u128, m.bias) + router + latent + shared
+    }
+
+    /// FLOPs of training one token in the feed-forward blocks: `6·c·h·f` of an MLP, `6·c·h·f·k` of experts (the router
+    /// counts nothing).
+    pub(super) fn ffn_flops(&self) -> f64 {
+        let (h, matrices) = (self.hidden as f64, if self.gated { 3.0 } else { 2.0 });
+        let of_layer = |i: usize| match self.moe_layer(i) {
+            None => matrices * h * self.ffn as f64,
+            Some(m) => {
+                let width = m.latent.map_or(h, |l| l as f64);
+                let latent = m.latent.map_or(0.0, |l| 2.0 * h * l as f64);
+                let shared = m.shared_ffn.map_or(0.0, |f| matrices * h * f as f64);
+                matrices * width * m.ffn as f64 * m.topk as f64 + latent + shared
+            }
+        };
+        6.0 * (0..self.layers + self.mtp_depth()).map(of_layer).sum::<f64>()
+    }
+}

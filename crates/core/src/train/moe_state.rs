@@ -1,0 +1,96 @@
+//! What mixtures of experts remember, in checkpoints: f32 `[E]` of each that has it, `model/<mixture>.expert_bias` and
+//! `model/<mixture>.quantiles`. All ranks of a stage have the same. What a checkpoint has none of begins with zeros.
+
+use super::{LogicalValues, Trainer, gather};
+use crate::checkpoint::{Item, Loaded};
+use crate::model::ModelConfig;
+use crate::{Error, Result};
+use ferrotron_engine::moe::MoeState;
+use ferrotron_tensor::{DType, Tensor};
+
+const BIAS: &str = "expert_bias";
+const QUANTILES: &str = "quantiles";
+
+/// A mixture's tables that outlive a step: name, memory f32 `[E]`.
+fn tables(mixtures: &MoeState) -> Result<Vec<(String, Tensor)>> {
+    let mut out = Vec::new();
+    for (i, m) in mixtures.specs().iter().enumerate() {
+        let kinds =
+            [(BIAS, m.expert_bias, &mixtures.expert_bias), (QUANTILES, m.quantiles, &mixtures.quantiles)];
+        for (kind, _, table) in kinds.into_iter().filter(|k| k.1) {
+            out.push((format!("{}.{kind}", m.name), table.narrow(0, i, 1)?));
+        }
+    }
+    Ok(out)
+}
+
+/// What this rank brings to a checkpoint: that of its stage, on the first rank of those that share it.
+pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
+    let (Some(mixtures), 0, 0) = (t.params.moe(), t.rank.dp_cp_group.rank(), t.rank.tp.rank()) else {
+        return Ok(Vec::new());
+    };
+    let item = |(name, table): (String, Tensor)| {
+        let values = t.rank.compute.download::<f32>(&table)?;
+        let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        Ok(Item { name: format!("model/{name}"), dtype: DType::F32, shape: vec![values.len()], bytes })
+    };
+    tables(mixtures)?.into_iter().map(item).collect()
+}
+
+/// Names and shapes of a checkpoint's tables, which may be there or not.
+pub(super) fn found<'a>(loaded: &'a Loaded, model: &ModelConfig) -> Vec<(&'a str, &'a [usize])> {
+    let experts = model.moe.as_ref().map_or(0, |m| m.experts);
+    let is_mixture = |name: &str| {
+        let Some((layer, kind)) = name.strip_prefix("model/").and_then(|rest| rest.split_once(".moe."))
+        else {
+            return false;
+        };
+        let number = |n: &str| n.parse::<usize>().ok();
+        let layer = match (layer.strip_prefix("layers."), layer.strip_prefix("mtp.")) {
+            (Some(n), _) => number(n),
+            (_, Some(n)) => n.strip_suffix(".layer").and_then(number).map(|d| model.layers + d),
+            _ => None,
+        };
+        layer.is_some_and(|i| model.moe_layer(i).is_some()) && [BIAS, QUANTILES].contains(&kind)
+    };
+    let tensors = loaded.tensors().filter(|t| is_mixture(&t.name) && t.shape == [experts]);
+    tensors.map(|t| (t.name.as_str(), t.shape.as_slice())).collect()
+}
+
+/// Takes the tables of a checkpoint that was checked.
+pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
+    let Some(mixtures) = t.params.moe() else { return Ok(()) };
+    for (name, table) in tables(mixtures)? {
+        let name = format!("model/{name}");
+        match loaded.get(&name) {
+            Some(_) => {
+                t.rank.compute.upload_into(&table, &super::to_f32(DType::F32, &loaded.read(&name)?)?)?
+            }
+            None => t.rank.compute.zero(&table)?,
+        }
+    }
+    Ok(())
+}
+
+impl Trainer {
+    /// Biases and quantiles of the choices of all mixtures, by name. Every rank calls it.
+    pub fn expert_tables(&self) -> Result<Vec<LogicalValues>> {
+        let mut mine = Vec::new();
+        for (name, table) in self.params.moe().map(tables).transpose()?.unwrap_or_default() {
+            let values = self.rank.compute.download::<f32>(&table)?;
+            mine.push(LogicalValues { name, shape: vec![values.len()], values });
+        }
+        let text = serde_json::to_vec(&mine.iter().map(|v| (&v.name, &v.values)).collect::<Vec<_>>());
+        let broken = |e: serde_json::Error| Error::Invalid(format!("tables of experts: {e}"));
+        let mut all = Vec::new();
+        for part in gather::all_gather_stages(&self.rank, &text.map_err(broken)?)? {
+            let values: Vec<(String, Vec<f32>)> = serde_json::from_slice(&part).map_err(broken)?;
+            all.extend(values.into_iter().map(|(name, values)| LogicalValues {
+                name,
+                shape: vec![values.len()],
+                values,
+            }));
+        }
+        Ok(all)
+    }
+}

@@ -1,0 +1,209 @@
+//! Choices of experts in files: recorded as routers make them (`moe.record`), or taken in their place (`moe.replay`), as when a
+//! policy is trained on what another program sampled.
+//!
+//! A step has one file for each rank, `step-00000012.rank-003.safetensors`: of every mixture, `layers.3.moe` i32 `[rows, k]`,
+//! the experts of its rows, and `layers.3.moe.tokens` i32 `[rows]`, which of the step's tokens (counted from its first
+//! sample's first) they are. Who replays reads all of a step's files, so that they serve any layout. `:1` and so on behind the
+//! name are further uses of a layer that is used repeatedly.
+
+use crate::config::Resolved;
+use crate::error::{Error, Result};
+use crate::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
+use ferrotron_engine::Rank;
+use ferrotron_engine::moe::{LayerUse, MoeState};
+use ferrotron_tensor::{Category, Tensor};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Where choices go and come from.
+#[derive(Clone, Debug, Default)]
+pub(super) struct RoutingReplay {
+    record: Option<PathBuf>,
+    replay: Option<PathBuf>,
+}
+
+impl RoutingReplay {
+    /// As the recipe says. The folder to record in is made, that to replay must be there.
+    pub(super) fn new(r: &Resolved) -> Result<RoutingReplay> {
+        let path = |p: &Option<String>| p.as_ref().map(PathBuf::from);
+        let made = RoutingReplay { record: path(&r.config.moe.record), replay: path(&r.config.moe.replay) };
+        if let Some(folder) = &made.record {
+            std::fs::create_dir_all(folder).map_err(Error::io(folder))?;
+        }
+        if let Some(folder) = made.replay.as_ref().filter(|f| !f.is_dir()) {
+            let what = "moe.replay names no folder of choices; moe.record makes one, or leave it out".into();
+            return Err(Error::Missing { path: folder.clone(), what });
+        }
+        Ok(made)
+    }
+
+    /// Does it have anything to do?
+    pub(super) fn is_idle(&self) -> bool {
+        self.record.is_none() && self.replay.is_none()
+    }
+
+    /// Before the passes of a step. `needed` says of each of its tokens whether this rank must have its choices.
+    pub(super) fn begin(&self, rank: &Rank, mixtures: &MoeState, step: u64, needed: &[bool]) -> Result<()> {
+        if self.record.is_some() {
+            mixtures.record_routing();
+        }
+        if let Some(folder) = &self.replay {
+            mixtures.replay_routing(read(rank, mixtures, folder, step, needed)?);
+        }
+        Ok(())
+    }
+
+    /// Behind the passes of a step. Waits for them where they are recorded.
+    pub(super) fn end(&self, rank: &Rank, mixtures: &MoeState, step: u64) -> Result<()> {
+        match &self.record {
+            Some(folder) => write(rank, mixtures, folder, step),
+            None => Ok(()),
+        }
+    }
+}
+
+fn name(mixtures: &MoeState, (i, repeat): LayerUse) -> String {
+    let name = &mixtures.specs()[i].name;
+    if repeat == 0 { name.clone() } else { format!("{name}:{repeat}") }
+}
+
+/// Tokens of a name.
+fn tokens_of(name: &str) -> String {
+    format!("{name}.tokens")
+}
+
+fn write(rank: &Rank, mixtures: &MoeState, folder: &Path, step: u64) -> Result<()> {
+    // By name: numbers of tokens, choices of each.
+    let mut all: BTreeMap<String, (Vec<i32>, Vec<i32>, usize)> = BTreeMap::new();
+    for c in mixtures.take_routing() {
+        let (rows, index) = (rank.compute.download::<i32>(&c.rows)?, rank.compute.download::<i32>(&c.index)?);
+        let k = c.index.shape()[1];
+        let (tokens, choices, width) = all.entry(name(mixtures, c.of)).or_default();
+        *width = k;
+        // Rows that are no tokens chose nobody.
+        for (row, chosen) in rows.iter().zip(index.chunks(k)).filter(|(_, chosen)| chosen[0] >= 0) {
+            tokens.push(*row);
+            choices.extend_from_slice(chosen);
+        }
+    }
+    let decl = |name: String, shape| TensorDecl { name, dtype: FileDType::I32, shape };
+    let decls: Vec<TensorDecl> = all
+        .iter()
+        .flat_map(|(name, (tokens, _, k))| {
+            [decl(name.clone(), vec![tokens.len(), *k]), decl(tokens_of(name), vec![tokens.len()])]
+        })
+        .collect();
+    let path = folder.join(format!("step-{step:08}.rank-{:03}.safetensors", rank.world.rank()));
+    let unfinished = path.with_extension("part");
+    let mut file = TensorFileWriter::create_in_order(&unfinished, &decls, &BTreeMap::new())?;
+    let bytes = |v: &[i32]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    for (name, (tokens, choices, _)) in &all {
+        file.write(name, &bytes(choices))?;
+        file.write(&tokens_of(name), &bytes(tokens))?;
+    }
+    file.finish()?;
+    std::fs::rename(&unfinished, &path).map_err(Error::io(&path))
+}
+
+/// The files of a step, in order.
+fn files(folder: &Path, step: u64) -> Result<Vec<PathBuf>> {
+    let prefix = format!("step-{step:08}.");
+    let mut found = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(Error::io(folder))? {
+        let path = entry.map_err(Error::io(folder))?.path();
+        let file = path.file_name().map(|n| n.to_string_lossy().into_owned()).unwrap_or_default();
+        if file.starts_with(&prefix) && file.ends_with(".safetensors") {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+/// Of each mixture here that files speak of, i32 `[tokens, k]`.
+fn read(
+    rank: &Rank,
+    mixtures: &MoeState,
+    folder: &Path,
+    step: u64,
+    needed: &[bool],
+) -> Result<Vec<(LayerUse, Tensor)>> {
+    let found = files(folder, step)?;
+    if found.is_empty() {
+        let what = format!(
+            "holds no choices of step {step}, which moe.replay asks for; leave it out to go on without"
+        );
+        return Err(Error::Missing { path: folder.into(), what });
+    }
+    let files = found.iter().map(|p| TensorFile::open(p)).collect::<Result<Vec<_>>>()?;
+    let mut tables = Vec::new();
+    for (i, spec) in mixtures.specs().iter().enumerate() {
+        let mut repeat = 0;
+        loop {
+            let name = name(mixtures, (i, repeat));
+            let mine: Vec<&TensorFile> = files.iter().filter(|f| f.get(&name).is_some()).collect();
+            if mine.is_empty() {
+                break;
+            }
+            let (values, k) = table(&mine, &name, needed, spec.experts)?;
+            let table = rank.compute.upload(&values, &[needed.len(), k], Category::Activations)?;
+            tables.push(((i, repeat), table));
+            repeat += 1;
+        }
+        if repeat == 0 {
+            let what = format!("the choices of step {step} have none of {}", spec.name);
+            return Err(Error::Missing { path: folder.into(), what });
+        }
+    }
+    Ok(tables)
+}
+
+/// Choices of all tokens in one mixture, put together from files, and how many each has.
+fn table(files: &[&TensorFile], name: &str, needed: &[bool], experts: usize) -> Result<(Vec<i32>, usize)> {
+    let tokens = needed.len();
+    let mut out: Vec<i32> = Vec::new();
+    let mut width = 0;
+    for file in files {
+        let damaged =
+            |what: String| Error::Damaged { path: file.path().into(), what: format!("{name}: {what}") };
+        let ints = |name: &str| -> Result<Vec<i32>> {
+            let bytes = file.read(name)?;
+            Ok(bytes.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect())
+        };
+        let shape = file.get(name).map(|t| (t.dtype, t.shape.clone()));
+        let Some((FileDType::I32, [_, k])) = shape.as_ref().map(|(d, s)| (*d, s.as_slice())) else {
+            return Err(damaged("choices must be i32 [rows, k]".into()));
+        };
+        if *k == 0 || (width != 0 && *k != width) {
+            return Err(damaged(format!("{k} choices of a token where others have {width}")));
+        }
+        width = *k;
+        out.resize(tokens * width, -1);
+        let (rows, choices) = (ints(&tokens_of(name))?, ints(name)?);
+        if rows.len() * width != choices.len() {
+            return Err(damaged(format!("{} tokens have {} choices", rows.len(), choices.len())));
+        }
+        for (row, chosen) in rows.iter().zip(choices.chunks(width)) {
+            let to = usize::try_from(*row).ok().and_then(|r| out.get_mut(r * width..(r + 1) * width));
+            let Some(to) = to else {
+                return Err(damaged(format!("token {row} is none of the {tokens} of the step")));
+            };
+            if to[0] >= 0 {
+                return Err(damaged(format!("token {row} stands twice; the folder has files of two runs")));
+            }
+            if let Some(e) = chosen.iter().find(|e| !(0..experts as i32).contains(*e)) {
+                return Err(damaged(format!("token {row} chose expert {e} of {experts}")));
+            }
+            to.copy_from_slice(chosen);
+        }
+    }
+    let path = || files.first().map(|f| f.path().to_path_buf()).unwrap_or_default();
+    match out.chunks(width.max(1)).zip(needed).position(|(chosen, needed)| *needed && chosen[0] < 0) {
+        Some(token) => {
+            let what =
+                format!("{name}: token {token} of {tokens} has no choices; are files of the step missing?");
+            Err(Error::Damaged { path: path(), what })
+        }
+        None => Ok((out, width)),
+    }
+}

@@ -1,0 +1,333 @@
+//! Steps replayed as a graph give the bits of steps given launch by launch. With `FERROTRON_TEST_DEVICE=cuda` on the
+//! first card; without one, what the CPU says to it.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use ferrotron_core::Result;
+use ferrotron_core::config::{CudaGraphMode, Recipe, Resolved};
+use ferrotron_core::data::{Batches, Row};
+use ferrotron_core::train::{StepReport, Trainer};
+use ferrotron_engine::Rank;
+use ferrotron_kernels::IGNORE;
+use ferrotron_tensor::{Category, DType, Instrumentation, Tensor};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+const BASE: &str = r#"
+[model]
+layers = 2
+hidden = 128
+heads = 4
+kv_heads = 2
+ffn = 192
+vocab = 259
+max_positions = 64
+[data]
+path = "never opened"
+seq_len = 64
+[train]
+steps = 30
+global_batch = 8
+micro_batch = 4
+[optimizer]
+lr = 1e-2
+[schedule]
+warmup = 8
+[precision]
+dtype = "f32"
+"#;
+
+const GPT2: &[&str] = &[
+    "model.norm=layernorm",
+    "model.activation=gelu_tanh",
+    "model.gated=false",
+    "model.positions=learned",
+    "model.kv_heads=4",
+    "model.qkv_bias=true",
+    "model.proj_bias=true",
+    "model.mlp_bias=true",
+    "model.tied=true",
+];
+
+fn recipe(graph: &str, changes: &[&str]) -> Resolved {
+    let mut r = Recipe::default();
+    r.add("test", BASE).unwrap();
+    changes.iter().for_each(|c| r.set(c).unwrap_or_else(|e| panic!("{c}: {e}")));
+    r.set(&format!("train.cuda_graph={graph}")).unwrap();
+    r.resolve(None).unwrap_or_else(|e| panic!("{changes:?}: {e}"))
+}
+
+/// One test at a time: they look at how much of the card's memory is free.
+static CARD: Mutex<()> = Mutex::new(());
+
+/// The first card, where tests are to use one.
+fn card() -> Option<(Rank, MutexGuard<'static, ()>)> {
+    match std::env::var("FERROTRON_TEST_DEVICE") {
+        Ok(home) if home == "cuda" => {
+            let alone = CARD.lock().unwrap_or_else(PoisonError::into_inner);
+            Some((Rank::cuda(0, 1, 1234, Instrumentation::default()).unwrap().0, alone))
+        }
+        _ => None,
+    }
+}
+
+/// Every sample has other tokens, and another number of labels.
+struct Changing;
+
+impl Batches for Changing {
+    fn seq(&self) -> usize {
+        64
+    }
+    fn samples(&self) -> u64 {
+        u64::MAX
+    }
+    fn resets(&self) -> bool {
+        false
+    }
+    fn row(&self, n: u64, row: &mut Row) -> Result<()> {
+        let token = |i: u64| ((n * 7919 + i * i * 31 + (n + 3) * i) % 259) as i32;
+        for i in 0..64 {
+            row.tokens.push(token(i));
+            row.labels.push(if i < n % 5 { IGNORE } else { token(i + 1) });
+            row.positions.push(i as i32);
+        }
+        row.starts.push(0);
+        Ok(())
+    }
+}
+
+struct Made {
+    reports: Vec<StepReport>,
+    weights: Vec<(String, Vec<u32>)>,
+    replayed: u64,
+}
+
+fn bits(t: &Trainer) -> Vec<(String, Vec<u32>)> {
+    let bits = |x: &f32| x.to_bits();
+    t.weights().unwrap().iter().map(|w| (w.name.clone(), w.values.iter().map(bits).collect())).collect()
+}
+
+/// Steps as a run makes them: with `ahead`, each is given to the card before the one before is looked at.
+fn steps(t: &mut Trainer, n: usize, ahead: bool) -> Vec<StepReport> {
+    let mut reports = Vec::new();
+    let mut last = None;
+    for _ in 0..n {
+        let queued = t.begin_step(&Changing).unwrap();
+        if ahead {
+            if let Some(last) = last.replace(queued) {
+                reports.push(t.end_step(last).unwrap());
+            }
+        } else {
+            reports.push(t.end_step(queued).unwrap());
+        }
+    }
+    reports.extend(last.map(|q| t.end_step(q).unwrap()));
+    reports
+}
+
+fn train(rank: &Rank, graph: &str, changes: &[&str], ahead: bool) -> Made {
+    let r = recipe(graph, changes);
+    let mut t = Trainer::new(rank.clone(), &r).unwrap();
+    let mut reports = steps(&mut t, 15, ahead);
+    // Between steps come an evaluation and a checkpoint.
+    assert!(t.evaluate(&Changing, 3).unwrap().is_finite());
+    assert!(!t.snapshot().unwrap().items.is_empty());
+    reports.extend(steps(&mut t, 15, ahead));
+    Made { reports, weights: bits(&t), replayed: t.steps_replayed() }
+}
+
+#[test]
+fn replayed_steps_have_the_bits_of_launched_ones() {
+    let bf16: &[&str] = &["precision.dtype=bf16", "optimizer.state_dtype=bf16"];
+    let cases: &[(&str, Vec<&str>)] = &[
+        ("fp8, current", [bf16, &["precision.recipe=fp8-current"]].concat()),
+        ("f16", vec!["precision.dtype=f16", "precision.loss_scale=[256, 7]"]),
+        ("mxfp8", [bf16, &["precision.recipe=mxfp8"]].concat()),
+        ("fp8 attention", [bf16, &["precision.fp8_attention=true"]].concat()),
+        (
+            "fp8 head",
+            [bf16, &["precision.recipe=fp8-current", "precision.fp8_lm_head=true", "train.micro_batch=2"]]
+                .concat(),
+        ),
+        ("fp8, delayed", [bf16, &["precision.recipe=fp8-delayed", "train.micro_batch=2"]].concat()),
+        ("fp8, block", [bf16, &["precision.recipe=fp8-block"]].concat()),
+        ("weights in bytes", [bf16, &["precision.recipe=fp8-current", "precision.fp8_params=true"]].concat()),
+        (
+            "weights in bytes, delayed",
+            [bf16, &["precision.recipe=fp8-delayed", "precision.fp8_params=true", "train.micro_batch=2"]]
+                .concat(),
+        ),
+        (
+            "fp8 moments",
+            vec!["precision.dtype=bf16", "optimizer.state_dtype=fp8", "optimizer.master_dtype=remainder"],
+        ),
+        ("llama f32", vec![]),
+        ("llama bf16", bf16.to_vec()),
+        ("gpt2 f32", GPT2.to_vec()),
+        ("gpt2 bf16", [GPT2, bf16].concat()),
+        ("one micro-batch, sgd", vec!["train.micro_batch=8", "optimizer.kind=sgd", "optimizer.clip=0"]),
+        ("recomputed", vec!["train.recompute=full", "model.window=24", "model.qk_norm=true"]),
+    ];
+    let Some((rank, _alone)) = card() else {
+        // That the cases are recipes at all.
+        cases.iter().for_each(|(_, changes)| drop(recipe("on", changes)));
+        return;
+    };
+    for (name, changes) in cases {
+        let plain = train(&rank, "off", changes, false);
+        assert_eq!((plain.replayed, plain.reports.len()), (0, 30), "{name}");
+        let rates: Vec<f64> = plain.reports.iter().map(|r| r.lr).collect();
+        assert!(rates.windows(2).all(|w| w[0] != w[1]), "{name}: the learning rate changes: {rates:?}");
+        for ahead in [false, true] {
+            let graph = train(&rank, "on", changes, ahead);
+            assert_eq!(graph.replayed, 27, "{name}, ahead {ahead}");
+            assert_eq!(graph.reports, plain.reports, "{name}, ahead {ahead}");
+            assert!(graph.weights == plain.weights, "{name}, ahead {ahead}: weights differ");
+        }
+    }
+}
+
+/// Steps whose operands are looked at, and those that only collect magnitudes, are launched; the graph stays good.
+#[test]
+fn watched_and_calibrating_steps_are_not_replayed() {
+    let current = ["precision.dtype=bf16", "precision.recipe=fp8-current"];
+    let delayed = ["precision.dtype=bf16", "precision.recipe=fp8-delayed"];
+    let cases = [
+        ([current[0], current[1], "precision.stats_every=10"], current.to_vec(), 24),
+        ([delayed[0], delayed[1], "precision.stats_every=10"], delayed.to_vec(), 24),
+        (
+            [delayed[0], delayed[1], "precision.calibrate=5"],
+            [&delayed[..], &["precision.calibrate=5"]].concat(),
+            22,
+        ),
+    ];
+    let Some((rank, _alone)) = card() else {
+        return cases.iter().for_each(|(changes, ..)| drop(recipe("on", changes)));
+    };
+    for (changes, plain, replayed) in cases {
+        let plain = train(&rank, "off", &plain, false);
+        for ahead in [false, true] {
+            let graph = train(&rank, "on", &changes, ahead);
+            assert_eq!(graph.replayed, replayed, "{changes:?}, ahead {ahead}");
+            assert_eq!(graph.reports, plain.reports, "{changes:?}, ahead {ahead}");
+            assert!(graph.weights == plain.weights, "{changes:?}, ahead {ahead}: weights differ");
+        }
+    }
+}
+
+#[test]
+fn another_number_of_micro_batches_is_another_graph() {
+    // 2, 4, 6 and 8 sequences a step.
+    let changes = ["train.ramp=[2, 2, 80]", "train.micro_batch=2"];
+    recipe("on", &changes);
+    let Some((rank, _alone)) = card() else { return };
+    let plain = train(&rank, "off", &changes, true);
+    let graph = train(&rank, "on", &changes, true);
+    assert_eq!(graph.reports, plain.reports);
+    assert!(graph.weights == plain.weights);
+    let sizes: std::collections::BTreeSet<u64> = plain.reports.iter().map(|r| r.samples).collect();
+    assert!(sizes.len() > 2, "{sizes:?}");
+    assert!(graph.replayed > 0 && graph.replayed < 30 - 3 * sizes.len() as u64 + 3, "{}", graph.replayed);
+}
+
+#[test]
+fn memory_stays_and_is_that_of_launched_steps() {
+    // Large enough that an evaluation borrows a graph's memory.
+    let sizes = ["model.hidden=256", "model.ffn=512", "train.micro_batch=16", "train.global_batch=32"];
+    let changes = [&sizes[..], &["optimizer.lr=1e-3"]].concat();
+    let Some((warm, _alone)) = card() else { return drop(recipe("on", &changes)) };
+    let free = |r: &Rank| r.device().gpu_memory().unwrap().unwrap().0;
+    // What the driver loads on first use is not counted.
+    train(&warm, "on", &changes, true);
+    let used = ["off", "on"].map(|graph| {
+        let (rank, _) = Rank::cuda(0, 1, 1234, Instrumentation::default()).unwrap();
+        let before = free(&rank);
+        let mut t = Trainer::new(rank.clone(), &recipe(graph, &changes)).unwrap();
+        steps(&mut t, 15, true);
+        t.evaluate(&Changing, 3).unwrap();
+        steps(&mut t, 15, true);
+        let (now, left) = (rank.device().memory(), free(&rank));
+        for _ in 0..9 {
+            steps(&mut t, 30, true);
+            t.evaluate(&Changing, 3).unwrap();
+        }
+        assert_eq!(rank.device().memory(), now, "{graph}");
+        assert_eq!(free(&rank), left, "{graph}");
+        assert_eq!(t.steps_replayed(), if graph == "on" { 297 } else { 0 });
+        println!(
+            "{graph}: {} live, {} at most, {} of the card",
+            now.total_now,
+            now.total_peak,
+            before - left
+        );
+        (now.total_now, now.total_peak, before - left)
+    });
+    // A graph keeps its inputs and results; all else is the same memory, and what the driver needs for it.
+    let inputs = 2 * 4 * 4 * 1024 + 1024;
+    let [off, on] = used;
+    assert!(on.0 <= off.0 + inputs && on.1 <= off.1 + inputs, "{used:?}");
+    assert!(on.2 <= off.2 + (8 << 20), "{used:?}");
+}
+
+#[test]
+fn auto_decides_and_says_why() {
+    let r = recipe("auto", &[]);
+    let Some((rank, _alone)) = card() else {
+        let t = Trainer::new(Rank::cpu(1, 1).unwrap(), &r).unwrap();
+        assert_eq!(t.cuda_graph_decision().value, CudaGraphMode::Off);
+        assert!(!t.cuda_graph_undecided());
+        let refused = Trainer::new(Rank::cpu(1, 1).unwrap(), &recipe("on", &[])).err().unwrap().to_string();
+        assert!(refused.contains("train.cuda_graph") && refused.contains("CPU") && !refused.contains('\n'));
+        return;
+    };
+    for ahead in [false, true] {
+        let mut t = Trainer::new(rank.clone(), &r).unwrap();
+        assert_eq!(t.cuda_graph_decision().value, CudaGraphMode::Auto);
+        steps(&mut t, 8, ahead);
+        let choice = t.cuda_graph_decision();
+        println!("ahead {ahead}: {:?}, {} replayed", choice, t.steps_replayed());
+        assert!(choice.value != CudaGraphMode::Auto && choice.reason.contains('%'), "{choice:?}");
+        assert_eq!(t.steps_replayed() > 0, choice.value == CudaGraphMode::On);
+    }
+    // Watched launches are launches.
+    let (watched, _) =
+        Rank::cuda(0, 1, 1234, Instrumentation { race_check: true, ..Instrumentation::default() }).unwrap();
+    let mut t = Trainer::new(watched.clone(), &r).unwrap();
+    steps(&mut t, 6, true);
+    assert_eq!((t.steps_replayed(), t.cuda_graph_decision().value), (0, CudaGraphMode::Off));
+    assert!(Trainer::new(watched, &recipe("on", &[])).is_err());
+}
+
+#[test]
+fn what_cannot_be_captured_is_refused_and_leaves_the_stream_as_it_was() {
+    let Some((rank, _alone)) = card() else { return };
+    let s = &rank.compute;
+    let t = s.upload(&[1f32, 2.0], &[2], Category::Workspace).unwrap();
+    let mut kept = None;
+    let refused = [
+        s.capture(|| s.upload_into(&t, &[3f32, 4.0])).err(),
+        s.capture(|| s.download::<f32>(&t).map(drop)).err(),
+        s.capture(|| s.record().map(drop)).err(),
+        s.capture(|| s.synchronize()).err(),
+        s.capture(|| {
+            kept = Some(Tensor::empty(s, &[4], DType::F32, Category::Workspace)?);
+            Ok::<_, ferrotron_tensor::Error>(())
+        })
+        .err(),
+    ];
+    for (i, e) in refused.iter().enumerate() {
+        let e = e.as_ref().unwrap_or_else(|| panic!("case {i} was captured")).to_string();
+        assert!(e.contains("captured") || e.contains("keeps memory"), "{e}");
+    }
+    assert_eq!(s.download::<f32>(&t).unwrap(), [1.0, 2.0]);
+    // And what can be: nothing happens before it is replayed.
+    let graph = s
+        .capture(|| {
+            let inside = Tensor::empty(s, &[2], DType::F32, Category::Workspace)?;
+            s.zero(&inside)?;
+            s.copy(&inside, &t)
+        })
+        .unwrap();
+    assert_eq!(graph.nodes(), 2);
+    assert_eq!(s.download::<f32>(&t).unwrap(), [1.0, 2.0]);
+    graph.replay().unwrap();
+    assert_eq!(s.download::<f32>(&t).unwrap(), [0.0, 0.0]);
+}

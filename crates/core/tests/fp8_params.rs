@@ -1,0 +1,315 @@
+//! Weights that are bytes between steps change nothing but memory and traffic: losses, gradients, evaluations and masters
+//! are those of weights that are bf16 and narrowed by the same recipe in every step, bit for bit.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use ferrotron_core::Result;
+use ferrotron_core::checkpoint;
+use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::data::source;
+use ferrotron_core::grid::RankLayout;
+use ferrotron_core::ranks::on_threads;
+use ferrotron_core::train::{LogicalValues, Observer, Run, Trainer};
+use ferrotron_engine::{ParamId, ParamSpec, Rank, StepContext};
+use ferrotron_tensor::{Category, Instrumentation};
+use std::path::Path;
+
+/// Biases, widths that are no multiples of a tile, and buckets that end anywhere.
+const MODEL: &str = "
+[model]
+layers = 2
+hidden = 64
+heads = 4
+kv_heads = 2
+ffn = 160
+vocab = 259
+max_positions = 64
+qkv_bias = true
+proj_bias = true
+[data]
+path = \"embedded\"
+seq_len = 16
+[train]
+steps = 20
+global_batch = 12
+micro_batch = 1
+[optimizer]
+lr = 1e-2
+clip = 0.5
+[precision]
+dtype = \"bf16\"
+[generate]
+tokens = 0
+[parallel]
+bucket = 20000
+[checkpoint]
+keep = 0
+";
+
+fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
+    let mut recipe = Recipe::named("tiny").unwrap();
+    recipe.add("model.toml", MODEL).unwrap();
+    let sizes = [("tp", layout.tp), ("cp", layout.cp), ("pp", layout.pp), ("vp", layout.vp)];
+    for (key, n) in sizes.into_iter().chain([("dp", layout.dp.unwrap_or(1))]) {
+        recipe.set(&format!("parallel.{key}={n}")).unwrap();
+    }
+    set.iter().for_each(|s| recipe.set(s).unwrap());
+    recipe.resolve(None).unwrap_or_else(|e| panic!("{set:?}: {e}"))
+}
+
+/// What `work` makes on every rank, every access checked for its order.
+fn run<T: Send>(layout: &str, set: &[&str], work: impl Fn(Rank, Resolved) -> Result<T> + Sync) -> Vec<T> {
+    let layout: RankLayout = layout.parse().unwrap();
+    let layout = RankLayout { dp: layout.dp.or(Some(1)), ..layout };
+    let resolved = recipe(&layout, set);
+    let make = || {
+        Ok(Rank::cpu_instrumented(
+            1,
+            1234,
+            Instrumentation { race_check: true, ..Instrumentation::default() },
+        )?)
+    };
+    on_threads(&layout, make, |rank| work(rank, resolved.clone()))
+        .unwrap_or_else(|e| panic!("{layout} {set:?}: {e}"))
+}
+
+/// Everything some steps make.
+#[derive(Debug, PartialEq)]
+struct Made {
+    losses: Vec<(f64, f64, f64)>,
+    gradients: Vec<LogicalValues>,
+    weights: Vec<LogicalValues>,
+}
+
+fn made(layout: &str, steps: usize, set: &[&str]) -> Made {
+    let mut all = run(layout, set, |rank, resolved| {
+        let sources = source::open(&resolved)?;
+        let mut t = Trainer::new(rank, &resolved)?;
+        assert_eq!(
+            t.params.specs().iter().any(ParamSpec::fp8_resident),
+            set.contains(&"precision.fp8_params=true")
+        );
+        let mut losses = Vec::new();
+        for step in 0..steps {
+            let report = t.train_step(&*sources.train)?;
+            // Passes without a backward in between leave no trace.
+            let eval = if step % 4 == 1 { t.evaluate(&*sources.train, 3)? } else { 0.0 };
+            losses.push((report.loss, report.grad_norm, eval));
+        }
+        Ok(Made { losses, gradients: t.gradients()?, weights: t.weights()? })
+    });
+    let first = all.swap_remove(0);
+    all.iter().for_each(|other| assert!(*other == first, "{layout} {set:?}: ranks differ"));
+    first
+}
+
+fn equal(layout: &str, steps: usize, set: &[&str]) -> Made {
+    let [bytes, numbers] =
+        [true, false].map(|w| made(layout, steps, &[set, &[&format!("precision.fp8_params={w}")]].concat()));
+    assert_eq!(bytes.losses, numbers.losses, "{layout} {set:?}");
+    assert!(bytes.losses[steps - 1].0 < bytes.losses[0].0 - 0.3, "{layout} {set:?}: learns nothing");
+    assert!(bytes == numbers, "{layout} {set:?}: gradients or masters differ");
+    bytes
+}
+
+const SCALINGS: [&str; 3] =
+    ["precision.recipe=fp8-current", "precision.recipe=fp8-delayed", "precision.recipe=fp8-block"];
+
+#[test]
+fn twenty_steps_are_the_same_bits() {
+    for scaling in SCALINGS {
+        equal("tp=1", 20, &[scaling]);
+        equal("tp=1", 20, &[scaling, "train.micro_batch=12", "train.recompute=full"]);
+    }
+    equal("tp=1", 20, &[SCALINGS[0], "precision.pow2_scales=true"]);
+    equal("tp=1", 20, &[SCALINGS[1], "precision.amax_history=3", "precision.margin=1"]);
+    equal("tp=1", 20, &[SCALINGS[0], "optimizer.kind=sgd", "optimizer.lr=0.5"]);
+}
+
+/// The output matrix, too: its own is bytes, a table that is looked up in is not.
+#[test]
+fn an_output_matrix_in_bytes_is_the_same_bits() {
+    const HEAD: [&str; 2] = ["precision.fp8_lm_head=true", "model.vocab=288"];
+    for scaling in SCALINGS {
+        for tied in ["model.tied=false", "model.tied=true"] {
+            let set = [&HEAD[..], &[scaling, tied]].concat();
+            equal("tp=1", 6, &set);
+            equal("dp=2", 6, &[&set[..], &["parallel.zero=1"]].concat());
+            equal("tp=2,pp=2", 6, &set);
+            let set = [&set[..], &["precision.fp8_params=true"]].concat();
+            let stored = run("tp=1", &set, |rank, resolved| {
+                let t = Trainer::new(rank, &resolved)?;
+                let specs = t.params.specs();
+                Ok(specs
+                    .iter()
+                    .filter(|s| s.fp8_resident())
+                    .map(|s| s.parts[0].name.clone())
+                    .collect::<Vec<_>>())
+            });
+            assert_eq!(stored[0].contains(&"head.weight".to_string()), tied == "model.tied=false", "{set:?}");
+            assert!(!stored[0].contains(&"embed.tokens".to_string()));
+        }
+    }
+    equal("tp=1", 6, &[SCALINGS[0], "precision.fp8_lm_head=true"]);
+}
+
+#[test]
+fn every_layout_has_the_same_bits() {
+    for scaling in SCALINGS {
+        for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2"] {
+            equal("dp=2", 20, &[scaling, zero]);
+        }
+        for layout in ["dp=3", "tp=2,dp=2", "cp=2,dp=2", "pp=2,dp=2"] {
+            equal(layout, 6, &[scaling, "parallel.zero=1"]);
+        }
+        for layout in ["tp=2", "pp=2"] {
+            equal(layout, 20, &[scaling]);
+        }
+        equal("dp=2", 6, &[scaling, "parallel.zero=1", "parallel.overlap=false"]);
+    }
+}
+
+/// Maps that are left alone, in one product or in all, keep their numbers.
+#[test]
+fn only_weights_of_narrow_products_are_bytes() {
+    let set = ["precision.skip=[\"mlp.down:input_grad\", \"attn.out:weight_grad\", \"layers.1.attn\"]"];
+    let set = [SCALINGS[0], set[0]];
+    equal("tp=1", 6, &set);
+    let all = [&set[..], &["precision.fp8_params=true"]].concat();
+    let names = run("tp=1", &all, |rank, resolved| {
+        let t = Trainer::new(rank, &resolved)?;
+        let stored = t.params.specs().iter().filter(|s| s.fp8_resident()).map(|s| s.parts[0].name.clone());
+        // Who asks for numbers is told that there are none.
+        for (i, spec) in t.params.specs().iter().enumerate() {
+            let asked = StepContext::new(&t.rank, &t.params).weight(ParamId(i)).map(|t| t.shape().to_vec());
+            assert_eq!(asked.ok(), (!spec.fp8_resident()).then(|| spec.shape.clone()), "{spec:?}");
+        }
+        Ok(stored.collect::<Vec<_>>())
+    });
+    let wanted = [
+        "layers.0.attn.q.weight",
+        "layers.0.attn.out.weight",
+        "layers.0.mlp.gate.weight",
+        "layers.1.mlp.gate.weight",
+    ];
+    assert_eq!(names[0], wanted);
+}
+
+/// A step without finite gradients leaves masters alone, and scales of earlier steps still move.
+#[test]
+fn steps_left_out_are_the_same_bits() {
+    for scaling in SCALINGS {
+        let results = ["fp8", "bf16"].map(|weights| {
+            let set = [scaling, &format!("precision.fp8_params={weights}"), "optimizer.skip_nonfinite=true"];
+            run("tp=1", &set, |rank, resolved| {
+                let sources = source::open(&resolved)?;
+                let mut t = Trainer::new(rank, &resolved)?;
+                t.train_step(&*sources.train)?;
+                let good = t.weights()?;
+                let broken = |name: &str| {
+                    let found = good.iter().find(|v| v.name == name).unwrap();
+                    let mut values = found.values.clone();
+                    if name.contains("norm") {
+                        values[0] = f32::NAN;
+                    }
+                    Ok(values)
+                };
+                t.import(&broken)?;
+                let left_out = t.train_step(&*sources.train)?;
+                assert!(!left_out.grad_norm.is_finite(), "{left_out:?}");
+                t.import(&|name| Ok(good.iter().find(|v| v.name == name).unwrap().values.clone()))?;
+                let after = [t.train_step(&*sources.train)?, t.train_step(&*sources.train)?];
+                Ok((after.map(|r| (r.loss, r.grad_norm)), t.weights()?))
+            })
+        });
+        assert!(results[0] == results[1], "{scaling}: {:?} {:?}", results[0][0].0, results[1][0].0);
+    }
+}
+
+#[test]
+fn a_weight_takes_one_byte() {
+    for scaling in SCALINGS {
+        for (layout, zero) in [("tp=1", "parallel.zero=0"), ("dp=2", "parallel.zero=1")] {
+            let set = [
+                scaling,
+                zero,
+                "precision.fp8_params=true",
+                "precision.amax_history=16",
+                "train.global_batch=2",
+            ];
+            run(layout, &set, |rank, resolved| {
+                let sources = source::open(&resolved)?;
+                let mut t = Trainer::new(rank.clone(), &resolved)?;
+                let sum = |stored: bool| -> usize {
+                    t.params.specs().iter().filter(|s| s.fp8_resident() == stored).map(ParamSpec::numel).sum()
+                };
+                let (bytes, numbers) = (sum(true), sum(false));
+                assert!(bytes > 2 * numbers, "{bytes} {numbers}");
+                let expected = bytes + 2 * numbers;
+                let now = |c: Category| rank.device().memory().now[c as usize];
+                // Gaps, scales, histories, and what an allocation is rounded up to.
+                let near = |what: &str| {
+                    let measured = now(Category::Parameters);
+                    assert!(
+                        (expected..expected + expected / 8 + 20_000).contains(&measured),
+                        "{what} {set:?}: {measured} instead of {expected}"
+                    );
+                };
+                near("new");
+                // No more than one weight was ever there in bf16.
+                let largest =
+                    t.params.specs().iter().filter(|s| s.fp8_resident()).map(ParamSpec::numel).max().unwrap();
+                let peak = rank.device().memory().peak[Category::Workspace as usize];
+                assert!(peak <= 2 * largest + 8192, "{set:?}: {peak} beside {largest}");
+                t.train_step(&*sources.train)?;
+                near("after a step");
+                // Nothing of the step stays.
+                let rest = now(Category::Workspace) + now(Category::Activations);
+                assert!(rest < bytes / 8, "{set:?}: {rest} bytes stay");
+                Ok(())
+            });
+        }
+    }
+}
+
+struct StopAfter(u64, u64);
+
+impl Observer for StopAfter {
+    fn event(&mut self, event: &ferrotron_core::events::Event) {
+        if let ferrotron_core::events::Event::Step(s) = event {
+            self.1 = s.step;
+        }
+    }
+    fn stop(&self) -> bool {
+        self.1 >= self.0
+    }
+}
+
+fn train(layout: &str, set: &[&str], dir: &Path, stop: u64) -> Vec<LogicalValues> {
+    run(layout, set, |rank, resolved| {
+        let sources = source::open(&resolved)?;
+        let mut run = Run::open(rank, resolved, dir, None)?;
+        run.train(&*sources.train, None, &mut StopAfter(stop, 0))?;
+        run.trainer.weights()
+    })
+    .swap_remove(0)
+}
+
+/// Checkpoints hold masters: neither way of keeping weights knows which one wrote them.
+#[test]
+fn either_resumes_what_the_other_saved() {
+    for scaling in SCALINGS {
+        let bf16 = [scaling, "train.steps=8", "precision.fp8_params=false"];
+        let fp8 = [scaling, "train.steps=8", "precision.fp8_params=true", "parallel.zero=1"];
+        let ends: Vec<_> = [(bf16.as_slice(), bf16.as_slice()), (&bf16, &fp8), (&fp8, &bf16), (&fp8, &fp8)]
+            .into_iter()
+            .map(|(first, then)| {
+                let dir = tempfile::tempdir().unwrap();
+                train("dp=2", first, dir.path(), 4);
+                let saved = checkpoint::latest(&dir.path().join("checkpoints")).unwrap().unwrap();
+                assert_eq!(checkpoint::load(&saved).unwrap().step(), 4);
+                train("dp=2", then, dir.path(), 100)
+            })
+            .collect();
+        ends.iter().for_each(|end| assert!(*end == ends[0], "{scaling}"));
+    }
+}

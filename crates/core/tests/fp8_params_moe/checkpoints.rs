@@ -1,0 +1,128 @@
+//! What is kept as bytes, what that takes and moves, and checkpoints that know nothing of it.
+
+use super::*;
+use ferrotron_core::checkpoint;
+use ferrotron_core::data::source;
+use ferrotron_core::events::Event;
+use ferrotron_core::train::{CHECKPOINTS, Observer, Run, Trainer};
+use ferrotron_core::volume::Traffic;
+use ferrotron_engine::ParamSpec;
+use ferrotron_tensor::Category;
+use std::path::{Path, PathBuf};
+
+/// Experts of which a product is left alone keep their numbers; others are bytes.
+#[test]
+fn only_experts_of_narrow_products_are_bytes() {
+    for (except, wanted) in [
+        ("[]", &["up", "down"][..]),
+        ("[\"experts.down:input_grad\"]", &["up"]),
+        ("[\"experts.gate:output\"]", &["down"]),
+        ("[\"experts.up:weight_grad\"]", &["up", "down"]),
+        ("\"experts\"", &[]),
+    ] {
+        let set = [SCALINGS[0], "precision.fp8_params=true", &format!("precision.skip={except}")];
+        let found = run("tp=1", &set, |rank, resolved| {
+            let t = Trainer::new(rank, &resolved)?;
+            let kept = t.params.specs().iter().filter(|s| s.experts && s.fp8_resident());
+            let last = |s: &ParamSpec| s.parts.last().unwrap().name.clone();
+            Ok(kept.map(last).collect::<Vec<_>>())
+        });
+        let wanted: Vec<_> = wanted.iter().map(|w| format!("layers.1.moe.experts.3.{w}.weight")).collect();
+        assert_eq!(found[0], wanted, "{except}");
+    }
+}
+
+/// Bytes of the parameters of a rank after a step, bytes that it sent in the step, and elements that are bytes.
+fn taken(layout: &str, scaling: &str, zero: usize, weights: &str) -> Vec<[usize; 3]> {
+    let set = [
+        scaling,
+        &format!("parallel.zero={zero}"),
+        &format!("precision.fp8_params={weights}"),
+        "precision.amax_history=4",
+        // Nothing else is in bytes.
+        "precision.skip=[\"attn\", \"mlp\"]",
+        "moe.experts=8",
+    ];
+    run(layout, &set, |rank, resolved| {
+        let sources = source::open(&resolved)?;
+        let mut t = Trainer::new(rank.clone(), &resolved)?;
+        let experts = t.params.specs().iter().filter(|s| s.experts);
+        let stored = experts.filter(|s| s.fp8_resident()).map(ParamSpec::numel).sum();
+        let before = Traffic::of(&rank);
+        t.train_step(&*sources.train)?;
+        let sent = Traffic::of(&rank).since(&before).total() as usize;
+        Ok([rank.device().memory().now[Category::Parameters as usize], sent, stored])
+    })
+}
+
+#[test]
+fn an_expert_s_weight_takes_one_byte_and_travels_as_one() {
+    for scaling in SCALINGS {
+        // Ranks on one card share its memory.
+        let layouts = [("tp=1", 0), ("ep=2", 0), ("dp=2", 1)];
+        for (layout, zero) in layouts.into_iter().filter(|(l, _)| *l == "tp=1" || !on_card()) {
+            let all = ["fp8", "bf16"].map(|weights| taken(layout, scaling, zero, weights));
+            for ([bytes, sent, stored], [numbers, before, _]) in all[0].iter().zip(&all[1]) {
+                // Scales, magnitudes, and what an allocation is rounded up to.
+                let near = |found: usize, wanted: usize| found.abs_diff(wanted) < wanted / 50 + 2048;
+                let saved = numbers - bytes;
+                assert!(near(saved, *stored), "{scaling} {layout}: {saved} of {stored}");
+                // A rank has half, and sends it to the other. Blocks are made of gathered numbers.
+                let less = if zero > 0 && scaling != SCALINGS[2] { stored / 2 } else { 0 };
+                let found = before.saturating_sub(*sent);
+                assert!(near(found, less), "{scaling} {layout}: {found} instead of {less} less sent");
+            }
+        }
+    }
+}
+
+struct StopAfter(u64, u64);
+
+impl Observer for StopAfter {
+    fn event(&mut self, event: &Event) {
+        if let Event::Step(s) = event {
+            self.1 = s.step;
+        }
+    }
+    fn stop(&self) -> bool {
+        self.1 >= self.0
+    }
+}
+
+/// Goes on in a folder until `stop`: the newest checkpoint.
+fn train(layout: &str, set: &[&str], dir: &Path, stop: u64) -> PathBuf {
+    run(layout, set, |rank, resolved| {
+        let sources = source::open(&resolved)?;
+        let mut run = Run::open(rank, resolved, dir, None)?;
+        run.train(&*sources.train, None, &mut StopAfter(stop, 0))
+    });
+    checkpoint::latest(&dir.join(CHECKPOINTS)).unwrap().unwrap()
+}
+
+/// Checkpoints hold masters: neither way of keeping weights knows which one wrote them, whatever the layout.
+#[test]
+fn either_resumes_what_the_other_saved() {
+    for scaling in SCALINGS {
+        for (layout, zero) in [("ep=2", "parallel.zero=0"), ("dp=2", "parallel.zero=1")] {
+            let bf16 = [scaling, zero, "train.steps=8", "precision.fp8_params=false"];
+            let fp8 = [scaling, zero, "train.steps=8", "precision.fp8_params=true"];
+            let runs: Vec<_> = [(&bf16, &bf16), (&bf16, &fp8), (&fp8, &bf16), (&fp8, &fp8)]
+                .into_iter()
+                .map(|(first, then)| {
+                    let dir = tempfile::tempdir().unwrap();
+                    let stopped = train(layout, first, dir.path(), 4);
+                    assert_eq!(checkpoint::load(&stopped).unwrap().step(), 4);
+                    let end = train(layout, then, dir.path(), 100);
+                    assert_eq!(checkpoint::load(&end).unwrap().step(), 8);
+                    (dir, [stopped, end])
+                })
+                .collect();
+            for (_, [stopped, end]) in &runs {
+                for (ours, wanted) in [(stopped, &runs[0].1[0]), (end, &runs[0].1[1])] {
+                    let found = checkpoint::compare(ours, wanted).unwrap();
+                    assert!(found.same(), "{scaling} {layout}: {found:?}");
+                }
+            }
+        }
+    }
+}

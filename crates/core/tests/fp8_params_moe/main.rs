@@ -1,0 +1,91 @@
+//! Weights of experts that are bytes between steps: the same bits of everything as with bf16 ones, one byte a parameter, and
+//! checkpoints that either resumes. With `FERROTRON_TEST_DEVICE=cuda` on the first card.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod bits;
+mod checkpoints;
+
+use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::grid::{Grid, RankLayout};
+use ferrotron_core::ranks::{on_one_device, on_threads};
+use ferrotron_engine::Rank;
+use ferrotron_tensor::Instrumentation;
+use std::time::Duration;
+
+/// A dense layer and a mixture, in widths that blocks divide.
+const MODEL: &str = "
+[model]
+layers = 2
+hidden = 128
+heads = 4
+kv_heads = 2
+ffn = 128
+vocab = 259
+max_positions = 64
+[moe]
+experts = 4
+topk = 2
+ffn = 128
+dense_layers = [0]
+[data]
+path = \"embedded\"
+seq_len = 16
+[train]
+steps = 20
+global_batch = 12
+micro_batch = 2
+[optimizer]
+lr = 5e-3
+clip = 0.5
+[precision]
+dtype = \"bf16\"
+[generate]
+tokens = 0
+[parallel]
+bucket = 20000
+[checkpoint]
+keep = 0
+";
+
+const SCALINGS: [&str; 3] =
+    ["precision.recipe=fp8-current", "precision.recipe=fp8-delayed", "precision.recipe=fp8-block"];
+
+fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
+    let mut recipe = Recipe::named("tiny").unwrap();
+    recipe.add("model.toml", MODEL).unwrap();
+    let dp = Grid::of(layout.clone()).unwrap().dp();
+    let sizes = [("tp", layout.tp), ("pp", layout.pp), ("ep", layout.ep), ("etp", layout.etp()), ("dp", dp)];
+    for (key, n) in sizes {
+        recipe.set(&format!("parallel.{key}={n}")).unwrap();
+    }
+    set.iter().for_each(|s| recipe.set(s).unwrap());
+    recipe.resolve(None).unwrap_or_else(|e| panic!("{set:?}: {e}"))
+}
+
+fn on_card() -> bool {
+    std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
+}
+
+/// What `work` makes on every rank; on the host every access is checked for its order.
+fn run<T: Send>(
+    layout: &str,
+    set: &[&str],
+    work: impl Fn(Rank, Resolved) -> ferrotron_core::Result<T> + Sync,
+) -> Vec<T> {
+    let layout: RankLayout = layout.parse().unwrap();
+    let layout = RankLayout { dp: layout.dp.or(Some(1)), ..layout };
+    let resolved = recipe(&layout, set);
+    let layout = resolved.config.parallel.layout();
+    let work = |rank| work(rank, resolved.clone());
+    let all = match on_card() {
+        true => {
+            let card = Rank::cuda(0, 1, 1234, Instrumentation::default()).unwrap().0;
+            on_one_device(&layout, Duration::from_secs(60), &card, work)
+        }
+        false => {
+            let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
+            on_threads(&layout, || Ok(Rank::cpu_instrumented(1, 1234, watch)?), work)
+        }
+    };
+    all.unwrap_or_else(|e| panic!("{layout} {set:?}: {e}"))
+}

@@ -1,0 +1,128 @@
+//! Checkpoints of mixtures: the same under every layout, tables of choices included, and resumed to the same bits.
+
+use super::*;
+use ferrotron_core::checkpoint::{self, Saver};
+use ferrotron_core::data::source;
+use ferrotron_core::events::Event;
+use ferrotron_core::train::{CHECKPOINTS, Observer, Run};
+use std::path::Path;
+
+/// What differs in what is remembered besides weights.
+const KINDS: [(&str, &[&str]); 3] = [
+    ("expert_bias", &["moe.score_function=sigmoid", "moe.expert_bias=true", "moe.groups=[4,2]"]),
+    ("quantiles", &["moe.balance=quantile", "moe.quantile_keep=0.5"]),
+    // Scales of experts' operands, which all ranks share whichever experts they have.
+    (
+        "expert_bias",
+        &[
+            "moe.score_function=sigmoid",
+            "moe.expert_bias=true",
+            "precision.dtype=bf16",
+            "precision.recipe=fp8-delayed",
+            "precision.amax_history=4",
+            "moe.ffn=32",
+            "moe.shared_ffn=32",
+        ],
+    ),
+];
+
+struct StopAfter(u64, u64);
+
+impl Observer for StopAfter {
+    fn event(&mut self, event: &Event) {
+        if let Event::Step(s) = event {
+            self.1 = s.step;
+        }
+    }
+    fn stop(&self) -> bool {
+        self.1 >= self.0
+    }
+}
+
+/// The state of a run: weights, tables of choices.
+type State = [Vec<LogicalValues>; 2];
+
+fn resolved(at: &RankLayout, set: &[&str]) -> (Resolved, RankLayout) {
+    recipe(at, &[keys(set), keys(&["checkpoint.keep=0", "checkpoint.every=0"])].concat())
+}
+
+/// Goes on in a folder until `stop`.
+fn train(at: &RankLayout, set: &[&str], dir: &Path, stop: u64) -> State {
+    let (resolved, at) = resolved(at, set);
+    let states = run(&at, |rank| {
+        let data = source::open(&resolved)?.train;
+        let mut run = Run::open(rank, resolved.clone(), dir, None)?;
+        run.train(&*data, None, &mut StopAfter(stop, 0))?;
+        Ok([run.trainer.weights()?, run.trainer.expert_tables()?])
+    });
+    states.unwrap().remove(0)
+}
+
+/// Opens the run of a folder: its state, saved again elsewhere as it is.
+fn open(at: &RankLayout, set: &[&str], dir: &Path, to: &Path) -> State {
+    let (resolved, at) = resolved(at, set);
+    let found = run(&at, |rank| {
+        let run = Run::open(rank, resolved.clone(), dir, None)?;
+        let state = [run.trainer.weights()?, run.trainer.expert_tables()?];
+        Ok((state, run.trainer.snapshot()?))
+    });
+    let (state, snapshot) = found.unwrap().remove(0);
+    let mut saver = Saver::new(to, None).unwrap();
+    saver.save(snapshot).unwrap();
+    saver.finish().unwrap();
+    state
+}
+
+/// Every file of the newest checkpoint with its bytes.
+fn newest(dir: &Path) -> Vec<(String, Vec<u8>)> {
+    let folder = checkpoint::latest(dir).unwrap().expect("no checkpoint");
+    let read =
+        |p: std::path::PathBuf| (p.file_name().unwrap().display().to_string(), std::fs::read(&p).unwrap());
+    let mut out: Vec<_> = std::fs::read_dir(folder).unwrap().map(|e| read(e.unwrap().path())).collect();
+    out.sort();
+    out
+}
+
+#[test]
+fn a_checkpoint_of_expert_ranks_is_one_of_any_layout() {
+    for (table, set) in KINDS {
+        let dir = tempfile::tempdir().unwrap();
+        let saved = train(&layout("ep=4"), set, dir.path(), 3);
+        let checkpoints = dir.path().join(CHECKPOINTS);
+        let loaded = checkpoint::load(&checkpoint::latest(&checkpoints).unwrap().unwrap()).unwrap();
+        let names: Vec<&str> = loaded.tensors().map(|t| t.name.as_str()).collect();
+        let tables: Vec<_> = names.iter().filter(|n| n.ends_with(&format!(".moe.{table}"))).collect();
+        assert_eq!(tables.len(), 3, "{tables:?}");
+        let of_an_expert: Vec<_> =
+            names.iter().filter(|n| n.ends_with("layers.3.moe.experts.7.down.weight")).collect();
+        assert_eq!(of_an_expert.len(), 3, "master and two moments: {of_an_expert:?}");
+        // They are learned by now.
+        assert!(saved[1].iter().all(|t| t.values.iter().any(|x| *x != 0.0)), "{:?}", saved[1]);
+        for other in ["ep=2,etp=2", "ep=1", "pp=2,ep=2", "ep=4"] {
+            let again = tempfile::tempdir().unwrap();
+            let read = open(&layout(other), set, dir.path(), again.path());
+            assert!(read == saved, "{table}, saved under ep=4, read under {other}: other weights or tables");
+            assert!(
+                newest(again.path()) == newest(&checkpoints),
+                "{table}, {other}: other bytes when saved again"
+            );
+        }
+    }
+}
+
+#[test]
+fn an_interrupted_run_ends_with_the_bits_of_an_uninterrupted_one() {
+    for (table, set) in KINDS {
+        for at in ["ep=1", "ep=4", "ep=2,etp=2", "pp=2,ep=2"].map(layout) {
+            let [whole, parts] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+            let wanted = train(&at, set, whole.path(), 7);
+            let stopped = train(&at, set, parts.path(), 4);
+            assert!(stopped != wanted);
+            let ours = train(&at, set, parts.path(), 7);
+            assert!(ours[0] == wanted[0], "{table}, {at}: other weights");
+            assert_eq!(ours[1], wanted[1], "{table}, {at}");
+            let [a, b] = [&parts, &whole].map(|d| newest(&d.path().join(CHECKPOINTS)));
+            assert!(a == b, "{table}, {at}: other bytes in the last checkpoint");
+        }
+    }
+}

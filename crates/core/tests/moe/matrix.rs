@@ -1,0 +1,180 @@
+//! The generated matrix: every legal layout of up to 16 ranks, with what may balance, bound or carry the load.
+
+use super::*;
+use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device};
+use ferrotron_core::train::Trainer;
+use ferrotron_tensor::Instrumentation;
+use std::collections::HashMap;
+use std::time::Instant;
+
+/// What layouts of a row of the matrix have in common: keys of the recipe.
+const VARIANTS: [(&str, &[&str]); 7] = [
+    ("plain", &[]),
+    ("aux", &["moe.balance=[\"aux\",\"seq_aux\"]", "moe.z_loss=0.01"]),
+    ("global", &["moe.balance=[\"global_aux\"]", "moe.jitter=0.1"]),
+    (
+        "bias",
+        &["moe.score_function=sigmoid", "moe.expert_bias=true", "moe.route_scale=2.5", "moe.groups=[4,2]"],
+    ),
+    ("capacity", &["moe.capacity=0.75", "moe.balance=[\"aux\"]", "moe.bias=true", "moe.router_bias=true"]),
+    (
+        "first",
+        &["moe.capacity=1.0", "moe.drop_policy=first", "moe.latent=24", "data.reset_at_documents=true"],
+    ),
+    ("bf16", &["precision.dtype=bf16", "moe.force_balance=0"]),
+];
+
+#[derive(Clone, Debug)]
+struct Case {
+    variant: usize,
+    layout: RankLayout,
+    zero: usize,
+    all_gather: bool,
+    overlap: bool,
+    paired: bool,
+}
+
+/// What a run made: loss, evaluation, gradients, and biases of choices after the step.
+struct Made {
+    loss: f64,
+    evaluation: f64,
+    gradients: Vec<LogicalValues>,
+    tables: Vec<LogicalValues>,
+}
+
+impl Case {
+    fn name(&self) -> String {
+        let how = if self.all_gather { "all_gather" } else { "all_to_all" };
+        format!(
+            "{} {} zero={} {how} overlap={} paired={}",
+            self.layout, VARIANTS[self.variant].0, self.zero, self.overlap, self.paired
+        )
+    }
+
+    fn is_bf16(&self) -> bool {
+        VARIANTS[self.variant].0 == "bf16"
+    }
+
+    fn make(&self) -> ferrotron_core::Result<Made> {
+        let mut set: Vec<String> = VARIANTS[self.variant].1.iter().map(|s| s.to_string()).collect();
+        set.push(format!("parallel.zero={}", self.zero));
+        set.push(format!("moe.dispatcher={}", if self.all_gather { "all_gather" } else { "all_to_all" }));
+        if self.paired {
+            set.push("parallel.schedule=paired".into());
+        }
+        if VARIANTS[self.variant].0 == "global" {
+            // One micro-batch a step: how many are counted together must not depend on the layout.
+            set.push(format!("train.micro_batch={}", 16 / Grid::of(self.layout.clone())?.dp()));
+        }
+        let (resolved, layout) = recipe(&self.layout, &set);
+        let watch = Instrumentation { race_check: self.overlap, ..Instrumentation::default() };
+        let work = |rank| {
+            let rank = Rank { overlap: self.overlap, ..rank };
+            let data = Numbers::of(&resolved);
+            let mut trainer = Trainer::new(rank, &resolved)?;
+            // Uneven over two or more data-parallel ranks.
+            let evaluation = trainer.evaluate(&data, 3)?;
+            let report = trainer.train_step(&data)?;
+            let gradients = trainer.gradients()?;
+            let tables = trainer.expert_tables()?;
+            Ok(Made { loss: report.loss, evaluation, gradients, tables })
+        };
+        let all = if std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda") {
+            on_one_device(&layout, DEFAULT_TIMEOUT, &Rank::cuda(0, 1, 1234, watch)?.0, work)?
+        } else {
+            on_threads_with(
+                &layout,
+                std::time::Duration::from_secs(30),
+                Default::default(),
+                || Ok(Rank::cpu_instrumented(1, 1234, watch)?),
+                work,
+            )?
+        };
+        assert_eq!(all.len(), self.layout.world()?);
+        let first = all.into_iter().next();
+        first.ok_or_else(|| ferrotron_core::Error::Invalid("no rank".into()))
+    }
+
+    /// What is wrong with it, beside one rank.
+    fn check(&self, wanted: &Made) -> Option<String> {
+        let ours = match self.make() {
+            Ok(made) => made,
+            Err(e) => return Some(e.to_string()),
+        };
+        let room = if self.is_bf16() { 2e-3 } else { 1e-6 };
+        let near = |a: f64, b: f64| (a / b - 1.0).abs() < room;
+        if !near(ours.loss, wanted.loss) {
+            return Some(format!("loss {} instead of {}", ours.loss, wanted.loss));
+        }
+        // With other micro-batches it is one of other sequences.
+        if VARIANTS[self.variant].0 != "global" && !near(ours.evaluation, wanted.evaluation) {
+            return Some(format!("evaluation {} instead of {}", ours.evaluation, wanted.evaluation));
+        }
+        if ours.tables != wanted.tables {
+            return Some(format!("tables {:?} instead of {:?}", ours.tables, wanted.tables));
+        }
+        difference(&ours.gradients, &wanted.gradients, self.is_bf16())
+    }
+}
+
+/// Every case, in a fixed order.
+fn whole() -> Vec<Case> {
+    let sizes = [1, 2, 4];
+    let mut out: Vec<Case> = Vec::new();
+    for variant in 0..VARIANTS.len() {
+        for i in 0..3usize.pow(5) {
+            let [tp, cp, pp, ep, etp] = [1, 3, 9, 27, 81].map(|by| sizes[i / by % 3]);
+            for dp in [1, 2] {
+                let layout =
+                    RankLayout { tp, cp, pp, ep, etp: Some(etp), dp: Some(dp), ..RankLayout::default() };
+                if layout.world().is_ok_and(|n| n <= 16) && Grid::of(layout.clone()).is_ok() {
+                    let n = out.len();
+                    let (zero, all_gather, overlap) = (n % 3, (n / 3).is_multiple_of(3), n.is_multiple_of(2));
+                    let paired = ep * etp > 1 && !all_gather && (n / 2).is_multiple_of(2);
+                    out.push(Case { variant, layout, zero, all_gather, overlap, paired });
+                }
+            }
+        }
+    }
+    out
+}
+
+/// Some of all, each with the same chance, by a seed.
+fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
+    let mut state = seed;
+    let mut next = || {
+        state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        (state >> 33) as usize
+    };
+    (0..count.min(all.len())).map(|_| all.swap_remove(next() % all.len())).collect()
+}
+
+#[test]
+fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
+    let all = whole();
+    let total = all.len();
+    let wanted = std::env::var("FERROTRON_MATRIX").unwrap_or_default();
+    let seed = std::env::var("FERROTRON_MATRIX_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(20261115);
+    let mut cases = match wanted.as_str() {
+        "whole" => all,
+        n => sample(all, n.parse().unwrap_or(80), seed),
+    };
+    if let Ok(part) = std::env::var("FERROTRON_MATRIX_ONLY") {
+        cases.retain(|c| c.name().contains(&part));
+    }
+    // Cheap ones first: a mistake shows early.
+    cases.sort_by_key(|c| c.layout.world().unwrap());
+    let begin = Instant::now();
+    let (mut references, mut wrong) = (HashMap::new(), Vec::new());
+    for case in &cases {
+        let reference = references.entry(case.variant).or_insert_with(|| {
+            Case { layout: one(), zero: 0, all_gather: false, paired: false, ..case.clone() }.make().unwrap()
+        });
+        if let Some(what) = case.check(reference) {
+            println!("{}: {what}", case.name());
+            wrong.push(format!("{}: {what}", case.name()));
+        }
+    }
+    println!("{} of {total} cases in {:.0} s", cases.len(), begin.elapsed().as_secs_f64());
+    assert!(wrong.is_empty(), "{} of {} cases:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
+}

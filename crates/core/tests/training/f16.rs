@@ -1,0 +1,186 @@
+//! f16 training: loss scales begin high, fall, grow and resume; the model learns what it learns in bf16.
+
+use super::support::*;
+use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::events::Event;
+use ferrotron_core::grid::RankLayout;
+use ferrotron_core::ranks::on_threads;
+use ferrotron_core::train::{StepReport, Trainer};
+use ferrotron_engine::Rank;
+
+fn half(more: &[&str]) -> Resolved {
+    recipe(&[&["precision.dtype=f16", "train.steps=60"], more].concat())
+}
+
+fn steps(t: &mut Trainer, n: usize) -> Vec<StepReport> {
+    (0..n).map(|_| t.train_step(&RULE).unwrap()).collect()
+}
+
+fn bits(reports: &[StepReport]) -> Vec<[u64; 3]> {
+    let one = |r: &StepReport| [r.loss, r.grad_norm, r.loss_scale.unwrap()].map(f64::to_bits);
+    reports.iter().map(one).collect()
+}
+
+/// From the scale of the specification on: steps are left out until gradients are numbers, weights stay as they are, and the
+/// run goes on however many it takes.
+#[test]
+fn the_scale_falls_until_gradients_are_numbers() {
+    let mut t = trainer(&half(&[]));
+    let before = t.weights().unwrap();
+    let first = steps(&mut t, 1);
+    assert_eq!(first[0].loss_scale, Some(2f64.powi(32)));
+    assert!(first[0].loss.is_finite() && !first[0].grad_norm.is_finite(), "{first:?}");
+    assert!(t.weights().unwrap() == before);
+    let rest = steps(&mut t, 40);
+    let all: Vec<&StepReport> = first.iter().chain(&rest).collect();
+    // One is forgiven, then every bad step halves it.
+    let left_out = all.iter().take_while(|r| !r.grad_norm.is_finite()).count();
+    assert!(left_out > 11, "{left_out}");
+    for (i, r) in all[..=left_out].iter().enumerate() {
+        assert_eq!(r.loss_scale, Some(2f64.powi(33 - i.max(1) as i32)), "{i}");
+    }
+    assert!(t.weights().unwrap() != before);
+    // Loss and norm are those without a scale.
+    let good = all[left_out];
+    assert!(good.loss < 4.0 && good.grad_norm < 10.0, "{good:?}");
+    assert!(all[40].loss < good.loss - 0.5, "{} {}", good.loss, all[40].loss);
+}
+
+#[test]
+fn the_scale_grows_after_good_steps() {
+    let mut t = trainer(&half(&["precision.loss_scale=[64, 5]"]));
+    let scales: Vec<f64> = steps(&mut t, 16).iter().map(|r| r.loss_scale.unwrap()).collect();
+    let wanted: Vec<f64> = (0..16).map(|i| 64.0 * 2f64.powi(i / 5)).collect();
+    assert_eq!(scales, wanted);
+}
+
+/// The same losses as in bf16, within what their digits explain; and gradients nearer to those of f32.
+#[test]
+fn f16_learns_what_bf16_learns() {
+    let learn = |dtype: &str| {
+        let scale = if dtype == "f16" { &["precision.loss_scale=1024"][..] } else { &[] };
+        let dtype = format!("precision.dtype={dtype}");
+        let mut t = trainer(&recipe(&[&[dtype.as_str(), "train.steps=60"], scale].concat()));
+        let first = steps(&mut t, 1)[0].loss;
+        let gradients: Vec<f64> =
+            t.gradients().unwrap().iter().flat_map(|g| &g.values).map(|x| f64::from(*x)).collect();
+        (first, gradients, steps(&mut t, 50).last().unwrap().loss)
+    };
+    let [single, half, brain] = ["f32", "f16", "bf16"].map(learn);
+    let apart = |a: &[f64]| {
+        let diff: f64 = a.iter().zip(&single.1).map(|(a, b)| (a - b).powi(2)).sum();
+        (diff / single.1.iter().map(|x| x * x).sum::<f64>()).sqrt()
+    };
+    let (f16, bf16) = (apart(&half.1), apart(&brain.1));
+    assert!(f16 < 0.3 * bf16 && f16 < 3e-3, "{f16} {bf16}");
+    assert!((half.0 - single.0).abs() < 1e-3, "{} {}", half.0, single.0);
+    assert!((half.2 - single.2).abs() < 0.05 && half.2 < half.0 - 1.0, "{} {}", half.2, single.2);
+}
+
+#[test]
+fn a_resumed_run_has_the_bits_of_one_that_went_on() {
+    // Before the scale has fallen to where gradients are numbers, and after it grew.
+    for (set, n) in [
+        (&[][..], 7),
+        (&["precision.loss_scale=[64, 4]"], 6),
+        (&["optimizer.state_dtype=fp8", "model.ffn=64", "train.micro_batch=4", "precision.loss_scale=64"], 3),
+        (&["optimizer.kind=sgd", "precision.loss_scale=64"], 3),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let r = half(set);
+        let mut whole = trainer(&r);
+        steps(&mut whole, n);
+        let loaded = saved(dir.path(), whole.snapshot().unwrap());
+        let scale = loaded.state()["loss_scale"].clone();
+        assert!(scale["scale"].as_f64().unwrap() >= 1.0, "{scale}");
+        let mut resumed = trainer(&r);
+        resumed.restore(&loaded).unwrap();
+        let after = steps(&mut whole, 24);
+        assert_eq!(bits(&after), bits(&steps(&mut resumed, 24)), "{set:?}");
+        assert!(whole.snapshot().unwrap() == resumed.snapshot().unwrap(), "{set:?}: other state");
+        assert!(after.last().unwrap().grad_norm.is_finite());
+        // Other types neither need the scale nor mind it, and the way back begins with a fresh one.
+        let rest = set.iter().copied().filter(|s| !s.contains("loss_scale"));
+        let mut other = trainer(&recipe(
+            &["train.steps=60", "precision.dtype=bf16"].into_iter().chain(rest).collect::<Vec<_>>(),
+        ));
+        other.restore(&loaded).unwrap();
+        assert!(!other.snapshot().unwrap().state.to_string().contains("loss_scale"));
+    }
+}
+
+/// Ranks have one scale, whoever of them overflowed.
+#[test]
+fn layouts_agree_on_the_scale() {
+    let go = |layout: &str, zero: &str| {
+        let keys = layout_keys(layout);
+        let set: Vec<&str> = keys.iter().map(String::as_str).chain([zero]).collect();
+        let r = half(&set);
+        let layout: RankLayout = layout.parse().unwrap();
+        let work = |rank: Rank| {
+            let mut t = Trainer::new(rank, &r)?;
+            (0..30).map(|_| t.train_step(&RULE)).collect::<ferrotron_core::Result<Vec<StepReport>>>()
+        };
+        let all = on_threads(&layout, || Ok(Rank::cpu(1, r.config.train.seed)?), work).unwrap();
+        assert!(all.iter().all(|r| bits(r) == bits(&all[0])), "{layout}: ranks differ");
+        all[0].clone()
+    };
+    let one = go("dp=1", "parallel.zero=0");
+    for (layout, zero) in [("tp=2", 0), ("dp=2", 1), ("pp=2", 0), ("cp=2", 0), ("tp=2,dp=2", 2)] {
+        let all = go(layout, &format!("parallel.zero={zero}"));
+        for (i, (a, b)) in all.iter().zip(&one).enumerate() {
+            assert_eq!(a.loss_scale, b.loss_scale, "{layout} step {i}");
+            assert!((a.loss - b.loss).abs() < 0.02 * b.loss, "{layout} step {i}: {} {}", a.loss, b.loss);
+        }
+    }
+}
+
+#[test]
+fn a_run_that_overflows_at_the_least_scale_ends() {
+    let mut t = trainer(&half(&["precision.loss_scale=2"]));
+    // Weights that are beyond f16: no scale helps.
+    t.import(&|name| {
+        let values = t.weights()?.into_iter().find(|w| w.name == name).unwrap().values;
+        Ok(values.iter().map(|x| if name.contains("norm") { 1e6 } else { *x }).collect())
+    })
+    .unwrap();
+    let ends = (0..40).find_map(|i| t.train_step(&RULE).err().map(|e| (i, e.to_string())));
+    let (after, said) = ends.unwrap();
+    assert!((10..20).contains(&after) && said.contains("gradient norm"), "{after}: {said}");
+}
+
+#[test]
+fn events_tell_the_scale() {
+    let dir = tempfile::tempdir().unwrap();
+    let r = half(&["train.steps=3", "precision.loss_scale=256"]);
+    let events = run(dir.path(), &r, 2, &RULE, None, None).1;
+    let scales: Vec<Option<f64>> = events
+        .iter()
+        .filter_map(|e| if let Event::Step(s) = e { Some(s.loss_scale) } else { None })
+        .collect();
+    assert_eq!(scales, [Some(256.0); 3]);
+    let text = std::fs::read_to_string(dir.path().join("events.jsonl")).unwrap();
+    assert!(text.contains("\"loss_scale\":256.0"), "{text}");
+    let dir = tempfile::tempdir().unwrap();
+    run(dir.path(), &recipe(&["train.steps=2"]), 2, &RULE, None, None);
+    assert!(!std::fs::read_to_string(dir.path().join("events.jsonl")).unwrap().contains("loss_scale"));
+}
+
+#[test]
+fn what_cannot_work_is_refused_in_one_sentence() {
+    for (changes, words) in [
+        (&["precision.loss_scale=8"][..], "precision.dtype"),
+        (&["precision.loss_scale=[4294967296, 8]"], "precision.dtype"),
+        (&["precision.dtype=f16", "precision.loss_scale=0.5"], "at least 1"),
+        (&["precision.dtype=f16", "precision.loss_scale=1e39"], "finite"),
+        (&["precision.dtype=f16", "precision.loss_scale=[64, 0]"], "at least 1"),
+        (&["precision.dtype=f16", "precision.loss_scale=[64]"], "a number, or a list"),
+        (&["precision.dtype=f16", "precision.recipe=fp8-current"], "bf16"),
+        (&["precision.dtype=f16", "optimizer.master_dtype=remainder"], "remainder"),
+    ] {
+        let mut r = Recipe::named("tiny").unwrap();
+        let said = changes.iter().try_for_each(|c| r.set(c)).and_then(|()| r.resolve(None).map(|_| ()));
+        let said = said.unwrap_err().to_string();
+        assert!(said.contains(words) && !said.trim().contains('\n'), "{changes:?}: {said}");
+    }
+}

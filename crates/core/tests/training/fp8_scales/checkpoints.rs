@@ -1,0 +1,210 @@
+//! Scales and histories in checkpoints: the same bits, under any layout and recipe; damage is refused.
+
+use super::*;
+use ferrotron_core::checkpoint::Item;
+
+#[test]
+fn a_resumed_run_has_the_bits_of_one_that_went_on() {
+    for set in [
+        &[][..],
+        &["precision.calibrate=5"],
+        &["precision.amax_history=1"],
+        &["train.micro_batch=4"],
+        &["precision.fp8_lm_head=true"],
+        &["precision.fp8_lm_head=true", "model.tied=true", "precision.calibrate=5"],
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let r = delayed(set);
+        let mut whole = trainer(&r);
+        steps(&mut whole, 3);
+        let loaded = saved(dir.path(), whole.snapshot().unwrap());
+        let mut resumed = trainer(&r);
+        resumed.restore(&loaded).unwrap();
+        assert_eq!(steps(&mut whole, 4), steps(&mut resumed, 4), "{set:?}");
+        let (a, b) = (whole.snapshot().unwrap(), resumed.snapshot().unwrap());
+        assert!(a == b, "{set:?}: other state");
+        // Two maps in each of attention and MLP, two layers; scales have left their first value.
+        let all = scales(&a);
+        let names = ["attn.out", "attn.q+k+v", "mlp.down", "mlp.gate+up"];
+        let mut maps: Vec<String> = (0..2).flat_map(|l| names.map(|n| format!("layers.{l}.{n}"))).collect();
+        if set.contains(&"precision.fp8_lm_head=true") {
+            let tied = set.contains(&"model.tied=true");
+            maps.insert(0, if tied { "embed.tokens" } else { "head" }.into());
+        }
+        let wanted =
+            ["history", "scale"].iter().flat_map(|kind| maps.iter().map(move |m| format!("fp8.{kind}/{m}")));
+        assert_eq!(all.iter().map(|a| a.0.clone()).collect::<Vec<_>>(), wanted.collect::<Vec<_>>());
+        for (name, shape, values) in &all {
+            let history = name.starts_with("fp8.history/");
+            assert_eq!(shape.last(), Some(&3));
+            assert!(history || values.iter().all(|s| *s > 0.0 && *s != 1.0), "{name}: {values:?}");
+            assert!(
+                !history || shape[0] == 1 || values[shape[0] * 3 - 3..].iter().all(|x| *x > 0.0),
+                "{name}"
+            );
+        }
+    }
+}
+
+#[test]
+fn every_layout_saves_and_loads_the_same_scales() {
+    same_in_layouts(&[]);
+}
+
+/// A tied table is on the first and the last stage, and its scales on the last.
+#[test]
+fn every_layout_knows_the_scales_of_the_head() {
+    const HEAD: [&str; 2] = ["precision.fp8_lm_head=true", "model.vocab=64"];
+    same_in_layouts(&[&HEAD[..], &["model.tied=true"]].concat());
+    same_in_layouts(&HEAD);
+}
+
+fn same_in_layouts(more: &[&str]) {
+    let in_layout = |layout| in_layout(layout, more);
+    let layouts = ["dp=1", "tp=2", "pp=2,dp=2", "cp=2", "tp=2,pp=2"];
+    let one = under("dp=1", &in_layout("dp=1"), None, 1);
+    for from in layouts {
+        let dir = tempfile::tempdir().unwrap();
+        // Magnitudes are those of one rank but for the order of sums, which later steps make more of.
+        let first = under(from, &in_layout(from), None, 1);
+        let snapshot = under(from, &in_layout(from), None, 3);
+        assert_eq!(scales(&first).len(), scales(&one).len());
+        for (a, b) in scales(&first).iter().zip(&scales(&one)) {
+            assert_eq!((&a.0, &a.1), (&b.0, &b.1));
+            let near = a.2.iter().zip(&b.2).all(|(x, y)| (x - y).abs() <= 0.1 * y.abs());
+            assert!(near && a.2.len() == b.2.len(), "{from}: {a:?} and {b:?}");
+        }
+        let loaded = saved(dir.path(), snapshot.clone());
+        for to in layouts {
+            let again = under(to, &in_layout(to), Some(&loaded), 0);
+            assert_eq!(scales(&again), scales(&snapshot), "{from} to {to}");
+        }
+        let (whole, resumed) =
+            (under(from, &in_layout(from), None, 5), under(from, &in_layout(from), Some(&loaded), 2));
+        assert_eq!(scales(&whole), scales(&resumed), "{from}");
+    }
+}
+
+#[test]
+fn recipes_switch_in_all_directions() {
+    let all = ["none", "fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"];
+    for from in all {
+        let dir = tempfile::tempdir().unwrap();
+        let mut t = trainer(&narrow(from, &[]));
+        steps(&mut t, 2);
+        let before = t.snapshot().unwrap();
+        assert_eq!(scales(&before).is_empty(), from != "fp8-delayed");
+        let loaded = saved(dir.path(), before.clone());
+        for to in all {
+            let mut t = trainer(&narrow(to, &[]));
+            t.restore(&loaded).unwrap();
+            let now = t.snapshot().unwrap();
+            match (from, to) {
+                ("fp8-delayed", "fp8-delayed") => assert_eq!(scales(&now), scales(&before)),
+                (_, "fp8-delayed") => {
+                    let fresh = |s: &(String, Vec<usize>, Vec<f32>)| {
+                        let value = if s.0.starts_with("fp8.scale/") { 1.0 } else { 0.0 };
+                        s.2.iter().all(|x| *x == value)
+                    };
+                    assert!(scales(&now).len() == 16 && scales(&now).iter().all(fresh));
+                }
+                _ => assert!(scales(&now).is_empty()),
+            }
+            assert_eq!(steps(&mut t, 1).len(), 1, "{from} to {to}");
+        }
+    }
+}
+
+/// A module that was narrow and no longer is, and the other way round.
+#[test]
+fn exceptions_may_change() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut t = trainer(&delayed(&["precision.skip=mlp.down"]));
+    steps(&mut t, 2);
+    let before = t.snapshot().unwrap();
+    let loaded = saved(dir.path(), before.clone());
+    let mut t = trainer(&delayed(&["precision.skip=attn.out"]));
+    t.restore(&loaded).unwrap();
+    let (then, now) = (scales(&before), scales(&t.snapshot().unwrap()));
+    assert_eq!(then.len(), now.len());
+    for item in &now {
+        match item.0.contains("mlp.down") {
+            true => assert!(item.2.iter().all(|x| *x == 0.0 || *x == 1.0), "{item:?}"),
+            false => assert!(then.contains(item), "{item:?}"),
+        }
+    }
+}
+
+#[test]
+fn the_history_may_change_its_length() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut t = trainer(&delayed(&[]));
+    steps(&mut t, 5);
+    let before = scales(&t.snapshot().unwrap());
+    let loaded = saved(dir.path(), t.snapshot().unwrap());
+    for len in [1, 2, 3, 4, 7] {
+        let mut t = trainer(&delayed(&[&format!("precision.amax_history={len}")]));
+        t.restore(&loaded).unwrap();
+        let after = scales(&t.snapshot().unwrap());
+        assert_eq!(before.len(), after.len());
+        for (a, b) in before.iter().zip(&after) {
+            assert_eq!(a.0, b.0);
+            if a.0.starts_with("fp8.scale/") {
+                assert_eq!(a, b);
+                continue;
+            }
+            assert_eq!(b.1, [len, 3]);
+            // Oldest first, in front of them what was never seen; the first row is where a step gathers.
+            let kept = (len - 1).min(3);
+            let wanted = [&vec![0.0; 3 * (len - kept)][..], &a.2[3 * (4 - kept)..]].concat();
+            assert_eq!(b.2, wanted, "{} with {len} steps", a.0);
+        }
+        steps(&mut t, 1);
+    }
+}
+
+type Change<'a> = &'a dyn Fn(&mut Vec<Item>);
+
+#[test]
+fn damaged_scales_are_refused() {
+    let mut t = trainer(&delayed(&[]));
+    steps(&mut t, 1);
+    let good = t.snapshot().unwrap();
+    let with = |change: Change| {
+        let dir = tempfile::tempdir().unwrap();
+        let mut s = good.clone();
+        change(&mut s.items);
+        let loaded = saved(dir.path(), s);
+        // Whether they are asked for or not.
+        ["fp8-delayed", "none"].map(|scaling| {
+            let r = if scaling == "none" { narrow("none", &[]) } else { delayed(&[]) };
+            let mut t = trainer(&r);
+            t.restore(&loaded).map_or_else(|e| e.to_string(), |()| String::new())
+        })
+    };
+    let at = |items: &[Item], name: &str| items.iter().position(|i| i.name == name).unwrap();
+    const SCALE: &str = "fp8.scale/layers.1.mlp.down";
+    const HISTORY: &str = "fp8.history/layers.1.mlp.down";
+    let resize = |name: &'static str, shape: &'static [usize]| {
+        move |items: &mut Vec<Item>| {
+            let i = at(items, name);
+            let bytes = vec![0; 4 * shape.iter().product::<usize>()];
+            items[i] = Item { shape: shape.to_vec(), bytes, ..items[i].clone() };
+        }
+    };
+    assert_eq!(with(&|_| ()), ["", ""]);
+    let wrong: [(Change, &str); 7] = [
+        (&resize(SCALE, &[2]), "fp8.scale/layers.1.mlp.down is f32 [2]"),
+        (&resize(SCALE, &[3, 1]), "fp8.scale/layers.1.mlp.down is f32 [3, 1]"),
+        (&resize(HISTORY, &[12]), "fp8.history/layers.1.mlp.down is f32 [12]"),
+        (&resize(HISTORY, &[3, 4]), "fp8.history/layers.1.mlp.down is f32 [3, 4]"),
+        (&|items| drop(items.remove(at(items, SCALE))), "without fp8.scale/layers.1.mlp.down"),
+        (&|items| drop(items.remove(at(items, HISTORY))), "without fp8.history/layers.1.mlp.down"),
+        (&|items| items[0].name = "fp8.scale/layers.9.mlp.down".into(), "layers.9.mlp.down is unknown"),
+    ];
+    for (change, said) in wrong {
+        for told in with(change) {
+            assert!(told.contains(said), "{told:?} instead of {said:?}");
+        }
+    }
+}

@@ -1,0 +1,183 @@
+//! q, k and v of attention in quant bits: each is rounded to E4M3 under one scale. Where no matrix unit multiplies bytes
+//! (`attention_fp8`), and backward, they are computed with in the model's type: scales are powers of two, so that this holds
+//! bytes without rounding again, and what comes out is what matrix units would be given.
+
+use crate::StepContext;
+use ferrotron_comm::ReduceOp;
+use ferrotron_kernels::{Fp8Tensor, Quantize, ScaleSource, ScalingMode};
+use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
+
+/// Largest amax of q, k and v `[rows, heads, channels]`, f32 `[3]`, of all ranks that share their heads or sequences.
+pub(super) fn amax(p: &StepContext, qkv: [&Tensor; 3]) -> Result<Tensor> {
+    let s = &p.rank.compute;
+    let all = s.zeros(&[3], DType::F32, Category::Activations)?;
+    for (i, t) in qkv.into_iter().enumerate() {
+        p.rank.kernels.amax(s, &matrix(t)?, &all.narrow(0, i, 1)?)?;
+    }
+    p.rank.tp.all_reduce(s, &all, ReduceOp::Max, "amax of heads")?;
+    p.rank.cp.all_reduce(s, &all, ReduceOp::Max, "amax of heads of sequences")?;
+    Ok(all)
+}
+
+/// The numbers of E4M3 nearest to q, k and v, under the scales of these amax.
+pub(super) fn rounded(p: &StepContext, qkv: [&Tensor; 3], amax: &Tensor) -> Result<[Tensor; 3]> {
+    let round = |i: usize| {
+        let (s, k, x) = (&p.rank.compute, &p.rank.kernels, matrix(qkv[i])?);
+        let amax = &amax.narrow(0, i, 1)?;
+        let bytes = Fp8Tensor::empty(
+            s,
+            [x.shape()[0], x.shape()[1]],
+            DType::E4M3,
+            ScalingMode::PerTensor,
+            Category::Workspace,
+        )?;
+        let range = ScaleSource::Amax { amax, pow2: true };
+        k.quantize(s, &Quantize { x: &x, range, rows: Some(&bytes), cols: None, sums: None })?;
+        let out = p.empty(x.shape())?;
+        k.dequantize(s, &bytes, &out)?;
+        out.view(qkv[i].shape())
+    };
+    Ok([round(0)?, round(1)?, round(2)?])
+}
+
+/// Rows of channels, of all heads of a token where they lie side by side.
+fn matrix(t: &Tensor) -> Result<Tensor> {
+    let [rows, heads, channels] = *t.shape() else {
+        return shape_error("attention", format!("{t:?} is not [rows, heads, channels]"));
+    };
+    t.view(&[rows, heads * channels]).or_else(|_| t.view(&[rows * heads, channels]))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, clippy::panic)]
+mod tests {
+    use super::super::Layout;
+    use super::super::core_attention::{CoreAttention, CoreAttentionGrads, CoreAttentionSaved};
+    use super::*;
+    use crate::{Declarations, GradBuffer, Params, Rank, Saved, SavedTensor};
+    use ferrotron_kernels::{AttentionBackward, AttentionForward, AttentionParams, MaskAlign};
+    use ferrotron_tensor::fp8::E4m3;
+    use ferrotron_tensor::{Float, bf16};
+
+    const TOKENS: usize = 50;
+    const LAYOUT: Layout = Layout::Rows { count: 2, len: 24 };
+
+    /// Numbers of several sizes, zeros and one large one.
+    fn numbers(seed: usize, n: usize) -> Vec<bf16> {
+        let size = [1.0, 1e-3, 0.0, 0.05];
+        let x = |i: usize| ((i * 37 + seed * 101) % 211) as f32 / 105.0 - 1.0;
+        (0..n).map(|i| if i == 7 { 9.0 } else { x(i) * size[i % 4] }).map(bf16::from_f32).collect()
+    }
+
+    /// q and k side by side in one buffer, v among other channels of its heads.
+    fn operands(rank: &Rank) -> [Tensor; 3] {
+        let up = |seed, shape: &[usize]| {
+            let x = numbers(seed, shape.iter().product());
+            rank.compute.upload(&x, shape, Category::Activations).unwrap()
+        };
+        let qk = up(1, &[TOKENS, 6 * 8]);
+        let q = qk.narrow(1, 0, 4 * 8).unwrap().view(&[TOKENS, 4, 8]).unwrap();
+        let k = qk.narrow(1, 4 * 8, 2 * 8).unwrap().view(&[TOKENS, 2, 8]).unwrap();
+        [q, k, up(2, &[TOKENS, 2, 12]).narrow(2, 3, 8).unwrap()]
+    }
+
+    fn host(rank: &Rank, t: &Tensor) -> Vec<f64> {
+        rank.compute.download::<bf16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect()
+    }
+
+    #[test]
+    fn operands_are_numbers_of_e4m3_under_powers_of_two() {
+        let rank = Rank::cpu(1, 1).unwrap();
+        let params = Params::allocate(&rank, Declarations::default().finish(), DType::BF16).unwrap();
+        let (p, qkv) = (StepContext::new(&rank, &params), operands(&rank));
+        let amax = amax(&p, qkv.each_ref()).unwrap();
+        let found = rank.compute.download::<f32>(&amax).unwrap();
+        let rounded = rounded(&p, qkv.each_ref(), &amax).unwrap();
+        for (i, (t, ours)) in qkv.iter().zip(&rounded).enumerate() {
+            let x = host(&rank, t);
+            let most = x.iter().fold(0.0f64, |m, x| m.max(x.abs()));
+            assert_eq!(f64::from(found[i]), most);
+            let scale = (448.0 / most).log2().floor().exp2();
+            let wanted: Vec<f64> =
+                x.iter().map(|x| <E4m3 as Float>::from_f32((x * scale) as f32).to_f64() / scale).collect();
+            let ours = host(&rank, ours);
+            assert!(ours == wanted && ours != x, "operand {i}");
+        }
+    }
+
+    struct Kept([SavedTensor; 3]);
+
+    impl Saved for Kept {
+        fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+            self.0.iter_mut().for_each(f);
+        }
+    }
+
+    /// Forward rounds operands and weights, backward operands alone; the sink and rows past the sequences are as ever.
+    #[test]
+    fn both_passes_are_those_of_rounded_operands() {
+        let rank = Rank::cpu(1, 1).unwrap();
+        let scores = AttentionParams {
+            scale: 0.7,
+            softcap: None,
+            causal: true,
+            align: MaskAlign::TopLeft,
+            left: None,
+            right: None,
+            fp8: true,
+        };
+        let mut d = Declarations::default();
+        let core = CoreAttention::declare(&mut d, "layers.0.attn", scores, [4, 2], Some(0.5)).unwrap();
+        let params = Params::allocate(&rank, d.finish(), DType::BF16).unwrap();
+        let sink: Vec<bf16> = [0.5, -1.0, 0.25, 2.0].map(bf16::from_f32).to_vec();
+        rank.compute.upload_into(&params.values()[0], &sink).unwrap();
+        let (p, qkv) = (StepContext::new(&rank, &params), operands(&rank));
+        let new = |shape: &[usize]| rank.activation(shape, DType::BF16).unwrap();
+        let (out, dout) = (new(&[TOKENS, 32]), new(&[TOKENS, 32]));
+        rank.compute.upload_into(&dout, &numbers(5, TOKENS * 32)).unwrap();
+        let keep = || Kept(qkv.each_ref().map(SavedTensor::activation));
+        let saved = core.forward(&p, &LAYOUT, qkv.each_ref(), &out, keep).unwrap();
+        let CoreAttentionSaved::Full { lse, .. } = &saved else { panic!("nobody shares the sequences") };
+        let lse = rank.compute.download::<f32>(lse).unwrap();
+
+        let real = qkv.each_ref().map(|t| t.narrow(0, 0, 48).unwrap());
+        let by = amax(&p, real.each_ref()).unwrap();
+        let rounded = rounded(&p, real.each_ref(), &by).unwrap();
+        let shaped = |t: &Tensor| t.view(&[2, 24, t.shape()[1], t.shape()[2]]).unwrap();
+        let [q, k, v] = &rounded.each_ref().map(shaped);
+        let sink: Vec<f32> = sink.iter().map(|x| x.to_f32()).collect();
+        let sink = &rank.compute.upload(&sink, &[4], Category::Activations).unwrap();
+        let (want, want_lse) = (new(&[2, 24, 4, 8]), rank.activation(&[2, 4, 24], DType::F32).unwrap());
+        let forward = || AttentionForward { q, k, v, sink: Some(sink), out: &want, lse: &want_lse };
+        let (kernels, s) = (&rank.kernels, &rank.compute);
+        kernels.attention_forward(s, &scores, LAYOUT.sequences(), &forward()).unwrap();
+        assert_eq!(host(&rank, &out.narrow(0, 0, 48).unwrap()), host(&rank, &want));
+        assert!(host(&rank, &out.narrow(0, 48, 2).unwrap()).iter().all(|x| *x == 0.0));
+        assert_eq!(lse, rank.compute.download::<f32>(&want_lse).unwrap());
+        let whole = new(&[2, 24, 4, 8]);
+        let f = AttentionForward { out: &whole, ..forward() };
+        kernels
+            .attention_forward(s, &AttentionParams { fp8: false, ..scores }, LAYOUT.sequences(), &f)
+            .unwrap();
+        assert_ne!(host(&rank, &whole), host(&rank, &want));
+        kernels.attention_forward(s, &scores, LAYOUT.sequences(), &forward()).unwrap();
+
+        let grads = [new(&[TOKENS, 4, 8]), new(&[TOKENS, 2, 8]), new(&[TOKENS, 2, 8])];
+        let y = CoreAttentionGrads { out: &out, dout: &dout, dqkv: grads.each_ref() };
+        let recompute = |kept: &Kept| Ok(kept.0.each_ref().map(|t| Tensor::clone(t)));
+        let work = core.backward(&p, &LAYOUT, saved, &y, recompute).unwrap();
+        let [dq, dk, dv] = &[new(&[2, 24, 4, 8]), new(&[2, 24, 2, 8]), new(&[2, 24, 2, 8])];
+        let dout = &dout.narrow(0, 0, 48).unwrap().view(&[2, 24, 4, 8]).unwrap();
+        let dsink = &rank.compute.zeros(&[4], DType::F32, Category::Activations).unwrap();
+        let b = AttentionBackward { forward: forward(), dout, dq, dk, dv, dsink: Some(dsink) };
+        kernels.attention_backward(s, &scores, LAYOUT.sequences(), &b).unwrap();
+        for (ours, wanted) in grads.iter().zip([dq, dk, dv]) {
+            assert_eq!(host(&rank, &ours.narrow(0, 0, 48).unwrap()), host(&rank, wanted));
+        }
+        let mut buffer = GradBuffer::new(params.specs());
+        work.run(&rank, &mut buffer).unwrap();
+        let [ours, wanted] =
+            [&buffer.finish(&rank).unwrap()[0], dsink].map(|t| rank.compute.download::<f32>(t).unwrap());
+        assert_eq!(ours, wanted);
+    }
+}

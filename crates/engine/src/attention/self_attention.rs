@@ -1,0 +1,119 @@
+//! The kinds of attention under one name, for layers that have either.
+
+use super::{Attention, AttentionSaved, KvCache, Layout, MlaSaved, MultiLatentAttention};
+use crate::{Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
+use ferrotron_tensor::{Result, Tensor};
+
+/// Attention of a layer.
+pub enum SelfAttention {
+    /// Keys and values of each head from the residual stream.
+    MultiHead(Box<Attention>),
+    /// Keys and values of all heads from one narrow row.
+    Mla(Box<MultiLatentAttention>),
+}
+
+/// What backward needs.
+pub enum SelfAttentionSaved {
+    /// See [`AttentionSaved`].
+    MultiHead(Box<AttentionSaved>),
+    /// See [`MlaSaved`].
+    Mla(Box<MlaSaved>),
+}
+
+impl Saved for SelfAttentionSaved {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        match self {
+            SelfAttentionSaved::MultiHead(s) => s.tensors(f),
+            SelfAttentionSaved::Mla(s) => s.tensors(f),
+        }
+    }
+}
+
+impl SelfAttentionSaved {
+    /// Drops the block's input, which the caller can make again.
+    pub fn drop_input(&mut self) {
+        match self {
+            SelfAttentionSaved::MultiHead(s) => s.drop_input(),
+            SelfAttentionSaved::Mla(s) => s.drop_input(),
+        }
+    }
+
+    /// Puts the input back.
+    pub fn restore_input(&mut self, x: &Tensor) {
+        match self {
+            SelfAttentionSaved::MultiHead(s) => s.restore_input(x),
+            SelfAttentionSaved::Mla(s) => s.restore_input(x),
+        }
+    }
+}
+
+impl SelfAttention {
+    /// Does it need the largest magnitude of its input?
+    pub fn needs_input_amax(&self, p: &StepContext) -> bool {
+        match self {
+            SelfAttention::MultiHead(a) => a.needs_input_amax(p),
+            SelfAttention::Mla(a) => a.needs_input_amax(p),
+        }
+    }
+
+    /// See [`Attention::forward`].
+    pub fn forward(
+        &self,
+        p: &StepContext,
+        x: impl Into<WithAmax>,
+        layout: &Layout,
+        positions: &Tensor,
+    ) -> Result<(Tensor, SelfAttentionSaved)> {
+        Ok(match self {
+            SelfAttention::MultiHead(a) => {
+                let (y, saved) = a.forward(p, x, layout, positions)?;
+                (y, SelfAttentionSaved::MultiHead(saved.into()))
+            }
+            SelfAttention::Mla(a) => {
+                let (y, saved) = a.forward(p, x, layout, positions)?;
+                (y, SelfAttentionSaved::Mla(saved.into()))
+            }
+        })
+    }
+
+    /// See [`Attention::backward`].
+    pub fn backward(
+        &self,
+        p: &StepContext,
+        saved: SelfAttentionSaved,
+        layout: &Layout,
+        positions: &Tensor,
+        dy: &Tensor,
+    ) -> Result<(Tensor, WeightGrad)> {
+        match (self, saved) {
+            (SelfAttention::MultiHead(a), SelfAttentionSaved::MultiHead(s)) => {
+                a.backward(p, *s, layout, positions, dy)
+            }
+            (SelfAttention::Mla(a), SelfAttentionSaved::Mla(s)) => a.backward(p, *s, layout, positions, dy),
+            _ => ferrotron_tensor::shape_error("attention backward", "what was saved is of another kind"),
+        }
+    }
+
+    /// An empty cache of this rank's heads for `batch` sequences of up to `capacity` tokens.
+    pub fn cache(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<KvCache> {
+        match self {
+            SelfAttention::MultiHead(a) => a.cache(p, batch, capacity),
+            SelfAttention::Mla(a) => a.cache(p, batch, capacity),
+        }
+    }
+
+    /// See [`Attention::decode`].
+    pub fn decode(
+        &self,
+        p: &StepContext,
+        x: impl Into<WithAmax>,
+        cache: &mut KvCache,
+        layout: &Layout,
+        positions: &Tensor,
+    ) -> Result<Tensor> {
+        match self {
+            SelfAttention::MultiHead(a) => a.decode(p, x, cache, layout, positions),
+            SelfAttention::Mla(a) => a.decode(p, x, cache, layout, positions),
+        }
+    }
+}

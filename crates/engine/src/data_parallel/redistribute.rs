@@ -1,0 +1,184 @@
+//! One bucket in memory, and the one operation between placements.
+
+use super::{Bucket, BucketPlan, Placement};
+use crate::{GroupRank, Rank};
+use ferrotron_comm::{Communicator, ReduceOp};
+use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What a rank has of a bucket. Clones share memory.
+#[derive(Clone)]
+pub struct FlatBuffer {
+    plan: Arc<BucketPlan>,
+    bucket: usize,
+    placement: Placement,
+    memory: Tensor,
+}
+
+/// This rank in a group.
+pub fn group_rank(group: &Communicator) -> GroupRank {
+    GroupRank { rank: group.rank(), size: group.size() }
+}
+
+impl FlatBuffer {
+    /// New memory for rank `place`, contents unspecified.
+    pub fn empty(
+        plan: &Arc<BucketPlan>,
+        bucket: usize,
+        placement: Placement,
+        place: GroupRank,
+        (dtype, category): (DType, Category),
+        s: &Stream,
+    ) -> Result<FlatBuffer> {
+        let len = plan.buckets()[bucket].held(placement, place).len();
+        let memory = Tensor::empty(s, &[len], dtype, category)?;
+        Ok(FlatBuffer { plan: plan.clone(), bucket, placement, memory })
+    }
+
+    /// A bucket in given memory: as long as it is where every rank has all of it, else as this rank's part.
+    pub fn of(plan: &Arc<BucketPlan>, bucket: usize, placement: Placement, memory: &Tensor) -> FlatBuffer {
+        FlatBuffer { plan: plan.clone(), bucket, placement, memory: memory.clone() }
+    }
+
+    /// The local memory, flat.
+    pub fn memory(&self) -> &Tensor {
+        &self.memory
+    }
+
+    /// Where it lies.
+    pub fn placement(&self) -> Placement {
+        self.placement
+    }
+
+    /// The same memory under another placement: all of it, or rank `place`'s part of a whole.
+    pub fn view_as(&self, placement: Placement, place: GroupRank) -> Result<FlatBuffer> {
+        let memory = match (self.placement.is_full_size(), placement.is_full_size()) {
+            (true, false) => part(&self.memory, &self.layout().held(placement, place))?,
+            _ if self.placement.is_full_size() == placement.is_full_size() => self.memory.clone(),
+            _ => return shape_error("placement", "a part cannot be seen as the whole; redistribute it"),
+        };
+        Ok(FlatBuffer { placement, memory, ..self.clone() })
+    }
+
+    fn layout(&self) -> &Bucket {
+        &self.plan.buckets()[self.bucket]
+    }
+
+    /// Elements of each rank.
+    fn counts(&self, placement: Placement, size: usize) -> Vec<usize> {
+        (0..size).map(|rank| self.layout().held(placement, GroupRank { rank, size }).len()).collect()
+    }
+
+    /// Brings the bucket into the placement and memory of `to`, over the ranks of `group`, all of which call it.
+    /// `to` may be memory of its own or, where that is the same part, this buffer's. Sums are in the order of ranks
+    /// where the group's are; padding is moved like the rest.
+    ///
+    /// Flat → Replicate is an all-gather, Partial → Flat a reduce-scatter, Partial → Replicate an all-reduce, and
+    /// Replicate → Flat a copy of the own part.
+    pub fn redistribute(
+        &self,
+        rank: &Rank,
+        group: &Communicator,
+        to: &FlatBuffer,
+        s: &Stream,
+        label: &'static str,
+    ) -> Result<()> {
+        use Placement::{Flat, Partial, Replicate, TensorAtomic};
+        let me = group_rank(group);
+        let (from, out) = (&self.memory, &to.memory);
+        for (buffer, placement) in [(from, self.placement), (out, to.placement)] {
+            let len = self.layout().held(placement, me).len();
+            if buffer.numel() != len || (placement == Flat && !self.layout().len.is_multiple_of(me.size)) {
+                let what = format!("{buffer:?} is not the {placement:?} part of {me:?} of a bucket, {len}");
+                return shape_error(label, what);
+            }
+        }
+        match (self.placement, to.placement) {
+            (Replicate, Replicate) | (Partial, Partial) | (Flat, Flat) | (TensorAtomic, TensorAtomic) => {
+                copy(s, from, out)
+            }
+            (Flat, Replicate) => Ok(group.all_gather(s, from, out, label)?),
+            (TensorAtomic, Replicate) => {
+                Ok(group.all_gather_v(s, from, out, &self.counts(TensorAtomic, me.size), label)?)
+            }
+            (Partial, Flat) => Ok(group.reduce_scatter(s, from, out, ReduceOp::Sum, label)?),
+            (Partial, Replicate) => {
+                copy(s, from, out)?;
+                Ok(group.all_reduce(s, out, ReduceOp::Sum, label)?)
+            }
+            (Partial, TensorAtomic) => self.reduce_to_owners(rank, group, out, s, label),
+            (Replicate, Flat | TensorAtomic) => {
+                copy(s, &part(from, &self.layout().held(to.placement, me))?, out)
+            }
+            (Replicate, Partial) => {
+                // The value is a sum of which one rank has everything.
+                if me.rank == 0 { copy(s, from, out) } else { s.zero(out) }
+            }
+            (Flat | TensorAtomic, Partial) => {
+                let mine = self.layout().held(self.placement, me);
+                copy(s, from, &part(out, &mine)?)?;
+                s.zero(&part(out, &(0..mine.start))?)?;
+                s.zero(&part(out, &(mine.end..out.numel()))?)
+            }
+            (Flat, TensorAtomic) | (TensorAtomic, Flat) => {
+                let parts = |p, rank| self.layout().held(p, GroupRank { rank, size: me.size });
+                let common =
+                    |a: Range<usize>, b: Range<usize>| a.end.min(b.end).saturating_sub(a.start.max(b.start));
+                let counts = |mine, theirs| -> Vec<usize> {
+                    (0..me.size).map(|r| common(parts(mine, me.rank), parts(theirs, r))).collect()
+                };
+                let (sent, received) =
+                    (counts(self.placement, to.placement), counts(to.placement, self.placement));
+                Ok(group.all_to_all_v(s, from, &sent, out, &received, label)?)
+            }
+        }
+    }
+
+    /// Every rank sends each owner what it has for it; owners add up, in the order of ranks.
+    fn reduce_to_owners(
+        &self,
+        rank: &Rank,
+        group: &Communicator,
+        out: &Tensor,
+        s: &Stream,
+        label: &'static str,
+    ) -> Result<()> {
+        let (n, mine, dtype) = (group.size(), out.numel(), out.dtype());
+        let sent = self.counts(Placement::TensorAtomic, n);
+        let all = Tensor::empty(s, &[n * mine], dtype, Category::Communication)?;
+        group.all_to_all_v(s, &self.memory, &sent, &all, &vec![mine; n], label)?;
+        if mine == 0 {
+            return Ok(());
+        }
+        // Narrow types are added up in f32 and rounded once.
+        let narrow = dtype != DType::F32;
+        let total = if narrow {
+            Tensor::empty(s, &[mine], DType::F32, Category::Communication)?
+        } else {
+            out.clone()
+        };
+        let wide = Tensor::empty(s, &[if narrow { mine } else { 0 }], DType::F32, Category::Communication)?;
+        for r in 0..n {
+            let theirs = all.narrow(0, r * mine, mine)?;
+            match r {
+                0 => rank.kernels.copy(s, &theirs, &total)?,
+                _ if narrow => {
+                    rank.kernels.copy(s, &theirs, &wide)?;
+                    rank.kernels.add_assign(s, &total, &wide)?;
+                }
+                _ => rank.kernels.add_assign(s, &total, &theirs)?,
+            }
+        }
+        if narrow { rank.kernels.copy(s, &total, out) } else { Ok(()) }
+    }
+}
+
+fn part(t: &Tensor, range: &Range<usize>) -> Result<Tensor> {
+    t.narrow(0, range.start, range.len())
+}
+
+/// Nothing where the two are the same memory.
+fn copy(s: &Stream, from: &Tensor, to: &Tensor) -> Result<()> {
+    if from.numel() == 0 || from.same_memory(to) { Ok(()) } else { s.copy(from, to) }
+}

@@ -1,0 +1,137 @@
+//! Losses of the router: balancing, and the z-loss. They enter the gradient of its logits, and nothing else.
+//!
+//! A balancing loss over a set of N tokens is `coefficient·E/(k·N²)·Σ_e P_e·c_e`, where P_e is the sum over the tokens of
+//! expert e's score and c_e counts tokens with e among their k best scores: equal to the coefficient where loads are even.
+//! The mean over the micro-batches of a step (of all data-parallel ranks) is added to the loss of the step.
+
+use super::router::table;
+use super::state::{LOSSES, MoeLayerId, MoeState};
+use super::{AuxLossKind, MoeTraining, RoutingMethod};
+use crate::StepContext;
+use ferrotron_comm::ReduceOp;
+use ferrotron_kernels::{AuxLoss, ScoreFunction};
+use ferrotron_tensor::{Category, DType, Result, Tensor};
+
+/// What the losses are of.
+#[derive(Clone, Copy)]
+pub(super) struct RouterDims {
+    pub(super) score: ScoreFunction,
+    pub(super) topk: usize,
+    pub(super) experts: usize,
+}
+
+/// What backward needs of the losses: f32 `[segments, E]` for each, and f64 `[2]` of the z-loss.
+#[derive(Default)]
+pub(super) struct BalanceSaved {
+    pub(super) weights: Vec<Tensor>,
+    pub(super) z: Option<Tensor>,
+}
+
+/// The part of a step's mean that a micro-batch is, of a rank's tokens.
+fn share(p: &StepContext, training: &MoeTraining, kind: AuxLossKind) -> f32 {
+    let Some(moe) = p.moe else { return 0.0 };
+    let dp = p.rank.dp.size() as f32;
+    match kind {
+        // Its counts are those of all data-parallel ranks: the sum over those is the whole loss already.
+        AuxLossKind::Global if !training.global_over_dp => moe.micro_batch_weight * dp,
+        _ => moe.micro_batch_weight,
+    }
+}
+
+/// Statistics of a micro-batch, agreed on by the ranks that share it.
+pub(super) fn forward(
+    p: &StepContext,
+    state: &MoeState,
+    id: MoeLayerId,
+    training: &MoeTraining,
+    of: RouterDims,
+    logits: &Tensor,
+) -> Result<BalanceSaved> {
+    let (k, s) = (&p.rank.kernels, &p.rank.compute);
+    let mut weights = Vec::new();
+    for (kind, coefficient) in &training.balance {
+        let (segments, count) = segments(p, *kind, logits.shape()[0])?;
+        let b = AuxLoss { logits, score: of.score, k: of.topk, segments: &segments };
+        let (sums, counts) =
+            (table(p, &[count, of.experts], DType::F32)?, table(p, &[count, of.experts], DType::I64)?);
+        k.aux_loss_stats(s, &b, &sums, &counts)?;
+        let group = if *kind == AuxLossKind::Global { &p.rank.tp_dp_cp_group } else { &p.rank.tp_cp_group };
+        group.all_reduce(s, &counts, ReduceOp::Sum, "tokens of experts")?;
+        // The mean over sequences.
+        let factor = coefficient * share(p, training, *kind) / count as f32;
+        let place = AuxLossKind::ALL.iter().position(|b| b == kind).unwrap_or(LOSSES);
+        let loss = state.row(&state.losses, id)?.narrow(0, place, 1)?;
+        let w = table(p, &[count, of.experts], DType::F32)?;
+        if *kind == AuxLossKind::Global {
+            let (total, steps) =
+                (state.row(&state.global_tokens_per_expert, id)?, state.row(&state.micro_batches, id)?);
+            k.accumulate_counts(s, &counts, &total, &steps)?;
+            let total = total.view(counts.shape())?;
+            k.aux_loss_weights(s, factor, of.topk, &sums, &total, Some(&steps), &w, &loss)?;
+        } else {
+            k.aux_loss_weights(s, factor, of.topk, &sums, &counts, None, &w, &loss)?;
+        }
+        weights.push(w);
+    }
+    let z = if training.z_loss > 0.0 {
+        let sums = s.zeros(&[2], DType::F64, Category::Workspace)?;
+        k.z_loss(s, logits, &p.segments(logits.shape()[0])?, &sums)?;
+        k.accumulate_f64(s, &sums, &state.row(&state.z, id)?)?;
+        p.rank.tp_cp_group.all_reduce(s, &sums, ReduceOp::Sum, "logits of the router")?;
+        Some(sums)
+    } else {
+        None
+    };
+    if let RoutingMethod::Quantiles { .. } = training.routing_method {
+        let [t, e] = [logits.shape()[0], of.experts];
+        let group = &p.rank.tp_cp_group;
+        let all = p.rank.activation(&[t * group.size(), e], logits.dtype())?;
+        group.all_gather(s, logits, &all, "logits of all tokens")?;
+        k.quantiles(
+            s,
+            of.topk,
+            &all,
+            &state.row(&state.quantiles, id)?,
+            &state.row(&state.quantile_sums, id)?,
+        )?;
+    }
+    Ok(BalanceSaved { weights, z })
+}
+
+/// Adds the gradients of the losses to that of the logits.
+pub(super) fn backward(
+    p: &StepContext,
+    training: &MoeTraining,
+    of: RouterDims,
+    saved: BalanceSaved,
+    logits: &Tensor,
+    dlogits: &Tensor,
+) -> Result<()> {
+    let (k, s) = (&p.rank.kernels, &p.rank.compute);
+    for ((kind, _), weights) in training.balance.iter().zip(&saved.weights) {
+        let (segments, _) = segments(p, *kind, logits.shape()[0])?;
+        let b = AuxLoss { logits, score: of.score, k: of.topk, segments: &segments };
+        k.aux_loss_backward(s, &b, weights, dlogits)?;
+    }
+    if let (Some(rows), Some(moe)) = (&saved.z, p.moe) {
+        k.z_loss_backward(
+            s,
+            training.z_loss * moe.micro_batch_weight,
+            rows,
+            logits,
+            &p.segments(logits.shape()[0])?,
+            dlogits,
+        )?;
+    }
+    Ok(())
+}
+
+/// Segments of a loss, and how many there are.
+fn segments(p: &StepContext, kind: AuxLossKind, rows: usize) -> Result<(Tensor, usize)> {
+    match p.moe {
+        Some(moe) if kind == AuxLossKind::Sequence => {
+            Ok((moe.input.sequence_ids.clone(), moe.input.sequences.max(1)))
+        }
+        _ => Ok((p.segments(rows)?, 1)),
+    }
+}

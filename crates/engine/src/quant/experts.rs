@@ -1,0 +1,274 @@
+//! Products of experts where some of them have narrow factors.
+//!
+//! The rows of all experts have one scale, on which the ranks agree between which tokens travel: a token is narrowed once, before
+//! it is copied to its experts, and what is sent and sorted are bytes. Every expert's weights have a scale of their own. Scales of
+//! blocks are made of sorted rows: experts begin at multiples of 128 of them, so no block has rows of two.
+
+use super::quantize::{Orientations, QuantScale, Quantized};
+use super::state::CachedWeight;
+use super::{GemmOperand, GemmOptions, LinearGemm, Method, Role};
+use crate::{ParamId, Rank, StepContext, WithAmax};
+use ferrotron_comm::{Communicator, ReduceOp};
+use ferrotron_kernels::{
+    Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, GroupedBias, GroupedGemm, GroupedWgrad, QuantizeStack,
+    RowMap, ScaleSource, ScalingMode, Segments,
+};
+use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
+
+impl LinearGemm {
+    /// What profiles call it of experts, in bytes.
+    fn grouped(self) -> &'static str {
+        match self {
+            LinearGemm::Fprop => "grouped (output, fp8)",
+            LinearGemm::Dgrad => "grouped (input gradient, fp8)",
+            LinearGemm::Wgrad => "grouped (weight gradient, fp8)",
+        }
+    }
+}
+
+impl StepContext<'_> {
+    /// The largest magnitude of rows of tokens, f32 `[1]`, on which all ranks agree that they may travel to.
+    pub(crate) fn dispatched_amax(&self, x: &WithAmax) -> Result<Tensor> {
+        let (tp, experts) = (&self.rank.tp, &self.rank.etp_ep_group);
+        // Ranks that share layers have tokens of one micro-batch, wherever their experts are.
+        if experts.size().is_multiple_of(tp.size()) {
+            return self.reduced_amax_over(experts, x);
+        }
+        let amax = Some(self.reduced_amax_over(tp, x)?);
+        self.reduced_amax_over(experts, &WithAmax { amax, ..x.clone() })
+    }
+
+    /// The largest magnitude of rows, f32 `[1]`, on which the ranks of a group agree.
+    pub(crate) fn reduced_amax_over(&self, group: &Communicator, x: &WithAmax) -> Result<Tensor> {
+        let s = &self.rank.compute;
+        let amax = match &x.amax {
+            Some(amax) if group.size() == 1 => return Ok(amax.clone()),
+            // Others agree on it with other ranks.
+            Some(amax) => {
+                let own = self.zero_amax()?;
+                s.copy(amax, &own)?;
+                own
+            }
+            None => {
+                let own = self.zero_amax()?;
+                self.rank.kernels.amax(s, &x.values, &own)?;
+                own
+            }
+        };
+        group.all_reduce(s, &amax, ReduceOp::Max, "largest magnitude of experts' rows")?;
+        Ok(amax)
+    }
+
+    /// The stacked weights `param` of experts, `[E, n, k]`, as factors `[E·n, k]`, and `[E·k, n]` along columns. They are narrowed
+    /// once until they change, where they are kept. Where not, backward turns the bytes that forward made.
+    pub(crate) fn quantize_expert_weights(
+        &self,
+        param: ParamId,
+        shape: [usize; 3],
+        uses: Orientations,
+    ) -> Result<Quantized> {
+        let (state, _) = self.quant(param)?;
+        if let Some(bytes) = self.params.fp8_params().weight(param) {
+            self.params.wait_weight(self.rank, param)?;
+            let transpose = || transpose_each(self.rank, shape, bytes);
+            let cols = uses.cols.then(|| state.transposed(self.train, param, transpose)).transpose()?;
+            return Ok(Quantized { rows: Some(GemmOperand::Fp8(bytes.clone())), cols });
+        }
+        let mut kept: CachedWeight = state.weights()[param.0].clone();
+        let missing =
+            Orientations { rows: uses.rows && kept.rows.is_none(), cols: uses.cols && kept.cols.is_none() };
+        if missing == Orientations::NONE {
+            return Ok(Quantized { rows: kept.rows, cols: kept.cols });
+        }
+        let keep = state.caches(self.train);
+        if let (false, Orientations::COLUMNWISE, Some(GemmOperand::Fp8(rows))) = (keep, missing, &kept.rows) {
+            let cols = transpose_each(self.rank, shape, rows)?;
+            // Nobody needs them any more.
+            state.weights()[param.0].rows = None;
+            return Ok(Quantized { rows: None, cols: Some(GemmOperand::Fp8(cols)) });
+        }
+        let make = Orientations {
+            rows: missing.rows || (keep && kept.rows.is_none()),
+            cols: missing.cols || (keep && self.train && kept.cols.is_none()),
+        };
+        let made = self.quantize_stack(param, shape, make, &mut kept.amax)?;
+        let later = self.train && self.params.specs()[param.0].quant.is_some_and(|e| e.dgrad);
+        let stays = CachedWeight { rows: made.rows.clone().filter(|_| later), ..kept.clone() };
+        kept.rows = kept.rows.or(made.rows);
+        kept.cols = kept.cols.or(made.cols);
+        if keep || self.train {
+            state.weights()[param.0] = if keep { kept.clone() } else { stays };
+        }
+        Ok(Quantized { rows: kept.rows, cols: kept.cols })
+    }
+
+    /// Makes bytes of stacked weights. `amax` f32 `[E]`: their largest magnitudes, if they are known, or then.
+    fn quantize_stack(
+        &self,
+        param: ParamId,
+        shape: [usize; 3],
+        make: Orientations,
+        amax: &mut Option<Tensor>,
+    ) -> Result<Quantized> {
+        let ((state, recipe), s, k) = (self.quant(param)?, &self.rank.compute, &self.rank.kernels);
+        let ([count, n, width], w) = (shape, self.weight(param)?.view(&shape)?);
+        let (mut measure, etp) = (false, &self.rank.etp);
+        let source = match recipe.method {
+            Method::Current => {
+                let known = match amax.take() {
+                    Some(known) => known,
+                    None => {
+                        let fresh = s.zeros(&[count], DType::F32, Category::Workspace)?;
+                        // Ranks that share experts agree before bytes are made.
+                        measure = etp.size() == 1;
+                        if !measure {
+                            k.amax_stack(s, &w, &fresh)?;
+                            etp.all_reduce(s, &fresh, ReduceOp::Max, "magnitudes of experts")?;
+                        }
+                        fresh
+                    }
+                };
+                *amax = Some(known.clone());
+                QuantScale::Amax(known)
+            }
+            Method::Delayed { .. } => self.delayed_scale(state, param, Role::Weight)?,
+            _ => QuantScale::Blocks,
+        };
+        let (format, scaling) = (recipe.format(Role::Weight), recipe.scaling(Role::Weight));
+        let memory = |wanted: bool, shape: [usize; 2]| -> Result<Option<Fp8Tensor>> {
+            wanted.then(|| stacked(self.rank, count, shape, format, scaling)).transpose()
+        };
+        let (rows, cols) = (memory(make.rows, [n, width])?, memory(make.cols, [width, n])?);
+        let range = match &source {
+            QuantScale::Amax(amax) => ScaleSource::Amax { amax, pow2: recipe.pow2 },
+            QuantScale::Delayed(scale, amax) => ScaleSource::Given { scale, amax },
+            QuantScale::Blocks => ScaleSource::Blocks { pow2: recipe.pow2 },
+        };
+        let q = QuantizeStack { x: &w, range, rows: rows.as_ref(), cols: cols.as_ref() };
+        match measure {
+            true => k.amax_quantize_stack(s, &q)?,
+            false => k.quantize_stack(s, &q)?,
+        }
+        if state.records_stats() {
+            for e in 0..count {
+                let one = |b: &Option<Fp8Tensor>| -> Result<Option<GemmOperand>> {
+                    b.as_ref().map(|b| slice_matrices(b, e..e + 1, count).map(GemmOperand::Fp8)).transpose()
+                };
+                let made = Quantized { rows: one(&rows)?, cols: one(&cols)? };
+                state.record(self.rank, param, Role::Weight, &w.select(0, e)?, &made)?;
+            }
+        }
+        Ok(Quantized { rows: rows.map(GemmOperand::Fp8), cols: cols.map(GemmOperand::Fp8) })
+    }
+}
+
+/// Memory for `count` matrices `[r, c]`, each with a scale of its own where blocks have none.
+fn stacked(
+    rank: &Rank,
+    count: usize,
+    [r, c]: [usize; 2],
+    format: DType,
+    scaling: ScalingMode,
+) -> Result<Fp8Tensor> {
+    let (s, category) = (&rank.compute, Category::Activations);
+    let bytes = Fp8Tensor::empty(s, [count * r, c], format, scaling, category)?;
+    Ok(match scaling {
+        ScalingMode::PerTensor => {
+            Fp8Tensor { scale_inv: Tensor::empty(s, &[count], DType::F32, category)?, ..bytes }
+        }
+        _ => bytes,
+    })
+}
+
+/// Each of a stack of matrices `[E, n, k]` in bytes the other way round.
+fn transpose_each(rank: &Rank, [count, n, k]: [usize; 3], rows: &Fp8Tensor) -> Result<Fp8Tensor> {
+    let cols = stacked(rank, count, [k, n], rows.data.dtype(), rows.scaling)?;
+    rank.kernels.transpose_stack(&rank.compute, count, rows, &cols)?;
+    Ok(cols)
+}
+
+/// Some of `count` matrices.
+pub(super) fn slice_matrices(
+    b: &Fp8Tensor,
+    which: std::ops::Range<usize>,
+    count: usize,
+) -> Result<Fp8Tensor> {
+    let part = |t: &Tensor| {
+        let each = t.shape()[0] / count;
+        t.narrow(0, which.start * each, which.len() * each)
+    };
+    Ok(Fp8Tensor { data: part(&b.data)?, scale_inv: part(&b.scale_inv)?, ..b.clone() })
+}
+
+impl GemmOperand {
+    /// Sorted rows `self [N, k]`, those of each expert times its own matrix of `w`: `y [N, n]`. Numbers of `w` are `[E, n, k]`, or
+    /// `[E, k, n]` the other way round; the bias of `how` is `[E, n]`.
+    pub(crate) fn grouped_gemm(
+        &self,
+        rank: &Rank,
+        w: &GemmOperand,
+        segments: Segments,
+        how: GemmOptions,
+        y: &Tensor,
+    ) -> Result<()> {
+        let (s, k, GemmOptions { product, bias, fast, .. }) = (&rank.compute, &rank.kernels, how);
+        match (self, w) {
+            (
+                GemmOperand::HighPrecision { t: x, trans: false },
+                GemmOperand::HighPrecision { t: w, trans },
+            ) => k.grouped_gemm(s, &GroupedGemm { x, w, as_stored: *trans, segments, bias, y }),
+            (GemmOperand::Fp8(x), GemmOperand::Fp8(w)) => {
+                k.fp8_grouped_gemm(s, &Fp8GroupedGemm { x, w, segments, y, fast, name: product.grouped() })?;
+                let Some(bias) = bias else { return Ok(()) };
+                let n = y.shape()[0];
+                let weights = &s.upload(&vec![1f32; n], &[n], Category::Workspace)?;
+                k.grouped_bias(s, &GroupedBias { segments, bias, weights }, y)
+            }
+            _ => shape_error(product.grouped(), "one factor is in bytes and the other is not"),
+        }
+    }
+}
+
+/// A factor of the weight gradients of experts: columns of sorted rows.
+#[derive(Clone, Debug)]
+pub(crate) struct WgradOperand {
+    /// WgradOperand; of rows of tokens that are not sorted yet, the rows.
+    pub(crate) side: GemmOperand,
+    /// Are they sorted?
+    pub(crate) sorted: bool,
+}
+
+impl WgradOperand {
+    /// The factor, of rows that `map` sorts.
+    fn ready(&self, rank: &Rank, map: &RowMap) -> Result<GemmOperand> {
+        let GemmOperand::Fp8(b) = &self.side else { return Ok(self.side.clone()) };
+        if self.sorted {
+            return Ok(self.side.clone());
+        }
+        let (s, shape) = (&rank.compute, [b.cols, map.source.numel()]);
+        let cols = Fp8Tensor::empty(s, shape, b.data.dtype(), ScalingMode::PerTensor, Category::Activations)?;
+        rank.kernels.moe_permute_transposed(s, &b.data, map, &cols.data)?;
+        Ok(GemmOperand::Fp8(Fp8Tensor { scale_inv: b.scale_inv.clone(), ..cols }))
+    }
+
+    /// `dw[e] (+)= Σ dyᵀ·x` over the rows of each expert: `self` is dy, `dw` f32 `[E, n, k]`.
+    pub(crate) fn gradient(
+        &self,
+        rank: &Rank,
+        x: &WgradOperand,
+        map: &RowMap,
+        dw: (&Tensor, bool),
+    ) -> Result<()> {
+        let (s, k) = (&rank.compute, &rank.kernels);
+        let segments = Segments { offsets: &map.offsets, counts: &map.counts };
+        match (self.ready(rank, map)?, x.ready(rank, map)?) {
+            (GemmOperand::HighPrecision { t: dy, .. }, GemmOperand::HighPrecision { t: x, .. }) => {
+                k.grouped_wgrad(s, &GroupedWgrad { dy: &dy, x: &x, segments, dw })
+            }
+            (GemmOperand::Fp8(dy), GemmOperand::Fp8(x)) => {
+                k.fp8_grouped_wgrad(s, &Fp8GroupedWgrad { dy: &dy, x: &x, segments, dw, fast: false })
+            }
+            _ => shape_error(LinearGemm::Wgrad.grouped(), "one factor is in bytes and the other is not"),
+        }
+    }
+}

@@ -1,0 +1,96 @@
+//! The output matrix where some of its products have narrow factors: a linear map like those of the layers, whose outputs
+//! the loss turns into their gradients where they lie.
+
+use super::quantize::Orientations;
+use super::{GemmOperand, LinearGemm, LinearQuant, Role};
+use crate::linear::{Linear, LinearSaved};
+use crate::lm_head::{LmHead, LmHeadSaved, Targets};
+use crate::{Rank, SavedTensor, StepContext, WeightGrad, WithAmax};
+use ferrotron_kernels::ALIGN;
+use ferrotron_tensor::{DType, Error, Result, Tensor};
+
+impl LmHead {
+    /// The map, where the recipe holds for it and scales are known. Else notes how large its operands are, if that is what
+    /// the pass is for.
+    pub(crate) fn fp8_linear(&self, p: &StepContext, x: &Tensor) -> Result<Option<(Linear, LinearQuant)>> {
+        let Some(e) = self.quant else { return Ok(None) };
+        if p.calibrates(self.weight, Role::Input, x)?
+            && p.calibrates(self.weight, Role::Weight, p.weight(self.weight)?)?
+        {
+            return Ok(None);
+        }
+        Ok(Some((self.linear(p.rank, e), e)))
+    }
+
+    fn linear(&self, rank: &Rank, e: LinearQuant) -> Linear {
+        // Matrix units read bytes 16 at a time. WgradOperand of other ranks follow on this one's: there it cannot be padded.
+        let pad = self.pad_vocab_to.unwrap_or(if rank.device().gpu().is_some() { ALIGN } else { 1 });
+        Linear::column_parallel(self.weight, self.rows, e, if rank.tp.size() > 1 { 1 } else { pad })
+    }
+
+    /// Does it need the largest magnitude of the hidden states?
+    pub fn needs_input_amax(&self, p: &StepContext) -> bool {
+        self.quant.is_some_and(|e| self.linear(p.rank, e).needs_input_amax(p))
+    }
+
+    /// [`LmHead::loss`].
+    pub(crate) fn loss_fp8(
+        &self,
+        p: &StepContext,
+        (map, e): (Linear, LinearQuant),
+        x: &WithAmax,
+        targets: &Targets,
+        train: bool,
+    ) -> Result<(Tensor, Option<LmHeadSaved>)> {
+        let tokens = x.values.shape()[0] * p.rank.tp.size();
+        if tokens > self.chunk {
+            let what = "an output matrix in 8 bits takes all rows at once; leave it in bf16, or chunks out";
+            return Err(Error::Unsupported { op: "head", what: what.into() });
+        }
+        let rows = p.rank.activation(&[tokens], DType::F32)?;
+        // Without a backward nothing is kept of the input.
+        let (z, saved) = map.forward_fp8(p, e, x, !train)?;
+        self.cap(p.rank, &z)?;
+        self.row_loss(p.rank, &z, targets, &rows, train)?;
+        let saved = LmHeadSaved::Quantized { dlogits: SavedTensor::activation(&z), x: Box::new(saved) };
+        Ok((rows, train.then_some(saved)))
+    }
+
+    /// The logits `[rows, V]` of rows that every rank has, of the columns this rank holds.
+    pub(crate) fn logits_fp8(
+        &self,
+        p: &StepContext,
+        (map, e): (Linear, LinearQuant),
+        x: &Tensor,
+    ) -> Result<Tensor> {
+        let uses = Orientations { rows: e.fprop, cols: false };
+        let made = p.quantize(self.weight, Role::Input, x, uses, None, None)?;
+        let z = p.gemm(
+            &made.rows.unwrap_or_else(|| GemmOperand::rowwise(x)),
+            &map.factor(p, e, LinearGemm::Fprop)?,
+        )?;
+        self.cap(p.rank, &z)?;
+        self.unpadded(p, &z)
+    }
+
+    /// Logits without padding, back to back.
+    pub(crate) fn unpadded(&self, p: &StepContext, z: &Tensor) -> Result<Tensor> {
+        if z.shape()[1] == self.rows {
+            return Ok(z.clone());
+        }
+        let unpadded = p.empty(&[z.shape()[0], self.rows])?;
+        p.rank.kernels.copy(&p.rank.compute, &z.narrow(1, 0, self.rows)?, &unpadded)?;
+        Ok(unpadded)
+    }
+
+    /// [`LmHead::backward`].
+    pub(crate) fn backward_fp8(
+        &self,
+        p: &StepContext,
+        e: LinearQuant,
+        dlogits: &Tensor,
+        x: LinearSaved,
+    ) -> Result<(Tensor, WeightGrad)> {
+        self.linear(p.rank, e).backward_fp8(p, e, x, &WithAmax::from(dlogits))
+    }
+}

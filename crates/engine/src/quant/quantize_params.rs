@@ -1,0 +1,183 @@
+//! Bytes of new weights, made of the optimizer's masters after a step.
+
+use super::experts::slice_matrices;
+use super::precomputed::holds_whole_experts;
+use super::quantize::{QuantScale, Quantized};
+use super::runs::{Run, matrix, runs};
+use super::{GemmOperand, Method, QuantState, Recipe, Role};
+use crate::data_parallel::{ParamShard, Placement};
+use crate::{GroupRank, ParamId, ParamSpec, Params, Rank};
+use ferrotron_kernels::{Fp8Tensor, Quantize, QuantizeStack, ScaleSource};
+use ferrotron_tensor::{Category, Result, Tensor};
+use std::ops;
+
+/// Numbers of a weight that are in the model's type at a time, or one matrix: experts have many.
+const MOST: usize = 1 << 25;
+
+/// A weight whose bytes are made.
+struct UpdatedParam<'a> {
+    id: ParamId,
+    spec: &'a ParamSpec,
+    bytes: &'a Fp8Tensor,
+    /// What this rank has of it.
+    piece: &'a ParamShard,
+    master: &'a Tensor,
+    placement: Placement,
+    source: QuantScale,
+    recipe: Recipe,
+    /// Did the optimizer leave the bytes?
+    made: bool,
+}
+
+impl UpdatedParam<'_> {
+    /// Must ranks have the numbers of all? Parts of ranks may cut tiles that have a scale.
+    fn gathers(&self) -> bool {
+        !self.recipe.per_tensor() && self.placement != Placement::Replicate
+    }
+
+    /// Elements whose bytes are made here.
+    fn inside(&self) -> ops::Range<usize> {
+        if self.gathers() { 0..self.spec.numel() } else { self.piece.param_range.clone() }
+    }
+
+    /// Does this rank learn the scales of all matrices as it makes its bytes?
+    fn learns(&self) -> bool {
+        let ([n, k], inside) = (self.spec.matrix(), self.inside());
+        let all = !inside.is_empty() && inside.start < n * k && inside.end + n * k > self.spec.numel();
+        !self.recipe.per_tensor() || (all && !(self.made && self.spec.experts))
+    }
+
+    /// Where the scales of some of its matrices come from; `amax` is memory for their magnitudes.
+    fn range<'b>(
+        &'b self,
+        which: &ops::Range<usize>,
+        amax: &'b mut Option<Tensor>,
+    ) -> Result<ScaleSource<'b>> {
+        let pow2 = self.recipe.pow2;
+        Ok(match &self.source {
+            QuantScale::Amax(all) => {
+                ScaleSource::Amax { amax: amax.insert(all.narrow(0, which.start, which.len())?), pow2 }
+            }
+            QuantScale::Delayed(scale, amax) => ScaleSource::Given { scale, amax },
+            QuantScale::Blocks => ScaleSource::Blocks { pow2 },
+        })
+    }
+
+    /// The bytes of a run, as a matrix `[r, c]`, and their scales.
+    fn bytes(&self, run: &Run) -> Result<Fp8Tensor> {
+        if run.whole {
+            return slice_matrices(self.bytes, run.matrices.clone(), self.spec.matrices);
+        }
+        let flat = self.bytes.data.view(&[self.bytes.data.numel()])?;
+        let data = matrix(&flat.narrow(0, run.elements.start, run.elements.len())?)?;
+        let scale_inv = self.bytes.scale_inv.narrow(0, run.matrices.start, 1)?;
+        Ok(Fp8Tensor { cols: data.shape()[1], data, scale_inv, ..self.bytes.clone() })
+    }
+}
+
+impl Params {
+    /// Finds out what narrow products need of new weights, and makes the bytes of what this rank has of each weight that is
+    /// bytes: of its f32 `masters`, flat, which are `pieces` of the parameters. One matrix at a time is in the model's type, or
+    /// some experts'.
+    /// `made`: the step that made the weights left what [`Params::precomputed`] says. Every rank calls it, [`Params::gather`]
+    /// follows.
+    pub fn quantize_params(
+        &self,
+        rank: &Rank,
+        placement: Placement,
+        pieces: &[ParamShard],
+        masters: &[Tensor],
+        made: bool,
+    ) -> Result<()> {
+        let Some(state) = self.quant() else { return Ok(()) };
+        self.measure_weights(rank, state, placement, pieces, masters, made)?;
+        let Some(recipe) = self.fp8_params().recipe else { return Ok(()) };
+        let bytes_made = made && matches!(recipe.method, Method::Delayed { .. });
+        for (id, bytes) in self.fp8_params().all() {
+            let (spec, piece, master) = (&self.specs()[id.0], &pieces[id.0], &masters[id.0]);
+            let made = bytes_made && master.numel() > 0;
+            let given = state.delayed().map(|d| d.of_fp8_resident(id)).transpose()?.flatten();
+            let source = match (state.known(id, spec)?, given) {
+                (Some(amax), _) => QuantScale::Amax(amax),
+                (_, Some((scale, amax))) => QuantScale::Delayed(scale, amax),
+                _ => QuantScale::Blocks,
+            };
+            let new = UpdatedParam { id, spec, bytes, piece, master, placement, source, recipe, made };
+            self.quantize_param(rank, state, &new)?;
+        }
+        Ok(())
+    }
+
+    fn quantize_param(&self, rank: &Rank, state: &QuantState, new: &UpdatedParam) -> Result<()> {
+        let (s, k) = (&rank.compute, &rank.kernels);
+        if let (QuantScale::Delayed(_, amax), false) = (&new.source, new.made) {
+            s.zero(amax)?;
+        }
+        let [n, c] = new.spec.matrix();
+        if !new.learns() {
+            // Of matrices without elements there are still the scales.
+            let all = 0..new.spec.matrices;
+            let x = Tensor::empty(s, &[all.len(), 0, c], self.dtype(), Category::Workspace)?;
+            let none = Fp8Tensor { data: new.bytes.data.narrow(0, 0, 0)?, ..new.bytes.clone() };
+            let mut amax = None;
+            let range = new.range(&all, &mut amax)?;
+            k.quantize_stack(s, &QuantizeStack { x: &x, range, rows: Some(&none), cols: None })?;
+        }
+        if new.made && !state.records_stats() {
+            return Ok(());
+        }
+        for run in runs(&new.inside(), n * c, MOST) {
+            let (value, rows) = (self.high_precision(rank, new, &run)?, new.bytes(&run)?);
+            let x = value.view(rows.data.shape())?;
+            let each = new.spec.experts && run.whole && new.recipe.per_tensor();
+            let mut amax = None;
+            let range = new.range(&run.matrices, &mut amax)?;
+            match each {
+                _ if new.made => {}
+                true => {
+                    let x = &x.view(&[run.matrices.len(), n, c])?;
+                    let q = QuantizeStack { x, range, rows: Some(&rows), cols: None };
+                    match holds_whole_experts(rank, new.placement) {
+                        true => k.amax_quantize_stack(s, &q)?,
+                        false => k.quantize_stack(s, &q)?,
+                    }
+                }
+                false => {
+                    k.quantize(s, &Quantize { x: &x, range, rows: Some(&rows), cols: None, sums: None })?
+                }
+            }
+            let parts = if each { run.matrices.len() } else { 1 };
+            for e in (0..parts).filter(|_| state.records_stats()) {
+                let one = slice_matrices(&rows, e..e + 1, parts)?;
+                let made = Quantized { rows: Some(GemmOperand::Fp8(one)), cols: None };
+                let each = x.shape()[0] / parts;
+                state.record(rank, new.id, Role::Weight, &x.narrow(0, e * each, each)?, &made)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Numbers of a weight in the model's type, flat: a run of this rank's, or of all ranks'.
+    fn high_precision(&self, rank: &Rank, new: &UpdatedParam, run: &Run) -> Result<Tensor> {
+        let (s, kind) = (&rank.compute, Category::Workspace);
+        let part = |inside: &ops::Range<usize>| {
+            let start = inside.start.max(run.elements.start);
+            start..inside.end.min(run.elements.end).max(start)
+        };
+        let mine = part(&new.piece.param_range);
+        let value = Tensor::empty(s, &[mine.len()], self.dtype(), kind)?;
+        if !mine.is_empty() {
+            let master = new.master.narrow(0, mine.start - new.piece.param_range.start, mine.len())?;
+            rank.kernels.copy(s, &master, &value)?;
+        }
+        if !new.gathers() {
+            return Ok(value);
+        }
+        let copies = rank.dp_group(new.spec.experts);
+        let all = Tensor::empty(s, &[run.elements.len()], self.dtype(), Category::Communication)?;
+        let piece = |rank| self.plan().piece(new.id, new.placement, GroupRank { rank, size: copies.size() });
+        let counts: Vec<usize> = (0..copies.size()).map(|r| part(&piece(r).param_range).len()).collect();
+        copies.all_gather_v(s, &value, &all, &counts, "numbers of a weight")?;
+        Ok(all)
+    }
+}

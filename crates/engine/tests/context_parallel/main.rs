@@ -1,0 +1,20 @@
+//! Sequences shared by several ranks: who holds which tokens, and attention over all of them against the definition
+//! in f64 and against one rank.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod module;
+mod ranks;
+mod tokens;
+mod variants;
+
+#[path = "../../../kernels/tests/cpu/golden.rs"]
+#[allow(dead_code)]
+mod golden;
+
+#[path = "../../../kernels/tests/attention/oracle.rs"]
+#[allow(dead_code)]
+mod oracle;
+
+#[path = "../modules/support.rs"]
+#[allow(dead_code)]
+mod support;

@@ -1,0 +1,74 @@
+//! Ranks as threads, every access to memory checked for order.
+
+use ferrotron_comm::{Communicator, World};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::{GroupRank, Rank, Tokens};
+use ferrotron_kernels::Kernels;
+use ferrotron_kernels::cpu::CpuKernels;
+use ferrotron_kernels::cuda::CudaKernels;
+use ferrotron_tensor::{Device, Instrumentation, Threads};
+use std::sync::Arc;
+use std::time::Duration;
+
+/// The device that all ranks share, and its kernels: the host or, with `FERROTRON_TEST_DEVICE=cuda`, a card.
+fn home() -> (Device, Arc<dyn Kernels>) {
+    let (threads, watch) =
+        (Threads::new(1).unwrap(), Instrumentation { race_check: true, ..Instrumentation::default() });
+    match std::env::var("FERROTRON_TEST_DEVICE").as_deref() {
+        Ok("cuda") => {
+            let device = Device::cuda(0, threads, watch).unwrap();
+            let kernels = Arc::new(CudaKernels::load(&device).unwrap());
+            (device, kernels)
+        }
+        _ => (Device::cpu_instrumented(threads, watch), Arc::new(CpuKernels::detect())),
+    }
+}
+
+/// `cp·tp` ranks, tp the faster.
+#[derive(Clone, Copy, Debug)]
+pub struct Grid {
+    pub cp: usize,
+    pub tp: usize,
+    pub overlap: bool,
+}
+
+impl Grid {
+    /// Runs `work` on every rank and returns what each made, cp by cp.
+    pub fn run<T: Send>(self, work: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
+        let Grid { cp, tp, overlap } = self;
+        let (device, kernels) = home();
+        let run = |world: World| {
+            let alone = Rank::alone(&device, kernels.clone(), 1).unwrap();
+            let group = |name, groups: Vec<Vec<usize>>| {
+                let mut mine = Communicator::solo();
+                for ranks in groups {
+                    mine = world.group(name, &ranks).unwrap().unwrap_or(mine);
+                }
+                mine
+            };
+            let tps = (0..cp).map(|c| (0..tp).map(|t| c * tp + t).collect()).collect();
+            let cps = (0..tp).map(|t| (0..cp).map(|c| c * tp + t).collect()).collect();
+            work(&Rank { overlap, tp: group("tp", tps), cp: group("cp", cps), ..alone })
+        };
+        if cp * tp == 1 {
+            return vec![run(World::solo())];
+        }
+        let worlds = World::threads(cp * tp, Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            let run = &run;
+            let threads: Vec<_> = worlds.into_iter().map(|w| scope.spawn(move || run(w))).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        })
+    }
+}
+
+/// The tokens of a rank.
+pub fn tokens(rank: &Rank, layout: &Layout) -> Tokens {
+    Tokens::new(layout, GroupRank { rank: rank.cp.rank(), size: rank.cp.size() }, rank.tp.size()).unwrap()
+}
+
+/// Rows `[tokens, width]` of the whole batch, as a rank holds them; zeros for padding.
+pub fn local(tokens: &Tokens, width: usize, all: &[f64]) -> Vec<f64> {
+    let row = |r: &Option<usize>| r.map_or(vec![0.0; width], |i| all[i * width..(i + 1) * width].to_vec());
+    tokens.rows().iter().flat_map(row).collect()
+}

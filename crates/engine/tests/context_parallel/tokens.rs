@@ -1,0 +1,130 @@
+//! Who holds which tokens.
+
+use super::golden::{Golden, count};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::{GroupRank, Tokens};
+use serde_json::Value;
+
+fn numbers(list: &Value) -> Vec<usize> {
+    list.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as usize).collect()
+}
+
+fn held(layout: &Layout, rank: usize, size: usize) -> Vec<usize> {
+    let tokens = Tokens::new(layout, GroupRank { rank, size }, 1).unwrap();
+    tokens.rows().iter().map(|r| r.unwrap()).collect()
+}
+
+#[test]
+fn golden_placement_of_tokens() {
+    let golden = Golden::open("attention", "rope");
+    let mut cases = 0;
+    for (key, list) in golden.json.as_object().unwrap() {
+        match key.as_str() {
+            "context_parallel" => {
+                for case in list.as_array().unwrap() {
+                    let (cp, layout) =
+                        (count(case, "cp"), Layout::Rows { count: 1, len: count(case, "seq") });
+                    let ranks = case["positions"].as_array().unwrap();
+                    assert_eq!(ranks.len(), cp);
+                    for (rank, positions) in ranks.iter().enumerate() {
+                        assert_eq!(held(&layout, rank, cp), numbers(positions), "{case} rank {rank}");
+                    }
+                    cases += 1;
+                }
+            }
+            "context_parallel_packed" => {
+                for case in list.as_array().unwrap() {
+                    let offsets = numbers(&case["cu_seqlens"]).iter().map(|x| *x as i32).collect();
+                    let (cp, layout) = (count(case, "cp"), Layout::Packed { offsets });
+                    let ranks = case["token_ids"].as_array().unwrap();
+                    assert_eq!(ranks.len(), cp);
+                    for (rank, ids) in ranks.iter().enumerate() {
+                        assert_eq!(held(&layout, rank, cp), numbers(ids), "{case} rank {rank}");
+                    }
+                    cases += 1;
+                }
+            }
+            // Rotary embeddings are compared where their kernels are.
+            "producer" | "cases" => {}
+            other => panic!("'{other}' is a kind of case that this test does not know"),
+        }
+    }
+    assert!(cases > 0, "no cases");
+}
+
+fn layouts() -> Vec<Layout> {
+    vec![
+        Layout::Rows { count: 3, len: 7 },
+        Layout::Rows { count: 1, len: 0 },
+        Layout::Rows { count: 0, len: 5 },
+        Layout::Packed { offsets: vec![0] },
+        Layout::Packed { offsets: vec![0, 0] },
+        Layout::Packed { offsets: vec![0, 0, 1, 1, 4, 13, 20, 20] },
+    ]
+}
+
+/// Every token is a row of exactly one rank; what is taken can be put back; padding is at the end of its sequence.
+#[test]
+fn every_token_is_held_once() {
+    for layout in layouts() {
+        for (size, tp) in [1, 2, 3, 4].into_iter().flat_map(|c| [1, 2, 4].map(|t| (c, t))) {
+            let what = format!("{layout:?} over {size} with tp {tp}");
+            let n = layout.tokens();
+            let values: Vec<i64> = (0..2 * n as i64).collect();
+            let mut joined = vec![-1; 2 * n];
+            let mut total = 0;
+            for rank in 0..size {
+                let t = Tokens::new(&layout, GroupRank { rank, size }, tp).unwrap();
+                assert_eq!(t.rows().len() % tp, 0, "{what}");
+                let local = t.layout().tokens() / size;
+                assert_eq!(t.rows().len(), local.next_multiple_of(tp), "{what}");
+                assert!(t.rows()[local..].iter().all(Option::is_none), "{what}");
+                let lengths = t.layout().lengths();
+                assert!(size == 1 || lengths.iter().all(|n| n % (2 * size) == 0), "{what}");
+                assert_eq!(lengths.iter().zip(layout.lengths()).filter(|(a, b)| **a < *b).count(), 0);
+                total += t.rows().iter().flatten().count();
+                let pairs: Vec<(i64, i64)> = values.chunks(2).map(|v| (v[0], v[1])).collect();
+                let taken = t.take(&pairs, (-7, -7)).unwrap();
+                for (row, token) in taken.iter().zip(t.rows()) {
+                    assert_eq!(*row, token.map_or((-7, -7), |i| pairs[i]), "{what}");
+                }
+                let flat: Vec<i64> = taken.iter().flat_map(|(a, b)| [*a, *b]).collect();
+                t.put(&flat, 2, &mut joined).unwrap();
+                assert!(t.take(&[0; 500], 0).is_err() && t.put(&[0; 3], 2, &mut [0; 2]).is_err());
+            }
+            assert_eq!(total, n, "{what}");
+            assert_eq!(joined, values, "{what}");
+        }
+    }
+}
+
+#[test]
+fn alone_nothing_moves() {
+    for layout in layouts() {
+        let t = Tokens::new(&layout, GroupRank::SINGLE, 4).unwrap();
+        assert_eq!(t.layout(), &layout);
+        let n = layout.tokens();
+        let ids: Vec<usize> = (0..n).collect();
+        let mut padded = ids.clone();
+        padded.resize(n.next_multiple_of(4), 99);
+        assert_eq!(t.take(&ids, 99).unwrap(), padded);
+    }
+}
+
+#[test]
+fn impossible_batches_are_refused() {
+    let two = GroupRank { rank: 1, size: 2 };
+    for layout in [
+        Layout::Packed { offsets: vec![] },
+        Layout::Packed { offsets: vec![0, 5, 3] },
+        Layout::Packed { offsets: vec![2, 5] },
+        Layout::Packed { offsets: vec![0, i32::MAX] },
+        Layout::Rows { count: usize::MAX, len: 3 },
+    ] {
+        assert!(Tokens::new(&layout, two, 1).is_err(), "{layout:?}");
+    }
+    let fine = Layout::Rows { count: 1, len: 4 };
+    assert!(Tokens::new(&fine, GroupRank { rank: 2, size: 2 }, 1).is_err());
+    assert!(Tokens::new(&fine, two, 0).is_err());
+    Tokens::new(&Layout::Rows { count: usize::MAX, len: 0 }, two, 1).unwrap();
+}

@@ -1,0 +1,138 @@
+//! What multiplies blocks. The loops of forward and backward are written once over [`Engine`].
+
+use super::block_gemm_vector::{Operands, product};
+use super::tiles::widen;
+use super::transpose::transpose;
+use super::{KEYS, QUERIES, padded};
+use crate::cpu::Isa;
+use ferrotron_tensor::{DType, Element, Float};
+
+/// A left operand: row-major, `ld` elements from row to row.
+#[derive(Clone, Copy)]
+pub(super) struct Left<'a, E> {
+    /// The elements.
+    pub data: &'a [E],
+    /// Row stride.
+    pub ld: usize,
+}
+
+/// A right operand in the engine's own layout.
+#[derive(Clone, Copy)]
+pub(super) struct Right<'a, E> {
+    /// The elements.
+    pub data: &'a [E],
+    /// Rows it has room for.
+    pub rows: usize,
+    /// Columns it has room for.
+    pub cols: usize,
+}
+
+/// A way to multiply blocks. Sizes of operands are multiples of the grain; a *tile* is up to 64 tokens row by row,
+/// `[padded(tokens), padded(channels)]`, and a *block* is f32 `[keys, QUERIES]`.
+pub(super) trait Engine {
+    /// How operands are held.
+    type E: Element;
+    /// Whether blocks and right operands need memory of their own.
+    const COPIES: bool;
+
+    /// Ready to work on this thread until dropped.
+    fn start(isa: Isa) -> Self;
+    /// Read `rows` tokens of `cols` channels, `stride` apart, into a tile.
+    fn stage<T: Float>(&self, src: &[T], stride: usize, rows: usize, cols: usize, tile: &mut [Self::E]);
+    /// The transpose of a tile as a left operand `[cols, KEYS]`.
+    fn turn(&self, rows: usize, cols: usize, tile: &[Self::E], left: &mut [Self::E]);
+    /// A tile as a right operand of `[QUERIES, cols]`.
+    fn right<'a>(
+        &self,
+        rows: usize,
+        cols: usize,
+        tile: &'a [Self::E],
+        room: &'a mut [Self::E],
+    ) -> Right<'a, Self::E>;
+    /// The transpose of a tile as a right operand of `[cols, QUERIES]`.
+    fn right_turned(&self, rows: usize, cols: usize, tile: &[Self::E], right: &mut [Self::E]);
+    /// A block as a left operand `[keys, QUERIES]`.
+    fn block_left<'a>(&self, keys: usize, block: &'a [f32], room: &'a mut [Self::E]) -> Left<'a, Self::E>;
+    /// A block as a right operand of `[KEYS, QUERIES]`.
+    fn block_right<'a>(&self, keys: usize, block: &'a [f32], room: &'a mut [Self::E]) -> Right<'a, Self::E>;
+    /// `c[m, n] = left[m, k] · right[k, n]`, or `+=` with `add`; `ldc` elements from row to row of `c`.
+    fn multiply(
+        &self,
+        size: (usize, usize, usize),
+        left: Left<'_, Self::E>,
+        right: Right<'_, Self::E>,
+        c: &mut [f32],
+        ldc: usize,
+        add: bool,
+    );
+}
+
+/// The engines there are.
+pub(super) enum Kind {
+    /// [`Plain`].
+    Plain,
+    /// The AMX unit.
+    #[cfg(target_arch = "x86_64")]
+    Matrix,
+}
+
+/// The engine for elements of type `T`: the matrix unit multiplies bf16, so it takes nothing that it would round.
+pub(super) fn best<T: Element>(isa: Isa) -> Kind {
+    #[cfg(target_arch = "x86_64")]
+    if isa == Isa::Amx && T::DTYPE == DType::BF16 {
+        return Kind::Matrix;
+    }
+    let _ = isa;
+    Kind::Plain
+}
+
+/// Everything in f32.
+pub(super) struct Plain(Isa);
+
+impl Engine for Plain {
+    type E = f32;
+    const COPIES: bool = false;
+
+    fn start(isa: Isa) -> Plain {
+        Plain(isa)
+    }
+
+    fn stage<T: Float>(&self, src: &[T], stride: usize, rows: usize, cols: usize, tile: &mut [f32]) {
+        widen(self.0, src, stride, rows, cols, tile);
+    }
+
+    fn turn(&self, rows: usize, cols: usize, tile: &[f32], left: &mut [f32]) {
+        let (tile, left) = (bytemuck::cast_slice(tile), bytemuck::cast_slice_mut(left));
+        transpose(self.0, padded(rows), cols, tile, cols, left, KEYS);
+    }
+
+    fn right<'a>(&self, _: usize, cols: usize, tile: &'a [f32], _: &'a mut [f32]) -> Right<'a, f32> {
+        Right { data: tile, rows: QUERIES, cols }
+    }
+
+    fn right_turned(&self, rows: usize, cols: usize, tile: &[f32], right: &mut [f32]) {
+        let (tile, right) = (bytemuck::cast_slice(tile), bytemuck::cast_slice_mut(right));
+        transpose(self.0, padded(rows), cols, tile, cols, right, QUERIES);
+    }
+
+    fn block_left<'a>(&self, _: usize, block: &'a [f32], _: &'a mut [f32]) -> Left<'a, f32> {
+        Left { data: block, ld: QUERIES }
+    }
+
+    fn block_right<'a>(&self, _: usize, block: &'a [f32], _: &'a mut [f32]) -> Right<'a, f32> {
+        Right { data: block, rows: KEYS, cols: QUERIES }
+    }
+
+    fn multiply(
+        &self,
+        (m, k, n): (usize, usize, usize),
+        left: Left<'_, f32>,
+        right: Right<'_, f32>,
+        c: &mut [f32],
+        ldc: usize,
+        add: bool,
+    ) {
+        let operands = Operands { a: left.data, lda: left.ld, b: right.data, ldb: right.cols, c, ldc };
+        product(self.0, m, k, n, operands, add);
+    }
+}

@@ -1,0 +1,71 @@
+//! f32 products by the `gemm` crate, which is as fast as the vendors' libraries. It runs on one thread here: the
+//! output is cut into pieces by its shape alone, so the bits do not depend on the number of threads.
+
+use super::GemmShape;
+use ferrotron_tensor::Threads;
+
+/// A piece repacks its share of the other operand, so pieces are large; an even number suits even thread counts.
+const PIECE: usize = 1024;
+
+/// The output, handed to threads that write different rows or columns of it.
+struct Out(*mut f32);
+// SAFETY: pieces do not overlap.
+unsafe impl Sync for Out {}
+
+/// See [`super::gemm_f32`], which has checked the lengths. `m`, `n`, `k` are not zero.
+pub(super) fn run(
+    threads: &Threads,
+    s: GemmShape,
+    a: &[f32],
+    b: &[f32],
+    bias: Option<&[f32]>,
+    accumulate: bool,
+    c: &mut [f32],
+) {
+    if let Some(bias) = bias {
+        for row in c.chunks_mut(s.ldc).take(s.m) {
+            match accumulate {
+                true => row[..s.n].iter_mut().zip(bias).for_each(|(c, b)| *c += b),
+                false => row[..s.n].copy_from_slice(&bias[..s.n]),
+            }
+        }
+    }
+    let read = accumulate || bias.is_some();
+    // (step along rows, step along columns) of op(A) and op(B).
+    let steps = |trans: bool, ld: usize| if trans { (1, ld) } else { (ld, 1) };
+    let ((ar, ac), (br, bc)) = (steps(s.trans_a, s.lda), steps(s.trans_b, s.ldb));
+    let by_rows = s.m >= s.n;
+    let length = if by_rows { s.m } else { s.n };
+    let pieces = length.div_ceil(PIECE).next_multiple_of(2).min(length);
+    let grain = length.div_ceil(pieces);
+    let out = Out(c.as_mut_ptr());
+    threads.parallel_ranges(length, grain, &|r| {
+        let out = &out;
+        let (m, n, row, col) = if by_rows { (r.len(), s.n, r.start, 0) } else { (s.m, r.len(), 0, r.start) };
+        // SAFETY: the slices hold the shape (checked by the caller), the piece lies inside it, and no other
+        // piece writes its rows and columns of C.
+        unsafe {
+            gemm::gemm(
+                m,
+                n,
+                s.k,
+                out.0.add(row * s.ldc + col),
+                1,
+                s.ldc as isize,
+                read,
+                a.as_ptr().add(row * ar),
+                ac as isize,
+                ar as isize,
+                b.as_ptr().add(col * bc),
+                bc as isize,
+                br as isize,
+                1.0,
+                1.0,
+                false,
+                false,
+                false,
+                gemm::Parallelism::None,
+            );
+        }
+    });
+}

@@ -1,0 +1,95 @@
+//! Steps on packed moments: unpacked in cache, updated in f32, packed again block by block.
+
+use super::optimizer_chunks::CACHED;
+use super::{Isa, multiversion};
+use crate::moments::{self, BLOCK, Format, Scale, dice};
+use std::ops::Range;
+
+/// Codes and scales of the first moment, codes and scales of the second.
+pub(super) type Two<'a, A, B> =
+    (&'a mut [<A as Format>::Code], &'a mut [u8], &'a mut [<B as Format>::Code], &'a mut [u8]);
+
+/// Runs `update(p, m, v)` with the moments of elements `range`, a whole number of blocks, as f32.
+pub(super) fn two_moments<A: Format, B: Format>(
+    isa: Isa,
+    seed: u32,
+    range: Range<usize>,
+    p: &mut [f32],
+    (m, m_scales, v, v_scales): Two<A, B>,
+    update: impl FnOnce(&mut [f32], &mut [f32], &mut [f32]),
+) {
+    let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
+    let (m, v) = (&mut m[range.clone()], &mut v[range]);
+    let (m_scales, v_scales) = (&mut m_scales[blocks.clone()], &mut v_scales[blocks]);
+    let (mut wide, mut wide2) = ([0f32; CACHED], [0f32; CACHED]);
+    let (wide, wide2) = (&mut wide[..m.len()], &mut wide2[..v.len()]);
+    unpack(isa, A::default(), m, m_scales, wide);
+    unpack(isa, B::default(), v, v_scales, wide2);
+    update(p, wide, wide2);
+    pack(isa, A::default(), seed, 0, p, wide, wide, m, m_scales);
+    pack(isa, B::default(), seed, 16, p, wide, wide2, v, v_scales);
+}
+
+/// The same of one moment.
+pub(super) fn one_moment<A: Format>(
+    isa: Isa,
+    seed: u32,
+    range: Range<usize>,
+    p: &mut [f32],
+    (m, scales): (&mut [A::Code], &mut [u8]),
+    update: impl FnOnce(&mut [f32], &mut [f32]),
+) {
+    let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
+    let (m, scales) = (&mut m[range], &mut scales[blocks]);
+    let mut wide = [0f32; CACHED];
+    let wide = &mut wide[..m.len()];
+    unpack(isa, A::default(), m, scales, wide);
+    update(p, wide);
+    pack(isa, A::default(), seed, 0, p, wide, wide, m, scales);
+}
+
+multiversion! {
+    /// Values of codes.
+    pub fn unpack<F: Format>(_format: F, codes: &[F::Code], scales: &[u8], values: &mut [f32]) {
+        for ((codes, values), scale) in codes.chunks(BLOCK).zip(values.chunks_mut(BLOCK)).zip(scales) {
+            for (x, c) in values.iter_mut().zip(codes) {
+                *x = moments::unpack::<F>(*c, *scale);
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// Codes of values, rounded to nearest.
+    pub fn pack_nearest<F: Format>(_format: F, values: &[f32], codes: &mut [F::Code], scales: &mut [u8]) {
+        for ((values, codes), scale) in values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales) {
+            let s = Scale::of::<F>(largest(values));
+            *scale = s.byte();
+            for (x, c) in values.iter().zip(codes) {
+                *c = moments::pack_nearest::<F>(*x, s.inverse());
+            }
+        }
+    }
+}
+
+multiversion! {
+    /// Codes of values, rounded by the dice of masters `p` and momentum `m`, turned by `turn` bits.
+    fn pack<F: Format>(
+        _format: F, seed: u32, turn: u32, p: &[f32], m: &[f32], values: &[f32], codes: &mut [F::Code], scales: &mut [u8],
+    ) {
+        let blocks = values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales);
+        for (((values, codes), scale), (p, m)) in blocks.zip(p.chunks(BLOCK).zip(m.chunks(BLOCK))) {
+            let s = Scale::of::<F>(largest(values));
+            *scale = s.byte();
+            for (((x, c), p), m) in values.iter().zip(codes).zip(p).zip(m) {
+                *c = moments::pack::<F>(*x, s.inverse(), dice(seed, *p, *m).rotate_left(turn));
+            }
+        }
+    }
+}
+
+/// The largest magnitude; NaN counts for nothing.
+#[inline(always)]
+fn largest(values: &[f32]) -> f32 {
+    values.iter().fold(0f32, |a, x| a.max(x.abs()))
+}

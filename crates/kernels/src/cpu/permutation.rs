@@ -1,0 +1,249 @@
+//! Rows sorted by expert and back.
+
+use super::reduce::lane_dot;
+use super::rows::PIECE;
+use super::{Isa, multiversion};
+use crate::ALIGN;
+use ferrotron_tensor::{Element, Float, Threads};
+
+/// What a sort writes; as [`crate::RowMap`].
+#[derive(Debug)]
+pub struct Sorted<'a> {
+    /// `[E + 1]`
+    pub offsets: &'a mut [i32],
+    /// `[E]`
+    pub counts: &'a mut [i32],
+    /// `[T·k]`
+    pub rows: &'a mut [i32],
+    /// `[N]`
+    pub source: &'a mut [i32],
+}
+
+/// `i` as a place of `0..n`.
+#[inline(always)]
+fn within(i: i32, n: usize) -> Option<usize> {
+    usize::try_from(i).ok().filter(|i| *i < n)
+}
+
+/// Row `i` of rows of `h`.
+#[inline(always)]
+fn row<T>(x: &[T], h: usize, i: usize) -> &[T] {
+    &x[i * h..][..h]
+}
+
+/// Sorts the choices of experts `first..first + E` by expert, each expert's from a multiple of `align`. The source holds all
+/// that can come.
+pub fn sort(index: &[i32], first: usize, align: usize, to: Sorted) {
+    let Sorted { offsets, counts, rows, source } = to;
+    let expert = |id: i32| usize::try_from(id).ok()?.checked_sub(first).filter(|e| *e < counts.len());
+    let expert = |id: &i32| expert(*id);
+    let mut found = vec![0usize; counts.len()];
+    index.iter().filter_map(expert).for_each(|e| found[e] += 1);
+    let mut next = Vec::with_capacity(found.len());
+    let mut end = 0;
+    for count in &found {
+        next.push(end);
+        end += count.next_multiple_of(align);
+    }
+    for (offset, start) in offsets.iter_mut().zip(next.iter().chain([&end])) {
+        *offset = *start as i32;
+    }
+    source.fill(-1);
+    for (choice, (id, row)) in index.iter().zip(rows).enumerate() {
+        *row = -1;
+        if let Some(e) = expert(id) {
+            (*row, source[next[e]]) = (next[e] as i32, choice as i32);
+            next[e] += 1;
+        }
+    }
+    for (count, found) in counts.iter_mut().zip(found) {
+        *count = found as i32;
+    }
+}
+
+/// `out[r] = x[source[r] / k]`, zeros for nobody: x is `[tokens, h]`, out is `[N, h]`.
+pub fn gather_rows<T: Element>(
+    threads: &Threads,
+    x: &[T],
+    h: usize,
+    source: &[i32],
+    k: usize,
+    out: &mut [T],
+) {
+    let (grain, choices) = ((PIECE / h.max(1)).max(1), x.len().checked_div(h).unwrap_or(0) * k);
+    threads.parallel_chunks(out, grain * h, &|i, out| {
+        for (out, from) in out.chunks_exact_mut(h).zip(&source[i * grain..]) {
+            match within(*from, choices) {
+                Some(choice) => out.copy_from_slice(row(x, h, choice / k)),
+                None => out.fill(T::zeroed()),
+            }
+        }
+    });
+}
+
+/// `out[c, r] = x[source[r] / k, c]`, zeros for nobody and behind all rows: x is `[tokens, h]`, out is
+/// `[columns, N up to a multiple of 16]`.
+pub fn moe_permute_transposed(
+    threads: &Threads,
+    x: &[u8],
+    h: usize,
+    source: &[i32],
+    k: usize,
+    out: &mut [u8],
+) {
+    // Columns at a time: what is read of a line of x is used while it is near.
+    const TOGETHER: usize = 16;
+    let (pitch, choices) = (source.len().next_multiple_of(ALIGN), x.len().checked_div(h).unwrap_or(0) * k);
+    threads.parallel_chunks(out, TOGETHER * pitch, &|i, out| {
+        out.fill(0);
+        let (first, columns) = (i * TOGETHER, out.len() / pitch.max(1));
+        for (r, from) in source.iter().enumerate() {
+            if let Some(choice) = within(*from, choices) {
+                let from = &row(x, h, choice / k)[first..first + columns];
+                from.iter().enumerate().for_each(|(c, x)| out[c * pitch + r] = *x);
+            }
+        }
+    });
+}
+
+/// `out[r] = weights[source[r]]·x[source[r] / k]`, zeros for nobody.
+pub fn moe_unpermute_backward<T: Float, O: Float>(
+    threads: &Threads,
+    isa: Isa,
+    x: &[T],
+    h: usize,
+    source: &[i32],
+    weights: &[f32],
+    k: usize,
+    out: &mut [O],
+) {
+    let grain = (PIECE / h.max(1)).max(1);
+    threads.parallel_chunks(out, grain * h, &|i, out| {
+        for (out, from) in out.chunks_exact_mut(h).zip(&source[i * grain..]) {
+            match within(*from, weights.len()) {
+                Some(choice) => times(isa, row(x, h, choice / k), weights[choice], out),
+                None => out.fill(O::zeroed()),
+            }
+        }
+    });
+}
+
+/// `out[t] = Σ_j x[rows[t, j]]·(weights[t, j])` in f32: x is `[N, h]`, out is `[tokens, h]`.
+pub fn moe_unpermute<T: Float, O: Float>(
+    threads: &Threads,
+    isa: Isa,
+    x: &[T],
+    h: usize,
+    rows: &[i32],
+    weights: Option<&[f32]>,
+    k: usize,
+    out: &mut [O],
+) {
+    let (grain, n) = ((PIECE / (h * k).max(1)).max(1), x.len().checked_div(h).unwrap_or(0));
+    threads.parallel_chunks(out, grain * h, &|i, out| {
+        let mut sum = vec![0f32; h];
+        for (t, out) in out.chunks_exact_mut(h).enumerate() {
+            sum.fill(0.0);
+            let choices = (i * grain + t) * k..(i * grain + t + 1) * k;
+            for choice in choices {
+                if let Some(at) = within(rows[choice], n) {
+                    add(isa, row(x, h, at), weights.map_or(1.0, |w| w[choice]), &mut sum);
+                }
+            }
+            times(isa, &sum, 1.0, out);
+        }
+    });
+}
+
+/// `out[t, j] = <x[rows[t, j]], dy[t]>`, 0 for no row.
+pub fn moe_unpermute_dprobs<T: Float, D: Float>(
+    threads: &Threads,
+    isa: Isa,
+    x: &[T],
+    h: usize,
+    rows: &[i32],
+    k: usize,
+    dy: &[D],
+    out: &mut [f32],
+) {
+    let (grain, n) = ((PIECE / h.max(1)).max(1), x.len().checked_div(h).unwrap_or(0));
+    threads.parallel_chunks(out, grain, &|i, out| {
+        for (choice, out) in (i * grain..).zip(out) {
+            *out = match within(rows[choice], n) {
+                Some(at) => dot(isa, row(x, h, at), row(dy, h, choice / k)),
+                None => 0.0,
+            };
+        }
+    });
+}
+
+/// `out[i] = x[source[i]]`, 0 for nobody.
+pub fn gather_values<T: Element>(x: &[T], source: &[i32], out: &mut [T]) {
+    for (out, from) in out.iter_mut().zip(source) {
+        *out = within(*from, x.len()).map_or(T::zeroed(), |i| x[i]);
+    }
+}
+
+/// Chunks of `sizes` put in the order `order`: the row that comes to each, and the inverse.
+pub fn chunk_map(sizes: &[i32], order: &[i32], source: &mut [i32], back: &mut [i32]) {
+    let n = source.len();
+    let size = |c: usize| usize::try_from(sizes[c]).unwrap_or(0).min(n);
+    let mut start = Vec::with_capacity(sizes.len());
+    let mut end = 0;
+    for c in 0..sizes.len() {
+        start.push(end);
+        end += size(c);
+    }
+    for rows in [&mut *source, &mut *back] {
+        rows.iter_mut().zip(0..).for_each(|(row, r)| *row = r);
+    }
+    let chunks = order.iter().filter_map(|c| within(*c, sizes.len()));
+    let rows = chunks.flat_map(|c| start[c]..start[c] + size(c));
+    for (to, from) in rows.take(n).enumerate() {
+        source[to] = i32::try_from(from).unwrap_or(-1);
+        if let Some(back) = back.get_mut(from) {
+            *back = to as i32;
+        }
+    }
+}
+
+/// The first zeros of each column of `map [tokens, experts]` become ones until their number is a multiple of `align`.
+pub fn pad_routing_map(map: &mut [u8], experts: usize, align: usize) {
+    if experts == 0 {
+        return;
+    }
+    let mut missing = vec![0usize; experts];
+    for row in map.chunks_exact(experts) {
+        missing.iter_mut().zip(row).for_each(|(n, on)| *n += usize::from(*on != 0));
+    }
+    missing.iter_mut().for_each(|n| *n = n.next_multiple_of(align) - *n);
+    for row in map.chunks_exact_mut(experts) {
+        for (on, missing) in
+            row.iter_mut().zip(&mut missing).filter(|(on, missing)| **on == 0 && **missing > 0)
+        {
+            (*on, *missing) = (1, *missing - 1);
+        }
+    }
+}
+
+multiversion! {
+    fn add<T: Float>(x: &[T], weight: f32, sum: &mut [f32]) {
+        for (sum, x) in sum.iter_mut().zip(x) {
+            *sum += weight * x.to_f32();
+        }
+    }
+}
+
+multiversion! {
+    fn times<T: Float, O: Float>(x: &[T], weight: f32, out: &mut [O]) {
+        for (out, x) in out.iter_mut().zip(x) {
+            *out = O::from_f32(weight * x.to_f32());
+        }
+    }
+}
+
+multiversion! {
+    fn dot<T: Float, D: Float>(x: &[T], y: &[D]) -> f32 {
+        lane_dot(x, y)
+    }
+}

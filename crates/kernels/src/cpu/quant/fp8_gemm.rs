@@ -1,0 +1,193 @@
+//! Products of 8-bit matrices: their values are those of bf16, so the bf16 product is theirs.
+
+use super::decode;
+use super::encode::{Format, formats};
+use crate::cpu::gemm::{GemmShape, gemm_bf16};
+use crate::cpu::rows::{PIECE, Rows, check_len};
+use crate::cpu::{Isa, multiversion};
+use crate::{ALIGN, BLOCK, ScalingMode};
+use ferrotron_tensor::{DType, Float, Launch, Result, Threads, bf16};
+
+/// A factor `[r, k]`, as [`crate::Fp8Tensor`] lays it out, its bytes widened to bf16.
+pub struct Fp8Operand<'a> {
+    values: Vec<bf16>,
+    scale_inv: &'a [f32],
+    scaling: ScalingMode,
+    /// Of the scales: elements from row to row.
+    stride: usize,
+    /// Numbers from row to row.
+    width: usize,
+}
+
+/// A factor from some row and column (the first of a block, if blocks have scales) on. Where matrices of one scale each are
+/// stacked in a factor, it is in the `which`th.
+#[derive(Clone, Copy)]
+pub struct Fp8OperandRows<'a> {
+    /// All of it.
+    pub factor: &'a Fp8Operand<'a>,
+    /// The first row.
+    pub row: usize,
+    /// The first column.
+    pub column: usize,
+    /// Which of the scales that hold for a matrix.
+    pub which: usize,
+}
+
+impl Fp8OperandRows<'_> {
+    /// The numbers from column `from` of the part on.
+    fn values(&self, from: usize) -> &[bf16] {
+        let at = self.row * self.factor.width + self.column + from;
+        self.factor.values.get(at..).unwrap_or_default()
+    }
+
+    /// What block `block` of row `row` is multiplied by.
+    fn scale(&self, row: usize, block: usize) -> f32 {
+        let f = self.factor;
+        let (row, block) = (self.row + row, self.column / BLOCK + block);
+        match f.scaling {
+            ScalingMode::PerTensor => f.scale_inv[self.which],
+            ScalingMode::Block1x128 => f.scale_inv[block * f.stride + row],
+            ScalingMode::Block128x128 => f.scale_inv[row / BLOCK * f.stride + block],
+        }
+    }
+}
+
+impl<'a> Fp8Operand<'a> {
+    /// Widens the bytes.
+    pub fn new<F: Format>(
+        threads: &Threads,
+        isa: Isa,
+        data: &[F],
+        scale_inv: &'a [f32],
+        scaling: ScalingMode,
+        [rows, k]: [usize; 2],
+    ) -> Result<Fp8Operand<'a>> {
+        const OP: &str = "fp8_gemm";
+        check_len(OP, "data", data.len(), rows * k.next_multiple_of(ALIGN))?;
+        let shape = scaling.scales(rows, k);
+        if scaling != ScalingMode::PerTensor || scale_inv.is_empty() {
+            check_len(OP, "scale_inv", scale_inv.len(), shape.iter().product())?;
+        }
+        let mut values = vec![bf16::ZERO; data.len()];
+        decode(threads, isa, data, &mut values);
+        let (stride, width) = (shape.last().copied().unwrap_or(0), k.next_multiple_of(ALIGN));
+        Ok(Fp8Operand { values, scale_inv, scaling, stride, width })
+    }
+
+    /// From arguments `at` (bytes) and `at + 1` (scales) of a launch.
+    pub(crate) fn argument(
+        l: &Launch<'a>,
+        isa: Isa,
+        at: usize,
+        format: DType,
+        scaling: ScalingMode,
+        shape: [usize; 2],
+    ) -> Result<Fp8Operand<'a>> {
+        formats!(l.op(), format, F =>
+            Fp8Operand::new::<F>(l.threads(), isa, l.slice(at)?, l.slice(at + 1)?, scaling, shape))
+    }
+
+    /// All of it.
+    pub fn whole(&self) -> Fp8OperandRows<'_> {
+        Fp8OperandRows { factor: self, row: 0, column: 0, which: 0 }
+    }
+}
+
+/// `c [m, n] = a·bᵀ (+ bias) (+ c)`: sums in f32 over values that share scales, then times the scales, in f32 again
+/// over the blocks, rounded once.
+pub fn product<C: Float>(
+    threads: &Threads,
+    isa: Isa,
+    a: Fp8OperandRows<'_>,
+    b: Fp8OperandRows<'_>,
+    k: usize,
+    bias: Option<&[bf16]>,
+    accumulate: bool,
+    c: &mut [C],
+    c_rows: Rows,
+) -> Result<()> {
+    let (m, n) = (c_rows.outer, c_rows.width);
+    c_rows.check("fp8_gemm", "c", c.len())?;
+    if m * n == 0 {
+        return Ok(());
+    }
+    let length = if a.factor.scaling == ScalingMode::PerTensor { k.max(1) } else { BLOCK };
+    let blocks = k.div_ceil(length);
+    let mut sums = vec![0f32; m * n];
+    let mut part = vec![0f32; if blocks > 1 { m * n } else { 0 }];
+    let grain = (PIECE / n).max(1);
+    for block in 0..blocks {
+        let from = block * length;
+        let shape = GemmShape {
+            m,
+            n,
+            k: length.min(k - from),
+            trans_a: false,
+            trans_b: true,
+            lda: a.factor.width,
+            ldb: b.factor.width,
+            ldc: n,
+        };
+        let into = if blocks > 1 { &mut part } else { &mut sums };
+        gemm_bf16::<f32>(threads, isa, shape, a.values(from), b.values(from), None, false, into);
+        // In f64: a product of two scales can be beyond f32 where the number it makes is not.
+        let across: Vec<f64> = (0..n).map(|j| f64::from(b.scale(j, block))).collect();
+        let part = &part;
+        threads.parallel_chunks(&mut sums, grain * n, &|i, sums| {
+            for (row, sums) in sums.chunks_mut(n).enumerate() {
+                let row = i * grain + row;
+                let down = f64::from(a.scale(row, block));
+                if blocks > 1 {
+                    add_scaled(isa, &part[row * n..][..n], down, &across, sums);
+                } else {
+                    scale(isa, down, &across, sums);
+                }
+            }
+        });
+    }
+    let bias: Vec<f32> = bias.unwrap_or_default().iter().map(|b| b.to_f32()).collect();
+    let grain = c_rows.grain();
+    let mut pieces: Vec<_> = c_rows.cut_mut(c, grain).collect();
+    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+        for c in pieces {
+            let view = c_rows.piece(i * grain, grain);
+            for row in 0..view.count() {
+                let sums = &sums[(i * grain + row) * n..][..n];
+                store(isa, sums, &bias, accumulate, view.row_mut(c, row));
+            }
+        }
+    });
+    Ok(())
+}
+
+multiversion! {
+    fn add_scaled(part: &[f32], down: f64, across: &[f64], sums: &mut [f32]) {
+        for ((sum, part), across) in sums.iter_mut().zip(part).zip(across) {
+            *sum += (f64::from(*part) * (down * across)) as f32;
+        }
+    }
+}
+
+multiversion! {
+    fn scale(down: f64, across: &[f64], sums: &mut [f32]) {
+        for (sum, across) in sums.iter_mut().zip(across) {
+            *sum = (f64::from(*sum) * (down * across)) as f32;
+        }
+    }
+}
+
+multiversion! {
+    fn store<C: Float>(sums: &[f32], bias: &[f32], accumulate: bool, c: &mut [C]) {
+        if bias.is_empty() && !accumulate {
+            for (c, sum) in c.iter_mut().zip(sums) {
+                *c = C::from_f32(*sum);
+            }
+            return;
+        }
+        for (j, (c, sum)) in c.iter_mut().zip(sums).enumerate() {
+            let bias = bias.get(j).copied().unwrap_or(0.0);
+            let old = if accumulate { c.to_f32() } else { 0.0 };
+            *c = C::from_f32(sum + bias + old);
+        }
+    }
+}

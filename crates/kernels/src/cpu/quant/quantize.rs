@@ -1,0 +1,178 @@
+//! Matrices to bytes, in both uses.
+
+use super::amax::{amax_columns, amax_row};
+use super::encode::{Format, Tile, encode_each, encode_row, turn};
+use crate::cpu::Isa;
+use crate::cpu::rows::{Rows, check_len};
+use crate::quant::scale::ScaleRule;
+use crate::{ALIGN, BLOCK, ScalingMode};
+use ferrotron_tensor::{Float, Result, Threads, shape_error};
+
+/// How a matrix `x [r, c]` is used as a factor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Orientation {
+    /// As it is stored, contracted along c.
+    Rows,
+    /// Transposed, contracted along r.
+    Cols,
+}
+
+/// Blocks with a scale each.
+#[derive(Clone, Copy, Debug)]
+pub struct Blocks {
+    /// [`ScalingMode::Block1x128`] or [`ScalingMode::Block128x128`].
+    pub scaling: ScalingMode,
+    /// From a block's largest magnitude to its scale.
+    pub rule: ScaleRule,
+}
+
+/// What one piece of work makes: up to 128 rows of the output.
+struct Band<'a, F> {
+    data: &'a mut [F],
+    /// `1/scale` for each block of 128 along the rows: of every row, or one for all.
+    scales: &'a mut [f32],
+}
+
+/// The output matrix `[r, c]` of a use of x, and its padded width.
+fn output(how: Orientation, x: &Rows) -> ([usize; 2], usize) {
+    let [r, c] = if how == Orientation::Rows { [x.outer, x.width] } else { [x.width, x.outer] };
+    ([r, c], c.next_multiple_of(ALIGN))
+}
+
+/// `data = round(x·scale)`; see [`crate::Fp8Tensor`] for the layout.
+pub fn quantize_tensor<F: Format, T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    how: Orientation,
+    x: &[T],
+    x_rows: Rows,
+    scale: f32,
+    data: &mut [F],
+) -> Result<()> {
+    x_rows.check("quantize", "x", x.len())?;
+    let ([r, _], width) = output(how, &x_rows);
+    check_len("quantize", "data", data.len(), r * width)?;
+    threads.parallel_chunks(data, BLOCK * width, &|i, data| {
+        let band = Band { data, scales: &mut [] };
+        fill(isa, how, x, &x_rows, i * BLOCK, band, |_, _| [scale; BLOCK]);
+    });
+    Ok(())
+}
+
+/// As [`quantize_tensor`] with a scale for every block; `scale_inv` as [`ScalingMode::scales`] says.
+pub fn quantize_blocks<F: Format, T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    how: Orientation,
+    x: &[T],
+    x_rows: Rows,
+    blocks: Blocks,
+    data: &mut [F],
+    scale_inv: &mut [f32],
+) -> Result<()> {
+    const OP: &str = "quantize";
+    x_rows.check(OP, "x", x.len())?;
+    let ([r, c], width) = output(how, &x_rows);
+    check_len(OP, "data", data.len(), r * width)?;
+    check_len(OP, "scale_inv", scale_inv.len(), blocks.scaling.scales(r, c).iter().product())?;
+    let each = match blocks.scaling {
+        ScalingMode::PerTensor => return shape_error(OP, "one scale for all has no blocks"),
+        ScalingMode::Block1x128 => BLOCK,
+        ScalingMode::Block128x128 => 1,
+    };
+    scale_inv.fill(0.0);
+    if r * c == 0 {
+        return Ok(());
+    }
+    // A band's scales lie apart from each other in `scale_inv`, so they are put there afterwards.
+    let per_band = c.div_ceil(BLOCK) * each;
+    let mut kept = vec![0f32; r.div_ceil(BLOCK) * per_band];
+    let mut bands: Vec<_> = data
+        .chunks_mut(BLOCK * width)
+        .zip(kept.chunks_mut(per_band))
+        .map(|(data, scales)| Band { data, scales })
+        .collect();
+    threads.parallel_chunks(&mut bands, 1, &|i, bands| {
+        for band in bands {
+            let band = Band { data: &mut *band.data, scales: &mut *band.scales };
+            fill(isa, how, x, &x_rows, i * BLOCK, band, |rows, h| measure(isa, how, &blocks, rows, h));
+        }
+    });
+    let columns = *blocks.scaling.scales(r, c).last().unwrap_or(&0);
+    for (band, kept) in kept.chunks(per_band).enumerate() {
+        for (block, kept) in kept.chunks(each).enumerate() {
+            let at = if each == 1 { band * columns + block } else { block * columns + band * BLOCK };
+            let n = if each == 1 { 1 } else { BLOCK.min(r - band * BLOCK) };
+            scale_inv[at..at + n].copy_from_slice(&kept[..n]);
+        }
+    }
+    Ok(())
+}
+
+/// The scales of a tile, for each row of the output.
+type Scales = [f32; BLOCK];
+
+/// Finds the scales of the tile that `rows` gives the rows of x of.
+fn measure<'a, T: Float>(
+    isa: Isa,
+    how: Orientation,
+    blocks: &Blocks,
+    rows: &dyn Fn(usize) -> &'a [T],
+    h: usize,
+) -> Scales {
+    let rule = &blocks.rule;
+    if blocks.scaling == ScalingMode::Block128x128 {
+        let most = (0..h).map(|i| amax_row(isa, rows(i))).max().unwrap_or(0);
+        return [rule.scale(f32::from_bits(most)); BLOCK];
+    }
+    let mut most = [0u32; BLOCK];
+    for i in 0..h {
+        match how {
+            Orientation::Rows => most[i] = amax_row(isa, rows(i)),
+            Orientation::Cols => amax_columns(isa, rows(i), &mut most),
+        }
+    }
+    most.map(|m| rule.scale(f32::from_bits(m)))
+}
+
+/// Makes the output rows from `first` on, tile by tile along them.
+fn fill<'x, F: Format, T: Float>(
+    isa: Isa,
+    how: Orientation,
+    x: &'x [T],
+    x_rows: &Rows,
+    first: usize,
+    band: Band<'_, F>,
+    scales: impl Fn(&dyn Fn(usize) -> &'x [T], usize) -> Scales,
+) {
+    let ([_, c], width) = output(how, x_rows);
+    let Band { data, scales: kept } = band;
+    let rows = data.len() / width.max(1);
+    let each = kept.len() / c.div_ceil(BLOCK).max(1);
+    let mut tile: Tile<F> = [F::zeroed(); BLOCK * BLOCK];
+    for (block, at) in (0..c).step_by(BLOCK).enumerate() {
+        let along = BLOCK.min(c - at);
+        // The tile of x: its first row and column, its height and width.
+        let (top, left, h, w) = match how {
+            Orientation::Rows => (first, at, rows, along),
+            Orientation::Cols => (at, first, along, rows),
+        };
+        let row = |i: usize| &x_rows.row(x, top + i)[left..left + w];
+        let found = scales(&row, h);
+        for i in 0..h {
+            match how {
+                Orientation::Rows => encode_row(isa, row(i), found[i], &mut data[i * width + at..][..w]),
+                Orientation::Cols => encode_each(isa, row(i), &found, &mut tile[i * BLOCK..][..w]),
+            }
+        }
+        if how == Orientation::Cols {
+            turn(&tile, [h, w], data, width, at);
+        }
+        for (kept, scale) in kept[block * each..][..each].iter_mut().zip(found) {
+            *kept = 1.0 / scale;
+        }
+    }
+    for row in data.chunks_mut(width.max(1)) {
+        row[c..].fill(F::zeroed());
+    }
+}

@@ -1,0 +1,121 @@
+//! Non-linearities whose rows have a weight, forward and backward. Arithmetic is f32.
+
+use super::Isa;
+use super::activation::{Curve, with_curve};
+use super::math::multiversion_fma;
+use super::reduce::lane_dot;
+use super::rows::PIECE;
+use crate::Act;
+use ferrotron_tensor::{Float, Threads};
+
+/// `y[r] = p[r]·act(x[r, :f])·gate(x[r, f:])`, plain `p[r]·act(x[r])`; zeros where p is 0. y is `[N, f]`.
+pub fn weighted<T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    (act, gated): (Act, bool),
+    f: usize,
+    x: &[T],
+    p: &[f32],
+    y: &mut [T],
+) {
+    let (rows, wide) = ((PIECE / f.max(1)).max(1), if gated { 2 * f } else { f });
+    threads.parallel_chunks(y, rows * f, &|i, y| {
+        let (x, p) = (&x[i * rows * wide..], &p[i * rows..]);
+        for ((y, x), p) in y.chunks_exact_mut(f).zip(x.chunks_exact(wide)).zip(p) {
+            if *p == 0.0 {
+                y.fill(T::from_f32(0.0));
+            } else if gated {
+                with_curve!(act, curve => gated_row(isa, curve, *p, x, y));
+            } else {
+                with_curve!(act, curve => plain_row(isa, curve, *p, x, y));
+            }
+        }
+    });
+}
+
+/// Gradients of [`weighted`]: dx as x, dp `[N]`. Rows with `live < 0` give zeros.
+pub fn weighted_backward<T: Float>(
+    threads: &Threads,
+    isa: Isa,
+    (act, gated): (Act, bool),
+    f: usize,
+    [x, dy]: [&[T]; 2],
+    p: &[f32],
+    live: &[i32],
+    dx: &mut [T],
+    dp: &mut [f32],
+) {
+    if f == 0 {
+        dp.fill(0.0);
+        return;
+    }
+    let (rows, wide) = ((PIECE / f).max(1), if gated { 2 * f } else { f });
+    let mut pieces: Vec<_> = dx.chunks_mut(rows * wide).zip(dp.chunks_mut(rows)).collect();
+    threads.parallel_chunks(&mut pieces, 1, &|i, pieces| {
+        let mut values = vec![0f32; f];
+        for (dx, dp) in pieces {
+            for (r, (dx, dp)) in (i * rows..).zip(dx.chunks_exact_mut(wide).zip(&mut **dp)) {
+                if live[r] < 0 {
+                    dx.fill(T::from_f32(0.0));
+                    *dp = 0.0;
+                    continue;
+                }
+                let (x, dy) = (&x[r * wide..][..wide], &dy[r * f..][..f]);
+                *dp = if gated {
+                    with_curve!(act, curve => gated_row_back(isa, curve, p[r], x, dy, dx, &mut values))
+                } else {
+                    with_curve!(act, curve => plain_row_back(isa, curve, p[r], x, dy, dx, &mut values))
+                };
+            }
+        }
+    });
+}
+
+multiversion_fma! {
+    fn gated_row<F: Fma, T: Float, A: Curve>(act: A, p: f32, x: &[T], y: &mut [T]) {
+        let (x1, x2) = x.split_at(y.len());
+        for ((y, a), u) in y.iter_mut().zip(x1).zip(x2) {
+            *y = T::from_f32(p * (act.value::<F>(a.to_f32()) * act.gate(u.to_f32())));
+        }
+    }
+}
+
+multiversion_fma! {
+    fn plain_row<F: Fma, T: Float, A: Curve>(act: A, p: f32, x: &[T], y: &mut [T]) {
+        for (y, x) in y.iter_mut().zip(x) {
+            *y = T::from_f32(p * act.value::<F>(x.to_f32()));
+        }
+    }
+}
+
+multiversion_fma! {
+    fn gated_row_back<F: Fma, T: Float, A: Curve>(
+        act: A, p: f32, x: &[T], dy: &[T], dx: &mut [T], values: &mut [f32],
+    ) -> f32 {
+        let (x1, x2) = x.split_at(dy.len());
+        let (dx1, dx2) = dx.split_at_mut(dy.len());
+        let outs = dx1.iter_mut().zip(dx2).zip(values.iter_mut());
+        for ((((dx1, dx2), v), dy), (a, u)) in outs.zip(dy).zip(x1.iter().zip(x2)) {
+            let (q, u) = (p * dy.to_f32(), u.to_f32());
+            let (value, slope) = act.slope::<F>(a.to_f32());
+            let gate = act.gate(u);
+            *dx1 = T::from_f32(slope * gate * q);
+            *dx2 = T::from_f32(act.gate_slope(u, value * q));
+            *v = value * gate;
+        }
+        lane_dot(values, dy)
+    }
+}
+
+multiversion_fma! {
+    fn plain_row_back<F: Fma, T: Float, A: Curve>(
+        act: A, p: f32, x: &[T], dy: &[T], dx: &mut [T], values: &mut [f32],
+    ) -> f32 {
+        for (((dx, v), dy), x) in dx.iter_mut().zip(values.iter_mut()).zip(dy).zip(x) {
+            let (value, slope) = act.slope::<F>(x.to_f32());
+            *dx = T::from_f32(slope * (p * dy.to_f32()));
+            *v = value;
+        }
+        lane_dot(values, dy)
+    }
+}

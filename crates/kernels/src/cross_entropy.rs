@@ -1,0 +1,158 @@
+//! Cross-entropy.
+
+use crate::checks::{dtypes, rows_of};
+use crate::cpu::{rows::Rows, vocab::Shard};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
+
+/// How a target is softened.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum LabelSmoothing {
+    /// All weight on the label.
+    None,
+    /// `(1−ε)·onehot + ε/V`, as PyTorch.
+    Torch(f32),
+    /// `1−ε` on the label, `ε/(V−1)` elsewhere, as Megatron.
+    Megatron(f32),
+}
+
+impl LabelSmoothing {
+    /// The target as `(1 − spread)·onehot + off` with `off = spread/V`: gives `spread` and `off`.
+    pub(crate) fn target(self, vocab: usize) -> (f32, f32) {
+        let v = vocab as f64;
+        let spread = match self {
+            LabelSmoothing::None => 0.0,
+            LabelSmoothing::Torch(e) => f64::from(e),
+            // ε/(V−1) on the others is ε·V/(V−1) spread over all; a vocabulary of one has no others.
+            LabelSmoothing::Megatron(e) => f64::from(e) * v / (v - 1.0).max(1.0),
+        };
+        (spread as f32, (spread / v.max(1.0)) as f32)
+    }
+}
+
+/// Label of a row that has no loss and no gradient.
+pub const IGNORE: i32 = -100;
+
+/// Row-wise cross-entropy of `logits [rows, V]` (f32 or bf16) against `labels` i32 `[rows]`.
+pub struct CrossEntropy<'a> {
+    /// Logits; with `gradient` they are overwritten by `weight·(softmax − target)`.
+    pub logits: &'a Tensor,
+    /// Columns that exist; those beyond are padding and get probability and gradient zero.
+    pub vocab: usize,
+    /// A label, or [`IGNORE`].
+    pub labels: &'a Tensor,
+    /// f32 `[rows]`: what each row's loss will be multiplied by later, known now, so that the gradient can
+    /// be formed in the same pass and rounded once.
+    pub weights: &'a Tensor,
+    /// Softening of targets.
+    pub smoothing: LabelSmoothing,
+    /// f32 `[rows]`: loss of each row, without its weight; 0 where ignored.
+    pub loss: &'a Tensor,
+    /// Write the gradient over the logits.
+    pub gradient: bool,
+}
+
+impl CrossEntropy<'_> {
+    /// The rows of the logits, after the checks every home makes.
+    pub(crate) fn check(&self, op: &'static str) -> Result<Rows> {
+        let &[n, width] = self.logits.shape() else {
+            return shape_error(op, format!("logits {:?} are not [rows, vocabulary]", self.logits.shape()));
+        };
+        let vectors = [self.labels, self.weights, self.loss];
+        if vectors.iter().any(|t| t.shape() != [n] || !t.is_contiguous()) || self.vocab > width {
+            return shape_error(
+                op,
+                format!("labels, weights and loss must be [{n}], vocabulary at most {width}"),
+            );
+        }
+        dtypes(op, DType::I32, &[self.labels])?;
+        dtypes(op, DType::F32, &[self.weights, self.loss])?;
+        let [rows] = rows_of(op, [self.logits])?;
+        Ok(rows)
+    }
+}
+
+/// One rank's columns `first..first + local` of a vocabulary that tensor-parallel ranks share. Every rank takes
+/// its [`CrossEntropyKernels::cross_entropy_stats`], all ranks gather them, and each has the loss and its own part of the
+/// gradient from [`CrossEntropyKernels::vocab_parallel_cross_entropy`].
+pub struct VocabParallelLogits<'a> {
+    /// `[rows, local]`, f32 or bf16.
+    pub logits: &'a Tensor,
+    /// The id of the first column. A rank may have no column, or none below `vocab`.
+    pub first: usize,
+    /// The whole vocabulary; columns at or beyond it are padding and get probability and gradient zero.
+    pub vocab: usize,
+    /// i32 `[rows]`: ids of the whole vocabulary, or [`IGNORE`].
+    pub labels: &'a Tensor,
+}
+
+impl VocabParallelLogits<'_> {
+    /// The rows of the logits and the columns of them that exist, after the checks every home makes.
+    pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, Shard)> {
+        let &[n, local] = self.logits.shape() else {
+            return shape_error(op, format!("logits {:?} are not [rows, columns]", self.logits.shape()));
+        };
+        if self.labels.shape() != [n] || !self.labels.is_contiguous() {
+            return shape_error(op, format!("labels {:?} must be [{n}]", self.labels.shape()));
+        }
+        dtypes(op, DType::I32, &[self.labels])?;
+        let [rows] = rows_of(op, [self.logits])?;
+        Ok((rows, Shard::of_places(self.first, local, self.vocab)))
+    }
+
+    /// As [`VocabParallelLogits::check`]; `stats` must be f32 `[rows, 4]`.
+    pub(crate) fn check_stats(&self, op: &'static str, stats: &Tensor) -> Result<(Rows, Shard)> {
+        let (rows, shard) = self.check(op)?;
+        let wanted = [self.logits.shape()[0], 4];
+        if stats.shape() != wanted || !stats.is_contiguous() {
+            return shape_error(op, format!("statistics {:?} must be {wanted:?}", stats.shape()));
+        }
+        dtypes(op, DType::F32, &[stats])?;
+        Ok((rows, shard))
+    }
+
+    /// As [`VocabParallelLogits::check`]; `all` must be f32 `[ranks, rows, 4]`, weights and loss f32 `[rows]`. Gives the
+    /// number of ranks too.
+    pub(crate) fn check_all(
+        &self,
+        op: &'static str,
+        all: &Tensor,
+        weights: &Tensor,
+        loss: &Tensor,
+    ) -> Result<(Rows, Shard, usize)> {
+        let (rows, shard) = self.check(op)?;
+        let n = self.logits.shape()[0];
+        let ranks = match all.shape() {
+            &[ranks, r, 4] if ranks > 0 && r == n && all.is_contiguous() => ranks,
+            found => return shape_error(op, format!("statistics {found:?} are not [ranks, {n}, 4]")),
+        };
+        if [weights, loss].iter().any(|t| t.shape() != [n] || !t.is_contiguous()) {
+            return shape_error(op, format!("weights and loss must be [{n}]"));
+        }
+        dtypes(op, DType::F32, &[all, weights, loss])?;
+        Ok((rows, shard, ranks))
+    }
+}
+
+/// Losses.
+pub trait CrossEntropyKernels {
+    /// See [`CrossEntropy`].
+    fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()>;
+
+    /// `stats` f32 `[rows, 4]`: max, `Σ exp(x − max)`, the label's logit (0 where another rank has it) and `Σ x`
+    /// over this rank's columns; max −∞ and sums 0 where it has none, and where the label is [`IGNORE`].
+    fn cross_entropy_stats(&self, s: &Stream, x: &VocabParallelLogits, stats: &Tensor) -> Result<()>;
+
+    /// `all` f32 `[ranks, rows, 4]`: the statistics of every rank, in order. Gives what [`CrossEntropy`] gives:
+    /// the loss of each row, the same bits on every rank, and with `gradient` this rank's logits overwritten by
+    /// `weight·(softmax − target)`, its padding by zeros. Smoothing spreads over the whole vocabulary.
+    fn vocab_parallel_cross_entropy(
+        &self,
+        s: &Stream,
+        x: &VocabParallelLogits,
+        all: &Tensor,
+        weights: &Tensor,
+        smoothing: LabelSmoothing,
+        loss: &Tensor,
+        gradient: bool,
+    ) -> Result<()>;
+}

@@ -1,0 +1,123 @@
+// What the consumers of the wide Hopper backward kernel share: where they stand, and powers of scores.
+
+template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts : HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192> {
+    using Load = HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192>;
+    using Bars = typename Load::Bars;
+    static constexpr int COLUMNS = Load::COLUMNS, V_COLUMNS = Load::V_COLUMNS;
+    static constexpr u32 COLUMN = 64 * 128;  // bytes of 64 channels of a tile
+    // Channels of dq: the first warpgroup has 128 where there are as many.
+    static constexpr int FIRST = DQ > 128 ? 128 : 64, SECOND = DQ - FIRST;
+    static constexpr u32 K_AT = Load::K_AT, V_AT = Load::V_AT;
+
+    // Where a consumer stands.
+    struct At {
+        u32 base;
+        Bars bars;
+        Ring<STAGES> ring;
+        typename Load::Slots slot;
+        u32 kv_phase = 0, count = 0;
+        __device__ __forceinline__ u32 q() const { return base + Load::Q_AT + ring.stage * Load::Q_BYTES; }
+        __device__ __forceinline__ u32 o() const { return base + Load::O_AT + ring.stage * Load::O_BYTES; }
+        __device__ __forceinline__ u32 ds(u32 side) const { return base + Load::DS_AT + side * Load::DS_BYTES; }
+        // This thread's part of what is passed, 128 threads apart.
+        __device__ __forceinline__ u32 passed(u32 side) const {
+            return base + Load::PASSED_AT + side * 8192 + (tid() & 127) * 16;
+        }
+        // The number of the next tile of keys.
+        __device__ __forceinline__ i32 tile() {
+            mbarrier_wait(bars.tile_full(slot.stage), slot.phase);
+            const i32 index = __shfl_sync(~0u, Load::slot_at(slot.stage)->index, 0);
+            free(bars.tile_free(slot.stage));
+            slot.next();
+            return index;
+        }
+        // Keys or values that belong to others become 0.
+        __device__ __forceinline__ void keys(const AttentionArgs& a, const HopperTile& p, bool values, int wg) {
+            mbarrier_wait(bars.kv_full(), kv_phase);
+            kv_phase ^= 1;
+            if (a.items && p.k_len - p.first < 64) {
+                zero_rows<64, COLUMNS>(base + K_AT, p.k_len - p.first, tid() & 127);
+                if (values) zero_rows<64, V_COLUMNS>(base + V_AT, p.k_len - p.first, tid() & 127);
+                named_barrier_sync(1 + wg, 128);
+            }
+        }
+    };
+    static __device__ __forceinline__ void free(u32 bar) {
+        if ((tid() & 31) == 0) mbarrier_arrive(bar);
+    }
+    // Where this thread's sums of a tile of queries lie.
+    static __device__ __forceinline__ i32* sums_at(const HopperArgs& m, const HopperTile& p, i32 head, i32 q0) {
+        return reinterpret_cast<i32*>(m.sums) +
+               (((i64(p.batch) * m.a.heads + head) * m.padded + p.row + q0) * (COLUMNS * 64) + (tid() & 127));
+    }
+    static __device__ __forceinline__ void steps_at(u32 stage, float& step0, float& step1) {
+        const int self = tid() & 127;
+        const float* steps = Load::rows_of(stage, 2) + (self >> 5) * 16 + ((self & 31) >> 2);
+        step0 = steps[0];
+        step1 = steps[8];
+    }
+    // The rows of a gradient that this thread stores, or null.
+    static __device__ __forceinline__ bf16* key_row(const View& to, const HopperTile& p, int r) {
+        const int self = tid() & 127;
+        const i32 j = p.first + (self >> 5) * 16 + r * 8 + ((self & 31) >> 2);
+        return j < p.k_len ? to.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
+    }
+
+    // Powers of the scores, 0 where a query does not see a key; `x` packs them, `y` too, times the slope.
+    static __device__ __forceinline__ void powers(const AttentionArgs& a, const HopperTile& p, i32 q0, u32 stage, float (&s)[32],
+                                                  u32 (&x)[16], u32 (&y)[16]) {
+        const int self = tid() & 127, lane = self & 31, t = (lane & 3) * 2;
+        float slope[CAP ? 32 : 1];
+        const float4* rows = reinterpret_cast<const float4*>(Load::rows_of(stage, 0)) + (lane & 3);
+#pragma unroll
+        for (int i = 0; i < 32; i += 8) {
+            const float4 w = rows[i / 2];
+#pragma unroll
+            for (int e = 0; e < 8; e++) {
+                float score = a.inner;
+                const float lse = e & 4 ? (e & 1 ? w.w : w.z) : (e & 1 ? w.y : w.x);
+                if constexpr (CAP) {
+                    const float tanh = fast_tanh(a.inner * s[i + e]);
+                    slope[i + e] = fmaf(-tanh, tanh, 1.0f);
+                    s[i + e] = tanh;
+                    score = a.outer;
+                }
+                s[i + e] = fast_exp2(fmaf(s[i + e], score, -lse));
+            }
+        }
+        if (q0 < p.first + 63 - p.off - a.right || q0 + 63 > min(p.first - p.off + a.left, p.q_len - 1) ||
+            p.first + 63 >= p.k_len) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                // Queries that see this key, relative to this thread's first of the tile.
+                const i32 key = p.first + (self >> 5) * 16 + r * 8 + (lane >> 2), j = key - p.off;
+                const i32 lo = j - a.right - q0 - t;
+                const i32 hi = key < p.k_len ? min(j + a.left, p.q_len - 1) - q0 - t : -1;
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++)
+                        if (i * 8 + e < lo || i * 8 + e > hi) {
+                            s[i * 4 + r * 2 + e] = 0.0f;
+                            if (CAP) slope[CAP ? i * 4 + r * 2 + e : 0] = 0.0f;
+                        }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            x[i] = pack_bf16(s[2 * i], s[2 * i + 1]);
+            y[i] = CAP ? pack_bf16(s[2 * i] * slope[CAP ? 2 * i : 0], s[2 * i + 1] * slope[CAP ? 2 * i + 1 : 0]) : x[i];
+        }
+    }
+
+    // Where the queries of a tile of keys are: heads of a group run fastest.
+    struct Turns {
+        i32 left, step, first, head, q0;
+        __device__ __forceinline__ Turns(const HopperArgs& m, const HopperTile& p, bool down)
+            : left((p.to - p.from) * m.a.group), step(down ? -64 : 64), first(p.head * m.a.group), head(first),
+              q0((down ? p.to - 1 : p.from) * 64) {}
+        __device__ __forceinline__ void next(const AttentionArgs& a) {
+            if (++head == first + a.group) head = first, q0 += step;
+        }
+    };
+};

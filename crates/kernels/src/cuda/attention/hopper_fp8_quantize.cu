@@ -1,0 +1,85 @@
+// q, k and v of attention to bytes, for the kernels of hopper_bytes.cuh.
+
+// What one of tensor i's bytes is worth: scales are powers of two that its largest magnitude, number i at `most`, gives.
+__device__ __forceinline__ float unit_of(u64 most, int i) {
+    return __fdiv_rn(1.0f, scale_of(reinterpret_cast<const float*>(most)[i], 448.0f, 1, __uint_as_float(MaxFinite<bf16>::bits)));
+}
+
+struct QuantizeQkvArgs {
+    View x[3];      // q, k, v: bf16
+    u64 bytes[3];   // q8 and k8 [batch, tokens, heads, d_qk], v8 [batch, heads, d_v, pitch], turned
+    u64 most;       // f32 [3]: largest |q|, |k|, |v|
+    u32 pieces[2];  // of 16 channels, of q and k
+    i32 tokens[2];  // of queries and of keys
+    i32 heads[2];
+    i32 d_qk, d_v;
+    i32 pitch;      // tokens of a row of v8: a multiple of 128
+    u32 vectorized;       // rows of q, k, v that lie on 16-byte boundaries: bits
+};
+
+static_assert(sizeof(QuantizeQkvArgs) == 168, "as in bytes.rs");
+
+// Sixteen numbers of a row.
+__device__ __forceinline__ uint4 sixteen(const bf16* from, bool vectorized, float scale) {
+    float x[16];
+    if (vectorized) {
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const uint4 v = reinterpret_cast<const uint4*>(from)[h];
+            const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[h * 8 + 2 * i] = low_bf16(w[i]), x[h * 8 + 2 * i + 1] = high_bf16(w[i]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 16; i++) x[i] = to_f32(from[i]);
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) x[i] *= scale;
+    return make_uint4(encode_fp8(0, x[0], x[1], x[2], x[3]), encode_fp8(0, x[4], x[5], x[6], x[7]),
+                      encode_fp8(0, x[8], x[9], x[10], x[11]), encode_fp8(0, x[12], x[13], x[14], x[15]));
+}
+
+// q (blockIdx.y = 0) and k (1), as they lie.
+extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_qk(const __grid_constant__ QuantizeQkvArgs a) {
+    const int which = blockIdx.y;
+    const float scale = __fdiv_rn(1.0f, unit_of(a.most, which));
+    const u32 each = u32(a.d_qk) / 16, heads = a.heads[which], tokens = a.tokens[which];
+    const bool vectorized = a.vectorized >> which & 1;
+#pragma unroll
+    for (u32 n = 0; n < 4; n++) {
+        const u32 i = (blockIdx.x * 4 + n) * 256 + threadIdx.x;
+        if (i >= a.pieces[which]) break;
+        const u32 row = i / each, piece = i - row * each, token = row / heads, batch = token / tokens;
+        const bf16* from = a.x[which].row<const bf16>(batch, token - batch * tokens, row - token * heads) + piece * 16;
+        reinterpret_cast<uint4*>(a.bytes[which])[i] = sixteen(from, vectorized, scale);
+    }
+}
+
+// Where key j of 32 lies among them: four neighbours are two keys of one eight and two of the next, as a thread holds scores.
+__device__ __forceinline__ int slot_of(int j) { return (j & 16) + (j & 6) * 2 + (j >> 2 & 2) + (j & 1); }
+
+// v, turned: 128 keys of a head. Keys past the end become 0.
+extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_v(const __grid_constant__ QuantizeQkvArgs a) {
+    constexpr int KEYS = 128, WORDS = KEYS / 4 + 1;
+    __shared__ u32 turned[128 * WORDS];
+    const i32 tiles = a.pitch / KEYS, tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
+    const i32 batch = pair / a.heads[1], head = pair - batch * a.heads[1], each = a.d_v / 16;
+    const float scale = __fdiv_rn(1.0f, unit_of(a.most, 2));
+    u8* bytes = reinterpret_cast<u8*>(turned);
+    for (i32 i = threadIdx.x; i < KEYS * each; i += 256) {
+        const i32 key = i / each, piece = i - key * each, token = tile * KEYS + key;
+        const int slot = (key & ~31) + slot_of(key & 31);
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (token < a.tokens[1]) v = sixteen(a.x[2].row<const bf16>(batch, token, head) + piece * 16, a.vectorized >> 2 & 1, scale);
+        const u32 w[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int c = 0; c < 16; c++) bytes[(piece * 16 + c) * (WORDS * 4) + slot] = u8(w[c / 4] >> (c % 4 * 8));
+    }
+    __syncthreads();
+    u32* to = reinterpret_cast<u32*>(a.bytes[2]) + (i64(pair) * a.d_v * a.pitch + tile * KEYS) / 4;
+    for (i32 i = threadIdx.x; i < a.d_v * (KEYS / 4); i += 256) {
+        const i32 channel = i / (KEYS / 4), word = i % (KEYS / 4);
+        to[i64(channel) * (a.pitch / 4) + word] = turned[channel * WORDS + word];
+    }
+}

@@ -1,0 +1,253 @@
+//! The instances of the Hopper kernels: the mirror of the lists at the end of their sources.
+
+use crate::cuda::Kernel;
+
+/// `HOPPER_FORWARD(name, channels.., warpgroups, keys, key tiles, query tiles, ..)`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Forward {
+    pub(super) kernel: Kernel,
+    /// Channels of queries and keys, and of values.
+    channels: [usize; 2],
+    /// Warpgroups of 64 queries.
+    groups: usize,
+    /// Keys of a tile.
+    pub(super) keys: usize,
+    /// Tiles of keys, and of values, in shared memory.
+    stages: usize,
+    /// Tiles of queries.
+    tiles: usize,
+}
+
+/// `HOPPER_BACKWARD(name, channels, queries, ..)`, or `HOPPER_WIDE(name, channels.., query tiles, ..)`.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Backward {
+    pub(super) kernel: Kernel,
+    channels: [usize; 2],
+    /// Queries and keys of a tile.
+    pub(super) queries: usize,
+    pub(super) keys: usize,
+    /// Tiles of queries in shared memory.
+    stages: usize,
+    /// Bytes that warpgroups hand to each other.
+    passed: usize,
+}
+
+/// The kernels for heads of up to some channels.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct KernelVariant {
+    /// Channels of queries and keys, and of values.
+    channels: [usize; 2],
+    capped: bool,
+    /// Channels of a query's gradient in scratch space.
+    pub(super) width: usize,
+    pub(super) forward: Forward,
+    /// Faster where a query sees fewer keys than this on average.
+    pub(super) short: Option<(usize, Forward)>,
+    pub(super) backward: Backward,
+    /// The rows' kernels: bounds, prepare, finish.
+    pub(super) rows: [&'static str; 3],
+}
+
+/// Channels as they lie in shared memory: columns of 64, two bytes each.
+const fn bytes(channels: [usize; 2]) -> usize {
+    (channels[0].div_ceil(64) + channels[1].div_ceil(64)) * 128
+}
+
+impl Forward {
+    /// Queries of a tile.
+    pub(super) const fn rows(&self) -> usize {
+        self.groups * 64
+    }
+
+    pub(super) const fn threads(&self) -> u32 {
+        (self.groups * 128 + 128) as u32
+    }
+
+    /// `BYTES` of hopper_forward_load.cuh.
+    pub(super) const fn shared(&self) -> u32 {
+        let queries = self.tiles * self.rows() * self.channels[0].div_ceil(64) * 128;
+        (1024 + queries + self.stages * self.keys * bytes(self.channels)) as u32
+    }
+}
+
+impl Backward {
+    /// `BYTES` of hopper_backward_load.cuh.
+    pub(super) const fn shared(&self) -> u32 {
+        let head = (288 + 3 * self.stages * self.queries * 4).next_multiple_of(1024);
+        let tiles = (self.keys + self.stages * self.queries) * bytes(self.channels);
+        (head + tiles + 2 * self.keys * self.queries * 2 + 2 * self.passed) as u32
+    }
+}
+
+const fn forward(
+    wide: bool,
+    name: &'static str,
+    channels: [usize; 2],
+    [groups, keys, stages, tiles]: [usize; 4],
+) -> Forward {
+    let source = if wide { "attention_hopper_forward_wide" } else { "attention_hopper_forward" };
+    Forward { kernel: Kernel { source, name }, channels, groups, keys, stages, tiles }
+}
+
+const fn backward(name: &'static str, channels: usize, queries: usize) -> Backward {
+    let kernel = Kernel { source: "attention_hopper_backward", name };
+    Backward { kernel, channels: [channels; 2], queries, keys: 128, stages: 3, passed: 0 }
+}
+
+const fn wide(name: &'static str, channels: [usize; 2], stages: usize) -> Backward {
+    let kernel = Kernel { source: "attention_hopper_backward_wide", name };
+    Backward { kernel, channels, queries: 64, keys: 64, stages, passed: 8192 }
+}
+
+macro_rules! rows {
+    ($bounds:literal, $width:literal) => {
+        [
+            concat!("attention_hopper_bounds_", $bounds, "_bf16"),
+            concat!("attention_hopper_preprocess_", $width, "_bf16"),
+            concat!("attention_hopper_convert_dq_", $width, "_bf16"),
+        ]
+    };
+}
+
+/// Narrowest first.
+const VARIANTS: [KernelVariant; 7] = [
+    KernelVariant {
+        channels: [64; 2],
+        capped: false,
+        width: 64,
+        forward: forward(false, "attention_hopper_forward_64_bf16", [64; 2], [3, 128, 3, 2]),
+        short: Some((800, forward(false, "attention_hopper_forward_short_64_bf16", [64; 2], [4, 64, 4, 2]))),
+        backward: backward("attention_hopper_backward_64_bf16", 64, 128),
+        rows: rows!(64, 64),
+    },
+    KernelVariant {
+        channels: [96; 2],
+        capped: false,
+        width: 128,
+        forward: forward(false, "attention_hopper_forward_96_bf16", [96; 2], [3, 96, 3, 1]),
+        short: None,
+        backward: backward("attention_hopper_backward_96_bf16", 96, 64),
+        rows: rows!(128, 128),
+    },
+    KernelVariant {
+        channels: [128; 2],
+        capped: false,
+        width: 128,
+        forward: forward(false, "attention_hopper_forward_128_bf16", [128; 2], [2, 128, 2, 2]),
+        short: Some((
+            1100,
+            forward(false, "attention_hopper_forward_short_128_bf16", [128; 2], [3, 64, 3, 1]),
+        )),
+        backward: backward("attention_hopper_backward_128_bf16", 128, 64),
+        rows: rows!(128, 128),
+    },
+    KernelVariant {
+        channels: [192, 128],
+        capped: false,
+        width: 192,
+        forward: forward(true, "attention_hopper_forward_192_bf16", [192, 128], [2, 128, 2, 1]),
+        short: None,
+        backward: wide("attention_hopper_backward_192_bf16", [192, 128], 3),
+        rows: rows!(256, 192),
+    },
+    KernelVariant {
+        channels: [256; 2],
+        capped: false,
+        width: 256,
+        forward: forward(true, "attention_hopper_forward_256_bf16", [256; 2], [2, 64, 2, 1]),
+        short: None,
+        backward: wide("attention_hopper_backward_256_bf16", [256; 2], 2),
+        rows: rows!(256, 256),
+    },
+    KernelVariant {
+        channels: [128; 2],
+        capped: true,
+        width: 128,
+        forward: forward(true, "attention_hopper_forward_capped_128_bf16", [128; 2], [2, 128, 2, 2]),
+        short: None,
+        backward: wide("attention_hopper_backward_capped_128_bf16", [128; 2], 3),
+        rows: rows!(128, 128),
+    },
+    KernelVariant {
+        channels: [256; 2],
+        capped: true,
+        width: 256,
+        forward: forward(true, "attention_hopper_forward_capped_256_bf16", [256; 2], [2, 64, 2, 1]),
+        short: None,
+        backward: wide("attention_hopper_backward_capped_256_bf16", [256; 2], 2),
+        rows: rows!(256, 256),
+    },
+];
+
+/// Where a block has all keys of a head: prepare, and backward, which is the first variant's in all else.
+pub(super) const PER_HEAD_KERNELS: [&str; 2] =
+    ["attention_hopper_preprocess_per_head_64_bf16", "attention_hopper_backward_per_head_64_bf16"];
+
+/// The narrowest variant that holds the heads.
+pub(super) fn variant(d_qk: usize, d_v: usize, capped: bool) -> Option<&'static KernelVariant> {
+    VARIANTS.iter().find(|k| k.capped == capped && d_qk <= k.channels[0] && d_v <= k.channels[1])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What stands in the brackets after a name.
+    fn listed<'a>(source: &'a str, macro_name: &str, kernel: &Kernel) -> Vec<&'a str> {
+        let start = format!("{macro_name}({}, ", kernel.name);
+        let line = source.lines().find_map(|l| l.strip_prefix(&start)).unwrap();
+        line.trim_end_matches(')').split(", ").collect()
+    }
+
+    fn words(numbers: &[usize], flag: bool) -> Vec<String> {
+        numbers.iter().map(ToString::to_string).chain([flag.to_string()]).collect()
+    }
+
+    #[test]
+    fn the_kinds_say_what_the_sources_say() {
+        for variant in &VARIANTS {
+            for f in [Some(variant.forward), variant.short.map(|s| s.1)].into_iter().flatten() {
+                let source = match f.kernel.source {
+                    "attention_hopper_forward" => include_str!("hopper_forward.cu"),
+                    _ => include_str!("hopper_forward_wide.cu"),
+                };
+                let [d_qk, d_v] = f.channels;
+                let numbers = [d_qk, d_v, f.groups, f.keys, f.stages, f.tiles];
+                assert_eq!(listed(source, "HOPPER_FORWARD", &f.kernel), words(&numbers, variant.capped));
+                assert!(f.shared() <= 227 << 10);
+            }
+            let b = variant.backward;
+            assert_eq!(b.channels, variant.channels);
+            if b.passed == 0 {
+                let all = listed(include_str!("hopper_backward.cu"), "HOPPER_BACKWARD", &b.kernel);
+                assert_eq!(all[..2], words(&[b.channels[0], b.queries], false)[..2]);
+            } else {
+                let all = listed(include_str!("hopper_backward_wide.cu"), "HOPPER_BACKWARD_WIDE", &b.kernel);
+                assert_eq!(all, words(&[b.channels[0], b.channels[1], b.stages], variant.capped));
+            }
+            assert!(b.shared() <= 227 << 10);
+            for name in variant.rows {
+                assert!(
+                    include_str!("hopper_backward_preprocess.cu").contains(&format!("({name}, ")),
+                    "{name}"
+                );
+            }
+        }
+        assert!(
+            include_str!("hopper_backward_preprocess.cu").contains(&format!("({}, ", PER_HEAD_KERNELS[0]))
+        );
+        assert!(include_str!("hopper_backward.cu").contains(&format!("({}, 64, 128, ", PER_HEAD_KERNELS[1])));
+    }
+
+    #[test]
+    fn the_narrowest_kind_that_holds_the_heads_is_taken() {
+        let width = |d_qk, d_v, capped| variant(d_qk, d_v, capped).map(|k| (k.channels, k.capped));
+        assert_eq!(width(64, 64, false), Some(([64; 2], false)));
+        assert_eq!(width(96, 72, false), Some(([96; 2], false)));
+        assert_eq!(width(192, 128, false), Some(([192, 128], false)));
+        assert_eq!(width(128, 192, false), Some(([256; 2], false)));
+        assert_eq!(width(64, 64, true), Some(([128; 2], true)));
+        assert_eq!(width(192, 128, true), Some(([256; 2], true)));
+        assert_eq!(width(264, 64, false), None);
+    }
+}

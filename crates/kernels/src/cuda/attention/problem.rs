@@ -1,0 +1,275 @@
+//! One checked launch: what the kernels are told, and over which tiles they run.
+
+use super::instances::{Instance, Step, instance};
+use super::tile_table::{Side, TileTable};
+use crate::attention_plan::{Plan, plan, strides};
+use crate::checks::dtypes;
+use crate::cpu::attention::{AttentionShape, MaskAlign, Span, check_shape, per_head};
+use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
+use crate::{AttentionForward, AttentionParams, Sequences};
+use ferrotron_tensor::{DType, Launch, Result, Tensor, shape_error};
+use std::cmp::Ordering;
+use std::f32::consts::LOG2_E;
+
+/// Sequences up to this length keep every sum of positions within 32 bits.
+const LONGEST: usize = 1 << 28;
+/// A window without bound.
+const UNBOUNDED: i32 = 1 << 29;
+
+/// `View` of common.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct View {
+    data: u64,
+    batch: i64,
+    token: i64,
+    head: i64,
+}
+
+/// `Attention` of common.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct AttentionArgs {
+    /// q, k, v, out, dout, dq, dk, dv.
+    views: [View; 8],
+    pub(super) lse: u64,
+    lse_batch: i64,
+    lse_head: i64,
+    lse_token: i64,
+    pub(super) sink: u64,
+    pub(super) dsink: u64,
+    pub(super) weights: u64,
+    pub(super) delta: u64,
+    pub(super) items: u64,
+    pub(super) tokens: i64,
+    q_from: i64,
+    q_to: i64,
+    pub(super) batches: i32,
+    heads: i32,
+    group: i32,
+    d_qk: i32,
+    d_v: i32,
+    pub(super) q_len: i32,
+    pub(super) k_len: i32,
+    pub(super) tiles: i32,
+    pub(super) left: i32,
+    pub(super) right: i32,
+    pub(super) bottom: i32,
+    pub(super) vectorized: u32,
+    scale: f32,
+    inner: f32,
+    outer: f32,
+    factor: f32,
+}
+
+impl AttentionArgs {
+    /// Address of a view, and its element steps of batch, token and head.
+    pub(super) fn view(&self, at: usize) -> (u64, [usize; 3]) {
+        let View { data, batch, token, head } = self.views[at];
+        (data, [batch, token, head].map(|x| x as usize))
+    }
+}
+
+/// `Blank` of rows.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ZeroGapsArgs {
+    view: View,
+    tokens: i64,
+    from: i64,
+    to: i64,
+    heads: i32,
+    channels: i32,
+}
+
+// The sources say the same of theirs.
+const _: () = assert!(size_of::<AttentionArgs>() == 416 && size_of::<ZeroGapsArgs>() == 64);
+
+/// A checked launch.
+pub(super) struct AttentionProblem {
+    pub(super) shape: AttentionShape,
+    pub(super) spans: Vec<Span>,
+    pub(super) instance: Instance,
+    pub(super) args: AttentionArgs,
+    pub(super) packed: bool,
+    /// Tokens of queries and of keys, per batch entry.
+    pub(super) tokens: [usize; 2],
+    gaps: bool,
+    /// Tokens of the sequences, as `from..to`, of queries and of keys.
+    pub(super) inside: [[usize; 2]; 2],
+}
+
+/// Checks the arguments.
+pub(super) fn problem(
+    op: &'static str,
+    scores: &AttentionParams,
+    sequences: Sequences,
+    f: &AttentionForward,
+) -> Result<AttentionProblem> {
+    let Plan { shape, spans, gaps, lse_batch } = plan(scores, sequences, f)?;
+    check_shape(&shape)?;
+    dtypes(op, f.q.dtype(), &[f.k, f.v, f.out])?;
+    dtypes(op, DType::F32, &[f.lse])?;
+    if let Some(sink) = f.sink {
+        dtypes(op, DType::F32, &[sink])?;
+        one_each(op, &shape, "the sink", sink)?;
+    }
+    if spans.iter().any(|s| s.q_len > LONGEST || s.k_len > LONGEST) {
+        return shape_error(op, format!("a sequence of more than {LONGEST} tokens is too long; split it"));
+    }
+    let instance = instance(op, f.q.dtype(), shape.d_qk, shape.d_v)?;
+    let (packed, batches, tokens) = match f.q.shape() {
+        [b, t, ..] if matches!(sequences, Sequences::Batch) => (false, *b, *t),
+        [t, ..] => (true, 1, *t),
+        [] => (true, 0, 0),
+    };
+    let k_tokens = match f.k.shape() {
+        [_, t, _, _] | [t, _, _] => *t,
+        _ => 0,
+    };
+    let first = spans.first();
+    let inside = match sequences {
+        Sequences::Batch => [[0, tokens], [0, first.map_or(0, |s| s.k_len)]],
+        Sequences::Packed { q, k } => {
+            [q, k].map(|o| [o.first(), o.last()].map(|x| x.map_or(0, |x| *x as usize)))
+        }
+    };
+    let bound = |n: Option<usize>| n.map_or(UNBOUNDED, |n| n.min(UNBOUNDED as usize) as i32);
+    let inner = shape.softcap.map_or(shape.scale * LOG2_E, |cap| shape.scale / cap);
+    let mapped = shape.softcap.is_some() || shape.scale.partial_cmp(&0.0) != Some(Ordering::Greater);
+    let args = AttentionArgs {
+        lse_batch: lse_batch as i64,
+        lse_head: shape.lse_head as i64,
+        lse_token: shape.lse_token as i64,
+        tokens: tokens as i64,
+        q_from: inside[0][0] as i64,
+        q_to: inside[0][1] as i64,
+        batches: batches as i32,
+        heads: shape.heads as i32,
+        group: (shape.heads / shape.kv_heads) as i32,
+        d_qk: shape.d_qk as i32,
+        d_v: shape.d_v as i32,
+        q_len: first.map_or(0, |s| s.q_len) as i32,
+        k_len: first.map_or(0, |s| s.k_len) as i32,
+        left: bound(shape.window.0),
+        right: if shape.causal { 0 } else { bound(shape.window.1) },
+        bottom: i32::from(shape.align == MaskAlign::BottomRight),
+        scale: shape.scale,
+        inner,
+        outer: shape.softcap.map_or(0.0, |cap| cap * LOG2_E),
+        factor: if mapped { 1.0 } else { inner },
+        ..AttentionArgs::default()
+    };
+    Ok(AttentionProblem { shape, spans, instance, args, packed, tokens: [tokens, k_tokens], gaps, inside })
+}
+
+/// One contiguous f32 a head?
+pub(super) fn one_each(op: &'static str, shape: &AttentionShape, what: &str, t: &Tensor) -> Result<()> {
+    per_head(shape, what, Some(t.numel()))?;
+    if t.rank() != 1 || !t.is_contiguous() {
+        return shape_error(op, format!("{what} {t:?} must be one contiguous axis"));
+    }
+    Ok(())
+}
+
+impl AttentionProblem {
+    /// Where argument `i` of the launch lies; it is the view `at` of the kernels.
+    pub(super) fn view(&mut self, l: &Launch, i: usize, t: &Tensor, at: usize) -> Result<()> {
+        let [batch, token, head] = strides(t)?;
+        let data = l.address(i)?;
+        let [b, n, h] = match t.shape() {
+            [b, n, h, _] => [*b, *n, *h],
+            [n, h, _] => [1, *n, *h],
+            _ => [0; 3],
+        };
+        // The step of an axis with one element is never taken.
+        let steps = [(b, batch), (n, token), (h, head)];
+        let aligned = steps.iter().all(|(n, step)| *n <= 1 || (step * t.dtype().size()).is_multiple_of(16));
+        if aligned && data.is_multiple_of(16) {
+            self.args.vectorized |= 1 << at;
+        }
+        self.args.views[at] = View { data, batch: batch as i64, token: token as i64, head: head as i64 };
+        Ok(())
+    }
+
+    /// Batch entries times heads.
+    pub(super) fn pairs(&self, heads: usize) -> usize {
+        self.args.batches as usize * heads
+    }
+
+    /// About how many keys a query sees.
+    pub(super) fn reach(&self) -> usize {
+        let a = &self.args;
+        let (queries, pairs) =
+            self.spans.iter().fold((0, 0), |(q, p), s| (q + s.q_len, p + s.q_len * s.k_len));
+        let keys = pairs / queries.max(1);
+        let window = (a.left as usize).saturating_add(a.right as usize).saturating_add(1);
+        if a.right == 0 && a.left == UNBOUNDED { keys / 2 } else { window.min(keys) }
+    }
+
+    /// Queues a kernel over the tiles of one side; `items` is the argument that holds its table.
+    pub(super) fn launch_kernel(
+        &self,
+        kernels: &CudaKernels,
+        l: &Launch,
+        step: &Step,
+        side: Side,
+        items: Option<(usize, &TileTable)>,
+    ) -> Result<()> {
+        let (len, heads) = match side {
+            Side::Query => (self.args.q_len, self.shape.heads),
+            Side::Key => (self.args.k_len, self.shape.kv_heads),
+        };
+        let mut args = self.args;
+        let tiles = match items {
+            _ if self.packed => self.table(l, items, false, &mut args)?,
+            _ => {
+                args.tiles = (len as usize).div_ceil(step.rows) as i32;
+                args.tiles as usize * args.batches as usize
+            }
+        };
+        let grid = LaunchConfig {
+            blocks: [blocks(tiles * heads * step.parts)?, 1, 1],
+            threads: step.threads,
+            shared: step.shared,
+        };
+        kernels.launch_kernel(l, step.kernel, grid, &args)
+    }
+
+    /// Zeroes the rows of a view that belong to no sequence.
+    pub(super) fn blank(
+        &self,
+        kernels: &CudaKernels,
+        l: &Launch,
+        kernel: Kernel,
+        at: usize,
+        t: &Tensor,
+        side: Side,
+    ) -> Result<()> {
+        let [from, to] = self.inside[usize::from(side == Side::Key)];
+        let ([tokens, heads, channels], true) = (t.shape(), self.gaps) else { return Ok(()) };
+        let numbers = (tokens - (to - from)) * heads * channels;
+        let args = ZeroGapsArgs {
+            view: self.args.views[at],
+            tokens: *tokens as i64,
+            from: from as i64,
+            to: to as i64,
+            heads: *heads as i32,
+            channels: *channels as i32,
+        };
+        let grid = LaunchConfig {
+            blocks: [blocks(numbers.div_ceil(256).min(1 << 16))?, 1, 1],
+            threads: 256,
+            shared: 0,
+        };
+        kernels.launch_kernel(l, kernel, grid, &args)
+    }
+}
+
+/// A number of blocks that the kernels can count in 32 bits.
+pub(super) fn blocks(n: usize) -> Result<u32> {
+    match i32::try_from(n) {
+        Ok(n) => Ok(n as u32),
+        Err(_) => shape_error("attention", format!("{n} blocks of work are too many; use smaller batches")),
+    }
+}

@@ -1,0 +1,117 @@
+//! Tables of the tiles of packed sequences.
+
+use super::lru_cache::LruCache;
+use super::problem::{AttentionArgs, AttentionProblem};
+use crate::cpu::attention::Span;
+use ferrotron_tensor::{Category, Launch, Result, Stream, Tensor};
+use std::cmp::Reverse;
+
+/// Numbers of a row of the table of tiles.
+const ITEM: usize = 8;
+
+/// Which side of the scores the tiles of a kernel cut.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::cuda) enum Side {
+    Query,
+    Key,
+}
+
+/// Tables that were uploaded. A table belongs to the stream it was uploaded on, as its memory does: other streams have
+/// their own.
+pub(in crate::cuda) type TileTables = LruCache<(Stream, Vec<Span>), Name, TileTable>;
+
+/// What a table of given sequences depends on.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(in crate::cuda) struct Name {
+    rows: usize,
+    hopper: Option<usize>,
+    side: Side,
+    left: i32,
+    right: i32,
+    bottom: i32,
+}
+
+/// Tables of tiles, one after another: where those of the kernels for all cards and of the Hopper kernels start, and how
+/// many tiles they have.
+#[derive(Clone)]
+pub(in crate::cuda) struct TileTable {
+    pub(super) table: Tensor,
+    plain: [usize; 2],
+    hopper: [usize; 2],
+}
+
+impl AttentionProblem {
+    /// The tiles of packed sequences of so many rows, those with the most work first; where the Hopper kernels may
+    /// run, their tiles too. `None` where the kernels count for themselves.
+    pub(super) fn items(
+        &self,
+        tables: &TileTables,
+        s: &Stream,
+        rows: usize,
+        hopper: Option<usize>,
+        side: Side,
+    ) -> Result<Option<TileTable>> {
+        if !self.packed {
+            return Ok(None);
+        }
+        let AttentionArgs { left, right, bottom, .. } = self.args;
+        let name = Name { rows, hopper, side, left, right, bottom };
+        let is_it = |(stream, spans): &(Stream, Vec<Span>)| stream.is(s) && *spans == self.spans;
+        let layout = || (s.clone(), self.spans.clone());
+        tables.get(is_it, layout, name, || self.upload(s, rows, hopper, side)).map(Some)
+    }
+
+    fn upload(&self, s: &Stream, rows: usize, hopper: Option<usize>, side: Side) -> Result<TileTable> {
+        let mut table = self.tiles_of(rows, side);
+        let plain = [0, table.len() / ITEM];
+        let mut other = plain;
+        if let Some(h) = hopper.filter(|h| *h != rows) {
+            let more = self.tiles_of(h, side);
+            other = [plain[1], more.len() / ITEM];
+            table.extend(more);
+        }
+        let table = s.upload(&table, &[table.len()], Category::Workspace)?;
+        Ok(TileTable { table, plain, hopper: other })
+    }
+
+    fn tiles_of(&self, rows: usize, side: Side) -> Vec<i32> {
+        let (left, right) = (i64::from(self.args.left), i64::from(self.args.right));
+        let mut tiles = Vec::new();
+        for (number, span) in self.spans.iter().enumerate() {
+            // Where the sequence's rows start in scratch space in which each starts on a tile of its own.
+            let row = (span.q_start / 128 + number) * 128;
+            let (q_len, k_len) = (span.q_len as i64, span.k_len as i64);
+            let off = if self.args.bottom == 1 { k_len - q_len } else { 0 };
+            let len = if side == Side::Query { span.q_len } else { span.k_len };
+            for first in (0..len).step_by(rows) {
+                let (from, to) = (first as i64, (len.min(first + rows) - 1) as i64);
+                let seen = match side {
+                    Side::Query => (to + off + right).min(k_len - 1) - (from + off - left).max(0),
+                    Side::Key => (to - off + left).min(q_len - 1) - (from - off - right).max(0),
+                };
+                tiles.push((seen, span, first, row));
+            }
+        }
+        tiles.sort_by_key(|(seen, ..)| Reverse(*seen));
+        let numbers = |(_, s, first, row): &(i64, &Span, usize, usize)| {
+            [s.q_start, s.q_len, s.k_start, s.k_len, *first, *row, 0, 0].map(|x| x as i32)
+        };
+        tiles.iter().flat_map(numbers).collect()
+    }
+
+    /// Names the table of tiles to the kernels; how many there are.
+    pub(super) fn table(
+        &self,
+        l: &Launch,
+        items: Option<(usize, &TileTable)>,
+        hopper: bool,
+        args: &mut AttentionArgs,
+    ) -> Result<usize> {
+        let Some((i, items)) = items else { return Ok(0) };
+        let [first, count] = if hopper { items.hopper } else { items.plain };
+        if count > 0 {
+            args.items = l.address(i)? + (first * ITEM * 4) as u64;
+        }
+        Ok(count)
+    }
+}

@@ -1,0 +1,383 @@
+//! cuBLASLt: what it is told of a product, and running it.
+//!
+//! The library thinks in columns: our row-major `c [m, n]` is its column-major `cᵀ [n, m]`, and
+//! `cᵀ = op(b)ᵀ·op(a)ᵀ`. So the factors change places, nothing is moved, and a bias over our columns is its bias
+//! over rows.
+
+use super::autotune::MAX_CANDIDATES;
+use super::libraries::NvidiaLibrary;
+use crate::{GemmSizes, ScalingMode};
+use cudarc::cublaslt::sys::{
+    self, cublasLtEpilogue_t as LtEpilogue, cublasLtMatmulAlgoConfigAttributes_t as Config,
+    cublasLtMatmulDescAttributes_t as Attribute, cublasLtMatmulMatrixScale_t as Mode,
+    cublasLtMatmulPreferenceAttributes_t as Preference, cublasLtReductionScheme_t as Reduction,
+    cublasStatus_t,
+};
+use ferrotron_tensor::{DType, Error, Launch, Result};
+use std::ffi::c_void;
+use std::sync::{Mutex, PoisonError};
+
+/// The most scratch memory a product may use; what NVIDIA advises for Hopper.
+const WORKSPACE: usize = 32 << 20;
+
+/// An address that nothing is read from.
+const PLACEHOLDER: u64 = 1 << 12;
+
+/// What is done to a product before it is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Epilogue {
+    /// Nothing.
+    None,
+    /// A bias is added.
+    Bias,
+    /// GELU (tanh) of the product with its bias, which is written beside it, with row stride `ld`.
+    Gelu { bias: bool, ld: usize },
+    /// Nothing; the sums of the columns of `a`, as stored, are written beside it in f32.
+    BiasGrad,
+}
+
+/// What else a product of bytes depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Fp8Operands {
+    /// Type of the second factor.
+    pub(super) other: DType,
+    /// Of both.
+    pub(super) scaling: [ScalingMode; 2],
+    /// Sums in the matrix unit's own registers.
+    pub(super) fast: bool,
+}
+
+/// What a way of multiplying depends on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) struct GemmKey {
+    pub(super) sizes: GemmSizes,
+    pub(super) trans: [bool; 2],
+    /// Of the factors (of the first, where they are bytes) and of the result.
+    pub(super) types: [DType; 2],
+    pub(super) epilogue: Epilogue,
+    /// Alignment of a, b, c and of what the epilogue needs, in bytes.
+    pub(super) align: [usize; 4],
+    /// The factors are bytes.
+    pub(super) fp8: Option<Fp8Operands>,
+}
+
+/// The library.
+pub(super) struct CublasLt {
+    handle: sys::cublasLtHandle_t,
+}
+
+// SAFETY: the handle may be used from any thread.
+unsafe impl Send for CublasLt {}
+// SAFETY: as above.
+unsafe impl Sync for CublasLt {}
+
+/// Descriptors of a product.
+pub(super) struct MatmulDesc {
+    operation: sys::cublasLtMatmulDesc_t,
+    /// The library's A, B and C: our b, a and c.
+    layouts: [sys::cublasLtMatrixLayout_t; 3],
+    epilogue: Epilogue,
+    /// Are there scales?
+    scaled: bool,
+    /// The operation holds the addresses of a call while it is queued: one call at a time.
+    alone: Mutex<()>,
+}
+
+// SAFETY: descriptors are plain memory, changed under the lock only.
+unsafe impl Send for MatmulDesc {}
+// SAFETY: as above.
+unsafe impl Sync for MatmulDesc {}
+
+impl Drop for MatmulDesc {
+    fn drop(&mut self) {
+        // SAFETY: made in `new` (null where that failed), used by nobody any more.
+        unsafe {
+            let _ = sys::cublasLtMatmulDescDestroy(self.operation);
+            for layout in self.layouts {
+                let _ = sys::cublasLtMatrixLayoutDestroy(layout);
+            }
+        }
+    }
+}
+
+/// A way the library knows to make a product.
+#[derive(Clone, Copy)]
+pub(super) struct Algorithm {
+    pub(super) code: sys::cublasLtMatmulAlgo_t,
+    /// Scratch bytes it needs.
+    pub(super) workspace: usize,
+}
+
+/// Where the operands of a call are.
+pub(super) struct GemmPointers {
+    pub(super) a: u64,
+    pub(super) b: u64,
+    pub(super) c: u64,
+    pub(super) bias: u64,
+    /// What the epilogue reads or writes beside the product.
+    pub(super) aux: u64,
+    /// Of a and b, where they are bytes.
+    pub(super) scales: [u64; 2],
+    pub(super) workspace: u64,
+}
+
+fn check(op: &'static str, status: cublasStatus_t) -> Result<()> {
+    if status == cublasStatus_t::CUBLAS_STATUS_SUCCESS {
+        return Ok(());
+    }
+    Err(Error::Cuda { op, what: format!("cuBLASLt: {status:?}") })
+}
+
+fn kind(t: DType) -> sys::cudaDataType_t {
+    match t {
+        DType::BF16 => sys::cudaDataType_t::CUDA_R_16BF,
+        DType::F16 => sys::cudaDataType_t::CUDA_R_16F,
+        DType::E4M3 => sys::cudaDataType_t::CUDA_R_8F_E4M3,
+        DType::E5M2 => sys::cudaDataType_t::CUDA_R_8F_E5M2,
+        _ => sys::cudaDataType_t::CUDA_R_32F,
+    }
+}
+
+fn mode(scaling: ScalingMode) -> i32 {
+    (match scaling {
+        ScalingMode::PerTensor => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F,
+        ScalingMode::Block1x128 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F,
+        ScalingMode::Block128x128 => Mode::CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F,
+    }) as i32
+}
+
+impl MatmulDesc {
+    pub(super) fn new(key: &GemmKey) -> Result<MatmulDesc> {
+        const OP: &str = "describe a product";
+        let GemmSizes { m, n, k, lda, ldb, ldc } = key.sizes;
+        let [trans_a, trans_b] = key.trans;
+        let [input, output] = key.types.map(kind);
+        let second = key.fp8.map_or(input, |e| kind(e.other));
+        // What is added to a product of bytes is in bf16.
+        let added = key.fp8.map_or(input, |_| kind(DType::BF16));
+        let mut desc = MatmulDesc {
+            operation: std::ptr::null_mut(),
+            layouts: [std::ptr::null_mut(); 3],
+            epilogue: key.epilogue,
+            scaled: key.fp8.is_some(),
+            alone: Mutex::default(),
+        };
+        // A factor as stored, seen by columns.
+        let stored = |trans: bool, rows: usize, cols: usize| if trans { (cols, rows) } else { (rows, cols) };
+        let shapes = [
+            (second, stored(trans_b, n, k), ldb),
+            (input, stored(trans_a, k, m), lda),
+            (output, (n, m), ldc),
+        ];
+        for (layout, (kind, (rows, cols), ld)) in desc.layouts.iter_mut().zip(shapes) {
+            // SAFETY: a place for the handle.
+            check(OP, unsafe {
+                sys::cublasLtMatrixLayoutCreate(layout, kind, rows as u64, cols as u64, ld as i64)
+            })?;
+        }
+        // Sums in f32, and f32 products in f32: never TF32.
+        let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
+        // SAFETY: a place for the handle.
+        check(OP, unsafe {
+            sys::cublasLtMatmulDescCreate(&mut desc.operation, compute, sys::cudaDataType_t::CUDA_R_32F)
+        })?;
+        // 0 as stored, 1 transposed.
+        desc.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSA, &i32::from(trans_b))?;
+        desc.set(Attribute::CUBLASLT_MATMUL_DESC_TRANSB, &i32::from(trans_a))?;
+        if let Some(fp8) = key.fp8 {
+            let [a, b] = fp8.scaling.map(mode);
+            desc.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_MODE, &b)?;
+            desc.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_MODE, &a)?;
+            desc.set(Attribute::CUBLASLT_MATMUL_DESC_FAST_ACCUM, &i8::from(fp8.fast))?;
+            // Ways are looked for where scales are somewhere; calls say where.
+            desc.scale_from([PLACEHOLDER; 2])?;
+        }
+        let (epilogue, bias, aux) = match key.epilogue {
+            Epilogue::None => (LtEpilogue::CUBLASLT_EPILOGUE_DEFAULT, None, None),
+            Epilogue::Bias => (LtEpilogue::CUBLASLT_EPILOGUE_BIAS, Some(added), None),
+            Epilogue::Gelu { bias: true, ld } => {
+                (LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX_BIAS, Some(input), Some(ld))
+            }
+            Epilogue::Gelu { bias: false, ld } => (LtEpilogue::CUBLASLT_EPILOGUE_GELU_AUX, None, Some(ld)),
+            Epilogue::BiasGrad => {
+                (LtEpilogue::CUBLASLT_EPILOGUE_BGRADB, Some(sys::cudaDataType_t::CUDA_R_32F), None)
+            }
+        };
+        desc.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE, &(epilogue as i32))?;
+        if let Some(kind) = bias {
+            desc.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &(kind as i32))?;
+        }
+        if let Some(ld) = aux {
+            desc.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, &(ld as i64))?;
+            desc.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, &(input as i32))?;
+        }
+        Ok(desc)
+    }
+
+    fn set<T: Copy>(&self, which: Attribute, value: &T) -> Result<()> {
+        let at = std::ptr::from_ref(value).cast::<c_void>();
+        // SAFETY: a live descriptor; the attributes used here have the sizes of the values they are given.
+        let status = unsafe {
+            sys::cublasLtMatmulDescSetAttribute(self.operation, which, at, std::mem::size_of::<T>())
+        };
+        check("describe a product", status)
+    }
+
+    /// The scales of a and b, which change places as a and b do.
+    fn scale_from(&self, [a, b]: [u64; 2]) -> Result<()> {
+        self.set(Attribute::CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, &b)?;
+        self.set(Attribute::CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, &a)
+    }
+
+    /// The addresses that belong to the operation itself.
+    fn point(&self, at: &GemmPointers) -> Result<()> {
+        if self.scaled {
+            self.scale_from(at.scales)?;
+        }
+        if matches!(self.epilogue, Epilogue::Bias | Epilogue::Gelu { bias: true, .. } | Epilogue::BiasGrad) {
+            self.set(Attribute::CUBLASLT_MATMUL_DESC_BIAS_POINTER, &at.bias)?;
+        }
+        if matches!(self.epilogue, Epilogue::Gelu { .. }) {
+            self.set(Attribute::CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &at.aux)?;
+        }
+        Ok(())
+    }
+}
+
+impl CublasLt {
+    pub(super) fn open() -> Result<CublasLt> {
+        if !NvidiaLibrary::CublasLt.open() {
+            return Err(Error::NoCuda(format!(
+                "cuBLASLt, which multiplies matrices, was not found (looked for {})",
+                NvidiaLibrary::CublasLt.file()
+            )));
+        }
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: the library is open; a place for the handle; the context is current.
+        check("open cuBLASLt", unsafe { sys::cublasLtCreate(&mut handle) })?;
+        Ok(CublasLt { handle })
+    }
+
+    /// Its version, as 130000.
+    pub(super) fn version(&self) -> usize {
+        // SAFETY: the library is open.
+        unsafe { sys::cublasLtGetVersion() }
+    }
+
+    /// Ways to make a product, the one the library thinks best first; none where it knows none. All give the same
+    /// bits every time.
+    pub(super) fn algorithms(&self, key: &GemmKey, desc: &MatmulDesc) -> Result<Vec<Algorithm>> {
+        const OP: &str = "plan a product";
+        let mut preference = std::ptr::null_mut();
+        // SAFETY: a place for the handle; then attributes of the sizes the library documents, and places for results.
+        unsafe {
+            check(OP, sys::cublasLtMatmulPreferenceCreate(&mut preference))?;
+            let prefer = |which, at: *const c_void, bytes| {
+                check(OP, sys::cublasLtMatmulPreferenceSetAttribute(preference, which, at, bytes))
+            };
+            let most = std::ptr::from_ref(&WORKSPACE).cast();
+            prefer(Preference::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, most, 8)?;
+            // Parts of a sum are joined in f32, never in the type of the result, and in order, never as they come.
+            let scheme = Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+            let scheme = std::ptr::from_ref(&scheme).cast();
+            prefer(Preference::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, scheme, 4)?;
+            let [a, b, c, _] = key.align;
+            for (which, align) in [
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, b),
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, a),
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, c),
+                (Preference::CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, c),
+            ] {
+                prefer(which, std::ptr::from_ref(&(align as u32)).cast(), 4)?;
+            }
+            let mut found: [sys::cublasLtMatmulHeuristicResult_t; MAX_CANDIDATES] = std::mem::zeroed();
+            let mut count = 0;
+            let [la, lb, lc] = desc.layouts;
+            let status = sys::cublasLtMatmulAlgoGetHeuristic(
+                self.handle,
+                desc.operation,
+                la,
+                lb,
+                lc,
+                lc,
+                preference,
+                MAX_CANDIDATES as i32,
+                found.as_mut_ptr(),
+                &mut count,
+            );
+            let _ = sys::cublasLtMatmulPreferenceDestroy(preference);
+            let count =
+                if status == cublasStatus_t::CUBLAS_STATUS_SUCCESS { count.max(0) as usize } else { 0 };
+            let usable = found.iter().take(count).filter(|f| {
+                f.state == cublasStatus_t::CUBLAS_STATUS_SUCCESS
+                    && f.workspaceSize <= WORKSPACE
+                    && is_deterministic(&f.algo)
+            });
+            Ok(usable.map(|f| Algorithm { code: f.algo, workspace: f.workspaceSize }).collect())
+        }
+    }
+
+    /// The algorithm of that code, if it can make the product and gives the same bits every time.
+    pub(super) fn algorithm(&self, desc: &MatmulDesc, code: [u64; 8]) -> Option<Algorithm> {
+        let code = sys::cublasLtMatmulAlgo_t { data: code };
+        let [la, lb, lc] = desc.layouts;
+        // SAFETY: live handles, a code (which the library checks) and a place for the result.
+        let (status, found) = unsafe {
+            let mut found: sys::cublasLtMatmulHeuristicResult_t = std::mem::zeroed();
+            let status =
+                sys::cublasLtMatmulAlgoCheck(self.handle, desc.operation, la, lb, lc, lc, &code, &mut found);
+            (status, found)
+        };
+        let fits = status == cublasStatus_t::CUBLAS_STATUS_SUCCESS && found.workspaceSize <= WORKSPACE;
+        (fits && is_deterministic(&code)).then_some(Algorithm { code, workspace: found.workspaceSize })
+    }
+
+    /// Queues a product.
+    pub(super) fn run(
+        &self,
+        l: &Launch,
+        desc: &MatmulDesc,
+        algorithm: &Algorithm,
+        at: &GemmPointers,
+        accumulate: bool,
+    ) -> Result<()> {
+        let (alpha, beta) = (1f32, if accumulate { 1f32 } else { 0f32 });
+        let [la, lb, lc] = desc.layouts;
+        let stream = l.cuda_stream()?;
+        let _alone = desc.alone.lock().unwrap_or_else(PoisonError::into_inner);
+        desc.point(at)?;
+        // SAFETY: live handles; addresses of the launch's arguments, of the sizes the form was made for.
+        let status = unsafe {
+            sys::cublasLtMatmul(
+                self.handle,
+                desc.operation,
+                std::ptr::from_ref(&alpha).cast(),
+                at.b as *const c_void,
+                la,
+                at.a as *const c_void,
+                lb,
+                std::ptr::from_ref(&beta).cast(),
+                at.c as *const c_void,
+                lc,
+                at.c as *mut c_void,
+                lc,
+                &algorithm.code,
+                at.workspace as *mut c_void,
+                algorithm.workspace,
+                stream.cast(),
+            )
+        };
+        check("gemm", status)
+    }
+}
+
+/// Are the parts of its sums, if it makes parts, joined in order?
+fn is_deterministic(code: &sys::cublasLtMatmulAlgo_t) -> bool {
+    let (mut scheme, mut written) = (0u32, 0);
+    let at = std::ptr::from_mut(&mut scheme).cast();
+    let which = Config::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME;
+    // SAFETY: a place for a number of the documented size.
+    let status = unsafe { sys::cublasLtMatmulAlgoConfigGetAttribute(code, which, at, 4, &mut written) };
+    let fine = [Reduction::CUBLASLT_REDUCTION_SCHEME_NONE, Reduction::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE];
+    status == cublasStatus_t::CUBLAS_STATUS_SUCCESS && fine.iter().any(|f| *f as u32 == scheme)
+}

@@ -1,0 +1,20 @@
+// c = op(a)·op(b) (+ bias) (+ c) in plain arithmetic, for products that the matrix units' library refuses.
+
+struct GemmArgs {
+    u64 a, b, c, bias;
+    i64 m, n, k, lda, ldb, ldc;
+    u32 trans_a, trans_b;
+    u32 accumulate;
+    u32 pad;
+};
+
+template <class T, class C> __device__ __forceinline__ void gemm(const GemmArgs& g) {
+    i64 across = (g.n + SIDE - 1) / SIDE;
+    i64 row0 = i64(blockIdx.x) / across * SIDE, column0 = i64(blockIdx.x) % across * SIDE;
+    gemm_tile<T, C>({reinterpret_cast<const T*>(g.a), g.lda, !g.trans_a},
+                       {reinterpret_cast<const T*>(g.b), g.ldb, bool(g.trans_b)}, row0, column0, g.m, g.n, g.k,
+                       reinterpret_cast<C*>(g.c), g.ldc, reinterpret_cast<const T*>(g.bias), g.accumulate);
+}
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_f32(const GemmArgs g) { gemm<float, float>(g); }
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_bf16(const GemmArgs g) { gemm<bf16, bf16>(g); }
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_bf16_f32(const GemmArgs g) { gemm<bf16, float>(g); }

@@ -1,0 +1,118 @@
+//! Grouped products in plain arithmetic: any sizes, strides and alignments.
+
+use crate::cuda::grid::{blocks, line};
+use crate::cuda::{CudaKernels, typed};
+use crate::grouped_gemm::GroupedSizes;
+use crate::{GroupedGemm, GroupedWgrad};
+use ferrotron_tensor::{Launch, Result};
+
+/// As in product.cuh.
+pub(super) const SIDE: usize = 64;
+pub(super) const THREADS: u32 = 256;
+/// Blocks that zero rows.
+pub(super) const ZERO_BLOCKS: usize = 64;
+
+/// `Segments` of segments.cuh.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub(super) struct Segments {
+    pub(super) offsets: u64,
+    pub(super) counts: u64,
+    pub(super) count: i32,
+    pub(super) rows: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GroupedArgs {
+    segments: Segments,
+    x: u64,
+    w: u64,
+    y: u64,
+    bias: u64,
+    n: i64,
+    k: i64,
+    ldx: i64,
+    ldw: i64,
+    ldy: i64,
+    step: i64,
+    as_stored: u32,
+    vectorized: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct GroupedWgradArgs {
+    segments: Segments,
+    dy: u64,
+    x: u64,
+    dw: u64,
+    n: i64,
+    k: i64,
+    ldy: i64,
+    ldx: i64,
+    ldw: i64,
+    step: i64,
+    accumulate: u32,
+    pad: u32,
+}
+
+impl CudaKernels {
+    /// The launch's arguments are offsets, counts, x, w, y and the bias if there is one.
+    pub(super) fn generic_grouped(
+        &self,
+        l: &Launch,
+        g: &GroupedGemm,
+        z: &GroupedSizes,
+        segments: Segments,
+    ) -> Result<()> {
+        let kernel = typed!(g.name(), g.x.dtype(), "grouped_generic", "grouped")?;
+        let size = g.x.dtype().size();
+        let y = l.address(4)?;
+        let vectorized = y.is_multiple_of(16) && [z.y.row, z.n].iter().all(|n| (n * size).is_multiple_of(16));
+        let args = GroupedArgs {
+            segments,
+            x: l.address(2)?,
+            w: l.address(3)?,
+            y,
+            bias: if g.bias.is_some() { l.address(5)? } else { 0 },
+            n: z.n as i64,
+            k: z.k as i64,
+            ldx: z.x.row as i64,
+            ldw: z.w.row as i64,
+            ldy: z.y.row as i64,
+            step: z.w.matrix as i64,
+            as_stored: g.as_stored.into(),
+            vectorized: vectorized.into(),
+        };
+        let tiles = (z.rows / SIDE + z.segments) * z.n.div_ceil(SIDE);
+        self.launch_kernel(l, kernel, line(blocks(g.name(), tiles + ZERO_BLOCKS, 1)?, THREADS), &args)
+    }
+
+    /// The launch's arguments are offsets, counts, dy, x, dw.
+    pub(super) fn generic_grouped_wgrad(
+        &self,
+        l: &Launch,
+        g: &GroupedWgrad,
+        z: &GroupedSizes,
+        segments: Segments,
+    ) -> Result<()> {
+        let kernel = typed!(GroupedWgrad::NAME, g.x.dtype(), "grouped_generic", "grouped_wgrad")?;
+        let args = GroupedWgradArgs {
+            segments,
+            dy: l.address(2)?,
+            x: l.address(3)?,
+            dw: l.address(4)?,
+            n: z.n as i64,
+            k: z.k as i64,
+            ldy: z.y.row as i64,
+            ldx: z.x.row as i64,
+            ldw: z.w.row as i64,
+            step: z.w.matrix as i64,
+            accumulate: g.dw.1.into(),
+            pad: 0,
+        };
+        let tiles = z.segments * z.n.div_ceil(SIDE) * z.k.div_ceil(SIDE);
+        self.launch_kernel(l, kernel, line(blocks(GroupedWgrad::NAME, tiles, 1)?, THREADS), &args)
+    }
+}

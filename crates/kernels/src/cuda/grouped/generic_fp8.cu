@@ -1,0 +1,51 @@
+// Products of segments of bytes in plain arithmetic: any sizes and alignments.
+
+struct GroupedFp8Args {
+    Matrix x, w;
+    Segments segments;
+    u64 y;
+    i64 n, ldy;
+    u32 vectorized, pad;
+};
+
+// Blocks of tiles, columns fastest, then blocks that zero what is nobody's.
+extern "C" __global__ void __launch_bounds__(256) grouped_fp8_bf16(const GroupedFp8Args g) {
+    const Segments& z = g.segments;
+    const i64 across = (g.n + SIDE - 1) / SIDE, tiles = (i64(z.rows) / SIDE + z.count) * across;
+    bf16* y = reinterpret_cast<bf16*>(g.y);
+    if (blockIdx.x >= tiles) {
+        const i32 warps = i32(gridDim.x - tiles) * 8, self = i32(blockIdx.x - tiles) * 8 + (threadIdx.x >> 5);
+        zero_gaps(z, z.count, z.rows, y, g.ldy, i32(g.n), g.vectorized, self, warps);
+        return;
+    }
+    __shared__ Place place;
+    if (threadIdx.x < 32) {
+        const Place p = find<SIDE>(z, i32(blockIdx.x / across));
+        if (threadIdx.x == 0) place = p;
+    }
+    __syncthreads();
+    const i32 e = place.segment;
+    if (e == z.count) return;
+    const i64 first = z.first(e);
+    Part x = {g.x, first, first + z.length(e)}, w = {g.w, e * g.n, (e + 1) * g.n};
+    // One scale of every matrix.
+    if (w.all.sharing == 0) w.all.scale += e * 4;
+    gemm_tile(x, w, 0, g.x.c, i64(place.tile) * SIDE, blockIdx.x % across * SIDE, y + first * g.ldy, g.ldy, nullptr, false);
+}
+
+struct GroupedWgradFp8Args {
+    Matrix dy, x;
+    Segments segments;
+    u64 dw;
+    i64 row, matrix;
+    u32 accumulate, pad;
+};
+
+// Blocks of tiles of each segment's dw, columns fastest.
+extern "C" __global__ void __launch_bounds__(256) grouped_wgrad_fp8_f32(const GroupedWgradFp8Args g) {
+    const i64 across = (g.x.r + SIDE - 1) / SIDE, tiles = (g.dy.r + SIDE - 1) / SIDE * across;
+    const i32 e = i32(blockIdx.x / tiles);
+    const i64 tile = blockIdx.x % tiles, first = g.segments.first(e);
+    gemm_tile({g.dy, 0, g.dy.r}, {g.x, 0, g.x.r}, first, first + g.segments.length(e), tile / across * SIDE,
+                 tile % across * SIDE, reinterpret_cast<float*>(g.dw) + e * g.matrix, g.row, nullptr, g.accumulate);
+}

@@ -1,0 +1,124 @@
+// HOPPER ONLY: consumers of grouped products of bytes.
+
+// FAST: sums stay in the matrix unit's registers. Otherwise each step of 128 along the sum is added to a sum in f32, times its
+// scales where it has its own.
+template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5, bool FAST>
+struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
+    using Base = GroupedHopper<KIND, BN_, STAGES_, PAIR, E5>;
+    using Load = typename Base::Load;
+    static constexpr int BM = Base::BM, BN = Base::BN, STAGES = Base::STAGES;
+
+    // Scales of a step of OUTPUT8: of a thread's two rows of x, and of 64 columns after another of w.
+    struct Scales {
+        float row[2], column[BN / 64];
+    };
+    static __device__ __forceinline__ void load_guarded(const GroupedHopperArgs& g, const GroupedTile& t, int wg, i32 block, Scales& s) {
+        const i32 i = t.first + Base::row_of(t, wg), last = g.segments.rows - 1;
+        const float* rows = reinterpret_cast<const float*>(g.a_scale) + i64(block) * g.a_stride;
+        s.row[0] = rows[min(i, last)];
+        s.row[1] = rows[min(i + 8, last)];
+        // Columns behind the last multiply zeros.
+        const i32 n0 = t.segment * g.width, end = g.width - 1;
+        const float* tiles = reinterpret_cast<const float*>(g.b_scale) + block;
+#pragma unroll
+        for (int q = 0; q < BN / 64; q++)
+            s.column[q] = tiles[i64((n0 + min(t.n * BN + q * 64, end)) / 128) * g.b_stride];
+    }
+
+    // c += p, times scales.
+    static __device__ __forceinline__ void add(float (&c)[BN / 2], const float (&p)[BN / 2]) {
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) c[i] += p[i];
+    }
+    static __device__ __forceinline__ void add(float (&c)[BN / 2], const float (&p)[BN / 2], const Scales& s) {
+#pragma unroll
+        for (int q = 0; q < BN / 64; q++) {
+            const float f[2] = {s.row[0] * s.column[q], s.row[1] * s.column[q]};
+#pragma unroll
+            for (int i = q * 32; i < q * 32 + 32; i++) c[i] = fmaf(p[i], f[i >> 1 & 1], c[i]);
+        }
+    }
+    // Scales of rows of both factors, in shared memory.
+    static __device__ __forceinline__ void add(float (&c)[BN / 2], const float (&p)[BN / 2], const float* scales, int wg) {
+        const int row = wg * 64 + (threadIdx.x >> 5 & 3) * 16 + ((threadIdx.x & 31) >> 2);
+        const float x = scales[row], y = scales[row + 8];
+        const float2* columns = reinterpret_cast<const float2*>(scales + BM) + (threadIdx.x & 3);
+#pragma unroll
+        for (int j = 0; j < BN / 8; j++) {
+            const float2 f = columns[j * 4];
+            c[4 * j] = fmaf(p[4 * j], x * f.x, c[4 * j]);
+            c[4 * j + 1] = fmaf(p[4 * j + 1], x * f.y, c[4 * j + 1]);
+            c[4 * j + 2] = fmaf(p[4 * j + 2], y * f.x, c[4 * j + 2]);
+            c[4 * j + 3] = fmaf(p[4 * j + 3], y * f.y, c[4 * j + 3]);
+        }
+    }
+
+    // As `sum` of the base, in f32 from step to step.
+    static __device__ __forceinline__ void sum(const GroupedHopperArgs& g, const GroupedTile& t, u32 base, int wg,
+                                               Ring<STAGES>& ring, float (&c)[BN / 2]) {
+        Scales next;
+        if (KIND == FPROP_FP8 && g.scaled) load_guarded(g, t, wg, 0, next);
+#pragma unroll
+        for (int i = 0; i < BN / 2; i++) c[i] = 0.0f;
+#pragma unroll 1
+        for (i32 block = 0; block < t.blocks; block++) {
+            const u32 stage = ring.stage;
+            float p[BN / 2];
+            mbarrier_wait(Load::full(base, stage), ring.phase);
+            wgmma_fence();
+            Base::multiply(p, Load::a_at(base, stage) + wg * 8192, Load::b_at(base, stage), 0);
+            wgmma_commit();
+            const Scales now = next;
+            if (KIND == FPROP_FP8 && g.scaled && block + 1 < t.blocks) load_guarded(g, t, wg, block + 1, next);
+            wgmma_wait<0>();
+            fence_operand(p);
+            if constexpr (KIND == FPROP_FP8) {
+                Base::let_go(Load::free(base, stage));
+                if (g.scaled) add(c, p, now);
+                else add(c, p);
+            } else {
+                if (g.scaled) add(c, p, Load::scales_at(stage), wg);
+                else add(c, p);
+                // All lanes have read the scales.
+                __syncwarp();
+                Base::let_go(Load::free(base, stage));
+            }
+            ring.next();
+        }
+    }
+
+    static __device__ __forceinline__ void consume(const GroupedHopperArgs& g, u32 base) {
+        const int wg = warpgroup() - 1;
+        Base::each_tile(g, base, wg, [&](const GroupedTile& t, Ring<STAGES>& ring) {
+            float c[BN / 2];
+            if constexpr (FAST) Base::sum(t, base, wg, ring, c);
+            else sum(g, t, base, wg, ring, c);
+            float left = 1.0f, right = 1.0f;
+            if (FAST || !g.scaled) {
+                left = *reinterpret_cast<const float*>(g.a_scale);
+                right = reinterpret_cast<const float*>(g.b_scale)[KIND == FPROP_FP8 ? t.segment : 0];
+            }
+            if constexpr (KIND == FPROP_FP8) {
+                Base::store_output(g, t, wg, c, left, right);
+            } else {
+#pragma unroll
+                for (int i = 0; i < BN / 2; i++) c[i] = c[i] * left * right;
+                Base::store_gradient(g, t, wg, c);
+            }
+        });
+    }
+    static __device__ __forceinline__ void run(const GroupedHopperArgs& g) {
+        Base::run(g, [&](u32 base) { consume(g, base); });
+    }
+};
+
+// What is multiplied, columns and stages of a tile, E5M2 on the left, fast sums.
+#define GROUPED_HOPPER_FP8(NAME, KIND, BN, STAGES, E5, FAST)                                                         \
+    extern "C" __global__ void __launch_bounds__(384, 1) NAME(const __grid_constant__ GroupedHopperArgs g) {          \
+        GroupedHopperFp8<KIND, BN, STAGES, false, E5, FAST>::run(g);                                                \
+    }
+#define GROUPED_HOPPER_FP8_PAIR(NAME, KIND, BN, STAGES, E5, FAST)                                                    \
+    extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(384, 1)                                \
+        NAME(const __grid_constant__ GroupedHopperArgs g) {                                                           \
+        GroupedHopperFp8<KIND, BN, STAGES, true, E5, FAST>::run(g);                                                 \
+    }

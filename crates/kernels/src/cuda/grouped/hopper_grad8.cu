@@ -1,6 +1,0 @@
-GROUPED_HOPPER8(grouped_hopper_weight_128_e4m3, WEIGHT8, 128, 6, false, false)
-GROUPED_HOPPER8(grouped_hopper_weight_192_e4m3, WEIGHT8, 192, 5, false, false)
-GROUPED_HOPPER8_PAIR(grouped_hopper_weight_pair_e4m3, WEIGHT8, 192, 5, false, false)
-GROUPED_HOPPER8(grouped_hopper_weight_128_e5m2, WEIGHT8, 128, 6, true, false)
-GROUPED_HOPPER8(grouped_hopper_weight_192_e5m2, WEIGHT8, 192, 5, true, false)
-GROUPED_HOPPER8_PAIR(grouped_hopper_weight_pair_e5m2, WEIGHT8, 192, 5, true, false)

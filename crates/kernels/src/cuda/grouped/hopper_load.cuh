@@ -1,0 +1,245 @@
+// HOPPER ONLY: products of segments of rows by persistent blocks: a producer warp that brings tiles to shared memory with
+// the copy engine, and two consumer warpgroups of 64 rows each of a tile [128, BN] of the result.
+//
+// Every block works out where each segment's tiles are and takes every so manyth of them, so that nobody waits for the
+// host. Tiles of a segment are taken in groups of 16 of its rows, down before across: what the blocks read at a time is about
+// square, and a segment's matrix is read once while it is in the L2 cache. Two blocks of a cluster (PAIR) have tiles
+// one below the other and bring each other half of the right operand.
+//
+// At 48 KiB (32 a block of a pair) for 128 x 256 x 64 x 2 operations, 640 TFLOP/s draw 7.5 (5.0) TB/s from the L2 cache.
+
+// What is multiplied: rows with matrices [n, k] (OUTPUT) or [k, n] (INPUT), or rows with rows, summed over (WEIGHT). Of bytes:
+// rows with matrices [n, k] (OUTPUT8), or columns with columns, summed over (WEIGHT8).
+enum GroupedOp { FPROP, DGRAD, WGRAD, FPROP_FP8, WGRAD_FP8 };
+
+extern __shared__ __align__(1024) u8 grouped_shared[];
+
+struct alignas(64) GroupedHopperArgs {
+    TensorMap a;  // x, or dy for WEIGHT
+    TensorMap b;  // w, or x
+    Segments segments;
+    u64 out;      // y bf16, or dw f32
+    u64 bias;     // bf16 [E, width], or none
+    u64 turns;    // WEIGHT: i32, zeros: how many slices of the sum are in dw, of each half of each tile
+    u64 a_scale;  // of bytes: f32
+    u64 b_scale;
+    i64 row;      // steps of the result: from row to row, from matrix to matrix
+    i64 matrix;
+    i32 width;    // columns of the result
+    i32 height;   // WEIGHT: rows of a matrix of the result
+    i32 length;   // OUTPUT, INPUT: of the sums
+    i32 slice;    // WEIGHT: rows of a segment summed in one go, a multiple of 64
+    i32 accumulate;
+    i32 scaled;   // of bytes: 128 of them along the sum have a scale; or all (of a matrix of b)
+    i32 a_stride, b_stride;  // from a row of scales to the next
+    i32 spare[4];
+};
+static_assert(sizeof(GroupedHopperArgs) == 384, "as in hopper.rs");
+
+constexpr int MAX_SEGMENTS = 1024;
+
+// A tile: rows 128·m and columns BN·n of segment `segment`; `first`: the segment's first row, or the slice's; `rows`: the
+// segment's, or the slice's; `blocks`: steps of the sum; `slice` of `slices`.
+struct GroupedTile {
+    i32 segment, m, n, first, rows, blocks, slice, slices;
+};
+
+template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
+    static constexpr int KIND = KIND_;
+    static constexpr bool FP8 = KIND == FPROP_FP8 || KIND == WGRAD_FP8, WGRAD_OP = KIND == WGRAD || KIND == WGRAD_FP8;
+    // A step of the sum is 128 bytes.
+    static constexpr int BM = 128, BN = BN_, BK = FP8 ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
+    static constexpr int GROUP = 16 / BLOCKS;
+    static constexpr u32 A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
+    // Scales of the rows of a and of b.
+    static constexpr u32 SCALES = KIND == WGRAD_FP8 ? (BM + BN) * 4 : 0;
+    // Results on their way out of each consumer warp.
+    static constexpr u32 STAGING = BN == 192 ? 1024 : 2048;
+    static constexpr u32 TABLE_AT = 128, TABLE = 4 * (3 * MAX_SEGMENTS + 64), STAGING_AT = TABLE_AT + TABLE;
+    static constexpr u32 SCALES_AT = STAGING_AT + 8 * STAGING;
+    static constexpr u32 TILES_AT = (SCALES_AT + STAGES * SCALES + 1023) / 1024 * 1024, BYTES = TILES_AT + STAGES * STAGE;
+    static_assert(BYTES <= 227 * 1024 && 2 * STAGES * 8 <= TABLE_AT, "shared memory");
+
+    static __device__ __forceinline__ u32 full(u32 base, u32 s) { return base + s * 8; }
+    static __device__ __forceinline__ u32 free(u32 base, u32 s) { return base + (STAGES + s) * 8; }
+    static __device__ __forceinline__ u32 a_at(u32 base, u32 s) { return base + TILES_AT + s * STAGE; }
+    static __device__ __forceinline__ u32 b_at(u32 base, u32 s) { return a_at(base, s) + A_BYTES; }
+
+    static __device__ __forceinline__ const float* scales_at(u32 s) {
+        return reinterpret_cast<const float*>(grouped_shared + SCALES_AT + s * SCALES);
+    }
+
+    // Of every segment: its first row, how many it has, and how many units (rows of tiles, or slices) come before it. Behind
+    // the last segment's: all units, then 32 that nothing reaches.
+    static __device__ __forceinline__ i32* firsts() { return reinterpret_cast<i32*>(grouped_shared + TABLE_AT); }
+    static __device__ __forceinline__ i32* lengths() { return firsts() + MAX_SEGMENTS; }
+    static __device__ __forceinline__ i32* befores() { return lengths() + MAX_SEGMENTS; }
+
+    // As `Segments`.
+    struct Table {
+        __device__ __forceinline__ i32 first(i32 e) const { return firsts()[e]; }
+        __device__ __forceinline__ i32 length(i32 e) const { return lengths()[e]; }
+    };
+
+    static __device__ __forceinline__ i32 units(const GroupedHopperArgs& g, i32 rows) {
+        if constexpr (WGRAD_OP) {
+            // Without rows there are zeros to be written, or nothing.
+            const i32 slices = (rows + g.slice - 1) / g.slice;
+            return g.accumulate ? slices : max(slices, 1);
+        } else {
+            return (rows + BM * BLOCKS - 1) / (BM * BLOCKS);
+        }
+    }
+    // All threads, which synchronise afterwards.
+    static __device__ __forceinline__ void make_table(const GroupedHopperArgs& g) {
+        const i32 n = g.segments.count;
+        for (i32 e = threadIdx.x; e < n; e += blockDim.x) {
+            firsts()[e] = g.segments.first(e);
+            lengths()[e] = g.segments.length(e);
+        }
+        __syncthreads();
+        if (threadIdx.x >= 32) return;
+        const i32 lane = threadIdx.x;
+        i32 before = 0;
+        for (i32 e0 = 0; e0 < n; e0 += 32) {
+            const i32 own = e0 + lane < n ? units(g, lengths()[e0 + lane]) : 0;
+            i32 upto = own;
+#pragma unroll
+            for (int d = 1; d < 32; d <<= 1) {
+                const i32 got = __shfl_up_sync(~0u, upto, d);
+                if (lane >= d) upto += got;
+            }
+            if (e0 + lane < n) befores()[e0 + lane] = before + upto - own;
+            before += __shfl_sync(~0u, upto, 31);
+        }
+        befores()[n + lane] = lane == 0 ? before : 0x7fffffff;
+        if (lane == 0) befores()[n + 32] = 0x7fffffff;
+    }
+
+    // This block's tiles, one after another; a warp at a time.
+    struct Walk {
+        i32 index, segment = 0;
+        __device__ __forceinline__ Walk() : index(i32(blockIdx.x) / BLOCKS - i32(gridDim.x) / BLOCKS) {}
+        __device__ __forceinline__ bool next(const GroupedHopperArgs& g, GroupedTile& t) {
+            index += i32(gridDim.x) / BLOCKS;
+            const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM * BLOCKS - 1) / (BM * BLOCKS);
+            // Tiles of a unit.
+            const i32 each = WGRAD_OP ? down * across : across;
+            const i32 unit = index / each;
+            if (unit >= uniform(befores()[g.segments.count])) return false;
+            // The segment of the unit is the first that ends behind it.
+            const i32 lane = threadIdx.x & 31;
+            u32 passed;
+            do {
+                passed = __ballot_sync(~0u, befores()[segment + 1 + lane] <= unit);
+                segment += __popc(passed);
+            } while (passed == ~0u);
+            t.segment = segment;
+            t.first = uniform(firsts()[segment]);
+            t.rows = uniform(lengths()[segment]);
+            const i32 before = uniform(befores()[segment]), here = uniform(befores()[segment + 1]) - before;
+            if constexpr (WGRAD_OP) {
+                t.slice = unit - before;
+                t.slices = here;
+                t.first += t.slice * g.slice;
+                t.rows = min(t.rows - t.slice * g.slice, g.slice);
+                t.blocks = (t.rows + BK - 1) / BK;
+                spread(index - unit * each, across, down, t);
+            } else {
+                t.blocks = (g.length + BK - 1) / BK;
+                spread(index - before * each, across, here, t);
+            }
+            if constexpr (PAIR) t.m = t.m * 2 + i32(cluster_rank());
+            return true;
+        }
+        static __device__ __forceinline__ void spread(i32 at, i32 across, i32 down, GroupedTile& t) {
+            const i32 part = at / (GROUP * across), rest = at - part * (GROUP * across);
+            const i32 rows = min(GROUP, down - part * GROUP);
+            t.n = rest / rows;
+            t.m = part * GROUP + (rest - t.n * rows);
+        }
+    };
+
+    static __device__ __forceinline__ void init(u32 base) {
+        if (threadIdx.x == 0) {
+            for (int s = 0; s < STAGES; s++) {
+                mbarrier_init(full(base, s), 1);
+                mbarrier_init(free(base, s), 8 * BLOCKS);
+            }
+            mbarrier_init_fence();
+        }
+    }
+
+    // Of the rows of a tile, as many as there are, up to a multiple of four.
+    static __device__ __forceinline__ u32 a_scale_bytes(const GroupedHopperArgs& g, const GroupedTile& t) {
+        return u32(max(min(BM, g.a_stride - t.m * BM), 0)) * 4;
+    }
+    static __device__ __forceinline__ u32 b_scale_bytes(const GroupedHopperArgs& g, const GroupedTile& t) {
+        return u32(min(BN, g.b_stride - t.n * BN)) * 4;
+    }
+    static __device__ __forceinline__ u32 scale_bytes(const GroupedHopperArgs& g, const GroupedTile& t) {
+        return KIND == WGRAD_FP8 && g.scaled ? a_scale_bytes(g, t) + b_scale_bytes(g, t) : 0;
+    }
+    static __device__ __forceinline__ void load_scales(const GroupedHopperArgs& g, const GroupedTile& t, u32 stage, u32 bar,
+                                                       i32 block) {
+        if (!g.scaled) return;
+        const u32 to = shared_address(scales_at(stage)), bytes = a_scale_bytes(g, t);
+        const float* a = reinterpret_cast<const float*>(g.a_scale) + (i64(block) * g.a_stride + t.m * BM);
+        const float* b = reinterpret_cast<const float*>(g.b_scale) + (i64(block) * g.b_stride + t.n * BN);
+        if (bytes) bulk_copy(to, a, bytes, bar);
+        bulk_copy(to + BM * 4, b, b_scale_bytes(g, t), bar);
+    }
+
+    // One warp: all its lanes count, one of them copies.
+    static __device__ __forceinline__ void produce(const GroupedHopperArgs& g, u32 base) {
+        const bool one = (threadIdx.x & 31) == 0;
+        const i32 rank = PAIR ? i32(cluster_rank()) : 0;
+        Ring<STAGES> ring;
+        Walk walk;
+        GroupedTile t;
+        while (walk.next(g, t)) {
+#pragma unroll 1
+            for (i32 block = 0; block < t.blocks; block++) {
+                mbarrier_wait(free(base, ring.stage), ring.phase ^ 1);
+                if (one) load(g, t, block, rank, base, ring.stage);
+                __syncwarp();
+                ring.next();
+            }
+        }
+    }
+
+    // Both operands of a step, and their scales. Of the right one's a pair's blocks each bring one half to both.
+    static __device__ __forceinline__ void load(const GroupedHopperArgs& g, const GroupedTile& t, i32 block, i32 rank, u32 base,
+                                                u32 stage) {
+        const u32 bar = full(base, stage), a = a_at(base, stage), b = b_at(base, stage);
+        const i32 k0 = block * BK;
+        auto right = [&](u32 to, i32 c, i32 r, i32 matrix) {
+            if constexpr (PAIR) tma_load_multicast(to, g.b, bar, c, r, matrix, 0);
+            else tma_load(to, g.b, bar, c, r, matrix, 0);
+        };
+        mbarrier_arrive_expect_tx(bar, STAGE + scale_bytes(g, t));
+        if constexpr (KIND == WGRAD) {
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                tma_load(a + c * BK * 128, g.a, bar, t.m * BM + c * 64, t.first + k0, 0, 0);
+        } else if constexpr (KIND == WGRAD_FP8) {
+            tma_load(a, g.a, bar, t.first + k0, t.m * BM, 0, 0);
+            load_scales(g, t, stage, bar, (t.first + k0) / 128);
+        } else {
+            tma_load(a, g.a, bar, k0, t.first + t.m * BM, 0, 0);
+        }
+        if constexpr (KIND == FPROP || FP8) {
+            right(b + rank * (B_BYTES / 2), KIND == WGRAD_FP8 ? t.first + k0 : k0, t.n * BN + rank * (BN / 2),
+                  KIND == WGRAD_FP8 ? 0 : t.segment);
+        } else {
+            // Columns of 64; [64 rows of the sum, 64] each.
+            constexpr int COLUMNS = BN / 64 / BLOCKS;
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+                const i32 at = rank * COLUMNS + c;
+                const i32 row = KIND == WGRAD ? t.first + k0 : k0, matrix = KIND == WGRAD ? 0 : t.segment;
+                right(b + at * BK * 128, t.n * BN + at * 64, row, matrix);
+            }
+        }
+    }
+};

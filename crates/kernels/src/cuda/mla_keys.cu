@@ -1,0 +1,80 @@
+// Keys of latent attention, k [tokens, heads, a + b]: put together from channels that are each head's own and channels
+// that all heads share, and gradients taken apart again. A block has a token.
+
+enum Flag : u32 { VECTORIZED_OWN = 1, VECTORIZED_SHARED = 2 };
+
+struct MlaKeysArgs {
+    u64 own, shared, k;
+    i64 own_token, own_head, shared_token, k_token, k_head;
+    i32 heads, a, b;
+    u32 flags;
+};
+
+constexpr int THREADS = 256;
+
+template <class T> __device__ __forceinline__ void join(const MlaKeysArgs& p) {
+    constexpr int V = VecWidth<T>::count;
+    const i64 token = blockIdx.x;
+    const T* own = reinterpret_cast<const T*>(p.own) + token * p.own_token;
+    const T* shared = reinterpret_cast<const T*>(p.shared) + token * p.shared_token;
+    T* k = reinterpret_cast<T*>(p.k) + token * p.k_token;
+    const i32 own_chunks = (p.a + V - 1) / V, chunks = own_chunks + (p.b + V - 1) / V;
+    for (i32 i = threadIdx.x; i < p.heads * chunks; i += THREADS) {
+        const i32 head = i / chunks, chunk = i - head * chunks;
+        T* to = k + head * p.k_head;
+        if (chunk < own_chunks) {
+            const bool vectorized = p.flags & VECTORIZED_OWN;
+            store_guarded(to, chunk * V, p.a, vectorized, load_guarded(own + head * p.own_head, chunk * V, p.a, vectorized));
+        } else {
+            const bool vectorized = p.flags & VECTORIZED_SHARED;
+            const i32 at = (chunk - own_chunks) * V;
+            store_guarded(to + p.a, at, p.b, vectorized, load_guarded(shared, at, p.b, vectorized));
+        }
+    }
+}
+
+// Sums over heads: threads have a chunk of channels of every so many heads each, then a channel of all such sums, in the
+// order of their first heads.
+template <class T> __device__ __forceinline__ void split(const MlaKeysArgs& p) {
+    constexpr int V = VecWidth<T>::count;
+    __shared__ float sums[THREADS * V];
+    const i64 token = blockIdx.x;
+    T* own = reinterpret_cast<T*>(p.own) + token * p.own_token;
+    T* shared = reinterpret_cast<T*>(p.shared) + token * p.shared_token;
+    const T* k = reinterpret_cast<const T*>(p.k) + token * p.k_token;
+    const i32 own_chunks = (p.a + V - 1) / V;
+    for (i32 i = threadIdx.x; i < p.heads * own_chunks; i += THREADS) {
+        const i32 head = i / own_chunks, at = (i - head * own_chunks) * V;
+        const bool vectorized = p.flags & VECTORIZED_OWN;
+        store_guarded(own + head * p.own_head, at, p.a, vectorized, load_guarded(k + head * p.k_head, at, p.a, vectorized));
+    }
+    const i32 all = (p.b + V - 1) / V;
+    for (i32 first = 0; first < all; first += THREADS) {
+        const i32 chunks = min(all - first, THREADS), groups = THREADS / chunks;
+        const i32 group = threadIdx.x / chunks, chunk = threadIdx.x - group * chunks;
+        if (group < groups) {
+            float sum[V] = {};
+            for (i32 head = group; head < p.heads; head += groups) {
+                float x[V];
+                const bool vectorized = p.flags & VECTORIZED_SHARED;
+                unpack(load_guarded(k + head * p.k_head + p.a, (first + chunk) * V, p.b, vectorized), x);
+#pragma unroll
+                for (int i = 0; i < V; i++) sum[i] += x[i];
+            }
+#pragma unroll
+            for (int i = 0; i < V; i++) sums[(group * chunks + chunk) * V + i] = sum[i];
+        }
+        __syncthreads();
+        for (i32 c = threadIdx.x; c < chunks * V; c += THREADS) {
+            float sum = 0.0f;
+            for (i32 g = 0; g < groups; g++) sum += sums[g * chunks * V + c];
+            if (first * V + c < p.b) shared[first * V + c] = from_f32<T>(sum);
+        }
+        __syncthreads();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) mla_concat_keys_f32(const MlaKeysArgs p) { join<float>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) mla_concat_keys_bf16(const MlaKeysArgs p) { join<bf16>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) mla_split_keys_f32(const MlaKeysArgs p) { split<float>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS) mla_split_keys_bf16(const MlaKeysArgs p) { split<bf16>(p); }

@@ -1,0 +1,89 @@
+use super::row_grid::{blocks, columns, rows_aligned16};
+use super::{CudaKernels, Kernel, LaunchConfig, typed};
+use crate::MlaKernels;
+use crate::cpu::rows::Rows;
+use crate::mla::check_keys;
+use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
+
+/// As in latent.cu.
+const VECTORIZED_OWN: u32 = 1;
+const VECTORIZED_SHARED: u32 = 2;
+const THREADS: u32 = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct MlaKeysArgs {
+    own: u64,
+    shared: u64,
+    k: u64,
+    own_token: i64,
+    own_head: i64,
+    shared_token: i64,
+    k_token: i64,
+    k_head: i64,
+    heads: i32,
+    a: i32,
+    b: i32,
+    flags: u32,
+}
+
+impl CudaKernels {
+    /// A launch whose arguments `places` are own, shared and k.
+    fn keys(
+        &self,
+        l: &Launch,
+        (op, kernel): (&'static str, Kernel),
+        dtype: DType,
+        [own, shared, k]: [Rows; 3],
+        places: [usize; 3],
+    ) -> Result<()> {
+        let [own_at, shared_at, k_at] = places;
+        let mut args = MlaKeysArgs {
+            own: l.address(own_at)?,
+            shared: l.address(shared_at)?,
+            k: l.address(k_at)?,
+            own_token: own.outer_stride as i64,
+            own_head: own.inner_stride as i64,
+            shared_token: shared.outer_stride as i64,
+            k_token: k.outer_stride as i64,
+            k_head: k.inner_stride as i64,
+            heads: columns(op, own.inner)?,
+            a: columns(op, own.width)?,
+            b: columns(op, shared.width)?,
+            flags: 0,
+        };
+        // All heads' channels are counted in 32 bits.
+        columns(op, k.inner * k.width)?;
+        let second = args.k + (own.width * dtype.size()) as u64;
+        for (flag, views) in [
+            (VECTORIZED_OWN, [(args.own, own), (args.k, k)]),
+            (VECTORIZED_SHARED, [(args.shared, shared), (second, k)]),
+        ] {
+            if rows_aligned16(dtype, &views) {
+                args.flags |= flag;
+            }
+        }
+        let grid = LaunchConfig { blocks: [blocks(op, own.outer)?, 1, 1], threads: THREADS, shared: 0 };
+        self.launch_kernel(l, kernel, grid, &args)
+    }
+}
+
+impl MlaKernels for CudaKernels {
+    fn mla_concat_keys(&self, s: &Stream, own: &Tensor, shared: &Tensor, k: &Tensor) -> Result<()> {
+        const OP: &str = "mla_concat_keys";
+        let rows = check_keys(OP, own, shared, k)?;
+        let kernel = (OP, typed!(OP, k.dtype(), "mla_keys", "mla_concat_keys")?);
+        s.launch(OP, &[read(own), read(shared), write(k)], |l| {
+            self.keys(l, kernel, k.dtype(), rows, [0, 1, 2])
+        })
+    }
+
+    fn mla_split_keys(&self, s: &Stream, k: &Tensor, own: &Tensor, shared: &Tensor) -> Result<()> {
+        const OP: &str = "mla_split_keys";
+        let rows = check_keys(OP, own, shared, k)?;
+        let kernel = (OP, typed!(OP, k.dtype(), "mla_keys", "mla_split_keys")?);
+        s.launch(OP, &[read(k), write(own), write(shared)], |l| {
+            self.keys(l, kernel, k.dtype(), rows, [1, 2, 0])
+        })
+    }
+}

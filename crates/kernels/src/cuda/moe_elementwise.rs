@@ -1,0 +1,143 @@
+use super::grid::{blocks, line};
+use super::{CudaKernels, Kernel, typed};
+use crate::moe::{check, matrix};
+use crate::philox::RandomStream;
+use crate::{MoeKernels, RngKey};
+use ferrotron_tensor::{Arg, DType, Result, Stream, Tensor, read, write};
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct MoeArgs {
+    a: u64,
+    b: u64,
+    c: u64,
+    n: i64,
+    width: i64,
+    key: [u32; 2],
+    lane: [u32; 2],
+    x: f32,
+    y: f32,
+    own: i32,
+    copies: i32,
+}
+
+const THREADS: usize = 256;
+
+fn moe_kernel(name: &'static str) -> Kernel {
+    Kernel { source: "moe_elementwise", name }
+}
+
+impl CudaKernels {
+    /// One thread for each of `threads` elements; the arguments' addresses are filled in.
+    fn launch_moe(
+        &self,
+        s: &Stream,
+        (op, kernel): (&'static str, Kernel),
+        tensors: &[Arg],
+        threads: usize,
+        args: MoeArgs,
+    ) -> Result<()> {
+        let grid = line(blocks(op, threads, THREADS)?, THREADS as u32);
+        s.launch(op, tensors, |l| {
+            let mut args = args;
+            for (i, slot) in
+                [&mut args.a, &mut args.b, &mut args.c].into_iter().enumerate().take(tensors.len())
+            {
+                *slot = l.address(i)?;
+            }
+            self.launch_kernel(l, kernel, grid, &args)
+        })
+    }
+}
+
+impl MoeKernels for CudaKernels {
+    fn mask_padding(&self, s: &Stream, segments: &Tensor, index: &Tensor, probs: &Tensor) -> Result<()> {
+        const OP: &str = "mask_padding";
+        let [t, k] = matrix(OP, index)?;
+        check(OP, &[(segments, DType::I32, t), (index, DType::I32, t * k), (probs, DType::F32, t * k)])?;
+        let args = MoeArgs { n: t as i64, width: k as i64, ..MoeArgs::default() };
+        self.launch_moe(s, (OP, moe_kernel(OP)), &[read(segments), write(index), write(probs)], t * k, args)
+    }
+
+    fn expand_topk(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        own: usize,
+        copies: usize,
+        wide: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "expand_topk";
+        let [t, k] = matrix(OP, index)?;
+        check(OP, &[(index, DType::I32, t * k), (wide, DType::I32, t * k * copies)])?;
+        let args =
+            MoeArgs { n: (t * k) as i64, own: own as i32, copies: copies as i32, ..MoeArgs::default() };
+        self.launch_moe(s, (OP, moe_kernel(OP)), &[read(index), write(wide)], t * k * copies, args)
+    }
+
+    fn jitter(&self, s: &Stream, eps: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
+        const OP: &str = "jitter";
+        let [t, h] = matrix(OP, x)?;
+        check(OP, &[(rows, DType::I32, t), (y, x.dtype(), t * h)])?;
+        let RandomStream { key, lane } = RandomStream::dropout(key);
+        let args = MoeArgs { n: (t * h) as i64, width: h as i64, key, lane, x: eps, ..MoeArgs::default() };
+        let kernel = typed!(OP, x.dtype(), "moe_elementwise", "jitter")?;
+        self.launch_moe(s, (OP, kernel), &[read(rows), read(x), write(y)], t * h, args)
+    }
+
+    fn split_bf16x2(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "split_bf16x2";
+        let [t, n] = matrix(OP, x)?;
+        check(OP, &[(x, DType::F32, t * n), (out, DType::BF16, 2 * t * n)])?;
+        let args = MoeArgs { n: (t * n) as i64, width: n as i64, ..MoeArgs::default() };
+        self.launch_moe(s, (OP, moe_kernel(OP)), &[read(x), write(out)], t * n, args)
+    }
+
+    fn add_router_bias(&self, s: &Stream, bias: &Tensor, x: &Tensor) -> Result<()> {
+        const OP: &str = "add_router_bias";
+        let [t, n] = matrix(OP, x)?;
+        check(OP, &[(x, DType::F32, t * n), (bias, bias.dtype(), n)])?;
+        let args = MoeArgs { n: (t * n) as i64, width: n as i64, ..MoeArgs::default() };
+        let kernel = typed!(OP, bias.dtype(), "moe_elementwise", "add_router_bias")?;
+        self.launch_moe(s, (OP, kernel), &[read(bias), write(x)], t * n, args)
+    }
+
+    fn accumulate_counts(&self, s: &Stream, counts: &Tensor, total: &Tensor, steps: &Tensor) -> Result<()> {
+        const OP: &str = "accumulate_counts";
+        let n = counts.numel();
+        check(OP, &[(counts, DType::I64, n), (total, DType::I64, n), (steps, DType::F32, 1)])?;
+        let args = MoeArgs { n: n as i64, ..MoeArgs::default() };
+        self.launch_moe(s, (OP, moe_kernel(OP)), &[read(counts), write(total), write(steps)], n.max(1), args)
+    }
+
+    fn accumulate_f64(&self, s: &Stream, x: &Tensor, total: &Tensor) -> Result<()> {
+        const OP: &str = "accumulate_f64";
+        let n = x.numel();
+        check(OP, &[(x, DType::F64, n), (total, DType::F64, n)])?;
+        self.launch_moe(
+            s,
+            (OP, moe_kernel(OP)),
+            &[read(x), write(total)],
+            n,
+            MoeArgs { n: n as i64, ..MoeArgs::default() },
+        )
+    }
+
+    fn update_quantiles(
+        &self,
+        s: &Stream,
+        keep: f32,
+        mean: f32,
+        found: &Tensor,
+        beta: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "update_quantiles";
+        let n = beta.numel();
+        check(OP, &[(found, DType::F32, n), (beta, DType::F32, n)])?;
+        let args = MoeArgs { n: n as i64, x: keep, y: mean, ..MoeArgs::default() };
+        s.launch(OP, &[read(found), write(beta)], |l| {
+            let args = MoeArgs { a: l.address(0)?, b: l.address(1)?, ..args };
+            self.launch_kernel(l, moe_kernel(OP), line(1, 1), &args)
+        })
+    }
+}

@@ -1,0 +1,141 @@
+// What a step over a list works on: masters and moments in each of the ways they are kept.
+
+// Elements of a tensor one block updates.
+constexpr int UPDATES = 16 * THREADS;
+constexpr int LIST = 36;
+
+struct TensorEntry {
+    u64 master, weight, grad, first, first_scales, second, second_scales;
+    // What narrow products need of the new weight; 0 where they need nothing.
+    u64 amax, bytes, scale, scale_inv;
+    i64 n;
+    float lr_mult, wd_mult;
+};
+
+// Masters f32, with a bf16 copy where there is one.
+struct F32Master {
+    static constexpr bool whole = true;
+    float* master;
+    bf16* weight;
+    template <int N> struct Raw {
+        Vec<float, N> p;
+    };
+    __device__ __forceinline__ F32Master(const TensorEntry& e)
+        : master(reinterpret_cast<float*>(e.master)), weight(reinterpret_cast<bf16*>(e.weight)) {}
+    template <int N> __device__ __forceinline__ Raw<N> load(i64 at) const { return {::load_vec<N>(master, at)}; }
+    template <int N> static __device__ __forceinline__ float open(const Raw<N>& raw, int i) { return raw.p.at[i]; }
+    template <int N> __device__ __forceinline__ void store(i64 at, const Vec<float, N>& p) const {
+        store_vec(master, at, p);
+        if (!weight) return;
+        Vec<bf16, N> w;
+#pragma unroll
+        for (int i = 0; i < N; i++) w.at[i] = from_f32<bf16>(p.at[i]);
+        store_vec(weight, at, w);
+    }
+    // The weight of a master, whether there is a copy of it or not.
+    static __device__ __forceinline__ float weight_of(float p) { return to_f32(from_f32<bf16>(p)); }
+    __device__ __forceinline__ float get(i64 at) const { return master[at]; }
+    __device__ __forceinline__ void set(i64 at, float p) const {
+        master[at] = p;
+        if (weight) weight[at] = from_f32<bf16>(p);
+    }
+};
+
+// Masters in two halves, the high one the weight.
+struct SplitMaster {
+    static constexpr bool whole = false;
+    u16* low;
+    bf16* high;
+    template <int N> struct Raw {
+        Vec<bf16, N> high;
+        Vec<u16, N> low;
+    };
+    __device__ __forceinline__ SplitMaster(const TensorEntry& e)
+        : low(reinterpret_cast<u16*>(e.master)), high(reinterpret_cast<bf16*>(e.weight)) {}
+    template <int N> __device__ __forceinline__ Raw<N> load(i64 at) const {
+        return {::load_vec<N>(high, at), ::load_vec<N>(low, at)};
+    }
+    template <int N> static __device__ __forceinline__ float open(const Raw<N>& raw, int i) {
+        return join({raw.high.at[i], raw.low.at[i]});
+    }
+    template <int N> __device__ __forceinline__ void store(i64 at, const Vec<float, N>& p) const {
+        Vec<bf16, N> h;
+        Vec<u16, N> l;
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            Halves x = split_of(p.at[i]);
+            h.at[i] = x.high, l.at[i] = x.low;
+        }
+        store_vec(high, at, h);
+        store_vec(low, at, l);
+    }
+    static __device__ __forceinline__ float weight_of(float p) { return to_f32(split_of(p).high); }
+    __device__ __forceinline__ float get(i64 at) const { return join({high[at], low[at]}); }
+    __device__ __forceinline__ void set(i64 at, float p) const {
+        Halves x = split_of(p);
+        high[at] = x.high, low[at] = x.low;
+    }
+};
+
+// Moments as they are: `settle` and dice are for packed ones.
+template <class T> struct PlainMoment {
+    typedef T Code;
+    static constexpr bool packed = false;
+    // Elements of a thread: what fills an access.
+    static constexpr int N = 16 / sizeof(T);
+    T* at_all;
+    struct Raw {
+        Vec<T, N> codes;
+    };
+    __device__ __forceinline__ PlainMoment(u64 values, u64) : at_all(reinterpret_cast<T*>(values)) {}
+    __device__ __forceinline__ Raw load(i64 at) const { return {load_vec<N>(at_all, at)}; }
+    static __device__ __forceinline__ float open(const Raw& raw, int i) { return to_f32(raw.codes.at[i]); }
+    __device__ __forceinline__ float settle(i64, const float (&)[N]) const { return 0.0f; }
+    static __device__ __forceinline__ T code(float x, float, u32) { return from_f32<T>(x); }
+    __device__ __forceinline__ void store(i64 at, const Vec<T, N>& codes) const { store_vec(at_all, at, codes); }
+    __device__ __forceinline__ float get(i64 at) const { return to_f32(at_all[at]); }
+    __device__ __forceinline__ void set(i64 at, bool there, float x, u32) const {
+        if (there) at_all[at] = from_f32<T>(x);
+    }
+};
+
+// Codes under the scales of their blocks. A block is four neighbouring threads, or a warp that goes one by one.
+template <class F> struct BlockScaled {
+    typedef typename F::Code Code;
+    static constexpr bool packed = true;
+    static constexpr int N = 8;
+    Code* codes;
+    u8* scales;
+    struct Raw {
+        Vec<Code, N> codes;
+        u32 scale;
+    };
+    __device__ __forceinline__ BlockScaled(u64 values, u64 scales)
+        : codes(reinterpret_cast<Code*>(values)), scales(reinterpret_cast<u8*>(scales)) {}
+    __device__ __forceinline__ Raw load(i64 at) const { return {load_vec<N>(codes, at), scales[at / BLOCK]}; }
+    static __device__ __forceinline__ float open(const Raw& raw, int i) {
+        return unpack<F>(raw.codes.at[i], raw.scale);
+    }
+    // Writes the block's new scale; its inverse.
+    __device__ __forceinline__ float settle(i64 at, const float (&x)[N]) const {
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < N; i++) most = fmaxf(most, fabsf(x[i]));
+#pragma unroll
+        for (int d = 1; d < BLOCK / N; d *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, d));
+        u32 scale = scale_of<F>(most);
+        if (threadIdx.x % (BLOCK / N) == 0) scales[at / BLOCK] = u8(scale);
+        return inverse_of(scale);
+    }
+    static __device__ __forceinline__ Code code(float x, float inverse, u32 dice) {
+        return Code(pack<F>(x, inverse, dice));
+    }
+    __device__ __forceinline__ void store(i64 at, const Vec<Code, N>& c) const { store_vec(codes, at, c); }
+    __device__ __forceinline__ float get(i64 at) const { return unpack<F>(codes[at], scales[at / BLOCK]); }
+    __device__ __forceinline__ void set(i64 at, bool there, float x, u32 dice) const {
+        u32 scale = scale_of<F>(warp_max(there ? fabsf(x) : 0.0f));
+        if (!there) return;
+        codes[at] = Code(pack<F>(x, inverse_of(scale), dice));
+        if (at % BLOCK == 0) scales[at / BLOCK] = u8(scale);
+    }
+};

@@ -1,0 +1,225 @@
+//! Adam and SGD over lists of parameters, many tensors to a launch.
+
+use super::grid::{LaunchList, line};
+use super::sources::f16_source;
+use super::{CudaKernels, Kernel};
+use crate::optimizer::{check_scalars, check_update};
+use crate::{Adam, ParamUpdate, Sgd};
+use ferrotron_tensor::{Arg, DType, Error, Launch, Result, Stream, Tensor, read, write};
+
+/// As in optim_list.cuh: tensors of a launch, elements of a block.
+const LIST: usize = 36;
+const UPDATES: usize = 4096;
+const THREADS: u32 = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+struct TensorEntry {
+    master: u64,
+    weight: u64,
+    grad: u64,
+    first: u64,
+    first_scales: u64,
+    second: u64,
+    second_scales: u64,
+    amax: u64,
+    bytes: u64,
+    scale: u64,
+    scale_inv: u64,
+    n: i64,
+    lr_mult: f32,
+    wd_mult: f32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AdamArgs {
+    list: [TensorEntry; LIST],
+    scalars: u64,
+    start: [u32; LIST],
+    count: u32,
+    beta1: f32,
+    new1: f32,
+    beta2: f32,
+    new2: f32,
+    eps: f32,
+    decoupled: u32,
+    pad: u32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct SgdArgs {
+    list: [TensorEntry; LIST],
+    scalars: u64,
+    start: [u32; LIST],
+    count: u32,
+    momentum: f32,
+    fresh: f32,
+    nesterov: u32,
+}
+
+/// How parameters of a launch are kept: the type of their moments, whether masters are in halves, and whether there are f16
+/// copies of them.
+type StateDtypes = (DType, bool, bool);
+
+fn state_dtypes(u: &ParamUpdate) -> StateDtypes {
+    let half = u.weight.is_some_and(|w| w.dtype() == DType::F16);
+    (u.first.values.dtype(), u.master.dtype() == DType::I16, half)
+}
+
+/// The kernel of a source for parameters kept so.
+fn for_dtypes(kernel: Kernel, (_, _, half): StateDtypes) -> Kernel {
+    if half { Kernel { source: f16_source(kernel.source), ..kernel } } else { kernel }
+}
+
+/// The kernel of a rule for parameters kept so.
+macro_rules! steps {
+    ($op:expr, $kept:expr, $plain:literal, $packed:literal, $name:literal) => {
+        match ($kept.0, $kept.1) {
+            (DType::F32, false) => Ok(Kernel { source: $plain, name: concat!($name, "_f32") }),
+            (DType::F32, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_f32") }),
+            (DType::BF16, false) => Ok(Kernel { source: $plain, name: concat!($name, "_bf16") }),
+            (DType::BF16, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_bf16") }),
+            (DType::F16, false) => Ok(Kernel { source: $packed, name: concat!($name, "_f16") }),
+            (DType::F16, true) => Ok(Kernel { source: $packed, name: concat!($name, "_split_f16") }),
+            (DType::U8, false) => Ok(Kernel { source: $packed, name: concat!($name, "_fp8") }),
+            (DType::U8, true) => Ok(Kernel { source: $packed, name: concat!($name, "_split_fp8") }),
+            (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
+        }
+    };
+}
+
+/// Checks a whole list before anything of it is done. `two`: whether there is a second moment.
+fn check_list(op: &'static str, scalars: &Tensor, list: &[ParamUpdate], two: bool) -> Result<()> {
+    check_scalars(op, scalars)?;
+    list.iter().try_for_each(|u| check_update(op, u, two))
+}
+
+/// Runs `step` over a checked list in portions that are kept alike.
+fn each_portion(
+    s: &Stream,
+    op: &'static str,
+    scalars: &Tensor,
+    list: &[ParamUpdate],
+    step: impl Fn(&Launch, StateDtypes, &LaunchList<TensorEntry, LIST>) -> Result<()>,
+) -> Result<()> {
+    let mut algorithms: Vec<StateDtypes> = Vec::new();
+    for algorithm in list.iter().map(state_dtypes) {
+        if !algorithms.contains(&algorithm) {
+            algorithms.push(algorithm);
+        }
+    }
+    for algorithm in algorithms {
+        let alike: Vec<&ParamUpdate> =
+            list.iter().filter(|u| state_dtypes(u) == algorithm && u.grad.numel() > 0).collect();
+        for portion in alike.chunks(LIST) {
+            let mut args: Vec<Arg> = vec![read(scalars)];
+            for u in portion {
+                args.extend([write(u.master), read(u.grad), write(u.first.values)]);
+                let second = u.second.map(|m| (m.values, m.scales));
+                let rest = [u.weight, u.first.scales, second.map(|m| m.0), second.and_then(|m| m.1)];
+                args.extend(rest.into_iter().flatten().map(write));
+                if let Some(n) = &u.narrow {
+                    args.push(write(n.amax));
+                    args.extend(
+                        n.bytes.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]),
+                    );
+                }
+            }
+            s.launch(op, &args, |l| {
+                let (mut at, mut p) = (1, LaunchList::new());
+                let mut next = |there: bool| -> Result<u64> {
+                    if !there {
+                        return Ok(0);
+                    }
+                    at += 1;
+                    l.address(at - 1)
+                };
+                for u in portion {
+                    let n = u.grad.numel();
+                    let bytes = u.narrow.is_some_and(|n| n.bytes.is_some());
+                    let entry = TensorEntry {
+                        master: next(true)?,
+                        grad: next(true)?,
+                        first: next(true)?,
+                        weight: next(u.weight.is_some())?,
+                        first_scales: next(u.first.scales.is_some())?,
+                        second: next(u.second.is_some())?,
+                        second_scales: next(u.second.is_some_and(|m| m.scales.is_some()))?,
+                        amax: next(u.narrow.is_some())?,
+                        bytes: next(bytes)?,
+                        scale: next(bytes)?,
+                        scale_inv: next(bytes)?,
+                        n: n as i64,
+                        lr_mult: u.lr_mult,
+                        wd_mult: u.wd_mult,
+                    };
+                    p.push(op, entry, n, UPDATES)?;
+                }
+                step(l, algorithm, &p)
+            })?;
+        }
+    }
+    Ok(())
+}
+
+impl CudaKernels {
+    /// One step of Adam.
+    pub(super) fn adam_list(
+        &self,
+        s: &Stream,
+        a: Adam,
+        scalars: &Tensor,
+        list: &[ParamUpdate],
+    ) -> Result<()> {
+        const OP: &str = "adam";
+        check_list(OP, scalars, list, true)?;
+        each_portion(s, OP, scalars, list, |l, dtypes, p| {
+            let args = AdamArgs {
+                list: p.list,
+                scalars: l.address(0)?,
+                start: p.start,
+                count: p.count,
+                beta1: a.beta1,
+                new1: 1.0 - a.beta1,
+                beta2: a.beta2,
+                new2: 1.0 - a.beta2,
+                eps: a.eps,
+                decoupled: a.decoupled.into(),
+                pad: 0,
+            };
+            let takes = p.list.iter().any(|e| e.amax != 0);
+            let kernel: Result<Kernel> = match takes {
+                true => steps!(OP, dtypes, "adam_quantize", "adam_packed_quantize", "adam_quantize"),
+                false => steps!(OP, dtypes, "adam", "adam_packed", "adam"),
+            };
+            self.launch_kernel(l, for_dtypes(kernel?, dtypes), line(p.blocks, THREADS), &args)
+        })
+    }
+
+    /// One step of SGD.
+    pub(super) fn sgd_list(
+        &self,
+        s: &Stream,
+        rule: Sgd,
+        scalars: &Tensor,
+        list: &[ParamUpdate],
+    ) -> Result<()> {
+        const OP: &str = "sgd";
+        check_list(OP, scalars, list, false)?;
+        each_portion(s, OP, scalars, list, |l, dtypes, p| {
+            let args = SgdArgs {
+                list: p.list,
+                scalars: l.address(0)?,
+                start: p.start,
+                count: p.count,
+                momentum: rule.momentum,
+                fresh: 1.0 - rule.dampening,
+                nesterov: rule.nesterov.into(),
+            };
+            let kernel: Result<Kernel> = steps!(OP, dtypes, "sgd", "sgd", "sgd");
+            self.launch_kernel(l, for_dtypes(kernel?, dtypes), line(p.blocks, THREADS), &args)
+        })
+    }
+}

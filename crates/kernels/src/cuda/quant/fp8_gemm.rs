@@ -1,0 +1,71 @@
+//! Products of bytes: by cuBLASLt, in the way that proved fastest for the shape.
+
+use crate::cuda::CudaKernels;
+use crate::cuda::cublaslt::{Epilogue, Fp8Operands, GemmKey};
+use crate::cuda::gemm::rows_aligned16;
+use crate::cuda::gemm_cache::Operands;
+use crate::quant::check::matrix;
+use crate::{Fp8Gemm, Fp8Tensor, GemmSizes, ScalingMode};
+use ferrotron_tensor::{Result, Stream, Tensor, read};
+
+/// Can the library read it? It wants whole sectors, of scales too where there are many.
+fn readable(b: &Fp8Tensor) -> bool {
+    b.data.alignment() >= 16 && (b.scaling == ScalingMode::PerTensor || b.scale_inv.alignment() >= 16)
+}
+
+impl Fp8Gemm<'_> {
+    /// What the way to make it depends on.
+    pub(super) fn key(&self, [m, n, k]: [usize; 3], ldc: usize) -> GemmKey {
+        let (a, b) = (self.a, self.b);
+        // Padding is zeros: it adds nothing.
+        let ld = a.data.shape()[1];
+        // The scales of a padded row are those of the row, unless there is a block more of them.
+        debug_assert_eq!(ld.div_ceil(crate::BLOCK), k.div_ceil(crate::BLOCK));
+        GemmKey {
+            sizes: GemmSizes { m, n, k: ld, lda: ld, ldb: ld, ldc },
+            trans: [false, true],
+            types: [a.data.dtype(), self.c.dtype()],
+            epilogue: if self.bias.is_some() { Epilogue::Bias } else { Epilogue::None },
+            align: [Some(&a.data), Some(&b.data), Some(self.c), self.bias]
+                .map(|t| t.map_or(256, Tensor::alignment)),
+            fp8: Some(Fp8Operands {
+                other: b.data.dtype(),
+                scaling: [a.scaling, b.scaling],
+                fast: self.fast && a.scaling == ScalingMode::PerTensor,
+            }),
+        }
+    }
+}
+
+impl CudaKernels {
+    pub(super) fn launch_fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
+        const OP: &str = "fp8_gemm";
+        let sizes = g.check(OP)?;
+        let [m, n, k] = sizes;
+        if m * n == 0 {
+            return Ok(());
+        }
+        let view = matrix(OP, g.c)?;
+        let ldc = if m > 1 { view.outer_stride } else { n.next_multiple_of(16) };
+        let fits = readable(g.a)
+            && readable(g.b)
+            && rows_aligned16(g.c, ldc)
+            && g.bias.is_none_or(|t| rows_aligned16(t, 16));
+        // What is there is added before anything is rounded, the bias as well: the library does one of them.
+        if k > 0 && fits && !(g.accumulate && g.bias.is_some()) {
+            let o = Operands {
+                a: &g.a.data,
+                b: &g.b.data,
+                c: g.c,
+                bias: g.bias.map(read),
+                aux: None,
+                scales: Some([&g.a.scale_inv, &g.b.scale_inv]),
+                accumulate: g.accumulate,
+            };
+            if self.gemm_cache.gemm(s, g.name, g.key(sizes, ldc), &o, None)? {
+                return Ok(());
+            }
+        }
+        self.launch_generic_fp8_gemm(s, g, ldc)
+    }
+}

@@ -1,0 +1,157 @@
+//! Non-linearities whose rows have a weight.
+
+use super::grid::{aligned16, blocks, line};
+use super::row_grid::{columns, vec_width};
+use super::{CudaKernels, activation, typed};
+use crate::checks::{dtypes, same_contiguous};
+use crate::weighted_activation::sizes;
+use crate::{Act, WeightedActivationKernels};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
+
+const THREADS: u32 = 256;
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct WeightedArgs {
+    x: u64,
+    p: u64,
+    live: u64,
+    dy: u64,
+    out: u64,
+    dp: u64,
+    amax: u64,
+    rows: i64,
+    width: i32,
+    act: u32,
+    vectorized: u32,
+    limit: f32,
+    alpha: f32,
+    offset: f32,
+}
+
+impl WeightedArgs {
+    fn new(op: &'static str, act: Act, [rows, f]: [usize; 2]) -> Result<WeightedArgs> {
+        let (act, [limit, alpha, offset]) = activation::code(act);
+        let width = columns(op, f)?;
+        Ok(WeightedArgs {
+            x: 0,
+            p: 0,
+            live: 0,
+            dy: 0,
+            out: 0,
+            dp: 0,
+            amax: 0,
+            rows: rows as i64,
+            width,
+            act,
+            vectorized: 0,
+            limit,
+            alpha,
+            offset,
+        })
+    }
+
+    /// 16-byte accesses, where the halves of rows are whole chunks and addresses allow them.
+    fn align(&mut self, dtype: DType) {
+        let whole = (self.width as usize).is_multiple_of(vec_width(dtype));
+        self.vectorized = u32::from(whole && aligned16(&[self.x, self.dy, self.out]));
+    }
+}
+
+impl CudaKernels {
+    /// [`WeightedActivationKernels::weighted_act`], and the largest magnitude of `y` where it is asked for.
+    pub(super) fn weighted(
+        &self,
+        s: &Stream,
+        (act, gated): (Act, bool),
+        [x, p, y]: [&Tensor; 3],
+        amax: Option<&Tensor>,
+    ) -> Result<()> {
+        const OP: &str = "weighted_act";
+        let ([rows, f], dtype) = (sizes(OP, (act, gated), x, &[p], y)?, x.dtype());
+        dtypes(OP, dtype, &[y])?;
+        dtypes(OP, DType::F32, &[p])?;
+        let kernel = match (gated, amax.is_some()) {
+            (true, false) => typed!(OP, dtype, "weighted_activation", "weighted_gated")?,
+            (false, false) => typed!(OP, dtype, "weighted_activation", "weighted_ungated")?,
+            (true, true) => typed!(OP, dtype, "weighted_activation", "weighted_gated_amax")?,
+            (false, true) => typed!(OP, dtype, "weighted_activation", "weighted_ungated_amax")?,
+        };
+        let chunks = rows.saturating_mul(f.div_ceil(vec_width(dtype)));
+        // A thread counts chunks in 32 bits, on past the last.
+        if i32::try_from(chunks).is_err() {
+            return shape_error(OP, format!("{rows} rows of {f} are too many at once; use smaller batches"));
+        }
+        let mut args = vec![read(x), read(p), write(y)];
+        args.extend(amax.map(write));
+        s.launch(OP, &args, |l| {
+            let mut a = WeightedArgs::new(OP, act, [rows, f])?;
+            (a.x, a.p, a.out) = (l.address(0)?, l.address(1)?, l.address(2)?);
+            a.amax = amax.map_or(Ok(0), |_| l.address(3))?;
+            a.align(dtype);
+            self.launch_kernel(l, kernel, line(blocks(OP, chunks, THREADS as usize)?, THREADS), &a)
+        })
+    }
+
+    /// [`WeightedActivationKernels::weighted_act_backward`], and the largest magnitude of `dx` where it is asked for.
+    pub(super) fn weighted_slope(
+        &self,
+        s: &Stream,
+        (act, gated): (Act, bool),
+        [x, p, live, dy]: [&Tensor; 4],
+        [dx, dp]: [&Tensor; 2],
+        amax: Option<&Tensor>,
+    ) -> Result<()> {
+        const OP: &str = "weighted_act_backward";
+        let ([rows, f], dtype) = (sizes(OP, (act, gated), x, &[p, live, dp], dy)?, x.dtype());
+        same_contiguous(OP, &[x, dx])?;
+        dtypes(OP, dtype, &[dy, dx])?;
+        dtypes(OP, DType::F32, &[p, dp])?;
+        dtypes(OP, DType::I32, &[live])?;
+        let kernel = match (gated, amax.is_some()) {
+            (true, false) => typed!(OP, dtype, "weighted_activation", "weighted_gated_backward")?,
+            (false, false) => typed!(OP, dtype, "weighted_activation", "weighted_ungated_backward")?,
+            (true, true) => typed!(OP, dtype, "weighted_activation", "weighted_gated_backward_amax")?,
+            (false, true) => typed!(OP, dtype, "weighted_activation", "weighted_ungated_backward_amax")?,
+        };
+        let mut args = vec![read(x), read(p), read(live), read(dy), write(dx), write(dp)];
+        args.extend(amax.map(write));
+        s.launch(OP, &args, |l| {
+            let mut a = WeightedArgs::new(OP, act, [rows, f])?;
+            (a.x, a.p, a.live) = (l.address(0)?, l.address(1)?, l.address(2)?);
+            (a.dy, a.out, a.dp) = (l.address(3)?, l.address(4)?, l.address(5)?);
+            a.amax = amax.map_or(Ok(0), |_| l.address(6))?;
+            a.align(dtype);
+            self.launch_kernel(l, kernel, line(blocks(OP, rows, THREADS as usize / 32)?, THREADS), &a)
+        })
+    }
+}
+
+impl WeightedActivationKernels for CudaKernels {
+    fn weighted_act(
+        &self,
+        s: &Stream,
+        act: Act,
+        gated: bool,
+        x: &Tensor,
+        p: &Tensor,
+        y: &Tensor,
+    ) -> Result<()> {
+        self.weighted(s, (act, gated), [x, p, y], None)
+    }
+
+    fn weighted_act_backward(
+        &self,
+        s: &Stream,
+        act: Act,
+        gated: bool,
+        x: &Tensor,
+        p: &Tensor,
+        live: &Tensor,
+        dy: &Tensor,
+        dx: &Tensor,
+        dp: &Tensor,
+    ) -> Result<()> {
+        self.weighted_slope(s, (act, gated), [x, p, live, dy], [dx, dp], None)
+    }
+}

@@ -1,0 +1,89 @@
+//! A bias of rows by segment: what the second map of an expert adds, times the probability of the choice.
+
+use crate::Segments;
+use crate::checks::{contiguous, dtypes};
+use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
+
+/// Whose rows get which bias, and how much of it. The offsets of the segments ascend.
+#[derive(Clone, Copy)]
+pub struct GroupedBias<'a> {
+    /// Whose rows.
+    pub segments: Segments<'a>,
+    /// `[E, n]`, of the rows' type
+    pub bias: &'a Tensor,
+    /// f32 `[N]`
+    pub weights: &'a Tensor,
+}
+
+/// Weighted biases. Rows in no segment are neither read nor written.
+pub trait GroupedBiasKernels {
+    /// `y[r] += weights[r]·bias[e]` for the rows of each segment; `y [N, n]`.
+    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()>;
+
+    /// Its gradients: `dbias` f32 `[E, n] (+)= Σ_r weights[r]·dy[r]`, `dweights` f32 `[N] += <dy[r], bias[e]>`. With `weights`
+    /// of ones it is the gradient of a bias of [`crate::GroupedGemm`]. Without rows a segment's `dbias` is zero, or stays where it
+    /// is added to.
+    fn grouped_bias_backward(
+        &self,
+        s: &Stream,
+        b: &GroupedBias,
+        dy: &Tensor,
+        dbias: (&Tensor, bool),
+        dweights: Option<&Tensor>,
+    ) -> Result<()>;
+}
+
+/// N, n and E of a bias and the rows `y [N, n]`.
+pub(crate) fn sizes(op: &'static str, b: &GroupedBias, y: &Tensor) -> Result<[usize; 3]> {
+    let (offsets, counts) = (b.segments.offsets, b.segments.counts);
+    contiguous(op, &[offsets, counts, b.bias, b.weights, y])?;
+    dtypes(op, DType::I32, &[offsets, counts])?;
+    dtypes(op, DType::F32, &[b.weights])?;
+    dtypes(op, y.dtype(), &[b.bias])?;
+    match (y.shape(), b.bias.shape()) {
+        ([rows, n], [experts, m])
+            if n == m
+                && b.weights.shape() == [*rows]
+                && counts.shape() == [*experts]
+                && offsets.shape() == [experts + 1]
+                && i32::try_from(*rows).is_ok() =>
+        {
+            Ok([*rows, *n, *experts])
+        }
+        (y, bias) => shape_error(
+            op,
+            format!(
+                "rows {y:?}, bias {bias:?}, weights {:?}, offsets {:?}, counts {:?} do not belong together",
+                b.weights.shape(),
+                offsets.shape(),
+                counts.shape()
+            ),
+        ),
+    }
+}
+
+/// As [`sizes`], with the gradients.
+pub(crate) fn gradient_sizes(
+    op: &'static str,
+    b: &GroupedBias,
+    dy: &Tensor,
+    dbias: &Tensor,
+    dweights: Option<&Tensor>,
+) -> Result<[usize; 3]> {
+    let [rows, n, experts] = sizes(op, b, dy)?;
+    let fits = |t: &Tensor, shape: &[usize]| t.shape() == shape && t.is_contiguous();
+    dtypes(op, DType::F32, &[dbias])?;
+    if !fits(dbias, &[experts, n]) {
+        return shape_error(op, format!("the bias's gradient {dbias:?} must be contiguous [{experts}, {n}]"));
+    }
+    if let Some(dweights) = dweights {
+        dtypes(op, DType::F32, &[dweights])?;
+        if !fits(dweights, &[rows]) {
+            return shape_error(
+                op,
+                format!("the weights' gradient {dweights:?} must be contiguous [{rows}]"),
+            );
+        }
+    }
+    Ok([rows, n, experts])
+}

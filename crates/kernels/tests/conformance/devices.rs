@@ -1,0 +1,204 @@
+//! Where kernels run, values for them, and comparisons.
+
+use ferrotron_kernels::Kernels;
+use ferrotron_kernels::cpu::{CpuKernels, Isa};
+use ferrotron_kernels::cuda::CudaKernels;
+use ferrotron_tensor::{
+    Category, DType, Device, Instrumentation, Result, Stream, Tensor, Threads, bf16, f16, gpus,
+};
+
+/// The types every kernel must take.
+pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+
+/// The types that kernels of mixtures must take: they have losses of their own, on which no loss scale is.
+pub const OF_MIXTURES: [DType; 2] = [DType::F32, DType::BF16];
+
+/// A device with its kernels.
+pub struct TestDevice {
+    pub name: String,
+    pub k: Box<dyn Kernels>,
+    pub s: Stream,
+}
+
+/// Every home present on this machine: each instruction-set level of the CPU, and a card where there is one.
+/// `FERROTRON_TEST_DEVICE=cuda` asks for the card alone and fails without it.
+pub fn devices() -> Vec<TestDevice> {
+    let only_card = std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda");
+    // A device of its own for every test: what a kernel finds wrong is told to the device it ran for.
+    let threads = || Threads::new(2).unwrap();
+    let card = match gpus() {
+        Ok(all) if !all.is_empty() => {
+            let watch = Instrumentation {
+                race_check: std::env::var_os("FERROTRON_TEST_CHECK").is_some(),
+                ..Instrumentation::default()
+            };
+            let device = Device::cuda(0, threads(), watch).unwrap();
+            let k = Box::new(CudaKernels::load(&device).unwrap());
+            Some(TestDevice { name: "CUDA".into(), k, s: device.stream("compute").unwrap() })
+        }
+        found if only_card => panic!("FERROTRON_TEST_DEVICE=cuda, but: {found:?}"),
+        _ => None,
+    };
+    if only_card {
+        return card.into_iter().collect();
+    }
+    let cpu = |isa: Isa| TestDevice {
+        name: format!("CPU {}", isa.name()),
+        k: Box::new(CpuKernels::with(isa)),
+        s: Device::cpu(threads()).stream("compute").unwrap(),
+    };
+    Isa::all().into_iter().map(cpu).chain(card).collect()
+}
+
+/// Runs a test on every home and type.
+pub fn everywhere(test: impl Fn(&TestDevice, DType)) {
+    for home in devices() {
+        for dtype in DTYPES {
+            test(&home, dtype);
+        }
+    }
+}
+
+/// The same with the types of mixtures.
+pub fn in_mixtures(test: impl Fn(&TestDevice, DType)) {
+    for home in devices() {
+        for dtype in OF_MIXTURES {
+            test(&home, dtype);
+        }
+    }
+}
+
+/// A view inside a larger buffer of nonsense: reading outside it poisons results, writing outside it is seen.
+pub struct Framed {
+    whole: Tensor,
+    pub view: Tensor,
+}
+
+impl TestDevice {
+    pub fn tensor(&self, dtype: DType, shape: &[usize], values: &[f64]) -> Tensor {
+        let up = |r| -> Tensor { Result::unwrap(r) };
+        match dtype {
+            DType::F32 => {
+                let v: Vec<f32> = values.iter().map(|x| *x as f32).collect();
+                up(self.s.upload(&v, shape, Category::Workspace))
+            }
+            DType::BF16 => {
+                let v: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x as f32)).collect();
+                up(self.s.upload(&v, shape, Category::Workspace))
+            }
+            DType::F16 => {
+                let v: Vec<f16> = values.iter().map(|x| f16::from_f32(*x as f32)).collect();
+                up(self.s.upload(&v, shape, Category::Workspace))
+            }
+            DType::I32 => {
+                let v: Vec<i32> = values.iter().map(|x| *x as i32).collect();
+                up(self.s.upload(&v, shape, Category::Workspace))
+            }
+            other => up(self.s.zeros(shape, other, Category::Workspace)),
+        }
+    }
+
+    /// Contents that no result may keep.
+    pub fn poisoned(&self, dtype: DType, shape: &[usize]) -> Tensor {
+        self.tensor(dtype, shape, &vec![f64::NAN; shape.iter().product()])
+    }
+
+    pub fn ids(&self, values: &[i32]) -> Tensor {
+        self.s.upload(values, &[values.len()], Category::Workspace).unwrap()
+    }
+
+    pub fn framed(&self, dtype: DType, shape: &[usize], values: &[f64]) -> Framed {
+        let outer: Vec<usize> = shape.iter().enumerate().map(|(a, n)| n + 2 + a % 2).collect();
+        let mut all = vec![f64::NAN; outer.iter().product()];
+        for (i, v) in values.iter().enumerate() {
+            let (mut rest, mut at, mut step) = (i, 0, 1);
+            for a in (0..shape.len()).rev() {
+                at += (rest % shape[a] + 1) * step;
+                rest /= shape[a];
+                step *= outer[a];
+            }
+            all[at] = *v;
+        }
+        let whole = self.tensor(dtype, &outer, &all);
+        let view = (0..shape.len()).fold(whole.clone(), |t, a| t.narrow(a, 1, shape[a]).unwrap());
+        Framed { whole, view }
+    }
+
+    /// In a frame or, aligned and without gaps, alone.
+    pub fn placed(&self, framed: bool, dtype: DType, shape: &[usize], values: &[f64]) -> Framed {
+        if framed {
+            return self.framed(dtype, shape, values);
+        }
+        let whole = self.tensor(dtype, shape, values);
+        Framed { view: whole.clone(), whole }
+    }
+
+    pub fn host(&self, t: &Tensor) -> Vec<f64> {
+        match t.dtype() {
+            DType::F32 => self.s.download::<f32>(t).unwrap().into_iter().map(f64::from).collect(),
+            DType::BF16 => self.s.download::<bf16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect(),
+            DType::F16 => self.s.download::<f16>(t).unwrap().into_iter().map(|x| x.to_f64()).collect(),
+            DType::I32 => self.s.download::<i32>(t).unwrap().into_iter().map(f64::from).collect(),
+            other => panic!("{other}"),
+        }
+    }
+
+    /// What the view holds, after checking that nothing around it was touched.
+    pub fn inside(&self, f: &Framed) -> Vec<f64> {
+        let inside = self.host(&f.view);
+        let numbers = self.host(&f.whole).iter().filter(|x| !x.is_nan()).count();
+        assert_eq!(numbers, inside.iter().filter(|x| !x.is_nan()).count(), "written outside the view");
+        inside
+    }
+}
+
+/// Numbers in (-1, 1) as the type holds them.
+pub fn numbers(dtype: DType, seed: u64, n: usize) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x1234_5678_9abc_def1;
+    let mut draw = || {
+        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) as f64 / 2f64.powi(63) - 1.0
+    };
+    (0..n).map(|_| rounded(dtype, draw())).collect()
+}
+
+pub fn rounded(dtype: DType, x: f64) -> f64 {
+    match dtype {
+        DType::BF16 => bf16::from_f32(x as f32).to_f64(),
+        DType::F16 => f16::from_f32(x as f32).to_f64(),
+        _ => f64::from(x as f32),
+    }
+}
+
+/// Half a unit in the last place of 1.
+pub fn eps(dtype: DType) -> f64 {
+    match dtype {
+        DType::BF16 => 2f64.powi(-8),
+        DType::F16 => 2f64.powi(-11),
+        _ => 2f64.powi(-24),
+    }
+}
+
+/// One rounding to the type of the result, and `slack` for f32 arithmetic before it.
+pub fn close(what: &str, dtype: DType, ours: &[f64], wanted: &[f64], slack: f64) {
+    assert_eq!(ours.len(), wanted.len(), "{what}");
+    for (i, (o, w)) in ours.iter().zip(wanted).enumerate() {
+        let room = 1.01 * eps(dtype) * (w.abs() + slack) + slack;
+        assert!((o - w).abs() <= room, "{what} [{i}]: {o} instead of {w}, allowed {room:.1e}");
+    }
+}
+
+pub fn dot(a: &[f64], b: &[f64]) -> f64 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+/// What a card's kernel finds wrong is heard when the host waits for it.
+pub fn refused(h: &TestDevice, what: &str, result: Result<()>) {
+    match result.and_then(|()| h.s.synchronize()) {
+        Ok(()) => panic!("{}: {what} was accepted", h.name),
+        Err(e) => assert!(e.to_string().len() > 15 && !e.to_string().contains('\n'), "{what}: {e}"),
+    }
+}

@@ -1,0 +1,135 @@
+//! Look-ups, their gradients, and the loss.
+
+use super::devices::*;
+use ferrotron_kernels::{CrossEntropy, IGNORE, LabelSmoothing};
+use ferrotron_tensor::DType;
+
+#[test]
+fn look_ups_and_their_gradients() {
+    everywhere(|h, dtype| {
+        for (vocab, width, ids) in [
+            (5, 3, vec![4, 0, 4, 4, 1]),
+            (1, 1, vec![0]),
+            (70, 33, (0..90).map(|i| (i * 37) % 70).collect()),
+            (4, 6, vec![]),
+        ] {
+            let table = numbers(dtype, 1, vocab * width);
+            let dy = numbers(dtype, 2, ids.len() * width);
+            let old = numbers(dtype, 3, ids.len() * width);
+            let (id_t, table_t) = (h.ids(&ids), h.tensor(dtype, &[vocab, width], &table));
+            let dy_t = h.tensor(dtype, &[ids.len(), width], &dy);
+            for add in [false, true] {
+                let what = format!("{} {dtype} {vocab}x{width} add {add}", h.name);
+                let shape = [ids.len(), width];
+                let y = if add { h.tensor(dtype, &shape, &old) } else { h.poisoned(dtype, &shape) };
+                h.k.embedding_forward(&h.s, &id_t, &table_t, 0, vocab, 1.5, add, &y).unwrap();
+                let want: Vec<f64> = (0..ids.len() * width)
+                    .map(|i| {
+                        let looked_up = 1.5 * table[ids[i / width] as usize * width + i % width];
+                        looked_up + if add { old[i] } else { 0.0 }
+                    })
+                    .collect();
+                close(&what, dtype, &h.host(&y), &want, 1e-6);
+                let start = numbers(DType::F32, 4, vocab * width);
+                let d = if add {
+                    h.tensor(DType::F32, &[vocab, width], &start)
+                } else {
+                    h.poisoned(DType::F32, &[vocab, width])
+                };
+                h.k.embedding_backward(&h.s, &id_t, &dy_t, 0, vocab, 1.5, add, &d).unwrap();
+                let mut want = if add { start } else { vec![0.0; vocab * width] };
+                for (i, dy) in dy.iter().enumerate() {
+                    want[ids[i / width] as usize * width + i % width] += 1.5 * dy;
+                }
+                close(&format!("{what} gradient"), DType::F32, &h.host(&d), &want, 1e-6);
+            }
+        }
+    });
+}
+
+/// Losses of rows of `width` logits, the first `vocab` of which count, and their weighted gradients.
+pub fn expected(
+    z: &[f64],
+    vocab: usize,
+    width: usize,
+    labels: &[i32],
+    weights: &[f64],
+    smoothing: LabelSmoothing,
+) -> (Vec<f64>, Vec<f64>) {
+    let (mut loss, mut grad) = (vec![0.0; labels.len()], vec![0.0; z.len()]);
+    for r in (0..labels.len()).filter(|r| labels[*r] != IGNORE) {
+        let row = &z[r * width..][..vocab];
+        let lse = row.iter().map(|z| z.exp()).sum::<f64>().ln();
+        let (hit, miss) = match smoothing {
+            LabelSmoothing::None => (1.0, 0.0),
+            LabelSmoothing::Torch(e) => {
+                let share = f64::from(e) / vocab as f64;
+                (1.0 - f64::from(e) + share, share)
+            }
+            LabelSmoothing::Megatron(e) => (1.0 - f64::from(e), f64::from(e) / (vocab - 1) as f64),
+        };
+        for (c, z) in row.iter().enumerate() {
+            let target = if c as i32 == labels[r] { hit } else { miss };
+            loss[r] += target * (lse - z);
+            grad[r * width + c] = weights[r] * ((z - lse).exp() - target);
+        }
+    }
+    (loss, grad)
+}
+
+#[test]
+fn losses_and_their_gradients() {
+    let smoothings = [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.15)];
+    everywhere(|h, dtype| {
+        for smoothing in smoothings {
+            // Where the width is larger, the columns beyond the vocabulary are padding.
+            let sizes = [
+                (1, 2, 2),
+                (9, 33, 33),
+                (6, 50, 64),
+                (0, 4, 4),
+                (4, 5000, 5008),
+                (3, 32000, 32000),
+                (2, 50257, 50257),
+            ];
+            for ((rows, vocab, width), framed) in sizes.into_iter().flat_map(|s| [(s, true), (s, false)]) {
+                let labels: Vec<i32> =
+                    (0..rows).map(|r| if r % 4 == 2 { IGNORE } else { (r * 7 % vocab) as i32 }).collect();
+                let z: Vec<f64> =
+                    numbers(dtype, 1, rows * width).iter().map(|x| rounded(dtype, 4.0 * x)).collect();
+                let weights = numbers(DType::F32, 2, rows);
+                let (loss, grad) = expected(&z, vocab, width, &labels, &weights, smoothing);
+                let what = format!("{} {dtype} {smoothing:?} {rows}x{vocab}/{width} framed {framed}", h.name);
+                let weights_t = h.tensor(DType::F32, &[rows], &weights);
+                for gradient in [false, true] {
+                    let (zt, out) =
+                        (h.placed(framed, dtype, &[rows, width], &z), h.poisoned(DType::F32, &[rows]));
+                    let c = CrossEntropy {
+                        logits: &zt.view,
+                        vocab,
+                        labels: &h.ids(&labels),
+                        weights: &weights_t,
+                        smoothing,
+                        loss: &out,
+                        gradient,
+                    };
+                    h.k.cross_entropy(&h.s, &c).unwrap();
+                    close(&what, DType::F32, &h.host(&out), &loss, 4e-6);
+                    let left = h.inside(&zt);
+                    if gradient {
+                        close(&format!("{what} gradient"), dtype, &left, &grad, 1e-6);
+                        // No label, no gradient; padding, no gradient: exactly.
+                        for (i, g) in left.iter().enumerate() {
+                            assert!(
+                                (labels[i / width] != IGNORE && i % width < vocab) || *g == 0.0,
+                                "{what}"
+                            );
+                        }
+                    } else {
+                        assert_eq!(left, z, "{what}: the logits changed");
+                    }
+                }
+            }
+        }
+    });
+}

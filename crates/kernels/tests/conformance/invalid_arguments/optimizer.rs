@@ -1,0 +1,128 @@
+//! Steps of optimizers, norms, and the ways moments and masters are kept.
+
+use super::{column, z};
+use crate::devices::*;
+use ferrotron_kernels::*;
+use ferrotron_tensor::DType::{BF16, F32, I32};
+use ferrotron_tensor::{Category, DType};
+
+#[test]
+fn optimizers() {
+    for h in devices() {
+        let f = |n: usize| z(&h, F32, &[n]);
+        let scalars_t = f(scalars::COUNT);
+        let adam = Adam { beta1: 0.9, beta2: 0.95, eps: 1e-8, decoupled: true };
+        let sgd = Sgd { momentum: 0.9, dampening: 0.0, nesterov: false };
+        let (p, g, m, v) = (f(4), f(4), f(4), f(4));
+        let base = || ParamUpdate {
+            master: &p,
+            weight: None,
+            grad: &g,
+            first: (&m).into(),
+            second: Some((&v).into()),
+            lr_mult: 1.0,
+            wd_mult: 1.0,
+            narrow: None,
+        };
+        let go = |what: &str, u: ParamUpdate| {
+            let one = [u];
+            refused(&h, what, h.k.adam(&h.s, adam, &scalars_t, &one));
+            let [mut u] = one;
+            u.second = None;
+            if !what.contains("second") {
+                refused(&h, what, h.k.sgd(&h.s, sgd, &scalars_t, &[u]));
+            }
+        };
+        go("a short gradient", ParamUpdate { grad: &f(3), ..base() });
+        go("a short copy", ParamUpdate { weight: Some(&z(&h, BF16, &[3])), ..base() });
+        go("a wide copy", ParamUpdate { weight: Some(&f(4)), ..base() });
+        go("a short moment", ParamUpdate { first: (&f(3)).into(), ..base() });
+        go("a short second moment", ParamUpdate { second: Some((&f(3)).into()), ..base() });
+        go("no second moment", ParamUpdate { second: None, ..base() });
+        go(
+            "a second moment of another type",
+            ParamUpdate { second: Some((&z(&h, BF16, &[4])).into()), ..base() },
+        );
+        go("a narrow master", ParamUpdate { master: &z(&h, BF16, &[4]), ..base() });
+        go("a narrow gradient", ParamUpdate { grad: &z(&h, BF16, &[4]), ..base() });
+        go("integer moments", ParamUpdate { first: (&z(&h, I32, &[4])).into(), ..base() });
+        let (codes, scale) = (z(&h, DType::U8, &[4]), z(&h, DType::U8, &[1]));
+        let coded = |scales| Moment { values: &codes, scales };
+        let (two, wide) = (z(&h, DType::U8, &[2]), f(1));
+        go("codes without scales", ParamUpdate { first: coded(None), second: Some(coded(None)), ..base() });
+        for (what, scales) in [("too many scales", &two), ("wide scales", &wide)] {
+            go(what, ParamUpdate { first: coded(Some(scales)), second: Some(coded(Some(scales))), ..base() });
+        }
+        let (amax, e4m3, e5m2) = (f(1), z(&h, DType::E4M3, &[4]), z(&h, DType::E5M2, &[4]));
+        let few = z(&h, DType::E4M3, &[3]);
+        let taken = |amax, data, scale, scale_inv| {
+            Some(Fp8WeightOut { amax, bytes: Some(Fp8DataOut { data, scale, scale_inv }) })
+        };
+        for (what, narrow) in [
+            ("many magnitudes", taken(&p, &e4m3, &wide, &wide)),
+            ("bytes of another format", taken(&amax, &e5m2, &wide, &wide)),
+            ("too few bytes", taken(&amax, &few, &wide, &wide)),
+            ("many scales", taken(&amax, &e4m3, &p, &wide)),
+            ("many inverse scales", taken(&amax, &e4m3, &wide, &p)),
+        ] {
+            go(what, ParamUpdate { narrow, ..base() });
+        }
+        let measured =
+            ParamUpdate { second: None, narrow: Some(Fp8WeightOut { amax: &amax, bytes: None }), ..base() };
+        refused(&h, "a measuring SGD", h.k.sgd(&h.s, sgd, &scalars_t, &[measured]));
+        let (low, high) = (z(&h, DType::I16, &[4]), z(&h, BF16, &[4]));
+        let halves = ParamUpdate {
+            master: &low,
+            weight: Some(&high),
+            narrow: taken(&amax, &e4m3, &wide, &amax),
+            ..base()
+        };
+        refused(&h, "bytes of halves", h.k.adam(&h.s, adam, &scalars_t, &[halves]));
+        go("scales of f32", ParamUpdate { first: Moment { values: &m, scales: Some(&scale) }, ..base() });
+        go("half a master", ParamUpdate { master: &z(&h, DType::I16, &[4]), ..base() });
+        refused(&h, "codes without scales", h.k.pack_moment(&h.s, MomentOrder::First, &g, coded(None)));
+        refused(
+            &h,
+            "narrow values",
+            h.k.unpack_moment(&h.s, MomentOrder::First, coded(Some(&scale)), &codes),
+        );
+        refused(&h, "short values", h.k.unpack_moment(&h.s, MomentOrder::First, coded(Some(&scale)), &f(3)));
+        let (high, low) = (z(&h, BF16, &[4]), z(&h, DType::I16, &[4]));
+        refused(&h, "a short half", h.k.split_master(&h.s, &p, &high, &z(&h, DType::I16, &[3])));
+        refused(&h, "halves changed", h.k.join_master(&h.s, &low, &high, &p));
+        refused(&h, "a narrow counter", h.k.advance_step(&h.s, [0.9, 0.9], &f(counter::COUNT), &scalars_t));
+        go("a strided master", ParamUpdate { master: &column(&h, F32, 4), ..base() });
+        go("a moment over the master", ParamUpdate { first: (&p).into(), ..base() });
+        for wrong in [0, 1, scalars::COUNT - 1, scalars::COUNT + 1] {
+            refused(&h, "a scalar buffer of another size", h.k.adam(&h.s, adam, &f(wrong), &[base()]));
+            refused(&h, "a scalar buffer of another size", h.k.sgd(&h.s, sgd, &f(wrong), &[base()]));
+            refused(&h, "a scalar buffer of another size", h.k.clip_factor(&h.s, &[&g], None, &f(wrong)));
+        }
+        refused(&h, "narrow scalars", h.k.adam(&h.s, adam, &z(&h, BF16, &[scalars::COUNT]), &[base()]));
+        refused(&h, "narrow scalars", h.k.clip_factor(&h.s, &[&g], None, &z(&h, BF16, &[scalars::COUNT])));
+        refused(&h, "strided scalars", h.k.clip_factor(&h.s, &[&g], None, &column(&h, F32, scalars::COUNT)));
+        refused(&h, "strided scalars", h.k.adam(&h.s, adam, &column(&h, F32, scalars::COUNT), &[base()]));
+        refused(&h, "a narrow gradient", h.k.clip_factor(&h.s, &[&z(&h, BF16, &[4])], None, &scalars_t));
+        refused(&h, "a strided gradient", h.k.clip_factor(&h.s, &[&column(&h, F32, 4)], None, &scalars_t));
+        let two = h.s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
+        let square = two.narrow(0, 0, 1).unwrap();
+        refused(&h, "two sums of squares", h.k.grad_square_sum(&h.s, &[&g], &two));
+        refused(&h, "a narrow sum of squares", h.k.grad_square_sum(&h.s, &[&g], &f(1)));
+        refused(&h, "a narrow gradient", h.k.grad_square_sum(&h.s, &[&z(&h, BF16, &[4])], &square));
+        refused(
+            &h,
+            "a narrow sum of squares",
+            h.k.clip_factor_from_square_sum(&h.s, &f(1), None, &scalars_t),
+        );
+        refused(
+            &h,
+            "a scalar buffer of another size",
+            h.k.clip_factor_from_square_sum(&h.s, &square, None, &f(3)),
+        );
+        // A list is refused as a whole before anything of it is done.
+        let bad = f(3);
+        let list: Vec<ParamUpdate> =
+            (0..2).map(|i| if i == 0 { base() } else { ParamUpdate { grad: &bad, ..base() } }).collect();
+        refused(&h, "one bad among good", h.k.adam(&h.s, adam, &scalars_t, &list));
+    }
+}

@@ -1,0 +1,345 @@
+//! Choices of experts and their probabilities.
+
+use super::devices::*;
+use super::router_oracle::*;
+use ferrotron_kernels::philox::RandomStream;
+use ferrotron_kernels::{ExpertChoice, GroupLimit, RngKey, RouterParams, ScoreFunction};
+use ferrotron_tensor::{Category, DType, Tensor};
+
+/// Experts and choices, and groups that fit them.
+const SIZES: [(usize, usize, Option<GroupLimit>); 10] = [
+    (1, 1, None),
+    (4, 4, None),
+    (7, 1, None),
+    (7, 3, None),
+    (8, 2, Some(GroupLimit { count: 4, keep: 2 })),
+    (64, 6, Some(GroupLimit { count: 8, keep: 3 })),
+    (130, 8, None),
+    (130, 4, Some(GroupLimit { count: 65, keep: 2 })),
+    (256, 8, Some(GroupLimit { count: 8, keep: 4 })),
+    (1024, 32, Some(GroupLimit { count: 32, keep: 16 })),
+];
+
+fn tokens(experts: usize) -> &'static [usize] {
+    if experts > 256 { &[0, 1, 33] } else { &[0, 1, 15, 129, 1000] }
+}
+
+fn chosen(row: &[f64]) -> Vec<Option<usize>> {
+    row.iter().map(|e| (*e >= 0.0).then_some(*e as usize)).collect()
+}
+
+/// What f32 arithmetic may be off by.
+const SLACK: f64 = 3e-6;
+
+/// Probabilities and gradients of what `index` holds, of every row.
+fn check_probs(
+    h: &TestDevice,
+    what: &str,
+    how: RouterParams,
+    x: &[f64],
+    logits: &Tensor,
+    index: &Tensor,
+    probs: &Tensor,
+) {
+    let (experts, k) = (logits.shape()[1], index.shape()[1]);
+    let (picked, p) = (h.host(index), h.host(probs));
+    let slack = SLACK * f64::from(how.scale);
+    let d = numbers(DType::F32, 77, picked.len());
+    let dprobs = h.tensor(DType::F32, index.shape(), &d);
+    let n = x.len();
+    let frame = h.tensor(logits.dtype(), &[n + 1], &vec![f64::NAN; n + 1]);
+    let dlogits = frame.narrow(0, 1, n).unwrap().view(logits.shape()).unwrap();
+    h.k.route_backward(&h.s, how, logits, index, &dprobs, &dlogits).unwrap();
+    let dx = h.host(&dlogits);
+    for (t, (x, dx)) in x.chunks(experts).zip(dx.chunks(experts)).enumerate() {
+        let at = t * k..(t + 1) * k;
+        let (what, index) = (format!("{what} row {t}"), chosen(&picked[at.clone()]));
+        same(&what, DType::F32, &p[at.clone()], &probs_of(how, x, &index), slack);
+        same(&format!("{what} dx"), logits.dtype(), dx, &gradient(how, x, &index, &d[at]), slack);
+    }
+}
+
+#[test]
+fn the_best_are_chosen() {
+    in_mixtures(|h, dtype| {
+        for (experts, k, groups) in SIZES {
+            for (&n, seed) in tokens(experts).iter().zip(1..) {
+                let x = logits(dtype, seed + experts as u64, n, experts, false);
+                let lt = shifted(h, n % 2, dtype, &[n, experts], &x);
+                for (which, score) in SCORES.into_iter().enumerate() {
+                    // Biases of which some are equal, of the size of scores.
+                    let size = if score == ScoreFunction::Softmax { experts as f64 } else { 2.0 };
+                    let raw = numbers(DType::F32, 9, experts);
+                    let b: Vec<f64> =
+                        raw.iter().map(|x| rounded(DType::F32, (x * 8.0).round() / 8.0 / size)).collect();
+                    let bt = h.tensor(DType::F32, &[experts], &b);
+                    for kind in 0..4 {
+                        // Every combination with the small, one of them with the large.
+                        if n > 200 && kind != which {
+                            continue;
+                        }
+                        let (biased, grouped) = (kind % 2 == 1, kind / 2 == 1);
+                        if grouped && groups.is_none() {
+                            continue;
+                        }
+                        let scale = if grouped { 2.5 } else { 1.0 };
+                        let how = RouterParams { score, groups: if grouped { groups } else { None }, scale };
+                        let what = format!("{} {dtype} {n}x{experts} {how:?} biased {biased}", h.name);
+                        let (it, pt) = (h.poisoned(DType::I32, &[n, k]), h.poisoned(DType::F32, &[n, k]));
+                        let bias = biased.then_some(&bt);
+                        h.k.route(&h.s, how, ExpertChoice::TopK { bias }, &lt, &it, &pt).unwrap();
+                        let index = h.host(&it);
+                        let mut hanging = 0;
+                        for (t, (x, ours)) in x.chunks(experts).zip(index.chunks(k)).enumerate() {
+                            let Some(wanted) = choice(how, biased.then_some(&b), x, k) else {
+                                hanging += 1;
+                                continue;
+                            };
+                            let wanted: Vec<f64> = wanted.iter().map(|e| *e as f64).collect();
+                            assert_eq!(ours, wanted, "{what} row {t}");
+                        }
+                        assert!(hanging <= n / 2 + 1, "{what}: {hanging} rows hang on roundings");
+                        check_probs(h, &what, how, &x, &lt, &it, &pt);
+                    }
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn a_choice_may_be_given_and_have_gaps() {
+    in_mixtures(|h, dtype| {
+        for (experts, k, n) in [(4, 2, 15), (7, 1, 3), (64, 6, 129), (256, 8, 70), (1000, 32, 5)] {
+            let x = logits(dtype, 5, n, experts, true);
+            // Some rows have no choice at all.
+            let some = |t: usize, j: usize| t % 5 != 4 && (t + j) % 3 != 1;
+            let pick =
+                |t: usize, j: usize| if some(t, j) { ((t * 7 + j * 3) % experts) as f64 } else { -1.0 };
+            let index: Vec<f64> = (0..n * k).map(|i| pick(i / k, i % k)).collect();
+            let (lt, it) = (h.tensor(dtype, &[n, experts], &x), h.tensor(DType::I32, &[n, k], &index));
+            for score in SCORES {
+                let how = RouterParams { score, groups: Some(GroupLimit { count: 99, keep: 1 }), scale: 1.5 };
+                let pt = h.poisoned(DType::F32, &[n, k]);
+                h.k.route(&h.s, how, ExpertChoice::Given, &lt, &it, &pt).unwrap();
+                assert_eq!(h.host(&it), index);
+                check_probs(h, &format!("{} {dtype} {experts} {how:?}", h.name), how, &x, &lt, &it, &pt);
+            }
+        }
+    });
+}
+
+/// The formula of gradients against differences of probabilities.
+#[test]
+fn gradients_are_differences() {
+    for score in SCORES {
+        for (experts, k) in [(1, 1), (5, 1), (7, 3), (64, 6)] {
+            let how = RouterParams { score, groups: None, scale: 1.75 };
+            let (x, d) = (numbers(DType::F32, 3, experts), numbers(DType::F32, 4, k));
+            let index: Vec<Option<usize>> = (0..k).map(|j| (j != 1).then_some((j * 5) % experts)).collect();
+            let wanted = differences(&x, |x| dot(&probs_of(how, x, &index), &d));
+            same(&format!("{how:?} {experts}"), DType::F32, &gradient(how, &x, &index, &d), &wanted, 1e-8);
+        }
+    }
+}
+
+#[test]
+fn best_of_differences() {
+    for h in devices() {
+        for (experts, k, n) in [(1, 1, 3), (4, 4, 15), (7, 2, 129), (130, 8, 1000), (1024, 32, 17)] {
+            let x = logits(DType::F32, 6, n, experts, false);
+            let minus: Vec<f64> =
+                numbers(DType::F32, 7, experts).iter().map(|x| (x * 8.0).round() / 8.0).collect();
+            let (xt, mt) =
+                (shifted(&h, 1, DType::F32, &[n, experts], &x), h.tensor(DType::F32, &[experts], &minus));
+            for less in [None, Some(&mt)] {
+                let it = h.poisoned(DType::I32, &[n, k]);
+                h.k.top_k(&h.s, &xt, less, &it).unwrap();
+                for (x, ours) in x.chunks(experts).zip(h.host(&it).chunks(k)) {
+                    // The difference as f32 has it: ties are what rounding makes of them.
+                    let part = |e: usize| if less.is_some() { minus[e] as f32 } else { 0.0 };
+                    let left: Vec<f64> = (0..experts).map(|e| f64::from(x[e] as f32 - part(e))).collect();
+                    let wanted: Vec<f64> = ranked(&left)[..k].iter().map(|e| *e as f64).collect();
+                    assert_eq!(ours, wanted, "{} {n}x{experts} {}", h.name, less.is_some());
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn both_zeros_are_equal() {
+    for h in devices() {
+        let x = h.tensor(DType::F32, &[2, 4], &[-0.0, 0.0, -1.0, 0.0, 0.0, -0.0, 0.0, -0.0]);
+        let index = h.poisoned(DType::I32, &[2, 3]);
+        h.k.top_k(&h.s, &x, None, &index).unwrap();
+        assert_eq!(h.host(&index), [0.0, 1.0, 3.0, 0.0, 1.0, 2.0], "{}", h.name);
+    }
+}
+
+/// Numbers that were worked out elsewhere.
+#[test]
+fn vectors_of_the_specification() {
+    let x = [2.0, -1.0, 0.5, 1.0, -0.5, 0.0, 1.5, -2.0];
+    let bias = [0.0, 0.6, 0.0, -0.2, 0.1, 0.0, 0.0, 0.4];
+    let dprobs = [1.0, -2.0, 0.5, 0.0, 0.0, 0.0, 0.25, 3.0];
+    let plain = |score| RouterParams { score, groups: None, scale: 1.0 };
+    let grouped = RouterParams {
+        groups: Some(GroupLimit { count: 4, keep: 2 }),
+        scale: 2.5,
+        ..plain(ScoreFunction::Sigmoid)
+    };
+    let before =
+        [0.215945, -0.009299, -0.041677, -0.068714, -0.015332, -0.025278, -0.052223, -0.003421].map(Some);
+    let none = [None; 8];
+    let at = |list: &[(usize, f64)]| {
+        let mut all = [Some(0.0); 8];
+        list.iter().for_each(|(e, d)| all[*e] = Some(*d));
+        all
+    };
+    type Row<'a> = (RouterParams, bool, &'a [(usize, f64)], [Option<f64>; 8]);
+    let rows: [Row; 6] = [
+        (
+            plain(ScoreFunction::SoftmaxAfterTopK),
+            false,
+            &[(0, 0.622459), (6, 0.377541)],
+            at(&[(0, 0.176253), (6, -0.176253)]),
+        ),
+        (plain(ScoreFunction::Softmax), false, &[(0, 0.402728), (6, 0.244267)], before),
+        (plain(ScoreFunction::Sigmoid), false, &[(0, 0.518613), (6, 0.481387)], none),
+        (
+            plain(ScoreFunction::Sigmoid),
+            true,
+            &[(0, 0.766085), (1, 0.233915)],
+            at(&[(0, 0.064083), (1, -0.393015)]),
+        ),
+        (grouped, true, &[(0, 1.055344), (1, 0.322237), (6, 0.979593), (7, 0.142825)], none),
+        (
+            plain(ScoreFunction::SqrtSoftplus),
+            true,
+            &[(0, 0.527874), (6, 0.472126)],
+            at(&[(0, 0.038703), (6, -0.044909)]),
+        ),
+    ];
+    for h in devices() {
+        let (lt, bt) = (h.tensor(DType::F32, &[1, 8], &x), h.tensor(DType::F32, &[8], &bias));
+        for (how, biased, wanted, dx) in &rows {
+            let k = wanted.len();
+            let (it, pt) = (h.poisoned(DType::I32, &[1, k]), h.poisoned(DType::F32, &[1, k]));
+            h.k.route(&h.s, *how, ExpertChoice::TopK { bias: biased.then_some(&bt) }, &lt, &it, &pt).unwrap();
+            let mut found: Vec<(usize, f64)> =
+                h.host(&it).iter().map(|e| *e as usize).zip(h.host(&pt)).collect();
+            found.sort_by_key(|f| f.0);
+            for (found, wanted) in found.iter().zip(*wanted) {
+                assert_eq!(found.0, wanted.0, "{} {how:?}", h.name);
+                assert!((found.1 - wanted.1).abs() < 1e-6, "{} {how:?}: {found:?} {wanted:?}", h.name);
+            }
+            let d: Vec<f64> = h.host(&it).iter().map(|e| dprobs[*e as usize]).collect();
+            let (dt, out) = (h.tensor(DType::F32, &[1, k], &d), h.poisoned(DType::F32, &[1, 8]));
+            h.k.route_backward(&h.s, *how, &lt, &it, &dt, &out).unwrap();
+            for (ours, wanted) in h.host(&out).iter().zip(dx).filter_map(|(o, w)| w.map(|w| (o, w))) {
+                assert!((ours - wanted).abs() < 1e-6, "{} {how:?}: {ours} {wanted}", h.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn random_logits_are_those_of_their_row_anywhere() {
+    let key = RngKey { seed: 7, step: 11, layer: 3, site: 1 };
+    let stream = RandomStream::routing(key);
+    assert_ne!(stream, RandomStream::dropout(key));
+    for h in devices() {
+        for (experts, n) in [(1, 9), (7, 15), (8, 129), (130, 33), (256, 0), (1024, 3)] {
+            let rows: Vec<i32> = (0..n).map(|r| if r == 1 { i32::MAX } else { (r * 37) % 1000 }).collect();
+            let frame =
+                h.tensor(DType::F32, &[n as usize * experts + 1], &vec![f64::NAN; n as usize * experts + 1]);
+            let out = frame.narrow(0, 1, n as usize * experts).unwrap().view(&[n as usize, experts]).unwrap();
+            h.k.fill_normal_logits(&h.s, key, &h.ids(&rows), &out).unwrap();
+            let value =
+                |i: usize| stream.normal(rows[i / experts] as u64 * experts as u64 + (i % experts) as u64);
+            let wanted: Vec<f64> = (0..out.numel()).map(|i| f64::from(value(i) as f32)).collect();
+            assert!(h.host(&out) == wanted, "{} {n}x{experts}", h.name);
+        }
+    }
+}
+
+#[test]
+fn the_gate_in_f64_is_rounded_once() {
+    in_mixtures(|h, dtype| {
+        for (n, experts, width) in
+            [(0, 4, 8), (1, 1, 1), (5, 7, 130), (129, 8, 33), (70, 64, 257), (33, 130, 64)]
+        {
+            let what = format!("{} {dtype} {n}x{experts}x{width}", h.name);
+            let (x, w) = (numbers(dtype, 1, n * width), numbers(dtype, 2, experts * width));
+            let (d, old) = (numbers(DType::F32, 3, n * experts), numbers(DType::F32, 4, experts * width));
+            let (xt, wt) = (shifted(h, 1, dtype, &[n, width], &x), h.tensor(dtype, &[experts, width], &w));
+            let logits = h.poisoned(DType::F32, &[n, experts]);
+            h.k.gate_f64(&h.s, &xt, &wt, &logits).unwrap();
+            let row = |v: &[f64], i: usize| v[i * width..(i + 1) * width].to_vec();
+            let wanted: Vec<f64> =
+                (0..n * experts).map(|i| dot(&row(&x, i / experts), &row(&w, i % experts))).collect();
+            close(&what, DType::F32, &h.host(&logits), &wanted, 1e-13);
+            let dt = h.tensor(DType::F32, &[n, experts], &d);
+            let mut dx = vec![0.0; n * width];
+            let mut dw = vec![0.0; experts * width];
+            for (t, e, c) in
+                (0..n).flat_map(|t| (0..experts).flat_map(move |e| (0..width).map(move |c| (t, e, c))))
+            {
+                dx[t * width + c] += d[t * experts + e] * w[e * width + c];
+                dw[e * width + c] += d[t * experts + e] * x[t * width + c];
+            }
+            for accumulate in [false, true] {
+                let before = if accumulate { old.clone() } else { vec![f64::NAN; old.len()] };
+                let dwt = shifted(h, 1, DType::F32, &[experts, width], &before);
+                let dxt = h.poisoned(dtype, &[n, width]);
+                h.k.gate_f64_backward(&h.s, &xt, &wt, &dt, &dxt, &dwt, accumulate).unwrap();
+                // Through f32, where x is bf16.
+                let slack = if dtype == DType::F32 { 1e-13 } else { 1e-7 };
+                close(&format!("{what} dx"), dtype, &h.host(&dxt), &dx, slack);
+                let add = |(d, o): (&f64, &f64)| if accumulate { d + o } else { *d };
+                let wanted: Vec<f64> = dw.iter().zip(&old).map(add).collect();
+                close(&format!("{what} dw"), DType::F32, &h.host(&dwt), &wanted, 1e-12);
+            }
+        }
+    });
+}
+
+#[test]
+fn choices_that_do_not_fit_are_refused() {
+    for h in devices() {
+        let (k, s) = (&h.k, &h.s);
+        let z = |dtype, shape: &[usize]| h.tensor(dtype, shape, &vec![0.0; shape.iter().product()]);
+        let (x, i, p) = (z(DType::F32, &[4, 8]), z(DType::I32, &[4, 2]), z(DType::F32, &[4, 2]));
+        let plain = RouterParams { score: ScoreFunction::Sigmoid, groups: None, scale: 1.0 };
+        let best = ExpertChoice::TopK { bias: None };
+        let groups = |count, keep| RouterParams { groups: Some(GroupLimit { count, keep }), ..plain };
+        let key = RngKey { seed: 0, step: 0, layer: 0, site: 0 };
+        let narrow = z(DType::BF16, &[4, 8]);
+        let far = h.s.upload(&[0i32, 8, 0, 0, 0, 0, 0, 0], &[4, 2], Category::Workspace).unwrap();
+        let turned = z(DType::F32, &[8, 4]).transpose(0, 1).unwrap();
+        let wide = ExpertChoice::TopK { bias: Some(&p) };
+        refused(&h, "rows", k.route(s, plain, best, &z(DType::F32, &[3, 8]), &i, &p));
+        refused(&h, "strides", k.route(s, plain, best, &turned, &i, &p));
+        refused(&h, "type", k.route(s, plain, best, &z(DType::I32, &[4, 8]), &i, &p));
+        refused(&h, "probabilities", k.route(s, plain, best, &x, &i, &z(DType::F32, &[4, 3])));
+        refused(&h, "narrow probabilities", k.route(s, plain, best, &x, &i, &z(DType::BF16, &[4, 2])));
+        refused(&h, "bias", k.route(s, plain, wide, &x, &i, &z(DType::F32, &[4, 2])));
+        refused(&h, "too many choices", k.route(s, plain, best, &z(DType::F32, &[4, 1]), &i, &p));
+        refused(&h, "too many experts", k.route(s, plain, best, &z(DType::F32, &[4, 1025]), &i, &p));
+        refused(&h, "uneven groups", k.route(s, groups(3, 1), best, &x, &i, &p));
+        refused(&h, "more groups than there are", k.route(s, groups(2, 4), best, &x, &i, &p));
+        refused(&h, "choices not of whole groups", k.route(s, groups(4, 4), best, &x, &i, &p));
+        refused(&h, "small groups", k.route(s, groups(8, 1), best, &x, &i, &p));
+        refused(&h, "no groups", k.route(s, groups(0, 0), best, &x, &i, &p));
+        refused(&h, "an expert that is not", k.route(s, plain, ExpertChoice::Given, &x, &far, &p));
+        refused(&h, "its gradient", k.route_backward(s, plain, &x, &far, &p, &z(DType::F32, &[4, 8])));
+        refused(&h, "type of the gradient", k.route_backward(s, plain, &x, &i, &p, &narrow));
+        refused(&h, "bf16 scores", k.top_k(s, &narrow, None, &i));
+        refused(&h, "what is subtracted", k.top_k(s, &x, Some(&p), &i));
+        refused(&h, "a gate of two types", k.gate_f64(s, &x, &narrow, &z(DType::F32, &[4, 4])));
+        refused(&h, "its width", k.gate_f64(s, &x, &z(DType::F32, &[4, 7]), &z(DType::F32, &[4, 4])));
+        refused(&h, "numbers of rows", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2]), &x));
+        refused(&h, "narrow normal values", k.fill_normal_logits(s, key, &h.ids(&[0, 1, 2, 3]), &narrow));
+    }
+}

@@ -1,0 +1,156 @@
+//! Codes and scales of whole tensors, in every scaling.
+
+use super::files::{Tensors, format_of, json, same, same_codes};
+use super::host::{Host, Input};
+use ferrotron_kernels::cpu::quant::{MX_BLOCK, Orientation, SmallBlocks, swizzle};
+use ferrotron_kernels::quant::scale::{ScaleRule, largest};
+use ferrotron_kernels::{BlockAxis, QuantKernels, Quantize, ScaleSource, ScalingMode};
+use ferrotron_tensor::DType;
+use std::collections::BTreeSet;
+
+/// One scale for the tensor.
+fn current(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2], format: DType, pow2: bool) {
+    let get = |what: &str| t.f32(&format!("{at}/{what}")).unwrap_or_else(|| panic!("{at}/{what}"));
+    let xt = x.tensor(h, shape);
+    let amax = h.up(&[0f32], &[1]);
+    h.k.amax(&h.s, &xt, &amax).unwrap();
+    same(&format!("{at} amax"), &h.f32(&amax), &get("amax"), 0);
+    let rule = ScaleRule::tensor(largest("test", format).unwrap(), pow2);
+    same(&format!("{at} scale"), &[rule.scale(h.f32(&amax)[0])], &get("scale"), 0);
+    let (rows, cols) = (
+        h.bytes(shape, format, ScalingMode::PerTensor),
+        h.bytes([shape[1], shape[0]], format, ScalingMode::PerTensor),
+    );
+    let range = ScaleSource::Amax { amax: &amax, pow2 };
+    let q = Quantize { x: &xt, range, rows: Some(&rows), cols: Some(&cols), sums: None };
+    h.k.quantize(&h.s, &q).unwrap();
+    let wanted = t.u8(&format!("{at}/q")).unwrap_or_else(|| panic!("{at}/q"));
+    same_codes(at, format, &h.codes(&rows), &wanted);
+    same_codes(at, format, &h.codes(&cols), &turned(&wanted, shape));
+    for b in [&rows, &cols] {
+        same(&format!("{at} scale_inv"), &h.f32(&b.scale_inv), &get("scale_inv"), u32::from(!pow2));
+    }
+}
+
+fn turned<T: Copy>(x: &[T], [r, c]: [usize; 2]) -> Vec<T> {
+    (0..c).flat_map(|j| (0..r).map(move |i| x[i * c + j])).collect()
+}
+
+/// Cuts the padding off scales `[_, width]`, which must be zero.
+fn cut(scales: &[f32], width: usize, columns: usize) -> Vec<f32> {
+    let mut out = Vec::new();
+    for row in scales.chunks(width) {
+        out.extend_from_slice(&row[..columns]);
+        assert!(row[columns..].iter().all(|s| s.to_bits() == 0), "padding of scales");
+    }
+    out
+}
+
+/// A scale for every block, in one use or (tiles) both.
+fn blocks(
+    h: &Host,
+    t: &Tensors,
+    at: &str,
+    kind: &str,
+    x: &Input,
+    [r, c]: [usize; 2],
+    format: DType,
+    pow2: bool,
+    eps: f32,
+) {
+    let (scaling, uses): (_, &[Orientation]) = match kind {
+        "block1x128" => (ScalingMode::Block1x128, &[Orientation::Rows]),
+        "block128x1" => (ScalingMode::Block1x128, &[Orientation::Cols]),
+        _ => (ScalingMode::Block128x128, &[Orientation::Rows, Orientation::Cols]),
+    };
+    let ulps = u32::from(!pow2);
+    for how in uses {
+        let shape = if *how == Orientation::Rows { [r, c] } else { [c, r] };
+        let (codes, scales) = if eps == 0.0 {
+            let (xt, out) = (x.tensor(h, [r, c]), h.bytes(shape, format, scaling));
+            let (rows, cols) =
+                if *how == Orientation::Rows { (Some(&out), None) } else { (None, Some(&out)) };
+            let q = Quantize { x: &xt, range: ScaleSource::Blocks { pow2 }, rows, cols, sums: None };
+            h.k.quantize(&h.s, &q).unwrap();
+            (h.codes(&out), h.f32(&out.scale_inv))
+        } else {
+            x.blocks(h, *how, [r, c], format, scaling, pow2, eps)
+        };
+        // The stored codes and scales are those of x, or of the transpose for blocks along columns.
+        let stored_turned = kind == "block128x1";
+        let name = format!("{at}/{}", if stored_turned { "q_t" } else { "q" });
+        let wanted = t.u8(&name).unwrap_or_else(|| panic!("{name}"));
+        let wanted =
+            if *how == Orientation::Cols && !stored_turned { turned(&wanted, [r, c]) } else { wanted };
+        same_codes(at, format, &codes, &wanted);
+        let [m, n] = shape;
+        let [down, width] = scaling.scales(m, n)[..] else { unreachable!() };
+        let wanted = t.f32(&format!("{at}/scale_inv")).unwrap_or_else(|| panic!("{at}/scale_inv"));
+        let ours = match (kind, how) {
+            // Ours [blocks, rows], theirs [rows, blocks].
+            ("block1x128", _) => turned(&cut(&scales, width, m), [down, m]),
+            ("block128x1", _) => cut(&scales, width, m),
+            (_, Orientation::Rows) => cut(&scales, width, n.div_ceil(128)),
+            (_, Orientation::Cols) => turned(&cut(&scales, width, n.div_ceil(128)), [down, n.div_ceil(128)]),
+        };
+        same(&format!("{at} scale_inv"), &ours, &wanted, ulps);
+        let ready = if *how == Orientation::Rows { "scale_inv_gemm" } else { "scale_inv_t_gemm" };
+        if let Some(wanted) = t.f32(&format!("{at}/{ready}")) {
+            same(&format!("{at} {ready}"), &scales, &wanted, ulps);
+        }
+    }
+}
+
+#[test]
+fn golden_quantize() {
+    let (j, t) = (json("quantize.json"), Tensors::read("quantize.safetensors"));
+    let cases = j["cases"].as_array().expect("cases");
+    assert!(!cases.is_empty());
+    let hosts = Host::all();
+    for case in cases {
+        let name = case["name"].as_str().unwrap();
+        let (x, shape) = Input::read(&t, &format!("{name}/x"), case["dtype"].as_str());
+        assert_eq!(serde_json::json!(shape), serde_json::json!([case["rows"], case["cols"]]));
+        // Folders of the case: all but the last part of a tensor's name.
+        let folders: BTreeSet<String> =
+            t.left(&format!("{name}/")).iter().map(|n| n.rsplit_once('/').unwrap().0.to_string()).collect();
+        assert!(!folders.is_empty(), "{name} has no results");
+        for at in &folders {
+            let parts: Vec<&str> = at.split('/').collect();
+            let format = format_of(parts[2]);
+            for h in &hosts {
+                match parts[1..] {
+                    ["current", _, mode] => current(h, &t, at, &x, shape, format, pow2(mode)),
+                    [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode] => {
+                        blocks(h, &t, at, kind, &x, shape, format, pow2(mode), 0.0);
+                    }
+                    [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode, eps] => {
+                        let eps = eps.strip_prefix("eps").expect("eps").parse().unwrap();
+                        blocks(h, &t, at, kind, &x, shape, format, pow2(mode), eps);
+                    }
+                    ["mxfp8", _, along @ ("row" | "col")] => {
+                        let along = if along == "row" { BlockAxis::Rows } else { BlockAxis::Cols };
+                        let grid = SmallBlocks::new(shape, MX_BLOCK, along, false);
+                        let (codes, scales) = x.mxfp8(h.isa, grid, format);
+                        same_codes(at, format, &codes, &t.u8(&format!("{at}/q")).unwrap());
+                        let bytes: Vec<u8> = scales.iter().map(|s| s.0).collect();
+                        assert_eq!(bytes, t.u8(&format!("{at}/scale")).unwrap(), "{at}");
+                        if let Some(wanted) = t.u8(&format!("{at}/scale_swizzled")) {
+                            assert_eq!(swizzle(&scales, grid.blocks()), wanted, "{at}");
+                        }
+                    }
+                    _ => panic!("unknown kind {at}"),
+                }
+            }
+        }
+    }
+    t.all_known();
+}
+
+fn pow2(mode: &str) -> bool {
+    match mode {
+        "f32" => false,
+        "pow2" => true,
+        other => panic!("unknown mode {other}"),
+    }
+}
