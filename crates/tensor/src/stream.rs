@@ -59,7 +59,7 @@ impl Stream {
     }
 
     /// Is it the same queue of work?
-    pub fn is(&self, other: &Stream) -> bool {
+    pub fn same_as(&self, other: &Stream) -> bool {
         self.id == other.id && Arc::ptr_eq(&self.device.inner, &other.device.inner)
     }
 

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod failures;
+mod in_flight;
 mod operations;
 mod race_checker;
 mod send_recv;
