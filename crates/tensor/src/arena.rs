@@ -1,27 +1,30 @@
-//! Arenas: memory of captured work.
+//! Memory of CUDA graphs.
 //!
-//! A graph replays on the addresses it was captured with. While work is captured, all memory of its stream comes from
-//! an arena, which begins with the stream's free blocks and so grows by hardly anything. Once sealed, its blocks stay
-//! reserved for the graph's life. Between two replays nothing in them is needed: they are lent to other work on the
-//! stream, whose order keeps the two apart, and the graph may be replayed only while none is lent.
+//! A graph replays on the addresses it was captured with. During a capture, all allocations of the captured stream
+//! come from an arena, which starts with the free blocks of that stream, so a capture needs hardly any new memory.
+//! When the capture ends, the arena is sealed: its blocks stay reserved for the lifetime of the graph. Between two
+//! replays their contents are dead, so they are lent to other work on the same stream, whose order separates the two.
+//! The graph may be replayed only while no block is lent.
 
 use crate::buffer::{Block, MemoryPool, SizeClasses};
 use std::collections::HashMap;
 
-/// Smaller blocks are not lent: they may be kept over a replay (a loss that is yet to be read), and are soon had anew.
+/// Blocks below this size are not lent. Small tensors may live across a replay (a loss that is yet to be read), which
+/// would block it, and are cheap to allocate elsewhere.
 const LEND_MIN_BYTES: usize = 1 << 20;
 
-/// Blocks of one capture.
+/// The memory of one capture.
 pub(crate) struct Arena {
     pub(crate) id: u64,
     pub(crate) stream: u32,
     free: HashMap<usize, Vec<Block>>,
-    /// Blocks that are not here.
-    out: usize,
-    /// Still captured, or sealed?
+    /// Blocks currently allocated from this arena.
+    in_use: usize,
+    /// True during the capture, false once sealed.
     open: bool,
-    /// Memory from outside was given back during the capture: whoever gets it next would find the graph in it.
-    lost: bool,
+    /// A block allocated before the capture was freed during it. The pool would hand it to other work while the graph
+    /// still uses its address.
+    freed_outside: bool,
 }
 
 impl Arena {
@@ -29,49 +32,54 @@ impl Arena {
         self.open
     }
 
-    /// A block for work that is captured.
-    pub(crate) fn take(&mut self, class: usize, fresh: impl FnOnce() -> Option<Block>) -> Option<Block> {
-        let mut block = self.free.get_mut(&class).and_then(Vec::pop).or_else(fresh)?;
+    /// Allocates a block of size `class` for captured work.
+    pub(crate) fn take(&mut self, class: usize, new_block: impl FnOnce() -> Option<Block>) -> Option<Block> {
+        let mut block = self.free.get_mut(&class).and_then(Vec::pop).or_else(new_block)?;
         block.arena = Some(self.id);
-        self.out += 1;
+        self.in_use += 1;
         Some(block)
     }
 
-    /// A block for other work between replays.
+    /// Lends a block of size `class` to work between replays.
     pub(crate) fn lend(&mut self, class: usize) -> Option<Block> {
         let block =
             self.free.get_mut(&class).filter(|_| class >= LEND_MIN_BYTES && !self.open).and_then(Vec::pop)?;
-        self.out += 1;
+        self.in_use += 1;
         Some(block)
     }
 
-    pub(crate) fn give(&mut self, block: Block) {
-        self.out -= 1;
+    pub(crate) fn free(&mut self, block: Block) {
+        self.in_use -= 1;
         self.free.entry(block.bytes).or_default().push(block);
     }
 
-    pub(crate) fn lost(&mut self) {
-        self.lost = true;
+    pub(crate) fn note_outside_free(&mut self) {
+        self.freed_outside = true;
     }
 }
 
 impl MemoryPool {
-    /// From now on the stream's memory comes from a new arena: its free blocks, and new ones.
+    /// Starts an arena: allocations on `stream` come from its free blocks, then from new memory.
     pub(crate) fn open_arena(&self, id: u64, stream: u32) {
         let SizeClasses { free, arenas } = &mut *self.lock();
         let own = free.extract_if(|(s, _), _| *s == stream).map(|((_, class), blocks)| (class, blocks));
-        arenas.push(Arena { id, stream, free: own.collect(), out: 0, open: true, lost: false });
+        arenas.push(Arena { id, stream, free: own.collect(), in_use: 0, open: true, freed_outside: false });
     }
 
-    /// The capture is over: what it did not touch is free again, the rest is reserved. Refused, with the reason, where
-    /// memory of the capture is still in use or memory from before it no longer is; the arena is then dissolved.
+    /// Ends the capture: untouched blocks become free again, the others stay reserved. Fails with the reason if
+    /// memory allocated in the capture is still in use, or memory allocated before it was freed; the arena is then
+    /// dissolved.
     pub(crate) fn seal_arena(&self, id: u64) -> Result<(), &'static str> {
         let mut classes = self.lock();
         let SizeClasses { free, arenas } = &mut *classes;
-        let Some(arena) = arenas.iter_mut().find(|a| a.id == id) else { return Err("its arena is gone") };
+        let Some(arena) = arenas.iter_mut().find(|a| a.id == id) else {
+            return Err("its arena was dissolved");
+        };
         let why = match arena {
-            Arena { lost: true, .. } => "it gives back memory that it did not take",
-            Arena { out: 1.., .. } => "it keeps memory that it took",
+            Arena { freed_outside: true, .. } => {
+                "the captured work frees memory that was allocated before the capture"
+            }
+            Arena { in_use: 1.., .. } => "the captured work keeps memory that it allocated",
             _ => {
                 arena.open = false;
                 for (class, blocks) in &mut arena.free {
@@ -86,12 +94,13 @@ impl MemoryPool {
         Err(why)
     }
 
-    /// Is no block lent?
-    pub(crate) fn is_whole(&self, id: u64) -> bool {
-        self.lock().arenas.iter().any(|a| a.id == id && a.out == 0)
+    /// True if no block of the arena is in use, so that its graph may be replayed.
+    pub(crate) fn is_unused(&self, id: u64) -> bool {
+        self.lock().arenas.iter().any(|a| a.id == id && a.in_use == 0)
     }
 
-    /// The graph is gone, or was never made: its memory is free like any other. What is still in use follows.
+    /// Returns the memory of a graph that was dropped or never completed to the pool. Blocks still in use follow when
+    /// freed.
     pub(crate) fn dissolve_arena(&self, id: u64) {
         let SizeClasses { free, arenas } = &mut *self.lock();
         for arena in arenas.extract_if(.., |a| a.id == id) {
@@ -122,7 +131,7 @@ mod tests {
     }
 
     #[test]
-    fn a_capture_begins_with_the_streams_free_memory_and_keeps_what_it_touched() {
+    fn a_capture_starts_with_the_streams_free_blocks_and_reserves_those_it_used() {
         let (device, s) = device();
         let pool = &device.inner.pool;
         let (used, unused) = (bytes(&s, 2 << 20), bytes(&s, 3 << 20));
@@ -136,36 +145,36 @@ mod tests {
         let reserved = at(&new);
         drop(new);
         pool.seal_arena(7).unwrap();
-        assert!(pool.is_whole(7));
-        // What it did not touch is free for anybody, and taking it lends nothing.
+        assert!(pool.is_unused(7));
+        // Untouched blocks are free for anyone, and taking them lends nothing.
         let other = bytes(&s, 3 << 20);
         assert_eq!(at(&other), ids[1]);
-        assert!(pool.is_whole(7));
-        // Small memory is never lent, large memory is, and blocks the replay until it is back.
+        assert!(pool.is_unused(7));
+        // Small blocks are never lent. Large ones are, which blocks the replay until they are freed.
         let small = bytes(&s, 5000);
         assert_ne!(at(&small), reserved);
-        assert!(pool.is_whole(7));
+        assert!(pool.is_unused(7));
         let lent = bytes(&s, 2 << 20);
         assert_eq!(at(&lent), ids[0]);
-        assert!(!pool.is_whole(7));
+        assert!(!pool.is_unused(7));
         drop(lent);
-        assert!(pool.is_whole(7));
-        // Another stream never gets any of it.
+        assert!(pool.is_unused(7));
+        // Another stream never gets a block of the arena.
         let elsewhere = bytes(&device.stream("other").unwrap(), 2 << 20);
         assert_ne!(at(&elsewhere), ids[0]);
-        // The system does not get it back while the graph lives.
+        // Trimming does not free reserved blocks.
         device.trim();
         let lent = bytes(&s, 2 << 20);
         assert_eq!(at(&lent), ids[0]);
-        // The graph may go first: its memory is then like any other.
+        // The graph may be dropped before a lent block is freed.
         pool.dissolve_arena(7);
         drop(lent);
-        assert!(!pool.is_whole(7));
+        assert!(!pool.is_unused(7));
         assert_eq!([at(&bytes(&s, 2 << 20)), at(&bytes(&s, 5000))], [ids[0], reserved]);
     }
 
     #[test]
-    fn accounts_are_those_of_work_that_is_not_captured() {
+    fn memory_accounting_is_the_same_with_and_without_capture() {
         let step = |captured: bool| {
             let (device, s) = device();
             let kept = bytes(&s, 1000);
@@ -195,15 +204,15 @@ mod tests {
         let pool = &device.inner.pool;
         pool.open_arena(1, 0);
         let kept = bytes(&s, 100);
-        assert!(pool.seal_arena(1).unwrap_err().contains("keeps"));
-        // Dissolved: what was kept goes to everybody's free memory.
+        assert!(pool.seal_arena(1).unwrap_err().contains("keeps memory"));
+        // The arena is dissolved: the block that was still in use returns to the pool.
         let id = at(&kept);
         drop(kept);
         let before = bytes(&s, 100);
         assert_eq!(at(&before), id);
         pool.open_arena(2, 0);
         drop(before);
-        assert!(pool.seal_arena(2).unwrap_err().contains("gives back"));
+        assert!(pool.seal_arena(2).unwrap_err().contains("frees memory"));
         assert!(pool.lock().arenas.is_empty());
         assert!(pool.seal_arena(3).is_err());
     }

@@ -1,8 +1,8 @@
-//! Memory: blocks of bytes, buffers that borrow them from a pool, and the pool.
+//! Memory blocks, the caching pool they come from, and buffers that own them while in use.
 //!
-//! The pool is ordered by streams: a block freed on a stream is handed out again on that stream only, so that
-//! work queued there keeps its order without anybody waiting. Another stream that touched the block must have
-//! been waited for before; the checker finds the place where it was not.
+//! The pool is stream-ordered: a block freed on a stream is reused on that stream only, so work queued there stays
+//! ordered without any wait. If another stream used the block, its home stream must have waited for that stream
+//! before the block is freed; the race checker reports where it did not.
 
 use crate::arena::Arena;
 use crate::cuda::{self, CudaContext};
@@ -13,19 +13,19 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicI32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// Every block starts on a cache line, which is also the widest vector register and AMX tile row.
+/// Alignment of host blocks: a cache line, which is also an AVX-512 register and an AMX tile row.
 const ALIGN: usize = 64;
 
-/// A piece of memory. On the host it is always initialised: fresh from the system it is zero.
+/// A block of device or host memory. Host memory is always initialised: a new block is zeroed.
 pub(crate) struct Block {
-    /// Where it starts, in the address space of its device.
+    /// Start address, in the address space of the device.
     pub(crate) address: usize,
     pub(crate) bytes: usize,
-    /// Stays with the memory over reuse: the checker keeps history by it.
+    /// Identifies the memory across reuse; the race checker keeps its history by this id.
     pub(crate) id: u64,
-    /// The arena it belongs to.
+    /// The graph arena the block belongs to, if any.
     pub(crate) arena: Option<u64>,
-    /// The card it is on; none is the host.
+    /// The GPU it is on; `None` for the host.
     context: Option<Arc<CudaContext>>,
 }
 
@@ -35,7 +35,7 @@ impl Block {
             Some(context) => cuda::allocate(context, bytes)? as usize,
             None => {
                 let layout = Layout::from_size_align(bytes, ALIGN).ok()?;
-                // SAFETY: size classes are at least one line long.
+                // SAFETY: size classes are at least `ALIGN` bytes.
                 let ptr = unsafe { std::alloc::alloc_zeroed(layout) };
                 (!ptr.is_null()).then_some(ptr as usize)?
             }
@@ -48,15 +48,15 @@ impl Drop for Block {
     fn drop(&mut self) {
         match (&self.context, Layout::from_size_align(self.bytes, ALIGN)) {
             (Some(context), _) => cuda::free(context, self.address as u64),
-            // SAFETY: allocated in `new` with this very layout and not freed since.
+            // SAFETY: allocated in `new` with this layout and not freed since.
             (None, Ok(layout)) => unsafe { std::alloc::dealloc(self.address as *mut u8, layout) },
-            // The layout was valid when the block was made.
+            // Unreachable: the layout was valid in `new`.
             (None, Err(_)) => {}
         }
     }
 }
 
-/// Free blocks, and the arenas of captured work.
+/// Caching allocator: free blocks by stream and size, and the arenas of CUDA graphs.
 #[derive(Default)]
 pub(crate) struct MemoryPool {
     classes: Mutex<SizeClasses>,
@@ -64,42 +64,43 @@ pub(crate) struct MemoryPool {
 
 #[derive(Default)]
 pub(crate) struct SizeClasses {
-    /// By stream and size class.
+    /// By stream id and size class.
     pub(crate) free: HashMap<(u32, usize), Vec<Block>>,
     pub(crate) arenas: Vec<Arena>,
 }
 
 impl MemoryPool {
-    /// A free block of the stream, or new memory. When there is none left, free blocks of other sizes and
-    /// streams go back to the system first; not while work is captured, which must not wait for the device.
+    /// Returns a free block of the stream, or allocates one. If the device is out of memory, all cached free blocks
+    /// are released and the allocation is tried again; not during a capture, because releasing memory synchronizes
+    /// the device.
     pub(crate) fn take(&self, device: &DeviceInner, stream: u32, bytes: usize) -> Option<Block> {
         let class = size_class(bytes);
-        let fresh = || Block::new(device.context.as_ref(), class, device.next_id());
+        let new_block = || Block::new(device.context.as_ref(), class, device.next_id());
         let reused = {
             let SizeClasses { free, arenas } = &mut *self.lock();
             if let Some(arena) = arenas.iter_mut().find(|a| a.is_open() && a.stream == stream) {
-                return arena.take(class, fresh);
+                return arena.take(class, new_block);
             }
             let own = free.get_mut(&(stream, class)).and_then(Vec::pop);
             own.or_else(|| arenas.iter_mut().filter(|a| a.stream == stream).find_map(|a| a.lend(class)))
         };
-        reused.or_else(fresh).or_else(|| {
+        reused.or_else(new_block).or_else(|| {
             self.trim();
-            fresh()
+            new_block()
         })
     }
 
-    fn give(&self, stream: u32, mut block: Block) {
+    fn free(&self, stream: u32, mut block: Block) {
         let SizeClasses { free, arenas } = &mut *self.lock();
         if let Some(arena) = arenas.iter_mut().find(|a| block.arena == Some(a.id)) {
-            return arena.give(block);
+            return arena.free(block);
         }
-        arenas.iter_mut().filter(|a| a.is_open() && a.stream == stream).for_each(Arena::lost);
+        arenas.iter_mut().filter(|a| a.is_open() && a.stream == stream).for_each(Arena::freed_outside);
         block.arena = None;
         free.entry((stream, block.bytes)).or_default().push(block);
     }
 
-    /// Returns all free blocks to the system, but for those of arenas.
+    /// Releases all free blocks to the system, except those of arenas.
     pub(crate) fn trim(&self) {
         let blocks = std::mem::take(&mut self.lock().free);
         drop(blocks);
@@ -110,14 +111,15 @@ impl MemoryPool {
     }
 }
 
-/// Rounds up to an eighth of a power of two, but by 2 MiB at most: little waste, and few distinct sizes.
+/// Rounds up to a multiple of an eighth of the next power of two, capped at 2 MiB: at most a quarter is wasted, and
+/// sizes repeat often enough to be reused.
 fn size_class(bytes: usize) -> usize {
     let bytes = bytes.max(ALIGN);
     let step = (bytes.next_power_of_two() / 8).clamp(ALIGN, 2 << 20);
     bytes.div_ceil(step) * step
 }
 
-/// Memory with an owner, a purpose and a home stream. Returns to the pool when dropped.
+/// An allocation with a category and a home stream. Its block returns to the pool on drop.
 pub(crate) struct Buffer {
     pub(crate) device: Arc<DeviceInner>,
     pub(crate) block: Option<Block>,
@@ -125,7 +127,8 @@ pub(crate) struct Buffer {
     pub(crate) id: u64,
     category: Category,
     stream: u32,
-    /// Readers inside a launch, or -1 for a writer: two threads never share a buffer that one of them writes.
+    /// Number of launches reading the buffer, or -1 while one writes it. Two host threads never use a buffer at the
+    /// same time if one of them writes.
     borrow: AtomicI32,
 }
 
@@ -179,7 +182,7 @@ impl Drop for Buffer {
     fn drop(&mut self) {
         self.device.account.give(self.category, self.bytes);
         if let Some(block) = self.block.take() {
-            self.device.pool.give(self.stream, block);
+            self.device.pool.free(self.stream, block);
         }
     }
 }
@@ -189,7 +192,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn size_classes_cover_and_waste_little() {
+    fn size_classes_hold_the_request_and_waste_under_a_quarter() {
         for bytes in (0..5000).chain([1 << 20, (1 << 20) + 1, 3_000_001]) {
             let class = size_class(bytes);
             assert!(class >= bytes && class.is_multiple_of(ALIGN));

@@ -12,46 +12,46 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// What kind of processor a device is.
+/// The kind of processor a device is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DeviceKind {
-    /// The host's cores. Work runs at once, on the calling thread and the compute pool.
+    /// The host's CPU. Work runs immediately, on the calling thread and the thread pool.
     Cpu,
-    /// A CUDA card. Work is queued and runs in the order of its stream.
+    /// A CUDA GPU. Work is enqueued and runs in stream order.
     Cuda {
-        /// Number of the card.
+        /// Device ordinal.
         ordinal: usize,
     },
 }
 
-/// What a device notes about every launch.
+/// What a device records about every launch.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Instrumentation {
-    /// Check the order of memory accesses (vector clocks over streams and events).
+    /// Check that conflicting memory accesses are ordered (vector clocks over streams and events).
     pub race_check: bool,
-    /// Add up the time of each kernel.
+    /// Sum up the time of each kernel: [`Device::take_profile`].
     pub kernel_times: bool,
-    /// Note when each launch ran and on which stream, while a trace is under way: [`Device::start_trace`].
+    /// Record when each launch ran and on which stream, while a trace is active: [`Device::start_trace`].
     pub trace: bool,
 }
 
-/// Calls and time by kernel.
+/// Number of calls and total time by kernel.
 pub type Profile = BTreeMap<&'static str, (u64, Duration)>;
 
-/// A handle to a device; cloning shares it.
+/// A handle to a device; clones share it.
 #[derive(Clone)]
 pub struct Device {
     pub(crate) inner: Arc<DeviceInner>,
 }
 
 pub(crate) struct DeviceInner {
-    /// The card; none is the host.
+    /// The CUDA context; `None` for the host.
     pub(crate) context: Option<Arc<CudaContext>>,
     pub(crate) threads: Threads,
     pub(crate) pool: MemoryPool,
     pub(crate) account: MemoryAccount,
     checker: Option<Mutex<RaceChecker>>,
-    /// What is noted of launches, if anything is.
+    /// What is recorded about launches, if anything.
     recorders: Option<Box<Recorders>>,
     ids: AtomicU64,
     streams: AtomicU32,
@@ -62,7 +62,7 @@ struct Recorders {
     tracer: Option<Tracer>,
 }
 
-/// Times added up, and the starts and ends of kernels that may still run.
+/// Completed kernel times, and the start and end events of kernels that may still be running.
 #[derive(Default)]
 struct Timings {
     done: Profile,
@@ -81,7 +81,7 @@ impl DeviceInner {
         self.ids.fetch_add(1, Relaxed)
     }
 
-    /// Run a kernel, noting its time if that is watched.
+    /// Runs a kernel and records its time if the device is instrumented for it.
     pub(crate) fn timed(
         &self,
         op: &'static str,
@@ -109,12 +109,12 @@ impl DeviceInner {
         Ok(())
     }
 
-    /// What notes launches, while a trace is under way.
+    /// The tracer, while a trace is active.
     pub(crate) fn tracer(&self) -> Option<&Tracer> {
         self.recorders.as_ref()?.tracer.as_ref().filter(|t| t.is_on())
     }
 
-    /// Run `f` on the checker, if there is one.
+    /// Runs `f` on the race checker, if the device has one.
     pub(crate) fn check(&self, f: impl FnOnce(&mut RaceChecker) -> Result<(), String>) -> Result<()> {
         match &self.checker {
             None => Ok(()),
@@ -124,26 +124,26 @@ impl DeviceInner {
 }
 
 impl Device {
-    /// The host's cores.
+    /// The host's CPU.
     pub fn cpu(threads: Threads) -> Device {
         Device::cpu_instrumented(threads, Instrumentation::default())
     }
 
-    /// The host's cores under observation.
-    pub fn cpu_instrumented(threads: Threads, watch: Instrumentation) -> Device {
-        Device::new(None, threads, watch)
+    /// The host's CPU with instrumentation.
+    pub fn cpu_instrumented(threads: Threads, instrumentation: Instrumentation) -> Device {
+        Device::new(None, threads, instrumentation)
     }
 
-    /// CudaContext `ordinal`; `threads` do what is left to the host.
-    pub fn cuda(ordinal: usize, threads: Threads, watch: Instrumentation) -> Result<Device> {
-        Ok(Device::new(Some(Arc::new(CudaContext::open(ordinal)?)), threads, watch))
+    /// GPU `ordinal`; `threads` run the work that is left to the host.
+    pub fn cuda(ordinal: usize, threads: Threads, instrumentation: Instrumentation) -> Result<Device> {
+        Ok(Device::new(Some(Arc::new(CudaContext::open(ordinal)?)), threads, instrumentation))
     }
 
-    fn new(context: Option<Arc<CudaContext>>, threads: Threads, watch: Instrumentation) -> Device {
-        let checker = watch.race_check.then(Mutex::default);
-        let recorders = (watch.kernel_times || watch.trace).then(|| {
-            let profile = watch.kernel_times.then(Mutex::default);
-            Box::new(Recorders { profile, tracer: watch.trace.then(Tracer::default) })
+    fn new(context: Option<Arc<CudaContext>>, threads: Threads, instrumentation: Instrumentation) -> Device {
+        let checker = instrumentation.race_check.then(Mutex::default);
+        let recorders = (instrumentation.kernel_times || instrumentation.trace).then(|| {
+            let profile = instrumentation.kernel_times.then(Mutex::default);
+            Box::new(Recorders { profile, tracer: instrumentation.trace.then(Tracer::default) })
         });
         let inner = DeviceInner {
             context,
@@ -158,7 +158,7 @@ impl Device {
         Device { inner: Arc::new(inner) }
     }
 
-    /// What kind of processor it is.
+    /// The kind of processor.
     pub fn kind(&self) -> DeviceKind {
         match &self.inner.context {
             None => DeviceKind::Cpu,
@@ -166,22 +166,22 @@ impl Device {
         }
     }
 
-    /// What the card is, if it is one.
+    /// Properties of the GPU; `None` for the CPU.
     pub fn gpu(&self) -> Option<&GpuInfo> {
         self.inner.context.as_ref().map(|c| &c.info)
     }
 
-    /// Free and total bytes of the card's memory, as the driver sees them.
+    /// Free and total bytes of GPU memory, as reported by the driver; `None` for the CPU.
     pub fn gpu_memory(&self) -> Result<Option<(usize, usize)>> {
         self.inner.context.as_ref().map(|c| c.memory()).transpose()
     }
 
-    /// The host's compute pool: where CPU kernels run.
+    /// The thread pool that CPU kernels run on.
     pub fn threads(&self) -> &Threads {
         &self.inner.threads
     }
 
-    /// A new queue of work.
+    /// Creates a stream. `name` appears in traces and race reports.
     pub fn stream(&self, name: &'static str) -> Result<Stream> {
         let cuda = self.inner.context.as_ref().map(CudaStream::new).transpose()?.map(Arc::new);
         Ok(Stream::new(self.clone(), self.inner.streams.fetch_add(1, Relaxed), name, cuda))
@@ -192,7 +192,8 @@ impl Device {
         self.inner.account.report()
     }
 
-    /// Calls and time by kernel since the last call, if time is watched. Waits for kernels under way.
+    /// Number of calls and time by kernel since the last call; empty without [`Instrumentation::kernel_times`]. Waits
+    /// for running kernels.
     pub fn take_profile(&self) -> Result<Profile> {
         let profile = self.inner.recorders.as_ref().and_then(|w| w.profile.as_ref());
         let Some(profile) = profile else { return Ok(Profile::new()) };
@@ -203,28 +204,28 @@ impl Device {
         Ok(timings.done)
     }
 
-    /// Is anything noted of launches: their order, time or trace?
+    /// True if launches are checked, timed or traced.
     pub fn is_instrumented(&self) -> bool {
         self.inner.checker.is_some() || self.inner.recorders.is_some()
     }
 
-    /// Was it made to be traced?
+    /// True if the device was created with [`Instrumentation::trace`].
     pub fn is_traced(&self) -> bool {
         self.tracer().is_some()
     }
 
-    /// Notes every launch on every stream from now on, on the device's own clock. Goes on with a trace that was
-    /// paused. Nothing unless the device was made with [`Instrumentation::trace`].
+    /// Starts recording every launch on every stream, on the device's clock, or resumes a paused trace. Does nothing
+    /// unless the device was created with [`Instrumentation::trace`].
     pub fn start_trace(&self) -> Result<()> {
         self.tracer().map_or(Ok(()), |t| t.start(self.inner.context.as_ref()))
     }
 
-    /// Leaves launches out of the trace until it is started again.
+    /// Stops recording until the trace is started again.
     pub fn pause_trace(&self) {
         self.tracer().inspect(|t| t.pause());
     }
 
-    /// Ends the trace and returns it; empty if none was started. Waits for kernels under way.
+    /// Ends the trace and returns it, empty if none was started. Waits for running kernels.
     pub fn take_trace(&self) -> Result<Trace> {
         self.tracer().map_or_else(|| Ok(Trace::default()), Tracer::take)
     }
@@ -233,13 +234,13 @@ impl Device {
         self.inner.recorders.as_ref()?.tracer.as_ref()
     }
 
-    /// Hands cached free memory back to the system.
+    /// Releases cached free memory to the system.
     pub fn trim(&self) {
         self.inner.pool.trim();
     }
 }
 
-/// Handles to the same device.
+/// Equal if both are handles to the same device.
 impl PartialEq for Device {
     fn eq(&self, other: &Device) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)

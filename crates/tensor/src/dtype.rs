@@ -3,10 +3,10 @@
 use crate::fp8::{E4m3, E5m2};
 use half::{bf16, f16};
 
-/// The type of a tensor's elements.
+/// Element type of a tensor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum DType {
-    /// 64-bit float (oracles).
+    /// 64-bit float, for reference computations.
     F64,
     /// 32-bit float.
     F32,
@@ -58,7 +58,7 @@ impl DType {
         }
     }
 
-    /// Is it a floating-point type?
+    /// True for floating-point types.
     pub const fn is_float(self) -> bool {
         !matches!(self, DType::I64 | DType::I32 | DType::I16 | DType::U8 | DType::Bool)
     }
@@ -70,20 +70,20 @@ impl std::fmt::Display for DType {
     }
 }
 
-/// A Rust type that can be the element of a tensor.
+/// A Rust type that can be a tensor element.
 pub trait Element: bytemuck::Pod + Send + Sync + std::fmt::Debug + PartialEq + 'static {
-    /// The matching value.
+    /// The corresponding [`DType`].
     const DTYPE: DType;
 }
 
-/// An element with real-number meaning. Arithmetic happens in f32 (or f64 in oracles);
-/// narrowing rounds to nearest, ties to even.
+/// A floating-point element. Arithmetic is done in f32 (f64 in reference computations); conversion to a smaller type
+/// rounds to nearest, ties to even.
 pub trait Float: Element {
-    /// Widen (exact, except from f64).
+    /// Converts to f32; exact except from f64.
     fn to_f32(self) -> f32;
-    /// Round to this type.
+    /// Rounds to this type.
     fn from_f32(x: f32) -> Self;
-    /// Widen for oracles (always exact).
+    /// Converts to f64; always exact.
     fn to_f64(self) -> f64 {
         f64::from(self.to_f32())
     }
@@ -125,7 +125,7 @@ impl Float for bf16 {
     fn to_f32(self) -> f32 {
         f32::from_bits(u32::from(self.to_bits()) << 16)
     }
-    /// Branch-free so that loops over it vectorise; NaN stays a quiet NaN.
+    /// Branch-free so that loops over it vectorize; NaN stays a quiet NaN.
     #[inline(always)]
     fn from_f32(x: f32) -> bf16 {
         let bits = x.to_bits();
@@ -136,14 +136,14 @@ impl Float for bf16 {
 }
 
 impl Float for f16 {
-    /// Branch-free, as [`Float::from_f32`]. Without its sign, the exponent counts from another place: a power of two puts
-    /// that right, for denormals too.
+    /// Branch-free like [`Float::from_f32`]. The exponent bias differs by a power of two, so one multiplication
+    /// corrects it, for subnormals too.
     #[inline(always)]
     fn to_f32(self) -> f32 {
         let bits = u32::from(self.to_bits());
         let magnitude = (bits & 0x7fff) << 13;
         let number = (f32::from_bits(magnitude) * f32::from_bits(0x7780_0000)).to_bits();
-        // Beyond all numbers: infinity, or what is none.
+        // All exponent bits set: infinity or NaN.
         let number = if bits & 0x7c00 == 0x7c00 { magnitude | 0x7f80_0000 } else { number };
         f32::from_bits(number | (bits & 0x8000) << 16)
     }
@@ -152,7 +152,8 @@ impl Float for f16 {
         let bits = x.to_bits();
         let magnitude = bits & 0x7fff_ffff;
         let normal = (magnitude + 0xfff + (magnitude >> 13 & 1)).wrapping_sub(112 << 23) >> 13;
-        // Below 2^-14 all are multiples of 2^-24, which is the last place of 0.5: adding that rounds to it.
+        // Below 2^-14 all values are multiples of 2^-24, the unit in the last place of 0.5, so adding 0.5 rounds to
+        // it.
         let small = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
         let number = if magnitude < 0x3880_0000 { small } else { normal.min(0x7c00) };
         let number = if magnitude > 0x7f80_0000 { 0x7e00 | (magnitude >> 13 & 0x3ff) } else { number };
@@ -187,12 +188,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn f16_matches_half_for_every_number_and_around_every_tie() {
+    fn f16_matches_half_for_every_value_and_around_every_tie() {
         for bits in 0..=u16::MAX {
             let h = f16::from_bits(bits);
             let (ours, theirs) = (Float::to_f32(h), f16::to_f32(h));
             assert!(ours.to_bits() == theirs.to_bits() || (ours.is_nan() && theirs.is_nan()), "{bits:#x}");
-            // The number itself, half a unit on and their neighbours; and all f32 with these upper bits.
+            // The value itself, the tie above it and their neighbours; and f32 values with these upper bits.
             for lo in [0u32, 1, 0xfff, 0x1000, 0x1001, 0x1fff, 0x2fff, 0x3000, 0x3001] {
                 for x in [
                     f32::from_bits(ours.to_bits().wrapping_add(lo)),

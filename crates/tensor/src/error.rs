@@ -1,43 +1,43 @@
-//! What can go wrong below the kernels.
+//! Errors of tensors, devices and streams.
 
 use crate::{DType, MemoryReport};
 
-/// Errors of tensors, devices and streams. Each names the operation and what was wrong with it.
+/// Errors of tensors, devices and streams. Each names the operation and what was wrong.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// An operation met a shape it cannot work on.
+    /// A shape does not fit the operation.
     #[error("{op}: {what}")]
     Shape {
         /// The operation or kernel.
         op: &'static str,
-        /// The shapes found and the shapes wanted.
+        /// The shapes found and the shapes required.
         what: String,
     },
-    /// A tensor of one element type was used as another.
-    #[error("{op}: tensor holds {found}, but {wanted} is needed")]
+    /// A tensor has another element type than the operation requires.
+    #[error("{op}: the tensor is {found}, but {wanted} is required")]
     DType {
         /// The operation or kernel.
         op: &'static str,
-        /// The element type of the tensor.
+        /// The tensor's element type.
         found: DType,
-        /// The element type asked for.
+        /// The element type required.
         wanted: DType,
     },
-    /// Memory ran out; carries the table by category.
-    #[error("out of memory: {bytes} bytes for {category} could not be had\n{report}")]
+    /// The device is out of memory; carries the usage by category.
+    #[error("out of memory: cannot allocate {bytes} bytes for {category}\n{report}")]
     OutOfMemory {
-        /// Bytes asked for.
+        /// Bytes requested.
         bytes: usize,
-        /// What they were for.
+        /// Category of the request.
         category: &'static str,
-        /// Who holds the memory now.
+        /// Memory in use by category.
         report: Box<MemoryReport>,
     },
-    /// The checker found two accesses that nothing orders.
+    /// The race checker found two conflicting accesses that no event orders.
     #[error("unordered access: {0}")]
     Race(String),
-    /// Two arguments of one launch overlap although one of them is written.
-    #[error("{op}: argument {a} is written and overlaps argument {b}; give the kernel separate memory")]
+    /// Two arguments of one launch overlap and at least one of them is written.
+    #[error("{op}: argument {a} is written and overlaps argument {b}; pass separate memory")]
     Overlap {
         /// The kernel.
         op: &'static str,
@@ -46,37 +46,37 @@ pub enum Error {
         /// Index of the argument it overlaps.
         b: usize,
     },
-    /// There is no CUDA device to compute on.
-    #[error("no CUDA device: {0}; leave --device out or say --device cpu")]
+    /// There is no usable CUDA device.
+    #[error("no CUDA device: {0}; leave --device out or use --device cpu")]
     NoCuda(String),
-    /// A call of a CUDA library failed.
+    /// A call to a CUDA library failed.
     #[error("CUDA: {op}: {what}")]
     Cuda {
         /// The call.
         op: &'static str,
-        /// What the library said.
+        /// The library's error message.
         what: String,
     },
-    /// A kernel met a value it cannot work on; found when the host next waited for it.
+    /// A kernel met an invalid value, reported when the host next synchronized.
     #[error("{0}")]
     Fault(&'static str),
-    /// Tensors of one launch live on different devices.
-    #[error("{op}: argument {arg} is on another device than the stream; copy it first")]
+    /// Tensors of one launch are on different devices.
+    #[error("{op}: argument {arg} is not on the device of the stream; copy it there first")]
     OtherDevice {
         /// The kernel.
         op: &'static str,
         /// Index of the argument.
         arg: usize,
     },
-    /// Ranks did not come together; the message names operation and ranks.
+    /// A collective failed; the message names the operation and the ranks.
     #[error("{0}")]
     Communication(String),
-    /// A feature this device or build does not have.
+    /// This device or build lacks a feature.
     #[error("{op}: {what}")]
     Unsupported {
         /// The operation or kernel.
         op: &'static str,
-        /// What is missing and the way out.
+        /// What is missing, and the alternative.
         what: String,
     },
 }
@@ -84,7 +84,7 @@ pub enum Error {
 /// Result of tensor operations.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Shorthand for a shape error.
+/// Shorthand for [`Error::Shape`].
 pub fn shape_error<T>(op: &'static str, what: impl Into<String>) -> Result<T> {
     Err(Error::Shape { op, what: what.into() })
 }

@@ -1,16 +1,17 @@
-//! The small float formats. Encoding saturates (out of range and infinite values become the largest finite value),
-//! NaN stays NaN where the format has one, rounding is to nearest with ties to even, subnormals are kept.
+//! FP8, FP4 and scale formats: E4M3, E5M2, E2M1 and E8M0. Encoding saturates (out-of-range and infinite values become
+//! the largest finite value), keeps NaN where the format has one, rounds to nearest with ties to even, and keeps
+//! subnormals.
 //!
-//! Everything is without branches and checks of overflow, so that loops over it become vector instructions.
+//! All functions are free of branches and overflow checks, so that loops over them vectorize.
 
 use bytemuck::{Pod, Zeroable};
 
-/// E4M3: 4 exponent bits (bias 7), 3 mantissa bits, largest 448, no infinity, NaN is `S.1111.111`.
+/// E4M3: 4 exponent bits (bias 7), 3 mantissa bits, largest value 448, no infinity, NaN is `S.1111.111`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct E4m3(pub u8);
 
-/// E5M2: 5 exponent bits (bias 15), 2 mantissa bits, largest finite 57344, infinities as in IEEE.
+/// E5M2: 5 exponent bits (bias 15), 2 mantissa bits, largest finite value 57344, infinities as in IEEE 754.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct E5m2(pub u8);
@@ -20,7 +21,7 @@ pub struct E5m2(pub u8);
 #[repr(transparent)]
 pub struct E2m1(pub u8);
 
-/// E8M0: a power of two from 2⁻¹²⁷ to 2¹²⁷, 0xFF is NaN. The scale of a block, never of one number.
+/// E8M0: a power of two from 2⁻¹²⁷ to 2¹²⁷; 0xFF is NaN. Used for block scales.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(transparent)]
 pub struct E8m0(pub u8);
@@ -29,14 +30,14 @@ impl E4m3 {
     /// Largest finite value.
     pub const MAX: f32 = 448.0;
 
-    /// Round `x` to the nearest representable value.
+    /// Rounds `x` to the nearest representable value.
     #[inline(always)]
     pub fn encode(x: f32) -> E4m3 {
         let magnitude = if x.is_nan() { 0x7f } else { encode_magnitude::<3, 7>(x, Self::MAX) };
         E4m3(magnitude as u8 | sign(x))
     }
 
-    /// Exact value.
+    /// The exact value.
     #[inline(always)]
     pub fn decode(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7f);
@@ -49,14 +50,14 @@ impl E5m2 {
     /// Largest finite value.
     pub const MAX: f32 = 57344.0;
 
-    /// Round `x` to the nearest representable value.
+    /// Rounds `x` to the nearest representable value.
     #[inline(always)]
     pub fn encode(x: f32) -> E5m2 {
         let magnitude = if x.is_nan() { 0x7f } else { encode_magnitude::<2, 15>(x, Self::MAX) };
         E5m2(magnitude as u8 | sign(x))
     }
 
-    /// Exact value.
+    /// The exact value.
     #[inline(always)]
     pub fn decode(self) -> f32 {
         let magnitude = u32::from(self.0 & 0x7f);
@@ -70,14 +71,15 @@ impl E2m1 {
     /// Largest value.
     pub const MAX: f32 = 6.0;
 
-    /// Round `x` to the nearest representable value; NaN, which the format lacks, becomes the largest, as on cards.
+    /// Rounds `x` to the nearest representable value. NaN, which the format lacks, becomes the largest value, as on
+    /// NVIDIA GPUs.
     #[inline(always)]
     pub fn encode(x: f32) -> E2m1 {
         let code = encode_magnitude::<1, 1>(x, Self::MAX) as u8 | sign(x) >> 4;
         E2m1(if x.is_nan() { 7 } else { code })
     }
 
-    /// Exact value.
+    /// The exact value.
     #[inline(always)]
     pub fn decode(self) -> f32 {
         signed(decode_magnitude::<1, 1>(u32::from(self.0 & 7)), self.0 >> 3 & 1)
@@ -85,25 +87,24 @@ impl E2m1 {
 }
 
 impl E8m0 {
-    /// The smallest power of two that is no less than `x >= 0`, as far as there is one: zero and all below 2⁻¹²⁷ give
-    /// that, infinity and all above 2¹²⁷ give that; NaN stays.
+    /// The smallest power of two ≥ `x`, for `x` ≥ 0, clamped to 2⁻¹²⁷ … 2¹²⁷; NaN stays NaN.
     #[inline(always)]
     pub fn ceil(x: f32) -> E8m0 {
         let bits = x.to_bits();
         let (exponent, mantissa) = (bits >> 23 & 0xff, bits & 0x7f_ffff);
-        // Of the numbers below 2⁻¹²⁶ those up to 2⁻¹²⁷ are code 0.
+        // Subnormal f32 values up to 2⁻¹²⁷ have code 0.
         let up = if exponent == 0 { mantissa > 0x40_0000 } else { mantissa != 0 && exponent < 0xfe };
         let code = (exponent + u32::from(up)).min(0xfe);
         E8m0(if x.is_nan() { 0xff } else { code as u8 })
     }
 
-    /// Exact value.
+    /// The exact value.
     #[inline(always)]
     pub fn decode(self) -> f32 {
         power_of_two(u32::from(self.0))
     }
 
-    /// `1/value`, what numbers are multiplied by before they are encoded.
+    /// `1/value`, the factor applied to values before they are encoded.
     #[inline(always)]
     pub fn reciprocal(self) -> f32 {
         if self.0 == 0xff { f32::NAN } else { power_of_two(254 - u32::from(self.0)) }
@@ -130,24 +131,24 @@ fn signed(magnitude: f32, negative: u8) -> f32 {
     f32::from_bits(magnitude.to_bits() | u32::from(negative) << 31)
 }
 
-/// Magnitude bits of `|x|`, at most `max`, for M mantissa bits and exponent bias B.
+/// Magnitude bits of `|x|`, clamped to `max`, for M mantissa bits and exponent bias B.
 #[inline(always)]
 fn encode_magnitude<const M: u32, const B: u32>(x: f32, max: f32) -> u32 {
-    // Patterns of non-negative floats are ordered as their values are.
+    // The bit patterns of non-negative floats are ordered like their values.
     let bits = (x.to_bits() & 0x7fff_ffff).min(max.to_bits());
-    // Drop 23-M mantissa bits of the f32 pattern with ties to even; a carry moves into the exponent.
+    // Drops 23-M mantissa bits of the f32 pattern with ties to even; a carry moves into the exponent.
     let drop = 23 - M;
     let half = (1 << (drop - 1)) - 1;
     let rounded = bits.wrapping_add(half).wrapping_add(bits >> drop & 1) >> drop;
     let normal = rounded.wrapping_sub((127 - B) << M);
-    // Below the smallest normal all is a multiple of 2^(1-B-M): the sum with the float whose last place that is rounds
-    // to it, and a carry to 2^M is the smallest normal, as it should be.
+    // Below the smallest normal all values are multiples of 2^(1-B-M). Adding the float with that unit in the last
+    // place rounds to it, and a carry to 2^M correctly gives the smallest normal.
     let shift = f32::from_bits((127 + 24 - B - M) << 23);
     let subnormal = (f32::from_bits(bits) + shift).to_bits().wrapping_sub(shift.to_bits());
     if bits < (128 - B) << 23 { subnormal } else { normal }
 }
 
-/// As an f32 pattern the code is the value times 2^(B-127), subnormals included.
+/// Read as an f32 pattern, the code is the value times 2^(B-127), subnormals included.
 #[inline(always)]
 fn decode_magnitude<const M: u32, const B: u32>(magnitude: u32) -> f32 {
     f32::from_bits(magnitude << (23 - M)) * f32::from_bits((127 + 127 - B) << 23)
@@ -157,7 +158,7 @@ fn decode_magnitude<const M: u32, const B: u32>(magnitude: u32) -> f32 {
 mod tests {
     use super::*;
 
-    /// The nearest code found by looking at all of them: the definition itself.
+    /// The nearest code by exhaustive search: the definition itself.
     fn nearest(x: f32, max: u8, sign: u8, decode: impl Fn(u8) -> f32) -> u8 {
         // Saturation is part of the definition.
         let target = f64::from(x.abs().min(decode(max)));
@@ -171,7 +172,7 @@ mod tests {
         best | if x.is_sign_negative() { sign } else { 0 }
     }
 
-    /// The value of a code by the definition of such formats.
+    /// The value of a code by the definition of the format.
     fn by_definition(code: u8, mantissa_bits: u32, bias: i32) -> f32 {
         let (e, m) = (i32::from(code) >> mantissa_bits, f64::from(code & ((1 << mantissa_bits) - 1)));
         let fraction = m / f64::from(1u32 << mantissa_bits);
@@ -231,9 +232,9 @@ mod tests {
         }
     }
 
-    /// Just beside every middle between two neighbours, where rounding twice would show.
+    /// Values right next to the midpoint of two neighbours, where double rounding would show.
     #[test]
-    fn the_neighbours_of_every_tie_go_to_the_right_side() {
+    fn values_next_to_a_tie_round_to_the_nearer_code() {
         for c in 0..0x7eu8 {
             for (max, decode, encode) in [
                 (0x7e, (|c| E4m3(c).decode()) as fn(u8) -> f32, (|x| E4m3::encode(x).0) as fn(f32) -> u8),

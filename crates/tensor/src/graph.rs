@@ -1,10 +1,10 @@
-//! Work of a stream captured once and replayed: hundreds of launches for the price of one.
+//! CUDA graphs: the work of a stream captured once and replayed with a single launch.
 
 use crate::cuda::GraphExec;
 use crate::{Error, Result, Stream};
 
-/// Captured work. It runs on the memory it was captured with: tensors from before the capture, which its owner keeps
-/// alive and in place, and an arena of its own for what was allocated inside.
+/// A captured graph. It runs on the memory it was captured with: tensors allocated before the capture, which its
+/// owner keeps alive and in place, and an arena for everything allocated inside.
 pub struct Graph {
     stream: Stream,
     work: GraphExec,
@@ -12,18 +12,22 @@ pub struct Graph {
 }
 
 impl Stream {
-    /// Notes what `work` gives to this stream instead of running it. The work runs at each [`Graph::replay`], on what
-    /// the memory then holds: it must not depend on the host in any other way. Tensors that it makes must be gone when
-    /// it returns; results go into tensors from before.
+    /// Captures what `work` gives to this stream, without running it. Each [`Graph::replay`] runs it on the current
+    /// contents of the same memory, so `work` must not depend on host state in any other way. Tensors allocated by
+    /// `work` must be dropped before it returns; results go into tensors allocated before.
     ///
-    /// An error where the device cannot, or where the work waits, talks to the host or to other streams. Nothing has
-    /// happened then.
+    /// Fails, without side effects, if the device cannot capture or if `work` waits, copies from or to the host, or
+    /// uses other streams.
     pub fn capture<E: From<Error>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         const OP: &str = "capture";
         let refuse = |what: &str| E::from(Error::Unsupported { op: OP, what: what.into() });
-        let Some(cuda) = self.cuda() else { return Err(refuse("the host runs work at once; use a card")) };
+        let Some(cuda) = self.cuda() else {
+            return Err(refuse("only a CUDA device can capture; the CPU runs work immediately"));
+        };
         if self.device().is_instrumented() {
-            return Err(refuse("launches are watched one by one; leave out --check, --profile and --trace"));
+            return Err(refuse(
+                "launches are instrumented one by one; leave out --check, --profile and --trace",
+            ));
         }
         let inner = &self.device().inner;
         let arena = inner.next_id();
@@ -32,7 +36,7 @@ impl Stream {
         let done = work();
         let ended = cuda.end_capture(done.is_ok());
         let made = done.and_then(|()| {
-            let work = ended?.ok_or_else(|| refuse("nothing was captured"))?;
+            let work = ended?.ok_or_else(|| refuse("no graph was captured"))?;
             Ok(Graph { stream: self.clone(), work, arena })
         });
         match made {
@@ -49,20 +53,20 @@ impl Stream {
 }
 
 impl Graph {
-    /// Can it be replayed now? Not while something else is in its memory.
+    /// True if the graph can be replayed now: none of its memory is lent to other work.
     pub fn is_ready(&self) -> bool {
-        self.stream.device().inner.pool.is_whole(self.arena)
+        self.stream.device().inner.pool.is_unused(self.arena)
     }
 
-    /// Queues all of it, after the work given to its stream so far. An error unless it is ready.
+    /// Launches the graph after the work given to its stream so far. Fails unless [`Graph::is_ready`].
     pub fn replay(&self) -> Result<()> {
         match self.stream.cuda() {
             Some(cuda) if self.is_ready() => cuda.replay(&self.work),
-            _ => Err(Error::Unsupported { op: "replay", what: "its memory is in use".into() }),
+            _ => Err(Error::Unsupported { op: "replay", what: "a tensor still uses its memory".into() }),
         }
     }
 
-    /// Kernels, copies and fills in it.
+    /// Number of kernels, copies and memsets in the graph.
     pub fn nodes(&self) -> usize {
         self.work.nodes
     }
@@ -70,7 +74,7 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // The driver must not lose a graph that still runs.
+        // The driver must not destroy a graph that is still running.
         self.stream.cuda().inspect(|q| q.drain());
         self.stream.device().inner.pool.dissolve_arena(self.arena);
     }

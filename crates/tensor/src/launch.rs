@@ -1,11 +1,11 @@
-//! The one door to memory: [`Stream::launch`], its arguments, and what a kernel sees of them.
+//! [`Stream::launch`], the only way to access tensor memory, and what a kernel sees of its arguments.
 
 use crate::cuda::CudaStream;
 use crate::race_checker::Access;
 use crate::{Element, Error, Result, Stream, Tensor, Threads, shape_error};
 use std::sync::Arc;
 
-/// An argument of a launch and what the kernel does with it.
+/// A tensor argument of a launch, and how the kernel accesses it.
 #[derive(Clone, Copy)]
 pub struct Arg<'a> {
     tensor: &'a Tensor,
@@ -18,31 +18,31 @@ enum AccessKind {
     Write,
 }
 
-/// The kernel only reads `t`.
+/// An argument the kernel only reads.
 pub fn read(t: &Tensor) -> Arg<'_> {
     Arg { tensor: t, access: AccessKind::Read }
 }
 
-/// The kernel writes `t` (and may read it).
+/// An argument the kernel writes, and may read.
 pub fn write(t: &Tensor) -> Arg<'_> {
     Arg { tensor: t, access: AccessKind::Write }
 }
 
-/// What a running kernel sees of its arguments. Alive only inside the launch.
+/// A running kernel's view of its arguments. Exists only inside the launch.
 pub struct Launch<'a> {
     op: &'static str,
     args: &'a [Arg<'a>],
     threads: &'a Threads,
-    /// The driver's stream, on a card.
+    /// The CUDA stream; `None` on the host.
     pub(crate) cuda: Option<&'a CudaStream>,
-    /// Written arguments already given out as slices: one `&mut` each.
+    /// Bit i is set once argument i was returned as `&mut` slice.
     slices_taken: std::cell::Cell<u64>,
 }
 
 impl Stream {
-    /// Runs `kernel` on `args`. Every kernel, copy and collective passes here: the kinds of the arguments say
-    /// what is touched, which gives the checker its facts and the kernel its right to the memory. Arguments
-    /// that are written must not overlap others.
+    /// Runs `kernel` on `args`. Every kernel, copy and collective goes through here: the declared accesses tell the
+    /// race checker what is touched and give the kernel its right to the memory. A written argument must not overlap
+    /// any other.
     pub fn launch<'a>(
         &'a self,
         op: &'static str,
@@ -85,67 +85,67 @@ impl Stream {
 }
 
 impl<'a> Launch<'a> {
-    /// The name of the kernel.
+    /// The kernel's name.
     pub fn op(&self) -> &'static str {
         self.op
     }
 
-    /// The compute pool.
+    /// The thread pool of the host.
     pub fn threads(&self) -> &'a Threads {
         self.threads
     }
 
-    /// The driver's stream to queue a kernel on; its context is current.
+    /// The CUDA stream to launch on; its context is current.
     pub fn cuda_stream(&self) -> Result<cudarc::driver::sys::CUstream> {
         self.require_cuda().map(CudaStream::raw)
     }
 
-    /// Address of the first element of argument `i` on the card.
+    /// Device address of the first element of argument `i`.
     pub fn address(&self, i: usize) -> Result<u64> {
         self.require_cuda()?;
         let start = self.start(i)?;
         Ok(start as u64)
     }
 
-    /// Address of the word to which kernels write what they find wrong.
+    /// Device address of the word in which kernels report invalid input.
     pub fn fault(&self) -> Result<u64> {
         self.require_cuda().map(|q| q.context().fault_address())
     }
 
     fn require_cuda(&self) -> Result<&'a CudaStream> {
-        let what = || "a CUDA kernel on a stream of the host".to_string();
+        let what = || "a CUDA kernel needs a stream of a CUDA device".to_string();
         self.cuda.ok_or_else(|| Error::Unsupported { op: self.op, what: what() })
     }
 
-    /// Elements of argument `i` from its first to its last, gaps of a strided view included. Refused where an argument that
-    /// is written lies in those gaps.
+    /// The elements of argument `i` from the first to the last, including the gaps of a strided view. Fails if a
+    /// written argument has elements in those gaps.
     pub fn slice<T: Element>(&self, i: usize) -> Result<&'a [T]> {
         let (ptr, len) = self.pointer::<T>(i)?;
         if self.args[i].access == AccessKind::Write {
-            return shape_error(self.op, format!("argument {i} is written; take it as slice_mut"));
+            return shape_error(self.op, format!("argument {i} is declared as written; use slice_mut"));
         }
         self.refuse_in_gaps(i, |other| other.access == AccessKind::Write)?;
-        // SAFETY: `pointer` checked the type and the bounds; blocks are initialised and aligned; no other
-        // thread writes the buffer (borrow count), and no argument of this launch that is written has elements
-        // among these, gaps included.
+        // SAFETY: `pointer` checked type and bounds; blocks are initialised and aligned; no other thread writes the
+        // buffer (borrow count), and no written argument of this launch has elements in this range, gaps included.
         Ok(unsafe { std::slice::from_raw_parts(ptr, len) })
     }
 
-    /// The same for an argument declared written. Refused where another argument lies in the gaps of this
-    /// one (interleaved views): such kernels use [`Launch::pointer_mut`] and touch their own elements only.
+    /// [`Launch::slice`] of an argument declared as written. Fails if another argument has elements in its gaps
+    /// (interleaved views); such kernels use [`Launch::pointer_mut`] and access their own elements only.
     pub fn slice_mut<T: Element>(&self, i: usize) -> Result<&'a mut [T]> {
         let (ptr, len) = self.pointer_mut::<T>(i)?;
         let bit = 1u64.checked_shl(i as u32).unwrap_or(0);
         if self.slices_taken.replace(self.slices_taken.get() | bit) & bit != 0 || bit == 0 {
-            return shape_error(self.op, format!("argument {i} was taken before"));
+            return shape_error(self.op, format!("argument {i} was already taken as a mutable slice"));
         }
         self.refuse_in_gaps(i, |_| true)?;
-        // SAFETY: type and bounds checked by `pointer`; the launch holds the buffer exclusively and no other
-        // argument reaches into this range, and it is given out once.
+        // SAFETY: `pointer` checked type and bounds; the launch holds the buffer exclusively, no other argument
+        // reaches into this range, and the slice is returned once.
         Ok(unsafe { std::slice::from_raw_parts_mut(ptr, len) })
     }
 
-    /// Refuses argument `i` as a slice where one of the `others` lies in its gaps; overlaps of elements were refused before.
+    /// Fails if one of the `others` has elements in the gaps of argument `i`. Overlapping elements were refused
+    /// before.
     fn refuse_in_gaps(&self, i: usize, others: impl Fn(&Arg) -> bool) -> Result<()> {
         let mine = self.args[i].tensor;
         let a = mine.byte_range();
@@ -161,10 +161,10 @@ impl<'a> Launch<'a> {
         }
     }
 
-    /// Address and element count (first to last) of an argument declared written.
+    /// Address and element count, first to last, of an argument declared as written.
     pub fn pointer_mut<T: Element>(&self, i: usize) -> Result<(*mut T, usize)> {
         if self.args.get(i).is_none_or(|a| a.access != AccessKind::Write) {
-            return shape_error(self.op, format!("argument {i} is not declared written"));
+            return shape_error(self.op, format!("argument {i} is not declared as written"));
         }
         self.pointer(i)
     }
@@ -175,7 +175,7 @@ impl<'a> Launch<'a> {
             return Err(Error::DType { op: self.op, found: tensor.dtype(), wanted: T::DTYPE });
         }
         if self.cuda.is_some() {
-            let what = "a CPU kernel on a stream of a card".to_string();
+            let what = "a CPU kernel needs a stream of the CPU device".to_string();
             return Err(Error::Unsupported { op: self.op, what });
         }
         Ok((self.start(i)? as *mut T, tensor.span()))
@@ -184,16 +184,16 @@ impl<'a> Launch<'a> {
     fn argument(&self, i: usize) -> Result<&'a Tensor> {
         match self.args.get(i) {
             Some(arg) => Ok(arg.tensor),
-            None => shape_error(self.op, format!("there is no argument {i}")),
+            None => shape_error(self.op, format!("argument {i} does not exist")),
         }
     }
 
-    /// Address of argument `i`, all of which lies inside its buffer.
+    /// Address of argument `i`, after checking that all of it is inside its buffer.
     fn start(&self, i: usize) -> Result<usize> {
         let tensor = self.argument(i)?;
         let range = tensor.byte_range();
         if range.end > tensor.buffer.bytes {
-            return shape_error(self.op, format!("argument {i} {tensor:?} reaches past its buffer"));
+            return shape_error(self.op, format!("argument {i} {tensor:?} extends past its buffer"));
         }
         Ok(tensor.buffer.address() + range.start)
     }
@@ -215,7 +215,7 @@ impl<'a> Borrow<'a> {
             let writes = args[i..].iter().any(|b| same(b) && b.access == AccessKind::Write);
             if !a.tensor.buffer.try_borrow(writes) {
                 return Err(Error::Race(format!(
-                    "'{op}' uses argument {i} {:?} while another thread is inside a kernel that writes it",
+                    "'{op}' uses argument {i} {:?} while another thread runs a kernel that writes it",
                     a.tensor
                 )));
             }

@@ -1,5 +1,5 @@
-//! Tensors and what they live on: element types, memory with accounting, views, streams, events, and the
-//! checker that finds accesses nothing orders.
+//! Tensors and the devices they live on: element types, memory pools with accounting, strided views, streams, events,
+//! CUDA graphs, traces, and a race checker for streams.
 
 mod arena;
 mod buffer;

@@ -1,26 +1,26 @@
-//! Accounting of memory by what it is for.
+//! Memory accounting by category.
 
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 
-/// What a buffer is for.
+/// What a buffer is used for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Category {
-    /// Weights in the compute type.
+    /// Weights in the compute dtype.
     Parameters,
     /// Gradient buffers.
     Gradients,
-    /// Master weights and moments.
+    /// Master weights and optimizer moments.
     Optimizer,
-    /// What a forward pass leaves for its backward pass, and what flows between modules.
+    /// Tensors saved for backward, and tensors passed between modules.
     Activations,
-    /// Scratch that lives inside one operation.
+    /// Scratch memory of a single operation.
     Workspace,
     /// Buffers of collectives.
     Communication,
 }
 
 impl Category {
-    /// All of them, in the order of tables.
+    /// All categories, in the order of tables.
     pub const ALL: [Category; 6] = [
         Category::Parameters,
         Category::Gradients,
@@ -43,7 +43,7 @@ impl Category {
     }
 }
 
-/// Live and peak bytes, by category and in all.
+/// Live and peak bytes, by category and in total.
 #[derive(Debug, Default)]
 pub(crate) struct MemoryAccount {
     now: [AtomicUsize; 6],
@@ -74,16 +74,16 @@ impl MemoryAccount {
     }
 }
 
-/// A reading of the account. Prints as a table.
+/// A snapshot of the memory account. Prints as a table.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MemoryReport {
     /// Live bytes, in the order of [`Category::ALL`].
     pub now: [usize; 6],
-    /// Highest live bytes, in the same order. Categories peak at different moments: they need not add up.
+    /// Peak bytes, in the same order. Categories peak at different times, so they need not add up to the total peak.
     pub peak: [usize; 6],
-    /// Live bytes in all.
+    /// Live bytes in total.
     pub total_now: usize,
-    /// Highest live bytes in all.
+    /// Peak bytes in total.
     pub total_peak: usize,
 }
 
@@ -102,14 +102,14 @@ impl std::fmt::Display for MemoryReport {
         write!(
             f,
             "{:<14} {:>12} {:>12}",
-            "in all",
+            "total",
             format_bytes(self.total_now),
             format_bytes(self.total_peak)
         )
     }
 }
 
-/// Bytes for people: `1.5 GiB`.
+/// A byte count with a binary unit, such as `1.5 GiB`.
 pub fn format_bytes(bytes: usize) -> String {
     let (mut x, mut unit) = (bytes as f64, "B");
     for next in ["KiB", "MiB", "GiB", "TiB"] {

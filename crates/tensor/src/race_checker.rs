@@ -1,15 +1,15 @@
-//! Finds accesses that nothing orders.
+//! Detects conflicting memory accesses that no event orders.
 //!
-//! Every stream has a vector clock: how far into each other stream's work it is known to be. A launch advances
-//! its stream's own entry; recording an event takes a copy; waiting for it takes the maximum. An access
-//! conflicts with an earlier one to the same bytes if one of them writes and the earlier one's time is not yet
-//! in the clock of the later one's stream. History is kept by memory block and survives the return of a block
-//! to the pool, so handing memory on too early is a conflict like any other.
+//! Every stream has a vector clock that says how far each other stream is known to have progressed. A launch advances
+//! its own stream's entry, recording an event copies the clock, and waiting for an event takes the elementwise
+//! maximum. Two accesses to the same bytes race if at least one writes and the earlier one's time is not yet in the
+//! clock of the later one's stream. The history is kept per memory block and survives the block's return to the pool,
+//! so a block that is reused while another stream still uses it is reported as well.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// A vector clock: entry `s` is the number of launches of stream `s` that are known to be done.
+/// Entry `s` is the number of launches of stream `s` that are known to be complete.
 pub(crate) type VectorClock = Vec<u64>;
 
 #[derive(Default)]
@@ -38,19 +38,19 @@ impl RaceChecker {
         clock
     }
 
-    /// One launch begins: its time on its stream.
+    /// Starts a launch and returns its time on its stream.
     pub(crate) fn tick(&mut self, stream: u32) -> u64 {
         let t = &mut self.clock(stream)[stream as usize];
         *t += 1;
         *t
     }
 
-    /// The clock an event carries.
+    /// The clock that an event on `stream` carries.
     pub(crate) fn record(&mut self, stream: u32) -> VectorClock {
         self.clock(stream).clone()
     }
 
-    /// `stream` waits for what `event` saw.
+    /// Makes `stream` wait for `event`.
     pub(crate) fn wait(&mut self, stream: u32, event: &VectorClock) {
         let clock = self.clock(stream);
         clock.resize(clock.len().max(event.len()), 0);
@@ -59,7 +59,7 @@ impl RaceChecker {
         }
     }
 
-    /// Notes an access to a block, or says with which earlier one it conflicts.
+    /// Records an access to a block; fails if it races with an earlier one, and names both.
     pub(crate) fn access(&mut self, block: u64, new: Access) -> Result<(), String> {
         let clock = self.clock(new.stream).clone();
         let history = self.blocks.entry(block).or_default();
@@ -68,17 +68,16 @@ impl RaceChecker {
         if let Some(old) = history.iter().find(|o| (o.write || new.write) && overlap(o) && !ordered(o)) {
             let verb = |a: &Access| if a.write { "writes" } else { "reads" };
             let what = if old.buffer == new.buffer {
-                "the same memory"
+                "the same memory that"
             } else {
-                "memory that was handed on too early: it belonged to a freed tensor that"
+                "memory that was reused too early: it belonged to a freed tensor that"
             };
             return Err(format!(
-                "'{}' on stream '{}' {} {what} {} '{}' on stream '{}' {} with no event between them; \
+                "'{}' on stream '{}' {} {what} '{}' on stream '{}' {} with no event between them; \
                  record an event after '{}' and make '{}' wait for it",
                 new.label,
                 new.stream_name,
                 verb(&new),
-                if old.buffer == new.buffer { "that" } else { "" },
                 old.label,
                 old.stream_name,
                 verb(old),
@@ -86,7 +85,8 @@ impl RaceChecker {
                 new.stream_name
             ));
         }
-        // A write that covers an ordered access makes it irrelevant: whatever comes later must follow the write.
+        // A write that covers an access ordered before it supersedes that access: whatever follows must be ordered
+        // after the write.
         let covers = |old: &Access| new.bytes.start <= old.bytes.start && old.bytes.end <= new.bytes.end;
         let same_reader = |old: &Access| !old.write && old.stream == new.stream;
         history.retain(|old| !(covers(old) && ordered(old) && (new.write || same_reader(old))));

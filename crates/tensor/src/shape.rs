@@ -1,8 +1,8 @@
-//! Shapes and strides: small, copied, never on the heap.
+//! Shapes and strides as small `Copy` arrays.
 
 use crate::{Result, shape_error};
 
-/// The most axes a tensor has.
+/// Maximum number of axes of a tensor.
 pub const MAX_RANK: usize = 5;
 
 /// Up to [`MAX_RANK`] sizes or strides, in elements.
@@ -13,7 +13,7 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// From a slice; more than [`MAX_RANK`] axes is an error.
+    /// Copies a slice; fails for more than [`MAX_RANK`] axes.
     pub fn new(dims: &[usize]) -> Result<Dims> {
         if dims.len() > MAX_RANK {
             return shape_error("shape", format!("{dims:?} has more than {MAX_RANK} axes"));
@@ -34,7 +34,7 @@ impl Dims {
         strides
     }
 
-    /// Product of the sizes (1 for no axes).
+    /// Product of the sizes; 1 for no axes.
     pub fn product(&self) -> usize {
         self.iter().product()
     }

@@ -1,4 +1,4 @@
-//! Streams and events: what work waits for.
+//! Streams and events.
 
 use crate::cuda::CudaStream;
 use crate::race_checker::VectorClock;
@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering::Relaxed};
 use std::time::Duration;
 
-/// A queue of work on a device. Work on one stream happens in order; order between streams comes from
-/// [`Stream::record`] and [`Stream::wait`] only.
+/// An in-order queue of work on a device. Work on different streams is ordered by [`Stream::record`] and
+/// [`Stream::wait`] only.
 #[derive(Clone)]
 pub struct Stream {
     device: Device,
@@ -18,9 +18,9 @@ pub struct Stream {
     name: &'static str,
     /// The rank that uses it, for traces.
     rank: usize,
-    /// The driver's stream, on a card.
+    /// The CUDA stream; `None` on the host.
     cuda: Option<Arc<CudaStream>>,
-    /// Spans of collectives that are open on it, counted while traced.
+    /// Number of open collective spans, while traced.
     collectives: Arc<AtomicU32>,
 }
 
@@ -32,7 +32,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// Time from `earlier` to this on the device's own clock. Waits until both are reached.
+    /// Time from `earlier` to `self` on the device's clock. Blocks until both are reached.
     pub fn since(&self, earlier: &Event) -> Result<Duration> {
         self.at.since(&earlier.at)
     }
@@ -48,17 +48,17 @@ impl Stream {
         &self.device
     }
 
-    /// The same stream, known in traces as one of `rank`.
+    /// The same stream, attributed to `rank` in traces.
     pub fn with_rank(self, rank: usize) -> Stream {
         Stream { rank, ..self }
     }
 
-    /// The rank that uses it; 0 unless [`Stream::with_rank`] said another.
+    /// The rank it is attributed to in traces; 0 by default.
     pub fn rank(&self) -> usize {
         self.rank
     }
 
-    /// Is it the same queue of work?
+    /// True if both are handles to the same stream.
     pub fn same_as(&self, other: &Stream) -> bool {
         self.id == other.id && Arc::ptr_eq(&self.device.inner, &other.device.inner)
     }
@@ -87,8 +87,8 @@ impl Stream {
         self.collectives.fetch_sub(1, Relaxed);
     }
 
-    /// Gives a name to the work given to this stream until the span is dropped; spans nest. Without a trace under
-    /// way this is nothing, and `detail` is not even written out.
+    /// Names the work given to this stream until the span is dropped; spans nest. Does nothing, and does not format
+    /// `detail`, unless a trace is active.
     pub fn span(&self, kind: ActivityKind, name: &'static str, detail: std::fmt::Arguments) -> Result<Span> {
         match self.device.inner.tracer() {
             None => Ok(Span::DISABLED),
@@ -96,7 +96,7 @@ impl Stream {
         }
     }
 
-    /// A point after all work given so far.
+    /// Records an event after all work given to this stream so far.
     pub fn record(&self) -> Result<Event> {
         let mut clock = VectorClock::new();
         self.device.inner.check(|c| {
@@ -106,7 +106,7 @@ impl Stream {
         Ok(Event { clock, at: Timestamp::now(self.cuda())? })
     }
 
-    /// Work given from now on happens after `event`. The host does not wait.
+    /// Orders later work of this stream after `event`. Does not block the host.
     pub fn wait(&self, event: &Event) -> Result<()> {
         self.device.inner.check(|c| {
             c.wait(self.id, &event.clock);
@@ -118,7 +118,7 @@ impl Stream {
         }
     }
 
-    /// Blocks the host until all work given so far is done, and says what kernels found wrong.
+    /// Blocks the host until all work given so far is complete, and reports what kernels found wrong.
     pub fn synchronize(&self) -> Result<()> {
         self.cuda.as_ref().map_or(Ok(()), |q| q.synchronize())
     }

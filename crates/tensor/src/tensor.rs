@@ -1,12 +1,11 @@
-//! Tensors: cheap handles to a part of a buffer.
+//! Tensors: cheap handles to strided views of shared buffers.
 
 use crate::buffer::Buffer;
 use crate::shape::Dims;
 use crate::{Category, DType, Device, Result, Stream, shape_error};
 use std::sync::Arc;
 
-/// A strided view of a shared buffer. Cloning and slicing share memory; kernels read and write it only
-/// through [`Stream::launch`].
+/// A strided view of a shared buffer. Clones and slices share memory; it is accessed only through [`Stream::launch`].
 #[derive(Clone)]
 pub struct Tensor {
     pub(crate) buffer: Arc<Buffer>,
@@ -18,8 +17,8 @@ pub struct Tensor {
 }
 
 impl Tensor {
-    /// New memory on `stream`, contents unspecified. Memory is handed on within a stream, so the tensor must
-    /// be last used on that stream, or on one that `stream` has waited for.
+    /// Allocates a tensor on `stream` with unspecified contents. Freed memory is reused on the same stream, so the
+    /// last use of the tensor must be on `stream`, or on a stream that `stream` has waited for.
     pub fn empty(stream: &Stream, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
         let shape = Dims::new(shape)?;
         let Some(bytes) = shape
@@ -27,7 +26,7 @@ impl Tensor {
             .try_fold(dtype.size(), |n, d| n.checked_mul(*d))
             .filter(|b| *b <= isize::MAX as usize)
         else {
-            return shape_error("allocate", format!("{shape:?} {dtype} is larger than the address space"));
+            return shape_error("allocate", format!("{shape:?} {dtype} exceeds the address space"));
         };
         let buffer = Buffer::new(&stream.device().inner, stream.id(), bytes, category)?;
         Ok(Tensor { buffer: Arc::new(buffer), offset: 0, shape, strides: shape.row_major(), dtype })
@@ -38,7 +37,7 @@ impl Tensor {
         &self.shape
     }
 
-    /// Steps of the axes, in elements.
+    /// Strides of the axes, in elements.
     pub fn strides(&self) -> &[usize] {
         &self.strides
     }
@@ -53,7 +52,7 @@ impl Tensor {
         self.shape.product()
     }
 
-    /// Bytes of the elements.
+    /// Size of the elements in bytes.
     pub fn bytes(&self) -> usize {
         self.numel() * self.dtype.size()
     }
@@ -63,39 +62,39 @@ impl Tensor {
         self.shape.len()
     }
 
-    /// Where it lives.
+    /// The device it is on.
     pub fn device(&self) -> Device {
         Device { inner: self.buffer.device.clone() }
     }
 
-    /// Identity of the memory: views of one allocation have one id.
+    /// Identifies the allocation: all views of one buffer have the same id.
     pub fn allocation_id(&self) -> u64 {
         self.buffer.id
     }
 
-    /// The largest power of two, up to 256, that divides the address of the first element.
+    /// Alignment of the first element in bytes: the largest power of two up to 256 that divides its address.
     pub fn alignment(&self) -> usize {
         let address = self.buffer.address() + self.byte_range().start;
         1 << address.trailing_zeros().min(8)
     }
 
-    /// Are the two the very same bytes of one allocation?
+    /// True if both cover exactly the same bytes of one allocation.
     pub fn same_memory(&self, other: &Tensor) -> bool {
         Arc::ptr_eq(&self.buffer, &other.buffer) && self.byte_range() == other.byte_range()
     }
 
-    /// May the two have an element in common?
+    /// True if the two may share an element.
     pub fn overlaps(&self, other: &Tensor) -> bool {
         Arc::ptr_eq(&self.buffer, &other.buffer) && !self.disjoint(other)
     }
 
-    /// Are the elements back to back in row-major order?
+    /// True if the elements are contiguous in row-major order.
     pub fn is_contiguous(&self) -> bool {
         let want = self.shape.row_major();
         self.numel() == 0 || (0..self.rank()).all(|a| self.shape[a] == 1 || self.strides[a] == want[a])
     }
 
-    /// Part `start..start+len` of one axis.
+    /// Slice `start..start + len` of one axis.
     pub fn narrow(&self, axis: usize, start: usize, len: usize) -> Result<Tensor> {
         if axis >= self.rank() || start.checked_add(len).is_none_or(|end| end > self.shape[axis]) {
             return shape_error("narrow", format!("{start}+{len} on axis {axis} of {:?}", self.shape));
@@ -106,19 +105,22 @@ impl Tensor {
         Ok(t)
     }
 
-    /// Entry `index` of one axis, which disappears.
+    /// Entry `index` of one axis, which is removed.
     pub fn select(&self, axis: usize, index: usize) -> Result<Tensor> {
         let mut t = self.narrow(axis, index, 1)?;
         (t.shape, t.strides) = (t.shape.remove(axis), t.strides.remove(axis));
         Ok(t)
     }
 
-    /// The same elements under another shape, without moving them. Works where each new axis is a part of
-    /// one old axis or joins old axes that lie back to back.
+    /// The same elements under another shape, without a copy. Each new axis must split one old axis, or merge old
+    /// axes that are contiguous with each other.
     pub fn view(&self, shape: &[usize]) -> Result<Tensor> {
         let new = Dims::new(shape)?;
         if new.product() != self.numel() {
-            return shape_error("view", format!("{:?} has not the elements of {new:?}", self.shape));
+            return shape_error(
+                "view",
+                format!("{:?} and {new:?} have different numbers of elements", self.shape),
+            );
         }
         let strides = if self.is_contiguous() {
             Some(new.row_major())
@@ -130,14 +132,14 @@ impl Tensor {
             None => shape_error(
                 "view",
                 format!(
-                    "{:?} with strides {:?} can't be seen as {new:?}; copy it first",
+                    "{:?} with strides {:?} cannot be viewed as {new:?}; copy it first",
                     self.shape, self.strides
                 ),
             ),
         }
     }
 
-    /// Two axes swapped, without moving anything.
+    /// Swaps two axes, without a copy.
     pub fn transpose(&self, a: usize, b: usize) -> Result<Tensor> {
         if a.max(b) >= self.rank() {
             return shape_error("transpose", format!("axes {a}, {b} of {:?}", self.shape));
@@ -148,7 +150,7 @@ impl Tensor {
         Ok(t)
     }
 
-    /// The memory as bytes: a flat u8 view of a contiguous tensor.
+    /// The memory of a contiguous tensor as a flat u8 tensor.
     pub fn as_bytes(&self) -> Result<Tensor> {
         if !self.is_contiguous() {
             return shape_error("as_bytes", format!("{:?} is not contiguous", self.shape));
@@ -164,13 +166,13 @@ impl Tensor {
         })
     }
 
-    /// The memory as 4-byte words: a flat i32 view of a contiguous tensor that begins and ends with whole ones.
+    /// The memory of a contiguous tensor as a flat i32 tensor; fails unless start and size are multiples of 4 bytes.
     pub fn as_i32_words(&self) -> Result<Tensor> {
         let bytes = self.as_bytes()?;
         if !bytes.offset.is_multiple_of(4) || !bytes.numel().is_multiple_of(4) {
             return shape_error(
                 "as_i32_words",
-                format!("{:?} of {} is not whole words", self.shape, self.dtype),
+                format!("{:?} of {} does not start and end at multiples of 4 bytes", self.shape, self.dtype),
             );
         }
         let shape = Dims::new(&[bytes.numel() / 4])?;
@@ -183,18 +185,15 @@ impl Tensor {
         })
     }
 
-    /// The same memory as elements of another type of the same size.
+    /// The same memory reinterpreted as another element type of the same size.
     pub fn view_dtype(&self, dtype: DType) -> Result<Tensor> {
         if dtype.size() != self.dtype.size() {
-            return shape_error(
-                "view_dtype",
-                format!("{} elements are not of the size of {dtype}", self.dtype),
-            );
+            return shape_error("view_dtype", format!("{} and {dtype} have different sizes", self.dtype));
         }
         Ok(Tensor { dtype, ..self.clone() })
     }
 
-    /// Elements from the first to the last touched, gaps included.
+    /// Number of elements from the first to the last one touched, including gaps.
     pub(crate) fn span(&self) -> usize {
         if self.numel() == 0 {
             return 0;
@@ -202,20 +201,21 @@ impl Tensor {
         1 + self.shape.iter().zip(self.strides.iter()).map(|(n, s)| (n - 1) * s).sum::<usize>()
     }
 
-    /// Bytes of the buffer from the first to past the last touched.
+    /// Byte range of the buffer from the first to the last element touched.
     pub(crate) fn byte_range(&self) -> std::ops::Range<usize> {
         let size = self.dtype.size();
         self.offset * size..(self.offset + self.span()) * size
     }
 
-    /// Do two views of one buffer touch no common element? Exact for columns of one matrix and heads of one
-    /// projection, however many axes lead to them; cautious otherwise.
+    /// True if two views of one buffer have no element in common. Exact for column slices of one matrix and heads of
+    /// one projection, with any number of leading axes; conservative otherwise.
     pub(crate) fn disjoint(&self, other: &Tensor) -> bool {
         let (a, b) = (self.byte_range(), other.byte_range());
         if a.is_empty() || b.is_empty() || a.end <= b.start || b.end <= a.start {
             return true;
         }
-        // Modulo a step that divides all larger ones, a view covers one range; the ranges may lie apart.
+        // Modulo a stride that divides all larger strides, each view covers one range; disjoint ranges mean disjoint
+        // views.
         self.dtype == other.dtype
             && self.strides.iter().chain(other.strides.iter()).any(|step| {
                 match (self.residues(*step), other.residues(*step)) {
@@ -225,7 +225,7 @@ impl Tensor {
             })
     }
 
-    /// The offsets of all elements modulo `step`, if they form a range that does not wrap.
+    /// The offsets of all elements modulo `step`, if they form a range that does not wrap around.
     fn residues(&self, step: usize) -> Option<std::ops::Range<usize>> {
         let axes = || self.shape.iter().zip(self.strides.iter()).filter(|(n, _)| **n > 1);
         if step == 0 || axes().any(|(_, s)| *s >= step && s % step != 0) {
@@ -237,15 +237,15 @@ impl Tensor {
     }
 }
 
-/// Strides for seeing (shape, strides) as `new`, if its axes can be matched group by group.
+/// Strides that view (shape, strides) as `new`, if groups of axes with equal products can be matched.
 fn restride(shape: &Dims, strides: &Dims, new: &Dims) -> Option<Dims> {
     let mut out = *new;
-    // Old axes of size one carry no information.
+    // Axes of size one have no meaningful stride.
     let old: Vec<(usize, usize)> =
         shape.iter().copied().zip(strides.iter().copied()).filter(|(n, _)| *n != 1).collect();
     let (mut i, mut j) = (0, 0);
     while i < old.len() {
-        // Smallest run of old axes and of new axes with equal products.
+        // The shortest runs of old and new axes with equal products.
         let (mut p, mut q, i0, j0) = (old[i].0, 1, i, j);
         while p != q {
             if q < p {

@@ -1,13 +1,14 @@
-//! The compute pool: CPU threads that kernels share their work over.
+//! The thread pool of CPU kernels.
 //!
-//! Work is always cut into pieces whose number depends on the problem only, never on the number of threads,
-//! and every piece writes its own output. So results do not depend on how many threads there are.
+//! Work is split into pieces by problem size alone, never by the number of threads, and every piece writes its own
+//! output. Results therefore do not depend on the number of threads.
 
 use crate::{Error, Result};
 use rayon::prelude::*;
 use std::sync::Arc;
 
-/// A shared set of worker threads. Cloning shares it. Threads that call into it block; they never wait inside it.
+/// A shared pool of worker threads; clones share it. Callers block until their work is done and never wait for
+/// anything else inside the pool.
 #[derive(Clone)]
 pub struct Threads {
     pool: Option<Arc<rayon::ThreadPool>>,
@@ -15,7 +16,7 @@ pub struct Threads {
 }
 
 impl Threads {
-    /// A pool of `count` threads; 0 means one for each core this process may use.
+    /// Creates a pool of `count` threads; 0 means one for each available core.
     pub fn new(count: usize) -> Result<Threads> {
         let available = std::thread::available_parallelism().map_or(1, |n| n.get());
         let count = if count == 0 { available } else { count };
@@ -28,17 +29,17 @@ impl Threads {
             .build()
             .map_err(|e| Error::Unsupported {
                 op: "threads",
-                what: format!("{count} compute threads could not be started ({e}); ask for fewer"),
+                what: format!("{count} compute threads could not be started ({e}); use fewer"),
             })?;
         Ok(Threads { pool: Some(Arc::new(pool)), count })
     }
 
-    /// How many threads there are.
+    /// Number of threads.
     pub fn count(&self) -> usize {
         self.count
     }
 
-    /// Run `work(i)` for every `i` in `0..pieces`, in any order and on any thread, and return when all are done.
+    /// Runs `work(i)` for every `i` in `0..pieces`, in any order on any thread, and returns when all are done.
     pub fn parallel_for(&self, pieces: usize, work: &(dyn Fn(usize) + Sync)) {
         match &self.pool {
             Some(pool) if pieces > 1 => {
@@ -48,13 +49,13 @@ impl Threads {
         }
     }
 
-    /// Cut `0..len` into pieces of `grain` (the last may be shorter) and run `work(start..end)` on each.
+    /// Splits `0..len` into ranges of `grain` (the last may be shorter) and runs `work(start..end)` on each.
     pub fn parallel_ranges(&self, len: usize, grain: usize, work: &(dyn Fn(std::ops::Range<usize>) + Sync)) {
         let grain = grain.max(1);
         self.parallel_for(len.div_ceil(grain), &|i| work(i * grain..((i + 1) * grain).min(len)));
     }
 
-    /// Cut `out` into chunks of `chunk` elements and run `work(i, chunk_i)` on each.
+    /// Splits `out` into chunks of `chunk` elements and runs `work(i, chunk_i)` on each.
     pub fn parallel_chunks<T: Send>(
         &self,
         out: &mut [T],

@@ -1,11 +1,11 @@
-//! Points in time on a device's own clock.
+//! Timestamps on a device's clock.
 
 use crate::cuda::{CudaEvent, CudaStream};
 use crate::{Error, Result};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// A point in a stream's work: the host's clock, or an event of the card that may lie ahead.
+/// A point in a stream's work: a host time, or a CUDA event that may not have been reached yet.
 #[derive(Clone)]
 pub(crate) enum Timestamp {
     Host(Instant),
@@ -13,7 +13,8 @@ pub(crate) enum Timestamp {
 }
 
 impl Timestamp {
-    /// After everything given to the queue so far; without one it is the host, where all of that is done.
+    /// The point after all work given to `cuda` so far. Without a CUDA stream this is the host's clock, because host
+    /// work completes at once.
     pub(crate) fn now(cuda: Option<&CudaStream>) -> Result<Timestamp> {
         Ok(match cuda {
             None => Timestamp::Host(Instant::now()),
@@ -21,12 +22,14 @@ impl Timestamp {
         })
     }
 
-    /// Time from `earlier` to this; nothing if that comes later. Waits until both are reached.
+    /// Time from `earlier` to `self`, zero if `earlier` is later. Blocks until both are reached.
     pub(crate) fn since(&self, earlier: &Timestamp) -> Result<Duration> {
         match (self, earlier) {
             (Timestamp::Host(end), Timestamp::Host(start)) => Ok(end.saturating_duration_since(*start)),
             (Timestamp::Cuda(end), Timestamp::Cuda(start)) => end.since(start),
-            _ => Err(Error::Unsupported { op: "since", what: "the events are of two devices".into() }),
+            _ => {
+                Err(Error::Unsupported { op: "since", what: "the events belong to different devices".into() })
+            }
         }
     }
 }

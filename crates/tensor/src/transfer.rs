@@ -1,4 +1,4 @@
-//! Values between host and device, copies and zeros.
+//! Transfers between host and device, copies, and zero fills.
 
 use crate::{Category, DType, Element, Result, Stream, Tensor, read, shape_error, write};
 
@@ -21,13 +21,12 @@ impl Stream {
                 l.slice_mut::<T>(0)?.copy_from_slice(values);
                 Ok(())
             }
-            // SAFETY: the argument is written, contiguous and as long as the values.
+            // SAFETY: the argument is declared as written, contiguous, and as long as the values.
             Some(q) => unsafe { q.context().upload(q, bytemuck::cast_slice(values), l.address(0)?) },
         })
     }
 
-    /// Copies the elements of one contiguous tensor to another of the same type and number on this device. The
-    /// two must not overlap.
+    /// Copies a contiguous tensor to another of the same dtype and size on this device. The two must not overlap.
     pub fn copy(&self, from: &Tensor, to: &Tensor) -> Result<()> {
         if from.dtype() != to.dtype() || from.numel() != to.numel() {
             return shape_error("copy", format!("{from:?} into {to:?}"));
@@ -38,12 +37,13 @@ impl Stream {
                 l.slice_mut::<u8>(1)?.copy_from_slice(l.slice::<u8>(0)?);
                 Ok(())
             }
-            // SAFETY: both are arguments of that many bytes, the second is written, and they do not overlap.
+            // SAFETY: both are arguments of that many bytes, the second is declared as written, and they do not
+            // overlap.
             Some(cuda) => unsafe { cuda.context().copy(cuda, l.address(0)?, l.address(1)?, to.numel()) },
         })
     }
 
-    /// Copies a tensor to the host, in row-major order whatever its strides, and waits for it.
+    /// Copies a tensor to the host in row-major order, whatever its strides. Blocks until it is there.
     pub fn download<T: Element>(&self, t: &Tensor) -> Result<Vec<T>> {
         let args = [read(t)];
         let mut out = Vec::with_capacity(t.numel());
@@ -53,7 +53,7 @@ impl Stream {
                 None => l.slice::<T>(0)?,
                 Some(cuda) => {
                     let mut host = vec![T::zeroed(); t.span()];
-                    // SAFETY: the argument's elements from its first to its last, which `address` checked.
+                    // SAFETY: covers the argument from its first to its last element, which `address` checked.
                     unsafe {
                         cuda.context().download(cuda, l.address(0)?, bytemuck::cast_slice_mut(&mut host))?
                     };
@@ -67,7 +67,7 @@ impl Stream {
         Ok(out)
     }
 
-    /// A new tensor of zeros.
+    /// Allocates a tensor of zeros.
     pub fn zeros(&self, shape: &[usize], dtype: DType, category: Category) -> Result<Tensor> {
         let t = Tensor::empty(self, shape, dtype, category)?;
         self.zero(&t)?;
@@ -82,7 +82,7 @@ impl Stream {
                 l.slice_mut::<u8>(0)?.fill(0);
                 Ok(())
             }
-            // SAFETY: the argument is written, and of that many bytes.
+            // SAFETY: the argument is declared as written and has that many bytes.
             Some(cuda) => unsafe { cuda.context().zero(cuda, l.address(0)?, bytes.numel()) },
         })
     }

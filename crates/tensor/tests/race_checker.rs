@@ -1,4 +1,4 @@
-//! The checker catches a missing wait and memory handed on too early, and is silent when events are in place.
+//! The race checker reports a missing wait and memory reused too early, and accepts work ordered by events.
 #![allow(clippy::unwrap_used)]
 
 use ferrotron_tensor::*;
@@ -20,7 +20,7 @@ fn touch(stream: &Stream, op: &'static str, arg: Arg) -> Result<()> {
     stream.launch(op, &[arg], |_| Ok(()))
 }
 
-/// Producer on one stream, consumer on another; `with_wait` says whether the event between them is there.
+/// Producer on one stream, consumer on another, with or without an event between them.
 fn hand_over(with_wait: bool) -> Result<()> {
     let Setup { compute, copy } = setup();
     let x = Tensor::empty(&compute, &[64], DType::F32, Category::Activations)?;
@@ -32,7 +32,7 @@ fn hand_over(with_wait: bool) -> Result<()> {
 }
 
 #[test]
-fn a_removed_event_wait_is_caught() {
+fn a_missing_event_wait_is_reported() {
     hand_over(true).unwrap();
     let error = hand_over(false).unwrap_err().to_string();
     assert!(
@@ -41,7 +41,7 @@ fn a_removed_event_wait_is_caught() {
     );
 }
 
-/// A tensor read on the copy stream is freed; the next tensor on the compute stream gets its memory.
+/// A tensor read on the copy stream is freed, and the next tensor on the compute stream gets its memory.
 fn reuse(with_wait: bool) -> Result<()> {
     let Setup { compute, copy } = setup();
     let x = Tensor::empty(&compute, &[64], DType::F32, Category::Activations)?;
@@ -57,14 +57,14 @@ fn reuse(with_wait: bool) -> Result<()> {
 }
 
 #[test]
-fn a_buffer_reused_too_early_is_caught() {
+fn a_buffer_reused_too_early_is_reported() {
     reuse(true).unwrap();
     let error = reuse(false).unwrap_err().to_string();
-    assert!(error.contains("handed on too early") && error.contains("'next layer'"), "{error}");
+    assert!(error.contains("reused too early") && error.contains("'next layer'"), "{error}");
 }
 
 #[test]
-fn order_passes_through_a_third_stream() {
+fn ordering_is_transitive_over_streams() {
     let device = Device::cpu_instrumented(
         Threads::new(1).unwrap(),
         Instrumentation { race_check: true, ..Instrumentation::default() },
@@ -75,7 +75,7 @@ fn order_passes_through_a_third_stream() {
     b.wait(&a.record().unwrap()).unwrap();
     c.wait(&b.record().unwrap()).unwrap();
     touch(&c, "last", write(&x)).unwrap();
-    assert!(touch(&b, "between", read(&x)).is_err(), "b knows nothing of c");
+    assert!(touch(&b, "between", read(&x)).is_err(), "b has not waited for c");
 }
 
 #[test]

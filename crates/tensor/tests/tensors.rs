@@ -37,20 +37,20 @@ fn view_splits_and_joins_axes_of_strided_tensors() {
     assert_eq!(heads.strides(), [6, 2, 1]);
     assert_eq!(heads.view(&[2, 2, 4]).unwrap().strides(), [12, 6, 1]);
     assert_eq!(heads.view(&[4, 4]).unwrap().strides(), [6, 1]);
-    assert!(q.view(&[16]).is_err(), "gaps cannot be joined");
+    assert!(q.view(&[16]).is_err(), "axes with gaps cannot be merged");
     assert!(q.view(&[5, 3]).is_err());
     assert_eq!(t.view(&[24]).unwrap().shape(), [24]);
     assert_eq!(t.view(&[1, 4, 1, 6]).unwrap().numel(), 24);
 }
 
 #[test]
-fn memory_is_counted_by_category_and_returned() {
+fn memory_is_accounted_by_category_and_released() {
     let s = stream();
     let before = s.device().memory();
     let a = s.zeros(&[256], DType::F32, Category::Gradients).unwrap();
     let b = a.narrow(0, 3, 5).unwrap();
     drop(a);
-    assert_eq!(s.device().memory().now[Category::Gradients as usize], 1024, "a view keeps the memory");
+    assert_eq!(s.device().memory().now[Category::Gradients as usize], 1024, "a view keeps the buffer alive");
     drop(b);
     let after = s.device().memory();
     assert_eq!(after.now, before.now);
@@ -64,20 +64,26 @@ fn launches_refuse_overlap_wrong_types_and_undeclared_writes() {
     let t = counting(&s, &[4, 6]);
     let (left, right) = (t.narrow(1, 0, 3).unwrap(), t.narrow(1, 3, 3).unwrap());
     s.launch("columns", &[read(&left), write(&right)], |l| {
-        assert!(l.slice_mut::<i32>(1).is_err(), "its gaps hold the other argument");
+        assert!(l.slice_mut::<i32>(1).is_err(), "its gaps contain the other argument");
         assert!(l.pointer_mut::<i32>(1).is_ok() && l.pointer_mut::<i32>(0).is_err());
-        assert!(matches!(l.slice::<i32>(0), Err(Error::Overlap { a: 0, b: 1, .. })), "so do its own");
+        assert!(
+            matches!(l.slice::<i32>(0), Err(Error::Overlap { a: 0, b: 1, .. })),
+            "the read argument has gaps too"
+        );
         assert!(matches!(l.slice::<f32>(0), Err(Error::DType { .. })));
         Ok(())
     })
     .unwrap();
     let inside = right.narrow(0, 0, 1).unwrap();
     s.launch("a row", &[read(&left), write(&inside)], |l| {
-        assert!(l.slice_mut::<i32>(1).is_ok() && l.slice::<i32>(0).is_err(), "what is written lies in a gap");
+        assert!(
+            l.slice_mut::<i32>(1).is_ok() && l.slice::<i32>(0).is_err(),
+            "the written argument lies in a gap"
+        );
         Ok(())
     })
     .unwrap();
-    // Whichever of them is written.
+    // Either of them may be the written one.
     s.launch("a row", &[read(&inside), write(&left)], |_| Ok(())).unwrap();
     let rows = counting(&s, &[2, 3, 8]);
     let heads = |start, n| rows.narrow(2, start, 2 * n).unwrap().view(&[2, 3, n, 2]).unwrap();
@@ -91,7 +97,7 @@ fn launches_refuse_overlap_wrong_types_and_undeclared_writes() {
 }
 
 #[test]
-fn absurd_shapes_are_errors() {
+fn oversized_shapes_are_errors() {
     let s = stream();
     assert!(Tensor::empty(&s, &[usize::MAX, 2], DType::F32, Category::Workspace).is_err());
     assert!(Tensor::empty(&s, &[1 << 62], DType::U8, Category::Workspace).is_err());

@@ -1,4 +1,4 @@
-//! Traces: what is noted, that nothing is without one, and the sums against counting nanosecond by nanosecond.
+//! Traces: what is recorded, that nothing is without one, and overlap against counting every nanosecond.
 #![allow(clippy::unwrap_used)]
 
 use ferrotron_tensor::trace::{Activity, ActivityKind, Trace};
@@ -21,10 +21,10 @@ fn work(s: &Stream, op: &'static str, ms: u64) {
     s.launch(op, &[], run).unwrap();
 }
 
-/// Writing it out is noticed.
-struct Loud<'a>(&'a std::cell::Cell<u32>);
+/// Counts how often it is formatted.
+struct CountsFormatting<'a>(&'a std::cell::Cell<u32>);
 
-impl std::fmt::Display for Loud<'_> {
+impl std::fmt::Display for CountsFormatting<'_> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         self.0.set(self.0.get() + 1);
         f.write_str("tp: 'loud'")
@@ -32,7 +32,7 @@ impl std::fmt::Display for Loud<'_> {
 }
 
 #[test]
-fn launches_and_spans_are_noted_where_they_ran() {
+fn launches_and_spans_are_recorded_with_stream_and_rank() {
     let d = device(true);
     let (compute, comm) = (d.stream("compute").unwrap(), d.stream("communication").unwrap().with_rank(3));
     work(&compute, "before", 1);
@@ -61,7 +61,7 @@ fn launches_and_spans_are_noted_where_they_ran() {
     let kinds: Vec<_> =
         t.activities.iter().map(|a| (a.name.as_str(), a.kind, a.in_collective, a.rank, a.stream)).collect();
     use ActivityKind::*;
-    let wanted = [
+    let expected = [
         ("gemm", Kernel, false, 0, 0),
         ("norm", Kernel, false, 0, 0),
         ("copy", Kernel, true, 0, 0),
@@ -71,11 +71,11 @@ fn launches_and_spans_are_noted_where_they_ran() {
         ("step", Region, false, 0, 0),
         ("later", Kernel, false, 3, 1),
     ];
-    assert_eq!(kinds, wanted);
+    assert_eq!(kinds, expected);
     let find = |name: &str| t.activities.iter().find(|a| a.name == name).unwrap();
     assert_eq!(find("all-reduce").detail, "tp: 'x'");
     assert_eq!(find("later").stream_name, "communication");
-    // Inside of each other, in order, and as long as the sleeps.
+    // Nested as opened, in order, and at least as long as the sleeps.
     let (step, all) = (find("step"), find("all-reduce"));
     assert!(step.start <= all.start && all.end <= step.end);
     assert!(step.start <= find("norm").start && find("norm").end <= all.start);
@@ -97,23 +97,32 @@ fn launches_and_spans_are_noted_where_they_ran() {
 }
 
 #[test]
-fn nothing_is_noted_unless_asked() {
+fn nothing_is_recorded_unless_a_trace_is_active() {
     let d = device(false);
     let s = d.stream("compute").unwrap();
-    let said = std::cell::Cell::new(0);
+    let formatted = std::cell::Cell::new(0);
     d.start_trace().unwrap();
-    drop(s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
+    drop(
+        s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", CountsFormatting(&formatted)))
+            .unwrap(),
+    );
     work(&s, "gemm", 0);
     assert!(d.take_trace().unwrap().is_empty() && !d.is_traced());
-    assert_eq!(said.get(), 0);
+    assert_eq!(formatted.get(), 0);
 
     let d = device(true);
     let s = d.stream("compute").unwrap();
-    drop(s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
-    assert_eq!(said.get(), 0, "not started yet");
+    drop(
+        s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", CountsFormatting(&formatted)))
+            .unwrap(),
+    );
+    assert_eq!(formatted.get(), 0, "not started yet");
     d.start_trace().unwrap();
-    drop(s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", Loud(&said))).unwrap());
-    assert_eq!((said.get(), d.take_trace().unwrap().activities.len()), (1, 1));
+    drop(
+        s.span(ActivityKind::Collective, "all-reduce", format_args!("{}", CountsFormatting(&formatted)))
+            .unwrap(),
+    );
+    assert_eq!((formatted.get(), d.take_trace().unwrap().activities.len()), (1, 1));
 }
 
 #[test]
@@ -129,54 +138,54 @@ fn profile_and_trace_agree() {
     assert!((traced.seconds - time.as_secs_f64()).abs() < 1e-7);
 }
 
-struct Dice(u64);
+struct Lcg(u64);
 
-impl Dice {
+impl Lcg {
     fn below(&mut self, n: u64) -> u64 {
         self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         (self.0 >> 33) % n
     }
 }
 
-fn random(dice: &mut Dice) -> Trace {
+fn random(lcg: &mut Lcg) -> Trace {
     let streams = ["compute", "communication", "staging", "other"];
     let mut activities = Vec::new();
-    for _ in 0..dice.below(25) {
-        let stream = dice.below(4) as usize;
-        let start = dice.below(150);
+    for _ in 0..lcg.below(25) {
+        let stream = lcg.below(4) as usize;
+        let start = lcg.below(150);
         activities.push(Activity {
-            name: ["gemm", "a \"b\"", "c\\d\n\u{1}é"][dice.below(3) as usize].into(),
+            name: ["gemm", "a \"b\"", "c\\d\n\u{1}é"][lcg.below(3) as usize].into(),
             detail: String::new(),
             kind: [
                 ActivityKind::Kernel,
                 ActivityKind::Kernel,
                 ActivityKind::Collective,
                 ActivityKind::Region,
-            ][dice.below(4) as usize],
-            in_collective: dice.below(4) == 0,
-            rank: dice.below(3) as usize,
+            ][lcg.below(4) as usize],
+            in_collective: lcg.below(4) == 0,
+            rank: lcg.below(3) as usize,
             stream: stream as u32,
             stream_name: streams[stream].into(),
             start,
-            end: start + dice.below(60),
+            end: start + lcg.below(60),
         });
     }
-    Trace { start_unix_ns: dice.below(50), activities }
+    Trace { start_unix_ns: lcg.below(50), activities }
 }
 
 #[test]
-fn overlap_is_what_counting_says() {
-    let mut dice = Dice(5);
+fn overlap_equals_a_count_of_nanoseconds() {
+    let mut lcg = Lcg(5);
     let mut covered = 0;
     for _ in 0..300 {
-        let t = random(&mut dice);
+        let t = random(&mut lcg);
         let has = |rank: Option<usize>, at: u64, which: &dyn Fn(&Activity) -> bool| {
             let on = |a: &&Activity| rank.is_none_or(|r| r == a.rank) && a.start <= at && at < a.end;
             t.activities.iter().filter(on).any(which)
         };
-        // By their meaning, not by the functions under test.
-        let aside = |a: &Activity| ["communication", "staging"].contains(&a.stream_name.as_str());
-        let compute = |a: &Activity| a.kind == ActivityKind::Kernel && !a.in_collective && !aside(a);
+        // By definition, not through the functions under test.
+        let is_side_stream = |a: &Activity| ["communication", "staging"].contains(&a.stream_name.as_str());
+        let compute = |a: &Activity| a.kind == ActivityKind::Kernel && !a.in_collective && !is_side_stream(a);
         let comm = |a: &Activity| {
             a.kind == ActivityKind::Collective
                 || (a.kind == ActivityKind::Kernel && a.stream_name == "communication")
@@ -196,17 +205,17 @@ fn overlap_is_what_counting_says() {
             n
         };
         let o = t.overlap();
-        for (cover, wanted) in [(o.collectives, count(&comm)), (o.transfers, count(&moves))] {
+        for (cover, expected) in [(o.collectives, count(&comm)), (o.transfers, count(&moves))] {
             let ns = [cover.total, cover.same_rank, cover.any_rank].map(|s| (s * 1e9).round() as u32);
-            assert_eq!(ns, wanted);
-            covered += wanted[1];
+            assert_eq!(ns, expected);
+            covered += expected[1];
         }
     }
-    assert!(covered > 1000, "the cases had little to cover: {covered}");
+    assert!(covered > 1000, "the random traces overlap too little: {covered}");
 }
 
 #[test]
-fn shares_of_a_known_picture() {
+fn fractions_of_a_known_trace() {
     let a = |kind, rank, stream: &str, start, end| Activity {
         name: "x".into(),
         detail: String::new(),
@@ -233,10 +242,10 @@ fn shares_of_a_known_picture() {
 }
 
 #[test]
-fn the_timeline_parses_and_has_everything() {
-    let mut dice = Dice(8);
+fn chrome_json_parses_and_holds_every_entry() {
+    let mut lcg = Lcg(8);
     for _ in 0..50 {
-        let t = random(&mut dice);
+        let t = random(&mut lcg);
         let json: serde_json::Value = serde_json::from_str(&t.chrome_json()).unwrap();
         let events = json["traceEvents"].as_array().unwrap();
         let mut shown: Vec<_> = events
@@ -248,14 +257,14 @@ fn the_timeline_parses_and_has_everything() {
                 (number("pid"), number("tid"), ns("ts"), ns("dur"), e["name"].as_str().unwrap().to_string())
             })
             .collect();
-        let mut wanted: Vec<_> = t
+        let mut expected: Vec<_> = t
             .activities
             .iter()
             .map(|a| (a.rank as u64, u64::from(a.stream), a.start, a.end - a.start, a.name.clone()))
             .collect();
         shown.sort();
-        wanted.sort();
-        assert_eq!(shown, wanted);
+        expected.sort();
+        assert_eq!(shown, expected);
         let rows: std::collections::BTreeSet<_> =
             t.activities.iter().map(|a| (a.rank, a.stream_name.clone(), a.stream)).collect();
         let named = events.iter().filter(|e| e["name"] == "thread_name").count();
@@ -266,26 +275,26 @@ fn the_timeline_parses_and_has_everything() {
             });
             assert_eq!(row.unwrap()["args"]["name"], format!("{name} (stream {stream})"));
         }
-        // And as what travels between ranks.
+        // Traces are sent between ranks as JSON.
         assert_eq!(serde_json::from_slice::<Trace>(&serde_json::to_vec(&t).unwrap()).unwrap(), t);
     }
 }
 
 #[test]
-fn merged_traces_share_a_clock() {
-    let mut dice = Dice(2);
+fn merged_traces_share_one_clock() {
+    let mut lcg = Lcg(2);
     for _ in 0..50 {
-        let all = [random(&mut dice), random(&mut dice), random(&mut dice)];
+        let all = [random(&mut lcg), random(&mut lcg), random(&mut lcg)];
         let absolute = |t: &Trace| -> Vec<(u64, u64, String)> {
             t.activities
                 .iter()
                 .map(|a| (t.start_unix_ns + a.start, t.start_unix_ns + a.end, a.name.clone()))
                 .collect()
         };
-        let wanted: Vec<_> = all.iter().flat_map(absolute).collect();
+        let expected: Vec<_> = all.iter().flat_map(absolute).collect();
         let merged = Trace::merge(all);
-        assert_eq!(absolute(&merged), wanted);
-        let (first, last) = (wanted.iter().map(|w| w.0).min(), wanted.iter().map(|w| w.1).max());
+        assert_eq!(absolute(&merged), expected);
+        let (first, last) = (expected.iter().map(|w| w.0).min(), expected.iter().map(|w| w.1).max());
         let seconds = first.zip(last).map_or(0.0, |(f, l)| (l - f) as f64 / 1e9);
         assert_eq!(merged.seconds(), seconds);
     }

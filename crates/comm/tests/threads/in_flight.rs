@@ -63,7 +63,7 @@ fn an_error_between_launch_and_wait_keeps_the_buffers_until_the_exchange_is_done
     }
 }
 
-/// The same exchange held together by a bare event, as a control: the checker sees the block handed on too early.
+/// The same exchange held together by a bare event, as a control: the checker sees the block reused too early.
 #[test]
 fn without_it_the_race_checker_finds_the_recycled_buffer() {
     fn exchange(g: &Communicator, compute: &Stream, comm: &Stream) -> Result<Event> {
@@ -75,7 +75,7 @@ fn without_it_the_race_checker_finds_the_recycled_buffer() {
     let races = on_ranks(4, LONG, |world, compute| {
         let comm = compute.device().stream("comm").unwrap();
         let _done = exchange(&world.all(), &compute, &comm).unwrap();
-        let raced = reuse(&compute).is_err_and(|e| e.to_string().contains("handed on too early"));
+        let raced = reuse(&compute).is_err_and(|e| e.to_string().contains("reused too early"));
         // Everyone is past its collective before a rank leaves.
         world.all().barrier("end").unwrap();
         raced

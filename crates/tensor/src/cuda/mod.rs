@@ -1,7 +1,8 @@
-//! The CUDA device: the driver opened at run time, its context, and what the rest of the crate asks of it.
+//! The CUDA device: driver, context, streams, memory and graphs.
 //!
-//! Nothing here is linked: the binary starts on machines without a driver, and [`CudaContext::open`] says what was
-//! looked for. `unsafe` is the driver's C interface; every call happens with the card's context current.
+//! The driver is opened at run time, so the binary starts on machines without one; [`CudaContext::open`] then reports
+//! what was looked for. `unsafe` covers the driver's C interface; every call is made with the context current on its
+//! thread.
 
 mod graph;
 mod memory;
@@ -16,38 +17,38 @@ use cudarc::driver::sys::{self, CUresult};
 use memory::Staging;
 use std::ffi::CStr;
 
-/// Names under which the driver is looked for, for messages.
+/// File names under which the driver is looked for, for messages.
 pub const DRIVER: &str = "libcuda.so, libcuda.so.1";
 
-/// What a card is.
+/// Properties of a GPU.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GpuInfo {
-    /// Number of the card, as in `cuda:N`.
+    /// Device ordinal, as in `cuda:N`.
     pub ordinal: usize,
-    /// Its name.
+    /// Product name.
     pub name: String,
-    /// Compute capability, major and minor: 9, 0 is Hopper.
+    /// Compute capability (major, minor); (9, 0) is Hopper.
     pub capability: (u32, u32),
-    /// Number of multiprocessors.
+    /// Number of streaming multiprocessors.
     pub multiprocessors: u32,
-    /// Bytes of memory.
+    /// Total memory in bytes.
     pub memory: usize,
-    /// CUDA version the driver can run, as 13000 for 13.0.
+    /// CUDA version the driver supports, 13000 for 13.0.
     pub driver: u32,
 }
 
-/// A card with its context.
+/// A GPU with its primary context.
 pub(crate) struct CudaContext {
     pub(crate) info: GpuInfo,
     context: sys::CUcontext,
     staging: Staging,
-    /// A word that kernels write when they meet what only they can see: (host address, device address).
+    /// A mapped word in which kernels report invalid input: (host address, device address).
     fault: (usize, u64),
 }
 
-// SAFETY: the driver's handles may be used from any thread, with the context made current there.
+// SAFETY: driver handles may be used from any thread once the context is current there.
 unsafe impl Send for CudaContext {}
-// SAFETY: as above; the staging area has its own lock.
+// SAFETY: as above; the staging buffers have their own lock.
 unsafe impl Sync for CudaContext {}
 
 /// Turns a driver status into an error that names the call.
@@ -56,7 +57,7 @@ pub(crate) fn check(op: &'static str, status: CUresult) -> Result<()> {
         return Ok(());
     }
     let mut text = std::ptr::null();
-    // SAFETY: gives a static string for known codes and leaves the pointer null otherwise.
+    // SAFETY: sets a static string for known codes and leaves the pointer null otherwise.
     let what = unsafe {
         let _ = sys::cuGetErrorString(status, &mut text);
         if text.is_null() {
@@ -68,43 +69,43 @@ pub(crate) fn check(op: &'static str, status: CUresult) -> Result<()> {
     Err(Error::Cuda { op, what: format!("{what} ({status:?})") })
 }
 
-/// Is the driver there and does it start?
-fn start() -> Result<u32> {
+/// Initialises the driver and returns its CUDA version.
+fn init_driver() -> Result<u32> {
     // SAFETY: only tries to open the library.
     if !unsafe { sys::is_culib_present() } {
         return Err(Error::NoCuda(format!("no NVIDIA driver was found (looked for {DRIVER})")));
     }
     let mut version = 0;
-    // SAFETY: the library is there; the calls take a flag and a place for a number.
+    // SAFETY: the library is loaded; the out-pointer is a local.
     unsafe {
-        check("start of the driver", sys::cuInit(0)).map_err(|e| Error::NoCuda(e.to_string()))?;
-        check("version of the driver", sys::cuDriverGetVersion(&mut version))?;
+        check("cuInit", sys::cuInit(0)).map_err(|e| Error::NoCuda(e.to_string()))?;
+        check("driver version", sys::cuDriverGetVersion(&mut version))?;
     }
     Ok(version.max(0) as u32)
 }
 
-/// The cards of this machine. An error says why there are none.
+/// Lists the GPUs of this machine. The error says why there are none.
 pub fn gpus() -> Result<Vec<GpuInfo>> {
-    let driver = start()?;
+    let driver = init_driver()?;
     let mut count = 0;
-    // SAFETY: a place for a number.
-    check("count of cards", unsafe { sys::cuDeviceGetCount(&mut count) })?;
+    // SAFETY: the out-pointer is a local.
+    check("device count", unsafe { sys::cuDeviceGetCount(&mut count) })?;
     (0..count.max(0) as usize).map(|ordinal| describe(ordinal, driver)).collect()
 }
 
 fn describe(ordinal: usize, driver: u32) -> Result<GpuInfo> {
     use sys::CUdevice_attribute as A;
     let (mut device, mut name, mut memory) = (0, [0; 256], 0);
-    // SAFETY: places for what is asked, the name's with its length.
+    // SAFETY: out-pointers to locals; the name is is_reached with its length.
     unsafe {
-        check("card", sys::cuDeviceGet(&mut device, ordinal as i32))?;
-        check("name of the card", sys::cuDeviceGetName(name.as_mut_ptr(), 255, device))?;
-        check("memory of the card", sys::cuDeviceTotalMem_v2(&mut memory, device))?;
+        check("device", sys::cuDeviceGet(&mut device, ordinal as i32))?;
+        check("device name", sys::cuDeviceGetName(name.as_mut_ptr(), 255, device))?;
+        check("device memory", sys::cuDeviceTotalMem_v2(&mut memory, device))?;
     }
     let attribute = |which| {
         let mut value = 0;
-        // SAFETY: a place for a number.
-        check("attribute of the card", unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) })?;
+        // SAFETY: the out-pointer is a local.
+        check("device attribute", unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) })?;
         Ok::<_, Error>(value.max(0) as u32)
     };
     let capability = (
@@ -112,18 +113,18 @@ fn describe(ordinal: usize, driver: u32) -> Result<GpuInfo> {
         attribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
     );
     let multiprocessors = attribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
-    // SAFETY: the driver ended the name with a zero within the array.
+    // SAFETY: the driver ended the name with a zero inside the array.
     let name = unsafe { CStr::from_ptr(name.as_ptr()) }.to_string_lossy().into_owned();
     Ok(GpuInfo { ordinal, name, capability, multiprocessors, memory, driver })
 }
 
 impl CudaContext {
-    /// CudaContext `ordinal` with its context.
+    /// Opens GPU `ordinal` and retains its primary context.
     pub(crate) fn open(ordinal: usize) -> Result<CudaContext> {
         let all = gpus()?;
         let Some(info) = all.get(ordinal).cloned() else {
             return Err(Error::NoCuda(match all.len() {
-                0 => "the NVIDIA driver is there, but it sees no card".into(),
+                0 => "the NVIDIA driver finds no GPU".into(),
                 n => format!("there is no cuda:{ordinal}; this machine has cuda:0 to cuda:{}", n - 1),
             }));
         };
@@ -134,16 +135,16 @@ impl CudaContext {
             )));
         }
         let (mut device, mut context) = (0, std::ptr::null_mut());
-        // SAFETY: places for handles; the ordinal exists. The primary context lives as long as the process.
+        // SAFETY: out-pointers to locals; the ordinal exists. The primary context is never released.
         unsafe {
-            check("card", sys::cuDeviceGet(&mut device, ordinal as i32))?;
+            check("device", sys::cuDeviceGet(&mut device, ordinal as i32))?;
             check("context", sys::cuDevicePrimaryCtxRetain(&mut context, device))?;
             check("context", sys::cuCtxSetCurrent(context))?;
         }
         Ok(CudaContext { info, context, staging: Staging::default(), fault: memory::mapped_word()? })
     }
 
-    /// Makes the context current on this thread. Every use of the driver starts with it.
+    /// Makes the context current on this thread, which every driver call needs.
     pub(crate) fn enter(&self) -> Result<()> {
         // SAFETY: a context that was retained and never released.
         check("context", unsafe { sys::cuCtxSetCurrent(self.context) })
@@ -154,10 +155,10 @@ impl CudaContext {
         self.fault.1
     }
 
-    /// What kernels found wrong since the last look. To be asked after waiting for them.
+    /// Reports and clears what kernels found wrong since the last call. Only complete after synchronizing with them.
     pub(crate) fn faults(&self) -> Result<()> {
         let word = self.fault.0 as *mut u32;
-        // SAFETY: pinned memory of this card, never freed; kernels only ever store to it.
+        // SAFETY: mapped memory of this device, never freed; kernels only store to it.
         let code = unsafe { word.read_volatile() };
         if code == 0 {
             return Ok(());
@@ -165,20 +166,20 @@ impl CudaContext {
         // SAFETY: as above.
         unsafe { word.write_volatile(0) };
         let what = match code {
-            1 => "a token id or position lies outside its table",
-            2 => "a label lies outside the vocabulary",
-            3 => "the number of an expert or of a segment is not one that exists",
-            _ => "a kernel reported a fault it has no name for",
+            1 => "a token id or position is outside the embedding table",
+            2 => "a label is outside the vocabulary",
+            3 => "an expert or segment index is out of range",
+            _ => "a kernel reported an unknown fault code",
         };
         Err(Error::Fault(what))
     }
 
-    /// Free and total bytes now, as the driver sees them.
+    /// Free and total device memory in bytes, as reported by the driver.
     pub(crate) fn memory(&self) -> Result<(usize, usize)> {
         self.enter()?;
         let (mut free, mut total) = (0, 0);
-        // SAFETY: places for numbers.
-        check("memory of the card", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
+        // SAFETY: out-pointers to locals.
+        check("device memory", unsafe { sys::cuMemGetInfo_v2(&mut free, &mut total) })?;
         Ok((free, total))
     }
 }

@@ -1,4 +1,4 @@
-//! Streams and events of the driver.
+//! CUDA streams and events.
 
 use super::{CudaContext, check};
 use crate::{Error, Result};
@@ -11,23 +11,23 @@ use std::time::Duration;
 pub(crate) struct CudaStream {
     context: Arc<CudaContext>,
     raw: sys::CUstream,
-    /// Is its work captured instead of run?
+    /// True while its work is captured into a graph instead of run.
     capturing: AtomicBool,
 }
 
-// SAFETY: the driver's handles may be used from any thread.
+// SAFETY: driver handles may be used from any thread.
 unsafe impl Send for CudaStream {}
 // SAFETY: as above.
 unsafe impl Sync for CudaStream {}
 
 impl CudaStream {
-    /// A queue that does not wait for the default stream.
+    /// Creates a stream that does not synchronize with the default stream.
     pub(crate) fn new(context: &Arc<CudaContext>) -> Result<CudaStream> {
         context.enter()?;
         let mut raw = std::ptr::null_mut();
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: a place for the handle; the context is current.
-        check("new stream", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
+        // SAFETY: the out-pointer is a local; the context is current.
+        check("create stream", unsafe { sys::cuStreamCreate(&mut raw, flags) })?;
         Ok(CudaStream { context: context.clone(), raw, capturing: AtomicBool::new(false) })
     }
 
@@ -43,10 +43,14 @@ impl CudaStream {
         self.capturing.store(on, Relaxed);
     }
 
-    /// Refuses what a captured step cannot hold: host memory, waiting, other streams, and choices by time.
-    pub(super) fn outside_capture(&self, op: &'static str) -> Result<()> {
+    /// Refuses operations that a captured graph cannot hold: host copies, host waits, other streams, and autotuning
+    /// by time.
+    pub(super) fn refuse_capture(&self, op: &'static str) -> Result<()> {
         match self.capturing.load(Relaxed) {
-            true => Err(Error::Cuda { op, what: "not possible in work that is captured".into() }),
+            true => Err(Error::Cuda {
+                op,
+                what: "not allowed while the stream is captured into a CUDA graph".into(),
+            }),
             false => Ok(()),
         }
     }
@@ -56,16 +60,16 @@ impl CudaStream {
         self.raw
     }
 
-    /// Waits until everything queued is done, and says what kernels found wrong.
+    /// Blocks until all work is complete, and reports what kernels found wrong.
     pub(crate) fn synchronize(&self) -> Result<()> {
-        self.outside_capture("wait for the card")?;
+        self.refuse_capture("synchronize")?;
         self.context.enter()?;
         // SAFETY: a live stream.
-        check("wait for the card", unsafe { sys::cuStreamSynchronize(self.raw) })?;
+        check("synchronize", unsafe { sys::cuStreamSynchronize(self.raw) })?;
         self.context.faults()
     }
 
-    /// Waits until everything queued is done, whatever came of it.
+    /// Blocks until all work is complete, ignoring errors.
     pub(crate) fn drain(&self) {
         if self.context.enter().is_ok() {
             // SAFETY: a live stream.
@@ -73,74 +77,76 @@ impl CudaStream {
         }
     }
 
-    /// Work queued from now on happens after `moment`.
+    /// Orders later work of this stream after `event`.
     pub(crate) fn wait(&self, event: &CudaEvent) -> Result<()> {
-        self.outside_capture("wait for an event")?;
+        self.refuse_capture("wait for event")?;
         self.context.enter()?;
         // SAFETY: live handles.
-        check("wait for an event", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) })
+        check("wait for event", unsafe { sys::cuStreamWaitEvent(self.raw, event.raw, 0) })
     }
 }
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
         if self.context.enter().is_ok() {
-            // SAFETY: made in `new`; the driver lets queued work end before it goes.
+            // SAFETY: created in `new`; the driver completes queued work before it releases the stream.
             let _ = unsafe { sys::cuStreamDestroy_v2(self.raw) };
         }
     }
 }
 
-/// A CUDA event: a point in a queue's work.
+/// A CUDA event: a point in a stream's work.
 pub(crate) struct CudaEvent {
     raw: sys::CUevent,
 }
 
-// SAFETY: the driver's handles may be used from any thread.
+// SAFETY: driver handles may be used from any thread.
 unsafe impl Send for CudaEvent {}
 // SAFETY: as above.
 unsafe impl Sync for CudaEvent {}
 
 impl CudaEvent {
-    /// The point after everything queued so far.
+    /// Records an event after all work given to `cuda` so far.
     pub(crate) fn record(cuda: &CudaStream) -> Result<CudaEvent> {
-        cuda.outside_capture("record an event")?;
+        cuda.refuse_capture("record event")?;
         cuda.context.enter()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: a place for the handle; live handles after that.
+        // SAFETY: the out-pointer is a local; live handles after that.
         unsafe {
-            check("new event", sys::cuEventCreate(&mut raw, 0))?;
+            check("create event", sys::cuEventCreate(&mut raw, 0))?;
             let event = CudaEvent { raw };
-            check("record an event", sys::cuEventRecord(raw, cuda.raw))?;
+            check("record event", sys::cuEventRecord(raw, cuda.raw))?;
             Ok(event)
         }
     }
 
-    /// Has it been reached?
-    pub(crate) fn passed(&self) -> bool {
+    /// True if the event has been reached.
+    pub(crate) fn is_reached(&self) -> bool {
         // SAFETY: a live event.
         unsafe { sys::cuEventQuery(self.raw) == CUresult::CUDA_SUCCESS }
     }
 
-    /// Blocks until it is reached.
+    /// Blocks until the event is reached.
     pub(crate) fn wait(&self) -> Result<()> {
         // SAFETY: a live event.
-        check("wait for the card", unsafe { sys::cuEventSynchronize(self.raw) })
+        check("synchronize", unsafe { sys::cuEventSynchronize(self.raw) })
     }
 
-    /// Time from `earlier` to this, both reached.
+    /// Time from `earlier` to `self`. Blocks until both are reached.
     pub(crate) fn since(&self, earlier: &CudaEvent) -> Result<Duration> {
         self.wait()?;
         let mut ms = 0f32;
-        // SAFETY: live events and a place for a number.
-        check("time between events", unsafe { sys::cuEventElapsedTime_v2(&mut ms, earlier.raw, self.raw) })?;
+        // SAFETY: live events; the out-pointer is a local.
+        check("elapsed time between events", unsafe {
+            sys::cuEventElapsedTime_v2(&mut ms, earlier.raw, self.raw)
+        })?;
         Ok(Duration::from_secs_f64(f64::from(ms.max(0.0)) / 1e3))
     }
 }
 
 impl Drop for CudaEvent {
     fn drop(&mut self) {
-        // SAFETY: made in `record`; the driver keeps what is still needed.
+        // SAFETY: created in `record`; the driver keeps what pending work still needs.
         let _ = unsafe { sys::cuEventDestroy_v2(self.raw) };
     }
 }

@@ -1,7 +1,8 @@
-//! What ran when, on every stream of a device.
+//! Traces: what ran when, on every stream of a device.
 //!
-//! A device made with [`crate::Instrumentation::trace`] notes every launch between [`crate::Device::start_trace`] and
-//! [`crate::Device::take_trace`], and the spans laid around launches with [`Stream::span`].
+//! A device created with [`crate::Instrumentation::trace`] records every launch between
+//! [`crate::Device::start_trace`] and [`crate::Device::take_trace`], and the spans opened around launches with
+//! [`Stream::span`].
 
 mod overlap;
 mod record;
@@ -17,58 +18,58 @@ use serde::{Deserialize, Serialize};
 #[cfg(doc)]
 use crate::Stream;
 
-/// Streams of this name carry communication that computation does not wait for at once.
+/// Name of streams for communication that overlaps computation.
 pub const COMMUNICATION: &str = "communication";
 
-/// Streams of this name own memory on its way between ranks; what runs there is no computation.
+/// Name of streams that own staging memory of transfers between ranks; nothing on them counts as computation.
 pub const STAGING: &str = "staging";
 
-/// What an entry of a trace is.
+/// The kind of a trace entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub enum ActivityKind {
     /// One launch: a kernel or a copy.
     Kernel,
-    /// A collective or message: from the stream reaching it to the stream being past it, time spent waiting for
-    /// other ranks included. Its copies and sums are [`ActivityKind::Kernel`]s inside it.
+    /// A collective or send/receive, from its start on the stream to its end, including the time spent waiting for
+    /// other ranks. The copies and reductions inside it are [`ActivityKind::Kernel`] entries.
     Collective,
-    /// Any other stretch of work that was given a name.
+    /// Any other named span.
     Region,
 }
 
-/// Something that took time on a stream.
+/// One entry of a trace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Activity {
-    /// The kernel's or the collective's name.
+    /// Name of the kernel or collective.
     pub name: String,
-    /// More about it: group and label of a collective.
+    /// Details: group and label of a collective.
     pub detail: String,
-    /// What it is.
+    /// The kind of entry.
     pub kind: ActivityKind,
-    /// A kernel launched as part of a collective.
+    /// True for a kernel launched as part of a collective.
     pub in_collective: bool,
-    /// The rank whose stream it is.
+    /// The rank whose stream it ran on.
     pub rank: usize,
-    /// Number of the stream on its device.
+    /// Id of the stream on its device.
     pub stream: u32,
     /// Name of the stream.
     pub stream_name: String,
-    /// Nanoseconds from the beginning of the trace.
+    /// Nanoseconds since the start of the trace.
     pub start: u64,
-    /// The same.
+    /// Nanoseconds since the start of the trace.
     pub end: u64,
 }
 
-/// Everything noted between a start and a take, in the order it was given to streams.
+/// Everything recorded between start and take, in launch order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Trace {
-    /// When it start_unix_ns: nanoseconds since 1970 by the host's clock.
+    /// Start of the trace on the host's clock, in nanoseconds since 1970.
     pub start_unix_ns: u64,
-    /// What ran.
+    /// The entries.
     pub activities: Vec<Activity>,
 }
 
 impl Trace {
-    /// Traces of several devices or processes as one, on the clock of their hosts.
+    /// Merges traces of several devices or processes on their hosts' clocks.
     pub fn merge(traces: impl IntoIterator<Item = Trace>) -> Trace {
         let mut traces: Vec<Trace> = traces.into_iter().filter(|t| !t.activities.is_empty()).collect();
         let start_unix_ns = traces.iter().map(|t| t.start_unix_ns).min().unwrap_or(0);
@@ -81,7 +82,7 @@ impl Trace {
         Trace { start_unix_ns, activities: traces.into_iter().flat_map(|t| t.activities).collect() }
     }
 
-    /// Is there nothing in it?
+    /// True if nothing was recorded.
     pub fn is_empty(&self) -> bool {
         self.activities.is_empty()
     }

@@ -1,48 +1,49 @@
-//! How much of one kind of work lies under another.
+//! Overlap of communication with computation.
 
 use super::{Activity, ActivityKind, COMMUNICATION, STAGING, Trace};
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Seconds of something, each rank's own counted, and what of them lies under something else.
+/// Time spent in one kind of work, summed over ranks, and how much of it another kind of work overlaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Coverage {
-    /// Seconds in all.
+    /// Seconds in total.
     pub total: f64,
-    /// Under work of the same rank.
+    /// Seconds overlapped by work of the same rank.
     pub same_rank: f64,
-    /// Under work of any rank.
+    /// Seconds overlapped by work of any rank.
     pub any_rank: f64,
 }
 
 impl Coverage {
-    /// The share under work of the same rank; 1 where there is nothing to cover.
+    /// Fraction overlapped by work of the same rank; 1 if the total is 0.
     pub fn same_rank_fraction(&self) -> f64 {
         if self.total > 0.0 { self.same_rank / self.total } else { 1.0 }
     }
 
-    /// The share under work of any rank; 1 where there is nothing to cover.
+    /// Fraction overlapped by work of any rank; 1 if the total is 0.
     pub fn any_rank_fraction(&self) -> f64 {
         if self.total > 0.0 { self.any_rank / self.total } else { 1.0 }
     }
 }
 
-/// Communication and how much of it lies under computation.
+/// Communication time and how much of it computation overlaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Overlap {
-    /// Collectives as a whole, waiting for other ranks included, and anything else on communication streams.
+    /// Whole collectives, including the time spent waiting for other ranks, and anything else on communication
+    /// streams.
     pub collectives: Coverage,
-    /// Only while bytes move or are summed: the kernels inside collectives or on communication streams.
+    /// Only the kernels that move or reduce data: those inside collectives or on communication streams.
     pub transfers: Coverage,
 }
 
 impl Activity {
-    /// A kernel that is no part of communication.
+    /// True for a kernel that is not part of communication.
     pub fn is_compute(&self) -> bool {
         let aside = self.stream_name == COMMUNICATION || self.stream_name == STAGING;
         self.kind == ActivityKind::Kernel && !self.in_collective && !aside
     }
 
-    /// A collective, or a kernel on a communication stream.
+    /// True for a collective, or a kernel on a communication stream.
     pub fn is_communication(&self) -> bool {
         match self.kind {
             ActivityKind::Collective => true,
@@ -51,14 +52,14 @@ impl Activity {
         }
     }
 
-    /// A kernel that moves or sums data of ranks.
+    /// True for a kernel that moves or reduces data between ranks.
     pub fn is_transfer(&self) -> bool {
         self.kind == ActivityKind::Kernel && (self.in_collective || self.stream_name == COMMUNICATION)
     }
 }
 
 impl Trace {
-    /// Communication under computation.
+    /// Overlap of communication with computation.
     pub fn overlap(&self) -> Overlap {
         Overlap {
             collectives: self.coverage(Activity::is_communication, Activity::is_compute),
@@ -66,8 +67,8 @@ impl Trace {
         }
     }
 
-    /// The time during which a rank has something of `what`, and how much of it has something of `under`. Moments
-    /// with several of them at once count once for each rank.
+    /// The time during which a rank runs any of `what`, and how much of that time something of `under` runs.
+    /// Concurrent entries of one rank count once.
     pub fn coverage(&self, what: impl Fn(&Activity) -> bool, under: impl Fn(&Activity) -> bool) -> Coverage {
         let collect = |which: &dyn Fn(&Activity) -> bool| {
             let mut by_rank: BTreeMap<usize, Vec<(u64, u64)>> = BTreeMap::new();
@@ -90,13 +91,13 @@ impl Trace {
         Coverage { total, same_rank, any_rank }
     }
 
-    /// The ranks that did something.
+    /// The ranks with entries.
     pub fn ranks(&self) -> BTreeSet<usize> {
         self.activities.iter().map(|a| a.rank).collect()
     }
 }
 
-/// The same time as intervals in order, apart from each other.
+/// Merges intervals into sorted, disjoint ones.
 fn union(mut intervals: Vec<(u64, u64)>) -> Vec<(u64, u64)> {
     intervals.sort_unstable();
     let mut out: Vec<(u64, u64)> = Vec::with_capacity(intervals.len());
@@ -113,7 +114,7 @@ fn length(union: &[(u64, u64)]) -> u64 {
     union.iter().map(|(start, end)| end - start).sum()
 }
 
-/// Length of what two unions have in common.
+/// Total length of the intersection of two sorted lists of disjoint intervals.
 fn common(a: &[(u64, u64)], b: &[(u64, u64)]) -> u64 {
     let (mut i, mut j, mut sum) = (0, 0, 0);
     while let (Some(x), Some(y)) = (a.get(i), b.get(j)) {

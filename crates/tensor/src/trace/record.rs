@@ -1,4 +1,4 @@
-//! Noting launches and spans while they are given to streams.
+//! Recording of launches and spans.
 
 use super::{Activity, ActivityKind, Trace};
 use crate::cuda::{CudaContext, CudaStream};
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::SystemTime;
 
-/// What a device notes. Nothing is read from the card before the trace is taken.
+/// Records launches of a device. Events are read only when the trace is taken.
 #[derive(Default)]
 pub(crate) struct Tracer {
     on: AtomicBool,
@@ -17,7 +17,7 @@ pub(crate) struct Tracer {
 
 #[derive(Default)]
 struct Notes {
-    /// The point times are counted from, and the host's clock then.
+    /// The origin of all times, and the host's clock at that moment.
     origin: Option<(Timestamp, u64)>,
     records: Vec<Record>,
 }
@@ -27,7 +27,7 @@ struct Record {
     detail: String,
     kind: ActivityKind,
     in_collective: bool,
-    /// Rank, number and name.
+    /// Rank, stream id and stream name.
     stream: (usize, u32, &'static str),
     start: Timestamp,
     end: Timestamp,
@@ -38,13 +38,13 @@ impl Tracer {
         self.on.load(Relaxed)
     }
 
-    /// Notes from now on; goes on with a trace that was paused.
+    /// Starts recording, or resumes a paused trace.
     pub(crate) fn start(&self, context: Option<&Arc<CudaContext>>) -> Result<()> {
         let mut notes = self.notes();
         if notes.origin.is_none() {
             let cuda = context.map(CudaStream::new).transpose()?;
             let at = Timestamp::now(cuda.as_ref())?;
-            // The host's clock is read when the card is there, not when it was asked.
+            // Synchronize, so that the host's clock is read when the GPU has reached the event.
             cuda.map_or(Ok(()), |q| q.synchronize())?;
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             notes.origin = Some((at, u64::try_from(now.as_nanos()).unwrap_or(u64::MAX)));
@@ -57,7 +57,7 @@ impl Tracer {
         self.on.store(false, Relaxed);
     }
 
-    /// Notes a launch.
+    /// Records a launch.
     pub(crate) fn launch(&self, op: &'static str, stream: &Stream, start: Timestamp, end: Timestamp) {
         self.note(stream, ActivityKind::Kernel, (op, String::new()), start, end);
     }
@@ -75,7 +75,7 @@ impl Tracer {
         self.notes().records.push(Record { name, detail, kind, in_collective, stream, start, end });
     }
 
-    /// Ends the trace and gives it out. Waits for what is under way.
+    /// Ends the trace and returns it. Waits for running work.
     pub(crate) fn take(&self) -> Result<Trace> {
         self.pause();
         let Notes { origin, records } = std::mem::take(&mut *self.notes());
@@ -106,7 +106,7 @@ impl Tracer {
     }
 }
 
-/// A stretch of a stream's work, from where [`Stream::span`] made it to where it is dropped. Nothing unless traced.
+/// A named part of a stream's work, from [`Stream::span`] to its drop. Does nothing unless a trace is active.
 #[must_use = "the span ends when this is dropped"]
 pub struct Span {
     open: Option<Box<Open>>,
@@ -121,7 +121,7 @@ struct Open {
 }
 
 impl Span {
-    /// Begins on a stream whose device is tracing.
+    /// Opens a span on a stream whose device is being traced.
     pub(crate) fn open(s: &Stream, kind: ActivityKind, name: &'static str, detail: String) -> Result<Span> {
         let start = Timestamp::now(s.cuda())?;
         if kind == ActivityKind::Collective {
@@ -140,7 +140,7 @@ impl Drop for Span {
         if kind == ActivityKind::Collective {
             stream.leave_collective();
         }
-        // A card that can record no event any more is reported by the next launch.
+        // If the device cannot record an event any more, the next launch reports it.
         if let (Some(tracer), Ok(end)) = (stream.device().inner.tracer(), Timestamp::now(stream.cuda())) {
             tracer.note(&stream, kind, (name, detail), start, end);
         }

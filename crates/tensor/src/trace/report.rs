@@ -1,27 +1,27 @@
-//! A trace for people: a timeline in the browser, and tables.
+//! Trace output: kernel tables, and timelines for Chrome and Perfetto.
 
 use super::{Activity, ActivityKind, Trace};
 use std::collections::BTreeMap;
 use std::fmt;
 
-/// Calls and seconds of one name, over all ranks.
+/// Number of calls and time of one kernel or collective, over all ranks.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KernelTime {
-    /// The kernel's name, or that of a collective with its group and label.
+    /// Name of the kernel, or of a collective with its group and label.
     pub name: String,
-    /// How often it ran.
+    /// Number of calls.
     pub calls: u64,
-    /// Seconds from start to end, added up.
+    /// Total seconds.
     pub seconds: f64,
 }
 
 impl Trace {
-    /// Time by kernel, most first; kernels that are part of communication are not among them.
+    /// Time by kernel, longest first, without the kernels of communication.
     pub fn by_kernel(&self) -> Vec<KernelTime> {
         self.by(|a| a.is_compute().then(|| a.name.clone()))
     }
 
-    /// Time by collective, group and label, most first.
+    /// Time by collective, group and label, longest first.
     pub fn by_collective(&self) -> Vec<KernelTime> {
         self.by(|a| (a.kind == ActivityKind::Collective).then(|| format!("{} {}", a.name, a.detail)))
     }
@@ -42,8 +42,8 @@ impl Trace {
         out
     }
 
-    /// The trace in the format of Chrome's and Perfetto's timelines: ranks are processes, streams are rows. Times
-    /// are microseconds.
+    /// The trace as Chrome trace JSON, for chrome://tracing and Perfetto: ranks are processes, streams are threads,
+    /// times are microseconds.
     pub fn chrome_json(&self) -> String {
         let mut events = Vec::with_capacity(self.activities.len() + 16);
         let mut streams: BTreeMap<(usize, u32), &str> = BTreeMap::new();
@@ -57,7 +57,7 @@ impl Trace {
             events.push(about("thread_name", rank, stream, &format!("{name} (stream {stream})")));
         }
         let mut order: Vec<&Activity> = self.activities.iter().collect();
-        // What contains others comes before them.
+        // Enclosing spans come before the entries they contain.
         order.sort_by_key(|a| {
             (a.rank, a.stream, a.start, std::cmp::Reverse(a.end), a.kind == ActivityKind::Kernel)
         });
@@ -66,7 +66,7 @@ impl Trace {
     }
 }
 
-/// Text as a JSON string.
+/// A string quoted for JSON.
 struct Quoted<'a>(&'a str);
 
 impl fmt::Display for Quoted<'_> {
@@ -101,7 +101,7 @@ fn event(a: &Activity) -> String {
         "" => a.name.clone(),
         detail => format!("{} {detail}", a.name),
     };
-    // Microseconds, to the nanosecond, without a float's rounding.
+    // Microseconds with three decimals, without going through a float.
     let us = |ns: u64| format!("{}.{:03}", ns / 1000, ns % 1000);
     format!(
         "{{\"ph\":\"X\",\"name\":{},\"cat\":\"{category}\",\"pid\":{},\"tid\":{},\"ts\":{},\"dur\":{}}}",
