@@ -1,4 +1,4 @@
-//! One rank's membership of a group, and the collectives.
+//! Process groups as seen by one rank, and the collectives on them.
 
 use crate::backend::{Collective, Descriptors, GroupBackend, JobBackend};
 use crate::flight_recorder::OpStatus;
@@ -11,12 +11,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// One rank's membership of a group. Clones are the same membership.
+/// One rank's membership of a process group. Clones share it.
 ///
-/// Calls return when the work is on the stream: what is given to the stream afterwards finds the result, and
-/// may overwrite what was sent. The host waits for other ranks to call, at most for the patience of the
-/// [`World`], never for the card. Arguments are contiguous and on the device of the stream. After an error the
-/// job is over: every further call on every rank fails too.
+/// A call returns once its work is on the stream: later work on that stream sees the result and may overwrite the
+/// inputs. The host waits until the other ranks have made the same call, at most for the [`World`]'s timeout, but
+/// never for the GPU. Arguments are contiguous and on the stream's device. After an error the job is over: every
+/// further call on every rank fails.
 #[derive(Clone)]
 pub struct Communicator {
     pub(crate) core: Arc<CommunicatorInner>,
@@ -24,18 +24,18 @@ pub struct Communicator {
 
 pub(crate) struct CommunicatorInner {
     pub(crate) name: &'static str,
-    /// Number of the group: all ranks make the same groups in the same order.
+    /// Number of the group; all ranks create the same groups in the same order.
     pub(crate) index: u64,
     pub(crate) rank: usize,
     pub(crate) ranks: Vec<usize>,
-    /// None in a group of one.
+    /// `None` in a group of one.
     pub(crate) engine: Option<Arc<dyn GroupBackend>>,
     pub(crate) job_backend: Arc<dyn JobBackend>,
     pub(crate) timeout: Duration,
-    /// Held during a call: those of one rank on one group come one at a time.
+    /// Held during a call: the calls of one rank on one group are serialised.
     pub(crate) counters: Mutex<Counters>,
     pub(crate) meter: VolumeMeter,
-    /// Of all groups of this rank.
+    /// Volume over all groups of this rank.
     pub(crate) world_meter: Arc<VolumeMeter>,
 }
 
@@ -47,7 +47,7 @@ pub(crate) struct Counters {
     pub(crate) messages: HashMap<(Direction, usize), u64>,
 }
 
-/// Which way a message goes.
+/// Direction of a message.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Direction {
     Out,
@@ -55,7 +55,7 @@ pub(crate) enum Direction {
 }
 
 impl Communicator {
-    /// A group of one: every operation is a copy, or nothing.
+    /// A group of one rank: every operation is a copy or does nothing.
     pub fn solo() -> Communicator {
         World::solo().all()
     }
@@ -65,33 +65,33 @@ impl Communicator {
         self.core.name
     }
 
-    /// This rank's number in the group.
+    /// This rank within the group.
     pub fn rank(&self) -> usize {
         self.core.rank
     }
 
-    /// Ranks of the group.
+    /// Number of ranks in the group.
     pub fn size(&self) -> usize {
         self.core.ranks.len()
     }
 
-    /// The group's ranks as numbers in the job.
+    /// The members as ranks of the job.
     pub fn ranks(&self) -> &[usize] {
         &self.core.ranks
     }
 
-    /// Calls and bytes sent on this group so far.
+    /// Number of calls and bytes sent on this group so far.
     pub fn volume(&self) -> Volume {
         self.core.meter.read()
     }
 
-    /// Returns when all ranks have called it. Orders hosts, not streams.
+    /// Returns when all ranks have called it. Synchronizes hosts, not streams.
     pub fn barrier(&self, label: &'static str) -> Result<()> {
         self.collective(None, self.descriptor(OpKind::Barrier, label), Collective::Barrier, 0)
     }
 
-    /// `t = Σ over ranks of t` (or the maximum), in place, the same bits on every rank. f32, f64, i32, i64;
-    /// bf16 is summed in f32 and rounded once.
+    /// `t = Σ over ranks of t` (or the maximum), in place, with identical bits on every rank. For f32, f64, i32, i64;
+    /// bf16 and f16 are summed in f32 and rounded once (NCCL rounds at every step).
     pub fn all_reduce(&self, s: &Stream, t: &Tensor, op: ReduceOp, label: &'static str) -> Result<()> {
         let descriptor =
             self.descriptor(OpKind::AllReduce, label).of(t, true).with(Detail::Reduce(op as u64));
@@ -100,8 +100,7 @@ impl Communicator {
         self.collective(Some(s), descriptor, Collective::AllReduce { t, op }, sent)
     }
 
-    /// `all` = every rank's `mine` back to back: `all [n·count]`, `mine [count]`. `mine` may be its own place
-    /// in `all`.
+    /// `all [n·count]` = concatenation of every rank's `mine [count]`. `mine` may be its own slot in `all`.
     pub fn all_gather(&self, s: &Stream, mine: &Tensor, all: &Tensor, label: &'static str) -> Result<()> {
         let descriptor = self.descriptor(OpKind::AllGather, label).of(mine, true);
         self.check(&descriptor, |c| {
@@ -111,7 +110,7 @@ impl Communicator {
         self.collective(Some(s), descriptor, Collective::AllGather { mine, all, counts: None }, sent)
     }
 
-    /// The same with `counts[r]` elements from rank r; the list is the same on all ranks.
+    /// [`Communicator::all_gather`] with `counts[r]` elements from rank r; the list is the same on all ranks.
     pub fn all_gather_v(
         &self,
         s: &Stream,
@@ -132,9 +131,9 @@ impl Communicator {
         self.collective(Some(s), descriptor, Collective::AllGather { mine, all, counts: Some(counts) }, sent)
     }
 
-    /// `mine` = this rank's part of n equal parts of the sum (or maximum) of `all` over ranks: `all [n·count]`,
-    /// `mine [count]`. Types as for [`Communicator::all_reduce`]. `mine` may be that part of `all`; what the
-    /// other parts hold afterwards is unspecified.
+    /// `mine [count]` = this rank's part of n equal parts of the sum (or maximum) of `all [n·count]` over ranks.
+    /// Dtypes as for [`Communicator::all_reduce`]. `mine` may be that part of `all`; the other parts of `all` are
+    /// unspecified afterwards.
     pub fn reduce_scatter(
         &self,
         s: &Stream,
@@ -163,7 +162,7 @@ impl Communicator {
         self.collective(Some(s), descriptor, Collective::AllToAll { from, to, counts: None }, sent)
     }
 
-    /// The same with `sent[p]` elements for rank p and `received[p]` from it.
+    /// [`Communicator::all_to_all`] with `sent[p]` elements for rank p and `received[p]` elements from rank p.
     pub fn all_to_all_v(
         &self,
         s: &Stream,
@@ -188,7 +187,7 @@ impl Communicator {
         )
     }
 
-    /// `t` = that of `root`, a rank of the group.
+    /// `t` = the `t` of rank `root` of the group.
     pub fn broadcast(&self, s: &Stream, t: &Tensor, root: usize, label: &'static str) -> Result<()> {
         let descriptor =
             self.descriptor(OpKind::Broadcast, label).of(t, true).with(Detail::Root(root as u64));
@@ -223,7 +222,8 @@ impl Communicator {
         self.meet_and(s, descriptor, &job, run, |()| sent)
     }
 
-    /// One collective: compare, move, record, count. `run` is not called in a group of one.
+    /// Runs one collective: compares descriptors, moves data, updates the flight recorder and the volume. `run` is
+    /// not called in a group of one.
     pub(crate) fn meet_and<T: Default>(
         &self,
         s: Option<&Stream>,
@@ -263,7 +263,7 @@ impl Communicator {
         Ok(out)
     }
 
-    /// Shows a call in a trace of its stream.
+    /// Opens a span for the call in a trace of its stream.
     pub(crate) fn span(&self, s: &Stream, descriptor: &OpDescriptor) -> Result<Span> {
         let (group, label) = (self.name(), &descriptor.label);
         Ok(s.span(
@@ -278,7 +278,7 @@ impl Communicator {
         self.core.world_meter.add(kind, bytes);
     }
 
-    /// Tells the others if this rank's arguments are wrong, so that they do not wait for it.
+    /// Reports an error of this rank's arguments to the other ranks, so that they do not wait for it.
     pub(crate) fn failed(&self, error: Error) -> Error {
         if self.core.engine.is_some() {
             watchdog::tell(&*self.core.job_backend, &error);
@@ -287,7 +287,7 @@ impl Communicator {
     }
 }
 
-/// A collective of one rank.
+/// A collective in a group of one.
 fn alone(s: &Stream, job: &Collective) -> Result<()> {
     let (from, to) = match job {
         Collective::AllGather { mine, all, .. } => (mine, all),

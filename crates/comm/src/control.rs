@@ -1,18 +1,18 @@
-//! Small messages between the processes of a job, on the host: what MPI and TCP each can do, and what
-//! meetings, failure reports and questions are built on.
+//! The control plane between the processes of a job: small host messages over MPI or TCP. Descriptor exchange,
+//! failure reports and flight-recorder queries are built on it.
 
 use std::collections::{HashMap, VecDeque};
 
-/// What a message is about; messages of one topic from one rank arrive in the order sent.
+/// The channel of a message; messages of one topic from one rank arrive in the order sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Topic(pub(crate) u64);
 
 impl Topic {
-    /// Notices of the collectives of group `index`.
+    /// Descriptors of collectives of group `index`.
     pub(crate) fn meeting(index: u64) -> Topic {
         Topic(index << 4)
     }
-    /// Notices of messages between two ranks of group `index`.
+    /// Descriptors of sends between two ranks of group `index`.
     pub(crate) fn ops(index: u64) -> Topic {
         Topic(index << 4 | 1)
     }
@@ -20,49 +20,49 @@ impl Topic {
     pub(crate) fn bytes(index: u64) -> Topic {
         Topic(index << 4 | 2)
     }
-    /// Who is in group `index`.
+    /// Membership of group `index`.
     pub(crate) fn making(index: u64) -> Topic {
         Topic(index << 4 | 3)
     }
-    /// "What did you do last?"
+    /// Asks a rank for its last operations.
     pub(crate) const QUESTION: Topic = Topic(u64::MAX - 8);
-    /// The answer to it.
+    /// The reply to [`Topic::QUESTION`].
     pub(crate) const ANSWER: Topic = Topic(u64::MAX - 7);
     /// The sender has failed.
     pub(crate) const FAILURE: Topic = Topic(u64::MAX - 6);
-    /// The sender has nothing more to do.
+    /// The sender has finished its work.
     pub(crate) const GOODBYE: Topic = Topic(u64::MAX - 5);
 }
 
-/// A way to carry messages.
+/// A transport of control messages.
 pub(crate) trait ControlTransport: Send + Sync {
-    /// This rank's number.
+    /// This rank.
     fn rank(&self) -> usize;
 
-    /// Ranks of the job.
+    /// Number of ranks in the job.
     fn size(&self) -> usize;
 
-    /// Sends `bytes` on their way, also to itself; does not wait for anybody to take them.
+    /// Sends `bytes`, also to this rank itself, without waiting for the receiver.
     fn send(&self, to: usize, topic: Topic, bytes: Vec<u8>) -> crate::Result<()>;
 
-    /// The oldest message of `from` on `topic` that was not taken yet, if it is here.
+    /// Takes the oldest message of `from` on `topic`, if one has arrived.
     fn take(&self, from: usize, topic: Topic) -> Option<Vec<u8>>;
 
-    /// Waits a little for something to arrive; `idle` counts the pauses in a row that brought nothing. Never
-    /// spins: other ranks may need the core.
+    /// Waits briefly for something to arrive. `idle` counts consecutive calls without progress. Never spins: other
+    /// ranks may need the core.
     fn pause(&self, idle: u32);
 
-    /// Is the rank known to have ended?
+    /// True if the rank is known to have exited.
     fn gone(&self, rank: usize) -> bool;
 
-    /// Every rank has said goodbye: lets go of the others.
+    /// Closes the connections, after every rank has said goodbye.
     fn close(&self);
 
-    /// RankBackends every process of the job that it can reach, this one included. May return where it can't.
+    /// Terminates every process of the job that it can reach, including this one. May return if it cannot.
     fn abort(&self);
 }
 
-/// Messages that arrived, until they are taken.
+/// Messages that have arrived and were not taken yet.
 #[derive(Default)]
 pub(crate) struct Mailbox(HashMap<(usize, Topic), VecDeque<Vec<u8>>>);
 

@@ -1,55 +1,55 @@
-//! What can go wrong between ranks.
+//! Errors of collectives.
 
-/// Errors of collectives. Each names the operation and the ranks (numbers in the job).
+/// Errors of collectives. Each names the operation and the ranks, numbered within the job.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
-    /// Two ranks met with different operations.
+    /// Two ranks called different operations.
     #[error(
         "ranks differ: rank {rank} calls {call}, rank {other} calls {other_call}; \
          all ranks of a group must make the same calls in the same order"
     )]
     Mismatch {
-        /// A rank that does what most do.
+        /// A rank that agrees with most others.
         rank: usize,
-        /// What it called.
+        /// Its call.
         call: String,
-        /// A rank that does something else.
+        /// A rank that differs.
         other: usize,
-        /// What that one called.
+        /// That rank's call.
         other_call: String,
     },
-    /// Some ranks did not come in time.
+    /// Some ranks did not make the call before the timeout.
     #[error("stalled: rank {rank} waited {seconds:.1} s in {call} for {}", list(missing))]
     Stall {
-        /// The rank that reports.
+        /// The reporting rank.
         rank: usize,
-        /// What it called.
+        /// Its call.
         call: String,
-        /// How long it waited.
+        /// Time it waited.
         seconds: f64,
-        /// Who did not come, and what each did last.
+        /// The missing ranks, and the last operation of each.
         missing: Vec<(usize, String)>,
     },
-    /// Some ranks will never come.
+    /// Some ranks have exited and will never make the call.
     #[error("a rank ended: rank {rank} waits in {call} for {}", list(ended))]
     Ended {
-        /// The rank that reports.
+        /// The reporting rank.
         rank: usize,
-        /// What it called.
+        /// Its call.
         call: String,
-        /// Who ended, how, and what each did last.
+        /// The ranks that exited, how, and the last operation of each.
         ended: Vec<(usize, String)>,
     },
-    /// Another rank failed, so this operation can't take place.
+    /// Another rank failed, so this operation cannot complete.
     #[error("rank {rank} gave up {call}, because rank {by} failed: {reason}")]
     Abandoned {
-        /// The rank that reports.
+        /// The reporting rank.
         rank: usize,
-        /// What it called.
+        /// Its call.
         call: String,
         /// The rank that failed first.
         by: usize,
-        /// Its error.
+        /// That rank's error.
         reason: String,
     },
     /// An argument does not fit the operation.
@@ -57,17 +57,17 @@ pub enum Error {
     Argument {
         /// The operation.
         call: String,
-        /// What is wrong and the way out.
+        /// What is wrong and how to fix it.
         what: String,
     },
-    /// A group that can't be.
+    /// A group that cannot be created.
     #[error("group {name} of {ranks:?}: {what}")]
     Group {
         /// Its name.
         name: String,
         /// Its ranks.
         ranks: Vec<usize>,
-        /// What is wrong and the way out.
+        /// What is wrong and how to fix it.
         what: String,
     },
     /// The library below failed.
@@ -75,21 +75,21 @@ pub enum Error {
     Backend {
         /// The operation.
         call: String,
-        /// What the library said.
+        /// The library's error message.
         what: String,
     },
-    /// A library that is opened at run time is missing or not the right one.
+    /// A library opened at run time is missing or incompatible.
     #[error("{library} can't be used: {what}")]
     Library {
         /// Its name.
         library: &'static str,
-        /// What is wrong and the way out.
+        /// What is wrong and how to fix it.
         what: String,
     },
-    /// The processes of the job can't find each other.
+    /// The processes of the job cannot connect.
     #[error("can't join the job: {0}")]
     Launch(String),
-    /// From the tensors below.
+    /// From a tensor operation.
     #[error(transparent)]
     Tensor(#[from] ferrotron_tensor::Error),
 }

@@ -1,4 +1,4 @@
-//! The flight recorder: the last operations of a rank, for the report of a stall.
+//! The flight recorder: the last operations of a rank, for stall reports.
 
 use crate::op_descriptor::OpDescriptor;
 use std::collections::VecDeque;
@@ -6,17 +6,17 @@ use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Operations kept of a rank.
+/// Number of operations kept.
 const KEPT: usize = 32;
 
-/// How far an operation is.
+/// Status of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OpStatus {
-    /// Waits for other ranks.
+    /// Waiting for other ranks to make the call.
     Waiting,
-    /// All came and agreed; data moves.
+    /// All ranks agreed; data is being moved.
     Running,
-    /// Done, or queued on the card.
+    /// Complete, or enqueued on the GPU.
     Done,
     /// Ended with an error.
     Failed,
@@ -25,11 +25,11 @@ pub enum OpStatus {
 /// One operation of one rank.
 #[derive(Clone, Debug)]
 pub struct OpRecord {
-    /// OpKind, label, group, sequence number, type and shape.
+    /// Kind, label, group, sequence number, dtype and shape.
     pub call: String,
-    /// How far it is.
+    /// Its status.
     pub progress: OpStatus,
-    /// Time since it was last heard of.
+    /// Time since the status last changed.
     pub age: Duration,
 }
 
@@ -45,7 +45,7 @@ impl fmt::Display for OpRecord {
     }
 }
 
-/// The last operations of one rank, written by it and read by whoever wants to know.
+/// The last operations of one rank, written by that rank and readable from any thread.
 #[derive(Default)]
 pub(crate) struct FlightRecorder {
     log: Mutex<Log>,
@@ -53,13 +53,13 @@ pub(crate) struct FlightRecorder {
 
 #[derive(Default)]
 struct Log {
-    /// Operations so far.
+    /// Number of operations so far.
     next: u64,
     last: VecDeque<(Arc<OpDescriptor>, OpStatus, Instant)>,
 }
 
 impl FlightRecorder {
-    /// A new operation begins to wait; its number.
+    /// Records a new operation as waiting and returns its number.
     pub(crate) fn begin(&self, descriptor: Arc<OpDescriptor>) -> u64 {
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         if log.last.len() == KEPT {
@@ -70,7 +70,7 @@ impl FlightRecorder {
         log.next - 1
     }
 
-    /// Operation `number` went on.
+    /// Updates the status of operation `number`.
     pub(crate) fn set(&self, number: u64, progress: OpStatus) {
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         let back = log.next.saturating_sub(number) as usize;

@@ -1,42 +1,42 @@
-//! How this process was started: alone, by `mpirun`, by `srun`, or with torchrun's variables.
+//! How this process was launched: alone, by `mpirun`, by `srun`, or with torchrun's environment variables.
 
 use crate::{Error, Result};
 
-/// Which convention told this process its place.
+/// The convention that gave this process its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Launcher {
-    /// Open MPI's `mpirun`, or `srun` with PMI: MPI itself knows the place.
+    /// Open MPI's `mpirun`, or `srun` with PMI: MPI itself provides the rank.
     Mpi,
-    /// `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, as torchrun sets them.
+    /// `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, as set by torchrun.
     Torchrun,
     /// `SLURM_PROCID`, `SLURM_NTASKS`, and `SLURM_STEP_NODELIST` or `SLURM_LAUNCH_NODE_IPADDR`.
     Slurm,
 }
 
-/// This process's place in a job of several.
+/// This process's rank in a job of several, as given by the environment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LaunchEnv {
-    /// Who said so.
+    /// The launcher.
     pub launcher: Launcher,
-    /// This process's number.
+    /// This process's rank.
     pub rank: usize,
-    /// How many processes there are.
+    /// Number of processes.
     pub size: usize,
-    /// Its number among those of its host: which card to take.
+    /// Rank among the processes of the same host, which selects the GPU.
     pub local_rank: usize,
-    /// How many of them are on its host, where that is known, else 1.
+    /// Number of processes on the same host if known, else 1.
     pub local_size: usize,
-    /// Where rank 0 can be met over TCP, `host:port`, where that is known.
+    /// TCP address of rank 0 as `host:port`, if known.
     pub rendezvous: Option<String>,
 }
 
-/// The port at which rank 0 listens when a launcher names the host only. Below the ephemeral range, so that no
-/// outgoing connection has taken it; jobs of one host differ by their number.
+/// The port rank 0 listens on when the launcher names only the host. Below the ephemeral range, so that no outgoing
+/// connection occupies it; jobs on one host differ by job id.
 fn port(job: Option<usize>) -> u16 {
     20_000 + (job.unwrap_or(0) % 10_000) as u16
 }
 
-/// The first of Slurm's list of hosts: `a[07-09,12],b` is `a07`.
+/// The first host of a Slurm node list: `a[07-09,12],b` gives `a07`.
 fn first_host(list: &str) -> Option<String> {
     let list = list.trim();
     let end = list.find([',', '[']).unwrap_or(list.len());
@@ -48,8 +48,8 @@ fn first_host(list: &str) -> Option<String> {
 }
 
 impl LaunchEnv {
-    /// The place that the environment gives this process; `None` when it was started alone. Contradictory or
-    /// incomplete variables are errors.
+    /// Reads the environment; `None` if this process was started alone. Contradictory or incomplete variables are
+    /// errors.
     pub fn detect() -> Result<Option<LaunchEnv>> {
         LaunchEnv::from(&|name| std::env::var(name).ok())
     }
@@ -64,7 +64,7 @@ impl LaunchEnv {
                 },
             }
         };
-        // Torchrun's variables come first: they are set by hand, so they are meant.
+        // Torchrun's variables take precedence, because they may have been set by hand.
         let set = |name: &str| env(name).is_some_and(|v| !v.trim().is_empty());
         let (launcher, rank, size, local, beside) = if set("RANK") || set("WORLD_SIZE") {
             (Launcher::Torchrun, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -92,7 +92,7 @@ impl LaunchEnv {
         if r >= n {
             return Err(Error::Launch(format!("{rank} is {r}, but {size} is {n}: ranks count from 0")));
         }
-        // Slurm puts rank 0 on the first host of the step; srun itself may run elsewhere.
+        // Slurm places rank 0 on the first host of the step; srun itself may run elsewhere.
         let slurm = || first_host(&env("SLURM_STEP_NODELIST")?);
         let rendezvous = match env("MASTER_ADDR").filter(|host| !host.trim().is_empty()) {
             None if launcher == Launcher::Slurm => slurm().or_else(|| env("SLURM_LAUNCH_NODE_IPADDR")),

@@ -1,13 +1,17 @@
-//! Ranks talk to each other: groups of ranks and the collectives on them.
+//! Process groups and collectives.
 //!
-//! A [`World`] is one rank's membership of the job; it makes groups, each a [`Communicator`]. Every call has a
-//! group, a sequence number in it, a label, a kind, a shape and a type. Ranks compare these before data moves:
-//! a mismatch is an error that names both sides. A rank that does not come within the patience of the others,
-//! or ends, is named with what it did last; no call waits for ever.
+//! A [`World`] is one rank's membership of the job; it creates groups, each a [`Communicator`]. Every call has a
+//! group, a sequence number in it, a label, a kind, a shape and a dtype. Ranks compare these before any data moves: a
+//! mismatch is an error that names both sides. A rank that does not make the call within the timeout, or exits, is
+//! reported with its last operation; no call waits forever.
 //!
-//! Engines below only map calls: `threads` are ranks of one process, `mpi` are processes with tensors on the
-//! host, `nccl` are processes with a card each. Sums are added in the order of ranks, the same bits on all
-//! engines, except NCCL's, which have an order of their own.
+//! | backend | ranks | tensors | order of sums |
+//! |---|---|---|---|
+//! | `threads` | threads of one process | host, or one shared GPU | rank order |
+//! | `mpi` | processes | host | rank order, same bits as `threads` |
+//! | `nccl` | processes with one GPU each | GPU | NCCL's own, fixed for a given machine and size |
+//!
+//! [`InFlight`] holds the buffers of communication that overlaps computation.
 
 mod backend;
 mod communicator;
@@ -44,11 +48,11 @@ pub use threads::{ReduceKernel, ReduceKernels};
 pub use volume::Volume;
 pub use world::World;
 
-/// How the values of ranks become one.
+/// How the values of all ranks are combined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReduceOp {
-    /// Their sum, added in the order of ranks where the engine allows it.
+    /// The sum, added in rank order where the backend allows it.
     Sum,
-    /// The largest; a NaN stays a NaN.
+    /// The maximum; NaN if any value is NaN.
     Max,
 }

@@ -1,4 +1,4 @@
-//! The description of a call that ranks compare before data moves.
+//! Op descriptors: what ranks compare about a call before any data moves.
 
 use ferrotron_tensor::{DType, Tensor};
 use std::borrow::Cow;
@@ -8,26 +8,26 @@ use std::fmt;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 pub enum OpKind {
-    /// Wait for all.
+    /// Wait for all ranks.
     Barrier,
-    /// Sum or maximum on every rank.
+    /// Sum or maximum of a tensor, on every rank.
     AllReduce,
-    /// Everything on every rank.
+    /// Concatenation of all ranks' tensors, on every rank.
     AllGather,
-    /// A part of the sum on every rank.
+    /// One part of the reduction on each rank.
     ReduceScatter,
     /// A part from every rank to every rank.
     AllToAll,
-    /// One rank's on every rank.
+    /// One rank's tensor on every rank.
     Broadcast,
-    /// From one rank to another.
+    /// A message from one rank to another.
     SendRecv,
-    /// Host bytes on every rank.
+    /// Concatenation of host bytes, on every rank.
     AllGatherBytes,
 }
 
 impl OpKind {
-    /// All kinds, in the order of their numbers.
+    /// All kinds, in order of their numbers.
     pub const ALL: [OpKind; 8] = [
         OpKind::Barrier,
         OpKind::AllReduce,
@@ -39,7 +39,7 @@ impl OpKind {
         OpKind::AllGatherBytes,
     ];
 
-    /// As in messages.
+    /// The name in messages, traces and reports.
     pub const fn name(self) -> &'static str {
         match self {
             OpKind::Barrier => "barrier",
@@ -54,7 +54,7 @@ impl OpKind {
     }
 }
 
-/// What tells calls of one kind apart, beyond label and shape. Numbers, so that it travels.
+/// What distinguishes calls beyond kind, label and shape. Plain numbers, so that it can be encoded.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Detail {
     /// Nothing.
@@ -63,22 +63,22 @@ pub(crate) enum Detail {
     Reduce(u64),
     /// The root, a rank of the group.
     Root(u64),
-    /// Elements by rank, the same list everywhere.
+    /// Elements per rank, the same list on every rank.
     Counts(Vec<u64>),
-    /// Elements to and from every rank: what one sends another must be what that one receives.
+    /// Elements to and from every rank: what one rank sends must be what the other receives.
     Pairs { sent: Vec<u64>, received: Vec<u64> },
     /// Sender and receiver, ranks of the group.
     Route(u64, u64),
 }
 
-/// A call as ranks compare it.
+/// A call, as compared between ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct OpDescriptor {
     pub(crate) group: Cow<'static, str>,
     pub(crate) sequence: u64,
     pub(crate) label: Cow<'static, str>,
     pub(crate) kind: OpKind,
-    /// Of the argument that must be equal on all ranks; empty where lengths may differ.
+    /// Shape of the argument that must be equal on all ranks; empty where sizes may differ.
     pub(crate) shape: Vec<u64>,
     pub(crate) dtype: Option<DType>,
     pub(crate) detail: Detail,
@@ -97,7 +97,7 @@ impl OpDescriptor {
         }
     }
 
-    /// With the type and, if it is the same on all ranks, the shape of a tensor.
+    /// Adds the dtype of a tensor and, if it must be the same on all ranks, its shape.
     pub(crate) fn of(mut self, t: &Tensor, same_shape: bool) -> OpDescriptor {
         self.dtype = Some(t.dtype());
         if same_shape {
@@ -111,18 +111,18 @@ impl OpDescriptor {
         self
     }
 
-    /// Do ranks that agree bring notices that differ?
+    /// True if the descriptors of ranks that agree differ from each other.
     pub(crate) fn pairwise(&self) -> bool {
         matches!(self.detail, Detail::Pairs { .. })
     }
 
-    /// Everything but the detail.
+    /// Everything except the detail.
     fn common(&self) -> (&str, u64, &str, OpKind, &[u64], Option<DType>) {
         let OpDescriptor { group, sequence, label, kind, shape, dtype, detail: _ } = self;
         (group, *sequence, label, *kind, shape, *dtype)
     }
 
-    /// Do the calls of rank `me` (this) and of rank `other` not fit together?
+    /// True if the call of rank `me` (this one) and that of rank `other` do not match.
     pub(crate) fn conflict(&self, me: usize, theirs: &OpDescriptor, other: usize) -> bool {
         match (&self.detail, &theirs.detail) {
             (Detail::Pairs { sent: s1, received: r1 }, Detail::Pairs { sent: s2, received: r2 }) => {

@@ -1,10 +1,10 @@
-//! Descriptions as bytes, for engines that send them over a network.
+//! Binary encoding of op descriptors, for backends that send them over a network.
 
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use ferrotron_tensor::DType;
 
 impl OpDescriptor {
-    /// As bytes that travel between machines.
+    /// Encodes the descriptor; multi-byte integers are little-endian.
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut out = Vec::with_capacity(96);
         let text = |out: &mut Vec<u8>, s: &str| {
@@ -35,7 +35,7 @@ impl OpDescriptor {
         out
     }
 
-    /// What [`OpDescriptor::encode`] wrote, or nothing if it did not.
+    /// Decodes what [`OpDescriptor::encode`] wrote; `None` for anything else.
     pub(crate) fn decode(bytes: &[u8]) -> Option<OpDescriptor> {
         let mut r = Reader(bytes);
         let group = r.text()?;

@@ -1,8 +1,8 @@
-//! One process of a job of several: failure reports, the flight recorder across processes, and the end.
+//! One process of a multi-process job: failure reports, flight-recorder queries, and shutdown.
 //!
-//! A thread of its own answers other ranks' questions and hears of failures while the rank computes. When a
-//! rank has failed, it also makes sure that the job ends: if the callers have not left by themselves soon
-//! after, every process is ended.
+//! A background thread answers the queries of other ranks and receives failure reports while the rank computes. After
+//! a failure it also makes sure that the job ends: if the process has not exited by itself within [`FORCE_EXIT`], the
+//! thread terminates the job.
 
 use crate::Result;
 use crate::backend::{FailureReport, OpError};
@@ -13,13 +13,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// How often the thread looks; bounds how late a failure is heard of.
+/// Poll interval of the background thread; bounds the delay until a failure is noticed.
 const LOOK: Duration = Duration::from_millis(10);
-/// How long a rank's answer is waited for: a stopped process never answers.
+/// Timeout of a flight-recorder query: a stopped process never answers.
 const ANSWER: Duration = Duration::from_millis(500);
-/// After a failure, time for every rank to say what it knows before the first process ends.
+/// After a failure, time for every rank to report before the first process exits.
 const LINGER: Duration = Duration::from_millis(1500);
-/// After a failure, time until the job is ended by force.
+/// After a failure, time until the job is terminated by force.
 const FORCE: Duration = Duration::from_secs(6);
 
 /// One rank that is a process.
@@ -33,7 +33,7 @@ struct Shared {
     post: Arc<dyn ControlTransport>,
     recorder: Arc<FlightRecorder>,
     failure: Mutex<Option<(FailureReport, Instant)>>,
-    /// The last call each rank was heard of.
+    /// The last call seen from each rank.
     heard: Mutex<Vec<Option<(String, Instant)>>>,
     over: AtomicBool,
 }
@@ -63,12 +63,12 @@ impl Process {
         &self.shared.recorder
     }
 
-    /// The first failure known here.
+    /// The first failure known to this rank.
     pub(crate) fn failure(&self) -> Option<FailureReport> {
         self.shared.failed().map(|(failure, _)| failure)
     }
 
-    /// An error if the job is over.
+    /// Fails if a rank has failed.
     pub(crate) fn alive(&self) -> Result<(), OpError> {
         match self.failure() {
             None => Ok(()),
@@ -76,19 +76,19 @@ impl Process {
         }
     }
 
-    /// Tells everybody of this rank's failure.
+    /// Reports this rank's failure to all others.
     pub(crate) fn fail(&self, failure: FailureReport) {
         if self.shared.note(failure.clone()) {
             let text = encode_failure(&failure);
             let post = self.post();
             for to in (0..post.size()).filter(|r| *r != post.rank()) {
-                // One that can't be told will see for itself.
+                // A rank that cannot be reached detects it by itself.
                 let _ = post.send(to, Topic::FAILURE, text.clone());
             }
         }
     }
 
-    /// Remembers that `rank` (of the job) came to this call.
+    /// Records that `rank` of the job has made this call.
     pub(crate) fn hear(&self, rank: usize, descriptor: &OpDescriptor) {
         let mut heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(place) = heard.get_mut(rank) {
@@ -96,7 +96,7 @@ impl Process {
         }
     }
 
-    /// The last operations of `rank`: its own account, or what was last heard of it.
+    /// The last operations of `rank`: from its own flight recorder, or the last call seen from it.
     pub(crate) fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
         let post = self.post();
         if rank == post.rank() {
@@ -119,7 +119,7 @@ impl Process {
         Some(vec![OpRecord { call, progress: OpStatus::Done, age: at.elapsed() }])
     }
 
-    /// Waits until `ready` gives something. `missing` says for whom it waits (numbers in the group, and in
+    /// Waits until `ready` returns a value. `missing` lists the ranks it waits for, as (rank in the group, rank in
     /// the job).
     pub(crate) fn wait<T>(
         &self,
@@ -173,7 +173,7 @@ impl Drop for Process {
             let reason = "the other ranks did not come to the end of the job".to_string();
             self.fail(FailureReport { rank: post.rank(), stall: true, reason });
         }
-        // The launcher ends the job when the first process goes; the others should have had their say.
+        // A launcher kills the job when the first process exits; give the others time to report first.
         if let Some((_, at)) = self.shared.failed() {
             std::thread::sleep((at + LINGER).saturating_duration_since(Instant::now()));
         }
@@ -185,7 +185,7 @@ impl Shared {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Keeps the first failure; says whether this is it.
+    /// Stores the first failure; returns whether this is it.
     fn note(&self, failure: FailureReport) -> bool {
         let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
         let new = first.is_none();
@@ -231,7 +231,7 @@ fn decode_failure(rank: usize, text: &[u8]) -> FailureReport {
 
 const STATUSES: [OpStatus; 4] = [OpStatus::Waiting, OpStatus::Running, OpStatus::Done, OpStatus::Failed];
 
-/// Notes as (progress, age in milliseconds, length, text) each.
+/// Encodes records as (status, age in milliseconds, length, text) each.
 fn encode_notes(notes: &[OpRecord]) -> Vec<u8> {
     let mut out = Vec::new();
     for n in notes {

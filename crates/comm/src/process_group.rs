@@ -1,5 +1,4 @@
-//! Meetings of processes: every rank sends its notice to every other of the group, so that whoever does not
-//! come is known by name.
+//! Groups of processes: every rank sends its descriptor to every other, so that a missing rank is known by number.
 
 use crate::backend::{Descriptors, OpError};
 use crate::control::Topic;
@@ -13,15 +12,15 @@ pub(crate) struct ProcessGroup {
     pub(crate) process: Arc<Process>,
     /// Number of the group.
     pub(crate) index: u64,
-    /// Ranks in the job, in the order of the group.
+    /// Members as ranks of the job, in group order.
     pub(crate) ranks: Vec<usize>,
-    /// This rank's place in them.
+    /// This rank within the group.
     pub(crate) me: usize,
 }
 
 impl ProcessGroup {
-    /// Makes group `index`; all ranks of the job call it. Compares what the ranks think its members are, each
-    /// with the rank before it: if not all agree, somebody sees it.
+    /// Creates group `index`; all ranks of the job call it. Each rank compares its member list with that of the
+    /// previous rank, so any difference is noticed by at least one rank.
     pub(crate) fn new(
         process: &Arc<Process>,
         index: u64,
@@ -53,13 +52,14 @@ impl ProcessGroup {
         Ok(me.map(|me| ProcessGroup { process: process.clone(), index, ranks: ranks.to_vec(), me }))
     }
 
-    /// Ranks of the group other than this one, as numbers in it.
+    /// The other ranks of the group.
     pub(crate) fn others(&self) -> impl Iterator<Item = usize> + use<> {
         let me = self.me;
         (0..self.ranks.len()).filter(move |r| *r != me)
     }
 
-    /// Sends `mine` to all and waits for one message from each: in the order of ranks, this one's own empty.
+    /// Sends `mine` to all and waits for one message from each. Returns them in rank order; this rank's own entry is
+    /// empty.
     pub(crate) fn gather(
         &self,
         topic: Topic,
@@ -73,7 +73,7 @@ impl ProcessGroup {
         }
         let mut came: Vec<Option<Vec<u8>>> = vec![None; self.ranks.len()];
         came[self.me] = Some(Vec::new());
-        // Both closures look at what came.
+        // Shared by both closures.
         let came = std::cell::RefCell::new(came);
         self.process.wait(
             deadline,
@@ -94,7 +94,7 @@ impl ProcessGroup {
         Ok(came.into_inner().into_iter().flatten().collect())
     }
 
-    /// [`crate::backend::GroupBackend::meet`].
+    /// Implements [`crate::backend::GroupBackend::exchange_descriptors`].
     pub(crate) fn meet(&self, descriptor: &OpDescriptor, deadline: Instant) -> Result<Descriptors, OpError> {
         let mine = descriptor.encode();
         let all = self.gather(Topic::meeting(self.index), &mine, deadline)?;
@@ -111,14 +111,14 @@ impl ProcessGroup {
         Ok(Descriptors::PerRank(descriptors))
     }
 
-    /// [`crate::backend::GroupBackend::bytes`].
+    /// Implements [`crate::backend::GroupBackend::all_gather_bytes`].
     pub(crate) fn bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError> {
         let mut all = self.gather(Topic::bytes(self.index), mine, deadline)?;
         all[self.me] = mine.to_vec();
         Ok(all)
     }
 
-    /// A notice from rank `from` of the group.
+    /// Decodes a descriptor from rank `from` of the group.
     pub(crate) fn decode(&self, from: usize, bytes: &[u8]) -> Result<OpDescriptor, OpError> {
         let rank = self.ranks[from];
         let descriptor = OpDescriptor::decode(bytes).ok_or_else(|| {

@@ -1,4 +1,4 @@
-//! Messages between two ranks, and host bytes for all.
+//! Point-to-point sends and receives, and all-gather of host bytes.
 
 use crate::backend::{Collective, OpError, P2pOp};
 use crate::communicator::{Counters, Direction};
@@ -10,20 +10,20 @@ use ferrotron_tensor::{Stream, Tensor};
 use std::sync::{Arc, MutexGuard};
 use std::time::Instant;
 
-/// Messages of one group on one stream; see [`Communicator::send_recv_batch`].
+/// Sends and receives of one group on one stream; see [`Communicator::send_recv_batch`].
 #[derive(Clone, Copy)]
 pub struct SendRecv<'a> {
     /// The group whose ranks are named below.
     pub group: &'a Communicator,
-    /// Where tensors are read and written.
+    /// The stream on which tensors are read and written.
     pub stream: &'a Stream,
     /// (rank of the group, contiguous tensor).
     pub sends: &'a [(usize, &'a Tensor)],
-    /// The same.
+    /// (rank of the group, contiguous tensor).
     pub receives: &'a [(usize, &'a Tensor)],
 }
 
-/// A lane with the descriptions of its messages.
+/// A [`SendRecv`] with the descriptors of its messages.
 struct Batch<'a> {
     group: &'a Communicator,
     stream: &'a Stream,
@@ -52,7 +52,7 @@ impl<'a> Batch<'a> {
         Ok(batch)
     }
 
-    /// What is received overlaps nothing else.
+    /// Checks that received tensors overlap no other tensor.
     fn apart(all: &[Batch]) -> Result<()> {
         let sent: Vec<&P2pOp> = all.iter().flat_map(|b| &b.sends).collect();
         let received: Vec<(&Batch, &P2pOp)> =
@@ -66,7 +66,7 @@ impl<'a> Batch<'a> {
         Ok(())
     }
 
-    /// Messages of a group count by direction and peer.
+    /// Assigns sequence numbers, which count by direction and peer.
     fn number(&mut self, counters: &mut Counters) {
         let mut next = |direction, l: &mut P2pOp| {
             let next = counters.messages.entry((direction, l.peer)).or_default();
@@ -78,15 +78,15 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// A batch under way, in the recorder until it is done or failed.
+/// A batch in progress: in the flight recorder until it completes or fails.
 struct Open<'a, 'b> {
     batch: &'b Batch<'a>,
-    /// Of several messages the recorder shows the first that is waited for.
+    /// The recorder shows one message of the batch: the first receive, else the first send.
     first: Option<Arc<OpDescriptor>>,
     number: u64,
     start: Instant,
     state: OpStatus,
-    /// Shows it in a trace.
+    /// Its span in a trace.
     span: Option<Span>,
 }
 
@@ -109,7 +109,7 @@ impl<'a, 'b> Open<'a, 'b> {
         let (core, batch) = (&*self.batch.group.core, self.batch);
         let (Some(engine), Some(first)) = (&core.engine, &self.first) else { return Ok(()) };
         half(&**engine, batch).map_err(|t| {
-            // Say which of several messages is missing.
+            // Name the message that is missing.
             let late = |peer: usize| batch.receives.iter().find(|l| l.peer == peer).map(|l| &l.descriptor);
             let call = match &t {
                 OpError::RanksMissing { missing, .. } => missing.first().and_then(|p| late(*p)),
@@ -136,19 +136,19 @@ impl Drop for Open<'_, '_> {
 }
 
 impl Communicator {
-    /// Sends `t` to rank `to` of the group. Does not wait for the receiver.
+    /// Sends `t` to rank `to` of the group. Does not wait for the receiver, except on NCCL, where the stream does.
     pub fn send(&self, s: &Stream, t: &Tensor, to: usize, label: &'static str) -> Result<()> {
         self.send_recv(s, &[(to, t)], &[], label)
     }
 
-    /// Receives `t` from rank `from` of the group, which sends the same shape, type and label.
+    /// Receives `t` from rank `from` of the group, which must send the same shape, dtype and label.
     pub fn receive(&self, s: &Stream, t: &Tensor, from: usize, label: &'static str) -> Result<()> {
         self.send_recv(s, &[], &[(from, t)], label)
     }
 
-    /// Sends and receives all at once: (rank of the group, tensor). The order of the lists does not matter
-    /// between ranks; several messages from one rank to another arrive in the order sent. Only the ranks named
-    /// take part. Tensors received overlap nothing else of the call.
+    /// Sends and receives several tensors at once, as (rank of the group, tensor). The order of the lists need not
+    /// match between ranks; messages from one rank to another arrive in the order sent. Only the named ranks take
+    /// part. Received tensors overlap no other tensor of the call.
     pub fn send_recv(
         &self,
         s: &Stream,
@@ -159,9 +159,9 @@ impl Communicator {
         Communicator::send_recv_batch(&[SendRecv { group: self, stream: s, sends, receives }], label)
     }
 
-    /// Several exchanges at once, each on its own group and stream; groups may come more than once. The order of
-    /// lanes does not matter between ranks either, and a rank may have fewer of them than another: everything that
-    /// is sent on any lane is on its way before the first thing is waited for.
+    /// Several [`SendRecv`]s at once, each on its own group and stream; a group may appear more than once. Their
+    /// order need not match between ranks, and ranks may have different numbers of them: everything is sent before
+    /// anything is waited for.
     pub fn send_recv_batch(lanes: &[SendRecv], label: &'static str) -> Result<()> {
         let mut batches = lanes.iter().map(|lane| Batch::new(lane, label)).collect::<Result<Vec<_>>>()?;
         Batch::apart(&batches)?;
@@ -169,7 +169,7 @@ impl Communicator {
         for b in batches.extract_if(.., |b| b.group.core.engine.is_none()) {
             b.group.to_itself(b.stream, &b.sends, &b.receives)?;
         }
-        // Ranks take groups in one order: an engine may have to connect two ranks when they first meet in one.
+        // All ranks take groups in the same order: a backend may have to connect two ranks on first use of a group.
         batches.sort_by_key(|b| b.group.core.index);
         let mut held: Vec<(u64, MutexGuard<Counters>)> = Vec::new();
         for b in &mut batches {
@@ -194,7 +194,7 @@ impl Communicator {
         Ok(())
     }
 
-    /// Messages of a group of one.
+    /// Sends to itself in a group of one.
     fn to_itself(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp]) -> Result<()> {
         let paired = sends.len() == receives.len()
             && sends.iter().zip(receives).all(|(a, b)| !a.descriptor.conflict(0, &b.descriptor, 0));
@@ -209,7 +209,7 @@ impl Communicator {
         sends.iter().zip(receives).try_for_each(|(a, b)| Ok(s.copy(a.tensor, b.tensor)?))
     }
 
-    /// Host bytes of any length from every rank, in the order of ranks.
+    /// Host bytes of any length from every rank, in rank order.
     pub fn all_gather_bytes(&self, mine: &[u8], label: &'static str) -> Result<Vec<Vec<u8>>> {
         let descriptor: OpDescriptor = self.descriptor(OpKind::AllGatherBytes, label);
         if self.core.engine.is_none() {

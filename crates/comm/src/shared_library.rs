@@ -1,4 +1,4 @@
-//! Opening libraries at run time, so that one binary runs with and without them.
+//! Opening of shared libraries at run time, so that one binary runs with and without them.
 
 use crate::{Error, Result};
 use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
@@ -6,18 +6,17 @@ use std::ffi::OsString;
 use std::fs::{read_dir, read_to_string};
 use std::path::{Path, PathBuf};
 
-/// Folder to look in first, as for the kernels' libraries.
+/// A folder to look in first, as for the libraries of the kernels crate.
 const FOLDER_VARIABLE: &str = "FERROTRON_CUDA_LIB";
 
-/// A library that stays open until the process ends: function pointers taken from it are valid for ever.
+/// A library that is never closed: function pointers taken from it stay valid.
 pub(crate) struct SharedLibrary {
     library: Library,
     name: &'static str,
 }
 
 impl SharedLibrary {
-    /// Opens the first of `files` that the loader finds by its name or that lies in one of `folders`.
-    /// `name` is what messages call it.
+    /// Opens the first of `files` that the loader finds by name or in one of `folders`. `name` is used in messages.
     pub(crate) fn open(
         name: &'static str,
         files: &[&str],
@@ -26,17 +25,17 @@ impl SharedLibrary {
         let mut refused = None;
         let near = files.iter().map(PathBuf::from);
         let far = folders.iter().flat_map(|folder| files.iter().map(|f| folder.join(f)));
-        // A folder that the user names goes before the loader's choice.
+        // A folder named by the user takes precedence over the loader's search path.
         let named = std::env::var_os(FOLDER_VARIABLE).map(PathBuf::from).filter(|_| !folders.is_empty());
         let first = named.iter().flat_map(|folder| files.iter().map(|f| folder.join(f)));
         for path in first.chain(near).chain(far.filter(|p| p.exists())) {
-            // SAFETY: MPI and NCCL do nothing harmful when loaded. GLOBAL, because Open MPI's plugins look for
-            // its symbols among those of the process.
+            // SAFETY: loading MPI or NCCL has no harmful effects. GLOBAL, because Open MPI's plugins look up its
+            // symbols in the process.
             match unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) } {
                 Ok(library) => return Ok(Box::leak(Box::new(SharedLibrary { library, name }))),
-                // A file that is there but can't be loaded is the more useful thing to tell.
+                // A file that exists but cannot be loaded is the more useful error.
                 Err(error) if path.exists() || refused.is_none() => {
-                    // The loader's words, which name the file, are underneath.
+                    // The loader's message, which names the file.
                     let source = std::error::Error::source(&error).map(ToString::to_string);
                     refused = Some(source.unwrap_or_else(|| format!("{}: {error}", path.display())));
                 }
@@ -47,12 +46,12 @@ impl SharedLibrary {
         Err(Error::Library { library: name, what })
     }
 
-    /// The address of a function as a function pointer of type `F`.
+    /// The function `symbol` as a function pointer of type `F`.
     ///
     /// # Safety
     /// `F` must be the `extern "C"` function pointer type of that function.
     pub(crate) unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F> {
-        // SAFETY: passed on to the caller.
+        // SAFETY: guaranteed by the caller.
         match unsafe { self.library.get::<F>(symbol) } {
             Ok(f) => Ok(*f),
             Err(_) => Err(self.missing(symbol)),
@@ -61,7 +60,7 @@ impl SharedLibrary {
 
     /// The address of a global variable.
     pub(crate) fn global(&self, symbol: &'static str) -> Result<usize> {
-        // SAFETY: only the address is taken; nothing is read through it here.
+        // SAFETY: only the address is taken; nothing is read through it.
         match unsafe { self.library.get::<*const u8>(symbol) } {
             Ok(at) => Ok(at.as_raw_ptr() as usize),
             Err(_) => Err(self.missing(symbol)),
@@ -74,13 +73,13 @@ impl SharedLibrary {
     }
 }
 
-/// Where NVIDIA's libraries may lie besides the loader's own places: what [`FOLDER_VARIABLE`], CUDA's
-/// variables and the loader's configuration name, then where installers and Python wheels put them.
+/// Folders that may hold NVIDIA's libraries besides the loader's search path: those named by [`FOLDER_VARIABLE`],
+/// CUDA's variables and the loader's configuration, then the usual places of installers and Python wheels.
 pub(crate) fn nvidia_folders() -> Vec<PathBuf> {
     folders_in(&|name| std::env::var_os(name), Path::new("/"))
 }
 
-/// The same; `root` is `/` except in tests.
+/// [`nvidia_folders`] with a given environment and root folder.
 fn folders_in(env: &dyn Fn(&str) -> Option<OsString>, root: &Path) -> Vec<PathBuf> {
     let mut out: Vec<PathBuf> = env(FOLDER_VARIABLE).map(PathBuf::from).into_iter().collect();
     for home in ["CUDA_HOME", "CUDA_PATH"].iter().filter_map(|name| env(name)) {

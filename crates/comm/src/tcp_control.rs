@@ -1,6 +1,5 @@
-//! Small messages between the processes of a job over TCP: rank 0 listens, every other rank keeps one
-//! connection to it, and it passes messages on. Carries what host code must agree on (NCCL's unique id, what
-//! each rank is about to call, metadata), never tensors.
+//! [`ControlTransport`] over TCP: rank 0 listens, every other rank keeps one connection to it, and it forwards
+//! messages. Carries host data only (NCCL's unique id, op descriptors, metadata), never tensors.
 
 use crate::control::{ControlTransport, Mailbox, Topic};
 use crate::{Error, Result};
@@ -10,17 +9,17 @@ use std::net::{Shutdown, TcpListener, TcpStream, ToSocketAddrs};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// First bytes of a greeting: whatever else knocks at the port is sent away.
+/// Start of a handshake; connections without it are closed.
 const MAGIC: &[u8; 8] = b"ferro-01";
-/// Longest message: what comes from the network must not decide how much memory is taken.
+/// Largest message: the network must not decide how much memory is allocated.
 const MAX_MESSAGE_BYTES: usize = 1 << 28;
-/// How long a stranger at the port may stay silent, and how long a peer may refuse to take bytes.
+/// Timeout of a handshake, and of a write to a peer.
 const GREETING: Duration = Duration::from_secs(2);
 const WRITE: Duration = Duration::from_secs(30);
-/// Topic of rank 0's word that a rank has gone.
+/// Topic on which rank 0 announces that a rank has exited.
 const GONE: Topic = Topic(u64::MAX);
 
-/// This rank's end.
+/// One rank's connections.
 pub(crate) struct TcpControl {
     rank: usize,
     size: usize,
@@ -28,7 +27,7 @@ pub(crate) struct TcpControl {
 }
 
 struct Connections {
-    /// Connections by rank: all of them at rank 0, only that to rank 0 elsewhere.
+    /// Connections by rank: all of them on rank 0, only the one to rank 0 elsewhere.
     out: HashMap<usize, Mutex<TcpStream>>,
     mail: Mutex<Inbox>,
     arrived: Condvar,
@@ -41,7 +40,7 @@ struct Inbox {
 }
 
 impl TcpControl {
-    /// Meets all ranks at `meeting` (`host:port`), where rank 0 listens. Gives up after `patience`.
+    /// Connects all ranks at `rendezvous` (`host:port`), where rank 0 listens. Fails after `timeout`.
     pub(crate) fn meet(rank: usize, size: usize, rendezvous: &str, timeout: Duration) -> Result<TcpControl> {
         let deadline = Instant::now() + timeout;
         let out = match (rank, size) {
@@ -92,7 +91,7 @@ impl ControlTransport for TcpControl {
 
     fn pause(&self, idle: u32) {
         let mail = self.connections.mail();
-        // The first waits are short, because something may have come between the look and the wait.
+        // The first waits are short, because a message may have arrived between the check and the wait.
         let wait = Duration::from_micros(200 << idle.min(6));
         drop(self.connections.arrived.wait_timeout(mail, wait));
     }
@@ -110,7 +109,7 @@ impl ControlTransport for TcpControl {
 
 impl Drop for TcpControl {
     fn drop(&mut self) {
-        // Others may still talk to each other through rank 0: it leaves last, but not much later than now.
+        // Other ranks may still talk through rank 0, so it closes last, within a time limit.
         if self.rank == 0 {
             let deadline = Instant::now() + Duration::from_secs(5);
             let mut mail = self.connections.mail();
@@ -139,7 +138,8 @@ impl Connections {
         self.mail.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Delivers here or sends on. What can't be sent is dropped: its receiver is marked as gone.
+    /// Delivers a message here, or forwards it. If that fails, the message is dropped and its next hop marked as
+    /// exited.
     fn pass(&self, here: usize, from: usize, to: usize, topic: Topic, bytes: Vec<u8>) {
         if to == here {
             let mut mail = self.mail();
@@ -150,7 +150,7 @@ impl Connections {
             }
             return self.arrived.notify_all();
         }
-        // Only rank 0 knows everybody.
+        // Only rank 0 is connected to everyone.
         let Some((next, stream)) =
             self.out.get(&to).map(|s| (to, s)).or_else(|| Some((0, self.out.get(&0)?)))
         else {
@@ -162,7 +162,7 @@ impl Connections {
         frame.extend(&bytes);
         let mut stream = stream.lock().unwrap_or_else(PoisonError::into_inner);
         if stream.write_all(&frame).is_err() {
-            // Half a frame may be out: nothing sensible can follow it.
+            // Half a frame may have been sent, so nothing valid can follow on this connection.
             let _ = stream.shutdown(Shutdown::Both);
             drop(stream);
             self.mail().gone.insert(next);
@@ -170,7 +170,7 @@ impl Connections {
         }
     }
 
-    /// Reads what `peer` sends until it goes.
+    /// Reads messages from `peer` until the connection closes.
     fn read(&self, here: usize, peer: usize, mut stream: TcpStream) {
         let mut head = [0u8; 20];
         while stream.read_exact(&mut head).is_ok() {
@@ -196,10 +196,10 @@ fn failed(rendezvous: &str, error: std::io::Error) -> Error {
     Error::Launch(format!("TCP at {rendezvous}: {error}"))
 }
 
-/// Rank 0's part: waits until every other rank has said hello, then welcomes all of them.
+/// Rank 0: accepts every other rank's handshake, then answers all of them.
 fn listen(size: usize, rendezvous: &str, deadline: Instant) -> Result<HashMap<usize, TcpStream>> {
     let address = resolve(rendezvous)?;
-    // Any of this host's addresses may be the one the others see, except where only this host is meant.
+    // Listen on all addresses, since any of them may be the one the others use, unless the address is loopback.
     let any: std::net::IpAddr = match address.is_ipv4() {
         true => std::net::Ipv4Addr::UNSPECIFIED.into(),
         false => std::net::Ipv6Addr::UNSPECIFIED.into(),
@@ -254,7 +254,7 @@ fn listen(size: usize, rendezvous: &str, deadline: Instant) -> Result<HashMap<us
     }
 }
 
-/// What a newcomer says of itself, if it is one of ours.
+/// The (rank, size) of a handshake; `None` if it is not one of ours.
 fn greeting(mut stream: &TcpStream) -> Option<(usize, usize)> {
     stream.set_nonblocking(false).ok()?;
     stream.set_read_timeout(Some(GREETING)).ok()?;
@@ -264,7 +264,7 @@ fn greeting(mut stream: &TcpStream) -> Option<(usize, usize)> {
     (text[..8] == MAGIC[..]).then(|| (word(8), word(12)))
 }
 
-/// The others' part: knocks until rank 0 opens, says hello and waits for the welcome.
+/// Other ranks: connect to rank 0, retrying until the deadline, send the handshake and wait for the answer.
 fn connect(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Result<TcpStream> {
     let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     loop {
@@ -273,7 +273,8 @@ fn connect(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Res
                 let mut hello = MAGIC.to_vec();
                 hello.extend([rank as u32, size as u32].iter().flat_map(|x| x.to_le_bytes()));
                 let (mut len, mut text) = ([0u8; 4], Vec::new());
-                // Rank 0 answers when all have come or its own time is over: a little later than ours at most.
+                // Rank 0 answers when all ranks have come or its own deadline has passed, at most a little later than
+                // ours.
                 let answer = stream
                     .set_read_timeout(Some(left() + GREETING))
                     .and_then(|()| stream.write_all(&hello))

@@ -1,17 +1,17 @@
-//! ArgChecks of this rank's own arguments, before anybody else is bothered.
+//! Validation of this rank's arguments, before other ranks are involved.
 
 use crate::op_descriptor::OpDescriptor;
 use crate::{Communicator, Error, Result};
 use ferrotron_tensor::{DType, Stream, Tensor};
 
-/// ArgChecks that can be chained; each error names the call.
+/// Checks that can be chained; each error names the call.
 #[derive(Clone, Copy)]
 pub(crate) struct ArgChecks<'a> {
     call: &'a OpDescriptor,
 }
 
 impl Communicator {
-    /// Runs checks; if one fails, the other ranks hear of it.
+    /// Runs the checks; a failure is reported to the other ranks.
     pub(crate) fn check<'a>(
         &self,
         call: &'a OpDescriptor,
@@ -40,7 +40,7 @@ impl<'a> ArgChecks<'a> {
         })
     }
 
-    /// Of a type that is summed.
+    /// Of a dtype that can be reduced.
     pub(crate) fn reducible(self, t: &Tensor) -> Result<ArgChecks<'a>> {
         let ok =
             matches!(t.dtype(), DType::F32 | DType::BF16 | DType::F16 | DType::F64 | DType::I32 | DType::I64);
@@ -58,7 +58,7 @@ impl<'a> ArgChecks<'a> {
         })
     }
 
-    /// Both have the same number of elements, which n divides.
+    /// Both have the same number of elements, a multiple of n.
     pub(crate) fn shared(self, from: &Tensor, to: &Tensor, n: usize) -> Result<ArgChecks<'a>> {
         self.same_type(from, to)?.refuse(from.numel() == to.numel() && from.numel().is_multiple_of(n), || {
             format!(
@@ -67,7 +67,7 @@ impl<'a> ArgChecks<'a> {
         })
     }
 
-    /// One count for each rank, as many altogether as `t` has elements.
+    /// One count per rank, adding up to the elements of `t`.
     pub(crate) fn counts(self, n: usize, counts: &[usize], t: &Tensor) -> Result<ArgChecks<'a>> {
         let sum = counts.iter().try_fold(0usize, |sum, c| sum.checked_add(*c));
         self.refuse(counts.len() == n, || format!("{} counts for {n} ranks", counts.len()))?
@@ -82,17 +82,17 @@ impl<'a> ArgChecks<'a> {
         self.refuse(rank < n, || format!("there is no rank {rank} in a group of {n}"))
     }
 
-    /// No common memory.
+    /// The two do not overlap.
     pub(crate) fn apart(self, a: &Tensor, b: &Tensor) -> Result<ArgChecks<'a>> {
         self.refuse(!a.overlaps(b), || format!("{a:?} and {b:?} overlap; give separate memory"))
     }
 
-    /// `mine` is apart from `all`, or is its part `rank` of equal ones.
+    /// `mine` does not overlap `all`, or is slot `rank` of equal slots in it.
     pub(crate) fn place(self, mine: &Tensor, all: &Tensor, rank: usize) -> Result<ArgChecks<'a>> {
         self.place_at(mine, all, rank * mine.numel())
     }
 
-    /// `mine` is apart from `all`, or lies in it from element `start` on.
+    /// `mine` does not overlap `all`, or is the part of it that starts at element `start`.
     pub(crate) fn place_at(self, mine: &Tensor, all: &Tensor, start: usize) -> Result<ArgChecks<'a>> {
         if !mine.overlaps(all) {
             return self.same_type(mine, all);

@@ -1,22 +1,22 @@
-//! Bytes a rank sends, by the formulas of ring algorithms.
+//! Communication volume: bytes sent by a rank, by the formulas of ring algorithms.
 //!
-//! With n ranks and B bytes of the whole tensor each rank sends (n−1)/n·B for an all-gather or a
-//! reduce-scatter, 2(n−1)/n·B for an all-reduce, and what it has for others in an all-to-all. With uneven parts
-//! a rank of an all-gather passes on everything but the part of its right neighbour. A broadcast goes along a
-//! chain from the root: all but the last rank send B.
+//! For n ranks and a tensor of B bytes, each rank sends (n−1)/n·B in an all-gather or reduce-scatter, 2(n−1)/n·B in
+//! an all-reduce, and everything meant for other ranks in an all-to-all. With uneven parts, a rank of an all-gather
+//! forwards everything except its right neighbour's part. A broadcast runs along a chain from the root: every rank
+//! but the last sends B.
 
 use crate::op_descriptor::OpKind;
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Calls and bytes sent by this rank, by kind of operation.
+/// Number of calls and bytes sent by this rank, by kind of operation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Volume {
     entries: [(u64, u64); OpKind::ALL.len()],
 }
 
 impl Volume {
-    /// Calls of a kind.
+    /// Number of calls of a kind.
     pub fn calls(&self, kind: OpKind) -> u64 {
         self.entries[kind as usize].0
     }
@@ -26,12 +26,12 @@ impl Volume {
         self.entries[kind as usize].1
     }
 
-    /// Bytes sent altogether.
+    /// Bytes sent in total.
     pub fn total(&self) -> u64 {
         self.entries.iter().map(|e| e.1).sum()
     }
 
-    /// What was added since `earlier`.
+    /// The difference to an earlier reading.
     pub fn since(&self, earlier: &Volume) -> Volume {
         let mut out = *self;
         for (now, then) in out.entries.iter_mut().zip(&earlier.entries) {
@@ -52,7 +52,7 @@ impl fmt::Display for Volume {
     }
 }
 
-/// Counts as calls are made.
+/// Counters, updated with every call.
 #[derive(Default)]
 pub(crate) struct VolumeMeter {
     entries: [(AtomicU64, AtomicU64); OpKind::ALL.len()],
@@ -74,7 +74,7 @@ impl VolumeMeter {
     }
 }
 
-/// All-reduce of `bytes` over `n` ranks: 2(n−1)/n of it, rounded to whole bytes.
+/// All-reduce of `bytes` over `n` ranks: 2(n−1)/n·bytes, rounded down.
 pub(crate) fn all_reduce(n: usize, bytes: usize) -> u64 {
     (2 * (n as u128 - 1) * bytes as u128 / n as u128) as u64
 }
@@ -85,7 +85,7 @@ pub(crate) fn all_gather(rank: usize, parts: impl Iterator<Item = usize> + Clone
     parts.enumerate().filter(|(r, _)| n > 0 && *r != (rank + 1) % n).map(|(_, b)| b as u64).sum()
 }
 
-/// Broadcast along the chain root, root+1, … .
+/// Broadcast along the chain root, root+1, ….
 pub(crate) fn broadcast(rank: usize, n: usize, root: usize, bytes: usize) -> u64 {
     if (rank + 1) % n == root { 0 } else { bytes as u64 }
 }

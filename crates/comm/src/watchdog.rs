@@ -1,4 +1,4 @@
-//! What a call that could not take place reports: who is missing and what they did last.
+//! Errors of operations that could not complete: which ranks are missing, and what they did last.
 
 use crate::Error;
 use crate::backend::{FailureReport, JobBackend, OpError};
@@ -7,12 +7,12 @@ use crate::op_descriptor::OpDescriptor;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Now and `patience` more; a month is as good as for ever.
+/// Now plus `timeout`, capped at 30 days so that it cannot overflow.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(Duration::from_secs(30 * 24 * 3600))
 }
 
-/// The error of `call` on this rank, printed if other ranks did not come, and told to the other ranks.
+/// Turns an [`OpError`] into this rank's error, prints it if ranks are missing, and reports it to the other ranks.
 pub(crate) fn give_up(
     job_backend: &dyn JobBackend,
     ranks: &[usize],
@@ -22,14 +22,14 @@ pub(crate) fn give_up(
 ) -> Error {
     let error = explain(job_backend, ranks, call, waited, error);
     if matches!(error, Error::Stall { .. } | Error::Ended { .. }) {
-        // The one thing this crate prints: whoever owns the error may itself be stuck or be one of many.
+        // The only thing this crate prints: the thread that gets the error may itself be stuck, or be one of many.
         eprintln!("ferrotron: {error}");
     }
     tell(job_backend, &error);
     error
 }
 
-/// Lets the other ranks give up too.
+/// Reports this rank's failure, so that the others fail too.
 pub(crate) fn tell(job_backend: &dyn JobBackend, error: &Error) {
     let stall = matches!(error, Error::Stall { .. } | Error::Ended { .. });
     job_backend.fail(FailureReport { rank: job_backend.rank(), stall, reason: error.to_string() });
@@ -47,8 +47,8 @@ fn explain(
     match error {
         OpError::RanksMissing { missing, ended, failure } => {
             let missing: Vec<usize> = missing.into_iter().map(global).collect();
-            // A report of another kind of failure is the cause; so is that of a rank waited for here, and any
-            // if all have come here.
+            // The report of a failure that is not a stall is the cause; so is that of a rank missing here, and any
+            // report if no rank is missing here.
             if let Some(FailureReport { rank: by, reason, .. }) =
                 failure.filter(|f| !f.stall || missing.is_empty() || missing.contains(&f.rank))
             {
@@ -82,11 +82,11 @@ fn explain(
     }
 }
 
-/// How long a rank that waits for a rank that waits itself leaves it the first word: enough for that one to ask in vain.
+/// How long a rank that waits for another waiting rank lets that one report first: enough for a flight-recorder query
+/// to time out.
 const FIRST_WORD: Duration = Duration::from_millis(2000);
 
-/// Why those who are missing do not come, if they wait for somebody else: the report of whoever is nearer to the cause,
-/// which is due at any moment.
+/// If the missing ranks are themselves waiting, waits for the report of the rank closest to the cause.
 fn cause(job_backend: &dyn JobBackend, missing: &[(usize, Option<Vec<OpRecord>>)]) -> Option<FailureReport> {
     let waits = |notes: &Option<Vec<OpRecord>>| {
         let last = notes.as_ref().and_then(|notes| notes.last().map(|n| n.progress));
@@ -112,21 +112,21 @@ fn last(notes: Option<Vec<OpRecord>>) -> String {
     }
 }
 
-/// Compares what all ranks brought. The same two ranks are named on every rank: one that does what most do,
-/// and the first that does not fit.
+/// Compares the descriptors of all ranks. The error names the same two ranks on every rank: one that agrees with most
+/// others, and the first that conflicts with it.
 pub(crate) fn compare(ranks: &[usize], brought: &[Arc<OpDescriptor>]) -> Result<(), Error> {
     let conflict = |a: usize, b: usize| brought[a].conflict(a, &brought[b], b);
     let n = brought.len();
     let fits = |a: usize| (0..n).filter(|b| !conflict(a, *b)).count();
-    // Usually all are equal to the first, or fit with it in pairs: then one pass (or all pairs) suffices.
+    // Usually all equal the first, or match in pairs: then one pass (or all pairs) is enough.
     let pairwise = brought.iter().any(|b| b.pairwise());
     let clean = if pairwise { (0..n).all(|a| fits(a) == n) } else { fits(0) == n };
     if clean {
         return Ok(());
     }
-    // Those with a conflict only: in pairs, most may fit with everyone. max_by_key takes the last of equals.
+    // Only ranks with a conflict: in pairs, most may match everyone. `max_by_key` returns the last maximum.
     let most = (0..n).rev().filter(|a| fits(*a) < n).max_by_key(|a| fits(*a)).unwrap_or(0);
-    // A call that does not even fit itself (it sends itself another count than it receives) is its own other.
+    // A call that does not match itself (it sends itself another count than it receives) is its own counterpart.
     let other = (0..n).filter(|b| *b != most).find(|b| conflict(most, *b)).unwrap_or(most);
     Err(Error::Mismatch {
         rank: ranks[most],

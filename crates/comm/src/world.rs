@@ -1,4 +1,4 @@
-//! All ranks of the job, and the groups made of them.
+//! The ranks of the job, and the groups created from them.
 
 use crate::backend::{FailureReport, GroupBackend, JobBackend};
 use crate::communicator::{Communicator, CommunicatorInner};
@@ -9,14 +9,14 @@ use crate::{Error, OpRecord, Result, Volume, watchdog};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// One rank's membership of the job. Clones are the same membership; when the last clone and the last
-/// [`Communicator`] made from it are dropped, the rank has left, and others that wait for it give up.
+/// One rank's membership of the job. Clones share it. Once all clones and all [`Communicator`]s created from them are
+/// dropped, the rank has exited, and ranks that wait for it fail.
 #[derive(Clone)]
 pub struct World {
     job_backend: Arc<dyn JobBackend>,
     all: Communicator,
     timeout: Duration,
-    /// Groups made so far. Held while one is made.
+    /// Number of groups created so far. Held while one is created.
     groups: Arc<Mutex<u64>>,
     meter: Arc<VolumeMeter>,
 }
@@ -28,13 +28,13 @@ impl World {
         World::assemble(job_backend.0, job_backend.1, Duration::ZERO)
     }
 
-    /// A job of `size` ranks as threads of this process, one for each. A rank that waits longer than
-    /// `patience` for another gives up with an error that names it. Tensors are on the host.
+    /// A job of `size` ranks as threads of this process, one [`World`] per rank. A rank that waits longer than
+    /// `timeout` for another fails with an error that names it. Tensors are on the host.
     pub fn threads(size: usize, timeout: Duration) -> Vec<World> {
         World::threads_with_kernels(size, timeout, ReduceKernels::default())
     }
 
-    /// The same with kernels for sums of tensors on a card, which all ranks then share as one `Device`.
+    /// [`World::threads`] with GPU kernels for reductions; all ranks then share one GPU `Device`.
     pub fn threads_with_kernels(size: usize, timeout: Duration, kernels: ReduceKernels) -> Vec<World> {
         let backends = threads::backends(size.max(1), kernels);
         backends
@@ -43,7 +43,7 @@ impl World {
             .collect()
     }
 
-    /// A job over another engine: makes the group of all ranks.
+    /// A job over a given backend: creates the group of all ranks.
     pub(crate) fn start(job_backend: Arc<dyn JobBackend>, timeout: Duration) -> Result<World> {
         let ranks: Vec<usize> = (0..job_backend.size()).collect();
         let engine = match ranks.len() {
@@ -64,12 +64,12 @@ impl World {
         World { job_backend, all, timeout, groups: Arc::new(Mutex::new(1)), meter }
     }
 
-    /// This rank's number.
+    /// This rank.
     pub fn rank(&self) -> usize {
         self.job_backend.rank()
     }
 
-    /// How many ranks there are.
+    /// Number of ranks.
     pub fn size(&self) -> usize {
         self.job_backend.size()
     }
@@ -79,8 +79,8 @@ impl World {
         self.all.clone()
     }
 
-    /// The group of `ranks`, in their order; `None` if this rank is not among them. Every rank of the job
-    /// calls it with the same lists in the same order.
+    /// Creates the group of `ranks`, in that order; `None` if this rank is not a member. Every rank of the job must
+    /// call it with the same lists in the same order.
     pub fn group(&self, name: &'static str, ranks: &[usize]) -> Result<Option<Communicator>> {
         let refuse = |what: String| {
             let error = Error::Group { name: name.to_string(), ranks: ranks.to_vec(), what };
@@ -112,7 +112,7 @@ impl World {
         )))
     }
 
-    /// This rank has failed for a reason of its own: the others need not wait for it. Their calls fail with that reason.
+    /// Reports that this rank has failed for a reason of its own: calls of the other ranks fail with that reason.
     pub fn abort(&self, reason: &str) {
         if self.size() > 1 {
             self.job_backend.fail(FailureReport {
@@ -123,12 +123,12 @@ impl World {
         }
     }
 
-    /// Calls and bytes sent by this rank on all groups.
+    /// Number of calls and bytes sent by this rank on all groups.
     pub fn volume(&self) -> Volume {
         self.meter.read()
     }
 
-    /// The flight recorder: the last operations of every rank, oldest first, as known here; `None` is unknown.
+    /// The flight recorder: the last operations of every rank, oldest first, as far as known to this rank.
     pub fn flight_recorder(&self) -> Vec<Option<Vec<OpRecord>>> {
         (0..self.size()).map(|r| self.job_backend.notes(r)).collect()
     }

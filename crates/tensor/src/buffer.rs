@@ -95,7 +95,7 @@ impl MemoryPool {
         if let Some(arena) = arenas.iter_mut().find(|a| block.arena == Some(a.id)) {
             return arena.free(block);
         }
-        arenas.iter_mut().filter(|a| a.is_open() && a.stream == stream).for_each(Arena::freed_outside);
+        arenas.iter_mut().filter(|a| a.is_open() && a.stream == stream).for_each(Arena::note_outside_free);
         block.arena = None;
         free.entry((stream, block.bytes)).or_default().push(block);
     }

@@ -1,4 +1,4 @@
-//! The calls of one rank on one group of processes.
+//! Collectives and sends of one group of processes over MPI.
 
 use super::control::{Comm, MpiControl};
 use super::ffi::Mpi;
@@ -16,10 +16,10 @@ use std::time::Instant;
 pub(super) struct MpiGroupBackend {
     pub(super) mpi: &'static Mpi,
     pub(super) post: Arc<MpiControl>,
-    /// Where tensors travel.
+    /// The MPI communicator of tensor data.
     pub(super) comm: Comm,
     pub(super) group: ProcessGroup,
-    /// Messages between two ranks have the next one.
+    /// Tag of collectives; sends use the next one.
     pub(super) tag: i32,
 }
 
@@ -51,7 +51,7 @@ impl MpiGroupBackend {
         }
     }
 
-    /// In place: this rank's part is there already.
+    /// All-gather in place: this rank's part is already in `all`.
     fn gather(&self, s: &Stream, all: &Tensor, counts: &[usize], deadline: Instant) -> Done {
         let bytes = all.as_bytes()?;
         launch(s, "all-gather", &[write(&bytes)], |l| {
@@ -186,7 +186,7 @@ impl GroupBackend for MpiGroupBackend {
     }
 }
 
-/// [`Stream::launch`] of something that may end with more than an error of tensors.
+/// [`Stream::launch`] of a kernel that may fail with an [`OpError`].
 fn launch<'a>(
     s: &'a Stream,
     op: &'static str,
@@ -205,12 +205,12 @@ fn launch<'a>(
     error.map_or(Ok(()), Err)
 }
 
-/// Counts of elements as counts of bytes.
+/// Element counts as byte counts.
 fn scaled(counts: &[usize], t: &Tensor) -> Vec<usize> {
     counts.iter().map(|c| c * t.dtype().size()).collect()
 }
 
-/// Parts of these lengths, from the start.
+/// Splits `bytes` into consecutive parts of these lengths.
 fn split<'a>(mut bytes: &'a mut [u8], lengths: &[usize]) -> Vec<&'a mut [u8]> {
     let mut parts = Vec::with_capacity(lengths.len());
     for len in lengths {

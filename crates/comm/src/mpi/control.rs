@@ -1,5 +1,5 @@
-//! [`ControlTransport`] over MPI: a communicator of its own, so that small messages never meet tensors. Whoever waits
-//! moves the mail; the thread that answers questions does so while the rank computes.
+//! [`ControlTransport`] over MPI, on its own communicator, so that control messages are never mixed up with tensors.
+//! Whoever waits drives the progress of messages; the background thread does so while the rank computes.
 
 use super::ffi::{Handle, Mpi};
 use crate::control::{ControlTransport, Mailbox, Topic};
@@ -17,24 +17,24 @@ pub(super) struct MpiControl {
     arrived: Mutex<Mailbox>,
 }
 
-/// A communicator's address, which may be used by all threads (MPI_THREAD_MULTIPLE).
+/// A communicator handle, usable from all threads (MPI_THREAD_MULTIPLE).
 #[derive(Clone, Copy)]
 pub(super) struct Comm(pub(super) Handle);
-// SAFETY: MPI was started for multiple threads; a communicator is an opaque handle to it.
+// SAFETY: MPI was started with MPI_THREAD_MULTIPLE; a communicator is an opaque handle.
 unsafe impl Send for Comm {}
 // SAFETY: as above.
 unsafe impl Sync for Comm {}
 
-/// Messages on their way. The memory belongs to MPI until the request is done, and it is never freed before.
+/// Pending messages. Their memory belongs to MPI until the request completes and is never freed before.
 #[derive(Default)]
 struct Traffic {
     out: Vec<(Vec<u8>, Vec<Handle>)>,
     /// By sender, so that messages are delivered in the order sent.
     coming: Vec<VecDeque<(Vec<u8>, Option<Handle>)>>,
-    /// What went wrong; the next sender hears of it.
+    /// A transport error, returned to the next sender.
     broken: Option<String>,
 }
-// SAFETY: requests are opaque handles that any thread may test; one does at a time (the lock).
+// SAFETY: requests are opaque handles that any thread may test; the lock admits one at a time.
 unsafe impl Send for Traffic {}
 
 impl MpiControl {
@@ -48,13 +48,14 @@ impl MpiControl {
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sends `bytes` on another communicator without waiting, in pieces of `piece`; keeps them until they are out.
+    /// Sends `bytes` on another communicator without waiting, in messages of `piece` bytes, and keeps them until
+    /// sent.
     pub(super) fn ship(&self, comm: Comm, to: usize, tag: i32, bytes: Vec<u8>, piece: usize) -> Result<()> {
         let mut traffic = self.traffic.lock().unwrap_or_else(PoisonError::into_inner);
         let mut requests = Vec::new();
         let mut sent = Ok(());
         for part in bytes.chunks(piece) {
-            // SAFETY: the bytes are kept, unmoved on the heap, until the request is done.
+            // SAFETY: the bytes stay unmoved on the heap until the request completes.
             match unsafe { self.mpi.send(comm.0, part, to, tag) } {
                 Ok(request) => requests.push(request),
                 Err(error) => sent = Err(error),
@@ -64,9 +65,9 @@ impl MpiControl {
         sent
     }
 
-    /// Moves what can be moved.
+    /// Makes progress on pending messages.
     fn drive(&self) {
-        // One that is driving already is enough.
+        // Another thread is making progress already.
         let Ok(mut traffic) = self.traffic.try_lock() else { return };
         if let Err(error) = self.drive_traffic(&mut traffic) {
             traffic.broken.get_or_insert(error.to_string());
@@ -77,14 +78,14 @@ impl MpiControl {
         while let Some((from, bytes, request)) = self.mpi.next(self.comm.0)? {
             match traffic.coming.get_mut(from) {
                 Some(queue) => queue.push_back((bytes, Some(request))),
-                // Never: but its memory must then stay.
+                // Cannot happen; the request would still write to this memory, so keep it.
                 None => std::mem::forget(bytes),
             }
         }
         for (from, queue) in traffic.coming.iter_mut().enumerate() {
             while let Some((_, request)) = queue.front_mut() {
                 if let Some(r) = request {
-                    // SAFETY: a live request of `next`.
+                    // SAFETY: a live request from `next`.
                     if !unsafe { self.mpi.done(r)? } {
                         break;
                     }
@@ -99,7 +100,7 @@ impl MpiControl {
         while i < traffic.out.len() {
             let requests = &mut traffic.out[i].1;
             while let Some(last) = requests.last_mut() {
-                // SAFETY: a live request of `send`.
+                // SAFETY: a live request from `send`.
                 if !unsafe { self.mpi.done(last)? } {
                     break;
                 }
@@ -113,7 +114,7 @@ impl MpiControl {
         Ok(())
     }
 
-    /// A message is its topic and the rest.
+    /// Delivers a message: payload, then the topic in the last 8 bytes.
     fn deliver(&self, from: usize, mut bytes: Vec<u8>) {
         if let Some(head) = bytes.last_chunk::<8>() {
             let topic = Topic(u64::from_le_bytes(*head));
@@ -137,13 +138,13 @@ impl ControlTransport for MpiControl {
             self.arrived().put(to, topic, bytes);
             return Ok(());
         }
-        // The topic comes last: no byte has to move for it.
+        // The topic goes last, so that the payload need not be moved.
         bytes.extend(topic.0.to_le_bytes());
         let mut traffic = self.traffic.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(what) = &traffic.broken {
             return Err(Error::Backend { call: "a message over MPI".into(), what: what.clone() });
         }
-        // SAFETY: the bytes are kept, unmoved on the heap, until the request is done.
+        // SAFETY: the bytes stay unmoved on the heap until the request completes.
         let request = unsafe { self.mpi.send(self.comm.0, &bytes, to, 0)? };
         traffic.out.push((bytes, vec![request]));
         Ok(())
@@ -162,12 +163,13 @@ impl ControlTransport for MpiControl {
     }
 
     fn gone(&self, _: usize) -> bool {
-        // Open MPI ends the whole job when a process dies, and does not tell before.
+        // Open MPI ends the whole job when a process dies, without telling the others first.
         false
     }
 
     fn close(&self) {
-        // What is still going out has been received: its receiver has said goodbye after it. Complete it.
+        // The receiver has said goodbye after everything still pending, so it has been received; complete the
+        // requests.
         for idle in 0..1000 {
             self.drive();
             if self.traffic.lock().unwrap_or_else(PoisonError::into_inner).out.is_empty() {
@@ -186,12 +188,12 @@ impl ControlTransport for MpiControl {
 impl Drop for MpiControl {
     fn drop(&mut self) {
         let traffic = std::mem::take(self.traffic.get_mut().unwrap_or_else(PoisonError::into_inner));
-        // In a job that failed MPI may still look at what was not done.
+        // In a failed job MPI may still access memory of incomplete requests.
         std::mem::forget(traffic);
     }
 }
 
-/// Gives the core away: others first, then time that grows up to a millisecond.
+/// Backs off: yields the core first, then sleeps for up to a millisecond.
 pub(super) fn pause(idle: u32) {
     match idle {
         0..32 => std::thread::yield_now(),

@@ -1,21 +1,21 @@
-//! Open MPI's functions, opened at run time. Its handles are addresses of exported globals; MPICH's are
-//! integers, so that a program can't serve both with one set of types: MPICH is refused.
+//! Open MPI's C interface, opened at run time. Its handles are addresses of exported globals while MPICH's are
+//! integers, so one set of types cannot serve both; MPICH is refused.
 
 use crate::shared_library::SharedLibrary;
 use crate::{Error, Result};
 use std::ffi::{c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-/// A communicator, datatype, request, ... of Open MPI: the address of its object.
+/// A communicator, datatype or request of Open MPI: the address of its object.
 pub(super) type Handle = *mut c_void;
 
 const NAME: &str = "Open MPI";
 const FILES: [&str; 1] = ["libmpi.so.40"];
-/// MPICH and its children (Intel MPI, Cray, MVAPICH) agree on this name.
+/// The library name of MPICH and its derivatives (Intel MPI, Cray MPI, MVAPICH).
 const MPICH: &str = "libmpi.so.12";
 /// `MPI_THREAD_MULTIPLE`.
 const MULTIPLE: c_int = 3;
-/// `MPI_MAX_ERROR_STRING` and `MPI_MAX_LIBRARY_VERSION_STRING` are at most this in Open MPI.
+/// Buffer size for messages; `MPI_MAX_ERROR_STRING` is 256 in Open MPI.
 const TEXT: usize = 512;
 
 type Plain = unsafe extern "C" fn() -> c_int;
@@ -37,7 +37,7 @@ struct Status {
 /// `MPI_ANY_SOURCE` and `MPI_ANY_TAG`.
 const ANY: c_int = -1;
 
-/// What the engine needs of MPI.
+/// The MPI functions used here.
 pub(super) struct Mpi {
     init: unsafe extern "C" fn(*mut c_int, *mut c_void, c_int, *mut c_int) -> c_int,
     initialized: Ask,
@@ -61,7 +61,7 @@ pub(super) struct Mpi {
 }
 
 impl Mpi {
-    /// Opens the library once.
+    /// Opens the library once per process.
     pub(super) fn open() -> Result<&'static Mpi> {
         static OPEN: OnceLock<Mpi> = OnceLock::new();
         if let Some(mpi) = OPEN.get() {
@@ -100,10 +100,10 @@ impl Mpi {
         Ok(OPEN.get_or_init(|| mpi))
     }
 
-    /// Starts MPI for many threads, unless the process did before.
+    /// Initialises MPI with MPI_THREAD_MULTIPLE. Fails if it was initialised before in this process.
     pub(super) fn start(&self) -> Result<()> {
         let mut given = 0;
-        // SAFETY: the pointers are to locals; MPI_Init_thread takes null for "no arguments".
+        // SAFETY: the pointers are to locals; MPI_Init_thread accepts null for "no arguments".
         unsafe {
             let mut before = 0;
             self.check("MPI_Initialized", (self.initialized)(&mut before))?;
@@ -121,10 +121,10 @@ impl Mpi {
         Ok(())
     }
 
-    /// A private copy of the world, whose errors come back as codes. Every rank must call it.
+    /// Duplicates MPI_COMM_WORLD, with errors returned as codes. Collective over all ranks.
     pub(super) fn copy_of_world(&self) -> Result<Handle> {
         let mut comm = std::ptr::null_mut();
-        // SAFETY: MPI is started; the world's handle is its address.
+        // SAFETY: MPI is initialised; the handle of the world is its address.
         unsafe {
             self.check("MPI_Comm_dup", (self.comm_dup)(self.world as Handle, &mut comm))?;
             let code = (self.set_errhandler)(comm, self.errors_return as Handle);
@@ -133,10 +133,10 @@ impl Mpi {
         Ok(comm)
     }
 
-    /// This process's number among the world's, and how many there are.
+    /// This process's rank, and the number of ranks.
     pub(super) fn place(&self) -> Result<(usize, usize)> {
         let (mut rank, mut size) = (0, 0);
-        // SAFETY: MPI is started; the pointers are to locals.
+        // SAFETY: MPI is initialised; the pointers are to locals.
         unsafe {
             self.check("MPI_Comm_rank", (self.comm_rank)(self.world as Handle, &mut rank))?;
             self.check("MPI_Comm_size", (self.comm_size)(self.world as Handle, &mut size))?;
@@ -147,7 +147,7 @@ impl Mpi {
     /// Starts sending `bytes`.
     ///
     /// # Safety
-    /// The memory must stay as it is until the request is done.
+    /// The memory must stay unchanged until the request completes.
     pub(super) unsafe fn send(&self, comm: Handle, bytes: &[u8], to: usize, tag: c_int) -> Result<Handle> {
         let mut request = std::ptr::null_mut();
         let at = bytes.as_ptr().cast_mut().cast();
@@ -161,7 +161,7 @@ impl Mpi {
     /// Starts receiving into `len` bytes at `at`.
     ///
     /// # Safety
-    /// The memory must stay writable, and untouched by others, until the request is done.
+    /// The memory must stay writable, and untouched by others, until the request completes.
     pub(super) unsafe fn receive(
         &self,
         comm: Handle,
@@ -179,8 +179,8 @@ impl Mpi {
         self.check("MPI_Irecv", code).map(|()| request)
     }
 
-    /// Takes the next message that arrived, if there is one: its sender, its memory and the request that fills
-    /// it. The memory may be moved as a `Vec`, but not be freed or touched before the request is done.
+    /// Takes the next message that has arrived, if any: its sender, its memory and the request that fills it. The
+    /// `Vec` may be moved, but neither freed nor read before the request completes.
     pub(super) fn next(&self, comm: Handle) -> Result<Option<(usize, Vec<u8>, Handle)>> {
         let (mut flag, mut message, mut status) = (0, std::ptr::null_mut(), Status::default());
         let byte = self.byte as Handle;
@@ -202,30 +202,30 @@ impl Mpi {
         Ok(Some((status.source.max(0) as usize, bytes, request)))
     }
 
-    /// Is the request done? If so it is gone.
+    /// True if the request is complete, which also releases it.
     ///
     /// # Safety
-    /// `request` must come from `send` or `receive` and not have been done before.
+    /// `request` must come from `send`, `receive` or `next` and not be complete yet.
     pub(super) unsafe fn done(&self, request: &mut Handle) -> Result<bool> {
         let mut flag = 0;
-        // SAFETY: a live request (the caller); no status is wanted.
+        // SAFETY: the caller passes a live request; no status is requested.
         let code = unsafe { (self.test)(request, &mut flag, std::ptr::null_mut()) };
         self.check("MPI_Test", code).map(|()| flag != 0)
     }
 
-    /// RankBackends every process of the job.
+    /// Terminates every process of the job.
     pub(super) fn abort(&self) {
-        // SAFETY: may be called at any time after the start.
+        // SAFETY: may be called at any time after initialisation.
         unsafe { (self.abort)(self.world as Handle, 1) };
     }
 
-    /// Leaves the job in peace. Every rank must call it, with nothing on its way.
+    /// Finalises MPI. Every rank must call it, with no message pending.
     pub(super) fn finalize(&self) {
-        // SAFETY: called once, by the owner of the world, when no request is left.
+        // SAFETY: called once, by the owner of the world, with no request pending.
         unsafe { (self.finalize)() };
     }
 
-    /// The library's name and version, first line.
+    /// The first line of the library's name and version.
     pub(super) fn version(&self) -> String {
         let mut text = vec![0u8; 4096];
         let mut len = 0;
@@ -240,7 +240,7 @@ impl Mpi {
             return Ok(());
         }
         let (mut text, mut len) = (vec![0u8; TEXT], 0);
-        // SAFETY: the buffer holds MPI_MAX_ERROR_STRING (256) bytes.
+        // SAFETY: the buffer is longer than MPI_MAX_ERROR_STRING.
         unsafe { (self.error_string)(code, text.as_mut_ptr().cast(), &mut len) };
         text.truncate(len.max(0) as usize);
         let what = String::from_utf8_lossy(&text).into_owned();

@@ -1,8 +1,8 @@
-//! Ranks as processes under MPI, for tensors on the host. Open MPI is opened at run time.
+//! The MPI backend: ranks are processes, tensors are on the host. Open MPI is opened at run time.
 //!
-//! MPI only carries messages here: sums are made by us, in the order of ranks, so that they are the same bits
-//! as those of ranks as threads; and whoever waits polls and sleeps, so that it can give up. Every rank sends
-//! its notice to every other of the group before data moves: exact, and cheap up to some hundred ranks.
+//! MPI only transports messages. Reductions are computed here, in rank order, so that they give the same bits as the
+//! thread backend. A waiting rank polls and sleeps, so that it can time out. Every rank sends its descriptor to every
+//! other rank of the group before data moves, which is exact, and cheap up to some hundreds of ranks.
 
 mod backend;
 mod control;
@@ -26,14 +26,14 @@ struct MpiJobBackend {
     mpi: &'static Mpi,
     post: Arc<MpiControl>,
     process: Arc<Process>,
-    /// Where tensors travel; groups differ by tag.
+    /// The communicator of tensor data; groups differ by tag.
     data: Comm,
 }
 
 impl World {
-    /// The job that `mpirun` (or `srun`) started, over Open MPI; once in a process. Tensors are on the host. A
-    /// rank that waits longer than `patience` for another gives up with an error that names it, and the whole
-    /// job then ends. Dropping the last handle waits for the other ranks to come to their end too.
+    /// The job started by `mpirun` or `srun`, over Open MPI; once per process. Tensors are on the host. A rank that
+    /// waits longer than `timeout` for another fails with an error that names it, and the whole job ends. Dropping
+    /// the last handle waits for the other ranks to finish, too.
     pub fn mpi(timeout: Duration) -> Result<World> {
         let (mpi, post) = connect()?;
         let data = Comm(mpi.copy_of_world()?);
@@ -42,7 +42,7 @@ impl World {
     }
 }
 
-/// Starts MPI and the small messages over it.
+/// Starts MPI and opens its control transport.
 pub(crate) fn post() -> Result<Arc<dyn ControlTransport>> {
     Ok(connect()?.1)
 }
@@ -55,7 +55,7 @@ fn connect() -> Result<(&'static Mpi, Arc<MpiControl>)> {
     Ok((mpi, Arc::new(MpiControl::new(mpi, mail, rank, size))))
 }
 
-/// Name and version of the MPI that would be used, or why there is none.
+/// Name and version of the MPI library that would be used, or why there is none.
 pub fn mpi_version() -> Result<String> {
     Mpi::open().map(Mpi::version)
 }

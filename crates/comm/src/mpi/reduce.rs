@@ -1,5 +1,5 @@
-//! Sums that do not depend on the number of processes that made them: every element is reduced in one place,
-//! in the order of ranks, and rounded once.
+//! Reductions that give the same bits whatever the backend: every element is reduced on one rank, in rank order, and
+//! rounded once.
 
 use super::transfer::GroupTransfer;
 use crate::ReduceOp;
@@ -8,13 +8,12 @@ use crate::threads::reduce::{Reducible, fold};
 use std::ops::Range;
 use std::time::Instant;
 
-/// Elements of a part that are exchanged at a time: bounds the memory for what the others send.
+/// Elements of a part exchanged at a time; bounds the receive buffers.
 const SEGMENT: usize = 1 << 20;
-/// Up to this many elements every rank sends everything to every other and sums for itself: one round instead
-/// of two.
+/// Up to this many elements every rank sends everything to every other and reduces locally: one round instead of two.
 const SMALL: usize = 2048;
 
-/// The part of rank `r` when `len` elements are dealt over `n` ranks.
+/// The part of rank `r` when `len` elements are split over `n` ranks.
 fn part(len: usize, n: usize, r: usize) -> Range<usize> {
     let each = len.div_ceil(n);
     (each * r).min(len)..(each * (r + 1)).min(len)
@@ -63,7 +62,7 @@ pub(super) fn reduce_scatter<T: Reducible>(
     reduce_parts(transfer, all, &parts, op, deadline)
 }
 
-/// The same when `all` is only read and `mine` is elsewhere.
+/// [`reduce_scatter`] out of place: `all` is only read.
 pub(super) fn reduce_scatter_into<T: Reducible>(
     transfer: &GroupTransfer,
     all: &[T],
@@ -82,7 +81,7 @@ pub(super) fn reduce_scatter_into<T: Reducible>(
     })
 }
 
-/// Reduces in place, at rank r, part r of `t`.
+/// Reduces part r of `t` on rank r, in place.
 fn reduce_parts<T: Reducible>(
     transfer: &GroupTransfer,
     t: &mut [T],
@@ -102,17 +101,17 @@ fn reduce_parts<T: Reducible>(
     })
 }
 
-/// Calls `step` for pieces of `len` elements.
+/// Calls `step` for segments of `len` elements.
 fn segments(len: usize, mut step: impl FnMut(Range<usize>) -> Result<(), OpError>) -> Result<(), OpError> {
     (0..len).step_by(SEGMENT).try_for_each(|start| step(start..start + SEGMENT))
 }
 
-/// What of a segment lies inside a part of `len` elements.
+/// The intersection of a segment with a part of `len` elements.
 fn within(segment: &Range<usize>, len: usize) -> Range<usize> {
     segment.start.min(len)..segment.end.min(len)
 }
 
-/// Sends `sent[r]` to rank r and gets `len` elements from each; this rank's own place stays empty.
+/// Sends `sent[r]` to rank r and receives `len` elements from each; this rank's own entry stays empty.
 fn swap<T: Reducible>(
     transfer: &GroupTransfer,
     sent: &[&[T]],
@@ -127,7 +126,7 @@ fn swap<T: Reducible>(
     match transfer.run(&sends, &mut receives, deadline) {
         Ok(()) => Ok(theirs),
         Err(error) => {
-            // MPI may still write here.
+            // MPI may still write to it.
             std::mem::forget(theirs);
             Err(error)
         }

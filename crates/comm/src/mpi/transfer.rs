@@ -1,4 +1,4 @@
-//! Bytes of tensors between ranks: everything is posted at once, then waited for without holding a core.
+//! Transfers of tensor data: all requests are posted at once, then waited for without holding a core.
 
 use super::control::Comm;
 use super::ffi::{Handle, Mpi};
@@ -7,23 +7,23 @@ use crate::process_group::ProcessGroup;
 use ferrotron_tensor::Tensor;
 use std::time::Instant;
 
-/// MPI counts in 32 bits: longer messages are cut into pieces of this many bytes.
+/// MPI counts are 32-bit: longer messages are split into pieces of this many bytes.
 pub(super) const PIECE: usize = 1 << 30;
 
-/// The transfer of a group.
+/// Transfers within one group.
 pub(super) struct GroupTransfer<'a> {
     pub(super) mpi: &'static Mpi,
     pub(super) comm: Comm,
     pub(super) group: &'a ProcessGroup,
     /// Messages of one tag between two ranks arrive in the order sent.
     pub(super) tag: i32,
-    /// The memory's owners, kept for ever if the call ends while MPI still uses it.
+    /// The tensors that own the memory; leaked if the call fails while MPI still uses them.
     pub(super) owners: &'a [&'a Tensor],
 }
 
 impl GroupTransfer<'_> {
-    /// Sends and receives everything (by rank in the group; nothing goes to this rank itself) and returns when
-    /// all is done.
+    /// Sends and receives everything, by rank of the group and never to this rank itself, and returns when all is
+    /// complete.
     pub(super) fn run(
         &self,
         sends: &[(usize, &[u8])],
@@ -34,8 +34,7 @@ impl GroupTransfer<'_> {
         let done =
             self.post(sends, receives, &mut pending).and_then(|()| self.finish(&mut pending, deadline));
         if done.is_err() {
-            // The job is over. MPI may still read or write the memory, so it must stay; what arrives there late
-            // is a number like any other.
+            // The job is over, but MPI may still read or write the memory, so it is never reused.
             self.owners.iter().for_each(|t| std::mem::forget((*t).clone()));
         }
         done
@@ -51,14 +50,14 @@ impl GroupTransfer<'_> {
         for (from, bytes) in receives.iter_mut() {
             for piece in bytes.chunks_mut(PIECE) {
                 let (at, len) = (piece.as_mut_ptr(), piece.len());
-                // SAFETY: the memory is borrowed for the whole call, and kept by `transfer` if that fails.
+                // SAFETY: the memory is borrowed for the whole call, and leaked by `run` if that fails.
                 let request = unsafe { self.mpi.receive(self.comm.0, at, len, rank(*from), self.tag)? };
                 pending.push((*from, request));
             }
         }
         for (to, bytes) in sends {
             for piece in bytes.chunks(PIECE) {
-                // SAFETY: as above; nobody writes it meanwhile, because it is borrowed.
+                // SAFETY: as above; the borrow keeps others from writing it.
                 let request = unsafe { self.mpi.send(self.comm.0, piece, rank(*to), self.tag)? };
                 pending.push((*to, request));
             }
@@ -74,7 +73,7 @@ impl GroupTransfer<'_> {
                 let mut pending = pending.borrow_mut();
                 let mut i = 0;
                 while i < pending.len() {
-                    // SAFETY: live requests; each is removed when it is done.
+                    // SAFETY: live requests; each is removed when complete.
                     match unsafe { self.mpi.done(&mut pending[i].1)? } {
                         true => drop(pending.swap_remove(i)),
                         false => i += 1,

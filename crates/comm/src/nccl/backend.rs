@@ -1,4 +1,4 @@
-//! The calls of one rank on one group over NCCL: queued on the given stream, not waited for.
+//! Collectives and sends of one group over NCCL: enqueued on the caller's stream, not waited for.
 
 use super::comm::NcclComm;
 use super::ffi::{Comm, CudaStream, IN_PROGRESS, Nccl, SUCCESS};
@@ -20,10 +20,10 @@ pub(super) struct NcclGroupBackend {
 
 type Done<T = ()> = Result<T, OpError>;
 
-/// `ncclUint8`: what is only moved is bytes.
+/// `ncclUint8`: data that is only moved is sent as bytes.
 const BYTES: c_int = 1;
 
-/// NCCL's number of a type that it can reduce.
+/// NCCL's number of a dtype that it can reduce.
 fn number(dtype: DType) -> ferrotron_tensor::Result<c_int> {
     match dtype {
         DType::I32 => Ok(2),
@@ -43,7 +43,7 @@ fn operation(op: ReduceOp) -> c_int {
     }
 }
 
-/// Addresses and the stream of a call.
+/// Addresses and stream of a call.
 struct Call<'a, 'b> {
     launch: &'b Launch<'a>,
     comm: Comm,
@@ -56,11 +56,11 @@ impl Call<'_, '_> {
     }
 }
 
-/// A part of an argument for or from one rank: (argument, first byte, bytes).
+/// A slice of an argument for or from one rank: (argument, first byte, number of bytes).
 type Part = (usize, usize, usize);
 
 impl NcclGroupBackend {
-    /// Queues one operation of NCCL. `queue` returns its code.
+    /// Enqueues one NCCL operation; `enqueue` returns its code.
     fn call<'a>(
         &self,
         s: &'a Stream,
@@ -70,7 +70,7 @@ impl NcclGroupBackend {
         queue: impl FnOnce(&Call) -> ferrotron_tensor::Result<c_int>,
     ) -> Done {
         let comm = self.comm.raw()?;
-        // A split of this communicator may still be under way in the background, though it was waited for.
+        // A split of this communicator may still be in progress in the background.
         self.comm.settle(op, IN_PROGRESS, deadline)?;
         let mut code = SUCCESS;
         s.launch(op, args, |l| {
@@ -81,7 +81,7 @@ impl NcclGroupBackend {
         self.comm.settle(op, code, deadline)
     }
 
-    /// Sends and receives all at once: (rank of the group, part of an argument).
+    /// Sends and receives in one NCCL group: (rank of the group, slice of an argument).
     fn swap(
         &self,
         c: &Call,
@@ -89,14 +89,14 @@ impl NcclGroupBackend {
         receives: &[(usize, Part)],
     ) -> ferrotron_tensor::Result<c_int> {
         let n = self.nccl;
-        // Addresses first: between start and end nothing may go wrong by us.
+        // Resolve addresses first: no early return is allowed between group start and end.
         let resolve = |list: &[(usize, Part)]| -> ferrotron_tensor::Result<Vec<(c_int, *mut c_void, usize)>> {
             let some = list.iter().filter(|(_, part)| part.2 > 0);
             some.map(|(peer, (arg, start, len))| Ok((*peer as c_int, c.at(*arg, *start)?, *len))).collect()
         };
         let (sends, receives) = (resolve(sends)?, resolve(receives)?);
-        // SAFETY: the parts lie inside arguments of the launch, declared read or written as used; the
-        // communicator is live and used by this thread only.
+        // SAFETY: the slices are inside arguments of the launch, declared as read or written; the communicator is
+        // live and used by this thread only.
         unsafe {
             let mut codes = vec![(n.group_start)()];
             for (peer, at, len) in sends {
@@ -120,12 +120,12 @@ impl NcclGroupBackend {
         let size = all.dtype().size();
         let (me, n) = (self.group.me, self.group.ranks.len());
         let starts = starts(counts, all.numel() / n, n, size);
-        // `mine` inside `all` is no argument of its own: arguments that are written overlap no others.
+        // If `mine` is inside `all`, it is not passed as an argument: a written argument overlaps no other.
         let inside = mine.overlaps(all);
         let args = if inside { vec![write(all)] } else { vec![write(all), read(mine)] };
         let own: Part = if inside { (0, starts[me], mine.bytes()) } else { (1, 0, mine.bytes()) };
         self.call(s, "all-gather", &args, deadline, |c| match counts {
-            // SAFETY: `all` has n times the bytes of `mine`; NCCL allows `mine` to be its own part of it.
+            // SAFETY: `all` has n times the bytes of `mine`; NCCL allows `mine` to be its own slot of `all`.
             None => Ok(unsafe {
                 let (from, to) = (c.at(own.0, own.1)?, c.at(0, 0)?);
                 (self.nccl.all_gather)(from, to, mine.bytes(), BYTES, c.comm, c.stream)
@@ -172,7 +172,7 @@ impl GroupBackend for NcclGroupBackend {
             Collective::AllGather { all, .. } if all.numel() == 0 => Ok(()),
             Collective::AllReduce { t, op } => self.call(s, "all-reduce", &[write(t)], deadline, |c| {
                 let (at, dtype, op) = (c.at(0, 0)?, number(t.dtype())?, operation(*op));
-                // SAFETY: in place on the whole of a contiguous tensor of that type.
+                // SAFETY: in place on a whole contiguous tensor of that dtype.
                 Ok(unsafe { (nccl.all_reduce)(at, at, t.numel(), dtype, op, c.comm, c.stream) })
             }),
             Collective::ReduceScatter { all, mine, op } => {
@@ -181,7 +181,7 @@ impl GroupBackend for NcclGroupBackend {
                 self.call(s, "reduce-scatter", &args, deadline, |c| {
                     let to = if inside { c.at(0, me * mine.bytes())? } else { c.at(1, 0)? };
                     let (from, dtype, op) = (c.at(0, 0)?, number(mine.dtype())?, operation(*op));
-                    // SAFETY: `all` has n times the elements of `mine`, which may be its own part of it.
+                    // SAFETY: `all` has n times the elements of `mine`, which may be its own slot of `all`.
                     Ok(unsafe { (nccl.reduce_scatter)(from, to, mine.numel(), dtype, op, c.comm, c.stream) })
                 })
             }
@@ -201,14 +201,14 @@ impl GroupBackend for NcclGroupBackend {
                 let args = if *root == me { [read(t)] } else { [write(t)] };
                 self.call(s, "broadcast", &args, deadline, |c| {
                     let (at, root) = (c.at(0, 0)?, *root as c_int);
-                    // SAFETY: the whole of a contiguous tensor; the root's is only read.
+                    // SAFETY: a whole contiguous tensor; the root's is only read.
                     Ok(unsafe { (nccl.broadcast)(at, at, t.bytes(), BYTES, root, c.comm, c.stream) })
                 })
             }
         }
     }
 
-    /// Only the notices: NCCL wants sends and receives of a stream in one group.
+    /// Sends only the descriptors: NCCL needs sends and receives of a stream in one group.
     fn post(&self, _: &Stream, sends: &[P2pOp], _: Instant) -> Done {
         self.group.process.alive()?;
         let (post, topic) = (self.group.process.post(), Topic::ops(self.group.index));

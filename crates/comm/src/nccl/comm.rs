@@ -1,5 +1,5 @@
-//! One communicator of NCCL: set-up, errors and end. Communicators are non-blocking, so that a rank that never
-//! comes can be given up on.
+//! An NCCL communicator: creation, errors and shutdown. Communicators are non-blocking, so that waiting for a missing
+//! rank can time out.
 
 use super::ffi::{Comm, Config, IN_PROGRESS, NO_COLOR, Nccl, SUCCESS, UniqueId};
 use crate::backend::OpError;
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How long the end of a communicator may take before it is cut off.
+/// Time limit for finalising a communicator before it is aborted.
 const FAREWELL: Duration = Duration::from_secs(5);
 
 pub(super) struct NcclComm {
@@ -22,14 +22,14 @@ pub(super) struct NcclComm {
 
 #[derive(Clone, Copy)]
 struct Raw(Comm);
-// SAFETY: NCCL allows any thread to use a communicator, one call at a time, except that errors may be asked
-// for and an abort given at any time; calls on a group come one at a time.
+// SAFETY: any thread may use a communicator, one call at a time, except that its async error may be read and an abort
+// issued at any time; calls on a group are serialised.
 unsafe impl Send for Raw {}
 // SAFETY: as above.
 unsafe impl Sync for Raw {}
 
 impl NcclComm {
-    /// The communicator of `size` ranks that know `id`; `s` says which card. Every rank calls it.
+    /// Creates the communicator of all ranks that know `id`, on the device of `s`. Collective.
     pub(super) fn new(
         nccl: &'static Nccl,
         process: &Arc<Process>,
@@ -43,7 +43,7 @@ impl NcclComm {
         s.launch("nccl", &[], |l| {
             l.cuda_stream()?;
             let mut config = Config::non_blocking();
-            // SAFETY: the card's context is current (inside a launch); the pointers are to locals.
+            // SAFETY: the context is current inside a launch; the pointers are to locals.
             code = unsafe { (nccl.init)(&mut raw, size, id, rank, &mut config) };
             Ok(())
         })?;
@@ -56,7 +56,8 @@ impl NcclComm {
         NcclComm { nccl, raw: Raw(raw), process: process.clone(), aborted: AtomicBool::new(false) }
     }
 
-    /// A communicator of some of the ranks; every rank of this one calls it, members with their `place`.
+    /// Splits off a communicator of some ranks. Collective over this communicator; members pass their rank in the new
+    /// group as `place`.
     pub(super) fn split(
         &self,
         s: &Stream,
@@ -64,21 +65,21 @@ impl NcclComm {
         deadline: Instant,
     ) -> Result<Option<Arc<NcclComm>>, OpError> {
         let color = if place.is_some() { 0 } else { NO_COLOR };
-        // Leaked: NCCL may write there until the split has settled, which it may never do.
+        // Leaked: NCCL may write to it until the split completes, which may be never.
         let raw: *mut Comm = Box::leak(Box::new(std::ptr::null_mut()));
         let mut code = SUCCESS;
         s.launch("nccl", &[], |l| {
             l.cuda_stream()?;
             let mut config = Config::non_blocking();
             let key = place.unwrap_or(0) as c_int;
-            // SAFETY: as in `new`; `raw` lives for ever.
+            // SAFETY: as in `new`; `raw` is never freed.
             code = unsafe { (self.nccl.split)(self.raw.0, color, key, raw, &mut config) };
             Ok(())
         })?;
         self.settle("ncclCommSplit", code, deadline)?;
-        // A member's communicator may appear a moment after the parent has settled; nobody else gets one.
+        // A member's communicator may appear shortly after the parent is ready; other ranks get none.
         let made = loop {
-            // SAFETY: it lives for ever; volatile, because NCCL's threads write it.
+            // SAFETY: never freed; volatile, because NCCL's threads write it.
             let made = unsafe { std::ptr::read_volatile(raw) };
             if !made.is_null() || place.is_none() || Instant::now() > deadline {
                 break made;
@@ -93,7 +94,7 @@ impl NcclComm {
         Ok(Some(Arc::new(comm)))
     }
 
-    /// Waits until the call that returned `code` has been taken up (not until it is done on the card).
+    /// Waits until NCCL has accepted the call that returned `code`, not until it has run on the GPU.
     pub(super) fn settle(&self, call: &'static str, code: c_int, deadline: Instant) -> Result<(), OpError> {
         if code == SUCCESS {
             return Ok(());
@@ -108,7 +109,7 @@ impl NcclComm {
             code => Err(self.nccl.error(call, code).into()),
         };
         self.process.wait(deadline, ready, others).map_err(|error| match error {
-            // NCCL does not say who is missing.
+            // NCCL does not say which rank is missing.
             OpError::RanksMissing { failure, .. } => {
                 OpError::RanksMissing { missing: vec![], ended: vec![], failure }
             }
@@ -116,20 +117,20 @@ impl NcclComm {
         })
     }
 
-    /// The communicator's own account: success, in progress, or what went wrong in the background.
+    /// The communicator's state: success, in progress, or an asynchronous error.
     pub(super) fn state(&self) -> c_int {
         let mut code = SUCCESS;
         if self.aborted.load(Ordering::Acquire) || self.raw.0.is_null() {
             return SUCCESS;
         }
-        // SAFETY: a live communicator; may be asked at any time.
+        // SAFETY: a live communicator; may be called at any time.
         match unsafe { (self.nccl.async_error)(self.raw.0, &mut code) } {
             SUCCESS => code,
             other => other,
         }
     }
 
-    /// What is wrong, in words.
+    /// The error for an asynchronous error code.
     pub(super) fn error(&self, code: c_int) -> crate::Error {
         self.nccl.error("in the background", code)
     }
@@ -144,7 +145,7 @@ impl NcclComm {
         }
     }
 
-    /// RankBackends what is on the card's streams, so that hosts that wait for it wake up.
+    /// Aborts what is on the GPU's streams, so that hosts waiting for it wake up.
     pub(super) fn abort(&self) {
         if !self.raw.0.is_null() && !self.aborted.swap(true, Ordering::AcqRel) {
             // SAFETY: live until here, and never used again.
@@ -159,7 +160,7 @@ impl Drop for NcclComm {
             return;
         }
         if self.process.failure().is_none() && !std::thread::panicking() {
-            // SAFETY: live, and not used by anybody else any more.
+            // SAFETY: live, with no other user left.
             let mut code = unsafe { (self.nccl.finalize)(self.raw.0) };
             let deadline = Instant::now() + FAREWELL;
             while code == IN_PROGRESS && Instant::now() < deadline {
@@ -167,7 +168,7 @@ impl Drop for NcclComm {
                 code = self.state();
             }
             if code == SUCCESS {
-                // SAFETY: finalised; the last use.
+                // SAFETY: finalised; this is the last use.
                 unsafe { (self.nccl.destroy)(self.raw.0) };
                 return;
             }

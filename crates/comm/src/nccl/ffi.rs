@@ -1,35 +1,35 @@
-//! NCCL's functions, opened at run time. Codes are plain integers here: a code newer than the bindings must
-//! not be undefined behaviour.
+//! NCCL's C interface, opened at run time. Result codes are plain integers: an unknown code must not be undefined
+//! behaviour.
 
 use crate::shared_library::{SharedLibrary, nvidia_folders};
 use crate::{Error, Result};
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
 
-/// A communicator of NCCL.
+/// `ncclComm_t`.
 pub(super) type Comm = *mut c_void;
-/// The driver's stream.
+/// `cudaStream_t`.
 pub(super) type CudaStream = *mut c_void;
 
 pub(super) const NAME: &str = "NCCL";
 /// Some systems have only the development link, some only the versioned file.
 const FILES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
-/// The oldest version with `ncclCommSplit` and non-blocking set-up that work.
+/// The oldest version whose `ncclCommSplit` and non-blocking creation work.
 const OLDEST: c_int = 21_803;
 
 /// `ncclSuccess`.
 pub(super) const SUCCESS: c_int = 0;
-/// `ncclInProgress`: a non-blocking communicator is still at it.
+/// `ncclInProgress`: a non-blocking call has not completed yet.
 pub(super) const IN_PROGRESS: c_int = 7;
-/// `NCCL_SPLIT_NOCOLOR`: takes part in a split without being in the new group.
+/// `NCCL_SPLIT_NOCOLOR`: takes part in a split without joining the new group.
 pub(super) const NO_COLOR: c_int = -1;
 
-/// What names a job while its ranks find each other.
+/// `ncclUniqueId`: identifies a job while its ranks connect.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(super) struct UniqueId(pub(super) [u8; 128]);
 
-/// `ncclConfig_t` as of 2.18; later versions only appended and go by `size` and `version`.
+/// `ncclConfig_t` as of 2.18; later versions only append fields and go by `size` and `version`.
 #[repr(C)]
 pub(super) struct Config {
     size: usize,
@@ -44,7 +44,7 @@ pub(super) struct Config {
 }
 
 impl Config {
-    /// Calls return at once (`ncclInProgress`), so that a rank that never comes can be given up on.
+    /// Calls return at once with `ncclInProgress`, so that waiting for a missing rank can time out.
     pub(super) fn non_blocking() -> Config {
         let default = c_int::MIN;
         Config {
@@ -68,7 +68,7 @@ type Move = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, Comm,
 type Fold = unsafe extern "C" fn(*const c_void, *mut c_void, usize, c_int, c_int, Comm, CudaStream) -> c_int;
 type Peer = unsafe extern "C" fn(*mut c_void, usize, c_int, c_int, Comm, CudaStream) -> c_int;
 
-/// What the engine needs of NCCL, as its header declares it.
+/// The NCCL functions used here, as declared in nccl.h.
 pub(super) struct Nccl {
     pub(super) get_version: unsafe extern "C" fn(*mut c_int) -> c_int,
     pub(super) get_unique_id: unsafe extern "C" fn(*mut UniqueId) -> c_int,
@@ -91,7 +91,7 @@ pub(super) struct Nccl {
 }
 
 impl Nccl {
-    /// Opens the library once.
+    /// Opens the library once per process.
     pub(super) fn open() -> Result<&'static Nccl> {
         static OPEN: OnceLock<Nccl> = OnceLock::new();
         if let Some(nccl) = OPEN.get() {
@@ -99,7 +99,7 @@ impl Nccl {
         }
         let l = SharedLibrary::open(NAME, &FILES, &nvidia_folders())?;
         // SAFETY: the types are those of nccl.h; `ncclResult_t` and the other enums are ints in C. `ncclBroadcast`
-        // has (send, receive, count, type, root, comm, stream): the integers of `Fold`.
+        // takes (send, receive, count, type, root, comm, stream): the integer arguments of `Fold`.
         let nccl = unsafe {
             Nccl {
                 get_version: l.function("ncclGetVersion")?,
@@ -130,7 +130,7 @@ impl Nccl {
         Ok(OPEN.get_or_init(|| nccl))
     }
 
-    /// Version as NCCL counts: 2.28.3 is 22803.
+    /// NCCL's version number: 22803 for 2.28.3.
     pub(super) fn version(&self) -> Result<c_int> {
         let mut version = 0;
         // SAFETY: the pointer is to a local.
@@ -138,7 +138,7 @@ impl Nccl {
         self.check("ncclGetVersion", code).map(|()| version)
     }
 
-    /// A new name for a job, made by one rank.
+    /// Creates the unique id of a job, on one rank.
     pub(super) fn unique_id(&self) -> Result<UniqueId> {
         let mut id = UniqueId([0; 128]);
         // SAFETY: the pointer is to a local of the declared size.
@@ -146,7 +146,7 @@ impl Nccl {
         self.check("ncclGetUniqueId", code).map(|()| id)
     }
 
-    /// An error unless `code` is success.
+    /// Fails unless `code` is success.
     pub(super) fn check(&self, call: &'static str, code: c_int) -> Result<()> {
         match code {
             SUCCESS => Ok(()),
@@ -154,10 +154,9 @@ impl Nccl {
         }
     }
 
-    /// What NCCL says about a code, and what it logged last.
+    /// NCCL's message for a code, and its last log line.
     pub(super) fn error(&self, call: &'static str, code: c_int) -> Error {
-        // SAFETY: both return static or thread-local text that ends in zero, or null; a null communicator is
-        // allowed and not looked at.
+        // SAFETY: both return static or thread-local zero-terminated text, or null; a null communicator is allowed.
         let text = unsafe {
             [(self.error_string)(code), (self.last_error)(std::ptr::null_mut())].map(|t| {
                 if t.is_null() { String::new() } else { CStr::from_ptr(t).to_string_lossy().into_owned() }
@@ -188,7 +187,7 @@ mod tests {
         assert_eq!(dotted(22_803), "2.28.3");
     }
 
-    /// Says aloud where there is no NCCL: nothing on a machine without a card needs it.
+    /// Prints SKIPPED where there is no NCCL, which machines without a GPU do not need.
     #[test]
     fn every_symbol_is_found_where_nccl_is() {
         match Nccl::open() {

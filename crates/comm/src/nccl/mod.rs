@@ -1,12 +1,11 @@
-//! Ranks as processes with one card each, over NCCL, which is opened at run time.
+//! The NCCL backend: ranks are processes with one GPU each. NCCL is opened at run time.
 //!
-//! Data goes by NCCL, queued on the caller's stream. What the ranks are about to call is compared on the host
-//! before, over MPI or TCP: whichever way the job was started. Sums are NCCL's: the same bits in every run on
-//! the same machines, but added in the order of its rings and trees, not of ranks, and bf16 is rounded at every
-//! step of them.
+//! NCCL moves the data, enqueued on the caller's stream. Op descriptors are compared on the host before, over MPI or
+//! TCP, depending on the launcher. Sums are NCCL's: the same bits in every run on the same machines, but added in the
+//! order of its rings and trees instead of rank order, with bf16 rounded at every step.
 //!
-//! A send waits on the stream for its receiver (not on the host): what two ranks send each other in both
-//! directions at once belongs in one `exchange`.
+//! A send waits on the stream, not on the host, for its receiver: two ranks that send to each other at the same time
+//! must do so in one `send_recv`.
 
 mod backend;
 mod comm;
@@ -29,37 +28,37 @@ use ffi::{IN_PROGRESS, Nccl, SUCCESS, UniqueId};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-/// How often the communicators are asked for errors in the background.
+/// Poll interval for asynchronous NCCL errors.
 const LOOK: Duration = Duration::from_millis(100);
 
 struct NcclJobBackend {
     nccl: &'static Nccl,
     process: Arc<Process>,
     world: Arc<NcclComm>,
-    /// Says which card, for new groups.
+    /// Selects the device of new groups.
     stream: Stream,
     comms: Arc<Watched>,
 }
 
-/// Communicators that the watching thread looks at. It ends when nobody else holds this.
+/// Communicators polled by the background thread, which ends when nobody else holds this list.
 type Watched = Mutex<Vec<Weak<NcclComm>>>;
 
 impl World {
-    /// The job that the environment describes (see [`LaunchEnv::detect`]), one process for each card, over NCCL;
-    /// alone if it describes none. `device` is this process's card. A rank that waits longer than `patience`
-    /// for another gives up with an error that names it, and the whole job then ends.
+    /// The job described by the environment (see [`LaunchEnv::detect`]) over NCCL, one process per GPU; a job of one
+    /// if it describes none. `device` is this process's GPU. A rank that waits longer than `timeout` for another
+    /// fails with an error that names it, and the whole job ends.
     pub fn nccl(device: &Device, timeout: Duration) -> Result<World> {
         let job_backend = NcclJobBackend::join(device, LaunchEnv::detect()?, timeout)?;
         World::start(Arc::new(job_backend), timeout)
     }
 }
 
-/// Version of the NCCL that would be used, or why there is none.
+/// Version of the NCCL library that would be used, or why there is none.
 pub fn nccl_version() -> Result<String> {
     Nccl::open()?.version().map(ffi::dotted)
 }
 
-/// Small messages between the ranks of a job.
+/// Opens the control transport between the ranks of a job.
 fn post(job: Option<LaunchEnv>, timeout: Duration) -> Result<Arc<dyn ControlTransport>> {
     match job {
         None => Ok(Arc::new(TcpControl::meet(0, 1, "", timeout)?)),
@@ -99,7 +98,7 @@ impl NcclJobBackend {
     }
 }
 
-/// Rank 0 names the job, and all ranks set up the communicator of that name.
+/// Rank 0 creates the unique id and sends it to all; then all create the communicator.
 fn meet(
     nccl: &'static Nccl,
     process: &Arc<Process>,
@@ -119,8 +118,8 @@ fn meet(
     NcclComm::new(nccl, process, s, id, deadline)
 }
 
-/// Errors that NCCL finds in the background become this rank's failure; and when any rank has failed, what is
-/// on the card's streams is ended, so that no host waits for it for ever.
+/// Starts a thread that turns asynchronous NCCL errors into this rank's failure. When any rank has failed, it aborts
+/// the communicators, so that no host waits forever for work on its GPU.
 fn watch(comms: &Arc<Watched>, process: &Arc<Process>) -> Result<()> {
     let (comms, process) = (Arc::downgrade(comms), Arc::downgrade(process));
     let look = move || {

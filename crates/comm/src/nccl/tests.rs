@@ -1,5 +1,5 @@
-//! NCCL with one rank, on the first card: it initialises, splits, and every operation is a copy or nothing.
-//! Says aloud where there is no card or no NCCL.
+//! NCCL with one rank on the first GPU: it initialises, splits, and every operation is a copy or does nothing. Prints
+//! SKIPPED where there is no GPU or no NCCL.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use super::*;

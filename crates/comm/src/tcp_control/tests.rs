@@ -1,4 +1,4 @@
-//! Ranks as threads that talk over the loopback device.
+//! Ranks as threads that communicate over the loopback interface.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 use super::*;
@@ -7,7 +7,7 @@ use crate::op_descriptor::{OpDescriptor, OpKind};
 use crate::process::Process;
 use crate::process_group::ProcessGroup;
 
-/// A port that is free now.
+/// An address with a free port.
 fn rendezvous() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
@@ -55,7 +55,7 @@ fn processes_meet_and_agree_or_hear_what_differs() {
         let Ok(Descriptors::PerRank(brought)) = all.meet(&descriptor, soon()) else { panic!("they differ") };
         let labels: Vec<&str> = brought.iter().map(|n| &*n.label).collect();
         assert_eq!(labels, ["right", "right", "left", "right"]);
-        // Questions are answered while nobody waits.
+        // Queries are answered while the rank does something else.
         p.recorder().begin(Arc::new(descriptor));
         all.bytes(&[], soon()).unwrap();
         let notes = p.notes((me + 1) % 4).unwrap();
@@ -91,7 +91,7 @@ fn who_does_not_come_is_named_and_failures_are_heard() {
 fn a_process_that_went_is_noticed() {
     let at = rendezvous();
     std::thread::scope(|scope| {
-        // A rank that connects and dies without a word.
+        // A rank that connects and exits without a message.
         scope.spawn(|| drop(connect(1, 3, &at, soon()).unwrap()));
         for rank in [0, 2] {
             let at = &at;

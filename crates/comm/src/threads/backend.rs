@@ -1,4 +1,4 @@
-//! The calls of one rank on one group of threads.
+//! Collectives and sends of one group of threads.
 
 use super::staging::{StagedBuffer, Staging};
 use super::thread_group::{Contribution, Contributions, P2pMessage, ThreadGroup};
@@ -20,14 +20,14 @@ pub(super) struct ThreadGroupBackend {
 
 #[derive(Default)]
 struct State {
-    /// Rounds of the meeting so far.
+    /// Number of rendezvous rounds so far.
     round: u64,
-    /// What `meet` brought for `run`.
+    /// What all ranks contributed to the descriptor exchange, for `run`.
     table: Option<Contributions>,
 }
 
-/// Reductions of fewer elements for each rank are done whole by every rank, instead of a part by each and
-/// another meeting. Either way each element is summed in the order of ranks: the bits are the same.
+/// Reductions with fewer elements per rank are computed redundantly by every rank, instead of one part each and a
+/// second rendezvous. Either way each element is summed in rank order, so the bits are the same.
 const WORTH_SHARING: usize = 512;
 
 type Done<T = ()> = Result<T, OpError>;
@@ -59,7 +59,7 @@ impl ThreadGroupBackend {
         self.group.swap(&self.job, self.rank, round, brought, deadline)
     }
 
-    /// What this rank gives to the others, staged.
+    /// Stages what this rank sends to the others.
     fn pack(&self, s: &Stream, job: &Collective) -> Done<Option<Arc<StagedBuffer>>> {
         let sent = match job {
             Collective::AllReduce { t, .. } => t,
@@ -81,7 +81,7 @@ impl ThreadGroupBackend {
         Ok(Some(Arc::new(self.staging.copy(s, t)?)))
     }
 
-    /// Elements `start..start + len` of what all brought, reduced into `out`.
+    /// Reduces elements `start..start + out.numel()` of all contributions into `out`.
     fn reduce(&self, s: &Stream, table: &Contributions, start: usize, out: &Tensor, op: ReduceOp) -> Done {
         let sources =
             staged_buffers(table).map(|p| p.open(s, start, out.numel())).collect::<Done<Vec<Tensor>>>()?;
@@ -102,7 +102,7 @@ impl ThreadGroupBackend {
         if count < n * WORTH_SHARING {
             return self.reduce(s, table, 0, &t, op);
         }
-        // Every rank reduces its part and gives it to the others.
+        // Every rank reduces its part and shares the result.
         let part = |r: usize| (count * r / n, count * (r + 1) / n);
         let (start, end) = part(self.rank);
         let staged =
@@ -116,8 +116,8 @@ impl ThreadGroupBackend {
         read_all(s, &table)
     }
 
-    /// `all` from parts of `counts` elements (None: equally many), part r from rank r's parcel, where it
-    /// begins as `begins` says. This rank's own part comes from `mine`, unless it is there already.
+    /// Assembles `all` from parts of `counts` elements (`None`: of equal size). Part r is taken from rank r's staged
+    /// buffer at the offset given by `begins`; this rank's own part comes from `mine`, unless it is already in place.
     fn gather(
         &self,
         s: &Stream,
@@ -146,12 +146,12 @@ impl ThreadGroupBackend {
     }
 }
 
-/// Who brought something.
+/// The staged buffers among the contributions.
 fn staged_buffers(table: &Contributions) -> impl Iterator<Item = &StagedBuffer> {
     table.iter().filter_map(|b| b.staged.as_deref())
 }
 
-/// Tells the owners that this rank has read their parcels.
+/// Tells the owners that this rank has read their staged buffers.
 fn read_all(s: &Stream, table: &Contributions) -> Done {
     let done = s.record()?;
     staged_buffers(table).for_each(|p| p.was_read(s, &done));

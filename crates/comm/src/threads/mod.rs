@@ -1,11 +1,10 @@
-//! Ranks as threads of one process. They meet in shared memory, block without spinning, and never wait inside
-//! the compute pool.
+//! The thread backend: ranks are threads of one process. They rendezvous in shared memory, block without spinning,
+//! and never wait inside the thread pool.
 //!
-//! What a rank sends is copied into a parcel: staging memory that nobody writes again. The others read it from
-//! their own streams, after its event; when the last of them is done with it, the memory goes back to its
-//! owner's staging stream, which then waits for the events of all readers. So hosts meet once in most
-//! operations, a sender never waits for its receivers, tensors on the host and on a card take the same way,
-//! and the access checker sees every step of it.
+//! What a rank sends is copied into a staged buffer, which is never written again. The other ranks read it from their
+//! own streams, after its event. When the last reader drops it, its memory returns to the owner's staging stream,
+//! which first waits for the events of all readers. So most operations need a single rendezvous, a sender never waits
+//! for its receivers, host and GPU tensors take the same path, and the race checker sees every step.
 
 mod backend;
 pub(crate) mod reduce;
@@ -23,7 +22,7 @@ use thread_group::ThreadGroup;
 
 pub use reduce::{ReduceKernel, ReduceKernels};
 
-/// What all ranks share.
+/// State shared by all ranks.
 pub(crate) struct SharedJob {
     slots: Vec<RankSlot>,
     groups: Mutex<Vec<GroupEntry>>,
@@ -36,12 +35,12 @@ struct RankSlot {
     recorder: Arc<FlightRecorder>,
 }
 
-/// States of a seat.
+/// States of a rank slot.
 const TAKEN: u8 = 0;
 const LEFT: u8 = 1;
 const PANICKED: u8 = 2;
 
-/// A group that some rank asked for.
+/// A group that some rank has created.
 struct GroupEntry {
     index: u64,
     by: usize,
@@ -50,7 +49,7 @@ struct GroupEntry {
 }
 
 impl SharedJob {
-    /// Has a rank of the job ended, and by a panic?
+    /// Whether a rank has exited: `Some(true)` by a panic, `Some(false)` normally.
     pub(crate) fn ended(&self, rank: usize) -> Option<bool> {
         match self.slots.get(rank).map(|s| s.state.load(Ordering::SeqCst)) {
             Some(LEFT) => Some(false),
@@ -68,24 +67,24 @@ impl SharedJob {
         self.groups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Everyone who waits looks again.
+    /// Wakes all waiting ranks, so that they check for failures.
     fn wake(&self) {
         let groups: Vec<Arc<ThreadGroup>> = self.groups().iter().map(|g| g.group.clone()).collect();
         groups.iter().for_each(|m| m.wake());
     }
 }
 
-/// One rank's end. Dropped when the rank ends, by whatever way.
+/// One rank's handle. Dropped when the rank exits, in whatever way.
 struct ThreadJobBackend {
     job: Arc<SharedJob>,
     rank: usize,
     staging: Arc<Staging>,
 }
 
-/// A rank's end of the job and of the group of all ranks.
+/// A rank's backends: of the job, and of the group of all ranks.
 type RankBackends = (Arc<dyn JobBackend>, Option<Arc<dyn GroupBackend>>);
 
-/// The ends of all ranks, and of their common group if they are more than one.
+/// Creates the backends of all ranks; there is no group backend for a single rank.
 pub(crate) fn backends(size: usize, kernels: ReduceKernels) -> Vec<RankBackends> {
     let slot = || RankSlot { state: AtomicU8::new(TAKEN), recorder: Arc::default() };
     let all = Arc::new(ThreadGroup::new((0..size).collect()));
@@ -118,7 +117,7 @@ impl JobBackend for ThreadJobBackend {
         self.job.slots.len()
     }
 
-    /// Nobody waits: the first rank makes the group, the others find it.
+    /// Does not wait: the first rank creates the group, the others find it.
     fn group(
         &self,
         index: u64,

@@ -1,4 +1,4 @@
-//! Sums and maxima over ranks, element by element, in the order of ranks.
+//! Elementwise sums and maxima over ranks, in rank order.
 
 use crate::ReduceOp;
 use crate::backend::OpError;
@@ -7,20 +7,21 @@ use ferrotron_tensor::{
 };
 use std::sync::Arc;
 
-/// A kernel `acc = acc ∘ x` on a card, on contiguous tensors of f32 and bf16, or of f32 and f16, in any combination; it computes in
-/// f32 and rounds once to the type of `acc`.
+/// A GPU kernel `acc = acc ∘ x` on contiguous tensors of f32 and bf16, or of f32 and f16, in any combination. It
+/// computes in f32 and rounds once to the dtype of `acc`.
 pub type ReduceKernel = Arc<dyn Fn(&Stream, &Tensor, &Tensor) -> Result<()> + Send + Sync>;
 
-/// Kernels of a card for ranks as threads. What is missing is computed on the host: right, but slow.
+/// GPU kernels for the reductions of ranks as threads. Missing ones are computed on the host, which is correct but
+/// slow.
 #[derive(Clone, Default)]
 pub struct ReduceKernels {
-    /// `acc += x`
+    /// `acc += x`.
     pub add: Option<ReduceKernel>,
-    /// `acc = max(acc, x)`, NaN if one is
+    /// `acc = max(acc, x)`, NaN if either is NaN.
     pub max: Option<ReduceKernel>,
 }
 
-/// `out = reduce of sources`, in their order, all flat and of one length and type.
+/// `out` = reduction of `sources` in their order, all flat and of the same size and dtype.
 pub(super) fn reduce(
     s: &Stream,
     kernels: &ReduceKernels,
@@ -49,7 +50,7 @@ pub(super) fn reduce(
     Ok(())
 }
 
-/// Sums of bf16 and f16 need an f32 accumulator; everything else accumulates in place (maxima are exact).
+/// Sums of bf16 and f16 need an f32 accumulator; f32 sums and maxima accumulate in place.
 fn on_card(s: &Stream, add: &ReduceKernel, sources: &[Tensor], out: &Tensor, op: ReduceOp) -> Result<()> {
     if out.dtype() == DType::F32 || op == ReduceOp::Max {
         for (i, x) in sources.iter().enumerate() {
@@ -78,10 +79,10 @@ fn by_host<T: Reducible>(s: &Stream, sources: &[Tensor], out: &Tensor, op: Reduc
     })
 }
 
-/// Elements taken through all ranks at once, so that accumulators stay in the nearest cache.
+/// Elements reduced over all ranks at a time, so that the accumulators stay in the L1 cache.
 const PIECE: usize = 1024;
 
-/// `out[i] = reduce of sources[r][i]` in the order of r, rounded once.
+/// `out[i]` = reduction of `sources[r][i]` in order of r, rounded once.
 pub(crate) fn fold<T: Reducible>(out: &mut [T], sources: &[&[T]], op: ReduceOp) {
     let mut acc = [T::Acc::default(); PIECE];
     for (piece, out) in out.chunks_mut(PIECE).enumerate() {
@@ -98,7 +99,7 @@ pub(crate) fn fold<T: Reducible>(out: &mut [T], sources: &[&[T]], op: ReduceOp) 
     }
 }
 
-/// An element that is summed in its accumulator type.
+/// An element type with its accumulator type.
 pub(crate) trait Reducible: Element {
     type Acc: Copy + Default;
     fn widen(&self) -> Self::Acc;

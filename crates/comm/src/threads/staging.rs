@@ -1,12 +1,12 @@
-//! Parcels: what a rank sends, in memory that nobody writes again and that is freed when all have read it.
+//! Staged buffers: what a rank sends, in memory that is not written again and is freed after all readers are done.
 
 use crate::backend::OpError;
 use ferrotron_tensor::trace::STAGING;
 use ferrotron_tensor::{Category, DType, DeviceKind, Event, Result, Stream, Tensor, read};
 use std::sync::{Mutex, PoisonError};
 
-/// A rank's staging streams, one for each device it uses: no work runs on them, but memory for parcels belongs
-/// to them, so that it is used again only after its readers.
+/// A rank's staging streams, one per device. No work runs on them; they own the memory of staged buffers, so that it
+/// is reused only after its readers.
 #[derive(Default)]
 pub(super) struct Staging {
     streams: Mutex<Vec<Stream>>,
@@ -24,7 +24,7 @@ impl Staging {
         Ok(stream)
     }
 
-    /// A parcel of a new tensor that `fill` writes on `s`.
+    /// Stages a new tensor that `fill` writes on `s`.
     pub(super) fn pack(
         &self,
         s: &Stream,
@@ -34,30 +34,30 @@ impl Staging {
     ) -> Result<StagedBuffer, OpError> {
         let home = self.stream(s)?;
         let contents = Tensor::empty(&home, &[count], dtype, Category::Communication)?;
-        // The memory may have been a parcel before, whose readers the home stream waits for.
+        // The memory may have been staged before: wait for its readers, as the home stream does.
         s.wait(&home.record()?)?;
         fill(&contents)?;
         Ok(StagedBuffer { contents, ready: s.record()?, home, readers: Mutex::default() })
     }
 
-    /// A parcel with the elements of `t`.
+    /// Stages a copy of `t`.
     pub(super) fn copy(&self, s: &Stream, t: &Tensor) -> Result<StagedBuffer, OpError> {
         self.pack(s, t.numel(), t.dtype(), |to| Ok(s.copy(t, to)?))
     }
 }
 
-/// Staged elements, flat.
+/// A flat, immutable staged tensor.
 pub(super) struct StagedBuffer {
     contents: Tensor,
-    /// The contents are there.
+    /// The event after its contents were written.
     ready: Event,
     home: Stream,
-    /// When those on the same device who read it are done.
+    /// Events after the reads on the same device.
     readers: Mutex<Vec<Event>>,
 }
 
 impl StagedBuffer {
-    /// Ranks on the host may have a `Device` each; those on a card share one.
+    /// True if `s` is on the same device. Ranks on the host may have a `Device` each; those on a GPU must share one.
     fn is_near(&self, s: &Stream) -> Result<bool, OpError> {
         let same = self.home.device() == s.device();
         let both_host = [self.home.device(), s.device()].iter().all(|d| d.kind() == DeviceKind::Cpu);
@@ -73,7 +73,7 @@ impl StagedBuffer {
         Err(OpError::Backend { what })
     }
 
-    /// Copies elements `start..` of the parcel into contiguous `to`, on stream `s`.
+    /// Copies elements `start..start + to.numel()` into contiguous `to`, on stream `s`.
     pub(super) fn deliver(&self, s: &Stream, start: usize, to: &Tensor) -> Result<(), OpError> {
         if to.numel() == 0 {
             return Ok(());
@@ -88,8 +88,7 @@ impl StagedBuffer {
         Ok(self.home.launch("copy", &[read(&part)], |l| s.upload_into(&to, l.slice::<u8>(0)?))?)
     }
 
-    /// Elements `start..start + len` for a kernel on stream `s`: the parcel's own memory, or a copy if that is
-    /// of another device.
+    /// Elements `start..start + len` for a kernel on stream `s`: a view, or a copy if `s` is on another device.
     pub(super) fn open(&self, s: &Stream, start: usize, len: usize) -> Result<Tensor, OpError> {
         if self.is_near(s)? {
             s.wait(&self.ready)?;
@@ -100,9 +99,9 @@ impl StagedBuffer {
         Ok(copy)
     }
 
-    /// Work on `s` before `done` has read it.
+    /// Registers that work on `s` before `done` has read the buffer.
     pub(super) fn was_read(&self, s: &Stream, done: &Event) {
-        // Events order streams of one device; on the host all is done already.
+        // Events order streams of one device; across host devices the read is already complete.
         if self.home.device() == s.device() {
             self.readers.lock().unwrap_or_else(PoisonError::into_inner).push(done.clone());
         }
@@ -111,7 +110,7 @@ impl StagedBuffer {
 
 impl Drop for StagedBuffer {
     fn drop(&mut self) {
-        // The memory goes back to the home stream after this. A wait fails only if the card is lost.
+        // The memory returns to the home stream after this. A wait fails only if the device is lost.
         let readers = self.readers.get_mut().unwrap_or_else(PoisonError::into_inner);
         for event in readers.iter().chain([&self.ready]) {
             let _ = self.home.wait(event);

@@ -1,4 +1,4 @@
-//! Where the ranks of one group meet: rounds that all take part in, and mail between two.
+//! Rendezvous of the ranks of one group: rounds in which all take part, and mailboxes between two ranks.
 
 use super::SharedJob;
 use super::staging::StagedBuffer;
@@ -8,7 +8,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-/// What a rank brings to a round.
+/// What a rank contributes to a round.
 #[derive(Default)]
 pub(super) struct Contribution {
     pub(super) descriptor: Option<Arc<OpDescriptor>>,
@@ -16,13 +16,13 @@ pub(super) struct Contribution {
     pub(super) bytes: Vec<u8>,
 }
 
-/// What all ranks brought, in the order of ranks.
+/// All contributions, in rank order.
 pub(super) type Contributions = Arc<Vec<Contribution>>;
 
-/// A message under way.
+/// A message in transit.
 pub(super) struct P2pMessage {
     pub(super) descriptor: OpDescriptor,
-    /// Nothing where there are no elements.
+    /// `None` for an empty tensor.
     pub(super) staged: Option<Arc<StagedBuffer>>,
 }
 
@@ -51,7 +51,7 @@ impl ThreadGroup {
         ThreadGroup { ranks, state: Mutex::default(), changed: Condvar::new() }
     }
 
-    /// The ranks, as numbers in the job.
+    /// Members as ranks of the job.
     pub(super) fn ranks(&self) -> &[usize] {
         &self.ranks
     }
@@ -60,13 +60,13 @@ impl ThreadGroup {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Everyone here looks again. Taking the lock makes sure that nobody is between looking and sleeping.
+    /// Wakes all waiting ranks. Taking the lock ensures that no rank is between its check and its sleep.
     pub(super) fn wake(&self) {
         drop(self.lock());
         self.changed.notify_all();
     }
 
-    /// Brings something to a round and takes what all brought. Each rank counts its own rounds.
+    /// Contributes to a round and returns all contributions. Each rank counts its own rounds.
     pub(super) fn swap(
         &self,
         job: &SharedJob,
@@ -101,7 +101,7 @@ impl ThreadGroup {
         let (mut state, table) = self.wait(job, state, deadline, full, missing)?;
         let i = at(&state);
         state.rounds[i].taken += 1;
-        // Rounds end in order: whoever takes the last of one was in all before.
+        // Rounds complete in order: the last rank to leave a round has left all earlier ones.
         while state.rounds.front().is_some_and(|r| r.taken == n) {
             state.rounds.pop_front();
             state.first += 1;
@@ -109,7 +109,7 @@ impl ThreadGroup {
         Ok(table)
     }
 
-    /// Puts a message where its receiver finds it.
+    /// Puts a message into its receiver's mailbox.
     pub(super) fn post(&self, from: usize, to: usize, mail: P2pMessage) {
         self.lock().mail.entry((from, to)).or_default().push_back(mail);
         self.changed.notify_all();
@@ -127,7 +127,7 @@ impl ThreadGroup {
         self.wait(job, self.lock(), deadline, next, |_| vec![from]).map(|(_, mail)| mail)
     }
 
-    /// Sleeps until there is something to take, or no hope for it.
+    /// Sleeps until `take` succeeds, or until it cannot any more.
     fn wait<'a, T>(
         &self,
         job: &SharedJob,
@@ -137,7 +137,7 @@ impl ThreadGroup {
         missing: impl Fn(&State) -> Vec<usize>,
     ) -> Result<(MutexGuard<'a, State>, T), OpError> {
         loop {
-            // Before all else: what is complete counts, even if somebody has left or failed since.
+            // Check for completion first: a complete round counts even if a rank has exited or failed since.
             if let Some(found) = take(&mut state) {
                 return Ok((state, found));
             }
@@ -151,7 +151,7 @@ impl ThreadGroup {
         }
     }
 
-    /// Why the missing are missing, as far as known.
+    /// The error for missing ranks.
     fn absent(&self, job: &SharedJob, missing: Vec<usize>) -> OpError {
         let ended = missing.iter().filter_map(|r| Some((*r, job.ended(self.ranks[*r])?))).collect();
         OpError::RanksMissing { missing, ended, failure: job.failed().cloned() }
