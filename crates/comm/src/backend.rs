@@ -43,11 +43,11 @@ pub(crate) trait JobBackend: Send + Sync {
     fn failure(&self) -> Option<FailureReport>;
 
     /// This rank's flight recorder; visible to other ranks where the backend allows it.
-    fn recorder(&self) -> &Arc<FlightRecorder>;
+    fn flight_recorder(&self) -> &Arc<FlightRecorder>;
 
     /// The last operations of a rank, oldest first; `None` if unknown. Must not block for long: it is called when
     /// that rank does not respond.
-    fn notes(&self, rank: usize) -> Option<Vec<OpRecord>>;
+    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>>;
 }
 
 /// One rank's connection to one group. Ranks are numbered within the group. `deadline` bounds the wait for other
@@ -58,27 +58,27 @@ pub(crate) trait GroupBackend: Send + Sync {
     ///
     /// Returns [`Descriptors::AllEqual`] if the backend has compared all descriptors (not allowed for pairwise ones,
     /// which never equal each other); otherwise all descriptors in rank order, to be compared by the caller.
-    fn meet(
+    fn exchange_descriptors(
         &self,
         s: Option<&Stream>,
         descriptor: &OpDescriptor,
-        job: &Collective,
+        collective: &Collective,
         deadline: Instant,
     ) -> Result<Descriptors, OpError>;
 
     /// Moves the data, after all ranks have agreed. Memory is accessed only inside [`Stream::launch`] on `s` with its
     /// accesses declared. Work given to `s` after this returns sees the result and may overwrite the inputs.
-    fn run(&self, s: &Stream, job: &Collective, deadline: Instant) -> Result<(), OpError>;
+    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Result<(), OpError>;
 
     /// Posts the sends. Waits for nobody: data is copied, or kept safe until delivered. Messages from one rank to
     /// another arrive in the order sent, each with its descriptor. Memory rules as for [`GroupBackend::run`]. A
     /// backend that can only send together with receiving (NCCL groups) sends the descriptors alone.
-    fn post(&self, s: &Stream, sends: &[P2pOp], deadline: Instant) -> Result<(), OpError>;
+    fn post_sends(&self, s: &Stream, sends: &[P2pOp], deadline: Instant) -> Result<(), OpError>;
 
     /// Completes the receives, and the sends posted before with the same `sends`. The order in which ranks list their
     /// messages must not matter. Each descriptor is compared with the receiver's before data reaches its tensor; the
     /// first difference is [`OpError::Mismatch`].
-    fn collect(
+    fn complete_receives(
         &self,
         s: &Stream,
         sends: &[P2pOp],
@@ -88,7 +88,7 @@ pub(crate) trait GroupBackend: Send + Sync {
 
     /// Host bytes of any length from every rank, in rank order. Called after the descriptors of
     /// [`Collective::AllGatherBytes`] were exchanged.
-    fn bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError>;
+    fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError>;
 }
 
 /// A collective on n ranks. Tensors are contiguous, on the stream's device and of matching sizes; reductions are on

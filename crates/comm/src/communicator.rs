@@ -29,7 +29,7 @@ pub(crate) struct CommunicatorInner {
     pub(crate) rank: usize,
     pub(crate) ranks: Vec<usize>,
     /// `None` in a group of one.
-    pub(crate) engine: Option<Arc<dyn GroupBackend>>,
+    pub(crate) backend: Option<Arc<dyn GroupBackend>>,
     pub(crate) job_backend: Arc<dyn JobBackend>,
     pub(crate) timeout: Duration,
     /// Held during a call: the calls of one rank on one group are serialised.
@@ -93,18 +93,24 @@ impl Communicator {
     /// `t = Σ over ranks of t` (or the maximum), in place, with identical bits on every rank. For f32, f64, i32, i64;
     /// bf16 and f16 are summed in f32 and rounded once (NCCL rounds at every step).
     pub fn all_reduce(&self, s: &Stream, t: &Tensor, op: ReduceOp, label: &'static str) -> Result<()> {
-        let descriptor =
-            self.descriptor(OpKind::AllReduce, label).of(t, true).with(Detail::Reduce(op as u64));
-        self.check(&descriptor, |c| c.whole(s, t)?.reducible(t))?;
+        let descriptor = self
+            .descriptor(OpKind::AllReduce, label)
+            .for_tensor(t, true)
+            .with_detail(Detail::Reduce(op as u64));
+        self.check(&descriptor, |c| c.contiguous_on(s, t)?.reducible(t))?;
         let sent = volume::all_reduce(self.size(), t.bytes());
         self.collective(Some(s), descriptor, Collective::AllReduce { t, op }, sent)
     }
 
     /// `all [n·count]` = concatenation of every rank's `mine [count]`. `mine` may be its own slot in `all`.
     pub fn all_gather(&self, s: &Stream, mine: &Tensor, all: &Tensor, label: &'static str) -> Result<()> {
-        let descriptor = self.descriptor(OpKind::AllGather, label).of(mine, true);
+        let descriptor = self.descriptor(OpKind::AllGather, label).for_tensor(mine, true);
         self.check(&descriptor, |c| {
-            c.whole(s, mine)?.whole(s, all)?.times(mine, all, self.size())?.place(mine, all, self.rank())
+            c.contiguous_on(s, mine)?.contiguous_on(s, all)?.is_multiple(mine, all, self.size())?.in_slot(
+                mine,
+                all,
+                self.rank(),
+            )
         })?;
         let sent = (self.size() as u64 - 1) * mine.bytes() as u64;
         self.collective(Some(s), descriptor, Collective::AllGather { mine, all, counts: None }, sent)
@@ -119,12 +125,14 @@ impl Communicator {
         counts: &[usize],
         label: &'static str,
     ) -> Result<()> {
-        let descriptor =
-            self.descriptor(OpKind::AllGather, label).of(mine, false).with(Detail::Counts(numbers(counts)));
+        let descriptor = self
+            .descriptor(OpKind::AllGather, label)
+            .for_tensor(mine, false)
+            .with_detail(Detail::Counts(to_u64(counts)));
         self.check(&descriptor, |c| {
-            c.whole(s, mine)?.whole(s, all)?.counts(self.size(), counts, all)?;
-            c.elements("mine", mine, counts[self.rank()])?;
-            c.place_at(mine, all, counts[..self.rank()].iter().sum())
+            c.contiguous_on(s, mine)?.contiguous_on(s, all)?.counts(self.size(), counts, all)?;
+            c.has_elements("mine", mine, counts[self.rank()])?;
+            c.in_slot_at(mine, all, counts[..self.rank()].iter().sum())
         })?;
         let size = mine.dtype().size();
         let sent = volume::all_gather(self.rank(), counts.iter().map(|n| n * size));
@@ -142,11 +150,17 @@ impl Communicator {
         op: ReduceOp,
         label: &'static str,
     ) -> Result<()> {
-        let descriptor =
-            self.descriptor(OpKind::ReduceScatter, label).of(mine, true).with(Detail::Reduce(op as u64));
+        let descriptor = self
+            .descriptor(OpKind::ReduceScatter, label)
+            .for_tensor(mine, true)
+            .with_detail(Detail::Reduce(op as u64));
         self.check(&descriptor, |c| {
-            c.whole(s, mine)?.whole(s, all)?.reducible(all)?.times(mine, all, self.size())?;
-            c.place(mine, all, self.rank())
+            c.contiguous_on(s, mine)?.contiguous_on(s, all)?.reducible(all)?.is_multiple(
+                mine,
+                all,
+                self.size(),
+            )?;
+            c.in_slot(mine, all, self.rank())
         })?;
         let sent = (self.size() as u64 - 1) * mine.bytes() as u64;
         self.collective(Some(s), descriptor, Collective::ReduceScatter { all, mine, op }, sent)
@@ -154,9 +168,13 @@ impl Communicator {
 
     /// Part p of n equal parts of `from` goes to rank p; part p of `to` comes from rank p.
     pub fn all_to_all(&self, s: &Stream, from: &Tensor, to: &Tensor, label: &'static str) -> Result<()> {
-        let descriptor = self.descriptor(OpKind::AllToAll, label).of(from, true);
+        let descriptor = self.descriptor(OpKind::AllToAll, label).for_tensor(from, true);
         self.check(&descriptor, |c| {
-            c.whole(s, from)?.whole(s, to)?.apart(from, to)?.shared(from, to, self.size())
+            c.contiguous_on(s, from)?.contiguous_on(s, to)?.disjoint(from, to)?.equal_parts(
+                from,
+                to,
+                self.size(),
+            )
         })?;
         let sent = (from.bytes() - from.bytes() / self.size()) as u64;
         self.collective(Some(s), descriptor, Collective::AllToAll { from, to, counts: None }, sent)
@@ -172,10 +190,10 @@ impl Communicator {
         received: &[usize],
         label: &'static str,
     ) -> Result<()> {
-        let pairs = Detail::Pairs { sent: numbers(sent), received: numbers(received) };
-        let descriptor = self.descriptor(OpKind::AllToAll, label).of(from, false).with(pairs);
+        let pairs = Detail::Pairs { sent: to_u64(sent), received: to_u64(received) };
+        let descriptor = self.descriptor(OpKind::AllToAll, label).for_tensor(from, false).with_detail(pairs);
         self.check(&descriptor, |c| {
-            c.whole(s, from)?.whole(s, to)?.apart(from, to)?.same_type(from, to)?;
+            c.contiguous_on(s, from)?.contiguous_on(s, to)?.disjoint(from, to)?.same_type(from, to)?;
             c.counts(self.size(), sent, from)?.counts(self.size(), received, to)
         })?;
         let bytes = ((from.numel() - sent[self.rank()]) * from.dtype().size()) as u64;
@@ -189,9 +207,11 @@ impl Communicator {
 
     /// `t` = the `t` of rank `root` of the group.
     pub fn broadcast(&self, s: &Stream, t: &Tensor, root: usize, label: &'static str) -> Result<()> {
-        let descriptor =
-            self.descriptor(OpKind::Broadcast, label).of(t, true).with(Detail::Root(root as u64));
-        self.check(&descriptor, |c| c.whole(s, t)?.peer(root, self.size()))?;
+        let descriptor = self
+            .descriptor(OpKind::Broadcast, label)
+            .for_tensor(t, true)
+            .with_detail(Detail::Root(root as u64));
+        self.check(&descriptor, |c| c.contiguous_on(s, t)?.is_member(root, self.size()))?;
         let sent = volume::broadcast(self.rank(), self.size(), root, t.bytes());
         self.collective(Some(s), descriptor, Collective::Broadcast { t, root }, sent)
     }
@@ -208,58 +228,63 @@ impl Communicator {
         &self,
         s: Option<&Stream>,
         descriptor: OpDescriptor,
-        job: Collective,
+        collective: Collective,
         sent: u64,
     ) -> Result<()> {
-        let run = |engine: &dyn GroupBackend, deadline| match s {
-            Some(s) if !matches!(job, Collective::Barrier) => engine.run(s, &job, deadline),
+        let run = |backend: &dyn GroupBackend, deadline| match s {
+            Some(s) if !matches!(collective, Collective::Barrier) => backend.run(s, &collective, deadline),
             _ => Ok(()),
         };
         match s {
-            Some(s) if self.core.engine.is_none() => alone(s, &job)?,
+            Some(s) if self.core.backend.is_none() => single_rank(s, &collective)?,
             _ => {}
         }
-        self.meet_and(s, descriptor, &job, run, |()| sent)
+        self.run_collective(s, descriptor, &collective, run, |()| sent)
     }
 
     /// Runs one collective: compares descriptors, moves data, updates the flight recorder and the volume. `run` is
     /// not called in a group of one.
-    pub(crate) fn meet_and<T: Default>(
+    pub(crate) fn run_collective<T: Default>(
         &self,
         s: Option<&Stream>,
         mut descriptor: OpDescriptor,
-        job: &Collective,
+        collective: &Collective,
         run: impl FnOnce(&dyn GroupBackend, Instant) -> Result<T, crate::backend::OpError>,
         sent: impl FnOnce(&T) -> u64,
     ) -> Result<T> {
         let core = &*self.core;
         let kind = descriptor.kind;
         let mut out = T::default();
-        if let Some(engine) = &core.engine {
+        if let Some(backend) = &core.backend {
             let _span = s.map(|s| self.span(s, &descriptor)).transpose()?;
             let mut counters = self.counters();
             descriptor.sequence = counters.collectives;
             counters.collectives += 1;
             let descriptor = Arc::new(descriptor);
-            let recorder = core.job_backend.recorder();
+            let recorder = core.job_backend.flight_recorder();
             let number = recorder.begin(descriptor.clone());
             let start = Instant::now();
-            let give_up =
-                |t| watchdog::give_up(&*core.job_backend, &core.ranks, &descriptor, start.elapsed(), t);
-            let agreed = match engine.meet(s, &descriptor, job, watchdog::deadline(core.timeout)) {
-                Ok(Descriptors::PerRank(brought)) => watchdog::compare(&core.ranks, &brought)
-                    .inspect_err(|e| watchdog::tell(&*core.job_backend, e)),
+            let fail =
+                |t| watchdog::fail_op(&*core.job_backend, &core.ranks, &descriptor, start.elapsed(), t);
+            let agreed = match backend.exchange_descriptors(
+                s,
+                &descriptor,
+                collective,
+                watchdog::deadline(core.timeout),
+            ) {
+                Ok(Descriptors::PerRank(descriptors)) => watchdog::compare(&core.ranks, &descriptors)
+                    .inspect_err(|e| watchdog::report(&*core.job_backend, e)),
                 Ok(Descriptors::AllEqual) => Ok(()),
-                Err(t) => Err(give_up(t)),
+                Err(t) => Err(fail(t)),
             };
             let done = agreed.and_then(|()| {
                 recorder.set(number, OpStatus::Running);
-                run(&**engine, watchdog::deadline(core.timeout)).map_err(give_up)
+                run(&**backend, watchdog::deadline(core.timeout)).map_err(fail)
             });
             recorder.set(number, if done.is_ok() { OpStatus::Done } else { OpStatus::Failed });
             out = done?;
         }
-        self.count(kind, sent(&out));
+        self.add_volume(kind, sent(&out));
         Ok(out)
     }
 
@@ -273,23 +298,23 @@ impl Communicator {
         )?)
     }
 
-    pub(crate) fn count(&self, kind: OpKind, bytes: u64) {
+    pub(crate) fn add_volume(&self, kind: OpKind, bytes: u64) {
         self.core.meter.add(kind, bytes);
         self.core.world_meter.add(kind, bytes);
     }
 
     /// Reports an error of this rank's arguments to the other ranks, so that they do not wait for it.
-    pub(crate) fn failed(&self, error: Error) -> Error {
-        if self.core.engine.is_some() {
-            watchdog::tell(&*self.core.job_backend, &error);
+    pub(crate) fn reported(&self, error: Error) -> Error {
+        if self.core.backend.is_some() {
+            watchdog::report(&*self.core.job_backend, &error);
         }
         error
     }
 }
 
 /// A collective in a group of one.
-fn alone(s: &Stream, job: &Collective) -> Result<()> {
-    let (from, to) = match job {
+fn single_rank(s: &Stream, collective: &Collective) -> Result<()> {
+    let (from, to) = match collective {
         Collective::AllGather { mine, all, .. } => (mine, all),
         Collective::ReduceScatter { all, mine, .. } => (all, mine),
         Collective::AllToAll { from, to, .. } => (from, to),
@@ -304,7 +329,7 @@ fn alone(s: &Stream, job: &Collective) -> Result<()> {
     Ok(())
 }
 
-fn numbers(counts: &[usize]) -> Vec<u64> {
+fn to_u64(counts: &[usize]) -> Vec<u64> {
     counts.iter().map(|n| *n as u64).collect()
 }
 

@@ -9,11 +9,11 @@ pub(crate) struct Topic(pub(crate) u64);
 
 impl Topic {
     /// Descriptors of collectives of group `index`.
-    pub(crate) fn meeting(index: u64) -> Topic {
+    pub(crate) fn collective(index: u64) -> Topic {
         Topic(index << 4)
     }
     /// Descriptors of sends between two ranks of group `index`.
-    pub(crate) fn ops(index: u64) -> Topic {
+    pub(crate) fn p2p(index: u64) -> Topic {
         Topic(index << 4 | 1)
     }
     /// Host bytes in group `index`.
@@ -21,7 +21,7 @@ impl Topic {
         Topic(index << 4 | 2)
     }
     /// Membership of group `index`.
-    pub(crate) fn making(index: u64) -> Topic {
+    pub(crate) fn group_setup(index: u64) -> Topic {
         Topic(index << 4 | 3)
     }
     /// Asks a rank for its last operations.
@@ -46,14 +46,14 @@ pub(crate) trait ControlTransport: Send + Sync {
     fn send(&self, to: usize, topic: Topic, bytes: Vec<u8>) -> crate::Result<()>;
 
     /// Takes the oldest message of `from` on `topic`, if one has arrived.
-    fn take(&self, from: usize, topic: Topic) -> Option<Vec<u8>>;
+    fn try_receive(&self, from: usize, topic: Topic) -> Option<Vec<u8>>;
 
-    /// Waits briefly for something to arrive. `idle` counts consecutive calls without progress. Never spins: other
+    /// Waits briefly for something to arrive. `idle` counts consecutive calls without status. Never spins: other
     /// ranks may need the core.
-    fn pause(&self, idle: u32);
+    fn back_off(&self, idle: u32);
 
     /// True if the rank is known to have exited.
-    fn gone(&self, rank: usize) -> bool;
+    fn has_exited(&self, rank: usize) -> bool;
 
     /// Closes the connections, after every rank has said goodbye.
     fn close(&self);

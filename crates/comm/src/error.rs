@@ -31,7 +31,7 @@ pub enum Error {
         missing: Vec<(usize, String)>,
     },
     /// Some ranks have exited and will never make the call.
-    #[error("a rank ended: rank {rank} waits in {call} for {}", list(ended))]
+    #[error("a rank exited: rank {rank} was waiting in {call} for {}", list(ended))]
     Ended {
         /// The reporting rank.
         rank: usize,
@@ -41,7 +41,7 @@ pub enum Error {
         ended: Vec<(usize, String)>,
     },
     /// Another rank failed, so this operation cannot complete.
-    #[error("rank {rank} gave up {call}, because rank {by} failed: {reason}")]
+    #[error("rank {rank} aborted {call} because rank {by} failed: {reason}")]
     Abandoned {
         /// The reporting rank.
         rank: usize,
@@ -79,7 +79,7 @@ pub enum Error {
         what: String,
     },
     /// A library opened at run time is missing or incompatible.
-    #[error("{library} can't be used: {what}")]
+    #[error("{library} cannot be used: {what}")]
     Library {
         /// Its name.
         library: &'static str,
@@ -87,7 +87,7 @@ pub enum Error {
         what: String,
     },
     /// The processes of the job cannot connect.
-    #[error("can't join the job: {0}")]
+    #[error("cannot join the job: {0}")]
     Launch(String),
     /// From a tensor operation.
     #[error(transparent)]

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Number of operations kept.
-const KEPT: usize = 32;
+const CAPACITY: usize = 32;
 
 /// Status of an operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub struct OpRecord {
     /// Kind, label, group, sequence number, dtype and shape.
     pub call: String,
     /// Its status.
-    pub progress: OpStatus,
+    pub status: OpStatus,
     /// Time since the status last changed.
     pub age: Duration,
 }
@@ -36,10 +36,10 @@ pub struct OpRecord {
 impl fmt::Display for OpRecord {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ago = self.age.as_secs_f64();
-        match self.progress {
-            OpStatus::Waiting => write!(f, "waits in {} for {ago:.1} s", self.call),
-            OpStatus::Running => write!(f, "moves data in {} for {ago:.1} s", self.call),
-            OpStatus::Done => write!(f, "did {} {ago:.1} s ago", self.call),
+        match self.status {
+            OpStatus::Waiting => write!(f, "has been waiting in {} for {ago:.1} s", self.call),
+            OpStatus::Running => write!(f, "has been moving data in {} for {ago:.1} s", self.call),
+            OpStatus::Done => write!(f, "completed {} {ago:.1} s ago", self.call),
             OpStatus::Failed => write!(f, "failed in {} {ago:.1} s ago", self.call),
         }
     }
@@ -62,7 +62,7 @@ impl FlightRecorder {
     /// Records a new operation as waiting and returns its number.
     pub(crate) fn begin(&self, descriptor: Arc<OpDescriptor>) -> u64 {
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        if log.last.len() == KEPT {
+        if log.last.len() == CAPACITY {
             log.last.pop_front();
         }
         log.last.push_back((descriptor, OpStatus::Waiting, Instant::now()));
@@ -71,22 +71,22 @@ impl FlightRecorder {
     }
 
     /// Updates the status of operation `number`.
-    pub(crate) fn set(&self, number: u64, progress: OpStatus) {
+    pub(crate) fn set(&self, number: u64, status: OpStatus) {
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         let back = log.next.saturating_sub(number) as usize;
         if let Some(entry) = log.last.len().checked_sub(back).and_then(|at| log.last.get_mut(at)) {
-            (entry.1, entry.2) = (progress, Instant::now());
+            (entry.1, entry.2) = (status, Instant::now());
         }
     }
 
     /// The last operations, oldest first.
-    pub(crate) fn notes(&self) -> Vec<OpRecord> {
+    pub(crate) fn last_ops(&self) -> Vec<OpRecord> {
         let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
         log.last
             .iter()
-            .map(|(descriptor, progress, at)| OpRecord {
+            .map(|(descriptor, status, at)| OpRecord {
                 call: descriptor.to_string(),
-                progress: *progress,
+                status: *status,
                 age: at.elapsed(),
             })
             .collect()

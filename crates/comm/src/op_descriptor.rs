@@ -98,7 +98,7 @@ impl OpDescriptor {
     }
 
     /// Adds the dtype of a tensor and, if it must be the same on all ranks, its shape.
-    pub(crate) fn of(mut self, t: &Tensor, same_shape: bool) -> OpDescriptor {
+    pub(crate) fn for_tensor(mut self, t: &Tensor, same_shape: bool) -> OpDescriptor {
         self.dtype = Some(t.dtype());
         if same_shape {
             self.shape = t.shape().iter().map(|n| *n as u64).collect();
@@ -106,28 +106,31 @@ impl OpDescriptor {
         self
     }
 
-    pub(crate) fn with(mut self, detail: Detail) -> OpDescriptor {
+    pub(crate) fn with_detail(mut self, detail: Detail) -> OpDescriptor {
         self.detail = detail;
         self
     }
 
     /// True if the descriptors of ranks that agree differ from each other.
-    pub(crate) fn pairwise(&self) -> bool {
+    pub(crate) fn is_pairwise(&self) -> bool {
         matches!(self.detail, Detail::Pairs { .. })
     }
 
     /// Everything except the detail.
-    fn common(&self) -> (&str, u64, &str, OpKind, &[u64], Option<DType>) {
+    fn without_detail(&self) -> (&str, u64, &str, OpKind, &[u64], Option<DType>) {
         let OpDescriptor { group, sequence, label, kind, shape, dtype, detail: _ } = self;
         (group, *sequence, label, *kind, shape, *dtype)
     }
 
     /// True if the call of rank `me` (this one) and that of rank `other` do not match.
-    pub(crate) fn conflict(&self, me: usize, theirs: &OpDescriptor, other: usize) -> bool {
+    pub(crate) fn conflicts_with(&self, me: usize, theirs: &OpDescriptor, other: usize) -> bool {
         match (&self.detail, &theirs.detail) {
             (Detail::Pairs { sent: s1, received: r1 }, Detail::Pairs { sent: s2, received: r2 }) => {
                 let short = [s1, r1, s2, r2].iter().any(|l| l.len() <= me.max(other));
-                short || s1[other] != r2[me] || r1[other] != s2[me] || self.common() != theirs.common()
+                short
+                    || s1[other] != r2[me]
+                    || r1[other] != s2[me]
+                    || self.without_detail() != theirs.without_detail()
             }
             _ => self != theirs,
         }
@@ -137,7 +140,7 @@ impl OpDescriptor {
 impl fmt::Display for OpDescriptor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let OpDescriptor { group, sequence, label, kind, shape, dtype, detail } = self;
-        write!(f, "{} '{label}' (group {group}, number {sequence}", kind.name())?;
+        write!(f, "{} '{label}' (group {group}, seq {sequence}", kind.name())?;
         if let Some(dtype) = dtype {
             write!(f, ", {dtype}")?;
         }
@@ -146,7 +149,7 @@ impl fmt::Display for OpDescriptor {
         }
         match detail {
             Detail::None => {}
-            Detail::Reduce(op) => f.write_str(if *op == 0 { ", sum" } else { ", maximum" })?,
+            Detail::Reduce(op) => f.write_str(if *op == 0 { ", sum" } else { ", max" })?,
             Detail::Root(root) => write!(f, ", from {root}")?,
             Detail::Counts(counts) => write!(f, ", counts {counts:?}")?,
             Detail::Pairs { sent, received } => write!(f, ", sends {sent:?}, receives {received:?}")?,

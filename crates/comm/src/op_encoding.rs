@@ -126,13 +126,13 @@ mod tests {
         for kind in OpKind::ALL {
             for detail in &details {
                 for dtype in DTYPES.into_iter().map(Some).chain([None]) {
-                    let mut n = OpDescriptor::new("dp", kind, "a label").with(detail.clone());
+                    let mut n = OpDescriptor::new("dp", kind, "a label").with_detail(detail.clone());
                     (n.sequence, n.shape, n.dtype) = (9, vec![4, 5], dtype);
                     let bytes = n.encode();
                     assert_eq!(OpDescriptor::decode(&bytes).unwrap(), n);
                     assert!((0..bytes.len()).all(|cut| OpDescriptor::decode(&bytes[..cut]).is_none()));
                     assert!(OpDescriptor::decode(&[&bytes[..], &[0]].concat()).is_none());
-                    assert!(seen.insert(bytes), "bytes tell descriptions apart");
+                    assert!(seen.insert(bytes), "distinct descriptors have distinct encodings");
                 }
             }
         }

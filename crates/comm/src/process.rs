@@ -1,6 +1,6 @@
 //! One process of a multi-process job: failure reports, flight-recorder queries, and shutdown.
 //!
-//! A background thread answers the queries of other ranks and receives failure reports while the rank computes. After
+//! A background thread background the queries of other ranks and receives failure reports while the rank computes. After
 //! a failure it also makes sure that the job ends: if the process has not exited by itself within [`FORCE_EXIT`], the
 //! thread terminates the job.
 
@@ -14,52 +14,52 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Poll interval of the background thread; bounds the delay until a failure is noticed.
-const LOOK: Duration = Duration::from_millis(10);
-/// Timeout of a flight-recorder query: a stopped process never answers.
-const ANSWER: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// Timeout of a flight-recorder query: a stopped process never background.
+const ANSWER_TIMEOUT: Duration = Duration::from_millis(500);
 /// After a failure, time for every rank to report before the first process exits.
-const LINGER: Duration = Duration::from_millis(1500);
+const REPORT_TIME: Duration = Duration::from_millis(1500);
 /// After a failure, time until the job is terminated by force.
-const FORCE: Duration = Duration::from_secs(6);
+const FORCE_EXIT: Duration = Duration::from_secs(6);
 
 /// One rank that is a process.
 pub(crate) struct Process {
     shared: Arc<Shared>,
     timeout: Duration,
-    answers: Option<std::thread::JoinHandle<()>>,
+    background: Option<std::thread::JoinHandle<()>>,
 }
 
 struct Shared {
-    post: Arc<dyn ControlTransport>,
+    control: Arc<dyn ControlTransport>,
     recorder: Arc<FlightRecorder>,
     failure: Mutex<Option<(FailureReport, Instant)>>,
     /// The last call seen from each rank.
-    heard: Mutex<Vec<Option<(String, Instant)>>>,
-    over: AtomicBool,
+    last_calls: Mutex<Vec<Option<(String, Instant)>>>,
+    finished: AtomicBool,
 }
 
 impl Process {
-    pub(crate) fn new(post: Arc<dyn ControlTransport>, timeout: Duration) -> Result<Process> {
-        let heard = Mutex::new(vec![None; post.size()]);
+    pub(crate) fn new(control: Arc<dyn ControlTransport>, timeout: Duration) -> Result<Process> {
+        let last_calls = Mutex::new(vec![None; control.size()]);
         let shared = Arc::new(Shared {
-            post,
+            control,
             recorder: Arc::default(),
             failure: Mutex::default(),
-            heard,
-            over: AtomicBool::new(false),
+            last_calls,
+            finished: AtomicBool::new(false),
         });
         let other = shared.clone();
-        let spawned =
-            std::thread::Builder::new().name("comm answers".into()).spawn(move || other.answer_questions());
-        let answers = spawned.map_err(|e| crate::Error::Launch(format!("no thread for answers: {e}")))?;
-        Ok(Process { shared, timeout, answers: Some(answers) })
+        let spawned = std::thread::Builder::new().name("comm background".into()).spawn(move || other.serve());
+        let background =
+            spawned.map_err(|e| crate::Error::Launch(format!("cannot start the background thread: {e}")))?;
+        Ok(Process { shared, timeout, background: Some(background) })
     }
 
-    pub(crate) fn post(&self) -> &dyn ControlTransport {
-        &*self.shared.post
+    pub(crate) fn control(&self) -> &dyn ControlTransport {
+        &*self.shared.control
     }
 
-    pub(crate) fn recorder(&self) -> &Arc<FlightRecorder> {
+    pub(crate) fn flight_recorder(&self) -> &Arc<FlightRecorder> {
         &self.shared.recorder
     }
 
@@ -69,7 +69,7 @@ impl Process {
     }
 
     /// Fails if a rank has failed.
-    pub(crate) fn alive(&self) -> Result<(), OpError> {
+    pub(crate) fn check_alive(&self) -> Result<(), OpError> {
         match self.failure() {
             None => Ok(()),
             failure => Err(OpError::RanksMissing { missing: vec![], ended: vec![], failure }),
@@ -78,45 +78,45 @@ impl Process {
 
     /// Reports this rank's failure to all others.
     pub(crate) fn fail(&self, failure: FailureReport) {
-        if self.shared.note(failure.clone()) {
+        if self.shared.set_failure(failure.clone()) {
             let text = encode_failure(&failure);
-            let post = self.post();
-            for to in (0..post.size()).filter(|r| *r != post.rank()) {
+            let control = self.control();
+            for to in (0..control.size()).filter(|r| *r != control.rank()) {
                 // A rank that cannot be reached detects it by itself.
-                let _ = post.send(to, Topic::FAILURE, text.clone());
+                let _ = control.send(to, Topic::FAILURE, text.clone());
             }
         }
     }
 
     /// Records that `rank` of the job has made this call.
-    pub(crate) fn hear(&self, rank: usize, descriptor: &OpDescriptor) {
-        let mut heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(place) = heard.get_mut(rank) {
+    pub(crate) fn note_call(&self, rank: usize, descriptor: &OpDescriptor) {
+        let mut last_calls = self.shared.last_calls.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(place) = last_calls.get_mut(rank) {
             *place = Some((descriptor.to_string(), Instant::now()));
         }
     }
 
     /// The last operations of `rank`: from its own flight recorder, or the last call seen from it.
-    pub(crate) fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        let post = self.post();
-        if rank == post.rank() {
-            return Some(self.recorder().notes());
+    pub(crate) fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
+        let control = self.control();
+        if rank == control.rank() {
+            return Some(self.flight_recorder().last_ops());
         }
-        let deadline = Instant::now() + ANSWER;
+        let deadline = Instant::now() + ANSWER_TIMEOUT;
         let mut idle = 0;
-        if !post.gone(rank) && post.send(rank, Topic::QUESTION, Vec::new()).is_ok() {
-            while Instant::now() < deadline && !post.gone(rank) {
-                if let Some(answer) = post.take(rank, Topic::ANSWER) {
-                    return decode_notes(&answer);
+        if !control.has_exited(rank) && control.send(rank, Topic::QUESTION, Vec::new()).is_ok() {
+            while Instant::now() < deadline && !control.has_exited(rank) {
+                if let Some(answer) = control.try_receive(rank, Topic::ANSWER) {
+                    return decode_records(&answer);
                 }
-                post.pause(idle);
+                control.back_off(idle);
                 idle += 1;
             }
         }
-        let heard = self.shared.heard.lock().unwrap_or_else(PoisonError::into_inner);
-        let (call, at) = heard.get(rank)?.clone()?;
-        let call = format!("{call}, then did not answer any more: last heard of");
-        Some(vec![OpRecord { call, progress: OpStatus::Done, age: at.elapsed() }])
+        let last_calls = self.shared.last_calls.lock().unwrap_or_else(PoisonError::into_inner);
+        let (call, at) = last_calls.get(rank)?.clone()?;
+        let call = format!("{call}, then stopped responding; last seen");
+        Some(vec![OpRecord { call, status: OpStatus::Done, age: at.elapsed() }])
     }
 
     /// Waits until `ready` returns a value. `missing` lists the ranks it waits for, as (rank in the group, rank in
@@ -135,13 +135,16 @@ impl Process {
             let late = Instant::now() >= deadline;
             let failure = self.failure();
             let waiting = if late || failure.is_some() || idle % 64 == 63 { missing() } else { Vec::new() };
-            let ended: Vec<(usize, bool)> =
-                waiting.iter().filter(|(_, r)| self.post().gone(*r)).map(|(g, _)| (*g, false)).collect();
+            let ended: Vec<(usize, bool)> = waiting
+                .iter()
+                .filter(|(_, r)| self.control().has_exited(*r))
+                .map(|(g, _)| (*g, false))
+                .collect();
             if late || failure.is_some() || !ended.is_empty() {
                 let missing = waiting.into_iter().map(|(group, _)| group).collect();
                 return Err(OpError::RanksMissing { missing, ended, failure });
             }
-            self.post().pause(idle);
+            self.control().back_off(idle);
             idle += 1;
         }
     }
@@ -149,33 +152,33 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let post = &*self.shared.post;
+        let control = &*self.shared.control;
         if std::thread::panicking() {
             let reason = "it panicked".to_string();
-            self.fail(FailureReport { rank: post.rank(), stall: false, reason });
+            self.fail(FailureReport { rank: control.rank(), stall: false, reason });
         }
         if self.failure().is_none() {
-            for to in (0..post.size()).filter(|r| *r != post.rank()) {
-                let _ = post.send(to, Topic::GOODBYE, Vec::new());
+            for to in (0..control.size()).filter(|r| *r != control.rank()) {
+                let _ = control.send(to, Topic::GOODBYE, Vec::new());
             }
-            let mut left: Vec<usize> = (0..post.size()).filter(|r| *r != post.rank()).collect();
+            let mut left: Vec<usize> = (0..control.size()).filter(|r| *r != control.rank()).collect();
             let ready = || {
-                left.retain(|r| post.take(*r, Topic::GOODBYE).is_none() && !post.gone(*r));
+                left.retain(|r| control.try_receive(*r, Topic::GOODBYE).is_none() && !control.has_exited(*r));
                 Ok(left.is_empty().then_some(()))
             };
             if self.wait(Instant::now() + self.timeout, ready, Vec::new).is_ok() {
-                self.shared.over.store(true, Ordering::Release);
-                if let Some(answers) = self.answers.take() {
-                    let _ = answers.join();
+                self.shared.finished.store(true, Ordering::Release);
+                if let Some(background) = self.background.take() {
+                    let _ = background.join();
                 }
-                return post.close();
+                return control.close();
             }
-            let reason = "the other ranks did not come to the end of the job".to_string();
-            self.fail(FailureReport { rank: post.rank(), stall: true, reason });
+            let reason = "the other ranks did not finish in time".to_string();
+            self.fail(FailureReport { rank: control.rank(), stall: true, reason });
         }
         // A launcher kills the job when the first process exits; give the others time to report first.
         if let Some((_, at)) = self.shared.failed() {
-            std::thread::sleep((at + LINGER).saturating_duration_since(Instant::now()));
+            std::thread::sleep((at + REPORT_TIME).saturating_duration_since(Instant::now()));
         }
     }
 }
@@ -186,30 +189,32 @@ impl Shared {
     }
 
     /// Stores the first failure; returns whether this is it.
-    fn note(&self, failure: FailureReport) -> bool {
+    fn set_failure(&self, failure: FailureReport) -> bool {
         let mut first = self.failure.lock().unwrap_or_else(PoisonError::into_inner);
         let new = first.is_none();
         first.get_or_insert((failure, Instant::now()));
         new
     }
 
-    fn answer_questions(&self) {
-        let here = self.post.rank();
-        while !self.over.load(Ordering::Acquire) {
-            for rank in (0..self.post.size()).filter(|r| *r != here) {
-                while self.post.take(rank, Topic::QUESTION).is_some() {
-                    let _ = self.post.send(rank, Topic::ANSWER, encode_notes(&self.recorder.notes()));
+    fn serve(&self) {
+        let here = self.control.rank();
+        while !self.finished.load(Ordering::Acquire) {
+            for rank in (0..self.control.size()).filter(|r| *r != here) {
+                while self.control.try_receive(rank, Topic::QUESTION).is_some() {
+                    let _ = self.control.send(rank, Topic::ANSWER, encode_records(&self.recorder.last_ops()));
                 }
-                if let Some(text) = self.post.take(rank, Topic::FAILURE) {
-                    self.note(decode_failure(rank, &text));
+                if let Some(text) = self.control.try_receive(rank, Topic::FAILURE) {
+                    self.set_failure(decode_failure(rank, &text));
                 }
             }
-            if self.failed().is_some_and(|(_, at)| at.elapsed() > FORCE) {
-                eprintln!("rank {here}: a rank has failed and the job did not end by itself: ending it");
-                self.post.abort();
+            if self.failed().is_some_and(|(_, at)| at.elapsed() > FORCE_EXIT) {
+                eprintln!(
+                    "rank {here}: a rank has failed and the job did not exit by itself; terminating it"
+                );
+                self.control.abort();
                 std::process::exit(1);
             }
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 }
@@ -232,10 +237,10 @@ fn decode_failure(rank: usize, text: &[u8]) -> FailureReport {
 const STATUSES: [OpStatus; 4] = [OpStatus::Waiting, OpStatus::Running, OpStatus::Done, OpStatus::Failed];
 
 /// Encodes records as (status, age in milliseconds, length, text) each.
-fn encode_notes(notes: &[OpRecord]) -> Vec<u8> {
+fn encode_records(records: &[OpRecord]) -> Vec<u8> {
     let mut out = Vec::new();
-    for n in notes {
-        out.push(STATUSES.iter().position(|p| *p == n.progress).unwrap_or(0) as u8);
+    for n in records {
+        out.push(STATUSES.iter().position(|p| *p == n.status).unwrap_or(0) as u8);
         out.extend((n.age.as_millis() as u64).to_le_bytes());
         out.extend((n.call.len() as u64).to_le_bytes());
         out.extend(n.call.as_bytes());
@@ -243,18 +248,18 @@ fn encode_notes(notes: &[OpRecord]) -> Vec<u8> {
     out
 }
 
-fn decode_notes(mut bytes: &[u8]) -> Option<Vec<OpRecord>> {
-    let mut notes = Vec::new();
+fn decode_records(mut bytes: &[u8]) -> Option<Vec<OpRecord>> {
+    let mut records = Vec::new();
     while !bytes.is_empty() {
         let (head, rest) = bytes.split_at_checked(17)?;
         let number = |at: usize| Some(u64::from_le_bytes(head.get(at..at + 8)?.try_into().ok()?));
         let (text, rest) = rest.split_at_checked(usize::try_from(number(9)?).ok()?)?;
-        let progress = *STATUSES.get(usize::from(head[0]))?;
+        let status = *STATUSES.get(usize::from(head[0]))?;
         let call = String::from_utf8_lossy(text).into_owned();
-        notes.push(OpRecord { call, progress, age: Duration::from_millis(number(1)?) });
+        records.push(OpRecord { call, status, age: Duration::from_millis(number(1)?) });
         bytes = rest;
     }
-    Some(notes)
+    Some(records)
 }
 
 #[cfg(test)]
@@ -264,21 +269,21 @@ mod tests {
 
     #[test]
     fn notes_travel_and_rubbish_is_refused() {
-        let notes: Vec<OpRecord> = STATUSES
+        let records: Vec<OpRecord> = STATUSES
             .iter()
             .map(|p| OpRecord {
                 call: format!("a call ü {p:?}"),
-                progress: *p,
+                status: *p,
                 age: Duration::from_millis(1234),
             })
             .collect();
-        let bytes = encode_notes(&notes);
-        assert_eq!(format!("{:?}", decode_notes(&bytes).unwrap()), format!("{notes:?}"));
+        let bytes = encode_records(&records);
+        assert_eq!(format!("{:?}", decode_records(&bytes).unwrap()), format!("{records:?}"));
         (1..bytes.len()).for_each(|cut| {
-            if let Some(some) = decode_notes(&bytes[..cut]) {
-                assert!(some.len() < notes.len());
+            if let Some(some) = decode_records(&bytes[..cut]) {
+                assert!(some.len() < records.len());
             }
         });
-        assert!(decode_notes(&[9; 40]).is_none());
+        assert!(decode_records(&[9; 40]).is_none());
     }
 }

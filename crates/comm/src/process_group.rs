@@ -28,22 +28,22 @@ impl ProcessGroup {
         ranks: &[usize],
         deadline: Instant,
     ) -> Result<Option<ProcessGroup>, OpError> {
-        process.alive()?;
-        let post = process.post();
-        let (here, size) = (post.rank(), post.size());
+        process.check_alive()?;
+        let control = process.control();
+        let (here, size) = (control.rank(), control.size());
         if size > 1 {
             let mine = format!("number {index}, '{name}' of {ranks:?}");
             let before = (here + size - 1) % size;
-            post.send((here + 1) % size, Topic::making(index), mine.clone().into_bytes())?;
+            control.send((here + 1) % size, Topic::group_setup(index), mine.clone().into_bytes())?;
             let theirs = process.wait(
                 deadline,
-                || Ok(post.take(before, Topic::making(index))),
+                || Ok(control.try_receive(before, Topic::group_setup(index))),
                 || vec![(before, before)],
             )?;
             if theirs != mine.as_bytes() {
                 let theirs = String::from_utf8_lossy(&theirs);
                 let what = format!(
-                    "rank {here} makes group {mine}, rank {before} makes group {theirs}; all ranks must make the same groups in the same order"
+                    "rank {here} creates group {mine}, rank {before} creates group {theirs}; all ranks must create the same groups in the same order"
                 );
                 return Err(OpError::Backend { what });
             }
@@ -66,41 +66,45 @@ impl ProcessGroup {
         mine: &[u8],
         deadline: Instant,
     ) -> Result<Vec<Vec<u8>>, OpError> {
-        self.process.alive()?;
-        let post = self.process.post();
+        self.process.check_alive()?;
+        let control = self.process.control();
         for to in self.others() {
-            post.send(self.ranks[to], topic, mine.to_vec())?;
+            control.send(self.ranks[to], topic, mine.to_vec())?;
         }
-        let mut came: Vec<Option<Vec<u8>>> = vec![None; self.ranks.len()];
-        came[self.me] = Some(Vec::new());
+        let mut received: Vec<Option<Vec<u8>>> = vec![None; self.ranks.len()];
+        received[self.me] = Some(Vec::new());
         // Shared by both closures.
-        let came = std::cell::RefCell::new(came);
+        let received = std::cell::RefCell::new(received);
         self.process.wait(
             deadline,
             || {
-                let mut came = came.borrow_mut();
-                for (place, rank) in came.iter_mut().zip(&self.ranks) {
+                let mut received = received.borrow_mut();
+                for (place, rank) in received.iter_mut().zip(&self.ranks) {
                     if place.is_none() {
-                        *place = post.take(*rank, topic);
+                        *place = control.try_receive(*rank, topic);
                     }
                 }
-                Ok(came.iter().all(Option::is_some).then_some(()))
+                Ok(received.iter().all(Option::is_some).then_some(()))
             },
             || {
                 let missing = |(i, c): (usize, &Option<Vec<u8>>)| c.is_none().then(|| (i, self.ranks[i]));
-                came.borrow().iter().enumerate().filter_map(missing).collect()
+                received.borrow().iter().enumerate().filter_map(missing).collect()
             },
         )?;
-        Ok(came.into_inner().into_iter().flatten().collect())
+        Ok(received.into_inner().into_iter().flatten().collect())
     }
 
     /// Implements [`crate::backend::GroupBackend::exchange_descriptors`].
-    pub(crate) fn meet(&self, descriptor: &OpDescriptor, deadline: Instant) -> Result<Descriptors, OpError> {
+    pub(crate) fn exchange_descriptors(
+        &self,
+        descriptor: &OpDescriptor,
+        deadline: Instant,
+    ) -> Result<Descriptors, OpError> {
         let mine = descriptor.encode();
-        let all = self.gather(Topic::meeting(self.index), &mine, deadline)?;
+        let all = self.gather(Topic::collective(self.index), &mine, deadline)?;
         let same = self.others().all(|r| all[r] == mine);
-        if same && !descriptor.pairwise() {
-            self.others().for_each(|r| self.process.hear(self.ranks[r], descriptor));
+        if same && !descriptor.is_pairwise() {
+            self.others().for_each(|r| self.process.note_call(self.ranks[r], descriptor));
             return Ok(Descriptors::AllEqual);
         }
         let mut descriptors = Vec::with_capacity(all.len());
@@ -112,7 +116,7 @@ impl ProcessGroup {
     }
 
     /// Implements [`crate::backend::GroupBackend::all_gather_bytes`].
-    pub(crate) fn bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError> {
+    pub(crate) fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Result<Vec<Vec<u8>>, OpError> {
         let mut all = self.gather(Topic::bytes(self.index), mine, deadline)?;
         all[self.me] = mine.to_vec();
         Ok(all)
@@ -122,10 +126,10 @@ impl ProcessGroup {
     pub(crate) fn decode(&self, from: usize, bytes: &[u8]) -> Result<OpDescriptor, OpError> {
         let rank = self.ranks[from];
         let descriptor = OpDescriptor::decode(bytes).ok_or_else(|| {
-            let what = format!("rank {rank} sends something unreadable; do all ranks run the same program?");
+            let what = format!("rank {rank} sent an invalid op descriptor; all ranks must run the same version of the program");
             OpError::Backend { what }
         })?;
-        self.process.hear(rank, &descriptor);
+        self.process.note_call(rank, &descriptor);
         Ok(descriptor)
     }
 }

@@ -24,50 +24,55 @@ pub struct SendRecv<'a> {
 }
 
 /// A [`SendRecv`] with the descriptors of its messages.
-struct Batch<'a> {
+struct DescribedBatch<'a> {
     group: &'a Communicator,
     stream: &'a Stream,
     sends: Vec<P2pOp<'a>>,
     receives: Vec<P2pOp<'a>>,
 }
 
-impl<'a> Batch<'a> {
-    fn new(lane: &SendRecv<'a>, label: &'static str) -> Result<Batch<'a>> {
-        let SendRecv { group, stream, sends, receives } = *lane;
+impl<'a> DescribedBatch<'a> {
+    fn new(batch: &SendRecv<'a>, label: &'static str) -> Result<DescribedBatch<'a>> {
+        let SendRecv { group, stream, sends, receives } = *batch;
         let me = group.rank();
         let op = |peer: usize, (from, to): (usize, usize), tensor: &'a Tensor| {
             let route = Detail::Route(from as u64, to as u64);
             P2pOp {
                 peer,
                 tensor,
-                descriptor: group.descriptor(OpKind::SendRecv, label).of(tensor, true).with(route),
+                descriptor: group
+                    .descriptor(OpKind::SendRecv, label)
+                    .for_tensor(tensor, true)
+                    .with_detail(route),
             }
         };
         let sends = sends.iter().map(|(p, t)| op(*p, (me, *p), t)).collect();
         let receives = receives.iter().map(|(p, t)| op(*p, (*p, me), t)).collect();
-        let batch = Batch { group, stream, sends, receives };
+        let batch = DescribedBatch { group, stream, sends, receives };
         for l in batch.sends.iter().chain(&batch.receives) {
-            group.check(&l.descriptor, |c| c.whole(stream, l.tensor)?.peer(l.peer, group.size()))?;
+            group.check(&l.descriptor, |c| {
+                c.contiguous_on(stream, l.tensor)?.is_member(l.peer, group.size())
+            })?;
         }
         Ok(batch)
     }
 
     /// Checks that received tensors overlap no other tensor.
-    fn apart(all: &[Batch]) -> Result<()> {
+    fn check_disjoint(all: &[DescribedBatch]) -> Result<()> {
         let sent: Vec<&P2pOp> = all.iter().flat_map(|b| &b.sends).collect();
-        let received: Vec<(&Batch, &P2pOp)> =
+        let received: Vec<(&DescribedBatch, &P2pOp)> =
             all.iter().flat_map(|b| b.receives.iter().map(move |l| (b, l))).collect();
         for (i, (b, l)) in received.iter().enumerate() {
             let others = sent.iter().copied().chain(received[..i].iter().map(|(_, o)| *o));
             others
                 .into_iter()
-                .try_for_each(|o| b.group.check(&l.descriptor, |c| c.apart(l.tensor, o.tensor)))?;
+                .try_for_each(|o| b.group.check(&l.descriptor, |c| c.disjoint(l.tensor, o.tensor)))?;
         }
         Ok(())
     }
 
     /// Assigns sequence numbers, which count by direction and peer.
-    fn number(&mut self, counters: &mut Counters) {
+    fn assign_sequence_numbers(&mut self, counters: &mut Counters) {
         let mut next = |direction, l: &mut P2pOp| {
             let next = counters.messages.entry((direction, l.peer)).or_default();
             l.descriptor.sequence = *next;
@@ -78,9 +83,9 @@ impl<'a> Batch<'a> {
     }
 }
 
-/// A batch in progress: in the flight recorder until it completes or fails.
-struct Open<'a, 'b> {
-    batch: &'b Batch<'a>,
+/// A batch in status: in the flight recorder until it completes or fails.
+struct ActiveBatch<'a, 'b> {
+    batch: &'b DescribedBatch<'a>,
     /// The recorder shows one message of the batch: the first receive, else the first send.
     first: Option<Arc<OpDescriptor>>,
     number: u64,
@@ -90,12 +95,12 @@ struct Open<'a, 'b> {
     span: Option<Span>,
 }
 
-impl<'a, 'b> Open<'a, 'b> {
-    fn begin(batch: &'b Batch<'a>) -> Result<Open<'a, 'b>> {
+impl<'a, 'b> ActiveBatch<'a, 'b> {
+    fn begin(batch: &'b DescribedBatch<'a>) -> Result<ActiveBatch<'a, 'b>> {
         let first = batch.receives.first().or(batch.sends.first()).map(|l| Arc::new(l.descriptor.clone()));
-        let number = first.clone().map_or(0, |n| batch.group.core.job_backend.recorder().begin(n));
+        let number = first.clone().map_or(0, |n| batch.group.core.job_backend.flight_recorder().begin(n));
         let mut open =
-            Open { batch, first, number, start: Instant::now(), state: OpStatus::Failed, span: None };
+            ActiveBatch { batch, first, number, start: Instant::now(), state: OpStatus::Failed, span: None };
         if let Some(first) = &open.first {
             open.span = Some(batch.group.span(batch.stream, first)?);
         }
@@ -104,18 +109,18 @@ impl<'a, 'b> Open<'a, 'b> {
 
     fn run(
         &mut self,
-        half: impl FnOnce(&dyn crate::backend::GroupBackend, &Batch) -> Result<(), OpError>,
+        half: impl FnOnce(&dyn crate::backend::GroupBackend, &DescribedBatch) -> Result<(), OpError>,
     ) -> Result<()> {
         let (core, batch) = (&*self.batch.group.core, self.batch);
-        let (Some(engine), Some(first)) = (&core.engine, &self.first) else { return Ok(()) };
-        half(&**engine, batch).map_err(|t| {
+        let (Some(backend), Some(first)) = (&core.backend, &self.first) else { return Ok(()) };
+        half(&**backend, batch).map_err(|t| {
             // Name the message that is missing.
             let late = |peer: usize| batch.receives.iter().find(|l| l.peer == peer).map(|l| &l.descriptor);
             let call = match &t {
                 OpError::RanksMissing { missing, .. } => missing.first().and_then(|p| late(*p)),
                 _ => None,
             };
-            watchdog::give_up(&*core.job_backend, &core.ranks, call.unwrap_or(first), self.start.elapsed(), t)
+            watchdog::fail_op(&*core.job_backend, &core.ranks, call.unwrap_or(first), self.start.elapsed(), t)
         })
     }
 
@@ -124,14 +129,14 @@ impl<'a, 'b> Open<'a, 'b> {
         self.span = None;
         let group = self.batch.group;
         for l in self.batch.sends.iter().filter(|l| l.peer != group.rank()) {
-            group.count(OpKind::SendRecv, l.tensor.bytes() as u64);
+            group.add_volume(OpKind::SendRecv, l.tensor.bytes() as u64);
         }
     }
 }
 
-impl Drop for Open<'_, '_> {
+impl Drop for ActiveBatch<'_, '_> {
     fn drop(&mut self) {
-        self.batch.group.core.job_backend.recorder().set(self.number, self.state);
+        self.batch.group.core.job_backend.flight_recorder().set(self.number, self.state);
     }
 }
 
@@ -162,12 +167,13 @@ impl Communicator {
     /// Several [`SendRecv`]s at once, each on its own group and stream; a group may appear more than once. Their
     /// order need not match between ranks, and ranks may have different numbers of them: everything is sent before
     /// anything is waited for.
-    pub fn send_recv_batch(lanes: &[SendRecv], label: &'static str) -> Result<()> {
-        let mut batches = lanes.iter().map(|lane| Batch::new(lane, label)).collect::<Result<Vec<_>>>()?;
-        Batch::apart(&batches)?;
+    pub fn send_recv_batch(batches_in: &[SendRecv], label: &'static str) -> Result<()> {
+        let mut batches =
+            batches_in.iter().map(|batch| DescribedBatch::new(batch, label)).collect::<Result<Vec<_>>>()?;
+        DescribedBatch::check_disjoint(&batches)?;
         batches.retain(|b| !b.sends.is_empty() || !b.receives.is_empty());
-        for b in batches.extract_if(.., |b| b.group.core.engine.is_none()) {
-            b.group.to_itself(b.stream, &b.sends, &b.receives)?;
+        for b in batches.extract_if(.., |b| b.group.core.backend.is_none()) {
+            b.group.send_to_self(b.stream, &b.sends, &b.receives)?;
         }
         // All ranks take groups in the same order: a backend may have to connect two ranks on first use of a group.
         batches.sort_by_key(|b| b.group.core.index);
@@ -178,30 +184,30 @@ impl Communicator {
                 held.push((core.index, b.group.counters()));
             }
             if let Some((_, counters)) = held.last_mut() {
-                b.number(counters);
+                b.assign_sequence_numbers(counters);
             }
         }
-        let mut open = batches.iter().map(Open::begin).collect::<Result<Vec<_>>>()?;
+        let mut open = batches.iter().map(ActiveBatch::begin).collect::<Result<Vec<_>>>()?;
         for o in &mut open {
             let deadline = watchdog::deadline(o.batch.group.core.timeout);
-            o.run(|e, b| e.post(b.stream, &b.sends, deadline))?;
+            o.run(|e, b| e.post_sends(b.stream, &b.sends, deadline))?;
         }
         for o in &mut open {
             let deadline = watchdog::deadline(o.batch.group.core.timeout);
-            o.run(|e, b| e.collect(b.stream, &b.sends, &b.receives, deadline))?;
+            o.run(|e, b| e.complete_receives(b.stream, &b.sends, &b.receives, deadline))?;
             o.done();
         }
         Ok(())
     }
 
     /// Sends to itself in a group of one.
-    fn to_itself(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp]) -> Result<()> {
+    fn send_to_self(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp]) -> Result<()> {
         let paired = sends.len() == receives.len()
-            && sends.iter().zip(receives).all(|(a, b)| !a.descriptor.conflict(0, &b.descriptor, 0));
+            && sends.iter().zip(receives).all(|(a, b)| !a.descriptor.conflicts_with(0, &b.descriptor, 0));
         if !paired {
             let call = sends.first().or(receives.first()).map_or(String::new(), |l| l.descriptor.to_string());
             let what =
-                "a rank alone sends to itself: in one exchange, with as many sends as receives of the \
+                "a rank in a group of one sends to itself in one send_recv, with as many sends as receives of the \
                         same shapes"
                     .to_string();
             return Err(crate::Error::Argument { call, what });
@@ -212,16 +218,16 @@ impl Communicator {
     /// Host bytes of any length from every rank, in rank order.
     pub fn all_gather_bytes(&self, mine: &[u8], label: &'static str) -> Result<Vec<Vec<u8>>> {
         let descriptor: OpDescriptor = self.descriptor(OpKind::AllGatherBytes, label);
-        if self.core.engine.is_none() {
-            self.count(OpKind::AllGatherBytes, 0);
+        if self.core.backend.is_none() {
+            self.add_volume(OpKind::AllGatherBytes, 0);
             return Ok(vec![mine.to_vec()]);
         }
         let rank = self.rank();
-        self.meet_and(
+        self.run_collective(
             None,
             descriptor,
             &Collective::AllGatherBytes(mine),
-            |engine, deadline| engine.bytes(mine, deadline),
+            |backend, deadline| backend.all_gather_bytes(mine, deadline),
             |all: &Vec<Vec<u8>>| volume::all_gather(rank, all.iter().map(Vec::len)),
         )
     }

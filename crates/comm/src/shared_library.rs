@@ -42,7 +42,7 @@ impl SharedLibrary {
                 Err(_) => {}
             }
         }
-        let what = refused.unwrap_or_else(|| "no file name to look for".into());
+        let what = refused.unwrap_or_else(|| "no file names to look for".into());
         Err(Error::Library { library: name, what })
     }
 
@@ -68,7 +68,7 @@ impl SharedLibrary {
     }
 
     fn missing(&self, symbol: &str) -> Error {
-        let what = format!("it has no '{symbol}'; another version of the library is needed");
+        let what = format!("it has no '{symbol}'; install another version of the library");
         Error::Library { library: self.name, what }
     }
 }

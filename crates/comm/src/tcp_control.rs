@@ -14,10 +14,10 @@ const MAGIC: &[u8; 8] = b"ferro-01";
 /// Largest message: the network must not decide how much memory is allocated.
 const MAX_MESSAGE_BYTES: usize = 1 << 28;
 /// Timeout of a handshake, and of a write to a peer.
-const GREETING: Duration = Duration::from_secs(2);
-const WRITE: Duration = Duration::from_secs(30);
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(2);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(30);
 /// Topic on which rank 0 announces that a rank has exited.
-const GONE: Topic = Topic(u64::MAX);
+const EXITED: Topic = Topic(u64::MAX);
 
 /// One rank's connections.
 pub(crate) struct TcpControl {
@@ -29,33 +29,39 @@ pub(crate) struct TcpControl {
 struct Connections {
     /// Connections by rank: all of them on rank 0, only the one to rank 0 elsewhere.
     out: HashMap<usize, Mutex<TcpStream>>,
-    mail: Mutex<Inbox>,
+    inbox: Mutex<Inbox>,
     arrived: Condvar,
 }
 
 #[derive(Default)]
 struct Inbox {
     boxes: Mailbox,
-    gone: BTreeSet<usize>,
+    exited: BTreeSet<usize>,
 }
 
 impl TcpControl {
     /// Connects all ranks at `rendezvous` (`host:port`), where rank 0 listens. Fails after `timeout`.
-    pub(crate) fn meet(rank: usize, size: usize, rendezvous: &str, timeout: Duration) -> Result<TcpControl> {
+    pub(crate) fn connect(
+        rank: usize,
+        size: usize,
+        rendezvous: &str,
+        timeout: Duration,
+    ) -> Result<TcpControl> {
         let deadline = Instant::now() + timeout;
         let out = match (rank, size) {
             (_, 1) => HashMap::new(),
-            (0, _) => listen(size, rendezvous, deadline)?,
-            _ => HashMap::from([(0, connect(rank, size, rendezvous, deadline)?)]),
+            (0, _) => accept_ranks(size, rendezvous, deadline)?,
+            _ => HashMap::from([(0, connect_to_rank0(rank, size, rendezvous, deadline)?)]),
         };
         let mut readers = Vec::new();
         for (peer, stream) in &out {
             let _ = stream.set_nodelay(true);
-            let copy = stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(Some(WRITE)));
+            let copy =
+                stream.set_read_timeout(None).and_then(|()| stream.set_write_timeout(Some(WRITE_TIMEOUT)));
             readers.push((*peer, copy.and_then(|()| stream.try_clone()).map_err(|e| failed(rendezvous, e))?));
         }
         let out = out.into_iter().map(|(peer, stream)| (peer, Mutex::new(stream))).collect();
-        let connections = Arc::new(Connections { out, mail: Mutex::default(), arrived: Condvar::new() });
+        let connections = Arc::new(Connections { out, inbox: Mutex::default(), arrived: Condvar::new() });
         for (peer, stream) in readers {
             let connections = connections.clone();
             let name = format!("tcp from rank {peer}");
@@ -78,32 +84,32 @@ impl ControlTransport for TcpControl {
 
     fn send(&self, to: usize, topic: Topic, bytes: Vec<u8>) -> Result<()> {
         if bytes.len() > MAX_MESSAGE_BYTES {
-            let what = format!("a message of {} bytes is too long", bytes.len());
+            let what = format!("a message of {} bytes exceeds the limit", bytes.len());
             return Err(Error::Backend { call: "TCP".into(), what });
         }
-        self.connections.pass(self.rank, self.rank, to, topic, bytes);
+        self.connections.forward(self.rank, self.rank, to, topic, bytes);
         Ok(())
     }
 
-    fn take(&self, from: usize, topic: Topic) -> Option<Vec<u8>> {
-        self.connections.mail().boxes.take(from, topic)
+    fn try_receive(&self, from: usize, topic: Topic) -> Option<Vec<u8>> {
+        self.connections.inbox().boxes.take(from, topic)
     }
 
-    fn pause(&self, idle: u32) {
-        let mail = self.connections.mail();
+    fn back_off(&self, idle: u32) {
+        let inbox = self.connections.inbox();
         // The first waits are short, because a message may have arrived between the check and the wait.
         let wait = Duration::from_micros(200 << idle.min(6));
-        drop(self.connections.arrived.wait_timeout(mail, wait));
+        drop(self.connections.arrived.wait_timeout(inbox, wait));
     }
 
-    fn gone(&self, rank: usize) -> bool {
-        self.connections.mail().gone.contains(&rank)
+    fn has_exited(&self, rank: usize) -> bool {
+        self.connections.inbox().exited.contains(&rank)
     }
 
     fn close(&self) {}
 
     fn abort(&self) {
-        self.connections.shut();
+        self.connections.close_all();
     }
 }
 
@@ -112,41 +118,41 @@ impl Drop for TcpControl {
         // Other ranks may still talk through rank 0, so it closes last, within a time limit.
         if self.rank == 0 {
             let deadline = Instant::now() + Duration::from_secs(5);
-            let mut mail = self.connections.mail();
-            while mail.gone.len() + 1 < self.size && Instant::now() < deadline {
+            let mut inbox = self.connections.inbox();
+            while inbox.exited.len() + 1 < self.size && Instant::now() < deadline {
                 let wait = Duration::from_millis(50);
-                mail = self
+                inbox = self
                     .connections
                     .arrived
-                    .wait_timeout(mail, wait)
+                    .wait_timeout(inbox, wait)
                     .unwrap_or_else(PoisonError::into_inner)
                     .0;
             }
         }
-        self.connections.shut();
+        self.connections.close_all();
     }
 }
 
 impl Connections {
-    fn shut(&self) {
+    fn close_all(&self) {
         for stream in self.out.values() {
             let _ = stream.lock().unwrap_or_else(PoisonError::into_inner).shutdown(Shutdown::Both);
         }
     }
 
-    fn mail(&self) -> MutexGuard<'_, Inbox> {
-        self.mail.lock().unwrap_or_else(PoisonError::into_inner)
+    fn inbox(&self) -> MutexGuard<'_, Inbox> {
+        self.inbox.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Delivers a message here, or forwards it. If that fails, the message is dropped and its next hop marked as
     /// exited.
-    fn pass(&self, here: usize, from: usize, to: usize, topic: Topic, bytes: Vec<u8>) {
+    fn forward(&self, here: usize, from: usize, to: usize, topic: Topic, bytes: Vec<u8>) {
         if to == here {
-            let mut mail = self.mail();
-            if topic == GONE {
-                mail.gone.insert(from);
+            let mut inbox = self.inbox();
+            if topic == EXITED {
+                inbox.exited.insert(from);
             } else {
-                mail.boxes.put(from, topic, bytes);
+                inbox.boxes.put(from, topic, bytes);
             }
             return self.arrived.notify_all();
         }
@@ -165,7 +171,7 @@ impl Connections {
             // Half a frame may have been sent, so nothing valid can follow on this connection.
             let _ = stream.shutdown(Shutdown::Both);
             drop(stream);
-            self.mail().gone.insert(next);
+            self.inbox().exited.insert(next);
             self.arrived.notify_all();
         }
     }
@@ -182,12 +188,15 @@ impl Connections {
             if len > MAX_MESSAGE_BYTES || stream.read_exact(&mut bytes).is_err() {
                 break;
             }
-            self.pass(here, from, to, topic, bytes);
+            self.forward(here, from, to, topic, bytes);
         }
-        self.mail().gone.insert(peer);
+        self.inbox().exited.insert(peer);
         self.arrived.notify_all();
         if here == 0 {
-            self.out.keys().filter(|r| **r != peer).for_each(|r| self.pass(0, peer, *r, GONE, Vec::new()));
+            self.out
+                .keys()
+                .filter(|r| **r != peer)
+                .for_each(|r| self.forward(0, peer, *r, EXITED, Vec::new()));
         }
     }
 }
@@ -197,7 +206,7 @@ fn failed(rendezvous: &str, error: std::io::Error) -> Error {
 }
 
 /// Rank 0: accepts every other rank's handshake, then answers all of them.
-fn listen(size: usize, rendezvous: &str, deadline: Instant) -> Result<HashMap<usize, TcpStream>> {
+fn accept_ranks(size: usize, rendezvous: &str, deadline: Instant) -> Result<HashMap<usize, TcpStream>> {
     let address = resolve(rendezvous)?;
     // Listen on all addresses, since any of them may be the one the others use, unless the address is loopback.
     let any: std::net::IpAddr = match address.is_ipv4() {
@@ -208,56 +217,56 @@ fn listen(size: usize, rendezvous: &str, deadline: Instant) -> Result<HashMap<us
     let listener = TcpListener::bind((host, address.port())).map_err(|e| {
         let port = address.port();
         Error::Launch(format!(
-            "rank 0 can't listen at port {port}: {e}; choose another one by MASTER_PORT on all ranks"
+            "rank 0 cannot listen on port {port}: {e}; set another MASTER_PORT on all ranks"
         ))
     })?;
     listener.set_nonblocking(true).map_err(|e| failed(rendezvous, e))?;
-    let mut met: HashMap<usize, TcpStream> = HashMap::new();
+    let mut connected: HashMap<usize, TcpStream> = HashMap::new();
     let error = loop {
-        if met.len() + 1 == size {
+        if connected.len() + 1 == size {
             break None;
         }
         match listener.accept() {
-            Ok((stream, _)) => match greeting(&stream) {
+            Ok((stream, _)) => match read_handshake(&stream) {
                 Some((rank, n)) if n != size || rank == 0 || rank >= size => {
-                    met.entry(usize::MAX).or_insert(stream);
+                    connected.entry(usize::MAX).or_insert(stream);
                     break Some(format!(
-                        "a process came as rank {rank} of {n}, but rank 0 was told of {size} ranks"
+                        "a process connected as rank {rank} of {n}, but rank 0 expects {size} ranks"
                     ));
                 }
-                Some((rank, _)) if met.contains_key(&rank) => {
-                    met.insert(usize::MAX, stream);
-                    break Some(format!("two processes came as rank {rank}; each needs its own RANK"));
+                Some((rank, _)) if connected.contains_key(&rank) => {
+                    connected.insert(usize::MAX, stream);
+                    break Some(format!("two processes connected as rank {rank}; give each its own RANK"));
                 }
-                Some((rank, _)) => drop(met.insert(rank, stream)),
+                Some((rank, _)) => drop(connected.insert(rank, stream)),
                 None => {}
             },
             Err(e) if e.kind() == ErrorKind::WouldBlock && Instant::now() < deadline => {
                 std::thread::sleep(Duration::from_millis(10));
             }
             Err(e) if e.kind() == ErrorKind::WouldBlock => {
-                let missing: Vec<usize> = (1..size).filter(|r| !met.contains_key(r)).collect();
-                break Some(format!("rank(s) {missing:?} did not come to {rendezvous} in time"));
+                let missing: Vec<usize> = (1..size).filter(|r| !connected.contains_key(r)).collect();
+                break Some(format!("rank(s) {missing:?} did not connect to {rendezvous} in time"));
             }
-            Err(e) => break Some(format!("rank 0 can't accept connections at {rendezvous}: {e}")),
+            Err(e) => break Some(format!("rank 0 cannot accept connections at {rendezvous}: {e}")),
         }
     };
     let answer = error.as_deref().unwrap_or_default();
-    for stream in met.values_mut() {
+    for stream in connected.values_mut() {
         let mut text = (answer.len() as u32).to_le_bytes().to_vec();
         text.extend(answer.as_bytes());
         let _ = stream.write_all(&text);
     }
     match error {
-        None => Ok(met),
+        None => Ok(connected),
         Some(text) => Err(Error::Launch(text)),
     }
 }
 
 /// The (rank, size) of a handshake; `None` if it is not one of ours.
-fn greeting(mut stream: &TcpStream) -> Option<(usize, usize)> {
+fn read_handshake(mut stream: &TcpStream) -> Option<(usize, usize)> {
     stream.set_nonblocking(false).ok()?;
-    stream.set_read_timeout(Some(GREETING)).ok()?;
+    stream.set_read_timeout(Some(HANDSHAKE_TIMEOUT)).ok()?;
     let mut text = [0u8; 16];
     stream.read_exact(&mut text).ok()?;
     let word = |i: usize| u32::from_le_bytes([text[i], text[i + 1], text[i + 2], text[i + 3]]) as usize;
@@ -265,19 +274,19 @@ fn greeting(mut stream: &TcpStream) -> Option<(usize, usize)> {
 }
 
 /// Other ranks: connect to rank 0, retrying until the deadline, send the handshake and wait for the answer.
-fn connect(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Result<TcpStream> {
+fn connect_to_rank0(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Result<TcpStream> {
     let left = || deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
     loop {
         let error = match resolve(rendezvous).map(|a| TcpStream::connect_timeout(&a, left())) {
             Ok(Ok(mut stream)) => {
-                let mut hello = MAGIC.to_vec();
-                hello.extend([rank as u32, size as u32].iter().flat_map(|x| x.to_le_bytes()));
+                let mut handshake = MAGIC.to_vec();
+                handshake.extend([rank as u32, size as u32].iter().flat_map(|x| x.to_le_bytes()));
                 let (mut len, mut text) = ([0u8; 4], Vec::new());
                 // Rank 0 answers when all ranks have come or its own deadline has passed, at most a little later than
                 // ours.
                 let answer = stream
-                    .set_read_timeout(Some(left() + GREETING))
-                    .and_then(|()| stream.write_all(&hello))
+                    .set_read_timeout(Some(left() + HANDSHAKE_TIMEOUT))
+                    .and_then(|()| stream.write_all(&handshake))
                     .and_then(|()| stream.read_exact(&mut len))
                     .and_then(|()| {
                         text.resize((u32::from_le_bytes(len) as usize).min(4096), 0);
@@ -286,7 +295,7 @@ fn connect(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Res
                 match answer {
                     Ok(()) if text.is_empty() => return Ok(stream),
                     Ok(()) => return Err(Error::Launch(String::from_utf8_lossy(&text).into_owned())),
-                    Err(e) => format!("it answers, but not as a rank 0 of this job ({e})"),
+                    Err(e) => format!("the address answers, but not as rank 0 of this job ({e})"),
                 }
             }
             Ok(Err(e)) => e.to_string(),
@@ -294,7 +303,7 @@ fn connect(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Res
         };
         if Instant::now() >= deadline {
             let text = format!(
-                "rank {rank} can't reach rank 0 at {rendezvous}: {error}; check MASTER_ADDR and MASTER_PORT"
+                "rank {rank} cannot reach rank 0 at {rendezvous}: {error}; check MASTER_ADDR and MASTER_PORT"
             );
             return Err(Error::Launch(text));
         }
@@ -304,7 +313,7 @@ fn connect(rank: usize, size: usize, rendezvous: &str, deadline: Instant) -> Res
 
 fn resolve(rendezvous: &str) -> Result<std::net::SocketAddr> {
     let found = rendezvous.to_socket_addrs().map_err(|e| failed(rendezvous, e))?.next();
-    found.ok_or_else(|| Error::Launch(format!("'{rendezvous}' has no address")))
+    found.ok_or_else(|| Error::Launch(format!("'{rendezvous}' does not resolve to an address")))
 }
 
 #[cfg(test)]

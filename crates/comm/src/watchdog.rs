@@ -13,7 +13,7 @@ pub(crate) fn deadline(timeout: Duration) -> Instant {
 }
 
 /// Turns an [`OpError`] into this rank's error, prints it if ranks are missing, and reports it to the other ranks.
-pub(crate) fn give_up(
+pub(crate) fn fail_op(
     job_backend: &dyn JobBackend,
     ranks: &[usize],
     call: &OpDescriptor,
@@ -25,12 +25,12 @@ pub(crate) fn give_up(
         // The only thing this crate prints: the thread that gets the error may itself be stuck, or be one of many.
         eprintln!("ferrotron: {error}");
     }
-    tell(job_backend, &error);
+    report(job_backend, &error);
     error
 }
 
 /// Reports this rank's failure, so that the others fail too.
-pub(crate) fn tell(job_backend: &dyn JobBackend, error: &Error) {
+pub(crate) fn report(job_backend: &dyn JobBackend, error: &Error) {
     let stall = matches!(error, Error::Stall { .. } | Error::Ended { .. });
     job_backend.fail(FailureReport { rank: job_backend.rank(), stall, reason: error.to_string() });
 }
@@ -55,18 +55,21 @@ fn explain(
                 return Error::Abandoned { rank, call: call.to_string(), by, reason };
             }
             if ended.is_empty() {
-                let missing: Vec<_> = missing.into_iter().map(|r| (r, job_backend.notes(r))).collect();
-                if let Some(FailureReport { rank: by, reason, .. }) = cause(job_backend, &missing) {
+                let missing: Vec<_> = missing.into_iter().map(|r| (r, job_backend.last_ops(r))).collect();
+                if let Some(FailureReport { rank: by, reason, .. }) = reported_cause(job_backend, &missing) {
                     return Error::Abandoned { rank, call: call.to_string(), by, reason };
                 }
-                let missing = missing.into_iter().map(|(r, notes)| (r, last(notes))).collect();
+                let missing = missing.into_iter().map(|(r, records)| (r, describe_last(records))).collect();
                 return Error::Stall { rank, call: call.to_string(), seconds: waited.as_secs_f64(), missing };
             }
-            let how = |panicked: bool| if panicked { "it panicked" } else { "it has left" };
+            let how = |panicked: bool| if panicked { "it panicked" } else { "it has exited" };
             let ended = ended
                 .into_iter()
                 .map(|(r, panicked)| {
-                    (global(r), format!("{}; {}", how(panicked), last(job_backend.notes(global(r)))))
+                    (
+                        global(r),
+                        format!("{}; {}", how(panicked), describe_last(job_backend.last_ops(global(r)))),
+                    )
                 })
                 .collect();
             Error::Ended { rank, call: call.to_string(), ended }
@@ -84,54 +87,57 @@ fn explain(
 
 /// How long a rank that waits for another waiting rank lets that one report first: enough for a flight-recorder query
 /// to time out.
-const FIRST_WORD: Duration = Duration::from_millis(2000);
+const REPORT_GRACE: Duration = Duration::from_millis(2000);
 
 /// If the missing ranks are themselves waiting, waits for the report of the rank closest to the cause.
-fn cause(job_backend: &dyn JobBackend, missing: &[(usize, Option<Vec<OpRecord>>)]) -> Option<FailureReport> {
-    let waits = |notes: &Option<Vec<OpRecord>>| {
-        let last = notes.as_ref().and_then(|notes| notes.last().map(|n| n.progress));
+fn reported_cause(
+    job_backend: &dyn JobBackend,
+    missing: &[(usize, Option<Vec<OpRecord>>)],
+) -> Option<FailureReport> {
+    let waits = |records: &Option<Vec<OpRecord>>| {
+        let last = records.as_ref().and_then(|records| records.last().map(|n| n.status));
         matches!(last, Some(OpStatus::Waiting | OpStatus::Running | OpStatus::Failed))
     };
-    if !missing.iter().any(|(_, notes)| waits(notes)) {
+    if !missing.iter().any(|(_, records)| waits(records)) {
         return None;
     }
-    let until = Instant::now() + FIRST_WORD;
+    let until = Instant::now() + REPORT_GRACE;
     loop {
-        let heard = job_backend.failure().filter(|f| f.rank != job_backend.rank());
-        if heard.is_some() || Instant::now() >= until {
-            return heard;
+        let reported = job_backend.failure().filter(|f| f.rank != job_backend.rank());
+        if reported.is_some() || Instant::now() >= until {
+            return reported;
         }
         std::thread::sleep(Duration::from_millis(10));
     }
 }
 
-fn last(notes: Option<Vec<OpRecord>>) -> String {
-    match notes {
-        None => "what it did last is unknown".to_string(),
-        Some(notes) => notes.last().map_or("it has called nothing yet".to_string(), |n| format!("it {n}")),
+fn describe_last(records: Option<Vec<OpRecord>>) -> String {
+    match records {
+        None => "its last operation is unknown".to_string(),
+        Some(records) => records.last().map_or("it has made no call yet".to_string(), |n| format!("it {n}")),
     }
 }
 
 /// Compares the descriptors of all ranks. The error names the same two ranks on every rank: one that agrees with most
 /// others, and the first that conflicts with it.
-pub(crate) fn compare(ranks: &[usize], brought: &[Arc<OpDescriptor>]) -> Result<(), Error> {
-    let conflict = |a: usize, b: usize| brought[a].conflict(a, &brought[b], b);
-    let n = brought.len();
+pub(crate) fn compare(ranks: &[usize], descriptors: &[Arc<OpDescriptor>]) -> Result<(), Error> {
+    let conflict = |a: usize, b: usize| descriptors[a].conflicts_with(a, &descriptors[b], b);
+    let n = descriptors.len();
     let fits = |a: usize| (0..n).filter(|b| !conflict(a, *b)).count();
     // Usually all equal the first, or match in pairs: then one pass (or all pairs) is enough.
-    let pairwise = brought.iter().any(|b| b.pairwise());
+    let pairwise = descriptors.iter().any(|b| b.is_pairwise());
     let clean = if pairwise { (0..n).all(|a| fits(a) == n) } else { fits(0) == n };
     if clean {
         return Ok(());
     }
-    // Only ranks with a conflict: in pairs, most may match everyone. `max_by_key` returns the last maximum.
-    let most = (0..n).rev().filter(|a| fits(*a) < n).max_by_key(|a| fits(*a)).unwrap_or(0);
+    // Only ranks with a conflict: in pairs, majority may match everyone. `max_by_key` returns the last maximum.
+    let majority = (0..n).rev().filter(|a| fits(*a) < n).max_by_key(|a| fits(*a)).unwrap_or(0);
     // A call that does not match itself (it sends itself another count than it receives) is its own counterpart.
-    let other = (0..n).filter(|b| *b != most).find(|b| conflict(most, *b)).unwrap_or(most);
+    let other = (0..n).filter(|b| *b != majority).find(|b| conflict(majority, *b)).unwrap_or(majority);
     Err(Error::Mismatch {
-        rank: ranks[most],
-        call: brought[most].to_string(),
+        rank: ranks[majority],
+        call: descriptors[majority].to_string(),
         other: ranks[other],
-        other_call: brought[other].to_string(),
+        other_call: descriptors[other].to_string(),
     })
 }

@@ -39,28 +39,28 @@ impl World {
         let backends = threads::backends(size.max(1), kernels);
         backends
             .into_iter()
-            .map(|(job_backend, engine)| World::assemble(job_backend, engine, timeout))
+            .map(|(job_backend, backend)| World::assemble(job_backend, backend, timeout))
             .collect()
     }
 
     /// A job over a given backend: creates the group of all ranks.
     pub(crate) fn start(job_backend: Arc<dyn JobBackend>, timeout: Duration) -> Result<World> {
         let ranks: Vec<usize> = (0..job_backend.size()).collect();
-        let engine = match ranks.len() {
+        let backend = match ranks.len() {
             1 => None,
-            _ => make(&*job_backend, 0, "world", &ranks, timeout)?,
+            _ => create_group(&*job_backend, 0, "world", &ranks, timeout)?,
         };
-        Ok(World::assemble(job_backend, engine, timeout))
+        Ok(World::assemble(job_backend, backend, timeout))
     }
 
     fn assemble(
         job_backend: Arc<dyn JobBackend>,
-        engine: Option<Arc<dyn GroupBackend>>,
+        backend: Option<Arc<dyn GroupBackend>>,
         timeout: Duration,
     ) -> World {
         let meter = Arc::new(VolumeMeter::default());
         let ranks = (0..job_backend.size()).collect();
-        let all = join(&job_backend, (0, "world"), ranks, job_backend.rank(), engine, timeout, &meter);
+        let all = member(&job_backend, (0, "world"), ranks, job_backend.rank(), backend, timeout, &meter);
         World { job_backend, all, timeout, groups: Arc::new(Mutex::new(1)), meter }
     }
 
@@ -84,29 +84,29 @@ impl World {
     pub fn group(&self, name: &'static str, ranks: &[usize]) -> Result<Option<Communicator>> {
         let refuse = |what: String| {
             let error = Error::Group { name: name.to_string(), ranks: ranks.to_vec(), what };
-            watchdog::tell(&*self.job_backend, &error);
+            watchdog::report(&*self.job_backend, &error);
             Err(error)
         };
         if let Some(r) = ranks.iter().find(|r| **r >= self.size()) {
-            return refuse(format!("there is no rank {r} among {}", self.size()));
+            return refuse(format!("rank {r} does not exist in a job of {}", self.size()));
         }
         if let Some(r) = ranks.iter().enumerate().find_map(|(i, r)| ranks[..i].contains(r).then_some(r)) {
-            return refuse(format!("rank {r} is named twice; name each once"));
+            return refuse(format!("rank {r} is listed twice; list each rank once"));
         }
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         let index = *groups;
         *groups += 1;
-        let engine = match ranks.len() {
+        let backend = match ranks.len() {
             0 | 1 => None,
-            _ => make(&*self.job_backend, index, name, ranks, self.timeout)?,
+            _ => create_group(&*self.job_backend, index, name, ranks, self.timeout)?,
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
-        Ok(Some(join(
+        Ok(Some(member(
             &self.job_backend,
             (index, name),
             ranks.to_vec(),
             rank,
-            engine,
+            backend,
             self.timeout,
             &self.meter,
         )))
@@ -130,11 +130,11 @@ impl World {
 
     /// The flight recorder: the last operations of every rank, oldest first, as far as known to this rank.
     pub fn flight_recorder(&self) -> Vec<Option<Vec<OpRecord>>> {
-        (0..self.size()).map(|r| self.job_backend.notes(r)).collect()
+        (0..self.size()).map(|r| self.job_backend.last_ops(r)).collect()
     }
 }
 
-fn make(
+fn create_group(
     job_backend: &dyn JobBackend,
     index: u64,
     name: &'static str,
@@ -146,16 +146,16 @@ fn make(
         let mut call = OpDescriptor::new(name, OpKind::Barrier, "new group");
         call.sequence = index;
         let everyone: Vec<usize> = (0..job_backend.size()).collect();
-        watchdog::give_up(job_backend, &everyone, &call, start.elapsed(), error)
+        watchdog::fail_op(job_backend, &everyone, &call, start.elapsed(), error)
     })
 }
 
-fn join(
+fn member(
     job_backend: &Arc<dyn JobBackend>,
     (index, name): (u64, &'static str),
     ranks: Vec<usize>,
     rank: usize,
-    engine: Option<Arc<dyn GroupBackend>>,
+    backend: Option<Arc<dyn GroupBackend>>,
     timeout: Duration,
     world_meter: &Arc<VolumeMeter>,
 ) -> Communicator {
@@ -164,7 +164,7 @@ fn join(
         index,
         rank,
         ranks,
-        engine,
+        backend,
         job_backend: job_backend.clone(),
         timeout,
         counters: Mutex::default(),

@@ -3,7 +3,7 @@
 use super::control::{Comm, MpiControl};
 use super::ffi::Mpi;
 use super::reduce;
-use super::transfer::{GroupTransfer, PIECE};
+use super::transfer::{GroupTransfer, MAX_MESSAGE};
 use crate::backend::{Collective, Descriptors, GroupBackend, OpError, P2pOp};
 use crate::control::{ControlTransport, Topic};
 use crate::op_descriptor::OpDescriptor;
@@ -15,7 +15,7 @@ use std::time::Instant;
 
 pub(super) struct MpiGroupBackend {
     pub(super) mpi: &'static Mpi,
-    pub(super) post: Arc<MpiControl>,
+    pub(super) control: Arc<MpiControl>,
     /// The MPI communicator of tensor data.
     pub(super) comm: Comm,
     pub(super) group: ProcessGroup,
@@ -30,8 +30,8 @@ impl MpiGroupBackend {
         GroupTransfer { mpi: self.mpi, comm: self.comm, group: &self.group, tag: self.tag, owners }
     }
 
-    fn reduce<T: Reducible>(&self, s: &Stream, job: &Collective, deadline: Instant) -> Done {
-        match job {
+    fn reduce<T: Reducible>(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
+        match collective {
             Collective::AllReduce { t, op } => launch(s, "all-reduce", &[write(t)], |l| {
                 reduce::all_reduce::<T>(&self.transfer(&[t]), l.slice_mut(0)?, *op, deadline)
             }),
@@ -55,7 +55,7 @@ impl MpiGroupBackend {
     fn gather(&self, s: &Stream, all: &Tensor, counts: &[usize], deadline: Instant) -> Done {
         let bytes = all.as_bytes()?;
         launch(s, "all-gather", &[write(&bytes)], |l| {
-            let mut parts = split(l.slice_mut::<u8>(0)?, &scaled(counts, all));
+            let mut parts = split(l.slice_mut::<u8>(0)?, &byte_counts(counts, all));
             let mine = std::mem::take(&mut parts[self.group.me]);
             let sends: Vec<(usize, &[u8])> = self.group.others().map(|r| (r, &*mine)).collect();
             let mut receives: Vec<_> = parts.into_iter().enumerate().collect();
@@ -73,10 +73,10 @@ impl MpiGroupBackend {
         let (f, t) = (from.as_bytes()?, to.as_bytes()?);
         let me = self.group.me;
         launch(s, "all-to-all", &[read(&f), write(&t)], |l| {
-            let mut parts = split(l.slice_mut::<u8>(1)?, &scaled(received, to));
+            let mut parts = split(l.slice_mut::<u8>(1)?, &byte_counts(received, to));
             let mut rest = l.slice::<u8>(0)?;
             let mut sends = Vec::with_capacity(sent.len());
-            for (r, len) in scaled(sent, from).into_iter().enumerate() {
+            for (r, len) in byte_counts(sent, from).into_iter().enumerate() {
                 let (part, after) = rest.split_at(len);
                 rest = after;
                 sends.push((r, part));
@@ -104,29 +104,29 @@ impl MpiGroupBackend {
 }
 
 impl GroupBackend for MpiGroupBackend {
-    fn meet(
+    fn exchange_descriptors(
         &self,
         _: Option<&Stream>,
         descriptor: &OpDescriptor,
         _: &Collective,
         deadline: Instant,
     ) -> Done<Descriptors> {
-        self.group.meet(descriptor, deadline)
+        self.group.exchange_descriptors(descriptor, deadline)
     }
 
-    fn run(&self, s: &Stream, job: &Collective, deadline: Instant) -> Done {
+    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
         let n = self.group.ranks.len();
-        match job {
+        match collective {
             Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
             Collective::AllReduce { t, .. } | Collective::ReduceScatter { mine: t, .. } => match t.dtype() {
                 _ if t.numel() == 0 => Ok(()),
-                DType::F32 => self.reduce::<f32>(s, job, deadline),
-                DType::BF16 => self.reduce::<bf16>(s, job, deadline),
-                DType::F16 => self.reduce::<f16>(s, job, deadline),
-                DType::F64 => self.reduce::<f64>(s, job, deadline),
-                DType::I32 => self.reduce::<i32>(s, job, deadline),
-                DType::I64 => self.reduce::<i64>(s, job, deadline),
-                other => Ok(shape_error("reduce", format!("{other} can't be reduced"))?),
+                DType::F32 => self.reduce::<f32>(s, collective, deadline),
+                DType::BF16 => self.reduce::<bf16>(s, collective, deadline),
+                DType::F16 => self.reduce::<f16>(s, collective, deadline),
+                DType::F64 => self.reduce::<f64>(s, collective, deadline),
+                DType::I32 => self.reduce::<i32>(s, collective, deadline),
+                DType::I64 => self.reduce::<i64>(s, collective, deadline),
+                other => Ok(shape_error("reduce", format!("{other} cannot be reduced"))?),
             },
             Collective::AllGather { mine, all, counts } => {
                 let equal = vec![all.numel() / n; n];
@@ -145,29 +145,29 @@ impl GroupBackend for MpiGroupBackend {
         }
     }
 
-    fn post(&self, s: &Stream, sends: &[P2pOp], _deadline: Instant) -> Done {
-        self.group.process.alive()?;
-        let topic = Topic::ops(self.group.index);
+    fn post_sends(&self, s: &Stream, sends: &[P2pOp], _deadline: Instant) -> Done {
+        self.group.process.check_alive()?;
+        let topic = Topic::p2p(self.group.index);
         for op in sends {
             let to = self.group.ranks[op.peer];
             let bytes = s.download::<u8>(&op.tensor.as_bytes()?)?;
-            self.post.send(to, topic, op.descriptor.encode())?;
-            self.post.ship(self.comm, to, self.tag + 1, bytes, PIECE)?;
+            self.control.send(to, topic, op.descriptor.encode())?;
+            self.control.send_data(self.comm, to, self.tag + 1, bytes, MAX_MESSAGE)?;
         }
         Ok(())
     }
 
-    fn collect(&self, s: &Stream, _sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
-        let (me, topic) = (self.group.me, Topic::ops(self.group.index));
+    fn complete_receives(&self, s: &Stream, _sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
+        let (me, topic) = (self.group.me, Topic::p2p(self.group.index));
         for op in receives {
             let (peer, from) = (op.peer, self.group.ranks[op.peer]);
             let text = self.group.process.wait(
                 deadline,
-                || Ok(self.post.take(from, topic)),
+                || Ok(self.control.try_receive(from, topic)),
                 || vec![(peer, from)],
             )?;
             let theirs = self.group.decode(peer, &text)?;
-            if op.descriptor.conflict(me, &theirs, peer) {
+            if op.descriptor.conflicts_with(me, &theirs, peer) {
                 let mine = Box::new(op.descriptor.clone());
                 return Err(OpError::Mismatch { peer, mine, theirs: Box::new(theirs) });
             }
@@ -181,8 +181,8 @@ impl GroupBackend for MpiGroupBackend {
         Ok(())
     }
 
-    fn bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
-        self.group.bytes(mine, deadline)
+    fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
+        self.group.all_gather_bytes(mine, deadline)
     }
 }
 
@@ -206,7 +206,7 @@ fn launch<'a>(
 }
 
 /// Element counts as byte counts.
-fn scaled(counts: &[usize], t: &Tensor) -> Vec<usize> {
+fn byte_counts(counts: &[usize], t: &Tensor) -> Vec<usize> {
     counts.iter().map(|c| c * t.dtype().size()).collect()
 }
 

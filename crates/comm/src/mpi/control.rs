@@ -1,5 +1,5 @@
 //! [`ControlTransport`] over MPI, on its own communicator, so that control messages are never mixed up with tensors.
-//! Whoever waits drives the progress of messages; the background thread does so while the rank computes.
+//! Whoever waits drives the status of messages; the background thread does so while the rank computes.
 
 use super::ffi::{Handle, Mpi};
 use crate::control::{ControlTransport, Mailbox, Topic};
@@ -13,7 +13,7 @@ pub(super) struct MpiControl {
     comm: Comm,
     rank: usize,
     size: usize,
-    traffic: Mutex<Traffic>,
+    pending: Mutex<Pending>,
     arrived: Mutex<Mailbox>,
 }
 
@@ -27,21 +27,21 @@ unsafe impl Sync for Comm {}
 
 /// Pending messages. Their memory belongs to MPI until the request completes and is never freed before.
 #[derive(Default)]
-struct Traffic {
-    out: Vec<(Vec<u8>, Vec<Handle>)>,
+struct Pending {
+    outgoing: Vec<(Vec<u8>, Vec<Handle>)>,
     /// By sender, so that messages are delivered in the order sent.
-    coming: Vec<VecDeque<(Vec<u8>, Option<Handle>)>>,
+    incoming: Vec<VecDeque<(Vec<u8>, Option<Handle>)>>,
     /// A transport error, returned to the next sender.
-    broken: Option<String>,
+    error: Option<String>,
 }
 // SAFETY: requests are opaque handles that any thread may test; the lock admits one at a time.
-unsafe impl Send for Traffic {}
+unsafe impl Send for Pending {}
 
 impl MpiControl {
     pub(super) fn new(mpi: &'static Mpi, comm: Comm, rank: usize, size: usize) -> MpiControl {
-        let coming = (0..size).map(|_| VecDeque::new()).collect();
-        let traffic = Mutex::new(Traffic { coming, ..Traffic::default() });
-        MpiControl { mpi, comm, rank, size, traffic, arrived: Mutex::default() }
+        let incoming = (0..size).map(|_| VecDeque::new()).collect();
+        let pending = Mutex::new(Pending { incoming, ..Pending::default() });
+        MpiControl { mpi, comm, rank, size, pending, arrived: Mutex::default() }
     }
 
     fn arrived(&self) -> MutexGuard<'_, Mailbox> {
@@ -50,8 +50,15 @@ impl MpiControl {
 
     /// Sends `bytes` on another communicator without waiting, in messages of `piece` bytes, and keeps them until
     /// sent.
-    pub(super) fn ship(&self, comm: Comm, to: usize, tag: i32, bytes: Vec<u8>, piece: usize) -> Result<()> {
-        let mut traffic = self.traffic.lock().unwrap_or_else(PoisonError::into_inner);
+    pub(super) fn send_data(
+        &self,
+        comm: Comm,
+        to: usize,
+        tag: i32,
+        bytes: Vec<u8>,
+        piece: usize,
+    ) -> Result<()> {
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let mut requests = Vec::new();
         let mut sent = Ok(());
         for part in bytes.chunks(piece) {
@@ -61,32 +68,32 @@ impl MpiControl {
                 Err(error) => sent = Err(error),
             }
         }
-        traffic.out.push((bytes, requests));
+        pending.outgoing.push((bytes, requests));
         sent
     }
 
-    /// Makes progress on pending messages.
-    fn drive(&self) {
-        // Another thread is making progress already.
-        let Ok(mut traffic) = self.traffic.try_lock() else { return };
-        if let Err(error) = self.drive_traffic(&mut traffic) {
-            traffic.broken.get_or_insert(error.to_string());
+    /// Makes status on pending messages.
+    fn make_progress(&self) {
+        // Another thread is making status already.
+        let Ok(mut pending) = self.pending.try_lock() else { return };
+        if let Err(error) = self.progress_pending(&mut pending) {
+            pending.error.get_or_insert(error.to_string());
         }
     }
 
-    fn drive_traffic(&self, traffic: &mut Traffic) -> Result<()> {
+    fn progress_pending(&self, pending: &mut Pending) -> Result<()> {
         while let Some((from, bytes, request)) = self.mpi.next(self.comm.0)? {
-            match traffic.coming.get_mut(from) {
+            match pending.incoming.get_mut(from) {
                 Some(queue) => queue.push_back((bytes, Some(request))),
                 // Cannot happen; the request would still write to this memory, so keep it.
                 None => std::mem::forget(bytes),
             }
         }
-        for (from, queue) in traffic.coming.iter_mut().enumerate() {
+        for (from, queue) in pending.incoming.iter_mut().enumerate() {
             while let Some((_, request)) = queue.front_mut() {
                 if let Some(r) = request {
                     // SAFETY: a live request from `next`.
-                    if !unsafe { self.mpi.done(r)? } {
+                    if !unsafe { self.mpi.is_complete(r)? } {
                         break;
                     }
                     *request = None;
@@ -97,17 +104,17 @@ impl MpiControl {
             }
         }
         let mut i = 0;
-        while i < traffic.out.len() {
-            let requests = &mut traffic.out[i].1;
+        while i < pending.outgoing.len() {
+            let requests = &mut pending.outgoing[i].1;
             while let Some(last) = requests.last_mut() {
                 // SAFETY: a live request from `send`.
-                if !unsafe { self.mpi.done(last)? } {
+                if !unsafe { self.mpi.is_complete(last)? } {
                     break;
                 }
                 requests.pop();
             }
             match requests.is_empty() {
-                true => drop(traffic.out.swap_remove(i)),
+                true => drop(pending.outgoing.swap_remove(i)),
                 false => i += 1,
             }
         }
@@ -140,29 +147,29 @@ impl ControlTransport for MpiControl {
         }
         // The topic goes last, so that the payload need not be moved.
         bytes.extend(topic.0.to_le_bytes());
-        let mut traffic = self.traffic.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(what) = &traffic.broken {
-            return Err(Error::Backend { call: "a message over MPI".into(), what: what.clone() });
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(what) = &pending.error {
+            return Err(Error::Backend { call: "MPI control message".into(), what: what.clone() });
         }
         // SAFETY: the bytes stay unmoved on the heap until the request completes.
         let request = unsafe { self.mpi.send(self.comm.0, &bytes, to, 0)? };
-        traffic.out.push((bytes, vec![request]));
+        pending.outgoing.push((bytes, vec![request]));
         Ok(())
     }
 
-    fn take(&self, from: usize, topic: Topic) -> Option<Vec<u8>> {
+    fn try_receive(&self, from: usize, topic: Topic) -> Option<Vec<u8>> {
         if let Some(bytes) = self.arrived().take(from, topic) {
             return Some(bytes);
         }
-        self.drive();
+        self.make_progress();
         self.arrived().take(from, topic)
     }
 
-    fn pause(&self, idle: u32) {
-        pause(idle);
+    fn back_off(&self, idle: u32) {
+        back_off(idle);
     }
 
-    fn gone(&self, _: usize) -> bool {
+    fn has_exited(&self, _: usize) -> bool {
         // Open MPI ends the whole job when a process dies, without telling the others first.
         false
     }
@@ -171,11 +178,11 @@ impl ControlTransport for MpiControl {
         // The receiver has said goodbye after everything still pending, so it has been received; complete the
         // requests.
         for idle in 0..1000 {
-            self.drive();
-            if self.traffic.lock().unwrap_or_else(PoisonError::into_inner).out.is_empty() {
+            self.make_progress();
+            if self.pending.lock().unwrap_or_else(PoisonError::into_inner).outgoing.is_empty() {
                 return self.mpi.finalize();
             }
-            pause(idle);
+            back_off(idle);
         }
         self.mpi.abort();
     }
@@ -187,14 +194,14 @@ impl ControlTransport for MpiControl {
 
 impl Drop for MpiControl {
     fn drop(&mut self) {
-        let traffic = std::mem::take(self.traffic.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let pending = std::mem::take(self.pending.get_mut().unwrap_or_else(PoisonError::into_inner));
         // In a failed job MPI may still access memory of incomplete requests.
-        std::mem::forget(traffic);
+        std::mem::forget(pending);
     }
 }
 
 /// Backs off: yields the core first, then sleeps for up to a millisecond.
-pub(super) fn pause(idle: u32) {
+pub(super) fn back_off(idle: u32) {
     match idle {
         0..32 => std::thread::yield_now(),
         _ => std::thread::sleep(Duration::from_micros(u64::from((idle - 31) * 10).min(1000))),

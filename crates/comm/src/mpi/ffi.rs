@@ -69,7 +69,7 @@ impl Mpi {
         }
         let library = SharedLibrary::open(NAME, &FILES, &[]).map_err(|error| {
             match SharedLibrary::open("MPICH", &[MPICH], &[]) {
-                Ok(_) => Error::Library { library: NAME, what: format!("only MPICH ({MPICH}) was found here, whose binary interface differs; install Open MPI and start the job with its mpirun") },
+                Ok(_) => Error::Library { library: NAME, what: format!("only MPICH ({MPICH}) was found, which is not binary compatible; install Open MPI and start the job with its mpirun") },
                 Err(_) => error,
             }
         })?;
@@ -102,27 +102,28 @@ impl Mpi {
 
     /// Initialises MPI with MPI_THREAD_MULTIPLE. Fails if it was initialised before in this process.
     pub(super) fn start(&self) -> Result<()> {
-        let mut given = 0;
+        let mut provided = 0;
         // SAFETY: the pointers are to locals; MPI_Init_thread accepts null for "no arguments".
         unsafe {
             let mut before = 0;
             self.check("MPI_Initialized", (self.initialized)(&mut before))?;
             if before != 0 {
-                let what = "it was started before in this process; make one World".to_string();
+                let what = "MPI was already initialised in this process; create one World only".to_string();
                 return Err(Error::Library { library: NAME, what });
             }
-            let code = (self.init)(std::ptr::null_mut(), std::ptr::null_mut(), MULTIPLE, &mut given);
+            let code = (self.init)(std::ptr::null_mut(), std::ptr::null_mut(), MULTIPLE, &mut provided);
             self.check("MPI_Init_thread", code)?;
         }
-        if given != MULTIPLE {
-            let what = "it was built without MPI_THREAD_MULTIPLE, which the watchdog needs".to_string();
+        if provided != MULTIPLE {
+            let what =
+                "it does not support MPI_THREAD_MULTIPLE, which the background thread needs".to_string();
             return Err(Error::Library { library: NAME, what });
         }
         Ok(())
     }
 
     /// Duplicates MPI_COMM_WORLD, with errors returned as codes. Collective over all ranks.
-    pub(super) fn copy_of_world(&self) -> Result<Handle> {
+    pub(super) fn dup_world(&self) -> Result<Handle> {
         let mut comm = std::ptr::null_mut();
         // SAFETY: MPI is initialised; the handle of the world is its address.
         unsafe {
@@ -134,7 +135,7 @@ impl Mpi {
     }
 
     /// This process's rank, and the number of ranks.
-    pub(super) fn place(&self) -> Result<(usize, usize)> {
+    pub(super) fn rank_and_size(&self) -> Result<(usize, usize)> {
         let (mut rank, mut size) = (0, 0);
         // SAFETY: MPI is initialised; the pointers are to locals.
         unsafe {
@@ -206,7 +207,7 @@ impl Mpi {
     ///
     /// # Safety
     /// `request` must come from `send`, `receive` or `next` and not be complete yet.
-    pub(super) unsafe fn done(&self, request: &mut Handle) -> Result<bool> {
+    pub(super) unsafe fn is_complete(&self, request: &mut Handle) -> Result<bool> {
         let mut flag = 0;
         // SAFETY: the caller passes a live request; no status is requested.
         let code = unsafe { (self.test)(request, &mut flag, std::ptr::null_mut()) };
@@ -250,7 +251,7 @@ impl Mpi {
 
 fn count(len: usize) -> Result<c_int> {
     c_int::try_from(len).map_err(|_| {
-        let what = format!("{len} bytes in one message are too many");
+        let what = format!("a message of {len} bytes exceeds the 32-bit count of MPI");
         Error::Backend { call: NAME.into(), what }
     })
 }

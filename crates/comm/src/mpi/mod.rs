@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 struct MpiJobBackend {
     mpi: &'static Mpi,
-    post: Arc<MpiControl>,
+    control: Arc<MpiControl>,
     process: Arc<Process>,
     /// The communicator of tensor data; groups differ by tag.
     data: Comm,
@@ -35,24 +35,24 @@ impl World {
     /// waits longer than `timeout` for another fails with an error that names it, and the whole job ends. Dropping
     /// the last handle waits for the other ranks to finish, too.
     pub fn mpi(timeout: Duration) -> Result<World> {
-        let (mpi, post) = connect()?;
-        let data = Comm(mpi.copy_of_world()?);
-        let process = Arc::new(Process::new(post.clone(), timeout)?);
-        World::start(Arc::new(MpiJobBackend { mpi, post, process, data }), timeout)
+        let (mpi, control) = connect()?;
+        let data = Comm(mpi.dup_world()?);
+        let process = Arc::new(Process::new(control.clone(), timeout)?);
+        World::start(Arc::new(MpiJobBackend { mpi, control, process, data }), timeout)
     }
 }
 
 /// Starts MPI and opens its control transport.
-pub(crate) fn post() -> Result<Arc<dyn ControlTransport>> {
+pub(crate) fn open_control() -> Result<Arc<dyn ControlTransport>> {
     Ok(connect()?.1)
 }
 
 fn connect() -> Result<(&'static Mpi, Arc<MpiControl>)> {
     let mpi = Mpi::open()?;
     mpi.start()?;
-    let (rank, size) = mpi.place()?;
-    let mail = Comm(mpi.copy_of_world()?);
-    Ok((mpi, Arc::new(MpiControl::new(mpi, mail, rank, size))))
+    let (rank, size) = mpi.rank_and_size()?;
+    let comm = Comm(mpi.dup_world()?);
+    Ok((mpi, Arc::new(MpiControl::new(mpi, comm, rank, size))))
 }
 
 /// Name and version of the MPI library that would be used, or why there is none.
@@ -62,11 +62,11 @@ pub fn mpi_version() -> Result<String> {
 
 impl JobBackend for MpiJobBackend {
     fn rank(&self) -> usize {
-        self.post.rank()
+        self.control.rank()
     }
 
     fn size(&self) -> usize {
-        self.post.size()
+        self.control.size()
     }
 
     fn group(
@@ -82,8 +82,8 @@ impl JobBackend for MpiJobBackend {
         // Open MPI's tags end at 2^31.
         let tag =
             i32::try_from(index * 2).map_err(|_| OpError::Backend { what: "too many groups".into() })?;
-        let (mpi, post, comm) = (self.mpi, self.post.clone(), self.data);
-        Ok(Some(Arc::new(MpiGroupBackend { mpi, post, comm, group, tag })))
+        let (mpi, control, comm) = (self.mpi, self.control.clone(), self.data);
+        Ok(Some(Arc::new(MpiGroupBackend { mpi, control, comm, group, tag })))
     }
 
     fn fail(&self, failure: FailureReport) {
@@ -94,11 +94,11 @@ impl JobBackend for MpiJobBackend {
         self.process.failure()
     }
 
-    fn recorder(&self) -> &Arc<FlightRecorder> {
-        self.process.recorder()
+    fn flight_recorder(&self) -> &Arc<FlightRecorder> {
+        self.process.flight_recorder()
     }
 
-    fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        self.process.notes(rank)
+    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
+        self.process.last_ops(rank)
     }
 }

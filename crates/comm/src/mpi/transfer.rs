@@ -8,7 +8,7 @@ use ferrotron_tensor::Tensor;
 use std::time::Instant;
 
 /// MPI counts are 32-bit: longer messages are split into pieces of this many bytes.
-pub(super) const PIECE: usize = 1 << 30;
+pub(super) const MAX_MESSAGE: usize = 1 << 30;
 
 /// Transfers within one group.
 pub(super) struct GroupTransfer<'a> {
@@ -31,8 +31,9 @@ impl GroupTransfer<'_> {
         deadline: Instant,
     ) -> Result<(), OpError> {
         let mut pending: Vec<(usize, Handle)> = Vec::with_capacity(sends.len() + receives.len());
-        let done =
-            self.post(sends, receives, &mut pending).and_then(|()| self.finish(&mut pending, deadline));
+        let done = self
+            .post_requests(sends, receives, &mut pending)
+            .and_then(|()| self.wait_all(&mut pending, deadline));
         if done.is_err() {
             // The job is over, but MPI may still read or write the memory, so it is never reused.
             self.owners.iter().for_each(|t| std::mem::forget((*t).clone()));
@@ -40,7 +41,7 @@ impl GroupTransfer<'_> {
         done
     }
 
-    fn post(
+    fn post_requests(
         &self,
         sends: &[(usize, &[u8])],
         receives: &mut [(usize, &mut [u8])],
@@ -48,7 +49,7 @@ impl GroupTransfer<'_> {
     ) -> Result<(), OpError> {
         let rank = |peer: usize| self.group.ranks[peer];
         for (from, bytes) in receives.iter_mut() {
-            for piece in bytes.chunks_mut(PIECE) {
+            for piece in bytes.chunks_mut(MAX_MESSAGE) {
                 let (at, len) = (piece.as_mut_ptr(), piece.len());
                 // SAFETY: the memory is borrowed for the whole call, and leaked by `run` if that fails.
                 let request = unsafe { self.mpi.receive(self.comm.0, at, len, rank(*from), self.tag)? };
@@ -56,7 +57,7 @@ impl GroupTransfer<'_> {
             }
         }
         for (to, bytes) in sends {
-            for piece in bytes.chunks(PIECE) {
+            for piece in bytes.chunks(MAX_MESSAGE) {
                 // SAFETY: as above; the borrow keeps others from writing it.
                 let request = unsafe { self.mpi.send(self.comm.0, piece, rank(*to), self.tag)? };
                 pending.push((*to, request));
@@ -65,7 +66,7 @@ impl GroupTransfer<'_> {
         Ok(())
     }
 
-    fn finish(&self, pending: &mut Vec<(usize, Handle)>, deadline: Instant) -> Result<(), OpError> {
+    fn wait_all(&self, pending: &mut Vec<(usize, Handle)>, deadline: Instant) -> Result<(), OpError> {
         let pending = std::cell::RefCell::new(pending);
         self.group.process.wait(
             deadline,
@@ -74,7 +75,7 @@ impl GroupTransfer<'_> {
                 let mut i = 0;
                 while i < pending.len() {
                     // SAFETY: live requests; each is removed when complete.
-                    match unsafe { self.mpi.done(&mut pending[i].1)? } {
+                    match unsafe { self.mpi.is_complete(&mut pending[i].1)? } {
                         true => drop(pending.swap_remove(i)),
                         false => i += 1,
                     }

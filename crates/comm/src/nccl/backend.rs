@@ -24,7 +24,7 @@ type Done<T = ()> = Result<T, OpError>;
 const BYTES: c_int = 1;
 
 /// NCCL's number of a dtype that it can reduce.
-fn number(dtype: DType) -> ferrotron_tensor::Result<c_int> {
+fn nccl_dtype(dtype: DType) -> ferrotron_tensor::Result<c_int> {
     match dtype {
         DType::I32 => Ok(2),
         DType::I64 => Ok(4),
@@ -32,11 +32,11 @@ fn number(dtype: DType) -> ferrotron_tensor::Result<c_int> {
         DType::F32 => Ok(7),
         DType::F64 => Ok(8),
         DType::BF16 => Ok(9),
-        other => shape_error("reduce", format!("{other} can't be reduced")),
+        other => shape_error("reduce", format!("{other} cannot be reduced")),
     }
 }
 
-fn operation(op: ReduceOp) -> c_int {
+fn nccl_op(op: ReduceOp) -> c_int {
     match op {
         ReduceOp::Sum => 0,
         ReduceOp::Max => 2,
@@ -57,7 +57,7 @@ impl Call<'_, '_> {
 }
 
 /// A slice of an argument for or from one rank: (argument, first byte, number of bytes).
-type Part = (usize, usize, usize);
+type ArgSlice = (usize, usize, usize);
 
 impl NcclGroupBackend {
     /// Enqueues one NCCL operation; `enqueue` returns its code.
@@ -67,33 +67,35 @@ impl NcclGroupBackend {
         op: &'static str,
         args: &'a [Arg<'a>],
         deadline: Instant,
-        queue: impl FnOnce(&Call) -> ferrotron_tensor::Result<c_int>,
+        enqueue: impl FnOnce(&Call) -> ferrotron_tensor::Result<c_int>,
     ) -> Done {
         let comm = self.comm.raw()?;
-        // A split of this communicator may still be in progress in the background.
-        self.comm.settle(op, IN_PROGRESS, deadline)?;
+        // A split of this communicator may still be in status in the background.
+        self.comm.wait_accepted(op, IN_PROGRESS, deadline)?;
         let mut code = SUCCESS;
         s.launch(op, args, |l| {
             let stream: CudaStream = l.cuda_stream()?.cast();
-            code = queue(&Call { launch: l, comm, stream })?;
+            code = enqueue(&Call { launch: l, comm, stream })?;
             Ok(())
         })?;
-        self.comm.settle(op, code, deadline)
+        self.comm.wait_accepted(op, code, deadline)
     }
 
     /// Sends and receives in one NCCL group: (rank of the group, slice of an argument).
-    fn swap(
+    fn send_recv(
         &self,
         c: &Call,
-        sends: &[(usize, Part)],
-        receives: &[(usize, Part)],
+        sends: &[(usize, ArgSlice)],
+        receives: &[(usize, ArgSlice)],
     ) -> ferrotron_tensor::Result<c_int> {
         let n = self.nccl;
         // Resolve addresses first: no early return is allowed between group start and end.
-        let resolve = |list: &[(usize, Part)]| -> ferrotron_tensor::Result<Vec<(c_int, *mut c_void, usize)>> {
-            let some = list.iter().filter(|(_, part)| part.2 > 0);
-            some.map(|(peer, (arg, start, len))| Ok((*peer as c_int, c.at(*arg, *start)?, *len))).collect()
-        };
+        let resolve =
+            |list: &[(usize, ArgSlice)]| -> ferrotron_tensor::Result<Vec<(c_int, *mut c_void, usize)>> {
+                let some = list.iter().filter(|(_, part)| part.2 > 0);
+                some.map(|(peer, (arg, start, len))| Ok((*peer as c_int, c.at(*arg, *start)?, *len)))
+                    .collect()
+            };
         let (sends, receives) = (resolve(sends)?, resolve(receives)?);
         // SAFETY: the slices are inside arguments of the launch, declared as read or written; the communicator is
         // live and used by this thread only.
@@ -123,7 +125,7 @@ impl NcclGroupBackend {
         // If `mine` is inside `all`, it is not passed as an argument: a written argument overlaps no other.
         let inside = mine.overlaps(all);
         let args = if inside { vec![write(all)] } else { vec![write(all), read(mine)] };
-        let own: Part = if inside { (0, starts[me], mine.bytes()) } else { (1, 0, mine.bytes()) };
+        let own: ArgSlice = if inside { (0, starts[me], mine.bytes()) } else { (1, 0, mine.bytes()) };
         self.call(s, "all-gather", &args, deadline, |c| match counts {
             // SAFETY: `all` has n times the bytes of `mine`; NCCL allows `mine` to be its own slot of `all`.
             None => Ok(unsafe {
@@ -132,10 +134,10 @@ impl NcclGroupBackend {
             }),
             Some(_) => {
                 let peers = |r: &usize| *r != me || !inside;
-                let sends: Vec<(usize, Part)> = (0..n).filter(peers).map(|r| (r, own)).collect();
+                let sends: Vec<(usize, ArgSlice)> = (0..n).filter(peers).map(|r| (r, own)).collect();
                 let part = |r: usize| (r, (0, starts[r], starts[r + 1] - starts[r]));
-                let receives: Vec<(usize, Part)> = (0..n).filter(peers).map(part).collect();
-                self.swap(c, &sends, &receives)
+                let receives: Vec<(usize, ArgSlice)> = (0..n).filter(peers).map(part).collect();
+                self.send_recv(c, &sends, &receives)
             }
         })
     }
@@ -153,25 +155,25 @@ fn starts(counts: Option<&[usize]>, equal: usize, n: usize, size: usize) -> Vec<
 }
 
 impl GroupBackend for NcclGroupBackend {
-    fn meet(
+    fn exchange_descriptors(
         &self,
         _: Option<&Stream>,
         descriptor: &OpDescriptor,
         _: &Collective,
         deadline: Instant,
     ) -> Done<Descriptors> {
-        self.group.meet(descriptor, deadline)
+        self.group.exchange_descriptors(descriptor, deadline)
     }
 
-    fn run(&self, s: &Stream, job: &Collective, deadline: Instant) -> Done {
+    fn run(&self, s: &Stream, collective: &Collective, deadline: Instant) -> Done {
         let (nccl, n, me) = (self.nccl, self.group.ranks.len(), self.group.me);
-        match job {
+        match collective {
             Collective::Barrier | Collective::AllGatherBytes(_) => Ok(()),
             Collective::AllReduce { t, .. } | Collective::Broadcast { t, .. } if t.numel() == 0 => Ok(()),
             Collective::ReduceScatter { mine, .. } if mine.numel() == 0 => Ok(()),
             Collective::AllGather { all, .. } if all.numel() == 0 => Ok(()),
             Collective::AllReduce { t, op } => self.call(s, "all-reduce", &[write(t)], deadline, |c| {
-                let (at, dtype, op) = (c.at(0, 0)?, number(t.dtype())?, operation(*op));
+                let (at, dtype, op) = (c.at(0, 0)?, nccl_dtype(t.dtype())?, nccl_op(*op));
                 // SAFETY: in place on a whole contiguous tensor of that dtype.
                 Ok(unsafe { (nccl.all_reduce)(at, at, t.numel(), dtype, op, c.comm, c.stream) })
             }),
@@ -180,7 +182,7 @@ impl GroupBackend for NcclGroupBackend {
                 let args = if inside { vec![write(all)] } else { vec![read(all), write(mine)] };
                 self.call(s, "reduce-scatter", &args, deadline, |c| {
                     let to = if inside { c.at(0, me * mine.bytes())? } else { c.at(1, 0)? };
-                    let (from, dtype, op) = (c.at(0, 0)?, number(mine.dtype())?, operation(*op));
+                    let (from, dtype, op) = (c.at(0, 0)?, nccl_dtype(mine.dtype())?, nccl_op(*op));
                     // SAFETY: `all` has n times the elements of `mine`, which may be its own slot of `all`.
                     Ok(unsafe { (nccl.reduce_scatter)(from, to, mine.numel(), dtype, op, c.comm, c.stream) })
                 })
@@ -190,11 +192,11 @@ impl GroupBackend for NcclGroupBackend {
                 let (size, equal) = (from.dtype().size(), from.numel() / n);
                 let sent = starts(counts.map(|c| c.0), equal, n, size);
                 let received = starts(counts.map(|c| c.1), equal, n, size);
-                let parts = |arg: usize, starts: &[usize]| -> Vec<(usize, Part)> {
+                let parts = |arg: usize, starts: &[usize]| -> Vec<(usize, ArgSlice)> {
                     (0..n).map(|r| (r, (arg, starts[r], starts[r + 1] - starts[r]))).collect()
                 };
                 self.call(s, "all-to-all", &[read(from), write(to)], deadline, |c| {
-                    self.swap(c, &parts(0, &sent), &parts(1, &received))
+                    self.send_recv(c, &parts(0, &sent), &parts(1, &received))
                 })
             }
             Collective::Broadcast { t, root } => {
@@ -209,39 +211,39 @@ impl GroupBackend for NcclGroupBackend {
     }
 
     /// Sends only the descriptors: NCCL needs sends and receives of a stream in one group.
-    fn post(&self, _: &Stream, sends: &[P2pOp], _: Instant) -> Done {
-        self.group.process.alive()?;
-        let (post, topic) = (self.group.process.post(), Topic::ops(self.group.index));
+    fn post_sends(&self, _: &Stream, sends: &[P2pOp], _: Instant) -> Done {
+        self.group.process.check_alive()?;
+        let (control, topic) = (self.group.process.control(), Topic::p2p(self.group.index));
         for op in sends {
-            post.send(self.group.ranks[op.peer], topic, op.descriptor.encode())?;
+            control.send(self.group.ranks[op.peer], topic, op.descriptor.encode())?;
         }
         Ok(())
     }
 
-    fn collect(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
-        let (post, topic) = (self.group.process.post(), Topic::ops(self.group.index));
+    fn complete_receives(&self, s: &Stream, sends: &[P2pOp], receives: &[P2pOp], deadline: Instant) -> Done {
+        let (control, topic) = (self.group.process.control(), Topic::p2p(self.group.index));
         for op in receives {
             let (peer, from) = (op.peer, self.group.ranks[op.peer]);
             let missing = || vec![(peer, from)];
-            let text = self.group.process.wait(deadline, || Ok(post.take(from, topic)), missing)?;
+            let text = self.group.process.wait(deadline, || Ok(control.try_receive(from, topic)), missing)?;
             let theirs = self.group.decode(peer, &text)?;
-            if op.descriptor.conflict(self.group.me, &theirs, peer) {
+            if op.descriptor.conflicts_with(self.group.me, &theirs, peer) {
                 let mine = Box::new(op.descriptor.clone());
                 return Err(OpError::Mismatch { peer, mine, theirs: Box::new(theirs) });
             }
         }
         let args: Vec<Arg> =
             sends.iter().map(|l| read(l.tensor)).chain(receives.iter().map(|l| write(l.tensor))).collect();
-        let part = |first: usize, ops: &[P2pOp]| -> Vec<(usize, Part)> {
+        let part = |first: usize, ops: &[P2pOp]| -> Vec<(usize, ArgSlice)> {
             let all = ops.iter().enumerate();
             all.map(|(i, l)| (l.peer, (first + i, 0, l.tensor.bytes()))).collect()
         };
         self.call(s, "exchange", &args, deadline, |c| {
-            self.swap(c, &part(0, sends), &part(sends.len(), receives))
+            self.send_recv(c, &part(0, sends), &part(sends.len(), receives))
         })
     }
 
-    fn bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
-        self.group.bytes(mine, deadline)
+    fn all_gather_bytes(&self, mine: &[u8], deadline: Instant) -> Done<Vec<Vec<u8>>> {
+        self.group.all_gather_bytes(mine, deadline)
     }
 }

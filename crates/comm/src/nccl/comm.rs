@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Time limit for finalising a communicator before it is aborted.
-const FAREWELL: Duration = Duration::from_secs(5);
+const FINALIZE_TIMEOUT: Duration = Duration::from_secs(5);
 
 pub(super) struct NcclComm {
     nccl: &'static Nccl,
@@ -37,7 +37,7 @@ impl NcclComm {
         id: UniqueId,
         deadline: Instant,
     ) -> Result<Arc<NcclComm>, OpError> {
-        let (size, rank) = (process.post().size() as c_int, process.post().rank() as c_int);
+        let (size, rank) = (process.control().size() as c_int, process.control().rank() as c_int);
         let mut raw = std::ptr::null_mut();
         let mut code = SUCCESS;
         s.launch("nccl", &[], |l| {
@@ -48,7 +48,7 @@ impl NcclComm {
             Ok(())
         })?;
         let comm = NcclComm::wrap(nccl, process, raw);
-        comm.settle("ncclCommInitRankConfig", code, deadline)?;
+        comm.wait_accepted("ncclCommInitRankConfig", code, deadline)?;
         Ok(Arc::new(comm))
     }
 
@@ -76,33 +76,38 @@ impl NcclComm {
             code = unsafe { (self.nccl.split)(self.raw.0, color, key, raw, &mut config) };
             Ok(())
         })?;
-        self.settle("ncclCommSplit", code, deadline)?;
+        self.wait_accepted("ncclCommSplit", code, deadline)?;
         // A member's communicator may appear shortly after the parent is ready; other ranks get none.
-        let made = loop {
+        let comm = loop {
             // SAFETY: never freed; volatile, because NCCL's threads write it.
-            let made = unsafe { std::ptr::read_volatile(raw) };
-            if !made.is_null() || place.is_none() || Instant::now() > deadline {
-                break made;
+            let comm = unsafe { std::ptr::read_volatile(raw) };
+            if !comm.is_null() || place.is_none() || Instant::now() > deadline {
+                break comm;
             }
             std::thread::sleep(std::time::Duration::from_millis(1));
         };
-        if made.is_null() {
+        if comm.is_null() {
             return Ok(None);
         }
-        let comm = NcclComm::wrap(self.nccl, &self.process, made);
-        comm.settle("ncclCommSplit", IN_PROGRESS, deadline)?;
+        let comm = NcclComm::wrap(self.nccl, &self.process, comm);
+        comm.wait_accepted("ncclCommSplit", IN_PROGRESS, deadline)?;
         Ok(Some(Arc::new(comm)))
     }
 
     /// Waits until NCCL has accepted the call that returned `code`, not until it has run on the GPU.
-    pub(super) fn settle(&self, call: &'static str, code: c_int, deadline: Instant) -> Result<(), OpError> {
+    pub(super) fn wait_accepted(
+        &self,
+        call: &'static str,
+        code: c_int,
+        deadline: Instant,
+    ) -> Result<(), OpError> {
         if code == SUCCESS {
             return Ok(());
         }
         if code != IN_PROGRESS {
             return Err(self.nccl.error(call, code).into());
         }
-        let others = || (0..self.process.post().size()).map(|r| (r, r)).collect();
+        let others = || (0..self.process.control().size()).map(|r| (r, r)).collect();
         let ready = || match self.state() {
             IN_PROGRESS => Ok(None),
             SUCCESS => Ok(Some(())),
@@ -117,7 +122,7 @@ impl NcclComm {
         })
     }
 
-    /// The communicator's state: success, in progress, or an asynchronous error.
+    /// The communicator's state: success, in status, or an asynchronous error.
     pub(super) fn state(&self) -> c_int {
         let mut code = SUCCESS;
         if self.aborted.load(Ordering::Acquire) || self.raw.0.is_null() {
@@ -132,7 +137,7 @@ impl NcclComm {
 
     /// The error for an asynchronous error code.
     pub(super) fn error(&self, code: c_int) -> crate::Error {
-        self.nccl.error("in the background", code)
+        self.nccl.error("asynchronous error", code)
     }
 
     /// The handle for a call.
@@ -162,7 +167,7 @@ impl Drop for NcclComm {
         if self.process.failure().is_none() && !std::thread::panicking() {
             // SAFETY: live, with no other user left.
             let mut code = unsafe { (self.nccl.finalize)(self.raw.0) };
-            let deadline = Instant::now() + FAREWELL;
+            let deadline = Instant::now() + FINALIZE_TIMEOUT;
             while code == IN_PROGRESS && Instant::now() < deadline {
                 std::thread::sleep(Duration::from_millis(1));
                 code = self.state();

@@ -29,7 +29,7 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 /// Poll interval for asynchronous NCCL errors.
-const LOOK: Duration = Duration::from_millis(100);
+const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 struct NcclJobBackend {
     nccl: &'static Nccl,
@@ -37,11 +37,11 @@ struct NcclJobBackend {
     world: Arc<NcclComm>,
     /// Selects the device of new groups.
     stream: Stream,
-    comms: Arc<Watched>,
+    comms: Arc<PolledComms>,
 }
 
 /// Communicators polled by the background thread, which ends when nobody else holds this list.
-type Watched = Mutex<Vec<Weak<NcclComm>>>;
+type PolledComms = Mutex<Vec<Weak<NcclComm>>>;
 
 impl World {
     /// The job described by the environment (see [`LaunchEnv::detect`]) over NCCL, one process per GPU; a job of one
@@ -59,13 +59,13 @@ pub fn nccl_version() -> Result<String> {
 }
 
 /// Opens the control transport between the ranks of a job.
-fn post(job: Option<LaunchEnv>, timeout: Duration) -> Result<Arc<dyn ControlTransport>> {
+fn open_control(job: Option<LaunchEnv>, timeout: Duration) -> Result<Arc<dyn ControlTransport>> {
     match job {
-        None => Ok(Arc::new(TcpControl::meet(0, 1, "", timeout)?)),
-        Some(LaunchEnv { launcher: Launcher::Mpi, .. }) => crate::mpi::post(),
-        Some(LaunchEnv { rank, size: 1, .. }) => Ok(Arc::new(TcpControl::meet(rank, 1, "", timeout)?)),
+        None => Ok(Arc::new(TcpControl::connect(0, 1, "", timeout)?)),
+        Some(LaunchEnv { launcher: Launcher::Mpi, .. }) => crate::mpi::open_control(),
+        Some(LaunchEnv { rank, size: 1, .. }) => Ok(Arc::new(TcpControl::connect(rank, 1, "", timeout)?)),
         Some(LaunchEnv { rank, size, rendezvous: Some(at), .. }) => {
-            Ok(Arc::new(TcpControl::meet(rank, size, &at, timeout)?))
+            Ok(Arc::new(TcpControl::connect(rank, size, &at, timeout)?))
         }
         Some(LaunchEnv { .. }) => {
             let what = "set MASTER_ADDR (and MASTER_PORT) to where rank 0 can be reached, on all ranks";
@@ -78,41 +78,45 @@ impl NcclJobBackend {
     fn join(device: &Device, job: Option<LaunchEnv>, timeout: Duration) -> Result<NcclJobBackend> {
         let nccl = Nccl::open()?;
         let stream = device.stream("nccl")?;
-        let process = Arc::new(Process::new(post(job, timeout)?, timeout)?);
+        let process = Arc::new(Process::new(open_control(job, timeout)?, timeout)?);
         let deadline = Instant::now() + timeout;
-        let world = meet(nccl, &process, &stream, deadline).map_err(|error| {
+        let world = create_world(nccl, &process, &stream, deadline).map_err(|error| {
             let what = match error {
                 OpError::Backend { what } => what,
                 OpError::Tensor(error) => return Error::Tensor(error),
                 OpError::RanksMissing { failure: Some(failure), .. } => {
                     format!("rank {} failed: {}", failure.rank, failure.reason)
                 }
-                _ => format!("not all ranks came within {:.1} s", timeout.as_secs_f64()),
+                _ => format!("not all ranks connected within {:.1} s", timeout.as_secs_f64()),
             };
-            process.fail(FailureReport { rank: process.post().rank(), stall: false, reason: what.clone() });
+            process.fail(FailureReport {
+                rank: process.control().rank(),
+                stall: false,
+                reason: what.clone(),
+            });
             Error::Backend { call: "setting up NCCL".into(), what }
         })?;
         let comms = Arc::new(Mutex::new(vec![Arc::downgrade(&world)]));
-        watch(&comms, &process)?;
+        poll_errors(&comms, &process)?;
         Ok(NcclJobBackend { nccl, process, world, stream, comms })
     }
 }
 
 /// Rank 0 creates the unique id and sends it to all; then all create the communicator.
-fn meet(
+fn create_world(
     nccl: &'static Nccl,
     process: &Arc<Process>,
     s: &Stream,
     deadline: Instant,
 ) -> Result<Arc<NcclComm>, OpError> {
-    let (post, topic) = (process.post(), Topic::bytes(0));
-    let id = if post.rank() == 0 {
+    let (control, topic) = (process.control(), Topic::bytes(0));
+    let id = if control.rank() == 0 {
         let id = nccl.unique_id()?;
-        (1..post.size()).try_for_each(|to| post.send(to, topic, id.0.to_vec()))?;
+        (1..control.size()).try_for_each(|to| control.send(to, topic, id.0.to_vec()))?;
         id
     } else {
-        let bytes = process.wait(deadline, || Ok(post.take(0, topic)), || vec![(0, 0)])?;
-        let what = || "rank 0 sent something else than NCCL's unique id".to_string();
+        let bytes = process.wait(deadline, || Ok(control.try_receive(0, topic)), || vec![(0, 0)])?;
+        let what = || "rank 0 sent an invalid NCCL unique id".to_string();
         UniqueId(bytes.try_into().map_err(|_| OpError::Backend { what: what() })?)
     };
     NcclComm::new(nccl, process, s, id, deadline)
@@ -120,9 +124,9 @@ fn meet(
 
 /// Starts a thread that turns asynchronous NCCL errors into this rank's failure. When any rank has failed, it aborts
 /// the communicators, so that no host waits forever for work on its GPU.
-fn watch(comms: &Arc<Watched>, process: &Arc<Process>) -> Result<()> {
+fn poll_errors(comms: &Arc<PolledComms>, process: &Arc<Process>) -> Result<()> {
     let (comms, process) = (Arc::downgrade(comms), Arc::downgrade(process));
-    let look = move || {
+    let poll = move || {
         while let (Some(comms), Some(process)) = (comms.upgrade(), process.upgrade()) {
             let mut list = comms.lock().unwrap_or_else(PoisonError::into_inner);
             list.retain(|c| c.strong_count() > 0);
@@ -133,26 +137,26 @@ fn watch(comms: &Arc<Watched>, process: &Arc<Process>) -> Result<()> {
                 code => Some(c.error(code).to_string()),
             });
             if let Some(reason) = bad {
-                process.fail(FailureReport { rank: process.post().rank(), stall: false, reason });
+                process.fail(FailureReport { rank: process.control().rank(), stall: false, reason });
             }
             if process.failure().is_some() {
                 return live.iter().for_each(|c| c.abort());
             }
             drop((live, comms, process));
-            std::thread::sleep(LOOK);
+            std::thread::sleep(POLL_INTERVAL);
         }
     };
-    let spawned = std::thread::Builder::new().name("nccl errors".into()).spawn(look);
-    spawned.map(drop).map_err(|e| Error::Launch(format!("no thread to watch NCCL: {e}")))
+    let spawned = std::thread::Builder::new().name("nccl errors".into()).spawn(poll);
+    spawned.map(drop).map_err(|e| Error::Launch(format!("cannot start the NCCL error thread: {e}")))
 }
 
 impl JobBackend for NcclJobBackend {
     fn rank(&self) -> usize {
-        self.process.post().rank()
+        self.process.control().rank()
     }
 
     fn size(&self) -> usize {
-        self.process.post().size()
+        self.process.control().size()
     }
 
     fn group(
@@ -180,11 +184,11 @@ impl JobBackend for NcclJobBackend {
         self.process.failure()
     }
 
-    fn recorder(&self) -> &Arc<FlightRecorder> {
-        self.process.recorder()
+    fn flight_recorder(&self) -> &Arc<FlightRecorder> {
+        self.process.flight_recorder()
     }
 
-    fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        self.process.notes(rank)
+    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
+        self.process.last_ops(rank)
     }
 }

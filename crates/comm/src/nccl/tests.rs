@@ -34,15 +34,17 @@ fn one_rank_alone() {
     let split = job_backend.group(1, "split", &[0], deadline()).unwrap().unwrap();
     assert!(job_backend.group(2, "nobody", &[], deadline()).unwrap().is_none());
     let s = device.stream("compute").unwrap();
-    for engine in [world, split] {
+    for backend in [world, split] {
         let values: Vec<f32> = (0..1000).map(|i| i as f32).collect();
         let small: Vec<bf16> = values.iter().map(|x| bf16::from_f32(*x)).collect();
         let up = || s.upload(&values, &[1000], Category::Communication).unwrap();
         let empty = || s.zeros(&[1000], DType::F32, Category::Communication).unwrap();
         let (x, y, half) = (up(), empty(), s.upload(&small, &[1000], Category::Communication).unwrap());
         let descriptor = OpDescriptor::new("world", OpKind::Barrier, "step");
-        assert!(engine.meet(Some(&s), &descriptor, &Collective::Barrier, deadline()).is_ok());
-        let run = |job: Collective| engine.run(&s, &job, deadline()).unwrap();
+        assert!(
+            backend.exchange_descriptors(Some(&s), &descriptor, &Collective::Barrier, deadline()).is_ok()
+        );
+        let run = |collective: Collective| backend.run(&s, &collective, deadline()).unwrap();
         for op in [ReduceOp::Sum, ReduceOp::Max] {
             run(Collective::AllReduce { t: &x, op });
             run(Collective::AllReduce { t: &half, op });
@@ -66,13 +68,13 @@ fn one_rank_alone() {
         assert_eq!(s.download::<f32>(&x).unwrap(), values);
         let op = |t| {
             let descriptor =
-                OpDescriptor::new("world", OpKind::SendRecv, "to itself").with(Detail::Route(0, 0));
+                OpDescriptor::new("world", OpKind::SendRecv, "to itself").with_detail(Detail::Route(0, 0));
             [P2pOp { peer: 0, tensor: t, descriptor }]
         };
-        engine.post(&s, &op(&x), deadline()).unwrap();
-        engine.collect(&s, &op(&x), &op(&y), deadline()).unwrap();
+        backend.post_sends(&s, &op(&x), deadline()).unwrap();
+        backend.complete_receives(&s, &op(&x), &op(&y), deadline()).unwrap();
         assert_eq!(s.download::<f32>(&y).unwrap(), values);
-        assert_eq!(engine.bytes(b"mine", deadline()).unwrap(), [b"mine"]);
+        assert_eq!(backend.all_gather_bytes(b"mine", deadline()).unwrap(), [b"mine"]);
     }
 }
 

@@ -96,14 +96,14 @@ pub(crate) fn backends(size: usize, kernels: ReduceKernels) -> Vec<RankBackends>
     });
     let end = |rank: usize| {
         let job_backend = ThreadJobBackend { job: job.clone(), rank, staging: Arc::default() };
-        let engine = (size > 1).then(|| job_backend.engine(&all, rank));
-        (Arc::new(job_backend) as Arc<dyn JobBackend>, engine)
+        let group_backend = (size > 1).then(|| job_backend.group_backend(&all, rank));
+        (Arc::new(job_backend) as Arc<dyn JobBackend>, group_backend)
     };
     (0..size).map(end).collect()
 }
 
 impl ThreadJobBackend {
-    fn engine(&self, group: &Arc<ThreadGroup>, rank: usize) -> Arc<dyn GroupBackend> {
+    fn group_backend(&self, group: &Arc<ThreadGroup>, rank: usize) -> Arc<dyn GroupBackend> {
         Arc::new(ThreadGroupBackend::new(self.job.clone(), group.clone(), rank, self.staging.clone()))
     }
 }
@@ -135,8 +135,8 @@ impl JobBackend for ThreadJobBackend {
                 let (by, theirs) = (made.by, made.group.ranks());
                 return Err(OpError::Backend {
                     what: format!(
-                        "rank {} makes group {index} as {name} of {ranks:?}, rank {by} as {} of {theirs:?}; \
-                         all ranks must make the same groups in the same order",
+                        "rank {} creates group {index} as {name} of {ranks:?}, rank {by} as {} of {theirs:?}; \
+                         all ranks must create the same groups in the same order",
                         self.rank, made.name
                     ),
                 });
@@ -148,7 +148,7 @@ impl JobBackend for ThreadJobBackend {
                 group
             }
         };
-        Ok(ranks.iter().position(|r| *r == self.rank).map(|rank| self.engine(&group, rank)))
+        Ok(ranks.iter().position(|r| *r == self.rank).map(|rank| self.group_backend(&group, rank)))
     }
 
     fn fail(&self, failure: FailureReport) {
@@ -161,12 +161,12 @@ impl JobBackend for ThreadJobBackend {
         self.job.failed().cloned()
     }
 
-    fn recorder(&self) -> &Arc<FlightRecorder> {
+    fn flight_recorder(&self) -> &Arc<FlightRecorder> {
         &self.job.slots[self.rank].recorder
     }
 
-    fn notes(&self, rank: usize) -> Option<Vec<OpRecord>> {
-        self.job.slots.get(rank).map(|s| s.recorder.notes())
+    fn last_ops(&self, rank: usize) -> Option<Vec<OpRecord>> {
+        self.job.slots.get(rank).map(|s| s.recorder.last_ops())
     }
 }
 

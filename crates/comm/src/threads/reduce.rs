@@ -38,20 +38,20 @@ pub(super) fn reduce(
         ReduceOp::Max => &kernels.max,
     };
     match (kernel, out.dtype()) {
-        (Some(add), DType::F32 | DType::BF16 | DType::F16) if !on_host => on_card(s, add, sources, out, op)?,
-        (_, DType::F32) => by_host::<f32>(s, sources, out, op)?,
-        (_, DType::BF16) => by_host::<bf16>(s, sources, out, op)?,
-        (_, DType::F16) => by_host::<f16>(s, sources, out, op)?,
-        (_, DType::F64) => by_host::<f64>(s, sources, out, op)?,
-        (_, DType::I32) => by_host::<i32>(s, sources, out, op)?,
-        (_, DType::I64) => by_host::<i64>(s, sources, out, op)?,
-        (_, other) => shape_error("reduce", format!("{other} can't be reduced"))?,
+        (Some(add), DType::F32 | DType::BF16 | DType::F16) if !on_host => on_gpu(s, add, sources, out, op)?,
+        (_, DType::F32) => on_host_data::<f32>(s, sources, out, op)?,
+        (_, DType::BF16) => on_host_data::<bf16>(s, sources, out, op)?,
+        (_, DType::F16) => on_host_data::<f16>(s, sources, out, op)?,
+        (_, DType::F64) => on_host_data::<f64>(s, sources, out, op)?,
+        (_, DType::I32) => on_host_data::<i32>(s, sources, out, op)?,
+        (_, DType::I64) => on_host_data::<i64>(s, sources, out, op)?,
+        (_, other) => shape_error("reduce", format!("{other} cannot be reduced"))?,
     }
     Ok(())
 }
 
 /// Sums of bf16 and f16 need an f32 accumulator; f32 sums and maxima accumulate in place.
-fn on_card(s: &Stream, add: &ReduceKernel, sources: &[Tensor], out: &Tensor, op: ReduceOp) -> Result<()> {
+fn on_gpu(s: &Stream, add: &ReduceKernel, sources: &[Tensor], out: &Tensor, op: ReduceOp) -> Result<()> {
     if out.dtype() == DType::F32 || op == ReduceOp::Max {
         for (i, x) in sources.iter().enumerate() {
             if i == 0 { s.copy(x, out)? } else { add(s, out, x)? }
@@ -64,7 +64,7 @@ fn on_card(s: &Stream, add: &ReduceKernel, sources: &[Tensor], out: &Tensor, op:
     add(s, out, &acc)
 }
 
-fn by_host<T: Reducible>(s: &Stream, sources: &[Tensor], out: &Tensor, op: ReduceOp) -> Result<()> {
+fn on_host_data<T: Reducible>(s: &Stream, sources: &[Tensor], out: &Tensor, op: ReduceOp) -> Result<()> {
     if s.device().kind() != DeviceKind::Cpu {
         let values = sources.iter().map(|x| s.download::<T>(x)).collect::<Result<Vec<Vec<T>>>>()?;
         let mut result = vec![T::zeroed(); out.numel()];
@@ -80,43 +80,43 @@ fn by_host<T: Reducible>(s: &Stream, sources: &[Tensor], out: &Tensor, op: Reduc
 }
 
 /// Elements reduced over all ranks at a time, so that the accumulators stay in the L1 cache.
-const PIECE: usize = 1024;
+const CHUNK: usize = 1024;
 
 /// `out[i]` = reduction of `sources[r][i]` in order of r, rounded once.
 pub(crate) fn fold<T: Reducible>(out: &mut [T], sources: &[&[T]], op: ReduceOp) {
-    let mut acc = [T::Acc::default(); PIECE];
-    for (piece, out) in out.chunks_mut(PIECE).enumerate() {
+    let mut acc = [T::Acc::default(); CHUNK];
+    for (chunk, out) in out.chunks_mut(CHUNK).enumerate() {
         let acc = &mut acc[..out.len()];
         for (i, source) in sources.iter().enumerate() {
-            let pairs = acc.iter_mut().zip(&source[piece * PIECE..]);
+            let pairs = acc.iter_mut().zip(&source[chunk * CHUNK..]);
             match op {
-                _ if i == 0 => pairs.for_each(|(a, x)| *a = x.widen()),
-                ReduceOp::Sum => pairs.for_each(|(a, x)| *a = T::add(*a, x.widen())),
-                ReduceOp::Max => pairs.for_each(|(a, x)| *a = T::max(*a, x.widen())),
+                _ if i == 0 => pairs.for_each(|(a, x)| *a = x.to_acc()),
+                ReduceOp::Sum => pairs.for_each(|(a, x)| *a = T::add(*a, x.to_acc())),
+                ReduceOp::Max => pairs.for_each(|(a, x)| *a = T::max(*a, x.to_acc())),
             }
         }
-        out.iter_mut().zip(acc).for_each(|(o, a)| *o = T::narrow(*a));
+        out.iter_mut().zip(acc).for_each(|(o, a)| *o = T::from_acc(*a));
     }
 }
 
 /// An element type with its accumulator type.
 pub(crate) trait Reducible: Element {
     type Acc: Copy + Default;
-    fn widen(&self) -> Self::Acc;
-    fn narrow(acc: Self::Acc) -> Self;
+    fn to_acc(&self) -> Self::Acc;
+    fn from_acc(acc: Self::Acc) -> Self;
     fn add(a: Self::Acc, b: Self::Acc) -> Self::Acc;
     fn max(a: Self::Acc, b: Self::Acc) -> Self::Acc;
 }
 
 macro_rules! float {
-    ($t:ty, $acc:ty, $widen:expr, $narrow:expr) => {
+    ($t:ty, $acc:ty, $to_acc:expr, $from_acc:expr) => {
         impl Reducible for $t {
             type Acc = $acc;
-            fn widen(&self) -> $acc {
-                $widen(*self)
+            fn to_acc(&self) -> $acc {
+                $to_acc(*self)
             }
-            fn narrow(acc: $acc) -> $t {
-                $narrow(acc)
+            fn from_acc(acc: $acc) -> $t {
+                $from_acc(acc)
             }
             fn add(a: $acc, b: $acc) -> $acc {
                 a + b
@@ -136,10 +136,10 @@ macro_rules! integer {
     ($t:ty) => {
         impl Reducible for $t {
             type Acc = $t;
-            fn widen(&self) -> $t {
+            fn to_acc(&self) -> $t {
                 *self
             }
-            fn narrow(acc: $t) -> $t {
+            fn from_acc(acc: $t) -> $t {
                 acc
             }
             fn add(a: $t, b: $t) -> $t {

@@ -25,7 +25,7 @@ impl Staging {
     }
 
     /// Stages a new tensor that `fill` writes on `s`.
-    pub(super) fn pack(
+    pub(super) fn stage(
         &self,
         s: &Stream,
         count: usize,
@@ -41,8 +41,8 @@ impl Staging {
     }
 
     /// Stages a copy of `t`.
-    pub(super) fn copy(&self, s: &Stream, t: &Tensor) -> Result<StagedBuffer, OpError> {
-        self.pack(s, t.numel(), t.dtype(), |to| Ok(s.copy(t, to)?))
+    pub(super) fn stage_copy(&self, s: &Stream, t: &Tensor) -> Result<StagedBuffer, OpError> {
+        self.stage(s, t.numel(), t.dtype(), |to| Ok(s.copy(t, to)?))
     }
 }
 
@@ -58,15 +58,15 @@ pub(super) struct StagedBuffer {
 
 impl StagedBuffer {
     /// True if `s` is on the same device. Ranks on the host may have a `Device` each; those on a GPU must share one.
-    fn is_near(&self, s: &Stream) -> Result<bool, OpError> {
+    fn same_device(&self, s: &Stream) -> Result<bool, OpError> {
         let same = self.home.device() == s.device();
         let both_host = [self.home.device(), s.device()].iter().all(|d| d.kind() == DeviceKind::Cpu);
         if same || both_host {
             return Ok(same);
         }
         let what = format!(
-            "ranks as threads bring tensors of {:?} and of {:?}; give all ranks of a process streams of the \
-             very same Device",
+            "ranks of one process use tensors of {:?} and of {:?}; give all of them streams of the same \
+             Device",
             self.home.device(),
             s.device()
         );
@@ -74,12 +74,12 @@ impl StagedBuffer {
     }
 
     /// Copies elements `start..start + to.numel()` into contiguous `to`, on stream `s`.
-    pub(super) fn deliver(&self, s: &Stream, start: usize, to: &Tensor) -> Result<(), OpError> {
+    pub(super) fn copy_to(&self, s: &Stream, start: usize, to: &Tensor) -> Result<(), OpError> {
         if to.numel() == 0 {
             return Ok(());
         }
         let part = self.contents.narrow(0, start, to.numel())?;
-        if self.is_near(s)? {
+        if self.same_device(s)? {
             s.wait(&self.ready)?;
             return Ok(s.copy(&part, to)?);
         }
@@ -89,18 +89,18 @@ impl StagedBuffer {
     }
 
     /// Elements `start..start + len` for a kernel on stream `s`: a view, or a copy if `s` is on another device.
-    pub(super) fn open(&self, s: &Stream, start: usize, len: usize) -> Result<Tensor, OpError> {
-        if self.is_near(s)? {
+    pub(super) fn view_on(&self, s: &Stream, start: usize, len: usize) -> Result<Tensor, OpError> {
+        if self.same_device(s)? {
             s.wait(&self.ready)?;
             return Ok(self.contents.narrow(0, start, len)?);
         }
         let copy = Tensor::empty(s, &[len], self.contents.dtype(), Category::Communication)?;
-        self.deliver(s, start, &copy)?;
+        self.copy_to(s, start, &copy)?;
         Ok(copy)
     }
 
     /// Registers that work on `s` before `done` has read the buffer.
-    pub(super) fn was_read(&self, s: &Stream, done: &Event) {
+    pub(super) fn mark_read(&self, s: &Stream, done: &Event) {
         // Events order streams of one device; across host devices the read is already complete.
         if self.home.device() == s.device() {
             self.readers.lock().unwrap_or_else(PoisonError::into_inner).push(done.clone());

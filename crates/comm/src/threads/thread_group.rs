@@ -37,12 +37,12 @@ struct State {
     /// Number of the first round in `rounds`. A fast rank is at most one round ahead of a slow one.
     first: u64,
     rounds: VecDeque<Round>,
-    mail: HashMap<(usize, usize), VecDeque<P2pMessage>>,
+    mailboxes: HashMap<(usize, usize), VecDeque<P2pMessage>>,
 }
 
 struct Round {
-    brought: Vec<Option<Contribution>>,
-    full: Option<Contributions>,
+    contributions: Vec<Option<Contribution>>,
+    complete: Option<Contributions>,
     taken: usize,
 }
 
@@ -67,38 +67,40 @@ impl ThreadGroup {
     }
 
     /// Contributes to a round and returns all contributions. Each rank counts its own rounds.
-    pub(super) fn swap(
+    pub(super) fn all_gather(
         &self,
         job: &SharedJob,
         rank: usize,
         round: u64,
-        brought: Contribution,
+        contributions: Contribution,
         deadline: Instant,
     ) -> Result<Contributions, OpError> {
         let n = self.ranks.len();
         let mut state = self.lock();
         let at = |s: &State| (round - s.first) as usize;
         while state.rounds.len() <= at(&state) {
-            let brought = (0..n).map(|_| None).collect();
-            state.rounds.push_back(Round { brought, full: None, taken: 0 });
+            let contributions = (0..n).map(|_| None).collect();
+            state.rounds.push_back(Round { contributions, complete: None, taken: 0 });
         }
         if job.failed().is_some() {
-            let came = &state.rounds[at(&state)].brought;
-            return Err(self.absent(job, (0..n).filter(|r| *r != rank && came[*r].is_none()).collect()));
+            let arrived = &state.rounds[at(&state)].contributions;
+            return Err(
+                self.missing_error(job, (0..n).filter(|r| *r != rank && arrived[*r].is_none()).collect())
+            );
         }
         let i = at(&state);
         let here = &mut state.rounds[i];
-        here.brought[rank] = Some(brought);
-        if here.brought.iter().all(Option::is_some) {
-            here.full = Some(Arc::new(here.brought.iter_mut().filter_map(Option::take).collect()));
+        here.contributions[rank] = Some(contributions);
+        if here.contributions.iter().all(Option::is_some) {
+            here.complete = Some(Arc::new(here.contributions.iter_mut().filter_map(Option::take).collect()));
             self.changed.notify_all();
         }
-        let full = |s: &mut State| s.rounds[at(s)].full.clone();
+        let complete = |s: &mut State| s.rounds[at(s)].complete.clone();
         let missing = |s: &State| {
-            let brought = &s.rounds[at(s)].brought;
-            (0..n).filter(|r| brought[*r].is_none()).collect()
+            let contributions = &s.rounds[at(s)].contributions;
+            (0..n).filter(|r| contributions[*r].is_none()).collect()
         };
-        let (mut state, table) = self.wait(job, state, deadline, full, missing)?;
+        let (mut state, all) = self.wait(job, state, deadline, complete, missing)?;
         let i = at(&state);
         state.rounds[i].taken += 1;
         // Rounds complete in order: the last rank to leave a round has left all earlier ones.
@@ -106,25 +108,25 @@ impl ThreadGroup {
             state.rounds.pop_front();
             state.first += 1;
         }
-        Ok(table)
+        Ok(all)
     }
 
     /// Puts a message into its receiver's mailbox.
-    pub(super) fn post(&self, from: usize, to: usize, mail: P2pMessage) {
-        self.lock().mail.entry((from, to)).or_default().push_back(mail);
+    pub(super) fn send(&self, from: usize, to: usize, mailboxes: P2pMessage) {
+        self.lock().mailboxes.entry((from, to)).or_default().push_back(mailboxes);
         self.changed.notify_all();
     }
 
     /// Takes the next message from a rank.
-    pub(super) fn collect(
+    pub(super) fn receive(
         &self,
         job: &SharedJob,
         from: usize,
         to: usize,
         deadline: Instant,
     ) -> Result<P2pMessage, OpError> {
-        let next = |s: &mut State| s.mail.get_mut(&(from, to)).and_then(VecDeque::pop_front);
-        self.wait(job, self.lock(), deadline, next, |_| vec![from]).map(|(_, mail)| mail)
+        let next = |s: &mut State| s.mailboxes.get_mut(&(from, to)).and_then(VecDeque::pop_front);
+        self.wait(job, self.lock(), deadline, next, |_| vec![from]).map(|(_, mailboxes)| mailboxes)
     }
 
     /// Sleeps until `take` succeeds, or until it cannot any more.
@@ -143,16 +145,16 @@ impl ThreadGroup {
             }
             let missing = missing(&state);
             let left = deadline.saturating_duration_since(Instant::now());
-            let hopeless = || missing.iter().any(|r| job.ended(self.ranks[*r]).is_some());
-            if left.is_zero() || job.failed().is_some() || hopeless() {
-                return Err(self.absent(job, missing));
+            let exited = || missing.iter().any(|r| job.ended(self.ranks[*r]).is_some());
+            if left.is_zero() || job.failed().is_some() || exited() {
+                return Err(self.missing_error(job, missing));
             }
             state = self.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
         }
     }
 
     /// The error for missing ranks.
-    fn absent(&self, job: &SharedJob, missing: Vec<usize>) -> OpError {
+    fn missing_error(&self, job: &SharedJob, missing: Vec<usize>) -> OpError {
         let ended = missing.iter().filter_map(|r| Some((*r, job.ended(self.ranks[*r])?))).collect();
         OpError::RanksMissing { missing, ended, failure: job.failed().cloned() }
     }

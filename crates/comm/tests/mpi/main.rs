@@ -1,5 +1,5 @@
-//! Ranks as processes under `mpirun`. A test starts `mpirun` on this very executable, whose ignored test
-//! `worker` then plays one rank of the scenario that the environment names.
+//! The MPI backend under `mpirun`. Each test starts `mpirun` on this executable, whose ignored test `worker` then
+//! runs one rank of the scenario named by the environment.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod operations;
@@ -10,28 +10,28 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 const SCENARIO: &str = "FERROTRON_TEST_SCENARIO";
-/// How long ranks wait for each other in the scenarios where one does not come.
+/// Timeout of the ranks in scenarios where one goes missing.
 const TIMEOUT: Duration = Duration::from_secs(3);
-/// After that, time for the last words and for `mpirun` to end everybody.
+/// Extra time for error reports and for `mpirun` to end all processes.
 const END: Duration = Duration::from_secs(20);
 
 struct Outcome {
     success: bool,
     seconds: f64,
-    /// What each rank wrote.
+    /// Output of each rank.
     ranks: Vec<String>,
-    /// What `mpirun` wrote, including all of that.
+    /// Output of `mpirun`, including that of all ranks.
     text: String,
 }
 
 impl Outcome {
-    /// Did this rank write a line that contains all of `words`?
+    /// True if this rank printed a line that contains all of `words`.
     fn says(&self, rank: usize, words: &[&str]) -> bool {
         self.ranks[rank].lines().any(|l| words.iter().all(|w| l.contains(w)))
     }
 }
 
-/// Plays a scenario with four ranks. `None` where there is no Open MPI, except in CI.
+/// Runs a scenario with four ranks. `None` where there is no Open MPI, except in CI.
 fn play(scenario: &str, options: &[&str], limit: Duration) -> Option<Outcome> {
     if let Err(error) = ferrotron_comm::mpi_version().map_err(|e| e.to_string()).and_then(|_| {
         let found = Command::new("mpirun").arg("--version").output();
@@ -41,7 +41,7 @@ fn play(scenario: &str, options: &[&str], limit: Duration) -> Option<Outcome> {
         eprintln!("SKIPPED: {scenario}: {error}");
         return None;
     }
-    // Each rank's words in a file of its own: `mpirun` may mix them up.
+    // One output file per rank, because `mpirun` may interleave them.
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("all");
     let out = std::fs::File::create(&file).unwrap();
@@ -84,7 +84,7 @@ fn play(scenario: &str, options: &[&str], limit: Duration) -> Option<Outcome> {
     Some(Outcome { success, seconds, ranks, text })
 }
 
-/// One rank of a scenario; `mpirun` starts it.
+/// One rank of a scenario, started by `mpirun`.
 #[test]
 #[ignore = "started by mpirun"]
 fn worker() {
@@ -102,7 +102,7 @@ fn worker() {
     let ends = |result: ferrotron_comm::Result<()>| {
         let error = result.expect_err("somebody failed");
         eprintln!("rank {rank} ends: {error}");
-        // What follows fails at once.
+        // Every further call fails at once.
         let again = Instant::now();
         assert!(all.barrier("after the end").is_err());
         assert!(again.elapsed() < Duration::from_secs(2));
@@ -112,7 +112,7 @@ fn worker() {
         "good operations" => operations::all(&world, &s),
         "good long" => operations::long(&all, &s),
         "good beyond 32 bits" => {
-            // Marks around every place where counts or pieces could go wrong.
+            // Marks at the places where counts or message boundaries could go wrong.
             let len = (1usize << 31) + 101;
             let t = s.zeros(&[len], DType::U8, Category::Communication).unwrap();
             let places = [0, (1 << 30) - 2, (1 << 31) - 2, len - 4].map(|at| t.narrow(0, at, 4).unwrap());
@@ -131,7 +131,7 @@ fn worker() {
             let used = cpu_seconds() - before;
             assert!(rank == 0 || used < 1.0, "rank {rank} used {used} s of a core while it waited");
         }
-        "another shape" => {
+        "different shape" => {
             let len = if rank == 2 { 5 } else { 4 };
             let t = s.zeros(&[len], DType::F32, Category::Communication).unwrap();
             ends(all.all_reduce(&s, &t, ReduceOp::Sum, "gradients"));
@@ -143,7 +143,7 @@ fn worker() {
             }
             ends(all.barrier("step"));
         }
-        "another message" => {
+        "different message" => {
             let len = if rank == 1 { 5 } else { 4 };
             let t = s.zeros(&[len], DType::F32, Category::Communication).unwrap();
             match rank {
@@ -153,9 +153,9 @@ fn worker() {
             }
             ends(all.barrier("step"));
         }
-        "other groups" => {
+        "different groups" => {
             let list = if rank == 1 { [0, 1] } else { [0, 2] };
-            // A rank that sees nothing wrong hears of it in its next call.
+            // A rank that notices no difference gets the report in its next call.
             ends(world.group("tp", &list).and_then(|_| all.barrier("step")));
         }
         "killed" => {
@@ -167,8 +167,7 @@ fn worker() {
         "stopped" => {
             all.barrier("before").unwrap();
             if rank == 1 {
-                // The signal goes to another thread first, which stops this one as soon as it has a core:
-                // until then, not a step further.
+                // The signal reaches another thread first, which stops this one a little later: wait here until then.
                 signal("-STOP");
                 std::thread::sleep(TIMEOUT + END);
             }
@@ -197,7 +196,7 @@ fn worker() {
             }
             ends(all.barrier("never"));
         }
-        "left early" => {
+        "exited early" => {
             if rank != 1 {
                 ends(all.barrier("never"));
             }
@@ -206,7 +205,7 @@ fn worker() {
     }
 }
 
-/// Time this process spent on cores.
+/// CPU time used by this process.
 fn cpu_seconds() -> f64 {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
     let after = stat.rsplit(')').next().unwrap();
@@ -222,33 +221,33 @@ fn good(scenario: &str, options: &[&str]) {
 }
 
 #[test]
-fn every_operation_is_what_it_says() {
+fn every_operation_equals_its_definition() {
     good("good operations", &[]);
 }
 
 #[test]
-fn over_tcp_too() {
+fn every_operation_over_tcp() {
     good("good operations", &["--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", "lo"]);
 }
 
 #[test]
-fn long_sums_go_in_pieces() {
+fn long_sums_are_split_into_segments() {
     good("good long", &[]);
 }
 
 #[test]
 #[ignore = "takes 9 GiB of memory; run it after changes to transfers"]
-fn messages_may_be_longer_than_32_bits_count() {
+fn messages_may_exceed_32_bit_counts() {
     good("good beyond 32 bits", &[]);
 }
 
 #[test]
-fn who_waits_leaves_the_core_to_others() {
+fn a_waiting_rank_does_not_use_cpu_time() {
     good("good idle", &[]);
 }
 
 #[test]
-fn threads_give_the_same_answers() {
+fn the_thread_backend_gives_the_same_results() {
     let device = Device::cpu(Threads::new(1).unwrap());
     std::thread::scope(|scope| {
         for world in World::threads(4, Duration::from_secs(60)) {
@@ -261,7 +260,7 @@ fn threads_give_the_same_answers() {
     });
 }
 
-/// A scenario that must end badly, and in time.
+/// Runs a scenario that must fail in time.
 fn bad(scenario: &str) -> Option<Outcome> {
     let o = play(scenario, &[], TIMEOUT + END + Duration::from_secs(20))?;
     assert!(!o.success, "{}", o.text);
@@ -271,8 +270,8 @@ fn bad(scenario: &str) -> Option<Outcome> {
 }
 
 #[test]
-fn another_shape_is_named_on_every_rank() {
-    let Some(o) = bad("another shape") else { return };
+fn a_different_shape_is_named_on_every_rank() {
+    let Some(o) = bad("different shape") else { return };
     for rank in 0..4 {
         assert!(o.says(rank, &["ends: ", "rank 2", "gradients", "[4]", "[5]"]), "{}", o.text);
     }
@@ -287,19 +286,19 @@ fn a_skipped_collective_is_named_on_every_rank() {
 }
 
 #[test]
-fn another_message_is_named() {
-    let Some(o) = bad("another message") else { return };
+fn a_different_message_is_named() {
+    let Some(o) = bad("different message") else { return };
     assert!(o.says(1, &["ends: ", "rank 0", "activations", "[4]", "[5]"]), "{}", o.text);
     for rank in [0, 2, 3] {
-        // They hear of it while they wait.
+        // They get the report while they wait.
         assert!(o.says(rank, &["ends: ", "rank 1 failed", "activations"]), "{}", o.text);
     }
 }
 
 #[test]
-fn other_groups_are_named() {
-    let Some(o) = bad("other groups") else { return };
-    // The rank after the one that differs sees it, and tells the others.
+fn different_groups_are_named() {
+    let Some(o) = bad("different groups") else { return };
+    // The rank after the one that differs notices it and reports it to the others.
     for rank in 0..4 {
         assert!(o.says(rank, &["ends: ", "[0, 1]", "[0, 2]", "rank 1"]), "{}", o.text);
     }
@@ -308,7 +307,7 @@ fn other_groups_are_named() {
 #[test]
 fn a_killed_rank_ends_the_job() {
     let Some(o) = bad("killed") else { return };
-    // Open MPI itself sees it, says so and ends the others.
+    // Open MPI detects the death of a process itself and ends the others.
     assert!(o.text.lines().any(|l| l.contains("rank 2") && l.contains("signal 9")), "{}", o.text);
 }
 
@@ -318,7 +317,7 @@ fn a_stopped_rank_is_named_on_every_other() {
     assert!(o.seconds > TIMEOUT.as_secs_f64());
     for rank in [0, 2, 3] {
         let waited = format!("rank {rank} waited");
-        let words = ["ferrotron: stalled", &waited, "'never'", "rank 1 (it did barrier 'before'"];
+        let words = ["ferrotron: stalled", &waited, "'never'", "rank 1 (it completed barrier 'before'"];
         assert!(o.says(rank, &words), "{}", o.text);
     }
 }
@@ -333,20 +332,20 @@ fn a_rank_stopped_in_a_transfer_is_named_on_every_other() {
 }
 
 #[test]
-fn a_late_rank_answers_what_it_did_last() {
+fn a_late_rank_reports_its_last_operation() {
     let Some(o) = bad("late") else { return };
     for rank in [0, 2, 3] {
         let waited = format!("rank {rank} waited");
-        let words = ["ends: ", &waited, "'never'", "rank 1 (it did barrier 'start'"];
+        let words = ["ends: ", &waited, "'never'", "rank 1 (it completed barrier 'start'"];
         assert!(o.says(rank, &words), "{}", o.text);
-        assert!(!o.says(rank, &["did not answer"]), "{}", o.text);
+        assert!(!o.says(rank, &["stopped responding"]), "{}", o.text);
     }
 }
 
 #[test]
-fn a_rank_that_left_early_is_named() {
-    let Some(o) = bad("left early") else { return };
+fn a_rank_that_exited_early_is_named() {
+    let Some(o) = bad("exited early") else { return };
     for rank in [0, 2, 3] {
-        assert!(o.says(rank, &["ends: ", "'never'", "rank 1 (it did barrier 'start'"]), "{}", o.text);
+        assert!(o.says(rank, &["ends: ", "'never'", "rank 1 (it completed barrier 'start'"]), "{}", o.text);
     }
 }

@@ -1,4 +1,4 @@
-//! Every operation against its definition, for the ranks of any world: each rank knows what all of them bring.
+//! Every operation against its definition, on any backend: each rank can compute what all of them contribute.
 
 use ferrotron_comm::{Communicator, ReduceOp, SendRecv, World};
 use ferrotron_tensor::{Category, DType, Element, Float, Stream, Tensor, bf16};
@@ -8,15 +8,15 @@ fn value(rank: usize, i: usize) -> f32 {
     ((rank * 31 + i * 7 + 3) as f32 * 0.37).sin() * 10f32.powi((rank as i32 * 5 + i as i32) % 7 - 3)
 }
 
-/// A type that can be reduced, and its sum by definition: in the order of ranks, rounded once.
-trait Case: Element {
+/// A dtype that can be reduced, with its sum by definition: in rank order, rounded once.
+trait Reduced: Element {
     fn make(x: f32) -> Self;
     fn sum(values: &[Self]) -> Self;
     fn max(values: &[Self]) -> Self;
 }
 
-macro_rules! case {
-    ($($t:ty, $make:expr, $wide:ty, $to:expr, $from:expr;)*) => { $(impl Case for $t {
+macro_rules! reduced {
+    ($($t:ty, $make:expr, $wide:ty, $to:expr, $from:expr;)*) => { $(impl Reduced for $t {
         fn make(x: f32) -> $t { $make(x) }
         fn sum(values: &[$t]) -> $t {
             let mut wide = values.iter().map(|x| -> $wide { $to(*x) });
@@ -28,7 +28,7 @@ macro_rules! case {
         }
     })* };
 }
-case! {
+reduced! {
     f32, |x| x, f32, |x| x, |x| x;
     f64, f64::from, f64, |x| x, |x| x;
     bf16, bf16::from_f32, f32, |x: bf16| x.to_f32(), <bf16 as Float>::from_f32;
@@ -36,7 +36,7 @@ case! {
     i64, |x: f32| (x * 1e6) as i64, i64, |x| x, |x| x;
 }
 
-fn of<T: Case>(rank: usize, len: usize) -> Vec<T> {
+fn of<T: Reduced>(rank: usize, len: usize) -> Vec<T> {
     let some: Vec<T> = (0..len.min(4099)).map(|i| T::make(value(rank, i))).collect();
     some.iter().copied().cycle().take(len).collect()
 }
@@ -45,7 +45,7 @@ fn up<T: Element>(s: &Stream, values: &[T]) -> Tensor {
     s.upload(values, &[values.len()], Category::Communication).unwrap()
 }
 
-/// All operations on the world and on some groups of it.
+/// All operations, on the world and on some groups of it.
 pub fn all(world: &World, s: &Stream) {
     on(&world.all(), s);
     let n = world.size();
@@ -60,12 +60,12 @@ pub fn all(world: &World, s: &Stream) {
             on(&group, s);
         }
     }
-    lanes(world, s);
+    two_rings(world, s);
     world.all().barrier("end").unwrap();
 }
 
-/// Two groups of all ranks, each a ring of its own direction, taken in another order by every other rank.
-fn lanes(world: &World, s: &Stream) {
+/// Two groups of all ranks, each a ring in its own direction, listed in another order by every other rank.
+fn two_rings(world: &World, s: &Stream) {
     let (n, me) = (world.size(), world.rank());
     let everyone: Vec<usize> = (0..n).collect();
     let [right, left] = ["right", "left"].map(|name| world.group(name, &everyone).unwrap().unwrap());
@@ -73,28 +73,28 @@ fn lanes(world: &World, s: &Stream) {
     for len in [1, 100_000] {
         let mine = up(s, &of::<f32>(me, len));
         let [a, b] = [0, 1].map(|_| s.zeros(&[len], DType::F32, Category::Communication).unwrap());
-        let mut lanes = [
+        let mut batch = [
             SendRecv { group: &right, stream: s, sends: &[(next, &mine)], receives: &[(last, &a)] },
             SendRecv { group: &left, stream: s, sends: &[(last, &mine)], receives: &[(next, &b)] },
         ];
         if me % 2 == 1 {
-            lanes.reverse();
+            batch.reverse();
         }
-        Communicator::send_recv_batch(&lanes, "both rings").unwrap();
+        Communicator::send_recv_batch(&batch, "both rings").unwrap();
         assert_eq!(s.download::<f32>(&a).unwrap(), of::<f32>(last, len));
         assert_eq!(s.download::<f32>(&b).unwrap(), of::<f32>(next, len));
     }
 }
 
 fn on(g: &Communicator, s: &Stream) {
-    // Nothing, one element, fewer than ranks, one round, two rounds, several segments.
+    // Empty, one element, fewer than ranks, one round, two rounds, several segments.
     for len in [0, 1, 3, 257, 5003] {
         reductions::<f32>(g, s, len);
         reductions::<bf16>(g, s, len);
         reductions::<f64>(g, s, len);
         reductions::<i32>(g, s, len);
         reductions::<i64>(g, s, len);
-        moves(g, s, len);
+        data_movement(g, s, len);
     }
     uneven(g, s);
     messages(g, s);
@@ -105,7 +105,7 @@ fn on(g: &Communicator, s: &Stream) {
     g.barrier("done").unwrap();
 }
 
-/// Sums that go in several pieces, of which the last is short.
+/// Sums of several segments, the last of which is short.
 pub fn long(g: &Communicator, s: &Stream) {
     let (n, len) = (g.size(), (1 << 20) * g.size() + 77);
     let expect: Vec<bf16> = (0..4099)
@@ -127,8 +127,8 @@ pub fn long(g: &Communicator, s: &Stream) {
     assert!(got.iter().enumerate().all(|(i, x)| *x == expect[(g.rank() * len + i) % 4099]));
 }
 
-/// The same on every rank, so that a sum is in the order of the group's ranks.
-fn reductions<T: Case>(g: &Communicator, s: &Stream, len: usize) {
+/// The expected sum is in the order of the group's ranks.
+fn reductions<T: Reduced>(g: &Communicator, s: &Stream, len: usize) {
     let n = g.size();
     let rounds = [(ReduceOp::Sum, "sum"), (ReduceOp::Max, "max")];
     for (op, label) in rounds {
@@ -154,7 +154,7 @@ fn reductions<T: Case>(g: &Communicator, s: &Stream, len: usize) {
     }
 }
 
-fn moves(g: &Communicator, s: &Stream, len: usize) {
+fn data_movement(g: &Communicator, s: &Stream, len: usize) {
     let (n, me) = (g.size(), g.rank());
     let everything: Vec<f32> = (0..n).flat_map(|r| of::<f32>(r, len)).collect();
     let mine = up(s, &of::<f32>(me, len));
@@ -167,7 +167,7 @@ fn moves(g: &Communicator, s: &Stream, len: usize) {
     g.all_gather(s, &inside, &all, "gather in place").unwrap();
     assert_eq!(s.download::<f32>(&all).unwrap(), everything);
 
-    // What rank r sends to rank p is (r · n + p) everywhere.
+    // Rank r sends the value r · n + p to rank p.
     let from: Vec<u8> = (0..n).flat_map(|p| vec![(me * n + p) as u8; len]).collect();
     let to = s.zeros(&[n * len], DType::U8, Category::Communication).unwrap();
     g.all_to_all(s, &up(s, &from), &to, "all to all").unwrap();
@@ -181,7 +181,7 @@ fn moves(g: &Communicator, s: &Stream, len: usize) {
     }
 }
 
-/// Counts that differ by rank, zero included.
+/// Counts that differ by rank, including zero.
 fn uneven(g: &Communicator, s: &Stream) {
     let (n, me) = (g.size(), g.rank());
     let counts: Vec<usize> = (0..n).map(|r| r * 1500).collect();
@@ -202,7 +202,7 @@ fn uneven(g: &Communicator, s: &Stream) {
     assert_eq!(s.download::<i32>(&to).unwrap(), (0..n).flat_map(|p| staged(p, me)).collect::<Vec<_>>());
 }
 
-/// Rings in both directions, long enough that MPI does not buffer them, and sends before anybody receives.
+/// Rings in both directions, too long for MPI to buffer, and sends before any receive.
 fn messages(g: &Communicator, s: &Stream) {
     let (n, me) = (g.size(), g.rank());
     let (next, last) = ((me + 1) % n, (me + n - 1) % n);
@@ -215,7 +215,7 @@ fn messages(g: &Communicator, s: &Stream) {
         for k in 0..3 {
             g.send(s, &up(s, &of::<f32>(me + k, len)), next, "line").unwrap();
         }
-        // What was sent may be overwritten at once.
+        // Sent memory may be overwritten at once.
         s.zero(&mine).unwrap();
         for k in 0..3 {
             g.receive(s, &a, last, "line").unwrap();

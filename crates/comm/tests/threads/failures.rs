@@ -1,4 +1,4 @@
-//! What goes wrong is found in time, by everyone, and called by its name.
+//! Errors are detected in time, on every rank, and name the ranks and calls involved.
 
 use crate::support::*;
 use ferrotron_comm::{Error, OpStatus, ReduceOp, Result, World};
@@ -6,14 +6,14 @@ use ferrotron_tensor::Stream;
 use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
-/// Enough for a loaded machine, short enough for a test.
+/// Long enough for a loaded machine, short enough for a test.
 const SHORT: u64 = 1000;
 
 fn text(e: &Error) -> String {
     e.to_string()
 }
 
-/// Runs ranks that must all fail, without any of them running out of patience.
+/// Runs ranks that must all fail before the timeout.
 fn all_fail(n: usize, f: impl Fn(World, Stream) -> Result<()> + Sync) -> Vec<Error> {
     all_fail_within(n, LONG, LONG / 4, f)
 }
@@ -30,7 +30,7 @@ fn all_fail_within(
     results.into_iter().map(Result::unwrap_err).collect()
 }
 
-/// Each names rank 2 as the other one, and both calls.
+/// Every error names rank 2 as the other rank, and both calls.
 fn names(errors: &[Error], call: &str, other_call: &str) {
     for e in errors {
         let Error::Mismatch { rank: 0, call: a, other: 2, other_call: b } = e else { panic!("{e}") };
@@ -39,16 +39,16 @@ fn names(errors: &[Error], call: &str, other_call: &str) {
 }
 
 #[test]
-fn another_shape() {
+fn a_different_shape() {
     let errors = all_fail(4, |world, s| {
         let t = blank::<f32>(&s, if world.rank() == 2 { 6 } else { 5 });
         world.all().all_reduce(&s, &t, ReduceOp::Sum, "loss")
     });
-    names(&errors, "all-reduce 'loss' (group world, number 0, f32 [5], sum)", "f32 [6]");
+    names(&errors, "all-reduce 'loss' (group world, seq 0, f32 [5], sum)", "f32 [6]");
 }
 
 #[test]
-fn another_type_reduction_or_root() {
+fn a_different_dtype_reduction_or_root() {
     let errors = all_fail(4, |world, s| {
         let odd = world.rank() == 2;
         let t = if odd { blank::<i32>(&s, 5) } else { blank::<f32>(&s, 5) };
@@ -59,7 +59,7 @@ fn another_type_reduction_or_root() {
         let op = if world.rank() == 2 { ReduceOp::Max } else { ReduceOp::Sum };
         world.all().all_reduce(&s, &blank::<f32>(&s, 5), op, "loss")
     });
-    names(&errors, "sum", "maximum");
+    names(&errors, "sum", "max");
     let errors = all_fail(4, |world, s| {
         let root = if world.rank() == 2 { 3 } else { 1 };
         world.all().broadcast(&s, &blank::<f32>(&s, 5), root, "weights")
@@ -68,7 +68,7 @@ fn another_type_reduction_or_root() {
 }
 
 #[test]
-fn another_operation() {
+fn a_different_operation() {
     let errors = all_fail(5, |world, s| {
         let (g, t) = (world.all(), blank::<f32>(&s, 5));
         g.barrier("start")?;
@@ -77,15 +77,11 @@ fn another_operation() {
             _ => g.all_reduce(&s, &t, ReduceOp::Sum, "weights"),
         }
     });
-    names(
-        &errors,
-        "all-reduce 'weights' (group world, number 1",
-        "broadcast 'weights' (group world, number 1",
-    );
+    names(&errors, "all-reduce 'weights' (group world, seq 1", "broadcast 'weights' (group world, seq 1");
 }
 
 #[test]
-fn labels_in_another_order() {
+fn labels_in_a_different_order() {
     let errors = all_fail(3, |world, s| {
         let (g, t) = (world.all(), blank::<f32>(&s, 5));
         let labels = if g.rank() == 2 { ["b", "a"] } else { ["a", "b"] };
@@ -104,11 +100,11 @@ fn a_skipped_collective() {
         }
         g.all_reduce(&s, &t, ReduceOp::Sum, "third")
     });
-    names(&errors, "'second' (group world, number 1", "'third' (group world, number 1");
+    names(&errors, "'second' (group world, seq 1", "'third' (group world, seq 1");
 }
 
 #[test]
-fn counts_that_do_not_fit_in_pairs() {
+fn counts_that_do_not_match_pairwise() {
     let errors = all_fail(3, |world, s| {
         let (sent, mut received) = ([1, 1, 1], [1, 1, 1]);
         if world.rank() == 2 {
@@ -125,7 +121,7 @@ fn counts_that_do_not_fit_in_pairs() {
 }
 
 #[test]
-fn groups_that_differ() {
+fn different_groups() {
     let errors = all_fail(2, |world, _| {
         let ranks = if world.rank() == 0 { [0, 1] } else { [1, 0] };
         let g = world.group("tp", &ranks)?;
@@ -135,14 +131,14 @@ fn groups_that_differ() {
         errors.iter().all(|e| text(e).contains("tp of [0, 1]") && text(e).contains("[1, 0]")),
         "{errors:?}"
     );
-    for (ranks, word) in [(vec![0, 2], "no rank 2"), (vec![1, 1], "named twice")] {
+    for (ranks, word) in [(vec![0, 2], "rank 2 does not exist"), (vec![1, 1], "listed twice")] {
         let e = World::threads(2, Duration::ZERO)[0].group("tp", &ranks).unwrap_err();
         assert!(matches!(&e, Error::Group { .. }) && text(&e).contains(word), "{e}");
     }
 }
 
 #[test]
-fn a_stalled_rank_is_named_by_everyone_with_what_it_did_last() {
+fn a_stalled_rank_is_named_on_every_other_with_its_last_operation() {
     let gate = Mutex::new(());
     let held = gate.lock().unwrap();
     let late = Mutex::new(None);
@@ -161,33 +157,33 @@ fn a_stalled_rank_is_named_by_everyone_with_what_it_did_last() {
                 assert!(start.elapsed() < Duration::from_millis(SHORT * 5), "{:?}", start.elapsed());
                 let Error::Stall { rank, call, missing, seconds } = &e else { panic!("{e}") };
                 assert!(*seconds >= 0.0 && *rank == g.rank(), "{e}");
-                assert!(call.contains("all-gather 'weights' (group world, number 1, f32 [5])"), "{e}");
+                assert!(call.contains("all-gather 'weights' (group world, seq 1, f32 [5])"), "{e}");
                 let [(1, last)] = &missing[..] else { panic!("{e}") };
                 assert!(
-                    last.contains("did all-reduce 'gradients' (group world, number 0, f32 [5], sum)"),
+                    last.contains("completed all-reduce 'gradients' (group world, seq 0, f32 [5], sum)"),
                     "{e}"
                 );
                 let notes = world.flight_recorder();
                 let notes = notes[g.rank()].as_ref().unwrap();
                 assert_eq!(
-                    notes.iter().map(|n| n.progress).collect::<Vec<_>>(),
+                    notes.iter().map(|n| n.status).collect::<Vec<_>>(),
                     [OpStatus::Done, OpStatus::Failed]
                 );
             })
         });
-        // The stalled rank goes on only after the others have given up.
+        // The stalled rank resumes only after the others have failed.
         std::thread::sleep(Duration::from_millis(SHORT * 3));
         drop(held);
         job.join().unwrap();
     });
-    // Whoever comes back hears that it is over.
+    // A rank that comes back is told that the job is over.
     let late = late.into_inner().unwrap().unwrap();
     assert!(matches!(&late, Error::Abandoned { rank: 1, .. }) && text(&late).contains("stalled"), "{late}");
 }
 
 #[test]
 fn a_stall_in_another_group_is_traced_to_its_cause() {
-    // 0 waits for 1 in one group, 1 for 2 in another; 2 does nothing. Even if 0 runs out of patience first.
+    // Rank 0 waits for 1 in one group, 1 waits for 2 in another, and 2 does nothing; also if 0 times out first.
     for early in [false, true] {
         traced(early);
     }
@@ -215,15 +211,15 @@ fn traced(early: bool) {
     assert!(matches!(&errors[1], Error::Stall { missing, .. } if missing[0].0 == 2), "{errors:?}");
     let Error::Abandoned { by: 1, call, reason, .. } = &errors[0] else { panic!("{errors:?}") };
     assert!(call.contains("'first' (group a") && reason.contains("'second' (group b"), "{errors:?}");
-    assert!(reason.contains("rank 2 (it has called nothing yet)"), "{errors:?}");
+    assert!(reason.contains("rank 2 (it has made no call yet)"), "{errors:?}");
 }
 
 #[test]
-fn a_rank_that_leaves_is_named_at_once() {
+fn a_rank_that_exits_is_named_at_once() {
     let start = Instant::now();
     let results = on_ranks(3, LONG, |world, s| {
         let (g, t) = (world.all(), blank::<f32>(&s, 5));
-        g.all_reduce(&s, &t, ReduceOp::Sum, "last words").unwrap();
+        g.all_reduce(&s, &t, ReduceOp::Sum, "last call").unwrap();
         if g.rank() == 0 { Ok(()) } else { g.barrier("meet") }
     });
     assert!(start.elapsed() < Duration::from_millis(LONG / 4));
@@ -231,7 +227,7 @@ fn a_rank_that_leaves_is_named_at_once() {
         let Error::Ended { call, ended, .. } = &e else { panic!("{e}") };
         assert!(call.contains("barrier 'meet'"), "{e}");
         let [(0, last)] = &ended[..] else { panic!("{e}") };
-        assert!(last.contains("has left") && last.contains("did all-reduce 'last words'"), "{e}");
+        assert!(last.contains("has exited") && last.contains("completed all-reduce 'last call'"), "{e}");
     }
 }
 
@@ -241,11 +237,11 @@ fn a_rank_that_panics_is_named_at_once() {
     let results = on_ranks(4, LONG, |world, s| {
         let (g, t) = (world.all(), blank::<f32>(&s, 5));
         let rank = g.rank();
-        // The world and its groups fall with the panic.
+        // The world and its groups are dropped by the panic.
         let unwound = std::panic::catch_unwind(std::panic::AssertUnwindSafe(move || {
             let (_world, g) = (world, g);
-            assert!(g.rank() != 3, "a rank dies for the test");
-            if g.rank() == 2 { g.receive(&s, &t, 3, "from the dead") } else { g.barrier("meet") }
+            assert!(g.rank() != 3, "injected panic");
+            if g.rank() == 2 { g.receive(&s, &t, 3, "from the exited rank") } else { g.barrier("meet") }
         }));
         (rank, unwound.ok())
     });
@@ -263,25 +259,25 @@ fn a_rank_that_panics_is_named_at_once() {
 }
 
 #[test]
-fn what_was_complete_before_somebody_left_counts() {
+fn operations_complete_before_a_rank_exited_succeed() {
     for round in 0..200 {
         on_ranks(4, LONG, |world, s| {
             let (g, t) = (world.all(), tensor(&s, &[1i32]));
             if g.rank() == round % 4 {
-                dawdle(round as u64);
+                random_delay(round as u64);
             }
-            g.send(&s, &t, (g.rank() + 1) % 4, "parting").unwrap();
+            g.send(&s, &t, (g.rank() + 1) % 4, "before exit").unwrap();
             g.all_reduce(&s, &t, ReduceOp::Sum, "last").unwrap();
             assert_eq!(s.download::<i32>(&t).unwrap(), [4]);
             if g.rank().is_multiple_of(2) {
-                g.receive(&s, &t, (g.rank() + 3) % 4, "parting").unwrap();
+                g.receive(&s, &t, (g.rank() + 3) % 4, "before exit").unwrap();
             }
         });
     }
 }
 
 #[test]
-fn a_failure_is_told_to_ranks_that_wait_elsewhere() {
+fn a_failure_reaches_ranks_that_wait_in_other_groups() {
     let errors = all_fail(4, |world, s| {
         let left = world.group("left", &[0, 1])?;
         let right = world.group("right", &[2, 3])?;
@@ -295,6 +291,9 @@ fn a_failure_is_told_to_ranks_that_wait_elsewhere() {
     });
     assert!(matches!(&errors[0], Error::Argument { .. }), "{errors:?}");
     for e in &errors[1..] {
-        assert!(matches!(e, Error::Abandoned { by: 0, .. }) && text(e).contains("no rank 9"), "{e}");
+        assert!(
+            matches!(e, Error::Abandoned { by: 0, .. }) && text(e).contains("rank 9 does not exist"),
+            "{e}"
+        );
     }
 }

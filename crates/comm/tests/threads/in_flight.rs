@@ -24,7 +24,7 @@ fn injected<T>() -> Result<T> {
     Err(Error::Unsupported { op: "test", what: "injected".into() })
 }
 
-/// What happens between the launch of an exchange and its wait.
+/// Where an error is injected.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fault {
     None,
@@ -65,7 +65,7 @@ fn an_error_between_launch_and_wait_keeps_the_buffers_until_the_exchange_is_done
 
 /// The same exchange held together by a bare event, as a control: the checker sees the block reused too early.
 #[test]
-fn without_it_the_race_checker_finds_the_recycled_buffer() {
+fn a_bare_event_lets_the_buffer_be_reused_too_early() {
     fn exchange(g: &Communicator, compute: &Stream, comm: &Stream) -> Result<Event> {
         let (input, output) = buffers(compute)?;
         comm.wait(&compute.record()?)?;
@@ -76,7 +76,7 @@ fn without_it_the_race_checker_finds_the_recycled_buffer() {
         let comm = compute.device().stream("comm").unwrap();
         let _done = exchange(&world.all(), &compute, &comm).unwrap();
         let raced = reuse(&compute).is_err_and(|e| e.to_string().contains("reused too early"));
-        // Everyone is past its collective before a rank leaves.
+        // No rank exits before all are past the collective.
         world.all().barrier("end").unwrap();
         raced
     });

@@ -1,4 +1,4 @@
-//! Ranks as threads: what every operation gives, and what every mistake is called.
+//! The thread backend: results of every operation, and errors of every misuse.
 #![allow(clippy::unwrap_used, clippy::panic)]
 
 mod failures;

@@ -4,7 +4,7 @@ use crate::support::*;
 use ferrotron_comm::{Communicator, Error, ReduceKernels, ReduceOp, World};
 use ferrotron_tensor::{Category, Device, Float, Stream, Tensor, Threads, bf16};
 
-/// Bits of a tensor.
+/// The bits of a tensor.
 fn bits(s: &Stream, t: &Tensor) -> Vec<u8> {
     s.download::<u8>(&t.as_bytes().unwrap()).unwrap()
 }
@@ -89,7 +89,7 @@ fn reductions<T: Reduced>(g: &Communicator, s: &Stream) {
     }
 }
 
-fn moves<T: Sample>(g: &Communicator, s: &Stream) {
+fn data_movement<T: Sample>(g: &Communicator, s: &Stream) {
     let (n, me) = (g.size(), g.rank());
     let all_of = |counts: &[usize]| -> Vec<T> {
         counts.iter().enumerate().flat_map(|(r, c)| values::<T>(r, *c)).collect()
@@ -106,7 +106,7 @@ fn moves<T: Sample>(g: &Communicator, s: &Stream) {
         assert_eq!(s.download::<T>(&all).unwrap(), all_of(&counts));
 
         let (from, to) = (tensor(s, &values::<T>(me, n * len)), blank::<T>(s, n * len));
-        g.all_to_all(s, &from, &to, "fp8_transpose").unwrap();
+        g.all_to_all(s, &from, &to, "all-to-all").unwrap();
         let expect: Vec<T> =
             (0..n).flat_map(|r| values::<T>(r, n * len)[me * len..(me + 1) * len].to_vec()).collect();
         assert_eq!(s.download::<T>(&to).unwrap(), expect);
@@ -118,7 +118,7 @@ fn moves<T: Sample>(g: &Communicator, s: &Stream) {
         }
     }
     for salt in 0..4 {
-        // Uneven counts, zeros among them; in the last round nothing at all.
+        // Uneven counts, including zeros; all zero in the last round.
         let count = |from: usize, to: usize| if salt == 3 { 0 } else { (from * 5 + to * 3 + salt) % 4 * 3 };
         let counts: Vec<usize> = (0..n).map(|r| count(r, r)).collect();
         let total: usize = counts.iter().sum();
@@ -133,7 +133,7 @@ fn moves<T: Sample>(g: &Communicator, s: &Stream) {
         let received: Vec<usize> = (0..n).map(|p| count(p, me)).collect();
         let from = tensor(s, &values::<T>(me, sent.iter().sum()));
         let to = blank::<T>(s, received.iter().sum());
-        g.all_to_all_v(s, &from, &sent, &to, &received, "turn uneven").unwrap();
+        g.all_to_all_v(s, &from, &sent, &to, &received, "uneven all-to-all").unwrap();
         let expect: Vec<T> = (0..n)
             .flat_map(|r| {
                 let start: usize = (0..me).map(|p| count(r, p)).sum();
@@ -150,10 +150,10 @@ fn everything(world: World, s: Stream) {
     reductions::<f32>(&g, &s);
     reductions::<bf16>(&g, &s);
     reductions::<i32>(&g, &s);
-    moves::<f32>(&g, &s);
-    moves::<bf16>(&g, &s);
-    moves::<i32>(&g, &s);
-    moves::<u8>(&g, &s);
+    data_movement::<f32>(&g, &s);
+    data_movement::<bf16>(&g, &s);
+    data_movement::<i32>(&g, &s);
+    data_movement::<u8>(&g, &s);
     for round in 0..3u8 {
         let bytes = |r: usize| vec![r as u8 + round; r * usize::from(round) * 100];
         let all = g.all_gather_bytes(&bytes(g.rank()), "notes").unwrap();
@@ -168,7 +168,7 @@ fn every_operation_equals_its_definition_for_one_to_eight_ranks() {
 }
 
 #[test]
-fn wide_numbers_reduce_too_and_ranks_may_have_a_device_each() {
+fn f64_and_i64_reduce_and_ranks_may_have_a_device_each() {
     let devices: Vec<Device> = (0..3).map(|_| Device::cpu(Threads::new(1).unwrap())).collect();
     on_devices(&devices, LONG, ReduceKernels::default(), |world, s| {
         reductions::<f64>(&world.all(), &s);
@@ -178,19 +178,19 @@ fn wide_numbers_reduce_too_and_ranks_may_have_a_device_each() {
 }
 
 #[test]
-fn a_card_without_kernels_sums_on_the_host() {
+fn a_gpu_without_kernels_reduces_on_the_host() {
     on_devices(&vec![device(); 3], LONG, ReduceKernels::default(), everything);
 }
 
 #[test]
-fn a_rank_alone_needs_no_job() {
+fn a_single_rank_needs_no_job() {
     let device = device();
     everything(World::solo(), device.stream("compute").unwrap());
     let (g, s) = (Communicator::solo(), device.stream("compute").unwrap());
     let (a, b) = (tensor(&s, &[1f32, 2.0]), blank::<f32>(&s, 2));
     g.send_recv(&s, &[(0, &a)], &[(0, &b)], "to itself").unwrap();
     assert_eq!(s.download::<f32>(&b).unwrap(), [1.0, 2.0]);
-    assert!(matches!(g.receive(&s, &b, 0, "nothing sent"), Err(Error::Argument { .. })));
+    assert!(matches!(g.receive(&s, &b, 0, "never sent"), Err(Error::Argument { .. })));
 }
 
 #[test]
@@ -206,7 +206,7 @@ fn maxima_keep_nans() {
 }
 
 #[test]
-fn the_same_bits_whoever_comes_first() {
+fn results_do_not_depend_on_which_rank_is_first() {
     let run = |seed: u64| {
         on_ranks(6, LONG, |world, s| {
             let g = world.all();
@@ -214,10 +214,10 @@ fn the_same_bits_whoever_comes_first() {
             let mut out = Vec::new();
             for step in 0..4 {
                 let t = tensor(&s, &values::<f32>(me + step, 512 * 6 + 1 + step));
-                dawdle(seed * 100 + (me * 7 + step) as u64);
+                random_delay(seed * 100 + (me * 7 + step) as u64);
                 g.all_reduce(&s, &t, ReduceOp::Sum, "sum").unwrap();
                 let (all, mine) = (tensor(&s, &values::<bf16>(me + step, 600)), blank::<bf16>(&s, 100));
-                dawdle(seed * 200 + (me * 5 + step) as u64);
+                random_delay(seed * 200 + (me * 5 + step) as u64);
                 g.reduce_scatter(&s, &all, &mine, ReduceOp::Sum, "part").unwrap();
                 out.extend([bits(&s, &t), bits(&s, &mine)]);
             }
@@ -232,7 +232,7 @@ fn the_same_bits_whoever_comes_first() {
 }
 
 #[test]
-fn arguments_that_do_not_fit_are_refused_with_the_way_out() {
+fn invalid_arguments_are_refused_with_a_fix() {
     let refused = |f: &(dyn Fn(&Communicator, &Stream) -> ferrotron_comm::Result<()> + Sync), word: &str| {
         let all = on_ranks(2, LONG, |world, s| f(&world.all(), &s).unwrap_err().to_string());
         assert!(all.iter().any(|e| e.contains(word)), "{word}: {all:?}");
@@ -255,9 +255,9 @@ fn arguments_that_do_not_fit_are_refused_with_the_way_out() {
     refused(&|g, s| g.all_to_all(s, &flat(s, 5), &flat(s, 5), "x"), "equal parts");
     refused(&|g, s| g.all_gather_v(s, &flat(s, 2), &flat(s, 5), &[2, 2], "x"), "do not add up");
     refused(&|g, s| g.all_gather_v(s, &flat(s, 2), &flat(s, 2), &[2], "x"), "1 counts for 2 ranks");
-    refused(&|g, s| g.broadcast(s, &flat(s, 2), 2, "x"), "no rank 2");
-    refused(&|g, s| g.all_reduce(s, &blank::<u8>(s, 2), ReduceOp::Sum, "x"), "u8 can't be reduced");
-    refused(&|g, s| g.all_gather(s, &blank::<i32>(s, 2), &flat(s, 4), "x"), "different types");
+    refused(&|g, s| g.broadcast(s, &flat(s, 2), 2, "x"), "rank 2 does not exist");
+    refused(&|g, s| g.all_reduce(s, &blank::<u8>(s, 2), ReduceOp::Sum, "x"), "u8 cannot be reduced");
+    refused(&|g, s| g.all_gather(s, &blank::<i32>(s, 2), &flat(s, 4), "x"), "different dtypes");
     let one = |s: &Stream| flat(s, 8);
     refused(
         &|g, s| {
@@ -271,7 +271,7 @@ fn arguments_that_do_not_fit_are_refused_with_the_way_out() {
             let t = one(s);
             g.all_gather(s, &t.narrow(0, 2, 4).unwrap(), &t, "x")
         },
-        "own place",
+        "own slot",
     );
     let other = Device::cpu(Threads::new(1).unwrap()).stream("elsewhere").unwrap();
     refused(&|g, s| g.all_reduce(&other, &flat(s, 2), ReduceOp::Sum, "x"), "another device");

@@ -1,10 +1,10 @@
-//! The access checker over collectives: what is ordered passes, a missing wait is found.
+//! Collectives under the race checker: ordered streams pass, a missing wait is reported.
 
 use crate::support::*;
 use ferrotron_comm::{Communicator, ReduceOp, Result, World};
 use ferrotron_tensor::{Category, DType, Stream, Tensor};
 
-/// Where one wait may be left out.
+/// Which wait is left out.
 #[derive(Clone, Copy, PartialEq, Debug)]
 enum Missing {
     Nothing,
@@ -12,7 +12,7 @@ enum Missing {
     After,
 }
 
-/// A step with communication on a stream of its own: compute writes, communication moves, compute reads.
+/// A step with communication on its own stream: compute writes, communication transfers, compute reads.
 fn step(world: &World, compute: &Stream, missing: Missing, op: usize) -> Result<()> {
     let g = world.all();
     let comm = compute.device().stream("comm")?;
@@ -27,7 +27,7 @@ fn step(world: &World, compute: &Stream, missing: Missing, op: usize) -> Result<
         if missing != Missing::After || round < 2 {
             compute.wait(&comm.record()?)?;
         }
-        // Both are used again on the compute stream, and their memory by the next round.
+        // Both are used again on the compute stream, and their memory in the next round.
         compute.zero(&other)?;
         compute.zero(&t)?;
     }
@@ -48,14 +48,14 @@ fn collective(g: &Communicator, s: &Stream, t: &Tensor, other: &Tensor, op: usiz
 }
 
 #[test]
-fn communication_on_its_own_stream_passes_the_checker() {
+fn communication_on_its_own_stream_passes_the_race_checker() {
     for op in 0..6 {
         on_ranks(4, LONG, |world, s| step(&world, &s, Missing::Nothing, op).unwrap());
     }
 }
 
 #[test]
-fn a_missing_wait_is_found() {
+fn a_missing_wait_is_reported() {
     for op in 0..6 {
         for missing in [Missing::Before, Missing::After] {
             let results = on_ranks(4, LONG, |world, s| step(&world, &s, missing, op));

@@ -1,10 +1,10 @@
-//! Messages, and groups at work side by side.
+//! Sends and receives, and concurrent groups.
 
 use crate::support::*;
 use ferrotron_comm::{Communicator, Error, ReduceOp, SendRecv};
 
 #[test]
-fn rings_turn_in_both_directions() {
+fn rings_in_both_directions() {
     for n in 1..=8 {
         on_ranks(n, LONG, |world, s| {
             let g = world.all();
@@ -12,12 +12,13 @@ fn rings_turn_in_both_directions() {
             let mut mine = tensor(&s, &values::<f32>(me, 33));
             for step in 1..=n {
                 let next = blank::<f32>(&s, 33);
-                dawdle((me * 31 + step) as u64);
+                random_delay((me * 31 + step) as u64);
                 g.send_recv(&s, &[(right, &mine)], &[(left, &next)], "ring").unwrap();
                 assert_eq!(s.download::<f32>(&next).unwrap(), values::<f32>((me + n * n - step) % n, 33));
                 mine = next;
             }
-            // Both ways at once, ranks listing them in different orders, empty ones and several to one rank.
+            // Both directions at once, listed in different orders, with empty messages and several messages to one
+            // rank.
             let (up, down) = (tensor(&s, &values::<u8>(me, 5)), tensor(&s, &values::<u8>(me + 50, 5)));
             let nothing = blank::<u8>(&s, 0);
             let (from_left, from_right) = (blank::<u8>(&s, 5), blank::<u8>(&s, 5));
@@ -37,11 +38,11 @@ fn rings_turn_in_both_directions() {
 }
 
 #[test]
-fn messages_keep_their_order_and_senders_do_not_wait() {
+fn messages_stay_in_order_and_senders_do_not_wait() {
     on_ranks(3, LONG, |world, s| {
         let g = world.all();
         let t = blank::<i32>(&s, 2);
-        // Everyone sends all it has before anyone receives.
+        // Everyone sends everything before anyone receives.
         for i in 0..20 {
             for to in 0..3 {
                 s.upload_into(&t, &[i, g.rank() as i32]).unwrap();
@@ -58,7 +59,7 @@ fn messages_keep_their_order_and_senders_do_not_wait() {
 }
 
 #[test]
-fn a_message_that_is_another_than_expected_is_named_on_both_sides() {
+fn an_unexpected_message_is_named_on_both_sides() {
     let errors = on_ranks(2, LONG, |world, s| {
         let g = world.all();
         let (a, b) = (blank::<f32>(&s, 4), blank::<f32>(&s, 5));
@@ -80,8 +81,8 @@ fn a_message_that_is_another_than_expected_is_named_on_both_sides() {
 }
 
 #[test]
-fn subgroups_work_side_by_side() {
-    // A grid of 2 × 4: rows and columns, used in an order that differs between rows.
+fn subgroups_run_concurrently() {
+    // A 2 × 4 grid: rows and columns, used in different orders by different rows.
     on_ranks(8, LONG, |world, s| {
         let (me, mut row, mut column) = (world.rank(), None, None);
         for r in 0..2 {
@@ -89,7 +90,7 @@ fn subgroups_work_side_by_side() {
             row = world.group("row", &ranks).unwrap().or(row);
         }
         for c in 0..4 {
-            // Not in ascending order: the group counts as it was told.
+            // Not in ascending order: ranks are numbered in the order given.
             column = world.group("column", &[c + 4, c]).unwrap().or(column);
         }
         let (row, column) = (row.unwrap(), column.unwrap());
@@ -98,7 +99,7 @@ fn subgroups_work_side_by_side() {
         assert!(world.group("one", &[3]).unwrap().is_none_or(|g| me == 3 && g.size() == 1));
         for round in 0..50 {
             let t = tensor(&s, &[me as i32]);
-            dawdle((me * 100 + round) as u64);
+            random_delay((me * 100 + round) as u64);
             if me < 4 && round % 3 == 0 {
                 row.barrier("only the first row").unwrap();
             }
@@ -113,8 +114,8 @@ fn subgroups_work_side_by_side() {
 }
 
 #[test]
-fn lanes_cross_whatever_their_order() {
-    // Two groups of the same ranks, as a pipeline has one for each direction; a stream for each lane.
+fn batches_complete_in_any_order() {
+    // Two groups of the same ranks, as in a pipeline with one per direction, each on its own stream.
     on_ranks(2, LONG, |world, s| {
         let down = world.group("down", &[0, 1]).unwrap().unwrap();
         let up = world.group("up", &[0, 1]).unwrap().unwrap();
@@ -123,31 +124,31 @@ fn lanes_cross_whatever_their_order() {
         for round in 0..30 {
             let mine = [tensor(&first, &values::<f32>(me, 700)), tensor(&second, &values::<f32>(me + 9, 30))];
             let got = [blank::<f32>(&first, 700), blank::<f32>(&second, 30)];
-            dawdle((me * 100 + round) as u64);
+            random_delay((me * 100 + round) as u64);
             let (sends, receives) = ([0, 1].map(|i| [(other, &mine[i])]), [0, 1].map(|i| [(other, &got[i])]));
-            // The direction of each message alone: what a rank waits for on its first lane, the other sends on its
-            // last. SendRecv by lane, both would wait for ever.
-            let lane = |i: usize, group| {
+            // Each rank sends on one group and receives on the other: what one waits for first, the other sends last.
+            // One after the other, both would wait forever.
+            let send_recv = |i: usize, group| {
                 let (send, receive) = (i == me, i != me);
                 let stream = if i == 0 { &first } else { &second };
                 let (sends, receives): (&[_], &[_]) =
                     (if send { &sends[i] } else { &[] }, if receive { &receives[i] } else { &[] });
                 SendRecv { group, stream, sends, receives }
             };
-            let mut lanes = vec![lane(0, &down), lane(1, &up)];
-            lanes.sort_by_key(|l| l.receives.is_empty());
-            Communicator::send_recv_batch(&lanes, "crossing").unwrap();
+            let mut batch = vec![send_recv(0, &down), send_recv(1, &up)];
+            batch.sort_by_key(|l| l.receives.is_empty());
+            Communicator::send_recv_batch(&batch, "crossing").unwrap();
             let i = 1 - me;
             let stream = if i == 0 { &first } else { &second };
             let all = stream.download::<f32>(&got[i]).unwrap();
             assert_eq!(all, if i == 0 { values::<f32>(0, 700) } else { values::<f32>(1 + 9, 30) });
-            // The same group on two lanes: messages are in the order of lanes.
+            // The same group twice in one batch: messages arrive in batch order.
             let parts = [blank::<f32>(&second, 30), blank::<f32>(&second, 30)];
             let pair = |i: usize| ([(other, &mine[1])], [(other, &parts[i])]);
             let (a, b) = (pair(0), pair(1));
-            let lanes =
+            let batch =
                 [&a, &b].map(|p| SendRecv { group: &up, stream: &second, sends: &p.0, receives: &p.1 });
-            Communicator::send_recv_batch(&lanes, "twice").unwrap();
+            Communicator::send_recv_batch(&batch, "twice").unwrap();
             assert_eq!(second.download::<f32>(&parts[1]).unwrap(), values::<f32>(other + 9, 30));
         }
         assert_eq!(
@@ -158,22 +159,22 @@ fn lanes_cross_whatever_their_order() {
 }
 
 #[test]
-fn a_lane_that_waits_for_nobody_is_named() {
+fn a_batch_without_a_peer_is_named() {
     let errors = on_ranks(2, 300, |world, s| {
         let down = world.group("down", &[0, 1]).unwrap().unwrap();
         let up = world.group("up", &[0, 1]).unwrap().unwrap();
         let (t, other) = (blank::<f32>(&s, 4), blank::<f32>(&s, 4));
-        let lanes = [
+        let batch = [
             SendRecv { group: &down, stream: &s, sends: &[], receives: &[] },
             SendRecv { group: &up, stream: &s, sends: &[(1, &t)], receives: &[(1, &other)] },
         ];
         if world.rank() == 0 {
-            Some(Communicator::send_recv_batch(&lanes, "lonely").unwrap_err().to_string())
+            Some(Communicator::send_recv_batch(&batch, "no peer").unwrap_err().to_string())
         } else {
             std::thread::sleep(std::time::Duration::from_millis(900));
             None
         }
     });
     let text = errors[0].clone().unwrap();
-    assert!(text.contains("'lonely'") && text.contains("up") && text.contains("rank 1"), "{text}");
+    assert!(text.contains("'no peer'") && text.contains("up") && text.contains("rank 1"), "{text}");
 }

@@ -1,4 +1,4 @@
-//! Ranks on threads, values to send, delays.
+//! Ranks on threads, test values, and random delays.
 
 use ferrotron_comm::{ReduceKernel, ReduceKernels, World};
 use ferrotron_tensor::{
@@ -9,27 +9,27 @@ use std::time::Duration;
 
 pub const LONG: u64 = 60_000;
 
-/// Runs `f` on `n` ranks that share a device with the access checker on; patience in milliseconds. The device
-/// is the host, or with `FERROTRON_TEST_DEVICE=cuda` the first card.
+/// Runs `f` on `n` ranks that share a device with the race checker on; `timeout` in milliseconds. The device is the
+/// CPU, or the first GPU with `FERROTRON_TEST_DEVICE=cuda`.
 pub fn on_ranks<T: Send>(n: usize, timeout: u64, f: impl Fn(World, Stream) -> T + Sync) -> Vec<T> {
-    on_devices(&vec![device(); n], timeout, by_hand(), f)
+    on_devices(&vec![device(); n], timeout, host_kernels(), f)
 }
 
 /// The device under test.
 pub fn device() -> Device {
-    watched(Instrumentation { race_check: true, ..Instrumentation::default() })
+    instrumented_device(Instrumentation { race_check: true, ..Instrumentation::default() })
 }
 
-/// The same under other observation.
-pub fn watched(watch: Instrumentation) -> Device {
+/// The device under test with other instrumentation.
+pub fn instrumented_device(instrumentation: Instrumentation) -> Device {
     let threads = Threads::new(1).unwrap();
     match std::env::var("FERROTRON_TEST_DEVICE") {
-        Ok(home) if home == "cuda" => Device::cuda(0, threads, watch).unwrap(),
-        _ => Device::cpu_instrumented(threads, watch),
+        Ok(home) if home == "cuda" => Device::cuda(0, threads, instrumentation).unwrap(),
+        _ => Device::cpu_instrumented(threads, instrumentation),
     }
 }
 
-/// The same with a device for each rank, and other kernels. A rank that panics fails the test.
+/// [`on_ranks`] with one device per rank and given kernels. A rank that panics fails the test.
 pub fn on_devices<T: Send>(
     devices: &[Device],
     timeout: u64,
@@ -47,8 +47,8 @@ pub fn on_devices<T: Send>(
     })
 }
 
-/// Stand-ins for the kernels of a card, which this crate has not.
-pub fn by_hand() -> ReduceKernels {
+/// Host implementations of the GPU reduction kernels, which this crate does not have.
+pub fn host_kernels() -> ReduceKernels {
     fn floats(s: &Stream, t: &Tensor) -> Result<Vec<f32>> {
         match t.dtype() {
             DType::BF16 => Ok(s.download::<bf16>(t)?.into_iter().map(Float::to_f32).collect()),
@@ -71,7 +71,7 @@ pub fn by_hand() -> ReduceKernels {
     ReduceKernels { add: kernel(|a, x| a + x), max: kernel(max) }
 }
 
-/// A mix of bits.
+/// Mixes the bits of an integer.
 pub fn hash(x: u64) -> u64 {
     let x = (x ^ 0x9e37_79b9_7f4a_7c15).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     let x = (x ^ (x >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -79,14 +79,14 @@ pub fn hash(x: u64) -> u64 {
 }
 
 /// Sleeps up to two milliseconds, or not at all.
-pub fn dawdle(seed: u64) {
+pub fn random_delay(seed: u64) {
     let h = hash(seed);
     if !h.is_multiple_of(3) {
         std::thread::sleep(Duration::from_micros(h % 2000));
     }
 }
 
-/// An element of a test: made from bits, over a range where the order of a sum shows in the result.
+/// An element made from random bits, over a range where the order of summation affects the result.
 pub trait Sample: Element {
     fn sample(h: u64) -> Self;
 }
@@ -127,17 +127,17 @@ impl Sample for u8 {
     }
 }
 
-/// What rank `rank` has, `len` elements.
+/// The `len` values of rank `rank`.
 pub fn values<T: Sample>(rank: usize, len: usize) -> Vec<T> {
     (0..len).map(|i| T::sample(hash((rank * 1_000_003 + i) as u64))).collect()
 }
 
-/// Those on a device.
+/// Values as a tensor.
 pub fn tensor<T: Sample>(s: &Stream, values: &[T]) -> Tensor {
     s.upload(values, &[values.len()], Category::Communication).unwrap()
 }
 
-/// Memory that shows what was not written.
+/// A tensor of values that differ from all expected results.
 pub fn blank<T: Sample>(s: &Stream, len: usize) -> Tensor {
     tensor(s, &values::<T>(77, len))
 }

@@ -1,4 +1,4 @@
-//! Calls show up in a trace as what they are, on the stream and rank they were given.
+//! Collectives appear in a trace with their name, on the right stream and rank.
 
 use crate::support::*;
 use ferrotron_comm::{ReduceOp, SendRecv};
@@ -7,15 +7,16 @@ use ferrotron_tensor::{Category, DType, Device, Instrumentation, Stream, Tensor,
 
 const RANKS: usize = 3;
 
-const WATCH: Instrumentation = Instrumentation { trace: true, race_check: true, kernel_times: false };
+const INSTRUMENTATION: Instrumentation =
+    Instrumentation { trace: true, race_check: true, kernel_times: false };
 
 fn host() -> Device {
-    Device::cpu_instrumented(Threads::new(1).unwrap(), WATCH)
+    Device::cpu_instrumented(Threads::new(1).unwrap(), INSTRUMENTATION)
 }
 
 fn everything(devices: &[Device]) -> Trace {
     devices.iter().for_each(|d| d.start_trace().unwrap());
-    on_devices(devices, LONG, by_hand(), |world, s: Stream| {
+    on_devices(devices, LONG, host_kernels(), |world, s: Stream| {
         let (me, g) = (world.rank(), world.all());
         let s = s.with_rank(me);
         let comm = s.device().stream("communication").unwrap().with_rank(me);
@@ -28,8 +29,8 @@ fn everything(devices: &[Device]) -> Trace {
         let (next, before) = ((me + 1) % RANKS, (me + RANKS - 1) % RANKS);
         let got = Tensor::empty(&s, &[5000], DType::F32, Category::Activations).unwrap();
         let (sends, receives) = ([(next, &t)], [(before, &got)]);
-        let lane = SendRecv { group: &g, stream: &s, sends: &sends, receives: &receives };
-        ferrotron_comm::Communicator::send_recv_batch(&[lane], "hidden").unwrap();
+        let batch = SendRecv { group: &g, stream: &s, sends: &sends, receives: &receives };
+        ferrotron_comm::Communicator::send_recv_batch(&[batch], "hidden").unwrap();
         s.zero(&got).unwrap();
         g.barrier("end").unwrap();
     });
@@ -48,7 +49,7 @@ fn check(t: &Trace, on_host: bool) {
             ("message", "world: 'hidden'", "compute"),
         ];
         assert_eq!(spans, wanted, "rank {rank}");
-        // Two fills are computation; everything else on streams of the rank is inside a collective.
+        // The two memsets are computation; everything else on streams of the rank is inside a collective.
         let outside: Vec<_> = of(ActivityKind::Kernel)
             .filter(|a| !a.in_collective && a.stream_name != "staging")
             .map(|a| &a.name)
@@ -64,14 +65,14 @@ fn check(t: &Trace, on_host: bool) {
     let o = t.overlap();
     assert!(o.transfers.total > 0.0 && o.transfers.total <= o.collectives.total, "{o:?}");
     if on_host {
-        // A rank does one thing at a time there.
+        // On the host a rank does one thing at a time.
         assert_eq!((o.transfers.same_rank, o.collectives.same_rank), (0.0, 0.0));
     }
 }
 
 #[test]
-fn ranks_of_one_device_and_of_several() {
-    let shared = watched(WATCH);
+fn ranks_on_one_device_and_on_several() {
+    let shared = instrumented_device(INSTRUMENTATION);
     check(&everything(&vec![shared.clone(); RANKS]), shared.gpu().is_none());
     check(&everything(&[host(), host(), host()]), true);
 }

@@ -1,11 +1,11 @@
-//! Bytes sent, by the formulas.
+//! Bytes sent, against the ring formulas.
 
 use crate::support::*;
 use ferrotron_comm::{OpKind, ReduceOp};
 use ferrotron_tensor::bf16;
 
 #[test]
-fn volumes_are_those_of_rings() {
+fn volumes_follow_the_ring_formulas() {
     for n in 1..=6usize {
         let sent = on_ranks(n, LONG, |world, s| {
             let g = world.all();
