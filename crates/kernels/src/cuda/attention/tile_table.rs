@@ -56,7 +56,7 @@ impl AttentionProblem {
         }
         let AttentionArgs { left, right, bottom, .. } = self.args;
         let name = Name { rows, hopper, side, left, right, bottom };
-        let is_it = |(stream, spans): &(Stream, Vec<Span>)| stream.is(s) && *spans == self.spans;
+        let is_it = |(stream, spans): &(Stream, Vec<Span>)| stream.same_as(s) && *spans == self.spans;
         let layout = || (s.clone(), self.spans.clone());
         tables.get(is_it, layout, name, || self.upload(s, rows, hopper, side)).map(Some)
     }
