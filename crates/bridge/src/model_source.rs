@@ -46,7 +46,7 @@ impl ModelSource {
         let weights = Weights::at(&place)?;
         let config = match &place {
             ModelLocation::Checkpoint { run: Some(run), .. } if run.join(CONFIG).is_file() => {
-                Some(Recipe::read(&run.join(CONFIG))?.config)
+                Some(Recipe::read_stored(&run.join(CONFIG))?.config)
             }
             _ => None,
         };

@@ -1,12 +1,17 @@
 //! Layers of a configuration: defaults, then a recipe file, then `--set` values. Remembers where each value
 //! came from, so that an error can point at the file, the line and the key.
 
+use super::renamed;
 use super::suggest::{Suggestion, suggest, suggest_section};
 use super::{Config, KEYS, KeyInfo, RECIPES, SECTIONS, nearest};
 use crate::error::{Error, Result};
+use crate::events;
 use std::collections::BTreeMap;
 use std::path::Path;
 use toml::de::{DeTable, DeValue};
+
+/// The resolved configuration inside a run folder.
+pub const STORED_CONFIG: &str = "config.toml";
 
 /// Two keys of which a later layer's replaces an earlier layer's, and which one layer cannot both set.
 const EITHER: &[(&str, &str)] = &[("train.steps", "train.tokens"), ("model.preset", "model.hf")];
@@ -62,8 +67,19 @@ impl Recipe {
         Ok(recipe)
     }
 
-    /// A recipe file.
+    /// Reads a recipe file. The `config.toml` of a run folder may be one; old keys in it are translated.
     pub fn read(path: &Path) -> Result<Recipe> {
+        let is_stored = path.file_name().is_some_and(|name| name == STORED_CONFIG)
+            && path.parent().is_some_and(|run| run.join(events::FILE_NAME).is_file());
+        Recipe::read_as(path, if is_stored { Source::Stored } else { Source::Written })
+    }
+
+    /// Reads a configuration that a run stored, this version's or an earlier one's: renamed keys are translated.
+    pub fn read_stored(path: &Path) -> Result<Recipe> {
+        Recipe::read_as(path, Source::Stored)
+    }
+
+    fn read_as(path: &Path, source: Source) -> Result<Recipe> {
         let shown = path.display().to_string();
         let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.into(), source })?;
         let text = String::from_utf8(bytes).map_err(|e| {
@@ -74,12 +90,16 @@ impl Recipe {
         })?;
         let name = path.file_stem().map(|s| s.to_string_lossy().into_owned()).unwrap_or_default();
         let mut recipe = Recipe { name, ..Recipe::default() };
-        recipe.add(&shown, &text)?;
+        recipe.add_from(&shown, &text, source)?;
         Ok(recipe)
     }
 
-    /// Lays a TOML text over the values so far; `file` is what errors call it.
+    /// Lays a TOML text over the values so far; `file` is its name in error messages.
     pub fn add(&mut self, file: &str, text: &str) -> Result<()> {
+        self.add_from(file, text, Source::Written)
+    }
+
+    fn add_from(&mut self, file: &str, text: &str, source: Source) -> Result<()> {
         let line_at =
             |at: usize| text.as_bytes()[..at.min(text.len())].iter().filter(|b| **b == b'\n').count() + 1;
         let table = DeTable::parse(text).map_err(|e| Error::Config {
@@ -95,7 +115,17 @@ impl Recipe {
         entries.sort_by_key(|e| e.at);
         self.layers += 1;
         for entry in entries {
-            self.put(file, Some(line_at(entry.at)), &entry.key, entry.value)?;
+            let line = Some(line_at(entry.at));
+            let translated = match (&entry.value, source) {
+                (Entry::Value(value), Source::Stored) => renamed::translate(&entry.key, value),
+                _ => None,
+            };
+            match translated {
+                None => self.put(file, line, &entry.key, entry.value)?,
+                Some(list) => list
+                    .into_iter()
+                    .try_for_each(|(key, value)| self.put(file, line, key, Entry::Value(value)))?,
+            }
         }
         Ok(())
     }
@@ -138,6 +168,10 @@ impl Recipe {
             }
         };
         let Some(info) = KeyInfo::find(key) else {
+            if let Some(new) = renamed::replacement(key, &value) {
+                let hint = renamed::new_name(key).map(|k| format!("`ferrotron explain {k}` says more"));
+                return fail(format!("unknown key; {key} is now {new}"), hint);
+            }
             let (what, hint) = unknown(key);
             return fail(what, Some(hint));
         };
@@ -187,6 +221,15 @@ impl Recipe {
             hint,
         }
     }
+}
+
+/// Who wrote a file.
+#[derive(Clone, Copy)]
+enum Source {
+    /// A user, by hand: a renamed key is an error that gives the new spelling.
+    Written,
+    /// A run, by this version or an earlier one: renamed keys are translated.
+    Stored,
 }
 
 /// What stands at a key of the file.
@@ -260,7 +303,7 @@ pub(super) fn unknown(key: &str) -> (String, String) {
         Suggestion::Near(list) => (format!("unknown key; did you mean {}?", list.join(" or ")), every.into()),
         Suggestion::Advice(advice) => (format!("unknown key; {advice}"), every.into()),
         Suggestion::Nothing => {
-            (format!("unknown key; {every}"), "a recipe has fewer than a hundred keys".into())
+            (format!("unknown key; {every}"), format!("there are {} keys, all with defaults", KEYS.len()))
         }
     }
 }

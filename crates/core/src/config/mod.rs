@@ -13,6 +13,7 @@ mod mtp;
 mod precision;
 mod ramp;
 mod recipes;
+mod renamed;
 mod resolve;
 mod suggest;
 mod table;
@@ -21,7 +22,7 @@ mod validate;
 mod write;
 
 pub use keys::*;
-pub use load::Recipe;
+pub use load::{Recipe, STORED_CONFIG};
 pub use loss_scale::LossScale;
 pub use mla::MlaDims;
 pub use recipes::{EmbeddedRecipe, RECIPES};

@@ -1,6 +1,6 @@
 //! What an unknown name may have meant: the same thing under another system's name, or a slip of the keyboard.
 
-use super::{KEYS, KeyInfo, SECTIONS};
+use super::{KEYS, KeyInfo, SECTIONS, renamed};
 
 /// Names from elsewhere that have no key here, and what to do instead.
 const ELSEWHERE: &[(&[&str], &str)] = &[
@@ -146,6 +146,9 @@ pub fn suggest(key: &str) -> Suggestion {
     let name = parts.last().copied().unwrap_or_default();
     let section = parts.len().checked_sub(2).and_then(|i| parts.get(i)).copied().map(real_section);
 
+    if let Some(new) = section.and_then(|section| renamed::new_name(&format!("{section}.{name}"))) {
+        return Suggestion::Known(new);
+    }
     // A key in front of which something was put (`cfg.train.steps`, `train.eval.every`), or whose section has
     // another name elsewhere (`trainer.steps`).
     if let Some(k) = KEYS.iter().find(|k| Some(k.section) == section && k.name == name) {

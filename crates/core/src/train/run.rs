@@ -3,7 +3,7 @@
 use super::energy::Energy;
 use super::{InFlightStep, StepMetrics, StepReport, Trainer};
 use crate::checkpoint::{self, Saver};
-use crate::config::Resolved;
+use crate::config::{Resolved, STORED_CONFIG};
 use crate::data::Batches;
 use crate::events::{self, Event, EventLog};
 use crate::volume::Traffic;
@@ -82,7 +82,7 @@ struct RunFolderWriter {
 /// Folder of checkpoints inside a run folder.
 pub const CHECKPOINTS: &str = "checkpoints";
 /// The resolved recipe inside a run folder.
-pub const CONFIG: &str = "config.toml";
+pub const CONFIG: &str = STORED_CONFIG;
 
 impl Run {
     /// Opens the run in `dir`: continues from its newest checkpoint if there is one, else starts fresh.
