@@ -7,17 +7,17 @@ use ferrotron_tensor::{Result, Tensor};
 
 /// `scale·tokens[id] (+ positions[pos])`
 pub struct Embedding {
-    /// The token table `[V, h]`, which a tied head shares.
+    /// The token embedding `[V, h]`, shared with a tied LM head.
     pub tokens: ParamId,
     positions: Option<ParamId>,
     scale: f32,
     hidden: usize,
-    /// First row of the token table that this rank holds, and rows in all.
+    /// First row of the token embedding that this rank holds, and rows in all (vocabulary parallelism).
     first: usize,
     vocab: usize,
 }
 
-/// Indices.
+/// Token ids and positions that backward scatters into.
 pub struct EmbeddingSaved {
     ids: SavedTensor,
     positions: Option<SavedTensor>,
@@ -55,7 +55,7 @@ impl Embedding {
         Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
     }
 
-    /// The same over a token table that is declared, which another module uses too; `<name>.positions` is declared.
+    /// Reuses a token embedding that is already declared; declares only `<name>.positions`.
     pub fn over(
         d: &mut Declarations,
         tokens: ParamId,
@@ -77,17 +77,17 @@ impl Embedding {
         Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
     }
 
-    /// The same tables, for another module that looks tokens up.
+    /// The same embeddings, for another module that looks up tokens (MTP).
     pub fn share(&self) -> Embedding {
         Embedding { ..*self }
     }
 
-    /// All its tables.
+    /// Ids of its parameters.
     pub fn tables(&self) -> impl Iterator<Item = ParamId> + use<> {
         [Some(self.tokens), self.positions].into_iter().flatten()
     }
 
-    /// `ids`, `positions` i32 `[tokens]` → `[tokens, hidden]`, of the rows this rank holds.
+    /// `ids`, `positions` i32 `[tokens]` → `[tokens, hidden]` of this rank's sequence shard.
     pub fn forward(
         &self,
         p: &StepContext,
@@ -110,7 +110,7 @@ impl Embedding {
         Ok((y, EmbeddingSaved { ids: SavedTensor::small(ids), positions }))
     }
 
-    /// Only weights have gradients here.
+    /// Returns the weight gradients; token ids have none.
     pub fn backward(&self, p: &StepContext, saved: EmbeddingSaved, dy: &Tensor) -> Result<WeightGrad> {
         let lookup = |param, ids: &Tensor, dy: InFlight, first, vocab, scale| {
             let ids = ids.clone();

@@ -1,20 +1,21 @@
-//! Two passes in turn.
+//! Cooperative interleaving of two passes on one host thread.
 //!
-//! A pass is an `async fn` that ends its turn where it has sent rows and would wait for them next. Alone it takes all turns
-//! itself, so that it runs straight through; of two, each goes on while rows of the other are on their way. Nothing else
-//! is asynchronous: no thread, no timer, and turns change at the same places on every rank, whatever the data.
+//! A pass is an `async fn` that yields where it has started a dispatch or combine and would wait for it next. Run alone it
+//! resumes itself at once and so runs straight through; of two (`parallel.schedule = "paired"`), each computes while the
+//! other's exchange is in flight. Nothing else is asynchronous: no thread, no timer, and the yield points are the same on
+//! every rank, whatever the data.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 
-/// Ends a turn.
+/// Yields to the other pass, if there is one.
 pub async fn yield_now() {
     let mut ended = false;
     poll_fn(|_| if std::mem::replace(&mut ended, true) { Poll::Ready(()) } else { Poll::Pending }).await;
 }
 
-/// What a pass makes that takes all turns itself.
+/// Runs one pass to completion.
 pub fn run_to_completion<T>(pass: impl Future<Output = T>) -> T {
     let mut pass = pin!(pass);
     loop {
@@ -24,7 +25,7 @@ pub fn run_to_completion<T>(pass: impl Future<Output = T>) -> T {
     }
 }
 
-/// What two passes make that take turns, `a` first. The first error ends both.
+/// Interleaves two passes, `a` first. The first error ends both.
 pub fn interleave<A, B, E>(
     a: impl Future<Output = Result<A, E>>,
     b: impl Future<Output = Result<B, E>>,

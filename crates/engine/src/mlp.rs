@@ -1,4 +1,4 @@
-//! The feed-forward block: up, non-linearity (gated or not), down.
+//! The MLP: up-projection, activation (gated or not), down-projection.
 
 use crate::{
     Declarations, Linear, LinearSaved, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
@@ -15,7 +15,7 @@ pub struct Mlp {
     ffn: usize,
 }
 
-/// Inputs of the three steps.
+/// Activations that backward needs.
 pub struct MlpSaved {
     down: LinearSaved,
     h: SavedTensor,
@@ -31,19 +31,20 @@ impl Saved for MlpSaved {
 }
 
 impl MlpSaved {
-    /// Drops the block's input, which the caller can make again.
+    /// Drops the block's input; the caller recomputes it before backward.
     pub fn drop_input(&mut self) {
         self.up.drop_input();
     }
 
-    /// Puts the input back.
+    /// Restores the recomputed input.
     pub fn restore_input(&mut self, x: &Tensor) {
         self.up.restore_input(x);
     }
 }
 
 impl Mlp {
-    /// Declares `<name>.gate` (where gated), `<name>.up` and `<name>.down`. `std_out` is for `down`.
+    /// Declares `<name>.gate` (where gated), `<name>.up` and `<name>.down`. `std_out` is the initial standard deviation of
+    /// `down`.
     #[allow(clippy::too_many_arguments)]
     pub fn declare(
         d: &mut Declarations,
@@ -73,7 +74,7 @@ impl Mlp {
         Ok(Mlp { up, down, act, gated, ffn })
     }
 
-    /// Does it need the largest magnitude of its input?
+    /// Whether the producer of its input should also compute the input's amax (for FP8 quantization).
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         self.up.needs_input_amax(p)
     }
@@ -95,7 +96,7 @@ impl Mlp {
         Ok((y, MlpSaved { down, h: SavedTensor::activation(&h), up }))
     }
 
-    /// Gradient of the input.
+    /// Returns the input gradient `[tokens, hidden]` and the deferred weight gradients.
     pub fn backward(&self, p: &StepContext, saved: MlpSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         let mut down = saved.down;
         if down.is_input_dropped() {

@@ -14,7 +14,7 @@ pub struct NormLayer {
     width: usize,
 }
 
-/// Input and statistics.
+/// Input and statistics that backward needs.
 pub struct NormSaved {
     x: SavedTensor,
     mean: Option<SavedTensor>,
@@ -29,22 +29,21 @@ impl Saved for NormSaved {
     }
 }
 
-/// HiddenStates states `x + more` `[tokens, hidden]`: a layer leaves its last sum to the norm that comes next, which forms
-/// it on its way.
+/// Hidden states `x + more` `[tokens, hidden]`. A layer leaves its last residual addition to the next norm, which fuses it.
 pub struct HiddenStates {
-    /// What there is.
+    /// The residual stream.
     pub x: Tensor,
-    /// What is still to be added.
+    /// The branch output that is not added yet.
     pub pending: Option<Tensor>,
 }
 
 impl HiddenStates {
-    /// States that are complete.
+    /// Hidden states without a pending addition.
     pub fn of(x: Tensor) -> HiddenStates {
         HiddenStates { x, pending: None }
     }
 
-    /// The sum, formed now.
+    /// Performs the pending addition.
     pub fn sum(self, p: &StepContext) -> Result<Tensor> {
         let Some(pending) = self.pending else { return Ok(self.x) };
         let y = p.empty(self.x.shape())?;
@@ -70,19 +69,19 @@ impl NormLayer {
         Ok(NormLayer { norm, gamma, beta, width })
     }
 
-    /// Norm of `x [tokens, h]`, or of each head of a `[tokens, heads, d]` view, into `y` of that shape.
+    /// Normalizes `x [tokens, h]`, or each head of a `[tokens, heads, d]` view, into `y` of that shape.
     pub fn forward_into(&self, p: &StepContext, x: &Tensor, y: &Tensor) -> Result<NormSaved> {
         self.run(p, x, y, |k, s, n| k.norm_forward(s, self.norm, n))
     }
 
-    /// Norm of `x`.
+    /// Normalizes `x`.
     pub fn forward(&self, p: &StepContext, x: &Tensor) -> Result<(Tensor, NormSaved)> {
         let y = p.empty(x.shape())?;
         let saved = self.forward_into(p, x, &y)?;
         Ok((y, saved))
     }
 
-    /// Norm of `x [tokens, h]`, with its largest magnitude if `measure` says so.
+    /// Normalizes `x [tokens, h]`; `measure` also computes the output's amax.
     pub fn forward_with_amax(
         &self,
         p: &StepContext,
@@ -98,8 +97,8 @@ impl NormLayer {
         Ok((y, saved))
     }
 
-    /// `r = x + residual` and the norm of r, in one pass over memory where the device can. Returns (norm, r); the norm
-    /// with its largest magnitude if `measure` says so.
+    /// Fused residual addition and norm: `r = x + residual`, `y = norm(r)`, in one pass over memory where the device has
+    /// that kernel. Returns (y, r); `measure` also computes the amax of y.
     pub fn add_forward(
         &self,
         p: &StepContext,
@@ -117,7 +116,7 @@ impl NormLayer {
         Ok((y, sum, saved))
     }
 
-    /// The same of a sum that may not have been formed yet.
+    /// The same for hidden states whose residual addition may be pending.
     pub fn forward_pending(
         &self,
         p: &StepContext,
@@ -130,7 +129,7 @@ impl NormLayer {
         }
     }
 
-    /// The output again, from what was saved.
+    /// Recomputes the output from the saved input and statistics.
     pub fn recompute(&self, p: &StepContext, saved: &NormSaved, measure: bool) -> Result<WithAmax> {
         Ok(self.forward_with_amax(p, &saved.x, measure)?.0)
     }
@@ -165,7 +164,7 @@ impl NormLayer {
         })
     }
 
-    /// Gradient of the input, plus `residual` (a gradient that reaches the input by another way).
+    /// Returns the input gradient plus `residual` (the gradient of the residual branch).
     pub fn backward(
         &self,
         p: &StepContext,
@@ -178,7 +177,7 @@ impl NormLayer {
         Ok((dx, grads))
     }
 
-    /// The same into memory the caller has.
+    /// The same, into a buffer of the caller.
     pub fn backward_into(
         &self,
         p: &StepContext,

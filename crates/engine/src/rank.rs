@@ -1,4 +1,4 @@
-//! A rank: everything a worker has. Nothing is global, so many ranks fit in one process.
+//! A rank: device, streams, kernels and process groups of one worker. Nothing is global, so many ranks fit in one process.
 
 use crate::GroupRank;
 use crate::data_parallel::group_rank;
@@ -9,64 +9,64 @@ use ferrotron_tensor::trace::COMMUNICATION;
 use ferrotron_tensor::{Category, DType, Device, Instrumentation, Result, Stream, Tensor, Threads};
 use std::sync::Arc;
 
-/// Device, queues of work, kernels, groups and seed of one worker.
+/// Device, streams, kernels, process groups and seed of one worker.
 #[derive(Clone)]
 pub struct Rank {
-    /// Where kernels run, in order.
+    /// The compute stream.
     pub compute: Stream,
-    /// Where communication runs that computation does not wait for at once.
+    /// Stream of collectives that overlap with computation.
     pub comm_stream: Stream,
-    /// Where rows travel to experts and back. What goes over [`Rank::comm_stream`] is short and waited for soon: it must not stand
-    /// behind them.
+    /// Stream of MoE dispatch and combine. Separate from [`Rank::comm_stream`], whose collectives are short and waited for
+    /// soon, and must not queue behind an all-to-all.
     pub dispatch_stream: Stream,
     /// The kernels of the device.
     pub kernels: Arc<dyn Kernels>,
-    /// All ranks of the run.
+    /// All ranks of the job.
     pub world: World,
-    /// Ranks that share every layer.
+    /// Tensor-parallel group.
     pub tp: Communicator,
-    /// Ranks that share every sequence: each has its tokens of it.
+    /// Context-parallel group: its ranks split every sequence.
     pub cp: Communicator,
-    /// Ranks that have the same weights and other sequences.
+    /// Data-parallel group: the same weights, other sequences.
     pub dp: Communicator,
-    /// Ranks that have the same weights and other tokens, cp × dp: gradients are summed over them.
+    /// dp × cp group: the same weights, other tokens. Gradients are reduced over it.
     pub dp_cp_group: Communicator,
-    /// Ranks that share the layers among them, in the order of stages.
+    /// Pipeline-parallel group, in stage order.
     pub pp: Communicator,
-    /// The same ranks, for what goes from later stages to earlier ones.
+    /// The same ranks for sends from later to earlier stages (activation gradients).
     pub pp_backward_group: Communicator,
-    /// The first and the last stage, which share a tied embedding; alone on stages between them.
+    /// Embedding group: first and last stage, which share a tied embedding; a group of one elsewhere.
     pub embedding_group: Communicator,
-    /// Ranks that share the tokens of a micro-batch, tp × cp.
+    /// tp × cp group: the ranks that split the tokens of a micro-batch.
     pub tp_cp_group: Communicator,
-    /// Ranks that share the tokens of a step, tp × cp × dp.
+    /// tp × dp × cp group: the ranks that split the tokens of a step.
     pub tp_dp_cp_group: Communicator,
-    /// Ranks that have all experts of a layer between them, etp × ep; those that share an expert are neighbours.
+    /// etp × ep group: together its ranks hold all experts of a layer; ranks of one etp group are adjacent.
     pub etp_ep_group: Communicator,
-    /// Ranks that share every expert of this one.
+    /// Expert-tensor-parallel group.
     pub etp: Communicator,
-    /// Ranks that have the same experts and other tokens: gradients of experts are summed over them.
+    /// Expert-data-parallel group: the same experts, other tokens. Expert gradients are reduced over it.
     pub expert_dp_group: Communicator,
-    /// Communicate on [`Rank::comm_stream`] beside computation where neither needs the other. Equal bits either way.
+    /// Overlap communication with computation on [`Rank::comm_stream`]. Results are bit-equal either way.
     pub overlap: bool,
-    /// Seed of the run: initial values and dropout come from it.
+    /// Seed of initialization and dropout.
     pub seed: u64,
 }
 
 impl Rank {
-    /// A rank on the host's cores; `threads` 0 means all of them.
+    /// A CPU rank; `threads` 0 uses all cores.
     pub fn cpu(threads: usize, seed: u64) -> Result<Rank> {
         Rank::cpu_instrumented(threads, seed, Instrumentation::default())
     }
 
-    /// The same under observation.
+    /// A CPU rank with instrumentation (race checker, tracing).
     pub fn cpu_instrumented(threads: usize, seed: u64, watch: Instrumentation) -> Result<Rank> {
-        // Detection first: it asks the system for the matrix unit before compute threads start.
+        // Detect the ISA first: AMX permission must be requested before compute threads start.
         let kernels = Arc::new(cpu::CpuKernels::detect());
         Rank::alone(&Device::cpu_instrumented(Threads::new(threads)?, watch), kernels, seed)
     }
 
-    /// A rank on card `ordinal`, and how its kernels were made ready; `threads` do what is left to the host.
+    /// A rank on GPU `ordinal`, and how its kernels were loaded; `threads` serve host-side work.
     pub fn cuda(
         ordinal: usize,
         threads: usize,
@@ -79,7 +79,7 @@ impl Rank {
         Ok((Rank::alone(&device, Arc::new(kernels), seed)?, cache_stats))
     }
 
-    /// A rank with streams of its own on a device, and nobody to share with.
+    /// A rank with its own streams on a device and groups of one.
     pub fn alone(device: &Device, kernels: Arc<dyn Kernels>, seed: u64) -> Result<Rank> {
         let solo = Communicator::solo;
         Ok(Rank {
@@ -105,17 +105,17 @@ impl Rank {
         })
     }
 
-    /// Ranks that share this one's weights: those of experts, or all others.
+    /// The tensor-parallel group of expert or of all other parameters.
     pub fn tp_group(&self, experts: bool) -> &Communicator {
         if experts { &self.etp } else { &self.tp }
     }
 
-    /// Ranks that have the same weights: those of experts, or all others.
+    /// The data-parallel group of expert or of all other parameters.
     pub fn dp_group(&self, experts: bool) -> &Communicator {
         if experts { &self.expert_dp_group } else { &self.dp_cp_group }
     }
 
-    /// This rank's place among those that have all experts of a layer between them, by whole experts.
+    /// This rank's position in the expert-parallel group.
     pub fn expert_parallel_rank(&self) -> GroupRank {
         let (here, each) = (group_rank(&self.etp_ep_group), self.etp.size());
         GroupRank { rank: here.rank / each, size: here.size / each }
@@ -126,7 +126,7 @@ impl Rank {
         self.compute.device()
     }
 
-    /// New memory for activations on the compute stream.
+    /// Allocates an activation on the compute stream.
     pub fn activation(&self, shape: &[usize], dtype: DType) -> Result<Tensor> {
         Tensor::empty(&self.compute, shape, dtype, Category::Activations)
     }

@@ -1,12 +1,12 @@
-//! Tokens spread over tensor-parallel ranks. Between blocks, rank r of t holds rows `r·n/t..(r+1)·n/t` of the
-//! residual stream `[n, h]`; blocks work on all rows with their share of the weights. Alone, nothing moves.
+//! Sequence parallelism: between blocks, rank r of t tensor-parallel ranks holds rows `r·n/t..(r+1)·n/t` of the residual
+//! stream `[n, h]`; inside a block every rank works on all rows with its shard of the weights. With tp = 1 nothing moves.
 
 use crate::StepContext;
 use ferrotron_comm::ReduceOp;
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
 impl StepContext<'_> {
-    /// All rows, from every rank's: `[n/t, h] → [n, h]`. The backward of [`StepContext::reduce_scatter`].
+    /// All-gathers sequence shards: `[n/t, h] → [n, h]`. The backward of [`StepContext::reduce_scatter`].
     pub fn all_gather(&self, x: &Tensor, label: &'static str) -> Result<Tensor> {
         let tp = &self.rank.tp;
         if tp.size() == 1 {
@@ -19,7 +19,7 @@ impl StepContext<'_> {
         Ok(all)
     }
 
-    /// This rank's rows of the sum over ranks: `[n, h] → [n/t, h]`. The backward of [`StepContext::all_gather`].
+    /// Reduce-scatters partial sums: `[n, h] → [n/t, h]`. The backward of [`StepContext::all_gather`].
     pub(crate) fn reduce_scatter(&self, x: &Tensor, label: &'static str) -> Result<Tensor> {
         let tp = &self.rank.tp;
         if tp.size() == 1 {
@@ -35,7 +35,7 @@ impl StepContext<'_> {
         Ok(mine)
     }
 
-    /// This rank's rows of a tensor that every rank has whole.
+    /// This rank's sequence shard of a tensor that every rank holds in full.
     pub(crate) fn local_rows(&self, x: &Tensor) -> Result<Tensor> {
         let tp = &self.rank.tp;
         let n = x.shape()[0] / tp.size();

@@ -1,54 +1,54 @@
-//! Which part of a logical tensor a tensor-parallel rank holds. Everything that cuts or joins tensors (memory,
-//! initial values, checkpoints, conversions) asks here.
+//! Which part of a logical tensor a tensor-parallel rank holds. Memory, initialization, checkpoints and Hugging Face
+//! conversion all shard and join tensors by this file.
 
 use crate::Part;
 use std::ops::Range;
 
-/// A rank's place among the ranks that share every layer.
+/// A rank's position in its tensor-parallel group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GroupRank {
-    /// Its number.
+    /// Index in the group.
     pub rank: usize,
-    /// How many there are.
+    /// Size of the group.
     pub size: usize,
 }
 
 impl GroupRank {
-    /// Nobody to share with.
+    /// A group of one.
     pub const SINGLE: GroupRank = GroupRank { rank: 0, size: 1 };
 }
 
-/// How tensor-parallel ranks may share a logical tensor.
+/// How a logical tensor is split over tensor-parallel ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// Every rank has all of it.
+    /// Replicated on every rank.
     Replicated,
-    /// Ranks own ranges of axis 0 in whole units of so many rows: a head's channels, or single rows. Ranks beyond
-    /// the number of units share them, each unit held by as many neighbours.
+    /// Ranks hold ranges of axis 0 in whole units of `unit` rows: a head's channels, or single rows. With more ranks than
+    /// units, each unit is replicated on as many neighbouring ranks.
     Rows {
         /// Rows that stay together.
         unit: usize,
     },
     /// The same along axis 1.
     Columns {
-        /// WgradOperand that stay together.
+        /// Columns that stay together.
         unit: usize,
     },
 }
 
-/// Part of a logical tensor: a range of one axis, everything of the others.
+/// A shard of a logical tensor: a range of one axis, all of the others.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Shard {
     /// The axis.
     pub axis: usize,
-    /// What is held of it.
+    /// The range.
     pub range: Range<usize>,
 }
 
 /// The units of `count` that rank `p` holds.
 fn units(count: usize, p: GroupRank) -> Range<usize> {
     if count >= p.size {
-        // As even as possible from the front: the last ranks may have less, or nothing.
+        // Ceiling division: the last ranks may hold less, or nothing.
         let each = count.div_ceil(p.size);
         return (p.rank * each).min(count)..((p.rank + 1) * each).min(count);
     }
@@ -57,7 +57,7 @@ fn units(count: usize, p: GroupRank) -> Range<usize> {
 }
 
 impl Part {
-    /// What rank `p` holds.
+    /// The shard of rank `p`.
     pub fn cut(&self, p: GroupRank) -> Shard {
         let (axis, unit) = match self.split {
             Split::Replicated => {
@@ -71,7 +71,7 @@ impl Part {
         Shard { axis, range: u.start * unit..u.end * unit }
     }
 
-    /// Do some, but not all, of `size` ranks hold the same?
+    /// Whether some, but not all, of `size` ranks hold the same shard.
     pub fn shared(&self, size: usize) -> bool {
         let units = match self.split {
             Split::Replicated => return false,
@@ -81,7 +81,7 @@ impl Part {
         units > 1 && units < size
     }
 
-    /// Ranks of `p.size` that hold the same as `p`, itself included.
+    /// Number of ranks that hold the same shard as `p`, itself included.
     pub fn holders(&self, p: GroupRank) -> Range<usize> {
         let mine = self.cut(p);
         let same = |rank: &usize| self.cut(GroupRank { rank: *rank, ..p }) == mine;
@@ -91,14 +91,14 @@ impl Part {
 }
 
 impl Shard {
-    /// Shape of what is held of a tensor of `shape`.
+    /// Shape of the shard of a tensor of `shape`.
     pub fn shape(&self, shape: &[usize]) -> Vec<usize> {
         let mut out = shape.to_vec();
         out[self.axis] = self.range.len();
         out
     }
 
-    /// Element ranges of the whole (row-major) that are held, in order.
+    /// Element ranges of the full tensor (row-major) in the shard, in order.
     pub fn runs(&self, shape: &[usize]) -> Vec<Range<usize>> {
         let inner: usize = shape[self.axis + 1..].iter().product();
         let outer: usize = shape[..self.axis].iter().product();
@@ -107,7 +107,7 @@ impl Shard {
         (0..outer).map(run).filter(|r| !r.is_empty()).collect()
     }
 
-    /// The same of elements `share` of what is held.
+    /// The same for elements `share` of the shard.
     pub fn runs_within(&self, shape: &[usize], share: Range<usize>) -> Vec<Range<usize>> {
         let mut at = 0;
         let within = |r: Range<usize>| {
@@ -119,12 +119,12 @@ impl Shard {
         self.runs(shape).into_iter().filter_map(within).collect()
     }
 
-    /// What is held of `whole`.
+    /// Copies the shard out of the full tensor.
     pub fn take<T: Copy>(&self, shape: &[usize], whole: &[T]) -> Vec<T> {
         self.runs(shape).into_iter().flat_map(|r| whole[r].iter().copied()).collect()
     }
 
-    /// Puts what is held in its place of `whole`.
+    /// Copies the shard into the full tensor.
     pub fn put<T: Copy>(&self, shape: &[usize], held: &[T], whole: &mut [T]) {
         let mut at = 0;
         for r in self.runs(shape) {

@@ -1,46 +1,46 @@
-//! Products beside the communication they need.
+//! Tensor-parallel GEMMs overlapped with their collectives.
 //!
-//! | product | what moves | how | why |
+//! | GEMM | communication | algorithm | reason |
 //! |---|---|---|---|
-//! | rows of W, forward; columns of W, backward | rows are gathered | ring | each chunk of rows is multiplied while it is sent on and the next comes |
-//! | columns of W, forward; rows of W, backward | partial sums go to their owners | pipeline | the product is made owner by owner, one part travels while the next is made; the owner's own is last |
-//! | rows of W, weight gradient | the input is gathered again | bulk | only the weight gradient needs it, which may come much later |
-//! | columns of W, weight gradient | nothing | | the ring of the backward product has left all rows |
+//! | column-parallel fprop; row-parallel dgrad | all-gather of rows | ring | each chunk of rows is multiplied while it is forwarded and the next arrives |
+//! | row-parallel fprop; column-parallel dgrad | reduce-scatter of partial sums | pipelined | the GEMM runs owner by owner; one part is sent while the next is computed, the rank's own part last |
+//! | column-parallel wgrad | all-gather of the input | bulk | only wgrad needs it, and wgrad may run much later |
+//! | row-parallel wgrad | none | | the ring of dgrad has gathered all rows |
 //!
-//! Input gradients of rows of W do not travel in bulk beside the weight gradient's product: that product may be put
-//! off until a pipeline has nothing better to do, and the next module needs the input gradient before.
+//! The reduce-scatter of column-parallel dgrad is not overlapped with wgrad in bulk: a pipeline schedule may defer wgrad,
+//! and the next module needs the input gradient before.
 //!
-//! Without [`crate::Rank::overlap`] the same steps happen in the same order on one stream. A product cut into rows
-//! need not give the bits of the whole, so overlap never decides how it is cut.
+//! Without [`crate::Rank::overlap`] the same steps run in the same order on one stream. A GEMM split by rows need not be
+//! bit-equal to the full one, so overlap never decides how it is split.
 
 use crate::quant::{GemmOperand, GemmOptions, LinearGemm};
 use crate::{ParamId, StepContext, WeightGrad};
 use ferrotron_tensor::{DType, DeviceKind, Event, Result, Stream, Tensor, shape_error};
 
-/// Rows of a chunk on a card at least. Products there work in tiles of this height: smaller chunks would cost as much,
-/// and all of them more than the exchange they hide.
+/// Minimum rows per chunk on a GPU. GEMM tiles have this height: smaller chunks would cost as much, and in sum more than
+/// the communication they hide.
 const TILE: usize = 128;
 
-/// The right-hand side of a product `x·wᵀ (+ bias)`.
+/// The right-hand side of a GEMM `x·wᵀ (+ bias)`.
 #[derive(Clone)]
 pub(crate) struct WeightOperand<'a> {
     /// `[n, k]`
     pub(crate) w: GemmOperand,
     /// `[n]`
     pub(crate) bias: Option<&'a Tensor>,
-    /// Which product it is.
+    /// Which of the linear layer's GEMMs it is.
     pub(crate) product: LinearGemm,
-    /// Let the matrix unit keep sums short.
+    /// Fast accumulation: FP8 tensor cores keep partial sums at reduced precision.
     pub(crate) fast: bool,
 }
 
 impl<'a> WeightOperand<'a> {
-    /// Of a weight `[out, in]`, for the output.
+    /// fprop of a weight `[out, in]`.
     pub(crate) fn fprop(w: &Tensor, bias: Option<&'a Tensor>) -> WeightOperand<'a> {
         WeightOperand { w: GemmOperand::rowwise(w), bias, product: LinearGemm::Fprop, fast: false }
     }
 
-    /// Of a weight `[out, in]`, for the gradient of the input.
+    /// dgrad of a weight `[out, in]`.
     pub(crate) fn dgrad(w: &Tensor) -> WeightOperand<'a> {
         WeightOperand { w: GemmOperand::columnwise(w), bias: None, product: LinearGemm::Dgrad, fast: false }
     }
@@ -116,14 +116,15 @@ impl StepContext<'_> {
         Ok(InFlight { side, _from, done: done.map(|e| (self.rank.compute.clone(), e)) })
     }
 
-    /// `x·wᵀ + bias`
+    /// Computes `x·wᵀ + bias`.
     pub(crate) fn gemm(&self, x: &GemmOperand, f: &WeightOperand) -> Result<Tensor> {
         let y = self.empty(&[x.rows(), f.outputs()])?;
         self.multiply(x, f, &y)?;
         Ok(y)
     }
 
-    /// The product of all rows from every rank's `x [n/t, k]`: `[n, out]`; and, with `keep`, the rows `[n, k]`.
+    /// All-gather + GEMM: multiplies all rows from every rank's `x [n/t, k]` into `[n, out]`; with `keep`, also returns the
+    /// gathered rows `[n, k]`.
     pub(crate) fn all_gather_gemm(
         &self,
         x: &GemmOperand,
@@ -142,14 +143,14 @@ impl StepContext<'_> {
         let memory = |rows| x.empty_like(self.rank, rows);
         let rows = |of: &GemmOperand, hop: usize| of.narrow((me + t - hop) % t * m, m);
         let all = keep.then(|| memory(t * m)).transpose()?;
-        // Where nobody wants the rows afterwards, two chunks are enough: one that comes, one that is used.
+        // Where the gathered rows are not kept, two chunk buffers suffice: one arrives while the other is used.
         let pair = if keep { Vec::new() } else { (1..t.min(3)).map(|_| memory(m)).collect::<Result<_>>()? };
         if let Some(all) = &all {
             self.rank.compute.copy(x.memory(), rows(all, 0)?.memory())?;
         }
         let mut held = x.clone();
         for hop in 0..t {
-            // From here on the chunk of the hop before is free to be overwritten.
+            // From here on the previous hop's chunk may be overwritten.
             let before = self.mark()?;
             self.multiply(&held, f, &chunk(&y, hop)?)?;
             if hop + 1 == t {
@@ -169,8 +170,8 @@ impl StepContext<'_> {
         Ok((y, all))
     }
 
-    /// This rank's rows of the sum over ranks of the products of `x [n, k]`: `[n/t, out]`. Parts are added in the
-    /// order of ranks, in f32, and rounded once.
+    /// GEMM + reduce-scatter: this rank's rows `[n/t, out]` of the sum over ranks of `x·wᵀ`, `x [n, k]`. Partial sums are
+    /// added in rank order, in f32, and rounded once.
     pub(crate) fn gemm_reduce_scatter(
         &self,
         x: &GemmOperand,
@@ -187,14 +188,14 @@ impl StepContext<'_> {
         }
         let (m, out) = (n / t, f.outputs());
         let parts = self.empty(&[t, m, out])?;
-        // Products under way, kept until they have left.
+        // Partial outputs in flight, kept alive until they are sent.
         let mut made: Vec<(Tensor, Option<Event>)> = Vec::with_capacity(t);
         let mut there = None;
         for step in 1..=t {
             let owner = (me + step) % t;
             let product = if owner == me { parts.select(0, me)? } else { self.empty(&[m, out])? };
             self.multiply(&x.narrow(owner * m, m)?, f, &product)?;
-            // Behind this product goes the one before, so that computation has work while hosts meet.
+            // Send the previous part after launching this GEMM, so that the compute stream has work meanwhile.
             if let Some((product, ready)) = made.last_mut() {
                 let (to, from) = ((me + step - 1) % t, (me + t + 1 - step) % t);
                 let part = parts.select(0, from)?;
@@ -229,17 +230,17 @@ impl StepContext<'_> {
         x.gemm(self.rank, &f.w, how, y)
     }
 
-    /// On the host always: it gains nothing, and tests there what cards do.
+    /// Always split on the CPU: it gains nothing there, and tests what GPUs do.
     fn chunks_pay(&self, rows: usize) -> bool {
         self.rank.device().kind() == DeviceKind::Cpu || rows >= TILE
     }
 
-    /// A point of the computation so far; None where communication is in line with it anyway.
+    /// An event on the compute stream; `None` where communication runs on the compute stream itself.
     fn mark(&self) -> Result<Option<Event>> {
         self.rank.overlap.then(|| self.rank.compute.record()).transpose()
     }
 
-    /// Communicates after a mark, beside what is computed from there on; its end.
+    /// Runs communication after an event of the compute stream, overlapped with what follows; returns its end event.
     fn beside(&self, mark: Option<Event>, work: impl FnOnce(&Stream) -> Result<()>) -> Result<Option<Event>> {
         let Some(mark) = mark else {
             work(&self.rank.compute)?;
@@ -250,7 +251,7 @@ impl StepContext<'_> {
         self.rank.comm_stream.record().map(Some)
     }
 
-    /// Computation from now on finds what communication brought.
+    /// Makes the compute stream wait for communication.
     fn wait(&self, there: Option<Event>) -> Result<()> {
         there.map_or(Ok(()), |e| self.rank.compute.wait(&e))
     }

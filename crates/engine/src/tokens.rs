@@ -1,25 +1,25 @@
 //! Which tokens of a batch a context-parallel rank holds.
 //!
 //! Every sequence is padded at its end to a multiple of 2c tokens and cut into 2c chunks; rank r holds chunks r and
-//! 2c−1−r, one after the other, of each sequence in turn. An early chunk sees few keys and a late one many: so paired,
-//! all ranks have the same work. Rows past the last sequence make the number divide over tensor-parallel ranks.
+//! 2c−1−r of each sequence (zigzag). An early chunk attends to few keys and a late one to many; paired, all ranks have
+//! equal work. Padding rows past the last sequence make the row count divisible by tp.
 
 use crate::GroupRank;
 use crate::attention::Layout;
 use ferrotron_tensor::{Result, shape_error};
 
-/// The tokens of one rank.
+/// The tokens that one context-parallel rank holds.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Tokens {
     layout: Layout,
-    /// The token of each row; none for padding.
+    /// The token of each row; `None` for padding.
     rows: Vec<Option<usize>>,
     whole: usize,
 }
 
 impl Tokens {
-    /// Of a batch of sequences, over the ranks of `cp`, for `tp` ranks that share every layer. Alone, every token is
-    /// its own row.
+    /// Splits a batch of sequences over the ranks of `cp`, with rows padded to a multiple of `tp`. With cp = tp = 1, row i
+    /// is token i.
     pub fn new(layout: &Layout, cp: GroupRank, tp: usize) -> Result<Tokens> {
         let whole = layout.tokens();
         layout.check(whole)?;
@@ -28,7 +28,10 @@ impl Tokens {
         }
         let padded = if cp.size == 1 { Some(layout.clone()) } else { layout.padded(2 * cp.size) };
         let Some(padded) = padded else {
-            return shape_error("tokens", format!("{whole} tokens are too many to pad; use smaller batches"));
+            return shape_error(
+                "tokens",
+                format!("{whole} tokens are too many to pad; use a smaller micro-batch"),
+            );
         };
         let mut rows = Vec::with_capacity((padded.tokens() / cp.size).next_multiple_of(tp));
         let mut start = 0;
@@ -48,18 +51,17 @@ impl Tokens {
         Ok(Tokens { layout: padded, rows, whole })
     }
 
-    /// The whole padded sequences: what attention is told.
+    /// Layout of the full, padded sequences, as attention takes it.
     pub fn layout(&self) -> &Layout {
         &self.layout
     }
 
-    /// The token of the batch that each row of this rank is; none for padding. Every token is a row of one rank.
+    /// For each row of this rank its token of the batch, `None` for padding. Every token is a row of exactly one rank.
     pub fn rows(&self) -> &[Option<usize>] {
         &self.rows
     }
 
-    /// This rank's rows of something that the batch has for each token (ids, positions, labels, weights); `pad` for
-    /// padding.
+    /// Selects this rank's rows of a per-token array (ids, positions, labels, weights); padding rows get `pad`.
     pub fn take<T: Copy>(&self, all: &[T], pad: T) -> Result<Vec<T>> {
         if all.len() != self.whole {
             return shape_error("tokens", format!("{} values for {} tokens", all.len(), self.whole));
@@ -67,7 +69,7 @@ impl Tokens {
         Ok(self.rows.iter().map(|row| row.map_or(pad, |i| all[i])).collect())
     }
 
-    /// Puts this rank's rows `[rows, width]` to their places in `all [tokens, width]`; padding is dropped.
+    /// Scatters this rank's rows `[rows, width]` into `all [tokens, width]`; padding is dropped.
     pub fn put<T: Copy>(&self, local: &[T], width: usize, all: &mut [T]) -> Result<()> {
         if local.len() != self.rows.len() * width || all.len() != self.whole * width {
             let what = format!("{} and {} values for {} rows", local.len(), all.len(), self.rows.len());

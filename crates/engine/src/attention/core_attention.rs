@@ -6,22 +6,23 @@ use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepCo
 use ferrotron_kernels::{AttentionBackward, AttentionForward, AttentionParams, MaskAlign, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
-/// CoreAttention of the scores of heads times values: what every kind of attention ends in.
+/// Core attention, `softmax(scale·q·kᵀ + mask)·v`: the part that all attention variants share.
 pub(super) struct CoreAttention {
     scores: AttentionParams,
-    /// Query and key heads of this rank.
+    /// Query and key/value heads of this rank.
     heads: usize,
     kv_heads: usize,
-    /// `[heads]`: one more logit of each head in the denominator.
+    /// `[heads]`: attention sink, one more logit per head in the softmax denominator.
     sink: Option<ParamId>,
 }
 
-/// What backward needs of the scores: of whole sequences whatever the module makes q, k and v from again.
+/// Activations that backward needs. `K` is what the module recovers q, k and v from.
 #[expect(clippy::large_enum_variant, reason = "handles of a few words, once a layer")]
 pub(super) enum CoreAttentionSaved<K> {
-    /// Of whole sequences; with the amax that q, k and v were rounded by, if they were.
+    /// Without context parallelism: log-sum-exp, and for FP8 attention the amax of q, k and v, so that backward
+    /// quantizes identically.
     Full { kept: K, lse: SavedTensor, amax: Option<SavedTensor> },
-    /// Of this rank's tokens of them.
+    /// With context parallelism.
     ContextParallel(ContextParallelSaved),
 }
 
@@ -38,19 +39,19 @@ impl<K: Saved> Saved for CoreAttentionSaved<K> {
     }
 }
 
-/// The output of the heads, its gradient, and where those of q, k and v go.
+/// Output, output gradient, and where backward writes dq, dk and dv.
 pub(super) struct CoreAttentionGrads<'a> {
     /// `[rows, n·d_v]`
     pub(super) out: &'a Tensor,
     /// `[rows, n·d_v]`
     pub(super) dout: &'a Tensor,
-    /// `[rows, heads, channels]` each; rows past those of sequences are left as they are.
+    /// `[rows, heads, channels]` each; padding rows at the end are not written.
     pub(super) dqkv: [&'a Tensor; 3],
 }
 
 impl CoreAttention {
-    /// Of a model's query and key heads, of which this rank gets its share. With a sink of standard deviation `sink`,
-    /// declares `<name>.sink`.
+    /// `heads` and `kv_heads` are the model's; this rank gets its tensor-parallel share. With `sink` (a standard
+    /// deviation), declares `<name>.sink`.
     pub(super) fn declare(
         d: &mut Declarations,
         name: &str,
@@ -59,7 +60,7 @@ impl CoreAttention {
         sink: Option<f32>,
     ) -> Result<CoreAttention> {
         let t = d.place().size;
-        // Where there are fewer key heads than ranks, neighbours share one.
+        // With fewer key/value heads than tensor-parallel ranks, neighbouring ranks replicate one.
         if !heads.is_multiple_of(t) || !(kv_heads.is_multiple_of(t) || t.is_multiple_of(kv_heads)) {
             return shape_error(
                 "attention",
@@ -84,13 +85,12 @@ impl CoreAttention {
         self.heads
     }
 
-    /// Key heads of this rank.
+    /// Key/value heads of this rank.
     pub(super) fn kv_heads(&self) -> usize {
         self.kv_heads
     }
 
-    /// From `q [rows, n, d_k]`, `k [rows, g, d_k]`, `v [rows, g, d_v]` to `out [rows, n·d_v]`, rows past those of
-    /// sequences zero.
+    /// `q [rows, n, d_k]`, `k [rows, g, d_k]`, `v [rows, g, d_v]` → `out [rows, n·d_v]`; padding rows become zero.
     pub(super) fn forward<K>(
         &self,
         p: &StepContext,
@@ -129,7 +129,7 @@ impl CoreAttention {
         Ok(CoreAttentionSaved::Full { kept: keep(), lse: SavedTensor::activation(lse), amax })
     }
 
-    /// Gradients of q, k and v, and of the sink; `input_recomputed` makes q, k and v from what was kept.
+    /// Writes dq, dk and dv and returns the sink's gradient; `recompute` recovers q, k and v from what was saved.
     pub(super) fn backward<K>(
         &self,
         p: &StepContext,
@@ -158,14 +158,14 @@ impl CoreAttention {
             }
         }
         match self.sink.zip(dsink) {
-            // One row of sums.
+            // dsink is already summed over tokens: one row.
             Some((id, d)) => Ok(WeightGrad::column_sums(id, &d.view(&[1, self.heads])?)),
             None => Ok(WeightGrad::default()),
         }
     }
 
-    /// Of new tokens `[tokens, heads, channels]` over the cache, which they join, into `out [rows, n·d_v]`; rows past
-    /// the tokens zero. `layout` is equal rows of new tokens.
+    /// Appends new tokens `[tokens, heads, channels]` to the KV cache and attends over it, into `out [rows, n·d_v]`;
+    /// padding rows become zero. `layout` is sequences of equal length.
     pub(super) fn decode(
         &self,
         p: &StepContext,
@@ -188,12 +188,12 @@ impl CoreAttention {
             out: &rows(&out.view(&[out.shape()[0], self.heads, width])?)?,
             lse: &lse,
         };
-        // What one token is rounded by would be another scale at every step.
+        // Decoding runs in the model's dtype: the amax of a single token would give another FP8 scale at every step.
         let scores = AttentionParams { align: MaskAlign::BottomRight, fp8: false, ..self.scores };
         p.rank.kernels.attention_forward(&p.rank.compute, &scores, Sequences::Batch, &a)
     }
 
-    /// The sink as kernels take it.
+    /// The sink in f32, as kernels expect it.
     fn sink(&self, p: &StepContext) -> Result<Option<Tensor>> {
         let Some(id) = self.sink else { return Ok(None) };
         let weight = p.weight(id)?;
@@ -205,20 +205,20 @@ impl CoreAttention {
         Ok(Some(sink))
     }
 
-    /// How the ranks that share the sequences go about it.
+    /// The context-parallel algorithm for this model.
     fn context<'a>(&'a self, p: &StepContext<'a>, layout: &'a Layout) -> Result<ContextParallel<'a>> {
         let (variant, _) =
             context_parallel::choose(&self.scores, self.heads, self.kv_heads, p.rank.cp.size())?;
         ContextParallel::new(p.rank, &self.scores, layout, variant)
     }
 
-    /// The rows of sequences.
+    /// q, k and v without padding rows.
     fn real(&self, p: &StepContext, layout: &Layout, all: [&Tensor; 3]) -> Result<[Tensor; 3]> {
         let [q, k, v] = all.map(|t| t.narrow(0, 0, held(p, layout)));
         Ok([q?, k?, v?])
     }
 
-    /// q, k and v as kernels take them, rounded where there are amax to do so by.
+    /// q, k and v in the shape that kernels expect, rounded to E4M3 where `amax` is given.
     fn operands(
         &self,
         p: &StepContext,
@@ -232,7 +232,7 @@ impl CoreAttention {
         self.shaped(p, layout, rounded.each_ref())
     }
 
-    /// `[rows, heads, channels]` of the tokens of the sequences; rows past them are padding.
+    /// Drops padding rows of `[rows, heads, channels]` and restores the batch axis where kernels expect one.
     fn shaped(&self, p: &StepContext, layout: &Layout, all: [&Tensor; 3]) -> Result<[Tensor; 3]> {
         let [q, k, v] = all.map(|t| {
             let real = t.narrow(0, 0, held(p, layout))?;
@@ -241,7 +241,7 @@ impl CoreAttention {
         Ok([q?, k?, v?])
     }
 
-    /// The same of `[rows, n·d_v]`.
+    /// Views `[rows, n·d_v]` by head, without padding rows.
     fn by_heads(&self, p: &StepContext, layout: &Layout, t: &Tensor) -> Result<Tensor> {
         let width = t.shape()[1] / self.heads.max(1);
         let real = t.narrow(0, 0, held(p, layout))?;
@@ -259,12 +259,12 @@ fn pass<'a>(
     AttentionForward { q, k, v, sink, out, lse }
 }
 
-/// Rows of this rank that belong to sequences.
+/// Rows of this rank that hold tokens, without padding rows.
 fn held(p: &StepContext, layout: &Layout) -> usize {
     layout.tokens() / p.rank.cp.size()
 }
 
-/// Zeroes the rows of `t` past those of sequences: attention does not write them, products read them.
+/// Zeroes the padding rows of `t`: attention does not write them, the following GEMM reads them.
 pub(super) fn zero_padding(p: &StepContext, layout: &Layout, t: &Tensor) -> Result<()> {
     let held = held(p, layout);
     match t.shape()[0].checked_sub(held) {

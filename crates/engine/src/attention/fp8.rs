@@ -1,25 +1,27 @@
-//! q, k and v of attention in quant bits: each is rounded to E4M3 under one scale. Where no matrix unit multiplies bytes
-//! (`attention_fp8`), and backward, they are computed with in the model's type: scales are powers of two, so that this holds
-//! bytes without rounding again, and what comes out is what matrix units would be given.
+//! FP8 attention: q, k and v are quantized to E4M3 with one scale per tensor.
+//!
+//! `attention_fp8` multiplies FP8 operands where the device has that kernel. Elsewhere, and in backward, q, k and v are
+//! quantized and dequantized to the model's dtype: scales are powers of two, so dequantization is exact and the emulated
+//! operands equal the FP8 operands.
 
 use crate::StepContext;
 use ferrotron_comm::ReduceOp;
 use ferrotron_kernels::{Fp8Tensor, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
-/// Largest amax of q, k and v `[rows, heads, channels]`, f32 `[3]`, of all ranks that share their heads or sequences.
+/// amax of q, k and v `[rows, heads, channels]` → f32 `[3]`, all-reduced over the tp and cp groups.
 pub(super) fn amax(p: &StepContext, qkv: [&Tensor; 3]) -> Result<Tensor> {
     let s = &p.rank.compute;
     let all = s.zeros(&[3], DType::F32, Category::Activations)?;
     for (i, t) in qkv.into_iter().enumerate() {
         p.rank.kernels.amax(s, &matrix(t)?, &all.narrow(0, i, 1)?)?;
     }
-    p.rank.tp.all_reduce(s, &all, ReduceOp::Max, "amax of heads")?;
-    p.rank.cp.all_reduce(s, &all, ReduceOp::Max, "amax of heads of sequences")?;
+    p.rank.tp.all_reduce(s, &all, ReduceOp::Max, "amax of q, k, v over tp")?;
+    p.rank.cp.all_reduce(s, &all, ReduceOp::Max, "amax of q, k, v over cp")?;
     Ok(all)
 }
 
-/// The numbers of E4M3 nearest to q, k and v, under the scales of these amax.
+/// q, k and v rounded to E4M3 with the scales that `amax` gives, in the model's dtype.
 pub(super) fn rounded(p: &StepContext, qkv: [&Tensor; 3], amax: &Tensor) -> Result<[Tensor; 3]> {
     let round = |i: usize| {
         let (s, k, x) = (&p.rank.compute, &p.rank.kernels, matrix(qkv[i])?);
@@ -40,7 +42,7 @@ pub(super) fn rounded(p: &StepContext, qkv: [&Tensor; 3], amax: &Tensor) -> Resu
     Ok([round(0)?, round(1)?, round(2)?])
 }
 
-/// Rows of channels, of all heads of a token where they lie side by side.
+/// Views `[rows, heads, channels]` as a matrix: one row per token where its heads are contiguous, else per head.
 fn matrix(t: &Tensor) -> Result<Tensor> {
     let [rows, heads, channels] = *t.shape() else {
         return shape_error("attention", format!("{t:?} is not [rows, heads, channels]"));
@@ -62,14 +64,14 @@ mod tests {
     const TOKENS: usize = 50;
     const LAYOUT: Layout = Layout::Rows { count: 2, len: 24 };
 
-    /// Numbers of several sizes, zeros and one large one.
+    /// Values of several magnitudes, zeros and one outlier.
     fn numbers(seed: usize, n: usize) -> Vec<bf16> {
         let size = [1.0, 1e-3, 0.0, 0.05];
         let x = |i: usize| ((i * 37 + seed * 101) % 211) as f32 / 105.0 - 1.0;
         (0..n).map(|i| if i == 7 { 9.0 } else { x(i) * size[i % 4] }).map(bf16::from_f32).collect()
     }
 
-    /// q and k side by side in one buffer, v among other channels of its heads.
+    /// q and k in one buffer, v a strided view.
     fn operands(rank: &Rank) -> [Tensor; 3] {
         let up = |seed, shape: &[usize]| {
             let x = numbers(seed, shape.iter().product());
@@ -86,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn operands_are_numbers_of_e4m3_under_powers_of_two() {
+    fn operands_are_rounded_to_e4m3_with_power_of_two_scales() {
         let rank = Rank::cpu(1, 1).unwrap();
         let params = Params::allocate(&rank, Declarations::default().finish(), DType::BF16).unwrap();
         let (p, qkv) = (StepContext::new(&rank, &params), operands(&rank));
@@ -113,9 +115,10 @@ mod tests {
         }
     }
 
-    /// Forward rounds operands and weights, backward operands alone; the sink and rows past the sequences are as ever.
+    /// Forward rounds q, k, v and the softmax weights; backward rounds q, k, v alone. The sink and padding rows are
+    /// unaffected.
     #[test]
-    fn both_passes_are_those_of_rounded_operands() {
+    fn forward_and_backward_match_rounded_operands() {
         let rank = Rank::cpu(1, 1).unwrap();
         let scores = AttentionParams {
             scale: 0.7,
@@ -137,7 +140,7 @@ mod tests {
         rank.compute.upload_into(&dout, &numbers(5, TOKENS * 32)).unwrap();
         let keep = || Kept(qkv.each_ref().map(SavedTensor::activation));
         let saved = core.forward(&p, &LAYOUT, qkv.each_ref(), &out, keep).unwrap();
-        let CoreAttentionSaved::Full { lse, .. } = &saved else { panic!("nobody shares the sequences") };
+        let CoreAttentionSaved::Full { lse, .. } = &saved else { panic!("cp is 1") };
         let lse = rank.compute.download::<f32>(lse).unwrap();
 
         let real = qkv.each_ref().map(|t| t.narrow(0, 0, 48).unwrap());

@@ -1,4 +1,4 @@
-//! Keys and values that decoding remembers.
+//! The KV cache of decoding.
 
 use super::Layout;
 use crate::StepContext;
@@ -12,7 +12,7 @@ pub struct KvCache {
 }
 
 impl KvCache {
-    /// An empty cache for heads with so many channels of keys and of values.
+    /// An empty cache for keys of `d_k` and values of `d_v` channels per head.
     pub fn new(
         stream: &Stream,
         batch: usize,
@@ -25,17 +25,17 @@ impl KvCache {
         Ok(KvCache { k: make(d_k)?, v: make(d_v)?, len: 0 })
     }
 
-    /// Tokens remembered.
+    /// Tokens in the cache, per sequence.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Is nothing remembered?
+    /// Whether the cache is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Sequences, and new tokens of each; an error where there is no place for them.
+    /// Number of sequences and new tokens of each; an error where they exceed the capacity.
     pub(super) fn room(&self, layout: &Layout) -> Result<(usize, usize)> {
         let (batch, capacity, tokens) = (self.k.shape()[0], self.k.shape()[1], layout.tokens());
         let new = tokens / batch.max(1);
@@ -48,7 +48,7 @@ impl KvCache {
         Ok((batch, new))
     }
 
-    /// Adds keys `[batch, new, g, d_k]` and values; all there are now.
+    /// Appends keys `[batch, new, g, d_k]` and values; returns views of all cached keys and values.
     pub(super) fn put(&mut self, p: &StepContext, k: &Tensor, v: &Tensor) -> Result<(Tensor, Tensor)> {
         let new = k.shape()[1];
         for (from, to) in [(k, &self.k), (v, &self.v)] {

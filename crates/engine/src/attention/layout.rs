@@ -1,19 +1,19 @@
-//! Which tokens see each other.
+//! How sequences lie in a flat batch.
 
 use ferrotron_kernels::Sequences;
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
-/// Which tokens of a flat batch `[tokens]` see each other.
+/// How sequences lie in a flat batch `[tokens]`: tokens attend within their own sequence only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// `count` sequences of `len` tokens each.
+    /// `count` sequences of equal length `len` (bshd).
     Rows {
         /// Sequences.
         count: usize,
         /// Tokens of each.
         len: usize,
     },
-    /// Sequence i is tokens `offsets[i]..offsets[i+1]`.
+    /// Packed sequences (thd): sequence i is tokens `offsets[i]..offsets[i+1]` (cu_seqlens).
     Packed {
         /// Ascending, from 0 to the number of tokens.
         offsets: Vec<i32>,
@@ -29,7 +29,7 @@ impl Layout {
         }
     }
 
-    /// Tokens of each sequence, in order; no sequences where all are empty rows.
+    /// Length of each sequence, in order; empty where `len` is 0.
     pub fn lengths(&self) -> Vec<usize> {
         match self {
             Layout::Rows { len: 0, .. } => Vec::new(),
@@ -40,7 +40,7 @@ impl Layout {
         }
     }
 
-    /// Every sequence lengthened to a multiple of `unit` tokens; none where the tokens can no longer be counted.
+    /// Every sequence padded to a multiple of `unit` tokens; `None` on overflow.
     pub(crate) fn padded(&self, unit: usize) -> Option<Layout> {
         match self {
             Layout::Rows { count, len } => {
@@ -75,7 +75,7 @@ impl Layout {
         }
     }
 
-    /// `[tokens, heads, d]` as the kernels want it.
+    /// `[tokens, heads, d]` in the shape that kernels expect: `[count, len, heads, d]`, or unchanged when packed.
     pub(super) fn shaped(&self, t: &Tensor) -> Result<Tensor> {
         match (self, t.shape()) {
             (Layout::Rows { count, len }, [_, n, d]) => t.view(&[*count, *len, *n, *d]),
@@ -91,7 +91,7 @@ impl Layout {
     }
 }
 
-/// Where each of some runs begins, from 0, and where the last ends; none where that is too far.
+/// Prefix sums of lengths, from 0 (cu_seqlens); `None` where they exceed i32.
 pub(super) fn offsets(lengths: impl IntoIterator<Item = usize>) -> Option<Vec<i32>> {
     let mut all = vec![0i32];
     let mut end = 0;

@@ -1,4 +1,4 @@
-//! Self-attention: projections, optional norms of q and k, RoPE, scores, output projection.
+//! Multi-head self-attention: QKV projection, optional QK norm, RoPE, core attention, output projection.
 
 pub mod context_parallel;
 mod core_attention;
@@ -21,7 +21,7 @@ use core_attention::{CoreAttention, CoreAttentionGrads, CoreAttentionSaved, zero
 use ferrotron_kernels::{AttentionParams, Norm, Rope, RopeStyle};
 use ferrotron_tensor::{Result, Tensor};
 
-/// Sizes and switches of an attention block.
+/// Sizes and options of an attention block.
 #[derive(Clone, Debug)]
 pub struct AttentionConfig {
     /// Width of the residual stream (h).
@@ -32,28 +32,28 @@ pub struct AttentionConfig {
     pub kv_heads: usize,
     /// Channels per head (d).
     pub head_dim: usize,
-    /// Biases of q, k, v.
+    /// Bias of the QKV projection.
     pub qkv_bias: bool,
     /// Bias of the output projection.
     pub out_bias: bool,
-    /// Scale, cap, mask.
+    /// Softmax scale, soft cap and mask.
     pub scores: AttentionParams,
-    /// Norm of each head of q and k before RoPE.
+    /// QK norm: normalizes each head of q and k before RoPE.
     pub qk_norm: Option<Norm>,
-    /// A learned logit of each head in the core's denominator.
+    /// Attention sink: a learned logit per head that joins the softmax denominator.
     pub sink: bool,
-    /// Standard deviation of initial weights, and of the output projection's.
+    /// Standard deviation of initial weights: of the QKV projection, of the output projection.
     pub std: (f32, f32),
 }
 
-/// Cosines and sines by position, shared by all layers that use them.
+/// RoPE cosines and sines by position, shared by all layers with the same RoPE settings.
 #[derive(Clone, Debug)]
 pub struct RopeTable {
     /// f32 `[positions, rot/2]`
     pub cos: Tensor,
     /// f32 `[positions, rot/2]`
     pub sin: Tensor,
-    /// How channels pair up.
+    /// How channels pair up: halves (NeoX) or interleaved (GPT-J).
     pub style: RopeStyle,
 }
 
@@ -67,10 +67,10 @@ pub struct Attention {
     rope: Option<RopeTable>,
 }
 
-/// What backward needs.
+/// Activations that backward needs.
 pub struct AttentionSaved {
     out_proj: LinearSaved,
-    /// The heads' outputs, which the projection and the scores' backward both need.
+    /// Output of core attention `[tokens, n·d]`: the output projection and core attention's backward both read it.
     heads: SavedTensor,
     scores: CoreAttentionSaved<Operands>,
     norms: Option<(NormSaved, NormSaved)>,
@@ -90,7 +90,8 @@ impl Saved for AttentionSaved {
     }
 }
 
-/// q and k after norm and RoPE, and v: `[tokens, (n+2g)·d]`, or q and k only when they were normed.
+/// Inputs of core attention. `rotated` is q and k after QK norm and RoPE: the whole QKV buffer `[tokens, (n+2g)·d]`, or
+/// `[tokens, (n+g)·d]` with a QK norm.
 struct Operands {
     rotated: SavedTensor,
     v: SavedTensor,
@@ -104,20 +105,20 @@ impl Saved for Operands {
 }
 
 impl AttentionSaved {
-    /// Drops the block's input, which the caller can make again.
+    /// Drops the block's input; the caller recomputes it before backward.
     pub fn drop_input(&mut self) {
         self.qkv.drop_input();
     }
 
-    /// Puts the input back.
+    /// Restores the recomputed input.
     pub fn restore_input(&mut self, x: &Tensor) {
         self.qkv.restore_input(x);
     }
 }
 
-/// q, k, v ready for the scores.
+/// q, k and v, ready for core attention.
 struct Projected {
-    /// q and k heads side by side in the first `(n+g)·d` columns.
+    /// q heads, then k heads, in the first `(n+g)·d` columns.
     rotated: Tensor,
     /// `[tokens, g·d]`
     v: Tensor,
@@ -150,18 +151,18 @@ impl Attention {
         let to_hidden = [(format!("{name}.out"), c.hidden)];
         let out = Linear::declare(d, nd, &to_hidden, c.out_bias, Split::Columns { unit: heads }, c.std.1)?
             .with_input_saved_by_caller();
-        // From here on: the heads of this rank.
+        // From here on, head counts are this rank's.
         let config = AttentionConfig { heads: core.heads(), kv_heads: core.kv_heads(), ..config };
         Ok(Attention { qkv, out, norms, core, config, rope })
     }
 
-    /// Does it need the largest magnitude of its input?
+    /// Whether the producer of its input should also compute the input's amax (for FP8 quantization).
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         self.qkv.needs_input_amax(p)
     }
 
-    /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`; of the tokens this rank holds (see
-    /// [`crate::Tokens`]), while `layout` describes the whole sequences.
+    /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`. Tensors hold this rank's tokens (see
+    /// [`crate::Tokens`]); `layout` describes the full sequences.
     pub fn forward(
         &self,
         p: &StepContext,
@@ -180,14 +181,14 @@ impl Attention {
         Ok((y, AttentionSaved { out_proj, heads, scores, norms, qkv }))
     }
 
-    /// An empty cache of this rank's heads for `batch` sequences of up to `capacity` tokens.
+    /// An empty KV cache of this rank's heads for `batch` sequences of up to `capacity` tokens.
     pub fn cache(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<KvCache> {
         let c = &self.config;
         KvCache::new(&p.rank.compute, batch, capacity, c.kv_heads, [c.head_dim; 2], p.dtype())
     }
 
-    /// Attention of new tokens `x [batch·new, hidden]` over the cache and themselves; they join the cache. Of the rows
-    /// this rank holds, in and out, with its heads in the cache; `layout` is `batch` rows of `new` tokens.
+    /// Appends new tokens `x [batch·new, hidden]` to the KV cache and attends over it. Input and output hold this rank's
+    /// rows, the cache its heads; `layout` is `batch` sequences of `new` tokens.
     pub fn decode(
         &self,
         p: &StepContext,
@@ -224,7 +225,7 @@ impl Attention {
         Ok(Projected { rotated, v, norms, qkv: saved })
     }
 
-    /// The q heads `[tokens, n, d]` and k heads `[tokens, g, d]` of a buffer that starts with them.
+    /// Views q `[tokens, n, d]` and k `[tokens, g, d]` in a buffer whose columns begin with them.
     fn q_and_k(&self, t: &Tensor) -> Result<(Tensor, Tensor)> {
         let (c, tokens, d) = (&self.config, t.shape()[0], self.config.head_dim);
         let q = t.narrow(1, 0, c.heads * d)?.view(&[tokens, c.heads, d])?;
@@ -232,13 +233,13 @@ impl Attention {
         Ok((q, k))
     }
 
-    /// The heads of all three.
+    /// Views q, k and v by head.
     fn q_k_v(&self, rotated: &Tensor, v: &Tensor) -> Result<[Tensor; 3]> {
         let (q, k) = self.q_and_k(rotated)?;
         Ok([q, k, v.view(&[v.shape()[0], self.config.kv_heads, self.config.head_dim])?])
     }
 
-    /// RoPE on all q and k heads in one launch.
+    /// Applies RoPE (or its inverse) to all q and k heads in one launch.
     fn rotate(&self, p: &StepContext, rotated: &Tensor, positions: &Tensor, inverse: bool) -> Result<()> {
         let Some(table) = &self.rope else { return Ok(()) };
         let c = &self.config;
@@ -248,7 +249,7 @@ impl Attention {
         p.rank.kernels.rope(&p.rank.compute, &r)
     }
 
-    /// Gradient of the input.
+    /// Returns the input gradient `[tokens, hidden]` and the deferred weight gradients.
     pub fn backward(
         &self,
         p: &StepContext,
@@ -263,7 +264,7 @@ impl Attention {
         let (tokens, d) = (dheads.shape()[0], c.head_dim);
         let dqkv = p.empty(&[tokens, (c.heads + 2 * c.kv_heads) * d])?;
         zero_padding(p, layout, &dqkv)?;
-        // With norms in between, dq and dk first go to memory of their own.
+        // QK norm backward needs dq and dk as separate inputs; without it they are written in place.
         let drotated = match &self.norms {
             None => dqkv.clone(),
             Some(_) => p.empty(&[tokens, (c.heads + c.kv_heads) * d])?,

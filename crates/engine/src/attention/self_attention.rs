@@ -1,18 +1,18 @@
-//! The kinds of attention under one name, for layers that have either.
+//! The attention variants behind one type, so that a decoder layer holds either.
 
 use super::{Attention, AttentionSaved, KvCache, Layout, MlaSaved, MultiLatentAttention};
 use crate::{Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
 use ferrotron_tensor::{Result, Tensor};
 
-/// Attention of a layer.
+/// The self-attention module of a layer.
 pub enum SelfAttention {
-    /// Keys and values of each head from the residual stream.
+    /// Multi-head or grouped-query attention.
     MultiHead(Box<Attention>),
-    /// Keys and values of all heads from one narrow row.
+    /// Multi-head latent attention (MLA).
     Mla(Box<MultiLatentAttention>),
 }
 
-/// What backward needs.
+/// Activations that backward needs.
 pub enum SelfAttentionSaved {
     /// See [`AttentionSaved`].
     MultiHead(Box<AttentionSaved>),
@@ -30,7 +30,7 @@ impl Saved for SelfAttentionSaved {
 }
 
 impl SelfAttentionSaved {
-    /// Drops the block's input, which the caller can make again.
+    /// Drops the block's input; the caller recomputes it before backward.
     pub fn drop_input(&mut self) {
         match self {
             SelfAttentionSaved::MultiHead(s) => s.drop_input(),
@@ -38,7 +38,7 @@ impl SelfAttentionSaved {
         }
     }
 
-    /// Puts the input back.
+    /// Restores the recomputed input.
     pub fn restore_input(&mut self, x: &Tensor) {
         match self {
             SelfAttentionSaved::MultiHead(s) => s.restore_input(x),
@@ -48,7 +48,7 @@ impl SelfAttentionSaved {
 }
 
 impl SelfAttention {
-    /// Does it need the largest magnitude of its input?
+    /// Whether the producer of its input should also compute the input's amax (for FP8 quantization).
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         match self {
             SelfAttention::MultiHead(a) => a.needs_input_amax(p),

@@ -1,4 +1,5 @@
-//! Keys and values of all ranks on every rank: each of a rank's two chunks of queries sees a prefix of them.
+//! Context parallelism by all-gather: every rank gathers all keys and values; each of its two query chunks attends to a
+//! prefix of them.
 
 use super::partial::{KvWidths, OnlineSoftmax, PartialGrads, add};
 use super::{ContextParallel, Gradients, Inputs};
@@ -7,17 +8,17 @@ use ferrotron_comm::ReduceOp;
 use ferrotron_tensor::{Category, Result, Tensor};
 
 impl ContextParallel<'_> {
-    /// Rows `[n, width]` in another order: row i of the result is row `order[i]`.
+    /// Reorders rows `[n, width]`: row i of the result is row `order[i]`.
     pub(super) fn reordered(&self, rows: &Tensor, order: &[i32]) -> Result<Tensor> {
         let (rank, n) = (self.rank, rows.shape()[0]);
         let order = rank.compute.upload(order, &[order.len()], Category::Activations)?;
         let out = rank.activation(rows.shape(), rows.dtype())?;
-        // A look-up in a table is what this is.
+        // Row gathering is an embedding lookup.
         rank.kernels.embedding_forward(&rank.compute, &order, rows, 0, n, 1.0, false, &out)?;
         Ok(out)
     }
 
-    /// All keys and values, packed, in natural order.
+    /// All-gathers keys and values, packed, in natural token order.
     fn gathered(&self, widths: &KvWidths, x: &Inputs, label: &'static str) -> Result<Tensor> {
         let rank = self.rank;
         let mine = widths.pack(rank, x.k, x.v)?;
@@ -39,8 +40,8 @@ impl ContextParallel<'_> {
     pub(super) fn all_gather_backward(&self, lse: &Tensor, x: &Inputs, y: &Gradients) -> Result<()> {
         let rank = self.rank;
         let widths = KvWidths::of(x.k, x.v);
-        // Gathered again rather than kept: they are as large as all ranks' together.
-        let (k, v) = widths.split(&self.gathered(&widths, x, "keys and values, again")?)?;
+        // Gathered again rather than saved: the gathered tensor is cp times this rank's.
+        let (k, v) = widths.split(&self.gathered(&widths, x, "keys and values for backward")?)?;
         let mut gradients = PartialGrads::new(self, x.q, lse, y);
         let mut sums = None;
         for late in [false, true] {

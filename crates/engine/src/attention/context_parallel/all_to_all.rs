@@ -1,11 +1,12 @@
-//! Heads instead of tokens: every rank gets all tokens of its share of the heads, and attention is as on one rank.
+//! Context parallelism by all-to-all (Ulysses): every rank gets all tokens of its share of the heads, so that attention
+//! runs as on one rank.
 
 use super::{ContextParallel, Gradients, Inputs};
 use crate::SavedTensor;
 use ferrotron_kernels::{AttentionBackward, AttentionForward};
 use ferrotron_tensor::{DType, Result, Tensor};
 
-/// What backward needs, all tokens of this rank's share of the heads.
+/// Activations that backward needs: all tokens of this rank's share of the heads.
 pub(super) struct AllToAllSaved {
     /// q, k and v, `[tokens, (n·d_k + g·d_k + g·d_v)/c]`
     pub(super) qkv: SavedTensor,
@@ -14,9 +15,9 @@ pub(super) struct AllToAllSaved {
     pub(super) lse: SavedTensor,
 }
 
-/// Heads and channels of q, k and v.
+/// Head counts and channels of q, k and v.
 struct HeadShards {
-    /// Heads of a rank, channels of a head.
+    /// Heads per rank and channels per head.
     parts: [(usize, usize); 3],
     ranks: usize,
 }
@@ -26,7 +27,7 @@ impl HeadShards {
         HeadShards { parts: qkv.map(|t| (t.shape()[1] / ranks, t.shape()[2])), ranks }
     }
 
-    /// Columns of q, k and v in a row.
+    /// Column widths of q, k and v in a packed row.
     fn columns(&self) -> [(usize, usize); 3] {
         let widths = self.parts.map(|(heads, d)| heads * d);
         [(0, widths[0]), (widths[0], widths[1]), (widths[0] + widths[1], widths[2])]
@@ -36,15 +37,15 @@ impl HeadShards {
         self.columns().iter().map(|(_, width)| width).sum()
     }
 
-    /// q, k and v `[tokens, heads, d]` of rows.
+    /// Views q, k and v `[tokens, heads, d]` in packed rows.
     fn split(&self, rows: &Tensor) -> Result<[Tensor; 3]> {
         let [q, k, v] = self.columns().map(|(at, width)| rows.narrow(1, at, width));
         let by_heads = |t: Tensor, i: usize| t.view(&[t.shape()[0], self.parts[i].0, self.parts[i].1]);
         Ok([by_heads(q?, 0)?, by_heads(k?, 1)?, by_heads(v?, 2)?])
     }
 
-    /// `[tokens, n, d]` as `[ranks, tokens, n·d/ranks]`, what each rank gets, and `rows` of that shape alike. Heads with
-    /// something between them stay an axis of their own in both.
+    /// Views `[tokens, n, d]` as `[ranks, tokens, n·d/ranks]`, one slice per destination rank, and `rows` likewise. Heads
+    /// that are not contiguous keep an axis of their own in both.
     fn by_rank(&self, t: &Tensor, rows: &Tensor) -> Result<[Tensor; 2]> {
         let [tokens, n, d] = [t.shape()[0], t.shape()[1], t.shape()[2]];
         let each = n / self.ranks;
@@ -59,7 +60,7 @@ impl HeadShards {
 }
 
 impl ContextParallel<'_> {
-    /// Rows `[c, local, width]` for every rank become rows `[tokens, width]` in natural order.
+    /// All-to-all from rows `[c, local, width]` (one slice per destination rank) to `[tokens, width]` in natural order.
     fn to_heads(&self, rows: &Tensor, label: &'static str) -> Result<Tensor> {
         let all = self.rank.activation(rows.shape(), rows.dtype())?;
         self.rank.cp.all_to_all(&self.rank.compute, rows, &all, label)?;
@@ -67,7 +68,7 @@ impl ContextParallel<'_> {
         self.reordered(&all.view(&[c * local, width])?, &self.plan.to_natural()?)
     }
 
-    /// The way back.
+    /// The inverse all-to-all.
     fn to_tokens(&self, rows: &Tensor, label: &'static str) -> Result<Tensor> {
         let (c, width) = (self.place.size, rows.shape()[1]);
         let by_rank = self.reordered(rows, &self.plan.to_ranks()?)?;
@@ -76,7 +77,7 @@ impl ContextParallel<'_> {
         Ok(mine)
     }
 
-    /// This rank's share of something that every head has.
+    /// This rank's slice of a per-head vector.
     fn own_heads(&self, t: Option<&Tensor>) -> Result<Option<Tensor>> {
         let share = |t: &Tensor| {
             let n = t.shape()[0] / self.place.size;
@@ -93,7 +94,7 @@ impl ContextParallel<'_> {
             let [from, to] = shares.by_rank(t, &sent.narrow(2, at, width)?)?;
             rank.kernels.copy(s, &from, &to)?;
         }
-        let qkv = self.to_heads(&sent, "heads of q, k and v")?;
+        let qkv = self.to_heads(&sent, "q, k, v to heads")?;
         drop(sent);
         let [q, k, v] = shares.split(&qkv)?;
         let (n, d) = (q.shape()[1], v.shape()[2]);
@@ -109,7 +110,7 @@ impl ContextParallel<'_> {
             lse: &lse,
         };
         rank.kernels.attention_forward(s, self.scores, self.layout.sequences(), &a)?;
-        let [to, from] = shares.by_rank(out, &self.to_tokens(&all, "outputs of heads")?)?;
+        let [to, from] = shares.by_rank(out, &self.to_tokens(&all, "attention outputs to tokens")?)?;
         rank.kernels.copy(s, &from, &to)?;
         let keep = SavedTensor::activation;
         Ok(AllToAllSaved { qkv: keep(&qkv), out: keep(&all), lse: keep(&lse) })
@@ -123,7 +124,7 @@ impl ContextParallel<'_> {
         let sent = rank.activation(&[c, y.dout.shape()[0], n * d], y.dout.dtype())?;
         let [from, to] = shares.by_rank(y.dout, &sent)?;
         rank.kernels.copy(s, &from, &to)?;
-        let dout = self.to_heads(&sent, "gradients of outputs of heads")?;
+        let dout = self.to_heads(&sent, "gradients of attention outputs to heads")?;
         let dqkv = rank.activation(&[tokens, shares.row()], y.dout.dtype())?;
         let [dq, dk, dv] = shares.split(&dqkv)?;
         let (sink, dsink) = (self.own_heads(y.sink)?, self.own_heads(y.dsink)?);
@@ -145,7 +146,7 @@ impl ContextParallel<'_> {
             dsink: dsink.as_ref(),
         };
         rank.kernels.attention_backward(s, self.scores, self.layout.sequences(), &a)?;
-        let mine = self.to_tokens(&dqkv, "gradients of heads of q, k and v")?;
+        let mine = self.to_tokens(&dqkv, "gradients of q, k, v to tokens")?;
         for (t, (at, width)) in [y.dq, y.dk, y.dv].into_iter().zip(shares.columns()) {
             let [to, from] = shares.by_rank(t, &mine.narrow(2, at, width)?)?;
             rank.kernels.copy(s, &from, &to)?;

@@ -1,4 +1,4 @@
-//! Who computes which block of scores, and where rows lie.
+//! Which blocks of the causal score matrix each rank computes, and the order of rows.
 
 use super::super::layout::offsets;
 use crate::GroupRank;
@@ -6,18 +6,18 @@ use crate::attention::Layout;
 use ferrotron_kernels::{AttentionParams, MaskAlign, Sequences};
 use ferrotron_tensor::{Result, shape_error};
 
-/// What a rank's queries see of the keys of one rank. A rank holds an early and a late chunk of each sequence.
+/// The mask between a rank's queries and one rank's keys. A rank holds an early and a late chunk of each sequence.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RingBlock {
-    /// Its own: all queries, all keys, causal.
+    /// Its own keys: causal.
     Diagonal,
-    /// Of an earlier rank: all queries see the early chunk and none sees the late one.
+    /// Keys of an earlier rank: all queries attend to the early chunk, none to the late one.
     Lower,
-    /// Of a later rank: the late chunk's queries see all keys, the early chunk's none.
+    /// Keys of a later rank: queries of the late chunk attend to all keys, those of the early chunk to none.
     Upper,
 }
 
-/// The case of a rank's queries and the keys of rank `from`.
+/// The mask between a rank's queries and the keys of rank `from`.
 pub fn ring_block(rank: usize, from: usize) -> RingBlock {
     match rank.cmp(&from) {
         std::cmp::Ordering::Equal => RingBlock::Diagonal,
@@ -26,19 +26,19 @@ pub fn ring_block(rank: usize, from: usize) -> RingBlock {
     }
 }
 
-/// Whose keys a rank has at a step of the forward ring: keys come from the rank before and go to the one after.
+/// The rank whose keys are present at a step of the forward ring: keys arrive from the previous rank and go to the next.
 pub fn forward_source(place: GroupRank, step: usize) -> usize {
     (place.rank + place.size - step % place.size) % place.size
 }
 
-/// Whose keys it has at a step of the backward ring, which turns the other way: first those that forward saw last,
-/// its own in the end, when all others have added to their gradients.
+/// The same for the backward ring, which runs in the opposite direction: it begins with the keys that forward used last
+/// and ends with the rank's own, when all other ranks have added to their gradients.
 pub fn backward_source(place: GroupRank, step: usize) -> usize {
     (place.rank + step + 1) % place.size
 }
 
-/// One launch: runs of queries and the runs of keys they see. A run of either may be empty, which is how queries are
-/// left without keys and keys without queries.
+/// One attention launch: packed ranges of queries and of the keys they attend to. Either may be empty, which leaves
+/// queries without keys or keys without queries.
 pub(super) struct Block {
     q: Vec<i32>,
     k: Vec<i32>,
@@ -50,9 +50,7 @@ impl Block {
         let (q, k) = (offsets(runs.iter().map(|r| r.0)), offsets(runs.iter().map(|r| r.1)));
         match (q, k) {
             (Some(q), Some(k)) => Ok(Block { q, k, scores }),
-            _ => {
-                shape_error("attention", "the batch has more tokens than can be counted; use smaller batches")
-            }
+            _ => shape_error("attention", "the batch has more than 2^31 tokens; use a smaller micro-batch"),
         }
     }
 
@@ -61,15 +59,15 @@ impl Block {
     }
 }
 
-/// The sequences as one rank sees them.
+/// The sequences from the view of one context-parallel rank.
 pub(super) struct CpPlan {
     place: GroupRank,
-    /// Tokens of a chunk of each sequence.
+    /// Chunk length of each sequence.
     chunks: Vec<usize>,
 }
 
 impl CpPlan {
-    /// Of whole padded sequences.
+    /// From the full, padded sequences.
     pub(super) fn new(layout: &Layout, place: GroupRank) -> Result<CpPlan> {
         let unit = 2 * place.size;
         let lengths = layout.lengths();
@@ -85,12 +83,12 @@ impl CpPlan {
         Ok(CpPlan { place, chunks: lengths.into_iter().map(|n| n / unit).collect() })
     }
 
-    /// Tokens of this rank.
+    /// Rows of this rank.
     pub(super) fn local(&self) -> usize {
         2 * self.chunks.iter().sum::<usize>()
     }
 
-    /// This rank's queries on the keys of rank `from`.
+    /// This rank's queries against the keys of rank `from`.
     pub(super) fn ring(&self, scores: &AttentionParams, from: usize) -> Result<Block> {
         let kind = ring_block(self.place.rank, from);
         let runs = |h: &usize| match kind {
@@ -102,8 +100,8 @@ impl CpPlan {
         Block::new(self.chunks.iter().flat_map(runs).collect(), scores)
     }
 
-    /// The queries of this rank's early or late chunks on all keys in their natural order: each sees a prefix, at whose
-    /// end it sits.
+    /// The queries of this rank's early or late chunks against all keys in natural order: each chunk attends to the prefix
+    /// that ends with it.
     pub(super) fn prefix(&self, scores: &AttentionParams, late: bool) -> Result<Block> {
         let GroupRank { rank, size } = self.place;
         let seen = if late { 2 * size - rank } else { rank + 1 };
@@ -115,7 +113,7 @@ impl CpPlan {
         Block::new(self.chunks.iter().flat_map(runs).collect(), scores)
     }
 
-    /// For each token in natural order, its row where the ranks' rows lie one rank after the other.
+    /// For each token in natural order, its row in the concatenation of all ranks' rows.
     pub(super) fn to_natural(&self) -> Result<Vec<i32>> {
         let (size, local) = (self.place.size, self.local());
         let mut rows = Vec::with_capacity(size * local);
@@ -129,10 +127,12 @@ impl CpPlan {
             start += 2 * h;
         }
         let numbers = rows.into_iter().map(i32::try_from).collect::<std::result::Result<_, _>>();
-        numbers.or_else(|_| shape_error("attention", "the batch has too many tokens; use smaller batches"))
+        numbers.or_else(|_| {
+            shape_error("attention", "the batch has more than 2^31 tokens; use a smaller micro-batch")
+        })
     }
 
-    /// The other way: for each row of the ranks, its token.
+    /// The inverse: for each row of the concatenation, its token.
     pub(super) fn to_ranks(&self) -> Result<Vec<i32>> {
         let natural = self.to_natural()?;
         let mut rows = vec![0; natural.len()];
@@ -145,7 +145,7 @@ impl CpPlan {
 mod tests {
     use super::*;
 
-    /// Calls back with every (query, key) pair that a rank sees.
+    /// Calls `f` with every (query, key) pair that a rank computes.
     type Visit<'a> = dyn Fn(usize, &mut dyn FnMut(usize, usize)) + 'a;
 
     fn cases(rank: usize, size: usize, source: fn(GroupRank, usize) -> usize) -> String {
@@ -166,7 +166,7 @@ mod tests {
             for rank in 0..size {
                 let place = GroupRank { rank, size };
                 for step in 0..size - 1 {
-                    // What comes next is what the neighbour has now.
+                    // The next keys are those that the neighbour holds now.
                     let before = GroupRank { rank: (rank + size - 1) % size, size };
                     assert_eq!(forward_source(place, step + 1), forward_source(before, step));
                     let after = GroupRank { rank: (rank + 1) % size, size };
@@ -178,7 +178,7 @@ mod tests {
         }
     }
 
-    /// Over all ranks and launches, every pair of tokens that may see each other meets once and no other pair ever.
+    /// Over all ranks and launches, every (query, key) pair under the causal mask is computed exactly once, no other ever.
     #[test]
     fn every_pair_meets_once() {
         let layout = Layout::Packed { offsets: vec![0, 24, 24, 32, 72] };

@@ -1,10 +1,11 @@
-//! Attention where the ranks of a group share every sequence: each holds its tokens of it (see [`crate::Tokens`]).
+//! Context-parallel attention: the ranks of the cp group split every sequence (see [`crate::Tokens`]).
 //!
-//! Three ways lead to the same result. On a ring, keys and values go round while queries stay: the least memory, and
-//! communication hides behind computation. Gathered, every rank has all keys and values. With heads exchanged for
-//! tokens, every rank has whole sequences and can do all that one rank can. [`choose`] says which a model takes.
+//! Three algorithms give the same result. Ring: keys and values are sent from rank to rank while queries stay, with the
+//! least memory and communication overlapped with computation. All-gather: every rank gathers all keys and values.
+//! All-to-all (Ulysses): ranks exchange tokens for heads, so that each has full sequences and every mask works.
+//! [`choose`] picks the one for a model.
 //!
-//! With c ranks, t tokens of each, rows of w = g·(d_k + d_v) values of keys and values, a rank sends
+//! With c ranks, t tokens per rank and w = g·(d_k + d_v) key and value elements per token, a rank sends
 //!
 //! | | forward | backward |
 //! |---|---|---|
@@ -12,7 +13,7 @@
 //! | all-gather | (c−1)·t·w | the same, and (c−1)·t·w in f32 |
 //! | all-to-all | (c−1)/c·t·(w + n·d_k + n·d_v) | the same |
 //!
-//! Sequences are padded at their ends, so attention is causal: nobody looks at padding.
+//! Sequences are padded at their ends and attention is causal, so no token attends to padding.
 
 mod all_gather;
 mod all_to_all;
@@ -28,24 +29,24 @@ use ferrotron_kernels::{AttentionParams, MaskAlign};
 use ferrotron_tensor::{Error, Result, Tensor, shape_error};
 use ring::RingSaved;
 
-/// How ranks that share sequences bring queries and keys together.
+/// The context-parallel algorithm.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CpVariant {
-    /// Keys and values travel from rank to rank.
+    /// Ring attention: keys and values are sent from rank to rank.
     Ring,
-    /// Keys and values of all ranks are gathered on each.
+    /// Keys and values are all-gathered.
     AllGather,
-    /// Every rank gets all tokens of its share of the heads (Ulysses).
+    /// Tokens are exchanged for heads by all-to-all (Ulysses).
     AllToAll,
 }
 
-/// The variant for a model, and why. `heads` and `kv_heads` are those of one tensor-parallel rank, `ranks` those that
-/// share a sequence.
+/// Picks the algorithm for a model and says why. `heads` and `kv_heads` are those of one tensor-parallel rank, `ranks` is
+/// the cp size.
 ///
 /// | the model has | the variant |
 /// |---|---|
-/// | a window | all-to-all, or all-gather where heads do not divide: on a ring most steps would see nothing |
-/// | none | the ring; soft caps act on single scores, and a sink joins the first keys that a query sees: neither changes anything |
+/// | a sliding window | all-to-all, or all-gather where heads do not divide by cp: most ring steps would be fully masked |
+/// | none | ring; a soft cap acts per score and a sink joins the first block of keys, so both work on a ring |
 pub fn choose(
     scores: &AttentionParams,
     heads: usize,
@@ -53,18 +54,18 @@ pub fn choose(
     ranks: usize,
 ) -> Result<(CpVariant, &'static str)> {
     if !scores.causal || scores.align != MaskAlign::TopLeft {
-        let what = "attention that is not causal would see padding; take cp=1".into();
+        let what = "non-causal attention would attend to padding; use cp=1".into();
         return Err(Error::Unsupported { op: "context parallelism", what });
     }
     let divide = heads.is_multiple_of(ranks) && kv_heads.is_multiple_of(ranks);
     Ok(match (scores.left.is_some(), divide) {
-        (true, true) => (CpVariant::AllToAll, "a window sees few keys, and the heads divide"),
-        (true, false) => (CpVariant::AllGather, "a window sees few keys, but the heads do not divide"),
-        (false, _) => (CpVariant::Ring, "every query sees all keys before it"),
+        (true, true) => (CpVariant::AllToAll, "sliding window, and the heads divide by cp"),
+        (true, false) => (CpVariant::AllGather, "sliding window, and the heads do not divide by cp"),
+        (false, _) => (CpVariant::Ring, "full causal attention"),
     })
 }
 
-/// Queries, keys and values of this rank's tokens.
+/// q, k and v of this rank's tokens.
 pub struct Inputs<'a> {
     /// `[local, n, d_k]`
     pub q: &'a Tensor,
@@ -72,34 +73,33 @@ pub struct Inputs<'a> {
     pub k: &'a Tensor,
     /// `[local, g, d_v]`
     pub v: &'a Tensor,
-    /// f32 `[n]`: one more logit of each head in the denominator.
+    /// f32 `[n]`: attention sink, one more logit per head in the softmax denominator.
     pub sink: Option<&'a Tensor>,
 }
 
-/// What the backward pass reads and writes, besides what was saved.
+/// What backward reads and writes besides the saved activations.
 pub struct Gradients<'a> {
-    /// What forward wrote.
+    /// Forward's output.
     pub out: &'a Tensor,
     /// Its gradient, contiguous.
     pub dout: &'a Tensor,
     /// As given to forward.
     pub sink: Option<&'a Tensor>,
-    /// Written, as are the next two; they may interleave in one buffer.
+    /// Written, like dk and dv; the three may be views of one buffer.
     pub dq: &'a Tensor,
     /// `[local, g, d_k]`
     pub dk: &'a Tensor,
     /// `[local, g, d_v]`
     pub dv: &'a Tensor,
-    /// f32 `[n]`: this rank's share of the gradient is added. Like those of all weights, the shares are summed over
-    /// ranks later.
+    /// f32 `[n]`: accumulates this rank's contribution; the gradient reduction sums it over ranks, as for all weights.
     pub dsink: Option<&'a Tensor>,
 }
 
-/// What backward needs. Opaque; it can show its tensors.
+/// Activations that backward needs.
 pub struct ContextParallelSaved(CpSaved);
 
 enum CpSaved {
-    /// There were no tokens.
+    /// The batch had no tokens.
     Nothing,
     Ring {
         qkv: [SavedTensor; 3],
@@ -130,7 +130,7 @@ impl Saved for ContextParallelSaved {
     }
 }
 
-/// One call of attention on one rank of several that share sequences.
+/// Attention of one layer on one context-parallel rank.
 pub struct ContextParallel<'a> {
     rank: &'a Rank,
     place: GroupRank,
@@ -141,7 +141,7 @@ pub struct ContextParallel<'a> {
 }
 
 impl<'a> ContextParallel<'a> {
-    /// `layout` describes the whole padded sequences.
+    /// `layout` describes the full, padded sequences.
     pub fn new(
         rank: &'a Rank,
         scores: &'a AttentionParams,
@@ -154,12 +154,12 @@ impl<'a> ContextParallel<'a> {
         Ok(ContextParallel { rank, place, scores, layout, plan, variant })
     }
 
-    /// Rows of this rank that are tokens or padding of sequences.
+    /// Rows of this rank, sequence padding included.
     pub fn local(&self) -> usize {
         self.plan.local()
     }
 
-    /// Attention of this rank's queries over all keys they may see: `out [local, n, d_v]`, contiguous.
+    /// Attends from this rank's queries to all keys under the mask: `out [local, n, d_v]`, contiguous.
     pub fn forward(&self, x: &Inputs, out: &Tensor) -> Result<ContextParallelSaved> {
         self.check([x.q, x.k, x.v, out], x.sink)?;
         if self.local() == 0 {
@@ -173,7 +173,7 @@ impl<'a> ContextParallel<'a> {
         }))
     }
 
-    /// Gradients of this rank's queries, keys and values.
+    /// Writes the gradients of this rank's q, k and v.
     pub fn backward(&self, saved: ContextParallelSaved, y: &Gradients) -> Result<()> {
         self.check([y.dq, y.dk, y.dv, y.out], y.sink)?;
         match &saved.0 {
@@ -189,7 +189,7 @@ impl<'a> ContextParallel<'a> {
     }
 
     fn check(&self, tensors: [&Tensor; 4], sink: Option<&Tensor>) -> Result<()> {
-        const OP: &str = "attention over context-parallel ranks";
+        const OP: &str = "context-parallel attention";
         let local = self.local();
         if tensors.iter().any(|t| t.rank() != 3 || t.shape()[0] != local) || !tensors[3].is_contiguous() {
             return shape_error(
@@ -206,7 +206,10 @@ impl<'a> ContextParallel<'a> {
             return shape_error(OP, format!("a sink {sink:?} for {n} heads"));
         }
         if self.variant == CpVariant::Ring && (self.scores.left.is_some() || self.scores.right.is_some()) {
-            return shape_error(OP, "a ring knows no windows: take all-to-all or all-gather");
+            return shape_error(
+                OP,
+                "ring attention does not support sliding windows; use all-to-all or all-gather",
+            );
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Attention over keys that come in parts: sums kept in f32.
+//! Attention over keys that arrive in blocks: online softmax with partial results in f32.
 
 use super::blocks::Block;
 use super::{ContextParallel, Gradients};
@@ -6,7 +6,7 @@ use crate::Rank;
 use ferrotron_kernels::{AttentionBackward, AttentionForward};
 use ferrotron_tensor::{DType, Result, Tensor};
 
-/// Heads and channels of keys and values packed as rows `[tokens, g·(d_k + d_v)]`, keys first.
+/// Layout of packed keys and values, `[tokens, g·(d_k + d_v)]`, keys first.
 #[derive(Clone, Copy)]
 pub(super) struct KvWidths {
     g: usize,
@@ -15,7 +15,7 @@ pub(super) struct KvWidths {
 }
 
 impl KvWidths {
-    /// Of `k [tokens, g, d_k]` and `v [tokens, g, d_v]`.
+    /// From `k [tokens, g, d_k]` and `v [tokens, g, d_v]`.
     pub(super) fn of(k: &Tensor, v: &Tensor) -> KvWidths {
         KvWidths { g: k.shape()[1], d_k: k.shape()[2], d_v: v.shape()[2] }
     }
@@ -24,7 +24,7 @@ impl KvWidths {
         self.g * (self.d_k + self.d_v)
     }
 
-    /// The keys and values of packed rows, by heads.
+    /// Views keys and values by head in packed rows.
     pub(super) fn split(&self, rows: &Tensor) -> Result<(Tensor, Tensor)> {
         let (t, middle) = (rows.shape()[0], self.g * self.d_k);
         let k = rows.narrow(1, 0, middle)?.view(&[t, self.g, self.d_k])?;
@@ -32,7 +32,7 @@ impl KvWidths {
         Ok((k, v))
     }
 
-    /// Keys and values as packed rows of their own.
+    /// Copies keys and values into a new packed buffer.
     pub(super) fn pack(&self, rank: &Rank, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let rows = rank.activation(&[k.shape()[0], self.row()], k.dtype())?;
         let (to_k, to_v) = self.split(&rows)?;
@@ -41,7 +41,7 @@ impl KvWidths {
         Ok(rows)
     }
 
-    /// f32 sums, rounded to the type of the gradients they are.
+    /// Writes f32 gradient sums to dk and dv, rounded once to their dtype.
     pub(super) fn write_grads(&self, rank: &Rank, sums: &Tensor, dk: &Tensor, dv: &Tensor) -> Result<()> {
         let (k, v) = self.split(&rounded(rank, sums, dk.dtype())?)?;
         rank.kernels.copy(&rank.compute, &k, dk)?;
@@ -58,21 +58,21 @@ fn rounded(rank: &Rank, sums: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(out)
 }
 
-/// `out` and `lse` of queries over the keys seen so far.
+/// Running output and log-sum-exp of queries over the key blocks so far.
 pub(super) struct OnlineSoftmax<'a> {
     context: &'a ContextParallel<'a>,
     q: &'a Tensor,
-    /// What the first keys are joined by: it is in every query's softmax once.
+    /// Joins the first block, so that it enters every query's softmax once.
     sink: Option<&'a Tensor>,
     out: &'a Tensor,
-    /// f32; `out` itself where that is f32.
+    /// f32 accumulator; `out` itself where that is f32.
     sum: Tensor,
     pub(super) lse: Tensor,
     fresh: bool,
 }
 
 impl<'a> OnlineSoftmax<'a> {
-    /// `q [tokens, n, d_k]` that has seen nothing; `out [tokens, n, d_v]` is contiguous.
+    /// Starts for `q [tokens, n, d_k]`; `out [tokens, n, d_v]` is contiguous.
     pub(super) fn new(
         context: &'a ContextParallel<'a>,
         q: &'a Tensor,
@@ -88,8 +88,8 @@ impl<'a> OnlineSoftmax<'a> {
         Ok(OnlineSoftmax { context, q, sink, out, sum, lse, fresh: true })
     }
 
-    /// The queries see more keys. Every launch has all queries, those without keys among them: the first gives each its
-    /// sink, which from then on is a part of what was seen.
+    /// Adds one block of keys and values. Every launch covers all queries, also those without keys in this block: the
+    /// first block gives each query its sink, which is then part of the running softmax.
     pub(super) fn attend(&mut self, block: &Block, k: &Tensor, v: &Tensor) -> Result<()> {
         let rank = self.context.rank;
         let (kernels, s) = (&rank.kernels, &rank.compute);
@@ -113,7 +113,7 @@ impl<'a> OnlineSoftmax<'a> {
         kernels.merge_attention(s, &self.sum, &self.lse, &part, &lse)
     }
 
-    /// All keys were seen: `out` is written. The log-sum-exps.
+    /// Writes `out` and returns the log-sum-exp.
     pub(super) fn finish(self) -> Result<Tensor> {
         if !self.sum.same_memory(self.out) {
             self.context.rank.kernels.copy(&self.context.rank.compute, &self.sum, self.out)?;
@@ -122,16 +122,16 @@ impl<'a> OnlineSoftmax<'a> {
     }
 }
 
-/// What the backward pass of every part reads, and the sum of `dq`.
+/// Inputs of backward that all key blocks share, and the running sum of `dq`.
 pub(super) struct PartialGrads<'a> {
     pub(super) context: &'a ContextParallel<'a>,
     pub(super) q: &'a Tensor,
-    /// Of all keys, like `lse`: with both, the gradients of one part are its share of the whole.
+    /// Output over all keys, like `lse`: with both, one block's gradients are its exact contribution.
     pub(super) out: &'a Tensor,
     pub(super) lse: &'a Tensor,
     pub(super) dout: &'a Tensor,
-    /// The sink and its gradient, until a part has added to it: it takes the same global sums as all other gradients, of
-    /// every query once.
+    /// The sink and its gradient, taken by the first block: dsink depends on the global lse only, so each query adds to
+    /// it once.
     sink: Option<(&'a Tensor, &'a Tensor)>,
     dq: Option<Tensor>,
 }
@@ -147,7 +147,7 @@ impl<'a> PartialGrads<'a> {
         PartialGrads { context, q, out: y.out, lse, dout: y.dout, sink, dq: None }
     }
 
-    /// Packed gradients of some keys and values, in the type of the model; `dq` is added up inside.
+    /// Packed gradients of one block's keys and values, in the model's dtype; `dq` is accumulated here.
     pub(super) fn of(&mut self, block: &Block, k: &Tensor, v: &Tensor) -> Result<Tensor> {
         let rank = self.context.rank;
         let dq = rank.activation(self.q.shape(), self.q.dtype())?;
@@ -168,7 +168,7 @@ impl<'a> PartialGrads<'a> {
         Ok(dkv)
     }
 
-    /// The whole gradient of the queries.
+    /// Writes the complete dq.
     pub(super) fn finish(self, dq: &Tensor) -> Result<()> {
         let rank = self.context.rank;
         match &self.dq {
@@ -178,7 +178,7 @@ impl<'a> PartialGrads<'a> {
     }
 }
 
-/// `sum + x` in f32, in the memory of the sum; at first `x` in f32.
+/// Accumulates x into an f32 sum; without a sum yet, returns x in f32.
 pub(super) fn add(rank: &Rank, sum: Option<Tensor>, x: Tensor) -> Result<Tensor> {
     let (kernels, s) = (&rank.kernels, &rank.compute);
     match sum {

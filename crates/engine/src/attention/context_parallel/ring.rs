@@ -1,4 +1,4 @@
-//! Keys and values go round the ranks; the next are under way while these are looked at.
+//! Ring attention: keys and values are sent around the ring; the next block arrives while the current one is computed.
 
 use super::blocks::{backward_source, forward_source};
 use super::partial::{KvWidths, OnlineSoftmax, PartialGrads, add};
@@ -6,14 +6,14 @@ use super::{ContextParallel, Gradients, Inputs};
 use crate::SavedTensor;
 use ferrotron_tensor::{DType, Event, Result, Stream, Tensor};
 
-/// What backward needs besides q, k and v.
+/// Activations that backward needs besides q, k and v.
 pub(super) struct RingSaved {
     pub(super) lse: SavedTensor,
-    /// The keys and values seen last, which backward starts with.
+    /// The keys and values of forward's last step, with which backward begins.
     pub(super) last: SavedTensor,
 }
 
-/// Sends and receives on the stream beside computation.
+/// Sends and receives on the communication stream.
 struct RingNeighbours<'a> {
     context: &'a ContextParallel<'a>,
     /// The ranks to send to and to receive from.
@@ -22,7 +22,7 @@ struct RingNeighbours<'a> {
 }
 
 impl RingNeighbours<'_> {
-    /// Starts an exchange of what computation has made so far: (sent, received in return) each.
+    /// Starts sends and receives of (sent, received) pairs, ordered after the compute stream so far.
     fn start(&self, pairs: &[(&Tensor, &Tensor)], label: &'static str) -> Result<Option<Event>> {
         let rank = self.context.rank;
         let stream: &Stream = if rank.overlap {
@@ -37,7 +37,7 @@ impl RingNeighbours<'_> {
         rank.overlap.then(|| rank.comm_stream.record()).transpose()
     }
 
-    /// Computation may use what came, and overwrite what went.
+    /// Makes the compute stream wait: received tensors may be read, sent ones overwritten.
     fn end(&self, flight: Option<Event>) -> Result<()> {
         flight.map_or(Ok(()), |e| self.context.rank.compute.wait(&e))
     }
@@ -74,7 +74,7 @@ impl ContextParallel<'_> {
             joined.attend(&block, &k, &v)?;
             if !last {
                 neighbours.end(flight)?;
-                // What was looked at is room for what comes after the next.
+                // Double buffering: the block just used receives the block after the next.
                 spare = Some(std::mem::replace(&mut here, next));
             }
         }
@@ -84,8 +84,8 @@ impl ContextParallel<'_> {
         })
     }
 
-    /// A rank has the keys of each other rank in turn and adds to their gradients, which travel one step behind
-    /// their keys. In the end come the gradients of its own, complete but for its own share.
+    /// At each step a rank holds another rank's keys and adds to their gradients, which travel one step behind the keys.
+    /// Last, the gradients of its own keys arrive, complete but for its own contribution.
     pub(super) fn ring_backward(&self, saved: &RingSaved, x: &Inputs, y: &Gradients) -> Result<()> {
         let (rank, c) = (self.rank, self.place.size);
         let widths = KvWidths::of(x.k, x.v);
@@ -94,7 +94,7 @@ impl ContextParallel<'_> {
         let mut here: Tensor = (*saved.last).clone();
         let mut sums: Option<Tensor> = None;
         for step in 0..c {
-            // Its own keys come last: they need no journey.
+            // The last step uses the rank's own keys, which need no transfer.
             let next = match step + 2 < c {
                 true => Some(rank.activation(here.shape(), here.dtype())?),
                 false => None,

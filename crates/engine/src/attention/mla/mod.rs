@@ -1,8 +1,7 @@
-//! Multi-head latent attention: keys and values of all heads come from one latent row of a token, and positions enter
-//! through channels beside it that all heads share.
+//! Multi-head latent attention (MLA): keys and values of all heads are up-projected from one low-rank latent vector per
+//! token; RoPE applies to separate key channels that all heads share.
 //!
-//! With h the width of the residual stream, n heads, and for each of them a channels without positions (`nope`), b with
-//! (`rope`) and v of values:
+//! With hidden size h, n heads, and per head a channels without RoPE (`nope`), b with RoPE (`rope`) and v value channels:
 //! ```text
 //! c_q        = norm(W_qa·x)              [q_rank]
 //! q          = W_qb·c_q                  [n, a + b], or W_q·x without q_rank
@@ -12,8 +11,9 @@
 //! y          = W_o·attention([q_nope, rope(q_rope)], k, v)
 //! ```
 //!
-//! Over tensor-parallel ranks, heads are split: W_qb, W_kvb (and W_q) by rows, W_o by columns. The latent maps and norms
-//! are replicated and see the tokens a rank holds; their latent outputs are gathered, not the residual stream.
+//! Tensor parallelism splits heads: W_qb, W_kvb (and W_q) are column-parallel, W_o is row-parallel. Down-projections and
+//! their norms are replicated and run on this rank's sequence shard; the latent vectors are all-gathered, not the
+//! residual stream.
 
 mod norm_linear;
 mod saved;
@@ -27,40 +27,40 @@ use norm_linear::NormLinear;
 pub use saved::MlaSaved;
 use saved::{LatentSaved, Operands, QuerySaved};
 
-/// Sizes and switches of a latent attention block.
+/// Sizes and options of an MLA block.
 #[derive(Clone, Debug)]
 pub struct MlaConfig {
     /// Width of the residual stream (h).
     pub hidden: usize,
     /// Heads (n).
     pub heads: usize,
-    /// Width of the queries' latent row; without it they are made of the residual stream.
+    /// Rank of the query down-projection (`q_lora_rank`); `None` projects queries directly.
     pub q_rank: Option<usize>,
-    /// Width of the latent row of keys and values.
+    /// Rank of the key/value down-projection (`kv_lora_rank`).
     pub kv_rank: usize,
-    /// Channels of a query or key without positions.
+    /// Query/key channels per head without RoPE (`qk_nope_head_dim`).
     pub nope: usize,
-    /// Channels with positions.
+    /// Query/key channels per head with RoPE (`qk_rope_head_dim`).
     pub rope: usize,
-    /// Channels of a value.
+    /// Value channels per head (`v_head_dim`).
     pub v: usize,
-    /// The norm of latent rows.
+    /// Norm of the latent vectors.
     pub norm: Norm,
-    /// Biases of the maps to latent rows.
+    /// Biases of the down-projections.
     pub down_bias: bool,
     /// Bias of the output projection.
     pub out_bias: bool,
-    /// A learned logit of each head in the core's denominator.
+    /// Attention sink: a learned logit per head that joins the softmax denominator.
     pub sink: bool,
-    /// Scale, cap, mask.
+    /// Softmax scale, soft cap and mask.
     pub scores: AttentionParams,
-    /// Standard deviation of initial weights, and of the output projection's.
+    /// Standard deviation of initial weights: of all projections but the last, of the output projection.
     pub std: (f32, f32),
 }
 
-/// Latent attention over `[tokens, hidden]`.
+/// Multi-head latent attention over `[tokens, hidden]`.
 pub struct MultiLatentAttention {
-    /// To the latent rows: queries' first, where they have one.
+    /// Fused down-projections: queries (where low-rank), keys/values, shared RoPE channels of keys.
     down: Linear,
     q: Query,
     kv: NormLinear,
@@ -70,13 +70,13 @@ pub struct MultiLatentAttention {
     rope: Option<RopeTable>,
 }
 
-/// Where queries come from.
+/// How queries are projected.
 enum Query {
     LowRank(NormLinear),
     Direct(Linear),
 }
 
-/// q, and what k and v are in, ready for the scores.
+/// q, and the buffers that k and v are assembled from.
 struct Projected {
     operands: Operands,
     latent: LatentSaved,
@@ -95,7 +95,7 @@ impl MultiLatentAttention {
         if rope.as_ref().is_some_and(|r| 2 * r.cos.shape()[1] != c.rope) {
             return shape_error(
                 "latent attention",
-                format!("{} channels with positions, another table", c.rope),
+                format!("the RoPE table does not have {} channels", c.rope),
             );
         }
         let named = |kind: &str, n: usize| (format!("{name}.{kind}"), n);
@@ -122,12 +122,12 @@ impl MultiLatentAttention {
         let columns = Split::Columns { unit: c.v };
         let out = Linear::declare(d, c.heads * c.v, &[named("o", c.hidden)], c.out_bias, columns, c.std.1)?
             .with_input_saved_by_caller();
-        // From here on: the heads of this rank.
+        // From here on, head counts are this rank's.
         let config = MlaConfig { heads: core.heads(), ..config };
         Ok(MultiLatentAttention { down, q, kv, core, out, config, rope })
     }
 
-    /// Does it need the largest magnitude of its input?
+    /// Whether the producer of its input should also compute the input's amax (for FP8 quantization).
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         let direct = match &self.q {
             Query::LowRank(_) => false,
@@ -136,8 +136,8 @@ impl MultiLatentAttention {
         direct || self.down.needs_input_amax(p)
     }
 
-    /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`; of the tokens this rank holds (see
-    /// [`crate::Tokens`]), while `layout` describes the whole sequences.
+    /// `x [tokens, hidden]`, `positions` i32 `[tokens]` → `[tokens, hidden]`. Tensors hold this rank's tokens (see
+    /// [`crate::Tokens`]); `layout` describes the full sequences.
     pub fn forward(
         &self,
         p: &StepContext,
@@ -168,10 +168,10 @@ impl MultiLatentAttention {
             }
         };
         let (kv, kv_saved) = self.kv.forward(p, &kv_latent)?;
-        // Alone, positions enter in place: nobody reads these channels without them again.
+        // Without tensor parallelism RoPE runs in place: nothing reads these channels without it again.
         let k_rope = match p.rank.tp.size() {
             1 => k_rope,
-            _ => p.all_gather(&contiguous(p, &k_rope)?, "shared channels of keys")?,
+            _ => p.all_gather(&contiguous(p, &k_rope)?, "shared RoPE channels of keys")?,
         };
         self.rotate(p, &q, &k_rope, positions, false)?;
         let keep = SavedTensor::activation;
@@ -179,7 +179,7 @@ impl MultiLatentAttention {
         Ok(Projected { operands, latent: LatentSaved { q: q_saved, kv: kv_saved, down } })
     }
 
-    /// Queries' latent row (or nothing), that of keys and values, and the channels that all keys share, of rows of all.
+    /// Splits the down-projected rows: query latent (if any), key/value latent, shared RoPE channels of keys.
     fn parts(&self, latent: &Tensor) -> Result<[Tensor; 3]> {
         let (c, q) = (&self.config, self.config.q_rank.unwrap_or(0));
         Ok([
@@ -189,7 +189,7 @@ impl MultiLatentAttention {
         ])
     }
 
-    /// RoPE on the last channels of every query, and on those that all keys share.
+    /// Applies RoPE to the last channels of every query head and to the shared key channels.
     fn rotate(
         &self,
         p: &StepContext,
@@ -208,7 +208,7 @@ impl MultiLatentAttention {
         Ok(())
     }
 
-    /// The heads of all three: keys are put together from their two parts, which are less than they.
+    /// q, k and v by head. Keys are assembled here from their two parts, which are smaller to save than the keys.
     fn q_k_v(&self, p: &StepContext, o: &Operands) -> Result<[Tensor; 3]> {
         let (c, rows) = (&self.config, o.q.shape()[0]);
         let kv = o.kv.view(&[rows, c.heads, c.nope + c.v])?;
@@ -217,15 +217,15 @@ impl MultiLatentAttention {
         Ok([o.q.view(k.shape())?, k, kv.narrow(2, c.nope, c.v)?])
     }
 
-    /// An empty cache of this rank's heads for `batch` sequences of up to `capacity` tokens.
+    /// An empty KV cache of this rank's heads for `batch` sequences of up to `capacity` tokens.
     pub fn cache(&self, p: &StepContext, batch: usize, capacity: usize) -> Result<KvCache> {
         let c = &self.config;
         let widths = [c.nope + c.rope, c.v];
         KvCache::new(&p.rank.compute, batch, capacity, c.heads, widths, p.dtype())
     }
 
-    /// Attention of new tokens `x [batch·new, hidden]` over the cache and themselves; they join the cache. Of the rows
-    /// this rank holds, in and out, with its heads in the cache; `layout` is `batch` rows of `new` tokens.
+    /// Appends new tokens `x [batch·new, hidden]` to the KV cache and attends over it. Input and output hold this rank's
+    /// rows, the cache its heads; `layout` is `batch` sequences of `new` tokens.
     pub fn decode(
         &self,
         p: &StepContext,
@@ -242,7 +242,7 @@ impl MultiLatentAttention {
         Ok(self.out.forward(p, &heads)?.0)
     }
 
-    /// Gradient of the input.
+    /// Returns the input gradient `[tokens, hidden]` and the deferred weight gradients.
     pub fn backward(
         &self,
         p: &StepContext,
@@ -262,7 +262,7 @@ impl MultiLatentAttention {
         let y = CoreAttentionGrads { out: &heads, dout: &dheads, dqkv };
         let recompute = |kept: &Operands| self.q_k_v(p, kept);
         grads = grads.and(self.core.backward(p, layout, scores, &y, recompute)?);
-        // Of a rank's own tokens: what its heads add up to, then what all ranks' do.
+        // The shared key channels' gradient is summed over this rank's heads, then reduce-scattered over tp.
         let dlatent = p.empty(&[rows / p.rank.tp.size(), self.down.outputs()])?;
         let [dq_latent, dkv_latent, dk_rope] = self.parts(&dlatent)?;
         let sum = if p.rank.tp.size() == 1 { dk_rope.clone() } else { p.empty(&[rows, c.rope])? };
@@ -270,7 +270,7 @@ impl MultiLatentAttention {
         drop(dk);
         self.rotate(p, &dq, &sum, positions, true)?;
         if p.rank.tp.size() > 1 {
-            let mine = p.reduce_scatter(&sum, "gradient of shared channels of keys")?;
+            let mine = p.reduce_scatter(&sum, "gradient of shared RoPE channels of keys")?;
             p.rank.kernels.copy(&p.rank.compute, &mine, &dk_rope)?;
         }
         let LatentSaved { q, kv, down } = latent;
@@ -285,7 +285,12 @@ impl MultiLatentAttention {
                 grads = grads.and(g);
                 Some(dx)
             }
-            _ => return shape_error("latent attention", "what was saved is of another block"),
+            _ => {
+                return shape_error(
+                    "latent attention",
+                    "the saved activation belongs to a block of another shape",
+                );
+            }
         };
         let (dx, g) = self.down.backward(p, down, &dlatent)?;
         if let Some(direct) = direct {

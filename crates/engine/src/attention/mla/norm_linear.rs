@@ -1,4 +1,4 @@
-//! A norm of latent rows and the map of its output to heads.
+//! Norm of a latent vector and its up-projection to heads.
 
 use crate::{
     Declarations, Linear, LinearSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, WeightGrad,
@@ -25,7 +25,7 @@ impl Saved for NormLinearSaved {
 }
 
 impl NormLinear {
-    /// Declares the norm `name` of rows of `width` before the map `up`.
+    /// Declares the norm `name` of width `width` before the projection `up`.
     pub(super) fn declare(
         d: &mut Declarations,
         (name, width, norm): (&str, usize, Norm),
@@ -34,7 +34,7 @@ impl NormLinear {
         Ok(NormLinear { norm: NormLayer::declare(d, name, width, norm)?, up: up(d)? })
     }
 
-    /// Of the rows `x [tokens, width]` this rank holds, its outputs of all rows.
+    /// `x [tokens/tp, width]` (this rank's sequence shard) → this rank's output features of all tokens.
     pub(super) fn forward(&self, p: &StepContext, x: &Tensor) -> Result<(Tensor, NormLinearSaved)> {
         let (normed, norm) = self.norm.forward_with_amax(p, x, self.up.needs_input_amax(p))?;
         let (y, mut up) = self.up.forward_recomputable(p, &normed, p.recompute.norm)?;
@@ -44,7 +44,7 @@ impl NormLinear {
         Ok((y, NormLinearSaved { up, norm }))
     }
 
-    /// The gradient of `x` into `dx`.
+    /// Writes the gradient of `x` into `dx`.
     pub(super) fn backward_into(
         &self,
         p: &StepContext,

@@ -1,30 +1,30 @@
-//! What latent attention leaves for its backward pass.
+//! Saved activations of multi-head latent attention.
 
 use super::super::core_attention::CoreAttentionSaved;
 use super::norm_linear::NormLinearSaved;
 use crate::{LinearSaved, Saved, SavedTensor};
 use ferrotron_tensor::Tensor;
 
-/// What backward needs.
+/// Activations that backward needs.
 pub struct MlaSaved {
     pub(super) out_proj: LinearSaved,
-    /// The heads' outputs, which the projection and the scores' backward both need.
+    /// Output of core attention: the output projection and core attention's backward both read it.
     pub(super) heads: SavedTensor,
     pub(super) scores: CoreAttentionSaved<Operands>,
     pub(super) latent: LatentSaved,
 }
 
-/// What q, k and v are made of: keys as such would be wider.
+/// What q, k and v are assembled from; the assembled keys would be larger.
 pub(super) struct Operands {
-    /// `[tokens, n·(nope + rope)]`, with positions.
+    /// q `[tokens, n·(nope + rope)]`, after RoPE.
     pub(super) q: SavedTensor,
-    /// `[tokens, n·(nope + v)]`
+    /// k_nope and v, `[tokens, n·(nope + v)]`
     pub(super) kv: SavedTensor,
-    /// `[tokens, rope]`, with positions.
+    /// k_rope `[tokens, rope]`, after RoPE.
     pub(super) k_rope: SavedTensor,
 }
 
-/// Of the maps around latent rows. Both norms were given parts of one buffer.
+/// Saved activations of the projections. Both norms read slices of one buffer.
 pub(super) struct LatentSaved {
     pub(super) q: QuerySaved,
     pub(super) kv: NormLinearSaved,
@@ -64,7 +64,7 @@ impl Saved for LatentSaved {
 }
 
 impl MlaSaved {
-    /// Drops the block's input, which the caller can make again.
+    /// Drops the block's input; the caller recomputes it before backward.
     pub fn drop_input(&mut self) {
         self.latent.down.drop_input();
         if let QuerySaved::Direct(q) = &mut self.latent.q {
@@ -72,7 +72,7 @@ impl MlaSaved {
         }
     }
 
-    /// Puts the input back.
+    /// Restores the recomputed input.
     pub fn restore_input(&mut self, x: &Tensor) {
         self.latent.down.restore_input(x);
         if let QuerySaved::Direct(q) = &mut self.latent.q {
