@@ -12,6 +12,8 @@ pub enum Act {
     GeluErf,
     /// `x·σ(x)`
     Silu,
+    /// `max(x, 0)²`
+    SquaredRelu,
     /// `min(x, limit)·σ(alpha·min(x, limit))`, gated form only, where the linear half enters as
     /// `clamp(u, ±limit) + offset`. No gradient where clamped.
     ClampedSilu {

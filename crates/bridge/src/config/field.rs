@@ -85,11 +85,12 @@ impl Key {
                     "silu" | "swish" => Activation::Silu,
                     "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" => Activation::GeluTanh,
                     "gelu" => Activation::GeluErf,
+                    "relu2" => Activation::SquaredRelu,
                     other => {
                         return Err(o.wrong(
                             name.unwrap_or(shown),
                             format_args!(
-                                "is {other:?}, which is not supported (silu, gelu, gelu_new, gelu_pytorch_tanh are)"
+                                "is {other:?}, which is not supported (silu, gelu, gelu_new, gelu_pytorch_tanh, relu2 are)"
                             ),
                         ));
                     }
@@ -185,6 +186,7 @@ impl Key {
             Field::Activation(tanh) => json!(match c.activation {
                 Activation::Silu => "silu",
                 Activation::GeluErf => "gelu",
+                Activation::SquaredRelu => "relu2",
                 Activation::GeluTanh => tanh,
             }),
         }

@@ -129,6 +129,7 @@ fn blank() -> ModelConfig {
         attn_scale: 1.0,
         attn_softcap: None,
         attn_sink: false,
+        no_rope_layers: Vec::new(),
         mla: None,
         final_softcap: None,
         embed_scale: 1.0,

@@ -190,6 +190,7 @@ impl Recipe {
             attn_scale: scale(head_dim),
             attn_softcap: None,
             attn_sink: false,
+            no_rope_layers: Vec::new(),
             mla: None,
             final_softcap: None,
             embed_scale: 1.0,

@@ -45,6 +45,9 @@ pub struct ModelConfig {
     pub positions: Positions,
     /// RoPE of the sliding-window layers where it differs (Gemma 3).
     pub rope_local: Option<RopeConfig>,
+    /// Layers without rotary embedding; empty when all have it. Otherwise one entry per layer.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub no_rope_layers: Vec<bool>,
     /// Sliding window: a token sees itself and the `window - 1` before it, on local layers only.
     pub window: Option<usize>,
     /// Which layers are local (use `window`); empty when none is. Otherwise one entry per layer.
@@ -126,6 +129,8 @@ pub enum Activation {
     GeluErf,
     /// x·sigmoid(x)
     Silu,
+    /// max(x, 0)²
+    SquaredRelu,
 }
 
 /// How the model knows where a token is.
@@ -176,6 +181,9 @@ impl ModelConfig {
 
     /// RoPE of layer `i`, if the model uses it.
     pub fn rope(&self, i: usize) -> Option<&RopeConfig> {
+        if self.no_rope_layers.get(self.template_layer(i)).copied().unwrap_or(false) {
+            return None;
+        }
         match (&self.positions, &self.rope_local) {
             (Positions::Learned, _) => None,
             (_, Some(local)) if self.is_local(i) => Some(local),

@@ -120,6 +120,7 @@ pub(super) fn act_of(c: &ModelConfig) -> Act {
     match c.activation {
         Activation::GeluTanh => Act::GeluTanh,
         Activation::GeluErf => Act::GeluErf,
+        Activation::SquaredRelu => Act::SquaredRelu,
         Activation::Silu => Act::Silu,
     }
 }

@@ -124,6 +124,7 @@ fn llama_like(sizes: [usize; 8], eps: f32, theta: f64) -> ModelConfig {
         attn_scale: inverse_sqrt(head_dim),
         attn_softcap: None,
         attn_sink: false,
+        no_rope_layers: Vec::new(),
         mla: None,
         final_softcap: None,
         embed_scale: 1.0,

@@ -91,6 +91,13 @@ impl ModelConfig {
                 self.layers
             ));
         }
+        if !self.no_rope_layers.is_empty() && self.no_rope_layers.len() != self.layers {
+            bad.push(format!(
+                "no_rope_layers has {} entries for {} layers; leave it empty or give one per layer",
+                self.no_rope_layers.len(),
+                self.layers
+            ));
+        }
         if self.window.is_none() && self.local_layers.contains(&true) {
             bad.push("local_layers marks layers as local, but no window is set".into());
         }

@@ -14,6 +14,7 @@ fn act(a: Act, x: f64) -> f64 {
         }
         Act::GeluErf => 0.5 * x * (1.0 + libm::erf(x / std::f64::consts::SQRT_2)),
         Act::Silu => x * sigmoid(x),
+        Act::SquaredRelu => x.max(0.0).powi(2),
         Act::ClampedSilu { limit, alpha, .. } => {
             let x = x.min(f64::from(limit));
             x * sigmoid(f64::from(alpha) * x)
@@ -34,7 +35,8 @@ pub fn gated(a: Act, gate: f64, up: f64) -> f64 {
 #[test]
 fn mlps_are_their_twins() {
     let clamped = Act::ClampedSilu { limit: 0.9, alpha: 1.7, offset: 1.0 };
-    let mut cases: Vec<_> = [Act::GeluTanh, Act::GeluErf, Act::Silu].map(|a| (a, false)).to_vec();
+    let mut cases: Vec<_> =
+        [Act::GeluTanh, Act::GeluErf, Act::Silu, Act::SquaredRelu].map(|a| (a, false)).to_vec();
     cases.extend([Act::GeluTanh, Act::GeluErf, Act::Silu, clamped].map(|a| (a, true)));
     for dtype in DTYPES {
         for &(a, is_gated) in &cases {

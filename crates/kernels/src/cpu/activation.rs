@@ -32,6 +32,8 @@ pub(super) struct GeluTanh;
 #[derive(Clone, Copy)]
 pub(super) struct GeluErf;
 #[derive(Clone, Copy)]
+pub(super) struct SquaredRelu;
+#[derive(Clone, Copy)]
 pub(super) struct Silu;
 #[derive(Clone, Copy)]
 pub(super) struct ClampedSilu {
@@ -61,6 +63,19 @@ impl Curve for GeluTanh {
         let (s, rest) = sigmoid_pair::<F>(sigmoid_range(c * F::fma(z, GELU_B, GELU_A)));
         let inner = F::fma(z, 3.0 * GELU_B, GELU_A);
         (low * s, F::fma(c, s * rest * inner, s))
+    }
+}
+
+impl Curve for SquaredRelu {
+    #[inline(always)]
+    fn value<F: Fma>(self, x: f32) -> f32 {
+        let positive = at_least(x, 0.0);
+        positive * positive
+    }
+    #[inline(always)]
+    fn slope<F: Fma>(self, x: f32) -> (f32, f32) {
+        let positive = at_least(x, 0.0);
+        (positive * positive, 2.0 * positive)
     }
 }
 
@@ -139,6 +154,10 @@ macro_rules! with_curve {
             }
             Act::Silu => {
                 let $curve = $crate::cpu::activation::Silu;
+                $body
+            }
+            Act::SquaredRelu => {
+                let $curve = $crate::cpu::activation::SquaredRelu;
                 $body
             }
             Act::ClampedSilu { limit, alpha, offset } => {

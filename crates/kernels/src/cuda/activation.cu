@@ -104,6 +104,7 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ float bac
     if (a.act == GELU_TANH) m = PASS<T, GeluTanh<T>, GATED>(a);                                                   \
     else if (a.act == GELU_ERF) m = PASS<T, GeluErf<T>, GATED>(a);                                                \
     else if (a.act == SILU) m = PASS<T, Silu<T>, GATED>(a);                                                       \
+    else if (a.act == SQUARED_RELU) m = PASS<T, SquaredRelu<T>, GATED>(a);                                        \
     else if (GATED) m = PASS<T, ClampedSilu<T>, true>(a);
 
 #define KERNEL(FULL_NAME, PASS, T, GATED)                                                                         \
@@ -219,6 +220,7 @@ __device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)
         __shared__ float sums[COLUMN_WARPS][32 * VecWidth<T>::count];                                                 \
         if (a.act == GELU_TANH) backward_columns<T, GeluTanh<T>>(a, sums);                                        \
         else if (a.act == GELU_ERF) backward_columns<T, GeluErf<T>>(a, sums);                                     \
+        else if (a.act == SQUARED_RELU) backward_columns<T, SquaredRelu<T>>(a, sums);                             \
         else backward_columns<T, Silu<T>>(a, sums);                                                               \
     }
 NOT_F16(COLUMNS(float, f32))

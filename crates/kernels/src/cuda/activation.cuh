@@ -1,6 +1,6 @@
 // The curves of the non-linearities. What a curve needs to know it takes from a kernel's arguments: limit, alpha, offset.
 
-enum Act : u32 { GELU_TANH = 0, GELU_ERF = 1, SILU = 2, CLAMPED_SILU = 3 };
+enum Act : u32 { GELU_TANH = 0, GELU_ERF = 1, SILU = 2, CLAMPED_SILU = 3, SQUARED_RELU = 4 };
 
 // NaN passes through both.
 __device__ __forceinline__ float at_least(float x, float low) { return x < low ? low : x; }
@@ -100,6 +100,21 @@ template <class T> struct GeluErf {
         normal(c, cdf, pdf);
         value = low * cdf;
         return fmaf(c, pdf, cdf);
+    }
+    __device__ __forceinline__ float gate(float u) const { return u; }
+    __device__ __forceinline__ float gate_slope(float, float d) const { return d; }
+};
+
+template <class T> struct SquaredRelu {
+    template <class Args> __device__ __forceinline__ SquaredRelu(const Args&) {}
+    __device__ __forceinline__ float value(float x) const {
+        float positive = at_least(x, 0.0f);
+        return positive * positive;
+    }
+    __device__ __forceinline__ float slope(float x, float& value) const {
+        float positive = at_least(x, 0.0f);
+        value = positive * positive;
+        return 2.0f * positive;
     }
     __device__ __forceinline__ float gate(float u) const { return u; }
     __device__ __forceinline__ float gate_slope(float, float d) const { return d; }

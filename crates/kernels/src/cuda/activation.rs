@@ -34,6 +34,7 @@ pub(super) fn code(act: Act) -> (u32, [f32; 3]) {
         Act::GeluErf => (1, [0.0; 3]),
         Act::Silu => (2, [0.0; 3]),
         Act::ClampedSilu { limit, alpha, offset } => (3, [limit, alpha, offset]),
+        Act::SquaredRelu => (4, [0.0; 3]),
     }
 }
 

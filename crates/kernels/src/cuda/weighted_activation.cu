@@ -103,6 +103,7 @@ template <class T, class Curve, bool GATED, bool WITH_AMAX> __device__ __forcein
         if (a.act == GELU_TANH) PASS<T, GeluTanh<T>, GATED, WITH_AMAX>(a);                                           \
         else if (a.act == GELU_ERF) PASS<T, GeluErf<T>, GATED, WITH_AMAX>(a);                                        \
         else if (a.act == SILU) PASS<T, Silu<T>, GATED, WITH_AMAX>(a);                                               \
+        else if (a.act == SQUARED_RELU) PASS<T, SquaredRelu<T>, GATED, WITH_AMAX>(a);                                \
         else if (GATED) PASS<T, ClampedSilu<T>, true, WITH_AMAX>(a);                                                 \
     }
 #define KERNELS(T, NAME)                                                                                           \

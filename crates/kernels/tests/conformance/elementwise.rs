@@ -108,6 +108,7 @@ pub fn value(a: Act, x: f64) -> f64 {
         }
         Act::GeluErf => 0.5 * x * (1.0 + libm::erf(x / std::f64::consts::SQRT_2)),
         Act::Silu => x * sigmoid(x),
+        Act::SquaredRelu => x.max(0.0).powi(2),
         Act::ClampedSilu { limit, alpha, .. } => {
             let x = x.min(f64::from(limit));
             x * sigmoid(f64::from(alpha) * x)
@@ -130,6 +131,7 @@ fn non_linearities_and_their_slopes() {
         Act::GeluTanh,
         Act::GeluErf,
         Act::Silu,
+        Act::SquaredRelu,
         Act::ClampedSilu { limit: 2.003, alpha: 1.702, offset: 1.0 },
     ];
     let slope = |f: &dyn Fn(f64) -> f64, x: f64| (f(x + 1e-5) - f(x - 1e-5)) / 2e-5;

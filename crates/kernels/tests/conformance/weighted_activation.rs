@@ -6,8 +6,13 @@ use super::permutation::{ints, shifted};
 use ferrotron_kernels::Act;
 use ferrotron_tensor::{DType, Tensor};
 
-const ACTS: [Act; 4] =
-    [Act::GeluTanh, Act::GeluErf, Act::Silu, Act::ClampedSilu { limit: 2.003, alpha: 1.702, offset: 1.0 }];
+const ACTS: [Act; 5] = [
+    Act::GeluTanh,
+    Act::GeluErf,
+    Act::Silu,
+    Act::SquaredRelu,
+    Act::ClampedSilu { limit: 2.003, alpha: 1.702, offset: 1.0 },
+];
 
 fn forms() -> impl Iterator<Item = (Act, bool)> {
     let plain = ACTS.into_iter().filter(|a| !matches!(a, Act::ClampedSilu { .. }));

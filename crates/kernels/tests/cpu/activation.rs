@@ -13,6 +13,7 @@ fn value(act: Act, x: f64) -> f64 {
         Act::GeluTanh => 0.5 * x * (1.0 + (a * (x + 0.044715 * x.powi(3))).tanh()),
         Act::GeluErf => 0.5 * x * libm::erfc(-x / 2f64.sqrt()),
         Act::Silu => x / (1.0 + (-x).exp()),
+        Act::SquaredRelu => x.max(0.0).powi(2),
         Act::ClampedSilu { limit, alpha, .. } => {
             let c = x.min(f64::from(limit));
             c / (1.0 + (-f64::from(alpha) * c).exp())
@@ -130,5 +131,22 @@ fn nan_passes_and_shapes_are_checked() {
         assert!(activation(&threads, isa, Act::Silu, &[1f32], &mut [0f32; 2]).is_err());
         assert!(gated(&threads, isa, Act::Silu, 2, &[1f32; 6], &mut [0f32; 3]).is_err());
         assert!(gated_backward(&threads, isa, Act::Silu, 2, &[1f32; 4], &[1f32; 2], &mut [0f32; 5]).is_err());
+    }
+}
+
+/// Squared ReLU is compared by itself: its values and slopes grow without bound, so the list above holds inputs that
+/// overflow.
+#[test]
+fn squared_relu_is_exact() {
+    let x = [0f32, -0.0, -3.0, 1e-30, 0.5, 3.0, 1e4, -1e4, f32::INFINITY, f32::NEG_INFINITY];
+    let dy = [1f32, 1.0, 2.0, 1.0, -2.0, 0.5, 1.0, 1.0, 1.0, 1.0];
+    let (threads, n) = (Threads::new(1).unwrap(), x.len());
+    for isa in Isa::all() {
+        let (mut y, mut dx) = (vec![f32::NAN; n], vec![f32::NAN; n]);
+        activation(&threads, isa, Act::SquaredRelu, &x, &mut y).unwrap();
+        activation_backward(&threads, isa, Act::SquaredRelu, &x, &dy, &mut dx).unwrap();
+        assert_eq!(y, x.map(|x| x.max(0.0) * x.max(0.0)));
+        let slopes: Vec<f32> = x.iter().zip(&dy).map(|(x, d)| 2.0 * x.max(0.0) * d).collect();
+        assert_eq!(dx, slopes);
     }
 }

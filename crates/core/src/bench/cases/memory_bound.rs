@@ -143,6 +143,7 @@ fn activation(rank: &Rank, z: &Sizes, backward: bool) -> Result<Run> {
     let act = match z.model.activation {
         Activation::GeluTanh => Act::GeluTanh,
         Activation::GeluErf => Act::GeluErf,
+        Activation::SquaredRelu => Act::SquaredRelu,
         Activation::Silu => Act::Silu,
     };
     let up_shape = [z.tokens, if gated { 2 * f } else { f }];
