@@ -6,27 +6,30 @@ use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Threads};
 
 /// Which norm.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub enum NormType {
     /// `Σ |x|`
     L1,
     /// `√ Σ x²`
     L2,
+    /// `(Σ |x|ᵖ)^(1/p)`
+    Power(f64),
     /// `max |x|`; NaN if there is one.
     Max,
 }
 
 impl NormType {
-    /// From the total of this rank: `Σ|x|`, `Σx²` or `max|x|`, combined over ranks by sum, sum or maximum.
+    /// The norm from the total of all ranks: `Σ|x|`, `Σx²`, `Σ|x|ᵖ` or `max|x|`, combined over ranks by sum or maximum.
     pub fn finish(self, total: f64) -> f64 {
         match self {
             NormType::L2 => total.sqrt(),
+            NormType::Power(p) => libm::pow(total, 1.0 / p),
             NormType::L1 | NormType::Max => total,
         }
     }
 }
 
-/// `Σ|x|`, `Σx²` or `max|x|` over all tensors: what ranks combine before [`NormType::finish`].
+/// `Σ|x|`, `Σx²`, `Σ|x|ᵖ` or `max|x|` over all tensors: what ranks combine before [`NormType::finish`].
 pub fn norm_total<T: Float>(threads: &Threads, isa: Isa, kind: NormType, list: &[&[T]]) -> f64 {
     let pieces: Vec<&[T]> = list.iter().flat_map(|x| x.chunks(PIECE)).collect();
     let mut parts = vec![0f64; pieces.len()];
@@ -34,6 +37,7 @@ pub fn norm_total<T: Float>(threads: &Threads, isa: Isa, kind: NormType, list: &
         part[0] = match kind {
             NormType::L1 => absolute_sum(isa, pieces[i]),
             NormType::L2 => grad_square_sum(isa, pieces[i]),
+            NormType::Power(p) => pieces[i].iter().map(|x| libm::pow(f64::from(x.to_f32().abs()), p)).sum(),
             NormType::Max => f64::from(absolute_max(isa, pieces[i])),
         };
     });
