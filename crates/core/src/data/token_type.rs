@@ -124,6 +124,19 @@ impl TokenType {
         }
         Ok(())
     }
+
+    /// Appends floats to `out`, rounded to this type; an integer type takes none.
+    pub(crate) fn encode_floats(self, values: &[f64], out: &mut Vec<u8>) -> Result<()> {
+        match self {
+            Self::F32 => out.extend(values.iter().flat_map(|v| (*v as f32).to_le_bytes())),
+            Self::F64 => out.extend(values.iter().flat_map(|v| v.to_le_bytes())),
+            _ => {
+                let name = self.name();
+                return Err(Error::Invalid(format!("a file of {name} takes token ids, not floats")));
+            }
+        }
+        Ok(())
+    }
 }
 
 /// The bytes cut into arrays of `N`; a ragged end is left out.

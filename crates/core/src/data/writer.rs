@@ -71,6 +71,14 @@ impl IndexedWriter {
         done
     }
 
+    /// Appends a sequence of values to a file of floats.
+    pub fn push_values(&mut self, values: &[f64], mode: i8) -> Result<()> {
+        let mut bytes = Vec::with_capacity(values.len() * self.token_type.size());
+        self.token_type.encode_floats(values, &mut bytes)?;
+        self.push_bytes(&bytes)?;
+        self.end_sequence(mode)
+    }
+
     fn push_bytes(&mut self, bytes: &[u8]) -> Result<()> {
         self.bin.write(bytes)?;
         self.open += (bytes.len() / self.token_type.size()) as u64;
