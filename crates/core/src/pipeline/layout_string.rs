@@ -119,8 +119,7 @@ fn expand(text: &str) -> Result<Vec<char>, String> {
                 while let Some(d) = rest.next_if(char::is_ascii_digit) {
                     digits.push(d);
                 }
-                let times = digits.parse::<usize>().ok().filter(|n| *n > 0);
-                let times = times.ok_or("has a * without a count of at least 1 after it")?;
+                let times = digits.parse::<usize>().map_err(|_| "has a * without a count after it")?;
                 if unit == 0 {
                     return Err("has a * with nothing to repeat before it".into());
                 }
@@ -129,7 +128,8 @@ fn expand(text: &str) -> Result<Vec<char>, String> {
                     return Err(format!("is longer than {MOST} letters; shorten it"));
                 }
                 let piece = list[list.len() - unit..].to_vec();
-                (1..times).for_each(|_| list.extend(&piece));
+                list.truncate(list.len() - unit);
+                (0..times).for_each(|_| list.extend(&piece));
                 open.push(list);
                 unit = 0;
             }
