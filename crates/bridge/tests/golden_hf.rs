@@ -7,13 +7,13 @@ use ferrotron_bridge::{
     ExportOptions, HfCheckpoint, HfConfig, LogicalTensor, TensorData, assemble, export, logical_buffers,
     logical_tensors,
 };
-use ferrotron_core::model::config::{ModelConfig, Positions, RopeScaling};
-use ferrotron_core::model::moe_config::{Clamp, ScoreKind};
+use ferrotron_core::model::config::{ModelConfig, Positions};
+use ferrotron_core::model::moe_config::ScoreKind;
 use ferrotron_core::tensorfile::TensorFile;
 use ferrotron_tensor::DType;
 use serde_json::Value;
 use std::path::Path;
-use support::covered;
+use support::{covered, golden};
 
 fn config(dir: &Path, name: &str) -> HfConfig {
     HfConfig::from_file(&dir.join(name)).unwrap_or_else(|e| panic!("{e}"))
@@ -31,55 +31,77 @@ fn golden_hf_config_both_spellings_are_one_model() {
     }
 }
 
-/// Facts of the tiny models, read off their files by hand.
+/// The first of these keys that a configuration has.
+fn key<'a>(json: &'a Value, names: &[&str]) -> Option<&'a Value> {
+    names.iter().map(|name| &json[*name]).find(|v| !v.is_null())
+}
+
+/// Every size and switch of the configuration, read a second time here.
 #[test]
 fn golden_hf_config_says_what_the_files_say() {
-    let find = |name: &str| {
-        covered().into_iter().find(|d| d.ends_with(name)).map(|d| config(&d, "config.json").model().clone())
-    };
-    if let Some(c) = find("gemma3") {
-        assert_eq!(c.local_layers, [true, true, false]);
-        assert_eq!((c.window, c.qk_norm, c.post_norms), (Some(8), true, true));
-        assert_eq!(c.attn_scale, 0.25);
-        assert_eq!(c.embed_scale, 48f32.sqrt());
-        assert_eq!(c.rope(0).unwrap().theta, 1e4);
-        assert_eq!(c.rope(2).unwrap().theta, 1e6);
-    }
-    if let Some(c) = find("gemma2") {
-        assert_eq!((c.attn_softcap, c.final_softcap), (Some(50.0), Some(30.0)));
-        assert_eq!(c.attn_scale, (1.0 / 24f64.sqrt()) as f32);
-    }
-    if let Some(c) = find("llama_gqa_llama3rope") {
-        let Positions::Rope(rope) = &c.positions else { panic!() };
-        let scaling = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_max_positions: 32,
+    for model in golden::HfModel::all() {
+        let json = model.config("config.json");
+        let c = config(&model.dir, "config.json").model().clone();
+        let name = &model.name;
+        let size = |names: &[&str]| key(&json, names).and_then(Value::as_u64).map(|n| n as usize);
+        let sizes = [
+            (c.layers, &["num_hidden_layers", "n_layer"][..]),
+            (c.hidden, &["hidden_size", "n_embd"]),
+            (c.heads, &["num_attention_heads", "n_head"]),
+            (c.vocab, &["vocab_size"]),
+        ];
+        for (ours, keys) in sizes {
+            assert_eq!(Some(ours), size(keys), "{name}: {keys:?}");
+        }
+        assert_eq!(Some(c.tied), key(&json, &["tie_word_embeddings"]).and_then(Value::as_bool), "{name}");
+        if let Some(inner) = size(&["n_inner", "intermediate_size"]).filter(|_| c.moe.is_none()) {
+            assert_eq!(c.ffn, inner, "{name}");
+        }
+        if c.mla.is_none() {
+            assert_eq!(c.kv_heads, size(&["num_key_value_heads"]).unwrap_or(c.heads), "{name}");
+            assert_eq!(c.head_dim, size(&["head_dim"]).unwrap_or(c.hidden / c.heads), "{name}");
+        }
+        if let Some(scalar) = key(&json, &["query_pre_attn_scalar"]).and_then(Value::as_f64) {
+            assert_eq!(c.attn_scale, (1.0 / scalar.sqrt()) as f32, "{name}");
+        }
+        if model.model_type.starts_with("gemma") {
+            assert_eq!(c.embed_scale, (c.hidden as f32).sqrt(), "{name}");
+            assert!(c.post_norms && c.norm.zero_centred && c.qk_norm == (model.model_type == "gemma3_text"));
+        }
+        for (ours, key) in
+            [(c.attn_softcap, "attn_logit_softcapping"), (c.final_softcap, "final_logit_softcapping")]
+        {
+            assert_eq!(ours.map(f64::from), json[key].as_f64(), "{name}: {key}");
+        }
+        if let Some(types) = json["layer_types"].as_array() {
+            let local: Vec<bool> = types.iter().map(|t| t == "sliding_attention").collect();
+            assert_eq!((0..c.layers).map(|i| c.is_local(i)).collect::<Vec<_>>(), local, "{name}");
+            let window = local.contains(&true).then(|| size(&["sliding_window"])).flatten();
+            assert!(!local.contains(&true) || c.window == window, "{name}: {:?}", c.window);
+        }
+        if let (Positions::Rope(rope), Some(theta)) =
+            (&c.positions, json["rope_parameters"]["rope_theta"].as_f64())
+        {
+            assert_eq!(rope.theta, theta, "{name}");
+        }
+        let experts = size(&["num_local_experts", "num_experts", "n_routed_experts"]);
+        let Some(m) = &c.moe else {
+            // DeepSeek names experts even where every layer is dense.
+            assert!(experts.is_none() || size(&["first_k_dense_replace"]) >= Some(c.layers), "{name}");
+            continue;
         };
-        assert_eq!((rope.theta, &rope.scaling), (1e4, &scaling));
-    }
-    let moe = |name: &str| find(name).and_then(|c| c.moe);
-    if let Some(m) = moe("mixtral") {
-        assert_eq!((m.experts, m.topk, m.ffn, m.score), (4, 2, 64, ScoreKind::Softmax));
-        assert_eq!((m.layers, m.pre_softmax, m.shared_ffn), (vec![], false, None));
-    }
-    if let Some(m) = moe("qwen3_moe") {
-        assert_eq!((m.experts, m.topk, m.ffn, m.pre_softmax), (8, 2, 24, false));
-        assert_eq!(m.layers, [false, true, true]);
-    }
-    if let Some(m) = moe("deepseek_v3") {
-        assert_eq!((m.experts, m.topk, m.ffn, m.score), (8, 4, 24, ScoreKind::Sigmoid));
-        assert_eq!((m.groups, m.scale, m.expert_bias, m.shared_ffn), (Some([4, 2]), 2.5, true, Some(24)));
-        assert_eq!(m.layers, [false, true, true]);
-    }
-    if let Some(m) = moe("gpt_oss") {
-        assert_eq!((m.experts, m.topk, m.ffn, m.bias, m.router_bias), (4, 2, 32, true, true));
-        assert_eq!(m.clamp, Some(Clamp { limit: 7.0, alpha: 1.702, offset: 1.0 }));
-    }
-    if let Some(c) = find("gpt2") {
-        assert_eq!((c.ffn, c.head_dim, c.kv_heads, c.gated), (192, 12, 4, false));
-        assert!(c.qkv_bias && c.proj_bias && c.mlp_bias && c.tied);
+        assert_eq!(Some(m.experts), experts, "{name}");
+        assert_eq!(Some(m.topk), size(&["num_experts_per_tok"]), "{name}");
+        assert_eq!(Some(m.ffn), size(&["moe_intermediate_size", "intermediate_size"]), "{name}");
+        let deepseek = model.model_type == "deepseek_v3";
+        assert_eq!(m.score, if deepseek { ScoreKind::Sigmoid } else { ScoreKind::Softmax }, "{name}");
+        assert_eq!(m.expert_bias, deepseek, "{name}");
+        assert_eq!(
+            f64::from(m.scale),
+            json["routed_scaling_factor"].as_f64().map_or(1.0, |x| f64::from(x as f32))
+        );
+        let limit = json["swiglu_limit"].as_f64().map(|x| x as f32);
+        assert_eq!(m.clamp.map(|c| c.limit), limit, "{name}");
     }
 }
 

@@ -2,6 +2,8 @@
 //! never a panic, whatever the bytes.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+#[path = "../../../tests/support/golden.rs"]
+mod golden;
 mod support;
 
 use ferrotron_core::data::{IndexedWriter, TokenType};
@@ -10,10 +12,10 @@ use support::{
     Finished, SeededRng, assert_no_internals, assert_one_sentence_error, copy, files, recipe, rounds, run,
 };
 
-fn golden(family: &str) -> PathBuf {
-    let root = std::env::var_os("FERROTRON_GOLDEN").map(PathBuf::from);
-    let root = root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden"));
-    root.join("hf").join(family)
+/// The folder of a golden model of this type.
+fn golden(model_type: &str) -> PathBuf {
+    let found = golden::HfModel::all().into_iter().find(|m| m.model_type == model_type);
+    found.unwrap_or_else(|| panic!("no golden model of type {model_type}")).dir
 }
 
 /// Some injuries change a value to another good one (a weight, a token, a number): then the command may do well.

@@ -1,63 +1,42 @@
-//! Golden vectors of permutations: every case and tensor of `permute` in the folder FERROTRON_GOLDEN names, on every home.
+//! MoE permutation against golden vectors of Megatron Core (area `permute`), on every device present: permute, unpermute,
+//! padding of expert segments, capacity padding, and sorting of chunks.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "conformance/devices.rs"]
 #[allow(dead_code)]
 mod devices;
+#[path = "../../../tests/support/golden.rs"]
+mod golden;
 
 use devices::{TestDevice, devices};
 use ferrotron_kernels::RowMap;
-use ferrotron_tensor::{Category, DType, Tensor, bf16};
-use safetensors::{Dtype, SafeTensors};
+use ferrotron_tensor::{Category, DType, Tensor};
+use golden::{Area, Tensors, count, counts, list, only_keys, text};
+use safetensors::Dtype;
 use serde_json::Value;
-use std::cell::RefCell;
-use std::collections::BTreeSet;
-use std::path::PathBuf;
-
-fn file(name: &str) -> Vec<u8> {
-    let root = std::env::var_os("FERROTRON_GOLDEN").map_or_else(
-        || PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../tests/golden")),
-        PathBuf::from,
-    );
-    let path = root.join("permute").join(name);
-    std::fs::read(&path).unwrap_or_else(|e| panic!("{}: {e}", path.display()))
-}
-
-/// Tensors of the file; what no case has asked for in the end is a failure.
-struct Tensors {
-    bytes: Vec<u8>,
-    open: RefCell<BTreeSet<String>>,
-}
 
 /// The tensors of a case.
 #[derive(Clone, Copy)]
-struct Of<'a> {
+struct CaseTensors<'a> {
     all: &'a Tensors,
     case: &'a str,
 }
 
-impl Of<'_> {
+impl CaseTensors<'_> {
     fn get(&self, name: &str) -> (DType, Vec<usize>, Vec<f64>) {
         let full = format!("{}/{name}", self.case);
-        let file = SafeTensors::deserialize(&self.all.bytes).unwrap();
-        let t = file.tensor(&full).unwrap_or_else(|e| panic!("{full}: {e}"));
-        self.all.open.borrow_mut().remove(&full);
-        let data = t.data();
-        let (dtype, values) = match t.dtype() {
-            Dtype::F32 => {
-                (DType::F32, data.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect())
-            }
-            Dtype::BF16 => {
-                let value = |b: &[u8; 2]| bf16::from_bits(u16::from_le_bytes(*b)).to_f64();
-                (DType::BF16, data.as_chunks().0.iter().map(value).collect())
-            }
-            Dtype::I64 => {
-                (DType::I64, data.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b) as f64).collect())
-            }
-            Dtype::U8 => (DType::U8, data.iter().map(|b| f64::from(*b)).collect()),
+        let dtype = match self.all.dtype(&full) {
+            Dtype::F32 => DType::F32,
+            Dtype::BF16 => DType::BF16,
+            Dtype::I64 => DType::I64,
+            Dtype::U8 => DType::U8,
             other => panic!("{full}: {other:?}"),
         };
-        (dtype, t.shape().to_vec(), values)
+        (dtype, self.all.shape(&full), self.all.values(&full))
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.all.has(&format!("{}/{name}", self.case))
     }
 
     fn values(&self, name: &str) -> Vec<f64> {
@@ -86,8 +65,8 @@ impl Of<'_> {
     }
 }
 
-/// A dense map as lists of choices, as wide as its widest row.
-struct Choices {
+/// A dense routing map as top-k indices, k being that of the token with the most experts.
+struct TopK {
     tokens: usize,
     experts: usize,
     k: usize,
@@ -95,8 +74,8 @@ struct Choices {
     index: Vec<i32>,
 }
 
-impl Choices {
-    fn of(t: Of) -> Choices {
+impl TopK {
+    fn from_map(t: CaseTensors) -> TopK {
         let (_, shape, map) = t.get("map");
         let on = |row: &[f64]| -> Vec<i32> {
             (0..).zip(row).filter(|(_, on)| **on != 0.0).map(|(e, _)| e).collect()
@@ -104,23 +83,23 @@ impl Choices {
         let lists: Vec<Vec<i32>> = map.chunks(shape[1]).map(on).collect();
         let k = lists.iter().map(Vec::len).max().unwrap_or(0).max(1);
         let padded = lists.iter().flat_map(|l| l.iter().copied().chain(std::iter::repeat(-1)).take(k));
-        Choices { tokens: shape[0], experts: shape[1], k, index: padded.collect() }
+        TopK { tokens: shape[0], experts: shape[1], k, index: padded.collect() }
     }
 
-    /// Of a dense tensor, the values of the choices; 0 where there is none.
+    /// `[T, k]` values at the indices of a dense tensor `[T, E]`; 0 where a token has no such expert.
     fn chosen(&self, dense: &[f64]) -> Vec<f64> {
         let at =
             |(c, e): (usize, &i32)| usize::try_from(*e).map_or(0.0, |e| dense[c / self.k * self.experts + e]);
         self.index.iter().enumerate().map(at).collect()
     }
 
-    /// And back: zeros elsewhere.
+    /// The inverse of `chosen`: `[T, E]`, zeros elsewhere.
     fn dense(&self, chosen: &[f64]) -> Vec<f64> {
         let mut dense = vec![0.0; self.tokens * self.experts];
         for (c, (e, value)) in self.index.iter().zip(chosen).enumerate() {
             match usize::try_from(*e) {
                 Ok(e) => dense[c / self.k * self.experts + e] = *value,
-                Err(_) => assert_eq!(*value, 0.0, "a value of no choice"),
+                Err(_) => assert_eq!(*value, 0.0, "a value without an expert"),
             }
         }
         dense
@@ -142,11 +121,11 @@ impl Choices {
     }
 }
 
-/// Rows on the device to numbers, the first `n` of them; those behind are zeros.
+/// The first `n` rows on the host; those behind must be zeros.
 fn first_rows(h: &TestDevice, t: &Tensor, n: usize) -> Vec<f64> {
     let width: usize = t.shape()[1..].iter().product();
     let mut all = h.host(t);
-    assert!(all[n * width..].iter().all(|x| *x == 0.0), "rows of nobody");
+    assert!(all[n * width..].iter().all(|x| *x == 0.0), "rows behind the last segment are not zero");
     all.truncate(n * width);
     all
 }
@@ -155,15 +134,19 @@ fn ints(h: &TestDevice, t: &Tensor) -> Vec<f64> {
     h.s.download::<i32>(t).unwrap().into_iter().map(f64::from).collect()
 }
 
-fn mask(h: &TestDevice, case: &Value, t: Of) {
-    let dtype = match case["dtype"].as_str().unwrap() {
-        "f32" => DType::F32,
-        "bf16" => DType::BF16,
-        other => panic!("unknown type {other}"),
-    };
-    let count = |name: &str| case[name].as_u64().unwrap() as usize;
-    let (c, n, width) = (Choices::of(t), count("rows"), count("hidden"));
-    assert_eq!((c.tokens, c.experts), (count("tokens"), count("experts")), "{}", t.case);
+/// The type of rows.
+fn row_type(case: &Value) -> DType {
+    match case["dtype"].as_str() {
+        None | Some("f32") => DType::F32,
+        Some("bf16") => DType::BF16,
+        Some(other) => panic!("the format has no dtype {other}"),
+    }
+}
+
+fn mask(h: &TestDevice, case: &Value, t: CaseTensors) {
+    let dtype = row_type(case);
+    let (c, n, width) = (TopK::from_map(t), count(case, "rows"), count(case, "hidden"));
+    assert_eq!((c.tokens, c.experts), (count(case, "tokens"), count(case, "experts")), "{}", t.case);
     let map = c.sorted(h, 1);
     let all = map.source.numel();
     let near = match dtype {
@@ -202,8 +185,8 @@ fn mask(h: &TestDevice, case: &Value, t: Of) {
     let un_out = empty(dtype, &[c.tokens, width]);
     h.k.moe_unpermute(&h.s, &un_in, &map.rows, None, &un_out).unwrap();
     let un_out = h.host(&un_out);
-    // The peer adds up in the type of the rows, we in f32: with bf16 the exact sums are what to meet.
-    if case["kind"] == "mask" {
+    // The peer accumulates in the type of the rows, we in f32: bf16 sums are compared with the exact ones.
+    if case["kind"] == "mask" || t.has("un_out_exact") {
         t.near(h, "un_out_exact", &un_out, near);
     }
     match dtype {
@@ -223,15 +206,19 @@ fn mask(h: &TestDevice, case: &Value, t: Of) {
     h.k.moe_unpermute_dprobs(&h.s, &un_in, &map.rows, &dy, &unp_d_probs).unwrap();
     t.near(h, "unp_d_probs", &c.dense(&h.host(&unp_d_probs)), weighted_near);
 
-    if case["kind"] == "drop_and_pad" {
-        assert!(ints(h, &map.counts).iter().all(|n| *n == count("capacity") as f64), "{}", t.case);
-        return;
+    let dropped = text(case, "kind") == "drop_and_pad";
+    if dropped {
+        assert!(ints(h, &map.counts).iter().all(|n| *n == count(case, "capacity") as f64), "{}", t.case);
     }
-    t.same(h, "tokens_per_expert", &ints(h, &map.counts));
-    padded(h, count("align"), t, (&c, &x, &probs));
+    if !dropped || t.has("tokens_per_expert") {
+        t.same(h, "tokens_per_expert", &ints(h, &map.counts));
+    }
+    if !dropped || t.has("padded") {
+        padded(h, count(case, "align"), t, (&c, &x, &probs));
+    }
 }
 
-fn padded(h: &TestDevice, align: usize, t: Of, (c, x, probs): (&Choices, &Tensor, &Tensor)) {
+fn padded(h: &TestDevice, align: usize, t: CaseTensors, (c, x, probs): (&TopK, &Tensor, &Tensor)) {
     let map = c.sorted(h, align);
     let (all, width) = (map.source.numel(), x.shape()[1]);
     let offsets = ints(h, &map.offsets);
@@ -251,18 +238,17 @@ fn padded(h: &TestDevice, align: usize, t: Of, (c, x, probs): (&Choices, &Tensor
     t.same(h, "map_padded", &filled);
 }
 
-fn chunk_sort(h: &TestDevice, case: &Value, t: Of) {
-    assert_eq!(case["dtype"], "f32", "{}", t.case);
-    let list = |name: &str| -> Vec<i32> {
-        case[name].as_array().unwrap().iter().map(|n| n.as_i64().unwrap() as i32).collect()
-    };
-    let (sizes, order) = (list("split_sizes"), list("order"));
+fn chunk_sort(h: &TestDevice, case: &Value, t: CaseTensors) {
+    let dtype = row_type(case);
+    let as_i32 = |key: &str| -> Vec<i32> { counts(case, key).into_iter().map(|n| n as i32).collect() };
+    let (sizes, order) = (as_i32("split_sizes"), as_i32("order"));
     let n = sizes.iter().sum::<i32>() as usize;
     let (source, back) = (h.ids(&vec![-7; n]), h.ids(&vec![-7; n]));
     h.k.chunk_map(&h.s, &h.ids(&sizes), &h.ids(&order), &source, &back).unwrap();
     for (from, to, by) in [("rows", "out", &source), ("d_out", "d_rows", &back)] {
         let x = t.rows(h, from, n);
-        let out = h.poisoned(DType::F32, x.shape());
+        assert_eq!(x.dtype(), dtype, "{}/{from}", t.case);
+        let out = h.poisoned(dtype, x.shape());
         h.k.gather_rows(&h.s, &x, by, 1, &out).unwrap();
         t.same(h, to, &h.host(&out));
     }
@@ -273,23 +259,45 @@ fn chunk_sort(h: &TestDevice, case: &Value, t: Of) {
     }
 }
 
+const KEYS: [&str; 12] = [
+    "name",
+    "kind",
+    "tokens",
+    "hidden",
+    "experts",
+    "topk",
+    "rows",
+    "dtype",
+    "align",
+    "capacity",
+    "split_sizes",
+    "order",
+];
+
 #[test]
 fn golden_permutations() {
-    let json: Value = serde_json::from_slice(&file("permute.json")).unwrap();
-    let cases = json["cases"].as_array().expect("cases");
-    assert!(!cases.is_empty(), "no cases");
-    for h in devices() {
-        let bytes = file("permute.safetensors");
-        let names = SafeTensors::deserialize(&bytes).unwrap().names().iter().map(|s| s.to_string()).collect();
-        let all = Tensors { bytes, open: RefCell::new(names) };
-        for case in cases {
-            let t = Of { all: &all, case: case["name"].as_str().expect("name") };
-            match case["kind"].as_str().expect("kind") {
-                "mask" | "drop_and_pad" => mask(&h, case, t),
-                "chunk_sort" => chunk_sort(&h, case, t),
-                other => panic!("unknown kind {other}"),
-            }
+    let homes = devices();
+    for area in Area::all("permute") {
+        area.known_files(|file| ["permute.json", "permute.safetensors"].contains(&file));
+        let (json, all) = (area.json("permute.json"), area.tensors("permute.safetensors"));
+        only_keys("permute.json", &json, &["producer", "cases"]);
+        all.only_cases(list(&json, "cases"));
+        let mut report = area.report();
+        for case in list(&json, "cases") {
+            let name = text(case, "name");
+            report.case(name, || {
+                only_keys(name, case, &KEYS);
+                let t = CaseTensors { all: &all, case: name };
+                for h in &homes {
+                    match text(case, "kind") {
+                        "mask" | "drop_and_pad" => mask(h, case, t),
+                        "chunk_sort" => chunk_sort(h, case, t),
+                        other => panic!("the format has no kind {other}"),
+                    }
+                }
+                all.all_read(&format!("{name}/"));
+            });
         }
-        assert_eq!(all.open.take(), BTreeSet::new(), "tensors of no case");
+        report.finish();
     }
 }

@@ -1,24 +1,82 @@
-//! Golden vectors of the router: every file and case of `router` in the folder FERROTRON_GOLDEN names, on every home.
+//! The router against golden vectors of Megatron Core (area `router`), on every device present: top-k routing, Sinkhorn
+//! balancing, token dropping, auxiliary losses, the straight-through estimator, gating and quantile balancing.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 #[path = "conformance/devices.rs"]
 #[allow(dead_code)]
 mod devices;
-#[path = "cpu/golden.rs"]
-#[allow(dead_code)]
+#[path = "../../../tests/support/golden.rs"]
 mod golden;
 
 use devices::{TestDevice, devices};
 use ferrotron_kernels::{AuxLoss, ExpertChoice, Gemm, GroupLimit, RouterParams, ScoreFunction, capacity};
 use ferrotron_tensor::{Category, DType, Tensor, bf16};
-use golden::{Golden, bf16_ulps, count, number, text};
-use safetensors::Dtype;
+use golden::{Area, Tensors, count, flag, list, number, number_or, numbers, only_keys, text};
 use serde_json::Value;
 
-/// Tensors of one case on one home.
+/// The JSON files of the format, with or without `_main`, and what a file of the kind may have beside its cases.
+const FILES: [(&str, &[&str]); 6] = [
+    ("topk", &[]),
+    ("sinkhorn", &[]),
+    ("drop", &["capacity_table"]),
+    ("aux", &[]),
+    ("ste", &["bias_updates"]),
+    ("extras", &[]),
+];
+
+/// Keys of a case of each kind of file.
+fn keys(file: &str) -> &'static [&'static str] {
+    match file {
+        "topk" | "ste" => &[
+            "name",
+            "tokens",
+            "experts",
+            "topk",
+            "score_function",
+            "pre_softmax",
+            "num_groups",
+            "group_topk",
+            "scaling_factor",
+            "expert_bias",
+            "dtype",
+        ],
+        "sinkhorn" => &["name", "tokens", "experts", "topk", "iterations", "dtype"],
+        "drop" => &[
+            "name",
+            "tokens",
+            "experts",
+            "topk",
+            "capacity_factor",
+            "capacity",
+            "drop_policy",
+            "pad_to_capacity",
+            "drops",
+            "ambiguous",
+            "dtype",
+        ],
+        "aux" => &[
+            "name",
+            "kind",
+            "score_function",
+            "pre_softmax",
+            "tokens",
+            "seq",
+            "batch",
+            "experts",
+            "topk",
+            "coeff",
+            "padding_mask",
+            "dtype",
+        ],
+        "extras" => &["name", "kind", "router_dtype", "bias", "tokens", "experts", "topk", "dtype"],
+        other => panic!("the format has no file {other}"),
+    }
+}
+
+/// One case on one device.
 struct Case<'a> {
     h: &'a TestDevice,
-    g: &'a Golden,
+    t: &'a Tensors,
     json: &'a Value,
     name: String,
 }
@@ -30,34 +88,56 @@ impl Case<'_> {
 
     /// Values of any type.
     fn values(&self, tensor: &str) -> Vec<f64> {
-        let at = self.at(tensor);
-        match self.g.dtype(&at) {
-            Dtype::F32 => self.g.f32(&at).into_iter().map(f64::from).collect(),
-            Dtype::BF16 => self.g.bf16(&at).into_iter().map(|x| x.to_f64()).collect(),
-            Dtype::F64 => self.g.f64(&at),
-            Dtype::I64 => self.g.i64(&at).into_iter().map(|x| x as f64).collect(),
-            Dtype::U8 => self.g.u8(&at).into_iter().map(f64::from).collect(),
-            other => panic!("{at}: {other:?}"),
-        }
+        self.t.values(&self.at(tensor))
     }
 
     fn upload(&self, dtype: DType, tensor: &str) -> Tensor {
-        self.h.tensor(dtype, &self.g.shape(&self.at(tensor)), &self.values(tensor))
+        self.h.tensor(dtype, &self.t.shape(&self.at(tensor)), &self.values(tensor))
     }
 
     fn map(&self, tensor: &str) -> Vec<bool> {
         self.values(tensor).into_iter().map(|x| x != 0.0).collect()
     }
 
-    fn what(&self, of: &str) -> String {
-        format!("{} {} {of}", self.h.name, self.name)
+    fn what(&self, tensor: &str) -> String {
+        format!("{} {} {tensor}", self.h.name, self.name)
     }
 
-    fn near(&self, of: &str, ours: &[f64], wanted: &[f64], atol: f64, rtol: f64) {
-        assert_eq!(ours.len(), wanted.len(), "{}", self.what(of));
+    fn near(&self, tensor: &str, ours: &[f64], wanted: &[f64], atol: f64, rtol: f64) {
+        assert_eq!(ours.len(), wanted.len(), "{}", self.what(tensor));
         for (i, (o, w)) in ours.iter().zip(wanted).enumerate() {
-            let room = atol + rtol * w.abs();
-            assert!((o - w).abs() <= room, "{} [{i}]: {o:e} instead of {w:e}", self.what(of));
+            let limit = atol + rtol * w.abs();
+            assert!(o == w || (o - w).abs() <= limit, "{} [{i}]: {o:e} instead of {w:e}", self.what(tensor));
+        }
+    }
+
+    /// Checks the sizes that the case states against a tensor `[T, E]`.
+    fn sizes(&self, tensor: &str) {
+        let shape = self.t.shape(&self.at(tensor));
+        for (key, size) in [("tokens", shape[0]), ("experts", shape[1])] {
+            assert!(self.json[key].is_null() || count(self.json, key) == size, "{}: {key}", self.name);
+        }
+    }
+
+    /// The type of the logits, and tolerances: probabilities (absolute, relative), then gradients.
+    fn precision(&self) -> (DType, [f64; 4]) {
+        match self.json["dtype"].as_str() {
+            None | Some("f32") => (DType::F32, [1e-6, 1e-5, 1e-6, 1e-5]),
+            Some("bf16") => (DType::BF16, [1e-2, 8e-3, 2e-2, 2e-2]),
+            Some(other) => panic!("{}: the format has no dtype {other}", self.name),
+        }
+    }
+
+    /// The routing that the case states; absent options are off.
+    fn routing(&self) -> RouterParams {
+        let groups = (!self.json["num_groups"].is_null()).then(|| GroupLimit {
+            count: count(self.json, "num_groups"),
+            keep: count(self.json, "group_topk"),
+        });
+        RouterParams {
+            score: score(self.json),
+            groups,
+            scale: number_or(self.json, "scaling_factor", 1.0) as f32,
         }
     }
 
@@ -67,13 +147,12 @@ impl Case<'_> {
 }
 
 fn score(case: &Value) -> ScoreFunction {
-    let before = case.get("pre_softmax").is_some_and(|p| p.as_bool().expect("pre_softmax"));
     match text(case, "score_function") {
-        "softmax" if before => ScoreFunction::Softmax,
+        "softmax" if flag(case, "pre_softmax") => ScoreFunction::Softmax,
         "softmax" => ScoreFunction::SoftmaxAfterTopK,
         "sigmoid" => ScoreFunction::Sigmoid,
         "sqrtsoftplus" => ScoreFunction::SqrtSoftplus,
-        other => panic!("unknown score function {other}"),
+        other => panic!("the format has no score_function {other}"),
     }
 }
 
@@ -127,29 +206,25 @@ fn probabilities(
     c.near("dlogits", &c.h.host(&dlogits), &c.values("dlogits"), room[2], room[3]);
 }
 
-fn top_k(c: &Case) {
+/// Top-k routing of logits: choices, probabilities, the gradient of the logits.
+fn top_k(c: &Case, logits: &str) {
     let k = count(c.json, "topk");
-    let (dtype, room) = match text(c.json, "dtype") {
-        "f32" => (DType::F32, [1e-6, 1e-5, 1e-6, 1e-5]),
-        "bf16" => (DType::BF16, [1e-2, 8e-3, 2e-2, 2e-2]),
-        other => panic!("unknown dtype {other}"),
-    };
-    let groups = c.json["num_groups"]
-        .is_number()
-        .then(|| GroupLimit { count: count(c.json, "num_groups"), keep: count(c.json, "group_topk") });
-    let scale = c.json["scaling_factor"].as_f64().unwrap_or(1.0);
-    let how = RouterParams { score: score(c.json), groups, scale: scale as f32 };
-    let logits = c.upload(dtype, "logits");
-    let bias = c.json["expert_bias"].as_bool().unwrap().then(|| c.upload(DType::F32, "expert_bias"));
+    let (dtype, tolerance) = c.precision();
+    let how = c.routing();
+    c.sizes(logits);
+    let logits = c.upload(dtype, logits);
+    let bias = flag(c.json, "expert_bias").then(|| c.upload(DType::F32, "expert_bias"));
     let shape = [logits.shape()[0], k];
     let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
     let choice = ExpertChoice::TopK { bias: bias.as_ref() };
     c.h.k.route(&c.h.s, how, choice, &logits, &index, &probs).unwrap();
-    probabilities(c, how, &logits, &index, &probs, room.map(|r| r * scale));
+    let scale = f64::from(how.scale);
+    probabilities(c, how, &logits, &index, &probs, tolerance.map(|t| t * scale));
 }
 
 fn sinkhorn(c: &Case) {
     let k = count(c.json, "topk");
+    c.sizes("logits");
     let logits = c.upload(DType::F32, "logits");
     let balanced = c.h.poisoned(DType::F32, logits.shape());
     c.h.k.sinkhorn(&c.h.s, &logits, &balanced).unwrap();
@@ -170,7 +245,7 @@ fn drop(c: &Case) {
     let by_probability = match text(c.json, "drop_policy") {
         "probs" => true,
         "position" => false,
-        other => panic!("unknown policy {other}"),
+        other => panic!("the format has no drop_policy {other}"),
     };
     let before = c.map("map_in");
     let chosen = index_of(&before, k, experts);
@@ -196,7 +271,19 @@ fn drop(c: &Case) {
     }
     let gone = before.iter().filter(|b| **b).count() - map.iter().filter(|b| **b).count();
     assert_eq!(c.h.s.download::<i64>(&dropped).unwrap(), [gone as i64], "{}", c.what("dropped"));
-    assert!(gone == 0 || c.json["drops"].as_bool().unwrap(), "{}", c.what("drops"));
+    assert!(gone == 0 || flag(c.json, "drops"), "{}", c.what("drops"));
+    let columns = ambiguous.iter().filter(|a| **a).count();
+    assert!(
+        c.json["ambiguous"].is_null() || columns == count(c.json, "ambiguous"),
+        "{}",
+        c.what("ambiguous")
+    );
+    if flag(c.json, "pad_to_capacity") {
+        for e in 0..experts {
+            let places = (0..tokens).filter(|t| stable[t * experts + e]).count();
+            assert_eq!(places, keep, "{}", c.what("places of an expert that is padded to its capacity"));
+        }
+    }
 }
 
 fn auxiliary(c: &Case) {
@@ -205,9 +292,9 @@ fn auxiliary(c: &Case) {
     let segments = match text(c.json, "kind") {
         "seq_aux" => batch,
         "aux" | "z" => 1,
-        other => panic!("unknown kind {other}"),
+        other => panic!("the format has no kind {other}"),
     };
-    let masked = c.json["padding_mask"].as_bool().unwrap();
+    let masked = flag(c.json, "padding_mask");
     let padding = if masked { c.map("padding_mask") } else { vec![false; seq * batch] };
     let of_rows: Vec<i32> =
         padding.iter().enumerate().map(|(t, p)| if *p { -1 } else { (t % segments) as i32 }).collect();
@@ -226,7 +313,13 @@ fn auxiliary(c: &Case) {
         let counts = s.upload(&vec![-7i64; segments * experts], &shape, Category::Workspace).unwrap();
         let b = AuxLoss { logits: &logits, score: score(c.json), k, segments: &of_rows };
         k_.aux_loss_stats(s, &b, &sums, &counts).unwrap();
-        let wanted = c.g.i64(&c.at("tokens_per_expert"));
+        let wanted = c.t.i64(&c.at("tokens_per_expert"));
+        let map = c.map("map");
+        let mut chosen = vec![0; segments * experts];
+        for i in (0..map.len()).filter(|i| map[*i] && !padding[i / experts]) {
+            chosen[i / experts % segments * experts + i % experts] += 1;
+        }
+        assert_eq!(chosen, wanted, "{}", c.what("tokens_per_expert of the map"));
         assert_eq!(s.download::<i64>(&counts).unwrap(), wanted, "{}", c.what("counts"));
         let mut columns = vec![0.0; segments * experts];
         for (i, y) in c.values("scores").iter().enumerate().filter(|(i, _)| !padding[i / experts]) {
@@ -243,14 +336,10 @@ fn auxiliary(c: &Case) {
     c.near("dlogits", &c.h.host(&dlogits), &c.values("dlogits"), 1e-6, 1e-5);
 }
 
-fn random(c: &Case) {
+/// Random logits in the forward pass, the router's gradient as if they were its own.
+fn straight_through(c: &Case) {
     let (x, w) = (c.upload(DType::F32, "x"), c.upload(DType::F32, "w"));
-    let logits = c.upload(DType::F32, "random_logits");
-    let shape = [logits.shape()[0], count(c.json, "topk")];
-    let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
-    let how = RouterParams { score: score(c.json), groups: None, scale: 1.0 };
-    c.h.k.route(&c.h.s, how, ExpertChoice::TopK { bias: None }, &logits, &index, &probs).unwrap();
-    probabilities(c, how, &logits, &index, &probs, [1e-6, 1e-5, 1e-6, 1e-5]);
+    top_k(c, "random_logits");
     let d = c.upload(DType::F32, "dlogits");
     let (dx, dw) = (c.h.poisoned(DType::F32, x.shape()), c.h.poisoned(DType::F32, w.shape()));
     c.h.k.gate_f64_backward(&c.h.s, &x, &w, &d, &dx, &dw, false).unwrap();
@@ -261,11 +350,21 @@ fn random(c: &Case) {
 /// Within one unit in the last place of bf16.
 fn near_bf16(c: &Case, of: &str, ours: &Tensor) {
     let ours: Vec<bf16> = c.h.host(ours).iter().map(|x| bf16::from_f64(*x)).collect();
-    let wanted = c.g.bf16(&c.at(of));
+    let wanted = c.t.bf16_bits(&c.at(of));
     assert_eq!(ours.len(), wanted.len());
     for (o, w) in ours.iter().zip(wanted) {
+        let w = bf16::from_bits(w);
         assert!(bf16_ulps(*o, w) <= 1, "{}: {o} instead of {w}", c.what(of));
     }
+}
+
+/// Distance of two bf16 values in units in the last place.
+fn bf16_ulps(a: bf16, b: bf16) -> u32 {
+    let order = |x: bf16| {
+        let bits = i32::from(x.to_bits());
+        if bits & 0x8000 != 0 { -(bits & 0x7fff) } else { bits }
+    };
+    order(a).abs_diff(order(b))
 }
 
 fn gate(c: &Case) {
@@ -273,11 +372,14 @@ fn gate(c: &Case) {
     let (x, w, d) = (c.upload(DType::BF16, "x"), c.upload(DType::BF16, "w"), c.upload(DType::F32, "dlogits"));
     let logits = c.h.poisoned(DType::F32, d.shape());
     let (dx, dw) = (c.h.poisoned(DType::BF16, x.shape()), c.h.poisoned(DType::F32, w.shape()));
-    let bias = c.json["bias"].as_bool().unwrap().then(|| c.upload(DType::BF16, "b"));
+    c.sizes("dlogits");
+    let bias = flag(c.json, "bias").then(|| c.upload(DType::BF16, "b"));
     match text(c.json, "router_dtype") {
         "f64" => {
-            assert!(bias.is_none(), "{}", c.what("a bias in f64"));
             k.gate_f64(s, &x, &w, &logits).unwrap();
+            if let Some(bias) = &bias {
+                k.add_router_bias(s, bias, &logits).unwrap();
+            }
             k.gate_f64_backward(s, &x, &w, &d, &dx, &dw, false).unwrap();
         }
         "f32" => {
@@ -296,7 +398,7 @@ fn gate(c: &Case) {
             k.copy(s, &sum, &dx).unwrap();
             gemm(&d, true, &wide(&x), false, None, &dw);
         }
-        other => panic!("unknown router dtype {other}"),
+        other => panic!("the format has no router_dtype {other}"),
     }
     c.near("logits", &c.h.host(&logits), &c.values("logits"), 1e-5, 1e-5);
     near_bf16(c, "dx", &dx);
@@ -321,71 +423,79 @@ fn quantile(c: &Case) {
     c.near("beta_local", &c.h.host(&estimate), &c.values("beta_local"), 1e-6, 1e-5);
 }
 
-fn bias_updates(h: &TestDevice, g: &Golden) {
-    let updates = g.json["bias_updates"].as_array().expect("bias_updates");
-    assert!(!updates.is_empty());
-    for u in updates {
-        let list = |key: &str| -> Vec<f64> {
-            u[key].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect()
-        };
-        let counts: Vec<i64> = list("counts").iter().map(|x| *x as i64).collect();
-        let n = counts.len();
-        let counts = h.s.upload(&counts, &[n], Category::Workspace).unwrap();
-        let bias = h.tensor(DType::F32, &[n], &list("bias"));
-        h.k.update_expert_bias(&h.s, number(u, "rate") as f32, &counts, &bias).unwrap();
-        let room = |(o, w): (&f64, &f64)| (o - w).abs() <= 1e-7;
-        assert!(h.host(&bias).iter().zip(&list("updated")).all(room), "{}: {u}", h.name);
-        assert_eq!(h.s.download::<i64>(&counts).unwrap(), vec![0; n]);
-    }
+fn bias_update(h: &TestDevice, u: &Value) {
+    only_keys("bias_updates", u, &["counts", "bias", "rate", "updated"]);
+    let counts: Vec<i64> = numbers(u, "counts").iter().map(|x| *x as i64).collect();
+    let n = counts.len();
+    let counts = h.s.upload(&counts, &[n], Category::Workspace).unwrap();
+    let bias = h.tensor(DType::F32, &[n], &numbers(u, "bias"));
+    h.k.update_expert_bias(&h.s, number(u, "rate") as f32, &counts, &bias).unwrap();
+    let updated = numbers(u, "updated");
+    assert_eq!(updated.len(), n);
+    let near = |(o, w): (&f64, &f64)| (o - w).abs() <= 1e-7;
+    assert!(h.host(&bias).iter().zip(&updated).all(near), "{}: {u}", h.name);
+    assert_eq!(h.s.download::<i64>(&counts).unwrap(), vec![0; n]);
 }
 
-fn capacities(g: &Golden) {
-    let table = g.json["capacity_table"].as_array().expect("capacity_table");
-    assert!(!table.is_empty());
-    for row in table {
-        // `num_tokens` has the choices in it. A floor is the caller's; ours never goes beyond the tokens.
-        let choices = count(row, "num_tokens");
-        let ours = capacity(choices, 1, count(row, "num_experts"), number(row, "capacity_factor"));
-        let least = row["min_capacity"].as_u64().unwrap_or(0) as usize;
-        assert_eq!(ours.max(least.min(choices)), count(row, "capacity").min(choices), "{row}");
-    }
+fn expert_capacity(row: &Value) {
+    only_keys(
+        "capacity_table",
+        row,
+        &["num_tokens", "num_experts", "capacity_factor", "min_capacity", "capacity"],
+    );
+    // `num_tokens` is tokens times k. The minimum is the caller's; ours never exceeds the number of tokens.
+    let routed = count(row, "num_tokens");
+    let ours = capacity(routed, 1, count(row, "num_experts"), number(row, "capacity_factor"));
+    let least = number_or(row, "min_capacity", 0.0) as usize;
+    assert_eq!(ours.max(least.min(routed)), count(row, "capacity").min(routed), "{row}");
 }
 
 #[test]
 fn golden_router() {
-    let folder = golden::folder("router");
-    let files = std::fs::read_dir(&folder).unwrap_or_else(|e| panic!("{}: {e}", folder.display()));
-    let names = files.map(|f| f.unwrap().path()).filter(|p| p.extension().is_some_and(|e| e == "json"));
-    let mut names: Vec<String> =
-        names.map(|p| p.file_stem().unwrap().to_str().unwrap().to_string()).collect();
-    names.sort();
     let homes = devices();
-    let mut seen = 0;
-    for name in &names {
-        let g = Golden::open("router", name);
-        for (h, json) in homes.iter().flat_map(|h| g.cases().iter().map(move |json| (h, json))) {
-            let c = Case { h, g: &g, json, name: text(json, "name").to_string() };
-            match name.split('_').next().unwrap() {
-                "topk" => top_k(&c),
-                "sinkhorn" => sinkhorn(&c),
-                "drop" => drop(&c),
-                "aux" => auxiliary(&c),
-                "ste" => random(&c),
-                "extras" => match text(json, "kind") {
-                    "gate" => gate(&c),
-                    "quantile_balancing" => quantile(&c),
-                    other => panic!("unknown kind {other}"),
-                },
-                other => panic!("unknown file {other}"),
+    for area in Area::all("router") {
+        let stem = |file: &str| {
+            let stem = file.strip_suffix(".json").or(file.strip_suffix(".safetensors"))?;
+            FILES.iter().find(|(kind, _)| stem == *kind || stem == format!("{kind}_main"))
+        };
+        area.known_files(|file| stem(file).is_some());
+        let mut report = area.report();
+        for file in area.files().iter().filter(|file| file.ends_with(".json")) {
+            let Some((kind, beside)) = stem(file) else { continue };
+            let (json, t) = (area.json(file), area.tensors(&file.replace(".json", ".safetensors")));
+            only_keys(file, &json, &[&["producer", "cases"], *beside].concat());
+            t.only_cases(list(&json, "cases"));
+            for case in list(&json, "cases") {
+                let name = text(case, "name");
+                report.case(&format!("{file} {name}"), || {
+                    only_keys(name, case, keys(kind));
+                    for h in &homes {
+                        let c = Case { h, t: &t, json: case, name: name.into() };
+                        match *kind {
+                            "topk" => top_k(&c, "logits"),
+                            "sinkhorn" => sinkhorn(&c),
+                            "drop" => drop(&c),
+                            "aux" => auxiliary(&c),
+                            "ste" => straight_through(&c),
+                            _ => match text(case, "kind") {
+                                "gate" => gate(&c),
+                                "quantile_balancing" => quantile(&c),
+                                other => panic!("the format has no kind {other}"),
+                            },
+                        }
+                    }
+                    t.all_read(&format!("{name}/"));
+                });
             }
-            seen += 1;
+            for (i, update) in list(&json, "bias_updates").iter().enumerate() {
+                report.case(&format!("{file} bias_updates {i}"), || {
+                    homes.iter().for_each(|h| bias_update(h, update));
+                });
+            }
+            for (i, row) in list(&json, "capacity_table").iter().enumerate() {
+                report.case(&format!("{file} capacity_table {i}"), || expert_capacity(row));
+            }
         }
-        if g.json.get("bias_updates").is_some() {
-            homes.iter().for_each(|h| bias_updates(h, &g));
-        }
-        if g.json.get("capacity_table").is_some() {
-            capacities(&g);
-        }
+        report.finish();
     }
-    assert!(seen >= 8 * homes.len(), "{seen} cases in {names:?}");
 }

@@ -1,48 +1,17 @@
-//! What several tests need.
+//! Helpers that several tests share.
 #![allow(dead_code)]
 
 use std::path::{Path, PathBuf};
 
-/// The folder of golden vectors for Hugging Face.
-pub fn golden() -> PathBuf {
-    let root = std::env::var_os("FERROTRON_GOLDEN").map(PathBuf::from);
-    root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")).join("hf")
-}
+#[path = "../../../../tests/support/golden.rs"]
+pub mod golden;
 
-/// Model types this version covers; others fail.
-pub const COVERED: &[&str] = &[
-    "gpt2",
-    "llama",
-    "qwen2",
-    "qwen3",
-    "gemma2",
-    "gemma3_text",
-    "mixtral",
-    "qwen3_moe",
-    "deepseek_v3",
-    "gpt_oss",
-];
-
-/// Every case of the golden folder: (folder, model type). Unknown kinds fail.
+/// The golden models of all sets: (folder, model type).
 pub fn cases() -> Vec<(PathBuf, String)> {
-    let mut out = Vec::new();
-    for entry in std::fs::read_dir(golden()).expect("no golden folder") {
-        let dir = entry.unwrap().path();
-        if !dir.is_dir() {
-            continue;
-        }
-        let text = std::fs::read_to_string(dir.join("config.json")).unwrap();
-        let json: serde_json::Value = serde_json::from_str(&text).unwrap();
-        let kind = json["model_type"].as_str().unwrap().to_string();
-        assert!(COVERED.contains(&kind.as_str()), "{}: unknown model type {kind}", dir.display());
-        out.push((dir, kind));
-    }
-    out.sort();
-    assert!(!out.is_empty(), "no golden cases");
-    out
+    golden::HfModel::all().into_iter().map(|m| (m.dir, m.model_type)).collect()
 }
 
-/// The folders of all cases.
+/// The folders of all golden models.
 pub fn covered() -> Vec<PathBuf> {
     cases().into_iter().map(|(dir, _)| dir).collect()
 }

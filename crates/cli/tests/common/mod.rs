@@ -95,41 +95,12 @@ pub fn trained(set: &[&str]) -> (tempfile::TempDir, PathBuf, PathBuf) {
     (dir, recipe, run)
 }
 
-/// The folder of golden vectors for Hugging Face.
-pub fn golden() -> PathBuf {
-    let root = std::env::var_os("FERROTRON_GOLDEN").map(PathBuf::from);
-    root.unwrap_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/golden")).join("hf")
-}
+#[path = "../../../../tests/support/golden.rs"]
+pub mod golden;
 
-/// Every golden model this version covers; one it does not know is a failure.
+/// The folders of the golden Hugging Face models of all sets.
 pub fn golden_models() -> Vec<PathBuf> {
-    const COVERED: &[&str] = &[
-        "gpt2",
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma2",
-        "gemma3_text",
-        "mixtral",
-        "qwen3_moe",
-        "deepseek_v3",
-        "gpt_oss",
-    ];
-    let mut out = Vec::new();
-    for entry in std::fs::read_dir(golden()).expect("no folder of golden vectors") {
-        let dir = entry.unwrap().path();
-        if !dir.is_dir() {
-            continue;
-        }
-        let config: Value =
-            serde_json::from_str(&std::fs::read_to_string(dir.join("config.json")).unwrap()).unwrap();
-        let kind = config["model_type"].as_str().unwrap();
-        assert!(COVERED.contains(&kind), "{}: unknown architecture {kind}", dir.display());
-        out.push(dir);
-    }
-    out.sort();
-    assert!(!out.is_empty(), "no case in {}", golden().display());
-    out
+    golden::HfModel::all().into_iter().map(|m| m.dir).collect()
 }
 
 /// Names of everything in a folder, sorted.

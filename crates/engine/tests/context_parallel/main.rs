@@ -7,8 +7,7 @@ mod ranks;
 mod tokens;
 mod variants;
 
-#[path = "../../../kernels/tests/cpu/golden.rs"]
-#[allow(dead_code)]
+#[path = "../../../../tests/support/golden.rs"]
 mod golden;
 
 #[path = "../../../kernels/tests/attention/oracle.rs"]

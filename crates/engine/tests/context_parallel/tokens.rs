@@ -1,55 +1,50 @@
-//! Who holds which tokens.
+//! Which tokens each context-parallel rank holds.
 
-use super::golden::{Golden, count};
+use super::golden::{self, Area, count, counts, list, only_keys};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GroupRank, Tokens};
 use serde_json::Value;
 
-fn numbers(list: &Value) -> Vec<usize> {
-    list.as_array().unwrap().iter().map(|x| x.as_u64().unwrap() as usize).collect()
-}
-
-fn held(layout: &Layout, rank: usize, size: usize) -> Vec<usize> {
-    let tokens = Tokens::new(layout, GroupRank { rank, size }, 1).unwrap();
-    tokens.rows().iter().map(|r| r.unwrap()).collect()
+/// Tokens of every rank, as the set lists them and as we deal them out.
+fn compare(case: &Value, key: &str, layout: &Layout) {
+    let cp = count(case, "cp");
+    assert_eq!(list(case, key).len(), cp, "{case}");
+    for rank in 0..cp {
+        let wanted: Vec<Option<usize>> =
+            list(case, key)[rank].as_array().unwrap().iter().map(golden::as_count).collect();
+        let tokens = Tokens::new(layout, GroupRank { rank, size: cp }, 1).unwrap();
+        assert_eq!(tokens.rows(), wanted, "rank {rank} of {cp}");
+    }
 }
 
 #[test]
-fn golden_placement_of_tokens() {
-    let golden = Golden::open("attention", "rope");
-    let mut cases = 0;
-    for (key, list) in golden.json.as_object().unwrap() {
-        match key.as_str() {
-            "context_parallel" => {
-                for case in list.as_array().unwrap() {
-                    let (cp, layout) =
-                        (count(case, "cp"), Layout::Rows { count: 1, len: count(case, "seq") });
-                    let ranks = case["positions"].as_array().unwrap();
-                    assert_eq!(ranks.len(), cp);
-                    for (rank, positions) in ranks.iter().enumerate() {
-                        assert_eq!(held(&layout, rank, cp), numbers(positions), "{case} rank {rank}");
-                    }
-                    cases += 1;
-                }
-            }
-            "context_parallel_packed" => {
-                for case in list.as_array().unwrap() {
-                    let offsets = numbers(&case["cu_seqlens"]).iter().map(|x| *x as i32).collect();
-                    let (cp, layout) = (count(case, "cp"), Layout::Packed { offsets });
-                    let ranks = case["token_ids"].as_array().unwrap();
-                    assert_eq!(ranks.len(), cp);
-                    for (rank, ids) in ranks.iter().enumerate() {
-                        assert_eq!(held(&layout, rank, cp), numbers(ids), "{case} rank {rank}");
-                    }
-                    cases += 1;
-                }
-            }
-            // Rotary embeddings are compared where their kernels are.
-            "producer" | "cases" => {}
-            other => panic!("'{other}' is a kind of case that this test does not know"),
+fn golden_context_parallel_positions() {
+    let mut seen = 0;
+    for area in Area::all("attention").iter().filter(|area| area.has("rope.json")) {
+        let json = area.json("rope.json");
+        let plain = list(&json, "context_parallel");
+        let packed = list(&json, "context_parallel_packed");
+        if plain.is_empty() && packed.is_empty() {
+            continue;
         }
+        let mut report = area.report();
+        for (i, case) in plain.iter().enumerate() {
+            report.case(&format!("context_parallel {i}"), || {
+                only_keys("context_parallel", case, &["cp", "seq", "positions"]);
+                compare(case, "positions", &Layout::Rows { count: 1, len: count(case, "seq") });
+            });
+        }
+        for (i, case) in packed.iter().enumerate() {
+            report.case(&format!("context_parallel_packed {i}"), || {
+                only_keys("context_parallel_packed", case, &["cp", "cu_seqlens", "token_ids"]);
+                let offsets = counts(case, "cu_seqlens").into_iter().map(|n| n as i32).collect();
+                compare(case, "token_ids", &Layout::Packed { offsets });
+            });
+        }
+        seen += plain.len() + packed.len();
+        report.finish();
     }
-    assert!(cases > 0, "no cases");
+    assert!(seen > 0, "no set lists the positions of context-parallel ranks");
 }
 
 fn layouts() -> Vec<Layout> {

@@ -2,7 +2,7 @@
 
 use super::devices::*;
 use super::embedding_loss::expected;
-use super::golden::{Golden, bf16_ulps, count, number, text};
+use super::golden::{Area, Tensors, bf16_ulps, bf16s, count, list, number_or, text};
 use ferrotron_kernels::{CrossEntropy, IGNORE, LabelSmoothing, VocabParallelLogits};
 use ferrotron_tensor::{DType, Tensor, bf16};
 
@@ -286,50 +286,56 @@ fn look_ups_in_shards() {
 /// of a padded vocabulary.
 #[test]
 fn golden_loss_over_ranks() {
-    let golden = Golden::open("loss", "loss");
-    for h in devices() {
-        for case in golden.cases() {
-            for ranks in [1, 2, 3, 4, 7] {
-                let vocab = count(case, "vocab");
-                let even: Vec<usize> =
-                    (0..ranks).map(|r| vocab * (r + 1) / ranks - vocab * r / ranks).collect();
-                let padded = vec![vocab.next_multiple_of(8 * ranks) / ranks; ranks];
-                golden_case(&h, &golden, case, &even);
-                golden_case(&h, &golden, case, &padded);
-            }
+    let devices = devices();
+    for area in Area::all("loss") {
+        let (json, golden) = (area.json("loss.json"), area.tensors("loss.safetensors"));
+        let mut report = area.report();
+        for case in list(&json, "cases") {
+            report.case(text(case, "name"), || {
+                for ranks in [1, 2, 3, 4, 7] {
+                    let vocab = count(case, "vocab");
+                    let even: Vec<usize> =
+                        (0..ranks).map(|r| vocab * (r + 1) / ranks - vocab * r / ranks).collect();
+                    let padded = vec![vocab.next_multiple_of(8 * ranks) / ranks; ranks];
+                    for h in &devices {
+                        golden_case(h, &golden, case, &even);
+                        golden_case(h, &golden, case, &padded);
+                    }
+                }
+            });
         }
-    }
-    // What the peer itself split is among them.
-    let peer = golden.json["vocab_parallel_checks"].as_array().unwrap();
-    for check in peer {
-        assert!([2, 4].contains(&count(check, "tp")), "{check}");
-        assert!(golden.cases().iter().any(|c| c["name"] == check["case"]), "{check}");
+        // The splits that the peer itself has checked are among them.
+        for check in list(&json, "vocab_parallel_checks") {
+            assert!([2, 4].contains(&count(check, "tp")), "{check}");
+            assert!(list(&json, "cases").iter().any(|c| c["name"] == check["case"]), "{check}");
+        }
+        report.finish();
     }
 }
 
-fn golden_case(h: &TestDevice, golden: &Golden, case: &serde_json::Value, widths: &[usize]) {
+fn golden_case(h: &TestDevice, golden: &Tensors, case: &serde_json::Value, widths: &[usize]) {
     let (name, tokens, vocab) = (text(case, "name"), count(case, "tokens"), count(case, "vocab"));
     let get = |part: &str| -> Vec<f64> {
         golden.f32(&format!("{name}/{part}")).into_iter().map(f64::from).collect()
     };
-    let (dtype, z) = match text(case, "dtype") {
-        "f32" => (DType::F32, get("logits")),
-        "bf16" => {
-            let z = golden.bf16(&format!("{name}/logits"));
+    let (dtype, z) = match case["dtype"].as_str() {
+        None | Some("f32") => (DType::F32, get("logits")),
+        Some("bf16") => {
+            let z = bf16s(golden, &format!("{name}/logits"));
             (DType::BF16, z.into_iter().map(|x| x.to_f64()).collect())
         }
-        other => panic!("{name}: unknown dtype {other}"),
+        Some(other) => panic!("the format has no dtype {other}"),
     };
-    let ignore = &case["ignore_index"];
-    assert!(ignore.is_null() || ignore.as_i64() == Some(i64::from(IGNORE)), "{name}: ignores {ignore}");
-    let labels: Vec<i32> =
-        golden.i64(&format!("{name}/labels")).into_iter().map(|l| i32::try_from(l).unwrap()).collect();
-    let smooth = number(case, "label_smoothing") as f32;
-    let smoothing = match (smooth, text(case, "smoothing_convention")) {
-        (0.0, _) => LabelSmoothing::None,
-        (_, "torch") => LabelSmoothing::Torch(smooth),
-        (_, "megatron") => LabelSmoothing::Megatron(smooth),
-        (_, other) => panic!("{name}: unknown smoothing {other}"),
+    // The case's own ignored label, which may lie inside the vocabulary, becomes ours.
+    let ignored = case["ignore_index"].as_i64();
+    let label = |l: i64| if Some(l) == ignored { IGNORE } else { i32::try_from(l).unwrap() };
+    let labels: Vec<i32> = golden.i64(&format!("{name}/labels")).into_iter().map(label).collect();
+    let smooth = number_or(case, "label_smoothing", 0.0) as f32;
+    let smoothing = match (case["smoothing_convention"].as_str(), smooth) {
+        (None | Some("torch" | "megatron"), 0.0) => LabelSmoothing::None,
+        (None | Some("torch"), _) => LabelSmoothing::Torch(smooth),
+        (Some("megatron"), _) => LabelSmoothing::Megatron(smooth),
+        (Some(other), _) => panic!("the format has no smoothing_convention {other}"),
     };
     let (dloss, valid) = (get("dloss"), labels.iter().filter(|l| **l != IGNORE).count());
     let reduction = text(case, "reduction");
@@ -337,7 +343,7 @@ fn golden_case(h: &TestDevice, golden: &Golden, case: &serde_json::Value, widths
         "none" => dloss.clone(),
         "sum" => vec![dloss[0]; tokens],
         "mean" => vec![rounded(DType::F32, dloss[0] / valid.max(1) as f64); tokens],
-        other => panic!("{name}: unknown reduction {other}"),
+        other => panic!("the format has no reduction {other}"),
     };
     let p = Problem { dtype, framed: false, z: &z, vocab, labels: &labels, weights: &weights, smoothing };
     let (loss, slopes) = p.sharded(h, widths, true);
@@ -357,10 +363,10 @@ fn golden_case(h: &TestDevice, golden: &Golden, case: &serde_json::Value, widths
     let room = 1e-6 * dloss.iter().fold(1f64, |a, d| a.max(d.abs()));
     for (i, (ours, wanted)) in slopes.iter().zip(get("dlogits")).enumerate() {
         let wanted = if labels[i / vocab] == IGNORE { 0.0 } else { wanted };
-        let narrow = |x: f64| bf16::from_f32(x as f32);
+        let round = |x: f64| bf16::from_f32(x as f32);
         let same = match dtype {
             DType::F32 => (ours - wanted).abs() <= room,
-            _ => bf16_ulps(narrow(*ours), narrow(wanted)) <= 1,
+            _ => bf16_ulps(round(*ours), round(wanted)) <= 1,
         };
         assert!(same, "{what} dlogits[{i}]: {ours} instead of {wanted}");
     }

@@ -1,4 +1,6 @@
-use super::golden::{Golden, bf16_ulps, count, number, text};
+//! Cross-entropy against golden vectors (area `loss`), on one rank and with the vocabulary split over 2 to 4.
+
+use super::golden::{Area, Tensors, bf16_ulps, bf16s, count, list, number_or, only_keys, text};
 use super::support::each_isa;
 use ferrotron_kernels::LabelSmoothing;
 use ferrotron_kernels::cpu::cross_entropy::{
@@ -9,38 +11,75 @@ use ferrotron_kernels::cpu::{rows::Rows, vocab::Shard};
 use ferrotron_tensor::{DType, Float, bf16};
 use serde_json::Value;
 
+const KEYS: [&str; 10] = [
+    "name",
+    "tokens",
+    "vocab",
+    "label_smoothing",
+    "smoothing_convention",
+    "ignore_index",
+    "reduction",
+    "dloss",
+    "dtype",
+    "valid",
+];
+
 #[test]
 fn golden_loss() {
-    let golden = Golden::open("loss", "loss");
-    for case in golden.cases() {
-        let name = text(case, "name");
-        match text(case, "dtype") {
-            "f32" => check(&golden, case, golden.f32(&format!("{name}/logits"))),
-            "bf16" => check(&golden, case, golden.bf16(&format!("{name}/logits"))),
-            other => panic!("{name}: unknown dtype {other}"),
+    for area in Area::all("loss") {
+        area.known_files(|file| ["loss.json", "loss.safetensors"].contains(&file));
+        let (json, t) = (area.json("loss.json"), area.tensors("loss.safetensors"));
+        let known = ["producer", "cases", "vocab_parallel_checks", "megatron_smoothing_tp_defect"];
+        only_keys("loss.json", &json, &known);
+        // The peer's own differences between layouts, for the record: nothing to compute.
+        for check in list(&json, "vocab_parallel_checks") {
+            only_keys("vocab_parallel_checks", check, &["case", "tp", "max_loss_diff", "max_dlogits_diff"]);
         }
+        if !json["megatron_smoothing_tp_defect"].is_null() {
+            let known = ["tp1_loss", "tp2_loss_rank0", "tp2_loss_rank1"];
+            only_keys("megatron_smoothing_tp_defect", &json["megatron_smoothing_tp_defect"], &known);
+        }
+        t.only_cases(list(&json, "cases"));
+        let mut report = area.report();
+        for case in list(&json, "cases") {
+            let name = text(case, "name");
+            report.case(name, || {
+                only_keys(name, case, &KEYS);
+                match case["dtype"].as_str() {
+                    None | Some("f32") => check(&t, case, t.f32(&format!("{name}/logits"))),
+                    Some("bf16") => check(&t, case, bf16s(&t, &format!("{name}/logits"))),
+                    Some(other) => panic!("the format has no dtype {other}"),
+                }
+                t.all_read(&format!("{name}/"));
+            });
+        }
+        report.finish();
     }
 }
 
-fn check<T: Float>(golden: &Golden, case: &Value, logits: Vec<T>) {
+fn check<T: Float>(golden: &Tensors, case: &Value, logits: Vec<T>) {
     let (name, tokens, vocab) = (text(case, "name"), count(case, "tokens"), count(case, "vocab"));
+    assert_eq!(logits.len(), tokens * vocab, "{name}");
     let get = |part: &str| golden.f32(&format!("{name}/{part}"));
     let ids = golden.i64(&format!("{name}/labels"));
-    let smooth = number(case, "label_smoothing") as f32;
-    let smoothing = match (smooth, text(case, "smoothing_convention")) {
-        (0.0, _) => LabelSmoothing::None,
-        (_, "torch") => LabelSmoothing::Torch(smooth),
-        (_, "megatron") => LabelSmoothing::Megatron(smooth),
-        (_, other) => panic!("{name}: unknown smoothing {other}"),
+    let smooth = number_or(case, "label_smoothing", 0.0) as f32;
+    let smoothing = match (case["smoothing_convention"].as_str(), smooth) {
+        (None | Some("torch" | "megatron"), 0.0) => LabelSmoothing::None,
+        (None | Some("torch"), _) => LabelSmoothing::Torch(smooth),
+        (Some("megatron"), _) => LabelSmoothing::Megatron(smooth),
+        (Some(other), _) => panic!("the format has no smoothing_convention {other}"),
     };
     let ignore = case["ignore_index"].as_i64().unwrap_or(i64::MIN);
     let (rows, dloss) = (Rows::dense(tokens, vocab), get("dloss"));
     let valid = valid_rows(&ids, ignore);
+    if !case["valid"].is_null() {
+        assert_eq!(valid, count(case, "valid"), "{name}: valid");
+    }
     let reduction = match text(case, "reduction") {
         "none" => None,
         "sum" => Some(Reduction::Sum),
         "mean" => Some(Reduction::Mean),
-        other => panic!("{name}: unknown reduction {other}"),
+        other => panic!("the format has no reduction {other}"),
     };
     let weights = match reduction {
         None => dloss.clone(),
@@ -60,8 +99,8 @@ fn check<T: Float>(golden: &Golden, case: &Value, logits: Vec<T>) {
         row_stats(threads, isa, &logits, rows, whole, &mut stats).unwrap();
         cross_entropy_backward(threads, isa, &mut later, rows, whole, &stats, &weights).unwrap();
         let mut all = vec![(loss, fused), (fused_loss, later)];
-        for parts in [2, 3, 4] {
-            // Ranks with a share each, merged in order, as a tensor-parallel loss does.
+        for parts in [2, 3, 4].into_iter().filter(|parts| *parts <= vocab) {
+            // Each rank holds a shard of the vocabulary; statistics are merged in rank order, as in a tensor-parallel loss.
             let shards: Vec<Shard> = (0..parts)
                 .map(|p| (vocab * p / parts, vocab * (p + 1) / parts))
                 .map(|(start, end)| Shard { start, len: end - start, total: vocab })
@@ -104,7 +143,7 @@ fn check<T: Float>(golden: &Golden, case: &Value, logits: Vec<T>) {
         loss.iter().zip(&per_token).for_each(|(o, w)| close("loss per token", *o, *w));
         match reduction {
             None => loss.iter().zip(&reduced).for_each(|(o, w)| close("loss", *o, *w)),
-            // Torch divides 0 by 0 where nothing is valid; the count is at least 1 here.
+            // Without valid labels torch divides 0 by 0; here the count is at least 1.
             Some(Reduction::Mean) if valid == 0 => {
                 assert_eq!(reduce_loss(&loss, valid, Reduction::Mean), 0.0)
             }

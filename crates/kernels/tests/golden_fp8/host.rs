@@ -1,6 +1,6 @@
 //! The host with its kernels, and inputs in their own types.
 
-use super::files::Tensors;
+use super::golden::Tensors;
 use ferrotron_kernels::cpu::quant::{Blocks, Orientation, SmallBlocks, mxfp8_quantize, quantize_blocks};
 use ferrotron_kernels::cpu::rows::Rows;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
@@ -56,7 +56,7 @@ pub enum Input {
 
 impl Input {
     pub fn read(t: &Tensors, name: &str, declared: Option<&str>) -> (Input, [usize; 2]) {
-        let (dtype, shape, data) = t.get(name).unwrap_or_else(|| panic!("{name}"));
+        let (dtype, shape, data) = t.raw(name);
         let halves = || data.as_chunks::<2>().0.iter().map(|b| u16::from_le_bytes(*b));
         let input = match dtype {
             Dtype::F32 => {
@@ -71,7 +71,7 @@ impl Input {
             Some("f32") => dtype == Dtype::F32,
             Some("bf16") => dtype == Dtype::BF16,
             Some("f16" | "fp16") => dtype == Dtype::F16,
-            Some(other) => panic!("{name}: unknown type {other}"),
+            Some(other) => panic!("{name}: the format has no dtype {other}"),
         };
         assert!(same, "{name}: {dtype:?} declared {declared:?}");
         (input, shape.try_into().unwrap())

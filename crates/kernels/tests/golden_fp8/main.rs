@@ -1,8 +1,42 @@
-//! Golden vectors of the 8-bit formats: every tensor and row of `fp8` in the folder FERROTRON_GOLDEN names.
+//! FP8, FP4 and MX formats against golden vectors (area `fp8`): casts, scales, delayed scaling, quantization, GEMMs.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
-mod files;
+mod compare;
 mod formats;
+#[path = "../../../../tests/support/golden.rs"]
+mod golden;
 mod host;
 mod products;
 mod quantize;
+
+use golden::Area;
+
+/// The area in every set that has a file of these; none of it in any set is a failure.
+fn areas(file: &str) -> Vec<Area> {
+    let mut areas = Area::all("fp8");
+    areas.retain(|area| {
+        area.has(file) || {
+            println!("{}/fp8: has no {file}", area.set);
+            false
+        }
+    });
+    assert!(!areas.is_empty(), "no set has fp8/{file}");
+    areas
+}
+
+#[test]
+fn golden_fp8_files() {
+    let known = [
+        "cast.safetensors",
+        "scales.json",
+        "delayed.json",
+        "delayed.safetensors",
+        "quantize.json",
+        "quantize.safetensors",
+        "gemm.safetensors",
+    ];
+    for area in Area::all("fp8") {
+        area.known_files(|file| known.contains(&file));
+        assert!(!area.present(&known).is_empty(), "{}/fp8 has no cases", area.set);
+    }
+}

@@ -1,6 +1,8 @@
-//! Codes and scales of whole tensors, in every scaling.
+//! Quantization of tensors: codes and scales of every scaling mode.
 
-use super::files::{Tensors, format_of, json, same, same_codes};
+use super::areas;
+use super::compare::{format_of, same, same_codes};
+use super::golden::{Tensors, list, only_keys, text};
 use super::host::{Host, Input};
 use ferrotron_kernels::cpu::quant::{MX_BLOCK, Orientation, SmallBlocks, swizzle};
 use ferrotron_kernels::quant::scale::{ScaleRule, largest};
@@ -10,7 +12,7 @@ use std::collections::BTreeSet;
 
 /// One scale for the tensor.
 fn current(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2], format: DType, pow2: bool) {
-    let get = |what: &str| t.f32(&format!("{at}/{what}")).unwrap_or_else(|| panic!("{at}/{what}"));
+    let get = |what: &str| t.f32(&format!("{at}/{what}"));
     let xt = x.tensor(h, shape);
     let amax = h.up(&[0f32], &[1]);
     h.k.amax(&h.s, &xt, &amax).unwrap();
@@ -24,7 +26,7 @@ fn current(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2], format
     let range = ScaleSource::Amax { amax: &amax, pow2 };
     let q = Quantize { x: &xt, range, rows: Some(&rows), cols: Some(&cols), sums: None };
     h.k.quantize(&h.s, &q).unwrap();
-    let wanted = t.u8(&format!("{at}/q")).unwrap_or_else(|| panic!("{at}/q"));
+    let wanted = t.u8(&format!("{at}/q"));
     same_codes(at, format, &h.codes(&rows), &wanted);
     same_codes(at, format, &h.codes(&cols), &turned(&wanted, shape));
     for b in [&rows, &cols] {
@@ -79,13 +81,13 @@ fn blocks(
         // The stored codes and scales are those of x, or of the transpose for blocks along columns.
         let stored_turned = kind == "block128x1";
         let name = format!("{at}/{}", if stored_turned { "q_t" } else { "q" });
-        let wanted = t.u8(&name).unwrap_or_else(|| panic!("{name}"));
+        let wanted = t.u8(&name);
         let wanted =
             if *how == Orientation::Cols && !stored_turned { turned(&wanted, [r, c]) } else { wanted };
         same_codes(at, format, &codes, &wanted);
         let [m, n] = shape;
         let [down, width] = scaling.scales(m, n)[..] else { unreachable!() };
-        let wanted = t.f32(&format!("{at}/scale_inv")).unwrap_or_else(|| panic!("{at}/scale_inv"));
+        let wanted = t.f32(&format!("{at}/scale_inv"));
         let ours = match (kind, how) {
             // Ours [blocks, rows], theirs [rows, blocks].
             ("block1x128", _) => turned(&cut(&scales, width, m), [down, m]),
@@ -95,62 +97,77 @@ fn blocks(
         };
         same(&format!("{at} scale_inv"), &ours, &wanted, ulps);
         let ready = if *how == Orientation::Rows { "scale_inv_gemm" } else { "scale_inv_t_gemm" };
-        if let Some(wanted) = t.f32(&format!("{at}/{ready}")) {
-            same(&format!("{at} {ready}"), &scales, &wanted, ulps);
+        if t.has(&format!("{at}/{ready}")) {
+            same(&format!("{at} {ready}"), &scales, &t.f32(&format!("{at}/{ready}")), ulps);
         }
     }
 }
 
 #[test]
 fn golden_quantize() {
-    let (j, t) = (json("quantize.json"), Tensors::read("quantize.safetensors"));
-    let cases = j["cases"].as_array().expect("cases");
-    assert!(!cases.is_empty());
     let hosts = Host::all();
-    for case in cases {
-        let name = case["name"].as_str().unwrap();
-        let (x, shape) = Input::read(&t, &format!("{name}/x"), case["dtype"].as_str());
-        assert_eq!(serde_json::json!(shape), serde_json::json!([case["rows"], case["cols"]]));
-        // Folders of the case: all but the last part of a tensor's name.
-        let folders: BTreeSet<String> =
-            t.left(&format!("{name}/")).iter().map(|n| n.rsplit_once('/').unwrap().0.to_string()).collect();
-        assert!(!folders.is_empty(), "{name} has no results");
-        for at in &folders {
-            let parts: Vec<&str> = at.split('/').collect();
-            let format = format_of(parts[2]);
-            for h in &hosts {
-                match parts[1..] {
-                    ["current", _, mode] => current(h, &t, at, &x, shape, format, pow2(mode)),
-                    [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode] => {
-                        blocks(h, &t, at, kind, &x, shape, format, pow2(mode), 0.0);
-                    }
-                    [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode, eps] => {
-                        let eps = eps.strip_prefix("eps").expect("eps").parse().unwrap();
-                        blocks(h, &t, at, kind, &x, shape, format, pow2(mode), eps);
-                    }
-                    ["mxfp8", _, along @ ("row" | "col")] => {
-                        let along = if along == "row" { BlockAxis::Rows } else { BlockAxis::Cols };
-                        let grid = SmallBlocks::new(shape, MX_BLOCK, along, false);
-                        let (codes, scales) = x.mxfp8(h.isa, grid, format);
-                        same_codes(at, format, &codes, &t.u8(&format!("{at}/q")).unwrap());
-                        let bytes: Vec<u8> = scales.iter().map(|s| s.0).collect();
-                        assert_eq!(bytes, t.u8(&format!("{at}/scale")).unwrap(), "{at}");
-                        if let Some(wanted) = t.u8(&format!("{at}/scale_swizzled")) {
-                            assert_eq!(swizzle(&scales, grid.blocks()), wanted, "{at}");
-                        }
-                    }
-                    _ => panic!("unknown kind {at}"),
+    for area in areas("quantize.json") {
+        let (json, t) = (area.json("quantize.json"), area.tensors("quantize.safetensors"));
+        only_keys("quantize.json", &json, &["producer", "cases", "gemm", "checked_against_te_reference"]);
+        t.only_cases(list(&json, "cases"));
+        let mut report = area.report();
+        for case in list(&json, "cases") {
+            let name = text(case, "name");
+            report.case(&format!("quantize {name}"), || {
+                only_keys(name, case, &["name", "rows", "cols", "kind", "dtype"]);
+                let (x, shape) = Input::read(&t, &format!("{name}/x"), case["dtype"].as_str());
+                assert_eq!(serde_json::json!(shape), serde_json::json!([case["rows"], case["cols"]]));
+                // The results of a case are grouped by scaling mode: all but the last part of a tensor's name.
+                let folders: BTreeSet<String> = t
+                    .unread(&format!("{name}/"))
+                    .iter()
+                    .map(|n| n.rsplit_once('/').unwrap().0.to_string())
+                    .collect();
+                assert!(!folders.is_empty(), "{name} has no results");
+                for at in &folders {
+                    hosts.iter().for_each(|h| quantized(h, &t, at, &x, shape));
                 }
+                t.all_read(&format!("{name}/"));
+            });
+        }
+        report.finish();
+    }
+}
+
+/// One result of a case: `<case>/<scaling mode>/<number format>/...`
+fn quantized(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2]) {
+    let parts: Vec<&str> = at.split('/').collect();
+    assert!(parts.len() > 2, "the format has no result {at}");
+    let format = format_of(parts[2]);
+    match parts[1..] {
+        ["current", _, mode] => current(h, t, at, x, shape, format, pow2(mode)),
+        [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode] => {
+            blocks(h, t, at, kind, x, shape, format, pow2(mode), 0.0);
+        }
+        [kind @ ("block1x128" | "block128x1" | "block128x128"), _, mode, eps] => {
+            let eps = eps.strip_prefix("eps").and_then(|eps| eps.parse().ok());
+            let eps = eps.unwrap_or_else(|| panic!("the format has no result {at}"));
+            blocks(h, t, at, kind, x, shape, format, pow2(mode), eps);
+        }
+        ["mxfp8", _, along @ ("row" | "col")] => {
+            let along = if along == "row" { BlockAxis::Rows } else { BlockAxis::Cols };
+            let grid = SmallBlocks::new(shape, MX_BLOCK, along, false);
+            let (codes, scales) = x.mxfp8(h.isa, grid, format);
+            same_codes(at, format, &codes, &t.u8(&format!("{at}/q")));
+            let bytes: Vec<u8> = scales.iter().map(|s| s.0).collect();
+            assert_eq!(bytes, t.u8(&format!("{at}/scale")), "{at}");
+            if t.has(&format!("{at}/scale_swizzled")) {
+                assert_eq!(swizzle(&scales, grid.blocks()), t.u8(&format!("{at}/scale_swizzled")), "{at}");
             }
         }
+        _ => panic!("the format has no result {at}"),
     }
-    t.all_known();
 }
 
 fn pow2(mode: &str) -> bool {
     match mode {
         "f32" => false,
         "pow2" => true,
-        other => panic!("unknown mode {other}"),
+        other => panic!("the format has no scale mode {other}"),
     }
 }
