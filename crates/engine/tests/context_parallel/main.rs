@@ -1,5 +1,5 @@
-//! Sequences shared by several ranks: who holds which tokens, and attention over all of them against the definition
-//! in f64 and against one rank.
+//! Context parallelism: which rank holds which tokens, and attention over all of them against an f64 reference and
+//! against one rank.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod module;

@@ -1,4 +1,4 @@
-//! The whole block, weights and all, against one rank.
+//! The complete attention block, weight gradients included, against one rank.
 
 use super::ranks::{Grid, local, tokens};
 use super::support::{dot, host, move_saved, numbers, rounded, write};
@@ -24,7 +24,7 @@ struct Case {
     window: Option<usize>,
     softcap: Option<f32>,
     sink: bool,
-    /// Keys and values from narrow rows; queries too, if so wide.
+    /// MLA: rank of the query down-projection, if any.
     latent: Option<Option<usize>>,
     layout: Layout,
 }
@@ -49,10 +49,10 @@ fn cases() -> Vec<Case> {
         Case { kv_heads: 1, bias: true, qk_norm: true, softcap: Some(2.0), ..base.clone() },
         Case { kv_heads: 2, qk_norm: true, layout: rows.clone(), ..base.clone() },
         Case { kv_heads: 2, bias: true, sink: true, ..base.clone() },
-        // Wide: of a few sums, one rank's error may be small by luck.
+        // Large enough that one rank's rounding error is not small by chance.
         Case { latent: Some(Some(48)), bias: true, ..base.clone() },
         Case { latent: Some(None), sink: true, layout: rows.clone(), ..base.clone() },
-        // By heads, or gathered where they do not divide.
+        // All-to-all, or all-gather where heads do not divide by cp.
         Case { kv_heads: 8, window: Some(6), bias: true, layout: rows.clone(), ..base.clone() },
         Case { kv_heads: 8, window: Some(6), sink: true, layout: rows, ..base.clone() },
         Case { kv_heads: 2, window: Some(6), sink: true, ..base.clone() },
@@ -61,7 +61,7 @@ fn cases() -> Vec<Case> {
     ]
 }
 
-/// Output, gradient of the input and of every weight, whole.
+/// Output, input gradient and weight gradients, unsharded.
 #[derive(Debug, PartialEq)]
 struct Result {
     y: Vec<f64>,
@@ -137,14 +137,14 @@ impl Case {
         RopeTable { cos: up(f64::cos), sin: up(f64::sin), style: RopeStyle::Half }
     }
 
-    /// The weights of a part, the same whoever asks.
+    /// Deterministic weights of a logical tensor.
     fn weights(part: &Part, dtype: DType) -> Vec<f64> {
         let seed = part.name.bytes().fold(7, |h: u64, b| h.wrapping_mul(31).wrapping_add(u64::from(b)));
         let (n, gain) = (part.shape.iter().product(), part.name.contains("norm"));
         rounded(dtype, numbers(seed, n).iter().map(|x| x * 0.6 + if gain { 1.0 } else { 0.0 }).collect())
     }
 
-    /// Computes in `dtype` with values that `values` can hold.
+    /// Runs in `dtype` on inputs rounded to `values`.
     fn run(&self, grid: Grid, dtype: DType, values: DType, moving: bool) -> Result {
         let positions: Vec<i32> = self.layout.lengths().iter().flat_map(|n| 0..*n as i32).collect();
         let n = positions.len();
@@ -160,7 +160,7 @@ impl Case {
                 write(rank, t, &held.collect::<Vec<_>>());
             }
             let tokens = tokens(rank, &self.layout);
-            // Between blocks a tensor-parallel rank has its share of the rows.
+            // Between blocks a tensor-parallel rank holds a sequence shard.
             let rows = tokens.rows().len() / rank.tp.size();
             let share = |all: &[f64]| {
                 let t = rank.activation(&[rows, HIDDEN], dtype).unwrap();
@@ -200,7 +200,7 @@ impl Case {
             }
             ranks[0].0.put(&y, HIDDEN, &mut all.y).unwrap();
             ranks[0].0.put(&dx, HIDDEN, &mut all.dx).unwrap();
-            // Every rank has its share of every sum, whether of tokens or of heads.
+            // Every rank has a partial sum of each gradient, over its tokens or heads.
             for (name, grad) in ranks.iter().flat_map(|r| &r.3) {
                 let sum = all.grads.entry(name.clone()).or_insert_with(|| vec![0.0; grad.len()]);
                 sum.iter_mut().zip(grad).for_each(|(s, g)| *s += g);
@@ -227,7 +227,7 @@ impl Result {
 }
 
 #[test]
-fn the_block_is_that_of_one_rank() {
+fn context_parallel_block_matches_one_rank() {
     let one = Grid { cp: 1, tp: 1, overlap: true };
     for (case, dtype) in cases().iter().flat_map(|c| [(c, DType::F32), (c, DType::BF16)]) {
         let alone = case.run(one, dtype, dtype, false);
@@ -241,8 +241,8 @@ fn the_block_is_that_of_one_rank() {
                     let (found, room) = (most(&apart(ours, alone)), 1e-5 * most(alone) + 1e-7);
                     assert!(found <= room, "{what} {name}: {found:.1e} apart, allowed {room:.1e}");
                 } else {
-                    // In bf16, one rank's own error is the measure: sums that cancel have little to be exact by. A
-                    // rank that gets its sums in parts rounds twice where one rank does once.
+                    // In bf16 the bound is one rank's own error, since cancelling sums have no useful relative bound. Partial
+                    // sums are rounded twice where one rank rounds once.
                     let error = |x: &[f64]| dot(&apart(x, truth), &apart(x, truth)).sqrt();
                     let (found, room) = (error(ours), 2.0 * error(alone) + 1e-3 * dot(truth, truth).sqrt());
                     assert!(found <= room, "{what} {name}: {found:.1e} from the truth, allowed {room:.1e}");

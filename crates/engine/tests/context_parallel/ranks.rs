@@ -1,4 +1,4 @@
-//! Ranks as threads, every access to memory checked for order.
+//! Ranks as threads, with the race checker on.
 
 use ferrotron_comm::{Communicator, World};
 use ferrotron_engine::attention::Layout;
@@ -10,7 +10,7 @@ use ferrotron_tensor::{Device, Instrumentation, Threads};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// The device that all ranks share, and its kernels: the host or, with `FERROTRON_TEST_DEVICE=cuda`, a card.
+/// The device that all ranks share, and its kernels: the CPU or, with `FERROTRON_TEST_DEVICE=cuda`, a GPU.
 fn home() -> (Device, Arc<dyn Kernels>) {
     let (threads, watch) =
         (Threads::new(1).unwrap(), Instrumentation { race_check: true, ..Instrumentation::default() });
@@ -24,7 +24,7 @@ fn home() -> (Device, Arc<dyn Kernels>) {
     }
 }
 
-/// `cp·tp` ranks, tp the faster.
+/// `cp·tp` ranks, tp varying fastest.
 #[derive(Clone, Copy, Debug)]
 pub struct Grid {
     pub cp: usize,
@@ -33,7 +33,7 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// Runs `work` on every rank and returns what each made, cp by cp.
+    /// Runs `work` on every rank and returns the results in cp order.
     pub fn run<T: Send>(self, work: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
         let Grid { cp, tp, overlap } = self;
         let (device, kernels) = home();
@@ -67,7 +67,7 @@ pub fn tokens(rank: &Rank, layout: &Layout) -> Tokens {
     Tokens::new(layout, GroupRank { rank: rank.cp.rank(), size: rank.cp.size() }, rank.tp.size()).unwrap()
 }
 
-/// Rows `[tokens, width]` of the whole batch, as a rank holds them; zeros for padding.
+/// This rank's rows of `[tokens, width]` of the full batch; padding rows are zero.
 pub fn local(tokens: &Tokens, width: usize, all: &[f64]) -> Vec<f64> {
     let row = |r: &Option<usize>| r.map_or(vec![0.0; width], |i| all[i * width..(i + 1) * width].to_vec());
     tokens.rows().iter().flat_map(row).collect()

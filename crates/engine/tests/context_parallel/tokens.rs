@@ -94,7 +94,7 @@ fn every_token_is_held_once() {
 }
 
 #[test]
-fn alone_nothing_moves() {
+fn one_rank_keeps_the_order() {
     for layout in layouts() {
         let t = Tokens::new(&layout, GroupRank::SINGLE, 4).unwrap();
         assert_eq!(t.layout(), &layout);

@@ -1,4 +1,4 @@
-//! Every variant against attention by its definition.
+//! Every context-parallel variant against an f64 reference of attention.
 
 use super::oracle::{self, Answer, Dense};
 use super::ranks::{Grid, local, tokens};
@@ -39,7 +39,7 @@ fn scores(c: &Case) -> AttentionParams {
 fn cases() -> Vec<(Case, Vec<CpVariant>)> {
     use CpVariant::{AllGather, AllToAll, Ring};
     let rows = Layout::Rows { count: 2, len: 24 };
-    // Longer than a block of keys, odd, shorter than all chunks, one, and nothing at both ends.
+    // Longer than a key block, odd, shorter than all chunks, one token, and empty sequences at both ends.
     let packed = Layout::Packed { offsets: vec![0, 0, 131, 134, 134, 135, 172, 172] };
     let plain = Case { heads: 4, kv_heads: 4, window: None, softcap: None, sink: false, layout: rows };
     let gqa = Case { heads: 8, kv_heads: 4, layout: packed.clone(), ..plain.clone() };
@@ -60,7 +60,7 @@ fn cases() -> Vec<(Case, Vec<CpVariant>)> {
     ]
 }
 
-/// Values of the whole batch: q, k, v, dout, sink.
+/// Values of the full batch: q, k, v, dout, sink.
 struct Values([Vec<f64>; 5]);
 
 impl Case {
@@ -110,7 +110,7 @@ impl Case {
         oracle::attention(stored, &shape, &spans, &dense(0), &dense(1), &dense(2), &dense(3), sink)
     }
 
-    /// out, dq, dk, dv of the whole batch and dsink.
+    /// out, dq, dk, dv of the full batch and dsink.
     fn run(&self, variant: CpVariant, grid: Grid, dtype: DType, x: &Values) -> [Vec<f64>; 5] {
         let s = scores(self);
         let sizes = [self.sizes()[3], self.sizes()[0], self.sizes()[1], self.sizes()[2]];
@@ -119,7 +119,7 @@ impl Case {
             let rows = tokens.rows().len();
             let context = ContextParallel::new(rank, &s, tokens.layout(), variant).unwrap();
             assert_eq!(context.local(), rows);
-            // q, k and v are columns of one buffer, as a projection leaves them.
+            // q, k and v are columns of one buffer, as the QKV projection writes them.
             let widths = self.sizes().map(|[n, d]| n * d);
             let columns = |t: &Tensor| -> [Tensor; 3] {
                 let at = [0, widths[0], widths[0] + widths[1]];
@@ -171,14 +171,14 @@ impl Case {
 }
 
 #[test]
-fn every_variant_is_attention() {
+fn every_variant_matches_the_reference() {
     for dtype in [DType::F32, DType::BF16] {
         for (case, variants) in cases() {
             let x = case.values(dtype);
             let want = case.wanted(dtype, &x);
             let want = [want.out.data, want.dq.data, want.dk.data, want.dv.data, want.dsink];
             for (variant, cp) in variants.iter().flat_map(|v| [1, 2, 4].map(|cp| (*v, cp))) {
-                // One rank pads nothing, and is asked for whole chunks all the same.
+                // Also with one rank, lengths must be whole chunks.
                 if cp == 1 && case.layout.lengths().iter().any(|n| n % 2 != 0) {
                     continue;
                 }
@@ -202,7 +202,7 @@ fn every_variant_is_attention() {
 }
 
 #[test]
-fn models_choose() {
+fn variant_is_chosen_by_model() {
     let plain = cases()[0].0.clone();
     let choice = |c: &Case, heads, kv_heads, ranks| choose(&scores(c), heads, kv_heads, ranks);
     let capped = Case { softcap: Some(30.0), ..plain.clone() };
@@ -225,9 +225,9 @@ fn models_choose() {
     assert!(e.contains("cp=1"), "{e}");
 }
 
-/// What a variant cannot do is refused before anything is sent.
+/// Unsupported combinations are refused before any communication.
 #[test]
-fn variants_refuse_what_they_cannot() {
+fn unsupported_combinations_are_refused() {
     let case = Case { window: Some(4), ..cases()[0].0.clone() };
     let (s, open) = (scores(&case), AttentionParams { left: None, ..scores(&case) });
     Grid { cp: 2, tp: 1, overlap: true }.run(|rank| {
@@ -241,7 +241,7 @@ fn variants_refuse_what_they_cannot() {
             context.forward(&Inputs { q: &q, k: &k, v: &v, sink }, &out).err().unwrap().to_string()
         };
         for (error, part) in [
-            (attempt(&s, CpVariant::Ring, 4, 4, None), "a ring knows no windows"),
+            (attempt(&s, CpVariant::Ring, 4, 4, None), "does not support sliding windows"),
             (attempt(&open, CpVariant::Ring, 4, 8, Some(&sink)), "for 8 heads"),
             (attempt(&open, CpVariant::AllToAll, 4, 3, None), "do not divide over 2"),
             (attempt(&open, CpVariant::Ring, 8, 4, None), "not 4 tokens"),
@@ -254,9 +254,9 @@ fn variants_refuse_what_they_cannot() {
     });
 }
 
-/// Bytes that a rank sends: keys and values (and their f32 gradients), or its share of all heads.
+/// Communication volume per rank: keys and values (and their f32 gradients), or its share of all heads.
 #[test]
-fn volume_is_as_said() {
+fn volume_matches_the_table() {
     let (t, n, g) = (48, 8, 4);
     let layout = Layout::Rows { count: 2, len: 48 };
     for (dtype, size) in [(DType::F32, 4), (DType::BF16, 2)] {

@@ -1,4 +1,4 @@
-//! Projections, norms of q and k, RoPE, scores, output projection.
+//! Self-attention: QKV projection, QK norm, RoPE, core attention, output projection.
 
 use super::support::*;
 use super::{linear, norm};
@@ -7,7 +7,7 @@ use ferrotron_engine::{Declarations, Rank};
 use ferrotron_kernels::{AttentionParams, MaskAlign, Norm, RopeStyle};
 use ferrotron_tensor::{Category, DType};
 
-/// One setting of the block's switches.
+/// One configuration of the block.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub heads: usize,
@@ -46,7 +46,7 @@ pub fn cases() -> Vec<Case> {
         Case { heads: 4, kv_heads: 2, bias: true, rope: half, ..plain() },
         Case { heads: 3, kv_heads: 1, rope: pairs, layout: packed.clone(), ..plain() },
         Case { qk_norm: Some(norm::NORMS[1]), rope: Some((RopeStyle::Half, 2)), ..plain() },
-        // Without positions a bias on all keys moves all scores alike and has no gradient to compare.
+        // Without RoPE a key bias shifts all scores of a query alike: its gradient is exactly 0.
         Case { qk_norm: Some(norm::NORMS[0]), bias: true, rope: half, layout: packed.clone(), ..plain() },
         Case { window: Some(3), softcap: Some(1.5), ..plain() },
         Case { window: Some(1), rope: half, layout: packed.clone(), ..plain() },
@@ -98,7 +98,7 @@ impl Case {
         }
     }
 
-    /// Number of the sequence of each token, and its place in it.
+    /// Sequence index of each token, and its position in it.
     fn places(&self) -> Vec<(usize, usize)> {
         let lengths: Vec<usize> = match &self.layout {
             Layout::Rows { count, len } => vec![*len; *count],
@@ -111,7 +111,7 @@ impl Case {
         self.places().iter().map(|p| p.1 as i32).collect()
     }
 
-    /// Cosine and sine of pair `i` at a place, as the table holds them.
+    /// Cosine and sine of channel pair `i` at a position, as in the RoPE table.
     fn angle(&self, place: usize, i: usize) -> (f64, f64) {
         let rot = self.rope.map_or(0, |r| r.1) as f64;
         let a = place as f64 * 10f64.powf(-2.0 * i as f64 / rot);
@@ -143,7 +143,7 @@ impl Case {
         }
     }
 
-    /// The block by its definition: every token looks at every other, and the mask decides.
+    /// f64 reference: all query-key pairs, masked.
     pub fn reference(&self, arrays: &[Vec<f64>]) -> Vec<f64> {
         let (n, g, d) = (self.heads, self.kv_heads, DIM);
         let mut rest = arrays[1..].iter().map(|a| &a[..]);
@@ -202,7 +202,7 @@ impl Case {
 }
 
 #[test]
-fn attention_is_its_twin() {
+fn attention_matches_the_reference() {
     for dtype in DTYPES {
         for case in cases() {
             let (attention, s) = case.build(dtype);
@@ -218,9 +218,9 @@ fn attention_is_its_twin() {
     }
 }
 
-/// Rows of equal length and the same rows as packed sequences are one computation.
+/// Batched (bshd) and packed (thd) layouts of equal sequences give the same result.
 #[test]
-fn rows_and_packed_rows_agree() {
+fn batched_and_packed_layouts_agree() {
     let rows = Case { heads: 4, rope: Some((RopeStyle::Half, DIM)), window: Some(4), ..plain() };
     let packed = Case { layout: Layout::Packed { offsets: vec![0, 5, 10] }, ..rows.clone() };
     let run = |case: &Case| {
@@ -234,9 +234,9 @@ fn rows_and_packed_rows_agree() {
     assert_eq!(run(&rows), run(&packed));
 }
 
-/// Token by token and in portions over a cache, the outputs are those of one pass over all tokens.
+/// Decoding token by token and in chunks with a KV cache matches one forward over all tokens.
 #[test]
-fn a_cache_remembers() {
+fn kv_cache_matches_full_forward() {
     for dtype in DTYPES {
         for case in cases().into_iter().filter(|c| matches!(c.layout, Layout::Rows { .. })) {
             let (attention, s) = case.build(dtype);
@@ -262,7 +262,7 @@ fn a_cache_remembers() {
                     start += len;
                     assert_eq!(cache.len(), start);
                 }
-                // There is no place for a sixth.
+                // A sixth token exceeds the capacity.
                 let more = s.upload(&portion(&x, 0, 1), &[2, HIDDEN]);
                 let (rows, positions) = (Layout::Rows { count: 2, len: 1 }, s.integers(&[5, 5]));
                 let e = attention.decode(&s.pass(), &more, &mut cache, &rows, &positions).unwrap_err();

@@ -1,10 +1,10 @@
-//! Token and position tables.
+//! Token and position embeddings.
 
 use super::support::*;
 use ferrotron_engine::{Declarations, Embedding};
 
 #[test]
-fn embeddings_are_their_twins() {
+fn embedding_matches_the_reference() {
     let (vocab, hidden) = (7, 5);
     let ids = [3, 0, 6, 3, 3, 1];
     let places = [0, 1, 2, 0, 1, 3];
@@ -33,7 +33,7 @@ fn embeddings_are_their_twins() {
             for (ours, theirs) in grads.iter().zip(&theirs) {
                 close(&format!("{what} {dtype} gradient"), dtype, ours, theirs);
             }
-            // Rows nobody asked for have exactly no gradient.
+            // Rows that no token uses have a gradient of exactly 0.
             for row in [2, 4, 5] {
                 assert!(grads[0][row * hidden..(row + 1) * hidden].iter().all(|g| *g == 0.0), "{what}");
             }
@@ -42,7 +42,7 @@ fn embeddings_are_their_twins() {
 }
 
 #[test]
-fn ids_outside_the_tables_are_errors() {
+fn ids_outside_the_embedding_are_errors() {
     let mut d = Declarations::default();
     let e = Embedding::declare(&mut d, "embed", 7, 5, Some(4), 1.0, 0.1).unwrap();
     let s = Setup::new(d, DTYPES[0], 6, 1.0);

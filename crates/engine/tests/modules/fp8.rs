@@ -1,4 +1,4 @@
-//! Linear maps with narrow factors: against products of operands narrowed by definition, and against bf16.
+//! FP8 linear layers: against GEMMs of reference-quantized operands, and against bf16.
 
 use super::fp8_oracle::*;
 use super::support::*;
@@ -7,10 +7,10 @@ use ferrotron_engine::{Declarations, Linear, Split, StepContext};
 use ferrotron_kernels::DelayedScaling;
 use ferrotron_tensor::{DType, Tensor};
 
-/// Output, gradients of the input and of the parameters.
+/// Output, input gradient and parameter gradients.
 pub type Numbers = (Vec<f64>, Vec<f64>, Vec<Vec<f64>>);
 
-/// Sizes of a map, and whether it has a bias.
+/// Sizes of a linear layer, and whether it has a bias.
 #[derive(Clone, Debug)]
 pub struct Map {
     pub tokens: usize,
@@ -34,7 +34,7 @@ impl Map {
         Linear::declare(d, self.input, &named, self.bias, split, 0.1).unwrap()
     }
 
-    /// With a recipe but for some products, or in bf16; the same weights for both.
+    /// With an FP8 recipe (`except` skips GEMMs), or in bf16; the same weights for both.
     pub fn build(&self, recipe: Option<Recipe>, except: &[&str]) -> (Linear, Setup) {
         let mut d = Declarations::default();
         if let Some(recipe) = recipe {
@@ -45,7 +45,7 @@ impl Map {
         (linear, Setup::new(d, DType::BF16, 1, 0.04))
     }
 
-    /// Input and output gradient, on the device and as numbers. A few are zero, some rows much larger than others.
+    /// Input and output gradient, on the device and as f64. Some values are zero, some rows much larger than others.
     pub fn operands(&self, s: &Setup, size: f64) -> [(Tensor, Vec<f64>); 2] {
         let values = |seed, shape: [usize; 2], size: f64| {
             let row = |i: usize| if i % 5 == 3 { 8.0 } else { 1.0 };
@@ -67,7 +67,7 @@ pub fn run(linear: &Linear, s: &Setup, p: &StepContext, x: &Tensor, dy: &Tensor)
     (s.host(&y), s.host(&dx), s.gradients(work))
 }
 
-/// How operands are cut into parts that are narrowed apart: x, W, dy. And the parts of the sums of y and of dx.
+/// How x, W and dy are split into parts that are quantized separately, and the number of partial sums of y and dx.
 #[derive(Clone, Copy)]
 pub struct OperandShards {
     pub operands: [Parts; 3],
@@ -76,7 +76,7 @@ pub struct OperandShards {
 
 pub const WHOLE: OperandShards = OperandShards { operands: [ONE; 3], sums: [1; 2] };
 
-/// What the map must give.
+/// Checks the three GEMMs against the reference.
 #[allow(clippy::too_many_arguments)]
 pub fn check(
     what: &str,
@@ -96,7 +96,7 @@ pub fn check(
     let (mut y, mut room) = product(&made(0, Use::Rows), &made(1, Use::Rows), k, cut.sums[0]);
     if let Some(bias) = bias {
         for ((y, room), b) in y.iter_mut().zip(&mut room).zip(bias.iter().cycle()) {
-            // Partial sums are rounded before the bias comes.
+            // Partial sums are rounded before the bias is added.
             *room += if cut.sums[0] > 1 { 2f64.powi(-8) * y.abs() } else { 0.0 };
             *y += b;
         }
@@ -116,7 +116,7 @@ pub fn check(
     assert_eq!(ours.2.len(), 1 + usize::from(bias.is_some()), "{what}");
 }
 
-/// Within what the formats' own rounding explains, and the elementwise room of section 8.
+/// Within the FP8 formats' own rounding error, and elementwise within the tolerances of Transformer Engine's tests.
 pub fn near_bf16(what: &str, recipe: Recipe, ours: &Numbers, theirs: &Numbers) {
     let tensors = |n: &Numbers| -> Vec<Vec<f64>> { [vec![n.0.clone(), n.1.clone()], n.2.clone()].concat() };
     for (i, (a, b)) in tensors(ours).iter().zip(&tensors(theirs)).enumerate() {
@@ -127,7 +127,7 @@ pub fn near_bf16(what: &str, recipe: Recipe, ours: &Numbers, theirs: &Numbers) {
             let room = relative * b.abs() + absolute;
             assert!((a - b).abs() <= room, "{what} tensor {i}: {a} instead of {b}");
         }
-        // Half a step of the coarser factor's format at most, in all.
+        // At most half a step of the coarser operand's format, overall.
         let most = if four { 0.25 } else { 2f64.powi(if wide { -3 } else { -4 }) };
         let apart: Vec<f64> = a.iter().zip(b).map(|(a, b)| a - b).collect();
         let distance = (dot(&apart, &apart) / dot(b, b).max(1e-12)).sqrt();
@@ -144,7 +144,7 @@ fn maps() -> Vec<Map> {
         Map::new(129, 64, &[40], false),
         Map::new(129, 16, &[145], true),
     ];
-    // All numbers of tokens with one odd and one even map.
+    // All token counts with one odd and one even layer.
     for tokens in [1, 15, 16, 33, 129] {
         maps.push(Map::new(tokens, 40, &[3, 4, 2], tokens % 2 == 0));
         maps.push(Map::new(tokens, 32, &[16, 16], true));
@@ -153,7 +153,7 @@ fn maps() -> Vec<Map> {
 }
 
 #[test]
-fn narrow_maps_are_products_of_narrowed_operands() {
+fn fp8_linears_match_gemms_of_quantized_operands() {
     for recipe in recipes() {
         for map in maps() {
             let what = format!("{recipe:?} {map:?}");
@@ -165,7 +165,7 @@ fn narrow_maps_are_products_of_narrowed_operands() {
             let all = [&xs[..], &s.weights[0], &dys];
             let bias = map.bias.then(|| &s.weights[1][..]);
             check(&what, recipe, &map, all, bias, WHOLE, [given; 3], &ours);
-            // Tolerances are of numbers without outliers.
+            // The tolerances hold for values without outliers.
             let gentle = |recipe: Option<Recipe>| {
                 let (linear, s) = map.build(recipe, &[]);
                 let x = s.input(10, &[map.tokens, map.input]).0;
@@ -177,7 +177,7 @@ fn narrow_maps_are_products_of_narrowed_operands() {
     }
 }
 
-/// Scales of delayed scaling by definition: one over the largest of the last magnitudes.
+/// Reference of delayed scaling: the scale follows the largest amax of the history.
 #[derive(Clone, Default)]
 pub struct Delays {
     pub seen: [Vec<f32>; 3],
@@ -216,7 +216,7 @@ fn delayed_scales_come_from_earlier_steps() {
             let (linear, s) = map.build(Some(recipe), &[]);
             let state = s.params.quant().unwrap();
             let mut delays = Delays::default();
-            // Growing beyond the scale of the step before, shrinking until the largest is forgotten, nothing at all.
+            // Growing beyond the previous scale, shrinking until the largest amax leaves the history, all zeros.
             for (step, size) in
                 [300.0, 2000.0, 9000.0, 1.0, 0.5, 0.25, 0.0, 0.01, 4.0].into_iter().enumerate()
             {
@@ -224,7 +224,7 @@ fn delayed_scales_come_from_earlier_steps() {
                 let [(x, xs), (dy, dys)] = map.operands(&s, size);
                 state.begin_step(step as u64, 1 + step % 2);
                 let given = delays.given(recipe);
-                // Passes that nobody learns from are not seen.
+                // Evaluation does not enter the amax history.
                 let (huge, _) = s.input(99, &[2, map.input]);
                 linear.forward(&StepContext { train: false, ..s.pass() }, &huge).unwrap();
                 for _ in 0..=step % 2 {
@@ -244,9 +244,9 @@ fn delayed_scales_come_from_earlier_steps() {
     }
 }
 
-/// A product that is excepted has the bits of bf16, and the others those of a map without exceptions.
+/// A skipped GEMM is bit-equal to bf16, and the others to a layer without skips.
 #[test]
-fn excepted_products_are_those_of_bf16() {
+fn skipped_gemms_match_bf16() {
     let mut recipes = recipes();
     recipes.push(DELAYED);
     for recipe in recipes {

@@ -1,5 +1,5 @@
-//! Attention and MLP with narrow products: near bf16, saved tensors as small as they can be and movable, the same bits
-//! recomputed, the same bits with and without overlap.
+//! Attention and MLP with FP8 GEMMs: close to bf16, saved activations minimal and movable, bit-equal under recomputation
+//! and with or without overlap.
 
 use super::fp8_oracle::*;
 use super::support::*;
@@ -20,13 +20,13 @@ const GROUPS: usize = 2;
 const DIM: usize = 16;
 const TOKENS: usize = 48;
 
-/// A layer without its sums: norm, attention, norm, MLP.
+/// A layer without residual additions: norm, attention, norm, MLP.
 struct Net {
     norms: [NormLayer; 2],
     attention: Attention,
     mlp: Mlp,
     positions: Tensor,
-    /// Are magnitudes taken where values are made, as layers do it?
+    /// Whether producers compute the amax, as decoder layers do.
     measured: bool,
 }
 
@@ -75,7 +75,7 @@ fn declare(policy: &Policy, gated: bool) -> impl Fn(&mut Declarations, &Rank) ->
 }
 
 impl Net {
-    /// As a decoder layer does it: what is dropped is made again before its backward.
+    /// As a decoder layer does: dropped activations are recomputed before their backward.
     fn run(
         &self,
         p: &StepContext,
@@ -162,7 +162,7 @@ fn distance(a: &[f64], b: &[f64]) -> f64 {
     (dot(&apart, &apart) / dot(b, b).max(1e-12)).sqrt()
 }
 
-/// Output, input gradient and all gradients near those of bf16.
+/// Output, input gradient and weight gradients are close to bf16.
 fn near(
     what: &str,
     recipe: Recipe,
@@ -173,7 +173,7 @@ fn near(
         |n: &super::tensor_parallel::Numbers| [vec![n.0.clone(), n.1.clone()], n.2.clone()].concat();
     let wide = recipe.hybrid || recipe.method == Method::Nvfp4;
     let (relative, absolute) = if wide { (0.25, 0.125) } else { (0.125, 0.0625) };
-    // Six products one after another, each off by up to half a step of its coarser factor.
+    // Six GEMMs in sequence, each off by up to half a step of its coarser operand's format.
     let most = 2f64.powi(if wide { -2 } else { -3 }) * if recipe.method == Method::Nvfp4 { 2.0 } else { 1.0 };
     for (i, (a, b)) in tensors(ours).iter().zip(&tensors(theirs)).enumerate() {
         for (a, b) in a.iter().zip(b) {
@@ -185,7 +185,7 @@ fn near(
 }
 
 #[test]
-fn narrow_blocks_are_near_bf16() {
+fn fp8_blocks_are_close_to_bf16() {
     for gated in [false, true] {
         let go = |policy: &Policy| {
             let (net, s, x, dy) = setup(policy, gated);
@@ -201,7 +201,7 @@ fn narrow_blocks_are_near_bf16() {
 }
 
 #[test]
-fn narrow_blocks_give_the_same_bits_moved_and_recomputed() {
+fn fp8_blocks_are_bit_equal_when_offloaded_or_recomputed() {
     for (recipe, gated) in all_recipes().into_iter().flat_map(|r| [(r, true), (r, false)]) {
         let (net, s, x, dy) = setup(&policy(recipe, &[]), gated);
         let state = s.params.quant().unwrap();
@@ -228,7 +228,7 @@ fn narrow_blocks_give_the_same_bits_moved_and_recomputed() {
             assert!(kept == go(recompute, &stay), "{recipe:?} gated {gated} {recompute:?}");
         }
         if let Some(delayed) = state.delayed() {
-            // However often a tensor is made, it is seen as it is.
+            // Recomputation does not change what statistics record.
             let history = s.host(&delayed.history);
             go(Recompute { layer: true, ..none }, &stay);
             assert_eq!(history, s.host(&delayed.history));
@@ -236,7 +236,7 @@ fn narrow_blocks_give_the_same_bits_moved_and_recomputed() {
     }
 }
 
-/// Bytes of each allocation that is saved, by module.
+/// Saved bytes per module.
 fn saved_bytes(policy: &Policy, gated: bool, recompute: Recompute) -> BTreeMap<String, f64> {
     let (net, s, x, dy) = setup(policy, gated);
     let all = std::cell::RefCell::new(BTreeMap::<String, BTreeMap<u64, usize>>::new());
@@ -253,25 +253,25 @@ fn saved_bytes(policy: &Policy, gated: bool, recompute: Recompute) -> BTreeMap<S
 }
 
 #[test]
-fn what_narrow_blocks_save_is_small() {
+fn fp8_blocks_save_fp8_operands() {
     let none = Recompute::default();
     for gated in [false, true] {
         let up = if gated { 2 * FFN } else { FFN };
-        // q, k, v and the heads' outputs (which the output projection shares) in bf16, and a sum for each head.
+        // q, k, v and the attention output (shared with the output projection) in bf16, and the log-sum-exp per head.
         let scores = 2 * (HEADS + 2 * GROUPS) * DIM + 2 * HEADS * DIM + 4 * HEADS;
         for (recipe, input) in [(None, 2), (Some(CURRENT), 1), (Some(DELAYED), 1)] {
             let p = recipe.map(|r| policy(r, &[])).unwrap_or_default();
             let found = saved_bytes(&p, gated, none);
-            // The largest magnitude of what is narrowed again in backward.
+            // The amax of what backward quantizes again.
             let amax = if recipe == Some(CURRENT) { 4.0 / TOKENS as f64 } else { 0.0 };
             assert_eq!(found["attention"], (input * HIDDEN + scores) as f64 + amax, "{recipe:?}");
             assert_eq!(found["mlp"], (input * HIDDEN + 2 * up + input * FFN) as f64, "{recipe:?}");
-            // What is made again is not kept, not even narrow.
+            // What is recomputed is not saved, not even in FP8.
             let found = saved_bytes(&p, gated, Recompute { norm: true, activation: true, ..none });
             assert_eq!(found["attention"], scores as f64 + amax, "{recipe:?}");
             assert_eq!(found["mlp"], (2 * up) as f64 + amax, "{recipe:?}");
         }
-        // Blocks have a scale for every 128 tokens of a channel; there are fewer here.
+        // Block scaling has one scale per 128 tokens of a channel; there are fewer tokens here.
         let found = saved_bytes(&policy(BLOCK, &[]), gated, none);
         let scales = |channels: usize| (4 * channels) as f64 / TOKENS as f64;
         assert_eq!(found["attention"], (HIDDEN + scores) as f64 + scales(HIDDEN));
@@ -279,9 +279,9 @@ fn what_narrow_blocks_save_is_small() {
     }
 }
 
-/// Each operand is measured once, by who makes it or by who narrows it, in zeros of one piece: the same bits.
+/// The amax of each operand is computed once, by its producer or by the quantizer, with equal bits.
 #[test]
-fn operands_are_measured_once() {
+fn amax_is_computed_once_per_operand() {
     let none = Recompute::default();
     for gated in [false, true] {
         let rank = Rank::cpu_instrumented(
@@ -303,7 +303,7 @@ fn operands_are_measured_once() {
                 let (y, dx, work) = net.run(&StepContext { recompute, ..s.pass() }, &x, &dy, &stay);
                 let profile = s.rank.device().take_profile().unwrap();
                 let calls = |name: &str| profile.get(name).map_or(0, |(calls, _)| *calls);
-                // Input, weight and gradient of four maps.
+                // Input, weight and output gradient of four linear layers.
                 assert_eq!((calls("amax"), calls("zero")), (12, 1), "gated {gated} {measured} {recompute:?}");
                 let made = (s.host(&y), s.host(&dx), s.gradients(work));
                 assert!(*first.get_or_insert_with(|| made.clone()) == made, "gated {gated} {measured}");
@@ -313,7 +313,7 @@ fn operands_are_measured_once() {
 }
 
 #[test]
-fn narrow_blocks_over_ranks() {
+fn fp8_blocks_over_tensor_parallel_ranks() {
     for gated in [false, true] {
         let (net, s, x, dy) = setup(&Policy::default(), gated);
         let (y, dx, work) = net.run(&s.pass(), &x, &dy, &stay);

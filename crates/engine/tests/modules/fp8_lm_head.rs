@@ -1,4 +1,4 @@
-//! The output matrix with narrow factors: a map like any other, whose gradient the loss makes of its outputs.
+//! FP8 LM head: a linear layer whose output gradient comes from the fused cross-entropy.
 
 use super::fp8::{Map, Numbers, OperandShards, WHOLE, check};
 use super::fp8_oracle::*;
@@ -13,7 +13,7 @@ fn with_head(recipe: Recipe, except: &[&str]) -> Policy {
     Policy { head: true, ..policy(recipe, except) }
 }
 
-/// Labels of so many tokens, some of which have none; and the weight of each in the loss.
+/// Labels, some of them ignored, and loss weights.
 fn targets(s: &Setup, tokens: usize, vocab: usize) -> Targets {
     let label = |i: usize| if i % 7 == 4 { IGNORE } else { (i * 5 % vocab) as i32 };
     let labels: Vec<i32> = (0..tokens).map(label).collect();
@@ -23,7 +23,7 @@ fn targets(s: &Setup, tokens: usize, vocab: usize) -> Targets {
     Targets { labels: s.integers(&labels), weights }
 }
 
-/// What the head is as a map.
+/// The LM head as a linear layer.
 fn map(tokens: usize, hidden: usize, vocab: usize) -> Map {
     Map::new(tokens, hidden, &[vocab], false)
 }
@@ -64,11 +64,11 @@ fn maps() -> Vec<Map> {
 }
 
 #[test]
-fn narrow_heads_are_products_of_narrowed_operands() {
+fn fp8_lm_heads_match_gemms_of_quantized_operands() {
     for recipe in recipes() {
         for m in maps() {
             for (tied, even) in [(false, None), (true, None), (false, Some(16))] {
-                // Blocks of padded gradients are no factors; recipes with them are refused.
+                // Block scaling of padded logit gradients is refused by the recipe.
                 if even.is_some() && !recipe.per_tensor() && !m.out().is_multiple_of(16) {
                     continue;
                 }
@@ -81,7 +81,7 @@ fn narrow_heads_are_products_of_narrowed_operands() {
                 let given = Given { scale: 1.0, draw: (3 << 32) + 1 };
                 let all = [&xs[..], &s.weights[0], &dlogits];
                 check(&what, recipe, &m, all, None, WHOLE, [given; 3], &ours);
-                // Losses are those of the logits that are shown, and the gradient is theirs.
+                // Losses and gradients are those of the returned logits.
                 let labels = s.rank.compute.download::<i32>(&targets(&s, m.tokens, m.out()).labels).unwrap();
                 for (t, label) in labels.iter().enumerate() {
                     let z = &ours.0[t * m.out()..][..m.out()];
@@ -91,7 +91,7 @@ fn narrow_heads_are_products_of_narrowed_operands() {
                     let sum: f64 = dlogits[t * m.out()..][..m.out()].iter().sum();
                     assert!(sum.abs() < 0.02, "{what}: {sum}");
                 }
-                // Rows that every rank has are the same product.
+                // Replicated rows give the same GEMM.
                 let some = head.logits_of(&StepContext { train: false, ..s.pass() }, &x).unwrap();
                 assert_eq!(s.host(&some), ours.0, "{what}");
             }
@@ -99,9 +99,9 @@ fn narrow_heads_are_products_of_narrowed_operands() {
     }
 }
 
-/// A product that is excepted has the bits of bf16, and the others those of a head without exceptions.
+/// A skipped GEMM is bit-equal to bf16, and the others to an LM head without skips.
 #[test]
-fn excepted_products_of_a_head_are_those_of_bf16() {
+fn skipped_gemms_of_an_lm_head_match_bf16() {
     for (m, even) in [(map(33, 48, 59), None), (map(33, 48, 59), Some(16)), (map(16, 32, 64), None)] {
         for recipe in [CURRENT, MXFP8] {
             let go = |except: &[&str]| {
@@ -119,7 +119,7 @@ fn excepted_products_of_a_head_are_those_of_bf16() {
             let both = go(&["head:output", "head:input_grad"]);
             assert_eq!((&both.0, &both.2), (&high.0, &high.2));
             assert_ne!(both.1, high.1);
-            // All but the weight gradient from bf16: it is that of the plain head.
+            // With only wgrad in bf16, it equals the bf16 head's.
             let (rows, saved) = plain.loss(&s.pass(), &x, &targets(&s, m.tokens, m.out()), true).unwrap();
             assert_eq!(rows.shape(), [m.tokens]);
             let (dx, _) = plain.backward(&s.pass(), saved.unwrap()).unwrap();
@@ -129,7 +129,7 @@ fn excepted_products_of_a_head_are_those_of_bf16() {
 }
 
 #[test]
-fn caps_and_smoothing_act_on_narrow_logits() {
+fn softcap_and_label_smoothing_act_on_fp8_logits() {
     let m = map(33, 48, 59);
     for even in [None, Some(16)] {
         let mut d = Declarations::default().with_policy(with_head(CURRENT, &[]));
@@ -157,9 +157,9 @@ fn caps_and_smoothing_act_on_narrow_logits() {
     }
 }
 
-/// Bytes of hidden states travel, or numbers; every rank has its columns.
+/// Hidden states are gathered in FP8 or bf16; every rank holds its vocabulary shard.
 #[test]
-fn narrow_heads_over_ranks() {
+fn fp8_lm_heads_over_tensor_parallel_ranks() {
     for recipe in recipes() {
         for m in [map(12, 16, 32), map(40, 36, 64), map(132, 64, 256)] {
             let build = |d: &mut Declarations, _: &Rank| {
@@ -198,7 +198,7 @@ fn narrow_heads_over_ranks() {
 }
 
 #[test]
-fn chunks_of_a_narrow_head_are_refused() {
+fn chunked_fp8_lm_heads_are_refused() {
     let m = map(9, 16, 32);
     let (mut head, s) = build(Some(CURRENT), &[], false, &m);
     head.chunk = 4;

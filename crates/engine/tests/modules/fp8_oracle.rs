@@ -1,4 +1,4 @@
-//! Operands of narrow products by definition: one number at a time, whole matrices, no kernels.
+//! Reference quantization of GEMM operands: element by element, without kernels.
 
 use ferrotron_engine::quant::{Exception, Method, Policy, Recipe, Role};
 use ferrotron_kernels::DelayedScaling;
@@ -6,7 +6,7 @@ use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::fp8::{E2m1, E4m3, E5m2};
 use ferrotron_tensor::{DType, bf16};
 
-/// Along which axis a matrix is contracted.
+/// Along which axis the GEMM contracts a matrix.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Use {
     Rows,
@@ -22,7 +22,7 @@ pub const BLOCK: Recipe = Recipe { method: Method::Block, hybrid: false, pow2: t
 pub const MXFP8: Recipe = Recipe { method: Method::Mxfp8, hybrid: false, pow2: true };
 pub const NVFP4: Recipe = Recipe { method: Method::Nvfp4, hybrid: false, pow2: false };
 
-/// Every recipe whose scales need no earlier step.
+/// Every recipe whose scales do not depend on earlier steps.
 pub fn recipes() -> Vec<Recipe> {
     vec![
         CURRENT,
@@ -37,13 +37,13 @@ pub fn recipes() -> Vec<Recipe> {
     ]
 }
 
-/// The recipe for all of two layers but where `except` says.
+/// The recipe for two layers, skipping `except`.
 pub fn policy(recipe: Recipe, except: &[&str]) -> Policy {
     let except = except.iter().map(|e| e.parse::<Exception>().unwrap()).collect();
     Policy { recipe: Some(recipe), layers: 2, first: 0, last: 0, except, ..Policy::default() }
 }
 
-/// A matrix `[r, c]` cut into equal parts that are narrowed apart from each other, as ranks do.
+/// A matrix `[r, c]` split into equal parts that are quantized separately, as ranks do.
 #[derive(Clone, Copy, Debug)]
 pub struct Parts {
     pub down: usize,
@@ -52,11 +52,11 @@ pub struct Parts {
 
 pub const ONE: Parts = Parts { down: 1, across: 1 };
 
-/// Where the one scale of delayed scaling and random numbers come from.
+/// The scale of delayed scaling and the state of stochastic rounding.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Given {
     pub scale: f32,
-    /// Number of the tensor among those rounded at random.
+    /// Index of the tensor among those rounded stochastically.
     pub draw: u64,
 }
 
@@ -68,7 +68,7 @@ pub fn largest(format: DType) -> f32 {
     if format == DType::E4M3 { 448.0 } else { 57344.0 }
 }
 
-/// The scale of numbers up to `amax`.
+/// The scale that maps `amax` to the format's maximum.
 pub fn scale(format: DType, amax: f32, pow2: bool, beyond: f32) -> f32 {
     if amax == 0.0 || !amax.is_finite() {
         return 1.0;
@@ -82,7 +82,7 @@ fn amax(x: &[f64]) -> f32 {
     x.iter().fold(0f64, |m, x| m.max(x.abs())) as f32
 }
 
-/// The numbers that `x [r, c]` stands for in a product along `how`.
+/// The dequantized values of `x [r, c]` as an operand contracted along `how`.
 pub fn quantized(
     recipe: Recipe,
     role: Role,
@@ -102,7 +102,7 @@ pub fn quantized(
         Method::Delayed { .. } => return x.iter().map(|x| times(*x, given.scale)).collect(),
         _ => {}
     }
-    // Parts on their own, each of them put where it belongs.
+    // Quantize part by part.
     let (h, w) = (r / parts.down, c / parts.across);
     let mut out = vec![0.0; r * c];
     for (down, across) in (0..parts.down).flat_map(|d| (0..parts.across).map(move |a| (d, a))) {
@@ -123,19 +123,19 @@ pub fn quantized(
                 let s = if m == 0.0 { 1.0 } else { s };
                 x.iter().map(|x| f64::from(encode(format, *x as f32 / s) * s)).collect()
             }),
-            _ => four_bits(role, how, &part, [h, w], given.draw),
+            _ => nvfp4(role, how, &part, [h, w], given.draw),
         };
         (0..h * w).for_each(|k| out[at(k / w, k % w)] = made[k]);
     }
     out
 }
 
-/// Blocks of n numbers along the contracted axis.
+/// Block shape of n values along the contracted axis.
 fn along(how: Use, n: usize) -> [usize; 2] {
     if how == Use::Rows { [1, n] } else { [n, 1] }
 }
 
-/// `f` of the numbers of every block and their largest magnitude.
+/// Applies `f` to the values and amax of every block.
 fn blocks(
     x: &[f64],
     [r, c]: [usize; 2],
@@ -154,7 +154,7 @@ fn blocks(
 }
 
 /// NVFP4 and back to bf16.
-fn four_bits(role: Role, how: Use, x: &[f64], [r, c]: [usize; 2], draw: u64) -> Vec<f64> {
+fn nvfp4(role: Role, how: Use, x: &[f64], [r, c]: [usize; 2], draw: u64) -> Vec<f64> {
     let turn = how == Use::Cols && role != Role::Weight;
     let tall = if turn { r.next_multiple_of(16) } else { r };
     let mut x = x.to_vec();
@@ -168,7 +168,7 @@ fn four_bits(role: Role, how: Use, x: &[f64], [r, c]: [usize; 2], draw: u64) -> 
     let which = if how == Use::Rows { "rows" } else { "columns" };
     let random =
         (role == Role::Gradient).then(|| RandomStream::named(1 ^ draw, &format!("rounding of {which} by 0")));
-    // What every number is multiplied by, and back.
+    // Encode and decode factors.
     let factors = blocks(&x, [tall, c], n, &|x, m| {
         let s = E4m3::encode(m * (global * (1.0 / 6.0))).decode();
         vec![f64::from(s); x.len()]
@@ -190,7 +190,7 @@ fn four_bits(role: Role, how: Use, x: &[f64], [r, c]: [usize; 2], draw: u64) -> 
     out.into_iter().map(|x| bf16::from_f32(x as f32).to_f64()).collect()
 }
 
-/// One of the two four-bit numbers around x.
+/// Stochastic rounding to one of the two neighbouring E2M1 values.
 fn at_random(x: f32, random: u8) -> f32 {
     const ALL: [f32; 8] = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0];
     let size = x.abs().min(6.0);
@@ -201,7 +201,7 @@ fn at_random(x: f32, random: u8) -> f32 {
     (if up { *above } else { ALL[below] }).copysign(x)
 }
 
-/// Every 16 numbers of a column turned, or back.
+/// Random Hadamard transform of every 16 values of a column, or its inverse.
 fn hadamard(x: &[f64], c: usize, forth: bool) -> Vec<f64> {
     const SIGNS: [f32; 16] = [1., 1., 1., -1., 1., -1., -1., -1., -1., -1., -1., 1., -1., 1., -1., -1.];
     let mut out = vec![0.0; x.len()];
@@ -218,7 +218,7 @@ fn hadamard(x: &[f64], c: usize, forth: bool) -> Vec<f64> {
     out
 }
 
-/// `Σ_k a[i, k]·b[j, k]` and what f32 sums of it may be off by, with `parts` of k rounded to bf16 on their way.
+/// `Σ_k a[i, k]·b[j, k]` and the error bound of f32 accumulation, with `parts` partial sums rounded to bf16.
 pub fn product(a: &[f64], b: &[f64], k: usize, parts: usize) -> (Vec<f64>, Vec<f64>) {
     let (m, n) = (a.len() / k, b.len() / k);
     let (mut sums, mut room) = (Vec::with_capacity(m * n), Vec::with_capacity(m * n));
@@ -241,7 +241,7 @@ pub fn transposed(x: &[f64], c: usize) -> Vec<f64> {
     (0..c).flat_map(|j| (0..r).map(move |i| x[i * c + j])).collect()
 }
 
-/// `ours` is `wanted`, rounded to bf16 or not, give or take `room`.
+/// Asserts that `ours` equals `wanted` (rounded to bf16 if `rounds`) within `room`.
 pub fn same(what: &str, rounds: bool, ours: &[f64], wanted: &[f64], room: &[f64]) {
     assert_eq!(ours.len(), wanted.len(), "{what}");
     for (i, ((o, w), room)) in ours.iter().zip(wanted).zip(room).enumerate() {

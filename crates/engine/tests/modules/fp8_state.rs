@@ -1,4 +1,4 @@
-//! What narrow products remember between passes, and what they tell of their operands.
+//! FP8 state between passes (weight caches, scales) and operand statistics.
 
 use super::fp8::{Map, run};
 use super::fp8_oracle::*;
@@ -10,7 +10,7 @@ use ferrotron_engine::{Declarations, Linear, Params, Rank, Split, StepContext};
 use ferrotron_tensor::{DType, Instrumentation};
 use std::time::Duration;
 
-/// Launches of a kernel since the last time.
+/// Kernel launches since the last call.
 fn launches(s: &Setup, names: [&str; 2]) -> [u64; 2] {
     let profile = s.rank.device().take_profile().unwrap();
     names.map(|n| profile.get(n).map_or(0, |(calls, _)| *calls))
@@ -26,7 +26,7 @@ fn timed(recipe: Recipe, map: &Map) -> (Linear, Setup) {
 }
 
 #[test]
-fn weights_are_narrowed_once_a_step() {
+fn weights_are_quantized_once_per_step() {
     let map = Map::new(16, 32, &[16], false);
     for recipe in [CURRENT, DELAYED, BLOCK, MXFP8, NVFP4] {
         let (linear, s) = timed(recipe, &map);
@@ -35,7 +35,7 @@ fn weights_are_narrowed_once_a_step() {
         let [(x, _), (dy, _)] = map.operands(&s, 1.0);
         let seen = || launches(&s, [kernel, "amax"]);
         let live = || s.rank.device().memory().total_now;
-        // Kernels for x and dy in both uses, and for W; magnitudes of x and dy.
+        // Quantize launches of x, dy (both orientations) and W; amax launches of x and dy.
         let (pair, weight) = if recipe.emulated() { (4, 2) } else { (2, 1) };
         let amax = u64::from(recipe == CURRENT);
         for step in 0..3u64 {
@@ -45,13 +45,13 @@ fn weights_are_narrowed_once_a_step() {
             assert_eq!(seen(), [pair + weight, 3 * amax], "{recipe:?}");
             for _ in 0..2 {
                 let again = run(&linear, &s, &s.pass(), &x, &dy);
-                // Gradients are rounded at random in four bits, each time anew.
+                // NVFP4 gradients use stochastic rounding, with new random bits each time.
                 assert!(recipe == NVFP4 && again.0 == first.0 || again == first);
                 assert_eq!(seen(), [pair, 2 * amax], "{recipe:?}");
             }
             state.weights_changed();
         }
-        // With one micro-batch each use is made when it is needed and nothing stays but the magnitude.
+        // With one micro-batch each orientation is quantized on demand and only the amax is cached.
         let before = live();
         for step in 0..2u64 {
             state.begin_step(step, 1);
@@ -60,8 +60,7 @@ fn weights_are_narrowed_once_a_step() {
             assert!(live() - before <= 512, "{recipe:?}: {} bytes stay", live() - before);
             state.weights_changed();
         }
-        // Passes that nobody learns from leave nothing, whenever they run: who has them run need not say that weights
-        // changed since.
+        // Evaluation leaves no cached weights, so that no invalidation is needed when weights change.
         let evaluate = || linear.forward(&StepContext { train: false, ..s.pass() }, &x).unwrap().0;
         let one = if recipe.emulated() { [2, 0] } else { [2, 2 * amax] };
         for micro_batches in [1, 2] {
@@ -74,7 +73,7 @@ fn weights_are_narrowed_once_a_step() {
         }
         run(&linear, &s, &s.pass(), &x, &dy);
         assert_eq!(seen(), [pair + weight, 3 * amax], "{recipe:?}");
-        // Unless they say that they belong together.
+        // Unless the passes are declared to belong to one evaluation.
         state.begin_evaluation();
         evaluate();
         assert_eq!(seen(), one, "{recipe:?}");
@@ -86,7 +85,7 @@ fn weights_are_narrowed_once_a_step() {
     }
 }
 
-/// Changed weights are narrowed again: the results are those of a map that never had others.
+/// Changed weights are quantized again.
 #[test]
 fn changed_weights_are_seen() {
     let map = Map::new(16, 32, &[16], false);
@@ -109,7 +108,7 @@ fn changed_weights_are_seen() {
     }
 }
 
-/// Statistics by definition, one number at a time.
+/// Reference statistics, element by element.
 fn expected(recipe: Recipe, role: Role, x: &[f64], shape: [usize; 2], given: Given) -> [f64; 4] {
     let made = quantized(recipe, role, Use::Rows, x, shape, ONE, given);
     let n = x.len() as f64;
@@ -130,7 +129,7 @@ fn statistics_are_those_of_the_operands() {
         let (linear, s) = map.build(Some(recipe), &[]);
         let state = s.params.quant().unwrap();
         let mut operands = map.operands(&s, 900.0);
-        // Small numbers beside large ones, so that some vanish.
+        // Small beside large values, so that some underflow.
         for (t, x) in &mut operands {
             x.iter_mut().step_by(3).for_each(|x| *x *= 2f64.powi(-30));
             write(&s.rank, t, x);
@@ -142,7 +141,7 @@ fn statistics_are_those_of_the_operands() {
         state.record_stats(true);
         for round in 0..2 {
             state.begin_step(0, 1);
-            // Two passes of the same numbers: percentages stay, counts double.
+            // Two passes over the same values: rates stay, counts double.
             let passes = 1 + round;
             for _ in 0..passes {
                 state.begin_step(0, 1);
@@ -165,7 +164,7 @@ fn statistics_are_those_of_the_operands() {
                     f64::from(found.stats.amax),
                     found.stats.relative_error(),
                 ];
-                // A weight is measured in both uses, whose blocks are not the same.
+                // A weight is recorded in both orientations, whose blocks differ.
                 let both = role == Role::Weight && !recipe.per_tensor();
                 for (o, w) in ours.iter().zip(want).take(if both { 3 } else { 4 }) {
                     assert!(
@@ -190,9 +189,9 @@ fn statistics_are_those_of_the_operands() {
     }
 }
 
-/// Ranks that share a map use one scale for each of its operands, that of one rank; each tells of its own part.
+/// amax is all-reduced over tp: scales equal one rank's; each rank reports statistics of its own shard.
 #[test]
-fn ranks_agree_on_scales() {
+fn scales_match_one_rank_under_tensor_parallelism() {
     let map = Map::new(8, 16, &[16], false);
     for split in [Split::Rows { unit: 1 }, Split::Columns { unit: 1 }] {
         let run = |world: World| {
@@ -202,7 +201,7 @@ fn ranks_agree_on_scales() {
             let params = Params::allocate(&rank, d.finish(), DType::BF16).unwrap();
             let (t, me) = (rank.tp.size(), rank.tp.rank());
             let s = Setup { rank, params, weights: Vec::new() };
-            // Every rank has other numbers, the last the largest.
+            // Every rank has other values, the last rank the largest.
             let fill = |n: usize| vec![0.125 * (me + 1) as f64; n];
             write(&s.rank, &s.params.values()[0], &fill(256 / t));
             let (rows, cols) = ([8 / t, 16], [8, 16 / t]);

@@ -1,5 +1,5 @@
-//! Narrow maps over tensor-parallel ranks, under the checker of orders: bytes of one rank where a scale is a tensor's,
-//! those of each rank's part where it is a block's; the same bits with and without overlap.
+//! FP8 linear layers over tensor-parallel ranks, with the race checker on: FP8 values equal one rank's with per-tensor
+//! scales, and those of each rank's shard with block scales; bit-equal with and without overlap.
 
 use super::fp8::{self, Delays, Map, OperandShards, check};
 use super::fp8_oracle::*;
@@ -25,7 +25,7 @@ fn build(
     }
 }
 
-/// Forward and backward of this rank's part; output and input gradient joined.
+/// Forward and backward of this rank's shard; output and input gradient joined.
 fn pass(
     s: &Setup,
     linear: &Linear,
@@ -46,7 +46,7 @@ fn pass(
     }
 }
 
-/// Who has which part of x, W and dy, and whose sums are partial.
+/// Shards of x, W and dy, and which sums are partial.
 fn cut(split: Split, t: usize) -> OperandShards {
     let (down, across) = (Parts { down: t, across: 1 }, Parts { down: 1, across: t });
     match split == COLUMNS {
@@ -56,7 +56,7 @@ fn cut(split: Split, t: usize) -> OperandShards {
 }
 
 #[test]
-fn narrow_maps_over_ranks_have_the_bytes_of_one() {
+fn fp8_linears_over_ranks_match_one_rank() {
     for recipe in recipes() {
         let mut maps = vec![Map::new(12, 12, &[20], false), Map::new(40, 36, &[16], true)];
         maps.push(if recipe.per_tensor() {
@@ -64,7 +64,7 @@ fn narrow_maps_over_ranks_have_the_bytes_of_one() {
         } else {
             Map::new(132, 64, &[256], true)
         });
-        // Tokens of whole blocks on 2 and on 4 ranks: blocks of columns are a rank's own.
+        // Multiples of 128 tokens per rank on 2 and on 4 ranks: column-wise blocks do not cross ranks.
         if recipe.method == Method::Block {
             maps.extend([Map::new(512, 36, &[64], true), Map::new(512, 160, &[36], false)]);
         }
@@ -96,7 +96,7 @@ fn narrow_maps_over_ranks_have_the_bytes_of_one() {
                     let given = Given { scale: 1.0, draw: (5 << 32) + 1 };
                     check(&what, recipe, &map, all, bias, cut(split, t), [given; 3], &ours);
                     if recipe.per_tensor() {
-                        // Sums that no rank has only a part of are over the same bytes in the same order.
+                        // Without partial sums the GEMM runs over the same FP8 values in the same order.
                         assert_eq!(ours.2[0], one.2[0], "{what}: weight gradient of one rank");
                         let (ours, one) = if split == ROWS { (&ours.0, &one.0) } else { (&ours.1, &one.1) };
                         assert_eq!(ours, one, "{what}: bits of one rank");
@@ -107,9 +107,9 @@ fn narrow_maps_over_ranks_have_the_bytes_of_one() {
     }
 }
 
-/// A map that every rank has whole, each of its tokens: the bytes of one rank, nothing sent but magnitudes.
+/// A replicated linear layer on sequence shards: FP8 values equal one rank's; only amax is communicated.
 #[test]
-fn narrow_maps_of_own_tokens_have_the_bytes_of_one() {
+fn replicated_fp8_linears_match_one_rank() {
     let map = Map::new(40, 36, &[16], true);
     for recipe in [CURRENT, DELAYED] {
         let build = build(Some(recipe), &[], &map, Split::Replicated);
@@ -136,9 +136,9 @@ fn narrow_maps_of_own_tokens_have_the_bytes_of_one() {
     }
 }
 
-/// Ranks see different magnitudes and agree on the scales of the next step.
+/// Ranks see different amax values and agree on the next step's scales.
 #[test]
-fn delayed_scales_are_agreed_on() {
+fn delayed_scales_agree_over_ranks() {
     let map = Map::new(40, 36, &[16], true);
     for split in [ROWS, COLUMNS] {
         let build = build(Some(DELAYED), &[], &map, split);
@@ -175,9 +175,9 @@ fn delayed_scales_are_agreed_on() {
     }
 }
 
-/// Over ranks, too, an excepted product has the bits of bf16 and leaves the others alone.
+/// Over ranks, too, a skipped GEMM is bit-equal to bf16 and leaves the others unchanged.
 #[test]
-fn excepted_products_over_ranks_are_those_of_bf16() {
+fn skipped_gemms_over_ranks_match_bf16() {
     let map = Map::new(40, 36, &[16], true);
     for recipe in [CURRENT, BLOCK, Recipe { method: Method::Mxfp8, ..BLOCK }, NVFP4] {
         for split in [ROWS, COLUMNS] {

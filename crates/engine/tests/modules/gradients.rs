@@ -1,5 +1,5 @@
-//! Promises around modules: what is saved can move and holds no parameter, weight gradients can wait, gradients
-//! add up without zeros, and recomputing gives the same bits.
+//! Module contracts: saved activations can be moved and hold no parameter, weight gradients can be deferred, gradient
+//! accumulation needs no zeroing, recomputation is bit-equal.
 
 use super::attention::cases;
 use super::support::*;
@@ -7,7 +7,7 @@ use ferrotron_engine::{Declarations, GradBuffer, Linear, Mlp, NormLayer, Saved, 
 use ferrotron_kernels::{Act, Norm};
 use ferrotron_tensor::DType;
 
-/// A small network of every module with a saved state: norm, attention, sum and norm, MLP.
+/// A small network of every module with saved state: norm, attention, residual + norm, MLP.
 struct Net {
     case: super::attention::Case,
     attention: ferrotron_engine::attention::Attention,
@@ -30,7 +30,7 @@ impl Net {
         Net { case, attention, s, norm, mlp, rest }
     }
 
-    /// Input gradient and the two lots of work, after `between` has seen everything saved.
+    /// Input gradient and deferred weight gradients; `between` visits all saved activations before backward.
     fn run(&self, seed: u64, between: &dyn Fn(&mut dyn Saved)) -> (Vec<f64>, WeightGrad, WeightGrad) {
         let tokens = self.case.tokens();
         let (x, _) = self.s.input(seed, &[tokens, HIDDEN]);
@@ -53,7 +53,7 @@ impl Net {
 }
 
 #[test]
-fn what_is_saved_can_move() {
+fn saved_activations_can_be_moved() {
     for dtype in DTYPES {
         for case in cases() {
             let what = format!("{case:?} {dtype}");
@@ -72,7 +72,7 @@ fn what_is_saved_can_move() {
 }
 
 #[test]
-fn weight_gradients_can_wait() {
+fn weight_gradients_can_be_deferred() {
     for dtype in DTYPES {
         let net = Net::new(cases().pop().unwrap(), dtype);
         let stay = |_: &mut dyn Saved| {};
@@ -86,7 +86,7 @@ fn weight_gradients_can_wait() {
             first.run(&net.s.rank, &mut now.0).unwrap();
             work.run(&net.rest.rank, &mut now.1).unwrap();
         }
-        // All backward passes first, then all weight gradients.
+        // All dgrads first, then all wgrads.
         let mut late = (net.s.buffer(), net.rest.buffer());
         let waiting: Vec<_> = seeds.iter().map(|seed| net.run(*seed, &stay)).collect();
         assert!(ready(&net.s, &late.0).iter().chain(&ready(&net.rest, &late.1)).all(|r| !r));
@@ -107,9 +107,9 @@ fn weight_gradients_can_wait() {
     }
 }
 
-/// Two micro-batches add up, a new step starts over, and what lay in the memory never matters.
+/// Two micro-batches accumulate, a new step starts over, and prior buffer contents never matter.
 #[test]
-fn gradients_add_up_without_zeros() {
+fn gradients_accumulate_without_zeroing() {
     for dtype in DTYPES {
         let net = Net::new(cases().pop().unwrap(), dtype);
         let stay = |_: &mut dyn Saved| {};
@@ -132,7 +132,7 @@ fn gradients_add_up_without_zeros() {
                 let want: Vec<f64> = a.iter().zip(b).map(|(a, b)| a + b).collect();
                 close(&format!("{dtype} round {round} gradient {i}"), DType::F32, sum, &want);
             }
-            // The second round begins with nonsense in every gradient.
+            // The second step begins with garbage in every gradient.
             for (s, buffer) in [(&net.s, &buffers.0), (&net.rest, &buffers.1)] {
                 for i in 0..s.params.specs().len() {
                     let g = buffer.get(id(i)).unwrap();
@@ -140,7 +140,7 @@ fn gradients_add_up_without_zeros() {
                 }
             }
         }
-        // A parameter nobody touched in a step has a gradient of zeros, not of what was there.
+        // A parameter without a gradient in a step gets zeros, not old contents.
         buffers.0.begin_step(2);
         for g in net.s.all(&mut buffers.0) {
             assert!(g.iter().all(|x| *x == 0.0));
@@ -148,7 +148,7 @@ fn gradients_add_up_without_zeros() {
     }
 }
 
-/// A gradient formed by backward itself, a product and column sums: each overwrites once and then adds.
+/// A precomputed gradient, a GEMM and a column sum: the first write of a step overwrites, later ones accumulate.
 #[test]
 fn one_parameter_used_many_times_in_a_step() {
     let mut d = Declarations::default();
@@ -172,7 +172,7 @@ fn one_parameter_used_many_times_in_a_step() {
 }
 
 #[test]
-fn memory_of_activations_is_given_back() {
+fn activation_memory_is_freed() {
     let net = Net::new(cases().pop().unwrap(), DType::F32);
     let live = |n: &Net| n.s.rank.device().memory().total_now + n.rest.rank.device().memory().total_now;
     let before = live(&net);

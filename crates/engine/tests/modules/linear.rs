@@ -12,9 +12,9 @@ pub fn reference(x: &[f64], w: &[f64], b: Option<&[f64]>, out: usize) -> Vec<f64
 }
 
 #[test]
-fn linear_is_its_twin() {
+fn linear_matches_the_reference() {
     for dtype in DTYPES {
-        // Stacked outputs, odd sizes, one token.
+        // Fused outputs, odd sizes, one token.
         for (tokens, input, outputs, bias) in [
             (5, 7, &[3usize, 4, 2][..], true),
             (1, 3, &[1], false),

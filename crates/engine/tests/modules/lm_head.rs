@@ -1,4 +1,4 @@
-//! The output matrix and the loss.
+//! The LM head and the fused cross-entropy.
 
 use super::linear;
 use super::support::*;
@@ -10,7 +10,7 @@ pub const HIDDEN: usize = 6;
 pub const VOCAB: usize = 11;
 pub const LABELS: [i32; 9] = [3, IGNORE, 0, 10, 10, 1, IGNORE, 5, 2];
 
-/// Loss of each row; 0 where there is no label.
+/// Per-token loss; 0 for ignored labels.
 pub fn reference(softcap: Option<f32>, smoothing: LabelSmoothing, x: &[f64], w: &[f64]) -> Vec<f64> {
     let logits = linear::reference(x, w, None, VOCAB);
     let rows = logits.chunks(VOCAB).zip(LABELS);
@@ -63,7 +63,7 @@ fn run(s: &Setup, head: &LmHead, x: &Tensor) -> Numbers {
 }
 
 #[test]
-fn heads_are_their_twins() {
+fn lm_head_matches_the_reference() {
     for dtype in DTYPES {
         for softcap in [None, Some(2.0)] {
             for smoothing in [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.2)]
@@ -77,7 +77,7 @@ fn heads_are_their_twins() {
                 let f = |a: &[Vec<f64>]| reference(softcap, smoothing, &a[0], &a[1]);
                 let whole = run(&s, &head, &x);
                 s.compare(&what, &f, &xs, &weights(), whole.clone());
-                // Rows without a label have exactly no loss and no gradient.
+                // Ignored rows have a loss and gradient of exactly 0.
                 for (t, _) in LABELS.iter().enumerate().filter(|l| *l.1 == IGNORE) {
                     assert_eq!(whole.0[t], 0.0);
                     assert!(whole.1[t * HIDDEN..(t + 1) * HIDDEN].iter().all(|g| *g == 0.0), "{what}");
@@ -88,7 +88,7 @@ fn heads_are_their_twins() {
                     let what = format!("{what} in chunks of {chunk} {dtype}");
                     assert_eq!(parts.0, whole.0, "{what}: losses");
                     assert_eq!(parts.1, whole.1, "{what}: input gradient");
-                    // Sums over tokens are cut differently.
+                    // Chunks change the order of sums over tokens.
                     close(&what, DType::F32, &parts.2[0], &whole.2[0]);
                 }
             }
@@ -97,7 +97,7 @@ fn heads_are_their_twins() {
 }
 
 #[test]
-fn a_weight_with_rows_of_zeros_behind_it_is_the_same_head() {
+fn padded_vocabulary_gives_the_same_lm_head() {
     for dtype in DTYPES {
         for smoothing in [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.2)] {
             let mut d = Declarations::default();
@@ -121,7 +121,7 @@ fn a_weight_with_rows_of_zeros_behind_it_is_the_same_head() {
 }
 
 #[test]
-fn without_training_the_losses_are_the_same_and_nothing_is_kept() {
+fn evaluation_has_equal_losses_and_saves_nothing() {
     for dtype in DTYPES {
         let mut d = Declarations::default();
         let mut head = LmHead::declare(&mut d, "head", VOCAB, HIDDEN, None, Some(2.0), 0.1).unwrap();
@@ -134,7 +134,7 @@ fn without_training_the_losses_are_the_same_and_nothing_is_kept() {
             assert!(saved.is_none());
             assert_eq!(s.host(&rows), trained);
         }
-        // And they are losses of the logits that are shown.
+        // And they are the losses of the returned logits.
         let logits = s.host(&head.logits(&s.pass(), &x).unwrap());
         for (t, label) in LABELS.iter().enumerate().filter(|l| *l.1 != IGNORE) {
             let z = &logits[t * VOCAB..(t + 1) * VOCAB];
@@ -144,7 +144,7 @@ fn without_training_the_losses_are_the_same_and_nothing_is_kept() {
     }
 }
 
-/// A tied table gets both its gradients, and is ready after both.
+/// A tied embedding accumulates both gradients and is ready after both.
 #[test]
 fn tied_weights_are_used_twice() {
     for dtype in DTYPES {
@@ -156,7 +156,7 @@ fn tied_weights_are_used_twice() {
                 LmHead::declare(&mut d, "head", VOCAB, HIDDEN, tie.then_some(e.tokens), None, 0.1).unwrap();
             let mut s = Setup::new(d, dtype, 9, 1.0);
             if !tie {
-                // Two tables with equal contents.
+                // Two embeddings with equal values.
                 s.weights[1] = s.weights[0].clone();
                 write(&s.rank, &s.params.values()[1].clone(), &s.weights[0]);
             }

@@ -1,5 +1,5 @@
-//! Every module against a slow f64 twin of its forward pass, whose derivatives are taken by differences; and the
-//! promises around modules: what is saved can move, weight gradients can wait, buffers need no zeros.
+//! Every module against an f64 reference of its forward pass, differentiated by finite differences; and the module
+//! contracts: saved activations can be moved, weight gradients can be deferred, gradient buffers need no zeroing.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod attention;

@@ -1,4 +1,4 @@
-//! Latent attention.
+//! Multi-head latent attention.
 
 use super::support::*;
 use super::{linear, norm};
@@ -7,13 +7,13 @@ use ferrotron_engine::{Declarations, Rank, Recompute, StepContext};
 use ferrotron_kernels::{AttentionParams, MaskAlign, Norm, RopeStyle};
 use ferrotron_tensor::{Category, DType};
 
-/// One setting of the block's switches.
+/// One configuration of the block.
 #[derive(Clone, Debug)]
 pub struct Case {
     pub heads: usize,
     pub q_rank: Option<usize>,
     pub kv_rank: usize,
-    /// Channels without and with positions, and of values.
+    /// Channels without RoPE, with RoPE, and of values.
     pub widths: [usize; 3],
     pub bias: bool,
     pub sink: bool,
@@ -83,7 +83,7 @@ impl Case {
         self.layout.tokens()
     }
 
-    /// Number of the sequence of each token, and its place in it.
+    /// Sequence index of each token, and its position in it.
     fn places(&self) -> Vec<(usize, usize)> {
         self.layout.lengths().iter().enumerate().flat_map(|(s, n)| (0..*n).map(move |i| (s, i))).collect()
     }
@@ -92,7 +92,7 @@ impl Case {
         self.places().iter().map(|p| p.1 as i32).collect()
     }
 
-    /// Cosine and sine of pair `i` at a place, as the table holds them.
+    /// Cosine and sine of channel pair `i` at a position, as in the RoPE table.
     fn angle(&self, place: usize, i: usize) -> (f64, f64) {
         let a = place as f64 * 10f64.powf(-2.0 * i as f64 / self.widths[1] as f64);
         (f64::from(a.cos() as f32), f64::from(a.sin() as f32))
@@ -128,7 +128,7 @@ impl Case {
         }
     }
 
-    /// The block by its definition, token by token and head by head.
+    /// f64 reference, token by token and head by head.
     pub fn reference(&self, arrays: &[Vec<f64>]) -> Vec<f64> {
         let (n, [nope, rope, dv], kv_rank) = (self.heads, self.widths, self.kv_rank);
         let (q_rank, places) = (self.q_rank.unwrap_or(0), self.places());
@@ -190,7 +190,7 @@ impl Case {
     }
 }
 
-/// Output, gradient of the input and of the parameters, with what is saved moved in between.
+/// Output, input gradient and parameter gradients, with saved activations moved before backward.
 fn run(
     case: &Case,
     s: &Setup,
@@ -214,7 +214,7 @@ fn run(
 }
 
 #[test]
-fn latent_attention_is_its_twin() {
+fn mla_matches_the_reference() {
     for dtype in DTYPES {
         for case in cases() {
             let (block, s) = case.build(dtype);
@@ -228,9 +228,9 @@ fn latent_attention_is_its_twin() {
     }
 }
 
-/// Token by token and in portions over a cache, the outputs are those of one pass over all tokens.
+/// Decoding token by token and in chunks with a KV cache matches one forward over all tokens.
 #[test]
-fn a_cache_of_expanded_heads_remembers() {
+fn kv_cache_of_mla_matches_full_forward() {
     for dtype in DTYPES {
         for case in cases().into_iter().map(|c| Case { layout: Layout::Rows { count: 2, len: 5 }, ..c }) {
             let (block, s) = case.build(dtype);
@@ -262,9 +262,9 @@ fn a_cache_of_expanded_heads_remembers() {
     }
 }
 
-/// Keys are not kept: what is, is q, values with the keys' own channels, and one row that all heads share.
+/// Assembled keys are not saved: only q, k_nope with v, and the shared k_rope.
 #[test]
-fn what_is_kept_is_what_keys_are_made_of() {
+fn mla_saves_the_parts_of_keys() {
     let case = Case { heads: 4, ..plain() };
     let (block, s) = case.build(DType::F32);
     let (x, _) = s.input(15, &[10, HIDDEN]);
@@ -275,17 +275,17 @@ fn what_is_kept_is_what_keys_are_made_of() {
         *size = (*size).max(t.numel());
     });
     let ([nope, rope, v], n) = (case.widths, case.heads);
-    // Heads' outputs, q, k and v, log-sum-exps; norms' outputs, their input (with the shared channels), a number of each
-    // norm; the input.
+    // Attention output, q, k and v, log-sum-exp; norm outputs, their input (with the shared channels), one statistic per
+    // norm; the block's input.
     let narrow = 5 + case.kv_rank;
     let wanted = n * v + n * (nope + rope) + n * (nope + v) + n + narrow + (narrow + rope) + 2 + HIDDEN;
-    // Of the buffer of narrow rows, views show less than all.
+    // Views of the down-projection buffer cover less than all of it.
     let found: usize = kept.values().sum();
     assert!(found <= 10 * wanted && found + 10 * narrow >= 10 * wanted, "{found} of {}", 10 * wanted);
 }
 
 #[test]
-fn a_table_of_another_width_is_refused() {
+fn a_rope_table_of_another_width_is_refused() {
     let rank = Rank::cpu(1, 1).unwrap();
     let (case, other) = (plain(), Case { widths: [4, 4, 3], ..plain() });
     let mut d = Declarations::default();

@@ -1,11 +1,11 @@
-//! Up, non-linearity, down.
+//! MLP: up-projection, activation, down-projection.
 
 use super::linear;
 use super::support::*;
 use ferrotron_engine::{Declarations, Mlp, Recompute, StepContext};
 use ferrotron_kernels::Act;
 
-/// The non-linearity, plain.
+/// The activation function.
 fn act(a: Act, x: f64) -> f64 {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     match a {
@@ -33,7 +33,7 @@ pub fn gated(a: Act, gate: f64, up: f64) -> f64 {
 }
 
 #[test]
-fn mlps_are_their_twins() {
+fn mlp_matches_the_reference() {
     let clamped = Act::ClampedSilu { limit: 0.9, alpha: 1.7, offset: 1.0 };
     let mut cases: Vec<_> =
         [Act::GeluTanh, Act::GeluErf, Act::Silu, Act::SquaredRelu].map(|a| (a, false)).to_vec();

@@ -10,7 +10,7 @@ pub const NORMS: [Norm; 3] = [
     Norm { subtract_mean: false, eps: 1e-3, zero_centred: true },
 ];
 
-/// The norm of each row of `gamma.len()`, by its definition.
+/// f64 reference: the norm of each row of `gamma.len()`.
 pub fn reference(norm: Norm, x: &[f64], gamma: &[f64], beta: Option<&[f64]>) -> Vec<f64> {
     let n = gamma.len();
     let mut out = Vec::with_capacity(x.len());
@@ -31,7 +31,7 @@ fn of(norm: Norm) -> impl Fn(&[Vec<f64>]) -> Vec<f64> {
 }
 
 #[test]
-fn norms_are_their_twins() {
+fn norm_matches_the_reference() {
     for dtype in DTYPES {
         for norm in NORMS {
             for (tokens, width) in [(1, 5), (7, 24), (3, 130)] {
@@ -42,7 +42,7 @@ fn norms_are_their_twins() {
                 let (dy, dys) = s.input(21, &[tokens, width]);
                 let what = format!("{norm:?} {tokens}x{width}");
                 let (y, saved) = layer.forward(&s.pass(), &x).unwrap();
-                // What was saved is enough to make the output again, bit for bit.
+                // The output is recomputed from what was saved, bit for bit.
                 assert_eq!(
                     s.host(&layer.recompute(&s.pass(), &saved, false).unwrap().values),
                     s.host(&y),
@@ -56,9 +56,9 @@ fn norms_are_their_twins() {
     }
 }
 
-/// `r = x + residual`, `y = norm(r)`; backward adds a gradient that reaches `r` by another way.
+/// `r = x + residual`, `y = norm(r)`; backward adds the gradient of the residual branch.
 #[test]
-fn a_norm_of_a_sum_is_its_twin() {
+fn fused_residual_norm_matches_the_reference() {
     for dtype in DTYPES {
         for norm in NORMS {
             let (tokens, width) = (6, 20);

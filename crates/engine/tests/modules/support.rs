@@ -1,4 +1,4 @@
-//! Values, twins and comparisons.
+//! Test values, f64 references and comparisons.
 
 use ferrotron_engine::{
     Declarations, GradBuffer, ParamId, Params, Rank, Saved, SavedTensor, StepContext, WeightGrad,
@@ -6,10 +6,10 @@ use ferrotron_engine::{
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Element, Tensor, bf16, f16};
 
-/// The types modules compute in.
+/// The dtypes modules compute in.
 pub const DTYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
 
-/// Numbers in (-1, 1) from a seed (SplitMix64).
+/// Values in (-1, 1) from a seed (SplitMix64).
 pub fn numbers(seed: u64, n: usize) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0xd134_2543_de82_ef95) ^ 0x5851_f42d_4c95_7f2d;
     let mut draw = || {
@@ -22,7 +22,7 @@ pub fn numbers(seed: u64, n: usize) -> Vec<f64> {
     (0..n).map(|_| draw()).collect()
 }
 
-/// Values as the type holds them.
+/// Values rounded to the dtype.
 pub fn rounded(dtype: DType, values: Vec<f64>) -> Vec<f64> {
     let round = |x: f64| match dtype {
         DType::BF16 => bf16::from_f32(x as f32).to_f64(),
@@ -36,17 +36,17 @@ pub fn rounded(dtype: DType, values: Vec<f64>) -> Vec<f64> {
 pub struct Setup {
     pub rank: Rank,
     pub params: Params,
-    /// What the parameters hold.
+    /// The parameters' values.
     pub weights: Vec<Vec<f64>>,
 }
 
 impl Setup {
-    /// Allocates what was declared and fills it with values in (-`size`, `size`).
+    /// Allocates the declared parameters and fills them with values in (-`size`, `size`).
     pub fn new(d: Declarations, dtype: DType, seed: u64, size: f64) -> Setup {
         Setup::on(Rank::cpu(2, 1).unwrap(), d, dtype, seed, size)
     }
 
-    /// The same on a rank that has tensors already.
+    /// The same on a given rank.
     pub fn on(rank: Rank, d: Declarations, dtype: DType, seed: u64, size: f64) -> Setup {
         let params = Params::allocate(&rank, d.finish(), dtype).unwrap();
         let draw = |i: usize, n| numbers(seed + i as u64, n).iter().map(|x| x * size).collect();
@@ -66,7 +66,7 @@ impl Setup {
         GradBuffer::new(self.params.specs())
     }
 
-    /// Values in the type of the parameters, on the device and as the twin sees them.
+    /// Values in the parameters' dtype, on the device and as f64.
     pub fn input(&self, seed: u64, shape: &[usize]) -> (Tensor, Vec<f64>) {
         let values = rounded(self.params.dtype(), numbers(seed, shape.iter().product()));
         (self.upload(&values, shape), values)
@@ -86,7 +86,7 @@ impl Setup {
         host(&self.rank, t)
     }
 
-    /// Runs the work in a fresh buffer and returns every gradient.
+    /// Runs the weight gradients into a new buffer and returns all of them.
     pub fn gradients(&self, work: WeightGrad) -> Vec<Vec<f64>> {
         let mut buffer = self.buffer();
         work.run(&self.rank, &mut buffer).unwrap();
@@ -97,12 +97,12 @@ impl Setup {
         buffer.finish(&self.rank).unwrap().iter().map(|g| self.host(g)).collect()
     }
 
-    /// Inputs of the twin: `x`, then every parameter.
+    /// Inputs of the reference: `x`, then every parameter.
     pub fn arrays(&self, x: &[f64]) -> Vec<Vec<f64>> {
         std::iter::once(x.to_vec()).chain(self.weights.iter().cloned()).collect()
     }
 
-    /// The name of a gradient for messages; 0 is the input.
+    /// Name of gradient `i` for messages; 0 is the input.
     pub fn name(&self, i: usize) -> String {
         match i {
             0 => "input".into(),
@@ -110,8 +110,8 @@ impl Setup {
         }
     }
 
-    /// Compares a module with its twin `f(arrays) = y`: output, gradient of the input and of every parameter for
-    /// the output gradient `dy`.
+    /// Compares a module with its reference `f(arrays) = y`: output, input gradient and parameter gradients for the output
+    /// gradient `dy`.
     pub fn compare(
         &self,
         what: &str,
@@ -160,7 +160,7 @@ pub fn dot(a: &[f64], b: &[f64]) -> f64 {
     a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
-/// `∂f/∂a` for every element of every array, by central differences: in f64 good to about ten digits.
+/// `∂f/∂a` for every element of every array by central differences, accurate to about ten digits in f64.
 pub fn differences(f: &dyn Fn(&[Vec<f64>]) -> f64, at: &[Vec<f64>]) -> Vec<Vec<f64>> {
     const H: f64 = 1e-5;
     let mut a = at.to_vec();
@@ -180,14 +180,14 @@ pub fn differences(f: &dyn Fn(&[Vec<f64>]) -> f64, at: &[Vec<f64>]) -> Vec<Vec<f
     out
 }
 
-/// Relative distance (l2) within what the type's rounding explains.
+/// Asserts a relative l2 distance within the dtype's rounding error.
 pub fn close(what: &str, dtype: DType, ours: &[f64], theirs: &[f64]) {
     assert_eq!(ours.len(), theirs.len(), "{what}");
     assert!(ours.iter().all(|x| x.is_finite()), "{what}: a value is no number");
     let apart: Vec<f64> = ours.iter().zip(theirs).map(|(a, b)| a - b).collect();
     let size = dot(theirs, theirs).sqrt();
     let relative = dot(&apart, &apart).sqrt() / size.max(1e-3);
-    // A module rounds a handful of times on the way.
+    // A module rounds a few intermediate results.
     let most = match dtype {
         DType::F32 => 3e-6,
         DType::F16 => 2e-3,
@@ -196,14 +196,14 @@ pub fn close(what: &str, dtype: DType, ours: &[f64], theirs: &[f64]) {
     assert!(relative <= most, "{what}: {relative:.2e} apart, more than {most:.0e}");
 }
 
-/// The same values in other memory.
+/// A copy in new memory.
 fn copied<T: Element>(rank: &Rank, t: &Tensor) -> Tensor {
     let values = rank.compute.download::<T>(t).unwrap();
     rank.compute.upload(&values, t.shape(), Category::Activations).unwrap()
 }
 
-/// Moves everything saved to other memory, as an offload engine does, after making the old contents useless where
-/// nobody else can need them. Returns how many tensors there were.
+/// Moves all saved activations to other memory, as an offload engine does, and overwrites the old contents where nothing
+/// else references them. Returns the number of tensors.
 pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize {
     let weights: Vec<u64> = params.values().iter().map(Tensor::allocation_id).collect();
     let mut count = 0;

@@ -1,5 +1,5 @@
-//! Modules over tensor-parallel ranks, under the checker of orders: the twin's numbers, and the same bits whether
-//! communication runs beside computation or in line with it.
+//! Modules over tensor-parallel ranks, with the race checker on: equal to the f64 reference, and bit-equal with and
+//! without overlapped communication.
 
 use super::support::*;
 use super::{attention, linear, lm_head, mla, mlp};
@@ -12,16 +12,16 @@ use ferrotron_kernels::{Act, IGNORE, LabelSmoothing, RopeStyle};
 use ferrotron_tensor::{Category, Instrumentation, Tensor};
 use std::time::Duration;
 
-/// Output, gradient of the input, gradients of the parameters.
+/// Output, input gradient, parameter gradients.
 pub type Numbers = (Vec<f64>, Vec<f64>, Vec<Vec<f64>>);
 
-/// What every rank brings, in their order.
+/// All ranks' values, in rank order.
 pub fn gather(rank: &Rank, mine: &[f64]) -> Vec<Vec<f64>> {
     let all = rank.tp.all_gather_bytes(bytemuck::cast_slice(mine), "numbers of a test").unwrap();
     all.iter().map(|b| b.chunks_exact(8).map(bytemuck::pod_read_unaligned).collect()).collect()
 }
 
-/// This rank's equal share of the rows, of `width` numbers each, filled up with zeros.
+/// This rank's shard of the rows (`width` values each), zero-padded.
 pub fn local_rows(s: &Setup, whole: &[f64], width: usize) -> Tensor {
     let (t, rows) = (s.rank.tp.size(), (whole.len() / width).next_multiple_of(s.rank.tp.size()));
     let mut whole = whole.to_vec();
@@ -30,7 +30,7 @@ pub fn local_rows(s: &Setup, whole: &[f64], width: usize) -> Tensor {
     s.upload(&whole[s.rank.tp.rank() * n * width..][..n * width], &[n, width])
 }
 
-/// This rank's equal share of the columns, and its part in the whole again.
+/// This rank's shard of the columns.
 pub fn local_columns(s: &Setup, whole: &[f64], width: usize) -> Tensor {
     let n = width / s.rank.tp.size();
     let mine: Vec<f64> = whole.chunks(width).flat_map(|r| r[s.rank.tp.rank() * n..][..n].to_vec()).collect();
@@ -47,8 +47,8 @@ pub fn join_columns(s: &Setup, mine: &Tensor) -> Vec<f64> {
     (0..rows).flat_map(|r| all.iter().flat_map(move |a| a[r * n..][..n].to_vec())).collect()
 }
 
-/// A module of weights `alone` on `t` ranks. `work` gives the joined output and input gradient; weight gradients are
-/// formed late, after other work has used what memory is free.
+/// Runs a module with the weights of `alone` on `t` ranks. `work` gives the joined output and input gradient; weight
+/// gradients run late, after other work has reused free memory.
 pub fn on_ranks<M>(
     t: usize,
     overlap: bool,
@@ -95,7 +95,7 @@ pub fn on_ranks<M>(
     all.swap_remove(0)
 }
 
-/// Whole gradients: what several ranks hold is the sum of what each has.
+/// Unsharded gradients; replicated parameters sum the ranks' contributions.
 fn join_grads(s: &Setup, work: WeightGrad) -> Vec<Vec<f64>> {
     let size = s.rank.tp.size();
     let join = |(spec, mine): (&ferrotron_engine::ParamSpec, Vec<f64>)| -> Vec<f64> {
@@ -114,7 +114,7 @@ fn join_grads(s: &Setup, work: WeightGrad) -> Vec<Vec<f64>> {
     s.params.specs().iter().zip(s.gradients(work)).map(join).collect()
 }
 
-/// On 2 and 4 ranks, overlapped and not: equal bits, and the twin's numbers.
+/// On 2 and 4 ranks, with and without overlap: bit-equal, and equal to the reference.
 fn check<M>(
     what: &str,
     alone: &Setup,
@@ -131,7 +131,7 @@ fn check<M>(
 }
 
 #[test]
-fn linears_over_ranks_are_their_twins() {
+fn linear_over_ranks_matches_the_reference() {
     for dtype in DTYPES {
         for (tokens, input, out, bias) in [(4, 8, 4, true), (12, 12, 20, false), (40, 36, 16, true)] {
             for split in [Split::Rows { unit: 1 }, Split::Columns { unit: 1 }, Split::Replicated] {
@@ -166,7 +166,7 @@ fn linears_over_ranks_are_their_twins() {
 }
 
 #[test]
-fn mlps_over_ranks_are_their_twins() {
+fn mlp_over_ranks_matches_the_reference() {
     let (tokens, hidden, ffn) = (8, 6, 12);
     for dtype in DTYPES {
         let build = |d: &mut Declarations, _: &Rank| {
@@ -193,13 +193,13 @@ fn mlps_over_ranks_are_their_twins() {
 }
 
 #[test]
-fn attention_over_ranks_is_its_twin() {
+fn attention_over_ranks_matches_the_reference() {
     let hidden = attention::HIDDEN;
     let rope = Some((RopeStyle::Half, 4));
     let layout = Layout::Packed { offsets: vec![0, 3, 7] };
     let cases = [
         attention::Case { heads: 4, kv_heads: 4, sink: true, rope, ..attention::plain() },
-        // Key heads shared by neighbours, and a row of padding.
+        // Replicated key/value heads, and a padding row.
         attention::Case { heads: 4, kv_heads: 2, bias: true, rope, layout, ..attention::plain() },
     ];
     for dtype in DTYPES {
@@ -226,9 +226,9 @@ fn attention_over_ranks_is_its_twin() {
 }
 
 #[test]
-fn latent_attention_over_ranks_is_its_twin() {
+fn mla_over_ranks_matches_the_reference() {
     let hidden = mla::HIDDEN;
-    // Seven tokens: a row of padding.
+    // Seven tokens: one padding row.
     let layout = Layout::Packed { offsets: vec![0, 3, 7] };
     let cases = [
         mla::Case { heads: 4, sink: true, ..mla::plain() },
@@ -256,7 +256,7 @@ fn latent_attention_over_ranks_is_its_twin() {
 }
 
 #[test]
-fn heads_over_ranks_are_their_twins() {
+fn lm_head_over_ranks_matches_the_reference() {
     let (hidden, tokens) = (lm_head::HIDDEN, lm_head::LABELS.len());
     for dtype in DTYPES {
         for (softcap, chunk) in [(None, usize::MAX), (Some(2.0), usize::MAX), (Some(2.0), 5)] {
