@@ -1,13 +1,8 @@
 // The non-linearities of the MLP and their gated forms. Gated input is [rows, 2f]: the first half goes through
 // the activation, the second is the linear gate. Without a gate the tensors are one row of any length.
-
-struct ActArgs {
-    u64 x, dy, out, amax;
-    i64 rows, width;
-    u32 act, vectorized;
-    float limit, alpha, offset;
-    u32 part_rows;
-};
+#include "activation.cuh"
+#include "amax.cuh"
+#include "args/activation.cuh"
 
 // The chunk of this thread: which row, and its first column. Without a gate there is one row.
 template <class T, bool GATED> struct Chunk {
@@ -121,12 +116,13 @@ template <class T, class Curve, bool GATED> __device__ __forceinline__ float bac
     KERNEL(act_backward_##NAME, backward, T, false)                                                               \
     KERNEL(gated_backward_##NAME, backward, T, true)
 
-NOT_F16(KERNELS(float, f32))
-KERNELS(bf16, bf16)
-NOT_F16(WITH_AMAX(act_forward_amax, forward, bf16, false))
-NOT_F16(WITH_AMAX(gated_forward_amax, forward, bf16, true))
-NOT_F16(WITH_AMAX(act_backward_amax, backward, bf16, false))
-NOT_F16(WITH_AMAX(gated_backward_amax, backward, bf16, true))
+FOR_EACH_TYPE(KERNELS)
+#ifndef ELEMENT_F16
+WITH_AMAX(act_forward_amax, forward, bf16, false)
+WITH_AMAX(gated_forward_amax, forward, bf16, true)
+WITH_AMAX(act_backward_amax, backward, bf16, false)
+WITH_AMAX(gated_backward_amax, backward, bf16, true)
+#endif
 
 // dx = act'(x)·dy of rows [rows, width], and f32 [parts, width] at `amax`: the sums of its columns, as it is stored, over
 // part_rows rows each. A block has 32 lanes of V columns; the rows of its part are dealt out to its warps.
@@ -216,12 +212,11 @@ __device__ __forceinline__ void backward_columns(const ActArgs& a, float (*sums)
 }
 
 #define COLUMNS(T, NAME)                                                                                          \
-    extern "C" __global__ void __launch_bounds__(32 * COLUMN_WARPS, 3) act_backward_columns_##NAME(const ActArgs a) { \
+    extern "C" __global__ void __launch_bounds__(32 * COLUMN_WARPS, 3) act_backward_dbias_##NAME(const ActArgs a) { \
         __shared__ float sums[COLUMN_WARPS][32 * VecWidth<T>::count];                                                 \
         if (a.act == GELU_TANH) backward_columns<T, GeluTanh<T>>(a, sums);                                        \
         else if (a.act == GELU_ERF) backward_columns<T, GeluErf<T>>(a, sums);                                     \
         else if (a.act == SQUARED_RELU) backward_columns<T, SquaredRelu<T>>(a, sums);                             \
         else backward_columns<T, Silu<T>>(a, sums);                                                               \
     }
-NOT_F16(COLUMNS(float, f32))
-COLUMNS(bf16, bf16)
+FOR_EACH_TYPE(COLUMNS)

@@ -1,4 +1,6 @@
 // The curves of the non-linearities. What a curve needs to know it takes from a kernel's arguments: limit, alpha, offset.
+#pragma once
+#include "prelude.cuh"
 
 enum Act : u32 { GELU_TANH = 0, GELU_ERF = 1, SILU = 2, CLAMPED_SILU = 3, SQUARED_RELU = 4 };
 
@@ -20,18 +22,16 @@ __device__ __forceinline__ float power_of_two(float x) {
 }
 #define LOG2_E 1.44269504f
 
-template <class T> __device__ __forceinline__ float quotient(float a, float b);
+template <class T> __device__ __forceinline__ float quotient(float a, float b) { return a * reciprocal(b); }
 template <> __device__ __forceinline__ float quotient<float>(float a, float b) { return a / b; }
-template <> __device__ __forceinline__ float quotient<bf16>(float a, float b) { return a * reciprocal(b); }
 
 // In f32, σ works between these: e^86 and its reciprocal are normal numbers, above σ has reached 1.
 #define SIGMOID_LOW (-86.0f)
 #define SIGMOID_HIGH 88.0f
-template <class T> __device__ __forceinline__ float inverse_power(float x);
+template <class T> __device__ __forceinline__ float inverse_power(float x) { return power_of_two(x * -LOG2_E); }
 template <> __device__ __forceinline__ float inverse_power<float>(float x) {
     return expf(-at_most(at_least(x, SIGMOID_LOW), SIGMOID_HIGH));
 }
-template <> __device__ __forceinline__ float inverse_power<bf16>(float x) { return power_of_two(x * -LOG2_E); }
 
 // y·σ(x)
 template <class T> __device__ __forceinline__ float times_sigmoid(float y, float x) {

@@ -1,3 +1,4 @@
+use super::args::kernel_args;
 use super::row_grid::{blocks, columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::activation::width;
@@ -9,22 +10,32 @@ use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
 const PART_ROWS: usize = 64;
 const MAX_PARTS: usize = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ActArgs {
-    x: u64,
-    dy: u64,
-    out: u64,
-    /// Or the parts of column sums.
-    amax: u64,
-    rows: i64,
-    width: i64,
-    act: u32,
-    vectorized: u32,
-    limit: f32,
-    alpha: f32,
-    offset: f32,
-    part_rows: u32,
+kernel_args! {
+    header "args/activation.cuh", includes [];
+
+    /// An activation function over `[rows, width]`, gated or not, and its backward pass.
+    struct ActArgs {
+        /// Input: `[rows, width]`, gated `[rows, 2·width]`.
+        x: u64,
+        /// Gradient of the output, `[rows, width]`; backward only.
+        dy: u64,
+        /// Output, or in the backward pass the gradient of the input.
+        out: u64,
+        /// f32 `[1]`, raised to the amax of what is written; or f32 `[parts, width]`, partial column sums.
+        amax: u64,
+        rows: i64,
+        width: i64,
+        /// `Act` of activation.cuh.
+        act: u32,
+        /// Rows and addresses are multiples of 16 bytes.
+        vectorized: u32,
+        /// Parameters of the clamped SiLU.
+        limit: f32,
+        alpha: f32,
+        offset: f32,
+        /// Rows whose column sums form one part.
+        part_rows: u32,
+    }
 }
 
 /// A non-linearity as curves.cuh knows it: which, and its limit, alpha and offset.
@@ -96,8 +107,8 @@ impl CudaKernels {
         let kernel = match (gated, amax) {
             (true, None) => typed!(OP, dtype, "activation", "gated_forward")?,
             (false, None) => typed!(OP, dtype, "activation", "act_forward")?,
-            (true, Some(_)) => Kernel { source: "activation", name: "gated_forward_amax" },
-            (false, Some(_)) => Kernel { source: "activation", name: "act_forward_amax" },
+            (true, Some(_)) => Kernel::new("activation", "gated_forward_amax"),
+            (false, Some(_)) => Kernel::new("activation", "act_forward_amax"),
         };
         let args = [read(x), write(y), write(amax.unwrap_or(y))];
         s.launch(OP, &args[..if amax.is_some() { 3 } else { 2 }], |l| {
@@ -124,8 +135,8 @@ impl CudaKernels {
         let kernel = match (gated, amax) {
             (true, None) => typed!(OP, dtype, "activation", "gated_backward")?,
             (false, None) => typed!(OP, dtype, "activation", "act_backward")?,
-            (true, Some(_)) => Kernel { source: "activation", name: "gated_backward_amax" },
-            (false, Some(_)) => Kernel { source: "activation", name: "act_backward_amax" },
+            (true, Some(_)) => Kernel::new("activation", "gated_backward_amax"),
+            (false, Some(_)) => Kernel::new("activation", "act_backward_amax"),
         };
         let args = [read(x), read(dy), write(dx), write(amax.unwrap_or(dx))];
         s.launch(OP, &args[..if amax.is_some() { 4 } else { 3 }], |l| {

@@ -1,4 +1,5 @@
 // Adam on moments that are kept as they are.
+#include "adam.cuh"
 
 #define ADAM(NAME, MASTER, MOMENT, BLOCKS)                                \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)         \

@@ -1,14 +1,6 @@
 // One step of Adam.
-
-struct AdamArgs {
-    TensorEntry list[LIST];
-    u64 scalars;
-    u32 start[LIST];
-    u32 count;
-    float beta1, new1, beta2, new2, eps;
-    u32 decoupled;
-    u32 pad;
-};
+#pragma once
+#include "multi_tensor.cuh"
 
 struct AdamFactors {
     float beta1, new1, beta2, new2, eps, bias1, bias2, clip, lr, inside, beside;
@@ -56,7 +48,7 @@ template <class P, class A, class B, class T> __device__ __forceinline__ void ad
     const B second(e.second, e.second_scales);
     const float* grad = reinterpret_cast<const float*>(e.grad);
     T taken(e, blockIdx.x == a.start[index]);
-    bool vectorized = ((e.master | e.weight | e.grad | e.first | e.second | (T::wanted ? e.bytes : 0)) & 15) == 0;
+    bool vectorized = ((e.master | e.weight | e.grad | e.first | e.second | (T::wanted ? e.fp8 : 0)) & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;
     if (!vectorized || base + UPDATES > e.n) {
         // Few blocks: those at an end. Whole warps stay together.

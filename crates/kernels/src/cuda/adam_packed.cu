@@ -1,4 +1,5 @@
 // Adam on packed moments.
+#include "adam.cuh"
 
 #define ADAM(NAME, MASTER, FIRST, SECOND)                                 \
     extern "C" __global__ void __launch_bounds__(THREADS, 3)              \

@@ -1,4 +1,5 @@
 // Adam on weights of narrow products and packed moments.
+#include "adam_quantize.cuh"
 
 // Cards without an instruction for bytes need registers to make them.
 #if __CUDA_ARCH__ >= 890

@@ -1,4 +1,5 @@
 // Adam on weights of narrow products.
+#include "adam_quantize.cuh"
 
 #define ADAM(NAME, MASTER, FIRST, SECOND, BLOCKS)                         \
     extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)         \

@@ -1,11 +1,16 @@
 // What narrow products need of weights, taken while Adam makes them: their largest magnitude, and their bytes under a scale
 // that is known. Where an entry wants nothing, nothing is done; that is the same for all threads of a block.
+#pragma once
+#include "adam.cuh"
+#include "amax.cuh"
+#include "quant/common.cuh"
+
 struct QuantizedWeight {
     static constexpr bool wanted = true;
     float most, scale;
     u8* bytes;
     __device__ __forceinline__ QuantizedWeight(const TensorEntry& e, bool first_block)
-        : most(0.0f), scale(1.0f), bytes(reinterpret_cast<u8*>(e.bytes)) {
+        : most(0.0f), scale(1.0f), bytes(reinterpret_cast<u8*>(e.fp8)) {
         if (!bytes) return;
         scale = *reinterpret_cast<const float*>(e.scale);
         if (first_block && threadIdx.x == 0) *reinterpret_cast<float*>(e.scale_inv) = __fdiv_rn(1.0f, scale);
@@ -34,7 +39,7 @@ struct QuantizedWeight {
     template <class P> static __device__ __forceinline__ void requantize_unchanged(const AdamArgs& a) {
         const int index = entry_of(a, blockIdx.x);
         const TensorEntry& e = a.list[index];
-        if (!P::whole || !e.bytes) return;
+        if (!P::whole || !e.fp8) return;
         QuantizedWeight taken(e, blockIdx.x == a.start[index]);
         const P masters(e);
         i64 base = i64(blockIdx.x - a.start[index]) * UPDATES;

@@ -1,8 +1,10 @@
 // Largest magnitudes of what a kernel writes.
+#pragma once
+#include "prelude.cuh"
 
-__device__ __forceinline__ float packed_amax(float m, const Packed<bf16>& p) {
+template <class E> __device__ __forceinline__ float packed_amax(float m, const Packed<E>& p) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) m = fmaxf(fmaxf(m, fabsf(low_bf16(p.word[i]))), fabsf(high_bf16(p.word[i])));
+    for (int i = 0; i < 4; i++) m = fmaxf(fmaxf(m, fabsf(low_of<E>(p.word[i]))), fabsf(high_of<E>(p.word[i])));
     return m;
 }
 __device__ __forceinline__ float packed_amax(float m, const Packed<float>& p) {

@@ -1,12 +1,6 @@
 // Attention over some keys joined with attention over others: eight lanes a row of `width` channels. With
 // x = e^-|lse - part_lse| the larger of the two has the weight 1/(1+x), the other x/(1+x).
-
-struct MergeArgs {
-    u64 out, lse, part, part_lse;
-    i64 rows;
-    i32 width;
-    u32 vectorized;
-};
+#include "args/attention_merge.cuh"
 
 template <class T> struct alignas(4 * sizeof(T)) Four {
     T at[4];
@@ -40,5 +34,6 @@ template <class T> __device__ __forceinline__ void merge(const MergeArgs& a) {
     }
 }
 
-extern "C" __global__ void attention_merge_f32(const MergeArgs a) { merge<float>(a); }
-extern "C" __global__ void attention_merge_bf16(const MergeArgs a) { merge<bf16>(a); }
+#define ATTENTION_MERGE(T, NAME) \
+    extern "C" __global__ void attention_merge_##NAME(const MergeArgs a) { merge<T>(a); }
+FOR_EACH_TYPE(ATTENTION_MERGE)

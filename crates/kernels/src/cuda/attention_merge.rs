@@ -1,3 +1,4 @@
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::columns;
 use super::{CudaKernels, typed};
@@ -5,16 +6,21 @@ use crate::AttentionMergeKernels;
 use crate::attention_merge::check_merge;
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct MergeArgs {
-    out: u64,
-    lse: u64,
-    part: u64,
-    part_lse: u64,
-    rows: i64,
-    width: i32,
-    vectorized: u32,
+kernel_args! {
+    header "args/attention_merge.cuh", includes [];
+
+    /// Merges attention over more keys into a running result.
+    struct MergeArgs {
+        /// f32 `[rows, width]` and f32 `[rows]`, updated in place.
+        out: u64,
+        lse: u64,
+        /// What is merged: `[rows, width]` and f32 `[rows]`.
+        part: u64,
+        part_lse: u64,
+        rows: i64,
+        width: i32,
+        vectorized: u32,
+    }
 }
 
 /// Rows of a block of 256 threads, eight to a row.

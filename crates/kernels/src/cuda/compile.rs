@@ -1,9 +1,10 @@
 //! Kernel sources to machine code, by NVRTC.
 
 use super::libraries::{self, NvidiaLibrary};
-use super::sources::{PRELUDE, Source};
+use super::sources::{Source, header, includes};
 use cudarc::nvrtc::sys::{self, nvrtcResult};
 use ferrotron_tensor::{Error, Result};
+use std::borrow::Cow;
 use std::ffi::{CStr, CString};
 
 /// A compiled source.
@@ -75,30 +76,48 @@ impl Compiler {
         self.version
     }
 
-    /// What decides the result: text, options and compiler.
-    pub(super) fn key(&self, source: &Source, arch: &str) -> Vec<u8> {
+    /// What decides the machine code: compiler, options, and the texts of the source and its headers.
+    pub(super) fn key(&self, source: &Source, arch: &str) -> Result<Vec<u8>> {
         let (major, minor) = self.version;
-        let start = source.variant.defines();
-        format!("NVRTC {major}.{minor} {:?}\n{start}{PRELUDE}\n{}", options(arch), source.text).into_bytes()
+        let defines = source.variant.defines();
+        let mut key = format!("NVRTC {major}.{minor} {:?}\n{defines}{}", options(arch), source.text);
+        for (name, text) in headers(source)? {
+            key.push_str(&format!("\n#header \"{name}\"\n{text}"));
+        }
+        Ok(key.into_bytes())
     }
 
-    /// Machine code of one source for an architecture such as `sm_90a`.
+    /// Compiles a source for an architecture such as `sm_90a`.
     pub fn compile(&self, source: &Source, arch: &str) -> Result<Compiled> {
         let nul = |e: std::ffi::NulError| Error::Cuda { op: "kernel source", what: e.to_string() };
-        let text =
-            format!("{}{PRELUDE}\n#line 1 \"{}.cu\"\n{}", source.variant.defines(), source.name, source.text);
-        let (text, name) = (CString::new(text).map_err(nul)?, CString::new("prelude.cuh").map_err(nul)?);
+        let text = format!("{}#line 1 \"{}.cu\"\n{}", source.variant.defines(), source.name, source.text);
+        let (text, file) = (CString::new(text).map_err(nul)?, format!("{}.cu", source.name));
+        let file = CString::new(file).map_err(nul)?;
+        let (mut names, mut texts) = (Vec::new(), Vec::new());
+        for (name, text) in headers(source)? {
+            names.push(CString::new(name).map_err(nul)?);
+            texts.push(CString::new(text.into_owned()).map_err(nul)?);
+        }
+        let pointers = |all: &[CString]| all.iter().map(|s| s.as_ptr()).collect::<Vec<_>>();
         let options =
             options(arch).into_iter().map(CString::new).collect::<Result<Vec<_>, _>>().map_err(nul)?;
-        let pointers: Vec<_> = options.iter().map(|o| o.as_ptr()).collect();
         let mut raw = std::ptr::null_mut();
-        let none = std::ptr::null();
-        // SAFETY: strings that outlive the call; no headers.
-        let made = unsafe { sys::nvrtcCreateProgram(&mut raw, text.as_ptr(), name.as_ptr(), 0, none, none) };
-        check("kernel source", made)?;
+        // SAFETY: strings that outlive the call, as many texts as names.
+        let created = unsafe {
+            sys::nvrtcCreateProgram(
+                &mut raw,
+                text.as_ptr(),
+                file.as_ptr(),
+                names.len() as i32,
+                pointers(&texts).as_ptr(),
+                pointers(&names).as_ptr(),
+            )
+        };
+        check("kernel source", created)?;
         let program = Program(raw);
         // SAFETY: a live program and that many options.
-        let status = unsafe { sys::nvrtcCompileProgram(program.0, pointers.len() as i32, pointers.as_ptr()) };
+        let status =
+            unsafe { sys::nvrtcCompileProgram(program.0, options.len() as i32, pointers(&options).as_ptr()) };
         let log = log(&program)?;
         if status != nvrtcResult::NVRTC_SUCCESS {
             return Err(Error::Cuda {
@@ -116,6 +135,24 @@ impl Compiler {
         };
         Ok(Compiled { cubin, kernels: usage(&log) })
     }
+}
+
+/// The headers that a source includes, directly or not, in the order in which they are first met.
+fn headers(source: &Source) -> Result<Vec<(String, Cow<'static, str>)>> {
+    let mut found: Vec<(String, Cow<'static, str>)> = Vec::new();
+    let mut next: Vec<String> = includes(source.text).map(String::from).collect();
+    while let Some(name) = next.pop() {
+        if found.iter().any(|(known, _)| *known == name) {
+            continue;
+        }
+        let Some(text) = header(&name) else {
+            let what = format!("{}.cu includes {name}, which there is not", source.name);
+            return Err(Error::Cuda { op: "kernel source", what });
+        };
+        next.extend(includes(&text).map(String::from));
+        found.push((name, text));
+    }
+    Ok(found)
 }
 
 fn options(arch: &str) -> Vec<String> {

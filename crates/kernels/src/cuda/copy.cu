@@ -1,16 +1,11 @@
 // Copies of bytes, and between strides. As in maps, a thread asks for all it moves before it writes any of it.
+#include "args/copy.cuh"
 
 constexpr int THREADS = 256;
 constexpr int UNROLL = 4;
 
 __device__ __forceinline__ i64 unit_of(int u) { return (i64(blockIdx.x) * UNROLL + u) * THREADS + threadIdx.x; }
 
-struct CopyArgs {
-    u64 from, to;
-    i64 n;
-    u32 vectorized;
-    u32 pad;
-};
 
 // n bytes.
 extern "C" __global__ void __launch_bounds__(THREADS) copy_bytes(const CopyArgs p) {
@@ -35,15 +30,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) copy_bytes(const CopyArgs 
 constexpr int AXES = 5;
 
 // `sizes[0..axes]`, the last the fastest; all in units of one access.
-struct StridedArgs {
-    u64 from, to;
-    i64 count;
-    i64 sizes[AXES];
-    i64 from_steps[AXES];
-    i64 to_steps[AXES];
-    u32 axes;
-    u32 pad;
-};
 
 template <class I, class Unit> __device__ __forceinline__ void copy_strided(const StridedArgs& p) {
     Unit held[UNROLL];

@@ -1,5 +1,6 @@
 //! Copies of one type: bytes where both sides are contiguous, else by strides, in pieces as large as they allow.
 
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
@@ -15,18 +16,33 @@ pub(super) struct Axis {
     to: usize,
 }
 
-/// Arguments of `copy_strided_*`: sizes and steps in units of one access, the last axis the fastest.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-pub(super) struct StridedArgs {
-    pub(super) from: u64,
-    pub(super) to: u64,
-    pub(super) count: i64,
-    sizes: [i64; AXES],
-    from_steps: [i64; AXES],
-    to_steps: [i64; AXES],
-    axes: u32,
-    pad: u32,
+kernel_args! {
+    header "args/copy.cuh", includes [];
+
+    /// Copies contiguous bytes.
+    struct CopyArgs {
+        from: u64,
+        to: u64,
+        /// Bytes.
+        n: i64,
+        vectorized: u32,
+        pad: u32,
+    }
+
+    /// Copies between strides: sizes and strides in units of one access, the last axis the fastest.
+    #[derive(Debug)]
+    pub(super) struct StridedArgs {
+        pub(super) from: u64,
+        pub(super) to: u64,
+        /// Units in all.
+        pub(super) count: i64,
+        sizes: [i64; AXES],
+        from_steps: [i64; AXES],
+        to_steps: [i64; AXES],
+        /// Axes in use.
+        axes: u32,
+        pad: u32,
+    }
 }
 
 /// The axes of a copy, those that lie back to back on both sides joined, those of one entry left out.
@@ -94,16 +110,6 @@ impl StridedArgs {
 const THREADS: u32 = 256;
 const UNROLL: usize = 4;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct CopyArgs {
-    from: u64,
-    to: u64,
-    n: i64,
-    vectorized: u32,
-    pad: u32,
-}
-
 impl CudaKernels {
     /// `out = x` of one type, in one launch.
     pub(super) fn copy_same(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
@@ -112,7 +118,7 @@ impl CudaKernels {
             return Err(Error::DType { op: OP, found: x.dtype(), wanted: DType::F32 });
         }
         let strides = strides(x, out)?;
-        let kernel = |name| Kernel { source: "copy", name };
+        let kernel = |name| Kernel::new("copy", name);
         let moved = THREADS as usize * UNROLL;
         s.launch(OP, &[read(x), write(out)], |l| {
             let (from, to) = (l.address(0)?, l.address(1)?);

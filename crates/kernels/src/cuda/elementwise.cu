@@ -1,23 +1,11 @@
 // Simple maps over contiguous tensors, in groups of 16 bytes. A thread asks for all its groups before it writes any of
 // them: enough bytes in flight to fill the memory bus, and right in place too.
+#include "args/elementwise.cuh"
+#include "philox.cuh"
+#include "vec.cuh"
 
 constexpr int THREADS = 256;
 constexpr int UNROLL = 4;
-
-// An IEEE half: only casts know it.
-struct alignas(2) f16 {
-    u16 bits;
-};
-__device__ __forceinline__ float to_f32(f16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
-template <> __device__ __forceinline__ f16 from_f32<f16>(float x) {
-    f16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
-}
 
 template <class A, class B> constexpr int group_of() {
     return 16 / (sizeof(A) > sizeof(B) ? sizeof(A) : sizeof(B));
@@ -26,12 +14,6 @@ template <int N> __device__ __forceinline__ i64 group_start(int u) {
     return ((i64(blockIdx.x) * UNROLL + u) * THREADS + threadIdx.x) * N;
 }
 
-struct MapArgs {
-    u64 a, b, out;
-    i64 n;
-    float factor;
-    u32 vectorized;
-};
 
 // Is this block's share whole, and can it be read in groups?
 template <int N> __device__ __forceinline__ bool full_block(i64 n, bool vectorized) {
@@ -153,35 +135,35 @@ template <class T> __device__ __forceinline__ void softcap_backward(const MapArg
 
 #define MAP(name, body)                                                                                                \
     extern "C" __global__ void __launch_bounds__(THREADS) name(const MapArgs p) { body(p); }
-NOT_F16(MAP(add_f32, add<float>))
+// add_assign_Y_X: the type of y, then that of x.
+#ifdef ELEMENT_F16
+MAP(add_f16, add<f16>)
+MAP(add_assign_f32_f16, (add_assign<f16, float>))
+MAP(add_assign_f16_f32, (add_assign<float, f16>))
+MAP(add_assign_f16_f16, (add_assign<f16, f16>))
+MAP(scale_f16, scale<f16>)
+MAP(softcap_forward_f16, softcap_forward<f16>)
+MAP(softcap_backward_f16, softcap_backward<f16>)
+#else
+MAP(add_f32, add<float>)
 MAP(add_bf16, add<bf16>)
-// The type of y, then that of x.
-NOT_F16(MAP(add_assign_f32_f32, (add_assign<float, float>)))
+MAP(add_assign_f32_f32, (add_assign<float, float>))
 MAP(add_assign_f32_bf16, (add_assign<bf16, float>))
 MAP(add_assign_bf16_f32, (add_assign<float, bf16>))
 MAP(add_assign_bf16_bf16, (add_assign<bf16, bf16>))
-NOT_F16(MAP(scale_f32, scale<float>))
+MAP(scale_f32, scale<float>)
 MAP(scale_bf16, scale<bf16>)
-NOT_F16(MAP(cast_f32_bf16, (cast<float, bf16>)))
-NOT_F16(MAP(cast_bf16_f32, (cast<bf16, float>)))
-NOT_F16(MAP(cast_f32_f16, (cast<float, f16>)))
-NOT_F16(MAP(cast_f16_f32, (cast<f16, float>)))
-NOT_F16(MAP(cast_f16_bf16, (cast<f16, bf16>)))
-NOT_F16(MAP(cast_bf16_f16, (cast<bf16, f16>)))
-NOT_F16(MAP(softcap_forward_f32, softcap_forward<float>))
+MAP(cast_f32_bf16, (cast<float, bf16>))
+MAP(cast_bf16_f32, (cast<bf16, float>))
+MAP(cast_f32_f16, (cast<float, f16>))
+MAP(cast_f16_f32, (cast<f16, float>))
+MAP(cast_f16_bf16, (cast<f16, bf16>))
+MAP(cast_bf16_f16, (cast<bf16, f16>))
+MAP(softcap_forward_f32, softcap_forward<float>)
 MAP(softcap_forward_bf16, softcap_forward<bf16>)
-NOT_F16(MAP(softcap_backward_f32, softcap_backward<float>))
+MAP(softcap_backward_f32, softcap_backward<float>)
 MAP(softcap_backward_bf16, softcap_backward<bf16>)
-
-struct DropoutArgs {
-    u64 x, y, rows;
-    i64 n, width;
-    RandomStream stream;
-    float scale;
-    u32 threshold;
-    u32 vectorized;
-    u32 pad;
-};
+#endif
 
 // The word of element `at`: its column in the row that has the number rows[·] among all rows of the step.
 __device__ __forceinline__ u64 dropout_word(const DropoutArgs& p, i64 at) {
@@ -223,5 +205,6 @@ template <class T> __device__ __forceinline__ void dropout(const DropoutArgs& p)
         }
     });
 }
-extern "C" __global__ void __launch_bounds__(THREADS) dropout_f32(const DropoutArgs p) { dropout<float>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) dropout_bf16(const DropoutArgs p) { dropout<bf16>(p); }
+#define DROPOUT(T, NAME)                                                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS) dropout_##NAME(const DropoutArgs p) { dropout<T>(p); }
+FOR_EACH_TYPE(DROPOUT)

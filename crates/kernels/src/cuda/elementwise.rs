@@ -1,4 +1,6 @@
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
+use super::philox::PhiloxStream;
 use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
 use crate::elementwise::check_dropout;
@@ -13,34 +15,39 @@ const UNROLL: usize = 4;
 const GROUPS: usize = THREADS as usize * UNROLL;
 
 fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "elementwise", name }
+    Kernel::new("elementwise", name)
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct MapArgs {
-    a: u64,
-    b: u64,
-    out: u64,
-    n: i64,
-    factor: f32,
-    vectorized: u32,
-}
+kernel_args! {
+    header "args/elementwise.cuh", includes ["args/philox.cuh"];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DropoutArgs {
-    x: u64,
-    y: u64,
-    rows: u64,
-    n: i64,
-    width: i64,
-    key: [u32; 2],
-    lane: [u32; 2],
-    scale: f32,
-    threshold: u32,
-    vectorized: u32,
-    pad: u32,
+    /// An element-wise operation over contiguous tensors: out = f(a, b).
+    struct MapArgs {
+        a: u64,
+        b: u64,
+        out: u64,
+        n: i64,
+        /// Scale, or soft cap.
+        factor: f32,
+        vectorized: u32,
+    }
+
+    /// Dropout of `[n / width, width]`.
+    struct DropoutArgs {
+        x: u64,
+        y: u64,
+        /// i32 `[n / width]`: the number of each row among all rows of the step.
+        rows: u64,
+        n: i64,
+        width: i64,
+        stream: PhiloxStream,
+        /// 1/(1 - p).
+        scale: f32,
+        /// Random words below p·2³² drop their element.
+        threshold: u32,
+        vectorized: u32,
+        pad: u32,
+    }
 }
 
 impl CudaKernels {
@@ -74,10 +81,10 @@ impl ElementwiseKernels for CudaKernels {
     fn add_assign(&self, s: &Stream, x: &Tensor, y: &Tensor) -> Result<()> {
         const OP: &str = "add_assign";
         same_contiguous(OP, &[x, y])?;
-        let half = |name| Kernel { source: "elementwise.f16", name };
+        let half = |name| Kernel::f16("elementwise", name);
         let kernel = match y.dtype() {
-            DType::F16 if x.dtype() == DType::F32 => half("add_assign_bf16_f32"),
-            DType::F16 if x.dtype() == DType::F16 => half("add_assign_bf16_bf16"),
+            DType::F16 if x.dtype() == DType::F32 => half("add_assign_f16_f32"),
+            DType::F16 if x.dtype() == DType::F16 => half("add_assign_f16_f16"),
             DType::BF16 if x.dtype() == DType::F16 => {
                 return Err(Error::DType { op: OP, found: DType::BF16, wanted: DType::F16 });
             }
@@ -157,7 +164,7 @@ impl ElementwiseKernels for CudaKernels {
         let width = check_dropout(p, rows, x)? as i64;
         dtypes(OP, x.dtype(), &[y])?;
         let kernel = typed!(OP, x.dtype(), "elementwise", "dropout")?;
-        let RandomStream { key, lane } = RandomStream::dropout(key);
+        let stream = RandomStream::dropout(key).into();
         s.launch(OP, &[read(x), write(y), read(rows)], |l| {
             let (from, to) = (l.address(0)?, l.address(1)?);
             let args = DropoutArgs {
@@ -166,8 +173,7 @@ impl ElementwiseKernels for CudaKernels {
                 rows: l.address(2)?,
                 width,
                 n: x.numel() as i64,
-                key,
-                lane,
+                stream,
                 scale: 1.0 / (1.0 - p),
                 // Dropped words are those below p·2³², which is below 2³² for every p < 1.
                 threshold: (f64::from(p) * 4_294_967_296.0) as u32,

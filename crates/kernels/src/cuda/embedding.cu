@@ -3,21 +3,14 @@
 // The gradient sums the rows of dy by id without float atomics: tokens are sorted by id (stable, in integers), each
 // run of one id is cut into chunks of CHUNK tokens, and a block adds up one chunk in the order of t. Ids with one
 // chunk are done then; the chunks of others leave partial rows that a last kernel adds up in order.
+#include "args/embedding.cuh"
+#include "vec.cuh"
 
 constexpr int CHUNK = 64;
 
-struct ForwardArgs {
-    u64 ids, table, y, fault;
-    // The table has rows first .. first + local of ids 0 .. vocab.
-    i64 width, vocab, first, local;
-    float scale;
-    u32 add;
-    u32 vectorized;
-    u32 pad;
-};
 
 // Block t: y[t] = scale·table[ids[t] − first] (+ y[t]), as if the rows that are not here were zero.
-template <class T> __device__ __forceinline__ void embedding_forward(const ForwardArgs& p) {
+template <class T> __device__ __forceinline__ void embedding_forward(const EmbeddingForwardArgs& p) {
     constexpr int N = VecWidth<T>::count;
     i64 t = blockIdx.x;
     i64 id = reinterpret_cast<const i32*>(p.ids)[t];
@@ -47,12 +40,9 @@ template <class T> __device__ __forceinline__ void embedding_forward(const Forwa
         store_guarded<N>(y, at, p.width, p.vectorized, x);
     }
 }
-extern "C" __global__ void __launch_bounds__(256) embedding_forward_f32(const ForwardArgs p) {
-    embedding_forward<float>(p);
-}
-extern "C" __global__ void __launch_bounds__(256) embedding_forward_bf16(const ForwardArgs p) {
-    embedding_forward<bf16>(p);
-}
+#define EMBEDDING_FORWARD(T, NAME) \
+    extern "C" __global__ void __launch_bounds__(256) embedding_forward_##NAME(const EmbeddingForwardArgs p) { embedding_forward<T>(p); }
+FOR_EACH_TYPE(EMBEDDING_FORWARD)
 
 // The sort, least significant digit first, eight bits at a time. A block has a tile of TILE tokens; its warps have
 // ITEMS·32 neighbouring tokens each.
@@ -62,28 +52,16 @@ constexpr int WARPS = THREADS / 32;
 constexpr int ITEMS = 8;
 constexpr int TILE = ITEMS * THREADS;
 
-struct SortArgs {
-    // Ids and tokens before and after this pass; on the first pass tokens are in order and not stored.
-    u64 ids, tokens, ids_out, tokens_out;
-    // u32 [tiles, BINS]: how many of each digit a tile holds.
-    u64 counts;
-    u64 fault;
-    i64 n;
-    // The table has rows start .. start + local of ids 0 .. vocab.
-    i64 vocab, start, local;
-    u32 shift;
-    u32 first;
-};
 
 // The first pass makes ids rows of the table. What is not in the table sorts behind all rows, where no sum looks.
-__device__ __forceinline__ u32 sort_key(const SortArgs& p, i64 i) {
+__device__ __forceinline__ u32 sort_key(const EmbeddingSortArgs& p, i64 i) {
     u32 id = reinterpret_cast<const u32*>(p.ids)[i];
     if (!p.first) return id;
     i64 row = i64(id) - p.start;
     return i64(id) < p.vocab && row >= 0 && row < p.local ? u32(row) : u32(p.local);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_count(const SortArgs p) {
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_count(const EmbeddingSortArgs p) {
     __shared__ u32 bins[BINS];
     bins[threadIdx.x] = 0;
     __syncthreads();
@@ -99,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_count(const Sort
     reinterpret_cast<u32*>(p.counts)[i64(blockIdx.x) * BINS + threadIdx.x] = bins[threadIdx.x];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const SortArgs p) {
+extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const EmbeddingSortArgs p) {
     __shared__ u32 bins[WARPS][BINS + 1];
     __shared__ u32 totals[WARPS];
     int digit = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -159,21 +137,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) embedding_sort(const SortA
     }
 }
 
-struct SumArgs {
-    // Sorted ids, as rows of the table, and their tokens u32 [n]; starts u32 [local + 1]: where the run of each id
-    // begins.
-    u64 ids, tokens, starts;
-    // dy [n, width], dtable f32 [local, width], parts f32 [2·⌈n/CHUNK⌉, width].
-    u64 dy, dtable, parts;
-    i64 n, local, width;
-    float scale;
-    u32 accumulate;
-    u32 vectorized;
-    u32 pad;
-};
 
 // starts[v] = the first place whose id is not below v.
-extern "C" __global__ void __launch_bounds__(256) embedding_starts(const SumArgs p) {
+extern "C" __global__ void __launch_bounds__(256) embedding_starts(const EmbeddingSumArgs p) {
     i64 v = i64(blockIdx.x) * 256 + threadIdx.x;
     if (v > p.local) return;
     const u32* ids = reinterpret_cast<const u32*>(p.ids);
@@ -187,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(256) embedding_starts(const SumArgs
 }
 
 // Rows of ids that do not occur become zero. Warps take rows.
-extern "C" __global__ void __launch_bounds__(256) embedding_clear(const SumArgs p) {
+extern "C" __global__ void __launch_bounds__(256) embedding_clear(const EmbeddingSumArgs p) {
     i64 v = i64(blockIdx.x) * 8 + (threadIdx.x >> 5);
     if (v >= p.local) return;
     const u32* starts = reinterpret_cast<const u32*>(p.starts);
@@ -204,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(256) embedding_clear(const SumArgs 
 __device__ __forceinline__ i64 part_of(i64 place, bool first) { return place / CHUNK * 2 + (first ? 0 : 1); }
 
 // Block i: the sum over the chunk that begins at place i, if one does.
-template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& p) {
+template <class T> __device__ __forceinline__ void embedding_sum(const EmbeddingSumArgs& p) {
     constexpr int N = VecWidth<T>::count;
     constexpr int AHEAD = 4;
     __shared__ i64 tokens[CHUNK];
@@ -243,12 +209,13 @@ template <class T> __device__ __forceinline__ void embedding_sum(const SumArgs& 
         store_guarded<N>(out, at, p.width, p.vectorized, sum);
     }
 }
-extern "C" __global__ void __launch_bounds__(256) embedding_sum_f32(const SumArgs p) { embedding_sum<float>(p); }
-extern "C" __global__ void __launch_bounds__(256) embedding_sum_bf16(const SumArgs p) { embedding_sum<bf16>(p); }
+#define EMBEDDING_SUM(T, NAME) \
+    extern "C" __global__ void __launch_bounds__(256) embedding_sum_##NAME(const EmbeddingSumArgs p) { embedding_sum<T>(p); }
+FOR_EACH_TYPE(EMBEDDING_SUM)
 
 // Block (b, c): where a long run begins within CHUNK places of b·CHUNK, its partial rows become one, in the columns
 // of c.
-extern "C" __global__ void __launch_bounds__(256) embedding_join(const SumArgs p) {
+extern "C" __global__ void __launch_bounds__(256) embedding_join(const EmbeddingSumArgs p) {
     __shared__ i64 found;
     const u32* ids = reinterpret_cast<const u32*>(p.ids);
     const u32* starts = reinterpret_cast<const u32*>(p.starts);

@@ -1,3 +1,4 @@
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::EmbeddingKernels;
@@ -11,60 +12,76 @@ const BINS: usize = 256;
 const TILE: usize = 2048;
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ForwardArgs {
-    ids: u64,
-    table: u64,
-    y: u64,
-    fault: u64,
-    width: i64,
-    vocab: i64,
-    first: i64,
-    local: i64,
-    scale: f32,
-    add: u32,
-    vectorized: u32,
-    pad: u32,
-}
+kernel_args! {
+    header "args/embedding.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SortArgs {
-    ids: u64,
-    tokens: u64,
-    ids_out: u64,
-    tokens_out: u64,
-    counts: u64,
-    fault: u64,
-    n: i64,
-    vocab: i64,
-    start: i64,
-    local: i64,
-    shift: u32,
-    first: u32,
-}
+    /// y = scale·table[ids] (+ y). The table holds rows `first..first + local` of ids `0..vocab`.
+    struct EmbeddingForwardArgs {
+        /// i32 `[tokens]`.
+        ids: u64,
+        table: u64,
+        y: u64,
+        /// The device's fault word.
+        fault: u64,
+        width: i64,
+        vocab: i64,
+        first: i64,
+        local: i64,
+        scale: f32,
+        /// Adds to y.
+        add: u32,
+        vectorized: u32,
+        pad: u32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SumArgs {
-    ids: u64,
-    tokens: u64,
-    starts: u64,
-    dy: u64,
-    dtable: u64,
-    parts: u64,
-    n: i64,
-    local: i64,
-    width: i64,
-    scale: f32,
-    accumulate: u32,
-    vectorized: u32,
-    pad: u32,
+    /// One pass of the radix sort of tokens by id.
+    struct EmbeddingSortArgs {
+        /// Ids and tokens before this pass; in the first pass tokens are in order and not stored.
+        ids: u64,
+        tokens: u64,
+        /// After it.
+        ids_out: u64,
+        tokens_out: u64,
+        /// u32 `[tiles, BINS]`: how many of each digit a tile holds.
+        counts: u64,
+        fault: u64,
+        /// Tokens.
+        n: i64,
+        /// The table holds rows `start..start + local` of ids `0..vocab`.
+        vocab: i64,
+        start: i64,
+        local: i64,
+        /// Lowest bit of this pass's digit.
+        shift: u32,
+        /// The first pass.
+        first: u32,
+    }
+
+    /// Sums rows of dy by id into the gradient of the table.
+    struct EmbeddingSumArgs {
+        /// u32 `[n]` sorted: rows of the table, and the tokens they belong to.
+        ids: u64,
+        tokens: u64,
+        /// u32 `[local + 1]`: where the run of each id begins.
+        starts: u64,
+        /// `[n, width]`.
+        dy: u64,
+        /// f32 `[local, width]`.
+        dtable: u64,
+        /// f32 `[2·⌈n/CHUNK⌉, width]`: partial sums of long runs.
+        parts: u64,
+        n: i64,
+        local: i64,
+        width: i64,
+        scale: f32,
+        accumulate: u32,
+        vectorized: u32,
+        pad: u32,
+    }
 }
 
 fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "embedding", name }
+    Kernel::new("embedding", name)
 }
 
 /// A block for each of `rows` rows of `width`, `group` elements to a thread.
@@ -93,7 +110,7 @@ impl EmbeddingKernels for CudaKernels {
         s.launch(OP, &[read(ids), read(table), write(y)], |l| {
             let (from, to) = (l.address(1)?, l.address(2)?);
             let group = 16 / y.dtype().size();
-            let args = ForwardArgs {
+            let args = EmbeddingForwardArgs {
                 ids: l.address(0)?,
                 table: from,
                 y: to,
@@ -153,7 +170,7 @@ impl EmbeddingKernels for CudaKernels {
             let [ids, order] = self.sort_ids(l, tokens, Places { vocab, start: first.min(vocab), local })?;
             let group = 16 / dy.dtype().size();
             let (dy_at, dtable_at, parts) = (l.address(1)?, l.address(2)?, l.address(6)?);
-            let args = SumArgs {
+            let args = EmbeddingSumArgs {
                 ids,
                 tokens: order,
                 starts: l.address(5)?,
@@ -212,7 +229,7 @@ impl CudaKernels {
         let mut from = [given, 0];
         for pass in 0..passes {
             let to = pairs[pass as usize % 2];
-            let args = SortArgs {
+            let args = EmbeddingSortArgs {
                 ids: from[0],
                 tokens: from[1],
                 ids_out: to[0],

@@ -1,12 +1,6 @@
 // c = op(a)·op(b) (+ bias) (+ c) in plain arithmetic, for products that the matrix units' library refuses.
-
-struct GemmArgs {
-    u64 a, b, c, bias;
-    i64 m, n, k, lda, ldb, ldc;
-    u32 trans_a, trans_b;
-    u32 accumulate;
-    u32 pad;
-};
+#include "args/gemm.cuh"
+#include "gemm_tile.cuh"
 
 template <class T, class C> __device__ __forceinline__ void gemm(const GemmArgs& g) {
     i64 across = (g.n + SIDE - 1) / SIDE;
@@ -15,6 +9,11 @@ template <class T, class C> __device__ __forceinline__ void gemm(const GemmArgs&
                        {reinterpret_cast<const T*>(g.b), g.ldb, bool(g.trans_b)}, row0, column0, g.m, g.n, g.k,
                        reinterpret_cast<C*>(g.c), g.ldc, reinterpret_cast<const T*>(g.bias), g.accumulate);
 }
+#ifdef ELEMENT_F16
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_f16(const GemmArgs g) { gemm<f16, f16>(g); }
+extern "C" __global__ void __launch_bounds__(THREADS) gemm_f16_f32(const GemmArgs g) { gemm<f16, float>(g); }
+#else
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_f32(const GemmArgs g) { gemm<float, float>(g); }
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_bf16(const GemmArgs g) { gemm<bf16, bf16>(g); }
 extern "C" __global__ void __launch_bounds__(THREADS) gemm_bf16_f32(const GemmArgs g) { gemm<bf16, float>(g); }
+#endif

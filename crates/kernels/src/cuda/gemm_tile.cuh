@@ -1,4 +1,6 @@
 // A tile of c = op(a)·op(b) (+ bias) (+ c) in plain arithmetic: any sizes, strides and alignments.
+#pragma once
+#include "prelude.cuh"
 
 constexpr int SIDE = 64;
 constexpr int DEEP = 16;

@@ -1,3 +1,4 @@
+use super::args::kernel_args;
 use super::grid::{blocks, line};
 use super::{CudaKernels, Kernel};
 use crate::{Gemm, GemmSizes};
@@ -7,23 +8,27 @@ use ferrotron_tensor::{DType, Error, Launch, Result};
 const SIDE: usize = 64;
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct GemmArgs {
-    a: u64,
-    b: u64,
-    c: u64,
-    bias: u64,
-    m: i64,
-    n: i64,
-    k: i64,
-    lda: i64,
-    ldb: i64,
-    ldc: i64,
-    trans_a: u32,
-    trans_b: u32,
-    accumulate: u32,
-    pad: u32,
+kernel_args! {
+    header "args/gemm.cuh", includes [];
+
+    /// c `[m, n]` = op(a)·op(b) (+ bias) (+ c), row-major.
+    struct GemmArgs {
+        a: u64,
+        b: u64,
+        c: u64,
+        /// `[n]`, or 0.
+        bias: u64,
+        m: i64,
+        n: i64,
+        k: i64,
+        lda: i64,
+        ldb: i64,
+        ldc: i64,
+        trans_a: u32,
+        trans_b: u32,
+        accumulate: u32,
+        pad: u32,
+    }
 }
 
 impl CudaKernels {
@@ -34,8 +39,8 @@ impl CudaKernels {
             (DType::F32, DType::F32) => "gemm_f32",
             (DType::BF16, DType::BF16) => "gemm_bf16",
             (DType::BF16, DType::F32) => "gemm_bf16_f32",
-            (DType::F16, DType::F16) => "gemm_bf16",
-            (DType::F16, DType::F32) => "gemm_bf16_f32",
+            (DType::F16, DType::F16) => "gemm_f16",
+            (DType::F16, DType::F32) => "gemm_f16_f32",
             (DType::F32 | DType::BF16 | DType::F16, found) => {
                 return Err(Error::DType { op: "gemm", found, wanted: DType::F32 });
             }
@@ -59,7 +64,8 @@ impl CudaKernels {
         };
         let tiles = z.m.div_ceil(SIDE) * z.n.div_ceil(SIDE);
         let grid = line(blocks("gemm", tiles, 1)?, THREADS);
-        let source = if g.a.dtype() == DType::F16 { "gemm.f16" } else { "gemm" };
-        self.launch_kernel(l, Kernel { source, name }, grid, &args)
+        let f16 = g.a.dtype() == DType::F16;
+        let kernel = if f16 { Kernel::f16("gemm", name) } else { Kernel::new("gemm", name) };
+        self.launch_kernel(l, kernel, grid, &args)
     }
 }

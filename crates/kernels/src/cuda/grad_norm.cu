@@ -1,25 +1,18 @@
 // The joint norm of gradients, what it asks for, and the count of steps.
+#include "args/grad_norm.cuh"
+#include "args/optim.cuh"
+#include "optim.cuh"
+#include "vec.cuh"
 
 // Gradients one launch squares, and elements of one part.
 constexpr int GRADS = 128;
 constexpr int PART = 64 * THREADS;
 
-struct Slice {
-    u64 x;
-    i64 n;
-};
-struct SquareArgs {
-    Slice list[GRADS];
-    u64 parts;
-    u32 start[GRADS];
-    u32 count;
-    u32 pad;
-};
 
 // parts[b] = Σ x² over part b, f64.
-extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_constant__ SquareSumArgs a) {
     const int index = entry_of(a, blockIdx.x);
-    const Slice& e = a.list[index];
+    const GradSlice& e = a.list[index];
     const float* x = reinterpret_cast<const float*>(e.x);
     bool vectorized = (e.x & 15) == 0;
     i64 base = i64(blockIdx.x - a.start[index]) * PART;
@@ -34,12 +27,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) square_parts(const __grid_
     if (threadIdx.x == 0) reinterpret_cast<double*>(a.parts)[blockIdx.x] = sum;
 }
 
-struct ClipArgs {
-    u64 parts, scalars;
-    i64 n;
-    float max_norm;
-    u32 limited;
-};
 
 // The sum of the parts, in thread 0.
 __device__ double total_of_parts(const ClipArgs& a) {
@@ -67,35 +54,24 @@ extern "C" __global__ void __launch_bounds__(1024) clip_factor(const ClipArgs a)
     s[CLIP] = !a.limited || factor >= 1.0 ? 1.0f : float(factor);
 }
 
-struct ScaleArgs {
-    u64 state, x, out;
-    i64 n;
-};
 
 // out = x times the loss scale.
-extern "C" __global__ void __launch_bounds__(THREADS) scale_loss(const ScaleArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) scale_loss(const LossScaleArgs a) {
     const float scale = float(reinterpret_cast<const double*>(a.state)[SCALE]);
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (at < a.n) reinterpret_cast<float*>(a.out)[at] = __fmul_rn(reinterpret_cast<const float*>(a.x)[at], scale);
 }
 
 // One number: the sum of squares without the scale.
-extern "C" __global__ void unscale_square(const ScaleArgs a) {
+extern "C" __global__ void unscale_square(const LossScaleArgs a) {
     const double scale = reinterpret_cast<const double*>(a.state)[SCALE];
     double* square = reinterpret_cast<double*>(a.out);
     *square = __ddiv_rn(*square, __dmul_rn(scale, scale));
 }
 
-struct ScalerArgs {
-    u64 state, scalars;
-    float least, growth, backoff;
-    u32 interval;
-    i32 hysteresis;
-    u32 pad;
-};
 
 // The scale after a step: grad_scaler.rs.
-extern "C" __global__ void update_scaler(const ScalerArgs a) {
+extern "C" __global__ void update_scaler(const GradScalerArgs a) {
     double* state = reinterpret_cast<double*>(a.state);
     float* s = reinterpret_cast<float*>(a.scalars);
     const float scale = float(state[SCALE]);
@@ -116,25 +92,17 @@ extern "C" __global__ void update_scaler(const ScalerArgs a) {
     state[SCALE] = double(__fmul_rn(scale, a.growth));
 }
 
-struct ClearArgs {
-    u64 scalars, numbers;
-    i64 n;
-};
 
 // Zeros, for a step that is made to raise them.
-extern "C" __global__ void __launch_bounds__(THREADS) reset_amax(const ClearArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) reset_amax(const ResetAmaxArgs a) {
     if (!is_number(reinterpret_cast<const float*>(a.scalars)[GRAD_NORM])) return;
     const i64 at = i64(blockIdx.x) * THREADS + threadIdx.x;
-    if (at < a.n) reinterpret_cast<float*>(a.numbers)[at] = 0.0f;
+    if (at < a.n) reinterpret_cast<float*>(a.amax)[at] = 0.0f;
 }
 
-struct CountArgs {
-    u64 counter, scalars;
-    float beta1, beta2;
-};
 
 // Counts a step whose gradients are numbers. Rounded one by one: 1 - p*b in one would be other bits than the CPU's.
-extern "C" __global__ void advance_step(const CountArgs a) {
+extern "C" __global__ void advance_step(const StepArgs a) {
     double* count = reinterpret_cast<double*>(a.counter);
     float* s = reinterpret_cast<float*>(a.scalars);
     if (!is_number(s[GRAD_NORM])) return;

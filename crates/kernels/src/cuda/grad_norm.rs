@@ -1,5 +1,6 @@
 //! The joint norm of gradients.
 
+use super::args::kernel_args;
 use super::grid::{LaunchList, line};
 use super::{CudaKernels, Kernel};
 use crate::checks::{dtypes, same_contiguous};
@@ -10,36 +11,43 @@ const GRADS: usize = 128;
 const PART: usize = 16384;
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct Slice {
-    x: u64,
-    n: i64,
-}
+kernel_args! {
+    header "args/grad_norm.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SquareArgs {
-    list: [Slice; GRADS],
-    parts: u64,
-    start: [u32; GRADS],
-    count: u32,
-    pad: u32,
-}
+    /// A gradient: f32 `[n]`.
+    #[derive(Default)]
+    struct GradSlice {
+        x: u64,
+        n: i64,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct ClipArgs {
-    parts: u64,
-    scalars: u64,
-    n: i64,
-    max_norm: f32,
-    limited: u32,
+    /// Partial sums of squares of a list of gradients.
+    struct SquareSumArgs {
+        list: [GradSlice; GRADS],
+        /// f64, one for each block.
+        parts: u64,
+        /// First block of each gradient.
+        start: [u32; GRADS],
+        /// Gradients in the list.
+        count: u32,
+        pad: u32,
+    }
+
+    /// The gradient norm and the clip factor from n partial sums of squares.
+    pub(super) struct ClipArgs {
+        parts: u64,
+        /// The step's scalars; or f64 `[1]`, where only the sum is wanted.
+        scalars: u64,
+        n: i64,
+        max_norm: f32,
+        /// There is a maximum.
+        limited: u32,
+    }
 }
 
 /// Of grad_norm.cu.
 pub(super) fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "grad_norm", name }
+    Kernel::new("grad_norm", name)
 }
 
 /// What a norm is made from, and where it goes.
@@ -69,11 +77,11 @@ impl CudaKernels {
             let (mut done, mut rest) =
                 (0u64, grads.iter().enumerate().filter(|(_, g)| g.numel() > 0).peekable());
             while rest.peek().is_some() {
-                let mut p = LaunchList::<Slice, GRADS>::new();
+                let mut p = LaunchList::<GradSlice, GRADS>::new();
                 for (i, g) in rest.by_ref().take(GRADS) {
-                    p.push(op, Slice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
+                    p.push(op, GradSlice { x: l.address(2 + i)?, n: g.numel() as i64 }, g.numel(), PART)?;
                 }
-                let args = SquareArgs {
+                let args = SquareSumArgs {
                     list: p.list,
                     parts: parts + 8 * done,
                     start: p.start,

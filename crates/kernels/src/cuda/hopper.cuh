@@ -4,11 +4,10 @@
 // warpgroup's product (WGMMA) reads its right operand, and its left one if that is not in registers, from shared
 // memory through 64-bit descriptors. All tiles here are columns of 64 bf16 channels: rows of 128 bytes whose 16-byte
 // chunks c lie at c ^ (row % 8), on 1024-byte boundaries, as the copy engine's 128-byte swizzle writes them.
+#pragma once
+#include "args/tensor_map.cuh"
 
 // A tensor map as the driver makes it: opaque.
-struct alignas(64) TensorMap {
-    u64 word[16];
-};
 
 __device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");

@@ -1,4 +1,7 @@
 // Tiles on their way through shared memory and out of accumulators.
+#pragma once
+#include "hopper.cuh"
+#include "shared_memory.cuh"
 
 // Where a ring of tiles stands.
 template <int STAGES> struct Ring {

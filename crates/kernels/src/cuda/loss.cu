@@ -4,47 +4,33 @@
 // The row is read once for its maximum and Σ exp(x − max) together, each thread rescaling its sum as its maximum
 // grows, and once more to be overwritten. Where ranks share the vocabulary these are two kernels, and between them
 // the ranks exchange what they found.
+#include "args/loss.cuh"
 
 #define IGNORE (-100)
 
-struct LossArgs {
-    u64 logits, labels, weights, loss, fault;
-    i64 stride;
-    // Columns of a row, and those of them that exist.
-    i32 width, vocab;
-    // Share of the target that is spread over the vocabulary, and what one column has of it.
-    float spread, off;
-};
 
 // One rank's columns of a vocabulary.
-struct ShardArgs {
-    u64 logits, labels, weights, loss, fault;
-    // f32 [rows, 4] of this rank, to be written, or [ranks, rows, 4] of all: max, Σ exp(x − max), the label's logit
-    // where it is here, Σ x.
-    u64 stats;
-    i64 stride, rows;
-    // Columns here, those of them that exist, the id of the first; ids in all, and ranks.
-    i32 width, present, first, vocab, ranks;
-    float spread, off;
-    u32 pad;
-};
 
 #define INFINITY_F __int_as_float(0x7f800000)
-// Two of −∞ in sixteen bits each.
-#ifdef ELEMENT_F16
-#define NEG_INF_PAIR 0xfc00fc00u
-#else
-#define NEG_INF_PAIR 0xff80ff80u
-#endif
+// −∞ in every element of a 32-bit word.
+template <class T> struct NegInfWord;
+template <> struct NegInfWord<float> {
+    static constexpr u32 bits = 0xff800000u;
+};
+template <> struct NegInfWord<bf16> {
+    static constexpr u32 bits = 0xff80ff80u;
+};
+template <> struct NegInfWord<f16> {
+    static constexpr u32 bits = 0xfc00fc00u;
+};
 
 // eˣ for x <= 0. What is rounded to bf16 needs no more than the hardware's power of two of a rounded product.
-template <class T> __device__ __forceinline__ float exponential(float x);
-template <> __device__ __forceinline__ float exponential<float>(float x) { return expf(x); }
-template <> __device__ __forceinline__ float exponential<bf16>(float x) {
+template <class T> __device__ __forceinline__ float exponential(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x * 1.44269504f));
     return y;
 }
+template <> __device__ __forceinline__ float exponential<float>(float x) { return expf(x); }
 
 __device__ __forceinline__ double block_sum(double x, double* shared) {
 #pragma unroll
@@ -125,7 +111,7 @@ template <class T> __device__ __forceinline__ Running<T> statistics(const T* row
             const i32 chunk = c + k * blockDim.x;
             // −∞ counts for nothing.
 #pragma unroll
-            for (int w = 0; w < 4; w++) held[k].word[w] = sizeof(T) == 2 ? NEG_INF_PAIR : 0xff800000u;
+            for (int w = 0; w < 4; w++) held[k].word[w] = NegInfWord<T>::bits;
             if (chunk < cut.last) {
                 held[k] = *reinterpret_cast<const Packed<T>*>(row + cut.start(chunk));
                 present++;
@@ -224,7 +210,7 @@ __device__ __forceinline__ RowStats row_stats(const T* row, i32 present, i32 lab
     return s;
 }
 
-template <class T, bool WGRAD_OP> __device__ __forceinline__ void cross_entropy(const LossArgs& a) {
+template <class T, bool GRADIENT> __device__ __forceinline__ void cross_entropy(const LossArgs& a) {
     const i64 r = blockIdx.x;
     T* row = reinterpret_cast<T*>(a.logits) + r * a.stride;
     float* loss = reinterpret_cast<float*>(a.loss) + r;
@@ -234,16 +220,16 @@ template <class T, bool WGRAD_OP> __device__ __forceinline__ void cross_entropy(
             if (label != IGNORE) fault(a.fault, FAULT_LABEL);
             *loss = 0.0f;
         }
-        if (WGRAD_OP) fill_zero(row, a.width);
+        if (GRADIENT) fill_zero(row, a.width);
         return;
     }
     const RowStats s = row_stats(row, a.vocab, label, a.spread != 0.0f);
     if (threadIdx.x == 0) *loss = loss_of(a, s);
-    if (WGRAD_OP) gradient(a, a.vocab, row, label, s.max, 1.0f / s.sum, reinterpret_cast<const float*>(a.weights)[r]);
+    if (GRADIENT) gradient(a, a.vocab, row, label, s.max, 1.0f / s.sum, reinterpret_cast<const float*>(a.weights)[r]);
 }
 
 // Whether row r counts; a label that no rank can have is reported.
-__device__ __forceinline__ bool labelled(const ShardArgs& a, i64 r, i32& label, bool report) {
+__device__ __forceinline__ bool labelled(const VocabParallelArgs& a, i64 r, i32& label, bool report) {
     label = reinterpret_cast<const i32*>(a.labels)[r];
     if (label >= 0 && label < a.vocab) return true;
     if (report && label != IGNORE) fault(a.fault, FAULT_LABEL);
@@ -251,7 +237,7 @@ __device__ __forceinline__ bool labelled(const ShardArgs& a, i64 r, i32& label, 
 }
 
 // Block r: the statistics of row r over the columns here.
-template <class T> __device__ __forceinline__ void shard_stats(const ShardArgs& a) {
+template <class T> __device__ __forceinline__ void shard_stats(const VocabParallelArgs& a) {
     const i64 r = blockIdx.x;
     i32 label;
     RowStats s = {-INFINITY_F, 0.0f, 0.0f, 0.0f};
@@ -263,7 +249,7 @@ template <class T> __device__ __forceinline__ void shard_stats(const ShardArgs& 
 }
 
 // Row r over all ranks, in their order: the same bits on each.
-__device__ __forceinline__ RowStats merged(const ShardArgs& a, i64 r) {
+__device__ __forceinline__ RowStats merged(const VocabParallelArgs& a, i64 r) {
     const float* of = reinterpret_cast<const float*>(a.stats) + r * 4;
     RowStats s = {-INFINITY_F, 0.0f, 0.0f, 0.0f};
     for (i64 k = 0; k < a.ranks; k++) s.max = fmaxf(s.max, of[k * a.rows * 4]);
@@ -278,7 +264,7 @@ __device__ __forceinline__ RowStats merged(const ShardArgs& a, i64 r) {
 }
 
 // Block r: loss of row r, and the gradient over the columns here.
-template <class T> __device__ __forceinline__ void shard_gradient(const ShardArgs& a) {
+template <class T> __device__ __forceinline__ void shard_gradient(const VocabParallelArgs& a) {
     const i64 r = blockIdx.x;
     T* row = reinterpret_cast<T*>(a.logits) + r * a.stride;
     float* loss = reinterpret_cast<float*>(a.loss) + r;
@@ -295,7 +281,7 @@ template <class T> __device__ __forceinline__ void shard_gradient(const ShardArg
 }
 
 // Thread r: loss of row r alone.
-extern "C" __global__ void __launch_bounds__(256) cross_entropy_shard_loss(const ShardArgs a) {
+extern "C" __global__ void __launch_bounds__(256) vocab_parallel_cross_entropy_loss(const VocabParallelArgs a) {
     const i64 r = i64(blockIdx.x) * 256 + threadIdx.x;
     if (r >= a.rows) return;
     i32 label;
@@ -309,12 +295,11 @@ extern "C" __global__ void __launch_bounds__(256) cross_entropy_shard_loss(const
     extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_gradient_##NAME(const LossArgs a) {        \
         cross_entropy<T, true>(a);                                                                                \
     }                                                                                                             \
-    extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_stats_##NAME(const ShardArgs a) {          \
+    extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_stats_##NAME(const VocabParallelArgs a) {          \
         shard_stats<T>(a);                                                                                        \
     }                                                                                                             \
-    extern "C" __global__ void __launch_bounds__(512, 2) cross_entropy_shard_##NAME(const ShardArgs a) {          \
+    extern "C" __global__ void __launch_bounds__(512, 2) vocab_parallel_cross_entropy_##NAME(const VocabParallelArgs a) {          \
         shard_gradient<T>(a);                                                                                     \
     }
 
-NOT_F16(KERNELS(float, f32))
-KERNELS(bf16, bf16)
+FOR_EACH_TYPE(KERNELS)

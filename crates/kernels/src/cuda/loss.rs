@@ -1,49 +1,62 @@
+use super::args::kernel_args;
 use super::row_grid::{blocks, columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::cpu::{rows::Rows, vocab::Shard};
 use crate::{CrossEntropy, CrossEntropyKernels, LabelSmoothing, VocabParallelLogits};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct LossArgs {
-    logits: u64,
-    labels: u64,
-    weights: u64,
-    loss: u64,
-    fault: u64,
-    stride: i64,
-    width: i32,
-    vocab: i32,
-    spread: f32,
-    off: f32,
+kernel_args! {
+    header "args/loss.cuh", includes [];
+
+    /// Cross-entropy of rows of logits, and its gradient in place.
+    struct LossArgs {
+        logits: u64,
+        /// i32 `[rows]`.
+        labels: u64,
+        /// f32 `[rows]`: what each row's gradient is multiplied by.
+        weights: u64,
+        /// f32 `[rows]`.
+        loss: u64,
+        fault: u64,
+        stride: i64,
+        /// Columns of a row, padding included.
+        width: i32,
+        /// Columns that are ids.
+        vocab: i32,
+        /// Label smoothing: probability spread over the vocabulary, and what one column gets of it.
+        spread: f32,
+        off: f32,
+    }
+
+    /// The same for one tensor-parallel rank's columns of the vocabulary.
+    struct VocabParallelArgs {
+        logits: u64,
+        labels: u64,
+        weights: u64,
+        loss: u64,
+        fault: u64,
+        /// f32 `[rows, 4]` of this rank, written, or `[ranks, rows, 4]` of all, read: max, Σ exp(x − max), the label's logit where
+        /// this rank holds it, Σ x.
+        stats: u64,
+        stride: i64,
+        rows: i64,
+        /// Columns of this rank, padding included; those that are ids; the id of the first.
+        width: i32,
+        present: i32,
+        first: i32,
+        /// Ids of all ranks, and ranks.
+        vocab: i32,
+        ranks: i32,
+        spread: f32,
+        off: f32,
+        pad: u32,
+    }
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ShardArgs {
-    logits: u64,
-    labels: u64,
-    weights: u64,
-    loss: u64,
-    fault: u64,
-    stats: u64,
-    stride: i64,
-    rows: i64,
-    width: i32,
-    present: i32,
-    first: i32,
-    vocab: i32,
-    ranks: i32,
-    spread: f32,
-    off: f32,
-    pad: u32,
-}
-
-impl ShardArgs {
+impl VocabParallelArgs {
     /// All but addresses and what all ranks together need.
-    fn new(op: &'static str, rows: &Rows, shard: &Shard) -> Result<ShardArgs> {
-        Ok(ShardArgs {
+    fn new(op: &'static str, rows: &Rows, shard: &Shard) -> Result<VocabParallelArgs> {
+        Ok(VocabParallelArgs {
             logits: 0,
             labels: 0,
             weights: 0,
@@ -107,9 +120,9 @@ impl CrossEntropyKernels for CudaKernels {
         let (rows, shard) = x.check_stats(OP, stats)?;
         let dtype = x.logits.dtype();
         let kernel = typed!(OP, dtype, "loss", "cross_entropy_stats")?;
-        let (grid, a) = (block_per_row(OP, &rows, dtype)?, ShardArgs::new(OP, &rows, &shard)?);
+        let (grid, a) = (block_per_row(OP, &rows, dtype)?, VocabParallelArgs::new(OP, &rows, &shard)?);
         s.launch(OP, &[read(x.logits), read(x.labels), write(stats)], |l| {
-            let a = ShardArgs {
+            let a = VocabParallelArgs {
                 logits: l.address(0)?,
                 labels: l.address(1)?,
                 stats: l.address(2)?,
@@ -138,15 +151,20 @@ impl CrossEntropyKernels for CudaKernels {
             true => (with_gradient, block_per_row(OP, &rows, dtype)?),
             false => {
                 let blocks = [blocks(OP, rows.count().div_ceil(256))?, 1, 1];
-                let kernel = Kernel { source: "loss", name: "cross_entropy_shard_loss" };
+                let kernel = Kernel::new("loss", "vocab_parallel_cross_entropy_loss");
                 (kernel, LaunchConfig { blocks, threads: 256, shared: 0 })
             }
         };
         let (spread, off) = smoothing.target(shard.total);
-        let a = ShardArgs { ranks: columns(OP, ranks)?, spread, off, ..ShardArgs::new(OP, &rows, &shard)? };
+        let a = VocabParallelArgs {
+            ranks: columns(OP, ranks)?,
+            spread,
+            off,
+            ..VocabParallelArgs::new(OP, &rows, &shard)?
+        };
         let logits = if gradient { write(x.logits) } else { read(x.logits) };
         s.launch(OP, &[logits, read(x.labels), read(all), read(weights), write(loss)], |l| {
-            let a = ShardArgs {
+            let a = VocabParallelArgs {
                 logits: l.address(0)?,
                 labels: l.address(1)?,
                 stats: l.address(2)?,

@@ -1,14 +1,9 @@
 // Keys of latent attention, k [tokens, heads, a + b]: put together from channels that are each head's own and channels
 // that all heads share, and gradients taken apart again. A block has a token.
+#include "args/mla_keys.cuh"
 
 enum Flag : u32 { VECTORIZED_OWN = 1, VECTORIZED_SHARED = 2 };
 
-struct MlaKeysArgs {
-    u64 own, shared, k;
-    i64 own_token, own_head, shared_token, k_token, k_head;
-    i32 heads, a, b;
-    u32 flags;
-};
 
 constexpr int THREADS = 256;
 
@@ -74,7 +69,9 @@ template <class T> __device__ __forceinline__ void split(const MlaKeysArgs& p) {
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) mla_concat_keys_f32(const MlaKeysArgs p) { join<float>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) mla_concat_keys_bf16(const MlaKeysArgs p) { join<bf16>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) mla_split_keys_f32(const MlaKeysArgs p) { split<float>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) mla_split_keys_bf16(const MlaKeysArgs p) { split<bf16>(p); }
+#define MLA_CONCAT_KEYS(T, NAME) \
+    extern "C" __global__ void __launch_bounds__(THREADS) mla_concat_keys_##NAME(const MlaKeysArgs p) { join<T>(p); }
+FOR_EACH_TYPE(MLA_CONCAT_KEYS)
+#define MLA_SPLIT_KEYS(T, NAME) \
+    extern "C" __global__ void __launch_bounds__(THREADS) mla_split_keys_##NAME(const MlaKeysArgs p) { split<T>(p); }
+FOR_EACH_TYPE(MLA_SPLIT_KEYS)

@@ -1,3 +1,4 @@
+use super::args::kernel_args;
 use super::row_grid::{blocks, columns, rows_aligned16};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::MlaKernels;
@@ -10,21 +11,26 @@ const VECTORIZED_OWN: u32 = 1;
 const VECTORIZED_SHARED: u32 = 2;
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct MlaKeysArgs {
-    own: u64,
-    shared: u64,
-    k: u64,
-    own_token: i64,
-    own_head: i64,
-    shared_token: i64,
-    k_token: i64,
-    k_head: i64,
-    heads: i32,
-    a: i32,
-    b: i32,
-    flags: u32,
+kernel_args! {
+    header "args/mla_keys.cuh", includes [];
+
+    /// Keys of multi-head latent attention: k `[tokens, heads, a + b]` from own `[tokens, heads, a]` and shared `[tokens, b]`.
+    struct MlaKeysArgs {
+        own: u64,
+        shared: u64,
+        k: u64,
+        /// Strides in elements.
+        own_token: i64,
+        own_head: i64,
+        shared_token: i64,
+        k_token: i64,
+        k_head: i64,
+        heads: i32,
+        a: i32,
+        b: i32,
+        /// `Flag` of mla_keys.cu.
+        flags: u32,
+    }
 }
 
 impl CudaKernels {

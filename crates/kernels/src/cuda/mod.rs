@@ -2,6 +2,7 @@
 //! compiled for the card by NVRTC at the first start and kept on disk; products go through cuBLASLt.
 
 mod activation;
+mod args;
 mod attention;
 mod attention_merge;
 mod autotune;
@@ -32,6 +33,7 @@ mod norm;
 mod optim;
 mod permute;
 mod permute_maps;
+mod philox;
 mod quant;
 mod random_normal;
 mod reduce;
@@ -51,6 +53,7 @@ pub use libraries::{NvidiaLibrary, folders as library_folders};
 pub use modules::{KernelCacheStats, architecture};
 pub use sources::{SOURCES, Source, Variant, variants};
 
+use args::DeviceType;
 use ferrotron_tensor::{Device, Error, Launch, Result};
 use gemm_cache::GemmCache;
 use modules::Modules;
@@ -64,13 +67,35 @@ pub struct CudaKernels {
     multiprocessors: u32,
 }
 
-/// A kernel of a source.
+/// A kernel: a function of a compiled source.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Kernel {
-    /// Source, as `loss` for `loss.cu`.
+    /// Name of the source, as `attention/forward` for attention/forward.cu.
     pub(crate) source: &'static str,
+    /// What the source is compiled for.
+    pub(crate) variant: Variant,
     /// Name of the function.
     pub(crate) name: &'static str,
+}
+
+impl Kernel {
+    /// A kernel of a source as it is written.
+    pub(crate) const fn new(source: &'static str, name: &'static str) -> Kernel {
+        Kernel { source, variant: Variant::Base, name }
+    }
+
+    /// A kernel of a source's f16 variant.
+    pub(crate) const fn f16(source: &'static str, name: &'static str) -> Kernel {
+        Kernel { source, variant: Variant::F16, name }
+    }
+
+    /// This attention kernel with probabilities rounded to E4M3. f16 variants have no such sibling, and stay as they are.
+    pub(crate) fn with_fp8_probs(self) -> Kernel {
+        match self.variant {
+            Variant::Base => Kernel { variant: Variant::Fp8Probs, ..self },
+            _ => self,
+        }
+    }
 }
 
 /// How many threads run a kernel.
@@ -111,13 +136,13 @@ impl CudaKernels {
     }
 
     /// Is there this source for the card?
-    pub(crate) fn has(&self, source: &str) -> bool {
+    pub(crate) fn has(&self, source: &'static str) -> bool {
         self.modules.has(source)
     }
 
-    /// Queues a kernel on the launch's stream with one struct of arguments, laid out as the source's. A grid with
-    /// a zero does nothing.
-    pub(crate) fn launch_kernel<A: Copy>(
+    /// Launches a kernel on the launch's stream with one struct of arguments (see `kernel_args!`). A grid without blocks does
+    /// nothing.
+    fn launch_kernel<A: DeviceType>(
         &self,
         l: &Launch,
         kernel: Kernel,
@@ -128,20 +153,14 @@ impl CudaKernels {
     }
 }
 
-/// The instance of a kernel for f32, bf16 or f16: `typed!(OP, dtype, "norm", "norm_forward")`. That for f16 is the bf16 one
-/// of the source compiled with f16 numbers.
+/// The instance of a kernel for f32, bf16 or f16: `typed!(OP, dtype, "norm/forward", "norm_1")`. That for f16 is in the
+/// source's f16 variant.
 macro_rules! typed {
     ($op:expr, $dtype:expr, $source:literal, $name:literal) => {
         match $dtype {
-            ferrotron_tensor::DType::F32 => {
-                Ok($crate::cuda::Kernel { source: $source, name: concat!($name, "_f32") })
-            }
-            ferrotron_tensor::DType::BF16 => {
-                Ok($crate::cuda::Kernel { source: $source, name: concat!($name, "_bf16") })
-            }
-            ferrotron_tensor::DType::F16 => {
-                Ok($crate::cuda::Kernel { source: concat!($source, ".f16"), name: concat!($name, "_bf16") })
-            }
+            ferrotron_tensor::DType::F32 => Ok($crate::cuda::Kernel::new($source, concat!($name, "_f32"))),
+            ferrotron_tensor::DType::BF16 => Ok($crate::cuda::Kernel::new($source, concat!($name, "_bf16"))),
+            ferrotron_tensor::DType::F16 => Ok($crate::cuda::Kernel::f16($source, concat!($name, "_f16"))),
             found => {
                 Err(ferrotron_tensor::Error::DType { op: $op, found, wanted: ferrotron_tensor::DType::F32 })
             }

@@ -1,7 +1,8 @@
 //! Kernels made ready: compiled or taken from the cache, loaded onto the card, found by name.
 
+use super::args::DeviceType;
 use super::compile::Compiler;
-use super::sources::{SOURCES, Source, variants};
+use super::sources::{SOURCES, Source, Variant, variants};
 use super::{Kernel, LaunchConfig, cache};
 use cudarc::driver::sys::{self, CUresult};
 use ferrotron_tensor::{Error, GpuInfo, Launch, Result};
@@ -23,9 +24,9 @@ const DEFAULT_SHARED: u32 = 32 << 10;
 
 /// Loaded modules and the functions found in them so far.
 pub(super) struct Modules {
-    modules: RwLock<HashMap<&'static str, sys::CUmodule>>,
+    modules: RwLock<HashMap<(&'static str, Variant), sys::CUmodule>>,
     arch: String,
-    functions: RwLock<HashMap<(&'static str, &'static str), Function>>,
+    functions: RwLock<HashMap<(&'static str, Variant, &'static str), Function>>,
     cache_stats: KernelCacheStats,
 }
 
@@ -67,44 +68,44 @@ impl Modules {
                 let source = next.lock().unwrap_or_else(PoisonError::into_inner).next();
                 let Some(source) = source else { return };
                 let made = make(&compiler, source, &arch, folder.as_deref());
-                done.lock().unwrap_or_else(PoisonError::into_inner).push((source.name, made));
+                done.lock().unwrap_or_else(PoisonError::into_inner).push((*source, made));
             }
         };
         let workers = std::thread::available_parallelism().map_or(1, usize::from).min(SOURCES.len().max(1));
         std::thread::scope(|s| (0..workers).for_each(|_| drop(s.spawn(work))));
         let (mut modules, mut cache_stats) = (HashMap::new(), KernelCacheStats::default());
-        for (name, made) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        for (source, made) in done.into_inner().unwrap_or_else(PoisonError::into_inner) {
             let (code, cached) = made?;
             *(if cached { &mut cache_stats.cached } else { &mut cache_stats.compiled }) += 1;
-            modules.insert(name, loaded(&code)?);
+            modules.insert((source.name, source.variant), loaded(&code)?);
         }
         Ok(Modules { modules: RwLock::new(modules), arch, functions: RwLock::default(), cache_stats })
     }
 
     /// A module; variants are made ready now. The context of the card is current wherever kernels are queued.
     fn module(&self, kernel: Kernel) -> Result<sys::CUmodule> {
-        let known =
-            || self.modules.read().unwrap_or_else(PoisonError::into_inner).get(kernel.source).copied();
-        if let Some(module) = known() {
+        let key = (kernel.source, kernel.variant);
+        let known = self.modules.read().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
+        if let Some(module) = known {
             return Ok(module);
         }
-        let Some(source) = variants().find(|s| s.name == kernel.source) else {
-            let what = format!("there is no {}.cu for this card", kernel.source);
+        let Some(source) = variants().find(|s| (s.name, s.variant) == key) else {
+            let what = format!("there is no {}{} for this GPU", kernel.source, kernel.variant.suffix());
             return Err(Error::Cuda { op: kernel.name, what });
         };
         let mut modules = self.modules.write().unwrap_or_else(PoisonError::into_inner);
-        if let Some(module) = modules.get(source.name) {
+        if let Some(module) = modules.get(&key) {
             return Ok(*module);
         }
         let (code, _) = make(&Compiler::open()?, &source, &self.arch, cache::folder().as_deref())?;
         let module = loaded(&code)?;
-        modules.insert(source.name, module);
+        modules.insert(key, module);
         Ok(module)
     }
 
     /// Is there this source?
-    pub(super) fn has(&self, source: &str) -> bool {
-        self.modules.read().unwrap_or_else(PoisonError::into_inner).contains_key(source)
+    pub(super) fn has(&self, source: &'static str) -> bool {
+        self.modules.read().unwrap_or_else(PoisonError::into_inner).contains_key(&(source, Variant::Base))
     }
 
     pub(super) fn cache_stats(&self) -> KernelCacheStats {
@@ -112,7 +113,7 @@ impl Modules {
     }
 
     /// Queues a kernel; see [`super::CudaKernels::launch_kernel`].
-    pub(super) fn launch_kernel<A: Copy>(
+    pub(super) fn launch_kernel<A: DeviceType>(
         &self,
         l: &Launch,
         kernel: Kernel,
@@ -151,7 +152,7 @@ impl Modules {
     }
 
     fn function(&self, kernel: Kernel, shared: u32) -> Result<sys::CUfunction> {
-        let key = (kernel.source, kernel.name);
+        let key = (kernel.source, kernel.variant, kernel.name);
         let found = self.functions.read().unwrap_or_else(PoisonError::into_inner).get(&key).copied();
         if let Some(f) = found.filter(|f| f.shared >= shared) {
             return Ok(f.raw);
@@ -191,13 +192,14 @@ fn make(
     arch: &str,
     folder: Option<&std::path::Path>,
 ) -> Result<(Vec<u8>, bool)> {
-    let key = compiler.key(source, arch);
-    if let Some(code) = folder.and_then(|f| cache::load(f, source.name, arch, &key)) {
+    let key = compiler.key(source, arch)?;
+    let name = format!("{}{}", source.name.replace('/', "-"), source.variant.suffix());
+    if let Some(code) = folder.and_then(|f| cache::load(f, &name, arch, &key)) {
         return Ok((code, true));
     }
     let code = compiler.compile(source, arch)?.cubin;
     if let Some(folder) = folder {
-        cache::store(folder, source.name, arch, &key, &code);
+        cache::store(folder, &name, arch, &key, &code);
     }
     Ok((code, false))
 }

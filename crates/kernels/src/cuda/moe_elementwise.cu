@@ -1,14 +1,6 @@
 // Small steps of a mixture of experts: one thread an element (or a row), tables of a few thousand numbers by one block.
-
-struct MoeArgs {
-    u64 a, b, c;
-    i64 n;
-    i64 width;
-    u32 key[2];
-    u32 lane[2];
-    float x, y;
-    i32 own, copies;
-};
+#include "args/moe_elementwise.cuh"
+#include "philox.cuh"
 
 __device__ __forceinline__ i64 element_index() { return i64(blockIdx.x) * blockDim.x + threadIdx.x; }
 
@@ -34,9 +26,8 @@ template <class T> __device__ __forceinline__ void jitter(const MoeArgs& p) {
     if (at >= p.n) return;
     const i64 row = at / p.width;
     const u64 word = u64(reinterpret_cast<const u32*>(p.a)[row]) * u64(p.width) + u64(at - row * p.width);
-    RandomStream stream = {{p.key[0], p.key[1]}, {p.lane[0], p.lane[1]}};
     u32 words[4];
-    philox(stream, word / 4, words);
+    philox(p.stream, word / 4, words);
     const u32 low = word & 1 ? words[1] : words[0], high = word & 1 ? words[3] : words[2];
     const float unit = float((word & 2 ? high : low) >> 8) / 16777216.0f;
     const float factor = 1.0f - p.x + 2.0f * p.x * unit;

@@ -1,30 +1,37 @@
+use super::args::kernel_args;
 use super::grid::{blocks, line};
+use super::philox::PhiloxStream;
 use super::{CudaKernels, Kernel, typed};
 use crate::moe::{check, matrix};
 use crate::philox::RandomStream;
 use crate::{MoeKernels, RngKey};
 use ferrotron_tensor::{Arg, DType, Result, Stream, Tensor, read, write};
 
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct MoeArgs {
-    a: u64,
-    b: u64,
-    c: u64,
-    n: i64,
-    width: i64,
-    key: [u32; 2],
-    lane: [u32; 2],
-    x: f32,
-    y: f32,
-    own: i32,
-    copies: i32,
+kernel_args! {
+    header "args/moe_elementwise.cuh", includes ["args/philox.cuh"];
+
+    /// Small kernels of an MoE layer; each kernel says what a, b and c are.
+    #[derive(Default)]
+    struct MoeArgs {
+        a: u64,
+        b: u64,
+        c: u64,
+        n: i64,
+        width: i64,
+        stream: PhiloxStream,
+        x: f32,
+        y: f32,
+        /// Experts of a rank.
+        own: i32,
+        /// Ranks that share each expert.
+        copies: i32,
+    }
 }
 
 const THREADS: usize = 256;
 
 fn moe_kernel(name: &'static str) -> Kernel {
-    Kernel { source: "moe_elementwise", name }
+    Kernel::new("moe_elementwise", name)
 }
 
 impl CudaKernels {
@@ -79,8 +86,8 @@ impl MoeKernels for CudaKernels {
         const OP: &str = "jitter";
         let [t, h] = matrix(OP, x)?;
         check(OP, &[(rows, DType::I32, t), (y, x.dtype(), t * h)])?;
-        let RandomStream { key, lane } = RandomStream::dropout(key);
-        let args = MoeArgs { n: (t * h) as i64, width: h as i64, key, lane, x: eps, ..MoeArgs::default() };
+        let stream = RandomStream::dropout(key).into();
+        let args = MoeArgs { n: (t * h) as i64, width: h as i64, stream, x: eps, ..MoeArgs::default() };
         let kernel = typed!(OP, x.dtype(), "moe_elementwise", "jitter")?;
         self.launch_moe(s, (OP, kernel), &[read(rows), read(x), write(y)], t * h, args)
     }

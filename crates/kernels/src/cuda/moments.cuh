@@ -1,5 +1,7 @@
 // Moments in 16 or 8 bits: moments.rs says how and why. Blocks of 32 elements share a scale 2^k, kept as k + 127.
 // SIGN_BELOW is how far the bit of the sign is below that of an f32.
+#pragma once
+#include "prelude.cuh"
 
 struct First8 {
     typedef u8 Code;

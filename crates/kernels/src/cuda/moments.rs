@@ -1,5 +1,6 @@
 //! Moments in the ways they are kept, and masters in halves, from f32 and back.
 
+use super::args::kernel_args;
 use super::grid::{blocks, line};
 use super::{CudaKernels, Kernel};
 use crate::optimizer::{check_halves, check_values};
@@ -8,12 +9,26 @@ use ferrotron_tensor::{Arg, DType, Error, Result, Stream, Tensor, read, write};
 
 const THREADS: u32 = 256;
 
-/// Values, codes, scales; or master, high, low.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct MomentArgs {
-    three: [u64; 3],
-    n: i64,
+kernel_args! {
+    header "args/moments.cuh", includes [];
+
+    /// Packs or unpacks an optimizer moment.
+    struct MomentArgs {
+        /// f32 `[n]`.
+        values: u64,
+        /// The packed moment, and u8 scales of blocks of 32 where it has them.
+        codes: u64,
+        scales: u64,
+        n: i64,
+    }
+
+    /// Splits an f32 master weight into a bf16 and 16 more bits, or joins them.
+    struct SplitMasterArgs {
+        master: u64,
+        high: u64,
+        low: u64,
+        n: i64,
+    }
 }
 
 /// The kernel between f32 and a moment.
@@ -28,12 +43,12 @@ macro_rules! moments {
             (DType::U8, MomentOrder::Second) => Ok(concat!($name, "_second_fp8")),
             (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
         }
-        .map(|name| Kernel { source: "moments", name })
+        .map(|name| Kernel::new("moments", name))
     };
 }
 
 impl CudaKernels {
-    /// The moment of f32 `values`.
+    /// Packs f32 `values` as a moment.
     pub(super) fn pack_values(
         &self,
         s: &Stream,
@@ -44,11 +59,11 @@ impl CudaKernels {
         const OP: &str = "pack_moment";
         check_values(OP, &moment, values)?;
         let kernel: Result<Kernel> = moments!(OP, moment, order, "pack");
-        let args = [read(values), write(moment.values)].into_iter().chain(moment.scales.map(write));
-        self.element_wise(s, OP, kernel?, &args.collect::<Vec<_>>(), values.numel())
+        let tensors = [read(values), write(moment.values)].into_iter().chain(moment.scales.map(write));
+        self.launch_moment(s, OP, kernel?, &tensors.collect::<Vec<_>>(), values.numel())
     }
 
-    /// The f32 `values` of a moment.
+    /// Unpacks a moment to f32 `values`.
     pub(super) fn unpack_values(
         &self,
         s: &Stream,
@@ -59,12 +74,12 @@ impl CudaKernels {
         const OP: &str = "unpack_moment";
         check_values(OP, &moment, values)?;
         let kernel: Result<Kernel> = moments!(OP, moment, order, "unpack");
-        let args = [write(values), read(moment.values)].into_iter().chain(moment.scales.map(read));
-        self.element_wise(s, OP, kernel?, &args.collect::<Vec<_>>(), values.numel())
+        let tensors = [write(values), read(moment.values)].into_iter().chain(moment.scales.map(read));
+        self.launch_moment(s, OP, kernel?, &tensors.collect::<Vec<_>>(), values.numel())
     }
 
-    /// A master as the two halves of its bits.
-    pub(super) fn split_bf16x2(
+    /// Splits f32 master weights into bf16 weights and 16 more bits.
+    pub(super) fn split_master_weights(
         &self,
         s: &Stream,
         master: &Tensor,
@@ -73,34 +88,45 @@ impl CudaKernels {
     ) -> Result<()> {
         const OP: &str = "split_master";
         check_halves(OP, master, high, low)?;
-        let kernel = Kernel { source: "moments", name: OP };
-        self.element_wise(s, OP, kernel, &[read(master), write(high), write(low)], master.numel())
+        self.launch_split(s, OP, &[read(master), write(high), write(low)], master.numel())
     }
 
-    /// The master of two halves.
-    pub(super) fn join_halves(&self, s: &Stream, high: &Tensor, low: &Tensor, master: &Tensor) -> Result<()> {
+    /// Joins split master weights.
+    pub(super) fn join_master_weights(
+        &self,
+        s: &Stream,
+        high: &Tensor,
+        low: &Tensor,
+        master: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "join_master";
         check_halves(OP, master, high, low)?;
-        let kernel = Kernel { source: "moments", name: OP };
-        self.element_wise(s, OP, kernel, &[write(master), read(high), read(low)], master.numel())
+        self.launch_split(s, OP, &[write(master), read(high), read(low)], master.numel())
     }
 
-    /// A kernel with a thread for each of `n` elements of up to three tensors.
-    fn element_wise(
+    /// One thread for each of `n` elements of values, codes and, where there are any, scales.
+    fn launch_moment(
         &self,
         s: &Stream,
         op: &'static str,
         kernel: Kernel,
-        args: &[Arg],
+        tensors: &[Arg],
         n: usize,
     ) -> Result<()> {
-        s.launch(op, args, |l| {
-            let mut three = [0; 3];
-            for (i, at) in three.iter_mut().enumerate().take(args.len()) {
-                *at = l.address(i)?;
-            }
-            let grid = line(blocks(op, n, THREADS as usize)?, THREADS);
-            self.launch_kernel(l, kernel, grid, &MomentArgs { three, n: n as i64 })
+        s.launch(op, tensors, |l| {
+            let scales = if tensors.len() > 2 { l.address(2)? } else { 0 };
+            let args = MomentArgs { values: l.address(0)?, codes: l.address(1)?, scales, n: n as i64 };
+            self.launch_kernel(l, kernel, line(blocks(op, n, THREADS as usize)?, THREADS), &args)
+        })
+    }
+
+    /// One thread for each of `n` elements of master, high and low; the kernel is named as the operation.
+    fn launch_split(&self, s: &Stream, op: &'static str, tensors: &[Arg], n: usize) -> Result<()> {
+        s.launch(op, tensors, |l| {
+            let (master, high, low) = (l.address(0)?, l.address(1)?, l.address(2)?);
+            let args = SplitMasterArgs { master, high, low, n: n as i64 };
+            let config = line(blocks(op, n, THREADS as usize)?, THREADS);
+            self.launch_kernel(l, Kernel::new("moments", op), config, &args)
         })
     }
 }

@@ -1,43 +1,41 @@
 // What a step over a list works on: masters and moments in each of the ways they are kept.
+#pragma once
+#include "args/multi_tensor.cuh"
+#include "moments.cuh"
+#include "optim.cuh"
+#include "vec.cuh"
 
 // Elements of a tensor one block updates.
 constexpr int UPDATES = 16 * THREADS;
 constexpr int LIST = 36;
 
-struct TensorEntry {
-    u64 master, weight, grad, first, first_scales, second, second_scales;
-    // What narrow products need of the new weight; 0 where they need nothing.
-    u64 amax, bytes, scale, scale_inv;
-    i64 n;
-    float lr_mult, wd_mult;
-};
 
-// Masters f32, with a bf16 copy where there is one.
+// Masters f32, with a element copy where there is one.
 struct F32Master {
     static constexpr bool whole = true;
     float* master;
-    bf16* weight;
+    element* weight;
     template <int N> struct Raw {
         Vec<float, N> p;
     };
     __device__ __forceinline__ F32Master(const TensorEntry& e)
-        : master(reinterpret_cast<float*>(e.master)), weight(reinterpret_cast<bf16*>(e.weight)) {}
+        : master(reinterpret_cast<float*>(e.master)), weight(reinterpret_cast<element*>(e.weight)) {}
     template <int N> __device__ __forceinline__ Raw<N> load(i64 at) const { return {::load_vec<N>(master, at)}; }
     template <int N> static __device__ __forceinline__ float open(const Raw<N>& raw, int i) { return raw.p.at[i]; }
     template <int N> __device__ __forceinline__ void store(i64 at, const Vec<float, N>& p) const {
         store_vec(master, at, p);
         if (!weight) return;
-        Vec<bf16, N> w;
+        Vec<element, N> w;
 #pragma unroll
-        for (int i = 0; i < N; i++) w.at[i] = from_f32<bf16>(p.at[i]);
+        for (int i = 0; i < N; i++) w.at[i] = from_f32<element>(p.at[i]);
         store_vec(weight, at, w);
     }
     // The weight of a master, whether there is a copy of it or not.
-    static __device__ __forceinline__ float weight_of(float p) { return to_f32(from_f32<bf16>(p)); }
+    static __device__ __forceinline__ float weight_of(float p) { return to_f32(from_f32<element>(p)); }
     __device__ __forceinline__ float get(i64 at) const { return master[at]; }
     __device__ __forceinline__ void set(i64 at, float p) const {
         master[at] = p;
-        if (weight) weight[at] = from_f32<bf16>(p);
+        if (weight) weight[at] = from_f32<element>(p);
     }
 };
 

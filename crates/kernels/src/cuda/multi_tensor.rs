@@ -1,7 +1,8 @@
 //! Adam and SGD over lists of parameters, many tensors to a launch.
 
+use super::args::kernel_args;
 use super::grid::{LaunchList, line};
-use super::sources::f16_source;
+use super::sources::Variant;
 use super::{CudaKernels, Kernel};
 use crate::optimizer::{check_scalars, check_update};
 use crate::{Adam, ParamUpdate, Sgd};
@@ -12,51 +13,66 @@ const LIST: usize = 36;
 const UPDATES: usize = 4096;
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct TensorEntry {
-    master: u64,
-    weight: u64,
-    grad: u64,
-    first: u64,
-    first_scales: u64,
-    second: u64,
-    second_scales: u64,
-    amax: u64,
-    bytes: u64,
-    scale: u64,
-    scale_inv: u64,
-    n: i64,
-    lr_mult: f32,
-    wd_mult: f32,
-}
+kernel_args! {
+    header "args/multi_tensor.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct AdamArgs {
-    list: [TensorEntry; LIST],
-    scalars: u64,
-    start: [u32; LIST],
-    count: u32,
-    beta1: f32,
-    new1: f32,
-    beta2: f32,
-    new2: f32,
-    eps: f32,
-    decoupled: u32,
-    pad: u32,
-}
+    /// One parameter tensor of an optimizer step; addresses of what it does not have are 0.
+    #[derive(Default)]
+    struct TensorEntry {
+        /// f32 master weights; or the low 16 bits of split ones.
+        master: u64,
+        /// bf16 or f16 weights; or the high 16 bits of split master weights.
+        weight: u64,
+        /// f32.
+        grad: u64,
+        /// Moments, and scales of blocks where they are packed.
+        first: u64,
+        first_scales: u64,
+        second: u64,
+        second_scales: u64,
+        /// f32 `[1]`, raised to the amax of the new weights.
+        amax: u64,
+        /// E4M3 of the new weights under `scale`, f32 `[1]`; its inverse is stored, too.
+        fp8: u64,
+        scale: u64,
+        scale_inv: u64,
+        n: i64,
+        lr_mult: f32,
+        wd_mult: f32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SgdArgs {
-    list: [TensorEntry; LIST],
-    scalars: u64,
-    start: [u32; LIST],
-    count: u32,
-    momentum: f32,
-    fresh: f32,
-    nesterov: u32,
+    /// One step of Adam over a list of tensors.
+    struct AdamArgs {
+        list: [TensorEntry; LIST],
+        /// The step's scalars, f32.
+        scalars: u64,
+        /// First block of each tensor.
+        start: [u32; LIST],
+        /// Tensors in the list.
+        count: u32,
+        beta1: f32,
+        /// 1 - beta1.
+        new1: f32,
+        beta2: f32,
+        /// 1 - beta2.
+        new2: f32,
+        eps: f32,
+        /// Weight decay is decoupled from the gradient (AdamW).
+        decoupled: u32,
+        pad: u32,
+    }
+
+    /// One step of SGD with momentum over a list of tensors.
+    struct SgdArgs {
+        list: [TensorEntry; LIST],
+        scalars: u64,
+        start: [u32; LIST],
+        count: u32,
+        momentum: f32,
+        /// 1 - dampening.
+        fresh: f32,
+        nesterov: u32,
+    }
 }
 
 /// How parameters of a launch are kept: the type of their moments, whether masters are in halves, and whether there are f16
@@ -70,21 +86,21 @@ fn state_dtypes(u: &ParamUpdate) -> StateDtypes {
 
 /// The kernel of a source for parameters kept so.
 fn for_dtypes(kernel: Kernel, (_, _, half): StateDtypes) -> Kernel {
-    if half { Kernel { source: f16_source(kernel.source), ..kernel } } else { kernel }
+    if half { Kernel { variant: Variant::F16, ..kernel } } else { kernel }
 }
 
 /// The kernel of a rule for parameters kept so.
 macro_rules! steps {
     ($op:expr, $kept:expr, $plain:literal, $packed:literal, $name:literal) => {
         match ($kept.0, $kept.1) {
-            (DType::F32, false) => Ok(Kernel { source: $plain, name: concat!($name, "_f32") }),
-            (DType::F32, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_f32") }),
-            (DType::BF16, false) => Ok(Kernel { source: $plain, name: concat!($name, "_bf16") }),
-            (DType::BF16, true) => Ok(Kernel { source: $plain, name: concat!($name, "_split_bf16") }),
-            (DType::F16, false) => Ok(Kernel { source: $packed, name: concat!($name, "_f16") }),
-            (DType::F16, true) => Ok(Kernel { source: $packed, name: concat!($name, "_split_f16") }),
-            (DType::U8, false) => Ok(Kernel { source: $packed, name: concat!($name, "_fp8") }),
-            (DType::U8, true) => Ok(Kernel { source: $packed, name: concat!($name, "_split_fp8") }),
+            (DType::F32, false) => Ok(Kernel::new($plain, concat!($name, "_f32"))),
+            (DType::F32, true) => Ok(Kernel::new($plain, concat!($name, "_split_f32"))),
+            (DType::BF16, false) => Ok(Kernel::new($plain, concat!($name, "_bf16"))),
+            (DType::BF16, true) => Ok(Kernel::new($plain, concat!($name, "_split_bf16"))),
+            (DType::F16, false) => Ok(Kernel::new($packed, concat!($name, "_f16"))),
+            (DType::F16, true) => Ok(Kernel::new($packed, concat!($name, "_split_f16"))),
+            (DType::U8, false) => Ok(Kernel::new($packed, concat!($name, "_fp8"))),
+            (DType::U8, true) => Ok(Kernel::new($packed, concat!($name, "_split_fp8"))),
             (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
         }
     };
@@ -138,7 +154,7 @@ fn each_portion(
                 };
                 for u in portion {
                     let n = u.grad.numel();
-                    let bytes = u.narrow.is_some_and(|n| n.bytes.is_some());
+                    let fp8 = u.narrow.is_some_and(|n| n.bytes.is_some());
                     let entry = TensorEntry {
                         master: next(true)?,
                         grad: next(true)?,
@@ -148,9 +164,9 @@ fn each_portion(
                         second: next(u.second.is_some())?,
                         second_scales: next(u.second.is_some_and(|m| m.scales.is_some()))?,
                         amax: next(u.narrow.is_some())?,
-                        bytes: next(bytes)?,
-                        scale: next(bytes)?,
-                        scale_inv: next(bytes)?,
+                        fp8: next(fp8)?,
+                        scale: next(fp8)?,
+                        scale_inv: next(fp8)?,
                         n: n as i64,
                         lr_mult: u.lr_mult,
                         wd_mult: u.wd_mult,

@@ -3,6 +3,8 @@
 // A launch takes a list by value: no table to upload, nothing to keep alive. Block b works on the tensor whose blocks
 // `start[e]..start[e + 1]` hold b. Each sum and product is rounded by itself, as on the CPU: a step gives the same
 // bits on both, in groups or one by one.
+#pragma once
+#include "prelude.cuh"
 
 constexpr int THREADS = 256;
 

@@ -1,6 +1,7 @@
 //! The optimizer's kernels: updates, norms, and the numbers of a step that stay on the card.
 
 use super::CudaKernels;
+use super::args::kernel_args;
 use super::grad_norm::{clip, kernel};
 use super::grid::{blocks, line};
 use crate::checks::{dtypes, same_contiguous};
@@ -11,43 +12,48 @@ use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct CountArgs {
-    counter: u64,
-    scalars: u64,
-    beta1: f32,
-    beta2: f32,
-}
+kernel_args! {
+    header "args/optim.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ScaleArgs {
-    state: u64,
-    x: u64,
-    out: u64,
-    n: i64,
-}
+    /// Advances the optimizer's step counter.
+    struct StepArgs {
+        /// f64: steps done, beta1^steps, beta2^steps.
+        counter: u64,
+        scalars: u64,
+        beta1: f32,
+        beta2: f32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ScalerArgs {
-    state: u64,
-    scalars: u64,
-    least: f32,
-    growth: f32,
-    backoff: f32,
-    interval: u32,
-    hysteresis: i32,
-    pad: u32,
-}
+    /// Multiplies by the loss scale, or divides a sum of squares by its square.
+    struct LossScaleArgs {
+        /// State of the gradient scaler, f64.
+        state: u64,
+        x: u64,
+        out: u64,
+        n: i64,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ClearArgs {
-    scalars: u64,
-    numbers: u64,
-    n: i64,
+    /// Updates the dynamic loss scale after a step.
+    struct GradScalerArgs {
+        state: u64,
+        scalars: u64,
+        /// Smallest scale.
+        least: f32,
+        /// Factors applied after `interval` good steps, and after an overflow.
+        growth: f32,
+        backoff: f32,
+        interval: u32,
+        /// Overflows tolerated before the scale is reduced.
+        hysteresis: i32,
+        pad: u32,
+    }
+
+    /// Zeroes n amax values, unless the step is skipped.
+    struct ResetAmaxArgs {
+        scalars: u64,
+        amax: u64,
+        n: i64,
+    }
 }
 
 impl OptimizerKernels for CudaKernels {
@@ -108,7 +114,7 @@ impl OptimizerKernels for CudaKernels {
         check_scalars(OP, scalars)?;
         s.launch(OP, &[write(counter), write(scalars)], |l| {
             let [beta1, beta2] = betas;
-            let args = CountArgs { counter: l.address(0)?, scalars: l.address(1)?, beta1, beta2 };
+            let args = StepArgs { counter: l.address(0)?, scalars: l.address(1)?, beta1, beta2 };
             self.launch_kernel(l, kernel(OP), line(1, 1), &args)
         })
     }
@@ -120,7 +126,8 @@ impl OptimizerKernels for CudaKernels {
         dtypes(OP, DType::F32, &[x, out])?;
         let n = x.numel();
         s.launch(OP, &[read(state), read(x), write(out)], |l| {
-            let args = ScaleArgs { state: l.address(0)?, x: l.address(1)?, out: l.address(2)?, n: n as i64 };
+            let args =
+                LossScaleArgs { state: l.address(0)?, x: l.address(1)?, out: l.address(2)?, n: n as i64 };
             self.launch_kernel(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
         })
     }
@@ -130,7 +137,7 @@ impl OptimizerKernels for CudaKernels {
         check_scaler(OP, state)?;
         check_square(OP, square)?;
         s.launch(OP, &[read(state), write(square)], |l| {
-            let args = ScaleArgs { state: l.address(0)?, x: 0, out: l.address(1)?, n: 1 };
+            let args = LossScaleArgs { state: l.address(0)?, x: 0, out: l.address(1)?, n: 1 };
             self.launch_kernel(l, kernel(OP), line(1, 1), &args)
         })
     }
@@ -146,7 +153,7 @@ impl OptimizerKernels for CudaKernels {
         check_scaler(OP, state)?;
         check_scalars(OP, scalars)?;
         s.launch(OP, &[write(state), write(scalars)], |l| {
-            let args = ScalerArgs {
+            let args = GradScalerArgs {
                 state: l.address(0)?,
                 scalars: l.address(1)?,
                 least: config.min,
@@ -166,7 +173,7 @@ impl OptimizerKernels for CudaKernels {
         check_numbers(OP, numbers)?;
         let n = numbers.numel();
         s.launch(OP, &[read(scalars), write(numbers)], |l| {
-            let args = ClearArgs { scalars: l.address(0)?, numbers: l.address(1)?, n: n as i64 };
+            let args = ResetAmaxArgs { scalars: l.address(0)?, amax: l.address(1)?, n: n as i64 };
             self.launch_kernel(l, kernel(OP), line(blocks(OP, n, THREADS as usize)?, THREADS), &args)
         })
     }
@@ -180,10 +187,10 @@ impl OptimizerKernels for CudaKernels {
     }
 
     fn split_master(&self, s: &Stream, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()> {
-        self.split_bf16x2(s, master, high, low)
+        self.split_master_weights(s, master, high, low)
     }
 
     fn join_master(&self, s: &Stream, high: &Tensor, low: &Tensor, master: &Tensor) -> Result<()> {
-        self.join_halves(s, high, low, master)
+        self.join_master_weights(s, high, low, master)
     }
 }

@@ -1,16 +1,6 @@
 // Rows that move between tokens and experts. A thread has one or a few chunks of 16 bytes of a row; chunks are numbered through,
 // row by row.
-
-struct MoveArgs {
-    u64 x, out, source, rows, weights;
-    // Elements of a row, chunks of a row, chunks in all, choices of a token.
-    i32 width;
-    u32 per_row, chunks, k;
-    // Rows of x; choices of all tokens; rows of out, where a map says which. An index outside, as -1, is at least as large.
-    u32 from, choices, n;
-    // Rows start and end with whole chunks. Blocks that move tokens; those behind them clear rows of nobody.
-    u32 vectorized, movers, pad;
-};
+#include "args/permute.cuh"
 
 constexpr int THREADS = 256;
 
@@ -124,7 +114,7 @@ template <class E> __device__ __forceinline__ void moe_permute(const MoveArgs& a
     }
 }
 #define SPREAD(E, NAME)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS) spread_rows_##NAME(const MoveArgs a) { moe_permute<E>(a); }
+    extern "C" __global__ void __launch_bounds__(THREADS) moe_permute_##NAME(const MoveArgs a) { moe_permute<E>(a); }
 SPREAD(u32, 4)
 SPREAD(u16, 2)
 SPREAD(u8, 1)
@@ -168,7 +158,7 @@ template <class X, class O> __device__ __forceinline__ void moe_unpermute_backwa
     put_numbers(reinterpret_cast<O*>(a.out) + i64(r) * a.width, at, a.width, a.vectorized, v);
 }
 #define WEIGHTED(X, O, NAME)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS) gather_weighted_##NAME(const MoveArgs a) {               \
+    extern "C" __global__ void __launch_bounds__(THREADS) moe_unpermute_backward_##NAME(const MoveArgs a) {               \
         moe_unpermute_backward<X, O>(a);                                                                                  \
     }
 WEIGHTED(float, float, f32)
@@ -219,7 +209,7 @@ template <class X, class O, bool WEIGHED> __device__ __forceinline__ void moe_un
     put_numbers(reinterpret_cast<O*>(a.out) + i64(t) * a.width, at, a.width, a.vectorized, sum);
 }
 #define SUM(X, O, NAME)                                                                                            \
-    extern "C" __global__ void __launch_bounds__(THREADS) sum_rows_##NAME(const MoveArgs a) {                   \
+    extern "C" __global__ void __launch_bounds__(THREADS) moe_unpermute_##NAME(const MoveArgs a) {                   \
         if (a.weights) moe_unpermute<X, O, true>(a);                                                                    \
         else moe_unpermute<X, O, false>(a);                                                                             \
     }
@@ -277,7 +267,7 @@ template <class X, class D> __device__ __forceinline__ void moe_unpermute_dprobs
     }
 }
 #define PRODUCTS(X, D, NAME)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(THREADS) row_products_##NAME(const MoveArgs a) {               \
+    extern "C" __global__ void __launch_bounds__(THREADS) moe_unpermute_dprobs_##NAME(const MoveArgs a) {               \
         moe_unpermute_dprobs<X, D>(a);                                                                                     \
     }
 PRODUCTS(float, float, f32)

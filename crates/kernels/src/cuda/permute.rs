@@ -1,5 +1,6 @@
 //! Rows that move between tokens and experts.
 
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, Kernel};
@@ -15,44 +16,59 @@ const THREADS: u32 = 256;
 const AHEAD: usize = 4;
 const TOGETHER: usize = 8;
 
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct MoveArgs {
-    x: u64,
-    out: u64,
-    /// Or the gradient that products are made with.
-    source: u64,
-    rows: u64,
-    weights: u64,
-    width: i32,
-    per_row: u32,
-    chunks: u32,
-    k: u32,
-    from: u32,
-    choices: u32,
-    n: u32,
-    vectorized: u32,
-    movers: u32,
-    pad: u32,
-}
+kernel_args! {
+    header "args/permute.cuh", includes [];
 
-/// As in permute_turned.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct TransposeRowsArgs {
-    x: u64,
-    source: u64,
-    out: u64,
-    width: i64,
-    pitch: i64,
-    n: i32,
-    columns: i32,
-    k: u32,
-    choices: u32,
-    across: u32,
-    vectorized: u32,
-    vectorized_out: u32,
-    pad: u32,
+    /// Moves rows between token order and expert order, in chunks of 16 bytes.
+    #[derive(Default)]
+    struct MoveArgs {
+        x: u64,
+        out: u64,
+        /// i32: for each row in expert order the choice (token·k + slot) it comes from, or -1. Or dy, for dot products.
+        source: u64,
+        /// i32 `[tokens, k]`: for each choice its row in expert order, or -1.
+        rows: u64,
+        /// f32 `[tokens, k]`, or 0.
+        weights: u64,
+        /// Elements of a row.
+        width: i32,
+        /// Chunks of a row, and of all rows.
+        per_row: u32,
+        chunks: u32,
+        /// Choices of a token.
+        k: u32,
+        /// Rows of x. An index that is not below it, such as -1, means no row.
+        from: u32,
+        /// Choices of all tokens.
+        choices: u32,
+        /// Rows of out.
+        n: u32,
+        vectorized: u32,
+        /// Blocks that move rows; those behind them zero rows that come from no choice.
+        movers: u32,
+        pad: u32,
+    }
+
+    /// Permutes rows of FP8 into expert order and transposes them.
+    struct TransposeRowsArgs {
+        x: u64,
+        /// i32 `[n]`: as `MoveArgs::source`.
+        source: u64,
+        out: u64,
+        /// Bytes of a row of x, and of one of the result.
+        width: i64,
+        pitch: i64,
+        /// Rows in expert order, and rows of the result.
+        n: i32,
+        columns: i32,
+        k: u32,
+        choices: u32,
+        /// Blocks along the columns.
+        across: u32,
+        vectorized: u32,
+        vectorized_out: u32,
+        pad: u32,
+    }
 }
 
 /// Rows and columns of a block of moe_permute_transposed.
@@ -104,7 +120,7 @@ macro_rules! sized {
             DType::E4M3 | DType::E5M2 => Ok(concat!($name, "_1")),
             found => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
         }
-        .map(|name| Kernel { source: "permute", name })
+        .map(|name| Kernel::new("permute", name))
     };
 }
 
@@ -117,7 +133,7 @@ macro_rules! mixed {
             (DType::BF16, _) => Ok(concat!($name, "_mixed")),
             (found, _) => Err(Error::DType { op: $op, found, wanted: DType::F32 }),
         }
-        .map(|name| Kernel { source: "permute", name })
+        .map(|name| Kernel::new("permute", name))
     };
 }
 
@@ -184,7 +200,7 @@ impl PermutationKernels for CudaKernels {
                 pad: 0,
             };
             let all = blocks(OP, z.rows.div_ceil(TILE) * across as usize, 1)?;
-            let kernel = Kernel { source: "permute_transposed", name: "transpose_rows" };
+            let kernel = Kernel::new("permute_transposed", "transpose_rows");
             self.launch_kernel(l, kernel, line(all, THREADS), &a)
         })
     }
@@ -264,7 +280,7 @@ impl PermutationKernels for CudaKernels {
                 n: n as u32,
                 ..MoveArgs::default()
             };
-            let kernel = Kernel { source: "permute", name: "gather_values" };
+            let kernel = Kernel::new("permute", "gather_values");
             self.launch_kernel(l, kernel, line(blocks(OP, n, THREADS as usize)?, THREADS), &a)
         })
     }

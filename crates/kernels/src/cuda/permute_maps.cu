@@ -1,4 +1,5 @@
 // Maps between tokens and rows: choices sorted by expert, chunks in another order, dense maps filled up.
+#include "args/permute_maps.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
@@ -9,16 +10,9 @@ constexpr int WARPS = THREADS / 32;
 constexpr int ITEMS = 4;
 constexpr int TILE = ITEMS * THREADS;
 
-struct SortArgs {
-    u64 index, offsets, counts, rows, source;
-    // u32 [tiles, experts]: how many of each expert a tile holds; then how many the tiles before it hold.
-    u64 tiles;
-    i64 choices, n, first;
-    u32 experts, tile_count, align, pad;
-};
 
 // The expert of choice i, counted from `first`; `experts` for none.
-__device__ __forceinline__ u32 expert_of(const SortArgs& a, i64 i) {
+__device__ __forceinline__ u32 expert_of(const ExpertSortArgs& a, i64 i) {
     if (i >= a.choices) return a.experts;
     i64 e = i64(reinterpret_cast<const i32*>(a.index)[i]) - a.first;
     return e >= 0 && e < i64(a.experts) ? u32(e) : a.experts;
@@ -45,7 +39,7 @@ template <class T> __device__ __forceinline__ T sum_before(T x, T* shared, T& to
     return before + sum - x;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) sort_count(const SortArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) sort_count(const ExpertSortArgs a) {
     extern __shared__ u32 bins[];
     u32 e[ITEMS];
 #pragma unroll
@@ -61,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_count(const SortArgs 
 }
 
 // A block has 32 experts, one to a lane; its 32 warps have neighbouring tiles.
-extern "C" __global__ void __launch_bounds__(1024) sort_scan(const SortArgs a) {
+extern "C" __global__ void __launch_bounds__(1024) sort_scan(const ExpertSortArgs a) {
     __shared__ u32 sums[32][32];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5, e = blockIdx.x * 32 + lane;
     const bool live = e < a.experts;
@@ -85,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(1024) sort_scan(const SortArgs a) {
 }
 
 // Blocks past the tiles, where there are more rows than choices, mark rows of nobody only.
-extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const SortArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const ExpertSortArgs a) {
     // u32 [WARPS, experts]: choices of a warp, then the row of the warp's next. Behind them [experts]: first rows.
     extern __shared__ u32 bins[];
     __shared__ u32 scratch[WARPS];
@@ -157,15 +151,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) sort_place(const SortArgs 
     for (i64 r = i64(end) + blockIdx.x * THREADS + threadIdx.x; r < a.n; r += i64(gridDim.x) * THREADS) source[r] = -1;
 }
 
-struct ChunkArgs {
-    // i64 [count + 1] twice: first rows of chunks as they come, and as they go.
-    u64 sizes, order, starts, source, back;
-    i64 n;
-    u32 count, pad;
-};
 
 // One block: both prefixes.
-extern "C" __global__ void __launch_bounds__(1024) chunk_starts(const ChunkArgs a) {
+extern "C" __global__ void __launch_bounds__(1024) chunk_starts(const ChunkMapArgs a) {
     __shared__ i64 scratch[32];
     const i32* sizes = reinterpret_cast<const i32*>(a.sizes);
     const i32* order = reinterpret_cast<const i32*>(a.order);
@@ -185,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(1024) chunk_starts(const ChunkArgs 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) chunk_rows(const ChunkArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) chunk_rows(const ChunkMapArgs a) {
     const i64 r = i64(blockIdx.x) * THREADS + threadIdx.x;
     if (r >= a.n) return;
     i32* source = reinterpret_cast<i32*>(a.source);
@@ -211,14 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) chunk_rows(const ChunkArgs
 // Dense maps: tiles of PAD_ROWS rows, 32 columns to a block.
 constexpr int PAD_ROWS = 128;
 
-struct PadArgs {
-    // u8 [tokens, experts], u32 [tiles, experts]: ones in a tile.
-    u64 map, ones;
-    i64 tokens, experts;
-    u32 align, tile_count;
-};
 
-extern "C" __global__ void __launch_bounds__(THREADS) pad_count(const PadArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) pad_count(const PadMapArgs a) {
     __shared__ u32 sums[WARPS][32];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 e = i64(blockIdx.y) * 32 + lane, first = i64(blockIdx.x) * PAD_ROWS;
@@ -236,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) pad_count(const PadArgs a)
     reinterpret_cast<u32*>(a.ones)[i64(blockIdx.x) * a.experts + e] = sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) pad_fill(const PadArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) pad_fill(const PadMapArgs a) {
     __shared__ u32 sums[2][WARPS][32];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i64 e = i64(blockIdx.y) * 32 + lane, first = i64(blockIdx.x) * PAD_ROWS;

@@ -1,5 +1,6 @@
 //! Maps of rows on a card: the sort of choices, chunks in another order, dense maps.
 
+use super::args::kernel_args;
 use super::grid::{blocks, line};
 use super::{CudaKernels, Kernel, LaunchConfig};
 use crate::RowMap;
@@ -15,50 +16,64 @@ const PAD_ROWS: usize = 128;
 /// Experts whose counts, one for each warp, fit in a block's shared memory on every card.
 const MAX_EXPERTS: usize = 4096;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SortArgs {
-    index: u64,
-    offsets: u64,
-    counts: u64,
-    rows: u64,
-    source: u64,
-    tiles: u64,
-    choices: i64,
-    n: i64,
-    first: i64,
-    experts: u32,
-    tile_count: u32,
-    align: u32,
-    pad: u32,
-}
+kernel_args! {
+    header "args/permute_maps.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ChunkArgs {
-    sizes: u64,
-    order: u64,
-    starts: u64,
-    source: u64,
-    back: u64,
-    n: i64,
-    count: u32,
-    pad: u32,
-}
+    /// Stable counting sort of choices by expert.
+    struct ExpertSortArgs {
+        /// i32 `[choices]`: the expert of each choice.
+        index: u64,
+        /// i32 `[experts + 1]` and i32 `[experts]`: first row and number of rows of each expert.
+        offsets: u64,
+        counts: u64,
+        /// i32 `[choices]`: the row of each choice, or -1.
+        rows: u64,
+        /// i32 `[n]`: the choice of each row, or -1.
+        source: u64,
+        /// u32 `[tiles, experts]`: how many choices of each expert a tile holds; then how many the tiles before it hold.
+        tiles: u64,
+        choices: i64,
+        /// Rows.
+        n: i64,
+        /// Number of the first expert.
+        first: i64,
+        experts: u32,
+        tile_count: u32,
+        /// First rows of experts are multiples of it.
+        align: u32,
+        pad: u32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct PadArgs {
-    map: u64,
-    ones: u64,
-    tokens: i64,
-    experts: i64,
-    align: u32,
-    tile_count: u32,
+    /// Row maps that put chunks of rows into another order.
+    struct ChunkMapArgs {
+        /// i32 `[count]`: rows of each chunk, and the chunks in their new order.
+        sizes: u64,
+        order: u64,
+        /// i64 `[2, count + 1]`: first rows of chunks before and after.
+        starts: u64,
+        /// i32 `[n]`: where each new row comes from, and where each old row goes.
+        source: u64,
+        back: u64,
+        n: i64,
+        count: u32,
+        pad: u32,
+    }
+
+    /// Pads a dense routing map, so that every expert's tokens are a multiple of `align`.
+    struct PadMapArgs {
+        /// u8 `[tokens, experts]`.
+        map: u64,
+        /// u32 `[tiles, experts]`: ones in a tile.
+        ones: u64,
+        tokens: i64,
+        experts: i64,
+        align: u32,
+        tile_count: u32,
+    }
 }
 
 fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "permute_maps", name }
+    Kernel::new("permute_maps", name)
 }
 
 /// An alignment as kernels count it. Beyond what i32 counts, any gives the same: the first row, or none.
@@ -91,7 +106,7 @@ impl CudaKernels {
         let args = [read(index), write(offsets), write(counts), write(rows), write(source), write(&held)];
         s.launch(OP, &args, |l| {
             let n = source.numel();
-            let a = SortArgs {
+            let a = ExpertSortArgs {
                 index: l.address(0)?,
                 offsets: l.address(1)?,
                 counts: l.address(2)?,
@@ -136,7 +151,7 @@ impl CudaKernels {
         let starts = Tensor::empty(s, &[2, count as usize + 1], DType::I64, Category::Workspace)?;
         let args = [read(from[0]), read(from[1]), write(source), write(back), write(&starts)];
         s.launch(OP, &args, |l| {
-            let a = ChunkArgs {
+            let a = ChunkMapArgs {
                 sizes: l.address(0)?,
                 order: l.address(1)?,
                 starts: l.address(4)?,
@@ -161,7 +176,7 @@ impl CudaKernels {
         }
         let ones = Tensor::empty(s, &[tiles, experts], DType::I32, Category::Workspace)?;
         s.launch(OP, &[write(map), write(&ones)], |l| {
-            let a = PadArgs {
+            let a = PadMapArgs {
                 map: l.address(0)?,
                 ones: l.address(1)?,
                 tokens: tokens as i64,

@@ -1,16 +1,6 @@
 // Rows of bytes sorted by expert, the other way round. One block: 128 rows, 128 bytes of each.
-
-struct TransposeRowsArgs {
-    u64 x, source, out;
-    // Bytes of a row of x, and of one of the result.
-    i64 width, pitch;
-    // Rows of all experts, and of the result; choices of a token, and of all.
-    i32 n, columns;
-    u32 k, choices;
-    // Blocks along the columns.
-    u32 across;
-    u32 vectorized, vectorized_out, pad;
-};
+#include "args/permute.cuh"
+#include "quant/transpose.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) transpose_rows(const TransposeRowsArgs a) {
     __shared__ alignas(16) uint2 tile[TILE * UNITS];

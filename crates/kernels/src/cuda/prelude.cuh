@@ -2,6 +2,7 @@
 //
 // Every kernel takes one struct by value, mirrored field for field by a #[repr(C)] struct in the .rs file beside
 // its source: 64-bit fields first, then 32-bit ones, so that neither side has padding to disagree about.
+#pragma once
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -9,54 +10,79 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
+static_assert(sizeof(u32) == 4 && sizeof(i32) == 4 && sizeof(float) == 4, "32 bits");
+static_assert(sizeof(u64) == 8 && sizeof(i64) == 8 && sizeof(double) == 8, "64 bits");
 
-// A bf16 number: the upper half of an f32. Where HALF is defined all of them are f16 numbers: so every source is one of f16
-// kernels, too, under the names of the bf16 ones.
+// 16-bit floating-point numbers: bf16 is the upper half of an f32, f16 is IEEE's half.
 struct alignas(2) bf16 {
     u16 bits;
 };
+struct alignas(2) f16 {
+    u16 bits;
+};
+
+// The 16-bit type of a source that is compiled for bf16 and, as its f16 variant, for f16 (`Variant` of sources.rs).
+//   ELEMENT_PTX                its name in PTX instructions
+//   ELEMENT_NAME(kernel)       the kernel's name with the type's
+//   FOR_ELEMENT(KERNELS)       KERNELS(type, name) for it
+//   FOR_EACH_TYPE(KERNELS)     the same; f32 kernels belong to the base variant, which has both
+#ifdef ELEMENT_F16
+typedef f16 element;
+#define ELEMENT_PTX "f16"
+#define ELEMENT_NAME(kernel) kernel##_f16
+#define FOR_ELEMENT(KERNELS) KERNELS(f16, f16)
+#define FOR_EACH_TYPE(KERNELS) KERNELS(f16, f16)
+#else
+typedef bf16 element;
+#define ELEMENT_PTX "bf16"
+#define ELEMENT_NAME(kernel) kernel##_bf16
+#define FOR_ELEMENT(KERNELS) KERNELS(bf16, bf16)
+#define FOR_EACH_TYPE(KERNELS) KERNELS(float, f32) KERNELS(bf16, bf16)
+#endif
 
 __device__ __forceinline__ float to_f32(float x) { return x; }
-#ifdef ELEMENT_F16
-__device__ __forceinline__ float to_f32(bf16 x) {
+__device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
+__device__ __forceinline__ float to_f32(f16 x) {
     float y;
     asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
     return y;
 }
-#else
-__device__ __forceinline__ float to_f32(bf16 x) { return __uint_as_float(u32(x.bits) << 16); }
-#endif
 
+// Rounds to nearest even; NaN stays NaN, and what overflows becomes infinite.
 template <class T> __device__ __forceinline__ T from_f32(float x);
 template <> __device__ __forceinline__ float from_f32<float>(float x) { return x; }
-// Round to nearest even; NaN stays NaN, and what is beyond all numbers is infinite.
-#ifdef ELEMENT_F16
-#define ELEMENT_PTX "f16"
-// Instances that have nothing to do with f16.
-#define NOT_F16(...)
-#else
-#define ELEMENT_PTX "bf16"
-#define NOT_F16(...) __VA_ARGS__
-#endif
 template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) {
     bf16 y;
-    asm("cvt.rn." ELEMENT_PTX ".f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+    return y;
+}
+template <> __device__ __forceinline__ f16 from_f32<f16>(float x) {
+    f16 y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
     return y;
 }
 
-// Two numbers in one register: `low` first in memory.
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+// Two 16-bit numbers in one register, `low` first in memory.
+template <class E> __device__ __forceinline__ u32 pack_pair(float low, float high);
+template <> __device__ __forceinline__ u32 pack_pair<bf16>(float low, float high) {
     u32 r;
-    asm("cvt.rn." ELEMENT_PTX "x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
     return r;
 }
-#ifdef ELEMENT_F16
-__device__ __forceinline__ float low_bf16(u32 pair) { return to_f32(bf16{u16(pair)}); }
-__device__ __forceinline__ float high_bf16(u32 pair) { return to_f32(bf16{u16(pair >> 16)}); }
-#else
-__device__ __forceinline__ float low_bf16(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high_bf16(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-#endif
+template <> __device__ __forceinline__ u32 pack_pair<f16>(float low, float high) {
+    u32 r;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+template <class E> __device__ __forceinline__ float low_of(u32 pair);
+template <class E> __device__ __forceinline__ float high_of(u32 pair);
+template <> __device__ __forceinline__ float low_of<bf16>(u32 pair) { return __uint_as_float(pair << 16); }
+template <> __device__ __forceinline__ float high_of<bf16>(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+template <> __device__ __forceinline__ float low_of<f16>(u32 pair) { return to_f32(f16{u16(pair)}); }
+template <> __device__ __forceinline__ float high_of<f16>(u32 pair) { return to_f32(f16{u16(pair >> 16)}); }
+__device__ __forceinline__ u32 pack_bf16(float low, float high) { return pack_pair<bf16>(low, high); }
+__device__ __forceinline__ float low_bf16(u32 pair) { return low_of<bf16>(pair); }
+__device__ __forceinline__ float high_bf16(u32 pair) { return high_of<bf16>(pair); }
 
 // Elements of T in one 16-byte access.
 template <class T> struct VecWidth {
@@ -87,9 +113,9 @@ __device__ __forceinline__ void unpack(const Packed<float>& p, float (&to)[4]) {
 #pragma unroll
     for (int i = 0; i < 4; i++) to[i] = __uint_as_float(p.word[i]);
 }
-__device__ __forceinline__ void unpack(const Packed<bf16>& p, float (&to)[8]) {
+template <class E> __device__ __forceinline__ void unpack(const Packed<E>& p, float (&to)[8]) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) to[2 * i] = low_bf16(p.word[i]), to[2 * i + 1] = high_bf16(p.word[i]);
+    for (int i = 0; i < 4; i++) to[2 * i] = low_of<E>(p.word[i]), to[2 * i + 1] = high_of<E>(p.word[i]);
 }
 __device__ __forceinline__ Packed<float> pack(const float (&from)[4]) {
     Packed<float> p;
@@ -97,10 +123,10 @@ __device__ __forceinline__ Packed<float> pack(const float (&from)[4]) {
     for (int i = 0; i < 4; i++) p.word[i] = __float_as_uint(from[i]);
     return p;
 }
-__device__ __forceinline__ Packed<bf16> pack(const float (&from)[8]) {
-    Packed<bf16> p;
+__device__ __forceinline__ Packed<element> pack(const float (&from)[8]) {
+    Packed<element> p;
 #pragma unroll
-    for (int i = 0; i < 4; i++) p.word[i] = pack_bf16(from[2 * i], from[2 * i + 1]);
+    for (int i = 0; i < 4; i++) p.word[i] = pack_pair<element>(from[2 * i], from[2 * i + 1]);
     return p;
 }
 
@@ -114,13 +140,13 @@ template <class T> __device__ __forceinline__ void opaque(Packed<T>& p) {
 __device__ __forceinline__ void shift_in(Packed<float>& p, float x) {
     p.word[0] = p.word[1], p.word[1] = p.word[2], p.word[2] = p.word[3], p.word[3] = __float_as_uint(x);
 }
-__device__ __forceinline__ void shift_in(Packed<bf16>& p, bf16 x) {
+template <class E> __device__ __forceinline__ void shift_in(Packed<E>& p, E x) {
 #pragma unroll
     for (int i = 0; i < 3; i++) p.word[i] = __funnelshift_r(p.word[i], p.word[i + 1], 16);
     p.word[3] = __funnelshift_r(p.word[3], x.bits, 16);
 }
 __device__ __forceinline__ float first_of(const Packed<float>& p) { return __uint_as_float(p.word[0]); }
-__device__ __forceinline__ bf16 first_of(const Packed<bf16>& p) { return {u16(p.word[0])}; }
+template <class E> __device__ __forceinline__ E first_of(const Packed<E>& p) { return {u16(p.word[0])}; }
 template <class T> __device__ __forceinline__ Packed<T> load_guarded(const T* row, i32 at, i32 width, bool vectorized) {
     constexpr int V = VecWidth<T>::count;
     if (vectorized && at + V <= width) return *reinterpret_cast<const Packed<T>*>(row + at);
@@ -184,11 +210,3 @@ enum Fault : u32 { FAULT_ID = 1, FAULT_LABEL = 2 };
 __device__ __forceinline__ void fault(u64 word, u32 code) { *reinterpret_cast<volatile u32*>(word) = code; }
 
 // Rows (the last axis) of a strided tensor: row r starts at (r / inner)·outer_stride + (r % inner)·inner_stride.
-struct Rows {
-    i64 outer_stride;
-    i64 inner_stride;
-    i64 inner;
-    __device__ __forceinline__ i64 start(i64 r) const {
-        return inner == 1 ? r * outer_stride : (r / inner) * outer_stride + (r % inner) * inner_stride;
-    }
-};

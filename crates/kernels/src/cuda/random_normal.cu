@@ -1,5 +1,7 @@
 // Normal values of a random stream. The arithmetic is that of normal.rs, line by line: f64, every operation rounded by
 // itself (the _rn forms are never joined into one), so that both give the same bits. The reasons are there.
+#include "args/random_normal.cuh"
+#include "philox.cuh"
 
 constexpr int THREADS = 256;
 
@@ -54,7 +56,7 @@ __device__ __forceinline__ void sincos_2pi(u32 b, double& cosine, double& sine) 
 // One block of four words of a row whose first value is number `start` of the stream, `group` counted from the block that one is
 // in; those of its four values that are inside the row are written.
 __device__ __forceinline__ void
-draw(const RandomStream& stream, u64 start, u64 group, double std, i64 width, float* row) {
+draw(const PhiloxStream& stream, u64 start, u64 group, double std, i64 width, float* row) {
     u64 block = start / 4 + group;
     // The column of the block's first value: before the row where the row begins inside the block.
     i64 column = i64(4 * block - start);
@@ -79,14 +81,6 @@ draw(const RandomStream& stream, u64 start, u64 group, double std, i64 width, fl
         if (column + i >= 0 && column + i < width) to[i] = values[i];
 }
 
-struct NormalArgs {
-    u64 out;
-    u64 first, stride;
-    i64 rows, width;
-    i64 groups; // blocks of four words that a row of the result can touch
-    double std;
-    RandomStream stream;
-};
 
 // out[r, c] = std·z, z being value first + r·stride + c of the stream. A thread has one block of four words of a row.
 extern "C" __global__ void __launch_bounds__(THREADS) normal_f32(const NormalArgs p) {
@@ -97,11 +91,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) normal_f32(const NormalArg
     draw(p.stream, p.first + row * p.stride, at - row * u64(p.groups), p.std, p.width, to);
 }
 
-struct NormalRowsArgs {
-    u64 out, numbers; // i32 [rows]
-    i64 rows, width, groups;
-    RandomStream stream;
-};
 
 // out[r, c] = value numbers[r]·width + c of the stream.
 extern "C" __global__ void __launch_bounds__(THREADS) normal_rows_f32(const NormalRowsArgs p) {

@@ -1,6 +1,8 @@
 //! Normal values on a card.
 
+use super::args::kernel_args;
 use super::grid::{blocks, line};
+use super::philox::PhiloxStream;
 use super::{CudaKernels, Kernel};
 use crate::elementwise::check_normal;
 use crate::philox::RandomStream;
@@ -11,30 +13,32 @@ use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 /// As in normal.cu.
 const THREADS: usize = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct NormalArgs {
-    out: u64,
-    first: u64,
-    stride: u64,
-    rows: i64,
-    width: i64,
-    groups: i64,
-    std: f64,
-    key: [u32; 2],
-    lane: [u32; 2],
-}
+kernel_args! {
+    header "args/random_normal.cuh", includes ["args/philox.cuh"];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct NormalRowsArgs {
-    out: u64,
-    numbers: u64,
-    rows: i64,
-    width: i64,
-    groups: i64,
-    key: [u32; 2],
-    lane: [u32; 2],
+    /// out[r, c] = std·z, z being normal value first + r·stride + c of the stream.
+    struct NormalArgs {
+        out: u64,
+        first: u64,
+        stride: u64,
+        rows: i64,
+        width: i64,
+        /// Blocks of four words that a row can touch.
+        groups: i64,
+        std: f64,
+        stream: PhiloxStream,
+    }
+
+    /// out[r, c] = normal value numbers[r]·width + c of the stream.
+    struct NormalRowsArgs {
+        out: u64,
+        /// i32 `[rows]`.
+        numbers: u64,
+        rows: i64,
+        width: i64,
+        groups: i64,
+        stream: PhiloxStream,
+    }
 }
 
 /// Blocks of four words that a row can touch: it may begin with the last value of a block.
@@ -58,11 +62,10 @@ impl CudaKernels {
                 width: width as i64,
                 groups: groups as i64,
                 std,
-                key: stream.key,
-                lane: stream.lane,
+                stream: stream.into(),
             };
             let grid = line(blocks(OP, rows * groups, THREADS)?, THREADS as u32);
-            self.launch_kernel(l, Kernel { source: "random_normal", name: "normal_f32" }, grid, &args)
+            self.launch_kernel(l, Kernel::new("random_normal", "normal_f32"), grid, &args)
         })
     }
 
@@ -76,7 +79,7 @@ impl CudaKernels {
     ) -> Result<()> {
         const OP: &str = "fill_normal_logits";
         let [rows, width] = check::normal(OP, numbers, out)?;
-        let (groups, RandomStream { key, lane }) = (groups(width), RandomStream::routing(key));
+        let (groups, stream) = (groups(width), RandomStream::routing(key).into());
         s.launch(OP, &[read(numbers), write(out)], |l| {
             let args = NormalRowsArgs {
                 out: l.address(1)?,
@@ -84,11 +87,10 @@ impl CudaKernels {
                 rows: rows as i64,
                 width: width as i64,
                 groups: groups as i64,
-                key,
-                lane,
+                stream,
             };
             let grid = line(blocks(OP, rows * groups, THREADS)?, THREADS as u32);
-            self.launch_kernel(l, Kernel { source: "random_normal", name: "normal_rows_f32" }, grid, &args)
+            self.launch_kernel(l, Kernel::new("random_normal", "normal_rows_f32"), grid, &args)
         })
     }
 }

@@ -1,14 +1,10 @@
 // Sums of columns and dot products, in two steps: over parts, then over what the parts gave. Both orders follow from
 // the shape alone.
+#include "args/reduce.cuh"
+#include "vec.cuh"
 
 constexpr int THREADS = 256;
 
-struct ColumnArgs {
-    u64 x, out;
-    i64 rows, n, stride, part_rows;
-    u32 accumulate;
-    u32 vectorized;
-};
 
 constexpr int WARPS = THREADS / 32;
 // Rows of a warp that are on their way together.
@@ -62,8 +58,9 @@ template <class T> __device__ __forceinline__ void column_parts(const ColumnArgs
         out[to] = total;
     }
 }
-extern "C" __global__ void __launch_bounds__(THREADS) column_parts_f32(const ColumnArgs p) { column_parts<float>(p); }
-extern "C" __global__ void __launch_bounds__(THREADS) column_parts_bf16(const ColumnArgs p) { column_parts<bf16>(p); }
+#define COLUMN_PARTS(T, NAME) \
+    extern "C" __global__ void __launch_bounds__(THREADS) column_parts_##NAME(const ColumnArgs p) { column_parts<T>(p); }
+FOR_EACH_TYPE(COLUMN_PARTS)
 
 // out (+)= Σ over the rows of x f32 [rows, n]: 32 columns in a block, each warp a share of the rows.
 extern "C" __global__ void __launch_bounds__(1024) column_total(const ColumnArgs p) {
@@ -86,12 +83,6 @@ extern "C" __global__ void __launch_bounds__(1024) column_total(const ColumnArgs
     *out = p.accumulate ? *out + total : total;
 }
 
-struct DotArgs {
-    u64 a, b, out;
-    i64 n;
-    u32 vectorized;
-    u32 pad;
-};
 
 // Elements whose products one block adds up.
 constexpr int DOT_PART = 16 * THREADS;

@@ -1,5 +1,6 @@
 //! Sums of columns and dot products.
 
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::checks::{dtypes, same_contiguous};
@@ -17,31 +18,35 @@ const MAX_PARTS: usize = 128;
 const FEW: usize = 1024;
 
 fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "reduce", name }
+    Kernel::new("reduce", name)
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-pub(super) struct ColumnArgs {
-    pub(super) x: u64,
-    pub(super) out: u64,
-    pub(super) rows: i64,
-    pub(super) n: i64,
-    pub(super) stride: i64,
-    pub(super) part_rows: i64,
-    pub(super) accumulate: u32,
-    pub(super) vectorized: u32,
-}
+kernel_args! {
+    header "args/reduce.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DotArgs {
-    a: u64,
-    b: u64,
-    out: u64,
-    n: i64,
-    vectorized: u32,
-    pad: u32,
+    /// Column sums of `[rows, n]`.
+    pub(super) struct ColumnArgs {
+        pub(super) x: u64,
+        /// f32: `[parts, n]`, or `[n]`.
+        pub(super) out: u64,
+        pub(super) rows: i64,
+        pub(super) n: i64,
+        pub(super) stride: i64,
+        /// Rows of a part.
+        pub(super) part_rows: i64,
+        pub(super) accumulate: u32,
+        pub(super) vectorized: u32,
+    }
+
+    /// A dot product of f32 in f64.
+    struct DotArgs {
+        a: u64,
+        b: u64,
+        out: u64,
+        n: i64,
+        vectorized: u32,
+        pad: u32,
+    }
 }
 
 impl CudaKernels {

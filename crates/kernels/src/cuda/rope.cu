@@ -1,15 +1,9 @@
 // Rotary position embedding, in place on heads: (u, v) → (u·cos a − v·sin a, v·cos a + u·sin a).
 // A token whose position is outside the tables is reported and left as it is.
+#include "args/rope.cuh"
 
 enum Flag : u32 { INVERSE = 1, VECTORIZED = 2, VECTORIZED_TABLES = 4 };
 
-struct RopeArgs {
-    u64 x, cos, sin, positions, fault;
-    i64 tokens, token_stride, head_stride;
-    // Rows of the tables; heads; pairs of a head; chunks of pairs in a head; groups of heads in a token.
-    i32 places, heads, half, chunks, groups;
-    u32 lanes, flags, unused;
-};
 
 __device__ __forceinline__ void rotate(float& u, float& v, float c, float s) {
     const float a = u * c - v * s;
@@ -36,38 +30,33 @@ __device__ __forceinline__ i64 divide(i64 n, i32 by, i32& rest) {
 }
 
 // Four numbers of a row of `width`: 8 or 16 bytes.
-template <class T> __device__ __forceinline__ void read4(const T* row, i32 at, i32 width, bool vectorized, float (&to)[4]);
-template <>
-__device__ __forceinline__ void read4<float>(const float* row, i32 at, i32 width, bool vectorized, float (&to)[4]) {
-    unpack(load_guarded(row, at, width, vectorized), to);
-}
-template <>
-__device__ __forceinline__ void read4<bf16>(const bf16* row, i32 at, i32 width, bool vectorized, float (&to)[4]) {
+template <class E>
+__device__ __forceinline__ void read4(const E* row, i32 at, i32 width, bool vectorized, float (&to)[4]) {
     if (vectorized && at + 4 <= width) {
         const u64 four = *reinterpret_cast<const u64*>(row + at);
-        to[0] = low_bf16(u32(four)), to[1] = high_bf16(u32(four));
-        to[2] = low_bf16(u32(four >> 32)), to[3] = high_bf16(u32(four >> 32));
+        to[0] = low_of<E>(u32(four)), to[1] = high_of<E>(u32(four));
+        to[2] = low_of<E>(u32(four >> 32)), to[3] = high_of<E>(u32(four >> 32));
         return;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) to[i] = at + i < width ? to_f32(row[at + i]) : 0.0f;
 }
-template <class T>
-__device__ __forceinline__ void write4(T* row, i32 at, i32 width, bool vectorized, const float (&from)[4]);
-template <>
-__device__ __forceinline__ void write4<float>(float* row, i32 at, i32 width, bool vectorized, const float (&from)[4]) {
-    store_guarded(row, at, width, vectorized, pack(from));
+__device__ __forceinline__ void read4(const float* row, i32 at, i32 width, bool vectorized, float (&to)[4]) {
+    unpack(load_guarded(row, at, width, vectorized), to);
 }
-template <>
-__device__ __forceinline__ void write4<bf16>(bf16* row, i32 at, i32 width, bool vectorized, const float (&from)[4]) {
+template <class E>
+__device__ __forceinline__ void write4(E* row, i32 at, i32 width, bool vectorized, const float (&from)[4]) {
     if (vectorized && at + 4 <= width) {
         *reinterpret_cast<u64*>(row + at) =
-            u64(pack_bf16(from[0], from[1])) | u64(pack_bf16(from[2], from[3])) << 32;
+            u64(pack_pair<E>(from[0], from[1])) | u64(pack_pair<E>(from[2], from[3])) << 32;
         return;
     }
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        if (at + i < width) row[at + i] = from_f32<bf16>(from[i]);
+        if (at + i < width) row[at + i] = from_f32<E>(from[i]);
+}
+__device__ __forceinline__ void write4(float* row, i32 at, i32 width, bool vectorized, const float (&from)[4]) {
+    store_guarded(row, at, width, vectorized, pack(from));
 }
 
 #define HEADS 4
@@ -209,5 +198,4 @@ template <class T> __device__ __forceinline__ void rope_across_long(const RopeAr
         rope_across_long<T>(a);                                                                                   \
     }
 
-NOT_F16(KERNELS(float, f32))
-KERNELS(bf16, bf16)
+FOR_EACH_TYPE(KERNELS)

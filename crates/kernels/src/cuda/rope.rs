@@ -1,3 +1,4 @@
+use super::args::kernel_args;
 use super::row_grid::{blocks, columns, rows_aligned16, vec_width};
 use super::{CudaKernels, LaunchConfig, typed};
 use crate::{Rope, RopeKernels, RopeStyle};
@@ -14,25 +15,35 @@ const ACROSS: usize = 128;
 /// Most pairs of a head that a block moves through its shared memory, 8 bytes each.
 const ACROSS_LONG: usize = 12 << 10;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RopeArgs {
-    x: u64,
-    cos: u64,
-    sin: u64,
-    positions: u64,
-    fault: u64,
-    tokens: i64,
-    token_stride: i64,
-    head_stride: i64,
-    places: i32,
-    heads: i32,
-    half: i32,
-    chunks: i32,
-    groups: i32,
-    lanes: u32,
-    flags: u32,
-    unused: u32,
+kernel_args! {
+    header "args/rope.cuh", includes [];
+
+    /// Rotary position embedding, in place.
+    struct RopeArgs {
+        x: u64,
+        /// f32 `[places, half]`.
+        cos: u64,
+        sin: u64,
+        /// i32 `[tokens]`.
+        positions: u64,
+        fault: u64,
+        tokens: i64,
+        token_stride: i64,
+        head_stride: i64,
+        /// Rows of the tables.
+        places: i32,
+        heads: i32,
+        /// Pairs of channels of a head.
+        half: i32,
+        /// Chunks of pairs of a head, and groups of heads of a token.
+        chunks: i32,
+        groups: i32,
+        /// Threads that share a head.
+        lanes: u32,
+        /// `Flag` of rope.cu.
+        flags: u32,
+        pad: u32,
+    }
 }
 
 impl RopeKernels for CudaKernels {
@@ -89,7 +100,7 @@ impl RopeKernels for CudaKernels {
                 groups: columns(OP, groups)?,
                 lanes,
                 flags: if r.inverse { INVERSE } else { 0 },
-                unused: 0,
+                pad: 0,
             };
             // The second half starts `half` channels on; interleaved pairs have no second half.
             let split = r.style == RopeStyle::Interleaved || half.is_multiple_of(chunk);

@@ -1,20 +1,11 @@
 // A weighted bias of rows by segment. Segment e is counts[e] rows from offsets[e]; offsets ascend.
-
-struct BiasArgs {
-    // bias [experts, width], weights f32 [rows], y or dy [rows, width], dweights f32 [rows]
-    u64 offsets, counts, bias, weights, y, dweights;
-    // dbias f32 [experts, width]; f32 [parts + experts, width]: sums of parts of the rows.
-    u64 dbias, parts;
-    i64 rows;
-    i32 width;
-    u32 experts, vectorized, accumulate, part_rows, pad;
-};
+#include "args/row_bias.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 
 // The last segment that starts at or before a row (empty ones before it start there too), or -1.
-__device__ __forceinline__ i32 segment_at(const BiasArgs& a, i64 row) {
+__device__ __forceinline__ i32 segment_at(const GroupedBiasArgs& a, i64 row) {
     const i32* offsets = reinterpret_cast<const i32*>(a.offsets);
     i32 low = -1, high = i32(a.experts);
     while (high - low > 1) {
@@ -24,12 +15,12 @@ __device__ __forceinline__ i32 segment_at(const BiasArgs& a, i64 row) {
     }
     return low;
 }
-__device__ __forceinline__ i64 segment_end(const BiasArgs& a, i32 e) {
+__device__ __forceinline__ i64 segment_end(const GroupedBiasArgs& a, i32 e) {
     return min(i64(reinterpret_cast<const i32*>(a.offsets)[e]) + reinterpret_cast<const i32*>(a.counts)[e], a.rows);
 }
 
 // The row of this warp and whose it is; -1 for nobody's and past the end.
-__device__ __forceinline__ i32 own_row(const BiasArgs& a, i64& row) {
+__device__ __forceinline__ i32 own_row(const GroupedBiasArgs& a, i64& row) {
     row = i64(blockIdx.x) * WARPS + (threadIdx.x >> 5);
     if (row >= a.rows) return -1;
     i32 e = segment_at(a, row);
@@ -37,7 +28,7 @@ __device__ __forceinline__ i32 own_row(const BiasArgs& a, i64& row) {
 }
 
 // y[r] += weights[r]·bias[e]
-template <class T> __device__ __forceinline__ void add_bias(const BiasArgs& a) {
+template <class T> __device__ __forceinline__ void add_bias(const GroupedBiasArgs& a) {
     constexpr int V = VecWidth<T>::count;
     i64 row;
     const i32 e = own_row(a, row);
@@ -63,7 +54,7 @@ template <class T> __device__ __forceinline__ void add_bias(const BiasArgs& a) {
 }
 
 // dweights[r] += <dy[r], bias[e]>
-template <class T> __device__ __forceinline__ void weight_gradient(const BiasArgs& a) {
+template <class T> __device__ __forceinline__ void weight_gradient(const GroupedBiasArgs& a) {
     constexpr int V = VecWidth<T>::count;
     i64 row;
     const i32 e = own_row(a, row);
@@ -88,7 +79,7 @@ constexpr int AHEAD = 4;
 
 // Block (b, c): the sums of weights[r]·dy[r] over rows b·part_rows.. in the columns of c, for each segment e that has rows there,
 // to row b + e of `parts`. Parts and segments both ascend, so that no two pairs of them have one sum.
-template <class T> __device__ __forceinline__ void bias_parts(const BiasArgs& a, float (*sums)[32 * VecWidth<T>::count]) {
+template <class T> __device__ __forceinline__ void bias_parts(const GroupedBiasArgs& a, float (*sums)[32 * VecWidth<T>::count]) {
     constexpr int V = VecWidth<T>::count;
     const i32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const i32 base = i32(blockIdx.y) * 32 * V, at = base + lane * V;
@@ -142,7 +133,7 @@ template <class T> __device__ __forceinline__ void bias_parts(const BiasArgs& a,
 }
 
 // Block (e, c): dbias[e] (+)= the parts of its rows, in order, one column to a thread.
-extern "C" __global__ void __launch_bounds__(THREADS) row_bias_join(const BiasArgs a) {
+extern "C" __global__ void __launch_bounds__(THREADS) row_bias_join(const GroupedBiasArgs a) {
     const i32 e = blockIdx.x, column = i32(blockIdx.y) * THREADS + threadIdx.x;
     if (column >= a.width) return;
     const i64 first = max(i64(reinterpret_cast<const i32*>(a.offsets)[e]), i64(0)), last = segment_end(a, e);
@@ -158,11 +149,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) row_bias_join(const BiasAr
 }
 
 #define KERNELS(T, NAME)                                                                                           \
-    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_add_##NAME(const BiasArgs a) { add_bias<T>(a); } \
-    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_weights_##NAME(const BiasArgs a) {              \
+    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_add_##NAME(const GroupedBiasArgs a) { add_bias<T>(a); } \
+    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_weights_##NAME(const GroupedBiasArgs a) {              \
         weight_gradient<T>(a);                                                                                     \
     }                                                                                                              \
-    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_parts_##NAME(const BiasArgs a) {                \
+    extern "C" __global__ void __launch_bounds__(THREADS) row_bias_parts_##NAME(const GroupedBiasArgs a) {                \
         __shared__ float sums[WARPS][32 * VecWidth<T>::count];                                                         \
         bias_parts<T>(a, sums);                                                                                    \
     }

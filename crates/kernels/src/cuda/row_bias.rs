@@ -1,5 +1,6 @@
 //! A weighted bias of rows by segment.
 
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
@@ -14,32 +15,48 @@ const WARPS: usize = THREADS as usize / 32;
 const PART_ROWS: usize = 64;
 const MAX_PARTS: usize = 512;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct BiasArgs {
-    offsets: u64,
-    counts: u64,
-    bias: u64,
-    weights: u64,
-    y: u64,
-    dweights: u64,
-    dbias: u64,
-    parts: u64,
-    rows: i64,
-    width: i32,
-    experts: u32,
-    vectorized: u32,
-    accumulate: u32,
-    part_rows: u32,
-    pad: u32,
+kernel_args! {
+    header "args/row_bias.cuh", includes [];
+
+    /// Weighted bias of each segment's rows, and its gradient.
+    struct GroupedBiasArgs {
+        /// i32 `[experts + 1]` and i32 `[experts]`: segments, ascending.
+        offsets: u64,
+        counts: u64,
+        /// `[experts, width]`.
+        bias: u64,
+        /// f32 `[rows]`.
+        weights: u64,
+        /// y, or dy: `[rows, width]`.
+        y: u64,
+        /// f32 `[rows]`, added to.
+        dweights: u64,
+        /// f32 `[experts, width]`.
+        dbias: u64,
+        /// f32 `[parts + experts, width]`: partial sums.
+        parts: u64,
+        rows: i64,
+        width: i32,
+        experts: u32,
+        vectorized: u32,
+        accumulate: u32,
+        /// Rows of a part.
+        part_rows: u32,
+        pad: u32,
+    }
 }
 
-impl BiasArgs {
+impl GroupedBiasArgs {
     /// Of a launch whose first arguments are the segments, the bias, the weights and the rows.
-    fn new(op: &'static str, l: &Launch, dtype: DType, [rows, n, experts]: [usize; 3]) -> Result<BiasArgs> {
+    fn new(
+        op: &'static str,
+        l: &Launch,
+        dtype: DType,
+        [rows, n, experts]: [usize; 3],
+    ) -> Result<GroupedBiasArgs> {
         let (bias, y) = (l.address(2)?, l.address(4)?);
         let whole = n.is_multiple_of(vec_width(dtype));
-        Ok(BiasArgs {
+        Ok(GroupedBiasArgs {
             offsets: l.address(0)?,
             counts: l.address(1)?,
             bias,
@@ -75,7 +92,7 @@ impl GroupedBiasKernels for CudaKernels {
         let args =
             [read(b.segments.offsets), read(b.segments.counts), read(b.bias), read(b.weights), write(y)];
         s.launch(OP, &args, |l| {
-            let a = BiasArgs::new(OP, l, y.dtype(), z)?;
+            let a = GroupedBiasArgs::new(OP, l, y.dtype(), z)?;
             self.launch_kernel(l, kernel, line(blocks(OP, z[0], WARPS)?, THREADS), &a)
         })
     }
@@ -107,11 +124,11 @@ impl GroupedBiasKernels for CudaKernels {
             write(dweights.unwrap_or(dbias)),
         ];
         s.launch(OP, &args[..if dweights.is_some() { 8 } else { 7 }], |l| {
-            let mut a = BiasArgs::new(OP, l, dtype, z)?;
+            let mut a = GroupedBiasArgs::new(OP, l, dtype, z)?;
             (a.dbias, a.parts) = (l.address(5)?, l.address(6)?);
             (a.accumulate, a.part_rows) = (accumulate.into(), each as u32);
             self.launch_kernel(l, sums, plane(OP, count, n.div_ceil(32 * vec_width(dtype)))?, &a)?;
-            let join = Kernel { source: "row_bias", name: "row_bias_join" };
+            let join = Kernel::new("row_bias", "row_bias_join");
             self.launch_kernel(l, join, plane(OP, experts, n.div_ceil(THREADS as usize))?, &a)?;
             if dweights.is_some() {
                 a.dweights = l.address(7)?;

@@ -1,13 +1,5 @@
 // One step of gradient descent with momentum.
-
-struct SgdArgs {
-    TensorEntry list[LIST];
-    u64 scalars;
-    u32 start[LIST];
-    u32 count;
-    float momentum, fresh;
-    u32 nesterov;
-};
+#include "multi_tensor.cuh"
 
 template <class P, class A> __device__ __forceinline__ void sgd(const SgdArgs& a) {
     const float* s = reinterpret_cast<const float*>(a.scalars);

@@ -1,4 +1,6 @@
 // Shared memory by its own addresses.
+#pragma once
+#include "prelude.cuh"
 
 // This thread's number, read anew each time: what is worked out from it need not be kept in registers all along.
 __device__ __forceinline__ int tid() {

@@ -1,36 +1,45 @@
-//! The kernel sources, inside the binary.
+//! The kernel sources, inside the binary: translation units, and the headers that they include.
 
-/// What every source starts with.
-pub(super) const PRELUDE: &str = include_str!("prelude.cuh");
+use super::args::ArgsHeader;
+use super::{
+    activation, attention, attention_merge, copy, elementwise, embedding, generic_gemm, grad_norm, grouped,
+};
+use super::{
+    loss, mla_keys, moe_elementwise, moments, multi_tensor, norm, optim, permute, permute_maps, philox, quant,
+};
+use super::{random_normal, reduce, rope, router, row_bias, tensor_map, weighted_activation};
+use std::borrow::Cow;
 
-/// A source: one module of kernels.
+/// A translation unit: one module of kernels.
 #[derive(Clone, Copy, Debug)]
 pub struct Source {
-    /// Name, as in `loss.cu`.
+    /// Path of the file without its extension: `attention/forward` is attention/forward.cu.
     pub name: &'static str,
     /// CUDA C++.
     pub text: &'static str,
-    /// Kernels (by the start of their names) that may run out of registers; all others say they never do.
+    /// Kernels, by the start of their names, that may spill registers; all others must not.
     pub may_spill: &'static [&'static str],
-    /// The only architecture it is for, if it uses instructions of one.
+    /// The only architecture it compiles for, if it uses instructions of one.
     pub only: Option<&'static str>,
-    /// What differs from the text itself.
+    /// What it is compiled for.
     pub variant: Variant,
+    /// Other variants that exist of it; they are compiled when one is first launched.
+    pub variants: &'static [Variant],
 }
 
 /// What a source is compiled for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Variant {
-    /// As it is written.
+    /// The text alone.
     Base,
-    /// With f16 numbers in the place of bf16.
+    /// The 16-bit `element` type is f16 instead of bf16.
     F16,
-    /// With weights of values, in attention, rounded to eight bits.
+    /// Attention probabilities are rounded to E4M3 before they multiply v.
     Fp8Probs,
 }
 
 impl Variant {
-    /// What comes before the text.
+    /// Preprocessor definitions before the text.
     pub(super) fn defines(self) -> &'static str {
         match self {
             Variant::Base => "",
@@ -38,444 +47,236 @@ impl Variant {
             Variant::Fp8Probs => "#define FP8_PROBS\n",
         }
     }
-}
 
-/// Sources that there are of f16, too: their own names, and as such. Variants are compiled when one is first asked for.
-const F16_SOURCES: &[(&str, &str)] = &[
-    ("activation", "activation.f16"),
-    ("adam", "adam.f16"),
-    ("adam_packed", "adam_packed.f16"),
-    ("attention_backward_keys", "attention_backward_keys.f16"),
-    ("attention_backward_queries", "attention_backward_queries.f16"),
-    ("attention_forward", "attention_forward.f16"),
-    ("attention_preprocess", "attention_preprocess.f16"),
-    ("reduce", "reduce.f16"),
-    ("elementwise", "elementwise.f16"),
-    ("embedding", "embedding.f16"),
-    ("mla_keys", "mla_keys.f16"),
-    ("loss", "loss.f16"),
-    ("attention_merge", "attention_merge.f16"),
-    ("norm_backward", "norm_backward.f16"),
-    ("norm_forward", "norm_forward.f16"),
-    ("gemm", "gemm.f16"),
-    ("rope", "rope.f16"),
-    ("sgd", "sgd.f16"),
-];
-
-/// Those of attention whose weights may have eight bits, likewise.
-const FP8_SOURCES: &[(&str, &str)] = &[
-    ("attention_forward", "attention_forward.fp8"),
-    ("attention_hopper_forward", "attention_hopper_forward.fp8"),
-    ("attention_hopper_forward_wide", "attention_hopper_forward_wide.fp8"),
-    ("attention_generic", "attention_generic.fp8"),
-];
-
-/// The same sources compiled for something else.
-pub fn variants() -> impl Iterator<Item = Source> {
-    let both = [(F16_SOURCES, Variant::F16), (FP8_SOURCES, Variant::Fp8Probs)];
-    both.into_iter().flat_map(|(list, variant)| {
-        list.iter().filter_map(move |(plain, name)| {
-            let found = SOURCES.iter().find(|s| s.name == *plain)?;
-            // One register, however many there are.
-            let may_spill: &[&str] =
-                if *plain == "activation" { &["gated_backward"] } else { found.may_spill };
-            Some(Source { name, variant, may_spill, ..*found })
-        })
-    })
-}
-
-/// The name of a source of attention with weights of eight bits.
-pub(super) fn fp8_source(source: &'static str) -> &'static str {
-    FP8_SOURCES.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, narrow)| narrow)
-}
-
-/// The name of a source with f16 numbers; its own where there is none.
-pub(super) fn f16_source(source: &'static str) -> &'static str {
-    F16_SOURCES.iter().find(|(plain, _)| *plain == source).map_or(source, |(_, half)| half)
+    /// Suffix of the source's name in messages and file names.
+    pub fn suffix(self) -> &'static str {
+        match self {
+            Variant::Base => "",
+            Variant::F16 => ".f16",
+            Variant::Fp8Probs => ".fp8",
+        }
+    }
 }
 
 impl Source {
-    /// Is it for this architecture?
+    /// Does it compile for this architecture?
     pub fn is_for(&self, arch: &str) -> bool {
         self.only.is_none_or(|only| only == arch)
     }
 }
 
-const fn source(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: None, variant: Variant::Base }
+const ANY: Option<&str> = None;
+const HOPPER: Option<&str> = Some("sm_90a");
+const BASE: &[Variant] = &[];
+const F16: &[Variant] = &[Variant::F16];
+const FP8: &[Variant] = &[Variant::Fp8Probs];
+const F16_FP8: &[Variant] = &[Variant::F16, Variant::Fp8Probs];
+
+macro_rules! sources {
+    ($($name:literal $only:ident $variants:ident;)*) => {
+        &[$(Source {
+            name: $name,
+            text: include_str!(concat!($name, ".cu")),
+            may_spill: &[],
+            only: $only,
+            variant: Variant::Base,
+            variants: $variants,
+        }),*]
+    };
 }
 
-/// A source for Hopper's own instructions.
-const fn hopper(name: &'static str, text: &'static str) -> Source {
-    Source { name, text, may_spill: &[], only: Some("sm_90a"), variant: Variant::Base }
+/// Every translation unit: its file, the architecture it needs, the variants that exist of it.
+pub const SOURCES: &[Source] = sources! {
+    "activation" ANY F16;
+    "adam" ANY F16;
+    "adam_packed" ANY F16;
+    "adam_packed_quantize" ANY BASE;
+    "adam_quantize" ANY BASE;
+    "attention/backward_keys" ANY F16;
+    "attention/backward_preprocess" ANY F16;
+    "attention/backward_queries" ANY F16;
+    "attention/forward" ANY F16_FP8;
+    "attention/generic" ANY FP8;
+    "attention/hopper_backward" HOPPER BASE;
+    "attention/hopper_backward_preprocess" HOPPER BASE;
+    "attention/hopper_backward_wide" HOPPER BASE;
+    "attention/hopper_forward" HOPPER FP8;
+    "attention/hopper_forward_wide" HOPPER FP8;
+    "attention/hopper_fp8" HOPPER BASE;
+    "attention_merge" ANY F16;
+    "copy" ANY BASE;
+    "elementwise" ANY F16;
+    "embedding" ANY F16;
+    "gemm" ANY F16;
+    "grad_norm" ANY BASE;
+    "grouped/generic" ANY BASE;
+    "grouped/generic_fp8" ANY BASE;
+    "grouped/hopper" HOPPER BASE;
+    "grouped/hopper_fp8" HOPPER BASE;
+    "grouped/hopper_wgrad" HOPPER BASE;
+    "grouped/hopper_wgrad_fp8" HOPPER BASE;
+    "loss" ANY F16;
+    "mla_keys" ANY F16;
+    "moe_elementwise" ANY BASE;
+    "moments" ANY BASE;
+    "norm/backward" ANY F16;
+    "norm/forward" ANY F16;
+    "permute" ANY BASE;
+    "permute_maps" ANY BASE;
+    "permute_transposed" ANY BASE;
+    "quant/amax" ANY BASE;
+    "quant/emulate" ANY BASE;
+    "quant/generic" ANY BASE;
+    "quant/quantize" ANY BASE;
+    "quant/transpose_stack" ANY BASE;
+    "random_normal" ANY BASE;
+    "reduce" ANY F16;
+    "rope" ANY F16;
+    "router/balance" ANY BASE;
+    "router/counts" ANY BASE;
+    "router/gate" ANY BASE;
+    "router/route" ANY BASE;
+    "router/sinkhorn" ANY BASE;
+    "router/z_loss" ANY BASE;
+    "row_bias" ANY BASE;
+    "sgd" ANY F16;
+    "weighted_activation" ANY BASE;
+};
+
+macro_rules! headers {
+    ($($name:literal,)*) => {
+        &[$(($name, include_str!($name))),*]
+    };
 }
 
-/// All of them.
-pub const SOURCES: &[Source] = &[
-    source(
-        "attention_forward",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("attention/forward.cu")
-        ),
-    ),
-    source(
-        "attention_backward_keys",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("attention/backward_keys.cu")
-        ),
-    ),
-    source(
-        "attention_backward_queries",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("attention/backward_queries.cu")
-        ),
-    ),
-    source(
-        "attention_generic",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("attention/generic.cu")
-        ),
-    ),
-    source(
-        "attention_preprocess",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("attention/backward_preprocess.cu")
-        ),
-    ),
-    hopper(
-        "attention_hopper_forward",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("attention/hopper_common.cuh"),
-            include_str!("attention/hopper_softmax.cuh"),
-            include_str!("attention/hopper_forward_load.cuh"),
-            include_str!("attention/hopper_forward.cuh"),
-            include_str!("attention/hopper_forward.cu")
-        ),
-    ),
-    hopper(
-        "attention_fp8",
-        concat!(
-            // Maxima of scores do not lag.
-            "#define FP8_PROBS\n",
-            include_str!("quant/common.cuh"),
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("wgmma_fp8.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("attention/hopper_common.cuh"),
-            include_str!("attention/hopper_softmax.cuh"),
-            include_str!("attention/hopper_forward_load.cuh"),
-            include_str!("attention/hopper_fp8_quantize.cu"),
-            include_str!("attention/hopper_fp8.cuh"),
-            include_str!("attention/hopper_fp8_forward.cu")
-        ),
-    ),
-    hopper(
-        "attention_hopper_forward_wide",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("attention/hopper_common.cuh"),
-            include_str!("attention/hopper_softmax.cuh"),
-            include_str!("attention/hopper_forward_load.cuh"),
-            include_str!("attention/hopper_forward.cuh"),
-            include_str!("attention/hopper_forward_wide.cu")
-        ),
-    ),
-    hopper(
-        "attention_hopper_backward",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("attention/hopper_common.cuh"),
-            include_str!("attention/hopper_backward_load.cuh"),
-            include_str!("attention/hopper_backward.cu")
-        ),
-    ),
-    hopper(
-        "attention_hopper_backward_wide",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("attention/hopper_common.cuh"),
-            include_str!("attention/hopper_backward_load.cuh"),
-            include_str!("attention/hopper_backward_wide.cuh"),
-            include_str!("attention/hopper_backward_wide.cu")
-        ),
-    ),
-    hopper(
-        "attention_hopper_preprocess",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("attention/common.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("attention/hopper_common.cuh"),
-            include_str!("attention/hopper_backward_preprocess.cu")
-        ),
-    ),
-    source("reduce", concat!(include_str!("vec.cuh"), include_str!("reduce.cu"))),
-    source("copy", include_str!("copy.cu")),
-    source(
-        "elementwise",
-        concat!(include_str!("vec.cuh"), include_str!("philox.cuh"), include_str!("elementwise.cu")),
-    ),
-    source("embedding", concat!(include_str!("vec.cuh"), include_str!("embedding.cu"))),
-    source(
-        "adam",
-        concat!(
-            include_str!("vec.cuh"),
-            include_str!("optim.cuh"),
-            include_str!("moments.cuh"),
-            include_str!("multi_tensor.cuh"),
-            include_str!("adam.cuh"),
-            include_str!("adam.cu")
-        ),
-    ),
-    source(
-        "adam_packed",
-        concat!(
-            include_str!("vec.cuh"),
-            include_str!("optim.cuh"),
-            include_str!("moments.cuh"),
-            include_str!("multi_tensor.cuh"),
-            include_str!("adam.cuh"),
-            include_str!("adam_packed.cu")
-        ),
-    ),
-    source(
-        "adam_quantize",
-        concat!(
-            include_str!("vec.cuh"),
-            include_str!("optim.cuh"),
-            include_str!("moments.cuh"),
-            include_str!("amax.cuh"),
-            include_str!("quant/common.cuh"),
-            include_str!("multi_tensor.cuh"),
-            include_str!("adam.cuh"),
-            include_str!("adam_quantize.cuh"),
-            include_str!("adam_quantize.cu")
-        ),
-    ),
-    source(
-        "adam_packed_quantize",
-        concat!(
-            include_str!("vec.cuh"),
-            include_str!("optim.cuh"),
-            include_str!("moments.cuh"),
-            include_str!("amax.cuh"),
-            include_str!("quant/common.cuh"),
-            include_str!("multi_tensor.cuh"),
-            include_str!("adam.cuh"),
-            include_str!("adam_quantize.cuh"),
-            include_str!("adam_packed_quantize.cu")
-        ),
-    ),
-    source(
-        "sgd",
-        concat!(
-            include_str!("vec.cuh"),
-            include_str!("optim.cuh"),
-            include_str!("moments.cuh"),
-            include_str!("multi_tensor.cuh"),
-            include_str!("sgd.cu")
-        ),
-    ),
-    source(
-        "grad_norm",
-        concat!(include_str!("vec.cuh"), include_str!("optim.cuh"), include_str!("grad_norm.cu")),
-    ),
-    source(
-        "moments",
-        concat!(include_str!("optim.cuh"), include_str!("moments.cuh"), include_str!("moments.cu")),
-    ),
-    source(
-        "grouped_generic",
-        concat!(
-            include_str!("gemm_tile.cuh"),
-            include_str!("grouped/segments.cuh"),
-            include_str!("grouped/generic.cu")
-        ),
-    ),
-    source(
-        "grouped_generic_fp8",
-        concat!(
-            include_str!("quant/common.cuh"),
-            include_str!("quant/matrix.cuh"),
-            include_str!("grouped/segments.cuh"),
-            include_str!("grouped/generic_fp8.cu")
-        ),
-    ),
-    hopper(
-        "grouped_hopper",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper_load.cuh"),
-            include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_mainloop.cuh"),
-            include_str!("grouped/hopper.cu")
-        ),
-    ),
-    hopper(
-        "grouped_hopper_wgrad",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper_load.cuh"),
-            include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_mainloop.cuh"),
-            include_str!("grouped/hopper_wgrad.cu")
-        ),
-    ),
-    hopper(
-        "grouped_hopper_fp8",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("wgmma_fp8.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper_load.cuh"),
-            include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_mainloop.cuh"),
-            include_str!("grouped/hopper_fp8.cuh"),
-            include_str!("grouped/hopper_fp8.cu")
-        ),
-    ),
-    hopper(
-        "grouped_hopper_wgrad_fp8",
-        concat!(
-            include_str!("shared_memory.cuh"),
-            include_str!("hopper.cuh"),
-            include_str!("wgmma.cuh"),
-            include_str!("wgmma_fp8.cuh"),
-            include_str!("hopper_tiles.cuh"),
-            include_str!("grouped/segments.cuh"),
-            include_str!("grouped/hopper_load.cuh"),
-            include_str!("grouped/hopper_store.cuh"),
-            include_str!("grouped/hopper_mainloop.cuh"),
-            include_str!("grouped/hopper_fp8.cuh"),
-            include_str!("grouped/hopper_wgrad_fp8.cu")
-        ),
-    ),
-    source("gemm", concat!(include_str!("gemm_tile.cuh"), include_str!("gemm.cu"))),
-    source("permute", include_str!("permute.cu")),
-    source("permute_maps", include_str!("permute_maps.cu")),
-    source(
-        "transpose_stack",
-        concat!(include_str!("quant/transpose.cuh"), include_str!("quant/transpose_stack.cu")),
-    ),
-    source(
-        "permute_transposed",
-        concat!(include_str!("quant/transpose.cuh"), include_str!("permute_transposed.cu")),
-    ),
-    source(
-        "quantize",
-        concat!(
-            include_str!("amax.cuh"),
-            include_str!("quant/common.cuh"),
-            include_str!("quant/transpose.cuh"),
-            include_str!("quant/quantize.cu")
-        ),
-    ),
-    source(
-        "quant_amax",
-        concat!(include_str!("amax.cuh"), include_str!("quant/common.cuh"), include_str!("quant/amax.cu")),
-    ),
-    source(
-        "quant_emulate",
-        concat!(
-            include_str!("amax.cuh"),
-            include_str!("philox.cuh"),
-            include_str!("quant/common.cuh"),
-            include_str!("quant/emulate.cu")
-        ),
-    ),
-    source(
-        "quant_generic",
-        concat!(
-            include_str!("quant/common.cuh"),
-            include_str!("quant/matrix.cuh"),
-            include_str!("quant/generic.cu")
-        ),
-    ),
-    source(
-        "activation",
-        concat!(include_str!("amax.cuh"), include_str!("activation.cuh"), include_str!("activation.cu")),
-    ),
-    source("mla_keys", include_str!("mla_keys.cu")),
-    source("loss", include_str!("loss.cu")),
-    source("attention_merge", include_str!("attention_merge.cu")),
-    source(
-        "norm_forward",
-        concat!(include_str!("amax.cuh"), include_str!("norm/common.cuh"), include_str!("norm/forward.cu")),
-    ),
-    source("norm_backward", concat!(include_str!("norm/common.cuh"), include_str!("norm/backward.cu"))),
-    source("moe_elementwise", concat!(include_str!("philox.cuh"), include_str!("moe_elementwise.cu"))),
-    source("random_normal", concat!(include_str!("philox.cuh"), include_str!("random_normal.cu"))),
-    source("rope", include_str!("rope.cu")),
-    source("row_bias", include_str!("row_bias.cu")),
-    source(
-        "weighted_activation",
-        concat!(
-            include_str!("activation.cuh"),
-            include_str!("amax.cuh"),
-            include_str!("weighted_activation.cu")
-        ),
-    ),
-    source("router_route", concat!(include_str!("router/common.cuh"), include_str!("router/route.cu"))),
-    source("router_balance", concat!(include_str!("router/common.cuh"), include_str!("router/balance.cu"))),
-    source("router_z_loss", concat!(include_str!("router/common.cuh"), include_str!("router/z_loss.cu"))),
-    source(
-        "router_counts",
-        concat!(
-            include_str!("router/common.cuh"),
-            include_str!("router/select.cuh"),
-            include_str!("router/counts.cu")
-        ),
-    ),
-    source(
-        "router_sinkhorn",
-        concat!(
-            include_str!("router/common.cuh"),
-            include_str!("router/select.cuh"),
-            include_str!("router/sinkhorn.cu")
-        ),
-    ),
-    source("router_gate", include_str!("router/gate.cu")),
+/// Headers, by the name that `#include` gives.
+const HEADERS: &[(&str, &str)] = headers![
+    "activation.cuh",
+    "adam.cuh",
+    "adam_quantize.cuh",
+    "amax.cuh",
+    "attention/common.cuh",
+    "attention/hopper_backward_load.cuh",
+    "attention/hopper_backward_wide.cuh",
+    "attention/hopper_common.cuh",
+    "attention/hopper_forward.cuh",
+    "attention/hopper_forward_load.cuh",
+    "attention/hopper_fp8.cuh",
+    "attention/hopper_softmax.cuh",
+    "gemm_tile.cuh",
+    "grouped/hopper_fp8.cuh",
+    "grouped/hopper_load.cuh",
+    "grouped/hopper_mainloop.cuh",
+    "grouped/hopper_store.cuh",
+    "grouped/segments.cuh",
+    "hopper.cuh",
+    "hopper_tiles.cuh",
+    "moments.cuh",
+    "multi_tensor.cuh",
+    "norm/common.cuh",
+    "optim.cuh",
+    "philox.cuh",
+    "prelude.cuh",
+    "quant/common.cuh",
+    "quant/matrix.cuh",
+    "quant/transpose.cuh",
+    "router/common.cuh",
+    "router/select.cuh",
+    "shared_memory.cuh",
+    "vec.cuh",
+    "wgmma.cuh",
+    "wgmma_fp8.cuh",
 ];
+
+/// Headers written from `kernel_args!`: `args/<module>.cuh`.
+pub(super) const ARGS_HEADERS: &[&ArgsHeader] = &[
+    &activation::ARGS,
+    &attention::hopper::ARGS,
+    &attention::hopper_fp8::ARGS,
+    &attention::problem::ARGS,
+    &attention::tile_table::ARGS,
+    &attention_merge::ARGS,
+    &copy::ARGS,
+    &elementwise::ARGS,
+    &embedding::ARGS,
+    &generic_gemm::ARGS,
+    &grad_norm::ARGS,
+    &grouped::generic::ARGS,
+    &grouped::generic_fp8::ARGS,
+    &grouped::hopper::ARGS,
+    &loss::ARGS,
+    &mla_keys::ARGS,
+    &moe_elementwise::ARGS,
+    &moments::ARGS,
+    &multi_tensor::ARGS,
+    &norm::backward::ARGS,
+    &norm::forward::ARGS,
+    &optim::ARGS,
+    &permute::ARGS,
+    &permute_maps::ARGS,
+    &philox::ARGS,
+    &quant::amax::ARGS,
+    &quant::emulate::ARGS,
+    &quant::generic::ARGS,
+    &quant::quantize::ARGS,
+    &quant::stack::ARGS,
+    &random_normal::ARGS,
+    &reduce::ARGS,
+    &rope::ARGS,
+    &router::counts::ARGS,
+    &router::gate::ARGS,
+    &router::losses::ARGS,
+    &router::route::ARGS,
+    &router::sinkhorn::ARGS,
+    &row_bias::ARGS,
+    &tensor_map::ARGS,
+    &weighted_activation::ARGS,
+];
+
+/// The variants of all sources but the base.
+pub fn variants() -> impl Iterator<Item = Source> {
+    SOURCES.iter().flat_map(|s| {
+        s.variants.iter().map(|variant| {
+            // One register, whatever the launch bounds.
+            let spills = (s.name, *variant) == ("activation", Variant::F16);
+            let may_spill: &[&str] = if spills { &["gated_backward"] } else { s.may_spill };
+            Source { variant: *variant, may_spill, ..*s }
+        })
+    })
+}
+
+/// A header by the name that `#include` gives.
+pub(super) fn header(name: &str) -> Option<Cow<'static, str>> {
+    let written = HEADERS.iter().find(|(header, _)| *header == name).map(|(_, text)| Cow::Borrowed(*text));
+    written.or_else(|| ARGS_HEADERS.iter().find(|h| h.name == name).map(|h| Cow::Owned(h.text())))
+}
+
+/// Names of the headers that a text includes itself.
+pub(super) fn includes(text: &str) -> impl Iterator<Item = &str> {
+    text.lines().filter_map(|line| line.strip_prefix("#include \"")?.split('"').next())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::HashSet;
+
+    /// All headers that a text includes, directly or not.
+    fn closure(text: &str, found: &mut HashSet<String>) {
+        for name in includes(text) {
+            let inner = header(name).unwrap_or_else(|| panic!("there is no header {name}"));
+            if found.insert(name.to_string()) {
+                closure(&inner, found);
+            }
+        }
+    }
+
+    #[test]
+    fn every_include_exists_and_every_header_is_included() {
+        let mut found = HashSet::new();
+        SOURCES.iter().for_each(|s| closure(s.text, &mut found));
+        for name in HEADERS.iter().map(|(name, _)| *name).chain(ARGS_HEADERS.iter().map(|h| h.name)) {
+            assert!(found.contains(name), "{name} is not included");
+        }
+    }
+}

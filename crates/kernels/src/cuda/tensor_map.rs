@@ -1,15 +1,21 @@
 //! Tensor maps: what Hopper's copy engine must know of a tensor to bring boxes of it to shared memory.
 
+use super::args::kernel_args;
 use cudarc::driver::sys::{self, CUresult};
 use ferrotron_tensor::{Error, Result};
 use std::ffi::c_void;
 
-/// `TensorMap` of hopper.cuh, as the driver makes it.
-#[repr(C, align(64))]
-#[derive(Clone, Copy, Default)]
-pub(super) struct TensorMap([u64; 16]);
+kernel_args! {
+    header "args/tensor_map.cuh", includes [];
 
-// The driver's has the same size, and the kernels read it where the driver put it.
+    /// A TMA tensor map (CUtensorMap) as the driver encodes it: opaque.
+    #[derive(Default)]
+    pub(super) struct TensorMap align(64) {
+        words: [u64; 16],
+    }
+}
+
+// Kernels read the map where the driver encoded it.
 const _: () = assert!(size_of::<TensorMap>() == size_of::<sys::CUtensorMap>());
 
 /// Bytes of a row of a box: the width of the swizzle.

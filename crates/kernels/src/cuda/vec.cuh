@@ -1,4 +1,6 @@
 // Groups of elements: several in one access where addresses allow it (`wide`), one by one otherwise and at the end.
+#pragma once
+#include "prelude.cuh"
 
 template <class T, int N> struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vec {
     T at[N];

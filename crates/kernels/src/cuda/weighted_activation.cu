@@ -1,16 +1,8 @@
 // Non-linearities whose rows have a weight. Gated input is [rows, 2f]: the first half goes through the activation, the second is
 // the linear gate.
-
-struct WeightedArgs {
-    // live i32 [rows], p and dp f32 [rows]
-    u64 x, p, live, dy, out, dp;
-    // Raised to the largest magnitude of what is written, if there is one.
-    u64 amax;
-    i64 rows;
-    i32 width;
-    u32 act, vectorized;
-    float limit, alpha, offset;
-};
+#include "activation.cuh"
+#include "amax.cuh"
+#include "args/weighted_activation.cuh"
 
 constexpr int THREADS = 256;
 

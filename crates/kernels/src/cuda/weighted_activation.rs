@@ -1,5 +1,6 @@
 //! Non-linearities whose rows have a weight.
 
+use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, activation, typed};
@@ -10,23 +11,33 @@ use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
 
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct WeightedArgs {
-    x: u64,
-    p: u64,
-    live: u64,
-    dy: u64,
-    out: u64,
-    dp: u64,
-    amax: u64,
-    rows: i64,
-    width: i32,
-    act: u32,
-    vectorized: u32,
-    limit: f32,
-    alpha: f32,
-    offset: f32,
+kernel_args! {
+    header "args/weighted_activation.cuh", includes [];
+
+    /// Activation whose rows are weighted by routing probabilities, and its backward pass.
+    struct WeightedArgs {
+        /// `[rows, width]`, gated `[rows, 2·width]`.
+        x: u64,
+        /// f32 `[rows]`.
+        p: u64,
+        /// i32 `[rows]`: negative where a row belongs to no token.
+        live: u64,
+        dy: u64,
+        /// Output, or gradient of x.
+        out: u64,
+        /// f32 `[rows]`: gradient of p.
+        dp: u64,
+        /// f32 `[1]`, raised to the amax of what is written.
+        amax: u64,
+        rows: i64,
+        width: i32,
+        /// `Act` of activation.cuh.
+        act: u32,
+        vectorized: u32,
+        limit: f32,
+        alpha: f32,
+        offset: f32,
+    }
 }
 
 impl WeightedArgs {

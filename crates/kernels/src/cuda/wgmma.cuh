@@ -3,60 +3,62 @@
 // acc[64, N] (+)= a[64, 16]·b[16, N]; TA, TB: operand is turned. Thread (warp w, g = lane / 4, t = 2·(lane % 4)) holds
 // rows 16·w + g and 8 on, columns 8·n + t and the next: acc[4·n + 2·r + e]. Left operands `both` from shared memory,
 // `left` from registers.
+#pragma once
+#include "hopper.cuh"
 
 // Accumulators of an instruction: as its text names them, and as the compiler does. Eight a line.
-#define NAMES_8 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define NAMES_16 NAMES_8 "," "%8,%9,%10,%11,%12,%13,%14,%15"
-#define NAMES_24 NAMES_16 "," "%16,%17,%18,%19,%20,%21,%22,%23"
-#define NAMES_32 NAMES_24 "," "%24,%25,%26,%27,%28,%29,%30,%31"
-#define NAMES_40 NAMES_32 "," "%32,%33,%34,%35,%36,%37,%38,%39"
-#define NAMES_48 NAMES_40 "," "%40,%41,%42,%43,%44,%45,%46,%47"
-#define NAMES_56 NAMES_48 "," "%48,%49,%50,%51,%52,%53,%54,%55"
-#define NAMES_64 NAMES_56 "," "%56,%57,%58,%59,%60,%61,%62,%63"
-#define NAMES_72 NAMES_64 "," "%64,%65,%66,%67,%68,%69,%70,%71"
-#define NAMES_80 NAMES_72 "," "%72,%73,%74,%75,%76,%77,%78,%79"
-#define NAMES_88 NAMES_80 "," "%80,%81,%82,%83,%84,%85,%86,%87"
-#define NAMES_96 NAMES_88 "," "%88,%89,%90,%91,%92,%93,%94,%95"
-#define NAMES_104 NAMES_96 "," "%96,%97,%98,%99,%100,%101,%102,%103"
-#define NAMES_112 NAMES_104 "," "%104,%105,%106,%107,%108,%109,%110,%111"
-#define NAMES_120 NAMES_112 "," "%112,%113,%114,%115,%116,%117,%118,%119"
-#define NAMES_128 NAMES_120 "," "%120,%121,%122,%123,%124,%125,%126,%127"
-#define FP8(c, i)                                                                                                  \
+#define REGS_8 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define REGS_16 REGS_8 "," "%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGS_24 REGS_16 "," "%16,%17,%18,%19,%20,%21,%22,%23"
+#define REGS_32 REGS_24 "," "%24,%25,%26,%27,%28,%29,%30,%31"
+#define REGS_40 REGS_32 "," "%32,%33,%34,%35,%36,%37,%38,%39"
+#define REGS_48 REGS_40 "," "%40,%41,%42,%43,%44,%45,%46,%47"
+#define REGS_56 REGS_48 "," "%48,%49,%50,%51,%52,%53,%54,%55"
+#define REGS_64 REGS_56 "," "%56,%57,%58,%59,%60,%61,%62,%63"
+#define REGS_72 REGS_64 "," "%64,%65,%66,%67,%68,%69,%70,%71"
+#define REGS_80 REGS_72 "," "%72,%73,%74,%75,%76,%77,%78,%79"
+#define REGS_88 REGS_80 "," "%80,%81,%82,%83,%84,%85,%86,%87"
+#define REGS_96 REGS_88 "," "%88,%89,%90,%91,%92,%93,%94,%95"
+#define REGS_104 REGS_96 "," "%96,%97,%98,%99,%100,%101,%102,%103"
+#define REGS_112 REGS_104 "," "%104,%105,%106,%107,%108,%109,%110,%111"
+#define REGS_120 REGS_112 "," "%112,%113,%114,%115,%116,%117,%118,%119"
+#define REGS_128 REGS_120 "," "%120,%121,%122,%123,%124,%125,%126,%127"
+#define ACC8(c, i)                                                                                                  \
     "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), "+f"(c[i + 6]),      \
         "+f"(c[i + 7])
-#define SUMS_8(c) FP8(c, 0)
-#define SUMS_16(c) SUMS_8(c), FP8(c, 8)
-#define SUMS_24(c) SUMS_16(c), FP8(c, 16)
-#define SUMS_32(c) SUMS_24(c), FP8(c, 24)
-#define SUMS_40(c) SUMS_32(c), FP8(c, 32)
-#define SUMS_48(c) SUMS_40(c), FP8(c, 40)
-#define SUMS_56(c) SUMS_48(c), FP8(c, 48)
-#define SUMS_64(c) SUMS_56(c), FP8(c, 56)
-#define SUMS_72(c) SUMS_64(c), FP8(c, 64)
-#define SUMS_80(c) SUMS_72(c), FP8(c, 72)
-#define SUMS_88(c) SUMS_80(c), FP8(c, 80)
-#define SUMS_96(c) SUMS_88(c), FP8(c, 88)
-#define SUMS_104(c) SUMS_96(c), FP8(c, 96)
-#define SUMS_112(c) SUMS_104(c), FP8(c, 104)
-#define SUMS_120(c) SUMS_112(c), FP8(c, 112)
-#define SUMS_128(c) SUMS_120(c), FP8(c, 120)
+#define ACC_8(c) ACC8(c, 0)
+#define ACC_16(c) ACC_8(c), ACC8(c, 8)
+#define ACC_24(c) ACC_16(c), ACC8(c, 16)
+#define ACC_32(c) ACC_24(c), ACC8(c, 24)
+#define ACC_40(c) ACC_32(c), ACC8(c, 32)
+#define ACC_48(c) ACC_40(c), ACC8(c, 40)
+#define ACC_56(c) ACC_48(c), ACC8(c, 48)
+#define ACC_64(c) ACC_56(c), ACC8(c, 56)
+#define ACC_72(c) ACC_64(c), ACC8(c, 64)
+#define ACC_80(c) ACC_72(c), ACC8(c, 72)
+#define ACC_88(c) ACC_80(c), ACC8(c, 80)
+#define ACC_96(c) ACC_88(c), ACC8(c, 88)
+#define ACC_104(c) ACC_96(c), ACC8(c, 96)
+#define ACC_112(c) ACC_104(c), ACC8(c, 104)
+#define ACC_120(c) ACC_112(c), ACC8(c, 112)
+#define ACC_128(c) ACC_120(c), ACC8(c, 120)
 
 // R: numbers of N columns that a thread holds; A..G: the seven that follow.
 #define WGMMA(N, R, A, B, C, D, E, F, G)                                                                           \
     template <> struct Wgmma<N> {                                                                                  \
         template <int TA, int TB> static __device__ __forceinline__ void ss(float (&c)[R], u64 a, u64 b, int add) { \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #C ", 0;\n"                                           \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES_##R "}, %" #A ", %" #B    \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS_##R "}, %" #A ", %" #B    \
                          ", p, 1, 1, %" #D ", %" #E ";\n}\n"                                                         \
-                         : SUMS_##R(c)                                                                               \
+                         : ACC_##R(c)                                                                               \
                          : "l"(a), "l"(b), "r"(add), "n"(TA), "n"(TB));                                              \
         }                                                                                                            \
         template <int TB>                                                                                            \
         static __device__ __forceinline__ void rs(float (&c)[R], u32 a0, u32 a1, u32 a2, u32 a3, u64 b, int add) { \
             asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #F ", 0;\n"                                           \
-                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" NAMES_##R "}, {%" #A ",%" #B    \
+                         "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" REGS_##R "}, {%" #A ",%" #B    \
                          ",%" #C ",%" #D "}, %" #E ", p, 1, 1, %" #G ";\n}\n"                                        \
-                         : SUMS_##R(c)                                                                               \
+                         : ACC_##R(c)                                                                               \
                          : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b), "r"(add), "n"(TB));                           \
         }                                                                                                            \
     };

@@ -4,6 +4,7 @@
 // Scores are formed transposed, sᵀ = k·qᵀ and dpᵀ = v·doutᵀ, so that their accumulators are already the left
 // operands of dv += pᵀ·dout and dk += dsᵀ·q, with p = exp(s - lse) and ds = p·(dp - delta). Wide heads are cut into
 // PARTS of the channels of dk and dv, which different blocks sum up.
+#include "attention/common.cuh"
 
 template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
     static constexpr int BN = WARPS * MT * 16, THREADS = WARPS * 32;
@@ -38,24 +39,24 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
             const u32 at = place_of(turn);
             const i32 tiles = p.to - p.from, head = p.head * a.group + turn / tiles;
             const i32 q0 = (p.from + turn % tiles) * BM, rows = p.q_len - q0;
-            load_tile<BM, DQ, THREADS>(at, a.q.row<bf16>(p.batch, p.q_start + q0, head), a.q.token, rows, a.d_qk,
+            load_tile<BM, DQ, THREADS>(at, row_at<element>(a.q, p.batch, p.q_start + q0, head), a.q.token, rows, a.d_qk,
                                        a.vectorized & W_Q);
-            load_tile<BM, DV, THREADS>(at + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + q0, head), a.dout.token,
+            load_tile<BM, DV, THREADS>(at + Q_BYTES, row_at<element>(a.dout, p.batch, p.q_start + q0, head), a.dout.token,
                                        rows, a.d_v, a.vectorized & W_DOUT);
             const int self = tid();
             if (self < 2 * BM) {
                 const i32 i = self % BM;
                 const bool there = i < rows;
-                const float* x = reinterpret_cast<const float*>(self < BM ? a.weights : a.delta) +
+                const float* x = reinterpret_cast<const float*>(self < BM ? a.lse_log2 : a.delta) +
                                  ((i64(p.batch) * a.heads + head) * a.tokens + p.q_start + q0);
                 cp_async_4(at + Q_BYTES + D_BYTES + self * 4, there ? x + i : x, there ? 4 : 0);
             }
         };
 
         if (p.from < p.to) {
-            load_tile<BN, DQ, THREADS>(base, a.k.row<bf16>(p.batch, p.k_start + p.first, p.head), a.k.token,
+            load_tile<BN, DQ, THREADS>(base, row_at<element>(a.k, p.batch, p.k_start + p.first, p.head), a.k.token,
                                        p.k_len - p.first, a.d_qk, a.vectorized & W_K);
-            load_tile<BN, DV, THREADS>(base + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + p.first, p.head), a.v.token,
+            load_tile<BN, DV, THREADS>(base + K_BYTES, row_at<element>(a.v, p.batch, p.k_start + p.first, p.head), a.v.token,
                                        p.k_len - p.first, a.d_v, a.vectorized & W_V);
             load_guarded(0);
             cp_async_commit();
@@ -177,7 +178,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                     for (int m = 0; m < MT; m++)
 #pragma unroll
                         for (int h = 0; h < 4; h++)
-                            x[m][h] = pack_bf16(s[m][2 * k + (h >> 1)][(h & 1) * 2],
+                            x[m][h] = pack_pair<element>(s[m][2 * k + (h >> 1)][(h & 1) * 2],
                                                 s[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
 #pragma unroll
                     for (int n = 0; n < CV / 16; n++) {
@@ -200,7 +201,7 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
                     for (int m = 0; m < MT; m++)
 #pragma unroll
                         for (int h = 0; h < 4; h++)
-                            x[m][h] = pack_bf16(dp[m][2 * k + (h >> 1)][(h & 1) * 2],
+                            x[m][h] = pack_pair<element>(dp[m][2 * k + (h >> 1)][(h & 1) * 2],
                                                 dp[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
 #pragma unroll
                     for (int n = 0; n < CQ / 16; n++) {
@@ -224,12 +225,12 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
             for (int r = 0; r < 2; r++) {
                 const i32 j = w0 + m * 16 + r * 8 + g;
                 if (j >= p.k_len) continue;
-                bf16* row = a.dk.row<bf16>(p.batch, p.k_start + j, p.head);
+                element* row = row_at<element>(a.dk, p.batch, p.k_start + j, p.head);
 #pragma unroll
                 for (int n = 0; n < CQ / 8; n++)
                     store_pair(row, part * CQ + n * 8 + t, a.d_qk, a.vectorized & W_DK, dk[m][n][r * 2] * a.scale,
                                dk[m][n][r * 2 + 1] * a.scale);
-                row = a.dv.row<bf16>(p.batch, p.k_start + j, p.head);
+                row = row_at<element>(a.dv, p.batch, p.k_start + j, p.head);
 #pragma unroll
                 for (int n = 0; n < CV / 8; n++)
                     store_pair(row, part * CV + n * 8 + t, a.d_v, a.vectorized & W_DV, dv[m][n][r * 2], dv[m][n][r * 2 + 1]);
@@ -238,11 +239,11 @@ template <int DQ, int DV, int MT, int BM, int WARPS, int PARTS> struct Keys {
 };
 
 #define KEYS(NAME, DQ, DV, MT, BM, WARPS, PARTS, BLOCKS)                                                         \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ AttentionArgs a) { \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) ELEMENT_NAME(NAME)(const __grid_constant__ AttentionArgs a) { \
         Keys<DQ, DV, MT, BM, WARPS, PARTS>::run(a);                                                              \
     }
 
-KEYS(attention_backward_keys_64_bf16, 64, 64, 2, 32, 4, 1, 2)
-KEYS(attention_backward_keys_128_bf16, 128, 128, 1, 64, 8, 1, 1)
-KEYS(attention_backward_keys_192_bf16, 192, 128, 1, 32, 4, 1, 2)
-KEYS(attention_backward_keys_256_bf16, 256, 256, 1, 32, 4, 2, 1)
+KEYS(attention_backward_keys_64, 64, 64, 2, 32, 4, 1, 2)
+KEYS(attention_backward_keys_128, 128, 128, 1, 64, 8, 1, 1)
+KEYS(attention_backward_keys_192, 192, 128, 1, 32, 4, 1, 2)
+KEYS(attention_backward_keys_256, 256, 256, 1, 32, 4, 2, 1)

@@ -1,5 +1,6 @@
 // What is done once per row: Σ dout·out and the saved log-sum-exps for the backward pass, the gradient of the sink,
 // and zeros for tokens that are in no sequence.
+#include "attention/common.cuh"
 
 // Eight lanes a row. `weights` is lse·log2 e; a query whose scores were all -inf gave every key nothing, so its
 // -inf becomes +inf.
@@ -10,8 +11,8 @@ template <class T> __device__ __forceinline__ void attention_delta(const Attenti
     const bool there = batch < a.batches;
     float sum = 0.0f;
     if (there) {
-        const T* x = a.out.row<T>(batch, token, head);
-        const T* y = a.dout.row<T>(batch, token, head);
+        const T* x = row_at<T>(a.out, batch, token, head);
+        const T* y = row_at<T>(a.dout, batch, token, head);
         constexpr int N = VecWidth<T>::count;
         if ((a.vectorized & W_OUT) && (a.vectorized & W_DOUT) && a.d_v % N == 0) {
             for (i32 c = lane * N; c < a.d_v; c += 8 * N) {
@@ -31,13 +32,14 @@ template <class T> __device__ __forceinline__ void attention_delta(const Attenti
         const i64 at = (batch * a.heads + head) * a.tokens + token;
         const float lse =
             reinterpret_cast<const float*>(a.lse)[batch * a.lse_batch + head * a.lse_head + token * a.lse_token];
-        reinterpret_cast<float*>(a.weights)[at] = lse == NEG_INF ? -NEG_INF : lse * LOG2_E;
+        reinterpret_cast<float*>(a.lse_log2)[at] = lse == NEG_INF ? -NEG_INF : lse * LOG2_E;
         reinterpret_cast<float*>(a.delta)[at] = sum;
     }
 }
 
-extern "C" __global__ void attention_delta_f32(const __grid_constant__ AttentionArgs a) { attention_delta<float>(a); }
-extern "C" __global__ void attention_delta_bf16(const __grid_constant__ AttentionArgs a) { attention_delta<bf16>(a); }
+#define ATTENTION_DELTA(T, NAME) \
+    extern "C" __global__ void attention_delta_##NAME(const __grid_constant__ AttentionArgs a) { attention_delta<T>(a); }
+FOR_EACH_TYPE(ATTENTION_DELTA)
 
 // dsink[head] -= Σ exp(sink - lse)·delta: a block a head, in f64 and always in the same order.
 extern "C" __global__ void attention_dsink_f32(const __grid_constant__ AttentionArgs a) {
@@ -48,7 +50,7 @@ extern "C" __global__ void attention_dsink_f32(const __grid_constant__ Attention
     for (i32 b = 0; b < a.batches; b++) {
         const i64 row = (i64(b) * a.heads + head) * a.tokens;
         for (i64 i = a.q_from + threadIdx.x; i < a.q_to; i += blockDim.x) {
-            const float lse = reinterpret_cast<const float*>(a.weights)[row + i];
+            const float lse = reinterpret_cast<const float*>(a.lse_log2)[row + i];
             if (lse != -NEG_INF) sum -= double(exp2f(sink - lse) * reinterpret_cast<const float*>(a.delta)[row + i]);
         }
     }
@@ -64,19 +66,14 @@ extern "C" __global__ void attention_dsink_f32(const __grid_constant__ Attention
 }
 
 // Rows of tokens outside from..to become 0.
-struct ZeroGapsArgs {
-    View x;
-    i64 tokens, from, to;
-    i32 heads, channels;
-};
-static_assert(sizeof(ZeroGapsArgs) == 64, "as in mod.rs");
 template <class T> __device__ __forceinline__ void attention_zero_gaps(const ZeroGapsArgs& a) {
     const i64 n = (a.tokens - (a.to - a.from)) * a.heads * a.channels;
     for (i64 i = i64(blockIdx.x) * blockDim.x + threadIdx.x; i < n; i += i64(gridDim.x) * blockDim.x) {
         const i64 c = i % a.channels, h = i / a.channels % a.heads, t = i / a.channels / a.heads;
-        a.x.row<T>(0, t < a.from ? t : t - a.from + a.to, h)[c] = from_f32<T>(0.0f);
+        row_at<T>(a.x, 0, t < a.from ? t : t - a.from + a.to, h)[c] = from_f32<T>(0.0f);
     }
 }
 
-extern "C" __global__ void attention_zero_gaps_f32(const __grid_constant__ ZeroGapsArgs a) { attention_zero_gaps<float>(a); }
-extern "C" __global__ void attention_zero_gaps_bf16(const __grid_constant__ ZeroGapsArgs a) { attention_zero_gaps<bf16>(a); }
+#define ATTENTION_ZERO_GAPS(T, NAME) \
+    extern "C" __global__ void attention_zero_gaps_##NAME(const __grid_constant__ ZeroGapsArgs a) { attention_zero_gaps<T>(a); }
+FOR_EACH_TYPE(ATTENTION_ZERO_GAPS)

@@ -1,5 +1,6 @@
 // Gradient of queries in bf16: a block of threads has 16·MT queries a warp of one head, and meets the keys they see
 // BN at a time: s = q·kᵀ, dp = dout·vᵀ, ds = exp(s - lse)·(dp - delta), dq += ds·k.
+#include "attention/common.cuh"
 
 template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
     static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
@@ -16,15 +17,15 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
         auto load_guarded = [&](i32 tile) {
             const u32 at = place_of(tile);
             const i32 k0 = tile * BN;
-            load_tile<BN, DQ, THREADS>(at, a.k.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.k.token,
+            load_tile<BN, DQ, THREADS>(at, row_at<element>(a.k, p.batch, p.k_start + k0, p.kv_head), a.k.token,
                                        p.k_len - k0, a.d_qk, a.vectorized & W_K);
-            load_tile<BN, DV, THREADS>(at + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.v.token,
+            load_tile<BN, DV, THREADS>(at + K_BYTES, row_at<element>(a.v, p.batch, p.k_start + k0, p.kv_head), a.v.token,
                                        p.k_len - k0, a.d_v, a.vectorized & W_V);
         };
         if (p.from < p.to) {
-            load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,
+            load_tile<BM, DQ, THREADS>(base, row_at<element>(a.q, p.batch, p.q_start + p.first, p.head), a.q.token,
                                        p.q_len - p.first, a.d_qk, a.vectorized & W_Q);
-            load_tile<BM, DV, THREADS>(base + Q_BYTES, a.dout.row<bf16>(p.batch, p.q_start + p.first, p.head),
+            load_tile<BM, DV, THREADS>(base + Q_BYTES, row_at<element>(a.dout, p.batch, p.q_start + p.first, p.head),
                                        a.dout.token, p.q_len - p.first, a.d_v, a.vectorized & W_DOUT);
             load_guarded(p.from);
             cp_async_commit();
@@ -40,7 +41,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                 // Rows past the end take the last one's: they are not written.
                 const i64 at = (i64(p.batch) * a.heads + p.head) * a.tokens + p.q_start +
                                min(row0 + m * 16 + r * 8, p.q_len - 1);
-                weights[m][r] = reinterpret_cast<const float*>(a.weights)[at];
+                weights[m][r] = reinterpret_cast<const float*>(a.lse_log2)[at];
                 delta[m][r] = reinterpret_cast<const float*>(a.delta)[at];
             }
 #pragma unroll
@@ -156,7 +157,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
                     for (int m = 0; m < MT; m++)
 #pragma unroll
                         for (int h = 0; h < 4; h++)
-                            x[m][h] = pack_bf16(dp[m][2 * k + (h >> 1)][(h & 1) * 2],
+                            x[m][h] = pack_pair<element>(dp[m][2 * k + (h >> 1)][(h & 1) * 2],
                                                 dp[m][2 * k + (h >> 1)][(h & 1) * 2 + 1]);
 #pragma unroll
                     for (int n = 0; n < DQ / 16; n++) {
@@ -179,7 +180,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
             for (int r = 0; r < 2; r++) {
                 const i32 i = p.first + (end >> 5) * (MT * 16) + m * 16 + r * 8 + g;
                 if (i >= p.q_len) continue;
-                bf16* row = a.dq.row<bf16>(p.batch, p.q_start + i, p.head);
+                element* row = row_at<element>(a.dq, p.batch, p.q_start + i, p.head);
                 const bool blind = p.lo(a, i) > p.hi(a, i);
 #pragma unroll
                 for (int n = 0; n < DQ / 8; n++) {
@@ -192,11 +193,11 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Queries {
 };
 
 #define QUERIES(NAME, DQ, DV, MT, BN, WARPS, BLOCKS)                                                             \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ AttentionArgs a) { \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) ELEMENT_NAME(NAME)(const __grid_constant__ AttentionArgs a) { \
         Queries<DQ, DV, MT, BN, WARPS>::run(a);                                                                  \
     }
 
-QUERIES(attention_backward_queries_64_bf16, 64, 64, 2, 32, 4, 3)
-QUERIES(attention_backward_queries_128_bf16, 128, 128, 2, 32, 4, 2)
-QUERIES(attention_backward_queries_192_bf16, 192, 128, 1, 32, 4, 2)
-QUERIES(attention_backward_queries_256_bf16, 256, 256, 1, 32, 4, 1)
+QUERIES(attention_backward_queries_64, 64, 64, 2, 32, 4, 3)
+QUERIES(attention_backward_queries_128, 128, 128, 2, 32, 4, 2)
+QUERIES(attention_backward_queries_192, 192, 128, 1, 32, 4, 2)
+QUERIES(attention_backward_queries_256, 256, 256, 1, 32, 4, 1)

@@ -2,49 +2,28 @@
 //
 // For a query i and the keys j it sees, s = scale·q·k (soft cap c: s = c·tanh(s/c)), p = exp(s - lse),
 // out = Σ p·v. Scores are held times log2 e, so that every exponential is a power of two.
+#pragma once
+#include "args/attention.cuh"
+#include "args/tile_table.cuh"
+#include "shared_memory.cuh"
 
 #define NEG_INF __int_as_float(0xff800000)
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
 
 // A [batch, tokens, heads, channels] view with contiguous channels: element strides of the first three axes.
-struct View {
-    u64 data;
-    i64 batch, token, head;
-    template <class T> __device__ __forceinline__ T* row(i64 b, i64 t, i64 h) const {
-        return reinterpret_cast<T*>(data) + (b * batch + t * token + h * head);
-    }
-};
+
+// Row (b, t, h) of a view: its channels.
+template <class T> __device__ __forceinline__ T* row_at(const View& x, i64 b, i64 t, i64 h) {
+    return reinterpret_cast<T*>(x.data) + (b * x.batch + t * x.token + h * x.head);
+}
 
 // One tile of a packed sequence: `first` counts from the sequence's own first query or key.
-struct Item {
-    i32 q_start, q_len, k_start, k_len, first, pad0, pad1, pad2;
-};
 
 // Rows of which views lie on 16-byte boundaries.
 enum Aligned : u32 { W_Q = 1, W_K = 2, W_V = 4, W_OUT = 8, W_DOUT = 16, W_DQ = 32, W_DK = 64, W_DV = 128 };
 
 // Arguments of every attention kernel; views and addresses a kernel has no use for are 0.
-struct AttentionArgs {
-    View q, k, v, out, dout, dq, dk, dv;
-    u64 lse;  // f32
-    i64 lse_batch, lse_head, lse_token;
-    u64 sink, dsink;      // f32 [heads], or 0
-    u64 weights, delta;   // f32 scratch [batch, heads, tokens]: lse·log2 e (-inf becomes +inf), Σ dout·out
-    u64 items;            // Item per tile of packed sequences, or 0: every batch entry is one sequence
-    i64 tokens;           // of q, per batch entry
-    i64 q_from, q_to;     // query tokens that belong to a sequence
-    i32 batches, heads, group, d_qk, d_v;
-    i32 q_len, k_len, tiles;  // of each batch entry, where there are no items
-    i32 left, right, bottom;  // window (unbounded: 1 << 29); diagonal ends at the last key
-    u32 vectorized;
-    float scale;
-    // A product x becomes a score times log2 e: outer·tanh(inner·x) with a soft cap, inner·x where outer is 0.
-    float inner, outer;
-    // The same in the forward softmax, which takes maxima of the products: 1 where they are mapped before.
-    float factor;
-};
-static_assert(sizeof(AttentionArgs) == 416, "as in mod.rs");
 
 // Where a block of threads works. Heads run fastest, so that heads that share keys run side by side.
 struct Place {
@@ -60,7 +39,7 @@ __device__ __forceinline__ Place place(const AttentionArgs& a, i32 block, i32 he
     p.head = block % heads;
     i32 rest = block / heads;
     if (a.items) {
-        Item it = reinterpret_cast<const Item*>(a.items)[rest];
+        TileItem it = reinterpret_cast<const TileItem*>(a.items)[rest];
         p.batch = 0;
         p.q_start = it.q_start;
         p.q_len = it.q_len;
@@ -140,13 +119,13 @@ __device__ __forceinline__ float round_prob(float x) {
 #define RESCALE_THRESHOLD(x) x
 __device__ __forceinline__ float round_prob(float x) { return x; }
 #endif
-__device__ __forceinline__ u32 pack_probs(float low, float high) { return pack_bf16(round_prob(low), round_prob(high)); }
+__device__ __forceinline__ u32 pack_probs(float low, float high) { return pack_pair<element>(round_prob(low), round_prob(high)); }
 
 // A tile [ROWS, D] of bf16 in shared memory: rows of D·2 bytes (a multiple of 128) on a 128-byte boundary, whose
 // 16-byte chunks c sit at c ^ (row % 8), so that eight rows of one chunk fall on different banks.
 // Rows from `rows` on and channels from `channels` on become 0.
 template <int ROWS, int D, int THREADS>
-__device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i32 rows, i32 channels, bool vectorized) {
+__device__ __forceinline__ void load_tile(u32 to, const element* from, i64 step, i32 rows, i32 channels, bool vectorized) {
     constexpr int CHUNKS = D / 8;
     static_assert(ROWS * CHUNKS % THREADS == 0, "whole rounds only");
     const int self = tid();
@@ -155,7 +134,7 @@ __device__ __forceinline__ void load_tile(u32 to, const bf16* from, i64 step, i3
         for (int n = 0; n < ROWS * CHUNKS / THREADS; n++) {
             int at = n * THREADS + self, row = at / CHUNKS, c = at % CHUNKS;
             int bytes = row < rows ? min(max((channels - c * 8) * 2, 0), 16) : 0;
-            const bf16* p = bytes > 0 ? from + (row * step + c * 8) : from;
+            const element* p = bytes > 0 ? from + (row * step + c * 8) : from;
             cp_async_16(to + row * (D * 2) + ((c ^ (row & 7)) << 4), p, u32(bytes));
         }
     } else {
@@ -189,12 +168,12 @@ template <int D> __device__ __forceinline__ u32 b_fragment_trans(u32 tile, int l
 __device__ __forceinline__ u32 k_step(u32 at, int k) { return (at ^ ((k & 3) << 5)) + (k >> 2) * 128; }
 
 // Two neighbouring channels of a row.
-__device__ __forceinline__ void store_pair(bf16* row, i32 c, i32 channels, bool vectorized, float x, float y) {
+__device__ __forceinline__ void store_pair(element* row, i32 c, i32 channels, bool vectorized, float x, float y) {
     if (vectorized && c + 1 < channels) {
-        *reinterpret_cast<u32*>(row + c) = pack_bf16(x, y);
+        *reinterpret_cast<u32*>(row + c) = pack_pair<element>(x, y);
     } else {
-        if (c < channels) row[c] = from_f32<bf16>(x);
-        if (c + 1 < channels) row[c + 1] = from_f32<bf16>(y);
+        if (c < channels) row[c] = from_f32<element>(x);
+        if (c + 1 < channels) row[c + 1] = from_f32<element>(y);
     }
 }
 

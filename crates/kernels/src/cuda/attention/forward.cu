@@ -1,6 +1,7 @@
 // Forward pass in bf16: a block of threads has 16·MT queries a warp of one head, which meet the keys they see BN at a
 // time with an online softmax. Keys and values come two tiles deep by asynchronous copies. Scores and sums stay in
 // registers: the accumulator of q·kᵀ has the layout that p·v wants its left operand in.
+#include "attention/common.cuh"
 
 template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
     static constexpr int BM = WARPS * MT * 16, THREADS = WARPS * 32;
@@ -28,14 +29,14 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
         auto load_guarded = [&](i32 tile) {
             const u32 at = place_of(tile);
             const i32 k0 = tile * BN;
-            load_tile<BN, DQ, THREADS>(at, a.k.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.k.token,
+            load_tile<BN, DQ, THREADS>(at, row_at<element>(a.k, p.batch, p.k_start + k0, p.kv_head), a.k.token,
                                        p.k_len - k0, a.d_qk, a.vectorized & W_K);
-            load_tile<BN, DV, THREADS>(at + K_BYTES, a.v.row<bf16>(p.batch, p.k_start + k0, p.kv_head), a.v.token,
+            load_tile<BN, DV, THREADS>(at + K_BYTES, row_at<element>(a.v, p.batch, p.k_start + k0, p.kv_head), a.v.token,
                                        p.k_len - k0, a.d_v, a.vectorized & W_V);
         };
 
         if (p.from < p.to) {
-            load_tile<BM, DQ, THREADS>(base, a.q.row<bf16>(p.batch, p.q_start + p.first, p.head), a.q.token,
+            load_tile<BM, DQ, THREADS>(base, row_at<element>(a.q, p.batch, p.q_start + p.first, p.head), a.q.token,
                                        p.q_len - p.first, a.d_qk, a.vectorized & W_Q);
             load_guarded(p.from);
             cp_async_commit();
@@ -190,7 +191,7 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
                     reinterpret_cast<float*>(a.lse)[p.batch * a.lse_batch + p.head * a.lse_head +
                                                     (p.q_start + i) * a.lse_token] = lse;
                 const bool blind = p.lo(a, i) > p.hi(a, i);
-                bf16* row = a.out.row<bf16>(p.batch, p.q_start + i, p.head);
+                element* row = row_at<element>(a.out, p.batch, p.q_start + i, p.head);
 #pragma unroll
                 for (int n = 0; n < DV / 8; n++) {
                     const float x = blind ? 0.0f : o[m][n][r * 2] * share;
@@ -202,11 +203,11 @@ template <int DQ, int DV, int MT, int BN, int WARPS> struct Forward {
 };
 
 #define FORWARD(NAME, DQ, DV, MT, BN, WARPS, BLOCKS)                                                    \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(const __grid_constant__ AttentionArgs a) { \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) ELEMENT_NAME(NAME)(const __grid_constant__ AttentionArgs a) { \
         Forward<DQ, DV, MT, BN, WARPS>::run(a);                                                         \
     }
 
-FORWARD(attention_forward_64_bf16, 64, 64, 2, 128, 4, 2)
-FORWARD(attention_forward_128_bf16, 128, 128, 2, 64, 4, 2)
-FORWARD(attention_forward_192_bf16, 192, 128, 2, 32, 4, 2)
-FORWARD(attention_forward_256_bf16, 256, 256, 1, 32, 4, 2)
+FORWARD(attention_forward_64, 64, 64, 2, 128, 4, 2)
+FORWARD(attention_forward_128, 128, 128, 2, 64, 4, 2)
+FORWARD(attention_forward_192, 192, 128, 2, 32, 4, 2)
+FORWARD(attention_forward_256, 256, 256, 1, 32, 4, 2)

@@ -1,6 +1,7 @@
 // Attention in true f32, forward and backward, on the ordinary units: tiles of TILE rows by TILE columns in shared
 // memory, 128 threads, thread (y, x) of 8 by 16 has rows y·R.. of a tile of scores at columns x, x+16, ..; and of a
 // tile of sums the same rows at channels 4·x.. of every 64. The same masks and softmax as the bf16 kernels.
+#include "attention/common.cuh"
 
 template <int D, int TILE> struct GenericAttention {
     static constexpr int R = TILE / 8, C = TILE / 16, N = D / 64;
@@ -111,12 +112,12 @@ template <int D, int TILE> struct GenericAttention {
         clear(sums);
 #pragma unroll
         for (int r = 0; r < R; r++) top[r] = NEG_INF, sum[r] = 0.0f;
-        fill(q, a.q.row<float>(p.batch, p.q_start + p.first, p.head), a.q.token, p.q_len - p.first, a.d_qk);
+        fill(q, row_at<float>(a.q, p.batch, p.q_start + p.first, p.head), a.q.token, p.q_len - p.first, a.d_qk);
         for (i32 tile = from; tile < to; tile++) {
             const i32 k0 = tile * TILE;
             __syncthreads();
-            fill(k, a.k.row<float>(p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk);
-            fill(v, a.v.row<float>(p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v);
+            fill(k, row_at<float>(a.k, p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk);
+            fill(v, row_at<float>(a.v, p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v);
             __syncthreads();
             float s[R][C];
             product(s, q, k, y, x);
@@ -160,7 +161,7 @@ template <int D, int TILE> struct GenericAttention {
             if (x == 0)
                 reinterpret_cast<float*>(
                     a.lse)[p.batch * a.lse_batch + p.head * a.lse_head + (p.q_start + i) * a.lse_token] = lse;
-            write(a.out.row<float>(p.batch, p.q_start + i, p.head), sums[r], share, p.lo(a, i) > p.hi(a, i), x, a.d_v);
+            write(row_at<float>(a.out, p.batch, p.q_start + i, p.head), sums[r], share, p.lo(a, i) > p.hi(a, i), x, a.d_v);
         }
     }
 
@@ -185,15 +186,15 @@ template <int D, int TILE> struct GenericAttention {
         float dk[R][N][4], dv[R][N][4];
         clear(dk);
         clear(dv);
-        fill(k, a.k.row<float>(p.batch, p.k_start + p.first, p.head), a.k.token, p.k_len - p.first, a.d_qk);
-        fill(v, a.v.row<float>(p.batch, p.k_start + p.first, p.head), a.v.token, p.k_len - p.first, a.d_v);
+        fill(k, row_at<float>(a.k, p.batch, p.k_start + p.first, p.head), a.k.token, p.k_len - p.first, a.d_qk);
+        fill(v, row_at<float>(a.v, p.batch, p.k_start + p.first, p.head), a.v.token, p.k_len - p.first, a.d_v);
         for (i32 head = p.head * a.group; head < (p.head + 1) * a.group; head++) {
             const i64 row = (i64(p.batch) * a.heads + head) * a.tokens + p.q_start;
             for (i32 tile = from; tile < to; tile++) {
                 const i32 q0 = tile * TILE;
                 __syncthreads();
-                fill(q, a.q.row<float>(p.batch, p.q_start + q0, head), a.q.token, p.q_len - q0, a.d_qk);
-                fill(dout, a.dout.row<float>(p.batch, p.q_start + q0, head), a.dout.token, p.q_len - q0, a.d_v);
+                fill(q, row_at<float>(a.q, p.batch, p.q_start + q0, head), a.q.token, p.q_len - q0, a.d_qk);
+                fill(dout, row_at<float>(a.dout, p.batch, p.q_start + q0, head), a.dout.token, p.q_len - q0, a.d_v);
                 __syncthreads();
                 float s[R][C], dp[R][C];
                 product(s, k, q, y, x);
@@ -202,7 +203,7 @@ template <int D, int TILE> struct GenericAttention {
                 for (int c = 0; c < C; c++) {
                     const i32 i = q0 + x + 16 * c;
                     const i64 at = row + min(i, p.q_len - 1);
-                    const float weight = reinterpret_cast<const float*>(a.weights)[at];
+                    const float weight = reinterpret_cast<const float*>(a.lse_log2)[at];
                     const float delta = reinterpret_cast<const float*>(a.delta)[at];
 #pragma unroll
                     for (int r = 0; r < R; r++) {
@@ -220,8 +221,8 @@ template <int D, int TILE> struct GenericAttention {
         for (int r = 0; r < R; r++) {
             const i32 j = p.first + y * R + r;
             if (j >= p.k_len) continue;
-            write(a.dk.row<float>(p.batch, p.k_start + j, p.head), dk[r], a.scale, false, x, a.d_qk);
-            write(a.dv.row<float>(p.batch, p.k_start + j, p.head), dv[r], 1.0f, false, x, a.d_v);
+            write(row_at<float>(a.dk, p.batch, p.k_start + j, p.head), dk[r], a.scale, false, x, a.d_qk);
+            write(row_at<float>(a.dv, p.batch, p.k_start + j, p.head), dv[r], 1.0f, false, x, a.d_v);
         }
     }
 
@@ -238,16 +239,16 @@ template <int D, int TILE> struct GenericAttention {
 #pragma unroll
         for (int r = 0; r < R; r++) {
             const i64 at = row + min(p.first + y * R + r, p.q_len - 1);
-            weight[r] = reinterpret_cast<const float*>(a.weights)[at];
+            weight[r] = reinterpret_cast<const float*>(a.lse_log2)[at];
             delta[r] = reinterpret_cast<const float*>(a.delta)[at];
         }
-        fill(q, a.q.row<float>(p.batch, p.q_start + p.first, p.head), a.q.token, p.q_len - p.first, a.d_qk);
-        fill(dout, a.dout.row<float>(p.batch, p.q_start + p.first, p.head), a.dout.token, p.q_len - p.first, a.d_v);
+        fill(q, row_at<float>(a.q, p.batch, p.q_start + p.first, p.head), a.q.token, p.q_len - p.first, a.d_qk);
+        fill(dout, row_at<float>(a.dout, p.batch, p.q_start + p.first, p.head), a.dout.token, p.q_len - p.first, a.d_v);
         for (i32 tile = from; tile < to; tile++) {
             const i32 k0 = tile * TILE;
             __syncthreads();
-            fill(k, a.k.row<float>(p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk);
-            fill(v, a.v.row<float>(p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v);
+            fill(k, row_at<float>(a.k, p.batch, p.k_start + k0, p.kv_head), a.k.token, p.k_len - k0, a.d_qk);
+            fill(v, row_at<float>(a.v, p.batch, p.k_start + k0, p.kv_head), a.v.token, p.k_len - k0, a.d_v);
             __syncthreads();
             float s[R][C], dp[R][C];
             product(s, q, k, y, x);
@@ -266,7 +267,7 @@ template <int D, int TILE> struct GenericAttention {
         for (int r = 0; r < R; r++) {
             const i32 i = p.first + y * R + r;
             if (i >= p.q_len) continue;
-            write(a.dq.row<float>(p.batch, p.q_start + i, p.head), dq[r], a.scale, p.lo(a, i) > p.hi(a, i), x, a.d_qk);
+            write(row_at<float>(a.dq, p.batch, p.q_start + i, p.head), dq[r], a.scale, p.lo(a, i) > p.hi(a, i), x, a.d_qk);
         }
     }
 };

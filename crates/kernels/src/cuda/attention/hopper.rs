@@ -7,7 +7,7 @@ use super::hopper_scheduler::{BLOCKS, CACHE, section, shared_section};
 use super::hopper_variants::{Forward, KernelVariant, PER_HEAD_KERNELS, variant};
 use super::problem::{AttentionArgs, AttentionProblem, blocks};
 use super::tile_table::TileTable;
-use crate::cuda::sources::fp8_source;
+use crate::cuda::args::kernel_args;
 use crate::cuda::tensor_map::{TensorMap, tensor_map};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use ferrotron_tensor::{DType, Launch, Result};
@@ -18,29 +18,44 @@ const ROWS: usize = 128;
 const FORWARD_VIEWS: u32 = 0x0f;
 const BACKWARD_VIEWS: u32 = 0xff;
 
-/// `HopperArgs` of hopper_common.cuh.
-#[repr(C, align(64))]
-#[derive(Clone, Copy, Default)]
-pub(super) struct HopperArgs {
-    /// q, k, v, dout.
-    pub(super) maps: [TensorMap; 4],
-    args: AttentionArgs,
-    sums: u64,
-    pub(super) bounds: u64,
-    next: u64,
-    total: i32,
-    section: i32,
-    pairs: i32,
-    padded: i32,
-    chunks: i32,
-    k_from: i32,
-    k_to: i32,
-    whole: i32,
-    spare: [i32; 10],
-}
+kernel_args! {
+    header "args/attention_hopper.cuh", includes ["args/attention.cuh", "args/tensor_map.cuh"];
 
-// The source says the same.
-const _: () = assert!(size_of::<HopperArgs>() == 1024);
+    /// Arguments of the Hopper attention kernels.
+    #[derive(Default)]
+    pub(super) struct HopperArgs align(64) {
+        /// TMA boxes [64 channels, tile's tokens, 1, 1] of (channel, token, head, batch). FP8: 128 channels wide, and v's box
+        /// is of (token, channel, head, batch).
+        pub(super) q: TensorMap,
+        pub(super) k: TensorMap,
+        pub(super) v: TensorMap,
+        pub(super) dout: TensorMap,
+        a: AttentionArgs,
+        /// i32 `[batch, heads, padded, channels]`: dq in fixed point, tile by tile in the accumulators' register order.
+        dq_accum: u64,
+        /// f32 `[batch, kv heads, chunks, 2]`: largest |k| and largest |v|² of 128 tokens. FP8 forward: f32 `[3]`, amax of q, k, v.
+        pub(super) bounds: u64,
+        /// i32: tiles that blocks of the backward kernel have taken so far.
+        next_tile: u64,
+        /// Tiles of all heads.
+        total: i32,
+        /// (batch, head) pairs whose tiles are scheduled together, so that what they share stays in the L2 cache.
+        section: i32,
+        /// All (batch, head) pairs.
+        pairs: i32,
+        /// Rows of a head in `dq_accum`, and in `lse_log2`, which here holds 64 rows of it, then 64 deltas, then 64 steps: the
+        /// inverse, a power of two, of what a one in `dq_accum` stands for.
+        padded: i32,
+        /// Chunks of 128 tokens in `bounds`.
+        chunks: i32,
+        /// Key tokens `k_from..k_to` belong to a sequence.
+        k_from: i32,
+        k_to: i32,
+        /// Tile numbers of a section: its tiles, rounded up to full waves of blocks where there are several sections.
+        section_tiles: i32,
+        pad: [i32; 10],
+    }
+}
 
 impl HopperArgs {
     /// Arguments for tiles of `rows` queries or keys of `heads`, and how many tiles there are.
@@ -51,27 +66,27 @@ impl HopperArgs {
         (len, rows): (i32, usize),
         items: Option<(usize, &TileTable)>,
     ) -> Result<(HopperArgs, usize)> {
-        let mut m = HopperArgs { args: problem.args, ..HopperArgs::default() };
+        let mut m = HopperArgs { a: problem.args, ..HopperArgs::default() };
         let pairs = problem.pairs(heads);
         let tiles = match items {
-            _ if problem.packed => problem.table(l, items, true, &mut m.args)?,
+            _ if problem.packed => problem.table(l, items, true, &mut m.a)?,
             _ => (len as usize).div_ceil(rows),
         };
         let total = blocks(tiles * pairs)? as i32;
-        m.args.tiles = tiles as i32;
-        (m.total, m.whole, m.pairs, m.section) = (total, total, pairs as i32, pairs as i32);
+        m.a.tiles = tiles as i32;
+        (m.total, m.section_tiles, m.pairs, m.section) = (total, total, pairs as i32, pairs as i32);
         [m.k_from, m.k_to] = problem.inside[1].map(|x| x as i32);
         Ok((m, tiles * pairs))
     }
 
     /// Has heads take their turns in sections whose keys and values, of so many bytes each, stay in the cache.
     pub(super) fn tile_in_sections(&mut self, problem: &AttentionProblem, bytes: usize) -> Result<()> {
-        let (shape, pairs, tiles) = (&problem.shape, self.pairs as usize, self.args.tiles as usize);
+        let (shape, pairs, tiles) = (&problem.shape, self.pairs as usize, self.a.tiles as usize);
         let part = section(pairs, shape.heads / shape.kv_heads, tiles, bytes);
         if part < pairs {
             // Every section starts with a round of the blocks.
             let whole = (part * tiles).next_multiple_of(BLOCKS);
-            (self.section, self.whole) = (part as i32, whole as i32);
+            (self.section, self.section_tiles) = (part as i32, whole as i32);
             self.total = blocks(pairs.div_ceil(part) * whole)? as i32;
         }
         Ok(())
@@ -109,7 +124,7 @@ pub(super) fn hopper(kernels: &CudaKernels, problem: &AttentionProblem, dtype: D
         && shape.heads > 0
         && a.batches > 0
         && problem.tokens.iter().all(|n| *n > 0)
-        && kernels.has("attention_hopper_forward");
+        && kernels.has("attention/hopper_forward");
     if !fits {
         return None;
     }
@@ -176,21 +191,16 @@ impl Hopper {
     ) -> Result<()> {
         let (shape, a, f) = (&problem.shape, &problem.args, &self.forward);
         let (mut m, total) = HopperArgs::over(problem, l, shape.heads, (a.q_len, f.rows()), items)?;
-        m.maps = [
-            self.map(problem, 0, f.rows())?,
-            self.map(problem, 1, f.keys)?,
-            self.map(problem, 2, f.keys)?,
-            m.maps[3],
-        ];
+        (m.q, m.k, m.v) =
+            (self.map(problem, 0, f.rows())?, self.map(problem, 1, f.keys)?, self.map(problem, 2, f.keys)?);
         m.tile_in_sections(problem, problem.tokens[1] * (shape.d_qk + shape.d_v) * 2)?;
         let grid = LaunchConfig {
             blocks: [total.min(BLOCKS) as u32, 1, 1],
             threads: f.threads(),
             shared: f.shared(),
         };
-        let Kernel { source, name } = f.kernel;
-        let source = if shape.fp8 { fp8_source(source) } else { source };
-        kernels.launch_kernel(l, Kernel { source, name }, grid, &m)
+        let kernel = if shape.fp8 { f.kernel.with_fp8_probs() } else { f.kernel };
+        kernels.launch_kernel(l, kernel, grid, &m)
     }
 
     fn space(&self, problem: &AttentionProblem) -> Space {
@@ -222,10 +232,10 @@ impl Hopper {
         let (start, space) = (l.address(scratch)?, self.space(problem));
         let named = |m: HopperArgs| {
             let at = |n: usize| start + n as u64 * 4;
-            let (bounds, next) = (at(space.bounds), at(space.next));
+            let (bounds, next_tile) = (at(space.bounds), at(space.next));
             let (padded, chunks) = (self.padded as i32, self.chunks as i32);
-            let mut m = HopperArgs { sums: start, bounds, next, padded, chunks, ..m };
-            m.args.weights = at(space.rows);
+            let mut m = HopperArgs { dq_accum: start, bounds, next_tile, padded, chunks, ..m };
+            m.a.lse_log2 = at(space.rows);
             m
         };
         let (m, row_tiles) = HopperArgs::over(problem, l, shape.heads, (a.q_len, ROWS), queries)?;
@@ -233,18 +243,16 @@ impl Hopper {
         let variant = &self.variant.backward;
         let (m, key_tiles) = HopperArgs::over(problem, l, shape.kv_heads, (a.k_len, variant.keys), keys)?;
         let mut by_key = named(m);
-        by_key.maps = [
-            self.map(problem, 0, variant.queries)?,
-            self.map(problem, 1, variant.keys)?,
-            self.map(problem, 2, variant.keys)?,
-            self.map(problem, 4, variant.queries)?,
-        ];
+        by_key.q = self.map(problem, 0, variant.queries)?;
+        by_key.k = self.map(problem, 1, variant.keys)?;
+        by_key.v = self.map(problem, 2, variant.keys)?;
+        by_key.dout = self.map(problem, 4, variant.queries)?;
         let pairs = problem.pairs(shape.kv_heads);
-        let tiles = by_key.args.tiles.max(1);
+        let tiles = by_key.a.tiles.max(1);
         by_key.section = shared_section(pairs, tiles as usize) as i32;
-        by_key.whole = by_key.section * tiles;
+        by_key.section_tiles = by_key.section * tiles;
 
-        let rows = |name| Kernel { source: "attention_hopper_preprocess", name };
+        let rows = |name| Kernel::new("attention/hopper_backward_preprocess", name);
         let each = |n: usize| Ok(LaunchConfig { blocks: [blocks(n)?, 1, 1], threads: 256, shared: 0 });
         let ([bounds, mut prepare, finish], mut kernel) = (self.variant.rows, variant.kernel);
         if self.own {

@@ -9,6 +9,8 @@
 //
 // The products of dq for one tile of queries run with those of the next, beside its powers: the warpgroups need not
 // wait for each other.
+#include "attention/hopper_backward_load.cuh"
+#include "wgmma.cuh"
 
 // SHORT: gradients of scores are made of the powers as they were rounded for dv, which needs fewer registers.
 template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : HopperBackwardLoad<D, D, BM, 128, 3, PER_HEAD, 0> {
@@ -64,8 +66,8 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
             if (ends) {
                 const int self = threadIdx.x & 127, lane = self & 31, warp = self >> 5;
                 const i32 i = q0 + (W == 128 ? 0 : wg * 64) + warp * 16 + (lane >> 2), column = W == 128 ? wg * 64 : 0;
-                bf16* row0 = i < p.q_len ? a.dq.row<bf16>(p.batch, i, head) + column : nullptr;
-                bf16* row1 = i + 8 < p.q_len ? a.dq.row<bf16>(p.batch, i + 8, head) + column : nullptr;
+                bf16* row0 = i < p.q_len ? row_at<bf16>(a.dq, p.batch, i, head) + column : nullptr;
+                bf16* row1 = i + 8 < p.q_len ? row_at<bf16>(a.dq, p.batch, i + 8, head) + column : nullptr;
                 store_rows<64>(dq, row0, row1, a.scale, a.scale, a.d_qk - column);
             } else {
 #pragma unroll
@@ -221,7 +223,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                         else flush(dq, step0, step1, to, wg);
                     }
                     if constexpr (PER_HEAD) {
-                        own.scratch = reinterpret_cast<float4*>(m.sums) +
+                        own.scratch = reinterpret_cast<float4*>(m.dq_accum) +
                                       ((i64(blockIdx.x) * a.group + (head - p.head * a.group)) * m.padded + q0) * (W / 4) +
                                       wg * 1024 + self;
                         own.q0 = q0;
@@ -232,7 +234,7 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
                         const float* steps = Load::rows_of(stage, 2) + (W == 128 ? 0 : wg * 192) + warp * 16 + (lane >> 2);
                         step0 = steps[0];
                         step1 = steps[8];
-                        to = reinterpret_cast<i32*>(m.sums) +
+                        to = reinterpret_cast<i32*>(m.dq_accum) +
                              (((i64(p.batch) * a.heads + head) * m.padded + p.row + q0) * W + wg * 4096 + self);
                     }
                     add = 1;
@@ -265,8 +267,8 @@ template <int D, int BM, bool SHORT, bool PER_HEAD> struct HopperBackward : Hopp
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const i32 j = w0 + warp * 16 + r * 8 + (lane >> 2);
-                k_row[r] = j < p.k_len ? a.dk.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
-                v_row[r] = j < p.k_len ? a.dv.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
+                k_row[r] = j < p.k_len ? row_at<bf16>(a.dk, p.batch, p.k_start + j, p.head) : nullptr;
+                v_row[r] = j < p.k_len ? row_at<bf16>(a.dv, p.batch, p.k_start + j, p.head) : nullptr;
             }
             store_rows<D>(dv, v_row[0], v_row[1], 1.0f, 1.0f, a.d_v);
             store_rows<D>(dk, k_row[0], k_row[1], a.scale, a.scale, a.d_qk);

@@ -1,5 +1,8 @@
 // The producer of the Hopper backward kernel: what lies where in shared memory, which tiles of keys a block takes, and
 // in which order it meets the queries.
+#pragma once
+#include "attention/hopper_common.cuh"
+#include "hopper_tiles.cuh"
 
 // Heads of up to DQ channels of queries and keys and DV of values, BM queries and BN keys of a tile, STAGES tiles of
 // queries. OWN: a block has all keys of a head. Besides gradients of scores there are two places of PASSED bytes for what
@@ -116,7 +119,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
         do {
             mbarrier_wait(bars.tile_free(slot.stage), slot.phase ^ 1);
             index++;
-            if (!PER_HEAD && one) index = atomicAdd(reinterpret_cast<i32*>(m.next), 1);
+            if (!PER_HEAD && one) index = atomicAdd(reinterpret_cast<i32*>(m.next_tile), 1);
             index = __shfl_sync(~0u, index, 0);
             if (one) {
                 volatile Load* to = slot_at(slot.stage);
@@ -173,7 +176,7 @@ template <int DQ, int DV, int BM, int BN_, int STAGES_, bool PER_HEAD, int PASSE
                             tma_load(base + Q_AT + s * Q_BYTES + c * BM * 128, m.q, bars.q_full(s), c * 64,
                                         p->query + token, head + n, p->batch);
                         const i64 row = i64(p->batch * a.heads + head + n) * m.padded + (p->row + token);
-                        bulk_copy(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.weights) + row * 3,
+                        bulk_copy(base + ROWS_AT + s * 3 * ROW_BYTES, reinterpret_cast<const float*>(a.lse_log2) + row * 3,
                                   3 * ROW_BYTES, bars.q_full(s));
                     }
                     mbarrier_wait(bars.o_free(s), ring.phase ^ 1);

@@ -1,5 +1,7 @@
 // What surrounds the Hopper backward kernel: bounds of keys and values, what is needed once per query, and the
 // fixed-point gradients of queries turned into bf16.
+#include "attention/hopper_common.cuh"
+#include "hopper_tiles.cuh"
 
 // bounds[batch·kv heads][chunk of 128 tokens] = largest |k|, largest |v|². NaNs are passed over: they come back
 // through the log-sum-exps and outputs.
@@ -7,7 +9,7 @@ template <int D> __device__ __forceinline__ void hopper_bounds(const HopperArgs&
     constexpr int LANES = D / 8, ROWS = 256 / LANES;
     const AttentionArgs& a = m.a;
     __shared__ float parts[16];
-    if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<i32*>(m.next) = 0;
+    if (blockIdx.x == 0 && threadIdx.x == 0) *reinterpret_cast<i32*>(m.next_tile) = 0;
     const i32 chunks = m.chunks, pair = blockIdx.x / chunks, chunk = blockIdx.x - pair * chunks;
     const i32 kv_heads = a.heads / a.group, batch = pair / kv_heads, head = pair - batch * kv_heads;
     const i32 lane = threadIdx.x % LANES, row = threadIdx.x / LANES, c = lane * 8;
@@ -17,8 +19,8 @@ template <int D> __device__ __forceinline__ void hopper_bounds(const HopperArgs&
         const i32 token = m.k_from + chunk * 128 + i * ROWS + row;
         float x[8] = {}, y[8] = {};
         if (token < m.k_to) {
-            if (c < a.d_qk) load(a.k.row<bf16>(batch, token, head) + c, x);
-            if (c < a.d_v) load(a.v.row<bf16>(batch, token, head) + c, y);
+            if (c < a.d_qk) load(row_at<bf16>(a.k, batch, token, head) + c, x);
+            if (c < a.d_v) load(row_at<bf16>(a.v, batch, token, head) + c, y);
         }
         float sum = 0.0f;
 #pragma unroll
@@ -77,7 +79,7 @@ template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_pr
     const i32 lane = threadIdx.x % LANES, c = lane * 8;
     const i64 base = (i64(p.batch) * a.heads + p.head) * m.padded + p.row;
     if constexpr (!PER_HEAD) {
-        int4* zeros = reinterpret_cast<int4*>(reinterpret_cast<i32*>(m.sums) + (base + p.first) * W) + threadIdx.x;
+        int4* zeros = reinterpret_cast<int4*>(reinterpret_cast<i32*>(m.dq_accum) + (base + p.first) * W) + threadIdx.x;
 #pragma unroll
         for (int i = 0; i < 128 * W / 1024; i++) zeros[i * 256] = make_int4(0, 0, 0, 0);
     }
@@ -94,8 +96,8 @@ template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_pr
                 const i32 at = i + j * ROWS;
                 out[j] = dout[j] = {};
                 if (at < p.q_len && c < a.d_v) {
-                    out[j] = *reinterpret_cast<const Packed<bf16>*>(a.out.row<bf16>(p.batch, p.q_start + at, p.head) + c);
-                    dout[j] = *reinterpret_cast<const Packed<bf16>*>(a.dout.row<bf16>(p.batch, p.q_start + at, p.head) + c);
+                    out[j] = *reinterpret_cast<const Packed<bf16>*>(row_at<bf16>(a.out, p.batch, p.q_start + at, p.head) + c);
+                    dout[j] = *reinterpret_cast<const Packed<bf16>*>(row_at<bf16>(a.dout, p.batch, p.q_start + at, p.head) + c);
                 }
             }
 #pragma unroll
@@ -117,7 +119,7 @@ template <int D, int W, bool PER_HEAD> __device__ __forceinline__ void hopper_pr
             if (there)
                 lse = reinterpret_cast<const float*>(
                     a.lse)[p.batch * a.lse_batch + p.head * a.lse_head + (p.q_start + i) * a.lse_token];
-            float* rows = reinterpret_cast<float*>(a.weights) + (base + p.first + (r & ~63)) * 3;
+            float* rows = reinterpret_cast<float*>(a.lse_log2) + (base + p.first + (r & ~63)) * 3;
             const i32 at = (r & 48) + ((r & 6) << 1 | (r & 8) >> 2 | (r & 1));
             rows[at] = lse == NEG_INF ? -NEG_INF : lse * LOG2_E;
             rows[64 + at] = sum;
@@ -151,7 +153,7 @@ template <int W> __device__ __forceinline__ void hopper_finish(const HopperArgs&
     for (int n = 0; n < W / 64; n++) {
         const i32 place = n * 2 + wg, tile = place / (W / 64) * 64, column = place % (W / 64) * 64;
         const i32 inside = warp * 16 + (lane >> 2);
-        const i32* from = reinterpret_cast<const i32*>(m.sums) + (at * W + place * 4096) + self;
+        const i32* from = reinterpret_cast<const i32*>(m.dq_accum) + (at * W + place * 4096) + self;
         float dq[32];
 #pragma unroll
         for (int j = 0; j < 32; j++) dq[j] = float(from[j * 128]);
@@ -160,8 +162,8 @@ template <int W> __device__ __forceinline__ void hopper_finish(const HopperArgs&
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const i32 i = p.first + tile + inside + r * 8;
-            f[r] = a.scale / reinterpret_cast<const float*>(a.weights)[(at + tile) * 3 + 128 + inside + r * 8];
-            row[r] = i < p.q_len ? a.dq.row<bf16>(p.batch, p.q_start + i, p.head) + column : nullptr;
+            f[r] = a.scale / reinterpret_cast<const float*>(a.lse_log2)[(at + tile) * 3 + 128 + inside + r * 8];
+            row[r] = i < p.q_len ? row_at<bf16>(a.dq, p.batch, p.q_start + i, p.head) + column : nullptr;
         }
         store_rows<64>(dq, row[0], row[1], f[0], f[1], a.d_qk - column);
     }

@@ -9,6 +9,8 @@
 // the first takes its part of dq one tile later.
 //
 // dq of a tile is summed in fixed point over the blocks, as in hopper_backward.cu.
+#include "attention/hopper_backward_wide.cuh"
+#include "wgmma.cuh"
 
 template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWide : HopperBackwardWideParts<DQ, DV, STAGES, CAP> {
     using Parts = HopperBackwardWideParts<DQ, DV, STAGES, CAP>;

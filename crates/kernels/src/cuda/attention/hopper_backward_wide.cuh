@@ -1,4 +1,6 @@
 // What the consumers of the wide Hopper backward kernel share: where they stand, and powers of scores.
+#pragma once
+#include "attention/hopper_backward_load.cuh"
 
 template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts : HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192> {
     using Load = HopperBackwardLoad<DQ, DV, 64, 64, STAGES, false, 8192>;
@@ -47,7 +49,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
     }
     // Where this thread's sums of a tile of queries lie.
     static __device__ __forceinline__ i32* sums_at(const HopperArgs& m, const HopperTile& p, i32 head, i32 q0) {
-        return reinterpret_cast<i32*>(m.sums) +
+        return reinterpret_cast<i32*>(m.dq_accum) +
                (((i64(p.batch) * m.a.heads + head) * m.padded + p.row + q0) * (COLUMNS * 64) + (tid() & 127));
     }
     static __device__ __forceinline__ void steps_at(u32 stage, float& step0, float& step1) {
@@ -60,7 +62,7 @@ template <int DQ, int DV, int STAGES, bool CAP> struct HopperBackwardWideParts :
     static __device__ __forceinline__ bf16* key_row(const View& to, const HopperTile& p, int r) {
         const int self = tid() & 127;
         const i32 j = p.first + (self >> 5) * 16 + r * 8 + ((self & 31) >> 2);
-        return j < p.k_len ? to.row<bf16>(p.batch, p.k_start + j, p.head) : nullptr;
+        return j < p.k_len ? row_at<bf16>(to, p.batch, p.k_start + j, p.head) : nullptr;
     }
 
     // Powers of the scores, 0 where a query does not see a key; `x` packs them, `y` too, times the slope.

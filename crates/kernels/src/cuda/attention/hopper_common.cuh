@@ -1,32 +1,16 @@
 // Arguments of the Hopper attention kernels and the order in which persistent blocks take their tiles.
-struct alignas(64) HopperArgs {
-    TensorMap q, k, v, dout;  // boxes [64 channels, tile's tokens, 1, 1] of (channel, token, head, batch); of bytes 128 wide, and
-                              // v's of (token, channel, head, batch)
-    AttentionArgs a;
-    u64 sums;     // i32 [batch, heads, padded, channels]: gradients of queries in fixed point, tile by tile in the
-                  // order of the accumulators that they come from
-    u64 bounds;   // f32 [batch, kv heads, chunks, 2]: largest |k| and largest |v|² of 256 tokens; forward of bytes: f32 [3],
-                  // largest |q|, |k| and |v|
-    u64 next;     // i32: how many tiles have been taken
-    i32 total;    // tiles of all heads
-    i32 section;  // (batch, head) pairs whose tiles are taken together, so that what they share stays in the L2 cache
-    i32 pairs;
-    i32 padded;   // rows of a head in `sums`, and in `weights`, which here has 64 of them, then 64 sums of dout·out
-                  // and 64 steps: what a one of `sums` is worth, inverted, a power of two
-    i32 chunks;   // of `bounds`
-    i32 k_from, k_to;  // key tokens that belong to a sequence
-    i32 whole;    // numbers of a section's tiles: as many as they are, or whole rounds of the blocks
-    i32 spare[10];
-};
-static_assert(sizeof(HopperArgs) == 1024, "as in hopper.rs");
+#pragma once
+#include "args/attention_hopper.cuh"
+#include "attention/common.cuh"
+#include "hopper.cuh"
 
 // Tile `round` of this block. Tiles are sorted from long to short, and every other round runs backwards, so that the
 // blocks' shares of the work come out alike. Where a section does not end with a round there is no tile: -1.
 __device__ __forceinline__ i32 tile_of(const HopperArgs& m, i32 round) {
     const i32 blocks = gridDim.x, self = blockIdx.x;
     const i32 x = round * blocks + ((round & 1) ? blocks - 1 - self : self);
-    const i32 part = x / m.whole, here = min(m.section, m.pairs - part * m.section);
-    return x - part * m.whole < here * m.a.tiles ? x : -1;
+    const i32 part = x / m.section_tiles, here = min(m.section, m.pairs - part * m.section);
+    return x - part * m.section_tiles < here * m.a.tiles ? x : -1;
 }
 // The last rounds of a block may hold no tile in one direction but in the next.
 __device__ __forceinline__ i32 rounds(i32 total) { return (total + i32(gridDim.x) - 1) / i32(gridDim.x); }
@@ -40,19 +24,19 @@ __device__ __forceinline__ HopperTile hopper_tile(const HopperArgs& m, i32 index
     const AttentionArgs& a = m.a;
     HopperTile p;
     p.row = 0;
-    const i32 part = index / m.whole, rest = index - part * m.whole;
+    const i32 part = index / m.section_tiles, rest = index - part * m.section_tiles;
     const i32 here = min(m.section, m.pairs - part * m.section);
     const i32 tile = rest / here, pair = part * m.section + (rest - tile * here);
     p.batch = pair / heads;
     p.head = pair - p.batch * heads;
     if (a.items) {
-        const Item it = reinterpret_cast<const Item*>(a.items)[tile];
+        const TileItem it = reinterpret_cast<const TileItem*>(a.items)[tile];
         p.q_start = it.q_start;
         p.q_len = it.q_len;
         p.k_start = it.k_start;
         p.k_len = it.k_len;
         p.first = it.first;
-        p.row = it.pad0;
+        p.row = it.row;
     } else {
         p.q_start = 0;
         p.q_len = a.q_len;

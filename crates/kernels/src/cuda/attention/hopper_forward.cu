@@ -1,4 +1,6 @@
 // Instances of the Hopper forward kernel for heads of up to 128 channels; `short` ones where queries see few keys.
+#include "attention/hopper_forward.cuh"
+
 HOPPER_FORWARD(attention_hopper_forward_64_bf16, 64, 64, 3, 128, 3, 2, false)
 HOPPER_FORWARD(attention_hopper_forward_short_64_bf16, 64, 64, 4, 64, 4, 2, false)
 HOPPER_FORWARD(attention_hopper_forward_96_bf16, 96, 96, 3, 96, 3, 1, false)

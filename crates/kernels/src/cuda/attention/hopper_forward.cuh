@@ -5,6 +5,10 @@
 // four consumers and tiles of 64 keys.
 //
 // Where scores have no soft cap the scale is positive.
+#pragma once
+#include "attention/hopper_forward_load.cuh"
+#include "attention/hopper_softmax.cuh"
+#include "wgmma.cuh"
 
 template <int DQ, int DV, int WGS, int BN, int STAGES, int Q, bool CAP>
 struct HopperForward : HopperForwardLoad<DQ, DV, WGS, BN, STAGES, Q> {

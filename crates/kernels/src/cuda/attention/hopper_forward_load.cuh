@@ -1,4 +1,7 @@
 // The producer of the Hopper forward kernels: what lies where in shared memory, and which tiles are copied there when.
+#pragma once
+#include "attention/hopper_common.cuh"
+#include "hopper_tiles.cuh"
 
 // Q: tiles of queries in shared memory. WIDTH: channels of a column of 128 bytes, 64 of bf16; or 128 of bytes, and then
 // values lie turned, [channel, token].

@@ -1,5 +1,7 @@
 // Instances of the Hopper forward kernel for wide heads, and for scores with a soft cap. Tiles of 64 keys are as much
 // as fits beside 256 channels of a query's sums.
+#include "attention/hopper_forward.cuh"
+
 HOPPER_FORWARD(attention_hopper_forward_192_bf16, 192, 128, 2, 128, 2, 1, false)
 HOPPER_FORWARD(attention_hopper_forward_256_bf16, 256, 256, 2, 64, 2, 1, false)
 HOPPER_FORWARD(attention_hopper_forward_capped_128_bf16, 128, 128, 2, 128, 2, 2, true)

@@ -1,6 +1,17 @@
 // Forward pass of bytes for Hopper: q, k and v in E4M3 under one scale each, from which hopper_bytes.cu makes them, weights of values
 // in E4M3 of scale 256. Blocks and turns as in hopper_forward.cuh. The matrix unit keeps about 14 bits of a sum of bytes, so the
 // products of every tile of keys are sums of their own, which are added up in f32.
+#pragma once
+#include "args/attention_fp8.cuh"
+#include "attention/hopper_forward_load.cuh"
+#include "attention/hopper_softmax.cuh"
+#include "quant/common.cuh"
+#include "wgmma_fp8.cuh"
+
+// What one of tensor i's bytes is worth: scales are powers of two that its largest magnitude, number i at `most`, gives.
+__device__ __forceinline__ float unit_of(u64 most, int i) {
+    return __fdiv_rn(1.0f, scale_of(reinterpret_cast<const float*>(most)[i], 448.0f, 1, __uint_as_float(MaxFinite<bf16>::bits)));
+}
 
 template <int D, int WGS, int STAGES, int Q> struct HopperFp8 : HopperForwardLoad<D, D, WGS, 128, STAGES, Q, 128> {
     static constexpr int BN = 128, LIFT = 8;

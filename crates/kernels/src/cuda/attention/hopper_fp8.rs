@@ -2,9 +2,10 @@
 
 use super::hopper::HopperArgs;
 use super::hopper_scheduler::BLOCKS;
-use super::problem::{AttentionProblem, blocks, problem};
+use super::problem::{AttentionProblem, View, blocks, problem};
 use crate::attention_plan::strides;
 use crate::checks::dtypes;
+use crate::cuda::args::kernel_args;
 use crate::cuda::tensor_map::fp8_tensor_map;
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use crate::{AttentionForward, AttentionParams, Sequences};
@@ -40,32 +41,30 @@ impl Instance {
     }
 }
 
-/// `View` of attention/common.cuh.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct View {
-    data: u64,
-    steps: [i64; 3],
-}
+kernel_args! {
+    header "args/attention_fp8.cuh", includes ["args/attention.cuh"];
 
-/// `BytesArgs` of hopper_bytes.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct QuantizeQkvArgs {
-    x: [View; 3],
-    bytes: [u64; 3],
-    most: u64,
-    pieces: [u32; 2],
-    tokens: [i32; 2],
-    heads: [i32; 2],
-    d_qk: i32,
-    d_v: i32,
-    pitch: i32,
-    vectorized: u32,
+    /// Quantizes q, k and v of attention to E4M3.
+    struct QuantizeQkvArgs {
+        /// q, k, v in bf16.
+        x: [View; 3],
+        /// q and k `[batch, tokens, heads, d_qk]`, v transposed: `[batch, heads, d_v, pitch]`; all E4M3.
+        fp8: [u64; 3],
+        /// f32 `[3]`: amax of q, k and v.
+        amax: u64,
+        /// Units of 16 channels of q and of k.
+        units: [u32; 2],
+        /// Tokens and heads of queries, and of keys.
+        tokens: [i32; 2],
+        heads: [i32; 2],
+        d_qk: i32,
+        d_v: i32,
+        /// Tokens of a row of v, padded to a multiple of 128.
+        pitch: i32,
+        /// Bit i: rows of tensor i lie on 16-byte boundaries.
+        vectorized: u32,
+    }
 }
-
-// The source says the same.
-const _: () = assert!(size_of::<QuantizeQkvArgs>() == 168);
 
 /// Do rows of a `[batch, tokens, heads, channels]` view lie on 16-byte boundaries?
 fn aligned(t: &Tensor) -> bool {
@@ -94,7 +93,7 @@ fn instance(
         // Pieces of 16 channels are counted in 32 bits.
         && [f.q, f.k].iter().all(|t| t.numel() / 16 < 1 << 31)
         && aligned(f.out)
-        && kernels.has("attention_fp8");
+        && kernels.has("attention/hopper_fp8");
     INSTANCES.iter().find(|i| fits && i.channels >= shape.d_qk.max(shape.d_v))
 }
 
@@ -128,16 +127,17 @@ impl CudaKernels {
         args.extend(f.sink.map(read));
         s.launch(OP, &args, |l| {
             let view = |i: usize, t: &Tensor| -> Result<View> {
-                Ok(View { data: l.address(i)?, steps: strides(t)?.map(|x| x as i64) })
+                let [batch, token, head] = strides(t)?.map(|x| x as i64);
+                Ok(View { data: l.address(i)?, batch, token, head })
             };
-            let pieces = |t: &Tensor| (t.numel() / 16) as u32;
+            let units = |t: &Tensor| (t.numel() / 16) as u32;
             let vectorized =
                 [f.q, f.k, f.v].iter().enumerate().map(|(i, t)| u32::from(aligned(t)) << i).sum();
             let cast = QuantizeQkvArgs {
                 x: [view(0, f.q)?, view(1, f.k)?, view(2, f.v)?],
-                bytes: [l.address(6)?, l.address(7)?, l.address(8)?],
-                most: l.address(5)?,
-                pieces: [pieces(f.q), pieces(f.k)],
+                fp8: [l.address(6)?, l.address(7)?, l.address(8)?],
+                amax: l.address(5)?,
+                units: [units(f.q), units(f.k)],
                 tokens: [q_tokens as i32, k_tokens as i32],
                 heads: heads.map(|n| n as i32),
                 d_qk: shape.d_qk as i32,
@@ -145,8 +145,8 @@ impl CudaKernels {
                 pitch: pitch as i32,
                 vectorized,
             };
-            let kernel = |name| Kernel { source: "attention_fp8", name };
-            let many = cast.pieces[0].max(cast.pieces[1]) as usize;
+            let kernel = |name| Kernel::new("attention/hopper_fp8", name);
+            let many = cast.units[0].max(cast.units[1]) as usize;
             let grid = |x: usize, y| Ok(LaunchConfig { blocks: [blocks(x)?, y, 1], threads: 256, shared: 0 });
             self.launch_kernel(
                 l,
@@ -163,16 +163,16 @@ impl CudaKernels {
             let (mut m, total) =
                 HopperArgs::over(&problem, l, heads[0], (problem.args.q_len, instance.rows()), None)?;
             m.tile_in_sections(&problem, k_tokens * (shape.d_qk + shape.d_v))?;
-            m.bounds = cast.most;
+            m.bounds = cast.amax;
             let rows = |at: u64, tokens: usize, heads: usize, rows: usize| {
                 let (sizes, d) = ([shape.d_qk, tokens, heads, batches], shape.d_qk);
                 fp8_tensor_map(at, sizes, [heads * d, d, tokens * heads * d], rows as u32)
             };
             let turned = [pitch, shape.d_v, heads[1], batches];
             let steps = [pitch, shape.d_v * pitch, heads[1] * shape.d_v * pitch];
-            m.maps[0] = rows(cast.bytes[0], q_tokens, heads[0], instance.rows())?;
-            m.maps[1] = rows(cast.bytes[1], k_tokens, heads[1], KEYS)?;
-            m.maps[2] = fp8_tensor_map(cast.bytes[2], turned, steps, instance.channels as u32)?;
+            m.q = rows(cast.fp8[0], q_tokens, heads[0], instance.rows())?;
+            m.k = rows(cast.fp8[1], k_tokens, heads[1], KEYS)?;
+            m.v = fp8_tensor_map(cast.fp8[2], turned, steps, instance.channels as u32)?;
             let grid = LaunchConfig {
                 blocks: [total.min(BLOCKS) as u32, 1, 1],
                 threads: (instance.groups * 128 + 128) as u32,

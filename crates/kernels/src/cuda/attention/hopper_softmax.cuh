@@ -1,5 +1,8 @@
 // What consumers of the Hopper forward kernels do with scores: masks, powers with running maxima and sums, and what is
 // left of a query in the end. A warpgroup has 64 queries and BN keys at a time.
+#pragma once
+#include "attention/hopper_common.cuh"
+#include "hopper_tiles.cuh"
 
 // LIFT: powers are held times 2^LIFT.
 template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
@@ -92,7 +95,7 @@ template <int DV, int BN, bool CAP, int LIFT> struct HopperSoftmax {
                 if ((self & 3) == 0)
                     reinterpret_cast<float*>(a.lse)[p.batch * a.lse_batch + p.head * a.lse_head +
                                                     (p.q_start + i) * a.lse_token] = lse;
-                row[r] = a.out.row<bf16>(p.batch, p.q_start + i, p.head);
+                row[r] = row_at<bf16>(a.out, p.batch, p.q_start + i, p.head);
             }
             // A query that sees no key: whatever came from masked ones, or nowhere, is not its own.
             keep[r] = p.lo(a, i) > p.hi(a, i) ? 0u : ~0u;

@@ -85,17 +85,17 @@ const fn forward(
     channels: [usize; 2],
     [groups, keys, stages, tiles]: [usize; 4],
 ) -> Forward {
-    let source = if wide { "attention_hopper_forward_wide" } else { "attention_hopper_forward" };
-    Forward { kernel: Kernel { source, name }, channels, groups, keys, stages, tiles }
+    let source = if wide { "attention/hopper_forward_wide" } else { "attention/hopper_forward" };
+    Forward { kernel: Kernel::new(source, name), channels, groups, keys, stages, tiles }
 }
 
 const fn backward(name: &'static str, channels: usize, queries: usize) -> Backward {
-    let kernel = Kernel { source: "attention_hopper_backward", name };
+    let kernel = Kernel::new("attention/hopper_backward", name);
     Backward { kernel, channels: [channels; 2], queries, keys: 128, stages: 3, passed: 0 }
 }
 
 const fn wide(name: &'static str, channels: [usize; 2], stages: usize) -> Backward {
-    let kernel = Kernel { source: "attention_hopper_backward_wide", name };
+    let kernel = Kernel::new("attention/hopper_backward_wide", name);
     Backward { kernel, channels, queries: 64, keys: 64, stages, passed: 8192 }
 }
 
@@ -208,7 +208,7 @@ mod tests {
         for variant in &VARIANTS {
             for f in [Some(variant.forward), variant.short.map(|s| s.1)].into_iter().flatten() {
                 let source = match f.kernel.source {
-                    "attention_hopper_forward" => include_str!("hopper_forward.cu"),
+                    "attention/hopper_forward" => include_str!("hopper_forward.cu"),
                     _ => include_str!("hopper_forward_wide.cu"),
                 };
                 let [d_qk, d_v] = f.channels;

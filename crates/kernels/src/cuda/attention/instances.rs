@@ -2,7 +2,6 @@
 //! source.
 
 use crate::cuda::Kernel;
-use crate::cuda::sources::f16_source;
 use ferrotron_tensor::{DType, Error, Result, shape_error};
 
 /// One kernel instance.
@@ -31,44 +30,45 @@ const WIDEST: usize = 256;
 /// Bytes before the tiles of the tensor-core instances, as in common.cuh.
 const PLACE: usize = 128;
 
-/// A tensor-core instance: `resident` rows of `[d_qk, d_v]` (or of `d_qk` alone) stay in shared memory, two tiles of
-/// `streamed` rows and `extra` bytes pass through it.
-const fn matrix(
-    source: &'static str,
-    name: &'static str,
-    [warps, tiles, parts]: [usize; 3],
+/// What a tensor-core instance keeps in shared memory.
+struct Tiles {
+    /// Rows of a warp, in tiles of 16; blocks that share the channels of the same rows.
+    warps: usize,
+    tiles: usize,
+    parts: usize,
+    /// Channels of the rows that stay resident, and of those that are streamed through two buffers.
     resident: usize,
+    channels: usize,
+    /// Rows of a streamed tile, and bytes that each of its buffers holds besides.
     streamed: usize,
-    both: usize,
     extra: usize,
-) -> Step {
-    let rows = warps * tiles * 16;
-    let shared = PLACE + rows * resident * 2 + 2 * (streamed * both * 2 + extra);
-    Step { kernel: Kernel { source, name }, rows, parts, threads: warps as u32 * 32, shared: shared as u32 }
+}
+
+impl Tiles {
+    const fn step(&self, kernel: Kernel) -> Step {
+        let rows = self.warps * self.tiles * 16;
+        let buffers = 2 * (self.streamed * self.channels * 2 + self.extra);
+        let shared = (PLACE + rows * self.resident * 2 + buffers) as u32;
+        Step { kernel, rows, parts: self.parts, threads: self.warps as u32 * 32, shared }
+    }
 }
 
 /// `FORWARD(name, d_qk, d_v, tiles, streamed, warps, ..)` of forward.cu.
-const fn forward(name: &'static str, d: [usize; 2], tiles: usize, streamed: usize, warps: usize) -> Step {
-    matrix("attention_forward", name, [warps, tiles, 1], d[0], streamed, d[0] + d[1], 0)
+const fn forward(kernel: Kernel, d: [usize; 2], [tiles, streamed, warps]: [usize; 3]) -> Step {
+    let (resident, channels) = (d[0], d[0] + d[1]);
+    Tiles { warps, tiles, parts: 1, resident, channels, streamed, extra: 0 }.step(kernel)
 }
 
 /// `KEYS(name, d_qk, d_v, tiles, streamed, warps, parts, ..)` of backward_keys.cu.
-const fn keys(
-    name: &'static str,
-    d: [usize; 2],
-    tiles: usize,
-    streamed: usize,
-    warps: usize,
-    parts: usize,
-) -> Step {
+const fn keys(kernel: Kernel, d: [usize; 2], [tiles, streamed, warps, parts]: [usize; 4]) -> Step {
     let both = d[0] + d[1];
-    matrix("attention_backward_keys", name, [warps, tiles, parts], both, streamed, both, streamed * 8)
+    Tiles { warps, tiles, parts, resident: both, channels: both, streamed, extra: streamed * 8 }.step(kernel)
 }
 
 /// `QUERIES(name, d_qk, d_v, tiles, streamed, warps, ..)` of backward_queries.cu.
-const fn queries(name: &'static str, d: [usize; 2], tiles: usize, streamed: usize, warps: usize) -> Step {
+const fn queries(kernel: Kernel, d: [usize; 2], [tiles, streamed, warps]: [usize; 3]) -> Step {
     let both = d[0] + d[1];
-    matrix("attention_backward_queries", name, [warps, tiles, 1], both, streamed, both, 0)
+    Tiles { warps, tiles, parts: 1, resident: both, channels: both, streamed, extra: 0 }.step(kernel)
 }
 
 /// `PLAIN(d, tile)` of plain.cu.
@@ -83,49 +83,93 @@ const fn plain(names: [&'static str; 3], d: usize, tile: usize) -> Instance {
 }
 
 const fn simple(name: &'static str, rows: usize, shared: usize) -> Step {
-    let kernel = Kernel { source: "attention_generic", name };
+    let kernel = Kernel::new("attention/generic", name);
     Step { kernel, rows, parts: 1, threads: 128, shared: shared as u32 }
 }
 
-/// bf16, narrowest first: `(d_qk, d_v, instance)`.
-const BF16: [(usize, usize, Instance); 4] = [
-    (
-        64,
-        64,
-        Instance {
-            forward: forward("attention_forward_64_bf16", [64, 64], 2, 128, 4),
-            keys: keys("attention_backward_keys_64_bf16", [64, 64], 2, 32, 4, 1),
-            queries: queries("attention_backward_queries_64_bf16", [64, 64], 2, 32, 4),
-        },
-    ),
-    (
-        128,
-        128,
-        Instance {
-            forward: forward("attention_forward_128_bf16", [128, 128], 2, 64, 4),
-            keys: keys("attention_backward_keys_128_bf16", [128, 128], 1, 64, 8, 1),
-            queries: queries("attention_backward_queries_128_bf16", [128, 128], 2, 32, 4),
-        },
-    ),
-    (
-        192,
-        128,
-        Instance {
-            forward: forward("attention_forward_192_bf16", [192, 128], 2, 32, 4),
-            keys: keys("attention_backward_keys_192_bf16", [192, 128], 1, 32, 4, 1),
-            queries: queries("attention_backward_queries_192_bf16", [192, 128], 1, 32, 4),
-        },
-    ),
-    (
-        256,
-        256,
-        Instance {
-            forward: forward("attention_forward_256_bf16", [256, 256], 1, 32, 4),
-            keys: keys("attention_backward_keys_256_bf16", [256, 256], 1, 32, 4, 2),
-            queries: queries("attention_backward_queries_256_bf16", [256, 256], 1, 32, 4),
-        },
-    ),
-];
+/// Instances of a 16-bit type, narrowest first: `(d_qk, d_v, instance)`.
+macro_rules! element_instances {
+    ($kernel:path, $suffix:literal) => {
+        [
+            (
+                64,
+                64,
+                Instance {
+                    forward: forward(element!($kernel, "forward", "_64_", $suffix), [64, 64], [2, 128, 4]),
+                    keys: keys(element!($kernel, "backward_keys", "_64_", $suffix), [64, 64], [2, 32, 4, 1]),
+                    queries: queries(
+                        element!($kernel, "backward_queries", "_64_", $suffix),
+                        [64, 64],
+                        [2, 32, 4],
+                    ),
+                },
+            ),
+            (
+                128,
+                128,
+                Instance {
+                    forward: forward(element!($kernel, "forward", "_128_", $suffix), [128, 128], [2, 64, 4]),
+                    keys: keys(
+                        element!($kernel, "backward_keys", "_128_", $suffix),
+                        [128, 128],
+                        [1, 64, 8, 1],
+                    ),
+                    queries: queries(
+                        element!($kernel, "backward_queries", "_128_", $suffix),
+                        [128, 128],
+                        [2, 32, 4],
+                    ),
+                },
+            ),
+            (
+                192,
+                128,
+                Instance {
+                    forward: forward(element!($kernel, "forward", "_192_", $suffix), [192, 128], [2, 32, 4]),
+                    keys: keys(
+                        element!($kernel, "backward_keys", "_192_", $suffix),
+                        [192, 128],
+                        [1, 32, 4, 1],
+                    ),
+                    queries: queries(
+                        element!($kernel, "backward_queries", "_192_", $suffix),
+                        [192, 128],
+                        [1, 32, 4],
+                    ),
+                },
+            ),
+            (
+                256,
+                256,
+                Instance {
+                    forward: forward(element!($kernel, "forward", "_256_", $suffix), [256, 256], [1, 32, 4]),
+                    keys: keys(
+                        element!($kernel, "backward_keys", "_256_", $suffix),
+                        [256, 256],
+                        [1, 32, 4, 2],
+                    ),
+                    queries: queries(
+                        element!($kernel, "backward_queries", "_256_", $suffix),
+                        [256, 256],
+                        [1, 32, 4],
+                    ),
+                },
+            ),
+        ]
+    };
+}
+
+/// A kernel of `attention/<file>.cu`.
+macro_rules! element {
+    ($kernel:path, $file:literal, $width:literal, $suffix:literal) => {
+        $kernel(concat!("attention/", $file), concat!("attention_", $file, $width, $suffix))
+    };
+}
+
+type Instances<const N: usize> = [(usize, usize, Instance); N];
+
+const BF16: Instances<4> = element_instances!(Kernel::new, "bf16");
+const F16: Instances<4> = element_instances!(Kernel::f16, "f16");
 
 macro_rules! plain_names {
     ($d:literal) => {
@@ -138,7 +182,7 @@ macro_rules! plain_names {
 }
 
 /// f32, narrowest first.
-const F32: [(usize, usize, Instance); 3] = [
+const F32: Instances<3> = [
     (64, 64, plain(plain_names!("64"), 64, 32)),
     (128, 128, plain(plain_names!("128"), 128, 32)),
     (256, 256, plain(plain_names!("256"), 256, 16)),
@@ -148,16 +192,11 @@ const F32: [(usize, usize, Instance); 3] = [
 pub(super) fn instance(op: &'static str, dtype: DType, d_qk: usize, d_v: usize) -> Result<Instance> {
     let all: &[(usize, usize, Instance)] = match dtype {
         DType::F32 => &F32,
-        DType::BF16 | DType::F16 => &BF16,
+        DType::BF16 => &BF16,
+        DType::F16 => &F16,
         found => return Err(Error::DType { op, found, wanted: DType::BF16 }),
     };
     match all.iter().find(|(q, v, _)| d_qk <= *q && d_v <= *v) {
-        // Those of f16 are the same, of the sources compiled with f16 numbers.
-        Some((.., i)) if dtype == DType::F16 => {
-            let half =
-                |s: Step| Step { kernel: Kernel { source: f16_source(s.kernel.source), ..s.kernel }, ..s };
-            Ok(Instance { forward: half(i.forward), keys: half(i.keys), queries: half(i.queries) })
-        }
         Some((.., instance)) => Ok(*instance),
         None => shape_error(
             op,
@@ -172,14 +211,15 @@ mod tests {
 
     /// The numbers in the brackets after a name.
     fn numbers(source: &str, macro_name: &str, kernel: &str) -> Vec<usize> {
-        let start = format!("{macro_name}({kernel}, ");
+        let name = kernel.trim_end_matches("_bf16").trim_end_matches("_f16");
+        let start = format!("{macro_name}({name}, ");
         let line = source.lines().find_map(|l| l.strip_prefix(&start)).unwrap();
         line.trim_end_matches(')').split(", ").map(|n| n.parse().unwrap()).collect()
     }
 
     #[test]
     fn the_table_says_what_the_sources_say() {
-        for (d_qk, d_v, i) in BF16 {
+        for (d_qk, d_v, i) in BF16.into_iter().chain(F16) {
             let [dq, dv, tiles, streamed, warps, _] =
                 numbers(include_str!("forward.cu"), "FORWARD", i.forward.kernel.name)[..]
             else {

@@ -4,16 +4,15 @@
 //! `hopper.rs`. Elsewhere backward is deterministic without atomics: a row kernel for
 //! `Σ dout·out`, one over tiles of keys for dk and dv, one over tiles of queries for dq.
 
-mod hopper;
-mod hopper_fp8;
+pub(super) mod hopper;
+pub(super) mod hopper_fp8;
 mod hopper_scheduler;
 mod hopper_variants;
 mod instances;
 mod lru_cache;
-mod problem;
-mod tile_table;
+pub(super) mod problem;
+pub(super) mod tile_table;
 
-use super::sources::fp8_source;
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::attention_plan::gradients;
 use crate::checks::dtypes;
@@ -37,9 +36,9 @@ impl AttentionKernels for CudaKernels {
         let mut problem = problem(OP, scores, sequences, f)?;
         let mut step = problem.instance.forward;
         if scores.fp8 {
-            step.kernel.source = fp8_source(step.kernel.source);
+            step.kernel = step.kernel.with_fp8_probs();
         }
-        let blank = typed!(OP, f.q.dtype(), "attention_preprocess", "attention_zero_gaps")?;
+        let blank = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_zero_gaps")?;
         let hopper = hopper(self, &problem, f.q.dtype());
         let items =
             problem.items(&self.tables, s, step.rows, hopper.map(|h| h.forward_rows()), Side::Query)?;
@@ -91,8 +90,8 @@ impl AttentionKernels for CudaKernels {
             one_each(OP, &problem.shape, "the sink's gradient", dsink)?;
         }
         let Instance { keys, queries, .. } = problem.instance;
-        let blank = typed!(OP, f.q.dtype(), "attention_preprocess", "attention_zero_gaps")?;
-        let delta = typed!(OP, f.q.dtype(), "attention_preprocess", "attention_delta")?;
+        let blank = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_zero_gaps")?;
+        let delta = typed!(OP, f.q.dtype(), "attention/backward_preprocess", "attention_delta")?;
         let rows = problem.args.batches as usize * problem.args.tokens as usize * problem.shape.heads;
         let scratch = [(); 2].map(|()| Tensor::empty(s, &[rows], DType::F32, Category::Workspace));
         let [weights, deltas] = scratch;
@@ -132,7 +131,7 @@ impl AttentionKernels for CudaKernels {
                 problem.view(l, i, t, i)?;
             }
             problem.args.lse = l.address(8)?;
-            problem.args.weights = l.address(9)?;
+            problem.args.lse_log2 = l.address(9)?;
             problem.args.delta = l.address(10)?;
             problem.args.sink = sink.map_or(Ok(0), |i| l.address(i))?;
             problem.args.dsink = dsink.map_or(Ok(0), |i| l.address(i))?;
@@ -149,7 +148,7 @@ impl AttentionKernels for CudaKernels {
                 self.launch_kernel(l, delta, grid, &problem.args)?;
             }
             if dsink.is_some() {
-                let kernel = Kernel { source: "attention_preprocess", name: "attention_dsink_f32" };
+                let kernel = Kernel::new("attention/backward_preprocess", "attention_dsink_f32");
                 let grid =
                     LaunchConfig { blocks: [blocks(problem.shape.heads)?, 1, 1], threads: 256, shared: 0 };
                 self.launch_kernel(l, kernel, grid, &problem.args)?;

@@ -5,6 +5,7 @@ use super::tile_table::{Side, TileTable};
 use crate::attention_plan::{Plan, plan, strides};
 use crate::checks::dtypes;
 use crate::cpu::attention::{AttentionShape, MaskAlign, Span, check_shape, per_head};
+use crate::cuda::args::kernel_args;
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use crate::{AttentionForward, AttentionParams, Sequences};
 use ferrotron_tensor::{DType, Launch, Result, Tensor, shape_error};
@@ -16,74 +17,111 @@ const LONGEST: usize = 1 << 28;
 /// A window without bound.
 const UNBOUNDED: i32 = 1 << 29;
 
-/// `View` of common.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(super) struct View {
-    data: u64,
-    batch: i64,
-    token: i64,
-    head: i64,
-}
+kernel_args! {
+    header "args/attention.cuh", includes [];
 
-/// `Attention` of common.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(super) struct AttentionArgs {
-    /// q, k, v, out, dout, dq, dk, dv.
-    views: [View; 8],
-    pub(super) lse: u64,
-    lse_batch: i64,
-    lse_head: i64,
-    lse_token: i64,
-    pub(super) sink: u64,
-    pub(super) dsink: u64,
-    pub(super) weights: u64,
-    pub(super) delta: u64,
-    pub(super) items: u64,
-    pub(super) tokens: i64,
-    q_from: i64,
-    q_to: i64,
-    pub(super) batches: i32,
-    heads: i32,
-    group: i32,
-    d_qk: i32,
-    d_v: i32,
-    pub(super) q_len: i32,
-    pub(super) k_len: i32,
-    pub(super) tiles: i32,
-    pub(super) left: i32,
-    pub(super) right: i32,
-    pub(super) bottom: i32,
-    pub(super) vectorized: u32,
-    scale: f32,
-    inner: f32,
-    outer: f32,
-    factor: f32,
-}
+    /// A `[batch, tokens, heads, channels]` tensor with contiguous channels.
+    #[derive(Default)]
+    pub(super) struct View {
+        pub(super) data: u64,
+        /// Strides in elements.
+        pub(super) batch: i64,
+        pub(super) token: i64,
+        pub(super) head: i64,
+    }
 
-impl AttentionArgs {
-    /// Address of a view, and its element steps of batch, token and head.
-    pub(super) fn view(&self, at: usize) -> (u64, [usize; 3]) {
-        let View { data, batch, token, head } = self.views[at];
-        (data, [batch, token, head].map(|x| x as usize))
+    /// Arguments of every attention kernel; views and addresses that a kernel does not use are 0.
+    #[derive(Default)]
+    pub(super) struct AttentionArgs {
+        q: View,
+        k: View,
+        v: View,
+        out: View,
+        dout: View,
+        dq: View,
+        dk: View,
+        dv: View,
+        /// f32 log-sum-exp of each query, with its strides in elements.
+        pub(super) lse: u64,
+        lse_batch: i64,
+        lse_head: i64,
+        lse_token: i64,
+        /// f32 `[heads]`, or 0: the attention sink's logits.
+        pub(super) sink: u64,
+        /// f32 `[heads]`, or 0: their gradient, which is added to.
+        pub(super) dsink: u64,
+        /// f32 scratch `[batch, heads, tokens]`: lse·log2 e; -inf (no key seen) becomes +inf.
+        pub(super) lse_log2: u64,
+        /// f32 scratch `[batch, heads, tokens]`: Σ dout·out of a query.
+        pub(super) delta: u64,
+        /// `TileItem` for each tile of packed sequences, or 0: every batch entry is one sequence.
+        pub(super) items: u64,
+        /// Query tokens of a batch entry.
+        pub(super) tokens: i64,
+        /// Query tokens `q_from..q_to` belong to a sequence.
+        q_from: i64,
+        q_to: i64,
+        pub(super) batches: i32,
+        heads: i32,
+        /// Query heads that share a key head.
+        group: i32,
+        d_qk: i32,
+        d_v: i32,
+        /// Queries, keys and tiles of each batch entry, where there are no items.
+        pub(super) q_len: i32,
+        pub(super) k_len: i32,
+        pub(super) tiles: i32,
+        /// Sliding window: keys before and after the diagonal that a query sees; `1 << 29` is unbounded.
+        pub(super) left: i32,
+        pub(super) right: i32,
+        /// The diagonal ends at the last key instead of starting at the first.
+        pub(super) bottom: i32,
+        /// Bit i: rows of view i (in the order above) lie on 16-byte boundaries.
+        pub(super) vectorized: u32,
+        scale: f32,
+        /// A product x becomes a logit times log2 e: `outer·tanh(inner·x)` with a soft cap, `inner·x` where outer is 0.
+        inner: f32,
+        outer: f32,
+        /// What the forward softmax multiplies by after taking maxima: `inner`, or 1 where logits were mapped before.
+        factor: f32,
+    }
+
+    /// Zeroes the rows of tokens outside `from..to`, which belong to no packed sequence.
+    struct ZeroGapsArgs {
+        x: View,
+        tokens: i64,
+        from: i64,
+        to: i64,
+        heads: i32,
+        channels: i32,
     }
 }
 
-/// `Blank` of rows.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ZeroGapsArgs {
-    view: View,
-    tokens: i64,
-    from: i64,
-    to: i64,
-    heads: i32,
-    channels: i32,
-}
+impl AttentionArgs {
+    /// View `at` of q, k, v, out, dout, dq, dk, dv.
+    fn view_mut(&mut self, at: usize) -> &mut View {
+        match at {
+            0 => &mut self.q,
+            1 => &mut self.k,
+            2 => &mut self.v,
+            3 => &mut self.out,
+            4 => &mut self.dout,
+            5 => &mut self.dq,
+            6 => &mut self.dk,
+            _ => &mut self.dv,
+        }
+    }
 
-// The sources say the same of theirs.
-const _: () = assert!(size_of::<AttentionArgs>() == 416 && size_of::<ZeroGapsArgs>() == 64);
+    fn view_at(mut self, at: usize) -> View {
+        *self.view_mut(at)
+    }
+
+    /// Address of a view, and its element steps of batch, token and head.
+    pub(super) fn view(&self, at: usize) -> (u64, [usize; 3]) {
+        let View { data, batch, token, head } = self.view_at(at);
+        (data, [batch, token, head].map(|x| x as usize))
+    }
+}
 
 /// A checked launch.
 pub(super) struct AttentionProblem {
@@ -188,7 +226,7 @@ impl AttentionProblem {
         if aligned && data.is_multiple_of(16) {
             self.args.vectorized |= 1 << at;
         }
-        self.args.views[at] = View { data, batch: batch as i64, token: token as i64, head: head as i64 };
+        *self.args.view_mut(at) = View { data, batch: batch as i64, token: token as i64, head: head as i64 };
         Ok(())
     }
 
@@ -250,7 +288,7 @@ impl AttentionProblem {
         let ([tokens, heads, channels], true) = (t.shape(), self.gaps) else { return Ok(()) };
         let numbers = (tokens - (to - from)) * heads * channels;
         let args = ZeroGapsArgs {
-            view: self.args.views[at],
+            x: self.args.view_at(at),
             tokens: *tokens as i64,
             from: from as i64,
             to: to as i64,

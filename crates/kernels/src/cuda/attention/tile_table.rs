@@ -3,11 +3,30 @@
 use super::lru_cache::LruCache;
 use super::problem::{AttentionArgs, AttentionProblem};
 use crate::cpu::attention::Span;
+use crate::cuda::args::kernel_args;
 use ferrotron_tensor::{Category, Launch, Result, Stream, Tensor};
 use std::cmp::Reverse;
 
+kernel_args! {
+    header "args/tile_table.cuh", includes [];
+
+    /// One tile of a packed sequence.
+    struct TileItem {
+        /// The sequence's first query and key, and how many of each it has.
+        q_start: i32,
+        q_len: i32,
+        k_start: i32,
+        k_len: i32,
+        /// First row of the tile, counted from the sequence's own first query or key.
+        first: i32,
+        /// Row at which the sequence starts in scratch space, where every sequence starts on a tile of 128.
+        row: i32,
+        pad: [i32; 2],
+    }
+}
+
 /// Numbers of a row of the table of tiles.
-const ITEM: usize = 8;
+const ITEM: usize = size_of::<TileItem>() / 4;
 
 /// Which side of the scores the tiles of a kernel cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -38,6 +57,14 @@ pub(in crate::cuda) struct TileTable {
     pub(super) table: Tensor,
     plain: [usize; 2],
     hopper: [usize; 2],
+}
+
+impl TileItem {
+    /// Its fields in the order of memory.
+    fn words(self) -> [i32; ITEM] {
+        let TileItem { q_start, q_len, k_start, k_len, first, row, pad: [x, y] } = self;
+        [q_start, q_len, k_start, k_len, first, row, x, y]
+    }
 }
 
 impl AttentionProblem {
@@ -93,10 +120,19 @@ impl AttentionProblem {
             }
         }
         tiles.sort_by_key(|(seen, ..)| Reverse(*seen));
-        let numbers = |(_, s, first, row): &(i64, &Span, usize, usize)| {
-            [s.q_start, s.q_len, s.k_start, s.k_len, *first, *row, 0, 0].map(|x| x as i32)
+        let words = |(_, s, first, row): &(i64, &Span, usize, usize)| {
+            let item = TileItem {
+                q_start: s.q_start as i32,
+                q_len: s.q_len as i32,
+                k_start: s.k_start as i32,
+                k_len: s.k_len as i32,
+                first: *first as i32,
+                row: *row as i32,
+                pad: [0; 2],
+            };
+            item.words()
         };
-        tiles.iter().flat_map(numbers).collect()
+        tiles.iter().flat_map(words).collect()
     }
 
     /// Names the table of tiles to the kernels; how many there are.

@@ -1,12 +1,6 @@
 // Products of segments of rows with matrices of their own, in plain arithmetic: any sizes, strides and alignments.
-
-struct GroupedArgs {
-    Segments segments;
-    u64 x, w, y, bias;
-    i64 n, k;
-    i64 ldx, ldw, ldy, step;  // step: from matrix to matrix
-    u32 as_stored, vectorized;
-};
+#include "gemm_tile.cuh"
+#include "grouped/segments.cuh"
 
 // Blocks of tiles, columns fastest, then blocks that zero what is nobody's.
 template <class T> __device__ __forceinline__ void grouped(const GroupedArgs& g) {
@@ -27,32 +21,25 @@ template <class T> __device__ __forceinline__ void grouped(const GroupedArgs& g)
     __syncthreads();
     const i32 e = place.segment;
     if (e == z.count) return;
-    const i64 first = z.first(e);
+    const i64 first = segment_first(z, e);
     const T* bias = reinterpret_cast<const T*>(g.bias);
     gemm_tile<T, T>({reinterpret_cast<const T*>(g.x) + first * g.ldx, g.ldx, true},
                        {reinterpret_cast<const T*>(g.w) + e * g.step, g.ldw, !g.as_stored}, i64(place.tile) * SIDE,
-                       blockIdx.x % across * SIDE, z.length(e), g.n, g.k, y + first * g.ldy, g.ldy,
+                       blockIdx.x % across * SIDE, segment_length(z, e), g.n, g.k, y + first * g.ldy, g.ldy,
                        bias ? bias + e * g.n : nullptr, false);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) grouped_f32(const GroupedArgs g) { grouped<float>(g); }
 extern "C" __global__ void __launch_bounds__(THREADS) grouped_bf16(const GroupedArgs g) { grouped<bf16>(g); }
 
-struct GroupedWgradArgs {
-    Segments segments;
-    u64 dy, x, dw;
-    i64 n, k;
-    i64 ldy, ldx, ldw, step;
-    u32 accumulate, pad;
-};
 
 // Blocks of tiles of each segment's dw, columns fastest.
 template <class T> __device__ __forceinline__ void grouped_wgrad(const GroupedWgradArgs& g) {
     const i64 across = (g.k + SIDE - 1) / SIDE, tiles = (g.n + SIDE - 1) / SIDE * across;
     const i32 e = i32(blockIdx.x / tiles);
-    const i64 tile = blockIdx.x % tiles, first = g.segments.first(e);
+    const i64 tile = blockIdx.x % tiles, first = segment_first(g.segments, e);
     gemm_tile<T, float>({reinterpret_cast<const T*>(g.dy) + first * g.ldy, g.ldy, false},
                            {reinterpret_cast<const T*>(g.x) + first * g.ldx, g.ldx, false}, tile / across * SIDE,
-                           tile % across * SIDE, g.n, g.k, g.segments.length(e),
+                           tile % across * SIDE, g.n, g.k, segment_length(g.segments, e),
                            reinterpret_cast<float*>(g.dw) + e * g.step, g.ldw, nullptr, g.accumulate);
 }
 extern "C" __global__ void __launch_bounds__(THREADS) grouped_wgrad_f32(const GroupedWgradArgs g) { grouped_wgrad<float>(g); }

@@ -1,5 +1,6 @@
 //! Grouped products in plain arithmetic: any sizes, strides and alignments.
 
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, typed};
 use crate::grouped_gemm::GroupedSizes;
@@ -12,49 +13,58 @@ pub(super) const THREADS: u32 = 256;
 /// Blocks that zero rows.
 pub(super) const ZERO_BLOCKS: usize = 64;
 
-/// `Segments` of segments.cuh.
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(super) struct Segments {
-    pub(super) offsets: u64,
-    pub(super) counts: u64,
-    pub(super) count: i32,
-    pub(super) rows: i32,
-}
+kernel_args! {
+    header "args/grouped.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct GroupedArgs {
-    segments: Segments,
-    x: u64,
-    w: u64,
-    y: u64,
-    bias: u64,
-    n: i64,
-    k: i64,
-    ldx: i64,
-    ldw: i64,
-    ldy: i64,
-    step: i64,
-    as_stored: u32,
-    vectorized: u32,
-}
+    /// Segments of N rows, one for each of E experts: segment e is `counts[e]` rows from `offsets[e]`.
+    #[derive(Default)]
+    pub(super) struct Segments {
+        /// i32 `[E + 1]`.
+        pub(super) offsets: u64,
+        /// i32 `[E]`.
+        pub(super) counts: u64,
+        /// E.
+        pub(super) count: i32,
+        /// N.
+        pub(super) rows: i32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct GroupedWgradArgs {
-    segments: Segments,
-    dy: u64,
-    x: u64,
-    dw: u64,
-    n: i64,
-    k: i64,
-    ldy: i64,
-    ldx: i64,
-    ldw: i64,
-    step: i64,
-    accumulate: u32,
-    pad: u32,
+    /// y = x·op(w[e]) + bias[e] of every segment's rows.
+    struct GroupedArgs {
+        segments: Segments,
+        x: u64,
+        w: u64,
+        y: u64,
+        /// `[E, n]`, or 0.
+        bias: u64,
+        n: i64,
+        k: i64,
+        ldx: i64,
+        ldw: i64,
+        ldy: i64,
+        /// From a matrix of w to the next.
+        step: i64,
+        /// w is `[k, n]`, not `[n, k]`.
+        as_stored: u32,
+        vectorized: u32,
+    }
+
+    /// dw[e] (+)= dyᵀ·x over every segment's rows.
+    struct GroupedWgradArgs {
+        segments: Segments,
+        dy: u64,
+        x: u64,
+        /// f32 `[E, n, k]`.
+        dw: u64,
+        n: i64,
+        k: i64,
+        ldy: i64,
+        ldx: i64,
+        ldw: i64,
+        step: i64,
+        accumulate: u32,
+        pad: u32,
+    }
 }
 
 impl CudaKernels {
@@ -66,7 +76,7 @@ impl CudaKernels {
         z: &GroupedSizes,
         segments: Segments,
     ) -> Result<()> {
-        let kernel = typed!(g.name(), g.x.dtype(), "grouped_generic", "grouped")?;
+        let kernel = typed!(g.name(), g.x.dtype(), "grouped/generic", "grouped")?;
         let size = g.x.dtype().size();
         let y = l.address(4)?;
         let vectorized = y.is_multiple_of(16) && [z.y.row, z.n].iter().all(|n| (n * size).is_multiple_of(16));
@@ -97,7 +107,7 @@ impl CudaKernels {
         z: &GroupedSizes,
         segments: Segments,
     ) -> Result<()> {
-        let kernel = typed!(GroupedWgrad::NAME, g.x.dtype(), "grouped_generic", "grouped_wgrad")?;
+        let kernel = typed!(GroupedWgrad::NAME, g.x.dtype(), "grouped/generic", "grouped_wgrad")?;
         let args = GroupedWgradArgs {
             segments,
             dy: l.address(2)?,

@@ -1,12 +1,7 @@
 // Products of segments of bytes in plain arithmetic: any sizes and alignments.
-
-struct GroupedFp8Args {
-    Matrix x, w;
-    Segments segments;
-    u64 y;
-    i64 n, ldy;
-    u32 vectorized, pad;
-};
+#include "args/grouped_fp8.cuh"
+#include "grouped/segments.cuh"
+#include "quant/matrix.cuh"
 
 // Blocks of tiles, columns fastest, then blocks that zero what is nobody's.
 extern "C" __global__ void __launch_bounds__(256) grouped_fp8_bf16(const GroupedFp8Args g) {
@@ -26,26 +21,19 @@ extern "C" __global__ void __launch_bounds__(256) grouped_fp8_bf16(const Grouped
     __syncthreads();
     const i32 e = place.segment;
     if (e == z.count) return;
-    const i64 first = z.first(e);
-    Part x = {g.x, first, first + z.length(e)}, w = {g.w, e * g.n, (e + 1) * g.n};
+    const i64 first = segment_first(z, e);
+    Part x = {g.x, first, first + segment_length(z, e)}, w = {g.w, e * g.n, (e + 1) * g.n};
     // One scale of every matrix.
-    if (w.all.sharing == 0) w.all.scale += e * 4;
+    if (w.all.scaling == 0) w.all.scale += e * 4;
     gemm_tile(x, w, 0, g.x.c, i64(place.tile) * SIDE, blockIdx.x % across * SIDE, y + first * g.ldy, g.ldy, nullptr, false);
 }
 
-struct GroupedWgradFp8Args {
-    Matrix dy, x;
-    Segments segments;
-    u64 dw;
-    i64 row, matrix;
-    u32 accumulate, pad;
-};
 
 // Blocks of tiles of each segment's dw, columns fastest.
 extern "C" __global__ void __launch_bounds__(256) grouped_wgrad_fp8_f32(const GroupedWgradFp8Args g) {
     const i64 across = (g.x.r + SIDE - 1) / SIDE, tiles = (g.dy.r + SIDE - 1) / SIDE * across;
     const i32 e = i32(blockIdx.x / tiles);
-    const i64 tile = blockIdx.x % tiles, first = g.segments.first(e);
-    gemm_tile({g.dy, 0, g.dy.r}, {g.x, 0, g.x.r}, first, first + g.segments.length(e), tile / across * SIDE,
+    const i64 tile = blockIdx.x % tiles, first = segment_first(g.segments, e);
+    gemm_tile({g.dy, 0, g.dy.r}, {g.x, 0, g.x.r}, first, first + segment_length(g.segments, e), tile / across * SIDE,
                  tile % across * SIDE, reinterpret_cast<float*>(g.dw) + e * g.matrix, g.row, nullptr, g.accumulate);
 }

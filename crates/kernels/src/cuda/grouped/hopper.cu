@@ -1,3 +1,5 @@
+#include "grouped/hopper_mainloop.cuh"
+
 GROUPED_HOPPER(grouped_hopper_fprop_128_bf16, FPROP, 128, 6)
 GROUPED_HOPPER(grouped_hopper_fprop_192_bf16, FPROP, 192, 5)
 GROUPED_HOPPER(grouped_hopper_fprop_256_bf16, FPROP, 256, 4)

@@ -2,6 +2,7 @@
 //! launched.
 
 use super::generic::Segments;
+use crate::cuda::args::kernel_args;
 use crate::cuda::gemm::rows_aligned16;
 use crate::cuda::grid::blocks;
 use crate::cuda::tensor_map::{TensorMap, tensor_map};
@@ -18,33 +19,46 @@ const STAGING_AT: usize = 128 + 4 * (3 * 1024 + 64);
 /// Rows of a segment that a weight gradient sums in one go: as many for all, so that few are left for the end.
 const SLICES: usize = 64;
 
-/// `GroupedMapped` of hopper.cuh.
-#[repr(C, align(64))]
-#[derive(Clone, Copy, Default)]
-pub(super) struct GroupedHopperArgs {
-    pub(super) a: TensorMap,
-    pub(super) b: TensorMap,
-    pub(super) segments: Segments,
-    pub(super) out: u64,
-    pub(super) bias: u64,
-    pub(super) turns: u64,
-    pub(super) a_scale: u64,
-    pub(super) b_scale: u64,
-    pub(super) row: i64,
-    pub(super) matrix: i64,
-    pub(super) width: i32,
-    pub(super) height: i32,
-    pub(super) length: i32,
-    pub(super) slice: i32,
-    pub(super) accumulate: i32,
-    pub(super) scaled: i32,
-    pub(super) a_stride: i32,
-    pub(super) b_stride: i32,
-    pub(super) spare: [i32; 4],
-}
+kernel_args! {
+    header "args/grouped_hopper.cuh", includes ["args/grouped.cuh", "args/tensor_map.cuh"];
 
-// The source says the same.
-const _: () = assert!(size_of::<GroupedHopperArgs>() == 384);
+    /// Arguments of the Hopper grouped GEMMs.
+    #[derive(Default)]
+    pub(super) struct GroupedHopperArgs align(64) {
+        /// x; dy for wgrad.
+        pub(super) a: TensorMap,
+        /// w; x for wgrad.
+        pub(super) b: TensorMap,
+        pub(super) segments: Segments,
+        /// y in bf16; dw in f32 for wgrad.
+        pub(super) out: u64,
+        /// bf16 `[E, width]`, or 0.
+        pub(super) bias: u64,
+        /// wgrad: i32, zeroed: slices of the sum already in dw, for each half of each tile.
+        pub(super) slices_done: u64,
+        /// FP8: f32 scales.
+        pub(super) a_scale: u64,
+        pub(super) b_scale: u64,
+        /// Strides of the result: from row to row, from matrix to matrix.
+        pub(super) row: i64,
+        pub(super) matrix: i64,
+        /// Columns of the result.
+        pub(super) width: i32,
+        /// wgrad: rows of a matrix of the result.
+        pub(super) height: i32,
+        /// fprop, dgrad: length of the sums.
+        pub(super) length: i32,
+        /// wgrad: rows of a segment that one tile sums, a multiple of 64.
+        pub(super) slice: i32,
+        pub(super) accumulate: i32,
+        /// FP8: scales are of blocks of 128 along the sum; otherwise of a tensor (of b: of each matrix).
+        pub(super) block_scaled: i32,
+        /// From a row of scales to the next.
+        pub(super) a_stride: i32,
+        pub(super) b_stride: i32,
+        pub(super) pad: [i32; 4],
+    }
+}
 
 /// What is multiplied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -75,8 +89,8 @@ const fn variant(
     stages: usize,
     pair: bool,
 ) -> KernelVariant {
-    let source = if matches!(op, GroupedOp::Wgrad) { "grouped_hopper_wgrad" } else { "grouped_hopper" };
-    KernelVariant { kernel: Kernel { source, name }, op, columns, stages, pair }
+    let source = if matches!(op, GroupedOp::Wgrad) { "grouped/hopper_wgrad" } else { "grouped/hopper" };
+    KernelVariant { kernel: Kernel::new(source, name), op, columns, stages, pair }
 }
 
 pub(super) const VARIANTS: [KernelVariant; 12] = [
@@ -149,7 +163,7 @@ impl GroupedGemm<'_> {
     /// The kernel that can make it, if one can.
     pub(super) fn hopper(&self, kernels: &CudaKernels, z: &GroupedSizes) -> Option<&'static KernelVariant> {
         let fits = self.x.dtype() == DType::BF16
-            && kernels.has("grouped_hopper")
+            && kernels.has("grouped/hopper")
             && z.segments * z.rows * z.k > 0
             && z.n.is_multiple_of(8)
             && all_rows_aligned(self.x, &z.x)
@@ -169,7 +183,7 @@ impl GroupedWgrad<'_> {
     /// The kernel that can make it, if one can.
     pub(super) fn hopper(&self, kernels: &CudaKernels, z: &GroupedSizes) -> Option<&'static KernelVariant> {
         let fits = self.x.dtype() == DType::BF16
-            && kernels.has("grouped_hopper_wgrad")
+            && kernels.has("grouped/hopper_wgrad")
             && z.rows > 0
             && z.k.is_multiple_of(4)
             && all_rows_aligned(self.x, &z.x)
@@ -240,7 +254,7 @@ impl CudaKernels {
             b: tensor_map(l.address(3)?, [z.k, z.rows, 1, 1], [z.x.row, 0, 0], STEP as u32)?,
             segments,
             out: l.address(4)?,
-            turns: if turns(variant, z).is_some() { l.address(5)? } else { 0 },
+            slices_done: if turns(variant, z).is_some() { l.address(5)? } else { 0 },
             row: z.w.row as i64,
             matrix: z.w.matrix as i64,
             width: z.k as i32,

@@ -1,3 +1,5 @@
+#include "grouped/hopper_fp8.cuh"
+
 GROUPED_HOPPER_FP8(grouped_hopper_fprop_fast_e4m3, FPROP_FP8, 256, 4, false, true)
 GROUPED_HOPPER_FP8_PAIR(grouped_hopper_fprop_fast_pair_e4m3, FPROP_FP8, 256, 4, false, true)
 GROUPED_HOPPER_FP8(grouped_hopper_fprop_128_e4m3, FPROP_FP8, 128, 6, false, false)

@@ -1,4 +1,7 @@
 // HOPPER ONLY: consumers of grouped products of bytes.
+#pragma once
+#include "grouped/hopper_mainloop.cuh"
+#include "wgmma_fp8.cuh"
 
 // FAST: sums stay in the matrix unit's registers. Otherwise each step of 128 along the sum is added to a sum in f32, times its
 // scales where it has its own.
@@ -57,7 +60,7 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
     static __device__ __forceinline__ void sum(const GroupedHopperArgs& g, const GroupedTile& t, u32 base, int wg,
                                                Ring<STAGES>& ring, float (&c)[BN / 2]) {
         Scales next;
-        if (KIND == FPROP_FP8 && g.scaled) load_guarded(g, t, wg, 0, next);
+        if (KIND == FPROP_FP8 && g.block_scaled) load_guarded(g, t, wg, 0, next);
 #pragma unroll
         for (int i = 0; i < BN / 2; i++) c[i] = 0.0f;
 #pragma unroll 1
@@ -69,15 +72,15 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
             Base::multiply(p, Load::a_at(base, stage) + wg * 8192, Load::b_at(base, stage), 0);
             wgmma_commit();
             const Scales now = next;
-            if (KIND == FPROP_FP8 && g.scaled && block + 1 < t.blocks) load_guarded(g, t, wg, block + 1, next);
+            if (KIND == FPROP_FP8 && g.block_scaled && block + 1 < t.blocks) load_guarded(g, t, wg, block + 1, next);
             wgmma_wait<0>();
             fence_operand(p);
             if constexpr (KIND == FPROP_FP8) {
                 Base::let_go(Load::free(base, stage));
-                if (g.scaled) add(c, p, now);
+                if (g.block_scaled) add(c, p, now);
                 else add(c, p);
             } else {
-                if (g.scaled) add(c, p, Load::scales_at(stage), wg);
+                if (g.block_scaled) add(c, p, Load::scales_at(stage), wg);
                 else add(c, p);
                 // All lanes have read the scales.
                 __syncwarp();
@@ -94,7 +97,7 @@ struct GroupedHopperFp8 : GroupedHopper<KIND, BN_, STAGES_, PAIR, E5> {
             if constexpr (FAST) Base::sum(t, base, wg, ring, c);
             else sum(g, t, base, wg, ring, c);
             float left = 1.0f, right = 1.0f;
-            if (FAST || !g.scaled) {
+            if (FAST || !g.block_scaled) {
                 left = *reinterpret_cast<const float*>(g.a_scale);
                 right = reinterpret_cast<const float*>(g.b_scale)[KIND == FPROP_FP8 ? t.segment : 0];
             }

@@ -26,7 +26,7 @@ const fn output(
     e5: bool,
     fast: bool,
 ) -> Fp8KernelVariant {
-    let kernel = Kernel { source: "grouped_hopper_fp8", name };
+    let kernel = Kernel::new("grouped/hopper_fp8", name);
     Fp8KernelVariant {
         variant: KernelVariant { kernel, op: GroupedOp::FpropFp8, columns, stages, pair },
         e5,
@@ -35,7 +35,7 @@ const fn output(
 }
 
 const fn weight(name: &'static str, columns: usize, stages: usize, pair: bool, e5: bool) -> Fp8KernelVariant {
-    let kernel = Kernel { source: "grouped_hopper_wgrad_fp8", name };
+    let kernel = Kernel::new("grouped/hopper_wgrad_fp8", name);
     Fp8KernelVariant {
         variant: KernelVariant { kernel, op: GroupedOp::WgradFp8, columns, stages, pair },
         e5,
@@ -106,7 +106,7 @@ impl Fp8GroupedGemm<'_> {
 
     /// Does a kernel that adds up in this way suit it, whatever its tiles?
     pub(super) fn suits(&self, kernels: &CudaKernels, z: &GroupedSizes) -> bool {
-        kernels.has("grouped_hopper_fp8")
+        kernels.has("grouped/hopper_fp8")
             && self.w.data.dtype() == DType::E4M3
             && z.segments * z.rows * z.k > 0
             // Stores of eight numbers; 64 columns have one scale.
@@ -136,7 +136,7 @@ impl Fp8GroupedWgrad<'_> {
 
     /// Does a kernel suit it, whatever its tiles?
     pub(super) fn suits(&self, kernels: &CudaKernels, z: &GroupedSizes) -> bool {
-        kernels.has("grouped_hopper_wgrad_fp8")
+        kernels.has("grouped/hopper_wgrad_fp8")
             && self.x.data.dtype() == DType::E4M3
             && z.rows > 0
             && z.k.is_multiple_of(4)
@@ -179,7 +179,7 @@ impl CudaKernels {
             row: z.y.row as i64,
             width: z.n as i32,
             length: z.k as i32,
-            scaled: g.scaled().into(),
+            block_scaled: g.scaled().into(),
             a_stride: stride(g.x),
             b_stride: stride(g.w),
             ..GroupedHopperArgs::default()
@@ -204,7 +204,7 @@ impl CudaKernels {
             b: fp8_tensor_map(l.address(4)?, [width, z.k, 1, 1], [width, 0, 0], b_rows)?,
             segments,
             out: l.address(6)?,
-            turns: if turns(variant, z).is_some() { l.address(7)? } else { 0 },
+            slices_done: if turns(variant, z).is_some() { l.address(7)? } else { 0 },
             a_scale: l.address(3)?,
             b_scale: l.address(5)?,
             row: z.w.row as i64,
@@ -213,7 +213,7 @@ impl CudaKernels {
             height: z.n as i32,
             slice: slice as i32,
             accumulate: g.dw.1.into(),
-            scaled: g.scaled().into(),
+            block_scaled: g.scaled().into(),
             a_stride: stride(g.dy),
             b_stride: stride(g.x),
             ..GroupedHopperArgs::default()

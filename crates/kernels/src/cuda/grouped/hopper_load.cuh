@@ -7,6 +7,10 @@
 // one below the other and bring each other half of the right operand.
 //
 // At 48 KiB (32 a block of a pair) for 128 x 256 x 64 x 2 operations, 640 TFLOP/s draw 7.5 (5.0) TB/s from the L2 cache.
+#pragma once
+#include "args/grouped_hopper.cuh"
+#include "grouped/segments.cuh"
+#include "hopper_tiles.cuh"
 
 // What is multiplied: rows with matrices [n, k] (OUTPUT) or [k, n] (INPUT), or rows with rows, summed over (WEIGHT). Of bytes:
 // rows with matrices [n, k] (OUTPUT8), or columns with columns, summed over (WEIGHT8).
@@ -14,27 +18,6 @@ enum GroupedOp { FPROP, DGRAD, WGRAD, FPROP_FP8, WGRAD_FP8 };
 
 extern __shared__ __align__(1024) u8 grouped_shared[];
 
-struct alignas(64) GroupedHopperArgs {
-    TensorMap a;  // x, or dy for WEIGHT
-    TensorMap b;  // w, or x
-    Segments segments;
-    u64 out;      // y bf16, or dw f32
-    u64 bias;     // bf16 [E, width], or none
-    u64 turns;    // WEIGHT: i32, zeros: how many slices of the sum are in dw, of each half of each tile
-    u64 a_scale;  // of bytes: f32
-    u64 b_scale;
-    i64 row;      // steps of the result: from row to row, from matrix to matrix
-    i64 matrix;
-    i32 width;    // columns of the result
-    i32 height;   // WEIGHT: rows of a matrix of the result
-    i32 length;   // OUTPUT, INPUT: of the sums
-    i32 slice;    // WEIGHT: rows of a segment summed in one go, a multiple of 64
-    i32 accumulate;
-    i32 scaled;   // of bytes: 128 of them along the sum have a scale; or all (of a matrix of b)
-    i32 a_stride, b_stride;  // from a row of scales to the next
-    i32 spare[4];
-};
-static_assert(sizeof(GroupedHopperArgs) == 384, "as in hopper.rs");
 
 constexpr int MAX_SEGMENTS = 1024;
 
@@ -46,9 +29,9 @@ struct GroupedTile {
 
 template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
     static constexpr int KIND = KIND_;
-    static constexpr bool FP8 = KIND == FPROP_FP8 || KIND == WGRAD_FP8, WGRAD_OP = KIND == WGRAD || KIND == WGRAD_FP8;
+    static constexpr bool IS_FP8 = KIND == FPROP_FP8 || KIND == WGRAD_FP8, IS_WGRAD = KIND == WGRAD || KIND == WGRAD_FP8;
     // A step of the sum is 128 bytes.
-    static constexpr int BM = 128, BN = BN_, BK = FP8 ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
+    static constexpr int BM = 128, BN = BN_, BK = IS_FP8 ? 128 : 64, STAGES = STAGES_, BLOCKS = PAIR ? 2 : 1;
     static constexpr int GROUP = 16 / BLOCKS;
     static constexpr u32 A_BYTES = BM * 128, B_BYTES = BN * 128, STAGE = A_BYTES + B_BYTES;
     // Scales of the rows of a and of b.
@@ -77,12 +60,12 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
 
     // As `Segments`.
     struct Table {
-        __device__ __forceinline__ i32 first(i32 e) const { return firsts()[e]; }
-        __device__ __forceinline__ i32 length(i32 e) const { return lengths()[e]; }
+        friend __device__ __forceinline__ i32 segment_first(const Table&, i32 e) { return firsts()[e]; }
+        friend __device__ __forceinline__ i32 segment_length(const Table&, i32 e) { return lengths()[e]; }
     };
 
     static __device__ __forceinline__ i32 units(const GroupedHopperArgs& g, i32 rows) {
-        if constexpr (WGRAD_OP) {
+        if constexpr (IS_WGRAD) {
             // Without rows there are zeros to be written, or nothing.
             const i32 slices = (rows + g.slice - 1) / g.slice;
             return g.accumulate ? slices : max(slices, 1);
@@ -94,8 +77,8 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
     static __device__ __forceinline__ void make_table(const GroupedHopperArgs& g) {
         const i32 n = g.segments.count;
         for (i32 e = threadIdx.x; e < n; e += blockDim.x) {
-            firsts()[e] = g.segments.first(e);
-            lengths()[e] = g.segments.length(e);
+            firsts()[e] = segment_first(g.segments, e);
+            lengths()[e] = segment_length(g.segments, e);
         }
         __syncthreads();
         if (threadIdx.x >= 32) return;
@@ -124,7 +107,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
             index += i32(gridDim.x) / BLOCKS;
             const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM * BLOCKS - 1) / (BM * BLOCKS);
             // Tiles of a unit.
-            const i32 each = WGRAD_OP ? down * across : across;
+            const i32 each = IS_WGRAD ? down * across : across;
             const i32 unit = index / each;
             if (unit >= uniform(befores()[g.segments.count])) return false;
             // The segment of the unit is the first that ends behind it.
@@ -138,7 +121,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
             t.first = uniform(firsts()[segment]);
             t.rows = uniform(lengths()[segment]);
             const i32 before = uniform(befores()[segment]), here = uniform(befores()[segment + 1]) - before;
-            if constexpr (WGRAD_OP) {
+            if constexpr (IS_WGRAD) {
                 t.slice = unit - before;
                 t.slices = here;
                 t.first += t.slice * g.slice;
@@ -178,11 +161,11 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         return u32(min(BN, g.b_stride - t.n * BN)) * 4;
     }
     static __device__ __forceinline__ u32 scale_bytes(const GroupedHopperArgs& g, const GroupedTile& t) {
-        return KIND == WGRAD_FP8 && g.scaled ? a_scale_bytes(g, t) + b_scale_bytes(g, t) : 0;
+        return KIND == WGRAD_FP8 && g.block_scaled ? a_scale_bytes(g, t) + b_scale_bytes(g, t) : 0;
     }
     static __device__ __forceinline__ void load_scales(const GroupedHopperArgs& g, const GroupedTile& t, u32 stage, u32 bar,
                                                        i32 block) {
-        if (!g.scaled) return;
+        if (!g.block_scaled) return;
         const u32 to = shared_address(scales_at(stage)), bytes = a_scale_bytes(g, t);
         const float* a = reinterpret_cast<const float*>(g.a_scale) + (i64(block) * g.a_stride + t.m * BM);
         const float* b = reinterpret_cast<const float*>(g.b_scale) + (i64(block) * g.b_stride + t.n * BN);
@@ -228,7 +211,7 @@ template <int KIND_, int BN_, int STAGES_, bool PAIR> struct GroupedLoad {
         } else {
             tma_load(a, g.a, bar, k0, t.first + t.m * BM, 0, 0);
         }
-        if constexpr (KIND == FPROP || FP8) {
+        if constexpr (KIND == FPROP || IS_FP8) {
             right(b + rank * (B_BYTES / 2), KIND == WGRAD_FP8 ? t.first + k0 : k0, t.n * BN + rank * (BN / 2),
                   KIND == WGRAD_FP8 ? 0 : t.segment);
         } else {

@@ -1,4 +1,7 @@
 // The consumers of the Hopper grouped products.
+#pragma once
+#include "grouped/hopper_store.cuh"
+#include "wgmma.cuh"
 
 // E5: bytes of the left operand are in E5M2.
 template <int KIND, int BN_, int STAGES_, bool PAIR, bool E5 = false>
@@ -6,7 +9,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     using Load = GroupedLoad<KIND, BN_, STAGES_, PAIR>;
     using Store = GroupedStore<Load>;
     static constexpr int BM = Load::BM, BN = Load::BN, BK = Load::BK, STAGES = Load::STAGES;
-    static constexpr bool FP8 = Load::FP8, WGRAD_OP = Load::WGRAD_OP;
+    static constexpr bool IS_FP8 = Load::IS_FP8, IS_WGRAD = Load::IS_WGRAD;
     static constexpr int TA = KIND == WGRAD, TB = KIND == WGRAD || KIND == DGRAD;
 
     // acc (+)= the product of a stage. Along the sum an instruction takes 32 bytes of a row, or 16 rows.
@@ -16,7 +19,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const u64 x = l + ((i * (TA ? 2048 : 32)) >> 4), y = r + ((i * (TB ? 2048 : 32)) >> 4);
-            if constexpr (FP8) WgmmaFp8<BN, E5>::ss(c, x, y, i > 0 ? 1 : more);
+            if constexpr (IS_FP8) WgmmaFp8<BN, E5>::ss(c, x, y, i > 0 ? 1 : more);
             else Wgmma<BN>::template ss<TA, TB>(c, x, y, i > 0 ? 1 : more);
         }
     }
@@ -44,7 +47,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
     static __device__ __forceinline__ void sum(const GroupedTile& t, u32 base, int wg, Ring<STAGES>& ring,
                                                float (&c)[BN / 2]) {
         // A sum over no rows is zero; others start with a product that does not look at what was there.
-        if constexpr (WGRAD_OP) {
+        if constexpr (IS_WGRAD) {
 #pragma unroll
             for (int i = 0; i < BN / 2; i++) c[i] = 0.0f;
         }
@@ -63,7 +66,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
                 }
             }
             wgmma_fence();
-            multiply(c, a, b, WGRAD_OP || block > 0);
+            multiply(c, a, b, IS_WGRAD || block > 0);
             wgmma_commit();
             wgmma_wait<1>();
             if (block > 0) let_go(Load::free(base, last));
@@ -72,7 +75,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         }
         wgmma_wait<0>();
         fence_operand(c);
-        if (!WGRAD_OP || t.blocks > 0) let_go(Load::free(base, last));
+        if (!IS_WGRAD || t.blocks > 0) let_go(Load::free(base, last));
     }
 
     // The tiles of a consumer: `tile` makes and stores one.
@@ -82,7 +85,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         typename Load::Walk walk;
         GroupedTile t;
         while (walk.next(g, t)) {
-            if (t.m * BM + wg * 64 >= (WGRAD_OP ? g.height : t.rows)) pass(t, base, ring);
+            if (t.m * BM + wg * 64 >= (IS_WGRAD ? g.height : t.rows)) pass(t, base, ring);
             else tile(t, ring);
         }
     }
@@ -91,7 +94,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
         each_tile(g, base, wg, [&](const GroupedTile& t, Ring<STAGES>& ring) {
             float c[BN / 2];
             sum(t, base, wg, ring, c);
-            if constexpr (WGRAD_OP) Store::store_gradient(g, t, wg, c);
+            if constexpr (IS_WGRAD) Store::store_gradient(g, t, wg, c);
             else Store::store_output(g, t, wg, c);
         });
     }
@@ -106,7 +109,7 @@ struct GroupedHopper : GroupedStore<GroupedLoad<KIND, BN_, STAGES_, PAIR>> {
             setmaxnreg_dec<40>();
             const i32 warp = threadIdx.x >> 5;
             if (warp == 0) Load::produce(g, base);
-            else if constexpr (!WGRAD_OP)
+            else if constexpr (!IS_WGRAD)
                 zero_gaps(typename Load::Table(), g.segments.count, g.segments.rows, reinterpret_cast<bf16*>(g.out), g.row,
                            g.width, true, blockIdx.x * 3 + warp - 1, gridDim.x * 3);
         } else {

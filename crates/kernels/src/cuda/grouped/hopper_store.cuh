@@ -2,10 +2,12 @@
 //
 // A warp has 16 rows of a tile, of which four lanes hold 8 columns of a row. Eight rows of 128 bytes at a time go through
 // shared memory, so that whole lines are written; in the meantime the copy engine and the other warpgroup work on.
+#pragma once
+#include "grouped/hopper_load.cuh"
 
 template <class Load> struct GroupedStore : Load {
     static constexpr int BM = Load::BM, BN = Load::BN, BUFFERS = Load::STAGING / 1024;
-    static constexpr bool FP8 = Load::FP8;
+    static constexpr bool IS_FP8 = Load::IS_FP8;
 
     // A thread's first row of a tile, as it holds sums; the other is 8 below.
     static __device__ __forceinline__ i32 row_of(const GroupedTile& t, int wg) {
@@ -14,10 +16,10 @@ template <class Load> struct GroupedStore : Load {
 
     // Piece `p` of a warp's results: eight rows, of which the lane then has 16 bytes of row lane / 8 and of the one four below.
     // `put(at)` stores what the lane holds of it at `at`, `take(q, x)` gets row 4·q + lane / 8's.
-    template <class Put, class Take> static __device__ __forceinline__ void piece(int p, int turn, Put store_guarded, Take take) {
+    template <class Put, class Take> static __device__ __forceinline__ void piece(int p, int turn, Put put, Take take) {
         const u32 at = shared_address(grouped_shared) + Load::STAGING_AT + ((threadIdx.x >> 5) - 4) * Load::STAGING +
                        (p % BUFFERS) * 1024;
-        store_guarded(at);
+        put(at);
         __syncwarp();
         const int row = (threadIdx.x & 31) >> 3, unit = threadIdx.x & 7;
 #pragma unroll
@@ -35,7 +37,7 @@ template <class Load> struct GroupedStore : Load {
     static __device__ __forceinline__ void store_output(const GroupedHopperArgs& g, const GroupedTile& t, int wg,
                                                         float (&c)[BN / 2], float left = 1.0f, float right = 1.0f) {
         const i32 n0 = t.n * BN, lane = threadIdx.x & 31;
-        if (!FP8 && g.bias) {
+        if (!IS_FP8 && g.bias) {
             const bf16* bias = reinterpret_cast<const bf16*>(g.bias) + (i64(t.segment) * g.width + n0);
 #pragma unroll
             for (int j = 0; j < BN / 8; j++) {
@@ -84,7 +86,7 @@ template <class Load> struct GroupedStore : Load {
                                                           float (&c)[BN / 2]) {
         const i32 n0 = t.n * BN, self = threadIdx.x & 127, lane = threadIdx.x & 31;
         const i32 across = (g.width + BN - 1) / BN, down = (g.height + BM - 1) / BM;
-        i32* turn = reinterpret_cast<i32*>(g.turns) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
+        i32* turn = reinterpret_cast<i32*>(g.slices_done) + (((i64(t.segment) * down + t.m) * across + t.n) * 2 + wg);
         if (t.slice > 0) {
             if (self == 0) wait_for(turn, t.slice);
             named_barrier_sync(2 + wg, 128);

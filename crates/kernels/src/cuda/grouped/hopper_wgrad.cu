@@ -1,3 +1,5 @@
+#include "grouped/hopper_mainloop.cuh"
+
 GROUPED_HOPPER(grouped_hopper_wgrad_128_bf16, WGRAD, 128, 6)
 GROUPED_HOPPER(grouped_hopper_wgrad_192_bf16, WGRAD, 192, 5)
 GROUPED_HOPPER(grouped_hopper_wgrad_256_bf16, WGRAD, 256, 4)

@@ -1,9 +1,9 @@
 //! Products of segments of rows, each with a matrix of its own: by the matrix units where they can reach the operands, or
 //! else in plain arithmetic.
 
-mod generic;
-mod generic_fp8;
-mod hopper;
+pub(super) mod generic;
+pub(super) mod generic_fp8;
+pub(super) mod hopper;
 mod hopper_fp8;
 #[cfg(test)]
 mod tests;

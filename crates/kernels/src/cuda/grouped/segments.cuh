@@ -1,17 +1,14 @@
 // Segments of N rows: segment e is counts[e] rows from offsets[e]. What the device was told may be nonsense, which must not
 // lead outside the rows.
-struct Segments {
-    u64 offsets;  // i32 [E + 1]
-    u64 counts;   // i32 [E]
-    i32 count;    // E
-    i32 rows;     // N
-    __device__ __forceinline__ i32 first(i32 e) const {
-        return min(max(reinterpret_cast<const i32*>(offsets)[e], 0), rows);
-    }
-    __device__ __forceinline__ i32 length(i32 e) const {
-        return min(max(reinterpret_cast<const i32*>(counts)[e], 0), rows - first(e));
-    }
-};
+#pragma once
+#include "args/grouped.cuh"
+
+__device__ __forceinline__ i32 segment_first(const Segments& z, i32 e) {
+    return min(max(reinterpret_cast<const i32*>(z.offsets)[e], 0), z.rows);
+}
+__device__ __forceinline__ i32 segment_length(const Segments& z, i32 e) {
+    return min(max(reinterpret_cast<const i32*>(z.counts)[e], 0), z.rows - segment_first(z, e));
+}
 
 // Zeroes `width` numbers of each row that is nobody's: warp `self` of `warps`. `Of` knows segments, as above. In 16-byte stores
 // where `wide` says that rows are aligned and `width` is whole.
@@ -22,7 +19,7 @@ __device__ __forceinline__ void zero_gaps(const Of& z, i32 count, i32 rows, T* y
     // What comes before segment e, or behind the last.
     i32 from = 0;
     for (i32 e = 0; e <= count; e++) {
-        const i32 end = e < count ? z.first(e) : rows;
+        const i32 end = e < count ? segment_first(z, e) : rows;
         for (i32 r = from + self; r < end; r += warps) {
             T* row = y + r * step;
             if (vectorized) {
@@ -32,7 +29,7 @@ __device__ __forceinline__ void zero_gaps(const Of& z, i32 count, i32 rows, T* y
                 for (i32 c = lane; c < width; c += 32) row[c] = from_f32<T>(0.0f);
             }
         }
-        if (e < count) from = end + z.length(e);
+        if (e < count) from = end + segment_length(z, e);
     }
 }
 
@@ -45,7 +42,7 @@ template <int SIDE> __device__ __forceinline__ Place find(const Segments& z, i32
     const i32 lane = threadIdx.x & 31;
     i32 before = 0;
     for (i32 e0 = 0; e0 < z.count; e0 += 32) {
-        const i32 own = e0 + lane < z.count ? (z.length(e0 + lane) + SIDE - 1) / SIDE : 0;
+        const i32 own = e0 + lane < z.count ? (segment_length(z, e0 + lane) + SIDE - 1) / SIDE : 0;
         i32 upto = own;
 #pragma unroll
         for (int d = 1; d < 32; d <<= 1) {

@@ -76,7 +76,7 @@ pub(super) fn spread(s: &Stream, counts: &[usize], align: usize, behind: usize) 
 #[test]
 fn every_variant_matches_the_generic_kernel() {
     let Some((k, s)) = card() else { return };
-    if !k.has("grouped_hopper") {
+    if !k.has("grouped/hopper") {
         return;
     }
     for (counts, align, behind) in layouts() {

@@ -39,7 +39,7 @@ fn bytes(
 #[test]
 fn every_fp8_variant_matches_the_generic_kernel() {
     let Some((k, s)) = card() else { return };
-    if !k.has("grouped_hopper_fp8") {
+    if !k.has("grouped/hopper_fp8") {
         return;
     }
     let layouts = [
@@ -83,7 +83,7 @@ fn every_fp8_variant_matches_the_generic_kernel() {
 #[test]
 fn every_fp8_wgrad_variant_matches_the_generic_kernel() {
     let Some((k, s)) = card() else { return };
-    if !k.has("grouped_hopper_wgrad_fp8") {
+    if !k.has("grouped/hopper_wgrad_fp8") {
         return;
     }
     for counts in [vec![1], vec![127, 0, 129, 128, 3], vec![5, 7000, 0, 2500, 64]] {

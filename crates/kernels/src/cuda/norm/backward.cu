@@ -1,14 +1,8 @@
 // With ŷ = (x − µ)·r and d = dy·g: dx = r·(d − [mean(d)] − ŷ·mean(d·ŷ)) (+ residual), the bracket for LayerNorm
 // only. dγ = Σ dy·ŷ and dβ = Σ dy over rows: each block sums rows that the shape alone gives it, in order, into
 // its row of the parts, f32 [groups, width].
-struct BackwardArgs {
-    u64 x, gamma, mean, rstd, dy, residual, dx, gamma_parts, beta_parts;
-    i64 x_outer, x_inner, dy_outer, dy_inner, dx_outer, dx_inner;
-    i64 rows, inner;
-    i32 width;
-    u32 lanes, flags;
-    float one;
-};
+#include "args/norm_backward.cuh"
+#include "norm/common.cuh"
 
 // Sums of one chunk into Σ d and Σ d·ŷ of the row. Columns beyond the end have dy = 0.
 template <class T>
@@ -50,7 +44,7 @@ __device__ __forceinline__ Packed<T> input_gradient(
 }
 
 template <class T, int CHUNKS, bool LAYER, int STAGES>
-__device__ __forceinline__ void backward(const BackwardArgs& a) {
+__device__ __forceinline__ void backward(const NormBackwardArgs& a) {
     constexpr int V = VecWidth<T>::count;
     __shared__ Pair shared[2][32];
     const u32 lanes = a.lanes, team = threadIdx.x / lanes, lane = threadIdx.x - team * lanes;
@@ -171,7 +165,7 @@ __device__ __forceinline__ void backward(const BackwardArgs& a) {
 }
 
 template <class T>
-__device__ __forceinline__ void read_row(const BackwardArgs& a, i64 row, i32 at, Packed<T>& x, Packed<T>& dy) {
+__device__ __forceinline__ void read_row(const NormBackwardArgs& a, i64 row, i32 at, Packed<T>& x, Packed<T>& dy) {
     const Place p = place(row, a.inner);
     const bool vectorized = a.flags & VECTORIZED;
     x = load_guarded(reinterpret_cast<const T*>(a.x) + p.start(a.x_outer, a.x_inner), at, a.width, vectorized);
@@ -179,7 +173,7 @@ __device__ __forceinline__ void read_row(const BackwardArgs& a, i64 row, i32 at,
 }
 
 // dx of any rows, a block to each.
-template <class T, bool LAYER> __device__ __forceinline__ void backward_long(const BackwardArgs& a) {
+template <class T, bool LAYER> __device__ __forceinline__ void backward_long(const NormBackwardArgs& a) {
     constexpr int V = VecWidth<T>::count;
     __shared__ Pair shared[32];
     const i64 row = blockIdx.x;
@@ -207,7 +201,7 @@ template <class T, bool LAYER> __device__ __forceinline__ void backward_long(con
 }
 
 // Parts of dγ and dβ of such rows: a thread to a column, blockIdx.y is the group of rows.
-template <class T, bool LAYER> __device__ __forceinline__ void backward_long_parts(const BackwardArgs& a) {
+template <class T, bool LAYER> __device__ __forceinline__ void backward_long_parts(const NormBackwardArgs& a) {
     const i64 at = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (at >= a.width) return;
     float dgamma = 0.0f, dbeta = 0.0f;
@@ -224,24 +218,20 @@ template <class T, bool LAYER> __device__ __forceinline__ void backward_long_par
     if (LAYER) reinterpret_cast<float*>(a.beta_parts)[part] = dbeta;
 }
 
-#define BACKWARD(KIND, LAYER, T, CHUNKS, STAGES)                                                                       \
-    extern "C" __global__ void __launch_bounds__(512, 1) KIND##_backward_##CHUNKS##_##T(const BackwardArgs a) {        \
-        backward<T##_t, CHUNKS, LAYER, STAGES>(a);                                                                     \
+#define BACKWARD(KIND, LAYER, T, NAME, CHUNKS, STAGES)                                                                       \
+    extern "C" __global__ void __launch_bounds__(512, 1) KIND##_backward_##CHUNKS##_##NAME(const NormBackwardArgs a) {        \
+        backward<T, CHUNKS, LAYER, STAGES>(a);                                                                     \
     }
-#define BACKWARD_ALL(KIND, LAYER, T)                                                                                   \
-    BACKWARD(KIND, LAYER, T, 1, 4)                                                                                     \
-    BACKWARD(KIND, LAYER, T, 2, 3)                                                                                     \
-    BACKWARD(KIND, LAYER, T, 3, 2)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(1024, 1) KIND##_backward_long_##T(const BackwardArgs a) {             \
-        backward_long<T##_t, LAYER>(a);                                                                                \
+#define BACKWARD_ALL(KIND, LAYER, T, NAME)                                                                                   \
+    BACKWARD(KIND, LAYER, T, NAME, 1, 4)                                                                                     \
+    BACKWARD(KIND, LAYER, T, NAME, 2, 3)                                                                                     \
+    BACKWARD(KIND, LAYER, T, NAME, 3, 2)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(1024, 1) KIND##_backward_long_##NAME(const NormBackwardArgs a) {             \
+        backward_long<T, LAYER>(a);                                                                                \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256) KIND##_backward_parts_##T(const BackwardArgs a) {                \
-        backward_long_parts<T##_t, LAYER>(a);                                                                          \
+    extern "C" __global__ void __launch_bounds__(256) KIND##_backward_parts_##NAME(const NormBackwardArgs a) {                \
+        backward_long_parts<T, LAYER>(a);                                                                          \
     }
 
-typedef float f32_t;
-typedef bf16 bf16_t;
-NOT_F16(BACKWARD_ALL(rms, false, f32))
-BACKWARD_ALL(rms, false, bf16)
-NOT_F16(BACKWARD_ALL(layer, true, f32))
-BACKWARD_ALL(layer, true, bf16)
+#define BOTH_NORMS(T, NAME) BACKWARD_ALL(rms, false, T, NAME) BACKWARD_ALL(layer, true, T, NAME)
+FOR_EACH_TYPE(BOTH_NORMS)

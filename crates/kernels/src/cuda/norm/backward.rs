@@ -1,4 +1,5 @@
 use super::{Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_of_long};
+use crate::cuda::args::kernel_args;
 use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::{Norm, NormBackward};
@@ -11,30 +12,40 @@ const THREADS: usize = 512;
 /// order of sums depends on it.
 const PARTS: usize = 132;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct BackwardArgs {
-    x: u64,
-    gamma: u64,
-    mean: u64,
-    rstd: u64,
-    dy: u64,
-    residual: u64,
-    dx: u64,
-    gamma_parts: u64,
-    beta_parts: u64,
-    x_outer: i64,
-    x_inner: i64,
-    dy_outer: i64,
-    dy_inner: i64,
-    dx_outer: i64,
-    dx_inner: i64,
-    rows: i64,
-    inner: i64,
-    width: i32,
-    lanes: u32,
-    flags: u32,
-    one: f32,
+kernel_args! {
+    header "args/norm_backward.cuh", includes [];
+
+    /// Backward pass of LayerNorm and RMSNorm.
+    struct NormBackwardArgs {
+        x: u64,
+        gamma: u64,
+        /// f32 `[rows]` from the forward pass; `mean` is 0 for RMSNorm.
+        mean: u64,
+        rstd: u64,
+        dy: u64,
+        /// Added to dx where it is not 0.
+        residual: u64,
+        dx: u64,
+        /// f32 `[groups, width]`: partial sums of dγ and dβ.
+        gamma_parts: u64,
+        beta_parts: u64,
+        /// Strides of groups of `inner` rows, and of rows in a group.
+        x_outer: i64,
+        x_inner: i64,
+        dy_outer: i64,
+        dy_inner: i64,
+        dx_outer: i64,
+        dx_inner: i64,
+        rows: i64,
+        inner: i64,
+        width: i32,
+        /// Threads of a team, which has a row.
+        lanes: u32,
+        /// `Flag` of norm/common.cuh.
+        flags: u32,
+        /// 1 where gamma is stored minus one, else 0.
+        one: f32,
+    }
 }
 
 /// Parts of the gradient of a gain: blocks that share the rows, each as many.
@@ -47,12 +58,12 @@ pub(super) fn groups(dtype: DType, rows: usize, width: usize) -> usize {
 /// The kernel for a number of pieces, and the stages of its ring.
 fn held(op: &'static str, dtype: DType, layer: bool, pieces: usize) -> Result<(Kernel, usize)> {
     Ok(match (pieces, layer) {
-        (1, false) => (typed!(op, dtype, "norm_backward", "rms_backward_1")?, 4),
-        (1, true) => (typed!(op, dtype, "norm_backward", "layer_backward_1")?, 4),
-        (2, false) => (typed!(op, dtype, "norm_backward", "rms_backward_2")?, 3),
-        (2, true) => (typed!(op, dtype, "norm_backward", "layer_backward_2")?, 3),
-        (_, false) => (typed!(op, dtype, "norm_backward", "rms_backward_3")?, 2),
-        (_, true) => (typed!(op, dtype, "norm_backward", "layer_backward_3")?, 2),
+        (1, false) => (typed!(op, dtype, "norm/backward", "rms_backward_1")?, 4),
+        (1, true) => (typed!(op, dtype, "norm/backward", "layer_backward_1")?, 4),
+        (2, false) => (typed!(op, dtype, "norm/backward", "rms_backward_2")?, 3),
+        (2, true) => (typed!(op, dtype, "norm/backward", "layer_backward_2")?, 3),
+        (_, false) => (typed!(op, dtype, "norm/backward", "rms_backward_3")?, 2),
+        (_, true) => (typed!(op, dtype, "norm/backward", "layer_backward_3")?, 2),
     })
 }
 
@@ -60,13 +71,13 @@ fn held(op: &'static str, dtype: DType, layer: bool, pieces: usize) -> Result<(K
 fn long(op: &'static str, dtype: DType, layer: bool) -> Result<[Kernel; 2]> {
     Ok(if layer {
         [
-            typed!(op, dtype, "norm_backward", "layer_backward_long")?,
-            typed!(op, dtype, "norm_backward", "layer_backward_parts")?,
+            typed!(op, dtype, "norm/backward", "layer_backward_long")?,
+            typed!(op, dtype, "norm/backward", "layer_backward_parts")?,
         ]
     } else {
         [
-            typed!(op, dtype, "norm_backward", "rms_backward_long")?,
-            typed!(op, dtype, "norm_backward", "rms_backward_parts")?,
+            typed!(op, dtype, "norm/backward", "rms_backward_long")?,
+            typed!(op, dtype, "norm/backward", "rms_backward_parts")?,
         ]
     })
 }
@@ -92,7 +103,7 @@ impl CudaKernels {
         let residual = n.residual.map(|t| add(read(t)));
         let groups = blocks(OP, groups(dtype, rows, x_rows.width))?;
         s.launch(OP, &args, |l| {
-            let mut a = BackwardArgs {
+            let mut a = NormBackwardArgs {
                 x: l.address(0)?,
                 gamma: l.address(1)?,
                 mean: optional(l, mean)?,

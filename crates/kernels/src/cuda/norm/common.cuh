@@ -5,6 +5,8 @@
 // has CHUNKS pieces of 16 bytes of it. Blocks stay and take row after row; the rows to come are copied to shared
 // memory meanwhile, to the thread that will need them, so nobody waits for anybody to use them. Which thread has which
 // column follows from the width alone: the bits do not depend on strides or alignment.
+#pragma once
+#include "prelude.cuh"
 
 //
 // All that needs rows of whole, aligned pieces. Other rows, and those too wide for registers, have kernels that read

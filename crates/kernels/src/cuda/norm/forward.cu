@@ -1,12 +1,6 @@
-struct ForwardArgs {
-    u64 x, residual, sum, y, gamma, beta, mean, rstd, amax;
-    i64 x_outer, x_inner, y_outer, y_inner;
-    i64 rows, inner;
-    i32 width;
-    u32 lanes, flags;
-    float eps, one;
-    u32 unused;
-};
+#include "amax.cuh"
+#include "args/norm_forward.cuh"
+#include "norm/common.cuh"
 
 // Σ (x − µ)² of the first `count` columns of a chunk, in order.
 template <class T>
@@ -61,7 +55,7 @@ __device__ __forceinline__ Packed<T> normal(
     return pack(v);
 }
 
-__device__ __forceinline__ void store_statistics(const ForwardArgs& a, i64 row, float mean, float r) {
+__device__ __forceinline__ void store_statistics(const NormForwardArgs& a, i64 row, float mean, float r) {
     if (a.mean) reinterpret_cast<float*>(a.mean)[row] = mean;
     reinterpret_cast<float*>(a.rstd)[row] = r;
 }
@@ -70,7 +64,7 @@ __device__ __forceinline__ void store_statistics(const ForwardArgs& a, i64 row, 
 // stay otherwise: the one wants few registers, the other few instructions, so what is unpacked is kept or not.
 // MEASURED: the largest magnitude of y, too.
 template <class T, int CHUNKS, bool ADD, int STAGES, bool WITH_AMAX = false>
-__device__ __forceinline__ void forward(const ForwardArgs& a) {
+__device__ __forceinline__ void forward(const NormForwardArgs& a) {
     constexpr int V = VecWidth<T>::count;
     // For both sums of a row, and for the next row's.
     __shared__ Pair shared[2][2][32];
@@ -168,7 +162,7 @@ __device__ __forceinline__ void forward(const ForwardArgs& a) {
 
 // Any row, a block to each: read once for each sum and once more for the result.
 template <class T, bool ADD, bool WITH_AMAX = false>
-__device__ __forceinline__ void forward_long(const ForwardArgs& a) {
+__device__ __forceinline__ void forward_long(const NormForwardArgs& a) {
     constexpr int V = VecWidth<T>::count;
     __shared__ float shared[32];
     const i64 row = blockIdx.x;
@@ -211,46 +205,43 @@ __device__ __forceinline__ void forward_long(const ForwardArgs& a) {
     if (WITH_AMAX) block_atomic_amax(a.amax, most);
 }
 
-#define FORWARD(T, CHUNKS, STAGES)                                                                                     \
-    extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_##T(const ForwardArgs a) {                       \
-        forward<T##_t, CHUNKS, false, STAGES>(a);                                                                      \
+#define FORWARD(T, NAME, CHUNKS, STAGES)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_##NAME(const NormForwardArgs a) {                       \
+        forward<T, CHUNKS, false, STAGES>(a);                                                                      \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(512) add_norm_##CHUNKS##_##T(const ForwardArgs a) {                   \
-        forward<T##_t, CHUNKS, true, STAGES>(a);                                                                       \
+    extern "C" __global__ void __launch_bounds__(512) add_norm_##CHUNKS##_##NAME(const NormForwardArgs a) {                   \
+        forward<T, CHUNKS, true, STAGES>(a);                                                                       \
     }
-#define FORWARD_ALL(T)                                                                                                 \
-    FORWARD(T, 1, 4)                                                                                                   \
-    FORWARD(T, 2, 4)                                                                                                   \
-    FORWARD(T, 3, 3)                                                                                                   \
-    FORWARD(T, 4, 3)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_##T(const ForwardArgs a) {                         \
-        forward_long<T##_t, false>(a);                                                                                 \
+#define FORWARD_ALL(T, NAME)                                                                                                 \
+    FORWARD(T, NAME, 1, 4)                                                                                                   \
+    FORWARD(T, NAME, 2, 4)                                                                                                   \
+    FORWARD(T, NAME, 3, 3)                                                                                                   \
+    FORWARD(T, NAME, 4, 3)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_##NAME(const NormForwardArgs a) {                         \
+        forward_long<T, false>(a);                                                                                 \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(1024, 1) add_norm_long_##T(const ForwardArgs a) {                     \
-        forward_long<T##_t, true>(a);                                                                                  \
+    extern "C" __global__ void __launch_bounds__(1024, 1) add_norm_long_##NAME(const NormForwardArgs a) {                     \
+        forward_long<T, true>(a);                                                                                  \
     }
 
-typedef float f32_t;
-typedef bf16 bf16_t;
-NOT_F16(FORWARD_ALL(f32))
-FORWARD_ALL(bf16)
+FOR_EACH_TYPE(FORWARD_ALL)
 
 #ifndef ELEMENT_F16
 #define WITH_AMAX(CHUNKS, STAGES)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_amax(const ForwardArgs a) {                      \
+    extern "C" __global__ void __launch_bounds__(512) norm_##CHUNKS##_amax(const NormForwardArgs a) {                      \
         forward<bf16, CHUNKS, false, STAGES, true>(a);                                                                 \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(512) add_norm_##CHUNKS##_amax(const ForwardArgs a) {                  \
+    extern "C" __global__ void __launch_bounds__(512) add_norm_##CHUNKS##_amax(const NormForwardArgs a) {                  \
         forward<bf16, CHUNKS, true, STAGES, true>(a);                                                                  \
     }
 WITH_AMAX(1, 4)
 WITH_AMAX(2, 4)
 WITH_AMAX(3, 3)
 WITH_AMAX(4, 3)
-extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_amax(const ForwardArgs a) {
+extern "C" __global__ void __launch_bounds__(1024, 1) norm_long_amax(const NormForwardArgs a) {
     forward_long<bf16, false, true>(a);
 }
-extern "C" __global__ void __launch_bounds__(1024, 1) add_norm_long_amax(const ForwardArgs a) {
+extern "C" __global__ void __launch_bounds__(1024, 1) add_norm_long_amax(const NormForwardArgs a) {
     forward_long<bf16, true, true>(a);
 }
 #endif

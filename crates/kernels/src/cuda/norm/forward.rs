@@ -1,5 +1,6 @@
 use super::{CENTRED, Teams, VECTORIZED, VECTORIZED_GAIN, optional, threads_of_long};
 use crate::cpu::rows::Rows;
+use crate::cuda::args::kernel_args;
 use crate::cuda::row_grid::{blocks, columns, rows_aligned16};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::{Norm, NormForward};
@@ -32,30 +33,41 @@ fn count(teams: Teams, rows: usize, add: bool) -> usize {
     all.div_ceil(turns.max(1))
 }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct ForwardArgs {
-    x: u64,
-    residual: u64,
-    sum: u64,
-    y: u64,
-    gamma: u64,
-    beta: u64,
-    mean: u64,
-    rstd: u64,
-    amax: u64,
-    x_outer: i64,
-    x_inner: i64,
-    y_outer: i64,
-    y_inner: i64,
-    rows: i64,
-    inner: i64,
-    width: i32,
-    lanes: u32,
-    flags: u32,
-    eps: f32,
-    one: f32,
-    unused: u32,
+kernel_args! {
+    header "args/norm_forward.cuh", includes [];
+
+    /// LayerNorm and RMSNorm, of x or of x + residual.
+    struct NormForwardArgs {
+        x: u64,
+        residual: u64,
+        /// x + residual as stored.
+        sum: u64,
+        y: u64,
+        gamma: u64,
+        /// 0 where there is no bias.
+        beta: u64,
+        /// f32 `[rows]`, saved for the backward pass; `mean` is 0 for RMSNorm.
+        mean: u64,
+        rstd: u64,
+        /// f32 `[1]`, raised to the amax of y.
+        amax: u64,
+        /// Strides of groups of `inner` rows, and of rows in a group.
+        x_outer: i64,
+        x_inner: i64,
+        y_outer: i64,
+        y_inner: i64,
+        rows: i64,
+        inner: i64,
+        width: i32,
+        /// Threads of a team, which has a row.
+        lanes: u32,
+        /// `Flag` of norm/common.cuh.
+        flags: u32,
+        eps: f32,
+        /// 1 where gamma is stored minus one, else 0.
+        one: f32,
+        pad: u32,
+    }
 }
 
 /// What both forward kernels are given; `fused` are the residual and the sum.
@@ -73,22 +85,22 @@ pub(super) struct Forward<'a> {
 /// The kernel for a number of pieces, and the stages of its ring.
 fn held(op: &'static str, dtype: DType, add: bool, pieces: usize) -> Result<(Kernel, usize)> {
     Ok(match (pieces, add) {
-        (1, false) => (typed!(op, dtype, "norm_forward", "norm_1")?, 4),
-        (1, true) => (typed!(op, dtype, "norm_forward", "add_norm_1")?, 4),
-        (2, false) => (typed!(op, dtype, "norm_forward", "norm_2")?, 4),
-        (2, true) => (typed!(op, dtype, "norm_forward", "add_norm_2")?, 4),
-        (3, false) => (typed!(op, dtype, "norm_forward", "norm_3")?, 3),
-        (3, true) => (typed!(op, dtype, "norm_forward", "add_norm_3")?, 3),
-        (_, false) => (typed!(op, dtype, "norm_forward", "norm_4")?, 3),
-        (_, true) => (typed!(op, dtype, "norm_forward", "add_norm_4")?, 3),
+        (1, false) => (typed!(op, dtype, "norm/forward", "norm_1")?, 4),
+        (1, true) => (typed!(op, dtype, "norm/forward", "add_norm_1")?, 4),
+        (2, false) => (typed!(op, dtype, "norm/forward", "norm_2")?, 4),
+        (2, true) => (typed!(op, dtype, "norm/forward", "add_norm_2")?, 4),
+        (3, false) => (typed!(op, dtype, "norm/forward", "norm_3")?, 3),
+        (3, true) => (typed!(op, dtype, "norm/forward", "add_norm_3")?, 3),
+        (_, false) => (typed!(op, dtype, "norm/forward", "norm_4")?, 3),
+        (_, true) => (typed!(op, dtype, "norm/forward", "add_norm_4")?, 3),
     })
 }
 
 fn long(op: &'static str, dtype: DType, add: bool) -> Result<Kernel> {
     if add {
-        typed!(op, dtype, "norm_forward", "add_norm_long")
+        typed!(op, dtype, "norm/forward", "add_norm_long")
     } else {
-        typed!(op, dtype, "norm_forward", "norm_long")
+        typed!(op, dtype, "norm/forward", "norm_long")
     }
 }
 
@@ -131,7 +143,7 @@ impl CudaKernels {
         let sum = fused.map(|[_, t]| add(write(t)));
         let most = amax.map(|t| add(write(t)));
         s.launch(op, &args, |l| {
-            let mut a = ForwardArgs {
+            let mut a = NormForwardArgs {
                 x: l.address(0)?,
                 residual: optional(l, residual)?,
                 sum: optional(l, sum)?,
@@ -152,7 +164,7 @@ impl CudaKernels {
                 flags: if norm.subtract_mean { CENTRED } else { 0 },
                 eps: norm.eps,
                 one: if norm.zero_centred { 1.0 } else { 0.0 },
-                unused: 0,
+                pad: 0,
             };
             if rows_aligned16(dtype, &[(a.x, x_rows), (a.y, y_rows), (a.residual, x_rows), (a.sum, x_rows)]) {
                 a.flags |= VECTORIZED;

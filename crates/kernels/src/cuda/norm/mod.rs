@@ -1,7 +1,7 @@
 //! LayerNorm and RMSNorm: which threads have which part of a row.
 
-mod backward;
-mod forward;
+pub(super) mod backward;
+pub(super) mod forward;
 
 use super::row_grid::vec_width;
 use crate::cpu::rows::Rows;

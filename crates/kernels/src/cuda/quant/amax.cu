@@ -1,20 +1,13 @@
 // Largest magnitudes, and the scales of delayed scaling that follow from them.
+#include "amax.cuh"
+#include "args/quant_amax.cuh"
+#include "quant/common.cuh"
 
 constexpr int THREADS = 256;
 constexpr int WARPS = THREADS / 32;
 // Rows of a warp that are on their way together.
 constexpr int AHEAD = 8;
 
-struct AmaxArgs {
-    u64 x, amax;
-    i64 rows, width, stride;
-    // Width of the last row: a tensor without gaps is taken as rows of any width.
-    i64 last;
-    // Of a stack, from a matrix to the next; each has a magnitude of its own.
-    i64 step;
-    u32 across;
-    u32 vectorized;
-};
 
 // One block: 32 lanes of 8 columns each, AHEAD rows of every warp.
 template <class T> __device__ __forceinline__ void amax(const AmaxArgs& a) {
@@ -52,12 +45,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) amax_f32(const AmaxArgs a)
 extern "C" __global__ void __launch_bounds__(THREADS) amax_bf16(const AmaxArgs a) { amax<bf16>(a); }
 extern "C" __global__ void __launch_bounds__(THREADS) amax_f16(const AmaxArgs a) { amax<f16>(a); }
 
-struct DelayedArgs {
-    u64 history, reduced, packed_amax, scale;
-    i64 len, n;
-    float factor;
-    u32 most_recent;
-};
 
 constexpr int GROUPS = 16;
 
@@ -102,6 +89,6 @@ extern "C" __global__ void __launch_bounds__(32 * GROUPS) delayed_update(const D
     if (a.most_recent) m = last;
     const float infinity = __uint_as_float(0x7f800000u);
     if (!(m > 0.0f) || m == infinity) return;
-    const float s = __fdiv_rn(reinterpret_cast<const float*>(a.packed_amax)[t] * a.factor, m);
+    const float s = __fdiv_rn(reinterpret_cast<const float*>(a.largest)[t] * a.factor, m);
     reinterpret_cast<float*>(a.scale)[t] = s == infinity ? __uint_as_float(0x7f7fffffu) : s;
 }

@@ -3,6 +3,7 @@
 use super::input;
 use super::stack::stacked;
 use crate::DelayedScaling;
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks, line};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use crate::quant::check::{check_delayed, matrix, one};
@@ -17,31 +18,44 @@ const THREADS: u32 = 256;
 const TENSORS: usize = 32;
 const DELAYED_THREADS: u32 = 512;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct AmaxArgs {
-    x: u64,
-    amax: u64,
-    rows: i64,
-    width: i64,
-    stride: i64,
-    last: i64,
-    step: i64,
-    across: u32,
-    vectorized: u32,
-}
+kernel_args! {
+    header "args/quant_amax.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DelayedArgs {
-    history: u64,
-    reduced: u64,
-    largest: u64,
-    scale: u64,
-    len: i64,
-    n: i64,
-    factor: f32,
-    most_recent: u32,
+    /// amax of a matrix, or of each matrix of a stack.
+    struct AmaxArgs {
+        x: u64,
+        /// f32 `[matrices]`, raised.
+        amax: u64,
+        rows: i64,
+        width: i64,
+        stride: i64,
+        /// Width of the last row: a contiguous tensor is taken as rows of any width.
+        last: i64,
+        /// From a matrix of a stack to the next.
+        step: i64,
+        /// Blocks along the columns.
+        across: u32,
+        vectorized: u32,
+    }
+
+    /// Updates amax histories and scales of delayed scaling.
+    struct DelayedArgs {
+        /// f32 `[len, n]`: row 0 is this step's amax.
+        history: u64,
+        /// f32 `[n]`: this step's amax over all ranks.
+        reduced: u64,
+        /// f32 `[n]`: largest value of each tensor's format.
+        largest: u64,
+        /// f32 `[n]`.
+        scale: u64,
+        len: i64,
+        /// Tensors.
+        n: i64,
+        /// 2^-margin.
+        factor: f32,
+        /// Scales follow the last amax instead of the largest of the history.
+        most_recent: u32,
+    }
 }
 
 impl CudaKernels {
@@ -49,7 +63,7 @@ impl CudaKernels {
         const OP: &str = "amax";
         let view = matrix(OP, x)?;
         one(OP, amax)?;
-        let kernel = input!(OP, x.dtype(), "quant_amax", "amax")?;
+        let kernel = input!(OP, x.dtype(), "quant/amax", "amax")?;
         let (mut rows, mut width, mut stride) = (view.outer, view.width, view.outer_stride);
         if rows * width == 0 {
             return Ok(());
@@ -84,7 +98,7 @@ impl CudaKernels {
     pub(super) fn launch_amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
         const OP: &str = "amax_stack";
         let [count, n, k] = amax_sizes(OP, x, amax)?;
-        let kernel = input!(OP, x.dtype(), "quant_amax", "amax")?;
+        let kernel = input!(OP, x.dtype(), "quant/amax", "amax")?;
         let n = n * k;
         if count * n == 0 {
             return Ok(());
@@ -136,7 +150,7 @@ impl CudaKernels {
                 factor: 2f32.powi(-how.margin),
                 most_recent: how.most_recent.into(),
             };
-            let kernel = Kernel { source: "quant_amax", name: "delayed_update" };
+            let kernel = Kernel::new("quant/amax", "delayed_update");
             self.launch_kernel(l, kernel, line(blocks(OP, n, TENSORS)?, DELAYED_THREADS), &args)
         })
     }

@@ -1,14 +1,6 @@
 // Eight-bit floats: what all kernels on them share.
-
-// A half-precision number.
-struct alignas(2) f16 {
-    u16 bits;
-};
-__device__ __forceinline__ float to_f32(f16 x) {
-    float y;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
-    return y;
-}
+#pragma once
+#include "prelude.cuh"
 
 // The largest finite number of a type.
 template <class T> struct MaxFinite;
@@ -27,10 +19,10 @@ __device__ __forceinline__ float fp8_max(u32 e5m2) { return e5m2 ? 57344.0f : 44
 
 // What brings numbers of magnitude up to `amax` into a format: largest/amax. `instead` of infinity; 1 where there is
 // nothing to go by. A division as IEEE has it: every home finds the same bits.
-__device__ __forceinline__ float scale_of(float amax, float packed_amax, u32 pow2, float instead) {
+__device__ __forceinline__ float scale_of(float amax, float largest, u32 pow2, float instead) {
     const float infinity = __uint_as_float(0x7f800000u);
     if (!(amax > 0.0f) || amax == infinity) return 1.0f;
-    float s = __fdiv_rn(packed_amax, amax);
+    float s = __fdiv_rn(largest, amax);
     if (s == infinity) s = instead;
     return pow2 ? __uint_as_float(__float_as_uint(s) & 0xff800000u) : s;
 }
@@ -88,7 +80,7 @@ template <class T> struct alignas(16) Pack8 {
     u32 word[WORDS];
     __device__ __forceinline__ float at(int i) const;
     // Puts number i, of bits all zero so far.
-    __device__ __forceinline__ void store_guarded(int i, T x);
+    __device__ __forceinline__ void put(int i, T x);
 };
 template <> __device__ __forceinline__ float Pack8<float>::at(int i) const { return __uint_as_float(word[i]); }
 template <> __device__ __forceinline__ float Pack8<bf16>::at(int i) const {
@@ -97,11 +89,11 @@ template <> __device__ __forceinline__ float Pack8<bf16>::at(int i) const {
 template <> __device__ __forceinline__ float Pack8<f16>::at(int i) const {
     return to_f32(f16{u16(i & 1 ? word[i / 2] >> 16 : word[i / 2])});
 }
-template <> __device__ __forceinline__ void Pack8<float>::store_guarded(int i, float x) { word[i] = __float_as_uint(x); }
-template <> __device__ __forceinline__ void Pack8<bf16>::store_guarded(int i, bf16 x) {
+template <> __device__ __forceinline__ void Pack8<float>::put(int i, float x) { word[i] = __float_as_uint(x); }
+template <> __device__ __forceinline__ void Pack8<bf16>::put(int i, bf16 x) {
     word[i / 2] |= u32(x.bits) << 16 * (i & 1);
 }
-template <> __device__ __forceinline__ void Pack8<f16>::store_guarded(int i, f16 x) { word[i / 2] |= u32(x.bits) << 16 * (i & 1); }
+template <> __device__ __forceinline__ void Pack8<f16>::put(int i, f16 x) { word[i / 2] |= u32(x.bits) << 16 * (i & 1); }
 template <class T> __device__ __forceinline__ void opaque(Pack8<T>& e) {
 #pragma unroll
     for (int i = 0; i < Pack8<T>::WORDS; i++) asm volatile("" : "+r"(e.word[i]));

@@ -1,5 +1,9 @@
 // MXFP8 and NVFP4 by emulation: numbers are rounded to the format and back, as cpu/quant/{mxfp8,nvfp4,hadamard}.rs do it,
 // bit for bit. A block of threads has a tile of 32 x 32 numbers, in which whole blocks of numbers share their scales.
+#include "amax.cuh"
+#include "args/quant_emulate.cuh"
+#include "philox.cuh"
+#include "quant/common.cuh"
 
 constexpr int SIDE = 32;
 constexpr int THREADS = 256;
@@ -7,28 +11,6 @@ constexpr int EACH = SIDE * SIDE / THREADS;
 // Blocks of numbers in a tile, at most: 16 numbers each along an axis.
 constexpr int MOST = SIDE * SIDE / 16;
 
-struct EmulateArgs {
-    u64 x, out;
-    u64 amax;  // f32 [1], of all numbers, turned ones where they are turned: NVFP4 alone
-    i64 r, c, stride;
-    i64 pitch;  // numbers of a row, padding included: number (i, j) has the random byte i·pitch + j
-    RandomStream stream;
-    u32 across;         // tiles
-    u32 down, along;    // log2 of a block's rows and columns
-    u32 four;           // NVFP4, or else MXFP8
-    u32 e5m2;
-    u32 hadamard;       // every 16 numbers are turned: 1 along rows, 2 along columns
-    u32 stochastic;
-    u32 pad;
-};
-
-static_assert(sizeof(EmulateArgs) == 104, "as in emulate.rs");
-
-template <> __device__ __forceinline__ f16 from_f32<f16>(float x) {
-    f16 y;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
-    return y;
-}
 
 struct Shared {
     float tile[SIDE][SIDE + 1];
@@ -91,10 +73,10 @@ __device__ __forceinline__ void hadamard_tile(Shared& s, u32 way, int t, bool ba
 }
 
 // Where a thread's numbers are.
-struct HopperTile {
+struct Position {
     i64 row, column;
     int i, j;
-    __device__ __forceinline__ HopperTile(const EmulateArgs& a, u32 block, int t, int k) {
+    __device__ __forceinline__ Position(const EmulateArgs& a, u32 block, int t, int k) {
         i = t / SIDE + k * (THREADS / SIDE), j = t % SIDE;
         row = i64(block / a.across) * SIDE + i, column = i64(block % a.across) * SIDE + j;
     }
@@ -109,7 +91,7 @@ template <class T> __device__ __forceinline__ void load_tile(const EmulateArgs& 
     if (t < MOST) s.most[t] = 0;
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const HopperTile p(a, block, t, k);
+        const Position p(a, block, t, k);
         s.tile[p.i][p.j] =
             p.inside(a) ? to_f32(reinterpret_cast<const T*>(a.x)[p.row * a.stride + p.column]) : 0.0f;
     }
@@ -122,7 +104,7 @@ __device__ __forceinline__ u32 magnitude(float x) {
 __device__ __forceinline__ void measure_blocks(const EmulateArgs& a, Shared& s, u32 block, int t) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const HopperTile p(a, block, t, k);
+        const Position p(a, block, t, k);
         const u32 m = magnitude(s.tile[p.i][p.j]);
         if (m > 0) atomicMax(&s.most[p.block(a)], m);
     }
@@ -148,7 +130,7 @@ __device__ __forceinline__ void make_scales(const EmulateArgs& a, Shared& s, int
 __device__ __forceinline__ void round_tile(const EmulateArgs& a, Shared& s, u32 block, int t) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const HopperTile p(a, block, t, k);
+        const Position p(a, block, t, k);
         const int b = p.block(a);
         const float x = __fmul_rn(s.tile[p.i][p.j], s.factor[b]);
         float y;
@@ -169,7 +151,7 @@ __device__ __forceinline__ void round_tile(const EmulateArgs& a, Shared& s, u32 
 template <class T> __device__ __forceinline__ void store_tile(const EmulateArgs& a, Shared& s, u32 block, int t) {
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const HopperTile p(a, block, t, k);
+        const Position p(a, block, t, k);
         if (p.inside(a)) reinterpret_cast<T*>(a.out)[p.row * a.c + p.column] = from_f32<T>(s.tile[p.i][p.j]);
     }
 }
@@ -207,7 +189,7 @@ template <class T> __device__ __forceinline__ void hadamard_amax(const EmulateAr
     float m = 0.0f;
 #pragma unroll
     for (int k = 0; k < EACH; k++) {
-        const HopperTile p(a, blockIdx.x, t, k);
+        const Position p(a, blockIdx.x, t, k);
         m = fmaxf(m, fabsf(s.tile[p.i][p.j]));
     }
     block_atomic_amax(a.amax, m);

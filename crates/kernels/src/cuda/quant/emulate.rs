@@ -1,9 +1,10 @@
 //! Emulated formats on the card: the mirror of emulate.cu.
 
 use super::input;
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{blocks, line};
+use crate::cuda::philox::PhiloxStream;
 use crate::cuda::{CudaKernels, Kernel};
-use crate::philox::RandomStream;
 use crate::quant::microscaling::{self, BlockAxis, EmulatedFormat};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, write};
 
@@ -12,30 +13,37 @@ const SIDE: usize = 32;
 const THREADS: u32 = 256;
 const TURNED: usize = 16;
 
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-struct EmulateArgs {
-    x: u64,
-    out: u64,
-    amax: u64,
-    r: i64,
-    c: i64,
-    stride: i64,
-    pitch: i64,
-    key: [u32; 2],
-    lane: [u32; 2],
-    across: u32,
-    down: u32,
-    along: u32,
-    four: u32,
-    e5m2: u32,
-    hadamard: u32,
-    stochastic: u32,
-    pad: u32,
-}
+kernel_args! {
+    header "args/quant_emulate.cuh", includes ["args/philox.cuh"];
 
-// The source says the same.
-const _: () = assert!(size_of::<EmulateArgs>() == 104);
+    /// Rounds a matrix to MXFP8 or NVFP4 and back.
+    #[derive(Default)]
+    struct EmulateArgs {
+        x: u64,
+        out: u64,
+        /// f32 `[1]`: amax of the tensor, after the Hadamard transform where there is one. NVFP4 only.
+        amax: u64,
+        r: i64,
+        c: i64,
+        stride: i64,
+        /// Elements of a row, padding included: element (i, j) uses random byte i·pitch + j.
+        pitch: i64,
+        stream: PhiloxStream,
+        /// Tiles along the columns.
+        across: u32,
+        /// log2 of a scaling block's rows and columns.
+        down: u32,
+        along: u32,
+        /// NVFP4, or else MXFP8.
+        four: u32,
+        e5m2: u32,
+        /// 16-point Hadamard transform: 0 none, 1 along rows, 2 along columns.
+        hadamard: u32,
+        /// Stochastic rounding.
+        stochastic: u32,
+        pad: u32,
+    }
+}
 
 /// log2 of the rows and columns of a block of `2^n` numbers, or of `2^n x 2^n`.
 fn block(n: u32, along: BlockAxis, square: bool) -> [u32; 2] {
@@ -73,9 +81,7 @@ impl CudaKernels {
             EmulatedFormat::Nvfp4 { along, square, hadamard, stochastic } => {
                 [args.down, args.along] = block(4, along, square);
                 (args.four, args.stochastic) = (1, stochastic.is_some().into());
-                if let Some(RandomStream { key, lane }) = stochastic {
-                    (args.key, args.lane) = (key, lane);
-                }
+                args.stream = stochastic.map(PhiloxStream::from).unwrap_or_default();
                 if hadamard {
                     args.hadamard = if along == BlockAxis::Rows { 1 } else { 2 };
                     if along == BlockAxis::Rows {
@@ -91,8 +97,8 @@ impl CudaKernels {
         if let Some(amax) = amax.as_ref().filter(|_| args.hadamard == 0) {
             self.launch_amax(s, x, amax)?;
         }
-        let kernel: Result<Kernel> = input!(OP, x.dtype(), "quant_emulate", "emulate");
-        let measure: Result<Kernel> = input!(OP, x.dtype(), "quant_emulate", "turned_amax");
+        let kernel: Result<Kernel> = input!(OP, x.dtype(), "quant/emulate", "emulate");
+        let measure: Result<Kernel> = input!(OP, x.dtype(), "quant/emulate", "turned_amax");
         let (kernel, measure) = (kernel?, measure?);
         let all = [Some(read(x)), Some(write(out)), amax.as_ref().map(write)];
         s.launch(OP, &all.into_iter().flatten().collect::<Vec<_>>(), |l: &Launch| {

@@ -1,19 +1,12 @@
 // Bytes as numbers again, and products of bytes in plain arithmetic: any sizes and alignments.
-
-struct DequantizeArgs {
-    Matrix q;
-    u64 out;
-    i64 stride;
-    u32 across;
-    u32 vectorized;
-};
+#include "quant/matrix.cuh"
 
 // One block: a tile of 128 × 128; a thread has 16 columns of four rows of it.
 template <class T> __device__ __forceinline__ void dequantize(const DequantizeArgs& a) {
     const i64 column = i64(blockIdx.x % a.across) * TILE + (threadIdx.x & 7) * 16;
     const i64 row0 = i64(blockIdx.x / a.across) * TILE + (threadIdx.x >> 3);
     if (column >= a.q.c) return;
-    const i64 pitch = a.q.pitch();
+    const i64 pitch = pitch_of(a.q);
     const u8* q = reinterpret_cast<const u8*>(a.q.data) + column;
     const bool whole = a.vectorized && column + 16 <= a.q.c;
     uint4 four[4] = {};
@@ -22,7 +15,7 @@ template <class T> __device__ __forceinline__ void dequantize(const DequantizeAr
     for (int i = 0; i < 4; i++) {
         const i64 row = row0 + 32 * i;
         if (row >= a.q.r) continue;
-        scale[i] = a.q.scale_at(row, column);
+        scale[i] = scale_at(a.q, row, column);
         if (whole) four[i] = *reinterpret_cast<const uint4*>(q + row * pitch);
     }
 #pragma unroll
@@ -51,32 +44,20 @@ template <class T> __device__ __forceinline__ void dequantize(const DequantizeAr
 extern "C" __global__ void __launch_bounds__(256) dequantize_f32(const DequantizeArgs a) { dequantize<float>(a); }
 extern "C" __global__ void __launch_bounds__(256) dequantize_bf16(const DequantizeArgs a) { dequantize<bf16>(a); }
 
-struct GemmArgs {
-    Matrix a, b;
-    u64 c, bias;
-    i64 ldc;
-    u32 accumulate;
-    u32 pad;
-};
 
 // One block: a tile of c = a·bᵀ.
-template <class C> __device__ __forceinline__ void gemm(const GemmArgs& g) {
+template <class C> __device__ __forceinline__ void gemm(const Fp8GemmArgs& g) {
     const i64 across = (g.b.r + SIDE - 1) / SIDE;
     gemm_tile({g.a, 0, g.a.r}, {g.b, 0, g.b.r}, 0, g.a.c, i64(blockIdx.x) / across * SIDE,
                  i64(blockIdx.x) % across * SIDE, reinterpret_cast<C*>(g.c), g.ldc, reinterpret_cast<const bf16*>(g.bias),
                  g.accumulate);
 }
-extern "C" __global__ void __launch_bounds__(256) fp8_gemm_f32(const GemmArgs g) { gemm<float>(g); }
-extern "C" __global__ void __launch_bounds__(256) fp8_gemm_bf16(const GemmArgs g) { gemm<bf16>(g); }
+extern "C" __global__ void __launch_bounds__(256) fp8_gemm_f32(const Fp8GemmArgs g) { gemm<float>(g); }
+extern "C" __global__ void __launch_bounds__(256) fp8_gemm_bf16(const Fp8GemmArgs g) { gemm<bf16>(g); }
 
-struct TransposeArgs {
-    u64 from, to, scale, to_scale;
-    i64 r, c;
-    u32 across, pad;
-};
 
 // One block: a tile of 64 × 64 bytes of [r, c] becomes one of [c, r padded to 16].
-extern "C" __global__ void __launch_bounds__(256) transpose_fp8(const TransposeArgs a) {
+extern "C" __global__ void __launch_bounds__(256) transpose_fp8(const Fp8TransposeArgs a) {
     __shared__ u8 tile[64][68];
     const i64 row0 = i64(blockIdx.x / a.across) * 64, column0 = i64(blockIdx.x % a.across) * 64;
     const i64 pitch = (a.c + 15) / 16 * 16, to_pitch = (a.r + 15) / 16 * 16;

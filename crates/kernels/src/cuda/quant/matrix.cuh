@@ -1,23 +1,20 @@
 // A matrix of bytes with its scales, and tiles of products of two of them in plain arithmetic: any sizes and alignments.
+#pragma once
+#include "args/quant_generic.cuh"
+#include "quant/common.cuh"
 
 constexpr int TILE = 128;
 
 // Where the scale of number (row, column) of a matrix [r, c] is: see Scaling in quant.rs.
-struct Matrix {
-    u64 data, scale;
-    i64 r, c;
-    // 0: one scale; 1: one for 128 along c; 2: one for 128 × 128.
-    u32 sharing;
-    u32 e5m2;
-    __device__ __forceinline__ i64 pitch() const { return (c + 15) / 16 * 16; }
-    __device__ __forceinline__ float scale_at(i64 row, i64 column) const {
-        const i64 blocks = (c + TILE - 1) / TILE;
-        const i64 at = sharing == 0   ? 0
-                       : sharing == 1 ? column / TILE * ((r + 3) / 4 * 4) + row
-                                      : row / TILE * ((blocks + 3) / 4 * 4) + column / TILE;
-        return reinterpret_cast<const float*>(scale)[at];
-    }
-};
+
+__device__ __forceinline__ i64 pitch_of(const Fp8Matrix& m) { return (m.c + 15) / 16 * 16; }
+__device__ __forceinline__ float scale_at(const Fp8Matrix& m, i64 row, i64 column) {
+    const i64 blocks = (m.c + TILE - 1) / TILE;
+    const i64 at = m.scaling == 0   ? 0
+                   : m.scaling == 1 ? column / TILE * ((m.r + 3) / 4 * 4) + row
+                                    : row / TILE * ((blocks + 3) / 4 * 4) + column / TILE;
+    return reinterpret_cast<const float*>(m.scale)[at];
+}
 
 constexpr int SIDE = 64;
 constexpr int DEEP = 16;
@@ -25,7 +22,7 @@ constexpr int PITCH = SIDE + 1;
 
 // Some rows of a matrix.
 struct Part {
-    Matrix all;
+    Fp8Matrix all;
     i64 first, end;
 };
 
@@ -37,8 +34,8 @@ __device__ __forceinline__ void load_tile(float (&tile)[DEEP][PITCH], const Part
         const i64 row = x.first + first + i, deep = k0 + p;
         float v = 0.0f;
         if (row < x.end && deep < k)
-            v = decode_fp8(x.all.e5m2, reinterpret_cast<const u8*>(x.all.data)[row * x.all.pitch() + deep]) *
-                x.all.scale_at(row, deep);
+            v = decode_fp8(x.all.e5m2, reinterpret_cast<const u8*>(x.all.data)[row * pitch_of(x.all) + deep]) *
+                scale_at(x.all, row, deep);
         tile[p][i] = v;
     }
 }

@@ -1,26 +1,24 @@
 //! Eight-bit matrices: quantized by our own kernels, multiplied by cuBLASLt.
 
-mod amax;
-mod emulate;
+pub(super) mod amax;
+pub(super) mod emulate;
 mod fp8_gemm;
-mod generic;
-mod quantize;
-mod stack;
+pub(super) mod generic;
+pub(super) mod quantize;
+pub(super) mod stack;
 #[cfg(test)]
 mod tests;
 
 use super::CudaKernels;
 use crate::{DelayedScaling, EmulatedFormat, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize};
 use ferrotron_tensor::{Result, Stream, Tensor};
-pub(super) use generic::Matrix;
+pub(super) use generic::Fp8Matrix;
 
-/// The instance of a kernel for f32, bf16 or f16: `input!(OP, dtype, "quant_amax", "amax")`.
+/// The instance of a kernel for f32, bf16 or f16: `input!(OP, dtype, "quant/amax", "amax")`.
 macro_rules! input {
     ($op:expr, $dtype:expr, $source:literal, $name:literal) => {
         match $dtype {
-            ferrotron_tensor::DType::F16 => {
-                Ok($crate::cuda::Kernel { source: $source, name: concat!($name, "_f16") })
-            }
+            ferrotron_tensor::DType::F16 => Ok($crate::cuda::Kernel::new($source, concat!($name, "_f16"))),
             other => $crate::cuda::typed!($op, other, $source, $name),
         }
     };

@@ -1,17 +1,9 @@
 // Bytes of x and of xᵀ from one read of x. One block: a tile of 128 × 128, of which a thread has 8 × 8 numbers: it turns
 // its bytes in registers, and shared memory brings those of one column together.
-
-struct QuantizeArgs {
-    u64 x, rows, cols, rows_scale, cols_scale, scale, amax, parts;
-    // How many blocks have measured their part of each matrix; zeros before.
-    u64 arrived;
-    i64 r, c, stride;
-    // Of a stack, from a matrix to the next: elements of x, bytes, scales, magnitudes.
-    i64 x_step, rows_step, cols_step, rows_scales, cols_scales, amax_step;
-    u32 across;
-    u32 e5m2, pow2;
-    u32 vectorized, vectorized_rows, vectorized_cols;
-};
+#include "amax.cuh"
+#include "args/quantize.cuh"
+#include "quant/common.cuh"
+#include "quant/transpose.cuh"
 
 // Which numbers share a scale.
 enum Granularity { PER_TENSOR, BLOCK_1X128, BLOCK_128X128, PER_TENSOR_WITH_AMAX };
@@ -91,12 +83,12 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
             } else {
 #pragma unroll
                 for (int j = 0; j < 8; j++)
-                    if (col + j < a.c) v[i].store_guarded(j, x[i * a.stride + j]);
+                    if (col + j < a.c) v[i].put(j, x[i * a.stride + j]);
             }
         }
     }
 
-    const float packed_amax = fp8_max(a.e5m2);
+    const float largest = fp8_max(a.e5m2);
     const u64 amax = a.amax + matrix * a.amax_step * sizeof(float);
     float* const rows_scale = reinterpret_cast<float*>(a.rows_scale) + matrix * a.rows_scales;
     float* const cols_scale = reinterpret_cast<float*>(a.cols_scale) + matrix * a.cols_scales;
@@ -109,7 +101,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
             for (int j = 0; j < 8; j++) m = fmaxf(m, fabsf(v[i].at(j)));
         m = fmaxf(block_max(m, most), 0.0f);
         const float found = grid_amax<T>(a, matrix, amax, m, most);
-        scale = scale_of(found, packed_amax, a.pow2, __uint_as_float(MaxFinite<float>::bits));
+        scale = scale_of(found, largest, a.pow2, __uint_as_float(MaxFinite<float>::bits));
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             const float inverse = __fdiv_rn(1.0f, scale);
             if (a.rows) *rows_scale = inverse;
@@ -122,7 +114,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
         const bool given = a.scale;
         const float infinite = __uint_as_float(MaxFinite<float>::bits);
         scale = given ? *reinterpret_cast<const float*>(a.scale)
-                      : scale_of(*reinterpret_cast<const float*>(amax), packed_amax, a.pow2, infinite);
+                      : scale_of(*reinterpret_cast<const float*>(amax), largest, a.pow2, infinite);
         if (blockIdx.x == 0 && threadIdx.x == 0) {
             const float inverse = __fdiv_rn(1.0f, scale);
             if (a.rows) *rows_scale = inverse;
@@ -138,7 +130,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
         m = fmaxf(block_max(m, most), 0.0f);
         if (S == PER_TENSOR && threadIdx.x == 0) atomic_amax(amax, __float_as_uint(m));
         if (S == BLOCK_128X128) {
-            scale = scale_of(m, packed_amax, a.pow2, __uint_as_float(MaxFinite<T>::bits));
+            scale = scale_of(m, largest, a.pow2, __uint_as_float(MaxFinite<T>::bits));
             const float inverse = __fdiv_rn(1.0f, scale);
             const i64 tr = tile_r / TILE, tc = tile_c / TILE;
             const i64 down = (a.r + TILE - 1) / TILE;
@@ -186,7 +178,7 @@ template <class T, Granularity S> __device__ __forceinline__ void quantize(const
             if (!of_rows)
 #pragma unroll
                 for (int w = 0; w < THREADS / 32; w++) m = fmaxf(m, part[w][line]);
-            const float s = scale_of(m, packed_amax, a.pow2, __uint_as_float(MaxFinite<T>::bits));
+            const float s = scale_of(m, largest, a.pow2, __uint_as_float(MaxFinite<T>::bits));
             scales[!of_rows][line] = s;
             const i64 n = of_rows ? a.r : a.c, pitch = up(n, 4), at = (of_rows ? tile_r : tile_c) + line;
             const i64 block = (of_rows ? tile_c : tile_r) / TILE;

@@ -1,6 +1,7 @@
 //! Bytes of a matrix and of its transpose.
 
 use super::input;
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks, line};
 use crate::cuda::reduce::ColumnArgs;
 use crate::cuda::{CudaKernels, Kernel};
@@ -10,34 +11,45 @@ use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, wr
 /// As in quantize.cu.
 pub(super) const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy, Default)]
-pub(super) struct QuantizeArgs {
-    pub(super) x: u64,
-    pub(super) rows: u64,
-    pub(super) cols: u64,
-    pub(super) rows_scale: u64,
-    pub(super) cols_scale: u64,
-    pub(super) scale: u64,
-    pub(super) amax: u64,
-    pub(super) parts: u64,
-    pub(super) arrived: u64,
-    pub(super) r: i64,
-    pub(super) c: i64,
-    pub(super) stride: i64,
-    /// Of a stack: see quantize.cu.
-    pub(super) x_step: i64,
-    pub(super) rows_step: i64,
-    pub(super) cols_step: i64,
-    pub(super) rows_scales: i64,
-    pub(super) cols_scales: i64,
-    pub(super) amax_step: i64,
-    pub(super) across: u32,
-    pub(super) e5m2: u32,
-    pub(super) pow2: u32,
-    pub(super) vectorized: u32,
-    pub(super) vectorized_rows: u32,
-    pub(super) vectorized_cols: u32,
+kernel_args! {
+    header "args/quantize.cuh", includes [];
+
+    /// Quantizes x, or each matrix of a stack, to FP8 as it lies and transposed.
+    #[derive(Default)]
+    pub(super) struct QuantizeArgs {
+        pub(super) x: u64,
+        /// FP8 of x and of xᵀ, or 0, and f32 inverses of their scales.
+        pub(super) rows: u64,
+        pub(super) cols: u64,
+        pub(super) rows_scale: u64,
+        pub(super) cols_scale: u64,
+        /// f32 `[1]`, or 0: a scale that is known (delayed scaling).
+        pub(super) scale: u64,
+        /// f32: amax that scales follow from, or that is raised.
+        pub(super) amax: u64,
+        /// f32 `[⌈r/128⌉, c]`, or 0: partial column sums of x.
+        pub(super) parts: u64,
+        /// u32 `[matrices]`, zeroed: blocks that have contributed to each matrix's amax.
+        pub(super) arrived: u64,
+        pub(super) r: i64,
+        pub(super) c: i64,
+        pub(super) stride: i64,
+        /// Of a stack, from a matrix to the next: elements of x, bytes, scales, amax.
+        pub(super) x_step: i64,
+        pub(super) rows_step: i64,
+        pub(super) cols_step: i64,
+        pub(super) rows_scales: i64,
+        pub(super) cols_scales: i64,
+        pub(super) amax_step: i64,
+        /// Tiles along the columns.
+        pub(super) across: u32,
+        pub(super) e5m2: u32,
+        /// Scales are powers of two.
+        pub(super) pow2: u32,
+        pub(super) vectorized: u32,
+        pub(super) vectorized_rows: u32,
+        pub(super) vectorized_cols: u32,
+    }
 }
 
 /// Places of a launch's arguments.
@@ -54,9 +66,9 @@ struct Places {
 /// The kernel of a scaling.
 pub(super) fn kernel(op: &'static str, input: DType, scaling: ScalingMode) -> Result<Kernel> {
     match scaling {
-        ScalingMode::PerTensor => input!(op, input, "quantize", "quantize_tensor"),
-        ScalingMode::Block1x128 => input!(op, input, "quantize", "quantize_blocks_1x128"),
-        ScalingMode::Block128x128 => input!(op, input, "quantize", "quantize_blocks_128x128"),
+        ScalingMode::PerTensor => input!(op, input, "quant/quantize", "quantize_tensor"),
+        ScalingMode::Block1x128 => input!(op, input, "quant/quantize", "quantize_blocks_1x128"),
+        ScalingMode::Block128x128 => input!(op, input, "quant/quantize", "quantize_blocks_128x128"),
     }
 }
 
@@ -167,6 +179,6 @@ impl CudaKernels {
             vectorized: 0,
         };
         let grid = line(blocks("quantize", c, 32)?, 1024);
-        self.launch_kernel(l, Kernel { source: "reduce", name: "column_total" }, grid, &args)
+        self.launch_kernel(l, Kernel::new("reduce", "column_total"), grid, &args)
     }
 }

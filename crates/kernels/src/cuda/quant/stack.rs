@@ -1,26 +1,33 @@
 //! Bytes of a stack of matrices, and of each of them transposed.
 
 use super::quantize::{QuantizeArgs, THREADS, kernel};
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::quantize_stack::turn_sizes;
 use crate::{ALIGN, BLOCK, Fp8Tensor, QuantizeStack, QuantizeStackKernels, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
 
-/// As in transpose_stack.cu.
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct TransposeStackArgs {
-    from: u64,
-    to: u64,
-    scale: u64,
-    to_scale: u64,
-    r: i64,
-    c: i64,
-    across: u32,
-    tiles: u32,
-    vectorized: u32,
-    vectorized_to: u32,
+kernel_args! {
+    header "args/transpose_stack.cuh", includes [];
+
+    /// Transposes every FP8 matrix of a stack.
+    struct TransposeStackArgs {
+        from: u64,
+        to: u64,
+        scale: u64,
+        to_scale: u64,
+        /// Of one matrix.
+        r: i64,
+        c: i64,
+        /// Tiles along the columns.
+        across: u32,
+        /// Scales are of 128×128 blocks, otherwise one a matrix.
+        block_scaled: u32,
+        /// Accesses of 8 bytes to `from`, and of 16 to `to`.
+        vectorized: u32,
+        vectorized_to: u32,
+    }
 }
 
 /// Matrices of a stack as blocks along the second axis of a grid.
@@ -73,14 +80,14 @@ impl QuantizeStackKernels for CudaKernels {
                 r: n as i64,
                 c: k as i64,
                 across,
-                tiles: (rows.scaling == ScalingMode::Block128x128).into(),
+                block_scaled: (rows.scaling == ScalingMode::Block128x128).into(),
                 vectorized: from.is_multiple_of(8).into(),
                 vectorized_to: aligned16(&[to]).into(),
             };
             // Of empty matrices there are still the scales.
             let tiles = blocks(OP, n.div_ceil(BLOCK).max(1) * across as usize, 1)?;
             let grid = LaunchConfig { blocks: [tiles, stacked(OP, count)?, 1], threads: THREADS, shared: 0 };
-            self.launch_kernel(l, Kernel { source: "transpose_stack", name: "transpose_stack" }, grid, &a)
+            self.launch_kernel(l, Kernel::new("quant/transpose_stack", "transpose_stack"), grid, &a)
         })
     }
 }
@@ -120,7 +127,7 @@ impl CudaKernels {
             args.len() - 1
         });
         let kernel = match measure {
-            true => typed!(OP, q.x.dtype(), "quantize", "quantize_with_amax")?,
+            true => typed!(OP, q.x.dtype(), "quant/quantize", "quantize_with_amax")?,
             false => kernel(OP, q.x.dtype(), scaling)?,
         };
         let scales = |r: usize, c: usize| match scaling {

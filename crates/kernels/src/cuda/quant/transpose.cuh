@@ -1,4 +1,6 @@
 // Tiles of 128 × 128 bytes turned by a block of 256 threads, of which each has 8 × 8 of them.
+#pragma once
+#include "prelude.cuh"
 
 constexpr int THREADS = 256;
 constexpr int TILE = 128;

@@ -1,13 +1,6 @@
 // Bytes of a stack of matrices the other way round. One block: a tile of 128 × 128 of one of them.
-
-struct TransposeStackArgs {
-    u64 from, to, scale, to_scale;
-    // Of one matrix.
-    i64 r, c;
-    u32 across, tiles;
-    // Eight bytes at once, and 16.
-    u32 vectorized, vectorized_to;
-};
+#include "args/transpose_stack.cuh"
+#include "quant/transpose.cuh"
 
 __device__ __forceinline__ i64 up(i64 n, i64 to) { return (n + to - 1) / to * to; }
 
@@ -37,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) transpose_stack(const Tran
     write_transposed(tile, to, tc * TILE, tr * TILE, a.c, to_pitch, a.vectorized_to);
     const float* scale = reinterpret_cast<const float*>(a.scale);
     float* to_scale = reinterpret_cast<float*>(a.to_scale);
-    if (!a.tiles) {
+    if (!a.block_scaled) {
         if (blockIdx.x == 0 && threadIdx.x == 0) to_scale[matrix] = scale[matrix];
         return;
     }

@@ -2,17 +2,10 @@
 //
 // Sums of scores are kept as whole numbers of 1/unit, which may be added in any order: scores are between 0 and 1, and `unit`
 // is the power of two at which a sum over all rows just fits. NaN is noted beside them.
+#include "args/router_losses.cuh"
+#include "router/common.cuh"
 
-struct BalanceArgs {
-    u64 logits, segments, weights, dlogits;
-    u64 fixed, nan, counts, sums; // i64, u32, i64, f32 [S, E]
-    u64 fault;
-    i64 tokens, cells; // cells = S·E
-    double unit;
-    i32 experts, k, score, count; // count = S
-};
-
-extern "C" __global__ void __launch_bounds__(256) balance_clear(const BalanceArgs a) {
+extern "C" __global__ void __launch_bounds__(256) balance_clear(const AuxLossArgs a) {
     const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i >= a.cells) return;
     reinterpret_cast<i64*>(a.fixed)[i] = 0;
@@ -20,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(256) balance_clear(const BalanceArg
     reinterpret_cast<u32*>(a.nan)[i] = 0;
 }
 
-extern "C" __global__ void __launch_bounds__(256) balance_total(const BalanceArgs a) {
+extern "C" __global__ void __launch_bounds__(256) balance_total(const AuxLossArgs a) {
     const i64 i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i >= a.cells) return;
     const float sum = float(double(reinterpret_cast<const i64*>(a.fixed)[i]) / a.unit);
@@ -28,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(256) balance_total(const BalanceArg
 }
 
 // Adds to the statistics of a cell.
-__device__ __forceinline__ void add_cell(const BalanceArgs& a, i64 cell, float sum, u32 count) {
+__device__ __forceinline__ void add_cell(const AuxLossArgs& a, i64 cell, float sum, u32 count) {
     if (sum != sum)
         reinterpret_cast<u32*>(a.nan)[cell] = 1;
     else if (sum != 0.0f)
@@ -37,7 +30,7 @@ __device__ __forceinline__ void add_cell(const BalanceArgs& a, i64 cell, float s
 }
 
 // The segment of a row, negative where it does not count.
-__device__ __forceinline__ i32 segment_of(const BalanceArgs& a, i64 t) {
+__device__ __forceinline__ i32 segment_of(const AuxLossArgs& a, i64 t) {
     const i32 segment = reinterpret_cast<const i32*>(a.segments)[t];
     if (segment < a.count) return segment;
     fault(a.fault, FAULT_EXPERT);
@@ -49,7 +42,7 @@ constexpr int ROWS = 4;
 
 // A warp adds up neighbouring rows as long as they are of one segment. Where a whole block stayed in one, its warps are added up
 // first.
-template <int V, class T> __device__ __forceinline__ void balance(const BalanceArgs& a) {
+template <int V, class T> __device__ __forceinline__ void balance(const AuxLossArgs& a) {
     constexpr int WARPS = Block<V>::warps;
     __shared__ float sums[WARPS][V * 32];
     __shared__ u32 counts[WARPS][V * 32];
@@ -121,9 +114,9 @@ template <int V, class T> __device__ __forceinline__ void balance(const BalanceA
         add_cell(a, i64(common) * a.experts + c, total, times);
     }
 }
-ROUTER_KERNELS(balance, balance, BalanceArgs)
+ROUTER_KERNELS(balance, balance, AuxLossArgs)
 
-template <int V, class T> __device__ __forceinline__ void aux_loss_backward(const BalanceArgs& a) {
+template <int V, class T> __device__ __forceinline__ void aux_loss_backward(const AuxLossArgs& a) {
     const i32 lane = threadIdx.x & 31;
     const i64 t = i64(blockIdx.x) * Block<V>::warps + (threadIdx.x >> 5);
     if (t >= a.tokens) return;
@@ -151,4 +144,4 @@ template <int V, class T> __device__ __forceinline__ void aux_loss_backward(cons
         out[s * 32 + lane] = from_f32<T>(old[s] + d);
     }
 }
-ROUTER_KERNELS(aux_loss_backward, aux_loss_backward, BalanceArgs)
+ROUTER_KERNELS(aux_loss_backward, aux_loss_backward, AuxLossArgs)

@@ -1,5 +1,7 @@
 // What kernels of the router share. One warp has one token: its lanes have columns (experts) lane, lane + 32, ..., V of them.
 // Columns that do not exist have the logit -inf.
+#pragma once
+#include "prelude.cuh"
 
 // Number of an expert or a segment that is not there.
 constexpr u32 FAULT_EXPERT = 3;

@@ -1,19 +1,16 @@
 // Choices counted and dropped, and what follows from counts.
-
-struct CountArgs {
-    u64 index, segments, counts, fault; // segments: 0 where all rows count
-    i64 tokens;
-    i32 experts, k;
-};
+#include "args/router_counts.cuh"
+#include "router/common.cuh"
+#include "router/select.cuh"
 
 // counts i64 [E] = 0
-extern "C" __global__ void __launch_bounds__(256) counts_clear(const CountArgs a) {
+extern "C" __global__ void __launch_bounds__(256) counts_clear(const TokenCountArgs a) {
     const i32 e = blockIdx.x * 256 + threadIdx.x;
     if (e < a.experts) reinterpret_cast<i64*>(a.counts)[e] = 0;
 }
 
 // A thread has a row.
-extern "C" __global__ void __launch_bounds__(256) count_tokens(const CountArgs a) {
+extern "C" __global__ void __launch_bounds__(256) count_tokens(const TokenCountArgs a) {
     __shared__ u32 bins[1024];
     for (i32 e = threadIdx.x; e < a.experts; e += 256) bins[e] = 0;
     __syncthreads();
@@ -34,13 +31,6 @@ extern "C" __global__ void __launch_bounds__(256) count_tokens(const CountArgs a
         if (bins[e]) atomicAdd(reinterpret_cast<u64*>(a.counts) + e, u64(bins[e]));
 }
 
-struct DropArgs {
-    u64 index, probs, dropped, counts, list; // list: u32 [T·k]
-    i64 entries;                             // T·k, below 2^31
-    i64 capacity;
-    u32 by_probability;
-    u32 pad;
-};
 
 // A block has an expert. Entries (token·k + slot) of it are met in order; without probabilities those beyond the capacity go at
 // once, otherwise they are listed first.
@@ -111,15 +101,9 @@ template <class T> __device__ __forceinline__ T block_total(T x, T* shared) {
     return x;
 }
 
-struct WeightsArgs {
-    u64 sums, counts, steps, weights, loss; // steps: 0 for one step
-    i64 cells;
-    i32 experts, k, count;
-    float factor;
-};
 
 // One block. In f64 as on the CPU: counts go to millions, and are squared.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(const WeightsArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(const AuxLossWeightsArgs a) {
     __shared__ i64 whole[32];
     __shared__ double parts[32];
     const i64* counts = reinterpret_cast<const i64*>(a.counts);
@@ -141,14 +125,9 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) aux_loss_weights(con
     if (threadIdx.x == 0) *reinterpret_cast<float*>(a.loss) += float(loss);
 }
 
-struct BiasArgs {
-    u64 counts, bias;
-    i32 experts;
-    float rate;
-};
 
 // One block, a thread for each expert. Whole numbers are compared: a mean would be rounded.
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_expert_bias(const BiasArgs a) {
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) update_expert_bias(const ExpertBiasArgs a) {
     __shared__ i64 whole[32];
     const bool mine = i32(threadIdx.x) < a.experts;
     i64* counts = reinterpret_cast<i64*>(a.counts);

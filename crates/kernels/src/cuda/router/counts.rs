@@ -1,63 +1,81 @@
 //! Choices counted and dropped, and what follows from counts.
 
 use super::BLOCK_THREADS;
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel};
 use crate::router::check;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct CountArgs {
-    index: u64,
-    segments: u64,
-    counts: u64,
-    fault: u64,
-    tokens: i64,
-    experts: i32,
-    k: i32,
-}
+kernel_args! {
+    header "args/router_counts.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct DropArgs {
-    index: u64,
-    probs: u64,
-    dropped: u64,
-    counts: u64,
-    list: u64,
-    entries: i64,
-    capacity: i64,
-    by_probability: u32,
-    pad: u32,
-}
+    /// Counts the tokens of each expert.
+    struct TokenCountArgs {
+        /// i32 `[tokens, k]`.
+        index: u64,
+        /// i32 `[tokens]`, negative where a token does not count; 0 where all do.
+        segments: u64,
+        /// i64 `[experts]`, added to.
+        counts: u64,
+        fault: u64,
+        tokens: i64,
+        experts: i32,
+        k: i32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct WeightsArgs {
-    sums: u64,
-    counts: u64,
-    steps: u64,
-    weights: u64,
-    loss: u64,
-    cells: i64,
-    experts: i32,
-    k: i32,
-    count: i32,
-    factor: f32,
-}
+    /// Drops choices beyond an expert's capacity.
+    struct DropArgs {
+        /// i32 and f32 `[tokens, k]`: a dropped choice becomes -1 with probability 0.
+        index: u64,
+        probs: u64,
+        /// i64 `[1]`, added to.
+        dropped: u64,
+        /// i64 `[experts]`.
+        counts: u64,
+        /// u32 scratch `[tokens·k]`.
+        list: u64,
+        /// tokens·k, below 2³¹.
+        entries: i64,
+        capacity: i64,
+        /// The least probable choices are dropped instead of the last.
+        by_probability: u32,
+        pad: u32,
+    }
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct BiasArgs {
-    counts: u64,
-    bias: u64,
-    experts: i32,
-    rate: f32,
+    /// Auxiliary loss and its weights from token counts and sums of scores.
+    struct AuxLossWeightsArgs {
+        /// f32 and i64 `[segments, experts]`.
+        sums: u64,
+        counts: u64,
+        /// f32 `[1]`: steps that the counts are of; 0 for one step.
+        steps: u64,
+        /// f32 `[segments, experts]`.
+        weights: u64,
+        /// f32 `[1]`, added to.
+        loss: u64,
+        /// segments·experts.
+        cells: i64,
+        experts: i32,
+        k: i32,
+        /// Segments.
+        count: i32,
+        factor: f32,
+    }
+
+    /// Updates expert biases from token counts.
+    struct ExpertBiasArgs {
+        /// i64 `[experts]`, zeroed afterwards.
+        counts: u64,
+        /// f32 `[experts]`.
+        bias: u64,
+        experts: i32,
+        rate: f32,
+    }
 }
 
 fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "router_counts", name }
+    Kernel::new("router/counts", name)
 }
 
 impl CudaKernels {
@@ -71,7 +89,7 @@ impl CudaKernels {
         const OP: &str = "count_tokens";
         let z = check::count_tokens(OP, index, segments, counts)?;
         s.launch(OP, &[read(index), read(segments), write(counts)], |l| {
-            let args = CountArgs {
+            let args = TokenCountArgs {
                 index: l.address(0)?,
                 segments: l.address(1)?,
                 counts: l.address(2)?,
@@ -105,7 +123,7 @@ impl CudaKernels {
         let list = Tensor::empty(s, &[listed], DType::I32, Category::Workspace)?;
         let args = [write(index), write(probs), write(dropped), write(&counts), write(&list)];
         s.launch(OP, &args, |l| {
-            let count = CountArgs {
+            let count = TokenCountArgs {
                 index: l.address(0)?,
                 segments: 0,
                 counts: l.address(3)?,
@@ -149,7 +167,7 @@ impl CudaKernels {
         let [segments, experts] = check::aux_loss_weights(OP, k, [sums, counts, weights, loss], steps)?;
         let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
         s.launch(OP, &args, |l| {
-            let args = WeightsArgs {
+            let args = AuxLossWeightsArgs {
                 sums: l.address(0)?,
                 counts: l.address(1)?,
                 steps: if steps.is_some() { l.address(4)? } else { 0 },
@@ -175,7 +193,8 @@ impl CudaKernels {
         const OP: &str = "update_expert_bias";
         let experts = check::update_expert_bias(OP, counts, bias)?;
         s.launch(OP, &[write(counts), write(bias)], |l| {
-            let args = BiasArgs { counts: l.address(0)?, bias: l.address(1)?, experts: experts as i32, rate };
+            let args =
+                ExpertBiasArgs { counts: l.address(0)?, bias: l.address(1)?, experts: experts as i32, rate };
             self.launch_kernel(l, kernel("update_expert_bias"), line(1, BLOCK_THREADS), &args)
         })
     }

@@ -1,12 +1,5 @@
 // The gate of a router in f64: c[m, n] (+)= Σ_k a[m, k]·b[n, k], products and sums in f64, in order of k.
-
-struct GateArgs {
-    u64 a, b, c;
-    i64 a_row, a_step, b_row, b_step; // elements from one m (n) to the next, and from one k to the next
-    i64 m, n, k;                      // c [m, n] is contiguous
-    u32 accumulate;
-    u32 pad;
-};
+#include "args/router_gate.cuh"
 
 constexpr int TILE = 64, DEPTH = 16, GATE_THREADS = 256;
 

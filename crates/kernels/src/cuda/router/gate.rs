@@ -1,5 +1,6 @@
 //! The gate of a router in f64.
 
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::blocks;
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::router::check;
@@ -9,21 +10,25 @@ use ferrotron_tensor::{Launch, Result, Stream, Tensor, read, write};
 const TILE: usize = 64;
 const THREADS: u32 = 256;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct GateArgs {
-    a: u64,
-    b: u64,
-    c: u64,
-    a_row: i64,
-    a_step: i64,
-    b_row: i64,
-    b_step: i64,
-    m: i64,
-    n: i64,
-    k: i64,
-    accumulate: u32,
-    pad: u32,
+kernel_args! {
+    header "args/router_gate.cuh", includes [];
+
+    /// c `[m, n]` (+)= Σ_k a[m, k]·b[n, k] in f64.
+    struct GateArgs {
+        a: u64,
+        b: u64,
+        c: u64,
+        /// Elements from one m (n) to the next, and from one k to the next.
+        a_row: i64,
+        a_step: i64,
+        b_row: i64,
+        b_step: i64,
+        m: i64,
+        n: i64,
+        k: i64,
+        accumulate: u32,
+        pad: u32,
+    }
 }
 
 /// `c [m, n] (+)= a·bᵀ`, with elements from one m (n) to the next and from one k to the next.
@@ -61,7 +66,7 @@ impl CudaKernels {
     pub(super) fn launch_gate(&self, s: &Stream, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<()> {
         const OP: &str = "gate_f64";
         let [tokens, experts, h] = check::gate(OP, x, w, logits)?;
-        let kernel = typed!(OP, x.dtype(), "router_gate", "gate_logits")?;
+        let kernel = typed!(OP, x.dtype(), "router/gate", "gate_logits")?;
         s.launch(OP, &[read(x), read(w), write(logits)], |l| {
             let (a, b, c) = ((l.address(0)?, [h, 1]), (l.address(1)?, [h, 1]), l.address(2)?);
             self.launch_product(
@@ -80,8 +85,8 @@ impl CudaKernels {
     ) -> Result<()> {
         const OP: &str = "gate_f64_backward";
         let [tokens, experts, h] = check::gate_backward(OP, x, w, dlogits, dx, dw)?;
-        let to_x = typed!(OP, x.dtype(), "router_gate", "gate_dx")?;
-        let to_w = typed!(OP, x.dtype(), "router_gate", "gate_dw")?;
+        let to_x = typed!(OP, x.dtype(), "router/gate", "gate_dx")?;
+        let to_w = typed!(OP, x.dtype(), "router/gate", "gate_dw")?;
         s.launch(OP, &[read(x), read(w), read(dlogits), write(dx), write(dw)], |l| {
             let d = l.address(2)?;
             let (a, b, c) = ((d, [experts, 1]), (l.address(1)?, [1, h]), l.address(3)?);

@@ -1,20 +1,20 @@
 //! The router on a card: one warp to a token.
 
-mod counts;
-mod gate;
-mod losses;
-mod route;
-mod sinkhorn;
+pub(super) mod counts;
+pub(super) mod gate;
+pub(super) mod losses;
+pub(super) mod route;
+pub(super) mod sinkhorn;
 
 use super::{CudaKernels, LaunchConfig};
 use crate::cuda::grid::{blocks, line};
 use crate::{AuxLoss, ExpertChoice, RngKey, RouterKernels, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Result, Stream, Tensor};
 
-/// The instance of a kernel for the type and number of experts: `sized!(OP, dtype, experts, "router_route", "route")`.
+/// The instance of a kernel for the type and number of experts: `sized!(OP, dtype, experts, "router/route", "route")`.
 macro_rules! sized {
     ($op:expr, $dtype:expr, $experts:expr, $source:literal, $name:literal) => {{
-        let kernel = |name| $crate::cuda::Kernel { source: $source, name };
+        let kernel = |name| $crate::cuda::Kernel::new($source, name);
         match ($dtype, $experts) {
             (ferrotron_tensor::DType::F32, ..=128) => Ok(kernel(concat!($name, "_4_f32"))),
             (ferrotron_tensor::DType::F32, 129..=256) => Ok(kernel(concat!($name, "_8_f32"))),

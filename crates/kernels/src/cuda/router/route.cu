@@ -1,10 +1,6 @@
 // Which experts a token goes to, with what probability, and the gradient of that.
-
-struct TopKArgs {
-    u64 scores, minus, index;
-    i64 tokens;
-    i32 experts, k;
-};
+#include "args/router_route.cuh"
+#include "router/common.cuh"
 
 template <int V, class T> __device__ __forceinline__ void top_k(const TopKArgs& a) {
     const i32 lane = threadIdx.x & 31;
@@ -31,15 +27,6 @@ ROUTER_KERNEL(top_k, top_k, TopKArgs, 4, float, f32)
 ROUTER_KERNEL(top_k, top_k, TopKArgs, 8, float, f32)
 ROUTER_KERNEL(top_k, top_k, TopKArgs, 32, float, f32)
 
-struct RouteArgs {
-    u64 logits, index, bias, probs, dlogits, fault;
-    i64 tokens;
-    i32 experts, k;
-    i32 score, groups, keep;
-    float scale;
-    u32 given;
-    u32 pad;
-};
 
 // Keys outside the best groups become 0. A group's sum is that of its best `each` selection scores, best first. Group g is
 // column g of a row of groups.

@@ -2,40 +2,52 @@
 
 use super::{code, row_blocks, sized};
 use crate::cuda::CudaKernels;
+use crate::cuda::args::kernel_args;
 use crate::router::check;
 use crate::router::check::Sizes;
 use crate::{ExpertChoice, RouterParams};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct TopKArgs {
-    scores: u64,
-    minus: u64,
-    index: u64,
-    tokens: i64,
-    experts: i32,
-    k: i32,
-}
+kernel_args! {
+    header "args/router_route.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct RouteArgs {
-    logits: u64,
-    index: u64,
-    bias: u64,
-    probs: u64,
-    dlogits: u64,
-    fault: u64,
-    tokens: i64,
-    experts: i32,
-    k: i32,
-    score: i32,
-    groups: i32,
-    keep: i32,
-    scale: f32,
-    given: u32,
-    pad: u32,
+    /// Indices of the k largest scores of each row.
+    struct TopKArgs {
+        /// f32 `[tokens, experts]`.
+        scores: u64,
+        /// f32 `[experts]`, subtracted first, or 0.
+        minus: u64,
+        /// i32 `[tokens, k]`.
+        index: u64,
+        tokens: i64,
+        experts: i32,
+        k: i32,
+    }
+
+    /// Top-k routing: experts and probabilities of each token, and the gradient.
+    struct RouteArgs {
+        logits: u64,
+        /// i32 `[tokens, k]`, written, or read where it is given.
+        index: u64,
+        /// f32 `[experts]`, or 0: added to scores for the selection only.
+        bias: u64,
+        /// f32 `[tokens, k]`: probabilities, or their gradients.
+        probs: u64,
+        dlogits: u64,
+        fault: u64,
+        tokens: i64,
+        experts: i32,
+        k: i32,
+        /// `Score` of router/common.cuh.
+        score: i32,
+        /// Groups of experts, and how many of them a token may use; 0 without a limit.
+        groups: i32,
+        keep: i32,
+        scale: f32,
+        /// The index is given.
+        given: u32,
+        pad: u32,
+    }
 }
 
 impl RouteArgs {
@@ -75,7 +87,7 @@ impl CudaKernels {
             129..=256 => "top_k_8_f32",
             _ => "top_k_32_f32",
         };
-        let kernel = crate::cuda::Kernel { source: "router_route", name: kernel };
+        let kernel = crate::cuda::Kernel::new("router/route", kernel);
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
         s.launch(OP, &[read(scores), write(index), read(minus.unwrap_or(scores))], |l| {
             let args = TopKArgs {
@@ -105,7 +117,7 @@ impl CudaKernels {
             ExpertChoice::Given => (true, None),
             ExpertChoice::TopK { bias } => (false, bias),
         };
-        let kernel = sized!(OP, logits.dtype(), z.experts, "router_route", "route")?;
+        let kernel = sized!(OP, logits.dtype(), z.experts, "router/route", "route")?;
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
         let chosen = if given { read(index) } else { write(index) };
         s.launch(OP, &[read(logits), chosen, write(probs), read(bias.unwrap_or(logits))], |l| {
@@ -133,7 +145,7 @@ impl CudaKernels {
     ) -> Result<()> {
         const OP: &str = "route_backward";
         let z = check::route_backward(OP, logits, index, dprobs, dlogits)?;
-        let kernel = sized!(OP, logits.dtype(), z.experts, "router_route", "route_backward")?;
+        let kernel = sized!(OP, logits.dtype(), z.experts, "router/route", "route_backward")?;
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;
         s.launch(OP, &[read(logits), read(index), read(dprobs), write(dlogits)], |l| {
             let args = RouteArgs {

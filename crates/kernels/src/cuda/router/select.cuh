@@ -1,4 +1,6 @@
 // Ranks and order statistics over a block of 1024 threads.
+#pragma once
+#include "prelude.cuh"
 
 constexpr int BLOCK_THREADS = 1024;
 

@@ -1,12 +1,7 @@
 // Sinkhorn's balanced matrix, and quantile balancing.
-
-struct SinkhornArgs {
-    u64 logits, out, d0, d1, parts, done; // f32 [T], f32 [E], f64 [blocks, E], i32 [1]
-    i64 tokens, blocks;
-    i64 rows; // of a warp
-    i32 experts;
-    u32 pad;
-};
+#include "args/router_sinkhorn.cuh"
+#include "router/common.cuh"
+#include "router/select.cuh"
 
 // d1 = 1, and it is not done. One block.
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS) sinkhorn_begin(const SinkhornArgs a) {
@@ -95,13 +90,6 @@ template <int V, class T> __device__ __forceinline__ void sinkhorn_write(const S
 }
 ROUTER_KERNELS(sinkhorn_write, sinkhorn_write, SinkhornArgs)
 
-struct QuantileArgs {
-    u64 logits, beta, alpha, estimate;
-    i64 tokens;
-    i32 experts, k;
-    u32 place;
-    u32 pad;
-};
 
 // alpha[t] = the (k+1)-th largest of logits - beta.
 template <int V, class T> __device__ __forceinline__ void quantile_rows(const QuantileArgs& a) {

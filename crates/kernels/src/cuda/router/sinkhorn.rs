@@ -1,6 +1,7 @@
 //! Sinkhorn's balanced matrix, and quantile balancing.
 
 use super::{BLOCK_THREADS, row_blocks, sized, warps};
+use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{blocks, line};
 use crate::cuda::{CudaKernels, Kernel, typed};
 use crate::router::check;
@@ -12,38 +13,49 @@ const MAX_PARTS: usize = 128;
 const BATCH: usize = 16;
 const ROUNDS: usize = 10_000;
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct SinkhornArgs {
-    logits: u64,
-    out: u64,
-    d0: u64,
-    d1: u64,
-    parts: u64,
-    done: u64,
-    tokens: i64,
-    blocks: i64,
-    rows: i64,
-    experts: i32,
-    pad: u32,
-}
+kernel_args! {
+    header "args/router_sinkhorn.cuh", includes [];
 
-#[repr(C)]
-#[derive(Clone, Copy)]
-struct QuantileArgs {
-    logits: u64,
-    beta: u64,
-    alpha: u64,
-    estimate: u64,
-    tokens: i64,
-    experts: i32,
-    k: i32,
-    place: u32,
-    pad: u32,
+    /// Sinkhorn normalisation of exp(logits).
+    struct SinkhornArgs {
+        logits: u64,
+        /// f32 `[tokens, experts]`.
+        out: u64,
+        /// f32 `[tokens]` and f32 `[experts]`: factors of rows and columns.
+        d0: u64,
+        d1: u64,
+        /// f64 `[blocks, experts]`.
+        parts: u64,
+        /// i32 `[1]`.
+        done: u64,
+        tokens: i64,
+        blocks: i64,
+        /// Rows of a warp.
+        rows: i64,
+        experts: i32,
+        pad: u32,
+    }
+
+    /// Quantile balancing.
+    struct QuantileArgs {
+        logits: u64,
+        /// f32 `[experts]`.
+        beta: u64,
+        /// f32 `[tokens]`: the (k+1)-th largest of a row of logits - beta.
+        alpha: u64,
+        /// f32 `[experts]`, added to.
+        estimate: u64,
+        tokens: i64,
+        experts: i32,
+        k: i32,
+        /// Rank of the quantile among a column's values.
+        place: u32,
+        pad: u32,
+    }
 }
 
 fn kernel(name: &'static str) -> Kernel {
-    Kernel { source: "router_sinkhorn", name }
+    Kernel::new("router/sinkhorn", name)
 }
 
 impl CudaKernels {
@@ -53,8 +65,8 @@ impl CudaKernels {
         if tokens == 0 {
             return Ok(());
         }
-        let step = sized!(OP, logits.dtype(), experts, "router_sinkhorn", "sinkhorn_rows")?;
-        let last = sized!(OP, logits.dtype(), experts, "router_sinkhorn", "sinkhorn_write")?;
+        let step = sized!(OP, logits.dtype(), experts, "router/sinkhorn", "sinkhorn_rows")?;
+        let last = sized!(OP, logits.dtype(), experts, "router/sinkhorn", "sinkhorn_write")?;
         // Of a warp.
         let rows = 4.max(tokens.div_ceil(MAX_PARTS * warps(experts)));
         let grid = row_blocks(OP, tokens, experts, rows)?;
@@ -108,8 +120,8 @@ impl CudaKernels {
         if z.tokens == 0 {
             return Ok(());
         }
-        let rows = sized!(OP, logits.dtype(), z.experts, "router_sinkhorn", "quantile_rows")?;
-        let columns = typed!(OP, logits.dtype(), "router_sinkhorn", "quantile_columns")?;
+        let rows = sized!(OP, logits.dtype(), z.experts, "router/sinkhorn", "quantile_rows")?;
+        let columns = typed!(OP, logits.dtype(), "router/sinkhorn", "quantile_columns")?;
         let alpha = Tensor::empty(s, &[z.tokens], DType::F32, Category::Workspace)?;
         // Rows that a card can be asked for at once have numbers of 32 bits.
         let grid = row_blocks(OP, z.tokens, z.experts, 1)?;

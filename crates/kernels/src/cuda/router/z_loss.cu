@@ -1,12 +1,6 @@
 // The squared logarithm of a row's sum of exponentials, and its gradient.
-
-struct ZLossArgs {
-    u64 logits, segments, sums, parts, dlogits;
-    i64 tokens;
-    i64 blocks;
-    i32 experts;
-    float factor;
-};
+#include "args/router_losses.cuh"
+#include "router/common.cuh"
 
 constexpr int ROWS = 4;
 

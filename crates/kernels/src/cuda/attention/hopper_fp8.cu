@@ -1,23 +1,6 @@
 // q, k and v of attention to bytes, for the kernels of hopper_bytes.cuh.
-
-// What one of tensor i's bytes is worth: scales are powers of two that its largest magnitude, number i at `most`, gives.
-__device__ __forceinline__ float unit_of(u64 most, int i) {
-    return __fdiv_rn(1.0f, scale_of(reinterpret_cast<const float*>(most)[i], 448.0f, 1, __uint_as_float(MaxFinite<bf16>::bits)));
-}
-
-struct QuantizeQkvArgs {
-    View x[3];      // q, k, v: bf16
-    u64 bytes[3];   // q8 and k8 [batch, tokens, heads, d_qk], v8 [batch, heads, d_v, pitch], turned
-    u64 most;       // f32 [3]: largest |q|, |k|, |v|
-    u32 pieces[2];  // of 16 channels, of q and k
-    i32 tokens[2];  // of queries and of keys
-    i32 heads[2];
-    i32 d_qk, d_v;
-    i32 pitch;      // tokens of a row of v8: a multiple of 128
-    u32 vectorized;       // rows of q, k, v that lie on 16-byte boundaries: bits
-};
-
-static_assert(sizeof(QuantizeQkvArgs) == 168, "as in bytes.rs");
+#define FP8_PROBS
+#include "attention/hopper_fp8.cuh"
 
 // Sixteen numbers of a row.
 __device__ __forceinline__ uint4 sixteen(const bf16* from, bool vectorized, float scale) {
@@ -43,16 +26,16 @@ __device__ __forceinline__ uint4 sixteen(const bf16* from, bool vectorized, floa
 // q (blockIdx.y = 0) and k (1), as they lie.
 extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_qk(const __grid_constant__ QuantizeQkvArgs a) {
     const int which = blockIdx.y;
-    const float scale = __fdiv_rn(1.0f, unit_of(a.most, which));
+    const float scale = __fdiv_rn(1.0f, unit_of(a.amax, which));
     const u32 each = u32(a.d_qk) / 16, heads = a.heads[which], tokens = a.tokens[which];
     const bool vectorized = a.vectorized >> which & 1;
 #pragma unroll
     for (u32 n = 0; n < 4; n++) {
         const u32 i = (blockIdx.x * 4 + n) * 256 + threadIdx.x;
-        if (i >= a.pieces[which]) break;
+        if (i >= a.units[which]) break;
         const u32 row = i / each, piece = i - row * each, token = row / heads, batch = token / tokens;
-        const bf16* from = a.x[which].row<const bf16>(batch, token - batch * tokens, row - token * heads) + piece * 16;
-        reinterpret_cast<uint4*>(a.bytes[which])[i] = sixteen(from, vectorized, scale);
+        const bf16* from = row_at<const bf16>(a.x[which], batch, token - batch * tokens, row - token * heads) + piece * 16;
+        reinterpret_cast<uint4*>(a.fp8[which])[i] = sixteen(from, vectorized, scale);
     }
 }
 
@@ -65,21 +48,30 @@ extern "C" __global__ void __launch_bounds__(256) attention_fp8_quantize_v(const
     __shared__ u32 turned[128 * WORDS];
     const i32 tiles = a.pitch / KEYS, tile = blockIdx.x % tiles, pair = blockIdx.x / tiles;
     const i32 batch = pair / a.heads[1], head = pair - batch * a.heads[1], each = a.d_v / 16;
-    const float scale = __fdiv_rn(1.0f, unit_of(a.most, 2));
+    const float scale = __fdiv_rn(1.0f, unit_of(a.amax, 2));
     u8* bytes = reinterpret_cast<u8*>(turned);
     for (i32 i = threadIdx.x; i < KEYS * each; i += 256) {
         const i32 key = i / each, piece = i - key * each, token = tile * KEYS + key;
         const int slot = (key & ~31) + slot_of(key & 31);
         uint4 v = make_uint4(0, 0, 0, 0);
-        if (token < a.tokens[1]) v = sixteen(a.x[2].row<const bf16>(batch, token, head) + piece * 16, a.vectorized >> 2 & 1, scale);
+        if (token < a.tokens[1]) v = sixteen(row_at<const bf16>(a.x[2], batch, token, head) + piece * 16, a.vectorized >> 2 & 1, scale);
         const u32 w[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int c = 0; c < 16; c++) bytes[(piece * 16 + c) * (WORDS * 4) + slot] = u8(w[c / 4] >> (c % 4 * 8));
     }
     __syncthreads();
-    u32* to = reinterpret_cast<u32*>(a.bytes[2]) + (i64(pair) * a.d_v * a.pitch + tile * KEYS) / 4;
+    u32* to = reinterpret_cast<u32*>(a.fp8[2]) + (i64(pair) * a.d_v * a.pitch + tile * KEYS) / 4;
     for (i32 i = threadIdx.x; i < a.d_v * (KEYS / 4); i += 256) {
         const i32 channel = i / (KEYS / 4), word = i % (KEYS / 4);
         to[i64(channel) * (a.pitch / 4) + word] = turned[channel * WORDS + word];
     }
 }
+
+// Instances of the Hopper forward kernel for bytes: channels, warpgroups, tiles of keys and of queries.
+#define HOPPER_FP8(NAME, ...)                                                                               \
+    extern "C" __global__ void __launch_bounds__(HopperFp8<__VA_ARGS__>::THREADS, 1)                        \
+        NAME(const __grid_constant__ HopperArgs m) {                                                              \
+        HopperFp8<__VA_ARGS__>::run(m);                                                                     \
+    }
+HOPPER_FP8(attention_fp8_forward_64, 64, 3, 4, 2)
+HOPPER_FP8(attention_fp8_forward_128, 128, 2, 4, 2)
