@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Everything that must hold before a change lands: formatting, lints, every test (golden vectors included).
+# Everything that must hold before a change lands: words, formatting, lints, every test (all golden sets included).
 # Needs a Rust toolchain and a C compiler; what else the tests need it installs itself: NVIDIA's run-time compiler, under
 # target/, so that every CUDA kernel is compiled here although no GPU is needed; and, where it may, Open MPI.
 set -euo pipefail
@@ -36,6 +36,7 @@ if ! command -v mpirun >/dev/null && [ "$(id -u)" = 0 ] && command -v apt-get >/
     || echo "test.sh: Open MPI could not be installed (apt-get install openmpi-bin)" >&2
 fi
 
+step scripts/words.sh || echo "test.sh: WARNING: home-made words (see above)"
 [ -n "${no_fmt:-}" ] || step cargo fmt --all --check
 [ -n "${no_clippy:-}" ] || step cargo clippy --workspace --all-targets --locked --quiet -- -D warnings
 step cargo test --workspace --locked --quiet
