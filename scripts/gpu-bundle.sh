@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 out=${1:-target/gpu-bundle}
-tests=(ferrotron-kernels:conformance ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-comm:threads ferrotron-comm:lib ferrotron-engine:context ferrotron-core:layouts ferrotron-core:cuda_graph ferrotron-core:fp8 ferrotron-core:fp8_moe ferrotron-core:fp8_weight_cast ferrotron-core:fp8_params_moe ferrotron-core:moe ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
+tests=(ferrotron-kernels:conformance ferrotron-kernels:golden_router ferrotron-kernels:golden_permute ferrotron-comm:threads ferrotron-comm:lib ferrotron-engine:context_parallel ferrotron-core:layouts ferrotron-core:cuda_graph ferrotron-core:fp8 ferrotron-core:fp8_moe ferrotron-core:fp8_weight_cast ferrotron-core:fp8_params_moe ferrotron-core:moe ferrotron-cli:golden_hf ferrotron-cli:interruptions ferrotron-cli:parity)
 
 cargo build --release --locked -p ferrotron-cli
 rm -rf "$out"
@@ -19,7 +19,7 @@ for t in "${tests[@]}"; do
     grep "\"kind\":\[\"$kind\"\]" | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | xargs -I{} cp {} "$out/tests/${t##*:}"
 done
 strip "$out"/ferrotron "$out"/tests/*
-cp -r tests/golden "$out/golden"
+cp -r tests/golden tests/golden-b "$out/"
 cp scripts/peers/*.py "$out/peers/"
 cp scripts/bench_gpu.py "$out/"
 cp scripts/gpu-check.sh "$out/check.sh"

@@ -8,7 +8,7 @@ logs=${1:-$here/logs}
 shift || true
 parts=${*:-start conformance precision comm layouts moe golden parity train kill sanitizer bench}
 mkdir -p "$logs"
-export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden FERROTRON_TEST_DEVICE=cuda
+export FERROTRON_BIN=$here/ferrotron FERROTRON_GOLDEN=$here/golden:$here/golden-b FERROTRON_TEST_DEVICE=cuda
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 rows=() failed=0
@@ -31,9 +31,9 @@ damaged_cache() { # a truncated and a foreign entry are rebuilt
   first=$(ls "$work"/cache/*.cubin | head -1); second=$(ls "$work"/cache/*.cubin | tail -1)
   truncate -s 100 "$first" && cp "$first" "$second" && FERROTRON_CACHE=$work/cache ft kernels --load
 }
-families() { # parity of cpu and cuda for every folder of the golden set that this version covers
+families() { # parity of CPU and CUDA for every golden Hugging Face model
   local bad=0 dir
-  for dir in "$here"/golden/hf/*/; do
+  for dir in "$here"/golden*/hf/*/; do
     for dtype in f32 bf16; do
       echo "== $(basename "$dir") $dtype"
       ft parity "cpu,$dtype" "cuda,$dtype" --model "$dir" --input "$dir/expected.safetensors" | tail -1 || bad=1
@@ -105,27 +105,27 @@ if has start; then
   row kernels-damaged damaged_cache
 fi
 has conformance && row conformance tests conformance && row conformance-checked env FERROTRON_TEST_CHECK=1 "$here/tests/conformance" --test-threads=8
-has comm && row ranks-on-one-card tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
+has comm && row ranks-on-one-gpu tests threads && row nccl env FERROTRON_NEEDS_NCCL=1 "$here/tests/lib" nccl::tests
 if has layouts; then
-  row context-attention env THREADS=1 "$here/tests/context" --test-threads=1
+  row context-attention env THREADS=1 "$here/tests/context_parallel" --test-threads=1
   row layout-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/layouts" --test-threads=1 --nocapture matrix
   row layouts-bf16 same_as_one tp=2 pp=2 cp=2 dp=2 tp=2,cp=2 tp=2,pp=2,dp=2
   row trace-tp2 traced 2 parallel.tp=2
   row trace-dp2 traced 2 parallel.zero=1
 fi
-if has precision; then # 8-bit products, and weights kept in bytes
+if has precision; then # FP8 GEMMs and FP8 parameters
   for part in fp8 fp8_moe fp8_weight_cast fp8_params_moe; do row "$part" "$here/tests/$part" --test-threads=2; done
 fi
 if has moe; then
   row golden-router tests golden_router
   row golden-permute tests golden_permute
   row moe-matrix env FERROTRON_MATRIX="${MATRIX:-60}" "$here/tests/moe" --test-threads=1 --nocapture matrix
-  row mixture-pairs "$here/tests/moe" --test-threads=1 paired
-  row mixture-hangs "$here/tests/moe" --test-threads=1 hangs
+  row moe-overlap "$here/tests/moe" --test-threads=1 overlap::
+  row moe-deadlock "$here/tests/moe" --test-threads=1 deadlock::
 fi
 has golden && row golden-hf tests golden_hf
 has parity && row parity families
-has train && row train-replayed tests replay && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked
+has train && row train-cuda-graph tests cuda_graph && row train-same-bits same_bits && row train-like-cpu like_the_cpu && row train-checked checked
 has kill && row kill-and-resume tests interruptions
 # cuBLASLt's own kernels are NVIDIA's to check for races.
 has sanitizer && row memcheck sanitize memcheck gemm "${families[@]}" && row racecheck sanitize racecheck "${families[@]}"
