@@ -93,7 +93,7 @@ traced() { # RANKS KEY=VALUE...: how much of the communication lies under comput
   gzip -c "$work/trace.json" >"$logs/trace-${1//[^a-z0-9]/-}.json.gz"
   return $rc
 }
-families=(attention::every attention::packed maps norm optim refusals rope tables)
+families=(attention::every attention::packed elementwise norm optimizer invalid_arguments rope embedding_loss)
 ours() { ft bench train --device cuda --work "$1" --profile && ft bench train --device cuda --work "$1" --json >"$logs/$1.json" && python3 -c "
 import json, sys; r = json.load(open(sys.argv[1])); print(f\"{r['tok_s']:.0f} tokens/s, {r['tflops']:.0f} TFLOP/s, MFU {r['mfu']:.1%}, {r['peak_bytes']/2**30:.1f} GiB\")" "$logs/$1.json"; }
 peer() { SDPA=$2 python3 "$here/peers/torch_train.py" "$1"; }
