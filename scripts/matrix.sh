@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Every legal layout up to 16 ranks, with every schedule and division of optimizer state, for four dense models and for mixtures
-# of experts, in f32 and bf16, beside one rank: loss, every gradient, evaluation; of mixtures also biases and counts of choices.
+# Every legal layout up to 16 ranks, with every pipeline schedule and ZeRO stage, for four dense models and for MoE models, in f32
+# and bf16, against one rank: loss, every gradient, evaluation; for MoE also expert biases and tokens per expert.
 # scripts/test.sh runs a seeded sample of the same.
 # Usage: scripts/matrix.sh [CASES]     (default: all of them)
 set -euo pipefail

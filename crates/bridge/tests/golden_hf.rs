@@ -1,4 +1,4 @@
-//! Configurations and weights of real (tiny) Hugging Face models, in and out.
+//! Configurations and weights of golden Hugging Face models, imported and exported.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 mod support;
@@ -31,12 +31,12 @@ fn golden_hf_config_both_spellings_are_one_model() {
     }
 }
 
-/// The first of these keys that a configuration has.
+/// The value of the first of these keys that is present.
 fn key<'a>(json: &'a Value, names: &[&str]) -> Option<&'a Value> {
     names.iter().map(|name| &json[*name]).find(|v| !v.is_null())
 }
 
-/// Every size and switch of the configuration, read a second time here.
+/// Sizes and options of the architecture are those of the configuration file.
 #[test]
 fn golden_hf_config_says_what_the_files_say() {
     for model in golden::HfModel::all() {
@@ -105,14 +105,14 @@ fn golden_hf_config_says_what_the_files_say() {
     }
 }
 
-/// HF → ours → HF keeps every key that says something about the architecture, with and without the original.
+/// Import and export keep every key that describes the architecture, with and without the original file.
 #[test]
 fn golden_hf_config_roundtrip_keeps_known_keys() {
     for dir in covered() {
         for file in ["config.json", "config_hub.json"] {
             let original = config(&dir, file);
             let json: Value = serde_json::from_str(original.text()).unwrap();
-            // A change and back, so that every key has been through our tables.
+            // Change the model and change it back, so that every key is written at least once.
             let mut other = original.model().clone();
             other.vocab += 1;
             other.norm.eps *= 2.0;
@@ -123,14 +123,14 @@ fn golden_hf_config_roundtrip_keeps_known_keys() {
             let again: Value = serde_json::from_str(back.text()).unwrap();
             assert_eq!(json, again, "{} {file}", dir.display());
 
-            // From the model alone: whatever is written must say the same where the original has the key.
+            // Written from the model alone: a key that the original has too must have the same value.
             let native = HfConfig::from_model(original.model(), DType::F32).unwrap();
             assert_eq!(native.model(), original.model());
             assert_eq!(native.family(), original.family());
             let native: Value = serde_json::from_str(native.text()).unwrap();
             for (k, v) in native.as_object().unwrap() {
                 let ours_only = ["bos_token_id", "eos_token_id", "max_window_layers"];
-                // A derived value where the original leaves the default to be derived.
+                // Where the original has null, the derived value is written.
                 if json.get(k).is_some_and(|w| !w.is_null()) && !ours_only.contains(&k.as_str()) {
                     assert_eq!(json.get(k), Some(v), "{} {file}: {k}", dir.display());
                 }
@@ -169,7 +169,7 @@ fn golden_hf_roundtrip_is_byte_equal() {
             let same = std::fs::read(dir.join(file)).unwrap() == std::fs::read(to.join(file)).unwrap();
             assert!(same, "{}: {file} differs", dir.display());
         }
-        // The files of these cases are as the official writer makes them, so that a fresh export is equal too.
+        // These files are written by the official library, so an export without reference is byte-identical too.
         let to = out.path().join("fresh");
         export(&to, plan.config(), &source, &ExportOptions::default()).unwrap();
         let file = "model.safetensors";
@@ -178,7 +178,7 @@ fn golden_hf_roundtrip_is_byte_equal() {
     }
 }
 
-/// The gradients of the cases are given under the names of the files: taken apart and put together again.
+/// Gradients are stored by checkpoint names: split into logical tensors and assembled again, they are unchanged.
 #[test]
 fn golden_hf_gradients_can_be_put_together() {
     for dir in covered() {
@@ -203,7 +203,7 @@ fn golden_hf_gradients_can_be_put_together() {
     }
 }
 
-/// Every element of every logical tensor against its place in the file, by the definition of each family.
+/// Every element of every logical tensor is read from its place in the file, by the definition of each family.
 #[test]
 fn golden_hf_logical_tensors_are_where_they_should_be() {
     for dir in covered() {
@@ -221,7 +221,7 @@ fn golden_hf_logical_tensors_are_where_they_should_be() {
                 let want = number(defined(hf, whole.shape(), t, r, c));
                 assert_eq!(ours[r * cols + c].to_bits(), want.to_bits(), "{hf} {r} {c}");
             }
-            // Slices are slices.
+            // Reading a range of rows gives these rows.
             let (a, b) = (rows / 3, rows - rows / 4);
             let part = floats(&plan.read_rows(&t.name, a..b, DType::F32).unwrap());
             assert_eq!(part, ours[a * cols..b * cols], "{hf}");
@@ -234,7 +234,7 @@ fn elements(t: &LogicalTensor) -> impl Iterator<Item = (usize, usize)> {
     (0..rows).flat_map(move |r| (0..cols).map(move |c| (r, c)))
 }
 
-/// Which element of the file's tensor is `(r, c)` of ours, by the definition of each family.
+/// Index in the file's tensor of element `(r, c)` of the logical tensor, by the definition of each family.
 fn defined(hf: &str, shape: &[usize], t: &LogicalTensor, r: usize, c: usize) -> usize {
     let (rows, cols) = (t.shape[0], t.shape.get(1).copied().unwrap_or(1));
     // GPT-OSS: [experts, in, out], gate on even and up on odd columns.

@@ -378,5 +378,5 @@ fn a_difference_is_seen() {
     let d = distance("one off", &ours, &theirs);
     assert!(d.beyond > 0.0 && (d.most - 3e-4).abs() < 1e-12 && d.relative_l2 > 0.0);
     ours.iter_mut().for_each(|x| *x = -*x);
-    assert!(distance("turned", &ours, &theirs).cosine < -0.99);
+    assert!(distance("negated", &ours, &theirs).cosine < -0.99);
 }

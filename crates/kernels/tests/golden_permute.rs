@@ -43,7 +43,7 @@ impl CaseTensors<'_> {
         self.get(name).2
     }
 
-    /// Rows on the device, with rows of nonsense behind until there are `n`.
+    /// Rows on the device, followed by NaN up to `n` rows.
     fn rows(&self, h: &TestDevice, name: &str, n: usize) -> Tensor {
         let (dtype, mut shape, mut values) = self.get(name);
         let width: usize = shape[1..].iter().product();

@@ -156,25 +156,25 @@ fn score(case: &Value) -> ScoreFunction {
     }
 }
 
-/// What `index [T, k]` says of each expert, `[T, E]`.
+/// Top-k `index` and `values [T, k]` as a routing map and dense values `[T, E]`.
 fn dense(index: &[f64], values: &[f64], k: usize, experts: usize) -> (Vec<bool>, Vec<f64>) {
     let tokens = index.len() / k;
     let (mut map, mut out) = (vec![false; tokens * experts], vec![0.0; tokens * experts]);
     for (i, e) in index.iter().enumerate().filter(|(_, e)| **e >= 0.0) {
         let at = i / k * experts + *e as usize;
-        assert!(!map[at], "an expert twice");
+        assert!(!map[at], "an expert is chosen twice");
         (map[at], out[at]) = (true, values[i]);
     }
     (map, out)
 }
 
-/// `[T, k]` of `[T, E]`; 0 where there is no choice.
+/// `[T, k]` values at the top-k indices of `[T, E]`; 0 where the index is -1.
 fn gathered(index: &[f64], from: &[f64], k: usize, experts: usize) -> Vec<f64> {
     let at = |(i, e): (usize, &f64)| if *e < 0.0 { 0.0 } else { from[i / k * experts + *e as usize] };
     index.iter().enumerate().map(at).collect()
 }
 
-/// `index [T, k]` of a map, experts in order.
+/// Top-k indices `[T, k]` of a routing map, experts ascending, -1 behind.
 fn index_of(map: &[bool], k: usize, experts: usize) -> Vec<f64> {
     let of_row = |row: &[bool]| -> Vec<f64> {
         let mut found: Vec<f64> = (0..experts).filter(|e| row[*e]).map(|e| e as f64).collect();
@@ -185,7 +185,7 @@ fn index_of(map: &[bool], k: usize, experts: usize) -> Vec<f64> {
     map.chunks(experts).flat_map(of_row).collect()
 }
 
-/// Probabilities of a choice, dense, against the case; then the gradient of logits.
+/// Compares routing map and probabilities with the case, then the gradient of the logits.
 fn probabilities(
     c: &Case,
     how: RouterParams,
@@ -206,7 +206,7 @@ fn probabilities(
     c.near("dlogits", &c.h.host(&dlogits), &c.values("dlogits"), room[2], room[3]);
 }
 
-/// Top-k routing of logits: choices, probabilities, the gradient of the logits.
+/// Top-k routing of logits: routing map, probabilities, gradient of the logits.
 fn top_k(c: &Case, logits: &str) {
     let k = count(c.json, "topk");
     let (dtype, tolerance) = c.precision();
@@ -255,7 +255,7 @@ fn drop(c: &Case) {
     let dropped = c.i64s(1);
     c.h.k.drop_over_capacity(&c.h.s, keep, experts, by_probability, &index, &probs, &dropped).unwrap();
     let (map, p) = dense(&c.h.host(&index), &c.h.host(&probs), k, experts);
-    // Padding to the capacity adds choices of probability 0, which have no place in an index.
+    // Padding to the capacity routes tokens with probability 0, which top-k indices do not have.
     let stable = c.map("stable_map");
     let wanted: Vec<bool> = stable.iter().zip(&before).map(|(s, b)| *s && *b).collect();
     assert!(map == wanted, "{}", c.what("map"));
@@ -265,7 +265,7 @@ fn drop(c: &Case) {
     for i in (0..map.len()).filter(|i| !ambiguous[i % experts]) {
         assert_eq!(peer[i], stable[i], "{}", c.what("the peer's map"));
         assert_eq!(p[i], peer_p[i], "{}", c.what("probs"));
-        // What was dropped has no gradient.
+        // Dropped tokens have no gradient.
         let d = if map[i] { dprobs[i] } else { 0.0 };
         assert!(!before[i] || d == peer_d[i], "{}", c.what("dprobs"));
     }
@@ -383,20 +383,20 @@ fn gate(c: &Case) {
             k.gate_f64_backward(s, &x, &w, &d, &dx, &dw, false).unwrap();
         }
         "f32" => {
-            // As a layer does it: the factors of the gradients are widened first, what comes out is rounded once.
+            // As the layer does: operands of the gradients are converted to f32, results are rounded once.
             let gemm = |a: &Tensor, trans_a, b: &Tensor, trans_b, bias: Option<&Tensor>, c: &Tensor| {
                 k.gemm(s, &Gemm { a, trans_a, b, trans_b, bias, accumulate: false, c }).unwrap();
             };
             gemm(&x, false, &w, true, bias.as_ref(), &logits);
-            let wide = |t: &Tensor| {
+            let to_f32 = |t: &Tensor| {
                 let out = c.h.poisoned(DType::F32, t.shape());
                 k.copy(s, t, &out).unwrap();
                 out
             };
             let sum = c.h.poisoned(DType::F32, x.shape());
-            gemm(&d, false, &wide(&w), false, None, &sum);
+            gemm(&d, false, &to_f32(&w), false, None, &sum);
             k.copy(s, &sum, &dx).unwrap();
-            gemm(&d, true, &wide(&x), false, None, &dw);
+            gemm(&d, true, &to_f32(&x), false, None, &dw);
         }
         other => panic!("the format has no router_dtype {other}"),
     }

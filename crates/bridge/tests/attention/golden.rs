@@ -103,7 +103,7 @@ fn golden_hf_config_of_latent_attention() {
         let rope = new.model().rope(0).unwrap();
         let pairs = new.get("rope_interleave").and_then(|v| v.as_bool()).unwrap_or(true);
         assert_eq!((rope.rotary_dim, rope.interleaved), (m.rope_dim, pairs));
-        // Through our tables and back, no key changes.
+        // Changing the model and changing it back changes no key.
         let mut other = new.model().clone();
         (other.vocab, other.tied, other.norm.eps) = (other.vocab + 1, true, 1e-3);
         for config in [&new, &hub] {
@@ -148,7 +148,7 @@ fn golden_hf_config_of_sinks() {
         if attention_factor.is_none() && stated["mscale"].is_null() {
             assert_eq!(c.rope(0).unwrap().scaling.attention_scaling(), 0.1 * factor.ln() + 1.0);
         }
-        // The stretching of positions must be there.
+        // A configuration without rope_scaling is refused.
         let mut bare = serde_json::from_str::<Value>(hub.text()).unwrap();
         bare["rope_scaling"] = Value::Null;
         assert!(try_parse(&bare).unwrap_err().to_string().contains("rope_scaling"));

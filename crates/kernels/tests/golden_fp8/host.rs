@@ -1,4 +1,4 @@
-//! The host with its kernels, and inputs in their own types.
+//! CPU kernels at every instruction-set level, and inputs in the types of the case.
 
 use super::golden::Tensors;
 use ferrotron_kernels::cpu::quant::{Blocks, Orientation, SmallBlocks, mxfp8_quantize, quantize_blocks};
@@ -10,7 +10,7 @@ use ferrotron_tensor::fp8::{E4m3, E5m2, E8m0};
 use ferrotron_tensor::{Category, DType, Device, Element, Float, Stream, Tensor, Threads, bf16, f16};
 use safetensors::Dtype;
 
-/// The host with its kernels at one level.
+/// CPU kernels at one instruction-set level.
 pub struct Host {
     pub isa: Isa,
     pub k: CpuKernels,
@@ -47,7 +47,7 @@ impl Host {
     }
 }
 
-/// A case's input in its own type.
+/// An input in the type that the case states.
 pub enum Input {
     F32(Vec<f32>),
     BF16(Vec<bf16>),
@@ -85,7 +85,7 @@ impl Input {
         }
     }
 
-    /// Quantized without the trait, which has no smallest magnitude.
+    /// Quantizes by blocks with a lower bound `eps` on amax, which the trait does not have.
     pub fn blocks(
         &self,
         h: &Host,

@@ -10,7 +10,7 @@ use ferrotron_kernels::{BlockAxis, QuantKernels, Quantize, ScaleSource, ScalingM
 use ferrotron_tensor::DType;
 use std::collections::BTreeSet;
 
-/// One scale for the tensor.
+/// Per-tensor scaling.
 fn current(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2], format: DType, pow2: bool) {
     let get = |what: &str| t.f32(&format!("{at}/{what}"));
     let xt = x.tensor(h, shape);
@@ -28,13 +28,13 @@ fn current(h: &Host, t: &Tensors, at: &str, x: &Input, shape: [usize; 2], format
     h.k.quantize(&h.s, &q).unwrap();
     let wanted = t.u8(&format!("{at}/q"));
     same_codes(at, format, &h.codes(&rows), &wanted);
-    same_codes(at, format, &h.codes(&cols), &turned(&wanted, shape));
+    same_codes(at, format, &h.codes(&cols), &transposed(&wanted, shape));
     for b in [&rows, &cols] {
         same(&format!("{at} scale_inv"), &h.f32(&b.scale_inv), &get("scale_inv"), u32::from(!pow2));
     }
 }
 
-fn turned<T: Copy>(x: &[T], [r, c]: [usize; 2]) -> Vec<T> {
+fn transposed<T: Copy>(x: &[T], [r, c]: [usize; 2]) -> Vec<T> {
     (0..c).flat_map(|j| (0..r).map(move |i| x[i * c + j])).collect()
 }
 
@@ -48,7 +48,7 @@ fn cut(scales: &[f32], width: usize, columns: usize) -> Vec<f32> {
     out
 }
 
-/// A scale for every block, in one use or (tiles) both.
+/// Block scaling: row-wise, column-wise, or (128 × 128) both.
 fn blocks(
     h: &Host,
     t: &Tensors,
@@ -79,21 +79,26 @@ fn blocks(
             x.blocks(h, *how, [r, c], format, scaling, pow2, eps)
         };
         // The stored codes and scales are those of x, or of the transpose for blocks along columns.
-        let stored_turned = kind == "block128x1";
-        let name = format!("{at}/{}", if stored_turned { "q_t" } else { "q" });
+        let stored_transposed = kind == "block128x1";
+        let name = format!("{at}/{}", if stored_transposed { "q_t" } else { "q" });
         let wanted = t.u8(&name);
-        let wanted =
-            if *how == Orientation::Cols && !stored_turned { turned(&wanted, [r, c]) } else { wanted };
+        let wanted = if *how == Orientation::Cols && !stored_transposed {
+            transposed(&wanted, [r, c])
+        } else {
+            wanted
+        };
         same_codes(at, format, &codes, &wanted);
         let [m, n] = shape;
         let [down, width] = scaling.scales(m, n)[..] else { unreachable!() };
         let wanted = t.f32(&format!("{at}/scale_inv"));
         let ours = match (kind, how) {
             // Ours [blocks, rows], theirs [rows, blocks].
-            ("block1x128", _) => turned(&cut(&scales, width, m), [down, m]),
+            ("block1x128", _) => transposed(&cut(&scales, width, m), [down, m]),
             ("block128x1", _) => cut(&scales, width, m),
             (_, Orientation::Rows) => cut(&scales, width, n.div_ceil(128)),
-            (_, Orientation::Cols) => turned(&cut(&scales, width, n.div_ceil(128)), [down, n.div_ceil(128)]),
+            (_, Orientation::Cols) => {
+                transposed(&cut(&scales, width, n.div_ceil(128)), [down, n.div_ceil(128)])
+            }
         };
         same(&format!("{at} scale_inv"), &ours, &wanted, ulps);
         let ready = if *how == Orientation::Rows { "scale_inv_gemm" } else { "scale_inv_t_gemm" };
