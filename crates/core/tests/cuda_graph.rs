@@ -1,5 +1,5 @@
-//! Steps replayed as a graph give the bits of steps given launch by launch. With `FERROTRON_TEST_DEVICE=cuda` on the
-//! first card; without one, what the CPU says to it.
+//! Steps replayed as a CUDA graph are bit-equal to launched steps. With `FERROTRON_TEST_DEVICE=cuda` on the first GPU;
+//! otherwise only what the CPU refuses.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::Result;
@@ -55,10 +55,10 @@ fn recipe(graph: &str, changes: &[&str]) -> Resolved {
     r.resolve(None).unwrap_or_else(|e| panic!("{changes:?}: {e}"))
 }
 
-/// One test at a time: they look at how much of the card's memory is free.
+/// Serializes tests: they measure free GPU memory.
 static CARD: Mutex<()> = Mutex::new(());
 
-/// The first card, where tests are to use one.
+/// The first GPU, where tests use one.
 fn card() -> Option<(Rank, MutexGuard<'static, ()>)> {
     match std::env::var("FERROTRON_TEST_DEVICE") {
         Ok(home) if home == "cuda" => {
@@ -69,7 +69,7 @@ fn card() -> Option<(Rank, MutexGuard<'static, ()>)> {
     }
 }
 
-/// Every sample has other tokens, and another number of labels.
+/// Samples differ in tokens and in their number of labels.
 struct Changing;
 
 impl Batches for Changing {
@@ -105,7 +105,7 @@ fn bits(t: &Trainer) -> Vec<(String, Vec<u32>)> {
     t.weights().unwrap().iter().map(|w| (w.name.clone(), w.values.iter().map(bits).collect())).collect()
 }
 
-/// Steps as a run makes them: with `ahead`, each is given to the card before the one before is looked at.
+/// Steps as in a run: with `ahead`, each is launched before the previous one is read back.
 fn steps(t: &mut Trainer, n: usize, ahead: bool) -> Vec<StepReport> {
     let mut reports = Vec::new();
     let mut last = None;
@@ -127,7 +127,7 @@ fn train(rank: &Rank, graph: &str, changes: &[&str], ahead: bool) -> Made {
     let r = recipe(graph, changes);
     let mut t = Trainer::new(rank.clone(), &r).unwrap();
     let mut reports = steps(&mut t, 15, ahead);
-    // Between steps come an evaluation and a checkpoint.
+    // With an evaluation and a checkpoint in between.
     assert!(t.evaluate(&Changing, 3).unwrap().is_finite());
     assert!(!t.snapshot().unwrap().items.is_empty());
     reports.extend(steps(&mut t, 15, ahead));
@@ -135,7 +135,7 @@ fn train(rank: &Rank, graph: &str, changes: &[&str], ahead: bool) -> Made {
 }
 
 #[test]
-fn replayed_steps_have_the_bits_of_launched_ones() {
+fn replayed_steps_are_bit_equal_to_launched_ones() {
     let bf16: &[&str] = &["precision.dtype=bf16", "optimizer.state_dtype=bf16"];
     let cases: &[(&str, Vec<&str>)] = &[
         ("fp8, current", [bf16, &["precision.recipe=fp8-current"]].concat()),
@@ -167,7 +167,7 @@ fn replayed_steps_have_the_bits_of_launched_ones() {
         ("recomputed", vec!["train.recompute=full", "model.window=24", "model.qk_norm=true"]),
     ];
     let Some((rank, _alone)) = card() else {
-        // That the cases are recipes at all.
+        // Without a GPU, check that the recipes are valid.
         cases.iter().for_each(|(_, changes)| drop(recipe("on", changes)));
         return;
     };
@@ -185,9 +185,9 @@ fn replayed_steps_have_the_bits_of_launched_ones() {
     }
 }
 
-/// Steps whose operands are looked at, and those that only collect magnitudes, are launched; the graph stays good.
+/// Steps with operand statistics and calibration steps are launched, not replayed; the graph stays valid.
 #[test]
-fn watched_and_calibrating_steps_are_not_replayed() {
+fn statistics_and_calibration_steps_are_not_replayed() {
     let current = ["precision.dtype=bf16", "precision.recipe=fp8-current"];
     let delayed = ["precision.dtype=bf16", "precision.recipe=fp8-delayed"];
     let cases = [
@@ -215,7 +215,7 @@ fn watched_and_calibrating_steps_are_not_replayed() {
 
 #[test]
 fn another_number_of_micro_batches_is_another_graph() {
-    // 2, 4, 6 and 8 sequences a step.
+    // 2, 4, 6 and 8 sequences per step.
     let changes = ["train.ramp=[2, 2, 80]", "train.micro_batch=2"];
     recipe("on", &changes);
     let Some((rank, _alone)) = card() else { return };
@@ -229,13 +229,13 @@ fn another_number_of_micro_batches_is_another_graph() {
 }
 
 #[test]
-fn memory_stays_and_is_that_of_launched_steps() {
+fn memory_is_constant_and_equal_to_launched_steps() {
     // Large enough that an evaluation borrows a graph's memory.
     let sizes = ["model.hidden=256", "model.ffn=512", "train.micro_batch=16", "train.global_batch=32"];
     let changes = [&sizes[..], &["optimizer.lr=1e-3"]].concat();
     let Some((warm, _alone)) = card() else { return drop(recipe("on", &changes)) };
     let free = |r: &Rank| r.device().gpu_memory().unwrap().unwrap().0;
-    // What the driver loads on first use is not counted.
+    // Lazy driver allocations are not counted.
     train(&warm, "on", &changes, true);
     let used = ["off", "on"].map(|graph| {
         let (rank, _) = Rank::cuda(0, 1, 1234, Instrumentation::default()).unwrap();
@@ -260,7 +260,7 @@ fn memory_stays_and_is_that_of_launched_steps() {
         );
         (now.total_now, now.total_peak, before - left)
     });
-    // A graph keeps its inputs and results; all else is the same memory, and what the driver needs for it.
+    // A graph owns its inputs and outputs, plus what the driver needs.
     let inputs = 2 * 4 * 4 * 1024 + 1024;
     let [off, on] = used;
     assert!(on.0 <= off.0 + inputs && on.1 <= off.1 + inputs, "{used:?}");
@@ -287,7 +287,7 @@ fn auto_decides_and_says_why() {
         assert!(choice.value != CudaGraphMode::Auto && choice.reason.contains('%'), "{choice:?}");
         assert_eq!(t.steps_replayed() > 0, choice.value == CudaGraphMode::On);
     }
-    // Watched launches are launches.
+    // Instrumented steps are launched.
     let (watched, _) =
         Rank::cuda(0, 1, 1234, Instrumentation { race_check: true, ..Instrumentation::default() }).unwrap();
     let mut t = Trainer::new(watched.clone(), &r).unwrap();
@@ -297,7 +297,7 @@ fn auto_decides_and_says_why() {
 }
 
 #[test]
-fn what_cannot_be_captured_is_refused_and_leaves_the_stream_as_it_was() {
+fn failed_captures_are_errors_and_leave_the_stream_usable() {
     let Some((rank, _alone)) = card() else { return };
     let s = &rank.compute;
     let t = s.upload(&[1f32, 2.0], &[2], Category::Workspace).unwrap();
@@ -318,7 +318,7 @@ fn what_cannot_be_captured_is_refused_and_leaves_the_stream_as_it_was() {
         assert!(e.contains("captured") || e.contains("keeps memory"), "{e}");
     }
     assert_eq!(s.download::<f32>(&t).unwrap(), [1.0, 2.0]);
-    // And what can be: nothing happens before it is replayed.
+    // A successful capture executes nothing before its replay.
     let graph = s
         .capture(|| {
             let inside = Tensor::empty(s, &[2], DType::F32, Category::Workspace)?;

@@ -1,4 +1,4 @@
-//! The event log: what is written is read back, interruptions leave no trace, damage is tolerated where it must be.
+//! The event log: round trip, interruption and resume, tolerance of a torn last line.
 
 // The lints see a test only where `#[test]` stands; everything here is one.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
@@ -38,7 +38,7 @@ fn events(path: &std::path::Path) -> Vec<Event> {
 }
 
 #[test]
-fn what_is_written_is_read() {
+fn events_round_trip() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join(FILE_NAME);
     let all = vec![
@@ -98,7 +98,7 @@ fn an_interrupted_and_resumed_run_reads_like_one() {
     ];
     write(&mut EventLog::create(&one).unwrap(), &whole);
 
-    // Killed in step 4's line after the checkpoint at 2; then stopped politely at 4; then finished.
+    // Killed while writing step 4 after the checkpoint at 2; then stopped by a signal at 4; then finished.
     write(&mut EventLog::create(&two).unwrap(), &whole[..5]);
     std::fs::OpenOptions::new()
         .append(true)
@@ -159,7 +159,7 @@ fn damage_in_the_middle_names_the_line() {
     let e = read(&path).unwrap_err().to_string();
     assert!(e.contains("events.jsonl: line 2 is not an event"), "{e}");
     assert!(!e.contains('\n'));
-    // Resuming drops what no one can read and keeps the rest.
+    // Resuming drops the unreadable line and keeps the rest.
     drop(EventLog::resume(&path, 5).unwrap());
     assert_eq!(events(&path), [start(), step(2)]);
 }

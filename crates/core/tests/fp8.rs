@@ -1,5 +1,5 @@
-//! Whole models with 8-bit products: every product that the recipe names is one, and gradients stay near those of bf16.
-//! With `FERROTRON_TEST_DEVICE=cuda` on the first card.
+//! Whole models with FP8 recipes: every GEMM of the recipe runs in FP8, and gradients are close to bf16. With
+//! `FERROTRON_TEST_DEVICE=cuda` on the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::bench;
@@ -45,14 +45,14 @@ const LATENT: [&str; 2] = [
 const NARROW: [&str; 3] = ["gemm (output, fp8)", "gemm (input gradient, fp8)", "gemm (weight gradient, fp8)"];
 
 #[test]
-fn every_product_a_recipe_names_is_narrow_and_none_falls_back() {
+fn every_gemm_of_a_recipe_runs_in_fp8() {
     for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
         let calls = launches(recipe(&[&format!("precision.recipe={scaling}")]));
         assert_eq!(NARROW.map(&calls), [4 * LAYERS; 3], "{scaling}");
-        // The output matrix alone stays.
+        // Only the LM head stays in bf16.
         assert_eq!((calls("gemm (output)"), calls("gemm (weight gradient)")), (1, 1), "{scaling}");
         assert_eq!(calls("gemm (slow fp8)"), 0, "{scaling}");
-        // Or does not.
+        // Or is FP8 too.
         for more in [&[][..], &["model.tied=true"], &["model.vocab=259"], &["precision.fp8_params=true"]] {
             if scaling == "fp8-block" && more.contains(&"model.vocab=259") {
                 continue;
@@ -79,7 +79,7 @@ fn every_product_a_recipe_names_is_narrow_and_none_falls_back() {
     assert_eq!(NARROW.map(&calls), [maps, maps, maps - (LAYERS - 1)]);
     let calls = launches(recipe(&[]));
     assert_eq!(NARROW.map(&calls), [0; 3]);
-    // Latent attention has four maps, or, with queries from the stream, as many.
+    // MLA has four linear layers, also with direct queries.
     for latent in LATENT {
         let calls = launches(recipe(&[
             latent,
@@ -103,15 +103,15 @@ fn apart(a: &Outcome, b: &Outcome) -> f64 {
 }
 
 #[test]
-fn gradients_of_a_whole_model_stay_near_those_of_bf16() {
+fn gradients_are_close_to_bf16() {
     let step =
         |changes: &[&str]| first_step(rank(Instrumentation::default()), &recipe(changes), None).unwrap();
     let plain = step(&[]);
     const HEAD: &[&str] = &["precision.fp8_lm_head=true"];
     const ATTENTION: &[&str] = &["precision.fp8_attention=true"];
     const BOTH: &[&str] = &["precision.fp8_lm_head=true", "precision.fp8_attention=true"];
-    // One value of E4M3 is off by a 27th part at most, of E5M2 by twice that: what a product of two makes of it, and three
-    // layers of that one after the other. NVFP4 has one bit of mantissa.
+    // E4M3 rounds by at most 1/27, E5M2 by twice that; the bound covers GEMMs of two operands through three layers. NVFP4
+    // has one mantissa bit.
     for (scaling, also, most) in [
         ("fp8-current", &[][..], 0.125),
         ("fp8-block", &[], 0.125),
@@ -137,7 +137,7 @@ fn gradients_of_a_whole_model_stay_near_those_of_bf16() {
     assert!(off > 1e-3 && off < 0.125, "latent attention: gradients {off} apart");
     let off = apart(&plain, &step(&[&latent[..], &["precision.fp8_attention=true"]].concat()));
     assert!(off > 1e-3 && off < 0.05, "latent attention in 8 bits: gradients {off} apart");
-    // What is excepted, and what is computed again, changes nothing.
+    // Skipped modules and recomputation change nothing.
     let attention = step(&["precision.fp8_attention=true"]);
     let same = |a: &Outcome, b: &Outcome| a.loss == b.loss && apart(a, b) == 0.0;
     assert!(same(&attention, &step(&["precision.fp8_attention=true", "train.recompute=full"])));

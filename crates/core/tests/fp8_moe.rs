@@ -1,5 +1,5 @@
-//! Experts with 8-bit products: every product of theirs that the recipe names is one, gradients stay near those of bf16, and
-//! layouts give what one rank gives. With `FERROTRON_TEST_DEVICE=cuda` on the first card.
+//! Experts with FP8 grouped GEMMs: every GEMM of the recipe runs in FP8, gradients are close to bf16, and layouts match one
+//! rank. With `FERROTRON_TEST_DEVICE=cuda` on the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::bench;
@@ -11,7 +11,7 @@ use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, Instrumentation};
 use std::time::Instant;
 
-/// MoeState among the layers, of which the first is dense.
+/// A dense first layer, then MoE layers.
 const MIXTURES: usize = 2;
 
 const MODEL: &str = "
@@ -63,7 +63,7 @@ fn rank(watch: Instrumentation) -> Rank {
     }
 }
 
-/// Launches of a kernel in a step, and the most bytes of activations.
+/// Launches of a kernel in a step, and the peak of activation memory.
 fn step(r: Resolved) -> (impl Fn(&str) -> usize, usize) {
     let rank = rank(Instrumentation { kernel_times: true, ..Instrumentation::default() });
     let bench = bench::train(rank, &r, 1, 1, None, Instant::now()).unwrap();
@@ -80,7 +80,7 @@ const NARROW: [&str; 3] =
 const PLAIN: [&str; 3] = ["grouped (output)", "grouped (input gradient)", "grouped (weight gradient)"];
 
 #[test]
-fn every_product_of_experts_that_a_recipe_names_is_narrow_and_none_falls_back() {
+fn every_expert_gemm_of_a_recipe_runs_in_fp8() {
     for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
         let (calls, _) = step(recipe(&[&format!("precision.recipe={scaling}")]));
         assert_eq!(NARROW.map(&calls), [2 * MIXTURES; 3], "{scaling}");
@@ -106,18 +106,18 @@ fn every_product_of_experts_that_a_recipe_names_is_narrow_and_none_falls_back() 
     }
 }
 
-/// What is kept for backward is bytes: less than bf16, though rows are padded.
+/// Saved expert activations are FP8: smaller than bf16, although rows are padded.
 #[test]
-fn narrow_experts_keep_less_for_backward() {
+fn fp8_experts_save_less_for_backward() {
     let more = ["train.micro_batch=32", "train.global_batch=32"];
     let (_, plain) =
         step(recipe(&[&more[..], &["precision.recipe=fp8-current", "precision.skip=experts"]].concat()));
     let (_, narrow) = step(recipe(&[&more[..], &["precision.recipe=fp8-current"]].concat()));
-    // Of a row of a choice: x and a as bytes instead of bf16.
+    // Per routed row: x and the activation output in FP8 instead of bf16.
     let rows = 32 * 64 * 2;
     let (x, a) = (128, 256);
     let saved = MIXTURES * rows * (2 * x + 2 * a - a) - MIXTURES * (rows / 2 * x);
-    // Rows between experts, and weights as bytes.
+    // Padding rows between experts, and FP8 weights.
     let padding = MIXTURES * 4 * 128 * (2 * 512 + a) + 2 * 4 * 512 * 128;
     assert!(narrow + saved / 2 < plain + padding, "{narrow} and {plain}, {saved} less and {padding} more");
 }
@@ -134,7 +134,7 @@ fn apart(a: &Outcome, b: &Outcome) -> f64 {
     (diff / size).sqrt()
 }
 
-/// The same of experts' matrices alone.
+/// The same over expert weights alone.
 fn experts(o: &Outcome) -> Outcome {
     let mut o = Outcome { tensors: o.tensors.clone(), ..*o };
     o.tensors[0].1.retain(|t| t.name.contains(".experts."));
@@ -143,13 +143,13 @@ fn experts(o: &Outcome) -> Outcome {
 }
 
 #[test]
-fn gradients_with_narrow_experts_stay_near_those_of_bf16() {
+fn gradients_with_fp8_experts_are_close_to_bf16() {
     let of = |changes: &[&str]| first_step(rank(Instrumentation::default()), &recipe(changes), None).unwrap();
-    // Where choices are learned, some hang on the last bits of a logit: experts then have other tokens.
+    // Learned routing may flip at near ties, which gives experts other tokens.
     let more: [&[&str]; 5] = [
         &[],
         &["moe.force_balance=0"],
-        // Biases, and what is made again.
+        // Biases, and recomputation.
         &["moe.force_balance=0", "moe.bias=true", "train.recompute=[\"activation\"]"],
         &["moe.force_balance=0", "moe.latent=64", "moe.shared_ffn=64"],
         &["moe.force_balance=0", "train.recompute=full", "train.micro_batch=2"],
@@ -171,7 +171,7 @@ fn gradients_with_narrow_experts_stay_near_those_of_bf16() {
             let what = format!("{more:?} {scaling} {except}");
             let (a, b) = (plain.loss.unwrap(), narrow.loss.unwrap());
             assert!((a - b).abs() < 0.01 * a, "{what}: loss {a} and {b}");
-            // As of models without experts.
+            // The bound of dense models.
             let found = apart(&plain, &narrow);
             let each = apart(&experts(&plain), &experts(&narrow));
             println!("{what}: {found:.4}, experts {each:.4}");
@@ -182,7 +182,7 @@ fn gradients_with_narrow_experts_stay_near_those_of_bf16() {
     }
 }
 
-/// An expert that no token goes to has exactly no gradient.
+/// An expert without tokens has a gradient of exactly 0.
 #[test]
 fn experts_without_tokens_have_no_gradient() {
     for scaling in ["fp8-current", "fp8-block"] {
@@ -200,7 +200,7 @@ fn experts_without_tokens_have_no_gradient() {
         let (none, some): (Vec<_>, Vec<_>) = still.partition(|t| t.values.iter().all(|x| *x == 0.0));
         assert!(!none.is_empty() && !some.is_empty(), "{} and {}", none.len(), some.len());
         assert!(o.tensors[0].1.iter().all(|t| t.values.iter().all(|x| x.is_finite())), "{scaling}");
-        // Gate, up and down of an expert go together.
+        // gate, up and down of an expert.
         assert!(none.len().is_multiple_of(3), "{scaling}: {} matrices", none.len());
     }
 }
@@ -214,7 +214,7 @@ fn at(layout: &str, changes: &[&str]) -> Outcome {
     set.push(format!("parallel.dp={dp}"));
     // The tokens of a micro-batch of one rank, over all ranks.
     set.push(format!("train.micro_batch={}", 4 / dp));
-    // A choice between experts may hang on the last bit of a logit: here nothing does.
+    // Routing is forced, so that it does not depend on the last bit of a logit.
     set.push("moe.force_balance=0".into());
     set.extend(changes.iter().map(|c| c.to_string()));
     let set: Vec<&str> = set.iter().map(String::as_str).collect();
@@ -234,12 +234,12 @@ fn at(layout: &str, changes: &[&str]) -> Outcome {
 }
 
 #[test]
-fn layouts_give_what_one_rank_gives() {
+fn layouts_match_one_rank() {
     const MOST: f64 = 5e-2;
     for keys in [
-        // What is between the maps of experts has a scale of its rows on a rank alone.
+        // fc2's input is scaled by this rank's rows alone.
         &["precision.recipe=fp8-current", "precision.skip=[\"attn\", \"mlp\"]"][..],
-        // Powers of two: maps of ranks with other tokens round alike.
+        // Power-of-two scales: ranks with other tokens round alike.
         &["precision.recipe=fp8-current", "precision.pow2_scales=true"],
         &["precision.recipe=fp8-delayed", "precision.skip=[\"attn\", \"mlp\"]"],
         &["precision.recipe=fp8-block"],
@@ -263,7 +263,7 @@ fn layouts_give_what_one_rank_gives() {
 }
 
 #[test]
-fn widths_that_experts_cannot_have_are_refused_in_one_sentence() {
+fn unsupported_expert_widths_are_refused() {
     for (changes, words) in [
         (&["precision.recipe=fp8-current", "moe.ffn=40"][..], "multiples of 16"),
         (

@@ -1,5 +1,5 @@
-//! Weights that are bytes between steps change nothing but memory and traffic: losses, gradients, evaluations and masters
-//! are those of weights that are bf16 and narrowed by the same recipe in every step, bit for bit.
+//! FP8-resident weights (`precision.fp8_params`) change only memory and communication volume: losses, gradients, evaluations
+//! and masters are bit-equal to bf16-resident weights quantized in every step.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::Result;
@@ -13,7 +13,7 @@ use ferrotron_engine::{ParamId, ParamSpec, Rank, StepContext};
 use ferrotron_tensor::{Category, Instrumentation};
 use std::path::Path;
 
-/// Biases, widths that are no multiples of a tile, and buckets that end anywhere.
+/// Biases, widths that are not multiples of a tile, and small buckets.
 const MODEL: &str = "
 [model]
 layers = 2
@@ -56,7 +56,7 @@ fn recipe(layout: &RankLayout, set: &[&str]) -> Resolved {
     recipe.resolve(None).unwrap_or_else(|e| panic!("{set:?}: {e}"))
 }
 
-/// What `work` makes on every rank, every access checked for its order.
+/// The results of `work` on every rank, with the race checker on.
 fn run<T: Send>(layout: &str, set: &[&str], work: impl Fn(Rank, Resolved) -> Result<T> + Sync) -> Vec<T> {
     let layout: RankLayout = layout.parse().unwrap();
     let layout = RankLayout { dp: layout.dp.or(Some(1)), ..layout };
@@ -72,7 +72,7 @@ fn run<T: Send>(layout: &str, set: &[&str], work: impl Fn(Rank, Resolved) -> Res
         .unwrap_or_else(|e| panic!("{layout} {set:?}: {e}"))
 }
 
-/// Everything some steps make.
+/// Results of a few steps.
 #[derive(Debug, PartialEq)]
 struct Made {
     losses: Vec<(f64, f64, f64)>,
@@ -91,7 +91,7 @@ fn made(layout: &str, steps: usize, set: &[&str]) -> Made {
         let mut losses = Vec::new();
         for step in 0..steps {
             let report = t.train_step(&*sources.train)?;
-            // Passes without a backward in between leave no trace.
+            // Forward-only passes in between leave no trace.
             let eval = if step % 4 == 1 { t.evaluate(&*sources.train, 3)? } else { 0.0 };
             losses.push((report.loss, report.grad_norm, eval));
         }
@@ -115,7 +115,7 @@ const SCALINGS: [&str; 3] =
     ["precision.recipe=fp8-current", "precision.recipe=fp8-delayed", "precision.recipe=fp8-block"];
 
 #[test]
-fn twenty_steps_are_the_same_bits() {
+fn twenty_steps_are_bit_equal() {
     for scaling in SCALINGS {
         equal("tp=1", 20, &[scaling]);
         equal("tp=1", 20, &[scaling, "train.micro_batch=12", "train.recompute=full"]);
@@ -125,9 +125,9 @@ fn twenty_steps_are_the_same_bits() {
     equal("tp=1", 20, &[SCALINGS[0], "optimizer.kind=sgd", "optimizer.lr=0.5"]);
 }
 
-/// The output matrix, too: its own is bytes, a table that is looked up in is not.
+/// The LM head too: an untied one is FP8-resident, a tied embedding is not.
 #[test]
-fn an_output_matrix_in_bytes_is_the_same_bits() {
+fn an_fp8_resident_lm_head_is_bit_equal() {
     const HEAD: [&str; 2] = ["precision.fp8_lm_head=true", "model.vocab=288"];
     for scaling in SCALINGS {
         for tied in ["model.tied=false", "model.tied=true"] {
@@ -153,7 +153,7 @@ fn an_output_matrix_in_bytes_is_the_same_bits() {
 }
 
 #[test]
-fn every_layout_has_the_same_bits() {
+fn every_layout_is_bit_equal() {
     for scaling in SCALINGS {
         for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2"] {
             equal("dp=2", 20, &[scaling, zero]);
@@ -168,9 +168,9 @@ fn every_layout_has_the_same_bits() {
     }
 }
 
-/// Maps that are left alone, in one product or in all, keep their numbers.
+/// Linear layers with a skipped GEMM stay in bf16.
 #[test]
-fn only_weights_of_narrow_products_are_bytes() {
+fn only_weights_of_fp8_gemms_are_fp8_resident() {
     let set = ["precision.skip=[\"mlp.down:input_grad\", \"attn.out:weight_grad\", \"layers.1.attn\"]"];
     let set = [SCALINGS[0], set[0]];
     equal("tp=1", 6, &set);
@@ -178,7 +178,7 @@ fn only_weights_of_narrow_products_are_bytes() {
     let names = run("tp=1", &all, |rank, resolved| {
         let t = Trainer::new(rank, &resolved)?;
         let stored = t.params.specs().iter().filter(|s| s.fp8_resident()).map(|s| s.parts[0].name.clone());
-        // Who asks for numbers is told that there are none.
+        // Asking for the bf16 weight is an error.
         for (i, spec) in t.params.specs().iter().enumerate() {
             let asked = StepContext::new(&t.rank, &t.params).weight(ParamId(i)).map(|t| t.shape().to_vec());
             assert_eq!(asked.ok(), (!spec.fp8_resident()).then(|| spec.shape.clone()), "{spec:?}");
@@ -194,9 +194,9 @@ fn only_weights_of_narrow_products_are_bytes() {
     assert_eq!(names[0], wanted);
 }
 
-/// A step without finite gradients leaves masters alone, and scales of earlier steps still move.
+/// A skipped step leaves masters unchanged while delayed scales still advance.
 #[test]
-fn steps_left_out_are_the_same_bits() {
+fn skipped_steps_are_bit_equal() {
     for scaling in SCALINGS {
         let results = ["fp8", "bf16"].map(|weights| {
             let set = [scaling, &format!("precision.fp8_params={weights}"), "optimizer.skip_nonfinite=true"];
@@ -226,7 +226,7 @@ fn steps_left_out_are_the_same_bits() {
 }
 
 #[test]
-fn a_weight_takes_one_byte() {
+fn an_fp8_weight_takes_one_byte_per_element() {
     for scaling in SCALINGS {
         for (layout, zero) in [("tp=1", "parallel.zero=0"), ("dp=2", "parallel.zero=1")] {
             let set = [
@@ -246,7 +246,7 @@ fn a_weight_takes_one_byte() {
                 assert!(bytes > 2 * numbers, "{bytes} {numbers}");
                 let expected = bytes + 2 * numbers;
                 let now = |c: Category| rank.device().memory().now[c as usize];
-                // Gaps, scales, histories, and what an allocation is rounded up to.
+                // Padding, scales, amax histories, and allocation rounding.
                 let near = |what: &str| {
                     let measured = now(Category::Parameters);
                     assert!(
@@ -255,14 +255,14 @@ fn a_weight_takes_one_byte() {
                     );
                 };
                 near("new");
-                // No more than one weight was ever there in bf16.
+                // At most one weight exists in bf16 at a time.
                 let largest =
                     t.params.specs().iter().filter(|s| s.fp8_resident()).map(ParamSpec::numel).max().unwrap();
                 let peak = rank.device().memory().peak[Category::Workspace as usize];
                 assert!(peak <= 2 * largest + 8192, "{set:?}: {peak} beside {largest}");
                 t.train_step(&*sources.train)?;
                 near("after a step");
-                // Nothing of the step stays.
+                // Nothing of the step stays allocated.
                 let rest = now(Category::Workspace) + now(Category::Activations);
                 assert!(rest < bytes / 8, "{set:?}: {rest} bytes stay");
                 Ok(())
@@ -294,9 +294,9 @@ fn train(layout: &str, set: &[&str], dir: &Path, stop: u64) -> Vec<LogicalValues
     .swap_remove(0)
 }
 
-/// Checkpoints hold masters: neither way of keeping weights knows which one wrote them.
+/// Checkpoints hold masters, so both resume from either.
 #[test]
-fn either_resumes_what_the_other_saved() {
+fn checkpoints_are_interchangeable() {
     for scaling in SCALINGS {
         let bf16 = [scaling, "train.steps=8", "precision.fp8_params=false"];
         let fp8 = [scaling, "train.steps=8", "precision.fp8_params=true", "parallel.zero=1"];

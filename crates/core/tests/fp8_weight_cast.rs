@@ -1,5 +1,5 @@
-//! What the optimizer leaves of new weights for narrow products is what passes over them find: the same bits of everything,
-//! and fewer passes. With `FERROTRON_TEST_DEVICE=cuda` what one rank can show, on the first card.
+//! Weight amax and FP8 casts fused into the optimizer step: bit-equal to separate passes over the weights, with fewer
+//! launches. With `FERROTRON_TEST_DEVICE=cuda` on one rank of the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::Result;
@@ -56,7 +56,7 @@ fn on_ranks<T: Send>(
         .unwrap_or_else(|e| panic!("{layout} {set:?}: {e}"))
 }
 
-/// Losses, norms and evaluations of some steps, and masters. With `forget`, passes measure every weight themselves.
+/// Losses, norms and evaluations of a few steps, and masters. With `forget`, forward recomputes every weight's amax.
 fn made(layout: &str, set: &[&str], forget: bool) -> (Vec<[u64; 3]>, Vec<LogicalValues>) {
     on_ranks(layout, set, |mut t, resolved| {
         let sources = source::open(&resolved)?;
@@ -85,7 +85,7 @@ fn equal(layout: &str, set: &[&str]) {
 }
 
 #[test]
-fn magnitudes_left_by_the_optimizer_are_those_of_passes() {
+fn amax_of_the_optimizer_step_matches_forward() {
     for set in [
         &[][..],
         &["train.micro_batch=8"],
@@ -102,7 +102,7 @@ fn magnitudes_left_by_the_optimizer_are_those_of_passes() {
 }
 
 #[test]
-fn ranks_agree_on_what_the_optimizer_left() {
+fn ranks_agree_on_the_optimizers_amax() {
     for layout in ["dp=2", "tp=2", "tp=2,dp=2", "pp=2,dp=2", "cp=2,dp=2"] {
         for zero in ["parallel.zero=0", "parallel.zero=1", "parallel.zero=2"] {
             equal(layout, &[zero]);
@@ -115,9 +115,9 @@ fn ranks_agree_on_what_the_optimizer_left() {
     );
 }
 
-/// A step without finite gradients changes no weight, and nothing that is known of one.
+/// A skipped step changes no weight and no cached amax.
 #[test]
-fn steps_left_out_leave_magnitudes() {
+fn skipped_steps_keep_amax() {
     let go = |set: &[&str], forget: bool| {
         on_ranks("tp=1", set, |mut t, resolved| {
             let sources = source::open(&resolved)?;
@@ -125,7 +125,7 @@ fn steps_left_out_leave_magnitudes() {
                 t.params.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
             };
             t.train_step(&*sources.train)?;
-            // A weight that is no number, where nobody is told of it.
+            // A NaN weight written behind the cache's back.
             let norm = t.params.specs().iter().position(|s| s.parts[0].name == "final_norm.weight").unwrap();
             let (value, stream) = (t.params.values()[norm].clone(), t.rank.compute.clone());
             let good = stream.download::<bf16>(&value)?;
@@ -169,7 +169,7 @@ fn launches(set: &[&str]) -> impl Fn(&str) -> usize {
 }
 
 #[test]
-fn nobody_reads_weights_once_more() {
+fn no_extra_pass_reads_weights() {
     const MAPS: usize = 4 * LAYERS;
     const SGD: &str = "optimizer.kind=sgd";
     let calls = |set: &[&str], name: &str| launches(set)(name);

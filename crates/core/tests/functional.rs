@@ -1,4 +1,4 @@
-//! Whole runs against what is expected of them: every recipe of `tests/functional` (see its README).
+//! Functional tests: every recipe of `tests/functional` against its recorded results (see its README).
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
@@ -14,7 +14,7 @@ use std::time::Duration;
 
 const WRITE: &str = "FERROTRON_FUNCTIONAL_WRITE";
 
-/// Relative room where a file states none.
+/// Relative tolerance where a file states none.
 const TOLERANCES: [(&str, f64); 3] = [("losses", 1e-4), ("zero_gradients", 0.02), ("peak_memory", 0.02)];
 
 struct StopAfter(Option<u64>, u64);
@@ -30,7 +30,7 @@ impl Observer for StopAfter {
     }
 }
 
-/// What a run made.
+/// Results of a run.
 struct Made {
     losses: BTreeMap<u64, f64>,
     zero_gradients: u64,
@@ -38,7 +38,7 @@ struct Made {
     state: [Vec<LogicalValues>; 2],
 }
 
-/// Goes on in a folder to the end, or until it is stopped.
+/// Continues the run of a folder to its end, or until it is stopped.
 fn run(r: &Resolved, dir: &Path, stop: Option<u64>) -> Made {
     let make = || Ok(Rank::cpu(1, r.config.train.seed)?);
     let all = on_threads_with(
@@ -51,7 +51,7 @@ fn run(r: &Resolved, dir: &Path, stop: Option<u64>) -> Made {
             let mut run = Run::open(rank, r.clone(), dir, None)?;
             run.train(&*sources.train, sources.eval.as_deref(), &mut StopAfter(stop, 0))?;
             let t = &run.trainer;
-            // Before anything is gathered for the test itself.
+            // Before the test itself allocates anything.
             let peak = t.rank.device().memory().total_peak as u64;
             Ok((t.count_zero_grads()?, peak, [t.weights()?, t.expert_tables()?]))
         },
@@ -65,14 +65,14 @@ fn run(r: &Resolved, dir: &Path, stop: Option<u64>) -> Made {
     Made { losses, zero_gradients, peak_memory, state }
 }
 
-/// Text that does not change with the program, as the embedded corpus does: that of its license, by lines.
+/// The text of the license, by lines.
 fn fixed_text(prefix: &Path) {
     let license = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../LICENSE"));
     let bytes = |text: &str| Ok(text.bytes().map(u32::from).collect());
     build(license, &TextFormat::Text, &bytes, Some(0), 256, prefix, &|_, _| {}).unwrap();
 }
 
-/// A case: what is wrong with it.
+/// Runs a case and returns its differences.
 fn check(path: &Path) -> Result<(), String> {
     let text = std::fs::read_to_string(path).unwrap();
     let mut recipe = Recipe::default();
@@ -117,7 +117,7 @@ fn check(path: &Path) -> Result<(), String> {
     compare(&expected, &filled)
 }
 
-/// What a file would say of a run; what a person put there stays.
+/// The expected file of a run; hand-written fields stay.
 fn fill(expected: &Map<String, Value>, made: &Made) -> Map<String, Value> {
     let last = made.losses.len() as u64;
     let listed = expected.get("losses").and_then(Value::as_object).map(|l| l.keys().cloned().collect());
@@ -171,7 +171,7 @@ fn folder() -> PathBuf {
 }
 
 #[test]
-fn every_case_comes_out_as_expected() {
+fn every_case_matches_its_recorded_results() {
     let entries = std::fs::read_dir(folder()).unwrap().map(|e| e.unwrap().path());
     let mut files: Vec<PathBuf> = entries.collect();
     files.sort();
@@ -188,7 +188,7 @@ fn every_case_comes_out_as_expected() {
 }
 
 #[test]
-fn a_difference_is_seen() {
+fn a_difference_is_reported() {
     let losses: BTreeMap<u64, f64> = (1..=4).map(|s| (s, 5.0 - s as f64)).collect();
     let made = |loss: f64, zeros: u64, peak: u64| Made {
         losses: losses.iter().map(|(s, l)| (*s, l * loss)).collect(),

@@ -1,5 +1,4 @@
-//! Several ranks on one device, as on one card: each has streams of its own, and the results are those of ranks with a
-//! device each, to the last bit.
+//! Several ranks on one device, each with its own streams: bit-equal to ranks with a device each.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
@@ -20,7 +19,7 @@ fn recipe(layout: &RankLayout) -> Resolved {
     recipe.resolve(None).unwrap()
 }
 
-/// With `FERROTRON_TEST_DEVICE=cuda` on the first card, whose sums are then those of its kernels.
+/// With `FERROTRON_TEST_DEVICE=cuda`, the first GPU.
 fn device() -> Rank {
     let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
     match std::env::var("FERROTRON_TEST_DEVICE") {
@@ -43,7 +42,7 @@ fn ranks_that_share_a_device_give_the_same_bits() {
         let together = on_one_device(&layout, DEFAULT_TIMEOUT, &shared, one).unwrap();
         let ranks = layout.world().unwrap();
         assert_eq!(together.len(), ranks);
-        // Whoever has a card compares with the same card.
+        // On a GPU, compare with the same GPU.
         if shared.device().gpu().is_none() {
             let apart = on_threads(&layout, || Ok(Rank::cpu(1, 1234)?), one).unwrap();
             assert_eq!(bits(&together[0]), bits(&apart[0]), "{layout}");

@@ -1,4 +1,4 @@
-//! Dense models made into models of experts.
+//! Upcycling: MoE models from dense ones.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // helpers of tests are tests too
 
 use ferrotron_core::model::generate::to_host;
@@ -20,7 +20,7 @@ fn dense(gated: bool) -> ModelConfig {
     c
 }
 
-/// Weights of the dense model: initial ones.
+/// Initial weights of the dense model.
 fn weights(c: &ModelConfig, name: &str) -> Vec<f32> {
     let part = logical_parts(c).unwrap().into_iter().find(|p| p.name == name).unwrap();
     initial_values(7, &part, 0..part.shape.iter().product())
@@ -45,10 +45,9 @@ fn upcycled(text: &str, gated: bool) -> Upcycled {
     text.parse::<UpcycleConfig>().unwrap().apply(&dense(gated)).unwrap_or_else(|e| panic!("{text}: {e}"))
 }
 
-/// The MLP by its definition, in f64, and the mixture: with α = 1 they are the same to the last bits of f64, whatever the
-/// router says.
+/// f64 references of the MLP and of the MoE layer: with α = 1 they agree to f64 rounding, whatever the routing.
 #[test]
-fn whole_copies_compute_what_the_dense_model_did() {
+fn copied_experts_match_the_dense_model() {
     for (text, gated) in
         [("experts=8", true), ("experts=4,topk=3", false), ("experts=2,topk=2,pre_softmax=true", true)]
     {
@@ -68,9 +67,9 @@ fn whole_copies_compute_what_the_dense_model_did() {
     }
 }
 
-/// With pieces the scale passes through the curve of the gate, so that outputs are near.
+/// With split experts the scale passes through the gate's activation, so outputs are only close.
 #[test]
-fn pieces_compute_nearly_what_the_dense_model_did() {
+fn split_experts_are_close_to_the_dense_model() {
     for (text, gated) in [
         ("experts=8,granularity=2", true),
         ("experts=8,granularity=4,topk=4", true),
@@ -83,7 +82,7 @@ fn pieces_compute_nearly_what_the_dense_model_did() {
         let theirs = logits(&c, &|name| weights(&c, name));
         let most = ours.iter().zip(&theirs).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(most <= 1e-1, "{text}: {most}");
-        // Without the pieces in their places it would not be: all experts as the first.
+        // The check can fail: with all experts equal to the first, outputs differ.
         let wrong = logits(u.model(), &|name| {
             let first = name.find(".experts.").map(|i| {
                 let rest = name[i + 9..].split_once('.').unwrap().1;
@@ -96,9 +95,9 @@ fn pieces_compute_nearly_what_the_dense_model_did() {
     }
 }
 
-/// Pieces and routers by their definition.
+/// Expert slices and router copies, element by element.
 #[test]
-fn experts_are_pieces_of_mlps() {
+fn experts_are_slices_of_the_mlp() {
     let (u, c) = (upcycled("experts=8,granularity=2,topk=4,seed=3", true), dense(true));
     let source = |name: &str| Ok(weights(&c, name));
     let s = 2f64.cbrt();
@@ -132,7 +131,7 @@ fn experts_are_pieces_of_mlps() {
 }
 
 #[test]
-fn what_cannot_be_is_refused() {
+fn invalid_upcycling_is_refused() {
     let refused = |text: &str, c: &ModelConfig| match text.parse::<UpcycleConfig>() {
         Err(e) => e,
         Ok(u) => u.apply(c).unwrap_err().to_string(),

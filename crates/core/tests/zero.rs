@@ -1,5 +1,5 @@
-//! What ranks with equal weights divide among them changes nothing but memory: losses, gradients, weights and
-//! checkpoints are those of ranks that divide nothing, bit for bit where the order of additions is the same.
+//! ZeRO changes only memory: losses, gradients, weights and checkpoints equal plain DDP, bit for bit where the order of
+//! additions is the same.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::Result;
@@ -11,7 +11,7 @@ use ferrotron_core::train::{LogicalValues, Observer, Run, Trainer};
 use ferrotron_engine::Rank;
 use ferrotron_tensor::{Category, Instrumentation};
 
-/// Grouped heads, biases, a vocabulary that nothing divides, norms that clip, and many small buckets.
+/// GQA, biases, an odd vocabulary, active gradient clipping, and many small buckets.
 const MODEL: &str = "
 [model]
 layers = 2
@@ -68,7 +68,7 @@ impl Case {
         recipe.resolve(None).unwrap()
     }
 
-    /// What `work` makes on every rank, every access checked for its order.
+    /// The results of `work` on every rank, with the race checker on.
     fn run<T: Send>(&self, work: impl Fn(Rank, Resolved) -> Result<T> + Sync) -> Vec<T> {
         let resolved = self.recipe();
         let make = || {
@@ -84,7 +84,7 @@ impl Case {
     }
 }
 
-/// Everything a few steps make.
+/// Results of a few steps.
 #[derive(Clone, Debug, PartialEq)]
 struct Made {
     losses: Vec<(f64, f64)>,
@@ -109,7 +109,7 @@ fn made(case: &Case) -> Made {
         let gradients = trainer.gradients()?;
         let zeros = gradients.iter().flat_map(|g| &g.values).filter(|x| **x == 0.0).count();
         assert_eq!(trainer.count_zero_grads()?, zeros as u64, "{case:?}: zeros are counted once");
-        // An embedding of its own has no gradient for tokens that are in no batch.
+        // An untied embedding has no gradient for tokens that do not occur.
         assert!(zeros > 32 || !case.set.contains(&"model.tied=false"), "{case:?}: {zeros} zeros");
         Ok(Made { losses, eval, first, gradients, weights: trainer.weights()? })
     });
@@ -133,7 +133,7 @@ fn near(what: &str, a: &Made, b: &Made, room: f64) {
     for ((x, _), (y, _)) in a.losses.iter().zip(&b.losses) {
         assert!((x / y - 1.0).abs() < 1e-6, "{what}: loss {x} instead of {y}");
     }
-    // Of the first step: Adam makes whole steps of what is zero but for rounding, so later ones differ by more than sums do.
+    // First step only: Adam turns rounding noise around 0 into full steps, so later steps differ by more than sums do.
     for (a, b) in a.first.iter().zip(&b.first) {
         let most = b.values.iter().fold(0f64, |m, x| m.max(f64::from(x.abs())));
         for (x, y) in a.values.iter().zip(&b.values) {
@@ -145,10 +145,9 @@ fn near(what: &str, a: &Made, b: &Made, room: f64) {
 
 const LAYOUTS: [(usize, usize); 7] = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 2)];
 
-/// Four micro-batches at two copies: optimizer state divided or not, beside computation or not, gives equal bits;
-/// divided gradients add up in another order.
+/// Four micro-batches, dp = 2: ZeRO-1 and overlap are bit-equal to DDP; ZeRO-2 adds gradients in another order.
 #[test]
-fn dividing_changes_no_bit() {
+fn zero_is_bit_equal_to_ddp() {
     for set in [
         &["model.tied=true"][..],
         &["model.tied=false", "optimizer.state_dtype=bf16", "precision.dtype=bf16"],
@@ -173,10 +172,10 @@ fn dividing_changes_no_bit() {
     }
 }
 
-/// Scales are those of blocks of the logical tensors: however these are divided, packed moments are the same bits. The
-/// same master in two halves is another rounding of the weights, alike on all ranks.
+/// Packed moments are scaled per block of the logical tensor, so they are bit-equal under any sharding. 16-bit master
+/// remainders round weights differently, alike on all ranks.
 #[test]
-fn dividing_packed_moments_changes_no_bit() {
+fn packed_moments_are_bit_equal_under_zero() {
     const SIZES: [&str; 4] =
         ["model.hidden=64", "model.ffn=64", "model.qkv_bias=false", "precision.dtype=bf16"];
     for kept in [
@@ -194,9 +193,9 @@ fn dividing_packed_moments_changes_no_bit() {
     }
 }
 
-/// A layout that cuts a block is refused in a sentence that names the tensor.
+/// A layout that splits a block is refused by an error that names the tensor.
 #[test]
-fn cut_blocks_are_refused() {
+fn split_blocks_are_refused() {
     let case =
         Case { tp: 2, cp: 1, pp: 1, dp: 1, zero: 0, overlap: true, set: &["optimizer.state_dtype=fp8"] };
     let refused = case.run(|rank, resolved| match Trainer::new(rank, &resolved) {
@@ -208,9 +207,9 @@ fn cut_blocks_are_refused() {
     }
 }
 
-/// Copies are ranks with other tokens of a sequence too, and a tied embedding is on both ends of a pipeline.
+/// The dp×cp group with context parallelism, and a tied embedding on both ends of a pipeline.
 #[test]
-fn dividing_changes_no_bit_beside_other_parallelism() {
+fn zero_is_bit_equal_with_other_parallelism() {
     for set in [&["model.tied=true"][..], &["model.tied=false"]] {
         for (tp, cp, pp, dp) in [(1, 2, 1, 2), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 2, 4)] {
             let case = |zero, overlap| Case { tp, cp, pp, dp, zero, overlap, set };
@@ -224,9 +223,9 @@ fn dividing_changes_no_bit_beside_other_parallelism() {
     }
 }
 
-/// With one micro-batch there is one order of additions.
+/// With one micro-batch the order of additions is the same.
 #[test]
-fn divided_gradients_of_one_micro_batch_are_the_same_bits() {
+fn zero_2_with_one_micro_batch_is_bit_equal() {
     for (tp, dp) in [(1, 4), (2, 2)] {
         let set: &[&str] = if dp == 4 { &["train.micro_batch=2"] } else { &["train.micro_batch=4"] };
         let case = |zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set };
@@ -234,9 +233,9 @@ fn divided_gradients_of_one_micro_batch_are_the_same_bits() {
     }
 }
 
-/// SGD and another bucket size: where buckets end makes no difference.
+/// SGD and another bucket size: bucket boundaries do not matter.
 #[test]
-fn the_size_of_buckets_changes_no_bit() {
+fn bucket_size_is_bit_neutral() {
     let case = |zero, set| Case { tp: 2, cp: 1, pp: 1, dp: 2, zero, overlap: true, set };
     for zero in [0, 1, 2] {
         let one = made(&case(zero, &["optimizer.kind=\"sgd\"", "parallel.bucket=1000000000"]));
@@ -247,7 +246,7 @@ fn the_size_of_buckets_changes_no_bit() {
 }
 
 #[test]
-fn memory_is_divided() {
+fn memory_is_sharded() {
     let bytes = |zero: usize, dp: usize, category: Category| -> Vec<f64> {
         let case = Case { tp: 1, cp: 1, pp: 1, dp, zero, overlap: true, set: &["precision.dtype=bf16"] };
         case.run(|rank, resolved| {
@@ -309,7 +308,7 @@ fn files(dir: &std::path::Path) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn checkpoints_do_not_know_what_was_divided() {
+fn checkpoints_are_independent_of_zero() {
     for set in [&[][..], &["precision.dtype=bf16"]] {
         let case = |tp, dp, zero| Case { tp, cp: 1, pp: 1, dp, zero, overlap: true, set };
         let homes: Vec<_> = (0..2).map(|_| tempfile::tempdir().unwrap()).collect();
@@ -318,7 +317,7 @@ fn checkpoints_do_not_know_what_was_divided() {
             train(&case(2, 2, zero), dir.path(), 2);
         }
         assert!(files(homes[0].path()) == files(homes[1].path()), "files differ");
-        // What one way of dividing wrote, every other reads.
+        // Every ZeRO level reads what any other wrote.
         let dir = homes[0].path();
         let saved =
             case(2, 2, 1).run(|rank, r| Run::open(rank, r, dir, None)?.trainer.weights()).swap_remove(0);
@@ -328,7 +327,7 @@ fn checkpoints_do_not_know_what_was_divided() {
                 .swap_remove(0);
             assert!(read == saved, "tp{tp} dp{dp} zero {zero}");
         }
-        // Moments too: resumed under another division, the end is the same.
+        // Moments too: resumed under another ZeRO level, the run ends with the same bits.
         let whole = tempfile::tempdir().unwrap();
         let straight = train(&case(2, 2, 1), whole.path(), 100);
         assert!(train(&case(2, 2, 0), homes[1].path(), 100) == straight, "0 after 1");

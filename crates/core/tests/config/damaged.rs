@@ -1,4 +1,4 @@
-//! Files that are damaged, no text or not there.
+//! Recipes that are damaged, not text, or missing.
 
 use super::{add, one_sentence};
 use ferrotron_core::config::*;

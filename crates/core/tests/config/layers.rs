@@ -1,11 +1,11 @@
-//! The table of keys, what layers and `--set` make of it, and names that are not in it.
+//! The key table, layered sources and `--set`, and unknown keys.
 
 use super::{add, fails, one_sentence};
 use ferrotron_core::config::*;
 use std::collections::BTreeSet;
 
 #[test]
-fn the_table_of_keys_is_sound() {
+fn the_key_table_is_consistent() {
     let names: BTreeSet<_> = KEYS.iter().map(|k| k.key).collect();
     assert_eq!(names.len(), KEYS.len(), "a key is declared twice");
     for k in KEYS {
@@ -15,7 +15,7 @@ fn the_table_of_keys_is_sound() {
         for alias in k.aliases {
             assert!(!names.contains(alias), "{alias} is a key itself");
         }
-        // Every alias leads to a key; with the section in front, to this one.
+        // Every alias suggests a key; with its section, this one.
         for alias in k.aliases {
             assert_eq!(suggest(&format!("{}.{alias}", k.section)), Suggestion::Known(k.key), "{alias}");
             assert!(matches!(suggest(alias), Suggestion::Known(_)), "{alias}");

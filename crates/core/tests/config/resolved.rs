@@ -1,4 +1,4 @@
-//! What recipes resolve to: derived values, presets, the embedded ones.
+//! Resolution of recipes: derived values, presets, embedded recipes.
 
 use super::{TINY, add, fails, one_sentence};
 use ferrotron_core::config::*;
@@ -44,7 +44,7 @@ fn the_default_recipe_is_the_yardstick() {
     assert_eq!(r.config.precision.dtype, Precision::Bf16);
     assert_eq!(r.config.checkpoint.every, 50);
     assert_eq!(r.plan.tokens, 120 * 16 * 256);
-    // A short trial of it must not need another key changed.
+    // A shorter run must need no other key.
     for steps in [1, 2, 5, 11] {
         let mut short = Recipe::named("tiny").unwrap();
         short.put_key("train.steps", steps).unwrap();
@@ -64,7 +64,7 @@ fn derived_values_come_with_reasons() {
     assert_eq!(get("data.path"), Some("[\"embedded\"]"));
     assert_eq!(get("data.seq_len"), Some("1024"));
     assert_eq!(get("train.micro_batch"), Some("4"));
-    // 32 x 1024 tokens a step.
+    // 32 x 1024 tokens per step.
     assert_eq!(get("train.steps"), Some("4"));
     assert_eq!(get("optimizer.min_lr"), Some("3e-5"));
     assert_eq!(get("schedule.decay_steps"), Some("4"));
@@ -107,7 +107,7 @@ fn presets_can_be_changed_by_explicit_sizes() {
 }
 
 #[test]
-fn latent_attention_is_one_key() {
+fn mla_is_one_key() {
     const LATENT: &str = "{ kv_lora_rank = 24, nope_dim = 16, rope_dim = 8, v_dim = 12 }";
     let inline = add(&format!("{TINY}model.mla = {LATENT}\n")).unwrap();
     let section = format!("{TINY}[model.mla]\nkv_lora_rank = 24\nnope_dim = 16\nrope_dim = 8\nv_dim = 12\n");
@@ -122,14 +122,14 @@ fn latent_attention_is_one_key() {
     let rope = m.rope(0).unwrap();
     assert_eq!((rope.rotary_dim, rope.interleaved), (8, true));
     assert_eq!(m.attn_scale, (1.0 / 24f64.sqrt()) as f32);
-    // What is written out reads back.
+    // The written configuration parses to the same value.
     let text = r.config.to_toml();
     assert!(
         text.contains("\nmla = { kv_lora_rank = 24, nope_dim = 16, norm_eps = 1e-6, rope_dim = 8"),
         "{text}"
     );
     assert_eq!(add(&text).unwrap().resolve(None).unwrap().model, r.model);
-    // From sizes alone, the width of heads is that of the key.
+    // From explicit sizes, head_dim follows from model.mla.
     let sizes = "model.layers = 2\nmodel.hidden = 30\nmodel.heads = 4\nmodel.vocab = 256\ntrain.steps = 1\n\
                  data.seq_len = 16\ndata.path = \"embedded\"\nmodel.attn_sink = true\n";
     let m = add(&format!("{sizes}model.mla = {LATENT}\n")).unwrap().resolve(None).unwrap().model;

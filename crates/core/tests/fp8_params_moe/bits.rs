@@ -1,11 +1,11 @@
-//! Losses, gradients and masters are those of weights that are bf16.
+//! FP8-resident expert weights: losses, gradients and masters are bit-equal to bf16-resident ones.
 
 use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::train::{LogicalValues, Trainer};
 use ferrotron_engine::ParamSpec;
 
-/// Everything some steps make.
+/// Results of a few steps.
 #[derive(Debug, PartialEq)]
 struct Made {
     losses: Vec<(f64, f64, f64)>,
@@ -27,7 +27,7 @@ fn made(layout: &str, steps: usize, set: &[&str]) -> Made {
         let mut losses = Vec::new();
         for step in 0..steps {
             let report = t.train_step(&*sources.train)?;
-            // Passes without a backward in between leave no trace.
+            // Forward-only passes in between leave no trace.
             let eval = if step % 4 == 1 { t.evaluate(&*sources.train, 3)? } else { 0.0 };
             losses.push((report.loss, report.grad_norm, eval));
         }
@@ -48,13 +48,13 @@ fn equal(layout: &str, steps: usize, set: &[&str]) {
 }
 
 #[test]
-fn steps_of_one_rank_are_the_same_bits() {
+fn one_rank_is_bit_equal() {
     for scaling in SCALINGS {
         equal("tp=1", 10, &[scaling]);
-        // One micro-batch, for which nothing of a weight is kept, and biases.
+        // One micro-batch (no cached weight orientation), and biases.
         equal("tp=1", 6, &[scaling, "train.micro_batch=12", "moe.bias=true", "model.gated=false"]);
         equal("tp=1", 4, &[scaling, "train.recompute=full", "moe.shared_ffn=128"]);
-        // Bytes that no step of the optimizer leaves, and looks at them.
+        // FP8 values not written by the optimizer step, and operand statistics.
         let sgd = ["optimizer.kind=sgd", "optimizer.lr=0.2", "precision.stats_every=2"];
         equal("tp=1", 4, &[&[scaling][..], &sgd].concat());
     }
@@ -62,9 +62,9 @@ fn steps_of_one_rank_are_the_same_bits() {
     equal("tp=1", 6, &[SCALINGS[1], "precision.amax_history=3", "precision.margin=1"]);
 }
 
-/// Experts over ranks, ranks that share experts, and optimizers that have a part of them, cut in the middle of matrices.
+/// Expert parallelism, expert tensor parallelism, and ZeRO shards that end inside a matrix.
 #[test]
-fn every_layout_has_the_same_bits() {
+fn every_layout_is_bit_equal() {
     for scaling in SCALINGS {
         for layout in ["ep=2", "pp=2,ep=2"] {
             equal(layout, 6, &[scaling]);
@@ -75,7 +75,7 @@ fn every_layout_has_the_same_bits() {
         equal("dp=3", 4, &[scaling, "train.micro_batch=1", "parallel.zero=1", "parallel.overlap=false"]);
         equal("dp=3", 4, &[scaling, "train.micro_batch=1", "parallel.zero=1", "precision.stats_every=2"]);
     }
-    // Ranks that share experts have half of their width.
+    // With etp = 2 a rank holds half of an expert's width.
     for scaling in SCALINGS {
         for (layout, zero) in [("ep=2,etp=2", 1), ("tp=2,ep=2,etp=1", 0), ("dp=2,etp=2", 1)] {
             let zero = format!("parallel.zero={zero}");
@@ -84,10 +84,9 @@ fn every_layout_has_the_same_bits() {
     }
 }
 
-/// A step without finite gradients leaves masters alone, and scales of earlier steps still move. Steps that are looked at tell of
-/// experts' weights.
+/// A skipped step leaves masters unchanged while delayed scales still advance. Statistics cover expert weights.
 #[test]
-fn steps_left_out_are_the_same_bits() {
+fn skipped_steps_are_bit_equal() {
     for scaling in SCALINGS {
         for layout in ["tp=1", "dp=3"] {
             let results = ["fp8", "bf16"].map(|weights| {

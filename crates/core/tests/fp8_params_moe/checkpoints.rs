@@ -1,4 +1,4 @@
-//! What is kept as bytes, what that takes and moves, and checkpoints that know nothing of it.
+//! FP8-resident experts: which weights, their memory and communication volume, and layout-free checkpoints.
 
 use super::*;
 use ferrotron_core::checkpoint;
@@ -10,9 +10,9 @@ use ferrotron_engine::ParamSpec;
 use ferrotron_tensor::Category;
 use std::path::{Path, PathBuf};
 
-/// Experts of which a product is left alone keep their numbers; others are bytes.
+/// Experts with a skipped GEMM stay in bf16; others are FP8-resident.
 #[test]
-fn only_experts_of_narrow_products_are_bytes() {
+fn only_experts_with_fp8_gemms_are_fp8_resident() {
     for (except, wanted) in [
         ("[]", &["up", "down"][..]),
         ("[\"experts.down:input_grad\"]", &["up"]),
@@ -32,14 +32,14 @@ fn only_experts_of_narrow_products_are_bytes() {
     }
 }
 
-/// Bytes of the parameters of a rank after a step, bytes that it sent in the step, and elements that are bytes.
+/// Parameter bytes of a rank after a step, bytes sent in the step, and FP8-resident elements.
 fn taken(layout: &str, scaling: &str, zero: usize, weights: &str) -> Vec<[usize; 3]> {
     let set = [
         scaling,
         &format!("parallel.zero={zero}"),
         &format!("precision.fp8_params={weights}"),
         "precision.amax_history=4",
-        // Nothing else is in bytes.
+        // Nothing else is FP8-resident.
         "precision.skip=[\"attn\", \"mlp\"]",
         "moe.experts=8",
     ];
@@ -56,18 +56,18 @@ fn taken(layout: &str, scaling: &str, zero: usize, weights: &str) -> Vec<[usize;
 }
 
 #[test]
-fn an_expert_s_weight_takes_one_byte_and_travels_as_one() {
+fn fp8_expert_weights_take_and_send_one_byte_per_element() {
     for scaling in SCALINGS {
-        // Ranks on one card share its memory.
+        // Ranks on one GPU share its memory.
         let layouts = [("tp=1", 0), ("ep=2", 0), ("dp=2", 1)];
         for (layout, zero) in layouts.into_iter().filter(|(l, _)| *l == "tp=1" || !on_card()) {
             let all = ["fp8", "bf16"].map(|weights| taken(layout, scaling, zero, weights));
             for ([bytes, sent, stored], [numbers, before, _]) in all[0].iter().zip(&all[1]) {
-                // Scales, magnitudes, and what an allocation is rounded up to.
+                // Scales, amax, and allocation rounding.
                 let near = |found: usize, wanted: usize| found.abs_diff(wanted) < wanted / 50 + 2048;
                 let saved = numbers - bytes;
                 assert!(near(saved, *stored), "{scaling} {layout}: {saved} of {stored}");
-                // A rank has half, and sends it to the other. Blocks are made of gathered numbers.
+                // A rank sends its half to the other. Block scaling quantizes gathered bf16 values.
                 let less = if zero > 0 && scaling != SCALINGS[2] { stored / 2 } else { 0 };
                 let found = before.saturating_sub(*sent);
                 assert!(near(found, less), "{scaling} {layout}: {found} instead of {less} less sent");
@@ -89,7 +89,7 @@ impl Observer for StopAfter {
     }
 }
 
-/// Goes on in a folder until `stop`: the newest checkpoint.
+/// Continues the run of a folder until step `stop`; returns the newest checkpoint.
 fn train(layout: &str, set: &[&str], dir: &Path, stop: u64) -> PathBuf {
     run(layout, set, |rank, resolved| {
         let sources = source::open(&resolved)?;
@@ -99,9 +99,9 @@ fn train(layout: &str, set: &[&str], dir: &Path, stop: u64) -> PathBuf {
     checkpoint::latest(&dir.join(CHECKPOINTS)).unwrap().unwrap()
 }
 
-/// Checkpoints hold masters: neither way of keeping weights knows which one wrote them, whatever the layout.
+/// Checkpoints hold masters, so both resume from either, under any layout.
 #[test]
-fn either_resumes_what_the_other_saved() {
+fn checkpoints_are_interchangeable() {
     for scaling in SCALINGS {
         for (layout, zero) in [("ep=2", "parallel.zero=0"), ("dp=2", "parallel.zero=1")] {
             let bf16 = [scaling, zero, "train.steps=8", "precision.fp8_params=false"];

@@ -1,5 +1,5 @@
-//! Weights of experts that are bytes between steps: the same bits of everything as with bf16 ones, one byte a parameter, and
-//! checkpoints that either resumes. With `FERROTRON_TEST_DEVICE=cuda` on the first card.
+//! FP8-resident expert weights (`precision.fp8_params`): bit-equal to bf16-resident ones, one byte per parameter, and
+//! interchangeable checkpoints. With `FERROTRON_TEST_DEVICE=cuda` on the first GPU.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod bits;
@@ -12,7 +12,7 @@ use ferrotron_engine::Rank;
 use ferrotron_tensor::Instrumentation;
 use std::time::Duration;
 
-/// A dense layer and a mixture, in widths that blocks divide.
+/// A dense and an MoE layer, with widths that are multiples of the block size.
 const MODEL: &str = "
 [model]
 layers = 2
@@ -66,7 +66,7 @@ fn on_card() -> bool {
     std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
 }
 
-/// What `work` makes on every rank; on the host every access is checked for its order.
+/// The results of `work` on every rank; on the CPU with the race checker.
 fn run<T: Send>(
     layout: &str,
     set: &[&str],

@@ -1,4 +1,4 @@
-//! Sinks and latent attention: every layout gives the gradients of one rank.
+//! Attention sinks and MLA: every layout gives the gradients of one rank.
 
 use super::*;
 use ferrotron_core::parity::first_step;
@@ -7,7 +7,7 @@ pub const LATENT: &str =
     "model.mla={ q_lora_rank = 24, kv_lora_rank = 20, nope_dim = 12, rope_dim = 4, v_dim = 10 }";
 pub const STREAM: &str = "model.mla={ kv_lora_rank = 20, nope_dim = 12, rope_dim = 4, v_dim = 10 }";
 
-/// Keys that make a model of the kind.
+/// Recipe keys of each attention variant.
 const KINDS: [&[&str]; 5] = [
     &["model.attn_sink=true"],
     &["model.attn_sink=true", "model.window=6"],
@@ -17,7 +17,7 @@ const KINDS: [&[&str]; 5] = [
 ];
 
 #[test]
-fn sinks_and_latent_attention_are_those_of_one_rank() {
+fn sinks_and_mla_match_one_rank() {
     let layouts = [
         "tp=2",
         "tp=4,dp=2",
@@ -34,7 +34,7 @@ fn sinks_and_latent_attention_are_those_of_one_rank() {
             let set = [kind, more].concat();
             let one = one();
             let wanted = run(&one, |rank| first_step(rank, &recipe(&one, &set), None)).unwrap();
-            // All kinds over a part of the layouts, all layouts over both kinds.
+            // Every variant over some layouts, every layout over both variants.
             for text in layouts.iter().skip(i % 2).step_by(if more.is_empty() { 1 } else { 2 }) {
                 let layout = layout(text);
                 let resolved = recipe(&layout, &set);

@@ -1,4 +1,4 @@
-//! A checkpoint is the same under every layout and resumes under any.
+//! Checkpoints are byte-equal under every layout and resume under any other.
 
 use super::*;
 use ferrotron_core::data::source;
@@ -19,7 +19,7 @@ impl Observer for StopAfter {
     }
 }
 
-/// Trains in a folder until `stop`, and gives back all weights.
+/// Trains in a folder until step `stop` and returns all weights.
 fn train(layout: &RankLayout, dir: &Path, stop: u64) -> Vec<LogicalValues> {
     let resolved = recipe(layout, &["checkpoint.keep=0"]);
     run(layout, |rank| {
@@ -31,7 +31,7 @@ fn train(layout: &RankLayout, dir: &Path, stop: u64) -> Vec<LogicalValues> {
     .unwrap()
 }
 
-/// Opens the run of a folder and saves it again elsewhere, as it is.
+/// Loads a run's checkpoint and saves it again elsewhere, unchanged.
 fn save_again(layout: &RankLayout, dir: &Path, to: &Path) {
     let resolved = recipe(layout, &["checkpoint.keep=0"]);
     let snapshot = run(layout, |rank| {
@@ -71,7 +71,7 @@ fn a_checkpoint_is_the_same_under_every_layout_and_resumes_under_any() {
         let dir = tempfile::tempdir().unwrap();
         let saved = train(&a, dir.path(), 5);
         let written = files(&dir.path().join(CHECKPOINTS));
-        // What was saved is what any other layout reads, bit for bit, and writes again, byte for byte.
+        // Every other layout reads the saved tensors bit for bit and writes the same bytes.
         for b in others.iter().map(|b| layout(b)).chain([a.clone()]) {
             let resolved = recipe(&b, &[]);
             let read = run(&b, |rank| Run::open(rank, resolved.clone(), dir.path(), None)?.trainer.weights());
@@ -80,7 +80,7 @@ fn a_checkpoint_is_the_same_under_every_layout_and_resumes_under_any() {
             save_again(&b, dir.path(), again.path());
             assert!(files(again.path()) == written, "saved under {a}, read and saved under {b}: other bytes");
         }
-        // Resumed under another layout, it ends where one rank ends; Adam turns rounding into a part of a step of 1e-3.
+        // Resumed under another layout it ends where one rank ends; Adam amplifies rounding up to a fraction of lr = 1e-3.
         let whole = tempfile::tempdir().unwrap();
         let wanted = train(&one(), whole.path(), 100);
         let b = layout(others[0]);

@@ -1,4 +1,4 @@
-//! Dropout, overlap and text.
+//! Dropout, communication overlap and generation.
 
 use super::attention::{LATENT, STREAM};
 use super::*;
@@ -8,7 +8,7 @@ use ferrotron_core::train::Trainer;
 use ferrotron_engine::StepContext;
 use ferrotron_tensor::Instrumentation;
 
-/// What is dropped depends on the token, not on where or with how many others it is computed.
+/// Dropout masks depend on the token's index in the step, not on rank or micro-batch size.
 #[test]
 fn dropout_is_that_of_one_rank_for_any_micro_batch() {
     let one = one();
@@ -30,9 +30,9 @@ fn dropout_is_that_of_one_rank_for_any_micro_batch() {
     }
 }
 
-/// Communication beside computation changes no bit, and nothing is read or freed before its time.
+/// Overlapped communication is bit-equal, and the race checker finds no unordered access.
 #[test]
-fn overlap_changes_nothing_and_is_ordered() {
+fn overlap_is_bit_equal_and_race_free() {
     for (tp, set) in [
         (2, &["precision.dtype=bf16", "dropout.hidden=0.1"][..]),
         (4, &["train.recompute=full", "model.tied=true"]),
@@ -59,9 +59,9 @@ fn overlap_changes_nothing_and_is_ordered() {
     }
 }
 
-/// Prompts of lengths that no number of ranks divides, key heads shared by neighbours, columns of logits apart.
+/// Prompt lengths that do not divide by the rank count, replicated key/value heads, vocabulary-parallel logits.
 #[test]
-fn text_is_that_of_one_rank() {
+fn generation_matches_one_rank() {
     let text = |layout: &RankLayout, set: &[&str]| {
         let resolved = recipe(layout, set);
         let all = on_threads(
@@ -83,7 +83,7 @@ fn text_is_that_of_one_rank() {
                 for (prompt, sampling) in [(&[7][..], cold), (&[1, 2, 3, 4, 250], cold), (&[9, 8, 7], warm)] {
                     texts.push(generate(&trainer.decoder, &pass, prompt, 9, sampling, &[], &mut |_| true)?);
                 }
-                // One that has heard enough ends it for all.
+                // One rank's stop ends generation on all ranks.
                 let mut heard = 0;
                 let mut enough = |_| {
                     heard += 1;

@@ -16,7 +16,7 @@ use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::LogicalValues;
 use ferrotron_engine::Rank;
 
-/// Grouped heads, biases somewhere, a vocabulary that no layout divides, layers that no pipeline divides.
+/// GQA, some biases, a vocabulary and a layer count that no layout divides.
 const MODEL: &str = "
 [model]
 layers = 5
@@ -63,7 +63,7 @@ fn layout(text: &str) -> RankLayout {
     RankLayout { dp: layout.dp.or(Some(1)), ..layout }
 }
 
-/// What `work` makes on the first rank.
+/// The result of `work` on the first rank.
 fn run<T: Send>(
     layout: &RankLayout,
     work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
@@ -75,7 +75,7 @@ fn largest(x: &[f32]) -> f64 {
     x.iter().fold(0.0, |m, v| m.max(f64::from(v.abs())))
 }
 
-/// The first tensor that is not as wanted: in f32 every element within 1e-5 of the largest, in bf16 1e-2 in norm.
+/// The first tensor out of tolerance: f32 elementwise within 1e-5 of the largest value, bf16 within 1e-2 in l2 norm.
 fn difference(ours: &[LogicalValues], wanted: &[LogicalValues], bf16: bool) -> Option<String> {
     if ours.len() != wanted.len() {
         return Some(format!("{} tensors instead of {}", ours.len(), wanted.len()));

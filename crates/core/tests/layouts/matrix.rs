@@ -1,4 +1,4 @@
-//! The generated matrix: every legal layout, every schedule, every division of optimizer state, four models, two types.
+//! The generated matrix: every legal layout, schedule and ZeRO level, four models, two dtypes.
 
 use super::*;
 use ferrotron_core::data::source;
@@ -9,7 +9,7 @@ use ferrotron_tensor::Instrumentation;
 use std::collections::HashMap;
 use std::time::Instant;
 
-/// What all layouts of a row of the matrix have in common.
+/// The recipe that all layouts of a matrix row share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Variant {
     tied: bool,
@@ -55,12 +55,12 @@ impl Case {
         format!("{} zero={} {}", self.layout, self.zero, words.join(" "))
     }
 
-    /// Loss and gradients of the first step, and the evaluation of three micro-batches after it: over two or four
-    /// data-parallel ranks the last turn is uneven.
+    /// Loss and gradients of the first step, then an evaluation of three micro-batches: over two or four data-parallel
+    /// ranks the last round is uneven.
     fn outcome(&self) -> ferrotron_core::Result<(Outcome, f64)> {
         let resolved = self.recipe();
         let ranks = self.layout.world()?;
-        // Everything that overlaps is watched: an access that no event orders is an error.
+        // Overlapped runs use the race checker: an access that no event orders is an error.
         let watch = Instrumentation { race_check: self.overlap, ..Instrumentation::default() };
         let work = |rank| {
             let rank = Rank { overlap: self.overlap, ..rank };
@@ -81,7 +81,7 @@ impl Case {
         first.ok_or_else(|| ferrotron_core::Error::Invalid("no rank".into()))
     }
 
-    /// What is wrong with it, beside one rank.
+    /// The first difference from one rank, if any.
     fn check(&self, (wanted, evaluated): &(Outcome, f64)) -> Option<String> {
         let (ours, evaluation) = match self.outcome() {
             Ok(made) => made,
@@ -100,7 +100,7 @@ impl Case {
     }
 }
 
-/// Are all ranks to share a card?
+/// Whether all ranks share one GPU.
 fn on_a_card() -> bool {
     std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
 }
@@ -115,7 +115,7 @@ fn whole() -> Vec<Case> {
             for zero_bubble in if pp > 1 { &yes_no[..] } else { &[false] } {
                 for zero in if cp * dp > 1 { &[0, 1, 2][..] } else { &[0] } {
                     let layout = RankLayout { tp, cp, pp, vp: *vp, dp: Some(dp), ..RankLayout::default() };
-                    // Half of the cases without overlap, mixed over everything else.
+                    // Half of the cases run without overlap, spread over all other options.
                     let overlap = (out.len() / 2 + out.len()).is_multiple_of(2);
                     out.push(Case { variant, layout, zero: *zero, zero_bubble: *zero_bubble, overlap });
                 }
@@ -133,7 +133,7 @@ fn whole() -> Vec<Case> {
     out
 }
 
-/// Some of all, each with the same chance, by a seed.
+/// A uniform sample by seed.
 fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
     let mut state = seed;
     let mut next = || {
@@ -144,7 +144,7 @@ fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
 }
 
 #[test]
-fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
+fn loss_and_gradients_of_the_matrix_match_one_rank() {
     let all = whole();
     let total = all.len();
     let wanted = std::env::var("FERROTRON_MATRIX").unwrap_or_default();
@@ -153,7 +153,7 @@ fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
         "whole" => all,
         n => sample(all, n.parse().unwrap_or(160), seed),
     };
-    // Cheap ones first: a mistake shows early.
+    // Cheap cases first, so that errors show early.
     cases.sort_by_key(|c| c.layout.world().unwrap());
     let begin = Instant::now();
     let (mut references, mut wrong) = (HashMap::new(), Vec::new());

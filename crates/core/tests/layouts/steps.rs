@@ -49,7 +49,7 @@ fn ten_steps_of_a_zero_bubble_pipeline_too() {
 }
 
 #[test]
-fn stages_can_be_written_out() {
+fn explicit_pipeline_layouts_match_one_rank() {
     let wanted = losses(&one(), &[]);
     for text in ["pp=4", "pp=2,vp=2"] {
         let ours = losses(&layout(text), &["parallel.stages=E|ttt|t|tL"]);

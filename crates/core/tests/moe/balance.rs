@@ -1,22 +1,22 @@
-//! Every way of balancing keeps loads even over a few hundred steps of learning; none does not.
+//! Every load-balancing method keeps tokens per expert even over a few hundred steps; no balancing does not.
 
 use super::*;
 use ferrotron_core::data::source;
 use ferrotron_core::train::Trainer;
 
-/// Loads over the last steps are counted together: a single step of 512 bytes is uneven by chance, and by how often
-/// each byte is in it (1.3 to 1.7 were seen where the sum is at 1.1).
+/// Tokens per expert are summed over the last steps: a single step of 512 tokens is uneven by chance (1.3 to 1.7 where the
+/// sum is at 1.1).
 const STEPS: u64 = 200;
-/// Steps at the end that are looked at.
+/// Number of final steps that count.
 const LAST: u64 = 50;
-/// WithAmax with balancing: 1.06 (biases), 1.08 (quantiles), 1.14 and 1.16 (losses over sequences and the step), 1.29 (over
-/// micro-batches), 1.37 (Sinkhorn). Without: 2.15, and 2.70 with sigmoid scores.
+/// Measured max/mean: 1.06 (expert bias), 1.08 (quantiles), 1.14 and 1.16 (sequence and global aux loss), 1.29 (aux loss),
+/// 1.37 (Sinkhorn). Without balancing: 2.15, and 2.70 with sigmoid scores.
 const EVEN: f64 = 1.6;
 const UNEVEN: f64 = 1.9;
-/// The losses' weight: with a learning rate of 1e-2 and 200 steps the usual 0.01 comes too late.
+/// Aux-loss coefficient: with lr 1e-2 and 200 steps the usual 0.01 acts too late.
 const WEIGHT: &str = "moe.coefficients=[0.05]";
 
-/// The most loaded expert over the mean in the last steps of a run, of the worse of two layers.
+/// Max over mean tokens per expert in the last steps of a run, of the worse of two layers.
 fn imbalance(set: &[&str]) -> f64 {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
@@ -57,40 +57,40 @@ fn imbalance(set: &[&str]) -> f64 {
 }
 
 #[test]
-fn losses_over_micro_batches_keep_loads_even() {
+fn aux_loss_balances_load() {
     assert!(imbalance(&["moe.balance=aux", WEIGHT]) < EVEN);
 }
 
 #[test]
-fn losses_over_sequences_keep_loads_even() {
+fn seq_aux_loss_balances_load() {
     assert!(imbalance(&["moe.balance=seq_aux", WEIGHT]) < EVEN);
 }
 
 #[test]
-fn losses_over_the_step_keep_loads_even() {
+fn global_aux_loss_balances_load() {
     assert!(imbalance(&["moe.balance=global_aux", WEIGHT]) < EVEN);
 }
 
 #[test]
-fn biases_of_choices_keep_loads_even() {
-    // Ten times the usual rate, for a tenth of the usual steps.
+fn expert_bias_balances_load() {
+    // Ten times the usual update rate, since the run is short.
     let set = ["moe.score_function=sigmoid", "moe.expert_bias=true", "moe.bias_rate=1e-2"];
     assert!(imbalance(&set) < EVEN);
 }
 
 #[test]
-fn sinkhorn_makes_loads_more_even() {
-    // It balances the matrix of scores, not the two best of each row: the weakest of the methods here.
+fn sinkhorn_improves_balance() {
+    // Sinkhorn balances the score matrix, not the top-2 of each row: the weakest method here.
     assert!(imbalance(&["moe.balance=sinkhorn"]) < imbalance(&[]));
 }
 
 #[test]
-fn quantiles_keep_loads_even() {
+fn quantile_routing_balances_load() {
     assert!(imbalance(&["moe.balance=quantile"]) < EVEN);
 }
 
 #[test]
-fn without_balancing_loads_are_clearly_less_even() {
+fn without_balancing_load_is_uneven() {
     assert!(imbalance(&[]) > UNEVEN);
     assert!(imbalance(&["moe.score_function=sigmoid"]) > UNEVEN);
 }

@@ -1,4 +1,4 @@
-//! Checkpoints of mixtures: the same under every layout, tables of choices included, and resumed to the same bits.
+//! MoE checkpoints: equal under every layout, expert biases included, and resumed bit for bit.
 
 use super::*;
 use ferrotron_core::checkpoint::{self, Saver};
@@ -7,11 +7,11 @@ use ferrotron_core::events::Event;
 use ferrotron_core::train::{CHECKPOINTS, Observer, Run};
 use std::path::Path;
 
-/// What differs in what is remembered besides weights.
+/// Recipes that differ in the state kept besides weights.
 const KINDS: [(&str, &[&str]); 3] = [
     ("expert_bias", &["moe.score_function=sigmoid", "moe.expert_bias=true", "moe.groups=[4,2]"]),
     ("quantiles", &["moe.balance=quantile", "moe.quantile_keep=0.5"]),
-    // Scales of experts' operands, which all ranks share whichever experts they have.
+    // FP8 scales of expert operands, which all ranks share whichever experts they hold.
     (
         "expert_bias",
         &[
@@ -39,14 +39,14 @@ impl Observer for StopAfter {
     }
 }
 
-/// The state of a run: weights, tables of choices.
+/// The state of a run: weights, expert biases, quantiles.
 type State = [Vec<LogicalValues>; 2];
 
 fn resolved(at: &RankLayout, set: &[&str]) -> (Resolved, RankLayout) {
     recipe(at, &[keys(set), keys(&["checkpoint.keep=0", "checkpoint.every=0"])].concat())
 }
 
-/// Goes on in a folder until `stop`.
+/// Continues the run of a folder until step `stop`.
 fn train(at: &RankLayout, set: &[&str], dir: &Path, stop: u64) -> State {
     let (resolved, at) = resolved(at, set);
     let states = run(&at, |rank| {
@@ -58,7 +58,7 @@ fn train(at: &RankLayout, set: &[&str], dir: &Path, stop: u64) -> State {
     states.unwrap().remove(0)
 }
 
-/// Opens the run of a folder: its state, saved again elsewhere as it is.
+/// Loads a run's checkpoint and saves it again elsewhere; returns its state.
 fn open(at: &RankLayout, set: &[&str], dir: &Path, to: &Path) -> State {
     let (resolved, at) = resolved(at, set);
     let found = run(&at, |rank| {
@@ -84,7 +84,7 @@ fn newest(dir: &Path) -> Vec<(String, Vec<u8>)> {
 }
 
 #[test]
-fn a_checkpoint_of_expert_ranks_is_one_of_any_layout() {
+fn expert_parallel_checkpoints_load_under_any_layout() {
     for (table, set) in KINDS {
         let dir = tempfile::tempdir().unwrap();
         let saved = train(&layout("ep=4"), set, dir.path(), 3);
@@ -96,7 +96,7 @@ fn a_checkpoint_of_expert_ranks_is_one_of_any_layout() {
         let of_an_expert: Vec<_> =
             names.iter().filter(|n| n.ends_with("layers.3.moe.experts.7.down.weight")).collect();
         assert_eq!(of_an_expert.len(), 3, "master and two moments: {of_an_expert:?}");
-        // They are learned by now.
+        // Biases have left zero by now.
         assert!(saved[1].iter().all(|t| t.values.iter().any(|x| *x != 0.0)), "{:?}", saved[1]);
         for other in ["ep=2,etp=2", "ep=1", "pp=2,ep=2", "ep=4"] {
             let again = tempfile::tempdir().unwrap();

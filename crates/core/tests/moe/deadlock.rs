@@ -1,4 +1,4 @@
-//! Ranks without work take part all the same: nobody waits, and results are those of one rank.
+//! Ranks without tokens still join every collective: no deadlock, and results match one rank.
 
 use super::*;
 use ferrotron_core::data::{Batch, Batches, Row, source};
@@ -16,7 +16,7 @@ fn to_the_first_two(trainer: &Trainer) -> ferrotron_core::Result<()> {
     trainer.import(&|name| Ok(of(name)))
 }
 
-/// Some steps, and the gradients of the last, as every rank sees them.
+/// A few steps, and the last step's gradients on every rank.
 fn steps(
     at: &str,
     set: &[&str],
@@ -54,7 +54,7 @@ fn near(ours: &[Made], wanted: &Made, what: &str) {
 }
 
 #[test]
-fn experts_that_nobody_chooses_get_zeros_and_nobody_waits() {
+fn experts_without_tokens_get_zero_gradients_and_no_deadlock() {
     let set = |how: &'static str| ["moe.router_bias=true", how];
     let same = |data| data;
     let wanted = steps("one", &set("moe.dispatcher=all_to_all"), 1, &same, &to_the_first_two).remove(0);
@@ -69,14 +69,14 @@ fn experts_that_nobody_chooses_get_zeros_and_nobody_waits() {
                 assert_eq!(zero, expert >= 2, "{at} {how}: {}", g.name);
                 used += usize::from(!zero);
             }
-            // Gate, up and down of two experts of three layers.
+            // gate, up and down of two experts in three layers.
             assert_eq!(used, 18);
         }
     }
 }
 
 #[test]
-fn a_stage_without_mixtures_keeps_pace() {
+fn a_stage_without_moe_layers_does_not_deadlock() {
     let same = |data| data;
     let set = ["moe.dense_layers=[0,1]", "parallel.zero=1", "optimizer.clip=0.5", "moe.balance=aux"];
     let wanted = steps("one", &set, 3, &same, &|_| Ok(())).remove(0);
@@ -86,7 +86,7 @@ fn a_stage_without_mixtures_keeps_pace() {
     }
 }
 
-/// Samples of which some are no tokens at all.
+/// Samples, some of which are all padding.
 struct Padded {
     inner: Box<dyn Batches>,
     is_padding: fn(u64) -> bool,
@@ -112,7 +112,7 @@ impl Batches for Padded {
 }
 
 #[test]
-fn micro_batches_without_tokens_are_passes_like_others() {
+fn micro_batches_without_tokens_match_one_rank() {
     type Chosen = fn(u64) -> bool;
     let cases: [(&str, Chosen); 3] = [
         ("one of all", |i| i == 3),
@@ -121,8 +121,8 @@ fn micro_batches_without_tokens_are_passes_like_others() {
     ];
     for (what, is_padding) in cases {
         let padded = move |inner| Box::new(Padded { inner, is_padding }) as Box<dyn Batches>;
-        // The first within the capacity: probabilities of equal tokens at the start of a row are equal but for rounding, which
-        // differs between layouts.
+        // Drop by position: equal tokens at the start of a row have equal probabilities up to rounding, which differs between
+        // layouts.
         let capacity = ["moe.capacity=1.0", "moe.drop_policy=first"];
         for set in [&["moe.balance=[\"aux\",\"seq_aux\"]", "moe.z_loss=0.01"][..], &capacity] {
             let wanted = steps("one", set, 1, &padded, &|_| Ok(())).remove(0);

@@ -1,4 +1,4 @@
-//! MoeState of experts: every layout gives the one-rank result, whatever balances the load.
+//! MoE: every layout gives the one-rank result under every load-balancing method.
 //!
 //! The matrix of layouts is generated. By default a seeded sample of it runs; `FERROTRON_MATRIX=whole` runs all of it,
 //! `FERROTRON_MATRIX=N` a sample of N cases, `FERROTRON_MATRIX_SEED` another sample, `FERROTRON_MATRIX_ONLY=TEXT` cases whose
@@ -21,7 +21,7 @@ use ferrotron_core::ranks::on_threads_with;
 use ferrotron_core::train::LogicalValues;
 use ferrotron_engine::Rank;
 
-/// Grouped heads, a dense layer first, experts that every layout of the matrix divides.
+/// GQA, a dense first layer, an expert count that every layout of the matrix divides.
 const MODEL: &str = "
 [model]
 layers = 4
@@ -52,7 +52,7 @@ dtype = \"f32\"
 tokens = 0
 ";
 
-/// The recipe of a layout, and the layout as it is run.
+/// The recipe of a layout, and the resolved layout.
 fn recipe(layout: &RankLayout, set: &[String]) -> (Resolved, RankLayout) {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
@@ -75,13 +75,13 @@ fn recipe(layout: &RankLayout, set: &[String]) -> (Resolved, RankLayout) {
     (resolved, layout)
 }
 
-/// The layout of a text.
+/// Parses a layout.
 fn layout(text: &str) -> RankLayout {
     let layout: RankLayout = text.parse().unwrap();
     RankLayout { dp: layout.dp.or(Some(1)), ..layout }
 }
 
-/// What `work` makes on every rank, none of which waits long for another.
+/// The results of `work` on every rank, under a short collective timeout.
 fn run<T: Send>(
     layout: &RankLayout,
     work: impl Fn(Rank) -> ferrotron_core::Result<T> + Sync,
@@ -90,7 +90,7 @@ fn run<T: Send>(
     on_threads_with(layout, patience, Default::default(), || Ok(Rank::cpu(1, 1234)?), work)
 }
 
-/// Keys of a recipe.
+/// Recipe keys as pairs.
 fn keys(list: &[&str]) -> Vec<String> {
     list.iter().map(|s| s.to_string()).collect()
 }
@@ -100,7 +100,7 @@ fn one() -> RankLayout {
     RankLayout { dp: Some(1), ..RankLayout::default() }
 }
 
-/// The matrices of a layer's experts as one tensor, which they are in memory: of a few tokens alone, rounding is no small part.
+/// Stacks the matrices of a layer's experts: with a few tokens per expert, single experts have large relative rounding.
 fn stacked(all: &[LogicalValues]) -> Vec<LogicalValues> {
     let mut out: Vec<LogicalValues> = Vec::new();
     for v in all {
@@ -120,7 +120,7 @@ fn largest(x: &[f32]) -> f64 {
     x.iter().fold(0.0, |m, v| m.max(f64::from(v.abs())))
 }
 
-/// The first tensor that is not as wanted: in f32 every element within 1e-5 of the largest, in bf16 1e-2 in norm.
+/// The first tensor out of tolerance: f32 elementwise within 1e-5 of the largest value, bf16 within 1e-2 in l2 norm.
 fn difference(ours: &[LogicalValues], wanted: &[LogicalValues], bf16: bool) -> Option<String> {
     if ours.len() != wanted.len() {
         return Some(format!("{} tensors instead of {}", ours.len(), wanted.len()));
@@ -152,8 +152,7 @@ fn difference(ours: &[LogicalValues], wanted: &[LogicalValues], bf16: bool) -> O
     None
 }
 
-/// Fixed numbers for tokens: a choice between experts may hang on the last bit of a logit, so what is compared here must
-/// not change with the texts of the embedded corpus.
+/// Fixed token ids: routing may depend on the last bit of a logit, so compared runs use data of their own.
 struct Numbers {
     seq: usize,
     packed: bool,
@@ -183,7 +182,7 @@ impl Batches for Numbers {
             let x = (n * 1000 + i as u64 + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
             ((x ^ (x >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9) >> 40) as i32 % 259
         };
-        // Documents of other lengths in every row.
+        // Documents of different lengths in every row.
         let cut = 3 + n as usize % 9;
         row.starts.extend(if self.packed { vec![0, cut] } else { vec![0] });
         for i in 0..self.seq {

@@ -1,4 +1,4 @@
-//! The generated matrix: every legal layout of up to 16 ranks, with what may balance, bound or carry the load.
+//! The generated matrix: every legal layout of up to 16 ranks, over balancing methods, capacities and dispatchers.
 
 use super::*;
 use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device};
@@ -7,7 +7,7 @@ use ferrotron_tensor::Instrumentation;
 use std::collections::HashMap;
 use std::time::Instant;
 
-/// What layouts of a row of the matrix have in common: keys of the recipe.
+/// The recipe keys that all layouts of a matrix row share.
 const VARIANTS: [(&str, &[&str]); 7] = [
     ("plain", &[]),
     ("aux", &["moe.balance=[\"aux\",\"seq_aux\"]", "moe.z_loss=0.01"]),
@@ -34,7 +34,7 @@ struct Case {
     paired: bool,
 }
 
-/// What a run made: loss, evaluation, gradients, and biases of choices after the step.
+/// Results of a run: loss, evaluation, gradients, and expert biases after the step.
 struct Made {
     loss: f64,
     evaluation: f64,
@@ -63,7 +63,7 @@ impl Case {
             set.push("parallel.schedule=paired".into());
         }
         if VARIANTS[self.variant].0 == "global" {
-            // One micro-batch a step: how many are counted together must not depend on the layout.
+            // One micro-batch per step: the aux loss is computed per micro-batch, which must not depend on the layout.
             set.push(format!("train.micro_batch={}", 16 / Grid::of(self.layout.clone())?.dp()));
         }
         let (resolved, layout) = recipe(&self.layout, &set);
@@ -95,7 +95,7 @@ impl Case {
         first.ok_or_else(|| ferrotron_core::Error::Invalid("no rank".into()))
     }
 
-    /// What is wrong with it, beside one rank.
+    /// The first difference from one rank, if any.
     fn check(&self, wanted: &Made) -> Option<String> {
         let ours = match self.make() {
             Ok(made) => made,
@@ -106,7 +106,7 @@ impl Case {
         if !near(ours.loss, wanted.loss) {
             return Some(format!("loss {} instead of {}", ours.loss, wanted.loss));
         }
-        // With other micro-batches it is one of other sequences.
+        // With other micro-batches the aux loss covers other sequences.
         if VARIANTS[self.variant].0 != "global" && !near(ours.evaluation, wanted.evaluation) {
             return Some(format!("evaluation {} instead of {}", ours.evaluation, wanted.evaluation));
         }
@@ -139,7 +139,7 @@ fn whole() -> Vec<Case> {
     out
 }
 
-/// Some of all, each with the same chance, by a seed.
+/// A uniform sample by seed.
 fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
     let mut state = seed;
     let mut next = || {
@@ -150,7 +150,7 @@ fn sample(mut all: Vec<Case>, count: usize, seed: u64) -> Vec<Case> {
 }
 
 #[test]
-fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
+fn loss_and_gradients_of_the_matrix_match_one_rank() {
     let all = whole();
     let total = all.len();
     let wanted = std::env::var("FERROTRON_MATRIX").unwrap_or_default();
@@ -162,7 +162,7 @@ fn loss_and_gradients_of_the_matrix_are_those_of_one_rank() {
     if let Ok(part) = std::env::var("FERROTRON_MATRIX_ONLY") {
         cases.retain(|c| c.name().contains(&part));
     }
-    // Cheap ones first: a mistake shows early.
+    // Cheap cases first, so that errors show early.
     cases.sort_by_key(|c| c.layout.world().unwrap());
     let begin = Instant::now();
     let (mut references, mut wrong) = (HashMap::new(), Vec::new());

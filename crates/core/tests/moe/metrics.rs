@@ -1,4 +1,4 @@
-//! What the log says of mixtures: the same under every layout, counted once, of training alone.
+//! MoE metrics in the log: equal under every layout, counted once, of training steps alone.
 
 use super::*;
 use ferrotron_core::data::source;
@@ -14,7 +14,7 @@ const ALL: [&str; 5] = [
 
 const GLOBAL: [&str; 3] = ["moe.log=all", "moe.balance=global_aux", "train.micro_batch=16"];
 
-/// What each of three steps says on every rank; an evaluation comes between them.
+/// Metrics of three steps on every rank, with an evaluation in between.
 fn said(at: &RankLayout, set: &[&str]) -> Vec<Vec<StepMetrics>> {
     let (resolved, at) = recipe(at, &keys(set));
     run(&at, |rank| {
@@ -32,13 +32,13 @@ fn said(at: &RankLayout, set: &[&str]) -> Vec<Vec<StepMetrics>> {
     .unwrap()
 }
 
-/// The first number that is not as wanted.
+/// The first metric out of tolerance.
 fn apart(ours: &StepMetrics, wanted: &StepMetrics) -> Option<String> {
     if ours.keys().ne(wanted.keys()) {
         return Some(format!("{:?} instead of {:?}", ours.keys(), wanted.keys()));
     }
     ours.iter().zip(wanted).find_map(|((name, a), (_, b))| {
-        // Counts are equal; losses are sums of floats in another order.
+        // Counts are exact; losses are sums in another order.
         let near = match (a.as_f64(), b.as_f64()) {
             (Some(x), Some(y)) if name.contains("loss") => (x / y - 1.0).abs() < 1e-5,
             _ => a == b,
@@ -48,19 +48,19 @@ fn apart(ours: &StepMetrics, wanted: &StepMetrics) -> Option<String> {
 }
 
 #[test]
-fn every_layout_says_what_one_rank_says() {
+fn metrics_of_every_layout_match_one_rank() {
     let layouts =
         ["tp=2", "cp=2", "pp=2", "pp=4", "ep=2", "ep=4", "tp=2,etp=1,ep=2", "pp=2,vp=2", "pp=2,ep=2,etp=2"];
     let wanted = &said(&one(), &ALL)[0];
     let whole = &said(&one(), &GLOBAL)[0];
     for text in layouts {
-        // The global loss is of all ranks' tokens at once: one micro-batch, whatever the layout.
+        // The global aux loss covers all ranks' tokens: one micro-batch, whatever the layout.
         let dp = Grid::of(recipe(&layout(text), &[]).1).unwrap().dp();
         let micro = format!("train.micro_batch={}", 16 / dp);
         let global = [GLOBAL[0], GLOBAL[1], &micro];
         for (set, wanted) in [(&ALL[..], wanted), (&global, whole)] {
             for (rank, ours) in said(&layout(text), set).iter().enumerate() {
-                // Later steps may choose otherwise where two experts are nearly equal, but say the same things.
+                // Later steps may route differently at near ties, but log the same keys.
                 assert_eq!(apart(&ours[0], &wanted[0]), None, "{text}, rank {rank}");
                 assert!(ours.iter().zip(wanted).all(|(o, w)| o.keys().eq(w.keys())), "{text}, rank {rank}");
             }
@@ -73,11 +73,11 @@ fn sum(list: &serde_json::Value) -> i64 {
 }
 
 #[test]
-fn steps_say_what_their_tokens_chose_and_no_more() {
+fn metrics_count_each_routed_token_once() {
     let ours = &said(&one(), &ALL)[0];
     for step in ours {
         for layer in 1..4 {
-            // 16 sequences of 16 tokens, two choices each.
+            // 16 sequences of 16 tokens, top-2.
             let kept = sum(&step[&format!("moe/load_layer_{layer}")]);
             let dropped = step[&format!("moe/dropped_layer_{layer}")].as_i64().unwrap();
             assert_eq!(kept + dropped, 16 * 16 * 2, "layer {layer}");
@@ -85,12 +85,12 @@ fn steps_say_what_their_tokens_chose_and_no_more() {
         assert!(!step.contains_key("moe/load_layer_0"), "the first layer is none");
         for name in ["load_balancing_loss", "seq_load_balancing_loss", "z_loss"] {
             let x = step[name].as_f64().unwrap();
-            // AuxLossKind losses are 1 where loads are even; the z-loss of small logits is near ln(8)².
+            // Aux losses are 1 under even load; the z-loss of small logits is near ln(8)².
             let room = if name == "z_loss" { 4.0..4.7 } else { 0.95..1.6 };
             assert!(room.contains(&x), "{name} is {x}");
         }
     }
-    // With capacity 1 something is dropped, and whatever is dropped is said.
+    // With capacity factor 1 some tokens are dropped, and all drops are logged.
     assert!(ours.iter().any(|s| s["dropped"].as_i64().unwrap() > 0));
     let plain = &said(&one(), &["moe.log=all"])[0][0];
     assert_eq!(plain["dropped"], 0);
@@ -101,7 +101,7 @@ fn steps_say_what_their_tokens_chose_and_no_more() {
 }
 
 #[test]
-fn what_is_computed_again_counts_once() {
+fn recomputed_layers_count_once() {
     let wanted = said(&one(), &ALL);
     for again in ["full", "[\"mlp\"]", "[\"norm\",\"activation\"]"] {
         let key = format!("train.recompute={again}");
@@ -112,7 +112,7 @@ fn what_is_computed_again_counts_once() {
 }
 
 #[test]
-fn a_word_that_means_nothing_is_refused() {
+fn unknown_log_words_are_refused() {
     let mut recipe = Recipe::named("tiny").unwrap();
     recipe.add("model.toml", MODEL).unwrap();
     recipe.set("moe.log=[\"losses\",\"lodes\"]").unwrap();
@@ -121,7 +121,7 @@ fn a_word_that_means_nothing_is_refused() {
 }
 
 #[test]
-fn the_log_of_a_run_has_loads_and_energy() {
+fn the_log_of_a_run_has_tokens_per_expert_and_energy() {
     use ferrotron_core::events::{self, Event};
     use ferrotron_core::train::{Observer, Run};
     struct Deaf;
@@ -132,7 +132,7 @@ fn the_log_of_a_run_has_loads_and_energy() {
         }
     }
     let set = ["moe.balance=aux", "train.energy=true", "train.steps=4", "train.log_every=2", "eval.every=2"];
-    // The first two layers are dense: the first stage has nothing to say, and says so.
+    // The first two layers are dense: the first stage has no MoE metrics.
     let (resolved, at) =
         recipe(&layout("pp=2,ep=2"), &keys(&[&set[..], &["moe.dense_layers=[0,1]"]].concat()));
     let dir = tempfile::tempdir().unwrap();
@@ -155,7 +155,7 @@ fn the_log_of_a_run_has_loads_and_energy() {
     for step in steps {
         assert!(step.more["imbalance"].as_f64().unwrap() >= 1.0);
         assert!((0.9..2.0).contains(&step.more["load_balancing_loss"].as_f64().unwrap()));
-        // No card, no counter: said, and no error.
+        // Without a GPU there is no energy counter: null, not an error.
         for name in ["energy_j", "energy_j_per_token", "power_w"] {
             assert!(step.more[name].is_null(), "{name}");
         }

@@ -1,5 +1,5 @@
-//! A forward and a backward in turns: the bits are those of one after the other, and each computes while rows of the other
-//! travel.
+//! Paired forward and backward passes (EP overlap): bit-equal to 1F1B, and each pass computes while the other's exchange is
+//! in flight.
 
 use super::*;
 use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device};
@@ -10,7 +10,7 @@ use ferrotron_tensor::{Device, Instrumentation};
 use std::collections::BTreeMap;
 use std::sync::Mutex;
 
-/// Reports and loads of two steps, then gradients, weights and tables; and bytes sent, by group and kind.
+/// Reports and MoE metrics of two steps, then gradients, weights and expert biases; and bytes sent by group and collective.
 #[derive(Debug, PartialEq)]
 struct Made {
     reports: Vec<StepReport>,
@@ -48,7 +48,7 @@ fn make(text: &str, schedule: &str, set: &[&str]) -> Vec<Made> {
         .unwrap()
 }
 
-/// All bits, so that -0 is not 0 and a number that is none is itself.
+/// Bit patterns, so that -0 differs from 0 and NaN equals itself.
 fn bits(t: &LogicalValues) -> Vec<u32> {
     t.values.iter().map(|x| x.to_bits()).collect()
 }
@@ -75,7 +75,7 @@ fn equal(text: &str, set: &[&str]) {
 }
 
 #[test]
-fn every_layout_has_the_bits_of_one_pass_after_the_other() {
+fn every_layout_is_bit_equal_to_1f1b() {
     for text in [
         "ep=2",
         "ep=4",
@@ -96,7 +96,7 @@ fn every_layout_has_the_bits_of_one_pass_after_the_other() {
 }
 
 #[test]
-fn every_kind_of_mixture_has_them_too() {
+fn every_moe_option_is_bit_equal_to_1f1b() {
     for set in [
         &["moe.dense_layers=[0,2]"][..],
         &["moe.layer_freq=2"],
@@ -127,9 +127,9 @@ fn every_kind_of_mixture_has_them_too() {
     }
 }
 
-/// As many as a pipeline is deep, fewer, and one.
+/// As many micro-batches as stages, fewer, and one.
 #[test]
-fn any_number_of_micro_batches_will_do() {
+fn any_number_of_micro_batches_is_bit_equal() {
     for text in ["ep=2", "pp=2,ep=2", "pp=4,ep=2", "pp=2,vp=2,ep=2"] {
         let dp = Grid::of(recipe(&layout(text), &[]).1).unwrap().dp();
         for count in [1, 2, 3, 5] {
@@ -138,7 +138,7 @@ fn any_number_of_micro_batches_will_do() {
     }
 }
 
-/// What each rank gave to its streams in a step, in order.
+/// Launches of each rank in a step, in order.
 fn trace(text: &str, schedule: &str, set: &[&str]) -> Vec<Vec<(ActivityKind, String)>> {
     let mut keys = keys(set);
     keys.extend([format!("parallel.schedule={schedule}"), "train.global_batch=8".into()]);
@@ -168,7 +168,7 @@ fn trace(text: &str, schedule: &str, set: &[&str]) -> Vec<Vec<(ActivityKind, Str
     (0..count).map(of).collect()
 }
 
-/// Exchanges of rows in order, as letters: tokens leave (t) and results return (r), gradients leave (g) and return (d).
+/// Exchanges in order, as letters: dispatch (t), combine (r), combine backward (g), dispatch backward (d).
 fn exchanges(trace: &[(ActivityKind, String)]) -> String {
     let letter = |(kind, name): &(ActivityKind, String)| {
         let rows =
@@ -179,10 +179,10 @@ fn exchanges(trace: &[(ActivityKind, String)]) -> String {
     trace.iter().filter_map(letter).collect()
 }
 
-/// Two mixtures and four micro-batches: in a pair each exchange begins before the other pass has done what lies between its
-/// own two, and something is computed between any two.
+/// Two MoE layers, four micro-batches: in a pair each exchange begins before the other pass finishes its expert compute, and
+/// compute lies between any two exchanges.
 #[test]
-fn rows_of_one_pass_travel_while_the_other_computes() {
+fn exchanges_of_one_pass_overlap_compute_of_the_other() {
     let set = ["model.layers=2", "moe.dense_layers=[]"];
     let (forward, backward, pair) = ("trtr", "gdgd", "gtdrgtdr");
     let repeat = |text: &str, n| text.repeat(n);
@@ -200,12 +200,12 @@ fn rows_of_one_pass_travel_while_the_other_computes() {
             assert!(products.count() > 0, "{between:?}");
         }
     }
-    // Four layers on two ranks with two chunks each; on the last rank the first pair is of different chunks.
+    // Four layers on two stages with vp = 2; on the last stage the first pair is of different chunks.
     let set = ["moe.dense_layers=[]"];
     for paired in trace("pp=2,vp=2,ep=2", "paired", &set) {
         assert!(exchanges(&paired).contains("gtdr"), "{}", exchanges(&paired));
     }
-    // Where only the backward's stage has mixtures, or only the forward's, the other runs beside it all the same.
+    // Where only one of the two passes has MoE layers, the other still overlaps with it.
     for (dense, mixed) in [("moe.dense_layers=[0]", "tr"), ("moe.dense_layers=[1]", "tr")] {
         for paired in trace("ep=2", "paired", &["model.layers=2", dense]) {
             assert_eq!(exchanges(&paired), format!("{mixed}{}gd", repeat("gtdr", 3)));
@@ -214,7 +214,7 @@ fn rows_of_one_pass_travel_while_the_other_computes() {
 }
 
 #[test]
-fn pairs_that_hide_nothing_are_refused() {
+fn pairing_without_expert_parallelism_is_refused() {
     for (set, way) in [
         (&["parallel.schedule=paired"][..], "parallel.ep"),
         (

@@ -1,12 +1,12 @@
-//! Experts padded to the capacity of each rank: every exchange is as large as every other, and nobody asks how large. Results
-//! are those without padding.
+//! `moe.pad_to_capacity`: exchanges have static, equal sizes without a host sync on counts; results equal those without
+//! padding.
 
 use super::*;
 use ferrotron_comm::{OpKind, Volume};
 use ferrotron_core::data::source;
 use ferrotron_core::train::{StepReport, Trainer};
 
-/// A step and its gradients, and what every rank sent to the other ranks with experts.
+/// A step, its gradients, and the bytes each rank sent in expert exchanges.
 fn step(at: &str, set: &[&str]) -> Vec<(StepReport, Vec<LogicalValues>, Volume)> {
     let (resolved, at) = recipe(&layout(at), &keys(set));
     run(&at, |rank| {
@@ -21,7 +21,7 @@ fn step(at: &str, set: &[&str]) -> Vec<(StepReport, Vec<LogicalValues>, Volume)>
 }
 
 #[test]
-fn padded_experts_make_even_exchanges_and_the_same_results() {
+fn padding_makes_exchanges_static_and_keeps_results() {
     for at in ["ep=4", "ep=2,etp=2", "tp=2,ep=4,etp=1,dp=2", "pp=2,ep=2,dp=2"] {
         for factor in ["0.5", "1.25"] {
             let capacity = format!("moe.capacity={factor}");
@@ -32,10 +32,10 @@ fn padded_experts_make_even_exchanges_and_the_same_results() {
                 let what = format!("{at}, capacity {factor}, rank {rank}");
                 assert!((e.0.loss / p.0.loss - 1.0).abs() < 1e-5, "{what}: {:?} and {:?}", e.0, p.0);
                 assert_eq!(difference(&e.1, &p.1, false), None, "{what}");
-                // Counts travel in calls of their own.
+                // Counts would be exchanged by separate calls.
                 assert!(p.2.calls(OpKind::AllToAll) > e.2.calls(OpKind::AllToAll), "{what}: {:?}", e.2);
             }
-            // Stages have other numbers of mixtures.
+            // Stages differ in their number of MoE layers.
             let bytes = |v: &Volume| v.bytes(OpKind::AllToAll);
             let stages = if at.contains("pp=2") { 2 } else { 1 };
             for stage in even.chunks(even.len() / stages) {

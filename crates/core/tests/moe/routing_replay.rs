@@ -1,4 +1,4 @@
-//! Choices of experts that were recorded and are replayed, under any layout; files that do not fit are refused.
+//! Routing record and replay under any layout; routing files that do not fit are refused.
 
 use super::*;
 use ferrotron_core::data::source;
@@ -21,7 +21,7 @@ fn key(name: &str, folder: &Path) -> String {
     format!("moe.{name}={}", folder.display())
 }
 
-/// Experts of each token, by step and mixture, whatever files they stand in.
+/// Top-k experts of each token by step and MoE layer, merged over files.
 fn choices(folder: &Path) -> BTreeMap<(String, String), BTreeMap<i32, Vec<i32>>> {
     let ints = |bytes: Vec<u8>| -> Vec<i32> {
         bytes.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect()
@@ -43,13 +43,13 @@ fn choices(folder: &Path) -> BTreeMap<(String, String), BTreeMap<i32, Vec<i32>>>
 }
 
 #[test]
-fn recorded_choices_are_replayed_under_any_layout() {
+fn recorded_routing_is_replayed_under_any_layout() {
     let folder = tempfile::tempdir().unwrap();
     let [noisy, again, alone] = ["noisy", "again", "alone"].map(|n| folder.path().join(n));
-    // Whom the router would not choose without its jitter.
+    // Routing that the router would not choose without its jitter.
     steps("one", &[key("record", &noisy), "moe.jitter=0.9".into()]).unwrap();
     let recorded = choices(&noisy);
-    // Two steps of three mixtures, 16 rows of 16 tokens.
+    // Two steps, three MoE layers, 16 sequences of 16 tokens.
     assert_eq!(recorded.len(), 6);
     assert!(recorded.values().all(|c| c.len() == 256));
     let wanted = steps("one", &[key("replay", &noisy), key("record", &again)]).unwrap().remove(0);
@@ -67,7 +67,7 @@ fn recorded_choices_are_replayed_under_any_layout() {
                 }
             }
             assert_eq!(choices(&here), recorded, "{at}, {more}");
-            // And from several ranks' files.
+            // Also from files of several ranks.
             let back = steps("one", &[key("replay", &here)]).unwrap().remove(0);
             assert_eq!(back, wanted, "{at}, {more}");
         }
@@ -75,7 +75,7 @@ fn recorded_choices_are_replayed_under_any_layout() {
 }
 
 #[test]
-fn choices_that_do_not_fit_are_refused() {
+fn routing_that_does_not_fit_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let good = folder.path().join("good");
     steps("dp=2", &[key("record", &good)]).unwrap();

@@ -30,7 +30,7 @@ fn step(layout: &RankLayout, set: &[&str]) -> Made {
     all.unwrap().swap_remove(0)
 }
 
-/// Are all ranks to share a card?
+/// Whether all ranks share one GPU.
 fn on_a_card() -> bool {
     std::env::var("FERROTRON_TEST_DEVICE").is_ok_and(|d| d == "cuda")
 }
@@ -56,7 +56,7 @@ fn same(what: &str, ours: &Made, wanted: &Made) {
 }
 
 #[test]
-fn losses_and_gradients_are_those_of_one_rank() {
+fn losses_and_gradients_match_one_rank() {
     let variants: [&[&str]; 6] = [
         &["data.reset_at_documents=true"],
         &["model.tied=true"],
@@ -74,9 +74,9 @@ fn losses_and_gradients_are_those_of_one_rank() {
     }
 }
 
-/// Divided gradients are summed after every micro-batch, weight gradients are put off, stages are named.
+/// ZeRO-2 (gradients reduce-scattered per micro-batch), deferred weight gradients, explicit pipeline layouts.
 #[test]
-fn so_they_are_with_divided_state_and_other_schedules() {
+fn zero_and_other_schedules_match_one_rank() {
     for tied in ["model.tied=false", "model.tied=true"] {
         let wanted = step(&one(), &[tied]);
         for (text, set) in [
@@ -94,9 +94,9 @@ fn so_they_are_with_divided_state_and_other_schedules() {
     }
 }
 
-/// Heads that do not teach leave the model's gradients as they are without them, and learn as others do.
+/// Detached MTP layers leave the decoder's gradients unchanged, and get the gradients of attached ones.
 #[test]
-fn detached_heads_only_learn() {
+fn detached_mtp_sends_no_gradient_into_the_decoder() {
     let with = step(&one(), &[]);
     let detached = step(&one(), &["mtp.detach=true"]);
     let without = step(&one(), &["mtp.layers=0", "mtp.loss_weight=0.1"]);
@@ -122,9 +122,9 @@ fn detached_heads_only_learn() {
         .for_each(differ);
 }
 
-/// What a repeated layer decided at each depth is what it decides there when computed again.
+/// A shared MTP layer routes identically at each depth when it is recomputed.
 #[test]
-fn what_is_computed_again_is_the_same_to_the_bit() {
+fn recomputation_is_bit_equal() {
     let set = ["moe.experts=4", "moe.ffn=16", "mtp.shared_layer=true", "moe.balance=aux"];
     let wanted = step(&one(), &set);
     for recompute in ["train.recompute=full", "train.recompute=[\"mlp\", \"attention\"]"] {

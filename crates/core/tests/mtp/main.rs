@@ -1,4 +1,4 @@
-//! Prediction of further tokens: against f64, the same under every layout, through checkpoints, beside mixtures.
+//! Multi-token prediction (MTP): against f64, equal under every layout, through checkpoints, with MoE.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod layouts;
@@ -8,7 +8,7 @@ mod runs;
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::grid::RankLayout;
 
-/// Grouped heads, biases somewhere, a vocabulary that no layout divides.
+/// GQA, some biases, a vocabulary that no layout divides.
 const MODEL: &str = "
 [model]
 layers = 3

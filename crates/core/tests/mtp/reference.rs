@@ -1,4 +1,4 @@
-//! The whole model in f64, slow and plain: losses of every depth, and gradients by finite differences.
+//! f64 reference of the whole model: losses of every MTP depth, gradients by finite differences.
 
 use super::*;
 use ferrotron_core::Result;
@@ -106,7 +106,7 @@ impl Twin<'_> {
         self.w["embed.tokens"][id as usize * h..][..h].to_vec()
     }
 
-    /// Sum of the losses of rows that have a label, and how many do.
+    /// Sum of the losses of labelled tokens, and their count.
     fn loss(&self, rows: &Rows, labels: &[i32]) -> (f64, f64) {
         let w = &self.w[if self.m.tied { "embed.tokens" } else { "head.weight" }];
         let mut sum = (0.0, 0.0);
@@ -118,7 +118,7 @@ impl Twin<'_> {
         sum
     }
 
-    /// Means of the model's own loss and of that of each depth.
+    /// Mean main loss and mean loss of each MTP depth.
     fn losses(&self, b: &Batch, lengths: &[usize]) -> Vec<f64> {
         let mtp = self.m.mtp.unwrap();
         let mut sums = vec![(0.0, 0.0); 1 + mtp.layers];
@@ -206,7 +206,7 @@ fn losses_and_gradients_are_those_of_f64() {
             let g_wide = wide(&g.values);
             let size = dot(&g_wide, &g_wide).sqrt();
             assert!(size > 0.0, "{set:?} {}", g.name);
-            // Along the gradient itself, and along signs by chance.
+            // Along the gradient itself, and along random signs.
             let along: Vec<f64> = g_wide.iter().map(|x| x / size).collect();
             let signs = g_wide.iter().map(|_| {
                 state = state.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);

@@ -1,4 +1,4 @@
-//! Runs: interrupted and resumed, beside mixtures, and what is refused.
+//! MTP runs: interrupted and resumed, with MoE, and refusals.
 
 use super::*;
 use ferrotron_core::data::source;
@@ -23,7 +23,7 @@ impl Observer for StopAfter<'_> {
     }
 }
 
-/// Trains in a folder until `stop`: all weights, and the steps' losses by name.
+/// Trains in a folder until step `stop`; returns all weights and the steps' losses by name.
 fn train(
     layout: &RankLayout,
     set: &[&str],
@@ -63,9 +63,9 @@ fn a_resumed_run_ends_with_the_same_bits() {
     }
 }
 
-/// The log has a loss of each depth, and they fall; loads of the layer's experts move its biases.
+/// The log has a falling loss per depth; tokens per expert of the MTP layer move its expert bias.
 #[test]
-fn a_mixture_predicts_further_tokens() {
+fn mtp_trains_with_moe() {
     let set = [
         "moe.experts=4",
         "moe.ffn=24",
@@ -87,7 +87,7 @@ fn a_mixture_predicts_further_tokens() {
     let (first, last) = (of(&losses[0]), of(losses.last().unwrap()));
     assert!(last < first - 0.2, "{first} to {last}");
     assert!((of(&losses[0]) / of(&wanted.1[0]) - 1.0).abs() < 1e-6);
-    // Saved and read again: weights and what the router remembers.
+    // Saved and loaded again: weights and expert biases.
     let resolved = recipe(&one(), &set);
     let run = Run::open(Rank::cpu(1, 1234).unwrap(), resolved, dir.path(), None).unwrap();
     assert!(run.trainer.weights().unwrap() == weights);
@@ -97,7 +97,7 @@ fn a_mixture_predicts_further_tokens() {
 }
 
 #[test]
-fn the_model_counts_its_weights() {
+fn parameter_count_includes_mtp() {
     for set in [
         &["mtp.layers=2"][..],
         &["mtp.shared_layer=true", "model.norm=layernorm"],
@@ -133,7 +133,7 @@ fn what_cannot_work_is_refused_in_one_sentence() {
     refused("tp=1", &["train.cuda_graph=on"], "mtp.layers");
     let same = recipe(&layout("pp=2"), &["parallel.stages=Ett|tmmL"]);
     assert_eq!(same.model.mtp_depth(), 2);
-    // What a run's folder says resolves to the same.
+    // The stored configuration resolves to the same values.
     let again = {
         let mut r = Recipe::default();
         r.add("config.toml", &same.config.to_toml()).unwrap();

@@ -1,4 +1,4 @@
-//! Schedules made wrong must be refused.
+//! Faulty schedules are refused.
 
 use ferrotron_core::{
     Error,
@@ -18,7 +18,7 @@ prop_compose! {
     }
 }
 
-/// All places of a schedule: rank, step, and which transfer of a group call.
+/// All positions of a schedule: rank, step, and index within a grouped send/receive.
 fn places(schedule: &Schedule) -> Vec<(usize, usize, Option<usize>)> {
     let mut all = vec![];
     for (rank, steps) in schedule.ranks.iter().enumerate() {
@@ -71,7 +71,7 @@ proptest! {
         refused_at(&doubled, rank)?;
     }
 
-    /// Two entries of a rank change places: refused exactly if running it goes wrong.
+    /// Swapping two entries of a rank is refused exactly if executing it fails.
     #[test]
     fn a_swap_is_refused_exactly_if_it_goes_wrong(plan in plan(), rank in any::<prop::sample::Index>(),
         a in any::<prop::sample::Index>(), b in any::<prop::sample::Index>(), near in any::<bool>()) {
@@ -85,7 +85,7 @@ proptest! {
         prop_assert_eq!(verdict.is_ok(), oracle::runs(&schedule), "{:?}", verdict);
     }
 
-    /// The same for entries of different ranks, where only the two together are wrong.
+    /// The same for entries of different ranks, where only the combination is wrong.
     #[test]
     fn split_group_calls_are_refused_exactly_if_they_go_wrong(plan in plan(), pick in any::<prop::sample::Index>(), turn in any::<bool>()) {
         let mut schedule = PipelinePlan { transport: Transport::Batched, ..plan }.schedule().unwrap();
@@ -107,7 +107,7 @@ fn text(schedule: &Schedule, matching: Matching) -> String {
     check(schedule, matching).unwrap_err().to_string()
 }
 
-/// Sending before receiving on both sides: fine if nobody waits for sends, a deadlock if they do.
+/// Sending before receiving on both sides: fine with buffered sends, a deadlock with blocking ones.
 #[test]
 fn a_deadlock_is_named() {
     let mut schedule = PipelinePlan::new(2, 1, 2).schedule().unwrap();
@@ -154,12 +154,12 @@ fn faults_are_named() {
         (ScheduleStep::Run(f), ScheduleStep::Run(b)) => ScheduleStep::Pair(*f, *b),
         _ => unreachable!(),
     };
-    // The last rank's backward needs the forward beside it; and two backwards are no pair.
+    // The last stage's backward depends on the forward paired with it; and two backwards are not a pair.
     let own = with(&|s| s.ranks[1][f1] = pair(&good.ranks[1][f1], &good.ranks[1][b1]));
     assert!(own.contains("(F1.0 beside B1.0): pairs two passes of one micro-batch"), "{own}");
     let kinds = with(&|s| s.ranks[1][b1] = pair(&good.ranks[1][b1], &good.ranks[1][b1]));
     assert!(kinds.contains("(B1.0 beside B1.0): pairs other passes"), "{kinds}");
-    // Two chunks exchanged at one end only.
+    // Two chunks swapped on the sending side only.
     let eager =
         PipelinePlan { transport: Transport::Eager, ..PipelinePlan::new(2, 1, 4) }.schedule().unwrap();
     let mut crossed = eager.clone();

@@ -1,4 +1,4 @@
-//! Pipelines as plain data: every schedule is proven, and every fault found.
+//! Pipeline schedules as plain data: every schedule is verified, and every fault is found.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
 
 mod faults;

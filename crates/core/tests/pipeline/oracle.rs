@@ -1,22 +1,22 @@
-//! Runs a schedule by its definition: ranks that wait at every group call, and channels that carry values in order,
-//! without tags. A value is the list of stages it went through.
+//! Reference executor of a schedule: ranks block at every grouped send/receive, and channels deliver in order, without tags.
+//! A value is the list of stages it went through.
 
 use std::collections::{HashMap, VecDeque};
 
 use ferrotron_core::pipeline::{OpKind, Payload, PipelineOp, Schedule, ScheduleStep, Transfer};
 
 type Value = Vec<usize>;
-/// By (from, to, payload): who sent it at which step, and the value.
+/// Channels by (from, to, payload): sender, step and value.
 type Wires = HashMap<(usize, usize, Payload), VecDeque<((usize, usize), Value)>>;
 
 #[derive(Default)]
 struct Rank {
     at: usize,
-    /// Sends of the group call at which the rank stands have been posted.
+    /// Whether the sends of the current grouped call are posted.
     posted: bool,
-    /// Receives of that group call that are still open.
+    /// Pending receives of that call.
     open: Vec<(usize, usize, Payload, (usize, usize))>,
-    /// What is there to be used, by (payload, micro-batch, stage that made it).
+    /// Available values by (payload, micro-batch, producing stage).
     values: HashMap<(Payload, usize, usize), Value>,
     ops: Vec<PipelineOp>,
 }
@@ -34,7 +34,7 @@ pub fn runs(schedule: &Schedule) -> bool {
             let Some(step) = schedule.ranks[r].get(rank.at) else { continue };
             match step {
                 ScheduleStep::Run(_) | ScheduleStep::Pair(..) => {
-                    // What a pair makes is not there before both are done.
+                    // Outputs of a pair become available when both passes are done.
                     let ready = step.ops().all(|op| input(schedule, rank, r, op).is_some());
                     if !ready || !step.ops().all(|op| run(schedule, rank, r, op)) {
                         return false;
@@ -78,7 +78,7 @@ pub fn runs(schedule: &Schedule) -> bool {
                             None => rank.open.push((from, to, payload, (micro_batch, stage))),
                         }
                     }
-                    // A send is through when it has left the wire.
+                    // A send completes when its value is received.
                     let waiting = wires.values().flatten().any(|(by, _)| *by == (r, rank.at));
                     if rank.open.is_empty() && !waiting {
                         rank.at += 1;
@@ -93,7 +93,7 @@ pub fn runs(schedule: &Schedule) -> bool {
     ended && ranks.iter().all(|rank| complete(schedule, &rank.ops))
 }
 
-/// What an operation works on, if it is there.
+/// The input of an operation, if available.
 fn input(schedule: &Schedule, rank: &Rank, r: usize, op: PipelineOp) -> Option<Value> {
     let s = schedule.shape;
     let stage = op.chunk * s.pp + r;

@@ -1,4 +1,4 @@
-//! Layers on stages.
+//! Placement of layers on pipeline stages.
 
 use ferrotron_core::pipeline::{LayerPlacement, LayerSplit};
 use proptest::prelude::*;
@@ -51,7 +51,7 @@ proptest! {
 }
 
 #[test]
-fn what_does_not_divide_goes_to_the_middle() {
+fn uneven_layers_go_to_middle_stages() {
     let text = |layers, pp, vp| LayerSplit::even(layers, pp, vp).place().unwrap().to_string();
     assert_eq!(text(10, 4, 1), "Ett|ttt|ttt|ttL");
     assert_eq!(text(2, 4, 1), "E|t|t|L");

@@ -1,4 +1,4 @@
-//! Over all small P, v and M.
+//! Schedules over all small P (stages), v (virtual stages) and M (micro-batches).
 
 use ferrotron_core::pipeline::{
     Costs, Matching, PipelinePlan, Schedule, ScheduleKind, ScheduleReport, ScheduleStep, Timeline, Transport,
@@ -83,7 +83,7 @@ fn peaks_follow_the_formulas() {
                     assert!(report.peak_live[r] <= formula(0), "{plan:?} rank {r}");
                 }
                 ScheduleKind::Paired => {
-                    // One more than interleaved, of which one chunk is a case here.
+                    // One more than the interleaved schedule (vp = 1 included).
                     let most = 2 * (p - r - 1) + (v - 1) * plan.group().unwrap() + 2;
                     assert_eq!(report.peak_live[r], most.min(m * v), "{plan:?} rank {r}");
                 }
@@ -93,9 +93,9 @@ fn peaks_follow_the_formulas() {
     }
 }
 
-/// Every forward after the warm-up has a backward beside it, of another micro-batch.
+/// Every forward after warm-up is paired with a backward of another micro-batch.
 #[test]
-fn pairs_are_as_many_as_can_be() {
+fn every_forward_after_warmup_is_paired() {
     for plan in plans().filter(|plan| plan.kind == ScheduleKind::Paired) {
         let (p, v, m) = (plan.pp, plan.vp, plan.micro_batches);
         if v > 1 && (p == 1 || m < p) {
@@ -116,9 +116,9 @@ fn pairs_are_as_many_as_can_be() {
     }
 }
 
-/// In the steady state all ranks work on a pair at the same time: pairs take no longer than their passes one by one.
+/// In the steady state all ranks run pairs at the same time: pairing adds no bubble.
 #[test]
-fn neighbours_do_not_wait_for_each_others_pairs() {
+fn pairing_adds_no_bubble() {
     for (p, v, m) in [(1, 1, 4), (2, 1, 12), (4, 1, 24), (2, 2, 12), (4, 2, 24)] {
         let schedule =
             PipelinePlan { kind: ScheduleKind::Paired, ..PipelinePlan::new(p, v, m) }.schedule().unwrap();
@@ -128,7 +128,7 @@ fn neighbours_do_not_wait_for_each_others_pairs() {
     }
 }
 
-/// The time of a schedule whose pairs are done at their ends only: a forward takes 1, a backward 2, messages nothing.
+/// Makespan when pairs complete as a whole: forward costs 1, backward 2, messages 0.
 fn makespan_of_steps(schedule: &Schedule) -> f64 {
     let mut at = vec![(0usize, 0.0f64); schedule.ranks.len()];
     let mut sent = std::collections::HashMap::new();
@@ -179,7 +179,7 @@ fn bubbles_follow_the_formulas() {
                 assert!((plain.bubble_to_work() - bubble).abs() < 1e-12, "{plan:?}: {}", plain.draw(400));
             }
         }
-        // (P−1)(forward + input − weight) once there are enough micro-batches to fill the gaps.
+        // (P−1)(T_F + T_B − T_W) once there are enough micro-batches to fill the bubble.
         if v == 1 && m >= 2 * p {
             assert_eq!(zero.makespan(), (3 * m + p - 1) as f64, "{plan:?}\n{}", zero.draw(400));
         }
@@ -207,7 +207,7 @@ fn zero_bubble_takes_any_costs() {
 }
 
 #[test]
-fn senseless_plans_are_refused() {
+fn invalid_plans_are_refused() {
     for plan in [
         PipelinePlan::new(0, 1, 1),
         PipelinePlan::new(1, 0, 1),

@@ -1,5 +1,5 @@
-//! Every switch of the architecture, alone and as the families set them: the model learns, and what it costs to
-//! keep less for the backward pass is time, not a single bit.
+//! Every architecture option, alone and as the model families combine them: the model learns, and recomputation is
+//! bit-equal.
 
 use super::support::*;
 use ferrotron_core::config::{Recompute, RecomputeModule, Resolved};
@@ -19,7 +19,7 @@ fn latent(q_lora_rank: Option<usize>) -> MlaConfig {
     MlaConfig { q_lora_rank, kv_lora_rank: 12, nope_dim: 8, rope_dim: 4, v_dim: 6, norm_eps: 1e-6 }
 }
 
-/// Tiny models with the switches of the supported families.
+/// Tiny models with the options of the supported families.
 pub fn families() -> Vec<(&'static str, ModelConfig)> {
     let llama = base();
     let mut gpt2 = ModelConfig {
@@ -72,7 +72,7 @@ pub fn families() -> Vec<(&'static str, ModelConfig)> {
         truncate: false,
         attention_factor: None,
     };
-    // The attention of GPT-OSS and DeepSeek.
+    // Attention sinks (GPT-OSS) and MLA (DeepSeek).
     let gpt_oss = ModelConfig {
         qkv_bias: true,
         proj_bias: true,
@@ -95,7 +95,7 @@ pub fn families() -> Vec<(&'static str, ModelConfig)> {
     ]
 }
 
-/// One switch at a time.
+/// One option at a time.
 fn switches() -> Vec<(&'static str, ModelConfig)> {
     let with = |f: &dyn Fn(&mut ModelConfig)| {
         let mut c = base();
@@ -161,7 +161,7 @@ fn every_architecture_learns() {
             let last = (1..40).map(|_| t.train_step(&RULE).unwrap().loss).last().unwrap();
             assert!(first > 2.3, "{name} in {dtype} begins at {first}");
             assert!(last < 0.5 * first, "{name} in {dtype}: from {first} to {last}");
-            // Looking does not change it, and agrees with what the next step will say.
+            // Evaluation changes nothing and agrees with the next step's loss.
             let seen = t.evaluate(&RULE, 1).unwrap();
             assert_eq!(seen, t.evaluate(&RULE, 1).unwrap());
         }
@@ -169,7 +169,7 @@ fn every_architecture_learns() {
 }
 
 #[test]
-fn both_kinds_of_adam_and_sgd_learn() {
+fn every_optimizer_learns() {
     for (kind, lr) in [("adamw", 1e-2), ("adam", 1e-2), ("sgd", 0.2)] {
         let r = recipe(&["train.steps=60", &format!("optimizer.kind={kind}"), &format!("optimizer.lr={lr}")]);
         let mut t = trainer(&r);
@@ -179,9 +179,9 @@ fn both_kinds_of_adam_and_sgd_learn() {
     }
 }
 
-/// Two steps with everything kept, and with every choice of what to compute again.
+/// Two steps without and with every recomputation setting.
 #[test]
-fn recomputing_gives_the_same_bits() {
+fn recomputation_is_bit_equal() {
     let mut choices = vec![Recompute::Full];
     for bits in 1..16 {
         let list =

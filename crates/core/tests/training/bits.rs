@@ -1,4 +1,4 @@
-//! Same inputs, same bits: again, with other thread counts, stopped and resumed, and under the access checker.
+//! Determinism: the same bits when repeated, with other thread counts, resumed, and under the race checker.
 
 use super::support::*;
 use ferrotron_core::checkpoint;
@@ -7,10 +7,10 @@ use ferrotron_core::train::{Run, Trainer};
 use ferrotron_engine::{Dropout, Part, Rank, StepContext, initial_values};
 use ferrotron_tensor::{DType, Instrumentation};
 
-/// Nothing of the base model cuts a block of 32, without this either: it makes sizes unlike each other.
+/// Keys that make layer sizes differ from each other; all stay multiples of 32.
 const BLOCKS: &str = "model.ffn=96";
 
-/// Settings that touch different code.
+/// Recipes that exercise different code paths.
 fn settings() -> Vec<(&'static str, Vec<&'static str>)> {
     vec![
         ("f32", vec![]),
@@ -55,7 +55,7 @@ fn data_for(r: &ferrotron_core::config::Resolved) -> Rule {
 }
 
 #[test]
-fn threads_and_repetition_change_nothing() {
+fn thread_count_and_repetition_are_bit_equal() {
     for (what, changes) in settings() {
         let r = recipe(&changes);
         let data = data_for(&r);
@@ -113,13 +113,13 @@ fn a_checkpoint_of_another_run_is_refused() {
         assert!(e.contains(word) && e.contains("step-00000002"), "{change}: {e}");
     }
     assert!(before == newest(dir.path()));
-    // Compute may change its type: what is kept is f32.
+    // The compute dtype may change: masters are f32.
     let r = recipe(&["precision.dtype=bf16", "train.steps=3"]);
     assert_eq!(run(dir.path(), &r, 1, &RULE, None, None).0.steps, 1);
 }
 
 #[test]
-fn training_is_ordered_under_the_access_checker() {
+fn training_is_race_free() {
     let watch = Instrumentation { race_check: true, ..Instrumentation::default() };
     for changes in [&["dropout.hidden=0.1"][..], &["precision.dtype=bf16", "train.recompute=full"]] {
         let r = recipe(changes);
@@ -130,13 +130,13 @@ fn training_is_ordered_under_the_access_checker() {
         }
         t.evaluate(&RULE, 2).unwrap();
         let watched = t.snapshot().unwrap();
-        // Watching changes nothing.
+        // The checker changes no result.
         let mut plain = trainer(&r);
         for _ in 0..3 {
             plain.train_step(&RULE).unwrap();
         }
         assert!(watched == plain.snapshot().unwrap());
-        // And it is watching: a stream that did not wait may not read a weight.
+        // And it detects races: a stream without a wait may not read a weight.
         let other = t.rank.device().stream("other").unwrap();
         let weight = &t.params.values()[0];
         let e = other.download::<u8>(&weight.as_bytes().unwrap()).unwrap_err().to_string();
@@ -146,7 +146,7 @@ fn training_is_ordered_under_the_access_checker() {
     }
 }
 
-/// The mask is a function of its key, and so is everything that follows.
+/// Dropout masks are a function of their key.
 #[test]
 fn dropout_is_a_function_of_its_key() {
     let r = recipe(&[]);
@@ -172,12 +172,12 @@ fn dropout_is_a_function_of_its_key() {
     assert!((kept - 0.75).abs() < 0.05, "{kept}");
     for other in [mask(4, 1, 2, 1), mask(3, 0, 2, 1), mask(3, 1, 1, 1), mask(3, 1, 2, 2)] {
         let equal = first.iter().zip(&other).filter(|(a, b)| a == b).count() as f64 / first.len() as f64;
-        // Independent masks agree in 0.75² + 0.25² of their places.
+        // Independent masks agree in 0.75² + 0.25² of their elements.
         assert!((equal - 0.625).abs() < 0.06, "{equal}");
     }
 }
 
-/// Initial values depend on seed, name and index only, not on what a tensor is fused with.
+/// Initial values depend on seed, name and global index only, not on fusion.
 #[test]
 fn initial_values_do_not_depend_on_the_layout() {
     let values = |changes: &[&str]| {
@@ -199,11 +199,11 @@ fn initial_values_do_not_depend_on_the_layout() {
     let (gated, seed) = values(&[]);
     for (part, held) in &gated {
         assert_eq!(*held, initial_values(seed, part, 0..held.len()), "{}", part.name);
-        // Any range, as a rank that owns a part of it would draw.
+        // Any range, as a rank with a shard draws it.
         let range = held.len() / 3..held.len() - held.len() / 5;
         assert_eq!(held[range.clone()], initial_values(seed, part, range), "{}", part.name);
     }
-    // The same names in differently fused models: no gate beside `up`, biases beside weights, untied head.
+    // The same names in differently fused models: no gate, biases, untied LM head.
     for changes in [
         &["model.gated=false"][..],
         &["model.qkv_bias=true", "model.mlp_bias=true"],
@@ -225,9 +225,9 @@ fn initial_values_do_not_depend_on_the_layout() {
     assert!(differ > 8);
 }
 
-/// How a step is cut into passes is a matter of speed: loss and gradient norm agree to f32 accuracy.
+/// The micro-batch size affects speed only: loss and gradient norm agree to f32 accuracy.
 #[test]
-fn micro_batches_add_up() {
+fn micro_batch_size_does_not_change_the_step() {
     let reports = |micro: u32| {
         let r = recipe(&["train.global_batch=8", &format!("train.micro_batch={micro}")]);
         let mut t = trainer(&r);
@@ -246,7 +246,7 @@ fn micro_batches_add_up() {
     }
 }
 
-/// Rows without labels weigh nothing, in whatever micro-batch they are.
+/// Unlabelled tokens have zero weight, in whatever micro-batch they are.
 #[test]
 fn the_loss_is_the_mean_over_labelled_tokens() {
     struct Sparse;
@@ -262,7 +262,7 @@ fn the_loss_is_the_mean_over_labelled_tokens() {
         }
         fn row(&self, n: u64, row: &mut ferrotron_core::data::Row) -> ferrotron_core::Result<()> {
             RULE.row(n, row)?;
-            // Sample n keeps n mod 4 labels; every fourth keeps none.
+            // Sample n has n mod 4 labels; every fourth has none.
             row.labels[(n % 4) as usize..].fill(-100);
             Ok(())
         }
@@ -274,7 +274,7 @@ fn the_loss_is_the_mean_over_labelled_tokens() {
     let (apart, together) = (reports(1), reports(4));
     assert!((apart.loss - together.loss).abs() < 2e-6 * apart.loss, "{apart:?} {together:?}");
     assert!((apart.grad_norm - together.grad_norm).abs() < 1e-5 * apart.grad_norm);
-    // An untrained model knows nothing: the mean is near the logarithm of the vocabulary, not a fraction of it.
+    // The mean loss of an untrained model is near ln(vocab), not a fraction of it.
     assert!((apart.loss - 16f64.ln()).abs() < 0.2, "{apart:?}");
 }
 
@@ -284,13 +284,13 @@ fn divergence_is_an_error_and_the_last_checkpoint_stays() {
     let good = recipe(&["train.steps=2"]);
     run(dir.path(), &good, 1, &RULE, None, None);
     let mut bad = recipe(&["train.steps=40", "checkpoint.every=1"]);
-    // No recipe may ask for this; a model may do it by itself.
+    // Refused as a recipe value, so set here; a diverging model gets there by itself.
     bad.config.optimizer.lr = 1e30;
     let mut r = Run::open(rank(1, &bad), bad.clone(), dir.path(), None).unwrap();
     let e = refusal(r.train(&RULE, None, &mut Stopper::default()));
     assert!(e.contains("optimizer.lr"), "{e}");
     drop(r);
-    // Nothing that is no number was saved.
+    // No NaN was saved.
     let path = checkpoint::latest(&dir.path().join("checkpoints")).unwrap().unwrap();
     let loaded = checkpoint::load(&path).unwrap();
     for t in loaded.tensors().filter(|t| t.name.starts_with("model/")) {

@@ -1,4 +1,4 @@
-//! Data through runs: ramps, evaluation, blends, packed documents.
+//! Data in runs: batch-size ramps, evaluation, blends, packed documents.
 
 use super::support::*;
 use ferrotron_core::config::Resolved;
@@ -6,7 +6,7 @@ use ferrotron_core::data::{Batches, source};
 use ferrotron_core::events::Event;
 use std::path::Path;
 
-/// Documents of a small language, each ended by 0.
+/// Documents of a toy language, each ended by token 0.
 fn documents(count: usize, salt: i64) -> Vec<Vec<i64>> {
     (0..count as i64)
         .map(|d| {
@@ -67,7 +67,7 @@ fn evaluation_comes_when_asked_and_changes_nothing() {
     assert_eq!(evals.iter().map(|e| (e.0, e.1)).collect::<Vec<_>>(), [(3, 128), (6, 128), (7, 128)]);
     assert!(evals[2].2 < evals[0].2);
     assert_eq!(outcome.eval, Some(evals[2].2));
-    // The last of them again, from the checkpoint.
+    // The last evaluation again, from the checkpoint.
     let mut t = trainer(&r);
     let path = ferrotron_core::checkpoint::latest(&watched.path().join("checkpoints")).unwrap().unwrap();
     t.restore(&ferrotron_core::checkpoint::load(&path).unwrap()).unwrap();
@@ -91,7 +91,7 @@ fn a_blend_runs_resumes_and_keeps_its_proportions() {
         ["data.weights=[3, 1]", "data.split=[90, 10, 0]", "train.steps=10", "eval.every=5", "eval.batches=1"];
     let r = with_data(&[&a, &b], &changes);
     let sources = source::open(&r).unwrap();
-    // Which file a sample is from shows in its tokens.
+    // A sample's tokens tell which dataset it is from.
     let from_b = (0..40)
         .filter(|n| sources.train.batch(*n, 1).unwrap().tokens.iter().all(|t| [0, 15].contains(t)))
         .count();
@@ -106,7 +106,7 @@ fn a_blend_runs_resumes_and_keeps_its_proportions() {
 }
 
 #[test]
-fn packed_documents_train_and_do_not_see_each_other() {
+fn packed_documents_train_without_cross_attention() {
     let dir = tempfile::tempdir().unwrap();
     let prefix = dir.path().join("text");
     write_data(&prefix, &documents(80, 3));
@@ -119,7 +119,7 @@ fn packed_documents_train_and_do_not_see_each_other() {
     for (i, t) in batch.tokens.iter().enumerate().filter(|(_, t)| **t == 0) {
         assert_eq!(batch.labels[i], -100, "the end of a document has a loss: {t}");
     }
-    // Another document in front changes nothing: rows that differ only there end with the same losses.
+    // Another document in front changes nothing: rows that differ only there end with equal losses.
     let mut t = trainer(&r);
     let first = t.train_step(&*sources.train).unwrap();
     let last = (1..12).map(|_| t.train_step(&*sources.train).unwrap()).last().unwrap();
@@ -129,7 +129,7 @@ fn packed_documents_train_and_do_not_see_each_other() {
     assert!(outcome.finished && outcome.loss == Some(last.loss));
 }
 
-/// Training without evaluation asks nothing of a validation share that is too small for a sample.
+/// Without evaluation, a validation split too small for one sample is accepted.
 #[test]
 fn few_documents_are_enough_without_evaluation() {
     let dir = tempfile::tempdir().unwrap();

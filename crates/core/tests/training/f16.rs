@@ -1,4 +1,4 @@
-//! f16 training: loss scales begin high, fall, grow and resume; the model learns what it learns in bf16.
+//! f16 training with a dynamic loss scale: it falls, grows and resumes; the model learns as in bf16.
 
 use super::support::*;
 use ferrotron_core::config::{Recipe, Resolved};
@@ -21,10 +21,9 @@ fn bits(reports: &[StepReport]) -> Vec<[u64; 3]> {
     reports.iter().map(one).collect()
 }
 
-/// From the scale of the specification on: steps are left out until gradients are numbers, weights stay as they are, and the
-/// run goes on however many it takes.
+/// From the initial scale on, steps are skipped until gradients are finite; weights stay unchanged and the run continues.
 #[test]
-fn the_scale_falls_until_gradients_are_numbers() {
+fn the_scale_falls_until_gradients_are_finite() {
     let mut t = trainer(&half(&[]));
     let before = t.weights().unwrap();
     let first = steps(&mut t, 1);
@@ -33,14 +32,14 @@ fn the_scale_falls_until_gradients_are_numbers() {
     assert!(t.weights().unwrap() == before);
     let rest = steps(&mut t, 40);
     let all: Vec<&StepReport> = first.iter().chain(&rest).collect();
-    // One is forgiven, then every bad step halves it.
+    // Hysteresis: one overflow is tolerated, then every overflow halves the scale.
     let left_out = all.iter().take_while(|r| !r.grad_norm.is_finite()).count();
     assert!(left_out > 11, "{left_out}");
     for (i, r) in all[..=left_out].iter().enumerate() {
         assert_eq!(r.loss_scale, Some(2f64.powi(33 - i.max(1) as i32)), "{i}");
     }
     assert!(t.weights().unwrap() != before);
-    // Loss and norm are those without a scale.
+    // Loss and norm are reported unscaled.
     let good = all[left_out];
     assert!(good.loss < 4.0 && good.grad_norm < 10.0, "{good:?}");
     assert!(all[40].loss < good.loss - 0.5, "{} {}", good.loss, all[40].loss);
@@ -54,7 +53,7 @@ fn the_scale_grows_after_good_steps() {
     assert_eq!(scales, wanted);
 }
 
-/// The same losses as in bf16, within what their digits explain; and gradients nearer to those of f32.
+/// The same losses as bf16 within rounding, and gradients closer to f32.
 #[test]
 fn f16_learns_what_bf16_learns() {
     let learn = |dtype: &str| {
@@ -79,7 +78,7 @@ fn f16_learns_what_bf16_learns() {
 
 #[test]
 fn a_resumed_run_has_the_bits_of_one_that_went_on() {
-    // Before the scale has fallen to where gradients are numbers, and after it grew.
+    // Before the scale has fallen far enough, and after it grew.
     for (set, n) in [
         (&[][..], 7),
         (&["precision.loss_scale=[64, 4]"], 6),
@@ -99,7 +98,7 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
         assert_eq!(bits(&after), bits(&steps(&mut resumed, 24)), "{set:?}");
         assert!(whole.snapshot().unwrap() == resumed.snapshot().unwrap(), "{set:?}: other state");
         assert!(after.last().unwrap().grad_norm.is_finite());
-        // Other types neither need the scale nor mind it, and the way back begins with a fresh one.
+        // Other dtypes ignore the saved scale; returning to f16 starts with a fresh one.
         let rest = set.iter().copied().filter(|s| !s.contains("loss_scale"));
         let mut other = trainer(&recipe(
             &["train.steps=60", "precision.dtype=bf16"].into_iter().chain(rest).collect::<Vec<_>>(),
@@ -109,7 +108,7 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
     }
 }
 
-/// Ranks have one scale, whoever of them overflowed.
+/// All ranks share one loss scale, whichever of them overflowed.
 #[test]
 fn layouts_agree_on_the_scale() {
     let go = |layout: &str, zero: &str| {

@@ -1,5 +1,4 @@
-//! A whole model's forward and backward pass seen from outside: what is kept can move, and sequences do not see
-//! each other.
+//! A whole model's forward and backward: saved activations can be moved, and sequences do not attend to each other.
 
 use super::architectures::families;
 use ferrotron_core::model::{Decoder, ForwardMode, ModelConfig, ModelOptions, PipelineLayout};
@@ -36,7 +35,7 @@ impl Whole {
         Whole { rank, decoder, params }
     }
 
-    /// Loss and gradients of a batch, with a look at everything kept between the passes.
+    /// Loss and gradients of a batch; visits all saved activations before backward.
     fn step(
         &self,
         layout: Layout,
@@ -76,7 +75,7 @@ fn ids(n: usize) -> Vec<i32> {
 }
 
 #[test]
-fn everything_kept_can_move_and_no_parameter_is_kept() {
+fn saved_activations_can_be_moved_and_hold_no_parameter() {
     let full = Recompute { layer: true, ..Recompute::default() };
     for (name, model) in families() {
         for dtype in [DType::F32, DType::BF16] {
@@ -105,9 +104,9 @@ fn everything_kept_can_move_and_no_parameter_is_kept() {
     }
 }
 
-/// A sequence gives the same loss and gradients packed among others as in a row of its own.
+/// A sequence gives the same loss and gradients packed among others as alone.
 #[test]
-fn packed_sequences_do_not_see_each_other() {
+fn packed_sequences_do_not_attend_to_each_other() {
     let lengths = [5usize, 1, 16, 3];
     let total: usize = lengths.iter().sum();
     let all = ids(total);
@@ -137,7 +136,7 @@ fn packed_sequences_do_not_see_each_other() {
         for (i, (sum, g)) in grads.iter().zip(&packed.1).enumerate() {
             let size = sum.iter().map(|x| x * x).sum::<f64>().sqrt();
             let apart = sum.iter().zip(g).map(|(a, b)| (a - f64::from(*b)).powi(2)).sum::<f64>().sqrt();
-            // Two f32 computations whose sums run in different orders: a product's depends on its shape.
+            // Two f32 computations with different summation orders: a GEMM's depends on its shape.
             assert!(apart <= 3e-5 * size + 1e-9, "{name} gradient {i}: {apart} of {size}");
         }
     }

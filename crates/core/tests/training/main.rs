@@ -1,4 +1,4 @@
-//! Training as a whole: the same bits from the same inputs however it is run, and every architecture learns.
+//! Training end to end: deterministic, and every architecture learns.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 mod architectures;

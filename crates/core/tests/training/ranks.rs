@@ -1,4 +1,4 @@
-//! A run of several ranks resumes from one checkpoint, or fails on all of them.
+//! A run of several ranks resumes from a checkpoint, or fails on all ranks.
 
 use crate::support::{RULE, Stopper, recipe};
 use ferrotron_core::checkpoint;

@@ -1,4 +1,4 @@
-//! Recipes, data and runs small enough for many of them.
+//! Small recipes, data and runs.
 
 use ferrotron_core::checkpoint::{self, Saver, Snapshot};
 use ferrotron_core::config::{Recipe, Resolved};
@@ -49,7 +49,7 @@ pub fn trainer(r: &Resolved) -> Trainer {
     Trainer::new(rank(2, r), r).unwrap()
 }
 
-/// A language with one rule: the next token is `3·token + 1` modulo the vocabulary. Sample n starts at n.
+/// A toy language: the next token is `3·token + 1` modulo the vocabulary. Sample n starts at n.
 pub struct Rule {
     pub seq: usize,
     pub vocab: i32,
@@ -80,7 +80,7 @@ impl Batches for Rule {
 
 pub const RULE: Rule = Rule { seq: 16, vocab: 16 };
 
-/// Asks a run to stop after a step, and keeps what it heard.
+/// An observer that stops a run after a step and records its events.
 #[derive(Default)]
 pub struct Stopper {
     pub after: Option<u64>,
@@ -163,7 +163,7 @@ pub fn write_data(prefix: &Path, documents: &[Vec<i64>]) {
     writer.finish().unwrap();
 }
 
-/// The sentence of a failure.
+/// The error message of a failure.
 pub fn refusal<T>(result: Result<T, Error>) -> String {
     let e = result.err().expect("it worked").to_string();
     assert!(!e.contains('\n'), "{e}");

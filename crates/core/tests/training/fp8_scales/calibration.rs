@@ -1,9 +1,9 @@
-//! Delayed scaling begins calibrated.
+//! Calibration of delayed scaling.
 
 use super::*;
 use ferrotron_core::events::Operand;
 
-/// Calibration: products as in bf16 while magnitudes are collected, and scales that fit when it ends.
+/// During calibration GEMMs run in bf16 while amax is recorded; afterwards scales fit.
 #[test]
 fn calibration_ends_with_good_scales() {
     let mut plain = trainer(&narrow("none", &[]));
@@ -17,7 +17,7 @@ fn calibration_ends_with_good_scales() {
     for t in [&mut ours, &mut cold] {
         assert_eq!(steps(t, 1).len(), 1);
     }
-    // What was collected fills the formats, exactly.
+    // The recorded amax maps exactly to the format's maximum.
     let state = scales(&calibrated);
     for (history, scale) in state[..8].iter().zip(&state[8..]) {
         for (role, most) in [448f32, 448.0, 57344.0].into_iter().enumerate() {
@@ -27,7 +27,7 @@ fn calibration_ends_with_good_scales() {
             assert_eq!(scale.2[role], most / largest, "{}", scale.0);
         }
     }
-    // In the next step: the largest magnitude as a part of what the format holds. Gradients change from step to step.
+    // In the next step: amax as a fraction of the format's range. Gradients change from step to step.
     let filled = |t: &mut Trainer| -> Vec<f64> {
         let part = |o: &Operand| {
             let most = if o.role == "gradient" { 57344.0 } else { 448.0 };
@@ -39,7 +39,7 @@ fn calibration_ends_with_good_scales() {
     assert!(good.len() == 24 && good.iter().all(|x| (0.1..2.0).contains(x)), "calibrated: {good:?}");
     assert!(bad.iter().any(|x| *x < 1e-3), "without: {bad:?}");
     assert_ne!(plain.train_step(&RULE).unwrap().loss, ours.train_step(&RULE).unwrap().loss);
-    // Collected by several ranks, the same but for the order of sums.
+    // Recorded by several ranks: equal up to summation order.
     let once = |layout| scales(&under(layout, &in_layout(layout, &["precision.calibrate=3"]), None, 1));
     let (ranks, one) = (once("tp=2,dp=2"), once("dp=1"));
     assert_eq!(ranks.len(), one.len());
@@ -63,7 +63,7 @@ fn calibration_begins_where_delayed_scaling_does() {
 }
 
 #[test]
-fn keys_that_have_nothing_to_do_are_refused() {
+fn calibration_keys_without_delayed_scaling_are_refused() {
     use ferrotron_core::config::Recipe;
     for (scaling, key) in [
         ("none", "precision.stats_every=2"),

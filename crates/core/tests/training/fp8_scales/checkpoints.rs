@@ -1,4 +1,4 @@
-//! Scales and histories in checkpoints: the same bits, under any layout and recipe; damage is refused.
+//! FP8 scales and amax histories in checkpoints: bit-equal under any layout and recipe; damage is refused.
 
 use super::*;
 use ferrotron_core::checkpoint::Item;
@@ -23,7 +23,7 @@ fn a_resumed_run_has_the_bits_of_one_that_went_on() {
         assert_eq!(steps(&mut whole, 4), steps(&mut resumed, 4), "{set:?}");
         let (a, b) = (whole.snapshot().unwrap(), resumed.snapshot().unwrap());
         assert!(a == b, "{set:?}: other state");
-        // Two maps in each of attention and MLP, two layers; scales have left their first value.
+        // Two linear layers in each of attention and MLP, two decoder layers; scales have left their initial value.
         let all = scales(&a);
         let names = ["attn.out", "attn.q+k+v", "mlp.down", "mlp.gate+up"];
         let mut maps: Vec<String> = (0..2).flat_map(|l| names.map(|n| format!("layers.{l}.{n}"))).collect();
@@ -51,9 +51,9 @@ fn every_layout_saves_and_loads_the_same_scales() {
     same_in_layouts(&[]);
 }
 
-/// A tied table is on the first and the last stage, and its scales on the last.
+/// A tied embedding is on the first and last stage, its LM-head scales on the last.
 #[test]
-fn every_layout_knows_the_scales_of_the_head() {
+fn every_layout_saves_the_scales_of_the_lm_head() {
     const HEAD: [&str; 2] = ["precision.fp8_lm_head=true", "model.vocab=64"];
     same_in_layouts(&[&HEAD[..], &["model.tied=true"]].concat());
     same_in_layouts(&HEAD);
@@ -65,7 +65,7 @@ fn same_in_layouts(more: &[&str]) {
     let one = under("dp=1", &in_layout("dp=1"), None, 1);
     for from in layouts {
         let dir = tempfile::tempdir().unwrap();
-        // Magnitudes are those of one rank but for the order of sums, which later steps make more of.
+        // amax equals one rank's up to summation order, which later steps amplify.
         let first = under(from, &in_layout(from), None, 1);
         let snapshot = under(from, &in_layout(from), None, 3);
         assert_eq!(scales(&first).len(), scales(&one).len());
@@ -115,9 +115,9 @@ fn recipes_switch_in_all_directions() {
     }
 }
 
-/// A module that was narrow and no longer is, and the other way round.
+/// A module that leaves or joins the FP8 recipe.
 #[test]
-fn exceptions_may_change() {
+fn skipped_modules_may_change() {
     let dir = tempfile::tempdir().unwrap();
     let mut t = trainer(&delayed(&["precision.skip=mlp.down"]));
     steps(&mut t, 2);
@@ -154,7 +154,7 @@ fn the_history_may_change_its_length() {
                 continue;
             }
             assert_eq!(b.1, [len, 3]);
-            // Oldest first, in front of them what was never seen; the first row is where a step gathers.
+            // Oldest first, zeros for steps before the run; row 0 accumulates the current step.
             let kept = (len - 1).min(3);
             let wanted = [&vec![0.0; 3 * (len - kept)][..], &a.2[3 * (4 - kept)..]].concat();
             assert_eq!(b.2, wanted, "{} with {len} steps", a.0);
@@ -175,7 +175,7 @@ fn damaged_scales_are_refused() {
         let mut s = good.clone();
         change(&mut s.items);
         let loaded = saved(dir.path(), s);
-        // Whether they are asked for or not.
+        // Whether the recipe uses them or not.
         ["fp8-delayed", "none"].map(|scaling| {
             let r = if scaling == "none" { narrow("none", &[]) } else { delayed(&[]) };
             let mut t = trainer(&r);

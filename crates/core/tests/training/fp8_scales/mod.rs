@@ -1,5 +1,5 @@
-//! Delayed scaling between steps: it resumes to the same bits, under any layout and recipe, and begins calibrated.
-//! Statistics of operands change nothing.
+//! State of delayed scaling: resumes bit for bit under any layout and recipe, and starts calibrated. Operand statistics
+//! change no result.
 
 mod calibration;
 mod checkpoints;
@@ -13,7 +13,7 @@ use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::{Trainer, to_f32};
 use ferrotron_engine::Rank;
 
-/// The base recipe, in sizes that narrow products have, with some scaling.
+/// The base recipe in sizes that FP8 GEMMs support, with an FP8 recipe.
 fn narrow(scaling: &str, more: &[&str]) -> Resolved {
     let scaling = format!("precision.recipe={scaling}");
     let set = ["precision.dtype=bf16", "model.ffn=64", "model.head_dim=16", "train.steps=8", &scaling];
@@ -24,7 +24,7 @@ fn delayed(more: &[&str]) -> Resolved {
     narrow("fp8-delayed", &[&["precision.amax_history=4"], more].concat())
 }
 
-/// Scales and histories, by name.
+/// Scales and amax histories by name.
 fn scales(s: &Snapshot) -> Vec<(String, Vec<usize>, Vec<f32>)> {
     let ours = s.items.iter().filter(|i| i.name.starts_with("fp8."));
     let mut all: Vec<_> =

@@ -1,11 +1,11 @@
-//! What is looked at or run between steps changes no bit of them.
+//! Operand statistics, evaluation and generation between steps change no bit.
 
 use super::*;
 use ferrotron_core::data::Batches;
 use ferrotron_core::events::{Event, Precision};
 
 #[test]
-fn watched_steps_change_no_bit_and_tell_of_every_operand() {
+fn statistics_are_bit_neutral_and_cover_every_operand() {
     for scaling in ["fp8-current", "fp8-delayed", "fp8-block", "mxfp8", "nvfp4"] {
         let go = |more: &[&str]| {
             let dir = tempfile::tempdir().unwrap();
@@ -29,7 +29,7 @@ fn watched_steps_change_no_bit_and_tell_of_every_operand() {
         let logged: Vec<Event> = watched.3.into_iter().map(|l| l.event).collect();
         assert_eq!(of(&logged), seen, "{scaling}: the log says something else");
         for o in seen.iter().flat_map(|p| &p.operands) {
-            // Scales of earlier steps are behind while gradients grow.
+            // Delayed scales lag while gradients grow.
             let bound = if scaling == "nvfp4" || scaling == "fp8-delayed" { 0.5 } else { 0.1 };
             assert!(o.error > 0.0 && o.error < bound && o.amax > 0.0, "{scaling}: {o:?}");
             assert_eq!(o.scale.is_some(), !["mxfp8", "nvfp4"].contains(&scaling), "{scaling}: {o:?}");
@@ -44,9 +44,9 @@ fn watched_steps_change_no_bit_and_tell_of_every_operand() {
     }
 }
 
-/// What several ranks see together is what one sees: percentages, magnitudes and errors of all tokens and channels.
+/// Statistics reduced over ranks match one rank: rates, amax and errors over all tokens and channels.
 #[test]
-fn statistics_of_all_ranks_are_those_of_one() {
+fn statistics_over_ranks_match_one_rank() {
     let look = |layout: &str| {
         let keys = layout_keys(layout);
         let set: Vec<&str> = keys.iter().map(String::as_str).chain(["precision.stats_every=1"]).collect();
@@ -74,9 +74,9 @@ fn statistics_of_all_ranks_are_those_of_one() {
     }
 }
 
-/// A generated text or an evaluation between steps is no part of them.
+/// Generation or evaluation between steps leaves no trace.
 #[test]
-fn passes_between_steps_leave_no_trace() {
+fn inference_between_steps_leaves_no_trace() {
     use ferrotron_core::model::generate::{Sampling, generate};
     use ferrotron_engine::StepContext;
     for scaling in ["fp8-current", "fp8-delayed", "fp8-block"] {
