@@ -1,8 +1,9 @@
 //! Our own names: one logical tensor per parameter, never fused, matrices `[out, in]`.
 
-use ferrotron_core::model::config::{ModelConfig, NormKind, Positions};
+use ferrotron_core::model::config::ModelConfig;
 use ferrotron_core::model::logical_parts;
 use ferrotron_tensor::DType;
+use std::collections::HashMap;
 
 /// A parameter of the model under its logical name.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -33,111 +34,26 @@ pub fn logical_buffers(c: &ModelConfig) -> Vec<LogicalTensor> {
     buffers.map(|p| LogicalTensor { name: p.name, shape: p.shape, buffer: true }).collect()
 }
 
-/// Every parameter of a model: embedding, layers, head, and what predicts further tokens.
+/// Every parameter of a model, as the model declares it: embedding, layers, LM head, MTP layers. The matrices of an expert
+/// stand together, and a bias follows its weight.
 pub fn logical_tensors(c: &ModelConfig) -> Vec<LogicalTensor> {
-    let mut out = Vec::new();
-    let mut push = |name: String, shape: &[usize]| {
-        out.push(LogicalTensor { name, shape: shape.to_vec(), buffer: false })
-    };
-    let (h, f, d) = (c.hidden, c.ffn, c.head_dim);
-    let (q, kv) = (c.heads * d, c.kv_heads * d);
-    let norm_bias = c.norm.kind == NormKind::LayerNorm;
+    let mut modules: Vec<Vec<LogicalTensor>> = Vec::new();
+    let mut places: HashMap<String, usize> = HashMap::new();
+    for p in logical_parts(c).unwrap_or_default() {
+        let place = *places.entry(module(&p.name).to_string()).or_insert(modules.len());
+        modules.resize_with(modules.len().max(place + 1), Vec::new);
+        modules[place].push(LogicalTensor { name: p.name, shape: p.shape, buffer: false });
+    }
+    modules.into_iter().flatten().collect()
+}
 
-    push("embed.tokens".into(), &[c.vocab, h]);
-    if matches!(c.positions, Positions::Learned) {
-        push("embed.positions".into(), &[c.max_positions, h]);
+/// What a parameter stands together with: its expert, or the linear layer or norm of which it is weight or bias.
+fn module(name: &str) -> &str {
+    if let Some((before, rest)) = name.split_once(".experts.") {
+        let expert = rest.split('.').next().unwrap_or_default();
+        return &name[..before.len() + ".experts.".len() + expert.len()];
     }
-    for i in 0..c.layers {
-        let mut push = |name: &str, shape: &[usize]| push(format!("layers.{i}.{name}"), shape);
-        let norm = |push: &mut dyn FnMut(&str, &[usize]), name: &str| {
-            push(&format!("{name}.weight"), &[h]);
-            if norm_bias {
-                push(&format!("{name}.bias"), &[h]);
-            }
-        };
-        let linear =
-            |push: &mut dyn FnMut(&str, &[usize]), name: &str, rows: usize, cols: usize, bias: bool| {
-                push(&format!("{name}.weight"), &[rows, cols]);
-                if bias {
-                    push(&format!("{name}.bias"), &[rows]);
-                }
-            };
-        norm(&mut push, "attn_norm");
-        match &c.mla {
-            None => {
-                linear(&mut push, "attn.q", q, h, c.qkv_bias);
-                linear(&mut push, "attn.k", kv, h, c.qkv_bias);
-                linear(&mut push, "attn.v", kv, h, c.qkv_bias);
-                if c.qk_norm {
-                    push("attn.q_norm.weight", &[d]);
-                    push("attn.k_norm.weight", &[d]);
-                }
-            }
-            Some(m) => {
-                match m.q_lora_rank {
-                    Some(rank) => {
-                        linear(&mut push, "attn.q_a", rank, h, c.qkv_bias);
-                        push("attn.q_a_norm.weight", &[rank]);
-                        linear(&mut push, "attn.q_b", q, rank, false);
-                    }
-                    None => linear(&mut push, "attn.q", q, h, false),
-                }
-                linear(&mut push, "attn.kv_a", m.kv_lora_rank + m.rope_dim, h, c.qkv_bias);
-                push("attn.kv_a_norm.weight", &[m.kv_lora_rank]);
-                linear(&mut push, "attn.kv_b", c.heads * (m.nope_dim + m.v_dim), m.kv_lora_rank, false);
-            }
-        }
-        if c.attn_sink {
-            push("attn.sink", &[c.heads]);
-        }
-        let out = if c.mla.is_some() { "attn.o" } else { "attn.out" };
-        linear(&mut push, out, h, c.heads * c.value_dim(), c.proj_bias);
-        if c.post_norms {
-            norm(&mut push, "attn_post_norm");
-        }
-        norm(&mut push, "mlp_norm");
-        let mlp = |push: &mut dyn FnMut(&str, &[usize]), name: &str, width, f, bias| {
-            if c.gated {
-                linear(push, &format!("{name}.gate"), f, width, bias);
-            }
-            linear(push, &format!("{name}.up"), f, width, bias);
-            linear(push, &format!("{name}.down"), width, f, bias);
-        };
-        match c.moe_layer(i) {
-            None => mlp(&mut push, "mlp", h, f, c.mlp_bias),
-            Some(m) => {
-                linear(&mut push, "moe.router", m.experts, h, m.router_bias);
-                if let Some(latent) = m.latent {
-                    linear(&mut push, "moe.latent_down", latent, h, false);
-                    linear(&mut push, "moe.latent_up", h, latent, false);
-                }
-                for e in 0..m.experts {
-                    mlp(&mut push, &format!("moe.experts.{e}"), m.latent.unwrap_or(h), m.ffn, m.bias);
-                }
-                if let Some(shared) = m.shared_ffn {
-                    mlp(&mut push, "moe.shared", h, shared, false);
-                    if m.shared_gate {
-                        linear(&mut push, "moe.shared_gate", 1, h, false);
-                    }
-                }
-            }
-        }
-        if c.post_norms {
-            norm(&mut push, "mlp_post_norm");
-        }
-    }
-    push("final_norm.weight".into(), &[h]);
-    if norm_bias {
-        push("final_norm.bias".into(), &[h]);
-    }
-    if !c.tied {
-        push("head.weight".into(), &[c.vocab, h]);
-    }
-    // Layers that predict further tokens, as the model declares them.
-    let further = c.mtp.map(|_| logical_parts(c).unwrap_or_default()).unwrap_or_default();
-    let further = further.into_iter().filter(|p| p.name.starts_with("mtp."));
-    out.extend(further.map(|p| LogicalTensor { name: p.name, shape: p.shape, buffer: false }));
-    out
+    name.rsplit_once('.').map_or(name, |(module, _)| module)
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod checkpoint;
 pub mod config;
+pub mod cost;
 pub mod data;
 pub mod error;
 pub mod events;
@@ -15,6 +16,5 @@ pub mod ranks;
 pub mod schedule;
 pub mod tensorfile;
 pub mod train;
-pub mod volume;
 
 pub use error::{Error, Result};

@@ -2,12 +2,14 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
+use ferrotron_core::cost::{ByGroup, Traffic, step_volume};
 use ferrotron_core::data::source;
 use ferrotron_core::grid::RankLayout;
+use ferrotron_core::model::description::{ModelDescription, ParallelRanks, StepShape};
 use ferrotron_core::ranks::on_threads;
 use ferrotron_core::train::Trainer;
-use ferrotron_core::volume::{ByGroup, StepShape, Traffic, predict};
-use ferrotron_engine::{GroupRank, Rank, Recompute, attention};
+
+use ferrotron_engine::Rank;
 
 const SEQ: usize = 24;
 const MICRO: usize = 2;
@@ -42,35 +44,10 @@ fn check_volume(layout: &str, set: &[&str]) -> ByGroup {
         let before = Traffic::of(&rank);
         trainer.train_step(&*sources.train)?;
         let sent = Traffic::of(&rank).since(&before);
-        let placement = trainer.decoder.placement();
-        let chunks = (0..placement.vp()).filter_map(|c| placement.at(rank.pp.rank(), c).cloned());
-        let stages: Vec<_> = chunks.collect();
-        let count = BATCH / MICRO / rank.dp.size();
-        let len = resolved.plan.seq_len;
-        let batches = vec![attention::Layout::Rows { count: MICRO, len }; count];
-        let step = StepShape {
-            model: &resolved.model,
-            tp: GroupRank { rank: rank.tp.rank(), size: rank.tp.size() },
-            cp: GroupRank { rank: rank.cp.rank(), size: rank.cp.size() },
-            dp: rank.dp.size(),
-            dp_cp_rank: rank.dp_cp_group.rank(),
-            pp: rank.pp.size(),
-            stages: &stages,
-            batches: &batches,
-            dtype: resolved.config.precision.dtype.dtype(),
-            recompute: Recompute {
-                layer: set.contains(&"train.recompute=full"),
-                attention: set.contains(&BLOCKS),
-                mlp: set.contains(&BLOCKS),
-                activation: set.contains(&PARTS),
-                norm: set.contains(&PARTS),
-            },
-            policy: &resolved.policy(),
-            weights: trainer.params.specs(),
-            zero: resolved.config.parallel.zero,
-            plan: trainer.params.plan(),
-        };
-        assert_eq!(sent.by_group(), predict(&step)?, "rank {} of {layout} {set:?}", rank.world.rank());
+        let shape = StepShape::of(&resolved, ParallelRanks::of(&rank))?;
+        let rank_of = format!("rank {} of {layout} {set:?}", rank.world.rank());
+        assert!(ModelDescription::params(&shape)? == trainer.params.specs(), "parameters of {rank_of}");
+        assert_eq!(sent.by_group(), step_volume(&shape)?, "{rank_of}");
         assert_eq!(sent.total() > 0, rank.world.size() > 1);
         Ok(sent.by_group())
     };

@@ -291,7 +291,7 @@ fn roofline(
     let attention = bench::attention_ceiling(rank, resolved, b.context)?;
     let narrow = bench::fp8_gemm_ceiling(rank, resolved)?;
     let ceilings = bench::Ceilings { gemm: product, fp8_gemm: narrow, attention, memory };
-    Ok((bench::roofline(resolved, b, ceilings), ceilings))
+    Ok((bench::roofline(resolved, b, ceilings)?, ceilings))
 }
 
 /// Steps for the timeline, apart from the timed ones, which a trace would slow down.

@@ -9,13 +9,14 @@ use crate::signal::StopFlag;
 use crate::trace;
 use anyhow::Result;
 use ferrotron_core::config::{CudaGraphMode, Derived, Recipe, Resolved};
+use ferrotron_core::cost::MemoryEstimate;
 use ferrotron_core::data::source;
 use ferrotron_core::events::{self, Ending, Event, RunEnd, RunStart};
 use ferrotron_core::grid::{Grid, RankLayout};
 use ferrotron_core::model::PipelineLayout;
 use ferrotron_core::model::generate::{Sampling, generate};
 use ferrotron_core::pipeline::{Costs, PipelinePlan, Timeline};
-use ferrotron_core::train::{MemoryEstimate, Observer, Run, Trainer};
+use ferrotron_core::train::{Observer, Run, Trainer};
 use ferrotron_engine::StepContext;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -148,7 +149,7 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
             "config": resolved.config,
             "plan": resolved.plan,
             "derived": resolved.derived,
-            "optimizer_bytes_per_parameter": MemoryEstimate::of(resolved).optimizer_bytes(),
+            "optimizer_bytes_per_parameter": MemoryEstimate::of(resolved)?.optimizer_bytes(),
         }))?;
     } else {
         let p = &resolved.plan;
@@ -158,7 +159,7 @@ fn show(args: &Args, recipe: &Recipe, resolved: &Resolved, global: &Global) -> R
             format::thousands(p.steps),
             format::count(p.samples),
             format::count(p.tokens),
-            MemoryEstimate::of(resolved).bytes_per_parameter(),
+            MemoryEstimate::of(resolved)?.bytes_per_parameter()?,
             derived(resolved).lines().map(|l| format!("# {l}\n")).collect::<String>(),
         ))?;
         if let Some(drawing) = pipeline(resolved)? {
@@ -301,7 +302,7 @@ fn announce(run: &mut Run, recipe: &Recipe, view: &mut View, global: &Global, fi
             run.dir().display(),
         );
         if first == 0 {
-            eprintln!("{}", MemoryEstimate::of(&run.resolved).bytes_per_parameter());
+            eprintln!("{}", MemoryEstimate::of(&run.resolved)?.bytes_per_parameter()?);
             let mut resolved = run.resolved.clone();
             // What only the device decides.
             let choice = run.trainer.cuda_graph_decision();

@@ -5,14 +5,14 @@ mod ceiling;
 mod comm;
 mod custom;
 mod kernels;
-mod moe;
 mod roofline;
 mod train;
 mod yardsticks;
 
+pub use crate::cost::roofline::Ceilings;
 pub use ceiling::{attention_ceiling, fp8_gemm_ceiling, gemm_ceiling, gemm_ceiling_size, memory_ceiling};
 pub use comm::{COLLECTIVES, CommBench, FORMULA, comm, sizes};
 pub use kernels::{KernelBench, KernelWork, kernels, names};
-pub use roofline::{Ceilings, RooflinePart, roofline};
+pub use roofline::{RooflinePart, roofline};
 pub use train::{RandomTokens, RoutingReport, TrainBench, train, train_with_observer};
 pub use yardsticks::workload;

@@ -3,7 +3,6 @@
 use super::resolve::Derivations;
 use super::{Config, Fp8Format, MasterDtype, Precision, QuantRecipe, Recipe, Resolved};
 use crate::error::Result;
-use crate::train::fp8_weight_counts;
 use ferrotron_engine::Split;
 use ferrotron_engine::quant::{self, Method, Policy};
 use ferrotron_kernels::{BLOCK, DelayedScaling};
@@ -152,12 +151,14 @@ impl Recipe {
                 let keys = m.head_dim * (m.kv_heads / tp).max(1);
                 widths.extend([("model.head_dim", m.head_dim * m.heads / tp), ("model.head_dim", keys)]);
             }
-            Some(_) => widths.extend(m.attention_linears().iter().flat_map(|map| {
-                let share = |split: bool, n: usize| ("model.mla", if split { n / tp } else { n });
-                let (rows, columns) =
-                    (matches!(map.split, Split::Rows { .. }), matches!(map.split, Split::Columns { .. }));
-                [share(columns, map.input), share(rows, map.output)]
-            })),
+            Some(_) => {
+                widths.extend(m.linears(0)?.iter().filter(|l| l.names[0].contains(".attn.")).flat_map(|l| {
+                    let share = |split: bool, n: usize| ("model.mla", if split { n / tp } else { n });
+                    let (rows, columns) =
+                        (matches!(l.split, Split::Rows { .. }), matches!(l.split, Split::Columns { .. }));
+                    [share(columns, l.input), share(rows, l.output)]
+                }))
+            }
         }
         for (key, width) in widths {
             if !width.is_multiple_of(WIDTH) {
@@ -241,7 +242,7 @@ impl Recipe {
             _ if p.calibrate > 0 => {
                 "calibration computes in bf16 weights, and these are bytes; leave precision.calibrate or this out"
             }
-            _ if fp8_weight_counts(&r.model, policy).sum() == 0 => {
+            _ if r.model.fp8_resident_parameters(policy)? == 0 => {
                 "no weight is in 8-bit products alone, so none would be bytes; shorten precision.skip, or leave this out"
             }
             _ => return Ok(()),

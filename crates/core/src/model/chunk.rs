@@ -1,16 +1,16 @@
 //! A run of consecutive parts of a decoder: what one pipeline stage holds. Without a pipeline there is one chunk with
 //! everything.
 
-use super::config::{ModelConfig, Positions};
+use super::config::Positions;
+use super::declare::ModelDeclaration;
 use super::decoder::Input;
 use super::layer::{Layer, LayerSaved, norm_of};
+use super::layer_split::Stage;
 use super::mtp::{MtpBlock, MtpBlockSaved};
-use super::mtp_config::MtpTraining;
-use crate::pipeline::Stage;
-use ferrotron_engine::attention::{KvCache, RopeTable};
+use ferrotron_engine::attention::KvCache;
 use ferrotron_engine::{
-    Checkpointed, Declarations, Embedding, EmbeddingSaved, HiddenStates, LmHead, LmHeadSaved, NormLayer,
-    NormSaved, ParamId, Saved, SavedTensor, StepContext, Targets, WeightGrad, run_to_completion,
+    Checkpointed, Embedding, EmbeddingSaved, HiddenStates, LmHead, LmHeadSaved, NormLayer, NormSaved, Saved,
+    SavedTensor, StepContext, Targets, WeightGrad, run_to_completion,
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -67,44 +67,39 @@ impl ChunkSaved {
 }
 
 impl Chunk {
-    /// Declares what `stage` holds. `rope` gives the table of a layer; `tokens` is the token table where a chunk before
-    /// this one on the same rank has declared it; `mtp` says how mtp of further tokens are trained.
-    pub(super) fn declare(
-        d: &mut Declarations,
-        c: &ModelConfig,
-        stage: &Stage,
-        rope: &mut dyn FnMut(usize) -> Result<Option<RopeTable>>,
-        tokens: &mut Option<ParamId>,
-        pipelined: bool,
-        training: MtpTraining,
-    ) -> Result<Chunk> {
+    /// Declares what `stage` holds of a model.
+    pub(super) fn declare(model: &mut ModelDeclaration, stage: &Stage) -> Result<Chunk> {
+        let (c, pipelined) = (model.config, model.pipelined);
+        let d = &mut model.params;
         let learned = (c.positions == Positions::Learned).then_some(c.max_positions);
         let embedding = if stage.embedding {
             let e = Embedding::declare(d, "embed", c.vocab, c.hidden, learned, c.embed_scale, c.init_std)?;
-            // The last stage has it too: as its output matrix, or to look further tokens up.
+            // The last stage has the table too: as a tied LM head, or to embed the tokens that MTP predicts from.
             if c.tied && pipelined {
                 d.mark_tied_across_stages(e.tokens, false);
             }
             if c.mtp.is_some() && pipelined {
                 e.tables().for_each(|id| d.mark_tied_across_stages(id, false));
             }
-            *tokens = Some(e.tokens);
+            model.token_embedding = Some(e.tokens);
             Some(e)
         } else {
             None
         };
         let mut layers = Vec::with_capacity(stage.layers.len());
         for i in stage.layers.clone() {
-            layers.push(Layer::declare(d, c, i, rope(i)?)?);
+            let rope = (model.rope)(i)?;
+            layers.push(Layer::declare(&mut model.params, c, i, rope)?);
         }
         let output = if stage.loss {
+            let d = &mut model.params;
             let norm = NormLayer::declare(d, "final_norm", c.hidden, norm_of(c))?;
-            let head = match *tokens {
+            let head = match model.token_embedding {
                 shared @ Some(_) if c.tied => {
                     LmHead::declare(d, "head", c.vocab, c.hidden, shared, c.final_softcap, c.init_std)?
                 }
                 _ => {
-                    // The table of the first stage once more, where this rank does not hold that stage.
+                    // A tied head on a rank without the first stage holds its own copy of the token table.
                     let (name, mirror) = if c.tied { ("embed.tokens", true) } else { ("head.weight", false) };
                     LmHead::declare_as(d, name, c.vocab, c.hidden, c.final_softcap, c.init_std, mirror)?
                 }
@@ -114,9 +109,7 @@ impl Chunk {
             None
         };
         let mtp = match (&output, c.mtp) {
-            (Some((_, head)), Some(m)) => {
-                Some(MtpBlock::declare(d, c, (m, training), rope, embedding.as_ref(), head)?)
-            }
+            (Some((_, head)), Some(m)) => Some(MtpBlock::declare(model, m, embedding.as_ref(), head)?),
             _ => None,
         };
         Ok(Chunk { embedding, layers, output, mtp, total_layers: c.layers as u32 })

@@ -174,6 +174,11 @@ impl ModelConfig {
         ModelConfig { mla: Some(mla), ..self }
     }
 
+    /// Channels of a head's values.
+    pub fn value_dim(&self) -> usize {
+        self.mla.as_ref().map_or(self.head_dim, |m| m.v_dim)
+    }
+
     /// Does layer `i` see only a window?
     pub fn is_local(&self, i: usize) -> bool {
         self.window.is_some() && self.local_layers.get(self.template_layer(i)).copied().unwrap_or(false)

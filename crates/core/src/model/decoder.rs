@@ -2,14 +2,14 @@
 
 use super::chunk::Chunk;
 use super::config::{ModelConfig, Positions, RopeConfig};
+use super::declare::ModelDeclaration;
+use super::layer_split::LayerPlacement;
 use super::mtp_config::MtpTraining;
-use crate::pipeline::{LayerPlacement, LayerSplit, Stage};
+use super::pipeline_layout::PipelineLayout;
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
 use ferrotron_engine::moe::{MoeInput, MoeLayerSpec, MoeTraining};
 use ferrotron_engine::quant::Policy;
-use ferrotron_engine::{
-    Declarations, Init, ParamSpec, Part, Rank, Split as Shared, StepContext, Targets, Tokens,
-};
+use ferrotron_engine::{Declarations, ParamSpec, Rank, StepContext, Targets, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
@@ -36,50 +36,6 @@ pub struct ModelOptions {
     pub moe_training: Arc<MoeTraining>,
     /// How predictions of further tokens are trained.
     pub mtp: MtpTraining,
-}
-
-/// How a model is cut into the stages of a pipeline.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct PipelineLayout {
-    /// PipelineLayout per rank.
-    pub vp: usize,
-    /// Layers of each stage, as [`LayerPlacement::parse`] reads it; none: as even as possible.
-    pub layout: Option<String>,
-}
-
-impl Default for PipelineLayout {
-    fn default() -> PipelineLayout {
-        PipelineLayout { vp: 1, layout: None }
-    }
-}
-
-impl PipelineLayout {
-    /// Which layers of a model are where, over `pp` ranks. Layers that predict further tokens are on the last stage.
-    pub fn place(&self, model: &ModelConfig, pp: usize) -> crate::Result<LayerPlacement> {
-        let (layers, depth) = (model.layers, model.mtp_depth());
-        let Some(text) = &self.layout else {
-            return LayerSplit { mtp: depth, ..LayerSplit::even(layers, pp, self.vp) }.place();
-        };
-        let placement = LayerPlacement::parse(text, pp, Some(layers))?;
-        let refuse = |what: String| Err(crate::Error::Invalid(format!("the stages {text:?} {what}")));
-        let found: usize = placement.stages().iter().map(|s| s.mtp.len()).sum();
-        if found != depth {
-            return refuse(match depth {
-                0 => "have m, but mtp.layers is not set; leave m out".into(),
-                _ => format!("have {found} m for mtp.layers = {depth}; write {depth} m before L"),
-            });
-        }
-        if placement.stages().iter().any(|s| !s.mtp.is_empty() && !s.loss) {
-            return refuse(
-                "have m apart from L; prediction layers live where the loss is, so write mL".into(),
-            );
-        }
-        if placement.vp() != self.vp {
-            let (found, wanted) = (placement.stages().len(), self.vp * pp);
-            return refuse(format!("are {found}, where pp·vp = {wanted}; write {wanted}, or change vp"));
-        }
-        Ok(placement)
-    }
 }
 
 /// Token ids with their places, on the device.
@@ -121,7 +77,7 @@ impl Decoder {
     ) -> crate::Result<(Decoder, Vec<ParamSpec>)> {
         let c = config.clone();
         let placement = layout.place(&c, rank.pp.size())?;
-        let mut d = Declarations::of(rank)
+        let params = Declarations::of(rank)
             .with_policy(options.policy.clone())
             .with_moe_training(&options.moe_training);
         // Layers with the same RoPE share one table.
@@ -135,19 +91,21 @@ impl Decoder {
             tables.push((rope.clone(), table.clone()));
             Ok(Some(table))
         };
-        let (mut tokens, pipelined) = (None, rank.pp.size() > 1);
+        let mut model = ModelDeclaration::new(params, &c, options.mtp, rank.pp.size() > 1, &mut table);
         let chunks = (0..placement.vp())
             .filter_map(|chunk| placement.at(rank.pp.rank(), chunk))
-            .map(|stage| Chunk::declare(&mut d, &c, stage, &mut table, &mut tokens, pipelined, options.mtp))
+            .map(|stage| Chunk::declare(&mut model, stage))
             .collect::<Result<Vec<_>>>()?;
+        let moe_layers = model.params.moe_layers().to_vec();
+        let specs = model.finish();
         let positions = if c.positions == Positions::Learned { c.max_positions } else { positions };
         let p2p_stream = |name| rank.device().stream(name).map(|s| s.with_rank(rank.world.rank()));
         let p2p_streams = [p2p_stream("activations")?, p2p_stream("their gradients")?];
-        let (moe_layers, moe_training) = (d.moe_layers().to_vec(), options.moe_training.clone());
+        let moe_training = options.moe_training.clone();
         let mtp = options.mtp;
         Ok((
             Decoder { config: c, placement, chunks, positions, p2p_streams, moe_layers, moe_training, mtp },
-            d.finish(),
+            specs,
         ))
     }
 
@@ -280,28 +238,6 @@ impl Decoder {
         }
         whole.decode(p, input, *count, caches)
     }
-}
-
-/// All logical tensors of a model, in the order of its parts.
-pub fn logical_parts(config: &ModelConfig) -> Result<Vec<Part>> {
-    let mut d = Declarations::default();
-    let all = Stage { embedding: true, layers: 0..config.layers, mtp: 0..config.mtp_depth(), loss: true };
-    Chunk::declare(&mut d, config, &all, &mut |_| Ok(None), &mut None, false, MtpTraining::default())?;
-    Ok(d.finish().into_iter().flat_map(|s| s.parts).collect())
-}
-
-/// Tensors of a model that are no parameters: f32 `[E]` of each mixture that has a bias for choices.
-pub fn logical_buffers(config: &ModelConfig) -> Vec<Part> {
-    let part = |name: String| Part {
-        name: format!("{name}.moe.expert_bias"),
-        shape: vec![config.moe.as_ref().map_or(0, |m| m.experts)],
-        init: Init::Constant(0.0),
-        split: Shared::Replicated,
-    };
-    let has = |i: usize| config.moe_layer(i).is_some_and(|m| m.expert_bias);
-    let decoder = (0..config.layers).filter(|i| has(*i)).map(|i| format!("layers.{i}"));
-    let mtp = (0..config.mtp_modules()).filter(|i| has(config.layers + i)).map(|i| format!("mtp.{i}.layer"));
-    decoder.chain(mtp).map(part).collect()
 }
 
 fn default_positions(layout: &Layout, tokens: usize) -> Vec<i32> {

@@ -1,25 +1,30 @@
-//! Decoder models.
+//! Decoder models: architecture, modules, and one description of what they hold, compute and send.
 
 mod chunk;
 pub mod config;
+mod declare;
 mod decoder;
+pub mod description;
 mod feed_forward;
-pub mod flops;
 pub mod generate;
 mod layer;
-mod linears;
+mod layer_split;
+mod layout_string;
 mod loaded;
 pub mod moe_config;
 mod mtp;
 pub mod mtp_config;
+mod pipeline_layout;
 pub mod preset;
 pub mod upcycle;
 pub mod validate;
 
 pub use chunk::{Chunk, ChunkSaved, ForwardMode};
 pub use config::ModelConfig;
-pub use decoder::{Decoder, Input, ModelOptions, MtpInput, PipelineLayout, logical_buffers, logical_parts};
-pub use linears::LinearInfo;
+pub use decoder::{Decoder, Input, ModelOptions, MtpInput};
+pub use description::{LinearInfo, logical_buffers, logical_parts};
+pub use layer_split::{LayerPlacement, LayerSplit, Stage};
 pub use loaded::{Model, set_expert_biases};
 pub use moe_config::MoeConfig;
 pub use mtp_config::{MtpConfig, MtpTraining};
+pub use pipeline_layout::PipelineLayout;

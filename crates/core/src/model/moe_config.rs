@@ -167,8 +167,12 @@ impl ModelConfig {
             }
         }
         for (name, size) in [("moe.latent", m.latent), ("moe.shared_ffn", m.shared_ffn)] {
-            if size == Some(0) {
-                bad.push(format!("{name} is 0; leave it out where there is none"));
+            match size {
+                Some(0) => bad.push(format!("{name} is 0; leave it out where there is none")),
+                Some(size) if size > super::validate::MAX_SIZE => {
+                    bad.push(format!("{name} is {size}, it must be 1 to {}", super::validate::MAX_SIZE));
+                }
+                _ => {}
             }
         }
         if m.topk > m.experts {
@@ -213,35 +217,5 @@ impl ModelConfig {
         if m.shared_gate && m.shared_ffn.is_none() {
             bad.push("moe.shared_gate weights a shared expert; set moe.shared_ffn".into());
         }
-    }
-
-    /// Parameters of layer `i`'s feed-forward block.
-    pub(super) fn ffn_parameters(&self, i: usize) -> u128 {
-        let (h, branches) = (self.hidden as u128, if self.gated { 2 } else { 1 });
-        let mlp = |width: u128, f: u128, bias: bool| {
-            (branches + 1) * width * f + if bias { branches * f + width } else { 0 }
-        };
-        let Some(m) = self.moe_layer(i) else { return mlp(h, self.ffn as u128, self.mlp_bias) };
-        let (e, width) = (m.experts as u128, m.latent.map_or(h, |l| l as u128));
-        let router = e * h + if m.router_bias { e } else { 0 };
-        let latent = m.latent.map_or(0, |l| 2 * h * l as u128);
-        let shared = m.shared_ffn.map_or(0, |f| mlp(h, f as u128, false)) + if m.shared_gate { h } else { 0 };
-        e * mlp(width, m.ffn as u128, m.bias) + router + latent + shared
-    }
-
-    /// FLOPs of training one token in the feed-forward blocks: `6·c·h·f` of an MLP, `6·c·h·f·k` of experts (the router
-    /// counts nothing).
-    pub(super) fn ffn_flops(&self) -> f64 {
-        let (h, matrices) = (self.hidden as f64, if self.gated { 3.0 } else { 2.0 });
-        let of_layer = |i: usize| match self.moe_layer(i) {
-            None => matrices * h * self.ffn as f64,
-            Some(m) => {
-                let width = m.latent.map_or(h, |l| l as f64);
-                let latent = m.latent.map_or(0.0, |l| 2.0 * h * l as f64);
-                let shared = m.shared_ffn.map_or(0.0, |f| matrices * h * f as f64);
-                matrices * width * m.ffn as f64 * m.topk as f64 + latent + shared
-            }
-        };
-        6.0 * (0..self.layers + self.mtp_depth()).map(of_layer).sum::<f64>()
     }
 }

@@ -1,10 +1,10 @@
 //! The modules that predict further tokens; [`super::mtp`] has the maths.
 
 use super::config::{ModelConfig, Positions};
+use super::declare::ModelDeclaration;
 use super::decoder::{Input, MtpInput};
 use super::layer::{Layer, LayerSaved, norm_of};
-use super::mtp_config::{MtpConfig, MtpTraining};
-use ferrotron_engine::attention::RopeTable;
+use super::mtp_config::MtpConfig;
 use ferrotron_engine::moe::{ReplicatedLinear, ReplicatedSaved};
 use ferrotron_engine::{
     Checkpointed, Declarations, Embedding, EmbeddingSaved, HiddenStates, LmHead, LmHeadSaved, NormLayer,
@@ -27,7 +27,7 @@ pub(super) struct MtpBlock {
     detach: bool,
 }
 
-struct MtpLayer {
+pub(super) struct MtpLayer {
     enorm: NormLayer,
     hnorm: NormLayer,
     eh: ReplicatedLinear,
@@ -72,19 +72,19 @@ impl Saved for MtpBlockSaved {
 }
 
 impl MtpBlock {
-    /// Declares the modules as `mtp.<d>.*`. `own` is the model's embedding where this chunk has it; elsewhere its
-    /// tables are declared once more, or shared with `head` where that has the same one.
+    /// Declares the layers as `mtp.<d>.*`. `embedding` is the model's where this chunk has it; elsewhere its tables are
+    /// declared a second time, or shared with a tied `head`.
     pub(super) fn declare(
-        d: &mut Declarations,
-        c: &ModelConfig,
-        (mtp, training): (MtpConfig, MtpTraining),
-        rope: &mut dyn FnMut(usize) -> Result<Option<RopeTable>>,
+        model: &mut ModelDeclaration,
+        mtp: MtpConfig,
         embedding: Option<&Embedding>,
         head: &LmHead,
     ) -> Result<MtpBlock> {
+        let (c, training) = (model.config, model.mtp);
         let depth = mtp.layers as u32;
-        // How often each module's gradients reach what the model shares with them.
+        // Gradients that embedding and LM head get from MTP.
         let uses = if training.detach { 0 } else { depth };
+        let d = &mut model.params;
         let add = |d: &mut Declarations, id, more| d.set_uses(id, d.spec(id).uses + more);
         add(d, head.weight(), uses);
         let embedding = match embedding {
@@ -95,10 +95,9 @@ impl MtpBlock {
             None => declare_mirror(d, c, head, uses)?,
         };
         let first = d.count();
-        let layers = (0..mtp.modules())
-            .map(|i| MtpLayer::declare(d, c, i, rope(c.layers + i)?))
-            .collect::<Result<Vec<_>>>()?;
+        let layers = (0..mtp.modules()).map(|i| MtpLayer::declare(model, i)).collect::<Result<Vec<_>>>()?;
         if mtp.shared_layer {
+            let d = &mut model.params;
             d.since(first).for_each(|id| d.set_uses(id, depth));
         }
         let (depth, hidden, decoder_layers) = (mtp.layers, c.hidden, c.layers as u32);
@@ -253,7 +252,11 @@ impl MtpBlock {
 }
 
 impl MtpLayer {
-    fn declare(d: &mut Declarations, c: &ModelConfig, i: usize, rope: Option<RopeTable>) -> Result<MtpLayer> {
+    /// Declares MTP layer `i` as `mtp.<i>.*`.
+    pub(super) fn declare(model: &mut ModelDeclaration, i: usize) -> Result<MtpLayer> {
+        let c = model.config;
+        let rope = (model.rope)(c.layers + i)?;
+        let d = &mut model.params;
         let norm = |d: &mut Declarations, kind: &str| {
             NormLayer::declare(d, &format!("mtp.{i}.{kind}"), c.hidden, norm_of(c))
         };

@@ -1,6 +1,5 @@
 //! Refusing an architecture that cannot be built, before anything is allocated for it.
 
-use super::LinearInfo;
 use super::config::{MlaConfig, ModelConfig, Positions, RopeConfig, RopeScaling};
 
 /// Channels per head that the attention kernels take at most.
@@ -8,7 +7,8 @@ pub const MAX_HEAD_DIM: usize = 256;
 
 // Far above any real model, and small enough that no product of sizes overflows later.
 const MAX_LAYERS: usize = 1 << 14;
-const MAX_SIZE: usize = 1 << 30;
+pub(super) const MAX_SIZE: usize = 1 << 30;
+const MAX_HEADS: usize = 1 << 20;
 const MAX_PARAMETERS: u128 = 1 << 48;
 
 /// An architecture that cannot be built; every reason at once.
@@ -30,8 +30,8 @@ impl ModelConfig {
             self.check_latent(mla, &mut bad);
         }
         // Only sane sizes can be multiplied.
-        if bad.is_empty() && self.parameter_count_u128() > MAX_PARAMETERS {
-            bad.push(format!("{} parameters are more than can be addressed", self.parameter_count_u128()));
+        if bad.is_empty() && self.parameters_u128() > MAX_PARAMETERS {
+            bad.push(format!("{} parameters are more than can be addressed", self.parameters_u128()));
         }
         if bad.is_empty() { Ok(()) } else { Err(InvalidModel(bad)) }
     }
@@ -41,8 +41,8 @@ impl ModelConfig {
             ("layers", self.layers, MAX_LAYERS),
             ("hidden", self.hidden, MAX_SIZE),
             ("ffn", self.ffn, MAX_SIZE),
-            ("heads", self.heads, MAX_SIZE),
-            ("kv_heads", self.kv_heads, MAX_SIZE),
+            ("heads", self.heads, MAX_HEADS),
+            ("kv_heads", self.kv_heads, MAX_HEADS),
             ("head_dim", self.head_dim, MAX_HEAD_DIM),
             ("vocab", self.vocab, MAX_SIZE),
             ("max_positions", self.max_positions, MAX_SIZE),
@@ -159,32 +159,6 @@ impl ModelConfig {
         if let Some(r) = ropes.into_iter().flatten().find(|r| r.rotary_dim != m.rope_dim) {
             bad.push(format!("rotary_dim is {}, it must be mla.rope_dim ({})", r.rotary_dim, m.rope_dim));
         }
-    }
-
-    /// Trainable numbers of the model (a tied matrix counts once).
-    pub fn parameters(&self) -> usize {
-        usize::try_from(self.parameter_count_u128()).unwrap_or(usize::MAX)
-    }
-
-    fn parameter_count_u128(&self) -> u128 {
-        use super::config::NormKind::LayerNorm;
-        let (h, d) = (self.hidden as u128, self.head_dim as u128);
-        let norm = if self.norm.kind == LayerNorm { 2 * h } else { h };
-        let on = u128::from;
-        let maps = self.attention_linears();
-        let map = |m: &LinearInfo| m.output as u128 * (m.input as u128 + on(m.bias));
-        let narrow = self.mla.map_or(0, |m| m.q_lora_rank.unwrap_or(0) + m.kv_lora_rank) as u128;
-        let attention = maps.iter().map(map).sum::<u128>()
-            + narrow
-            + on(self.attn_sink) * self.heads as u128
-            + on(self.qk_norm) * 2 * d;
-        let all = self.layers + self.mtp_modules();
-        let blocks: u128 = (0..all).map(|i| self.ffn_parameters(i)).sum();
-        let layer = attention + norm * (2 + 2 * on(self.post_norms));
-        let predictions = self.mtp_modules() as u128 * (2 * h * h + 3 * norm);
-        let positions = on(matches!(self.positions, Positions::Learned)) * self.max_positions as u128 * h;
-        let matrices = 1 + on(!self.tied);
-        all as u128 * layer + blocks + predictions + self.vocab as u128 * h * matrices + positions + norm
     }
 }
 

@@ -17,8 +17,6 @@
 mod check;
 mod deadlock;
 mod execute;
-mod layer_split;
-mod layout_string;
 mod op;
 mod p2p;
 mod schedule;
@@ -26,10 +24,10 @@ mod schedule_1f1b;
 mod timeline;
 mod zero_bubble;
 
+pub use crate::model::{LayerPlacement, LayerSplit, Stage};
 pub use check::{ScheduleReport, check};
 pub use deadlock::Matching;
 pub use execute::{DropoutRows, Load, MicroBatch, StepMode, StepPosition, execute};
-pub use layer_split::{LayerPlacement, LayerSplit, Stage};
 pub use op::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleShape, ScheduleStep, Transfer};
 pub use schedule::{PipelinePlan, ScheduleKind, Transport};
 pub use schedule_1f1b::{Warmup, interleaved_table};

@@ -5,7 +5,6 @@ mod energy;
 mod fp8_scales;
 mod gather;
 mod graph_inputs;
-mod memory;
 mod micro_batch;
 mod moe_metrics;
 mod moe_state;
@@ -19,8 +18,6 @@ mod values;
 
 pub use cuda_graph::CudaGraphDecision;
 pub use gather::gather_all_stages;
-pub use memory::MemoryEstimate;
-pub(crate) use memory::fp8_weight_counts;
 pub(crate) use micro_batch::with_mtp_losses;
 pub use micro_batch::{read_scalar, sequence_layout, upload_targets, weighted_loss};
 pub use moe_metrics::StepMetrics;

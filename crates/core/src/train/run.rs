@@ -4,9 +4,9 @@ use super::energy::Energy;
 use super::{InFlightStep, StepMetrics, StepReport, Trainer};
 use crate::checkpoint::{self, Saver};
 use crate::config::{Resolved, STORED_CONFIG};
+use crate::cost::Traffic;
 use crate::data::Batches;
 use crate::events::{self, Event, EventLog};
-use crate::volume::Traffic;
 use crate::{Error, Result};
 use ferrotron_comm::ReduceOp;
 use ferrotron_engine::Rank;
@@ -109,7 +109,7 @@ impl Run {
         wait("the checkpoint is read")?;
         let writer =
             saver.map(|saver| Run::writer(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
-        let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64).total();
+        let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
         Ok(Run { trainer, resolved, flops_per_token, sent, energy, dir, writer })

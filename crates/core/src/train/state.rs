@@ -7,7 +7,6 @@ use crate::model::{ModelConfig, logical_parts};
 use crate::optimizer::{SavedLossScale, UpdateRule};
 use crate::schedule::{self, BatchSchedule, LrSchedule, Rampup, WdSchedule};
 use crate::{Error, Result};
-use ferrotron_engine::Recompute;
 use ferrotron_kernels::{Adam, Sgd};
 use ferrotron_tensor::{DType, bf16};
 use serde::{Deserialize, Serialize};
@@ -23,21 +22,6 @@ pub(super) fn rule(o: &OptimizerSection) -> UpdateRule {
         OptimizerKind::Sgd => {
             UpdateRule::Sgd(Sgd { momentum: o.momentum as f32, dampening: 0.0, nesterov: false })
         }
-    }
-}
-
-pub(super) fn recompute(r: &config::Recompute) -> Recompute {
-    use config::RecomputeModule;
-    match r {
-        config::Recompute::None => Recompute::default(),
-        config::Recompute::Full => Recompute { layer: true, ..Recompute::default() },
-        config::Recompute::Modules(list) => Recompute {
-            layer: false,
-            attention: list.contains(&RecomputeModule::Attention),
-            mlp: list.contains(&RecomputeModule::Mlp),
-            activation: list.contains(&RecomputeModule::Activation),
-            norm: list.contains(&RecomputeModule::Norm),
-        },
     }
 }
 

@@ -5,12 +5,12 @@ mod step;
 pub use step::{InFlightStep, StepReport};
 
 use super::cuda_graph::{CapturedStep, GraphPolicy};
-use super::memory::{MemoryEstimate, advise};
 use super::micro_batch::{read_scalar, upload};
 use super::routing_replay::RoutingReplay;
 use super::{moe_metrics, state};
 use crate::checkpoint::{Loaded, Snapshot};
 use crate::config::{QuantRecipe, Resolved};
+use crate::cost::{MemoryEstimate, advise};
 use crate::data::Batches;
 use crate::events::Precision;
 use crate::model::{Decoder, ModelOptions, PipelineLayout};
@@ -81,7 +81,7 @@ impl Trainer {
     /// A fresh model as the recipe says, with its declared initial weights.
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
         let graph_policy = GraphPolicy::new(&r.config, &rank)?;
-        advise(Trainer::allocate(rank.clone(), r, graph_policy), &rank, &MemoryEstimate::of(r))
+        advise(Trainer::allocate(rank.clone(), r, graph_policy), &rank, &MemoryEstimate::of(r)?)
     }
 
     fn allocate(rank: Rank, r: &Resolved, graph_policy: GraphPolicy) -> Result<Trainer> {
@@ -120,8 +120,8 @@ impl Trainer {
             wd,
             batches,
             dropout: r.config.dropout.hidden as f32,
-            recompute: state::recompute(&r.config.train.recompute),
-            memory_estimate: MemoryEstimate::of(r),
+            recompute: r.config.train.recompute.modules(),
+            memory_estimate: MemoryEstimate::of(r)?,
             schedule_kind: r.config.parallel.schedule.schedule_kind(),
             skip_nonfinite: r.config.optimizer.skip_nonfinite,
             consecutive_skips: 0,

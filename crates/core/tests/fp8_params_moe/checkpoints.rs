@@ -2,10 +2,10 @@
 
 use super::*;
 use ferrotron_core::checkpoint;
+use ferrotron_core::cost::Traffic;
 use ferrotron_core::data::source;
 use ferrotron_core::events::Event;
 use ferrotron_core::train::{CHECKPOINTS, Observer, Run, Trainer};
-use ferrotron_core::volume::Traffic;
 use ferrotron_engine::ParamSpec;
 use ferrotron_tensor::Category;
 use std::path::{Path, PathBuf};

@@ -2,9 +2,9 @@
 //! in flight.
 
 use super::*;
+use ferrotron_core::cost::Traffic;
 use ferrotron_core::ranks::{DEFAULT_TIMEOUT, on_one_device};
 use ferrotron_core::train::{StepMetrics, StepReport, Trainer};
-use ferrotron_core::volume::Traffic;
 use ferrotron_tensor::trace::{ActivityKind, Trace};
 use ferrotron_tensor::{Device, Instrumentation};
 use std::collections::BTreeMap;

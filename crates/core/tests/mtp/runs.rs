@@ -113,7 +113,7 @@ fn parameter_count_includes_mtp() {
         let count: usize = parts.iter().map(|p| p.shape.iter().product::<usize>()).sum();
         assert_eq!(count, m.parameters(), "{set:?}");
         let without = ferrotron_core::model::ModelConfig { mtp: None, ..m.clone() };
-        assert!(m.flops_per_token(16.0).total() > without.flops_per_token(16.0).total());
+        assert!(m.flops_per_token(16.0).unwrap().total() > without.flops_per_token(16.0).unwrap().total());
     }
 }
 

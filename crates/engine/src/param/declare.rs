@@ -64,10 +64,12 @@ impl Declarations {
     /// For a rank of a grid.
     pub fn of(rank: &Rank) -> Declarations {
         let etp = GroupRank { rank: rank.etp.rank(), size: rank.etp.size() };
-        Declarations {
-            experts: ExpertParallelRank { ep: rank.expert_parallel_rank(), etp },
-            ..Declarations::at(rank.place())
-        }
+        Declarations::on(rank.place(), ExpertParallelRank { ep: rank.expert_parallel_rank(), etp })
+    }
+
+    /// For a rank of that place among tensor-parallel and expert-parallel ranks, without a device.
+    pub fn on(tp: GroupRank, experts: ExpertParallelRank) -> Declarations {
+        Declarations { experts, ..Declarations::at(tp) }
     }
 
     /// With narrow products as the policy says.

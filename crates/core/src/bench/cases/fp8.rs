@@ -1,6 +1,6 @@
 //! LinearQuant-bit products, and what makes bytes of their factors.
 
-use super::{KernelCase, Sizes, case, empty, random};
+use super::{KernelCase, Sizes, attention_linears, case, empty, random};
 use crate::Result;
 use crate::bench::KernelWork;
 use ferrotron_engine::Rank;
@@ -46,9 +46,10 @@ pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     let up = if m.gated { 2 * m.ffn } else { m.ffn };
     let mut out = casts([t, m.ffn]);
     out.extend(activations_with_amax([t, m.ffn], m.gated));
-    let attention =
-        m.attention_linears().into_iter().map(|linear| (linear.label, linear.input, linear.output));
-    for (place, i, o) in attention.chain([("mlp_up", m.hidden, up), ("mlp_down", m.ffn, m.hidden)]) {
+    let attention = attention_linears(m);
+    for (place, i, o) in
+        attention.into_iter().chain([("mlp_up", m.hidden, up), ("mlp_down", m.ffn, m.hidden)])
+    {
         let flops = KernelWork::Flops(2.0 * t as f64 * i as f64 * o as f64);
         for blocks in [false, true] {
             let (lines, tiles, back) = match blocks {

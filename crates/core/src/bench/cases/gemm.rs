@@ -1,6 +1,6 @@
 //! Matrix products.
 
-use super::{KernelCase, Sizes, case, empty, random};
+use super::{KernelCase, Sizes, attention_linears, case, empty, random};
 use crate::bench::KernelWork;
 use ferrotron_kernels::Gemm;
 use ferrotron_tensor::DType;
@@ -9,11 +9,10 @@ use ferrotron_tensor::DType;
 pub(super) fn cases(z: &Sizes) -> Vec<KernelCase> {
     let (m, t, dtype) = (&z.model, z.tokens, z.dtype);
     let up = if m.gated { 2 * m.ffn } else { m.ffn };
-    let attention =
-        m.attention_linears().into_iter().map(|linear| (linear.label, linear.input, linear.output));
+    let attention = attention_linears(m);
     let rest = [("mlp_up", m.hidden, up), ("mlp_down", m.ffn, m.hidden), ("head", m.hidden, m.vocab)];
     let mut out = Vec::new();
-    for (place, i, o) in attention.chain(rest) {
+    for (place, i, o) in attention.into_iter().chain(rest) {
         let flops = KernelWork::Flops(2.0 * t as f64 * i as f64 * o as f64);
         // Operands as stored, which are transposed, the result and its type.
         let kinds = [

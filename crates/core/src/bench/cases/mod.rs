@@ -10,7 +10,7 @@ mod optimizer;
 use super::kernels::KernelWork;
 use crate::Result;
 use crate::config::{OptimizerKind, Resolved};
-use crate::model::ModelConfig;
+use crate::model::{LinearInfo, ModelConfig};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::NormalFill;
 use ferrotron_kernels::philox::RandomStream;
@@ -76,6 +76,20 @@ pub(super) fn cases_of(r: &Resolved, seq: usize) -> Vec<KernelCase> {
     .into_iter()
     .flatten()
     .collect()
+}
+
+/// The attention projections of a layer: label, input and output features.
+fn attention_linears(m: &ModelConfig) -> Vec<(&'static str, usize, usize)> {
+    let linears = m.linears(0).unwrap_or_default();
+    let label = |l: &LinearInfo| match l.names.len() {
+        3 => Some("qkv"),
+        _ if l.is("attn.out") || l.is("attn.o") => Some("attn_out"),
+        _ if l.is("attn.q_a") || l.is("attn.kv_a") => Some("attn_down"),
+        _ if l.is("attn.q_b") || l.is("attn.q") => Some("attn_q"),
+        _ if l.is("attn.kv_b") => Some("attn_kv"),
+        _ => None,
+    };
+    linears.iter().filter_map(|l| label(l).map(|label| (label, l.input, l.output))).collect()
 }
 
 /// Normally distributed values: what a kernel meets in training, no zeros or denormals to run fast or slow on. Large

@@ -1,6 +1,6 @@
 //! The optimizer over a list of parameters like the model's.
 
-use super::{KernelCase, Run, Sizes, case, empty, random};
+use super::{KernelCase, Run, Sizes, attention_linears, case, empty, random};
 use crate::Result;
 use crate::bench::KernelWork;
 use crate::config::{MasterDtype, OptimizerKind, StateDtype};
@@ -18,7 +18,7 @@ fn parameters(z: &Sizes) -> Vec<usize> {
     let c = &z.model;
     let up = if c.gated { 2 * c.ffn } else { c.ffn };
     let mut layer = vec![c.hidden];
-    layer.extend(c.attention_linears().iter().map(|linear| linear.weights()));
+    layer.extend(attention_linears(c).iter().map(|(_, input, output)| input * output));
     layer.extend([c.hidden, c.hidden * up, c.ffn * c.hidden]);
     let all = std::iter::repeat_n(layer, c.layers).flatten().chain([c.vocab * c.hidden]);
     let mut left = MAX_ELEMENTS;

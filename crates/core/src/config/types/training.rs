@@ -108,6 +108,24 @@ pub enum Recompute {
     Modules(Vec<RecomputeModule>),
 }
 
+impl Recompute {
+    /// The modules whose outputs backward recomputes.
+    pub fn modules(&self) -> ferrotron_engine::Recompute {
+        use ferrotron_engine::Recompute as Modules;
+        match self {
+            Recompute::None => Modules::default(),
+            Recompute::Full => Modules { layer: true, ..Modules::default() },
+            Recompute::Modules(list) => Modules {
+                layer: false,
+                attention: list.contains(&RecomputeModule::Attention),
+                mlp: list.contains(&RecomputeModule::Mlp),
+                activation: list.contains(&RecomputeModule::Activation),
+                norm: list.contains(&RecomputeModule::Norm),
+            },
+        }
+    }
+}
+
 impl Serialize for Recompute {
     fn serialize<S: Serializer>(&self, s: S) -> Result<S::Ok, S::Error> {
         match self {

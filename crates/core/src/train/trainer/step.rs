@@ -1,12 +1,12 @@
 //! One step of training: given to the device whole, and read back when it is done.
 
 use super::{Trainer, all_reduce_sums};
+use crate::cost::advise;
 use crate::data::{Batch, Batches};
 use crate::model::Decoder;
 use crate::optimizer::{StepRates, outcome};
 use crate::pipeline::{MicroBatch, StepMode, execute};
 use crate::train::cuda_graph::StepTimer;
-use crate::train::memory::advise;
 use crate::train::micro_batch::{MicroBatchPosition, read_all, upload};
 use crate::train::operand_stats::{self, RankOperandStats};
 use crate::train::{moe_metrics, mtp};

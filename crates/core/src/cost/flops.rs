@@ -1,23 +1,22 @@
 //! Model FLOPs per trained token.
 //!
-//! 6 = 2 (multiply and add) × 3 (forward, and twice that backward). Causal attention counts half,
-//! recomputation, the embedding lookup, norms and activations count nothing.
+//! 6 = 2 (multiply and add) × 3 (forward, and twice that in backward). Causal attention counts half of the square.
+//! Recomputation, the router, the embedding lookup, norms and activations count nothing.
 
-use super::config::ModelConfig;
+use crate::Result;
+use crate::model::{LinearInfo, ModelConfig};
 
 /// FLOPs of training one token, by part.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct TokenFlops {
-    /// Projections to q, k, v and back: `6·L·[h·(Q + 2·g·d) + Q·h]` with `Q = n·d`; latent ones
-    /// `6·L·[h·(r_q + r_kv + b) + r_q·n·(a + b) + r_kv·n·(a + v) + n·v·h]`, or with `h·n·(a + b)` for what has r_q;
-    /// and `6·2h·h` of each depth that predicts further tokens.
+    /// Attention projections, `6·Σ in·out` of every layer; and `6·2h·h` of each MTP layer.
     pub projections: f64,
-    /// Scores and their use on values: `6·Q·a` per full layer, and
-    /// `6·2·Q·(W − W·(W−1)/(2a))` per layer with a window `W < a`; where values have another width, Q is the mean of both.
+    /// Scores and values: `6·Q·s` per layer with `Q = n·(d_k + d_v)/2`, and `6·2·Q·(W − W·(W−1)/(2s))` per layer with
+    /// a window `W < s`.
     pub attention: f64,
-    /// `6·L·c·h·f`, with c = 3 when gated and 2 otherwise; of a mixture, the experts that a token goes to.
+    /// MLPs, `6·Σ in·out`; of an MoE layer, k of the E experts and what all tokens share.
     pub mlp: f64,
-    /// Output matrix: `6·h·V`, once more for each such depth. Their layers count like others.
+    /// LM head: `6·h·V`, again for each MTP layer.
     pub logits: f64,
 }
 
@@ -28,15 +27,34 @@ impl TokenFlops {
     }
 }
 
+/// Multiplications of a token in a layer's linear layers: attention's, and those of the MLP or MoE.
+fn layer_products(m: &ModelConfig, i: usize) -> Result<[f64; 2]> {
+    let topk = m.moe_layer(i).map_or(1.0, |moe| moe.topk as f64);
+    let counted = |l: &LinearInfo| !(l.is("moe.router") || l.is("moe.shared_gate"));
+    let mut sums = [0.0; 2];
+    for linear in m.linears(i)?.iter().filter(|l| counted(l)) {
+        let attention = linear.names[0].contains(".attn.");
+        let experts = if linear.experts { topk } else { 1.0 };
+        sums[usize::from(!attention)] += experts * linear.input as f64 * linear.output as f64;
+    }
+    Ok(sums)
+}
+
 impl ModelConfig {
     /// FLOPs of training one token of sequences of `length` tokens. With packed sequences of unequal
     /// lengths sᵢ, `length` is Σsᵢ²/Σsᵢ.
-    pub fn flops_per_token(&self, length: f64) -> TokenFlops {
-        let (h, depth) = (self.hidden as f64, self.mtp_depth());
-        let (l, ahead) = ((self.layers + depth) as f64, depth as f64);
+    pub fn flops_per_token(&self, length: f64) -> Result<TokenFlops> {
+        let (h, mtp, layers) = (self.hidden as f64, self.mtp_depth() as f64, self.layers + self.mtp_depth());
+        let is_moe = |i: usize| self.moe_layer(i).is_some();
+        // Linear layers differ only between dense and MoE layers.
+        let of_kind = |moe: bool| -> Result<[f64; 2]> {
+            let Some(i) = (0..layers).find(|i| is_moe(*i) == moe) else { return Ok([0.0; 2]) };
+            let count = (0..layers).filter(|i| is_moe(*i) == moe).count() as f64;
+            Ok(layer_products(self, i)?.map(|x| count * x))
+        };
+        let ([projections, mlp], [moe_projections, moe]) = (of_kind(false)?, of_kind(true)?);
         let q = self.heads as f64 * (self.head_dim + self.value_dim()) as f64 / 2.0;
-        let maps: f64 = self.attention_linears().iter().map(|m| m.input as f64 * m.output as f64).sum();
-        let local = (0..self.layers + depth).filter(|&i| self.is_local(i)).count() as f64;
+        let local = (0..layers).filter(|&i| self.is_local(i)).count() as f64;
         let windowed = match self.window {
             Some(w) if (w as f64) < length => {
                 let w = w as f64;
@@ -44,12 +62,12 @@ impl ModelConfig {
             }
             _ => q * length,
         };
-        TokenFlops {
-            projections: 6.0 * (l * maps + ahead * 2.0 * h * h),
-            attention: 6.0 * ((l - local) * q * length + local * windowed),
-            mlp: self.ffn_flops(),
-            logits: 6.0 * h * self.vocab as f64 * (1.0 + ahead),
-        }
+        Ok(TokenFlops {
+            projections: 6.0 * (projections + moe_projections + mtp * 2.0 * h * h),
+            attention: 6.0 * ((layers as f64 - local) * q * length + local * windowed),
+            mlp: 6.0 * (mlp + moe),
+            logits: 6.0 * h * self.vocab as f64 * (1.0 + mtp),
+        })
     }
 }
 
@@ -69,7 +87,8 @@ mod tests {
             ("gpt2-1558m", 1024, 9.80, 0.005),
         ];
         for (name, length, giga, digit) in vectors {
-            let got = ModelConfig::preset(name).unwrap().flops_per_token(f64::from(length)).total() / 1e9;
+            let got =
+                ModelConfig::preset(name).unwrap().flops_per_token(f64::from(length)).unwrap().total() / 1e9;
             assert!((got - giga).abs() <= digit, "{name}: {got} instead of {giga}");
         }
     }
@@ -88,7 +107,7 @@ mod tests {
             v_dim: 128,
             norm_eps: 1e-6,
         });
-        let got = c.flops_per_token(length);
+        let got = c.flops_per_token(length).unwrap();
         let mlp = 6.0 * 3.0 * h as f64 * (3.0 * 18_432.0 + 58.0 * 9.0 * 2048.0);
         let head = 6.0 * h as f64 * 129_280.0;
         let total = (got.projections + got.attention + mlp + head) / 1e9;
@@ -102,7 +121,7 @@ mod tests {
         let mut c = ModelConfig::preset("gemma3-1b").unwrap();
         let length = 4096usize;
         let q = (c.heads * c.head_dim) as f64;
-        let full = c.flops_per_token(length as f64);
+        let full = c.flops_per_token(length as f64).unwrap();
         let w = c.window.unwrap();
         let pairs: usize = (1..=length).map(|t| t.min(w)).sum();
         let local = c.local_layers.iter().filter(|&&x| x).count() as f64;
@@ -111,12 +130,12 @@ mod tests {
         assert!(((full.attention - global) / counted - 1.0).abs() < 1e-12);
 
         c.window = Some(length);
-        let wide = c.flops_per_token(length as f64);
+        let wide = c.flops_per_token(length as f64).unwrap();
         c.window = None;
         c.local_layers.clear();
         assert_eq!(
             wide,
-            c.flops_per_token(length as f64),
+            c.flops_per_token(length as f64).unwrap(),
             "a window as long as the sequence changes nothing"
         );
     }

@@ -1,0 +1,166 @@
+//! Memory of a training step, on the pipeline stage that needs most.
+//!
+//! Parameters, gradients and optimizer state are the lengths of the buckets that training allocates. Activations are the
+//! saved tensors of the micro-batches in flight, the recomputed tensors of one layer, and a few rows in transit.
+
+use crate::Result;
+use crate::config::{MasterDtype, OptimizerKind, PipelineSchedule, Resolved, StateDtype};
+use crate::model::description::{Lifetime, ModelDescription, StepShape};
+use ferrotron_engine::ParamSpec;
+use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit};
+use ferrotron_tensor::DType;
+
+/// Gradient buckets that ZeRO-2 holds in full while they are reduced.
+const FULL_BUCKETS: usize = 3;
+
+/// What decides the memory of a step.
+#[derive(Clone, Debug)]
+pub struct MemoryEstimate {
+    /// The step on one rank of every pipeline stage.
+    pub(super) stages: Vec<StepShape>,
+    /// Dtype of the optimizer's moments, and how many there are.
+    pub(super) moments: (StateDtype, usize),
+    pub(super) master: MasterDtype,
+    pub(super) schedule: PipelineSchedule,
+}
+
+/// Bytes on one rank, by category.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct MemoryBytes {
+    /// Weights in the compute dtype or FP8.
+    pub parameters: usize,
+    /// f32 gradients.
+    pub gradients: usize,
+    /// Master weights and moments.
+    pub optimizer: usize,
+    /// Activations at their peak: the loss is computed and backward begins.
+    pub activations: usize,
+}
+
+impl MemoryBytes {
+    /// What stays allocated over a step.
+    pub fn static_bytes(&self) -> usize {
+        self.parameters + self.gradients + self.optimizer
+    }
+
+    /// All categories together.
+    pub fn total(&self) -> usize {
+        self.static_bytes() + self.activations
+    }
+}
+
+impl MemoryEstimate {
+    /// The memory of a recipe's steps.
+    pub fn of(r: &Resolved) -> Result<MemoryEstimate> {
+        let o = &r.config.optimizer;
+        Ok(MemoryEstimate {
+            stages: StepShape::of_stages(r)?,
+            moments: (o.state_dtype, if o.kind == OptimizerKind::Sgd { 1 } else { 2 }),
+            master: o.master_dtype,
+            schedule: r.config.parallel.schedule,
+        })
+    }
+
+    /// Bytes of master weight and moments of a parameter, before ZeRO shards them. f32 weights are their own masters.
+    pub fn optimizer_bytes(&self) -> f64 {
+        let master = match (self.stages.first().map(|s| s.dtype), self.master) {
+            (Some(DType::F32) | None, _) => 0.0,
+            (_, MasterDtype::F32) => 4.0,
+            (_, MasterDtype::Remainder) => 2.0,
+        };
+        master + self.moments.1 as f64 * self.moments.0.bytes()
+    }
+
+    /// Bytes per parameter that stay allocated over a step, as a sentence.
+    pub fn bytes_per_parameter(&self) -> Result<String> {
+        let (mut elements, mut bytes) = (0, 0);
+        for shape in &self.stages {
+            let size = |p: &ParamSpec| if p.fp8_resident() { 1 } else { shape.dtype.size() };
+            for p in ModelDescription::params(shape)? {
+                elements += p.numel();
+                bytes += p.numel() * size(&p);
+            }
+        }
+        let (weight, state) = (bytes as f64 / elements.max(1) as f64, self.optimizer_bytes());
+        let short = |x: f64| format!("{x:.2}").trim_end_matches('0').trim_end_matches('.').to_string();
+        let [total, weight, state] = [weight + 4.0 + state, weight, state].map(short);
+        Ok(format!("{total} bytes per parameter: weight {weight}, gradient 4, optimizer state {state}"))
+    }
+
+    /// Bytes by category on the stage that needs most.
+    pub fn largest(&self) -> Result<MemoryBytes> {
+        let all = self.stages.iter().map(|s| self.stage(s)).collect::<Result<Vec<_>>>()?;
+        Ok(all.into_iter().max_by_key(MemoryBytes::total).unwrap_or_default())
+    }
+
+    /// Bytes by category on one rank of a stage.
+    pub fn stage(&self, shape: &StepShape) -> Result<MemoryBytes> {
+        let description = ModelDescription::new(shape)?;
+        let ranks = &shape.ranks;
+        let replicas = [ranks.dp_cp.size, ranks.expert_dp.size];
+        let plan = BucketPlan::new(&description.params, replicas, shape.bucket);
+        let shard = |b: &Bucket| b.len / replicas[usize::from(b.experts)];
+        let sharded = |from: usize, b: &Bucket| if shape.zero >= from { shard(b) } else { b.len };
+        let mut out = MemoryBytes::default();
+        let mut state = 0;
+        for bucket in plan.buckets() {
+            let split = BucketSplit::new(bucket, |id| description.params[id.0].fp8_resident());
+            let [fp8, rest] = split.lengths();
+            out.parameters += fp8 + rest * shape.dtype.size();
+            out.gradients += 4 * sharded(2, bucket);
+            state += sharded(1, bucket);
+        }
+        if shape.zero >= 2 {
+            let mut lengths: Vec<usize> = plan.buckets().iter().map(|b| b.len).collect();
+            lengths.sort_unstable_by(|a, b| b.cmp(a));
+            out.gradients += 4 * lengths.iter().take(FULL_BUCKETS).sum::<usize>();
+        }
+        out.optimizer = (self.optimizer_bytes() * state as f64) as usize;
+        out.activations = self.activations(shape, &description)?;
+        Ok(out)
+    }
+
+    fn activations(&self, shape: &StepShape, description: &ModelDescription) -> Result<usize> {
+        let rows = shape.rows()?;
+        let stored: usize = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Stored)).sum();
+        let recomputed = description.layers.iter().map(|l| l.saved_bytes(Lifetime::Recomputed)).max();
+        let (held, chunks) = self.in_flight(shape);
+        // The residual stream, its gradient, and input and output of a block.
+        let transit = 4 * rows.local * shape.model.hidden * shape.dtype.size();
+        Ok(stored * held / chunks
+            + recomputed.unwrap_or(0)
+            + transit
+            + fp8_logits(shape, description, rows.all))
+    }
+
+    /// Micro-batches whose activations a rank holds at most, as a fraction: chunk passes over model chunks.
+    fn in_flight(&self, shape: &StepShape) -> (usize, usize) {
+        let (pp, vp) = (shape.ranks.pp, shape.stages.len().max(1));
+        let behind = pp.size - pp.rank;
+        let passes = match vp {
+            1 => behind.min(shape.micro_batches),
+            _ => (2 * (behind - 1) + (vp - 1) * pp.size + 1).min(shape.micro_batches * vp),
+        };
+        match self.schedule {
+            // Forward of one micro-batch beside backward of another: one more chunk in flight for every vp.
+            PipelineSchedule::Paired => (passes * (vp + 1), vp * vp),
+            _ => (passes, vp),
+        }
+    }
+}
+
+/// FP8 copies of the logits' gradient, for dgrad and wgrad of an FP8 LM head.
+fn fp8_logits(shape: &StepShape, description: &ModelDescription, rows: usize) -> usize {
+    if !shape.stages.iter().any(|s| s.loss) {
+        return 0;
+    }
+    let name = if shape.model.tied { "embed.tokens" } else { "head.weight" };
+    let head = description.params.iter().find(|p| p.parts.first().is_some_and(|part| part.name == name));
+    let Some((vocab, quant)) = head.and_then(|p| p.quant.map(|q| (p.shape[0], q))) else { return 0 };
+    let size = if quant.recipe.emulated() { shape.dtype.size() } else { 1 };
+    2 * size * rows * vocab
+}
+
+#[cfg(test)]
+#[path = "memory_tests.rs"]
+mod tests;

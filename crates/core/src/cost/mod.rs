@@ -1,0 +1,15 @@
+//! What a step costs: memory, communication volume, FLOPs and the roofline, all summed from
+//! [`ModelDescription`](crate::model::description::ModelDescription).
+
+pub mod flops;
+pub mod memory;
+mod memory_advice;
+pub mod roofline;
+mod step;
+pub mod volume;
+
+pub use flops::TokenFlops;
+pub use memory::MemoryEstimate;
+pub(crate) use memory_advice::advise;
+pub(crate) use step::MoeLayers;
+pub use volume::{ByGroup, Traffic, step_volume};

@@ -1,0 +1,184 @@
+//! The least time a training step can take, part by part: FLOPs over the speed of a large GEMM, bytes that must move
+//! once over the speed of memory.
+
+use crate::Result;
+use crate::config::{MasterDtype, OptimizerKind, Resolved};
+use crate::model::description::{Gemm, ModelDescription, StepShape};
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::quant::LinearGemm;
+
+/// Speeds of the device, measured in the same run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ceilings {
+    /// TFLOP/s of GEMMs in the compute dtype.
+    pub gemm: f64,
+    /// TFLOP/s of FP8 GEMMs, of fprop and of dgrad and wgrad; none where the recipe has none.
+    pub fp8_gemm: Option<(f64, f64)>,
+    /// TFLOP/s of attention alone, forward and backward.
+    pub attention: (f64, f64),
+    /// GB/s of memory, reads and writes counted.
+    pub memory: f64,
+}
+
+/// Dense GEMMs in the compute dtype.
+pub const GEMM: &str = "GEMMs";
+/// Dense FP8 GEMMs.
+pub const FP8_GEMM: &str = "FP8 GEMMs";
+/// Casts to FP8, amax and transposes.
+pub const QUANTIZE: &str = "FP8 quantization";
+/// Core attention.
+pub const ATTENTION: &str = "attention";
+/// Residual additions and norms.
+pub const NORMS: &str = "residual and norms";
+/// Activation functions of dense MLPs.
+pub const ACTIVATION: &str = "activation";
+/// Grouped GEMMs of experts, whatever their precision.
+pub const GROUPED_GEMM: &str = "grouped GEMMs";
+/// Activation functions and biases of experts.
+pub const EXPERT_ACTIVATION: &str = "activation of experts";
+/// Token permutation to experts and back.
+pub const PERMUTE: &str = "token permutation";
+/// Routing and its losses.
+pub const ROUTER: &str = "router";
+/// Rotary embedding.
+pub const ROPE: &str = "RoPE";
+/// Cross-entropy.
+pub const LOSS: &str = "loss";
+/// Optimizer and gradient norm.
+pub const OPTIMIZER: &str = "optimizer";
+/// Kernels without a floor of their own.
+pub const OTHER: &str = "everything else";
+
+/// The least seconds of each part of a step of `tokens` tokens in documents of `context`, on one device.
+pub fn floors(r: &Resolved, tokens: u64, context: usize, c: Ceilings) -> Result<Vec<(&'static str, f64)>> {
+    let m = &r.model;
+    let batch = Layout::Rows { count: tokens as usize / context.max(1), len: context };
+    let shape = StepShape::whole_model(r, batch);
+    let work = Work::of(&shape, &ModelDescription::new(&shape)?);
+    let attention_flops = tokens as f64 * m.flops_per_token(context as f64)?.attention / 3.0;
+    let (tokens, size) = (tokens as f64, shape.dtype.size() as f64);
+    let (h, l, v) = (m.hidden as f64, m.layers as f64, m.vocab as f64);
+    let (fprop, backward) = c.fp8_gemm.unwrap_or((c.gemm, c.gemm));
+    let gemm = |w: &GemmFlops| (w.bf16 / c.gemm + w.fp8_fprop / fprop + w.fp8_backward / backward) / 1e12;
+    let dense = GemmFlops { bf16: 0.0, ..work.dense };
+    // Forward has two GEMMs of the scores, backward five.
+    let attention = attention_flops * (1.0 / c.attention.0 + 2.5 / c.attention.1) / 1e12;
+    let bytes = |n: f64| n / (c.memory * 1e9);
+    let norms = if m.post_norms { 4.0 } else { 2.0 };
+    // Reads and writes of forward and backward.
+    let widths = if m.gated { 3.0 + 5.0 } else { 2.0 + 3.0 };
+    let rotated = match &m.mla {
+        None => (m.heads + 2 * m.kv_heads) * m.head_dim,
+        Some(l) => (m.heads + 1) * l.rope_dim,
+    };
+    let rotates = (0..m.layers).filter(|i| m.rope(*i).is_some()).count() as f64;
+    Ok(vec![
+        (GEMM, work.dense.bf16 / (c.gemm * 1e12)),
+        (FP8_GEMM, gemm(&dense)),
+        (QUANTIZE, bytes(work.quantized_bytes)),
+        (ATTENTION, attention),
+        (NORMS, bytes((norms * l + 1.0) * 8.0 * tokens * h * size)),
+        (ACTIVATION, bytes(work.activations * widths * size)),
+        (GROUPED_GEMM, gemm(&work.experts)),
+        (EXPERT_ACTIVATION, bytes(work.expert_activations * widths * size)),
+        (PERMUTE, bytes(work.permuted * size)),
+        (ROUTER, bytes(work.router_logits * 4.0)),
+        (ROPE, bytes(rotates * 4.0 * tokens * rotated as f64 * size)),
+        (LOSS, bytes(3.0 * tokens * v * size)),
+        (OPTIMIZER, bytes(m.parameters() as f64 * update_bytes(r))),
+        (OTHER, 0.0),
+    ])
+}
+
+/// Bytes that the optimizer moves for a parameter: master and moments are read and written, the gradient is read twice
+/// (once for its norm), the weight written; it is read too where it is the upper half of the master.
+fn update_bytes(r: &Resolved) -> f64 {
+    let o = &r.config.optimizer;
+    let size = r.config.precision.dtype.dtype().size() as f64;
+    let weight = if size < 4.0 { size } else { 0.0 };
+    let moments = if o.kind == OptimizerKind::Sgd { 1.0 } else { 2.0 };
+    let master = match o.master_dtype {
+        MasterDtype::F32 => 2.0 * 4.0 + weight,
+        MasterDtype::Remainder => 2.0 * 2.0 + 2.0 * weight,
+    };
+    master + 2.0 * moments * o.state_dtype.bytes() + 2.0 * 4.0
+}
+
+/// FLOPs by precision.
+#[derive(Clone, Copy, Debug, Default)]
+struct GemmFlops {
+    bf16: f64,
+    fp8_fprop: f64,
+    fp8_backward: f64,
+}
+
+impl GemmFlops {
+    fn add(&mut self, g: &Gemm) {
+        *match (g.fp8, g.gemm) {
+            (false, _) => &mut self.bf16,
+            (true, LinearGemm::Fprop) => &mut self.fp8_fprop,
+            (true, _) => &mut self.fp8_backward,
+        } += g.flops();
+    }
+}
+
+/// Sums over the layers of a model.
+#[derive(Clone, Copy, Debug, Default)]
+struct Work {
+    dense: GemmFlops,
+    experts: GemmFlops,
+    /// Bytes moved to quantize operands: each is read once and written for each orientation.
+    quantized_bytes: f64,
+    /// Elements of the outputs of activation functions, of dense MLPs and of experts.
+    activations: f64,
+    expert_activations: f64,
+    /// Elements that token permutation reads and writes, forward and backward.
+    permuted: f64,
+    /// Router logits, written and read, and their gradients.
+    router_logits: f64,
+}
+
+impl Work {
+    fn of(shape: &StepShape, description: &ModelDescription) -> Work {
+        let mut work = Work::default();
+        for g in description.gemms() {
+            let experts = g.names[0].contains(".moe.experts.");
+            if experts { work.experts.add(g) } else { work.dense.add(g) }
+        }
+        let tokens = shape.micro_batch.tokens() as f64;
+        let fprop = description.gemms().filter(|g| g.gemm == LinearGemm::Fprop);
+        for g in fprop {
+            let (rows, i, o) = (g.m as f64, g.k as f64, g.n as f64);
+            let (name, elements) = (g.names[0].as_str(), rows * i);
+            let is = |module: &str| name.ends_with(module);
+            let experts = name.contains(".moe.experts.");
+            match () {
+                () if experts && is(".down") => {
+                    work.expert_activations += elements;
+                    // To the experts and back: one side of a token, the other of each of its choices.
+                    work.permuted += 4.0 * (rows + tokens) * o;
+                }
+                () if is(".mlp.down") || is(".shared.down") => work.activations += elements,
+                () if is(".moe.router") => work.router_logits += 4.0 * rows * o,
+                () => {}
+            }
+            let quant = description.quant(name).filter(|q| !q.recipe.emulated());
+            let Some(q) = quant else { continue };
+            // Two bytes are read and one written for each orientation.
+            let uses = |a: bool, b: bool| match u8::from(a) + u8::from(b) {
+                0 => 0.0,
+                n => 2.0 + f64::from(n),
+            };
+            // The side of experts that faces the tokens is quantized before they are permuted.
+            let (in_rows, out_rows) = match experts {
+                true if is(".down") => (rows, tokens),
+                true => (tokens, rows),
+                false => (rows, rows),
+            };
+            work.quantized_bytes += in_rows * i * uses(q.fprop, q.wgrad)
+                + out_rows * o * uses(q.dgrad, q.wgrad)
+                + g.experts as f64 * i * o * uses(q.fprop, q.dgrad);
+        }
+        work
+    }
+}

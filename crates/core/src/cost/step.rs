@@ -1,0 +1,86 @@
+//! The step of a recipe as the description takes it.
+
+use crate::Result;
+use crate::config::Resolved;
+use crate::grid::Grid;
+use crate::model::description::{ParallelRanks, StepShape};
+use crate::model::{ModelOptions, PipelineLayout, Stage};
+use ferrotron_engine::Recompute;
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::data_parallel::bucket_elements;
+use std::sync::Arc;
+
+impl StepShape {
+    /// The step of a recipe on a rank of its layout.
+    pub fn of(r: &Resolved, ranks: ParallelRanks) -> Result<StepShape> {
+        let p = &r.config.parallel;
+        let pipeline = PipelineLayout { vp: p.vp, layout: p.stages.clone() };
+        let placement = pipeline.place(&r.model, ranks.pp.size)?;
+        let chunks = (0..placement.vp()).filter_map(|chunk| placement.at(ranks.pp.rank, chunk).cloned());
+        let samples = r.plan.micro_batch * ranks.dp.size;
+        let replicas = ranks.dp_cp.size.max(ranks.expert_dp.size);
+        Ok(StepShape {
+            model: r.model.clone(),
+            stages: chunks.collect(),
+            micro_batch: Layout::Rows { count: r.plan.micro_batch, len: r.plan.seq_len },
+            micro_batches: (r.config.train.global_batch as usize / samples.max(1)).max(1),
+            dtype: r.config.precision.dtype.dtype(),
+            recompute: r.config.train.recompute.modules(),
+            options: options(r),
+            zero: p.zero,
+            bucket: p.bucket.map_or_else(|| bucket_elements(replicas), |n| n as usize),
+            ranks,
+        })
+    }
+
+    /// The recipe's whole model on one rank, in one micro-batch.
+    pub fn whole_model(r: &Resolved, micro_batch: Layout) -> StepShape {
+        let m = &r.model;
+        let stage = Stage { embedding: true, layers: 0..m.layers, mtp: 0..m.mtp_depth(), loss: true };
+        StepShape {
+            model: m.clone(),
+            ranks: ParallelRanks::single(),
+            stages: vec![stage],
+            micro_batch,
+            micro_batches: 1,
+            dtype: r.config.precision.dtype.dtype(),
+            recompute: Recompute::default(),
+            options: options(r),
+            zero: 0,
+            bucket: bucket_elements(1),
+        }
+    }
+
+    /// The step of a recipe on the first rank of every pipeline stage of its layout.
+    pub fn of_stages(r: &Resolved) -> Result<Vec<StepShape>> {
+        let grid = Grid::of(r.config.parallel.layout())?;
+        let pp = grid.layout().pp;
+        let stride = grid.world() / pp.max(1);
+        (0..pp).map(|stage| StepShape::of(r, ParallelRanks::at(&grid, stage * stride)?)).collect()
+    }
+}
+
+/// FP8 policy, MoE and MTP training of a recipe.
+fn options(r: &Resolved) -> ModelOptions {
+    ModelOptions { policy: r.policy(), moe_training: Arc::new(r.moe_training()), mtp: r.mtp_training() }
+}
+
+/// MoE layers of a rank.
+pub(crate) struct MoeLayers {
+    pub(crate) count: usize,
+    pub(crate) experts: usize,
+}
+
+impl MoeLayers {
+    /// Those of the stages of a rank; an MTP layer that is used repeatedly counts once.
+    pub(crate) fn of(shape: &StepShape) -> MoeLayers {
+        let m = &shape.model;
+        let own = m.mtp.map_or(0, |c| c.modules());
+        let in_stage = |s: &Stage| {
+            let mtp = if s.mtp.is_empty() { 0 } else { own };
+            s.layers.clone().chain(m.layers..m.layers + mtp).filter(|i| m.moe_layer(*i).is_some()).count()
+        };
+        let count = shape.stages.iter().map(in_stage).sum();
+        MoeLayers { count, experts: m.moe.as_ref().map_or(0, |c| c.experts) }
+    }
+}

@@ -1,0 +1,274 @@
+//! Communication volume of a training step: counted while it runs, and predicted from the model's description.
+//!
+//! All numbers are bytes that one rank sends, by the formulas of ring algorithms: of a tensor of B bytes over n ranks,
+//! (n−1)/n·B for an all-gather or reduce-scatter and 2(n−1)/n·B for an all-reduce; point-to-point messages are as long
+//! as they are. What layers send in a micro-batch is in [`ModelDescription`]; what a step sends besides:
+//!
+//! - Gradients of replicated weights are all-reduced over the tensor-parallel group (experts: expert tensor parallel);
+//!   gradients of key heads that some ranks share are all-gathered.
+//! - Buckets of gradients are all-reduced over the replicas; with ZeRO-1 reduce-scattered and the weights all-gathered,
+//!   with ZeRO-2 reduce-scattered after every micro-batch. FP8 weights with one scale travel as FP8.
+//! - A parameter of the first and the last pipeline stage is all-reduced between the two.
+//! - FP8: amax of the weights (current scaling) or of every operand (delayed scaling).
+//! - MoE counters; token counts, losses and the gradient norm, in f64.
+
+use super::MoeLayers;
+use crate::Result;
+use crate::model::description::{Collective, Group, ModelDescription, Pass, StepShape};
+use ferrotron_comm::{Communicator, OpKind, Volume};
+use ferrotron_engine::data_parallel::{Bucket, BucketPlan, BucketSplit, Placement, Span};
+use ferrotron_engine::moe::{AuxLossKind, Dispatcher, RoutingMethod};
+use ferrotron_engine::quant::{Method, Role};
+use ferrotron_engine::{GroupRank, ParamSpec, Rank};
+use ferrotron_tensor::DType;
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// Bytes by group.
+pub type ByGroup = BTreeMap<&'static str, u64>;
+
+/// What a rank has sent, by group and kind of operation.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    groups: Vec<(&'static str, Volume)>,
+}
+
+impl Traffic {
+    /// Everything so far, on the groups of a rank and on the whole world.
+    pub fn of(rank: &Rank) -> Traffic {
+        let world = rank.world.all();
+        let groups: [(&'static str, &Communicator); 13] = [
+            ("tp", &rank.tp),
+            ("cp", &rank.cp),
+            ("pp", &rank.pp),
+            ("back", &rank.pp_backward_group),
+            ("dp", &rank.dp),
+            ("copies", &rank.dp_cp_group),
+            ("ends", &rank.embedding_group),
+            ("batch", &rank.tp_cp_group),
+            ("step", &rank.tp_dp_cp_group),
+            ("experts", &rank.etp_ep_group),
+            ("etp", &rank.etp),
+            ("expert copies", &rank.expert_dp_group),
+            ("world", &world),
+        ];
+        // A group that is the same as another is that one, and counted there.
+        let own = |(name, group): &(&'static str, &Communicator)| group.name() == *name;
+        Traffic { groups: groups.into_iter().filter(own).map(|(name, g)| (name, g.volume())).collect() }
+    }
+
+    /// What was added since `earlier`.
+    pub fn since(&self, earlier: &Traffic) -> Traffic {
+        let pairs = self.groups.iter().zip(&earlier.groups);
+        Traffic { groups: pairs.map(|((name, now), (_, then))| (*name, now.since(then))).collect() }
+    }
+
+    /// Bytes of every group that sent any.
+    pub fn by_group(&self) -> ByGroup {
+        self.groups.iter().map(|(name, v)| (*name, v.total())).filter(|(_, bytes)| *bytes > 0).collect()
+    }
+
+    /// The same by kind of operation, `{"tp": {"all-gather": 4096}}`.
+    pub fn by_kind(&self) -> BTreeMap<String, BTreeMap<String, u64>> {
+        let kinds = |v: &Volume| -> BTreeMap<String, u64> {
+            let all = OpKind::ALL.iter().map(|k| (k.name().to_string(), v.bytes(*k)));
+            all.filter(|(_, bytes)| *bytes > 0).collect()
+        };
+        let all = self.groups.iter().map(|(name, v)| (name.to_string(), kinds(v)));
+        all.filter(|(_, kinds)| !kinds.is_empty()).collect()
+    }
+
+    /// Bytes altogether.
+    pub fn total(&self) -> u64 {
+        self.groups.iter().map(|(_, v)| v.total()).sum()
+    }
+}
+
+/// Gradients of replicated weights below this size are all-reduced together.
+const SMALL: usize = 1 << 16;
+
+/// Bytes this rank sends in a step, by process group. Groups that send nothing are absent.
+pub fn step_volume(shape: &StepShape) -> Result<ByGroup> {
+    let description = ModelDescription::new(shape)?;
+    let mut out = ByGroup::new();
+    let mut add = |c: &Collective, times: u64| {
+        if c.bytes > 0 {
+            *out.entry(shape.ranks.name(c.group)).or_default() += times * c.bytes;
+        }
+    };
+    description.collectives().for_each(|c| add(c, shape.micro_batches as u64));
+    step_collectives(shape, &description.params).iter().for_each(|c| add(c, 1));
+    Ok(out)
+}
+
+/// The collectives of a step that belong to no layer.
+pub fn step_collectives(shape: &StepShape, params: &[ParamSpec]) -> Vec<Collective> {
+    let ranks = &shape.ranks;
+    let replicas = [ranks.dp_cp.size, ranks.expert_dp.size];
+    let plan = BucketPlan::new(params, replicas, shape.bucket);
+    let mut step = StepVolume { shape, params, out: Vec::new() };
+    step.amax();
+    for bucket in plan.buckets() {
+        step.bucket(bucket, replicas.into_iter().max().unwrap_or(1));
+    }
+    step.moe_counters();
+    // Token counts over dp; losses over all replicas, then to the other stages; the squared gradient norm.
+    let losses = 8 * (1 + shape.model.mtp_depth());
+    for (group, bytes) in [(Group::Dp, losses), (Group::DpCp, losses), (Group::Pp, losses), (Group::World, 8)]
+    {
+        step.all_reduce(group, bytes);
+    }
+    step.out
+}
+
+struct StepVolume<'a> {
+    shape: &'a StepShape,
+    params: &'a [ParamSpec],
+    out: Vec<Collective>,
+}
+
+impl StepVolume<'_> {
+    fn send(&mut self, group: Group, kind: OpKind, bytes: u64) {
+        if bytes > 0 && self.shape.ranks.size(group) > 1 {
+            self.out.push(Collective { group, kind, bytes, pass: Pass::Backward });
+        }
+    }
+
+    fn all_reduce(&mut self, group: Group, bytes: usize) {
+        let n = self.shape.ranks.size(group) as u64;
+        self.send(group, OpKind::AllReduce, 2 * (n - 1) * bytes as u64 / n);
+    }
+
+    /// ZeRO stage in effect, for buckets with that many replicas.
+    fn zero(&self, replicas: usize) -> usize {
+        if replicas > 1 { self.shape.zero } else { 0 }
+    }
+
+    /// Largest magnitudes that ranks agree on once a step.
+    fn amax(&mut self) {
+        let ranks = &self.shape.ranks;
+        let quantized: Vec<_> = self.params.iter().filter_map(|p| p.quant.map(|q| (p, q))).collect();
+        let Some((_, first)) = quantized.first() else { return };
+        match first.recipe.method {
+            Method::Delayed { .. } => {
+                let bytes = 4 * Role::ALL.len() * quantized.len();
+                self.all_reduce(Group::DpCp, bytes);
+                self.all_reduce(Group::Tp, bytes);
+            }
+            Method::Current => {
+                let used = |q: &ferrotron_engine::quant::LinearQuant| q.fprop || q.dgrad;
+                let dense = quantized.iter().filter(|(p, q)| !p.experts && used(q)).count();
+                if self.zero(ranks.dp_cp.size.max(ranks.expert_dp.size)) > 0 {
+                    self.all_reduce(Group::DpCp, 4 * dense);
+                }
+                self.all_reduce(Group::Tp, 4 * dense);
+                // Each expert has a scale; ranks that share one agree on it when it is quantized.
+                let experts: Vec<usize> = quantized
+                    .iter()
+                    .filter(|(p, q)| p.experts && used(q) && !p.fp8_resident())
+                    .map(|(p, _)| p.matrices)
+                    .collect();
+                experts.into_iter().for_each(|n| self.all_reduce(Group::Etp, 4 * n));
+            }
+            _ => {}
+        }
+    }
+
+    /// A bucket of gradients: over ranks that hold the same weights, then over the replicas; and its weights back.
+    fn bucket(&mut self, bucket: &Bucket, most_replicas: usize) {
+        let ranks = &self.shape.ranks;
+        let (tp, group) =
+            if bucket.experts { (Group::Etp, Group::ExpertDp) } else { (Group::Tp, Group::DpCp) };
+        let here = if bucket.experts { ranks.etp } else { ranks.tp };
+        let replicas = if bucket.experts { ranks.expert_dp } else { ranks.dp_cp };
+        let zero = self.zero(most_replicas);
+        let rounds = if zero > 1 { self.shape.micro_batches } else { 1 };
+        for _ in 0..rounds {
+            self.over_tp(bucket, tp, here);
+        }
+        let n = replicas.size;
+        let shard = bucket.len / n;
+        match zero {
+            0 => self.all_reduce(group, 4 * bucket.len),
+            _ => {
+                let bytes = ((n - 1) * shard * 4 * rounds) as u64;
+                self.send(group, OpKind::ReduceScatter, bytes);
+                self.send(group, OpKind::AllGather, self.gathered_weights(bucket, replicas));
+            }
+        }
+        if bucket.tied_across_stages {
+            let held = if zero > 0 { shard } else { bucket.len };
+            self.all_reduce(Group::Embedding, 4 * held);
+        }
+    }
+
+    /// Gradients of weights that several tensor-parallel ranks hold.
+    fn over_tp(&mut self, bucket: &Bucket, group: Group, here: GroupRank) {
+        if here.size == 1 {
+            return;
+        }
+        let (mut small, params) = (0, self.params);
+        for span in &bucket.spans {
+            for (part, _, held) in params[span.param.0].held() {
+                let everywhere = part.holders(here).len() == here.size;
+                if everywhere && held.len() < SMALL {
+                    small += held.len();
+                } else if everywhere {
+                    self.all_reduce(group, 4 * held.len());
+                } else if part.shared(here.size) {
+                    self.send(group, OpKind::AllGather, ((here.size - 1) * 4 * held.len()) as u64);
+                }
+            }
+        }
+        self.all_reduce(group, 4 * small);
+    }
+
+    /// All-gathering the weights of a bucket from their shards: everything but the shard of the next rank is sent.
+    fn gathered_weights(&self, bucket: &Bucket, here: GroupRank) -> u64 {
+        let n = here.size;
+        let size = self.shape.dtype.size();
+        let split = BucketSplit::new(bucket, |id| self.params[id.0].fp8_resident());
+        let others = (0..n).filter(|r| *r != (here.rank + 1) % n);
+        let shard = |rank| bucket.held(Placement::Flat, GroupRank { rank, size: n });
+        let sum = |f: &dyn Fn(&Range<usize>) -> usize| others.clone().map(|r| f(&shard(r))).sum::<usize>();
+        let weights = sum(&|r| split.rest(r).len()) * size;
+        // Block-scaled weights are gathered in the compute dtype and quantized afterwards, each without padding.
+        let inside = |span: &Span, r: &Range<usize>| {
+            span.range.end.min(r.end).saturating_sub(span.range.start.max(r.start)) * size
+        };
+        let block_scaled = |span: &Span| match self.params[span.param.0].quant {
+            Some(q) if q.fp8_resident && !q.recipe.per_tensor() => sum(&|r| inside(span, r)),
+            _ => 0,
+        };
+        let blocks: usize = bucket.spans.iter().map(block_scaled).sum();
+        let fp8 = if blocks > 0 { blocks } else { sum(&|r| split.separate(r).len()) };
+        (weights + fp8) as u64
+    }
+
+    /// Tokens per expert, losses, z-loss and dropped tokens of all MoE layers of this rank.
+    fn moe_counters(&mut self) {
+        let MoeLayers { count, experts } = MoeLayers::of(self.shape);
+        if count == 0 {
+            return;
+        }
+        let training = self.shape.options.moe_training.clone();
+        let sizes = [
+            count * experts * DType::I64.size(),
+            count * AuxLossKind::ALL.len() * DType::F32.size(),
+            count * 2 * DType::F64.size(),
+            count * DType::I64.size(),
+        ];
+        for bytes in sizes {
+            self.all_reduce(Group::TpDpCp, bytes);
+        }
+        if matches!(training.routing_method, RoutingMethod::Quantiles { .. }) {
+            self.all_reduce(Group::DpCp, count * experts * DType::F32.size());
+        }
+        if training.dispatcher == Dispatcher::AllGather {
+            // Each micro-batch tells every rank how many rows the others have.
+            let others = self.shape.ranks.size(Group::EtpEp) - 1;
+            let bytes = (others * 8 * self.shape.micro_batches) as u64;
+            self.send(Group::EtpEp, OpKind::AllGatherBytes, bytes);
+        }
+    }
+}

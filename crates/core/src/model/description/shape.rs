@@ -1,0 +1,212 @@
+//! Everything that decides what a rank does in a step, without a device or a communicator.
+
+use crate::Result;
+use crate::grid::{Axis, Grid};
+use crate::model::{ModelConfig, ModelOptions, Stage};
+use ferrotron_comm::Communicator;
+use ferrotron_engine::attention::Layout;
+use ferrotron_engine::data_parallel::group_rank;
+use ferrotron_engine::{GroupRank, Rank, Recompute, Tokens};
+use ferrotron_tensor::DType;
+
+/// A process group by what it is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Group {
+    /// Tensor parallel.
+    Tp,
+    /// Context parallel.
+    Cp,
+    /// Pipeline, activations to later stages.
+    Pp,
+    /// Pipeline, gradients to earlier stages.
+    PpBackward,
+    /// Data parallel.
+    Dp,
+    /// Data × context parallel: replicas of the dense parameters.
+    DpCp,
+    /// First and last pipeline stage, which share a tied embedding.
+    Embedding,
+    /// Tensor × context parallel: the ranks that share a micro-batch.
+    TpCp,
+    /// Tensor × data × context parallel: the ranks that share a step's tokens.
+    TpDpCp,
+    /// Expert tensor × expert parallel: the ranks that hold all experts of a layer.
+    EtpEp,
+    /// Expert tensor parallel.
+    Etp,
+    /// Replicas of an expert.
+    ExpertDp,
+    /// All ranks.
+    World,
+}
+
+/// A rank's place in every process group.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ParallelRanks {
+    /// Tensor parallel.
+    pub tp: GroupRank,
+    /// Context parallel.
+    pub cp: GroupRank,
+    /// Data parallel.
+    pub dp: GroupRank,
+    /// Data × context parallel.
+    pub dp_cp: GroupRank,
+    /// Pipeline parallel.
+    pub pp: GroupRank,
+    /// Expert parallel, in whole experts.
+    pub ep: GroupRank,
+    /// Tensor parallel inside an expert.
+    pub etp: GroupRank,
+    /// Replicas of an expert.
+    pub expert_dp: GroupRank,
+    /// Groups that have the ranks of another group, and use its communicator.
+    aliases: Vec<(Group, Group)>,
+}
+
+impl ParallelRanks {
+    /// One rank alone.
+    pub fn single() -> ParallelRanks {
+        let one = GroupRank::SINGLE;
+        ParallelRanks {
+            tp: one,
+            cp: one,
+            dp: one,
+            dp_cp: one,
+            pp: one,
+            ep: one,
+            etp: one,
+            expert_dp: one,
+            aliases: Vec::new(),
+        }
+    }
+
+    /// The place of a running rank.
+    pub fn of(rank: &Rank) -> ParallelRanks {
+        let or = |group, own: &Communicator, others: &[(Group, &Communicator)]| {
+            let other = others.iter().find(|(_, c)| c.name() == own.name());
+            other.map(|(other, _)| (group, *other))
+        };
+        let (tp, cp, dp_cp) =
+            ((Group::Tp, &rank.tp), (Group::Cp, &rank.cp), (Group::DpCp, &rank.dp_cp_group));
+        let aliases = [
+            or(Group::TpCp, &rank.tp_cp_group, &[tp, cp]),
+            or(Group::TpDpCp, &rank.tp_dp_cp_group, &[tp, dp_cp]),
+            or(Group::EtpEp, &rank.etp_ep_group, &[tp]),
+            or(Group::Etp, &rank.etp, &[tp]),
+            or(Group::ExpertDp, &rank.expert_dp_group, &[dp_cp]),
+        ];
+        ParallelRanks {
+            tp: group_rank(&rank.tp),
+            cp: group_rank(&rank.cp),
+            dp: group_rank(&rank.dp),
+            dp_cp: group_rank(&rank.dp_cp_group),
+            pp: group_rank(&rank.pp),
+            ep: rank.expert_parallel_rank(),
+            etp: group_rank(&rank.etp),
+            expert_dp: group_rank(&rank.expert_dp_group),
+            aliases: aliases.into_iter().flatten().collect(),
+        }
+    }
+
+    /// The place of rank `rank` of a grid.
+    pub fn at(grid: &Grid, rank: usize) -> Result<ParallelRanks> {
+        let c = grid.coordinates(rank)?;
+        let (dense, expert) = (grid.dense(), grid.expert());
+        let place = |rank, size| GroupRank { rank, size };
+        Ok(ParallelRanks {
+            tp: place(c.tp, dense.size(Axis::Tp)),
+            cp: place(c.cp, dense.size(Axis::Cp)),
+            dp: place(c.dp, dense.size(Axis::Dp)),
+            dp_cp: place(c.dp_cp, dense.size(Axis::Dp) * dense.size(Axis::Cp)),
+            pp: place(c.pp, dense.size(Axis::Pp)),
+            ep: place(c.ep, expert.size(Axis::Ep)),
+            etp: place(c.etp, expert.size(Axis::Tp)),
+            expert_dp: place(c.edp, expert.size(Axis::Dp)),
+            aliases: Vec::new(),
+        })
+    }
+
+    /// Ranks of a group.
+    pub fn size(&self, group: Group) -> usize {
+        match group {
+            Group::Tp => self.tp.size,
+            Group::Cp => self.cp.size,
+            Group::Pp | Group::PpBackward => self.pp.size,
+            Group::Dp => self.dp.size,
+            Group::DpCp => self.dp_cp.size,
+            Group::Embedding => self.pp.size.min(2),
+            Group::TpCp => self.tp.size * self.cp.size,
+            Group::TpDpCp => self.tp.size * self.dp_cp.size,
+            Group::EtpEp => self.etp.size * self.ep.size,
+            Group::Etp => self.etp.size,
+            Group::ExpertDp => self.expert_dp.size,
+            Group::World => self.tp.size * self.dp_cp.size * self.pp.size,
+        }
+    }
+
+    /// The name of the communicator that serves a group.
+    pub fn name(&self, group: Group) -> &'static str {
+        let serves = self.aliases.iter().find(|(g, _)| *g == group).map_or(group, |(_, other)| *other);
+        match serves {
+            Group::Tp => "tp",
+            Group::Cp => "cp",
+            Group::Pp => "pp",
+            Group::PpBackward => "back",
+            Group::Dp => "dp",
+            Group::DpCp => "copies",
+            Group::Embedding => "ends",
+            Group::TpCp => "batch",
+            Group::TpDpCp => "step",
+            Group::EtpEp => "experts",
+            Group::Etp => "etp",
+            Group::ExpertDp => "expert copies",
+            Group::World => "world",
+        }
+    }
+}
+
+/// A training step as one rank sees it.
+#[derive(Clone, Debug)]
+pub struct StepShape {
+    /// The architecture.
+    pub model: ModelConfig,
+    /// The rank's place in the layout.
+    pub ranks: ParallelRanks,
+    /// The pipeline stages this rank holds, one for each model chunk.
+    pub stages: Vec<Stage>,
+    /// The sequences of one micro-batch, before context parallelism divides them.
+    pub micro_batch: Layout,
+    /// Micro-batches of the step on this rank.
+    pub micro_batches: usize,
+    /// The dtype of compute.
+    pub dtype: DType,
+    /// What backward recomputes.
+    pub recompute: Recompute,
+    /// FP8 policy, MoE and MTP training options.
+    pub options: ModelOptions,
+    /// ZeRO stage: 0 replicates, 1 shards optimizer state, 2 gradients too.
+    pub zero: usize,
+    /// Elements at which a gradient bucket closes.
+    pub bucket: usize,
+}
+
+/// Rows of a micro-batch on this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Rows {
+    /// N: rows of the tensor-parallel group, padded to a multiple of it.
+    pub(crate) all: usize,
+    /// T = N / tp: rows of the residual stream on this rank.
+    pub(crate) local: usize,
+    /// Rows of the group that attention computes: tokens of the padded sequences, over cp.
+    pub(crate) attended: usize,
+}
+
+impl StepShape {
+    /// Rows of a micro-batch on this rank.
+    pub(crate) fn rows(&self) -> Result<Rows> {
+        let tokens = Tokens::new(&self.micro_batch, self.ranks.cp, self.ranks.tp.size)?;
+        let all = tokens.rows().len();
+        let attended = tokens.layout().tokens() / self.ranks.cp.size;
+        Ok(Rows { all, local: all / self.ranks.tp.size, attended })
+    }
+}
