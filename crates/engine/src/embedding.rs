@@ -3,6 +3,7 @@
 use crate::quant::GemmOperand;
 use crate::tensor_parallel::InFlight;
 use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
+use ferrotron_kernels::{EmbeddingBackward, EmbeddingForward};
 use ferrotron_tensor::{Result, Tensor};
 
 /// `scale·tokens[id] (+ positions[pos])`
@@ -97,13 +98,35 @@ impl Embedding {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let y = p.empty(&[ids.numel(), self.hidden])?;
         let table = p.weight(self.tokens)?;
-        k.embedding_forward(s, ids, table, self.first, self.vocab, self.scale, false, &y)?;
+        k.embedding_forward(
+            s,
+            &EmbeddingForward {
+                ids,
+                table,
+                first: self.first,
+                vocab: self.vocab,
+                scale: self.scale,
+                add: false,
+                y: &y,
+            },
+        )?;
         let y = p.reduce_scatter(&y, "embeddings")?;
         let positions = match self.positions {
             None => None,
             Some(table) => {
                 let (table, mine) = (p.weight(table)?, p.local_rows(positions)?);
-                k.embedding_forward(s, &mine, table, 0, table.shape()[0], 1.0, true, &y)?;
+                k.embedding_forward(
+                    s,
+                    &EmbeddingForward {
+                        ids: &mine,
+                        table,
+                        first: 0,
+                        vocab: table.shape()[0],
+                        scale: 1.0,
+                        add: true,
+                        y: &y,
+                    },
+                )?;
                 Some(SavedTensor::small(&mine))
             }
         };
@@ -116,7 +139,18 @@ impl Embedding {
             let ids = ids.clone();
             WeightGrad::deferred(param, move |rank, grad, accumulate| {
                 let (k, dy) = (&rank.kernels, dy.ready()?);
-                k.embedding_backward(&rank.compute, &ids, dy.memory(), first, vocab, scale, accumulate, grad)
+                k.embedding_backward(
+                    &rank.compute,
+                    &EmbeddingBackward {
+                        ids: &ids,
+                        dy: dy.memory(),
+                        first,
+                        vocab,
+                        scale,
+                        accumulate,
+                        dtable: grad,
+                    },
+                )
             })
         };
         let all = p.begin_all_gather(&GemmOperand::rowwise(dy), "gradient of embeddings")?;

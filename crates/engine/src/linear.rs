@@ -247,7 +247,7 @@ impl Linear {
         let w = p.weight(self.weight)?;
         let mut dh = WithAmax::from(&p.empty(h.shape())?);
         dh.sums = extras.sums.then(|| p.act_sums(h)).transpose()?;
-        let f = LinearActBackward { act, dy, w, h, dh: &dh.values, sums: dh.sums.as_ref() };
+        let f = LinearActBackward { act, dy, w, h, dh: &dh.values, dbias: dh.sums.as_ref() };
         p.rank.kernels.linear_act_backward(&p.rank.compute, &f)?;
         Ok((dh, self.grads(&WithAmax::from(dy), InFlight::ready_now(GemmOperand::rowwise(&x)))))
     }

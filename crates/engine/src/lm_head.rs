@@ -11,7 +11,7 @@ use crate::tensor_parallel::{WeightOperand, wgrad_gemm};
 use crate::{
     Declarations, Init, ParamId, Part, Rank, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
 };
-use ferrotron_kernels::{CrossEntropy, Gemm, LabelSmoothing, VocabParallelLogits};
+use ferrotron_kernels::{CrossEntropy, Gemm, LabelSmoothing, VocabParallelCrossEntropy, VocabParallelLogits};
 use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
 /// Rows of the weight of a whole vocabulary on a card are a multiple of this in products.
@@ -285,7 +285,17 @@ impl LmHead {
             let all = rank.activation(&[rank.tp.size(), n, 4], DType::F32)?;
             k.cross_entropy_stats(s, &shard, &mine)?;
             rank.tp.all_gather(s, &mine, &all, "sums of the loss")?;
-            k.vocab_parallel_cross_entropy(s, &shard, &all, &t.weights, self.smoothing, rows, train)?;
+            k.vocab_parallel_cross_entropy(
+                s,
+                &VocabParallelCrossEntropy {
+                    x: &shard,
+                    stats: &all,
+                    weights: &t.weights,
+                    smoothing: self.smoothing,
+                    loss: rows,
+                    gradient: train,
+                },
+            )?;
         }
         if let Some((cap, y)) = capped {
             rank.kernels.softcap_backward(&rank.compute, cap, &y, z)?;

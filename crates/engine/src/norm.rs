@@ -3,7 +3,7 @@
 use crate::{
     Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
 };
-use ferrotron_kernels::{Norm, NormBackward, NormForward};
+use ferrotron_kernels::{Norm, NormBackward, NormForward, ResidualAdd};
 use ferrotron_tensor::{DType, Result, Tensor};
 
 /// A norm over the last axis with learned gain (and bias, for LayerNorm).
@@ -109,8 +109,10 @@ impl NormLayer {
         let (mut y, sum) = (WithAmax::from(&p.empty(x.shape())?), p.empty(x.shape())?);
         y.amax = measure.then(|| p.zero_amax()).transpose()?;
         let mut saved = self.run(p, x, &y.values, |k, s, n| match &y.amax {
-            Some(amax) => k.add_norm_forward_amax(s, self.norm, residual, &sum, n, amax),
-            None => k.add_norm_forward(s, self.norm, residual, &sum, n),
+            Some(amax) => {
+                k.add_norm_forward_amax(s, self.norm, &ResidualAdd { residual: residual, sum: &sum }, n, amax)
+            }
+            None => k.add_norm_forward(s, self.norm, &ResidualAdd { residual: residual, sum: &sum }, n),
         })?;
         saved.x = SavedTensor::activation(&sum);
         Ok((y, sum, saved))

@@ -94,7 +94,10 @@ impl<'a> StepContext<'a> {
         let Some(d) = self.dropout.filter(|d| d.p > 0.0) else { return Ok(x) };
         let key = RngKey { seed: self.rank.seed, step: d.step, layer: layer + self.repeat, site };
         let y = self.rank.activation(x.shape(), x.dtype())?;
-        self.rank.kernels.dropout(&self.rank.compute, d.p, key, d.rows, &x, &y)?;
+        self.rank.kernels.dropout(
+            &self.rank.compute,
+            &ferrotron_kernels::Dropout { p: d.p, key, rows: d.rows, x: &x, y: &y },
+        )?;
         Ok(y)
     }
 }

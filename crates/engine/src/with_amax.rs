@@ -2,7 +2,7 @@
 
 use crate::StepContext;
 use ferrotron_comm::ReduceOp;
-use ferrotron_kernels::Act;
+use ferrotron_kernels::{Act, ActBackward, ActForward};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 /// Rows `[tokens, n]`. What is absent, who needs it takes himself.
@@ -74,11 +74,11 @@ impl StepContext<'_> {
         let (k, s) = (&self.rank.kernels, &self.rank.compute);
         let y = self.empty(&[h.shape()[0], width])?;
         if !measure {
-            k.act_forward(s, act, gated, h, &y)?;
+            k.act_forward(s, &ActForward { act, gated, x: h, y: &y })?;
             return Ok(WithAmax::from(&y));
         }
         let amax = self.zero_amax()?;
-        k.act_forward_amax(s, act, gated, h, &y, &amax)?;
+        k.act_forward_amax(s, &ActForward { act, gated, x: h, y: &y }, &amax)?;
         Ok(WithAmax { values: y, amax: Some(amax), sums: None })
     }
 
@@ -95,14 +95,18 @@ impl StepContext<'_> {
         let mut dh = WithAmax::from(&self.empty(h.shape())?);
         if extras.amax {
             let amax = self.zero_amax()?;
-            k.act_backward_amax(s, act, gated, h, dy, &dh.values, &amax)?;
+            k.act_backward_amax(s, &ActBackward { act, gated, x: h, dy, dx: &dh.values }, &amax)?;
             dh.amax = Some(amax);
         } else if extras.sums && !gated {
             let sums = self.act_sums(h)?;
-            k.act_backward_dbias(s, act, h, dy, &dh.values, &sums)?;
+            k.act_backward_dbias(
+                s,
+                &ActBackward { act: act, gated: false, x: h, dy: dy, dx: &dh.values },
+                &sums,
+            )?;
             dh.sums = Some(sums);
         } else {
-            k.act_backward(s, act, gated, h, dy, &dh.values)?;
+            k.act_backward(s, &ActBackward { act, gated, x: h, dy, dx: &dh.values })?;
         }
         Ok(dh)
     }

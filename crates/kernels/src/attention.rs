@@ -1,4 +1,8 @@
-//! Scaled dot-product attention that never holds the score matrix.
+//! Scaled dot-product attention without a materialized score matrix (FlashAttention).
+
+pub(crate) mod merge;
+pub(crate) mod mla;
+pub(crate) mod plan;
 
 use ferrotron_tensor::{Result, Stream, Tensor};
 
@@ -113,4 +117,30 @@ pub trait AttentionKernels {
         sequences: Sequences,
         a: &AttentionBackward,
     ) -> Result<()>;
+
+    /// Merges attention over further keys into a running result, in place and in f32 (ring attention):
+    /// ```text
+    /// lse' = log(e^lse + e^part_lse)
+    /// out' = out·e^(lse − lse') + part·e^(part_lse − lse')
+    /// ```
+    /// `out` f32 `[tokens, heads, d]`, `lse` f32 `[tokens, heads]`; `part` (f32, bf16 or f16) and `part_lse` f32 have the same
+    /// shapes, all contiguous. A row with `part_lse = −inf` saw no key: it adds nothing and its `part` is not read.
+    fn merge_attention(
+        &self,
+        s: &Stream,
+        out: &Tensor,
+        lse: &Tensor,
+        part: &Tensor,
+        part_lse: &Tensor,
+    ) -> Result<()>;
+
+    /// Keys of multi-head latent attention: `k[t, h] = [nope[t, h], rope[t]]`.
+    ///
+    /// `nope [tokens, heads, a]` holds each head's channels without position, `rope [tokens, b]` the rotated channels that all
+    /// heads share, `k [tokens, heads, a + b]`; f32, bf16 or f16 alike, any strides with contiguous channels.
+    fn mla_concat_keys(&self, s: &Stream, nope: &Tensor, rope: &Tensor, k: &Tensor) -> Result<()>;
+
+    /// Gradient of [`AttentionKernels::mla_concat_keys`]: `nope[t, h] = k[t, h, ..a]`, `rope[t] = Σ_h k[t, h, a..]`, summed in
+    /// f32 and rounded once.
+    fn mla_split_keys(&self, s: &Stream, k: &Tensor, nope: &Tensor, rope: &Tensor) -> Result<()>;
 }

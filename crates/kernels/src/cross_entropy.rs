@@ -133,26 +133,33 @@ impl VocabParallelLogits<'_> {
     }
 }
 
-/// Losses.
+/// Cross-entropy from the gathered statistics of all tensor-parallel ranks; the loss of each row has the same bits on every
+/// rank.
+#[derive(Clone, Copy)]
+pub struct VocabParallelCrossEntropy<'a> {
+    /// This rank's columns of the logits.
+    pub x: &'a VocabParallelLogits<'a>,
+    /// f32 `[ranks, rows, 4]`: the [`CrossEntropyKernels::cross_entropy_stats`] of every rank, in rank order.
+    pub stats: &'a Tensor,
+    /// f32 `[rows]`: weight of each row's loss, as in [`CrossEntropy::weights`].
+    pub weights: &'a Tensor,
+    /// Label smoothing over the whole vocabulary.
+    pub smoothing: LabelSmoothing,
+    /// f32 `[rows]`: loss of each row without its weight; 0 where ignored.
+    pub loss: &'a Tensor,
+    /// Overwrite this rank's logits by `weight·(softmax − target)`, its padding columns by zeros.
+    pub gradient: bool,
+}
+
+/// Cross-entropy kernels.
 pub trait CrossEntropyKernels {
     /// See [`CrossEntropy`].
     fn cross_entropy(&self, s: &Stream, c: &CrossEntropy) -> Result<()>;
 
-    /// `stats` f32 `[rows, 4]`: max, `Σ exp(x − max)`, the label's logit (0 where another rank has it) and `Σ x`
-    /// over this rank's columns; max −∞ and sums 0 where it has none, and where the label is [`IGNORE`].
+    /// Softmax statistics of this rank's columns: `stats` f32 `[rows, 4]` = max, `Σ exp(x − max)`, the label's logit (0 where
+    /// another rank holds it) and `Σ x`. Max is −∞ and sums are 0 where the rank has no columns or the label is [`IGNORE`].
     fn cross_entropy_stats(&self, s: &Stream, x: &VocabParallelLogits, stats: &Tensor) -> Result<()>;
 
-    /// `all` f32 `[ranks, rows, 4]`: the statistics of every rank, in order. Gives what [`CrossEntropy`] gives:
-    /// the loss of each row, the same bits on every rank, and with `gradient` this rank's logits overwritten by
-    /// `weight·(softmax − target)`, its padding by zeros. Smoothing spreads over the whole vocabulary.
-    fn vocab_parallel_cross_entropy(
-        &self,
-        s: &Stream,
-        x: &VocabParallelLogits,
-        all: &Tensor,
-        weights: &Tensor,
-        smoothing: LabelSmoothing,
-        loss: &Tensor,
-        gradient: bool,
-    ) -> Result<()>;
+    /// See [`VocabParallelCrossEntropy`].
+    fn vocab_parallel_cross_entropy(&self, s: &Stream, c: &VocabParallelCrossEntropy) -> Result<()>;
 }

@@ -37,7 +37,23 @@ impl NormalFill {
     }
 }
 
-/// Simple maps. Shapes are equal unless stated; the last axis is contiguous.
+/// Dropout: `y = x·mask/(1 − p)` over `x`, `y` `[rows, n]`. Element c of row r is dropped by random word `rows[r]·n + c` of the
+/// stream of `key`, on whatever rank the row is. The backward pass applies the same kernel to gradients; no mask is saved.
+#[derive(Clone, Copy)]
+pub struct Dropout<'a> {
+    /// Probability of dropping an element, in `[0, 1)`.
+    pub p: f32,
+    /// Random stream.
+    pub key: RngKey,
+    /// i32 `[rows]`: number of each row among all rows of the step.
+    pub rows: &'a Tensor,
+    /// `[rows, n]`
+    pub x: &'a Tensor,
+    /// `[rows, n]`
+    pub y: &'a Tensor,
+}
+
+/// Elementwise kernels and column sums. Shapes are equal unless stated; the last axis is contiguous.
 pub trait ElementwiseKernels {
     /// `out = a + b`
     fn add(&self, s: &Stream, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()>;
@@ -63,10 +79,8 @@ pub trait ElementwiseKernels {
     /// `dy *= 1 − (y/cap)²` in place, `y` being the output of the forward pass.
     fn softcap_backward(&self, s: &Stream, cap: f32, y: &Tensor, dy: &Tensor) -> Result<()>;
 
-    /// `y = x·mask/(1−p)` over `x`, `y` `[rows, n]`; `rows` i32 `[rows]` has the number of each row among all rows of
-    /// the step. Element c of row r is dropped by word `r·n + c` of the stream of `key`, wherever the row is computed.
-    /// The backward pass is the same map on gradients: nothing is saved.
-    fn dropout(&self, s: &Stream, p: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()>;
+    /// See [`Dropout`].
+    fn dropout(&self, s: &Stream, d: &Dropout) -> Result<()>;
 
     /// `out[r, c] = std·z`, z being standard normal value `first + r·stride + c` of the stream; `out [rows, n]` f32,
     /// contiguous. The same bits on every device: [`crate::philox::RandomStream::normal`] is the definition.

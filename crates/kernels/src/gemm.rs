@@ -1,17 +1,21 @@
-//! Matrix products.
+//! Matrix products (GEMMs) and the fusions of a linear layer around them.
 
-use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
+pub(crate) mod linear;
+
+use crate::{ActivationKernels, Fp8Gemm};
+use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
+use linear::{LinearAct, LinearActBackward, LinearWgrad};
 
 /// `c = op(a)·op(b) (+ bias) (+ c)`, with `op(a) [m, k]`, `op(b) [k, n]`, `c [m, n]`, `bias [n]`.
 ///
-/// Matrices are row-major with any row stride. `a` and `b` have one type (f32 or bf16), `bias` the same, `c`
-/// that type or f32. Sums are kept in f32.
+/// Matrices are row-major with any row stride. `a`, `b` and `bias` have one type (f32, bf16 or f16), `c` that type or f32.
+/// Accumulation is in f32.
 pub struct Gemm<'a> {
-    /// Left factor, `[m, k]`, or `[k, m]` with `trans_a`.
+    /// Left operand, `[m, k]`, or `[k, m]` with `trans_a`.
     pub a: &'a Tensor,
     /// Use `aᵀ`.
     pub trans_a: bool,
-    /// Right factor, `[k, n]`, or `[n, k]` with `trans_b`.
+    /// Right operand, `[k, n]`, or `[n, k]` with `trans_b`.
     pub b: &'a Tensor,
     /// Use `bᵀ`.
     pub trans_b: bool,
@@ -19,18 +23,18 @@ pub struct Gemm<'a> {
     pub bias: Option<&'a Tensor>,
     /// Add to what `c` holds instead of overwriting it.
     pub accumulate: bool,
-    /// The result.
+    /// Output, `[m, n]`.
     pub c: &'a Tensor,
 }
 
-/// Sizes and row strides of a checked product.
+/// Sizes and row strides of a GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct GemmSizes {
-    /// Rows of the result.
+    /// Rows of the output.
     pub m: usize,
-    /// Columns of the result.
+    /// Columns of the output.
     pub n: usize,
-    /// Length of the sums.
+    /// Length of the contraction.
     pub k: usize,
     /// Row stride of `a` as stored.
     pub lda: usize,
@@ -41,7 +45,7 @@ pub struct GemmSizes {
 }
 
 impl Gemm<'_> {
-    /// What it is for in a linear layer, so that profiles tell the three products apart.
+    /// Profile label: which of a linear layer's three GEMMs (fprop, dgrad, wgrad) it is.
     pub(crate) fn name(&self) -> &'static str {
         match (self.trans_a, self.trans_b) {
             (false, true) => "gemm (output)",
@@ -51,7 +55,7 @@ impl Gemm<'_> {
         }
     }
 
-    /// Checks shapes, strides and types.
+    /// Checks shapes, strides and types; returns the sizes.
     pub fn sizes(&self) -> Result<GemmSizes> {
         let flip = |t: &Tensor, trans: bool| match (t.shape(), trans) {
             ([r, c], false) => Some((*r, *c)),
@@ -72,7 +76,7 @@ impl Gemm<'_> {
             return shape_error(
                 "gemm",
                 format!(
-                    "{:?}{} · {:?}{} + {:?} -> {:?}: the inner sizes must agree and rows be contiguous",
+                    "{:?}{} · {:?}{} + {:?} -> {:?}: the contracted sizes must agree and rows must be contiguous",
                     self.a.shape(),
                     if self.trans_a { "ᵀ" } else { "" },
                     self.b.shape(),
@@ -93,8 +97,33 @@ impl Gemm<'_> {
     }
 }
 
-/// Matrix products.
-pub trait GemmKernels {
+/// GEMM kernels. A fused kernel's default is the composition of its parts, which defines its result.
+pub trait GemmKernels: ActivationKernels {
     /// See [`Gemm`].
     fn gemm(&self, s: &Stream, g: &Gemm) -> Result<()>;
+
+    /// See [`Fp8Gemm`].
+    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()>;
+
+    /// See [`LinearAct`].
+    fn linear_act_forward(&self, s: &Stream, f: &LinearAct) -> Result<()> {
+        self.gemm(s, &f.gemm(f.h))?;
+        self.act_forward(s, &f.activation())
+    }
+
+    /// See [`LinearActBackward`].
+    fn linear_act_backward(&self, s: &Stream, f: &LinearActBackward) -> Result<()> {
+        let dy = Tensor::empty(s, f.h.shape(), f.h.dtype(), Category::Activations)?;
+        self.gemm(s, &f.gemm(&dy))?;
+        match f.dbias {
+            Some(dbias) => self.act_backward_dbias(s, &f.activation(&dy), dbias),
+            None => self.act_backward(s, &f.activation(&dy)),
+        }
+    }
+
+    /// See [`LinearWgrad`].
+    fn linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
+        self.gemm(s, &f.gemm(f.dw.0))?;
+        self.column_sum(s, f.dy, f.db.1, f.db.0)
+    }
 }

@@ -3,9 +3,13 @@
 //! Segment e is `counts[e]` rows from `offsets[e]`, both i32 on the device, so nobody waits for the host to know them. Rows in
 //! no segment are not read, and where a product writes rows they become zeros.
 
+pub(crate) mod bias;
+pub(crate) mod fp8;
+
 use crate::checks::dtypes;
-use crate::fp8_grouped_gemm::{Fp8GroupedGemm, Fp8GroupedWgrad};
+use bias::GroupedBias;
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
+use fp8::{Fp8GroupedGemm, Fp8GroupedWgrad};
 
 /// Segments of N rows.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +51,7 @@ pub struct GroupedWgrad<'a> {
     pub dw: (&'a Tensor, bool),
 }
 
-/// Grouped products.
+/// Grouped GEMM kernels.
 pub trait GroupedGemmKernels {
     /// See [`GroupedGemm`].
     fn grouped_gemm(&self, s: &Stream, g: &GroupedGemm) -> Result<()>;
@@ -60,6 +64,22 @@ pub trait GroupedGemmKernels {
 
     /// See [`Fp8GroupedWgrad`].
     fn fp8_grouped_wgrad(&self, s: &Stream, g: &Fp8GroupedWgrad) -> Result<()>;
+
+    /// `y[r] += weights[r]·bias[e]` for the rows r of each segment e; `y [N, n]`. Rows in no segment are neither read nor
+    /// written.
+    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()>;
+
+    /// Gradients of [`GroupedGemmKernels::grouped_bias`]: `dbias` f32 `[E, n] (+)= Σ_r weights[r]·dy[r]` (the flag says whether
+    /// to accumulate), `dweights` f32 `[N] += <dy[r], bias[e]>`. With weights of 1 it is the bias gradient of [`GroupedGemm`].
+    /// A segment without rows adds nothing: its `dbias` is zero unless it accumulates.
+    fn grouped_bias_backward(
+        &self,
+        s: &Stream,
+        b: &GroupedBias,
+        dy: &Tensor,
+        dbias: (&Tensor, bool),
+        dweights: Option<&Tensor>,
+    ) -> Result<()>;
 }
 
 /// Segments there may be: what the cards' kernels have room for.

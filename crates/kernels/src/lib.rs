@@ -1,24 +1,20 @@
-//! The kernels: one small trait per family, implemented once per device. Outputs are arguments, so kernels can
-//! write into gradient buckets, caches and slots; allocation is the caller's.
+//! Kernels: one trait per concept, implemented by [`cpu::CpuKernels`] and [`cuda::CudaKernels`], and combined in [`Kernels`].
+//!
+//! Outputs are arguments, so that kernels can write into gradient buckets, caches and slots; the caller allocates.
+//! Operations with more than a few arguments take a parameter struct, whose documentation states the maths and the shapes.
 
 mod activation;
 mod attention;
-mod attention_merge;
-mod attention_plan;
 mod checks;
 pub mod cpu;
 mod cross_entropy;
 pub mod cuda;
 mod elementwise;
 mod embedding;
-mod fp8_grouped_gemm;
-mod fused;
 mod gemm;
 pub mod grad_scaler;
-mod grouped_bias;
 mod grouped_gemm;
-mod mla;
-mod moe;
+mod load_balancing;
 pub mod moments;
 mod norm;
 mod normal;
@@ -26,49 +22,45 @@ mod optimizer;
 mod permutation;
 pub mod philox;
 pub mod quant;
-mod quantize_stack;
 mod rope;
 pub mod rope_tables;
 mod router;
-mod weighted_activation;
-mod with_amax;
 
-pub use activation::{Act, ActivationKernels};
+pub use activation::{Act, ActBackward, ActForward, ActivationKernels, WeightedAct, WeightedActBackward};
 pub use attention::{
     AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, MaskAlign, Sequences,
 };
-pub use attention_merge::AttentionMergeKernels;
-pub use cross_entropy::{CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelLogits};
-pub use elementwise::{ElementwiseKernels, NormalFill, RngKey};
-pub use embedding::EmbeddingKernels;
-pub use fp8_grouped_gemm::{Fp8GroupedGemm, Fp8GroupedWgrad};
-pub use fused::{FusedKernels, LinearAct, LinearActBackward, LinearWgrad};
+pub use cross_entropy::{
+    CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelCrossEntropy, VocabParallelLogits,
+};
+pub use elementwise::{Dropout, ElementwiseKernels, NormalFill, RngKey};
+pub use embedding::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
+pub use gemm::linear::{LinearAct, LinearActBackward, LinearWgrad};
 pub use gemm::{Gemm, GemmKernels, GemmSizes};
-pub use grouped_bias::{GroupedBias, GroupedBiasKernels};
+pub use grouped_gemm::bias::GroupedBias;
+pub use grouped_gemm::fp8::{Fp8GroupedGemm, Fp8GroupedWgrad};
 pub use grouped_gemm::{GroupedGemm, GroupedGemmKernels, GroupedWgrad, Segments};
-pub use mla::MlaKernels;
-pub use moe::MoeKernels;
-pub use norm::{Norm, NormBackward, NormForward, NormKernels};
+pub use load_balancing::{AuxLoss, AuxLossWeights, LoadBalancingKernels, ZLossBackward};
+pub use norm::{Norm, NormBackward, NormForward, NormKernels, ResidualAdd};
 pub use optimizer::{
     Adam, Fp8DataOut, Fp8WeightOut, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter,
     scalars, scaler,
 };
 pub use permutation::{PermutationKernels, RowMap};
 pub use quant::microscaling::{BlockAxis, EmulatedFormat};
+pub use quant::stack::QuantizeStack;
 pub use quant::stats::QuantStats;
 pub use quant::{
-    ALIGN, BLOCK, DelayedScaling, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize, ScaleSource, ScalingMode,
+    ALIGN, BLOCK, DelayedScaling, DelayedUpdate, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize, ScaleSource,
+    ScalingMode,
 };
-pub use quantize_stack::{QuantizeStack, QuantizeStackKernels};
 pub use rope::{Rope, RopeKernels, RopeStyle};
 pub use router::{
-    AuxLoss, ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterKernels, RouterParams, ScoreFunction,
-    capacity,
+    CapacityDrop, ExpertChoice, GateBackward, GroupLimit, Jitter, MAX_EXPERTS, MAX_TOPK, Route,
+    RouteBackward, RouterKernels, RouterParams, ScoreFunction, capacity,
 };
-pub use weighted_activation::WeightedActivationKernels;
-pub use with_amax::WithAmaxKernels;
 
-/// Every kernel a device has.
+/// All kernels of a device.
 pub trait Kernels:
     GemmKernels
     + GroupedGemmKernels
@@ -76,21 +68,14 @@ pub trait Kernels:
     + ActivationKernels
     + RopeKernels
     + AttentionKernels
-    + AttentionMergeKernels
-    + MlaKernels
-    + MoeKernels
     + EmbeddingKernels
     + CrossEntropyKernels
     + OptimizerKernels
     + ElementwiseKernels
-    + FusedKernels
     + QuantKernels
-    + WithAmaxKernels
     + RouterKernels
+    + LoadBalancingKernels
     + PermutationKernels
-    + WeightedActivationKernels
-    + GroupedBiasKernels
-    + QuantizeStackKernels
     + Send
     + Sync
 {

@@ -7,10 +7,12 @@
 pub(crate) mod check;
 pub mod microscaling;
 pub mod scale;
+pub(crate) mod stack;
 pub mod stats;
 
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, shape_error};
 use microscaling::EmulatedFormat;
+use stack::QuantizeStack;
 use stats::QuantStats;
 
 /// Values that share a scale where they do not all do.
@@ -159,54 +161,77 @@ pub struct Fp8Gemm<'a> {
     pub c: &'a Tensor,
 }
 
-/// One scale of delayed scaling after a step; see [`QuantKernels::delayed_update`].
+/// How delayed scaling derives a scale from the amax history.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DelayedScaling {
-    /// Powers of two left free above the largest magnitude.
+    /// Headroom: the scale is divided by `2^margin`.
     pub margin: i32,
-    /// Take the newest magnitude instead of the largest of the history.
+    /// Use the most recent amax instead of the maximum of the history.
     pub most_recent: bool,
 }
 
-/// Eight-bit kernels.
+/// End-of-step update of delayed scaling for n tensors: the step's amax enters the history, the oldest entry leaves it, and
+/// the next scale is `largest/(2^margin·amax)`. A tensor whose amax is 0 was not cast in this step and keeps its history and
+/// scale.
+#[derive(Clone, Copy)]
+pub struct DelayedUpdate<'a> {
+    /// How scales follow from the history.
+    pub scaling: DelayedScaling,
+    /// f32 `[len, n]`: row 0 collects a step's amax and is zeroed here; the other rows are earlier steps, oldest first.
+    pub history: &'a Tensor,
+    /// f32 `[n]`: row 0 after the all-reduce (row 0 itself on a single rank).
+    pub reduced: &'a Tensor,
+    /// f32 `[n]`: the largest finite value of each tensor's format.
+    pub largest: &'a Tensor,
+    /// f32 `[n]`: the scales, overwritten.
+    pub scale: &'a Tensor,
+}
+
+/// Quantization kernels: FP8 with per-tensor or block scaling, and emulated microscaling formats.
 pub trait QuantKernels {
-    /// `amax[0] = max(amax[0], max |x|)` over a matrix; NaN is passed over. `amax` f32 `[1]`.
+    /// `amax[0] = max(amax[0], max |x|)` over a matrix; NaN is ignored. `amax` f32 `[1]`.
     fn amax(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()>;
 
-    /// See [`Quantize`]: `byte = round(x·scale)`, to nearest even, beyond the largest to the largest, NaN stays.
+    /// See [`Quantize`]: `q = round(x·scale)` to nearest even, saturating at the largest finite value; NaN stays NaN.
     fn quantize(&self, s: &Stream, q: &Quantize) -> Result<()>;
 
-    /// `out [r, c]` (f32 or bf16) `= value·scale_inv`.
+    /// `out [r, c]` (f32 or bf16) `= q·scale_inv`.
     fn dequantize(&self, s: &Stream, q: &Fp8Tensor, out: &Tensor) -> Result<()>;
 
-    /// `out [c, r]`: `q [r, c]` the other way round, byte by byte. Both have one scale for everything.
+    /// Transposes FP8 data: `out [c, r] = q [r, c]ᵀ`, with the same scale. Per-tensor scaling only.
     fn fp8_transpose(&self, s: &Stream, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<()>;
 
-    /// See [`Fp8Gemm`].
-    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()>;
+    /// `amax[e] = max(amax[e], max |x[e]|)` of a stack `x [E, n, k]`, f32 or bf16, contiguous; NaN is ignored. `amax` f32 `[E]`.
+    fn amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()>;
 
-    /// The end of a step of delayed scaling, of n tensors at once: `history` f32 `[len, n]`, `scale` f32 `[n]`;
-    /// `largest` f32 `[n]`: the biggest number of each one's format; `reduced` f32 `[n]`: row 0 after ranks agreed (the row
-    /// itself where there is one rank).
-    fn delayed_update(
-        &self,
-        s: &Stream,
-        how: DelayedScaling,
-        history: &Tensor,
-        reduced: &Tensor,
-        largest: &Tensor,
-        scale: &Tensor,
-    ) -> Result<()>;
+    /// See [`QuantizeStack`].
+    fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()>;
 
-    /// `out [r, c]`, contiguous and of x's type: `x [r, c]` (f32, bf16 or f16) rounded to a format no kernel here
-    /// multiplies, and back: the same bits on every home. Where one has nothing of its own the host does it.
+    /// [`QuantKernels::amax_stack`] into the amax that `q` scales by ([`ScaleSource::Amax`]), then
+    /// [`QuantKernels::quantize_stack`].
+    fn amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+        if let ScaleSource::Amax { amax, .. } = q.range {
+            self.amax_stack(s, q.x, amax)?;
+        }
+        self.quantize_stack(s, q)
+    }
+
+    /// Transposes each of `count` FP8 matrices: `rows [count·n, k]` into `cols [count·k, n]`, and their scales: one per matrix,
+    /// f32 `[count]`, or 128x128 blocks, where n and k are multiples of 128.
+    fn transpose_stack(&self, s: &Stream, count: usize, rows: &Fp8Tensor, cols: &Fp8Tensor) -> Result<()>;
+
+    /// See [`DelayedUpdate`].
+    fn delayed_update(&self, s: &Stream, d: &DelayedUpdate) -> Result<()>;
+
+    /// Rounds `x [r, c]` (f32, bf16 or f16) to an emulated format and back into `out [r, c]`, contiguous and of the type of `x`.
+    /// The same bits on every device; the default runs on the host.
     fn emulate(&self, s: &Stream, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<()> {
         microscaling::emulate_over_host(s, how, x, out)
     }
 
-    /// How well `x [r, c]` fits the bytes that were made of it, `q [r, c]`, or `[c, r]` if they are `turned`. The host
-    /// waits for it. Where a home has nothing of its own the host does it.
-    fn quant_stats(&self, s: &Stream, x: &Tensor, q: &Fp8Tensor, turned: bool) -> Result<QuantStats> {
-        stats::over_host(self, s, x, q, turned)
+    /// Quantization error of `x [r, c]` against its FP8 form `q`, `[r, c]` or, `transposed`, `[c, r]`. Synchronizes with the host;
+    /// the default runs there.
+    fn quant_stats(&self, s: &Stream, x: &Tensor, q: &Fp8Tensor, transposed: bool) -> Result<QuantStats> {
+        stats::over_host(self, s, x, q, transposed)
     }
 }

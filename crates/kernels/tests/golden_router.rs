@@ -9,7 +9,10 @@ mod devices;
 mod golden;
 
 use devices::{TestDevice, devices};
-use ferrotron_kernels::{AuxLoss, ExpertChoice, Gemm, GroupLimit, RouterParams, ScoreFunction, capacity};
+use ferrotron_kernels::{
+    AuxLoss, AuxLossWeights, CapacityDrop, ExpertChoice, GateBackward, Gemm, GroupLimit, Route,
+    RouteBackward, RouterParams, ScoreFunction, ZLossBackward, capacity,
+};
 use ferrotron_tensor::{Category, DType, Tensor, bf16};
 use golden::{Area, Tensors, count, flag, list, number, number_or, numbers, only_keys, text};
 use serde_json::Value;
@@ -202,7 +205,12 @@ fn probabilities(
     let dprobs = gathered(&chosen, &c.values("dprobs"), k, experts);
     let dprobs = c.h.tensor(DType::F32, index.shape(), &dprobs);
     let dlogits = c.h.poisoned(logits.dtype(), logits.shape());
-    c.h.k.route_backward(&c.h.s, how, logits, index, &dprobs, &dlogits).unwrap();
+    c.h.k
+        .route_backward(
+            &c.h.s,
+            &RouteBackward { params: how, logits, index, dprobs: &dprobs, dlogits: &dlogits },
+        )
+        .unwrap();
     c.near("dlogits", &c.h.host(&dlogits), &c.values("dlogits"), room[2], room[3]);
 }
 
@@ -217,7 +225,9 @@ fn top_k(c: &Case, logits: &str) {
     let shape = [logits.shape()[0], k];
     let (index, probs) = (c.h.poisoned(DType::I32, &shape), c.h.poisoned(DType::F32, &shape));
     let choice = ExpertChoice::TopK { bias: bias.as_ref() };
-    c.h.k.route(&c.h.s, how, choice, &logits, &index, &probs).unwrap();
+    c.h.k
+        .route(&c.h.s, &Route { params: how, choice, logits: &logits, index: &index, probs: &probs })
+        .unwrap();
     let scale = f64::from(how.scale);
     probabilities(c, how, &logits, &index, &probs, tolerance.map(|t| t * scale));
 }
@@ -234,7 +244,18 @@ fn sinkhorn(c: &Case) {
     c.h.k.top_k(&c.h.s, &balanced, None, &index).unwrap();
     let score = if k == 1 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
     let how = RouterParams { score, groups: None, scale: 1.0 };
-    c.h.k.route(&c.h.s, how, ExpertChoice::Given, &logits, &index, &probs).unwrap();
+    c.h.k
+        .route(
+            &c.h.s,
+            &Route {
+                params: how,
+                choice: ExpertChoice::Given,
+                logits: &logits,
+                index: &index,
+                probs: &probs,
+            },
+        )
+        .unwrap();
     probabilities(c, how, &logits, &index, &probs, [1e-6, 1e-5, 1e-6, 1e-5]);
 }
 
@@ -253,7 +274,19 @@ fn drop(c: &Case) {
     let probs = gathered(&chosen, &c.values("probs_in"), k, experts);
     let probs = c.h.tensor(DType::F32, &[tokens, k], &probs);
     let dropped = c.i64s(1);
-    c.h.k.drop_over_capacity(&c.h.s, keep, experts, by_probability, &index, &probs, &dropped).unwrap();
+    c.h.k
+        .drop_over_capacity(
+            &c.h.s,
+            &CapacityDrop {
+                capacity: keep,
+                experts,
+                by_probability,
+                index: &index,
+                probs: &probs,
+                dropped: &dropped,
+            },
+        )
+        .unwrap();
     let (map, p) = dense(&c.h.host(&index), &c.h.host(&probs), k, experts);
     // Padding to the capacity routes tokens with probability 0, which top-k indices do not have.
     let stable = c.map("stable_map");
@@ -304,7 +337,17 @@ fn auxiliary(c: &Case) {
     let loss = if text(c.json, "kind") == "z" {
         let sums = s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
         k_.z_loss(s, &logits, &of_rows, &sums).unwrap();
-        k_.z_loss_backward(s, coeff as f32, &sums, &logits, &of_rows, &dlogits).unwrap();
+        k_.z_loss_backward(
+            s,
+            &ZLossBackward {
+                coefficient: coeff as f32,
+                sums: &sums,
+                logits: &logits,
+                segments: &of_rows,
+                dlogits: &dlogits,
+            },
+        )
+        .unwrap();
         let sums = s.download::<f64>(&sums).unwrap();
         coeff * sums[0] / sums[1].max(1.0)
     } else {
@@ -328,7 +371,19 @@ fn auxiliary(c: &Case) {
         c.near("sums", &c.h.host(&sums), &columns, 1e-6, 1e-5);
         let loss = c.h.tensor(DType::F32, &[1], &[0.0]);
         let factor = (coeff / segments as f64) as f32;
-        k_.aux_loss_weights(s, factor, k, &sums, &counts, None, &weights, &loss).unwrap();
+        k_.aux_loss_weights(
+            s,
+            &AuxLossWeights {
+                coefficient: factor,
+                k,
+                sums: &sums,
+                counts: &counts,
+                steps: None,
+                weights: &weights,
+                loss: &loss,
+            },
+        )
+        .unwrap();
         k_.aux_loss_backward(s, &b, &weights, &dlogits).unwrap();
         c.h.host(&loss)[0]
     };
@@ -342,7 +397,12 @@ fn straight_through(c: &Case) {
     top_k(c, "random_logits");
     let d = c.upload(DType::F32, "dlogits");
     let (dx, dw) = (c.h.poisoned(DType::F32, x.shape()), c.h.poisoned(DType::F32, w.shape()));
-    c.h.k.gate_f64_backward(&c.h.s, &x, &w, &d, &dx, &dw, false).unwrap();
+    c.h.k
+        .gate_f64_backward(
+            &c.h.s,
+            &GateBackward { x: &x, w: &w, dlogits: &d, dx: &dx, dw: &dw, accumulate: false },
+        )
+        .unwrap();
     c.near("dx", &c.h.host(&dx), &c.values("dx"), 1e-6, 1e-5);
     c.near("dw", &c.h.host(&dw), &c.values("dw"), 1e-6, 1e-5);
 }
@@ -380,7 +440,11 @@ fn gate(c: &Case) {
             if let Some(bias) = &bias {
                 k.add_router_bias(s, bias, &logits).unwrap();
             }
-            k.gate_f64_backward(s, &x, &w, &d, &dx, &dw, false).unwrap();
+            k.gate_f64_backward(
+                s,
+                &GateBackward { x: &x, w: &w, dlogits: &d, dx: &dx, dw: &dw, accumulate: false },
+            )
+            .unwrap();
         }
         "f32" => {
             // As the layer does: operands of the gradients are converted to f32, results are rounded once.

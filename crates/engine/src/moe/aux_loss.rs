@@ -9,7 +9,7 @@ use super::state::{LOSSES, MoeLayerId, MoeState};
 use super::{AuxLossKind, MoeTraining, RoutingMethod};
 use crate::StepContext;
 use ferrotron_comm::ReduceOp;
-use ferrotron_kernels::{AuxLoss, ScoreFunction};
+use ferrotron_kernels::{AuxLoss, AuxLossWeights, ScoreFunction, ZLossBackward};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 /// What the losses are of.
@@ -67,9 +67,31 @@ pub(super) fn forward(
                 (state.row(&state.global_tokens_per_expert, id)?, state.row(&state.micro_batches, id)?);
             k.accumulate_counts(s, &counts, &total, &steps)?;
             let total = total.view(counts.shape())?;
-            k.aux_loss_weights(s, factor, of.topk, &sums, &total, Some(&steps), &w, &loss)?;
+            k.aux_loss_weights(
+                s,
+                &AuxLossWeights {
+                    coefficient: factor,
+                    k: of.topk,
+                    sums: &sums,
+                    counts: &total,
+                    steps: Some(&steps),
+                    weights: &w,
+                    loss: &loss,
+                },
+            )?;
         } else {
-            k.aux_loss_weights(s, factor, of.topk, &sums, &counts, None, &w, &loss)?;
+            k.aux_loss_weights(
+                s,
+                &AuxLossWeights {
+                    coefficient: factor,
+                    k: of.topk,
+                    sums: &sums,
+                    counts: &counts,
+                    steps: None,
+                    weights: &w,
+                    loss: &loss,
+                },
+            )?;
         }
         weights.push(w);
     }
@@ -116,11 +138,13 @@ pub(super) fn backward(
     if let (Some(rows), Some(moe)) = (&saved.z, p.moe) {
         k.z_loss_backward(
             s,
-            training.z_loss * moe.micro_batch_weight,
-            rows,
-            logits,
-            &p.segments(logits.shape()[0])?,
-            dlogits,
+            &ZLossBackward {
+                coefficient: training.z_loss * moe.micro_batch_weight,
+                sums: rows,
+                logits,
+                segments: &p.segments(logits.shape()[0])?,
+                dlogits,
+            },
         )?;
     }
     Ok(())

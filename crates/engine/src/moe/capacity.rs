@@ -4,7 +4,7 @@ use super::Capacity;
 use super::router::TopK;
 use super::state::{MoeLayerId, MoeState};
 use crate::StepContext;
-use ferrotron_kernels::capacity;
+use ferrotron_kernels::{CapacityDrop, capacity};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 /// Leaves each expert so many of the choices of a micro-batch, or of this rank.
@@ -26,7 +26,17 @@ pub(super) fn apply(
     let (group, tokens) = (&p.rank.tp_cp_group, p.moe.map_or(t, |m| m.input.tokens));
     if c.per_rank || group.size() == 1 {
         let bound = capacity(if c.per_rank { t } else { tokens }, topk, experts, c.factor);
-        k.drop_over_capacity(s, bound, experts, c.by_probability, &index, &probs, dropped)?;
+        k.drop_over_capacity(
+            s,
+            &CapacityDrop {
+                capacity: bound,
+                experts,
+                by_probability: c.by_probability,
+                index: &index,
+                probs: &probs,
+                dropped,
+            },
+        )?;
         return Ok(TopK { index, probs });
     }
     // Choices of all ranks that share the micro-batch, in the order of its tokens; each keeps its own.
@@ -50,7 +60,17 @@ pub(super) fn apply(
     // Every rank sees all drops; one counts them.
     let dropped = if group.rank() == 0 { dropped } else { &fresh };
     let bound = capacity(tokens, topk, experts, c.factor);
-    k.drop_over_capacity(s, bound, experts, c.by_probability, &sorted_index, &sorted_probs, dropped)?;
+    k.drop_over_capacity(
+        s,
+        &CapacityDrop {
+            capacity: bound,
+            experts,
+            by_probability: c.by_probability,
+            index: &sorted_index,
+            probs: &sorted_probs,
+            dropped,
+        },
+    )?;
     k.gather_rows(s, &bits(&sorted_index)?, &order.mine, 1, &bits(&index)?)?;
     k.gather_rows(s, &sorted_probs, &order.mine, 1, &probs)?;
     Ok(TopK { index, probs })

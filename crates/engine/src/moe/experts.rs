@@ -6,7 +6,9 @@ use crate::quant::{
 use crate::{
     Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
 };
-use ferrotron_kernels::{Act, BLOCK, Fp8Tensor, GroupedBias, RowMap, ScalingMode, Segments};
+use ferrotron_kernels::{
+    Act, BLOCK, Fp8Tensor, GroupedBias, RowMap, ScalingMode, Segments, WeightedAct, WeightedActBackward,
+};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 use super::MoeShape;
@@ -246,11 +248,11 @@ impl Experts {
     fn activate(&self, p: &StepContext, h: &Tensor, probs: &Tensor, measure: bool) -> Result<WithAmax> {
         let (k, s, a) = (&p.rank.kernels, &p.rank.compute, p.empty(&[h.shape()[0], self.ffn])?);
         if !measure {
-            k.weighted_act(s, self.act, self.gated, h, probs, &a)?;
+            k.weighted_act(s, &WeightedAct { act: self.act, gated: self.gated, x: h, probs, y: &a })?;
             return Ok(WithAmax::from(&a));
         }
         let amax = p.zero_amax()?;
-        k.weighted_act_amax(s, self.act, self.gated, h, probs, &a, &amax)?;
+        k.weighted_act_amax(s, &WeightedAct { act: self.act, gated: self.gated, x: h, probs, y: &a }, &amax)?;
         Ok(WithAmax { values: a, amax: Some(amax), sums: None })
     }
 
@@ -335,14 +337,37 @@ impl Experts {
         let (dh, dp) = (p.empty(h.shape())?, p.rank.activation(&[n], DType::F32)?);
         let amax = match up.is_some_and(|e| e.recipe.measures() && (e.dgrad || e.wgrad)) {
             false => {
-                k.weighted_act_backward(s, self.act, self.gated, &h, &probs, &map.source, &da, &dh, &dp)?;
+                k.weighted_act_backward(
+                    s,
+                    &WeightedActBackward {
+                        act: self.act,
+                        gated: self.gated,
+                        x: &h,
+                        probs: &probs,
+                        source: &map.source,
+                        dy: &da,
+                        dx: &dh,
+                        dprobs: &dp,
+                    },
+                )?;
                 None
             }
             true => {
                 let amax = p.zero_amax()?;
                 let live = &map.source;
                 k.weighted_act_backward_amax(
-                    s, self.act, self.gated, &h, &probs, live, &da, &dh, &dp, &amax,
+                    s,
+                    &WeightedActBackward {
+                        act: self.act,
+                        gated: self.gated,
+                        x: &h,
+                        probs: &probs,
+                        source: live,
+                        dy: &da,
+                        dx: &dh,
+                        dprobs: &dp,
+                    },
+                    &amax,
                 )?;
                 let dh = WithAmax { values: dh.clone(), amax: Some(amax), sums: None };
                 Some(p.reduced_amax_over(&p.rank.etp, &dh)?)

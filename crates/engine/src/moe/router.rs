@@ -4,7 +4,10 @@ use super::state::{MoeLayerId, MoeState, SavedRouting};
 use super::{ForcedRouting, MoeShape, MoeTraining, RouterDtype, RoutingMethod, aux_loss};
 use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{ExpertChoice, Gemm, NormalFill, RngKey, RouterParams, ScoreFunction};
+use ferrotron_kernels::{
+    ExpertChoice, GateBackward, Gemm, Jitter, NormalFill, RngKey, Route, RouteBackward, RouterParams,
+    ScoreFunction,
+};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 use std::sync::Arc;
 
@@ -168,7 +171,7 @@ impl Router {
             }
             RoutingMethod::Quantiles { .. } => {}
         }
-        k.route(s, how, choice, logits, index, probs)
+        k.route(s, &Route { params: how, choice, logits, index, probs })
     }
 
     /// The routing with the scores that probabilities come from.
@@ -227,7 +230,9 @@ impl Router {
         let (true, Some(moe)) = (self.training.jitter > 0.0 && p.train, p.moe) else { return Ok(x.clone()) };
         let key = RngKey { seed: p.rank.seed, step: moe.step, layer: self.layer + p.repeat, site: JITTER };
         let y = p.empty(x.shape())?;
-        p.rank.kernels.jitter(&p.rank.compute, self.training.jitter, key, moe.rows, x, &y)?;
+        p.rank
+            .kernels
+            .jitter(&p.rank.compute, &Jitter { eps: self.training.jitter, key, rows: moe.rows, x, y: &y })?;
         Ok(y)
     }
 
@@ -257,7 +262,16 @@ impl Router {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let RouterSaved { x, logits, index, balance } = saved;
         let dlogits = p.rank.activation(logits.shape(), logits.dtype())?;
-        k.route_backward(s, self.score_routing(), &logits, &index, dprobs, &dlogits)?;
+        k.route_backward(
+            s,
+            &RouteBackward {
+                params: self.score_routing(),
+                logits: &logits,
+                index: &index,
+                dprobs,
+                dlogits: &dlogits,
+            },
+        )?;
         let of = aux_loss::RouterDims {
             score: self.score_routing().score,
             topk: self.topk,
@@ -272,7 +286,10 @@ impl Router {
         let mut grads = match (self.training.router_dtype, dlogits.dtype() == p.dtype()) {
             (RouterDtype::F64, _) => {
                 let sums = table(p, w.shape(), DType::F32)?;
-                k.gate_f64_backward(s, &x, w, &dlogits, &dx, &sums, false)?;
+                k.gate_f64_backward(
+                    s,
+                    &GateBackward { x: &x, w, dlogits: &dlogits, dx: &dx, dw: &sums, accumulate: false },
+                )?;
                 WeightGrad::computed(self.weight, sums)
             }
             (_, true) => {

@@ -3,7 +3,7 @@
 use super::MoeShape;
 use super::replicated_linear::{ReplicatedLinear, ReplicatedSaved};
 use crate::{Declarations, Mlp, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
-use ferrotron_kernels::{ExpertChoice, RouterParams, ScoreFunction};
+use ferrotron_kernels::{ExpertChoice, Route, RouteBackward, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 /// `σ(g·x)·mlp(x)`, or `mlp(x)`.
@@ -73,7 +73,16 @@ impl SharedExpert {
         let zeros = s.zeros(&[t, 1], DType::I32, Category::Activations)?;
         let own = s.upload(&(0..t as i32).collect::<Vec<_>>(), &[t, 1], Category::Activations)?;
         let probs = p.rank.activation(&[t, 1], DType::F32)?;
-        k.route(s, GATE, ExpertChoice::Given, &logits, &zeros, &probs)?;
+        k.route(
+            s,
+            &Route {
+                params: GATE,
+                choice: ExpertChoice::Given,
+                logits: &logits,
+                index: &zeros,
+                probs: &probs,
+            },
+        )?;
         let out = p.empty(y.shape())?;
         k.moe_unpermute(s, &y, &own, Some(&probs), &out)?;
         let gate = GateSaved {
@@ -104,7 +113,16 @@ impl SharedExpert {
         k.moe_unpermute(s, dy, &g.own, Some(&g.probs), &inner)?;
         let (dx, grads) = self.mlp.backward(p, saved.mlp, &inner)?;
         let dlogits = p.rank.activation(g.logits.shape(), g.logits.dtype())?;
-        k.route_backward(s, GATE, &g.logits, &g.zeros, &dprobs, &dlogits)?;
+        k.route_backward(
+            s,
+            &RouteBackward {
+                params: GATE,
+                logits: &g.logits,
+                index: &g.zeros,
+                dprobs: &dprobs,
+                dlogits: &dlogits,
+            },
+        )?;
         let (d, of_gate) = gate.backward(p, g.map, &dlogits)?;
         k.add_assign(s, &dx, &d)?;
         Ok((dx, grads.and(of_gate)))

@@ -6,6 +6,7 @@ use super::stats::{OperandStats, measure};
 use super::{GemmOperand, LinearQuant, Method, Recipe, Role};
 use crate::{ParamId, ParamSpec, Rank};
 use ferrotron_comm::ReduceOp;
+use ferrotron_kernels::DelayedUpdate;
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -206,7 +207,16 @@ impl QuantState {
         }
         rank.dp_cp_group.all_reduce(s, &reduced, ReduceOp::Max, "magnitudes of copies")?;
         rank.tp.all_reduce(s, &reduced, ReduceOp::Max, "magnitudes")?;
-        rank.kernels.delayed_update(s, update, &d.history, &reduced, &d.largest, &d.scale)
+        rank.kernels.delayed_update(
+            s,
+            &DelayedUpdate {
+                scaling: update,
+                history: &d.history,
+                reduced: &reduced,
+                largest: &d.largest,
+                scale: &d.scale,
+            },
+        )
     }
 
     /// Scales of earlier steps, if the recipe has any.

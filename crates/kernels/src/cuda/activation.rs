@@ -1,9 +1,12 @@
 use super::args::kernel_args;
 use super::row_grid::{blocks, columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
-use crate::activation::width;
+use crate::activation::{as_matrix, check_act, check_dbias};
 use crate::checks::{dtypes, same_contiguous};
-use crate::{Act, ActivationKernels};
+use crate::quant::check::one;
+use crate::{
+    Act, ActBackward, ActForward, ActivationKernels, QuantKernels, WeightedAct, WeightedActBackward,
+};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
 
 /// Rows of a part of column sums at least, and parts at most.
@@ -102,7 +105,7 @@ impl CudaKernels {
         amax: Option<&Tensor>,
     ) -> Result<()> {
         const OP: &str = "act_forward";
-        let (f, dtype) = (width(OP, act, gated, x, y)?, x.dtype());
+        let (f, dtype) = (check_act(OP, act, gated, x, y)?, x.dtype());
         dtypes(OP, dtype, &[y])?;
         let kernel = match (gated, amax) {
             (true, None) => typed!(OP, dtype, "activation", "gated_forward")?,
@@ -129,7 +132,7 @@ impl CudaKernels {
         amax: Option<&Tensor>,
     ) -> Result<()> {
         const OP: &str = "act_backward";
-        let (f, dtype) = (width(OP, act, gated, x, dy)?, x.dtype());
+        let (f, dtype) = (check_act(OP, act, gated, x, dy)?, x.dtype());
         same_contiguous(OP, &[x, dx])?;
         dtypes(OP, dtype, &[dy, dx])?;
         let kernel = match (gated, amax) {
@@ -167,7 +170,7 @@ impl CudaKernels {
     ) -> Result<()> {
         const OP: &str = "act_backward";
         let dtype = x.dtype();
-        width(OP, act, false, x, dy)?;
+        check_act(OP, act, false, x, dy)?;
         same_contiguous(OP, &[x, dx])?;
         dtypes(OP, dtype, &[dy, dx])?;
         dtypes(OP, DType::F32, &[sums])?;
@@ -189,19 +192,57 @@ impl CudaKernels {
 }
 
 impl ActivationKernels for CudaKernels {
-    fn act_forward(&self, s: &Stream, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<()> {
-        self.act(s, (act, gated), x, y, None)
+    fn act_forward(&self, s: &Stream, a: &ActForward) -> Result<()> {
+        self.act(s, (a.act, a.gated), a.x, a.y, None)
     }
 
-    fn act_backward(
-        &self,
-        s: &Stream,
-        act: Act,
-        gated: bool,
-        x: &Tensor,
-        dy: &Tensor,
-        dx: &Tensor,
-    ) -> Result<()> {
-        self.act_slope(s, (act, gated), [x, dy, dx], None)
+    fn act_forward_amax(&self, s: &Stream, a: &ActForward, amax: &Tensor) -> Result<()> {
+        one("act_forward", amax)?;
+        // Only the bf16 kernels take the amax as they write.
+        if a.y.dtype() != DType::BF16 {
+            self.act_forward(s, a)?;
+            return self.amax(s, &as_matrix(a.y)?, amax);
+        }
+        self.act(s, (a.act, a.gated), a.x, a.y, Some(amax))
+    }
+
+    fn act_backward(&self, s: &Stream, a: &ActBackward) -> Result<()> {
+        self.act_slope(s, (a.act, a.gated), [a.x, a.dy, a.dx], None)
+    }
+
+    fn act_backward_amax(&self, s: &Stream, a: &ActBackward, amax: &Tensor) -> Result<()> {
+        one("act_backward", amax)?;
+        if a.dx.dtype() != DType::BF16 {
+            self.act_backward(s, a)?;
+            return self.amax(s, &as_matrix(a.dx)?, amax);
+        }
+        self.act_slope(s, (a.act, a.gated), [a.x, a.dy, a.dx], Some(amax))
+    }
+
+    fn act_partials(&self, _dtype: DType, rows: usize, _n: usize) -> usize {
+        parts(rows).1
+    }
+
+    fn act_backward_dbias(&self, s: &Stream, a: &ActBackward, dbias: &Tensor) -> Result<()> {
+        check_dbias("act_backward", a, dbias, |rows, _| parts(rows).1)?;
+        self.act_slope_columns(s, a.act, [a.x, a.dy, a.dx], dbias)
+    }
+
+    fn weighted_act(&self, s: &Stream, a: &WeightedAct) -> Result<()> {
+        self.weighted(s, a, None)
+    }
+
+    fn weighted_act_amax(&self, s: &Stream, a: &WeightedAct, amax: &Tensor) -> Result<()> {
+        one("weighted_act", amax)?;
+        self.weighted(s, a, Some(amax))
+    }
+
+    fn weighted_act_backward(&self, s: &Stream, a: &WeightedActBackward) -> Result<()> {
+        self.weighted_slope(s, a, None)
+    }
+
+    fn weighted_act_backward_amax(&self, s: &Stream, a: &WeightedActBackward, amax: &Tensor) -> Result<()> {
+        one("weighted_act_backward", amax)?;
+        self.weighted_slope(s, a, Some(amax))
     }
 }

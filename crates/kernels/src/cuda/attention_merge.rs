@@ -2,8 +2,7 @@ use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::columns;
 use super::{CudaKernels, typed};
-use crate::AttentionMergeKernels;
-use crate::attention_merge::check_merge;
+use crate::attention::merge::check_merge;
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 kernel_args! {
@@ -26,8 +25,8 @@ kernel_args! {
 /// Rows of a block of 256 threads, eight to a row.
 const ROWS: usize = 32;
 
-impl AttentionMergeKernels for CudaKernels {
-    fn merge_attention(
+impl CudaKernels {
+    pub(super) fn launch_merge_attention(
         &self,
         s: &Stream,
         out: &Tensor,

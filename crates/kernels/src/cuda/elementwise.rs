@@ -5,7 +5,7 @@ use super::{CudaKernels, Kernel, typed};
 use crate::checks::{dtypes, same_contiguous};
 use crate::elementwise::check_dropout;
 use crate::philox::RandomStream;
-use crate::{ElementwiseKernels, NormalFill, RngKey};
+use crate::{Dropout, ElementwiseKernels, NormalFill};
 use ferrotron_tensor::{DType, Error, Launch, Result, Stream, Tensor, read, write};
 
 /// As in elementwise.cu.
@@ -158,7 +158,8 @@ impl ElementwiseKernels for CudaKernels {
         })
     }
 
-    fn dropout(&self, s: &Stream, p: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
+    fn dropout(&self, s: &Stream, d: &Dropout) -> Result<()> {
+        let &Dropout { p, key, rows, x, y } = d;
         const OP: &str = "dropout";
         same_contiguous(OP, &[x, y])?;
         let width = check_dropout(p, rows, x)? as i64;

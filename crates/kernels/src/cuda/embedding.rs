@@ -1,9 +1,9 @@
 use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
-use crate::EmbeddingKernels;
 use crate::checks::dtypes;
 use crate::embedding::check_rows;
+use crate::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
 
 /// As in embedding.cu: tokens of one partial sum; digits and tokens of a tile of the sort.
@@ -91,17 +91,8 @@ fn row_blocks(op: &'static str, rows: usize, width: usize, group: usize) -> Resu
 }
 
 impl EmbeddingKernels for CudaKernels {
-    fn embedding_forward(
-        &self,
-        s: &Stream,
-        ids: &Tensor,
-        table: &Tensor,
-        first: usize,
-        vocab: usize,
-        scale: f32,
-        add: bool,
-        y: &Tensor,
-    ) -> Result<()> {
+    fn embedding_forward(&self, s: &Stream, e: &EmbeddingForward) -> Result<()> {
+        let &EmbeddingForward { ids, table, first, vocab, scale, add, y } = e;
         const OP: &str = "embedding_forward";
         let [tokens, local, width] = check_rows(OP, ids, table, y)?;
         dtypes(OP, DType::I32, &[ids])?;
@@ -128,17 +119,8 @@ impl EmbeddingKernels for CudaKernels {
         })
     }
 
-    fn embedding_backward(
-        &self,
-        s: &Stream,
-        ids: &Tensor,
-        dy: &Tensor,
-        first: usize,
-        vocab: usize,
-        scale: f32,
-        accumulate: bool,
-        dtable: &Tensor,
-    ) -> Result<()> {
+    fn embedding_backward(&self, s: &Stream, e: &EmbeddingBackward) -> Result<()> {
+        let &EmbeddingBackward { ids, dy, first, vocab, scale, accumulate, dtable } = e;
         const OP: &str = "embedding_backward";
         let [tokens, local, width] = check_rows(OP, ids, dtable, dy)?;
         dtypes(OP, DType::I32, &[ids])?;

@@ -2,12 +2,10 @@
 //! The library's slope of GELU is off by 1e-5 in its tail, more than bf16 rounds small results by: backward stays apart.
 
 use super::CudaKernels;
-use super::activation::parts;
 use super::cublaslt::Epilogue;
 use super::gemm::rows_aligned16;
 use super::gemm_cache::Operands;
-use crate::fused::{LinearAct, LinearWgrad, check_parts};
-use crate::{Act, ActivationKernels, ElementwiseKernels, FusedKernels, GemmKernels};
+use crate::{Act, ActForward, ActivationKernels, ElementwiseKernels, GemmKernels, LinearAct, LinearWgrad};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
 
 /// Have all of them rows of bf16, contiguous and of the shape of the first?
@@ -15,13 +13,13 @@ fn alike(tensors: &[&Tensor]) -> bool {
     tensors.iter().all(|t| t.dtype() == DType::BF16 && t.shape() == tensors[0].shape() && t.is_contiguous())
 }
 
-impl FusedKernels for CudaKernels {
-    fn linear_act_forward(&self, s: &Stream, f: &LinearAct) -> Result<()> {
+impl CudaKernels {
+    pub(super) fn launch_linear_act_forward(&self, s: &Stream, f: &LinearAct) -> Result<()> {
         let apart = |y: &Tensor| {
-            self.gemm(s, &f.product(f.h))?;
-            self.act_forward(s, f.act, false, f.h, y)
+            self.gemm(s, &f.gemm(f.h))?;
+            self.act_forward(s, &ActForward { y, ..f.activation() })
         };
-        let g = f.product(f.y);
+        let g = f.gemm(f.y);
         let z = g.sizes()?;
         let known = f.act == Act::GeluTanh && alike(&[f.y, f.h]) && f.x.dtype() == DType::BF16;
         if known && z.m * z.n * z.k > 0 && g.rows_aligned16(&z) && rows_aligned16(f.h, z.n) {
@@ -36,26 +34,9 @@ impl FusedKernels for CudaKernels {
         apart(f.y)
     }
 
-    fn act_partials(&self, _dtype: DType, rows: usize, _n: usize) -> usize {
-        parts(rows).1
-    }
-
-    fn act_backward_dbias(
-        &self,
-        s: &Stream,
-        act: Act,
-        x: &Tensor,
-        dy: &Tensor,
-        dx: &Tensor,
-        sums: &Tensor,
-    ) -> Result<()> {
-        check_parts("act_backward", x, sums, |rows, _| parts(rows).1)?;
-        self.act_slope_columns(s, act, [x, dy, dx], sums)
-    }
-
-    fn linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
+    pub(super) fn launch_linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
         let ((dw, _), (db, onto)) = (f.dw, f.db);
-        let g = f.product(dw);
+        let g = f.gemm(dw);
         let z = g.sizes()?;
         let fits = db.shape() == [z.m] && db.is_contiguous();
         let known = fits && [dw, db].iter().all(|t| t.dtype() == DType::F32) && f.dy.dtype() == DType::BF16;
@@ -66,7 +47,7 @@ impl FusedKernels for CudaKernels {
                 false => db.clone(),
             };
             let apart = |dw: &Tensor| {
-                self.gemm(s, &f.product(dw))?;
+                self.gemm(s, &f.gemm(dw))?;
                 self.column_sum(s, f.dy, false, &sums)
             };
             let o = Operands {

@@ -4,7 +4,7 @@
 use super::CudaKernels;
 use super::cublaslt::{Epilogue, GemmKey};
 use super::gemm_cache::Operands;
-use crate::{Gemm, GemmKernels, GemmSizes};
+use crate::{Fp8Gemm, Gemm, GemmKernels, GemmSizes, LinearAct, LinearWgrad};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, write};
 
 /// Do rows of `t` start on 16 bytes?
@@ -57,5 +57,17 @@ impl GemmKernels for CudaKernels {
         let args = [read(g.a), read(g.b), write(g.c), read(g.bias.unwrap_or(g.a))];
         let count = if g.bias.is_some() { 4 } else { 3 };
         s.launch(g.name(), &args[..count], |l| self.generic_gemm(l, g, &sizes))
+    }
+
+    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
+        self.launch_fp8_gemm(s, g)
+    }
+
+    fn linear_act_forward(&self, s: &Stream, f: &LinearAct) -> Result<()> {
+        self.launch_linear_act_forward(s, f)
+    }
+
+    fn linear_wgrad(&self, s: &Stream, f: &LinearWgrad) -> Result<()> {
+        self.launch_linear_wgrad(s, f)
     }
 }

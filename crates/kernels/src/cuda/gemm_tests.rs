@@ -2,8 +2,7 @@
 
 use super::CudaKernels;
 use super::cublaslt::{Algorithm, Epilogue, GemmPointers, MatmulDesc};
-use crate::fused::{LinearAct, LinearWgrad};
-use crate::{Act, FusedKernels, Gemm};
+use crate::{Act, Gemm, GemmKernels, LinearAct, LinearWgrad};
 use ferrotron_tensor::{
     Category, DType, Device, Instrumentation, Stream, Tensor, Threads, bf16, gpus, read, write,
 };
@@ -179,7 +178,7 @@ fn bench_fused_epilogues() {
         (
             "GELU",
             Case {
-                g: Gemm { bias: None, ..forward.product(&y) },
+                g: Gemm { bias: None, ..forward.gemm(&y) },
                 bias: Some((&bias, false)),
                 aux: Some((&h, true)),
                 epilogue: gelu,
@@ -188,7 +187,7 @@ fn bench_fused_epilogues() {
         ),
         (
             "column sums",
-            Case { g: grad.product(&dw), bias: Some((&db, true)), aux: None, epilogue: Epilogue::BiasGrad },
+            Case { g: grad.gemm(&dw), bias: Some((&db, true)), aux: None, epilogue: Epilogue::BiasGrad },
             &|| k.linear_wgrad(&s, &grad).unwrap(),
         ),
     ];

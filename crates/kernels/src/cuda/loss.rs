@@ -2,7 +2,7 @@ use super::args::kernel_args;
 use super::row_grid::{blocks, columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
 use crate::cpu::{rows::Rows, vocab::Shard};
-use crate::{CrossEntropy, CrossEntropyKernels, LabelSmoothing, VocabParallelLogits};
+use crate::{CrossEntropy, CrossEntropyKernels, VocabParallelCrossEntropy, VocabParallelLogits};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, write};
 
 kernel_args! {
@@ -133,16 +133,8 @@ impl CrossEntropyKernels for CudaKernels {
         })
     }
 
-    fn vocab_parallel_cross_entropy(
-        &self,
-        s: &Stream,
-        x: &VocabParallelLogits,
-        all: &Tensor,
-        weights: &Tensor,
-        smoothing: LabelSmoothing,
-        loss: &Tensor,
-        gradient: bool,
-    ) -> Result<()> {
+    fn vocab_parallel_cross_entropy(&self, s: &Stream, c: &VocabParallelCrossEntropy) -> Result<()> {
+        let &VocabParallelCrossEntropy { x, stats: all, weights, smoothing, loss, gradient } = c;
         const OP: &str = "vocab_parallel_cross_entropy";
         let (rows, shard, ranks) = x.check_all(OP, all, weights, loss)?;
         let dtype = x.logits.dtype();

@@ -1,9 +1,8 @@
 use super::args::kernel_args;
 use super::row_grid::{blocks, columns, rows_aligned16};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
-use crate::MlaKernels;
+use crate::attention::mla::check_keys;
 use crate::cpu::rows::Rows;
-use crate::mla::check_keys;
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
 
 /// As in latent.cu.
@@ -74,8 +73,14 @@ impl CudaKernels {
     }
 }
 
-impl MlaKernels for CudaKernels {
-    fn mla_concat_keys(&self, s: &Stream, own: &Tensor, shared: &Tensor, k: &Tensor) -> Result<()> {
+impl CudaKernels {
+    pub(super) fn launch_mla_concat_keys(
+        &self,
+        s: &Stream,
+        own: &Tensor,
+        shared: &Tensor,
+        k: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "mla_concat_keys";
         let rows = check_keys(OP, own, shared, k)?;
         let kernel = (OP, typed!(OP, k.dtype(), "mla_keys", "mla_concat_keys")?);
@@ -84,7 +89,13 @@ impl MlaKernels for CudaKernels {
         })
     }
 
-    fn mla_split_keys(&self, s: &Stream, k: &Tensor, own: &Tensor, shared: &Tensor) -> Result<()> {
+    pub(super) fn launch_mla_split_keys(
+        &self,
+        s: &Stream,
+        k: &Tensor,
+        own: &Tensor,
+        shared: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "mla_split_keys";
         let rows = check_keys(OP, own, shared, k)?;
         let kernel = (OP, typed!(OP, k.dtype(), "mla_keys", "mla_split_keys")?);

@@ -44,7 +44,6 @@ mod row_grid;
 mod sources;
 mod tensor_map;
 mod weighted_activation;
-mod with_amax;
 
 pub use cache::folder as cache_folder;
 pub use compile::{Compiled, Compiler, KernelResources};

@@ -2,9 +2,9 @@ use super::args::kernel_args;
 use super::grid::{blocks, line};
 use super::philox::PhiloxStream;
 use super::{CudaKernels, Kernel, typed};
-use crate::moe::{check, matrix};
+use crate::Jitter;
 use crate::philox::RandomStream;
-use crate::{MoeKernels, RngKey};
+use crate::router::check::{elements, matrix};
 use ferrotron_tensor::{Arg, DType, Result, Stream, Tensor, read, write};
 
 kernel_args! {
@@ -57,16 +57,22 @@ impl CudaKernels {
     }
 }
 
-impl MoeKernels for CudaKernels {
-    fn mask_padding(&self, s: &Stream, segments: &Tensor, index: &Tensor, probs: &Tensor) -> Result<()> {
+impl CudaKernels {
+    pub(super) fn launch_mask_padding(
+        &self,
+        s: &Stream,
+        segments: &Tensor,
+        index: &Tensor,
+        probs: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "mask_padding";
         let [t, k] = matrix(OP, index)?;
-        check(OP, &[(segments, DType::I32, t), (index, DType::I32, t * k), (probs, DType::F32, t * k)])?;
+        elements(OP, &[(segments, DType::I32, t), (index, DType::I32, t * k), (probs, DType::F32, t * k)])?;
         let args = MoeArgs { n: t as i64, width: k as i64, ..MoeArgs::default() };
         self.launch_moe(s, (OP, moe_kernel(OP)), &[read(segments), write(index), write(probs)], t * k, args)
     }
 
-    fn expand_topk(
+    pub(super) fn launch_expand_topk(
         &self,
         s: &Stream,
         index: &Tensor,
@@ -76,51 +82,58 @@ impl MoeKernels for CudaKernels {
     ) -> Result<()> {
         const OP: &str = "expand_topk";
         let [t, k] = matrix(OP, index)?;
-        check(OP, &[(index, DType::I32, t * k), (wide, DType::I32, t * k * copies)])?;
+        elements(OP, &[(index, DType::I32, t * k), (wide, DType::I32, t * k * copies)])?;
         let args =
             MoeArgs { n: (t * k) as i64, own: own as i32, copies: copies as i32, ..MoeArgs::default() };
         self.launch_moe(s, (OP, moe_kernel(OP)), &[read(index), write(wide)], t * k * copies, args)
     }
 
-    fn jitter(&self, s: &Stream, eps: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
+    pub(super) fn launch_jitter(&self, s: &Stream, j: &Jitter) -> Result<()> {
+        let &Jitter { eps, key, rows, x, y } = j;
         const OP: &str = "jitter";
         let [t, h] = matrix(OP, x)?;
-        check(OP, &[(rows, DType::I32, t), (y, x.dtype(), t * h)])?;
+        elements(OP, &[(rows, DType::I32, t), (y, x.dtype(), t * h)])?;
         let stream = RandomStream::dropout(key).into();
         let args = MoeArgs { n: (t * h) as i64, width: h as i64, stream, x: eps, ..MoeArgs::default() };
         let kernel = typed!(OP, x.dtype(), "moe_elementwise", "jitter")?;
         self.launch_moe(s, (OP, kernel), &[read(rows), read(x), write(y)], t * h, args)
     }
 
-    fn split_bf16x2(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+    pub(super) fn launch_split_bf16x2(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
         const OP: &str = "split_bf16x2";
         let [t, n] = matrix(OP, x)?;
-        check(OP, &[(x, DType::F32, t * n), (out, DType::BF16, 2 * t * n)])?;
+        elements(OP, &[(x, DType::F32, t * n), (out, DType::BF16, 2 * t * n)])?;
         let args = MoeArgs { n: (t * n) as i64, width: n as i64, ..MoeArgs::default() };
         self.launch_moe(s, (OP, moe_kernel(OP)), &[read(x), write(out)], t * n, args)
     }
 
-    fn add_router_bias(&self, s: &Stream, bias: &Tensor, x: &Tensor) -> Result<()> {
+    pub(super) fn launch_add_router_bias(&self, s: &Stream, bias: &Tensor, x: &Tensor) -> Result<()> {
         const OP: &str = "add_router_bias";
         let [t, n] = matrix(OP, x)?;
-        check(OP, &[(x, DType::F32, t * n), (bias, bias.dtype(), n)])?;
+        elements(OP, &[(x, DType::F32, t * n), (bias, bias.dtype(), n)])?;
         let args = MoeArgs { n: (t * n) as i64, width: n as i64, ..MoeArgs::default() };
         let kernel = typed!(OP, bias.dtype(), "moe_elementwise", "add_router_bias")?;
         self.launch_moe(s, (OP, kernel), &[read(bias), write(x)], t * n, args)
     }
 
-    fn accumulate_counts(&self, s: &Stream, counts: &Tensor, total: &Tensor, steps: &Tensor) -> Result<()> {
+    pub(super) fn launch_accumulate_counts(
+        &self,
+        s: &Stream,
+        counts: &Tensor,
+        total: &Tensor,
+        steps: &Tensor,
+    ) -> Result<()> {
         const OP: &str = "accumulate_counts";
         let n = counts.numel();
-        check(OP, &[(counts, DType::I64, n), (total, DType::I64, n), (steps, DType::F32, 1)])?;
+        elements(OP, &[(counts, DType::I64, n), (total, DType::I64, n), (steps, DType::F32, 1)])?;
         let args = MoeArgs { n: n as i64, ..MoeArgs::default() };
         self.launch_moe(s, (OP, moe_kernel(OP)), &[read(counts), write(total), write(steps)], n.max(1), args)
     }
 
-    fn accumulate_f64(&self, s: &Stream, x: &Tensor, total: &Tensor) -> Result<()> {
+    pub(super) fn launch_accumulate_f64(&self, s: &Stream, x: &Tensor, total: &Tensor) -> Result<()> {
         const OP: &str = "accumulate_f64";
         let n = x.numel();
-        check(OP, &[(x, DType::F64, n), (total, DType::F64, n)])?;
+        elements(OP, &[(x, DType::F64, n), (total, DType::F64, n)])?;
         self.launch_moe(
             s,
             (OP, moe_kernel(OP)),
@@ -130,7 +143,7 @@ impl MoeKernels for CudaKernels {
         )
     }
 
-    fn update_quantiles(
+    pub(super) fn launch_update_quantiles(
         &self,
         s: &Stream,
         keep: f32,
@@ -140,7 +153,7 @@ impl MoeKernels for CudaKernels {
     ) -> Result<()> {
         const OP: &str = "update_quantiles";
         let n = beta.numel();
-        check(OP, &[(found, DType::F32, n), (beta, DType::F32, n)])?;
+        elements(OP, &[(found, DType::F32, n), (beta, DType::F32, n)])?;
         let args = MoeArgs { n: n as i64, x: keep, y: mean, ..MoeArgs::default() };
         s.launch(OP, &[read(found), write(beta)], |l| {
             let args = MoeArgs { a: l.address(0)?, b: l.address(1)?, ..args };

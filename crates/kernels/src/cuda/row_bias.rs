@@ -4,8 +4,8 @@ use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
-use crate::grouped_bias::{gradient_sizes, sizes};
-use crate::{GroupedBias, GroupedBiasKernels};
+use crate::GroupedBias;
+use crate::grouped_gemm::bias::{gradient_sizes, sizes};
 use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
 
 const THREADS: u32 = 256;
@@ -84,8 +84,8 @@ fn plane(op: &'static str, x: usize, y: usize) -> Result<LaunchConfig> {
     Ok(LaunchConfig { blocks: [blocks(op, x, 1)?, y as u32, 1], threads: THREADS, shared: 0 })
 }
 
-impl GroupedBiasKernels for CudaKernels {
-    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()> {
+impl CudaKernels {
+    pub(super) fn launch_grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()> {
         const OP: &str = "grouped_bias";
         let z = sizes(OP, b, y)?;
         let kernel = typed!(OP, y.dtype(), "row_bias", "row_bias_add")?;
@@ -97,7 +97,7 @@ impl GroupedBiasKernels for CudaKernels {
         })
     }
 
-    fn grouped_bias_backward(
+    pub(super) fn launch_grouped_bias_backward(
         &self,
         s: &Stream,
         b: &GroupedBias,

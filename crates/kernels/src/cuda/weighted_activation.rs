@@ -4,9 +4,9 @@ use super::args::kernel_args;
 use super::grid::{aligned16, blocks, line};
 use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, activation, typed};
+use crate::activation::check_weighted;
 use crate::checks::{dtypes, same_contiguous};
-use crate::weighted_activation::sizes;
-use crate::{Act, WeightedActivationKernels};
+use crate::{Act, WeightedAct, WeightedActBackward};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, read, shape_error, write};
 
 const THREADS: u32 = 256;
@@ -70,16 +70,15 @@ impl WeightedArgs {
 }
 
 impl CudaKernels {
-    /// [`WeightedActivationKernels::weighted_act`], and the largest magnitude of `y` where it is asked for.
+    /// [`crate::ActivationKernels::weighted_act`], and the largest magnitude of `y` where it is asked for.
     pub(super) fn weighted(
         &self,
         s: &Stream,
-        (act, gated): (Act, bool),
-        [x, p, y]: [&Tensor; 3],
+        &WeightedAct { act, gated, x, probs: p, y }: &WeightedAct,
         amax: Option<&Tensor>,
     ) -> Result<()> {
         const OP: &str = "weighted_act";
-        let ([rows, f], dtype) = (sizes(OP, (act, gated), x, &[p], y)?, x.dtype());
+        let ([rows, f], dtype) = (check_weighted(OP, (act, gated), x, &[p], y)?, x.dtype());
         dtypes(OP, dtype, &[y])?;
         dtypes(OP, DType::F32, &[p])?;
         let kernel = match (gated, amax.is_some()) {
@@ -104,17 +103,16 @@ impl CudaKernels {
         })
     }
 
-    /// [`WeightedActivationKernels::weighted_act_backward`], and the largest magnitude of `dx` where it is asked for.
+    /// [`crate::ActivationKernels::weighted_act_backward`], and the largest magnitude of `dx` where it is asked for.
     pub(super) fn weighted_slope(
         &self,
         s: &Stream,
-        (act, gated): (Act, bool),
-        [x, p, live, dy]: [&Tensor; 4],
-        [dx, dp]: [&Tensor; 2],
+        a: &WeightedActBackward,
         amax: Option<&Tensor>,
     ) -> Result<()> {
+        let &WeightedActBackward { act, gated, x, probs: p, source: live, dy, dx, dprobs: dp } = a;
         const OP: &str = "weighted_act_backward";
-        let ([rows, f], dtype) = (sizes(OP, (act, gated), x, &[p, live, dp], dy)?, x.dtype());
+        let ([rows, f], dtype) = (check_weighted(OP, (act, gated), x, &[p, live, dp], dy)?, x.dtype());
         same_contiguous(OP, &[x, dx])?;
         dtypes(OP, dtype, &[dy, dx])?;
         dtypes(OP, DType::F32, &[p, dp])?;
@@ -135,34 +133,5 @@ impl CudaKernels {
             a.align(dtype);
             self.launch_kernel(l, kernel, line(blocks(OP, rows, THREADS as usize / 32)?, THREADS), &a)
         })
-    }
-}
-
-impl WeightedActivationKernels for CudaKernels {
-    fn weighted_act(
-        &self,
-        s: &Stream,
-        act: Act,
-        gated: bool,
-        x: &Tensor,
-        p: &Tensor,
-        y: &Tensor,
-    ) -> Result<()> {
-        self.weighted(s, (act, gated), [x, p, y], None)
-    }
-
-    fn weighted_act_backward(
-        &self,
-        s: &Stream,
-        act: Act,
-        gated: bool,
-        x: &Tensor,
-        p: &Tensor,
-        live: &Tensor,
-        dy: &Tensor,
-        dx: &Tensor,
-        dp: &Tensor,
-    ) -> Result<()> {
-        self.weighted_slope(s, (act, gated), [x, p, live, dy], [dx, dp], None)
     }
 }

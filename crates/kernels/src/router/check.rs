@@ -1,6 +1,7 @@
 //! Checks of a router's arguments that every home makes alike.
 
-use super::{AuxLoss, ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams};
+use super::{ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams};
+use crate::AuxLoss;
 use crate::checks::dtypes;
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
@@ -284,4 +285,25 @@ pub(crate) fn normal(op: &'static str, rows: &Tensor, out: &Tensor) -> Result<[u
     dtypes(op, DType::F32, &[out])?;
     exactly(op, "row numbers", rows, DType::I32, &[tokens])?;
     Ok([tokens, e])
+}
+
+/// Checks that each tensor is contiguous and holds so many elements of a type.
+pub(crate) fn elements(op: &'static str, wanted: &[(&Tensor, DType, usize)]) -> Result<()> {
+    for (t, dtype, n) in wanted {
+        if t.dtype() != *dtype {
+            return Err(Error::DType { op, found: t.dtype(), wanted: *dtype });
+        }
+        if t.numel() != *n || !t.is_contiguous() {
+            return shape_error(op, format!("{t:?} must be contiguous and hold {n} elements"));
+        }
+    }
+    Ok(())
+}
+
+/// Rows and columns of a contiguous matrix.
+pub(crate) fn matrix(op: &'static str, t: &Tensor) -> Result<[usize; 2]> {
+    match t.shape() {
+        [rows, columns] if t.is_contiguous() => Ok([*rows, *columns]),
+        other => shape_error(op, format!("{other:?} must be a contiguous matrix")),
+    }
 }

@@ -2,7 +2,7 @@
 
 use super::devices::*;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{Act, NormalFill, RngKey};
+use ferrotron_kernels::{Act, ActBackward, ActForward, Dropout, NormalFill, RngKey};
 use ferrotron_tensor::DType;
 
 const LENGTHS: [usize; 5] = [0, 1, 7, 64, 1000];
@@ -148,8 +148,8 @@ fn non_linearities_and_their_slopes() {
                 let dy = numbers(dtype, 2, rows * f);
                 let (xt, dyt) = (h.tensor(dtype, &[rows, width], &x), h.tensor(dtype, &[rows, f], &dy));
                 let (y, dx) = (h.poisoned(dtype, &[rows, f]), h.poisoned(dtype, &[rows, width]));
-                h.k.act_forward(&h.s, a, gated, &xt, &y).unwrap();
-                h.k.act_backward(&h.s, a, gated, &xt, &dyt, &dx).unwrap();
+                h.k.act_forward(&h.s, &ActForward { act: a, gated, x: &xt, y: &y }).unwrap();
+                h.k.act_backward(&h.s, &ActBackward { act: a, gated, x: &xt, dy: &dyt, dx: &dx }).unwrap();
                 let (mut wy, mut wdx) = (vec![0.0; rows * f], vec![0.0; rows * width]);
                 for i in 0..rows * f {
                     let (r, c) = (i / f, i % f);
@@ -207,7 +207,7 @@ fn dropout_depends_on_its_key_and_place_only() {
                 let x: Vec<f64> = x.iter().map(|x| rounded(dtype, *x)).collect();
                 let (xt, y) = (h.tensor(dtype, &[rows, n], &x), h.poisoned(dtype, &[rows, n]));
                 let ids = h.ids(&numbered);
-                h.k.dropout(&h.s, 0.3, key, &ids, &xt, &y).unwrap();
+                h.k.dropout(&h.s, &Dropout { p: 0.3, key, rows: &ids, x: &xt, y: &y }).unwrap();
                 for (i, (x, y)) in x.iter().zip(&h.host(&y)).enumerate() {
                     let index = u64::from(numbered[i / n] as u32) * n as u64 + (i % n) as u64;
                     let dropped = f64::from(stream.word(index)) < f64::from(0.3f32) * 4_294_967_296.0;
@@ -216,7 +216,7 @@ fn dropout_depends_on_its_key_and_place_only() {
                 }
                 // Nothing is dropped at 0.
                 let all = h.poisoned(dtype, &[rows, n]);
-                h.k.dropout(&h.s, 0.0, key, &ids, &xt, &all).unwrap();
+                h.k.dropout(&h.s, &Dropout { p: 0.0, key, rows: &ids, x: &xt, y: &all }).unwrap();
                 assert_eq!(h.host(&all), x, "{what}");
             }
         }

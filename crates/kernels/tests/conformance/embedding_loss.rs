@@ -1,7 +1,7 @@
 //! Look-ups, their gradients, and the loss.
 
 use super::devices::*;
-use ferrotron_kernels::{CrossEntropy, IGNORE, LabelSmoothing};
+use ferrotron_kernels::{CrossEntropy, EmbeddingBackward, EmbeddingForward, IGNORE, LabelSmoothing};
 use ferrotron_tensor::DType;
 
 #[test]
@@ -22,7 +22,19 @@ fn look_ups_and_their_gradients() {
                 let what = format!("{} {dtype} {vocab}x{width} add {add}", h.name);
                 let shape = [ids.len(), width];
                 let y = if add { h.tensor(dtype, &shape, &old) } else { h.poisoned(dtype, &shape) };
-                h.k.embedding_forward(&h.s, &id_t, &table_t, 0, vocab, 1.5, add, &y).unwrap();
+                h.k.embedding_forward(
+                    &h.s,
+                    &EmbeddingForward {
+                        ids: &id_t,
+                        table: &table_t,
+                        first: 0,
+                        vocab,
+                        scale: 1.5,
+                        add,
+                        y: &y,
+                    },
+                )
+                .unwrap();
                 let want: Vec<f64> = (0..ids.len() * width)
                     .map(|i| {
                         let looked_up = 1.5 * table[ids[i / width] as usize * width + i % width];
@@ -36,7 +48,19 @@ fn look_ups_and_their_gradients() {
                 } else {
                     h.poisoned(DType::F32, &[vocab, width])
                 };
-                h.k.embedding_backward(&h.s, &id_t, &dy_t, 0, vocab, 1.5, add, &d).unwrap();
+                h.k.embedding_backward(
+                    &h.s,
+                    &EmbeddingBackward {
+                        ids: &id_t,
+                        dy: &dy_t,
+                        first: 0,
+                        vocab,
+                        scale: 1.5,
+                        accumulate: add,
+                        dtable: &d,
+                    },
+                )
+                .unwrap();
                 let mut want = if add { start } else { vec![0.0; vocab * width] };
                 for (i, dy) in dy.iter().enumerate() {
                     want[ids[i / width] as usize * width + i % width] += 1.5 * dy;

@@ -2,13 +2,13 @@
 
 use super::devices::{TestDevice, numbers};
 use super::quant_oracle::*;
-use ferrotron_kernels::{Fp8Gemm, Fp8Tensor, QuantKernels, Quantize, ScaleSource, ScalingMode};
+use ferrotron_kernels::{Fp8Gemm, Fp8Tensor, Kernels, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Category, DType, bf16};
 
 /// Quantizes numbers whose size varies from row to row; gives the bytes and what they stand for.
 fn factor(
     h: &TestDevice,
-    k: &dyn QuantKernels,
+    k: &dyn Kernels,
     seed: u64,
     [r, c]: [usize; 2],
     format: DType,

@@ -1,7 +1,7 @@
 //! Fused kernels are what their parts are, one after the other.
 
 use super::devices::*;
-use ferrotron_kernels::{Act, LinearAct, LinearActBackward, LinearWgrad};
+use ferrotron_kernels::{Act, ActBackward, LinearAct, LinearActBackward, LinearWgrad};
 use ferrotron_tensor::DType;
 
 /// The last is large enough for a card to choose between ways.
@@ -93,7 +93,7 @@ fn back_through_a_product_and_a_non_linearity() {
                 let dy = numbers(dtype, 3, rows * k);
                 let (dyt, wt) = (h.tensor(dtype, &[rows, k], &dy), h.tensor(dtype, &[k, n], &w));
                 let (ht, dh) = (h.tensor(dtype, &[rows, n], &pre), h.poisoned(dtype, &[rows, n]));
-                let f = LinearActBackward { act: a, dy: &dyt, w: &wt, h: &ht, dh: &dh, sums: None };
+                let f = LinearActBackward { act: a, dy: &dyt, w: &wt, h: &ht, dh: &dh, dbias: None };
                 h.k.linear_act_backward(&h.s, &f).unwrap();
                 let places = places(rows * n);
                 let got = at(&h.host(&dh), &places);
@@ -128,8 +128,14 @@ fn back_through_a_non_linearity_with_column_sums() {
                 let parts = h.k.act_partials(dtype, rows, n);
                 let (plain, dx) = (h.poisoned(dtype, &shape), h.poisoned(dtype, &shape));
                 let sums = [(); 2].map(|()| h.poisoned(DType::F32, &[parts, n]));
-                h.k.act_backward(&h.s, a, false, &x, &dy, &plain).unwrap();
-                h.k.act_backward_dbias(&h.s, a, &x, &dy, &dx, &sums[0]).unwrap();
+                h.k.act_backward(&h.s, &ActBackward { act: a, gated: false, x: &x, dy: &dy, dx: &plain })
+                    .unwrap();
+                h.k.act_backward_dbias(
+                    &h.s,
+                    &ActBackward { act: a, gated: false, x: &x, dy: &dy, dx: &dx },
+                    &sums[0],
+                )
+                .unwrap();
                 let got = h.host(&dx);
                 assert!(got == h.host(&plain), "{what}: another gradient");
                 let ours = h.host(&sums[0]);
@@ -140,10 +146,23 @@ fn back_through_a_non_linearity_with_column_sums() {
                     let room = (rows + 1) as f64 * 2f64.powi(-24) * size;
                     assert!((sum - wanted).abs() <= room, "{what} column {c}: {sum} instead of {wanted}");
                 }
-                h.k.act_backward_dbias(&h.s, a, &x, &dy, &dx, &sums[1]).unwrap();
+                h.k.act_backward_dbias(
+                    &h.s,
+                    &ActBackward { act: a, gated: false, x: &x, dy: &dy, dx: &dx },
+                    &sums[1],
+                )
+                .unwrap();
                 assert!(h.host(&sums[1]) == ours, "{what}: another time other bits");
                 let other = h.poisoned(DType::F32, &[parts + 1, n]);
-                assert!(h.k.act_backward_dbias(&h.s, a, &x, &dy, &dx, &other).is_err(), "{what}");
+                assert!(
+                    h.k.act_backward_dbias(
+                        &h.s,
+                        &ActBackward { act: a, gated: false, x: &x, dy: &dy, dx: &dx },
+                        &other
+                    )
+                    .is_err(),
+                    "{what}"
+                );
             }
         }
     });

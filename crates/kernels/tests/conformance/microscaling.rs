@@ -3,7 +3,7 @@
 use super::quant_oracle::*;
 use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::{
-    BlockAxis, DelayedScaling, EmulatedFormat, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize,
+    BlockAxis, DelayedUpdate, EmulatedFormat, Fp8Tensor, QuantKernels, Quantize, QuantizeStack,
 };
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor};
 
@@ -227,7 +227,7 @@ fn nvfp4_random_rounding_has_no_bias() {
     });
 }
 
-/// A home with nothing of its own.
+/// A device that implements no optional kernel: the defaults run on the host.
 struct Bare;
 
 impl QuantKernels for Bare {
@@ -243,18 +243,16 @@ impl QuantKernels for Bare {
     fn fp8_transpose(&self, _: &Stream, _: &Fp8Tensor, _: &Fp8Tensor) -> Result<()> {
         unreachable!()
     }
-    fn fp8_gemm(&self, _: &Stream, _: &Fp8Gemm) -> Result<()> {
+    fn amax_stack(&self, _: &Stream, _: &Tensor, _: &Tensor) -> Result<()> {
         unreachable!()
     }
-    fn delayed_update(
-        &self,
-        _: &Stream,
-        _: DelayedScaling,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-        _: &Tensor,
-    ) -> Result<()> {
+    fn quantize_stack(&self, _: &Stream, _: &QuantizeStack) -> Result<()> {
+        unreachable!()
+    }
+    fn transpose_stack(&self, _: &Stream, _: usize, _: &Fp8Tensor, _: &Fp8Tensor) -> Result<()> {
+        unreachable!()
+    }
+    fn delayed_update(&self, _: &Stream, _: &DelayedUpdate) -> Result<()> {
         unreachable!()
     }
 }

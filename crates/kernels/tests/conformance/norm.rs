@@ -1,7 +1,7 @@
 //! Norms over rows and over heads of a larger buffer.
 
 use super::devices::*;
-use ferrotron_kernels::{Norm, NormBackward, NormForward};
+use ferrotron_kernels::{Norm, NormBackward, NormForward, ResidualAdd};
 use ferrotron_tensor::{DType, Tensor};
 
 const NORMS: [Norm; 4] = [
@@ -190,7 +190,15 @@ fn a_fused_sum_and_norm_is_its_composition() {
                         });
                     };
                     if fused {
-                        of(&x, &y, &|n| h.k.add_norm_forward(&h.s, norm, &residual, &sum, n).unwrap());
+                        of(&x, &y, &|n| {
+                            h.k.add_norm_forward(
+                                &h.s,
+                                norm,
+                                &ResidualAdd { residual: &residual, sum: &sum },
+                                n,
+                            )
+                            .unwrap()
+                        });
                     } else {
                         h.k.add(&h.s, &x, &residual, &sum).unwrap();
                         of(&sum, &y, &|n| h.k.norm_forward(&h.s, norm, n).unwrap());

@@ -4,7 +4,8 @@ use super::devices::TestDevice;
 use super::quant_oracle::*;
 use ferrotron_kernels::cpu::{CpuKernels, Isa};
 use ferrotron_kernels::{
-    DelayedScaling, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize, ScaleSource, ScalingMode,
+    DelayedScaling, DelayedUpdate, Fp8Gemm, Fp8Tensor, GemmKernels, Kernels, QuantKernels, Quantize,
+    ScaleSource, ScalingMode,
 };
 use ferrotron_tensor::{Category, DType, Device, Tensor, Threads};
 
@@ -72,7 +73,7 @@ fn bytes_are_the_nearest_of_the_scaled_numbers() {
 
 fn case(
     h: &TestDevice,
-    k: &dyn QuantKernels,
+    k: &dyn Kernels,
     what: &str,
     m: &Matrix,
     dtype: DType,
@@ -128,7 +129,7 @@ fn case(
 }
 
 /// Dequantized numbers are value·scale, rounded once.
-fn back(h: &TestDevice, k: &dyn QuantKernels, what: &str, table: &Table, b: &Fp8Tensor) {
+fn back(h: &TestDevice, k: &dyn Kernels, what: &str, table: &Table, b: &Fp8Tensor) {
     let (r, c, width) = (b.rows(), b.cols, b.cols.next_multiple_of(16));
     let (codes, scales) = (raw(h, b), host(h, &b.scale_inv));
     let shape = b.scaling.scales(r, c);
@@ -202,7 +203,11 @@ fn delayed_scales_follow_their_history() {
                 h.s.upload_into(&ht.select(0, 0).unwrap(), &seen).unwrap();
                 let agreed: Vec<f32> = (0..n).map(|i| if i % 3 == 0 { 0.0 } else { seen[i] * 2.0 }).collect();
                 let rt = if own { ht.select(0, 0).unwrap() } else { up(&agreed, &[n]) };
-                k.delayed_update(&h.s, how, &ht, &rt, &lt, &st).unwrap();
+                k.delayed_update(
+                    &h.s,
+                    &DelayedUpdate { scaling: how, history: &ht, reduced: &rt, largest: &lt, scale: &st },
+                )
+                .unwrap();
                 for i in 0..n {
                     let last = if own || agreed[i] == 0.0 { seen[i] } else { agreed[i] };
                     if last == 0.0 {

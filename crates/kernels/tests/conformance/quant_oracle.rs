@@ -1,11 +1,11 @@
 //! Eight-bit matrices by definition: tables of values, f64 arithmetic, one number at a time; and hostile matrices.
 
 use super::devices::{TestDevice, devices, numbers};
-use ferrotron_kernels::{Fp8Tensor, QuantKernels, ScalingMode};
+use ferrotron_kernels::{Fp8Tensor, Kernels, ScalingMode};
 use ferrotron_tensor::{Category, DType, Float, Tensor, bf16, f16};
 
 /// Runs a test on every home.
-pub fn everywhere(test: impl Fn(&TestDevice, &dyn QuantKernels)) {
+pub fn everywhere(test: impl Fn(&TestDevice, &dyn Kernels)) {
     for h in devices() {
         test(&h, h.k.as_ref());
     }

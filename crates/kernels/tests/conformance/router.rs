@@ -3,7 +3,9 @@
 use super::devices::*;
 use super::router_oracle::*;
 use ferrotron_kernels::philox::RandomStream;
-use ferrotron_kernels::{ExpertChoice, GroupLimit, RngKey, RouterParams, ScoreFunction};
+use ferrotron_kernels::{
+    ExpertChoice, GateBackward, GroupLimit, RngKey, Route, RouteBackward, RouterParams, ScoreFunction,
+};
 use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Experts and choices, and groups that fit them.
@@ -49,7 +51,11 @@ fn check_probs(
     let n = x.len();
     let frame = h.tensor(logits.dtype(), &[n + 1], &vec![f64::NAN; n + 1]);
     let dlogits = frame.narrow(0, 1, n).unwrap().view(logits.shape()).unwrap();
-    h.k.route_backward(&h.s, how, logits, index, &dprobs, &dlogits).unwrap();
+    h.k.route_backward(
+        &h.s,
+        &RouteBackward { params: how, logits, index, dprobs: &dprobs, dlogits: &dlogits },
+    )
+    .unwrap();
     let dx = h.host(&dlogits);
     for (t, (x, dx)) in x.chunks(experts).zip(dx.chunks(experts)).enumerate() {
         let at = t * k..(t + 1) * k;
@@ -87,7 +93,17 @@ fn the_best_are_chosen() {
                         let what = format!("{} {dtype} {n}x{experts} {how:?} biased {biased}", h.name);
                         let (it, pt) = (h.poisoned(DType::I32, &[n, k]), h.poisoned(DType::F32, &[n, k]));
                         let bias = biased.then_some(&bt);
-                        h.k.route(&h.s, how, ExpertChoice::TopK { bias }, &lt, &it, &pt).unwrap();
+                        h.k.route(
+                            &h.s,
+                            &Route {
+                                params: how,
+                                choice: ExpertChoice::TopK { bias },
+                                logits: &lt,
+                                index: &it,
+                                probs: &pt,
+                            },
+                        )
+                        .unwrap();
                         let index = h.host(&it);
                         let mut hanging = 0;
                         for (t, (x, ours)) in x.chunks(experts).zip(index.chunks(k)).enumerate() {
@@ -121,7 +137,11 @@ fn a_choice_may_be_given_and_have_gaps() {
             for score in SCORES {
                 let how = RouterParams { score, groups: Some(GroupLimit { count: 99, keep: 1 }), scale: 1.5 };
                 let pt = h.poisoned(DType::F32, &[n, k]);
-                h.k.route(&h.s, how, ExpertChoice::Given, &lt, &it, &pt).unwrap();
+                h.k.route(
+                    &h.s,
+                    &Route { params: how, choice: ExpertChoice::Given, logits: &lt, index: &it, probs: &pt },
+                )
+                .unwrap();
                 assert_eq!(h.host(&it), index);
                 check_probs(h, &format!("{} {dtype} {experts} {how:?}", h.name), how, &x, &lt, &it, &pt);
             }
@@ -226,7 +246,17 @@ fn vectors_of_the_specification() {
         for (how, biased, wanted, dx) in &rows {
             let k = wanted.len();
             let (it, pt) = (h.poisoned(DType::I32, &[1, k]), h.poisoned(DType::F32, &[1, k]));
-            h.k.route(&h.s, *how, ExpertChoice::TopK { bias: biased.then_some(&bt) }, &lt, &it, &pt).unwrap();
+            h.k.route(
+                &h.s,
+                &Route {
+                    params: *how,
+                    choice: ExpertChoice::TopK { bias: biased.then_some(&bt) },
+                    logits: &lt,
+                    index: &it,
+                    probs: &pt,
+                },
+            )
+            .unwrap();
             let mut found: Vec<(usize, f64)> =
                 h.host(&it).iter().map(|e| *e as usize).zip(h.host(&pt)).collect();
             found.sort_by_key(|f| f.0);
@@ -236,7 +266,11 @@ fn vectors_of_the_specification() {
             }
             let d: Vec<f64> = h.host(&it).iter().map(|e| dprobs[*e as usize]).collect();
             let (dt, out) = (h.tensor(DType::F32, &[1, k], &d), h.poisoned(DType::F32, &[1, 8]));
-            h.k.route_backward(&h.s, *how, &lt, &it, &dt, &out).unwrap();
+            h.k.route_backward(
+                &h.s,
+                &RouteBackward { params: *how, logits: &lt, index: &it, dprobs: &dt, dlogits: &out },
+            )
+            .unwrap();
             for (ours, wanted) in h.host(&out).iter().zip(dx).filter_map(|(o, w)| w.map(|w| (o, w))) {
                 assert!((ours - wanted).abs() < 1e-6, "{} {how:?}: {ours} {wanted}", h.name);
             }
@@ -293,7 +327,11 @@ fn the_gate_in_f64_is_rounded_once() {
                 let before = if accumulate { old.clone() } else { vec![f64::NAN; old.len()] };
                 let dwt = shifted(h, 1, DType::F32, &[experts, width], &before);
                 let dxt = h.poisoned(dtype, &[n, width]);
-                h.k.gate_f64_backward(&h.s, &xt, &wt, &dt, &dxt, &dwt, accumulate).unwrap();
+                h.k.gate_f64_backward(
+                    &h.s,
+                    &GateBackward { x: &xt, w: &wt, dlogits: &dt, dx: &dxt, dw: &dwt, accumulate },
+                )
+                .unwrap();
                 // Through f32, where x is bf16.
                 let slack = if dtype == DType::F32 { 1e-13 } else { 1e-7 };
                 close(&format!("{what} dx"), dtype, &h.host(&dxt), &dx, slack);
@@ -319,22 +357,134 @@ fn choices_that_do_not_fit_are_refused() {
         let far = h.s.upload(&[0i32, 8, 0, 0, 0, 0, 0, 0], &[4, 2], Category::Workspace).unwrap();
         let turned = z(DType::F32, &[8, 4]).transpose(0, 1).unwrap();
         let wide = ExpertChoice::TopK { bias: Some(&p) };
-        refused(&h, "rows", k.route(s, plain, best, &z(DType::F32, &[3, 8]), &i, &p));
-        refused(&h, "strides", k.route(s, plain, best, &turned, &i, &p));
-        refused(&h, "type", k.route(s, plain, best, &z(DType::I32, &[4, 8]), &i, &p));
-        refused(&h, "probabilities", k.route(s, plain, best, &x, &i, &z(DType::F32, &[4, 3])));
-        refused(&h, "narrow probabilities", k.route(s, plain, best, &x, &i, &z(DType::BF16, &[4, 2])));
-        refused(&h, "bias", k.route(s, plain, wide, &x, &i, &z(DType::F32, &[4, 2])));
-        refused(&h, "too many choices", k.route(s, plain, best, &z(DType::F32, &[4, 1]), &i, &p));
-        refused(&h, "too many experts", k.route(s, plain, best, &z(DType::F32, &[4, 1025]), &i, &p));
-        refused(&h, "uneven groups", k.route(s, groups(3, 1), best, &x, &i, &p));
-        refused(&h, "more groups than there are", k.route(s, groups(2, 4), best, &x, &i, &p));
-        refused(&h, "choices not of whole groups", k.route(s, groups(4, 4), best, &x, &i, &p));
-        refused(&h, "small groups", k.route(s, groups(8, 1), best, &x, &i, &p));
-        refused(&h, "no groups", k.route(s, groups(0, 0), best, &x, &i, &p));
-        refused(&h, "an expert that is not", k.route(s, plain, ExpertChoice::Given, &x, &far, &p));
-        refused(&h, "its gradient", k.route_backward(s, plain, &x, &far, &p, &z(DType::F32, &[4, 8])));
-        refused(&h, "type of the gradient", k.route_backward(s, plain, &x, &i, &p, &narrow));
+        refused(
+            &h,
+            "rows",
+            k.route(
+                s,
+                &Route { params: plain, choice: best, logits: &z(DType::F32, &[3, 8]), index: &i, probs: &p },
+            ),
+        );
+        refused(
+            &h,
+            "strides",
+            k.route(s, &Route { params: plain, choice: best, logits: &turned, index: &i, probs: &p }),
+        );
+        refused(
+            &h,
+            "type",
+            k.route(
+                s,
+                &Route { params: plain, choice: best, logits: &z(DType::I32, &[4, 8]), index: &i, probs: &p },
+            ),
+        );
+        refused(
+            &h,
+            "probabilities",
+            k.route(
+                s,
+                &Route { params: plain, choice: best, logits: &x, index: &i, probs: &z(DType::F32, &[4, 3]) },
+            ),
+        );
+        refused(
+            &h,
+            "narrow probabilities",
+            k.route(
+                s,
+                &Route {
+                    params: plain,
+                    choice: best,
+                    logits: &x,
+                    index: &i,
+                    probs: &z(DType::BF16, &[4, 2]),
+                },
+            ),
+        );
+        refused(
+            &h,
+            "bias",
+            k.route(
+                s,
+                &Route { params: plain, choice: wide, logits: &x, index: &i, probs: &z(DType::F32, &[4, 2]) },
+            ),
+        );
+        refused(
+            &h,
+            "too many choices",
+            k.route(
+                s,
+                &Route { params: plain, choice: best, logits: &z(DType::F32, &[4, 1]), index: &i, probs: &p },
+            ),
+        );
+        refused(
+            &h,
+            "too many experts",
+            k.route(
+                s,
+                &Route {
+                    params: plain,
+                    choice: best,
+                    logits: &z(DType::F32, &[4, 1025]),
+                    index: &i,
+                    probs: &p,
+                },
+            ),
+        );
+        refused(
+            &h,
+            "uneven groups",
+            k.route(s, &Route { params: groups(3, 1), choice: best, logits: &x, index: &i, probs: &p }),
+        );
+        refused(
+            &h,
+            "more groups than there are",
+            k.route(s, &Route { params: groups(2, 4), choice: best, logits: &x, index: &i, probs: &p }),
+        );
+        refused(
+            &h,
+            "choices not of whole groups",
+            k.route(s, &Route { params: groups(4, 4), choice: best, logits: &x, index: &i, probs: &p }),
+        );
+        refused(
+            &h,
+            "small groups",
+            k.route(s, &Route { params: groups(8, 1), choice: best, logits: &x, index: &i, probs: &p }),
+        );
+        refused(
+            &h,
+            "no groups",
+            k.route(s, &Route { params: groups(0, 0), choice: best, logits: &x, index: &i, probs: &p }),
+        );
+        refused(
+            &h,
+            "an expert that is not",
+            k.route(
+                s,
+                &Route { params: plain, choice: ExpertChoice::Given, logits: &x, index: &far, probs: &p },
+            ),
+        );
+        refused(
+            &h,
+            "its gradient",
+            k.route_backward(
+                s,
+                &RouteBackward {
+                    params: plain,
+                    logits: &x,
+                    index: &far,
+                    dprobs: &p,
+                    dlogits: &z(DType::F32, &[4, 8]),
+                },
+            ),
+        );
+        refused(
+            &h,
+            "type of the gradient",
+            k.route_backward(
+                s,
+                &RouteBackward { params: plain, logits: &x, index: &i, dprobs: &p, dlogits: &narrow },
+            ),
+        );
         refused(&h, "bf16 scores", k.top_k(s, &narrow, None, &i));
         refused(&h, "what is subtracted", k.top_k(s, &x, Some(&p), &i));
         refused(&h, "a gate of two types", k.gate_f64(s, &x, &narrow, &z(DType::F32, &[4, 4])));

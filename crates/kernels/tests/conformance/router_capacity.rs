@@ -2,7 +2,7 @@
 
 use super::devices::*;
 use super::router_oracle::{logits, ranked, shifted};
-use ferrotron_kernels::capacity;
+use ferrotron_kernels::{CapacityDrop, capacity};
 use ferrotron_tensor::{Category, DType, Tensor};
 
 fn i64s(h: &TestDevice, values: &[i64]) -> Tensor {
@@ -62,7 +62,18 @@ fn what_is_beyond_the_capacity_is_dropped() {
                 let what = format!("{} {n}x{k} of {experts} keep {keep} by {by}", h.name);
                 let (it, pt) = (h.tensor(DType::I32, &[n, k], &index), h.tensor(DType::F32, &[n, k], &probs));
                 let dropped = i64s(&h, &[100]);
-                h.k.drop_over_capacity(&h.s, keep, experts, by, &it, &pt, &dropped).unwrap();
+                h.k.drop_over_capacity(
+                    &h.s,
+                    &CapacityDrop {
+                        capacity: keep,
+                        experts,
+                        by_probability: by,
+                        index: &it,
+                        probs: &pt,
+                        dropped: &dropped,
+                    },
+                )
+                .unwrap();
                 let (mut left, mut p) = (index.clone(), probs.clone());
                 for e in 0..experts {
                     let of: Vec<usize> = (0..n * k).filter(|i| index[*i] == e as f64).collect();
@@ -202,10 +213,66 @@ fn capacities_that_do_not_fit_are_refused() {
         refused(&h, "an expert that is not", k.count_tokens(s, &far, &of, &i64s(&h, &[0; 4])));
         refused(&h, "rows", k.count_tokens(s, &i, &h.ids(&[0]), &i64s(&h, &[0; 4])));
         refused(&h, "small counts", k.count_tokens(s, &i, &of, &z(DType::I32, &[4])));
-        refused(&h, "to drop an expert that is not", k.drop_over_capacity(s, 1, 4, true, &far, &p, &one));
-        refused(&h, "probabilities", k.drop_over_capacity(s, 1, 4, true, &i, &z(DType::F32, &[2, 2]), &one));
-        refused(&h, "no experts", k.drop_over_capacity(s, 1, 0, true, &i, &p, &one));
-        refused(&h, "dropped", k.drop_over_capacity(s, 1, 4, true, &i, &p, &i64s(&h, &[0; 2])));
+        refused(
+            &h,
+            "to drop an expert that is not",
+            k.drop_over_capacity(
+                s,
+                &CapacityDrop {
+                    capacity: 1,
+                    experts: 4,
+                    by_probability: true,
+                    index: &far,
+                    probs: &p,
+                    dropped: &one,
+                },
+            ),
+        );
+        refused(
+            &h,
+            "probabilities",
+            k.drop_over_capacity(
+                s,
+                &CapacityDrop {
+                    capacity: 1,
+                    experts: 4,
+                    by_probability: true,
+                    index: &i,
+                    probs: &z(DType::F32, &[2, 2]),
+                    dropped: &one,
+                },
+            ),
+        );
+        refused(
+            &h,
+            "no experts",
+            k.drop_over_capacity(
+                s,
+                &CapacityDrop {
+                    capacity: 1,
+                    experts: 0,
+                    by_probability: true,
+                    index: &i,
+                    probs: &p,
+                    dropped: &one,
+                },
+            ),
+        );
+        refused(
+            &h,
+            "dropped",
+            k.drop_over_capacity(
+                s,
+                &CapacityDrop {
+                    capacity: 1,
+                    experts: 4,
+                    by_probability: true,
+                    index: &i,
+                    probs: &p,
+                    dropped: &i64s(&h, &[0; 2]),
+                },
+            ),
+        );
         refused(&h, "bias", k.update_expert_bias(s, 1.0, &i64s(&h, &[0; 3]), &four));
         refused(&h, "narrow balance", k.sinkhorn(s, &x, &z(DType::BF16, &[3, 4])));
         refused(&h, "uneven quantiles", k.quantiles(s, 1, &x, &four, &z(DType::F32, &[4])));

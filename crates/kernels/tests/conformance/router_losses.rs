@@ -2,7 +2,7 @@
 
 use super::devices::*;
 use super::router_oracle::*;
-use ferrotron_kernels::{AuxLoss, ScoreFunction};
+use ferrotron_kernels::{AuxLoss, AuxLossWeights, ScoreFunction, ZLossBackward};
 use ferrotron_tensor::{Category, DType, Tensor};
 
 /// Segments of rows: all in one, in turn, in runs with gaps, in one of two; and how many there are.
@@ -147,7 +147,19 @@ fn weights_of_balance() {
                 let divisor = steps.map(|s| h.tensor(DType::F32, &[1], &[s]));
                 let (wt, loss) = (h.poisoned(DType::F32, &shape), h.tensor(DType::F32, &[1], &[0.5]));
                 let factor = 0.01;
-                h.k.aux_loss_weights(&h.s, factor, k, &st, &ct, divisor.as_ref(), &wt, &loss).unwrap();
+                h.k.aux_loss_weights(
+                    &h.s,
+                    &AuxLossWeights {
+                        coefficient: factor,
+                        k,
+                        sums: &st,
+                        counts: &ct,
+                        steps: divisor.as_ref(),
+                        weights: &wt,
+                        loss: &loss,
+                    },
+                )
+                .unwrap();
                 let real: Vec<f64> = counts.iter().map(|c| *c as f64 / steps.unwrap_or(1.0)).collect();
                 let mean = real.iter().sum::<f64>() / (k * count) as f64;
                 let each = f64::from(factor) * experts as f64 / (k as f64 * mean * mean);
@@ -180,7 +192,17 @@ fn z_loss_is_of_rows_that_count() {
                     assert_eq!(found[1], 2.0 + live().count() as f64, "{what}");
                     let old = numbers(dtype, 6, n * experts);
                     let dt = shifted(h, (n + 1) % 2, dtype, &[n, experts], &old);
-                    h.k.z_loss_backward(&h.s, 3.0, &sums, &lt, &st, &dt).unwrap();
+                    h.k.z_loss_backward(
+                        &h.s,
+                        &ZLossBackward {
+                            coefficient: 3.0,
+                            sums: &sums,
+                            logits: &lt,
+                            segments: &st,
+                            dlogits: &dt,
+                        },
+                    )
+                    .unwrap();
                     let mut wanted = old.clone();
                     for t in live() {
                         let each = 3.0 / found[1] * 2.0 * logsumexp(row(t));
@@ -204,7 +226,11 @@ fn z_loss_of_no_rows() {
         let sums = h.s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
         let dt = h.tensor(DType::F32, &[2, 3], &[0.25; 6]);
         h.k.z_loss(&h.s, &lt, &st, &sums).unwrap();
-        h.k.z_loss_backward(&h.s, 1.0, &sums, &lt, &st, &dt).unwrap();
+        h.k.z_loss_backward(
+            &h.s,
+            &ZLossBackward { coefficient: 1.0, sums: &sums, logits: &lt, segments: &st, dlogits: &dt },
+        )
+        .unwrap();
         assert_eq!(h.s.download::<f64>(&sums).unwrap(), [0.0, 0.0]);
         assert_eq!(h.host(&dt), [0.25; 6]);
     }
@@ -220,7 +246,19 @@ fn vectors_of_the_specification() {
         let (sums, weights) = (h.poisoned(DType::F32, &[1, 4]), h.poisoned(DType::F32, &[1, 4]));
         let (counts, loss) = (i64s(&h, &[1, 4], &[0; 4]), h.tensor(DType::F32, &[1], &[0.0]));
         h.k.aux_loss_stats(&h.s, &b, &sums, &counts).unwrap();
-        h.k.aux_loss_weights(&h.s, 1.0, 1, &sums, &counts, None, &weights, &loss).unwrap();
+        h.k.aux_loss_weights(
+            &h.s,
+            &AuxLossWeights {
+                coefficient: 1.0,
+                k: 1,
+                sums: &sums,
+                counts: &counts,
+                steps: None,
+                weights: &weights,
+                loss: &loss,
+            },
+        )
+        .unwrap();
         assert_eq!(h.s.download::<i64>(&counts).unwrap(), [1, 1, 1, 0]);
         assert!((h.host(&loss)[0] - 1.302324).abs() < 1e-6, "{}", h.name);
         let z = h.s.zeros(&[2], DType::F64, Category::Workspace).unwrap();
@@ -266,14 +304,47 @@ fn losses_that_do_not_fit_are_refused() {
             "experts of weights",
             k.aux_loss_backward(s, &b, &z(DType::F32, &[2, 3]), &z(DType::F32, &[3, 4])),
         );
-        refused(&h, "steps", k.aux_loss_weights(s, 1.0, 2, &sums, &counts, Some(&sums), &weights, &one));
+        refused(
+            &h,
+            "steps",
+            k.aux_loss_weights(
+                s,
+                &AuxLossWeights {
+                    coefficient: 1.0,
+                    k: 2,
+                    sums: &sums,
+                    counts: &counts,
+                    steps: Some(&sums),
+                    weights: &weights,
+                    loss: &one,
+                },
+            ),
+        );
         refused(
             &h,
             "loss",
-            k.aux_loss_weights(s, 1.0, 2, &sums, &counts, None, &weights, &z(DType::F32, &[2])),
+            k.aux_loss_weights(
+                s,
+                &AuxLossWeights {
+                    coefficient: 1.0,
+                    k: 2,
+                    sums: &sums,
+                    counts: &counts,
+                    steps: None,
+                    weights: &weights,
+                    loss: &z(DType::F32, &[2]),
+                },
+            ),
         );
         refused(&h, "f32 sums", k.z_loss(s, &x, &st, &z(DType::F32, &[2])));
         refused(&h, "rows of z", k.z_loss(s, &x, &short, &zs));
-        refused(&h, "gradient of z", k.z_loss_backward(s, 1.0, &zs, &x, &st, &narrow));
+        refused(
+            &h,
+            "gradient of z",
+            k.z_loss_backward(
+                s,
+                &ZLossBackward { coefficient: 1.0, sums: &zs, logits: &x, segments: &st, dlogits: &narrow },
+            ),
+        );
     }
 }

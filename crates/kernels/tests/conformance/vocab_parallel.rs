@@ -3,7 +3,10 @@
 use super::devices::*;
 use super::embedding_loss::expected;
 use super::golden::{Area, Tensors, bf16_ulps, bf16s, count, list, number_or, text};
-use ferrotron_kernels::{CrossEntropy, IGNORE, LabelSmoothing, VocabParallelLogits};
+use ferrotron_kernels::{
+    CrossEntropy, EmbeddingBackward, EmbeddingForward, IGNORE, LabelSmoothing, VocabParallelCrossEntropy,
+    VocabParallelLogits,
+};
 use ferrotron_tensor::{DType, Tensor, bf16};
 
 /// What must not matter, as every type holds it.
@@ -77,8 +80,18 @@ impl Problem<'_> {
         for (z, &(first, local)) in shards.iter().zip(&ranges) {
             let x = VocabParallelLogits { logits: &z.view, first, vocab: self.vocab, labels: &labels };
             let loss = h.poisoned(DType::F32, &[n]);
-            h.k.vocab_parallel_cross_entropy(&h.s, &x, &all, &weights, self.smoothing, &loss, gradient)
-                .unwrap();
+            h.k.vocab_parallel_cross_entropy(
+                &h.s,
+                &VocabParallelCrossEntropy {
+                    x: &x,
+                    stats: &all,
+                    weights: &weights,
+                    smoothing: self.smoothing,
+                    loss: &loss,
+                    gradient,
+                },
+            )
+            .unwrap();
             losses.push(h.host(&loss));
             let part = h.inside(z);
             for (i, value) in part.into_iter().enumerate() {
@@ -260,7 +273,19 @@ fn look_ups_in_shards() {
                     let what = format!("{} {dtype} {first}+{local} of {vocab}x{width} add {add}", h.name);
                     let shape = [ids.len(), width];
                     let y = if add { h.tensor(dtype, &shape, &old) } else { h.poisoned(dtype, &shape) };
-                    h.k.embedding_forward(&h.s, &id_t, &table_t, first, vocab, 1.5, add, &y).unwrap();
+                    h.k.embedding_forward(
+                        &h.s,
+                        &EmbeddingForward {
+                            ids: &id_t,
+                            table: &table_t,
+                            first,
+                            vocab,
+                            scale: 1.5,
+                            add,
+                            y: &y,
+                        },
+                    )
+                    .unwrap();
                     let looked_up = |i| at(i).map_or(0.0, |at| 1.5 * table[at]);
                     let want: Vec<f64> =
                         (0..old.len()).map(|i| looked_up(i) + if add { old[i] } else { 0.0 }).collect();
@@ -270,7 +295,19 @@ fn look_ups_in_shards() {
                         true => h.tensor(DType::F32, &shape, &start),
                         false => h.poisoned(DType::F32, &shape),
                     };
-                    h.k.embedding_backward(&h.s, &id_t, &dy_t, first, vocab, 1.5, add, &d).unwrap();
+                    h.k.embedding_backward(
+                        &h.s,
+                        &EmbeddingBackward {
+                            ids: &id_t,
+                            dy: &dy_t,
+                            first,
+                            vocab,
+                            scale: 1.5,
+                            accumulate: add,
+                            dtable: &d,
+                        },
+                    )
+                    .unwrap();
                     let mut want = if add { start.clone() } else { vec![0.0; start.len()] };
                     for (i, dy) in dy.iter().enumerate() {
                         at(i).into_iter().for_each(|at| want[at] += 1.5 * dy);

@@ -3,7 +3,7 @@
 use super::devices::*;
 use super::elementwise::{linear_half, value};
 use super::permutation::{ints, shifted};
-use ferrotron_kernels::Act;
+use ferrotron_kernels::{Act, WeightedAct, WeightedActBackward};
 use ferrotron_tensor::{DType, Tensor};
 
 const ACTS: [Act; 5] = [
@@ -54,10 +54,23 @@ fn weights_multiply_rows_and_get_their_gradients() {
                 let xt = t(dtype, &[rows, wide], &x);
                 let (pt, livet) = (t(DType::F32, &[rows], &p), ints(h, &[rows], &live));
                 let y = empty(dtype, &[rows, f]);
-                h.k.weighted_act(&h.s, act, gated, &xt, &pt, &y).unwrap();
+                h.k.weighted_act(&h.s, &WeightedAct { act, gated, x: &xt, probs: &pt, y: &y }).unwrap();
                 let (dx, dp) = (empty(dtype, &[rows, wide]), empty(DType::F32, &[rows]));
                 let dyt = t(dtype, &[rows, f], &dy);
-                h.k.weighted_act_backward(&h.s, act, gated, &xt, &pt, &livet, &dyt, &dx, &dp).unwrap();
+                h.k.weighted_act_backward(
+                    &h.s,
+                    &WeightedActBackward {
+                        act,
+                        gated,
+                        x: &xt,
+                        probs: &pt,
+                        source: &livet,
+                        dy: &dyt,
+                        dx: &dx,
+                        dprobs: &dp,
+                    },
+                )
+                .unwrap();
 
                 let (mut wy, mut wdx, mut wdp) =
                     (vec![0.0; rows * f], vec![0.0; rows * wide], vec![0.0; rows]);
@@ -94,13 +107,27 @@ fn rows_without_weight_have_a_gradient() {
         let x = h.tensor(dtype, &[2, 4], &[0.5, 1.0, 2.0, -1.0, f64::INFINITY, 1.0, 1.0, f64::NAN]);
         let (p, live) = (h.tensor(DType::F32, &[2], &[0.0, 1.0]), ints(h, &[2], &[0, 1]));
         let y = h.poisoned(dtype, &[2, 2]);
-        h.k.weighted_act(&h.s, Act::Silu, true, &x, &p, &y).unwrap();
+        h.k.weighted_act(&h.s, &WeightedAct { act: Act::Silu, gated: true, x: &x, probs: &p, y: &y })
+            .unwrap();
         let y = h.host(&y);
         assert_eq!(y[..3], [0.0, 0.0, f64::INFINITY], "{} {dtype}", h.name);
         assert!(y[3].is_nan(), "{} {dtype}", h.name);
         let (dx, dp) = (h.poisoned(dtype, &[2, 4]), h.poisoned(DType::F32, &[2]));
         let dy = h.tensor(dtype, &[2, 2], &[1.0, 0.5, 1.0, 1.0]);
-        h.k.weighted_act_backward(&h.s, Act::Silu, true, &x, &p, &live, &dy, &dx, &dp).unwrap();
+        h.k.weighted_act_backward(
+            &h.s,
+            &WeightedActBackward {
+                act: Act::Silu,
+                gated: true,
+                x: &x,
+                probs: &p,
+                source: &live,
+                dy: &dy,
+                dx: &dx,
+                dprobs: &dp,
+            },
+        )
+        .unwrap();
         let want = value(Act::Silu, 0.5) * 2.0 - value(Act::Silu, 1.0) * 0.5;
         close(&h.name, DType::F32, &h.host(&dp)[..1], &[want], 1e-6);
         assert!(h.host(&dx)[..4].iter().all(|x| *x == 0.0), "{} {dtype}", h.name);
@@ -128,7 +155,11 @@ fn weights_that_do_not_fit_are_refused() {
             ("plain halves", Act::Silu, false, &x, &p, &y),
             ("clamped without a gate", clamped, false, &y, &p, &z(dtype, &[4, 3])),
         ] {
-            assert!(h.k.weighted_act(&h.s, act, gated, x, p, y).is_err(), "{} {what}", h.name);
+            assert!(
+                h.k.weighted_act(&h.s, &WeightedAct { act, gated, x, probs: p, y }).is_err(),
+                "{} {what}",
+                h.name
+            );
         }
         for (what, live, dx, dp) in [
             ("short rows", &z(DType::I32, &[3]), &z(dtype, &[4, 6]), &z(DType::F32, &[4])),
@@ -138,7 +169,19 @@ fn weights_that_do_not_fit_are_refused() {
             ("dp", &live, &z(dtype, &[4, 6]), &z(DType::F32, &[5])),
             ("narrow dp", &live, &z(dtype, &[4, 6]), &z(DType::BF16, &[4])),
         ] {
-            let go = h.k.weighted_act_backward(&h.s, Act::Silu, true, &x, &p, live, &y, dx, dp);
+            let go = h.k.weighted_act_backward(
+                &h.s,
+                &WeightedActBackward {
+                    act: Act::Silu,
+                    gated: true,
+                    x: &x,
+                    probs: &p,
+                    source: live,
+                    dy: &y,
+                    dx,
+                    dprobs: dp,
+                },
+            );
             assert!(go.is_err(), "{} {what}", h.name);
         }
     });

@@ -1,7 +1,9 @@
 //! Results with their largest magnitude: the results of the kernels they are named after, and the largest of them.
 
 use crate::devices::{TestDevice, everywhere, in_mixtures, numbers};
-use ferrotron_kernels::{Act, Norm, NormForward};
+use ferrotron_kernels::{
+    Act, ActBackward, ActForward, Norm, NormForward, ResidualAdd, WeightedAct, WeightedActBackward,
+};
 use ferrotron_tensor::{Category, DType, Tensor};
 
 /// One number, to be raised.
@@ -43,14 +45,24 @@ fn activations_are_measured_as_they_are_stored() {
                     let x = h.tensor(dtype, &[rows, wide], &spoiled(numbers(dtype, 1, rows * wide), kind));
                     let (y, plain) = (h.poisoned(dtype, &[rows, f]), h.poisoned(dtype, &[rows, f]));
                     let most = amax(h, from);
-                    h.k.act_forward(&h.s, Act::Silu, gated, &x, &plain).unwrap();
-                    h.k.act_forward_amax(&h.s, Act::Silu, gated, &x, &y, &most).unwrap();
+                    h.k.act_forward(&h.s, &ActForward { act: Act::Silu, gated, x: &x, y: &plain }).unwrap();
+                    h.k.act_forward_amax(&h.s, &ActForward { act: Act::Silu, gated, x: &x, y: &y }, &most)
+                        .unwrap();
                     check(h, &what, &y, &plain, from, &most);
                     let dy = h.tensor(dtype, &[rows, f], &spoiled(numbers(dtype, 2, rows * f), kind));
                     let (dx, plain) = (h.poisoned(dtype, &[rows, wide]), h.poisoned(dtype, &[rows, wide]));
                     let most = amax(h, from);
-                    h.k.act_backward(&h.s, Act::GeluTanh, gated, &x, &dy, &plain).unwrap();
-                    h.k.act_backward_amax(&h.s, Act::GeluTanh, gated, &x, &dy, &dx, &most).unwrap();
+                    h.k.act_backward(
+                        &h.s,
+                        &ActBackward { act: Act::GeluTanh, gated, x: &x, dy: &dy, dx: &plain },
+                    )
+                    .unwrap();
+                    h.k.act_backward_amax(
+                        &h.s,
+                        &ActBackward { act: Act::GeluTanh, gated, x: &x, dy: &dy, dx: &dx },
+                        &most,
+                    )
+                    .unwrap();
                     check(h, &what, &dx, &plain, from, &most);
                 }
             }
@@ -72,16 +84,51 @@ fn weighted_activations_are_measured_as_they_are_stored() {
                     let live = h.ids(&live);
                     let (y, plain) = (h.poisoned(dtype, &[rows, f]), h.poisoned(dtype, &[rows, f]));
                     let most = amax(h, from);
-                    h.k.weighted_act(&h.s, Act::Silu, gated, &x, &p, &plain).unwrap();
-                    h.k.weighted_act_amax(&h.s, Act::Silu, gated, &x, &p, &y, &most).unwrap();
+                    h.k.weighted_act(
+                        &h.s,
+                        &WeightedAct { act: Act::Silu, gated, x: &x, probs: &p, y: &plain },
+                    )
+                    .unwrap();
+                    h.k.weighted_act_amax(
+                        &h.s,
+                        &WeightedAct { act: Act::Silu, gated, x: &x, probs: &p, y: &y },
+                        &most,
+                    )
+                    .unwrap();
                     check(h, &what, &y, &plain, from, &most);
                     let dy = h.tensor(dtype, &[rows, f], &spoiled(numbers(dtype, 2, rows * f), kind));
                     let (dx, plain) = (h.poisoned(dtype, &[rows, wide]), h.poisoned(dtype, &[rows, wide]));
                     let dps = [(); 2].map(|()| h.poisoned(DType::F32, &[rows]));
                     let (most, act) = (amax(h, from), Act::GeluTanh);
-                    h.k.weighted_act_backward(&h.s, act, gated, &x, &p, &live, &dy, &plain, &dps[0]).unwrap();
-                    h.k.weighted_act_backward_amax(&h.s, act, gated, &x, &p, &live, &dy, &dx, &dps[1], &most)
-                        .unwrap();
+                    h.k.weighted_act_backward(
+                        &h.s,
+                        &WeightedActBackward {
+                            act,
+                            gated,
+                            x: &x,
+                            probs: &p,
+                            source: &live,
+                            dy: &dy,
+                            dx: &plain,
+                            dprobs: &dps[0],
+                        },
+                    )
+                    .unwrap();
+                    h.k.weighted_act_backward_amax(
+                        &h.s,
+                        &WeightedActBackward {
+                            act,
+                            gated,
+                            x: &x,
+                            probs: &p,
+                            source: &live,
+                            dy: &dy,
+                            dx: &dx,
+                            dprobs: &dps[1],
+                        },
+                        &most,
+                    )
+                    .unwrap();
                     check(h, &what, &dx, &plain, from, &most);
                     let bits = |t: &Tensor| -> Vec<u64> { h.host(t).iter().map(|x| x.to_bits()).collect() };
                     assert!(kind > 0 || bits(&dps[0]) == bits(&dps[1]), "{what}: other gradients of weights");
@@ -122,8 +169,21 @@ fn norms_are_measured_as_they_are_stored() {
                 h.k.norm_forward_amax(&h.s, norm, &n(&out[1]), &most).unwrap();
                 check(h, &what, &out[1], &out[0], from, &most);
                 let (most, sum) = (amax(h, from), h.poisoned(dtype, &shape));
-                h.k.add_norm_forward(&h.s, norm, &residual, &sum, &n(&out[2])).unwrap();
-                h.k.add_norm_forward_amax(&h.s, norm, &residual, &sum, &n(&out[3]), &most).unwrap();
+                h.k.add_norm_forward(
+                    &h.s,
+                    norm,
+                    &ResidualAdd { residual: &residual, sum: &sum },
+                    &n(&out[2]),
+                )
+                .unwrap();
+                h.k.add_norm_forward_amax(
+                    &h.s,
+                    norm,
+                    &ResidualAdd { residual: &residual, sum: &sum },
+                    &n(&out[3]),
+                    &most,
+                )
+                .unwrap();
                 check(h, &what, &out[3], &out[2], from, &most);
             }
         }

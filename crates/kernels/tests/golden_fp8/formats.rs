@@ -5,7 +5,7 @@ use super::compare::{format_of, same, same_codes};
 use super::golden::{Tensors, count, flag, list, number, only_keys, text};
 use super::host::Host;
 use ferrotron_kernels::quant::scale::{ScaleRule, largest, power_of_two};
-use ferrotron_kernels::{DelayedScaling, QuantKernels};
+use ferrotron_kernels::{DelayedScaling, DelayedUpdate, QuantKernels};
 use ferrotron_tensor::fp8::{E2m1, E4m3, E5m2, E8m0};
 use ferrotron_tensor::{DType, bf16, f16};
 use serde_json::Value;
@@ -162,7 +162,11 @@ fn delayed(h: &Host, case: &Value, t: &Tensors) {
             h.k.amax(&h.s, &x, &row.narrow(0, i, 1).unwrap()).unwrap();
         }
         let agreed = if together { h.up(&reduced[step * n..][..n], &[n]) } else { row };
-        h.k.delayed_update(&h.s, how, &state, &agreed, &tops, &ours).unwrap();
+        h.k.delayed_update(
+            &h.s,
+            &DelayedUpdate { scaling: how, history: &state, reduced: &agreed, largest: &tops, scale: &ours },
+        )
+        .unwrap();
         let what = format!("{name} step {step}");
         same(&what, &h.f32(&state), &history[step * len * n..][..len * n], 0);
         same(&what, &h.f32(&ours), &scale[step * n..][..n], 0);

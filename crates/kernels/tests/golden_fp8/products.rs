@@ -4,7 +4,7 @@ use super::areas;
 use super::golden::{Tensors, count, list, only_keys, text};
 use super::host::{Host, Input};
 use ferrotron_kernels::cpu::quant::{MX_BLOCK, SmallBlocks, mxfp8_dequantize};
-use ferrotron_kernels::{BlockAxis, Fp8Gemm, QuantKernels, Quantize, ScaleSource, ScalingMode};
+use ferrotron_kernels::{BlockAxis, Fp8Gemm, GemmKernels, QuantKernels, Quantize, ScaleSource, ScalingMode};
 use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{DType, Threads};
 

@@ -4,7 +4,9 @@ use super::{KernelCase, Sizes, attention_linears, case, empty, random};
 use crate::Result;
 use crate::bench::KernelWork;
 use ferrotron_engine::Rank;
-use ferrotron_kernels::{Act, Fp8Gemm, Fp8Tensor, Quantize, ScaleSource, ScalingMode};
+use ferrotron_kernels::{
+    Act, ActBackward, ActForward, Fp8Gemm, Fp8Tensor, Quantize, ScaleSource, ScalingMode,
+};
 use ferrotron_tensor::{Category, DType};
 
 /// Bytes of random numbers `[r, c]`.
@@ -138,8 +140,10 @@ fn activations_with_amax([r, f]: [usize; 2], gated: bool) -> Vec<KernelCase> {
             Ok(Box::new(move |rank| {
                 let (k, s) = (&rank.kernels, &rank.compute);
                 match back {
-                    false => k.act_forward_amax(s, act, gated, &x, &y, &amax)?,
-                    true => k.act_backward_amax(s, act, gated, &x, &y, &dx, &amax)?,
+                    false => k.act_forward_amax(s, &ActForward { act, gated, x: &x, y: &y }, &amax)?,
+                    true => {
+                        k.act_backward_amax(s, &ActBackward { act, gated, x: &x, dy: &y, dx: &dx }, &amax)?
+                    }
                 }
                 Ok(())
             }))

@@ -7,7 +7,8 @@ use crate::model::config::{Activation, NormKind};
 use ferrotron_engine::Rank;
 use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_kernels::{
-    Act, CrossEntropy, LabelSmoothing, Norm, NormBackward, NormForward, Rope, RopeStyle,
+    Act, ActBackward, ActForward, CrossEntropy, EmbeddingBackward, EmbeddingForward, LabelSmoothing, Norm,
+    NormBackward, NormForward, ResidualAdd, Rope, RopeStyle,
 };
 use ferrotron_tensor::{Category, DType};
 
@@ -95,7 +96,9 @@ fn norm(rank: &Rank, z: &Sizes, pass: NormPass) -> Result<Run> {
         let n = NormForward { x: &x, gamma: &gamma, beta: beta.as_ref(), y: &y, mean, rstd };
         match pass {
             NormPass::Forward => k.norm_forward(s, kind, &n)?,
-            NormPass::AddForward => k.add_norm_forward(s, kind, &residual, &sum, &n)?,
+            NormPass::AddForward => {
+                k.add_norm_forward(s, kind, &ResidualAdd { residual: &residual, sum: &sum }, &n)?
+            }
             NormPass::Backward => {
                 let n = NormBackward {
                     x: &x,
@@ -152,8 +155,8 @@ fn activation(rank: &Rank, z: &Sizes, backward: bool) -> Result<Run> {
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
         let done = match backward {
-            false => k.act_forward(s, act, gated, &x, &y),
-            true => k.act_backward(s, act, gated, &x, &dy, &dx),
+            false => k.act_forward(s, &ActForward { act, gated, x: &x, y: &y }),
+            true => k.act_backward(s, &ActBackward { act, gated, x: &x, dy: &dy, dx: &dx }),
         };
         Ok(done?)
     }))
@@ -192,8 +195,22 @@ fn embedding(rank: &Rank, z: &Sizes, backward: bool) -> Result<Run> {
     Ok(Box::new(move |rank| {
         let (k, s) = (&rank.kernels, &rank.compute);
         let done = match backward {
-            false => k.embedding_forward(s, &ids, &table, 0, v, scale, false, &y),
-            true => k.embedding_backward(s, &ids, &y, 0, v, scale, false, &table),
+            false => k.embedding_forward(
+                s,
+                &EmbeddingForward { ids: &ids, table: &table, first: 0, vocab: v, scale, add: false, y: &y },
+            ),
+            true => k.embedding_backward(
+                s,
+                &EmbeddingBackward {
+                    ids: &ids,
+                    dy: &y,
+                    first: 0,
+                    vocab: v,
+                    scale,
+                    accumulate: false,
+                    dtable: &table,
+                },
+            ),
         };
         Ok(done?)
     }))

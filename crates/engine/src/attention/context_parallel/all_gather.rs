@@ -5,6 +5,7 @@ use super::partial::{KvWidths, OnlineSoftmax, PartialGrads, add};
 use super::{ContextParallel, Gradients, Inputs};
 use crate::SavedTensor;
 use ferrotron_comm::ReduceOp;
+use ferrotron_kernels::EmbeddingForward;
 use ferrotron_tensor::{Category, Result, Tensor};
 
 impl ContextParallel<'_> {
@@ -14,7 +15,18 @@ impl ContextParallel<'_> {
         let order = rank.compute.upload(order, &[order.len()], Category::Activations)?;
         let out = rank.activation(rows.shape(), rows.dtype())?;
         // Row gathering is an embedding lookup.
-        rank.kernels.embedding_forward(&rank.compute, &order, rows, 0, n, 1.0, false, &out)?;
+        rank.kernels.embedding_forward(
+            &rank.compute,
+            &EmbeddingForward {
+                ids: &order,
+                table: rows,
+                first: 0,
+                vocab: n,
+                scale: 1.0,
+                add: false,
+                y: &out,
+            },
+        )?;
         Ok(out)
     }
 

@@ -1,13 +1,15 @@
 use super::{CpuKernels, floats, same_contiguous};
-use crate::activation::width;
+use crate::activation::{check_act, check_weighted};
 use crate::cpu::activation::{activation, activation_backward, gated as gated_forward, gated_backward};
-use crate::{Act, ActivationKernels};
-use ferrotron_tensor::{Result, Stream, Tensor, read, write};
+use crate::cpu::weighted_activation::{weighted, weighted_backward};
+use crate::{ActBackward, ActForward, ActivationKernels, WeightedAct, WeightedActBackward};
+use ferrotron_tensor::{Result, Stream, read, write};
 
 impl ActivationKernels for CpuKernels {
-    fn act_forward(&self, s: &Stream, act: Act, gated: bool, x: &Tensor, y: &Tensor) -> Result<()> {
+    fn act_forward(&self, s: &Stream, a: &ActForward) -> Result<()> {
+        let &ActForward { act, gated, x, y } = a;
         const OP: &str = "act_forward";
-        let f = width(OP, act, gated, x, y)?;
+        let f = check_act(OP, act, gated, x, y)?;
         s.launch(OP, &[read(x), write(y)], |l| {
             floats!(OP, x.dtype(), T => {
                 let (x, y) = (l.slice::<T>(0)?, l.slice_mut::<T>(1)?);
@@ -19,17 +21,10 @@ impl ActivationKernels for CpuKernels {
         })
     }
 
-    fn act_backward(
-        &self,
-        s: &Stream,
-        act: Act,
-        gated: bool,
-        x: &Tensor,
-        dy: &Tensor,
-        dx: &Tensor,
-    ) -> Result<()> {
+    fn act_backward(&self, s: &Stream, a: &ActBackward) -> Result<()> {
+        let &ActBackward { act, gated, x, dy, dx } = a;
         const OP: &str = "act_backward";
-        let f = width(OP, act, gated, x, dy)?;
+        let f = check_act(OP, act, gated, x, dy)?;
         same_contiguous(OP, &[x, dx])?;
         s.launch(OP, &[read(x), read(dy), write(dx)], |l| {
             floats!(OP, x.dtype(), T => {
@@ -38,6 +33,35 @@ impl ActivationKernels for CpuKernels {
                     true => gated_backward(l.threads(), self.isa, act, f, x, dy, dx),
                     false => activation_backward(l.threads(), self.isa, act, x, dy, dx),
                 }
+            })
+        })
+    }
+
+    fn weighted_act(&self, s: &Stream, a: &WeightedAct) -> Result<()> {
+        let &WeightedAct { act, gated, x, probs: p, y } = a;
+        const OP: &str = "weighted_act";
+        let [_, f] = check_weighted(OP, (act, gated), x, &[p], y)?;
+        s.launch(OP, &[read(x), read(p), write(y)], |l| {
+            floats!(OP, x.dtype(), T => {
+                let (x, p, y) = (l.slice::<T>(0)?, l.slice(1)?, l.slice_mut(2)?);
+                weighted(l.threads(), self.isa, (act, gated), f, x, p, y);
+                Ok(())
+            })
+        })
+    }
+
+    fn weighted_act_backward(&self, s: &Stream, a: &WeightedActBackward) -> Result<()> {
+        let &WeightedActBackward { act, gated, x, probs: p, source: live, dy, dx, dprobs: dp } = a;
+        const OP: &str = "weighted_act_backward";
+        let [_, f] = check_weighted(OP, (act, gated), x, &[p, live, dp], dy)?;
+        same_contiguous(OP, &[x, dx])?;
+        let args = [read(x), read(p), read(live), read(dy), write(dx), write(dp)];
+        s.launch(OP, &args, |l| {
+            floats!(OP, x.dtype(), T => {
+                let (rows, p, live) = ([l.slice::<T>(0)?, l.slice(3)?], l.slice(1)?, l.slice(2)?);
+                let (dx, dp) = (l.slice_mut(4)?, l.slice_mut(5)?);
+                weighted_backward(l.threads(), self.isa, (act, gated), f, rows, p, live, dx, dp);
+                Ok(())
             })
         })
     }

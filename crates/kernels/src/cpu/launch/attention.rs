@@ -1,6 +1,10 @@
 use super::{CpuKernels, floats};
-use crate::attention_plan::{Plan, gradients, plan, strides};
+use crate::attention::merge::check_merge;
+use crate::attention::mla::check_keys;
+use crate::attention::plan::{Plan, gradients, plan, strides};
 use crate::cpu::attention::{self as a, Heads, HeadsMut};
+use crate::cpu::attention_merge::merge;
+use crate::cpu::mla;
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, Sequences};
 use ferrotron_tensor::{Element, Launch, Result, Stream, Tensor, read, write};
 
@@ -103,6 +107,43 @@ impl AttentionKernels for CpuKernels {
                     dsink.map(|i| l.slice_mut(i)).transpose()?,
                 )
             })
+        })
+    }
+
+    fn merge_attention(
+        &self,
+        s: &Stream,
+        out: &Tensor,
+        lse: &Tensor,
+        part: &Tensor,
+        part_lse: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "merge_attention";
+        let [_, width] = check_merge(OP, out, lse, part, part_lse)?;
+        s.launch(OP, &[write(out), write(lse), read(part), read(part_lse)], |l| {
+            floats!(OP, part.dtype(), T => merge::<T>(
+                l.threads(), self.isa, width, l.slice_mut(0)?, l.slice_mut(1)?, l.slice(2)?, l.slice(3)?,
+            ))
+        })
+    }
+
+    fn mla_concat_keys(&self, s: &Stream, own: &Tensor, shared: &Tensor, k: &Tensor) -> Result<()> {
+        const OP: &str = "mla_concat_keys";
+        let [own_rows, shared_rows, k_rows] = check_keys(OP, own, shared, k)?;
+        s.launch(OP, &[read(own), read(shared), write(k)], |a| {
+            floats!(OP, k.dtype(), T => mla::mla_concat_keys::<T>(
+                a.threads(), (a.slice(0)?, own_rows), (a.slice(1)?, shared_rows), (a.slice_mut(2)?, k_rows),
+            ))
+        })
+    }
+
+    fn mla_split_keys(&self, s: &Stream, k: &Tensor, own: &Tensor, shared: &Tensor) -> Result<()> {
+        const OP: &str = "mla_split_keys";
+        let [own_rows, shared_rows, k_rows] = check_keys(OP, own, shared, k)?;
+        s.launch(OP, &[read(k), write(own), write(shared)], |a| {
+            floats!(OP, k.dtype(), T => mla::mla_split_keys::<T>(
+                a.threads(), (a.slice(0)?, k_rows), (a.slice_mut(1)?, own_rows), (a.slice_mut(2)?, shared_rows),
+            ))
         })
     }
 }

@@ -3,7 +3,9 @@ use crate::cpu::cross_entropy::{
     Labels, RowStats, cross_entropy, cross_entropy_backward, cross_entropy_with_gradient, row_stats,
 };
 use crate::cpu::vocab::{Shard, check_ids};
-use crate::{CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelLogits};
+use crate::{
+    CrossEntropy, CrossEntropyKernels, IGNORE, LabelSmoothing, VocabParallelCrossEntropy, VocabParallelLogits,
+};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 fn labels(ids: &[i32], smoothing: LabelSmoothing, shard: Shard) -> Labels<'_, i32> {
@@ -45,16 +47,8 @@ impl CrossEntropyKernels for CpuKernels {
         })
     }
 
-    fn vocab_parallel_cross_entropy(
-        &self,
-        s: &Stream,
-        x: &VocabParallelLogits,
-        all: &Tensor,
-        weights: &Tensor,
-        smoothing: LabelSmoothing,
-        loss: &Tensor,
-        gradient: bool,
-    ) -> Result<()> {
+    fn vocab_parallel_cross_entropy(&self, s: &Stream, c: &VocabParallelCrossEntropy) -> Result<()> {
+        let &VocabParallelCrossEntropy { x, stats: all, weights, smoothing, loss, gradient } = c;
         const OP: &str = "vocab_parallel_cross_entropy";
         let (rows, shard, _) = x.check_all(OP, all, weights, loss)?;
         let logits = if gradient { write(x.logits) } else { read(x.logits) };

@@ -4,7 +4,7 @@ use crate::cpu::rows::Rows;
 use crate::cpu::{elementwise as e, reduce};
 use crate::elementwise::{check_columns, check_dropout, check_normal, check_one};
 use crate::philox::RandomStream;
-use crate::{ElementwiseKernels, NormalFill, RngKey};
+use crate::{Dropout, ElementwiseKernels, NormalFill};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, f16, read, write};
 
 impl ElementwiseKernels for CpuKernels {
@@ -107,7 +107,8 @@ impl ElementwiseKernels for CpuKernels {
         })
     }
 
-    fn dropout(&self, s: &Stream, p: f32, key: RngKey, rows: &Tensor, x: &Tensor, y: &Tensor) -> Result<()> {
+    fn dropout(&self, s: &Stream, d: &Dropout) -> Result<()> {
+        let &Dropout { p, key, rows, x, y } = d;
         same_contiguous("dropout", &[x, y])?;
         let width = check_dropout(p, rows, x)?;
         let stream = RandomStream::dropout(key);

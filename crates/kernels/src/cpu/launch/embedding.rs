@@ -1,22 +1,13 @@
 use super::{CpuKernels, floats};
-use crate::EmbeddingKernels;
 use crate::cpu::embedding::{embedding, embedding_backward};
 use crate::cpu::vocab::Shard;
 use crate::embedding::check_rows;
-use ferrotron_tensor::{Result, Stream, Tensor, read, write};
+use crate::{EmbeddingBackward, EmbeddingForward, EmbeddingKernels};
+use ferrotron_tensor::{Result, Stream, read, write};
 
 impl EmbeddingKernels for CpuKernels {
-    fn embedding_forward(
-        &self,
-        s: &Stream,
-        ids: &Tensor,
-        table: &Tensor,
-        first: usize,
-        vocab: usize,
-        scale: f32,
-        add: bool,
-        y: &Tensor,
-    ) -> Result<()> {
+    fn embedding_forward(&self, s: &Stream, e: &EmbeddingForward) -> Result<()> {
+        let &EmbeddingForward { ids, table, first, vocab, scale, add, y } = e;
         const OP: &str = "embedding_forward";
         let [_, local, width] = check_rows(OP, ids, table, y)?;
         let shard = Shard::of_places(first, local, vocab);
@@ -27,17 +18,8 @@ impl EmbeddingKernels for CpuKernels {
         })
     }
 
-    fn embedding_backward(
-        &self,
-        s: &Stream,
-        ids: &Tensor,
-        dy: &Tensor,
-        first: usize,
-        vocab: usize,
-        scale: f32,
-        accumulate: bool,
-        dtable: &Tensor,
-    ) -> Result<()> {
+    fn embedding_backward(&self, s: &Stream, e: &EmbeddingBackward) -> Result<()> {
+        let &EmbeddingBackward { ids, dy, first, vocab, scale, accumulate, dtable } = e;
         const OP: &str = "embedding_backward";
         let [_, local, width] = check_rows(OP, ids, dtable, dy)?;
         let shard = Shard::of_places(first, local, vocab);

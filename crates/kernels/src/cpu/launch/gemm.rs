@@ -1,6 +1,8 @@
-use super::CpuKernels;
+use super::{CpuKernels, floats};
 use crate::cpu::gemm::{GemmShape, gemm_bf16, gemm_f16, gemm_f32};
-use crate::{Gemm, GemmKernels};
+use crate::cpu::quant::{Fp8Operand, fp8_gemm};
+use crate::quant::check::matrix;
+use crate::{Fp8Gemm, Gemm, GemmKernels};
 use ferrotron_tensor::{DType, Error, Result, Stream, bf16, f16, read, write};
 
 impl GemmKernels for CpuKernels {
@@ -61,6 +63,23 @@ impl GemmKernels for CpuKernels {
                 (found, _) => return Err(Error::DType { op: "gemm", found, wanted: DType::F32 }),
             }
             Ok(())
+        })
+    }
+
+    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
+        const OP: &str = "fp8_gemm";
+        let [m, n, k] = g.check(OP)?;
+        let rows = matrix(OP, g.c)?;
+        let mut args =
+            vec![read(&g.a.data), read(&g.a.scale_inv), read(&g.b.data), read(&g.b.scale_inv), write(g.c)];
+        args.extend(g.bias.map(read));
+        s.launch(g.name, &args, |l| {
+            let isa = self.isa;
+            let a = Fp8Operand::argument(l, isa, 0, g.a.data.dtype(), g.a.scaling, [m, k])?;
+            let b = Fp8Operand::argument(l, isa, 2, g.b.data.dtype(), g.b.scaling, [n, k])?;
+            let bias = g.bias.map(|_| l.slice(5)).transpose()?;
+            floats!(OP, g.c.dtype(), C =>
+                fp8_gemm::<C>(l.threads(), isa, a.whole(), b.whole(), k, bias, g.accumulate, l.slice_mut(4)?, rows))
         })
     }
 }

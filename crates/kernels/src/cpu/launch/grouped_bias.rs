@@ -1,11 +1,11 @@
 use super::{CpuKernels, floats};
+use crate::GroupedBias;
 use crate::cpu::grouped_bias::{Segments, add_bias, bias_gradient, weight_gradient};
-use crate::grouped_bias::{gradient_sizes, sizes};
-use crate::{GroupedBias, GroupedBiasKernels};
+use crate::grouped_gemm::bias::{gradient_sizes, sizes};
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
-impl GroupedBiasKernels for CpuKernels {
-    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()> {
+impl CpuKernels {
+    pub(super) fn launch_grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()> {
         const OP: &str = "grouped_bias";
         let [_, n, _] = sizes(OP, b, y)?;
         let args =
@@ -20,7 +20,7 @@ impl GroupedBiasKernels for CpuKernels {
         })
     }
 
-    fn grouped_bias_backward(
+    pub(super) fn launch_grouped_bias_backward(
         &self,
         s: &Stream,
         b: &GroupedBias,

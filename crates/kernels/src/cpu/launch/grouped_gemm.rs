@@ -5,14 +5,14 @@ use crate::cpu::quant;
 use crate::cpu::rows::Rows;
 use crate::grouped_gemm::GroupedSizes;
 use crate::{
-    BLOCK, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, GroupedGemm, GroupedGemmKernels, GroupedWgrad,
-    ScalingMode,
+    BLOCK, Fp8GroupedGemm, Fp8GroupedWgrad, Fp8Tensor, GroupedBias, GroupedGemm, GroupedGemmKernels,
+    GroupedWgrad, ScalingMode,
 };
-use ferrotron_tensor::{Float, Launch, Result, Stream, Threads, bf16, f16, read, shape_error, write};
+use ferrotron_tensor::{Float, Launch, Result, Stream, Tensor, Threads, bf16, f16, read, shape_error, write};
 use std::ops::Range;
 
-/// Types with products, of their own type and in f32.
-trait Fp8Operand: Float {
+/// Element types with a GEMM whose output has their own type or f32.
+trait GemmFloat: Float {
     #[allow(clippy::too_many_arguments)]
     fn output(
         threads: &Threads,
@@ -35,7 +35,7 @@ trait Fp8Operand: Float {
     );
 }
 
-impl Fp8Operand for f32 {
+impl GemmFloat for f32 {
     fn output(
         t: &Threads,
         isa: Isa,
@@ -52,7 +52,7 @@ impl Fp8Operand for f32 {
     }
 }
 
-impl Fp8Operand for bf16 {
+impl GemmFloat for bf16 {
     fn output(
         t: &Threads,
         isa: Isa,
@@ -69,7 +69,7 @@ impl Fp8Operand for bf16 {
     }
 }
 
-impl Fp8Operand for f16 {
+impl GemmFloat for f16 {
     fn output(
         t: &Threads,
         isa: Isa,
@@ -131,7 +131,7 @@ fn blank_gaps<T: Float>(segments: &[Range<usize>], y: &mut [T], z: &GroupedSizes
 }
 
 /// A factor from arguments `at` (bytes) and `at + 1` (scales).
-fn factor<'a>(l: &Launch<'a>, isa: Isa, at: usize, b: &Fp8Tensor) -> Result<quant::Fp8Operand<'a>> {
+fn operand<'a>(l: &Launch<'a>, isa: Isa, at: usize, b: &Fp8Tensor) -> Result<quant::Fp8Operand<'a>> {
     quant::Fp8Operand::argument(l, isa, at, b.data.dtype(), b.scaling, [b.rows(), b.cols])
 }
 
@@ -206,7 +206,7 @@ impl GroupedGemmKernels for CpuKernels {
         ];
         s.launch(g.name, &args, |l| {
             let segments = ranges(g.name, l.slice(0)?, l.slice(1)?, z.rows)?;
-            let (x, w) = (factor(l, self.isa, 2, g.x)?, factor(l, self.isa, 4, g.w)?);
+            let (x, w) = (operand(l, self.isa, 2, g.x)?, operand(l, self.isa, 4, g.w)?);
             let y = l.slice_mut::<bf16>(6)?;
             blank_gaps(&segments, y, &z);
             for (e, rows) in segments.iter().enumerate() {
@@ -214,7 +214,7 @@ impl GroupedGemmKernels for CpuKernels {
                 let b = quant::Fp8OperandRows { row: e * z.n, which: e, ..w.whole() };
                 let view = Rows::strided(rows.len(), z.n, z.y.row);
                 let y = from_mut(y, rows.start * z.y.row);
-                quant::product(l.threads(), self.isa, a, b, z.k, None, false, y, view)?;
+                quant::fp8_gemm(l.threads(), self.isa, a, b, z.k, None, false, y, view)?;
             }
             Ok(())
         })
@@ -233,7 +233,7 @@ impl GroupedGemmKernels for CpuKernels {
         ];
         s.launch(op, &args, |l| {
             let segments = ranges(op, l.slice(0)?, l.slice(1)?, z.rows)?;
-            let (dy, x) = (factor(l, self.isa, 2, g.dy)?, factor(l, self.isa, 4, g.x)?);
+            let (dy, x) = (operand(l, self.isa, 2, g.dy)?, operand(l, self.isa, 4, g.x)?);
             let dw = l.slice_mut::<f32>(6)?;
             for (e, rows) in segments.iter().enumerate() {
                 let column = rows.start;
@@ -247,9 +247,24 @@ impl GroupedGemmKernels for CpuKernels {
                 );
                 let view = Rows::strided(z.n, z.k, z.w.row);
                 let dw = from_mut(dw, e * z.w.matrix);
-                quant::product(l.threads(), self.isa, a, b, rows.len(), None, g.dw.1, dw, view)?;
+                quant::fp8_gemm(l.threads(), self.isa, a, b, rows.len(), None, g.dw.1, dw, view)?;
             }
             Ok(())
         })
+    }
+
+    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()> {
+        self.launch_grouped_bias(s, b, y)
+    }
+
+    fn grouped_bias_backward(
+        &self,
+        s: &Stream,
+        b: &GroupedBias,
+        dy: &Tensor,
+        dbias: (&Tensor, bool),
+        dweights: Option<&Tensor>,
+    ) -> Result<()> {
+        self.launch_grouped_bias_backward(s, b, dy, dbias, dweights)
     }
 }

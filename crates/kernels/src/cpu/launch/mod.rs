@@ -3,15 +3,13 @@
 
 mod activation;
 mod attention;
-mod attention_merge;
 mod cross_entropy;
 mod elementwise;
 mod embedding;
 mod gemm;
 mod grouped_bias;
 mod grouped_gemm;
-mod mla;
-mod moe;
+mod load_balancing;
 mod norm;
 mod optimizer;
 mod permutation;
@@ -19,7 +17,6 @@ mod quant;
 mod quantize_stack;
 mod rope;
 mod router;
-mod weighted_activation;
 
 use super::Isa;
 use crate::checks::{rows_of, same_contiguous};
@@ -47,7 +44,6 @@ impl CpuKernels {
     }
 }
 
-impl crate::FusedKernels for CpuKernels {}
 impl crate::Kernels for CpuKernels {}
 
 /// Picks the Rust type for a tensor's f32 or bf16 elements.

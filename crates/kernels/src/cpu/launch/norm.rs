@@ -1,8 +1,8 @@
 use super::{CpuKernels, floats, rows_of};
 use crate::cpu::norm::{AddNorm, Affine, InOut, add_layer_norm, add_rms_norm, layer_norm, rms_norm};
 use crate::cpu::norm_backward::{NormGrad, norm_backward};
-use crate::{Norm, NormBackward, NormForward, NormKernels};
-use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
+use crate::{Norm, NormBackward, NormForward, NormKernels, ResidualAdd};
+use ferrotron_tensor::{DType, Launch, Result, Stream, read, write};
 
 impl NormKernels for CpuKernels {
     fn norm_forward(&self, s: &Stream, norm: Norm, n: &NormForward) -> Result<()> {
@@ -26,14 +26,8 @@ impl NormKernels for CpuKernels {
         })
     }
 
-    fn add_norm_forward(
-        &self,
-        s: &Stream,
-        norm: Norm,
-        residual: &Tensor,
-        sum: &Tensor,
-        n: &NormForward,
-    ) -> Result<()> {
+    fn add_norm_forward(&self, s: &Stream, norm: Norm, add: &ResidualAdd, n: &NormForward) -> Result<()> {
+        let &ResidualAdd { residual, sum } = add;
         const OP: &str = "add_norm_forward";
         super::same_contiguous(OP, &[n.x, residual, sum, n.y])?;
         n.check(OP, norm, n.rstd.numel(), n.gamma.numel())?;

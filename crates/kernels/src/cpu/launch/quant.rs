@@ -1,7 +1,6 @@
 use super::{CpuKernels, floats};
 use crate::cpu::quant::{
-    Blocks, Fp8Operand, Orientation, amax, delayed_update, dequantize, emulate, product, quantize_blocks,
-    quantize_tensor,
+    Blocks, Orientation, amax, delayed_update, dequantize, emulate, quantize_blocks, quantize_tensor,
 };
 use crate::cpu::quant::{Format, formats, turn};
 use crate::cpu::reduce::column_sum;
@@ -9,10 +8,8 @@ use crate::cpu::rows::Rows;
 use crate::quant::check::{check_delayed, check_turn, matrix, one};
 use crate::quant::microscaling::{self, EmulatedFormat};
 use crate::quant::scale::ScaleRule;
-use crate::{DelayedScaling, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize, ScaleSource};
+use crate::{DelayedUpdate, Fp8Tensor, QuantKernels, Quantize, QuantizeStack, ScaleSource};
 use ferrotron_tensor::{Element, Float, Launch, Result, Stream, Tensor, read, write};
-
-impl crate::WithAmaxKernels for CpuKernels {}
 
 impl QuantKernels for CpuKernels {
     fn amax(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
@@ -93,32 +90,8 @@ impl QuantKernels for CpuKernels {
         })
     }
 
-    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
-        const OP: &str = "fp8_gemm";
-        let [m, n, k] = g.check(OP)?;
-        let rows = matrix(OP, g.c)?;
-        let mut args =
-            vec![read(&g.a.data), read(&g.a.scale_inv), read(&g.b.data), read(&g.b.scale_inv), write(g.c)];
-        args.extend(g.bias.map(read));
-        s.launch(g.name, &args, |l| {
-            let isa = self.isa;
-            let a = Fp8Operand::argument(l, isa, 0, g.a.data.dtype(), g.a.scaling, [m, k])?;
-            let b = Fp8Operand::argument(l, isa, 2, g.b.data.dtype(), g.b.scaling, [n, k])?;
-            let bias = g.bias.map(|_| l.slice(5)).transpose()?;
-            floats!(OP, g.c.dtype(), C =>
-                product::<C>(l.threads(), isa, a.whole(), b.whole(), k, bias, g.accumulate, l.slice_mut(4)?, rows))
-        })
-    }
-
-    fn delayed_update(
-        &self,
-        s: &Stream,
-        how: DelayedScaling,
-        history: &Tensor,
-        reduced: &Tensor,
-        largest: &Tensor,
-        scale: &Tensor,
-    ) -> Result<()> {
+    fn delayed_update(&self, s: &Stream, d: &DelayedUpdate) -> Result<()> {
+        let &DelayedUpdate { scaling: how, history, reduced, largest, scale } = d;
         const OP: &str = "delayed_update";
         check_delayed(OP, history, reduced, largest, scale)?;
         let own = reduced.same_memory(&history.select(0, 0)?);
@@ -137,6 +110,18 @@ impl QuantKernels for CpuKernels {
             floats!(OP, x.dtype(), T =>
                 emulate::<T>(l.threads(), self.isa, how, l.slice(0)?, rows, l.slice_mut(1)?))
         })
+    }
+
+    fn amax_stack(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
+        self.launch_amax_stack(s, x, most)
+    }
+
+    fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+        self.launch_quantize_stack(s, q)
+    }
+
+    fn transpose_stack(&self, s: &Stream, count: usize, rows: &Fp8Tensor, cols: &Fp8Tensor) -> Result<()> {
+        self.launch_transpose_stack(s, count, rows, cols)
     }
 }
 

@@ -2,12 +2,12 @@ use super::{CpuKernels, floats};
 use crate::cpu::quant::{Blocks, Format, Orientation, amax, formats, quantize_blocks, quantize_tensor, turn};
 use crate::cpu::rows::Rows;
 use crate::quant::scale::ScaleRule;
-use crate::quantize_stack::{amax_sizes, turn_sizes};
-use crate::{ALIGN, BLOCK, Fp8Tensor, QuantizeStack, QuantizeStackKernels, ScaleSource, ScalingMode};
+use crate::quant::stack::{amax_sizes, check_transpose};
+use crate::{ALIGN, BLOCK, Fp8Tensor, QuantizeStack, ScaleSource, ScalingMode};
 use ferrotron_tensor::{Element, Float, Result, Stream, Tensor, read, write};
 
-impl QuantizeStackKernels for CpuKernels {
-    fn amax_stack(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
+impl CpuKernels {
+    pub(super) fn launch_amax_stack(&self, s: &Stream, x: &Tensor, most: &Tensor) -> Result<()> {
         const OP: &str = "amax_stack";
         let [_, n, k] = amax_sizes(OP, x, most)?;
         s.launch(OP, &[read(x), write(most)], |l| {
@@ -22,7 +22,7 @@ impl QuantizeStackKernels for CpuKernels {
         })
     }
 
-    fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+    pub(super) fn launch_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
         const OP: &str = "quantize_stack";
         let (shape @ [_, _, k], scaling, format) = q.check(OP)?;
         let mut args = vec![read(q.x)];
@@ -64,9 +64,15 @@ impl QuantizeStackKernels for CpuKernels {
         })
     }
 
-    fn transpose_stack(&self, s: &Stream, count: usize, rows: &Fp8Tensor, cols: &Fp8Tensor) -> Result<()> {
+    pub(super) fn launch_transpose_stack(
+        &self,
+        s: &Stream,
+        count: usize,
+        rows: &Fp8Tensor,
+        cols: &Fp8Tensor,
+    ) -> Result<()> {
         const OP: &str = "transpose_stack";
-        let [n, k] = turn_sizes(OP, count, rows, cols)?;
+        let [n, k] = check_transpose(OP, count, rows, cols)?;
         let args = [read(&rows.data), read(&rows.scale_inv), write(&cols.data), write(&cols.scale_inv)];
         s.launch(OP, &args, |l| {
             formats!(OP, rows.data.dtype(), F => {

@@ -3,8 +3,8 @@ use crate::cpu::random::fill_normal_rows;
 use crate::cpu::router as r;
 use crate::philox::RandomStream;
 use crate::router::check;
-use crate::{AuxLoss, ExpertChoice, RngKey, RouterKernels, RouterParams};
-use ferrotron_tensor::{Result, Stream, Tensor, read, write};
+use crate::{CapacityDrop, ExpertChoice, GateBackward, Jitter, RngKey, Route, RouteBackward, RouterKernels};
+use ferrotron_tensor::{DType, Float, Result, Stream, Tensor, bf16, read, write};
 
 impl RouterKernels for CpuKernels {
     fn top_k(&self, s: &Stream, scores: &Tensor, minus: Option<&Tensor>, index: &Tensor) -> Result<()> {
@@ -17,15 +17,8 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn route(
-        &self,
-        s: &Stream,
-        how: RouterParams,
-        choice: ExpertChoice,
-        logits: &Tensor,
-        index: &Tensor,
-        probs: &Tensor,
-    ) -> Result<()> {
+    fn route(&self, s: &Stream, r: &Route) -> Result<()> {
+        let &Route { params: how, choice, logits, index, probs } = r;
         const OP: &str = "route";
         let z = check::route(OP, how, choice, logits, index, probs)?;
         let (given, bias) = match choice {
@@ -49,15 +42,8 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn route_backward(
-        &self,
-        s: &Stream,
-        how: RouterParams,
-        logits: &Tensor,
-        index: &Tensor,
-        dprobs: &Tensor,
-        dlogits: &Tensor,
-    ) -> Result<()> {
+    fn route_backward(&self, s: &Stream, r: &RouteBackward) -> Result<()> {
+        let &RouteBackward { params: how, logits, index, dprobs, dlogits } = r;
         const OP: &str = "route_backward";
         let z = check::route_backward(OP, logits, index, dprobs, dlogits)?;
         s.launch(OP, &[read(logits), read(index), read(dprobs), write(dlogits)], |l| {
@@ -67,121 +53,14 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn aux_loss_stats(&self, s: &Stream, b: &AuxLoss, sums: &Tensor, counts: &Tensor) -> Result<()> {
-        const OP: &str = "aux_loss_stats";
-        let (z, _) = check::balance(OP, b, sums)?;
-        check::statistics(OP, sums, counts)?;
-        s.launch(OP, &[read(b.logits), read(b.segments), write(sums), write(counts)], |l| {
-            floats!(OP, b.logits.dtype(), T => {
-                let (logits, segments) = (l.slice::<T>(0)?, l.slice(1)?);
-                let of = r::Statistics { logits, segments, experts: z.experts, k: z.k, score: b.score };
-                r::balance(l.threads(), of, l.slice_mut(2)?, l.slice_mut(3)?)
-            })
-        })
-    }
-
-    fn aux_loss_backward(&self, s: &Stream, b: &AuxLoss, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
-        const OP: &str = "aux_loss_backward";
-        let (z, _) = check::balance(OP, b, weights)?;
-        check::exactly(OP, "gradients of logits", dlogits, b.logits.dtype(), b.logits.shape())?;
-        s.launch(OP, &[read(b.logits), read(b.segments), read(weights), write(dlogits)], |l| {
-            floats!(OP, b.logits.dtype(), T => {
-                let (logits, segments) = (l.slice::<T>(0)?, l.slice(1)?);
-                let of = r::Statistics { logits, segments, experts: z.experts, k: z.k, score: b.score };
-                r::aux_loss_backward(l.threads(), of, l.slice(2)?, l.slice_mut(3)?)
-            })
-        })
-    }
-
-    fn aux_loss_weights(
-        &self,
-        s: &Stream,
-        factor: f32,
-        k: usize,
-        sums: &Tensor,
-        counts: &Tensor,
-        steps: Option<&Tensor>,
-        weights: &Tensor,
-        loss: &Tensor,
-    ) -> Result<()> {
-        const OP: &str = "aux_loss_weights";
-        let [_, experts] = check::aux_loss_weights(OP, k, [sums, counts, weights, loss], steps)?;
-        let args = [read(sums), read(counts), write(weights), write(loss), read(steps.unwrap_or(sums))];
-        s.launch(OP, &args, |l| {
-            let steps = steps.map(|_| l.slice::<f32>(4)).transpose()?.map(|s| s[0]);
-            let (sums, counts, weights) = (l.slice(0)?, l.slice(1)?, l.slice_mut(2)?);
-            l.slice_mut::<f32>(3)?[0] +=
-                r::aux_loss_weights(factor, k, experts, sums, counts, steps, weights);
-            Ok(())
-        })
-    }
-
-    fn z_loss(&self, s: &Stream, logits: &Tensor, segments: &Tensor, sums: &Tensor) -> Result<()> {
-        const OP: &str = "z_loss";
-        let [_, experts] = check::z_loss(OP, logits, segments, sums, None)?;
-        s.launch(OP, &[read(logits), read(segments), write(sums)], |l| {
-            floats!(OP, logits.dtype(), T => {
-                let more = r::z_loss::<T>(l.threads(), l.slice(0)?, l.slice(1)?, experts);
-                l.slice_mut::<f64>(2)?.iter_mut().zip(more).for_each(|(sum, more)| *sum += more);
-                Ok(())
-            })
-        })
-    }
-
-    fn z_loss_backward(
-        &self,
-        s: &Stream,
-        factor: f32,
-        rows: &Tensor,
-        logits: &Tensor,
-        segments: &Tensor,
-        dlogits: &Tensor,
-    ) -> Result<()> {
-        const OP: &str = "z_loss_backward";
-        let [_, experts] = check::z_loss(OP, logits, segments, rows, Some(dlogits))?;
-        s.launch(OP, &[read(logits), read(segments), read(rows), write(dlogits)], |l| {
-            let scale = (f64::from(factor) / l.slice::<f64>(2)?[1].max(1.0)) as f32;
-            floats!(OP, logits.dtype(), T => {
-                let (x, segments) = (l.slice::<T>(0)?, l.slice(1)?);
-                r::z_loss_backward(l.threads(), scale, x, segments, experts, l.slice_mut(3)?);
-                Ok(())
-            })
-        })
-    }
-
-    fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
-        const OP: &str = "count_tokens";
-        let z = check::count_tokens(OP, index, segments, counts)?;
-        s.launch(OP, &[read(index), read(segments), write(counts)], |l| {
-            r::count_tokens(l.slice(0)?, z.k, l.slice(1)?, l.slice_mut(2)?)
-        })
-    }
-
-    fn drop_over_capacity(
-        &self,
-        s: &Stream,
-        capacity: usize,
-        experts: usize,
-        by_probability: bool,
-        index: &Tensor,
-        probs: &Tensor,
-        dropped: &Tensor,
-    ) -> Result<()> {
+    fn drop_over_capacity(&self, s: &Stream, d: &CapacityDrop) -> Result<()> {
+        let &CapacityDrop { capacity, experts, by_probability, index, probs, dropped } = d;
         const OP: &str = "drop_over_capacity";
         check::drop_over_capacity(OP, experts, index, probs, dropped)?;
         s.launch(OP, &[write(index), write(probs), write(dropped)], |l| {
             let (index, probs) = (l.slice_mut(0)?, l.slice_mut(1)?);
             let n = r::drop_over_capacity(l.threads(), capacity, experts, by_probability, index, probs)?;
             l.slice_mut::<i64>(2)?[0] += n;
-            Ok(())
-        })
-    }
-
-    fn update_expert_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
-        const OP: &str = "update_expert_bias";
-        check::update_expert_bias(OP, counts, bias)?;
-        s.launch(OP, &[write(counts), write(bias)], |l| {
-            r::update_expert_bias(rate, l.slice_mut(0)?, l.slice_mut(1)?);
             Ok(())
         })
     }
@@ -227,16 +106,8 @@ impl RouterKernels for CpuKernels {
         })
     }
 
-    fn gate_f64_backward(
-        &self,
-        s: &Stream,
-        x: &Tensor,
-        w: &Tensor,
-        dlogits: &Tensor,
-        dx: &Tensor,
-        dw: &Tensor,
-        accumulate: bool,
-    ) -> Result<()> {
+    fn gate_f64_backward(&self, s: &Stream, g: &GateBackward) -> Result<()> {
+        let &GateBackward { x, w, dlogits, dx, dw, accumulate } = g;
         const OP: &str = "gate_f64_backward";
         let [_, experts, h] = check::gate_backward(OP, x, w, dlogits, dx, dw)?;
         s.launch(OP, &[read(x), read(w), read(dlogits), write(dx), write(dw)], |l| {
@@ -257,4 +128,104 @@ impl RouterKernels for CpuKernels {
             fill_normal_rows(l.threads(), self.isa, stream, l.slice(0)?, experts, l.slice_mut(1)?)
         })
     }
+
+    fn mask_padding(&self, s: &Stream, segments: &Tensor, index: &Tensor, probs: &Tensor) -> Result<()> {
+        const OP: &str = "mask_padding";
+        let [t, k] = check::matrix(OP, index)?;
+        check::elements(
+            OP,
+            &[(segments, DType::I32, t), (index, DType::I32, t * k), (probs, DType::F32, t * k)],
+        )?;
+        s.launch(OP, &[read(segments), write(index), write(probs)], |l| {
+            let (segments, index, probs) =
+                (l.slice::<i32>(0)?, l.slice_mut::<i32>(1)?, l.slice_mut::<f32>(2)?);
+            for (i, _) in segments.iter().enumerate().filter(|(_, s)| **s < 0) {
+                index[i * k..][..k].fill(-1);
+                probs[i * k..][..k].fill(0.0);
+            }
+            Ok(())
+        })
+    }
+
+    fn expand_topk(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        own: usize,
+        copies: usize,
+        wide: &Tensor,
+    ) -> Result<()> {
+        const OP: &str = "expand_topk";
+        let [t, k] = check::matrix(OP, index)?;
+        check::elements(OP, &[(index, DType::I32, t * k), (wide, DType::I32, t * k * copies)])?;
+        s.launch(OP, &[read(index), write(wide)], |l| {
+            let (index, wide) = (l.slice::<i32>(0)?, l.slice_mut::<i32>(1)?);
+            let (own, copies) = (own as i32, copies as i32);
+            for (e, slots) in index.iter().zip(wide.chunks_mut(copies as usize)) {
+                for (a, slot) in (0..).zip(slots) {
+                    *slot = if *e < 0 { -1 } else { (e / own * copies + a) * own + e % own };
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn jitter(&self, s: &Stream, j: &Jitter) -> Result<()> {
+        let &Jitter { eps, key, rows, x, y } = j;
+        const OP: &str = "jitter";
+        let [t, h] = check::matrix(OP, x)?;
+        check::elements(OP, &[(rows, DType::I32, t), (y, x.dtype(), t * h)])?;
+        let stream = RandomStream::dropout(key);
+        s.launch(OP, &[read(rows), read(x), write(y)], |l| {
+            let rows = l.slice::<i32>(0)?;
+            floats!(OP, x.dtype(), T => {
+                let (x, y) = (l.slice::<T>(1)?, l.slice_mut::<T>(2)?);
+                for (r, (x, y)) in rows.iter().zip(x.chunks(h.max(1)).zip(y.chunks_mut(h.max(1)))) {
+                    for (c, (x, y)) in x.iter().zip(y).enumerate() {
+                        let word = stream.word(u64::from(*r as u32) * h as u64 + c as u64);
+                        *y = T::from_f32(x.to_f32() * around_one(word, eps));
+                    }
+                }
+                Ok(())
+            })
+        })
+    }
+
+    fn split_bf16x2(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        const OP: &str = "split_bf16x2";
+        let [t, n] = check::matrix(OP, x)?;
+        check::elements(OP, &[(x, DType::F32, t * n), (out, DType::BF16, 2 * t * n)])?;
+        s.launch(OP, &[read(x), write(out)], |l| {
+            let (x, out) = (l.slice::<f32>(0)?, l.slice_mut::<bf16>(1)?);
+            for (x, out) in x.chunks(n.max(1)).zip(out.chunks_mut(2 * n.max(1))) {
+                let (high, low) = out.split_at_mut(n);
+                for (x, (high, low)) in x.iter().zip(high.iter_mut().zip(low)) {
+                    *high = bf16::from_f32(*x);
+                    *low = bf16::from_f32(x - high.to_f32());
+                }
+            }
+            Ok(())
+        })
+    }
+
+    fn add_router_bias(&self, s: &Stream, bias: &Tensor, x: &Tensor) -> Result<()> {
+        const OP: &str = "add_router_bias";
+        let [t, n] = check::matrix(OP, x)?;
+        check::elements(OP, &[(x, DType::F32, t * n), (bias, bias.dtype(), n)])?;
+        s.launch(OP, &[read(bias), write(x)], |l| {
+            floats!(OP, bias.dtype(), T => {
+                let (bias, x) = (l.slice::<T>(0)?, l.slice_mut::<f32>(1)?);
+                for row in x.chunks_mut(n.max(1)) {
+                    row.iter_mut().zip(bias).for_each(|(x, b)| *x += b.to_f32());
+                }
+                Ok(())
+            })
+        })
+    }
+}
+
+/// A word of 32 bits as a factor from 1 - eps to 1 + eps.
+fn around_one(word: u32, eps: f32) -> f32 {
+    let unit = (word >> 8) as f32 / (1u32 << 24) as f32;
+    1.0 - eps + 2.0 * eps * unit
 }

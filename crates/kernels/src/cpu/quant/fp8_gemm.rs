@@ -24,7 +24,7 @@ pub struct Fp8Operand<'a> {
 #[derive(Clone, Copy)]
 pub struct Fp8OperandRows<'a> {
     /// All of it.
-    pub factor: &'a Fp8Operand<'a>,
+    pub operand: &'a Fp8Operand<'a>,
     /// The first row.
     pub row: usize,
     /// The first column.
@@ -36,13 +36,13 @@ pub struct Fp8OperandRows<'a> {
 impl Fp8OperandRows<'_> {
     /// The numbers from column `from` of the part on.
     fn values(&self, from: usize) -> &[bf16] {
-        let at = self.row * self.factor.width + self.column + from;
-        self.factor.values.get(at..).unwrap_or_default()
+        let at = self.row * self.operand.width + self.column + from;
+        self.operand.values.get(at..).unwrap_or_default()
     }
 
     /// What block `block` of row `row` is multiplied by.
     fn scale(&self, row: usize, block: usize) -> f32 {
-        let f = self.factor;
+        let f = self.operand;
         let (row, block) = (self.row + row, self.column / BLOCK + block);
         match f.scaling {
             ScalingMode::PerTensor => f.scale_inv[self.which],
@@ -89,13 +89,13 @@ impl<'a> Fp8Operand<'a> {
 
     /// All of it.
     pub fn whole(&self) -> Fp8OperandRows<'_> {
-        Fp8OperandRows { factor: self, row: 0, column: 0, which: 0 }
+        Fp8OperandRows { operand: self, row: 0, column: 0, which: 0 }
     }
 }
 
 /// `c [m, n] = a·bᵀ (+ bias) (+ c)`: sums in f32 over values that share scales, then times the scales, in f32 again
 /// over the blocks, rounded once.
-pub fn product<C: Float>(
+pub fn fp8_gemm<C: Float>(
     threads: &Threads,
     isa: Isa,
     a: Fp8OperandRows<'_>,
@@ -111,7 +111,7 @@ pub fn product<C: Float>(
     if m * n == 0 {
         return Ok(());
     }
-    let length = if a.factor.scaling == ScalingMode::PerTensor { k.max(1) } else { BLOCK };
+    let length = if a.operand.scaling == ScalingMode::PerTensor { k.max(1) } else { BLOCK };
     let blocks = k.div_ceil(length);
     let mut sums = vec![0f32; m * n];
     let mut part = vec![0f32; if blocks > 1 { m * n } else { 0 }];
@@ -124,8 +124,8 @@ pub fn product<C: Float>(
             k: length.min(k - from),
             trans_a: false,
             trans_b: true,
-            lda: a.factor.width,
-            ldb: b.factor.width,
+            lda: a.operand.width,
+            ldb: b.operand.width,
             ldc: n,
         };
         let into = if blocks > 1 { &mut part } else { &mut sums };

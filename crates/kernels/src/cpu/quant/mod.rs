@@ -22,7 +22,7 @@ pub use dequantize::{decode, dequantize, turn};
 pub use emulate::emulate;
 pub use encode::Format;
 pub(crate) use encode::{encode_row, formats};
-pub use fp8_gemm::{Fp8Operand, Fp8OperandRows, product};
+pub use fp8_gemm::{Fp8Operand, Fp8OperandRows, fp8_gemm};
 pub use mxfp8::{MX_BLOCK, mxfp8_dequantize, mxfp8_quantize, swizzle};
 pub use nvfp4::{
     NV_BLOCK, block_scale, global_scale, nvfp4_dequantize, nvfp4_quantize, pack, round_randomly,

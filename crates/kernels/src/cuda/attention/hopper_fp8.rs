@@ -3,7 +3,7 @@
 use super::hopper::HopperArgs;
 use super::hopper_scheduler::BLOCKS;
 use super::problem::{AttentionProblem, View, blocks, problem};
-use crate::attention_plan::strides;
+use crate::attention::plan::strides;
 use crate::checks::dtypes;
 use crate::cuda::args::kernel_args;
 use crate::cuda::tensor_map::fp8_tensor_map;

@@ -14,7 +14,7 @@ pub(super) mod problem;
 pub(super) mod tile_table;
 
 use super::{CudaKernels, Kernel, LaunchConfig, typed};
-use crate::attention_plan::gradients;
+use crate::attention::plan::gradients;
 use crate::checks::dtypes;
 use crate::{AttentionBackward, AttentionForward, AttentionKernels, AttentionParams, Sequences};
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, write};
@@ -159,5 +159,24 @@ impl AttentionKernels for CudaKernels {
             problem.launch_kernel(self, l, &keys, Side::Key, key_table)?;
             problem.launch_kernel(self, l, &queries, Side::Query, query_table)
         })
+    }
+
+    fn merge_attention(
+        &self,
+        s: &Stream,
+        out: &Tensor,
+        lse: &Tensor,
+        part: &Tensor,
+        part_lse: &Tensor,
+    ) -> Result<()> {
+        self.launch_merge_attention(s, out, lse, part, part_lse)
+    }
+
+    fn mla_concat_keys(&self, s: &Stream, own: &Tensor, shared: &Tensor, k: &Tensor) -> Result<()> {
+        self.launch_mla_concat_keys(s, own, shared, k)
+    }
+
+    fn mla_split_keys(&self, s: &Stream, k: &Tensor, own: &Tensor, shared: &Tensor) -> Result<()> {
+        self.launch_mla_split_keys(s, k, own, shared)
     }
 }

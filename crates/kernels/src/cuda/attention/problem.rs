@@ -2,7 +2,7 @@
 
 use super::instances::{Instance, Step, instance};
 use super::tile_table::{Side, TileTable};
-use crate::attention_plan::{Plan, plan, strides};
+use crate::attention::plan::{Plan, plan, strides};
 use crate::checks::dtypes;
 use crate::cpu::attention::{AttentionShape, MaskAlign, Span, check_shape, per_head};
 use crate::cuda::args::kernel_args;

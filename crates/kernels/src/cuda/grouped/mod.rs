@@ -12,8 +12,8 @@ mod tests_fp8;
 
 use super::CudaKernels;
 use crate::grouped_gemm::GroupedSizes;
-use crate::{Fp8GroupedGemm, Fp8GroupedWgrad, GroupedGemm, GroupedGemmKernels, GroupedWgrad};
-use ferrotron_tensor::{Category, DType, Launch, Result, Stream, read, shape_error, write};
+use crate::{Fp8GroupedGemm, Fp8GroupedWgrad, GroupedBias, GroupedGemm, GroupedGemmKernels, GroupedWgrad};
+use ferrotron_tensor::{Category, DType, Launch, Result, Stream, Tensor, read, shape_error, write};
 use generic::Segments;
 use hopper::{KernelVariant, turns};
 use hopper_fp8::Fp8KernelVariant;
@@ -144,5 +144,20 @@ impl GroupedGemmKernels for CudaKernels {
             return Ok(());
         }
         self.launch_grouped_wgrad_fp8(s, g, &z, g.hopper(self, &z))
+    }
+
+    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()> {
+        self.launch_grouped_bias(s, b, y)
+    }
+
+    fn grouped_bias_backward(
+        &self,
+        s: &Stream,
+        b: &GroupedBias,
+        dy: &Tensor,
+        dbias: (&Tensor, bool),
+        dweights: Option<&Tensor>,
+    ) -> Result<()> {
+        self.launch_grouped_bias_backward(s, b, dy, dbias, dweights)
     }
 }

@@ -5,7 +5,8 @@ pub(super) mod forward;
 
 use super::row_grid::vec_width;
 use crate::cpu::rows::Rows;
-use crate::{Norm, NormBackward, NormForward, NormKernels};
+use crate::quant::check::{matrix, one};
+use crate::{Norm, NormBackward, NormForward, NormKernels, QuantKernels, ResidualAdd};
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor};
 
 /// As in common.cuh.
@@ -106,15 +107,36 @@ impl NormKernels for super::CudaKernels {
         self.norm(s, norm, n, None)
     }
 
-    fn add_norm_forward(
+    fn norm_forward_amax(&self, s: &Stream, norm: Norm, n: &NormForward, amax: &Tensor) -> Result<()> {
+        matrix("norm_forward", n.y)?;
+        one("norm_forward", amax)?;
+        // Only the bf16 kernels take the amax as they write.
+        if n.y.dtype() != DType::BF16 {
+            self.norm_forward(s, norm, n)?;
+            return self.amax(s, n.y, amax);
+        }
+        self.norm(s, norm, n, Some(amax))
+    }
+
+    fn add_norm_forward(&self, s: &Stream, norm: Norm, add: &ResidualAdd, n: &NormForward) -> Result<()> {
+        self.add_norm(s, norm, [add.residual, add.sum], n, None)
+    }
+
+    fn add_norm_forward_amax(
         &self,
         s: &Stream,
         norm: Norm,
-        residual: &Tensor,
-        sum: &Tensor,
+        add: &ResidualAdd,
         n: &NormForward,
+        amax: &Tensor,
     ) -> Result<()> {
-        self.add_norm(s, norm, [residual, sum], n, None)
+        matrix("add_norm_forward", n.y)?;
+        one("add_norm_forward", amax)?;
+        if n.y.dtype() != DType::BF16 {
+            self.add_norm_forward(s, norm, add, n)?;
+            return self.amax(s, n.y, amax);
+        }
+        self.add_norm(s, norm, [add.residual, add.sum], n, Some(amax))
     }
 
     fn norm_partials(&self, dtype: DType, rows: usize, width: usize) -> usize {

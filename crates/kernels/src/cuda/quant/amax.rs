@@ -7,7 +7,7 @@ use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks, line};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig};
 use crate::quant::check::{check_delayed, matrix, one};
-use crate::quantize_stack::amax_sizes;
+use crate::quant::stack::amax_sizes;
 use ferrotron_tensor::{Result, Stream, Tensor, read, write};
 
 /// As in measure.cu: columns and rows of a block.

@@ -38,7 +38,7 @@ impl Fp8Gemm<'_> {
 }
 
 impl CudaKernels {
-    pub(super) fn launch_fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
+    pub(crate) fn launch_fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
         const OP: &str = "fp8_gemm";
         let sizes = g.check(OP)?;
         let [m, n, k] = sizes;

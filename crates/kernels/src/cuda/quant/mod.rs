@@ -10,7 +10,7 @@ pub(super) mod stack;
 mod tests;
 
 use super::CudaKernels;
-use crate::{DelayedScaling, EmulatedFormat, Fp8Gemm, Fp8Tensor, QuantKernels, Quantize};
+use crate::{DelayedUpdate, EmulatedFormat, Fp8Tensor, QuantKernels, Quantize, QuantizeStack};
 use ferrotron_tensor::{Result, Stream, Tensor};
 pub(super) use generic::Fp8Matrix;
 
@@ -42,23 +42,28 @@ impl QuantKernels for CudaKernels {
         self.launch_transpose(s, q, out)
     }
 
-    fn fp8_gemm(&self, s: &Stream, g: &Fp8Gemm) -> Result<()> {
-        self.launch_fp8_gemm(s, g)
-    }
-
-    fn delayed_update(
-        &self,
-        s: &Stream,
-        how: DelayedScaling,
-        history: &Tensor,
-        reduced: &Tensor,
-        largest: &Tensor,
-        scale: &Tensor,
-    ) -> Result<()> {
+    fn delayed_update(&self, s: &Stream, d: &DelayedUpdate) -> Result<()> {
+        let &DelayedUpdate { scaling: how, history, reduced, largest, scale } = d;
         self.launch_delayed_update(s, how, history, reduced, largest, scale)
     }
 
     fn emulate(&self, s: &Stream, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<()> {
         self.launch_emulate(s, how, x, out)
+    }
+
+    fn amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
+        self.launch_amax_stack(s, x, amax)
+    }
+
+    fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+        self.launch_quantize_stack(s, q, false)
+    }
+
+    fn amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+        self.launch_amax_quantize_stack(s, q)
+    }
+
+    fn transpose_stack(&self, s: &Stream, count: usize, rows: &Fp8Tensor, cols: &Fp8Tensor) -> Result<()> {
+        self.launch_transpose_stack(s, count, rows, cols)
     }
 }

@@ -4,9 +4,9 @@ use super::quantize::{QuantizeArgs, THREADS, kernel};
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks};
 use crate::cuda::{CudaKernels, Kernel, LaunchConfig, typed};
-use crate::quantize_stack::turn_sizes;
-use crate::{ALIGN, BLOCK, Fp8Tensor, QuantizeStack, QuantizeStackKernels, ScaleSource, ScalingMode};
-use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, read, shape_error, write};
+use crate::quant::stack::check_transpose;
+use crate::{ALIGN, BLOCK, Fp8Tensor, QuantizeStack, ScaleSource, ScalingMode};
+use ferrotron_tensor::{Category, DType, Result, Stream, read, shape_error, write};
 
 kernel_args! {
     header "args/transpose_stack.cuh", includes [];
@@ -38,16 +38,8 @@ pub(super) fn stacked(op: &'static str, count: usize) -> Result<u32> {
     }
 }
 
-impl QuantizeStackKernels for CudaKernels {
-    fn amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()> {
-        self.launch_amax_stack(s, x, amax)
-    }
-
-    fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
-        self.launch_quantize_stack(s, q, false)
-    }
-
-    fn amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
+impl CudaKernels {
+    pub(super) fn launch_amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
         let ([_, n, k], ..) = q.check("quantize_stack")?;
         let tiles = n.div_ceil(BLOCK) * k.div_ceil(BLOCK);
         // Room for all blocks of a matrix at once, and for others beside them: three fit, or two of f32.
@@ -57,14 +49,20 @@ impl QuantizeStackKernels for CudaKernels {
             return self.launch_quantize_stack(s, q, true);
         }
         if let ScaleSource::Amax { amax, .. } = q.range {
-            self.amax_stack(s, q.x, amax)?;
+            self.launch_amax_stack(s, q.x, amax)?;
         }
-        self.quantize_stack(s, q)
+        self.launch_quantize_stack(s, q, false)
     }
 
-    fn transpose_stack(&self, s: &Stream, count: usize, rows: &Fp8Tensor, cols: &Fp8Tensor) -> Result<()> {
+    pub(super) fn launch_transpose_stack(
+        &self,
+        s: &Stream,
+        count: usize,
+        rows: &Fp8Tensor,
+        cols: &Fp8Tensor,
+    ) -> Result<()> {
         const OP: &str = "transpose_stack";
-        let [n, k] = turn_sizes(OP, count, rows, cols)?;
+        let [n, k] = check_transpose(OP, count, rows, cols)?;
         if count == 0 {
             return Ok(());
         }
@@ -94,7 +92,7 @@ impl QuantizeStackKernels for CudaKernels {
 
 impl CudaKernels {
     /// With `measure`, magnitudes are found on the way.
-    fn launch_quantize_stack(&self, s: &Stream, q: &QuantizeStack, measure: bool) -> Result<()> {
+    pub(super) fn launch_quantize_stack(&self, s: &Stream, q: &QuantizeStack, measure: bool) -> Result<()> {
         const OP: &str = "quantize_stack";
         let ([count, n, k], scaling, format) = q.check(OP)?;
         if count == 0 {

@@ -8,7 +8,10 @@ pub(super) mod sinkhorn;
 
 use super::{CudaKernels, LaunchConfig};
 use crate::cuda::grid::{blocks, line};
-use crate::{AuxLoss, ExpertChoice, RngKey, RouterKernels, RouterParams, ScoreFunction};
+use crate::{
+    AuxLoss, AuxLossWeights, CapacityDrop, GateBackward, Jitter, LoadBalancingKernels, RngKey, Route,
+    RouteBackward, RouterKernels, ScoreFunction, ZLossBackward,
+};
 use ferrotron_tensor::{Result, Stream, Tensor};
 
 /// The instance of a kernel for the type and number of experts: `sized!(OP, dtype, experts, "router/route", "route")`.
@@ -58,87 +61,19 @@ impl RouterKernels for CudaKernels {
         self.launch_top_k(s, scores, minus, index)
     }
 
-    fn route(
-        &self,
-        s: &Stream,
-        how: RouterParams,
-        choice: ExpertChoice,
-        logits: &Tensor,
-        index: &Tensor,
-        probs: &Tensor,
-    ) -> Result<()> {
+    fn route(&self, s: &Stream, r: &Route) -> Result<()> {
+        let &Route { params: how, choice, logits, index, probs } = r;
         self.launch_route(s, how, choice, logits, index, probs)
     }
 
-    fn route_backward(
-        &self,
-        s: &Stream,
-        how: RouterParams,
-        logits: &Tensor,
-        index: &Tensor,
-        dprobs: &Tensor,
-        dlogits: &Tensor,
-    ) -> Result<()> {
+    fn route_backward(&self, s: &Stream, r: &RouteBackward) -> Result<()> {
+        let &RouteBackward { params: how, logits, index, dprobs, dlogits } = r;
         self.launch_route_backward(s, how, logits, index, dprobs, dlogits)
     }
 
-    fn aux_loss_stats(&self, s: &Stream, b: &AuxLoss, sums: &Tensor, counts: &Tensor) -> Result<()> {
-        self.launch_balance(s, b, sums, counts)
-    }
-
-    fn aux_loss_backward(&self, s: &Stream, b: &AuxLoss, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
-        self.launch_balance_backward(s, b, weights, dlogits)
-    }
-
-    fn aux_loss_weights(
-        &self,
-        s: &Stream,
-        factor: f32,
-        k: usize,
-        sums: &Tensor,
-        counts: &Tensor,
-        steps: Option<&Tensor>,
-        weights: &Tensor,
-        loss: &Tensor,
-    ) -> Result<()> {
-        self.launch_balance_weights(s, factor, k, [sums, counts, weights, loss], steps)
-    }
-
-    fn z_loss(&self, s: &Stream, logits: &Tensor, segments: &Tensor, sums: &Tensor) -> Result<()> {
-        self.launch_z_loss(s, logits, segments, sums)
-    }
-
-    fn z_loss_backward(
-        &self,
-        s: &Stream,
-        factor: f32,
-        rows: &Tensor,
-        logits: &Tensor,
-        segments: &Tensor,
-        dlogits: &Tensor,
-    ) -> Result<()> {
-        self.launch_z_loss_backward(s, factor, rows, logits, segments, dlogits)
-    }
-
-    fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
-        self.launch_count_choices(s, index, segments, counts)
-    }
-
-    fn drop_over_capacity(
-        &self,
-        s: &Stream,
-        capacity: usize,
-        experts: usize,
-        by_probability: bool,
-        index: &Tensor,
-        probs: &Tensor,
-        dropped: &Tensor,
-    ) -> Result<()> {
+    fn drop_over_capacity(&self, s: &Stream, d: &CapacityDrop) -> Result<()> {
+        let &CapacityDrop { capacity, experts, by_probability, index, probs, dropped } = d;
         self.launch_drop_beyond(s, capacity, experts, by_probability, [index, probs, dropped])
-    }
-
-    fn update_expert_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
-        self.launch_update_bias(s, rate, counts, bias)
     }
 
     fn sinkhorn(&self, s: &Stream, logits: &Tensor, out: &Tensor) -> Result<()> {
@@ -160,20 +95,90 @@ impl RouterKernels for CudaKernels {
         self.launch_gate(s, x, w, logits)
     }
 
-    fn gate_f64_backward(
-        &self,
-        s: &Stream,
-        x: &Tensor,
-        w: &Tensor,
-        dlogits: &Tensor,
-        dx: &Tensor,
-        dw: &Tensor,
-        accumulate: bool,
-    ) -> Result<()> {
+    fn gate_f64_backward(&self, s: &Stream, g: &GateBackward) -> Result<()> {
+        let &GateBackward { x, w, dlogits, dx, dw, accumulate } = g;
         self.launch_gate_backward(s, [x, w, dlogits, dx, dw], accumulate)
     }
 
     fn fill_normal_logits(&self, s: &Stream, key: RngKey, rows: &Tensor, logits: &Tensor) -> Result<()> {
         self.launch_normal_rows(s, key, rows, logits)
+    }
+
+    fn mask_padding(&self, s: &Stream, segments: &Tensor, index: &Tensor, probs: &Tensor) -> Result<()> {
+        self.launch_mask_padding(s, segments, index, probs)
+    }
+
+    fn expand_topk(
+        &self,
+        s: &Stream,
+        index: &Tensor,
+        own: usize,
+        copies: usize,
+        wide: &Tensor,
+    ) -> Result<()> {
+        self.launch_expand_topk(s, index, own, copies, wide)
+    }
+
+    fn jitter(&self, s: &Stream, j: &Jitter) -> Result<()> {
+        self.launch_jitter(s, j)
+    }
+
+    fn split_bf16x2(&self, s: &Stream, x: &Tensor, out: &Tensor) -> Result<()> {
+        self.launch_split_bf16x2(s, x, out)
+    }
+
+    fn add_router_bias(&self, s: &Stream, bias: &Tensor, x: &Tensor) -> Result<()> {
+        self.launch_add_router_bias(s, bias, x)
+    }
+}
+
+impl LoadBalancingKernels for CudaKernels {
+    fn aux_loss_stats(&self, s: &Stream, b: &AuxLoss, sums: &Tensor, counts: &Tensor) -> Result<()> {
+        self.launch_balance(s, b, sums, counts)
+    }
+
+    fn aux_loss_backward(&self, s: &Stream, b: &AuxLoss, weights: &Tensor, dlogits: &Tensor) -> Result<()> {
+        self.launch_balance_backward(s, b, weights, dlogits)
+    }
+
+    fn aux_loss_weights(&self, s: &Stream, a: &AuxLossWeights) -> Result<()> {
+        let &AuxLossWeights { coefficient: factor, k, sums, counts, steps, weights, loss } = a;
+        self.launch_balance_weights(s, factor, k, [sums, counts, weights, loss], steps)
+    }
+
+    fn z_loss(&self, s: &Stream, logits: &Tensor, segments: &Tensor, sums: &Tensor) -> Result<()> {
+        self.launch_z_loss(s, logits, segments, sums)
+    }
+
+    fn z_loss_backward(&self, s: &Stream, z: &ZLossBackward) -> Result<()> {
+        let &ZLossBackward { coefficient: factor, sums: rows, logits, segments, dlogits } = z;
+        self.launch_z_loss_backward(s, factor, rows, logits, segments, dlogits)
+    }
+
+    fn count_tokens(&self, s: &Stream, index: &Tensor, segments: &Tensor, counts: &Tensor) -> Result<()> {
+        self.launch_count_choices(s, index, segments, counts)
+    }
+
+    fn update_expert_bias(&self, s: &Stream, rate: f32, counts: &Tensor, bias: &Tensor) -> Result<()> {
+        self.launch_update_bias(s, rate, counts, bias)
+    }
+
+    fn accumulate_counts(&self, s: &Stream, counts: &Tensor, total: &Tensor, steps: &Tensor) -> Result<()> {
+        self.launch_accumulate_counts(s, counts, total, steps)
+    }
+
+    fn accumulate_f64(&self, s: &Stream, x: &Tensor, total: &Tensor) -> Result<()> {
+        self.launch_accumulate_f64(s, x, total)
+    }
+
+    fn update_quantiles(
+        &self,
+        s: &Stream,
+        keep: f32,
+        mean: f32,
+        found: &Tensor,
+        beta: &Tensor,
+    ) -> Result<()> {
+        self.launch_update_quantiles(s, keep, mean, found, beta)
     }
 }

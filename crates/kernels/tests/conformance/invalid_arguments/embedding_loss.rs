@@ -13,29 +13,171 @@ fn tables_and_losses() {
         let f = |shape: &[usize]| z(&h, F32, shape);
         let (table, y) = (f(&[5, 4]), f(&[2, 4]));
         for ids in [[0, 5], [-1, 0], [IGNORE, 0], [i32::MAX, 0], [i32::MIN, 0]] {
-            refused(&h, "an id outside", k.embedding_forward(s, &h.ids(&ids), &table, 0, 5, 1.0, false, &y));
-            refused(&h, "an id outside", k.embedding_backward(s, &h.ids(&ids), &y, 0, 5, 1.0, false, &table));
+            refused(
+                &h,
+                "an id outside",
+                k.embedding_forward(
+                    s,
+                    &EmbeddingForward {
+                        ids: &h.ids(&ids),
+                        table: &table,
+                        first: 0,
+                        vocab: 5,
+                        scale: 1.0,
+                        add: false,
+                        y: &y,
+                    },
+                ),
+            );
+            refused(
+                &h,
+                "an id outside",
+                k.embedding_backward(
+                    s,
+                    &EmbeddingBackward {
+                        ids: &h.ids(&ids),
+                        dy: &y,
+                        first: 0,
+                        vocab: 5,
+                        scale: 1.0,
+                        accumulate: false,
+                        dtable: &table,
+                    },
+                ),
+            );
         }
         // The table reaches from 3 to 8, ids to 6 only.
         for ids in [[0, 6], [7, 0], [-1, 3]] {
             let ids = h.ids(&ids);
-            refused(&h, "an id in no shard", k.embedding_forward(s, &ids, &table, 3, 6, 1.0, false, &y));
-            refused(&h, "an id in no shard", k.embedding_backward(s, &ids, &y, 3, 6, 1.0, false, &table));
+            refused(
+                &h,
+                "an id in no shard",
+                k.embedding_forward(
+                    s,
+                    &EmbeddingForward {
+                        ids: &ids,
+                        table: &table,
+                        first: 3,
+                        vocab: 6,
+                        scale: 1.0,
+                        add: false,
+                        y: &y,
+                    },
+                ),
+            );
+            refused(
+                &h,
+                "an id in no shard",
+                k.embedding_backward(
+                    s,
+                    &EmbeddingBackward {
+                        ids: &ids,
+                        dy: &y,
+                        first: 3,
+                        vocab: 6,
+                        scale: 1.0,
+                        accumulate: false,
+                        dtable: &table,
+                    },
+                ),
+            );
         }
         let ids = h.ids(&[0, 1]);
-        refused(&h, "width", k.embedding_forward(s, &ids, &table, 0, 5, 1.0, false, &f(&[2, 3])));
-        refused(&h, "rows", k.embedding_forward(s, &ids, &table, 0, 5, 1.0, false, &f(&[3, 4])));
-        refused(&h, "ids as floats", k.embedding_forward(s, &f(&[2]), &table, 0, 5, 1.0, false, &y));
-        refused(&h, "types", k.embedding_forward(s, &ids, &table, 0, 5, 1.0, false, &z(&h, BF16, &[2, 4])));
+        refused(
+            &h,
+            "width",
+            k.embedding_forward(
+                s,
+                &EmbeddingForward {
+                    ids: &ids,
+                    table: &table,
+                    first: 0,
+                    vocab: 5,
+                    scale: 1.0,
+                    add: false,
+                    y: &f(&[2, 3]),
+                },
+            ),
+        );
+        refused(
+            &h,
+            "rows",
+            k.embedding_forward(
+                s,
+                &EmbeddingForward {
+                    ids: &ids,
+                    table: &table,
+                    first: 0,
+                    vocab: 5,
+                    scale: 1.0,
+                    add: false,
+                    y: &f(&[3, 4]),
+                },
+            ),
+        );
+        refused(
+            &h,
+            "ids as floats",
+            k.embedding_forward(
+                s,
+                &EmbeddingForward {
+                    ids: &f(&[2]),
+                    table: &table,
+                    first: 0,
+                    vocab: 5,
+                    scale: 1.0,
+                    add: false,
+                    y: &y,
+                },
+            ),
+        );
+        refused(
+            &h,
+            "types",
+            k.embedding_forward(
+                s,
+                &EmbeddingForward {
+                    ids: &ids,
+                    table: &table,
+                    first: 0,
+                    vocab: 5,
+                    scale: 1.0,
+                    add: false,
+                    y: &z(&h, BF16, &[2, 4]),
+                },
+            ),
+        );
         refused(
             &h,
             "strided",
-            k.embedding_forward(s, &ids, &table, 0, 5, 1.0, false, &f(&[2, 8]).narrow(1, 0, 4).unwrap()),
+            k.embedding_forward(
+                s,
+                &EmbeddingForward {
+                    ids: &ids,
+                    table: &table,
+                    first: 0,
+                    vocab: 5,
+                    scale: 1.0,
+                    add: false,
+                    y: &f(&[2, 8]).narrow(1, 0, 4).unwrap(),
+                },
+            ),
         );
         refused(
             &h,
             "a narrow gradient",
-            k.embedding_backward(s, &ids, &y, 0, 5, 1.0, false, &z(&h, BF16, &[5, 4])),
+            k.embedding_backward(
+                s,
+                &EmbeddingBackward {
+                    ids: &ids,
+                    dy: &y,
+                    first: 0,
+                    vocab: 5,
+                    scale: 1.0,
+                    accumulate: false,
+                    dtable: &z(&h, BF16, &[5, 4]),
+                },
+            ),
         );
 
         let (logits, labels, weights, loss) = (f(&[3, 6]), h.ids(&[0, 1, 5]), f(&[3]), f(&[3]));
@@ -81,12 +223,14 @@ fn shards_of_losses() {
             for gradient in [false, true] {
                 let done = k.vocab_parallel_cross_entropy(
                     s,
-                    &x,
-                    &all,
-                    &weights,
-                    LabelSmoothing::None,
-                    &loss,
-                    gradient,
+                    &VocabParallelCrossEntropy {
+                        x: &x,
+                        stats: &all,
+                        weights: &weights,
+                        smoothing: LabelSmoothing::None,
+                        loss: &loss,
+                        gradient,
+                    },
                 );
                 refused(&h, what, done);
             }
@@ -113,7 +257,17 @@ fn shards_of_losses() {
                 refused(
                     &h,
                     what,
-                    k.vocab_parallel_cross_entropy(s, &base(), all, weights, none, loss, gradient),
+                    k.vocab_parallel_cross_entropy(
+                        s,
+                        &VocabParallelCrossEntropy {
+                            x: &base(),
+                            stats: all,
+                            weights,
+                            smoothing: none,
+                            loss,
+                            gradient,
+                        },
+                    ),
                 );
             };
             go("statistics of no rank", &f(&[0, 3, 4]), &weights, &loss);

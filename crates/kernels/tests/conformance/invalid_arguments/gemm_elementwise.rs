@@ -84,32 +84,96 @@ fn maps() {
         refused(&h, "softcap lengths", k.softcap_backward(s, 1.0, &f(3), &f(4)));
         refused(&h, "softcap types", k.softcap_backward(s, 1.0, &f(3), &z(&h, BF16, &[3])));
         let (row, ids) = (|n| z(&h, F32, &[1, n]), |n| z(&h, I32, &[n]));
-        refused(&h, "dropout lengths", k.dropout(s, 0.5, key, &ids(1), &row(3), &row(4)));
-        refused(&h, "dropout types", k.dropout(s, 0.5, key, &ids(1), &row(3), &z(&h, BF16, &[1, 3])));
-        refused(&h, "dropout of more rows", k.dropout(s, 0.5, key, &ids(2), &row(3), &row(3)));
-        refused(&h, "dropout of rows unnumbered", k.dropout(s, 0.5, key, &f(1), &row(3), &row(3)));
-        refused(&h, "dropout of a vector", k.dropout(s, 0.5, key, &ids(3), &f(3), &f(3)));
+        refused(
+            &h,
+            "dropout lengths",
+            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(1), x: &row(3), y: &row(4) }),
+        );
+        refused(
+            &h,
+            "dropout types",
+            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(1), x: &row(3), y: &z(&h, BF16, &[1, 3]) }),
+        );
+        refused(
+            &h,
+            "dropout of more rows",
+            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(2), x: &row(3), y: &row(3) }),
+        );
+        refused(
+            &h,
+            "dropout of rows unnumbered",
+            k.dropout(s, &Dropout { p: 0.5, key, rows: &f(1), x: &row(3), y: &row(3) }),
+        );
+        refused(
+            &h,
+            "dropout of a vector",
+            k.dropout(s, &Dropout { p: 0.5, key, rows: &ids(3), x: &f(3), y: &f(3) }),
+        );
         for p in [-0.1, 1.0, 1.5, f32::NAN] {
-            refused(&h, &format!("dropout of {p}"), k.dropout(s, p, key, &ids(1), &row(3), &row(3)));
+            refused(
+                &h,
+                &format!("dropout of {p}"),
+                k.dropout(s, &Dropout { p, key, rows: &ids(1), x: &row(3), y: &row(3) }),
+            );
         }
         let pair = |r, w| z(&h, F32, &[r, w]);
-        refused(&h, "gated width", k.act_forward(s, Act::Silu, true, &pair(2, 5), &pair(2, 2)));
-        refused(&h, "gated rows", k.act_forward(s, Act::Silu, true, &pair(2, 4), &pair(3, 2)));
-        refused(&h, "gated vector", k.act_forward(s, Act::Silu, true, &f(4), &f(2)));
-        refused(&h, "act length", k.act_forward(s, Act::Silu, false, &f(4), &f(2)));
-        refused(&h, "act type", k.act_forward(s, Act::Silu, false, &f(4), &z(&h, BF16, &[4])));
+        refused(
+            &h,
+            "gated width",
+            k.act_forward(s, &ActForward { act: Act::Silu, gated: true, x: &pair(2, 5), y: &pair(2, 2) }),
+        );
+        refused(
+            &h,
+            "gated rows",
+            k.act_forward(s, &ActForward { act: Act::Silu, gated: true, x: &pair(2, 4), y: &pair(3, 2) }),
+        );
+        refused(
+            &h,
+            "gated vector",
+            k.act_forward(s, &ActForward { act: Act::Silu, gated: true, x: &f(4), y: &f(2) }),
+        );
+        refused(
+            &h,
+            "act length",
+            k.act_forward(s, &ActForward { act: Act::Silu, gated: false, x: &f(4), y: &f(2) }),
+        );
+        refused(
+            &h,
+            "act type",
+            k.act_forward(s, &ActForward { act: Act::Silu, gated: false, x: &f(4), y: &z(&h, BF16, &[4]) }),
+        );
         refused(
             &h,
             "act half floats",
-            k.act_forward(s, Act::Silu, false, &z(&h, I32, &[4]), &z(&h, I32, &[4])),
+            k.act_forward(
+                s,
+                &ActForward { act: Act::Silu, gated: false, x: &z(&h, I32, &[4]), y: &z(&h, I32, &[4]) },
+            ),
         );
         refused(
             &h,
             "act_backward dx",
-            k.act_backward(s, Act::Silu, true, &pair(2, 4), &pair(2, 2), &pair(2, 2)),
+            k.act_backward(
+                s,
+                &ActBackward {
+                    act: Act::Silu,
+                    gated: true,
+                    x: &pair(2, 4),
+                    dy: &pair(2, 2),
+                    dx: &pair(2, 2),
+                },
+            ),
         );
-        refused(&h, "act_backward dy", k.act_backward(s, Act::Silu, false, &f(4), &f(3), &f(4)));
+        refused(
+            &h,
+            "act_backward dy",
+            k.act_backward(s, &ActBackward { act: Act::Silu, gated: false, x: &f(4), dy: &f(3), dx: &f(4) }),
+        );
         let clamped = Act::ClampedSilu { limit: 1.0, alpha: 1.0, offset: 1.0 };
-        refused(&h, "clamped without a gate", k.act_forward(s, clamped, false, &f(4), &f(4)));
+        refused(
+            &h,
+            "clamped without a gate",
+            k.act_forward(s, &ActForward { act: clamped, gated: false, x: &f(4), y: &f(4) }),
+        );
     }
 }

@@ -32,12 +32,25 @@ fn norms() {
             NormForward { x: &deep.view, gamma: &f(&[3]), y: &f(&[2, 2, 2, 3]), rstd: &f(&[8]), ..base() };
         go("more strides than rows have", rms, n);
         let (sum, short) = (f(&[3, 4]), f(&[2, 4]));
-        refused(&h, "a short residual", h.k.add_norm_forward(&h.s, rms, &short, &sum, &base()));
-        refused(&h, "a short sum", h.k.add_norm_forward(&h.s, rms, &sum, &short, &base()));
+        refused(
+            &h,
+            "a short residual",
+            h.k.add_norm_forward(&h.s, rms, &ResidualAdd { residual: &short, sum: &sum }, &base()),
+        );
+        refused(
+            &h,
+            "a short sum",
+            h.k.add_norm_forward(&h.s, rms, &ResidualAdd { residual: &sum, sum: &short }, &base()),
+        );
         refused(
             &h,
             "a residual of another type",
-            h.k.add_norm_forward(&h.s, rms, &z(&h, BF16, &[3, 4]), &sum, &base()),
+            h.k.add_norm_forward(
+                &h.s,
+                rms,
+                &ResidualAdd { residual: &z(&h, BF16, &[3, 4]), sum: &sum },
+                &base(),
+            ),
         );
 
         let (dy, dx, dg) = (f(&[3, 4]), f(&[3, 4]), f(&[h.k.norm_partials(F32, 3, 4), 4]));

@@ -1,27 +1,7 @@
-//! Attention over some keys joined with attention over others.
+//! Checks of [`AttentionKernels::merge_attention`](crate::AttentionKernels::merge_attention).
 
 use crate::checks::dtypes;
-use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
-
-/// Joining partial attention.
-pub trait AttentionMergeKernels {
-    /// Adds attention over more keys to what was found before:
-    /// ```text
-    /// lse' = log(e^lse + e^part_lse)
-    /// out' = out·e^(lse − lse') + part·e^(part_lse − lse')
-    /// ```
-    /// in place, in f32. `out` f32 `[tokens, heads, d]`, `lse` f32 `[tokens, heads]`; `part` (f32 or bf16) and `part_lse`
-    /// f32 of the same shapes, all contiguous. A row that saw nothing has an lse of −inf: it adds nothing, and what
-    /// its `part` holds is not looked at.
-    fn merge_attention(
-        &self,
-        s: &Stream,
-        out: &Tensor,
-        lse: &Tensor,
-        part: &Tensor,
-        part_lse: &Tensor,
-    ) -> Result<()>;
-}
+use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
 /// Rows and channels of each.
 pub(crate) fn check_merge(

@@ -1,19 +1,8 @@
-//! Keys of latent attention: some channels are each head's own, the others all heads of a token share.
+//! Checks of the kernels that assemble the keys of multi-head latent attention (MLA).
 
 use crate::checks::dtypes;
 use crate::cpu::rows::Rows;
-use ferrotron_tensor::{Result, Stream, Tensor, shape_error};
-
-/// Keys from their two parts, and gradients the other way. `own [tokens, heads, a]`, `shared [tokens, b]`,
-/// `k [tokens, heads, a + b]`, f32 or bf16 alike, any strides with contiguous channels.
-pub trait MlaKernels {
-    /// `k[t, h] = [own[t, h], shared[t]]`
-    fn mla_concat_keys(&self, s: &Stream, own: &Tensor, shared: &Tensor, k: &Tensor) -> Result<()>;
-
-    /// `own[t, h] = k[t, h, ..a]`, `shared[t] = Σ_h k[t, h, a..]`, summed in f32 and rounded once: the backward pass of
-    /// [`MlaKernels::mla_concat_keys`].
-    fn mla_split_keys(&self, s: &Stream, k: &Tensor, own: &Tensor, shared: &Tensor) -> Result<()>;
-}
+use ferrotron_tensor::{Result, Tensor, shape_error};
 
 /// The rows of `own`, `shared` and `k`.
 pub(crate) fn check_keys(op: &'static str, own: &Tensor, shared: &Tensor, k: &Tensor) -> Result<[Rows; 3]> {

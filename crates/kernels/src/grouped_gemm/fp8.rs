@@ -1,7 +1,7 @@
 //! Products of segments of eight-bit rows, each with a matrix of its own.
 
+use super::{GroupedSizes, Segments, Steps, steps};
 use crate::checks::dtypes;
-use crate::grouped_gemm::{GroupedSizes, Segments, Steps, steps};
 use crate::quant::{Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 

@@ -2,7 +2,7 @@
 
 use crate::Segments;
 use crate::checks::{contiguous, dtypes};
-use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
+use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
 /// Whose rows get which bias, and how much of it. The offsets of the segments ascend.
 #[derive(Clone, Copy)]
@@ -13,24 +13,6 @@ pub struct GroupedBias<'a> {
     pub bias: &'a Tensor,
     /// f32 `[N]`
     pub weights: &'a Tensor,
-}
-
-/// Weighted biases. Rows in no segment are neither read nor written.
-pub trait GroupedBiasKernels {
-    /// `y[r] += weights[r]·bias[e]` for the rows of each segment; `y [N, n]`.
-    fn grouped_bias(&self, s: &Stream, b: &GroupedBias, y: &Tensor) -> Result<()>;
-
-    /// Its gradients: `dbias` f32 `[E, n] (+)= Σ_r weights[r]·dy[r]`, `dweights` f32 `[N] += <dy[r], bias[e]>`. With `weights`
-    /// of ones it is the gradient of a bias of [`crate::GroupedGemm`]. Without rows a segment's `dbias` is zero, or stays where it
-    /// is added to.
-    fn grouped_bias_backward(
-        &self,
-        s: &Stream,
-        b: &GroupedBias,
-        dy: &Tensor,
-        dbias: (&Tensor, bool),
-        dweights: Option<&Tensor>,
-    ) -> Result<()>;
 }
 
 /// N, n and E of a bias and the rows `y [N, n]`.

@@ -3,7 +3,7 @@
 use crate::checks::{contiguous, dtypes};
 use crate::quant::check::one;
 use crate::{BLOCK, Fp8Tensor, ScaleSource, ScalingMode};
-use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
+use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
 /// Quantizes a stack `x [E, n, k]` (f32 or bf16, contiguous), once read, into up to two stacks of factors, each matrix as
 /// [`crate::Quantize`] would.
@@ -20,28 +20,6 @@ pub struct QuantizeStack<'a> {
     pub rows: Option<&'a Fp8Tensor>,
     /// Each of them transposed: `[E·k, n]`.
     pub cols: Option<&'a Fp8Tensor>,
-}
-
-/// Kernels on stacks.
-pub trait QuantizeStackKernels {
-    /// `amax[e] = max(amax[e], max |x[e]|)` of a stack `x [E, n, k]`, f32 or bf16, contiguous; NaN is passed over. `amax` f32 `[E]`.
-    fn amax_stack(&self, s: &Stream, x: &Tensor, amax: &Tensor) -> Result<()>;
-
-    /// See [`QuantizeStack`].
-    fn quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()>;
-
-    /// [`QuantizeStackKernels::amax_stack`] of the magnitudes that `q` goes by ([`ScaleSource::Amax`]), then
-    /// [`QuantizeStackKernels::quantize_stack`].
-    fn amax_quantize_stack(&self, s: &Stream, q: &QuantizeStack) -> Result<()> {
-        if let ScaleSource::Amax { amax, .. } = q.range {
-            self.amax_stack(s, q.x, amax)?;
-        }
-        self.quantize_stack(s, q)
-    }
-
-    /// Each of `count` matrices `rows [count·n, k]` the other way round, `cols [count·k, n]`, byte by byte, and their scales: one
-    /// for each, f32 `[count]`, or those of tiles, where n and k are multiples of 128.
-    fn transpose_stack(&self, s: &Stream, count: usize, rows: &Fp8Tensor, cols: &Fp8Tensor) -> Result<()>;
 }
 
 /// E, n, k of a stack.
@@ -83,7 +61,7 @@ fn check_bytes(op: &'static str, count: usize, bytes: &Fp8Tensor, shape: [usize;
 }
 
 /// Checks of [`QuantizeStackKernels::transpose_stack`]: gives n and k.
-pub(crate) fn turn_sizes(
+pub(crate) fn check_transpose(
     op: &'static str,
     count: usize,
     rows: &Fp8Tensor,
