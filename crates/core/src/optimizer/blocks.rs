@@ -1,16 +1,16 @@
-//! Does every block of elements that share a scale lie on one rank, whole and where the kernels look for it?
+//! Block alignment of packed moments: every block of elements that share a scale must lie on one rank, where kernels expect it.
 //!
-//! Blocks are counted in the row-major order of the logical tensor, so that they are the same in every layout, and
-//! with them every bit of a run. Kernels count from the first element a rank has of a parameter. The two agree where
-//! every run of consecutive elements begins at a multiple of a block, in the tensor and in memory, and ends at one or
-//! with the parameter. Nearly all layouts do; the others are refused.
+//! Blocks follow the row-major order of the logical tensor, so that they, and all bits of a run, are equal in every layout.
+//! Kernels count blocks from the first element of a rank's shard. The two agree where every contiguous range begins at a
+//! multiple of the block size, in the tensor and in memory, and ends at one or with the parameter. Nearly all layouts
+//! satisfy this; the others are refused.
 
 use crate::{Error, Result};
 use ferrotron_engine::ParamSpec;
 use ferrotron_engine::data_parallel::ParamShard;
 use ferrotron_kernels::moments::BLOCK;
 
-/// Checks what this rank has of each parameter.
+/// Checks this rank's shard of each parameter.
 pub(super) fn check(specs: &[ParamSpec], pieces: &[ParamShard]) -> Result<()> {
     for (spec, piece) in specs.iter().zip(pieces) {
         let mut at = piece.param_range.start;

@@ -1,4 +1,4 @@
-//! The factor on the loss of f16 training: gradients of activations would vanish without it.
+//! Dynamic loss scaling for f16 training: without it, activation gradients underflow.
 
 use crate::Result;
 use ferrotron_engine::Rank;
@@ -7,8 +7,8 @@ use ferrotron_kernels::scaler;
 use ferrotron_tensor::{Category, DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-/// The scale and its counters, on the device: only that knows in time whether a step was made. All ranks have the same,
-/// because all have the same norm.
+/// The loss scale and its counters, on the device, which alone knows in time whether a step is skipped. Equal on all ranks,
+/// because the gradient norm is.
 #[derive(Clone)]
 pub struct LossScale {
     config: ScalerConfig,
@@ -16,54 +16,54 @@ pub struct LossScale {
     state: Tensor,
 }
 
-/// The same as checkpoints hold it.
+/// The loss scale as checkpoints store it.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub struct SavedLossScale {
     /// The factor on the loss.
     pub scale: f32,
-    /// Steps since it last moved, or would have.
+    /// Steps since the last change (growth tracker).
     pub good_steps: u32,
-    /// Overflows before it falls.
+    /// Overflows left before the scale falls (hysteresis tracker).
     pub hysteresis: i32,
 }
 
 impl LossScale {
-    /// At the start of a run.
+    /// Initial state.
     pub fn new(rank: &Rank, config: ScalerConfig) -> Result<LossScale> {
         let start = scaler::of(&DynamicScaler::new(config));
         let state = rank.compute.upload(&start, &[scaler::COUNT], Category::Optimizer)?;
         Ok(LossScale { config, state })
     }
 
-    /// How it moves.
+    /// Its parameters.
     pub fn config(&self) -> ScalerConfig {
         self.config
     }
 
-    /// Weights f32 of tokens in a loss that is scaled.
+    /// Multiplies f32 loss weights of tokens by the scale.
     pub(crate) fn weights(&self, rank: &Rank, weights: &Tensor) -> Result<Tensor> {
         let scaled = rank.activation(weights.shape(), DType::F32)?;
         rank.kernels.scale_loss(&rank.compute, &self.state, weights, &scaled)?;
         Ok(scaled)
     }
 
-    /// The sum of squares of gradients without the scale.
+    /// Unscales the sum of squared gradients.
     pub(super) fn unscale(&self, rank: &Rank, square: &Tensor) -> Result<()> {
         Ok(rank.kernels.unscale_square(&rank.compute, &self.state, square)?)
     }
 
-    /// The norm of the step is known: gradients are unscaled where they are clipped, and the scale moves.
+    /// Updates the scale from the step's norm; folds the unscaling into the clip factor.
     pub(super) fn update(&self, rank: &Rank, scalars: &Tensor) -> Result<()> {
         Ok(rank.kernels.update_scaler(&rank.compute, self.config, &self.state, scalars)?)
     }
 
-    /// For a checkpoint. Waits for the device.
+    /// Reads the state for a checkpoint; synchronizes with the device.
     pub fn saved(&self, rank: &Rank) -> Result<SavedLossScale> {
         let s = scaler::from(self.config, &rank.compute.download::<f64>(&self.state)?);
         Ok(SavedLossScale { scale: s.scale, good_steps: s.growth_tracker, hysteresis: s.hysteresis_tracker })
     }
 
-    /// From a checkpoint; from the start where it has none.
+    /// Restores the state of a checkpoint, or the initial state where it has none.
     pub fn restore(&self, rank: &Rank, saved: Option<SavedLossScale>) -> Result<()> {
         let start = DynamicScaler::new(self.config);
         let s = saved.map_or(start, |s| DynamicScaler {

@@ -1,4 +1,4 @@
-//! Proves a schedule before it runs.
+//! Verifies a pipeline schedule before it runs.
 
 use std::collections::{HashMap, HashSet};
 
@@ -9,24 +9,24 @@ use super::{
 };
 use crate::{Error, Result};
 
-/// What a proven schedule will need.
+/// Resource peaks of a verified schedule.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScheduleReport {
-    /// Per rank the most micro-batches (times chunks) between their forward and the end of their backward, weight
-    /// gradient included.
+    /// Per rank, the peak number of (micro-batch, chunk) pairs between forward and the end of backward, weight gradient
+    /// included.
     pub peak_live: Vec<usize>,
-    /// Per rank the most micro-batches (times chunks) between their forward and their input gradient.
+    /// Per rank, the peak number of (micro-batch, chunk) pairs between forward and input gradient: saved activations.
     pub peak_saved: Vec<usize>,
-    /// Per rank the most weight gradients that wait.
+    /// Per rank, the peak number of deferred weight gradients.
     pub peak_weights: Vec<usize>,
-    /// Messages in all.
+    /// Total number of messages.
     pub messages: usize,
 }
 
-/// Proves that every operation runs exactly once and after what it needs, that gradients of a chunk add up in
-/// micro-batch order (so that every layout sums alike), that every message is sent once and received once, in the same
-/// order at both ends, and that no rank waits for ever under `matching`. The error names rank and operation of the
-/// first fault.
+/// Verifies that every operation runs exactly once and after its inputs, that weight gradients of a chunk accumulate in
+/// micro-batch order (so that every layout sums in the same order), that every message is sent and received once, in the
+/// same order at both ends, and that no rank deadlocks under `matching`. The error names rank and operation of the first
+/// fault.
 pub fn check(schedule: &Schedule, matching: Matching) -> Result<ScheduleReport> {
     let shape = &schedule.shape;
     if schedule.ranks.len() != shape.pp {
@@ -58,18 +58,18 @@ pub(super) fn fault(rank: usize, step: usize, entry: &dyn std::fmt::Display, wha
     Error::Schedule { rank, step, operation: entry.to_string(), what }
 }
 
-/// One rank's list, walked alone.
+/// One rank's list, checked by itself.
 struct Walk<'a> {
     shape: &'a ScheduleShape,
     rank: usize,
     done: HashSet<PipelineOp>,
     sent: HashSet<Message>,
     received: HashSet<Message>,
-    /// Per chunk the micro-batch whose weight gradient is next.
+    /// Per chunk, the micro-batch whose weight gradient is next.
     next_weight: Vec<usize>,
     /// Forwards, input gradients and weight gradients so far.
     counts: [usize; 3],
-    /// Live, saved, waiting weights.
+    /// Current counts: live micro-batches, saved activations, deferred weight gradients.
     peaks: [usize; 3],
 }
 
@@ -135,7 +135,9 @@ impl<'a> Walk<'a> {
         if matches!(op.kind, OpKind::Backward | OpKind::WeightGrad) {
             let next = &mut self.next_weight[op.chunk];
             if *next != op.micro_batch {
-                return Err(format!("adds its weight gradient out of turn; micro-batch {next} is next"));
+                return Err(format!(
+                    "accumulates its weight gradient out of order; micro-batch {next} is next"
+                ));
             }
             *next += 1;
         }
@@ -144,7 +146,7 @@ impl<'a> Walk<'a> {
         Ok(())
     }
 
-    /// With one rank a stage's neighbours are its own.
+    /// With pp = 1 a stage's neighbours are on the same rank.
     fn neighbour_is_done(&self, op: PipelineOp) -> bool {
         let one = self.shape.pp == 1;
         match op.kind {
@@ -233,8 +235,8 @@ impl<'a> Walk<'a> {
     }
 }
 
-/// Between two ranks, messages of one kind are received in the order in which they are sent. Returns how many there
-/// are.
+/// Checks that messages of one payload type between two ranks are received in the order they are sent; returns their
+/// number.
 fn same_order(schedule: &Schedule) -> Result<usize> {
     type Ends = [Vec<(usize, Message)>; 2];
     let mut channels: HashMap<(usize, usize, Payload), Ends> = HashMap::new();

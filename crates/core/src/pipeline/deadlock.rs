@@ -1,4 +1,4 @@
-//! Runs a schedule's lists against each other, without time, to see whether all come to their end.
+//! Deadlock check: simulates the ranks' lists against each other, without time, until all complete.
 
 use std::collections::HashMap;
 
@@ -8,19 +8,18 @@ use super::{
 };
 use crate::Result;
 
-/// When a rank waits for its messages. What passes under an earlier one passes under every later one.
+/// When a rank blocks on messages, strictest first: what passes under one variant passes under every later one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Matching {
-    /// At the group call, until all of it is through: both ranks must have come to their calls.
+    /// At the grouped send/receive, until all of it completes: both ranks must have reached their calls.
     Blocking,
-    /// Group calls run one after the other beside the computation, like a communication stream; an operation waits for
-    /// its input only.
+    /// Grouped calls run in order on a communication stream; an operation waits for its input only.
     Stream,
-    /// Messages are found by their tags and a send never waits.
+    /// Messages match by tag and sends never block.
     Tagged,
 }
 
-/// Where the two queues of a rank stand. Under [`Matching::Blocking`] there is one, `compute`.
+/// Positions of a rank's compute and communication streams. Under [`Matching::Blocking`] only `compute` is used.
 #[derive(Clone, Copy, Default)]
 struct At {
     compute: usize,
@@ -35,7 +34,7 @@ struct Run<'a> {
     reached: HashMap<Message, [bool; 2]>,
 }
 
-/// Fails with the first rank that waits for ever, what it waits for, and where the other end stands.
+/// Fails with the first rank that deadlocks, what it waits for, and where the peer stands.
 pub(super) fn run(schedule: &Schedule, matching: Matching) -> Result<()> {
     let at = vec![At::default(); schedule.ranks.len()];
     let mut run = Run { schedule, matching, at, reached: HashMap::new() };
@@ -81,7 +80,7 @@ impl Run<'_> {
         passes
     }
 
-    /// Receives may be posted ahead of the computation; a group call with a send starts once that is made.
+    /// Receives may be posted ahead of computation; a grouped call with a send starts once its tensor is computed.
     fn advance_comm(&mut self, rank: usize) -> bool {
         let At { compute, comm } = self.at[rank];
         let Some(step) = self.schedule.ranks[rank].get(comm) else { return false };
@@ -105,7 +104,7 @@ impl Run<'_> {
         }
     }
 
-    /// Messages without which a rank cannot compute what a step says.
+    /// Messages that a step's computation depends on.
     fn needs(&self, rank: usize, step: &ScheduleStep) -> impl Iterator<Item = Message> {
         let shape = self.schedule.shape;
         step.ops().filter_map(move |op| shape.input_message(rank, op))
@@ -115,7 +114,7 @@ impl Run<'_> {
         self.reached.get(m) == Some(&[true; 2])
     }
 
-    /// Under a stream a message has arrived once its group call is through.
+    /// On a stream, a message has arrived once its grouped call completes.
     fn arrived(&self, rank: usize, m: &Message) -> bool {
         let is_it = |t: &Transfer| *t == Transfer::Receive(*m);
         self.is_through(m)
@@ -126,7 +125,7 @@ impl Run<'_> {
                     .any(|s| matches!(s, ScheduleStep::Exchange(all) if all.iter().any(is_it))))
     }
 
-    /// The entry of a rank's list that does not pass.
+    /// The entry at which a rank is stuck.
     fn waits(&self, rank: usize) -> Option<usize> {
         let (At { compute, comm }, len) = (self.at[rank], self.schedule.ranks[rank].len());
         match self.matching {
@@ -145,7 +144,7 @@ impl Run<'_> {
             ScheduleStep::Exchange(all) => all.iter().map(Transfer::message).find(|m| !self.is_through(m)),
         };
         let Some(m) = missing else {
-            return Err(fault(rank, step, entry, "never comes to its turn".into()));
+            return Err(fault(rank, step, entry, "is never reached".into()));
         };
         let other = if m.from == rank { m.to } else { m.from };
         let verb = if m.from == rank { "take" } else { "send" };

@@ -1,8 +1,7 @@
-//! A schedule carried out: this rank's chunks work through its list, and tensors travel between stages.
+//! Executes this rank's list of a pipeline schedule: forward and backward of its chunks, sends and receives between stages.
 //!
-//! Messages to later stages and messages to earlier ones have a group and a stream each, so that neither waits for the
-//! other. A tensor that was sent stays alive until its stream has read it; one that was received is waited for where
-//! it is used.
+//! Activations (to later stages) and gradients (to earlier ones) have a process group and a stream each, so that neither
+//! waits for the other. A sent tensor stays alive until its stream has read it; a received one is waited for at first use.
 
 use super::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleStep, Transfer};
 use crate::model::{Chunk, ChunkSaved, Decoder, ForwardMode, Input};
@@ -18,11 +17,11 @@ use std::collections::HashMap;
 pub struct MicroBatch {
     /// Tokens.
     pub input: Input,
-    /// Labels and weights; none where only logits are wanted.
+    /// Labels and loss weights; `None` where only logits are needed.
     pub targets: Option<Targets>,
     /// Dropout, in training.
     pub dropout: Option<DropoutRows>,
-    /// Its part of a step; none outside of training.
+    /// Its position in the step; `None` outside training.
     pub position: Option<StepPosition>,
 }
 
@@ -30,24 +29,24 @@ pub struct MicroBatch {
 pub struct StepPosition {
     /// Step of the run.
     pub step: u64,
-    /// i32 `[rows]`: number in the step of each token of the residual stream on this rank.
+    /// i32 `[rows]`: index in the step of each token on this rank.
     pub rows: Tensor,
-    /// Its share in means over the step.
+    /// Its weight in means over the step.
     pub share: f32,
 }
 
-/// What is dropped in a micro-batch; see [`Dropout`].
+/// Dropout of a micro-batch; see [`Dropout`].
 pub struct DropoutRows {
-    /// Chance that an activation is dropped.
+    /// Drop probability.
     pub p: f32,
     /// Step of the run.
     pub step: u64,
-    /// i32 `[rows]`: number in the step of each token of the residual stream on this rank.
+    /// i32 `[rows]`: index in the step of each token on this rank.
     pub rows: Tensor,
 }
 
 impl MicroBatch {
-    /// A pass over it.
+    /// The context of a pass over this micro-batch.
     fn pass<'m>(&'m self, pass: StepContext<'m>) -> StepContext<'m> {
         StepContext { dropout: self.dropout(), moe: self.mix(), ..pass }
     }
@@ -65,21 +64,20 @@ impl MicroBatch {
     }
 }
 
-/// What a pass through the model is for.
+/// What a pass through the model computes.
 pub enum StepMode<'a> {
     /// Logits `[rows, V]` of each micro-batch, on the last stage.
     Logits,
     /// `Σ weight·loss` f32 `[1]` of each micro-batch, on the last stage.
     Loss,
-    /// The same, behind it that of each prediction further ahead (f32 `[1 + D]`), and gradients.
+    /// Losses of the main model and of each MTP depth (f32 `[1 + D]`), and gradients.
     Train(&'a mut GradBuffer),
 }
 
-/// Brings a micro-batch to the device when it is first needed.
+/// Uploads a micro-batch at its first use.
 pub type Load<'a> = dyn FnMut(usize) -> Result<MicroBatch> + 'a;
 
-/// Runs this rank's list of `schedule`. On the rank of the last stage, returns a result for each micro-batch in order;
-/// elsewhere nothing.
+/// Runs this rank's list of `schedule`. On the last stage, returns a result per micro-batch in order; elsewhere nothing.
 pub fn execute(
     pass: StepContext,
     decoder: &Decoder,
@@ -118,7 +116,7 @@ pub fn execute(
     executor.finish()
 }
 
-/// A rank in the middle of its list. Keys are (chunk, micro-batch).
+/// Execution state of a rank. Keys are (chunk, micro-batch).
 struct Executor<'a, 'b> {
     pass: StepContext<'a>,
     decoder: &'a Decoder,
@@ -126,25 +124,27 @@ struct Executor<'a, 'b> {
     me: usize,
     load: &'a mut Load<'b>,
     mode: StepMode<'a>,
-    /// Operations to come on each micro-batch.
+    /// Remaining operations per micro-batch.
     ops_left: Vec<usize>,
     batches: Vec<Option<MicroBatch>>,
     saved: HashMap<(usize, usize), ChunkSaved>,
     deferred_wgrads: HashMap<(usize, usize), Vec<WeightGrad>>,
-    /// Made here, to be sent.
+    /// Computed here, to be sent.
     outbox: HashMap<Message, Tensor>,
-    /// Received, with when it is there.
+    /// Received, with its completion event.
     inbox: HashMap<Message, (Tensor, Event)>,
-    /// Sent on each lane, with when that is done.
+    /// Sent per direction, with the completion event.
     in_flight_sends: [Vec<(Tensor, Event)>; 2],
     results: Vec<Option<Tensor>>,
 }
 
 fn missing(what: impl std::fmt::Display) -> Error {
-    Error::Invalid(format!("{what} is not there where the schedule uses it: a mistake in the schedule"))
+    Error::Invalid(format!(
+        "{what} is missing where the schedule uses it; this is a bug in the schedule, please report it with the recipe"
+    ))
 }
 
-/// An operation that has begun: its chunk, its micro-batch, and what came from another stage.
+/// A started operation: its chunk, its micro-batch, and its input from another stage.
 struct StartedOp<'a> {
     chunk: &'a Chunk,
     batch: MicroBatch,
@@ -152,7 +152,7 @@ struct StartedOp<'a> {
 }
 
 impl<'a> Executor<'a, '_> {
-    /// The micro-batch, brought to the device if this is its first use.
+    /// The micro-batch, uploaded at its first use.
     fn batch(&mut self, m: usize) -> Result<&MicroBatch> {
         if self.batches[m].is_none() {
             self.batches[m] = Some((self.load)(m)?);
@@ -160,7 +160,7 @@ impl<'a> Executor<'a, '_> {
         self.batches[m].as_ref().ok_or_else(|| missing(format!("micro-batch {m}")))
     }
 
-    /// An operation begins, as soon as what it needs of another stage is there.
+    /// Starts an operation after its input from another stage.
     fn begin(&mut self, op: PipelineOp) -> Result<StartedOp<'a>> {
         let m = op.micro_batch;
         let decoder = self.decoder;
@@ -174,12 +174,12 @@ impl<'a> Executor<'a, '_> {
             }
         };
         self.batch(m)?;
-        // Taken out while it is used, so that everything else can be.
+        // Taken out of the map while in use, so that the rest of the state can be borrowed.
         let batch = self.batches[m].take().ok_or_else(|| missing(format!("micro-batch {m}")))?;
         Ok(StartedOp { chunk, batch, received })
     }
 
-    /// An operation has ended with something for another stage.
+    /// Finishes an operation whose output goes to another stage.
     fn end(&mut self, op: PipelineOp, batch: MicroBatch, output: Option<Tensor>) {
         if let (Some(message), Some(tensor)) = (self.schedule.shape.output_message(self.me, op), output) {
             self.outbox.insert(message, tensor);
@@ -202,7 +202,8 @@ impl<'a> Executor<'a, '_> {
                 let StepMode::Train(grads) = &mut self.mode else {
                     return Err(missing("a buffer for gradients"));
                 };
-                let saved = self.saved.remove(&key).ok_or_else(|| missing("what forward kept"))?;
+                let saved =
+                    self.saved.remove(&key).ok_or_else(|| missing("the saved activation of forward"))?;
                 if op.kind == OpKind::Backward {
                     let mut put = |g: WeightGrad| g.run(pass.rank, grads);
                     chunk.backward(&pass, saved, &batch.input, received, &mut put)?
@@ -227,13 +228,13 @@ impl<'a> Executor<'a, '_> {
         Ok(())
     }
 
-    /// A forward and a backward in turns. The backward is first: what it sends travels beside the forward's attention.
+    /// Interleaves a forward and a backward pass. Backward goes first: its exchange overlaps the forward's attention.
     fn pair(&mut self, forward: PipelineOp, backward: PipelineOp) -> Result<()> {
         let (f, b) = (self.begin(forward)?, self.begin(backward)?);
         let [key, back] = [forward, backward].map(|op| (op.chunk, op.micro_batch));
         let (pass, pass_back) = (f.batch.pass(self.pass), b.batch.pass(self.pass));
         let goal = self.forward_mode(&f.batch)?;
-        let saved = self.saved.remove(&back).ok_or_else(|| missing("what forward kept"))?;
+        let saved = self.saved.remove(&back).ok_or_else(|| missing("the saved activation of forward"))?;
         let StepMode::Train(grads) = &mut self.mode else { return Err(missing("a buffer for gradients")) };
         let mut put = |g: WeightGrad| g.run(pass_back.rank, grads);
         let (dx, out) = interleave(
@@ -246,7 +247,7 @@ impl<'a> Executor<'a, '_> {
         Ok(())
     }
 
-    /// What comes out at the end of the model.
+    /// The result of the last stage.
     fn forward_mode<'m>(&self, batch: &'m MicroBatch) -> Result<ForwardMode<'m>> {
         let targets = || batch.targets.as_ref().ok_or_else(|| missing("the labels of a micro-batch"));
         Ok(match self.mode {
@@ -256,7 +257,7 @@ impl<'a> Executor<'a, '_> {
         })
     }
 
-    /// Puts what a forward made where it belongs; what is for the next stage is returned.
+    /// Stores a forward's results; returns the tensor for the next stage, if any.
     fn store_output(
         &mut self,
         chunk: &Chunk,
@@ -281,7 +282,7 @@ impl<'a> Executor<'a, '_> {
         Ok(y)
     }
 
-    /// Sends and receives all at once, each payload on its lane.
+    /// Starts a grouped send/receive, activations and gradients each on their own stream.
     fn exchange(&mut self, all: &[Transfer]) -> Result<()> {
         let rank = self.pass.rank;
         let lanes = self.decoder.p2p_streams();
@@ -303,7 +304,7 @@ impl<'a> Executor<'a, '_> {
         let begin = rank.compute.record()?;
         for (lane, sent) in lanes.iter().zip(&mut self.in_flight_sends) {
             lane.wait(&begin)?;
-            // What was sent before may be freed once computation knows that it has been read.
+            // Earlier sends may be freed once the compute stream has waited for them.
             sent.drain(..).try_for_each(|(_, done)| rank.compute.wait(&done))?;
         }
         let out = sends.each_ref().map(|list| list.iter().map(|(to, t)| (*to, t)).collect::<Vec<_>>());

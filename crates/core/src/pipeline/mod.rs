@@ -1,8 +1,7 @@
-//! Pipeline parallelism: which layers live where, and which rank does what in which order.
+//! Pipeline parallelism: schedules (1F1B, interleaved, zero-bubble, paired), their checker and their executor.
 //!
-//! All but [`execute()`] is plain data, which neither computes nor communicates. A [`PipelinePlan`] makes a [`Schedule`]: per rank the operations on micro-batches
-//! and the messages between them. [`check()`] proves it complete and free of deadlock before it runs, and
-//! [`Timeline`] draws it.
+//! All but [`execute()`] is plain data. A [`PipelinePlan`] gives a [`Schedule`]: per rank the operations on micro-batches and
+//! the messages between them. [`check()`] verifies that it is complete and free of deadlock, and [`Timeline`] draws it.
 //!
 //! Stages are numbered over all ranks and chunks: chunk `c` of rank `r` is stage `c·P + r`.
 //!

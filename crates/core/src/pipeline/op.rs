@@ -1,15 +1,15 @@
-//! The words of a schedule: operations, messages, steps.
+//! Operations, messages and steps of a schedule.
 
-/// What is done with a micro-batch on one stage.
+/// An operation on a micro-batch at one stage.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum OpKind {
     /// Forward.
     Forward,
-    /// Whole backward: input gradient, and weight gradient right after it.
+    /// Full backward: input gradient, then weight gradient.
     Backward,
-    /// Gradient of the stage's input only; a [`OpKind::WeightGrad`] follows some time.
+    /// Input gradient only; a [`OpKind::WeightGrad`] follows later.
     BackwardInput,
-    /// Gradient of the stage's weights.
+    /// Weight gradient.
     WeightGrad,
 }
 
@@ -43,7 +43,7 @@ impl std::fmt::Display for PipelineOp {
     }
 }
 
-/// What a message carries.
+/// Payload of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Payload {
     /// A stage's output, on its way to the next stage.
@@ -53,7 +53,7 @@ pub enum Payload {
 }
 
 /// A message between two ranks. Its fields are its tag: no two messages of a step are equal. Activations and gradients
-/// between the same two ranks travel apart, each in order.
+/// between the same two ranks are ordered separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Message {
     /// What it carries.
@@ -111,11 +111,11 @@ impl std::fmt::Display for Transfer {
 pub enum ScheduleStep {
     /// Compute.
     Run(PipelineOp),
-    /// A forward and a backward of different micro-batches, in turns: each computes while rows of the other travel to
-    /// experts or back.
+    /// A forward and a backward of different micro-batches, interleaved: each computes while the other's expert exchange is
+    /// in flight.
     Pair(PipelineOp, PipelineOp),
-    /// Start all of these at once, as one group call. Whether the rank waits here or only where it needs a result
-    /// depends on the engine: [`Matching`](super::Matching).
+    /// One grouped send/receive. Whether the rank blocks here or only at first use depends on the backend:
+    /// [`Matching`](super::Matching).
     Exchange(Vec<Transfer>),
 }
 
@@ -135,7 +135,7 @@ impl std::fmt::Display for ScheduleStep {
 }
 
 impl ScheduleStep {
-    /// What is computed, in this order where two are computed in turns.
+    /// The operations of a compute step, in order where two are interleaved.
     pub fn ops(&self) -> impl Iterator<Item = PipelineOp> {
         let (one, more) = match self {
             ScheduleStep::Run(op) => (Some(*op), None),
@@ -146,7 +146,7 @@ impl ScheduleStep {
     }
 }
 
-/// How much there is to do.
+/// Dimensions of a schedule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ScheduleShape {
     /// Pipeline ranks P.
@@ -175,8 +175,8 @@ impl ScheduleShape {
         stage % self.pp
     }
 
-    /// The message with what `stage` makes of a micro-batch, unless that ends here: at the last stage, at the first,
-    /// or because the same rank holds the next one.
+    /// The message with `stage`'s output for a micro-batch; `None` at the last (or, backward, first) stage and where the
+    /// same rank holds the next stage.
     pub fn message(&self, payload: Payload, micro_batch: usize, stage: usize) -> Option<Message> {
         let next = match payload {
             Payload::Activation => stage + 1,
@@ -211,10 +211,10 @@ impl ScheduleShape {
     }
 }
 
-/// Every rank's list, in the order in which the rank works through it.
+/// Every rank's list of steps, in execution order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Schedule {
-    /// How much there is to do.
+    /// Dimensions of a schedule.
     pub shape: ScheduleShape,
     /// Per pipeline rank its steps.
     pub ranks: Vec<Vec<ScheduleStep>>,

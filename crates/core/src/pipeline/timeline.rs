@@ -1,11 +1,11 @@
-//! When everything happens if messages take no time, and a drawing of it.
+//! Timeline of a schedule with zero-cost messages, and its drawing.
 
 use std::fmt::Write;
 
 use super::op::{OpKind, PipelineOp, Schedule, ScheduleShape};
 use crate::{Error, Result};
 
-/// Time of each operation on one chunk, in any unit. A whole backward takes `input + weight`.
+/// Time of each operation on one chunk, in any unit. A full backward takes `input + weight`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Costs {
     /// Forward.
@@ -42,7 +42,7 @@ impl Costs {
     }
 }
 
-/// When forwards and backwards of all stages ended, as far as known.
+/// End times of forwards and backwards of all stages, as far as known.
 pub(super) struct ReadyTimes {
     shape: ScheduleShape,
     forward: Vec<Option<f64>>,
@@ -60,7 +60,7 @@ impl ReadyTimes {
         stage * self.shape.micro_batches + op.micro_batch
     }
 
-    /// When everything that `op` needs has ended; `None` while part of it has not begun.
+    /// When all inputs of `op` are ready; `None` while one has not been scheduled.
     pub(super) fn ready(&self, rank: usize, op: PipelineOp) -> Option<f64> {
         let stage = self.shape.stage(rank, op.chunk);
         let of = |times: &[Option<f64>], stage| times.get(self.slot(stage, op)).copied().flatten();
@@ -79,8 +79,8 @@ impl ReadyTimes {
         }
     }
 
-    /// Notes the end of an operation. Of a whole backward the end counts for the stage before, as the weight
-    /// gradient runs inside it.
+    /// Records the end of an operation. A full backward releases the previous stage at its end, since the weight gradient
+    /// runs inside it.
     pub(super) fn finish(&mut self, rank: usize, op: PipelineOp, end: f64) {
         let slot = self.slot(self.shape.stage(rank, op.chunk), op);
         let times = match op.kind {
@@ -105,7 +105,7 @@ pub struct TimelineSpan {
     pub end: f64,
 }
 
-/// A schedule in time, every operation as early as its rank's order and its inputs allow.
+/// A schedule in time, every operation as early as its rank's order and its inputs allow (ASAP).
 #[derive(Clone, Debug, PartialEq)]
 pub struct Timeline {
     /// Per rank its operations.
@@ -144,37 +144,37 @@ impl Timeline {
         }
         if let Some(rank) = (0..ops.len()).find(|&r| ranks[r].len() < ops[r].len()) {
             let (step, op) = (ranks[rank].len(), ops[rank][ranks[rank].len()]);
-            let what = "waits for ever for what it needs from another stage".into();
+            let what = "waits forever for its input from another stage".into();
             return Err(Error::Schedule { rank, step, operation: op.to_string(), what });
         }
         let unit = costs.forward.min(costs.input).min(costs.weight);
         Ok(Timeline { ranks, shape, unit })
     }
 
-    /// The time until the last rank is done.
+    /// Makespan: the time until the last rank is done.
     pub fn makespan(&self) -> f64 {
         self.ranks.iter().filter_map(|spans| spans.last()).map(|s| s.end).fold(0.0, f64::max)
     }
 
-    /// Time in which ranks compute, summed over ranks.
+    /// Busy time, summed over ranks.
     pub fn work(&self) -> f64 {
         self.ranks.iter().flatten().map(|s| s.end - s.start).sum()
     }
 
-    /// The share of all ranks' time that is idle.
+    /// Bubble fraction: idle time over total time of all ranks.
     pub fn bubble(&self) -> f64 {
         let all = self.makespan() * self.ranks.len() as f64;
         if all > 0.0 { 1.0 - self.work() / all } else { 0.0 }
     }
 
-    /// Idle time over working time: (P−1)/(v·M) for plain and interleaved training with M ≥ P.
+    /// Idle over busy time: (P−1)/(v·M) for 1F1B and interleaved schedules with M ≥ P.
     pub fn bubble_to_work(&self) -> f64 {
         let work = self.work();
         if work > 0.0 { self.makespan() * self.ranks.len() as f64 / work - 1.0 } else { 0.0 }
     }
 
-    /// One line per rank. An operation is a letter, the micro-batch and, with several chunks, the chunk as a small
-    /// letter, drawn out with `-` for as long as it takes; dots are idle time. Lines stop at `width` columns.
+    /// One line per rank. An operation is a letter, the micro-batch and, with several chunks, the chunk as a lower-case
+    /// letter, extended with `-` for its duration; dots are idle time. Lines stop at `width` columns.
     pub fn draw(&self, width: usize) -> String {
         let label = |op: PipelineOp| {
             let chunk = match (self.shape.vp, op.chunk) {

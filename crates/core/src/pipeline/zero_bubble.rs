@@ -1,4 +1,4 @@
-//! Weight gradients moved into the gaps (ZB-H1).
+//! Zero-bubble schedule (ZB-H1): weight gradients are deferred into the pipeline bubble.
 
 use std::collections::VecDeque;
 
@@ -12,17 +12,17 @@ use crate::{Error, Result};
 struct Rank<'a> {
     /// Forwards and backwards still to come, their order fixed.
     base: &'a [PipelineOp],
-    /// Weight gradients that can run.
+    /// Deferred weight gradients.
     pending: VecDeque<PipelineOp>,
-    /// Micro-batches (times chunks) whose saved values are not yet free.
+    /// (micro-batch, chunk) pairs whose saved activations are still held.
     live: usize,
     free_at: f64,
     done: Vec<PipelineOp>,
 }
 
 /// Splits every backward of `orders` into input gradient and weight gradient. Forwards and input gradients keep their
-/// order. A weight gradient runs where the rank would wait anyway, at the end, or as soon as one more forward would
-/// hold more than the first rank's share of plain training.
+/// order. A weight gradient runs where the rank would idle, at the end, or as soon as one more forward would exceed the
+/// activation memory of 1F1B's first rank.
 pub(super) fn split(plan: &PipelinePlan, orders: &[Vec<PipelineOp>]) -> Result<Vec<Vec<PipelineOp>>> {
     let plain = PipelinePlan { kind: ScheduleKind::OneForwardOneBackward, ..plan.clone() };
     let first = plain.warmup(0, false)?;
@@ -35,7 +35,7 @@ pub(super) fn split(plan: &PipelinePlan, orders: &[Vec<PipelineOp>]) -> Result<V
         .map(|base| Rank { base, pending: VecDeque::new(), live: 0, free_at: 0.0, done: Vec::new() })
         .collect();
     loop {
-        // The earliest next action over all ranks, so that what an action waits for is known when it is chosen.
+        // Take the earliest next action over all ranks, so that its inputs' times are known.
         let next = ranks
             .iter()
             .enumerate()
@@ -61,7 +61,7 @@ fn input_only(op: &PipelineOp) -> PipelineOp {
 }
 
 impl Rank<'_> {
-    /// What this rank does next and when, or `None` while it depends on something that nobody has started.
+    /// This rank's next action and its start time; `None` while an input is not scheduled yet.
     fn next(&self, rank: usize, most: usize, costs: &Costs, after: &ReadyTimes) -> Option<(f64, PipelineOp)> {
         let weight = self.pending.front().map(|op| (self.free_at, *op));
         let Some(&op) = self.base.first() else { return weight };
