@@ -7,9 +7,9 @@ mod state;
 use crate::config::{MasterDtype, StateDtype};
 use crate::{Error, Result};
 use ferrotron_comm::ReduceOp;
-use ferrotron_engine::data_parallel::{ParamShard, Placement, ShardingStrategy, group_rank};
+use ferrotron_engine::data_parallel::{MasterShards, ParamShard, Placement, ShardingStrategy, group_rank};
 use ferrotron_engine::quant::Precomputed;
-use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, draw_initial};
+use ferrotron_engine::{GradBuffer, ParamId, ParamSpec, Params, Part, Rank, StepState, draw_initial};
 use ferrotron_kernels::{Adam, MomentOrder, ParamUpdate, Sgd, counter, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
 pub use loss_scale::{LossScale, SavedLossScale};
@@ -143,7 +143,7 @@ impl Optimizer {
     }
 
     /// Fills masters with their declared initial values, drawn by the device, and the model's weights from them.
-    pub fn initialise(&self, rank: &Rank, params: &Params) -> Result<()> {
+    pub fn initialise(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
             let (master, mut at) = (self.master_f32(rank, i)?, 0);
@@ -154,7 +154,7 @@ impl Optimizer {
             }
             self.masters.put(rank, &self.weight(params, i)?, i, &master)?;
         }
-        self.sync_params(rank, params)
+        self.sync_params(rank, params, step_state)
     }
 
     /// Where f32 values of a parameter's masters are put before [`OptimizerState::put`] takes them: in place where masters are
@@ -170,7 +170,7 @@ impl Optimizer {
     }
 
     /// Fills masters with `values` of the logical tensors, and the model's weights from them.
-    pub fn fill(&self, rank: &Rank, params: &Params, values: &Values) -> Result<()> {
+    pub fn fill(&self, rank: &Rank, params: &Params, step_state: &StepState, values: &Values) -> Result<()> {
         params.wait_params(rank)?;
         for (i, spec) in params.specs().iter().enumerate() {
             let mut held = Vec::with_capacity(self.pieces[i].param_range.len());
@@ -179,7 +179,7 @@ impl Optimizer {
             }
             self.put(rank, params, &self.masters, i, &held)?;
         }
-        self.sync_params(rank, params)
+        self.sync_params(rank, params, step_state)
     }
 
     /// Puts f32 values into what this rank has of a parameter of `state`, rounded to how it is kept. After masters,
@@ -197,7 +197,7 @@ impl Optimizer {
     }
 
     /// Rounds every master into the model's weight and brings weights to all ranks. Every rank calls it.
-    pub fn sync_params(&self, rank: &Rank, params: &Params) -> Result<()> {
+    pub fn sync_params(&self, rank: &Rank, params: &Params, step_state: &StepState) -> Result<()> {
         params.wait_params(rank)?;
         // The high halves of masters are the weights already.
         if params.dtype() != DType::F32 && self.masters.kind() == StateKind::Masters {
@@ -206,7 +206,7 @@ impl Optimizer {
                 rank.kernels.copy(&rank.compute, master, &self.weight(params, i)?)?;
             }
         }
-        self.all_gather_params(rank, params, false)?;
+        self.all_gather_params(rank, params, step_state, false)?;
         Ok(params.wait_params(rank)?)
     }
 
@@ -224,24 +224,16 @@ impl Optimizer {
         Ok(value.view(&[value.numel()])?.narrow(0, inside.start, inside.len())?)
     }
 
-    /// Makes bytes of masters for weights that are bytes, and brings all weights to all ranks, in the order in which forward
-    /// uses them; it waits for each bucket at its first use. `made`: what narrow products need was left by the step.
-    fn all_gather_params(&self, rank: &Rank, params: &Params, made: bool) -> Result<()> {
-        if let Some(quant) = params.quant() {
-            quant.weights_changed();
-        }
-        params.quantize_params(rank, self.placement, &self.pieces, self.masters.pieces(), made)?;
-        if self.placement == Placement::Replicate {
-            return Ok(());
-        }
-        let s = rank.dp_comm_stream()?;
-        for bucket in (0..params.plan().buckets().len()).rev() {
-            params.gather(rank, bucket, self.placement, s)?;
-            if rank.overlaps_dp_comm() {
-                params.set_pending(bucket, s.record()?);
-            }
-        }
-        Ok(())
+    /// Publishes this rank's master weights to the model's weights on all ranks; see [`Params::sync_params`].
+    fn all_gather_params(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        step_state: &StepState,
+        precomputed: bool,
+    ) -> Result<()> {
+        let (placement, shards, values) = (self.placement, &self.pieces[..], self.masters.pieces());
+        Ok(params.sync_params(rank, step_state, &MasterShards { placement, shards, values }, precomputed)?)
     }
 
     /// Masters and moments: what checkpoints hold, by name.
@@ -299,17 +291,30 @@ impl Optimizer {
 
     /// One step with the gradients, summed over ranks; what came of it on the device ([`outcome`]): the global gradient
     /// norm before clipping, and the loss scale. Where the norm is not finite, nothing has changed.
-    pub fn step(&self, rank: &Rank, params: &Params, grads: &GradBuffer, rates: StepRates) -> Result<Tensor> {
+    pub fn step(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        step_state: &StepState,
+        grads: &GradBuffer,
+        rates: StepRates,
+    ) -> Result<Tensor> {
         rank.compute.upload_into(&self.scalars, &self.scalar_values(rates))?;
-        self.apply(rank, params, grads)
+        self.apply(rank, params, step_state, grads)
     }
 
     /// What a step does on the device: all it is told is in [`Optimizer::scalars`], so that it can be replayed.
-    pub(crate) fn apply(&self, rank: &Rank, params: &Params, grads: &GradBuffer) -> Result<Tensor> {
+    pub(crate) fn apply(
+        &self,
+        rank: &Rank,
+        params: &Params,
+        step_state: &StepState,
+        grads: &GradBuffer,
+    ) -> Result<Tensor> {
         let (k, s) = (&rank.kernels, &rank.compute);
         params.wait_params(rank)?;
         // Every element of the model is counted by one rank; the squares of all make the norm of the whole.
-        let counted = grads.counted(rank)?;
+        let counted = grads.norm_shards(rank)?;
         let square = Tensor::empty(s, &[1], DType::F64, Category::Communication)?;
         k.grad_square_sum(s, &counted.iter().collect::<Vec<_>>(), &square)?;
         rank.world.all().all_reduce(s, &square, ReduceOp::Sum, "gradient norm")?;
@@ -331,14 +336,14 @@ impl Optimizer {
         let made = (0..weights.len())
             .map(|i| {
                 if looks {
-                    Ok(params.precomputed(ParamId(i), &self.pieces[i].param_range)?)
+                    Ok(params.precomputed(step_state, ParamId(i), &self.pieces[i].param_range)?)
                 } else {
                     Ok(None)
                 }
             })
             .collect::<Result<Vec<Option<Precomputed>>>>()?;
         if looks {
-            params.begin_update(rank, &self.scalars)?;
+            params.begin_update(rank, step_state, &self.scalars)?;
         }
         let update = |i: usize| ParamUpdate {
             master: &self.masters.pieces()[i],
@@ -356,7 +361,7 @@ impl Optimizer {
             UpdateRule::Adam(adam) => k.adam(s, adam, &self.scalars, &list)?,
             UpdateRule::Sgd(sgd) => k.sgd(s, sgd, &self.scalars, &list)?,
         }
-        self.all_gather_params(rank, params, looks)?;
+        self.all_gather_params(rank, params, step_state, looks)?;
         // A copy: the next step overwrites the buffer.
         let outcome = Tensor::empty(s, &[outcome::COUNT], DType::F32, Category::Workspace)?;
         s.copy(&self.scalars.narrow(0, scalars::GRAD_NORM, outcome::COUNT)?, &outcome)?;
@@ -367,7 +372,7 @@ impl Optimizer {
     pub fn count_zero_grads(&self, rank: &Rank, grads: &GradBuffer) -> Result<u64> {
         let s = &rank.compute;
         let mut zeros = 0;
-        for g in grads.counted(rank)? {
+        for g in grads.norm_shards(rank)? {
             zeros += s.download::<f32>(&g)?.iter().filter(|x| **x == 0.0).count();
         }
         let zeros = s.upload(&[zeros as i64], &[1], Category::Communication)?;

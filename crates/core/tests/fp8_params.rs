@@ -180,7 +180,9 @@ fn only_weights_of_fp8_gemms_are_fp8_resident() {
         let stored = t.params.specs().iter().filter(|s| s.fp8_resident()).map(|s| s.parts[0].name.clone());
         // Asking for the bf16 weight is an error.
         for (i, spec) in t.params.specs().iter().enumerate() {
-            let asked = StepContext::new(&t.rank, &t.params).weight(ParamId(i)).map(|t| t.shape().to_vec());
+            let asked = StepContext::new(&t.rank, &t.params, &t.step_state)
+                .weight(ParamId(i))
+                .map(|t| t.shape().to_vec());
             assert_eq!(asked.ok(), (!spec.fp8_resident()).then(|| spec.shape.clone()), "{spec:?}");
         }
         Ok(stored.collect::<Vec<_>>())

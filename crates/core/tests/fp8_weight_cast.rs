@@ -60,8 +60,9 @@ fn on_ranks<T: Send>(
 fn made(layout: &str, set: &[&str], forget: bool) -> (Vec<[u64; 3]>, Vec<LogicalValues>) {
     on_ranks(layout, set, |mut t, resolved| {
         let sources = source::open(&resolved)?;
-        let again =
-            |t: &Trainer| t.params.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed());
+        let again = |t: &Trainer| {
+            t.step_state.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
+        };
         let mut all = Vec::new();
         for step in 0..6 {
             again(&t);
@@ -122,7 +123,7 @@ fn skipped_steps_keep_amax() {
         on_ranks("tp=1", set, |mut t, resolved| {
             let sources = source::open(&resolved)?;
             let again = |t: &Trainer| {
-                t.params.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
+                t.step_state.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
             };
             t.train_step(&*sources.train)?;
             // A NaN weight written behind the cache's back.

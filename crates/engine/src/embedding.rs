@@ -1,24 +1,39 @@
 //! Token and position embeddings.
 
 use crate::quant::GemmOperand;
-use crate::tensor_parallel::InFlight;
 use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
+use ferrotron_comm::InFlight;
 use ferrotron_kernels::{EmbeddingBackward, EmbeddingForward};
 use ferrotron_tensor::{Result, Tensor};
 
-/// `scale·tokens[id] (+ positions[pos])`
+/// Sizes and initialisation of an embedding.
+#[derive(Clone, Copy, Debug)]
+pub struct EmbeddingConfig {
+    /// Vocabulary size (V).
+    pub vocab: usize,
+    /// Hidden size (h).
+    pub hidden: usize,
+    /// Rows of the learned position table; None for none.
+    pub positions: Option<usize>,
+    /// Factor of the token embeddings.
+    pub scale: f32,
+    /// Standard deviation of initial weights.
+    pub std: f32,
+}
+
+/// Embedding `scale·tokens[id] (+ positions[pos])`, vocabulary-parallel over the tensor-parallel ranks.
 pub struct Embedding {
-    /// The token embedding `[V, h]`, shared with a tied LM head.
+    /// The token table `[V, h]`, which a tied LM head shares.
     pub tokens: ParamId,
     positions: Option<ParamId>,
     scale: f32,
     hidden: usize,
-    /// First row of the token embedding that this rank holds, and rows in all (vocabulary parallelism).
+    /// First vocabulary entry of this rank, and the vocabulary size.
     first: usize,
     vocab: usize,
 }
 
-/// Token ids and positions that backward scatters into.
+/// Token ids and positions.
 pub struct EmbeddingSaved {
     ids: SavedTensor,
     positions: Option<SavedTensor>,
@@ -32,16 +47,9 @@ impl Saved for EmbeddingSaved {
 }
 
 impl Embedding {
-    /// Declares `<name>.tokens` and, with `positions` rows of them, `<name>.positions`.
-    pub fn declare(
-        d: &mut Declarations,
-        name: &str,
-        vocab: usize,
-        hidden: usize,
-        positions: Option<usize>,
-        scale: f32,
-        std: f32,
-    ) -> Result<Embedding> {
+    /// Declares `<name>.tokens` `[V, h]` and, with learned positions, `<name>.positions`.
+    pub fn declare(d: &mut Declarations, name: &str, c: EmbeddingConfig) -> Result<Embedding> {
+        let EmbeddingConfig { vocab, hidden, positions, scale, std } = c;
         let mut table = |kind: &str, rows, split| {
             d.declare(vec![Part {
                 name: format!("{name}.{kind}"),
@@ -56,7 +64,7 @@ impl Embedding {
         Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
     }
 
-    /// Reuses a token embedding that is already declared; declares only `<name>.positions`.
+    /// An embedding over a token table that another module has declared; declares `<name>.positions`.
     pub fn over(
         d: &mut Declarations,
         tokens: ParamId,
@@ -78,17 +86,17 @@ impl Embedding {
         Ok(Embedding { tokens, positions, scale, hidden, first, vocab })
     }
 
-    /// The same embeddings, for another module that looks up tokens (MTP).
+    /// Another handle on the same tables.
     pub fn share(&self) -> Embedding {
         Embedding { ..*self }
     }
 
-    /// Ids of its parameters.
+    /// Its parameters.
     pub fn tables(&self) -> impl Iterator<Item = ParamId> + use<> {
         [Some(self.tokens), self.positions].into_iter().flatten()
     }
 
-    /// `ids`, `positions` i32 `[tokens]` → `[tokens, hidden]` of this rank's sequence shard.
+    /// `ids`, `positions` i32 `[tokens]` → this rank's sequence shard of `[tokens, hidden]`.
     pub fn forward(
         &self,
         p: &StepContext,
@@ -133,12 +141,12 @@ impl Embedding {
         Ok((y, EmbeddingSaved { ids: SavedTensor::small(ids), positions }))
     }
 
-    /// Returns the weight gradients; token ids have none.
+    /// Weight gradients; ids have none.
     pub fn backward(&self, p: &StepContext, saved: EmbeddingSaved, dy: &Tensor) -> Result<WeightGrad> {
-        let lookup = |param, ids: &Tensor, dy: InFlight, first, vocab, scale| {
+        let lookup = |param, ids: &Tensor, dy: InFlight<GemmOperand>, first, vocab, scale| {
             let ids = ids.clone();
             WeightGrad::deferred(param, move |rank, grad, accumulate| {
-                let (k, dy) = (&rank.kernels, dy.ready()?);
+                let (k, dy) = (&rank.kernels, dy.wait(&rank.compute)?);
                 k.embedding_backward(
                     &rank.compute,
                     &EmbeddingBackward {
@@ -157,7 +165,7 @@ impl Embedding {
         let grads = lookup(self.tokens, &saved.ids, all, self.first, self.vocab, self.scale);
         Ok(match (self.positions, &saved.positions) {
             (Some(table), Some(pos)) => {
-                let dy = InFlight::ready_now(GemmOperand::rowwise(dy));
+                let dy = InFlight::ready(GemmOperand::rowwise(dy));
                 grads.and(lookup(table, pos, dy, 0, p.weight(table)?.shape()[0], 1.0))
             }
             _ => grads,

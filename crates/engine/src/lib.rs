@@ -1,10 +1,14 @@
-//! Modules as pairs of functions. `forward` returns its output and what backward needs; `backward` consumes
-//! that and returns the gradient of the input and a [`WeightGrad`], which is run now or later.
+//! Modules with forward and backward: linear, norm, attention, MLP, MoE, embedding, LM head with its loss.
+//!
+//! There is no autograd tape. `forward` returns the output and the saved activations; `backward` consumes them and returns
+//! the gradient of the input and a [`WeightGrad`], which runs now or later. Parallelism and precision are not forks of
+//! modules: [`Declarations`] place parameters, `tensor_parallel.rs` and `sequence_parallel.rs` communicate, [`quant`]
+//! quantizes, [`data_parallel`] reduces gradients and gathers weights.
 
 pub mod attention;
 pub mod data_parallel;
 mod embedding;
-mod grad;
+mod error;
 mod interleave;
 mod linear;
 mod lm_head;
@@ -14,21 +18,22 @@ mod norm;
 mod param;
 pub mod quant;
 mod rank;
-mod reduce;
 mod saved;
 mod sequence_parallel;
 mod shard;
 mod step_context;
+mod step_state;
 mod tensor_parallel;
 mod tokens;
+mod weight_grad;
 mod with_amax;
 
-pub use embedding::{Embedding, EmbeddingSaved};
-pub use grad::{GradBuffer, WeightGrad};
+pub use data_parallel::GradBuffer;
+pub use embedding::{Embedding, EmbeddingConfig, EmbeddingSaved};
 pub use interleave::{interleave, run_to_completion, yield_now};
 pub use linear::{Linear, LinearSaved};
-pub use lm_head::{LmHead, LmHeadSaved, Targets};
-pub use mlp::{Mlp, MlpSaved};
+pub use lm_head::{LmHead, LmHeadConfig, LmHeadSaved, LossOptions, Targets};
+pub use mlp::{Mlp, MlpConfig, MlpSaved};
 pub use norm::{HiddenStates, NormLayer, NormSaved};
 pub use param::{
     Declarations, ExpertParallelRank, Init, ParamId, ParamSpec, Params, Part, draw_initial, initial_values,
@@ -37,5 +42,7 @@ pub use rank::Rank;
 pub use saved::{OffloadClass, Saved, SavedTensor};
 pub use shard::{GroupRank, Shard, Split};
 pub use step_context::{Checkpointed, Dropout, Recompute, StepContext};
+pub use step_state::StepState;
 pub use tokens::Tokens;
+pub use weight_grad::WeightGrad;
 pub use with_amax::WithAmax;

@@ -1,71 +1,75 @@
-//! `y = x·Wᵀ + b`
+//! Linear layer `y = x·Wᵀ + b`: column-parallel, row-parallel or replicated over the tensor-parallel ranks.
 
+use crate::error::missing_activation;
 use crate::quant::{GemmOperand, LinearQuant, Role, SavedOperand};
-use crate::tensor_parallel::{InFlight, WeightOperand, wgrad_gemm};
+use crate::tensor_parallel::{WeightOperand, wgrad_gemm};
 use crate::with_amax::GradExtras;
 use crate::{
     Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
 };
+use ferrotron_comm::InFlight;
 use ferrotron_kernels::{Act, Gemm, LinearAct, LinearActBackward};
-use ferrotron_tensor::{Result, Tensor, shape_error};
+use ferrotron_tensor::{Result, Tensor};
 
-/// A linear map `[tokens, in] → [tokens, out]`, weight `[out, in]`, made of one or more logical matrices
-/// stacked along `out`.
+/// Linear layer `[tokens, in] → [tokens, out]` with weight `[out, in]`, which stacks one or more logical matrices along
+/// `out`.
 ///
-/// Over tensor-parallel ranks it is split by rows (each rank makes its outputs of all tokens: its input is gathered)
-/// or by columns (each rank has its part of every sum: partial outputs are summed to the rank that holds the token).
-/// Replicated, each rank maps the tokens it holds and nothing moves; its weight gradient is of those tokens, and summed
-/// with those of the other ranks like that of a norm.
+/// - Column-parallel (the weight split by rows, [`Split::Rows`]): each rank computes its output features for all tokens; the
+///   sequence-parallel input is all-gathered.
+/// - Row-parallel (the weight split by columns, [`Split::Columns`]): each rank holds a slice of the input features; partial
+///   outputs are reduce-scattered to the ranks that hold the tokens.
+/// - Replicated: each rank applies the full weight to the tokens it holds. Its weight gradient covers those tokens only and
+///   is all-reduced over the tensor-parallel group later, like that of a norm.
 pub struct Linear {
     pub(crate) weight: ParamId,
     pub(crate) bias: Option<ParamId>,
     out: usize,
-    /// Split by columns?
+    /// Row-parallel: the weight is split by columns.
     pub(crate) row_parallel: bool,
-    /// Not split?
+    /// Replicated: every rank has the full weight.
     replicated: bool,
-    /// Which of its products have narrow factors.
+    /// Quantization of its three GEMMs; None leaves them in the model's dtype.
     quant: Option<LinearQuant>,
-    /// Its input is kept by somebody else anyway: a narrow copy is made in backward.
+    /// The caller saves the input anyway: backward quantizes it instead of saving an FP8 copy.
     pub(crate) input_saved_by_caller: bool,
-    /// Outputs are a multiple of this in products, the last of them zeros.
+    /// The GEMMs see the output features padded to a multiple of this with zero rows of the weight.
     pub(crate) pad_outputs_to: usize,
 }
 
-/// The input, unless its owner can make it again.
+/// The saved input of a linear: as it is, quantized for wgrad, or dropped where the caller can recompute it.
 pub struct LinearSaved {
     pub(crate) x: Option<SavedTensor>,
-    /// The input as a factor of the weight gradient, in its stead.
+    /// The input quantized as the operand of wgrad, instead of `x`.
     pub(crate) quantized: Option<SavedOperand>,
-    /// Its largest magnitude, agreed on by ranks, where backward narrows it again. It outlives the input: who makes that
-    /// again makes the same bits.
+    /// amax of the input, all-reduced, where backward quantizes it. It survives [`LinearSaved::drop_input`], so that a
+    /// recomputed input is quantized identically.
     pub(crate) amax: Option<SavedTensor>,
 }
 
 impl LinearSaved {
-    /// From an input.
+    /// Saves the input as it is.
     pub(crate) fn of(x: &Tensor) -> LinearSaved {
         LinearSaved { x: Some(SavedTensor::activation(x)), quantized: None, amax: None }
     }
 
-    /// Drops the input.
+    /// Drops the input; the caller recomputes it before backward.
     pub(crate) fn drop_input(&mut self) {
         (self.x, self.quantized) = (None, None);
     }
 
-    /// Puts the input back.
+    /// Restores a recomputed input.
     pub(crate) fn restore_input(&mut self, x: &Tensor) {
         (self.x, self.quantized) = (Some(SavedTensor::activation(x)), None);
     }
 
-    /// Was the input dropped?
+    /// Whether the input was dropped.
     pub(crate) fn is_input_dropped(&self) -> bool {
         self.x.is_none() && self.quantized.is_none()
     }
 
+    /// The unquantized input; an error where it was dropped and not restored.
     pub(crate) fn input(self) -> Result<SavedTensor> {
-        let dropped = || "its input was dropped and not made again";
-        self.x.map_or_else(|| shape_error("linear backward", dropped()), Ok)
+        self.x.map_or_else(|| missing_activation("linear", "input"), Ok)
     }
 }
 
@@ -78,8 +82,8 @@ impl Saved for LinearSaved {
 }
 
 impl Linear {
-    /// Declares a map from `input` channels to the stacked `outputs` (logical name, channels). Weights are
-    /// `<name>.weight`, biases `<name>.bias`.
+    /// Declares a linear from `input` features to the stacked `outputs` (logical name, features). Weights are named
+    /// `<name>.weight`, biases `<name>.bias`. Whether its GEMMs are quantized is the policy's choice.
     pub fn declare(
         d: &mut Declarations,
         input: usize,
@@ -93,7 +97,7 @@ impl Linear {
             .iter()
             .map(|(name, out)| part(&format!("{name}.weight"), vec![*out, input], Init::Normal(std), split));
         let weight = d.declare(weights.collect())?;
-        // A bias of partial sums is added once, after the sum over ranks: every rank has all of it.
+        // A row-parallel bias is added once, after the reduce-scatter: every rank has all of it.
         let row_parallel = matches!(split, Split::Columns { .. });
         let bias_split = if row_parallel { Split::Replicated } else { split };
         let biases = outputs
@@ -115,7 +119,33 @@ impl Linear {
         })
     }
 
-    /// The map to `out` channels of a weight that somebody else declared, split by rows.
+    /// Declares an unquantized linear `<name>` that every rank holds in full and applies to its own tokens.
+    pub fn declare_replicated(
+        d: &mut Declarations,
+        name: &str,
+        input: usize,
+        out: usize,
+        std: f32,
+    ) -> Result<Linear> {
+        let weight = d.declare(vec![Part {
+            name: format!("{name}.weight"),
+            shape: vec![out, input],
+            init: Init::Normal(std),
+            split: Split::Replicated,
+        }])?;
+        Ok(Linear {
+            weight,
+            bias: None,
+            out,
+            row_parallel: false,
+            replicated: true,
+            quant: None,
+            input_saved_by_caller: false,
+            pad_outputs_to: 1,
+        })
+    }
+
+    /// A column-parallel linear to `out` features over a weight that another module has declared.
     pub(crate) fn column_parallel(
         weight: ParamId,
         out: usize,
@@ -135,32 +165,34 @@ impl Linear {
         }
     }
 
-    /// Has it nothing to do with other ranks?
+    /// Whether it runs without communication.
     pub(crate) fn is_local(&self, p: &StepContext) -> bool {
         self.replicated || p.rank.tp.size() == 1
     }
 
-    /// Its input is kept by the caller, whatever the precision.
+    /// Leaves saving the input to the caller, whatever the precision.
     pub(crate) fn with_input_saved_by_caller(self) -> Linear {
         Linear { input_saved_by_caller: true, ..self }
     }
 
-    /// Channels of the output that this rank makes.
+    /// Output features of this rank.
     pub fn outputs(&self) -> usize {
         self.out
     }
 
-    /// `[tokens, in] → [tokens, out]`; of the rows this rank holds, the side that faces the residual stream.
+    /// `[tokens, in] → [tokens, out]`. The side that faces the residual stream has this rank's sequence shard of the
+    /// tokens, the other side all of them.
     pub fn forward(&self, p: &StepContext, x: impl Into<WithAmax>) -> Result<(Tensor, LinearSaved)> {
         self.forward_recomputable(p, &x.into(), false)
     }
 
-    /// Does it need the largest magnitude of its input, now or in backward?
+    /// Whether the amax of the input is needed, now or in backward.
     pub(crate) fn needs_input_amax(&self, p: &StepContext) -> bool {
         self.quant.is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)))
     }
 
-    /// What it needs of the gradient of its output besides the values. Who reads them to narrow them has their sums.
+    /// What backward needs of the output gradient besides its values. Quantizing the gradient computes the bias
+    /// gradient's column sums on the way.
     pub(crate) fn grad_extras(&self) -> GradExtras {
         let reads = self.quant.filter(|e| e.dgrad || e.wgrad);
         GradExtras {
@@ -206,7 +238,8 @@ impl Linear {
         Ok((y, saved))
     }
 
-    /// [`Linear::forward`] and the plain non-linearity of its output: `h [tokens, out]` and `act(h)`, measured or not.
+    /// [`Linear::forward`] and the activation function of its output: `h [tokens, out]` and `act(h)`, with amax if
+    /// `measure`.
     pub(crate) fn forward_act(
         &self,
         p: &StepContext,
@@ -215,7 +248,7 @@ impl Linear {
         measure: bool,
     ) -> Result<(Tensor, WithAmax, LinearSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        // Where the output is made again from `h` it must be made from `h` here, too.
+        // Where backward recomputes `act(h)` from the rounded `h`, forward must compute it from that too.
         if p.rank.tp.size() > 1 || p.recompute.activation || self.quant.is_some() || measure {
             let (h, saved) = self.forward_recomputable(p, x, p.recompute.norm)?;
             let y = p.act_forward(act, false, &h, self.out, measure)?;
@@ -229,7 +262,7 @@ impl Linear {
         Ok((h, WithAmax::from(&y), LinearSaved::of(x)))
     }
 
-    /// [`Linear::backward`], and back through the plain non-linearity of `h` that made its input.
+    /// [`Linear::backward`], and back through the activation function `act(h)` that produced its input.
     pub(crate) fn backward_act(
         &self,
         p: &StepContext,
@@ -249,10 +282,10 @@ impl Linear {
         dh.sums = extras.sums.then(|| p.act_sums(h)).transpose()?;
         let f = LinearActBackward { act, dy, w, h, dh: &dh.values, dbias: dh.sums.as_ref() };
         p.rank.kernels.linear_act_backward(&p.rank.compute, &f)?;
-        Ok((dh, self.grads(&WithAmax::from(dy), InFlight::ready_now(GemmOperand::rowwise(&x)))))
+        Ok((dh, self.grads(&WithAmax::from(dy), InFlight::ready(GemmOperand::rowwise(&x)))))
     }
 
-    /// `dx = dy·W`; later `dW = dyᵀ·x`, `db = Σ dy`.
+    /// dgrad `dx = dy·W` now; wgrad `dW = dyᵀ·x` and `db = Σ dy` when the returned [`WeightGrad`] runs.
     pub fn backward(
         &self,
         p: &StepContext,
@@ -271,36 +304,36 @@ impl Linear {
         if self.row_parallel {
             let (dx, all) = p.all_gather_gemm(rows, f, true, "gradient of a layer's output")?;
             let Some(all) = all.filter(|_| p.rank.tp.size() > 1) else {
-                return Ok((dx, self.grads(dy, InFlight::ready_now(GemmOperand::rowwise(&x)))));
+                return Ok((dx, self.grads(dy, InFlight::ready(GemmOperand::rowwise(&x)))));
             };
             let weight = WeightGrad::gemm(self.weight, all.memory(), &x);
             return Ok((dx, weight.and(self.bias_grad(dy))));
         }
         if self.is_local(p) {
-            return Ok((p.gemm(rows, f)?, self.grads(dy, InFlight::ready_now(GemmOperand::rowwise(&x)))));
+            return Ok((p.gemm(rows, f)?, self.grads(dy, InFlight::ready(GemmOperand::rowwise(&x)))));
         }
-        // The input gradient first: it is waited for.
+        // dgrad first: the previous module waits for it.
         let dx = p.gemm_reduce_scatter(rows, f, "gradient of a layer's input")?;
         let x = p.begin_all_gather(&GemmOperand::rowwise(&x), "input of a layer, again")?;
         Ok((dx, self.grads(dy, x)))
     }
 
     /// `dW = dyᵀ·x`, `db = Σ dy`
-    fn grads(&self, dy: &WithAmax, x: InFlight) -> WeightGrad {
+    fn grads(&self, dy: &WithAmax, x: InFlight<GemmOperand>) -> WeightGrad {
         match (self.bias, &dy.sums, x.if_ready()) {
-            (Some(bias), None, Some(x)) => WeightGrad::linear(self.weight, bias, &dy.values, x),
+            (Some(bias), None, Some(x)) => WeightGrad::linear(self.weight, bias, &dy.values, x.memory()),
             _ => wgrad_gemm(self.weight, &dy.values, x).and(self.bias_grad(dy)),
         }
     }
 
-    /// `db = Σ dy`, of the sums where they are there.
+    /// `db = Σ dy`, from partial column sums where they were computed already.
     pub(crate) fn bias_grad(&self, dy: &WithAmax) -> WeightGrad {
         let columns = |bias| WeightGrad::column_sums(bias, dy.sums.as_ref().unwrap_or(&dy.values));
         self.bias.map(columns).unwrap_or_default()
     }
 }
 
-/// Adds a bias to every row: a product over nothing, onto what is there.
+/// Adds a bias to every row: a GEMM with k = 0 that accumulates.
 fn add_bias_rows(p: &StepContext, bias: &Tensor, y: &Tensor) -> Result<()> {
     let [rows, out] = [y.shape()[0], y.shape()[1]];
     let (a, b) = (p.empty(&[rows, 0])?, p.empty(&[out, 0])?);

@@ -1,10 +1,11 @@
-//! The output matrix and the loss as one module.
+//! LM head: the output projection fused with the cross-entropy loss.
 //!
-//! The weight of every row in the final loss is known before forward, so the loss kernel turns the logits into
-//! their gradient where they lie: f32 logits never exist, and backward starts from two products. Where even the
-//! logits of all tokens are too much, rows go through in chunks: forward forms the gradient of the hidden
-//! states chunk by chunk and throws the logits away, and the weight gradient forms them once more.
+//! The weight of every token in the final loss is known before forward, so the loss kernel overwrites the logits with their
+//! gradient in place: f32 logits never exist, and backward starts with the dgrad and wgrad GEMMs. Where the logits of all
+//! tokens take too much memory, [`LossOptions::chunk`] splits the tokens: forward computes the gradient of the hidden states
+//! chunk by chunk and drops the logits, and wgrad computes them once more.
 
+use crate::error::missing_activation;
 use crate::linear::LinearSaved;
 use crate::quant::{GemmOperand, LinearQuant, Role};
 use crate::tensor_parallel::{WeightOperand, wgrad_gemm};
@@ -12,63 +13,101 @@ use crate::{
     Declarations, Init, ParamId, Part, Rank, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
 };
 use ferrotron_kernels::{CrossEntropy, Gemm, LabelSmoothing, VocabParallelCrossEntropy, VocabParallelLogits};
-use ferrotron_tensor::{DType, Result, Tensor, shape_error};
+use ferrotron_tensor::{DType, Result, Tensor};
 
-/// Rows of the weight of a whole vocabulary on a card are a multiple of this in products.
+/// On a GPU, GEMMs over a full vocabulary see it padded to a multiple of this.
 const PAD_VOCAB_TO: usize = 64;
 
-/// `[tokens, hidden] → logits [tokens, V] → loss`
+/// Sizes and initialisation of an LM head.
+#[derive(Clone, Copy, Debug)]
+pub struct LmHeadConfig {
+    /// Vocabulary size (V).
+    pub vocab: usize,
+    /// Hidden size (h).
+    pub hidden: usize,
+    /// Soft cap of the logits, `cap·tanh(z/cap)`.
+    pub softcap: Option<f32>,
+    /// Standard deviation of initial weights.
+    pub std: f32,
+}
+
+impl LmHeadConfig {
+    fn declare_weight(&self, d: &mut Declarations, name: &str) -> Result<ParamId> {
+        d.declare(vec![Part {
+            name: name.into(),
+            shape: vec![self.vocab, self.hidden],
+            init: Init::Normal(self.std),
+            split: Split::Rows { unit: 1 },
+        }])
+    }
+}
+
+/// How the LM head computes the loss.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct LossOptions {
+    /// Tokens whose logits are computed at a time; None computes all at once. An FP8 head does not support it.
+    pub chunk: Option<usize>,
+    /// Label smoothing.
+    pub label_smoothing: LabelSmoothing,
+}
+
+impl Default for LossOptions {
+    fn default() -> LossOptions {
+        LossOptions { chunk: None, label_smoothing: LabelSmoothing::None }
+    }
+}
+
+/// LM head and loss: `[tokens, hidden] → logits [tokens, V] → loss [tokens]`, vocabulary-parallel over the tensor-parallel
+/// ranks.
 #[derive(Clone)]
 pub struct LmHead {
     pub(crate) weight: ParamId,
-    /// First row of the weight that this rank holds, how many, and rows in all.
+    /// First vocabulary entry of this rank, how many it holds, and the vocabulary size.
     first: usize,
     pub(crate) rows: usize,
     vocab: usize,
     softcap: Option<f32>,
-    /// Targets are softened by this.
-    pub smoothing: LabelSmoothing,
-    /// Rows at a time; all at once if there are no more.
-    pub chunk: usize,
-    /// Rows of the weight in products are a multiple of this, the last of them zeros; unset means of 64 on a card, of 16
-    /// where factors are bytes.
+    /// Chunking and label smoothing.
+    pub loss: LossOptions,
+    /// GEMMs see the vocabulary padded to a multiple of this with zero rows; None means 64 on a GPU (16 in FP8), 1 on the
+    /// CPU.
     pub pad_vocab_to: Option<usize>,
-    /// Which of its products have narrow factors.
+    /// Quantization of its GEMMs.
     pub(crate) quant: Option<LinearQuant>,
 }
 
-/// Labels and row weights of a batch, on the device.
+/// Labels and loss weights of a batch, on the device.
 #[derive(Clone)]
 pub struct Targets {
-    /// i32 `[tokens]`, [`ferrotron_kernels::IGNORE`] where there is none.
+    /// i32 `[tokens]`; [`ferrotron_kernels::IGNORE`] for tokens without a label.
     pub labels: Tensor,
-    /// f32 `[tokens]`: factor of each row in the loss.
+    /// f32 `[tokens]`: weight of each token's loss.
     pub weights: Tensor,
 }
 
-/// What backward starts from.
+/// What [`LmHead::backward`] needs.
 pub enum LmHeadSaved {
-    /// Gradient of all logits, and the hidden states.
+    /// Gradient of the logits of all tokens, and the hidden states.
     Full {
         /// `[tokens, V]`
         dlogits: SavedTensor,
         /// `[tokens, hidden]`
         x: SavedTensor,
     },
-    /// Gradient of the hidden states, and the hidden states.
+    /// Gradient of the hidden states, and the hidden states, of a loss computed in chunks.
     Chunked {
         /// `[tokens, hidden]`
         dx: SavedTensor,
         /// `[tokens, hidden]`
         x: SavedTensor,
-        /// To form the logits' gradient again.
+        /// To recompute the gradient of the logits for wgrad.
         targets: Box<Targets>,
     },
-    /// As [`LmHeadSaved::Full`], with what a narrow map keeps of the hidden states.
+    /// Like [`LmHeadSaved::Full`], with the hidden states as an FP8 linear saves them.
     Quantized {
         /// `[tokens, V]`
         dlogits: SavedTensor,
-        /// Of the hidden states.
+        /// The saved hidden states.
         x: Box<LinearSaved>,
     },
 }
@@ -89,64 +128,35 @@ impl Saved for LmHeadSaved {
 }
 
 impl LmHead {
-    /// Declares `<name>.weight [V, hidden]`, or shares `tied`.
-    pub fn declare(
-        d: &mut Declarations,
-        name: &str,
-        vocab: usize,
-        hidden: usize,
-        tied: Option<ParamId>,
-        softcap: Option<f32>,
-        std: f32,
-    ) -> Result<LmHead> {
-        match tied {
-            None => LmHead::declare_as(d, &format!("{name}.weight"), vocab, hidden, softcap, std, false),
-            Some(id) => {
-                d.share(id);
-                Ok(LmHead::over(d, id, vocab, softcap, true))
-            }
-        }
+    /// Declares `<name>` `[V, hidden]` as the output matrix.
+    pub fn declare(d: &mut Declarations, name: &str, config: &LmHeadConfig) -> Result<LmHead> {
+        let weight = config.declare_weight(d, name)?;
+        Ok(LmHead::over(d, weight, config, false))
     }
 
-    /// Declares its weight under a name of the caller's. A `mirror` is the table of a tied embedding once more, on the
-    /// last stage of a pipeline.
-    pub fn declare_as(
-        d: &mut Declarations,
-        name: &str,
-        vocab: usize,
-        hidden: usize,
-        softcap: Option<f32>,
-        std: f32,
-        mirror: bool,
-    ) -> Result<LmHead> {
-        let weight = d.declare(vec![Part {
-            name: name.into(),
-            shape: vec![vocab, hidden],
-            init: Init::Normal(std),
-            split: Split::Rows { unit: 1 },
-        }])?;
-        if mirror {
-            d.mark_tied_across_stages(weight, true);
-        }
-        Ok(LmHead::over(d, weight, vocab, softcap, mirror))
+    /// Uses the embedding table `table`, declared by the embedding of this rank, as the output matrix.
+    pub fn tied(d: &mut Declarations, table: ParamId, config: &LmHeadConfig) -> LmHead {
+        d.share(table);
+        LmHead::over(d, table, config, true)
     }
 
-    /// `table`: whether the weight is looked up in, too.
-    fn over(
-        d: &mut Declarations,
-        weight: ParamId,
-        vocab: usize,
-        softcap: Option<f32>,
-        table: bool,
-    ) -> LmHead {
-        let quant = d.quantize_lm_head(weight, table);
+    /// Declares a second copy `<name>` of a tied embedding table that another pipeline stage owns.
+    pub fn tied_across_stages(d: &mut Declarations, name: &str, config: &LmHeadConfig) -> Result<LmHead> {
+        let weight = config.declare_weight(d, name)?;
+        d.mark_tied_across_stages(weight, true);
+        Ok(LmHead::over(d, weight, config, true))
+    }
+
+    /// The head over a declared weight; `tied`: it is an embedding table too, which stays unquantized in memory.
+    fn over(d: &mut Declarations, weight: ParamId, c: &LmHeadConfig, tied: bool) -> LmHead {
+        let (quant, loss) = (d.quantize_lm_head(weight, tied), d.loss());
         let spec = d.spec(weight);
         let (first, rows) = (spec.shards[0].range.start, spec.shape[0]);
-        let (smoothing, chunk, pad_vocab_to) = (LabelSmoothing::None, usize::MAX, None);
-        LmHead { weight, first, rows, vocab, softcap, smoothing, chunk, pad_vocab_to, quant }
+        let (vocab, softcap) = (c.vocab, c.softcap);
+        LmHead { weight, first, rows, vocab, softcap, loss, pad_vocab_to: None, quant }
     }
 
-    /// `[tokens, V]` in the type the model computes in; of the columns this rank holds.
+    /// Logits `[tokens, V]` in the model's dtype, of this rank's vocabulary entries.
     pub fn logits(&self, p: &StepContext, x: impl Into<WithAmax>) -> Result<Tensor> {
         let x = &x.into();
         if let Some((map, e)) = self.fp8_linear(p, &x.values)? {
@@ -164,7 +174,7 @@ impl LmHead {
         Ok(z)
     }
 
-    /// The same of rows that every rank has.
+    /// [`LmHead::logits`] of hidden states that every tensor-parallel rank has.
     pub fn logits_of(&self, p: &StepContext, x: &Tensor) -> Result<Tensor> {
         if let Some(map) = self.fp8_linear(p, x)? {
             return self.logits_fp8(p, map, x);
@@ -180,11 +190,11 @@ impl LmHead {
         Ok(z)
     }
 
-    /// The weight as products want it: on a card products over an odd vocabulary are several times slower than over an even
-    /// one, whatever the strides, and a copy of the weight is cheap. The loss leaves what lies beyond the vocabulary alone.
+    /// The weight with its vocabulary padded: GEMMs over an odd vocabulary are several times slower on a GPU, whatever the
+    /// strides, and a copy of the weight is cheap. The loss kernel ignores logits beyond the vocabulary.
     fn padded_weight(&self, rank: &Rank, w: &Tensor) -> Result<Tensor> {
         let [v, h] = [w.shape()[0], w.shape()[1]];
-        // The cap's slope has no mask, and columns of other ranks follow on this one's.
+        // The soft cap's gradient has no mask, and with tp the next rank's vocabulary follows this one's.
         let fixed = self.softcap.is_some() || rank.tp.size() > 1;
         let pad = self.pad_vocab_to.unwrap_or(if rank.device().gpu().is_some() { PAD_VOCAB_TO } else { 1 });
         if v.is_multiple_of(pad) || fixed {
@@ -197,11 +207,17 @@ impl LmHead {
         Ok(padded)
     }
 
+    /// Tokens per chunk of the loss.
+    pub(crate) fn chunk(&self) -> usize {
+        self.loss.chunk.unwrap_or(usize::MAX)
+    }
+
+    /// Applies the soft cap in place.
     pub(crate) fn cap(&self, rank: &Rank, z: &Tensor) -> Result<()> {
         self.softcap.map_or(Ok(()), |cap| rank.kernels.softcap_forward(&rank.compute, cap, z))
     }
 
-    /// Loss of each row f32 `[tokens]` (without weights), and what backward needs if `train`.
+    /// Unweighted loss of each token, f32 `[tokens]`, and with `train` what backward needs.
     pub fn loss(
         &self,
         p: &StepContext,
@@ -217,7 +233,8 @@ impl LmHead {
         let x_saved = SavedTensor::activation(x);
         let tokens = x.shape()[0] * p.rank.tp.size();
         let rows = p.rank.activation(&[tokens], DType::F32)?;
-        if tokens <= self.chunk {
+        let chunk = self.chunk();
+        if tokens <= chunk {
             let alone = p.rank.tp.size() == 1;
             let z = match alone {
                 true => self.local_logits(p.rank, &self.padded_weight(p.rank, p.weight(self.weight)?)?, x)?,
@@ -230,7 +247,7 @@ impl LmHead {
         let x = &p.all_gather(x, "hidden states")?;
         let dx = p.empty(if train { x.shape() } else { &[0] })?;
         let w = &self.padded_weight(p.rank, p.weight(self.weight)?)?;
-        for (start, len) in chunks(tokens, self.chunk) {
+        for (start, len) in chunks(tokens, chunk) {
             let part = targets.rows(start, len)?;
             let x = x.narrow(0, start, len)?;
             let d = self.local_logits(p.rank, w, &x)?;
@@ -247,7 +264,7 @@ impl LmHead {
         Ok((rows, train.then_some(saved)))
     }
 
-    /// The loss of rows with logits `z`, and (with `train`) their gradient in place of the logits.
+    /// Loss of tokens with logits `z`; with `train` the gradient overwrites the logits.
     pub(crate) fn row_loss(
         &self,
         rank: &Rank,
@@ -256,7 +273,7 @@ impl LmHead {
         rows: &Tensor,
         train: bool,
     ) -> Result<()> {
-        // The derivative of the cap needs the capped logits, which the loss overwrites.
+        // The soft cap's gradient needs the capped logits, which the loss overwrites.
         let capped = match self.softcap.filter(|_| train) {
             Some(cap) => {
                 let copy = rank.activation(z.shape(), z.dtype())?;
@@ -271,13 +288,13 @@ impl LmHead {
                 vocab: self.vocab,
                 labels: &t.labels,
                 weights: &t.weights,
-                smoothing: self.smoothing,
+                smoothing: self.loss.label_smoothing,
                 loss: rows,
                 gradient: train,
             };
             rank.kernels.cross_entropy(&rank.compute, &c)?;
         } else {
-            // Each rank sums up its columns; the sums of all give the loss and each rank's gradient.
+            // Vocabulary-parallel: all-gather each rank's partial softmax sums, then compute loss and local gradient.
             let (k, s, n) = (&rank.kernels, &rank.compute, z.shape()[0]);
             let shard =
                 VocabParallelLogits { logits: z, first: self.first, vocab: self.vocab, labels: &t.labels };
@@ -291,7 +308,7 @@ impl LmHead {
                     x: &shard,
                     stats: &all,
                     weights: &t.weights,
-                    smoothing: self.smoothing,
+                    smoothing: self.loss.label_smoothing,
                     loss: rows,
                     gradient: train,
                 },
@@ -303,12 +320,12 @@ impl LmHead {
         Ok(())
     }
 
-    /// The output matrix.
+    /// The output matrix' parameter.
     pub fn weight(&self) -> ParamId {
         self.weight
     }
 
-    /// Gradient of the hidden states alone: the output matrix gets none.
+    /// Gradient of the hidden states only; the output matrix gets none.
     pub fn backward_input(&self, p: &StepContext, saved: LmHeadSaved) -> Result<Tensor> {
         match saved {
             LmHeadSaved::Full { dlogits, .. } => {
@@ -325,7 +342,7 @@ impl LmHead {
         match saved {
             LmHeadSaved::Quantized { dlogits, x } => match self.quant {
                 Some(e) => self.backward_fp8(p, e, &dlogits, *x),
-                None => shape_error("head", "it is narrow in forward alone"),
+                None => missing_activation("LM head", "unquantized hidden states"),
             },
             LmHeadSaved::Full { dlogits, x } => {
                 p.calibrates(self.weight, Role::Gradient, &dlogits)?;
@@ -334,20 +351,20 @@ impl LmHead {
                 let dx =
                     p.gemm_reduce_scatter(&GemmOperand::rowwise(&dlogits), &f, "gradient of hidden states")?;
                 let x = p.begin_all_gather(&GemmOperand::rowwise(&x), "hidden states, again")?;
-                // Behind the vocabulary there is nothing to add to.
+                // Padding has no gradient to add to.
                 let dlogits = dlogits.narrow(1, 0, w.shape()[0])?;
                 Ok((dx, wgrad_gemm(self.weight, &dlogits, x)))
             }
             LmHeadSaved::Chunked { dx, x, targets } => {
                 let dx = p.reduce_scatter(&dx, "gradient of hidden states")?;
                 let x = p.begin_all_gather(&GemmOperand::rowwise(&x), "hidden states, again")?;
-                // The weight as it is now: the optimizer may not have run when this does.
+                // The current weight: the optimizer must not run before this does.
                 let w = self.padded_weight(p.rank, p.weight(self.weight)?)?;
                 let me = self.clone();
                 let grads = WeightGrad::deferred(self.weight, move |rank, grad, mut accumulate| {
-                    let rows = x.ready()?;
+                    let rows = x.wait(&rank.compute)?;
                     let x = rows.memory();
-                    for (start, len) in chunks(x.shape()[0], me.chunk) {
+                    for (start, len) in chunks(x.shape()[0], me.chunk()) {
                         let x = x.narrow(0, start, len)?;
                         let rows = rank.activation(&[len], DType::F32)?;
                         let d = me.local_logits(rank, &w, &x)?;
@@ -374,6 +391,7 @@ impl LmHead {
 }
 
 impl Targets {
+    /// Those of tokens `start..start + len`.
     fn rows(&self, start: usize, len: usize) -> Result<Targets> {
         Ok(Targets {
             labels: self.labels.narrow(0, start, len)?,

@@ -1,4 +1,4 @@
-//! The MLP: up-projection, activation (gated or not), down-projection.
+//! The MLP block: up-projection, activation function (gated or not), down-projection.
 
 use crate::{
     Declarations, Linear, LinearSaved, Saved, SavedTensor, Split, StepContext, WeightGrad, WithAmax,
@@ -6,7 +6,25 @@ use crate::{
 use ferrotron_kernels::Act;
 use ferrotron_tensor::{Result, Tensor};
 
-/// `down(act(gate(x))·up(x))`, or `down(act(up(x)))` without a gate.
+/// Sizes and options of an MLP.
+#[derive(Clone, Copy, Debug)]
+pub struct MlpConfig {
+    /// Hidden size (h).
+    pub hidden: usize,
+    /// Intermediate size (f); of each half where gated.
+    pub ffn: usize,
+    /// Activation function.
+    pub act: Act,
+    /// Gated (GLU).
+    pub gated: bool,
+    /// Biases of both linears.
+    pub bias: bool,
+    /// Standard deviation of initial weights, and of the output projection's.
+    pub std: (f32, f32),
+}
+
+/// MLP: `down(act(gate(x))·up(x))`, or `down(act(up(x)))` without a gate. `up` (and `gate`) are column-parallel, `down` is
+/// row-parallel.
 pub struct Mlp {
     up: Linear,
     down: Linear,
@@ -15,7 +33,7 @@ pub struct Mlp {
     ffn: usize,
 }
 
-/// Activations that backward needs.
+/// What [`Mlp::backward`] needs.
 pub struct MlpSaved {
     down: LinearSaved,
     h: SavedTensor,
@@ -31,50 +49,33 @@ impl Saved for MlpSaved {
 }
 
 impl MlpSaved {
-    /// Drops the block's input; the caller recomputes it before backward.
+    /// Drops the block's input; the caller recomputes it.
     pub fn drop_input(&mut self) {
         self.up.drop_input();
     }
 
-    /// Restores the recomputed input.
+    /// Restores a recomputed input.
     pub fn restore_input(&mut self, x: &Tensor) {
         self.up.restore_input(x);
     }
 }
 
 impl Mlp {
-    /// Declares `<name>.gate` (where gated), `<name>.up` and `<name>.down`. `std_out` is the initial standard deviation of
-    /// `down`.
-    #[allow(clippy::too_many_arguments)]
-    pub fn declare(
-        d: &mut Declarations,
-        name: &str,
-        hidden: usize,
-        ffn: usize,
-        act: Act,
-        gated: bool,
-        bias: bool,
-        std: f32,
-        std_out: f32,
-    ) -> Result<Mlp> {
+    /// Declares `<name>.gate` (where gated), `<name>.up` and `<name>.down`.
+    pub fn declare(d: &mut Declarations, name: &str, c: MlpConfig) -> Result<Mlp> {
+        let MlpConfig { hidden, ffn, act, gated, bias, std } = c;
         let mut outputs = vec![(format!("{name}.up"), ffn)];
         if gated {
             outputs.insert(0, (format!("{name}.gate"), ffn));
         }
-        let up = Linear::declare(d, hidden, &outputs, bias, Split::Rows { unit: 1 }, std)?;
-        let down = Linear::declare(
-            d,
-            ffn,
-            &[(format!("{name}.down"), hidden)],
-            bias,
-            Split::Columns { unit: 1 },
-            std_out,
-        )?;
+        let up = Linear::declare(d, hidden, &outputs, bias, Split::Rows { unit: 1 }, std.0)?;
+        let down = [(format!("{name}.down"), hidden)];
+        let down = Linear::declare(d, ffn, &down, bias, Split::Columns { unit: 1 }, std.1)?;
         let ffn = up.outputs() / if gated { 2 } else { 1 };
         Ok(Mlp { up, down, act, gated, ffn })
     }
 
-    /// Whether the producer of its input should also compute the input's amax (for FP8 quantization).
+    /// Whether the caller should pass the amax of the input along with it.
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         self.up.needs_input_amax(p)
     }
@@ -96,7 +97,7 @@ impl Mlp {
         Ok((y, MlpSaved { down, h: SavedTensor::activation(&h), up }))
     }
 
-    /// Returns the input gradient `[tokens, hidden]` and the deferred weight gradients.
+    /// Gradient of the input.
     pub fn backward(&self, p: &StepContext, saved: MlpSaved, dy: &Tensor) -> Result<(Tensor, WeightGrad)> {
         let mut down = saved.down;
         if down.is_input_dropped() {

@@ -1,12 +1,13 @@
 //! A rank: device, streams, kernels and process groups of one worker. Nothing is global, so many ranks fit in one process.
 
-use crate::GroupRank;
+use crate::attention::Layout;
 use crate::data_parallel::group_rank;
+use crate::{GroupRank, Part, Tokens};
 use ferrotron_comm::{Communicator, World};
 use ferrotron_kernels::cuda::{CudaKernels, KernelCacheStats};
 use ferrotron_kernels::{Kernels, cpu};
 use ferrotron_tensor::trace::COMMUNICATION;
-use ferrotron_tensor::{Category, DType, Device, Instrumentation, Result, Stream, Tensor, Threads};
+use ferrotron_tensor::{Category, DType, Device, Element, Instrumentation, Result, Stream, Tensor, Threads};
 use std::sync::Arc;
 
 /// Device, streams, kernels, process groups and seed of one worker.
@@ -119,6 +120,41 @@ impl Rank {
     pub fn expert_parallel_rank(&self) -> GroupRank {
         let (here, each) = (group_rank(&self.etp_ep_group), self.etp.size());
         GroupRank { rank: here.rank / each, size: here.size / each }
+    }
+
+    /// This rank in its tensor-parallel group.
+    pub fn place(&self) -> GroupRank {
+        GroupRank { rank: self.tp.rank(), size: self.tp.size() }
+    }
+
+    /// The tokens of a batch that this rank holds.
+    pub fn tokens(&self, layout: &Layout) -> Result<Tokens> {
+        let cp = GroupRank { rank: self.cp.rank(), size: self.cp.size() };
+        Tokens::new(layout, cp, self.tp.size())
+    }
+
+    /// All-gathers a logical tensor from its tensor-parallel shards. `held` is this rank's shard, row-major, with `size`
+    /// values per element (1, or the bytes of an element). `experts`: it is sharded over the expert tensor-parallel group.
+    pub fn gather_tensor<T: Element>(
+        &self,
+        experts: bool,
+        part: &Part,
+        size: usize,
+        held: &[T],
+    ) -> Result<Vec<T>> {
+        let tp_group = self.tp_group(experts);
+        if tp_group.size() == 1 {
+            return Ok(held.to_vec());
+        }
+        let all = tp_group.all_gather_bytes(bytemuck::cast_slice(held), "a whole tensor")?;
+        let shape: Vec<usize> = part.shape.iter().copied().chain([size]).collect();
+        let mut whole = vec![T::zeroed(); shape.iter().product()];
+        for (rank, bytes) in all.iter().enumerate() {
+            let values: Vec<T> =
+                bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
+            part.cut(GroupRank { rank, size: tp_group.size() }).put(&shape, &values, &mut whole);
+        }
+        Ok(whole)
     }
 
     /// The device of this rank.

@@ -1,40 +1,41 @@
-//! What a forward pass leaves for its backward pass.
+//! Saved activations: what a forward pass leaves for its backward pass.
 //!
-//! Every module has its own struct; all of them can show their tensors through [`Saved`], so that an engine
-//! can move them away and back between the two passes without knowing the module. Parameters are never in
-//! it: a module keeps ids and looks weights up when backward runs.
+//! Every module has its own struct. All of them show their tensors through [`Saved`], so that offloading can move them to
+//! other memory and back between the two passes without knowing the module. Parameters are never saved: a module keeps
+//! ids and looks weights up when backward runs.
 
+use crate::moe::SavedRouting;
 use ferrotron_tensor::Tensor;
 
-/// May a saved tensor be moved to other memory between forward and backward?
+/// Whether a saved tensor may be offloaded between forward and backward.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OffloadClass {
-    /// An activation: large, worth moving.
+    /// An activation: large, worth offloading.
     Activation,
-    /// Statistics and indices: small, or needed at once; left where they are.
+    /// Statistics and indices: small, or needed at once; they stay on the device.
     Small,
 }
 
-/// A tensor kept for backward.
+/// A tensor saved for backward.
 #[derive(Clone, Debug)]
 pub struct SavedTensor {
     tensor: Tensor,
-    /// Whether it may be moved.
+    /// Whether it may be offloaded.
     pub class: OffloadClass,
 }
 
 impl SavedTensor {
-    /// An activation.
+    /// Saves an activation.
     pub fn activation(tensor: &Tensor) -> SavedTensor {
         SavedTensor { tensor: tensor.clone(), class: OffloadClass::Activation }
     }
 
-    /// A small tensor.
+    /// Saves a small tensor, which is never offloaded.
     pub fn small(tensor: &Tensor) -> SavedTensor {
         SavedTensor { tensor: tensor.clone(), class: OffloadClass::Small }
     }
 
-    /// Puts other memory with the same contents in its place.
+    /// Replaces it by other memory with the same contents.
     pub fn replace(&mut self, tensor: Tensor) {
         self.tensor = tensor;
     }
@@ -47,11 +48,16 @@ impl std::ops::Deref for SavedTensor {
     }
 }
 
-/// Shows every tensor in the order in which backward first reads them. Two modules may save one allocation:
-/// [`Tensor::allocation_id`] tells.
+/// Visitor over saved tensors.
 pub trait Saved {
-    /// Calls `f` with each tensor.
+    /// Calls `f` with each tensor, in the order in which backward first reads them. Two modules may save the same
+    /// allocation: [`Tensor::allocation_id`] tells.
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor));
+
+    /// The routing that a recomputation of this module has to repeat, where it is or contains an MoE layer.
+    fn routing(&self) -> Option<&SavedRouting> {
+        None
+    }
 }
 
 impl Saved for SavedTensor {
@@ -63,6 +69,10 @@ impl Saved for SavedTensor {
 impl<S: Saved> Saved for Option<S> {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.iter_mut().for_each(|s| s.tensors(f));
+    }
+
+    fn routing(&self) -> Option<&SavedRouting> {
+        self.as_ref().and_then(Saved::routing)
     }
 }
 

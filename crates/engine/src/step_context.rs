@@ -1,95 +1,101 @@
-//! The surroundings of one forward or backward pass.
+//! The context of one forward or backward pass.
 
-use crate::moe::MoeBatch;
-use crate::{ParamId, Params, Rank, Saved, SavedTensor};
+use crate::moe::{MoeBatch, SavedRouting};
+use crate::{ParamId, Params, Rank, Saved, SavedTensor, StepState};
 use ferrotron_kernels::RngKey;
 use ferrotron_tensor::{DType, Result, Tensor};
 
-/// What modules are given besides their inputs.
+/// What every module needs besides its inputs: the rank, the weights, the state of the step and the pass' options.
 #[derive(Clone, Copy)]
 pub struct StepContext<'a> {
-    /// The worker.
+    /// Device, streams and process groups.
     pub rank: &'a Rank,
-    /// The weights.
+    /// Model weights.
     pub params: &'a Params,
-    /// Random switching-off of activations, in training only.
+    /// Quantization and MoE state of the step.
+    pub state: &'a StepState,
+    /// Dropout, in training only.
     pub dropout: Option<Dropout<'a>>,
-    /// What backward recomputes instead of keeping.
+    /// Activation recomputation.
     pub recompute: Recompute,
-    /// Backward may follow: keep what it needs.
+    /// Whether a backward pass may follow: save what it needs.
     pub train: bool,
-    /// What mixtures are told of the micro-batch.
+    /// The micro-batch as MoE layers need to know it.
     pub moe: Option<MoeBatch<'a>>,
-    /// Forward runs once more for backward: what was counted is not counted again.
+    /// This forward pass repeats one for backward: counters are not advanced again.
     pub recomputing: bool,
-    /// Orientations of the same layer before this one, where a layer is used repeatedly: it draws as if it were so many layers
-    /// further on.
+    /// With `recomputing`: the routing of the pass that is repeated, where it is that of an MoE layer.
+    pub saved_routing: Option<&'a SavedRouting>,
+    /// How often the same layer ran before in this pass (shared MTP layers): its random numbers are those of a layer that
+    /// many positions further on.
     pub repeat: u32,
 }
 
-/// Dropout of one micro-batch. What is dropped depends on the seed, the step, the layer, the place in it and the
-/// number of the token in the step: on no layout, and on no size of micro-batches.
+/// Dropout of one micro-batch. The mask depends on the seed, the step, the layer, the site in it and the token's index in
+/// the step; it does not depend on the layout or the micro-batch size.
 #[derive(Clone, Copy, Debug)]
 pub struct Dropout<'a> {
-    /// Chance that an activation is dropped.
+    /// Probability that an activation is dropped.
     pub p: f32,
     /// Step of the run.
     pub step: u64,
-    /// i32: number in the step of the token of each row of the residual stream that this rank holds.
+    /// i32: index in the step of the token of each of this rank's rows of the residual stream.
     pub rows: &'a Tensor,
 }
 
-/// Which results are dropped after forward and computed again in backward.
+/// What is dropped after forward and recomputed in backward (activation checkpointing).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Recompute {
-    /// Everything inside a layer; only its input is kept.
+    /// The whole layer; only its input is saved.
     pub layer: bool,
-    /// Everything inside the attention block; its input is kept.
+    /// The attention block.
     pub attention: bool,
-    /// Everything inside the MLP; its input is kept.
+    /// The MLP or MoE block.
     pub mlp: bool,
-    /// The output of the MLP's non-linearity.
+    /// The output of the MLP's activation function.
     pub activation: bool,
-    /// Outputs of norms.
+    /// The outputs of norms.
     pub norm: bool,
 }
 
 impl<'a> StepContext<'a> {
-    /// A pass without dropout that keeps everything.
-    pub fn new(rank: &'a Rank, params: &'a Params) -> StepContext<'a> {
+    /// A training pass without dropout that saves every activation.
+    pub fn new(rank: &'a Rank, params: &'a Params, state: &'a StepState) -> StepContext<'a> {
         StepContext {
             rank,
             params,
+            state,
             dropout: None,
             recompute: Recompute::default(),
             train: true,
             moe: None,
             recomputing: false,
+            saved_routing: None,
             repeat: 0,
         }
     }
 
-    /// The same pass, for forward once more.
-    pub fn for_recompute(&self) -> StepContext<'a> {
-        StepContext { recomputing: true, ..*self }
+    /// The same pass for a recomputation, with the routing that was saved for it.
+    pub fn for_recompute<'b>(&'b self, routing: Option<&'b SavedRouting>) -> StepContext<'b> {
+        StepContext { recomputing: true, saved_routing: routing, ..*self }
     }
 
-    /// The type the model computes in.
+    /// The model's compute dtype.
     pub fn dtype(&self) -> DType {
         self.params.dtype()
     }
 
-    /// A weight, which the compute stream waits for if it is still on its way.
+    /// A weight. The compute stream waits for it if it is still being gathered.
     pub fn weight(&self, id: ParamId) -> Result<&'a Tensor> {
         self.params.weight(self.rank, id)
     }
 
-    /// New activation memory in the type the model computes in.
+    /// New activation memory in the model's compute dtype.
     pub fn empty(&self, shape: &[usize]) -> Result<Tensor> {
         self.rank.activation(shape, self.dtype())
     }
 
-    /// Applies dropout at a place of a layer, forward or backward: the mask depends on the place only.
+    /// Applies dropout at a site of a layer, in forward and backward alike: the mask depends on the site only.
     pub fn dropout(&self, layer: u32, site: u32, x: Tensor) -> Result<Tensor> {
         let Some(d) = self.dropout.filter(|d| d.p > 0.0) else { return Ok(x) };
         let key = RngKey { seed: self.rank.seed, step: d.step, layer: layer + self.repeat, site };
@@ -102,21 +108,27 @@ impl<'a> StepContext<'a> {
     }
 }
 
-/// What a module keeps: all that backward needs, or its input, from which forward is run again.
+/// The saved activations of a module, or only its input where it is recomputed.
 pub enum Checkpointed<S> {
-    /// Everything.
+    /// Everything backward needs.
     Full(S),
-    /// Only the input.
-    Input(SavedTensor),
+    /// The input, from which forward runs again.
+    Input {
+        /// Input of the module.
+        x: SavedTensor,
+        /// Routing of the MoE layer in it: recomputation must not select other experts.
+        routing: Option<SavedRouting>,
+    },
 }
 
-impl<S> Checkpointed<S> {
-    /// Drops `saved` for `input` where `recompute` is set.
+impl<S: Saved> Checkpointed<S> {
+    /// Keeps `saved`, or with `recompute` only `input` and the routing.
     pub fn new(recompute: bool, input: &Tensor, saved: S) -> Checkpointed<S> {
-        if recompute {
-            Checkpointed::Input(SavedTensor::activation(input))
-        } else {
-            Checkpointed::Full(saved)
+        match recompute {
+            false => Checkpointed::Full(saved),
+            true => {
+                Checkpointed::Input { x: SavedTensor::activation(input), routing: saved.routing().cloned() }
+            }
         }
     }
 }
@@ -125,7 +137,10 @@ impl<S: Saved> Saved for Checkpointed<S> {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         match self {
             Checkpointed::Full(s) => s.tensors(f),
-            Checkpointed::Input(x) => f(x),
+            Checkpointed::Input { x, routing } => {
+                f(x);
+                routing.tensors(f);
+            }
         }
     }
 }

@@ -1,46 +1,47 @@
-//! Tensor-parallel GEMMs overlapped with their collectives.
+//! GEMMs of tensor-parallel linears, overlapped with their communication.
 //!
-//! | GEMM | communication | algorithm | reason |
+//! | GEMM | communication | how | why |
 //! |---|---|---|---|
-//! | column-parallel fprop; row-parallel dgrad | all-gather of rows | ring | each chunk of rows is multiplied while it is forwarded and the next arrives |
-//! | row-parallel fprop; column-parallel dgrad | reduce-scatter of partial sums | pipelined | the GEMM runs owner by owner; one part is sent while the next is computed, the rank's own part last |
-//! | column-parallel wgrad | all-gather of the input | bulk | only wgrad needs it, and wgrad may run much later |
-//! | row-parallel wgrad | none | | the ring of dgrad has gathered all rows |
+//! | column-parallel fprop; row-parallel dgrad | all-gather of the input rows | ring | each chunk of rows is multiplied while it is sent on and the next one arrives |
+//! | row-parallel fprop; column-parallel dgrad | reduce-scatter of partial sums | pipeline | the GEMM runs owner by owner; one part is sent while the next is computed, this rank's own comes last |
+//! | column-parallel wgrad | all-gather of the input, again | bulk | only wgrad needs it, which may run much later |
+//! | row-parallel wgrad | none | | the ring of dgrad has left all rows |
 //!
-//! The reduce-scatter of column-parallel dgrad is not overlapped with wgrad in bulk: a pipeline schedule may defer wgrad,
-//! and the next module needs the input gradient before.
+//! Column-parallel dgrad is not reduce-scattered in bulk beside wgrad: wgrad may be deferred until a pipeline bubble, and
+//! the next module needs the input gradient before.
 //!
-//! Without [`crate::Rank::overlap`] the same steps run in the same order on one stream. A GEMM split by rows need not be
-//! bit-equal to the full one, so overlap never decides how it is split.
+//! Without [`crate::Rank::overlap`] the same steps run in the same order on one stream. A GEMM split by rows need not give
+//! the bits of the unsplit one, so `overlap` never decides how it is split.
 
 use crate::quant::{GemmOperand, GemmOptions, LinearGemm};
 use crate::{ParamId, StepContext, WeightGrad};
+use ferrotron_comm::InFlight;
 use ferrotron_tensor::{DType, DeviceKind, Event, Result, Stream, Tensor, shape_error};
 
-/// Minimum rows per chunk on a GPU. GEMM tiles have this height: smaller chunks would cost as much, and in sum more than
-/// the communication they hide.
+/// Smallest chunk of rows on a GPU. GEMM tiles have this height there: a smaller chunk costs as much, and all chunks
+/// together more than the communication they hide.
 const TILE: usize = 128;
 
-/// The right-hand side of a GEMM `x·wᵀ (+ bias)`.
+/// The right-hand operand of a GEMM `x·wᵀ (+ bias)`.
 #[derive(Clone)]
 pub(crate) struct WeightOperand<'a> {
     /// `[n, k]`
     pub(crate) w: GemmOperand,
     /// `[n]`
     pub(crate) bias: Option<&'a Tensor>,
-    /// Which of the linear layer's GEMMs it is.
+    /// Which GEMM of the linear it is.
     pub(crate) product: LinearGemm,
-    /// Fast accumulation: FP8 tensor cores keep partial sums at reduced precision.
+    /// Allow fast FP8 accumulation.
     pub(crate) fast: bool,
 }
 
 impl<'a> WeightOperand<'a> {
-    /// fprop of a weight `[out, in]`.
+    /// Operand of fprop, from a weight `[out, in]`.
     pub(crate) fn fprop(w: &Tensor, bias: Option<&'a Tensor>) -> WeightOperand<'a> {
         WeightOperand { w: GemmOperand::rowwise(w), bias, product: LinearGemm::Fprop, fast: false }
     }
 
-    /// dgrad of a weight `[out, in]`.
+    /// Operand of dgrad, from a weight `[out, in]`.
     pub(crate) fn dgrad(w: &Tensor) -> WeightOperand<'a> {
         WeightOperand { w: GemmOperand::columnwise(w), bias: None, product: LinearGemm::Dgrad, fast: false }
     }
@@ -50,81 +51,45 @@ impl<'a> WeightOperand<'a> {
     }
 }
 
-/// Rows that communication beside computation brings. Whoever drops them makes computation wait: their memory belongs to
-/// the compute stream.
-pub(crate) struct InFlight {
-    side: GemmOperand,
-    /// Read until it has arrived.
-    _from: Tensor,
-    done: Option<(Stream, Event)>,
-}
-
-impl InFlight {
-    /// Rows that are there.
-    pub(crate) fn ready_now(side: GemmOperand) -> InFlight {
-        let _from = side.memory().clone();
-        InFlight { side, _from, done: None }
-    }
-
-    /// Their memory, if there is nothing to wait for.
-    pub(crate) fn if_ready(&self) -> Option<&Tensor> {
-        self.done.is_none().then_some(self.side.memory())
-    }
-
-    /// The rows; computation given from now on finds them whole.
-    pub(crate) fn ready(mut self) -> Result<GemmOperand> {
-        if let Some((compute, done)) = self.done.take() {
-            compute.wait(&done)?;
-        }
-        Ok(self.side.clone())
-    }
-}
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        if let Some((compute, done)) = self.done.take() {
-            // Fails only if the card is lost, which the next call says.
-            let _ = compute.wait(&done);
-        }
-    }
-}
-
-/// `weight` gets `dyᵀ·x` once the values `x` are there.
-pub(crate) fn wgrad_gemm(weight: ParamId, dy: &Tensor, x: InFlight) -> WeightGrad {
+/// wgrad `dW = dyᵀ·x` of an input in the model's dtype, which may still be in flight.
+pub(crate) fn wgrad_gemm(weight: ParamId, dy: &Tensor, x: InFlight<GemmOperand>) -> WeightGrad {
     if let Some(x) = x.if_ready() {
-        return WeightGrad::gemm(weight, dy, x);
+        return WeightGrad::gemm(weight, dy, x.memory());
     }
     let dy = GemmOperand::columnwise(dy);
     WeightGrad::deferred(weight, move |rank, grad, accumulate| {
-        let x = GemmOperand::columnwise(x.ready()?.memory());
+        let x = GemmOperand::columnwise(x.wait(&rank.compute)?.memory());
         let how = GemmOptions { product: LinearGemm::Wgrad, bias: None, accumulate, fast: false };
         dy.gemm(rank, &x, how, grad)
     })
 }
 
 impl StepContext<'_> {
-    /// [`StepContext::all_gather`], while computation goes on.
-    pub(crate) fn begin_all_gather(&self, x: &GemmOperand, label: &'static str) -> Result<InFlight> {
+    /// Starts an all-gather of a GEMM operand's rows, overlapped with computation.
+    pub(crate) fn begin_all_gather(
+        &self,
+        x: &GemmOperand,
+        label: &'static str,
+    ) -> Result<InFlight<GemmOperand>> {
         let tp = &self.rank.tp;
         if tp.size() == 1 || !self.rank.overlap {
-            return Ok(InFlight::ready_now(self.all_gather_operand(x, label)?));
+            return Ok(InFlight::ready(self.all_gather_operand(x, label)?));
         }
-        let side = x.empty_like(self.rank, x.rows() * tp.size())?;
-        let (from, to) = (x.memory(), side.memory());
-        let done = self.beside(self.mark()?, |s| Ok(tp.all_gather(s, from, to, label)?))?;
-        let _from = from.clone();
-        Ok(InFlight { side, _from, done: done.map(|e| (self.rank.compute.clone(), e)) })
+        let all = x.empty_like(self.rank, x.rows() * tp.size())?;
+        let streams = (&self.rank.compute, &self.rank.comm_stream);
+        InFlight::launch(streams, all, vec![x.memory().clone()], |s, all| {
+            Ok(tp.all_gather(s, x.memory(), all.memory(), label)?)
+        })
     }
 
-    /// Computes `x·wᵀ + bias`.
+    /// `x·wᵀ + bias`
     pub(crate) fn gemm(&self, x: &GemmOperand, f: &WeightOperand) -> Result<Tensor> {
         let y = self.empty(&[x.rows(), f.outputs()])?;
         self.multiply(x, f, &y)?;
         Ok(y)
     }
 
-    /// All-gather + GEMM: multiplies all rows from every rank's `x [n/t, k]` into `[n, out]`; with `keep`, also returns the
-    /// gathered rows `[n, k]`.
+    /// All-gather, then GEMM: from every rank's `x [n/t, k]` to `[n, out]`; with `keep` also the gathered rows `[n, k]`.
     pub(crate) fn all_gather_gemm(
         &self,
         x: &GemmOperand,
@@ -143,14 +108,14 @@ impl StepContext<'_> {
         let memory = |rows| x.empty_like(self.rank, rows);
         let rows = |of: &GemmOperand, hop: usize| of.narrow((me + t - hop) % t * m, m);
         let all = keep.then(|| memory(t * m)).transpose()?;
-        // Where the gathered rows are not kept, two chunk buffers suffice: one arrives while the other is used.
+        // Where the rows are not kept, two buffers suffice: one receives while the other is multiplied.
         let pair = if keep { Vec::new() } else { (1..t.min(3)).map(|_| memory(m)).collect::<Result<_>>()? };
         if let Some(all) = &all {
             self.rank.compute.copy(x.memory(), rows(all, 0)?.memory())?;
         }
         let mut held = x.clone();
         for hop in 0..t {
-            // From here on the previous hop's chunk may be overwritten.
+            // After this point the chunk of the previous hop may be overwritten.
             let before = self.mark()?;
             self.multiply(&held, f, &chunk(&y, hop)?)?;
             if hop + 1 == t {
@@ -163,15 +128,15 @@ impl StepContext<'_> {
             let (to, from) = ((me + 1) % t, (me + t - 1) % t);
             let sends: Vec<_> = held.moves().map(|t| (to, t)).collect();
             let receives: Vec<_> = next.moves().map(|t| (from, t)).collect();
-            let there = self.beside(before, |s| Ok(tp.send_recv(s, &sends, &receives, label)?))?;
-            self.wait(there)?;
+            let received = self.beside(before, |s| Ok(tp.send_recv(s, &sends, &receives, label)?))?;
+            self.wait(received)?;
             held = next;
         }
         Ok((y, all))
     }
 
-    /// GEMM + reduce-scatter: this rank's rows `[n/t, out]` of the sum over ranks of `x·wᵀ`, `x [n, k]`. Partial sums are
-    /// added in rank order, in f32, and rounded once.
+    /// GEMM, then reduce-scatter: from `x [n, k]` to this rank's rows of the sum over ranks, `[n/t, out]`. Partial sums
+    /// are added in rank order, in f32, and rounded once.
     pub(crate) fn gemm_reduce_scatter(
         &self,
         x: &GemmOperand,
@@ -188,28 +153,28 @@ impl StepContext<'_> {
         }
         let (m, out) = (n / t, f.outputs());
         let parts = self.empty(&[t, m, out])?;
-        // Partial outputs in flight, kept alive until they are sent.
-        let mut made: Vec<(Tensor, Option<Event>)> = Vec::with_capacity(t);
-        let mut there = None;
+        // Parts that are being sent stay alive until the last of them has arrived.
+        let mut sent: Vec<(Tensor, Option<Event>)> = Vec::with_capacity(t);
+        let mut received = None;
         for step in 1..=t {
             let owner = (me + step) % t;
             let product = if owner == me { parts.select(0, me)? } else { self.empty(&[m, out])? };
             self.multiply(&x.narrow(owner * m, m)?, f, &product)?;
-            // Send the previous part after launching this GEMM, so that the compute stream has work meanwhile.
-            if let Some((product, ready)) = made.last_mut() {
+            // The previous part is sent after this GEMM is enqueued, so that the GPU has work while ranks rendezvous.
+            if let Some((product, ready)) = sent.last_mut() {
                 let (to, from) = ((me + step - 1) % t, (me + t + 1 - step) % t);
                 let part = parts.select(0, from)?;
-                there = self.beside(ready.take(), |s| {
+                received = self.beside(ready.take(), |s| {
                     Ok(tp.send_recv(s, &[(to, product)], &[(from, &part)], label)?)
                 })?;
             }
-            made.push((product, self.mark()?));
+            sent.push((product, self.mark()?));
         }
-        self.wait(there)?;
+        self.wait(received)?;
         self.sum_in_rank_order(&parts)
     }
 
-    /// `[t, m, n] → [m, n]`
+    /// `[t, m, n] → [m, n]`, accumulated in f32.
     fn sum_in_rank_order(&self, parts: &Tensor) -> Result<Tensor> {
         let (k, s, t) = (&self.rank.kernels, &self.rank.compute, parts.shape()[0]);
         let y = self.rank.activation(&parts.shape()[1..], parts.dtype())?;
@@ -230,17 +195,17 @@ impl StepContext<'_> {
         x.gemm(self.rank, &f.w, how, y)
     }
 
-    /// Always split on the CPU: it gains nothing there, and tests what GPUs do.
+    /// On the CPU always: it gains nothing there, but tests what GPUs do.
     fn chunks_pay(&self, rows: usize) -> bool {
         self.rank.device().kind() == DeviceKind::Cpu || rows >= TILE
     }
 
-    /// An event on the compute stream; `None` where communication runs on the compute stream itself.
+    /// Records the computation so far; None where communication runs on the compute stream.
     fn mark(&self) -> Result<Option<Event>> {
         self.rank.overlap.then(|| self.rank.compute.record()).transpose()
     }
 
-    /// Runs communication after an event of the compute stream, overlapped with what follows; returns its end event.
+    /// Runs communication on its own stream after `mark`; returns its end.
     fn beside(&self, mark: Option<Event>, work: impl FnOnce(&Stream) -> Result<()>) -> Result<Option<Event>> {
         let Some(mark) = mark else {
             work(&self.rank.compute)?;
@@ -251,8 +216,8 @@ impl StepContext<'_> {
         self.rank.comm_stream.record().map(Some)
     }
 
-    /// Makes the compute stream wait for communication.
-    fn wait(&self, there: Option<Event>) -> Result<()> {
-        there.map_or(Ok(()), |e| self.rank.compute.wait(&e))
+    /// Makes the compute stream wait for the communication.
+    fn wait(&self, done: Option<Event>) -> Result<()> {
+        done.map_or(Ok(()), |e| self.rank.compute.wait(&e))
     }
 }

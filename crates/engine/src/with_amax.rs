@@ -40,7 +40,7 @@ impl From<&WithAmax> for WithAmax {
 impl StepContext<'_> {
     /// Zero, f32 `[1]`, for a largest magnitude to be raised in.
     pub(crate) fn zero_amax(&self) -> Result<Tensor> {
-        match self.params.quant() {
+        match self.state.quant() {
             // What is zeroed for many belongs to a step: a pass outside of it would keep memory from before it.
             Some(state) if self.train => state.zero_amax(self.rank),
             _ => self.rank.compute.zeros(&[1], DType::F32, Category::Workspace),

@@ -337,7 +337,7 @@ fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
         seed: run.resolved.config.train.seed,
     };
     let t = &run.trainer;
-    let pass = StepContext::new(&t.rank, &t.params);
+    let pass = StepContext::new(&t.rank, &t.params, &t.step_state);
     let out = generate(&t.decoder, &pass, &ids, g.tokens as usize, sampling, &[], &mut |_| true)?;
     let bytes: Vec<u8> = out.iter().map(|id| *id as u8).collect();
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))

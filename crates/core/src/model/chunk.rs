@@ -1,7 +1,7 @@
 //! A run of consecutive parts of a decoder: what one pipeline stage holds. Without a pipeline there is one chunk with
 //! everything.
 
-use super::config::Positions;
+use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
 use super::decoder::Input;
 use super::layer::{Layer, LayerSaved, norm_of};
@@ -9,8 +9,9 @@ use super::layer_split::Stage;
 use super::mtp::{MtpBlock, MtpBlockSaved};
 use ferrotron_engine::attention::KvCache;
 use ferrotron_engine::{
-    Checkpointed, Embedding, EmbeddingSaved, HiddenStates, LmHead, LmHeadSaved, NormLayer, NormSaved, Saved,
-    SavedTensor, StepContext, Targets, WeightGrad, run_to_completion,
+    Checkpointed, Embedding, EmbeddingConfig, EmbeddingSaved, HiddenStates, LmHead, LmHeadConfig,
+    LmHeadSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, Targets, WeightGrad,
+    run_to_completion,
 };
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
@@ -26,6 +27,17 @@ pub struct Chunk {
     mtp: Option<MtpBlock>,
     /// Layers of the whole model.
     total_layers: u32,
+}
+
+/// The embedding that a model configuration asks for.
+pub(super) fn embedding_config(c: &ModelConfig) -> EmbeddingConfig {
+    EmbeddingConfig {
+        vocab: c.vocab,
+        hidden: c.hidden,
+        positions: (c.positions == Positions::Learned).then_some(c.max_positions),
+        scale: c.embed_scale,
+        std: c.init_std,
+    }
 }
 
 /// What comes out at the end of the model.
@@ -71,9 +83,8 @@ impl Chunk {
     pub(super) fn declare(model: &mut ModelDeclaration, stage: &Stage) -> Result<Chunk> {
         let (c, pipelined) = (model.config, model.pipelined);
         let d = &mut model.params;
-        let learned = (c.positions == Positions::Learned).then_some(c.max_positions);
         let embedding = if stage.embedding {
-            let e = Embedding::declare(d, "embed", c.vocab, c.hidden, learned, c.embed_scale, c.init_std)?;
+            let e = Embedding::declare(d, "embed", embedding_config(c))?;
             // The last stage has the table too: as a tied LM head, or to embed the tokens that MTP predicts from.
             if c.tied && pipelined {
                 d.mark_tied_across_stages(e.tokens, false);
@@ -94,15 +105,13 @@ impl Chunk {
         let output = if stage.loss {
             let d = &mut model.params;
             let norm = NormLayer::declare(d, "final_norm", c.hidden, norm_of(c))?;
+            let config =
+                LmHeadConfig { vocab: c.vocab, hidden: c.hidden, softcap: c.final_softcap, std: c.init_std };
             let head = match model.token_embedding {
-                shared @ Some(_) if c.tied => {
-                    LmHead::declare(d, "head", c.vocab, c.hidden, shared, c.final_softcap, c.init_std)?
-                }
-                _ => {
-                    // A tied head on a rank without the first stage holds its own copy of the token table.
-                    let (name, mirror) = if c.tied { ("embed.tokens", true) } else { ("head.weight", false) };
-                    LmHead::declare_as(d, name, c.vocab, c.hidden, c.final_softcap, c.init_std, mirror)?
-                }
+                Some(table) if c.tied => LmHead::tied(d, table, &config),
+                // A tied head on a rank without the first stage holds its own copy of the token table.
+                None if c.tied => LmHead::tied_across_stages(d, "embed.tokens", &config)?,
+                _ => LmHead::declare(d, "head.weight", &config)?,
             };
             Some((norm, head))
         } else {

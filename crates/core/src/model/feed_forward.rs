@@ -1,6 +1,6 @@
 //! What stands between the second norm of a layer and its residual: an MLP, or a mixture of experts.
 
-use ferrotron_engine::moe::{Moe, MoeSaved};
+use ferrotron_engine::moe::{Moe, MoeSaved, SavedRouting};
 use ferrotron_engine::{Mlp, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
 use ferrotron_tensor::{Result, Tensor};
 
@@ -25,6 +25,13 @@ impl Saved for FeedForwardSaved {
         match self {
             FeedForwardSaved::Dense(s) => s.tensors(f),
             FeedForwardSaved::Moe(s) => s.tensors(f),
+        }
+    }
+
+    fn routing(&self) -> Option<&SavedRouting> {
+        match self {
+            FeedForwardSaved::Dense(_) => None,
+            FeedForwardSaved::Moe(s) => s.routing(),
         }
     }
 }

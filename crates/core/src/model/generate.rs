@@ -85,7 +85,7 @@ pub fn generate(
     sampling.check()?;
     // Weights stay what they are, and nothing here is part of a training step.
     let pass = &StepContext { train: false, ..*pass };
-    let quant = pass.params.quant();
+    let quant = pass.state.quant();
     if let Some(quant) = quant {
         quant.begin_evaluation();
     }

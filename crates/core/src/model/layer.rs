@@ -8,10 +8,10 @@ use ferrotron_engine::attention::{
     Attention, AttentionConfig, KvCache, Layout, MlaConfig, MultiLatentAttention, RopeTable, SelfAttention,
     SelfAttentionSaved,
 };
-use ferrotron_engine::moe::Moe;
+use ferrotron_engine::moe::{Moe, SavedRouting};
 use ferrotron_engine::{
-    Checkpointed, Declarations, HiddenStates, Mlp, NormLayer, NormSaved, Saved, SavedTensor, StepContext,
-    WeightGrad, run_to_completion,
+    Checkpointed, Declarations, HiddenStates, Mlp, MlpConfig, NormLayer, NormSaved, Saved, SavedTensor,
+    StepContext, WeightGrad, run_to_completion,
 };
 use ferrotron_kernels::{AttentionParams, MaskAlign, Norm};
 use ferrotron_tensor::{Result, Tensor};
@@ -35,6 +35,8 @@ pub struct Layer {
 pub struct LayerSaved {
     mlp_post: Option<NormSaved>,
     mlp: Option<FeedForwardSaved>,
+    /// Where the MoE block is recomputed: its routing.
+    routing: Option<SavedRouting>,
     mlp_norm: NormSaved,
     attn_post: Option<NormSaved>,
     attn: Option<SelfAttentionSaved>,
@@ -45,10 +47,15 @@ impl Saved for LayerSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         self.mlp_post.tensors(f);
         self.mlp.tensors(f);
+        self.routing.tensors(f);
         self.mlp_norm.tensors(f);
         self.attn_post.tensors(f);
         self.attn.tensors(f);
         self.attn_norm.tensors(f);
+    }
+
+    fn routing(&self) -> Option<&SavedRouting> {
+        self.mlp.routing().or(self.routing.as_ref())
     }
 }
 
@@ -156,13 +163,14 @@ impl Layer {
                 None => FeedForward::Dense(Mlp::declare(
                     d,
                     &format!("{name}.mlp"),
-                    c.hidden,
-                    c.ffn,
-                    act_of(c),
-                    c.gated,
-                    c.mlp_bias,
-                    std.0,
-                    std.1,
+                    MlpConfig {
+                        hidden: c.hidden,
+                        ffn: c.ffn,
+                        act: act_of(c),
+                        gated: c.gated,
+                        bias: c.mlp_bias,
+                        std,
+                    },
                 )?),
             },
             mlp_post: post(d, "mlp_post_norm")?,
@@ -202,9 +210,10 @@ impl Layer {
             mlp.drop_input();
         }
         let attn = (!p.recompute.attention).then_some(attn);
+        let routing = mlp.routing().filter(|_| p.recompute.mlp).cloned();
         let mlp = (!p.recompute.mlp).then_some(mlp);
         let y = HiddenStates { x: r, pending: Some(m) };
-        Ok((y, x, LayerSaved { mlp_post, mlp, mlp_norm, attn_post, attn, attn_norm }))
+        Ok((y, x, LayerSaved { mlp_post, mlp, routing, mlp_norm, attn_post, attn, attn_norm }))
     }
 
     /// Gradient of the input, in turns.
@@ -216,11 +225,11 @@ impl Layer {
         positions: &Tensor,
         dy: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
-        let recompute = p.for_recompute();
         let s = match saved {
             Checkpointed::Full(saved) => saved,
-            Checkpointed::Input(x) => {
-                self.run(&recompute, HiddenStates::of((*x).clone()), layout, positions).await?.2
+            Checkpointed::Input { x, routing } => {
+                let p = p.for_recompute(routing.as_ref());
+                self.run(&p, HiddenStates::of((*x).clone()), layout, positions).await?.2
             }
         };
         let dm = p.dropout(self.index, AFTER_MLP, dy.clone())?;
@@ -229,7 +238,7 @@ impl Layer {
             None => {
                 let measure = self.mlp.needs_input_amax(p);
                 let normed = self.mlp_norm.recompute(p, &s.mlp_norm, measure)?;
-                self.mlp.forward(&recompute, normed).await?.1
+                self.mlp.forward(&p.for_recompute(s.routing.as_ref()), normed).await?.1
             }
             Some(mut saved) => {
                 if p.recompute.norm && saved.needs_input() {

@@ -4,7 +4,7 @@ use super::{Decoder, ModelConfig, ModelOptions, PipelineLayout};
 use crate::Result;
 use crate::train::to_f32;
 use ferrotron_engine::attention::Layout;
-use ferrotron_engine::{GroupRank, Params, Rank, StepContext, Tokens};
+use ferrotron_engine::{GroupRank, Params, Rank, StepContext, StepState, Tokens};
 use ferrotron_tensor::{DType, shape_error};
 
 /// A decoder and its weights on one rank.
@@ -15,6 +15,8 @@ pub struct Model {
     pub decoder: Decoder,
     /// The weights.
     pub params: Params,
+    /// Quantization and MoE state.
+    pub step_state: StepState,
 }
 
 impl Model {
@@ -42,7 +44,8 @@ impl Model {
         source: &dyn Fn(&str) -> Result<Vec<u8>>,
     ) -> Result<Model> {
         let (decoder, specs) = Decoder::new(&rank, config, positions, layout, options)?;
-        let params = Params::allocate(&rank, specs, dtype)?.with_moe(&rank, decoder.moe_layers())?;
+        let params = Params::allocate(&rank, specs, dtype)?;
+        let step_state = StepState::new(&rank, params.specs(), decoder.moe_layers())?;
         for (spec, value) in params.specs().iter().zip(params.values()) {
             let bytes = value.as_bytes()?;
             for (part, cut, range) in spec.held() {
@@ -57,8 +60,8 @@ impl Model {
                 rank.compute.upload_into(&slot, &data)?;
             }
         }
-        set_expert_biases(&rank, &params, &|name| to_f32(DType::F32, &source(name)?))?;
-        Ok(Model { rank, decoder, params })
+        set_expert_biases(&rank, &step_state, &|name| to_f32(DType::F32, &source(name)?))?;
+        Ok(Model { rank, decoder, params, step_state })
     }
 
     /// Logits `[tokens, V]` of sequences of that layout on every rank, from the rows and columns that the ranks of the
@@ -96,7 +99,7 @@ impl Model {
     pub fn tokens_per_expert(&self) -> Result<Vec<(usize, Vec<i64>)>> {
         let rank = &self.rank;
         let mut mine: Vec<(usize, Vec<i64>)> = Vec::new();
-        if let Some(mixtures) = self.params.moe() {
+        if let Some(mixtures) = self.step_state.moe() {
             let load = mixtures.tokens_per_expert(rank)?;
             let load = rank.compute.download::<i64>(&load)?;
             let width = load.len() / mixtures.specs().len().max(1);
@@ -117,17 +120,17 @@ impl Model {
 
     /// A pass without dropout.
     pub fn pass(&self) -> StepContext<'_> {
-        StepContext::new(&self.rank, &self.params)
+        StepContext::new(&self.rank, &self.params, &self.step_state)
     }
 }
 
 /// Puts the biases of choices in place: `source(name)` gives f32 values.
 pub fn set_expert_biases(
     rank: &Rank,
-    params: &Params,
+    step_state: &StepState,
     source: &dyn Fn(&str) -> Result<Vec<f32>>,
 ) -> Result<()> {
-    let Some(mixtures) = params.moe() else { return Ok(()) };
+    let Some(mixtures) = step_state.moe() else { return Ok(()) };
     for (i, spec) in mixtures.specs().iter().enumerate().filter(|(_, m)| m.expert_bias) {
         let values = source(&format!("{}.expert_bias", spec.name))?;
         rank.compute.upload_into(&mixtures.expert_bias.narrow(0, i, 1)?, &values)?;

@@ -1,14 +1,14 @@
 //! The modules that predict further tokens; [`super::mtp`] has the maths.
 
+use super::chunk::embedding_config;
 use super::config::{ModelConfig, Positions};
 use super::declare::ModelDeclaration;
 use super::decoder::{Input, MtpInput};
 use super::layer::{Layer, LayerSaved, norm_of};
 use super::mtp_config::MtpConfig;
-use ferrotron_engine::moe::{ReplicatedLinear, ReplicatedSaved};
 use ferrotron_engine::{
-    Checkpointed, Declarations, Embedding, EmbeddingSaved, HiddenStates, LmHead, LmHeadSaved, NormLayer,
-    NormSaved, Saved, SavedTensor, StepContext, WeightGrad, run_to_completion,
+    Checkpointed, Declarations, Embedding, EmbeddingSaved, HiddenStates, Linear, LinearSaved, LmHead,
+    LmHeadSaved, NormLayer, NormSaved, Saved, SavedTensor, StepContext, WeightGrad, run_to_completion,
 };
 use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
@@ -30,7 +30,7 @@ pub(super) struct MtpBlock {
 pub(super) struct MtpLayer {
     enorm: NormLayer,
     hnorm: NormLayer,
-    eh: ReplicatedLinear,
+    eh: Linear,
     layer: Layer,
     norm: NormLayer,
 }
@@ -40,7 +40,7 @@ struct MtpLayerSaved {
     head: Option<LmHeadSaved>,
     norm: NormSaved,
     layer: Checkpointed<LayerSaved>,
-    eh: ReplicatedSaved,
+    eh: LinearSaved,
     hnorm: NormSaved,
     enorm: NormSaved,
     embedding: EmbeddingSaved,
@@ -263,7 +263,7 @@ impl MtpLayer {
         Ok(MtpLayer {
             enorm: norm(d, "enorm")?,
             hnorm: norm(d, "hnorm")?,
-            eh: ReplicatedLinear::declare(d, &format!("mtp.{i}.eh"), 2 * c.hidden, c.hidden, c.init_std)?,
+            eh: Linear::declare_replicated(d, &format!("mtp.{i}.eh"), 2 * c.hidden, c.hidden, c.init_std)?,
             layer: Layer::declare_as(d, c, &format!("mtp.{i}.layer"), c.layers + i, rope)?,
             norm: norm(d, "norm")?,
         })
@@ -282,7 +282,7 @@ fn declare_mirror(d: &mut Declarations, c: &ModelConfig, head: &LmHead, uses: u3
             (e, new)
         }
         false => {
-            let e = Embedding::declare(d, "embed", c.vocab, c.hidden, learned, c.embed_scale, c.init_std)?;
+            let e = Embedding::declare(d, "embed", embedding_config(c))?;
             let new = e.tables().collect();
             (e, new)
         }

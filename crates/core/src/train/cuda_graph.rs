@@ -283,7 +283,7 @@ impl Trainer {
             s.copy(&inputs.scalars()?, self.optimizer.scalars())?;
             let losses =
                 self.forward_backward(form.micro_batches, &mut |rank, _, i| inputs.micro_batch(rank, i))?;
-            let outcome = self.optimizer.apply(&self.rank, &self.params, &self.grads)?;
+            let outcome = self.optimizer.apply(&self.rank, &self.params, &self.step_state, &self.grads)?;
             s.copy(&outcome, &results.narrow(0, 0, outcome::COUNT)?)?;
             for (i, number) in losses.iter().enumerate() {
                 s.copy(number, &results.narrow(0, outcome::COUNT + i, 1)?)?;

@@ -62,7 +62,7 @@ fn is_module(name: &str, parts: &HashSet<&str>) -> bool {
 }
 
 fn delayed(t: &Trainer) -> Option<&DelayedState> {
-    t.params.quant().and_then(QuantState::delayed)
+    t.step_state.quant().and_then(QuantState::delayed)
 }
 
 /// What this rank brings to a checkpoint: that of its stage, on the first rank of those that share it.
@@ -164,6 +164,6 @@ impl Trainer {
         s.upload_into(&d.scale, &scales.scale)?;
         s.upload_into(&d.history, &scales.history)?;
         // Weights that are bytes are made with them.
-        self.optimizer.sync_params(&self.rank, &self.params)
+        self.optimizer.sync_params(&self.rank, &self.params, &self.step_state)
     }
 }

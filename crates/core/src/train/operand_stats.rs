@@ -5,7 +5,7 @@ use crate::events::{Operand, Precision};
 use crate::model::{ModelConfig, logical_parts};
 use crate::{Error, Result};
 use ferrotron_engine::quant::Role;
-use ferrotron_engine::{Params, Rank};
+use ferrotron_engine::{Params, Rank, StepState};
 use ferrotron_kernels::QuantStats;
 use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
@@ -35,8 +35,8 @@ impl RankOperandStats {
 }
 
 /// What was noted since operands are watched, which they no longer are.
-pub(super) fn take_operand_stats(params: &Params) -> Vec<RankOperandStats> {
-    let Some(quant) = params.quant() else { return Vec::new() };
+pub(super) fn take_operand_stats(params: &Params, state: &StepState) -> Vec<RankOperandStats> {
+    let Some(quant) = state.quant() else { return Vec::new() };
     let seen = quant.take_stats().into_iter().map(|o| {
         let (spec, s) = (&params.specs()[o.slot.param.0], o.stats);
         RankOperandStats {

@@ -229,7 +229,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);
     (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
     // At the very end: weights that are bytes are made with the scales that are there.
-    t.optimizer.sync_params(&t.rank, &t.params)
+    t.optimizer.sync_params(&t.rank, &t.params, &t.step_state)
 }
 
 /// f32 values of little-endian bytes of a float type.

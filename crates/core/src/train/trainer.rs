@@ -21,7 +21,7 @@ use crate::{Error, Result};
 use ferrotron_comm::{Communicator, ReduceOp};
 use ferrotron_engine::data_parallel::{ShardingStrategy, bucket_elements};
 use ferrotron_engine::moe::MoeCounters;
-use ferrotron_engine::{GradBuffer, Params, Rank, Recompute, StepContext, quant};
+use ferrotron_engine::{GradBuffer, Params, Rank, Recompute, StepContext, StepState, quant};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, Stream};
 use std::sync::Arc;
@@ -34,6 +34,8 @@ pub struct Trainer {
     pub decoder: Decoder,
     /// Its weights.
     pub params: Params,
+    /// Quantization and MoE state of its steps.
+    pub step_state: StepState,
     pub(super) optimizer: Optimizer,
     pub(super) grads: GradBuffer,
     pub(super) lr: LrSchedule,
@@ -96,8 +98,8 @@ impl Trainer {
         let dtype = r.config.precision.dtype.dtype();
         let copies = rank.dp_cp_group.size().max(rank.expert_dp_group.size());
         let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
-        let params =
-            Params::in_buckets(&rank, specs, dtype, bucket)?.with_moe(&rank, decoder.moe_layers())?;
+        let params = Params::in_buckets(&rank, specs, dtype, bucket)?;
+        let step_state = StepState::new(&rank, params.specs(), decoder.moe_layers())?;
         let scheme = ShardingStrategy::zero(r.config.parallel.zero, copies);
         let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
         let dtypes =
@@ -106,7 +108,7 @@ impl Trainer {
         let loss_scale = r.config.loss_scale().map(|c| LossScale::new(&rank, c)).transpose()?;
         let optimizer =
             Optimizer::new(&rank, &params, scheme, rule, dtypes, clip)?.with_loss_scale(loss_scale);
-        optimizer.initialise(&rank, &params)?;
+        optimizer.initialise(&rank, &params, &step_state)?;
         let grads = GradBuffer::of(&params, scheme);
         let (lr, wd, batches) = state::schedules(r)?;
         Ok(Trainer {
@@ -114,6 +116,7 @@ impl Trainer {
             rank,
             decoder,
             params,
+            step_state,
             optimizer,
             grads,
             lr,
@@ -150,7 +153,7 @@ impl Trainer {
 
     /// Has products stay in full width while scales are not known yet. Says whether they do.
     fn begin_calibration(&self) -> bool {
-        let Some(quant) = self.params.quant() else { return false };
+        let Some(quant) = self.step_state.quant() else { return false };
         quant.calibrate_only(self.scaled_steps < self.calibrate);
         quant.is_calibrating()
     }
@@ -195,7 +198,7 @@ impl Trainer {
         }
         let mut total = 0.0;
         self.begin_calibration();
-        if let Some(quant) = self.params.quant() {
+        if let Some(quant) = self.step_state.quant() {
             quant.begin_evaluation();
         }
         if !batches.is_empty() {
@@ -204,11 +207,11 @@ impl Trainer {
                 PipelinePlan { kind: ScheduleKind::ForwardOnly, ..self.pipeline_plan(batches.len()) }
                     .schedule()?;
             let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), &[1.0], None);
-            let pass = StepContext { train: false, ..StepContext::new(rank, &self.params) };
+            let pass = StepContext { train: false, ..StepContext::new(rank, &self.params, &self.step_state) };
             let sums = execute(pass, decoder, &schedule, &mut load, StepMode::Loss)?;
             total = sums.iter().map(|l| read_scalar(rank, l)).sum::<Result<f64>>()?;
         }
-        if let Some(quant) = self.params.quant() {
+        if let Some(quant) = self.step_state.quant() {
             quant.end_evaluation();
         }
         let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();

@@ -29,7 +29,7 @@ impl Trainer {
             }
             Ok(runs.iter().flat_map(|r| whole[r.clone()].iter().copied()).collect())
         };
-        self.optimizer.fill(&self.rank, &self.params, &values)
+        self.optimizer.fill(&self.rank, &self.params, &self.step_state, &values)
     }
 
     /// Gradients of the last step by logical name, before clipping and without a loss scale; an error before the first step.

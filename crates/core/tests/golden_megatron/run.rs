@@ -155,7 +155,7 @@ pub fn run(case: &Case, dtype: DType, layout: &Ranks) -> Got {
         }
         let mut grads = GradBuffer::new(model.params.specs());
         // Counters of the passes above do not belong to the step.
-        model.params.moe().map_or(Ok(()), |m| m.begin_step(&model.rank.compute))?;
+        model.step_state.moe().map_or(Ok(()), |m| m.begin_step(&model.rank.compute))?;
         let mut losses = vec![0.0; work.weights.len()];
         for l in work.pass(&model, StepMode::Train(&mut grads), true)? {
             let values = model.rank.compute.download::<f32>(&l)?;
@@ -163,7 +163,7 @@ pub fn run(case: &Case, dtype: DType, layout: &Ranks) -> Got {
         }
         let loads = model.tokens_per_expert()?;
         let (mut balance, mut z) = (Vec::new(), Vec::new());
-        if let Some(state) = model.params.moe() {
+        if let Some(state) = model.step_state.moe() {
             let counted = state.end_step(&model.rank, 1, moe)?;
             let by_kind = model.rank.compute.download::<f32>(&counted.losses)?;
             balance = by_kind.chunks(AuxLossKind::ALL.len()).map(<[f32]>::to_vec).collect();

@@ -75,7 +75,7 @@ fn generation_matches_one_rank() {
             },
             |rank| {
                 let trainer = Trainer::new(rank, &resolved)?;
-                let pass = StepContext::new(&trainer.rank, &trainer.params);
+                let pass = StepContext::new(&trainer.rank, &trainer.params, &trainer.step_state);
                 let cold = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 3 };
                 let warm = Sampling { temperature: 1.0, ..cold };
                 let first = trainer.rank.world.rank() == 0;

@@ -12,6 +12,7 @@ mod matrix;
 mod metrics;
 mod overlap;
 mod pad_to_capacity;
+mod recompute;
 mod routing_replay;
 
 use ferrotron_core::config::{Recipe, Resolved};

@@ -162,7 +162,7 @@ fn dropout_is_a_function_of_its_key() {
         let numbers =
             t.rank.compute.upload(&numbers, &[rows], ferrotron_tensor::Category::Activations).unwrap();
         let dropout = Some(Dropout { p: 0.25, step, rows: &numbers });
-        let pass = StepContext { dropout, ..StepContext::new(&t.rank, &t.params) };
+        let pass = StepContext { dropout, ..StepContext::new(&t.rank, &t.params, &t.step_state) };
         t.rank.compute.download(&pass.dropout(layer, site, ones.clone()).unwrap()).unwrap()
     };
     let first = mask(3, 1, 2, 1);

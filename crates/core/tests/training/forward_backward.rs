@@ -5,7 +5,8 @@ use ferrotron_core::model::{Decoder, ForwardMode, ModelConfig, ModelOptions, Pip
 use ferrotron_core::train::{read_scalar, upload_targets, weighted_loss};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{
-    GradBuffer, OffloadClass, Params, Rank, Recompute, Saved, SavedTensor, StepContext, initial_values,
+    GradBuffer, OffloadClass, Params, Rank, Recompute, Saved, SavedTensor, StepContext, StepState,
+    initial_values,
 };
 use ferrotron_tensor::{Category, DType, bf16};
 
@@ -13,6 +14,7 @@ struct Whole {
     rank: Rank,
     decoder: Decoder,
     params: Params,
+    state: StepState,
 }
 
 impl Whole {
@@ -21,6 +23,7 @@ impl Whole {
         let (decoder, specs) =
             Decoder::new(&rank, config, 16, &PipelineLayout::default(), &ModelOptions::default()).unwrap();
         let params = Params::allocate(&rank, specs, dtype).unwrap();
+        let state = StepState::new(&rank, params.specs(), decoder.moe_layers()).unwrap();
         for (spec, t) in params.specs().iter().zip(params.values()) {
             let values: Vec<f32> =
                 spec.held().flat_map(|(p, _, r)| initial_values(7, p, 0..r.len())).map(|x| x * 4.0).collect();
@@ -32,7 +35,7 @@ impl Whole {
                 }
             }
         }
-        Whole { rank, decoder, params }
+        Whole { rank, decoder, params, state }
     }
 
     /// Loss and gradients of a batch; visits all saved activations before backward.
@@ -43,7 +46,7 @@ impl Whole {
         recompute: Recompute,
         between: &mut dyn FnMut(&mut SavedTensor),
     ) -> (f64, Vec<Vec<f32>>) {
-        let pass = StepContext { recompute, ..StepContext::new(&self.rank, &self.params) };
+        let pass = StepContext { recompute, ..StepContext::new(&self.rank, &self.params, &self.state) };
         let labels: Vec<i32> = ids.iter().map(|i| (3 * i + 1) % 16).collect();
         let input = self.decoder.input(&self.rank, ids, None, layout).unwrap();
         let targets = upload_targets(&self.rank, &input.tokens, &labels, 1.0 / ids.len() as f32).unwrap();

@@ -1,54 +1,53 @@
-//! Tokens to the ranks that have their experts by an all-to-all exchange.
+//! Token dispatch by all-to-all.
 //!
-//! At home, choices are sorted by destination: rank (ep b, etp a) of the group gets the rows of the experts of b, sorted by
-//! expert. Where a ranks share an expert, each of them gets a copy, and what they send back are parts of a sum. There, rows
-//! are sorted once more: by expert, then by rank they came from, then by token.
+//! The sender sorts its rows by destination: rank (ep b, etp a) of the group gets the rows of b's experts, sorted by
+//! expert. With expert tensor parallelism each of the etp ranks of an expert gets a copy of the row, and what they send
+//! back are partial sums. The receiver sorts once more: by expert, then by sending rank, then by token.
 //!
-//! Rows travel on a stream of their own: whoever has other work does it before he waits for them.
+//! Rows travel on the dispatch stream, so that a pass with other work does it before it waits for them.
 
 use super::MoeTraining;
 use super::router::TopK;
-use super::token_dispatcher::{ExpertLayout, InFlight};
+use super::token_dispatcher::ExpertLayout;
 use crate::StepContext;
+use ferrotron_comm::InFlight;
 use ferrotron_kernels::{RowMap, capacity};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
-/// Where rows went.
+/// Permutations and split sizes of one micro-batch's all-to-all.
 pub(crate) struct AllToAll {
-    /// Choices at home, one slot for each copy: k·etp of a token.
+    /// Sender side: token rows to destination order, k·etp copies of a token.
     home: RowMap,
-    /// Rows at the experts.
+    /// Receiver side: arrival order to expert order.
     map: RowMap,
-    /// Rows to each rank, and from each.
+    /// Rows sent to each rank, and received from each.
     sent: Vec<usize>,
     received: Vec<usize>,
     etp: usize,
 }
 
 impl AllToAll {
-    /// Who gets which of the rows of `topk_routes`. The host waits: it must know how much comes and goes, unless every expert gets
-    /// as many rows of each rank as its capacity there, and one.
+    /// Plans the all-to-all of `topk`. The host reads the number of tokens per expert to size the buffers, unless capacity
+    /// padding fixes them: then every expert gets `capacity + 1` rows from each rank.
     pub(super) fn plan(
         p: &StepContext,
         training: &MoeTraining,
         layout: ExpertLayout,
-        topk_routes: &TopK,
+        topk: &TopK,
     ) -> Result<AllToAll> {
         let (k, s, group) = (&p.rank.kernels, &p.rank.compute, &p.rank.etp_ep_group);
-        let [t, topk] = [topk_routes.index.shape()[0], topk_routes.index.shape()[1]];
+        let [t, n] = [topk.index.shape()[0], topk.index.shape()[1]];
         let (etp, [all, own]) = (p.rank.etp.size(), layout.experts);
         let index = if etp == 1 {
-            topk_routes.index.clone()
+            topk.index.clone()
         } else {
-            let wide = p.rank.activation(&[t, topk * etp], DType::I32)?;
-            k.expand_topk(s, &topk_routes.index, own, etp, &wide)?;
-            wide
+            let copies = p.rank.activation(&[t, n * etp], DType::I32)?;
+            k.expand_topk(s, &topk.index, own, etp, &copies)?;
+            copies
         };
-        let even = training.capacity.filter(|c| p.train && c.pad && c.per_rank);
-        if let Some(c) = even {
-            let each = capacity(t, topk, all, c.factor) + 1;
-            let mut home =
-                layout.map(p, [t + (all * etp).div_ceil(topk * etp), topk * etp], all * etp, each)?;
+        if let Some(c) = training.capacity.filter(|c| p.train && c.pad && c.per_rank) {
+            let each = capacity(t, n, all, c.factor) + 1;
+            let mut home = layout.map(p, [t + (all * etp).div_ceil(n * etp), n * etp], all * etp, each)?;
             k.sort_by_expert(s, &padded_index(p, &index, all * etp)?, 0, each, &home)?;
             home.rows = home.rows.narrow(0, 0, t)?;
             let rows = vec![own * each; group.size()];
@@ -56,70 +55,94 @@ impl AllToAll {
             let map = received_map(p, layout, &counts)?;
             return Ok(AllToAll { home, map, sent: rows.clone(), received: rows, etp });
         }
-        let home = layout.map(p, [t, topk * etp], all * etp, 1)?;
+        let home = layout.map(p, [t, n * etp], all * etp, 1)?;
         k.sort_by_expert(s, &index, 0, 1, &home)?;
         let theirs = p.rank.activation(&[all * etp], DType::I32)?;
         group.all_to_all(s, &home.counts, &theirs, "tokens of each expert")?;
-        let counts = |t: &Tensor| -> Result<Vec<usize>> {
+        let download = |t: &Tensor| -> Result<Vec<usize>> {
             Ok(s.download::<i32>(t)?.into_iter().map(|n| n as usize).collect())
         };
-        let sums = |counts: &[usize]| counts.chunks(own).map(|c| c.iter().sum()).collect();
-        let (sent, came) = (sums(&counts(&home.counts)?), counts(&theirs)?);
-        let map = received_map(p, layout, &came)?;
-        Ok(AllToAll { home, map, sent, received: sums(&came), etp })
+        let per_rank = |counts: &[usize]| counts.chunks(own).map(|c| c.iter().sum()).collect();
+        let (sent, counts) = (per_rank(&download(&home.counts)?), download(&theirs)?);
+        let map = received_map(p, layout, &counts)?;
+        Ok(AllToAll { home, map, sent, received: per_rank(&counts), etp })
     }
 
-    /// Rows at the experts.
+    /// Permutation from arrival order to expert order.
     pub(super) fn map(&self) -> &RowMap {
         &self.map
     }
 
-    /// Sends rows `x [T, w]` to the experts of their choices.
-    pub(super) fn send_rows(&self, p: &StepContext, x: &Tensor, label: &'static str) -> Result<InFlight> {
+    /// Sends rows `x [T, w]` to the selected experts.
+    pub(super) fn send_rows(
+        &self,
+        p: &StepContext,
+        x: &Tensor,
+        label: &'static str,
+    ) -> Result<InFlight<Tensor>> {
         self.send(p, x, self.home.rows.shape()[1], label)
     }
 
-    /// Sends one number f32 of each choice `[T, k]`.
-    pub(super) fn send_values(&self, p: &StepContext, x: &Tensor, label: &'static str) -> Result<InFlight> {
+    /// Sends one f32 value per token and selected expert, `[T, k]`.
+    pub(super) fn send_values(
+        &self,
+        p: &StepContext,
+        x: &Tensor,
+        label: &'static str,
+    ) -> Result<InFlight<Tensor>> {
         self.send(p, &x.view(&[x.numel(), 1])?, self.etp, label)
     }
 
-    fn send(&self, p: &StepContext, x: &Tensor, k: usize, label: &'static str) -> Result<InFlight> {
+    /// Permutes rows to destination order, `copies` of each, and sends them.
+    fn send(
+        &self,
+        p: &StepContext,
+        x: &Tensor,
+        copies: usize,
+        label: &'static str,
+    ) -> Result<InFlight<Tensor>> {
         let total = self.sent.iter().sum();
         let out = p.rank.activation(&[total, x.shape()[1]], x.dtype())?;
-        p.rank.kernels.gather_rows(&p.rank.compute, x, &self.home.source.narrow(0, 0, total)?, k, &out)?;
-        self.exchange(p, out, &self.sent, &self.received, label)
+        let source = self.home.source.narrow(0, 0, total)?;
+        p.rank.kernels.gather_rows(&p.rank.compute, x, &source, copies, &out)?;
+        self.exchange(p, out, [&self.sent, &self.received], label)
     }
 
-    /// What came, sorted by expert: `[N, w]`.
-    pub(super) fn sorted(&self, p: &StepContext, came: &Tensor) -> Result<Tensor> {
-        let rows = p.rank.activation(&[self.map.source.numel(), came.shape()[1]], came.dtype())?;
-        p.rank.kernels.moe_permute(&p.rank.compute, came, &self.map, &rows)?;
+    /// Received rows sorted by expert: `[N, w]`.
+    pub(super) fn sorted(&self, p: &StepContext, received: &Tensor) -> Result<Tensor> {
+        let rows = p.rank.activation(&[self.map.source.numel(), received.shape()[1]], received.dtype())?;
+        p.rank.kernels.moe_permute(&p.rank.compute, received, &self.map, &rows)?;
         Ok(rows)
     }
 
-    /// Sends rows `[N, w]` of experts back to where they came from.
-    pub(super) fn send_combine(&self, p: &StepContext, y: &Tensor, label: &'static str) -> Result<InFlight> {
+    /// Sends the experts' rows `[N, w]` back to the ranks they came from.
+    pub(super) fn send_back(
+        &self,
+        p: &StepContext,
+        y: &Tensor,
+        label: &'static str,
+    ) -> Result<InFlight<Tensor>> {
         let out = p.rank.activation(&[self.received.iter().sum(), y.shape()[1]], y.dtype())?;
         p.rank.kernels.moe_unpermute(&p.rank.compute, y, &self.map.rows, None, &out)?;
-        self.exchange(p, out, &self.received, &self.sent, label)
+        self.exchange(p, out, [&self.received, &self.sent], label)
     }
 
-    /// What came back, summed where its tokens are: `[T, w]`.
-    pub(super) fn unpermuted(&self, p: &StepContext, came: &Tensor) -> Result<Tensor> {
-        let out = p.rank.activation(&[self.home.rows.shape()[0], came.shape()[1]], came.dtype())?;
-        p.rank.kernels.moe_unpermute(&p.rank.compute, came, &self.home.rows, None, &out)?;
+    /// Sums the returned rows of each token: `[T, w]`.
+    pub(super) fn unpermuted(&self, p: &StepContext, returned: &Tensor) -> Result<Tensor> {
+        let out = p.rank.activation(&[self.home.rows.shape()[0], returned.shape()[1]], returned.dtype())?;
+        p.rank.kernels.moe_unpermute(&p.rank.compute, returned, &self.home.rows, None, &out)?;
         Ok(out)
     }
 
-    /// Numbers that came back, summed over the copies of each choice: f32 `[T, k]`.
-    pub(super) fn reduced_probs(&self, p: &StepContext, came: &Tensor) -> Result<Tensor> {
+    /// Sums returned values over the etp copies of each selected expert: f32 `[T, k]`.
+    pub(super) fn reduced_probs(&self, p: &StepContext, returned: &Tensor) -> Result<Tensor> {
         let [t, slots] = [self.home.rows.shape()[0], self.home.rows.shape()[1]];
-        let choices = t * slots / self.etp;
+        let selected = t * slots / self.etp;
         let out = p.rank.activation(&[t, slots / self.etp], DType::F32)?;
-        // A choice's slots are neighbours.
-        let rows = self.home.rows.view(&[choices, self.etp])?;
-        p.rank.kernels.moe_unpermute(&p.rank.compute, came, &rows, None, &out.view(&[choices, 1])?)?;
+        // The copies for one expert are adjacent.
+        let rows = self.home.rows.view(&[selected, self.etp])?;
+        let sums = out.view(&[selected, 1])?;
+        p.rank.kernels.moe_unpermute(&p.rank.compute, returned, &rows, None, &sums)?;
         Ok(out)
     }
 
@@ -127,25 +150,21 @@ impl AllToAll {
         &self,
         p: &StepContext,
         x: Tensor,
-        sent: &[usize],
-        received: &[usize],
+        [sent, received]: [&[usize]; 2],
         label: &'static str,
-    ) -> Result<InFlight> {
-        let w = x.shape()[1];
-        let to = p.rank.activation(&[received.iter().sum(), w], x.dtype())?;
+    ) -> Result<InFlight<Tensor>> {
+        let (rank, w) = (p.rank, x.shape()[1]);
+        let to = rank.activation(&[received.iter().sum(), w], x.dtype())?;
         let elements = |rows: &[usize]| rows.iter().map(|n| n * w).collect::<Vec<_>>();
-        let (rank, sent, received) = (p.rank, elements(sent), elements(received));
-        let s = if rank.overlap { &rank.dispatch_stream } else { &rank.compute };
-        if rank.overlap {
-            s.wait(&rank.compute.record()?)?;
-        }
-        rank.etp_ep_group.all_to_all_v(s, &x, &sent, &to, &received, label)?;
-        let done = if rank.overlap { Some(s.record()?) } else { None };
-        Ok(InFlight { to, done, _from: x })
+        let side = if rank.overlap { &rank.dispatch_stream } else { &rank.compute };
+        InFlight::launch((&rank.compute, side), to, vec![x.clone()], |s, to| {
+            let (sent, received) = (elements(sent), elements(received));
+            Ok(rank.etp_ep_group.all_to_all_v(s, &x, &sent, to, &received, label)?)
+        })
     }
 }
 
-/// Where rows go that come from each rank for each expert here: `counts` of each expert, rank after rank.
+/// Permutation of received rows into expert order. `counts`: rows for each of this rank's experts, sender after sender.
 fn received_map(p: &StepContext, layout: ExpertLayout, counts: &[usize]) -> Result<RowMap> {
     let (own, n) = (layout.experts[1], counts.iter().sum());
     let ids: Vec<i32> =
@@ -156,8 +175,8 @@ fn received_map(p: &StepContext, layout: ExpertLayout, counts: &[usize]) -> Resu
     Ok(map)
 }
 
-/// Choices `[T, k]` and, behind them, one of each expert by no token: nobody is without rows then, so that all have as many once
-/// they are aligned to one more than any can have. Rows of such choices are zeros.
+/// Appends one row for each expert, selected by no token, to the index `[T, k]`. No expert is without rows then, so that
+/// all have equally many once they are aligned to `capacity + 1`. The appended rows are zeros.
 fn padded_index(p: &StepContext, index: &Tensor, experts: usize) -> Result<Tensor> {
     let ([t, k], s) = ([index.shape()[0], index.shape()[1]], &p.rank.compute);
     let more = experts.div_ceil(k);

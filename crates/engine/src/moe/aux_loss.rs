@@ -1,18 +1,19 @@
-//! Losses of the router: balancing, and the z-loss. They enter the gradient of its logits, and nothing else.
+//! Auxiliary losses of the router: load balancing and z-loss. Only the gradient of the router's logits sees them.
 //!
-//! A balancing loss over a set of N tokens is `coefficient·E/(k·N²)·Σ_e P_e·c_e`, where P_e is the sum over the tokens of
-//! expert e's score and c_e counts tokens with e among their k best scores: equal to the coefficient where loads are even.
-//! The mean over the micro-batches of a step (of all data-parallel ranks) is added to the loss of the step.
+//! A load-balancing loss over a set of N tokens is `coefficient·E/(k·N²)·Σ_e P_e·c_e`, where P_e is the sum over the
+//! tokens of expert e's score and c_e the number of tokens with e among their top-k scores; it equals the coefficient
+//! where the experts are balanced. Its mean over the micro-batches of a step (of all data-parallel ranks) is added to
+//! the loss of the step.
 
-use super::router::table;
+use super::router::{SavedRouting, table};
 use super::state::{LOSSES, MoeLayerId, MoeState};
 use super::{AuxLossKind, MoeTraining, RoutingMethod};
-use crate::StepContext;
+use crate::{SavedTensor, StepContext};
 use ferrotron_comm::ReduceOp;
 use ferrotron_kernels::{AuxLoss, AuxLossWeights, ScoreFunction, ZLossBackward};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
-/// What the losses are of.
+/// Score function, k and E of the router.
 #[derive(Clone, Copy)]
 pub(super) struct RouterDims {
     pub(super) score: ScoreFunction,
@@ -20,33 +21,26 @@ pub(super) struct RouterDims {
     pub(super) experts: usize,
 }
 
-/// What backward needs of the losses: f32 `[segments, E]` for each, and f64 `[2]` of the z-loss.
-#[derive(Default)]
-pub(super) struct BalanceSaved {
-    pub(super) weights: Vec<Tensor>,
-    pub(super) z: Option<Tensor>,
-}
-
-/// The part of a step's mean that a micro-batch is, of a rank's tokens.
-fn share(p: &StepContext, training: &MoeTraining, kind: AuxLossKind) -> f32 {
+/// Weight of a micro-batch's loss in the mean over the step.
+fn micro_batch_weight(p: &StepContext, training: &MoeTraining, kind: AuxLossKind) -> f32 {
     let Some(moe) = p.moe else { return 0.0 };
     let dp = p.rank.dp.size() as f32;
     match kind {
-        // Its counts are those of all data-parallel ranks: the sum over those is the whole loss already.
+        // Its counts cover all data-parallel ranks, so the sum over ranks is the full loss already.
         AuxLossKind::Global if !training.global_over_dp => moe.micro_batch_weight * dp,
         _ => moe.micro_batch_weight,
     }
 }
 
-/// Statistics of a micro-batch, agreed on by the ranks that share it.
+/// Computes the losses of a micro-batch, with counts all-reduced over the ranks that share it, and what their backward
+/// needs: the per-expert weights of each loss, and the sums of the z-loss.
 pub(super) fn forward(
     p: &StepContext,
-    state: &MoeState,
-    id: MoeLayerId,
+    (state, id): (&MoeState, MoeLayerId),
     training: &MoeTraining,
     of: RouterDims,
     logits: &Tensor,
-) -> Result<BalanceSaved> {
+) -> Result<(Vec<SavedTensor>, Option<SavedTensor>)> {
     let (k, s) = (&p.rank.kernels, &p.rank.compute);
     let mut weights = Vec::new();
     for (kind, coefficient) in &training.balance {
@@ -57,8 +51,8 @@ pub(super) fn forward(
         k.aux_loss_stats(s, &b, &sums, &counts)?;
         let group = if *kind == AuxLossKind::Global { &p.rank.tp_dp_cp_group } else { &p.rank.tp_cp_group };
         group.all_reduce(s, &counts, ReduceOp::Sum, "tokens of experts")?;
-        // The mean over sequences.
-        let factor = coefficient * share(p, training, *kind) / count as f32;
+        // Mean over the sequences.
+        let factor = coefficient * micro_batch_weight(p, training, *kind) / count as f32;
         let place = AuxLossKind::ALL.iter().position(|b| b == kind).unwrap_or(LOSSES);
         let loss = state.row(&state.losses, id)?.narrow(0, place, 1)?;
         let w = table(p, &[count, of.experts], DType::F32)?;
@@ -93,14 +87,14 @@ pub(super) fn forward(
                 },
             )?;
         }
-        weights.push(w);
+        weights.push(SavedTensor::small(&w));
     }
     let z = if training.z_loss > 0.0 {
         let sums = s.zeros(&[2], DType::F64, Category::Workspace)?;
         k.z_loss(s, logits, &p.segments(logits.shape()[0])?, &sums)?;
         k.accumulate_f64(s, &sums, &state.row(&state.z, id)?)?;
         p.rank.tp_cp_group.all_reduce(s, &sums, ReduceOp::Sum, "logits of the router")?;
-        Some(sums)
+        Some(SavedTensor::small(&sums))
     } else {
         None
     };
@@ -117,25 +111,24 @@ pub(super) fn forward(
             &state.row(&state.quantile_sums, id)?,
         )?;
     }
-    Ok(BalanceSaved { weights, z })
+    Ok((weights, z))
 }
 
-/// Adds the gradients of the losses to that of the logits.
+/// Adds the gradients of the losses to `dlogits`.
 pub(super) fn backward(
     p: &StepContext,
     training: &MoeTraining,
     of: RouterDims,
-    saved: BalanceSaved,
-    logits: &Tensor,
-    dlogits: &Tensor,
+    routing: &SavedRouting,
+    (logits, dlogits): (&Tensor, &Tensor),
 ) -> Result<()> {
     let (k, s) = (&p.rank.kernels, &p.rank.compute);
-    for ((kind, _), weights) in training.balance.iter().zip(&saved.weights) {
+    for ((kind, _), weights) in training.balance.iter().zip(&routing.aux_weights) {
         let (segments, _) = segments(p, *kind, logits.shape()[0])?;
         let b = AuxLoss { logits, score: of.score, k: of.topk, segments: &segments };
         k.aux_loss_backward(s, &b, weights, dlogits)?;
     }
-    if let (Some(rows), Some(moe)) = (&saved.z, p.moe) {
+    if let (Some(rows), Some(moe)) = (&routing.z_sums, p.moe) {
         k.z_loss_backward(
             s,
             &ZLossBackward {
@@ -150,7 +143,7 @@ pub(super) fn backward(
     Ok(())
 }
 
-/// Segments of a loss, and how many there are.
+/// Token sets of a loss: the segment of each row, and the number of segments.
 fn segments(p: &StepContext, kind: AuxLossKind, rows: usize) -> Result<(Tensor, usize)> {
     match p.moe {
         Some(moe) if kind == AuxLossKind::Sequence => {

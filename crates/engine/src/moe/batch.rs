@@ -1,54 +1,54 @@
-//! What mixtures are told of a micro-batch: which of its rows are tokens, and whose.
+//! What MoE layers need to know of a micro-batch: which rows are tokens, and their place in the batch.
 
 use super::Dispatcher;
 use crate::attention::Layout;
 use crate::{GroupRank, Rank, StepContext, Tokens};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
-/// The rows of a rank in a micro-batch.
+/// The rows of this rank in a micro-batch.
 #[derive(Clone)]
 pub struct MoeInput {
-    /// i32 `[rows]`: 0 for tokens, -1 for rows that are none.
+    /// i32 `[rows]`: 0 for tokens, -1 for padding.
     pub segments: Tensor,
-    /// i32 `[rows]`: a token's sequence; -1 for rows that are none.
+    /// i32 `[rows]`: sequence of each token; -1 for padding.
     pub sequence_ids: Tensor,
-    /// Sequences of the micro-batch.
+    /// Sequences in the micro-batch.
     pub sequences: usize,
-    /// Tokens of the micro-batch, all ranks' together.
+    /// Tokens of the micro-batch over all ranks.
     pub tokens: usize,
-    /// i32 `[rows]`: number of each row's token in the micro-batch; 0 for rows that are none.
+    /// i32 `[rows]`: index of each row's token in the micro-batch; 0 for padding.
     pub token_index: Tensor,
-    /// Where the rows of all ranks that share the micro-batch stand in the order of its tokens.
+    /// Order of the tp×cp ranks' rows by token; None on one rank.
     pub order: Option<TokenOrder>,
-    /// Rows of each rank that experts get tokens from.
+    /// Rows of each rank of the expert group, for the all-gather dispatcher.
     pub rows_per_rank: Vec<usize>,
 }
 
-/// Rows of several ranks, back to back, and in the order of tokens.
+/// Permutation between rows of the tp×cp ranks, one rank after another, and token order.
 #[derive(Clone)]
 pub struct TokenOrder {
-    /// i32 `[all]`: which row of the ranks' comes to each place in the order of tokens.
+    /// i32 `[all]`: for each position in token order, the row it comes from.
     pub to_tokens: Tensor,
-    /// i32 `[rows]`: which place in the order of tokens each row of this rank has.
+    /// i32 `[rows]`: position of each of this rank's rows in token order.
     pub mine: Tensor,
 }
 
-/// A micro-batch in its step.
+/// A micro-batch within its step.
 #[derive(Clone, Copy)]
 pub struct MoeBatch<'a> {
     /// Its rows.
     pub input: &'a MoeInput,
     /// Step of the run.
     pub step: u64,
-    /// i32 `[rows]`: number of each row's token in the step.
+    /// i32 `[rows]`: index of each row's token in the step.
     pub rows: &'a Tensor,
-    /// 1 / (micro-batches of the step, those of all data-parallel ranks): its share in means over the step.
+    /// Weight of the micro-batch in means over the step: 1 / (micro-batches of all data-parallel ranks).
     pub micro_batch_weight: f32,
 }
 
 impl MoeInput {
-    /// Of the rows `tokens` of this rank in a micro-batch of `layout`. `padding` says of each token whether it is none.
-    /// Every rank of a stage calls it.
+    /// Describes the rows `tokens` of this rank in a micro-batch of `layout`. `padding[t]` marks token t as padding.
+    /// Collective over a pipeline stage.
     pub fn new(
         rank: &Rank,
         layout: &Layout,
@@ -58,10 +58,7 @@ impl MoeInput {
     ) -> Result<MoeInput> {
         let whole = layout.tokens();
         if padding.is_some_and(|p| p.len() != whole) {
-            return shape_error(
-                "padding",
-                format!("it must say of each of {whole} tokens whether it is one"),
-            );
+            return shape_error("padding", format!("one flag for each of {whole} tokens is needed"));
         }
         let mut sequence = Vec::with_capacity(whole);
         let mut count = 0;
@@ -96,19 +93,19 @@ impl MoeInput {
     }
 }
 
-/// The token of each row of the residual stream on this rank.
+/// The token of each of this rank's rows of the residual stream.
 fn own_rows(rank: &Rank, tokens: &Tokens) -> Vec<Option<usize>> {
     let n = tokens.rows().len() / rank.tp.size();
     tokens.rows()[rank.tp.rank() * n..][..n].to_vec()
 }
 
-/// Every rank can tell which tokens the others have.
+/// Token order of all tp×cp ranks' rows; every rank can compute which tokens the others hold.
 fn order(rank: &Rank, layout: &Layout, rows: usize) -> Result<Option<TokenOrder>> {
     if rank.tp_cp_group.size() == 1 {
         return Ok(None);
     }
     let (tp, cp) = (rank.tp.size(), rank.cp.size());
-    // tp is the faster axis of the group.
+    // tp is the fastest axis of the group.
     let mut all: Vec<Option<usize>> = Vec::with_capacity(rows * tp * cp);
     for c in 0..cp {
         all.extend(Tokens::new(layout, GroupRank { rank: c, size: cp }, tp)?.rows());
@@ -129,7 +126,7 @@ fn order(rank: &Rank, layout: &Layout, rows: usize) -> Result<Option<TokenOrder>
 }
 
 impl StepContext<'_> {
-    /// i32 `[rows]`: 0 for tokens, -1 for rows that are none; without a micro-batch, all are tokens.
+    /// i32 `[rows]`: 0 for tokens, -1 for padding; without a description of the micro-batch, all rows are tokens.
     pub(crate) fn segments(&self, rows: usize) -> Result<Tensor> {
         match self.moe {
             Some(moe) => Ok(moe.input.segments.clone()),
@@ -137,11 +134,11 @@ impl StepContext<'_> {
         }
     }
 
-    /// The state of mixtures; an error where the model has none.
+    /// State of the MoE layers; an error where the model has none.
     pub(crate) fn moe_state(&self) -> Result<&super::MoeState> {
-        match self.params.moe() {
+        match self.state.moe() {
             Some(m) => Ok(m),
-            None => shape_error("mixture", "the model declares none"),
+            None => shape_error("MoE", "the model declares no MoE layer"),
         }
     }
 }

@@ -1,4 +1,4 @@
-//! A bound on the tokens of each expert.
+//! Expert capacity: a bound on the tokens of each expert; tokens over it are dropped.
 
 use super::Capacity;
 use super::router::TopK;
@@ -7,25 +7,24 @@ use crate::StepContext;
 use ferrotron_kernels::{CapacityDrop, capacity};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
-/// Leaves each expert so many of the choices of a micro-batch, or of this rank.
+/// Drops tokens over capacity, counted over the micro-batch or, with `per_rank`, over this rank's tokens.
 pub(super) fn apply(
     p: &StepContext,
-    state: &MoeState,
-    id: MoeLayerId,
+    (state, id): (&MoeState, MoeLayerId),
     c: Capacity,
     experts: usize,
-    topk_routes: TopK,
+    topk: TopK,
 ) -> Result<TopK> {
     let (k, s) = (&p.rank.kernels, &p.rank.compute);
-    let [t, topk] = [topk_routes.index.shape()[0], topk_routes.index.shape()[1]];
-    let (index, probs) = (copy(p, &topk_routes.index)?, copy(p, &topk_routes.probs)?);
-    // A pass that is computed again has been counted.
+    let [t, n] = [topk.index.shape()[0], topk.index.shape()[1]];
+    let (index, probs) = (copy(p, &topk.index)?, copy(p, &topk.probs)?);
+    // A recomputation drops the same tokens again; they are counted once.
     let fresh = s.zeros(&[1], DType::I64, Category::Workspace)?;
     let row = state.row(&state.dropped, id)?;
     let dropped = if p.recomputing { &fresh } else { &row };
     let (group, tokens) = (&p.rank.tp_cp_group, p.moe.map_or(t, |m| m.input.tokens));
     if c.per_rank || group.size() == 1 {
-        let bound = capacity(if c.per_rank { t } else { tokens }, topk, experts, c.factor);
+        let bound = capacity(if c.per_rank { t } else { tokens }, n, experts, c.factor);
         k.drop_over_capacity(
             s,
             &CapacityDrop {
@@ -39,27 +38,30 @@ pub(super) fn apply(
         )?;
         return Ok(TopK { index, probs });
     }
-    // Choices of all ranks that share the micro-batch, in the order of its tokens; each keeps its own.
+    // The bound is over the tokens of all tp×cp ranks in token order: gather the routing, drop, keep the own rows.
     let gather = |mine: &Tensor| -> Result<Tensor> {
-        let all = p.rank.activation(&[t * group.size(), topk], mine.dtype())?;
+        let all = p.rank.activation(&[t * group.size(), n], mine.dtype())?;
         group.all_gather(s, mine, &all, "choices of all tokens")?;
         Ok(all)
     };
     let (all_index, all_probs) = (gather(&index)?, gather(&probs)?);
     let Some(order) = p.moe.and_then(|m| m.input.order.as_ref()) else {
-        return shape_error("capacity", "ranks share a micro-batch that nobody has described");
+        return shape_error(
+            "capacity",
+            "with tp or cp, MoE capacity needs a description of the micro-batch (StepContext::moe)",
+        );
     };
     let (sorted_index, sorted_probs) = (
         p.rank.activation(all_index.shape(), DType::I32)?,
         p.rank.activation(all_probs.shape(), DType::F32)?,
     );
-    // Numbers of four bytes, whatever they mean.
+    // A gather of 4-byte values; the dtype does not matter.
     let bits = |t: &Tensor| t.view_dtype(DType::F32);
     k.gather_rows(s, &bits(&all_index)?, &order.to_tokens, 1, &bits(&sorted_index)?)?;
     k.gather_rows(s, &all_probs, &order.to_tokens, 1, &sorted_probs)?;
     // Every rank sees all drops; one counts them.
     let dropped = if group.rank() == 0 { dropped } else { &fresh };
-    let bound = capacity(tokens, topk, experts, c.factor);
+    let bound = capacity(tokens, n, experts, c.factor);
     k.drop_over_capacity(
         s,
         &CapacityDrop {

@@ -1,56 +1,56 @@
-//! What a mixture is, and how it is trained: plain data.
+//! Architecture and training options of an MoE layer: plain data.
 
 use ferrotron_kernels::{Act, RouterParams};
 
-/// The architecture of a mixture of experts.
+/// Architecture of an MoE layer.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct MoeShape {
-    /// Width of the residual stream (h).
+    /// Hidden size (h).
     pub hidden: usize,
-    /// Width inside an expert (f), of one half when gated.
+    /// Intermediate size of an expert (f); of each half where gated.
     pub ffn: usize,
-    /// Experts (E).
+    /// Number of experts (E).
     pub experts: usize,
-    /// Experts of each token (k).
+    /// Experts per token (k).
     pub topk: usize,
-    /// From logits to choices and probabilities.
+    /// Score function, group limit and scaling of the router.
     pub routing: RouterParams,
-    /// Does the router have a bias?
+    /// Router bias.
     pub router_bias: bool,
-    /// Do experts have biases?
+    /// Biases in the experts.
     pub bias: bool,
-    /// Is a bias learned by counting added to scores for the choice?
+    /// A learned-by-counting bias added to the scores before selection (aux-loss-free balancing).
     pub expert_bias: bool,
-    /// The non-linearity of experts.
+    /// Activation function of the experts.
     pub act: Act,
-    /// Do they have a gate?
+    /// Gated (GLU) experts.
     pub gated: bool,
-    /// Experts work in this width instead of h, between two maps that all of them share.
+    /// Routed experts work in this width instead of h, between a down- and an up-projection that all of them share.
     pub latent: Option<usize>,
-    /// Width inside the expert that every token goes to.
+    /// Intermediate size of the shared expert.
     pub shared: Option<usize>,
-    /// Is that expert's output weighted by a learned gate?
+    /// Whether a learned sigmoid gate weights the shared expert's output.
     pub shared_gate: bool,
-    /// Deviation of initial weights, and of those that write into the residual stream.
+    /// Standard deviation of initial weights, and of the output projections'.
     pub std: (f32, f32),
 }
 
-/// How the load is evened out by the loss.
+/// Auxiliary load-balancing losses, by the set of tokens they balance.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum AuxLossKind {
-    /// Over the tokens of a micro-batch.
+    /// The tokens of a micro-batch.
     Batch,
-    /// Over the tokens of each sequence.
+    /// The tokens of each sequence.
     Sequence,
-    /// Over the tokens of the step so far, of all ranks.
+    /// The tokens of the step so far, over all ranks.
     Global,
 }
 
 impl AuxLossKind {
-    /// All of them, in the order in which they are logged.
+    /// All kinds, in the order in which they are logged.
     pub const ALL: [AuxLossKind; 3] = [AuxLossKind::Batch, AuxLossKind::Sequence, AuxLossKind::Global];
 
-    /// Its name among the numbers of a step.
+    /// Name of its metric.
     pub fn name(self) -> &'static str {
         match self {
             AuxLossKind::Batch => "load_balancing_loss",
@@ -60,84 +60,84 @@ impl AuxLossKind {
     }
 }
 
-/// Who chooses in training.
+/// How experts are selected in training.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum RoutingMethod {
-    /// The best scores.
+    /// Top-k of the scores.
     Scores,
-    /// The best of Sinkhorn's balanced matrix.
+    /// Top-k after Sinkhorn balancing.
     Sinkhorn,
-    /// The best logits above each expert's quantile, which moves by `1 - keep` of what a step finds.
+    /// Top-k of the logits minus each expert's quantile, a running mean over steps.
     Quantiles {
-        /// Part of the old quantile that stays.
+        /// Weight of the old quantile in the running mean.
         keep: f32,
     },
 }
 
-/// Type in which the router makes its logits.
+/// Dtype in which the router computes its logits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RouterDtype {
-    /// That of the model.
+    /// The model's dtype.
     Model,
     /// f32.
     F32,
-    /// Sums in f64.
+    /// f64 accumulation, f32 logits.
     F64,
 }
 
-/// A bound on the tokens of an expert.
+/// Capacity of an expert: at most `factor` times the mean number of tokens per expert.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Capacity {
-    /// Times the mean load.
+    /// Capacity factor.
     pub factor: f64,
-    /// The most probable stay; otherwise the first.
+    /// Drop the least probable tokens; otherwise the last ones.
     pub by_probability: bool,
-    /// Every expert gets exactly so many rows, of zeros where it has fewer tokens.
+    /// Pad every expert's rows to its capacity with zeros.
     pub pad: bool,
-    /// Bound the tokens of each rank, and not those of the micro-batch: results then depend on the layout.
+    /// Bound each rank's tokens instead of the micro-batch's; results then depend on the layout.
     pub per_rank: bool,
 }
 
-/// Logits that are not the router's, for measurements. Its weights still get gradients.
+/// Random logits in place of the router's, for benchmarks. The router's weights still get gradients.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum ForcedRouting {
-    /// Normal numbers: nearly even loads.
+    /// Standard normal logits: nearly balanced.
     Even,
-    /// The same plus a normal number of this deviation for each expert: uneven ones.
+    /// The same plus a normal offset of this standard deviation per expert: imbalanced.
     Biased(f32),
 }
 
-/// How tokens come to experts on other ranks.
+/// How tokens reach experts on other ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Dispatcher {
-    /// Every rank gets all tokens. Nobody waits for the host.
+    /// Every rank gathers all tokens; the host never waits.
     AllGather,
-    /// Every rank gets the tokens of its experts.
+    /// Every rank receives the tokens of its experts.
     AllToAll,
 }
 
-/// How a mixture is trained.
+/// Training options of an MoE layer.
 #[derive(Clone, Debug, PartialEq)]
 pub struct MoeTraining {
-    /// Losses that even out the load, with their coefficients.
+    /// Auxiliary losses and their coefficients.
     pub balance: Vec<(AuxLossKind, f32)>,
-    /// The global one counts 1/dp, as in Megatron Core.
+    /// Divide the global auxiliary loss by dp, as Megatron Core does.
     pub global_over_dp: bool,
-    /// Who chooses.
+    /// How experts are selected.
     pub routing_method: RoutingMethod,
-    /// Coefficient of the mean square of logsumexp(logits).
+    /// Coefficient of the z-loss, the mean of logsumexp(logits)².
     pub z_loss: f32,
-    /// The router's input is multiplied by numbers from 1 - jitter to 1 + jitter.
+    /// Input jitter: the router's input is multiplied by uniform factors in `1 ± jitter`.
     pub jitter: f32,
-    /// Type of logits.
+    /// Dtype of the logits.
     pub router_dtype: RouterDtype,
-    /// Bound on loads.
+    /// Expert capacity; None drops no tokens.
     pub capacity: Option<Capacity>,
-    /// Step of the correction bias, once a step of the run.
+    /// Update rate of the expert bias, applied once per step.
     pub bias_rate: f32,
-    /// Logits for measurements.
+    /// Random logits for benchmarks.
     pub forced_routing: Option<ForcedRouting>,
-    /// How tokens travel.
+    /// Token dispatcher.
     pub dispatcher: Dispatcher,
 }
 

@@ -1,4 +1,5 @@
-//! The experts of a rank, as two stacked maps with a non-linearity between them. Rows come sorted by expert.
+//! This rank's routed experts: two grouped GEMMs over rows sorted by expert, with the activation function between
+//! them.
 
 use crate::quant::{
     GemmOperand, GemmOptions, LinearGemm, LinearQuant, Orientations, Role, SavedOperand, WgradOperand,
@@ -13,58 +14,58 @@ use ferrotron_tensor::{Category, DType, Result, Tensor};
 
 use super::MoeShape;
 
-/// `down_e(p·act(gate_e(x))·up_e(x))` for the rows x of expert e; p is the probability of the choice.
+/// `down_e(p·act(gate_e(x))·up_e(x))` for the rows x of expert e; p is the routing probability.
 pub struct Experts {
     up: ParamId,
     up_bias: Option<ParamId>,
     down: ParamId,
     down_bias: Option<ParamId>,
-    /// Which products of the maps up and down have narrow factors.
+    /// Quantization of the up and down projections.
     quant: [Option<LinearQuant>; 2],
     act: Act,
     gated: bool,
-    /// Experts here, width of their input, and width inside as this rank has it.
+    /// Experts on this rank, their input width, and their intermediate size on this rank.
     count: usize,
     width: usize,
     ffn: usize,
 }
 
-/// Rows of tokens on their way to experts: their inputs, or the gradients of their outputs.
+/// Token rows ready for dispatch: expert inputs, or gradients of expert outputs.
 pub(crate) struct DispatchRows {
-    /// `[T, width]`: numbers, or bytes.
+    /// `[T, width]`: in the model's dtype, or FP8.
     pub(crate) rows: Tensor,
-    /// What else is known of them, by all ranks alike.
-    pub(crate) sent: RowScales,
+    /// Scale and amax, equal on all ranks of the expert group.
+    pub(crate) scales: RowScales,
 }
 
-/// What is known of rows that travel.
+/// Per-tensor scale and amax of dispatched rows.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct RowScales {
-    /// What bytes are multiplied by to be numbers again, f32 `[1]`; none of numbers.
+    /// Inverse scale of FP8 rows, f32 `[1]`; None for rows in the model's dtype.
     scale_inv: Option<Tensor>,
-    /// Their largest magnitude f32 `[1]`, where somebody needs it later.
+    /// amax f32 `[1]`, where the receiver quantizes.
     amax: Option<Tensor>,
 }
 
-/// Rows where the experts are.
+/// Rows at the experts.
 pub(crate) struct ExpertRows {
-    /// `[T, width]`: as they came, in the order of the map's tokens.
+    /// `[T, width]` in arrival order.
     pub(crate) x: Tensor,
-    pub(crate) sent: RowScales,
-    /// f32 `[N]`: the probabilities of their choices, sorted by expert; 0 for rows that are nobody's.
+    pub(crate) scales: RowScales,
+    /// f32 `[N]`: routing probabilities, sorted by expert; 0 for alignment padding.
     pub(crate) probs: Tensor,
-    /// Whose they are.
+    /// Permutation from arrival order to expert order.
     pub(crate) map: RowMap,
 }
 
-/// Inputs of the steps.
+/// What backward needs.
 pub struct ExpertsSaved {
     a: Option<SavedOperand>,
-    /// The largest magnitude of `a`, where it is made again.
+    /// amax of `a`, where backward recomputes and quantizes it.
     amax: Option<SavedTensor>,
     h: SavedTensor,
     x: SavedOperand,
-    /// Is x sorted by expert?
+    /// Whether `x` is sorted by expert already.
     sorted: bool,
     probs: SavedTensor,
     map: RowMap,
@@ -85,7 +86,7 @@ pub(crate) fn segments(map: &RowMap) -> Segments<'_> {
 }
 
 impl Experts {
-    /// Declares `<name>.<e>.gate`, `.up`, `.down` of this rank's experts e.
+    /// Declares `<name>.<e>.{gate,up,down}` of this rank's experts e.
     pub(super) fn declare(d: &mut Declarations, name: &str, c: &MoeShape) -> Result<Experts> {
         let own = d.experts().own(c.experts);
         let width = c.latent.unwrap_or(c.hidden);
@@ -107,7 +108,7 @@ impl Experts {
         let downs =
             own.clone().map(|e| part(e, "down", "weight", &[width, c.ffn], Init::Normal(c.std.1), columns));
         let down = d.declare_experts(downs.collect())?;
-        // Partial sums over the ranks that share an expert: the first of them adds the bias.
+        // The down projections give partial sums over the etp ranks of an expert; the first of them adds the bias.
         let biases = own.clone().map(|e| part(e, "down", "bias", &[width], zero, Split::Replicated));
         let down_bias = c.bias.then(|| d.declare_experts(biases.collect())).transpose()?;
         let ffn = d.spec(down).shape[1];
@@ -117,23 +118,23 @@ impl Experts {
         Ok(Experts { up, up_bias, down, down_bias, quant, act: c.act, gated: c.gated, count, width, ffn })
     }
 
-    /// Rows of an expert start at multiples of this.
+    /// Row alignment of each expert.
     pub(super) fn align(&self) -> usize {
         if self.quant.iter().any(Option::is_some) { BLOCK } else { 1 }
     }
 
-    /// Which products are narrow in this pass: none while magnitudes are only collected.
+    /// Quantization in this pass; none while scales are being calibrated.
     fn quant(&self, p: &StepContext) -> [Option<LinearQuant>; 2] {
-        let calibrating = p.params.quant().is_some_and(|s| s.is_calibrating());
+        let calibrating = p.state.quant().is_some_and(|s| s.is_calibrating());
         if calibrating { [None; 2] } else { self.quant }
     }
 
-    /// Does it need the largest magnitude of its input, now or in backward?
+    /// Whether the amax of the input is needed, now or in backward.
     pub(super) fn needs_input_amax(&self, p: &StepContext) -> bool {
         self.quant[0].is_some_and(|e| e.recipe.measures() && (e.fprop || (p.train && e.wgrad)))
     }
 
-    /// Width of h.
+    /// Output width of the up projection.
     fn inner(&self) -> usize {
         self.ffn * if self.gated { 2 } else { 1 }
     }
@@ -143,7 +144,8 @@ impl Experts {
         id.map(|id| p.weight(id)?.view(&[self.count, n])).transpose()
     }
 
-    /// The weights of a map `[n, k]` as the right-hand side of a product, and whether its sums may be short.
+    /// The weights `[n, k]` of all experts as the right-hand operand of `product`, and whether fast accumulation is
+    /// allowed.
     fn factor(
         &self,
         p: &StepContext,
@@ -168,66 +170,68 @@ impl Experts {
         }
     }
 
-    /// What travels of rows of tokens that an operand of map `id` is made of, and whether that is `bytes`.
-    fn outgoing(
+    /// Rows to dispatch for operand `role` of linear `id`: quantized to FP8 if `fp8`, else as they are, with amax
+    /// where `used` by a quantized GEMM.
+    fn dispatch_rows(
         &self,
         p: &StepContext,
         (id, e): (ParamId, Option<LinearQuant>),
         role: Role,
         x: &WithAmax,
-        (used, bytes): (bool, bool),
+        (used, fp8): (bool, bool),
     ) -> Result<DispatchRows> {
-        let as_it_is =
-            |amax| DispatchRows { rows: x.values.clone(), sent: RowScales { scale_inv: None, amax } };
+        let unquantized =
+            |amax| DispatchRows { rows: x.values.clone(), scales: RowScales { scale_inv: None, amax } };
         let Some(e) = e.filter(|_| used) else {
             p.calibrates(id, role, &x.values)?;
-            return Ok(as_it_is(None));
+            return Ok(unquantized(None));
         };
         let amax = e.recipe.measures().then(|| p.dispatched_amax(x)).transpose()?;
-        if !bytes {
-            return Ok(as_it_is(amax));
+        if !fp8 {
+            return Ok(unquantized(amax));
         }
         match p.quantize(id, role, &x.values, Orientations::ROWWISE, amax.as_ref(), None)?.take_rowwise()? {
             GemmOperand::Fp8(b) => Ok(DispatchRows {
                 rows: b.data,
-                sent: RowScales { scale_inv: Some(b.scale_inv), amax: None },
+                scales: RowScales { scale_inv: Some(b.scale_inv), amax: None },
             }),
-            GemmOperand::HighPrecision { .. } => Ok(as_it_is(amax)),
+            GemmOperand::HighPrecision { .. } => Ok(unquantized(amax)),
         }
     }
 
-    /// Tokens `[T, width]` on their way.
-    pub(super) fn send(&self, p: &StepContext, x: &WithAmax) -> Result<DispatchRows> {
+    /// Expert inputs `[T, width]` for dispatch.
+    pub(super) fn dispatch_input(&self, p: &StepContext, x: &WithAmax) -> Result<DispatchRows> {
         let [e, _] = self.quant(p);
         let used = e.is_some_and(|e| e.fprop || (p.train && e.wgrad));
-        // Bytes serve all that is made of the input.
-        let bytes = e.is_some_and(|e| e.recipe.per_tensor() && e.fprop && (e.wgrad || !p.train));
-        self.outgoing(p, (self.up, e), Role::Input, x, (used, bytes))
+        // FP8 rows serve fprop and wgrad alike.
+        let fp8 = e.is_some_and(|e| e.recipe.per_tensor() && e.fprop && (e.wgrad || !p.train));
+        self.dispatch_rows(p, (self.up, e), Role::Input, x, (used, fp8))
     }
 
-    /// Gradients of outputs `[T, width]` on their way.
-    pub(super) fn send_gradient(&self, p: &StepContext, dy: &Tensor) -> Result<DispatchRows> {
+    /// Gradients of expert outputs `[T, width]` for dispatch.
+    pub(super) fn dispatch_grad(&self, p: &StepContext, dy: &Tensor) -> Result<DispatchRows> {
         let [_, e] = self.quant(p);
         let used = e.is_some_and(|e| e.dgrad || e.wgrad);
-        // The gradient of a bias is made of the numbers.
+        // A bias gradient is summed from unquantized values.
         let both = e.is_some_and(|e| e.recipe.per_tensor() && e.dgrad && e.wgrad);
-        let bytes = both && self.down_bias.is_none();
-        self.outgoing(p, (self.down, e), Role::Gradient, &WithAmax::from(dy), (used, bytes))
+        let fp8 = both && self.down_bias.is_none();
+        self.dispatch_rows(p, (self.down, e), Role::Gradient, &WithAmax::from(dy), (used, fp8))
     }
 
-    /// Rows that came, sorted, as the factors that products of map `id` want, those along columns not always sorted yet.
+    /// Received rows sorted by expert, as operands of the GEMMs of linear `id`. Per-tensor FP8 rows are transposed for
+    /// wgrad only when it runs, so the columnwise operand may still be unsorted.
     fn sorted(
         &self,
         p: &StepContext,
         (id, role): (ParamId, Role),
-        (came, sent, map): (Tensor, &RowScales, &RowMap),
+        (received, scales, map): (Tensor, &RowScales, &RowMap),
         uses: Orientations,
     ) -> Result<(GemmOperand, WgradOperand, Tensor)> {
-        let rows = p.rank.activation(&[map.source.numel(), came.shape()[1]], came.dtype())?;
-        p.rank.kernels.moe_permute(&p.rank.compute, &came, map, &rows)?;
-        if let Some(scale_inv) = &sent.scale_inv {
+        let rows = p.rank.activation(&[map.source.numel(), received.shape()[1]], received.dtype())?;
+        p.rank.kernels.moe_permute(&p.rank.compute, &received, map, &rows)?;
+        if let Some(scale_inv) = &scales.scale_inv {
             let (scaling, cols) = (ScalingMode::PerTensor, self.width);
-            let side = |data: &Tensor| {
+            let operand = |data: &Tensor| {
                 GemmOperand::Fp8(Fp8Tensor {
                     data: data.clone(),
                     scale_inv: scale_inv.clone(),
@@ -235,16 +239,16 @@ impl Experts {
                     cols,
                 })
             };
-            return Ok((side(&rows), WgradOperand { side: side(&came), sorted: false }, rows));
+            return Ok((operand(&rows), WgradOperand { operand: operand(&received), sorted: false }, rows));
         }
-        drop(came);
-        let made = p.quantize(id, role, &rows, uses, sent.amax.as_ref(), None)?;
-        let cols = made.cols.unwrap_or_else(|| GemmOperand::columnwise(&rows));
-        let side = made.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
-        Ok((side, WgradOperand { side: cols, sorted: true }, rows))
+        drop(received);
+        let made = p.quantize(id, role, &rows, uses, scales.amax.as_ref(), None)?;
+        let columnwise = made.cols.unwrap_or_else(|| GemmOperand::columnwise(&rows));
+        let rowwise = made.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
+        Ok((rowwise, WgradOperand { operand: columnwise, sorted: true }, rows))
     }
 
-    /// The weighted non-linearity of h, measured where the map down needs it.
+    /// The activation function times the routing probability, with amax where the down projection needs it.
     fn activate(&self, p: &StepContext, h: &Tensor, probs: &Tensor, measure: bool) -> Result<WithAmax> {
         let (k, s, a) = (&p.rank.kernels, &p.rank.compute, p.empty(&[h.shape()[0], self.ffn])?);
         if !measure {
@@ -256,16 +260,17 @@ impl Experts {
         Ok(WithAmax { values: a, amax: Some(amax), sums: None })
     }
 
-    /// `[N, width]` of sorted rows, weighted by the probabilities; partial sums where ranks share experts.
+    /// `[N, width]`: expert outputs for sorted rows, weighted by the probabilities; partial sums with expert tensor
+    /// parallelism.
     pub(crate) fn forward(&self, p: &StepContext, rows: ExpertRows) -> Result<(Tensor, ExpertsSaved)> {
         let (k, s, [up, down]) = (&p.rank.kernels, &p.rank.compute, self.quant(p));
-        let ExpertRows { x, sent, probs, map } = rows;
+        let ExpertRows { x, scales, probs, map } = rows;
         let (n, segments) = (map.source.numel(), segments(&map));
         let uses = |e: Option<LinearQuant>, cols: bool| Orientations {
             rows: e.is_some_and(|e| e.fprop),
             cols: e.is_some_and(|e| cols && p.train && e.wgrad),
         };
-        let (x, kept, _) = self.sorted(p, (self.up, Role::Input), (x, &sent, &map), uses(up, true))?;
+        let (x, kept, _) = self.sorted(p, (self.up, Role::Input), (x, &scales, &map), uses(up, true))?;
         let h = p.empty(&[n, self.inner()])?;
         let bias = self.bias(p, self.up_bias, self.inner())?;
         p.calibrates_weight(self.up)?;
@@ -294,7 +299,7 @@ impl Experts {
             a: (!recompute).then(|| SavedOperand::of(&cols)),
             amax: amax.filter(|_| recompute).as_ref().map(SavedTensor::small),
             h: SavedTensor::activation(&h),
-            x: SavedOperand::of(&kept.side),
+            x: SavedOperand::of(&kept.operand),
             sorted: kept.sorted,
             probs: SavedTensor::small(&probs),
             map,
@@ -302,12 +307,12 @@ impl Experts {
         Ok((y, saved))
     }
 
-    /// Gradients of the rows, sorted, and of their probabilities f32 `[N]`, from those of the outputs as they came.
+    /// Gradients of the sorted rows and of the probabilities f32 `[N]`, from output gradients in arrival order.
     pub(crate) fn backward(
         &self,
         p: &StepContext,
         saved: ExpertsSaved,
-        (dy, sent): (Tensor, RowScales),
+        (dy, scales): (Tensor, RowScales),
     ) -> Result<(Tensor, Tensor, WeightGrad)> {
         let (k, s, [up, down]) = (&p.rank.kernels, &p.rank.compute, self.quant(p));
         let ExpertsSaved { a, amax, h, x, sorted, probs, map } = saved;
@@ -317,8 +322,8 @@ impl Experts {
             cols: e.is_some_and(|e| e.wgrad),
         };
         let (rows, dy_cols, dy) =
-            self.sorted(p, (self.down, Role::Gradient), (dy, &sent, &map), uses(down))?;
-        // Only the gradient of a bias is made of it.
+            self.sorted(p, (self.down, Role::Gradient), (dy, &scales, &map), uses(down))?;
+        // Needed for the bias gradient only.
         let dy = self.down_bias.map(|_| dy);
         let a = match a {
             Some(a) => a.operand(),
@@ -378,12 +383,12 @@ impl Experts {
             self.down,
             [self.width, self.ffn],
             dy_cols,
-            WgradOperand { side: a, sorted: true },
+            WgradOperand { operand: a, sorted: true },
             &map,
         );
         let bias = self.bias(p, self.down_bias, self.width)?.filter(|_| p.rank.etp.rank() == 0);
         if let Some((bias, dy)) = bias.zip(dy) {
-            // Its gradient later, that of the probabilities now.
+            // The bias gradient is stored later, that of the probabilities is needed now.
             let sums = Tensor::empty(s, &[self.count, self.width], DType::F32, Category::Workspace)?;
             let b = GroupedBias { segments, bias: &bias, weights: &probs };
             k.grouped_bias_backward(s, &b, &dy, (&sums, false), Some(&dp))?;
@@ -407,13 +412,13 @@ impl Experts {
             grads = grads.and(self.up_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
         }
         let dh =
-            WgradOperand { side: made.cols.unwrap_or_else(|| GemmOperand::columnwise(&dh)), sorted: true };
-        let x = WgradOperand { side: x.operand(), sorted };
+            WgradOperand { operand: made.cols.unwrap_or_else(|| GemmOperand::columnwise(&dh)), sorted: true };
+        let x = WgradOperand { operand: x.operand(), sorted };
         grads = grads.and(self.weight_grad(self.up, [self.inner(), self.width], dh, x, &map));
         Ok((dx, dp, grads))
     }
 
-    /// `dW_e = Σ dyᵀ·x` over the rows of each expert; `shape`: of one expert's W.
+    /// `dW_e = Σ dyᵀ·x` over the rows of each expert; `shape` is that of one expert's W.
     fn weight_grad(
         &self,
         id: ParamId,

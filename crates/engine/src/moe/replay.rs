@@ -1,4 +1,4 @@
-//! RoutingTrace of a step that are kept, or given in place of the router's.
+//! Routing record and replay: the selected experts of a step, kept for a trace or given in place of the router's.
 
 use super::state::{MoeLayerId, MoeState};
 use crate::StepContext;
@@ -6,20 +6,20 @@ use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 use std::collections::HashMap;
 use std::sync::PoisonError;
 
-/// Which mixture, and which of its uses where a layer is used repeatedly.
+/// An MoE layer by its index in [`MoeState::specs`], and which of its uses, where a shared MTP layer runs repeatedly.
 pub type LayerUse = (usize, u32);
 
-/// The choices of one micro-batch in one mixture, before any were dropped.
+/// The routing of one micro-batch in one MoE layer, before any token is dropped.
 pub struct RoutingTrace {
-    /// The mixture, by its place in [`MoeState::specs`].
+    /// Layer and use.
     pub of: LayerUse,
-    /// i32 `[rows]`: number of each row's token in the step.
+    /// i32 `[rows]`: index of each row's token in the step.
     pub rows: Tensor,
-    /// i32 `[rows, k]`: experts; -1 in rows that are no tokens.
+    /// i32 `[rows, k]`: selected experts; -1 in padding rows.
     pub index: Tensor,
 }
 
-/// What is given to a step, and what is kept of it.
+/// Routing to replay in a step, and routing recorded from it.
 #[derive(Default)]
 pub(crate) struct Replay {
     replayed: HashMap<LayerUse, Tensor>,
@@ -27,41 +27,48 @@ pub(crate) struct Replay {
 }
 
 impl MoeState {
-    /// The training passes from here on take these choices, i32 `[tokens of the step, k]` of each mixture, wherever there are any.
+    /// From now on training passes take their routing from these tables, i32 `[tokens of the step, k]` per layer use;
+    /// layers without a table route as usual.
     pub fn replay_routing(&self, tables: impl IntoIterator<Item = (LayerUse, Tensor)>) {
         self.replay().replayed = tables.into_iter().collect();
     }
 
-    /// The choices of training passes are kept from here on.
+    /// From now on the routing of training passes is recorded.
     pub fn record_routing(&self) {
         self.replay().recorded = Some(Vec::new());
     }
 
-    /// What was kept since it was asked for last, in the order of passes.
+    /// Takes what was recorded since the last call, in the order of the passes.
     pub fn take_routing(&self) -> Vec<RoutingTrace> {
         self.replay().recorded.as_mut().map(std::mem::take).unwrap_or_default()
     }
 
-    /// Fills `index` with the choices that are given for the rows of this pass. Nothing is given? `false`.
+    /// Writes the replayed routing of this pass' rows into `index`; returns false where there is none.
     pub(super) fn replayed_routing(&self, p: &StepContext, id: MoeLayerId, index: &Tensor) -> Result<bool> {
-        let given = self.replay().replayed.get(&(id.0, p.repeat)).filter(|_| p.train).cloned();
-        let Some(table) = given else { return Ok(false) };
-        let Some(moe) = p.moe else { return shape_error("choices", "they are for the tokens of a step") };
+        let replayed = self.replay().replayed.get(&(id.0, p.repeat)).filter(|_| p.train).cloned();
+        let Some(table) = replayed else { return Ok(false) };
+        let Some(moe) = p.moe else {
+            return shape_error(
+                "routing replay",
+                "it needs a description of the micro-batch (StepContext::moe)",
+            );
+        };
         if table.shape()[1..] != index.shape()[1..] {
-            let what = format!("{:?} are given where each token has {}", table.shape(), index.shape()[1]);
-            return shape_error("choices", what);
+            let what =
+                format!("the trace has {:?}, but tokens have {} experts", table.shape(), index.shape()[1]);
+            return shape_error("routing replay", what);
         }
-        // Numbers of four bytes, whatever they mean.
+        // A gather of 4-byte values; the dtype does not matter.
         let bits = |t: &Tensor| t.view_dtype(DType::F32);
         p.rank.kernels.gather_rows(&p.rank.compute, &bits(&table)?, moe.rows, 1, &bits(index)?)?;
         Ok(true)
     }
 
-    /// Keeps the choices of a pass, if somebody wants them.
+    /// Records the routing of a pass, where recording is on.
     pub(super) fn record(&self, p: &StepContext, id: MoeLayerId, index: &Tensor) {
-        if let (Some(kept), Some(moe)) = (&mut self.replay().recorded, p.moe) {
+        if let (Some(recorded), Some(moe)) = (&mut self.replay().recorded, p.moe) {
             let of = (id.0, p.repeat);
-            kept.push(RoutingTrace { of, rows: moe.rows.clone(), index: index.clone() });
+            recorded.push(RoutingTrace { of, rows: moe.rows.clone(), index: index.clone() });
         }
     }
 

@@ -1,6 +1,6 @@
-//! The router: which experts each token goes to.
+//! The router: logits, top-k selection and probabilities of each token, and their gradient.
 
-use super::state::{MoeLayerId, MoeState, SavedRouting};
+use super::state::{MoeLayerId, MoeState};
 use super::{ForcedRouting, MoeShape, MoeTraining, RouterDtype, RoutingMethod, aux_loss};
 use crate::{Declarations, Init, ParamId, Part, Saved, SavedTensor, Split, StepContext, WeightGrad};
 use ferrotron_kernels::philox::RandomStream;
@@ -11,11 +11,11 @@ use ferrotron_kernels::{
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 use std::sync::Arc;
 
-/// GroupRank of the router's random numbers among those of a layer.
+/// Sites of the router's random numbers, beside those of the layer's dropout.
 const JITTER: u32 = 16;
 const FORCED: u32 = 17;
 
-/// `x·Wᵀ (+ b)` to logits, and from those to choices.
+/// Router: logits `x·Wᵀ (+ b)`, from which the top-k experts of each token and their probabilities follow.
 pub struct Router {
     weight: ParamId,
     bias: Option<ParamId>,
@@ -28,39 +28,67 @@ pub struct Router {
     training: Arc<MoeTraining>,
 }
 
-/// The choices of each token.
+/// The selected experts of each token.
 #[derive(Clone)]
 pub(crate) struct TopK {
-    /// i32 `[T, k]`: experts, -1 for none.
+    /// i32 `[T, k]`: expert ids, -1 for none.
     pub(crate) index: Tensor,
-    /// f32 `[T, k]`
+    /// f32 `[T, k]`: probabilities.
     pub(crate) probs: Tensor,
 }
 
-/// What backward needs.
+/// What a forward pass decided and a recomputation of it must repeat.
+///
+/// Selecting experts again could give another result: with Sinkhorn or quantile balancing it depends on state that has
+/// moved on, and rounding may break ties differently. It belongs to the saved activations of its micro-batch, so that
+/// backward passes may run in any order.
+#[derive(Clone, Debug)]
+pub struct SavedRouting {
+    /// i32 `[T, k]`: selected experts, before any token is dropped.
+    pub(super) index: SavedTensor,
+    /// f32 `[segments, E]` for each auxiliary loss: the weight of every expert's score in its gradient.
+    pub(super) aux_weights: Vec<SavedTensor>,
+    /// f64 `[2]` of the z-loss: sum of squared logsumexp, and number of tokens.
+    pub(super) z_sums: Option<SavedTensor>,
+}
+
+impl Saved for SavedRouting {
+    fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
+        f(&mut self.index);
+        self.aux_weights.iter_mut().for_each(&mut *f);
+        self.z_sums.tensors(f);
+    }
+}
+
+/// What [`Router::backward`] needs.
 pub struct RouterSaved {
-    /// What the gate was applied to.
+    /// `[T, h]`: the router's input, jittered where jitter is on.
     x: SavedTensor,
+    /// `[T, E]`
     logits: SavedTensor,
-    /// RoutingTrace before any were dropped.
-    index: SavedTensor,
-    balance: aux_loss::BalanceSaved,
+    routing: SavedRouting,
+}
+
+impl RouterSaved {
+    /// The part that recomputation needs.
+    pub(super) fn routing(&self) -> &SavedRouting {
+        &self.routing
+    }
 }
 
 impl Saved for RouterSaved {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         f(&mut self.logits);
-        f(&mut self.index);
+        self.routing.tensors(f);
         f(&mut self.x);
     }
 }
 
 impl Router {
-    /// Declares `<name>.weight` `[E, h]` and perhaps `<name>.bias`.
+    /// Declares `<name>.weight` `[E, h]` and, where configured, `<name>.bias`. `layer` keys its random numbers.
     pub(super) fn declare(
         d: &mut Declarations,
-        name: &str,
-        layer: u32,
+        (name, layer): (&str, u32),
         c: &MoeShape,
         id: MoeLayerId,
         training: &Arc<MoeTraining>,
@@ -86,65 +114,54 @@ impl Router {
         })
     }
 
-    /// RoutingTrace of the rows `x [T, h]`.
+    /// Selects experts for the rows `x [T, h]`. A recomputation takes the selection of the pass it repeats, and counts
+    /// nothing a second time.
     pub(crate) fn forward(&self, p: &StepContext, x: &Tensor) -> Result<(TopK, RouterSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let state = p.moe_state()?;
         let x = self.jitter(p, x)?;
         let logits = self.force_routing(p, self.gate(p, &x)?)?;
         let t = x.shape()[0];
-        let index = p.rank.activation(&[t, self.topk], DType::I32)?;
         let probs = p.rank.activation(&[t, self.topk], DType::F32)?;
-        let again = if p.recomputing { state.recall(self.id, p.repeat) } else { None };
-        if p.recomputing && again.is_none() {
-            return shape_error("router", "a pass is computed again that was not remembered");
-        }
-        let given = match &again {
-            Some(decided) => s.copy(&decided.index, &index).map(|()| true)?,
-            None => state.replayed_routing(p, self.id, &index)?,
+        let routing = match (p.recomputing, p.saved_routing) {
+            (true, None) => {
+                return shape_error("router", "recomputation needs the routing of the forward pass");
+            }
+            (true, Some(routing)) => {
+                self.select_experts(p, state, &logits, true, (&routing.index, &probs))?;
+                routing.clone()
+            }
+            (false, _) => {
+                let index = p.rank.activation(&[t, self.topk], DType::I32)?;
+                let replayed = state.replayed_routing(p, self.id, &index)?;
+                self.select_experts(p, state, &logits, replayed, (&index, &probs))?;
+                k.mask_padding(s, &p.segments(t)?, &index, &probs)?;
+                let (aux_weights, z_sums) = match p.train {
+                    true => aux_loss::forward(p, (state, self.id), &self.training, self.dims(), &logits)?,
+                    false => Default::default(),
+                };
+                SavedRouting { index: SavedTensor::small(&index), aux_weights, z_sums }
+            }
         };
-        self.select_experts(p, state, &logits, given, &index, &probs)?;
-        if again.is_none() {
-            k.mask_padding(s, &p.segments(t)?, &index, &probs)?;
-        }
-        let balance = match again {
-            Some(SavedRouting { weights, z, .. }) => aux_loss::BalanceSaved { weights, z },
-            None if p.train => self.balance(p, state, &logits)?,
-            None => aux_loss::BalanceSaved::default(),
-        };
-        if p.train && !p.recomputing && (p.recompute.layer || p.recompute.mlp) {
-            let (weights, z) = (balance.weights.clone(), balance.z.clone());
-            let repeat = p.repeat;
-            state.remember(self.id, SavedRouting { index: index.clone(), weights, z, repeat });
-        }
-        let topk_routes = self.drop_over_capacity(p, state, TopK { index: index.clone(), probs })?;
+        let topk = self.drop_over_capacity(p, state, TopK { index: (*routing.index).clone(), probs })?;
         if p.train && !p.recomputing {
-            state.record(p, self.id, &index);
-            k.count_tokens(
-                s,
-                &topk_routes.index,
-                &p.segments(t)?,
-                &state.row(&state.tokens_per_expert, self.id)?,
-            )?;
+            state.record(p, self.id, &routing.index);
+            let counts = state.row(&state.tokens_per_expert, self.id)?;
+            k.count_tokens(s, &topk.index, &p.segments(t)?, &counts)?;
         }
-        let saved = RouterSaved {
-            x: SavedTensor::activation(&x),
-            logits: SavedTensor::small(&logits),
-            index: SavedTensor::small(&index),
-            balance,
-        };
-        Ok((topk_routes, saved))
+        let saved =
+            RouterSaved { x: SavedTensor::activation(&x), logits: SavedTensor::small(&logits), routing };
+        Ok((topk, saved))
     }
 
-    /// Fills `index`, unless it is given, and `probs`.
+    /// Writes `probs` and, unless it is `given`, `index`.
     fn select_experts(
         &self,
         p: &StepContext,
         state: &MoeState,
         logits: &Tensor,
         given: bool,
-        index: &Tensor,
-        probs: &Tensor,
+        (index, probs): (&Tensor, &Tensor),
     ) -> Result<()> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let mut how = self.routing;
@@ -158,9 +175,9 @@ impl Router {
             RoutingMethod::Sinkhorn => {
                 how.score = if self.topk == 1 { ScoreFunction::Sigmoid } else { ScoreFunction::Softmax };
                 if p.train && !given {
-                    let even = p.rank.activation(logits.shape(), DType::F32)?;
-                    k.sinkhorn(s, logits, &even)?;
-                    k.top_k(s, &even, None, index)?;
+                    let balanced = p.rank.activation(logits.shape(), DType::F32)?;
+                    k.sinkhorn(s, logits, &balanced)?;
+                    k.top_k(s, &balanced, None, index)?;
                     choice = ExpertChoice::Given;
                 }
             }
@@ -174,7 +191,7 @@ impl Router {
         k.route(s, &Route { params: how, choice, logits, index, probs })
     }
 
-    /// The routing with the scores that probabilities come from.
+    /// Router parameters with the score function that the probabilities come from.
     fn score_routing(&self) -> RouterParams {
         match self.training.routing_method {
             RoutingMethod::Sinkhorn if self.topk == 1 => {
@@ -185,7 +202,7 @@ impl Router {
         }
     }
 
-    /// Logits `[T, E]`.
+    /// Logits `[T, E]`, in the dtype that `router_dtype` asks for.
     fn gate(&self, p: &StepContext, x: &Tensor) -> Result<Tensor> {
         let (k, s, t) = (&p.rank.kernels, &p.rank.compute, x.shape()[0]);
         let (w, bias) = (p.weight(self.weight)?, self.bias.map(|b| p.weight(b)).transpose()?);
@@ -203,7 +220,7 @@ impl Router {
         Ok(logits)
     }
 
-    /// Other logits in place of the router's, for measurements.
+    /// Replaces the logits by random ones, for benchmarks with a known balance.
     fn force_routing(&self, p: &StepContext, logits: Tensor) -> Result<Tensor> {
         let (Some(forced), Some(moe)) = (self.training.forced_routing, p.moe) else { return Ok(logits) };
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
@@ -211,7 +228,7 @@ impl Router {
         let random = p.rank.activation(logits.shape(), DType::F32)?;
         k.fill_normal_logits(s, key, moe.rows, &random)?;
         if let ForcedRouting::Biased(std) = forced {
-            // One number an expert, the same in all steps.
+            // One offset per expert, the same in every step.
             let stream = RandomStream::named(p.rank.seed, &format!("layers.{}.forced", self.layer));
             let bias = table(p, &[1, self.experts], DType::F32)?;
             let runs = NormalFill { stream, first: 0, stride: 0, std: f64::from(std) };
@@ -225,7 +242,7 @@ impl Router {
         Ok(logits)
     }
 
-    /// `x` times numbers near 1, or `x` itself.
+    /// Input jitter: `x` times factors in `1 ± jitter`, or `x` itself where jitter is off.
     fn jitter(&self, p: &StepContext, x: &Tensor) -> Result<Tensor> {
         let (true, Some(moe)) = (self.training.jitter > 0.0 && p.train, p.moe) else { return Ok(x.clone()) };
         let key = RngKey { seed: p.rank.seed, step: moe.step, layer: self.layer + p.repeat, site: JITTER };
@@ -236,23 +253,17 @@ impl Router {
         Ok(y)
     }
 
-    /// Statistics of the balancing losses and the z-loss.
-    fn balance(&self, p: &StepContext, state: &MoeState, logits: &Tensor) -> Result<aux_loss::BalanceSaved> {
-        let of = aux_loss::RouterDims {
-            score: self.score_routing().score,
-            topk: self.topk,
-            experts: self.experts,
-        };
-        aux_loss::forward(p, state, self.id, &self.training, of, logits)
+    fn dims(&self) -> aux_loss::RouterDims {
+        aux_loss::RouterDims { score: self.score_routing().score, topk: self.topk, experts: self.experts }
     }
 
-    /// Drops choices beyond the capacity.
-    fn drop_over_capacity(&self, p: &StepContext, state: &MoeState, topk_routes: TopK) -> Result<TopK> {
-        let Some(c) = self.training.capacity.filter(|_| p.train) else { return Ok(topk_routes) };
-        super::capacity::apply(p, state, self.id, c, self.experts, topk_routes)
+    /// Drops tokens over the capacity of their expert.
+    fn drop_over_capacity(&self, p: &StepContext, state: &MoeState, topk: TopK) -> Result<TopK> {
+        let Some(c) = self.training.capacity.filter(|_| p.train) else { return Ok(topk) };
+        super::capacity::apply(p, (state, self.id), c, self.experts, topk)
     }
 
-    /// Gradient of the input from that of the probabilities, f32 `[T, k]`.
+    /// Gradient of the input from `dprobs` f32 `[T, k]`; the gradients of auxiliary losses are added to the logits'.
     pub(crate) fn backward(
         &self,
         p: &StepContext,
@@ -260,27 +271,22 @@ impl Router {
         dprobs: &Tensor,
     ) -> Result<(Tensor, WeightGrad)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
-        let RouterSaved { x, logits, index, balance } = saved;
+        let RouterSaved { x, logits, routing } = saved;
         let dlogits = p.rank.activation(logits.shape(), logits.dtype())?;
         k.route_backward(
             s,
             &RouteBackward {
                 params: self.score_routing(),
                 logits: &logits,
-                index: &index,
+                index: &routing.index,
                 dprobs,
                 dlogits: &dlogits,
             },
         )?;
-        let of = aux_loss::RouterDims {
-            score: self.score_routing().score,
-            topk: self.topk,
-            experts: self.experts,
-        };
-        aux_loss::backward(p, &self.training, of, balance, &logits, &dlogits)?;
+        aux_loss::backward(p, &self.training, self.dims(), &routing, (&logits, &dlogits))?;
         let w = p.weight(self.weight)?;
         let dx = p.empty(x.shape())?;
-        let plain = |a: &Tensor, b: &Tensor, c: &Tensor| {
+        let gemm = |a: &Tensor, b: &Tensor, c: &Tensor| {
             k.gemm(s, &Gemm { a, trans_a: false, b, trans_b: false, bias: None, accumulate: false, c })
         };
         let mut grads = match (self.training.router_dtype, dlogits.dtype() == p.dtype()) {
@@ -293,18 +299,18 @@ impl Router {
                 WeightGrad::computed(self.weight, sums)
             }
             (_, true) => {
-                plain(&dlogits, w, &dx)?;
+                gemm(&dlogits, w, &dx)?;
                 WeightGrad::gemm(self.weight, &dlogits, &x)
             }
             (_, false) => {
-                // f32 gradients as the sum of two bf16 numbers: products of bf16 then keep 16 bits of them.
+                // f32 gradients as a sum of two bf16 values: bf16 GEMMs then keep 16 bits of their mantissa.
                 let [t, e] = [dlogits.shape()[0], self.experts];
                 let halves = p.empty(&[t, 2 * e])?;
                 k.split_bf16x2(s, &dlogits, &halves)?;
                 let twice = p.empty(&[2 * e, w.shape()[1]])?;
                 s.copy(w, &twice.narrow(0, 0, e)?)?;
                 s.copy(w, &twice.narrow(0, e, e)?)?;
-                plain(&halves, &twice, &dx)?;
+                gemm(&halves, &twice, &dx)?;
                 let half = |i| halves.narrow(1, i * e, e);
                 let (high, low, x) = (half(0)?, half(1)?, (*x).clone());
                 WeightGrad::deferred(self.weight, move |rank, grad, accumulate| {
@@ -333,7 +339,7 @@ impl Router {
     }
 }
 
-/// New memory for a table of numbers of a step.
+/// Workspace memory for a small table.
 pub(super) fn table(p: &StepContext, shape: &[usize], dtype: DType) -> Result<Tensor> {
     Tensor::empty(&p.rank.compute, shape, dtype, Category::Workspace)
 }

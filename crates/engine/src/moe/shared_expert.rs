@@ -1,15 +1,17 @@
-//! The expert that every token goes to: an MLP, whose output a gate may weight.
+//! The shared expert: an MLP that every token goes through, optionally weighted by a sigmoid gate.
 
 use super::MoeShape;
-use super::replicated_linear::{ReplicatedLinear, ReplicatedSaved};
-use crate::{Declarations, Mlp, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad, WithAmax};
+use crate::{
+    Declarations, Linear, LinearSaved, Mlp, MlpConfig, MlpSaved, Saved, SavedTensor, StepContext, WeightGrad,
+    WithAmax,
+};
 use ferrotron_kernels::{ExpertChoice, Route, RouteBackward, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
-/// `σ(g·x)·mlp(x)`, or `mlp(x)`.
+/// `σ(g·x)·mlp(x)`, or `mlp(x)` without a gate.
 pub struct SharedExpert {
     mlp: Mlp,
-    gate: Option<ReplicatedLinear>,
+    gate: Option<Linear>,
 }
 
 /// What backward needs.
@@ -19,14 +21,14 @@ pub struct SharedExpertSaved {
 }
 
 struct GateSaved {
-    map: ReplicatedSaved,
+    linear: LinearSaved,
     logits: SavedTensor,
-    /// f32 `[rows, 1]`
+    /// f32 `[rows, 1]`: the gate.
     probs: SavedTensor,
     y: SavedTensor,
-    /// i32 `[rows, 1]`: zeros, and 0, 1, 2, ...
-    zeros: Tensor,
-    own: Tensor,
+    /// i32 `[rows, 1]`: expert 0 for every row, and the row indices.
+    expert_zero: Tensor,
+    row_index: Tensor,
 }
 
 impl Saved for SharedExpertSaved {
@@ -35,13 +37,13 @@ impl Saved for SharedExpertSaved {
             f(&mut g.y);
             f(&mut g.probs);
             f(&mut g.logits);
-            g.map.tensors(f);
+            g.linear.tensors(f);
         }
         self.mlp.tensors(f);
     }
 }
 
-/// A gate is a router with one expert.
+/// The gate is a sigmoid router with one expert.
 const GATE: RouterParams = RouterParams { score: ScoreFunction::Sigmoid, groups: None, scale: 1.0 };
 
 impl SharedExpert {
@@ -51,10 +53,11 @@ impl SharedExpert {
         c: &MoeShape,
         ffn: usize,
     ) -> Result<SharedExpert> {
-        let mlp = Mlp::declare(d, name, c.hidden, ffn, c.act, c.gated, false, c.std.0, c.std.1)?;
+        let config = MlpConfig { hidden: c.hidden, ffn, act: c.act, gated: c.gated, bias: false, std: c.std };
+        let mlp = Mlp::declare(d, name, config)?;
         let gate = match c.shared_gate {
             false => None,
-            true => Some(ReplicatedLinear::declare(d, &format!("{name}_gate"), c.hidden, 1, c.std.0)?),
+            true => Some(Linear::declare_replicated(d, &format!("{name}_gate"), c.hidden, 1, c.std.0)?),
         };
         Ok(SharedExpert { mlp, gate })
     }
@@ -63,15 +66,15 @@ impl SharedExpert {
         self.mlp.needs_input_amax(p)
     }
 
-    /// `[rows, hidden] → [rows, hidden]`
+    /// `[tokens, hidden] → [tokens, hidden]`
     pub(super) fn forward(&self, p: &StepContext, x: &WithAmax) -> Result<(Tensor, SharedExpertSaved)> {
         let (k, s) = (&p.rank.kernels, &p.rank.compute);
         let (y, mlp) = self.mlp.forward(p, x)?;
         let Some(gate) = &self.gate else { return Ok((y, SharedExpertSaved { mlp, gate: None })) };
         let t = y.shape()[0];
-        let (logits, map) = gate.forward(p, &x.values)?;
-        let zeros = s.zeros(&[t, 1], DType::I32, Category::Activations)?;
-        let own = s.upload(&(0..t as i32).collect::<Vec<_>>(), &[t, 1], Category::Activations)?;
+        let (logits, linear) = gate.forward(p, &x.values)?;
+        let expert_zero = s.zeros(&[t, 1], DType::I32, Category::Activations)?;
+        let row_index = s.upload(&(0..t as i32).collect::<Vec<_>>(), &[t, 1], Category::Activations)?;
         let probs = p.rank.activation(&[t, 1], DType::F32)?;
         k.route(
             s,
@@ -79,19 +82,19 @@ impl SharedExpert {
                 params: GATE,
                 choice: ExpertChoice::Given,
                 logits: &logits,
-                index: &zeros,
+                index: &expert_zero,
                 probs: &probs,
             },
         )?;
         let out = p.empty(y.shape())?;
-        k.moe_unpermute(s, &y, &own, Some(&probs), &out)?;
+        k.moe_unpermute(s, &y, &row_index, Some(&probs), &out)?;
         let gate = GateSaved {
-            map,
+            linear,
             logits: SavedTensor::small(&logits),
             probs: SavedTensor::small(&probs),
             y: SavedTensor::activation(&y),
-            zeros,
-            own,
+            expert_zero,
+            row_index,
         };
         Ok((out, SharedExpertSaved { mlp, gate: Some(gate) }))
     }
@@ -108,9 +111,9 @@ impl SharedExpert {
             return self.mlp.backward(p, saved.mlp, dy);
         };
         let dprobs = p.rank.activation(g.probs.shape(), DType::F32)?;
-        k.moe_unpermute_dprobs(s, &g.y, &g.own, dy, &dprobs)?;
+        k.moe_unpermute_dprobs(s, &g.y, &g.row_index, dy, &dprobs)?;
         let inner = p.empty(dy.shape())?;
-        k.moe_unpermute(s, dy, &g.own, Some(&g.probs), &inner)?;
+        k.moe_unpermute(s, dy, &g.row_index, Some(&g.probs), &inner)?;
         let (dx, grads) = self.mlp.backward(p, saved.mlp, &inner)?;
         let dlogits = p.rank.activation(g.logits.shape(), g.logits.dtype())?;
         k.route_backward(
@@ -118,13 +121,13 @@ impl SharedExpert {
             &RouteBackward {
                 params: GATE,
                 logits: &g.logits,
-                index: &g.zeros,
+                index: &g.expert_zero,
                 dprobs: &dprobs,
                 dlogits: &dlogits,
             },
         )?;
-        let (d, of_gate) = gate.backward(p, g.map, &dlogits)?;
+        let (d, gate_grads) = gate.backward(p, g.linear, &dlogits)?;
         k.add_assign(s, &dx, &d)?;
-        Ok((dx, grads.and(of_gate)))
+        Ok((dx, grads.and(gate_grads)))
     }
 }

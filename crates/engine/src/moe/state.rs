@@ -1,73 +1,58 @@
-//! What mixtures remember besides weights: the bias of choices, and counters of a step. All of it is on the device.
+//! What MoE layers keep besides their weights: expert biases and quantiles between steps, and the counters of a step.
+//! All of it is on the device.
 
 use super::replay::Replay;
 use super::{AuxLossKind, MoeTraining, RoutingMethod};
 use crate::Rank;
 use ferrotron_comm::ReduceOp;
 use ferrotron_tensor::{Category, DType, Result, Stream, Tensor};
-use std::collections::VecDeque;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::Mutex;
 
-/// A mixture's number among those of its rank.
+/// Index of an MoE layer among those of its rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MoeLayerId(pub(crate) usize);
 
-/// What is declared of a mixture.
+/// Declaration of an MoE layer's state.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct MoeLayerSpec {
-    /// Its name, such as `layers.3.moe`.
+    /// Name of the layer, such as `layers.3.moe`.
     pub name: String,
-    /// Experts.
+    /// Number of experts.
     pub experts: usize,
-    /// Is a bias added to scores for the choice?
+    /// Whether a bias is added to the scores before selection (aux-loss-free balancing).
     pub expert_bias: bool,
-    /// Is a quantile subtracted from logits for the choice?
+    /// Whether a quantile is subtracted from the logits before selection.
     pub quantiles: bool,
 }
 
-/// Numbers of a mixture in a step, in the order of its row of [`MoeState::losses`].
+/// Columns of [`MoeState::losses`]: one for each [`AuxLossKind`].
 pub(crate) const LOSSES: usize = AuxLossKind::ALL.len();
 
-/// The state of all mixtures of a rank: n mixtures of E experts.
+/// State of a rank's n MoE layers with (at most) E experts.
 pub struct MoeState {
     specs: Vec<MoeLayerSpec>,
-    /// f32 `[n, E]`: added to scores for the choice.
+    /// f32 `[n, E]`: added to the scores before selection.
     pub expert_bias: Tensor,
-    /// f32 `[n, E]`: subtracted from logits for the choice.
+    /// f32 `[n, E]`: subtracted from the logits before selection.
     pub quantiles: Tensor,
-    /// f32 `[n, E]`: what the micro-batches of a step say the quantiles are, summed.
+    /// f32 `[n, E]`: quantiles measured in the micro-batches of the step, summed.
     pub(crate) quantile_sums: Tensor,
-    /// i64 `[n, E]`: choices of each expert in this step, of this rank's tokens.
+    /// i64 `[n, E]`: tokens per expert in this step, of this rank's tokens.
     pub(crate) tokens_per_expert: Tensor,
-    /// i64 `[n, E]`: the best scores of the step so far, of all ranks' tokens.
+    /// i64 `[n, E]`: tokens per expert by top-k score in the step so far, of all ranks' tokens (global auxiliary loss).
     pub(crate) global_tokens_per_expert: Tensor,
-    /// f32 `[n]`: micro-batches in that.
+    /// f32 `[n]`: micro-batches counted in `global_tokens_per_expert`.
     pub(crate) micro_batches: Tensor,
-    /// f32 `[n, losses]`: balancing losses of the step, with their factors.
+    /// f32 `[n, losses]`: auxiliary losses of the step, coefficients included.
     pub(crate) losses: Tensor,
-    /// f64 `[n, 2]`: squares of logsumexp, and rows.
+    /// f64 `[n, 2]`: sum of squared logsumexp, and number of tokens.
     pub(crate) z: Tensor,
-    /// i64 `[n]`: choices beyond the capacity.
+    /// i64 `[n]`: tokens dropped over capacity.
     pub(crate) dropped: Tensor,
-    /// Of each mixture, what forward decided and a second forward must not decide anew, oldest first.
-    decided: Mutex<Vec<VecDeque<SavedRouting>>>,
     pub(super) replay: Mutex<Replay>,
 }
 
-/// What a forward pass decided.
-#[derive(Clone)]
-pub(crate) struct SavedRouting {
-    /// i32 `[T, k]`
-    pub(crate) index: Tensor,
-    /// Weights of balancing losses.
-    pub(crate) weights: Vec<Tensor>,
-    /// Of the z-loss.
-    pub(crate) z: Option<Tensor>,
-    /// Which of repeated uses it was.
-    pub(crate) repeat: u32,
-}
-
-/// The counters of a step, on the device, summed over all ranks that share its tokens.
+/// Counters of a step on the device, summed over the ranks that share its tokens.
 pub struct MoeCounters {
     /// i64 `[n, E]`
     pub tokens_per_expert: Tensor,
@@ -80,12 +65,11 @@ pub struct MoeCounters {
 }
 
 impl MoeState {
-    /// Memory for what was declared; none where there is no mixture.
+    /// State for the declared layers; None where there are none.
     pub(crate) fn new(s: &Stream, specs: Vec<MoeLayerSpec>) -> Result<Option<MoeState>> {
         let Some(e) = specs.iter().map(|m| m.experts).max() else { return Ok(None) };
         let n = specs.len();
         let zeros = |shape: &[usize], dtype| s.zeros(shape, dtype, Category::Optimizer);
-        let decided = Mutex::new((0..n).map(|_| VecDeque::new()).collect());
         Ok(Some(MoeState {
             expert_bias: zeros(&[n, e], DType::F32)?,
             quantiles: zeros(&[n, e], DType::F32)?,
@@ -97,41 +81,23 @@ impl MoeState {
             z: zeros(&[n, 2], DType::F64)?,
             dropped: zeros(&[n], DType::I64)?,
             specs,
-            decided,
             replay: Mutex::default(),
         }))
     }
 
-    /// The mixtures, in order of declaration.
+    /// The layers, in order of declaration.
     pub fn specs(&self) -> &[MoeLayerSpec] {
         &self.specs
     }
 
-    /// A mixture's row of one of the tables.
+    /// A layer's row of one of the tables.
     pub(crate) fn row(&self, table: &Tensor, id: MoeLayerId) -> Result<Tensor> {
         let row = table.narrow(0, id.0, 1)?;
         row.view(&[row.numel()])
     }
 
-    /// Remembers what a pass decided, for the pass that computes it again.
-    pub(crate) fn remember(&self, id: MoeLayerId, decided: SavedRouting) {
-        self.decided()[id.0].push_back(decided);
-    }
-
-    /// What the oldest pass decided that was not computed again yet, of those uses of the mixture.
-    pub(crate) fn recall(&self, id: MoeLayerId, repeat: u32) -> Option<SavedRouting> {
-        let list = &mut self.decided()[id.0];
-        let oldest = list.iter().position(|d| d.repeat == repeat)?;
-        list.remove(oldest)
-    }
-
-    fn decided(&self) -> MutexGuard<'_, Vec<VecDeque<SavedRouting>>> {
-        self.decided.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// A step begins: counters start from zero.
+    /// Resets the counters for a new step.
     pub fn begin_step(&self, s: &Stream) -> Result<()> {
-        self.decided().iter_mut().for_each(VecDeque::clear);
         let all = [
             &self.tokens_per_expert,
             &self.global_tokens_per_expert,
@@ -144,14 +110,14 @@ impl MoeState {
         all.into_iter().try_for_each(|t| s.zero(t))
     }
 
-    /// i64 `[n, E]`: choices of each expert since the step began, of all ranks' tokens. Every rank of a stage calls it.
+    /// i64 `[n, E]`: tokens per expert since the step began, of all ranks' tokens. Collective over a pipeline stage.
     pub fn tokens_per_expert(&self, rank: &Rank) -> Result<Tensor> {
         let load = copy(&rank.compute, &self.tokens_per_expert)?;
         rank.tp_dp_cp_group.all_reduce(&rank.compute, &load, ReduceOp::Sum, "loads of experts")?;
         Ok(load)
     }
 
-    /// A step has ended: biases and quantiles move by what all ranks have counted. Every rank of a stage calls it.
+    /// Ends a step: updates expert biases and quantiles from the counters of all ranks. Collective over a pipeline stage.
     pub fn end_step(&self, rank: &Rank, micro_batches: usize, how: &MoeTraining) -> Result<MoeCounters> {
         let (s, k) = (&rank.compute, &rank.kernels);
         let counters = MoeCounters {

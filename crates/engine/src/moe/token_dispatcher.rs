@@ -1,62 +1,41 @@
-//! Tokens to the ranks that have their experts, and back.
+//! Tokens to the ranks that hold their experts, and expert outputs back.
 //!
-//! On the way there rows are copied, one copy for each choice (and, where ranks share an expert, one for each of those);
-//! on the way back they are summed, in the order of a token's choices. Backward is the same the other way round. Each way has
-//! two halves: rows are sent, and taken when they are needed.
+//! Dispatch copies a token's row once per selected expert (and, with expert tensor parallelism, once per rank that holds a
+//! slice of the expert). Combine sums the k rows of each token in the order of its top-k. Backward runs the same two
+//! movements on gradients. Each movement is split into a send, which may run on the dispatch stream, and a function that
+//! waits for it and finishes the permutation.
 
 use super::all_to_all::AllToAll;
 use super::experts::{ExpertRows, RowScales};
 use super::router::TopK;
 use super::{Dispatcher, MoeShape, MoeTraining};
 use crate::StepContext;
-use ferrotron_comm::ReduceOp;
+use ferrotron_comm::{InFlight, ReduceOp};
 use ferrotron_kernels::RowMap;
-use ferrotron_tensor::{DType, Event, Result, Tensor};
+use ferrotron_tensor::{DType, Result, Tensor};
 
-/// Where the rows of a micro-batch go.
+/// How the tokens of one micro-batch reach their experts.
 pub(crate) enum TokenDispatch {
-    /// To experts that are all here.
+    /// All experts are on this rank: permute only.
     Local(RowMap),
-    /// Everywhere: this rank has all tokens.
+    /// Every rank gathers all tokens and computes those of its experts.
     AllGather {
         map: RowMap,
-        /// Rows of each rank.
+        /// Tokens of each rank.
         rows: Vec<usize>,
     },
-    /// To the ranks that have them.
+    /// Every rank receives the tokens of its experts.
     AllToAll(Box<AllToAll>),
 }
 
-/// Rows on their way.
-pub(crate) struct InFlight {
-    pub(super) to: Tensor,
-    /// When they are there, if that is not at once.
-    pub(super) done: Option<Event>,
-    /// What is sent lives until it has been.
-    pub(super) _from: Tensor,
-}
-
-impl InFlight {
-    /// Rows that are there.
-    fn ready_now(t: Tensor) -> InFlight {
-        InFlight { to: t.clone(), done: None, _from: t }
-    }
-
-    /// The rows, for work on the compute stream.
-    pub(super) fn take(self, p: &StepContext) -> Result<Tensor> {
-        self.done.iter().try_for_each(|event| p.rank.compute.wait(event))?;
-        Ok(self.to)
-    }
-}
-
-/// How rows are laid out for experts.
+/// Where this rank's experts are and how their rows are aligned.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ExpertLayout {
-    /// Experts in all, and here.
+    /// Experts of the layer, and of this rank.
     pub(crate) experts: [usize; 2],
-    /// The first expert here.
+    /// First expert of this rank.
     pub(crate) first: usize,
-    /// Rows of an expert start at multiples of this.
+    /// The rows of each expert start at a multiple of this (FP8 block scaling needs 128).
     pub(crate) align: usize,
 }
 
@@ -66,7 +45,7 @@ impl ExpertLayout {
         ExpertLayout { experts: [c.experts, own.len()], first: own.start, align }
     }
 
-    /// Memory for the map of choices `[t, k]` of experts `count`.
+    /// Memory for the permutation of `[t, k]` selected experts over `count` experts.
     pub(super) fn map(
         &self,
         p: &StepContext,
@@ -85,39 +64,34 @@ impl ExpertLayout {
 }
 
 impl TokenDispatch {
-    /// Who gets which rows, and the choices and probabilities of the tokens that this rank then has.
+    /// Plans the dispatch of `topk`. Also returns the routing of the tokens that this rank will have: all ranks' with
+    /// [`Dispatcher::AllGather`], its own otherwise.
     pub(super) fn plan(
         p: &StepContext,
         training: &MoeTraining,
         layout: ExpertLayout,
-        topk_routes: &TopK,
+        topk: &TopK,
     ) -> Result<(TokenDispatch, TopK)> {
-        let (group, topk) = (&p.rank.etp_ep_group, topk_routes.index.shape()[1]);
-        let sorted = |topk_routes: &TopK| -> Result<RowMap> {
-            let map = layout.map(p, [topk_routes.index.shape()[0], topk], layout.experts[1], layout.align)?;
-            p.rank.kernels.sort_by_expert(
-                &p.rank.compute,
-                &topk_routes.index,
-                layout.first,
-                layout.align,
-                &map,
-            )?;
+        let (group, k) = (&p.rank.etp_ep_group, topk.index.shape()[1]);
+        let sorted = |topk: &TopK| -> Result<RowMap> {
+            let map = layout.map(p, [topk.index.shape()[0], k], layout.experts[1], layout.align)?;
+            p.rank.kernels.sort_by_expert(&p.rank.compute, &topk.index, layout.first, layout.align, &map)?;
             Ok(map)
         };
         match training.dispatcher {
-            _ if group.size() == 1 => Ok((TokenDispatch::Local(sorted(topk_routes)?), topk_routes.clone())),
+            _ if group.size() == 1 => Ok((TokenDispatch::Local(sorted(topk)?), topk.clone())),
             Dispatcher::AllToAll => Ok((
-                TokenDispatch::AllToAll(Box::new(AllToAll::plan(p, training, layout, topk_routes)?)),
-                topk_routes.clone(),
+                TokenDispatch::AllToAll(Box::new(AllToAll::plan(p, training, layout, topk)?)),
+                topk.clone(),
             )),
             Dispatcher::AllGather => {
-                let t = topk_routes.index.shape()[0];
+                let t = topk.index.shape()[0];
                 let rows = p.moe.map_or_else(|| vec![t; group.size()], |m| m.input.rows_per_rank.clone());
-                let topk_routes = TopK {
-                    index: gather(p, &topk_routes.index, &rows, "choices of tokens")?,
-                    probs: gather(p, &topk_routes.probs, &rows, "probabilities of choices")?,
+                let topk = TopK {
+                    index: gather(p, &topk.index, &rows, "choices of tokens")?,
+                    probs: gather(p, &topk.probs, &rows, "probabilities of choices")?,
                 };
-                Ok((TokenDispatch::AllGather { map: sorted(&topk_routes)?, rows }, topk_routes))
+                Ok((TokenDispatch::AllGather { map: sorted(&topk)?, rows }, topk))
             }
         }
     }
@@ -129,32 +103,32 @@ impl TokenDispatch {
         }
     }
 
-    /// Sends rows `x [T, w]` to experts: tokens, or the gradients of results.
-    pub(crate) fn send(&self, p: &StepContext, x: &Tensor, label: &'static str) -> Result<InFlight> {
+    /// Sends rows `x [T, w]` to the experts: hidden states, or output gradients.
+    pub(crate) fn send(&self, p: &StepContext, x: &Tensor, label: &'static str) -> Result<InFlight<Tensor>> {
         match self {
-            TokenDispatch::Local(_) => Ok(InFlight::ready_now(x.clone())),
-            TokenDispatch::AllGather { rows, .. } => Ok(InFlight::ready_now(gather(p, x, rows, label)?)),
+            TokenDispatch::Local(_) => Ok(InFlight::ready(x.clone())),
+            TokenDispatch::AllGather { rows, .. } => Ok(InFlight::ready(gather(p, x, rows, label)?)),
             TokenDispatch::AllToAll(e) => e.send_rows(p, x, label),
         }
     }
 
-    /// Sends the probabilities of choices to experts.
-    pub(crate) fn send_probs(&self, p: &StepContext, topk_routes: &TopK) -> Result<InFlight> {
+    /// Sends the routing probabilities to the experts.
+    pub(crate) fn send_probs(&self, p: &StepContext, topk: &TopK) -> Result<InFlight<Tensor>> {
         match self {
-            TokenDispatch::AllToAll(e) => e.send_values(p, &topk_routes.probs, "probabilities of choices"),
-            _ => Ok(InFlight::ready_now(topk_routes.probs.clone())),
+            TokenDispatch::AllToAll(e) => e.send_values(p, &topk.probs, "probabilities of choices"),
+            _ => Ok(InFlight::ready(topk.probs.clone())),
         }
     }
 
-    /// Rows where the experts are, as they came, with the probabilities of their choices f32 `[N]`, sorted.
-    pub(crate) fn take_rows(
+    /// Waits for rows and probabilities: rows in arrival order, probabilities f32 `[N]` sorted by expert.
+    pub(crate) fn expert_rows(
         &self,
         p: &StepContext,
-        (x, sent): (InFlight, RowScales),
-        probs: InFlight,
+        (x, scales): (InFlight<Tensor>, RowScales),
+        probs: InFlight<Tensor>,
     ) -> Result<ExpertRows> {
         let map = self.map().clone();
-        let probs = probs.take(p)?;
+        let probs = probs.wait(&p.rank.compute)?;
         let probs = match self {
             TokenDispatch::Local(_) | TokenDispatch::AllGather { .. } => {
                 let out = p.rank.activation(&[map.source.numel()], DType::F32)?;
@@ -163,54 +137,59 @@ impl TokenDispatch {
             }
             TokenDispatch::AllToAll(e) => e.sorted(p, &probs)?.view(&[map.source.numel()])?,
         };
-        Ok(ExpertRows { x: x.take(p)?, sent, probs, map })
+        Ok(ExpertRows { x: x.wait(&p.rank.compute)?, scales, probs, map })
     }
 
-    /// Sends rows of experts `[N, w]` back: results, or the gradients of tokens.
-    pub(crate) fn send_combine(&self, p: &StepContext, y: &Tensor, label: &'static str) -> Result<InFlight> {
+    /// Sends the experts' rows `[N, w]` back: outputs, or input gradients.
+    pub(crate) fn send_back(
+        &self,
+        p: &StepContext,
+        y: &Tensor,
+        label: &'static str,
+    ) -> Result<InFlight<Tensor>> {
         match self {
-            TokenDispatch::Local(_) => Ok(InFlight::ready_now(y.clone())),
+            TokenDispatch::Local(_) => Ok(InFlight::ready(y.clone())),
             TokenDispatch::AllGather { map, rows } => {
-                Ok(InFlight::ready_now(scatter(p, &unpermuted(p, map, y)?, rows, label)?))
+                Ok(InFlight::ready(scatter(p, &unpermuted(p, map, y)?, rows, label)?))
             }
-            TokenDispatch::AllToAll(e) => e.send_combine(p, y, label),
+            TokenDispatch::AllToAll(e) => e.send_back(p, y, label),
         }
     }
 
-    /// What came back, summed where its tokens are: `[T, w]`.
-    pub(crate) fn take_combined(&self, p: &StepContext, came: InFlight) -> Result<Tensor> {
-        let came = came.take(p)?;
+    /// Waits for the experts' rows and sums those of each token: `[T, w]`.
+    pub(crate) fn combine(&self, p: &StepContext, rows: InFlight<Tensor>) -> Result<Tensor> {
+        let rows = rows.wait(&p.rank.compute)?;
         match self {
-            TokenDispatch::Local(map) => unpermuted(p, map, &came),
-            TokenDispatch::AllGather { .. } => Ok(came),
-            TokenDispatch::AllToAll(e) => e.unpermuted(p, &came),
+            TokenDispatch::Local(map) => unpermuted(p, map, &rows),
+            TokenDispatch::AllGather { .. } => Ok(rows),
+            TokenDispatch::AllToAll(e) => e.unpermuted(p, &rows),
         }
     }
 
-    /// Sends gradients of probabilities f32 `[N]` back.
-    pub(crate) fn send_dprobs(&self, p: &StepContext, dp: &Tensor) -> Result<InFlight> {
+    /// Sends gradients of the probabilities f32 `[N]` back.
+    pub(crate) fn send_dprobs(&self, p: &StepContext, dp: &Tensor) -> Result<InFlight<Tensor>> {
         const LABEL: &str = "gradients of probabilities";
         match self {
-            TokenDispatch::Local(_) => Ok(InFlight::ready_now(dp.clone())),
+            TokenDispatch::Local(_) => Ok(InFlight::ready(dp.clone())),
             TokenDispatch::AllGather { map, rows } => {
-                Ok(InFlight::ready_now(scatter(p, &values(p, map, dp)?, rows, LABEL)?))
+                Ok(InFlight::ready(scatter(p, &values(p, map, dp)?, rows, LABEL)?))
             }
-            TokenDispatch::AllToAll(e) => e.send_combine(p, &dp.view(&[dp.numel(), 1])?, LABEL),
+            TokenDispatch::AllToAll(e) => e.send_back(p, &dp.view(&[dp.numel(), 1])?, LABEL),
         }
     }
 
-    /// Gradients of probabilities where the choices are: f32 `[T, k]`.
-    pub(crate) fn take_dprobs(&self, p: &StepContext, came: InFlight) -> Result<Tensor> {
-        let came = came.take(p)?;
+    /// Waits for the gradients of the probabilities: f32 `[T, k]`.
+    pub(crate) fn combine_dprobs(&self, p: &StepContext, dp: InFlight<Tensor>) -> Result<Tensor> {
+        let dp = dp.wait(&p.rank.compute)?;
         match self {
-            TokenDispatch::Local(map) => values(p, map, &came),
-            TokenDispatch::AllGather { .. } => Ok(came),
-            TokenDispatch::AllToAll(e) => e.reduced_probs(p, &came),
+            TokenDispatch::Local(map) => values(p, map, &dp),
+            TokenDispatch::AllGather { .. } => Ok(dp),
+            TokenDispatch::AllToAll(e) => e.reduced_probs(p, &dp),
         }
     }
 }
 
-/// `[rows of this rank, w] → [rows of all, w]`
+/// All-gather of rows over the expert group: `[rows of this rank, w] → [rows of all, w]`.
 fn gather(p: &StepContext, t: &Tensor, rows: &[usize], label: &'static str) -> Result<Tensor> {
     let w = t.shape()[1];
     let all = p.rank.activation(&[rows.iter().sum(), w], t.dtype())?;
@@ -219,7 +198,7 @@ fn gather(p: &StepContext, t: &Tensor, rows: &[usize], label: &'static str) -> R
     Ok(all)
 }
 
-/// This rank's rows of the sum over ranks: `[rows of all, w] → [rows, w]`.
+/// Reduce-scatter of rows over the expert group: `[rows of all, w] → [rows of this rank, w]`.
 fn scatter(p: &StepContext, t: &Tensor, rows: &[usize], label: &'static str) -> Result<Tensor> {
     let (group, s, w) = (&p.rank.etp_ep_group, &p.rank.compute, t.shape()[1]);
     let mine = p.rank.activation(&[rows[group.rank()], w], t.dtype())?;
@@ -232,12 +211,14 @@ fn scatter(p: &StepContext, t: &Tensor, rows: &[usize], label: &'static str) -> 
     Ok(mine)
 }
 
+/// Sums the rows of each token's experts: `[N, w] → [T, w]`.
 fn unpermuted(p: &StepContext, map: &RowMap, y: &Tensor) -> Result<Tensor> {
     let out = p.rank.activation(&[map.rows.shape()[0], y.shape()[1]], y.dtype())?;
     p.rank.kernels.moe_unpermute(&p.rank.compute, y, &map.rows, None, &out)?;
     Ok(out)
 }
 
+/// One value per row back to one per token and selected expert: f32 `[N] → [T, k]`.
 fn values(p: &StepContext, map: &RowMap, dp: &Tensor) -> Result<Tensor> {
     let out = p.rank.activation(map.rows.shape(), DType::F32)?;
     p.rank.kernels.gather_values(&p.rank.compute, dp, &map.rows, &out)?;

@@ -3,7 +3,7 @@
 use super::{ParamId, ParamSpec, Part};
 use crate::moe::{MoeLayerId, MoeLayerSpec, MoeTraining};
 use crate::quant::{LinearQuant, Policy};
-use crate::{GroupRank, Rank, Shard};
+use crate::{GroupRank, LossOptions, Rank, Shard};
 use ferrotron_tensor::{Result, shape_error};
 use std::collections::HashSet;
 use std::ops::Range;
@@ -18,6 +18,7 @@ pub struct Declarations {
     policy: Policy,
     moe_layers: Vec<MoeLayerSpec>,
     moe_training: Arc<MoeTraining>,
+    loss: LossOptions,
 }
 
 /// Which experts a rank has, and what of them.
@@ -58,6 +59,7 @@ impl Declarations {
             policy: Policy::default(),
             moe_layers: Vec::new(),
             moe_training: Arc::default(),
+            loss: LossOptions::default(),
         }
     }
 
@@ -77,7 +79,17 @@ impl Declarations {
         Declarations { policy, ..self }
     }
 
-    /// With mixtures that are trained so.
+    /// Computes the loss with these options.
+    pub fn with_loss(self, loss: LossOptions) -> Declarations {
+        Declarations { loss, ..self }
+    }
+
+    /// Options of the loss.
+    pub(crate) fn loss(&self) -> LossOptions {
+        self.loss
+    }
+
+    /// Trains MoE layers with these options.
     pub fn with_moe_training(self, moe_training: &Arc<MoeTraining>) -> Declarations {
         Declarations { moe_training: moe_training.clone(), ..self }
     }

@@ -233,7 +233,7 @@ impl GemmOperand {
 #[derive(Clone, Debug)]
 pub(crate) struct WgradOperand {
     /// WgradOperand; of rows of tokens that are not sorted yet, the rows.
-    pub(crate) side: GemmOperand,
+    pub(crate) operand: GemmOperand,
     /// Are they sorted?
     pub(crate) sorted: bool,
 }
@@ -241,9 +241,9 @@ pub(crate) struct WgradOperand {
 impl WgradOperand {
     /// The factor, of rows that `map` sorts.
     fn ready(&self, rank: &Rank, map: &RowMap) -> Result<GemmOperand> {
-        let GemmOperand::Fp8(b) = &self.side else { return Ok(self.side.clone()) };
+        let GemmOperand::Fp8(b) = &self.operand else { return Ok(self.operand.clone()) };
         if self.sorted {
-            return Ok(self.side.clone());
+            return Ok(self.operand.clone());
         }
         let (s, shape) = (&rank.compute, [b.cols, map.source.numel()]);
         let cols = Fp8Tensor::empty(s, shape, b.data.dtype(), ScalingMode::PerTensor, Category::Activations)?;

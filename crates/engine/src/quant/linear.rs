@@ -197,7 +197,7 @@ impl Linear {
         };
         let (x, recipe) = (p.begin_all_gather(&rows, "input of a layer, again")?, e.recipe);
         Ok(WeightGrad::deferred(self.weight, move |rank, grad, accumulate| {
-            let all = x.ready()?;
+            let all = x.wait(&rank.compute)?;
             let cols = match &all {
                 GemmOperand::HighPrecision { t, .. } if e.wgrad => quantize_columnwise(rank, recipe, t)?,
                 _ => transposed(rank, &all)?,
@@ -213,7 +213,7 @@ impl Linear {
         let scales =
             p.begin_all_gather(&GemmOperand::rowwise(&mine.scale_inv), "scales of an input, again")?;
         Ok(WeightGrad::deferred(self.weight, move |rank, grad, accumulate| {
-            let (data, scales) = (data.ready()?, scales.ready()?);
+            let (data, scales) = (data.wait(&rank.compute)?, scales.wait(&rank.compute)?);
             let cols = StepContext::join_columnwise(rank, &mine, data.memory(), scales.memory())?;
             let how = GemmOptions { product: LinearGemm::Wgrad, bias: None, accumulate, fast: false };
             dy.gemm(rank, &GemmOperand::Fp8(cols), how, grad)

@@ -43,9 +43,9 @@ impl LmHead {
         train: bool,
     ) -> Result<(Tensor, Option<LmHeadSaved>)> {
         let tokens = x.values.shape()[0] * p.rank.tp.size();
-        if tokens > self.chunk {
-            let what = "an output matrix in 8 bits takes all rows at once; leave it in bf16, or chunks out";
-            return Err(Error::Unsupported { op: "head", what: what.into() });
+        if tokens > self.chunk() {
+            let what = "an FP8 LM head cannot compute the loss in chunks; keep it in bf16, or unset train.loss_chunk";
+            return Err(Error::Unsupported { op: "LM head", what: what.into() });
         }
         let rows = p.rank.activation(&[tokens], DType::F32)?;
         // Without a backward nothing is kept of the input.

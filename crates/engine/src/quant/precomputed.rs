@@ -4,8 +4,8 @@
 
 use super::runs::{matrix, runs};
 use super::{Method, QuantState};
-use crate::data_parallel::{ParamShard, Placement};
-use crate::{ParamId, ParamSpec, Params, Rank};
+use crate::data_parallel::{MasterShards, Placement};
+use crate::{ParamId, ParamSpec, Params, Rank, StepState};
 use ferrotron_comm::ReduceOp;
 use ferrotron_kernels::{Fp8DataOut, Fp8WeightOut};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
@@ -89,8 +89,8 @@ impl Precomputed {
 impl Params {
     /// Before a step of an optimizer that leaves [`Params::precomputed`] of every weight. Of a step that changes nothing,
     /// magnitudes stay.
-    pub fn begin_update(&self, rank: &Rank, scalars: &Tensor) -> Result<()> {
-        let (Some(state), s) = (self.quant(), &rank.compute) else { return Ok(()) };
+    pub fn begin_update(&self, rank: &Rank, state: &StepState, scalars: &Tensor) -> Result<()> {
+        let (Some(state), s) = (state.quant(), &rank.compute) else { return Ok(()) };
         if let Some(m) = state.weight_amax() {
             rank.kernels.reset_amax(s, scalars, &m.all)?;
         }
@@ -99,8 +99,13 @@ impl Params {
     }
 
     /// What the optimizer may leave of elements `inside` of a weight, which this rank has.
-    pub fn precomputed(&self, id: ParamId, inside: &Range<usize>) -> Result<Option<Precomputed>> {
-        let Some(state) = self.quant() else { return Ok(None) };
+    pub fn precomputed(
+        &self,
+        state: &StepState,
+        id: ParamId,
+        inside: &Range<usize>,
+    ) -> Result<Option<Precomputed>> {
+        let Some(state) = state.quant() else { return Ok(None) };
         if let Some(m) = state.weight_amax() {
             // Experts have a magnitude each, and are measured afterwards.
             let spec = &self.specs()[id.0];
@@ -123,20 +128,18 @@ impl Params {
         &self,
         rank: &Rank,
         state: &QuantState,
-        placement: Placement,
-        pieces: &[ParamShard],
-        masters: &[Tensor],
-        made: bool,
+        masters: &MasterShards,
+        precomputed: bool,
     ) -> Result<()> {
         let Some(m) = state.weight_amax() else { return Ok(()) };
         let (s, k) = (&rank.compute, &rank.kernels);
-        if !made {
+        if !precomputed {
             s.zero(&m.all)?;
-            for (i, piece) in pieces.iter().enumerate().filter(|(_, p)| !p.param_range.is_empty()) {
+            for (i, piece) in masters.shards.iter().enumerate().filter(|(_, p)| !p.param_range.is_empty()) {
                 let spec = &self.specs()[i];
                 let Some(amax) = m.of(ParamId(i), spec)?.filter(|_| !spec.experts) else { continue };
                 let weight = match spec.fp8_resident() {
-                    true => masters[i].clone(),
+                    true => masters.values[i].clone(),
                     false => {
                         let w = &self.values()[i];
                         w.view(&[w.numel()])?.narrow(0, piece.param_range.start, piece.param_range.len())?
@@ -146,17 +149,17 @@ impl Params {
                 k.amax(s, &rows, &amax)?;
             }
         }
-        if placement != Placement::Replicate {
+        if masters.placement != Placement::Replicate {
             rank.dp_cp_group.all_reduce(s, &m.all, ReduceOp::Max, "magnitudes of weights of copies")?;
         }
         rank.tp.all_reduce(s, &m.all, ReduceOp::Max, "magnitudes of weights")?;
-        if !made {
+        if !precomputed {
             self.round(rank, &m.all)?;
         }
         if let Some(experts) = &m.experts {
             s.zero(experts)?;
-            if !holds_whole_experts(rank, placement) {
-                self.measure_experts(rank, m, placement, (pieces, masters))?;
+            if !holds_whole_experts(rank, masters.placement) {
+                self.measure_experts(rank, m, masters)?;
                 self.round(rank, experts)?;
             }
         }
@@ -175,22 +178,13 @@ impl Params {
 
     /// Largest magnitudes of the masters of experts' weights that are bytes, on which all ranks agree that have parts of them;
     /// zeros before.
-    fn measure_experts(
-        &self,
-        rank: &Rank,
-        m: &WeightAmax,
-        placement: Placement,
-        (pieces, masters): (&[ParamShard], &[Tensor]),
-    ) -> Result<()> {
+    fn measure_experts(&self, rank: &Rank, m: &WeightAmax, masters: &MasterShards) -> Result<()> {
         let (Some(all), s, k) = (&m.experts, &rank.compute, &rank.kernels) else { return Ok(()) };
         for (i, spec) in self.specs().iter().enumerate().filter(|(_, spec)| spec.experts) {
             let (Some(amax), [n, c]) = (m.of(ParamId(i), spec)?, spec.matrix()) else { continue };
-            for run in runs(&pieces[i].param_range, n * c, usize::MAX) {
-                let x = masters[i].narrow(
-                    0,
-                    run.elements.start - pieces[i].param_range.start,
-                    run.elements.len(),
-                )?;
+            for run in runs(&masters.shards[i].param_range, n * c, usize::MAX) {
+                let start = run.elements.start - masters.shards[i].param_range.start;
+                let x = masters.values[i].narrow(0, start, run.elements.len())?;
                 let amax = amax.narrow(0, run.matrices.start, run.matrices.len())?;
                 match run.whole {
                     true => k.amax_stack(s, &x.view(&[run.matrices.len(), n, c])?, &amax)?,
@@ -198,7 +192,7 @@ impl Params {
                 }
             }
         }
-        if placement != Placement::Replicate {
+        if masters.placement != Placement::Replicate {
             rank.expert_dp_group.all_reduce(
                 s,
                 all,

@@ -140,7 +140,7 @@ impl StepContext<'_> {
     }
 
     pub(super) fn quant(&self, param: ParamId) -> Result<(&QuantState, Recipe)> {
-        match (self.params.quant(), self.params.specs()[param.0].quant) {
+        match (self.state.quant(), self.params.specs()[param.0].quant) {
             (Some(state), Some(e)) => Ok((state, e.recipe)),
             _ => shape_error("quantize", "the parameter was not declared for it"),
         }

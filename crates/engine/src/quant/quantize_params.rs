@@ -5,7 +5,7 @@ use super::precomputed::holds_whole_experts;
 use super::quantize::{QuantScale, Quantized};
 use super::runs::{Run, matrix, runs};
 use super::{GemmOperand, Method, QuantState, Recipe, Role};
-use crate::data_parallel::{ParamShard, Placement};
+use crate::data_parallel::{MasterShards, ParamShard, Placement};
 use crate::{GroupRank, ParamId, ParamSpec, Params, Rank};
 use ferrotron_kernels::{Fp8Tensor, Quantize, QuantizeStack, ScaleSource};
 use ferrotron_tensor::{Category, Result, Tensor};
@@ -76,26 +76,22 @@ impl UpdatedParam<'_> {
 }
 
 impl Params {
-    /// Finds out what narrow products need of new weights, and makes the bytes of what this rank has of each weight that is
-    /// bytes: of its f32 `masters`, flat, which are `pieces` of the parameters. One matrix at a time is in the model's type, or
-    /// some experts'.
-    /// `made`: the step that made the weights left what [`Params::precomputed`] says. Every rank calls it, [`Params::gather`]
-    /// follows.
-    pub fn quantize_params(
+    /// Measures updated weights and quantizes the FP8-resident ones from this rank's master shards, one matrix (or a few
+    /// experts' matrices) at a time. `precomputed`: the optimizer's step has filled [`Params::precomputed`]. Collective
+    /// over the ranks that hold parts of a weight; the all-gather of the buckets follows.
+    pub(crate) fn quantize_params(
         &self,
         rank: &Rank,
-        placement: Placement,
-        pieces: &[ParamShard],
-        masters: &[Tensor],
-        made: bool,
+        state: &QuantState,
+        masters: &MasterShards,
+        precomputed: bool,
     ) -> Result<()> {
-        let Some(state) = self.quant() else { return Ok(()) };
-        self.measure_weights(rank, state, placement, pieces, masters, made)?;
+        self.measure_weights(rank, state, masters, precomputed)?;
         let Some(recipe) = self.fp8_params().recipe else { return Ok(()) };
-        let bytes_made = made && matches!(recipe.method, Method::Delayed { .. });
+        let fp8_written = precomputed && matches!(recipe.method, Method::Delayed { .. });
         for (id, bytes) in self.fp8_params().all() {
-            let (spec, piece, master) = (&self.specs()[id.0], &pieces[id.0], &masters[id.0]);
-            let made = bytes_made && master.numel() > 0;
+            let (spec, piece, master) = (&self.specs()[id.0], &masters.shards[id.0], &masters.values[id.0]);
+            let (made, placement) = (fp8_written && master.numel() > 0, masters.placement);
             let given = state.delayed().map(|d| d.of_fp8_resident(id)).transpose()?.flatten();
             let source = match (state.known(id, spec)?, given) {
                 (Some(amax), _) => QuantScale::Amax(amax),

@@ -5,7 +5,7 @@ use super::support::{dot, host, move_saved, numbers, rounded, write};
 use ferrotron_engine::attention::{
     Attention, AttentionConfig, Layout, MlaConfig, MultiLatentAttention, RopeTable, SelfAttention,
 };
-use ferrotron_engine::{Declarations, GradBuffer, ParamId, Params, Part, Rank, StepContext};
+use ferrotron_engine::{Declarations, GradBuffer, ParamId, Params, Part, Rank, StepContext, StepState};
 use ferrotron_kernels::{AttentionParams, MaskAlign, Norm, RopeStyle};
 use ferrotron_tensor::{Category, DType};
 use std::collections::BTreeMap;
@@ -170,7 +170,8 @@ impl Case {
             };
             let places = tokens.take(&positions, 0).unwrap();
             let places = rank.compute.upload(&places, &[places.len()], Category::Activations).unwrap();
-            let pass = StepContext::new(rank, &params);
+            let state = StepState::new(rank, params.specs(), &[]).unwrap();
+            let pass = StepContext::new(rank, &params, &state);
             let (y, mut saved) = attention.forward(&pass, &share(&x), tokens.layout(), &places).unwrap();
             if moving {
                 assert!(move_saved(rank, &params, &mut saved) >= 4);

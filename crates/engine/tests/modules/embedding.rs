@@ -1,7 +1,7 @@
 //! Token and position embeddings.
 
 use super::support::*;
-use ferrotron_engine::{Declarations, Embedding};
+use ferrotron_engine::{Declarations, Embedding, EmbeddingConfig};
 
 #[test]
 fn embedding_matches_the_reference() {
@@ -11,7 +11,12 @@ fn embedding_matches_the_reference() {
     for dtype in DTYPES {
         for (positions, scale) in [(None, 1.0), (Some(4), 1.0), (None, 2.25), (Some(4), 0.5)] {
             let mut d = Declarations::default();
-            let e = Embedding::declare(&mut d, "embed", vocab, hidden, positions, scale, 0.1).unwrap();
+            let e = Embedding::declare(
+                &mut d,
+                "embed",
+                EmbeddingConfig { vocab, hidden, positions, scale, std: 0.1 },
+            )
+            .unwrap();
             let s = Setup::new(d, dtype, 6, 1.0);
             let (dy, dys) = s.input(27, &[ids.len(), hidden]);
             let (y, saved) = e.forward(&s.pass(), &s.integers(&ids), &s.integers(&places)).unwrap();
@@ -44,7 +49,12 @@ fn embedding_matches_the_reference() {
 #[test]
 fn ids_outside_the_embedding_are_errors() {
     let mut d = Declarations::default();
-    let e = Embedding::declare(&mut d, "embed", 7, 5, Some(4), 1.0, 0.1).unwrap();
+    let e = Embedding::declare(
+        &mut d,
+        "embed",
+        EmbeddingConfig { vocab: 7, hidden: 5, positions: Some(4), scale: 1.0, std: 0.1 },
+    )
+    .unwrap();
     let s = Setup::new(d, DTYPES[0], 6, 1.0);
     for (ids, places) in [([0, 7], [0, 0]), ([0, -1], [0, 0]), ([0, 1], [0, 4]), ([i32::MIN, 0], [0, 0])] {
         let done = e.forward(&s.pass(), &s.integers(&ids), &s.integers(&places));

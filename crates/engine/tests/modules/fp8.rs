@@ -159,7 +159,7 @@ fn fp8_linears_match_gemms_of_quantized_operands() {
             let what = format!("{recipe:?} {map:?}");
             let (linear, s) = map.build(Some(recipe), &[]);
             let [(x, xs), (dy, dys)] = map.operands(&s, 1.0);
-            s.params.quant().unwrap().begin_step(3, 1);
+            s.state.quant().unwrap().begin_step(3, 1);
             let ours = run(&linear, &s, &s.pass(), &x, &dy);
             let given = Given { scale: 1.0, draw: (3 << 32) + 1 };
             let all = [&xs[..], &s.weights[0], &dys];
@@ -214,7 +214,7 @@ fn delayed_scales_come_from_earlier_steps() {
         let recipe = Recipe { method: Method::Delayed { update, history }, hybrid, pow2: false };
         for map in [Map::new(33, 48, &[24, 8], true), Map::new(15, 17, &[9], false)] {
             let (linear, s) = map.build(Some(recipe), &[]);
-            let state = s.params.quant().unwrap();
+            let state = s.state.quant().unwrap();
             let mut delays = Delays::default();
             // Growing beyond the previous scale, shrinking until the largest amax leaves the history, all zeros.
             for (step, size) in
@@ -256,7 +256,7 @@ fn skipped_gemms_match_bf16() {
             let high = run(&plain, &s, &s.pass(), &x, &dy);
             let go = |except: &[&str]| {
                 let (linear, s) = map.build(Some(recipe), except);
-                s.params.quant().unwrap().begin_step(0, 1);
+                s.state.quant().unwrap().begin_step(0, 1);
                 let [(x, _), (dy, _)] = map.operands(&s, 1.0);
                 run(&linear, &s, &s.pass(), &x, &dy)
             };

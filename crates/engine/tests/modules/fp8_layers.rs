@@ -7,7 +7,8 @@ use super::tensor_parallel::{join_rows, local_rows, on_ranks};
 use ferrotron_engine::attention::{Attention, AttentionConfig, Layout};
 use ferrotron_engine::quant::{Method, Policy, Recipe};
 use ferrotron_engine::{
-    Declarations, Mlp, NormLayer, NormSaved, Rank, Recompute, Saved, SavedTensor, StepContext, WeightGrad,
+    Declarations, Mlp, MlpConfig, NormLayer, NormSaved, Rank, Recompute, Saved, SavedTensor, StepContext,
+    WeightGrad,
 };
 use ferrotron_kernels::{Act, AttentionParams, MaskAlign, Norm};
 use ferrotron_tensor::{DType, Instrumentation, Tensor};
@@ -64,7 +65,12 @@ fn declare(policy: &Policy, gated: bool) -> impl Fn(&mut Declarations, &Rank) ->
         Net {
             norms: ["attn_norm", "mlp_norm"].map(|n| NormLayer::declare(d, &name(n), HIDDEN, norm).unwrap()),
             attention: Attention::declare(d, &name("attn"), config, None).unwrap(),
-            mlp: Mlp::declare(d, &name("mlp"), HIDDEN, FFN, Act::Silu, gated, true, 0.1, 0.1).unwrap(),
+            mlp: Mlp::declare(
+                d,
+                &name("mlp"),
+                MlpConfig { hidden: HIDDEN, ffn: FFN, act: Act::Silu, gated, bias: true, std: (0.1, 0.1) },
+            )
+            .unwrap(),
             measured: true,
             positions: rank
                 .compute
@@ -189,7 +195,7 @@ fn fp8_blocks_are_close_to_bf16() {
     for gated in [false, true] {
         let go = |policy: &Policy| {
             let (net, s, x, dy) = setup(policy, gated);
-            s.params.quant().into_iter().for_each(|e| e.begin_step(1, 1));
+            s.state.quant().into_iter().for_each(|e| e.begin_step(1, 1));
             let (y, dx, work) = net.run(&s.pass(), &x, &dy, &stay);
             (s.host(&y), s.host(&dx), s.gradients(work))
         };
@@ -204,7 +210,7 @@ fn fp8_blocks_are_close_to_bf16() {
 fn fp8_blocks_are_bit_equal_when_offloaded_or_recomputed() {
     for (recipe, gated) in all_recipes().into_iter().flat_map(|r| [(r, true), (r, false)]) {
         let (net, s, x, dy) = setup(&policy(recipe, &[]), gated);
-        let state = s.params.quant().unwrap();
+        let state = s.state.quant().unwrap();
         let go = |recompute: Recompute, between: &dyn Fn(&str, &mut dyn Saved)| {
             state.begin_step(1, 1);
             let (y, dx, work) = net.run(&StepContext { recompute, ..s.pass() }, &x, &dy, between);
@@ -298,7 +304,7 @@ fn amax_is_computed_once_per_operand() {
         for measured in [false, true] {
             net.measured = measured;
             for recompute in [none, Recompute { norm: true, activation: true, ..none }] {
-                s.params.quant().unwrap().begin_step(0, 1);
+                s.state.quant().unwrap().begin_step(0, 1);
                 s.rank.device().take_profile().unwrap();
                 let (y, dx, work) = net.run(&StepContext { recompute, ..s.pass() }, &x, &dy, &stay);
                 let profile = s.rank.device().take_profile().unwrap();
@@ -324,7 +330,7 @@ fn fp8_blocks_over_tensor_parallel_ranks() {
             for t in [2, 4] {
                 let go = |overlap: bool, recompute: Recompute| {
                     on_ranks(t, overlap, &s, declare(&p, gated), |s, net: &Net| {
-                        s.params.quant().unwrap().begin_step(1, 1);
+                        s.state.quant().unwrap().begin_step(1, 1);
                         let (x, dy) = (local_rows(s, &xs, HIDDEN), local_rows(s, &dys, HIDDEN));
                         let (y, dx, work) = net.run(&StepContext { recompute, ..s.pass() }, &x, &dy, &stay);
                         (join_rows(s, &y), join_rows(s, &dx), work)

@@ -5,7 +5,9 @@ use super::fp8_oracle::*;
 use super::support::*;
 use super::tensor_parallel::{join_columns, join_rows, local_rows, on_ranks};
 use ferrotron_engine::quant::{Policy, Recipe};
-use ferrotron_engine::{Declarations, Embedding, LmHead, LmHeadSaved, Rank, StepContext, Targets};
+use ferrotron_engine::{
+    Declarations, Embedding, EmbeddingConfig, LmHead, LmHeadSaved, Rank, StepContext, Targets,
+};
 use ferrotron_kernels::{IGNORE, LabelSmoothing};
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -34,8 +36,16 @@ fn build(recipe: Option<Recipe>, except: &[&str], tied: bool, m: &Map) -> (LmHea
         d = d.with_policy(with_head(recipe, except));
     }
     let (v, h) = (m.out(), m.input);
-    let table = tied.then(|| Embedding::declare(&mut d, "embed", v, h, None, 1.0, 0.1).unwrap().tokens);
-    let head = LmHead::declare(&mut d, "head", v, h, table, None, 0.1).unwrap();
+    let table = tied.then(|| {
+        Embedding::declare(
+            &mut d,
+            "embed",
+            EmbeddingConfig { vocab: v, hidden: h, positions: None, scale: 1.0, std: 0.1 },
+        )
+        .unwrap()
+        .tokens
+    });
+    let head = head_of(&mut d, [v, h], None, table);
     (head, Setup::new(d, DType::BF16, 1, 0.2))
 }
 
@@ -76,7 +86,7 @@ fn fp8_lm_heads_match_gemms_of_quantized_operands() {
                 let (mut head, s) = build(Some(recipe), &[], tied, &m);
                 head.pad_vocab_to = even;
                 let [(x, xs), _] = m.operands(&s, 1.0);
-                s.params.quant().unwrap().begin_step(3, 1);
+                s.state.quant().unwrap().begin_step(3, 1);
                 let (ours, dlogits, losses) = run(&s, &head, &m, &x);
                 let given = Given { scale: 1.0, draw: (3 << 32) + 1 };
                 let all = [&xs[..], &s.weights[0], &dlogits];
@@ -108,7 +118,7 @@ fn skipped_gemms_of_an_lm_head_match_bf16() {
                 let (mut head, s) = build(Some(recipe), except, false, &m);
                 head.pad_vocab_to = even;
                 let [(x, _), _] = m.operands(&s, 1.0);
-                s.params.quant().unwrap().begin_step(0, 1);
+                s.state.quant().unwrap().begin_step(0, 1);
                 run(&s, &head, &m, &x).0
             };
             let (low, high) = (go(&[]), go(&["head:output"]));
@@ -133,8 +143,8 @@ fn softcap_and_label_smoothing_act_on_fp8_logits() {
     let m = map(33, 48, 59);
     for even in [None, Some(16)] {
         let mut d = Declarations::default().with_policy(with_head(CURRENT, &[]));
-        let mut head = LmHead::declare(&mut d, "head", 59, 48, None, Some(2.0), 0.1).unwrap();
-        (head.pad_vocab_to, head.smoothing) = (even, LabelSmoothing::Torch(0.1));
+        let mut head = head_of(&mut d, [59, 48], Some(2.0), None);
+        (head.pad_vocab_to, head.loss.label_smoothing) = (even, LabelSmoothing::Torch(0.1));
         let s = Setup::new(d, DType::BF16, 1, 0.2);
         let [(x, _), _] = m.operands(&s, 1.0);
         let ((z, ..), dlogits, losses) = run(&s, &head, &m, &x);
@@ -164,7 +174,7 @@ fn fp8_lm_heads_over_tensor_parallel_ranks() {
         for m in [map(12, 16, 32), map(40, 36, 64), map(132, 64, 256)] {
             let build = |d: &mut Declarations, _: &Rank| {
                 *d = std::mem::take(d).with_policy(with_head(recipe, &[]));
-                LmHead::declare(d, "head", m.out(), m.input, None, None, 0.1).unwrap()
+                head_of(d, [m.out(), m.input], None, None)
             };
             let mut d = Declarations::default();
             build(&mut d, &Rank::cpu(1, 1).unwrap());
@@ -174,7 +184,7 @@ fn fp8_lm_heads_over_tensor_parallel_ranks() {
                 let what = format!("{recipe:?} {m:?} tp={t}");
                 let dlogits = std::sync::Mutex::new(Vec::new());
                 let work = |s: &Setup, head: &LmHead| {
-                    s.params.quant().unwrap().begin_step(5, 1);
+                    s.state.quant().unwrap().begin_step(5, 1);
                     let (p, x) = (&s.pass(), &local_rows(s, &xs, m.input));
                     let z = join_columns(s, &head.logits(p, x).unwrap());
                     let (_, saved) = head.loss(p, x, &targets(s, m.tokens, m.out()), true).unwrap();
@@ -201,7 +211,7 @@ fn fp8_lm_heads_over_tensor_parallel_ranks() {
 fn chunked_fp8_lm_heads_are_refused() {
     let m = map(9, 16, 32);
     let (mut head, s) = build(Some(CURRENT), &[], false, &m);
-    head.chunk = 4;
+    head.loss.chunk = Some(4);
     let [(x, _), _] = m.operands(&s, 1.0);
     let said = head.loss(&s.pass(), &x, &targets(&s, 9, 32), true).err().unwrap().to_string();
     assert!(said.contains("all rows at once"), "{said}");

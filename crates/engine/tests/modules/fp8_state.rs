@@ -6,7 +6,7 @@ use super::support::*;
 use super::tensor_parallel::gather;
 use ferrotron_comm::World;
 use ferrotron_engine::quant::{Recipe, Role};
-use ferrotron_engine::{Declarations, Linear, Params, Rank, Split, StepContext};
+use ferrotron_engine::{Declarations, Linear, Params, Rank, Split, StepContext, StepState};
 use ferrotron_tensor::{DType, Instrumentation};
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ fn weights_are_quantized_once_per_step() {
     let map = Map::new(16, 32, &[16], false);
     for recipe in [CURRENT, DELAYED, BLOCK, MXFP8, NVFP4] {
         let (linear, s) = timed(recipe, &map);
-        let state = s.params.quant().unwrap();
+        let state = s.state.quant().unwrap();
         let kernel = if recipe.emulated() { "emulate" } else { "quantize" };
         let [(x, _), (dy, _)] = map.operands(&s, 1.0);
         let seen = || launches(&s, [kernel, "amax"]);
@@ -92,7 +92,7 @@ fn changed_weights_are_seen() {
     for recipe in [CURRENT, BLOCK, NVFP4] {
         let go = |weights: &[f64]| {
             let (linear, s) = map.build(Some(recipe), &[]);
-            let state = s.params.quant().unwrap();
+            let state = s.state.quant().unwrap();
             let [(x, _), (dy, _)] = map.operands(&s, 1.0);
             let mut last = None;
             for factor in weights {
@@ -127,7 +127,7 @@ fn statistics_are_those_of_the_operands() {
     let shapes = [[33, 48], [24, 48], [33, 24]];
     for recipe in [recipes(), vec![DELAYED]].concat() {
         let (linear, s) = map.build(Some(recipe), &[]);
-        let state = s.params.quant().unwrap();
+        let state = s.state.quant().unwrap();
         let mut operands = map.operands(&s, 900.0);
         // Small beside large values, so that some underflow.
         for (t, x) in &mut operands {
@@ -200,17 +200,18 @@ fn scales_match_one_rank_under_tensor_parallelism() {
             let linear = map.declare(&mut d, split);
             let params = Params::allocate(&rank, d.finish(), DType::BF16).unwrap();
             let (t, me) = (rank.tp.size(), rank.tp.rank());
-            let s = Setup { rank, params, weights: Vec::new() };
+            let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+            let s = Setup { rank, params, state, weights: Vec::new() };
             // Every rank has other values, the last rank the largest.
             let fill = |n: usize| vec![0.125 * (me + 1) as f64; n];
             write(&s.rank, &s.params.values()[0], &fill(256 / t));
             let (rows, cols) = ([8 / t, 16], [8, 16 / t]);
             let (x, dy) = if split == (Split::Rows { unit: 1 }) { (rows, cols) } else { (cols, rows) };
-            s.params.quant().unwrap().record_stats(true);
+            s.state.quant().unwrap().record_stats(true);
             let (_, saved) = linear.forward(&s.pass(), &s.upload(&fill(128 / t), &x)).unwrap();
             let (_, work) = linear.backward(&s.pass(), saved, &s.upload(&fill(128 / t), &dy)).unwrap();
             s.gradients(work);
-            let all = s.params.quant().unwrap().take_stats();
+            let all = s.state.quant().unwrap().take_stats();
             let scales: Vec<f64> =
                 all.iter().flat_map(|a| [a.stats.scale_inv.0, a.stats.scale_inv.1]).map(f64::from).collect();
             gather(&s.rank, &scales)

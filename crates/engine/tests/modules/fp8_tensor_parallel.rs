@@ -76,7 +76,7 @@ fn fp8_linears_over_ranks_match_one_rank() {
                 let linear = build(&mut d, &rank);
                 let alone = Setup::on(rank, d, DType::BF16, 1, 0.04);
                 let [(x, xs), (dy, dys)] = map.operands(&alone, 1.0);
-                let begin = |s: &Setup| s.params.quant().unwrap().begin_step(5, 1);
+                let begin = |s: &Setup| s.state.quant().unwrap().begin_step(5, 1);
                 begin(&alone);
                 let one = fp8::run(&linear, &alone, &alone.pass(), &x, &dy);
                 for t in [2, 4] {
@@ -118,11 +118,11 @@ fn replicated_fp8_linears_match_one_rank() {
         let linear = build(&mut d, &rank);
         let alone = Setup::on(rank, d, DType::BF16, 1, 0.04);
         let [(x, xs), (dy, dys)] = map.operands(&alone, 1.0);
-        alone.params.quant().unwrap().begin_step(5, 1);
+        alone.state.quant().unwrap().begin_step(5, 1);
         let one = fp8::run(&linear, &alone, &alone.pass(), &x, &dy);
         for t in [2, 4] {
             let ours = on_ranks(t, true, &alone, &build, |s, linear| {
-                s.params.quant().unwrap().begin_step(5, 1);
+                s.state.quant().unwrap().begin_step(5, 1);
                 let (y, saved) = linear.forward(&s.pass(), &local_rows(s, &xs, map.input)).unwrap();
                 let (dx, grads) = linear.backward(&s.pass(), saved, &local_rows(s, &dys, map.out())).unwrap();
                 (join_rows(s, &y), join_rows(s, &dx), grads)
@@ -149,7 +149,7 @@ fn delayed_scales_agree_over_ranks() {
         for t in [2, 4] {
             let what = format!("{split:?} tp={t}");
             let work = |s: &Setup, linear: &Linear| {
-                let state = s.params.quant().unwrap();
+                let state = s.state.quant().unwrap();
                 let delayed = state.delayed().unwrap();
                 write(&s.rank, &delayed.scale, &[1.0; 3]);
                 write(&s.rank, &delayed.history, &[0.0; 9]);
@@ -187,7 +187,7 @@ fn skipped_gemms_over_ranks_match_bf16() {
             let [xs, dys] = map.operands(&alone, 1.0).map(|o| o.1);
             let go = |recipe: Option<Recipe>, except: &[&str], overlap: bool| {
                 on_ranks(2, overlap, &alone, build(recipe, except, &map, split), |s, linear| {
-                    s.params.quant().into_iter().for_each(|e| e.begin_step(0, 1));
+                    s.state.quant().into_iter().for_each(|e| e.begin_step(0, 1));
                     pass(s, linear, &map, split, &xs, &dys)
                 })
             };

@@ -3,7 +3,9 @@
 
 use super::attention::cases;
 use super::support::*;
-use ferrotron_engine::{Declarations, GradBuffer, Linear, Mlp, NormLayer, Saved, Split, WeightGrad};
+use ferrotron_engine::{
+    Declarations, GradBuffer, Linear, Mlp, MlpConfig, NormLayer, Saved, Split, WeightGrad,
+};
 use ferrotron_kernels::{Act, Norm};
 use ferrotron_tensor::DType;
 
@@ -25,7 +27,12 @@ impl Net {
         let mut d = Declarations::default();
         let norm = Norm { subtract_mean: true, eps: 1e-5, zero_centred: false };
         let norm = NormLayer::declare(&mut d, "norm", HIDDEN, norm).unwrap();
-        let mlp = Mlp::declare(&mut d, "mlp", HIDDEN, 8, Act::Silu, true, true, 0.1, 0.1).unwrap();
+        let mlp = Mlp::declare(
+            &mut d,
+            "mlp",
+            MlpConfig { hidden: HIDDEN, ffn: 8, act: Act::Silu, gated: true, bias: true, std: (0.1, 0.1) },
+        )
+        .unwrap();
         let rest = Setup::on(s.rank.clone(), d, dtype, 40, 0.8);
         Net { case, attention, s, norm, mlp, rest }
     }

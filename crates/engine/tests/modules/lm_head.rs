@@ -2,7 +2,7 @@
 
 use super::linear;
 use super::support::*;
-use ferrotron_engine::{Declarations, Embedding, LmHead, LmHeadSaved, Targets};
+use ferrotron_engine::{Declarations, Embedding, EmbeddingConfig, LmHead, LmHeadSaved, Targets};
 use ferrotron_kernels::{IGNORE, LabelSmoothing};
 use ferrotron_tensor::{Category, DType, Tensor};
 
@@ -57,7 +57,10 @@ type Numbers = (Vec<f64>, Vec<f64>, Vec<Vec<f64>>);
 fn run(s: &Setup, head: &LmHead, x: &Tensor) -> Numbers {
     let (rows, saved) = head.loss(&s.pass(), x, &targets(s), true).unwrap();
     let saved = saved.unwrap();
-    assert_eq!(matches!(saved, LmHeadSaved::Chunked { .. }), head.chunk < LABELS.len());
+    assert_eq!(
+        matches!(saved, LmHeadSaved::Chunked { .. }),
+        head.loss.chunk.is_some_and(|n| n < LABELS.len())
+    );
     let (dx, work) = head.backward(&s.pass(), saved).unwrap();
     (s.host(&rows), s.host(&dx), s.gradients(work))
 }
@@ -69,8 +72,8 @@ fn lm_head_matches_the_reference() {
             for smoothing in [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.2)]
             {
                 let mut d = Declarations::default();
-                let mut head = LmHead::declare(&mut d, "head", VOCAB, HIDDEN, None, softcap, 0.1).unwrap();
-                head.smoothing = smoothing;
+                let mut head = head_of(&mut d, [VOCAB, HIDDEN], softcap, None);
+                head.loss.label_smoothing = smoothing;
                 let s = Setup::new(d, dtype, 7, 1.0);
                 let (x, xs) = s.input(18, &[LABELS.len(), HIDDEN]);
                 let what = format!("softcap {softcap:?}, {smoothing:?}");
@@ -83,7 +86,7 @@ fn lm_head_matches_the_reference() {
                     assert!(whole.1[t * HIDDEN..(t + 1) * HIDDEN].iter().all(|g| *g == 0.0), "{what}");
                 }
                 for chunk in [1, 2, 4, 8] {
-                    head.chunk = chunk;
+                    head.loss.chunk = Some(chunk);
                     let parts = run(&s, &head, &x);
                     let what = format!("{what} in chunks of {chunk} {dtype}");
                     assert_eq!(parts.0, whole.0, "{what}: losses");
@@ -101,13 +104,13 @@ fn padded_vocabulary_gives_the_same_lm_head() {
     for dtype in DTYPES {
         for smoothing in [LabelSmoothing::None, LabelSmoothing::Torch(0.1), LabelSmoothing::Megatron(0.2)] {
             let mut d = Declarations::default();
-            let mut head = LmHead::declare(&mut d, "head", VOCAB, HIDDEN, None, None, 0.1).unwrap();
-            head.smoothing = smoothing;
+            let mut head = head_of(&mut d, [VOCAB, HIDDEN], None, None);
+            head.loss.label_smoothing = smoothing;
             let s = Setup::new(d, dtype, 7, 1.0);
             let (x, xs) = s.input(18, &[LABELS.len(), HIDDEN]);
             let f = |a: &[Vec<f64>]| reference(None, smoothing, &a[0], &a[1]);
             for (even, chunk) in [(VOCAB + 1, usize::MAX), (64, usize::MAX), (64, 2), (64, 4)] {
-                (head.pad_vocab_to, head.chunk) = (Some(even), chunk);
+                (head.pad_vocab_to, head.loss.chunk) = (Some(even), Some(chunk));
                 s.compare(
                     &format!("{smoothing:?}, {even}, {chunk}"),
                     &f,
@@ -124,12 +127,12 @@ fn padded_vocabulary_gives_the_same_lm_head() {
 fn evaluation_has_equal_losses_and_saves_nothing() {
     for dtype in DTYPES {
         let mut d = Declarations::default();
-        let mut head = LmHead::declare(&mut d, "head", VOCAB, HIDDEN, None, Some(2.0), 0.1).unwrap();
+        let mut head = head_of(&mut d, [VOCAB, HIDDEN], Some(2.0), None);
         let s = Setup::new(d, dtype, 8, 1.0);
         let (x, _) = s.input(19, &[LABELS.len(), HIDDEN]);
         let (trained, _, _) = run(&s, &head, &x);
         for chunk in [usize::MAX, 2] {
-            head.chunk = chunk;
+            head.loss.chunk = Some(chunk);
             let (rows, saved) = head.loss(&s.pass(), &x, &targets(&s), false).unwrap();
             assert!(saved.is_none());
             assert_eq!(s.host(&rows), trained);
@@ -151,9 +154,13 @@ fn tied_weights_are_used_twice() {
         let ids: Vec<i32> = (0..LABELS.len() as i32).map(|i| (i * 4) % VOCAB as i32).collect();
         let build = |tie: bool| {
             let mut d = Declarations::default();
-            let e = Embedding::declare(&mut d, "embed", VOCAB, HIDDEN, None, 1.5, 0.1).unwrap();
-            let head =
-                LmHead::declare(&mut d, "head", VOCAB, HIDDEN, tie.then_some(e.tokens), None, 0.1).unwrap();
+            let e = Embedding::declare(
+                &mut d,
+                "embed",
+                EmbeddingConfig { vocab: VOCAB, hidden: HIDDEN, positions: None, scale: 1.5, std: 0.1 },
+            )
+            .unwrap();
+            let head = head_of(&mut d, [VOCAB, HIDDEN], None, tie.then_some(e.tokens));
             let mut s = Setup::new(d, dtype, 9, 1.0);
             if !tie {
                 // Two embeddings with equal values.

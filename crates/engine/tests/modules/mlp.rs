@@ -2,7 +2,7 @@
 
 use super::linear;
 use super::support::*;
-use ferrotron_engine::{Declarations, Mlp, Recompute, StepContext};
+use ferrotron_engine::{Declarations, Mlp, MlpConfig, Recompute, StepContext};
 use ferrotron_kernels::Act;
 
 /// The activation function.
@@ -43,7 +43,12 @@ fn mlp_matches_the_reference() {
             for bias in [false, true] {
                 let (tokens, hidden, ffn) = (5, 6, 9);
                 let mut d = Declarations::default();
-                let mlp = Mlp::declare(&mut d, "mlp", hidden, ffn, a, is_gated, bias, 0.1, 0.1).unwrap();
+                let mlp = Mlp::declare(
+                    &mut d,
+                    "mlp",
+                    MlpConfig { hidden, ffn, act: a, gated: is_gated, bias, std: (0.1, 0.1) },
+                )
+                .unwrap();
                 let s = Setup::new(d, dtype, 4, 1.0);
                 let (x, xs) = s.input(14, &[tokens, hidden]);
                 let (dy, dys) = s.input(24, &[tokens, hidden]);

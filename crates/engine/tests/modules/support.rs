@@ -1,7 +1,8 @@
 //! Test values, f64 references and comparisons.
 
 use ferrotron_engine::{
-    Declarations, GradBuffer, ParamId, Params, Rank, Saved, SavedTensor, StepContext, WeightGrad,
+    Declarations, GradBuffer, LmHead, LmHeadConfig, ParamId, Params, Rank, Saved, SavedTensor, StepContext,
+    StepState, WeightGrad,
 };
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{Category, DType, Element, Tensor, bf16, f16};
@@ -36,6 +37,7 @@ pub fn rounded(dtype: DType, values: Vec<f64>) -> Vec<f64> {
 pub struct Setup {
     pub rank: Rank,
     pub params: Params,
+    pub state: StepState,
     /// The parameters' values.
     pub weights: Vec<Vec<f64>>,
 }
@@ -55,11 +57,12 @@ impl Setup {
         for (t, w) in params.values().iter().zip(&weights) {
             write(&rank, t, w);
         }
-        Setup { rank, params, weights }
+        let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+        Setup { rank, params, state, weights }
     }
 
     pub fn pass(&self) -> StepContext<'_> {
-        StepContext::new(&self.rank, &self.params)
+        StepContext::new(&self.rank, &self.params, &self.state)
     }
 
     pub fn buffer(&self) -> GradBuffer {
@@ -227,4 +230,18 @@ pub fn move_saved(rank: &Rank, params: &Params, saved: &mut dyn Saved) -> usize 
 /// The id of the `i`-th declared parameter.
 pub fn id(i: usize) -> ParamId {
     ParamId(i)
+}
+
+/// An LM head of `[vocab, hidden]`, with a weight of its own or that of an embedding.
+pub fn head_of(
+    d: &mut Declarations,
+    [vocab, hidden]: [usize; 2],
+    softcap: Option<f32>,
+    tied: Option<ParamId>,
+) -> LmHead {
+    let config = LmHeadConfig { vocab, hidden, softcap, std: 0.1 };
+    match tied {
+        Some(table) => LmHead::tied(d, table, &config),
+        None => LmHead::declare(d, "head.weight", &config).unwrap(),
+    }
 }

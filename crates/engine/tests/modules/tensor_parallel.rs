@@ -6,7 +6,8 @@ use super::{attention, linear, lm_head, mla, mlp};
 use ferrotron_comm::World;
 use ferrotron_engine::attention::{Attention, Layout};
 use ferrotron_engine::{
-    Declarations, GroupRank, Linear, LmHead, Mlp, Params, Rank, Split, Targets, WeightGrad,
+    Declarations, GroupRank, Linear, LossOptions, Mlp, MlpConfig, Params, Rank, Split, StepState, Targets,
+    WeightGrad,
 };
 use ferrotron_kernels::{Act, IGNORE, LabelSmoothing, RopeStyle};
 use ferrotron_tensor::{Category, Instrumentation, Tensor};
@@ -75,7 +76,8 @@ pub fn on_ranks<M>(
             }
             write(&rank, value, &mine);
         }
-        let s = Setup { rank, params, weights: Vec::new() };
+        let state = StepState::new(&rank, params.specs(), &[]).unwrap();
+        let s = Setup { rank, params, state, weights: Vec::new() };
         let (y, dx, grads) = work(&s, &module);
         let unused = work(&s, &module);
         assert_eq!((&unused.0, &unused.1), (&y, &dx));
@@ -170,7 +172,12 @@ fn mlp_over_ranks_matches_the_reference() {
     let (tokens, hidden, ffn) = (8, 6, 12);
     for dtype in DTYPES {
         let build = |d: &mut Declarations, _: &Rank| {
-            Mlp::declare(d, "mlp", hidden, ffn, Act::Silu, true, true, 0.1, 0.1).unwrap()
+            Mlp::declare(
+                d,
+                "mlp",
+                MlpConfig { hidden, ffn, act: Act::Silu, gated: true, bias: true, std: (0.1, 0.1) },
+            )
+            .unwrap()
         };
         let mut d = Declarations::default();
         build(&mut d, &Rank::cpu(1, 1).unwrap());
@@ -262,8 +269,8 @@ fn lm_head_over_ranks_matches_the_reference() {
         for (softcap, chunk) in [(None, usize::MAX), (Some(2.0), usize::MAX), (Some(2.0), 5)] {
             let smoothing = LabelSmoothing::Torch(0.1);
             let build = |d: &mut Declarations, _: &Rank| {
-                let mut h = LmHead::declare(d, "head", lm_head::VOCAB, hidden, None, softcap, 0.1).unwrap();
-                (h.smoothing, h.chunk) = (smoothing, chunk);
+                let mut h = head_of(d, [lm_head::VOCAB, hidden], softcap, None);
+                h.loss = LossOptions { chunk: Some(chunk), label_smoothing: smoothing };
                 h
             };
             let mut d = Declarations::default();

@@ -113,15 +113,17 @@ impl Trainer {
                     let step = MicroBatchPosition { step, first: first(i), share, dropout };
                     upload(rank, decoder, &batches[i], seq, &weights, Some(step))
                 })?;
-                if let Some(mixtures) = self.params.moe() {
+                if let Some(mixtures) = self.step_state.moe() {
                     self.routing.end(&self.rank, mixtures, step + 1)?;
                 }
-                let outcome = self.optimizer.step(&self.rank, &self.params, &self.grads, rates)?;
+                let outcome =
+                    self.optimizer.step(&self.rank, &self.params, &self.step_state, &self.grads, rates)?;
                 timer.iter_mut().for_each(StepTimer::launched);
                 (losses, outcome)
             }
         };
-        let operands = collects_stats.then(|| operand_stats::take_operand_stats(&self.params));
+        let operands =
+            collects_stats.then(|| operand_stats::take_operand_stats(&self.params, &self.step_state));
         let tokens = ranks * batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
         self.samples = after;
         self.step += 1;
@@ -147,7 +149,7 @@ impl Trainer {
 
     /// Choices of experts that are recorded or replayed, of a step of `tokens` tokens.
     fn begin_routing(&self, batches: &[Batch], tokens: usize, first: &dyn Fn(usize) -> u64) -> Result<()> {
-        let Some(mixtures) = self.params.moe().filter(|_| !self.routing.is_idle()) else {
+        let Some(mixtures) = self.step_state.moe().filter(|_| !self.routing.is_idle()) else {
             return Ok(());
         };
         let mut needed = vec![false; tokens];
@@ -168,14 +170,17 @@ impl Trainer {
     ) -> Result<Vec<Tensor>> {
         let schedule = self.pipeline_schedule(micro_batches)?;
         self.grads.begin_step(micro_batches);
-        if let Some(quant) = self.params.quant() {
+        if let Some(quant) = self.step_state.quant() {
             quant.begin_step(self.step, micro_batches);
         }
-        if let Some(mixtures) = self.params.moe() {
+        if let Some(mixtures) = self.step_state.moe() {
             mixtures.begin_step(&self.rank.compute)?;
         }
         let (rank, decoder) = (&self.rank, &self.decoder);
-        let pass = StepContext { recompute: self.recompute, ..StepContext::new(rank, &self.params) };
+        let pass = StepContext {
+            recompute: self.recompute,
+            ..StepContext::new(rank, &self.params, &self.step_state)
+        };
         let scale = self.optimizer.loss_scale();
         let mut load = |i: usize| {
             let mut batch = load(rank, decoder, i)?;
@@ -190,10 +195,10 @@ impl Trainer {
         let losses = execute(pass, decoder, &schedule, &mut load, StepMode::Train(&mut self.grads))?;
         self.schedule = Some(schedule);
         self.grads.reduce(&self.rank)?;
-        if let Some(quant) = self.params.quant() {
+        if let Some(quant) = self.step_state.quant() {
             quant.end_step(&self.rank)?;
         }
-        if let Some(mixtures) = self.params.moe() {
+        if let Some(mixtures) = self.step_state.moe() {
             self.counters =
                 Some(mixtures.end_step(&self.rank, micro_batches, self.decoder.moe_training())?);
         }
@@ -214,7 +219,7 @@ impl Trainer {
         if let Some((scale, _)) = scale {
             losses.iter_mut().for_each(|loss| *loss /= scale);
         }
-        if let (Some(counters), Some(mixtures)) = (&q.counters, self.params.moe()) {
+        if let (Some(counters), Some(mixtures)) = (&q.counters, self.step_state.moe()) {
             self.moe_counts = moe_metrics::read(s, mixtures.specs(), counters)?;
         }
         if let Some(timer) = &q.timer {
@@ -247,7 +252,7 @@ impl Trainer {
     /// Watches operands from now on, if this step is one to do so.
     fn begin_operand_stats(&self) -> bool {
         let due = self.stats_every > 0 && (self.step + 1).is_multiple_of(self.stats_every);
-        if let Some(quant) = self.params.quant().filter(|_| due) {
+        if let Some(quant) = self.step_state.quant().filter(|_| due) {
             quant.record_stats(true);
         }
         due

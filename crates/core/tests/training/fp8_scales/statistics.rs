@@ -86,8 +86,16 @@ fn inference_between_steps_leaves_no_trace() {
             let first = b.evaluate(&RULE, 4).unwrap();
             assert_eq!(first, b.evaluate(&RULE, 4).unwrap());
             let cold = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 3 };
-            generate(&b.decoder, &StepContext::new(&b.rank, &b.params), &[3], 5, cold, &[], &mut |_| true)
-                .unwrap();
+            generate(
+                &b.decoder,
+                &StepContext::new(&b.rank, &b.params, &b.step_state),
+                &[3],
+                5,
+                cold,
+                &[],
+                &mut |_| true,
+            )
+            .unwrap();
             assert_eq!(a.evaluate(&RULE, 4).unwrap(), first);
             assert_eq!(steps(&mut a, 1), steps(&mut b, 1), "{scaling}");
         }

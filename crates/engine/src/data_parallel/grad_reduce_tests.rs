@@ -129,7 +129,7 @@ fn tied_gradients_are_those_of_both_ends() {
                 if p == 0 { over_copies(p, 0, i) + over_copies(p, 1, i) } else { over_copies(p, end, i) }
             };
             check(rank, &grads, &format!("{scheme:?}"), sum);
-            let counted: usize = grads.counted(rank).unwrap().iter().map(|t| t.numel()).sum();
+            let counted: usize = grads.norm_shards(rank).unwrap().iter().map(|t| t.numel()).sum();
             let all = rank.dp_cp_group.all_gather_bytes(&counted.to_le_bytes(), "counted").unwrap();
             let all =
                 all.iter().map(|b| usize::from_le_bytes(b[..8].try_into().unwrap())).collect::<Vec<_>>();

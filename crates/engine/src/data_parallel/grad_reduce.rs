@@ -1,59 +1,21 @@
-//! Gradients of a step summed over the ranks that share weights or data, and whole tensors from the shares of ranks.
+//! Gradient reduction over the ranks that share weights or data, overlapped with backward.
 
-use crate::attention::Layout;
-use crate::data_parallel::{FlatBuffer, ParamShard, Placement, group_rank};
-use crate::grad::InFlight;
-use crate::{GradBuffer, GroupRank, ParamId, Part, Rank, Tokens};
-use ferrotron_comm::ReduceOp;
-use ferrotron_tensor::{Category, DType, Element, Error, Result, Stream, Tensor};
-
-impl Rank {
-    /// This rank's place among those that share every layer.
-    pub fn place(&self) -> GroupRank {
-        GroupRank { rank: self.tp.rank(), size: self.tp.size() }
-    }
-
-    /// Which tokens of a batch this rank has.
-    pub fn tokens(&self, layout: &Layout) -> Result<Tokens> {
-        let cp = GroupRank { rank: self.cp.rank(), size: self.cp.size() };
-        Tokens::new(layout, cp, self.tp.size())
-    }
-
-    /// A logical tensor whole, from what every rank holds of it, on every rank. `held` is row-major, each element
-    /// being `size` values: 1, or its bytes. `experts`: those that share experts have it, not those that share layers.
-    pub fn gather_tensor<T: Element>(
-        &self,
-        experts: bool,
-        part: &Part,
-        size: usize,
-        held: &[T],
-    ) -> Result<Vec<T>> {
-        let tp_group = self.tp_group(experts);
-        if tp_group.size() == 1 {
-            return Ok(held.to_vec());
-        }
-        let all = tp_group.all_gather_bytes(bytemuck::cast_slice(held), "a whole tensor")?;
-        let shape: Vec<usize> = part.shape.iter().copied().chain([size]).collect();
-        let mut whole = vec![T::zeroed(); shape.iter().product()];
-        for (rank, bytes) in all.iter().enumerate() {
-            let values: Vec<T> =
-                bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
-            part.cut(GroupRank { rank, size: tp_group.size() }).put(&shape, &values, &mut whole);
-        }
-        Ok(whole)
-    }
-}
+use super::{FlatBuffer, GradBuffer, ParamShard, Placement, group_rank};
+use crate::{ParamId, Rank};
+use ferrotron_comm::{InFlight, ReduceOp};
+use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor};
 
 #[cfg(test)]
+#[path = "grad_reduce_tests.rs"]
 mod tests;
 
-/// Buckets that are summed beside computation at once, where their memory is given back afterwards.
+/// Reductions in flight at a time, where their memory is freed afterwards.
 const IN_FLIGHT: usize = 2;
-/// Gradients of replicated weights below this size are summed together.
+/// Gradients of replicated weights below this size are all-reduced together.
 const SMALL: usize = 1 << 16;
 
 impl Rank {
-    /// Where communication with copies of this rank goes, after the work given to the compute stream so far.
+    /// Stream for data-parallel communication, ordered after the work enqueued on the compute stream so far.
     pub fn dp_comm_stream(&self) -> Result<&Stream> {
         if !self.overlaps_dp_comm() {
             return Ok(&self.compute);
@@ -62,19 +24,24 @@ impl Rank {
         Ok(&self.comm_stream)
     }
 
-    /// Is that another stream than the compute stream?
+    /// Stream of data-parallel communication: the compute stream where nothing overlaps.
+    fn dp_stream(&self) -> &Stream {
+        if self.overlaps_dp_comm() { &self.comm_stream } else { &self.compute }
+    }
+
+    /// Whether data-parallel communication runs on another stream than computation.
     pub fn overlaps_dp_comm(&self) -> bool {
         self.overlap && self.dp_cp_group.size().max(self.expert_dp_group.size()) > 1
     }
 }
 
 impl GradBuffer {
-    /// Begins the sums over ranks of buckets that are complete, all remaining ones with `all`. They come in one order
-    /// on every rank, whatever is ready first, and as many on every rank, whether or not anything was written.
+    /// Starts the reductions of complete buckets; with `all`, of all remaining ones. Every rank reduces the same buckets in
+    /// the same order, whatever is ready first and whether or not anything was written.
     pub(crate) fn reduce_ready(&mut self, rank: &Rank, all: bool) -> Result<()> {
         let (buckets, rounds) = (self.buckets.len(), self.rounds());
-        while self.begun < buckets * rounds {
-            let (round, bucket) = (self.begun / buckets, self.begun % buckets);
+        while self.started < buckets * rounds {
+            let (round, bucket) = (self.started / buckets, self.started % buckets);
             let needed = if rounds > 1 { round + 1 } else { self.micro_batches.unwrap_or(1) };
             let complete =
                 |b: usize| self.plan.buckets()[b].spans.iter().all(|s| self.arrived(s.param, needed));
@@ -82,62 +49,62 @@ impl GradBuffer {
                 break;
             }
             self.reduce_bucket(rank, bucket, round)?;
-            self.begun += 1;
+            self.started += 1;
         }
         Ok(())
     }
 
-    /// One bucket: summed over ranks that hold the same weights but saw other tokens or heads, then over copies.
+    /// Reduces one bucket: over tensor-parallel ranks that hold the same weights, then over the data-parallel group.
     fn reduce_bucket(&mut self, rank: &Rank, bucket: usize, round: usize) -> Result<()> {
         const LABEL: &str = "gradients";
-        let divided = !self.scheme.grad.is_full_size();
+        let sharded = !self.scheme.grad.is_full_size();
         let whole = self.whole(rank, bucket)?;
-        self.complete(rank, bucket, divided)?;
+        self.complete(rank, bucket, sharded)?;
         self.reduce_over_tp(rank, bucket, &whole)?;
-        let copies = rank.dp_group(self.plan.buckets()[bucket].experts);
-        let me = group_rank(copies);
+        let replicas = rank.dp_group(self.plan.buckets()[bucket].experts);
+        let (me, streams) = (group_rank(replicas), (&rank.compute, rank.dp_stream()));
         let own = FlatBuffer::of(&self.plan, bucket, Placement::Partial, &whole);
-        if !divided {
+        if !sharded {
             let to = own.view_as(self.scheme.optimizer, me)?;
-            own.redistribute(rank, copies, &to, rank.dp_comm_stream()?, LABEL)?;
-            if rank.overlaps_dp_comm() {
-                self.in_flight.push_back(InFlight { done: rank.comm_stream.record()?, _memory: None });
-            }
+            let reduction = InFlight::launch(streams, (), Vec::new(), |s, ()| {
+                own.redistribute(rank, replicas, &to, s, LABEL)
+            })?;
+            self.in_flight.push_back(reduction);
             return Ok(());
         }
-        let part = match &self.buckets[bucket].part {
-            Some(part) => part.clone(),
+        let shard = match &self.buckets[bucket].shard {
+            Some(shard) => shard.clone(),
             None => {
                 let kind = (DType::F32, Category::Gradients);
                 let new = FlatBuffer::empty(&self.plan, bucket, self.scheme.grad, me, kind, &rank.compute)?;
-                self.buckets[bucket].part.insert(new.memory().clone()).clone()
+                self.buckets[bucket].shard.insert(new.memory().clone()).clone()
             }
         };
-        let s = rank.dp_comm_stream()?;
-        if round == 0 {
-            let to = FlatBuffer::of(&self.plan, bucket, self.scheme.grad, &part);
-            own.redistribute(rank, copies, &to, s, LABEL)?;
-        } else {
-            // Into its own place in the memory of this round, never onto what is to be added to.
-            let to = own.view_as(self.scheme.grad, me)?;
-            own.redistribute(rank, copies, &to, s, LABEL)?;
-            rank.kernels.add_assign(s, &part, to.memory())?;
-        }
         self.buckets[bucket].whole = None;
-        if rank.overlaps_dp_comm() {
-            self.in_flight.push_back(InFlight { done: rank.comm_stream.record()?, _memory: Some(whole) });
-            while self.in_flight.len() > IN_FLIGHT {
-                self.wait_for_oldest(rank)?;
+        let reduction = InFlight::launch(streams, (), vec![whole], |s, ()| match round {
+            0 => {
+                let to = FlatBuffer::of(&self.plan, bucket, self.scheme.grad, &shard);
+                own.redistribute(rank, replicas, &to, s, LABEL)
             }
+            _ => {
+                // Into this rank's shard of this round's own memory, never onto what is accumulated into.
+                let to = own.view_as(self.scheme.grad, me)?;
+                own.redistribute(rank, replicas, &to, s, LABEL)?;
+                rank.kernels.add_assign(s, &shard, to.memory())
+            }
+        })?;
+        self.in_flight.push_back(reduction);
+        while self.in_flight.len() > IN_FLIGHT {
+            self.wait_for_oldest(rank)?;
         }
         Ok(())
     }
 
     fn wait_for_oldest(&mut self, rank: &Rank) -> Result<()> {
-        self.in_flight.pop_front().map_or(Ok(()), |oldest| rank.compute.wait(&oldest.done))
+        self.in_flight.pop_front().map_or(Ok(()), |oldest| oldest.wait(&rank.compute))
     }
 
-    /// Sums over the ranks that share layers, where they hold the same.
+    /// Sums over the tensor-parallel ranks that hold the same weights but saw other tokens or heads.
     fn reduce_over_tp(&self, rank: &Rank, bucket: usize, whole: &Tensor) -> Result<()> {
         let tp_group = rank.tp_group(self.plan.buckets()[bucket].experts);
         let (here, s) = (group_rank(tp_group), &rank.compute);
@@ -154,7 +121,7 @@ impl GradBuffer {
                 } else if holders.len() == here.size {
                     tp_group.all_reduce(s, &share, ReduceOp::Sum, "gradients of replicated weights")?;
                 } else if part.shared(here.size) {
-                    // Some ranks hold the same heads: each adds up those of its own.
+                    // Groups of ranks share KV heads: each sums the gradients of its own group.
                     let n = share.numel();
                     let all = Tensor::empty(s, &[here.size, n], DType::F32, Category::Communication)?;
                     tp_group.all_gather(s, &share, &all, "gradients of shared heads")?;
@@ -176,14 +143,14 @@ impl GradBuffer {
         small.iter().enumerate().try_for_each(|(i, share)| s.copy(&place_of(i)?, share))
     }
 
-    /// Ends the step's sums. Afterwards every rank has, of what its optimizer needs, the gradient of the whole batch:
-    /// the same bits on every rank that holds a weight.
+    /// Ends the reductions of a step. Afterwards every rank has the global batch's gradient of what its optimizer updates,
+    /// with the same bits on every rank that holds a weight.
     pub fn reduce(&mut self, rank: &Rank) -> Result<()> {
         self.reduce_ready(rank, true)?;
         while !self.in_flight.is_empty() {
             self.wait_for_oldest(rank)?;
         }
-        // The same part on both ends: a tied parameter is alone in its bucket.
+        // A tied parameter is alone in its bucket, so that first and last stage have the same shard.
         for bucket in 0..self.buckets.len() {
             if self.plan.buckets()[bucket].tied_across_stages {
                 let part = self.local(rank, bucket)?;
@@ -198,11 +165,11 @@ impl GradBuffer {
         Ok(())
     }
 
-    /// What this rank has of the summed gradients of a bucket.
+    /// This rank's shard of the reduced gradients of a bucket.
     fn local(&self, rank: &Rank, bucket: usize) -> Result<Tensor> {
         let memory = &self.buckets[bucket];
-        match (&memory.whole, &memory.part) {
-            (_, Some(part)) => Ok(part.clone()),
+        match (&memory.whole, &memory.shard) {
+            (_, Some(shard)) => Ok(shard.clone()),
             (Some(whole), None) => {
                 let own = FlatBuffer::of(&self.plan, bucket, Placement::Partial, whole);
                 let copies = rank.dp_group(self.plan.buckets()[bucket].experts);
@@ -215,7 +182,7 @@ impl GradBuffer {
         }
     }
 
-    /// What this rank has of a parameter's summed gradient, flat.
+    /// This rank's shard of a parameter's reduced gradient, flat.
     pub fn piece(&self, rank: &Rank, id: ParamId) -> Result<(ParamShard, Tensor)> {
         let copies = rank.dp_group(self.specs[id.0].experts);
         let piece = self.plan.piece(id, self.scheme.optimizer, group_rank(copies));
@@ -224,8 +191,9 @@ impl GradBuffer {
         Ok((piece, local))
     }
 
-    /// The gradients that this rank counts in the norm: every element of the model is counted by one rank of the world.
-    pub fn counted(&self, rank: &Rank) -> Result<Vec<Tensor>> {
+    /// The gradients that this rank contributes to the gradient norm: every element of the model is counted by exactly one
+    /// rank of the world.
+    pub fn norm_shards(&self, rank: &Rank) -> Result<Vec<Tensor>> {
         let mut out = Vec::new();
         let whole = self.scheme.optimizer.is_full_size();
         for (i, spec) in self.specs.iter().enumerate().filter(|(_, s)| !s.mirror) {
@@ -244,7 +212,7 @@ impl GradBuffer {
         Ok(out)
     }
 
-    /// All summed gradients in order of declaration, gathered where ranks divide them. Every copy calls it.
+    /// All reduced gradients in order of declaration, all-gathered where sharded. Collective over the data-parallel ranks.
     pub fn gathered(&self, rank: &Rank) -> Result<Vec<Tensor>> {
         let s = &rank.compute;
         let mut buckets = Vec::new();

@@ -1,0 +1,95 @@
+//! All-gather of updated weights over the data-parallel ranks, overlapped with the next forward pass.
+
+use super::{ParamShard, Placement, group_rank};
+use crate::{GroupRank, ParamId, Params, Rank, StepState};
+use ferrotron_tensor::{Event, Result, Stream, Tensor};
+use std::ops::Range;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// The optimizer's f32 master weights as this rank holds them.
+#[derive(Clone, Copy)]
+pub struct MasterShards<'a> {
+    /// Placement of the optimizer state.
+    pub placement: Placement,
+    /// This rank's shard of each parameter.
+    pub shards: &'a [ParamShard],
+    /// f32 values of each shard, flat.
+    pub values: &'a [Tensor],
+}
+
+/// Buckets whose all-gather is still running, with its end.
+pub(crate) struct PendingGathers(Mutex<Vec<Option<Event>>>);
+
+impl PendingGathers {
+    pub(crate) fn new(buckets: usize) -> PendingGathers {
+        PendingGathers(Mutex::new(vec![None; buckets]))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Option<Event>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Params {
+    /// Publishes updated weights: quantizes FP8-resident ones from `masters` and all-gathers every bucket in forward order.
+    /// Passes wait for a bucket at its first use. `precomputed`: the optimizer's step has filled
+    /// [`Params::precomputed`]. Collective over the data-parallel ranks.
+    pub fn sync_params(
+        &self,
+        rank: &Rank,
+        state: &StepState,
+        masters: &MasterShards,
+        precomputed: bool,
+    ) -> Result<()> {
+        if let Some(quant) = state.quant() {
+            quant.weights_changed();
+            self.quantize_params(rank, quant, masters, precomputed)?;
+        }
+        if masters.placement == Placement::Replicate {
+            return Ok(());
+        }
+        let s = rank.dp_comm_stream()?;
+        for bucket in (0..self.plan().buckets().len()).rev() {
+            self.all_gather_bucket(rank, bucket, masters.placement, s)?;
+            if rank.overlaps_dp_comm() {
+                self.pending.lock()[bucket] = Some(s.record()?);
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes the compute stream wait for all weights: before anything but a pass of the model uses them.
+    pub fn wait_params(&self, rank: &Rank) -> Result<()> {
+        self.pending.lock().iter_mut().filter_map(Option::take).try_for_each(|done| rank.compute.wait(&done))
+    }
+
+    /// Makes the compute stream wait for the bucket of a weight.
+    pub(crate) fn wait_weight(&self, rank: &Rank, id: ParamId) -> Result<()> {
+        let pending = self.pending.lock()[self.plan().slot(id).0].take();
+        pending.map_or(Ok(()), |done| rank.compute.wait(&done))
+    }
+
+    /// All-gathers a bucket from its shards under `placement`. FP8-resident weights are gathered as FP8 where each rank
+    /// quantized its own shard.
+    fn all_gather_bucket(&self, rank: &Rank, bucket: usize, placement: Placement, s: &Stream) -> Result<()> {
+        const LABEL: &str = "weights";
+        let (split, layout) = (&self.splits[bucket], &self.plan().buckets()[bucket]);
+        let group = rank.dp_group(layout.experts);
+        if split.is_uniform() {
+            let all = self.bucket(bucket)?;
+            return all.view_as(placement, group_rank(group))?.redistribute(rank, group, &all, s, LABEL);
+        }
+        let held = |rank| layout.held(placement, GroupRank { rank, size: group.size() });
+        let gather = |memory: &Tensor, part: &dyn Fn(usize) -> Range<usize>| {
+            let counts: Vec<usize> = (0..group.size()).map(|r| part(r).len()).collect();
+            let mine = part(group.rank());
+            let mine = memory.narrow(0, mine.start, mine.len())?;
+            group.all_gather_v(s, &mine, memory, &counts, LABEL)
+        };
+        gather(&self.buckets[bucket], &|r| split.rest(&held(r)))?;
+        if let Some(fp8) = self.fp8_params().gathered_memory(bucket)? {
+            gather(&fp8, &|r| split.separate(&held(r)))?;
+        }
+        Ok(())
+    }
+}
