@@ -9,9 +9,11 @@ use ferrotron_core::grid;
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::{Model, PipelineLayout};
 use ferrotron_core::parity::{Outcome, TensorKind};
-use ferrotron_core::pipeline::{MicroBatch, PipelinePlan, ScheduleKind, StepMode, execute};
+use ferrotron_core::pipeline::{PipelinePlan, ScheduleKind};
 use ferrotron_core::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
-use ferrotron_core::train::{LogicalValues, gather_all_stages, read_scalar, upload_targets};
+use ferrotron_core::train::{
+    LogicalValues, MicroBatch, StepMode, execute, gather_all_stages, read_scalar, upload_targets,
+};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{GradBuffer, ParamId, Rank};
 use ferrotron_kernels::IGNORE;
@@ -206,7 +208,7 @@ fn run_pass(
         let input = model.decoder.input(&model.rank, &input.ids, positions, layout_of(input))?;
         let on_device = |(labels, weight)| upload_targets(&model.rank, &input.tokens, labels, weight);
         let targets = labels.map(on_device).transpose()?;
-        Ok(MicroBatch { input, targets, dropout: None, position: None })
+        Ok(MicroBatch { input, targets, position: None })
     };
     Ok(execute(model.pass(), &model.decoder, &schedule, &mut load, aim)?)
 }

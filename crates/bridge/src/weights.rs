@@ -126,9 +126,9 @@ impl Weights {
         let source = |name: &str| to_f32(DType::F32, &self.read(name, DType::F32).map_err(to_core)?);
         trainer.import(&source)?;
         // A recipe may ask for biases that the weights never had: they begin with zeros.
-        set_expert_biases(&trainer.rank, &trainer.step_state, &|name| {
+        set_expert_biases(&trainer.rank, &trainer.model.step_state, &|name| {
             let known = self.buffers().iter().any(|t| t.name == name);
-            let experts = trainer.decoder.config().moe.as_ref().map_or(0, |m| m.experts);
+            let experts = trainer.model.decoder.config().moe.as_ref().map_or(0, |m| m.experts);
             if known { source(name) } else { Ok(vec![0.0; experts]) }
         })
     }

@@ -75,6 +75,9 @@ pub struct Step {
     /// scale may fall.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<f64>,
+    /// Elements of the reduced gradient that are zero, where `train.log_num_zeros` is set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_zeros: Option<u64>,
     /// Sequences in the step.
     #[serde(default)]
     pub batch: u64,

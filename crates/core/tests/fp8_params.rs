@@ -85,7 +85,7 @@ fn made(layout: &str, steps: usize, set: &[&str]) -> Made {
         let sources = source::open(&resolved)?;
         let mut t = Trainer::new(rank, &resolved)?;
         assert_eq!(
-            t.params.specs().iter().any(ParamSpec::fp8_resident),
+            t.model.params.specs().iter().any(ParamSpec::fp8_resident),
             set.contains(&"precision.fp8_params=true")
         );
         let mut losses = Vec::new();
@@ -138,7 +138,7 @@ fn an_fp8_resident_lm_head_is_bit_equal() {
             let set = [&set[..], &["precision.fp8_params=true"]].concat();
             let stored = run("tp=1", &set, |rank, resolved| {
                 let t = Trainer::new(rank, &resolved)?;
-                let specs = t.params.specs();
+                let specs = t.model.params.specs();
                 Ok(specs
                     .iter()
                     .filter(|s| s.fp8_resident())
@@ -177,10 +177,11 @@ fn only_weights_of_fp8_gemms_are_fp8_resident() {
     let all = [&set[..], &["precision.fp8_params=true"]].concat();
     let names = run("tp=1", &all, |rank, resolved| {
         let t = Trainer::new(rank, &resolved)?;
-        let stored = t.params.specs().iter().filter(|s| s.fp8_resident()).map(|s| s.parts[0].name.clone());
+        let stored =
+            t.model.params.specs().iter().filter(|s| s.fp8_resident()).map(|s| s.parts[0].name.clone());
         // Asking for the bf16 weight is an error.
-        for (i, spec) in t.params.specs().iter().enumerate() {
-            let asked = StepContext::new(&t.rank, &t.params, &t.step_state)
+        for (i, spec) in t.model.params.specs().iter().enumerate() {
+            let asked = StepContext::new(&t.rank, &t.model.params, &t.model.step_state)
                 .weight(ParamId(i))
                 .map(|t| t.shape().to_vec());
             assert_eq!(asked.ok(), (!spec.fp8_resident()).then(|| spec.shape.clone()), "{spec:?}");
@@ -242,7 +243,13 @@ fn an_fp8_weight_takes_one_byte_per_element() {
                 let sources = source::open(&resolved)?;
                 let mut t = Trainer::new(rank.clone(), &resolved)?;
                 let sum = |stored: bool| -> usize {
-                    t.params.specs().iter().filter(|s| s.fp8_resident() == stored).map(ParamSpec::numel).sum()
+                    t.model
+                        .params
+                        .specs()
+                        .iter()
+                        .filter(|s| s.fp8_resident() == stored)
+                        .map(ParamSpec::numel)
+                        .sum()
                 };
                 let (bytes, numbers) = (sum(true), sum(false));
                 assert!(bytes > 2 * numbers, "{bytes} {numbers}");
@@ -258,8 +265,15 @@ fn an_fp8_weight_takes_one_byte_per_element() {
                 };
                 near("new");
                 // At most one weight exists in bf16 at a time.
-                let largest =
-                    t.params.specs().iter().filter(|s| s.fp8_resident()).map(ParamSpec::numel).max().unwrap();
+                let largest = t
+                    .model
+                    .params
+                    .specs()
+                    .iter()
+                    .filter(|s| s.fp8_resident())
+                    .map(ParamSpec::numel)
+                    .max()
+                    .unwrap();
                 let peak = rank.device().memory().peak[Category::Workspace as usize];
                 assert!(peak <= 2 * largest + 8192, "{set:?}: {peak} beside {largest}");
                 t.train_step(&*sources.train)?;

@@ -61,7 +61,7 @@ fn made(layout: &str, set: &[&str], forget: bool) -> (Vec<[u64; 3]>, Vec<Logical
     on_ranks(layout, set, |mut t, resolved| {
         let sources = source::open(&resolved)?;
         let again = |t: &Trainer| {
-            t.step_state.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
+            t.model.step_state.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
         };
         let mut all = Vec::new();
         for step in 0..6 {
@@ -123,12 +123,13 @@ fn skipped_steps_keep_amax() {
         on_ranks("tp=1", set, |mut t, resolved| {
             let sources = source::open(&resolved)?;
             let again = |t: &Trainer| {
-                t.step_state.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
+                t.model.step_state.quant().filter(|_| forget).into_iter().for_each(|e| e.weights_changed())
             };
             t.train_step(&*sources.train)?;
             // A NaN weight written behind the cache's back.
-            let norm = t.params.specs().iter().position(|s| s.parts[0].name == "final_norm.weight").unwrap();
-            let (value, stream) = (t.params.values()[norm].clone(), t.rank.compute.clone());
+            let norm =
+                t.model.params.specs().iter().position(|s| s.parts[0].name == "final_norm.weight").unwrap();
+            let (value, stream) = (t.model.params.values()[norm].clone(), t.rank.compute.clone());
             let good = stream.download::<bf16>(&value)?;
             stream.upload_into(&value, &vec![bf16::NAN; good.len()])?;
             let before = t.weights()?;

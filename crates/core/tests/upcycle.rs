@@ -4,7 +4,8 @@
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::upcycle::{UpcycleConfig, Upcycled};
 use ferrotron_core::model::{Model, ModelConfig, PipelineLayout, logical_parts};
-use ferrotron_core::pipeline::{MicroBatch, PipelinePlan, ScheduleKind, StepMode, execute};
+use ferrotron_core::pipeline::{PipelinePlan, ScheduleKind};
+use ferrotron_core::train::{MicroBatch, StepMode, execute};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Rank, initial_values};
 use ferrotron_tensor::DType;
@@ -35,7 +36,7 @@ fn logits(c: &ModelConfig, source: &dyn Fn(&str) -> Vec<f32>) -> Vec<f32> {
         PipelinePlan { kind: ScheduleKind::ForwardOnly, ..PipelinePlan::new(1, 1, 1) }.schedule().unwrap();
     let mut load = |_| {
         let input = model.decoder.input(&model.rank, &ids, None, Layout::Rows { count: 2, len: 16 })?;
-        Ok(MicroBatch { input, targets: None, dropout: None, position: None })
+        Ok(MicroBatch { input, targets: None, position: None })
     };
     let out = execute(model.pass(), &model.decoder, &schedule, &mut load, StepMode::Logits).unwrap();
     to_host(&model.pass(), &out[0]).unwrap()

@@ -46,7 +46,7 @@ fn check_volume(layout: &str, set: &[&str]) -> ByGroup {
         let sent = Traffic::of(&rank).since(&before);
         let shape = StepShape::of(&resolved, ParallelRanks::of(&rank))?;
         let rank_of = format!("rank {} of {layout} {set:?}", rank.world.rank());
-        assert!(ModelDescription::params(&shape)? == trainer.params.specs(), "parameters of {rank_of}");
+        assert!(ModelDescription::params(&shape)? == trainer.model.params.specs(), "parameters of {rank_of}");
         assert_eq!(sent.by_group(), step_volume(&shape)?, "{rank_of}");
         assert_eq!(sent.total() > 0, rank.world.size() > 1);
         Ok(sent.by_group())

@@ -224,7 +224,7 @@ fn train_lead_rank(
 ) -> Result<()> {
     let begin = Instant::now();
     let sources = source::open(&run.resolved)?;
-    let done = run.trainer.step;
+    let done = run.trainer.step();
     let mut view = View { progress: Progress::new(global, run.resolved.plan.steps, done), stop };
     announce(&mut run, recipe, &mut view, global, done)?;
     if let Some(note) = sources.note.as_ref().filter(|_| !global.json) {
@@ -235,13 +235,13 @@ fn train_lead_rank(
     let text = if outcome.finished { sample(&run)? } else { None };
     if let Some(text) = &text {
         let prompt = run.resolved.config.generate.prompt.clone().unwrap_or_default();
-        let event = events::Sample { step: run.trainer.step, prompt, text: text.clone() };
+        let event = events::Sample { step: run.trainer.step(), prompt, text: text.clone() };
         run.emit(Event::Sample(event), &mut view)?;
     }
     let ending = if outcome.finished { Ending::Finished } else { Ending::Interrupted };
     let seconds = begin.elapsed().as_secs_f64();
     let end =
-        RunEnd { step: run.trainer.step, ending, seconds, tokens_per_s: outcome.tokens as f64 / seconds };
+        RunEnd { step: run.trainer.step(), ending, seconds, tokens_per_s: outcome.tokens as f64 / seconds };
     run.emit(Event::RunEnd(end), &mut view)?;
     view.progress.finish();
     if !global.json && outcome.finished {
@@ -337,8 +337,8 @@ fn sample(run: &Run) -> ferrotron_core::Result<Option<String>> {
         seed: run.resolved.config.train.seed,
     };
     let t = &run.trainer;
-    let pass = StepContext::new(&t.rank, &t.params, &t.step_state);
-    let out = generate(&t.decoder, &pass, &ids, g.tokens as usize, sampling, &[], &mut |_| true)?;
+    let pass = StepContext::new(&t.rank, &t.model.params, &t.model.step_state);
+    let out = generate(&t.model.decoder, &pass, &ids, g.tokens as usize, sampling, &[], &mut |_| true)?;
     let bytes: Vec<u8> = out.iter().map(|id| *id as u8).collect();
     Ok(Some(String::from_utf8_lossy(&bytes).into_owned()))
 }

@@ -142,12 +142,12 @@ pub fn train(
     let mut note_first_step = || _ = first_step_s.get_or_insert_with(|| begun.elapsed().as_secs_f64());
     // Timed steps are all of one kind: whether they are replayed is seen before. As many come before them either way.
     let least = if trainer.rank.device().gpu().is_some() { GRAPH_DECIDED } else { 0 };
-    let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step < 2 * GRAPH_DECIDED as u64;
-    while trainer.step < warmup.max(least) as u64 || graph_undecided(&trainer) {
+    let graph_undecided = |t: &Trainer| t.cuda_graph_undecided() && t.step() < 2 * GRAPH_DECIDED as u64;
+    while trainer.step() < warmup.max(least) as u64 || graph_undecided(&trainer) {
         trainer.train_step(&data)?;
         note_first_step();
     }
-    let launched = trainer.step - trainer.steps_replayed();
+    let launched = trainer.step() - trainer.steps_replayed();
     trainer.rank.device().take_profile()?;
     let start_s = begin.elapsed().as_secs_f64();
     // As a run does it: every step is given to the device before the loss of the one before is read.
@@ -185,7 +185,7 @@ pub fn train(
         memory: trainer.rank.device().memory(),
         profile: trainer.rank.device().take_profile()?,
         loss,
-        graph: trainer.steps_replayed() > 0 && trainer.step - trainer.steps_replayed() == launched,
+        graph: trainer.steps_replayed() > 0 && trainer.step() - trainer.steps_replayed() == launched,
         cuda_graph_decision: trainer.cuda_graph_decision(),
         routing: r
             .model

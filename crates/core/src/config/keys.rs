@@ -196,6 +196,8 @@ keys! {
         /// Give a whole step to the card as one CUDA graph, which is captured once and replayed to the same bits. auto
         /// does so for one rank on a card where giving it the launches takes more than a fifth of the step's time.
         cuda_graph: CudaGraphMode = CudaGraphMode::Auto, "cuda_graphs", "enable_cuda_graph", "external_cuda_graph", "cuda_graph_impl", "cuda_graph_scope", "use_cuda_graph";
+        /// Log the number of zero elements in the reduced gradient as num_zeros; this copies every gradient to the host.
+        log_num_zeros: bool = false, "log_num_zeros_in_grad", "num_zeros_in_grad";
         /// Log the energy that the cards use in steps, evaluations and checkpoints left out.
         energy: bool = false, "log_energy", "energy_monitor";
     }

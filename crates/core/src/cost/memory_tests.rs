@@ -76,7 +76,7 @@ fn weights_in_bytes_are_counted() {
             FP8.iter().chain(&[except.as_str()]).chain(set).for_each(|s| recipe.set(s).unwrap());
             let r = recipe.resolve(None).unwrap();
             let trainer = crate::train::Trainer::new(Rank::cpu(1, 0).unwrap(), &r).unwrap();
-            let stored = trainer.params.specs().iter().filter(|s| s.fp8_resident());
+            let stored = trainer.model.params.specs().iter().filter(|s| s.fp8_resident());
             let counted: usize = stored.map(|s| s.numel()).sum();
             assert_eq!(r.model.fp8_resident_parameters(&r.policy()).unwrap(), counted, "{except} {set:?}");
             assert!(counted > 0);
@@ -104,7 +104,7 @@ fn optimizer_state_takes_the_bytes_it_is_said_to() {
         let rank = Rank::cpu(1, 0).unwrap();
         let trainer = crate::train::Trainer::new(rank.clone(), &r).unwrap();
         let held = rank.device().memory().now[Category::Optimizer as usize] as f64;
-        let measured = held / trainer.params.numel() as f64;
+        let measured = held / trainer.model.params.numel() as f64;
         // Gaps between parameters, step scalars, and what an allocation is rounded up to.
         assert!((1.0..1.02).contains(&(measured / bytes)), "{set:?}: {measured} instead of {bytes}");
     }

@@ -1,9 +1,10 @@
-//! Pipeline parallelism: schedules (1F1B, interleaved, zero-bubble, paired), their checker and their executor.
+//! Pipeline parallelism: which layers each stage holds, and in which order a rank computes and communicates.
 //!
-//! All but [`execute()`] is plain data. A [`PipelinePlan`] gives a [`Schedule`]: per rank the operations on micro-batches and
-//! the messages between them. [`check()`] verifies that it is complete and free of deadlock, and [`Timeline`] draws it.
+//! Everything here is plain data; [`crate::train::execute()`] carries a schedule out. A [`PipelinePlan`] builds a
+//! [`Schedule`] (1F1B, interleaved 1F1B or zero-bubble): per rank its operations on micro-batches and the P2P messages
+//! between them. [`check()`] proves the schedule complete and free of deadlock before it runs, and [`Timeline`] draws it.
 //!
-//! Stages are numbered over all ranks and chunks: chunk `c` of rank `r` is stage `c·P + r`.
+//! Stages are numbered over ranks and chunks: chunk `c` of pipeline rank `r` is stage `c·P + r`.
 //!
 //! ```
 //! use ferrotron_core::pipeline::{Costs, PipelinePlan, Timeline};
@@ -15,7 +16,6 @@
 
 mod check;
 mod deadlock;
-mod execute;
 mod op;
 mod p2p;
 mod schedule;
@@ -26,7 +26,6 @@ mod zero_bubble;
 pub use crate::model::{LayerPlacement, LayerSplit, Stage};
 pub use check::{ScheduleReport, check};
 pub use deadlock::Matching;
-pub use execute::{DropoutRows, Load, MicroBatch, StepMode, StepPosition, execute};
 pub use op::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleShape, ScheduleStep, Transfer};
 pub use schedule::{PipelinePlan, ScheduleKind, Transport};
 pub use schedule_1f1b::{Warmup, interleaved_table};

@@ -10,7 +10,6 @@ use super::{
     timeline::Costs,
     zero_bubble,
 };
-use crate::config::PipelineSchedule;
 use crate::{Error, Result};
 
 /// What a schedule is for.
@@ -27,17 +26,6 @@ pub enum ScheduleKind {
     Paired,
     /// No backward.
     ForwardOnly,
-}
-
-impl PipelineSchedule {
-    /// As a plan knows it.
-    pub fn schedule_kind(self) -> ScheduleKind {
-        match self {
-            PipelineSchedule::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
-            PipelineSchedule::ZeroBubble => ScheduleKind::ZeroBubble,
-            PipelineSchedule::Paired => ScheduleKind::Paired,
-        }
-    }
 }
 
 /// How messages are put into the lists.

@@ -62,7 +62,7 @@ fn is_module(name: &str, parts: &HashSet<&str>) -> bool {
 }
 
 fn delayed(t: &Trainer) -> Option<&DelayedState> {
-    t.step_state.quant().and_then(QuantState::delayed)
+    t.model.step_state.quant().and_then(QuantState::delayed)
 }
 
 /// What this rank brings to a checkpoint: that of its stage, on the first rank of those that share it.
@@ -74,7 +74,7 @@ pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
     let (scale, history) = (s.download::<f32>(&d.scale)?, s.download::<f32>(&d.history)?);
     let mut items = Vec::new();
     for (i, slots) in d.slots().chunks_exact(ROLES).enumerate() {
-        let (name, own) = (module(&t.params.specs()[slots[0].param.0]), i * ROLES..(i + 1) * ROLES);
+        let (name, own) = (module(&t.model.params.specs()[slots[0].param.0]), i * ROLES..(i + 1) * ROLES);
         let mut add = |kind: &str, shape: &[usize], values: &[f32]| {
             let (name, shape) = (format!("{kind}{name}"), shape.to_vec());
             let bytes = values.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -125,7 +125,7 @@ pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
     let (n, len) = (d.slots().len(), d.history.shape()[0]);
     let (mut scale, mut history) = (vec![1f32; n], vec![0f32; len * n]);
     for (i, slots) in d.slots().chunks_exact(ROLES).enumerate() {
-        let name = module(&t.params.specs()[slots[0].param.0]);
+        let name = module(&t.model.params.specs()[slots[0].param.0]);
         let name = [SCALE, HISTORY].map(|kind| format!("{kind}{name}"));
         if loaded.get(&name[0]).is_none() {
             continue;
@@ -164,6 +164,6 @@ impl Trainer {
         s.upload_into(&d.scale, &scales.scale)?;
         s.upload_into(&d.history, &scales.history)?;
         // Weights that are bytes are made with them.
-        self.optimizer.sync_params(&self.rank, &self.params, &self.step_state)
+        self.optimizer.sync_params(&self.rank, &self.model.params, &self.model.step_state)
     }
 }

@@ -1,11 +1,11 @@
 //! What a replayed step reads: one buffer on the device that is filled anew before every replay.
 
 use super::cuda_graph::StepShape;
+use super::execute::MicroBatch;
 use super::micro_batch::sequence_layout;
 use crate::Result;
 use crate::data::Batch;
 use crate::model::{Decoder, Input};
-use crate::pipeline::MicroBatch;
 use ferrotron_engine::{Rank, Targets};
 use ferrotron_kernels::{IGNORE, scalars};
 use ferrotron_tensor::{Category, DType, Tensor};
@@ -16,37 +16,37 @@ const BOUNDARY: usize = 64;
 /// Micro-batches and scalars of a step, all of 4-byte words, that travel in one copy. The copy leaves pinned memory
 /// that is not written again before it is done, and is queued behind the replay before it: the host may be ahead.
 pub(super) struct GraphInputs {
-    form: StepShape,
+    shape: StepShape,
     /// i32 `[words]`: of each micro-batch ids, positions, labels and weights, then scalars.
     all: Tensor,
 }
 
 impl GraphInputs {
-    pub(super) fn new(rank: &Rank, form: StepShape) -> Result<GraphInputs> {
-        let words = form.micro_batches * 4 * pitch(form) + scalars::COUNT;
+    pub(super) fn new(rank: &Rank, shape: StepShape) -> Result<GraphInputs> {
+        let words = shape.micro_batches * 4 * pitch(shape) + scalars::COUNT;
         let all = Tensor::empty(&rank.compute, &[words], DType::I32, Category::Activations)?;
-        Ok(GraphInputs { form, all })
+        Ok(GraphInputs { shape, all })
     }
 
     /// Row `row` (ids, positions, labels, weights) of micro-batch `i`: i32 `[tokens]`.
     fn row(&self, i: usize, row: usize) -> Result<Tensor> {
-        Ok(self.all.narrow(0, (4 * i + row) * pitch(self.form), self.form.tokens)?)
+        Ok(self.all.narrow(0, (4 * i + row) * pitch(self.shape), self.shape.tokens)?)
     }
 
     /// f32 `[scalars::COUNT]`
     pub(super) fn scalars(&self) -> Result<Tensor> {
-        let start = self.form.micro_batches * 4 * pitch(self.form);
+        let start = self.shape.micro_batches * 4 * pitch(self.shape);
         Ok(self.all.narrow(0, start, scalars::COUNT)?.view_dtype(DType::F32)?)
     }
 
     /// Micro-batch `i`, of rank 1 of 1: every token is a row.
     pub(super) fn micro_batch(&self, rank: &Rank, i: usize) -> Result<MicroBatch> {
-        let tokens = rank.tokens(&self.form.layout())?;
+        let tokens = rank.tokens(&self.shape.layout())?;
         let (ids, positions, layout) = (self.row(i, 0)?, self.row(i, 1)?, tokens.layout().clone());
         let targets = Targets { labels: self.row(i, 2)?, weights: self.row(i, 3)?.view_dtype(DType::F32)? };
         let input =
-            Input { ids, positions, layout, tokens, rows: self.form.tokens, moe: None, mtp: Vec::new() };
-        Ok(MicroBatch { input, targets: Some(targets), dropout: None, position: None })
+            Input { ids, positions, layout, tokens, rows: self.shape.tokens, moe: None, mtp: Vec::new() };
+        Ok(MicroBatch { input, targets: Some(targets), position: None })
     }
 
     /// Brings the next step's.
@@ -58,27 +58,27 @@ impl GraphInputs {
         weight: f32,
         scalars: &[f32; scalars::COUNT],
     ) -> Result<()> {
-        let words = words(self.form, batches, weight, scalars, |b| {
-            decoder.check_input(&b.tokens, &b.positions, &sequence_layout(b, self.form.seq)?)?;
+        let words = words(self.shape, batches, weight, scalars, |b| {
+            decoder.check_input(&b.tokens, &b.positions, &sequence_layout(b, self.shape.seq)?)?;
             Ok(())
         })?;
         Ok(rank.compute.upload_into(&self.all, &words)?)
     }
 }
 
-fn pitch(form: StepShape) -> usize {
-    form.tokens.next_multiple_of(BOUNDARY)
+fn pitch(shape: StepShape) -> usize {
+    shape.tokens.next_multiple_of(BOUNDARY)
 }
 
 fn words(
-    form: StepShape,
+    shape: StepShape,
     batches: &[Batch],
     weight: f32,
     scalars: &[f32],
     check: impl Fn(&Batch) -> Result<()>,
 ) -> Result<Vec<i32>> {
-    let (pitch, tokens) = (pitch(form), form.tokens);
-    let mut words = vec![0i32; form.micro_batches * 4 * pitch + scalars.len()];
+    let (pitch, tokens) = (pitch(shape), shape.tokens);
+    let mut words = vec![0i32; shape.micro_batches * 4 * pitch + scalars.len()];
     let bits = |x: f32| x.to_bits().cast_signed();
     for (batch, rows) in batches.iter().zip(words.chunks_exact_mut(4 * pitch)) {
         check(batch)?;
@@ -101,7 +101,7 @@ mod tests {
     #[test]
     fn words_are_what_views_read() {
         let rank = Rank::cpu(1, 1).unwrap();
-        let form = StepShape { micro_batches: 2, tokens: 6, seq: 3 };
+        let shape = StepShape { micro_batches: 2, tokens: 6, seq: 3 };
         let batch = |n: i32| Batch {
             tokens: (n..n + 6).collect(),
             labels: (0..6).map(|i| if i == 4 { IGNORE } else { n + i + 1 }).collect(),
@@ -111,8 +111,8 @@ mod tests {
         };
         let batches = [batch(10), batch(20)];
         let scalars: [f32; scalars::COUNT] = std::array::from_fn(|i| i as f32 + 0.5);
-        let inputs = GraphInputs::new(&rank, form).unwrap();
-        let words = words(form, &batches, 0.1, &scalars, |_| Ok(())).unwrap();
+        let inputs = GraphInputs::new(&rank, shape).unwrap();
+        let words = words(shape, &batches, 0.1, &scalars, |_| Ok(())).unwrap();
         rank.compute.upload_into(&inputs.all, &words).unwrap();
         let s = &rank.compute;
         for (i, b) in batches.iter().enumerate() {

@@ -1,30 +1,31 @@
-//! Micro-batches on their way to the device, and the numbers that come back.
+//! Copies micro-batches to the device, and losses back to the host.
 
+use super::execute::{MicroBatch, StepPosition};
 use super::mtp;
 use crate::Result;
 use crate::data::Batch;
 use crate::model::Decoder;
-use crate::pipeline::{DropoutRows, MicroBatch, StepPosition};
+
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::{Rank, Targets, Tokens};
 use ferrotron_kernels::IGNORE;
 use ferrotron_tensor::{Category, DType, Stream, Tensor};
 
-/// A micro-batch in its step.
+/// The place of a micro-batch in its training step.
 #[derive(Clone, Copy)]
 pub(super) struct MicroBatchPosition {
-    /// Step of the run.
+    /// Steps done before this one.
     pub(super) step: u64,
-    /// The number of its first token in the step.
+    /// Index in the step of its first token.
     pub(super) first: u64,
-    /// Its share in means over the step.
+    /// Its weight in means over the step.
     pub(super) share: f32,
-    /// Chance that an activation is dropped.
+    /// Probability that an activation is dropped.
     pub(super) dropout: f32,
 }
 
-/// A micro-batch on the device; of a step, where it is one of training. `weights`: of each label in the loss, and in the
-/// losses of predictions further ahead.
+/// Copies a micro-batch to the device. `weights` are those of a label in the language-modelling loss and in the loss of
+/// each MTP depth; `step` is given in training.
 pub(super) fn upload(
     rank: &Rank,
     decoder: &Decoder,
@@ -35,19 +36,22 @@ pub(super) fn upload(
 ) -> Result<MicroBatch> {
     let (positions, layout) = (Some(&batch.positions[..]), sequence_layout(batch, seq)?);
     let mut input = decoder.input_with(rank, &batch.tokens, positions, layout, batch.padding.as_deref())?;
-    let (mut dropout, mut position) = (None, None);
-    if let Some(s) = step.filter(|s| s.dropout > 0.0 || input.moe.is_some()) {
-        let rows = token_indices(rank, &input.tokens, s.first)?;
-        dropout = (s.dropout > 0.0).then(|| DropoutRows { p: s.dropout, step: s.step, rows: rows.clone() });
-        position = Some(StepPosition { step: s.step, rows, share: s.share });
-    }
-    let (own, further) = weights.split_first().map_or((1.0, &[][..]), |(own, rest)| (*own, rest));
-    input.mtp = mtp::upload(rank, decoder, batch, (seq, &input), further)?;
-    let targets = Some(upload_targets(rank, &input.tokens, &batch.labels, own)?);
-    Ok(MicroBatch { input, targets, dropout, position })
+    // Only dropout and MoE layers ask where a token lies in the step.
+    let position = step.filter(|s| s.dropout > 0.0 || input.moe.is_some());
+    let position = match position {
+        None => None,
+        Some(MicroBatchPosition { step, first, share, dropout }) => {
+            let rows = token_indices(rank, &input.tokens, first)?;
+            Some(StepPosition { step, rows, share, dropout })
+        }
+    };
+    let (weight, mtp_weights) = weights.split_first().map_or((1.0, &[][..]), |(w, rest)| (*w, rest));
+    input.mtp = mtp::upload(rank, decoder, batch, (seq, &input), mtp_weights)?;
+    let targets = Some(upload_targets(rank, &input.tokens, &batch.labels, weight)?);
+    Ok(MicroBatch { input, targets, position })
 }
 
-/// Which tokens see each other in a batch of rows of `seq` tokens, or of packed documents.
+/// The sequences of a batch: rows of `seq` tokens, or packed documents.
 pub fn sequence_layout(batch: &Batch, seq: usize) -> Result<Layout> {
     Ok(match &batch.cu_seqlens {
         Some(offsets) => Layout::Packed { offsets: offsets.clone() },
@@ -55,7 +59,7 @@ pub fn sequence_layout(batch: &Batch, seq: usize) -> Result<Layout> {
     })
 }
 
-/// Labels and row weights of this rank's tokens on the device: `weight` where there is a label.
+/// Copies this rank's labels and loss weights to the device: `weight` where there is a label, else 0.
 pub fn upload_targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32) -> Result<Targets> {
     let labels = tokens.take(labels, IGNORE)?;
     let weights: Vec<f32> = labels.iter().map(|l| if *l == IGNORE { 0.0 } else { weight }).collect();
@@ -65,12 +69,12 @@ pub fn upload_targets(rank: &Rank, tokens: &Tokens, labels: &[i32], weight: f32)
     })
 }
 
-/// Numbers in the step of the tokens whose rows this rank holds, of a micro-batch that begins with number `first`.
+/// i32 `[rows]`: index in the step of each token whose row this rank holds; the micro-batch starts at index `first`.
 fn token_indices(rank: &Rank, tokens: &Tokens, first: u64) -> Result<Tensor> {
     let n = tokens.rows().len() / rank.tp.size();
     let mine = tokens.rows().iter().skip(rank.tp.rank() * n).take(n);
-    let numbers: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
-    Ok(rank.compute.upload(&numbers, &[n], Category::Activations)?)
+    let indices: Vec<i32> = mine.map(|row| row.map_or(0, |i| (first + i as u64) as i32)).collect();
+    Ok(rank.compute.upload(&indices, &[n], Category::Activations)?)
 }
 
 /// `Σ weight·loss` f32 `[1]`, on the device.
@@ -80,16 +84,16 @@ pub fn weighted_loss(rank: &Rank, rows: &Tensor, t: &Targets) -> Result<Tensor> 
     Ok(sum)
 }
 
-/// That and, behind it, the sums of predictions further ahead, if there are any: f32 `[1 + D]`.
-pub(crate) fn with_mtp_losses(rank: &Rank, own: Tensor, further: Option<&Tensor>) -> Result<Tensor> {
-    let Some(further) = further else { return Ok(own) };
-    let all = rank.activation(&[1 + further.numel()], DType::F32)?;
+/// Appends the losses of the MTP depths to that of the language model: f32 `[1 + D]`.
+pub(super) fn with_mtp_losses(rank: &Rank, own: Tensor, mtp: Option<&Tensor>) -> Result<Tensor> {
+    let Some(mtp) = mtp else { return Ok(own) };
+    let all = rank.activation(&[1 + mtp.numel()], DType::F32)?;
     rank.compute.copy(&own, &all.narrow(0, 0, 1)?)?;
-    rank.compute.copy(further, &all.narrow(0, 1, further.numel())?)?;
+    rank.compute.copy(mtp, &all.narrow(0, 1, mtp.numel())?)?;
     Ok(all)
 }
 
-/// One number from the device. Waits for it, and for all work given before.
+/// Reads the sum of a small f32 tensor. Waits for all work on the compute stream.
 pub fn read_scalar(rank: &Rank, t: &Tensor) -> Result<f64> {
     read(&rank.compute, t)
 }
@@ -98,7 +102,7 @@ pub(super) fn read(s: &Stream, t: &Tensor) -> Result<f64> {
     Ok(read_all(s, t)?.iter().sum())
 }
 
-/// All numbers of a tensor.
+/// Reads all values of an f32 tensor.
 pub(super) fn read_all(s: &Stream, t: &Tensor) -> Result<Vec<f64>> {
     Ok(s.download::<f32>(t)?.iter().map(|x| f64::from(*x)).collect())
 }

@@ -26,7 +26,8 @@ fn tables(mixtures: &MoeState) -> Result<Vec<(String, Tensor)>> {
 
 /// What this rank brings to a checkpoint: that of its stage, on the first rank of those that share it.
 pub(super) fn items(t: &Trainer) -> Result<Vec<Item>> {
-    let (Some(mixtures), 0, 0) = (t.step_state.moe(), t.rank.dp_cp_group.rank(), t.rank.tp.rank()) else {
+    let (Some(mixtures), 0, 0) = (t.model.step_state.moe(), t.rank.dp_cp_group.rank(), t.rank.tp.rank())
+    else {
         return Ok(Vec::new());
     };
     let item = |(name, table): (String, Tensor)| {
@@ -59,7 +60,7 @@ pub(super) fn found<'a>(loaded: &'a Loaded, model: &ModelConfig) -> Vec<(&'a str
 
 /// Takes the tables of a checkpoint that was checked.
 pub(super) fn restore(t: &Trainer, loaded: &Loaded) -> Result<()> {
-    let Some(mixtures) = t.step_state.moe() else { return Ok(()) };
+    let Some(mixtures) = t.model.step_state.moe() else { return Ok(()) };
     for (name, table) in tables(mixtures)? {
         let name = format!("model/{name}");
         match loaded.get(&name) {
@@ -76,7 +77,7 @@ impl Trainer {
     /// Biases and quantiles of the choices of all mixtures, by name. Every rank calls it.
     pub fn expert_tables(&self) -> Result<Vec<LogicalValues>> {
         let mut mine = Vec::new();
-        for (name, table) in self.step_state.moe().map(tables).transpose()?.unwrap_or_default() {
+        for (name, table) in self.model.step_state.moe().map(tables).transpose()?.unwrap_or_default() {
             let values = self.rank.compute.download::<f32>(&table)?;
             mine.push(LogicalValues { name, shape: vec![values.len()], values });
         }

@@ -9,8 +9,8 @@
 use crate::config::Resolved;
 use crate::error::{Error, Result};
 use crate::tensorfile::{FileDType, TensorDecl, TensorFile, TensorFileWriter};
-use ferrotron_engine::Rank;
 use ferrotron_engine::moe::{LayerUse, MoeState};
+use ferrotron_engine::{Rank, StepState};
 use ferrotron_tensor::{Category, Tensor};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -37,27 +37,29 @@ impl RoutingReplay {
         Ok(made)
     }
 
-    /// Does it have anything to do?
-    pub(super) fn is_idle(&self) -> bool {
-        self.record.is_none() && self.replay.is_none()
-    }
-
-    /// Before the passes of a step. `needed` says of each of its tokens whether this rank must have its choices.
-    pub(super) fn begin(&self, rank: &Rank, mixtures: &MoeState, step: u64, needed: &[bool]) -> Result<()> {
+    /// Before the passes of `step`. `local_tokens` says of each token of the step whether this rank needs its routing.
+    pub(super) fn begin(
+        &self,
+        rank: &Rank,
+        state: &StepState,
+        step: u64,
+        local_tokens: &dyn Fn() -> Vec<bool>,
+    ) -> Result<()> {
+        let Some(moe) = state.moe() else { return Ok(()) };
         if self.record.is_some() {
-            mixtures.record_routing();
+            moe.record_routing();
         }
         if let Some(folder) = &self.replay {
-            mixtures.replay_routing(read(rank, mixtures, folder, step, needed)?);
+            moe.replay_routing(read(rank, moe, folder, step, &local_tokens())?);
         }
         Ok(())
     }
 
-    /// Behind the passes of a step. Waits for them where they are recorded.
-    pub(super) fn end(&self, rank: &Rank, mixtures: &MoeState, step: u64) -> Result<()> {
-        match &self.record {
-            Some(folder) => write(rank, mixtures, folder, step),
-            None => Ok(()),
+    /// After the passes of `step`. Waits for them if their routing is recorded.
+    pub(super) fn end(&self, rank: &Rank, state: &StepState, step: u64) -> Result<()> {
+        match (&self.record, state.moe()) {
+            (Some(folder), Some(moe)) => write(rank, moe, folder, step),
+            _ => Ok(()),
         }
     }
 }

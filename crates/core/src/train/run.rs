@@ -108,7 +108,7 @@ impl Run {
         }
         wait("the checkpoint is read")?;
         let writer =
-            saver.map(|saver| Run::writer(dir, saver, &resolved, &latest, trainer.step)).transpose()?;
+            saver.map(|saver| Run::writer(dir, saver, &resolved, &latest, trainer.step())).transpose()?;
         let flops_per_token = resolved.model.flops_per_token(resolved.plan.seq_len as f64)?.total();
         let energy = resolved.config.train.energy.then(|| Energy::new(&trainer.rank)).transpose()?;
         let (sent, dir) = (Traffic::default(), dir.to_path_buf());
@@ -195,12 +195,12 @@ impl Run {
         let mut stopping = false;
         self.energy.iter_mut().for_each(Energy::resume);
         let mut start = Instant::now();
-        while queued.is_some() || self.trainer.step < total {
-            let left = total - self.trainer.step + u64::from(queued.is_some());
+        while queued.is_some() || self.trainer.step() < total {
+            let left = total - self.trainer.step() + u64::from(queued.is_some());
             observer.before_step(&self.trainer.rank, left)?;
             let before = Traffic::of(&self.trainer.rank);
             let this = queued.take().map_or_else(|| self.trainer.begin_step(data), Ok)?;
-            let step = self.trainer.step;
+            let step = self.trainer.step();
             let due = |every: u64| every > 0 && step.is_multiple_of(every);
             let between = step == total || due(c.checkpoint.every) || (eval.is_some() && due(c.eval.every));
             if ahead && !between && !stopping {
@@ -276,7 +276,7 @@ impl Run {
         let loss = self.trainer.evaluate(data, micro_batches)?;
         self.energy.iter_mut().for_each(Energy::resume);
         let tokens = micro_batches * micro * data.seq() as u64;
-        self.emit(Event::Eval(events::Eval { step: self.trainer.step, loss, tokens }), observer)?;
+        self.emit(Event::Eval(events::Eval { step: self.trainer.step(), loss, tokens }), observer)?;
         Ok(loss)
     }
 
@@ -291,7 +291,7 @@ impl Run {
             return Ok(());
         };
         let bytes = snapshot.items.iter().map(|i| i.bytes.len() as u64).sum();
-        let step = self.trainer.step;
+        let step = self.trainer.step();
         writer.log.sync()?;
         writer.saver.save(snapshot)?;
         self.energy.iter_mut().for_each(Energy::resume);
@@ -309,6 +309,7 @@ impl Run {
             lr: r.lr,
             grad_norm: r.grad_norm,
             loss_scale: r.loss_scale,
+            num_zeros: r.num_zeros,
             batch: r.samples,
             seconds,
             tokens_per_s: rate,

@@ -1,5 +1,6 @@
 //! From recipe to trainer, and between trainer and checkpoint.
 
+use super::step_runner::{Progress, Schedules};
 use super::{Trainer, fp8_scales, gather, moe_state};
 use crate::checkpoint::{Item, Loaded, Snapshot};
 use crate::config::{self, OptimizerKind, OptimizerSection, Resolved};
@@ -53,7 +54,7 @@ fn increase(d: config::WeightDecayStyle) -> schedule::WdIncrease {
 }
 
 /// Learning rate, weight decay and batch size over the samples of the run.
-pub(super) fn schedules(r: &Resolved) -> Result<(LrSchedule, WdSchedule, BatchSchedule)> {
+pub(super) fn schedules(r: &Resolved) -> Result<Schedules> {
     let (c, p) = (&r.config, &r.plan);
     let lr = LrSchedule {
         max: c.optimizer.lr,
@@ -77,7 +78,7 @@ pub(super) fn schedules(r: &Resolved) -> Result<(LrSchedule, WdSchedule, BatchSc
     lr.check()?;
     wd.check()?;
     batches.check()?;
-    Ok((lr, wd, batches))
+    Ok(Schedules { lr, weight_decay: wd, batch: batches })
 }
 
 /// What a checkpoint holds besides tensors. Nothing of time, host or path: equal runs give equal bytes.
@@ -109,30 +110,31 @@ pub(super) fn snapshot(t: &Trainer) -> Result<Snapshot> {
     items.extend(fp8_scales::items(t)?);
     items.extend(moe_state::items(t)?);
     let items = gather::gather_to_first_rank(&t.rank, items)?;
+    let (schedules, delayed) = (&t.runner.schedules, t.runner.delayed_scaling);
     let state = State {
-        samples: t.samples,
-        tokens: t.tokens,
+        samples: t.samples(),
+        tokens: t.tokens(),
         optimizer_steps: t.optimizer.steps(&t.rank)?,
         seed: t.rank.seed,
-        model: t.decoder.config().clone(),
-        lr: t.lr.clone(),
-        weight_decay: t.wd.clone(),
-        batch: t.batches.clone(),
-        scaled_steps: t.is_delayed().then_some(t.scaled_steps),
+        model: t.model.decoder.config().clone(),
+        lr: schedules.lr.clone(),
+        weight_decay: schedules.weight_decay.clone(),
+        batch: schedules.batch.clone(),
+        scaled_steps: delayed.enabled.then_some(delayed.steps),
         loss_scale: t.optimizer.loss_scale().map(|s| s.saved(&t.rank)).transpose()?,
     };
     let state = serde_json::to_value(state).map_err(|e| Error::Invalid(format!("checkpoint state: {e}")))?;
-    Ok(Snapshot { step: t.step, state, items })
+    Ok(Snapshot { step: t.step(), state, items })
 }
 
 /// Every logical tensor of one kind of state, whole, on the first rank of those that share it; nothing elsewhere. One
 /// bucket is gathered at a time.
 fn logical_state(t: &Trainer, state: &crate::optimizer::OptimizerState) -> Result<Vec<Item>> {
-    let (specs, plan, size) = (t.params.specs(), t.params.plan(), state.saved().size());
+    let (specs, plan, size) = (t.model.params.specs(), t.model.params.plan(), state.saved().size());
     let mut items = Vec::new();
     // Buckets and what is in them are in reverse order of declaration.
     for (b, bucket) in plan.buckets().iter().enumerate().rev() {
-        let whole = t.optimizer.bucket(&t.rank, &t.params, state, b)?;
+        let whole = t.optimizer.bucket(&t.rank, &t.model.params, state, b)?;
         if t.rank.dp_group(bucket.experts).rank() > 0 {
             continue;
         }
@@ -178,7 +180,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     let state: State = serde_json::from_value(loaded.state().clone()).map_err(|e| {
         Error::damaged(loaded.path(), format!("its state is not what this version writes: {e}"))
     })?;
-    if state.model != *t.decoder.config() || state.seed != t.rank.seed {
+    if state.model != *t.model.decoder.config() || state.seed != t.rank.seed {
         return Err(Error::damaged(
             loaded.path(),
             "it belongs to a run with another model or seed; choose another --out folder, or go back to that recipe",
@@ -187,7 +189,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     let states = t.optimizer.states();
     // Names, shapes and types of everything before the first byte is used. Moments may have been kept in another way:
     // what is saved are numbers, and these are rounded to how this run keeps them.
-    let parts = logical_parts(t.decoder.config())?;
+    let parts = logical_parts(t.model.decoder.config())?;
     let dtype = |state: &crate::optimizer::OptimizerState, name: &str| {
         let found = loaded.get(name).and_then(|t| t.dtype.native()).filter(|_| !state.is_masters());
         found.filter(|d| matches!(d, DType::F32 | DType::BF16)).unwrap_or(state.saved())
@@ -200,11 +202,11 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
         .collect();
     let names = parts.iter().map(|p| p.name.as_str()).collect();
     let found = fp8_scales::check(loaded, &names)?;
-    let tables = moe_state::found(loaded, t.decoder.config());
+    let tables = moe_state::found(loaded, t.model.decoder.config());
     let found = found.iter().chain(&tables).map(|(n, s)| (*n, DType::F32, *s));
     loaded.check(expected.iter().map(|(d, n, s)| (n.as_str(), *d, s.as_slice())).chain(found))?;
     for state in states {
-        for (i, (spec, piece)) in t.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
+        for (i, (spec, piece)) in t.model.params.specs().iter().zip(t.optimizer.pieces()).enumerate() {
             let mut values = Vec::with_capacity(piece.param_range.len());
             for (part, runs) in spec.runs(&piece.param_range) {
                 let name = name(state, &part.name);
@@ -213,7 +215,7 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
                     runs.iter().map(|r| r.start * dtype.size()..r.end * dtype.size()).collect();
                 values.extend(to_f32(dtype, &loaded.read_runs(&name, &runs)?)?);
             }
-            t.optimizer.put(&t.rank, &t.params, state, i, &values)?;
+            t.optimizer.put(&t.rank, &t.model.params, state, i, &values)?;
         }
     }
     t.optimizer.set_steps(&t.rank, state.optimizer_steps)?;
@@ -226,10 +228,11 @@ pub(super) fn restore(t: &mut Trainer, loaded: &Loaded) -> Result<()> {
     }
     fp8_scales::restore(t, loaded)?;
     moe_state::restore(t, loaded)?;
-    t.scaled_steps = state.scaled_steps.filter(|_| t.is_delayed()).unwrap_or(0);
-    (t.step, t.samples, t.tokens) = (loaded.step(), state.samples, state.tokens);
+    let delayed = &mut t.runner.delayed_scaling;
+    delayed.steps = state.scaled_steps.filter(|_| delayed.enabled).unwrap_or(0);
+    t.runner.progress = Progress { step: loaded.step(), samples: state.samples, tokens: state.tokens };
     // At the very end: weights that are bytes are made with the scales that are there.
-    t.optimizer.sync_params(&t.rank, &t.params, &t.step_state)
+    t.optimizer.sync_params(&t.rank, &t.model.params, &t.model.step_state)
 }
 
 /// f32 values of little-endian bytes of a float type.

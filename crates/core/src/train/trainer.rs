@@ -1,267 +1,139 @@
-//! A model in training: what it is made of, its evaluation, and the state that makes it resume to the same bits.
+//! A model in training on one rank: steps, evaluation, and the snapshot it resumes from to the same bits.
 
 mod step;
 
+pub(super) use step::LaunchedStep;
 pub use step::{InFlightStep, StepReport};
 
-use super::cuda_graph::{CapturedStep, GraphPolicy};
-use super::micro_batch::{read_scalar, upload};
-use super::routing_replay::RoutingReplay;
-use super::{moe_metrics, state};
+use super::hooks::StepHooks;
+use super::micro_batch::upload;
+use super::model_state::{self, ModelState};
+use super::moe_metrics::StepMetrics;
+use super::step_runner::{Progress, StepRunner};
+use super::{CudaGraphDecision, state};
+use crate::Result;
 use crate::checkpoint::{Loaded, Snapshot};
-use crate::config::{QuantRecipe, Resolved};
+use crate::config::Resolved;
 use crate::cost::{MemoryEstimate, advise};
 use crate::data::Batches;
 use crate::events::Precision;
-use crate::model::{Decoder, ModelOptions, PipelineLayout};
 use crate::optimizer::{LossScale, Optimizer, StateDtypes};
-use crate::pipeline::{PipelinePlan, Schedule, ScheduleKind, StepMode, execute};
-use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
-use crate::{Error, Result};
-use ferrotron_comm::{Communicator, ReduceOp};
-use ferrotron_engine::data_parallel::{ShardingStrategy, bucket_elements};
-use ferrotron_engine::moe::MoeCounters;
-use ferrotron_engine::{GradBuffer, Params, Rank, Recompute, StepContext, StepState, quant};
+use ferrotron_engine::Rank;
 use ferrotron_kernels::IGNORE;
-use ferrotron_tensor::{Category, Stream};
-use std::sync::Arc;
 
-/// Model, optimizer and counters.
+/// Trains a model on one rank. Each part owns its state: the model with its data-parallel buckets, the optimizer, the
+/// step runner with the counters of the run, and the hooks that watch a step.
 pub struct Trainer {
-    /// The worker.
+    /// This rank: device, streams and process groups.
     pub rank: Rank,
-    /// The model.
-    pub decoder: Decoder,
-    /// Its weights.
-    pub params: Params,
-    /// Quantization and MoE state of its steps.
-    pub step_state: StepState,
+    /// Modules, parameters and gradient buckets.
+    pub model: ModelState,
     pub(super) optimizer: Optimizer,
-    pub(super) grads: GradBuffer,
-    pub(super) lr: LrSchedule,
-    pub(super) wd: WdSchedule,
-    pub(super) batches: BatchSchedule,
-    dropout: f32,
-    recompute: Recompute,
+    pub(super) runner: StepRunner,
+    pub(super) hooks: StepHooks,
     memory_estimate: MemoryEstimate,
-    schedule_kind: ScheduleKind,
-    /// Are steps without finite gradients left out, and how many were, one after the other?
-    skip_nonfinite: bool,
-    consecutive_skips: u64,
-    /// Where numbers of a step are read while the next one is computed.
-    readback: Stream,
-    /// The schedule of the last step; most steps have as many micro-batches as the one before.
-    schedule: Option<Schedule>,
-    pub(super) graph_policy: GraphPolicy,
-    /// Steps between looks at 8-bit operands; 0: never.
-    stats_every: u64,
-    /// What the last look saw.
-    operand_stats: Option<Precision>,
-    /// What the mixtures of the last step that was begun are counting.
-    counters: Option<MoeCounters>,
-    /// What those of the last step that was ended counted.
-    pub(super) moe_counts: Vec<moe_metrics::MoeLayerCounts>,
-    /// What of it is logged.
-    pub(super) moe_log: moe_metrics::MoeLogOptions,
-    routing: RoutingReplay,
-    delayed: bool,
-    /// Steps of delayed scaling that only collect magnitudes.
-    calibrate: u64,
-    /// Steps under delayed scaling, those included.
-    pub(super) scaled_steps: u64,
-    /// The step as a graph, once it is one.
-    pub(super) captured: Option<CapturedStep>,
-    /// Steps done.
-    pub step: u64,
-    /// Samples consumed: the data position.
-    pub samples: u64,
-    /// Tokens consumed.
-    pub tokens: u64,
 }
 
 impl Trainer {
-    /// A fresh model as the recipe says, with its declared initial weights.
+    /// Allocates the model and optimizer of a recipe and draws initial weights.
     pub fn new(rank: Rank, r: &Resolved) -> Result<Trainer> {
-        let graph_policy = GraphPolicy::new(&r.config, &rank)?;
-        advise(Trainer::allocate(rank.clone(), r, graph_policy), &rank, &MemoryEstimate::of(r)?)
+        let memory_estimate = MemoryEstimate::of(r)?;
+        let trainer = Trainer::allocate(rank.clone(), r, memory_estimate.clone());
+        advise(trainer, &rank, &memory_estimate)
     }
 
-    fn allocate(rank: Rank, r: &Resolved, graph_policy: GraphPolicy) -> Result<Trainer> {
+    fn allocate(rank: Rank, r: &Resolved, memory_estimate: MemoryEstimate) -> Result<Trainer> {
         let rank = Rank { overlap: rank.overlap && r.config.parallel.overlap, ..rank };
-        let positions = r.plan.seq_len;
-        let options = ModelOptions {
-            policy: quant_policy(&rank, r)?,
-            moe_training: Arc::new(r.moe_training()),
-            mtp: r.mtp_training(),
-        };
-        let (decoder, specs) = Decoder::new(&rank, &r.model, positions, &stages(r), &options)?;
-        let dtype = r.config.precision.dtype.dtype();
-        let copies = rank.dp_cp_group.size().max(rank.expert_dp_group.size());
-        let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(copies), |n| n as usize);
-        let params = Params::in_buckets(&rank, specs, dtype, bucket)?;
-        let step_state = StepState::new(&rank, params.specs(), decoder.moe_layers())?;
-        let scheme = ShardingStrategy::zero(r.config.parallel.zero, copies);
-        let clip = (r.config.optimizer.clip > 0.0).then_some(r.config.optimizer.clip as f32);
-        let dtypes =
-            StateDtypes { moments: r.config.optimizer.state_dtype, master: r.config.optimizer.master_dtype };
-        let rule = state::rule(&r.config.optimizer);
+        let hooks = StepHooks::new(&rank, r)?;
+        let sharding = model_state::sharding(&rank, r);
+        let model = ModelState::new(&rank, r, sharding)?;
+        let o = &r.config.optimizer;
+        let clip = (o.clip > 0.0).then_some(o.clip as f32);
+        let dtypes = StateDtypes { moments: o.state_dtype, master: o.master_dtype };
         let loss_scale = r.config.loss_scale().map(|c| LossScale::new(&rank, c)).transpose()?;
-        let optimizer =
-            Optimizer::new(&rank, &params, scheme, rule, dtypes, clip)?.with_loss_scale(loss_scale);
-        optimizer.initialise(&rank, &params, &step_state)?;
-        let grads = GradBuffer::of(&params, scheme);
-        let (lr, wd, batches) = state::schedules(r)?;
-        Ok(Trainer {
-            readback: rank.device().stream("readback")?.with_rank(rank.world.rank()),
-            rank,
-            decoder,
-            params,
-            step_state,
-            optimizer,
-            grads,
-            lr,
-            wd,
-            batches,
-            dropout: r.config.dropout.hidden as f32,
-            recompute: r.config.train.recompute.modules(),
-            memory_estimate: MemoryEstimate::of(r)?,
-            schedule_kind: r.config.parallel.schedule.schedule_kind(),
-            skip_nonfinite: r.config.optimizer.skip_nonfinite,
-            consecutive_skips: 0,
-            schedule: None,
-            graph_policy,
-            stats_every: r.config.precision.stats_every,
-            operand_stats: None,
-            counters: None,
-            moe_counts: Vec::new(),
-            moe_log: moe_metrics::MoeLogOptions::of(&r.config.moe.log.0),
-            routing: RoutingReplay::new(r)?,
-            delayed: r.config.precision.recipe == QuantRecipe::Fp8Delayed,
-            calibrate: r.config.precision.calibrate,
-            scaled_steps: 0,
-            captured: None,
-            step: 0,
-            samples: 0,
-            tokens: 0,
-        })
+        let optimizer = Optimizer::new(&rank, &model.params, sharding, state::rule(o), dtypes, clip)?
+            .with_loss_scale(loss_scale);
+        optimizer.initialise(&rank, &model.params, &model.step_state)?;
+        let runner = StepRunner::new(&rank, r)?;
+        Ok(Trainer { rank, model, optimizer, runner, hooks, memory_estimate })
     }
 
-    /// What the operands of 8-bit products were like in the last step that was ended, if it was one to look at them.
-    pub fn take_statistics(&mut self) -> Option<Precision> {
-        self.operand_stats.take()
+    /// Moves the data position and counters, as when weights come from elsewhere.
+    pub fn set_progress(&mut self, progress: Progress) {
+        self.runner.progress = progress;
     }
 
-    /// Has products stay in full width while scales are not known yet. Says whether they do.
-    fn begin_calibration(&self) -> bool {
-        let Some(quant) = self.step_state.quant() else { return false };
-        quant.calibrate_only(self.scaled_steps < self.calibrate);
-        quant.is_calibrating()
+    /// Optimizer steps done.
+    pub fn step(&self) -> u64 {
+        self.runner.progress.step
     }
 
-    /// Does the recipe scale by earlier steps?
-    pub(super) fn is_delayed(&self) -> bool {
-        self.delayed
+    /// Sequences consumed: the data position.
+    pub fn samples(&self) -> u64 {
+        self.runner.progress.samples
     }
 
-    /// This step's schedule.
-    fn pipeline_schedule(&mut self, micro_batches: usize) -> Result<Schedule> {
-        match self.schedule.take() {
-            Some(s) if s.shape.micro_batches == micro_batches => Ok(s),
-            _ => PipelinePlan { kind: self.schedule_kind, ..self.pipeline_plan(micro_batches) }.schedule(),
-        }
-    }
-
-    fn pipeline_plan(&self, micro_batches: usize) -> PipelinePlan {
-        let placement = self.decoder.placement();
-        PipelinePlan::new(placement.pp(), placement.vp(), micro_batches)
-    }
-
-    /// Numbers of the last stage, summed over the ranks that have other tokens, on every rank.
-    fn sum_over_ranks(&self, mine: Vec<f64>, label: &'static str) -> Result<Vec<f64>> {
-        let copies = all_reduce_sums(&self.rank.dp_cp_group, &self.readback, mine, label)?;
-        // All but the last stage bring nothing.
-        all_reduce_sums(&self.rank.pp, &self.readback, copies, label)
+    /// Tokens consumed.
+    pub fn tokens(&self) -> u64 {
+        self.runner.progress.tokens
     }
 
     /// Mean loss over `count` micro-batches of `data`, from its first sample on.
     pub fn evaluate(&self, data: &dyn Batches, count: u64) -> Result<f64> {
-        let (dp_rank, ranks) = (self.rank.dp.rank() as u64, self.rank.dp.size() as u64);
-        let micro = self.batches.micro as usize;
+        let rank = &self.rank;
+        let (dp_rank, ranks) = (rank.dp.rank() as u64, rank.dp.size() as u64);
+        let micro = self.runner.schedules.batch.micro;
         let mut batches = (dp_rank..count)
             .step_by(ranks as usize)
-            .map(|i| data.batch(i * self.batches.micro, micro))
+            .map(|i| data.batch(i * micro, micro as usize))
             .collect::<Result<Vec<_>>>()?;
-        // Experts get tokens of ranks with other data: all of these make as many passes.
-        let together = self.decoder.config().moe.is_some() && self.rank.etp_ep_group.size() > 1;
-        if together && (batches.len() as u64) < count.div_ceil(ranks) {
-            batches.push(data.batch(0, micro)?.as_padding());
+        // Expert parallelism exchanges tokens between data-parallel ranks, so all of them need as many forward passes.
+        let exchanges = self.model.decoder.config().moe.is_some() && rank.etp_ep_group.size() > 1;
+        if exchanges && (batches.len() as u64) < count.div_ceil(ranks) {
+            batches.push(data.batch(0, micro as usize)?.as_padding());
         }
-        let mut total = 0.0;
-        self.begin_calibration();
-        if let Some(quant) = self.step_state.quant() {
-            quant.begin_evaluation();
-        }
-        if !batches.is_empty() {
-            let (rank, decoder) = (&self.rank, &self.decoder);
-            let schedule =
-                PipelinePlan { kind: ScheduleKind::ForwardOnly, ..self.pipeline_plan(batches.len()) }
-                    .schedule()?;
-            let mut load = |i: usize| upload(rank, decoder, &batches[i], data.seq(), &[1.0], None);
-            let pass = StepContext { train: false, ..StepContext::new(rank, &self.params, &self.step_state) };
-            let sums = execute(pass, decoder, &schedule, &mut load, StepMode::Loss)?;
-            total = sums.iter().map(|l| read_scalar(rank, l)).sum::<Result<f64>>()?;
-        }
-        if let Some(quant) = self.step_state.quant() {
-            quant.end_evaluation();
-        }
-        let valid = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
-        let total = self.sum_over_ranks(vec![total], "evaluation")?[0];
-        let valid =
-            all_reduce_sums(&self.rank.dp, &self.readback, vec![valid], "tokens of an evaluation")?[0];
-        Ok(total / valid.max(1.0))
+        let total = self.runner.forward_only(rank, &self.model, batches.len(), &mut |rank, decoder, i| {
+            upload(rank, decoder, &batches[i], data.seq(), &[1.0], None)
+        })?;
+        let labels = batches.iter().map(|b| b.labels.iter().filter(|l| **l != IGNORE).count() as f64).sum();
+        let total = self.runner.all_reduce_from_last_stage(rank, vec![total], "evaluation loss")?[0];
+        let labels = self.runner.all_reduce(&rank.dp, vec![labels], "evaluation labels")?[0];
+        Ok(total / labels.max(1.0))
     }
 
-    /// A copy of everything a resumed run needs. The model and optimizer go on while it is written.
+    /// Takes the operand statistics of the last ended step, if that step collected them.
+    pub fn take_statistics(&mut self) -> Option<Precision> {
+        self.hooks.operand_stats.take()
+    }
+
+    /// Takes what the MoE layers of the last ended step counted, by event name, as far as `moe.log` asks for it. Every
+    /// rank calls it, on stages without MoE layers too.
+    pub fn take_moe_metrics(&mut self) -> Result<StepMetrics> {
+        self.hooks.moe_metrics.take(&self.rank, &self.model.decoder)
+    }
+
+    /// Whether steps are replayed as a CUDA graph, and why.
+    pub fn cuda_graph_decision(&self) -> CudaGraphDecision {
+        self.hooks.cuda_graph.decision()
+    }
+
+    /// Steps replayed from a CUDA graph so far.
+    pub fn steps_replayed(&self) -> u64 {
+        self.hooks.cuda_graph.steps_replayed()
+    }
+
+    /// True while steps like the last one may still be captured; false once a graph exists or was ruled out.
+    pub fn cuda_graph_undecided(&self) -> bool {
+        self.hooks.cuda_graph.is_undecided()
+    }
+
+    /// Copies everything that a resumed run needs to the host. Training may continue while the copy is written.
     pub fn snapshot(&self) -> Result<Snapshot> {
         state::snapshot(self)
     }
 
-    /// Continues from a checkpoint: weights, moments, counters.
+    /// Continues from a checkpoint: weights, optimizer state, counters.
     pub fn restore(&mut self, loaded: &Loaded) -> Result<()> {
         state::restore(self, loaded)
     }
-}
-
-/// How a recipe cuts its model.
-pub(super) fn stages(r: &Resolved) -> PipelineLayout {
-    PipelineLayout { vp: r.config.parallel.vp, layout: r.config.parallel.stages.clone() }
-}
-
-/// Which products of a recipe are narrow; an error where the card has no such products.
-fn quant_policy(rank: &Rank, r: &Resolved) -> Result<quant::Policy> {
-    let policy = r.policy();
-    let real = policy.recipe.is_some_and(|recipe| !recipe.emulated());
-    match rank.device().gpu().filter(|card| real && card.capability < (8, 9)) {
-        None => Ok(policy),
-        Some(card) => Err(Error::Invalid(format!(
-            "precision.recipe = \"{}\": the {} (compute capability {}.{}) has no FP8 products, which begin with 8.9; set \
-             precision.recipe = \"none\"",
-            r.config.precision.recipe, card.name, card.capability.0, card.capability.1
-        ))),
-    }
-}
-
-/// Numbers summed over the ranks of a group; counts are exact.
-fn all_reduce_sums(
-    group: &Communicator,
-    s: &Stream,
-    mine: Vec<f64>,
-    label: &'static str,
-) -> Result<Vec<f64>> {
-    if group.size() == 1 {
-        return Ok(mine);
-    }
-    let t = s.upload(&mine, &[mine.len()], Category::Communication)?;
-    group.all_reduce(s, &t, ReduceOp::Sum, label)?;
-    Ok(s.download::<f64>(&t)?)
 }

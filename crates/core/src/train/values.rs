@@ -29,12 +29,12 @@ impl Trainer {
             }
             Ok(runs.iter().flat_map(|r| whole[r.clone()].iter().copied()).collect())
         };
-        self.optimizer.fill(&self.rank, &self.params, &self.step_state, &values)
+        self.optimizer.fill(&self.rank, &self.model.params, &self.model.step_state, &values)
     }
 
     /// Gradients of the last step by logical name, before clipping and without a loss scale; an error before the first step.
     pub fn gradients(&self) -> Result<Vec<LogicalValues>> {
-        let mut all = self.logical(&self.grads.gathered(&self.rank)?)?;
+        let mut all = self.logical(&self.model.grads.gathered(&self.rank)?)?;
         if self.optimizer.loss_scale().is_some() {
             let scale = self.rank.compute.download::<f32>(self.optimizer.scalars())?[scalars::LOSS_SCALE];
             all.iter_mut().flat_map(|t| &mut t.values).for_each(|x| *x /= scale);
@@ -44,18 +44,18 @@ impl Trainer {
 
     /// How many elements of the gradients of the last step are zero; each counts once. Every rank calls it.
     pub fn count_zero_grads(&self) -> Result<u64> {
-        self.optimizer.count_zero_grads(&self.rank, &self.grads)
+        self.optimizer.count_zero_grads(&self.rank, &self.model.grads)
     }
 
     /// Master weights by logical name.
     pub fn weights(&self) -> Result<Vec<LogicalValues>> {
-        self.logical(&self.optimizer.gathered(&self.rank, &self.params)?)
+        self.logical(&self.optimizer.gathered(&self.rank, &self.model.params)?)
     }
 
     /// f32 tensors, one per parameter, cut into logical ones.
     fn logical(&self, tensors: &[Tensor]) -> Result<Vec<LogicalValues>> {
         let mut out = Vec::new();
-        for (spec, tensor) in self.params.specs().iter().zip(tensors) {
+        for (spec, tensor) in self.model.params.specs().iter().zip(tensors) {
             let values: Vec<f32> = self.rank.compute.download(tensor)?;
             for (part, _, r) in spec.held() {
                 let (name, shape) = (part.name.clone(), part.shape.clone());
@@ -66,6 +66,6 @@ impl Trainer {
                 });
             }
         }
-        gather::gather_all_stages(&self.rank, self.decoder.config(), out)
+        gather::gather_all_stages(&self.rank, self.model.decoder.config(), out)
     }
 }

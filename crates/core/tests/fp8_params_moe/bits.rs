@@ -22,8 +22,8 @@ fn made(layout: &str, steps: usize, set: &[&str]) -> Made {
     let mut all = run(layout, set, |rank, resolved| {
         let sources = source::open(&resolved)?;
         let mut t = Trainer::new(rank, &resolved)?;
-        let experts = t.params.specs().iter().filter(|s| s.experts && s.decays()).count();
-        assert_eq!(stored_experts(t.params.specs()), if fp8 { experts } else { 0 }, "{layout} {set:?}");
+        let experts = t.model.params.specs().iter().filter(|s| s.experts && s.decays()).count();
+        assert_eq!(stored_experts(t.model.params.specs()), if fp8 { experts } else { 0 }, "{layout} {set:?}");
         let mut losses = Vec::new();
         for step in 0..steps {
             let report = t.train_step(&*sources.train)?;

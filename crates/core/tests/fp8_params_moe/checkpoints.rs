@@ -23,7 +23,7 @@ fn only_experts_with_fp8_gemms_are_fp8_resident() {
         let set = [SCALINGS[0], "precision.fp8_params=true", &format!("precision.skip={except}")];
         let found = run("tp=1", &set, |rank, resolved| {
             let t = Trainer::new(rank, &resolved)?;
-            let kept = t.params.specs().iter().filter(|s| s.experts && s.fp8_resident());
+            let kept = t.model.params.specs().iter().filter(|s| s.experts && s.fp8_resident());
             let last = |s: &ParamSpec| s.parts.last().unwrap().name.clone();
             Ok(kept.map(last).collect::<Vec<_>>())
         });
@@ -46,7 +46,7 @@ fn taken(layout: &str, scaling: &str, zero: usize, weights: &str) -> Vec<[usize;
     run(layout, &set, |rank, resolved| {
         let sources = source::open(&resolved)?;
         let mut t = Trainer::new(rank.clone(), &resolved)?;
-        let experts = t.params.specs().iter().filter(|s| s.experts);
+        let experts = t.model.params.specs().iter().filter(|s| s.experts);
         let stored = experts.filter(|s| s.fp8_resident()).map(ParamSpec::numel).sum();
         let before = Traffic::of(&rank);
         t.train_step(&*sources.train)?;

@@ -7,9 +7,11 @@ use ferrotron_core::data::Batch;
 use ferrotron_core::grid::RankLayout as Ranks;
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::{Input, Model, ModelOptions, MtpTraining, PipelineLayout};
-use ferrotron_core::pipeline::{MicroBatch, PipelinePlan, ScheduleKind, StepMode, execute};
+use ferrotron_core::pipeline::{PipelinePlan, ScheduleKind};
 use ferrotron_core::ranks::on_threads;
-use ferrotron_core::train::{LogicalValues, gather_all_stages, upload_mtp_inputs, upload_targets};
+use ferrotron_core::train::{
+    LogicalValues, MicroBatch, StepMode, execute, gather_all_stages, upload_mtp_inputs, upload_targets,
+};
 use ferrotron_engine::attention::Layout;
 use ferrotron_engine::moe::AuxLossKind;
 use ferrotron_engine::{GradBuffer, ParamId, Rank, StepContext};
@@ -119,7 +121,7 @@ impl Work {
                 t.weights = self.weights_of(&model.rank, &input.tokens, 0)?;
                 wanted = Some(t);
             }
-            Ok(MicroBatch { input, targets: wanted, dropout: None, position: None })
+            Ok(MicroBatch { input, targets: wanted, position: None })
         };
         execute(model.pass(), &model.decoder, &schedule, &mut load, aim)
     }

@@ -75,13 +75,21 @@ fn generation_matches_one_rank() {
             },
             |rank| {
                 let trainer = Trainer::new(rank, &resolved)?;
-                let pass = StepContext::new(&trainer.rank, &trainer.params, &trainer.step_state);
+                let pass = StepContext::new(&trainer.rank, &trainer.model.params, &trainer.model.step_state);
                 let cold = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 3 };
                 let warm = Sampling { temperature: 1.0, ..cold };
                 let first = trainer.rank.world.rank() == 0;
                 let mut texts = Vec::new();
                 for (prompt, sampling) in [(&[7][..], cold), (&[1, 2, 3, 4, 250], cold), (&[9, 8, 7], warm)] {
-                    texts.push(generate(&trainer.decoder, &pass, prompt, 9, sampling, &[], &mut |_| true)?);
+                    texts.push(generate(
+                        &trainer.model.decoder,
+                        &pass,
+                        prompt,
+                        9,
+                        sampling,
+                        &[],
+                        &mut |_| true,
+                    )?);
                 }
                 // One rank's stop ends generation on all ranks.
                 let mut heard = 0;
@@ -89,7 +97,7 @@ fn generation_matches_one_rank() {
                     heard += 1;
                     !first || heard < 3
                 };
-                let cut = generate(&trainer.decoder, &pass, &[7], 9, cold, &[], &mut enough)?;
+                let cut = generate(&trainer.model.decoder, &pass, &[7], 9, cold, &[], &mut enough)?;
                 assert_eq!(cut, texts[0][..3]);
                 Ok(texts)
             },

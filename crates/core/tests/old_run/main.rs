@@ -44,7 +44,7 @@ fn resume(r: &Resolved, dir: &Path) {
     let rank = Rank::cpu(1, r.config.train.seed).unwrap();
     let sources = source::open(r).unwrap();
     let mut run = Run::open(rank, r.clone(), dir, None).unwrap();
-    assert_eq!(run.trainer.step, 3, "the checkpoint of the earlier version was not read");
+    assert_eq!(run.trainer.step(), 3, "the checkpoint of the earlier version was not read");
     assert!(run.train(&*sources.train, None, &mut Silent).unwrap().finished);
 }
 

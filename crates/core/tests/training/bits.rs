@@ -138,7 +138,7 @@ fn training_is_race_free() {
         assert!(watched == plain.snapshot().unwrap());
         // And it detects races: a stream without a wait may not read a weight.
         let other = t.rank.device().stream("other").unwrap();
-        let weight = &t.params.values()[0];
+        let weight = &t.model.params.values()[0];
         let e = other.download::<u8>(&weight.as_bytes().unwrap()).unwrap_err().to_string();
         assert!(e.contains("unordered access") && e.contains("'other'"), "{e}");
         other.wait(&t.rank.compute.record().unwrap()).unwrap();
@@ -162,7 +162,7 @@ fn dropout_is_a_function_of_its_key() {
         let numbers =
             t.rank.compute.upload(&numbers, &[rows], ferrotron_tensor::Category::Activations).unwrap();
         let dropout = Some(Dropout { p: 0.25, step, rows: &numbers });
-        let pass = StepContext { dropout, ..StepContext::new(&t.rank, &t.params, &t.step_state) };
+        let pass = StepContext { dropout, ..StepContext::new(&t.rank, &t.model.params, &t.model.step_state) };
         t.rank.compute.download(&pass.dropout(layer, site, ones.clone()).unwrap()).unwrap()
     };
     let first = mask(3, 1, 2, 1);
@@ -184,7 +184,7 @@ fn initial_values_do_not_depend_on_the_layout() {
         let r = recipe(changes);
         let t = trainer(&r);
         let snapshot = t.snapshot().unwrap();
-        let parts: Vec<Part> = t.params.specs().iter().flat_map(|s| s.parts.clone()).collect();
+        let parts: Vec<Part> = t.model.params.specs().iter().flat_map(|s| s.parts.clone()).collect();
         let all: Vec<(Part, Vec<f32>)> = parts
             .into_iter()
             .map(|p| {

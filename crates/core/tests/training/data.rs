@@ -72,7 +72,7 @@ fn evaluation_comes_when_asked_and_changes_nothing() {
     let path = ferrotron_core::checkpoint::latest(&watched.path().join("checkpoints")).unwrap().unwrap();
     t.restore(&ferrotron_core::checkpoint::load(&path).unwrap()).unwrap();
     assert_eq!(t.evaluate(&RULE, 4).unwrap(), evals[2].2);
-    assert_eq!((t.step, t.samples, t.tokens), (7, 28, 28 * 16));
+    assert_eq!((t.step(), t.samples(), t.tokens()), (7, 28, 28 * 16));
 }
 
 #[test]

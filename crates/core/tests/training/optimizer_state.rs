@@ -4,7 +4,7 @@ use super::support::*;
 use ferrotron_core::checkpoint::{self, Snapshot};
 use ferrotron_core::config::{Recipe, Resolved};
 use ferrotron_core::data::source;
-use ferrotron_core::train::{Trainer, to_f32};
+use ferrotron_core::train::{Progress, Trainer, to_f32};
 use ferrotron_tensor::{DType, bf16};
 
 /// Sizes are multiples of the 32-element blocks of packed moments.
@@ -135,7 +135,7 @@ fn state_resumes_across_dtypes() {
                 }
             }
             let before = t.train_step(&RULE).unwrap().loss;
-            assert!(before.is_finite() && t.step == 4, "{what}");
+            assert!(before.is_finite() && t.step() == 4, "{what}");
         }
     }
 }
@@ -182,7 +182,11 @@ fn steps_without_finite_gradients_are_skipped() {
         let next = t.train_step(&RULE).unwrap();
         let mut fresh = trainer(&r);
         fresh.train_step(&RULE).unwrap();
-        (fresh.step, fresh.samples, fresh.tokens) = (10, t.samples - next.samples, t.tokens - next.tokens);
+        fresh.set_progress(Progress {
+            step: 10,
+            samples: t.samples() - next.samples,
+            tokens: t.tokens() - next.tokens,
+        });
         assert_eq!(fresh.train_step(&RULE).unwrap(), next, "{changes:?}");
         assert!(fresh.snapshot().unwrap() == t.snapshot().unwrap(), "{changes:?}");
         // Skipping is bounded, and only on request.

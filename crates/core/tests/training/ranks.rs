@@ -15,7 +15,7 @@ fn damage_ends_a_resumed_run_on_every_rank() {
     let make = || Ok(Rank::cpu(1, r.config.train.seed)?);
     let open = |rank| Run::open(rank, r.clone(), dir.path(), None);
     on_threads(&layout, make, |rank| open(rank)?.train(&RULE, None, &mut Stopper::default())).unwrap();
-    let step = on_threads(&layout, make, |rank| Ok(open(rank)?.trainer.step)).unwrap();
+    let step = on_threads(&layout, make, |rank| Ok(open(rank)?.trainer.step())).unwrap();
     assert_eq!(step, [1; 4]);
 
     let path = checkpoint::latest(&dir.path().join("checkpoints")).unwrap().unwrap();

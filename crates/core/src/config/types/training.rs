@@ -2,6 +2,7 @@
 
 use super::{OneOrMany, choice};
 use crate::config::KeyType;
+use crate::pipeline::ScheduleKind;
 use serde::{Deserialize, Deserializer, Serialize, Serializer, de::Error as _};
 
 choice! {
@@ -80,6 +81,17 @@ choice! {
         /// A forward and a backward of different micro-batches in turns: what one sends to experts travels while the other
         /// computes. More micro-batches are in memory at a time; the results are the same bits.
         Paired = "paired",
+    }
+}
+
+impl PipelineSchedule {
+    /// The kind of schedule that the pipeline builds.
+    pub fn schedule_kind(self) -> ScheduleKind {
+        match self {
+            PipelineSchedule::OneForwardOneBackward => ScheduleKind::OneForwardOneBackward,
+            PipelineSchedule::ZeroBubble => ScheduleKind::ZeroBubble,
+            PipelineSchedule::Paired => ScheduleKind::Paired,
+        }
     }
 }
 

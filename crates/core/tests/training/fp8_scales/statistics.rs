@@ -87,8 +87,8 @@ fn inference_between_steps_leaves_no_trace() {
             assert_eq!(first, b.evaluate(&RULE, 4).unwrap());
             let cold = Sampling { temperature: 0.0, top_k: 0, top_p: 1.0, seed: 3 };
             generate(
-                &b.decoder,
-                &StepContext::new(&b.rank, &b.params, &b.step_state),
+                &b.model.decoder,
+                &StepContext::new(&b.rank, &b.model.params, &b.model.step_state),
                 &[3],
                 5,
                 cold,

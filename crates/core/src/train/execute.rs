@@ -1,11 +1,12 @@
-//! Executes this rank's list of a pipeline schedule: forward and backward of its chunks, sends and receives between stages.
+//! Executes a pipeline schedule on this rank: forward and backward passes of its chunks, and P2P between stages.
 //!
-//! Activations (to later stages) and gradients (to earlier ones) have a process group and a stream each, so that neither
-//! waits for the other. A sent tensor stays alive until its stream has read it; a received one is waited for at first use.
+//! Activations travel to the next stage and gradients to the previous one, each direction on a process group and stream
+//! of its own, so that neither waits for the other. A sent tensor stays alive until its stream has read it; a received
+//! tensor is waited for where it is used.
 
-use super::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleStep, Transfer};
+use super::micro_batch::{weighted_loss, with_mtp_losses};
 use crate::model::{Chunk, ChunkSaved, Decoder, ForwardMode, Input};
-use crate::train::{weighted_loss, with_mtp_losses};
+use crate::pipeline::{Message, OpKind, Payload, PipelineOp, Schedule, ScheduleStep, Transfer};
 use crate::{Error, Result};
 use ferrotron_comm::{Communicator, SendRecv};
 use ferrotron_engine::moe::MoeBatch;
@@ -13,85 +14,77 @@ use ferrotron_engine::{Dropout, GradBuffer, StepContext, Targets, WeightGrad, in
 use ferrotron_tensor::{Event, Tensor};
 use std::collections::HashMap;
 
-/// One micro-batch on the device.
+/// A micro-batch on the device.
 pub struct MicroBatch {
-    /// Tokens.
+    /// Token ids, positions and sequence layout.
     pub input: Input,
-    /// Labels and loss weights; `None` where only logits are needed.
+    /// Labels and their loss weights; none if only logits are computed.
     pub targets: Option<Targets>,
-    /// Dropout, in training.
-    pub dropout: Option<DropoutRows>,
-    /// Its position in the step; `None` outside training.
+    /// Where it lies in its training step; none outside of training, or if nothing depends on it.
     pub position: Option<StepPosition>,
 }
 
-/// A micro-batch in its step; see [`MoeBatch`].
+/// The place of a micro-batch in its step. Dropout and MoE jitter are functions of it, whatever the layout.
 pub struct StepPosition {
-    /// Step of the run.
+    /// Steps done before this one.
     pub step: u64,
-    /// i32 `[rows]`: index in the step of each token on this rank.
+    /// i32 `[rows]`: index in the step of each token of the residual stream on this rank.
     pub rows: Tensor,
-    /// Its weight in means over the step.
+    /// Weight of the micro-batch in means over the step.
     pub share: f32,
-}
-
-/// Dropout of a micro-batch; see [`Dropout`].
-pub struct DropoutRows {
-    /// Drop probability.
-    pub p: f32,
-    /// Step of the run.
-    pub step: u64,
-    /// i32 `[rows]`: index in the step of each token on this rank.
-    pub rows: Tensor,
+    /// Probability that an activation is dropped.
+    pub dropout: f32,
 }
 
 impl MicroBatch {
     /// The context of a pass over this micro-batch.
-    fn pass<'m>(&'m self, pass: StepContext<'m>) -> StepContext<'m> {
-        StepContext { dropout: self.dropout(), moe: self.mix(), ..pass }
+    fn context<'m>(&'m self, ctx: StepContext<'m>) -> StepContext<'m> {
+        StepContext { dropout: self.dropout(), moe: self.moe(), ..ctx }
     }
 
     fn dropout(&self) -> Option<Dropout<'_>> {
-        self.dropout.as_ref().map(|d| Dropout { p: d.p, step: d.step, rows: &d.rows })
+        let at = self.position.as_ref().filter(|at| at.dropout > 0.0)?;
+        Some(Dropout { p: at.dropout, step: at.step, rows: &at.rows })
     }
 
-    fn mix(&self) -> Option<MoeBatch<'_>> {
+    fn moe(&self) -> Option<MoeBatch<'_>> {
         let input = self.input.moe.as_ref()?;
         Some(match &self.position {
-            Some(p) => MoeBatch { input, step: p.step, rows: &p.rows, micro_batch_weight: p.share },
+            Some(at) => MoeBatch { input, step: at.step, rows: &at.rows, micro_batch_weight: at.share },
             None => MoeBatch { input, step: 0, rows: &input.token_index, micro_batch_weight: 1.0 },
         })
     }
 }
 
-/// What a pass through the model computes.
+/// What a pass over the model computes.
 pub enum StepMode<'a> {
     /// Logits `[rows, V]` of each micro-batch, on the last stage.
     Logits,
     /// `Σ weight·loss` f32 `[1]` of each micro-batch, on the last stage.
     Loss,
-    /// Losses of the main model and of each MTP depth (f32 `[1 + D]`), and gradients.
+    /// `Σ weight·loss` of the language model and of each MTP depth, f32 `[1 + D]`, and gradients into this buffer.
     Train(&'a mut GradBuffer),
 }
 
-/// Uploads a micro-batch at its first use.
-pub type Load<'a> = dyn FnMut(usize) -> Result<MicroBatch> + 'a;
+/// Brings a micro-batch to the device when an operation first needs it.
+pub type MicroBatchLoader<'a> = dyn FnMut(usize) -> Result<MicroBatch> + 'a;
 
-/// Runs this rank's list of `schedule`. On the last stage, returns a result per micro-batch in order; elsewhere nothing.
+/// Runs this rank's part of `schedule`. Returns one result per micro-batch, in order, on the rank of the last stage, and
+/// nothing elsewhere.
 pub fn execute(
-    pass: StepContext,
+    ctx: StepContext,
     decoder: &Decoder,
     schedule: &Schedule,
-    load: &mut Load,
+    load: &mut MicroBatchLoader,
     mode: StepMode,
 ) -> Result<Vec<Tensor>> {
-    let me = pass.rank.pp.rank();
+    let me = ctx.rank.pp.rank();
     let steps = schedule.ranks.get(me).map_or(&[][..], Vec::as_slice);
     let mut ops_left = vec![0; schedule.shape.micro_batches];
     schedule.ops(me).for_each(|op| ops_left[op.micro_batch] += 1);
     let count = schedule.shape.micro_batches;
     let mut executor = Executor {
-        pass,
+        ctx,
         decoder,
         schedule,
         me,
@@ -116,35 +109,35 @@ pub fn execute(
     executor.finish()
 }
 
-/// Execution state of a rank. Keys are (chunk, micro-batch).
+/// A rank in the middle of its schedule. Maps are keyed by (chunk, micro-batch).
 struct Executor<'a, 'b> {
-    pass: StepContext<'a>,
+    ctx: StepContext<'a>,
     decoder: &'a Decoder,
     schedule: &'a Schedule,
     me: usize,
-    load: &'a mut Load<'b>,
+    load: &'a mut MicroBatchLoader<'b>,
     mode: StepMode<'a>,
-    /// Remaining operations per micro-batch.
+    /// Operations left on each micro-batch; its input is freed after the last.
     ops_left: Vec<usize>,
     batches: Vec<Option<MicroBatch>>,
     saved: HashMap<(usize, usize), ChunkSaved>,
     deferred_wgrads: HashMap<(usize, usize), Vec<WeightGrad>>,
-    /// Computed here, to be sent.
+    /// Outputs of this rank that are not sent yet.
     outbox: HashMap<Message, Tensor>,
-    /// Received, with its completion event.
+    /// Received tensors, each with the event of its arrival.
     inbox: HashMap<Message, (Tensor, Event)>,
-    /// Sent per direction, with the completion event.
+    /// Sent tensors of each direction, each with the event after which it may be freed.
     in_flight_sends: [Vec<(Tensor, Event)>; 2],
     results: Vec<Option<Tensor>>,
 }
 
 fn missing(what: impl std::fmt::Display) -> Error {
     Error::Invalid(format!(
-        "{what} is missing where the schedule uses it; this is a bug in the schedule, please report it with the recipe"
+        "pipeline schedule: {what} is missing where the schedule uses it; this is a bug, please report it with the recipe"
     ))
 }
 
-/// A started operation: its chunk, its micro-batch, and its input from another stage.
+/// An operation about to run: its chunk, its micro-batch, and the tensor received from another stage.
 struct StartedOp<'a> {
     chunk: &'a Chunk,
     batch: MicroBatch,
@@ -152,7 +145,7 @@ struct StartedOp<'a> {
 }
 
 impl<'a> Executor<'a, '_> {
-    /// The micro-batch, uploaded at its first use.
+    /// Micro-batch `m`, loaded at its first use.
     fn batch(&mut self, m: usize) -> Result<&MicroBatch> {
         if self.batches[m].is_none() {
             self.batches[m] = Some((self.load)(m)?);
@@ -160,7 +153,7 @@ impl<'a> Executor<'a, '_> {
         self.batches[m].as_ref().ok_or_else(|| missing(format!("micro-batch {m}")))
     }
 
-    /// Starts an operation after its input from another stage.
+    /// Makes the compute stream wait for what `op` needs from another stage.
     fn begin(&mut self, op: PipelineOp) -> Result<StartedOp<'a>> {
         let m = op.micro_batch;
         let decoder = self.decoder;
@@ -169,17 +162,17 @@ impl<'a> Executor<'a, '_> {
             None => None,
             Some(message) => {
                 let (x, there) = self.inbox.remove(&message).ok_or_else(|| missing(message))?;
-                self.pass.rank.compute.wait(&there)?;
+                self.ctx.rank.compute.wait(&there)?;
                 Some(x)
             }
         };
         self.batch(m)?;
-        // Taken out of the map while in use, so that the rest of the state can be borrowed.
+        // Moved out, so that the rest of the executor can be borrowed while the operation runs.
         let batch = self.batches[m].take().ok_or_else(|| missing(format!("micro-batch {m}")))?;
         Ok(StartedOp { chunk, batch, received })
     }
 
-    /// Finishes an operation whose output goes to another stage.
+    /// Stores the output of `op` for sending, and frees the micro-batch after its last operation.
     fn end(&mut self, op: PipelineOp, batch: MicroBatch, output: Option<Tensor>) {
         if let (Some(message), Some(tensor)) = (self.schedule.shape.output_message(self.me, op), output) {
             self.outbox.insert(message, tensor);
@@ -191,35 +184,37 @@ impl<'a> Executor<'a, '_> {
 
     fn run(&mut self, op: PipelineOp) -> Result<()> {
         let StartedOp { chunk, batch, received } = self.begin(op)?;
-        let (key, pass) = ((op.chunk, op.micro_batch), batch.pass(self.pass));
+        let (key, ctx) = ((op.chunk, op.micro_batch), batch.context(self.ctx));
         let output = match op.kind {
             OpKind::Forward => {
-                let goal = self.forward_mode(&batch)?;
-                let out = chunk.forward(&pass, &batch.input, received, goal)?;
-                self.store_output(chunk, key, goal, out)?
+                let forward_mode = self.forward_mode(&batch)?;
+                let out = chunk.forward(&ctx, &batch.input, received, forward_mode)?;
+                self.store_output(chunk, key, forward_mode, out)?
             }
             OpKind::Backward | OpKind::BackwardInput => {
                 let StepMode::Train(grads) = &mut self.mode else {
-                    return Err(missing("a buffer for gradients"));
+                    return Err(missing("the gradient buffer"));
                 };
-                let saved =
-                    self.saved.remove(&key).ok_or_else(|| missing("the saved activation of forward"))?;
+                let saved = self
+                    .saved
+                    .remove(&key)
+                    .ok_or_else(|| missing("the saved activations of the forward pass"))?;
                 if op.kind == OpKind::Backward {
-                    let mut put = |g: WeightGrad| g.run(pass.rank, grads);
-                    chunk.backward(&pass, saved, &batch.input, received, &mut put)?
+                    let mut run_wgrad = |g: WeightGrad| g.run(ctx.rank, grads);
+                    chunk.backward(&ctx, saved, &batch.input, received, &mut run_wgrad)?
                 } else {
-                    let later = self.deferred_wgrads.entry(key).or_default();
-                    let mut put = |g| {
-                        later.push(g);
+                    let deferred = self.deferred_wgrads.entry(key).or_default();
+                    let mut defer = |g| {
+                        deferred.push(g);
                         Ok(())
                     };
-                    chunk.backward(&pass, saved, &batch.input, received, &mut put)?
+                    chunk.backward(&ctx, saved, &batch.input, received, &mut defer)?
                 }
             }
             OpKind::WeightGrad => {
-                let jobs = self.deferred_wgrads.remove(&key).ok_or_else(|| missing(op))?;
+                let wgrads = self.deferred_wgrads.remove(&key).ok_or_else(|| missing(op))?;
                 if let StepMode::Train(grads) = &mut self.mode {
-                    jobs.into_iter().try_for_each(|g| g.run(self.pass.rank, grads))?;
+                    wgrads.into_iter().try_for_each(|g| g.run(self.ctx.rank, grads))?;
                 }
                 None
             }
@@ -228,26 +223,30 @@ impl<'a> Executor<'a, '_> {
         Ok(())
     }
 
-    /// Interleaves a forward and a backward pass. Backward goes first: its exchange overlaps the forward's attention.
+    /// Interleaves a forward and a backward pass. The backward starts, so that its token dispatch overlaps the forward's
+    /// attention.
     fn pair(&mut self, forward: PipelineOp, backward: PipelineOp) -> Result<()> {
         let (f, b) = (self.begin(forward)?, self.begin(backward)?);
-        let [key, back] = [forward, backward].map(|op| (op.chunk, op.micro_batch));
-        let (pass, pass_back) = (f.batch.pass(self.pass), b.batch.pass(self.pass));
-        let goal = self.forward_mode(&f.batch)?;
-        let saved = self.saved.remove(&back).ok_or_else(|| missing("the saved activation of forward"))?;
-        let StepMode::Train(grads) = &mut self.mode else { return Err(missing("a buffer for gradients")) };
-        let mut put = |g: WeightGrad| g.run(pass_back.rank, grads);
+        let [key, backward_key] = [forward, backward].map(|op| (op.chunk, op.micro_batch));
+        let (forward_ctx, backward_ctx) = (f.batch.context(self.ctx), b.batch.context(self.ctx));
+        let forward_mode = self.forward_mode(&f.batch)?;
+        let saved = self
+            .saved
+            .remove(&backward_key)
+            .ok_or_else(|| missing("the saved activations of the forward pass"))?;
+        let StepMode::Train(grads) = &mut self.mode else { return Err(missing("the gradient buffer")) };
+        let mut run_wgrad = |g: WeightGrad| g.run(backward_ctx.rank, grads);
         let (dx, out) = interleave(
-            b.chunk.backward_in_turns(&pass_back, saved, &b.batch.input, b.received, &mut put),
-            f.chunk.forward_in_turns(&pass, &f.batch.input, f.received, goal),
+            b.chunk.backward_in_turns(&backward_ctx, saved, &b.batch.input, b.received, &mut run_wgrad),
+            f.chunk.forward_in_turns(&forward_ctx, &f.batch.input, f.received, forward_mode),
         )?;
-        let y = self.store_output(f.chunk, key, goal, out)?;
+        let y = self.store_output(f.chunk, key, forward_mode, out)?;
         self.end(forward, f.batch, y);
         self.end(backward, b.batch, dx);
         Ok(())
     }
 
-    /// The result of the last stage.
+    /// What the last stage computes for a micro-batch.
     fn forward_mode<'m>(&self, batch: &'m MicroBatch) -> Result<ForwardMode<'m>> {
         let targets = || batch.targets.as_ref().ok_or_else(|| missing("the labels of a micro-batch"));
         Ok(match self.mode {
@@ -257,21 +256,21 @@ impl<'a> Executor<'a, '_> {
         })
     }
 
-    /// Stores a forward's results; returns the tensor for the next stage, if any.
+    /// Stores the result and the saved activations of a forward pass; returns the activation for the next stage.
     fn store_output(
         &mut self,
         chunk: &Chunk,
         key: (usize, usize),
-        goal: ForwardMode,
+        mode: ForwardMode,
         (y, saved): (Tensor, Option<ChunkSaved>),
     ) -> Result<Option<Tensor>> {
-        let rank = self.pass.rank;
+        let rank = self.ctx.rank;
         let y = if chunk.is_last() {
-            let further = saved.as_ref().and_then(ChunkSaved::mtp_losses);
-            self.results[key.1] = Some(match goal {
+            let mtp = saved.as_ref().and_then(ChunkSaved::mtp_losses);
+            self.results[key.1] = Some(match mode {
                 ForwardMode::Logits => y,
                 ForwardMode::Loss(t) | ForwardMode::Train(t) => {
-                    with_mtp_losses(rank, weighted_loss(rank, &y, t)?, further)?
+                    with_mtp_losses(rank, weighted_loss(rank, &y, t)?, mtp)?
                 }
             });
             None
@@ -282,39 +281,39 @@ impl<'a> Executor<'a, '_> {
         Ok(y)
     }
 
-    /// Starts a grouped send/receive, activations and gradients each on their own stream.
+    /// Starts all sends and receives as one group call, each direction on its own stream.
     fn exchange(&mut self, all: &[Transfer]) -> Result<()> {
-        let rank = self.pass.rank;
-        let lanes = self.decoder.p2p_streams();
+        let rank = self.ctx.rank;
+        let streams = self.decoder.p2p_streams();
         let mut sends: [Vec<(usize, Tensor)>; 2] = Default::default();
         let mut receives: [Vec<(Message, Tensor)>; 2] = Default::default();
         for transfer in all {
             let m = transfer.message();
-            let lane = usize::from(m.payload == Payload::Gradient);
+            let direction = usize::from(m.payload == Payload::Gradient);
             match transfer {
                 Transfer::Send(_) => {
-                    sends[lane].push((m.to, self.outbox.remove(&m).ok_or_else(|| missing(m))?))
+                    sends[direction].push((m.to, self.outbox.remove(&m).ok_or_else(|| missing(m))?))
                 }
                 Transfer::Receive(_) => {
                     let rows = self.batch(m.micro_batch)?.input.rows;
-                    receives[lane].push((m, self.pass.empty(&[rows, self.decoder.config().hidden])?));
+                    receives[direction].push((m, self.ctx.empty(&[rows, self.decoder.config().hidden])?));
                 }
             }
         }
         let begin = rank.compute.record()?;
-        for (lane, sent) in lanes.iter().zip(&mut self.in_flight_sends) {
-            lane.wait(&begin)?;
-            // Earlier sends may be freed once the compute stream has waited for them.
+        for (stream, sent) in streams.iter().zip(&mut self.in_flight_sends) {
+            stream.wait(&begin)?;
+            // The compute stream may free what was sent before, once it has waited for the sends.
             sent.drain(..).try_for_each(|(_, done)| rank.compute.wait(&done))?;
         }
         let out = sends.each_ref().map(|list| list.iter().map(|(to, t)| (*to, t)).collect::<Vec<_>>());
         let into = receives.each_ref().map(|list| list.iter().map(|(m, t)| (m.from, t)).collect::<Vec<_>>());
         let groups = [&rank.pp, &rank.pp_backward_group];
-        let lane =
-            |i: usize| SendRecv { group: groups[i], stream: &lanes[i], sends: &out[i], receives: &into[i] };
-        Communicator::send_recv_batch(&[lane(0), lane(1)], "between stages")?;
+        let direction =
+            |i: usize| SendRecv { group: groups[i], stream: &streams[i], sends: &out[i], receives: &into[i] };
+        Communicator::send_recv_batch(&[direction(0), direction(1)], "pipeline p2p")?;
         for (i, (sent, received)) in sends.into_iter().zip(receives).enumerate() {
-            let done = lanes[i].record()?;
+            let done = streams[i].record()?;
             self.in_flight_sends[i].extend(sent.into_iter().map(|(_, t)| (t, done.clone())));
             self.inbox.extend(received.into_iter().map(|(m, t)| (m, (t, done.clone()))));
         }
@@ -323,7 +322,7 @@ impl<'a> Executor<'a, '_> {
 
     fn finish(self) -> Result<Vec<Tensor>> {
         for (_, done) in self.in_flight_sends.iter().flatten() {
-            self.pass.rank.compute.wait(done)?;
+            self.ctx.rank.compute.wait(done)?;
         }
         Ok(self.results.into_iter().flatten().collect())
     }

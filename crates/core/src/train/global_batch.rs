@@ -1,0 +1,112 @@
+//! One step's share of the global batch: the micro-batches of this data-parallel rank.
+
+use super::execute::MicroBatch;
+use super::micro_batch::{MicroBatchPosition, upload};
+use super::mtp;
+use super::step_runner::StepRunner;
+use crate::Result;
+use crate::data::{Batch, Batches};
+use crate::model::Decoder;
+use ferrotron_engine::Rank;
+
+/// The micro-batches that this data-parallel rank computes in one step, on the host.
+pub(super) struct GlobalBatch {
+    pub(super) micro_batches: Vec<Batch>,
+    /// Tokens of a sequence.
+    pub(super) seq: usize,
+    /// Sequences of the step over all data-parallel ranks.
+    pub(super) samples: u64,
+    /// Tokens of the step over all data-parallel ranks.
+    pub(super) tokens: u64,
+    /// Weight of a label: `1/n` in the language-modelling loss of n labels, then `loss_weight/(D·n)` at each MTP depth.
+    pub(super) label_weights: Vec<f32>,
+    /// Sequences of a micro-batch.
+    micro: u64,
+    dp_rank: u64,
+    dp_size: u64,
+}
+
+impl GlobalBatch {
+    /// Reads the samples that follow the `consumed` first ones of `data`, and counts labels over all ranks.
+    ///
+    /// Data-parallel ranks take micro-batches in turn: micro-batch i of rank r starts at sample `(i·dp + r)·micro`.
+    pub(super) fn load(
+        rank: &Rank,
+        decoder: &Decoder,
+        runner: &StepRunner,
+        data: &dyn Batches,
+    ) -> Result<GlobalBatch> {
+        let (dp_rank, dp_size) = (rank.dp.rank() as u64, rank.dp.size() as u64);
+        let (schedule, consumed) = (&runner.schedules.batch, runner.progress.samples);
+        let count = schedule.at(consumed, dp_size)?.count;
+        let micro = schedule.micro;
+        let micro_batches = (0..count)
+            .map(|i| data.batch(consumed + (i * dp_size + dp_rank) * micro, micro as usize))
+            .collect::<Result<Vec<_>>>()?;
+        let (seq, depth) = (data.seq(), decoder.config().mtp_depth());
+        let mut labels = vec![0.0; 1 + depth];
+        for batch in &micro_batches {
+            let counts = mtp::labels(batch, seq, depth)?;
+            labels.iter_mut().zip(counts).for_each(|(all, n)| *all += n);
+        }
+        let labels = runner.all_reduce(&rank.dp, labels, "labels of the step")?;
+        let tokens = dp_size * micro_batches.iter().map(|b| b.tokens.len() as u64).sum::<u64>();
+        Ok(GlobalBatch {
+            micro_batches,
+            seq,
+            samples: micro * count * dp_size,
+            tokens,
+            label_weights: mtp::weights(&labels, decoder.mtp().loss_weight),
+            micro,
+            dp_rank,
+            dp_size,
+        })
+    }
+
+    /// Index in the step of the first token of micro-batch `i`.
+    fn first_token(&self, i: usize) -> u64 {
+        (i as u64 * self.dp_size + self.dp_rank) * self.micro * self.seq as u64
+    }
+
+    /// Weight of a micro-batch in means over the step.
+    fn micro_batch_share(&self) -> f32 {
+        1.0 / (self.micro_batches.len() as u64 * self.dp_size).max(1) as f32
+    }
+
+    /// Copies micro-batch `i` to the device.
+    pub(super) fn upload(
+        &self,
+        rank: &Rank,
+        decoder: &Decoder,
+        i: usize,
+        at: StepSeed,
+    ) -> Result<MicroBatch> {
+        let position = MicroBatchPosition {
+            step: at.step,
+            first: self.first_token(i),
+            share: self.micro_batch_share(),
+            dropout: at.dropout,
+        };
+        upload(rank, decoder, &self.micro_batches[i], self.seq, &self.label_weights, Some(position))
+    }
+
+    /// For each token of the step, whether this rank computes it: padding and other ranks' tokens are not.
+    pub(super) fn local_tokens(&self) -> Vec<bool> {
+        let mut local = vec![false; self.samples as usize * self.seq];
+        for (i, batch) in self.micro_batches.iter().enumerate() {
+            let is_token = |t: usize| batch.padding.as_ref().is_none_or(|p| !p[t]);
+            let here = local.iter_mut().skip(self.first_token(i) as usize).take(batch.tokens.len());
+            here.enumerate().for_each(|(t, n)| *n = is_token(t));
+        }
+        local
+    }
+}
+
+/// What random draws of a step depend on besides the token.
+#[derive(Clone, Copy)]
+pub(super) struct StepSeed {
+    /// Steps done before this one.
+    pub(super) step: u64,
+    /// Probability that an activation is dropped.
+    pub(super) dropout: f32,
+}

@@ -1,0 +1,35 @@
+//! What watches or replaces a step without being part of the training algorithm.
+
+use super::cuda_graph::CudaGraph;
+use super::moe_metrics::MoeMetrics;
+use super::operand_stats::OperandStats;
+use super::routing_replay::RoutingReplay;
+use crate::Result;
+use crate::config::Resolved;
+use ferrotron_engine::Rank;
+
+/// The hooks of a step, each the only owner of its state.
+pub(super) struct StepHooks {
+    /// Statistics of quantized operands, for `precision.stats_every`.
+    pub(super) operand_stats: OperandStats,
+    /// Load-balancing losses and tokens per expert, for `moe.log`.
+    pub(super) moe_metrics: MoeMetrics,
+    /// Recorded or replayed routing, for `moe.record` and `moe.replay`.
+    pub(super) routing: RoutingReplay,
+    /// The captured step, for `train.cuda_graph`.
+    pub(super) cuda_graph: CudaGraph,
+    /// Count zero gradients, for `train.log_num_zeros`.
+    pub(super) counts_zeros: bool,
+}
+
+impl StepHooks {
+    pub(super) fn new(rank: &Rank, r: &Resolved) -> Result<StepHooks> {
+        Ok(StepHooks {
+            operand_stats: OperandStats::new(r.config.precision.stats_every),
+            moe_metrics: MoeMetrics::new(&r.config.moe.log.0),
+            routing: RoutingReplay::new(r)?,
+            cuda_graph: CudaGraph::new(&r.config, rank)?,
+            counts_zeros: r.config.train.log_num_zeros,
+        })
+    }
+}

@@ -1,0 +1,63 @@
+//! The model of a run on this rank: its modules, its parameters and their gradients in data-parallel buckets.
+
+use crate::config::Resolved;
+use crate::model::{Decoder, ModelOptions, PipelineLayout};
+use crate::{Error, Result};
+use ferrotron_engine::data_parallel::{ShardingStrategy, bucket_elements};
+use ferrotron_engine::{GradBuffer, Params, Rank, StepState, quant};
+use std::sync::Arc;
+
+/// The model and its data-parallel state.
+pub struct ModelState {
+    /// The modules of this rank's pipeline stages.
+    pub decoder: Decoder,
+    /// This rank's parameters, in buckets.
+    pub params: Params,
+    /// Quantization and MoE state of the steps: scales, caches, counters.
+    pub step_state: StepState,
+    /// f32 gradients of the same buckets, reduced over the data-parallel group at the end of a step.
+    pub(super) grads: GradBuffer,
+}
+
+impl ModelState {
+    /// Allocates the model of a recipe. Parameters are not initialised yet.
+    pub(super) fn new(rank: &Rank, r: &Resolved, sharding: ShardingStrategy) -> Result<ModelState> {
+        let options = ModelOptions {
+            policy: quant_policy(rank, r)?,
+            moe_training: Arc::new(r.moe_training()),
+            mtp: r.mtp_training(),
+        };
+        let layout = PipelineLayout { vp: r.config.parallel.vp, layout: r.config.parallel.stages.clone() };
+        let (decoder, specs) = Decoder::new(rank, &r.model, r.plan.seq_len, &layout, &options)?;
+        let bucket = r.config.parallel.bucket.map_or_else(|| bucket_elements(replicas(rank)), |n| n as usize);
+        let dtype = r.config.precision.dtype.dtype();
+        let params = Params::in_buckets(rank, specs, dtype, bucket)?;
+        let step_state = StepState::new(rank, params.specs(), decoder.moe_layers())?;
+        let grads = GradBuffer::of(&params, sharding);
+        Ok(ModelState { decoder, params, step_state, grads })
+    }
+}
+
+/// What `parallel.zero` shards over the data-parallel replicas.
+pub(super) fn sharding(rank: &Rank, r: &Resolved) -> ShardingStrategy {
+    ShardingStrategy::zero(r.config.parallel.zero, replicas(rank))
+}
+
+/// The larger of the dense and the expert data-parallel group.
+fn replicas(rank: &Rank) -> usize {
+    rank.dp_cp_group.size().max(rank.expert_dp_group.size())
+}
+
+/// Which GEMMs of a recipe are quantized; an error where the GPU has no FP8 tensor cores.
+fn quant_policy(rank: &Rank, r: &Resolved) -> Result<quant::Policy> {
+    let policy = r.policy();
+    let native = policy.recipe.is_some_and(|recipe| !recipe.emulated());
+    match rank.device().gpu().filter(|gpu| native && gpu.capability < (8, 9)) {
+        None => Ok(policy),
+        Some(gpu) => Err(Error::Invalid(format!(
+            "precision.recipe = \"{}\": the {} (compute capability {}.{}) has no FP8 tensor cores, which need 8.9 or \
+             later; set precision.recipe = \"none\"",
+            r.config.precision.recipe, gpu.name, gpu.capability.0, gpu.capability.1
+        ))),
+    }
+}

@@ -1,0 +1,270 @@
+//! Runs the forward and backward passes of a step in pipeline order, and keeps the counters of a run.
+
+use super::execute::{MicroBatch, StepMode, execute};
+use super::model_state::ModelState;
+use super::state;
+use crate::Result;
+use crate::config::{QuantRecipe, Resolved};
+use crate::model::Decoder;
+use crate::optimizer::{LossScale, StepRates};
+use crate::pipeline::{PipelinePlan, Schedule, ScheduleKind};
+use crate::schedule::{BatchSchedule, LrSchedule, WdSchedule};
+use ferrotron_comm::{Communicator, ReduceOp};
+use ferrotron_engine::moe::MoeCounters;
+use ferrotron_engine::{Rank, Recompute, StepContext, StepState};
+use ferrotron_tensor::{Category, Stream, Tensor};
+
+/// Non-finite steps in a row after which a run ends even if `optimizer.skip_nonfinite` skips them.
+const MAX_CONSECUTIVE_SKIPS: u64 = 10;
+
+/// How far a run has come. The data position and every random draw are functions of it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Optimizer steps.
+    pub step: u64,
+    /// Sequences consumed.
+    pub samples: u64,
+    /// Tokens consumed.
+    pub tokens: u64,
+}
+
+/// What changes with the samples consumed: learning rate, weight decay, batch size.
+#[derive(Clone)]
+pub(super) struct Schedules {
+    pub(super) lr: LrSchedule,
+    pub(super) weight_decay: WdSchedule,
+    pub(super) batch: BatchSchedule,
+}
+
+impl Schedules {
+    /// Learning rate and weight decay of the step after which `samples` are consumed.
+    pub(super) fn rates(&self, samples: u64) -> StepRates {
+        StepRates { lr: self.lr.at(samples), weight_decay: self.weight_decay.at(samples) }
+    }
+}
+
+/// Delayed scaling over a run: its first steps may only record amax.
+#[derive(Clone, Copy)]
+pub(super) struct DelayedScaling {
+    /// Does the recipe use delayed scaling?
+    pub(super) enabled: bool,
+    /// Steps at the start that record amax and compute in high precision.
+    calibration_steps: u64,
+    /// Steps done under delayed scaling, calibration included.
+    pub(super) steps: u64,
+}
+
+impl DelayedScaling {
+    /// Switches calibration on or off for the next step; true if it is on.
+    pub(super) fn begin(&self, state: &StepState) -> bool {
+        let Some(quant) = state.quant() else { return false };
+        quant.calibrate_only(self.steps < self.calibration_steps);
+        quant.is_calibrating()
+    }
+}
+
+/// Decides whether a run survives a step whose gradients are not finite. The optimizer has not applied such a step.
+struct NonfinitePolicy {
+    skip: bool,
+    consecutive: u64,
+}
+
+impl NonfinitePolicy {
+    /// True if the run continues after a step with this gradient norm. `scale` is the loss scale and its minimum: a
+    /// scale that can still fall is the likelier cause than the model, so such a step does not count.
+    fn continues(&mut self, grad_norm: f64, scale: Option<(f64, f64)>) -> bool {
+        if grad_norm.is_finite() {
+            self.consecutive = 0;
+            return true;
+        }
+        self.consecutive += u64::from(scale.is_none_or(|(scale, least)| scale <= least));
+        (self.skip || scale.is_some()) && self.consecutive < MAX_CONSECUTIVE_SKIPS
+    }
+}
+
+/// What the passes of a step leave on the device.
+pub(super) struct ForwardBackward {
+    /// Per micro-batch f32 `[1 + D]`: `Σ weight·loss` of the language model and of each MTP depth. Last stage only.
+    pub(super) losses: Vec<Tensor>,
+    /// What MoE layers counted.
+    pub(super) moe_counters: Option<MoeCounters>,
+}
+
+/// Brings a micro-batch to the device.
+pub(super) type LoadMicroBatch<'a> = dyn FnMut(&Rank, &Decoder, usize) -> Result<MicroBatch> + 'a;
+
+/// Runs steps: owns the counters of the run, its schedules and the pipeline order.
+pub(super) struct StepRunner {
+    pub(super) progress: Progress,
+    pub(super) schedules: Schedules,
+    pub(super) delayed_scaling: DelayedScaling,
+    pub(super) dropout: f32,
+    /// The stream on which results of a step are read while the next one computes.
+    pub(super) readback: Stream,
+    recompute: Recompute,
+    schedule_kind: ScheduleKind,
+    /// The pipeline schedule of the last step; the next step mostly has as many micro-batches.
+    schedule: Option<Schedule>,
+    nonfinite: NonfinitePolicy,
+}
+
+impl StepRunner {
+    pub(super) fn new(rank: &Rank, r: &Resolved) -> Result<StepRunner> {
+        let c = &r.config;
+        Ok(StepRunner {
+            progress: Progress::default(),
+            schedules: state::schedules(r)?,
+            delayed_scaling: DelayedScaling {
+                enabled: c.precision.recipe == QuantRecipe::Fp8Delayed,
+                calibration_steps: c.precision.calibrate,
+                steps: 0,
+            },
+            dropout: c.dropout.hidden as f32,
+            readback: rank.device().stream("readback")?.with_rank(rank.world.rank()),
+            recompute: c.train.recompute.modules(),
+            schedule_kind: c.parallel.schedule.schedule_kind(),
+            schedule: None,
+            nonfinite: NonfinitePolicy { skip: c.optimizer.skip_nonfinite, consecutive: 0 },
+        })
+    }
+
+    /// Runs the forward and backward passes of `micro_batches` micro-batches, which `load` brings. Gradients end up in
+    /// the model's buckets, reduced over the data-parallel group.
+    pub(super) fn forward_backward(
+        &mut self,
+        rank: &Rank,
+        model: &mut ModelState,
+        loss_scale: Option<&LossScale>,
+        micro_batches: usize,
+        load: &mut LoadMicroBatch,
+    ) -> Result<ForwardBackward> {
+        let schedule = match self.schedule.take() {
+            Some(s) if s.shape.micro_batches == micro_batches => s,
+            _ => pipeline_schedule(&model.decoder, self.schedule_kind, micro_batches)?,
+        };
+        let ModelState { decoder, params, step_state, grads } = model;
+        grads.begin_step(micro_batches);
+        if let Some(quant) = step_state.quant() {
+            quant.begin_step(self.progress.step, micro_batches);
+        }
+        if let Some(moe) = step_state.moe() {
+            moe.begin_step(&rank.compute)?;
+        }
+        let ctx = StepContext { recompute: self.recompute, ..StepContext::new(rank, params, step_state) };
+        let mut load = |i: usize| {
+            let mut batch = load(rank, decoder, i)?;
+            let mtp = batch.input.mtp.iter_mut().map(|m| &mut m.targets);
+            for targets in batch.targets.iter_mut().chain(mtp) {
+                if let Some(scale) = loss_scale {
+                    targets.weights = scale.weights(rank, &targets.weights)?;
+                }
+            }
+            Ok(batch)
+        };
+        let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Train(grads))?;
+        self.schedule = Some(schedule);
+        grads.reduce(rank)?;
+        if let Some(quant) = step_state.quant() {
+            quant.end_step(rank)?;
+        }
+        let counters =
+            |moe: &ferrotron_engine::moe::MoeState| moe.end_step(rank, micro_batches, decoder.moe_training());
+        let moe_counters = step_state.moe().map(counters).transpose()?;
+        Ok(ForwardBackward { losses, moe_counters })
+    }
+
+    /// `Σ weight·loss` of `micro_batches` micro-batches without gradients, summed over them; 0 on all but the last stage.
+    pub(super) fn forward_only(
+        &self,
+        rank: &Rank,
+        model: &ModelState,
+        micro_batches: usize,
+        load: &mut LoadMicroBatch,
+    ) -> Result<f64> {
+        let (decoder, state) = (&model.decoder, &model.step_state);
+        self.delayed_scaling.begin(state);
+        if let Some(quant) = state.quant() {
+            quant.begin_evaluation();
+        }
+        let mut total = 0.0;
+        if micro_batches > 0 {
+            let schedule = pipeline_schedule(decoder, ScheduleKind::ForwardOnly, micro_batches)?;
+            let ctx = StepContext { train: false, ..StepContext::new(rank, &model.params, state) };
+            let mut load = |i: usize| load(rank, decoder, i);
+            let losses = execute(ctx, decoder, &schedule, &mut load, StepMode::Loss)?;
+            total = losses.iter().map(|l| super::read_scalar(rank, l)).sum::<Result<f64>>()?;
+        }
+        if let Some(quant) = state.quant() {
+            quant.end_evaluation();
+        }
+        Ok(total)
+    }
+
+    /// Counts a launched step of so many samples and tokens.
+    pub(super) fn advance(&mut self, samples: u64, tokens: u64) {
+        self.progress.step += 1;
+        self.progress.samples += samples;
+        self.progress.tokens += tokens;
+        self.delayed_scaling.steps += u64::from(self.delayed_scaling.enabled);
+    }
+
+    /// True if the run continues after a step with this loss and gradient norm; see [`NonfinitePolicy::continues`].
+    pub(super) fn continues(&mut self, loss: f64, grad_norm: f64, scale: Option<(f64, f64)>) -> bool {
+        let skipped = !grad_norm.is_finite();
+        let continues = self.nonfinite.continues(grad_norm, scale);
+        continues && (skipped || loss.is_finite())
+    }
+
+    /// Sums numbers over a group, on the readback stream. Counts stay exact in f64.
+    pub(super) fn all_reduce(
+        &self,
+        group: &Communicator,
+        mine: Vec<f64>,
+        label: &'static str,
+    ) -> Result<Vec<f64>> {
+        if group.size() == 1 {
+            return Ok(mine);
+        }
+        let s = &self.readback;
+        let t = s.upload(&mine, &[mine.len()], Category::Communication)?;
+        group.all_reduce(s, &t, ReduceOp::Sum, label)?;
+        Ok(s.download::<f64>(&t)?)
+    }
+
+    /// Sums numbers that the last pipeline stage has over all data- and context-parallel ranks; every rank gets them.
+    pub(super) fn all_reduce_from_last_stage(
+        &self,
+        rank: &Rank,
+        mine: Vec<f64>,
+        label: &'static str,
+    ) -> Result<Vec<f64>> {
+        let sums = self.all_reduce(&rank.dp_cp_group, mine, label)?;
+        // Every stage but the last contributes zeros.
+        self.all_reduce(&rank.pp, sums, label)
+    }
+}
+
+fn pipeline_schedule(decoder: &Decoder, kind: ScheduleKind, micro_batches: usize) -> Result<Schedule> {
+    let placement = decoder.placement();
+    PipelinePlan { kind, ..PipelinePlan::new(placement.pp(), placement.vp(), micro_batches) }.schedule()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ten_nonfinite_steps_in_a_row_end_a_run() {
+        let mut p = NonfinitePolicy { skip: true, consecutive: 0 };
+        assert!((0..9).all(|_| p.continues(f64::NAN, None)));
+        assert!(p.continues(1.0, None), "a finite step starts the count anew");
+        assert!((0..9).all(|_| p.continues(f64::INFINITY, None)));
+        assert!(!p.continues(f64::NAN, None));
+        assert!(!NonfinitePolicy { skip: false, consecutive: 0 }.continues(f64::NAN, None));
+        // A loss scale above its minimum takes the blame as long as it can fall.
+        let mut p = NonfinitePolicy { skip: false, consecutive: 0 };
+        assert!((0..99).all(|_| p.continues(f64::NAN, Some((2.0, 1.0)))));
+        assert!((0..9).all(|_| p.continues(f64::NAN, Some((1.0, 1.0)))));
+        assert!(!p.continues(f64::NAN, Some((1.0, 1.0))));
+    }
+}
