@@ -48,7 +48,7 @@ pub(crate) trait ControlTransport: Send + Sync {
     /// Takes the oldest message of `from` on `topic`, if one has arrived.
     fn try_receive(&self, from: usize, topic: Topic) -> Option<Vec<u8>>;
 
-    /// Waits briefly for something to arrive. `idle` counts consecutive calls without status. Never spins: other
+    /// Waits briefly for something to arrive. `idle` counts consecutive calls without progress. Never spins: other
     /// ranks may need the core.
     fn back_off(&self, idle: u32);
 

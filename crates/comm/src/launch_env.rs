@@ -66,7 +66,7 @@ impl LaunchEnv {
         };
         // Torchrun's variables take precedence, because they may have been set by hand.
         let set = |name: &str| env(name).is_some_and(|v| !v.trim().is_empty());
-        let (launcher, rank, size, local, beside) = if set("RANK") || set("WORLD_SIZE") {
+        let (launcher, rank, size, local, local_size) = if set("RANK") || set("WORLD_SIZE") {
             (Launcher::Torchrun, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         } else if set("OMPI_COMM_WORLD_SIZE") {
             (
@@ -109,7 +109,7 @@ impl LaunchEnv {
             false => format!("{}:{at}", host.trim()),
         };
         let (local_rank, rendezvous) = (number(local)?.unwrap_or(0), rendezvous.map(join));
-        let local_size = number(beside)?.unwrap_or(1).max(1);
+        let local_size = number(local_size)?.unwrap_or(1).max(1);
         Ok(Some(LaunchEnv { launcher, rank: r, size: n, local_rank, local_size, rendezvous }))
     }
 }

@@ -83,7 +83,7 @@ impl<'a> DescribedBatch<'a> {
     }
 }
 
-/// A batch in status: in the flight recorder until it completes or fails.
+/// A batch in progress: in the flight recorder until it completes or fails.
 struct ActiveBatch<'a, 'b> {
     batch: &'b DescribedBatch<'a>,
     /// The recorder shows one message of the batch: the first receive, else the first send.

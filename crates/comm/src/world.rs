@@ -13,11 +13,17 @@ use std::time::{Duration, Instant};
 /// dropped, the rank has exited, and ranks that wait for it fail.
 #[derive(Clone)]
 pub struct World {
-    job_backend: Arc<dyn JobBackend>,
+    job: Job,
     all: Communicator,
-    timeout: Duration,
     /// Number of groups created so far. Held while one is created.
     groups: Arc<Mutex<u64>>,
+}
+
+/// What all groups of one rank share.
+#[derive(Clone)]
+struct Job {
+    backend: Arc<dyn JobBackend>,
+    timeout: Duration,
     meter: Arc<VolumeMeter>,
 }
 
@@ -58,20 +64,20 @@ impl World {
         backend: Option<Arc<dyn GroupBackend>>,
         timeout: Duration,
     ) -> World {
-        let meter = Arc::new(VolumeMeter::default());
-        let ranks = (0..job_backend.size()).collect();
-        let all = member(&job_backend, (0, "world"), ranks, job_backend.rank(), backend, timeout, &meter);
-        World { job_backend, all, timeout, groups: Arc::new(Mutex::new(1)), meter }
+        let (rank, size) = (job_backend.rank(), job_backend.size());
+        let job = Job { backend: job_backend, timeout, meter: Arc::default() };
+        let all = job.member((0, "world"), (0..size).collect(), rank, backend);
+        World { job, all, groups: Arc::new(Mutex::new(1)) }
     }
 
     /// This rank.
     pub fn rank(&self) -> usize {
-        self.job_backend.rank()
+        self.job.backend.rank()
     }
 
     /// Number of ranks.
     pub fn size(&self) -> usize {
-        self.job_backend.size()
+        self.job.backend.size()
     }
 
     /// The group of all ranks.
@@ -84,7 +90,7 @@ impl World {
     pub fn group(&self, name: &'static str, ranks: &[usize]) -> Result<Option<Communicator>> {
         let refuse = |what: String| {
             let error = Error::Group { name: name.to_string(), ranks: ranks.to_vec(), what };
-            watchdog::report(&*self.job_backend, &error);
+            watchdog::report(&*self.job.backend, &error);
             Err(error)
         };
         if let Some(r) = ranks.iter().find(|r| **r >= self.size()) {
@@ -98,24 +104,16 @@ impl World {
         *groups += 1;
         let backend = match ranks.len() {
             0 | 1 => None,
-            _ => create_group(&*self.job_backend, index, name, ranks, self.timeout)?,
+            _ => create_group(&*self.job.backend, index, name, ranks, self.job.timeout)?,
         };
         let Some(rank) = ranks.iter().position(|r| *r == self.rank()) else { return Ok(None) };
-        Ok(Some(member(
-            &self.job_backend,
-            (index, name),
-            ranks.to_vec(),
-            rank,
-            backend,
-            self.timeout,
-            &self.meter,
-        )))
+        Ok(Some(self.job.member((index, name), ranks.to_vec(), rank, backend)))
     }
 
     /// Reports that this rank has failed for a reason of its own: calls of the other ranks fail with that reason.
     pub fn abort(&self, reason: &str) {
         if self.size() > 1 {
-            self.job_backend.fail(FailureReport {
+            self.job.backend.fail(FailureReport {
                 rank: self.rank(),
                 stall: false,
                 reason: reason.to_string(),
@@ -125,12 +123,12 @@ impl World {
 
     /// Number of calls and bytes sent by this rank on all groups.
     pub fn volume(&self) -> Volume {
-        self.meter.read()
+        self.job.meter.read()
     }
 
     /// The flight recorder: the last operations of every rank, oldest first, as far as known to this rank.
     pub fn flight_recorder(&self) -> Vec<Option<Vec<OpRecord>>> {
-        (0..self.size()).map(|r| self.job_backend.last_ops(r)).collect()
+        (0..self.size()).map(|r| self.job.backend.last_ops(r)).collect()
     }
 }
 
@@ -150,28 +148,29 @@ fn create_group(
     })
 }
 
-fn member(
-    job_backend: &Arc<dyn JobBackend>,
-    (index, name): (u64, &'static str),
-    ranks: Vec<usize>,
-    rank: usize,
-    backend: Option<Arc<dyn GroupBackend>>,
-    timeout: Duration,
-    world_meter: &Arc<VolumeMeter>,
-) -> Communicator {
-    let core = CommunicatorInner {
-        name,
-        index,
-        rank,
-        ranks,
-        backend,
-        job_backend: job_backend.clone(),
-        timeout,
-        counters: Mutex::default(),
-        meter: VolumeMeter::default(),
-        world_meter: world_meter.clone(),
-    };
-    Communicator { core: Arc::new(core) }
+impl Job {
+    /// This rank's membership of a group: rank `rank` of `ranks`.
+    fn member(
+        &self,
+        (index, name): (u64, &'static str),
+        ranks: Vec<usize>,
+        rank: usize,
+        backend: Option<Arc<dyn GroupBackend>>,
+    ) -> Communicator {
+        let core = CommunicatorInner {
+            name,
+            index,
+            rank,
+            ranks,
+            backend,
+            job_backend: self.backend.clone(),
+            timeout: self.timeout,
+            counters: Mutex::default(),
+            meter: VolumeMeter::default(),
+            world_meter: self.meter.clone(),
+        };
+        Communicator { core: Arc::new(core) }
+    }
 }
 
 impl std::fmt::Debug for World {

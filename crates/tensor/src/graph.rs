@@ -35,11 +35,11 @@ impl Stream {
         inner.pool.open_arena(arena, self.id());
         let done = work();
         let ended = cuda.end_capture(done.is_ok());
-        let made = done.and_then(|()| {
+        let graph = done.and_then(|()| {
             let work = ended?.ok_or_else(|| refuse("no graph was captured"))?;
             Ok(Graph { stream: self.clone(), work, arena })
         });
-        match made {
+        match graph {
             Ok(graph) => match inner.pool.seal_arena(arena) {
                 Ok(()) => Ok(graph),
                 Err(why) => Err(refuse(why)),

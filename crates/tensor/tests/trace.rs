@@ -127,8 +127,8 @@ fn nothing_is_recorded_unless_a_trace_is_active() {
 
 #[test]
 fn profile_and_trace_agree() {
-    let watch = Instrumentation { kernel_times: true, trace: true, ..Instrumentation::default() };
-    let d = Device::cpu_instrumented(Threads::new(1).unwrap(), watch);
+    let instrumentation = Instrumentation { kernel_times: true, trace: true, ..Instrumentation::default() };
+    let d = Device::cpu_instrumented(Threads::new(1).unwrap(), instrumentation);
     let s = d.stream("compute").unwrap();
     d.start_trace().unwrap();
     (0..5).for_each(|_| work(&s, "gemm", 1));

@@ -1,5 +1,5 @@
 //! [`ControlTransport`] over MPI, on its own communicator, so that control messages are never mixed up with tensors.
-//! Whoever waits drives the status of messages; the background thread does so while the rank computes.
+//! Whoever waits drives the progress of messages; the background thread does so while the rank computes.
 
 use super::ffi::{Handle, Mpi};
 use crate::control::{ControlTransport, Mailbox, Topic};
@@ -72,9 +72,9 @@ impl MpiControl {
         sent
     }
 
-    /// Makes status on pending messages.
+    /// Makes progress on pending messages.
     fn make_progress(&self) {
-        // Another thread is making status already.
+        // Another thread is making progress already.
         let Ok(mut pending) = self.pending.try_lock() else { return };
         if let Err(error) = self.progress_pending(&mut pending) {
             pending.error.get_or_insert(error.to_string());

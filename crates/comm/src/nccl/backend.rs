@@ -70,7 +70,7 @@ impl NcclGroupBackend {
         enqueue: impl FnOnce(&Call) -> ferrotron_tensor::Result<c_int>,
     ) -> Done {
         let comm = self.comm.raw()?;
-        // A split of this communicator may still be in status in the background.
+        // A split of this communicator may still be in progress in the background.
         self.comm.wait_accepted(op, IN_PROGRESS, deadline)?;
         let mut code = SUCCESS;
         s.launch(op, args, |l| {

@@ -122,7 +122,7 @@ impl NcclComm {
         })
     }
 
-    /// The communicator's state: success, in status, or an asynchronous error.
+    /// The communicator's state: success, in progress, or an asynchronous error.
     pub(super) fn state(&self) -> c_int {
         let mut code = SUCCESS;
         if self.aborted.load(Ordering::Acquire) || self.raw.0.is_null() {

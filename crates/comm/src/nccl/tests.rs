@@ -8,7 +8,7 @@ use crate::backend::{Collective, P2pOp};
 use crate::op_descriptor::{Detail, OpDescriptor, OpKind};
 use ferrotron_tensor::{Category, DType, Instrumentation, Tensor, Threads, bf16};
 
-fn card() -> Option<Device> {
+fn gpu() -> Option<Device> {
     let found = Nccl::open().map_err(|e| e.to_string()).and_then(|_| {
         let device = Device::cuda(0, Threads::new(1).unwrap(), Instrumentation::default());
         device.map_err(|e| e.to_string())
@@ -25,7 +25,7 @@ fn card() -> Option<Device> {
 
 #[test]
 fn one_rank_alone() {
-    let Some(device) = card() else { return };
+    let Some(device) = gpu() else { return };
     eprintln!("NCCL {}", nccl_version().unwrap());
     let job_backend = NcclJobBackend::join(&device, None, Duration::from_secs(60)).unwrap();
     assert_eq!((job_backend.rank(), job_backend.size()), (0, 1));
@@ -80,7 +80,7 @@ fn one_rank_alone() {
 
 #[test]
 fn a_world_of_one_card() {
-    let Some(device) = card() else { return };
+    let Some(device) = gpu() else { return };
     let world = World::start(
         Arc::new(NcclJobBackend::join(&device, None, Duration::from_secs(60)).unwrap()),
         Duration::from_secs(60),

@@ -131,17 +131,17 @@ impl JobBackend for ThreadJobBackend {
         }
         let mut groups = self.job.groups();
         let group = match groups.iter().find(|g| g.index == index) {
-            Some(made) if made.name != name || made.group.ranks() != ranks => {
-                let (by, theirs) = (made.by, made.group.ranks());
+            Some(entry) if entry.name != name || entry.group.ranks() != ranks => {
+                let (by, theirs) = (entry.by, entry.group.ranks());
                 return Err(OpError::Backend {
                     what: format!(
                         "rank {} creates group {index} as {name} of {ranks:?}, rank {by} as {} of {theirs:?}; \
                          all ranks must create the same groups in the same order",
-                        self.rank, made.name
+                        self.rank, entry.name
                     ),
                 });
             }
-            Some(made) => made.group.clone(),
+            Some(entry) => entry.group.clone(),
             None => {
                 let group = Arc::new(ThreadGroup::new(ranks.to_vec()));
                 groups.push(GroupEntry { index, by: self.rank, name, group: group.clone() });

@@ -13,13 +13,13 @@ pub(super) struct Staging {
 }
 
 impl Staging {
-    fn stream(&self, beside: &Stream) -> Result<Stream> {
-        let device = beside.device();
+    fn stream(&self, user: &Stream) -> Result<Stream> {
+        let device = user.device();
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(s) = streams.iter().find(|s| s.device() == device) {
             return Ok(s.clone());
         }
-        let stream = device.stream(STAGING)?.with_rank(beside.rank());
+        let stream = device.stream(STAGING)?.with_rank(user.rank());
         streams.push(stream.clone());
         Ok(stream)
     }

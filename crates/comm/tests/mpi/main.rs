@@ -100,7 +100,7 @@ fn worker() {
         );
     };
     let ends = |result: ferrotron_comm::Result<()>| {
-        let error = result.expect_err("somebody failed");
+        let error = result.expect_err("a rank failed");
         eprintln!("rank {rank} ends: {error}");
         // Every further call fails at once.
         let again = Instant::now();
