@@ -5,7 +5,7 @@ use crate::error::{Error, Result};
 use crate::expected::hf_tensors;
 use crate::hf_checkpoint::HfCheckpoint;
 use crate::logical::load_dtype;
-use ferrotron_core::grid;
+use ferrotron_core::grid::{ModelSizes, RankLayout};
 use ferrotron_core::model::generate::to_host;
 use ferrotron_core::model::{Model, PipelineLayout};
 use ferrotron_core::parity::{Outcome, TensorKind};
@@ -126,6 +126,14 @@ fn rank_rows(input: &ForwardInput, rank: usize, ranks: usize) -> (ForwardInput, 
     (part, mine)
 }
 
+/// Checks that the model can be split by `layout`, before any rank starts: tp, ep and etp must divide its heads, MLP
+/// widths and experts. A dense model ignores ep and etp.
+pub fn check_layout(checkpoint: &HfCheckpoint, layout: &RankLayout) -> Result<()> {
+    let sizes = ModelSizes::of(checkpoint.config().model());
+    let ep = if sizes.experts == 0 { 1 } else { layout.ep };
+    Ok(RankLayout { ep, ..layout.clone() }.check_model(&sizes)?)
+}
+
 /// Loads the folder's weights in `dtype` and runs one pass, with gradients if `backward`. Every rank returns the whole.
 pub fn forward(
     rank: Rank,
@@ -136,8 +144,9 @@ pub fn forward(
     backward: bool,
 ) -> Result<ForwardOutput> {
     let config = checkpoint.config().model();
-    let layout = grid::RankLayout { tp: rank.tp.size(), ..grid::RankLayout::default() };
-    layout.check_model(&grid::ModelSizes::of(config))?;
+    let etp = rank.etp.size();
+    let (tp, ep) = (rank.tp.size(), rank.etp_ep_group.size() / etp);
+    check_layout(checkpoint, &RankLayout { tp, ep, etp: Some(etp), ..RankLayout::default() })?;
     let whole = input;
     let (part, mine) = rank_rows(whole, rank.dp.rank(), rank.dp.size());
     let input = &part;

@@ -164,7 +164,7 @@ fn configuration_errors_point_at_the_line() {
         ("[train\n", "bad.toml:1: not valid TOML"),
         (
             "model.preset = \"tiny\"\ntrain.steps = 3\n[parallel]\nep = 2\n",
-            "bad.toml:4: parallel.ep: ep=2 needs a mixture",
+            "bad.toml:4: parallel.ep: ep=2 needs an MoE model",
         ),
     ];
     for (text, message) in cases {

@@ -96,7 +96,7 @@ fn golden_models_agree_in_both_precisions_and_on_any_number_of_threads() {
 fn what_cannot_be_compared_is_refused() {
     let (_dir, recipe) = folder();
     let recipe = path(&recipe);
-    assert!(fails(&["parity", "ep=2", "f32", "--recipe", recipe], 2).contains("mixture of experts"));
+    assert!(fails(&["parity", "ep=2", "f32", "--recipe", recipe], 2).contains("needs an MoE model"));
     assert!(fails(&["parity", "cuda:99", "f32", "--recipe", recipe], 1).contains("no CUDA device"));
     assert!(fails(&["parity", "micro_batch=3", "f32", "--recipe", recipe], 2).contains("micro_batch"));
     fails(&["parity", "f32", "bf16", "--recipe", recipe, "--tolerance=-1"], 2);

@@ -1,8 +1,30 @@
 //! Rank grids: what holds for every layout, and what is said of illegal ones.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // clippy takes helpers of tests for production
 
-use ferrotron_core::grid::{Axis, Grid, ModelSizes, RULES, RankLayout};
+use ferrotron_core::grid::{Axis, Grid, ModelSizes, RankLayout};
 use proptest::prelude::*;
+
+/// Groups that cover every rank exactly once.
+const PARTITIONS: [&str; 18] = [
+    "tp",
+    "cp",
+    "dp",
+    "pp",
+    "dp-cp",
+    "tp-cp",
+    "tp-dp",
+    "tp-pp",
+    "tp-dp-cp",
+    "ep",
+    "etp",
+    "edp",
+    "etp-ep",
+    "etp-ep-pp",
+    "intra-dp-cp",
+    "intra-edp",
+    "inter-edp",
+    "instance",
+];
 
 fn size() -> impl Strategy<Value = usize> {
     prop::sample::select(vec![1usize, 2, 3, 4])
@@ -28,12 +50,12 @@ proptest! {
             prop_assert!(!layout.order.ends_with("pp") && layout.pp > 1);
             return Ok(());
         };
-        for rule in RULES.iter().filter(|r| !["embd", "pos-embd"].contains(&r.name)) {
-            let groups = grid.groups_of(rule);
+        for name in PARTITIONS {
+            let groups = grid.groups(name).unwrap();
             let mut all: Vec<usize> = groups.concat();
             all.sort_unstable();
-            prop_assert_eq!(all, (0..world).collect::<Vec<_>>(), "{}", rule.name);
-            prop_assert!(groups.iter().all(|g| g.len() == groups[0].len() && g.is_sorted()), "{}", rule.name);
+            prop_assert_eq!(all, (0..world).collect::<Vec<_>>(), "{}", name);
+            prop_assert!(groups.iter().all(|g| g.len() == groups[0].len() && g.is_sorted()), "{}", name);
         }
         for rank in 0..world {
             let at = grid.coordinates(rank).unwrap();
@@ -173,7 +195,11 @@ fn models_must_divide() {
     );
     assert_eq!(
         check(RankLayout { ep: 3, ..RankLayout::default() }).unwrap_err(),
-        "ep=3 does not divide the 8 experts of the model; take ep=2 or 4"
+        "ep=3 does not divide the 8 experts of the model; take ep=1, 2, 4 or 8"
+    );
+    assert_eq!(
+        check(RankLayout { etp: Some(3), ..RankLayout::default() }).unwrap_err(),
+        "etp=3 does not divide the 16 columns of an expert's MLP; take etp=2 or 4"
     );
 }
 

@@ -3,7 +3,7 @@
 use super::oracle::{Oracle, Tensors};
 use super::support::SeededRng;
 use super::{parse, try_parse};
-use ferrotron_bridge::forward::{ForwardInput, forward};
+use ferrotron_bridge::forward::{ForwardInput, check_layout, forward};
 use ferrotron_bridge::{ExportOptions, HfCheckpoint, TensorData, export};
 use ferrotron_core::grid::RankLayout;
 use ferrotron_core::model::PipelineLayout;
@@ -194,5 +194,36 @@ fn what_the_scores_and_positions_disagree_on_is_refused() {
         ("q_lora_rank", json!("x")),
     ] {
         assert!(try_parse(&deepseek(|c| c[key] = value.clone())).is_err(), "{key} {value}");
+    }
+}
+
+/// Six experts do not divide over four ranks: refused before any rank starts, and by each rank that starts anyway.
+#[test]
+fn a_layout_that_does_not_divide_the_model_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = models().pop().unwrap().1;
+    config["num_local_experts"] = json!(6);
+    folder(dir.path(), &config);
+    let checkpoint = HfCheckpoint::with_config(dir.path(), parse(&config)).unwrap();
+    let check = |text: &str| check_layout(&checkpoint, &text.parse().unwrap()).map_err(|e| e.to_string());
+    for (layout, refusal) in [
+        ("ep=4", "ep=4 does not divide the 6 experts of the model; take ep=1, 2, 3 or 6"),
+        ("ep=2,etp=3", "etp=3 does not divide the 28 columns of an expert's MLP; take etp=2 or 4"),
+        ("tp=3,etp=1", "tp=3 does not divide the 4 attention heads of the model; take tp=2 or 4"),
+    ] {
+        assert_eq!(check(layout).unwrap_err(), refusal, "{layout}");
+        let result = on_threads(
+            &layout.parse::<RankLayout>().unwrap(),
+            || Ok(Rank::cpu(1, 1)?),
+            |rank| {
+                let stages = PipelineLayout::default();
+                forward(rank, &checkpoint, DType::F32, &stages, &input(), true)
+                    .map_err(|e| ferrotron_core::Error::Invalid(e.to_string()))
+            },
+        );
+        assert_eq!(result.err().unwrap().to_string(), refusal, "{layout}");
+    }
+    for layout in ["ep=3", "ep=6", "tp=2,ep=2,etp=1", "tp=4"] {
+        check(layout).unwrap();
     }
 }

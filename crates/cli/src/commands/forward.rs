@@ -57,6 +57,7 @@ pub fn run(args: Args, global: &Global) -> Result<ExitCode> {
     let checkpoint = HfCheckpoint::open(&args.model)?;
     let input = forward::read_input(&args.input)?;
     let layout = args.layout.grid();
+    forward::check_layout(&checkpoint, &layout)?;
     let stages = PipelineLayout { vp: layout.vp, layout: None };
     let one = |rank| {
         forward::forward(rank, &checkpoint, args.dtype.dtype(), &stages, &input, args.backward)

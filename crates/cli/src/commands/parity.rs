@@ -180,6 +180,7 @@ fn folder(model: &Path, input: &Path, side: &ParitySide, place: &Global) -> Resu
     let input = forward::read_input(input)?;
     let backward = input.labels.is_some();
     let layout = side.layout.grid();
+    forward::check_layout(&checkpoint, &layout)?;
     let one = |rank: Rank| {
         let kind = rank.device().kind();
         let stages = PipelineLayout { vp: layout.vp, layout: None };

@@ -253,8 +253,13 @@ impl Recipe {
             return self.refuse("data.seq_len", what);
         }
         if let Err(e) = c.parallel.layout().check_model(&ModelSizes::of(m)) {
-            let key = if e.to_string().contains("ep=") { "parallel.ep" } else { "parallel.tp" };
-            return self.refuse(key, e.to_string());
+            let what = e.to_string();
+            let key = match what.split('=').next() {
+                Some("ep") => "parallel.ep",
+                Some("etp") => "parallel.etp",
+                _ => "parallel.tp",
+            };
+            return self.refuse(key, what);
         }
         self.check_moe(r)?;
         self.check_mtp(r)?;

@@ -32,6 +32,8 @@ pub struct ModelSizes {
     pub experts: usize,
     /// Width of an expert's MLP.
     pub expert_ffn: usize,
+    /// Width of the shared expert's MLP, 0 for none.
+    pub shared_ffn: usize,
 }
 
 /// What is wrong with a layout; a way out is found afterwards where the sizes are at fault.
@@ -142,14 +144,19 @@ fn check_instances(layout: &RankLayout, copies: usize, edp: usize) -> Result<(),
 }
 
 impl ModelSizes {
-    /// Those of an architecture.
+    /// The sizes of an architecture.
     pub fn of(m: &crate::model::ModelConfig) -> ModelSizes {
+        // The dense width does not matter where every layer is an MoE layer.
+        let ffn = if m.moe_layer_count() == m.layers { 0 } else { m.ffn };
+        let (experts, expert_ffn, shared_ffn) =
+            m.moe.as_ref().map_or((0, 0, 0), |e| (e.experts, e.ffn, e.shared_ffn.unwrap_or(0)));
         let (heads, kv_heads, vocab) = (m.heads, m.kv_heads, m.vocab);
-        let shared = m.moe.as_ref().and_then(|e| e.shared_ffn);
-        // Where no layer has an MLP, its width is of no interest.
-        let ffn = if m.moe_layer_count() == m.layers { shared.unwrap_or(0) } else { m.ffn };
-        let (experts, expert_ffn) = m.moe.as_ref().map_or((0, 0), |e| (e.experts, e.ffn));
-        ModelSizes { heads, kv_heads, ffn, vocab, experts, expert_ffn }
+        ModelSizes { heads, kv_heads, vocab, ffn, experts, expert_ffn, shared_ffn }
+    }
+
+    /// The largest tensor-parallel size: it divides the heads and the widths of dense MLPs and shared experts.
+    fn largest_tp(&self) -> usize {
+        gcd(self.heads, gcd(self.ffn, self.shared_ffn))
     }
 }
 
@@ -158,36 +165,37 @@ impl RankLayout {
     /// key/value heads than ranks are legal: they are replicated.
     pub fn check_model(&self, model: &ModelSizes) -> Result<()> {
         let moe = model.experts > 0;
-        let tp = gcd(model.heads, model.ffn);
-        let rows = [
-            ("tp", self.tp, model.heads, "attention heads", tp),
-            ("tp", self.tp, model.ffn, "MLP columns", tp),
-            ("ep", self.ep, model.experts, "experts", model.experts),
-            (
-                "etp",
-                if moe { self.etp() } else { 1 },
-                model.expert_ffn,
-                "columns of an expert's MLP",
-                model.expert_ffn,
-            ),
-        ];
         if !moe && self.ep > 1 {
-            let what = "needs a mixture of experts, which this model is not; take ep=1";
+            let what = "needs an MoE model, which this is not; take ep=1";
             return Err(Error::Invalid(format!("ep={} {what}", self.ep)));
         }
+        if moe && (self.ep == 0 || !model.experts.is_multiple_of(self.ep)) {
+            let (ep, experts) = (self.ep, model.experts);
+            return Err(Error::Invalid(format!(
+                "ep={ep} does not divide the {experts} experts of the model; take ep={}",
+                one_of(divisors(experts))
+            )));
+        }
+        let tp = model.largest_tp();
+        let etp = if moe { self.etp() } else { 1 };
+        let rows = [
+            ("tp", self.tp, model.heads, "attention heads of the model", tp),
+            ("tp", self.tp, model.ffn, "MLP columns of the model", tp),
+            ("tp", self.tp, model.shared_ffn, "columns of the shared expert's MLP", tp),
+            ("etp", etp, model.expert_ffn, "columns of an expert's MLP", model.expert_ffn),
+        ];
         for (key, size, whole, what, legal) in rows {
             if size == 0 || !whole.is_multiple_of(size) {
                 let near = near(size, divisors(legal));
                 let take = if near.is_empty() { "1".into() } else { near };
                 return Err(Error::Invalid(format!(
-                    "{key}={size} does not divide the {whole} {what} of the model; take {key}={take}"
+                    "{key}={size} does not divide the {whole} {what}; take {key}={take}"
                 )));
             }
         }
         let (tp, g) = (self.tp, model.kv_heads);
         if g > 0 && !g.is_multiple_of(tp) && !tp.is_multiple_of(g) {
-            let legal =
-                divisors(gcd(model.heads, model.ffn)).filter(|n| g.is_multiple_of(*n) || n.is_multiple_of(g));
+            let legal = divisors(model.largest_tp()).filter(|n| g.is_multiple_of(*n) || n.is_multiple_of(g));
             return Err(Error::Invalid(format!(
                 "tp={tp} ranks can neither divide nor share the {g} key heads of the model; take tp={}",
                 near(tp, legal)
@@ -197,7 +205,7 @@ impl RankLayout {
             let (v, tp) = (model.vocab, self.tp);
             return Err(Error::Invalid(format!(
                 "tp={tp} ranks are more than the {v} tokens of the vocabulary; take tp={}",
-                near(tp, divisors(gcd(model.heads, model.ffn)).filter(|n| *n <= v))
+                near(tp, divisors(model.largest_tp()).filter(|n| *n <= v))
             )));
         }
         Ok(())
@@ -235,6 +243,15 @@ fn near_sizes(layout: &RankLayout, world: usize, keys: &[usize]) -> String {
 /// Divisors as far as advice looks, ascending.
 fn divisors(n: usize) -> impl Iterator<Item = usize> {
     (1..=n.min(1 << 16)).filter(move |d| n.is_multiple_of(*d))
+}
+
+/// All of a list: "1, 2 or 4".
+fn one_of(legal: impl Iterator<Item = usize>) -> String {
+    let all: Vec<String> = legal.map(|n| n.to_string()).collect();
+    match all.split_last() {
+        Some((last, rest)) if !rest.is_empty() => format!("{} or {last}", rest.join(", ")),
+        _ => all.concat(),
+    }
 }
 
 /// The nearest of an ascending list below and above `n`: "2 or 4".

@@ -18,11 +18,11 @@ mod layout;
 mod legal;
 
 pub use axes::{Axes, Axis};
-pub use groups::{GridKind, GroupMembers, GroupRule, RULES, hierarchical};
 pub use layout::{ORDER, RankLayout};
 pub use legal::ModelSizes;
 
 use crate::{Error, Result};
+use groups::{DerivedGroup, GridKind, hierarchical};
 
 /// Where a rank stands along every axis of both grids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -118,8 +118,12 @@ impl Grid {
     /// is of the expert grid. `mp` is `tp-pp`. The list and each group are in the grid's order.
     pub fn groups(&self, name: &str) -> Result<Vec<Vec<usize>>> {
         let name = if name == "mp" { "tp-pp".into() } else { name.replace('_', "-") };
-        if let Some(rule) = RULES.iter().find(|r| r.name == name) {
-            return Ok(self.groups_of(rule));
+        if let Some(derived) = DerivedGroup::find(&name) {
+            let grid = match derived.grid {
+                GridKind::Dense => &self.dense,
+                GridKind::Expert => &self.expert,
+            };
+            return Ok(derived.select(grid.groups(derived.axes), self.layout.instances));
         }
         let parts: Vec<&str> = name.split('-').collect();
         if parts.iter().any(|p| ["ep", "etp", "edp"].contains(p)) {
@@ -128,15 +132,6 @@ impl Grid {
             return self.expert.groups_of(&plain.join("-"));
         }
         self.dense.groups_of(&name)
-    }
-
-    /// The groups of one rule of the table.
-    pub fn groups_of(&self, rule: &GroupRule) -> Vec<Vec<usize>> {
-        let grid = match rule.grid {
-            GridKind::Dense => &self.dense,
-            GridKind::Expert => &self.expert,
-        };
-        rule.members.of(grid.groups(rule.axes), self.layout.instances)
     }
 
     /// The group of that name in which `rank` is; `None` where it is in none, as most are in no `embd`.
