@@ -131,6 +131,10 @@ proptest! {
         pairs.sort_unstable();
         expected.sort_unstable();
         prop_assert_eq!(&pairs, &expected);
+        // Padding is what no document fills.
+        let padding = batch.padding.clone().unwrap_or_else(|| vec![false; rows * seq]);
+        prop_assert!(padding.iter().zip(&batch.labels).all(|(p, label)| *p == (*label == IGNORE)));
+        prop_assert_eq!(batch.padding.is_none(), pairs.len() == rows * seq);
         let fill = pairs.len() as f64 / (rows * seq) as f64;
         prop_assert!((packed.fill() - fill).abs() < 1e-12);
     }

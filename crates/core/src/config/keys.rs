@@ -3,8 +3,8 @@
 use super::table::{KeyInfo, KeyType, SectionInfo, keys, read};
 use super::types::{
     Count, CudaGraphMode, DataSplit, Decay, DispatcherType, DropPolicy, Fp8Format, MasterDtype, OneOrMany,
-    OptimizerKind, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute, RouterPrecision,
-    StateDtype, WeightDecayStyle, WsdStyle,
+    OptimizerKind, Packing, PipelineSchedule, PositionKind, Precision, QuantRecipe, Recompute,
+    RouterPrecision, StateDtype, WeightDecayStyle, WsdStyle,
 };
 use super::{LossScale, MlaDims};
 use crate::model::config::{Activation, NormKind};
@@ -166,7 +166,10 @@ keys! {
         /// Tokens per sequence; derived as the model's longest, at most 4096.
         seq_len: Option<usize> = None, "seq_length", "sequence_length", "max_length", "max_seq_length", "context_length", "encoder_seq_length";
         /// Restart positions and attention where a new document begins inside a sequence.
-        reset_at_documents: bool = false, "reset_position_ids", "reset_attention_mask", "document_mask", "cross_document_attention", "packing";
+        reset_at_documents: bool = false, "reset_position_ids", "reset_attention_mask", "document_mask", "cross_document_attention";
+        /// How documents become sequences: none concatenates them and cuts every data.seq_len tokens, documents packs
+        /// whole ones, each with its own positions and attention and no label across them; longer ones are cut.
+        packing: Packing = Packing::None, "sequence_packing", "pack_sequences", "packed_sequence", "packed_sequence_size", "packed_sequence_specs", "best_fit_packing";
         /// Leave the end-of-document token out of the loss.
         mask_eod_loss: bool = false, "eod_mask_loss";
         /// Id of the end-of-document token; derived from the tokenizer, 0 for bytes.

@@ -8,8 +8,8 @@ mod written;
 pub use architecture::{DispatcherType, DropPolicy, PositionKind, RouterPrecision};
 pub use precision::{Fp8Format, MasterDtype, Precision, QuantRecipe, StateDtype};
 pub use training::{
-    CudaGraphMode, Decay, OptimizerKind, PipelineSchedule, Recompute, RecomputeModule, WeightDecayStyle,
-    WsdStyle,
+    CudaGraphMode, Decay, OptimizerKind, Packing, PipelineSchedule, Recompute, RecomputeModule,
+    WeightDecayStyle, WsdStyle,
 };
 pub use written::{Count, DataSplit, OneOrMany};
 

@@ -1,7 +1,7 @@
 //! Refusing what cannot work, each in one sentence that says what to change.
 
 use super::model::MAX_LAYERS;
-use super::{Config, CudaGraphMode, Decay, MasterDtype, Precision, QuantRecipe, Recipe, Resolved};
+use super::{Config, CudaGraphMode, Decay, MasterDtype, Packing, Precision, QuantRecipe, Recipe, Resolved};
 use crate::error::{Error, Result};
 use crate::grid::ModelSizes;
 use crate::model::PipelineLayout;
@@ -21,6 +21,8 @@ impl Config {
             Some("with dropout.hidden, launches depend on the number of the step")
         } else if self.data.reset_at_documents {
             Some("with data.reset_at_documents, launches depend on where documents begin")
+        } else if self.data.packing == Packing::Documents {
+            Some("with data.packing, launches depend on where documents begin")
         } else if self.precision.recipe == QuantRecipe::Nvfp4 {
             Some("with precision.recipe = \"nvfp4\", rounding depends on the number of the step")
         } else if self.moe.experts.is_some() {
@@ -296,6 +298,10 @@ impl Recipe {
                 m.vocab
             );
             return self.refuse("model.vocab", what);
+        }
+        if c.data.packing == Packing::Documents && c.data.is_embedded() {
+            let what = "the embedded corpus is one text without documents; set data.path, or leave it out";
+            return self.refuse("data.packing", what);
         }
         if let Some(eod) = c.data.eod
             && eod as usize >= m.vocab

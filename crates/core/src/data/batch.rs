@@ -41,6 +41,8 @@ pub struct Row {
     pub positions: Vec<i32>,
     /// Where attention starts anew inside the row, ascending and beginning with 0.
     pub starts: Vec<usize>,
+    /// Trailing positions that only fill the row: no label, and no expert of an MoE layer sees them.
+    pub padding: usize,
 }
 
 impl Row {
@@ -50,6 +52,7 @@ impl Row {
         self.labels.clear();
         self.positions.clear();
         self.starts.clear();
+        self.padding = 0;
     }
 }
 
@@ -94,6 +97,11 @@ pub trait Batches: Send + Sync {
             batch.tokens.extend_from_slice(&row.tokens);
             batch.labels.extend_from_slice(&row.labels);
             batch.positions.extend_from_slice(&row.positions);
+            if row.padding > 0 || batch.padding.is_some() {
+                let is_padding = batch.padding.get_or_insert_with(|| vec![false; k * seq]);
+                is_padding.resize((k + 1) * seq - row.padding.min(seq), false);
+                is_padding.resize((k + 1) * seq, true);
+            }
             cu.extend(row.starts.iter().map(|s| (k * seq + s) as i32));
         }
         if self.resets() {

@@ -25,7 +25,7 @@ pub use blend::{Blend, Interleave};
 pub use build::{BuildSummary, Input, TextFormat, build, build_all};
 pub use gpt::{GptConfig, GptDataset};
 pub use indexed::IndexedDataset;
-pub use packed::{Documents, Packed};
+pub use packed::{DocumentRange, Documents, Packed};
 pub use source::Sources;
 pub use split::Split;
 pub use token_stream::Stream;

@@ -2,6 +2,7 @@
 //! crosses from one to the next.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::batch::checked_id;
 use super::mt19937::Mt19937;
@@ -66,6 +67,32 @@ impl Documents for Vec<Vec<i64>> {
 
     fn name(&self) -> String {
         "documents in memory".into()
+    }
+}
+
+/// Some consecutive documents of a dataset: one of its splits.
+pub struct DocumentRange {
+    /// The dataset.
+    pub data: Arc<IndexedDataset>,
+    /// Which of its documents.
+    pub range: Range<usize>,
+}
+
+impl Documents for DocumentRange {
+    fn count(&self) -> usize {
+        self.range.len()
+    }
+
+    fn length(&self, document: usize) -> Result<usize> {
+        Documents::length(&*self.data, self.range.start + document)
+    }
+
+    fn read(&self, document: usize, range: Range<usize>, out: &mut Vec<i64>) -> Result<()> {
+        Documents::read(&*self.data, self.range.start + document, range, out)
+    }
+
+    fn name(&self) -> String {
+        Documents::name(&*self.data)
     }
 }
 
@@ -205,6 +232,7 @@ impl Batches for Packed {
             row.tokens.resize(self.seq, 0);
             row.labels.resize(self.seq, IGNORE);
             row.positions.extend(0..padding as i32);
+            row.padding = padding;
         }
         Ok(())
     }

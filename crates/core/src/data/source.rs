@@ -1,21 +1,22 @@
-//! From a recipe to the data it names.
+//! Opens the data that a recipe names.
 
 use super::split::{normalise, split_matrix, split_range};
-use super::{Batches, Blend, GptConfig, IndexedDataset, corpus};
-use crate::config::Resolved;
+use super::{Batches, Blend, DocumentRange, GptConfig, IndexedDataset, Packed, corpus};
+use crate::config::{Packing, Resolved};
 use crate::{Error, Result};
+use std::sync::Arc;
 
-/// What a run trains on, and what it is evaluated on.
+/// The data of a run.
 pub struct Sources {
     /// Training samples.
     pub train: Box<dyn Batches>,
-    /// Held-out samples, if the recipe sets some aside.
+    /// Validation samples, if the recipe sets some aside.
     pub eval: Option<Box<dyn Batches>>,
-    /// Why there are none although the recipe asks for evaluation.
+    /// What the user should know: why there is no evaluation, or how densely documents are packed.
     pub note: Option<String>,
 }
 
-/// Opens the data of a recipe: the corpus inside the program, or a blend of `.bin/.idx` pairs.
+/// Opens the data of a recipe: the embedded corpus, or a blend of `.bin/.idx` pairs.
 pub fn open(r: &Resolved) -> Result<Sources> {
     let (d, seq) = (&r.config.data, r.plan.seq_len);
     if d.is_embedded() {
@@ -27,47 +28,108 @@ pub fn open(r: &Resolved) -> Result<Sources> {
         let eval = Box::new(corpus::held_out(seq, d.seed)?);
         return Ok(Sources { train: Box::new(corpus::training(seq, d.seed)?), eval: Some(eval), note: None });
     }
+    if d.packing == Packing::Documents {
+        return open_packed(r);
+    }
     if d.eod.is_none() && (d.reset_at_documents || d.mask_eod_loss) {
         let what = "data.eod is needed to see where documents end; set it to the tokenizer's end-of-text id";
         return Err(Error::Invalid(what.into()));
     }
-    let too_large = |what: &str| Error::Invalid(format!("{what} does not fit in 32 bits"));
+    let [seed, vocab] = seed_and_vocab(r)?;
     let config = GptConfig {
         eod: d.eod.map(i64::from),
         reset_position_ids: d.reset_at_documents,
         reset_attention_mask: d.reset_at_documents,
         eod_mask_loss: d.mask_eod_loss,
-        ..GptConfig::new(
-            seq,
-            u32::try_from(d.seed).map_err(|_| too_large("data.seed"))?,
-            u32::try_from(r.model.vocab).map_err(|_| too_large("model.vocab"))?,
-        )
+        ..GptConfig::new(seq, seed, vocab)
     };
-    let eval_samples = r.config.eval.batches.saturating_mul(r.config.train.global_batch as u64);
-    let samples = [Some(r.plan.samples), Some(eval_samples), Some(0)];
-    let weights: Vec<f64> = if d.weights.is_empty() { vec![1.0; d.path.0.len()] } else { d.weights.clone() };
-    let shares = normalise(&d.split.0)?;
+    let samples = [Some(r.plan.samples), Some(eval_samples(r)), Some(0)];
     let mut note = None;
-    // What is not read needs no samples: a small corpus may have none to spare.
-    let valid = if r.config.eval.every > 0 { shares[1] } else { 0.0 };
-    let mut shares = [shares[0], valid, 0.0];
-    if let Some(prefix) = without(&d.path.0, &shares, seq)? {
-        note = Some(format!(
-            "no evaluation: {prefix} has too few documents for data.split to set some of them aside"
-        ));
+    let mut shares = shares(r)?;
+    if let Some(prefix) = without_validation(&d.path.0, &shares, seq)? {
+        note = Some(no_evaluation(&prefix));
         shares[1] = 0.0;
     }
-    let [train, eval, _] = Blend::gpt(&d.path.0, Some(&weights), &shares, samples, &config)?;
-    let Some(train) = train else {
-        return Err(Error::Invalid(
-            "data.split leaves nothing to train on; give its first share more".into(),
-        ));
-    };
+    let [train, eval, _] = Blend::gpt(&d.path.0, Some(&weights(r)), &shares, samples, &config)?;
+    let Some(train) = train else { return Err(nothing_to_train_on()) };
     Ok(Sources { train: Box::new(train), eval: eval.map(|e| Box::new(e) as Box<dyn Batches>), note })
 }
 
-/// The first of the pairs whose part for validation is less than a sample.
-fn without(prefixes: &[String], shares: &[f64; 3], seq: usize) -> Result<Option<String>> {
+/// [`open`] with `data.packing = "documents"`: each split of each pair is packed by itself.
+fn open_packed(r: &Resolved) -> Result<Sources> {
+    let (d, seq) = (&r.config.data, r.plan.seq_len);
+    let [seed, vocab] = seed_and_vocab(r)?;
+    let matrix = split_matrix(&shares(r)?);
+    let mut members: [Vec<Packed>; 2] = Default::default();
+    let mut lacking = None;
+    for prefix in &d.path.0 {
+        let data = Arc::new(IndexedDataset::open(prefix)?);
+        for (k, members) in members.iter_mut().enumerate() {
+            let Some(fractions) = matrix[k] else { continue };
+            let range = split_range(fractions, data.documents());
+            if k == 1 && range.is_empty() {
+                lacking = Some(prefix);
+                continue;
+            }
+            let documents = DocumentRange { data: data.clone(), range };
+            members.push(Packed::new(Box::new(documents), seq, vocab, Some(seed))?);
+        }
+    }
+    let [train, eval] = members;
+    if train.is_empty() {
+        return Err(nothing_to_train_on());
+    }
+    let [rows, used] = train
+        .iter()
+        .fold([0.0; 2], |[rows, used], p| [rows + p.samples() as f64, used + p.fill() * p.samples() as f64]);
+    let mut note = format!("packed documents: {:.1} % of positions hold tokens", 100.0 * used / rows);
+    if let Some(prefix) = lacking {
+        note = format!("{note}; {}", no_evaluation(prefix));
+    }
+    let blend = |members: Vec<Packed>, samples: u64| -> Result<Box<dyn Batches>> {
+        let members = members.into_iter().map(|p| Box::new(p) as Box<dyn Batches>).collect();
+        Ok(Box::new(Blend::weighted(members, &weights(r), samples)?))
+    };
+    let eval = match lacking {
+        None if !eval.is_empty() => Some(blend(eval, eval_samples(r))?),
+        _ => None,
+    };
+    Ok(Sources { train: blend(train, r.plan.samples)?, eval, note: Some(note) })
+}
+
+/// `data.seed` and `model.vocab` as 32-bit numbers.
+fn seed_and_vocab(r: &Resolved) -> Result<[u32; 2]> {
+    let narrow = |key: &str, value: u64| {
+        u32::try_from(value).map_err(|_| Error::Invalid(format!("{key} does not fit in 32 bits")))
+    };
+    Ok([narrow("data.seed", r.config.data.seed)?, narrow("model.vocab", r.model.vocab as u64)?])
+}
+
+fn eval_samples(r: &Resolved) -> u64 {
+    r.config.eval.batches.saturating_mul(r.config.train.global_batch as u64)
+}
+
+fn weights(r: &Resolved) -> Vec<f64> {
+    let d = &r.config.data;
+    if d.weights.is_empty() { vec![1.0; d.path.0.len()] } else { d.weights.clone() }
+}
+
+/// Shares of training and validation. A split that is not read gets none, since a small corpus may have none to spare.
+fn shares(r: &Resolved) -> Result<[f64; 3]> {
+    let shares = normalise(&r.config.data.split.0)?;
+    Ok([shares[0], if r.config.eval.every > 0 { shares[1] } else { 0.0 }, 0.0])
+}
+
+fn no_evaluation(prefix: &str) -> String {
+    format!("no evaluation: {prefix} has too few documents for data.split to set some of them aside")
+}
+
+fn nothing_to_train_on() -> Error {
+    Error::Invalid("data.split leaves nothing to train on; give its first share more".into())
+}
+
+/// The first of the pairs whose validation split is less than one sample.
+fn without_validation(prefixes: &[String], shares: &[f64; 3], seq: usize) -> Result<Option<String>> {
     let Some(fractions) = split_matrix(shares)[1] else { return Ok(None) };
     for prefix in prefixes {
         let data = IndexedDataset::open(prefix)?;

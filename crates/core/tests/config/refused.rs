@@ -48,6 +48,13 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "r.toml:3: train.cuda_graph: steps cannot be replayed: with dropout.hidden",
         ),
         ("train.cuda_graph = \"on\"\ndata.reset_at_documents = true", "with data.reset_at_documents"),
+        (
+            "train.cuda_graph = \"on\"\ndata.packing = \"documents\"\ndata.path = \"a\"",
+            "with data.packing, launches depend on",
+        ),
+        ("data.packing = \"documents\"", "r.toml:2: data.packing: the embedded corpus is one text"),
+        ("data.packing = true", "data.packing"),
+        ("data.pack_sequences = true", "data.packing"),
         ("train.cuda_graph = \"on\"\nparallel.dp = 2", "several ranks"),
         ("train.cuda_graph = \"maybe\"", "expected one of \"auto\", \"on\", \"off\", found \"maybe\""),
         ("generate.tokens = 256", "ask for fewer"),

@@ -2,7 +2,7 @@
 
 use super::support::*;
 use ferrotron_core::config::Resolved;
-use ferrotron_core::data::{Batches, source};
+use ferrotron_core::data::{Batches, IGNORE, Packed, Row, source};
 use ferrotron_core::events::Event;
 use std::path::Path;
 
@@ -127,6 +127,108 @@ fn packed_documents_train_without_cross_attention() {
     let run_dir = dir.path().join("run");
     let (outcome, _) = run(&run_dir, &r, 3, &*sources.train, None, None);
     assert!(outcome.finished && outcome.loss == Some(last.loss));
+}
+
+/// The pieces of documents that packing places, each alone in a row: no resets, padding behind it.
+struct OnePiecePerRow(Vec<Vec<i64>>);
+
+impl OnePiecePerRow {
+    const SEQ: usize = 16;
+
+    fn new(documents: &[Vec<i64>]) -> OnePiecePerRow {
+        let piece = |d: &Vec<i64>, offset: usize| d[offset..d.len().min(offset + Self::SEQ + 1)].to_vec();
+        let pieces =
+            documents.iter().flat_map(|d| (0..d.len() - 1).step_by(Self::SEQ).map(move |o| piece(d, o)));
+        OnePiecePerRow(pieces.collect())
+    }
+}
+
+impl Batches for OnePiecePerRow {
+    fn seq(&self) -> usize {
+        Self::SEQ
+    }
+    fn samples(&self) -> u64 {
+        self.0.len() as u64
+    }
+    fn resets(&self) -> bool {
+        false
+    }
+    fn row(&self, n: u64, row: &mut Row) -> ferrotron_core::Result<()> {
+        let piece = &self.0[(n % self.samples()) as usize];
+        for i in 0..Self::SEQ {
+            row.tokens.push(piece[..piece.len() - 1].get(i).map_or(0, |t| *t as i32));
+            row.labels.push(piece.get(i + 1).map_or(IGNORE, |t| *t as i32));
+            row.positions.push(i as i32);
+        }
+        row.starts.push(0);
+        row.padding = Self::SEQ + 1 - piece.len();
+        Ok(())
+    }
+}
+
+/// Steps over all documents, packed by `data.packing`, against the same documents one to a row.
+#[test]
+fn packed_documents_train_like_unpacked_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    let prefix = dir.path().join("text");
+    let documents = documents(40, 5);
+    write_data(&prefix, &documents);
+    let alone = OnePiecePerRow::new(&documents);
+    let rows = Packed::new(Box::new(documents.clone()), 16, 16, Some(1234)).unwrap().samples();
+    assert!(rows < alone.samples() * 9 / 10, "{rows} rows of {} pieces", alone.samples());
+    for (name, model) in [("dense", &[][..]), ("moe", &["moe.experts=4", "moe.top_k=2"])] {
+        let resolved = |batch: u64| {
+            let batch = format!("train.global_batch={batch}");
+            let common = ["train.steps=4", "train.micro_batch=1", "data.split=[100, 0, 0]", "eval.every=0"];
+            let packing = ["data.packing=\"documents\"", batch.as_str()];
+            with_data(&[&prefix], &[&packing[..], &common, model].concat())
+        };
+        let (packed, unpacked) = (resolved(rows), resolved(alone.samples()));
+        let sources = source::open(&packed).unwrap();
+        assert!(sources.note.as_ref().is_some_and(|n| n.contains("% of positions hold tokens")));
+        let (mut a, mut b) = (trainer(&packed), trainer(&unpacked));
+        for step in 0..4 {
+            let ours = a.train_step(&*sources.train).unwrap().loss;
+            let oracle = b.train_step(&alone).unwrap().loss;
+            assert!((ours - oracle).abs() < 1e-5 * oracle, "{name} step {step}: {ours} {oracle}");
+            // The load-balancing loss is a mean over each micro-batch, so later steps of an MoE model differ.
+            if name == "moe" {
+                break;
+            }
+        }
+    }
+    let (outcome, _) =
+        run(&dir.path().join("run"), &resolved_run(&prefix), 2, &*open_run(&prefix), None, None);
+    assert!(outcome.finished);
+}
+
+fn resolved_run(prefix: &Path) -> Resolved {
+    with_data(&[prefix], &["data.packing=\"documents\"", "train.steps=3"])
+}
+
+fn open_run(prefix: &Path) -> Box<dyn Batches> {
+    source::open(&resolved_run(prefix)).unwrap().train
+}
+
+#[test]
+fn packed_splits_and_blends() {
+    let dir = tempfile::tempdir().unwrap();
+    let (a, b) = (dir.path().join("a"), dir.path().join("b"));
+    write_data(&a, &documents(60, 1));
+    write_data(&b, &documents(50, 2).iter().map(|d| vec![15; d.len()]).collect::<Vec<_>>());
+    let changes =
+        ["data.packing=\"documents\"", "data.weights=[3, 1]", "data.split=[90, 10, 0]", "train.steps=10"];
+    let sources = source::open(&with_data(&[&a, &b], &[&changes[..], &["eval.every=5"]].concat())).unwrap();
+    let from_b =
+        |n: &u64| sources.train.batch(*n, 1).unwrap().labels.iter().all(|t| [IGNORE, 15].contains(t));
+    assert_eq!((0..40).filter(from_b).count(), 10);
+    // Training and validation share no document: those of `a` differ in their first tokens and lengths.
+    let eval = sources.eval.unwrap();
+    assert!(eval.samples() > 0 && eval.resets());
+    let few = dir.path().join("few");
+    write_data(&few, &documents(3, 4));
+    let sources = source::open(&with_data(&[&few], &["data.packing=\"documents\"", "eval.every=5"])).unwrap();
+    assert!(sources.eval.is_none() && sources.note.unwrap().contains("no evaluation"));
 }
 
 /// Without evaluation, a validation split too small for one sample is accepted.

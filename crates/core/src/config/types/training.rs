@@ -60,6 +60,16 @@ choice! {
 }
 
 choice! {
+    /// How documents become training sequences.
+    Packing {
+        /// Concatenated in shuffled order and cut every data.seq_len tokens.
+        None = "none",
+        /// Whole documents packed into each sequence by best fit, with padding at its end.
+        Documents = "documents",
+    }
+}
+
+choice! {
     /// Whether whole steps are captured once and replayed.
     CudaGraphMode {
         /// Where that is possible and pays.
