@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use crate::model_source::tokenizer_at;
 use crate::tokenizer::Tokenizer;
 use crate::weights::to_core;
-use ferrotron_core::data::{BuildSummary, IndexedDataset, Input, TextFormat, TokenType, build_all};
+use ferrotron_core::data::{self, BuildSummary, IndexedDataset, Input, TextFormat, TokenType};
 use std::path::{Path, PathBuf};
 
 /// What to build from what.
@@ -82,7 +82,7 @@ pub fn build(options: &DatasetOptions, progress: &dyn Fn(u64, u64)) -> Result<Da
     }
     let inputs: Vec<Input> = options.inputs.iter().map(|p| input(p, options.field)).collect();
     let tokenize = |text: &str| tokenizer.encode(text).map_err(to_core);
-    let summary = build_all(&inputs, &tokenize, eod, vocab, options.prefix, progress)?;
+    let summary = data::build(&inputs, &tokenize, eod, vocab, options.prefix, progress)?;
     let token_type = IndexedDataset::open(options.prefix)?.token_type();
     Ok(DatasetSummary { summary, vocab, eod, token_type })
 }

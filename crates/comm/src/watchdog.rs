@@ -7,7 +7,7 @@ use crate::op_descriptor::OpDescriptor;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-/// Now plus `timeout`, capped at 30 days so that it cannot overflow.
+/// Now plus `timeout`, capped at 30 days, well within the range of `Instant`.
 pub(crate) fn deadline(timeout: Duration) -> Instant {
     Instant::now() + timeout.min(Duration::from_secs(30 * 24 * 3600))
 }

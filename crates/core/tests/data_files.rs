@@ -16,6 +16,10 @@ fn entries(folder: &Path) -> Vec<String> {
     names
 }
 
+fn one_input(path: &Path, format: &TextFormat) -> [Input; 1] {
+    [Input { path: path.into(), format: format.clone() }]
+}
+
 fn write(prefix: &Path, kind: TokenType, multimodal: bool) {
     let mut writer = IndexedWriter::create(prefix, kind, multimodal).unwrap();
     for d in 0..7i64 {
@@ -262,7 +266,9 @@ fn text_and_json_lines_become_documents() {
     ] {
         fs::write(&input, content).unwrap();
         let told = Cell::new((0, 0));
-        let summary = build(&input, &format, &bytes, Some(256), 257, &out, &|d, t| told.set((d, t))).unwrap();
+        let summary =
+            build(&one_input(&input, &format), &bytes, Some(256), 257, &out, &|d, t| told.set((d, t)))
+                .unwrap();
         assert_eq!(told.get(), (content.len() as u64, content.len() as u64));
         assert_eq!((summary.documents, summary.skipped), (expected.len() as u64, skipped));
         let data = IndexedDataset::open(&out).unwrap();
@@ -284,17 +290,18 @@ fn text_and_json_lines_become_documents() {
         (b"[1]", key(), "line 1"),
     ] {
         fs::write(&input, content).unwrap();
-        let error = build(&input, &format, &bytes, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
+        let error =
+            build(&one_input(&input, &format), &bytes, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
     }
     fs::write(&input, "a").unwrap();
-    assert!(build(&input, &TextFormat::Text, &bytes, None, 50, &out, &|_, _| {}).is_err());
-    assert!(build(&input, &TextFormat::Text, &bytes, Some(256), 256, &out, &|_, _| {}).is_err());
+    assert!(build(&one_input(&input, &TextFormat::Text), &bytes, None, 50, &out, &|_, _| {}).is_err());
+    assert!(build(&one_input(&input, &TextFormat::Text), &bytes, Some(256), 256, &out, &|_, _| {}).is_err());
     let refuse = |_: &str| Err(Error::Invalid("no".into()));
-    assert!(build(&input, &TextFormat::Text, &refuse, None, 256, &out, &|_, _| {}).is_err());
+    assert!(build(&one_input(&input, &TextFormat::Text), &refuse, None, 256, &out, &|_, _| {}).is_err());
     let nowhere = folder.path().join("missing/out");
-    assert!(build(&input, &TextFormat::Text, &bytes, None, 256, &nowhere, &|_, _| {}).is_err());
-    assert!(build(&nowhere, &TextFormat::Text, &bytes, None, 256, &out, &|_, _| {}).is_err());
+    assert!(build(&one_input(&input, &TextFormat::Text), &bytes, None, 256, &nowhere, &|_, _| {}).is_err());
+    assert!(build(&one_input(&nowhere, &TextFormat::Text), &bytes, None, 256, &out, &|_, _| {}).is_err());
     // Failures leave what was there, and no litter.
     assert_eq!(fs::read(out.with_extension("bin")).unwrap(), kept);
     assert_eq!(entries(folder.path()), ["in", "out.bin", "out.idx"]);
@@ -321,7 +328,7 @@ fn whole_files_become_documents() {
         assert!(text.len() <= 9 << 20);
         bytes(text)
     };
-    let summary = build_all(&inputs, &tokenize, Some(0), 256, &out, &|_, _| {}).unwrap();
+    let summary = build(&inputs, &tokenize, Some(0), 256, &out, &|_, _| {}).unwrap();
     // One, two, none, three and one.
     assert_eq!(pieces.get(), 7);
     assert_eq!((summary.documents, summary.skipped), (4, 1));
@@ -334,6 +341,6 @@ fn whole_files_become_documents() {
         assert!(got.iter().copied().eq(text.bytes().map(i64::from).chain([0])), "document {i}");
     }
     fs::write(&inputs[2].path, b"abc\xff").unwrap();
-    let error = build_all(&inputs, &tokenize, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
+    let error = build(&inputs, &tokenize, None, 256, &out, &|_, _| {}).unwrap_err().to_string();
     assert!(error.contains("in2") && error.contains("UTF-8"), "{error}");
 }

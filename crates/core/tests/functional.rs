@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use ferrotron_core::config::{Recipe, Resolved};
-use ferrotron_core::data::{TextFormat, build, source};
+use ferrotron_core::data::{Input, TextFormat, build, source};
 use ferrotron_core::events::{self, Event};
 use ferrotron_core::ranks::on_threads_with;
 use ferrotron_core::train::{LogicalValues, Observer, Run};
@@ -69,7 +69,8 @@ fn run(r: &Resolved, dir: &Path, stop: Option<u64>) -> Made {
 fn fixed_text(prefix: &Path) {
     let license = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../LICENSE"));
     let bytes = |text: &str| Ok(text.bytes().map(u32::from).collect());
-    build(license, &TextFormat::Text, &bytes, Some(0), 256, prefix, &|_, _| {}).unwrap();
+    let input = Input { path: license.into(), format: TextFormat::Text };
+    build(&[input], &bytes, Some(0), 256, prefix, &|_, _| {}).unwrap();
 }
 
 /// Runs a case and returns its differences.

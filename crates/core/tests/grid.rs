@@ -153,7 +153,7 @@ fn refusals_say_what_to_change() {
         ),
         (
             refusal(RankLayout { instances: 3, ..l() }, 8),
-            "3 optimizer instances must divide the 8 ranks of dp·cp and the 8 expert copies; take 2 or 4",
+            "3 optimizer instances must divide the 8 ranks of dp·cp and the 8 replicas of each expert; take 2 or 4",
         ),
     ];
     for (ours, expected) in cases {

@@ -1,8 +1,8 @@
-//! One text for one JSON value: sorted keys, fixed spacing, whatever order the value was built in.
+//! Canonical JSON: sorted keys and fixed spacing, so that equal values have equal text.
 
 use serde_json::Value;
 
-/// Render with object keys sorted at every level, one key a line; arrays of plain values stay on one line.
+/// Renders a value with sorted object keys, one per line; arrays of scalars stay on one line.
 pub(super) fn render(value: &Value) -> String {
     let mut out = String::new();
     put(&mut out, value, 0);

@@ -1,4 +1,4 @@
-//! Two checkpoints side by side.
+//! Comparison of two checkpoints.
 
 use super::{Loaded, load};
 use crate::error::Result;
@@ -10,21 +10,21 @@ use ferrotron_tensor::{
 use serde_json::Value;
 use std::path::Path;
 
-/// What [`compare`] found; both lists are empty when the checkpoints hold the same.
+/// The result of [`compare`]; both lists are empty if the checkpoints are equal.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Comparison {
     /// Tensors that differ, by name.
     pub tensors: Vec<Difference>,
-    /// Places in the state that differ, as JSON pointers (`/data/position`); `step` if the steps do.
+    /// JSON pointers to state that differs (`/data/position`); `step` if the steps differ.
     pub state: Vec<String>,
 }
 
-/// A tensor that is not the same in both.
+/// A tensor that differs.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Difference {
     /// Its name.
     pub name: String,
-    /// In what way.
+    /// How it differs.
     pub kind: DifferenceKind,
 }
 
@@ -35,22 +35,21 @@ pub enum DifferenceKind {
     OnlyFirst,
     /// Only the second checkpoint has it.
     OnlySecond,
-    /// Other element type or shape: first, then second.
+    /// Different element type or shape: first, then second.
     Form(String, String),
-    /// Same form, other bits.
+    /// Same element type and shape, different bits.
     Values {
-        /// Elements whose bits differ.
+        /// Number of elements whose bits differ.
         count: u64,
-        /// Largest |a − b|; infinite where one is NaN and the other is not. 0 means that only signs of zero or
-        /// bits of NaN differ.
+        /// Largest |a − b|; infinite if exactly one is NaN. 0 means that only signs of zero or bits of NaN differ.
         max_abs: f64,
-        /// Where the largest difference is, counted in elements (row-major).
+        /// Index of the largest difference, in elements (row-major).
         at: u64,
     },
 }
 
 impl Comparison {
-    /// Do both hold the same?
+    /// True if both checkpoints are equal.
     pub fn same(&self) -> bool {
         self.tensors.is_empty() && self.state.is_empty()
     }
@@ -70,8 +69,7 @@ impl std::fmt::Display for Difference {
     }
 }
 
-/// Compare two checkpoint folders tensor by tensor, bit by bit. Both are checked in full first; memory is two
-/// small buffers.
+/// Compares two checkpoint folders bit by bit. Both are fully checked first; memory use is two small buffers.
 pub fn compare(a: &Path, b: &Path) -> Result<Comparison> {
     let (a, b) = (load(a)?, load(b)?);
     let mut out = Comparison::default();
@@ -128,7 +126,7 @@ fn compare_values(a: &Loaded, b: &Loaded, info: &TensorInfo) -> Result<Option<Di
 /// |x − y| of two elements given as little-endian bytes.
 fn distance(dtype: FileDType, x: &[u8], y: &[u8]) -> f64 {
     if let (FileDType::I64, Ok(x), Ok(y)) = (dtype, x.try_into(), y.try_into()) {
-        // Through f64 alone, large neighbours would look equal.
+        // In f64, large neighbouring integers would look equal.
         return (i128::from(i64::from_le_bytes(x)) - i128::from(i64::from_le_bytes(y))).unsigned_abs() as f64;
     }
     let (x, y) = (value(dtype, x), value(dtype, y));
@@ -151,7 +149,7 @@ fn value(dtype: FileDType, bytes: &[u8]) -> f64 {
         FileDType::E4M3 => Float::to_f64(E4m3(bits as u8)),
         FileDType::E5M2 => Float::to_f64(E5m2(bits as u8)),
         FileDType::I32 => f64::from(bits as i32),
-        // Bytes and booleans; nothing wider is ever written to a checkpoint.
+        // Bytes and booleans; no wider unsigned type is written to checkpoints.
         _ => bits as f64,
     }
 }

@@ -1,28 +1,28 @@
-//! Folder names, and the moves that keep a set of checkpoints whole whenever the machine stops.
+//! Checkpoint folders: names, and renames that keep every checkpoint complete if the machine stops.
 
 use crate::error::{Error, Result};
 use std::ffi::OsStr;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-/// Being written, or being deleted: of no value after a crash.
+/// Being written or deleted; removed after a crash.
 const TEMPORARY: &str = ".tmp-";
-/// A checkpoint moved aside while another of the same step takes its place.
+/// A checkpoint moved aside while another of the same step replaces it.
 const REPLACED: &str = ".replaced-";
 
-/// `step-00000120`.
+/// The folder name of a step: `step-00000120`.
 pub fn name(step: u64) -> String {
     format!("step-{step:08}")
 }
 
-/// The step a folder is named for.
+/// The step of a folder name.
 pub(super) fn step_of(name: &OsStr) -> Option<u64> {
     let name = name.to_str()?;
     let step = name.strip_prefix("step-")?.parse().ok()?;
     (self::name(step) == name).then_some(step)
 }
 
-/// The checkpoints in `dir`, oldest step first. No folder, no checkpoints.
+/// The checkpoints in `dir`, oldest step first; empty if the folder does not exist.
 pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     let mut found: Vec<(u64, PathBuf)> = entries(dir)?
         .into_iter()
@@ -33,8 +33,8 @@ pub fn list(dir: &Path) -> Result<Vec<(u64, PathBuf)>> {
     Ok(found)
 }
 
-/// The newest complete checkpoint in `dir`. Folders are renamed into place when complete, so this reads names
-/// only; damage that happened later is [`super::load`]'s to find, and is never passed over in silence.
+/// The newest complete checkpoint in `dir`. Folders are renamed into place when complete, so only names are read.
+/// Later damage is detected by [`super::load`] and never silently skipped.
 pub fn latest(dir: &Path) -> Result<Option<PathBuf>> {
     Ok(list(dir)?.pop().map(|(_, path)| path))
 }
@@ -50,8 +50,8 @@ fn entries(dir: &Path) -> Result<Vec<PathBuf>> {
         .map_err(|e| Error::io_doing(dir, "list the folder", e))
 }
 
-/// Remove what a crash left behind: half-written and half-deleted folders. A checkpoint that was moved aside
-/// comes back unless its successor arrived.
+/// Removes what a crash left behind: partly written and partly deleted folders. A checkpoint that was moved aside is
+/// restored unless its replacement is complete.
 pub(super) fn clean(dir: &Path) -> Result<()> {
     for path in entries(dir)? {
         let Some(name) = path.file_name().and_then(OsStr::to_str) else { continue };
@@ -69,7 +69,7 @@ pub(super) fn clean(dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// An empty temporary folder for the checkpoint called `name`.
+/// Creates an empty temporary folder for the checkpoint called `name`.
 pub(super) fn temporary(dir: &Path, name: &str) -> Result<PathBuf> {
     let path = dir.join(format!("{TEMPORARY}{name}"));
     if path.exists() {
@@ -79,7 +79,7 @@ pub(super) fn temporary(dir: &Path, name: &str) -> Result<PathBuf> {
     Ok(path)
 }
 
-/// Make a complete temporary folder the checkpoint called `name`, in place of an earlier one of that name.
+/// Renames a complete temporary folder to the checkpoint `name`, replacing an earlier one.
 pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf> {
     sync(temporary)?;
     let home = dir.join(name);
@@ -92,7 +92,7 @@ pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf
     if replaces {
         match done {
             Ok(()) => remove(&aside)?,
-            // Best effort: the error in hand says more, and a later `clean` brings it back too.
+            // Best effort: the error at hand is more useful, and `clean` restores it later as well.
             Err(_) if !home.exists() => drop(rename(&aside, &home)),
             Err(_) => {}
         }
@@ -100,12 +100,12 @@ pub(super) fn commit(dir: &Path, temporary: &Path, name: &str) -> Result<PathBuf
     done.map(|()| home)
 }
 
-/// Delete the oldest checkpoints so that `keep` remain, never the one in `newest`.
+/// Deletes the oldest checkpoints so that `keep` remain, never `newest`.
 pub(super) fn prune(dir: &Path, keep: usize, newest: &Path) -> Result<()> {
     let all = list(dir)?;
     let surplus = all.len().saturating_sub(keep.max(1));
     for (step, path) in all.into_iter().take(surplus).filter(|(_, p)| p != newest) {
-        // Under a temporary name first, so that a crash half-way leaves no folder that looks complete.
+        // Rename first, so that a crash half-way leaves no folder that looks complete.
         let doomed = dir.join(format!("{TEMPORARY}delete-{}", name(step)));
         if doomed.exists() {
             remove(&doomed)?;
@@ -128,13 +128,13 @@ fn rename(from: &Path, to: &Path) -> Result<()> {
     fs::rename(from, to).map_err(|e| Error::io_doing(from, &doing, e))
 }
 
-/// Make a folder's entries survive a power cut.
+/// Syncs a folder, so that its entries survive a power failure.
 pub(super) fn sync(dir: &Path) -> Result<()> {
     if !cfg!(unix) {
         return Ok(()); // elsewhere folders cannot be opened for this, and the file system does it itself
     }
     match File::open(dir).and_then(|f| f.sync_all()) {
-        // File systems that have no such operation say so with EINVAL; that is not a failure to write.
+        // File systems without this operation return EINVAL, which is not a failure to write.
         Err(e) if matches!(e.kind(), std::io::ErrorKind::InvalidInput | std::io::ErrorKind::Unsupported) => {
             Ok(())
         }

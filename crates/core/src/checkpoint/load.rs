@@ -1,4 +1,4 @@
-//! Reading a checkpoint: everything is checked before anything is handed out.
+//! Loading a checkpoint: everything is checked before any tensor is returned.
 
 use super::folder;
 use super::manifest::{self, Manifest};
@@ -14,7 +14,7 @@ use std::io::Read;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-/// A checkpoint whose every byte has been checked, open for reading.
+/// A fully checked checkpoint, open for reading.
 #[derive(Debug)]
 pub struct Loaded {
     path: PathBuf,
@@ -31,36 +31,36 @@ pub struct Loaded {
 pub struct BytesRead {
     /// Headers of all files, which every rank needs to find its tensors.
     pub headers: u64,
-    /// This rank's turn of the checksums.
+    /// This rank's part of the checksums.
     pub checked: u64,
-    /// Tensors, or what was asked of them.
+    /// Tensor data.
     pub tensors: u64,
 }
 
-/// What [`verify`] found.
+/// The result of [`verify`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct VerifyReport {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
-    /// Data files.
+    /// Number of data files.
     pub files: usize,
-    /// Tensors in them.
+    /// Number of tensors.
     pub tensors: usize,
-    /// Bytes of the data files.
+    /// Size of the data files in bytes.
     pub bytes: u64,
 }
 
-/// Open a checkpoint folder and check all of it: the manifest's form, version and checksum, each file's size and
-/// CRC-32C, and that its tensors are those the manifest lists. Reads every byte once, in bounded memory. If it
-/// is damaged, the error says what and, where there is one, which older checkpoint could be used instead; that
-/// choice is the caller's.
+/// Opens a checkpoint folder and checks all of it: the manifest's form, version and checksum, each file's size and
+/// CRC-32C, and that its tensors are those listed in the manifest. Reads every byte once, in bounded memory. If it is
+/// damaged, the error says how and names an older checkpoint that could be used instead, if there is one; the choice
+/// is the caller's.
 pub fn load(path: &Path) -> Result<Loaded> {
     load_parallel(path, &Communicator::solo())
 }
 
-/// [`load`] by all ranks of a group at once, which share the reading: of every file each rank checks the bytes
-/// whose turn it is, and the ranks' checksums join to the file's. What one rank finds wrong is an error on all. The
-/// folder must be the same one for all ranks (on several hosts: a shared file system).
+/// [`load`] on all ranks of a group, which share the reading: each rank checks its stripe of every file, and the
+/// checksums of the stripes combine to that of the file. An error found by one rank is returned on all. All ranks
+/// must see the same folder, on several hosts through a shared file system.
 pub fn load_parallel(path: &Path, group: &Communicator) -> Result<Loaded> {
     let (opened, mine) = match inspect(path, group.rank(), group.size()) {
         Ok((opened, word)) => (Ok(opened), word),
@@ -70,11 +70,11 @@ pub fn load_parallel(path: &Path, group: &Communicator) -> Result<Loaded> {
         }
     };
     let words = parallel_verify::exchange(&mine, group)?;
-    // Its own error first: the finder's sentence is the most exact.
+    // This rank's own error takes precedence: it is the most precise.
     opened.and_then(|opened| opened.finish(&words)).map_err(|e| with_older(path, e))
 }
 
-/// Says which older checkpoint could be used instead of a damaged one.
+/// Adds to an error which older checkpoint could be used instead.
 fn with_older(path: &Path, e: Error) -> Error {
     match older(path) {
         Some(name) => e.with_hint(&format!(
@@ -85,7 +85,7 @@ fn with_older(path: &Path, e: Error) -> Error {
     }
 }
 
-/// Check a checkpoint as [`load`] does and say what it holds.
+/// Checks a checkpoint as [`load`] does and returns what it holds.
 pub fn verify(path: &Path) -> Result<VerifyReport> {
     let loaded = load(path)?;
     Ok(VerifyReport {
@@ -102,17 +102,17 @@ impl Loaded {
         &self.path
     }
 
-    /// Steps done.
+    /// Number of steps done.
     pub fn step(&self) -> u64 {
         self.step
     }
 
-    /// The state as it was saved.
+    /// The saved state.
     pub fn state(&self) -> &Value {
         &self.state
     }
 
-    /// The tensors in the order of their names.
+    /// The tensors in order of their names.
     pub fn tensors(&self) -> impl Iterator<Item = &TensorInfo> {
         self.index.keys().filter_map(|name| self.get(name))
     }
@@ -127,17 +127,17 @@ impl Loaded {
         self.want(name)?.read(name)
     }
 
-    /// Fill `out` with the tensor's bytes from `start_byte` on, counted from the tensor's own first byte.
+    /// Fills `out` with the tensor's bytes from `start_byte` on, counted from the tensor's first byte.
     pub fn read_range(&self, name: &str, start_byte: u64, out: &mut [u8]) -> Result<()> {
         self.want(name)?.read_range(name, start_byte, out)
     }
 
-    /// Byte ranges of a tensor one after another, counted from the tensor's own first byte; only those are read.
+    /// Byte ranges of a tensor, concatenated; offsets count from the tensor's first byte. Only these bytes are read.
     pub fn read_runs(&self, name: &str, runs: &[Range<usize>]) -> Result<Vec<u8>> {
         self.want(name)?.read_runs(name, runs)
     }
 
-    /// What this value has read so far.
+    /// Bytes read so far.
     pub fn bytes_read(&self) -> BytesRead {
         BytesRead {
             headers: self.files.iter().map(TensorFile::header_bytes).sum(),
@@ -146,8 +146,8 @@ impl Loaded {
         }
     }
 
-    /// Are the tensors exactly these? Called before the first is used, it keeps a checkpoint of another model
-    /// from being loaded in part. The error names the first few that are missing, unexpected or different.
+    /// Checks that the tensors are exactly `expected`, before the first one is used, so that a checkpoint of another
+    /// model is not loaded in part. The error names the first few that are missing, unexpected or different.
     pub fn check<'a>(&self, expected: impl IntoIterator<Item = (&'a str, DType, &'a [usize])>) -> Result<()> {
         let mut wrong = Vec::new();
         let mut known = BTreeSet::new();
@@ -189,7 +189,7 @@ impl Loaded {
     }
 }
 
-/// A checkpoint whose files are open, before the ranks agreed that they are whole.
+/// A checkpoint whose files are open but whose checksums the ranks have not agreed on yet.
 pub(super) struct Opened {
     path: PathBuf,
     manifest: Manifest,
@@ -197,7 +197,7 @@ pub(super) struct Opened {
     checked: u64,
 }
 
-/// Checks everything that takes no reading of tensors, and rank `part` of `of`'s bytes of every file.
+/// Checks everything that needs no tensor data, and stripe `part` of `of` of every file.
 pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, RankCheck)> {
     let (manifest, sum) = read_manifest(path)?;
     // A renamed folder would resume at one step with the data of another.
@@ -222,7 +222,7 @@ pub(super) fn inspect(path: &Path, part: usize, of: usize) -> Result<(Opened, Ra
 }
 
 impl Opened {
-    /// The checkpoint, if what all ranks say makes it whole and its tensors are those the manifest lists.
+    /// Returns the checkpoint if the results of all ranks match and its tensors are those listed in the manifest.
     pub(super) fn finish(self, words: &[RankCheck]) -> Result<Loaded> {
         let Opened { path, manifest, files, checked } = self;
         let sums = parallel_verify::join(&path, words, files.iter().map(TensorFile::bytes))?;
@@ -259,7 +259,7 @@ impl Opened {
     }
 }
 
-/// The manifest and the checksum of its text.
+/// Reads the manifest and the checksum of its text.
 fn read_manifest(path: &Path) -> Result<(Manifest, u32)> {
     let file = path.join(manifest::FILE);
     let mut bytes = Vec::new();
@@ -303,7 +303,7 @@ fn check_size(file: &Path, want: u64) -> Result<()> {
     }
 }
 
-/// The newest older neighbour that looks whole: a good manifest and files of the right size.
+/// The newest older checkpoint that looks complete: a valid manifest and files of the right size.
 fn older(path: &Path) -> Option<String> {
     let name = path.file_name()?;
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));

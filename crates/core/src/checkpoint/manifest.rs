@@ -1,18 +1,18 @@
-//! `manifest.json`: what a checkpoint consists of.
+//! `manifest.json`: the contents of a checkpoint.
 //!
-//! The text is canonical JSON. Its first key holds the CRC-32C of every byte after that key's line, so a flipped
-//! byte anywhere in the manifest is found, and the file is still ordinary JSON for other tools.
+//! The text is canonical JSON. Its first key holds the CRC-32C of every byte after that key's line, so a flipped byte
+//! anywhere in the manifest is detected, and the file is still ordinary JSON for other tools.
 
 use super::canonical;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Name of the file.
+/// File name.
 pub(super) const FILE: &str = "manifest.json";
-/// Version this code writes and reads.
+/// The version written and read by this code.
 pub(super) const VERSION: u64 = 1;
-/// Longest manifest written or read: 256 MiB.
+/// Largest manifest written or read: 256 MiB.
 pub(super) const MAX_BYTES: u64 = 256 << 20;
 
 const FORMAT: &str = "ferrotron checkpoint";
@@ -41,7 +41,7 @@ pub(super) struct Manifest {
     pub tensors: BTreeMap<String, String>,
 }
 
-/// A CRC-32C as the manifest writes it.
+/// A CRC-32C as written in the manifest.
 pub(super) fn hex(crc: u32) -> String {
     format!("{crc:08x}")
 }
@@ -56,11 +56,11 @@ impl Manifest {
         Manifest { format: FORMAT.into(), version: VERSION, step, state, files, tensors }
     }
 
-    /// The file's text. Read back before it is returned, so that what is written can be read.
+    /// Renders the file, and parses it again before returning, so that whatever is written can be read.
     pub fn render(&self) -> Result<String, String> {
         let value = serde_json::to_value(self).map_err(|e| format!("cannot be written as JSON: {e}"))?;
         let body = canonical::render(&value);
-        // "checksum" sorts before every other key, so the object's opening line can be replaced by it.
+        // "checksum" sorts before every other key, so it can replace the object's opening line.
         let rest = body.strip_prefix("{\n").ok_or("is not an object")?;
         let text = format!("{BEFORE}{}{AFTER}{rest}", hex(crc32c::crc32c(rest.as_bytes())));
         if text.len() as u64 > MAX_BYTES {
@@ -73,7 +73,7 @@ impl Manifest {
         }
     }
 
-    /// Check and parse. An error is the end of a sentence that begins with the file.
+    /// Checks and parses the file. The error continues a sentence that starts with the file name.
     pub fn parse(bytes: &[u8]) -> Result<Manifest, String> {
         let text = std::str::from_utf8(bytes).map_err(|e| format!("is damaged: {e}"))?;
         let (sum, rest) = text
@@ -85,7 +85,7 @@ impl Manifest {
         if sum != found {
             return Err(format!("is damaged: its checksum is {sum}, but its text gives {found}"));
         }
-        // The version first: another version may have other fields.
+        // Check the version first: another version may have other fields.
         let value: Value =
             serde_json::from_str(&format!("{{{rest}")).map_err(|e| format!("is not valid JSON: {e}"))?;
         let version = value.get("version").and_then(Value::as_u64);
@@ -107,7 +107,7 @@ impl Manifest {
 
     fn check(&self) -> Result<(), String> {
         for name in self.files.keys() {
-            // A manifest must not lead the reader out of its folder.
+            // File names must not lead out of the folder.
             let plain = |c: char| c.is_ascii_alphanumeric() || c == '-' || c == '_';
             let stem = name.strip_suffix(".safetensors").unwrap_or_default();
             if stem.is_empty() || !stem.chars().all(plain) {

@@ -1,16 +1,17 @@
-//! Checkpoints: layout-free logical tensors and a JSON state, written so that a crash at any moment leaves the
-//! previous checkpoint whole, and read so that one damaged byte anywhere is an error before any tensor is used.
+//! Checkpoints: layout-independent logical tensors and a JSON state. They are written so that a crash at any time
+//! leaves the previous checkpoint complete, and read so that one damaged byte anywhere is an error before any tensor
+//! is used.
 //!
 //! ```text
 //! <run>/checkpoints/step-00000120/
 //!     manifest.json            format, step, state, files with size and CRC-32C, tensor → file; its own checksum
 //!     model.safetensors        tensors named "model/…"
-//!     optimizer.safetensors    all others; large sets are cut into model-00001-of-00003.safetensors and so on
+//!     optimizer.safetensors    all others; large sets are split into model-00001-of-00003.safetensors and so on
 //! ```
 //! A checkpoint holds what it is given and nothing else (no time, host or path), in an order that depends on the
-//! names only: equal snapshots give equal bytes. It is written to `.tmp-step-…`, synced, and renamed, so a
-//! folder called `step-…` is complete. Tensors keep their full logical shape; a rank reads the bytes
-//! it owns with [`Loaded::read_runs`], and ranks share the check of the whole with [`load_parallel`].
+//! names only: equal snapshots give equal bytes. It is written to `.tmp-step-…`, synced, and renamed, so a folder
+//! called `step-…` is complete. Tensors keep their full logical shape; a rank reads the bytes it owns with
+//! [`Loaded::read_runs`], and ranks share the verification with [`load_parallel`].
 
 mod canonical;
 mod compare;
@@ -32,7 +33,7 @@ pub use single_file::{SingleFile, write_single_file};
 
 use ferrotron_tensor::DType;
 
-/// One logical tensor: an owned copy, because the trainer goes on changing the original while it is written.
+/// One logical tensor: an owned copy, because training continues to change the original while it is written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Item {
     /// Logical name, e.g. `model/layers.0.attention.q` or `adam.m/layers.0.attention.q`; unique in a snapshot.
@@ -45,13 +46,13 @@ pub struct Item {
     pub bytes: Vec<u8>,
 }
 
-/// Everything a run needs to go on from a step.
+/// Everything a run needs to continue from a step.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Snapshot {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
-    /// Counters, random state, data position, configuration. Floats come back with the same bits; JSON has no
-    /// NaN or infinity. Put no time, host or path here: equal runs are to give equal bytes.
+    /// Counters, random state, data position, configuration. Floats are restored bit by bit; JSON has no NaN or
+    /// infinity. It must not contain times, hosts or paths: equal runs give equal bytes.
     pub state: serde_json::Value,
     /// The tensors, in any order.
     pub items: Vec<Item>,

@@ -1,4 +1,4 @@
-//! Saving in the background.
+//! Asynchronous saving.
 
 use super::{Snapshot, folder, write};
 use crate::error::{Error, Result};
@@ -6,20 +6,20 @@ use std::fs::{File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::thread::JoinHandle;
 
-/// Writes checkpoints on a thread of its own while training goes on. Dropping it waits for the write under way;
-/// [`Saver::finish`] also tells whether that went well.
+/// Writes checkpoints on a background thread while training continues. Dropping it waits for the write in progress;
+/// [`Saver::finish`] also returns its result.
 pub struct Saver {
     dir: PathBuf,
     keep: Option<usize>,
     shard_bytes: u64,
     running: Option<JoinHandle<Result<()>>>,
-    /// Held for as long as the value lives; the system releases it even after `kill -9`.
+    /// Held as long as the saver lives; the system releases it even after `kill -9`.
     _lock: Option<File>,
 }
 
 impl Saver {
-    /// Take charge of a folder of checkpoints (made if need be): remove what a crash left half-written, and keep
-    /// a second process out. `keep` is how many checkpoints remain after each save, at least 1; `None` is all.
+    /// Opens a folder of checkpoints, creating it if necessary: removes what a crash left partly written, and locks
+    /// out a second process. `keep` is the number of checkpoints kept after each save, at least 1; `None` keeps all.
     /// Call it before [`super::latest`].
     pub fn new(dir: &Path, keep: Option<usize>) -> Result<Saver> {
         if keep == Some(0) {
@@ -42,14 +42,14 @@ impl Saver {
         })
     }
 
-    /// Cut data files at another size than 4 GiB.
+    /// Splits data files at another size than 4 GiB.
     pub fn shard_bytes(mut self, bytes: u64) -> Saver {
         self.shard_bytes = bytes;
         self
     }
 
-    /// Delete what a crash between a save and its tidying left beyond the number to keep. Call it once the newest
-    /// checkpoint is known to be whole: older ones are what is left if it is not.
+    /// Deletes checkpoints beyond `keep` that a crash between a save and its pruning left. Call it once the newest
+    /// checkpoint is known to be complete: otherwise the older ones are the fallback.
     pub fn tidy(&self) -> Result<()> {
         match (self.keep, folder::latest(&self.dir)?) {
             (Some(keep), Some(newest)) => folder::prune(&self.dir, keep, &newest),
@@ -57,8 +57,8 @@ impl Saver {
         }
     }
 
-    /// Begin to write `snapshot` and return. Waits for the write before it if that is still under way; if that
-    /// one failed, its error is returned and this snapshot is not written.
+    /// Starts writing `snapshot` and returns. Waits for the previous write if that is still in progress; if that
+    /// failed, returns its error and does not write this snapshot.
     pub fn save(&mut self, snapshot: Snapshot) -> Result<()> {
         self.finish()?;
         let (dir, keep, shard_bytes) = (self.dir.clone(), self.keep, self.shard_bytes);
@@ -74,7 +74,7 @@ impl Saver {
         Ok(())
     }
 
-    /// Wait until everything saved so far is on disk.
+    /// Waits until everything saved so far is on disk.
     pub fn finish(&mut self) -> Result<()> {
         let Some(thread) = self.running.take() else { return Ok(()) };
         thread.join().unwrap_or_else(|_| {
@@ -86,7 +86,7 @@ impl Saver {
 
 impl Drop for Saver {
     fn drop(&mut self) {
-        // Nobody is left to hear of an error; who wants to, calls `finish`.
+        // An error cannot be returned from drop; call `finish` to get it.
         drop(self.finish());
     }
 }
@@ -100,8 +100,8 @@ fn lock(dir: &Path) -> Result<Option<File>> {
         .open(&path)
         .map_err(|e| Error::io_doing(&path, "create", e))?;
     let mut taken = file.try_lock();
-    // A process that is just being started anywhere in this program holds every open file for a moment, a lock that was
-    // given up meanwhile included. A run holds it for longer.
+    // A child process that is just being spawned anywhere in this program briefly holds every open file, including a
+    // lock that was just released. Another run holds it for longer.
     for _ in 0..20 {
         if !matches!(taken, Err(TryLockError::WouldBlock)) {
             break;
@@ -115,7 +115,7 @@ fn lock(dir: &Path) -> Result<Option<File>> {
             "{}: another run is writing checkpoints here; wait for it to end or choose another folder",
             dir.display()
         ))),
-        // Some network file systems have no locks; the run is worth more than the guard.
+        // Some network file systems have no locks; run without one.
         Err(TryLockError::Error(e)) if e.kind() == std::io::ErrorKind::Unsupported => Ok(None),
         Err(TryLockError::Error(e)) => Err(Error::io_doing(&path, "lock", e)),
     }

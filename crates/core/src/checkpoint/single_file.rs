@@ -1,4 +1,4 @@
-//! A checkpoint that belongs to no run: one folder of any name, written tensor by tensor.
+//! A checkpoint outside of a run: one folder of any name, written tensor by tensor.
 
 use super::{folder, manifest, write};
 use crate::error::{Error, Result};
@@ -8,22 +8,22 @@ use std::borrow::Cow;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// What such a checkpoint holds.
+/// The contents of such a checkpoint.
 pub struct SingleFile<'a> {
-    /// Steps done.
+    /// Number of steps done.
     pub step: u64,
     /// As in [`super::Snapshot`].
     pub state: Value,
     /// The tensors, in any order.
     pub tensors: &'a [TensorDecl],
-    /// Gives the little-endian bytes of one of them: only one is in memory at a time.
+    /// Returns the little-endian bytes of a tensor; only one is in memory at a time.
     pub source: &'a dyn Fn(&str) -> Result<Vec<u8>>,
     /// Adds further files to the folder before it appears.
     pub more: &'a dyn Fn(&Path) -> Result<()>,
 }
 
-/// Writes the folder `path`, which appears whole or not at all. What is there is replaced only with
-/// `overwrite`, and only if it is a checkpoint or an empty folder.
+/// Writes the folder `path`, which appears complete or not at all. An existing folder is replaced only with
+/// `overwrite`, and only if it is a checkpoint or empty.
 pub fn write_single_file(path: &Path, contents: &SingleFile, overwrite: bool) -> Result<()> {
     let invalid = |what: String| Error::Invalid(format!("{}: {what}", path.display()));
     let Some(name) = path.file_name().and_then(OsStr::to_str) else {
@@ -50,7 +50,7 @@ pub fn write_single_file(path: &Path, contents: &SingleFile, overwrite: bool) ->
     Ok(())
 }
 
-/// May `path` be written?
+/// Fails if `path` must not be written.
 fn free(path: &Path, overwrite: bool) -> Result<()> {
     if path.symlink_metadata().is_err() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! Writing one checkpoint, whole or not at all.
+//! Writing one checkpoint atomically.
 
 use super::manifest::{self, Manifest, Shard};
 use super::{Snapshot, folder};
@@ -11,17 +11,17 @@ use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-/// Data files grow to about this size before another is begun.
+/// Approximate size of data files before another is started.
 pub(super) const SHARD_BYTES: u64 = 4 << 30;
 
-/// Gives the bytes of a tensor by its name.
+/// Returns the bytes of a tensor by name.
 pub(super) type Source<'a> = dyn Fn(&str) -> Result<Cow<'a, [u8]>> + 'a;
 
-/// A data file to be: its name and its tensors.
+/// The data files to write: name and tensors of each.
 type ShardPlan<'a> = Vec<(String, Vec<&'a TensorDecl>)>;
 
-/// Write the snapshot as a checkpoint of `dir` and return its folder. If anything fails, what was written so
-/// far is removed and the checkpoints already there stay as they are.
+/// Writes the snapshot as a checkpoint of `dir` and returns its folder. If anything fails, what was written so far is
+/// removed and existing checkpoints stay unchanged.
 pub(super) fn write(dir: &Path, snapshot: &Snapshot, shard_bytes: u64) -> Result<PathBuf> {
     let decls: Vec<TensorDecl> = snapshot
         .items
@@ -36,7 +36,7 @@ pub(super) fn write(dir: &Path, snapshot: &Snapshot, shard_bytes: u64) -> Result
     write_atomically(dir, &folder::name(snapshot.step), &fill)
 }
 
-/// Fills a temporary folder of `dir` and gives it its name, or removes it again.
+/// Fills a temporary folder of `dir` and renames it, or removes it again.
 pub(super) fn write_atomically(
     dir: &Path,
     name: &str,
@@ -44,14 +44,14 @@ pub(super) fn write_atomically(
 ) -> Result<PathBuf> {
     let temporary = folder::temporary(dir, name)?;
     fill(&temporary).and_then(|()| folder::commit(dir, &temporary, name)).inspect_err(|_| {
-        // The first error says why; a folder that cannot be removed either goes at the next start.
+        // Return the first error; a folder that cannot be removed either is cleaned up at the next start.
         if temporary.exists() {
             drop(folder::remove(&temporary));
         }
     })
 }
 
-/// Which tensor goes where: "model/…" apart from the rest, each group in the order of names, cut by size.
+/// Assigns tensors to files: "model/…" apart from the rest, each group in name order, split by size.
 pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<ShardPlan<'_>> {
     let mut sorted: Vec<&TensorDecl> = decls.iter().collect();
     sorted.sort_by(|a, b| a.name.cmp(&b.name));
@@ -64,7 +64,7 @@ pub(super) fn plan(decls: &[TensorDecl], shard_bytes: u64) -> Result<ShardPlan<'
         let mut shards: Vec<Vec<&TensorDecl>> = Vec::new();
         let mut room = 0u64;
         for item in items {
-            // A size that does not exist is refused by the writer of the file.
+            // The file writer refuses tensors whose size overflows.
             let bytes = item.dtype.tensor_bytes(&item.shape).unwrap_or(u64::MAX);
             match shards.last_mut() {
                 Some(shard) if bytes <= room => shard.push(item),

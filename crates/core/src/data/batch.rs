@@ -1,28 +1,28 @@
-//! What a training step consumes, and the sources it comes from.
+//! Batches of token sequences, and the trait of their sources.
 
 use crate::{Error, Result};
 
-/// The label of a place without loss.
+/// The label of positions without loss.
 pub const IGNORE: i32 = -100;
 
-/// `count` samples of `seq` tokens, flattened row after row.
+/// `count` samples of `seq` tokens, flattened row by row.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Batch {
     /// Input ids `[count * seq]`.
     pub tokens: Vec<i32>,
-    /// The id that follows each input, [`IGNORE`] where no loss is taken `[count * seq]`.
+    /// The id that follows each input, [`IGNORE`] for positions without loss `[count * seq]`.
     pub labels: Vec<i32>,
-    /// Position of each token inside its document or row `[count * seq]`.
+    /// Position of each token within its document or row `[count * seq]`.
     pub positions: Vec<i32>,
-    /// Where attention starts anew, over the flattened batch: 0, every document and row start, and
-    /// `count * seq`. None when each row is one piece.
+    /// Offsets of sequences over the flattened batch, between which there is no attention: 0, every document and row
+    /// start, and `count * seq`. `None` if each row is one sequence.
     pub cu_seqlens: Option<Vec<i32>>,
-    /// Of each token, whether it only fills a place `[count * seq]`; none when all are tokens.
+    /// True for positions that only pad a row `[count * seq]`; `None` if there are none.
     pub padding: Option<Vec<bool>>,
 }
 
 impl Batch {
-    /// A batch of the same shape without a single token in it.
+    /// The same batch as padding only: no position has a loss or goes to an expert.
     pub fn as_padding(mut self) -> Batch {
         self.labels.fill(IGNORE);
         self.padding = Some(vec![true; self.tokens.len()]);
@@ -39,14 +39,14 @@ pub struct Row {
     pub labels: Vec<i32>,
     /// Positions `[seq]`.
     pub positions: Vec<i32>,
-    /// Where attention starts anew inside the row, ascending and beginning with 0.
+    /// Where sequences start inside the row, ascending, beginning with 0.
     pub starts: Vec<usize>,
-    /// Trailing positions that only fill the row: no label, and no expert of an MoE layer sees them.
+    /// Number of trailing positions that only pad the row: they have no label and go to no expert.
     pub padding: usize,
 }
 
 impl Row {
-    /// Empties the row, keeping its memory.
+    /// Empties the row and keeps its buffers.
     pub fn clear(&mut self) {
         self.tokens.clear();
         self.labels.clear();
@@ -56,20 +56,19 @@ impl Row {
     }
 }
 
-/// A source of samples. What it gives depends on the sample number only, so a run that is resumed at n
-/// consumed samples, under any layout, sees exactly what an uninterrupted run would have seen.
+/// A source of samples. A sample depends on its number only, so a run resumed after n samples, under any layout, sees
+/// exactly what an uninterrupted run would have seen.
 pub trait Batches: Send + Sync {
     /// Tokens per sample.
     fn seq(&self) -> usize;
 
-    /// Samples after which every token has come up about once; any number may be asked for, and sources
-    /// with an end start over. Never 0.
+    /// Number of samples in one epoch, at least 1. Any sample number may be requested; finite sources start over.
     fn samples(&self) -> u64;
 
-    /// May attention start anew inside a row?
+    /// True if sequences may start inside a row.
     fn resets(&self) -> bool;
 
-    /// Writes sample `n` into the (empty) row.
+    /// Writes sample `n` into the empty row.
     fn row(&self, n: u64, row: &mut Row) -> Result<()>;
 
     /// Samples `first .. first + count`.
@@ -127,7 +126,7 @@ impl<T: Batches + ?Sized> Batches for Box<T> {
     }
 }
 
-/// Refuses an id that an embedding of `vocab` rows cannot take.
+/// Checks that a token id is inside the vocabulary.
 pub(crate) fn checked_id(token: i64, vocab: u32, source: &dyn Fn() -> String) -> Result<i32> {
     if (0..i64::from(vocab)).contains(&token)
         && let Ok(id) = i32::try_from(token)

@@ -1,4 +1,4 @@
-//! Mixing datasets.
+//! Weighted blends of datasets.
 
 use std::path::Path;
 
@@ -6,21 +6,21 @@ use super::split::normalise;
 use super::{Batches, GptConfig, GptDataset, Row};
 use crate::{Error, Result};
 
-/// Members are offered this much more than their share, so that rounding never runs one dry.
+/// Members are asked for this fraction more than their share, so that rounding never exhausts one.
 pub const SURPLUS: f64 = 0.005;
 
-/// For each blended sample, the member and the member's own sample.
+/// For each blended sample, its member dataset and the sample within that dataset.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct BlendIndex {
-    /// Which member.
+    /// Index of the member.
     pub member: Vec<u16>,
-    /// Which sample of it.
+    /// Sample of that member.
     pub sample: Vec<u64>,
 }
 
 impl BlendIndex {
-    /// `size` samples in proportion to `weights`, which sum to 1: the i-th goes to the member furthest
-    /// behind, argmax of wⱼ·max(i, 1) − countⱼ, the first of equals.
+    /// `size` samples in proportion to `weights`, which sum to 1. Sample i goes to the member that lags most: argmax
+    /// of wⱼ·max(i, 1) − countⱼ, the first one on a tie.
     pub fn weighted(weights: &[f64], size: u64) -> Result<Self> {
         Self::fill(weights, size, |_, _| true)
     }
@@ -61,12 +61,12 @@ impl BlendIndex {
     }
 }
 
-/// Samples each member should be asked for so that `target` can be blended: ⌈⌈target·w⌉·(1 + surplus)⌉.
+/// Samples to request of each member so that `target` can be blended: ⌈⌈target·w⌉·(1 + surplus)⌉.
 pub fn member_samples(weights: &[f64], target: u64, surplus: f64) -> Vec<u64> {
     weights.iter().map(|w| ((target as f64 * w).ceil() * (1.0 + surplus)).ceil() as u64).collect()
 }
 
-/// Are there members, and do they agree on the sequence length?
+/// Fails unless there are members and all have the same sequence length.
 fn same_seq(members: &[Box<dyn Batches>]) -> Result<()> {
     let Some(first) = members.first() else { return Err(Error::Invalid("a blend without members".into())) };
     match members.iter().find(|m| m.seq() != first.seq()) {
@@ -86,7 +86,7 @@ pub struct Blend {
 }
 
 impl Blend {
-    /// `size` samples in proportion to `weights` (normalised here).
+    /// `size` samples in proportion to `weights`, which are normalised here.
     pub fn weighted(members: Vec<Box<dyn Batches>>, weights: &[f64], size: u64) -> Result<Self> {
         same_seq(&members)?;
         if weights.len() != members.len() || size == 0 {
@@ -108,9 +108,9 @@ impl Blend {
         Ok(Self { members, index })
     }
 
-    /// The splits of several `.bin/.idx` prefixes, blended. With weights, each split needs a sample count
-    /// and is blended to it (marginally more, by rounding up per member). Without, each member gives one
-    /// epoch, all of it or, with a count, at most that many in proportion to sizes.
+    /// Blends the splits of several `.bin/.idx` prefixes. With weights, each split needs a sample count and is
+    /// blended to it (slightly more, since members round up). Without, each member provides one epoch: all of it or,
+    /// with a count, at most that many samples in proportion to sizes.
     pub fn gpt(
         prefixes: &[impl AsRef<Path>],
         weights: Option<&[f64]>,
@@ -124,7 +124,7 @@ impl Blend {
         }
         let mut members: [Vec<Box<dyn Batches>>; 3] = Default::default();
         for (m, prefix) in prefixes.iter().enumerate() {
-            // One dataset without weights is repeated as needed, like an unblended one.
+            // A single dataset without weights is repeated as needed, like an unblended one.
             let mut wanted = if prefixes.len() == 1 { samples } else { [None; 3] };
             if let Some(w) = &weights {
                 for (wanted, target) in wanted.iter_mut().zip(samples) {
@@ -160,12 +160,12 @@ impl Blend {
         Ok(out)
     }
 
-    /// Which sample comes from where.
+    /// The member and sample of each blended sample.
     pub fn index(&self) -> &BlendIndex {
         &self.index
     }
 
-    /// The sources.
+    /// The member sources.
     pub fn members(&self) -> &[Box<dyn Batches>] {
         &self.members
     }
@@ -190,13 +190,13 @@ impl Batches for Blend {
     }
 }
 
-/// Sources taking turns: sample n is sample n / k of source n mod k.
+/// Sources in turns: sample n is sample n / k of source n mod k.
 pub struct Interleave {
     members: Vec<Box<dyn Batches>>,
 }
 
 impl Interleave {
-    /// At least one source, all of one sequence length.
+    /// Needs at least one source, all of the same sequence length.
     pub fn new(members: Vec<Box<dyn Batches>>) -> Result<Self> {
         same_seq(&members)?;
         Ok(Self { members })

@@ -1,4 +1,4 @@
-//! Text or JSON lines into a `.bin/.idx` pair.
+//! Tokenizes text or JSON lines into a `.bin/.idx` pair.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
@@ -7,67 +7,53 @@ use std::path::{Path, PathBuf};
 use super::{IndexedWriter, TokenType};
 use crate::{Error, Result};
 
-/// Longest line accepted, so that a file without line ends cannot fill the memory.
+/// Longest line accepted, so that a file without line ends cannot fill memory.
 const LONGEST_LINE: u64 = 1 << 28;
 /// A file that is one document is tokenized in pieces of about this size, cut after a line.
 const PIECE: usize = 8 << 20;
-/// Longer documents go on in another sequence; the format counts the tokens of one in 32 bits.
+/// Longer documents continue in another sequence; the format counts a sequence's tokens in 32 bits.
 const LONGEST_SEQUENCE: u64 = 1 << 30;
 
-/// Where the documents of a file begin and end.
+/// How a file is split into documents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum TextFormat {
-    /// The file is a document. Above 8 MiB it is tokenized in pieces that end with a line.
+    /// The whole file is one document. Above 8 MiB it is tokenized in pieces that end with a line.
     Whole,
-    /// A line is a document.
+    /// Each line is a document.
     Text,
-    /// A line is a JSON object with the document under this key.
+    /// Each line is a JSON object with the document under this key.
     JsonLines {
-        /// Usually `text`.
+        /// The key, usually `text`.
         key: String,
     },
 }
 
-/// A file to read.
+/// An input file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Input {
-    /// Where it is.
+    /// Its path.
     pub path: PathBuf,
-    /// How it is cut into documents.
+    /// How it is split into documents.
     pub format: TextFormat,
 }
 
-/// What was built.
+/// Statistics of a build.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BuildSummary {
-    /// Documents written.
+    /// Number of documents written.
     pub documents: u64,
-    /// Lines and files left out because they, or their tokens, were empty.
+    /// Number of lines and files skipped because they, or their tokens, were empty.
     pub skipped: u64,
-    /// Tokens written, end-of-document tokens included.
+    /// Number of tokens written, including end-of-document tokens.
     pub tokens: u64,
-    /// Bytes read.
+    /// Number of bytes read.
     pub bytes: u64,
 }
 
-/// Tokenizes one file; see [`build_all`].
+/// Tokenizes files one after the other into `out_prefix.bin` and `out_prefix.idx`, which appear only when complete.
+/// `eod` is appended to each document. `progress` gets the bytes read so far and in total, at least once and finally
+/// when everything is read. Memory use does not grow with the input.
 pub fn build(
-    input: &Path,
-    format: &TextFormat,
-    tokenize: &dyn Fn(&str) -> Result<Vec<u32>>,
-    eod: Option<u32>,
-    vocab: u32,
-    out_prefix: &Path,
-    progress: &dyn Fn(u64, u64),
-) -> Result<BuildSummary> {
-    let input = Input { path: input.into(), format: format.clone() };
-    build_all(&[input], tokenize, eod, vocab, out_prefix, progress)
-}
-
-/// Tokenizes files one after the other into `out_prefix.bin` and `out_prefix.idx`, which appear only when
-/// complete. `eod` is appended to each document. `progress` is told the bytes read and the bytes in all,
-/// at least once, and last when everything is read. Memory does not grow with the input.
-pub fn build_all(
     inputs: &[Input],
     tokenize: &dyn Fn(&str) -> Result<Vec<u32>>,
     eod: Option<u32>,
@@ -81,7 +67,7 @@ pub fn build_all(
         )));
     }
     let mut total = 0;
-    // All of them, before an hour is spent on the first.
+    // Check all inputs first, before time is spent on any.
     for input in inputs {
         let about = File::open(&input.path).and_then(|f| f.metadata()).map_err(Error::io(&input.path))?;
         if about.is_dir() {
@@ -122,7 +108,7 @@ struct Builder<'a> {
 }
 
 impl Builder<'_> {
-    /// One document per line.
+    /// Tokenizes a file of one document per line.
     fn lines(&mut self, path: &Path, format: &TextFormat) -> Result<()> {
         let mut reader = BufReader::with_capacity(1 << 20, File::open(path).map_err(Error::io(path))?);
         let (mut line, mut number) = (Vec::new(), 0u64);
@@ -148,7 +134,7 @@ impl Builder<'_> {
         }
     }
 
-    /// One document in all.
+    /// Tokenizes a file that is one document.
     fn whole_file(&mut self, path: &Path) -> Result<()> {
         let mut file = File::open(path).map_err(Error::io(path))?;
         let (mut held, mut at) = (Vec::with_capacity(PIECE), 0u64);
@@ -156,7 +142,7 @@ impl Builder<'_> {
             let read = (&mut file).take((PIECE - held.len().min(PIECE / 2)) as u64).read_to_end(&mut held);
             let read = read.map_err(Error::io(path))?;
             let here = |what: String| Error::damaged(path, format!("from byte {at} on: {what}"));
-            // After the last line end, or at least not inside a character.
+            // Cut after the last line end, or at least not inside a character.
             let end = match held.iter().rposition(|b| *b == b'\n') {
                 _ if read == 0 => held.len(),
                 Some(newline) => newline + 1,
@@ -178,7 +164,7 @@ impl Builder<'_> {
         }
     }
 
-    /// Adds to the open document.
+    /// Tokenizes a piece of the open document.
     fn piece(&mut self, text: &str, at: &dyn Fn(String) -> Error) -> Result<()> {
         let tokens = if text.is_empty() { Vec::new() } else { (self.tokenize)(text)? };
         if let Some(bad) = tokens.iter().find(|t| **t >= self.vocab) {

@@ -1,23 +1,23 @@
-//! The corpus inside the binary: this project's own text, and synthetic text of known entropy.
+//! The corpus embedded in the binary: text of this project, and synthetic text of known entropy.
 //!
-//! Byte level, 256 ids. Training rows alternate between the two parts; evaluation reads a synthetic stream
-//! that training never saw, whose loss has the floor [`super::synthetic::entropy_rate`].
+//! Tokens are bytes, 256 ids. Training rows alternate between the two parts; evaluation reads a synthetic stream that
+//! training never sees, whose loss has the lower bound [`super::synthetic::entropy_rate`].
 
 use super::synthetic::synthetic;
 use super::{Batches, Interleave, Stream};
 use crate::Result;
 
-/// Rows of the embedding a byte-level model needs.
+/// Vocabulary size of a byte-level model.
 pub const VOCAB: u32 = 256;
 
-/// Synthetic bytes trained on before they repeat: more than the default run reads.
+/// Synthetic bytes before they repeat: more than the default run reads.
 const TRAINING_BYTES: usize = 1 << 20;
 const HELD_OUT_BYTES: usize = 1 << 18;
-/// Sets the held-out stream apart from every training seed in practical use.
+/// Separates the held-out stream from every training seed used in practice.
 const HELD_OUT: u64 = 0x5eed_0000_0000_0000;
 
-/// The text part: documentation and source of this project as they were when it was frozen. It never changes, so that a
-/// run resumes on the same bytes under a later version, and a loss of the default recipe can be compared across versions.
+/// The text part: documentation and source of this project, frozen. It never changes, so that a run resumes on the
+/// same bytes under a later version and losses of the default recipe stay comparable.
 pub fn text() -> &'static str {
     include_str!("corpus.txt")
 }
@@ -26,14 +26,14 @@ fn ids(bytes: &[u8]) -> Vec<i32> {
     bytes.iter().map(|&b| i32::from(b)).collect()
 }
 
-/// Rows of `seq` bytes for training: even sample numbers are text from random places, odd ones synthetic.
+/// Training rows of `seq` bytes: even sample numbers are text from random offsets, odd ones are synthetic.
 pub fn training(seq: usize, seed: u64) -> Result<Interleave> {
     let text: Box<dyn Batches> = Box::new(Stream::random(ids(text().as_bytes()), seq, seed)?);
     let made: Box<dyn Batches> = Box::new(Stream::sequential(ids(&synthetic(seed, TRAINING_BYTES)), seq)?);
     Interleave::new(vec![text, made])
 }
 
-/// Synthetic rows of `seq` bytes that [`training`] with the same seed never shows.
+/// Synthetic rows of `seq` bytes that [`training`] never returns for the same seed.
 pub fn held_out(seq: usize, seed: u64) -> Result<Stream> {
     Stream::sequential(ids(&synthetic(seed ^ HELD_OUT, HELD_OUT_BYTES)), seq)
 }

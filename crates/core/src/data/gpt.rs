@@ -1,4 +1,4 @@
-//! GPT samples out of a `.bin/.idx` pair.
+//! GPT samples from a `.bin/.idx` pair, identical to Megatron's GPTDataset.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::split::{split_matrix, split_range};
 use super::{Batches, IGNORE, IndexedDataset, Row, Split};
 use crate::{Error, Result};
 
-/// What a padded place holds internally when the tokenizer has no padding token.
+/// Internal value of padding when the tokenizer has no padding token.
 const NO_PAD: i64 = -1;
 
 /// How samples are cut and masked.
@@ -22,27 +22,27 @@ pub struct GptConfig {
     pub seq: usize,
     /// Seed of all shuffles.
     pub seed: u32,
-    /// Rows of the embedding; larger ids in the data are an error.
+    /// Vocabulary size; larger ids in the data are an error.
     pub vocab: u32,
     /// The end-of-document token, for the three switches below.
     #[serde(default)]
     pub eod: Option<i64>,
-    /// The tokenizer's padding token; its places bear no loss.
+    /// The tokenizer's padding token; padded positions have no loss.
     #[serde(default)]
     pub pad: Option<i64>,
-    /// Do positions restart after an end-of-document token?
+    /// Restart positions after an end-of-document token.
     #[serde(default)]
     pub reset_position_ids: bool,
-    /// Does attention restart after an end-of-document token?
+    /// Restart attention after an end-of-document token.
     #[serde(default)]
     pub reset_attention_mask: bool,
-    /// Is the prediction made from an end-of-document token left out of the loss?
+    /// Exclude the prediction made from an end-of-document token from the loss.
     #[serde(default)]
     pub eod_mask_loss: bool,
-    /// Is an incomplete last validation sample left out? (In other splits it always is.)
+    /// Drop an incomplete last validation sample. Other splits always do.
     #[serde(default = "yes")]
     pub drop_last_partial_validation: bool,
-    /// Are samples drawn one token longer, so that the last input has a label too?
+    /// Draw samples one token longer, so that the last input has a label too.
     #[serde(default = "yes")]
     pub extra_token: bool,
 }
@@ -76,11 +76,11 @@ pub struct GptItem {
     pub tokens: Vec<i64>,
     /// The ids that follow; 0 on padding.
     pub labels: Vec<i64>,
-    /// 1 where loss is taken, else 0.
+    /// 1 for positions with a loss, else 0.
     pub loss_mask: Vec<f32>,
     /// Positions.
     pub position_ids: Vec<i64>,
-    /// Where attention starts anew, beginning with 0. Token i sees j ≤ i with no start in (j, i].
+    /// Where sequences start, beginning with 0. Token i attends to j ≤ i with no start in (j, i].
     pub starts: Vec<usize>,
 }
 
@@ -124,7 +124,7 @@ impl GptDataset {
         Ok(Self { data, config, index })
     }
 
-    /// The splits of `prefix` that `shares` (see [`super::split::parse_split`]) gives a part to.
+    /// The splits of `prefix` with a non-zero share; see [`super::split::parse_split`].
     pub fn splits(
         prefix: impl AsRef<Path>,
         shares: &[f64; 3],
@@ -143,12 +143,12 @@ impl GptDataset {
         Ok(out)
     }
 
-    /// The three indices.
+    /// The document, sample and shuffle indices.
     pub fn index(&self) -> &GptIndex {
         &self.index
     }
 
-    /// The `seq` (+ 1) tokens of the n-th drawn sample, padded where the data ends.
+    /// The `seq` (+ 1) tokens of the n-th drawn sample, padded at the end of the data.
     fn text(&self, n: u64) -> Result<Vec<i64>> {
         let x = usize::from(self.config.extra_token);
         let want = self.config.seq + x;
@@ -159,7 +159,7 @@ impl GptDataset {
             let document = self.index.documents[position as usize] as usize;
             let begin = if position == first { from as usize } else { 0 };
             let length = self.data.length(document)?;
-            // An incomplete last sample may end in an empty document, which has no extra token to give.
+            // An incomplete last sample may end in an empty document, which has no extra token.
             let end = if position == last { (to as usize + x).min(length) } else { length };
             self.data.read(document, begin..end, &mut text)?;
         }
@@ -198,7 +198,7 @@ impl GptDataset {
                 labels[i] = 0;
             }
             if tokens[i] == pad {
-                // Any row of the embedding will do.
+                // Any valid id will do.
                 tokens[i] = 0;
             }
         }

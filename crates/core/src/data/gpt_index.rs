@@ -1,12 +1,12 @@
-//! The three indices of a GPT dataset: which documents in which order, where each sample starts, and in
-//! which order samples are drawn. All equal Megatron's for the same seed.
+//! The three indices of a GPT dataset: the order of documents, the start of each sample, and the order in which
+//! samples are drawn. All are identical to Megatron's for the same seed.
 //!
-//! T = tokens of one epoch, x = 1 if samples carry one extra token (0 if not), s = tokens per sample.
+//! T = tokens per epoch, x = 1 if samples carry one extra token (0 if not), s = tokens per sample.
 
 use super::mt19937::Mt19937;
 use crate::{Error, Result};
 
-/// Where a sample starts: position in the document index, token offset inside that document.
+/// Start of a sample: position in the document index, token offset inside that document.
 pub type Start = [u32; 2];
 
 /// What the indices are built from.
@@ -16,18 +16,18 @@ pub struct IndexSpec {
     pub seq: usize,
     /// Seed of the generator.
     pub seed: u32,
-    /// Samples wanted; None is one epoch.
+    /// Number of samples; `None` for one epoch.
     pub samples: Option<u64>,
-    /// Is a sample one token longer than `seq` (x = 1)?
+    /// True if a sample is one token longer than `seq` (x = 1).
     pub extra: bool,
-    /// Is an incomplete last sample left out?
+    /// True if an incomplete last sample is dropped.
     pub drop_last: bool,
 }
 
 /// The indices.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GptIndex {
-    /// Documents in the order in which their tokens are laid out, all epochs.
+    /// Documents in the order in which their tokens are concatenated, over all epochs.
     pub documents: Vec<u32>,
     /// Start of each sample, and the end of the last: samples + 1 entries.
     pub starts: Vec<Start>,
@@ -35,7 +35,7 @@ pub struct GptIndex {
     pub shuffle: Vec<u32>,
 }
 
-/// Epochs needed, and the samples before the last epoch where that is shuffled apart.
+/// Number of epochs, and the number of samples before the last epoch if that is shuffled separately.
 fn epochs(spec: &IndexSpec, tokens: u64) -> Result<(u64, Option<u64>)> {
     let (seq, x) = (spec.seq as u64, u64::from(spec.extra));
     let Some(samples) = spec.samples else { return Ok((1, None)) };
@@ -45,7 +45,7 @@ fn epochs(spec: &IndexSpec, tokens: u64) -> Result<(u64, Option<u64>)> {
             "{samples} samples of {seq} tokens are more than can be counted"
         )));
     };
-    // The least E with E·T ≥ samples·s + x.
+    // The smallest E with E·T ≥ samples·s + x.
     let e = wanted.div_ceil(tokens).max(1);
     if e == 1 {
         return Ok((1, None));
@@ -53,15 +53,15 @@ fn epochs(spec: &IndexSpec, tokens: u64) -> Result<(u64, Option<u64>)> {
     let before = ((e - 1) * tokens).saturating_sub(x) / seq;
     let per_epoch = tokens.saturating_sub(x) / seq;
     let from_last = samples.saturating_sub(before);
-    // A last epoch that is mostly unused is shuffled apart, so that the earlier ones are used up first.
+    // A last epoch of which less than 80 % is used is shuffled separately, so that earlier epochs are used up first.
     let apart = from_last < (0.8 * per_epoch as f64) as u64;
     Ok((e, apart.then_some(before)))
 }
 
-/// `values` made with an error, not an abort, where memory is short.
+/// A vector with reserved memory, or an error if it does not fit.
 fn reserve<T>(count: u64, what: &str) -> Result<Vec<T>> {
     let mut v = Vec::new();
-    // Positions and samples are held in 32 bits: a bigger index would not fit in memory anyway.
+    // Positions and samples are 32-bit; larger indices would hardly fit in memory.
     if count > u64::from(u32::MAX) - 2 || v.try_reserve_exact(count as usize).is_err() {
         return Err(Error::Invalid(format!(
             "{count} {what} are too many for one dataset; ask for fewer samples or split the data into a blend"
@@ -71,7 +71,7 @@ fn reserve<T>(count: u64, what: &str) -> Result<Vec<T>> {
 }
 
 impl GptIndex {
-    /// Builds the indices of `documents`, whose lengths `length` tells. `name` appears in messages.
+    /// Builds the indices of `documents`, whose lengths are given by `length`. `name` is used in messages.
     pub fn build(
         documents: std::ops::Range<u32>,
         length: impl Fn(u32) -> Result<usize>,
@@ -114,18 +114,18 @@ impl GptIndex {
         Ok(Self { documents: order, starts, shuffle })
     }
 
-    /// Samples that can be drawn.
+    /// Number of samples.
     pub fn len(&self) -> usize {
         self.shuffle.len()
     }
 
-    /// Is there no complete sample?
+    /// True if there is no complete sample.
     pub fn is_empty(&self) -> bool {
         self.shuffle.is_empty()
     }
 }
 
-/// Cuts the documents, laid end to end, into samples that overlap by x tokens.
+/// Cuts the concatenated documents into samples that overlap by x tokens.
 fn sample_starts(
     order: &[u32],
     length: &impl Fn(u32) -> Result<usize>,
@@ -156,7 +156,7 @@ fn sample_starts(
             position += 1;
             offset = 0;
         }
-        // Both fit: `reserve` bounds positions, lengths are i32 in the file.
+        // Both fit in 32 bits: `reserve` bounds positions, and lengths are i32 in the file.
         starts.push([position as u32, offset as u32]);
     }
     Ok(starts)

@@ -1,9 +1,9 @@
-//! Reader of `.bin/.idx` pairs.
+//! Reader of `.bin/.idx` pairs, the format of Megatron's IndexedDataset.
 //!
-//! `.bin` holds the tokens of all sequences back to back. `.idx`, little endian:
-//! `MMIDIDX\0\0` | u64 version = 1 | u8 token type | u64 n sequences | u64 d | i32 length\[n\] |
-//! i64 byte pointer\[n\] | i64 document\[d\] | (multimodal) i8 mode\[n\].
-//! `document` starts with 0, ends with n and names the first sequence of each document, so there are d − 1.
+//! `.bin` holds the tokens of all sequences, concatenated. `.idx`, little-endian: `MMIDIDX\0\0` | u64 version = 1 |
+//! u8 token type | u64 n sequences | u64 d | i32 length\[n\] | i64 byte pointer\[n\] | i64 document\[d\] |
+//! (multimodal) i8 mode\[n\]. `document` starts with 0, ends with n and holds the first sequence of each document, so
+//! there are d − 1 documents.
 
 use std::ops::Range;
 use std::path::{Path, PathBuf};
@@ -14,10 +14,10 @@ use crate::{Error, Result};
 
 pub(crate) const MAGIC: &[u8; 9] = b"MMIDIDX\0\0";
 pub(crate) const VERSION: u64 = 1;
-/// Where the arrays start.
+/// Size of the header in bytes.
 pub(crate) const HEADER: usize = 34;
 
-/// `prefix` + `suffix`, where the prefix may already carry `.bin` or `.idx`.
+/// `prefix` + `suffix`, where the prefix may already end in `.bin` or `.idx`.
 pub(crate) fn beside(prefix: &Path, suffix: &str) -> PathBuf {
     let mut name = match prefix.extension() {
         Some(e) if e == "bin" || e == "idx" => prefix.with_extension("").into_os_string(),
@@ -55,8 +55,8 @@ impl IndexedDataset {
         Ok(it)
     }
 
-    /// Lengths and pointers must tile the `.bin` exactly, as every writer of this format does: anything
-    /// else is a damaged index or the index of another file.
+    /// Checks that the sequences tile the `.bin` exactly, as every writer of this format produces them: anything else
+    /// is a damaged index or the index of another file.
     fn check_sequences(&self) -> Result<()> {
         let size = self.token_type.size() as u64;
         let mut end = 0u64;
@@ -71,7 +71,8 @@ impl IndexedDataset {
                     "sequence {i} points at byte {pointer}, but the one before ends at {end}"
                 ));
             }
-            // At most 2³¹ · 8 bytes each: cannot overflow before it exceeds any file.
+            // `end` is at most the length of a file here and a sequence at most 2³⁴ bytes, so the sum fits in 64
+            // bits.
             end += length as u64 * size;
             if end > self.bin.bytes().len() as u64 {
                 return bad(format!(
@@ -111,8 +112,8 @@ impl IndexedDataset {
         Ok(())
     }
 
-    /// Element `i` of array `which` (0 lengths, 1 pointers, 2 documents, 3 modes). The caller keeps `i`
-    /// within the array, which `header` has shown to lie within the file.
+    /// Element `i` of array `which` (0 lengths, 1 pointers, 2 documents, 3 modes). The caller keeps `i` within the
+    /// array, which `header` has checked to be inside the file.
     fn at<const N: usize>(&self, i: usize, which: usize) -> [u8; N] {
         let n = self.sequences;
         let start = HEADER + [0, 4 * n, 12 * n, 12 * n + 8 * self.boundaries][which] + i * N;
@@ -132,27 +133,27 @@ impl IndexedDataset {
         self.sequences
     }
 
-    /// Has it no sequence at all?
+    /// True if there are no sequences.
     pub fn is_empty(&self) -> bool {
         self.sequences == 0
     }
 
-    /// Number of documents; each is one or more sequences.
+    /// Number of documents; each has one or more sequences.
     pub fn documents(&self) -> usize {
         self.boundaries - 1
     }
 
-    /// Number of tokens in all.
+    /// Total number of tokens.
     pub fn tokens(&self) -> u64 {
         (self.bin.bytes().len() / self.token_type.size()) as u64
     }
 
-    /// How tokens are stored.
+    /// Storage type of tokens.
     pub fn token_type(&self) -> TokenType {
         self.token_type
     }
 
-    /// Does each sequence carry a mode?
+    /// True if each sequence has a mode.
     pub fn is_multimodal(&self) -> bool {
         self.multimodal
     }
@@ -162,13 +163,13 @@ impl IndexedDataset {
         &self.idx_path
     }
 
-    /// Tokens in a sequence.
+    /// Number of tokens in a sequence.
     pub fn length(&self, sequence: usize) -> Result<usize> {
         self.in_range(sequence)?;
         Ok(i32::from_le_bytes(self.at(sequence, 0)) as usize)
     }
 
-    /// The mode of a sequence (0 text, 1 image by convention); None in plain files.
+    /// The mode of a sequence (0 text, 1 image by convention); `None` in plain files.
     pub fn mode(&self, sequence: usize) -> Result<Option<i8>> {
         self.in_range(sequence)?;
         Ok(self.multimodal.then(|| i8::from_le_bytes(self.at(sequence, 3))))
@@ -220,13 +221,13 @@ impl IndexedDataset {
         Ok(out)
     }
 
-    /// All values of a sequence as f64, whatever their type.
+    /// All values of a sequence as f64, whatever their storage type.
     pub fn values(&self, sequence: usize) -> Result<Vec<f64>> {
         Ok(self.token_type.decode_f64(self.bytes(sequence)?))
     }
 }
 
-/// Token type, n, d and multimodality; shows that all arrays lie within the index.
+/// Token type, n, d and multimodality; checks that all arrays are inside the index.
 fn header(idx: &[u8]) -> Result<(TokenType, usize, usize, bool), String> {
     let Some(head) = idx.first_chunk::<HEADER>() else {
         return Err(format!("is {} bytes long; an index has at least {HEADER}", idx.len()));
@@ -245,7 +246,7 @@ fn header(idx: &[u8]) -> Result<(TokenType, usize, usize, bool), String> {
     let token_type = TokenType::from_code(head[17])
         .ok_or_else(|| format!("has the unknown token type code {} (1 to 8 exist)", head[17]))?;
     let (n, d) = (word(18), word(26));
-    // u128: a lying header must not wrap around.
+    // In u128, so that a corrupt header cannot wrap around.
     let plain = HEADER as u128 + 12 * u128::from(n) + 8 * u128::from(d);
     let len = idx.len() as u128;
     if len != plain && len != plain + u128::from(n) {

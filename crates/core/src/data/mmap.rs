@@ -1,4 +1,4 @@
-//! Read-only views of whole files.
+//! Read-only memory maps of whole files.
 
 use std::fs::File;
 use std::path::Path;
@@ -7,15 +7,15 @@ use memmap2::Mmap;
 
 use crate::{Error, Result};
 
-/// The bytes of a file, mapped into memory and never written.
+/// The bytes of a file, mapped read-only.
 #[derive(Debug)]
 pub(crate) struct MappedFile {
-    /// None for an empty file, which cannot be mapped everywhere.
+    /// `None` for an empty file, which cannot be mapped on every system.
     map: Option<Mmap>,
 }
 
 impl MappedFile {
-    /// Maps `path`. A folder, a missing file or an unreadable one is an error.
+    /// Maps `path`. Fails for a folder, a missing or an unreadable file.
     pub(crate) fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).map_err(Error::io(path))?;
         let meta = file.metadata().map_err(Error::io(path))?;
@@ -25,9 +25,9 @@ impl MappedFile {
         if meta.len() == 0 {
             return Ok(Self { map: None });
         }
-        // SAFETY: the map is private to this value, read-only and only ever seen as bytes, for which every
-        // pattern is valid. A dataset that another process rewrites in place during training is outside
-        // what a map can guard against; our own writer only ever renames finished files into place.
+        // SAFETY: the map is read-only and only exposed as bytes, for which every pattern is valid. A dataset that
+        // another process rewrites in place during training is beyond what a map can guard against; our own writer
+        // only renames finished files into place.
         let map = unsafe { Mmap::map(&file) }.map_err(Error::io(path))?;
         Ok(Self { map: Some(map) })
     }

@@ -1,4 +1,4 @@
-//! Training data: `.bin/.idx` files, GPT samples, blends, packing, and batches as a pure function of the
+//! Training data: `.bin/.idx` files, GPT samples, blends, document packing, and batches as a pure function of the
 //! number of samples consumed.
 
 pub mod batch;
@@ -22,7 +22,7 @@ pub mod writer;
 
 pub use batch::{Batch, Batches, IGNORE, Row};
 pub use blend::{Blend, Interleave};
-pub use build::{BuildSummary, Input, TextFormat, build, build_all};
+pub use build::{BuildSummary, Input, TextFormat, build};
 pub use gpt::{GptConfig, GptDataset};
 pub use indexed::IndexedDataset;
 pub use packed::{DocumentRange, Documents, Packed};

@@ -1,5 +1,4 @@
-//! The Mersenne Twister as numpy's `RandomState` and torch's CPU generator use it, so that shuffles equal
-//! theirs.
+//! The Mersenne Twister of numpy's `RandomState` and torch's CPU generator, with their shuffles.
 
 const N: usize = 624;
 const M: usize = 397;
@@ -12,7 +11,7 @@ pub struct Mt19937 {
 }
 
 impl Mt19937 {
-    /// The state both libraries make of a 32-bit seed.
+    /// Seeds the state as both libraries do.
     pub fn new(seed: u32) -> Self {
         let mut key = [0u32; N];
         let mut last = seed;
@@ -34,7 +33,7 @@ impl Mt19937 {
         self.next = 0;
     }
 
-    /// The next 32 bits.
+    /// The next 32 random bits.
     pub fn next_u32(&mut self) -> u32 {
         if self.next == N {
             self.refill();
@@ -47,7 +46,7 @@ impl Mt19937 {
         y ^ (y >> 18)
     }
 
-    /// A number in `0..=max`: masked draws until one is small enough (numpy's `random_interval`).
+    /// A number in `0..=max` by masked rejection sampling (numpy's `random_interval`).
     fn interval(&mut self, max: u64) -> u64 {
         let mask = u64::MAX.checked_shr(max.leading_zeros()).unwrap_or(0);
         loop {
@@ -69,7 +68,7 @@ impl Mt19937 {
         }
     }
 
-    /// `torch.randperm(n)` for n below 2³² / 20, from where torch goes another way.
+    /// `torch.randperm(n)` for n below 2³² / 20; torch uses another algorithm from there on.
     pub fn torch_randperm(&mut self, n: u32) -> Vec<u32> {
         let mut order: Vec<u32> = (0..n).collect();
         for i in 0..n.saturating_sub(1) {
@@ -86,7 +85,7 @@ mod tests {
 
     #[test]
     fn ten_thousandth_output_is_the_published_one() {
-        // The C++ standard fixes the 10000th output of the generator with the default seed 5489.
+        // The C++ standard specifies the 10000th output for the default seed 5489.
         let mut g = Mt19937::new(5489);
         let last = (0..10_000).map(|_| g.next_u32()).last();
         assert_eq!(last, Some(4_123_659_995));

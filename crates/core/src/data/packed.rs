@@ -1,5 +1,5 @@
-//! Whole documents packed into rows: positions and attention restart with each document, and no label
-//! crosses from one to the next.
+//! Packing of whole documents into rows: positions and attention restart with each document, and no label crosses
+//! from one document to the next.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,18 +9,18 @@ use super::mt19937::Mt19937;
 use super::{Batches, IGNORE, IndexedDataset, Row};
 use crate::{Error, Result};
 
-/// Rows still being filled while packing. More waste less padding and take longer to build.
+/// Number of rows open at a time. More rows leave less padding and take longer to pack.
 const OPEN_ROWS: usize = 64;
 
 /// A collection of documents.
 pub trait Documents: Send + Sync {
-    /// How many.
+    /// Number of documents.
     fn count(&self) -> usize;
-    /// Tokens in one.
+    /// Number of tokens in a document.
     fn length(&self, document: usize) -> Result<usize>;
     /// Appends tokens `range` of a document.
     fn read(&self, document: usize, range: Range<usize>, out: &mut Vec<i64>) -> Result<()>;
-    /// For messages.
+    /// Name for messages.
     fn name(&self) -> String;
 }
 
@@ -70,11 +70,11 @@ impl Documents for Vec<Vec<i64>> {
     }
 }
 
-/// Some consecutive documents of a dataset: one of its splits.
+/// Consecutive documents of a dataset, such as one of its splits.
 pub struct DocumentRange {
     /// The dataset.
     pub data: Arc<IndexedDataset>,
-    /// Which of its documents.
+    /// The documents.
     pub range: Range<usize>,
 }
 
@@ -96,7 +96,7 @@ impl Documents for DocumentRange {
     }
 }
 
-/// `length` inputs of a document from `offset` on, with the labels one further.
+/// `length` inputs of a document from `offset` on; the labels are one token further.
 #[derive(Clone, Copy, Debug)]
 struct DocumentSlice {
     document: u32,
@@ -104,18 +104,18 @@ struct DocumentSlice {
     length: u32,
 }
 
-/// Packed rows. A document longer than a row is cut into pieces that are treated as documents.
+/// Packed rows. A document longer than a row is cut into slices, which are treated as documents.
 pub struct Packed {
     documents: Box<dyn Documents>,
     seq: usize,
     vocab: u32,
-    pieces: Vec<DocumentSlice>,
-    /// Row r holds pieces `rows[r] .. rows[r + 1]`.
+    slices: Vec<DocumentSlice>,
+    /// Row r holds slices `rows[r] .. rows[r + 1]`.
     rows: Vec<u32>,
 }
 
 impl Packed {
-    /// Packs all documents of at least two tokens, in an order shuffled by `seed` (None: as they come).
+    /// Packs all documents of at least two tokens, in an order shuffled by `seed`; `None` keeps their order.
     pub fn new(documents: Box<dyn Documents>, seq: usize, vocab: u32, seed: Option<u32>) -> Result<Self> {
         let name = documents.name();
         let too_big = || Error::Invalid(format!("{name}: too many documents to pack; split the file"));
@@ -138,29 +138,29 @@ impl Packed {
         if packed.is_empty() {
             return Err(Error::Invalid(format!("{name}: no document has the two tokens a prediction needs")));
         }
-        let (mut pieces, mut rows) = (Vec::new(), vec![0]);
+        let (mut slices, mut rows) = (Vec::new(), vec![0]);
         for row in packed {
-            pieces.extend(row);
-            rows.push(u32::try_from(pieces.len()).map_err(|_| too_big())?);
+            slices.extend(row);
+            rows.push(u32::try_from(slices.len()).map_err(|_| too_big())?);
         }
-        Ok(Self { documents, seq, vocab, pieces, rows })
+        Ok(Self { documents, seq, vocab, slices, rows })
     }
 
-    /// The share of places that are not padding.
+    /// Fraction of positions that are not padding.
     pub fn fill(&self) -> f64 {
-        let used: u64 = self.pieces.iter().map(|p| u64::from(p.length)).sum();
+        let used: u64 = self.slices.iter().map(|p| u64::from(p.length)).sum();
         used as f64 / (self.seq as f64 * self.samples() as f64)
     }
 }
 
-/// A row under construction.
+/// A row that still has space.
 struct OpenRow {
     number: usize,
     room: u32,
-    pieces: Vec<DocumentSlice>,
+    slices: Vec<DocumentSlice>,
 }
 
-/// Best fit over a bounded number of open rows.
+/// Best-fit packing over a bounded number of open rows.
 struct Packer {
     seq: u32,
     open: Vec<OpenRow>,
@@ -168,31 +168,31 @@ struct Packer {
 }
 
 impl Packer {
-    fn place(&mut self, piece: DocumentSlice) {
-        let fits = self.open.iter_mut().filter(|o| o.room >= piece.length);
+    fn place(&mut self, slice: DocumentSlice) {
+        let fits = self.open.iter_mut().filter(|o| o.room >= slice.length);
         if let Some(best) = fits.min_by_key(|o| o.room) {
-            best.room -= piece.length;
-            best.pieces.push(piece);
+            best.room -= slice.length;
+            best.slices.push(slice);
             return;
         }
         if self.open.len() == OPEN_ROWS
             && let Some(fullest) = (0..OPEN_ROWS).min_by_key(|&k| self.open[k].room)
         {
             let row = self.open.swap_remove(fullest);
-            self.closed[row.number] = row.pieces;
+            self.closed[row.number] = row.slices;
         }
-        // A row keeps the place of its opening, whenever it is closed.
+        // A row keeps its number, whenever it is closed.
         self.open.push(OpenRow {
             number: self.closed.len(),
-            room: self.seq - piece.length,
-            pieces: vec![piece],
+            room: self.seq - slice.length,
+            slices: vec![slice],
         });
         self.closed.push(Vec::new());
     }
 
     fn finish(mut self) -> Vec<Vec<DocumentSlice>> {
         for row in self.open {
-            self.closed[row.number] = row.pieces;
+            self.closed[row.number] = row.slices;
         }
         self.closed
     }
@@ -215,10 +215,10 @@ impl Batches for Packed {
         let r = (n % self.samples()) as usize;
         let source = || format!("{} packed row {r}", self.documents.name());
         let mut text = Vec::new();
-        for piece in &self.pieces[self.rows[r] as usize..self.rows[r + 1] as usize] {
-            let (offset, length) = (piece.offset as usize, piece.length as usize);
+        for slice in &self.slices[self.rows[r] as usize..self.rows[r + 1] as usize] {
+            let (offset, length) = (slice.offset as usize, slice.length as usize);
             text.clear();
-            self.documents.read(piece.document as usize, offset..offset + length + 1, &mut text)?;
+            self.documents.read(slice.document as usize, offset..offset + length + 1, &mut text)?;
             row.starts.push(row.tokens.len());
             for pair in text.windows(2) {
                 row.tokens.push(checked_id(pair[0], self.vocab, &source)?);

@@ -1,27 +1,26 @@
-//! Which data-parallel rank takes which samples.
+//! Assignment of samples to data-parallel ranks.
 
 use std::ops::Range;
 
 use super::mt19937::Mt19937;
 use crate::{Error, Result};
 
-/// Consecutive samples: each step takes `micro_batch * ranks` of them, rank r the r-th run of
-/// `micro_batch`.
+/// Consecutive samples: each step takes `micro_batch * ranks` of them, and rank r gets the r-th run of `micro_batch`.
 #[derive(Clone, Copy, Debug)]
 pub struct Sequential {
-    /// Samples in the dataset.
+    /// Number of samples in the dataset.
     pub total: u64,
     /// Samples per rank and step.
     pub micro_batch: u64,
-    /// Data-parallel ranks.
+    /// Number of data-parallel ranks.
     pub ranks: u64,
-    /// Is an incomplete last step left out?
+    /// Drop an incomplete last step.
     pub drop_last: bool,
 }
 
 impl Sequential {
-    /// The samples of `rank` in the step that starts after `consumed` samples; None at the end. In an
-    /// incomplete step the last ranks may get few samples or none.
+    /// The samples of `rank` in the step that starts after `consumed` samples; `None` at the end. In an incomplete
+    /// step the last ranks may get fewer samples or none.
     pub fn micro_batch(&self, consumed: u64, rank: u64) -> Option<Range<u64>> {
         let step = self.micro_batch.checked_mul(self.ranks)?;
         let left = self.total.saturating_sub(consumed);
@@ -36,13 +35,13 @@ impl Sequential {
 /// Samples in a new random order each epoch: `torch.randperm` seeded with the epoch.
 #[derive(Clone, Copy, Debug)]
 pub struct Cyclic {
-    /// Samples in the dataset.
+    /// Number of samples in the dataset.
     pub total: u64,
     /// Samples per rank and step.
     pub micro_batch: u64,
-    /// Data-parallel ranks.
+    /// Number of data-parallel ranks.
     pub ranks: u64,
-    /// Does each rank keep to its own part of the dataset, every epoch?
+    /// Keep each rank to its own part of the dataset in every epoch.
     pub sharded: bool,
 }
 
@@ -86,7 +85,7 @@ impl Cyclic {
     }
 }
 
-/// Every sample once over all ranks, one at a time: rank r takes r, r + ranks, r + 2·ranks…
+/// Every sample once over all ranks, one at a time: rank r gets r, r + ranks, r + 2·ranks, …
 pub fn full_validation(total: u64, ranks: u64, rank: u64) -> impl Iterator<Item = u64> {
     (rank..total).step_by(usize::try_from(ranks).unwrap_or(usize::MAX).max(1))
 }

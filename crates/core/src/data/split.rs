@@ -1,22 +1,22 @@
-//! Splits such as `99,1,0` and numpy's way of summing.
+//! Training, validation and test splits such as `99,1,0`, with numpy's summation order.
 
 use std::ops::Range;
 
 use crate::{Error, Result};
 
-/// A part of a dataset.
+/// A split of a dataset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Split {
-    /// Sequences to train on.
+    /// Training.
     Train,
-    /// Sequences to validate on.
+    /// Validation.
     Valid,
-    /// Sequences to test on.
+    /// Test.
     Test,
 }
 
 impl Split {
-    /// In the order of a split string.
+    /// All splits, in the order of a split string.
     pub const ALL: [Self; 3] = [Self::Train, Self::Valid, Self::Test];
 
     /// `train`, `valid` or `test`.
@@ -25,8 +25,8 @@ impl Split {
     }
 }
 
-/// Sum in numpy's order, on which the last bit of normalised weights depends: plain below 8 values, eight
-/// running sums up to 128, halves beyond.
+/// Sum in numpy's order, on which the last bit of normalised weights depends: sequential below 8 values, eight
+/// partial sums up to 128, recursive halves beyond.
 fn numpy_sum(v: &[f64]) -> f64 {
     if v.len() < 8 {
         return v.iter().sum();
@@ -47,7 +47,7 @@ fn numpy_sum(v: &[f64]) -> f64 {
     rest.iter().fold(sum, |s, x| s + x)
 }
 
-/// Weights divided by their sum; all finite, none negative, not all zero.
+/// Weights divided by their sum. They must be finite, non-negative and not all zero.
 pub fn normalise(weights: &[f64]) -> Result<Vec<f64>> {
     let sum = numpy_sum(weights);
     if weights.iter().any(|w| !w.is_finite() || *w < 0.0) || !(sum.is_finite() && sum > 0.0) {
@@ -77,7 +77,7 @@ pub fn parse_split(split: &str) -> Result<[f64; 3]> {
     Ok(three)
 }
 
-/// Shares to the fractions `(begin, end)` of each split; None for an absent one.
+/// The fractions `(begin, end)` of each split from its shares; `None` for an empty split.
 pub fn split_matrix(shares: &[f64; 3]) -> [Option<(f64, f64)>; 3] {
     let mut begin = 0.0f64;
     shares.map(|share| {
@@ -88,7 +88,7 @@ pub fn split_matrix(shares: &[f64; 3]) -> [Option<(f64, f64)>; 3] {
     })
 }
 
-/// The sequences of a split: fractions of `count`, rounded half to even as Python does.
+/// The range of a split: fractions of `count`, rounded half to even as in Python.
 pub fn split_range(fractions: (f64, f64), count: usize) -> Range<usize> {
     let at = |f: f64| ((f * count as f64).round_ties_even() as usize).min(count);
     at(fractions.0)..at(fractions.1)

@@ -1,13 +1,13 @@
-//! Text of known entropy: a Markov chain over bytes in which a model's loss has an exact floor.
+//! Synthetic text of known entropy: a Markov chain over bytes, which gives a model's loss an exact lower bound.
 //!
-//! Words of two-letter syllables, parted by `~`: `KATO~SILE~…`. Each byte depends on the one before only,
-//! so given any context the best possible loss is the chain's entropy rate. All probabilities are powers
-//! of ½. The letters are upper case and the separator is rare elsewhere, so that a model trained on this
-//! and on ordinary text need not find out first which of the two it is reading.
+//! The text consists of words of two-letter syllables, separated by `~`: `KATO~SILE~…`. Each byte depends on the
+//! previous one only, so the best possible loss given any context is the chain's entropy rate. All probabilities are
+//! multiples of ⅛. The letters are upper case and the separator is rare elsewhere, so that a model trained on this
+//! and on ordinary text can tell the two apart from the first byte.
 
 use super::token_stream::splitmix;
 
-/// After each byte, what may follow and in how many of eight cases.
+/// After each byte, its successors and their weights out of eight.
 const CHAIN: [(u8, &[(u8, u32)]); 15] = [
     (b'~', &[(b'K', 4), (b'S', 2), (b'T', 1), (b'M', 1)]),
     (b'B', &[(b'O', 4), (b'A', 2), (b'I', 2)]),
@@ -30,12 +30,12 @@ fn followers(byte: u8) -> Option<&'static [(u8, u32)]> {
     CHAIN.iter().find(|(b, _)| *b == byte).map(|(_, f)| *f)
 }
 
-/// `bytes` bytes of the chain, beginning after a `~`.
+/// `bytes` bytes of the chain, starting after a `~`.
 pub fn synthetic(seed: u64, bytes: usize) -> Vec<u8> {
     let mut text = Vec::with_capacity(bytes);
     let mut last = b'~';
     for n in 0..bytes {
-        // The top bits of the hash; eight cases, so no draw is favoured.
+        // The top three bits of the hash: eight equally likely values.
         let mut draw = (splitmix(seed, n as u64) >> 61) as u32;
         for &(next, cases) in followers(last).unwrap_or(&[]) {
             if draw < cases {
@@ -49,18 +49,18 @@ pub fn synthetic(seed: u64, bytes: usize) -> Vec<u8> {
     text
 }
 
-/// ln P(next | last); None where the chain never goes.
+/// ln P(next | last); `None` for impossible transitions.
 pub fn log_prob(last: u8, next: u8) -> Option<f64> {
     let &(_, cases) = followers(last)?.iter().find(|(b, _)| *b == next)?;
     Some((f64::from(cases) / 8.0).ln())
 }
 
-/// The entropy rate in nats per byte: Σₛ πₛ·H(s), π the stationary distribution. Between two `~` there are
-/// 2 syllables on average, hence 5 bytes with the `~`; a letter carries 1.5 bits and a `~` 1.75, so the
-/// rate is (1.75 + 4·1.5)/5 = 1.55 bits.
+/// The entropy rate in nats per byte: Σₛ πₛ·H(s), with π the stationary distribution. There are 2 syllables on
+/// average between two `~`, hence 5 bytes including the `~`; a letter carries 1.5 bits and a `~` 1.75, so the rate is
+/// (1.75 + 4·1.5)/5 = 1.55 bits.
 pub fn entropy_rate() -> f64 {
     let index = |byte| CHAIN.iter().position(|(b, _)| *b == byte).unwrap_or(0);
-    // The chain mixes by half at every `~`, so this is far beyond convergence in f64.
+    // The distance to the stationary distribution halves at every `~`, so this is far beyond convergence in f64.
     let mut pi = [1.0 / CHAIN.len() as f64; CHAIN.len()];
     for _ in 0..1000 {
         let mut next = [0.0; CHAIN.len()];

@@ -1,4 +1,4 @@
-//! Files written under a temporary name beside their destination and renamed when complete.
+//! Files written under a temporary name next to their destination and renamed when complete.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{BufReader, BufWriter, ErrorKind, Seek, SeekFrom, Write};
@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use crate::{Error, Result};
 
-/// A file under construction; removed again unless [`TempFile::commit`] is reached.
+/// A file under construction; removed on drop unless committed with [`TempFile::commit`].
 #[derive(Debug)]
 pub(crate) struct TempFile {
     path: PathBuf,
@@ -15,7 +15,7 @@ pub(crate) struct TempFile {
 }
 
 impl TempFile {
-    /// Starts a file next to `destination`, on the same volume so that the rename is atomic.
+    /// Creates a file next to `destination`, on the same volume, so that the rename is atomic.
     pub(crate) fn create(destination: &Path) -> Result<Self> {
         let mut attempt = 0u32;
         loop {
@@ -27,7 +27,7 @@ impl TempFile {
                     let out = BufWriter::with_capacity(1 << 18, file);
                     return Ok(Self { path, out, committed: false });
                 }
-                // Two writers of one process may be at work on the same destination.
+                // Another writer of this process may be writing the same destination.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists && attempt < 1000 => attempt += 1,
                 Err(e) => return Err(Error::io(&path)(e)),
             }
@@ -39,7 +39,7 @@ impl TempFile {
         self.out.write_all(bytes).map_err(Error::io(&self.path))
     }
 
-    /// Reads what has been written so far, from the start. Writing afterwards is not meant.
+    /// Reads what was written so far, from the start. Not to be followed by writes.
     pub(crate) fn reread(&mut self) -> Result<BufReader<&File>> {
         self.out.flush().map_err(Error::io(&self.path))?;
         let mut file = self.out.get_ref();
@@ -47,20 +47,20 @@ impl TempFile {
         Ok(BufReader::with_capacity(1 << 18, file))
     }
 
-    /// Appends the whole content of another spool.
+    /// Appends the contents of another temporary file.
     pub(crate) fn append(&mut self, other: &mut TempFile) -> Result<()> {
         let mut from = other.reread()?;
         std::io::copy(&mut from, &mut self.out).map_err(Error::io(&self.path))?;
         Ok(())
     }
 
-    /// Puts the bytes on disk.
+    /// Flushes and syncs the file to disk.
     pub(crate) fn sync(&mut self) -> Result<()> {
         self.out.flush().map_err(Error::io(&self.path))?;
         self.out.get_ref().sync_all().map_err(Error::io(&self.path))
     }
 
-    /// Gives the synced file its final name.
+    /// Renames the synced file to its destination.
     pub(crate) fn commit(mut self, destination: &Path) -> Result<()> {
         fs::rename(&self.path, destination).map_err(Error::io(destination))?;
         self.committed = true;
@@ -71,7 +71,7 @@ impl TempFile {
 impl Drop for TempFile {
     fn drop(&mut self) {
         if !self.committed {
-            // Nothing can be done about a failure here, and the leftover is only clutter.
+            // A failure to remove it only leaves a stray file behind.
             let _ = fs::remove_file(&self.path);
         }
     }

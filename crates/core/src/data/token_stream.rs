@@ -1,10 +1,10 @@
-//! Samples cut from one run of tokens in memory.
+//! Samples cut from a token stream in memory.
 
 use super::batch::checked_id;
 use super::{Batches, Row};
 use crate::{Error, Result};
 
-/// One output of SplitMix64 at a counter: a hash good enough to place samples.
+/// One output of SplitMix64 at a counter: a hash that places samples.
 pub(crate) fn splitmix(seed: u64, counter: u64) -> u64 {
     let mut z = seed.wrapping_add(counter.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15));
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -17,22 +17,22 @@ pub(crate) fn splitmix(seed: u64, counter: u64) -> u64 {
 pub struct Stream {
     tokens: Vec<i32>,
     seq: usize,
-    /// Some: sample n starts at a place hashed from (seed, n). None: samples follow each other.
+    /// `Some`: sample n starts at an offset hashed from (seed, n). `None`: samples are consecutive.
     seed: Option<u64>,
 }
 
 impl Stream {
-    /// Samples one after another, starting over at the end. `tokens` needs at least `seq` + 1.
+    /// Consecutive samples, starting over at the end. `tokens` needs at least `seq` + 1 tokens.
     pub fn sequential(tokens: Vec<i32>, seq: usize) -> Result<Self> {
         Self::new(tokens, seq, None)
     }
 
-    /// Samples at random places.
+    /// Samples at random offsets.
     pub fn random(tokens: Vec<i32>, seq: usize, seed: u64) -> Result<Self> {
         Self::new(tokens, seq, Some(seed))
     }
 
-    /// A stream whose ids are all below `vocab`.
+    /// Checks that all ids are below `vocab`.
     pub fn with_vocab(self, vocab: u32) -> Result<Self> {
         for (i, &t) in self.tokens.iter().enumerate() {
             checked_id(i64::from(t), vocab, &|| format!("token stream, place {i}"))?;

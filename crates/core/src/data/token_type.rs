@@ -1,8 +1,8 @@
-//! Element types of `.bin` files.
+//! Storage types of tokens in `.bin` files.
 
 use crate::{Error, Result};
 
-/// How one token is stored, little endian.
+/// Storage type of a token, little-endian.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum TokenType {
     /// Code 1.
@@ -24,11 +24,11 @@ pub enum TokenType {
 }
 
 impl TokenType {
-    /// Every type.
+    /// All types.
     pub const ALL: [Self; 8] =
         [Self::U8, Self::I8, Self::I16, Self::I32, Self::I64, Self::F64, Self::F32, Self::U16];
 
-    /// The smallest usual type for a vocabulary: u16 below 65500 entries, else i32.
+    /// The usual type for a vocabulary: u16 below 65500 entries, else i32.
     pub fn for_vocab(vocab: u64) -> Self {
         if vocab < 65500 { Self::U16 } else { Self::I32 }
     }
@@ -47,7 +47,7 @@ impl TokenType {
         }
     }
 
-    /// The type of a code, if there is one.
+    /// The type of a code; `None` for unknown codes.
     pub fn from_code(code: u8) -> Option<Self> {
         Self::ALL.into_iter().find(|t| t.code() == code)
     }
@@ -62,12 +62,12 @@ impl TokenType {
         }
     }
 
-    /// Is it a floating-point type, unfit for token ids?
+    /// True for floating-point types, which cannot hold token ids.
     pub fn is_float(self) -> bool {
         matches!(self, Self::F32 | Self::F64)
     }
 
-    /// The name numpy gives it.
+    /// Its numpy name.
     pub fn name(self) -> &'static str {
         match self {
             Self::U8 => "uint8",
@@ -81,8 +81,7 @@ impl TokenType {
         }
     }
 
-    /// Appends the integer tokens in `bytes` to `out`. Floats are left out by the callers' checks and would
-    /// be rounded towards zero.
+    /// Appends the integer tokens in `bytes` to `out`. Callers refuse floating-point types, which would be truncated.
     pub(crate) fn decode(self, bytes: &[u8], out: &mut Vec<i64>) {
         match self {
             Self::U8 => out.extend(bytes.iter().map(|&b| i64::from(b))),
@@ -96,7 +95,7 @@ impl TokenType {
         }
     }
 
-    /// The values in `bytes` as f64 (exact but for i64 beyond 2⁵³).
+    /// The values in `bytes` as f64; exact except for i64 beyond 2⁵³.
     pub(crate) fn decode_f64(self, bytes: &[u8]) -> Vec<f64> {
         match self {
             Self::F32 => arrays(bytes).map(|b| f64::from(f32::from_le_bytes(b))).collect(),
@@ -109,7 +108,7 @@ impl TokenType {
         }
     }
 
-    /// Appends `value` to `out`, or says why this type cannot hold it.
+    /// Appends `value` to `out`; fails if this type cannot hold it.
     pub(crate) fn encode(self, value: i64, out: &mut Vec<u8>) -> Result<()> {
         let refuse = |_| Error::Invalid(format!("token {value} does not fit {}", self.name()));
         match self {
@@ -139,7 +138,7 @@ impl TokenType {
     }
 }
 
-/// The bytes cut into arrays of `N`; a ragged end is left out.
+/// Splits bytes into arrays of `N`, ignoring an incomplete end.
 fn arrays<const N: usize>(bytes: &[u8]) -> impl Iterator<Item = [u8; N]> + '_ {
     bytes.as_chunks::<N>().0.iter().copied()
 }

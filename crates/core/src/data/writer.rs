@@ -1,4 +1,4 @@
-//! Writer of `.bin/.idx` pairs, byte for byte what Megatron's IndexedDatasetBuilder writes.
+//! Writer of `.bin/.idx` pairs, byte-identical to Megatron's IndexedDatasetBuilder.
 
 use std::fs;
 use std::io::{ErrorKind, Read};
@@ -9,9 +9,9 @@ use super::temp_file::TempFile;
 use super::{IndexedDataset, TokenType};
 use crate::{Error, Result};
 
-/// Writes a dataset with bounded memory: tokens, lengths, document bounds and modes go straight to files
-/// beside the destination. Nothing appears under the final names before [`IndexedWriter::finish`]; a
-/// writer that is dropped leaves nothing behind.
+/// Writes a dataset in bounded memory: tokens, lengths, document bounds and modes go straight to files next to the
+/// destination. Nothing appears under the final names before [`IndexedWriter::finish`]; a writer that is dropped
+/// leaves nothing behind.
 #[derive(Debug)]
 pub struct IndexedWriter {
     idx_path: PathBuf,
@@ -24,7 +24,7 @@ pub struct IndexedWriter {
     sequences: u64,
     bounds: u64,
     tokens: u64,
-    /// Tokens of the sequence being written in pieces.
+    /// Tokens of the sequence being written.
     open: u64,
     buffer: Vec<u8>,
 }
@@ -53,7 +53,7 @@ impl IndexedWriter {
         })
     }
 
-    /// Appends a sequence of token ids to the open document. `mode` counts in multimodal files only.
+    /// Appends a sequence of token ids to the open document. `mode` is used in multimodal files only.
     pub fn push(&mut self, tokens: impl IntoIterator<Item = i64>, mode: i8) -> Result<()> {
         self.push_part(tokens)?;
         self.end_sequence(mode)
@@ -85,7 +85,7 @@ impl IndexedWriter {
         Ok(())
     }
 
-    /// Tokens of the open sequence so far.
+    /// Number of tokens in the open sequence.
     pub fn open_tokens(&self) -> u64 {
         self.open
     }
@@ -112,7 +112,7 @@ impl IndexedWriter {
         Ok(())
     }
 
-    /// Appends a whole dataset of the same token type and kind, document bounds included.
+    /// Appends a whole dataset of the same token type and modality, including its document bounds.
     pub fn append(&mut self, other: &IndexedDataset) -> Result<()> {
         if other.token_type() != self.token_type || other.is_multimodal() != self.modes.is_some() {
             return Err(Error::damaged(
@@ -137,17 +137,17 @@ impl IndexedWriter {
         Ok(())
     }
 
-    /// Tokens written so far.
+    /// Number of tokens written so far.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Sequences written so far.
+    /// Number of sequences written so far.
     pub fn sequences(&self) -> u64 {
         self.sequences
     }
 
-    /// Completes both files and puts them in place.
+    /// Completes both files and renames them into place.
     pub fn finish(mut self) -> Result<()> {
         let mut idx = TempFile::create(&self.idx_path)?;
         idx.write(MAGIC)?;
@@ -170,7 +170,7 @@ impl IndexedWriter {
         }
         self.bin.sync()?;
         idx.sync()?;
-        // The old index goes first: a crash between the renames must not leave it beside the new tokens.
+        // Remove the old index first: a crash between the renames must not leave it next to the new tokens.
         match fs::remove_file(&self.idx_path) {
             Err(e) if e.kind() != ErrorKind::NotFound => return Err(Error::io(&self.idx_path)(e)),
             _ => {}

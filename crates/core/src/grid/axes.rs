@@ -1,27 +1,27 @@
-//! One grid: ranks numbered by an order of axes, and the groups in which some axes vary.
+//! One grid: ranks numbered by an order of axes, and the groups along some of the axes.
 
 use crate::{Error, Result};
 
-/// A direction of parallelism. In the expert grid `Tp` and `Dp` are the experts' own.
+/// An axis of parallelism. In the expert grid `Tp` and `Dp` are etp and edp.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Axis {
-    /// Tensor.
+    /// Tensor parallelism.
     Tp,
-    /// Pipeline.
+    /// Pipeline parallelism.
     Pp,
-    /// Data.
+    /// Data parallelism.
     Dp,
-    /// Expert.
+    /// Expert parallelism.
     Ep,
-    /// Context.
+    /// Context parallelism.
     Cp,
 }
 
 impl Axis {
-    /// All axes, in the sequence in which an order string is completed.
+    /// All axes, in the order in which missing ones are appended to an order string.
     pub const ALL: [Axis; 5] = [Axis::Tp, Axis::Pp, Axis::Dp, Axis::Ep, Axis::Cp];
 
-    /// The axis as written in order strings and tokens.
+    /// The name in order strings and group names.
     pub fn name(self) -> &'static str {
         match self {
             Axis::Tp => "tp",
@@ -32,7 +32,7 @@ impl Axis {
         }
     }
 
-    /// Reads axes joined by `-` or `_`, each at most once; `what` names the string in errors.
+    /// Parses axes joined by `-` or `_`, each at most once; `what` names the string in errors.
     pub(super) fn list(text: &str, what: &str) -> Result<Vec<Axis>> {
         let mut axes = Vec::new();
         for part in text.split(['-', '_']) {
@@ -50,16 +50,16 @@ impl Axis {
     }
 }
 
-/// A grid of ranks. The leftmost axis of the order has stride 1:
-/// `rank = Σ index[a] · stride[a]` with `stride[a]` the product of the sizes to its left.
+/// A grid of ranks. The leftmost axis of the order has stride 1: `rank = Σ index[a] · stride[a]`, where `stride[a]`
+/// is the product of the sizes to its left.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Axes {
     order: Vec<(Axis, usize)>,
 }
 
 impl Axes {
-    /// A grid over `order` with a size per axis. An axis that the order leaves out is appended if its size is 1
-    /// and otherwise an error that names it.
+    /// A grid over `order` with a size per axis. A missing axis is appended if its size is 1, else returned as the
+    /// error.
     pub(super) fn new(order: &[Axis], size: impl Fn(Axis) -> usize) -> Result<Axes, Axis> {
         let mut all: Vec<_> = order.iter().map(|&a| (a, size(a))).collect();
         for axis in Axis::ALL {
@@ -79,23 +79,23 @@ impl Axes {
         names.join("-")
     }
 
-    /// Ranks along an axis.
+    /// Number of ranks along an axis.
     pub fn size(&self, axis: Axis) -> usize {
         self.order.iter().find(|(a, _)| *a == axis).map_or(1, |(_, n)| *n)
     }
 
-    /// Distance between neighbours along an axis.
+    /// Distance between neighbouring ranks along an axis.
     pub fn stride(&self, axis: Axis) -> usize {
         self.order.iter().take_while(|(a, _)| *a != axis).map(|(_, n)| n).product()
     }
 
-    /// Where a rank stands along an axis.
+    /// Index of a rank along an axis.
     pub fn index(&self, rank: usize, axis: Axis) -> usize {
         rank / self.stride(axis) % self.size(axis)
     }
 
-    /// Where a rank stands in its group over `axes`: the position in the list that [`Axes::groups`] gives. The
-    /// axes count in the grid's order, never in the order given here.
+    /// Position of a rank in its group along `axes`, as listed by [`Axes::groups`]. Axes count in grid order,
+    /// whatever their order here.
     pub fn position(&self, rank: usize, axes: &[Axis]) -> usize {
         let (mut place, mut step) = (0, 1);
         for &(axis, size) in self.order.iter().filter(|(a, _)| axes.contains(a)) {
@@ -105,8 +105,8 @@ impl Axes {
         place
     }
 
-    /// All groups in which `axes` vary and the others stand still. Groups, and ranks in a group, are enumerated
-    /// in the grid's order, leftmost axis fastest.
+    /// All groups in which `axes` vary and the others are fixed. Groups, and ranks in a group, are in grid order,
+    /// leftmost axis fastest.
     pub fn groups(&self, axes: &[Axis]) -> Vec<Vec<usize>> {
         let (inner, outer): (Vec<Axis>, Vec<Axis>) =
             self.order.iter().map(|(a, _)| *a).partition(|a| axes.contains(a));
@@ -114,12 +114,12 @@ impl Axes {
         self.offsets(&outer).into_iter().map(|base| inside.iter().map(|i| base + i).collect()).collect()
     }
 
-    /// [`Axes::groups`] of a token such as `dp-cp`.
+    /// [`Axes::groups`] of a name such as `dp-cp`.
     pub fn groups_of(&self, token: &str) -> Result<Vec<Vec<usize>>> {
         Ok(self.groups(&Axis::list(token, "the group")?))
     }
 
-    /// Distances from rank 0 to all ranks that differ from it in `axes` only, first axis fastest.
+    /// Offsets from rank 0 of all ranks that differ from it in `axes` only, first axis fastest.
     fn offsets(&self, axes: &[Axis]) -> Vec<usize> {
         axes.iter().fold(vec![0], |near, &axis| {
             let (size, stride) = (self.size(axis), self.stride(axis));

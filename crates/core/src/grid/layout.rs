@@ -1,36 +1,37 @@
-//! What a user says about a layout.
+//! The parallel sizes a user asks for.
 
 use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// Sizes of all kinds of parallelism. `RankLayout { tp: 2, ..RankLayout::default() }`, or parsed from `tp=2,pp=2`.
+/// Sizes of all kinds of parallelism. Written as `RankLayout { tp: 2, ..RankLayout::default() }`, or parsed from
+/// `tp=2,pp=2`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankLayout {
-    /// Tensor-parallel ranks.
+    /// Tensor-parallel size.
     pub tp: usize,
-    /// Context-parallel ranks.
+    /// Context-parallel size.
     pub cp: usize,
-    /// Pipeline stages (ranks).
+    /// Number of pipeline stages.
     pub pp: usize,
-    /// Chunks of layers per pipeline rank.
+    /// Virtual pipeline size: model chunks per stage.
     pub vp: usize,
-    /// Copies of the smallest world that holds the other sizes, see [`RankLayout::world`]; `None` takes as many as the
-    /// world holds. The dense data-parallel size is [`Grid::dp`](super::Grid::dp).
+    /// Number of replicas of the smallest world that holds the other sizes, see [`RankLayout::world`]; `None` takes
+    /// as many as fit. The data-parallel size of the dense grid is [`Grid::dp`](super::Grid::dp).
     pub dp: Option<usize>,
-    /// Expert-parallel ranks.
+    /// Expert-parallel size.
     pub ep: usize,
-    /// Tensor-parallel ranks inside an expert; `None` means `tp`.
+    /// Tensor-parallel size inside an expert; `None` means `tp`.
     pub etp: Option<usize>,
-    /// Axes from the fastest to the slowest.
+    /// Axes from the fastest to the slowest varying.
     pub order: String,
-    /// Optimizer instances: copies of the sharded optimizer state.
+    /// Number of optimizer instances: replicas of the sharded optimizer state.
     pub instances: usize,
     /// Sizes of the levels of hierarchical context parallelism, innermost first; empty for none.
     pub cp_levels: Vec<usize>,
 }
 
-/// The usual order.
+/// The default order of axes.
 pub const ORDER: &str = "tp-cp-ep-dp-pp";
 
 impl Default for RankLayout {
@@ -51,17 +52,17 @@ impl Default for RankLayout {
 }
 
 impl RankLayout {
-    /// Tensor-parallel ranks inside an expert.
+    /// Tensor-parallel size inside an expert.
     pub fn etp(&self) -> usize {
         self.etp.unwrap_or(self.tp)
     }
 
-    /// The world of this layout: `lcm(tp·cp·pp, etp·ep·pp) × dp`, with 1 for a `dp` not given.
+    /// Number of ranks of this layout: `lcm(tp·cp·pp, etp·ep·pp) × dp`, with dp 1 if not given.
     pub fn world(&self) -> Result<usize> {
         self.smallest()?.checked_mul(self.dp.unwrap_or(1)).ok_or_else(|| self.too_large())
     }
 
-    /// The smallest world that holds both grids.
+    /// The smallest number of ranks that holds both grids.
     pub(super) fn smallest(&self) -> Result<usize> {
         let product = |sizes: [usize; 3]| sizes.into_iter().try_fold(1usize, usize::checked_mul);
         let dense = product([self.tp, self.cp, self.pp]);
@@ -82,11 +83,11 @@ impl RankLayout {
 }
 
 impl crate::config::ParallelSection {
-    /// The layout that a recipe asks for, whose `parallel.dp` holds the experts.
+    /// The layout of a recipe.
     pub fn layout(&self) -> RankLayout {
         let (tp, cp, pp, vp, ep, etp) = (self.tp, self.cp, self.pp, self.vp, self.ep, self.etp);
         let layout = RankLayout { tp, cp, pp, vp, ep, etp, ..RankLayout::default() };
-        // parallel.dp is that of the dense grid.
+        // `parallel.dp` is the data-parallel size of the dense grid.
         let dp = match layout.smallest() {
             Ok(least) => tp.saturating_mul(cp).saturating_mul(pp).saturating_mul(self.dp) / least,
             Err(_) => self.dp,
@@ -122,7 +123,7 @@ impl std::fmt::Display for RankLayout {
 impl FromStr for RankLayout {
     type Err = Error;
 
-    /// Reads `tp=2,pp=2`; keys tp, cp, pp, vp, dp, ep, etp and order.
+    /// Parses `tp=2,pp=2`; the keys are tp, cp, pp, vp, dp, ep, etp and order.
     fn from_str(text: &str) -> Result<RankLayout> {
         let mut layout = RankLayout::default();
         let mut seen = Vec::new();

@@ -1,4 +1,4 @@
-//! Which layouts are legal, and which legal one is nearest.
+//! Validation of layouts, with the nearest valid sizes in the error.
 
 use super::{
     axes::{Axes, Axis},
@@ -8,7 +8,7 @@ use crate::{Error, Result};
 
 type Field = (&'static str, fn(&RankLayout) -> usize, fn(&mut RankLayout, usize));
 
-/// The sizes that may be changed to make a layout fit a world.
+/// The sizes that an error may suggest to change.
 const FIELDS: [Field; 5] = [
     ("tp", |l| l.tp, |l, n| l.tp = n),
     ("cp", |l| l.cp, |l, n| l.cp = n),
@@ -20,15 +20,15 @@ const FIELDS: [Field; 5] = [
 /// Sizes of a model that a layout must divide.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ModelSizes {
-    /// Query heads.
+    /// Number of query heads.
     pub heads: usize,
-    /// Key and value heads; 0 where they are not known.
+    /// Number of key/value heads; 0 if unknown.
     pub kv_heads: usize,
-    /// Tokens of the vocabulary; 0 where they are not known.
+    /// Vocabulary size; 0 if unknown.
     pub vocab: usize,
-    /// Width of the MLP.
+    /// Width of a dense MLP, 0 for none.
     pub ffn: usize,
-    /// Experts, 0 for a dense model.
+    /// Number of experts, 0 for a dense model.
     pub experts: usize,
     /// Width of an expert's MLP.
     pub expert_ffn: usize,
@@ -36,16 +36,16 @@ pub struct ModelSizes {
     pub shared_ffn: usize,
 }
 
-/// What is wrong with a layout; a way out is found afterwards where the sizes are at fault.
+/// What is wrong with a layout. Suggestions are added afterwards where the sizes are at fault.
 enum LayoutError {
-    /// The world does not divide by this product of fields.
+    /// The number of ranks is not a multiple of this product of sizes.
     World(&'static str, [usize; 3], usize),
-    /// `dp` and the world contradict each other.
-    Copies,
+    /// `dp` and the number of ranks contradict each other.
+    Replicas,
     Other(String),
 }
 
-/// Both grids, or one sentence with what is wrong and what to change.
+/// Builds both grids; the error says in one sentence what is wrong and what to change.
 pub(super) fn grids(layout: &RankLayout, world: usize) -> Result<(Axes, Axes)> {
     let least = layout.smallest()?;
     build(layout, world).map_err(|wrong| {
@@ -55,11 +55,11 @@ pub(super) fn grids(layout: &RankLayout, world: usize) -> Result<(Axes, Axes)> {
                 let (worlds, sizes_near) = (near_worlds(world, least), near_sizes(layout, world, &keys));
                 format!("{world} ranks do not divide by {name} = {sizes} = {unit}; take {worlds}{sizes_near}")
             }
-            LayoutError::Copies if world.is_multiple_of(least) => {
+            LayoutError::Replicas if world.is_multiple_of(least) => {
                 let fits = world / least;
                 format!("{layout} does not make {world} ranks; take {} or dp={fits}", needs(layout))
             }
-            LayoutError::Copies => {
+            LayoutError::Replicas => {
                 let near = near_sizes(layout, world, &[0, 1, 2, 3]);
                 format!("{layout} does not make {world} ranks; take {}{near}", needs(layout))
             }
@@ -72,7 +72,7 @@ fn needs(layout: &RankLayout) -> String {
     layout.world().map_or("a smaller dp".into(), |n| format!("{n} ranks"))
 }
 
-/// Without advice, so that advice can be sought with it.
+/// Builds both grids without suggestions in its error, so that the search for suggestions can use it.
 fn build(layout: &RankLayout, world: usize) -> Result<(Axes, Axes), LayoutError> {
     let other = |what: String| Err(LayoutError::Other(what));
     let least = layout.smallest().map_err(|e| LayoutError::Other(e.to_string()))?;
@@ -91,7 +91,7 @@ fn build(layout: &RankLayout, world: usize) -> Result<(Axes, Axes), LayoutError>
         return Err(LayoutError::World("etp·ep·pp", [4, 3, 2], expert));
     }
     if layout.dp.is_some_and(|dp| least.checked_mul(dp) != Some(world)) {
-        return Err(LayoutError::Copies);
+        return Err(LayoutError::Replicas);
     }
     let (dp, edp) = (world / dense, world / expert);
     let order = Axis::list(&layout.order, "the order").map_err(|e| LayoutError::Other(e.to_string()))?;
@@ -111,7 +111,7 @@ fn build(layout: &RankLayout, world: usize) -> Result<(Axes, Axes), LayoutError>
         })
     };
     let (dense, expert) = (axes(layout.tp, layout.cp, 1, dp)?, axes(layout.etp(), 1, layout.ep, edp)?);
-    // Pipelines of both grids must be the same lists of ranks, which they are where the strides are the same.
+    // Both grids must have the same pipelines, which they do if the strides are equal.
     let last = order.last() == Some(&Axis::Pp);
     let same = dense.stride(Axis::Pp) == expert.stride(Axis::Pp) && (last || dp == edp);
     if layout.pp > 1 && !same {
@@ -132,13 +132,13 @@ fn build(layout: &RankLayout, world: usize) -> Result<(Axes, Axes), LayoutError>
     Ok((dense, expert))
 }
 
-fn check_instances(layout: &RankLayout, copies: usize, edp: usize) -> Result<(), LayoutError> {
-    let (n, both) = (layout.instances, gcd(copies, edp));
+fn check_instances(layout: &RankLayout, replicas: usize, edp: usize) -> Result<(), LayoutError> {
+    let (n, both) = (layout.instances, gcd(replicas, edp));
     if both.is_multiple_of(n) {
         return Ok(());
     }
     Err(LayoutError::Other(format!(
-        "{n} optimizer instances must divide the {copies} ranks of dp·cp and the {edp} expert copies; take {}",
+        "{n} optimizer instances must divide the {replicas} ranks of dp·cp and the {edp} replicas of each expert; take {}",
         near(n, divisors(both))
     )))
 }
@@ -161,8 +161,8 @@ impl ModelSizes {
 }
 
 impl RankLayout {
-    /// Refuses a layout whose tensor or expert ranks do not divide the model's heads, widths or experts. Fewer
-    /// key/value heads than ranks are legal: they are replicated.
+    /// Fails if tensor or expert parallelism does not divide the model's heads, widths or experts. Fewer key/value
+    /// heads than tensor-parallel ranks are valid: they are replicated.
     pub fn check_model(&self, model: &ModelSizes) -> Result<()> {
         let moe = model.experts > 0;
         if !moe && self.ep > 1 {
@@ -197,14 +197,14 @@ impl RankLayout {
         if g > 0 && !g.is_multiple_of(tp) && !tp.is_multiple_of(g) {
             let legal = divisors(model.largest_tp()).filter(|n| g.is_multiple_of(*n) || n.is_multiple_of(g));
             return Err(Error::Invalid(format!(
-                "tp={tp} ranks can neither divide nor share the {g} key heads of the model; take tp={}",
+                "tp={tp} neither divides the {g} key/value heads of the model nor is a multiple of them; take tp={}",
                 near(tp, legal)
             )));
         }
         if model.vocab > 0 && tp > model.vocab {
             let (v, tp) = (model.vocab, self.tp);
             return Err(Error::Invalid(format!(
-                "tp={tp} ranks are more than the {v} tokens of the vocabulary; take tp={}",
+                "tp={tp} exceeds the {v} tokens of the vocabulary; take tp={}",
                 near(tp, divisors(model.largest_tp()).filter(|n| *n <= v))
             )));
         }
@@ -212,7 +212,7 @@ impl RankLayout {
     }
 }
 
-/// "4 or 8 ranks".
+/// The nearest numbers of ranks: "4 or 8 ranks".
 fn near_worlds(world: usize, least: usize) -> String {
     let below = world / least * least;
     match below.checked_add(least) {
@@ -222,7 +222,7 @@ fn near_worlds(world: usize, least: usize) -> String {
     }
 }
 
-/// ", or tp=3 or 6, or pp=…": for each of some fields the nearest legal values, the other fields as they are.
+/// The nearest valid values of each of some sizes, the others unchanged: ", or tp=3 or 6, or pp=…".
 fn near_sizes(layout: &RankLayout, world: usize, keys: &[usize]) -> String {
     let mut out = String::new();
     for &key in keys {
@@ -240,12 +240,12 @@ fn near_sizes(layout: &RankLayout, world: usize, keys: &[usize]) -> String {
     out
 }
 
-/// Divisors as far as advice looks, ascending.
+/// Divisors up to 65536, ascending; suggestions look no further.
 fn divisors(n: usize) -> impl Iterator<Item = usize> {
     (1..=n.min(1 << 16)).filter(move |d| n.is_multiple_of(*d))
 }
 
-/// All of a list: "1, 2 or 4".
+/// All values of a list: "1, 2 or 4".
 fn one_of(legal: impl Iterator<Item = usize>) -> String {
     let all: Vec<String> = legal.map(|n| n.to_string()).collect();
     match all.split_last() {
@@ -254,7 +254,7 @@ fn one_of(legal: impl Iterator<Item = usize>) -> String {
     }
 }
 
-/// The nearest of an ascending list below and above `n`: "2 or 4".
+/// The nearest values of an ascending list below and above `n`: "2 or 4".
 fn near(n: usize, legal: impl Iterator<Item = usize>) -> String {
     let (mut below, mut above) = (None, None);
     for value in legal {

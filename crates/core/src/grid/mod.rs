@@ -1,7 +1,7 @@
-//! Who is who: the ranks of a run as two grids over the same numbers, and all groups that talk to each other.
+//! Rank grids: the ranks of a run arranged in two grids over the same numbers, and their process groups.
 //!
 //! The dense grid is tp × cp × dp × pp; the expert grid is etp × ep × edp × pp over the same ranks, so that expert
-//! parallelism may span tensor, context and data ranks ("folding"). Both have the same pipelines.
+//! parallelism may span tensor, context and data ranks (MoE parallel folding). Both have the same pipelines.
 //!
 //! ```
 //! use ferrotron_core::grid::{Grid, RankLayout};
@@ -24,28 +24,28 @@ pub use legal::ModelSizes;
 use crate::{Error, Result};
 use groups::{DerivedGroup, GridKind, hierarchical};
 
-/// Where a rank stands along every axis of both grids.
+/// Coordinates of a rank along every axis of both grids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Coordinates {
-    /// Tensor.
+    /// Tensor-parallel rank.
     pub tp: usize,
-    /// Context.
+    /// Context-parallel rank.
     pub cp: usize,
-    /// Data, in the dense grid.
+    /// Data-parallel rank in the dense grid.
     pub dp: usize,
-    /// GroupRank among the `dp·cp` ranks that share dense parameters; cp is fast in the usual order.
+    /// Rank among the `dp·cp` replicas of the dense parameters; cp varies fastest in the default order.
     pub dp_cp: usize,
-    /// Pipeline.
+    /// Pipeline stage.
     pub pp: usize,
-    /// Tensor, inside an expert.
+    /// Expert-tensor-parallel rank.
     pub etp: usize,
-    /// Expert.
+    /// Expert-parallel rank.
     pub ep: usize,
-    /// Data, among copies of an expert.
+    /// Data-parallel rank among the replicas of an expert.
     pub edp: usize,
 }
 
-/// A legal layout over a world of ranks. Plain numbers: nothing here communicates.
+/// A valid layout over a number of ranks. Plain numbers: nothing here communicates.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Grid {
     layout: RankLayout,
@@ -55,14 +55,13 @@ pub struct Grid {
 }
 
 impl Grid {
-    /// The grids of a layout over `world` ranks. An illegal one is refused in a sentence with the nearest legal
-    /// sizes.
+    /// The grids of a layout over `world` ranks. The error for an invalid layout names the nearest valid sizes.
     pub fn new(layout: RankLayout, world: usize) -> Result<Grid> {
         let (dense, expert) = legal::grids(&layout, world)?;
         Ok(Grid { layout, world, dense, expert })
     }
 
-    /// The grid of a layout over the world that it makes, [`RankLayout::world`].
+    /// The grid of a layout over [`RankLayout::world`] ranks.
     pub fn of(layout: RankLayout) -> Result<Grid> {
         let world = layout.world()?;
         Grid::new(layout, world)
@@ -73,17 +72,17 @@ impl Grid {
         &self.layout
     }
 
-    /// All ranks.
+    /// Number of ranks.
     pub fn world(&self) -> usize {
         self.world
     }
 
-    /// Data-parallel ranks of the dense grid: `world / (tp·cp·pp)`.
+    /// Data-parallel size of the dense grid: `world / (tp·cp·pp)`.
     pub fn dp(&self) -> usize {
         self.dense.size(Axis::Dp)
     }
 
-    /// Copies of each expert: `world / (etp·ep·pp)`.
+    /// Data-parallel size of the experts: `world / (etp·ep·pp)`.
     pub fn edp(&self) -> usize {
         self.expert.size(Axis::Dp)
     }
@@ -93,12 +92,12 @@ impl Grid {
         &self.dense
     }
 
-    /// The expert grid, where `tp` means etp and `dp` means edp.
+    /// The expert grid, in which `tp` means etp and `dp` means edp.
     pub fn expert(&self) -> &Axes {
         &self.expert
     }
 
-    /// Where a rank stands. Ranks beyond the world are refused.
+    /// The coordinates of a rank. Fails for ranks outside the world.
     pub fn coordinates(&self, rank: usize) -> Result<Coordinates> {
         self.check_rank(rank)?;
         let (d, e) = (&self.dense, &self.expert);
@@ -114,8 +113,9 @@ impl Grid {
         })
     }
 
-    /// All groups of a name of [`RULES`], or of any token such as `cp-pp`; with `ep`, `etp` or `edp` in it the token
-    /// is of the expert grid. `mp` is `tp-pp`. The list and each group are in the grid's order.
+    /// All groups of a name: axes joined by `-`, such as `dp-cp`, in which these axes vary, or a derived group
+    /// (`embd`, `pos-embd`, `intra-dp-cp`, `intra-edp`, `inter-edp`, `instance`). Names with `ep`, `etp` or `edp` are
+    /// of the expert grid; `mp` is `tp-pp`. Groups and their ranks are in grid order.
     pub fn groups(&self, name: &str) -> Result<Vec<Vec<usize>>> {
         let name = if name == "mp" { "tp-pp".into() } else { name.replace('_', "-") };
         if let Some(derived) = DerivedGroup::find(&name) {
@@ -134,14 +134,14 @@ impl Grid {
         self.dense.groups_of(&name)
     }
 
-    /// The group of that name in which `rank` is; `None` where it is in none, as most are in no `embd`.
+    /// The group of that name that contains `rank`; `None` if there is none, as for `embd` on the inner stages.
     pub fn group(&self, name: &str, rank: usize) -> Result<Option<Vec<usize>>> {
         self.check_rank(rank)?;
         Ok(self.groups(name)?.into_iter().find(|g| g.contains(&rank)))
     }
 
-    /// The groups of one level of hierarchical context parallelism, innermost first; without levels the whole cp
-    /// groups are level 0.
+    /// The groups of one level of hierarchical context parallelism, innermost first. Without levels, level 0 is the
+    /// cp groups.
     pub fn cp_level(&self, level: usize) -> Vec<Vec<usize>> {
         let whole = [self.layout.cp];
         let sizes = if self.layout.cp_levels.is_empty() { &whole[..] } else { &self.layout.cp_levels };

@@ -1,4 +1,4 @@
-//! Ranks as processes: what a launcher (`mpirun`, `srun`, torchrun's variables) made of this process.
+//! Ranks as processes, started by `mpirun`, `srun` or torchrun.
 
 use super::as_member;
 use crate::grid::{Grid, RankLayout};
@@ -9,8 +9,8 @@ use ferrotron_tensor::DeviceKind;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
-/// This process's part of a job. The job is joined once, by the first work that needs the other ranks, and left when
-/// this is dropped: an error of this rank should be told before.
+/// This process's membership of a job. The job is joined once, by the first work that needs other ranks, and left on
+/// drop; report an error of this rank before that.
 #[derive(Debug, Default)]
 pub struct Launch {
     joined: Mutex<Option<Joined>>,
@@ -23,19 +23,18 @@ struct Joined {
 }
 
 impl Launch {
-    /// This process's place among those that a launcher started; `None` where it was started alone, and for a job of
-    /// one.
+    /// This process's rank in a job; `None` if it was started alone or the job has one process.
     pub fn job(&self) -> Result<Option<LaunchEnv>> {
         Ok(LaunchEnv::detect()?.filter(|job| job.size > 1))
     }
 
-    /// Does this process show results and write files? The first of a job does.
+    /// True for the process that prints results and writes files: rank 0.
     pub fn leads(&self) -> bool {
         LaunchEnv::detect().ok().flatten().is_none_or(|job| job.rank == 0)
     }
 
-    /// Runs `work` as this process's rank of `job`, on the device of the rank that `make` makes. A layout that does not
-    /// make the job's number of ranks is refused with the nearest legal one.
+    /// Runs `work` as this process's rank of `job`, on the device of the rank created by `make`. Fails, naming the
+    /// nearest valid layout, if the layout does not match the number of processes.
     pub fn run<T>(
         &self,
         job: &LaunchEnv,
@@ -56,8 +55,7 @@ impl Launch {
         let mut joined = self.joined.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(j) = &*joined {
             if j.kind != kind {
-                let what =
-                    "the processes of a job communicate on the CPU or on cards, not on both; use one device";
+                let what = "the processes of a job must all use CPUs or all use GPUs; choose one --device";
                 return Err(Error::Invalid(what.into()));
             }
             return Ok(j.world.clone());
@@ -71,7 +69,7 @@ impl Launch {
     }
 }
 
-/// MPI, whoever started the processes. It must have heard of the same job.
+/// Joins over MPI, whatever the launcher. MPI must agree with the launcher on rank and size.
 fn on_host(job: &LaunchEnv, timeout: Duration) -> Result<World> {
     let world = World::mpi(timeout)?;
     if (world.rank(), world.size()) == (job.rank, job.size) {

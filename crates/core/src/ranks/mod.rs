@@ -1,5 +1,4 @@
-//! The ranks of a run: threads of this process, every layout on one machine; or one rank of a job that a launcher
-//! started. The same work on each.
+//! Running the ranks of a layout: as threads of this process, or as one process of a launched job.
 
 mod launch;
 
@@ -14,12 +13,13 @@ use ferrotron_kernels::Kernels;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// How long a rank waits for another before the run ends with an error that names it.
+/// Default time a rank waits for another before the run fails with an error that names it.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Gives a rank its groups in the grid. Every rank of the world calls it.
+/// Creates a rank's process groups. Every rank of the world calls it.
 pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
-    // Every rank walks every group in the same order, its own or not: making one is collective.
+    // Creating a group is collective: every rank creates every group in the same order, whether it is a member or
+    // not.
     let mine = |name: &'static str, axes: &str| -> Result<Communicator> {
         let mut found = Communicator::solo();
         for ranks in grid.groups(axes)? {
@@ -33,7 +33,7 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
     let dp_cp_group = mine("copies", "dp-cp")?;
     let cp = mine("cp", "cp")?;
     let tp = mine("tp", "tp")?;
-    // Where a group is one of those above on every rank, it is that one.
+    // Reuses an existing group that has the same members on every rank.
     let or = |name: &'static str, axes: &str, others: &[(&Communicator, &str)]| -> Result<Communicator> {
         let groups = grid.groups(axes)?;
         for (other, axes) in others {
@@ -64,11 +64,11 @@ pub fn join(rank: Rank, world: &World, grid: &Grid) -> Result<Rank> {
     })
 }
 
-/// Ranks that one process can sensibly hold as threads.
-const MOST: usize = 256;
+/// Most ranks that one process runs as threads.
+const MAX_THREADS: usize = 256;
 
-/// Runs `work` on every rank of a layout, each on a thread of its own, and returns what each made. `make` gives each
-/// thread its device. Where ranks fail, the error is that of the first that failed for a reason of its own.
+/// Runs `work` on every rank of a layout, one thread each, and returns their results. `make` creates each rank's
+/// device. If ranks fail, the error is that of the first rank that failed for a reason of its own.
 pub fn on_threads<T: Send>(
     layout: &RankLayout,
     make: impl Fn() -> Result<Rank> + Sync,
@@ -77,7 +77,7 @@ pub fn on_threads<T: Send>(
     on_threads_with(layout, DEFAULT_TIMEOUT, ReduceKernels::default(), make, work)
 }
 
-/// The same with all ranks on the device of `rank`, each with streams of its own: several ranks on one card.
+/// [`on_threads`] with all ranks on the device of `rank`, each with its own streams: several ranks on one GPU.
 pub fn on_one_device<T: Send>(
     layout: &RankLayout,
     timeout: Duration,
@@ -85,20 +85,20 @@ pub fn on_one_device<T: Send>(
     work: impl Fn(Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
     let make = || Ok(Rank::alone(rank.device(), rank.kernels.clone(), rank.seed)?);
-    on_threads_with(layout, timeout, arithmetic(&rank.kernels), make, work)
+    on_threads_with(layout, timeout, reduce_kernels(&rank.kernels), make, work)
 }
 
-/// Sums over ranks that share a card, by its kernels. Maxima are of single numbers: the host makes them.
-fn arithmetic(kernels: &Arc<dyn Kernels>) -> ReduceKernels {
+/// Reduction kernels for ranks that share a GPU. Maxima are single values, which the host computes.
+fn reduce_kernels(kernels: &Arc<dyn Kernels>) -> ReduceKernels {
     let kernels = kernels.clone();
     ReduceKernels { add: Some(Arc::new(move |s, acc, x| kernels.add_assign(s, acc, x))), max: None }
 }
 
-/// [`on_threads`] with what it takes for granted: how long a rank waits for another, and how a card adds.
+/// [`on_threads`] with a given timeout and given reduction kernels.
 pub fn on_threads_with<T: Send>(
     layout: &RankLayout,
     timeout: Duration,
-    arithmetic: ReduceKernels,
+    reduce_kernels: ReduceKernels,
     make: impl Fn() -> Result<Rank> + Sync,
     work: impl Fn(Rank) -> Result<T> + Sync,
 ) -> Result<Vec<T>> {
@@ -107,16 +107,16 @@ pub fn on_threads_with<T: Send>(
     if grid.world() == 1 {
         return Ok(vec![run(World::solo())?]);
     }
-    if grid.world() > MOST {
-        let (n, what) = (grid.world(), "are too many for one process; use at most");
-        return Err(Error::Invalid(format!("{n} ranks as threads {what} {MOST}")));
+    if grid.world() > MAX_THREADS {
+        let (n, what) = (grid.world(), "are too many threads for one process; use at most");
+        return Err(Error::Invalid(format!("{n} ranks {what} {MAX_THREADS}")));
     }
-    let worlds = World::threads_with_kernels(grid.world(), timeout, arithmetic);
+    let worlds = World::threads_with_kernels(grid.world(), timeout, reduce_kernels);
     let done: Vec<Result<T>> = std::thread::scope(|scope| {
         let run = &run;
         let threads: Vec<_> = worlds.into_iter().map(|w| scope.spawn(move || run(w))).collect();
         let end = |(i, t): (usize, std::thread::ScopedJoinHandle<Result<T>>)| {
-            t.join().unwrap_or_else(|_| Err(Error::Invalid(format!("rank {i} broke off"))))
+            t.join().unwrap_or_else(|_| Err(Error::Invalid(format!("rank {i} panicked"))))
         };
         threads.into_iter().enumerate().map(end).collect()
     });
@@ -127,20 +127,20 @@ pub fn on_threads_with<T: Send>(
             Err(e) => failures.push(e),
         }
     }
-    // Ranks that only heard of another's failure come last.
-    failures.sort_by_key(heard);
+    // Errors received from other ranks come last.
+    failures.sort_by_key(is_remote);
     match failures.into_iter().next() {
         Some(e) => Err(e),
         None => Ok(out),
     }
 }
 
-/// An error that came from another rank, or between ranks.
-fn heard(e: &Error) -> bool {
+/// True for an error received from another rank, or between ranks.
+fn is_remote(e: &Error) -> bool {
     matches!(e, Error::Tensor(ferrotron_tensor::Error::Communication(_)))
 }
 
-/// One rank's work in its world. If it fails for a reason of its own, the others hear of it at once.
+/// Runs one rank's work in its world. If it fails for a reason of its own, the other ranks are told at once.
 fn as_member<T>(
     world: &World,
     grid: &Grid,
@@ -149,7 +149,7 @@ fn as_member<T>(
 ) -> Result<T> {
     let done = make().and_then(|rank| join(rank, world, grid)).and_then(work);
     done.inspect_err(|e| {
-        if !heard(e) {
+        if !is_remote(e) {
             world.abort(&e.to_string());
         }
     })

@@ -1,60 +1,59 @@
-//! Global batch size and the micro-batches it is made of.
+//! Global batch size and number of micro-batches.
 
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// Growth from a small batch: every `samples / ((global − start) / increment)` samples the batch grows by
-/// `increment`.
+/// Batch ramp-up: every `samples / ((global − start) / increment)` samples the batch grows by `increment`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Rampup {
-    /// First global batch.
+    /// Initial global batch.
     pub start: u64,
-    /// Growth per stage.
+    /// Increment per stage.
     pub increment: u64,
     /// Samples after which the full batch is reached.
     pub samples: u64,
 }
 
-/// The global batch over the run.
+/// The global batch size over the run.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct BatchSchedule {
-    /// Samples per step (of the last stage, when growing).
+    /// Samples per step; with ramp-up, that of the last stage.
     pub global: u64,
-    /// Samples per rank and micro-step.
+    /// Samples per rank and micro-batch.
     pub micro: u64,
-    /// Linear growth.
+    /// Linear ramp-up.
     #[serde(default)]
     pub rampup: Option<Rampup>,
-    /// Growth at given places: `(samples consumed, global batch)`, see [`BatchSchedule::parse_steps`].
+    /// Batch sizes from given points on: `(samples consumed, global batch)`, see [`BatchSchedule::parse_steps`].
     #[serde(default)]
     pub steps: Option<Vec<(u64, u64)>>,
-    /// May the batch be rounded down to what the ranks divide?
+    /// Allow rounding the batch down to a multiple of what the ranks can process.
     #[serde(default)]
     pub round_down: bool,
 }
 
-/// The batch at some point of the run.
+/// The batch at one point of the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MicroBatches {
-    /// The batch the schedule asks for.
+    /// The scheduled global batch.
     pub global: u64,
-    /// The batch that runs: `global`, or less when rounded down.
+    /// The batch that runs: `global`, or less if rounded down.
     pub running: u64,
     /// Micro-batches per rank and step.
     pub count: u64,
 }
 
 impl BatchSchedule {
-    /// The same batch throughout.
+    /// A constant batch size.
     pub fn constant(global: u64, micro: u64) -> Self {
         Self { global, micro, rampup: None, steps: None, round_down: false }
     }
 
-    /// `0:768 250B:1536`: from a threshold on, a global batch. K, M, B and T multiply by 10³, 10⁶, 10⁹
-    /// and 10¹². Thresholds are tokens when `seq` (tokens per sample) is given, else samples.
+    /// Parses `0:768 250B:1536`: a global batch from each threshold on. K, M, B and T multiply by 10³, 10⁶, 10⁹ and
+    /// 10¹². Thresholds are tokens if `seq` (tokens per sample) is given, else samples.
     pub fn parse_steps(text: &str, seq: Option<u64>) -> Result<Vec<(u64, u64)>> {
         let bad = |what: String| Error::Invalid(format!("batch schedule \"{text}\": {what}"));
         let mut steps = Vec::new();
@@ -69,7 +68,7 @@ impl BatchSchedule {
         Ok(steps)
     }
 
-    /// Can this schedule run?
+    /// Fails if the schedule is inconsistent.
     pub fn check(&self) -> Result<()> {
         let bad = |what: String| Err(Error::Invalid(format!("batch size: {what}")));
         if self.global == 0 || self.micro == 0 {
@@ -104,7 +103,7 @@ impl BatchSchedule {
         if consumed > r.samples || stages == 0 || r.samples == 0 {
             return self.global;
         }
-        // In f64 as the reference does: a stage may last a fraction of a sample more.
+        // In f64 like Megatron: a stage need not be a whole number of samples.
         let per_stage = r.samples as f64 / stages as f64;
         let stage = (consumed as f64 / per_stage) as u64;
         (r.start + stage.min(stages) * r.increment).min(self.global)
@@ -129,7 +128,7 @@ impl BatchSchedule {
     }
 }
 
-/// `1.5K` and the like as a count.
+/// Parses a count such as `1.5K`.
 fn number(text: &str) -> Option<u64> {
     let text = text.trim().to_ascii_uppercase();
     let factor = match text.chars().last()? {

@@ -1,4 +1,4 @@
-//! Learning rate.
+//! Learning-rate schedules.
 
 use std::f64::consts::PI;
 
@@ -7,11 +7,11 @@ use serde::{Deserialize, Serialize};
 use super::GroupOverride;
 use crate::{Error, Result};
 
-/// How the rate falls between warm-up and the end of the decay.
+/// Shape of the decay between warm-up and its end; ρ is the elapsed fraction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Decay {
-    /// Stays at the maximum, for ever.
+    /// Stays at the maximum.
     Constant,
     /// 1 − ρ
     Linear,
@@ -20,11 +20,11 @@ pub enum Decay {
     Cosine,
     /// max·√W/√n, not below the minimum.
     InverseSquareRoot,
-    /// Warm-up, stable, decay: at the maximum until the last `wsd` samples.
+    /// Warmup-stable-decay: at the maximum until the last `wsd` samples.
     Wsd,
 }
 
-/// The last stretch of [`Decay::Wsd`], x from 0 to 1.
+/// Shape of the final decay of [`Decay::Wsd`], x from 0 to 1.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WsdDecay {
@@ -43,20 +43,20 @@ pub enum WsdDecay {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LrSchedule {
-    /// Rate at the end of the warm-up.
+    /// Learning rate at the end of the warm-up.
     pub max: f64,
-    /// Rate at the end of the decay and after.
+    /// Learning rate at the end of the decay and after.
     #[serde(default)]
     pub min: f64,
-    /// Rate at the start of the warm-up.
+    /// Learning rate at the start of the warm-up.
     #[serde(default)]
     pub init: f64,
     /// Samples of linear warm-up (W).
     #[serde(default)]
     pub warmup: u64,
-    /// Samples at which the decay ends, warm-up included (D).
+    /// Samples at which the decay ends, including the warm-up (D).
     pub decay: u64,
-    /// How the rate falls.
+    /// Shape of the decay.
     #[serde(default)]
     pub style: Decay,
     /// Samples of the final decay of [`Decay::Wsd`].
@@ -68,7 +68,7 @@ pub struct LrSchedule {
 }
 
 impl LrSchedule {
-    /// Can this schedule run?
+    /// Fails if the schedule is inconsistent.
     pub fn check(&self) -> Result<()> {
         let bad = |what: String| Err(Error::Invalid(format!("learning rate: {what}")));
         let Self { max, min, init, warmup, decay, .. } = *self;
@@ -89,12 +89,12 @@ impl LrSchedule {
         Ok(())
     }
 
-    /// The rate after `n` samples.
+    /// The learning rate after `n` samples.
     pub fn at(&self, n: u64) -> f64 {
         self.at_group(n, &GroupOverride::default())
     }
 
-    /// The rate after `n` samples for a group of parameters with its own maximum or minimum.
+    /// The learning rate after `n` samples for a parameter group with its own maximum or minimum.
     pub fn at_group(&self, n: u64, group: &GroupOverride) -> f64 {
         let (max, min) = (group.max_lr.unwrap_or(self.max), group.min_lr.unwrap_or(self.min));
         if self.warmup > 0 && n <= self.warmup {
@@ -106,7 +106,7 @@ impl LrSchedule {
         if n > self.decay {
             return min;
         }
-        // Here W ≤ n ≤ D; W < D unless unchecked, when ρ is defined as 1.
+        // Here W ≤ n ≤ D. W < D in checked schedules; otherwise ρ is 1.
         let rho = (n - self.warmup) as f64 / (self.decay.saturating_sub(self.warmup)).max(1) as f64;
         let share = match self.style {
             Decay::Constant => 1.0,

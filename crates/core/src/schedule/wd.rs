@@ -1,4 +1,4 @@
-//! Weight decay, and what a group of parameters may set for itself.
+//! Weight-decay schedules, and overrides of parameter groups.
 
 use std::f64::consts::PI;
 
@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// How weight decay grows.
+/// How weight decay grows; ρ is the elapsed fraction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WdIncrease {
-    /// Not at all; start and end are equal.
+    /// Constant; start and end are equal.
     #[default]
     Constant,
     /// ρ
@@ -23,9 +23,9 @@ pub enum WdIncrease {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct WdSchedule {
-    /// Decay at the start.
+    /// Weight decay at the start.
     pub start: f64,
-    /// Decay at the end of the increase and after.
+    /// Weight decay at the end of the increase and after.
     pub end: f64,
     /// Samples over which it grows.
     #[serde(default)]
@@ -35,7 +35,7 @@ pub struct WdSchedule {
     pub style: WdIncrease,
 }
 
-/// A parameter group's own values; None is the schedule's.
+/// A parameter group's own values; `None` uses the schedule's.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct GroupOverride {
@@ -47,7 +47,7 @@ pub struct GroupOverride {
     pub start_wd: Option<f64>,
     /// Weight decay at the end.
     pub end_wd: Option<f64>,
-    /// Factor on the weight decay: 0 for biases and norms.
+    /// Multiplier of the weight decay: 0 for biases and norms.
     pub wd_mult: f64,
 }
 
@@ -58,12 +58,12 @@ impl Default for GroupOverride {
 }
 
 impl WdSchedule {
-    /// The same decay throughout.
+    /// A constant weight decay.
     pub fn constant(wd: f64) -> Self {
         Self { start: wd, end: wd, samples: 0, style: WdIncrease::Constant }
     }
 
-    /// Can this schedule run?
+    /// Fails if the schedule is inconsistent.
     pub fn check(&self) -> Result<()> {
         let Self { start, end, .. } = *self;
         if !(end.is_finite() && start >= 0.0 && start <= end) {
@@ -77,12 +77,12 @@ impl WdSchedule {
         Ok(())
     }
 
-    /// The decay after `n` samples.
+    /// The weight decay after `n` samples.
     pub fn at(&self, n: u64) -> f64 {
         self.at_group(n, &GroupOverride::default())
     }
 
-    /// The decay after `n` samples for a group, its factor included.
+    /// The weight decay after `n` samples for a parameter group, including its multiplier.
     pub fn at_group(&self, n: u64, group: &GroupOverride) -> f64 {
         let (start, end) = (group.start_wd.unwrap_or(self.start), group.end_wd.unwrap_or(self.end));
         let wd = if n > self.samples || self.samples == 0 || self.style == WdIncrease::Constant {

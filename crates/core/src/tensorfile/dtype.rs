@@ -1,18 +1,18 @@
-//! Element types as safetensors names them.
+//! Element types of the safetensors format.
 
 use ferrotron_tensor::DType;
 
 macro_rules! file_dtypes {
     ($($variant:ident $name:literal $bits:literal $doc:literal,)*) => {
-        /// An element type of the safetensors format. The order is the format's own (increasing alignment): the
-        /// official writer lays tensors out by it, largest first.
+        /// An element type of the safetensors format, in the format's own order (increasing alignment): the official
+        /// writer lays tensors out by it, largest first.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
         pub enum FileDType {
             $(#[doc = $doc] $variant,)*
         }
 
         impl FileDType {
-            /// Every type of the format, in its order.
+            /// All types, in the order of the format.
             pub const ALL: &[FileDType] = &[$(FileDType::$variant),*];
 
             /// The name in the header.
@@ -20,7 +20,7 @@ macro_rules! file_dtypes {
                 match self { $(FileDType::$variant => $name,)* }
             }
 
-            /// Bits of one element (a few are narrower than a byte).
+            /// Bits per element; a few types are smaller than a byte.
             pub const fn bits(self) -> u64 {
                 match self { $(FileDType::$variant => $bits,)* }
             }
@@ -54,12 +54,12 @@ file_dtypes! {
 }
 
 impl FileDType {
-    /// The type the header calls `name`.
+    /// The type that the header calls `name`.
     pub fn from_name(name: &str) -> Option<FileDType> {
         FileDType::ALL.iter().copied().find(|d| d.name() == name)
     }
 
-    /// Our own element type, where there is one; the others can be read as raw bytes only.
+    /// The corresponding [`DType`]; `None` for types that can only be read as raw bytes.
     pub const fn native(self) -> Option<DType> {
         Some(match self {
             FileDType::F64 => DType::F64,
@@ -77,10 +77,10 @@ impl FileDType {
         })
     }
 
-    /// Bytes of a tensor of this shape, or a reason why there is no such number.
+    /// Size in bytes of a tensor of this shape, or why it has none.
     pub fn tensor_bytes(self, shape: &[usize]) -> Result<u64, String> {
-        // A zero axis makes the product zero whatever the others are, but the format's readers multiply in
-        // order and refuse on overflow; do the same so that a file is good for both or for neither.
+        // A zero axis makes the product zero whatever the others are, but the official readers multiply in order and
+        // refuse on overflow. Do the same, so that both accept the same files.
         let mut bits = 1u64;
         for &n in shape {
             bits = u64::try_from(n)

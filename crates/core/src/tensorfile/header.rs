@@ -1,4 +1,4 @@
-//! The JSON header: parsed with every check, and written as the official writer writes it.
+//! The JSON header: parsed with every check, and written like the official writer.
 
 use super::{FileDType, TensorInfo};
 use serde::de::{DeserializeSeed, Error as _, MapAccess, Visitor};
@@ -8,10 +8,10 @@ use std::collections::{BTreeMap, HashSet};
 /// Key of the string-to-string metadata.
 pub(super) const METADATA: &str = "__metadata__";
 
-/// More axes than this no framework has (PyTorch stops here too); keeps messages about shapes short.
+/// Maximum number of axes, as in PyTorch; keeps messages about shapes short.
 const MAX_AXES: usize = 64;
 
-/// A tensor's entry as written; offsets count from the end of the header.
+/// A tensor's entry; offsets count from the end of the header.
 #[derive(Serialize, Deserialize)]
 struct Entry {
     dtype: String,
@@ -19,14 +19,14 @@ struct Entry {
     data_offsets: (u64, u64),
 }
 
-/// What the header says, entries in the order it says it.
+/// The parsed header, entries in file order.
 #[derive(Default)]
 struct Parsed {
     metadata: BTreeMap<String, String>,
     entries: Vec<(String, Entry)>,
 }
 
-/// A JSON object of strings that refuses a repeated key (serde's own map keeps the last silently).
+/// A JSON object of strings that refuses duplicate keys; serde's own map silently keeps the last.
 struct UniqueStrings;
 
 impl<'de> Visitor<'de> for UniqueStrings {
@@ -83,8 +83,8 @@ impl<'de> Visitor<'de> for Header {
     }
 }
 
-/// Parse and check a header of `header.len()` bytes in a file of `file_bytes`. Returns the tensors in the order
-/// of their data, and the metadata. An error is a sentence about the file, naming the tensor.
+/// Parses and checks a header of `header.len()` bytes in a file of `file_bytes`. Returns the tensors in the order of
+/// their data, and the metadata. An error describes the file and names the tensor.
 pub(super) fn parse(
     header: &[u8],
     file_bytes: u64,
@@ -129,7 +129,7 @@ pub(super) fn parse(
         tensors.push(TensorInfo { name, dtype, shape, begin: data_start + begin, end: data_start + end });
     }
 
-    // Stable, so that empty tensors at one offset keep the header's order.
+    // A stable sort, so that empty tensors at one offset keep the header's order.
     tensors.sort_by_key(|t| (t.begin, t.end));
     let mut at = data_start;
     for t in &tensors {
@@ -145,8 +145,8 @@ pub(super) fn parse(
     Ok((tensors, parsed.metadata))
 }
 
-/// The file's first bytes (length, JSON, padding to a multiple of 8) for tensors whose data lie back to back in
-/// the order given, and their total size.
+/// The start of a file (length, JSON, padding to a multiple of 8) for tensors whose data are contiguous in the given
+/// order, and the total size.
 pub(super) fn render(
     tensors: &[(&str, FileDType, &[usize], u64)],
     metadata: &BTreeMap<String, String>,

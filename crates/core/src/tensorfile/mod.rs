@@ -1,9 +1,9 @@
 //! Safetensors files: read by byte range ([`TensorFile`]), written as a stream ([`TensorFileWriter`]).
 //!
-//! A file is an 8-byte little-endian header length, a JSON header (name → dtype, shape, data offsets; string
-//! metadata under `__metadata__`), then the tensors' little-endian bytes back to back. Opening checks the whole
-//! header against the file's size before anything is believed: offsets tile the data exactly, sizes follow from
-//! dtype and shape, names are unique. Tensor bytes carry no checksum in this format; checkpoints add one.
+//! A file is an 8-byte little-endian header length, a JSON header (name → dtype, shape, data offsets; string metadata
+//! under `__metadata__`), then the tensors' little-endian bytes. Opening a file checks the whole header against the
+//! file's size before anything is used: offsets tile the data exactly, sizes follow from dtype and shape, names are
+//! unique. The format has no checksums; checkpoints add one.
 
 mod dtype;
 mod header;
@@ -24,18 +24,18 @@ pub const MAX_HEADER_BYTES: u64 = 100_000_000;
 pub struct TensorInfo {
     /// Its name, unique in the file.
     pub name: String,
-    /// Its element type as the file names it.
+    /// Its element type.
     pub dtype: FileDType,
     /// Its shape, outermost axis first; `[]` is one element.
     pub shape: Vec<usize>,
     /// First byte, counted from the start of the file.
     pub begin: u64,
-    /// One past the last byte, counted from the start of the file.
+    /// End of its bytes, counted from the start of the file.
     pub end: u64,
 }
 
 impl TensorInfo {
-    /// Bytes of the tensor.
+    /// Size in bytes.
     pub fn bytes(&self) -> u64 {
         self.end - self.begin
     }

@@ -8,8 +8,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// A safetensors file opened for reading by byte range: its header is parsed and fully checked, no data is
-/// read. Shared reads are independent of each other, so ranks and threads may use one value at once.
+/// A safetensors file opened for reading by byte range. The header is parsed and fully checked; no data is read.
+/// Reads are independent of each other, so ranks and threads may share it.
 #[derive(Debug)]
 pub struct TensorFile {
     path: PathBuf,
@@ -18,15 +18,14 @@ pub struct TensorFile {
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
     metadata: BTreeMap<String, String>,
-    /// Bytes of length and header, which opening reads.
+    /// Bytes of length and header, read on opening.
     header_bytes: u64,
-    /// Bytes of tensors handed out so far.
-    given: AtomicU64,
+    /// Bytes of tensors returned so far.
+    delivered: AtomicU64,
 }
 
 impl TensorFile {
-    /// Open and check. Memory taken is that of the header, whose claimed length is believed only as far as the
-    /// file reaches.
+    /// Opens and checks a file. Allocates memory for the header only, whose length is bounded by the file's size.
     pub fn open(path: &Path) -> Result<TensorFile> {
         let file = File::open(path).map_err(|e| Error::io_doing(path, "open", e))?;
         let about = file.metadata().map_err(|e| Error::io_doing(path, "read its size", e))?;
@@ -55,7 +54,7 @@ impl TensorFile {
                 "claims a header of {length} bytes, but the whole file has {bytes}; it is cut short or damaged"
             )));
         }
-        // Below 100 MB, so it fits every usize.
+        // Below 100 MB, so it fits in usize.
         let mut text = vec![0u8; length as usize];
         read_exact_at(&file, path, &mut text, 8)?;
         let (tensors, metadata) = header::parse(&text, bytes).map_err(damaged)?;
@@ -68,11 +67,11 @@ impl TensorFile {
             by_name,
             metadata,
             header_bytes: 8 + length,
-            given: AtomicU64::new(0),
+            delivered: AtomicU64::new(0),
         })
     }
 
-    /// The file.
+    /// The path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -97,14 +96,14 @@ impl TensorFile {
         &self.metadata
     }
 
-    /// Bytes of the header and the length before it: what opening has read.
+    /// Bytes of the header and the length before it, which opening has read.
     pub fn header_bytes(&self) -> u64 {
         self.header_bytes
     }
 
-    /// Bytes of tensors read so far, those of checksums not counted.
+    /// Bytes of tensors read so far, without those read for checksums.
     pub fn bytes_delivered(&self) -> u64 {
-        self.given.load(Relaxed)
+        self.delivered.load(Relaxed)
     }
 
     /// All bytes of a tensor.
@@ -116,8 +115,8 @@ impl TensorFile {
         self.read_runs(name, std::slice::from_ref(&(0..bytes)))
     }
 
-    /// Byte ranges of a tensor one after another, counted from the tensor's own first byte. Only those bytes are
-    /// read, neighbours in one go.
+    /// Byte ranges of a tensor, concatenated; offsets count from the tensor's first byte. Only these bytes are read,
+    /// adjacent ranges at once.
     pub fn read_runs(&self, name: &str, runs: &[Range<usize>]) -> Result<Vec<u8>> {
         let info = self.want(name)?;
         let refuse = |what: String| Error::Invalid(format!("{}: {what}", self.path.display()));
@@ -131,7 +130,7 @@ impl TensorFile {
                     info.bytes()
                 )));
             }
-            // Ranges may repeat, so their sum is bounded by nothing.
+            // Ranges may repeat, so their sum is not bounded by the tensor's size.
             bytes = bytes
                 .checked_add(r.len())
                 .ok_or_else(|| refuse(format!("the ranges of tensor {name:?} do not fit in memory")))?;
@@ -150,12 +149,12 @@ impl TensorFile {
             }
             let part = &mut out[at..at + (end - start)];
             at += part.len();
-            self.give(part, info.begin + start as u64)?;
+            self.read_data(part, info.begin + start as u64)?;
         }
         Ok(out)
     }
 
-    /// Fill `out` with the tensor's bytes from `start_byte` on, counted from the tensor's own first byte.
+    /// Fills `out` with the tensor's bytes from `start_byte` on, counted from the tensor's first byte.
     pub fn read_range(&self, name: &str, start_byte: u64, out: &mut [u8]) -> Result<()> {
         let info = self.want(name)?;
         if start_byte.checked_add(out.len() as u64).is_none_or(|end| end > info.bytes()) {
@@ -166,10 +165,10 @@ impl TensorFile {
                 info.bytes()
             )));
         }
-        self.give(out, info.begin + start_byte)
+        self.read_data(out, info.begin + start_byte)
     }
 
-    /// CRC-32C of the file's bytes in `range`, which lies inside it; read in bounded memory.
+    /// CRC-32C of the file's bytes in `range`, which is inside it; reads in bounded memory.
     pub fn crc32c(&self, range: Range<u64>) -> Result<u32> {
         let mut buffer = vec![0u8; range.end.saturating_sub(range.start).min(1 << 22) as usize];
         let (mut at, mut crc) = (range.start, 0);
@@ -183,9 +182,9 @@ impl TensorFile {
         Ok(crc)
     }
 
-    /// Fills `out` with tensor bytes from `at` in the file on.
-    fn give(&self, out: &mut [u8], at: u64) -> Result<()> {
-        self.given.fetch_add(out.len() as u64, Relaxed);
+    /// Fills `out` with tensor bytes from offset `at` of the file on.
+    fn read_data(&self, out: &mut [u8], at: u64) -> Result<()> {
+        self.delivered.fetch_add(out.len() as u64, Relaxed);
         read_exact_at(&self.file, &self.path, out, at)
     }
 
@@ -197,7 +196,7 @@ impl TensorFile {
     }
 }
 
-/// Positional read without a shared cursor. A file that ended early was cut after it was opened.
+/// Positional read without a shared cursor. A file that ends early was truncated after it was opened.
 fn read_exact_at(file: &File, path: &Path, out: &mut [u8], at: u64) -> Result<()> {
     #[cfg(unix)]
     let done = std::os::unix::fs::FileExt::read_exact_at(file, out, at);

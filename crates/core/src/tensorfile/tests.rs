@@ -1,4 +1,4 @@
-//! The official crate is the oracle: same bytes out, same verdict on every file in.
+//! Compared with the official crate: the same bytes written, the same verdict on every file read.
 
 use super::*;
 use crate::error::Error;
@@ -7,9 +7,9 @@ use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
 /// SplitMix64.
-pub(crate) struct Dice(pub u64);
+pub(crate) struct SeededRng(pub u64);
 
-impl Dice {
+impl SeededRng {
     pub(crate) fn roll(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let z = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -28,13 +28,13 @@ type Sample = Vec<(TensorDecl, Vec<u8>)>;
 
 fn sample() -> Sample {
     let shapes: [&[usize]; 5] = [&[], &[3], &[2, 4], &[0, 5], &[1, 2, 8]];
-    let mut dice = Dice(7);
+    let mut rng = SeededRng(7);
     let mut all = Vec::new();
     for (i, &dtype) in FileDType::ALL.iter().enumerate() {
         for k in 0..2 {
-            // Sub-byte types only in shapes that end on a byte.
+            // Sub-byte types only in shapes that end on a byte boundary.
             let shape = if dtype.bits() < 8 { shapes[4] } else { shapes[(i * 2 + k) % 5] }.to_vec();
-            let bytes = dice.bytes(dtype.tensor_bytes(&shape).unwrap() as usize);
+            let bytes = rng.bytes(dtype.tensor_bytes(&shape).unwrap() as usize);
             let name = format!("layer.{}.\"{dtype}\"/\u{3b1}\n", (i * 5 + k * 3) % 11);
             all.push((TensorDecl { name: format!("{name}{k}"), dtype, shape }, bytes));
         }
@@ -216,24 +216,24 @@ fn each_kind_of_damage_has_its_sentence() {
     assert!(matches!(TensorFile::open(&dir.join("none")), Err(Error::Io { .. })));
 }
 
-/// One seeded injury: flip, truncate, extend, overwrite, cut out, or repeat bytes.
-pub(crate) fn injure(dice: &mut Dice, good: &[u8]) -> Vec<u8> {
+/// One random corruption: flip, truncate, extend, overwrite, cut out, or repeat bytes.
+pub(crate) fn corrupt(rng: &mut SeededRng, good: &[u8]) -> Vec<u8> {
     let mut bad = good.to_vec();
-    let at = dice.below(good.len());
-    match dice.below(6) {
-        0 | 1 => bad[at] ^= 1 << dice.below(8),
+    let at = rng.below(good.len());
+    match rng.below(6) {
+        0 | 1 => bad[at] ^= 1 << rng.below(8),
         2 => bad.truncate(at),
         3 => bad.extend({
-            let n = 1 + dice.below(9);
-            dice.bytes(n)
+            let n = 1 + rng.below(9);
+            rng.bytes(n)
         }),
         4 => {
-            let n = 1 + dice.below(8.min(good.len() - at));
-            let noise = dice.bytes(n);
+            let n = 1 + rng.below(8.min(good.len() - at));
+            let noise = rng.bytes(n);
             bad[at..at + n].copy_from_slice(&noise);
         }
         _ => {
-            let n = 1 + dice.below(16.min(good.len() - at));
+            let n = 1 + rng.below(16.min(good.len() - at));
             bad.drain(at..at + n);
         }
     }
@@ -246,10 +246,10 @@ fn injured_files_never_panic_and_are_judged_as_the_official_reader_does() {
     let all: Sample = sample().into_iter().step_by(5).collect();
     write(&path, &all, &BTreeMap::from([("format".into(), "pt".into())]));
     let good = std::fs::read(&path).unwrap();
-    let mut dice = Dice(11);
+    let mut rng = SeededRng(11);
     let mut refused = 0;
     for _ in 0..6000 {
-        let bad = injure(&mut dice, &good);
+        let bad = corrupt(&mut rng, &good);
         std::fs::write(&path, &bad).unwrap();
         let ours = TensorFile::open(&path);
         let theirs = SafeTensors::deserialize(&bad);
@@ -262,7 +262,8 @@ fn injured_files_never_panic_and_are_judged_as_the_official_reader_does() {
                 assert_eq!(ours.tensors().len(), theirs.len());
             }
             (Ok(_), Err(e)) => panic!("accepted what the official reader refuses: {e}"),
-            // Stricter only where the official reader is lax: a repeated name, a header not starting with '{'.
+            // Stricter only where the official reader is lax: a duplicate name, a header that does not start with
+            // '{'.
             (Err(e), Ok(_)) => {
                 let e = e.to_string();
                 assert!(e.contains("twice") || e.contains("does not begin"), "{e}");

@@ -18,31 +18,31 @@ pub struct TensorDecl {
     pub shape: Vec<usize>,
 }
 
-/// What a finished file came to.
+/// Size and checksum of a finished file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Written {
-    /// Size of the file.
+    /// Size of the file in bytes.
     pub bytes: u64,
     /// CRC-32C of all its bytes.
     pub crc32c: u32,
 }
 
-/// Streams a safetensors file: the header from the declarations, then each tensor's bytes in file order, whole
-/// or in pieces. Memory is one small buffer. The file is complete only after [`TensorFileWriter::finish`]; who
-/// needs it to appear whole or not at all writes to another name and renames.
+/// Streams a safetensors file: the header from the declarations, then each tensor's bytes in file order, whole or in
+/// pieces, through one small buffer. The file is complete only after [`TensorFileWriter::finish`]; to replace a file
+/// atomically, write to another name and rename.
 pub struct TensorFileWriter {
     path: PathBuf,
     out: BufWriter<File>,
     tensors: Vec<TensorInfo>,
-    /// Index of the tensor being written and how many of its bytes are.
+    /// Index of the tensor being written, and its bytes written so far.
     current: usize,
     filled: u64,
     written: Written,
 }
 
 impl TensorFileWriter {
-    /// Start a file with the layout the official writer gives: by element type (largest alignment first), then
-    /// by name. Metadata keys are written sorted; empty metadata is left out.
+    /// Starts a file with the layout of the official writer: by element type (largest alignment first), then by name.
+    /// Metadata keys are written sorted; empty metadata is left out.
     pub fn create(
         path: &Path,
         tensors: &[TensorDecl],
@@ -53,7 +53,7 @@ impl TensorFileWriter {
         TensorFileWriter::start(path, &order, metadata)
     }
 
-    /// Start a file with the tensors in the order given.
+    /// Starts a file with the tensors in the given order.
     pub fn create_in_order(
         path: &Path,
         tensors: &[TensorDecl],
@@ -117,7 +117,7 @@ impl TensorFileWriter {
         Ok(writer)
     }
 
-    /// The tensors in the order their bytes must be written.
+    /// The tensors in the order in which their bytes must be written.
     pub fn tensors(&self) -> &[TensorInfo] {
         &self.tensors
     }
@@ -127,8 +127,8 @@ impl TensorFileWriter {
         self.tensors.get(self.current)
     }
 
-    /// Append bytes to tensor `name`, which must be the one [`TensorFileWriter::next_tensor`] names (empty tensors take
-    /// no bytes and may be written or passed over).
+    /// Appends bytes to tensor `name`, which must be [`TensorFileWriter::next_tensor`]. Empty tensors take no bytes
+    /// and may be skipped.
     pub fn write(&mut self, name: &str, bytes: &[u8]) -> Result<()> {
         if bytes.is_empty() {
             return Ok(());
@@ -150,7 +150,7 @@ impl TensorFileWriter {
         Ok(())
     }
 
-    /// Flush and sync the file to disk. An error if a tensor is missing bytes.
+    /// Flushes and syncs the file to disk. Fails if a tensor is incomplete.
     pub fn finish(mut self) -> Result<Written> {
         if let Some(info) = self.tensors.get(self.current) {
             return Err(Error::Invalid(format!(

@@ -1,4 +1,4 @@
-//! Stopping at any moment: what is on disk afterwards is whole, and a run that goes on ends with the same bytes.
+//! Crashes at any time: what is on disk afterwards is complete, and a resumed run ends with the same bytes.
 
 use super::*;
 use std::fs;
@@ -9,8 +9,8 @@ const DIR: &str = "FERROTRON_TEST_CRASH_DIR";
 const FILL: &str = "FERROTRON_TEST_FILL_DIR";
 const STEPS: u64 = 60;
 
-/// A training run: each step's tensors follow from those before, a checkpoint every other step, the last two
-/// kept. Resumes from what is there.
+/// A training run: each step's tensors follow from the previous ones, with a checkpoint every other step, keeping
+/// two. Resumes from what is there.
 fn run(dir: &Path) {
     let mut saver = Saver::new(dir, Some(2)).unwrap().shard_bytes(1 << 18);
     let (mut step, mut weights) = match latest(dir).unwrap() {
@@ -72,16 +72,16 @@ fn kill_at_random_moments_then_the_same_bytes() {
         assert_eq!(files(&dir.join(&last)), files(&whole.join(&last)));
         assert!(!names(dir).iter().any(|n| n.starts_with('.')), "{:?}", names(dir));
     };
-    let mut dice = Dice(99);
+    let mut rng = SeededRng(99);
     let (mut half_written, mut finished) = (0, 0);
     for _ in 0..60 {
         let mut running = child(&killed);
-        std::thread::sleep(Duration::from_micros(dice.roll() % 60_000));
+        std::thread::sleep(Duration::from_micros(rng.roll() % 60_000));
         running.kill().unwrap(); // SIGKILL
         let status = running.wait().unwrap();
         if killed.exists() {
             half_written += usize::from(names(&killed).iter().any(|n| n.starts_with(".tmp-")));
-            // Before any clean-up, everything that looks complete is.
+            // Before any clean-up, everything that looks complete is complete.
             for (_, path) in list(&killed).unwrap() {
                 load(&path).unwrap();
             }
@@ -104,7 +104,7 @@ fn copy(from: &Path, to: &Path) {
     }
 }
 
-/// Each state the folder can be in when the machine stops, made by hand.
+/// Every state of the folder that a crash can leave, created by hand.
 #[test]
 fn every_stage_of_a_save_can_be_the_last() {
     let root = tempfile::tempdir().unwrap();
@@ -159,7 +159,7 @@ fn full_disk_child() {
     assert_eq!(names(dir), ["step-00000001"]);
 }
 
-/// A write that fails half-way, by the limit on the size of a file that every Unix has.
+/// A write that fails half-way, by the file-size limit of Unix.
 #[cfg(unix)]
 #[test]
 fn a_full_disk_loses_nothing() {
@@ -187,7 +187,7 @@ fn a_folder_that_cannot_be_made_is_one_sentence() {
         let e = Saver::new(&dir, None).err().unwrap().to_string();
         assert!(e.contains("file") && e.contains("cannot create the folder") && !e.contains('\n'), "{e}");
     }
-    // The folder vanishes under a running saver.
+    // The folder disappears under a running saver.
     let dir = root.path().join("run");
     let mut saver = Saver::new(&dir, None).unwrap();
     fs::remove_dir_all(&dir).unwrap();

@@ -1,10 +1,10 @@
-//! Any byte of a checkpoint changed, lost or added: one sentence, no panic, no tensor handed out.
+//! Any byte of a checkpoint changed, lost or added gives a one-line error, no panic, and no tensor.
 
 use super::*;
-use crate::tensorfile::tests::injure;
+use crate::tensorfile::tests::corrupt;
 use std::fs;
 
-/// Load must refuse, in one line that names the file.
+/// Loading must fail with one line that names the file.
 fn refused(path: &Path, file: &str, how: &str) -> String {
     let e = match load(path) {
         Ok(_) => panic!("{file} {how}: loaded"),
@@ -18,11 +18,11 @@ fn refused(path: &Path, file: &str, how: &str) -> String {
 fn every_single_flipped_byte_is_found() {
     let dir = tempfile::tempdir().unwrap();
     let path = save(dir.path(), &snapshot(7, 3));
-    let mut dice = Dice(1);
+    let mut rng = SeededRng(1);
     for (name, good) in files(&path) {
         for at in 0..good.len() {
             let mut bad = good.clone();
-            bad[at] ^= 1 << dice.below(8);
+            bad[at] ^= 1 << rng.below(8);
             fs::write(path.join(&name), &bad).unwrap();
             refused(&path, &name, &format!("flipped at {at}"));
         }
@@ -35,10 +35,10 @@ fn every_single_flipped_byte_is_found() {
 fn thousands_of_injuries_are_found() {
     let dir = tempfile::tempdir().unwrap();
     let path = save(dir.path(), &snapshot(7, 3));
-    let mut dice = Dice(2);
+    let mut rng = SeededRng(2);
     for (name, good) in files(&path) {
         for round in 0..2000 {
-            let bad = injure(&mut dice, &good);
+            let bad = corrupt(&mut rng, &good);
             if bad != good {
                 fs::write(path.join(&name), &bad).unwrap();
                 refused(&path, &name, &format!("injury {round}"));
@@ -92,7 +92,7 @@ fn sentences_say_what_happened() {
     assert!(refused(&dir.path().join("nowhere"), "nowhere", "absent").contains("no checkpoint folder"));
 }
 
-/// A manifest that is internally consistent (its checksum is right) but wrong.
+/// A manifest that is consistent (its checksum is right) but wrong.
 #[test]
 fn forged_manifests_are_refused() {
     let dir = tempfile::tempdir().unwrap();
@@ -139,7 +139,7 @@ fn forged_manifests_are_refused() {
 fn an_older_checkpoint_is_offered_but_not_taken() {
     let dir = tempfile::tempdir().unwrap();
     let paths: Vec<_> = (1..=4).map(|s| save(dir.path(), &snapshot(s, s))).collect();
-    // The newest is damaged in its data, the one before has lost a file: the one before that is offered.
+    // The newest has damaged data and the one before lacks a file, so the one before that is suggested.
     let model = paths[3].join("model.safetensors");
     let mut bad = fs::read(&model).unwrap();
     *bad.last_mut().unwrap() ^= 0x80;
@@ -152,7 +152,7 @@ fn an_older_checkpoint_is_offered_but_not_taken() {
     fs::rename(&paths[3], dir.path().join("damaged")).unwrap();
     fs::rename(&paths[2], dir.path().join("damaged too")).unwrap();
     assert_holds(&latest(dir.path()).unwrap().unwrap(), &snapshot(2, 2));
-    // The oldest has nobody to fall back on.
+    // The oldest has no fallback.
     fs::remove_file(paths[0].join("model.safetensors")).unwrap();
     assert!(!refused(&paths[0], "model.safetensors", "gone").contains("older"));
 }

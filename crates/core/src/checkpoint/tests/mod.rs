@@ -1,4 +1,4 @@
-//! Round trips, determinism and housekeeping; damage and crashes have files of their own.
+//! Round trips, determinism and pruning; damage and crashes have their own files.
 
 mod crash;
 mod damage;
@@ -6,14 +6,14 @@ mod parallel;
 
 use super::*;
 use crate::error::Error;
-use crate::tensorfile::tests::Dice;
+use crate::tensorfile::tests::SeededRng;
 use serde_json::json;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// A small model and optimizer; `seed` decides the values.
+/// A small model and optimizer with values from `seed`.
 fn snapshot(step: u64, seed: u64) -> Snapshot {
-    let mut dice = Dice(seed);
+    let mut rng = SeededRng(seed);
     let mut items = Vec::new();
     for (name, dtype, shape) in [
         ("model/embedding", DType::BF16, vec![7, 3]),
@@ -26,12 +26,12 @@ fn snapshot(step: u64, seed: u64) -> Snapshot {
         ("count", DType::I64, vec![2]),
         ("mask", DType::Bool, vec![5]),
     ] {
-        let bytes = dice.bytes(shape.iter().product::<usize>() * dtype.size());
+        let bytes = rng.bytes(shape.iter().product::<usize>() * dtype.size());
         items.push(Item { name: name.into(), dtype, shape, bytes });
     }
     let state = json!({
         "data": {"consumed": 3 * step, "epoch": 0},
-        "rng": [u64::MAX, dice.roll(), 0],
+        "rng": [u64::MAX, rng.roll(), 0],
         "lr": 1.0 / 3.0 + seed as f64,
         "tiny": 5e-324,
         "loss_scale": 0.1 + 0.2,
@@ -99,7 +99,7 @@ fn what_was_saved_is_loaded() {
     assert_holds(&late_path, &late);
     assert_eq!(latest(&dir).unwrap(), Some(late_path));
 
-    // Nothing but a manifest is fine too.
+    // A checkpoint without tensors is valid.
     let empty = Snapshot { step: 0, state: json!(null), items: vec![] };
     assert_holds(&save(&dir, &empty), &empty);
 }
@@ -121,7 +121,7 @@ fn equal_snapshots_give_equal_bytes_in_any_order() {
             written.push(files(&path));
         }
         assert_eq!(written[0], written[1]);
-        // One a tensor at the least; the empty tensor finds room anywhere.
+        // At least one file per tensor; the empty tensor needs none of its own.
         let many = if shard_bytes == 1 { 9 } else { 3 };
         assert!(written[0].len() >= many, "{:?}", written[0].keys());
     }

@@ -1,4 +1,4 @@
-//! Several ranks load one checkpoint: nobody reads for another, and what one finds all report.
+//! Several ranks load one checkpoint: no byte is read twice, and an error of one rank is returned on all.
 
 use super::*;
 use crate::tensorfile::TensorFile;
@@ -7,7 +7,7 @@ use ferrotron_engine::Shard;
 use std::fs;
 use std::time::Duration;
 
-/// What `work` makes on each of `n` ranks.
+/// Runs `work` on `n` ranks.
 fn ranks<T: Send>(n: usize, work: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     let worlds = World::threads(n, Duration::from_secs(60));
     std::thread::scope(|scope| {
@@ -21,7 +21,7 @@ fn sizes(path: &Path) -> u64 {
     files(path).iter().filter(|(n, _)| n.ends_with(".safetensors")).map(|(_, b)| b.len() as u64).sum()
 }
 
-/// What each of `n` ranks says when it loads the folder `path` gives it.
+/// The error of each of `n` ranks that load the folder given by `path`.
 fn errors(n: usize, path: impl Fn(usize) -> PathBuf + Sync) -> Vec<String> {
     ranks(n, |group| match load_parallel(&path(group.rank()), &group) {
         Ok(_) => panic!("rank {} loaded", group.rank()),
@@ -33,8 +33,8 @@ fn errors(n: usize, path: impl Fn(usize) -> PathBuf + Sync) -> Vec<String> {
 fn each_byte_is_read_by_one_rank() {
     let dir = tempfile::tempdir().unwrap();
     let mut snapshot = snapshot(7, 3);
-    // More than the buffer of the check, and of no even length.
-    let large = Dice(9).bytes((9 << 20) + 13);
+    // Longer than the read buffer, and of odd length.
+    let large = SeededRng(9).bytes((9 << 20) + 13);
     let shape = vec![large.len()];
     snapshot.items.push(Item { name: "model/large".into(), dtype: DType::Bool, shape, bytes: large });
     let path = save(dir.path(), &snapshot);
@@ -47,7 +47,7 @@ fn each_byte_is_read_by_one_rank() {
         let read = ranks(n, |group| {
             let loaded = load_parallel(&path, &group).unwrap();
             for item in &snapshot.items {
-                // Along the last axis where there is one: the cut with the most runs.
+                // Split along the last axis, which gives the most runs.
                 let mut shape = item.shape.clone();
                 let axis = shape.len().saturating_sub(1);
                 shape.extend((shape.is_empty()).then_some(1));
@@ -72,14 +72,14 @@ fn runs_are_what_they_say() {
     let dir = tempfile::tempdir().unwrap();
     let snapshot = snapshot(7, 3);
     let loaded = load(&save(dir.path(), &snapshot)).unwrap();
-    let mut dice = Dice(4);
+    let mut rng = SeededRng(4);
     for item in &snapshot.items {
         for _ in 0..50 {
             let bytes = item.bytes.len();
-            let mut place = || dice.below(bytes + 1);
+            let mut place = || rng.below(bytes + 1);
             let mut marks: Vec<usize> = (0..6).map(|_| place()).collect();
             marks.sort();
-            // Neighbours, gaps, empty ones, and one that goes back.
+            // Adjacent, separate and empty ranges, and one that goes back.
             let runs = [marks[0]..marks[1], marks[1]..marks[2], marks[3]..marks[4], marks[0]..marks[5]];
             let wanted: Vec<u8> = runs.iter().flat_map(|r| item.bytes[r.clone()].iter().copied()).collect();
             let before = loaded.bytes_read().tensors;
@@ -100,11 +100,11 @@ fn runs_are_what_they_say() {
 fn damage_anywhere_is_an_error_on_every_rank() {
     let dir = tempfile::tempdir().unwrap();
     let path = save(dir.path(), &snapshot(7, 3));
-    let mut dice = Dice(1);
+    let mut rng = SeededRng(1);
     for (name, good) in files(&path) {
         for at in (0..good.len()).step_by(5) {
             let mut bad = good.clone();
-            bad[at] ^= 1 << dice.below(8);
+            bad[at] ^= 1 << rng.below(8);
             fs::write(path.join(&name), &bad).unwrap();
             for e in errors(3, |_| path.clone()) {
                 assert!(e.contains(&name) && !e.contains('\n'), "{name} at {at}: {e}");
@@ -117,7 +117,7 @@ fn damage_anywhere_is_an_error_on_every_rank() {
     assert!(ranks(3, |group| load_parallel(&path, &group).is_ok()).iter().all(|ok| *ok));
 }
 
-/// Hosts whose views differ: rank 2 of 3 sees a copy of its own.
+/// Hosts that see different files: rank 2 of 3 sees its own copy.
 #[test]
 fn what_one_rank_finds_all_report() {
     let (ours, theirs) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -136,7 +136,7 @@ fn what_one_rank_finds_all_report() {
         assert_eq!(said[rank], wanted);
     }
 
-    // In the last third, which rank 2 checks: the files of the others are whole, the joint sum is not.
+    // In the last third, which rank 2 verifies: the other ranks' stripes match, the combined checksum does not.
     let mut bad = good.clone();
     bad[good.len() - 1] ^= 4;
     fs::write(&file, &bad).unwrap();
