@@ -5,10 +5,7 @@ use super::{TINY, fails};
 #[test]
 fn impossible_combinations_are_refused_with_the_way_out() {
     let cases = [
-        (
-            "parallel.ep = 2",
-            "r.toml:3: parallel.ep: ep=2 needs a mixture of experts, which this model is not; take ep=1",
-        ),
+        ("parallel.ep = 2", "r.toml:3: parallel.ep: ep=2 needs an MoE model, which this is not; take ep=1"),
         ("parallel.dp = 0", "r.toml:3: parallel.dp: must be at least 1"),
         ("parallel.vp = 2", "r.toml:3: parallel.vp: needs a pipeline"),
         ("parallel.stages = \"Et|L\"", "parallel.stages"),
@@ -52,7 +49,10 @@ fn impossible_combinations_are_refused_with_the_way_out() {
             "train.cuda_graph = \"on\"\ndata.packing = \"documents\"\ndata.path = \"a\"",
             "with data.packing, launches depend on",
         ),
-        ("data.packing = \"documents\"", "r.toml:2: data.packing: the embedded corpus is one text"),
+        (
+            "data.packing = \"documents\"\ndata.path = \"embedded\"",
+            "data.packing: the embedded corpus is one text",
+        ),
         ("data.packing = true", "data.packing"),
         ("data.pack_sequences = true", "data.packing"),
         ("train.cuda_graph = \"on\"\nparallel.dp = 2", "several ranks"),

@@ -176,7 +176,7 @@ fn packed_documents_train_like_unpacked_ones() {
     let alone = OnePiecePerRow::new(&documents);
     let rows = Packed::new(Box::new(documents.clone()), 16, 16, Some(1234)).unwrap().samples();
     assert!(rows < alone.samples() * 9 / 10, "{rows} rows of {} pieces", alone.samples());
-    for (name, model) in [("dense", &[][..]), ("moe", &["moe.experts=4", "moe.top_k=2"])] {
+    for (name, model) in [("dense", &[][..]), ("moe", &["moe.experts=4", "moe.topk=2"])] {
         let resolved = |batch: u64| {
             let batch = format!("train.global_batch={batch}");
             let common = ["train.steps=4", "train.micro_batch=1", "data.split=[100, 0, 0]", "eval.every=0"];
@@ -190,7 +190,9 @@ fn packed_documents_train_like_unpacked_ones() {
         for step in 0..4 {
             let ours = a.train_step(&*sources.train).unwrap().loss;
             let oracle = b.train_step(&alone).unwrap().loss;
-            assert!((ours - oracle).abs() < 1e-5 * oracle, "{name} step {step}: {ours} {oracle}");
+            // Adam amplifies the rounding of gradients that should be zero.
+            let bound = if step == 0 { 2e-6 } else { 1e-4 };
+            assert!((ours - oracle).abs() < bound * oracle, "{name} step {step}: {ours} {oracle}");
             // The load-balancing loss is a mean over each micro-batch, so later steps of an MoE model differ.
             if name == "moe" {
                 break;
