@@ -1,5 +1,5 @@
-//! Parameters declare themselves once: names, shapes, initial values and how they may be split. Everything
-//! else (storage, gradients, optimizer state, checkpoints, conversion) follows from the declaration.
+//! Parameters declare themselves once: names, shapes, initial values and how they may be sharded. Storage, gradients,
+//! optimizer state, checkpoints and conversion follow from the declaration.
 
 mod declare;
 mod initial;
@@ -16,65 +16,65 @@ use std::ops::Range;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ParamId(pub usize);
 
-/// Where initial values come from.
+/// Initialiser.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// Normal with mean 0 and this standard deviation, drawn by (seed, name, element index).
     Normal(f32),
-    /// All equal.
+    /// A constant.
     Constant(f32),
 }
 
-/// One logical tensor: what checkpoints and conversions know.
+/// One logical tensor, as checkpoints and conversions know it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Part {
     /// Unique name, such as `layers.3.attn.q.weight`.
     pub name: String,
     /// Global shape, without padding.
     pub shape: Vec<usize>,
-    /// Initial values.
+    /// Initialiser.
     pub init: Init,
-    /// How it may be split.
+    /// How tensor-parallel ranks may shard it.
     pub split: Split,
 }
 
-/// One parameter in memory: what this rank holds of its parts, joined along axis 0.
+/// One parameter in memory: this rank's shards of its logical tensors, stacked along axis 0.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
     /// Logical tensors, in order.
     pub parts: Vec<Part>,
-    /// What is held of each.
+    /// This rank's shard of each.
     pub shards: Vec<Shard>,
-    /// Shape of what is held.
+    /// Local shape.
     pub shape: Vec<usize>,
-    /// Modules that use it: its gradient is ready after that many contributions.
+    /// Modules that use it: its gradient is ready after this many contributions per micro-batch.
     pub uses: u32,
-    /// Elements that the rank has which has most: parameters share buckets alike on all ranks.
+    /// Elements on the rank that holds most; bucket boundaries follow it, so that they are equal on all ranks.
     pub widest: usize,
-    /// A second copy of a parameter that another stage of the pipeline has: counted and saved there.
+    /// A second copy of a parameter that another pipeline stage owns, where it is counted and saved.
     pub mirror: bool,
-    /// The first and the last stage of the pipeline have it, and its gradient is the sum of both.
+    /// The first and the last pipeline stage both hold it, and its gradient is the sum of both.
     pub tied_across_stages: bool,
-    /// Which products with it have narrow factors.
+    /// Quantization of the GEMMs that use it.
     pub quant: Option<LinearQuant>,
-    /// It belongs to experts: its copies, and the ranks that share it, are those of the expert grid.
+    /// It belongs to experts: it is replicated and sharded over the expert groups.
     pub experts: bool,
-    /// Matrices that lie one after another along its first axis, each with scales of its own: as many as experts here.
+    /// Stacked matrices along the first axis, each with scales of its own: the number of local experts, else 1.
     pub matrices: usize,
 }
 
 impl ParamSpec {
-    /// Elements of the whole.
+    /// Local elements.
     pub fn numel(&self) -> usize {
         self.shape.iter().product()
     }
 
-    /// Matrices decay, vectors (biases, gains) do not.
+    /// Whether weight decay applies: to matrices, not to vectors (biases, norm weights).
     pub fn decays(&self) -> bool {
         self.shape.len() > 1
     }
 
-    /// The parts, what is held of each, and where that is inside the parameter.
+    /// The logical tensors, this rank's shard of each, and its element range in the parameter.
     pub fn held(&self) -> impl Iterator<Item = (&Part, &Shard, Range<usize>)> {
         self.parts.iter().zip(&self.shards).scan(0, |start, (p, cut)| {
             let range = *start..*start + cut.shape(&p.shape).iter().product::<usize>();
@@ -83,7 +83,7 @@ impl ParamSpec {
         })
     }
 
-    /// Which elements of its logical tensors (row-major) elements `inside` of the parameter are, in order.
+    /// Elements `inside` of the parameter as row-major ranges of its logical tensors, in order.
     pub fn runs(&self, inside: &Range<usize>) -> Vec<(&Part, Vec<Range<usize>>)> {
         self.held()
             .map(|(part, cut, r)| {
@@ -95,19 +95,19 @@ impl ParamSpec {
             .collect()
     }
 
-    /// Shape `[n, k]` of each of its matrices.
+    /// Shape `[n, k]` of each stacked matrix.
     pub fn matrix(&self) -> [usize; 2] {
         let rows = self.shape.first().copied().unwrap_or(1);
         let each = rows / self.matrices.max(1);
         [each, self.shape.iter().skip(1).product()]
     }
 
-    /// Is it kept as bytes, and not as numbers?
+    /// Whether it is FP8-resident: stored in FP8 only.
     pub fn fp8_resident(&self) -> bool {
         self.quant.is_some_and(|e| e.fp8_resident)
     }
 
-    /// Has every rank all of it?
+    /// Whether every tensor-parallel rank has all of it.
     pub fn replicated(&self) -> bool {
         self.parts.iter().all(|p| p.split == Split::Replicated)
     }

@@ -1,25 +1,25 @@
-//! Rows with what was taken of them while they were written: a pass over memory less for who needs it.
+//! Activations with by-products of the kernel that wrote them (amax, column sums), which saves a pass over memory.
 
 use crate::StepContext;
 use ferrotron_comm::ReduceOp;
 use ferrotron_kernels::{Act, ActBackward, ActForward};
 use ferrotron_tensor::{Category, DType, Result, Tensor};
 
-/// Rows `[tokens, n]`. What is absent, who needs it takes himself.
+/// Activations `[tokens, n]`; what is absent is computed by whoever needs it.
 #[derive(Clone, Debug)]
 pub struct WithAmax {
     /// `[tokens, n]`
     pub values: Tensor,
-    /// f32 `[1]`: the largest magnitude of these rows, on which no other rank has agreed.
+    /// f32 `[1]`: amax of this rank's values, not yet all-reduced.
     pub amax: Option<Tensor>,
-    /// f32 `[parts, n]`: parts of the column sums.
+    /// f32 `[parts, n]`: partial column sums.
     pub sums: Option<Tensor>,
 }
 
-/// What is asked of rows besides their values.
+/// By-products wanted of a gradient.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct GradExtras {
-    /// The largest magnitude.
+    /// amax.
     pub(crate) amax: bool,
     /// Column sums.
     pub(crate) sums: bool,
@@ -38,16 +38,16 @@ impl From<&WithAmax> for WithAmax {
 }
 
 impl StepContext<'_> {
-    /// Zero, f32 `[1]`, for a largest magnitude to be raised in.
+    /// A zeroed f32 `[1]` for an amax.
     pub(crate) fn zero_amax(&self) -> Result<Tensor> {
         match self.state.quant() {
-            // What is zeroed for many belongs to a step: a pass outside of it would keep memory from before it.
+            // Memory zeroed for many belongs to a step; a pass outside of one would keep it alive.
             Some(state) if self.train => state.zero_amax(self.rank),
             _ => self.rank.compute.zeros(&[1], DType::F32, Category::Workspace),
         }
     }
 
-    /// The largest magnitude of rows, f32 `[1]`, on which ranks that share layers agree.
+    /// amax of activations, f32 `[1]`, all-reduced over the tensor-parallel group.
     pub(crate) fn reduced_amax(&self, x: &WithAmax) -> Result<Tensor> {
         let s = &self.rank.compute;
         let amax = match &x.amax {
@@ -62,7 +62,7 @@ impl StepContext<'_> {
         Ok(amax)
     }
 
-    /// The non-linearity of `h`, `[tokens, width]`, measured or not.
+    /// Activation function of `h`, `[tokens, width]`, with amax if `measure`.
     pub(crate) fn act_forward(
         &self,
         act: Act,
@@ -82,7 +82,7 @@ impl StepContext<'_> {
         Ok(WithAmax { values: y, amax: Some(amax), sums: None })
     }
 
-    /// The gradient of `h` from that of its non-linearity. Gated, it comes without sums.
+    /// Gradient of `h` from that of its activation function. Gated activations give no column sums.
     pub(crate) fn act_backward(
         &self,
         act: Act,
@@ -111,7 +111,7 @@ impl StepContext<'_> {
         Ok(dh)
     }
 
-    /// Memory for parts of the column sums of the gradient of `h`.
+    /// Memory for partial column sums of the gradient of `h`.
     pub(crate) fn act_sums(&self, h: &Tensor) -> Result<Tensor> {
         let [rows, n] = [h.shape()[0], h.shape()[1]];
         self.rank.activation(&[self.rank.kernels.act_partials(h.dtype(), rows, n), n], DType::F32)

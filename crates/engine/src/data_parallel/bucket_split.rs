@@ -1,29 +1,29 @@
-//! A bucket of which some parameters are kept as bytes.
+//! Buckets of which some parameters are FP8-resident.
 
 use super::Bucket;
 use super::buckets::ALIGN;
 use crate::ParamId;
 use std::ops::Range;
 
-/// Where the elements of a bucket are: those of some parameters in one memory, all rest in another. Both keep the
-/// bucket's order, so that what a rank has of the bucket is one run of each.
+/// Splits a bucket into two buffers: the elements of chosen parameters, and the rest. Both keep the bucket's order, so
+/// a rank's shard of the bucket is one contiguous range of each.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketSplit {
     len: usize,
-    /// Elements that are separate, in order. Rooms end where the next parameter may begin, so that both memories have the
-    /// bucket's alignment.
+    /// Ranges of the chosen parameters, in order. Each ends where the next parameter may start, so that both buffers
+    /// keep the bucket's alignment.
     separate: Vec<Range<usize>>,
 }
 
 impl BucketSplit {
-    /// The parameters that `apart` chooses, separate from the rest.
+    /// Splits off the parameters that `separate` chooses.
     pub fn new(bucket: &Bucket, separate: impl Fn(ParamId) -> bool) -> BucketSplit {
-        let room = |r: &Range<usize>| r.start..r.end.next_multiple_of(ALIGN).min(bucket.len);
-        let rooms = bucket.spans.iter().filter(|s| separate(s.param)).map(|s| room(&s.range));
-        BucketSplit { len: bucket.len, separate: rooms.collect() }
+        let aligned = |r: &Range<usize>| r.start..r.end.next_multiple_of(ALIGN).min(bucket.len);
+        let ranges = bucket.spans.iter().filter(|s| separate(s.param)).map(|s| aligned(&s.range));
+        BucketSplit { len: bucket.len, separate: ranges.collect() }
     }
 
-    /// Is nothing apart?
+    /// Whether no parameter is split off.
     pub fn is_uniform(&self) -> bool {
         self.separate.is_empty()
     }
@@ -32,17 +32,17 @@ impl BucketSplit {
         self.separate.iter().map(|r| at.clamp(r.start, r.end) - r.start).sum()
     }
 
-    /// Those of elements `range` of the bucket that are separate, in the memory of these.
+    /// The part of `range` of the bucket that is split off, as a range of its buffer.
     pub fn separate(&self, range: &Range<usize>) -> Range<usize> {
         self.before(range.start)..self.before(range.end)
     }
 
-    /// The rest, in theirs.
+    /// The rest of `range`, as a range of the other buffer.
     pub fn rest(&self, range: &Range<usize>) -> Range<usize> {
         range.start - self.before(range.start)..range.end - self.before(range.end)
     }
 
-    /// Elements of both memories: of what is separate, and of the rest.
+    /// Lengths of both buffers: split off, and the rest.
     pub fn lengths(&self) -> [usize; 2] {
         let separate = self.before(self.len);
         [separate, self.len - separate]
@@ -56,7 +56,7 @@ mod tests {
     use crate::data_parallel::{BucketPlan, Placement};
     use crate::{Declarations, Init, Part, Split};
 
-    /// Every element is in one of two memories, in order, whoever has it; parameters begin where vectors may.
+    /// Every element is in one of the two buffers, in order, on whichever rank; parameters start aligned.
     #[test]
     fn parts_of_ranks_are_runs_of_both_memories() {
         let mut d = Declarations::default();

@@ -1,71 +1,71 @@
-//! Which parameters share a bucket, and where in it they lie.
+//! Bucket layout: which parameters share a bucket, and where in it.
 
 use super::Placement;
 use crate::{GroupRank, ParamId, ParamSpec};
 use ferrotron_kernels::moments::BLOCK;
 use std::ops::Range;
 
-/// Parameters start at multiples of so many elements.
+/// Parameters start at multiples of this many elements.
 pub(super) const ALIGN: usize = 64;
-/// Buckets end at multiples of so many elements, and parts of ranks that divide them at multiples of [`BLOCK`]: no rank
-/// has a part of a block of elements that share a scale.
+/// Buckets end at multiples of this many elements, and shards of ranks at multiples of [`BLOCK`]: no shard splits a
+/// block of elements that share a scale.
 const END: usize = 128;
 
-/// Buckets over a list of parameters, in reverse order of declaration: about the order in which backward finishes
-/// them. The same parameters share a bucket on all ranks that share layers, so that they sum in one order.
+/// Buckets over the parameters in reverse order of declaration, about the order in which backward completes them.
+/// Tensor-parallel ranks have the same parameters in the same buckets, so that they reduce in one order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BucketPlan {
     buckets: Vec<Bucket>,
-    /// Of each parameter: its bucket and its place among the bucket's.
+    /// Bucket of each parameter, and its index in the bucket.
     slots: Vec<(usize, usize)>,
 }
 
 /// One bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bucket {
-    /// Elements, gaps included.
+    /// Elements, alignment gaps included.
     pub len: usize,
-    /// What is in it, in order.
+    /// Its parameters, in order.
     pub spans: Vec<Span>,
-    /// Its parameter is also on the other end of a pipeline.
+    /// Its parameter is also on another pipeline stage (tied embeddings).
     pub tied_across_stages: bool,
-    /// Its parameters are those of experts, and have their copies.
+    /// Its parameters belong to experts and are replicated over the expert data-parallel group.
     pub experts: bool,
 }
 
-/// A parameter's place in its bucket.
+/// A parameter's range in its bucket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The parameter.
     pub param: ParamId,
-    /// Its elements.
+    /// Its elements in the bucket.
     pub range: Range<usize>,
 }
 
-/// What a rank has of a parameter under a placement; it may be nothing.
+/// A rank's shard of a parameter under a placement; it may be empty.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ParamShard {
     /// The bucket.
     pub bucket: usize,
     /// Elements of the parameter.
     pub param_range: Range<usize>,
-    /// The same in the rank's local memory of the bucket.
+    /// The same elements in the rank's local memory of the bucket.
     pub local_range: Range<usize>,
 }
 
-/// Elements at which a bucket closes, for `copies` ranks with equal weights: long enough that the time of a
-/// collective is that of its bytes.
-pub fn bucket_elements(copies: usize) -> usize {
-    40_000_000.max(copies * 1_000_000)
+/// Elements at which a bucket closes, for `replicas` data-parallel ranks: large enough that a collective is bound by
+/// bandwidth, not latency.
+pub fn bucket_elements(replicas: usize) -> usize {
+    40_000_000.max(replicas * 1_000_000)
 }
 
 impl BucketPlan {
-    /// Buckets that close as soon as they have `target` elements and divide over the ranks that have copies of them:
-    /// so many, and so many of experts.
-    pub fn new(specs: &[ParamSpec], copies: [usize; 2], target: usize) -> BucketPlan {
-        let ends = copies.map(|n| lcm(n.max(1) * BLOCK, END));
+    /// Buckets that close once they have `target` elements and divide evenly over `replicas` data-parallel and expert
+    /// data-parallel ranks.
+    pub fn new(specs: &[ParamSpec], replicas: [usize; 2], target: usize) -> BucketPlan {
+        let ends = replicas.map(|n| lcm(n.max(1) * BLOCK, END));
         let mut plan = BucketPlan { buckets: Vec::new(), slots: vec![(0, 0); specs.len()] };
-        // The open bucket of each kind, and its length on the rank that has most.
+        // The open bucket of dense and of expert parameters, and its length on the rank that holds most.
         let mut kinds = [(Bucket::empty(false), 0), (Bucket::empty(true), 0)];
         for (i, spec) in specs.iter().enumerate().rev() {
             let (open, widest) = &mut kinds[usize::from(spec.experts)];
@@ -100,7 +100,7 @@ impl BucketPlan {
         self.buckets.push(bucket);
     }
 
-    /// The buckets, in the order of backward.
+    /// The buckets, in the order in which backward completes them.
     pub fn buckets(&self) -> &[Bucket] {
         &self.buckets
     }
@@ -111,7 +111,7 @@ impl BucketPlan {
         (bucket, self.buckets[bucket].spans[span].range.clone())
     }
 
-    /// What rank `place` has of a parameter.
+    /// Shard of a parameter on rank `place`.
     pub fn piece(&self, id: ParamId, placement: Placement, place: GroupRank) -> ParamShard {
         let (bucket, range) = self.slot(id);
         let held = self.buckets[bucket].held(placement, place);
@@ -129,7 +129,7 @@ impl Bucket {
         Bucket { len: 0, spans: Vec::new(), tied_across_stages: false, experts }
     }
 
-    /// The elements that rank `place` has in its memory. Of all ranks in order, parts lie back to back.
+    /// Elements of the bucket on rank `place`; shards of consecutive ranks are adjacent.
     pub fn held(&self, placement: Placement, place: GroupRank) -> Range<usize> {
         match placement {
             Placement::Replicate | Placement::Partial => 0..self.len,
@@ -140,8 +140,8 @@ impl Bucket {
         }
     }
 
-    /// Where the parameters of `rank` and those after it begin. A parameter belongs to the rank in whose equal part
-    /// its middle lies: neighbours stay together, and loads are as even as whole parameters allow.
+    /// First element of the parameters of `rank` and those after it. A parameter belongs to the rank whose equal shard
+    /// contains its middle: neighbours stay together, and the load is as even as whole parameters allow.
     fn first_of(&self, rank: usize, size: usize) -> usize {
         let owner = |s: &Span| (s.range.start + s.range.end) * size / (2 * self.len).max(1);
         match rank {
@@ -150,7 +150,7 @@ impl Bucket {
         }
     }
 
-    /// What lies between parameters and behind the last.
+    /// Gaps between parameters, and after the last.
     pub fn gaps(&self) -> impl Iterator<Item = Range<usize>> {
         let starts = self.spans.iter().map(|s| s.range.start).skip(1).chain([self.len]);
         self.spans.iter().map(|s| s.range.end).zip(starts).map(|(a, b)| a..b).filter(|r| !r.is_empty())

@@ -14,7 +14,7 @@ const SCHEMES: [ShardingStrategy; 3] = {
     ]
 };
 
-/// Parameters of [`SIZES`]; with `tied`, the first is also on the other end of a pipeline.
+/// Parameters of [`SIZES`]; with `tied`, the first one is on both pipeline ends.
 fn specs(tied: Option<bool>) -> Vec<ParamSpec> {
     let mut d = Declarations::default();
     for (i, n) in SIZES.into_iter().enumerate() {
@@ -27,7 +27,7 @@ fn specs(tied: Option<bool>) -> Vec<ParamSpec> {
     d.finish()
 }
 
-/// Ranks as threads: `ends` stages of `copies` ranks each.
+/// Ranks as threads: `ends` pipeline stages of `copies` data-parallel ranks each.
 fn each_rank(copies: usize, ends: usize, work: impl Fn(&Rank) + Sync) {
     let worlds = World::threads(copies * ends, Duration::from_secs(60));
     std::thread::scope(|scope| {
@@ -60,7 +60,7 @@ fn each_rank(copies: usize, ends: usize, work: impl Fn(&Rank) + Sync) {
     });
 }
 
-/// A contribution: small integers, so that every order of additions gives the same.
+/// A contribution: small integers, so that the order of additions does not matter.
 fn value(param: usize, micro: usize, who: usize, i: usize) -> f32 {
     ((i * 5 + param * 3 + micro * 7 + who * 2) % 13) as f32 - 6.0
 }
@@ -79,8 +79,8 @@ fn check(rank: &Rank, grads: &GradBuffer, what: &str, want: impl Fn(usize, usize
     }
 }
 
-/// Micro-batches that overtake each other, as in pipelines, and a parameter that gets nothing: two steps in a row, in
-/// groups of one too, where a sum must not be what it is added to.
+/// Micro-batches that overtake each other, as in pipelines, and a parameter without gradient: two steps in a row, also
+/// on one rank, where a sum must not alias its input.
 #[test]
 fn interleaved_micro_batches_add_up() {
     const MICRO: usize = 3;
@@ -92,7 +92,7 @@ fn interleaved_micro_batches_add_up() {
                 let me = rank.dp_cp_group.rank();
                 for step in 0..2 {
                     grads.begin_step(MICRO);
-                    // The last parameter is two micro-batches ahead; nobody uses the second.
+                    // The last parameter is two micro-batches ahead; the second is unused.
                     for (param, micro) in
                         [(3, 0), (3, 1), (2, 0), (0, 0), (3, 2), (2, 1), (2, 2), (0, 1), (0, 2)]
                     {
@@ -104,7 +104,7 @@ fn interleaved_micro_batches_add_up() {
                         if param == 1 { 0.0 } else { all.map(|(m, c)| value(param, m, c + step, i)).sum() }
                     };
                     check(rank, &grads, &format!("{scheme:?} over {copies} step {step}"), sum);
-                    // A use too many is not lost in silence.
+                    // A contribution too many is an error.
                     let t = rank.compute.zeros(&[1, SIZES[3]], DType::F32, Category::Activations).unwrap();
                     assert!(WeightGrad::column_sums(ParamId(3), &t).run(rank, &mut grads).is_err());
                 }
@@ -113,7 +113,7 @@ fn interleaved_micro_batches_add_up() {
     }
 }
 
-/// The sum over copies, then over both ends; the norm counts it on one of them.
+/// The sum over data-parallel ranks, then over both pipeline ends; the norm counts it on one of them.
 #[test]
 fn tied_gradients_are_those_of_both_ends() {
     each_rank(2, 2, |rank| {

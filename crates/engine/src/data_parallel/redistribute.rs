@@ -1,4 +1,4 @@
-//! One bucket in memory, and the one operation between placements.
+//! A bucket in memory, and its redistribution between placements.
 
 use super::{Bucket, BucketPlan, Placement};
 use crate::{GroupRank, Rank};
@@ -7,7 +7,7 @@ use ferrotron_tensor::{Category, DType, Result, Stream, Tensor, shape_error};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What a rank has of a bucket. Clones share memory.
+/// A rank's memory of a bucket under a placement. Clones share memory.
 #[derive(Clone)]
 pub struct FlatBuffer {
     plan: Arc<BucketPlan>,
@@ -22,7 +22,7 @@ pub fn group_rank(group: &Communicator) -> GroupRank {
 }
 
 impl FlatBuffer {
-    /// New memory for rank `place`, contents unspecified.
+    /// Uninitialised memory for rank `place`.
     pub fn empty(
         plan: &Arc<BucketPlan>,
         bucket: usize,
@@ -36,7 +36,7 @@ impl FlatBuffer {
         Ok(FlatBuffer { plan: plan.clone(), bucket, placement, memory })
     }
 
-    /// A bucket in given memory: as long as it is where every rank has all of it, else as this rank's part.
+    /// A bucket over given memory: the whole bucket under a full-size placement, else this rank's shard.
     pub fn of(plan: &Arc<BucketPlan>, bucket: usize, placement: Placement, memory: &Tensor) -> FlatBuffer {
         FlatBuffer { plan: plan.clone(), bucket, placement, memory: memory.clone() }
     }
@@ -46,17 +46,22 @@ impl FlatBuffer {
         &self.memory
     }
 
-    /// Where it lies.
+    /// The placement.
     pub fn placement(&self) -> Placement {
         self.placement
     }
 
-    /// The same memory under another placement: all of it, or rank `place`'s part of a whole.
+    /// The same memory under another placement: all of it, or rank `place`'s shard of a full-size buffer.
     pub fn view_as(&self, placement: Placement, place: GroupRank) -> Result<FlatBuffer> {
         let memory = match (self.placement.is_full_size(), placement.is_full_size()) {
             (true, false) => part(&self.memory, &self.layout().held(placement, place))?,
             _ if self.placement.is_full_size() == placement.is_full_size() => self.memory.clone(),
-            _ => return shape_error("placement", "a part cannot be seen as the whole; redistribute it"),
+            _ => {
+                return shape_error(
+                    "placement",
+                    "a shard cannot be viewed as the full bucket; redistribute it",
+                );
+            }
         };
         Ok(FlatBuffer { placement, memory, ..self.clone() })
     }
@@ -65,17 +70,17 @@ impl FlatBuffer {
         &self.plan.buckets()[self.bucket]
     }
 
-    /// Elements of each rank.
+    /// Shard lengths of all ranks.
     fn counts(&self, placement: Placement, size: usize) -> Vec<usize> {
         (0..size).map(|rank| self.layout().held(placement, GroupRank { rank, size }).len()).collect()
     }
 
-    /// Brings the bucket into the placement and memory of `to`, over the ranks of `group`, all of which call it.
-    /// `to` may be memory of its own or, where that is the same part, this buffer's. Sums are in the order of ranks
-    /// where the group's are; padding is moved like the rest.
+    /// Redistributes the bucket into the placement and memory of `to`. Collective over `group`. `to` may be memory of
+    /// its own or, where it is the same shard, this buffer's. Sums are in rank order where the group's are; alignment
+    /// gaps are moved along.
     ///
     /// Flat → Replicate is an all-gather, Partial → Flat a reduce-scatter, Partial → Replicate an all-reduce, and
-    /// Replicate → Flat a copy of the own part.
+    /// Replicate → Flat a copy of this rank's shard.
     pub fn redistribute(
         &self,
         rank: &Rank,
@@ -90,7 +95,7 @@ impl FlatBuffer {
         for (buffer, placement) in [(from, self.placement), (out, to.placement)] {
             let len = self.layout().held(placement, me).len();
             if buffer.numel() != len || (placement == Flat && !self.layout().len.is_multiple_of(me.size)) {
-                let what = format!("{buffer:?} is not the {placement:?} part of {me:?} of a bucket, {len}");
+                let what = format!("{buffer:?} is not the {placement:?} shard of {me:?}, {len} elements");
                 return shape_error(label, what);
             }
         }
@@ -112,7 +117,7 @@ impl FlatBuffer {
                 copy(s, &part(from, &self.layout().held(to.placement, me))?, out)
             }
             (Replicate, Partial) => {
-                // The value is a sum of which one rank has everything.
+                // A sum whose only nonzero term is rank 0's.
                 if me.rank == 0 { copy(s, from, out) } else { s.zero(out) }
             }
             (Flat | TensorAtomic, Partial) => {
@@ -135,7 +140,7 @@ impl FlatBuffer {
         }
     }
 
-    /// Every rank sends each owner what it has for it; owners add up, in the order of ranks.
+    /// Reduce-scatter with uneven shards: every rank sends each owner its part, owners sum in rank order.
     fn reduce_to_owners(
         &self,
         rank: &Rank,
@@ -151,7 +156,7 @@ impl FlatBuffer {
         if mine == 0 {
             return Ok(());
         }
-        // Narrow types are added up in f32 and rounded once.
+        // 16-bit types are summed in f32 and rounded once.
         let narrow = dtype != DType::F32;
         let total = if narrow {
             Tensor::empty(s, &[mine], DType::F32, Category::Communication)?
@@ -178,7 +183,7 @@ fn part(t: &Tensor, range: &Range<usize>) -> Result<Tensor> {
     t.narrow(0, range.start, range.len())
 }
 
-/// Nothing where the two are the same memory.
+/// Copies, unless both are the same memory.
 fn copy(s: &Stream, from: &Tensor, to: &Tensor) -> Result<()> {
     if from.numel() == 0 || from.same_memory(to) { Ok(()) } else { s.copy(from, to) }
 }

@@ -76,7 +76,7 @@ fn a_parameter_of_both_ends_is_alone() {
     assert_eq!(plan.buckets().iter().map(|b| b.tied_across_stages).collect::<Vec<_>>(), [false, true, false]);
 }
 
-/// The same parameters share buckets on all ranks that share layers, though their shares differ.
+/// Tensor-parallel ranks have the same parameters in the same buckets, though their shards differ in size.
 #[test]
 fn buckets_are_alike_on_ranks_that_share_layers() {
     let plan = |rank: usize| {
@@ -96,12 +96,12 @@ fn buckets_are_alike_on_ranks_that_share_layers() {
 const ALL: [Placement; 4] =
     [Placement::Replicate, Placement::Partial, Placement::Flat, Placement::TensorAtomic];
 
-/// What rank `r` contributes to element `i`: small integers, exact in every type.
+/// Contribution of rank `r` to element `i`: small integers, exact in every dtype.
 fn value(r: usize, i: usize) -> f32 {
     ((i * 7 + r * 3) % 11) as f32 - 5.0
 }
 
-/// The memory of a rank for a bucket whose elements are `whole`, or sums of [`value`]s.
+/// A rank's memory of a bucket with elements `whole`, or partial sums of [`value`]s.
 fn expected(bucket: &Bucket, placement: Placement, place: GroupRank) -> Vec<f32> {
     let sum = |i| (0..place.size).map(|r| value(r, i)).sum::<f32>();
     bucket.held(placement, place).map(sum).collect()
@@ -144,7 +144,7 @@ fn read(rank: &Rank, b: &FlatBuffer) -> Vec<f32> {
     }
 }
 
-/// Every placement to every other, into memory of its own and, where that is possible, in place.
+/// Redistributes between all pairs of placements, into separate memory and, where possible, in place.
 #[test]
 fn every_placement_goes_to_every_other() {
     for size in [1, 2, 3, 4] {

@@ -1,4 +1,4 @@
-//! Declarations of a model's parameters, collected while it is put together.
+//! Declarations of a model's parameters and MoE layers.
 
 use super::{ParamId, ParamSpec, Part};
 use crate::moe::{MoeLayerId, MoeLayerSpec, MoeTraining};
@@ -9,7 +9,7 @@ use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Collects declarations while a model is put together.
+/// Collects declarations while a model is built.
 pub struct Declarations {
     specs: Vec<ParamSpec>,
     names: HashSet<String>,
@@ -21,21 +21,21 @@ pub struct Declarations {
     loss: LossOptions,
 }
 
-/// Which experts a rank has, and what of them.
+/// This rank in the expert-parallel and expert tensor-parallel groups.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ExpertParallelRank {
-    /// Ranks that share the experts among them, whole ones.
+    /// Expert-parallel rank: experts are split over these.
     pub ep: GroupRank,
-    /// Ranks that share each expert.
+    /// Expert tensor-parallel rank: each expert is sharded over these.
     pub etp: GroupRank,
 }
 
 impl ExpertParallelRank {
-    /// All of all.
+    /// All experts, unsharded.
     pub const SINGLE: ExpertParallelRank =
         ExpertParallelRank { ep: GroupRank::SINGLE, etp: GroupRank::SINGLE };
 
-    /// The experts of `count` that are here.
+    /// The range of `count` experts on this rank.
     pub fn own(&self, count: usize) -> Range<usize> {
         let each = count / self.ep.size;
         self.ep.rank * each..(self.ep.rank + 1) * each
@@ -49,7 +49,7 @@ impl Default for Declarations {
 }
 
 impl Declarations {
-    /// For a rank that holds its share of every parameter.
+    /// For a rank of a tensor-parallel group.
     pub fn at(place: GroupRank) -> Declarations {
         Declarations {
             specs: Vec::new(),
@@ -63,18 +63,18 @@ impl Declarations {
         }
     }
 
-    /// For a rank of a grid.
+    /// For a rank with its groups.
     pub fn of(rank: &Rank) -> Declarations {
         let etp = GroupRank { rank: rank.etp.rank(), size: rank.etp.size() };
         Declarations::on(rank.place(), ExpertParallelRank { ep: rank.expert_parallel_rank(), etp })
     }
 
-    /// For a rank of that place among tensor-parallel and expert-parallel ranks, without a device.
+    /// For given tensor-parallel and expert-parallel ranks, without a device.
     pub fn on(tp: GroupRank, experts: ExpertParallelRank) -> Declarations {
         Declarations { experts, ..Declarations::at(tp) }
     }
 
-    /// With narrow products as the policy says.
+    /// Quantizes GEMMs as the policy says.
     pub fn with_policy(self, policy: Policy) -> Declarations {
         Declarations { policy, ..self }
     }
@@ -94,12 +94,12 @@ impl Declarations {
         Declarations { moe_training: moe_training.clone(), ..self }
     }
 
-    /// How mixtures are trained.
+    /// Training options of MoE layers.
     pub(crate) fn moe_training(&self) -> &Arc<MoeTraining> {
         &self.moe_training
     }
 
-    /// What the policy says of a map to these outputs (logical name, channels), which is noted at its weight.
+    /// Quantization of a linear with these outputs (logical name, features) by the policy; recorded with its weight.
     pub(crate) fn quantize_linear(
         &mut self,
         weight: ParamId,
@@ -111,8 +111,8 @@ impl Declarations {
         quant
     }
 
-    /// The same of experts' maps to these outputs, all experts alike: one product is of all of them. Each has a matrix of its
-    /// own, of as many parts as there are outputs.
+    /// Quantization of the experts' linears with these outputs, the same for all experts: one grouped GEMM covers
+    /// them. Each expert has one matrix, stacked from as many logical tensors as there are outputs.
     pub(crate) fn quantize_experts(&mut self, weight: ParamId, outputs: &[String]) -> Option<LinearQuant> {
         let names: Vec<&str> = outputs.iter().map(String::as_str).collect();
         let (spec, quant) = (&mut self.specs[weight.0], self.policy.of(&names));
@@ -121,7 +121,8 @@ impl Declarations {
         quant
     }
 
-    /// What the policy says of the output matrix. A table that is looked up in as well stays numbers.
+    /// Quantization of the LM head. A tied embedding table is never FP8-resident: lookups need it in the compute
+    /// dtype.
     pub(crate) fn quantize_lm_head(&mut self, weight: ParamId, table: bool) -> Option<LinearQuant> {
         let quant =
             self.policy.of(&["head"]).map(|e| LinearQuant { fp8_resident: e.fp8_resident && !table, ..e });
@@ -129,42 +130,42 @@ impl Declarations {
         quant
     }
 
-    /// Does the policy have forward attention of a module in quant bits?
+    /// Whether forward attention of a module is in FP8.
     pub(crate) fn quantizes_attention(&self, name: &str) -> bool {
         self.policy.quantizes_attention(name)
     }
 
-    /// The rank's place.
+    /// This rank in its tensor-parallel group.
     pub fn place(&self) -> GroupRank {
         self.place
     }
 
-    /// Where the rank's experts are.
+    /// This rank in the expert groups.
     pub fn experts(&self) -> ExpertParallelRank {
         self.experts
     }
 
-    /// Declares a parameter made of `parts`, which agree in all axes but the first.
+    /// Declares a parameter stacked from `parts`, which agree in all axes but the first.
     pub fn declare(&mut self, parts: Vec<Part>) -> Result<ParamId> {
         self.declare_at(self.place, false, parts)
     }
 
-    /// Declares a parameter of the rank's experts.
+    /// Declares a parameter of this rank's experts.
     pub fn declare_experts(&mut self, parts: Vec<Part>) -> Result<ParamId> {
         self.declare_at(self.experts.etp, true, parts)
     }
 
     fn declare_at(&mut self, place: GroupRank, experts: bool, parts: Vec<Part>) -> Result<ParamId> {
         let Some(mut shape) = parts.first().map(|p| p.shape.clone()).filter(|s| !s.is_empty()) else {
-            return shape_error("declare", "a parameter needs a part with at least one axis");
+            return shape_error("declare", "a parameter needs a logical tensor with at least one axis");
         };
         if parts.iter().any(|p| p.shape.len() != shape.len() || p.shape[1..] != shape[1..]) {
-            return shape_error("declare", format!("parts do not stack: {parts:?}"));
+            return shape_error("declare", format!("logical tensors do not stack: {parts:?}"));
         }
         let shards: Vec<Shard> = parts.iter().map(|p| p.cut(place)).collect();
         let local: Vec<Vec<usize>> = parts.iter().zip(&shards).map(|(p, c)| c.shape(&p.shape)).collect();
         if local.iter().any(|s| s[1..] != local[0][1..]) {
-            return shape_error("declare", format!("shares do not stack: {parts:?}"));
+            return shape_error("declare", format!("shards do not stack: {parts:?}"));
         }
         shape.clone_from(&local[0]);
         shape[0] = local.iter().map(|s| s[0]).sum();
@@ -188,28 +189,28 @@ impl Declarations {
         Ok(ParamId(self.specs.len() - 1))
     }
 
-    /// A declaration.
+    /// A declared parameter.
     pub fn spec(&self, id: ParamId) -> &ParamSpec {
         &self.specs[id.0]
     }
 
-    /// Declares a mixture, which has state besides its parameters.
+    /// Declares an MoE layer, which has state besides its parameters.
     pub fn moe_layer(&mut self, spec: MoeLayerSpec) -> MoeLayerId {
         self.moe_layers.push(spec);
         MoeLayerId(self.moe_layers.len() - 1)
     }
 
-    /// The mixtures declared, in order.
+    /// The declared MoE layers, in order.
     pub fn moe_layers(&self) -> &[MoeLayerSpec] {
         &self.moe_layers
     }
 
-    /// One more module uses a declared parameter.
+    /// Counts one more module that uses a declared parameter.
     pub fn share(&mut self, id: ParamId) {
         self.specs[id.0].uses += 1;
     }
 
-    /// So many modules use a declared parameter.
+    /// Sets the number of modules that use a declared parameter.
     pub fn set_uses(&mut self, id: ParamId, uses: u32) {
         self.specs[id.0].uses = uses;
     }
@@ -219,18 +220,18 @@ impl Declarations {
         (from..self.specs.len()).map(ParamId)
     }
 
-    /// Parameters declared so far.
+    /// Number of parameters declared so far.
     pub fn count(&self) -> usize {
         self.specs.len()
     }
 
-    /// The first and the last stage of the pipeline both have the parameter; `mirror` on the one that has the copy.
+    /// Marks a parameter that the first and the last pipeline stage both hold; `mirror` on the stage with the copy.
     pub fn mark_tied_across_stages(&mut self, id: ParamId, mirror: bool) {
         self.specs[id.0].tied_across_stages = true;
         self.specs[id.0].mirror = mirror;
     }
 
-    /// The declarations, in order.
+    /// The declared parameters, in order.
     pub fn finish(self) -> Vec<ParamSpec> {
         self.specs
     }

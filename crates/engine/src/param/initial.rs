@@ -7,7 +7,7 @@ use ferrotron_kernels::philox::RandomStream;
 use ferrotron_tensor::{Result, Tensor};
 use std::ops::Range;
 
-/// Initial values of elements `range` of a logical tensor, by their definition.
+/// Initial values of elements `range` of a logical tensor, computed on the host: the reference.
 pub fn initial_values(seed: u64, part: &Part, range: Range<usize>) -> Vec<f32> {
     let stream = RandomStream::named(seed, &part.name);
     match part.init {
@@ -16,7 +16,7 @@ pub fn initial_values(seed: u64, part: &Part, range: Range<usize>) -> Vec<f32> {
     }
 }
 
-/// The same of elements `runs`, back to back, into `out` f32 `[elements]`, made by its device.
+/// Draws the initial values of elements `runs`, concatenated, into `out` f32 `[elements]` on its device.
 pub fn draw_initial(rank: &Rank, part: &Part, runs: &[Range<usize>], out: &Tensor) -> Result<()> {
     let s = &rank.compute;
     let std = match part.init {
@@ -34,7 +34,7 @@ pub fn draw_initial(rank: &Rank, part: &Part, runs: &[Range<usize>], out: &Tenso
     Ok(())
 }
 
-/// The first run, how far after it the next begins, and how many from it on are as long and as far apart. Runs are in
+/// The first run, its stride to the next, and how many runs from it on have the same length and stride. Runs are in
 /// order.
 fn alike(runs: &[Range<usize>]) -> Option<(&Range<usize>, usize, usize)> {
     let run = runs.first()?;
@@ -50,14 +50,15 @@ mod tests {
     use crate::{GroupRank, Split};
     use ferrotron_tensor::{Category, DType};
 
-    /// Whatever a rank holds of a tensor, cut by columns or in the middle of rows, it draws the values of the whole.
+    /// A rank draws the same values as the whole tensor has, whether its shard is cut by columns or in the middle of
+    /// rows.
     #[test]
     fn a_rank_draws_its_values_of_the_whole() {
         let rank = Rank::cpu(2, 5).unwrap();
         for (split, most) in [
             (Split::Replicated, 1),
             (Split::Rows { unit: 1 }, 1),
-            // A broken row at either end, and all rows between them at once.
+            // A partial row at either end, and all rows between them in one launch.
             (Split::Columns { unit: 2 }, 3),
         ] {
             for init in [Init::Normal(0.02), Init::Constant(1.5)] {

@@ -1,8 +1,9 @@
-//! Products of experts where some of them have narrow factors.
+//! FP8 grouped GEMMs of experts.
 //!
-//! The rows of all experts have one scale, on which the ranks agree between which tokens travel: a token is narrowed once, before
-//! it is copied to its experts, and what is sent and sorted are bytes. Every expert's weights have a scale of their own. Scales of
-//! blocks are made of sorted rows: experts begin at multiples of 128 of them, so no block has rows of two.
+//! Per-tensor scaling: the rows of all experts share one scale, whose amax is all-reduced over the ranks that tokens
+//! are dispatched between. A token is quantized once, before it is copied to its experts, so FP8 is what is sent and
+//! permuted. Every expert's weight has its own scale. Block scaling: sorted rows are quantized at the expert; experts
+//! start at multiples of 128 rows, so no block mixes rows of two.
 
 use super::quantize::{Orientations, QuantScale, Quantized};
 use super::state::CachedWeight;
@@ -16,7 +17,7 @@ use ferrotron_kernels::{
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 impl LinearGemm {
-    /// What profiles call it of experts, in bytes.
+    /// Name of the grouped FP8 GEMM in profiles.
     fn grouped(self) -> &'static str {
         match self {
             LinearGemm::Fprop => "grouped (output, fp8)",
@@ -27,10 +28,10 @@ impl LinearGemm {
 }
 
 impl StepContext<'_> {
-    /// The largest magnitude of rows of tokens, f32 `[1]`, on which all ranks agree that they may travel to.
+    /// amax of token rows, f32 `[1]`, all-reduced over all ranks that they may be dispatched to.
     pub(crate) fn dispatched_amax(&self, x: &WithAmax) -> Result<Tensor> {
         let (tp, experts) = (&self.rank.tp, &self.rank.etp_ep_group);
-        // Ranks that share layers have tokens of one micro-batch, wherever their experts are.
+        // Tensor-parallel ranks hold tokens of one micro-batch, wherever their experts are.
         if experts.size().is_multiple_of(tp.size()) {
             return self.reduced_amax_over(experts, x);
         }
@@ -38,12 +39,12 @@ impl StepContext<'_> {
         self.reduced_amax_over(experts, &WithAmax { amax, ..x.clone() })
     }
 
-    /// The largest magnitude of rows, f32 `[1]`, on which the ranks of a group agree.
+    /// amax of rows, f32 `[1]`, all-reduced over a group.
     pub(crate) fn reduced_amax_over(&self, group: &Communicator, x: &WithAmax) -> Result<Tensor> {
         let s = &self.rank.compute;
         let amax = match &x.amax {
             Some(amax) if group.size() == 1 => return Ok(amax.clone()),
-            // Others agree on it with other ranks.
+            // The caller may all-reduce its amax over another group.
             Some(amax) => {
                 let own = self.zero_amax()?;
                 s.copy(amax, &own)?;
@@ -59,8 +60,9 @@ impl StepContext<'_> {
         Ok(amax)
     }
 
-    /// The stacked weights `param` of experts, `[E, n, k]`, as factors `[E·n, k]`, and `[E·k, n]` along columns. They are narrowed
-    /// once until they change, where they are kept. Where not, backward turns the bytes that forward made.
+    /// The stacked expert weights `param` `[E, n, k]`, quantized as rowwise operand `[E·n, k]` and columnwise `[E·k,
+    /// n]`. Where the cache is on, they are quantized once until they change; where it is off, backward transposes the
+    /// FP8 weights of forward.
     pub(crate) fn quantize_expert_weights(
         &self,
         param: ParamId,
@@ -83,7 +85,7 @@ impl StepContext<'_> {
         let keep = state.caches(self.train);
         if let (false, Orientations::COLUMNWISE, Some(GemmOperand::Fp8(rows))) = (keep, missing, &kept.rows) {
             let cols = transpose_each(self.rank, shape, rows)?;
-            // Nobody needs them any more.
+            // Used for the last time in this step.
             state.weights()[param.0].rows = None;
             return Ok(Quantized { rows: None, cols: Some(GemmOperand::Fp8(cols)) });
         }
@@ -102,7 +104,7 @@ impl StepContext<'_> {
         Ok(Quantized { rows: kept.rows, cols: kept.cols })
     }
 
-    /// Makes bytes of stacked weights. `amax` f32 `[E]`: their largest magnitudes, if they are known, or then.
+    /// Quantizes stacked weights. `amax` f32 `[E]`: taken if known, else set.
     fn quantize_stack(
         &self,
         param: ParamId,
@@ -119,7 +121,7 @@ impl StepContext<'_> {
                     Some(known) => known,
                     None => {
                         let fresh = s.zeros(&[count], DType::F32, Category::Workspace)?;
-                        // Ranks that share experts agree before bytes are made.
+                        // Expert tensor-parallel ranks hold parts of one matrix: all-reduce amax before quantizing.
                         measure = etp.size() == 1;
                         if !measure {
                             k.amax_stack(s, &w, &fresh)?;
@@ -162,7 +164,7 @@ impl StepContext<'_> {
     }
 }
 
-/// Memory for `count` matrices `[r, c]`, each with a scale of its own where blocks have none.
+/// Memory for `count` FP8 matrices `[r, c]`; with per-tensor scaling each has its own scale.
 fn stacked(
     rank: &Rank,
     count: usize,
@@ -180,14 +182,14 @@ fn stacked(
     })
 }
 
-/// Each of a stack of matrices `[E, n, k]` in bytes the other way round.
+/// Transposes each of a stack of FP8 matrices `[E, n, k]`.
 fn transpose_each(rank: &Rank, [count, n, k]: [usize; 3], rows: &Fp8Tensor) -> Result<Fp8Tensor> {
     let cols = stacked(rank, count, [k, n], rows.data.dtype(), rows.scaling)?;
     rank.kernels.transpose_stack(&rank.compute, count, rows, &cols)?;
     Ok(cols)
 }
 
-/// Some of `count` matrices.
+/// Some of `count` stacked matrices.
 pub(super) fn slice_matrices(
     b: &Fp8Tensor,
     which: std::ops::Range<usize>,
@@ -201,8 +203,8 @@ pub(super) fn slice_matrices(
 }
 
 impl GemmOperand {
-    /// Sorted rows `self [N, k]`, those of each expert times its own matrix of `w`: `y [N, n]`. Numbers of `w` are `[E, n, k]`, or
-    /// `[E, k, n]` the other way round; the bias of `how` is `[E, n]`.
+    /// Grouped GEMM: sorted rows `self [N, k]` times each expert's matrix of `w`, into `y [N, n]`. bf16 weights are
+    /// `[E, n, k]`, or `[E, k, n]` transposed; the bias of `how` is `[E, n]`.
     pub(crate) fn grouped_gemm(
         &self,
         rank: &Rank,
@@ -224,22 +226,22 @@ impl GemmOperand {
                 let weights = &s.upload(&vec![1f32; n], &[n], Category::Workspace)?;
                 k.grouped_bias(s, &GroupedBias { segments, bias, weights }, y)
             }
-            _ => shape_error(product.grouped(), "one factor is in bytes and the other is not"),
+            _ => shape_error(product.grouped(), "one operand is FP8 and the other is not"),
         }
     }
 }
 
-/// A factor of the weight gradients of experts: columns of sorted rows.
+/// An operand of the experts' wgrad.
 #[derive(Clone, Debug)]
 pub(crate) struct WgradOperand {
-    /// WgradOperand; of rows of tokens that are not sorted yet, the rows.
+    /// Columnwise; rowwise in arrival order where not `sorted` yet.
     pub(crate) operand: GemmOperand,
-    /// Are they sorted?
+    /// Whether the rows are sorted by expert.
     pub(crate) sorted: bool,
 }
 
 impl WgradOperand {
-    /// The factor, of rows that `map` sorts.
+    /// The columnwise operand of rows sorted by `map`.
     fn ready(&self, rank: &Rank, map: &RowMap) -> Result<GemmOperand> {
         let GemmOperand::Fp8(b) = &self.operand else { return Ok(self.operand.clone()) };
         if self.sorted {
@@ -251,7 +253,7 @@ impl WgradOperand {
         Ok(GemmOperand::Fp8(Fp8Tensor { scale_inv: b.scale_inv.clone(), ..cols }))
     }
 
-    /// `dw[e] (+)= Σ dyᵀ·x` over the rows of each expert: `self` is dy, `dw` f32 `[E, n, k]`.
+    /// wgrad `dw[e] (+)= Σ dyᵀ·x` over the rows of each expert: `self` is dy, `dw` f32 `[E, n, k]`.
     pub(crate) fn gradient(
         &self,
         rank: &Rank,
@@ -268,7 +270,7 @@ impl WgradOperand {
             (GemmOperand::Fp8(dy), GemmOperand::Fp8(x)) => {
                 k.fp8_grouped_wgrad(s, &Fp8GroupedWgrad { dy: &dy, x: &x, segments, dw, fast: false })
             }
-            _ => shape_error(LinearGemm::Wgrad.grouped(), "one factor is in bytes and the other is not"),
+            _ => shape_error(LinearGemm::Wgrad.grouped(), "one operand is FP8 and the other is not"),
         }
     }
 }

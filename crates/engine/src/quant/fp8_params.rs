@@ -1,7 +1,7 @@
-//! Weights that are bytes between steps, and nothing else: 1 byte a parameter where the model's own type takes 2.
+//! FP8-resident weights: 1 byte per parameter instead of 2, with no bf16 copy between steps.
 //!
-//! They are made of the optimizer's f32 masters as passes would narrow weights: the master rounded to the type the model
-//! computes in, then by the recipe. Products are the same to the last bit, and so is everything that follows.
+//! They are quantized from the optimizer's f32 masters exactly as a pass would quantize bf16 weights: the master is
+//! rounded to the compute dtype first. GEMMs, and everything after them, keep their bits.
 
 use super::{GemmOperand, QuantState, Recipe, Role};
 use crate::data_parallel::{BucketPlan, BucketSplit};
@@ -9,17 +9,17 @@ use crate::{ParamId, ParamSpec, Rank};
 use ferrotron_kernels::{ALIGN, BLOCK, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{Category, DType, Error, Result, Tensor, shape_error};
 
-/// The weights of a model that are bytes.
+/// The FP8-resident weights of a model.
 pub(crate) struct Fp8Params {
     pub(super) recipe: Option<Recipe>,
-    /// What is apart of each bucket.
+    /// FP8 data of each bucket.
     buckets: Vec<Tensor>,
-    /// By parameter.
+    /// By parameter; None for weights in the compute dtype.
     weights: Vec<Option<Fp8Tensor>>,
 }
 
 impl Fp8Params {
-    /// Memory for them.
+    /// Zeroed memory for the parameters whose spec asks for it.
     pub(crate) fn new(
         rank: &Rank,
         specs: &[ParamSpec],
@@ -30,9 +30,11 @@ impl Fp8Params {
         let Some(recipe) = recipe else {
             return Ok(Fp8Params { recipe: None, buckets: Vec::new(), weights: vec![None; specs.len()] });
         };
-        let unsupported = |what: String| Error::Unsupported { op: "weights as bytes", what };
+        let unsupported = |what: String| Error::Unsupported { op: "FP8-resident weights", what };
         if recipe.emulated() {
-            return Err(unsupported("products that are emulated in bf16 need weights in bf16".into()));
+            return Err(unsupported(
+                "emulated formats (mxfp8, nvfp4) need weights in bf16; unset precision.fp8_params".into(),
+            ));
         }
         let (s, format) = (&rank.compute, recipe.format(Role::Weight));
         let zeros = |split: &BucketSplit| s.zeros(&split.lengths()[..1], format, Category::Parameters);
@@ -43,16 +45,16 @@ impl Fp8Params {
                 return Ok(None);
             }
             let &[r, c] = spec.shape.as_slice() else {
-                return shape_error("weights as bytes", format!("{:?} where a matrix belongs", spec.shape));
+                return shape_error("FP8-resident weights", format!("{:?} is not a matrix", spec.shape));
             };
             if !c.is_multiple_of(ALIGN) {
-                return Err(unsupported(format!("rows of {c}; have multiples of {ALIGN}")));
+                return Err(unsupported(format!("input width {c}; use a multiple of {ALIGN}")));
             }
             let scales = match (scaling, spec.matrix()) {
                 (ScalingMode::PerTensor, _) => vec![spec.matrices],
                 (_, [n, _]) if spec.experts && !n.is_multiple_of(BLOCK) => {
                     return Err(unsupported(format!(
-                        "experts' matrices of {n} rows; have multiples of {BLOCK}"
+                        "expert matrices of {n} rows; use multiples of {BLOCK}"
                     )));
                 }
                 _ => scaling.scales(r, c),
@@ -67,7 +69,7 @@ impl Fp8Params {
         Ok(Fp8Params { recipe: Some(recipe), buckets, weights })
     }
 
-    /// The bytes of a bucket, u8, where ranks make parts of them.
+    /// The FP8 data of a bucket as u8 for the all-gather, where each rank quantizes its own shard.
     pub(crate) fn gathered_memory(&self, bucket: usize) -> Result<Option<Tensor>> {
         match self.recipe {
             Some(recipe) if recipe.per_tensor() => self.buckets[bucket].as_bytes().map(Some),
@@ -75,8 +77,8 @@ impl Fp8Params {
         }
     }
 
-    /// A weight `[out, in]`, if it is one of them; those of experts one after another, with a scale for each where blocks have
-    /// none.
+    /// An FP8-resident weight `[out, in]`; of experts the stacked matrices, each with its own scale under per-tensor
+    /// scaling.
     pub(crate) fn weight(&self, id: ParamId) -> Option<&Fp8Tensor> {
         self.weights[id.0].as_ref()
     }
@@ -87,8 +89,7 @@ impl Fp8Params {
 }
 
 impl QuantState {
-    /// A weight that is bytes the other way round, for products along its columns, as `turn` makes it. It stays where weights are
-    /// kept.
+    /// The transpose of an FP8-resident weight for dgrad, made by `transpose` and cached where the cache is on.
     pub(super) fn transposed(
         &self,
         train: bool,
@@ -106,7 +107,7 @@ impl QuantState {
     }
 }
 
-/// A matrix in bytes the other way round.
+/// Transposes an FP8 matrix.
 pub(super) fn transpose(rank: &Rank, bytes: &Fp8Tensor) -> Result<Fp8Tensor> {
     let (s, k, shape) = (&rank.compute, &rank.kernels, [bytes.cols, bytes.rows()]);
     let cols = Fp8Tensor::empty(s, shape, bytes.data.dtype(), bytes.scaling, Category::Activations)?;
@@ -114,7 +115,7 @@ pub(super) fn transpose(rank: &Rank, bytes: &Fp8Tensor) -> Result<Fp8Tensor> {
         k.fp8_transpose(s, bytes, &cols)?;
         return Ok(cols);
     }
-    // The bytes alone, then the scales of tiles.
+    // Data first, then the scales of 128×128 blocks.
     let alone = |b: &Fp8Tensor| -> Result<Fp8Tensor> {
         let scale_inv = s.zeros(&[1], DType::F32, Category::Workspace)?;
         Ok(Fp8Tensor { scale_inv, scaling: ScalingMode::PerTensor, ..b.clone() })
@@ -123,7 +124,7 @@ pub(super) fn transpose(rank: &Rank, bytes: &Fp8Tensor) -> Result<Fp8Tensor> {
     let [from, to] = [bytes, &cols].map(|b| b.scale_inv.clone());
     let (down, across) = (from.shape()[0], to.shape()[0]);
     s.zero(&to)?;
-    // One by one: copies want a last axis that lies back to back.
+    // Element by element: the copy kernel needs a contiguous last axis.
     let shape = [across, down, 1];
     let from = from.narrow(1, 0, across)?.transpose(0, 1)?.view(&shape)?;
     k.copy(s, &from, &to.narrow(1, 0, down)?.view(&shape)?)?;

@@ -1,16 +1,16 @@
-//! The three products of a linear map where some of them have narrow factors.
+//! FP8 GEMMs of a linear layer: fprop `y = x·Wᵀ`, dgrad `dx = dy·W`, wgrad `dW = dyᵀ·x`.
 //!
-//! | | who holds what | forward | backward |
+//! | tensor parallelism | holds | forward | backward |
 //! |---|---|---|---|
-//! | one rank | everything | x → bytes both ways, `y = x·Wᵀ` | dy → bytes both ways, `dx = dy·W`, `dW = dyᵀ·x` |
-//! | rows of W | its tokens of x; all tokens of its channels of y | bytes of x travel on a ring | `dx` as partial sums; bytes of x are gathered again and turned |
-//! | all of W | its tokens of x and y | as one rank, on one scale | as one rank; weight gradients are summed later |
-//! | columns of W | all tokens of its channels of x; its tokens of y | partial sums | bytes of dy travel on a ring, and are turned for `dW` |
+//! | none | everything | quantize x row- and columnwise; fprop | quantize dy both ways; dgrad, wgrad |
+//! | column-parallel | a sequence shard of x, its output features | all-gather FP8 x in ring order, overlapped with fprop | dgrad partial sums are reduce-scattered; x is gathered again, transposed, for wgrad |
+//! | row-parallel | its input features, a sequence shard of y | partial sums are reduce-scattered | all-gather FP8 dy in ring order; transpose it for wgrad |
+//! | replicated | a sequence shard of x and y | like one rank, with a shared scale | like one rank; dW is all-reduced later |
 //!
-//! With one scale for a tensor its ranks agree on it, so bytes are those of one rank. Blocks along channels are a row's own:
-//! bytes and scales of rows travel. Blocks along tokens, of columns, are a rank's own where it has a multiple of 128 tokens:
-//! then their bytes and scales travel, each rank's beside the next's. Where not, and for what is emulated, numbers travel and
-//! become bytes where all of them are.
+//! Per-tensor scaling: amax is all-reduced over the tensor-parallel group first, so quantized values match a single
+//! rank's bit for bit. Block scaling: 1×128 blocks along features belong to one row and are gathered with it;
+//! 128-token blocks of columnwise operands are gathered only where each rank holds a multiple of 128 tokens.
+//! Otherwise, and for emulated formats, bf16 is gathered and quantized afterwards.
 
 use super::quantize::{Orientations, quantize_columnwise};
 use super::{GemmOperand, GemmOptions, LinearGemm, LinearQuant, Role, SavedOperand};
@@ -21,8 +21,8 @@ use ferrotron_kernels::{BLOCK, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
 impl Linear {
-    /// [`Linear::forward`] without its bias where sums are partial. With `input_recomputed` its input will be made again for backward,
-    /// so that nothing narrow is kept of it.
+    /// [`Linear::forward`], without the bias where partial sums follow. With `input_recomputed` the caller recomputes
+    /// the input for backward, so no quantized copy of it is saved.
     pub(crate) fn forward_fp8(
         &self,
         p: &StepContext,
@@ -33,15 +33,15 @@ impl Linear {
         const LABEL: &str = "input of a layer";
         let (bias, alone) = (self.bias.map(|b| p.weight(b)).transpose()?, self.is_local(p));
         let gathered = !alone && !self.row_parallel;
-        let keeps = p.train && e.wgrad && !input_recomputed && !self.input_saved_by_caller;
+        let saves_input = p.train && e.wgrad && !input_recomputed && !self.input_saved_by_caller;
         let uses = match gathered {
-            false => Orientations { rows: e.fprop, cols: keeps },
-            // WgradOperand of gathered rows are made when all rows are there, unless their blocks are this rank's own. Bytes of
-            // rows are half of the numbers, and travel in half the time, now and again in backward.
+            false => Orientations { rows: e.fprop, cols: saves_input },
+            // The columnwise operand of a gathered input is quantized after the all-gather, unless its blocks are this
+            // rank's own. Rowwise FP8 takes half the bandwidth of bf16, now and in backward.
             true if e.recipe.per_block() => {
-                Orientations { rows: e.fprop, cols: keeps && has_whole_blocks(&x.values) }
+                Orientations { rows: e.fprop, cols: saves_input && has_whole_blocks(&x.values) }
             }
-            true => Orientations { rows: e.recipe.per_tensor() && (e.fprop || keeps), cols: false },
+            true => Orientations { rows: e.recipe.per_tensor() && (e.fprop || saves_input), cols: false },
         };
         let amax = self.needs_input_amax(p).then(|| p.reduced_amax(x)).transpose()?;
         let x = &x.values;
@@ -69,8 +69,14 @@ impl Linear {
             }
         };
         let narrow = if gathered && e.recipe.per_tensor() { made.rows } else { made.cols };
-        let whole = || LinearSaved { amax: amax.as_ref().map(SavedTensor::small), ..LinearSaved::of(x) };
-        Ok((y, narrow.filter(|_| keeps).map_or_else(whole, |side| LinearSaved::quantized(&side))))
+        let unquantized =
+            || LinearSaved { amax: amax.as_ref().map(SavedTensor::small), ..LinearSaved::of(x) };
+        Ok((
+            y,
+            narrow
+                .filter(|_| saves_input)
+                .map_or_else(unquantized, |operand| LinearSaved::quantized(&operand)),
+        ))
     }
 
     /// [`Linear::backward`].
@@ -89,7 +95,8 @@ impl Linear {
             return Ok((dx, weight.and(self.bias_grad(dy))));
         }
         let uses = Orientations { rows: e.dgrad, cols: e.wgrad };
-        // The bias' gradient comes from the numbers, which are read here anyway; where they are not, it can wait.
+        // The bias gradient is summed while the unquantized gradient is read for quantization; otherwise it is
+        // deferred.
         let reads = uses != Orientations::NONE;
         let taken = match self.bias.filter(|_| reads && dy.sums.is_none()) {
             Some(_) => Some(p.rank.activation(&[1, dy.values.shape()[1]], DType::F32)?),
@@ -110,7 +117,7 @@ impl Linear {
         Ok((dx, weight.and(self.bias_grad(&WithAmax { values: values.clone(), amax: None, sums }))))
     }
 
-    /// `dx` from every rank's rows of `dy`, and all rows as the factor of the weight gradient.
+    /// Row-parallel: dgrad from all ranks' rows of `dy`, and the gathered rows as the columnwise operand of wgrad.
     fn backward_gathered(
         &self,
         p: &StepContext,
@@ -119,8 +126,8 @@ impl Linear {
         dy: &Tensor,
     ) -> Result<(Tensor, GemmOperand)> {
         const LABEL: &str = "gradient of a layer's output";
-        let bytes_serve_both = e.recipe.per_tensor() && e.dgrad && e.wgrad;
-        if bytes_serve_both || !e.dgrad {
+        let rowwise_serves_both = e.recipe.per_tensor() && e.dgrad && e.wgrad;
+        if rowwise_serves_both || !e.dgrad {
             let rows = match e.dgrad {
                 true => p
                     .quantize(self.weight, Role::Gradient, dy, Orientations::ROWWISE, None, None)?
@@ -128,7 +135,7 @@ impl Linear {
                 false => GemmOperand::rowwise(dy),
             };
             let (dx, all) = p.all_gather_gemm(&rows, f, true, LABEL)?;
-            let Some(all) = all else { return shape_error(LABEL, "its rows were not kept") };
+            let Some(all) = all else { return shape_error(LABEL, "the ring kept no gathered rows") };
             let cols = match &all {
                 GemmOperand::HighPrecision { t, .. } if e.wgrad => p
                     .quantize(self.weight, Role::Gradient, t, Orientations::COLUMNWISE, None, None)?
@@ -143,7 +150,7 @@ impl Linear {
             let cols = made.cols.clone();
             let (dx, _) = p.all_gather_gemm(&made.take_rowwise()?, f, false, LABEL)?;
             let Some(GemmOperand::Fp8(mine)) = cols else {
-                return shape_error(LABEL, "its columns were not made");
+                return shape_error(LABEL, "the gradient was not quantized columnwise");
             };
             let data = p.all_gather(&mine.data, "columns of a gradient")?;
             let scales = p.all_gather(&mine.scale_inv, "scales of a gradient")?;
@@ -155,7 +162,7 @@ impl Linear {
         Ok((p.gemm(&made.take_rowwise()?, f)?, cols))
     }
 
-    /// `dW = dyᵀ·x`, from the columns of `dy` and what was kept of `x`.
+    /// wgrad `dW = dyᵀ·x`, from columnwise `dy` and the saved input.
     fn weight_grad(
         &self,
         p: &StepContext,
@@ -207,7 +214,8 @@ impl Linear {
         }))
     }
 
-    /// `dW = dyᵀ·x`, from the columns of `dy` and this rank's columns of `x`, whose blocks are its own.
+    /// Column-parallel wgrad from columnwise `dy` and this rank's columnwise shard of `x`, whose blocks no other rank
+    /// shares.
     fn weight_grad_of_shards(&self, p: &StepContext, dy: GemmOperand, mine: Fp8Tensor) -> Result<WeightGrad> {
         let data = p.begin_all_gather(&GemmOperand::rowwise(&mine.data), "input of a layer, again")?;
         let scales =
@@ -220,7 +228,7 @@ impl Linear {
         }))
     }
 
-    /// The weight as the right-hand side of a product.
+    /// The weight as the right-hand operand of `product`, with its output features padded.
     pub(crate) fn factor<'a>(
         &self,
         p: &StepContext<'a>,
@@ -260,12 +268,12 @@ impl Linear {
     }
 }
 
-/// Are blocks along the tokens of `x [tokens, n]`, of which other ranks have more, all its own?
+/// Whether the 128-token blocks of this rank's shard `x [tokens, n]` are shared with no other rank.
 fn has_whole_blocks(x: &Tensor) -> bool {
     x.shape()[0].is_multiple_of(BLOCK)
 }
 
-/// Rows as the factor along their columns: numbers as they are, bytes turned round. One scale holds for all of them.
+/// Rowwise as columnwise operand: bf16 by reinterpretation, per-tensor FP8 by a transpose.
 fn transposed(rank: &Rank, rows: &GemmOperand) -> Result<GemmOperand> {
     let GemmOperand::Fp8(b) = rows else { return Ok(GemmOperand::columnwise(rows.memory())) };
     let (s, shape) = (&rank.compute, [b.cols, b.rows()]);

@@ -1,5 +1,4 @@
-//! The output matrix where some of its products have narrow factors: a linear map like those of the layers, whose outputs
-//! the loss turns into their gradients where they lie.
+//! FP8 LM head: a column-parallel FP8 linear whose outputs the loss overwrites with their gradients.
 
 use super::quantize::Orientations;
 use super::{GemmOperand, LinearGemm, LinearQuant, Role};
@@ -10,8 +9,8 @@ use ferrotron_kernels::ALIGN;
 use ferrotron_tensor::{DType, Error, Result, Tensor};
 
 impl LmHead {
-    /// The map, where the recipe holds for it and scales are known. Else notes how large its operands are, if that is what
-    /// the pass is for.
+    /// The head as a linear, where it is quantized and scales are known. None in a calibration pass, which measures
+    /// the operands instead.
     pub(crate) fn fp8_linear(&self, p: &StepContext, x: &Tensor) -> Result<Option<(Linear, LinearQuant)>> {
         let Some(e) = self.quant else { return Ok(None) };
         if p.calibrates(self.weight, Role::Input, x)?
@@ -23,12 +22,12 @@ impl LmHead {
     }
 
     fn linear(&self, rank: &Rank, e: LinearQuant) -> Linear {
-        // Matrix units read bytes 16 at a time. WgradOperand of other ranks follow on this one's: there it cannot be padded.
+        // FP8 GEMMs need 16-byte rows. With tp the next rank's vocabulary follows this one's, so it cannot be padded.
         let pad = self.pad_vocab_to.unwrap_or(if rank.device().gpu().is_some() { ALIGN } else { 1 });
         Linear::column_parallel(self.weight, self.rows, e, if rank.tp.size() > 1 { 1 } else { pad })
     }
 
-    /// Does it need the largest magnitude of the hidden states?
+    /// Whether the caller should pass the amax of the hidden states along with them.
     pub fn needs_input_amax(&self, p: &StepContext) -> bool {
         self.quant.is_some_and(|e| self.linear(p.rank, e).needs_input_amax(p))
     }
@@ -48,7 +47,7 @@ impl LmHead {
             return Err(Error::Unsupported { op: "LM head", what: what.into() });
         }
         let rows = p.rank.activation(&[tokens], DType::F32)?;
-        // Without a backward nothing is kept of the input.
+        // Without a backward pass nothing is saved of the input.
         let (z, saved) = map.forward_fp8(p, e, x, !train)?;
         self.cap(p.rank, &z)?;
         self.row_loss(p.rank, &z, targets, &rows, train)?;
@@ -56,7 +55,7 @@ impl LmHead {
         Ok((rows, train.then_some(saved)))
     }
 
-    /// The logits `[rows, V]` of rows that every rank has, of the columns this rank holds.
+    /// Logits `[tokens, V]` of hidden states that every tensor-parallel rank has, of this rank's vocabulary entries.
     pub(crate) fn logits_fp8(
         &self,
         p: &StepContext,
@@ -73,7 +72,7 @@ impl LmHead {
         self.unpadded(p, &z)
     }
 
-    /// Logits without padding, back to back.
+    /// Logits without vocabulary padding, contiguous.
     pub(crate) fn unpadded(&self, p: &StepContext, z: &Tensor) -> Result<Tensor> {
         if z.shape()[1] == self.rows {
             return Ok(z.clone());

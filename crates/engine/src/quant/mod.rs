@@ -1,4 +1,13 @@
-//! Precision as a policy: which products of a model are made of narrow factors, and what that needs.
+//! Quantization as a policy that modules consult: which GEMMs of a model have FP8 operands, how they are scaled, and
+//! the state that needs.
+//!
+//! | file | what |
+//! |---|---|
+//! | `recipe.rs` | recipes (current, delayed, block scaling, MXFP8, NVFP4) and the policy that says where they apply |
+//! | `quantize.rs`, `operand.rs` | quantizing operands; a GEMM operand in bf16 or FP8 |
+//! | `linear.rs`, `lm_head.rs`, `experts.rs` | the FP8 GEMMs of linears, the LM head and grouped experts |
+//! | `state.rs`, `calibrate.rs`, `stats.rs` | delayed scales, cached FP8 weights, calibration, operand statistics |
+//! | `fp8_params.rs`, `quantize_params.rs`, `precomputed.rs` | FP8-resident weights, and quantizing them in the optimizer step |
 
 mod calibrate;
 mod experts;

@@ -1,44 +1,44 @@
-//! One factor of a product, whatever it is made of.
+//! One operand of a GEMM, in the model's dtype or FP8.
 
 use super::LinearGemm;
 use crate::{Rank, Saved, SavedTensor, StepContext};
 use ferrotron_kernels::{BLOCK, Fp8Gemm, Fp8Tensor, Gemm, ScalingMode};
 use ferrotron_tensor::{Category, Result, Tensor, shape_error};
 
-/// A factor `[r, k]`, contracted along k.
+/// A GEMM operand `[r, k]`, contracted along k.
 #[derive(Clone, Debug)]
 pub(crate) enum GemmOperand {
-    /// Numbers in the type the model computes in: `[r, k]`, or `[k, r]` with `trans`.
+    /// In the model's dtype: `[r, k]`, or stored as `[k, r]` with `trans`.
     HighPrecision {
         /// The matrix.
         t: Tensor,
-        /// Is it stored the other way round?
+        /// Whether it is stored transposed.
         trans: bool,
     },
-    /// Bytes.
+    /// Quantized, with its scales.
     Fp8(Fp8Tensor),
 }
 
-/// What a product does besides multiplying.
+/// Options of a GEMM.
 #[derive(Clone, Copy)]
 pub(crate) struct GemmOptions<'a> {
-    /// Which it is.
+    /// Which GEMM of the linear it is.
     pub(crate) product: LinearGemm,
     /// `[n]`
     pub(crate) bias: Option<&'a Tensor>,
-    /// Add to what is there.
+    /// Accumulate onto the output.
     pub(crate) accumulate: bool,
-    /// Let the matrix unit keep sums short.
+    /// Allow fast FP8 accumulation.
     pub(crate) fast: bool,
 }
 
 impl GemmOperand {
-    /// Values, contracted along their last axis.
+    /// Unquantized, contracted along the last axis.
     pub(crate) fn rowwise(t: &Tensor) -> GemmOperand {
         GemmOperand::HighPrecision { t: t.clone(), trans: false }
     }
 
-    /// Values, contracted along their first axis.
+    /// Unquantized, contracted along the first axis.
     pub(crate) fn columnwise(t: &Tensor) -> GemmOperand {
         GemmOperand::HighPrecision { t: t.clone(), trans: true }
     }
@@ -51,8 +51,8 @@ impl GemmOperand {
         }
     }
 
-    /// What moves between ranks: rows of numbers or of bytes. The scale of a whole tensor is known to all; those of blocks
-    /// are [`GemmOperand::scales`].
+    /// The data that communication moves. A per-tensor scale is known to all ranks; block scales are
+    /// [`GemmOperand::scales`].
     pub(crate) fn memory(&self) -> &Tensor {
         match self {
             GemmOperand::HighPrecision { t, .. } => t,
@@ -60,7 +60,7 @@ impl GemmOperand {
         }
     }
 
-    /// Scales that move with the memory.
+    /// Block scales that are communicated with the data.
     pub(crate) fn scales(&self) -> Option<&Tensor> {
         match self {
             GemmOperand::Fp8(b) if b.scaling == ScalingMode::Block1x128 => Some(&b.scale_inv),
@@ -68,12 +68,12 @@ impl GemmOperand {
         }
     }
 
-    /// Everything that moves.
+    /// Everything that is communicated: data, then scales.
     pub(crate) fn moves(&self) -> impl Iterator<Item = &Tensor> {
         std::iter::once(self.memory()).chain(self.scales())
     }
 
-    /// Rows back to back with one scale or none: pieces of them are factors too.
+    /// Whether a range of rows is an operand of its own: contiguous rows with one scale or none.
     pub(crate) fn divides(&self) -> bool {
         match self {
             GemmOperand::HighPrecision { trans, .. } => !trans,
@@ -81,7 +81,7 @@ impl GemmOperand {
         }
     }
 
-    /// The same kind of factor in other memory.
+    /// The same kind of operand over other memory.
     pub(crate) fn with(&self, memory: Tensor) -> GemmOperand {
         match self {
             GemmOperand::HighPrecision { trans, .. } => {
@@ -91,7 +91,7 @@ impl GemmOperand {
         }
     }
 
-    /// Memory for so many rows of the same kind.
+    /// Memory for an operand of `rows` rows of the same kind.
     pub(crate) fn empty_like(&self, rank: &Rank, rows: usize) -> Result<GemmOperand> {
         if let (GemmOperand::Fp8(b), Some(_)) = (self, self.scales()) {
             let (s, format) = (&rank.compute, b.data.dtype());
@@ -102,15 +102,15 @@ impl GemmOperand {
         Ok(self.with(rank.activation(&[rows, t.shape()[1]], t.dtype())?))
     }
 
-    /// Some of the rows.
+    /// A range of rows.
     pub(crate) fn narrow(&self, start: usize, len: usize) -> Result<GemmOperand> {
         if !self.divides() {
-            return shape_error("rows of a factor", "its scales do not divide by rows");
+            return shape_error("rows of a GEMM operand", "its block scales cannot be split by rows");
         }
         Ok(self.with(self.memory().narrow(0, start, len)?))
     }
 
-    /// The first rows. Scales of rows must be those of all of them.
+    /// The first rows; block scales must cover exactly those.
     pub(crate) fn first_rows(self, rows: usize) -> Result<GemmOperand> {
         if rows == self.rows() {
             return Ok(self);
@@ -123,13 +123,13 @@ impl GemmOperand {
         }
     }
 
-    /// A weight `[out, in]` as if it had more outputs, which are zeros: a factor of `product`.
+    /// A weight `[out, in]` with its output features padded with zeros, as operand of `product`.
     pub(crate) fn padded(self, rank: &Rank, product: LinearGemm, out: usize) -> Result<GemmOperand> {
-        // Transposed bytes are padded as they are.
+        // A transposed FP8 weight is allocated padded already.
         if let (GemmOperand::Fp8(b), LinearGemm::Dgrad) = (&self, product) {
             return match b.data.shape()[1] == out {
                 true => Ok(GemmOperand::Fp8(Fp8Tensor { cols: out, ..b.clone() })),
-                false => shape_error("padded weight", "bytes are padded to multiples of 16"),
+                false => shape_error("padded weight", "FP8 weights are padded to multiples of 16"),
             };
         }
         let (s, t) = (&rank.compute, self.memory());
@@ -137,7 +137,7 @@ impl GemmOperand {
         let padded = rank.activation(&[out, width], t.dtype())?;
         s.copy(t, &padded.narrow(0, 0, rows)?)?;
         s.zero(&padded.narrow(0, rows, out - rows)?)?;
-        // Scales of tiles are as many, if the padding is less than a tile and ends with one.
+        // The number of 128×128 scales is unchanged if the padding ends within the last tile.
         match &self {
             GemmOperand::Fp8(b) if b.scaling.scales(out, width) != b.scaling.scales(rows, width) => {
                 shape_error("padded weight", "its scales do not cover the padding")
@@ -146,7 +146,7 @@ impl GemmOperand {
         }
     }
 
-    /// `c [m, n] = self [m, k] · otherᵀ [n, k]`, and what `how` says.
+    /// GEMM `c [m, n] = self [m, k] · otherᵀ [n, k]`, with options `how`.
     pub(crate) fn gemm(&self, rank: &Rank, other: &GemmOperand, how: GemmOptions, c: &Tensor) -> Result<()> {
         let (s, GemmOptions { bias, accumulate, fast, .. }) = (&rank.compute, how);
         match (self, other) {
@@ -161,13 +161,13 @@ impl GemmOperand {
                 let name = how.product.kernel();
                 rank.kernels.fp8_gemm(s, &Fp8Gemm { a, b, bias, accumulate, fast, name, c })
             }
-            _ => shape_error(how.product.kernel(), "one factor is in bytes and the other is not"),
+            _ => shape_error(how.product.kernel(), "one operand is FP8 and the other is not"),
         }
     }
 }
 
 impl LinearGemm {
-    /// What profiles call it in bytes.
+    /// Name of the FP8 GEMM in profiles.
     fn kernel(self) -> &'static str {
         match self {
             LinearGemm::Fprop => "gemm (output, fp8)",
@@ -178,12 +178,12 @@ impl LinearGemm {
 }
 
 impl StepContext<'_> {
-    /// All rows of a factor, from every rank's.
+    /// All-gathers the rows of an operand over the tensor-parallel group.
     pub(crate) fn all_gather_operand(&self, x: &GemmOperand, label: &'static str) -> Result<GemmOperand> {
         let (GemmOperand::Fp8(b), Some(mine), true) = (x, x.scales(), self.rank.tp.size() > 1) else {
             return Ok(x.with(self.all_gather(x.memory(), label)?));
         };
-        // Scales of a block lie across all rows: those of each rank go to their places.
+        // Scales are stored block-major over all rows: each rank's go to their own columns.
         let (m, blocks, all) = (b.rows(), mine.shape()[0], self.all_gather(mine, label)?);
         let side = x.empty_like(self.rank, m * self.rank.tp.size())?;
         let side = side.with(self.all_gather(&b.data, label)?);
@@ -197,9 +197,8 @@ impl StepContext<'_> {
         Ok(side)
     }
 
-    /// WgradOperand of all rows, contracted along tokens, from what each rank has made of its own: `[k, n/t]` with scales of
-    /// blocks that no rank shares, of which each brought the bytes and scales that have arrived here, `[t·k, n/t]` and
-    /// `[t·blocks, k]`.
+    /// Joins the gathered columnwise shards of all ranks, `[k, n/t]` each, whose 128-token blocks no two ranks share.
+    /// `data [t·k, n/t]` and `scales [t·blocks, k]` are the all-gathered ones.
     pub(crate) fn join_columnwise(
         rank: &Rank,
         mine: &Fp8Tensor,
@@ -209,9 +208,9 @@ impl StepContext<'_> {
         let (s, t, [k, m]) = (&rank.compute, rank.tp.size(), [mine.rows(), mine.cols]);
         let all = Fp8Tensor::empty(s, [k, t * m], mine.data.dtype(), mine.scaling, Category::Activations)?;
         if all.scale_inv.shape() != scales.shape() || !m.is_multiple_of(BLOCK) {
-            return shape_error("columns of all rows", "ranks share blocks");
+            return shape_error("columnwise all-gather", "ranks share 128-token blocks");
         }
-        // In words: each row of bytes is of whole blocks.
+        // Copied as 4-byte words: every row has whole blocks.
         let (from, to) =
             (data.as_i32_words()?.view(&[t, k, m / 4])?, all.data.as_i32_words()?.view(&[k, t, m / 4])?);
         rank.kernels.copy(s, &from.transpose(0, 1)?, &to)?;
@@ -219,17 +218,17 @@ impl StepContext<'_> {
     }
 }
 
-/// A factor kept for backward.
+/// A GEMM operand saved for backward.
 #[derive(Clone, Debug)]
 pub(crate) struct SavedOperand {
     side: GemmOperand,
     memory: SavedTensor,
-    /// Scales of blocks.
+    /// Block scales.
     scales: Option<SavedTensor>,
 }
 
 impl SavedOperand {
-    /// Keeps it.
+    /// Saves an operand.
     pub(crate) fn of(side: &GemmOperand) -> SavedOperand {
         let scales = match side {
             GemmOperand::Fp8(b) if b.scaling != ScalingMode::PerTensor => {
@@ -240,7 +239,7 @@ impl SavedOperand {
         SavedOperand { side: side.clone(), memory: SavedTensor::activation(side.memory()), scales }
     }
 
-    /// The factor, wherever its memory is by now.
+    /// The operand, wherever offloading has put its memory.
     pub(crate) fn operand(&self) -> GemmOperand {
         let side = self.side.with((*self.memory).clone());
         match (side, &self.scales) {
@@ -256,7 +255,7 @@ impl Saved for SavedOperand {
     fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
         f(&mut self.memory);
         self.scales.tensors(f);
-        // What was moved away must not stay here.
+        // Do not keep the memory that was offloaded alive.
         self.side = self.operand();
     }
 }

@@ -1,6 +1,6 @@
-//! What narrow products need of new weights, left there by the optimizer: it has them in hand, so that nobody reads them
-//! once more. Current scaling needs the largest magnitude of each; delayed scaling knows its scale beforehand, and weights
-//! that are bytes are made bytes of in the optimizer's own pass.
+//! What quantization needs of updated weights, computed by the optimizer kernel while it has them in registers.
+//! Current scaling needs their amax; delayed scaling knows its scale beforehand, so FP8-resident weights are quantized
+//! in the optimizer kernel itself.
 
 use super::runs::{matrix, runs};
 use super::{Method, QuantState};
@@ -12,20 +12,20 @@ use ferrotron_tensor::{Category, DType, Result, Tensor};
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// Largest magnitudes of the weights of narrow products, under current scaling.
+/// amax of quantized weights, with current scaling.
 pub(super) struct WeightAmax {
-    /// f32 `[weights]`, on which all ranks have agreed that have parts of them.
+    /// f32 `[weights]`, all-reduced over the ranks that hold parts of them.
     all: Tensor,
-    /// f32 `[matrices]` of experts' weights that are bytes; others are looked at when they are narrowed.
+    /// f32 `[matrices]` of FP8-resident expert weights; other expert weights are measured when they are quantized.
     experts: Option<Tensor>,
-    /// By parameter, in one or the other.
+    /// Index of each parameter in one or the other.
     places: Vec<Option<usize>>,
-    /// Are they those of the weights as they are now?
+    /// Whether they are those of the current weights.
     known: AtomicBool,
 }
 
 impl WeightAmax {
-    /// For the parameters of a model; None where nobody asks for them.
+    /// For the parameters of a model; None where the recipe needs none.
     pub(super) fn new(rank: &Rank, specs: &[ParamSpec], method: Method) -> Result<Option<WeightAmax>> {
         if method != Method::Current {
             return Ok(None);
@@ -44,7 +44,7 @@ impl WeightAmax {
         Ok(Some(WeightAmax { all: zeros(count)?, experts, places, known: AtomicBool::new(false) }))
     }
 
-    /// Those of the matrices of a weight, f32 `[matrices]`, whether they are known or not.
+    /// amax of the matrices of a weight, f32 `[matrices]`, known or not.
     fn of(&self, id: ParamId, spec: &ParamSpec) -> Result<Option<Tensor>> {
         let Some(at) = self.places[id.0] else { return Ok(None) };
         match (spec.experts, &self.experts) {
@@ -53,32 +53,33 @@ impl WeightAmax {
         }
     }
 
-    /// Nobody knows them any more.
+    /// The weights have changed.
     pub(super) fn invalidate(&self) {
         self.known.store(false, Ordering::Relaxed);
     }
 
-    /// Those of a weight, if they are known.
+    /// amax of a weight, if it is known.
     pub(super) fn known(&self, id: ParamId, spec: &ParamSpec) -> Result<Option<Tensor>> {
         if self.known.load(Ordering::Relaxed) { self.of(id, spec) } else { Ok(None) }
     }
 }
 
-/// Has a rank all of its experts' masters, which nobody shares with it? Then it measures weights as it makes bytes of them.
+/// Whether this rank has all of its experts' masters and shares none of them: then quantizing measures them on the
+/// way.
 pub(super) fn holds_whole_experts(rank: &Rank, placement: Placement) -> bool {
     let whole = placement == Placement::Replicate || rank.expert_dp_group.size() == 1;
     whole && rank.etp.size() == 1
 }
 
-/// Where an optimizer leaves what is needed of a new weight.
+/// Where the optimizer kernel writes the amax and FP8 values of an updated weight.
 pub struct Precomputed {
     amax: Tensor,
-    /// Bytes, scale, inverse scale.
+    /// FP8 data, scale, inverse scale.
     bytes: Option<[Tensor; 3]>,
 }
 
 impl Precomputed {
-    /// For the kernel.
+    /// As kernel arguments.
     pub fn kernel_outputs(&self) -> Fp8WeightOut<'_> {
         let bytes = self.bytes.as_ref();
         let bytes = bytes.map(|[data, scale, scale_inv]| Fp8DataOut { data, scale, scale_inv });
@@ -87,18 +88,18 @@ impl Precomputed {
 }
 
 impl Params {
-    /// Before a step of an optimizer that leaves [`Params::precomputed`] of every weight. Of a step that changes nothing,
-    /// magnitudes stay.
+    /// Call before an optimizer step that fills [`Params::precomputed`] of every weight. A skipped step keeps the
+    /// amax.
     pub fn begin_update(&self, rank: &Rank, state: &StepState, scalars: &Tensor) -> Result<()> {
         let (Some(state), s) = (state.quant(), &rank.compute) else { return Ok(()) };
         if let Some(m) = state.weight_amax() {
             rank.kernels.reset_amax(s, scalars, &m.all)?;
         }
-        // These are made again by every step, under new scales.
+        // Every step computes these anew, under new scales.
         state.delayed().and_then(|d| d.next_amax.as_ref()).map_or(Ok(()), |amax| s.zero(amax))
     }
 
-    /// What the optimizer may leave of elements `inside` of a weight, which this rank has.
+    /// What the optimizer may precompute for elements `inside` of a weight, which this rank holds.
     pub fn precomputed(
         &self,
         state: &StepState,
@@ -107,7 +108,7 @@ impl Params {
     ) -> Result<Option<Precomputed>> {
         let Some(state) = state.quant() else { return Ok(None) };
         if let Some(m) = state.weight_amax() {
-            // Experts have a magnitude each, and are measured afterwards.
+            // Experts have one amax per matrix and are measured afterwards.
             let spec = &self.specs()[id.0];
             let amax = if spec.experts { None } else { m.of(id, spec)? };
             return Ok(amax.map(|amax| Precomputed { amax, bytes: None }));
@@ -117,13 +118,12 @@ impl Params {
         };
         let Some((scale, amax)) = delayed.of_fp8_resident(id)? else { return Ok(None) };
         let data = bytes.data.view(&[bytes.data.numel()])?.narrow(0, inside.start, inside.len())?;
-        // Of experts, who share one, the first; the others follow.
+        // Experts share one delayed scale: the first inverse scale is written here, the others are set from it.
         let scale_inv = bytes.scale_inv.narrow(0, 0, 1)?;
         Ok(Some(Precomputed { amax, bytes: Some([data, scale, scale_inv]) }))
     }
 
-    /// Largest magnitudes of all weights, of which the optimizer may have `made` those of this rank's `pieces`. Every rank
-    /// calls it.
+    /// amax of all weights; with `precomputed` the optimizer has measured this rank's shards. Collective.
     pub(super) fn measure_weights(
         &self,
         rank: &Rank,
@@ -167,8 +167,8 @@ impl Params {
         Ok(())
     }
 
-    /// WeightAmax of masters as those of weights: rounding keeps order, so the largest of rounded numbers is the largest,
-    /// rounded.
+    /// Rounds the amax of masters to that of weights: rounding is monotonic, so the amax of rounded values is the
+    /// rounded amax.
     fn round(&self, rank: &Rank, all: &Tensor) -> Result<()> {
         let (s, k) = (&rank.compute, &rank.kernels);
         let rounded = Tensor::empty(s, all.shape(), self.dtype(), Category::Workspace)?;
@@ -176,8 +176,7 @@ impl Params {
         k.copy(s, &rounded, all)
     }
 
-    /// Largest magnitudes of the masters of experts' weights that are bytes, on which all ranks agree that have parts of them;
-    /// zeros before.
+    /// amax of the masters of FP8-resident expert weights, all-reduced over the ranks that hold parts of them.
     fn measure_experts(&self, rank: &Rank, m: &WeightAmax, masters: &MasterShards) -> Result<()> {
         let (Some(all), s, k) = (&m.experts, &rank.compute, &rank.kernels) else { return Ok(()) };
         for (i, spec) in self.specs().iter().enumerate().filter(|(_, spec)| spec.experts) {

@@ -1,4 +1,4 @@
-//! Making narrow factors of the operands of a linear map.
+//! Quantizing the operands of a linear's GEMMs.
 
 use super::fp8_params::transpose;
 use super::state::{CachedWeight, QuantState};
@@ -8,12 +8,12 @@ use ferrotron_kernels::philox::RandomStream;
 use ferrotron_kernels::{BlockAxis, EmulatedFormat, Fp8Tensor, Quantize, ScaleSource};
 use ferrotron_tensor::{Category, DType, Result, Tensor, shape_error};
 
-/// In which products an operand is used.
+/// Orientations in which an operand is needed, as in Transformer Engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Orientations {
     /// Contracted along its rows, as it is stored.
     pub(crate) rows: bool,
-    /// Contracted along its columns.
+    /// Contracted along its columns: stored transposed.
     pub(crate) cols: bool,
 }
 
@@ -23,7 +23,7 @@ impl Orientations {
     pub(crate) const NONE: Orientations = Orientations { rows: false, cols: false };
 }
 
-/// An operand as a factor, for each of its uses.
+/// A quantized operand, in the orientations that were asked for.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Quantized {
     pub(crate) rows: Option<GemmOperand>,
@@ -31,31 +31,33 @@ pub(crate) struct Quantized {
 }
 
 impl Quantized {
-    /// The factor for products along its rows.
+    /// The rowwise operand.
     pub(crate) fn take_rowwise(self) -> Result<GemmOperand> {
-        self.rows.map_or_else(|| shape_error("quantize", "it was not made for this use"), Ok)
+        self.rows
+            .map_or_else(|| shape_error("quantize", "the operand was not quantized in this orientation"), Ok)
     }
 
-    /// The factor for products along its columns.
+    /// The columnwise operand.
     pub(crate) fn take_columnwise(self) -> Result<GemmOperand> {
-        self.cols.map_or_else(|| shape_error("quantize", "it was not made for this use"), Ok)
+        self.cols
+            .map_or_else(|| shape_error("quantize", "the operand was not quantized in this orientation"), Ok)
     }
 }
 
-/// Where the one scale of a tensor comes from, where there is one.
+/// Source of an operand's scale.
 pub(super) enum QuantScale {
-    /// Its largest magnitude.
+    /// Current scaling: its amax.
     Amax(Tensor),
-    /// Earlier steps: scale, and where the magnitude is gathered.
+    /// Delayed scaling: the scale, and where the amax is collected.
     Delayed(Tensor, Tensor),
-    /// Nowhere.
+    /// Block scaling: none, each block has its own.
     Blocks,
 }
 
 impl StepContext<'_> {
-    /// Input or output gradient `x [tokens, n]` of the map with weight `param` as factors; ranks that share a layer agree
-    /// on the scale, from the magnitude `amax` on which they have agreed where there is one. With `sums`, f32 `[n]`, the
-    /// column sums of `x`, too.
+    /// Quantizes an input or output gradient `x [tokens, n]` of the linear with weight `param`. `amax` is the
+    /// all-reduced amax if known; otherwise it is measured and all-reduced over the tensor-parallel group. With
+    /// `sums`, f32 `[n]`, also computes the column sums of `x`.
     pub(crate) fn quantize(
         &self,
         param: ParamId,
@@ -83,7 +85,7 @@ impl StepContext<'_> {
         Ok(made)
     }
 
-    /// The weight `param` as factors. It is narrowed once until it changes, where it is kept.
+    /// Quantizes the weight `param`, once until it changes where the cache is on.
     pub(crate) fn quantize_weight(&self, param: ParamId, uses: Orientations) -> Result<Quantized> {
         let (state, recipe) = self.quant(param)?;
         if let Some(bytes) = self.params.fp8_params().weight(param) {
@@ -110,7 +112,7 @@ impl StepContext<'_> {
                 Method::Delayed { .. } => self.delayed_scale(state, param, Role::Weight)?,
                 _ => QuantScale::Blocks,
             };
-            // Both uses at once where both will be needed: the weight is read once.
+            // Both orientations at once where both will be used: the weight is read once.
             let keep = state.caches(self.train);
             let both = keep && !recipe.emulated();
             let make = Orientations {
@@ -130,10 +132,10 @@ impl StepContext<'_> {
         Ok(Quantized { rows: kept.rows, cols: kept.cols })
     }
 
-    /// The scale of earlier steps. What passes without a backward see is no part of any step.
+    /// The delayed scale of an operand. Passes without backward do not contribute to the amax history.
     pub(super) fn delayed_scale(&self, state: &QuantState, param: ParamId, role: Role) -> Result<QuantScale> {
         let Some((scale, amax)) = state.delayed().map(|d| d.of(param, role)).transpose()?.flatten() else {
-            return shape_error("quantize", "there is no scale for it");
+            return shape_error("quantize", "the operand has no delayed scale");
         };
         let unseen = || self.rank.compute.zeros(&[1], DType::F32, Category::Workspace);
         Ok(QuantScale::Delayed(scale, if self.train { amax } else { unseen()? }))
@@ -142,27 +144,27 @@ impl StepContext<'_> {
     pub(super) fn quant(&self, param: ParamId) -> Result<(&QuantState, Recipe)> {
         match (self.state.quant(), self.params.specs()[param.0].quant) {
             (Some(state), Some(e)) => Ok((state, e.recipe)),
-            _ => shape_error("quantize", "the parameter was not declared for it"),
+            _ => shape_error("quantize", "the parameter is not declared as quantized"),
         }
     }
 }
 
-/// WgradOperand of a gathered input, with scales of their own blocks.
+/// Quantizes a gathered input columnwise, with block scales.
 pub(crate) fn quantize_columnwise(rank: &Rank, recipe: Recipe, x: &Tensor) -> Result<GemmOperand> {
     let input = Operand { recipe, role: Role::Input, x, sums: None, draw: 0 };
     quantize(rank, input, Orientations::COLUMNWISE, &QuantScale::Blocks)?.take_columnwise()
 }
 
-/// What is narrowed.
+/// What is quantized.
 #[derive(Clone, Copy)]
 struct Operand<'a> {
     recipe: Recipe,
     role: Role,
     /// `[r, c]`
     x: &'a Tensor,
-    /// f32 `[c]`: gets its column sums.
+    /// f32 `[c]`: receives the column sums.
     sums: Option<&'a Tensor>,
-    /// Number of the tensor, where it is rounded at random.
+    /// Index of the tensor, for stochastic rounding.
     draw: u64,
 }
 
@@ -204,15 +206,15 @@ fn quantize(rank: &Rank, operand: Operand, uses: Orientations, source: &QuantSca
 fn emulated(rank: &Rank, operand: Operand, along: BlockAxis) -> EmulatedFormat {
     let Operand { recipe, role, draw, .. } = operand;
     let square = role == Role::Weight;
-    // Ranks that share a layer share its gradient, or have parts of it: one stream serves them. Ranks with other tokens
-    // must not all round the same way.
+    // Tensor-parallel ranks share a gradient or hold parts of it, so they share a random stream. Data-parallel ranks
+    // round different tokens and must not all round alike.
     let stream = || {
         let use_ = if along == BlockAxis::Rows { "rows" } else { "columns" };
         let name = format!("rounding of {use_} by {}", rank.dp_cp_group.rank());
         RandomStream::named(rank.seed ^ draw, &name)
     };
     match recipe.method {
-        // Turning cancels in the weight gradient, whose factors are the columns of inputs and gradients.
+        // The Hadamard rotation cancels in wgrad, whose operands are both columnwise.
         Method::Nvfp4 => EmulatedFormat::Nvfp4 {
             along,
             square,

@@ -1,4 +1,4 @@
-//! Bytes of new weights, made of the optimizer's masters after a step.
+//! Quantizes FP8-resident weights from the optimizer's masters after a step.
 
 use super::experts::slice_matrices;
 use super::precomputed::holds_whole_experts;
@@ -11,43 +11,43 @@ use ferrotron_kernels::{Fp8Tensor, Quantize, QuantizeStack, ScaleSource};
 use ferrotron_tensor::{Category, Result, Tensor};
 use std::ops;
 
-/// Numbers of a weight that are in the model's type at a time, or one matrix: experts have many.
+/// Elements converted to the model's dtype at a time, or one matrix: experts have many.
 const MOST: usize = 1 << 25;
 
-/// A weight whose bytes are made.
+/// A weight to be quantized.
 struct UpdatedParam<'a> {
     id: ParamId,
     spec: &'a ParamSpec,
     bytes: &'a Fp8Tensor,
-    /// What this rank has of it.
+    /// This rank's shard of it.
     piece: &'a ParamShard,
     master: &'a Tensor,
     placement: Placement,
     source: QuantScale,
     recipe: Recipe,
-    /// Did the optimizer leave the bytes?
+    /// Whether the optimizer has written the FP8 values already.
     made: bool,
 }
 
 impl UpdatedParam<'_> {
-    /// Must ranks have the numbers of all? Parts of ranks may cut tiles that have a scale.
+    /// Whether the values of all ranks are needed: shards may split 128×128 blocks that share a scale.
     fn gathers(&self) -> bool {
         !self.recipe.per_tensor() && self.placement != Placement::Replicate
     }
 
-    /// Elements whose bytes are made here.
+    /// Elements that this rank quantizes.
     fn inside(&self) -> ops::Range<usize> {
         if self.gathers() { 0..self.spec.numel() } else { self.piece.param_range.clone() }
     }
 
-    /// Does this rank learn the scales of all matrices as it makes its bytes?
+    /// Whether quantizing sets the scales of all matrices of this weight.
     fn learns(&self) -> bool {
         let ([n, k], inside) = (self.spec.matrix(), self.inside());
         let all = !inside.is_empty() && inside.start < n * k && inside.end + n * k > self.spec.numel();
         !self.recipe.per_tensor() || (all && !(self.made && self.spec.experts))
     }
 
-    /// Where the scales of some of its matrices come from; `amax` is memory for their magnitudes.
+    /// Scale source for some of its matrices; `amax` holds the slice of their amax.
     fn range<'b>(
         &'b self,
         which: &ops::Range<usize>,
@@ -63,7 +63,7 @@ impl UpdatedParam<'_> {
         })
     }
 
-    /// The bytes of a run, as a matrix `[r, c]`, and their scales.
+    /// FP8 memory of a run as a matrix `[r, c]`, with its scales.
     fn bytes(&self, run: &Run) -> Result<Fp8Tensor> {
         if run.whole {
             return slice_matrices(self.bytes, run.matrices.clone(), self.spec.matrices);
@@ -111,7 +111,7 @@ impl Params {
         }
         let [n, c] = new.spec.matrix();
         if !new.learns() {
-            // Of matrices without elements there are still the scales.
+            // Set the scales of matrices this rank has no elements of.
             let all = 0..new.spec.matrices;
             let x = Tensor::empty(s, &[all.len(), 0, c], self.dtype(), Category::Workspace)?;
             let none = Fp8Tensor { data: new.bytes.data.narrow(0, 0, 0)?, ..new.bytes.clone() };
@@ -153,7 +153,7 @@ impl Params {
         Ok(())
     }
 
-    /// Numbers of a weight in the model's type, flat: a run of this rank's, or of all ranks'.
+    /// Values of a run in the model's dtype, flat: this rank's, or all-gathered.
     fn high_precision(&self, rank: &Rank, new: &UpdatedParam, run: &Run) -> Result<Tensor> {
         let (s, kind) = (&rank.compute, Category::Workspace);
         let part = |inside: &ops::Range<usize>| {

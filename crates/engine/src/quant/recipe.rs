@@ -1,62 +1,62 @@
-//! Low-precision recipes as values: how operands of products are narrowed, and which products are.
+//! Quantization recipes as values, and the policy that says which GEMMs they apply to.
 
 use ferrotron_kernels::{DelayedScaling, ScalingMode};
 use ferrotron_tensor::DType;
 
-/// Where scales come from.
+/// Scaling of a recipe.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Method {
-    /// One scale per tensor, from its own largest magnitude.
+    /// One scale per tensor, from its own amax.
     Current,
-    /// One scale per tensor, from the largest magnitudes of earlier steps.
+    /// One scale per tensor, from the amax history of earlier steps.
     Delayed {
-        /// How a step ends.
+        /// How the scale follows from the history.
         update: DelayedScaling,
-        /// Steps that are remembered.
+        /// Length of the amax history in steps.
         history: usize,
     },
-    /// One scale per 128 values of activations and gradients, per 128 x 128 of weights.
+    /// One scale per 1×128 block of activations and gradients, per 128×128 block of weights.
     Block,
-    /// One power of two per 32 values; emulated in bf16.
+    /// MXFP8: a power-of-two scale per 32 values; emulated in bf16.
     Mxfp8,
-    /// Four bits, one FP8 scale per 16 values and one f32 per tensor; emulated in bf16.
+    /// NVFP4: an FP8 scale per 16 values and an f32 scale per tensor; emulated in bf16.
     Nvfp4,
 }
 
-/// How operands of products are narrowed.
+/// How GEMM operands are quantized.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Recipe {
-    /// Where scales come from.
+    /// Scaling.
     pub method: Method,
-    /// Gradients in E5M2 (everything else in E4M3).
+    /// Gradients in E5M2, everything else in E4M3.
     pub hybrid: bool,
-    /// Scales are powers of two.
+    /// Round scales to powers of two.
     pub pow2: bool,
 }
 
-/// What an operand is, which decides its format and who shares a scale.
+/// Role of an operand, which decides its format and scaling.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
-    /// Input of a map.
+    /// Input of a linear.
     Input,
-    /// Its weight.
+    /// Weight.
     Weight,
-    /// Gradient of its output.
+    /// Gradient of the output.
     Gradient,
 }
 
 impl Role {
-    /// Operands of a map, in the order in which their scales are kept.
+    /// The operands of a linear, in the order in which their scales are stored.
     pub const ALL: [Role; 3] = [Role::Input, Role::Weight, Role::Gradient];
 }
 
 impl Recipe {
-    /// The format of an operand.
+    /// FP8 format of an operand.
     pub fn format(&self, role: Role) -> DType {
         if self.hybrid && role == Role::Gradient { DType::E5M2 } else { DType::E4M3 }
     }
 
-    /// Which values of an operand share a scale.
+    /// Granularity of an operand's scales.
     pub fn scaling(&self, role: Role) -> ScalingMode {
         match (self.method, role) {
             (Method::Block, Role::Weight) => ScalingMode::Block128x128,
@@ -65,38 +65,38 @@ impl Recipe {
         }
     }
 
-    /// Is it computed in bf16 on rounded values?
+    /// Whether it is emulated in bf16 on rounded values.
     pub fn emulated(&self) -> bool {
         matches!(self.method, Method::Mxfp8 | Method::Nvfp4)
     }
 
-    /// Is an operand rounded up or down at random?
+    /// Whether an operand is rounded stochastically.
     pub fn random(&self, role: Role) -> bool {
         self.method == Method::Nvfp4 && role == Role::Gradient
     }
 
-    /// Does one scale hold for a whole tensor, so that ranks which share the tensor must agree on it?
+    /// Whether one scale covers a whole tensor, so that its amax must be all-reduced over the ranks that share it.
     pub fn per_tensor(&self) -> bool {
         matches!(self.method, Method::Current | Method::Delayed { .. })
     }
 
-    /// Do 128 values along a row share a scale, so that a rank narrows its rows as all of them would be?
+    /// Whether 1×128 blocks share a scale, so that each rank can quantize its own rows.
     pub fn per_block(&self) -> bool {
         self.method == Method::Block
     }
 
-    /// Is the largest magnitude of an operand needed before it is narrowed?
+    /// Whether the amax of an operand is needed before it is quantized.
     pub fn measures(&self) -> bool {
         self.method == Method::Current
     }
 
-    /// May the matrix unit keep sums short in the forward product?
+    /// Whether fprop may use fast FP8 accumulation.
     pub fn fast_forward(&self) -> bool {
         self.per_tensor()
     }
 }
 
-/// One of the three products of a linear map.
+/// One of the three GEMMs of a linear.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LinearGemm {
     /// `y = x·Wᵀ`
@@ -120,10 +120,10 @@ impl LinearGemm {
     const ALL: [LinearGemm; 3] = [LinearGemm::Fprop, LinearGemm::Dgrad, LinearGemm::Wgrad];
 }
 
-/// A recipe for one map: which of its products it holds for.
+/// Quantization of one linear: a recipe, and the GEMMs it applies to.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LinearQuant {
-    /// How operands are narrowed.
+    /// The recipe.
     pub recipe: Recipe,
     /// `y = x·Wᵀ`
     pub fprop: bool,
@@ -131,12 +131,12 @@ pub struct LinearQuant {
     pub dgrad: bool,
     /// `dW = dyᵀ·x`
     pub wgrad: bool,
-    /// The weight is bytes between steps, too: both products that it is in are narrow.
+    /// The weight is FP8-resident; it is used by FP8 GEMMs only.
     pub fp8_resident: bool,
 }
 
-/// Where a recipe does not hold: a module by consecutive parts of its name (`mlp.down`, `layers.3`), or one product of
-/// it (`mlp.down:weight_grad`).
+/// An exception to the policy: a module by consecutive parts of its name (`mlp.down`, `layers.3`), or one GEMM of it
+/// (`mlp.down:weight_grad`).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Exception {
     parts: Vec<String>,
@@ -152,14 +152,14 @@ impl std::str::FromStr for Exception {
                 let found = LinearGemm::ALL.into_iter().find(|p| p.name() == name);
                 let product = found.ok_or_else(|| {
                     let all = LinearGemm::ALL.map(LinearGemm::name).join(", ");
-                    format!("'{name}' is not a product; after the colon stands one of {all}")
+                    format!("'{name}' is not a GEMM; use one of {all} after the colon")
                 })?;
                 (path, Some(product))
             }
         };
         let parts: Vec<String> = path.split('.').map(str::to_string).collect();
         if parts.iter().any(String::is_empty) {
-            return Err(format!("'{text}' does not name a module; write such as mlp.down or layers.3"));
+            return Err(format!("'{text}' does not name a module; examples: mlp.down, layers.3"));
         }
         Ok(Exception { parts, product })
     }
@@ -172,29 +172,29 @@ impl Exception {
     }
 }
 
-/// Which products of a model are narrowed, and how.
+/// Which GEMMs of a model are quantized, and how.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Policy {
-    /// Nothing is, without one.
+    /// The recipe; None quantizes nothing.
     pub recipe: Option<Recipe>,
-    /// Layers of the model.
+    /// Number of decoder layers.
     pub layers: usize,
-    /// Layers at its start that are left alone.
+    /// Decoder layers at the start that stay in bf16.
     pub first: usize,
-    /// Layers at its end that are left alone; with any, those that predict further tokens are too.
+    /// Decoder layers at the end that stay in bf16; with any, MTP layers do too.
     pub last: usize,
-    /// What else is.
+    /// Further exceptions.
     pub except: Vec<Exception>,
-    /// The output matrix is narrow, too: the map to `head`.
+    /// Also quantize the LM head, named `head`.
     pub head: bool,
-    /// Forward attention has q, k, v and the weights of values in E4M3, whatever the recipe.
+    /// Forward attention in E4M3 (q, k, v and softmax probabilities), whatever the recipe.
     pub attention: bool,
-    /// Weights that are in narrow products alone are bytes between steps, too.
+    /// Keep weights that only FP8 GEMMs use FP8-resident.
     pub fp8_resident: bool,
 }
 
 impl Policy {
-    /// What holds for a map with these (stacked) logical outputs, such as `layers.3.attn.q` or `head`.
+    /// Quantization of a linear with these (stacked) logical outputs, such as `layers.3.attn.q` or `head`.
     pub fn of(&self, outputs: &[&str]) -> Option<LinearQuant> {
         let recipe = self.recipe?;
         let first = *outputs.first()?;
@@ -213,19 +213,20 @@ impl Policy {
         (fprop || dgrad || wgrad).then_some(LinearQuant { recipe, fprop, dgrad, wgrad, fp8_resident })
     }
 
-    /// Is forward attention of a module, such as `layers.3.attn`, in quant bits? In exceptions it is `layers.3.attn.scores`.
+    /// Whether forward attention of a module, such as `layers.3.attn`, is in FP8; exceptions call it
+    /// `layers.3.attn.scores`.
     pub fn quantizes_attention(&self, name: &str) -> bool {
         let scores = format!("{name}.scores");
         let excepted = |e: &Exception| e.product.is_none() && e.covers(&scores);
         self.attention && self.has_layer_of(name) && !self.except.iter().any(excepted)
     }
 
-    /// Is a module in a layer that is not left alone?
+    /// Whether a module is in a layer that the policy quantizes.
     fn has_layer_of(&self, name: &str) -> bool {
         let number = |rest: &str| rest.split('.').next().and_then(|n| n.parse::<usize>().ok());
         match (name.strip_prefix("layers."), name.strip_prefix("mtp.")) {
             (Some(rest), _) => number(rest).is_some_and(|i| i >= self.first && i + self.last < self.layers),
-            // Layers that predict further tokens come after the last.
+            // MTP layers come after the last decoder layer.
             (_, Some(_)) => self.last == 0,
             _ => false,
         }
@@ -276,10 +277,10 @@ mod tests {
         assert_eq!(p.of(&["layers.1.mlp.down"]), None);
         assert_eq!(p.of(&["layers.2.mlp.up"]), None);
         assert!(p.of(&["layers.1.mlp.up"]).unwrap().wgrad);
-        // One of several stacked outputs is enough: they are one product.
+        // One excepted output of several stacked ones is enough: they are one GEMM.
         let qkv = p.of(&["layers.1.attn.q", "layers.1.attn.k", "layers.1.attn.v"]).unwrap();
         assert_eq!((qkv.fprop, qkv.dgrad, qkv.wgrad), (true, true, false));
-        // Parts, not letters.
+        // Names match by parts, not by characters.
         assert!(policy(&["layers.1"]).of(&["layers.12.mlp.up"]).is_none());
         assert!(Policy { layers: 20, ..policy(&["layers.1"]) }.of(&["layers.12.mlp.up"]).is_some());
         assert!("mlp.down:backwards".parse::<Exception>().is_err());

@@ -1,25 +1,25 @@
-//! What ranks have of weights, cut so that kernels can take it.
+//! Ranges of stacked weight matrices that one kernel launch can process.
 
 use ferrotron_kernels::ALIGN;
 use ferrotron_tensor::{Result, Tensor, shape_error};
 use std::ops::Range;
 
-/// Elements of the rows into which a part of a weight is cut for kernels that want a matrix.
+/// Width of the rows into which a flat range is reshaped for kernels that take a matrix.
 const WIDTH: usize = 4096;
 
-/// Elements of a weight that kernels take at once: whole matrices of a stack, or a part of one.
+/// A range for one launch: whole matrices of a stack, or part of one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Run {
-    /// In the weight.
+    /// Elements of the weight.
     pub(super) elements: Range<usize>,
-    /// Whose they are.
+    /// The matrices they belong to.
     pub(super) matrices: Range<usize>,
-    /// All of these?
+    /// Whether these are complete.
     pub(super) whole: bool,
 }
 
-/// Elements `inside` of a stack of matrices of `each` elements, in order, in runs of at most `most` elements where a matrix has no
-/// more.
+/// Splits elements `inside` of a stack of matrices of `each` elements into runs of at most `most` elements (or one
+/// matrix).
 pub(super) fn runs(inside: &Range<usize>, each: usize, most: usize) -> Vec<Run> {
     let (mut all, mut at) = (Vec::new(), inside.start);
     while at < inside.end {
@@ -35,12 +35,15 @@ pub(super) fn runs(inside: &Range<usize>, each: usize, most: usize) -> Vec<Run> 
     all
 }
 
-/// A flat tensor as rows of equal length, as long as they may be.
+/// A flat tensor as rows of equal length, as long as possible.
 pub(super) fn matrix(flat: &Tensor) -> Result<Tensor> {
     let n = flat.numel();
     let width = if n == 0 { ALIGN } else { 1 << n.trailing_zeros().min(WIDTH.trailing_zeros()) };
     if width < ALIGN {
-        return shape_error("weights as bytes", format!("{n} elements do not divide into rows of {ALIGN}"));
+        return shape_error(
+            "FP8-resident weights",
+            format!("{n} elements do not divide into rows of {ALIGN}"),
+        );
     }
     flat.view(&[n / width, width])
 }
@@ -63,7 +66,7 @@ mod tests {
         assert_eq!(of(17..17, 3), []);
     }
 
-    /// Every element once, in order; no part has numbers of two matrices.
+    /// Every element is covered once, in order, and no partial run spans two matrices.
     #[test]
     fn runs_cover_what_is_inside() {
         for each in [1, 7, 16] {

@@ -1,4 +1,4 @@
-//! What eight-bit products remember between passes: the scales of delayed scaling, and weights that are already bytes.
+//! Quantization state between passes: amax histories and scales of delayed scaling, and cached FP8 weights.
 
 use super::precomputed::WeightAmax;
 use super::quantize::Quantized;
@@ -12,90 +12,90 @@ use ferrotron_tensor::{Category, DType, Result, Tensor};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// One operand of one map: what a scale of delayed scaling belongs to.
+/// One operand of one linear: what a delayed scale belongs to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ScaleSlot {
-    /// The map's weight.
+    /// The linear's weight.
     pub param: ParamId,
     /// Which operand.
     pub role: Role,
 }
 
-/// The memory of a model's eight-bit products.
+/// Quantization state of a model.
 pub struct QuantState {
     delayed: Option<DelayedState>,
-    /// Of weights, under current scaling.
+    /// amax of weights, with current scaling.
     weight_amax: Option<WeightAmax>,
-    /// By parameter.
+    /// Cached FP8 weights, by parameter.
     weights: Mutex<Vec<CachedWeight>>,
     counters: Mutex<Counters>,
-    /// Zeros for the magnitudes of a step.
+    /// Zeroed memory for the amax values of a step.
     zeros: Mutex<Option<Zeros>>,
-    /// What operands were like, while that is asked for.
+    /// Operand statistics, while they are recorded.
     stats: Mutex<Option<Vec<OperandStats>>>,
-    /// Are products in full width, and magnitudes only collected?
+    /// Whether GEMMs stay in bf16 and steps only measure amax (calibration).
     calibrating: AtomicBool,
 }
 
-/// Scales of earlier steps.
+/// Delayed scaling: amax history and scales.
 pub struct DelayedState {
     recipe: Recipe,
-    /// GroupRank of a parameter's first scale, by parameter.
+    /// Index of each parameter's first scale.
     first: Vec<Option<usize>>,
-    /// What each scale belongs to.
+    /// The operand of each scale.
     slots: Vec<ScaleSlot>,
-    /// f32 `[steps, n]`; row 0 gathers this step's magnitudes, the last row is the newest.
+    /// f32 `[steps, n]`: amax history; row 0 collects this step's, the last row is the newest.
     pub history: Tensor,
     /// f32 `[n]`
     pub scale: Tensor,
-    /// f32 `[n]`: the largest number of each one's format.
+    /// f32 `[n]`: largest finite value of each operand's format.
     largest: Tensor,
-    /// f32 `[n]`, where weights are bytes between steps: their magnitudes when these were made, which is before the step that
-    /// they belong to; zero for everything else.
+    /// f32 `[n]`, with FP8-resident weights: their amax when they were quantized, which is before the step it counts
+    /// for; zero for other operands.
     pub(super) next_amax: Option<Tensor>,
 }
 
-/// f32 numbers zeroed at once, each given out once.
+/// f32 values zeroed together and handed out one by one.
 struct Zeros {
     all: Tensor,
     given: usize,
 }
 
-/// So many: those of a layer or of many small ones, in the least that memory is given out in.
+/// Values zeroed at a time: enough for a layer, and the smallest allocation of the pool.
 const ZEROS: usize = 128;
 
-/// What is known of a weight until it changes.
+/// What is cached of a weight until it changes.
 #[derive(Clone, Default)]
 pub(super) struct CachedWeight {
-    /// Its largest magnitude, agreed on by ranks; f32 `[1]`.
+    /// amax f32 `[1]`, all-reduced.
     pub(super) amax: Option<Tensor>,
-    /// As it is stored.
+    /// Rowwise operand.
     pub(super) rows: Option<GemmOperand>,
-    /// Transposed.
+    /// Columnwise operand.
     pub(super) cols: Option<GemmOperand>,
 }
 
-/// From which passes weights stay as bytes.
+/// Which passes cache FP8 weights.
 #[derive(Clone, Copy, Default, PartialEq, Eq)]
 enum WeightCache {
     /// None.
     #[default]
     Off,
-    /// Those that train. Others may run at any time, and need not know when weights change.
+    /// Training passes. Others may run at any time and do not know when weights change.
     Training,
-    /// All.
+    /// All passes.
     All,
 }
 
 #[derive(Clone, Copy, Default)]
 struct Counters {
     cache: WeightCache,
-    /// Number of the next tensor that is rounded at random.
+    /// Index of the next tensor with stochastic rounding.
     draws: u64,
 }
 
 impl QuantState {
-    /// For the parameters of a model; None if no product of it is narrow.
+    /// State for the parameters of a model; None if no GEMM is quantized.
     pub fn new(rank: &Rank, specs: &[ParamSpec]) -> Result<Option<QuantState>> {
         let Some(recipe) = specs.iter().find_map(|s| s.quant).map(|e| e.recipe) else { return Ok(None) };
         let delayed = match recipe.method {
@@ -108,35 +108,36 @@ impl QuantState {
         Ok(Some(QuantState { delayed, weight_amax, weights, counters, zeros, stats, calibrating }))
     }
 
-    /// From now on, products stay in full width and steps only collect how large operands are, for the scales of later
-    /// ones; or no longer. Of delayed scaling; others need none.
+    /// Switches calibration on or off: GEMMs stay in bf16 and steps only measure amax for later scales. Delayed
+    /// scaling only; other recipes need none.
     pub fn calibrate_only(&self, on: bool) {
         self.calibrating.store(on && self.delayed.is_some(), Ordering::Relaxed);
     }
 
-    /// Are magnitudes only collected?
+    /// Whether calibration is on.
     pub fn is_calibrating(&self) -> bool {
         self.calibrating.load(Ordering::Relaxed)
     }
 
-    /// From now on, note how well operands fit their formats, or no longer. The host waits for every one of them.
+    /// Switches recording of operand statistics on or off. The host waits for every operand while it is on.
     pub fn record_stats(&self, on: bool) {
         *lock(&self.stats) = on.then(Vec::new);
     }
 
-    /// What was noted since the last time, by parameter and role, of this rank's parts of operands.
+    /// Takes the statistics recorded since the last call, by parameter and role, of this rank's shards of the
+    /// operands.
     pub fn take_stats(&self) -> Vec<OperandStats> {
         let mut all = lock(&self.stats).as_mut().map(std::mem::take).unwrap_or_default();
         all.sort_by_key(|s| (s.slot.param, Role::ALL.iter().position(|r| *r == s.slot.role)));
         all
     }
 
-    /// Is it noted how well operands fit?
+    /// Whether operand statistics are recorded.
     pub(super) fn records_stats(&self) -> bool {
         lock(&self.stats).is_some()
     }
 
-    /// Notes how well an operand fits.
+    /// Records statistics of an operand.
     pub(super) fn record(
         &self,
         rank: &Rank,
@@ -158,28 +159,28 @@ impl QuantState {
         Ok(())
     }
 
-    /// Step number `step` begins. With several micro-batches, weights are kept as bytes between them; with one it is
-    /// cheaper in memory to make each when it is needed.
+    /// Begins step `step`. With several micro-batches, FP8 weights are cached between them; with one it saves memory
+    /// to quantize each weight when it is used.
     pub fn begin_step(&self, step: u64, micro_batches: usize) {
         let cache = if micro_batches > 1 { WeightCache::Training } else { WeightCache::Off };
         *lock(&self.counters) = Counters { cache, draws: step << 32 };
         self.drop_cached();
     }
 
-    /// Passes without a backward begin, between which weights stay what they are: they are kept as bytes until a step
-    /// begins or [`QuantState::end_evaluation`] is called.
+    /// Begins passes without backward, between which weights do not change: FP8 weights are cached until a step begins
+    /// or [`QuantState::end_evaluation`] is called.
     pub fn begin_evaluation(&self) {
         lock(&self.counters).cache = WeightCache::All;
         self.drop_cached();
     }
 
-    /// Those passes are over: nothing of weights stays.
+    /// Ends those passes and drops the cache.
     pub fn end_evaluation(&self) {
         lock(&self.counters).cache = WeightCache::Off;
         self.drop_cached();
     }
 
-    /// Weights have changed: nothing is known of them.
+    /// Invalidates everything known of the weights: they have changed.
     pub fn weights_changed(&self) {
         if let Some(m) = &self.weight_amax {
             m.invalidate();
@@ -187,15 +188,15 @@ impl QuantState {
         self.drop_cached();
     }
 
-    /// Nothing that was made of weights stays.
+    /// Drops cached FP8 weights.
     fn drop_cached(&self) {
         lock(&self.weights).iter_mut().for_each(|kept| *kept = CachedWeight::default());
         *lock(&self.zeros) = None;
     }
 
-    /// The end of a step: new scales from what its tensors were like, on all ranks alike. Every rank calls it.
+    /// Ends a step: new scales from the amax history, equal on all ranks. Collective over the tp×cp×dp ranks.
     pub fn end_step(&self, rank: &Rank) -> Result<()> {
-        // A replayed step zeroes what it uses: nothing goes from one step to the next.
+        // A replayed CUDA graph zeroes what it uses, so nothing is carried from one step to the next.
         *lock(&self.zeros) = None;
         let Some(d) = &self.delayed else { return Ok(()) };
         let Method::Delayed { update, .. } = d.recipe.method else { return Ok(()) };
@@ -219,17 +220,17 @@ impl QuantState {
         )
     }
 
-    /// Scales of earlier steps, if the recipe has any.
+    /// Delayed scales; None for other recipes.
     pub fn delayed(&self) -> Option<&DelayedState> {
         self.delayed.as_ref()
     }
 
-    /// Largest magnitudes of weights, if the recipe needs them.
+    /// amax of weights; None where the recipe needs none.
     pub(super) fn weight_amax(&self) -> Option<&WeightAmax> {
         self.weight_amax.as_ref()
     }
 
-    /// Those of the matrices of a weight, f32 `[matrices]`, if they are known.
+    /// amax of each matrix of a weight, f32 `[matrices]`, if it is known.
     pub(super) fn known(&self, param: ParamId, spec: &ParamSpec) -> Result<Option<Tensor>> {
         self.weight_amax.as_ref().map_or(Ok(None), |m| m.known(param, spec))
     }
@@ -238,7 +239,7 @@ impl QuantState {
         lock(&self.weights)
     }
 
-    /// Are weights kept as bytes that a pass makes, which trains or not?
+    /// Whether FP8 weights quantized in a training or other pass are cached.
     pub(super) fn caches(&self, train: bool) -> bool {
         match lock(&self.counters).cache {
             WeightCache::Off => false,
@@ -247,7 +248,7 @@ impl QuantState {
         }
     }
 
-    /// Zero, f32 `[1]`, that nobody else gets.
+    /// A zeroed f32 `[1]` for an amax.
     pub(crate) fn zero_amax(&self, rank: &Rank) -> Result<Tensor> {
         let mut zeros = lock(&self.zeros);
         let (all, at) = match zeros.take() {
@@ -259,7 +260,7 @@ impl QuantState {
         Ok(one)
     }
 
-    /// A number that no other tensor of the run gets.
+    /// An index that no other tensor of the run gets.
     pub(super) fn next_draw(&self) -> u64 {
         let mut c = lock(&self.counters);
         c.draws += 1;
@@ -294,19 +295,19 @@ impl DelayedState {
         })
     }
 
-    /// What each scale belongs to.
+    /// The operand of each scale.
     pub fn slots(&self) -> &[ScaleSlot] {
         &self.slots
     }
 
-    /// The scale of an operand, and where its magnitude is gathered; f32 `[1]` each.
+    /// Scale of an operand, and where its amax is collected; f32 `[1]` each.
     pub(super) fn of(&self, param: ParamId, role: Role) -> Result<Option<(Tensor, Tensor)>> {
         let Some(first) = self.first[param.0] else { return Ok(None) };
         let at = first + Role::ALL.iter().position(|r| *r == role).unwrap_or(0);
         Ok(Some((self.scale.narrow(0, at, 1)?, self.history.select(0, 0)?.narrow(0, at, 1)?)))
     }
 
-    /// The scale of a weight that is bytes, and where its magnitude is kept for the next step; f32 `[1]` each.
+    /// Scale of an FP8-resident weight, and where its amax is kept for the next step; f32 `[1]` each.
     pub(super) fn of_fp8_resident(&self, param: ParamId) -> Result<Option<(Tensor, Tensor)>> {
         let (Some(first), Some(next_amax)) = (self.first[param.0], &self.next_amax) else { return Ok(None) };
         let at = first + Role::ALL.iter().position(|r| *r == Role::Weight).unwrap_or(0);

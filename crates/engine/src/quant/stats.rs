@@ -1,4 +1,4 @@
-//! How well operands of narrow products fit their formats.
+//! Operand statistics: how well values fit their FP8 format.
 
 use super::quantize::Quantized;
 use super::{GemmOperand, ScaleSlot};
@@ -6,16 +6,16 @@ use crate::Rank;
 use ferrotron_kernels::QuantStats;
 use ferrotron_tensor::{Result, Tensor};
 
-/// What one operand of one map was like, over all passes since it was last asked.
+/// Statistics of one operand of one linear, over all passes since the last query.
 #[derive(Clone, Debug, PartialEq)]
 pub struct OperandStats {
-    /// Which.
+    /// Which operand.
     pub slot: ScaleSlot,
-    /// What was counted.
+    /// Its statistics.
     pub stats: QuantStats,
 }
 
-/// Compares the values `x [r, c]` with a factor made of them, the one along rows if there are both.
+/// Compares the values `x [r, c]` with their quantization, rowwise if there are both.
 pub(super) fn measure(rank: &Rank, x: &Tensor, made: &Quantized) -> Result<Option<QuantStats>> {
     let (s, k) = (&rank.compute, &rank.kernels);
     let (side, turned) = match (&made.rows, &made.cols) {
