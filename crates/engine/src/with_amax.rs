@@ -58,7 +58,7 @@ impl StepContext<'_> {
                 amax
             }
         };
-        self.rank.tp.all_reduce(s, &amax, ReduceOp::Max, "largest magnitude")?;
+        self.rank.tp.all_reduce(s, &amax, ReduceOp::Max, "amax")?;
         Ok(amax)
     }
 

@@ -108,9 +108,9 @@ mod tests {
         }
     }
 
-    struct Kept([SavedTensor; 3]);
+    struct SavedQkv([SavedTensor; 3]);
 
-    impl Saved for Kept {
+    impl Saved for SavedQkv {
         fn tensors(&mut self, f: &mut dyn FnMut(&mut SavedTensor)) {
             self.0.iter_mut().for_each(f);
         }
@@ -140,7 +140,7 @@ mod tests {
         let new = |shape: &[usize]| rank.activation(shape, DType::BF16).unwrap();
         let (out, dout) = (new(&[TOKENS, 32]), new(&[TOKENS, 32]));
         rank.compute.upload_into(&dout, &numbers(5, TOKENS * 32)).unwrap();
-        let keep = || Kept(qkv.each_ref().map(SavedTensor::activation));
+        let keep = || SavedQkv(qkv.each_ref().map(SavedTensor::activation));
         let saved = core.forward(&p, &LAYOUT, qkv.each_ref(), &out, keep).unwrap();
         let CoreAttentionSaved::Full { lse, .. } = &saved else { panic!("cp is 1") };
         let lse = rank.compute.download::<f32>(lse).unwrap();
@@ -169,7 +169,7 @@ mod tests {
 
         let grads = [new(&[TOKENS, 4, 8]), new(&[TOKENS, 2, 8]), new(&[TOKENS, 2, 8])];
         let y = CoreAttentionGrads { out: &out, dout: &dout, dqkv: grads.each_ref() };
-        let recompute = |kept: &Kept| Ok(kept.0.each_ref().map(|t| Tensor::clone(t)));
+        let recompute = |kept: &SavedQkv| Ok(kept.0.each_ref().map(|t| Tensor::clone(t)));
         let work = core.backward(&p, &LAYOUT, saved, &y, recompute).unwrap();
         let [dq, dk, dv] = &[new(&[2, 24, 4, 8]), new(&[2, 24, 2, 8]), new(&[2, 24, 2, 8])];
         let dout = &dout.narrow(0, 0, 48).unwrap().view(&[2, 24, 4, 8]).unwrap();

@@ -19,7 +19,7 @@ pub struct GradBuffer {
     pub(crate) micro_batches: Option<usize>,
     /// Reductions started in this step: every bucket in order, once, or once per micro-batch.
     pub(crate) started: usize,
-    /// Reductions that are still running, each with the memory it reads and that nobody needs afterwards.
+    /// Reductions that are still running, each with the memory it reads and that is free afterwards.
     pub(crate) in_flight: VecDeque<InFlight<()>>,
 }
 

@@ -4,7 +4,7 @@
 //! expert. With expert tensor parallelism each of the etp ranks of an expert gets a copy of the row, and what they send
 //! back are partial sums. The receiver sorts once more: by expert, then by sending rank, then by token.
 //!
-//! Rows travel on the dispatch stream, so that a pass with other work does it before it waits for them.
+//! Rows are sent on the dispatch stream, so that a pass with other work does it before it waits for them.
 
 use super::MoeTraining;
 use super::router::TopK;

@@ -41,7 +41,7 @@ pub(super) fn apply(
     // The bound is over the tokens of all tp×cp ranks in token order: gather the routing, drop, keep the own rows.
     let gather = |mine: &Tensor| -> Result<Tensor> {
         let all = p.rank.activation(&[t * group.size(), n], mine.dtype())?;
-        group.all_gather(s, mine, &all, "choices of all tokens")?;
+        group.all_gather(s, mine, &all, "routing of all tokens")?;
         Ok(all)
     };
     let (all_index, all_probs) = (gather(&index)?, gather(&probs)?);

@@ -225,7 +225,7 @@ impl Experts {
         p: &StepContext,
         (id, role): (ParamId, Role),
         (received, scales, map): (Tensor, &RowScales, &RowMap),
-        uses: Orientations,
+        orientations: Orientations,
     ) -> Result<(GemmOperand, WgradOperand, Tensor)> {
         let rows = p.rank.activation(&[map.source.numel(), received.shape()[1]], received.dtype())?;
         p.rank.kernels.moe_permute(&p.rank.compute, &received, map, &rows)?;
@@ -242,9 +242,9 @@ impl Experts {
             return Ok((operand(&rows), WgradOperand { operand: operand(&received), sorted: false }, rows));
         }
         drop(received);
-        let made = p.quantize(id, role, &rows, uses, scales.amax.as_ref(), None)?;
-        let columnwise = made.cols.unwrap_or_else(|| GemmOperand::columnwise(&rows));
-        let rowwise = made.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
+        let quantized = p.quantize(id, role, &rows, orientations, scales.amax.as_ref(), None)?;
+        let columnwise = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&rows));
+        let rowwise = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&rows));
         Ok((rowwise, WgradOperand { operand: columnwise, sorted: true }, rows))
     }
 
@@ -266,11 +266,12 @@ impl Experts {
         let (k, s, [up, down]) = (&p.rank.kernels, &p.rank.compute, self.quant(p));
         let ExpertRows { x, scales, probs, map } = rows;
         let (n, segments) = (map.source.numel(), segments(&map));
-        let uses = |e: Option<LinearQuant>, cols: bool| Orientations {
+        let orientations = |e: Option<LinearQuant>, cols: bool| Orientations {
             rows: e.is_some_and(|e| e.fprop),
             cols: e.is_some_and(|e| cols && p.train && e.wgrad),
         };
-        let (x, kept, _) = self.sorted(p, (self.up, Role::Input), (x, &scales, &map), uses(up, true))?;
+        let (x, kept, _) =
+            self.sorted(p, (self.up, Role::Input), (x, &scales, &map), orientations(up, true))?;
         let h = p.empty(&[n, self.inner()])?;
         let bias = self.bias(p, self.up_bias, self.inner())?;
         p.calibrates_weight(self.up)?;
@@ -283,10 +284,16 @@ impl Experts {
         let a = self.activate(p, &h, &probs, measure)?;
         let amax = measure.then(|| p.reduced_amax_over(&p.rank.etp, &a)).transpose()?;
         p.calibrates(self.down, Role::Input, &a.values)?;
-        let made =
-            p.quantize(self.down, Role::Input, &a.values, uses(down, !recompute), amax.as_ref(), None)?;
-        let cols = made.cols.unwrap_or_else(|| GemmOperand::columnwise(&a.values));
-        let a = made.rows.unwrap_or_else(|| GemmOperand::rowwise(&a.values));
+        let quantized = p.quantize(
+            self.down,
+            Role::Input,
+            &a.values,
+            orientations(down, !recompute),
+            amax.as_ref(),
+            None,
+        )?;
+        let cols = quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&a.values));
+        let a = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&a.values));
         let y = p.empty(&[n, self.width])?;
         p.calibrates_weight(self.down)?;
         let (w, fast) = self.factor(p, (self.down, down), [self.width, self.ffn], LinearGemm::Fprop)?;
@@ -317,21 +324,22 @@ impl Experts {
         let (k, s, [up, down]) = (&p.rank.kernels, &p.rank.compute, self.quant(p));
         let ExpertsSaved { a, amax, h, x, sorted, probs, map } = saved;
         let (n, segments) = (map.source.numel(), segments(&map));
-        let uses = |e: Option<LinearQuant>| Orientations {
+        let orientations = |e: Option<LinearQuant>| Orientations {
             rows: e.is_some_and(|e| e.dgrad),
             cols: e.is_some_and(|e| e.wgrad),
         };
         let (rows, dy_cols, dy) =
-            self.sorted(p, (self.down, Role::Gradient), (dy, &scales, &map), uses(down))?;
+            self.sorted(p, (self.down, Role::Gradient), (dy, &scales, &map), orientations(down))?;
         // Needed for the bias gradient only.
         let dy = self.down_bias.map(|_| dy);
         let a = match a {
             Some(a) => a.operand(),
             None => {
                 let a = self.activate(p, &h, &probs, false)?.values;
-                let uses = Orientations { rows: false, ..uses(down) };
-                let made = p.quantize(self.down, Role::Input, &a, uses, amax.as_deref(), None)?;
-                made.cols.unwrap_or_else(|| GemmOperand::columnwise(&a))
+                let orientations = Orientations { rows: false, ..orientations(down) };
+                let quantized =
+                    p.quantize(self.down, Role::Input, &a, orientations, amax.as_deref(), None)?;
+                quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&a))
             }
         };
         let how = GemmOptions { product: LinearGemm::Dgrad, bias: None, accumulate: false, fast: false };
@@ -399,8 +407,8 @@ impl Experts {
             }));
         }
         p.calibrates(self.up, Role::Gradient, &dh)?;
-        let made = p.quantize(self.up, Role::Gradient, &dh, uses(up), amax.as_ref(), None)?;
-        let rows = made.rows.unwrap_or_else(|| GemmOperand::rowwise(&dh));
+        let quantized = p.quantize(self.up, Role::Gradient, &dh, orientations(up), amax.as_ref(), None)?;
+        let rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(&dh));
         let dx = p.empty(&[n, self.width])?;
         let (w, _) = self.factor(p, (self.up, up), [self.inner(), self.width], LinearGemm::Dgrad)?;
         rows.grouped_gemm(p.rank, &w, segments, how, &dx)?;
@@ -411,8 +419,10 @@ impl Experts {
             k.grouped_bias_backward(s, &b, &dh, (&sums, false), None)?;
             grads = grads.and(self.up_bias.map(|id| WeightGrad::computed(id, sums)).unwrap_or_default());
         }
-        let dh =
-            WgradOperand { operand: made.cols.unwrap_or_else(|| GemmOperand::columnwise(&dh)), sorted: true };
+        let dh = WgradOperand {
+            operand: quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(&dh)),
+            sorted: true,
+        };
         let x = WgradOperand { operand: x.operand(), sorted };
         grads = grads.and(self.weight_grad(self.up, [self.inner(), self.width], dh, x, &map));
         Ok((dx, dp, grads))

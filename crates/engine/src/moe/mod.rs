@@ -42,7 +42,7 @@ use token_dispatcher::{ExpertLayout, TokenDispatch};
 
 /// A mixture-of-experts block: router, routed experts, and optionally a shared expert.
 ///
-/// With `latent`, routed experts work in a narrower width: `latent_down` maps hidden states to it before dispatch,
+/// With `latent`, routed experts work in a smaller width: `latent_down` maps hidden states to it before dispatch,
 /// `latent_up` maps the combined output back.
 pub struct Moe {
     router: Router,
@@ -125,7 +125,7 @@ impl Moe {
             Some((down, _)) => down.forward(p, &x.values).map(|(y, s)| (WithAmax::from(&y), Some(s)))?,
         };
 
-        // Dispatch tokens to the ranks of their experts; the shared expert computes while they travel.
+        // Dispatch tokens to the ranks of their experts; the shared expert computes while they are in flight.
         let (dispatch, topk) = TokenDispatch::plan(p, &self.training, self.layout, &topk)?;
         let DispatchRows { rows, scales } = self.experts.dispatch_input(p, &inner)?;
         let tokens = dispatch.send(p, &rows, "tokens for experts")?;
@@ -168,7 +168,7 @@ impl Moe {
         let (down, up) = latent.unzip();
         let mut grads = WeightGrad::default();
 
-        // Dispatch output gradients to the experts; the shared expert's backward runs while they travel.
+        // Dispatch output gradients to the experts; the shared expert's backward runs while they are in flight.
         let inner = match (&self.latent, up) {
             (Some((_, linear)), Some(up)) => {
                 let (d, g) = linear.backward(p, up, dy)?;

@@ -88,8 +88,8 @@ impl TokenDispatch {
                 let t = topk.index.shape()[0];
                 let rows = p.moe.map_or_else(|| vec![t; group.size()], |m| m.input.rows_per_rank.clone());
                 let topk = TopK {
-                    index: gather(p, &topk.index, &rows, "choices of tokens")?,
-                    probs: gather(p, &topk.probs, &rows, "probabilities of choices")?,
+                    index: gather(p, &topk.index, &rows, "top-k indices")?,
+                    probs: gather(p, &topk.probs, &rows, "routing probabilities")?,
                 };
                 Ok((TokenDispatch::AllGather { map: sorted(&topk)?, rows }, topk))
             }
@@ -115,7 +115,7 @@ impl TokenDispatch {
     /// Sends the routing probabilities to the experts.
     pub(crate) fn send_probs(&self, p: &StepContext, topk: &TopK) -> Result<InFlight<Tensor>> {
         match self {
-            TokenDispatch::AllToAll(e) => e.send_values(p, &topk.probs, "probabilities of choices"),
+            TokenDispatch::AllToAll(e) => e.send_values(p, &topk.probs, "routing probabilities"),
             _ => Ok(InFlight::ready(topk.probs.clone())),
         }
     }

@@ -56,7 +56,7 @@ impl StepContext<'_> {
                 own
             }
         };
-        group.all_reduce(s, &amax, ReduceOp::Max, "largest magnitude of experts' rows")?;
+        group.all_reduce(s, &amax, ReduceOp::Max, "amax of expert rows")?;
         Ok(amax)
     }
 
@@ -67,41 +67,45 @@ impl StepContext<'_> {
         &self,
         param: ParamId,
         shape: [usize; 3],
-        uses: Orientations,
+        orientations: Orientations,
     ) -> Result<Quantized> {
         let (state, _) = self.quant(param)?;
         if let Some(bytes) = self.params.fp8_params().weight(param) {
             self.params.wait_weight(self.rank, param)?;
             let transpose = || transpose_each(self.rank, shape, bytes);
-            let cols = uses.cols.then(|| state.transposed(self.train, param, transpose)).transpose()?;
+            let cols =
+                orientations.cols.then(|| state.transposed(self.train, param, transpose)).transpose()?;
             return Ok(Quantized { rows: Some(GemmOperand::Fp8(bytes.clone())), cols });
         }
-        let mut kept: CachedWeight = state.weights()[param.0].clone();
-        let missing =
-            Orientations { rows: uses.rows && kept.rows.is_none(), cols: uses.cols && kept.cols.is_none() };
+        let mut cached: CachedWeight = state.weights()[param.0].clone();
+        let missing = Orientations {
+            rows: orientations.rows && cached.rows.is_none(),
+            cols: orientations.cols && cached.cols.is_none(),
+        };
         if missing == Orientations::NONE {
-            return Ok(Quantized { rows: kept.rows, cols: kept.cols });
+            return Ok(Quantized { rows: cached.rows, cols: cached.cols });
         }
         let keep = state.caches(self.train);
-        if let (false, Orientations::COLUMNWISE, Some(GemmOperand::Fp8(rows))) = (keep, missing, &kept.rows) {
+        if let (false, Orientations::COLUMNWISE, Some(GemmOperand::Fp8(rows))) = (keep, missing, &cached.rows)
+        {
             let cols = transpose_each(self.rank, shape, rows)?;
             // Used for the last time in this step.
             state.weights()[param.0].rows = None;
             return Ok(Quantized { rows: None, cols: Some(GemmOperand::Fp8(cols)) });
         }
         let make = Orientations {
-            rows: missing.rows || (keep && kept.rows.is_none()),
-            cols: missing.cols || (keep && self.train && kept.cols.is_none()),
+            rows: missing.rows || (keep && cached.rows.is_none()),
+            cols: missing.cols || (keep && self.train && cached.cols.is_none()),
         };
-        let made = self.quantize_stack(param, shape, make, &mut kept.amax)?;
+        let quantized = self.quantize_stack(param, shape, make, &mut cached.amax)?;
         let later = self.train && self.params.specs()[param.0].quant.is_some_and(|e| e.dgrad);
-        let stays = CachedWeight { rows: made.rows.clone().filter(|_| later), ..kept.clone() };
-        kept.rows = kept.rows.or(made.rows);
-        kept.cols = kept.cols.or(made.cols);
+        let retained = CachedWeight { rows: quantized.rows.clone().filter(|_| later), ..cached.clone() };
+        cached.rows = cached.rows.or(quantized.rows);
+        cached.cols = cached.cols.or(quantized.cols);
         if keep || self.train {
-            state.weights()[param.0] = if keep { kept.clone() } else { stays };
+            state.weights()[param.0] = if keep { cached.clone() } else { retained };
         }
-        Ok(Quantized { rows: kept.rows, cols: kept.cols })
+        Ok(Quantized { rows: cached.rows, cols: cached.cols })
     }
 
     /// Quantizes stacked weights. `amax` f32 `[E]`: taken if known, else set.
@@ -125,7 +129,7 @@ impl StepContext<'_> {
                         measure = etp.size() == 1;
                         if !measure {
                             k.amax_stack(s, &w, &fresh)?;
-                            etp.all_reduce(s, &fresh, ReduceOp::Max, "magnitudes of experts")?;
+                            etp.all_reduce(s, &fresh, ReduceOp::Max, "amax of expert weights")?;
                         }
                         fresh
                     }
@@ -156,8 +160,8 @@ impl StepContext<'_> {
                 let one = |b: &Option<Fp8Tensor>| -> Result<Option<GemmOperand>> {
                     b.as_ref().map(|b| slice_matrices(b, e..e + 1, count).map(GemmOperand::Fp8)).transpose()
                 };
-                let made = Quantized { rows: one(&rows)?, cols: one(&cols)? };
-                state.record(self.rank, param, Role::Weight, &w.select(0, e)?, &made)?;
+                let quantized = Quantized { rows: one(&rows)?, cols: one(&cols)? };
+                state.record(self.rank, param, Role::Weight, &w.select(0, e)?, &quantized)?;
             }
         }
         Ok(Quantized { rows: rows.map(GemmOperand::Fp8), cols: cols.map(GemmOperand::Fp8) })

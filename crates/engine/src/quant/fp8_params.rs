@@ -108,11 +108,11 @@ impl QuantState {
 }
 
 /// Transposes an FP8 matrix.
-pub(super) fn transpose(rank: &Rank, bytes: &Fp8Tensor) -> Result<Fp8Tensor> {
-    let (s, k, shape) = (&rank.compute, &rank.kernels, [bytes.cols, bytes.rows()]);
-    let cols = Fp8Tensor::empty(s, shape, bytes.data.dtype(), bytes.scaling, Category::Activations)?;
-    if bytes.scaling == ScalingMode::PerTensor {
-        k.fp8_transpose(s, bytes, &cols)?;
+pub(super) fn transpose(rank: &Rank, fp8: &Fp8Tensor) -> Result<Fp8Tensor> {
+    let (s, k, shape) = (&rank.compute, &rank.kernels, [fp8.cols, fp8.rows()]);
+    let cols = Fp8Tensor::empty(s, shape, fp8.data.dtype(), fp8.scaling, Category::Activations)?;
+    if fp8.scaling == ScalingMode::PerTensor {
+        k.fp8_transpose(s, fp8, &cols)?;
         return Ok(cols);
     }
     // Data first, then the scales of 128×128 blocks.
@@ -120,8 +120,8 @@ pub(super) fn transpose(rank: &Rank, bytes: &Fp8Tensor) -> Result<Fp8Tensor> {
         let scale_inv = s.zeros(&[1], DType::F32, Category::Workspace)?;
         Ok(Fp8Tensor { scale_inv, scaling: ScalingMode::PerTensor, ..b.clone() })
     };
-    k.fp8_transpose(s, &alone(bytes)?, &alone(&cols)?)?;
-    let [from, to] = [bytes, &cols].map(|b| b.scale_inv.clone());
+    k.fp8_transpose(s, &alone(fp8)?, &alone(&cols)?)?;
+    let [from, to] = [fp8, &cols].map(|b| b.scale_inv.clone());
     let (down, across) = (from.shape()[0], to.shape()[0]);
     s.zero(&to)?;
     // Element by element: the copy kernel needs a contiguous last axis.

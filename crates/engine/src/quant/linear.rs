@@ -34,7 +34,7 @@ impl Linear {
         let (bias, alone) = (self.bias.map(|b| p.weight(b)).transpose()?, self.is_local(p));
         let gathered = !alone && !self.row_parallel;
         let saves_input = p.train && e.wgrad && !input_recomputed && !self.input_saved_by_caller;
-        let uses = match gathered {
+        let orientations = match gathered {
             false => Orientations { rows: e.fprop, cols: saves_input },
             // The columnwise operand of a gathered input is quantized after the all-gather, unless its blocks are this
             // rank's own. Rowwise FP8 takes half the bandwidth of bf16, now and in backward.
@@ -45,12 +45,12 @@ impl Linear {
         };
         let amax = self.needs_input_amax(p).then(|| p.reduced_amax(x)).transpose()?;
         let x = &x.values;
-        let made = p.quantize(self.weight, Role::Input, x, uses, amax.as_ref(), None)?;
+        let quantized = p.quantize(self.weight, Role::Input, x, orientations, amax.as_ref(), None)?;
         let f = WeightOperand {
             bias: bias.filter(|_| alone || !self.row_parallel),
             ..self.factor(p, e, LinearGemm::Fprop)?
         };
-        let rows = made.rows.as_ref().filter(|_| e.fprop);
+        let rows = quantized.rows.as_ref().filter(|_| e.fprop);
         let y = match rows {
             None if e.fprop && gathered => {
                 let all = p.all_gather(x, LABEL)?;
@@ -68,7 +68,7 @@ impl Linear {
                 }
             }
         };
-        let narrow = if gathered && e.recipe.per_tensor() { made.rows } else { made.cols };
+        let narrow = if gathered && e.recipe.per_tensor() { quantized.rows } else { quantized.cols };
         let unquantized =
             || LinearSaved { amax: amax.as_ref().map(SavedTensor::small), ..LinearSaved::of(x) };
         Ok((
@@ -94,10 +94,10 @@ impl Linear {
             let weight = self.weight_grad(p, e, dy_cols, saved)?;
             return Ok((dx, weight.and(self.bias_grad(dy))));
         }
-        let uses = Orientations { rows: e.dgrad, cols: e.wgrad };
+        let orientations = Orientations { rows: e.dgrad, cols: e.wgrad };
         // The bias gradient is summed while the unquantized gradient is read for quantization; otherwise it is
         // deferred.
-        let reads = uses != Orientations::NONE;
+        let reads = orientations != Orientations::NONE;
         let taken = match self.bias.filter(|_| reads && dy.sums.is_none()) {
             Some(_) => Some(p.rank.activation(&[1, dy.values.shape()[1]], DType::F32)?),
             None => None,
@@ -105,14 +105,15 @@ impl Linear {
         let flat = taken.as_ref().map(|t| t.view(&[t.numel()])).transpose()?;
         let amax = (reads && e.recipe.measures()).then(|| p.reduced_amax(dy)).transpose()?;
         let values = &dy.values;
-        let made = p.quantize(self.weight, Role::Gradient, values, uses, amax.as_ref(), flat.as_ref())?;
-        let rows = made.rows.unwrap_or_else(|| GemmOperand::rowwise(values));
+        let quantized =
+            p.quantize(self.weight, Role::Gradient, values, orientations, amax.as_ref(), flat.as_ref())?;
+        let rows = quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(values));
         let dx = match alone {
             true => p.gemm(&rows, &f)?,
             false => p.gemm_reduce_scatter(&rows, &f, "gradient of a layer's input")?,
         };
         let weight =
-            self.weight_grad(p, e, made.cols.unwrap_or_else(|| GemmOperand::columnwise(values)), saved)?;
+            self.weight_grad(p, e, quantized.cols.unwrap_or_else(|| GemmOperand::columnwise(values)), saved)?;
         let sums = taken.or_else(|| dy.sums.clone());
         Ok((dx, weight.and(self.bias_grad(&WithAmax { values: values.clone(), amax: None, sums }))))
     }
@@ -135,7 +136,7 @@ impl Linear {
                 false => GemmOperand::rowwise(dy),
             };
             let (dx, all) = p.all_gather_gemm(&rows, f, true, LABEL)?;
-            let Some(all) = all else { return shape_error(LABEL, "the ring kept no gathered rows") };
+            let Some(all) = all else { return shape_error(LABEL, "the ring cached no gathered rows") };
             let cols = match &all {
                 GemmOperand::HighPrecision { t, .. } if e.wgrad => p
                     .quantize(self.weight, Role::Gradient, t, Orientations::COLUMNWISE, None, None)?
@@ -144,11 +145,11 @@ impl Linear {
             };
             return Ok((dx, cols));
         }
-        let uses = Orientations { rows: true, cols: e.wgrad };
+        let orientations = Orientations { rows: true, cols: e.wgrad };
         if e.recipe.per_block() && e.wgrad && has_whole_blocks(dy) {
-            let made = p.quantize(self.weight, Role::Gradient, dy, uses, None, None)?;
-            let cols = made.cols.clone();
-            let (dx, _) = p.all_gather_gemm(&made.take_rowwise()?, f, false, LABEL)?;
+            let quantized = p.quantize(self.weight, Role::Gradient, dy, orientations, None, None)?;
+            let cols = quantized.cols.clone();
+            let (dx, _) = p.all_gather_gemm(&quantized.take_rowwise()?, f, false, LABEL)?;
             let Some(GemmOperand::Fp8(mine)) = cols else {
                 return shape_error(LABEL, "the gradient was not quantized columnwise");
             };
@@ -157,9 +158,9 @@ impl Linear {
             return Ok((dx, GemmOperand::Fp8(StepContext::join_columnwise(p.rank, &mine, &data, &scales)?)));
         }
         let all = p.all_gather(dy, LABEL)?;
-        let made = p.quantize(self.weight, Role::Gradient, &all, uses, None, None)?;
-        let cols = made.cols.clone().unwrap_or_else(|| GemmOperand::columnwise(&all));
-        Ok((p.gemm(&made.take_rowwise()?, f)?, cols))
+        let quantized = p.quantize(self.weight, Role::Gradient, &all, orientations, None, None)?;
+        let cols = quantized.cols.clone().unwrap_or_else(|| GemmOperand::columnwise(&all));
+        Ok((p.gemm(&quantized.take_rowwise()?, f)?, cols))
     }
 
     /// wgrad `dW = dyᵀ·x`, from columnwise `dy` and the saved input.
@@ -171,11 +172,12 @@ impl Linear {
         saved: LinearSaved,
     ) -> Result<WeightGrad> {
         let amax = saved.amax.clone();
-        let quantize =
-            |x: &Tensor, uses| p.quantize(self.weight, Role::Input, x, uses, amax.as_deref(), None);
+        let quantize = |x: &Tensor, orientations| {
+            p.quantize(self.weight, Role::Input, x, orientations, amax.as_deref(), None)
+        };
         if self.is_local(p) || self.row_parallel {
             let cols = match saved.quantized {
-                Some(kept) => kept.operand(),
+                Some(cached) => cached.operand(),
                 None if e.wgrad => quantize(&*saved.input()?, Orientations::COLUMNWISE)?.take_columnwise()?,
                 None => GemmOperand::columnwise(&*saved.input()?),
             };
@@ -183,7 +185,7 @@ impl Linear {
         }
         if e.recipe.per_block() && e.wgrad {
             let mine = match &saved.quantized {
-                Some(kept) => Some(kept.operand()),
+                Some(cached) => Some(cached.operand()),
                 None => match &saved.x {
                     Some(x) if has_whole_blocks(x) => {
                         Some(quantize(x, Orientations::COLUMNWISE)?.take_columnwise()?)
@@ -196,7 +198,7 @@ impl Linear {
             }
         }
         let rows = match saved.quantized {
-            Some(kept) => kept.operand(),
+            Some(cached) => cached.operand(),
             None if e.wgrad && e.recipe.per_tensor() => {
                 quantize(&*saved.input()?, Orientations::ROWWISE)?.take_rowwise()?
             }
@@ -283,7 +285,7 @@ fn transposed(rank: &Rank, rows: &GemmOperand) -> Result<GemmOperand> {
 }
 
 impl LinearSaved {
-    fn quantized(side: &GemmOperand) -> LinearSaved {
-        LinearSaved { x: None, quantized: Some(SavedOperand::of(side)), amax: None }
+    fn quantized(operand: &GemmOperand) -> LinearSaved {
+        LinearSaved { x: None, quantized: Some(SavedOperand::of(operand)), amax: None }
     }
 }

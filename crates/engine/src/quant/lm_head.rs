@@ -62,10 +62,10 @@ impl LmHead {
         (map, e): (Linear, LinearQuant),
         x: &Tensor,
     ) -> Result<Tensor> {
-        let uses = Orientations { rows: e.fprop, cols: false };
-        let made = p.quantize(self.weight, Role::Input, x, uses, None, None)?;
+        let orientations = Orientations { rows: e.fprop, cols: false };
+        let quantized = p.quantize(self.weight, Role::Input, x, orientations, None, None)?;
         let z = p.gemm(
-            &made.rows.unwrap_or_else(|| GemmOperand::rowwise(x)),
+            &quantized.rows.unwrap_or_else(|| GemmOperand::rowwise(x)),
             &map.factor(p, e, LinearGemm::Fprop)?,
         )?;
         self.cap(p.rank, &z)?;

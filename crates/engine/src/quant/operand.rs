@@ -95,8 +95,8 @@ impl GemmOperand {
     pub(crate) fn empty_like(&self, rank: &Rank, rows: usize) -> Result<GemmOperand> {
         if let (GemmOperand::Fp8(b), Some(_)) = (self, self.scales()) {
             let (s, format) = (&rank.compute, b.data.dtype());
-            let made = Fp8Tensor::empty(s, [rows, b.cols], format, b.scaling, Category::Activations)?;
-            return Ok(GemmOperand::Fp8(made));
+            let fp8 = Fp8Tensor::empty(s, [rows, b.cols], format, b.scaling, Category::Activations)?;
+            return Ok(GemmOperand::Fp8(fp8));
         }
         let t = self.memory();
         Ok(self.with(rank.activation(&[rows, t.shape()[1]], t.dtype())?))
@@ -119,7 +119,7 @@ impl GemmOperand {
             GemmOperand::HighPrecision { t, trans } => {
                 Ok(GemmOperand::HighPrecision { t: t.narrow(usize::from(trans), 0, rows)?, trans })
             }
-            bytes => bytes.narrow(0, rows),
+            fp8 => fp8.narrow(0, rows),
         }
     }
 
@@ -185,16 +185,16 @@ impl StepContext<'_> {
         };
         // Scales are stored block-major over all rows: each rank's go to their own columns.
         let (m, blocks, all) = (b.rows(), mine.shape()[0], self.all_gather(mine, label)?);
-        let side = x.empty_like(self.rank, m * self.rank.tp.size())?;
-        let side = side.with(self.all_gather(&b.data, label)?);
-        if let Some(scales) = side.scales() {
+        let operand = x.empty_like(self.rank, m * self.rank.tp.size())?;
+        let operand = operand.with(self.all_gather(&b.data, label)?);
+        if let Some(scales) = operand.scales() {
             self.rank.compute.zero(scales)?;
             for r in 0..self.rank.tp.size() {
                 let from = all.narrow(0, r * blocks, blocks)?.narrow(1, 0, m)?;
                 self.rank.kernels.copy(&self.rank.compute, &from, &scales.narrow(1, r * m, m)?)?;
             }
         }
-        Ok(side)
+        Ok(operand)
     }
 
     /// Joins the gathered columnwise shards of all ranks, `[k, n/t]` each, whose 128-token blocks no two ranks share.
@@ -221,7 +221,7 @@ impl StepContext<'_> {
 /// A GEMM operand saved for backward.
 #[derive(Clone, Debug)]
 pub(crate) struct SavedOperand {
-    side: GemmOperand,
+    operand: GemmOperand,
     memory: SavedTensor,
     /// Block scales.
     scales: Option<SavedTensor>,
@@ -229,24 +229,24 @@ pub(crate) struct SavedOperand {
 
 impl SavedOperand {
     /// Saves an operand.
-    pub(crate) fn of(side: &GemmOperand) -> SavedOperand {
-        let scales = match side {
+    pub(crate) fn of(operand: &GemmOperand) -> SavedOperand {
+        let scales = match operand {
             GemmOperand::Fp8(b) if b.scaling != ScalingMode::PerTensor => {
                 Some(SavedTensor::small(&b.scale_inv))
             }
             _ => None,
         };
-        SavedOperand { side: side.clone(), memory: SavedTensor::activation(side.memory()), scales }
+        SavedOperand { operand: operand.clone(), memory: SavedTensor::activation(operand.memory()), scales }
     }
 
     /// The operand, wherever offloading has put its memory.
     pub(crate) fn operand(&self) -> GemmOperand {
-        let side = self.side.with((*self.memory).clone());
-        match (side, &self.scales) {
+        let operand = self.operand.with((*self.memory).clone());
+        match (operand, &self.scales) {
             (GemmOperand::Fp8(b), Some(scales)) => {
                 GemmOperand::Fp8(Fp8Tensor { scale_inv: (**scales).clone(), ..b })
             }
-            (side, _) => side,
+            (operand, _) => operand,
         }
     }
 }
@@ -256,6 +256,6 @@ impl Saved for SavedOperand {
         f(&mut self.memory);
         self.scales.tensors(f);
         // Do not keep the memory that was offloaded alive.
-        self.side = self.operand();
+        self.operand = self.operand();
     }
 }

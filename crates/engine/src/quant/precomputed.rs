@@ -75,15 +75,15 @@ pub(super) fn holds_whole_experts(rank: &Rank, placement: Placement) -> bool {
 pub struct Precomputed {
     amax: Tensor,
     /// FP8 data, scale, inverse scale.
-    bytes: Option<[Tensor; 3]>,
+    fp8: Option<[Tensor; 3]>,
 }
 
 impl Precomputed {
     /// As kernel arguments.
     pub fn kernel_outputs(&self) -> Fp8WeightOut<'_> {
-        let bytes = self.bytes.as_ref();
-        let bytes = bytes.map(|[data, scale, scale_inv]| Fp8DataOut { data, scale, scale_inv });
-        Fp8WeightOut { amax: &self.amax, bytes }
+        let fp8 = self.fp8.as_ref();
+        let fp8 = fp8.map(|[data, scale, scale_inv]| Fp8DataOut { data, scale, scale_inv });
+        Fp8WeightOut { amax: &self.amax, bytes: fp8 }
     }
 }
 
@@ -111,16 +111,16 @@ impl Params {
             // Experts have one amax per matrix and are measured afterwards.
             let spec = &self.specs()[id.0];
             let amax = if spec.experts { None } else { m.of(id, spec)? };
-            return Ok(amax.map(|amax| Precomputed { amax, bytes: None }));
+            return Ok(amax.map(|amax| Precomputed { amax, fp8: None }));
         }
-        let (Some(bytes), Some(delayed)) = (self.fp8_params().weight(id), state.delayed()) else {
+        let (Some(fp8), Some(delayed)) = (self.fp8_params().weight(id), state.delayed()) else {
             return Ok(None);
         };
         let Some((scale, amax)) = delayed.of_fp8_resident(id)? else { return Ok(None) };
-        let data = bytes.data.view(&[bytes.data.numel()])?.narrow(0, inside.start, inside.len())?;
+        let data = fp8.data.view(&[fp8.data.numel()])?.narrow(0, inside.start, inside.len())?;
         // Experts share one delayed scale: the first inverse scale is written here, the others are set from it.
-        let scale_inv = bytes.scale_inv.narrow(0, 0, 1)?;
-        Ok(Some(Precomputed { amax, bytes: Some([data, scale, scale_inv]) }))
+        let scale_inv = fp8.scale_inv.narrow(0, 0, 1)?;
+        Ok(Some(Precomputed { amax, fp8: Some([data, scale, scale_inv]) }))
     }
 
     /// amax of all weights; with `precomputed` the optimizer has measured this rank's shards. Collective.
@@ -150,9 +150,9 @@ impl Params {
             }
         }
         if masters.placement != Placement::Replicate {
-            rank.dp_cp_group.all_reduce(s, &m.all, ReduceOp::Max, "magnitudes of weights of copies")?;
+            rank.dp_cp_group.all_reduce(s, &m.all, ReduceOp::Max, "amax of weights (dp)")?;
         }
-        rank.tp.all_reduce(s, &m.all, ReduceOp::Max, "magnitudes of weights")?;
+        rank.tp.all_reduce(s, &m.all, ReduceOp::Max, "amax of weights (tp)")?;
         if !precomputed {
             self.round(rank, &m.all)?;
         }
@@ -192,13 +192,8 @@ impl Params {
             }
         }
         if masters.placement != Placement::Replicate {
-            rank.expert_dp_group.all_reduce(
-                s,
-                all,
-                ReduceOp::Max,
-                "magnitudes of experts' weights of copies",
-            )?;
+            rank.expert_dp_group.all_reduce(s, all, ReduceOp::Max, "amax of expert weights (dp)")?;
         }
-        Ok(rank.etp.all_reduce(s, all, ReduceOp::Max, "magnitudes of experts' weights")?)
+        Ok(rank.etp.all_reduce(s, all, ReduceOp::Max, "amax of expert weights (etp)")?)
     }
 }

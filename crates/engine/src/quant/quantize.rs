@@ -63,11 +63,11 @@ impl StepContext<'_> {
         param: ParamId,
         role: Role,
         x: &Tensor,
-        uses: Orientations,
+        orientations: Orientations,
         amax: Option<&Tensor>,
         sums: Option<&Tensor>,
     ) -> Result<Quantized> {
-        if uses == Orientations::NONE {
+        if orientations == Orientations::NONE {
             sums.map_or(Ok(()), |sums| self.rank.kernels.column_sum(&self.rank.compute, x, false, sums))?;
             return Ok(Quantized::default());
         }
@@ -80,33 +80,35 @@ impl StepContext<'_> {
             _ => QuantScale::Blocks,
         };
         let draw = if recipe.random(role) { state.next_draw() } else { 0 };
-        let made = quantize(self.rank, Operand { recipe, role, x, sums, draw }, uses, &source)?;
-        state.record(self.rank, param, role, x, &made)?;
-        Ok(made)
+        let quantized = quantize(self.rank, Operand { recipe, role, x, sums, draw }, orientations, &source)?;
+        state.record(self.rank, param, role, x, &quantized)?;
+        Ok(quantized)
     }
 
     /// Quantizes the weight `param`, once until it changes where the cache is on.
-    pub(crate) fn quantize_weight(&self, param: ParamId, uses: Orientations) -> Result<Quantized> {
+    pub(crate) fn quantize_weight(&self, param: ParamId, orientations: Orientations) -> Result<Quantized> {
         let (state, recipe) = self.quant(param)?;
         if let Some(bytes) = self.params.fp8_params().weight(param) {
             self.params.wait_weight(self.rank, param)?;
-            let cols = uses
+            let cols = orientations
                 .cols
                 .then(|| state.transposed(self.train, param, || transpose(self.rank, bytes)))
                 .transpose()?;
             return Ok(Quantized { rows: Some(GemmOperand::Fp8(bytes.clone())), cols });
         }
         let w = self.weight(param)?;
-        let mut kept: CachedWeight = state.weights()[param.0].clone();
-        let missing =
-            Orientations { rows: uses.rows && kept.rows.is_none(), cols: uses.cols && kept.cols.is_none() };
+        let mut cached: CachedWeight = state.weights()[param.0].clone();
+        let missing = Orientations {
+            rows: orientations.rows && cached.rows.is_none(),
+            cols: orientations.cols && cached.cols.is_none(),
+        };
         if missing != Orientations::NONE {
             let source = match recipe.method {
                 Method::Current => {
                     let known = state.known(param, &self.params.specs()[param.0])?;
-                    let amax = known.or(kept.amax.take());
+                    let amax = known.or(cached.amax.take());
                     let amax = amax.map_or_else(|| self.reduced_amax(&WithAmax::from(w)), Ok)?;
-                    kept.amax = Some(amax.clone());
+                    cached.amax = Some(amax.clone());
                     QuantScale::Amax(amax)
                 }
                 Method::Delayed { .. } => self.delayed_scale(state, param, Role::Weight)?,
@@ -116,20 +118,20 @@ impl StepContext<'_> {
             let keep = state.caches(self.train);
             let both = keep && !recipe.emulated();
             let make = Orientations {
-                rows: missing.rows || (both && kept.rows.is_none()),
-                cols: missing.cols || (both && self.train && kept.cols.is_none()),
+                rows: missing.rows || (both && cached.rows.is_none()),
+                cols: missing.cols || (both && self.train && cached.cols.is_none()),
             };
             let weight = Operand { recipe, role: Role::Weight, x: w, sums: None, draw: 0 };
-            let made = quantize(self.rank, weight, make, &source)?;
-            state.record(self.rank, param, Role::Weight, w, &made)?;
-            let stays = kept.clone();
-            kept.rows = kept.rows.or(made.rows);
-            kept.cols = kept.cols.or(made.cols);
+            let quantized = quantize(self.rank, weight, make, &source)?;
+            state.record(self.rank, param, Role::Weight, w, &quantized)?;
+            let retained = cached.clone();
+            cached.rows = cached.rows.or(quantized.rows);
+            cached.cols = cached.cols.or(quantized.cols);
             if keep || self.train {
-                state.weights()[param.0] = if keep { kept.clone() } else { stays };
+                state.weights()[param.0] = if keep { cached.clone() } else { retained };
             }
         }
-        Ok(Quantized { rows: kept.rows, cols: kept.cols })
+        Ok(Quantized { rows: cached.rows, cols: cached.cols })
     }
 
     /// The delayed scale of an operand. Passes without backward do not contribute to the amax history.
@@ -168,7 +170,12 @@ struct Operand<'a> {
     draw: u64,
 }
 
-fn quantize(rank: &Rank, operand: Operand, uses: Orientations, source: &QuantScale) -> Result<Quantized> {
+fn quantize(
+    rank: &Rank,
+    operand: Operand,
+    orientations: Orientations,
+    source: &QuantScale,
+) -> Result<Quantized> {
     let (s, k) = (&rank.compute, &rank.kernels);
     let Operand { recipe, role, x, sums, .. } = operand;
     if recipe.emulated() {
@@ -180,8 +187,8 @@ fn quantize(rank: &Rank, operand: Operand, uses: Orientations, source: &QuantSca
             k.emulate(s, emulated(rank, operand, along), x, &out)?;
             Ok(out)
         };
-        let rows = uses.rows.then(|| rounded(BlockAxis::Rows)).transpose()?;
-        let cols = uses.cols.then(|| rounded(BlockAxis::Cols)).transpose()?;
+        let rows = orientations.rows.then(|| rounded(BlockAxis::Rows)).transpose()?;
+        let cols = orientations.cols.then(|| rounded(BlockAxis::Cols)).transpose()?;
         return Ok(Quantized {
             rows: rows.as_ref().map(GemmOperand::rowwise),
             cols: cols.as_ref().map(GemmOperand::columnwise),
@@ -192,7 +199,7 @@ fn quantize(rank: &Rank, operand: Operand, uses: Orientations, source: &QuantSca
     let memory = |wanted: bool, shape| {
         wanted.then(|| Fp8Tensor::empty(s, shape, format, scaling, Category::Activations)).transpose()
     };
-    let (rows, cols) = (memory(uses.rows, [r, c])?, memory(uses.cols, [c, r])?);
+    let (rows, cols) = (memory(orientations.rows, [r, c])?, memory(orientations.cols, [c, r])?);
     let range = match source {
         QuantScale::Amax(amax) => ScaleSource::Amax { amax, pow2: recipe.pow2 },
         QuantScale::Delayed(scale, amax) => ScaleSource::Given { scale, amax },

@@ -18,7 +18,7 @@ const MOST: usize = 1 << 25;
 struct UpdatedParam<'a> {
     id: ParamId,
     spec: &'a ParamSpec,
-    bytes: &'a Fp8Tensor,
+    fp8: &'a Fp8Tensor,
     /// This rank's shard of it.
     piece: &'a ParamShard,
     master: &'a Tensor,
@@ -26,7 +26,7 @@ struct UpdatedParam<'a> {
     source: QuantScale,
     recipe: Recipe,
     /// Whether the optimizer has written the FP8 values already.
-    made: bool,
+    precomputed: bool,
 }
 
 impl UpdatedParam<'_> {
@@ -44,7 +44,7 @@ impl UpdatedParam<'_> {
     fn learns(&self) -> bool {
         let ([n, k], inside) = (self.spec.matrix(), self.inside());
         let all = !inside.is_empty() && inside.start < n * k && inside.end + n * k > self.spec.numel();
-        !self.recipe.per_tensor() || (all && !(self.made && self.spec.experts))
+        !self.recipe.per_tensor() || (all && !(self.precomputed && self.spec.experts))
     }
 
     /// Scale source for some of its matrices; `amax` holds the slice of their amax.
@@ -64,14 +64,14 @@ impl UpdatedParam<'_> {
     }
 
     /// FP8 memory of a run as a matrix `[r, c]`, with its scales.
-    fn bytes(&self, run: &Run) -> Result<Fp8Tensor> {
+    fn fp8_of(&self, run: &Run) -> Result<Fp8Tensor> {
         if run.whole {
-            return slice_matrices(self.bytes, run.matrices.clone(), self.spec.matrices);
+            return slice_matrices(self.fp8, run.matrices.clone(), self.spec.matrices);
         }
-        let flat = self.bytes.data.view(&[self.bytes.data.numel()])?;
+        let flat = self.fp8.data.view(&[self.fp8.data.numel()])?;
         let data = matrix(&flat.narrow(0, run.elements.start, run.elements.len())?)?;
-        let scale_inv = self.bytes.scale_inv.narrow(0, run.matrices.start, 1)?;
-        Ok(Fp8Tensor { cols: data.shape()[1], data, scale_inv, ..self.bytes.clone() })
+        let scale_inv = self.fp8.scale_inv.narrow(0, run.matrices.start, 1)?;
+        Ok(Fp8Tensor { cols: data.shape()[1], data, scale_inv, ..self.fp8.clone() })
     }
 }
 
@@ -89,16 +89,16 @@ impl Params {
         self.measure_weights(rank, state, masters, precomputed)?;
         let Some(recipe) = self.fp8_params().recipe else { return Ok(()) };
         let fp8_written = precomputed && matches!(recipe.method, Method::Delayed { .. });
-        for (id, bytes) in self.fp8_params().all() {
+        for (id, fp8) in self.fp8_params().all() {
             let (spec, piece, master) = (&self.specs()[id.0], &masters.shards[id.0], &masters.values[id.0]);
-            let (made, placement) = (fp8_written && master.numel() > 0, masters.placement);
-            let given = state.delayed().map(|d| d.of_fp8_resident(id)).transpose()?.flatten();
-            let source = match (state.known(id, spec)?, given) {
+            let (precomputed, placement) = (fp8_written && master.numel() > 0, masters.placement);
+            let delayed = state.delayed().map(|d| d.of_fp8_resident(id)).transpose()?.flatten();
+            let source = match (state.known(id, spec)?, delayed) {
                 (Some(amax), _) => QuantScale::Amax(amax),
                 (_, Some((scale, amax))) => QuantScale::Delayed(scale, amax),
                 _ => QuantScale::Blocks,
             };
-            let new = UpdatedParam { id, spec, bytes, piece, master, placement, source, recipe, made };
+            let new = UpdatedParam { id, spec, fp8, piece, master, placement, source, recipe, precomputed };
             self.quantize_param(rank, state, &new)?;
         }
         Ok(())
@@ -106,7 +106,7 @@ impl Params {
 
     fn quantize_param(&self, rank: &Rank, state: &QuantState, new: &UpdatedParam) -> Result<()> {
         let (s, k) = (&rank.compute, &rank.kernels);
-        if let (QuantScale::Delayed(_, amax), false) = (&new.source, new.made) {
+        if let (QuantScale::Delayed(_, amax), false) = (&new.source, new.precomputed) {
             s.zero(amax)?;
         }
         let [n, c] = new.spec.matrix();
@@ -114,22 +114,22 @@ impl Params {
             // Set the scales of matrices this rank has no elements of.
             let all = 0..new.spec.matrices;
             let x = Tensor::empty(s, &[all.len(), 0, c], self.dtype(), Category::Workspace)?;
-            let none = Fp8Tensor { data: new.bytes.data.narrow(0, 0, 0)?, ..new.bytes.clone() };
+            let none = Fp8Tensor { data: new.fp8.data.narrow(0, 0, 0)?, ..new.fp8.clone() };
             let mut amax = None;
             let range = new.range(&all, &mut amax)?;
             k.quantize_stack(s, &QuantizeStack { x: &x, range, rows: Some(&none), cols: None })?;
         }
-        if new.made && !state.records_stats() {
+        if new.precomputed && !state.records_stats() {
             return Ok(());
         }
         for run in runs(&new.inside(), n * c, MOST) {
-            let (value, rows) = (self.high_precision(rank, new, &run)?, new.bytes(&run)?);
+            let (value, rows) = (self.high_precision(rank, new, &run)?, new.fp8_of(&run)?);
             let x = value.view(rows.data.shape())?;
             let each = new.spec.experts && run.whole && new.recipe.per_tensor();
             let mut amax = None;
             let range = new.range(&run.matrices, &mut amax)?;
             match each {
-                _ if new.made => {}
+                _ if new.precomputed => {}
                 true => {
                     let x = &x.view(&[run.matrices.len(), n, c])?;
                     let q = QuantizeStack { x, range, rows: Some(&rows), cols: None };
@@ -145,9 +145,9 @@ impl Params {
             let parts = if each { run.matrices.len() } else { 1 };
             for e in (0..parts).filter(|_| state.records_stats()) {
                 let one = slice_matrices(&rows, e..e + 1, parts)?;
-                let made = Quantized { rows: Some(GemmOperand::Fp8(one)), cols: None };
+                let quantized = Quantized { rows: Some(GemmOperand::Fp8(one)), cols: None };
                 let each = x.shape()[0] / parts;
-                state.record(rank, new.id, Role::Weight, &x.narrow(0, e * each, each)?, &made)?;
+                state.record(rank, new.id, Role::Weight, &x.narrow(0, e * each, each)?, &quantized)?;
             }
         }
         Ok(())

@@ -144,12 +144,12 @@ impl QuantState {
         param: ParamId,
         role: Role,
         x: &Tensor,
-        made: &Quantized,
+        quantized: &Quantized,
     ) -> Result<()> {
         if !self.records_stats() {
             return Ok(());
         }
-        let (found, slot) = (measure(rank, x, made)?, ScaleSlot { param, role });
+        let (found, slot) = (measure(rank, x, quantized)?, ScaleSlot { param, role });
         if let (Some(stats), Some(all)) = (found, lock(&self.stats).as_mut()) {
             match all.iter_mut().find(|s| s.slot == slot) {
                 Some(known) => known.stats.merge(&stats),
@@ -190,7 +190,7 @@ impl QuantState {
 
     /// Drops cached FP8 weights.
     fn drop_cached(&self) {
-        lock(&self.weights).iter_mut().for_each(|kept| *kept = CachedWeight::default());
+        lock(&self.weights).iter_mut().for_each(|cached| *cached = CachedWeight::default());
         *lock(&self.zeros) = None;
     }
 
@@ -206,8 +206,8 @@ impl QuantState {
         if let Some(next_amax) = &d.next_amax {
             rank.kernels.add_assign(s, &reduced, next_amax)?;
         }
-        rank.dp_cp_group.all_reduce(s, &reduced, ReduceOp::Max, "magnitudes of copies")?;
-        rank.tp.all_reduce(s, &reduced, ReduceOp::Max, "magnitudes")?;
+        rank.dp_cp_group.all_reduce(s, &reduced, ReduceOp::Max, "amax (dp)")?;
+        rank.tp.all_reduce(s, &reduced, ReduceOp::Max, "amax (tp)")?;
         rank.kernels.delayed_update(
             s,
             &DelayedUpdate {

@@ -16,15 +16,15 @@ pub struct OperandStats {
 }
 
 /// Compares the values `x [r, c]` with their quantization, rowwise if there are both.
-pub(super) fn measure(rank: &Rank, x: &Tensor, made: &Quantized) -> Result<Option<QuantStats>> {
+pub(super) fn measure(rank: &Rank, x: &Tensor, quantized: &Quantized) -> Result<Option<QuantStats>> {
     let (s, k) = (&rank.compute, &rank.kernels);
-    let (side, turned) = match (&made.rows, &made.cols) {
+    let (operand, transposed) = match (&quantized.rows, &quantized.cols) {
         (Some(rows), _) => (rows, false),
         (None, Some(cols)) => (cols, true),
         (None, None) => return Ok(None),
     };
-    Ok(Some(match side {
-        GemmOperand::Fp8(bytes) => k.quant_stats(s, x, bytes, turned)?,
+    Ok(Some(match operand {
+        GemmOperand::Fp8(fp8) => k.quant_stats(s, x, fp8, transposed)?,
         GemmOperand::HighPrecision { t, .. } => QuantStats::rounded(s, x, t)?,
     }))
 }

@@ -84,7 +84,7 @@ impl ContextParallel<'_> {
         })
     }
 
-    /// At each step a rank holds another rank's keys and adds to their gradients, which travel one step behind the keys.
+    /// At each step a rank holds another rank's keys and adds to their gradients, which are sent one step behind the keys.
     /// Last, the gradients of its own keys arrive, complete but for its own contribution.
     pub(super) fn ring_backward(&self, saved: &RingSaved, x: &Inputs, y: &Gradients) -> Result<()> {
         let (rank, c) = (self.rank, self.place.size);
