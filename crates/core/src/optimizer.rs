@@ -353,7 +353,7 @@ impl Optimizer {
             second: self.moments.get(1).map(|m| m.moment(i)),
             lr_mult: 1.0,
             wd_mult: if self.decays[i] { 1.0 } else { 0.0 },
-            narrow: made[i].as_ref().map(Precomputed::kernel_outputs),
+            fp8: made[i].as_ref().map(Precomputed::kernel_outputs),
         };
         let list: Vec<ParamUpdate> =
             (0..weights.len()).filter(|i| !self.pieces[*i].param_range.is_empty()).map(update).collect();

@@ -6,70 +6,69 @@ pub(crate) mod plan;
 
 use ferrotron_tensor::{Result, Stream, Tensor};
 
-/// Where the causal diagonal and windows start when there are more keys than queries.
+/// Alignment of the causal diagonal and sliding window where queries and keys differ in number.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MaskAlign {
-    /// Query 0 sits at key 0.
+    /// Query 0 is aligned with key 0.
     TopLeft,
-    /// The last query sits at the last key (decoding with a cache).
+    /// The last query is aligned with the last key (decoding with a KV cache).
     BottomRight,
 }
 
-/// Which scores count, and how they are formed.
+/// Scaling, masking and precision of attention scores.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AttentionParams {
-    /// Factor on q·k.
+    /// Factor on q·k, usually 1/√d.
     pub scale: f32,
-    /// `c·tanh(score/c)` before masking.
+    /// Soft cap c: scores become `c·tanh(score/c)` before masking.
     pub softcap: Option<f32>,
-    /// No key after the query.
+    /// Causal mask: no key after the query.
     pub causal: bool,
-    /// Meaning of positions when lengths differ.
+    /// Alignment of the mask where lengths differ.
     pub align: MaskAlign,
-    /// Keys at most this far before the query.
+    /// Sliding window: keys at most this far before the query.
     pub left: Option<usize>,
-    /// Keys at most this far after it.
+    /// Sliding window: keys at most this far after the query.
     pub right: Option<usize>,
-    /// Forward, `exp(score − the largest so far)`, which is at most 1, is rounded to E4M3 of scale 256 before it meets the
-    /// values: as matrix units that multiply bytes want it. The sum of them all, and so `lse`, is that of what was not
-    /// rounded. Backward knows nothing of it. Not with f16.
+    /// Round the unnormalized probabilities `exp(score − running max) ≤ 1` to E4M3 with scale 256 before P·V, as FP8 tensor
+    /// cores need them. The row sum, and so `lse`, is that of the unrounded values. Forward only; not for f16.
     pub fp8: bool,
 }
 
-/// Which tokens see each other.
+/// How tokens are grouped into sequences.
 #[derive(Clone, Copy)]
 pub enum Sequences<'a> {
     /// q, k, v are `[batch, tokens, heads, d]` views: each batch entry is one sequence.
     Batch,
-    /// q, k, v are `[tokens, heads, d]` views; sequence i owns tokens `offsets[i]..offsets[i+1]`.
+    /// Packed sequences (THD layout): q, k, v are `[tokens, heads, d]` views; sequence i is tokens `offsets[i]..offsets[i+1]`.
     Packed {
-        /// Offsets into the tokens of q, and out.
+        /// Cumulative sequence lengths of q and out.
         q: &'a [i32],
-        /// Offsets into the tokens of k and v.
+        /// Cumulative sequence lengths of k and v.
         k: &'a [i32],
     },
 }
 
-/// Forward: `out = softmax(scores)·v`, `lse = log Σ exp(scores)` (with the sink, where there is one).
+/// Forward pass: `out = softmax(scores)·v`, `lse = log Σ exp(scores)`, the attention sink included.
 /// Tokens outside all sequences get zeros.
 pub struct AttentionForward<'a> {
-    /// Queries, heads n, width d_qk.
+    /// Queries: n heads of d_qk channels.
     pub q: &'a Tensor,
-    /// Keys, heads g (divides n), width d_qk.
+    /// Keys: g heads of d_qk channels; g divides n (GQA).
     pub k: &'a Tensor,
-    /// Values, heads g, width d_v.
+    /// Values: g heads of d_v channels.
     pub v: &'a Tensor,
-    /// f32 `[n]`: one more logit in the denominator.
+    /// Attention sink, f32 `[n]`: one more logit per head in the softmax denominator.
     pub sink: Option<&'a Tensor>,
-    /// Heads n, width d_v.
+    /// Output: n heads of d_v channels.
     pub out: &'a Tensor,
     /// f32, `[batch, n, tokens]` or `[tokens, n]`.
     pub lse: &'a Tensor,
 }
 
-/// Backward. `dq`, `dk`, `dv` are overwritten and may interleave in one buffer.
+/// Backward pass. `dq`, `dk`, `dv` are overwritten and may be interleaved views of one buffer.
 pub struct AttentionBackward<'a> {
-    /// What the forward pass read and wrote.
+    /// Inputs and outputs of the forward pass.
     pub forward: AttentionForward<'a>,
     /// Gradient of `out`.
     pub dout: &'a Tensor,
@@ -79,32 +78,32 @@ pub struct AttentionBackward<'a> {
     pub dk: &'a Tensor,
     /// Gradient of `v`.
     pub dv: &'a Tensor,
-    /// f32 `[n]`: added to.
+    /// Gradient of `sink`, f32 `[n]`: accumulated.
     pub dsink: Option<&'a Tensor>,
 }
 
-/// Attention.
+/// Attention kernels.
 pub trait AttentionKernels {
     /// See [`AttentionForward`].
     fn attention_forward(
         &self,
         s: &Stream,
-        scores: &AttentionParams,
+        params: &AttentionParams,
         sequences: Sequences,
         a: &AttentionForward,
     ) -> Result<()>;
 
-    /// The forward pass where `scores.fp8`, of q, k and v that are rounded to E4M3 first, each under the largest power of two
-    /// that keeps its largest magnitude, of f32 `magnitudes [3]`, in range; products are of bytes. Their sums may keep fewer
-    /// digits than f32 has. False, and nothing is done, where a home has no kernel for that: then round q, k and v, and
-    /// call [`AttentionKernels::attention_forward`].
+    /// FP8 forward pass for `params.fp8`: q, k and v are quantized to E4M3 under power-of-two scales from their amax, f32
+    /// `amax [3]`, and multiplied by FP8 tensor cores, whose accumulators may hold fewer bits than f32. Returns false and does
+    /// nothing where the device has no such kernel: the caller then quantizes and dequantizes q, k and v and calls
+    /// [`AttentionKernels::attention_forward`].
     fn attention_fp8(
         &self,
         _s: &Stream,
-        _scores: &AttentionParams,
+        _params: &AttentionParams,
         _sequences: Sequences,
         _a: &AttentionForward,
-        _magnitudes: &Tensor,
+        _amax: &Tensor,
     ) -> Result<bool> {
         Ok(false)
     }
@@ -113,7 +112,7 @@ pub trait AttentionKernels {
     fn attention_backward(
         &self,
         s: &Stream,
-        scores: &AttentionParams,
+        params: &AttentionParams,
         sequences: Sequences,
         a: &AttentionBackward,
     ) -> Result<()>;

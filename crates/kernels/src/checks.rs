@@ -1,9 +1,10 @@
-//! Checks of arguments that every home of the kernels makes alike.
+//! Argument checks shared by all devices.
 
 use crate::cpu::rows::Rows;
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
-/// The rows (last axis) of tensors of equal shape, described alike so that row i of each is the same row.
+/// Rows (last axis) of tensors of equal shape, with one decomposition of the leading axes, so that row i is the same row in
+/// each.
 pub(crate) fn rows_of<const N: usize>(op: &'static str, tensors: [&Tensor; N]) -> Result<[Rows; N]> {
     let shape = tensors[0].shape();
     if tensors.iter().any(|t| t.shape() != shape) {
@@ -14,7 +15,7 @@ pub(crate) fn rows_of<const N: usize>(op: &'static str, tensors: [&Tensor; N]) -
     if tensors.iter().any(|t| t.strides().last().is_some_and(|s| *s != 1 && width > 1)) {
         return shape_error(op, "the last axis must be contiguous");
     }
-    // Join leading axes that lie back to back in all tensors, until two are left.
+    // Merge leading axes that are contiguous in all tensors, down to at most two.
     let mut axes: Vec<(usize, [usize; N])> = Vec::new();
     let leading = &shape[..shape.len().saturating_sub(1)];
     for (axis, &size) in leading.iter().enumerate().filter(|(_, n)| **n != 1) {
@@ -28,7 +29,12 @@ pub(crate) fn rows_of<const N: usize>(op: &'static str, tensors: [&Tensor; N]) -
         [] => ((1, [width; N]), (1, [width; N])),
         [rows] => (*rows, (1, [width; N])),
         [outer, inner] => (*outer, *inner),
-        _ => return shape_error(op, format!("{shape:?} has too many strides; copy it first")),
+        _ => {
+            return shape_error(
+                op,
+                format!("{shape:?} cannot be described by two row strides; make it contiguous first"),
+            );
+        }
     };
     Ok(std::array::from_fn(|i| Rows {
         outer: outer.0,
@@ -39,7 +45,7 @@ pub(crate) fn rows_of<const N: usize>(op: &'static str, tensors: [&Tensor; N]) -
     }))
 }
 
-/// All contiguous and of equal size?
+/// Checks that all are contiguous and of equal size.
 pub(crate) fn same_contiguous(op: &'static str, tensors: &[&Tensor]) -> Result<()> {
     let n = tensors.first().map_or(0, |t| t.numel());
     match tensors.iter().find(|t| !t.is_contiguous() || t.numel() != n) {
@@ -48,7 +54,7 @@ pub(crate) fn same_contiguous(op: &'static str, tensors: &[&Tensor]) -> Result<(
     }
 }
 
-/// All contiguous?
+/// Checks that all are contiguous.
 pub(crate) fn contiguous(op: &'static str, tensors: &[&Tensor]) -> Result<()> {
     match tensors.iter().find(|t| !t.is_contiguous()) {
         None => Ok(()),
@@ -56,7 +62,7 @@ pub(crate) fn contiguous(op: &'static str, tensors: &[&Tensor]) -> Result<()> {
     }
 }
 
-/// All of one element type?
+/// Checks that all have the element type `wanted`.
 pub(crate) fn dtypes(op: &'static str, wanted: DType, tensors: &[&Tensor]) -> Result<()> {
     match tensors.iter().find(|t| t.dtype() != wanted) {
         None => Ok(()),

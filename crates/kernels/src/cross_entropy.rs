@@ -1,58 +1,58 @@
-//! Cross-entropy.
+//! Softmax cross-entropy, on one rank and vocabulary-parallel.
 
 use crate::checks::{dtypes, rows_of};
 use crate::cpu::{rows::Rows, vocab::Shard};
 use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
-/// How a target is softened.
+/// Label smoothing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum LabelSmoothing {
-    /// All weight on the label.
+    /// None: the target is one-hot.
     None,
-    /// `(1−ε)·onehot + ε/V`, as PyTorch.
+    /// PyTorch's: `(1−ε)·onehot + ε/V`.
     Torch(f32),
-    /// `1−ε` on the label, `ε/(V−1)` elsewhere, as Megatron.
+    /// Megatron's: `1−ε` on the label, `ε/(V−1)` elsewhere.
     Megatron(f32),
 }
 
 impl LabelSmoothing {
-    /// The target as `(1 − spread)·onehot + off` with `off = spread/V`: gives `spread` and `off`.
+    /// Returns `spread` and `off = spread/V` of the target `(1 − spread)·onehot + off`.
     pub(crate) fn target(self, vocab: usize) -> (f32, f32) {
         let v = vocab as f64;
         let spread = match self {
             LabelSmoothing::None => 0.0,
             LabelSmoothing::Torch(e) => f64::from(e),
-            // ε/(V−1) on the others is ε·V/(V−1) spread over all; a vocabulary of one has no others.
+            // ε/(V−1) on the other labels equals ε·V/(V−1) spread over all; a vocabulary of one has no other labels.
             LabelSmoothing::Megatron(e) => f64::from(e) * v / (v - 1.0).max(1.0),
         };
         (spread as f32, (spread / v.max(1.0)) as f32)
     }
 }
 
-/// Label of a row that has no loss and no gradient.
+/// Ignored label: its row has neither loss nor gradient.
 pub const IGNORE: i32 = -100;
 
 /// Row-wise cross-entropy of `logits [rows, V]` (f32 or bf16) against `labels` i32 `[rows]`.
 pub struct CrossEntropy<'a> {
     /// Logits; with `gradient` they are overwritten by `weight·(softmax − target)`.
     pub logits: &'a Tensor,
-    /// Columns that exist; those beyond are padding and get probability and gradient zero.
+    /// Size of the vocabulary; columns beyond it are padding with probability and gradient zero.
     pub vocab: usize,
     /// A label, or [`IGNORE`].
     pub labels: &'a Tensor,
-    /// f32 `[rows]`: what each row's loss will be multiplied by later, known now, so that the gradient can
-    /// be formed in the same pass and rounded once.
+    /// f32 `[rows]`: weight of each row in the total loss. It enters the gradient, which is written in the same pass and
+    /// rounded once.
     pub weights: &'a Tensor,
-    /// Softening of targets.
+    /// Label smoothing.
     pub smoothing: LabelSmoothing,
     /// f32 `[rows]`: loss of each row, without its weight; 0 where ignored.
     pub loss: &'a Tensor,
-    /// Write the gradient over the logits.
+    /// Overwrite the logits by their gradient.
     pub gradient: bool,
 }
 
 impl CrossEntropy<'_> {
-    /// The rows of the logits, after the checks every home makes.
+    /// Checks all arguments; returns the rows of the logits.
     pub(crate) fn check(&self, op: &'static str) -> Result<Rows> {
         let &[n, width] = self.logits.shape() else {
             return shape_error(op, format!("logits {:?} are not [rows, vocabulary]", self.logits.shape()));
@@ -71,22 +71,23 @@ impl CrossEntropy<'_> {
     }
 }
 
-/// One rank's columns `first..first + local` of a vocabulary that tensor-parallel ranks share. Every rank takes
-/// its [`CrossEntropyKernels::cross_entropy_stats`], all ranks gather them, and each has the loss and its own part of the
-/// gradient from [`CrossEntropyKernels::vocab_parallel_cross_entropy`].
+/// One tensor-parallel rank's columns `first..first + local` of the vocabulary.
+///
+/// Each rank computes [`CrossEntropyKernels::cross_entropy_stats`], all ranks all-gather them, and each computes the loss and
+/// its columns of the gradient by [`CrossEntropyKernels::vocab_parallel_cross_entropy`].
 pub struct VocabParallelLogits<'a> {
     /// `[rows, local]`, f32 or bf16.
     pub logits: &'a Tensor,
-    /// The id of the first column. A rank may have no column, or none below `vocab`.
+    /// Id of the first column. A rank may have no columns, or only padding.
     pub first: usize,
-    /// The whole vocabulary; columns at or beyond it are padding and get probability and gradient zero.
+    /// Size of the whole vocabulary; columns at or beyond it are padding with probability and gradient zero.
     pub vocab: usize,
-    /// i32 `[rows]`: ids of the whole vocabulary, or [`IGNORE`].
+    /// i32 `[rows]`: ids in the whole vocabulary, or [`IGNORE`].
     pub labels: &'a Tensor,
 }
 
 impl VocabParallelLogits<'_> {
-    /// The rows of the logits and the columns of them that exist, after the checks every home makes.
+    /// Checks the logits and labels; returns the rows of the logits and the vocabulary shard.
     pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, Shard)> {
         let &[n, local] = self.logits.shape() else {
             return shape_error(op, format!("logits {:?} are not [rows, columns]", self.logits.shape()));
@@ -99,7 +100,7 @@ impl VocabParallelLogits<'_> {
         Ok((rows, Shard::of_places(self.first, local, self.vocab)))
     }
 
-    /// As [`VocabParallelLogits::check`]; `stats` must be f32 `[rows, 4]`.
+    /// [`VocabParallelLogits::check`], and that `stats` is f32 `[rows, 4]`.
     pub(crate) fn check_stats(&self, op: &'static str, stats: &Tensor) -> Result<(Rows, Shard)> {
         let (rows, shard) = self.check(op)?;
         let wanted = [self.logits.shape()[0], 4];
@@ -110,8 +111,8 @@ impl VocabParallelLogits<'_> {
         Ok((rows, shard))
     }
 
-    /// As [`VocabParallelLogits::check`]; `all` must be f32 `[ranks, rows, 4]`, weights and loss f32 `[rows]`. Gives the
-    /// number of ranks too.
+    /// [`VocabParallelLogits::check`], and that `all` is f32 `[ranks, rows, 4]`, weights and loss f32 `[rows]`. Also returns the
+    /// number of ranks.
     pub(crate) fn check_all(
         &self,
         op: &'static str,

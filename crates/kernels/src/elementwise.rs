@@ -1,10 +1,10 @@
-//! Casts, sums and other simple maps.
+//! Elementwise operations: casts, sums, soft caps, dropout, random values.
 
 use crate::checks::{dtypes, same_contiguous};
 use crate::philox::RandomStream;
 use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
-/// Key of a dropout mask: what makes two masks different.
+/// Key of a random stream: every (seed, step, layer, site) has its own.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RngKey {
     /// Seed of the run.
@@ -13,25 +13,25 @@ pub struct RngKey {
     pub step: u64,
     /// Global layer number.
     pub layer: u32,
-    /// Place inside the layer.
+    /// Use inside the layer, such as dropout after attention.
     pub site: u32,
 }
 
-/// Normal values of a stream, row by row: row r has the values from `first + r·stride` on.
+/// Normal values of a random stream by rows: row r holds values `first + r·stride` and following.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct NormalFill {
-    /// Where they come from.
+    /// The random stream.
     pub stream: RandomStream,
-    /// The number of the first one.
+    /// Index of the first value.
     pub first: u64,
-    /// How many numbers the first of each row is after that of the row before.
+    /// Distance between the first values of consecutive rows.
     pub stride: u64,
     /// Standard deviation.
     pub std: f64,
 }
 
 impl NormalFill {
-    /// The number of the first value of row `r`.
+    /// Index of the first value of row `r`.
     pub(crate) fn start(&self, r: usize) -> u64 {
         self.first.wrapping_add(self.stride.wrapping_mul(r as u64))
     }
@@ -82,19 +82,20 @@ pub trait ElementwiseKernels {
     /// See [`Dropout`].
     fn dropout(&self, s: &Stream, d: &Dropout) -> Result<()>;
 
-    /// `out[r, c] = std·z`, z being standard normal value `first + r·stride + c` of the stream; `out [rows, n]` f32,
-    /// contiguous. The same bits on every device: [`crate::philox::RandomStream::normal`] is the definition.
+    /// `out[r, c] = std·z` with z the standard normal value `first + r·stride + c` of the stream; `out [rows, n]` f32,
+    /// contiguous. The same bits on every device, defined by
+    /// [`RandomStream::normal`](crate::philox::RandomStream::normal).
     fn normal(&self, s: &Stream, runs: NormalFill, out: &Tensor) -> Result<()>;
 }
 
-/// Rows, columns and row stride of a sum over `x [rows, n]` into contiguous `sums [n]`.
+/// Checks a column sum of `x [rows, n]` into contiguous `sums [n]`; returns rows, columns and the row stride.
 pub(crate) fn check_columns(x: &Tensor, sums: &Tensor) -> Result<[usize; 3]> {
     const OP: &str = "column_sum";
     let (&[rows, n], &[stride, step]) = (x.shape(), x.strides()) else {
-        return shape_error(OP, format!("{:?} has no columns {:?}", x.shape(), sums.shape()));
+        return shape_error(OP, format!("column sums of {:?} do not fit {:?}", x.shape(), sums.shape()));
     };
     if sums.shape() != [n] || !sums.is_contiguous() {
-        return shape_error(OP, format!("{:?} has no columns {:?}", x.shape(), sums.shape()));
+        return shape_error(OP, format!("column sums of {:?} do not fit {:?}", x.shape(), sums.shape()));
     }
     if n > 1 && step != 1 {
         return shape_error(OP, "the last axis must be contiguous");
@@ -102,34 +103,34 @@ pub(crate) fn check_columns(x: &Tensor, sums: &Tensor) -> Result<[usize; 3]> {
     Ok([rows, n, stride])
 }
 
-/// Rows and columns of normal values.
+/// Checks the output of [`ElementwiseKernels::normal`]; returns rows and columns.
 pub(crate) fn check_normal(out: &Tensor) -> Result<[usize; 2]> {
     const OP: &str = "normal";
     same_contiguous(OP, &[out])?;
     dtypes(OP, DType::F32, &[out])?;
     match *out.shape() {
         [rows, n] => Ok([rows, n]),
-        ref shape => shape_error(OP, format!("{shape:?} are not rows")),
+        ref shape => shape_error(OP, format!("{shape:?} must be [rows, n]")),
     }
 }
 
-/// The place of a dot product.
+/// Checks that the output of a dot product holds one element.
 pub(crate) fn check_one(out: &Tensor) -> Result<()> {
     if out.numel() != 1 {
-        return shape_error("dot", format!("the result is one number, not {:?}", out.shape()));
+        return shape_error("dot", format!("the output must hold one element, not {:?}", out.shape()));
     }
     Ok(())
 }
 
-/// The share of elements that dropout drops, and the width of rows that have a number each.
+/// Checks the probability and row numbers of dropout; returns the row width.
 pub(crate) fn check_dropout(p: f32, rows: &Tensor, x: &Tensor) -> Result<usize> {
     const OP: &str = "dropout";
     if !(0.0..1.0).contains(&p) {
-        return shape_error(OP, format!("the share {p} must be at least 0 and below 1"));
+        return shape_error(OP, format!("the probability {p} must be in [0, 1)"));
     }
     dtypes(OP, DType::I32, &[rows])?;
     match (x.shape(), rows.shape()) {
         ([n, width], [m]) if n == m && rows.is_contiguous() => Ok(*width),
-        (x, r) => shape_error(OP, format!("{x:?} needs one number for each row, not {r:?}")),
+        (x, r) => shape_error(OP, format!("{x:?} needs one row number per row, not {r:?}")),
     }
 }

@@ -60,6 +60,11 @@ pub(crate) fn check_rows(op: &'static str, ids: &Tensor, table: &Tensor, y: &Ten
         {
             Ok([*t, *v, *h])
         }
-        (i, t, y) => shape_error(op, format!("ids {i:?}, table {t:?}, rows {y:?} do not belong together")),
+        (i, t, y) => shape_error(
+            op,
+            format!(
+                "ids {i:?}, table {t:?}, rows {y:?} must be contiguous [tokens], [local, h], [tokens, h]"
+            ),
+        ),
     }
 }

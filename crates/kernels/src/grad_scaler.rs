@@ -1,19 +1,19 @@
-//! The dynamic loss scale of fp16 training.
+//! Dynamic loss scaling for fp16 training.
 
-/// How the scale moves.
+/// Configuration of the dynamic loss scale.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScalerConfig {
-    /// Scale at the start.
+    /// Initial scale.
     pub initial: f32,
-    /// The scale never falls below this.
+    /// Lower bound of the scale.
     pub min: f32,
-    /// Factor after `growth_interval` good steps.
+    /// Factor on the scale after `growth_interval` steps without overflow.
     pub growth: f32,
-    /// Factor after an overflow, once hysteresis is used up.
+    /// Factor on the scale after an overflow, once hysteresis is used up.
     pub backoff: f32,
-    /// Good steps in a row before the scale grows.
+    /// Consecutive steps without overflow before the scale grows.
     pub growth_interval: u32,
-    /// Overflows that are tolerated before the scale falls.
+    /// Overflows tolerated before the scale is reduced.
     pub hysteresis: i32,
 }
 
@@ -30,21 +30,21 @@ impl Default for ScalerConfig {
     }
 }
 
-/// The loss scale and its counters. All fields are state to checkpoint.
+/// The loss scale and its counters, all of which are checkpointed.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct DynamicScaler {
-    /// How it moves.
+    /// Configuration.
     pub config: ScalerConfig,
-    /// The factor on the loss now.
+    /// Current factor on the loss.
     pub scale: f32,
-    /// Good steps since the last overflow or growth.
+    /// Steps since the last overflow or growth.
     pub growth_tracker: u32,
-    /// Overflows left before the scale falls; goes on counting below zero, refilled only when the scale grows.
+    /// Overflows left before the scale is reduced. It keeps counting below zero and is refilled only when the scale grows.
     pub hysteresis_tracker: i32,
 }
 
 impl DynamicScaler {
-    /// At the start of training.
+    /// State at the start of training.
     pub fn new(config: ScalerConfig) -> DynamicScaler {
         DynamicScaler {
             config,
@@ -54,12 +54,12 @@ impl DynamicScaler {
         }
     }
 
-    /// What gradients are multiplied by before the optimizer.
+    /// Factor that unscales gradients before the optimizer.
     pub fn inverse(&self) -> f32 {
         1.0 / self.scale
     }
 
-    /// After each step: did any gradient overflow on any rank?
+    /// Updates the scale after a step; `found_inf`: whether a gradient overflowed on any rank.
     pub fn update(&mut self, found_inf: bool) {
         if found_inf {
             self.growth_tracker = 0;

@@ -1,7 +1,7 @@
-//! Products of segments of rows, each with a matrix of its own: the experts of a mixture.
+//! Grouped GEMMs: consecutive segments of rows, each multiplied by its own matrix. A segment is the tokens of one MoE expert.
 //!
-//! Segment e is `counts[e]` rows from `offsets[e]`, both i32 on the device, so nobody waits for the host to know them. Rows in
-//! no segment are not read, and where a product writes rows they become zeros.
+//! Segment e is the `counts[e]` rows from `offsets[e]`. Both are i32 on the device, so the host need not know them. Rows in no
+//! segment are not read; a GEMM that writes rows writes zeros there.
 
 pub(crate) mod bias;
 pub(crate) mod fp8;
@@ -11,12 +11,12 @@ use bias::GroupedBias;
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 use fp8::{Fp8GroupedGemm, Fp8GroupedWgrad};
 
-/// Segments of N rows.
+/// Segments of N rows, one per expert.
 #[derive(Clone, Copy, Debug)]
 pub struct Segments<'a> {
-    /// i32 `[E + 1]`
+    /// i32 `[E + 1]`: first row of each segment; the last entry is the end of all.
     pub offsets: &'a Tensor,
-    /// i32 `[E]`
+    /// i32 `[E]`: rows of each segment.
     pub counts: &'a Tensor,
 }
 
@@ -25,11 +25,11 @@ pub struct Segments<'a> {
 pub struct GroupedGemm<'a> {
     /// `[N, k]`, bf16 or f32
     pub x: &'a Tensor,
-    /// `[E, n, k]` used transposed (forward), or `[E, k, n]` with `as_stored` (gradient of the input).
+    /// `[E, n, k]`, used transposed (fprop), or `[E, k, n]` with `as_stored` (dgrad).
     pub w: &'a Tensor,
-    /// Is w `[E, k, n]`?
+    /// Whether `w` is `[E, k, n]`.
     pub as_stored: bool,
-    /// Whose rows.
+    /// Segments of the rows.
     pub segments: Segments<'a>,
     /// `[E, n]`, of x's type.
     pub bias: Option<&'a Tensor>,
@@ -38,16 +38,16 @@ pub struct GroupedGemm<'a> {
 }
 
 /// `dw[e] (+)= Σ_r dy[r]ᵀ·x[r]` over segment e; `dy [N, n]`, `x [N, k]`, `dw` f32 `[E, n, k]`.
-/// Without rows a segment's is zero, or stays where it is added to.
+/// A segment without rows contributes nothing: its `dw` is zero unless it accumulates.
 #[derive(Clone, Copy)]
 pub struct GroupedWgrad<'a> {
     /// `[N, n]`
     pub dy: &'a Tensor,
     /// `[N, k]`
     pub x: &'a Tensor,
-    /// Whose rows.
+    /// Segments of the rows.
     pub segments: Segments<'a>,
-    /// `[E, n, k]`, and whether to add to what it holds.
+    /// `[E, n, k]`, and whether to accumulate into it.
     pub dw: (&'a Tensor, bool),
 }
 
@@ -82,17 +82,17 @@ pub trait GroupedGemmKernels {
     ) -> Result<()>;
 }
 
-/// Segments there may be: what the cards' kernels have room for.
+/// Largest number of segments: the CUDA kernels keep their offsets in a table of this size.
 pub(crate) const MOST: usize = 1024;
 
-/// A stack of matrices with contiguous rows: elements from one to the next, and from row to row.
+/// Strides of a stack of matrices with contiguous rows, in elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Steps {
     pub(crate) matrix: usize,
     pub(crate) row: usize,
 }
 
-/// Of `[matrices, rows, columns]` or `[rows, columns]`.
+/// Strides of `[matrices, rows, columns]` or `[rows, columns]`.
 pub(crate) fn steps(op: &'static str, t: &Tensor) -> Result<Steps> {
     let refuse = || shape_error(op, format!("{t:?}: rows must be contiguous and not overlap"));
     let (shape, strides) = (t.shape(), t.strides());
@@ -101,7 +101,7 @@ pub(crate) fn steps(op: &'static str, t: &Tensor) -> Result<Steps> {
     if (step != 1 && cols > 1) || (row < cols && rows > 1) {
         return refuse();
     }
-    // A step that is never taken may be anything.
+    // The stride of an axis of size 1 is arbitrary.
     let row = if rows > 1 { row } else { cols };
     let matrix = match (shape, strides) {
         ([e, _, _], [matrix, _, _]) if *e > 1 => *matrix,
@@ -111,7 +111,7 @@ pub(crate) fn steps(op: &'static str, t: &Tensor) -> Result<Steps> {
 }
 
 impl Segments<'_> {
-    /// How many there are.
+    /// Checks offsets and counts; returns the number of segments.
     pub(crate) fn check(&self, op: &'static str) -> Result<usize> {
         dtypes(op, DType::I32, &[self.offsets, self.counts])?;
         let e = self.counts.numel();
@@ -121,13 +121,13 @@ impl Segments<'_> {
             return shape_error(op, what);
         }
         if e > MOST {
-            return shape_error(op, format!("{e} segments; there may be {MOST}"));
+            return shape_error(op, format!("{e} segments are more than the largest number, {MOST}"));
         }
         Ok(e)
     }
 }
 
-/// Sizes and steps of a checked product.
+/// Sizes and strides of a grouped GEMM.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct GroupedSizes {
     /// E.
@@ -137,19 +137,19 @@ pub(crate) struct GroupedSizes {
     pub(crate) n: usize,
     pub(crate) k: usize,
     pub(crate) x: Steps,
-    /// Of the weights, or their gradients.
+    /// Of the weights or their gradient.
     pub(crate) w: Steps,
-    /// Of the product, or its gradient.
+    /// Of the output or its gradient.
     pub(crate) y: Steps,
 }
 
 impl GroupedGemm<'_> {
-    /// For profiles.
+    /// Profile label.
     pub(crate) fn name(&self) -> &'static str {
         if self.as_stored { "grouped (input gradient)" } else { "grouped (output)" }
     }
 
-    /// Checks shapes, strides and types.
+    /// Checks shapes, strides and types; returns the sizes.
     pub(crate) fn sizes(&self) -> Result<GroupedSizes> {
         let op = self.name();
         let segments = self.segments.check(op)?;
@@ -180,7 +180,7 @@ impl GroupedGemm<'_> {
 impl GroupedWgrad<'_> {
     pub(crate) const NAME: &'static str = "grouped (weight gradient)";
 
-    /// Checks shapes, strides and types.
+    /// Checks shapes, strides and types; returns the sizes.
     pub(crate) fn sizes(&self) -> Result<GroupedSizes> {
         let op = Self::NAME;
         let segments = self.segments.check(op)?;

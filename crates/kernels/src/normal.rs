@@ -1,20 +1,20 @@
-//! A standard normal value from random words, by Box and Muller, defined for every device.
+//! Standard normal values from random words by the Box-Muller transform, with the same bits on every device.
 //!
-//! Only additions, products, quotients and roots of f64, each rounded by itself, and whole numbers, in one order: IEEE
-//! 754 leaves no choice, so a card (`normal.cu` has the same lines) and every CPU give the same bits.
+//! The computation uses only f64 addition, multiplication, division and square root, each correctly rounded, and integers, in
+//! one fixed order. IEEE 754 determines the result, so `random_normal.cu`, which has the same lines, and every CPU agree.
 
 use std::f64::consts::{LN_2, TAU};
 
 /// The bits of √½.
 const HALF_ROOT: u64 = 0x3fe6_a09e_667f_3bcd;
-/// One step of the second word, as an angle.
+/// Angle of one unit of the second word.
 const STEP: f64 = TAU / 4_294_967_296.0;
 
-/// 1/3, 1/5, ... the series of artanh(s)/s − 1 in s². For s² < 0.0295 what is left out is below 3·10⁻¹⁷.
+/// 1/3, 1/5, ... the series of artanh(s)/s − 1 in s². For s² < 0.0295 the truncation error is below 3·10⁻¹⁷.
 const ARTANH: [f64; 9] =
     [1.0 / 3.0, 1.0 / 5.0, 1.0 / 7.0, 1.0 / 9.0, 1.0 / 11.0, 1.0 / 13.0, 1.0 / 15.0, 1.0 / 17.0, 1.0 / 19.0];
 
-/// −1/3!, 1/5!, ... the series of sin(x)/x − 1 in x². For |x| <= π/4 what is left out is below 2·10⁻¹⁹.
+/// −1/3!, 1/5!, ... the series of sin(x)/x − 1 in x². For |x| <= π/4 the truncation error is below 2·10⁻¹⁹.
 const SINE: [f64; 8] = [
     -1.0 / 6.0,
     1.0 / 120.0,
@@ -26,7 +26,7 @@ const SINE: [f64; 8] = [
     1.0 / 355_687_428_096_000.0,
 ];
 
-/// −1/2!, 1/4!, ... the series of cos(x) − 1 in x². For |x| <= π/4 what is left out is below 3·10⁻¹⁸.
+/// −1/2!, 1/4!, ... the series of cos(x) − 1 in x². For |x| <= π/4 the truncation error is below 3·10⁻¹⁸.
 const COSINE: [f64; 8] = [
     -1.0 / 2.0,
     1.0 / 24.0,
@@ -51,7 +51,7 @@ fn series<const N: usize>(x: f64, c: &[f64; N]) -> f64 {
 /// `√(−2·ln((a + 1)/2³²))`, 0 for the largest `a`.
 ///
 /// With `a + 1 = m·2ᵉ` and m around 1, `ln m = 2·artanh((m − 1)/(m + 1))`: near the largest `a`, where the logarithm
-/// goes to 0, nothing cancels.
+/// goes to 0, no digits cancel.
 #[inline(always)]
 fn radius(a: u32) -> f64 {
     let bits = (f64::from(a) + 1.0).to_bits();
@@ -66,10 +66,10 @@ fn radius(a: u32) -> f64 {
 
 /// cos and sin of `2π·b/2³²`.
 ///
-/// The word is rounded to the nearest quarter of the circle as a whole number; what is left, up to an eighth to either
-/// side, is exact.
+/// The word is reduced to the nearest quarter turn in integer arithmetic; the remainder, at most an eighth of a turn, is
+/// exact.
 #[inline(always)]
-fn turn(b: u32) -> [f64; 2] {
+fn cos_sin(b: u32) -> [f64; 2] {
     let quarter = b.wrapping_add(1 << 29) >> 30;
     let x = f64::from(b.wrapping_sub(quarter << 30) as i32) * STEP;
     let z = x * x;
@@ -82,7 +82,7 @@ fn turn(b: u32) -> [f64; 2] {
 /// Two independent standard normal values from two words: a radius from `a`, an angle from `b`.
 #[inline(always)]
 pub fn pair(a: u32, b: u32) -> [f64; 2] {
-    let (r, [cos, sin]) = (radius(a), turn(b));
+    let (r, [cos, sin]) = (radius(a), cos_sin(b));
     [r * cos, r * sin]
 }
 
@@ -90,7 +90,7 @@ pub fn pair(a: u32, b: u32) -> [f64; 2] {
 mod tests {
     use super::*;
 
-    /// Every power of two and its neighbours, both ends, and many between.
+    /// Powers of two and their neighbours, both ends of the range, and a million values in between.
     fn words() -> impl Iterator<Item = u32> + Clone {
         let edges = (0..32).flat_map(|p| (-3..=3).map(move |d| (1u32 << p).wrapping_add_signed(d)));
         let eighths = (0..8u32).flat_map(|e| (-3..=3).map(move |d| (e << 29).wrapping_add_signed(d)));
@@ -104,9 +104,9 @@ mod tests {
     }
 
     #[test]
-    fn radii_are_those_of_the_logarithm() {
+    fn radius_matches_logarithm() {
         for a in words() {
-            // ln(1 − x), where the ratio is near 1, or its own distance from 1 would be lost.
+            // log1p where the ratio is near 1, to keep its distance from 1.
             let short = (u64::from(u32::MAX) - u64::from(a)) as f64 / 4_294_967_296.0;
             let log = if short < 0.5 { libm::log1p(-short) } else { libm::log(1.0 - short) };
             near("radius", a, radius(a), (-2.0 * log).sqrt());
@@ -116,9 +116,9 @@ mod tests {
     }
 
     #[test]
-    fn turns_are_cosine_and_sine() {
+    fn quarter_turn_reduction_matches_cos_and_sin() {
         for b in words() {
-            // The symmetries of the circle, exact in fractions of a turn; then the library.
+            // Reduce by quarter turns exactly, then use the library.
             let share = f64::from(b) / 4_294_967_296.0;
             let quarters = (4.0 * share).round();
             let (sin, cos) = libm::sincos(TAU * (share - quarters / 4.0));
@@ -128,11 +128,14 @@ mod tests {
                 2 => (-cos, -sin),
                 _ => (sin, -cos),
             };
-            let [cos, sin] = turn(b);
+            let [cos, sin] = cos_sin(b);
             near("cosine", b, cos, wanted_cos);
             near("sine", b, sin, wanted_sin);
             let (sin, plain_cos) = (libm::sin(TAU * share), libm::cos(TAU * share));
-            assert!((turn(b)[0] - plain_cos).abs() < 1e-15 && (turn(b)[1] - sin).abs() < 1e-15, "{b:#x}");
+            assert!(
+                (cos_sin(b)[0] - plain_cos).abs() < 1e-15 && (cos_sin(b)[1] - sin).abs() < 1e-15,
+                "{b:#x}"
+            );
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Optimizer steps over lists of tensors.
+//! Multi-tensor optimizer steps, gradient norm and clipping, loss scaling.
 
 use crate::checks::{dtypes, same_contiguous};
 use crate::grad_scaler::ScalerConfig;
@@ -6,8 +6,8 @@ use crate::moments::BLOCK;
 use crate::quant::check::one;
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
-/// Entries of the step-scalar buffer (f32): what changes from step to step is read from device memory, so
-/// that a captured step can be replayed.
+/// Entries of the step-scalar buffer (f32). Values that change from step to step are read from device memory, so that a
+/// CUDA graph of a step can be replayed.
 pub mod scalars {
     /// Learning rate.
     pub const LR: usize = 0;
@@ -17,37 +17,37 @@ pub mod scalars {
     pub const BIAS1: usize = 2;
     /// `1 − β2^t`
     pub const BIAS2: usize = 3;
-    /// Factor on gradients from clipping.
+    /// Gradient clipping factor.
     pub const CLIP: usize = 4;
-    /// Global gradient norm before clipping. Where it is not finite, a step changes nothing: no weight, no moment,
-    /// no count of steps.
+    /// Global gradient norm before clipping. A step whose norm is not finite is skipped: weights, moments and the step
+    /// counter stay.
     pub const GRAD_NORM: usize = 5;
-    /// Zero on the first step (SGD starts its momentum from the gradient).
+    /// Completed steps; 0 on the first step, where SGD initializes its momentum with the gradient.
     pub const STEPS_DONE: usize = 6;
-    /// Factor that was on the loss, where there is one.
+    /// Loss scale of the step, where there is one.
     pub const LOSS_SCALE: usize = 7;
-    /// Entries in all.
+    /// Number of entries.
     pub const COUNT: usize = 8;
 }
 
-/// Entries of the counter (f64), which stays on the device because only the device knows whether a step was made.
+/// Entries of the step counter (f64), kept on the device, which alone knows whether a step was skipped.
 pub mod counter {
-    /// Steps made.
+    /// Completed steps.
     pub const STEPS: usize = 0;
-    /// `β1^t`, a product of t factors.
+    /// `β1^t`, accumulated by multiplication.
     pub const POWER1: usize = 1;
     /// `β2^t`
     pub const POWER2: usize = 2;
-    /// Entries in all.
+    /// Number of entries.
     pub const COUNT: usize = 3;
 
-    /// The counter after `steps` steps, to the bit as the device counts it.
+    /// The counter after `steps` steps, bit for bit as the device computes it.
     pub fn after(steps: u64, betas: [f32; 2]) -> [f64; COUNT] {
         let power = |beta: f32| {
             let mut power = 1.0;
             for _ in 0..steps {
                 power *= f64::from(beta);
-                // Zero and one stay what they are.
+                // 0 and 1 are fixed points.
                 if power == 0.0 || beta == 1.0 {
                     break;
                 }
@@ -58,26 +58,25 @@ pub mod counter {
     }
 }
 
-/// Entries of the state of a loss scale (f64), which stays on the device for the same reason. What they mean is in
-/// [`crate::grad_scaler`].
+/// Entries of the loss-scale state (f64), kept on the device for the same reason; see [`crate::grad_scaler`].
 pub mod scaler {
     use crate::grad_scaler::{DynamicScaler, ScalerConfig};
 
-    /// The factor on the loss.
+    /// Loss scale.
     pub const SCALE: usize = 0;
-    /// Good steps since the last overflow or growth.
+    /// Steps since the last overflow or growth.
     pub const GROWTH: usize = 1;
-    /// Overflows left.
+    /// Overflows left before the scale is reduced.
     pub const HYSTERESIS: usize = 2;
-    /// Entries in all.
+    /// Number of entries.
     pub const COUNT: usize = 3;
 
-    /// As numbers.
+    /// Entries of a scaler's state.
     pub fn of(s: &DynamicScaler) -> [f64; COUNT] {
         [f64::from(s.scale), f64::from(s.growth_tracker), f64::from(s.hysteresis_tracker)]
     }
 
-    /// From numbers.
+    /// Scaler from its entries.
     pub fn from(config: ScalerConfig, state: &[f64]) -> DynamicScaler {
         let at = |i: usize| state.get(i).copied().unwrap_or_default();
         DynamicScaler {
@@ -89,36 +88,36 @@ pub mod scaler {
     }
 }
 
-/// Constants of Adam.
+/// Hyperparameters of Adam.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Adam {
     /// Decay of the first moment.
     pub beta1: f32,
     /// Decay of the second moment.
     pub beta2: f32,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f32,
-    /// AdamW (decay beside the gradient) or Adam with L2 (decay inside it).
+    /// Decoupled weight decay (AdamW); otherwise L2 regularization inside the gradient.
     pub decoupled: bool,
 }
 
-/// Constants of SGD.
+/// Hyperparameters of SGD.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sgd {
-    /// Decay of the momentum.
+    /// Momentum coefficient.
     pub momentum: f32,
-    /// One minus the weight of a new gradient.
+    /// Dampening: the gradient enters the momentum with weight `1 − dampening`.
     pub dampening: f32,
-    /// Look ahead.
+    /// Nesterov momentum.
     pub nesterov: bool,
 }
 
-/// A moment in memory.
+/// Storage of a moment.
 #[derive(Clone, Copy)]
 pub struct Moment<'a> {
-    /// f32; bf16, rounded to nearest even; f16 or u8 ([`crate::moments`]), codes with scales.
+    /// f32; bf16, rounded to nearest even; or f16 or u8 codes with scales ([`crate::moments`]).
     pub values: &'a Tensor,
-    /// u8 `[⌈n/32⌉]`: the scales of codes.
+    /// u8 `[⌈n/32⌉]`: block scales of f16 and u8 codes.
     pub scales: Option<&'a Tensor>,
 }
 
@@ -128,69 +127,67 @@ impl<'a> From<&'a Tensor> for Moment<'a> {
     }
 }
 
-/// Which moment: codes of the two mean different things.
+/// First or second moment: they have different storage formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum MomentOrder {
-    /// The mean of gradients.
+    /// Moving average of gradients.
     First,
-    /// The mean of their squares.
+    /// Moving average of squared gradients.
     Second,
 }
 
-/// One parameter in an optimizer step. All tensors but scales are contiguous and of equal size.
+/// One parameter of an optimizer step. All tensors except scales are contiguous and of equal size.
 pub struct ParamUpdate<'a> {
-    /// f32: the parameter the arithmetic is on. Or i16: the low halves of these f32, whose high halves are `weight`,
-    /// one more where the low half is negative.
+    /// f32 master weight. Or i16: the low halves of f32 masters whose high halves are the bf16 `weight`, one unit higher
+    /// where the low half is negative.
     pub master: &'a Tensor,
-    /// bf16 or f16 copy to write in the same pass, where the model computes in that.
+    /// bf16 or f16 model weight, written in the same pass.
     pub weight: Option<&'a Tensor>,
     /// f32 gradient.
     pub grad: &'a Tensor,
     /// First moment (Adam) or momentum (SGD).
     pub first: Moment<'a>,
-    /// Second moment (Adam), kept like the first.
+    /// Second moment (Adam), stored like the first.
     pub second: Option<Moment<'a>>,
     /// Factor on the learning rate.
     pub lr_mult: f32,
     /// Factor on the weight decay.
     pub wd_mult: f32,
-    /// What narrow products need of the new weight; of Adam.
-    pub narrow: Option<Fp8WeightOut<'a>>,
+    /// FP8 outputs of the new weight (Adam only).
+    pub fp8: Option<Fp8WeightOut<'a>>,
 }
 
-/// What narrow products need of a new weight, made in the pass that makes it. The weight is the master rounded to bf16,
-/// whether there is a copy of it or not.
+/// FP8 outputs of an updated weight, written by the optimizer pass. They are computed from the master rounded to bf16,
+/// whether or not a bf16 weight is stored.
 #[derive(Clone, Copy)]
 pub struct Fp8WeightOut<'a> {
-    /// f32 `[1]`: becomes the larger of itself and the weight's largest magnitude; NaN is passed over.
+    /// f32 `[1]`: becomes the larger of itself and the weight's amax; NaN is ignored.
     pub amax: &'a Tensor,
-    /// The weight as bytes. They are made in a step that changes nothing, too, and its magnitude with them: the scale may
-    /// be a new one.
-    pub bytes: Option<Fp8DataOut<'a>>,
+    /// The weight quantized to FP8. A skipped step writes it too, along with the amax, since the scale may have changed.
+    pub data: Option<Fp8DataOut<'a>>,
 }
 
-/// Bytes under a scale that is known, as [`crate::ScaleSource::Given`] makes them.
+/// FP8 data under a known scale, quantized as by [`crate::ScaleSource::Given`].
 #[derive(Clone, Copy)]
 pub struct Fp8DataOut<'a> {
-    /// E4M3, as many as the master has elements.
+    /// E4M3, as many elements as the master.
     pub data: &'a Tensor,
     /// f32 `[1]`
     pub scale: &'a Tensor,
-    /// f32 `[1]`: gets its inverse, if there is any element.
+    /// f32 `[1]`: the inverse of the scale is written, unless the weight is empty.
     pub scale_inv: &'a Tensor,
 }
 
-/// Optimizers and the norms they need.
+/// Optimizer kernels. A step whose `scalars[GRAD_NORM]` is not finite is skipped.
 pub trait OptimizerKernels {
-    /// One Adam step: `m, v` updated; `p −= lr·(m̂/(√v̂ + ε) + wd·p)` (decoupled). Nothing changes where
-    /// `scalars[GRAD_NORM]` is not finite.
+    /// One Adam step: updates m and v, then `p −= lr·(m̂/(√v̂ + ε) + wd·p)` (decoupled weight decay).
     fn adam(&self, s: &Stream, adam: Adam, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()>;
 
-    /// One SGD step with momentum. Nothing changes where `scalars[GRAD_NORM]` is not finite.
+    /// One SGD step with momentum.
     fn sgd(&self, s: &Stream, sgd: Sgd, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()>;
 
-    /// Writes the joint l2 norm of f32 gradients into `scalars[GRAD_NORM]`, and
-    /// `min(1, max_norm/(norm + 1e-6))` into `scalars[CLIP]` (1 where `max_norm` is none).
+    /// Writes the global L2 norm of f32 gradients into `scalars[GRAD_NORM]` and the clipping factor
+    /// `min(1, max_norm/(norm + 1e-6))` into `scalars[CLIP]` (1 without `max_norm`).
     fn clip_factor(
         &self,
         s: &Stream,
@@ -199,11 +196,11 @@ pub trait OptimizerKernels {
         scalars: &Tensor,
     ) -> Result<()>;
 
-    /// `square[0] = Σ g²` over f32 gradients; `square` f64 `[1]`. Squares of several ranks add up before
+    /// `square[0] = Σ g²` over f32 gradients; `square` f64 `[1]`, to be all-reduced before
     /// [`OptimizerKernels::clip_factor_from_square_sum`].
     fn grad_square_sum(&self, s: &Stream, grads: &[&Tensor], square: &Tensor) -> Result<()>;
 
-    /// The same as [`OptimizerKernels::clip_factor`], from the sum of squares.
+    /// [`OptimizerKernels::clip_factor`] from the sum of squares.
     fn clip_factor_from_square_sum(
         &self,
         s: &Stream,
@@ -212,39 +209,40 @@ pub trait OptimizerKernels {
         scalars: &Tensor,
     ) -> Result<()>;
 
-    /// Counts a step, unless `scalars[GRAD_NORM]` is not finite: `scalars[STEPS_DONE]` is what `counter` (f64, see
-    /// [`counter`]) held, `scalars[BIAS1]` and `[BIAS2]` are `1 − βᵗ` with this step.
+    /// Advances the step [`counter`] (f64) unless the step is skipped: `scalars[STEPS_DONE]` is the previous count,
+    /// `scalars[BIAS1]` and `[BIAS2]` become `1 − βᵗ` of this step.
     fn advance_step(&self, s: &Stream, betas: [f32; 2], counter: &Tensor, scalars: &Tensor) -> Result<()>;
 
-    /// `out = x` times the loss scale; f32, contiguous. `state` as [`scaler`] says.
+    /// `out = x·loss scale`; f32, contiguous. `state`: see [`scaler`].
     fn scale_loss(&self, s: &Stream, state: &Tensor, x: &Tensor, out: &Tensor) -> Result<()>;
 
-    /// `square[0] /= scale²`: the sum of squares of gradients whose loss was scaled, f64 `[1]`.
+    /// `square[0] /= scale²`: unscales the sum of squared gradients of a scaled loss, f64 `[1]`.
     fn unscale_square(&self, s: &Stream, state: &Tensor, square: &Tensor) -> Result<()>;
 
-    /// After [`OptimizerKernels::clip_factor_from_square_sum`]: `scalars[LOSS_SCALE]` is the scale, `scalars[CLIP]` is divided by it, so that
-    /// gradients are unscaled where they are clipped, and the scale moves: [`crate::grad_scaler::DynamicScaler::update`],
-    /// with an overflow where `scalars[GRAD_NORM]` is not finite.
+    /// After [`OptimizerKernels::clip_factor_from_square_sum`]: stores the scale in `scalars[LOSS_SCALE]`, divides
+    /// `scalars[CLIP]` by it, so that clipping also unscales gradients, and updates the scale
+    /// ([`DynamicScaler::update`](crate::grad_scaler::DynamicScaler::update)), with an overflow where `scalars[GRAD_NORM]` is not
+    /// finite.
     fn update_scaler(&self, s: &Stream, config: ScalerConfig, state: &Tensor, scalars: &Tensor)
     -> Result<()>;
 
-    /// Zeros f32 `numbers`, unless `scalars[GRAD_NORM]` is not finite: before a step that measures.
-    fn reset_amax(&self, s: &Stream, scalars: &Tensor, numbers: &Tensor) -> Result<()>;
+    /// Zeros f32 `amax` before an optimizer step that records it, unless the step is skipped.
+    fn reset_amax(&self, s: &Stream, scalars: &Tensor, amax: &Tensor) -> Result<()>;
 
-    /// Rounds f32 values into a moment: to nearest, f16 and u8 under new scales.
+    /// Stores f32 values as a moment, rounded to nearest; f16 and u8 codes get new scales.
     fn pack_moment(&self, s: &Stream, order: MomentOrder, values: &Tensor, moment: Moment) -> Result<()>;
 
-    /// The f32 values of a moment, exactly.
+    /// Decodes a moment to f32, exactly.
     fn unpack_moment(&self, s: &Stream, order: MomentOrder, moment: Moment, values: &Tensor) -> Result<()>;
 
-    /// f32 masters as the bf16 `high` half, rounded half away from zero, and the i16 `low` half ([`ParamUpdate::master`]).
+    /// Splits f32 masters into a bf16 `high` half, rounded half away from zero, and an i16 `low` half ([`ParamUpdate::master`]).
     fn split_master(&self, s: &Stream, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()>;
 
-    /// The f32 masters that [`OptimizerKernels::split_master`] split.
+    /// Inverse of [`OptimizerKernels::split_master`].
     fn join_master(&self, s: &Stream, high: &Tensor, low: &Tensor, master: &Tensor) -> Result<()>;
 }
 
-/// A moment of `n` elements.
+/// Checks a moment with as many elements as `like`.
 pub(crate) fn check_moment(op: &'static str, m: &Moment, like: &Tensor) -> Result<()> {
     same_contiguous(op, &[like, m.values])?;
     let scaled = match m.values.dtype() {
@@ -262,11 +260,11 @@ pub(crate) fn check_moment(op: &'static str, m: &Moment, like: &Tensor) -> Resul
             }
             shape_error(op, format!("{scales:?} must be contiguous, one scale for each of {blocks} blocks"))
         }
-        _ => shape_error(op, "moments of f16 and u8 have scales, others have none"),
+        _ => shape_error(op, "f16 and u8 moments need scales, others have none"),
     }
 }
 
-/// One entry of a list. `two`: whether there is a second moment.
+/// Checks one parameter; `two`: whether the optimizer has a second moment.
 pub(crate) fn check_update(op: &'static str, u: &ParamUpdate, two: bool) -> Result<()> {
     let mut all = vec![u.master, u.grad];
     all.extend(u.weight);
@@ -277,10 +275,10 @@ pub(crate) fn check_update(op: &'static str, u: &ParamUpdate, two: bool) -> Resu
         dtypes(op, DType::F32, &[u.master])?;
     }
     match u.weight {
-        // Halves complete bf16, and so do narrow products.
-        Some(w) if w.dtype() == DType::F16 && !split && u.narrow.is_none() => {}
+        // Split masters and FP8 outputs need bf16 weights.
+        Some(w) if w.dtype() == DType::F16 && !split && u.fp8.is_none() => {}
         Some(w) => dtypes(op, DType::BF16, &[w])?,
-        None if split => return shape_error(op, "low halves of masters need the weights, their high halves"),
+        None if split => return shape_error(op, "split masters need the bf16 weights, their high halves"),
         None => {}
     }
     check_moment(op, &u.first, u.grad)?;
@@ -290,47 +288,44 @@ pub(crate) fn check_update(op: &'static str, u: &ParamUpdate, two: bool) -> Resu
     if u.second.is_some() != two || u.second.is_some_and(|m| m.values.dtype() != u.first.values.dtype()) {
         return shape_error(op, "Adam needs two moments of one type, SGD one momentum");
     }
-    let Some(narrow) = &u.narrow else { return Ok(()) };
+    let Some(fp8) = &u.fp8 else { return Ok(()) };
     if !two {
-        return shape_error(op, "only Adam measures new weights");
+        return shape_error(op, "only Adam writes FP8 outputs");
     }
-    one(op, narrow.amax)?;
-    let Some(bytes) = &narrow.bytes else { return Ok(()) };
+    one(op, fp8.amax)?;
+    let Some(out) = &fp8.data else { return Ok(()) };
     if split {
-        return shape_error(op, "bytes are made of whole masters");
+        return shape_error(op, "FP8 data needs f32 masters, not split ones");
     }
-    one(op, bytes.scale)?;
-    one(op, bytes.scale_inv)?;
-    dtypes(op, DType::E4M3, &[bytes.data])?;
-    same_contiguous(op, &[u.master, bytes.data])
+    one(op, out.scale)?;
+    one(op, out.scale_inv)?;
+    dtypes(op, DType::E4M3, &[out.data])?;
+    same_contiguous(op, &[u.master, out.data])
 }
 
-/// The counter of steps.
+/// Checks a step counter.
 pub(crate) fn check_counter(op: &'static str, t: &Tensor) -> Result<()> {
     if t.shape() != [counter::COUNT] || t.dtype() != DType::F64 || !t.is_contiguous() {
-        return shape_error(op, format!("a counter of steps is {} f64 numbers, not {t:?}", counter::COUNT));
+        return shape_error(op, format!("the step counter must be f64 [{}], not {t:?}", counter::COUNT));
     }
     Ok(())
 }
 
-/// The state of a loss scale.
+/// Checks the state of a loss scale.
 pub(crate) fn check_scaler(op: &'static str, t: &Tensor) -> Result<()> {
     if t.shape() != [scaler::COUNT] || t.dtype() != DType::F64 || !t.is_contiguous() {
-        return shape_error(
-            op,
-            format!("the state of a loss scale is {} f64 numbers, not {t:?}", scaler::COUNT),
-        );
+        return shape_error(op, format!("the loss-scale state must be f64 [{}], not {t:?}", scaler::COUNT));
     }
     Ok(())
 }
 
-/// What a step raises magnitudes in.
+/// Checks the amax buffer of a step.
 pub(crate) fn check_numbers(op: &'static str, t: &Tensor) -> Result<()> {
     same_contiguous(op, &[t])?;
     dtypes(op, DType::F32, &[t])
 }
 
-/// Halves of masters.
+/// Checks the halves of split masters.
 pub(crate) fn check_halves(op: &'static str, master: &Tensor, high: &Tensor, low: &Tensor) -> Result<()> {
     same_contiguous(op, &[master, high, low])?;
     dtypes(op, DType::F32, &[master])?;
@@ -338,26 +333,26 @@ pub(crate) fn check_halves(op: &'static str, master: &Tensor, high: &Tensor, low
     dtypes(op, DType::I16, &[low])
 }
 
-/// A moment and its f32 values.
+/// Checks a moment and its f32 values.
 pub(crate) fn check_values(op: &'static str, moment: &Moment, values: &Tensor) -> Result<()> {
     dtypes(op, DType::F32, &[values])?;
     check_moment(op, moment, values)
 }
 
-/// A sum of squares.
+/// Checks a sum of squares.
 pub(crate) fn check_square(op: &'static str, t: &Tensor) -> Result<()> {
     if t.shape() != [1] || t.dtype() != DType::F64 {
-        return shape_error(op, format!("a sum of squares is one f64 number, not {t:?}"));
+        return shape_error(op, format!("the sum of squares must be f64 [1], not {t:?}"));
     }
     Ok(())
 }
 
-/// The buffer of step scalars.
+/// Checks the step-scalar buffer.
 pub(crate) fn check_scalars(op: &'static str, t: &Tensor) -> Result<()> {
     if t.shape() != [scalars::COUNT] || !t.is_contiguous() {
         return shape_error(
             op,
-            format!("the buffer of step scalars is {:?}, not [{}]", t.shape(), scalars::COUNT),
+            format!("the step-scalar buffer is {:?}, not [{}]", t.shape(), scalars::COUNT),
         );
     }
     dtypes(op, DType::F32, &[t])

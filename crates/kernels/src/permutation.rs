@@ -1,30 +1,31 @@
-//! Rows of tokens sorted by expert, and back.
+//! MoE permutation: token rows sorted by expert, and the inverse.
 //!
-//! A plan sorts the choices `index` i32 `[T, k]` by expert, by row within an expert. Each expert's rows start at a multiple of
-//! an alignment; rows between, and behind the last expert's, are nobody's.
+//! A [`RowMap`] sorts the selections `index` i32 `[T, k]` by expert, and by token within an expert. Each expert's rows start at a
+//! multiple of an alignment; rows between experts and behind the last are padding.
 //!
-//! Sizes of experts stay on the device: no kernel waits for the host. An index that points outside what it is for counts as -1.
+//! Tokens per expert stay on the device, so no kernel waits for the host. An index out of range counts as −1.
 
 use crate::ALIGN;
 use crate::checks::{contiguous, dtypes};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, shape_error};
 
-/// Where choices go. All memory is the caller's and written by [`PermutationKernels::sort_by_expert`].
+/// Destination row of each selection, and its inverse, written by [`PermutationKernels::sort_by_expert`].
 #[derive(Clone, Debug)]
 pub struct RowMap {
-    /// i32 `[E + 1]`: first row of each expert; the last is the end of all. Expert e has `counts[e]` rows from `offsets[e]`.
+    /// i32 `[E + 1]`: first row of each expert; the last entry is the end of all. Expert e has `counts[e]` rows from `offsets[e]`.
     pub offsets: Tensor,
-    /// i32 `[E]`: rows of each expert, without those between experts.
+    /// i32 `[E]`: rows of each expert, without padding.
     pub counts: Tensor,
-    /// i32 `[T, k]`: row of each choice, -1 where there is none.
+    /// i32 `[T, k]`: row of each selection, −1 where there is none.
     pub rows: Tensor,
-    /// i32 `[N]`: choice (token·k + slot) of each row, -1 for nobody's. N ≥ all that can come: T·k + E·(align - 1).
+    /// i32 `[N]`: selection (token·k + slot) of each row, −1 for padding. N must hold the largest possible number of rows,
+    /// T·k + E·(align − 1).
     pub source: Tensor,
 }
 
-/// Kernels that move rows. Values f32, bf16 (or bytes, E4M3 and E5M2, for the pure moves), contiguous rows.
+/// Permutation kernels. Rows are contiguous, f32 or bf16; kernels that only move data also take E4M3 and E5M2.
 pub trait PermutationKernels {
-    /// Fills `map` for `index` whose experts are `first..first + E` (others count as no choice).
+    /// Fills `map` for the experts `first..first + E`; selections of other experts are dropped.
     fn sort_by_expert(
         &self,
         s: &Stream,
@@ -34,22 +35,23 @@ pub trait PermutationKernels {
         map: &RowMap,
     ) -> Result<()>;
 
-    /// `out[r] = x[source[r] / k]`, zeros where `source[r]` is -1. `x [T, h]`, `source` i32 `[N]`, `out [N, h]`. Its gradient
-    /// is [`PermutationKernels::moe_unpermute`] without weights.
+    /// `out[r] = x[source[r] / k]`, zeros where `source[r]` is −1. `x [T, h]`, `source` i32 `[N]`, `out [N, h]`. Its gradient is
+    /// [`PermutationKernels::moe_unpermute`] without weights.
     fn gather_rows(&self, s: &Stream, x: &Tensor, source: &Tensor, k: usize, out: &Tensor) -> Result<()>;
 
-    /// [`PermutationKernels::gather_rows`] with a map's `source`. Who looks at the map from its tokens reads each of them once.
+    /// Copies each token to the rows of its experts: [`PermutationKernels::gather_rows`] by a map's `source`. A kernel that
+    /// iterates over tokens reads each of them once.
     fn moe_permute(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
-        let k = spread_sizes("moe_permute", x, map, out)?.k;
+        let k = permute_sizes("moe_permute", x, map, out)?.k;
         self.gather_rows(s, x, &map.source, k, out)
     }
 
-    /// [`PermutationKernels::moe_permute`] the other way round: `out[c, r] = x[source[r] / k, c]`, of bytes (E4M3 or E5M2). `x [T, h]`,
-    /// `out [c, N up to a multiple of 16]` for c ≤ h; zeros where `source[r]` is -1, and behind N.
+    /// [`PermutationKernels::moe_permute`] of FP8 rows, transposed: `out[c, r] = x[source[r] / k, c]`. `x [T, h]`,
+    /// `out [c, N rounded up to a multiple of 16]` with c ≤ h; zeros where `source[r]` is −1 and beyond N.
     fn moe_permute_transposed(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()>;
 
-    /// `out[r] = weights[source[r]]·x[source[r] / k]`, zeros where `source[r]` is -1: the gradient of `x` in
-    /// [`PermutationKernels::moe_unpermute`]. `x [T, h]` of out's type or f32, `weights` f32 `[T, k]`, `source` i32 `[N]`, `out [N, h]`.
+    /// Gradient of `x` in [`PermutationKernels::moe_unpermute`]: `out[r] = weights[source[r]]·x[source[r] / k]`, zeros where
+    /// `source[r]` is −1. `x [T, h]` of the type of `out` or f32, `weights` f32 `[T, k]`, `source` i32 `[N]`, `out [N, h]`.
     fn moe_unpermute_backward(
         &self,
         s: &Stream,
@@ -59,8 +61,9 @@ pub trait PermutationKernels {
         out: &Tensor,
     ) -> Result<()>;
 
-    /// `out[t] = Σ_j x[rows[t, j]]·(weights[t, j])`, sums in f32 in the order of j; -1 adds nothing. `x [N, h]`,
-    /// `rows` i32 `[T, k]`, `weights` f32 `[T, k]`, `out [T, h]` of x's type or f32.
+    /// Combines the rows of each token: `out[t] = Σ_j x[rows[t, j]]·weights[t, j]`, summed in f32 in the order of j; a row of −1
+    /// adds nothing, and without `weights` they are 1. `x [N, h]`, `rows` i32 `[T, k]`, `weights` f32 `[T, k]`, `out [T, h]` of the
+    /// type of `x` or f32.
     fn moe_unpermute(
         &self,
         s: &Stream,
@@ -70,8 +73,8 @@ pub trait PermutationKernels {
         out: &Tensor,
     ) -> Result<()>;
 
-    /// `out[t, j] = <x[rows[t, j]], dy[t]>` f32, 0 where the row is -1: the gradient of `weights` in
-    /// [`PermutationKernels::moe_unpermute`]. `dy [T, h]` of x's type or f32.
+    /// Gradient of `weights` in [`PermutationKernels::moe_unpermute`]: `out[t, j] = <x[rows[t, j]], dy[t]>` f32, 0 where the row
+    /// is −1. `dy [T, h]` of the type of `x` or f32.
     fn moe_unpermute_dprobs(
         &self,
         s: &Stream,
@@ -81,11 +84,11 @@ pub trait PermutationKernels {
         out: &Tensor,
     ) -> Result<()>;
 
-    /// `out[i] = x[source[i]]`, 0 where -1; f32 or i32, any shapes.
+    /// `out[i] = x[source[i]]`, 0 where `source[i]` is −1; f32 or i32, any shapes.
     fn gather_values(&self, s: &Stream, x: &Tensor, source: &Tensor, out: &Tensor) -> Result<()>;
 
-    /// Rows in chunks of `sizes` i32 `[n]` (on the device), put in the order `order` i32 `[n]`: `source[r]` i32 `[N]` = the row
-    /// that comes to r, and `back` its inverse. Rows behind all chunks stay.
+    /// Row map that reorders chunks of rows: chunks of `sizes` i32 `[n]` (on the device) are put in the order `order` i32 `[n]`.
+    /// `source` i32 `[N]` is the row that moves to r and `back` its inverse; rows behind all chunks stay.
     fn chunk_map(
         &self,
         s: &Stream,
@@ -95,35 +98,34 @@ pub trait PermutationKernels {
         back: &Tensor,
     ) -> Result<()>;
 
-    /// Of the first choices that are none (probability 0), as many become `expert`'s as make each expert's count a multiple of
-    /// `align`, in the order of rows: as upstream's routing-map padding, on a dense map u8 `[T, E]`. An expert with fewer such
-    /// choices gets all of them.
+    /// Pads a dense routing map u8 `[T, E]` so that each expert's token count is a multiple of `align`, as Megatron does: the
+    /// first tokens not routed to an expert are marked, in the order of rows, or all of them where there are too few.
     fn pad_routing_map(&self, s: &Stream, align: usize, map: &Tensor) -> Result<()>;
 }
 
-/// Sizes of a map between tokens and rows.
+/// Sizes of a permutation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Sizes {
     /// T
     pub(crate) tokens: usize,
-    /// Choices of a token.
+    /// Top-k of a token.
     pub(crate) k: usize,
     /// N
     pub(crate) rows: usize,
-    /// Elements of a row.
+    /// Elements per row.
     pub(crate) width: usize,
 }
 
-/// Rows and choices are counted in i32.
+/// Checks that a count fits i32.
 fn counted(op: &'static str, n: usize) -> Result<usize> {
     if i32::try_from(n).is_ok() {
         Ok(n)
     } else {
-        shape_error(op, format!("{n} rows are more than i32 counts"))
+        shape_error(op, format!("{n} rows exceed the range of i32"))
     }
 }
 
-/// Choices and experts of a sort; the rows of `map` must hold whatever comes.
+/// Checks a sort and that `map` holds the largest possible number of rows; returns selections and experts.
 pub(crate) fn sort_sizes(op: &'static str, index: &Tensor, align: usize, map: &RowMap) -> Result<[usize; 2]> {
     let RowMap { offsets, counts, rows, source } = map;
     contiguous(op, &[index, offsets, counts, rows, source])?;
@@ -142,17 +144,20 @@ pub(crate) fn sort_sizes(op: &'static str, index: &Tensor, align: usize, map: &R
         );
     }
     if align == 0 {
-        return shape_error(op, "rows cannot be aligned to 0; 1 leaves no gaps");
+        return shape_error(op, "the alignment must be at least 1");
     }
     let most = counted(op, choices.saturating_add(experts.min(choices).saturating_mul(align - 1)))?;
     let needed = most / align * align;
     if counted(op, source.numel())? < needed {
-        return shape_error(op, format!("source holds {} rows, but up to {needed} can come", source.numel()));
+        return shape_error(
+            op,
+            format!("source holds {} rows, but up to {needed} are possible", source.numel()),
+        );
     }
     Ok([choices, experts])
 }
 
-/// Rows `[n, h]`, contiguous.
+/// Checks contiguous rows `[n, h]`; returns n and h.
 fn rows_of(op: &'static str, name: &str, t: &Tensor) -> Result<[usize; 2]> {
     match t.shape() {
         [n, h] if t.is_contiguous() => Ok([*n, *h]),
@@ -160,7 +165,7 @@ fn rows_of(op: &'static str, name: &str, t: &Tensor) -> Result<[usize; 2]> {
     }
 }
 
-/// Of `x [T, h]`, `source [N]`, `out [N, h]`, for `k` choices of a token.
+/// Checks `x [T, h]`, `source [N]` and `out [N, h]` for top-k selections.
 pub(crate) fn gather_sizes(
     op: &'static str,
     x: &Tensor,
@@ -175,7 +180,7 @@ pub(crate) fn gather_sizes(
         return shape_error(
             op,
             format!(
-                "{k} choices each of {:?} do not make {:?} by a source of {:?}",
+                "top-{k} selections of {:?} do not fit {:?} with a source of {:?}",
                 x.shape(),
                 out.shape(),
                 source.shape()
@@ -186,8 +191,8 @@ pub(crate) fn gather_sizes(
     Ok(Sizes { tokens, k, rows, width })
 }
 
-/// As [`gather_sizes`], of a map whose rows and source belong together.
-pub(crate) fn spread_sizes(op: &'static str, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<Sizes> {
+/// [`gather_sizes`] of a map, whose rows must be `[T, k]`.
+pub(crate) fn permute_sizes(op: &'static str, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<Sizes> {
     let [tokens, k] = rows_of(op, "rows", &map.rows)?;
     dtypes(op, DType::I32, &[&map.rows])?;
     dtypes(op, x.dtype(), &[out])?;
@@ -198,8 +203,13 @@ pub(crate) fn spread_sizes(op: &'static str, x: &Tensor, map: &RowMap, out: &Ten
     Ok(sizes)
 }
 
-/// Of `x [T, h]` and rows of a map turned, `out [c, N up to a multiple of 16]`.
-pub(crate) fn turn_sizes(op: &'static str, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<Sizes> {
+/// Checks a transposed permutation of `x [T, h]` into `out [c, N rounded up to a multiple of 16]`.
+pub(crate) fn permute_transposed_sizes(
+    op: &'static str,
+    x: &Tensor,
+    map: &RowMap,
+    out: &Tensor,
+) -> Result<Sizes> {
     let ([tokens, width], [t, k]) = (rows_of(op, "x", x)?, rows_of(op, "rows", &map.rows)?);
     let ([c, pitch], rows) = (rows_of(op, "out", out)?, counted(op, map.source.numel())?);
     contiguous(op, &[&map.source])?;
@@ -209,14 +219,18 @@ pub(crate) fn turn_sizes(op: &'static str, x: &Tensor, map: &RowMap, out: &Tenso
     }
     dtypes(op, x.dtype(), &[out])?;
     if c > width || pitch != rows.next_multiple_of(ALIGN) || tokens != t || k == 0 {
-        let what = format!("a map of {t} tokens to {rows} rows turns {:?} into {:?}", x.shape(), out.shape());
+        let what = format!(
+            "a map of {t} tokens to {rows} rows does not transpose {:?} into {:?}",
+            x.shape(),
+            out.shape()
+        );
         return shape_error(op, what);
     }
     counted(op, tokens.saturating_mul(k))?;
     Ok(Sizes { tokens, k, rows, width })
 }
 
-/// Of `x [T, h]`, `source [N]`, `weights [T, k]`, `out [N, h]`.
+/// Checks `x [T, h]`, `source [N]`, `weights [T, k]` and `out [N, h]`.
 pub(crate) fn weighted_sizes(
     op: &'static str,
     x: &Tensor,
@@ -234,8 +248,8 @@ pub(crate) fn weighted_sizes(
     Ok(sizes)
 }
 
-/// Of `x [N, h]`, `rows [T, k]` and per token `y [T, h]`.
-pub(crate) fn sum_sizes(op: &'static str, x: &Tensor, rows: &Tensor, y: &Tensor) -> Result<Sizes> {
+/// Checks `x [N, h]`, `rows [T, k]` and one row per token, `y [T, h]`.
+pub(crate) fn unpermute_sizes(op: &'static str, x: &Tensor, rows: &Tensor, y: &Tensor) -> Result<Sizes> {
     let ([n, width], [tokens, k]) = (rows_of(op, "x", x)?, rows_of(op, "rows", rows)?);
     dtypes(op, DType::I32, &[rows])?;
     same_or_f32(op, x, y)?;
@@ -243,7 +257,7 @@ pub(crate) fn sum_sizes(op: &'static str, x: &Tensor, rows: &Tensor, y: &Tensor)
         return shape_error(
             op,
             format!(
-                "x {:?}, rows {:?}, tokens {:?} do not belong together",
+                "x {:?}, rows {:?}, tokens {:?} have inconsistent shapes",
                 x.shape(),
                 rows.shape(),
                 y.shape()
@@ -254,7 +268,7 @@ pub(crate) fn sum_sizes(op: &'static str, x: &Tensor, rows: &Tensor, y: &Tensor)
     Ok(Sizes { tokens, k, rows: counted(op, n)?, width })
 }
 
-/// One f32 value for each choice?
+/// Checks one f32 value per selection.
 pub(crate) fn check_choices(op: &'static str, sizes: Sizes, t: &Tensor) -> Result<()> {
     dtypes(op, DType::F32, &[t])?;
     if t.shape() == [sizes.tokens, sizes.k] && t.is_contiguous() {
@@ -263,12 +277,12 @@ pub(crate) fn check_choices(op: &'static str, sizes: Sizes, t: &Tensor) -> Resul
     shape_error(op, format!("{t:?} must be contiguous [{}, {}]", sizes.tokens, sizes.k))
 }
 
-/// Is `t` of the type of `like`, or f32?
+/// Checks that `t` has the type of `like`, or f32.
 fn same_or_f32(op: &'static str, like: &Tensor, t: &Tensor) -> Result<()> {
     if t.dtype() == DType::F32 { Ok(()) } else { dtypes(op, like.dtype(), &[t]) }
 }
 
-/// Of values: contiguous, an index for each of `out`, f32 or i32.
+/// Checks a gather of f32 or i32 values with one index per element of `out`.
 pub(crate) fn check_values(op: &'static str, x: &Tensor, source: &Tensor, out: &Tensor) -> Result<()> {
     contiguous(op, &[x])?;
     crate::checks::same_contiguous(op, &[source, out])?;
@@ -278,7 +292,7 @@ pub(crate) fn check_values(op: &'static str, x: &Tensor, source: &Tensor, out: &
     counted(op, x.numel()).map(|_| ())
 }
 
-/// Chunks and rows of a chunk map.
+/// Checks a chunk map; returns chunks and rows.
 pub(crate) fn chunk_sizes(
     op: &'static str,
     [sizes, order]: [&Tensor; 2],
@@ -290,11 +304,11 @@ pub(crate) fn chunk_sizes(
     Ok([sizes.numel(), counted(op, source.numel())?])
 }
 
-/// Tokens and experts of a dense map.
+/// Checks a dense routing map; returns tokens and experts.
 pub(crate) fn pad_sizes(op: &'static str, align: usize, map: &Tensor) -> Result<[usize; 2]> {
     dtypes(op, DType::U8, &[map])?;
     if align == 0 {
-        return shape_error(op, "counts cannot be multiples of 0; 1 leaves the map as it is");
+        return shape_error(op, "the alignment must be at least 1");
     }
     let [tokens, experts] = rows_of(op, "the map", map)?;
     counted(op, tokens)?;

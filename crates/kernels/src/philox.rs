@@ -1,10 +1,10 @@
-//! Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011). Value `i` of a stream is a function of the
-//! stream and `i` alone, so every layout of a tensor over ranks draws the same values.
+//! Counter-based random numbers: Philox4x32-10 (Salmon et al., 2011). Value `i` of a stream depends only on the stream and
+//! `i`, so that every parallel layout draws the same values.
 
 use crate::RngKey;
 use crate::normal::pair;
 
-/// Ten rounds of Philox on one counter.
+/// Philox4x32-10 of one counter.
 #[inline(always)]
 pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     let ([mut a, mut b, mut c, mut d], [mut k, mut l]) = (counter, key);
@@ -16,17 +16,17 @@ pub fn philox4x32(counter: [u32; 4], key: [u32; 2]) -> [u32; 4] {
     [a, b, c, d]
 }
 
-/// Keeps initial values, dropout masks and random routing of one seed apart.
+/// Domain separation between initial values, dropout masks and random routing of one seed.
 const DOMAIN_INIT: u32 = 0x696e_6974;
 const DOMAIN_DROPOUT: u32 = 0x6472_6f70;
 const DOMAIN_ROUTING: u32 = 0x726f_7574;
 
-/// A sequence of random words: words `4i..4i+4` are Philox of the counter `(i, lane)` under `key`.
+/// A stream of random words: words `4i..4i+4` are Philox of the counter `(i, lane)` under `key`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RandomStream {
-    /// The key.
+    /// Philox key.
     pub key: [u32; 2],
-    /// The upper half of the counter.
+    /// Upper half of the counter.
     pub lane: [u32; 2],
 }
 
@@ -35,7 +35,7 @@ fn halves(x: u64) -> [u32; 2] {
 }
 
 impl RandomStream {
-    /// Initial values of the parameter `name`.
+    /// Stream of the initial values of parameter `name`.
     pub fn named(seed: u64, name: &str) -> RandomStream {
         let mut state = [halves(name.len() as u64), [DOMAIN_INIT, 0]];
         let mut key = halves(seed);
@@ -50,12 +50,12 @@ impl RandomStream {
         RandomStream { key, lane: state[0] }
     }
 
-    /// The mask of one dropout.
+    /// Stream of one dropout mask.
     pub fn dropout(key: RngKey) -> RandomStream {
         RandomStream::of_step(key, DOMAIN_DROPOUT)
     }
 
-    /// The random logits of one router.
+    /// Stream of one router's random logits.
     pub fn routing(key: RngKey) -> RandomStream {
         RandomStream::of_step(key, DOMAIN_ROUTING)
     }
@@ -83,7 +83,7 @@ impl RandomStream {
         (self.word(index) >> 8) as f32 / 16_777_216.0
     }
 
-    /// Standard normal, by Box and Muller from the pair of words `index` belongs to; the same bits on every device.
+    /// Standard normal value, by the Box-Muller transform of the word pair that contains `index`; the same bits on every device.
     pub fn normal(&self, index: u64) -> f64 {
         normals(self.block(index / 4))[(index % 4) as usize]
     }

@@ -1,8 +1,8 @@
-//! Eight-bit matrices: bringing values into their range, and multiplying them.
+//! FP8 quantization and FP8 GEMM operands.
 //!
-//! A product contracts the last axis of both factors, so a matrix is quantized once for each way it is used: as it is
-//! stored, and transposed. Both are made from the same high-precision values, never from each other (one scale for a
-//! whole tensor or a whole tile makes them the same bytes either way).
+//! An FP8 GEMM contracts the last axis of both operands, so a matrix is quantized once per orientation: row-wise (as stored)
+//! and column-wise (transposed). Both are quantized from the same high-precision values, never from each other; with one scale
+//! per tensor or per 128x128 block they hold the same FP8 values.
 
 pub(crate) mod check;
 pub mod microscaling;
@@ -15,24 +15,24 @@ use microscaling::EmulatedFormat;
 use stack::QuantizeStack;
 use stats::QuantStats;
 
-/// Values that share a scale where they do not all do.
+/// Block size of block scaling.
 pub const BLOCK: usize = 128;
-/// Rows of bytes are padded with zeros to a multiple of this: the matrix units want it.
+/// FP8 rows are zero-padded to a multiple of this, as tensor cores require.
 pub const ALIGN: usize = 16;
 
-/// Which values of a matrix `[r, c]`, contracted along c, share a scale.
+/// Which values of an operand `[r, c]`, contracted along c, share a scale.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScalingMode {
-    /// All. Scales f32 `[1]`.
+    /// All values. Scales f32 `[1]`.
     PerTensor,
-    /// 128 along c. Scales f32 `[⌈c/128⌉, r up to a multiple of 4]`.
+    /// 1x128 blocks along c. Scales f32 `[⌈c/128⌉, r rounded up to a multiple of 4]`.
     Block1x128,
-    /// Tiles of 128 x 128. Scales f32 `[⌈r/128⌉, ⌈c/128⌉ up to a multiple of 4]`.
+    /// 128x128 blocks. Scales f32 `[⌈r/128⌉, ⌈c/128⌉ rounded up to a multiple of 4]`.
     Block128x128,
 }
 
 impl ScalingMode {
-    /// Shape of the scales of a matrix `[r, c]`.
+    /// Shape of the scales of an operand `[r, c]`.
     pub fn scales(self, r: usize, c: usize) -> Vec<usize> {
         match self {
             ScalingMode::PerTensor => vec![1],
@@ -42,21 +42,21 @@ impl ScalingMode {
     }
 }
 
-/// A factor of a product: a matrix `[r, c]` in bytes, contracted along c.
+/// An FP8 GEMM operand `[r, c]` with its scales, contracted along c.
 #[derive(Clone, Debug)]
 pub struct Fp8Tensor {
-    /// E4M3 or E5M2 `[r, c up to a multiple of 16]`, contiguous; zeros behind c.
+    /// E4M3 or E5M2 `[r, c rounded up to a multiple of 16]`, contiguous; zeros beyond c.
     pub data: Tensor,
-    /// f32: what a byte's value is multiplied by to be the number again; see [`ScalingMode::scales`]. Padding is zero.
+    /// f32 inverse scales: `value = data·scale_inv`; see [`ScalingMode::scales`]. Padding is zero.
     pub scale_inv: Tensor,
-    /// Which values share a scale.
+    /// Scaling mode.
     pub scaling: ScalingMode,
-    /// c.
+    /// c, without padding.
     pub cols: usize,
 }
 
 impl Fp8Tensor {
-    /// Memory for a matrix `[r, c]`.
+    /// Allocates an operand `[r, c]`.
     pub fn empty(
         s: &Stream,
         [r, c]: [usize; 2],
@@ -69,12 +69,12 @@ impl Fp8Tensor {
         Ok(Fp8Tensor { data, scale_inv, scaling, cols: c })
     }
 
-    /// r.
+    /// Rows r.
     pub fn rows(&self) -> usize {
         self.data.shape()[0]
     }
 
-    /// Is it what a matrix `[r, c]` needs?
+    /// Checks types, shapes and contiguity for an operand `[r, c]`.
     pub fn check(&self, op: &'static str, [r, c]: [usize; 2]) -> Result<()> {
         if !matches!(self.data.dtype(), DType::E4M3 | DType::E5M2) {
             return Err(Error::DType { op, found: self.data.dtype(), wanted: DType::E4M3 });
@@ -91,7 +91,7 @@ impl Fp8Tensor {
             return shape_error(
                 op,
                 format!(
-                    "bytes {:?} with scales {:?} ({:?}) for a matrix [{r}, {c}]",
+                    "FP8 data {:?} with scales {:?} ({:?}) does not fit an operand [{r}, {c}]",
                     self.data.shape(),
                     self.scale_inv.shape(),
                     self.scaling
@@ -102,47 +102,47 @@ impl Fp8Tensor {
     }
 }
 
-/// Where scales come from.
+/// Where quantization scales come from.
 #[derive(Clone, Copy, Debug)]
 pub enum ScaleSource<'a> {
-    /// One scale, from the largest magnitude f32 `[1]`, already measured (and agreed on by ranks).
+    /// Current scaling: one scale from the amax f32 `[1]`, already computed and all-reduced.
     Amax {
         /// f32 `[1]`
         amax: &'a Tensor,
         /// Round the scale down to a power of two.
         pow2: bool,
     },
-    /// One scale f32 `[1]`, from earlier steps. `amax` f32 `[1]` becomes the larger of itself and the largest magnitude.
+    /// Delayed scaling: one scale f32 `[1]` from earlier steps. `amax` f32 `[1]` becomes the larger of itself and the amax.
     Given {
         /// f32 `[1]`
         scale: &'a Tensor,
         /// f32 `[1]`
         amax: &'a Tensor,
     },
-    /// Every block's own, as the outputs' scaling says.
+    /// Block scaling: a scale per block of the outputs' scaling mode.
     Blocks {
         /// Round scales down to powers of two.
         pow2: bool,
     },
 }
 
-/// Quantizes `x [r, c]` (f32, bf16 or f16; contiguous rows of any stride), once read, into up to two factors.
+/// Quantizes `x [r, c]` (f32, bf16 or f16; contiguous rows of any stride) into up to two operands, reading it once.
 #[derive(Clone, Copy, Debug)]
 pub struct Quantize<'a> {
     /// `[r, c]`
     pub x: &'a Tensor,
-    /// Where scales come from.
+    /// Source of the scales.
     pub range: ScaleSource<'a>,
-    /// `x` as it is stored: `[r, c]`.
+    /// Row-wise output: `x` as stored, `[r, c]`.
     pub rows: Option<&'a Fp8Tensor>,
-    /// `xᵀ`: `[c, r]`.
+    /// Column-wise output: `xᵀ`, `[c, r]`.
     pub cols: Option<&'a Fp8Tensor>,
-    /// f32 `[c]`: the column sums of `x` itself (the gradient of a bias), and whether to add to what is there.
+    /// f32 `[c]`: column sums of `x` before quantization (the bias gradient), and whether to accumulate.
     pub sums: Option<(&'a Tensor, bool)>,
 }
 
-/// `c = a·bᵀ (+ bias) (+ c)` of `a [m, k]`, `b [n, k]` in bytes; `c [m, n]` bf16 or f32, `bias [n]` in bf16.
-/// At most one factor is in E5M2, at most one has [`ScalingMode::Block128x128`].
+/// FP8 GEMM: `c = a·bᵀ (+ bias) (+ c)`; `c [m, n]` bf16 or f32, `bias [n]` bf16.
+/// At most one operand is E5M2, and at most one has [`ScalingMode::Block128x128`].
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8Gemm<'a> {
     /// `[m, k]`
@@ -151,11 +151,11 @@ pub struct Fp8Gemm<'a> {
     pub b: &'a Fp8Tensor,
     /// `[n]`
     pub bias: Option<&'a Tensor>,
-    /// Add to what `c` (f32) holds.
+    /// Accumulate into `c`, which must be f32.
     pub accumulate: bool,
-    /// Sums may be kept in the matrix unit's own narrow registers: faster, 14 bits or so.
+    /// Allow fast accumulation in the tensor cores' reduced-precision accumulators (about 14 bits).
     pub fast: bool,
-    /// What it is in a layer, for profiles: such as `gemm (output, fp8)`.
+    /// Profile label, such as `gemm (output, fp8)`.
     pub name: &'static str,
     /// `[m, n]`
     pub c: &'a Tensor,

@@ -1,17 +1,17 @@
-//! Rotary position embedding.
+//! Rotary position embedding (RoPE).
 
 use crate::checks::dtypes;
 use crate::cpu::rows::Rows;
 use ferrotron_tensor::{DType, Result, Stream, Tensor, shape_error};
 
-/// Which channels form the pairs that are rotated.
+/// Which channels form a rotated pair.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum RopeStyle {
-    /// Channel `i` with `i + rot/2`.
+    /// Half-split pairs (NeoX): channel `i` with `i + rot/2`.
     Half,
-    /// Channel `2i` with `2i + 1`, written back in place.
+    /// Interleaved pairs (GPT-J): channel `2i` with `2i + 1`, in place.
     Interleaved,
-    /// Channel `2i` with `2i + 1` of the input, written as halves (`i` and `i + rot/2`).
+    /// Reads interleaved pairs (`2i`, `2i + 1`) and writes half-split pairs (`i`, `i + rot/2`), as DeepSeek does.
     PairsToHalves,
 }
 
@@ -19,20 +19,20 @@ pub enum RopeStyle {
 pub struct Rope<'a> {
     /// `[tokens, heads, d]`, any strides with contiguous channels.
     pub x: &'a Tensor,
-    /// f32 `[positions, rot/2]`.
+    /// Cosines, f32 `[positions, rot/2]`.
     pub cos: &'a Tensor,
-    /// f32 `[positions, rot/2]`.
+    /// Sines, f32 `[positions, rot/2]`.
     pub sin: &'a Tensor,
-    /// i32 `[tokens]`: row of the tables for each token.
+    /// i32 `[tokens]`: position of each token, a row of the tables.
     pub positions: &'a Tensor,
-    /// How channels pair up.
+    /// Pairing of channels.
     pub style: RopeStyle,
-    /// Rotate back: the backward pass.
+    /// Rotate by the negative angle: the backward pass.
     pub inverse: bool,
 }
 
 impl Rope<'_> {
-    /// The heads as rows and the number of pairs, after the checks every home makes.
+    /// Checks all arguments; returns the heads as rows and the number of pairs.
     pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, usize)> {
         let (&[tokens, heads, dim], &[token, head, channel]) = (self.x.shape(), self.x.strides()) else {
             return shape_error(op, format!("{:?} is not [tokens, heads, channels]", self.x.shape()));
@@ -43,7 +43,10 @@ impl Rope<'_> {
         let contiguous =
             self.cos.is_contiguous() && self.sin.is_contiguous() && self.positions.is_contiguous();
         if self.cos.shape() != self.sin.shape() || !contiguous || (channel != 1 && dim > 1) {
-            return shape_error(op, "tables must be alike, and channels contiguous");
+            return shape_error(
+                op,
+                "cos and sin must have one shape and be contiguous, and channels contiguous",
+            );
         }
         if self.positions.numel() != tokens || 2 * half > dim {
             let found = self.positions.numel();
@@ -58,7 +61,7 @@ impl Rope<'_> {
     }
 }
 
-/// Rotary position embedding.
+/// RoPE kernels.
 pub trait RopeKernels {
     /// See [`Rope`].
     fn rope(&self, s: &Stream, r: &Rope) -> Result<()>;

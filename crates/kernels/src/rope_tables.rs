@@ -1,23 +1,23 @@
-//! Frequencies of rotary position embedding and their tables of cosines and sines.
+//! RoPE frequencies and their cosine and sine tables.
 //!
-//! Computed in f64 with `libm`, so every machine has the same bits, and rounded where the reference systems
+//! Computed in f64 with `libm`, so that every machine gets the same bits, and rounded where the reference implementations
 //! round: frequencies to f32, and the angle `position · frequency` in f32.
 
 use ferrotron_tensor::{Result, shape_error};
 use serde::{Deserialize, Serialize};
 
-/// Stretching of RoPE wavelengths.
+/// RoPE scaling for long contexts.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case", deny_unknown_fields)]
 pub enum RopeScaling {
-    /// As they are.
+    /// No scaling.
     None,
-    /// Positions divided by `factor`.
+    /// Linear position interpolation: positions divided by `factor`.
     Linear {
         /// The divisor.
         factor: f64,
     },
-    /// Llama 3: long wavelengths divided by `factor`, a smooth passage between.
+    /// Llama 3: low frequencies divided by `factor`, with a smooth transition to the unscaled high frequencies.
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
@@ -25,32 +25,32 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// High-frequency bound.
         high_freq_factor: f64,
-        /// Context the model was first trained with.
+        /// Context length of pretraining.
         original_max_positions: usize,
     },
     /// YaRN: a ramp between interpolation and extrapolation, and a factor on cos and sin.
     Yarn {
         /// The divisor of interpolated dimensions.
         factor: f64,
-        /// Context the model was first trained with.
+        /// Context length of pretraining.
         original_max_positions: usize,
-        /// Rotations above which a dimension is left as it is.
+        /// Rotations above which a dimension is not interpolated (beta_fast).
         beta_fast: f64,
-        /// Rotations below which a dimension is interpolated fully.
+        /// Rotations below which a dimension is fully interpolated (beta_slow).
         beta_slow: f64,
-        /// Scale of the attention factor.
+        /// Scale in the attention factor's numerator.
         mscale: f64,
-        /// Scale of its divisor; 0 means none.
+        /// Scale in its denominator; 0 means no denominator.
         mscale_all_dim: f64,
-        /// Round the ends of the ramp to whole dimensions.
+        /// Round the ends of the ramp to integer dimensions.
         truncate: bool,
-        /// Factor on cos and sin given outright instead of derived.
+        /// Explicit factor on cos and sin, instead of the derived one.
         attention_factor: Option<f64>,
     },
 }
 
 impl RopeScaling {
-    /// The factor on cos and sin: 1, except for YaRN.
+    /// Factor on cos and sin: 1, except for YaRN.
     pub fn attention_scaling(&self) -> f64 {
         match *self {
             RopeScaling::Yarn { attention_factor: Some(given), .. } => given,
@@ -62,7 +62,7 @@ impl RopeScaling {
     }
 }
 
-/// What YaRN multiplies by for wavelengths stretched by `factor`: `0.1·mscale·ln(factor) + 1`, or 1 where they are not.
+/// YaRN's attention factor for a context extended by `factor`: `0.1·mscale·ln(factor) + 1`, or 1 for a factor of at most 1.
 pub fn yarn_mscale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * libm::log(factor) + 1.0 }
 }
@@ -84,7 +84,7 @@ pub fn inv_freq(theta: f64, rotary_dim: usize, scaling: &RopeScaling) -> Result<
         RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_max_positions } => {
             let context = original_max_positions as f64;
             let stretch = |f: f64| {
-                // How often the first training context turns this pair.
+                // Rotations of this pair over the pretraining context.
                 let turns = context * f / std::f64::consts::TAU;
                 let smooth =
                     ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0.0, 1.0);
@@ -93,7 +93,7 @@ pub fn inv_freq(theta: f64, rotary_dim: usize, scaling: &RopeScaling) -> Result<
             plain.map(|f| stretch(f) as f32).collect()
         }
         RopeScaling::Yarn { factor, original_max_positions, beta_fast, beta_slow, truncate, .. } => {
-            // The (fractional) dimension that turns `rotations` times in the first training context.
+            // The (fractional) dimension that makes `rotations` rotations over the pretraining context.
             let dimension = |rotations: f64| {
                 let ratio = original_max_positions as f64 / (rotations * std::f64::consts::TAU);
                 dim * libm::log(ratio) / (2.0 * libm::log(theta))

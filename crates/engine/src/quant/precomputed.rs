@@ -83,7 +83,7 @@ impl Precomputed {
     pub fn kernel_outputs(&self) -> Fp8WeightOut<'_> {
         let fp8 = self.fp8.as_ref();
         let fp8 = fp8.map(|[data, scale, scale_inv]| Fp8DataOut { data, scale, scale_inv });
-        Fp8WeightOut { amax: &self.amax, bytes: fp8 }
+        Fp8WeightOut { amax: &self.amax, data: fp8 }
     }
 }
 

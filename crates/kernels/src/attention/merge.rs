@@ -3,7 +3,7 @@
 use crate::checks::dtypes;
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
-/// Rows and channels of each.
+/// Checks all arguments; returns rows (tokens·heads) and channels.
 pub(crate) fn check_merge(
     op: &'static str,
     out: &Tensor,
@@ -21,7 +21,9 @@ pub(crate) fn check_merge(
         [rows @ .., d] if alike && whole && lse.shape() == rows && *d > 0 => Ok([lse.numel(), *d]),
         _ => shape_error(
             op,
-            format!("{out:?} with {lse:?} and {part:?} with {part_lse:?} do not belong together, contiguous"),
+            format!(
+                "{out:?} with {lse:?} and {part:?} with {part_lse:?} must be contiguous [tokens, heads, d] and [tokens, heads]"
+            ),
         ),
     }
 }

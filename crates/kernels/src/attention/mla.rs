@@ -4,7 +4,7 @@ use crate::checks::dtypes;
 use crate::cpu::rows::Rows;
 use ferrotron_tensor::{Result, Tensor, shape_error};
 
-/// The rows of `own`, `shared` and `k`.
+/// Checks `nope [tokens, heads, a]`, `rope [tokens, b]` and `k [tokens, heads, a + b]`; returns their rows.
 pub(crate) fn check_keys(op: &'static str, own: &Tensor, shared: &Tensor, k: &Tensor) -> Result<[Rows; 3]> {
     dtypes(op, k.dtype(), &[own, shared])?;
     let (&[t, n, a], &[tokens, b], &[..]) = (own.shape(), shared.shape(), k.shape()) else {

@@ -1,10 +1,10 @@
-//! Checks and layout of attention's arguments, the same for every home of the kernels.
+//! Checks of attention arguments and the layout of their sequences, shared by all devices.
 
 use crate::cpu::attention::{AttentionShape, MaskAlign as PlanAlign, Span};
 use crate::{AttentionBackward, AttentionForward, AttentionParams, MaskAlign, Sequences};
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
-/// Element steps of batch, token and head, whether or not there is a batch axis.
+/// Strides of batch, token and head; the batch stride is 0 without a batch axis.
 pub(crate) fn strides(t: &Tensor) -> Result<[usize; 3]> {
     match (t.shape(), t.strides()) {
         ([.., d], [.., c]) if *d > 1 && *c != 1 => shape_error("attention", "channels must be contiguous"),
@@ -14,26 +14,26 @@ pub(crate) fn strides(t: &Tensor) -> Result<[usize; 3]> {
     }
 }
 
-/// What a launch computes.
+/// Shapes and sequences of one launch.
 pub(crate) struct Plan {
-    /// Sizes, mask and score.
+    /// Sizes, mask and score parameters.
     pub(crate) shape: AttentionShape,
-    /// The sequences.
+    /// One span per sequence.
     pub(crate) spans: Vec<Span>,
-    /// Are there tokens in no sequence?
+    /// Whether some tokens belong to no sequence.
     pub(crate) gaps: bool,
-    /// Stride between batch entries of the log-sum-exps.
+    /// Stride of `lse` between batch entries.
     pub(crate) lse_batch: usize,
 }
 
-/// Checks that the tensors of a forward pass belong together and lays out its sequences.
+/// Checks the tensors of a forward pass and lays out its sequences.
 pub(crate) fn plan(scores: &AttentionParams, sequences: Sequences, f: &AttentionForward) -> Result<Plan> {
     const OP: &str = "attention";
     let bad = || {
         shape_error(
             OP,
             format!(
-                "q {:?}, k {:?}, v {:?}, out {:?}, lse {:?} do not belong together",
+                "q {:?}, k {:?}, v {:?}, out {:?}, lse {:?} have inconsistent shapes",
                 f.q.shape(),
                 f.k.shape(),
                 f.v.shape(),
@@ -45,7 +45,7 @@ pub(crate) fn plan(scores: &AttentionParams, sequences: Sequences, f: &Attention
     if scores.fp8 && !matches!(f.q.dtype(), DType::F32 | DType::BF16) {
         return Err(Error::DType { op: OP, found: f.q.dtype(), wanted: DType::BF16 });
     }
-    // [batch, tokens, heads, channels] of each, batch 1 where there is no such axis.
+    // [batch, tokens, heads, channels], with batch 1 for packed sequences.
     let dims = |t: &Tensor| match t.shape() {
         [b, t, h, d] => Some([*b, *t, *h, *d]),
         [t, h, d] => Some([1, *t, *h, *d]),
@@ -82,7 +82,10 @@ pub(crate) fn plan(scores: &AttentionParams, sequences: Sequences, f: &Attention
                     && o.last().is_some_and(|x| *x as usize <= n)
             };
             if oq.len() != ok.len() || !inside(oq, q[1]) || !inside(ok, k[1]) {
-                return shape_error(OP, "sequence offsets must ascend within the tokens, alike for q and k");
+                return shape_error(
+                    OP,
+                    "sequence offsets must ascend, stay within the tokens, and be equally many for q and k",
+                );
             }
             oq.windows(2)
                 .zip(ok.windows(2))
@@ -119,17 +122,17 @@ pub(crate) fn plan(scores: &AttentionParams, sequences: Sequences, f: &Attention
     Ok(Plan { shape, spans, gaps, lse_batch })
 }
 
-/// Checks that the tensors of a backward pass have the shapes of what they are the gradients of.
+/// Checks that each gradient has the shape of its tensor.
 pub(crate) fn gradients(b: &AttentionBackward) -> Result<()> {
     const OP: &str = "attention_backward";
     let f = &b.forward;
     for (x, like) in [(b.dout, f.out), (b.dq, f.q), (b.dk, f.k), (b.dv, f.v)] {
         if x.shape() != like.shape() {
-            return shape_error(OP, format!("gradient {:?} of {:?}", x.shape(), like.shape()));
+            return shape_error(OP, format!("gradient {:?} of a tensor {:?}", x.shape(), like.shape()));
         }
     }
     if b.dsink.is_some() && f.sink.is_none() {
-        return shape_error(OP, "a gradient of the sink is asked for, but there is no sink");
+        return shape_error(OP, "dsink is given but there is no sink");
     }
     Ok(())
 }

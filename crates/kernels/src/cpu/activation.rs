@@ -1,4 +1,4 @@
-//! The non-linearities of the MLP and their gated forms, forward and backward. Arithmetic is f32.
+//! Activations of the MLP, plain and gated, forward and backward. Arithmetic is in f32.
 //!
 //! Gated input is `[rows, 2f]`: the first half goes through the activation, the second is the linear gate.
 
@@ -11,7 +11,7 @@ use super::rows::{PIECE, check_len};
 use crate::Act;
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// An activation as code: value, slope, and what it does to the gate.
+/// An activation: its value, derivative, and effect on the gate.
 pub(super) trait Curve: Copy + Sync {
     fn value<F: Fma>(self, x: f32) -> f32;
     /// Value and derivative.
@@ -42,8 +42,8 @@ pub(super) struct ClampedSilu {
     pub(super) offset: f32,
 }
 
-/// Below −20 GELU is 0 to the last bit and its slope 0, above 20 the slope is 1: going no further keeps powers of
-/// x and products with a vanishing σ in range.
+/// Below −20 GELU and its derivative are 0 in f32, above 20 the derivative is 1. Clamping there keeps powers of x finite and
+/// avoids ∞·0.
 const FLAT: f32 = 20.0;
 /// `½(1 + tanh u) = σ(2u)`, so GELU is `x·σ(x·(A + B·x²))` with A = 2√(2/π), B = 0.044715·A.
 const GELU_A: f32 = 1.595_769_2;
@@ -110,7 +110,7 @@ impl Curve for Silu {
 }
 
 impl ClampedSilu {
-    /// Bounded below too, where α·a has long made σ vanish.
+    /// Clamped from below, too, far beyond where σ(α·a) has become 0, to avoid −∞·0.
     #[inline(always)]
     fn bounded(self, x: f32) -> f32 {
         at_least(at_most(x, self.limit), -1e28)
@@ -140,7 +140,7 @@ impl Curve for ClampedSilu {
     }
 }
 
-/// The curve of an [`Act`], as a type.
+/// Dispatches an [`Act`] to its type.
 macro_rules! with_curve {
     ($act:expr, $curve:ident => $body:expr) => {
         match $act {

@@ -1,22 +1,22 @@
-//! Which instruction set the CPU kernels use. Chosen once when the kernels are made, and a value: tests run
-//! every kernel on each level this machine has.
+//! Instruction-set dispatch of the CPU kernels. The level is a value chosen when the kernels are created, so that tests can run
+//! every kernel on each level the machine supports.
 
 /// Instruction-set levels, each including the ones before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Isa {
-    /// What every CPU of the architecture has.
+    /// Baseline of the architecture.
     Portable,
     /// AVX2 and FMA.
     Avx2,
     /// AVX-512 F/BW/DQ/VL.
     Avx512,
-    /// AVX-512 and the AMX bf16 matrix unit, which the operating system lets this process use.
+    /// AVX-512 and AMX bf16 tiles, enabled by the operating system for this process.
     Amx,
 }
 
 impl Isa {
-    /// The best level this machine has. Asks the operating system for AMX where the CPU has it, so call it
-    /// before compute threads start.
+    /// The best level of this machine. Requests AMX from the operating system where the CPU has it, so call it before compute
+    /// threads start.
     pub fn detect() -> Isa {
         #[cfg(target_arch = "x86_64")]
         {
@@ -36,13 +36,13 @@ impl Isa {
         Isa::Portable
     }
 
-    /// Every level this machine has, lowest first.
+    /// All levels of this machine, lowest first.
     pub fn all() -> Vec<Isa> {
         let best = Isa::detect();
         [Isa::Portable, Isa::Avx2, Isa::Avx512, Isa::Amx].into_iter().filter(|i| *i <= best).collect()
     }
 
-    /// The name `doctor` prints.
+    /// Name for display.
     pub fn name(self) -> &'static str {
         match self {
             Isa::Portable => "portable",
@@ -53,10 +53,10 @@ impl Isa {
     }
 }
 
-/// Compiles one function body for each instruction-set level and picks by the value of `isa`.
+/// Compiles one function body per instruction-set level and dispatches on `isa`.
 ///
 /// `multiversion! { pub fn add(x: &mut [f32], y: &[f32]) { … } }` defines `add(isa: Isa, x, y)`. The body is
-/// plain Rust that the compiler vectorises for each level; everything it calls in a hot loop must be
+/// plain Rust that the compiler vectorizes for each level; everything it calls in a hot loop must be
 /// `#[inline(always)]` so that it is compiled for that level too.
 macro_rules! multiversion {
     ($(#[$meta:meta])* $vis:vis fn $name:ident $(<$($g:ident : $bound:path),* $(,)?>)?

@@ -1,7 +1,7 @@
-//! Branch-free f32 functions that loops over slices vectorise: a few units in the last place, no tables.
+//! Branch-free f32 functions that vectorize in loops over slices; accurate to a few ulp, without tables.
 //!
-//! They are written over [`Fma`] because a fused multiply-add is one instruction where the level has it and a slow
-//! library call where it has not.
+//! They are generic over [`Fma`] because a fused multiply-add is one instruction on levels that have it and a slow library
+//! call on others.
 
 /// `a·b + c`, fused or not.
 pub trait Fma: Copy + Send + Sync + 'static {
@@ -31,14 +31,14 @@ impl Fma for Plain {
     }
 }
 
-/// What every CPU of the architecture has.
+/// Baseline of the architecture.
 #[cfg(target_arch = "aarch64")]
 pub type Baseline = Fused;
-/// What every CPU of the architecture has.
+/// Baseline of the architecture.
 #[cfg(not(target_arch = "aarch64"))]
 pub type Baseline = Plain;
 
-/// As `multiversion!`, for bodies over a first type parameter `F: Fma` that the instruction-set level decides.
+/// `multiversion!` for bodies whose first type parameter `F: Fma` is chosen by the instruction-set level.
 macro_rules! multiversion_fma {
     ($(#[$meta:meta])* $vis:vis fn $name:ident <$f:ident : Fma $(, $g:ident : $bound:path)* $(,)?>
      ($($arg:ident : $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
@@ -72,10 +72,10 @@ macro_rules! multiversion_fma {
 pub(crate) use multiversion_fma;
 
 const LOG2_E: f32 = std::f32::consts::LOG2_E;
-/// ln 2 cut after 15 binary places: `n · LN2_HIGH` is exact for every exponent `n`.
+/// ln 2 truncated to 15 bits: `n · LN2_HIGH` is exact for every exponent `n`.
 const LN2_HIGH: f32 = 0.693_145_75;
 const LN2_LOW: f32 = 1.428_606_8e-6;
-/// Adding 1.5·2²³ rounds to a whole number and leaves it in the low mantissa bits.
+/// Adding 1.5·2²³ rounds to an integer, which ends up in the low mantissa bits.
 const ROUNDER: f32 = 12_582_912.0;
 
 /// `if x < low { low } else { x }`: NaN passes through.
@@ -115,7 +115,7 @@ pub fn exp<F: Fma>(x: f32) -> f32 {
     exp_bounded::<F>(at_most(at_least(x, -88.0), 89.0))
 }
 
-/// Where [`sigmoid_pair`] and [`times_sigmoid`] work: below, σ has reached 10⁻³⁸, above, 1.
+/// Clamps to the range of [`sigmoid_pair`] and [`times_sigmoid`]: below it σ is under 10⁻³⁷, above it σ is 1.
 #[inline(always)]
 pub fn sigmoid_range(x: f32) -> f32 {
     at_most(at_least(x, SIGMOID_LOW), SIGMOID_HIGH)
@@ -181,10 +181,10 @@ pub fn normal_cdf_pdf<F: Fma>(x: f32) -> (f32, f32) {
     (if x < 0.0 { tail } else { 1.0 - tail }, e * INV_SQRT_2PI)
 }
 
-/// Partial sums side by side: enough for two AVX-512 registers, the same on every level.
+/// Number of parallel partial sums: two AVX-512 registers, the same on every level, so that results agree.
 pub const LANES: usize = 32;
 
-/// Add the lanes up in a fixed tree.
+/// Sums the lanes in a fixed tree.
 #[inline(always)]
 pub fn fold(mut lanes: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;

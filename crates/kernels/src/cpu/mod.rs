@@ -1,4 +1,4 @@
-//! The CPU home of every kernel.
+//! CPU kernels: arithmetic on slices, and `launch`, which implements the kernel traits on tensors.
 
 pub mod activation;
 mod amx;

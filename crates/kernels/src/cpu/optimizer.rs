@@ -24,7 +24,7 @@ pub struct UpdateSlices<'a> {
     pub lr: f32,
     /// Weight decay of this tensor.
     pub weight_decay: f32,
-    /// What is fp8 of the new weight; by Adam.
+    /// FP8 outputs of the new weight (Adam).
     pub fp8: Option<Fp8WeightSlices<'a>>,
 }
 
@@ -39,17 +39,17 @@ pub struct AdamFactors {
     pub beta2: f32,
     /// Weight of a new squared gradient in the second moment.
     pub new2: f32,
-    /// Added to the root of the second moment.
+    /// Added to the square root of the second moment.
     pub eps: f32,
     /// `1 − β1ᵗ`
     pub bias1: f32,
     /// `1 − β2ᵗ`
     pub bias2: f32,
-    /// AdamW (decay beside the gradient) or Adam with L2 (decay inside it).
+    /// Decoupled weight decay (AdamW); otherwise L2 regularization inside the gradient.
     pub decoupled: bool,
     /// Factor on gradients: clipping, loss scale.
     pub grad_scale: f32,
-    /// Of the dice that packed moments are rounded with ([`crate::moments::seed`]).
+    /// Seed of the stochastic rounding of packed moments ([`crate::moments::seed`]).
     pub seed: u32,
 }
 
@@ -71,7 +71,7 @@ impl AdamFactors {
         }
     }
 
-    /// As Transformer Engine: βs are f32 first, `1 − β` is f32 arithmetic, the power is fp8 in f64.
+    /// As Transformer Engine: βs are f32 first, `1 − β` is f32 arithmetic, the power is computed in f64.
     pub fn transformer_engine(adam: Adam, step: u64) -> AdamFactors {
         let bias = |beta: f32| (1.0 - libm::pow(f64::from(beta), step as f64)) as f32;
         AdamFactors {
@@ -131,7 +131,7 @@ pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateS
                             },
                         );
                     }
-                    // `cut` let only equal moment types through.
+                    // `split_chunks` checked that both moments have one type.
                     _ => {}
                 }
             });
@@ -141,7 +141,7 @@ pub fn adam(threads: &Threads, isa: Isa, factors: AdamFactors, list: Vec<UpdateS
     Ok(())
 }
 
-/// What a step that changes nothing makes: bytes of weights as they are, and their magnitudes.
+/// FP8 outputs of a skipped step: the unchanged weights quantized under the new scale, and their amax.
 pub fn adam_skipped(threads: &Threads, isa: Isa, list: Vec<UpdateSlices<'_>>) -> Result<()> {
     let list = list.into_iter().filter(|u| u.fp8.as_ref().is_some_and(|t| t.bytes.is_some())).collect();
     let (mut chunks, amaxes) = split_chunks("adam", list, true)?;
@@ -202,7 +202,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// For packed moments: corrected by products, because on a card a step on these waits for its divisions.
+    /// For packed moments bias correction multiplies by reciprocals, as the CUDA kernel does, which divisions would slow down.
     fn adam_packed_block<G: Float>(
         f: AdamFactors, lr: f32, wd: f32, p: &mut [f32], g: &[G], m: &mut [f32], v: &mut [f32],
     ) {
@@ -216,7 +216,7 @@ multiversion! {
     }
 }
 
-/// Both moments with a gradient.
+/// Both moments updated by a gradient.
 #[inline(always)]
 fn averages(f: &AdamFactors, g: f32, m: f32, v: f32) -> (f32, f32) {
     (f.beta1 * m + f.new1 * g, f.beta2 * v + f.new2 * g * g)
@@ -293,7 +293,7 @@ multiversion! {
     ) {
         for ((p, g), b) in p.iter_mut().zip(g).zip(b) {
             let g = g.to_f32() * f.grad_scale + wd * *p;
-            // On the first step the buffer may hold anything, NaN too.
+            // On the first step the buffer is uninitialized and may hold NaN.
             let old = if f.momentum == 0.0 { 0.0 } else { f.momentum * b.to_f32() };
             let momentum = old + f.new * g;
             *b = M::from_f32(momentum);

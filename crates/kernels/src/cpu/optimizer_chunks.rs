@@ -1,4 +1,4 @@
-//! What an optimizer step works on, cut into chunks, and the two forms a master weight is kept in.
+//! Operands of an optimizer step split into chunks, and the two storage forms of master weights.
 
 use super::optimizer::UpdateSlices;
 use super::quant::{amax_row, encode_row};
@@ -10,16 +10,16 @@ use ferrotron_tensor::{Float, Result, bf16, f16, shape_error};
 use std::mem::take;
 use std::ops::Range;
 
-/// A parameter: the f32 master and what the model computes with.
+/// A parameter: its f32 master and the model weight.
 #[derive(Debug)]
 pub enum Param<'a> {
-    /// The model computes with the master.
+    /// f32 weights: the master is the model weight.
     Master(&'a mut [f32]),
-    /// Master and bf16 copy, rounded to nearest even.
+    /// Master and bf16 weight, rounded to nearest even.
     Copied(&'a mut [f32], &'a mut [bf16]),
-    /// Master and f16 copy, rounded to nearest even.
+    /// Master and f16 weight, rounded to nearest even.
     Half(&'a mut [f32], &'a mut [f16]),
-    /// The master is bf16 weight and i16 remainder together ([`split_master`]).
+    /// Split master: bf16 weight and i16 remainder ([`split_master`]).
     Split(&'a mut [bf16], &'a mut [i16]),
 }
 
@@ -35,15 +35,15 @@ pub enum Grad<'a> {
 /// A moment of the gradient.
 #[derive(Debug)]
 pub enum State<'a> {
-    /// There is none.
+    /// No moment.
     None,
     /// f32
     F32(&'a mut [f32]),
-    /// bf16: widened on load, rounded to nearest even on store.
+    /// bf16, converted to f32 on load and rounded to nearest even on store.
     Bf16(&'a mut [bf16]),
-    /// Codes and the scales of their blocks ([`crate::moments`]).
+    /// f16 codes and block scales ([`crate::moments`]).
     F16(&'a mut [f16], &'a mut [u8]),
-    /// The same in 8 bits.
+    /// 8-bit codes and block scales.
     Fp8(&'a mut [u8], &'a mut [u8]),
 }
 
@@ -101,7 +101,7 @@ impl<'a> State<'a> {
         }
     }
 
-    /// Scales there must be, and are.
+    /// Required and actual number of scales.
     fn scales(&self) -> (usize, usize) {
         match self {
             State::F16(s, scales) => (s.len().div_ceil(BLOCK), scales.len()),
@@ -115,40 +115,40 @@ impl<'a> State<'a> {
             State::None => State::None,
             State::F32(s) => State::F32(front(s, n)),
             State::Bf16(s) => State::Bf16(front(s, n)),
-            // Pieces are whole blocks, but for the last of a tensor.
+            // Chunks are whole blocks, except the last of a tensor.
             State::F16(s, scales) => State::F16(front(s, n), front(scales, n.div_ceil(BLOCK))),
             State::Fp8(s, scales) => State::Fp8(front(s, n), front(scales, n.div_ceil(BLOCK))),
         }
     }
 }
 
-/// Cut the first `n` elements off.
+/// Splits off the first `n` elements.
 fn front<'a, T>(slice: &mut &'a mut [T], n: usize) -> &'a mut [T] {
     let (head, tail) = take(slice).split_at_mut(n);
     *slice = tail;
     head
 }
 
-/// What is fp8 of a weight while it is made.
+/// FP8 outputs of a weight.
 #[derive(Debug)]
 pub struct Fp8WeightSlices<'a> {
-    /// Becomes the larger of itself and the weight's largest magnitude.
+    /// Becomes the larger of itself and the weight's amax.
     pub amax: &'a mut f32,
-    /// Gets its bytes under a scale, of which the last gets the inverse.
+    /// FP8 data, its scale, and the inverse scale to write.
     pub bytes: Option<(&'a mut [E4m3], f32, &'a mut f32)>,
 }
 
-/// The same of a piece.
+/// FP8 outputs of one chunk.
 pub(super) struct Fp8Chunk<'a> {
-    /// Which tensor of the list it is of.
-    pub of: usize,
-    /// The pattern of the largest magnitude so far.
+    /// Index of the chunk's tensor in the list.
+    pub tensor: usize,
+    /// Bits of the largest magnitude so far.
     pub most: u32,
     bytes: Option<(&'a mut [E4m3], f32)>,
 }
 
 impl Fp8Chunk<'_> {
-    /// Elements `range` of the piece are `w`.
+    /// Records elements `range` of the chunk, whose new weights are `w`.
     fn take(&mut self, isa: Isa, range: Range<usize>, w: &[bf16]) {
         self.most = self.most.max(amax_row(isa, w));
         if let Some((data, scale)) = &mut self.bytes {
@@ -156,7 +156,7 @@ impl Fp8Chunk<'_> {
         }
     }
 
-    /// Takes of a parameter that stays what it is.
+    /// Records an unchanged parameter (skipped step).
     pub(super) fn requantize(&mut self, isa: Isa, param: &Param<'_>) {
         let (Param::Master(p) | Param::Copied(p, _)) = param else { return };
         let mut scratch = [bf16::ZERO; CACHED];
@@ -167,7 +167,7 @@ impl Fp8Chunk<'_> {
     }
 }
 
-/// A piece of one tensor of the list.
+/// A chunk of one tensor of the list.
 pub(super) struct Chunk<'a> {
     pub param: Param<'a>,
     pub fp8: Option<Fp8Chunk<'a>>,
@@ -178,7 +178,7 @@ pub(super) struct Chunk<'a> {
     pub weight_decay: f32,
 }
 
-/// Check the list and cut every tensor into chunks.
+/// Checks the list and splits every tensor into chunks.
 pub(super) fn split_chunks<'a>(
     op: &'static str,
     list: Vec<UpdateSlices<'a>>,
@@ -222,7 +222,7 @@ pub(super) fn split_chunks<'a>(
             let n = PIECE.min(len - start);
             let bytes = bytes.as_mut().map(|(data, scale)| (front(data, n), *scale));
             chunks.push(Chunk {
-                fp8: takes.then_some(Fp8Chunk { of, most: 0, bytes }),
+                fp8: takes.then_some(Fp8Chunk { tensor: of, most: 0, bytes }),
                 param: param.front(n),
                 grad: grad.part(start..start + n),
                 first: first.front(n),
@@ -235,19 +235,19 @@ pub(super) fn split_chunks<'a>(
     Ok((chunks, amaxes))
 }
 
-/// Raises magnitudes by what chunks found; the largest is the same in any order.
+/// Merges the amax of all chunks; a maximum does not depend on the order.
 pub(super) fn merge_amax(chunks: &[Chunk], mut amaxes: Vec<Option<&mut f32>>) {
     for t in chunks.iter().filter_map(|p| p.fp8.as_ref()) {
-        if let Some(amax) = &mut amaxes[t.of] {
+        if let Some(amax) = &mut amaxes[t.tensor] {
             **amax = amax.max(f32::from_bits(t.most));
         }
     }
 }
 
-/// Elements updated at once, so that the copies are made from cache.
+/// Elements updated at a time, so that weights are written from cache.
 pub(super) const CACHED: usize = 2048;
 
-/// Run `update(range, master)` over blocks of a piece, with its other copies read before and written after.
+/// Runs `update(range, master)` over blocks of a chunk, loading split masters before and writing weights after.
 pub(super) fn over_master(
     isa: Isa,
     param: &mut Param<'_>,
@@ -303,7 +303,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// [`join_master`] of each.
+    /// [`join_master`] of each element.
     pub fn join(high: &[bf16], low: &[i16], master: &mut [f32]) {
         for ((m, h), l) in master.iter_mut().zip(high).zip(low) {
             *m = join_master(*h, *l);
@@ -312,7 +312,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// [`split_master`] of each.
+    /// [`split_master`] of each element.
     pub fn split(master: &[f32], high: &mut [bf16], low: &mut [i16]) {
         for ((m, h), l) in master.iter().zip(high).zip(low) {
             (*h, *l) = split_master(*m);
@@ -320,8 +320,8 @@ multiversion! {
     }
 }
 
-/// A master weight as the bf16 the model computes with and 16 more bits: together they are the f32 exactly.
-/// The bf16 is the f32 rounded with ties away from zero, so it may differ by one unit from a plain cast.
+/// Splits a master weight exactly into the bf16 model weight and 16 further bits. The bf16 is rounded with ties away from
+/// zero, so it may differ by one ulp from a cast to nearest even.
 #[inline(always)]
 pub fn split_master(master: f32) -> (bf16, i16) {
     let bits = master.to_bits();
@@ -330,7 +330,7 @@ pub fn split_master(master: f32) -> (bf16, i16) {
     (bf16::from_bits(high), low)
 }
 
-/// The f32 that [`split_master`] split.
+/// Inverse of [`split_master`].
 #[inline(always)]
 pub fn join_master(high: bf16, low: i16) -> f32 {
     let high = high.to_bits().wrapping_sub(u16::from(low < 0));

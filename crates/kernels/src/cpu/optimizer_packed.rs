@@ -1,15 +1,15 @@
-//! Steps on packed moments: unpacked in cache, updated in f32, packed again block by block.
+//! Optimizer steps on packed moments: unpacked in cache, updated in f32, and packed again block by block.
 
 use super::optimizer_chunks::CACHED;
 use super::{Isa, multiversion};
-use crate::moments::{self, BLOCK, Format, Scale, dice};
+use crate::moments::{self, BLOCK, Format, Scale, random_bits};
 use std::ops::Range;
 
 /// Codes and scales of the first moment, codes and scales of the second.
 pub(super) type Two<'a, A, B> =
     (&'a mut [<A as Format>::Code], &'a mut [u8], &'a mut [<B as Format>::Code], &'a mut [u8]);
 
-/// Runs `update(p, m, v)` with the moments of elements `range`, a whole number of blocks, as f32.
+/// Runs `update(p, m, v)` with the f32 moments of elements `range`, a whole number of blocks.
 pub(super) fn two_moments<A: Format, B: Format>(
     isa: Isa,
     seed: u32,
@@ -30,7 +30,7 @@ pub(super) fn two_moments<A: Format, B: Format>(
     pack(isa, B::default(), seed, 16, p, wide, wide2, v, v_scales);
 }
 
-/// The same of one moment.
+/// [`two_moments`] for one moment.
 pub(super) fn one_moment<A: Format>(
     isa: Isa,
     seed: u32,
@@ -49,7 +49,7 @@ pub(super) fn one_moment<A: Format>(
 }
 
 multiversion! {
-    /// Values of codes.
+    /// Decodes values.
     pub fn unpack<F: Format>(_format: F, codes: &[F::Code], scales: &[u8], values: &mut [f32]) {
         for ((codes, values), scale) in codes.chunks(BLOCK).zip(values.chunks_mut(BLOCK)).zip(scales) {
             for (x, c) in values.iter_mut().zip(codes) {
@@ -60,7 +60,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Codes of values, rounded to nearest.
+    /// Encodes values, rounded to nearest.
     pub fn pack_nearest<F: Format>(_format: F, values: &[f32], codes: &mut [F::Code], scales: &mut [u8]) {
         for ((values, codes), scale) in values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales) {
             let s = Scale::of::<F>(largest(values));
@@ -73,22 +73,22 @@ multiversion! {
 }
 
 multiversion! {
-    /// Codes of values, rounded by the dice of masters `p` and momentum `m`, turned by `turn` bits.
+    /// Encodes values by stochastic rounding with the random bits of masters `p` and momentum `m`, rotated by `rotation` bits.
     fn pack<F: Format>(
-        _format: F, seed: u32, turn: u32, p: &[f32], m: &[f32], values: &[f32], codes: &mut [F::Code], scales: &mut [u8],
+        _format: F, seed: u32, rotation: u32, p: &[f32], m: &[f32], values: &[f32], codes: &mut [F::Code], scales: &mut [u8],
     ) {
         let blocks = values.chunks(BLOCK).zip(codes.chunks_mut(BLOCK)).zip(scales);
         for (((values, codes), scale), (p, m)) in blocks.zip(p.chunks(BLOCK).zip(m.chunks(BLOCK))) {
             let s = Scale::of::<F>(largest(values));
             *scale = s.byte();
             for (((x, c), p), m) in values.iter().zip(codes).zip(p).zip(m) {
-                *c = moments::pack::<F>(*x, s.inverse(), dice(seed, *p, *m).rotate_left(turn));
+                *c = moments::pack::<F>(*x, s.inverse(), random_bits(seed, *p, *m).rotate_left(rotation));
             }
         }
     }
 }
 
-/// The largest magnitude; NaN counts for nothing.
+/// Largest magnitude; NaN is ignored.
 #[inline(always)]
 fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0f32, |a, x| a.max(x.abs()))

@@ -1,4 +1,4 @@
-//! Rows sorted by expert and back.
+//! MoE permutation on slices.
 
 use super::reduce::lane_dot;
 use super::rows::PIECE;
@@ -6,7 +6,7 @@ use super::{Isa, multiversion};
 use crate::ALIGN;
 use ferrotron_tensor::{Element, Float, Threads};
 
-/// What a sort writes; as [`crate::RowMap`].
+/// Slices of a [`crate::RowMap`].
 #[derive(Debug)]
 pub struct Sorted<'a> {
     /// `[E + 1]`
@@ -19,20 +19,20 @@ pub struct Sorted<'a> {
     pub source: &'a mut [i32],
 }
 
-/// `i` as a place of `0..n`.
+/// `i` as an index into `0..n`; none where it is out of range.
 #[inline(always)]
 fn within(i: i32, n: usize) -> Option<usize> {
     usize::try_from(i).ok().filter(|i| *i < n)
 }
 
-/// Row `i` of rows of `h`.
+/// Row `i` of rows of `h` elements.
 #[inline(always)]
 fn row<T>(x: &[T], h: usize, i: usize) -> &[T] {
     &x[i * h..][..h]
 }
 
-/// Sorts the choices of experts `first..first + E` by expert, each expert's from a multiple of `align`. The source holds all
-/// that can come.
+/// Sorts selections of the experts `first..first + E` by expert; each expert's rows start at a multiple of `align`. The source
+/// holds the largest possible number of rows.
 pub fn sort(index: &[i32], first: usize, align: usize, to: Sorted) {
     let Sorted { offsets, counts, rows, source } = to;
     let expert = |id: i32| usize::try_from(id).ok()?.checked_sub(first).filter(|e| *e < counts.len());
@@ -61,7 +61,7 @@ pub fn sort(index: &[i32], first: usize, align: usize, to: Sorted) {
     }
 }
 
-/// `out[r] = x[source[r] / k]`, zeros for nobody: x is `[tokens, h]`, out is `[N, h]`.
+/// `out[r] = x[source[r] / k]`, zeros for padding: x is `[tokens, h]`, out is `[N, h]`.
 pub fn gather_rows<T: Element>(
     threads: &Threads,
     x: &[T],
@@ -81,8 +81,8 @@ pub fn gather_rows<T: Element>(
     });
 }
 
-/// `out[c, r] = x[source[r] / k, c]`, zeros for nobody and behind all rows: x is `[tokens, h]`, out is
-/// `[columns, N up to a multiple of 16]`.
+/// `out[c, r] = x[source[r] / k, c]`, zeros for padding and beyond N: x is `[tokens, h]`, out is
+/// `[columns, N rounded up to a multiple of 16]`.
 pub fn moe_permute_transposed(
     threads: &Threads,
     x: &[u8],
@@ -91,7 +91,7 @@ pub fn moe_permute_transposed(
     k: usize,
     out: &mut [u8],
 ) {
-    // Columns at a time: what is read of a line of x is used while it is near.
+    // A block of columns at a time, so that the cache line read from x is used while it is cached.
     const TOGETHER: usize = 16;
     let (pitch, choices) = (source.len().next_multiple_of(ALIGN), x.len().checked_div(h).unwrap_or(0) * k);
     threads.parallel_chunks(out, TOGETHER * pitch, &|i, out| {
@@ -106,7 +106,7 @@ pub fn moe_permute_transposed(
     });
 }
 
-/// `out[r] = weights[source[r]]·x[source[r] / k]`, zeros for nobody.
+/// `out[r] = weights[source[r]]·x[source[r] / k]`, zeros for padding.
 pub fn moe_unpermute_backward<T: Float, O: Float>(
     threads: &Threads,
     isa: Isa,
@@ -177,14 +177,14 @@ pub fn moe_unpermute_dprobs<T: Float, D: Float>(
     });
 }
 
-/// `out[i] = x[source[i]]`, 0 for nobody.
+/// `out[i] = x[source[i]]`, 0 for padding.
 pub fn gather_values<T: Element>(x: &[T], source: &[i32], out: &mut [T]) {
     for (out, from) in out.iter_mut().zip(source) {
         *out = within(*from, x.len()).map_or(T::zeroed(), |i| x[i]);
     }
 }
 
-/// Chunks of `sizes` put in the order `order`: the row that comes to each, and the inverse.
+/// Reorders chunks of `sizes` by `order`: the source of each row, and the inverse.
 pub fn chunk_map(sizes: &[i32], order: &[i32], source: &mut [i32], back: &mut [i32]) {
     let n = source.len();
     let size = |c: usize| usize::try_from(sizes[c]).unwrap_or(0).min(n);

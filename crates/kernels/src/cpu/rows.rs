@@ -1,33 +1,32 @@
-//! Views of rows inside a larger buffer, and how kernels cut them into pieces.
+//! Strided row views and their partition into chunks of parallel work.
 
 use ferrotron_tensor::{Result, shape_error};
 
-/// Elements of one piece of work. Fixed, so that results and their bits depend on the problem only.
+/// Elements per chunk of work. Constant, so that results depend on the problem and not on the number of threads.
 pub(crate) const PIECE: usize = 16 * 1024;
 
-/// `outer × inner` rows of `width` contiguous elements, for example `[tokens, heads, head_dim]` cut out of a
-/// fused qkv buffer. Row `(o, i)` starts at `o * outer_stride + i * inner_stride`.
+/// `outer × inner` rows of `width` contiguous elements, for example a `[tokens, heads, head_dim]` view of a fused QKV buffer. Row `(o, i)` starts at `o * outer_stride + i * inner_stride`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Rows {
     /// Groups of rows (tokens).
     pub outer: usize,
-    /// Elements from one group to the next; at least what a group spans.
+    /// Stride between groups; at least the span of a group.
     pub outer_stride: usize,
-    /// Rows in a group (heads), 1 for plain rows.
+    /// Rows per group (heads); 1 for a matrix.
     pub inner: usize,
-    /// Elements from one row of a group to the next; at least `width`.
+    /// Stride between rows of a group; at least `width`.
     pub inner_stride: usize,
-    /// Elements of a row.
+    /// Elements per row.
     pub width: usize,
 }
 
 impl Rows {
-    /// `rows` rows, one after another.
+    /// `rows` contiguous rows.
     pub const fn dense(rows: usize, width: usize) -> Rows {
         Rows::strided(rows, width, width)
     }
 
-    /// `rows` rows, `stride` elements apart.
+    /// `rows` rows with stride `stride`.
     pub const fn strided(rows: usize, width: usize, stride: usize) -> Rows {
         Rows { outer: rows, outer_stride: stride, inner: 1, inner_stride: width, width }
     }
@@ -49,12 +48,12 @@ impl Rows {
         }
     }
 
-    /// How many rows.
+    /// Number of rows.
     pub const fn count(&self) -> usize {
         self.outer * self.inner
     }
 
-    /// How many elements the rows hold.
+    /// Number of elements.
     pub const fn elements(&self) -> usize {
         self.count() * self.width
     }
@@ -82,7 +81,7 @@ impl Rows {
         Ok(())
     }
 
-    /// As [`Rows::check`], and as many rows of the same width as `like`.
+    /// [`Rows::check`], and that it has as many rows of the same width as `like`.
     pub(crate) fn check_like(&self, op: &'static str, name: &str, len: usize, like: &Rows) -> Result<()> {
         if (self.outer, self.inner, self.width) != (like.outer, like.inner, like.width) {
             return shape_error(op, format!("{name} is {self:?}, but {like:?} is needed"));
@@ -90,12 +89,12 @@ impl Rows {
         self.check(op, name, len)
     }
 
-    /// Groups per piece, about [`PIECE`] elements.
+    /// Groups per chunk of about [`PIECE`] elements.
     pub(crate) fn grain(&self) -> usize {
         (PIECE / (self.inner * self.width).max(1)).max(1)
     }
 
-    /// The view within a piece of at most `grain` groups starting at group `first`.
+    /// The view of a chunk of at most `grain` groups from group `first`.
     pub(crate) fn piece(&self, first: usize, grain: usize) -> Rows {
         Rows { outer: grain.min(self.outer - first), ..*self }
     }
@@ -104,24 +103,24 @@ impl Rows {
         grain * self.outer_stride.max(self.group_span()).max(1)
     }
 
-    /// The data of each piece.
+    /// The data of each chunk.
     pub(crate) fn cut<'a, T>(&self, data: &'a [T], grain: usize) -> std::slice::Chunks<'a, T> {
         data[..self.span()].chunks(self.piece_len(grain))
     }
 
-    /// The data of each piece, to write.
+    /// The mutable data of each chunk.
     pub(crate) fn cut_mut<'a, T>(&self, data: &'a mut [T], grain: usize) -> std::slice::ChunksMut<'a, T> {
         data[..self.span()].chunks_mut(self.piece_len(grain))
     }
 
-    /// Row `i` of the piece `data`.
+    /// Row `i` of the chunk `data`.
     #[inline(always)]
     pub(crate) fn row<'a, T>(&self, data: &'a [T], i: usize) -> &'a [T] {
         let at = self.start(i);
         &data[at..at + self.width]
     }
 
-    /// Row `i` of the piece `data`, to write.
+    /// Mutable row `i` of the chunk `data`.
     #[inline(always)]
     pub(crate) fn row_mut<'a, T>(&self, data: &'a mut [T], i: usize) -> &'a mut [T] {
         let at = self.start(i);

@@ -1,4 +1,4 @@
-//! Non-linearities whose rows have a weight, forward and backward. Arithmetic is f32.
+//! Activations weighted by routing probabilities, forward and backward. Arithmetic is in f32.
 
 use super::Isa;
 use super::activation::{Curve, with_curve};
@@ -8,7 +8,7 @@ use super::rows::PIECE;
 use crate::Act;
 use ferrotron_tensor::{Float, Threads};
 
-/// `y[r] = p[r]·act(x[r, :f])·gate(x[r, f:])`, plain `p[r]·act(x[r])`; zeros where p is 0. y is `[N, f]`.
+/// `y[r] = p[r]·act(x[r, :f])·gate(x[r, f:])` (not gated: `p[r]·act(x[r])`); zeros where p is 0. y is `[N, f]`.
 pub fn weighted<T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -33,7 +33,7 @@ pub fn weighted<T: Float>(
     });
 }
 
-/// Gradients of [`weighted`]: dx as x, dp `[N]`. Rows with `live < 0` give zeros.
+/// Gradients of [`weighted`]: dx like x, dp `[N]`. Rows with a negative source are padding and get zeros.
 pub fn weighted_backward<T: Float>(
     threads: &Threads,
     isa: Isa,

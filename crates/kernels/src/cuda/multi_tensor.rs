@@ -136,10 +136,10 @@ fn each_portion(
                 let second = u.second.map(|m| (m.values, m.scales));
                 let rest = [u.weight, u.first.scales, second.map(|m| m.0), second.and_then(|m| m.1)];
                 args.extend(rest.into_iter().flatten().map(write));
-                if let Some(n) = &u.narrow {
+                if let Some(n) = &u.fp8 {
                     args.push(write(n.amax));
                     args.extend(
-                        n.bytes.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]),
+                        n.data.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]),
                     );
                 }
             }
@@ -154,7 +154,7 @@ fn each_portion(
                 };
                 for u in portion {
                     let n = u.grad.numel();
-                    let fp8 = u.narrow.is_some_and(|n| n.bytes.is_some());
+                    let fp8 = u.fp8.is_some_and(|n| n.data.is_some());
                     let entry = TensorEntry {
                         master: next(true)?,
                         grad: next(true)?,
@@ -163,7 +163,7 @@ fn each_portion(
                         first_scales: next(u.first.scales.is_some())?,
                         second: next(u.second.is_some())?,
                         second_scales: next(u.second.is_some_and(|m| m.scales.is_some()))?,
-                        amax: next(u.narrow.is_some())?,
+                        amax: next(u.fp8.is_some())?,
                         fp8: next(fp8)?,
                         scale: next(fp8)?,
                         scale_inv: next(fp8)?,

@@ -6,7 +6,8 @@ use super::row_grid::{columns, vec_width};
 use super::{CudaKernels, Kernel};
 use crate::checks::dtypes;
 use crate::permutation::{
-    Sizes, check_choices, check_values, gather_sizes, spread_sizes, sum_sizes, turn_sizes, weighted_sizes,
+    Sizes, check_choices, check_values, gather_sizes, permute_sizes, permute_transposed_sizes,
+    unpermute_sizes, weighted_sizes,
 };
 use crate::{PermutationKernels, RowMap};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, read, shape_error, write};
@@ -164,7 +165,7 @@ impl PermutationKernels for CudaKernels {
 
     fn moe_permute(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
         const OP: &str = "moe_permute";
-        let (z, dtype) = (spread_sizes(OP, x, map, out)?, x.dtype());
+        let (z, dtype) = (permute_sizes(OP, x, map, out)?, x.dtype());
         let kernel = sized!(OP, dtype, "moe_permute")?;
         s.launch(OP, &[read(x), read(&map.source), read(&map.rows), write(out)], |l| {
             let (x, source, rows, out) = (l.address(0)?, l.address(1)?, l.address(2)?, l.address(3)?);
@@ -179,7 +180,7 @@ impl PermutationKernels for CudaKernels {
 
     fn moe_permute_transposed(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
         const OP: &str = "moe_permute_transposed";
-        let z = turn_sizes(OP, x, map, out)?;
+        let z = permute_transposed_sizes(OP, x, map, out)?;
         let columns = out.shape()[0];
         s.launch(OP, &[read(x), read(&map.source), write(out)], |l| {
             let (from, to) = (l.address(0)?, l.address(2)?);
@@ -233,7 +234,7 @@ impl PermutationKernels for CudaKernels {
         out: &Tensor,
     ) -> Result<()> {
         const OP: &str = "moe_unpermute";
-        let (z, dtype) = (sum_sizes(OP, x, rows, out)?, x.dtype());
+        let (z, dtype) = (unpermute_sizes(OP, x, rows, out)?, x.dtype());
         weights.map_or(Ok(()), |w| check_choices(OP, z, w))?;
         let kernel = mixed!(OP, dtype, out.dtype(), "moe_unpermute")?;
         let args = [read(x), read(rows), write(out), read(weights.unwrap_or(rows))];
@@ -255,7 +256,7 @@ impl PermutationKernels for CudaKernels {
         out: &Tensor,
     ) -> Result<()> {
         const OP: &str = "moe_unpermute_dprobs";
-        let (z, dtype) = (sum_sizes(OP, x, rows, dy)?, x.dtype());
+        let (z, dtype) = (unpermute_sizes(OP, x, rows, dy)?, x.dtype());
         check_choices(OP, z, out)?;
         let kernel = mixed!(OP, dtype, dy.dtype(), "moe_unpermute_dprobs")?;
         s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {

@@ -1,21 +1,21 @@
-//! A bias of rows by segment: what the second map of an expert adds, times the probability of the choice.
+//! Expert bias times routing probability: the bias of an expert's second linear layer, weighted per row.
 
 use crate::Segments;
 use crate::checks::{contiguous, dtypes};
 use ferrotron_tensor::{DType, Result, Tensor, shape_error};
 
-/// Whose rows get which bias, and how much of it. The offsets of the segments ascend.
+/// A bias per segment and a weight per row. Segment offsets ascend.
 #[derive(Clone, Copy)]
 pub struct GroupedBias<'a> {
-    /// Whose rows.
+    /// Segments of the rows.
     pub segments: Segments<'a>,
     /// `[E, n]`, of the rows' type
     pub bias: &'a Tensor,
-    /// f32 `[N]`
+    /// f32 `[N]`: weight of each row, its routing probability.
     pub weights: &'a Tensor,
 }
 
-/// N, n and E of a bias and the rows `y [N, n]`.
+/// Checks a bias and its rows `y [N, n]`; returns N, n and E.
 pub(crate) fn sizes(op: &'static str, b: &GroupedBias, y: &Tensor) -> Result<[usize; 3]> {
     let (offsets, counts) = (b.segments.offsets, b.segments.counts);
     contiguous(op, &[offsets, counts, b.bias, b.weights, y])?;
@@ -35,7 +35,7 @@ pub(crate) fn sizes(op: &'static str, b: &GroupedBias, y: &Tensor) -> Result<[us
         (y, bias) => shape_error(
             op,
             format!(
-                "rows {y:?}, bias {bias:?}, weights {:?}, offsets {:?}, counts {:?} do not belong together",
+                "rows {y:?}, bias {bias:?}, weights {:?}, offsets {:?}, counts {:?} have inconsistent shapes",
                 b.weights.shape(),
                 offsets.shape(),
                 counts.shape()
@@ -44,7 +44,7 @@ pub(crate) fn sizes(op: &'static str, b: &GroupedBias, y: &Tensor) -> Result<[us
     }
 }
 
-/// As [`sizes`], with the gradients.
+/// [`sizes`], and the shapes of the gradients.
 pub(crate) fn gradient_sizes(
     op: &'static str,
     b: &GroupedBias,

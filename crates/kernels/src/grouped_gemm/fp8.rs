@@ -1,60 +1,63 @@
-//! Products of segments of eight-bit rows, each with a matrix of its own.
+//! Grouped GEMMs of FP8 operands.
 
 use super::{GroupedSizes, Segments, Steps, steps};
 use crate::checks::dtypes;
 use crate::quant::{Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
-/// `y[r] = x[r]·w[e]ᵀ` for the rows r of segment e, both in bytes and contracted along their last axis; rows in no segment
-/// become zeros. For a gradient of the input `x` is that of the output and `w` the weights turned.
+/// FP8 grouped GEMM: `y[r] = x[r]·w[e]ᵀ` for the rows r of segment e, zeros for rows in no segment. For dgrad `x` is the output
+/// gradient and `w` the transposed weights.
 ///
-/// At most one factor is in E5M2. Scales are one for all of x and one for each of the matrices, or those of 128 along k
-/// ([`ScalingMode::Block1x128`]) and of tiles ([`ScalingMode::Block128x128`], of `[E·n, k]` as one matrix).
+/// At most one operand is E5M2. Scaling is per tensor for `x` and per matrix for `w`, or [`ScalingMode::Block1x128`] for `x` and
+/// [`ScalingMode::Block128x128`] for `w` (as one matrix `[E·n, k]`).
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8GroupedGemm<'a> {
     /// `[N, k]`
     pub x: &'a Fp8Tensor,
     /// `[E·n, k]`. With [`ScalingMode::PerTensor`] its scales are f32 `[E]`.
     pub w: &'a Fp8Tensor,
-    /// Whose rows.
+    /// Segments of the rows.
     pub segments: Segments<'a>,
     /// `[N, n]` bf16
     pub y: &'a Tensor,
-    /// Sums may be kept in the matrix unit's narrow registers; with scales of blocks they never are.
+    /// Allow fast FP8 accumulation in the tensor cores' reduced-precision accumulators; ignored with block scaling.
     pub fast: bool,
-    /// What it is in a layer, for profiles: such as `grouped (output, fp8)`.
+    /// Profile label, such as `grouped (output, fp8)`.
     pub name: &'static str,
 }
 
-/// `dw[e] (+)= Σ_c dy[:, c]·x[:, c]ᵀ` over the columns c of segment e: what [`crate::GroupedWgrad`] is, of factors turned so
-/// that they are contracted along their last axis.
+/// FP8 grouped wgrad: `dw[e] (+)= Σ_c dy[:, c]·x[:, c]ᵀ` over the columns c of segment e. This is [`crate::GroupedWgrad`] of
+/// transposed operands, which are contracted along their last axis.
 ///
-/// Segments start at multiples of 128, and up to the next multiple of 128 behind a segment's columns there are zeros. At most
-/// one factor is in E5M2. Scales are one for each factor, or those of 128 columns ([`ScalingMode::Block1x128`]) of both.
+/// Segments start at multiples of 128, and the columns between a segment's end and the next multiple of 128 are zero. At most
+/// one operand is E5M2. Scaling is per tensor, or [`ScalingMode::Block1x128`] for both.
 #[derive(Clone, Copy, Debug)]
 pub struct Fp8GroupedWgrad<'a> {
     /// `[n, N]`
     pub dy: &'a Fp8Tensor,
     /// `[k, N]`
     pub x: &'a Fp8Tensor,
-    /// Whose columns.
+    /// Segments of the columns.
     pub segments: Segments<'a>,
-    /// f32 `[E, n, k]`, and whether to add to what it holds.
+    /// f32 `[E, n, k]`, and whether to accumulate into it.
     pub dw: (&'a Tensor, bool),
-    /// Sums may be kept in the matrix unit's narrow registers; with scales of blocks they never are.
+    /// Allow fast FP8 accumulation in the tensor cores' reduced-precision accumulators; ignored with block scaling.
     pub fast: bool,
 }
 
-/// Is one of them in E4M3?
+/// Checks that at most one operand is E5M2, as tensor cores require.
 fn formats(op: &'static str, a: &Fp8Tensor, b: &Fp8Tensor) -> Result<()> {
     if a.data.dtype() == DType::E5M2 && b.data.dtype() == DType::E5M2 {
-        return shape_error(op, "both factors in e5m2: no matrix unit takes that; have one of them in e4m3");
+        return shape_error(
+            op,
+            "both operands are E5M2, which tensor cores do not multiply; quantize one of them to E4M3",
+        );
     }
     Ok(())
 }
 
 impl Fp8GroupedGemm<'_> {
-    /// Checks shapes, types and scales.
+    /// Checks shapes, types and scales; returns the sizes.
     pub(crate) fn sizes(&self) -> Result<GroupedSizes> {
         let (op, x, w) = (self.name, self.x, self.w);
         let segments = self.segments.check(op)?;
@@ -63,7 +66,7 @@ impl Fp8GroupedGemm<'_> {
         match (x.scaling, w.scaling) {
             (ScalingMode::Block1x128, ScalingMode::Block128x128) => w.check(op, [segments * n, k])?,
             (ScalingMode::PerTensor, ScalingMode::PerTensor) => {
-                // As a matrix of one scale, of which there are E.
+                // Check the data as one matrix with one scale; there are E scales.
                 let one = Tensor::narrow(&w.scale_inv, 0, 0, w.scale_inv.numel().min(1));
                 if w.scale_inv.shape() != [segments] || !w.scale_inv.is_contiguous() {
                     return shape_error(op, format!("scales {:?} of {segments} matrices", w.scale_inv));
@@ -72,7 +75,12 @@ impl Fp8GroupedGemm<'_> {
                     Fp8Tensor { scale_inv: one?, ..w.clone() }.check(op, [segments * n, k])?;
                 }
             }
-            (a, b) => return shape_error(op, format!("x scaled by {a:?}, w by {b:?}: scale both alike")),
+            (a, b) => {
+                return shape_error(
+                    op,
+                    format!("x is scaled by {a:?} and w by {b:?}, which do not go together"),
+                );
+            }
         }
         formats(op, x, w)?;
         if self.y.dtype() != DType::BF16 {
@@ -90,7 +98,7 @@ impl Fp8GroupedGemm<'_> {
 impl Fp8GroupedWgrad<'_> {
     pub(crate) const NAME: &'static str = "grouped (weight gradient, fp8)";
 
-    /// Checks shapes, types and scales.
+    /// Checks shapes, types and scales; returns the sizes.
     pub(crate) fn sizes(&self) -> Result<GroupedSizes> {
         let (op, dy, x) = (Self::NAME, self.dy, self.x);
         let segments = self.segments.check(op)?;
@@ -99,7 +107,7 @@ impl Fp8GroupedWgrad<'_> {
         x.check(op, [k, rows])?;
         if dy.scaling != x.scaling || x.scaling == ScalingMode::Block128x128 {
             let what = format!(
-                "dy scaled by {:?}, x by {:?}: both by rows, or with one scale",
+                "dy is scaled by {:?} and x by {:?}; both must be per tensor or Block1x128",
                 dy.scaling, x.scaling
             );
             return shape_error(op, what);

@@ -1,30 +1,30 @@
-//! What the 8-bit kernels accept, the same in every home.
+//! Argument checks of the quantization kernels, shared by all devices.
 
 use super::{Fp8Gemm, Fp8Tensor, Quantize, ScaleSource, ScalingMode};
 use crate::checks::{dtypes, rows_of};
 use crate::cpu::rows::Rows;
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
-/// Is it f32 `[1]`?
+/// Checks that it is f32 `[1]`.
 pub(crate) fn one(op: &'static str, t: &Tensor) -> Result<()> {
     dtypes(op, DType::F32, &[t])?;
     if t.numel() != 1 {
-        return shape_error(op, format!("{t:?} where one number belongs"));
+        return shape_error(op, format!("{t:?} must hold one element"));
     }
     Ok(())
 }
 
-/// The rows of a matrix `[r, c]`.
+/// Checks a matrix `[r, c]`; returns its rows.
 pub(crate) fn matrix(op: &'static str, t: &Tensor) -> Result<Rows> {
     let &[r, c] = t.shape() else {
-        return shape_error(op, format!("{t:?} where a matrix [r, c] belongs"));
+        return shape_error(op, format!("{t:?} must be a matrix [r, c]"));
     };
     let [rows] = rows_of(op, [t])?;
     Ok(Rows { outer: r, inner: 1, width: c, ..rows })
 }
 
 impl Quantize<'_> {
-    /// Shapes, types, and scales that fit where they come from. Gives the rows of `x` and the format.
+    /// Checks shapes, types, and that scales fit their source; returns the rows of `x` and the FP8 format.
     pub(crate) fn check(&self, op: &'static str) -> Result<(Rows, Option<DType>)> {
         let x = matrix(op, self.x)?;
         if !matches!(self.x.dtype(), DType::F32 | DType::BF16 | DType::F16) {
@@ -42,7 +42,7 @@ impl Quantize<'_> {
             }
             let found = bytes.data.dtype();
             if *format.get_or_insert(found) != found {
-                return shape_error(op, "both uses of a matrix have one format");
+                return shape_error(op, "both orientations must have one FP8 format");
             }
         }
         match self.range {
@@ -53,7 +53,7 @@ impl Quantize<'_> {
         if let Some((sums, _)) = self.sums {
             dtypes(op, DType::F32, &[sums])?;
             if sums.shape() != [c] || !sums.is_contiguous() {
-                return shape_error(op, format!("sums {:?} of {c} columns", sums.shape()));
+                return shape_error(op, format!("bias gradient {:?} for {c} columns", sums.shape()));
             }
         }
         Ok((x, format))
@@ -61,7 +61,7 @@ impl Quantize<'_> {
 }
 
 impl Fp8Gemm<'_> {
-    /// Checks shapes, types and scales; gives `m, n, k`.
+    /// Checks shapes, types and scales; returns m, n and k.
     pub(crate) fn check(&self, op: &'static str) -> Result<[usize; 3]> {
         let (a, b) = (self.a, self.b);
         let [m, n, k] = [a.rows(), b.rows(), a.cols];
@@ -71,14 +71,20 @@ impl Fp8Gemm<'_> {
         if pair(|x| x.data.dtype() == DType::E5M2) {
             return shape_error(
                 op,
-                "both factors in e5m2: no matrix unit takes that; have one of them in e4m3",
+                "both operands are E5M2, which tensor cores do not multiply; quantize one of them to E4M3",
             );
         }
         if pair(|x| x.scaling == ScalingMode::Block128x128) {
-            return shape_error(op, "both factors scaled by tiles: have one of them scaled by rows");
+            return shape_error(
+                op,
+                "both operands have 128x128 block scales; quantize one of them with 1x128 blocks",
+            );
         }
         if (a.scaling == ScalingMode::PerTensor) != (b.scaling == ScalingMode::PerTensor) {
-            return shape_error(op, "one factor with one scale, the other with many: scale both alike");
+            return shape_error(
+                op,
+                "one operand has a per-tensor scale and the other block scales; use one mode for both",
+            );
         }
         let c = matrix(op, self.c)?;
         if (c.outer, c.width) != (m, n) {
@@ -100,7 +106,7 @@ impl Fp8Gemm<'_> {
     }
 }
 
-/// `len` and `n` of a history of magnitudes and what belongs to it.
+/// Checks an amax history and its scales; returns `len` and `n`.
 pub(crate) fn check_delayed(
     op: &'static str,
     history: &Tensor,
@@ -122,13 +128,16 @@ pub(crate) fn check_delayed(
         }
         _ => {
             let shapes = all.map(|t| t.shape().to_vec());
-            shape_error(op, format!("{shapes:?} instead of [len, n], [n], [n], [n]"))
+            shape_error(
+                op,
+                format!("history, reduced, largest and scale are {shapes:?}, not [len, n], [n], [n], [n]"),
+            )
         }
     }
 }
 
-/// Checks of [`crate::QuantKernels::fp8_transpose`]: gives `[r, c]`.
-pub(crate) fn check_turn(op: &'static str, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<[usize; 2]> {
+/// Checks of [`crate::QuantKernels::fp8_transpose`]: returns r and c.
+pub(crate) fn check_transpose(op: &'static str, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<[usize; 2]> {
     let (r, c) = (q.rows(), q.cols);
     q.check(op, [r, c])?;
     out.check(op, [c, r])?;
@@ -136,7 +145,7 @@ pub(crate) fn check_turn(op: &'static str, q: &Fp8Tensor, out: &Fp8Tensor) -> Re
         || out.scaling != ScalingMode::PerTensor
         || q.data.dtype() != out.data.dtype()
     {
-        return shape_error(op, "both must be of one format with one scale");
+        return shape_error(op, "both must have one FP8 format and per-tensor scaling");
     }
     Ok([r, c])
 }

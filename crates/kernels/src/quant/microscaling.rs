@@ -1,5 +1,5 @@
-//! Formats with a scale for every few numbers, which newer cards multiply and we emulate: numbers are rounded to the
-//! format and back, and products are those of the rounded numbers.
+//! Emulated microscaling formats (MXFP8, NVFP4): values are quantized and dequantized, and GEMMs run on the result. Blackwell
+//! tensor cores multiply these formats; here only their rounding is reproduced.
 
 use super::check::matrix;
 use crate::cpu::Isa;
@@ -8,64 +8,65 @@ use crate::cpu::rows::Rows;
 use crate::philox::RandomStream;
 use ferrotron_tensor::{DType, Element, Error, Float, Result, Stream, Tensor, bf16, f16, shape_error};
 
-/// Along which axis of a matrix `[r, c]` numbers share a scale: the one a product contracts.
+/// Axis of a matrix `[r, c]` along which values share a scale: the contracted one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum BlockAxis {
-    /// Along rows: neighbours of a row (the matrix used as it is stored).
+    /// Blocks along rows (row-wise orientation).
     Rows,
-    /// Along columns: neighbours of a column (the matrix used transposed).
+    /// Blocks along columns (column-wise orientation: the matrix is used transposed).
     Cols,
 }
 
-/// A format to emulate.
+/// An emulated quantization format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EmulatedFormat {
-    /// MXFP8: a power of two for every 32 numbers.
+    /// MXFP8: a power-of-two (E8M0) scale per 32 values.
     Mxfp8 {
         /// E4M3 or E5M2.
         format: DType,
-        /// Of a block.
+        /// Axis of a block.
         along: BlockAxis,
-        /// Blocks of 32 x 32 instead (weights: the same numbers in both uses).
+        /// 32x32 blocks, so that both orientations of a weight have the same values.
         square: bool,
     },
-    /// NVFP4: E2M1, with an E4M3 scale for every 16 numbers and one f32 scale for all.
+    /// NVFP4: E2M1 with an E4M3 scale per 16 values and one f32 scale per tensor.
     Nvfp4 {
-        /// Of a block.
+        /// Axis of a block.
         along: BlockAxis,
-        /// Blocks of 16 x 16 instead (weights).
+        /// 16x16 blocks (weights).
         square: bool,
-        /// Turn every 16 numbers along the axis by the random Hadamard matrix before rounding, and back after.
+        /// Apply the 16-point random Hadamard transform along the axis before rounding, and its inverse after.
         hadamard: bool,
-        /// Round up or down at random, in proportion: element `i` of the matrix takes byte `i` of this stream.
+        /// Stochastic rounding: element `i` of the matrix uses byte `i` of this random stream.
         stochastic: Option<RandomStream>,
     },
 }
 
 impl EmulatedFormat {
-    /// Can it be done?
+    /// Checks that the options go together.
     pub(crate) fn check(&self, op: &'static str) -> Result<()> {
         match *self {
             EmulatedFormat::Mxfp8 { format, .. } => super::scale::largest(op, format).map(|_| ()),
-            EmulatedFormat::Nvfp4 { square: true, hadamard: true, .. } => {
-                shape_error(op, "blocks of 16 x 16 serve both uses, and only one use can be turned")
-            }
+            EmulatedFormat::Nvfp4 { square: true, hadamard: true, .. } => shape_error(
+                op,
+                "16x16 blocks serve both orientations, but the Hadamard transform applies to one of them only",
+            ),
             EmulatedFormat::Nvfp4 { .. } => Ok(()),
         }
     }
 }
 
-/// Can `x` be rounded into `out` so? The rows of `x`.
+/// Checks `x` and `out`; returns the rows of `x`.
 pub(crate) fn check(op: &'static str, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<Rows> {
     how.check(op)?;
     let rows = matrix(op, x)?;
     if out.shape() != x.shape() || out.dtype() != x.dtype() || !out.is_contiguous() {
-        return shape_error(op, format!("{x:?} into {out:?}, which must be like it and contiguous"));
+        return shape_error(op, format!("{out:?} must be contiguous and have the shape and type of {x:?}"));
     }
     Ok(rows)
 }
 
-/// The emulation of a home without a kernel for it: over the host and back.
+/// Emulation on the host, for devices without a kernel for it.
 pub(crate) fn emulate_over_host(s: &Stream, how: EmulatedFormat, x: &Tensor, out: &Tensor) -> Result<()> {
     const OP: &str = "emulate";
     let rows = check(OP, how, x, out)?;

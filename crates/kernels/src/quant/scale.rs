@@ -1,9 +1,9 @@
-//! From the largest magnitude to the scale: one function for every recipe and every home.
+//! Scales from amax, for every recipe and device.
 
 use ferrotron_tensor::fp8::{E4m3, E5m2, E8m0};
 use ferrotron_tensor::{DType, Error, Result, f16};
 
-/// The biggest number of an 8-bit format.
+/// Largest finite value of an FP8 format.
 pub fn largest(op: &'static str, format: DType) -> Result<f32> {
     match format {
         DType::E4M3 => Ok(E4m3::MAX),
@@ -12,26 +12,26 @@ pub fn largest(op: &'static str, format: DType) -> Result<f32> {
     }
 }
 
-/// How a largest magnitude becomes a scale, by which numbers are multiplied before they are rounded.
+/// How a quantization scale follows from an amax.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ScaleRule {
-    /// The biggest number of the format; the largest magnitude becomes this.
+    /// Largest finite value of the format, which the amax maps to.
     pub largest: f32,
     /// Round the scale down to a power of two.
     pub pow2: bool,
-    /// Smaller magnitudes count as this.
+    /// Lower bound of the amax.
     pub eps: f32,
-    /// The scale of magnitudes so small that it would be infinite.
+    /// Scale to use where `largest/amax` overflows.
     pub beyond: f32,
 }
 
 impl ScaleRule {
-    /// One scale for a whole tensor.
+    /// Per-tensor scaling.
     pub fn tensor(largest: f32, pow2: bool) -> ScaleRule {
         ScaleRule { largest, pow2, eps: 0.0, beyond: f32::MAX }
     }
 
-    /// A scale for each block of a matrix that holds `input`: no scale is beyond that type's largest number.
+    /// Block scaling of a matrix of type `input`, whose largest value bounds the scale.
     pub fn block(largest: f32, pow2: bool, input: DType) -> ScaleRule {
         let beyond = match input {
             DType::F16 => f16::MAX.to_f32(),
@@ -41,9 +41,9 @@ impl ScaleRule {
         ScaleRule { largest, pow2, eps: 0.0, beyond }
     }
 
-    /// The scale; 1 where the magnitude is zero, infinite or NaN.
+    /// The scale for an amax; 1 where it is zero, infinite or NaN.
     pub fn scale(&self, amax: f32) -> f32 {
-        // A comparison, not a maximum: NaN stays.
+        // Not `max`, which would drop NaN.
         let amax = if amax < self.eps { self.eps } else { amax };
         if !amax.is_finite() || amax == 0.0 {
             return 1.0;
@@ -54,7 +54,7 @@ impl ScaleRule {
     }
 }
 
-/// The power of two by which a block of MXFP8 is divided: the smallest that brings `amax` within `largest`.
+/// E8M0 scale of an MXFP8 block: the smallest power of two that brings `amax` within `largest`.
 pub fn power_of_two(amax: f32, largest: f32) -> E8m0 {
     E8m0::ceil(amax * (1.0 / largest))
 }
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_largest_magnitude_becomes_the_largest_number() {
+    fn amax_maps_to_largest_value() {
         for largest in [E4m3::MAX, E5m2::MAX] {
             for pow2 in [false, true] {
                 for bits in (1..0x7f80_0000u32).step_by(65_537) {

@@ -1,28 +1,29 @@
-//! Stacks of matrices made bytes of at once: the weights of experts.
+//! FP8 quantization of a stack of matrices: the weights of an MoE layer's experts.
 
 use crate::checks::{contiguous, dtypes};
 use crate::quant::check::one;
 use crate::{BLOCK, Fp8Tensor, ScaleSource, ScalingMode};
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
-/// Quantizes a stack `x [E, n, k]` (f32 or bf16, contiguous), once read, into up to two stacks of factors, each matrix as
-/// [`crate::Quantize`] would.
+/// Quantizes a stack `x [E, n, k]` (f32 or bf16, contiguous) into up to two stacks of operands, reading it once; each matrix is
+/// quantized as by [`crate::Quantize`].
 ///
-/// With [`ScalingMode::PerTensor`] scales are f32 `[E]`: from magnitudes f32 `[E]` ([`ScaleSource::Amax`]), or one that all matrices share
-/// ([`ScaleSource::Given`], f32 `[1]`). With [`ScalingMode::Block128x128`] they are those of one matrix, and n and k are multiples of 128.
+/// With [`ScalingMode::PerTensor`] scales are f32 `[E]`, from an amax f32 `[E]` ([`ScaleSource::Amax`]) or one scale that all
+/// matrices share ([`ScaleSource::Given`], f32 `[1]`). With [`ScalingMode::Block128x128`] the stack is scaled as one matrix, and n
+/// and k are multiples of 128.
 #[derive(Clone, Copy, Debug)]
 pub struct QuantizeStack<'a> {
     /// `[E, n, k]`
     pub x: &'a Tensor,
-    /// Where scales come from.
+    /// Source of the scales.
     pub range: ScaleSource<'a>,
-    /// The matrices as they are stored: `[E·n, k]`.
+    /// Row-wise output: the matrices as stored, `[E·n, k]`.
     pub rows: Option<&'a Fp8Tensor>,
-    /// Each of them transposed: `[E·k, n]`.
+    /// Column-wise output: each matrix transposed, `[E·k, n]`.
     pub cols: Option<&'a Fp8Tensor>,
 }
 
-/// E, n, k of a stack.
+/// Checks a stack; returns E, n and k.
 fn sizes(op: &'static str, x: &Tensor) -> Result<[usize; 3]> {
     contiguous(op, &[x])?;
     if !matches!(x.dtype(), DType::F32 | DType::BF16) {
@@ -30,27 +31,27 @@ fn sizes(op: &'static str, x: &Tensor) -> Result<[usize; 3]> {
     }
     match x.shape() {
         [e, n, k] => Ok([*e, *n, *k]),
-        _ => shape_error(op, format!("{x:?} where a stack [E, n, k] belongs")),
+        _ => shape_error(op, format!("{x:?} must be a stack [E, n, k]")),
     }
 }
 
-/// Is it a number for each matrix?
+/// Checks that it is f32 `[count]`.
 fn each(op: &'static str, t: &Tensor, count: usize) -> Result<()> {
     dtypes(op, DType::F32, &[t])?;
     if t.shape() != [count] || !t.is_contiguous() {
-        return shape_error(op, format!("{t:?} where a number for each of {count} matrices belongs"));
+        return shape_error(op, format!("{t:?} must hold one value for each of {count} matrices"));
     }
     Ok(())
 }
 
-/// Checks of [`QuantizeStackKernels::amax_stack`].
+/// Checks of [`crate::QuantKernels::amax_stack`].
 pub(crate) fn amax_sizes(op: &'static str, x: &Tensor, amax: &Tensor) -> Result<[usize; 3]> {
     let found = sizes(op, x)?;
     each(op, amax, found[0])?;
     Ok(found)
 }
 
-/// Is it the bytes of `count` matrices, `shape` in all?
+/// Checks FP8 data of `count` matrices, `shape` together.
 fn check_bytes(op: &'static str, count: usize, bytes: &Fp8Tensor, shape: [usize; 2]) -> Result<()> {
     if bytes.scaling != ScalingMode::PerTensor {
         return bytes.check(op, shape);
@@ -60,7 +61,7 @@ fn check_bytes(op: &'static str, count: usize, bytes: &Fp8Tensor, shape: [usize;
     if count == 0 { Ok(()) } else { Fp8Tensor { scale_inv: one, ..bytes.clone() }.check(op, shape) }
 }
 
-/// Checks of [`QuantizeStackKernels::transpose_stack`]: gives n and k.
+/// Checks of [`crate::QuantKernels::transpose_stack`]: returns n and k.
 pub(crate) fn check_transpose(
     op: &'static str,
     count: usize,
@@ -75,19 +76,16 @@ pub(crate) fn check_transpose(
         || rows.scaling == ScalingMode::Block1x128
         || rows.data.dtype() != cols.data.dtype()
     {
-        return shape_error(
-            op,
-            "both must be of one format, with one scale for each matrix or those of tiles",
-        );
+        return shape_error(op, "both must have one FP8 format and one scale per matrix or 128x128 blocks");
     }
     if tiles && !(n.is_multiple_of(BLOCK) && k.is_multiple_of(BLOCK)) {
-        return shape_error(op, format!("matrices [{n}, {k}] do not divide into tiles of {BLOCK}"));
+        return shape_error(op, format!("matrices [{n}, {k}] are not multiples of {BLOCK} blocks"));
     }
     Ok([n, k])
 }
 
 impl QuantizeStack<'_> {
-    /// Checks shapes, types and scales; gives E, n, k, how numbers share scales, and the format.
+    /// Checks shapes, types and scales; returns E, n and k, the scaling mode, and the FP8 format.
     pub(crate) fn check(&self, op: &'static str) -> Result<([usize; 3], ScalingMode, Option<DType>)> {
         let [e, n, k] = sizes(op, self.x)?;
         let scaling = match self.range {
@@ -100,7 +98,7 @@ impl QuantizeStack<'_> {
                 ScalingMode::Block128x128
             }
             ScaleSource::Blocks { .. } => {
-                return shape_error(op, format!("matrices [{n}, {k}] do not divide into tiles of {BLOCK}"));
+                return shape_error(op, format!("matrices [{n}, {k}] are not multiples of {BLOCK} blocks"));
             }
         };
         let mut format = None;
@@ -112,7 +110,7 @@ impl QuantizeStack<'_> {
             check_bytes(op, e, bytes, shape)?;
             let found = bytes.data.dtype();
             if *format.get_or_insert(found) != found {
-                return shape_error(op, "both uses of a matrix have one format");
+                return shape_error(op, "both orientations must have one FP8 format");
             }
         }
         Ok(([e, n, k], scaling, format))

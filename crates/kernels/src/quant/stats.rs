@@ -1,4 +1,4 @@
-//! How well values fit an 8-bit format.
+//! Quantization error statistics.
 
 use super::check::matrix;
 use super::scale::largest;
@@ -6,28 +6,27 @@ use super::{Fp8Tensor, QuantKernels, ScalingMode};
 use crate::BLOCK;
 use ferrotron_tensor::{Category, DType, Error, Result, Stream, Tensor, bf16, f16};
 
-/// What became of values that were narrowed. Values that are not finite are passed over.
+/// Error of quantized values. Values that are not finite are ignored.
 #[derive(Clone, Debug, PartialEq)]
 pub struct QuantStats {
-    /// Values.
+    /// Number of values.
     pub elements: u64,
-    /// Of them, beyond the largest number of the format.
+    /// Values that saturated at the format's largest.
     pub saturated: u64,
-    /// Of them, other than zero, and zero in the format.
+    /// Nonzero values that became zero.
     pub vanished: u64,
-    /// The largest magnitude.
+    /// Largest magnitude.
     pub amax: f32,
-    /// The smallest and the largest `1/scale` in use, what a byte's value is multiplied by to be the number again. NaN where
-    /// it is not known.
+    /// Smallest and largest inverse scale in use; NaN where unknown.
     pub scale_inv: (f32, f32),
-    /// `Σ (narrowed − x)²`
+    /// `Σ (quantized − x)²`
     pub error: f64,
     /// `Σ x²`
     pub size: f64,
 }
 
 impl Default for QuantStats {
-    /// Of nothing.
+    /// Statistics of no values.
     fn default() -> QuantStats {
         let (elements, saturated, vanished) = (0, 0, 0);
         QuantStats {
@@ -43,17 +42,17 @@ impl Default for QuantStats {
 }
 
 impl QuantStats {
-    /// Percent of values beyond the largest number.
+    /// Percentage of values that saturated.
     pub fn saturation(&self) -> f64 {
         self.percent(self.saturated)
     }
 
-    /// Percent of values that became zero.
+    /// Percentage of nonzero values that became zero.
     pub fn underflow(&self) -> f64 {
         self.percent(self.vanished)
     }
 
-    /// `|narrowed − x| / |x|`, in the Euclidean norm; zero of zeros.
+    /// `‖quantized − x‖ / ‖x‖`; 0 for a zero tensor.
     pub fn relative_error(&self) -> f64 {
         if self.size == 0.0 { 0.0 } else { (self.error / self.size).sqrt() }
     }
@@ -62,7 +61,7 @@ impl QuantStats {
         100.0 * n as f64 / self.elements.max(1) as f64
     }
 
-    /// Those of more values, too.
+    /// Adds the statistics of further values.
     pub fn merge(&mut self, other: &QuantStats) {
         self.elements += other.elements;
         self.saturated += other.saturated;
@@ -70,11 +69,11 @@ impl QuantStats {
         self.error += other.error;
         self.size += other.size;
         self.amax = self.amax.max(other.amax);
-        // Both pass NaN over.
+        // min and max ignore NaN.
         self.scale_inv = (self.scale_inv.0.min(other.scale_inv.0), self.scale_inv.1.max(other.scale_inv.1));
     }
 
-    /// Of `x [r, c]` and what a format makes of it and back, `rounded [r, c]`. What saturated is not known.
+    /// Statistics of `x [r, c]` against its quantized and dequantized form `rounded [r, c]`. Saturation is not known.
     pub fn rounded(s: &Stream, x: &Tensor, rounded: &Tensor) -> Result<QuantStats> {
         let mut stats = QuantStats::default();
         for (x, rounded) in numbers(s, x)?.into_iter().zip(numbers(s, rounded)?) {
@@ -83,30 +82,30 @@ impl QuantStats {
         Ok(stats)
     }
 
-    fn add(&mut self, x: f32, narrowed: f32) {
+    fn add(&mut self, x: f32, quantized: f32) {
         if !x.is_finite() {
             return;
         }
         self.elements += 1;
         self.amax = self.amax.max(x.abs());
-        self.vanished += u64::from(x != 0.0 && narrowed == 0.0);
-        self.error += (f64::from(narrowed) - f64::from(x)).powi(2);
+        self.vanished += u64::from(x != 0.0 && quantized == 0.0);
+        self.error += (f64::from(quantized) - f64::from(x)).powi(2);
         self.size += f64::from(x).powi(2);
     }
 }
 
-/// [`QuantKernels::quant_stats`] of a home without a kernel for it.
+/// [`QuantKernels::quant_stats`] on the host, for devices without a kernel for it.
 pub(super) fn over_host<K: QuantKernels + ?Sized>(
     k: &K,
     s: &Stream,
     x: &Tensor,
     q: &Fp8Tensor,
-    turned: bool,
+    transposed: bool,
 ) -> Result<QuantStats> {
     const OP: &str = "quant_stats";
     let rows = matrix(OP, x)?;
     let (r, c) = (rows.outer, rows.width);
-    let [qr, qc] = if turned { [c, r] } else { [r, c] };
+    let [qr, qc] = if transposed { [c, r] } else { [r, c] };
     q.check(OP, [qr, qc])?;
     let back = Tensor::empty(s, &[qr, qc], DType::F32, Category::Workspace)?;
     k.dequantize(s, q, &back)?;
@@ -117,11 +116,11 @@ pub(super) fn over_host<K: QuantKernels + ?Sized>(
         ScalingMode::Block1x128 => inverse[j / BLOCK * shape[1] + i],
         ScalingMode::Block128x128 => inverse[i / BLOCK * shape[1] + j / BLOCK],
     };
-    // A scale is rounded, so the largest magnitude itself may come out a little above the largest number.
+    // Scales are rounded, so the amax itself may map to slightly above the largest value.
     let most = f64::from(largest(OP, q.data.dtype())?) * (1.0 + 4.0 * f64::from(f32::EPSILON));
     let mut stats = QuantStats::default();
     for (at, x) in x.into_iter().enumerate() {
-        let (i, j) = if turned { (at % c, at / c) } else { (at / c, at % c) };
+        let (i, j) = if transposed { (at % c, at / c) } else { (at / c, at % c) };
         let inverse = of(i, j);
         stats.add(x, back[i * qc + j]);
         stats.saturated += u64::from(x.is_finite() && f64::from(x.abs()) > most * f64::from(inverse));
@@ -130,7 +129,7 @@ pub(super) fn over_host<K: QuantKernels + ?Sized>(
     Ok(stats)
 }
 
-/// All numbers of a matrix, on the host.
+/// Downloads a matrix as f32.
 fn numbers(s: &Stream, x: &Tensor) -> Result<Vec<f32>> {
     match x.dtype() {
         DType::F32 => s.download::<f32>(x),

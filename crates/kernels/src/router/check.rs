@@ -1,11 +1,11 @@
-//! Checks of a router's arguments that every home makes alike.
+//! Argument checks of the router and load-balancing kernels, shared by all devices.
 
 use super::{ExpertChoice, GroupLimit, MAX_EXPERTS, MAX_TOPK, RouterParams};
 use crate::AuxLoss;
 use crate::checks::dtypes;
 use ferrotron_tensor::{DType, Error, Result, Tensor, shape_error};
 
-/// T tokens, E experts, k choices.
+/// T tokens, E experts, top-k.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sizes {
     pub(crate) tokens: usize,
@@ -13,7 +13,7 @@ pub(crate) struct Sizes {
     pub(crate) k: usize,
 }
 
-/// A contiguous tensor of this type and shape?
+/// Checks that a tensor is contiguous and has this type and shape.
 pub(crate) fn exactly(op: &'static str, name: &str, t: &Tensor, dtype: DType, shape: &[usize]) -> Result<()> {
     dtypes(op, dtype, &[t])?;
     if t.shape() != shape || !t.is_contiguous() {
@@ -22,7 +22,7 @@ pub(crate) fn exactly(op: &'static str, name: &str, t: &Tensor, dtype: DType, sh
     Ok(())
 }
 
-/// f32 or bf16?
+/// Checks that it is f32 or bf16.
 fn float(op: &'static str, t: &Tensor) -> Result<()> {
     match t.dtype() {
         DType::F32 | DType::BF16 => Ok(()),
@@ -32,7 +32,7 @@ fn float(op: &'static str, t: &Tensor) -> Result<()> {
 
 fn experts(op: &'static str, experts: usize) -> Result<()> {
     if experts == 0 || experts > MAX_EXPERTS {
-        return shape_error(op, format!("{experts} experts; there can be 1 to {MAX_EXPERTS}"));
+        return shape_error(op, format!("{experts} experts; the number must be in 1..={MAX_EXPERTS}"));
     }
     Ok(())
 }
@@ -40,15 +40,12 @@ fn experts(op: &'static str, experts: usize) -> Result<()> {
 fn choices(op: &'static str, sizes: Sizes) -> Result<Sizes> {
     let (k, most) = (sizes.k, sizes.experts.min(MAX_TOPK));
     if k == 0 || k > most {
-        return shape_error(
-            op,
-            format!("{k} choices of {} experts; there can be 1 to {most}", sizes.experts),
-        );
+        return shape_error(op, format!("top-{k} of {} experts; k must be in 1..={most}", sizes.experts));
     }
     Ok(sizes)
 }
 
-/// Tokens and experts of logits.
+/// Checks logits; returns tokens and experts.
 pub(crate) fn logits(op: &'static str, t: &Tensor) -> Result<[usize; 2]> {
     float(op, t)?;
     let &[tokens, e] = t.shape() else {
@@ -61,20 +58,20 @@ pub(crate) fn logits(op: &'static str, t: &Tensor) -> Result<[usize; 2]> {
     Ok([tokens, e])
 }
 
-/// Tokens and choices of an index i32 `[T, k]`.
+/// Checks a selection index i32 `[T, k]`; returns T and k.
 pub(crate) fn index(op: &'static str, t: &Tensor) -> Result<[usize; 2]> {
     dtypes(op, DType::I32, &[t])?;
     match *t.shape() {
         [tokens, k] if t.is_contiguous() => Ok([tokens, k]),
-        _ => shape_error(op, format!("{t:?} are not [tokens, choices], contiguous")),
+        _ => shape_error(op, format!("{t:?} must be contiguous [tokens, top-k]")),
     }
 }
 
-/// Logits with a choice.
+/// Checks logits and their selection index.
 fn chosen(op: &'static str, of: &Tensor, choice: &Tensor) -> Result<Sizes> {
     let ([tokens, experts], [rows, k]) = (logits(op, of)?, index(op, choice)?);
     if rows != tokens {
-        return shape_error(op, format!("{tokens} tokens have logits, but {rows} have choices"));
+        return shape_error(op, format!("logits of {tokens} tokens, but selections of {rows}"));
     }
     choices(op, Sizes { tokens, experts, k })
 }
@@ -87,11 +84,11 @@ pub(crate) fn top_k(
 ) -> Result<Sizes> {
     let sizes = chosen(op, scores, index)?;
     dtypes(op, DType::F32, &[scores])?;
-    minus.map_or(Ok(()), |m| exactly(op, "what is subtracted", m, DType::F32, &[sizes.experts]))?;
+    minus.map_or(Ok(()), |m| exactly(op, "minus", m, DType::F32, &[sizes.experts]))?;
     Ok(sizes)
 }
 
-/// Do the groups fit the experts and choices?
+/// Checks that the groups divide the experts and the top-k.
 fn groups(op: &'static str, groups: Option<GroupLimit>, sizes: Sizes) -> Result<()> {
     let Some(GroupLimit { count, keep }) = groups else { return Ok(()) };
     let (e, k) = (sizes.experts, sizes.k);
@@ -100,8 +97,8 @@ fn groups(op: &'static str, groups: Option<GroupLimit>, sizes: Sizes) -> Result<
         return shape_error(
             op,
             format!(
-                "{keep} of {count} groups do not fit {k} choices of {e} experts: the groups must divide the \
-                 experts, those that stay the choices, with no more choices than experts in each"
+                "{keep} of {count} groups do not fit top-{k} of {e} experts: the number of groups must divide the \
+                 experts and the kept groups the top-k, with at most as many selections as experts per group"
             ),
         );
     }
@@ -138,7 +135,7 @@ pub(crate) fn route_backward(
     Ok(sizes)
 }
 
-/// Sizes of a balancing loss, and its segments as the rows of `of` `[S, E]`.
+/// Checks an auxiliary loss and its statistics `of [S, E]`; returns its sizes and the number of segments.
 pub(crate) fn balance(op: &'static str, b: &AuxLoss, of: &Tensor) -> Result<(Sizes, usize)> {
     let [tokens, experts] = logits(op, b.logits)?;
     exactly(op, "segments", b.segments, DType::I32, &[tokens])?;
@@ -147,7 +144,7 @@ pub(crate) fn balance(op: &'static str, b: &AuxLoss, of: &Tensor) -> Result<(Siz
     Ok((choices(op, Sizes { tokens, experts, k: b.k })?, segments))
 }
 
-/// Segments and experts of statistics f32 and i64 `[S, E]`.
+/// Checks statistics f32 and i64 `[S, E]`; returns S and E.
 pub(crate) fn statistics(op: &'static str, sums: &Tensor, counts: &Tensor) -> Result<[usize; 2]> {
     let &[segments, e] = sums.shape() else {
         return shape_error(op, format!("{:?} are not [segments, experts]", sums.shape()));
@@ -172,7 +169,7 @@ pub(crate) fn aux_loss_weights(
     Ok([segments, experts])
 }
 
-/// Logits, segments of their rows and the two sums of a z-loss; the gradient where there is one.
+/// Checks a z-loss: logits, segments, its two sums, and the gradient where there is one.
 pub(crate) fn z_loss(
     op: &'static str,
     of: &Tensor,
@@ -211,11 +208,11 @@ pub(crate) fn drop_over_capacity(
     let [tokens, k] = index(op, choice)?;
     experts(op, e)?;
     exactly(op, "probabilities", probs, DType::F32, choice.shape())?;
-    exactly(op, "the number dropped", dropped, DType::I64, &[1])?;
+    exactly(op, "dropped", dropped, DType::I64, &[1])?;
     Ok(Sizes { tokens, experts: e, k })
 }
 
-/// Experts of counts i64 and bias f32 `[E]`.
+/// Checks counts i64 and bias f32 `[E]`; returns E.
 pub(crate) fn update_expert_bias(op: &'static str, counts: &Tensor, bias: &Tensor) -> Result<usize> {
     let e = bias.shape().first().copied().unwrap_or(0);
     experts(op, e)?;
@@ -230,7 +227,7 @@ pub(crate) fn sinkhorn(op: &'static str, of: &Tensor, out: &Tensor) -> Result<[u
     Ok([tokens, experts])
 }
 
-/// Sizes, and the place of the quantile among a column's values, largest first, from 0.
+/// Checks quantile balancing; returns the sizes and the rank of the quantile in a column, counted from the largest.
 pub(crate) fn quantiles(
     op: &'static str,
     k: usize,
@@ -245,13 +242,13 @@ pub(crate) fn quantiles(
     if k == experts || !(tokens * k).is_multiple_of(experts) {
         return shape_error(
             op,
-            format!("{tokens} tokens of {k} choices have no equal share for {experts} experts"),
+            format!("top-{k} selections of {tokens} tokens cannot be shared equally by {experts} experts"),
         );
     }
     Ok((sizes, tokens * k / experts))
 }
 
-/// Tokens, experts and width of a gate.
+/// Checks a router GEMM; returns tokens, experts and hidden size.
 pub(crate) fn gate(op: &'static str, x: &Tensor, w: &Tensor, logits: &Tensor) -> Result<[usize; 3]> {
     float(op, x)?;
     let (&[tokens, h], &[e, _]) = (x.shape(), w.shape()) else {
@@ -264,7 +261,7 @@ pub(crate) fn gate(op: &'static str, x: &Tensor, w: &Tensor, logits: &Tensor) ->
     Ok([tokens, e, h])
 }
 
-/// The same with its gradients.
+/// [`gate`] and its gradients.
 pub(crate) fn gate_backward(
     op: &'static str,
     x: &Tensor,
@@ -279,7 +276,7 @@ pub(crate) fn gate_backward(
     Ok(sizes)
 }
 
-/// Tokens and experts of random logits.
+/// Checks random logits; returns tokens and experts.
 pub(crate) fn normal(op: &'static str, rows: &Tensor, out: &Tensor) -> Result<[usize; 2]> {
     let [tokens, e] = logits(op, out)?;
     dtypes(op, DType::F32, &[out])?;

@@ -75,7 +75,7 @@ fn update(t: &Held, takes: bool) -> ParamUpdate<'_> {
         second: Some(second),
         lr_mult: 1.0,
         wd_mult: 1.0,
-        narrow: takes.then_some(Fp8WeightOut { amax: &t.amax, bytes }),
+        fp8: takes.then_some(Fp8WeightOut { amax: &t.amax, data: bytes }),
     }
 }
 

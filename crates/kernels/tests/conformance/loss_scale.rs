@@ -97,7 +97,7 @@ fn a_scaled_loss_makes_the_same_step() {
                     second: Some((&second).into()),
                     lr_mult: 1.0,
                     wd_mult: 1.0,
-                    narrow: None,
+                    fp8: None,
                 };
                 h.k.adam(&h.s, ADAM, &st, &[update]).unwrap();
                 let rounded: Vec<f64> = h.host(&master).iter().map(|x| rounded(DType::F16, *x)).collect();

@@ -82,7 +82,7 @@ fn update(t: &Held, adam: bool) -> ParamUpdate<'_> {
         second: adam.then(|| moment(&t.second)),
         lr_mult: 1.0,
         wd_mult: 1.0,
-        narrow: None,
+        fp8: None,
     }
 }
 

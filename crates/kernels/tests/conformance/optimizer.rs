@@ -65,7 +65,7 @@ fn updates<'a>(v: &[Values], t: &'a [Tensors], weights: bool, second: bool) -> V
             second: second.then(|| (&t.second).into()),
             lr_mult: v.lr_mult,
             wd_mult: v.wd_mult,
-            narrow: None,
+            fp8: None,
         })
         .collect()
 }
@@ -111,9 +111,9 @@ fn adam_over_a_long_list() {
                     close(&format!("{what} m"), moments, &h.host(&t.first), &m, 1e-6);
                     close(&format!("{what} v"), moments, &h.host(&t.second), &q, 1e-6);
                     close(&format!("{what} p"), DType::F32, &h.host(&t.master), &p, 2e-6);
-                    let narrow: Vec<f64> =
+                    let rounded: Vec<f64> =
                         h.host(&t.master).iter().map(|x| rounded(DType::BF16, *x)).collect();
-                    assert_eq!(h.host(&t.weight), narrow, "{what}: the copy is the rounded master");
+                    assert_eq!(h.host(&t.weight), rounded, "{what}: the copy is the rounded master");
                 }
                 // One by one, and without copies, the masters get the same bits.
                 let again: Vec<_> = values.iter().map(|v| upload(&h, v, moments)).collect();

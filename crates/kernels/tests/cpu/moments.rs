@@ -2,8 +2,8 @@
 
 use super::support::Random;
 use ferrotron_kernels::moments::{
-    FirstMoment8, FirstMoment16, Format, Scale, SecondMoment8, SecondMoment16, dice, pack, pack_nearest,
-    seed, unpack,
+    FirstMoment8, FirstMoment16, Format, Scale, SecondMoment8, SecondMoment16, pack, pack_nearest,
+    random_bits, seed, unpack,
 };
 use ferrotron_tensor::fp8::E4m3;
 use ferrotron_tensor::{Float, f16};
@@ -62,7 +62,7 @@ fn check<F: Format>() {
             }
             let tie = (y - low) == (high - y);
             assert!(near == nearest || (tie && near == high), "{x} in {top}: {near} instead of {nearest}");
-            // Any dice give one of the neighbours, a neighbour itself stays.
+            // Any random_bits give one of the neighbours, a neighbour itself stays.
             let got = value(pack::<F>(x, scale.inverse(), random.bits() as u32));
             let kept = F::ABOVE_ZERO && low == 0.0 && x > 0.0;
             assert!(
@@ -104,7 +104,7 @@ fn the_dice_are_fair() {
         for i in 0..n {
             let (p, m) =
                 (f32::from_bits(0x3c00_0000 + (random.bits() as u32 >> 9)), x * (1.0 + i as f32 * 1e-7));
-            let d = dice(seed((i % 7) as f32), p, m);
+            let d = random_bits(seed((i % 7) as f32), p, m);
             first += f64::from(unpack::<FirstMoment8>(
                 pack::<FirstMoment8>(x, Scale::of::<FirstMoment8>(1.5).inverse(), d),
                 Scale::of::<FirstMoment8>(1.5).byte(),

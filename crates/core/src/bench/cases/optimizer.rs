@@ -125,9 +125,9 @@ impl Parameter {
             second: self.second.as_ref().map(moment),
             lr_mult: 1.0,
             wd_mult: 1.0,
-            narrow: self.quantized.as_ref().map(|(amax, bytes)| Fp8WeightOut {
+            fp8: self.quantized.as_ref().map(|(amax, bytes)| Fp8WeightOut {
                 amax,
-                bytes: bytes.as_ref().map(|[data, scale, scale_inv]| Fp8DataOut { data, scale, scale_inv }),
+                data: bytes.as_ref().map(|[data, scale, scale_inv]| Fp8DataOut { data, scale, scale_inv }),
             }),
         }
     }

@@ -29,7 +29,7 @@ fn each_portion(
 ) -> Result<()> {
     check_scalars(op, scalars)?;
     list.iter().try_for_each(|u| check_update(op, u, two))?;
-    let fp8 = list.iter().any(|u| u.narrow.is_some());
+    let fp8 = list.iter().any(|u| u.fp8.is_some());
     for portion in list.chunks(if fp8 { AT_ONCE_TAKEN } else { AT_ONCE }) {
         let mut args: Vec<Arg> = vec![read(scalars)];
         for u in portion {
@@ -39,9 +39,9 @@ fn each_portion(
                 args.push(write(m.values));
                 args.extend(m.scales.map(write));
             }
-            if let Some(n) = &u.narrow {
+            if let Some(n) = &u.fp8 {
                 args.push(write(n.amax));
-                args.extend(n.bytes.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]));
+                args.extend(n.data.iter().flat_map(|b| [write(b.data), read(b.scale), write(b.scale_inv)]));
             }
         }
         s.launch(op, &args, |l| {
@@ -62,11 +62,11 @@ fn each_portion(
                 };
                 let first = state(l, &mut at, Some(u.first))?;
                 let second = state(l, &mut at, u.second)?;
-                let fp8 = match &u.narrow {
+                let fp8 = match &u.fp8 {
                     None => None,
                     Some(n) => Some(Fp8WeightSlices {
                         amax: &mut l.slice_mut(at())?[0],
-                        bytes: match n.bytes {
+                        bytes: match n.data {
                             None => None,
                             Some(_) => {
                                 let (data, scale) = (l.slice_mut(at())?, l.slice::<f32>(at())?[0]);

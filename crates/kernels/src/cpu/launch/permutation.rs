@@ -4,8 +4,8 @@ use crate::cpu::permutation::{
     moe_unpermute_backward, moe_unpermute_dprobs, pad_routing_map, sort,
 };
 use crate::permutation::{
-    check_choices, check_values, chunk_sizes, gather_sizes, pad_sizes, sort_sizes, sum_sizes, turn_sizes,
-    weighted_sizes,
+    check_choices, check_values, chunk_sizes, gather_sizes, pad_sizes, permute_transposed_sizes, sort_sizes,
+    unpermute_sizes, weighted_sizes,
 };
 use crate::{PermutationKernels, RowMap};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
@@ -69,7 +69,7 @@ impl PermutationKernels for CpuKernels {
 
     fn moe_permute_transposed(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
         const OP: &str = "moe_permute_transposed";
-        let z = turn_sizes(OP, x, map, out)?;
+        let z = permute_transposed_sizes(OP, x, map, out)?;
         // Bytes are bytes.
         let (x, out) = (x.as_bytes()?, out.as_bytes()?);
         s.launch(OP, &[read(&x), read(&map.source), write(&out)], |l| {
@@ -107,7 +107,7 @@ impl PermutationKernels for CpuKernels {
         out: &Tensor,
     ) -> Result<()> {
         const OP: &str = "moe_unpermute";
-        let z = sum_sizes(OP, x, rows, out)?;
+        let z = unpermute_sizes(OP, x, rows, out)?;
         weights.map_or(Ok(()), |w| check_choices(OP, z, w))?;
         // Without weights the last is not looked at.
         let args = [read(x), read(rows), write(out), read(weights.unwrap_or(rows))];
@@ -130,7 +130,7 @@ impl PermutationKernels for CpuKernels {
         out: &Tensor,
     ) -> Result<()> {
         const OP: &str = "moe_unpermute_dprobs";
-        let z = sum_sizes(OP, x, rows, dy)?;
+        let z = unpermute_sizes(OP, x, rows, dy)?;
         check_choices(OP, z, out)?;
         s.launch(OP, &[read(x), read(rows), read(dy), write(out)], |l| {
             or_f32!(OP, x.dtype(), dy.dtype(), T, D => {

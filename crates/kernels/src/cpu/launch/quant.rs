@@ -5,7 +5,7 @@ use crate::cpu::quant::{
 use crate::cpu::quant::{Format, formats, turn};
 use crate::cpu::reduce::column_sum;
 use crate::cpu::rows::Rows;
-use crate::quant::check::{check_delayed, check_turn, matrix, one};
+use crate::quant::check::{check_delayed, check_transpose, matrix, one};
 use crate::quant::microscaling::{self, EmulatedFormat};
 use crate::quant::scale::ScaleRule;
 use crate::{DelayedUpdate, Fp8Tensor, QuantKernels, Quantize, QuantizeStack, ScaleSource};
@@ -78,7 +78,7 @@ impl QuantKernels for CpuKernels {
 
     fn fp8_transpose(&self, s: &Stream, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<()> {
         const OP: &str = "fp8_transpose";
-        let [r, c] = check_turn(OP, q, out)?;
+        let [r, c] = check_transpose(OP, q, out)?;
         let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
         s.launch(OP, &args, |l| {
             formats!(OP, q.data.dtype(), F => {

@@ -1,4 +1,4 @@
-//! Balancing losses: statistics of scores, what they weigh, their gradient; and the bias that balances without a loss.
+//! Auxiliary load-balancing losses: statistics, weights and gradient; and the expert bias of loss-free balancing.
 
 use super::scores::{normalised, unless_excluded};
 use super::top_k::{best, key, number};
@@ -6,7 +6,7 @@ use super::{check_below, grain, take_row};
 use crate::ScoreFunction;
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// Rows that statistics are over: `logits [T, E]`, and the segment of each row, negative where it does not count.
+/// Tokens of an auxiliary loss: `logits [T, E]` and the segment of each token, negative for padding.
 #[derive(Clone, Copy, Debug)]
 pub struct Statistics<'a, T> {
     /// `[T, E]`
@@ -15,13 +15,13 @@ pub struct Statistics<'a, T> {
     pub segments: &'a [i32],
     /// E
     pub experts: usize,
-    /// Best of a row that count.
+    /// Top-k of a token.
     pub k: usize,
-    /// Scores.
+    /// Score function.
     pub score: ScoreFunction,
 }
 
-/// `sums [S, E]` of normalised scores and `counts [S, E]` of places among the k best.
+/// `sums [S, E]` of normalized scores, and `counts [S, E]` of appearances in a token's top-k.
 pub fn balance<T: Float>(
     threads: &Threads,
     of: Statistics<T>,
@@ -95,7 +95,7 @@ pub fn aux_loss_backward<T: Float>(
     Ok(())
 }
 
-/// See [`crate::RouterKernels::aux_loss_weights`]; all `[S, E]`. Gives what the loss grows by.
+/// See [`crate::AuxLossWeights`]; all `[S, E]`. Returns the loss.
 pub fn aux_loss_weights(
     factor: f32,
     k: usize,
@@ -118,11 +118,11 @@ pub fn aux_loss_weights(
     loss as f32
 }
 
-/// `bias[e] += rate·sign(mean(counts) - counts[e])`, and the counts begin again.
+/// `bias[e] += rate·sign(mean(counts) − counts[e])`; then the counts are zeroed.
 pub fn update_expert_bias(rate: f32, counts: &mut [i64], bias: &mut [f32]) {
     let (total, n) = (counts.iter().sum::<i64>(), counts.len() as i64);
     for (bias, count) in bias.iter_mut().zip(counts.iter()) {
-        // Compared as whole numbers: a mean would be rounded.
+        // Compared in integers, since a mean would be rounded.
         *bias += match total.cmp(&(count * n)) {
             std::cmp::Ordering::Greater => rate,
             std::cmp::Ordering::Equal => 0.0,

@@ -1,10 +1,10 @@
-//! Choices counted, and dropped beyond a capacity.
+//! Tokens per expert, and dropping beyond an expert's capacity.
 
 use super::check_below;
 use super::top_k::{best, key, number};
 use ferrotron_tensor::{Result, Threads, shape_error};
 
-/// `counts [E] +=` choices of `index [T, k]` on rows whose segment is not negative.
+/// `counts [E] +=` selections of `index [T, k]`, padding excluded.
 pub fn count_tokens(index: &[i32], k: usize, segments: &[i32], counts: &mut [i64]) -> Result<()> {
     check_below("count_tokens", "expert", index, counts.len())?;
     if k == 0 {
@@ -16,7 +16,7 @@ pub fn count_tokens(index: &[i32], k: usize, segments: &[i32], counts: &mut [i64
     Ok(())
 }
 
-/// Each expert keeps `capacity` of its choices; see [`crate::RouterKernels::drop_over_capacity`]. Gives how many are dropped.
+/// Drops selections beyond the capacity; see [`crate::CapacityDrop`]. Returns how many were dropped.
 pub fn drop_over_capacity(
     threads: &Threads,
     capacity: usize,
@@ -27,7 +27,7 @@ pub fn drop_over_capacity(
 ) -> Result<i64> {
     check_below("drop_over_capacity", "expert", index, experts)?;
     if u32::try_from(index.len()).is_err() {
-        return shape_error("drop_over_capacity", format!("{} choices are too many to sort", index.len()));
+        return shape_error("drop_over_capacity", format!("{} selections are too many to sort", index.len()));
     }
     let mut lists: Vec<Vec<u64>> = vec![Vec::new(); experts];
     for (at, e) in index.iter().enumerate().filter(|(_, e)| **e >= 0) {

@@ -1,9 +1,9 @@
-//! The gate with sums in f64.
+//! Router GEMM with f64 accumulation.
 
 use crate::cpu::{Isa, multiversion};
 use ferrotron_tensor::{Float, Threads};
 
-/// Partial sums side by side.
+/// Number of parallel partial sums.
 const LANES: usize = 16;
 
 multiversion! {

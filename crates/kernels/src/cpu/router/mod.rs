@@ -1,5 +1,4 @@
-//! The router's arithmetic on slices. Rows are tokens; work is cut into pieces of rows whose size follows from the number of
-//! experts.
+//! MoE router on slices. Rows are tokens; chunks of rows are sized by the number of experts.
 
 mod aux_loss;
 mod capacity;
@@ -23,7 +22,7 @@ pub use z_loss::{z_loss, z_loss_backward};
 use super::rows::PIECE;
 use ferrotron_tensor::{Float, Result, shape_error};
 
-/// Rows of a piece.
+/// Rows per chunk.
 fn grain(experts: usize) -> usize {
     (PIECE / experts.max(1)).max(1)
 }
@@ -34,13 +33,10 @@ fn take_row<T: Float>(x: &[T], t: usize, to: &mut [f32]) {
     to.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
 }
 
-/// Every number must be below `below`; negative ones are none.
+/// Checks that every index is below `below`; negative ones mean none.
 fn check_below(op: &'static str, what: &str, numbers: &[i32], below: usize) -> Result<()> {
     match numbers.iter().position(|i| *i >= 0 && *i as usize >= below) {
         None => Ok(()),
-        Some(at) => shape_error(
-            op,
-            format!("{what} {} at {at} is outside 0..{below}; is it of another model?", numbers[at]),
-        ),
+        Some(at) => shape_error(op, format!("{what} {} at position {at} is outside 0..{below}", numbers[at])),
     }
 }

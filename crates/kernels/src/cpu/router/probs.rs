@@ -1,16 +1,16 @@
-//! Probabilities of chosen experts and their gradient.
+//! Probabilities of the selected experts, and their gradient.
 
 use super::scores::{EPS, softmax, unless_excluded};
 use super::{check_below, grain, take_row};
 use crate::{RouterParams, ScoreFunction};
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// The chosen of a row: slots and experts, without those that are none.
+/// The selection of a row: slots and experts, without empty slots.
 fn chosen(index: &[i32]) -> impl Iterator<Item = (usize, usize)> + Clone {
     index.iter().enumerate().filter(|(_, e)| **e >= 0).map(|(slot, e)| (slot, *e as usize))
 }
 
-/// `p [k]` = probabilities of the chosen, not yet scaled; `y [E]` is scratch.
+/// `p [k]` = unscaled probabilities of the selection; `y [E]` is scratch.
 fn row(score: ScoreFunction, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f32]) {
     p.fill(0.0);
     match score {
@@ -34,7 +34,7 @@ fn row(score: ScoreFunction, x: &[f32], index: &[i32], y: &mut [f32], p: &mut [f
     }
 }
 
-/// `probs [T, k]` of the choice `index [T, k]` among `logits [T, E]`.
+/// `probs [T, k]` of the selection `index [T, k]` for `logits [T, E]`.
 pub fn probabilities<T: Float>(
     threads: &Threads,
     how: RouterParams,
@@ -93,7 +93,7 @@ fn row_backward(
     dx.iter_mut().zip(x).for_each(|(d, x)| *d = unless_excluded(*x, *d));
 }
 
-/// `dlogits [T, E]` from `dprobs [T, k]`; see [`crate::RouterKernels::route_backward`].
+/// `dlogits [T, E]` from `dprobs [T, k]`; see [`crate::RouteBackward`].
 #[allow(clippy::too_many_arguments)]
 pub fn probabilities_backward<T: Float>(
     threads: &Threads,

@@ -4,8 +4,8 @@ use super::top_k::{best, key, number, order};
 use super::{grain, take_row};
 use ferrotron_tensor::{Float, Threads};
 
-/// `estimate [E] +=` value number `place` (from 0, largest first) of each column of `logits - alpha`, alpha being the
-/// (k+1)-th largest of a row of `logits - beta`.
+/// `estimate [E] +=` the `place`-th largest value (from 0) of each column of `logits − alpha`, where alpha is the (k+1)-th
+/// largest of a row of `logits − beta`.
 pub fn quantiles<T: Float>(
     threads: &Threads,
     k: usize,

@@ -1,8 +1,8 @@
-//! Scores of logits and their derivatives.
+//! Score functions and their derivatives.
 
 use crate::ScoreFunction;
 
-/// What keeps a sum of scores from 0.
+/// Added to sums of scores to avoid division by 0.
 pub(super) const EPS: f32 = 1e-20;
 
 /// `σ(x)` and `1 - σ(x)`, neither losing digits to cancellation.
@@ -13,12 +13,12 @@ pub(super) fn sigmoid(x: f32) -> (f32, f32) {
 }
 
 impl ScoreFunction {
-    /// Is it a softmax, over all or over the chosen?
+    /// Whether it is a softmax, over all experts or over the selection.
     pub(super) fn is_softmax(self) -> bool {
         matches!(self, ScoreFunction::SoftmaxAfterTopK | ScoreFunction::Softmax)
     }
 
-    /// The score of a logit by itself; the logit where the score is a softmax.
+    /// Score of a single logit; for a softmax, the logit itself.
     pub(super) fn alone(self, x: f32) -> f32 {
         match self {
             ScoreFunction::SoftmaxAfterTopK | ScoreFunction::Softmax => x,
@@ -28,7 +28,7 @@ impl ScoreFunction {
         }
     }
 
-    /// The derivative of [`ScoreFunction::alone`].
+    /// Derivative of [`ScoreFunction::alone`].
     pub(super) fn slope(self, x: f32) -> f32 {
         match self {
             ScoreFunction::SoftmaxAfterTopK | ScoreFunction::Softmax => 1.0,
@@ -57,7 +57,7 @@ pub(super) fn softmax(x: &[f32], y: &mut [f32]) {
     y.iter_mut().zip(x).for_each(|(y, x)| *y = (x - most).exp() / sum);
 }
 
-/// Scores over all experts for a balancing loss: a softmax, or each divided by their sum. Gives that sum (1 for a softmax).
+/// Scores over all experts for an auxiliary loss: a softmax, or scores divided by their sum. Returns that sum (1 for a softmax).
 pub(super) fn normalised(score: ScoreFunction, x: &[f32], y: &mut [f32]) -> f32 {
     if score.is_softmax() {
         softmax(x, y);

@@ -1,4 +1,4 @@
-//! Sinkhorn's balanced matrix.
+//! Sinkhorn normalization.
 
 use super::grain;
 use ferrotron_tensor::{Float, Threads};
@@ -7,7 +7,7 @@ const EPS: f64 = 1e-8;
 const TOLERANCE: f64 = 1e-4;
 const ROUNDS: usize = 10_000;
 
-/// `out [T, E] = d1·exp(logits)·d0`; see [`crate::RouterKernels::sinkhorn`]. Factors are f32, their sums f64.
+/// `out [T, E] = d1·exp(logits)·d0`; see [`crate::RouterKernels::sinkhorn`]. Factors are f32, sums f64.
 pub fn sinkhorn<T: Float>(threads: &Threads, logits: &[T], experts: usize, out: &mut [f32]) {
     let (tokens, rows) = (out.len() / experts, grain(experts));
     threads.parallel_chunks(out, rows * experts, &|piece, out| {
@@ -36,7 +36,7 @@ pub fn sinkhorn<T: Float>(threads: &Threads, logits: &[T], experts: usize, out: 
             change += f64::from((new - *d1).abs());
             *d1 = new;
         }
-        // NaN ends it too.
+        // The negated comparison also stops at NaN.
         let far = change / experts as f64 > TOLERANCE;
         if !far {
             break;

@@ -1,11 +1,11 @@
-//! The best experts of each row.
+//! Top-k selection of experts per token.
 
 use super::scores::softmax;
 use super::{grain, take_row};
 use crate::{GroupLimit, RouterParams, ScoreFunction};
 use ferrotron_tensor::{Float, Threads};
 
-/// A whole number that grows with x; NaN has the smallest, and both zeros the same.
+/// An integer that orders like x; NaN is smallest, and both zeros are equal.
 #[inline(always)]
 pub(super) fn order(x: f32) -> u32 {
     if x.is_nan() {
@@ -15,19 +15,19 @@ pub(super) fn order(x: f32) -> u32 {
     if bits >> 31 == 0 { bits | 0x8000_0000 } else { !bits }
 }
 
-/// Larger values have larger keys, and of equal values the one of the smaller number: no two keys are equal.
+/// Sort key: larger values first, and the smaller index first among equal values. All keys of a row differ.
 #[inline(always)]
 pub(super) fn key(x: f32, number: usize) -> u64 {
     u64::from(order(x)) << 32 | u64::from(!(number as u32))
 }
 
-/// The number in a key.
+/// Index of a key.
 #[inline(always)]
 pub(super) fn number(key: u64) -> usize {
     !(key as u32) as usize
 }
 
-/// The `k` largest keys in front, in order.
+/// Moves the `k` largest keys to the front, sorted.
 pub(super) fn best(keys: &mut [u64], k: usize) -> &[u64] {
     if k > 0 && k < keys.len() {
         keys.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
@@ -37,7 +37,7 @@ pub(super) fn best(keys: &mut [u64], k: usize) -> &[u64] {
     front
 }
 
-/// `index [T, k]` = the k largest of each row of `scores [T, E]`, less `minus [E]`.
+/// `index [T, k]` = the k largest of each row of `scores [T, E] − minus [E]`.
 pub fn top_k(
     threads: &Threads,
     scores: &[f32],
@@ -59,12 +59,12 @@ pub fn top_k(
     });
 }
 
-/// What a choice among one row needs to remember.
+/// Scratch of one row's selection.
 struct Chooser<'a> {
     how: RouterParams,
     bias: Option<&'a [f32]>,
     k: usize,
-    /// Scores by which groups are compared, and experts where there is a bias; `[E]`.
+    /// Selection scores `[E]`: they rank groups, and experts where there is a bias.
     selection: Vec<f32>,
     keys: Vec<u64>,
 }
@@ -75,7 +75,7 @@ impl Chooser<'_> {
         if self.bias.is_some() || groups.is_some() {
             self.select(x);
         }
-        // Scores grow with logits, which rounding has not made equal.
+        // Rank by logits: scores grow with them, but rounding may make scores equal.
         let ranked = if self.bias.is_some() { &self.selection } else { x };
         let keys = &mut self.keys;
         keys.clear();

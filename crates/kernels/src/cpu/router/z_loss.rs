@@ -1,10 +1,10 @@
-//! The squared logarithm of a row's sum of exponentials.
+//! Router z-loss: the squared logsumexp of the logits.
 
 use super::scores::{largest_and_sum, unless_excluded};
 use super::{grain, take_row};
 use ferrotron_tensor::{Float, Threads};
 
-/// `(Σ_t logsumexp², rows)` over rows of `logits [T, E]` whose segment is not negative.
+/// `(Σ_t logsumexp², tokens)` over tokens of `logits [T, E]` that are not padding.
 pub fn z_loss<T: Float>(threads: &Threads, logits: &[T], segments: &[i32], experts: usize) -> [f64; 2] {
     let rows = grain(experts);
     let mut parts = vec![[0f64; 2]; segments.len().div_ceil(rows)];
@@ -20,7 +20,7 @@ pub fn z_loss<T: Float>(threads: &Threads, logits: &[T], segments: &[i32], exper
     parts.iter().fold([0.0; 2], |sum, p| [sum[0] + p[0], sum[1] + p[1]])
 }
 
-/// `dlogits += scale·2·logsumexp·softmax` on such rows.
+/// `dlogits += scale·2·logsumexp·softmax` on these tokens.
 pub fn z_loss_backward<T: Float>(
     threads: &Threads,
     scale: f32,

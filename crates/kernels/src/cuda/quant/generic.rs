@@ -3,7 +3,7 @@
 use crate::cuda::args::kernel_args;
 use crate::cuda::grid::{aligned16, blocks, line};
 use crate::cuda::{CudaKernels, Kernel, typed};
-use crate::quant::check::{check_turn, matrix};
+use crate::quant::check::{check_transpose, matrix};
 use crate::{ALIGN, BLOCK, Fp8Gemm, Fp8Tensor, ScalingMode};
 use ferrotron_tensor::{DType, Launch, Result, Stream, Tensor, read, write};
 
@@ -108,7 +108,7 @@ impl CudaKernels {
 
     pub(super) fn launch_transpose(&self, s: &Stream, q: &Fp8Tensor, out: &Fp8Tensor) -> Result<()> {
         const OP: &str = "fp8_transpose";
-        let [r, c] = check_turn(OP, q, out)?;
+        let [r, c] = check_transpose(OP, q, out)?;
         let args = [read(&q.data), read(&q.scale_inv), write(&out.data), write(&out.scale_inv)];
         s.launch(OP, &args, |l| {
             // Padding of the result is zero, and its scale is written where there is nothing else to write.

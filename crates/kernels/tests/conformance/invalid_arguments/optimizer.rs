@@ -22,7 +22,7 @@ fn optimizers() {
             second: Some((&v).into()),
             lr_mult: 1.0,
             wd_mult: 1.0,
-            narrow: None,
+            fp8: None,
         };
         let go = |what: &str, u: ParamUpdate| {
             let one = [u];
@@ -56,25 +56,25 @@ fn optimizers() {
         let (amax, e4m3, e5m2) = (f(1), z(&h, DType::E4M3, &[4]), z(&h, DType::E5M2, &[4]));
         let few = z(&h, DType::E4M3, &[3]);
         let taken = |amax, data, scale, scale_inv| {
-            Some(Fp8WeightOut { amax, bytes: Some(Fp8DataOut { data, scale, scale_inv }) })
+            Some(Fp8WeightOut { amax, data: Some(Fp8DataOut { data, scale, scale_inv }) })
         };
-        for (what, narrow) in [
+        for (what, fp8) in [
             ("many magnitudes", taken(&p, &e4m3, &wide, &wide)),
             ("bytes of another format", taken(&amax, &e5m2, &wide, &wide)),
             ("too few bytes", taken(&amax, &few, &wide, &wide)),
             ("many scales", taken(&amax, &e4m3, &p, &wide)),
             ("many inverse scales", taken(&amax, &e4m3, &wide, &p)),
         ] {
-            go(what, ParamUpdate { narrow, ..base() });
+            go(what, ParamUpdate { fp8, ..base() });
         }
         let measured =
-            ParamUpdate { second: None, narrow: Some(Fp8WeightOut { amax: &amax, bytes: None }), ..base() };
+            ParamUpdate { second: None, fp8: Some(Fp8WeightOut { amax: &amax, data: None }), ..base() };
         refused(&h, "a measuring SGD", h.k.sgd(&h.s, sgd, &scalars_t, &[measured]));
         let (low, high) = (z(&h, DType::I16, &[4]), z(&h, BF16, &[4]));
         let halves = ParamUpdate {
             master: &low,
             weight: Some(&high),
-            narrow: taken(&amax, &e4m3, &wide, &amax),
+            fp8: taken(&amax, &e4m3, &wide, &amax),
             ..base()
         };
         refused(&h, "bytes of halves", h.k.adam(&h.s, adam, &scalars_t, &[halves]));
