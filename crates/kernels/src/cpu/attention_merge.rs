@@ -1,13 +1,13 @@
-//! Attention over some keys joined with attention over others.
+//! Merging of partial attention results (ring attention).
 
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// Joins `part [rows, width]` with `part_lse [rows]` into `out` and `lse` of the same shapes.
+/// Merges `part [rows, width]` with `part_lse [rows]` into `out` and `lse` of the same shapes.
 ///
-/// With `x = e^−|lse − part_lse|` the larger of the two has the weight `1/(1+x)`, the other `x/(1+x)`: no power of a
-/// large number is taken, and the weights sum to one whatever the size of the log-sum-exps.
+/// With `x = e^−|lse − part_lse|` the result with the larger lse has weight `1/(1+x)` and the other `x/(1+x)`: the exponent is
+/// never positive, and the weights sum to 1 for any magnitude of the log-sum-exps.
 pub fn merge<T: Float>(
     threads: &Threads,
     isa: Isa,

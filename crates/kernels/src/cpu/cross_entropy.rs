@@ -1,4 +1,4 @@
-//! Cross-entropy over rows of logits, whole or split over the vocabulary. Arithmetic is f32.
+//! Cross-entropy over rows of logits, on the whole vocabulary or a shard of it. Arithmetic is in f32.
 //!
 //! With target weights `on` at the label and `off` everywhere (see [`LabelSmoothing`]):
 //! `loss = lse − on·x_label − off·Σx`, `dlogits = (softmax − off − on·1[label])·w` with a weight per row.
@@ -10,24 +10,24 @@ use super::vocab::{Id, Shard, check_ids};
 use crate::LabelSmoothing;
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// What a row (or a rank's part of it) contributes to its loss; parts combine with [`RowStats::merge`].
+/// Softmax statistics of a row, or of a rank's columns of it; they combine by [`RowStats::merge`].
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RowStats {
     /// Largest logit.
     pub max: f32,
     /// `Σ exp(x − max)`
     pub sum_exp: f32,
-    /// Logit of the label; 0 where the label is not here.
+    /// Logit of the label; 0 where another rank holds it.
     pub label: f32,
-    /// `Σ x`; only smoothing needs it.
+    /// `Σ x`, for label smoothing.
     pub sum: f32,
 }
 
 impl RowStats {
-    /// Of no columns at all.
+    /// Statistics of no columns.
     pub const EMPTY: RowStats = RowStats { max: f32::NEG_INFINITY, sum_exp: 0.0, label: 0.0, sum: 0.0 };
 
-    /// Of the columns of both.
+    /// Statistics of the columns of both.
     pub fn merge(self, other: RowStats) -> RowStats {
         let max = if self.max > other.max { self.max } else { other.max };
         let part =
@@ -40,12 +40,12 @@ impl RowStats {
         }
     }
 
-    /// As tensors hold them.
+    /// As a row of a statistics tensor.
     pub fn to_array(self) -> [f32; 4] {
         [self.max, self.sum_exp, self.label, self.sum]
     }
 
-    /// From a tensor.
+    /// From a row of a statistics tensor.
     pub fn from_array([max, sum_exp, label, sum]: [f32; 4]) -> RowStats {
         RowStats { max, sum_exp, label, sum }
     }
@@ -55,7 +55,7 @@ impl RowStats {
         self.max + libm::logf(self.sum_exp)
     }
 
-    /// The loss, from statistics over the whole vocabulary.
+    /// Loss, from statistics over the whole vocabulary.
     pub fn loss(self, smoothing: LabelSmoothing, vocab: usize) -> f32 {
         let log_sum = libm::logf(self.sum_exp);
         let plain = log_sum - (self.label - self.max);
@@ -81,16 +81,16 @@ impl Target {
     }
 }
 
-/// The labels of rows of logits and how they count.
+/// Labels of rows of logits, and how they enter the loss.
 #[derive(Clone, Copy, Debug)]
 pub struct Labels<'a, I> {
-    /// `[rows]`, ids of the whole vocabulary or `ignore`.
+    /// `[rows]`: ids in the whole vocabulary, or `ignore`.
     pub ids: &'a [I],
     /// Rows with this label have loss and gradient 0.
     pub ignore: i64,
-    /// How targets are softened.
+    /// Label smoothing.
     pub smoothing: LabelSmoothing,
-    /// The columns of the logits; columns from `shard.len` on are padding.
+    /// Vocabulary shard of the logits' columns; columns from `shard.len` on are padding.
     pub shard: Shard,
 }
 
@@ -106,7 +106,7 @@ impl<I: Id> Labels<'_, I> {
     }
 }
 
-/// Statistics of each row over the columns here, those of no columns where ignored; combine over ranks, then
+/// Statistics of each row over this shard, or of no columns where it is ignored. Merged over ranks, they give
 /// [`RowStats::loss`] and [`cross_entropy_backward`].
 pub fn row_stats<T: Float, I: Id>(
     threads: &Threads,
@@ -130,7 +130,7 @@ fn stats_of<T: Float, I: Id>(
 ) -> Result<()> {
     labels.check(threads, "row_stats", &rows, logits.len())?;
     check_len("row_stats", "stats", stats.len(), rows.count())?;
-    // Rows without columns are in no piece.
+    // Rows without columns are in no chunk.
     stats.fill(RowStats::EMPTY);
     let grain = rows.grain();
     let per = grain * rows.inner;
@@ -144,7 +144,7 @@ fn stats_of<T: Float, I: Id>(
     Ok(())
 }
 
-/// Loss and log-sum-exp of each row, f32 `[rows]`, both 0 where ignored. The whole vocabulary is here.
+/// Loss and log-sum-exp of each row over the whole vocabulary, f32 `[rows]`, both 0 where ignored.
 pub fn cross_entropy<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
@@ -168,7 +168,7 @@ pub fn cross_entropy<T: Float, I: Id>(
     Ok(())
 }
 
-/// Loss of each row, and its gradient times `weights` `[rows]` written over the logits, rounded once.
+/// Loss of each row; the logits are overwritten by its gradient times `weights` `[rows]`, rounded once.
 pub fn cross_entropy_with_gradient<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
@@ -198,8 +198,8 @@ pub fn cross_entropy_with_gradient<T: Float, I: Id>(
     Ok(())
 }
 
-/// The gradient from statistics over the whole vocabulary and the gradient `dloss` of each row's loss, both
-/// `[rows]`, written over the logits; zeros over padding.
+/// Overwrites the logits by their gradient, from statistics over the whole vocabulary and the gradient `dloss` of each row's
+/// loss, both `[rows]`; zeros in padding columns.
 pub fn cross_entropy_backward<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
@@ -285,7 +285,7 @@ multiversion_fma! {
     }
 }
 
-/// Columns summed in f32 before the sum goes on in f64, so that large vocabularies lose nothing.
+/// Columns summed in f32 before the sum continues in f64, which keeps sums over large vocabularies accurate.
 const BLOCK: usize = 4096;
 
 #[inline(always)]
@@ -303,7 +303,7 @@ fn stats_row<F: Fma, T: Float>(x: &[T], label: Option<usize>, with_sum: bool) ->
         *m = if x > *m { x } else { *m };
     }
     let max = maxima.into_iter().fold(f32::NEG_INFINITY, |a, b| if b > a { b } else { a });
-    // −∞ − −∞ would be NaN, though another rank may have more than −∞.
+    // −∞ − (−∞) would be NaN, although another rank may hold finite logits.
     let shift = if max == f32::NEG_INFINITY { 0.0 } else { max };
     let (mut sum_exp, mut sum) = (0f64, 0f64);
     for part in x.chunks(BLOCK) {

@@ -1,4 +1,4 @@
-//! Kernels without structure: casts, sums, scaling, soft-capping, copies and transposes.
+//! Elementwise operations: casts, sums, scaling, soft caps, copies and transposes.
 
 use super::math::{multiversion_fma, tanh};
 use super::rows::{PIECE, Rows, check_len};
@@ -11,7 +11,7 @@ pub fn cast<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D
     threads.parallel_chunks(y, PIECE, &|i, y| {
         let x = &x[i * PIECE..][..y.len()];
         if S::DTYPE == D::DTYPE {
-            // Not through f32: keeps every bit of f64, and of NaN.
+            // Equal types are copied: a detour through f32 would lose bits of f64 and NaN payloads.
             bytemuck::cast_slice_mut::<D, u8>(y).copy_from_slice(bytemuck::cast_slice(x));
         } else {
             cast_piece(isa, x, y);
@@ -46,7 +46,7 @@ multiversion! {
     }
 }
 
-/// `y += x`, rounded to the type of `y`: with f32 `y` the accumulation into a main gradient.
+/// `y += x`, rounded to the type of `y`; with f32 `y` it accumulates into the main gradient.
 pub fn accumulate<S: Float, D: Float>(threads: &Threads, isa: Isa, x: &[S], y: &mut [D]) -> Result<()> {
     check_len("accumulate", "y", y.len(), x.len())?;
     threads.parallel_chunks(y, PIECE, &|i, y| accumulate_piece(isa, &x[i * PIECE..][..y.len()], y));
@@ -126,7 +126,7 @@ multiversion! {
     }
 }
 
-/// Rows into rows of another layout and element type.
+/// Copies rows into another layout and element type.
 pub fn cast_rows<S: Float, D: Float>(
     threads: &Threads,
     isa: Isa,
@@ -149,7 +149,7 @@ pub fn cast_rows<S: Float, D: Float>(
     Ok(())
 }
 
-/// Copy rows from one layout into another.
+/// Copies rows into another layout.
 pub fn copy_rows<T: Element>(
     threads: &Threads,
     x: &[T],
@@ -171,7 +171,7 @@ pub fn copy_rows<T: Element>(
     Ok(())
 }
 
-/// Side of the square blocks a transpose works in: a cache line of bf16.
+/// Side of a transpose's square blocks: a cache line of bf16.
 const TILE: usize = 32;
 
 /// `y[j, i] = x[i, j]`: x is `[rows, columns]`, y is `[columns, rows]`, both contiguous.

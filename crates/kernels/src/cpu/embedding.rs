@@ -1,4 +1,4 @@
-//! Table look-up and its gradient, whole or split over the vocabulary.
+//! Embedding look-up and its gradient, on a whole table or a vocabulary shard.
 
 use super::rows::{PIECE, check_len};
 use super::vocab::{Id, Shard, check_ids};
@@ -6,7 +6,7 @@ use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Result, Threads};
 
 /// `y[t] = scale·table[ids[t]] (+ y[t] if add)`: ids `[tokens]`, table `[shard.len, width]`, y `[tokens, width]`.
-/// Ids of other shards count as rows of zeros; ids outside `shard.total` are an error.
+/// Ids of other shards give zero rows; ids outside `shard.total` are an error.
 pub fn embedding<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,
@@ -26,7 +26,7 @@ pub fn embedding<T: Float, I: Id>(
     Ok(())
 }
 
-/// The width of rows, from those of tokens or, where there is no token, from the table.
+/// Row width, from the tokens' rows or, without tokens, from the table.
 fn width<I: Id>(
     op: &'static str,
     threads: &Threads,
@@ -83,7 +83,7 @@ pub fn embedding_backward<T: Float, I: Id>(
         return Ok(());
     }
     let (starts, tokens) = by_id(ids, shard);
-    // Small pieces: some ids are far more frequent than others.
+    // Small chunks, since some ids are far more frequent than others.
     let rows = (PIECE / 4 / width).max(1);
     threads.parallel_chunks(dtable, rows * width, &|i, dtable| {
         scatter(isa, &starts[i * rows..], &tokens, dy, width, scale, accumulate, dtable);
@@ -91,7 +91,7 @@ pub fn embedding_backward<T: Float, I: Id>(
     Ok(())
 }
 
-/// Tokens sorted by id, stable: those of row `v` are `tokens[starts[v]..starts[v + 1]]`.
+/// Tokens stably sorted by id; those of row `v` are `tokens[starts[v]..starts[v + 1]]`.
 fn by_id<I: Id>(ids: &[I], shard: Shard) -> (Vec<usize>, Vec<usize>) {
     let mut starts = vec![0usize; shard.len + 1];
     let local = || ids.iter().enumerate().filter_map(|(t, id)| Some((t, shard.local((*id).into())?)));

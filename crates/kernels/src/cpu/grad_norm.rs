@@ -1,11 +1,11 @@
-//! Norms of gradient lists, clipping, unscaling and counting. Partial results are f64 over fixed pieces, summed in
-//! order.
+//! Gradient norms, clipping, unscaling and zero counting over lists of tensors. Partial results are f64 per fixed chunk,
+//! summed in order.
 
 use super::rows::PIECE;
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Threads};
 
-/// Which norm.
+/// Norm type.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum NormType {
     /// `Σ |x|`
@@ -19,7 +19,7 @@ pub enum NormType {
 }
 
 impl NormType {
-    /// The norm from the total of all ranks: `Σ|x|`, `Σx²`, `Σ|x|ᵖ` or `max|x|`, combined over ranks by sum or maximum.
+    /// The norm from the total over all ranks: `Σ|x|`, `Σx²`, `Σ|x|ᵖ` or `max|x|`, combined over ranks by sum or maximum.
     pub fn finish(self, total: f64) -> f64 {
         match self {
             NormType::L2 => total.sqrt(),
@@ -29,7 +29,7 @@ impl NormType {
     }
 }
 
-/// `Σ|x|`, `Σx²`, `Σ|x|ᵖ` or `max|x|` over all tensors: what ranks combine before [`NormType::finish`].
+/// `Σ|x|`, `Σx²`, `Σ|x|ᵖ` or `max|x|` over all tensors: the quantity that ranks all-reduce before [`NormType::finish`].
 pub fn norm_total<T: Float>(threads: &Threads, isa: Isa, kind: NormType, list: &[&[T]]) -> f64 {
     let pieces: Vec<&[T]> = list.iter().flat_map(|x| x.chunks(PIECE)).collect();
     let mut parts = vec![0f64; pieces.len()];
@@ -53,7 +53,7 @@ pub fn clip_factor(norm: f64, max_norm: f64) -> f32 {
     if factor >= 1.0 { 1.0 } else { factor as f32 }
 }
 
-/// `x *= factor` in every tensor. True if any element was infinite or NaN before.
+/// `x *= factor` in every tensor; returns whether any element was infinite or NaN before.
 pub fn scale_and_check<T: Float>(threads: &Threads, isa: Isa, list: Vec<&mut [T]>, factor: f32) -> bool {
     let mut pieces: Vec<(&mut [T], bool)> =
         list.into_iter().flat_map(|x| x.chunks_mut(PIECE)).map(|x| (x, false)).collect();
@@ -65,7 +65,7 @@ pub fn scale_and_check<T: Float>(threads: &Threads, isa: Isa, list: Vec<&mut [T]
     pieces.iter().any(|(_, bad)| *bad)
 }
 
-/// How many elements are zero.
+/// Number of zero elements.
 pub fn count_zeros<T: Float>(threads: &Threads, isa: Isa, list: &[&[T]]) -> usize {
     let pieces: Vec<&[T]> = list.iter().flat_map(|x| x.chunks(PIECE)).collect();
     let mut parts = vec![0usize; pieces.len()];
@@ -119,7 +119,7 @@ multiversion! {
 }
 
 multiversion! {
-    // The bits of magnitudes order like integers, with NaN above infinity: a maximum that keeps NaN.
+    // Magnitudes order like their bits, with NaN above infinity, so the integer maximum keeps NaN.
     fn absolute_max<T: Float>(x: &[T]) -> f32 {
         let mut largest = 0u32;
         for x in x {

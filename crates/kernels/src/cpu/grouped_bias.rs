@@ -1,4 +1,4 @@
-//! A weighted bias of rows by segment.
+//! Weighted bias per segment of rows.
 
 use super::reduce::lane_dot;
 use super::rows::PIECE;
@@ -6,7 +6,7 @@ use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Threads};
 use std::ops::Range;
 
-/// Rows of one partial sum of a bias's gradient, and columns of one piece of it.
+/// Rows per partial sum of a bias gradient, and columns per chunk.
 const PART: usize = 64;
 const COLUMNS: usize = 256;
 
@@ -20,14 +20,14 @@ pub struct Segments<'a> {
 }
 
 impl Segments<'_> {
-    /// Whose row it is.
+    /// Segment of a row, if any.
     fn of(&self, row: usize) -> Option<usize> {
         let starts = &self.offsets[..self.counts.len()];
         let e = starts.partition_point(|o| i64::from(*o) <= row as i64).checked_sub(1)?;
         ((row as i64) < i64::from(starts[e]) + i64::from(self.counts[e])).then_some(e)
     }
 
-    /// Rows of a segment, of `n` there are.
+    /// Rows of a segment, clamped to `n`.
     fn rows(&self, e: usize, n: usize) -> Range<usize> {
         let place = |i: i64| usize::try_from(i).unwrap_or(0).min(n);
         let start = i64::from(self.offsets[e]);
@@ -55,7 +55,7 @@ pub fn add_bias<T: Float>(
     });
 }
 
-/// `dbias[e] (+)= Σ_r weights[r]·dy[r]`: dbias is `[E, n]`. Sums of `PART` rows each, and over them in order.
+/// `dbias[e] (+)= Σ_r weights[r]·dy[r]`: dbias is `[E, n]`. Partial sums of `PART` rows, then over them in order.
 pub fn bias_gradient<T: Float>(
     threads: &Threads,
     isa: Isa,

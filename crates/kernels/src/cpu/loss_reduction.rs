@@ -1,22 +1,22 @@
-//! From losses of rows to the loss of a batch.
+//! Reduction of per-row losses to a batch loss.
 
 use super::vocab::Id;
 
-/// How row losses become one.
+/// Reduction of row losses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Reduction {
-    /// Σ
+    /// Sum.
     Sum,
-    /// Σ divided by the number of rows that are not ignored, or by 1 when there are none.
+    /// Sum divided by the number of rows that are not ignored, at least 1.
     Mean,
 }
 
-/// Rows that are not ignored.
+/// Number of rows that are not ignored.
 pub fn valid_rows<I: Id>(labels: &[I], ignore: i64) -> usize {
     labels.iter().filter(|id| (**id).into() != ignore).count()
 }
 
-/// The reduced loss, summed in f64 in order of the rows.
+/// Reduced loss, summed in f64 in row order.
 pub fn reduce_loss(loss: &[f32], valid: usize, reduction: Reduction) -> f32 {
     let sum: f64 = loss.iter().map(|l| f64::from(*l)).sum();
     match reduction {
@@ -25,7 +25,7 @@ pub fn reduce_loss(loss: &[f32], valid: usize, reduction: Reduction) -> f32 {
     }
 }
 
-/// The weight of every row's gradient when the reduced loss has gradient `dloss`.
+/// Weight of every row's gradient for a gradient `dloss` of the reduced loss.
 pub fn row_weight(dloss: f32, valid: usize, reduction: Reduction) -> f32 {
     match reduction {
         Reduction::Sum => dloss,

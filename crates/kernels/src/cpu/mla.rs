@@ -1,4 +1,4 @@
-//! Keys of latent attention, put together and taken apart.
+//! Keys of multi-head latent attention (MLA): concatenation and its gradient.
 
 use super::rows::Rows;
 use ferrotron_tensor::{Float, Result, Threads};

@@ -1,14 +1,14 @@
-//! LayerNorm and RMSNorm, forward, plain and with a residual addition in front. Arithmetic is f32 throughout.
+//! LayerNorm and RMSNorm forward, plain and fused with a residual addition. Arithmetic is in f32.
 //!
 //! LayerNorm: `y = (x − µ)·r·g + b`, `r = 1/√(var + eps)`; RMSNorm: `y = x·r·g`, `r = 1/√(mean(x²) + eps)`.
-//! The gain `g` is the weight γ, or `1 + γ` when weights are kept around zero.
+//! The gain `g` is γ, or `1 + γ` for zero-centered gamma.
 
 use super::math::{LANES, fold};
 use super::rows::{Rows, check_len};
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// What is applied to the normalised row. Weights are `[width]`.
+/// Affine part of a norm; weights are `[width]`.
 #[derive(Clone, Copy, Debug)]
 pub struct Affine<'a, W> {
     /// γ
@@ -22,41 +22,41 @@ pub struct Affine<'a, W> {
 }
 
 impl<W: Float> Affine<'_, W> {
-    /// Gain and bias, widened once for all rows; the 1 is added in f32.
+    /// Gain and bias in f32, converted once for all rows; the 1 is added in f32.
     fn widen(&self) -> (Vec<f32>, Vec<f32>) {
         let bias = self.beta.unwrap_or_default().iter().map(|b| b.to_f32()).collect();
         (gain(self.gamma, self.zero_centred), bias)
     }
 }
 
-/// The factor on the normalised row.
+/// Gain of the normalized row.
 pub(super) fn gain<W: Float>(gamma: &[W], zero_centred: bool) -> Vec<f32> {
     let one = if zero_centred { 1.0 } else { 0.0 };
     gamma.iter().map(|g| g.to_f32() + one).collect()
 }
 
-/// Rows to read and rows to write, not necessarily laid out alike.
+/// Input and output rows, whose strides may differ.
 #[derive(Debug)]
 pub struct InOut<'a, T> {
-    /// Read.
+    /// Input.
     pub x: &'a [T],
-    /// Where the rows of `x` are.
+    /// Rows of `x`.
     pub x_rows: Rows,
-    /// Written.
+    /// Output.
     pub y: &'a mut [T],
-    /// Where the rows of `y` are.
+    /// Rows of `y`.
     pub y_rows: Rows,
 }
 
 impl<'a, T> InOut<'a, T> {
-    /// Both `[rows, width]`, contiguous.
+    /// Contiguous `[rows, width]` input and output.
     pub fn dense(x: &'a [T], y: &'a mut [T], rows: usize, width: usize) -> InOut<'a, T> {
         let dense = Rows::dense(rows, width);
         InOut { x, x_rows: dense, y, y_rows: dense }
     }
 }
 
-/// LayerNorm of every row; `mean` and `rstd` are f32 `[rows]`, kept for the backward pass.
+/// LayerNorm of every row; `mean` and `rstd` are f32 `[rows]`, saved for the backward pass.
 pub fn layer_norm<T: Float, W: Float>(
     threads: &Threads,
     isa: Isa,
@@ -69,7 +69,7 @@ pub fn layer_norm<T: Float, W: Float>(
     run("layer_norm", threads, isa, true, io, affine, mean, rstd)
 }
 
-/// RMSNorm of every row; `rstd` is f32 `[rows]`, kept for the backward pass.
+/// RMSNorm of every row; `rstd` is f32 `[rows]`, saved for the backward pass.
 pub fn rms_norm<T: Float, W: Float>(
     threads: &Threads,
     isa: Isa,
@@ -122,20 +122,20 @@ fn check_affine<W>(op: &'static str, affine: &Affine<'_, W>, width: usize) -> Re
     affine.beta.map_or(Ok(()), |b| check_len(op, "beta", b.len(), width))
 }
 
-/// The residual stream in and out, all `[rows, width]` contiguous.
+/// Operands of the fused residual addition and norm, all `[rows, width]` and contiguous.
 #[derive(Debug)]
 pub struct AddNorm<'a, T> {
-    /// What a block computed.
+    /// Output of the block.
     pub x: &'a [T],
-    /// The residual stream before it.
+    /// Residual stream before the block.
     pub residual: &'a [T],
-    /// Written: `x + residual`, rounded to the element type.
+    /// Output: `x + residual`, rounded to the element type.
     pub sum: &'a mut [T],
-    /// Written: the norm of that rounded sum.
+    /// Output: the norm of that rounded sum.
     pub y: &'a mut [T],
 }
 
-/// `sum = x + residual`, `y = layer_norm(sum)` in one pass; the bits of the two kernels apart.
+/// `sum = x + residual`, `y = layer_norm(sum)` in one pass, with the same bits as the two kernels in sequence.
 pub fn add_layer_norm<T: Float, W: Float>(
     threads: &Threads,
     isa: Isa,
@@ -148,7 +148,7 @@ pub fn add_layer_norm<T: Float, W: Float>(
     run_add("add_layer_norm", threads, isa, true, io, affine, mean, rstd)
 }
 
-/// `sum = x + residual`, `y = rms_norm(sum)` in one pass; the bits of the two kernels apart.
+/// `sum = x + residual`, `y = rms_norm(sum)` in one pass, with the same bits as the two kernels in sequence.
 pub fn add_rms_norm<T: Float, W: Float>(
     threads: &Threads,
     isa: Isa,
@@ -231,7 +231,7 @@ multiversion! {
     }
 }
 
-/// Normalise one row; gives its mean (0 for RMSNorm) and reciprocal deviation.
+/// Normalizes one row; returns its mean (0 for RMSNorm) and reciprocal standard deviation.
 #[inline(always)]
 fn norm_row<T: Float>(
     x: &[T],
@@ -256,7 +256,7 @@ fn norm_row<T: Float>(
     (mean, r)
 }
 
-/// Columns summed lane by lane before the lanes are added up, so that very wide rows lose nothing.
+/// Columns summed per lane before the lanes are added up, which keeps sums over wide rows accurate.
 const BLOCK: usize = 4096;
 
 #[inline(always)]

@@ -2,7 +2,7 @@
 //!
 //! With `ŷ = (x − µ)·r` (µ = 0 for RMSNorm) and `d = dy·g`:
 //! `dx = r·(d − [mean(d)] − ŷ·mean(d·ŷ)) (+ residual gradient)`, the bracket for LayerNorm only;
-//! `dγ = Σ dy·ŷ`, `dβ = Σ dy` over rows: first within fixed pieces of rows, then over pieces in order.
+//! `dγ = Σ dy·ŷ`, `dβ = Σ dy` over rows: first within fixed chunks of rows, then over chunks in order.
 
 use super::math::{LANES, fold};
 use super::norm::gain;
@@ -11,7 +11,7 @@ use super::rows::{Rows, check_len};
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Result, Threads, shape_error};
 
-/// What the forward pass kept, the gradient that comes in, and where gradients go.
+/// Saved tensors of the forward pass, the output gradient, and the gradients to write.
 #[derive(Debug)]
 pub struct NormGrad<'a, T, W> {
     /// Input of the forward pass.

@@ -1,4 +1,4 @@
-//! Random initial values and dropout, drawn from counter-based streams.
+//! Random initial values and dropout from counter-based random streams.
 
 use super::rows::{PIECE, check_len};
 use super::{Isa, multiversion};
@@ -59,9 +59,9 @@ multiversion! {
     }
 }
 
-/// `y = x/(1−p)` where an element is kept, 0 where it is dropped with probability p; x, y `[rows, width]`. Row i is
-/// number `rows[i]` of all rows wherever they are, and element c of row r is word `r·width + c` of the stream. The
-/// backward pass is the same map on gradients.
+/// Dropout: `y = x/(1−p)` for kept elements, 0 for elements dropped with probability p; x, y `[rows, width]`. Element c of row
+/// i uses word `rows[i]·width + c` of the stream, with `rows[i]` the row's global number. The backward pass applies the same
+/// function to gradients.
 pub fn dropout<T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -77,7 +77,7 @@ pub fn dropout<T: Float>(
     if !(0.0..=1.0).contains(&p) {
         return shape_error("dropout", format!("the probability {p} is outside 0..=1"));
     }
-    // Dropped words are those below p·2³².
+    // An element is dropped where its word is below p·2³².
     let threshold = (f64::from(p) * 4_294_967_296.0) as u64;
     let scale = if p < 1.0 { 1.0 / (1.0 - p) } else { 0.0 };
     let piece = (PIECE / width.max(1)).max(1);
@@ -91,7 +91,7 @@ pub fn dropout<T: Float>(
     Ok(())
 }
 
-/// Blocks of four words drawn side by side.
+/// Philox blocks of four words computed in parallel.
 const SIDE: usize = 16;
 
 multiversion! {

@@ -1,19 +1,19 @@
-//! Sums over rows, in two stages whose order is fixed by the shape: within pieces of rows, then over pieces.
+//! Reductions over rows in two stages, within chunks of rows and then over chunks, in an order fixed by the shape.
 
 use super::math::{LANES, fold};
 use super::rows::{PIECE, Rows};
 use super::{Isa, multiversion};
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// At most this many partial rows, so that they stay small beside the input.
+/// Upper bound of partial rows, which keeps them small compared with the input.
 const MAX_PARTS: usize = 64;
 
-/// Groups of `rows` per piece when every piece keeps a partial row.
+/// Groups of `rows` per chunk where every chunk has a partial row.
 pub(super) fn part_grain(rows: &Rows) -> usize {
     rows.grain().max(rows.outer.div_ceil(MAX_PARTS))
 }
 
-/// `out (+)= Σ parts` over `[pieces, width]`, in order of the pieces.
+/// `out (+)= Σ parts` over `[chunks, width]`, in order of the chunks.
 pub(super) fn sum_parts(threads: &Threads, isa: Isa, parts: &[f32], out: &mut [f32], accumulate: bool) {
     let width = out.len();
     threads.parallel_chunks(out, PIECE, &|i, out| {
@@ -29,7 +29,7 @@ pub(super) fn sum_parts(threads: &Threads, isa: Isa, parts: &[f32], out: &mut [f
     });
 }
 
-/// Column sums, the gradient of a bias: `out[j] (+)= Σᵢ x[i, j]`, x is `rows`, out is f32 `[width]`.
+/// Column sums (bias gradient): `out[j] (+)= Σᵢ x[i, j]`, x is `rows`, out is f32 `[width]`.
 pub fn column_sum<T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -57,7 +57,7 @@ pub fn column_sum<T: Float>(
     Ok(())
 }
 
-/// `Σ a·b` of f32 vectors: in f32 within fixed pieces, in f64 over them, in order.
+/// `Σ a·b` of f32 vectors: in f32 within fixed chunks, in f64 over the chunks, in order.
 pub fn dot(threads: &Threads, isa: Isa, a: &[f32], b: &[f32]) -> Result<f32> {
     super::rows::check_len("dot", "b", b.len(), a.len())?;
     let mut parts = vec![0f32; a.len().div_ceil(PIECE)];
@@ -68,7 +68,7 @@ pub fn dot(threads: &Threads, isa: Isa, a: &[f32], b: &[f32]) -> Result<f32> {
     Ok(parts.iter().map(|p| f64::from(*p)).sum::<f64>() as f32)
 }
 
-/// `Σ a·b` in f32, in lanes side by side and then over them.
+/// `Σ a·b` in f32: parallel lanes, then over the lanes.
 #[inline(always)]
 pub(super) fn lane_dot<A: Float, B: Float>(a: &[A], b: &[B]) -> f32 {
     let mut lanes = [0.0; LANES];

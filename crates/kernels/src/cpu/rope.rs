@@ -6,9 +6,9 @@ use super::{Isa, multiversion};
 use crate::RopeStyle;
 use ferrotron_tensor::{Float, Result, Threads, shape_error};
 
-/// Rotate the first `2·half` channels of every head of `x` (`heads`: `[tokens, heads, d]`) by the row of
-/// `cos`, `sin` (f32 `[positions, half]`) that `positions` `[tokens]` names. `inverse` rotates back, which is
-/// the backward pass (up to the scaling that cos and sin may carry, which it repeats).
+/// Rotates the first `2·half` channels of every head of `x` (`heads`: `[tokens, heads, d]`) by row `positions[t]` of `cos`
+/// and `sin` (f32 `[positions, half]`). `inverse` rotates by the negative angle: the backward pass, which applies any scaling in
+/// cos and sin again.
 pub fn rope<T: Float, I: Id>(
     threads: &Threads,
     isa: Isa,

@@ -1,38 +1,38 @@
-//! Which columns of the vocabulary are here, and checks of ids.
+//! Vocabulary shards and checks of token ids.
 
 use super::rows::PIECE;
 use ferrotron_tensor::{Result, Threads, shape_error};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// An integer that names a token, a position or a label: i32 or i64.
+/// Integer type of token ids, positions and labels: i32 or i64.
 pub trait Id: Copy + Into<i64> + Send + Sync {}
 impl Id for i32 {}
 impl Id for i64 {}
 
-/// The part `start..start + len` of a vocabulary of `total` that is here.
+/// The shard `start..start + len` of a vocabulary of `total` ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shard {
-    /// First id here.
+    /// First id of the shard.
     pub start: usize,
-    /// How many are here.
+    /// Ids in the shard.
     pub len: usize,
-    /// How many there are in all.
+    /// Ids in the whole vocabulary.
     pub total: usize,
 }
 
 impl Shard {
-    /// All of it is here.
+    /// The whole vocabulary as one shard.
     pub const fn whole(total: usize) -> Shard {
         Shard { start: 0, len: total, total }
     }
 
-    /// Of `places` places for ids from `first` on; those at or beyond `total` are padding.
+    /// Shard of `places` table rows from id `first`; rows at or beyond `total` are padding.
     pub fn of_places(first: usize, places: usize, total: usize) -> Shard {
         let start = first.min(total);
         Shard { start, len: places.min(total - start), total }
     }
 
-    /// Where an id is here, if it is.
+    /// Local row of an id, if the shard holds it.
     #[inline(always)]
     pub fn local(&self, id: i64) -> Option<usize> {
         let at = usize::try_from(id).ok()?.checked_sub(self.start)?;
@@ -43,11 +43,11 @@ impl Shard {
         if self.start.checked_add(self.len).is_some_and(|end| end <= self.total) {
             return Ok(());
         }
-        shape_error(op, format!("{self:?} reaches beyond its total"))
+        shape_error(op, format!("{self:?} exceeds the vocabulary"))
     }
 }
 
-/// Every id must be in `0..total`, or be `ignore`; the error names the first that is not.
+/// Checks that every id is in `0..total` or is `ignore`; the error names the first that is not.
 pub fn check_ids<I: Id>(
     threads: &Threads,
     op: &'static str,
@@ -72,7 +72,7 @@ pub fn check_ids<I: Id>(
             let id: i64 = (*id).into();
             shape_error(
                 op,
-                format!("id {id} at {at} is outside 0..{total}; is it from another tokenizer or table?"),
+                format!("id {id} at position {at} is outside 0..{total}; is it from another tokenizer?"),
             )
         }
     }

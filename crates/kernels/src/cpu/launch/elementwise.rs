@@ -54,7 +54,7 @@ impl ElementwiseKernels for CpuKernels {
         let plain = |r: &Rows| r.outer_stride >= r.inner_stride || r.outer <= 1 || r.inner <= 1;
         let simple = rows.as_ref().is_ok_and(|r| r.iter().all(plain));
         if !simple && x.rank() > 2 && x.shape() == out.shape() {
-            // More strides than rows can have, or axes out of order: one launch for each entry of the first axis.
+            // More than two row strides, or permuted axes: one launch per entry of the first axis.
             return (0..x.shape()[0]).try_for_each(|i| self.copy(s, &x.select(0, i)?, &out.select(0, i)?));
         }
         let [from, to] = rows?;
@@ -82,7 +82,7 @@ impl ElementwiseKernels for CpuKernels {
         check_one(out)?;
         s.launch("dot", &[read(a), read(b), write(out)], |l| {
             let (a, b) = (l.slice::<f32>(0)?, l.slice::<f32>(1)?);
-            // f64 in index order: exact enough that no one need ask, and short.
+            // f64 in index order.
             let sum: f64 = a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum();
             l.slice_mut::<f32>(2)?[..1].fill(sum as f32);
             Ok(())

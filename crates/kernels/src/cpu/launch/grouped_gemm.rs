@@ -86,7 +86,7 @@ impl GemmFloat for f16 {
     }
 }
 
-/// The rows of each segment, in order and inside `rows`.
+/// Rows of each segment; checks that they ascend and lie inside `rows`.
 fn ranges(op: &'static str, offsets: &[i32], counts: &[i32], rows: usize) -> Result<Vec<Range<usize>>> {
     let mut end = 0;
     let mut all = Vec::with_capacity(counts.len());
@@ -105,7 +105,7 @@ fn ranges(op: &'static str, offsets: &[i32], counts: &[i32], rows: usize) -> Res
     Ok(all)
 }
 
-/// From element `at` on; nothing where that is behind the end, as it is for what has no elements.
+/// Elements from `at`; empty where that is beyond the end, as for tensors without elements.
 fn from<T>(x: &[T], at: usize) -> &[T] {
     x.get(at..).unwrap_or_default()
 }
@@ -113,7 +113,7 @@ fn from_mut<T>(x: &mut [T], at: usize) -> &mut [T] {
     x.get_mut(at..).unwrap_or_default()
 }
 
-/// Zeroes the rows of y that are nobody's.
+/// Zeroes the rows of y that are in no segment.
 fn blank_gaps<T: Float>(segments: &[Range<usize>], y: &mut [T], z: &GroupedSizes) {
     let mut blank = |rows: Range<usize>| {
         for row in rows {
@@ -130,7 +130,7 @@ fn blank_gaps<T: Float>(segments: &[Range<usize>], y: &mut [T], z: &GroupedSizes
     blank(end..z.rows);
 }
 
-/// A factor from arguments `at` (bytes) and `at + 1` (scales).
+/// An operand from arguments `at` (FP8 data) and `at + 1` (scales).
 fn operand<'a>(l: &Launch<'a>, isa: Isa, at: usize, b: &Fp8Tensor) -> Result<quant::Fp8Operand<'a>> {
     quant::Fp8Operand::argument(l, isa, at, b.data.dtype(), b.scaling, [b.rows(), b.cols])
 }
@@ -239,7 +239,10 @@ impl GroupedGemmKernels for CpuKernels {
                 let column = rows.start;
                 if g.x.scaling == ScalingMode::Block1x128 && !column.is_multiple_of(BLOCK) && !rows.is_empty()
                 {
-                    return shape_error(op, format!("segment {e} starts at {column}, inside a block"));
+                    return shape_error(
+                        op,
+                        format!("segment {e} starts at column {column}, inside a 128-column block"),
+                    );
                 }
                 let (a, b) = (
                     quant::Fp8OperandRows { column, ..dy.whole() },

@@ -1,5 +1,4 @@
-//! Tensors to slices: each kernel family's trait on the CPU. Shapes and types are checked here; the arithmetic
-//! is in the modules beside this one.
+//! Kernel traits on the CPU: checks tensors, takes their slices, and calls the arithmetic in the sibling modules.
 
 mod activation;
 mod attention;
@@ -21,19 +20,19 @@ mod router;
 use super::Isa;
 use crate::checks::{rows_of, same_contiguous};
 
-/// The kernels of the host's cores, at one instruction-set level.
+/// CPU kernels at one instruction-set level.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuKernels {
     isa: Isa,
 }
 
 impl CpuKernels {
-    /// The best this machine has. Call before compute threads start.
+    /// Kernels at the best level of this machine. Call before compute threads start.
     pub fn detect() -> CpuKernels {
         CpuKernels { isa: Isa::detect() }
     }
 
-    /// A level from [`Isa::all`].
+    /// Kernels at a level from [`Isa::all`].
     pub fn with(isa: Isa) -> CpuKernels {
         CpuKernels { isa }
     }
@@ -46,7 +45,7 @@ impl CpuKernels {
 
 impl crate::Kernels for CpuKernels {}
 
-/// Picks the Rust type for a tensor's f32 or bf16 elements.
+/// Dispatches a tensor's f32, bf16 or f16 element type to a Rust type.
 macro_rules! floats {
     ($op:expr, $dtype:expr, $T:ident => $body:expr) => {
         match $dtype {

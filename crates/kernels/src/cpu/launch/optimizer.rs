@@ -13,13 +13,13 @@ use crate::optimizer::{
 use crate::{Adam, Moment, MomentOrder, OptimizerKernels, ParamUpdate, Sgd, counter, scalars, scaler};
 use ferrotron_tensor::{Arg, DType, Error, Float, Launch, Result, Stream, Tensor, bf16, read, write};
 
-/// A launch names at most 64 arguments: this many updates of up to seven tensors each, or of eleven.
-const AT_ONCE: usize = 9;
-const AT_ONCE_TAKEN: usize = 5;
+/// Parameters per launch, which takes at most 64 arguments: seven tensors each, or eleven with FP8 outputs.
+const PER_LAUNCH: usize = 9;
+const PER_LAUNCH_FP8: usize = 5;
 
-/// Runs `step` over the list in portions, with the step scalars and slices of each update. Where gradients are no
-/// numbers, what is left out is said by `step`. `two`: whether there are second moments.
-fn each_portion(
+/// Runs `step` over the list in batches, with the step scalars and the slices of each parameter. `step` checks whether
+/// the gradient norm is finite. `two`: whether there are second moments.
+fn for_each_batch(
     s: &Stream,
     op: &'static str,
     scalars: &Tensor,
@@ -30,9 +30,9 @@ fn each_portion(
     check_scalars(op, scalars)?;
     list.iter().try_for_each(|u| check_update(op, u, two))?;
     let fp8 = list.iter().any(|u| u.fp8.is_some());
-    for portion in list.chunks(if fp8 { AT_ONCE_TAKEN } else { AT_ONCE }) {
+    for batch in list.chunks(if fp8 { PER_LAUNCH_FP8 } else { PER_LAUNCH }) {
         let mut args: Vec<Arg> = vec![read(scalars)];
-        for u in portion {
+        for u in batch {
             args.extend([write(u.master), read(u.grad)]);
             args.extend(u.weight.map(write));
             for m in [u.first].into_iter().chain(u.second) {
@@ -48,8 +48,8 @@ fn each_portion(
             let values = l.slice::<f32>(0)?;
             let mut next = 1..args.len();
             let mut at = || next.next().unwrap_or_default();
-            let mut slices = Vec::with_capacity(portion.len());
-            for u in portion {
+            let mut slices = Vec::with_capacity(batch.len());
+            for u in batch {
                 let master = at();
                 let grad = Grad::F32(l.slice(at())?);
                 let param = match (u.master.dtype(), u.weight) {
@@ -96,7 +96,7 @@ fn state<'a>(l: &Launch<'a>, at: &mut impl FnMut() -> usize, moment: Option<Mome
     }
 }
 
-/// The norm and the factor it asks for.
+/// Writes the norm and its clipping factor.
 fn write_clip(square: f64, max_norm: Option<f32>, out: &mut [f32]) {
     let norm = NormType::L2.finish(square);
     out[scalars::GRAD_NORM] = norm as f32;
@@ -105,7 +105,7 @@ fn write_clip(square: f64, max_norm: Option<f32>, out: &mut [f32]) {
 
 impl OptimizerKernels for CpuKernels {
     fn adam(&self, s: &Stream, a: Adam, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
-        each_portion(s, "adam", scalars, list, true, |l, values, slices| {
+        for_each_batch(s, "adam", scalars, list, true, |l, values, slices| {
             if !values[scalars::GRAD_NORM].is_finite() {
                 return adam_skipped(l.threads(), self.isa, slices);
             }
@@ -126,7 +126,7 @@ impl OptimizerKernels for CpuKernels {
     }
 
     fn sgd(&self, s: &Stream, rule: Sgd, scalars: &Tensor, list: &[ParamUpdate]) -> Result<()> {
-        each_portion(s, "sgd", scalars, list, false, |l, values, slices| {
+        for_each_batch(s, "sgd", scalars, list, false, |l, values, slices| {
             if !values[scalars::GRAD_NORM].is_finite() {
                 return Ok(());
             }

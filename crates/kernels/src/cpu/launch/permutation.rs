@@ -11,7 +11,7 @@ use crate::{PermutationKernels, RowMap};
 use ferrotron_tensor::fp8::{E4m3, E5m2};
 use ferrotron_tensor::{DType, Error, Result, Stream, Tensor, bf16, read, write};
 
-/// The types of a value and of its partner, which has the same or is f32.
+/// Dispatches the types of a tensor and its partner, which has the same type or f32.
 macro_rules! or_f32 {
     ($op:expr, $value:expr, $partner:expr, $T:ident, $P:ident => $body:expr) => {
         match $partner {
@@ -70,7 +70,7 @@ impl PermutationKernels for CpuKernels {
     fn moe_permute_transposed(&self, s: &Stream, x: &Tensor, map: &RowMap, out: &Tensor) -> Result<()> {
         const OP: &str = "moe_permute_transposed";
         let z = permute_transposed_sizes(OP, x, map, out)?;
-        // Bytes are bytes.
+        // E4M3 and E5M2 are moved as u8.
         let (x, out) = (x.as_bytes()?, out.as_bytes()?);
         s.launch(OP, &[read(&x), read(&map.source), write(&out)], |l| {
             moe_permute_transposed(l.threads(), l.slice(0)?, z.width, l.slice(1)?, z.k, l.slice_mut(2)?);
@@ -109,7 +109,7 @@ impl PermutationKernels for CpuKernels {
         const OP: &str = "moe_unpermute";
         let z = unpermute_sizes(OP, x, rows, out)?;
         weights.map_or(Ok(()), |w| check_choices(OP, z, w))?;
-        // Without weights the last is not looked at.
+        // Without weights the last argument is not read.
         let args = [read(x), read(rows), write(out), read(weights.unwrap_or(rows))];
         s.launch(OP, &args, |l| {
             or_f32!(OP, x.dtype(), out.dtype(), T, O => {

@@ -125,7 +125,7 @@ impl QuantKernels for CpuKernels {
     }
 }
 
-/// [`ScaleSource`], with arguments of the launch for tensors.
+/// [`ScaleSource`] with launch argument indices instead of tensors.
 #[derive(Clone, Copy)]
 enum From {
     Amax { amax: usize, pow2: bool },
@@ -133,7 +133,7 @@ enum From {
     Blocks { pow2: bool },
 }
 
-/// What is quantized.
+/// Input of a quantization.
 struct Job<'a, T> {
     isa: crate::cpu::Isa,
     x: &'a [T],
@@ -142,7 +142,7 @@ struct Job<'a, T> {
 }
 
 impl<T: Float> Job<'_, T> {
-    /// One output, whose bytes and scales are these arguments.
+    /// Quantizes one output, whose FP8 data and scales are these arguments.
     fn output<F: Format + Element>(
         &self,
         l: &Launch,

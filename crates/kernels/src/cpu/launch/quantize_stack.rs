@@ -101,7 +101,7 @@ impl CpuKernels {
     }
 }
 
-/// What is quantized.
+/// Input of a quantization.
 struct Stack<'a, T> {
     threads: &'a ferrotron_tensor::Threads,
     isa: crate::cpu::Isa,
@@ -111,7 +111,7 @@ struct Stack<'a, T> {
 }
 
 impl<T: Float> Stack<'_, T> {
-    /// One use of all matrices, one after another; `(given, amax)`: the scale of all, or each one's magnitude.
+    /// Quantizes one orientation of all matrices; `(given, amax)`: a shared scale, or the amax of each.
     fn output<F: Format + Element>(
         &self,
         how: Orientation,
@@ -124,7 +124,7 @@ impl<T: Float> Stack<'_, T> {
         let [count, n, k] = self.shape;
         let [r, c] = if how == Orientation::Rows { [n, k] } else { [k, n] };
         let (rows, width) = (Rows::dense(n, k), c.next_multiple_of(ALIGN));
-        // Tiles of a matrix lie between those of its neighbours: their rows of scales do not mix.
+        // n and k are multiples of 128, so scale rows of different matrices do not mix.
         let each = if scaling == ScalingMode::PerTensor { 1 } else { scaling.scales(r, c).iter().product() };
         for e in 0..count {
             let x = &self.x[e * n * k..(e + 1) * n * k];

@@ -224,7 +224,7 @@ impl RouterKernels for CpuKernels {
     }
 }
 
-/// A word of 32 bits as a factor from 1 - eps to 1 + eps.
+/// Maps a 32-bit word to a factor in [1 − eps, 1 + eps].
 fn around_one(word: u32, eps: f32) -> f32 {
     let unit = (word >> 8) as f32 / (1u32 << 24) as f32;
     1.0 - eps + 2.0 * eps * unit

@@ -1,12 +1,12 @@
-//! Scales from the magnitudes of earlier steps.
+//! Delayed scaling: scales from the amax history.
 
 use crate::DelayedScaling;
 use crate::cpu::rows::check_len;
 use ferrotron_tensor::{Result, shape_error};
 
-/// The end of a step; see [`crate::QuantKernels::delayed_update`]. Without `reduced` row 0 of the history is it.
+/// See [`crate::DelayedUpdate`]. Without `reduced`, row 0 of the history is used.
 ///
-/// A tensor that saw nothing in this step keeps its scale and its history: weights that were not cast again.
+/// A tensor without an amax in this step, such as a weight that was not cast again, keeps its scale and history.
 pub fn delayed_update(
     how: DelayedScaling,
     history: &mut [f32],
@@ -24,7 +24,7 @@ pub fn delayed_update(
         return Ok(());
     }
     if history.is_empty() || !history.len().is_multiple_of(n) {
-        return shape_error(OP, format!("a history of {} for {n} scales", history.len()));
+        return shape_error(OP, format!("an amax history of {} values for {n} scales", history.len()));
     }
     let newest = history.len() - n;
     for i in 0..n {
@@ -32,7 +32,7 @@ pub fn delayed_update(
         if last == 0.0 {
             continue;
         }
-        // `max` passes NaN over; the oldest entry still counts, then falls out.
+        // `max` ignores NaN. The oldest entry still counts before it leaves the history.
         let mut most = last;
         for at in (i..newest).step_by(n) {
             history[at] = history[at + n];
@@ -42,7 +42,7 @@ pub fn delayed_update(
         history[i] = 0.0;
         let amax = if how.most_recent { last } else { most };
         if amax.is_finite() && amax > 0.0 {
-            // Margins are whole: a power of two is exact.
+            // The margin is an integer, so its power of two is exact.
             let new = largest[i] * 2f32.powi(-how.margin) / amax;
             scale[i] = if new.is_infinite() { f32::MAX } else { new };
         }

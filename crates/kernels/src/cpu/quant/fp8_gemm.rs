@@ -1,4 +1,4 @@
-//! Products of 8-bit matrices: their values are those of bf16, so the bf16 product is theirs.
+//! FP8 GEMM on the CPU. FP8 values are exact in bf16, so it runs the bf16 GEMM on decoded operands.
 
 use super::decode;
 use super::encode::{Format, formats};
@@ -8,39 +8,39 @@ use crate::cpu::{Isa, multiversion};
 use crate::{ALIGN, BLOCK, ScalingMode};
 use ferrotron_tensor::{DType, Float, Launch, Result, Threads, bf16};
 
-/// A factor `[r, k]`, as [`crate::Fp8Tensor`] lays it out, its bytes widened to bf16.
+/// An FP8 operand `[r, k]` in the layout of [`crate::Fp8Tensor`], decoded to bf16.
 pub struct Fp8Operand<'a> {
     values: Vec<bf16>,
     scale_inv: &'a [f32],
     scaling: ScalingMode,
-    /// Of the scales: elements from row to row.
+    /// Row stride of the scales.
     stride: usize,
-    /// Numbers from row to row.
+    /// Row stride of the values.
     width: usize,
 }
 
-/// A factor from some row and column (the first of a block, if blocks have scales) on. Where matrices of one scale each are
-/// stacked in a factor, it is in the `which`th.
+/// A view of an operand from a row and column on, which start a block under block scaling. In a stack of matrices with one
+/// scale each it lies in matrix `which`.
 #[derive(Clone, Copy)]
 pub struct Fp8OperandRows<'a> {
-    /// All of it.
+    /// The whole operand.
     pub operand: &'a Fp8Operand<'a>,
-    /// The first row.
+    /// First row.
     pub row: usize,
-    /// The first column.
+    /// First column.
     pub column: usize,
-    /// Which of the scales that hold for a matrix.
+    /// Index of the per-matrix scale.
     pub which: usize,
 }
 
 impl Fp8OperandRows<'_> {
-    /// The numbers from column `from` of the part on.
+    /// Values from column `from` of the view.
     fn values(&self, from: usize) -> &[bf16] {
         let at = self.row * self.operand.width + self.column + from;
         self.operand.values.get(at..).unwrap_or_default()
     }
 
-    /// What block `block` of row `row` is multiplied by.
+    /// Inverse scale of block `block` in row `row`.
     fn scale(&self, row: usize, block: usize) -> f32 {
         let f = self.operand;
         let (row, block) = (self.row + row, self.column / BLOCK + block);
@@ -53,7 +53,7 @@ impl Fp8OperandRows<'_> {
 }
 
 impl<'a> Fp8Operand<'a> {
-    /// Widens the bytes.
+    /// Decodes FP8 data.
     pub fn new<F: Format>(
         threads: &Threads,
         isa: Isa,
@@ -74,7 +74,7 @@ impl<'a> Fp8Operand<'a> {
         Ok(Fp8Operand { values, scale_inv, scaling, stride, width })
     }
 
-    /// From arguments `at` (bytes) and `at + 1` (scales) of a launch.
+    /// From arguments `at` (FP8 data) and `at + 1` (scales) of a launch.
     pub(crate) fn argument(
         l: &Launch<'a>,
         isa: Isa,
@@ -87,14 +87,14 @@ impl<'a> Fp8Operand<'a> {
             Fp8Operand::new::<F>(l.threads(), isa, l.slice(at)?, l.slice(at + 1)?, scaling, shape))
     }
 
-    /// All of it.
+    /// The whole operand as a view.
     pub fn whole(&self) -> Fp8OperandRows<'_> {
         Fp8OperandRows { operand: self, row: 0, column: 0, which: 0 }
     }
 }
 
-/// `c [m, n] = a·bᵀ (+ bias) (+ c)`: sums in f32 over values that share scales, then times the scales, in f32 again
-/// over the blocks, rounded once.
+/// `c [m, n] = a·bᵀ (+ bias) (+ c)`: f32 partial sums per block of shared scales, multiplied by the scales and summed in f32
+/// over blocks, then rounded once.
 pub fn fp8_gemm<C: Float>(
     threads: &Threads,
     isa: Isa,
@@ -130,7 +130,7 @@ pub fn fp8_gemm<C: Float>(
         };
         let into = if blocks > 1 { &mut part } else { &mut sums };
         gemm_bf16::<f32>(threads, isa, shape, a.values(from), b.values(from), None, false, into);
-        // In f64: a product of two scales can be beyond f32 where the number it makes is not.
+        // In f64, since the product of two scales may overflow f32 where the scaled result does not.
         let across: Vec<f64> = (0..n).map(|j| f64::from(b.scale(j, block))).collect();
         let part = &part;
         threads.parallel_chunks(&mut sums, grain * n, &|i, sums| {

@@ -1,18 +1,18 @@
-//! The random Hadamard transform: outliers are spread over sixteen numbers before they are rounded.
+//! Random Hadamard transform: spreads outliers over sixteen values before quantization.
 
 use crate::cpu::rows::Rows;
 use crate::cpu::{Isa, multiversion};
 use crate::quant::microscaling::BlockAxis;
 use ferrotron_tensor::{Float, Threads};
 
-/// Numbers turned together.
+/// Points of the transform.
 pub const TURNED: usize = 16;
-/// The fixed random signs.
+/// Fixed random signs.
 pub const SIGNS: [f32; TURNED] =
     [1.0, 1.0, 1.0, -1.0, 1.0, -1.0, -1.0, -1.0, -1.0, -1.0, -1.0, 1.0, -1.0, 1.0, -1.0, -1.0];
 
-/// `x [r, c]` with every 16 neighbours along the axis turned: `H·(signs∘v)`, H Sylvester's matrix over √16. The axis is
-/// padded with zeros to a multiple of 16; gives the values and the padded shape.
+/// Transforms every 16 neighbours of `x [r, c]` along the axis: `H·(signs∘v)` with H Sylvester's matrix over √16. The axis is
+/// zero-padded to a multiple of 16; returns the values and the padded shape.
 pub fn turn<T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -38,7 +38,7 @@ pub fn turn<T: Float>(
     (out, shape)
 }
 
-/// Back: `signs∘(H·v)`, in place. H is its own inverse.
+/// Inverse transform in place: `signs∘(H·v)`, since H is its own inverse.
 pub fn turn_back(threads: &Threads, isa: Isa, along: BlockAxis, [_, c]: [usize; 2], x: &mut [f32]) {
     threads.parallel_chunks(x, TURNED * c, &|_, band| match along {
         BlockAxis::Rows => along_rows(isa, band, true),
@@ -47,7 +47,7 @@ pub fn turn_back(threads: &Threads, isa: Isa, along: BlockAxis, [_, c]: [usize; 
 }
 
 multiversion! {
-    /// Every 16 neighbours in the order they are stored.
+    /// Transforms every 16 consecutive values.
     fn along_rows(x: &mut [f32], back: bool) {
         for v in x.as_chunks_mut::<TURNED>().0 {
             if !back {
@@ -66,7 +66,7 @@ multiversion! {
 }
 
 multiversion! {
-    /// Sixteen rows of c: every column of them, all at once.
+    /// Transforms the columns of sixteen rows of `c` values.
     fn along_columns(x: &mut [f32], c: usize, back: bool) {
         if !back {
             for (row, s) in x.chunks_mut(c).zip(SIGNS) {

@@ -1,7 +1,6 @@
-//! Eight-bit matrices on the CPU: the bits every other home must have.
+//! FP8 quantization on the CPU, the bitwise reference of all devices.
 //!
-//! A matrix is cut into tiles of 128 x 128; one piece of work is the tiles that make 128 rows of the output, whichever
-//! way the matrix is used.
+//! A matrix is processed in 128x128 tiles; a unit of work is the tiles of 128 output rows, in either orientation.
 
 mod amax;
 mod delayed;

@@ -1,4 +1,4 @@
-//! MXFP8: E4M3 or E5M2 with a power of two for every 32 numbers.
+//! MXFP8: E4M3 or E5M2 with an E8M0 scale per 32 values.
 
 use super::encode::Format;
 use super::small_blocks::{SmallBlocks, nearest};
@@ -8,11 +8,11 @@ use crate::quant::scale::power_of_two;
 use ferrotron_tensor::fp8::E8m0;
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// Numbers that share a scale.
+/// Values that share a scale.
 pub const MX_BLOCK: usize = 32;
 
-/// `codes [r, c] = round(x/scale)`, `scales` one for each block of the grid. Both uses are made from `x`, and neither
-/// is stored transposed.
+/// `codes [r, c] = round(x/scale)` with one scale per block. Both orientations are quantized from `x`, and neither is stored
+/// transposed.
 pub fn mxfp8_quantize<F: Format, T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -41,8 +41,8 @@ pub fn mxfp8_dequantize<F: Format, T: Float>(
     grid.dequantize(threads, isa, codes, scales, &|s| s.decode(), out)
 }
 
-/// Scales `[r, c]` as matrix units read them: zero-padded to multiples of 128 and 4, in tiles of 128 x 4 one after
-/// another, whose rows of four bytes come in the order 0, 32, 64, 96, 1, 33, …
+/// Swizzles scales `[r, c]` for tensor cores: zero-padded to multiples of 128 and 4, in consecutive 128x4 tiles whose rows of
+/// four bytes are ordered 0, 32, 64, 96, 1, 33, …
 pub fn swizzle(scales: &[E8m0], [r, c]: [usize; 2]) -> Vec<u8> {
     let across = c.div_ceil(4);
     let mut out = vec![0; r.div_ceil(128) * across * 512];

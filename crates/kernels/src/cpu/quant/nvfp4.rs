@@ -1,4 +1,4 @@
-//! NVFP4: E2M1 with an E4M3 scale for every 16 numbers and one f32 scale for all.
+//! NVFP4: E2M1 with an E4M3 scale per 16 values and one f32 scale per tensor.
 
 use super::amax::amax;
 use super::small_blocks::{SmallBlocks, nearest};
@@ -8,23 +8,23 @@ use crate::philox::RandomStream;
 use ferrotron_tensor::fp8::{E2m1, E4m3};
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// Numbers that share a scale.
+/// Values that share a scale.
 pub const NV_BLOCK: usize = 16;
 
-/// What numbers are multiplied by so that the scales of blocks fit E4M3.
+/// Per-tensor scale that brings block scales into the range of E4M3.
 pub fn global_scale(amax: f32) -> f32 {
     let scale = (E4m3::MAX * E2m1::MAX / amax).min(f32::MAX);
     if amax == 0.0 || scale == 0.0 { 1.0 } else { scale }
 }
 
-/// The scale of a block, and what its numbers are multiplied by.
+/// Scale of a block, and the factor on its values.
 pub fn block_scale(amax: f32, global: f32) -> (E4m3, f32) {
     let scale = E4m3::encode(amax * (global * (1.0 / E2m1::MAX)));
     (scale, (1.0 / (scale.decode() * (1.0 / global))).min(f32::MAX))
 }
 
-/// `codes [r, c]` (one a byte), `scales` one for each block of the grid; gives the global scale. With `stochastic`
-/// number `i` is rounded by byte `i` of the stream, otherwise to the nearest.
+/// Quantizes to `codes [r, c]` (one per byte) and one scale per block; returns the per-tensor scale. With `stochastic`, value
+/// `i` is rounded stochastically by byte `i` of the stream, otherwise to nearest.
 pub fn nvfp4_quantize<T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -69,7 +69,8 @@ pub fn nvfp4_dequantize<T: Float>(
     grid.dequantize(threads, isa, codes, scales, &|s| s.decode() * inverse, out)
 }
 
-/// One of the two values around `x`, the upper of the magnitudes where `random/256` is at least what is missing to it.
+/// Stochastic rounding to one of the two E2M1 neighbours of `x`: to the larger magnitude where `random/256` is at least the
+/// relative distance to it.
 pub fn round_randomly(x: f32, random: u8) -> E2m1 {
     if x.is_nan() {
         return E2m1::encode(x);
@@ -85,7 +86,7 @@ pub fn round_randomly(x: f32, random: u8) -> E2m1 {
     E2m1::encode(down.min(E2m1::MAX).copysign(x))
 }
 
-/// Two codes a byte, the first in the low half; rows of odd length end with a zero.
+/// Packs two codes per byte, the first in the low half; rows of odd length end with a zero.
 pub fn pack(codes: &[E2m1], c: usize) -> Vec<u8> {
     let byte = |pair: &[E2m1]| pair[0].0 | pair.get(1).map_or(0, |high| high.0 << 4);
     codes.chunks(c.max(1)).flat_map(|row| row.chunks(2).map(byte)).collect()

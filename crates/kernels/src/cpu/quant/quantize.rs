@@ -1,4 +1,4 @@
-//! Matrices to bytes, in both uses.
+//! Quantization of matrices to FP8 in both orientations.
 
 use super::amax::{amax_columns, amax_row};
 use super::encode::{Format, Tile, encode_each, encode_row, turn};
@@ -8,32 +8,32 @@ use crate::quant::scale::ScaleRule;
 use crate::{ALIGN, BLOCK, ScalingMode};
 use ferrotron_tensor::{Float, Result, Threads, shape_error};
 
-/// How a matrix `x [r, c]` is used as a factor.
+/// Orientation of a matrix `x [r, c]` as a GEMM operand.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Orientation {
-    /// As it is stored, contracted along c.
+    /// Row-wise: as stored, contracted along c.
     Rows,
-    /// Transposed, contracted along r.
+    /// Column-wise: transposed, contracted along r.
     Cols,
 }
 
-/// Blocks with a scale each.
+/// Block scaling.
 #[derive(Clone, Copy, Debug)]
 pub struct Blocks {
     /// [`ScalingMode::Block1x128`] or [`ScalingMode::Block128x128`].
     pub scaling: ScalingMode,
-    /// From a block's largest magnitude to its scale.
+    /// Scale of a block from its amax.
     pub rule: ScaleRule,
 }
 
-/// What one piece of work makes: up to 128 rows of the output.
+/// Output of one unit of work: up to 128 rows.
 struct Band<'a, F> {
     data: &'a mut [F],
-    /// `1/scale` for each block of 128 along the rows: of every row, or one for all.
+    /// Inverse scales of the 128-column blocks: per row, or one for all rows.
     scales: &'a mut [f32],
 }
 
-/// The output matrix `[r, c]` of a use of x, and its padded width.
+/// Output shape `[r, c]` of an orientation of x, and its padded width.
 fn output(how: Orientation, x: &Rows) -> ([usize; 2], usize) {
     let [r, c] = if how == Orientation::Rows { [x.outer, x.width] } else { [x.width, x.outer] };
     ([r, c], c.next_multiple_of(ALIGN))
@@ -59,7 +59,7 @@ pub fn quantize_tensor<F: Format, T: Float>(
     Ok(())
 }
 
-/// As [`quantize_tensor`] with a scale for every block; `scale_inv` as [`ScalingMode::scales`] says.
+/// [`quantize_tensor`] with a scale per block; `scale_inv` has the shape of [`ScalingMode::scales`].
 pub fn quantize_blocks<F: Format, T: Float>(
     threads: &Threads,
     isa: Isa,
@@ -76,7 +76,7 @@ pub fn quantize_blocks<F: Format, T: Float>(
     check_len(OP, "data", data.len(), r * width)?;
     check_len(OP, "scale_inv", scale_inv.len(), blocks.scaling.scales(r, c).iter().product())?;
     let each = match blocks.scaling {
-        ScalingMode::PerTensor => return shape_error(OP, "one scale for all has no blocks"),
+        ScalingMode::PerTensor => return shape_error(OP, "per-tensor scaling has no blocks"),
         ScalingMode::Block1x128 => BLOCK,
         ScalingMode::Block128x128 => 1,
     };
@@ -84,7 +84,7 @@ pub fn quantize_blocks<F: Format, T: Float>(
     if r * c == 0 {
         return Ok(());
     }
-    // A band's scales lie apart from each other in `scale_inv`, so they are put there afterwards.
+    // The scales of a band are not contiguous in `scale_inv`, so they are copied there afterwards.
     let per_band = c.div_ceil(BLOCK) * each;
     let mut kept = vec![0f32; r.div_ceil(BLOCK) * per_band];
     let mut bands: Vec<_> = data
@@ -109,10 +109,10 @@ pub fn quantize_blocks<F: Format, T: Float>(
     Ok(())
 }
 
-/// The scales of a tile, for each row of the output.
+/// Scales of a tile, per output row.
 type Scales = [f32; BLOCK];
 
-/// Finds the scales of the tile that `rows` gives the rows of x of.
+/// Computes the scales of a tile, whose rows of x `rows` yields.
 fn measure<'a, T: Float>(
     isa: Isa,
     how: Orientation,
@@ -135,7 +135,7 @@ fn measure<'a, T: Float>(
     most.map(|m| rule.scale(f32::from_bits(m)))
 }
 
-/// Makes the output rows from `first` on, tile by tile along them.
+/// Quantizes the output rows from `first`, tile by tile.
 fn fill<'x, F: Format, T: Float>(
     isa: Isa,
     how: Orientation,
@@ -152,7 +152,7 @@ fn fill<'x, F: Format, T: Float>(
     let mut tile: Tile<F> = [F::zeroed(); BLOCK * BLOCK];
     for (block, at) in (0..c).step_by(BLOCK).enumerate() {
         let along = BLOCK.min(c - at);
-        // The tile of x: its first row and column, its height and width.
+        // First row and column of the tile in x, its height and width.
         let (top, left, h, w) = match how {
             Orientation::Rows => (first, at, rows, along),
             Orientation::Cols => (at, first, along, rows),

@@ -1,4 +1,4 @@
-//! Blocks of a few numbers, each with its own scale.
+//! Block scaling with small blocks, for microscaling formats.
 
 use super::amax::{amax_columns, amax_row};
 use super::encode::{Format, decode_each, encode_each};
@@ -7,11 +7,10 @@ use crate::cpu::rows::{PIECE, Rows, check_len};
 use crate::quant::microscaling::BlockAxis;
 use ferrotron_tensor::{Float, Result, Threads};
 
-/// Writes the codes of a row: given the index of its first number in the matrix, the row, what each number is
-/// multiplied by.
+/// Encodes a row, given the index of its first value in the matrix, the row, and the factor on each value.
 type Encode<'a, F, T> = dyn Fn(usize, &[T], &[f32], &mut [F]) + Sync + 'a;
 
-/// A matrix `[r, c]` in blocks of `h x w`, row by row of blocks.
+/// A matrix `[r, c]` in row-major blocks of `h x w`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SmallBlocks {
     /// Rows of the matrix.
@@ -25,25 +24,25 @@ pub struct SmallBlocks {
 }
 
 impl SmallBlocks {
-    /// Blocks of `n` numbers along an axis, or of `n x n`.
+    /// Blocks of `n` values along an axis, or of `n x n`.
     pub fn new([r, c]: [usize; 2], n: usize, along: BlockAxis, square: bool) -> SmallBlocks {
         let h = if square || along == BlockAxis::Cols { n } else { 1 };
         let w = if square || along == BlockAxis::Rows { n } else { 1 };
         SmallBlocks { r, c, h, w }
     }
 
-    /// Blocks down and across: the shape of the scales.
+    /// Numbers of blocks in both directions: the shape of the scales.
     pub fn blocks(&self) -> [usize; 2] {
         [self.r.div_ceil(self.h), self.c.div_ceil(self.w)]
     }
 
-    /// Rows of blocks in a piece of work.
+    /// Rows of blocks per chunk of work.
     fn grain(&self) -> usize {
         (PIECE / (self.h * self.c).max(1)).max(1)
     }
 
-    /// `codes [r, c]` and a scale per block: `scale` makes the scale and the multiplier of a block from its largest
-    /// magnitude.
+    /// Quantizes to `codes [r, c]` and a scale per block; `scale` returns a block's scale and the factor on its values from its
+    /// amax.
     pub(super) fn quantize<F: Format, T: Float, S: Send>(
         &self,
         threads: &Threads,
@@ -117,7 +116,7 @@ impl SmallBlocks {
             let mut factors = vec![0f32; self.c];
             for (row, out) in out.chunks_mut(self.c).enumerate() {
                 let row = i * piece + row;
-                // Pieces begin with a row of blocks.
+                // Chunks start at a row of blocks.
                 if row.is_multiple_of(self.h) {
                     let scales = &scales[row / self.h * across..][..across];
                     for (factors, s) in factors.chunks_mut(self.w).zip(scales) {
@@ -131,7 +130,7 @@ impl SmallBlocks {
     }
 }
 
-/// The encoding to the nearest value.
+/// Encodes to the nearest value.
 pub(super) fn nearest<F: Format, T: Float>(isa: Isa) -> impl Fn(usize, &[T], &[f32], &mut [F]) + Sync {
     move |_, x, factors, codes| encode_each(isa, x, factors, codes)
 }
