@@ -194,6 +194,11 @@ keys! {
         log_every: u64 = 1, "log_interval", "log_freq", "logging_steps", "log_every_n_steps";
         /// Seed of initial weights and dropout.
         seed: u64 = 1234, "random_seed", "init_seed", "seed_everything";
+        /// Tokens whose logits exist at a time while the LM head computes the loss, which saves memory and computes logits
+        /// twice; derived where the logits of a micro-batch would take more than 8 GiB, 0 means all tokens at once.
+        loss_chunk: Option<usize> = None, "loss_chunk_size", "chunked_cross_entropy", "cross_entropy_chunk_size", "logits_chunk_size", "ce_chunk_size";
+        /// Label smoothing ε: the target is 1 - ε for the label and ε/(V - 1) for every other token, as in Megatron.
+        label_smoothing: f64 = 0.0, "label_smoothing_factor", "smoothing";
         /// What the backward pass computes again instead of keeping it.
         recompute: Recompute = Recompute::None, "recompute_granularity", "recompute_modules", "recompute_activations", "recompute_method", "activation_checkpointing", "activation_checkpoint", "gradient_checkpointing";
         /// Give a whole step to the card as one CUDA graph, which is captured once and replayed to the same bits. auto

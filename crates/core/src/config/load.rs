@@ -127,6 +127,10 @@ impl Recipe {
                     .try_for_each(|(key, value)| self.put(file, line, key, Entry::Value(value)))?,
             }
         }
+        if let Source::Stored = source {
+            // A run that stored no chunk computed all logits at once, and resumes so.
+            self.config.train.loss_chunk.get_or_insert(0);
+        }
         Ok(())
     }
 

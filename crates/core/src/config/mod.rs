@@ -5,6 +5,7 @@
 
 mod keys;
 mod load;
+mod loss;
 mod loss_scale;
 mod mla;
 mod model;

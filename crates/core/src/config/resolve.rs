@@ -92,6 +92,7 @@ impl Recipe {
         self.derive_data(&mut c, &model, &mut derived)?;
         self.derive_precision(&mut c, &mut derived);
         let plan = self.derive_lengths(&mut c, &mut derived)?;
+        self.derive_loss_chunk(&mut c, &model, &mut derived);
         let resolved = Resolved { config: c, model, plan, derived: derived.0 };
         self.check_together(&resolved)?;
         Ok(resolved)

@@ -60,9 +60,14 @@ impl StepShape {
     }
 }
 
-/// FP8 policy, MoE and MTP training of a recipe.
+/// FP8 policy, MoE and MTP training and loss of a recipe.
 fn options(r: &Resolved) -> ModelOptions {
-    ModelOptions { policy: r.policy(), moe_training: Arc::new(r.moe_training()), mtp: r.mtp_training() }
+    ModelOptions {
+        policy: r.policy(),
+        moe_training: Arc::new(r.moe_training()),
+        mtp: r.mtp_training(),
+        loss: r.loss_options(),
+    }
 }
 
 /// MoE layers of a rank.

@@ -9,7 +9,7 @@ use super::pipeline_layout::PipelineLayout;
 use ferrotron_engine::attention::{KvCache, Layout, RopeTable};
 use ferrotron_engine::moe::{MoeInput, MoeLayerSpec, MoeTraining};
 use ferrotron_engine::quant::Policy;
-use ferrotron_engine::{Declarations, ParamSpec, Rank, StepContext, Targets, Tokens};
+use ferrotron_engine::{Declarations, LossOptions, ParamSpec, Rank, StepContext, Targets, Tokens};
 use ferrotron_kernels::RopeStyle;
 use ferrotron_kernels::rope_tables::RopeTables;
 use ferrotron_tensor::{Category, Result, Stream, Tensor, shape_error};
@@ -36,6 +36,8 @@ pub struct ModelOptions {
     pub moe_training: Arc<MoeTraining>,
     /// How predictions of further tokens are trained.
     pub mtp: MtpTraining,
+    /// How the LM head computes the loss: in chunks of tokens, with label smoothing.
+    pub loss: LossOptions,
 }
 
 /// Token ids with their places, on the device.
@@ -79,7 +81,8 @@ impl Decoder {
         let placement = layout.place(&c, rank.pp.size())?;
         let params = Declarations::of(rank)
             .with_policy(options.policy.clone())
-            .with_moe_training(&options.moe_training);
+            .with_moe_training(&options.moe_training)
+            .with_loss(options.loss);
         // Layers with the same RoPE share one table.
         let mut tables: Vec<(RopeConfig, RopeTable)> = Vec::new();
         let mut table = |layer: usize| -> Result<Option<RopeTable>> {

@@ -26,6 +26,7 @@ impl ModelState {
             policy: quant_policy(rank, r)?,
             moe_training: Arc::new(r.moe_training()),
             mtp: r.mtp_training(),
+            loss: r.loss_options(),
         };
         let layout = PipelineLayout { vp: r.config.parallel.vp, layout: r.config.parallel.stages.clone() };
         let (decoder, specs) = Decoder::new(rank, &r.model, r.plan.seq_len, &layout, &options)?;

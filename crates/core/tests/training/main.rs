@@ -7,6 +7,7 @@ mod data;
 mod f16;
 mod forward_backward;
 mod fp8_scales;
+mod loss;
 mod optimizer_state;
 mod ranks;
 mod support;

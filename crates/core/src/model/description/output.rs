@@ -48,8 +48,13 @@ impl LayerBuilder<'_> {
         }
         self.linear(module, Input::Saved("final"));
         if let Some(vocab) = self.weight(module).map(|spec| spec.shape[0]) {
-            // The loss overwrites the logits with their gradient.
-            self.save("dlogits", &[rows.all, vocab], self.shape.dtype);
+            // The loss overwrites the logits with their gradient. In chunks, only those of one chunk exist, and the gradient
+            // of the hidden states is saved in their place.
+            let chunk = self.shape.options.loss.chunk.filter(|chunk| *chunk < rows.all);
+            self.save("dlogits", &[chunk.unwrap_or(rows.all), vocab], self.shape.dtype);
+            if chunk.is_some() {
+                self.save("dx", &[rows.all, self.shape.model.hidden], self.shape.dtype);
+            }
         }
         // Maximum, sum, label's logit and mean of each row's logits, from every rank's columns.
         let statistics = ((self.shape.ranks.tp.size - 1) * rows.all * 4 * 4) as u64;

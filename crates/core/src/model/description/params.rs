@@ -21,7 +21,8 @@ pub fn declare_params(
     let experts = ExpertParallelRank { ep: ranks.ep, etp: ranks.etp };
     let params = Declarations::on(ranks.tp, experts)
         .with_policy(options.policy.clone())
-        .with_moe_training(&options.moe_training);
+        .with_moe_training(&options.moe_training)
+        .with_loss(options.loss);
     let mut no_tables = |_| Ok(None);
     let mut model = ModelDeclaration::new(params, config, options.mtp, ranks.pp.size > 1, &mut no_tables);
     for stage in stages {
